@@ -84,10 +84,10 @@ pub fn run() -> Result<ExitCode> {
 
     println!();
     for Stage { name, good, took } in &stages {
-        println!("{:>9}  {:<6}  {name}", shown(*took), verdict(*good));
+        println!("{:>11}  {:<6}  {name}", shown(*took), verdict(*good));
     }
     println!(
-        "{:>9}  together",
+        "{:>11}  together",
         shown(stages.iter().map(|stage| stage.took).sum())
     );
     if let Some(counts) = counts {
