@@ -1,0 +1,273 @@
+//! The operations on plain tensors.
+//!
+//! Every function comes as `try_*`, which returns an [`Nvfp4Error`] naming the argument, and as the
+//! plain name, which panics with the same message, as Burn's own operations do. Either way nothing
+//! has been queued when a check fails.
+
+use burn_core::backend::Dispatch;
+use burn_core::tensor::{DType, FloatDType, Int, Tensor};
+use nvfp4_kernels::{Hadamard, Nvfp4Error, PackedAxis, Rounding};
+
+use crate::ops::{Bias, LinearSpec, Nvfp4Ops, Packed, PackedLayout, PairSpec, QuantizeSpec};
+use crate::validate;
+
+/// A matrix in NVFP4: 4-bit codes, a scale for each block of 16, and the maximum of the whole.
+///
+/// It is a constant for autodiff.
+#[derive(Clone, Debug)]
+pub struct Nvfp4Tensor {
+    codes: Tensor<2, Int>,
+    scales: Tensor<2, Int>,
+    amax: Tensor<1>,
+    layout: PackedLayout,
+}
+
+impl Nvfp4Tensor {
+    /// A packed matrix from its buffers: `codes` `u32[outer, blocks * 2]`, `scales`
+    /// `u8[outer, blocks]`, `amax` `f32[1]`.
+    ///
+    /// # Errors
+    /// When a buffer has another shape, type or device than `layout` asks for.
+    pub fn try_from_parts(
+        codes: Tensor<2, Int>,
+        scales: Tensor<2, Int>,
+        amax: Tensor<1>,
+        layout: PackedLayout,
+    ) -> Result<Self, Nvfp4Error> {
+        validate::device("codes", &codes.device())?;
+        let (outer, blocks) = (layout.outer(), layout.blocks());
+        validate::buffer("codes", &codes, [outer, blocks * 2], DType::U32)?;
+        validate::buffer("scales", &scales, [outer, blocks], DType::U8)?;
+        validate::buffer("amax", &amax, [1], DType::F32)?;
+        validate::same_device(("codes", &codes.device()), ("scales", &scales.device()))?;
+        validate::same_device(("codes", &codes.device()), ("amax", &amax.device()))?;
+        Ok(Self { codes, scales, amax, layout })
+    }
+
+    /// The codes, `u32[outer, blocks * 2]`: eight to a word, the first in the lowest four bits.
+    pub fn codes(&self) -> &Tensor<2, Int> {
+        &self.codes
+    }
+
+    /// The block scales, `u8[outer, blocks]`: E4M3 bytes.
+    pub fn scales(&self) -> &Tensor<2, Int> {
+        &self.scales
+    }
+
+    /// Largest magnitude of the source, `f32[1]`.
+    pub fn amax(&self) -> &Tensor<1> {
+        &self.amax
+    }
+
+    /// What the buffers mean.
+    pub fn layout(&self) -> PackedLayout {
+        self.layout
+    }
+
+    fn from_dispatch(packed: Packed<Dispatch>) -> Self {
+        Self {
+            codes: Tensor::from_dispatch(packed.codes),
+            scales: Tensor::from_dispatch(packed.scales),
+            amax: Tensor::from_dispatch(packed.amax),
+            layout: packed.layout,
+        }
+    }
+
+    fn into_dispatch(self) -> Packed<Dispatch> {
+        Packed {
+            codes: self.codes.into_dispatch(),
+            scales: self.scales.into_dispatch(),
+            amax: self.amax.into_dispatch(),
+            layout: self.layout,
+        }
+    }
+}
+
+/// Pack the matrix `x` (`[rows, cols]`, `f32`, `bf16` or `f16`) in 1x16 blocks along `axis`, after
+/// `hadamard` along the same axis if there is one.
+///
+/// # Errors
+/// When the device or the type is not supported, when `cols` is no multiple of 16 for
+/// [`PackedAxis::Cols`], or when a transform is asked for along [`PackedAxis::Cols`].
+pub fn try_quantize(
+    x: Tensor<2>,
+    axis: PackedAxis,
+    rounding: Rounding,
+    hadamard: Option<Hadamard>,
+) -> Result<Nvfp4Tensor, Nvfp4Error> {
+    validate::operand("x", &x)?;
+    match (axis, hadamard) {
+        (PackedAxis::Cols, Some(_)) => {
+            return Err(Nvfp4Error::value(
+                "hadamard",
+                "a transform for the row-wise copy",
+                "none: the transform belongs to column-wise copies",
+            ));
+        }
+        (PackedAxis::Cols, None) => validate::blocks("x", "cols", x.dims()[1])?,
+        (PackedAxis::Rows, _) => {}
+    }
+    let spec = QuantizeSpec { axis, rounding, hadamard };
+    Ok(Nvfp4Tensor::from_dispatch(Dispatch::nvfp4_quantize(x.into_dispatch(), spec)))
+}
+
+/// [`try_quantize`], panicking where it fails.
+pub fn quantize(
+    x: Tensor<2>,
+    axis: PackedAxis,
+    rounding: Rounding,
+    hadamard: Option<Hadamard>,
+) -> Nvfp4Tensor {
+    or_panic("quantize", try_quantize(x, axis, rounding, hadamard))
+}
+
+/// Pack the matrix `x` (`[rows, cols]`) in 16x16 tiles, rounded to nearest: the row-wise copy and
+/// the column-wise one, exact transposes of each other.
+///
+/// # Errors
+/// When the device or the type is not supported, or a dimension is no multiple of 16.
+pub fn try_quantize_tiles(x: Tensor<2>) -> Result<(Nvfp4Tensor, Nvfp4Tensor), Nvfp4Error> {
+    validate::operand("x", &x)?;
+    let [rows, cols] = x.dims();
+    validate::blocks("x", "rows", rows)?;
+    validate::blocks("x", "cols", cols)?;
+    let pair = Dispatch::nvfp4_quantize_pair(x.into_dispatch(), PairSpec::Tile);
+    Ok((Nvfp4Tensor::from_dispatch(pair.row), Nvfp4Tensor::from_dispatch(pair.col)))
+}
+
+/// [`try_quantize_tiles`], panicking where it fails.
+pub fn quantize_tiles(x: Tensor<2>) -> (Nvfp4Tensor, Nvfp4Tensor) {
+    or_panic("quantize_tiles", try_quantize_tiles(x))
+}
+
+/// The values of `packed` in the orientation of its source (`[rows, cols]`), as `dtype`. A copy made
+/// with a transform stays transformed.
+///
+/// # Errors
+/// When `dtype` is not one of `F32`, `BF16` and `F16`.
+pub fn try_dequantize(packed: Nvfp4Tensor, dtype: FloatDType) -> Result<Tensor<2>, Nvfp4Error> {
+    validate::float("dtype", dtype.into())?;
+    Ok(Tensor::from_dispatch(Dispatch::nvfp4_dequantize(packed.into_dispatch(), dtype)))
+}
+
+/// [`try_dequantize`], panicking where it fails.
+pub fn dequantize(packed: Nvfp4Tensor, dtype: FloatDType) -> Tensor<2> {
+    or_panic("dequantize", try_dequantize(packed, dtype))
+}
+
+/// `out[m, n] = alpha · Σₖ a[m, k] · b[n, k] + bias[n]` over the stored rows of both operands,
+/// accumulated in `f32` and rounded once to `dtype`.
+///
+/// # Errors
+/// When the contractions differ in length or transform, when the bias is not `[b's stored rows]`,
+/// when devices differ, or when a type is not supported.
+pub fn try_matmul(
+    a: Nvfp4Tensor,
+    b: Nvfp4Tensor,
+    bias: Option<Tensor<1>>,
+    dtype: FloatDType,
+) -> Result<Tensor<2>, Nvfp4Error> {
+    validate::float("dtype", dtype.into())?;
+    validate::same_device(("a", &a.codes.device()), ("b", &b.codes.device()))?;
+    let (la, lb) = (a.layout, b.layout);
+    if la.inner() != lb.inner() {
+        return Err(Nvfp4Error::shape(
+            "b",
+            format!("a contraction of {}", lb.inner()),
+            format!("{}, as in `a`", la.inner()),
+        ));
+    }
+    if la.hadamard != lb.hadamard {
+        return Err(Nvfp4Error::value(
+            "b",
+            format!("transform {:?}", lb.hadamard),
+            format!("{:?}, as in `a`", la.hadamard),
+        ));
+    }
+    if let Some(bias) = &bias {
+        validate::operand("bias", bias)?;
+        validate::same_device(("a", &a.codes.device()), ("bias", &bias.device()))?;
+        if bias.dims() != [lb.outer()] {
+            return Err(Nvfp4Error::shape(
+                "bias",
+                format!("{:?}", bias.dims()),
+                format!("[{}], the stored rows of `b`", lb.outer()),
+            ));
+        }
+    }
+    let out = Dispatch::nvfp4_matmul(a.into_dispatch(), b.into_dispatch(), into_bias(bias), dtype);
+    Ok(Tensor::from_dispatch(out))
+}
+
+/// [`try_matmul`], panicking where it fails.
+pub fn matmul(
+    a: Nvfp4Tensor,
+    b: Nvfp4Tensor,
+    bias: Option<Tensor<1>>,
+    dtype: FloatDType,
+) -> Tensor<2> {
+    or_panic("matmul", try_matmul(a, b, bias, dtype))
+}
+
+/// `y = Q(x) Q(weight) + bias`, differentiable in all three, with forward and backward in NVFP4.
+///
+/// `x` is `[..., d_in]` (leading axes are folded to rows, any number of them, none included),
+/// `weight` `[d_in, d_out]`, `bias` `[d_out]`; each may be `f32`, `bf16` or `f16`. The output has the
+/// type of `x`; every gradient has the type of what it is the gradient of.
+///
+/// # Errors
+/// When the device has no implementation, devices differ, a type is not supported, a shape does
+/// not fit, or `d_in` or `d_out` is no positive multiple of 16.
+pub fn try_linear<const D: usize>(
+    x: Tensor<D>,
+    weight: Tensor<2>,
+    bias: Option<Tensor<1>>,
+    spec: LinearSpec,
+) -> Result<Tensor<D>, Nvfp4Error> {
+    validate::linear(&x, &weight, bias.as_ref())?;
+    Ok(linear_unchecked(x, weight, bias, spec))
+}
+
+/// [`try_linear`], panicking where it fails.
+pub fn linear<const D: usize>(
+    x: Tensor<D>,
+    weight: Tensor<2>,
+    bias: Option<Tensor<1>>,
+    spec: LinearSpec,
+) -> Tensor<D> {
+    or_panic("linear", try_linear(x, weight, bias, spec))
+}
+
+/// The product, after [`validate::linear`].
+pub(crate) fn linear_unchecked<const D: usize>(
+    x: Tensor<D>,
+    weight: Tensor<2>,
+    bias: Option<Tensor<1>>,
+    spec: LinearSpec,
+) -> Tensor<D> {
+    let [d_in, d_out] = weight.dims();
+    let mut dims = x.dims();
+    let rows = dims[..D - 1].iter().product();
+    let x: Tensor<2> = x.reshape([rows, d_in]);
+    let y = Dispatch::nvfp4_linear(
+        x.into_dispatch(),
+        weight.into_dispatch(),
+        into_bias(bias),
+        spec,
+    );
+    dims[D - 1] = d_out;
+    Tensor::<2>::from_dispatch(y).reshape(dims)
+}
+
+fn into_bias(bias: Option<Tensor<1>>) -> Bias<Dispatch> {
+    match bias {
+        Some(bias) => Bias::Vector(bias.into_dispatch()),
+        None => Bias::Absent,
+    }
+}
+
+/// Burn's convention for operations: bad arguments panic, before anything is queued.
+#[track_caller]
+pub(crate) fn or_panic<T>(operation: &str, result: Result<T, Nvfp4Error>) -> T {
+    result.unwrap_or_else(|error| panic!("nvfp4 {operation}: {error}"))
+}

@@ -1,0 +1,179 @@
+//! The linear layer.
+
+use burn_core as burn;
+
+use burn_core::config::Config;
+use burn_core::module::{Content, DisplaySettings, Module, ModuleDisplay, Param};
+use burn_core::tensor::{Device, Tensor};
+use burn_nn::{Initializer, Linear, LinearConfig};
+use nvfp4_kernels::Nvfp4Error;
+
+use crate::functions::{linear_unchecked, or_panic};
+use crate::recipe::Nvfp4Recipe;
+use crate::state::{LayerRandomness, LayerState};
+use crate::validate;
+
+/// Configuration of an [`Nvfp4Linear`].
+#[derive(Config, Debug)]
+pub struct Nvfp4LinearConfig {
+    /// Size of the input features, a positive multiple of 16.
+    pub d_input: usize,
+    /// Size of the output features, a positive multiple of 16.
+    pub d_output: usize,
+    /// Whether a bias is added.
+    #[config(default = true)]
+    pub bias: bool,
+    /// How parameters are initialised, as in `burn_nn::LinearConfig`.
+    #[config(default = "Initializer::KaimingUniform{gain:1.0/3f64.sqrt(), fan_out_only:false}")]
+    pub initializer: Initializer,
+    /// What is quantized, and how.
+    #[config(default = "Nvfp4Recipe::new()")]
+    pub recipe: Nvfp4Recipe,
+    /// Number of the layer, from which its random streams derive. Without one it takes the next
+    /// number of the process; [`number_layers`](crate::state::number_layers) numbers a whole model.
+    pub layer: Option<u64>,
+}
+
+impl Nvfp4LinearConfig {
+    /// A new layer on `device`.
+    ///
+    /// # Errors
+    /// When a dimension is no positive multiple of 16, the device has no implementation, or the
+    /// layer number is 2^56 or more.
+    pub fn try_init(&self, device: &Device) -> Result<Nvfp4Linear, Nvfp4Error> {
+        validate::blocks("d_input", "d_input", self.d_input)?;
+        validate::blocks("d_output", "d_output", self.d_output)?;
+        validate::device("device", device)?;
+        let linear = LinearConfig::new(self.d_input, self.d_output)
+            .with_bias(self.bias)
+            .with_initializer(self.initializer.clone())
+            .init(device);
+        Nvfp4Linear::new(linear, &self.recipe, self.layer)
+    }
+
+    /// [`try_init`](Self::try_init), panicking where it fails.
+    pub fn init(&self, device: &Device) -> Nvfp4Linear {
+        or_panic("Nvfp4LinearConfig::init", self.try_init(device))
+    }
+}
+
+/// A linear layer `y = x W + b` whose products, forward and backward, run in NVFP4.
+///
+/// It stands in for `burn_nn::Linear`: the same parameters, with the same paths in a record, so that
+/// checkpoints move both ways. Parameters stay in high precision (`f32` master weights); operands
+/// are quantized when they are used. See the [crate](crate) for what is rounded how.
+///
+/// A training forward is one whose output some gradient will be asked of; it takes the next offset
+/// of the layer's random streams. Forwards under `valid()`, or of frozen layers on constant inputs,
+/// draw nothing.
+#[derive(Module, Debug)]
+#[module(custom_display)]
+pub struct Nvfp4Linear {
+    /// Matrix of shape `[d_input, d_output]`.
+    pub weight: Param<Tensor<2>>,
+    /// Vector of size `d_output`.
+    pub bias: Option<Param<Tensor<1>>>,
+    /// Source of the layer's random bits; shared by clones, invisible to records.
+    pub state: LayerState,
+    /// What is quantized, and how. Its seed and signs are only where `state` started.
+    #[module(skip)]
+    recipe: Nvfp4Recipe,
+}
+
+impl Nvfp4Linear {
+    fn new(linear: Linear, recipe: &Nvfp4Recipe, layer: Option<u64>) -> Result<Self, Nvfp4Error> {
+        let [d_in, d_out] = linear.weight.lazy_shape().dims();
+        validate::blocks("weight", "d_input", d_in)?;
+        validate::blocks("weight", "d_output", d_out)?;
+        let state = LayerState::new(LayerRandomness {
+            seed: recipe.seed,
+            layer: layer.unwrap_or_else(LayerState::next_layer),
+            offset: 0,
+            rht_signs: recipe.rht_signs,
+        })?;
+        Ok(Self { weight: linear.weight, bias: linear.bias, state, recipe: recipe.clone() })
+    }
+
+    /// Take over the parameters of `linear`, with their ids. The layer gets the next number of the
+    /// process.
+    ///
+    /// # Errors
+    /// When a dimension is no positive multiple of 16.
+    pub fn from_linear(linear: Linear, recipe: &Nvfp4Recipe) -> Result<Self, Nvfp4Error> {
+        Self::new(linear, recipe, None)
+    }
+
+    /// Hand the parameters over to a `burn_nn::Linear`, with their ids.
+    pub fn into_linear(self) -> Linear {
+        Linear { weight: self.weight, bias: self.bias }
+    }
+
+    /// The recipe of the layer.
+    pub fn recipe(&self) -> &Nvfp4Recipe {
+        &self.recipe
+    }
+
+    /// Apply the layer.
+    ///
+    /// # Shapes
+    ///
+    /// - input: `[..., d_input]`, of type `f32`, `bf16` or `f16`; leading axes are folded to rows
+    /// - output: `[..., d_output]`, of the type of the input
+    ///
+    /// # Errors
+    /// When the device has no implementation, the input is on another device than the weight, its
+    /// type is not supported, or its last axis is not `d_input`.
+    pub fn try_forward<const D: usize>(&self, input: Tensor<D>) -> Result<Tensor<D>, Nvfp4Error> {
+        let weight = self.weight.val();
+        let bias = self.bias.as_ref().map(|bias| bias.val());
+        validate::linear(&input, &weight, bias.as_ref())?;
+        if self.state.is_high_precision() {
+            return Ok(high_precision(input, weight, bias));
+        }
+        let training = input.is_tracked() || weight.is_tracked();
+        let randomness =
+            if training { self.state.advance() } else { self.state.randomness() };
+        Ok(linear_unchecked(input, weight, bias, self.recipe.linear_spec(&randomness)))
+    }
+
+    /// [`try_forward`](Self::try_forward), panicking where it fails.
+    pub fn forward<const D: usize>(&self, input: Tensor<D>) -> Tensor<D> {
+        or_panic("Nvfp4Linear::forward", self.try_forward(input))
+    }
+}
+
+/// The product in the type of the input, as one 2-D product over all rows: a batched one would
+/// compute a weight gradient for each batch, and add them up afterwards.
+fn high_precision<const D: usize>(
+    input: Tensor<D>,
+    weight: Tensor<2>,
+    bias: Option<Tensor<1>>,
+) -> Tensor<D> {
+    let dtype = input.dtype();
+    let [d_in, d_out] = weight.dims();
+    let mut dims = input.dims();
+    let rows = dims[..D - 1].iter().product();
+    let input: Tensor<2> = input.reshape([rows, d_in]);
+    let mut output = input.matmul(weight.cast(dtype));
+    if let Some(bias) = bias {
+        output = output + bias.cast(dtype).unsqueeze();
+    }
+    dims[D - 1] = d_out;
+    output.reshape(dims)
+}
+
+impl ModuleDisplay for Nvfp4Linear {
+    fn custom_settings(&self) -> Option<DisplaySettings> {
+        DisplaySettings::new().with_new_line_after_attribute(false).optional()
+    }
+
+    fn custom_content(&self, content: Content) -> Option<Content> {
+        let [d_input, d_output] = self.weight.shape().dims();
+        content
+            .add("d_input", &d_input)
+            .add("d_output", &d_output)
+            .add("bias", &self.bias.is_some())
+            .add("high_precision", &self.state.is_high_precision())
+            .optional()
+    }
+}

@@ -1,0 +1,5 @@
+//! Modules.
+
+mod linear;
+
+pub use linear::{Nvfp4Linear, Nvfp4LinearConfig};

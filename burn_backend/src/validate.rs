@@ -1,0 +1,166 @@
+//! Checks that run before an operation is queued.
+
+use burn_core::backend::DispatchDevice;
+use burn_core::tensor::{DType, Device, Shape, Tensor, kind::Basic};
+use nvfp4_kernels::{BLOCK, Nvfp4Error};
+
+/// What the crate was built to run on, for messages.
+const DEVICES: &str = if cfg!(feature = "flex") {
+    if cfg!(feature = "cuda") {
+        if cfg!(feature = "cpu") {
+            "a Flex, CubeCL CPU or CUDA device"
+        } else {
+            "a Flex or CUDA device"
+        }
+    } else if cfg!(feature = "cpu") {
+        "a Flex or CubeCL CPU device"
+    } else {
+        "a Flex device (features `cpu` and `cuda` of burn-nvfp4 add the CubeCL ones)"
+    }
+} else if cfg!(feature = "cuda") {
+    if cfg!(feature = "cpu") { "a CubeCL CPU or CUDA device" } else { "a CUDA device" }
+} else if cfg!(feature = "cpu") {
+    "a CubeCL CPU device"
+} else {
+    "none: burn-nvfp4 was built without the features `flex`, `cpu` and `cuda`"
+};
+
+/// Fail unless the extension has an implementation for `device`.
+pub(crate) fn device(argument: &'static str, device: &Device) -> Result<(), Nvfp4Error> {
+    if is_supported(device.as_dispatch()) {
+        Ok(())
+    } else {
+        Err(Nvfp4Error::Device {
+            argument,
+            found: format!("{:?}", device.as_dispatch()),
+            expected: DEVICES.into(),
+        })
+    }
+}
+
+fn is_supported(device: &DispatchDevice) -> bool {
+    match device {
+        DispatchDevice::Autodiff(device) => is_supported(device),
+        #[cfg(feature = "flex")]
+        DispatchDevice::Flex(_) => true,
+        #[cfg(feature = "cpu")]
+        DispatchDevice::Cube(burn_cubecl::CubeDevice::Cpu(_)) => true,
+        #[cfg(feature = "cuda")]
+        DispatchDevice::Cube(burn_cubecl::CubeDevice::Cuda(_)) => true,
+        #[allow(unreachable_patterns)]
+        _ => false,
+    }
+}
+
+/// Fail unless `second` is on the device of `first`.
+pub(crate) fn same_device(
+    first: (&'static str, &Device),
+    second: (&'static str, &Device),
+) -> Result<(), Nvfp4Error> {
+    if first.1 == second.1 {
+        Ok(())
+    } else {
+        Err(Nvfp4Error::Device {
+            argument: second.0,
+            found: format!("{:?}", second.1.as_dispatch()),
+            expected: format!("{:?}, the device of `{}`", first.1.as_dispatch(), first.0),
+        })
+    }
+}
+
+/// Fail unless `dtype` is one of the three supported float types.
+pub(crate) fn float(argument: &'static str, dtype: DType) -> Result<(), Nvfp4Error> {
+    match dtype {
+        DType::F32 | DType::BF16 | DType::F16 => Ok(()),
+        other => Err(Nvfp4Error::DType {
+            argument,
+            found: format!("{other:?}"),
+            expected: "F32, BF16 or F16".into(),
+        }),
+    }
+}
+
+/// Fail unless a dimension is a positive multiple of the block.
+pub(crate) fn blocks(
+    argument: &'static str,
+    name: &str,
+    dimension: usize,
+) -> Result<(), Nvfp4Error> {
+    if dimension > 0 && dimension.is_multiple_of(BLOCK) {
+        Ok(())
+    } else {
+        Err(Nvfp4Error::shape(
+            argument,
+            format!("{name} = {dimension}"),
+            format!("a positive multiple of {BLOCK}"),
+        ))
+    }
+}
+
+/// Device and float type of one operand.
+pub(crate) fn operand<const D: usize>(
+    argument: &'static str,
+    tensor: &Tensor<D>,
+) -> Result<(), Nvfp4Error> {
+    device(argument, &tensor.device())?;
+    float(argument, tensor.dtype())
+}
+
+/// Everything that a linear product asks of its tensors.
+pub(crate) fn linear<const D: usize>(
+    x: &Tensor<D>,
+    weight: &Tensor<2>,
+    bias: Option<&Tensor<1>>,
+) -> Result<(), Nvfp4Error> {
+    const { assert!(D > 0, "the input needs at least one axis") };
+    operand("x", x)?;
+    operand("weight", weight)?;
+    same_device(("x", &x.device()), ("weight", &weight.device()))?;
+    let [d_in, d_out] = weight.dims();
+    blocks("weight", "d_in", d_in)?;
+    blocks("weight", "d_out", d_out)?;
+    let dims = x.dims();
+    if dims[D - 1] != d_in {
+        return Err(Nvfp4Error::shape(
+            "x",
+            format!("{dims:?}"),
+            format!("a last axis of {d_in}, the d_in of the weight [{d_in}, {d_out}]"),
+        ));
+    }
+    if let Some(bias) = bias {
+        operand("bias", bias)?;
+        same_device(("x", &x.device()), ("bias", &bias.device()))?;
+        if bias.dims() != [d_out] {
+            return Err(Nvfp4Error::shape(
+                "bias",
+                format!("{:?}", bias.dims()),
+                format!("[{d_out}], the d_out of the weight [{d_in}, {d_out}]"),
+            ));
+        }
+    }
+    Ok(())
+}
+
+/// Shape and type of one buffer of a packed matrix.
+pub(crate) fn buffer<const D: usize, K: Basic>(
+    argument: &'static str,
+    tensor: &Tensor<D, K>,
+    shape: [usize; D],
+    dtype: DType,
+) -> Result<(), Nvfp4Error> {
+    if tensor.dtype() != dtype {
+        return Err(Nvfp4Error::DType {
+            argument,
+            found: format!("{:?}", tensor.dtype()),
+            expected: format!("{dtype:?}"),
+        });
+    }
+    if tensor.shape() != Shape::new(shape) {
+        return Err(Nvfp4Error::shape(
+            argument,
+            format!("{:?}", tensor.dims()),
+            format!("{shape:?}"),
+        ));
+    }
+    Ok(())
+}

@@ -1,0 +1,214 @@
+//! The differentiable product: forward and all three gradients.
+
+use burn_core::tensor::{DType, Device, Tensor, TensorData};
+use burn_nvfp4::functions::linear;
+use burn_nvfp4::ops::LinearSpec;
+use burn_nvfp4::{Hadamard, Rounding};
+
+use crate::common::{
+    Matrix, assert_product, device, skip_where_small_only, small_only, spec, sqnr, values,
+};
+
+/// What one training step of one product gives.
+struct Step {
+    y: Tensor<2>,
+    dx: Tensor<2>,
+    dw: Tensor<2>,
+    db: Option<Tensor<1>>,
+}
+
+/// `y = x w + bias`, and the gradients of `sum(y * dy)`, whose gradient in `y` is exactly `dy`.
+fn step(
+    x: &Matrix,
+    w: &Matrix,
+    bias: Option<&Matrix>,
+    dy: &Matrix,
+    spec: LinearSpec,
+    device: &Device,
+) -> Step {
+    let x = x.tensor(device).require_grad();
+    let w = w.tensor(device).require_grad();
+    let bias = bias.map(|bias| {
+        let data = TensorData::new(bias.values.clone(), [bias.cols]);
+        Tensor::<1>::from_data(data, (device, bias.dtype)).require_grad()
+    });
+    let y = linear(x.clone(), w.clone(), bias.clone(), spec);
+    let grads = (y.clone() * dy.tensor(device)).sum().backward();
+    Step {
+        y: y.inner(),
+        dx: x.grad(&grads).expect("a gradient for x"),
+        dw: w.grad(&grads).expect("a gradient for w"),
+        db: bias.map(|bias| bias.grad(&grads).expect("a gradient for the bias")),
+    }
+}
+
+/// The four results are those of the oracle's composition, in the types they should have.
+fn assert_oracle(
+    (m, k, n): (usize, usize, usize),
+    (x_dtype, w_dtype, b_dtype): (DType, DType, DType),
+    spec: LinearSpec,
+    device: &Device,
+) {
+    let x = Matrix::gaussian(m, k, x_dtype, 21);
+    let w = Matrix::gaussian(k, n, w_dtype, 22);
+    let bias = Matrix::gaussian(1, n, b_dtype, 23);
+    let dy = Matrix::gaussian(m, n, x_dtype, 24);
+    let found = step(&x, &w, Some(&bias), &dy, spec, device);
+
+    assert_eq!(found.y.dtype(), x_dtype, "type of y");
+    assert_eq!(found.dx.dtype(), x_dtype, "type of dx");
+    assert_eq!(found.dw.dtype(), w_dtype, "type of dw");
+    let db = found.db.expect("a bias was given");
+    assert_eq!(db.dtype(), b_dtype, "type of db");
+
+    let (w_row, w_col) = w.weight(&spec);
+    assert_product(
+        "y",
+        &values(found.y),
+        &x.row(Rounding::Nearest),
+        &w_col,
+        Some(&bias.values),
+        x_dtype,
+    );
+    assert_product("dx", &values(found.dx), &dy.row(spec.dgrad), &w_row, None, x_dtype);
+    assert_product(
+        "dw",
+        &values(found.dw),
+        &x.col(Rounding::Nearest, spec.hadamard),
+        &dy.col(spec.wgrad, spec.hadamard),
+        None,
+        w_dtype,
+    );
+    for (col, found) in values(db).into_iter().enumerate() {
+        let column = (0..m).map(|row| f64::from(dy.values[row * n + col]));
+        let (sum, magnitude) = column.fold((0.0, 0.0), |(s, a), v| (s + v, a + v.abs()));
+        let narrow = if b_dtype == DType::F32 { 0.0 } else { 2f64.powi(-9) * sum.abs() };
+        let bound = m as f64 * 2f64.powi(-24) * magnitude + narrow;
+        assert!((f64::from(found) - sum).abs() <= bound, "db[{col}]: {found}, expected {sum}");
+    }
+}
+
+#[test]
+fn the_default_recipe_is_the_oracles_composition() {
+    let device = device().autodiff();
+    let shape = if small_only() { (24, 32, 32) } else { (72, 64, 96) };
+    assert_oracle(shape, (DType::BF16, DType::F32, DType::F32), spec(5, 3), &device);
+}
+
+#[test]
+fn every_switch_and_type_is_the_oracles_composition() {
+    skip_where_small_only!();
+    let device = device().autodiff();
+    let on = spec(1, 0);
+    let specs = [
+        LinearSpec { weight_2d: false, ..on },
+        LinearSpec { hadamard: None, ..on },
+        LinearSpec { hadamard: Some(Hadamard::seeded(8)), ..on },
+        LinearSpec { dgrad: Rounding::Nearest, wgrad: Rounding::Nearest, ..on },
+    ];
+    for spec in specs {
+        assert_oracle((48, 32, 64), (DType::F32, DType::F32, DType::F32), spec, &device);
+    }
+    for dtypes in [
+        (DType::F32, DType::F32, DType::F32),
+        (DType::F16, DType::F32, DType::F32),
+        (DType::BF16, DType::BF16, DType::BF16),
+    ] {
+        assert_oracle((33, 64, 32), dtypes, on, &device);
+    }
+}
+
+#[test]
+fn gradient_checkpointing_changes_nothing() {
+    skip_where_small_only!();
+    let run = |device: Device| {
+        let x = Matrix::gaussian(32, 32, DType::F32, 31);
+        let w = Matrix::gaussian(32, 48, DType::F32, 32).tensor(&device).require_grad();
+        let x = x.tensor(&device).require_grad();
+        // A memory-bound operation on each side, which the balanced strategy recomputes.
+        let y = linear(x.clone().mul_scalar(0.5).exp(), w.clone(), None, spec(2, 7));
+        let grads = (y.clone().sin() * y).sum().backward();
+        (values(x.grad(&grads).unwrap()), values(w.grad(&grads).unwrap()))
+    };
+    let plain = run(device().autodiff());
+    assert!(plain.0.iter().any(|value| *value != 0.0));
+    assert_eq!(run(device().autodiff().gradient_checkpointing()), plain);
+}
+
+#[test]
+fn leading_axes_are_rows() {
+    skip_where_small_only!();
+    let device = device();
+    let x = Matrix::gaussian(24, 32, DType::BF16, 41).tensor(&device);
+    let w = Matrix::gaussian(32, 48, DType::F32, 42).tensor(&device);
+    let flat = linear(x.clone(), w.clone(), None, spec(0, 0));
+    let y = linear(x.clone().reshape([2, 3, 4, 32]), w.clone(), None, spec(0, 0));
+    assert_eq!(y.dims(), [2, 3, 4, 48]);
+    assert_eq!(values(y), values(flat));
+    let first: Tensor<1> = x.slice([0..1]).reshape([32]);
+    let y = linear(first.clone(), w.clone(), None, spec(0, 0));
+    assert_eq!(y.dims(), [48]);
+    assert_eq!(values(y), values(linear(first.reshape([1, 32]), w, None, spec(0, 0))));
+}
+
+#[test]
+fn no_rows_give_no_outputs_and_zero_gradients() {
+    skip_where_small_only!();
+    let device = device().autodiff();
+    let empty = |cols| Matrix { values: vec![], rows: 0, cols, dtype: DType::BF16 };
+    let w = Matrix::gaussian(32, 48, DType::F32, 51);
+    let bias = Matrix::gaussian(1, 48, DType::F32, 52);
+    let found = step(&empty(32), &w, Some(&bias), &empty(48), spec(0, 0), &device);
+    assert_eq!(found.y.dims(), [0, 48]);
+    assert_eq!(found.dx.dims(), [0, 32]);
+    assert_eq!(values(found.dw), vec![0.0; 32 * 48]);
+    assert_eq!(values(found.db.unwrap()), vec![0.0; 48]);
+}
+
+#[test]
+fn the_offset_and_the_stream_decide_the_bits() {
+    skip_where_small_only!();
+    let device = device().autodiff();
+    let x = Matrix::gaussian(64, 64, DType::F32, 61);
+    let w = Matrix::gaussian(64, 64, DType::F32, 62);
+    let dy = Matrix::gaussian(64, 64, DType::F32, 63);
+    let run = |spec| {
+        let found = step(&x, &w, None, &dy, spec, &device);
+        (values(found.y), values(found.dx), values(found.dw))
+    };
+    let (y, dx, dw) = run(spec(4, 9));
+    assert_eq!(run(spec(4, 9)), (y.clone(), dx.clone(), dw.clone()), "the same bits again");
+    for other in [spec(4, 10), spec(5, 9)] {
+        let (other_y, other_dx, other_dw) = run(other);
+        assert_eq!(other_y, y, "the forward draws nothing");
+        assert_ne!(other_dx, dx);
+        assert_ne!(other_dw, dw);
+    }
+}
+
+#[test]
+fn quantization_noise_stays_below_the_stated_floors() {
+    skip_where_small_only!();
+    let device = device().autodiff();
+    let size = 512;
+    let x = Matrix::gaussian(size, size, DType::F32, 71);
+    let w = Matrix::gaussian(size, size, DType::F32, 72);
+    let dy = Matrix::gaussian(size, size, DType::F32, 73);
+    let found = step(&x, &w, None, &dy, spec(0, 0), &device);
+
+    let (x, w, dy) = (
+        x.tensor(&device).require_grad(),
+        w.tensor(&device).require_grad(),
+        dy.tensor(&device),
+    );
+    let y = x.clone().matmul(w.clone());
+    let grads = (y.clone() * dy).sum().backward();
+    let decibel = |exact: Tensor<2>, found: Tensor<2>| sqnr(&values(exact), &values(found));
+    let forward = decibel(y.inner(), found.y);
+    let dgrad = decibel(x.grad(&grads).unwrap(), found.dx);
+    let wgrad = decibel(w.grad(&grads).unwrap(), found.dw);
+    eprintln!("SQNR on Gaussian 512^3: forward {forward:.2}, dgrad {dgrad:.2}, wgrad {wgrad:.2} dB");
+    assert!(forward >= 15.0, "forward {forward:.2} dB");
+    assert!(dgrad >= 14.0, "dgrad {dgrad:.2} dB");
+    assert!(wgrad >= 12.0, "wgrad {wgrad:.2} dB");
+}

@@ -1,0 +1,14 @@
+//! The Burn integration, on the device that `NVFP4_TEST_DEVICE` names: `flex` (the default), `cpu`
+//! (CubeCL's CPU runtime) or `cuda`. CubeCL's CPU runtime compiles each kernel for a tenth of a
+//! second and interprets barriers slowly, so tests that are not about the kernels skip themselves
+//! there, and say so.
+
+mod common;
+mod errors;
+mod linear;
+mod module;
+mod operations;
+mod recipe;
+mod state;
+mod training;
+mod work;

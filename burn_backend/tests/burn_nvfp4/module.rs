@@ -1,0 +1,137 @@
+//! The layer as a Burn module: checkpoints, modes, and the parameters it shares with `nn::Linear`.
+
+use burn_core as burn;
+
+use burn_core::module::Module;
+use burn_core::store::ModuleRecord;
+use burn_core::tensor::{DType, Device, Tensor};
+use burn_nn::{Linear, LinearConfig};
+use burn_nvfp4::{Nvfp4Linear, Nvfp4LinearConfig, Nvfp4Recipe};
+
+use crate::common::{Matrix, device, flex_only, skip_where_small_only, values};
+
+#[derive(Module, Debug)]
+struct Plain {
+    first: Linear,
+    rest: Vec<Linear>,
+}
+
+#[derive(Module, Debug)]
+struct Quantized {
+    first: Nvfp4Linear,
+    rest: Vec<Nvfp4Linear>,
+}
+
+fn plain(device: &Device) -> Plain {
+    Plain {
+        first: LinearConfig::new(32, 48).init(device),
+        rest: vec![LinearConfig::new(48, 16).with_bias(false).init(device)],
+    }
+}
+
+fn quantized(device: &Device) -> Quantized {
+    Quantized {
+        first: Nvfp4LinearConfig::new(32, 48).init(device),
+        rest: vec![Nvfp4LinearConfig::new(48, 16).with_bias(false).init(device)],
+    }
+}
+
+/// Through bytes, as a file would be.
+fn saved<M: Module>(model: M) -> ModuleRecord {
+    ModuleRecord::from_bytes(model.into_record().into_bytes().unwrap()).unwrap()
+}
+
+#[test]
+fn checkpoints_move_both_ways_with_ids_and_bytes() {
+    flex_only!();
+    let device = device();
+    let source = plain(&device);
+    let bytes = |model: Plain| model.into_record().into_bytes().unwrap().to_vec();
+
+    let loaded = quantized(&device).load_record(saved(source.clone()));
+    assert_eq!(loaded.first.weight.id, source.first.weight.id);
+    assert_eq!(
+        loaded.first.bias.as_ref().unwrap().id,
+        source.first.bias.as_ref().unwrap().id
+    );
+    assert_eq!(loaded.rest[0].weight.id, source.rest[0].weight.id);
+    assert_eq!(values(loaded.first.weight.val()), values(source.first.weight.val()));
+
+    let record = saved(loaded.clone());
+    assert_eq!(record.len(), 3, "two weights and a bias, nothing else");
+    let back = plain(&device).load_record(record);
+    assert_eq!(bytes(back), bytes(source.clone()), "the same record, byte for byte");
+    assert_eq!(loaded.into_record().into_bytes().unwrap().to_vec(), bytes(source));
+}
+
+#[test]
+fn from_linear_and_into_linear_hand_over_the_parameters() {
+    flex_only!();
+    let device = device();
+    let linear = LinearConfig::new(32, 48).init(&device);
+    let (weight, bias) = (linear.weight.id, linear.bias.as_ref().unwrap().id);
+    let before = values(linear.weight.val());
+    let layer = Nvfp4Linear::from_linear(linear, &Nvfp4Recipe::new()).unwrap();
+    assert_eq!((layer.weight.id, layer.bias.as_ref().unwrap().id), (weight, bias));
+    let linear = layer.into_linear();
+    assert_eq!((linear.weight.id, linear.bias.as_ref().unwrap().id), (weight, bias));
+    assert_eq!(values(linear.weight.val()), before);
+    assert_eq!(linear.forward(Tensor::<2>::zeros([1, 32], &device)).dims(), [1, 48]);
+}
+
+/// A lazily initialised, column-major `nn::Linear` keeps its layout through both conversions.
+#[test]
+fn column_major_layers_keep_their_record() {
+    flex_only!();
+    use burn_nn::LinearLayout;
+    let device = device();
+    let config = LinearConfig::new(32, 48).with_layout(LinearLayout::Col);
+    let linear = config.init(&device);
+    let record = linear.clone().into_record().into_bytes().unwrap().to_vec();
+    let layer = Nvfp4Linear::from_linear(linear, &Nvfp4Recipe::new()).unwrap();
+    assert_eq!(layer.forward(Tensor::<2>::zeros([1, 32], &device)).dims(), [1, 48]);
+    assert_eq!(layer.clone().into_record().into_bytes().unwrap().to_vec(), record);
+    assert_eq!(layer.into_linear().into_record().into_bytes().unwrap().to_vec(), record);
+}
+
+#[test]
+fn valid_computes_the_same_output_and_draws_nothing() {
+    skip_where_small_only!();
+    let device = device().autodiff();
+    let layer = Nvfp4LinearConfig::new(32, 48).init(&device);
+    let x = Matrix::gaussian(24, 32, DType::BF16, 81).tensor(&device);
+    let valid = layer.valid();
+    let output = valid.forward(x.clone().inner());
+    assert!(!output.is_autodiff());
+    assert_eq!(layer.state.randomness().offset, 0, "an inference draws nothing");
+    let training = layer.forward(x.clone());
+    assert!(training.is_tracked());
+    assert_eq!(layer.state.randomness().offset, 1);
+    assert_eq!(values(output), values(training.inner()));
+    let again = valid.train();
+    assert_eq!(again.state.randomness().offset, 1, "the counter went on");
+    let grads = again.forward(x).sum().backward();
+    assert!(again.weight.grad(&grads).is_some());
+    assert_eq!(layer.state.randomness().offset, 2, "clones are one layer");
+}
+
+#[test]
+fn a_forward_that_nothing_differentiates_draws_nothing() {
+    skip_where_small_only!();
+    let device = device().autodiff();
+    let layer = Nvfp4LinearConfig::new(32, 32).init(&device).freeze();
+    let x = Matrix::gaussian(16, 32, DType::F32, 82).tensor(&device);
+    layer.forward(x.clone());
+    assert_eq!(layer.state.randomness().offset, 0);
+    layer.forward(x.require_grad());
+    assert_eq!(layer.state.randomness().offset, 1, "dgrad draws");
+}
+
+#[test]
+fn display_shows_the_layer() {
+    flex_only!();
+    let text = Nvfp4LinearConfig::new(32, 48).init(&device()).to_string();
+    for part in ["Nvfp4Linear", "d_input: 32", "d_output: 48", "bias: true"] {
+        assert!(text.contains(part), "{text}");
+    }
+}

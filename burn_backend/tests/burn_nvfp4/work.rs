@@ -1,0 +1,170 @@
+//! What is computed, and what is kept: nothing that no gradient asks for.
+
+use std::sync::Mutex;
+
+use burn_core::tensor::{DType, Tensor};
+use burn_nvfp4::functions::linear;
+use burn_nvfp4::ops::LinearSpec;
+use tracing::field::{Field, Visit};
+use tracing::span;
+
+use crate::common::{Matrix, device, flex_only, skip_where_small_only, spec};
+
+/// One unit of work that a backend reported.
+#[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+struct Work {
+    op: String,
+    copy: String,
+    rows: u64,
+    cols: u64,
+}
+
+impl Visit for Work {
+    fn record_debug(&mut self, _field: &Field, _value: &dyn std::fmt::Debug) {}
+
+    fn record_str(&mut self, field: &Field, value: &str) {
+        match field.name() {
+            "op" => self.op = value.into(),
+            "copy" => self.copy = value.into(),
+            _ => {}
+        }
+    }
+
+    fn record_u64(&mut self, field: &Field, value: u64) {
+        match field.name() {
+            "rows" => self.rows = value,
+            "cols" => self.cols = value,
+            _ => {}
+        }
+    }
+}
+
+/// Collects the work of the whole process: backends run on threads of their own.
+struct Collector;
+
+static WORK: Mutex<Vec<Work>> = Mutex::new(Vec::new());
+
+impl tracing::Subscriber for Collector {
+    fn enabled(&self, metadata: &tracing::Metadata<'_>) -> bool {
+        metadata.target() == "burn_nvfp4::ops"
+    }
+
+    fn new_span(&self, _span: &span::Attributes<'_>) -> span::Id {
+        span::Id::from_u64(1)
+    }
+
+    fn record(&self, _span: &span::Id, _values: &span::Record<'_>) {}
+
+    fn record_follows_from(&self, _span: &span::Id, _follows: &span::Id) {}
+
+    fn event(&self, event: &tracing::Event<'_>) {
+        let mut work = Work::default();
+        event.record(&mut work);
+        WORK.lock().unwrap().push(work);
+    }
+
+    fn enter(&self, _span: &span::Id) {}
+
+    fn exit(&self, _span: &span::Id) {}
+}
+
+/// Sizes that no other test uses, by which this test tells its own work from that of others.
+const ROWS: usize = 21;
+const D_IN: usize = 112;
+const D_OUT: usize = 208;
+
+/// The work of one forward and backward with the given tracking, as `op copy` of its operands.
+fn work(x_grad: bool, w_grad: bool, bias_grad: bool, spec: LinearSpec) -> Vec<String> {
+    let device = device().autodiff();
+    let x = Matrix::gaussian(ROWS, D_IN, DType::F32, 1).tensor(&device).set_require_grad(x_grad);
+    let w = Matrix::gaussian(D_IN, D_OUT, DType::F32, 2).tensor(&device).set_require_grad(w_grad);
+    let bias = Tensor::<1>::zeros([D_OUT], &device).set_require_grad(bias_grad);
+    WORK.lock().unwrap().clear();
+    let y = linear(x.clone(), w.clone(), Some(bias.clone()), spec);
+    if y.is_tracked() {
+        let grads = y.sum().backward();
+        assert_eq!(x.grad(&grads).is_some(), x_grad);
+        assert_eq!(w.grad(&grads).is_some(), w_grad);
+        assert_eq!(bias.grad(&grads).is_some(), bias_grad);
+        // Deferred work runs when it is read.
+        x.grad(&grads).map(|grad| grad.into_data());
+        w.grad(&grads).map(|grad| grad.into_data());
+    } else {
+        y.into_data();
+    }
+    let name = |rows: u64, cols: u64| match (rows as usize, cols as usize) {
+        (ROWS, D_IN) => Some("x"),
+        (D_IN, D_OUT) => Some("w"),
+        (ROWS, D_OUT) => Some("y"),
+        _ => None,
+    };
+    let mut found: Vec<String> = WORK
+        .lock()
+        .unwrap()
+        .iter()
+        .filter_map(|work| {
+            name(work.rows, work.cols).map(|name| format!("{} {name} {}", work.op, work.copy))
+        })
+        .map(|text| text.trim().to_string())
+        .collect();
+    found.sort();
+    found
+}
+
+#[test]
+fn a_gradient_that_nobody_asks_for_costs_nothing() {
+    skip_where_small_only!();
+    tracing::subscriber::set_global_default(Collector).expect("no other subscriber");
+    let tiles = spec(0, 0);
+    let blocks = LinearSpec { weight_2d: false, ..tiles };
+
+    let all = ["matmul w", "matmul x", "matmul y", "quantize w pair", "quantize x pair", "quantize y pair"];
+    assert_eq!(work(true, true, true, tiles), all, "everything is wanted");
+    assert_eq!(work(true, true, false, blocks), all, "everything is wanted, without tiles");
+
+    // A frozen weight: no column-wise copy of x or dy, no wgrad.
+    let frozen = ["matmul x", "matmul y", "quantize w pair", "quantize x row", "quantize y row"];
+    assert_eq!(work(true, false, false, tiles), frozen);
+    assert_eq!(work(true, false, true, blocks), frozen);
+
+    // A constant input: no row-wise copy of dy, no dgrad; and without tiles none of w either.
+    let constant = ["matmul w", "matmul y", "quantize w pair", "quantize x pair", "quantize y col"];
+    assert_eq!(work(false, true, true, tiles), constant);
+    let constant = ["matmul w", "matmul y", "quantize w col", "quantize x pair", "quantize y col"];
+    assert_eq!(work(false, true, false, blocks), constant);
+
+    // Only the bias: its gradient is a sum.
+    let forward = ["matmul y", "quantize w col", "quantize x row"];
+    assert_eq!(work(false, false, true, blocks), forward);
+    assert_eq!(work(false, false, false, blocks), forward);
+}
+
+/// After the forward nothing holds the buffers of `x` and `w` but this test: what waits for the
+/// backward is packed.
+#[cfg(feature = "flex")]
+#[test]
+fn only_packed_operands_wait_for_the_backward() {
+    use std::sync::Arc;
+
+    use burn_flex::{Flex, FlexTensor};
+
+    flex_only!();
+    let device = burn_core::tensor::Device::flex();
+    let leaf = |rows, cols| {
+        let tensor = Matrix::gaussian(rows, cols, DType::F32, 3).tensor(&device);
+        let primitive: FlexTensor = tensor.try_into_primitive::<Flex>().unwrap();
+        let buffer = primitive.data_arc();
+        (Tensor::<2>::from_primitive::<Flex>(primitive).autodiff().require_grad(), buffer)
+    };
+    type Product = fn(Tensor<2>, Tensor<2>) -> Tensor<2>;
+    let held = |product: Product| {
+        let ((x, x_buffer), (w, w_buffer)) = (leaf(32, 64), leaf(64, 48));
+        let y = product(x, w);
+        assert!(y.is_tracked());
+        let counts = [Arc::strong_count(&x_buffer), Arc::strong_count(&w_buffer)];
+        drop(y);
+        counts.map(|count| count - 1)
+    };
+    assert_eq!(held(|x, w| linear(x, w, None, spec(0, 0))), [0, 0]);
+    assert_eq!(held(|x, w| x.matmul(w)), [1, 1], "what a plain product keeps");
+}
