@@ -1,1 +1,40 @@
-//! f
+//! NVFP4 training and inference for [Burn](burn) models.
+//!
+//! NVFP4 stores a tensor in 4-bit floating-point numbers with an 8-bit scale for each block of 16 and
+//! one global scale. This crate trains with it: the products of linear layers, forward and backward,
+//! take NVFP4 operands, while master weights and optimizer stay in f32.
+//!
+//! The crate is a facade:
+//!
+//! - at its root, everything of [`burn_nvfp4`]: [`Nvfp4Linear`], which stands in for Burn's `Linear`,
+//!   and [`Nvfp4Recipe`], which says what is quantized and how;
+//! - [`kernels`], the formats, the reference numerics on the host and the CubeCL kernels, for use
+//!   without Burn;
+//! - [`lm`], the language model that the command `nvfp4 train` trains.
+//!
+//! # Example
+//!
+//! ```
+//! # #[cfg(feature = "flex")] {
+//! use burn::tensor::{Device, Tensor};
+//! use nvfp4::{Nvfp4LinearConfig, Nvfp4Recipe};
+//!
+//! let device = Device::flex().autodiff();
+//! let layer = Nvfp4LinearConfig::new(64, 32).with_recipe(Nvfp4Recipe::new()).init(&device);
+//! let x = Tensor::<2>::ones([8, 64], &device);
+//! let gradients = layer.forward(x).sum().backward();
+//! assert!(layer.weight.val().grad(&gradients).is_some());
+//! # }
+//! ```
+//!
+//! # Features
+//!
+//! `flex` (default) runs on Burn's pure-Rust CPU backend, `cpu` on CubeCL's CPU runtime, `cuda` on
+//! NVIDIA GPUs. All can be on at once; the device is chosen at run time.
+
+pub use burn_nvfp4::*;
+
+/// Formats, reference numerics and CubeCL kernels; independent of Burn.
+pub use nvfp4_kernels as kernels;
+
+pub mod lm;

@@ -1,0 +1,145 @@
+//! Devices by name.
+
+use std::fmt;
+use std::str::FromStr;
+
+use anyhow::{Result, bail};
+use burn::tensor::Device;
+
+/// What a device can be called.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum DeviceName {
+    /// Burn's pure-Rust CPU backend.
+    Flex,
+    /// CubeCL's CPU runtime.
+    Cpu,
+    /// The NVIDIA GPU with this index.
+    Cuda(usize),
+}
+
+impl fmt::Display for DeviceName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Flex => f.write_str("flex"),
+            Self::Cpu => f.write_str("cpu"),
+            Self::Cuda(index) => write!(f, "cuda:{index}"),
+        }
+    }
+}
+
+impl FromStr for DeviceName {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text {
+            "flex" => Ok(Self::Flex),
+            "cpu" => Ok(Self::Cpu),
+            "cuda" => Ok(Self::Cuda(0)),
+            _ => text
+                .strip_prefix("cuda:")
+                .and_then(|index| index.parse().ok())
+                .map(Self::Cuda)
+                .ok_or_else(|| "a device is flex, cpu, or cuda:N with the number of a GPU".into()),
+        }
+    }
+}
+
+impl DeviceName {
+    /// The first GPU if there is one, else the CPU.
+    pub(crate) fn best() -> Result<Self> {
+        if cuda_count() > 0 {
+            return Ok(Self::Cuda(0));
+        }
+        if cfg!(feature = "flex") {
+            Ok(Self::Flex)
+        } else if cfg!(feature = "cpu") {
+            Ok(Self::Cpu)
+        } else if cfg!(feature = "cuda") {
+            bail!(
+                "there is no CUDA device, and nothing else was compiled in: build with --features \
+                 flex to train on the CPU"
+            )
+        } else {
+            bail!("no backend was compiled in: build with --features flex, cpu or cuda")
+        }
+    }
+
+    /// The device of this name, if it was compiled in and is there.
+    pub(crate) fn open(self) -> Result<Device> {
+        match self {
+            Self::Flex => {
+                #[cfg(feature = "flex")]
+                return Ok(Device::flex());
+                #[cfg(not(feature = "flex"))]
+                bail!("device flex was not compiled in: build with --features flex")
+            }
+            Self::Cpu => {
+                #[cfg(feature = "cpu")]
+                return Ok(Device::cpu());
+                #[cfg(not(feature = "cpu"))]
+                bail!("device cpu was not compiled in: build with --features cpu")
+            }
+            Self::Cuda(index) => {
+                if !cfg!(feature = "cuda") {
+                    bail!("device cuda:{index} was not compiled in: build with --features cuda");
+                }
+                let count = cuda_count();
+                if index >= count {
+                    bail!(
+                        "device cuda:{index} does not exist: {}",
+                        match count {
+                            0 => "this machine has no NVIDIA driver, or no NVIDIA GPU".into(),
+                            1 => "the only GPU is cuda:0".into(),
+                            _ => format!("the GPUs are cuda:0 to cuda:{}", count - 1),
+                        }
+                    );
+                }
+                #[cfg(feature = "cuda")]
+                return Ok(Device::cuda(index));
+                #[cfg(not(feature = "cuda"))]
+                unreachable!("there are no GPUs without the feature")
+            }
+        }
+    }
+}
+
+/// Number of NVIDIA GPUs that this build can use.
+pub(crate) fn cuda_count() -> usize {
+    #[cfg(feature = "cuda")]
+    return Device::enumerate(burn::tensor::DeviceType::Cuda).len();
+    #[cfg(not(feature = "cuda"))]
+    0
+}
+
+/// How the hardware calls itself, where it does.
+pub(crate) fn hardware(device: &Device) -> Option<String> {
+    #[cfg(any(feature = "cpu", feature = "cuda"))]
+    return device
+        .as_dispatch()
+        .identity()
+        .map(|identity| identity.name);
+    #[cfg(not(any(feature = "cpu", feature = "cuda")))]
+    {
+        let _ = device;
+        None
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_round_trip() {
+        for name in ["flex", "cpu", "cuda:0", "cuda:12"] {
+            assert_eq!(name.parse::<DeviceName>().unwrap().to_string(), name);
+        }
+        assert_eq!("cuda".parse(), Ok(DeviceName::Cuda(0)));
+        for name in ["", "gpu", "cuda:", "cuda:x", "CPU", "cuda:-1"] {
+            assert!(
+                name.parse::<DeviceName>().unwrap_err().contains("cuda:N"),
+                "{name}"
+            );
+        }
+    }
+}

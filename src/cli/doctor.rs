@@ -1,0 +1,143 @@
+//! `nvfp4 doctor`: the devices, what they support, and which code path each operation takes there.
+
+use anyhow::Result;
+use burn::tensor::{Device, FloatDType};
+
+use super::device::{DeviceName, cuda_count, hardware};
+
+/// How one operation runs on a device.
+struct CodePath {
+    operation: &'static str,
+    path: String,
+    why: String,
+}
+
+fn code_path(operation: &'static str, path: impl Into<String>, why: impl Into<String>) -> CodePath {
+    CodePath {
+        operation,
+        path: path.into(),
+        why: why.into(),
+    }
+}
+
+pub(crate) fn run() -> Result<()> {
+    println!("nvfp4 {}", env!("CARGO_PKG_VERSION"));
+    let compiled: Vec<&str> = [
+        ("flex", cfg!(feature = "flex")),
+        ("cpu", cfg!(feature = "cpu")),
+        ("cuda", cfg!(feature = "cuda")),
+    ]
+    .into_iter()
+    .filter_map(|(name, on)| on.then_some(name))
+    .collect();
+    let missing: Vec<&str> = ["flex", "cpu", "cuda"]
+        .into_iter()
+        .filter(|name| !compiled.contains(name))
+        .collect();
+    println!("backends compiled in: {}", list(&compiled));
+    if !missing.is_empty() {
+        println!(
+            "not compiled in: {} (build with --features {})",
+            list(&missing),
+            missing.join(",")
+        );
+    }
+    match DeviceName::best() {
+        Ok(best) => println!("default device: {best}"),
+        Err(error) => println!("no default device: {error}"),
+    }
+    if cfg!(feature = "cuda") && cuda_count() == 0 {
+        println!("no CUDA device: no NVIDIA driver was found, or it reports no GPU");
+    }
+
+    if cfg!(feature = "flex") {
+        show(DeviceName::Flex, flex)?;
+    }
+    if cfg!(feature = "cpu") {
+        show(DeviceName::Cpu, cube)?;
+    }
+    for index in 0..cuda_count() {
+        show(DeviceName::Cuda(index), cube)?;
+    }
+    Ok(())
+}
+
+fn list(names: &[&str]) -> String {
+    if names.is_empty() {
+        "none".into()
+    } else {
+        names.join(", ")
+    }
+}
+
+fn show(name: DeviceName, paths: fn(&Device) -> Vec<CodePath>) -> Result<()> {
+    let device = name.open()?;
+    println!("\n{name}");
+    match name {
+        DeviceName::Flex => {
+            let threads = std::thread::available_parallelism().map_or(1, usize::from);
+            println!("  Burn's pure-Rust CPU backend, {threads} threads");
+        }
+        DeviceName::Cpu => {
+            println!("  CubeCL's CPU runtime; for checking kernels, slow to train on")
+        }
+        DeviceName::Cuda(_) => println!("  NVIDIA GPU, CubeCL's CUDA runtime"),
+    }
+    if let Some(hardware) = hardware(&device) {
+        println!("  hardware: {hardware}");
+    }
+    #[cfg(any(feature = "cpu", feature = "cuda"))]
+    if let Some(identity) = device.as_dispatch().identity() {
+        println!("  kernels are compiled for: {}", identity.fingerprint);
+    }
+    let types: Vec<&str> = [
+        ("f32", FloatDType::F32),
+        ("bf16", FloatDType::BF16),
+        ("f16", FloatDType::F16),
+    ]
+    .into_iter()
+    .filter_map(|(name, dtype)| device.supports_dtype(dtype).then_some(name))
+    .collect();
+    println!("  types: {}", list(&types));
+    for CodePath {
+        operation,
+        path,
+        why,
+    } in paths(&device)
+    {
+        println!("  {operation:<10} {path}");
+        println!("  {:<10} because {why}", "");
+    }
+    Ok(())
+}
+
+/// Flex has one path for everything.
+fn flex(_device: &Device) -> Vec<CodePath> {
+    vec![
+        code_path(
+            "amax",
+            "reference arithmetic, vectorised, all threads",
+            "Flex tensors are host memory: the operations run the oracle itself",
+        ),
+        code_path(
+            "quantize",
+            "reference arithmetic; E2M1 conversion in software; Philox4x32-10 in software",
+            "CPUs have no E2M1 conversion",
+        ),
+        code_path(
+            "dequantize",
+            "reference arithmetic, all threads",
+            "as for amax",
+        ),
+        code_path(
+            "gemm",
+            "operands decoded to f32 (exact), then Flex's f32 matrix product",
+            "CPUs have no 4-bit matrix instructions; decoding costs little beside the product",
+        ),
+    ]
+}
+
+/// The paths of a CubeCL device.
+fn cube(_device: &Device) -> Vec<CodePath> {
+    Vec::new()
+}

@@ -1,0 +1,45 @@
+//! The command line.
+
+mod device;
+mod doctor;
+mod options;
+mod plot;
+mod progress;
+mod sample;
+mod train;
+
+use std::process::ExitCode;
+
+use anyhow::Result;
+use clap::{Parser, Subcommand};
+
+/// NVFP4 training and inference for Burn models.
+#[derive(Parser)]
+#[command(name = "nvfp4", version, propagate_version = true)]
+pub(crate) struct Command {
+    #[command(subcommand)]
+    task: Task,
+}
+
+#[derive(Subcommand)]
+enum Task {
+    /// Train a language model on text, in NVFP4 and in high precision, and report the gap.
+    ///
+    /// Without options: a model that trains in minutes on two CPU cores, on the Rust sources that
+    /// cargo has downloaded.
+    Train(Box<train::Train>),
+    /// Generate text with a trained model.
+    Sample(sample::Sample),
+    /// Say which devices there are, what they support, and which code path operations take.
+    Doctor,
+}
+
+impl Command {
+    pub(crate) fn run(self) -> Result<ExitCode> {
+        match self.task {
+            Task::Train(train) => train.run(),
+            Task::Sample(sample) => sample.run().map(|()| ExitCode::SUCCESS),
+            Task::Doctor => doctor::run().map(|()| ExitCode::SUCCESS),
+        }
+    }
+}

@@ -1,0 +1,98 @@
+//! `loss.svg`.
+
+use std::path::Path;
+
+use anyhow::{Context, Result};
+use nvfp4::lm::train::Row;
+use plotters::prelude::*;
+
+const SIZE: (u32, u32) = (960, 540);
+/// One per recipe.
+const COLORS: [RGBColor; 3] = [
+    RGBColor(31, 119, 180),
+    RGBColor(214, 69, 65),
+    RGBColor(44, 140, 80),
+];
+const GRAY: RGBColor = RGBColor(110, 110, 110);
+
+/// Draw the losses of each recipe over the steps to `path`: thin for training, thick with dots for
+/// validation, and the unigram entropy as a level.
+pub(crate) fn loss(path: &Path, curves: &[(&str, &[Row])], unigram: f64) -> Result<()> {
+    let mut svg = String::new();
+    draw(&mut svg, curves, unigram)
+        .map_err(|error| anyhow::anyhow!("{error}"))
+        .and_then(|()| std::fs::write(path, &svg).map_err(Into::into))
+        .with_context(|| format!("cannot draw {}", path.display()))
+}
+
+fn draw(
+    svg: &mut String,
+    curves: &[(&str, &[Row])],
+    unigram: f64,
+) -> Result<(), Box<dyn std::error::Error>> {
+    let rows = || curves.iter().flat_map(|(_, rows)| rows.iter());
+    let last = rows().map(|row| row.step).max().unwrap_or(1).max(1);
+    let losses: Vec<f64> = rows()
+        .flat_map(|row| [row.train_loss, row.valid_loss])
+        .flatten()
+        .chain([unigram])
+        .collect();
+    let low = losses.iter().copied().fold(f64::INFINITY, f64::min);
+    let high = losses.iter().copied().fold(0.0, f64::max);
+    let margin = 0.05 * (high - low).max(1e-3);
+
+    let root = SVGBackend::with_string(svg, SIZE).into_drawing_area();
+    root.fill(&WHITE)?;
+    let mut chart = ChartBuilder::on(&root)
+        .margin(16)
+        .caption("Loss", ("sans-serif", 22))
+        .x_label_area_size(44)
+        .y_label_area_size(56)
+        .build_cartesian_2d(0f64..last as f64, (low - margin).max(0.0)..high + margin)?;
+    chart
+        .configure_mesh()
+        .x_desc("step")
+        .y_desc("nats per byte")
+        .label_style(("sans-serif", 14))
+        .light_line_style(WHITE)
+        .x_label_formatter(&|step| format!("{step:.0}"))
+        .y_label_formatter(&|loss| format!("{loss:.1}"))
+        .draw()?;
+    chart
+        .draw_series(LineSeries::new(
+            [(0.0, unigram), (last as f64, unigram)],
+            GRAY.stroke_width(1),
+        ))?
+        .label("unigram entropy")
+        .legend(|(x, y)| PathElement::new([(x, y), (x + 22, y)], GRAY.stroke_width(1)));
+    for ((name, rows), color) in curves.iter().zip(COLORS) {
+        let points = |value: fn(&Row) -> Option<f64>| {
+            rows.iter()
+                .filter_map(move |row| Some((row.step as f64, value(row)?)))
+        };
+        let thin = color.mix(0.45).stroke_width(1);
+        chart
+            .draw_series(LineSeries::new(points(|row| row.train_loss), thin))?
+            .label(format!("{name}, training"))
+            .legend(move |(x, y)| PathElement::new([(x, y), (x + 22, y)], thin));
+        let thick = color.stroke_width(2);
+        chart
+            .draw_series(LineSeries::new(points(|row| row.valid_loss), thick))?
+            .label(format!("{name}, validation"))
+            .legend(move |(x, y)| PathElement::new([(x, y), (x + 22, y)], thick));
+        chart.draw_series(
+            points(|row| row.valid_loss).map(|point| Circle::new(point, 3, color.filled())),
+        )?;
+    }
+    chart
+        .configure_series_labels()
+        .position(SeriesLabelPosition::UpperRight)
+        .margin(14)
+        .legend_area_size(30)
+        .background_style(WHITE.mix(0.9))
+        .border_style(GRAY)
+        .label_font(("sans-serif", 14))
+        .draw()?;
+    root.present()?;
+    Ok(())
+}

@@ -1,0 +1,313 @@
+//! `nvfp4 train`.
+
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use anyhow::{Context, Result, bail, ensure};
+use clap::Args;
+use nvfp4::lm::checkpoint::{CONFIG, read_json, write_json};
+use nvfp4::lm::config::{Preset, Recipe, RunConfig};
+use nvfp4::lm::data::Corpus;
+use nvfp4::lm::train::{Outcome, Row, Run};
+use serde::Serialize;
+
+use super::device::{DeviceName, hardware};
+use super::options::Options;
+use super::plot;
+use super::progress::Progress;
+
+/// Folder in which runs without `--out` get theirs.
+const DEFAULT_OUT: &str = "nvfp4-out";
+/// Exit code after an interrupt, as shells have it for SIGINT.
+const INTERRUPTED: u8 = 130;
+
+#[derive(Args)]
+pub(crate) struct Train {
+    /// New folder for the results [default: nvfp4-out/PRESET-N]
+    #[arg(long, value_name = "DIR", conflicts_with = "resume")]
+    out: Option<PathBuf>,
+    /// Go on with the run in this folder
+    #[arg(long, value_name = "DIR", conflicts_with = "config")]
+    resume: Option<PathBuf>,
+    /// JSON file with options; flags win over it
+    #[arg(long, value_name = "FILE")]
+    config: Option<PathBuf>,
+    /// Stop after this step as if interrupted, with a checkpoint to resume from
+    #[arg(long, value_name = "STEP")]
+    stop_at: Option<u64>,
+    #[command(flatten)]
+    options: Options,
+}
+
+/// What `summary.json` holds. Losses are in nats per byte.
+#[derive(Debug, Serialize)]
+struct Summary {
+    recipe: Recipe,
+    final_valid_loss: f64,
+    baseline_recipe: Option<Recipe>,
+    baseline_valid_loss: Option<f64>,
+    /// How much higher the loss is than the baseline's, in percent of it.
+    gap_percent: Option<f64>,
+    /// Loss of the best model that looks at no context.
+    unigram_entropy: f64,
+    preset: Preset,
+    parameters: usize,
+    steps: u64,
+    /// Bytes of text that the model was trained on.
+    tokens: u64,
+    /// Seconds of the run with `recipe`, with its evaluations and checkpoints.
+    seconds: f64,
+    baseline_seconds: Option<f64>,
+    /// Median over the rows of metrics.csv.
+    tokens_per_s: Option<f64>,
+    baseline_tokens_per_s: Option<f64>,
+    device: String,
+    /// How the hardware calls itself.
+    hardware: Option<String>,
+    train_bytes: usize,
+    valid_bytes: usize,
+}
+
+/// What is left of the run of one recipe.
+struct Trained {
+    recipe: Recipe,
+    rows: Vec<Row>,
+    seconds: f64,
+}
+
+impl Trained {
+    fn valid_loss(&self) -> Result<f64> {
+        let loss = self.rows.iter().rev().find_map(|row| row.valid_loss);
+        loss.context("the run has no validation loss")
+    }
+
+    fn tokens_per_s(&self) -> Option<f64> {
+        let mut speeds: Vec<f64> = self
+            .rows
+            .iter()
+            .filter_map(|row| row.tokens_per_s)
+            .collect();
+        speeds.sort_by(f64::total_cmp);
+        speeds.get(speeds.len() / 2).copied()
+    }
+}
+
+impl Train {
+    pub(crate) fn run(self) -> Result<ExitCode> {
+        let (config, device_name, folder) = self.prepare()?;
+        let device = device_name.open()?;
+        eprintln!("reading text ...");
+        let corpus = Corpus::load(&config.data, config.data_bytes)?;
+        corpus.check(config.context)?;
+        describe(&config, &corpus, &folder);
+
+        let interrupt = Arc::new(AtomicBool::new(false));
+        let flag = interrupt.clone();
+        ctrlc::set_handler(move || {
+            if flag.swap(true, Ordering::Relaxed) {
+                // The second time it is meant at once. Checkpoints are whole or not there.
+                std::process::exit(INTERRUPTED.into());
+            }
+            eprintln!("\nstopping after this step; once more to stop at once");
+        })
+        .context("cannot watch for Ctrl-C")?;
+
+        let mut recipes = vec![config.recipe];
+        if config.compare {
+            recipes.push(config.baseline());
+        }
+        let mut results = Vec::new();
+        for recipe in recipes {
+            let path = folder.join(recipe.name());
+            let mut run = Run::open(&config, recipe, &corpus, &device, &path)?;
+            let mut progress = Progress::new(recipe, &config, run.step(), interrupt.clone());
+            let outcome = run.train(self.stop_at, &mut progress);
+            progress.finish();
+            match outcome? {
+                Outcome::Finished => {}
+                // With --stop-at every recipe goes that far.
+                Outcome::Stopped if !interrupt.load(Ordering::Relaxed) => {}
+                Outcome::Stopped => break,
+            }
+            results.push(Trained {
+                recipe,
+                rows: run.rows().to_vec(),
+                seconds: run.seconds(),
+            });
+        }
+        let stopped = interrupt.load(Ordering::Relaxed);
+        let finished = |result: &Trained| {
+            result
+                .rows
+                .last()
+                .is_some_and(|row| row.step == config.steps)
+        };
+        if stopped || !results.iter().all(finished) {
+            let interrupted = if stopped { INTERRUPTED } else { 0 };
+            println!(
+                "stopped; to go on: nvfp4 train --resume {}",
+                folder.display()
+            );
+            return Ok(ExitCode::from(interrupted));
+        }
+        report(&config, &corpus, &folder, &results, hardware(&device))?;
+        Ok(ExitCode::SUCCESS)
+    }
+
+    /// The configuration, the device, and the folder, which exists and holds the configuration.
+    fn prepare(&self) -> Result<(RunConfig, DeviceName, PathBuf)> {
+        if let Some(folder) = &self.resume {
+            let path = folder.join(CONFIG);
+            ensure!(
+                path.exists(),
+                "resume {} is not the folder of a run: it has no {CONFIG}",
+                folder.display()
+            );
+            let mut config: RunConfig = read_json(&path)?;
+            if let Some(device) = self.options.clone().only_device()? {
+                config.device = device.to_string();
+            }
+            config.check().with_context(|| path.display().to_string())?;
+            let device = config.device.parse().map_err(|error| {
+                anyhow::anyhow!(
+                    "device in {} is {:?}, but {error}",
+                    path.display(),
+                    config.device
+                )
+            })?;
+            return Ok((config, device, folder.clone()));
+        }
+        let file = match &self.config {
+            Some(path) => Options::read(path)?,
+            None => Options::default(),
+        };
+        let (config, device) = self.options.clone().over(file).resolve()?;
+        // Before the folder is made: a device that is not there should leave no trace.
+        device.open()?;
+        let folder = match &self.out {
+            Some(folder) => folder.clone(),
+            None => unused_folder(config.preset)?,
+        };
+        if folder.join(CONFIG).exists() {
+            bail!(
+                "out {} already holds a run: go on with it by --resume {0}, or choose another \
+                 folder",
+                folder.display()
+            );
+        }
+        std::fs::create_dir_all(&folder)
+            .with_context(|| format!("out {} cannot be made", folder.display()))?;
+        write_json(&folder.join(CONFIG), &config)?;
+        Ok((config, device, folder))
+    }
+}
+
+fn unused_folder(preset: Preset) -> Result<PathBuf> {
+    (1..10_000)
+        .map(|number| Path::new(DEFAULT_OUT).join(format!("{preset}-{number}")))
+        .find(|path| !path.exists())
+        .with_context(|| format!("{DEFAULT_OUT} is full: choose a folder with --out"))
+}
+
+fn describe(config: &RunConfig, corpus: &Corpus, folder: &Path) {
+    let text = corpus.fingerprint();
+    let source = match config.data.is_empty() {
+        true => "Rust sources of cargo's registry",
+        false => "text",
+    };
+    let skipped = match corpus.skipped() {
+        0 => String::new(),
+        count => format!(", {count} files left out that are empty or not UTF-8 text"),
+    };
+    eprintln!(
+        "data    {source}: {:.1} MB in {} files to train, {:.1} MB in {} to validate{skipped}",
+        text.train_bytes as f64 / 1e6,
+        text.train_files,
+        text.valid_bytes as f64 / 1e6,
+        text.valid_files
+    );
+    eprintln!(
+        "model   {}: {:.2} M parameters, {} blocks of width {}, context {}",
+        config.preset,
+        config.model().parameters() as f64 / 1e6,
+        config.layers,
+        config.width,
+        config.context
+    );
+    let baseline = match config.compare {
+        true => format!(", then {} to compare", config.baseline()),
+        false => String::new(),
+    };
+    eprintln!(
+        "run     {}{baseline}: {} steps of {} bytes on {}, into {}",
+        config.recipe,
+        config.steps,
+        config.batch * config.context,
+        config.device,
+        folder.display()
+    );
+}
+
+/// Write `summary.json` and `loss.svg`, and print the outcome.
+fn report(
+    config: &RunConfig,
+    corpus: &Corpus,
+    folder: &Path,
+    results: &[Trained],
+    hardware: Option<String>,
+) -> Result<()> {
+    let main = results.first().context("nothing was trained")?;
+    let baseline = results.get(1);
+    let final_valid_loss = main.valid_loss()?;
+    let baseline_valid_loss = baseline.map(Trained::valid_loss).transpose()?;
+    let unigram_entropy = corpus.unigram_entropy();
+    let summary = Summary {
+        recipe: main.recipe,
+        final_valid_loss,
+        baseline_recipe: baseline.map(|result| result.recipe),
+        baseline_valid_loss,
+        gap_percent: baseline_valid_loss.map(|loss| 100.0 * (final_valid_loss - loss) / loss),
+        unigram_entropy,
+        preset: config.preset,
+        parameters: config.model().parameters(),
+        steps: config.steps,
+        tokens: main.rows.last().map_or(0, |row| row.tokens),
+        seconds: main.seconds,
+        baseline_seconds: baseline.map(|result| result.seconds),
+        tokens_per_s: main.tokens_per_s(),
+        baseline_tokens_per_s: baseline.and_then(Trained::tokens_per_s),
+        device: config.device.clone(),
+        hardware,
+        train_bytes: corpus.fingerprint().train_bytes,
+        valid_bytes: corpus.fingerprint().valid_bytes,
+    };
+    write_json(&folder.join("summary.json"), &summary)?;
+    let curves: Vec<(&str, &[Row])> = results
+        .iter()
+        .map(|result| (result.recipe.name(), &result.rows[..]))
+        .collect();
+    plot::loss(&folder.join("loss.svg"), &curves, unigram_entropy)?;
+
+    println!("recipe   validation loss   tokens/s   seconds");
+    for result in results {
+        println!(
+            "{:<6} {:>17.4} {:>10.0} {:>9.1}",
+            result.recipe.name(),
+            result.valid_loss()?,
+            result.tokens_per_s().unwrap_or_default(),
+            result.seconds
+        );
+    }
+    println!("unigrams {unigram_entropy:>15.4}   (nats per byte; a model that ignores context)");
+    if let (Some(gap), Some(recipe)) = (summary.gap_percent, summary.baseline_recipe) {
+        println!("gap of {} to {recipe}: {gap:+.2} %", summary.recipe);
+    }
+    println!("wrote {0}/summary.json, {0}/loss.svg", folder.display());
+    println!(
+        "sample with: nvfp4 sample --checkpoint {} --prompt 'pub fn '",
+        folder.display()
+    );
+    Ok(())
+}

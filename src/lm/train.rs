@@ -1,0 +1,512 @@
+//! One training run: step, evaluate, record, save, resume.
+
+use std::fmt::Write as _;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::time::Instant;
+
+use anyhow::{Context, Result, bail, ensure};
+use burn::module::Module;
+use burn::optim::GradientsParams;
+use burn::store::ModuleRecord;
+use burn::tensor::{Bytes, Device, Tensor};
+use burn_nvfp4::Nvfp4State;
+
+use super::checkpoint::{self, Checkpoint, State, Timing};
+use super::config::{Recipe, RunConfig};
+use super::data::Corpus;
+use super::model::Transformer;
+use super::optim::{AdamW, learning_rate};
+
+/// First line of `metrics.csv`.
+pub const METRICS_HEADER: &str = "step,tokens,train_loss,valid_loss,lr,tokens_per_s";
+/// Name of the file with one [`Row`] per line.
+pub const METRICS: &str = "metrics.csv";
+
+/// One line of `metrics.csv`.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Row {
+    /// Steps done.
+    pub step: u64,
+    /// Bytes of text that the model was trained on so far.
+    pub tokens: u64,
+    /// Mean loss of the steps since the last row, in nats per byte; none at step 0.
+    pub train_loss: Option<f64>,
+    /// Loss on the validation text, if this step has an evaluation.
+    pub valid_loss: Option<f64>,
+    /// Learning rate of the step.
+    pub lr: f64,
+    /// Bytes per second since the last row, without evaluations and checkpoints.
+    pub tokens_per_s: Option<f64>,
+}
+
+impl Row {
+    fn to_line(self) -> String {
+        let Self {
+            step,
+            tokens,
+            train_loss,
+            valid_loss,
+            lr,
+            tokens_per_s,
+        } = self;
+        let field = |value: Option<f64>, digits: usize| {
+            value
+                .map(|value| format!("{value:.digits$}"))
+                .unwrap_or_default()
+        };
+        let [train, valid] = [train_loss, valid_loss].map(|loss| field(loss, 6));
+        let speed = field(tokens_per_s, 1);
+        format!("{step},{tokens},{train},{valid},{lr:e},{speed}\n")
+    }
+
+    fn parse(line: &str) -> Option<Self> {
+        let fields: Vec<&str> = line.split(',').collect();
+        let [step, tokens, train, valid, lr, speed] = fields[..] else {
+            return None;
+        };
+        let optional = |text: &str| match text {
+            "" => Some(None),
+            text => text.parse().ok().map(Some),
+        };
+        Some(Self {
+            step: step.parse().ok()?,
+            tokens: tokens.parse().ok()?,
+            train_loss: optional(train)?,
+            valid_loss: optional(valid)?,
+            lr: lr.parse().ok()?,
+            tokens_per_s: optional(speed)?,
+        })
+    }
+}
+
+/// The rows of a `metrics.csv`.
+///
+/// # Errors
+/// When it cannot be read, or a line is not a row.
+pub fn read_metrics(path: &Path) -> Result<Vec<Row>> {
+    let text =
+        fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?;
+    let mut lines = text.lines();
+    ensure!(
+        lines.next() == Some(METRICS_HEADER),
+        "{} does not start with the line {METRICS_HEADER}",
+        path.display()
+    );
+    lines
+        .map(|line| {
+            Row::parse(line)
+                .with_context(|| format!("{} has a line that is no row: {line}", path.display()))
+        })
+        .collect()
+}
+
+/// Who watches a run.
+pub trait Observer {
+    /// A step was done.
+    fn step(&mut self, _step: u64) {}
+    /// A row was recorded.
+    fn row(&mut self, _row: &Row) {}
+    /// A checkpoint was written.
+    fn checkpoint(&mut self, _path: &Path) {}
+    /// Whether the run should stop after the current step.
+    fn interrupted(&mut self) -> bool {
+        false
+    }
+}
+
+/// An observer that watches nothing.
+impl Observer for () {}
+
+/// How [`Run::train`] ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Outcome {
+    /// All steps are done.
+    Finished,
+    /// It was told to stop; the checkpoint is written.
+    Stopped,
+}
+
+/// A run with one recipe: the model, its optimizer, and how far it is.
+pub struct Run<'a> {
+    config: &'a RunConfig,
+    recipe: Recipe,
+    corpus: &'a Corpus,
+    /// With autodiff.
+    device: Device,
+    folder: PathBuf,
+    model: Transformer,
+    optimizer: AdamW,
+    step: u64,
+    /// Losses that are still on the device.
+    pending: Vec<Tensor<1>>,
+    /// Losses since the last row.
+    losses: Vec<f32>,
+    rows: Vec<Row>,
+    /// Seconds before this process.
+    earlier: f64,
+    started: Instant,
+    /// Step of the last checkpoint.
+    saved: Option<u64>,
+}
+
+impl<'a> Run<'a> {
+    /// Start the run `config` with `recipe`, or go on with it if `folder` has a checkpoint of it.
+    ///
+    /// # Errors
+    /// When the configuration does not fit the device or the text, or the checkpoint is damaged or
+    /// belongs to another run.
+    pub fn open(
+        config: &'a RunConfig,
+        recipe: Recipe,
+        corpus: &'a Corpus,
+        device: &Device,
+        folder: &Path,
+    ) -> Result<Self> {
+        config.check()?;
+        corpus.check(config.context)?;
+        fs::create_dir_all(folder).with_context(|| format!("cannot make {}", folder.display()))?;
+        let device = device.clone().autodiff();
+        let model = Transformer::new(
+            &config.model(),
+            config.activation_of(recipe),
+            &config.nvfp4_recipe(recipe)?,
+            config.seed,
+            &device,
+        )?;
+        let mut run = Self {
+            config,
+            recipe,
+            corpus,
+            device,
+            folder: folder.into(),
+            model,
+            optimizer: AdamW::new(config.weight_decay, config.grad_clip),
+            step: 0,
+            pending: Vec::new(),
+            losses: Vec::new(),
+            rows: Vec::new(),
+            earlier: 0.0,
+            started: Instant::now(),
+            saved: None,
+        };
+        match checkpoint::latest(folder)? {
+            Some(path) => {
+                let checkpoint = Checkpoint::load(&path)?;
+                run.restore(checkpoint)
+                    .with_context(|| format!("cannot resume from {}", path.display()))?;
+            }
+            None => run.write_metrics()?,
+        }
+        Ok(run)
+    }
+
+    fn restore(&mut self, checkpoint: Checkpoint) -> Result<()> {
+        let Checkpoint {
+            state,
+            timing,
+            model,
+            optimizer,
+        } = checkpoint;
+        // The same run may go on on another device.
+        let config = RunConfig {
+            device: self.config.device.clone(),
+            ..state.config
+        };
+        ensure!(
+            config == *self.config && state.recipe == self.recipe,
+            "it belongs to a run with another configuration"
+        );
+        ensure!(
+            state.corpus == *self.corpus.fingerprint(),
+            "the text has changed since: it was {:?} and is {:?}",
+            state.corpus,
+            self.corpus.fingerprint()
+        );
+        let record = ModuleRecord::from_bytes(model)?;
+        self.model = self.model.clone().try_load_record(record)?;
+        state.nvfp4.apply(&self.model)?;
+        self.optimizer.load(optimizer, &self.device)?;
+        let metrics = self.folder.join(METRICS);
+        self.rows = read_metrics(&metrics)?;
+        // A crash loses what came after the checkpoint.
+        self.rows.retain(|row| row.step <= state.step);
+        self.write_metrics()?;
+        self.step = state.step;
+        self.losses = state.losses;
+        self.earlier = timing.seconds;
+        self.saved = Some(state.step);
+        Ok(())
+    }
+
+    /// Steps done.
+    pub fn step(&self) -> u64 {
+        self.step
+    }
+
+    /// The recorded rows.
+    pub fn rows(&self) -> &[Row] {
+        &self.rows
+    }
+
+    /// The model.
+    pub fn model(&self) -> &Transformer {
+        &self.model
+    }
+
+    /// Seconds spent so far, in all processes that worked on the run.
+    pub fn seconds(&self) -> f64 {
+        self.earlier + self.started.elapsed().as_secs_f64()
+    }
+
+    /// Go on to the last step, or to step `stop_at` if that comes first, or until the observer says
+    /// so. Writes a checkpoint at the end in any case.
+    ///
+    /// # Errors
+    /// When the loss is no longer finite, or a file cannot be written.
+    pub fn train(&mut self, stop_at: Option<u64>, observer: &mut impl Observer) -> Result<Outcome> {
+        let steps = self.config.steps;
+        let end = stop_at.unwrap_or(steps).min(steps);
+        if self.step == 0 && self.rows.is_empty() {
+            let lr = learning_rate(0, steps, self.config.warmup, self.config.lr);
+            let valid_loss = Some(self.evaluate()?);
+            let row = Row {
+                step: 0,
+                tokens: 0,
+                train_loss: None,
+                valid_loss,
+                lr,
+                tokens_per_s: None,
+            };
+            self.record(row, observer)?;
+        }
+        let mut clock = Clock::start();
+        let mut interrupted = false;
+        while self.step < end && !interrupted {
+            let lr = learning_rate(self.step, steps, self.config.warmup, self.config.lr);
+            self.train_step(lr);
+            clock.steps += 1;
+            observer.step(self.step);
+            let due = |every: u64| self.step.is_multiple_of(every) || self.step == steps;
+            let evaluates = due(self.config.eval_every);
+            let saves = due(self.config.checkpoint_every);
+            if evaluates || due(self.config.log_every) {
+                self.read_losses()?;
+                let speed = clock.speed(self.tokens_per_step());
+                clock.pause();
+                let valid_loss = if evaluates {
+                    Some(self.evaluate()?)
+                } else {
+                    None
+                };
+                let losses = std::mem::take(&mut self.losses);
+                let sum: f64 = losses.iter().map(|loss| f64::from(*loss)).sum();
+                let row = Row {
+                    step: self.step,
+                    tokens: self.step * self.tokens_per_step(),
+                    train_loss: Some(sum / losses.len() as f64),
+                    valid_loss,
+                    lr,
+                    tokens_per_s: Some(speed),
+                };
+                self.record(row, observer)?;
+                clock = Clock::start();
+            }
+            interrupted = observer.interrupted();
+            if saves && !interrupted {
+                self.read_losses()?;
+                clock.pause();
+                self.save(observer)?;
+                clock.resume();
+            }
+        }
+        if self.saved != Some(self.step) {
+            self.read_losses()?;
+            self.save(observer)?;
+        }
+        Ok(if self.step == steps {
+            Outcome::Finished
+        } else {
+            Outcome::Stopped
+        })
+    }
+
+    fn tokens_per_step(&self) -> u64 {
+        (self.config.batch * self.config.context) as u64
+    }
+
+    fn train_step(&mut self, lr: f64) {
+        let &RunConfig {
+            seed,
+            batch,
+            context,
+            ..
+        } = self.config;
+        let batch = self.corpus.train_batch(seed, self.step, batch, context);
+        let (inputs, targets) = batch.tensors(&self.device);
+        let loss = self.model.loss(inputs, targets);
+        self.pending.push(loss.clone().without_autodiff());
+        let gradients = GradientsParams::from_grads(loss.backward(), &self.model);
+        self.model = self.optimizer.step(lr, self.model.clone(), gradients);
+        self.step += 1;
+    }
+
+    /// Fetch the losses that are still on the device, which waits for it.
+    fn read_losses(&mut self) -> Result<()> {
+        if self.pending.is_empty() {
+            return Ok(());
+        }
+        let first = self.step + 1 - self.pending.len() as u64;
+        let losses = Tensor::cat(std::mem::take(&mut self.pending), 0).into_data();
+        for (step, loss) in (first..).zip(losses.iter::<f32>()) {
+            if !loss.is_finite() {
+                bail!(
+                    "the {} loss of step {step} is {loss}: try a lower --lr, or a longer --warmup",
+                    self.recipe
+                );
+            }
+            self.losses.push(loss);
+        }
+        Ok(())
+    }
+
+    /// Loss on the validation text, in nats per byte.
+    ///
+    /// # Errors
+    /// When it is not finite.
+    pub fn evaluate(&self) -> Result<f64> {
+        let &RunConfig {
+            eval_batches,
+            batch,
+            context,
+            ..
+        } = self.config;
+        let model = self.model.valid();
+        let device = self.device.clone().without_autodiff();
+        let losses = (0..eval_batches)
+            .map(|index| {
+                let batch = self.corpus.valid_batch(index, eval_batches, batch, context);
+                let (inputs, targets) = batch.tensors(&device);
+                model.loss(inputs, targets)
+            })
+            .collect();
+        let losses = Tensor::cat(losses, 0).into_data();
+        let sum: f64 = losses.iter::<f32>().map(f64::from).sum();
+        let loss = sum / eval_batches as f64;
+        ensure!(
+            loss.is_finite(),
+            "the {} validation loss at step {} is {loss}",
+            self.recipe,
+            self.step
+        );
+        Ok(loss)
+    }
+
+    fn record(&mut self, row: Row, observer: &mut impl Observer) -> Result<()> {
+        use std::io::Write as _;
+        self.rows.push(row);
+        let path = self.folder.join(METRICS);
+        let append = || fs::OpenOptions::new().append(true).open(&path);
+        append()
+            .and_then(|mut file| file.write_all(row.to_line().as_bytes()))
+            .with_context(|| format!("cannot write {}", path.display()))?;
+        observer.row(&row);
+        Ok(())
+    }
+
+    fn write_metrics(&self) -> Result<()> {
+        let mut text = format!("{METRICS_HEADER}\n");
+        for row in &self.rows {
+            let _ = write!(text, "{}", row.to_line());
+        }
+        checkpoint::replace(&self.folder.join(METRICS), text.as_bytes())
+    }
+
+    fn save(&mut self, observer: &mut impl Observer) -> Result<()> {
+        // The rows reach the disk before the checkpoint that relies on them.
+        self.write_metrics()?;
+        let model: Bytes = self.model.valid().into_record().into_bytes()?;
+        let checkpoint = Checkpoint {
+            state: State::new(
+                self.config.clone(),
+                self.recipe,
+                self.corpus.fingerprint().clone(),
+                self.step,
+                self.losses.clone(),
+                Nvfp4State::collect(&self.model),
+            ),
+            timing: Timing {
+                seconds: self.seconds(),
+            },
+            model,
+            optimizer: self.optimizer.to_bytes()?,
+        };
+        let path = checkpoint.save(&self.folder)?;
+        self.saved = Some(self.step);
+        observer.checkpoint(&path);
+        Ok(())
+    }
+}
+
+/// Time spent on steps since the last row.
+struct Clock {
+    running: Option<Instant>,
+    seconds: f64,
+    steps: u64,
+}
+
+impl Clock {
+    fn start() -> Self {
+        Self {
+            running: Some(Instant::now()),
+            seconds: 0.0,
+            steps: 0,
+        }
+    }
+
+    fn pause(&mut self) {
+        if let Some(since) = self.running.take() {
+            self.seconds += since.elapsed().as_secs_f64();
+        }
+    }
+
+    fn resume(&mut self) {
+        self.running = Some(Instant::now());
+    }
+
+    fn speed(&mut self, tokens_per_step: u64) -> f64 {
+        self.pause();
+        (self.steps * tokens_per_step) as f64 / self.seconds.max(1e-9)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rows_survive_their_file() {
+        let first = Row {
+            step: 0,
+            tokens: 0,
+            train_loss: None,
+            valid_loss: Some(5.5),
+            lr: 1e-4,
+            tokens_per_s: None,
+        };
+        let second = Row {
+            step: 10,
+            tokens: 20480,
+            train_loss: Some(3.25),
+            valid_loss: None,
+            lr: 0.0029,
+            tokens_per_s: Some(1234.5),
+        };
+        assert_eq!(first.to_line(), "0,0,,5.500000,1e-4,\n");
+        for row in [first, second] {
+            assert_eq!(Row::parse(row.to_line().trim_end()), Some(row));
+        }
+        assert_eq!(Row::parse("1,2,3"), None);
+        assert_eq!(Row::parse("1,2,x,,0.1,"), None);
+    }
+}

@@ -1,0 +1,512 @@
+//! The command, end to end, with models that train in a second.
+
+#![cfg(feature = "flex")]
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+use std::sync::OnceLock;
+
+use serde_json::Value;
+
+/// A model of two thousand parameters on 32-byte sequences.
+const SMALL: &str = "--device flex --width 32 --layers 2 --heads 2 --hidden 48 --context 32 \
+                     --batch 4 --lr 1e-2 --eval-batches 2";
+
+/// An empty folder for one test.
+fn folder(name: &str) -> PathBuf {
+    let path = Path::new(env!("CARGO_TARGET_TMPDIR"))
+        .join("cli")
+        .join(name);
+    let _ = fs::remove_dir_all(&path);
+    fs::create_dir_all(&path).unwrap();
+    path
+}
+
+/// Thirty files with words that follow a pattern.
+fn text() -> &'static str {
+    static TEXT: OnceLock<PathBuf> = OnceLock::new();
+    let path = TEXT.get_or_init(|| {
+        let path = folder("text");
+        write_text(&path, 30);
+        path
+    });
+    path.to_str().unwrap()
+}
+
+fn write_text(path: &Path, files: usize) {
+    for file in 0..files {
+        let words: Vec<String> = (0..60)
+            .map(|i| ["let", "x", "=", "fn", "y", ";"][(file + i * i) % 6].repeat(1 + i % 2))
+            .collect();
+        fs::write(path.join(format!("file-{file}.txt")), words.join(" ")).unwrap();
+    }
+}
+
+fn nvfp4(arguments: &str, more: &[&str]) -> Output {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_nvfp4"));
+    command
+        .args(arguments.split_whitespace())
+        .args(more)
+        .env("RUST_LOG", "warn");
+    command.output().unwrap()
+}
+
+fn succeeds(output: Output) -> String {
+    let error = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{error}");
+    String::from_utf8(output.stdout).unwrap()
+}
+
+/// What the command wrote to standard error, which must name everything in `names`.
+fn fails(output: Output, names: &[&str]) -> String {
+    let error = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(
+        !output.status.success(),
+        "succeeded, but should say {names:?}"
+    );
+    assert!(!error.contains("panicked"), "{error}");
+    for name in names {
+        assert!(error.contains(name), "does not say {name:?}: {error}");
+    }
+    error
+}
+
+fn train(out: &Path, more: &str) -> Output {
+    let out = out.to_str().unwrap();
+    let more: Vec<&str> = more.split_whitespace().collect();
+    nvfp4(
+        &format!("train {SMALL}"),
+        &[&["--data", text(), "--out", out], &more[..]].concat(),
+    )
+}
+
+/// Twelve steps, with and without interruption, are the same run.
+const RUN: &str = "--steps 12 --warmup 2 --log-every 3 --eval-every 6 --checkpoint-every 4";
+
+/// A finished run that several tests look at.
+fn finished() -> &'static Path {
+    static RUN_FOLDER: OnceLock<PathBuf> = OnceLock::new();
+    RUN_FOLDER.get_or_init(|| {
+        let out = folder("finished");
+        succeeds(train(&out, RUN));
+        out
+    })
+}
+
+fn json(path: &Path) -> Value {
+    serde_json::from_slice(&fs::read(path).unwrap()).unwrap()
+}
+
+/// The lines of a `metrics.csv` as fields, without the header, which is checked.
+fn metrics(path: &Path) -> Vec<Vec<String>> {
+    let text = fs::read_to_string(path).unwrap();
+    let mut lines = text.lines();
+    assert_eq!(
+        lines.next(),
+        Some("step,tokens,train_loss,valid_loss,lr,tokens_per_s")
+    );
+    lines
+        .map(|line| line.split(',').map(String::from).collect())
+        .collect()
+}
+
+/// The only checkpoint in the folder of a recipe.
+fn checkpoint(folder: &Path) -> PathBuf {
+    let found: Vec<PathBuf> = fs::read_dir(folder)
+        .unwrap()
+        .map(|entry| entry.unwrap().path())
+        .filter(|path| path.is_dir())
+        .collect();
+    assert_eq!(found.len(), 1, "{found:?}");
+    found[0].clone()
+}
+
+#[test]
+fn a_comparison_writes_its_files() {
+    let out = finished();
+    for recipe in ["nvfp4", "f32"] {
+        let rows = metrics(&out.join(recipe).join("metrics.csv"));
+        let steps: Vec<&str> = rows.iter().map(|row| row[0].as_str()).collect();
+        assert_eq!(steps, ["0", "3", "6", "9", "12"]);
+        for row in &rows {
+            assert_eq!(row.len(), 6);
+            let step: u64 = row[0].parse().unwrap();
+            assert_eq!(row[1].parse::<u64>().unwrap(), step * 4 * 32);
+            assert_eq!(row[2].is_empty(), step == 0, "train_loss of {row:?}");
+            assert_eq!(row[3].is_empty(), step % 6 != 0, "valid_loss of {row:?}");
+            assert!(row[4].parse::<f64>().unwrap() > 0.0);
+            assert_eq!(row[5].is_empty(), step == 0, "tokens_per_s of {row:?}");
+        }
+        let loss = |row: &Vec<String>| row[3].parse::<f64>().unwrap();
+        assert!(
+            loss(&rows[4]) < loss(&rows[0]) - 0.5,
+            "{recipe} has not learnt: {rows:?}"
+        );
+        assert!(checkpoint(&out.join(recipe)).ends_with("checkpoint-00000012"));
+    }
+    let summary = json(&out.join("summary.json"));
+    let number = |key: &str| {
+        summary[key]
+            .as_f64()
+            .unwrap_or_else(|| panic!("{key}: {summary}"))
+    };
+    assert_eq!(
+        (summary["recipe"].as_str(), summary["device"].as_str()),
+        (Some("nvfp4"), Some("flex"))
+    );
+    assert_eq!(summary["baseline_recipe"].as_str(), Some("f32"));
+    assert_eq!(number("tokens"), 12.0 * 4.0 * 32.0);
+    assert!(number("seconds") > 0.0 && number("unigram_entropy") > 0.0);
+    let gap = 100.0 * (number("final_valid_loss") / number("baseline_valid_loss") - 1.0);
+    assert!((number("gap_percent") - gap).abs() < 1e-6);
+    assert_ne!(number("final_valid_loss"), number("baseline_valid_loss"));
+    let last = metrics(&out.join("nvfp4/metrics.csv"))[4][3]
+        .parse::<f64>()
+        .unwrap();
+    assert!((number("final_valid_loss") - last).abs() < 1e-6);
+
+    assert_eq!(json(&out.join("config.json"))["width"].as_u64(), Some(32));
+    let svg = fs::read_to_string(out.join("loss.svg")).unwrap();
+    for part in [
+        "<svg",
+        "nvfp4, validation",
+        "f32, validation",
+        "unigram entropy",
+    ] {
+        assert!(svg.contains(part), "loss.svg lacks {part}");
+    }
+}
+
+/// Everything that a resumed run must share with an uninterrupted one.
+fn assert_same_run(left: &Path, right: &Path) {
+    for recipe in ["nvfp4", "f32"] {
+        let (left, right) = (left.join(recipe), right.join(recipe));
+        for file in ["model.bpk", "optimizer.bpk", "state.json"] {
+            let read = |folder: &Path| fs::read(checkpoint(folder).join(file)).unwrap();
+            assert!(read(&left) == read(&right), "{recipe}/{file} differs");
+        }
+        let rows = |folder: &Path| {
+            let mut rows = metrics(&folder.join("metrics.csv"));
+            rows.iter_mut().for_each(|row| row[5].clear());
+            rows
+        };
+        assert_eq!(rows(&left), rows(&right), "{recipe}/metrics.csv differs");
+    }
+    for key in ["final_valid_loss", "baseline_valid_loss", "gap_percent"] {
+        let [left, right] = [left, right].map(|out| json(&out.join("summary.json"))[key].clone());
+        assert_eq!(left, right, "{key} differs");
+    }
+}
+
+#[test]
+fn a_resumed_run_reaches_the_same_bytes() {
+    // Between two checkpoints, two rows and two evaluations.
+    for stop in ["5", "6"] {
+        let out = folder(&format!("resumed-{stop}"));
+        let said = succeeds(train(&out, &format!("{RUN} --stop-at {stop}")));
+        assert!(said.contains("--resume"), "{said}");
+        assert!(!out.join("summary.json").exists());
+        let path = out.to_str().unwrap();
+        succeeds(nvfp4("train", &["--resume", path]));
+        assert_same_run(finished(), &out);
+    }
+}
+
+#[test]
+fn a_crash_loses_only_what_came_after_the_checkpoint() {
+    let out = folder("crashed");
+    succeeds(train(&out, &format!("{RUN} --stop-at 7")));
+    let nvfp4_folder = out.join("nvfp4");
+    // As a crash would leave it: half a checkpoint, and a row that the checkpoint does not know.
+    let half = nvfp4_folder.join("checkpoint-00000008.unfinished");
+    fs::create_dir(&half).unwrap();
+    fs::write(half.join("model.bpk"), "half").unwrap();
+    let csv = nvfp4_folder.join("metrics.csv");
+    let rows = fs::read_to_string(&csv).unwrap() + "9,1152,1.0,,0.001,5.0\n";
+    fs::write(&csv, rows).unwrap();
+    succeeds(nvfp4("train", &["--resume", out.to_str().unwrap()]));
+    assert_same_run(finished(), &out);
+}
+
+#[cfg(unix)]
+#[test]
+fn ctrl_c_leaves_a_checkpoint() {
+    let out = folder("interrupted");
+    let path = out.to_str().unwrap();
+    let mut child = Command::new(env!("CARGO_BIN_EXE_nvfp4"))
+        .args(
+            ["train"]
+                .iter()
+                .chain(&SMALL.split_whitespace().collect::<Vec<_>>()),
+        )
+        .args([
+            "--data",
+            text(),
+            "--out",
+            path,
+            "--steps",
+            "1000000",
+            "--log-every",
+            "1",
+        ])
+        .stderr(std::process::Stdio::null())
+        .stdout(std::process::Stdio::null())
+        .spawn()
+        .unwrap();
+    let csv = out.join("nvfp4/metrics.csv");
+    let trained = || fs::read_to_string(&csv).is_ok_and(|text| text.lines().count() > 4);
+    while !trained() {
+        assert!(child.try_wait().unwrap().is_none(), "ended early");
+        std::thread::sleep(std::time::Duration::from_millis(20));
+    }
+    let kill = Command::new("kill")
+        .args(["-INT", &child.id().to_string()])
+        .status()
+        .unwrap();
+    assert!(kill.success());
+    assert_eq!(child.wait().unwrap().code(), Some(130));
+    let name = checkpoint(&out.join("nvfp4"))
+        .file_name()
+        .unwrap()
+        .to_str()
+        .unwrap()
+        .to_owned();
+    let step: usize = name.strip_prefix("checkpoint-").unwrap().parse().unwrap();
+    assert_eq!(metrics(&csv).last().unwrap()[0], step.to_string());
+    let stop = (step + 2).to_string();
+    succeeds(nvfp4("train", &["--resume", path, "--stop-at", &stop]));
+    assert_eq!(metrics(&csv).last().unwrap()[0], stop);
+}
+
+#[test]
+fn a_damaged_checkpoint_is_an_error() {
+    let out = folder("damaged");
+    succeeds(train(&out, &format!("{RUN} --stop-at 4 --no-compare")));
+    let path = out.to_str().unwrap();
+    let model = checkpoint(&out.join("nvfp4")).join("model.bpk");
+    let whole = fs::read(&model).unwrap();
+    let mut damaged = whole.clone();
+    let middle = damaged.len() / 2;
+    damaged[middle] ^= 0x10;
+    fs::write(&model, damaged).unwrap();
+    fails(
+        nvfp4("train", &["--resume", path]),
+        &["checkpoint-00000004", "model.bpk is damaged"],
+    );
+    let sample = ["--checkpoint", path, "--prompt", "let", "--device", "flex"];
+    fails(nvfp4("sample", &sample), &["model.bpk is damaged"]);
+    fs::write(&model, whole).unwrap();
+    succeeds(nvfp4("sample --tokens 2", &sample));
+}
+
+#[test]
+fn the_text_of_a_resumed_run_must_be_the_same() {
+    let data = folder("changing-text");
+    write_text(&data, 20);
+    let out = folder("changing");
+    let [data_name, out_name] = [&data, &out].map(|path| path.to_str().unwrap());
+    let arguments = format!("train {SMALL} --steps 4 --stop-at 2 --no-compare");
+    succeeds(nvfp4(&arguments, &["--data", data_name, "--out", out_name]));
+    fs::write(data.join("file-3.txt"), "other words").unwrap();
+    fails(
+        nvfp4("train", &["--resume", out_name]),
+        &["the text has changed"],
+    );
+}
+
+#[test]
+fn sampling_continues_the_prompt() {
+    let path = finished().to_str().unwrap();
+    let sample = |more: &str| {
+        let arguments = format!("sample --device flex --tokens 40 {more}");
+        succeeds(nvfp4(
+            &arguments,
+            &["--checkpoint", path, "--prompt", "let x"],
+        ))
+    };
+    let first = sample("--seed 1");
+    assert!(
+        first.starts_with("let x") && first.len() > "let x\n".len(),
+        "{first:?}"
+    );
+    assert_eq!(first, sample("--seed 1"));
+    assert_eq!(
+        sample("--temperature 0 --seed 1"),
+        sample("--temperature 0 --seed 2")
+    );
+    let seeds: std::collections::HashSet<String> = (2..6)
+        .map(|seed| sample(&format!("--seed {seed}")))
+        .collect();
+    assert!(seeds.len() > 1);
+    // The folder of a recipe and of a checkpoint mean the same model.
+    let recipe = finished().join("nvfp4");
+    for folder in [checkpoint(&recipe), recipe] {
+        let folder = folder.to_str().unwrap();
+        let arguments = "sample --device flex --tokens 40 --seed 1 --prompt";
+        assert_eq!(
+            succeeds(nvfp4(arguments, &["let x", "--checkpoint", folder])),
+            first
+        );
+    }
+    let empty = folder("no-checkpoint");
+    let sample = [
+        "--prompt",
+        "a",
+        "--device",
+        "flex",
+        "--checkpoint",
+        empty.to_str().unwrap(),
+    ];
+    fails(
+        nvfp4("sample", &sample),
+        &["no checkpoint", "no-checkpoint"],
+    );
+}
+
+#[test]
+fn bad_arguments_are_named() {
+    let cases: [(&str, &[&str]); 12] = [
+        ("--device gpu", &["device", "gpu", "flex, cpu, or cuda:N"]),
+        ("--device cuda:99", &["cuda:99"]),
+        ("--recipe fp8", &["--recipe", "fp8", "nvfp4"]),
+        ("--preset huge", &["--preset", "huge", "tiny"]),
+        ("--width 100", &["width", "100", "multiple of 16"]),
+        ("--hidden 40", &["hidden", "40", "multiple of 16"]),
+        ("--heads 5", &["heads", "5"]),
+        ("--steps 0", &["steps", "at least 1"]),
+        ("--lr -1", &["lr", "-1"]),
+        ("--recipe f32 --compare", &["compare", "f32"]),
+        ("--high-precision nothing", &["high_precision", "nothing"]),
+        (
+            "--data /nonexistent/text",
+            &["/nonexistent/text", "does not exist"],
+        ),
+    ];
+    for (number, (arguments, names)) in cases.into_iter().enumerate() {
+        let out = folder(&format!("bad-{number}"));
+        let out = out.to_str().unwrap();
+        let device = if arguments.contains("--device") {
+            ""
+        } else {
+            "--device flex"
+        };
+        let arguments = format!("train {device} --width 32 --heads 2 --hidden 32 {arguments}");
+        // Of an option that is given twice clap takes none: keep the last.
+        let mut given: Vec<&str> = arguments.split_whitespace().collect();
+        for name in ["--width", "--heads", "--hidden"] {
+            let places: Vec<usize> = given
+                .iter()
+                .enumerate()
+                .filter(|(_, a)| **a == name)
+                .map(|(i, _)| i)
+                .collect();
+            if let [first, _] = places[..] {
+                given.drain(first..first + 2);
+            }
+        }
+        if !given.contains(&"--data") {
+            given.extend(["--data", text()]);
+        }
+        given.extend(["--out", out]);
+        fails(nvfp4("", &given), names);
+    }
+}
+
+#[test]
+fn folders_and_files_are_checked() {
+    let taken = finished().to_str().unwrap();
+    let data = ["--data", text()];
+    fails(
+        nvfp4("train", &[&data[..], &["--out", taken]].concat()),
+        &["already holds a run"],
+    );
+    let resume = ["--resume", taken];
+    fails(
+        nvfp4("train --steps 20", &resume),
+        &["--resume", "as it was configured"],
+    );
+    let empty = folder("not-a-run");
+    fails(
+        nvfp4("train", &["--resume", empty.to_str().unwrap()]),
+        &["config.json"],
+    );
+
+    let config = folder("config").join("config.json");
+    let config_name = config.to_str().unwrap();
+    fs::write(&config, r#"{"device": "flex", "widht": 64}"#).unwrap();
+    fails(
+        nvfp4("train", &["--config", config_name]),
+        &[config_name, "widht"],
+    );
+    fs::write(&config, r#"{"device": "flex", "width": "wide"}"#).unwrap();
+    fails(
+        nvfp4("train", &["--config", config_name]),
+        &[config_name, "line 1"],
+    );
+
+    // A file of options, and a flag that wins over it.
+    let out = folder("from-config");
+    let values = format!(
+        r#"{{"device": "flex", "width": 16, "layers": 1, "heads": 1, "hidden": 16, "context": 16,
+            "batch": 2, "steps": 2, "eval_batches": 1, "compare": false, "data": [{:?}]}}"#,
+        text()
+    );
+    fs::write(&config, values).unwrap();
+    let arguments = [
+        "--config",
+        config_name,
+        "--steps",
+        "3",
+        "--out",
+        out.to_str().unwrap(),
+    ];
+    succeeds(nvfp4("train", &arguments));
+    let summary = json(&out.join("summary.json"));
+    assert_eq!(
+        (summary["steps"].as_u64(), summary["gap_percent"].as_f64()),
+        (Some(3), None)
+    );
+    assert!(!out.join("f32").exists());
+}
+
+#[test]
+fn the_default_text_is_cargos_registry() {
+    let home = folder("cargo-home");
+    let out = folder("cargo-out");
+    let train = |home: &Path| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_nvfp4"));
+        command.args("train".split_whitespace().chain(SMALL.split_whitespace()));
+        command.args([
+            "--steps",
+            "1",
+            "--no-compare",
+            "--out",
+            out.to_str().unwrap(),
+        ]);
+        command.env("CARGO_HOME", home).output().unwrap()
+    };
+    fails(train(&home), &["no Rust sources", "--data", "cargo fetch"]);
+    fs::remove_dir_all(&out).unwrap();
+    for name in ["one-1.0.0", "two-2.0.0"] {
+        let sources = home.join("registry/src/index-0123").join(name).join("src");
+        fs::create_dir_all(&sources).unwrap();
+        for file in 0..10 {
+            let text = format!("//! {name}\npub fn function_{file}() -> usize {{ {file} }}\n");
+            fs::write(sources.join(format!("f{file}.rs")), text).unwrap();
+        }
+        fs::write(sources.join("notes.md"), "not Rust").unwrap();
+    }
+    succeeds(train(&home));
+    let state = json(&checkpoint(&out.join("nvfp4")).join("state.json"));
+    let files = |part: &str| state["corpus"][part].as_u64().unwrap();
+    assert_eq!(files("train_files") + files("valid_files"), 20);
+}
+
+#[test]
+fn doctor_names_the_paths() {
+    let said = succeeds(nvfp4("doctor", &[]));
+    for part in ["flex", "quantize", "gemm", "because", "types: f32"] {
+        assert!(said.contains(part), "{part}: {said}");
+    }
+}
