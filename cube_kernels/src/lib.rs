@@ -1,1 +1,33 @@
-//! f
+//! NVFP4 tensors: formats, the numerics on the host, and the CubeCL kernels that match them.
+//!
+//! NVFP4 stores a tensor as 4-bit E2M1 codes, one E4M3 scale for each block of 16 codes along the
+//! contraction axis, and one `f32` maximum (`amax`) from which the global scale derives.
+//!
+//! - [`format`] names the bits: the two codecs, and [`PackedTensor`], a packed matrix on the host.
+//! - [`policy`] names the choices: how to round, which bits to draw, which transform to apply.
+//! - [`reference`](mod@reference) computes everything on the CPU, without CubeCL. It is the oracle
+//!   to which every kernel is compared byte for byte, and what CPU training runs on.
+//! - `ops` and `gemm` (feature `cube`) launch the kernels, on any CubeCL runtime.
+//!
+//! Data flows one way: matrix → `amax` → `quantize_*` → packed operand → `gemm` → matrix.
+
+pub mod error;
+pub mod format;
+pub mod policy;
+pub mod reference;
+
+#[cfg(feature = "cube")]
+pub mod cube;
+#[cfg(feature = "cube")]
+pub mod device;
+#[cfg(feature = "cube")]
+pub mod gemm;
+#[cfg(feature = "cube")]
+pub mod ops;
+
+pub use error::Nvfp4Error;
+pub use format::packed::{Amax, Origin, PackedAxis, PackedTensor, ScaleLayout};
+pub use policy::{Hadamard, RandomStream, Rounding};
+
+/// Elements that share one block scale.
+pub const BLOCK: usize = 16;

@@ -1,0 +1,257 @@
+//! A packed matrix on the host.
+
+use serde::{Deserialize, Serialize};
+
+use crate::{BLOCK, Hadamard, Nvfp4Error, Rounding, reference::swizzle};
+
+/// The axis of the source matrix along which blocks of 16 lie.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub enum PackedAxis {
+    /// Along a row: the row-wise copy, stored in the orientation of the source.
+    Cols,
+    /// Along a column: the column-wise copy, stored transposed.
+    Rows,
+}
+
+impl PackedAxis {
+    /// `(outer, inner)` of a packed `rows` x `cols` matrix: stored rows, and the length of the
+    /// packed axis before padding.
+    pub const fn stored_shape(self, rows: usize, cols: usize) -> (usize, usize) {
+        match self {
+            Self::Cols => (rows, cols),
+            Self::Rows => (cols, rows),
+        }
+    }
+}
+
+/// Order of the block scales in memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub enum ScaleLayout {
+    /// `[outer, blocks]`, row-major, without padding.
+    Compact,
+    /// The 128x4 tiles that FP4 tensor cores read, padded with zeros; see
+    /// [`swizzle`](crate::reference::swizzle).
+    Swizzled128x4,
+}
+
+/// The largest magnitudes from which the global scales derive.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub enum Amax {
+    /// One for the tensor.
+    Tensor(f32),
+    /// One for each stored row (per-token scaling).
+    PerOuter(Vec<f32>),
+}
+
+impl Amax {
+    /// The maximum that governs stored row `outer`.
+    #[inline]
+    pub fn of(&self, outer: usize) -> f32 {
+        match self {
+            Self::Tensor(amax) => *amax,
+            Self::PerOuter(amax) => amax[outer],
+        }
+    }
+}
+
+/// Elements that decide one scale together.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub enum BlockShape {
+    /// 16 elements along the packed axis.
+    OneBy16,
+    /// A 16x16 tile, whose scale is repeated for its 16 stored rows.
+    Tile16x16,
+}
+
+/// How the codes of a packed tensor came about.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Origin {
+    /// Elements that decided one scale.
+    pub block: BlockShape,
+    /// How elements were rounded.
+    pub rounding: Rounding,
+    /// The transform applied along the packed axis before quantization, if any.
+    pub hadamard: Option<Hadamard>,
+    /// The E4M3 bound of the global scale: 448, or 256 with four-over-six.
+    pub scale_bound: u16,
+}
+
+impl Origin {
+    /// Plain 1x16 blocks rounded by `rounding`, after `hadamard` if there is one.
+    pub const fn one_by_16(rounding: Rounding, hadamard: Option<Hadamard>) -> Self {
+        Self {
+            block: BlockShape::OneBy16,
+            rounding,
+            hadamard,
+            scale_bound: 448,
+        }
+    }
+
+    /// 16x16 tiles, rounded to nearest.
+    pub const fn tile() -> Self {
+        Self {
+            block: BlockShape::Tile16x16,
+            rounding: Rounding::Nearest,
+            hadamard: None,
+            scale_bound: 448,
+        }
+    }
+}
+
+/// A matrix in NVFP4: codes, block scales, maximum, and how they were made.
+///
+/// The source is `rows` x `cols`; what is stored is `outer` x `inner` with blocks of 16 along
+/// `inner`, `outer` x `inner` being the source for [`PackedAxis::Cols`] and its transpose for
+/// [`PackedAxis::Rows`]. Where `inner` is no multiple of 16, the last block is padded with zeros.
+///
+/// An element decodes to `e2m1(code) · e4m3(scale) · amax / 2688`.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct PackedTensor {
+    rows: usize,
+    cols: usize,
+    axis: PackedAxis,
+    codes: Vec<u8>,
+    scales: Vec<u8>,
+    scale_layout: ScaleLayout,
+    amax: Amax,
+    origin: Origin,
+}
+
+impl PackedTensor {
+    /// A packed tensor from its parts.
+    ///
+    /// `codes` holds `outer * blocks * 8` bytes, `scales` `outer * blocks` bytes in the compact
+    /// layout or the padded number of the swizzled one.
+    ///
+    /// # Errors
+    /// When a length does not fit the shape, or when a scale has its sign bit set.
+    pub fn from_parts(
+        (rows, cols): (usize, usize),
+        axis: PackedAxis,
+        codes: Vec<u8>,
+        (scale_layout, scales): (ScaleLayout, Vec<u8>),
+        amax: Amax,
+        origin: Origin,
+    ) -> Result<Self, Nvfp4Error> {
+        let (outer, inner) = axis.stored_shape(rows, cols);
+        let blocks = inner.div_ceil(BLOCK);
+        let check = |argument, found: usize, expected: usize, why: &str| {
+            if found == expected {
+                Ok(())
+            } else {
+                Err(Nvfp4Error::shape(
+                    argument,
+                    format!("{found}"),
+                    format!("{expected} ({why}, for {rows}x{cols} packed along {axis:?})"),
+                ))
+            }
+        };
+        check(
+            "codes",
+            codes.len(),
+            outer * blocks * 8,
+            "8 bytes for each block of 16",
+        )?;
+        let scale_count = match scale_layout {
+            ScaleLayout::Compact => outer * blocks,
+            ScaleLayout::Swizzled128x4 => swizzle::padded_len(outer, blocks),
+        };
+        check(
+            "scales",
+            scales.len(),
+            scale_count,
+            "one byte for each block",
+        )?;
+        if let Amax::PerOuter(values) = &amax {
+            check("amax", values.len(), outer, "one value for each stored row")?;
+        }
+        if let Some(position) = scales.iter().position(|scale| scale & 0x80 != 0) {
+            return Err(Nvfp4Error::value(
+                "scales",
+                format!("byte {:#04x} at {position}", scales[position]),
+                "E4M3 bytes without a sign, 0x00 to 0x7f",
+            ));
+        }
+        Ok(Self {
+            rows,
+            cols,
+            axis,
+            codes,
+            scales,
+            scale_layout,
+            amax,
+            origin,
+        })
+    }
+
+    /// Rows of the source matrix.
+    pub fn rows(&self) -> usize {
+        self.rows
+    }
+
+    /// Columns of the source matrix.
+    pub fn cols(&self) -> usize {
+        self.cols
+    }
+
+    /// The axis of the source along which it is packed.
+    pub fn axis(&self) -> PackedAxis {
+        self.axis
+    }
+
+    /// Stored rows.
+    pub fn outer(&self) -> usize {
+        self.axis.stored_shape(self.rows, self.cols).0
+    }
+
+    /// Length of the packed axis, without padding.
+    pub fn inner(&self) -> usize {
+        self.axis.stored_shape(self.rows, self.cols).1
+    }
+
+    /// Blocks in one stored row.
+    pub fn blocks(&self) -> usize {
+        self.inner().div_ceil(BLOCK)
+    }
+
+    /// The codes, two to a byte, low nibble first: `[outer, blocks * 8]`.
+    pub fn codes(&self) -> &[u8] {
+        &self.codes
+    }
+
+    /// The block scales, in the order of [`Self::scale_layout`].
+    pub fn scales(&self) -> &[u8] {
+        &self.scales
+    }
+
+    /// Order of [`Self::scales`].
+    pub fn scale_layout(&self) -> ScaleLayout {
+        self.scale_layout
+    }
+
+    /// The maxima of the source.
+    pub fn amax(&self) -> &Amax {
+        &self.amax
+    }
+
+    /// How it was made.
+    pub fn origin(&self) -> &Origin {
+        &self.origin
+    }
+
+    /// The same tensor with its scales in `layout`.
+    pub fn with_scale_layout(mut self, layout: ScaleLayout) -> Self {
+        let (outer, blocks) = (self.outer(), self.blocks());
+        self.scales = match (self.scale_layout, layout) {
+            (ScaleLayout::Compact, ScaleLayout::Swizzled128x4) => {
+                swizzle::swizzle(&self.scales, outer, blocks)
+            }
+            (ScaleLayout::Swizzled128x4, ScaleLayout::Compact) => {
+                swizzle::unswizzle(&self.scales, outer, blocks)
+            }
+            _ => self.scales,
+        };
+        self.scale_layout = layout;
+        self
+    }
+}

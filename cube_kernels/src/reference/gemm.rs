@@ -1,0 +1,137 @@
+//! The product of two packed operands.
+
+use rayon::prelude::*;
+
+use super::{decode_blocks, scaling::SCALE_RANGE};
+use crate::{Amax, BLOCK, Nvfp4Error, PackedTensor};
+
+/// The factor of a product whose operands have the given maxima:
+/// `fl(fl(a / 2688) · fl(b / 2688))`.
+#[inline]
+pub fn alpha(amax_a: f32, amax_b: f32) -> f32 {
+    (amax_a / SCALE_RANGE) * (amax_b / SCALE_RANGE)
+}
+
+/// `out[m, n] = fl(fl(alpha · acc) + bias[n])` with `acc` the sum over the contraction of
+/// `a[m, k] · b[n, k]`, in `f32`.
+///
+/// The order is stated: `k` ascends from 0 through the padding, one addition at a time, from an
+/// accumulator of +0. Each product of decoded elements is exact, so a fused multiply-add gives the
+/// same sum. Other paths add in other orders and are held to a bound.
+///
+/// # Errors
+/// When the contraction lengths differ, or `bias` does not have one value for each column.
+pub fn gemm_f32(
+    a: &PackedTensor,
+    b: &PackedTensor,
+    bias: Option<&[f32]>,
+) -> Result<Vec<f32>, Nvfp4Error> {
+    let shape = check(a, b, bias)?;
+    let (m, n, k) = shape;
+    let (left, right) = (decode_blocks(a), transpose(&decode_blocks(b), n, k));
+    let mut out = vec![0f32; m * n];
+    out.par_chunks_mut(n.max(1))
+        .enumerate()
+        .for_each(|(row, out)| {
+            for (&x, right) in left[row * k..][..k]
+                .iter()
+                .zip(right.chunks_exact(n.max(1)))
+            {
+                for (acc, y) in out.iter_mut().zip(right) {
+                    *acc += x * y;
+                }
+            }
+            for (col, acc) in out.iter_mut().enumerate() {
+                let scaled = *acc * alpha(a.amax().of(row), b.amax().of(col));
+                *acc = bias.map_or(scaled, |bias| scaled + bias[col]);
+            }
+        });
+    Ok(out)
+}
+
+/// The same in `f64`, with `alpha` formed in `f64` too: what the `f32` paths approximate.
+///
+/// # Errors
+/// As [`gemm_f32`].
+pub fn gemm_f64(
+    a: &PackedTensor,
+    b: &PackedTensor,
+    bias: Option<&[f32]>,
+) -> Result<Vec<f64>, Nvfp4Error> {
+    let (m, n, k) = check(a, b, bias)?;
+    let (left, right) = (decode_blocks(a), transpose(&decode_blocks(b), n, k));
+    let factor = |amax: &Amax, outer| amax.of(outer) as f64 / SCALE_RANGE as f64;
+    let mut out = vec![0f64; m * n];
+    out.par_chunks_mut(n.max(1))
+        .enumerate()
+        .for_each(|(row, out)| {
+            for (&x, right) in left[row * k..][..k]
+                .iter()
+                .zip(right.chunks_exact(n.max(1)))
+            {
+                for (acc, &y) in out.iter_mut().zip(right) {
+                    *acc += x as f64 * y as f64;
+                }
+            }
+            for (col, acc) in out.iter_mut().enumerate() {
+                *acc *= factor(a.amax(), row) * factor(b.amax(), col);
+                *acc += bias.map_or(0.0, |bias| bias[col] as f64);
+            }
+        });
+    Ok(out)
+}
+
+fn check(
+    a: &PackedTensor,
+    b: &PackedTensor,
+    bias: Option<&[f32]>,
+) -> Result<(usize, usize, usize), Nvfp4Error> {
+    if a.inner() != b.inner() {
+        return Err(Nvfp4Error::shape(
+            "b",
+            format!("{} x {} (stored)", b.outer(), b.inner()),
+            format!("a contraction of {}, that of `a`", a.inner()),
+        ));
+    }
+    for (argument, operand) in [("a", a), ("b", b)] {
+        if operand.origin().scale_bound != 448 {
+            return Err(Nvfp4Error::value(
+                argument,
+                format!("a scale bound of {}", operand.origin().scale_bound),
+                "448",
+            ));
+        }
+    }
+    if let Some(bias) = bias
+        && bias.len() != b.outer()
+    {
+        return Err(Nvfp4Error::shape(
+            "bias",
+            format!("{}", bias.len()),
+            format!("{}", b.outer()),
+        ));
+    }
+    Ok((a.outer(), b.outer(), a.blocks() * BLOCK))
+}
+
+/// `[rows, cols]` to `[cols, rows]`, in tiles that stay in the cache.
+fn transpose(x: &[f32], rows: usize, cols: usize) -> Vec<f32> {
+    const TILE: usize = 32;
+    let mut out = vec![0f32; rows * cols];
+    out.par_chunks_mut((TILE * rows).max(1))
+        .enumerate()
+        .for_each(|(chunk, out)| {
+            let col0 = chunk * TILE;
+            for row0 in (0..rows).step_by(TILE) {
+                for row in row0..rows.min(row0 + TILE) {
+                    for (c, &value) in x[row * cols + col0..][..TILE.min(cols - col0)]
+                        .iter()
+                        .enumerate()
+                    {
+                        out[c * rows + row] = value;
+                    }
+                }
+            }
+        });
+    out
+}

@@ -1,0 +1,32 @@
+//! The oracle: what every path computes, in plain Rust.
+//!
+//! This is the only place where the numerics are written for the host. Kernels are compared with it
+//! byte for byte, and CPU training runs on it, so it is also fast: blocks are arrays that the
+//! compiler vectorises, and rows are spread over all cores.
+//!
+//! Arithmetic is IEEE binary32, round to nearest even, one operation at a time: no contraction, no
+//! approximate reciprocal, no fast-math. Matrices are contiguous, row-major slices of
+//! [`Element`] (`f32`, `bf16`, `f16`).
+
+mod amax;
+mod block;
+mod dequantize;
+mod element;
+mod gemm;
+mod hadamard;
+mod quantize;
+mod rounding;
+mod scaling;
+
+pub mod four_over_six;
+pub mod philox;
+pub mod swizzle;
+
+pub use amax::{amax, amax_cols, amax_rht, amax_rows};
+pub use dequantize::{decode_blocks, decode_blocks_into, dequantize};
+pub use element::Element;
+pub use gemm::{alpha, gemm_f32, gemm_f64};
+pub use hadamard::{inverse_transform, transform, transform_cols};
+pub use quantize::{quantize_col, quantize_row, quantize_tile};
+pub use rounding::{round_nearest, round_stochastic};
+pub use scaling::{GlobalScale, block_scale, encode_multiplier};

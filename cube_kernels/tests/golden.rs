@@ -1,0 +1,160 @@
+//! Every byte of TransformerEngine's reference quantizer, except the sign of exact zeros.
+
+use half::bf16;
+use nvfp4_kernels::{
+    Amax, Hadamard, PackedTensor, Rounding,
+    format::packed::BlockShape,
+    reference::{self, four_over_six::ErrorNorm},
+};
+use safetensors::{Dtype, SafeTensors};
+
+const DATA: &[u8] = include_bytes!("data/te_reference.safetensors");
+
+/// One input of the file.
+struct Case<'a> {
+    file: &'a SafeTensors<'a>,
+    name: String,
+    x: Vec<bf16>,
+    rows: usize,
+    cols: usize,
+}
+
+impl Case<'_> {
+    fn bytes(&self, key: &str) -> &[u8] {
+        self.file
+            .tensor(&format!("{}.{key}", self.name))
+            .unwrap()
+            .data()
+    }
+
+    fn amax(&self, mode: &str, side: &str) -> Vec<f32> {
+        bytemuck::pod_collect_to_vec(self.bytes(&format!("{mode}.{side}.amax")))
+    }
+
+    /// Compares codes and scales; the reference drops the sign of zeros.
+    fn check(&self, mode: &str, side: &str, packed: &PackedTensor) {
+        let what = format!("{}.{mode}.{side}", self.name);
+        let expected = self.bytes(&format!("{mode}.{side}.scales"));
+        assert_eq!(packed.scales(), expected, "{what}: scales");
+        let expected = self.bytes(&format!("{mode}.{side}.codes"));
+        assert_eq!(
+            packed.codes().len(),
+            expected.len(),
+            "{what}: length of codes"
+        );
+        for (i, (&ours, &theirs)) in packed.codes().iter().zip(expected).enumerate() {
+            for shift in [0, 4] {
+                let (ours, theirs) = (ours >> shift & 15, theirs >> shift & 15);
+                assert!(
+                    ours == theirs || (ours == 8 && theirs == 0),
+                    "{what}: byte {i}, code {ours} instead of {theirs}"
+                );
+            }
+        }
+    }
+}
+
+/// Runs `check` on every input; at least the twelve that the file is known to hold.
+fn for_each_case(check: impl Fn(&Case)) {
+    let file = SafeTensors::deserialize(DATA).unwrap();
+    let mut seen = 0;
+    for (name, tensor) in file.tensors() {
+        let Some(name) = name.strip_suffix(".x") else {
+            continue;
+        };
+        assert_eq!(tensor.dtype(), Dtype::BF16);
+        let case = Case {
+            file: &file,
+            name: name.to_string(),
+            x: bytemuck::pod_collect_to_vec(tensor.data()),
+            rows: tensor.shape()[0],
+            cols: tensor.shape()[1],
+        };
+        check(&case);
+        seen += 1;
+    }
+    assert_eq!(seen, 12, "inputs in the file");
+}
+
+fn tensor_amax(values: &[f32]) -> Amax {
+    assert_eq!(values.len(), 1);
+    Amax::Tensor(values[0])
+}
+
+#[test]
+fn one_by_16() {
+    for_each_case(|case| {
+        let amax = reference::amax(&case.x);
+        assert_eq!(vec![amax], case.amax("1x16", "row"));
+        assert_eq!(vec![amax], case.amax("1x16", "col"));
+        let amax = Amax::Tensor(amax);
+        let (rows, cols, nearest) = (case.rows, case.cols, Rounding::Nearest);
+        let row = reference::quantize_row(&case.x, rows, cols, &amax, &nearest).unwrap();
+        case.check("1x16", "row", &row);
+        let col = reference::quantize_col(&case.x, rows, cols, &amax, &nearest, None).unwrap();
+        case.check("1x16", "col", &col);
+    });
+}
+
+#[test]
+fn tiles() {
+    for_each_case(|case| {
+        let amax = tensor_amax(&case.amax("16x16", "row"));
+        let (row, col) = reference::quantize_tile(&case.x, case.rows, case.cols, &amax).unwrap();
+        case.check("16x16", "row", &row);
+        case.check("16x16", "col", &col);
+    });
+}
+
+#[test]
+fn per_token() {
+    for_each_case(|case| {
+        let (rows, cols, nearest) = (case.rows, case.cols, Rounding::Nearest);
+        let amax = reference::amax_rows(&case.x, rows, cols);
+        assert_eq!(amax, case.amax("token", "row"));
+        let amax = Amax::PerOuter(amax);
+        let row = reference::quantize_row(&case.x, rows, cols, &amax, &nearest).unwrap();
+        case.check("token", "row", &row);
+        let amax = reference::amax_cols(&case.x, rows, cols);
+        assert_eq!(amax, case.amax("token", "col"));
+        let amax = Amax::PerOuter(amax);
+        let col = reference::quantize_col(&case.x, rows, cols, &amax, &nearest, None).unwrap();
+        case.check("token", "col", &col);
+    });
+}
+
+#[test]
+fn hadamard() {
+    for_each_case(|case| {
+        let (rows, cols, nearest) = (case.rows, case.cols, Rounding::Nearest);
+        let hadamard = Hadamard::default();
+        let amax = reference::amax_rht(&case.x, rows, cols, &hadamard);
+        assert_eq!(vec![amax], case.amax("rht", "col"));
+        let amax = Amax::Tensor(amax);
+        let col =
+            reference::quantize_col(&case.x, rows, cols, &amax, &nearest, Some(&hadamard)).unwrap();
+        case.check("rht", "col", &col);
+        let amax = tensor_amax(&case.amax("rht", "row"));
+        let row = reference::quantize_row(&case.x, rows, cols, &amax, &nearest).unwrap();
+        case.check("rht", "row", &row);
+    });
+}
+
+#[test]
+fn four_over_six() {
+    for_each_case(|case| {
+        for (norm, norm_name) in [(ErrorNorm::Mae, "mae"), (ErrorNorm::Mse, "mse")] {
+            for (shape, shape_name) in [
+                (BlockShape::OneBy16, "1x16"),
+                (BlockShape::Tile16x16, "16x16"),
+            ] {
+                let mode = format!("4over6_{norm_name}_{shape_name}");
+                let amax = tensor_amax(&case.amax(&mode, "row"));
+                let (rows, cols) = (case.rows, case.cols);
+                let row =
+                    reference::four_over_six::quantize_row(&case.x, rows, cols, &amax, norm, shape);
+                case.check(&mode, "row", &row.unwrap());
+            }
+        }
+    });
+}
