@@ -1,10 +1,10 @@
 //! The model: a decoder-only transformer over bytes.
 //!
-//! RMSNorm before each half of a block, rotary positions, causal attention, SwiGLU. The seven
-//! projections of a block are [`Nvfp4Linear`] layers; the embedding and the head stay in high
-//! precision. Parameters are f32 master weights; what flows between the layers has the type
-//! [`Activation`](super::config::Activation), except that norms, rotations, softmax and loss are
-//! computed in f32.
+//! RMSNorm before each half of a block, rotary positions, causal attention, SwiGLU. The projections
+//! of a block (queries, keys and values; output; gate and up; down) are [`Nvfp4Linear`] layers; the
+//! embedding and the head stay in high precision. Parameters are f32 master weights; what flows
+//! between the layers has the type [`Activation`], except that norms, rotations, softmax and loss
+//! are computed in f32.
 //!
 //! The residual stream is kept as a matrix `[batch * time, width]`, so that every projection is one
 //! 2-D product, forward and backward.
@@ -122,14 +122,11 @@ impl Positions {
 /// Causal attention of several heads.
 #[derive(Module, Debug)]
 pub struct Attention {
-    /// Queries, `[width, width]`.
-    pub q: Nvfp4Linear,
-    /// Keys, `[width, width]`.
-    pub k: Nvfp4Linear,
-    /// Values, `[width, width]`.
-    pub v: Nvfp4Linear,
+    /// Queries, keys and values, `[width, 3 * width]`: one product, so that its input is quantized
+    /// once and not three times.
+    pub qkv: Nvfp4Linear,
     /// Output, `[width, width]`.
-    pub o: Nvfp4Linear,
+    pub out: Nvfp4Linear,
     #[module(skip)]
     heads: usize,
 }
@@ -140,27 +137,32 @@ impl Attention {
         let [rows, width] = x.dims();
         let (time, head) = (rows / batch, width / self.heads);
         let activation = x.dtype().into();
-        let split = |y: Tensor<2>| y.reshape([batch, time, self.heads, head]).swap_dims(1, 2);
-        let q = positions.rotate(split(self.q.forward(x.clone())));
-        let k = positions.rotate(split(self.k.forward(x.clone())));
-        let v = split(self.v.forward(x));
+        let qkv = self.qkv.forward(x);
+        let part = |index: usize| {
+            let part = qkv.clone().narrow(1, index * width, width);
+            part.reshape([batch, time, self.heads, head])
+                .swap_dims(1, 2)
+        };
+        let (q, k, v) = (
+            positions.rotate(part(0)),
+            positions.rotate(part(1)),
+            part(2),
+        );
         // The scale goes into q, which is smaller than the scores.
         let q = cast(q.mul_scalar((head as f64).powf(-0.5)), activation);
         let k = cast(k, activation);
         let scores = cast(q.matmul(k.swap_dims(2, 3)), FloatDType::F32) + positions.mask(time);
         let weights = cast(softmax(scores, 3), activation);
         let mixed = weights.matmul(v).swap_dims(1, 2).reshape([rows, width]);
-        self.o.forward(mixed)
+        self.out.forward(mixed)
     }
 }
 
 /// `(silu(x G) * (x U)) D`.
 #[derive(Module, Debug)]
 pub struct SwiGlu {
-    /// `G`, `[width, hidden]`.
-    pub gate: Nvfp4Linear,
-    /// `U`, `[width, hidden]`.
-    pub up: Nvfp4Linear,
+    /// `G` and `U` side by side, `[width, 2 * hidden]`.
+    pub gate_up: Nvfp4Linear,
     /// `D`, `[hidden, width]`.
     pub down: Nvfp4Linear,
 }
@@ -168,8 +170,10 @@ pub struct SwiGlu {
 impl SwiGlu {
     /// `[rows, width]` to the same shape and type.
     pub fn forward(&self, x: Tensor<2>) -> Tensor<2> {
-        let gate = silu(self.gate.forward(x.clone()));
-        self.down.forward(gate * self.up.forward(x))
+        let both = self.gate_up.forward(x);
+        let hidden = both.dims()[1] / 2;
+        let gate = silu(both.clone().narrow(1, 0, hidden));
+        self.down.forward(gate * both.narrow(1, hidden, hidden))
     }
 }
 
@@ -235,16 +239,13 @@ impl Transformer {
                 Ok(Block {
                     attention_norm: RmsNorm::new(width, device),
                     attention: Attention {
-                        q: linear(width, width)?,
-                        k: linear(width, width)?,
-                        v: linear(width, width)?,
-                        o: linear(width, width)?,
+                        qkv: linear(width, 3 * width)?,
+                        out: linear(width, width)?,
                         heads,
                     },
                     feed_forward_norm: RmsNorm::new(width, device),
                     feed_forward: SwiGlu {
-                        gate: linear(width, hidden)?,
-                        up: linear(width, hidden)?,
+                        gate_up: linear(width, 2 * hidden)?,
                         down: linear(hidden, width)?,
                     },
                 })
@@ -356,7 +357,7 @@ impl ModuleMapper for Initialise {
                 // What is added to the residual stream starts smaller in a deeper model.
                 if matches!(
                     self.path.iter().rev().nth(1).map(String::as_str),
-                    Some("o" | "down")
+                    Some("out" | "down")
                 ) {
                     deviation *= (2.0 * self.layers as f64).powf(-0.5);
                 }
@@ -465,13 +466,14 @@ mod tests {
     #[test]
     fn weights_depend_on_the_seed_alone() {
         let device = Device::flex();
-        let weight = |model: &Transformer| values(model.blocks[1].feed_forward.up.weight.val());
+        let weight =
+            |model: &Transformer| values(model.blocks[1].feed_forward.gate_up.weight.val());
         let (nvfp4, f32) = (model(Recipe::Nvfp4, &device), model(Recipe::F32, &device));
         assert_eq!(weight(&nvfp4), weight(&f32));
         assert_eq!(nvfp4.head.id, f32.head.id);
         assert_ne!(
             weight(&nvfp4),
-            values(nvfp4.blocks[0].feed_forward.up.weight.val())
+            values(nvfp4.blocks[0].feed_forward.gate_up.weight.val())
         );
         assert_eq!(nvfp4.num_params(), SIZES.parameters());
     }
@@ -501,7 +503,7 @@ mod tests {
             let gradients = burn::optim::GradientsParams::from_grads(loss.backward(), &model);
             let mut check = Check(&gradients, 0);
             model.visit(&mut check);
-            assert_eq!(check.1, 2 * 9 + 3);
+            assert_eq!(check.1, 2 * 6 + 3);
         }
     }
 }
