@@ -1,0 +1,69 @@
+//! Every PTX string of the crate. `gpu_asm!` exists on the CUDA C++ path only, so each function here
+//! may be reached only behind a comptime choice made from the device.
+
+use cubecl::prelude::*;
+
+/// Eight values to eight E2M1 codes, element 0 in the lowest nibble: `cvt.rn.satfinite.e2m1x2.f32`.
+///
+/// PTX ISA 8.6 and later, section "Data Movement and Conversion Instructions: cvt". Targets:
+/// sm_100a, sm_101a, sm_103a, sm_120a, sm_121a and their families. The first operand lands in the
+/// upper nibble. Compiled and inspected in SASS; never run on hardware by this project.
+#[cube]
+pub fn cvt_rn_e2m1x8(v: &Array<f32>, #[comptime] first: usize) -> u32 {
+    let a0 = v[first];
+    let a1 = v[comptime!(first + 1)];
+    let a2 = v[comptime!(first + 2)];
+    let a3 = v[comptime!(first + 3)];
+    let a4 = v[comptime!(first + 4)];
+    let a5 = v[comptime!(first + 5)];
+    let a6 = v[comptime!(first + 6)];
+    let a7 = v[comptime!(first + 7)];
+    let word: u32;
+    gpu_asm!(
+        "{{ .reg .b8 b0, b1, b2, b3; cvt.rn.satfinite.e2m1x2.f32 b0, {}, {}; cvt.rn.satfinite.e2m1x2.f32 b1, {}, {}; cvt.rn.satfinite.e2m1x2.f32 b2, {}, {}; cvt.rn.satfinite.e2m1x2.f32 b3, {}, {}; mov.b32 {}, {{b0, b1, b2, b3}}; }}",
+        in(_) a1, in(_) a0, in(_) a3, in(_) a2, in(_) a5, in(_) a4, in(_) a7, in(_) a6,
+        out(_) word,
+        options(pure, nomem)
+    );
+    word
+}
+
+/// Eight values to eight E2M1 codes, rounded stochastically by `low` (elements 0 to 3) and `high`
+/// (4 to 7): `cvt.rs.satfinite.e2m1x4.f32`.
+///
+/// PTX ISA 8.7 and later, section "Data Movement and Conversion Instructions: cvt". Targets: sm_100a
+/// and sm_103a only (ptxas refuses `.rs` for sm_120a). Operands go from the upper nibble down. Each
+/// element gets eight of the 32 random bits, but which eight is not documented for e2m1x4, so the
+/// result has the distribution of the software form and not its bits. Compiled and inspected in
+/// SASS; never run on hardware by this project.
+#[cube]
+pub fn cvt_rs_e2m1x8(v: &Array<f32>, #[comptime] first: usize, low: u32, high: u32) -> u32 {
+    let a0 = v[first];
+    let a1 = v[comptime!(first + 1)];
+    let a2 = v[comptime!(first + 2)];
+    let a3 = v[comptime!(first + 3)];
+    let a4 = v[comptime!(first + 4)];
+    let a5 = v[comptime!(first + 5)];
+    let a6 = v[comptime!(first + 6)];
+    let a7 = v[comptime!(first + 7)];
+    let word: u32;
+    gpu_asm!(
+        "{{ .reg .b16 h0, h1; cvt.rs.satfinite.e2m1x4.f32 h0, {{{}, {}, {}, {}}}, {}; cvt.rs.satfinite.e2m1x4.f32 h1, {{{}, {}, {}, {}}}, {}; mov.b32 {}, {{h0, h1}}; }}",
+        in(_) a3, in(_) a2, in(_) a1, in(_) a0, in(_) low,
+        in(_) a7, in(_) a6, in(_) a5, in(_) a4, in(_) high,
+        out(_) word,
+        options(pure, nomem)
+    );
+    word
+}
+
+/// `a + b` that the compiler may not contract with a multiplication before it: `add.rn.f32`.
+///
+/// PTX ISA 1.0 and later, section "Floating Point Instructions: add": an explicit rounding modifier
+/// keeps the instruction out of contraction. All targets.
+#[cube]
+pub fn add_rn(a: f32, b: f32) -> f32 {
+    let sum: f32;
+    gpu_asm!("add.rn.f32 {}, {}, {};", out(_) sum, in(_) a, in(_) b, options(pure, nomem));
+    sum
+}
