@@ -9,6 +9,34 @@
 //! - [`ops`] is the extension trait, implemented by the Flex backend (pure Rust, on the oracle's
 //!   arithmetic), the Cube backend (CubeCL kernels), `Fusion` and `Autodiff`.
 //!
+//! ```
+//! # use burn_core as burn;
+//! use burn::module::Module;
+//! use burn::tensor::{Device, Distribution, Tensor, activation::relu};
+//! use burn_nvfp4::{Nvfp4Linear, Nvfp4LinearConfig, Nvfp4Recipe};
+//!
+//! #[derive(Module, Debug)]
+//! struct Mlp {
+//!     up: Nvfp4Linear,
+//!     down: Nvfp4Linear,
+//! }
+//!
+//! # #[cfg(feature = "flex")] {
+//! let device = Device::flex().autodiff();
+//! let recipe = Nvfp4Recipe::new().with_seed(7);
+//! let linear = |d_in, d_out| {
+//!     Nvfp4LinearConfig::new(d_in, d_out).with_recipe(recipe.clone()).init(&device)
+//! };
+//! let model = Mlp { up: linear(32, 64), down: linear(64, 16) };
+//!
+//! let x = Tensor::<3>::random([2, 8, 32], Distribution::Normal(0.0, 1.0), &device);
+//! let y = model.down.forward(relu(model.up.forward(x)));
+//! assert_eq!(y.dims(), [2, 8, 16]);
+//! let gradients = y.sum().backward();
+//! assert_eq!(model.up.weight.grad(&gradients).unwrap().dims(), [32, 64]);
+//! # }
+//! ```
+//!
 //! # Numerics
 //!
 //! A weight is `[d_in, d_out]`, as in Burn. With `Q` a quantization to NVFP4, blocks of 16 along the
@@ -22,7 +50,8 @@
 //!
 //! Between forward and backward only packed 4-bit tensors are kept: the column-wise copy of `x` if
 //! `w` needs a gradient, the row-wise copy of `w` if `x` needs one. Products accumulate in `f32` and
-//! round once to the output's type: `y` and `dx` have the type of `x`, `dw` that of `w`.
+//! round once to the output's type: `y` and `dx` have the type of `x`, `dw` that of `w`. The gradient
+//! of a bias is the `f32` sum of `dy`, in the bias's type.
 
 pub mod functions;
 pub mod nn;

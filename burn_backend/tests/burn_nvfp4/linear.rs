@@ -82,7 +82,7 @@ fn assert_oracle(
     for (col, found) in values(db).into_iter().enumerate() {
         let column = (0..m).map(|row| f64::from(dy.values[row * n + col]));
         let (sum, magnitude) = column.fold((0.0, 0.0), |(s, a), v| (s + v, a + v.abs()));
-        let narrow = if b_dtype == DType::F32 { 0.0 } else { 2f64.powi(-9) * sum.abs() };
+        let narrow = if b_dtype == DType::F32 { 0.0 } else { 2f64.powi(-8) * sum.abs() };
         let bound = m as f64 * 2f64.powi(-24) * magnitude + narrow;
         assert!((f64::from(found) - sum).abs() <= bound, "db[{col}]: {found}, expected {sum}");
     }

@@ -5,6 +5,8 @@
 
 mod common;
 mod errors;
+#[cfg(any(feature = "cpu", feature = "cuda"))]
+mod fusion;
 mod linear;
 mod module;
 mod operations;
