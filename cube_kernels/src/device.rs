@@ -2,7 +2,7 @@
 
 use cubecl::{
     client::Client,
-    ir::{AddressType, ElemType, FloatKind as CubeFloat, features::MmaConfig},
+    ir::{AddressType, ElemType, FloatKind as CubeFloat, UIntKind, features::MmaConfig},
     server::Handle,
 };
 
@@ -31,13 +31,15 @@ impl FloatKind {
         }
     }
 
-    /// The type as CubeCL names it.
-    pub const fn elem_type(self) -> ElemType {
-        ElemType::Float(match self {
-            Self::F32 => CubeFloat::F32,
-            Self::F16 => CubeFloat::F16,
-            Self::Bf16 => CubeFloat::BF16,
-        })
+    /// The type that kernels load and store. A bf16 travels as its 16 bits and is converted by
+    /// integer arithmetic ([`cube::codec`](crate::cube::codec)): CubeCL's CPU runtime has no
+    /// conversion to bf16, and the bits of a NaN are the same everywhere this way.
+    pub const fn storage_type(self) -> ElemType {
+        match self {
+            Self::F32 => ElemType::Float(CubeFloat::F32),
+            Self::F16 => ElemType::Float(CubeFloat::F16),
+            Self::Bf16 => ElemType::UInt(UIntKind::U16),
+        }
     }
 }
 
@@ -265,9 +267,9 @@ impl Capabilities {
             None
         };
         let matrix = MmaConfig {
-            a_type: FloatKind::Bf16.elem_type(),
-            b_type: FloatKind::Bf16.elem_type(),
-            cd_type: FloatKind::F32.elem_type(),
+            a_type: ElemType::Float(CubeFloat::BF16),
+            b_type: ElemType::Float(CubeFloat::BF16),
+            cd_type: ElemType::Float(CubeFloat::F32),
             m: 16,
             n: 16,
             k: 16,
@@ -318,9 +320,12 @@ pub(crate) fn address_type(elements: usize) -> AddressType {
     }
 }
 
-/// Memory of at least one word: an empty tensor has a valid handle too.
+/// Memory of exactly `bytes`, or one byte: an empty tensor has a valid handle too.
+///
+/// The size must be exact: on CubeCL 0.11.3's CPU runtime the first cube loses its stores to a
+/// `u8` buffer whose handle is more than twice as long as the length it is bound with.
 pub(crate) fn allocate(client: &Client, bytes: usize) -> Handle {
-    client.empty(bytes.max(16))
+    client.empty(bytes.max(1))
 }
 
 fn upload(client: &Client, bytes: &[u8]) -> Handle {

@@ -73,7 +73,7 @@ fn sources(conversion: Conversion) -> Vec<Source> {
         }};
     }
     for dtype in [FloatKind::F32, FloatKind::F16, FloatKind::Bf16] {
-        let (width, elem) = (16 / dtype.size(), dtype.elem_type());
+        let (width, elem) = (16 / dtype.size(), dtype.storage_type());
         for address in [AddressType::U32, AddressType::U64] {
             let tag = format!("{dtype:?}-{address:?}");
             add!(
@@ -85,6 +85,7 @@ fn sources(conversion: Conversion) -> Vec<Source> {
                 buffer(rows * cols / width),
                 buffer(1),
                 true,
+                dtype,
                 elem,
             );
             add!(
@@ -98,6 +99,7 @@ fn sources(conversion: Conversion) -> Vec<Source> {
                 cols,
                 1,
                 true,
+                dtype,
                 elem,
             );
             for transposed in [false, true] {
@@ -113,6 +115,7 @@ fn sources(conversion: Conversion) -> Vec<Source> {
                     rows,
                     cols,
                     transposed,
+                    dtype,
                     elem,
                 );
             }
@@ -137,6 +140,7 @@ fn sources(conversion: Conversion) -> Vec<Source> {
                     rows,
                     cols / 16,
                     epilogue,
+                    dtype,
                     elem,
                 );
                 add!(
@@ -156,6 +160,7 @@ fn sources(conversion: Conversion) -> Vec<Source> {
                     rows,
                     cols / 16,
                     epilogue,
+                    dtype,
                     elem,
                 );
             }
@@ -183,6 +188,7 @@ fn sources(conversion: Conversion) -> Vec<Source> {
                         cols,
                         1,
                         policy,
+                        dtype,
                         elem,
                     );
                     if hadamard {
@@ -201,6 +207,7 @@ fn sources(conversion: Conversion) -> Vec<Source> {
                         buffer(2),
                         random(),
                         policy,
+                        dtype,
                         elem,
                     );
                 }
@@ -226,6 +233,7 @@ fn sources(conversion: Conversion) -> Vec<Source> {
                 rows,
                 cols,
                 policy,
+                dtype,
                 elem,
             );
         }

@@ -210,9 +210,11 @@ fn assert_floats<T: TestElement>(found: &[T], expected: &[T], what: &str) {
     }
 }
 
-const SHAPES: [(usize, usize); 11] = [
+const SHAPES: [(usize, usize); 13] = [
     (16, 16),
     (1, 16),
+    (1, 48),
+    (3, 32),
     (17, 32),
     (33, 48),
     (48, 80),
@@ -406,7 +408,8 @@ fn launch_geometry_does_not_matter() {
                 cols,
                 0,
                 policy,
-                FloatKind::F32.elem_type(),
+                FloatKind::F32,
+                FloatKind::F32.storage_type(),
             );
         }
         assert_same(

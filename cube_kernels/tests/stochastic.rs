@@ -112,12 +112,15 @@ fn same_offset_same_bytes_and_different_ones_differ() {
 #[test]
 fn wide_rows_do_not_collide() {
     let (rows, cols) = (8, 16384);
-    let x = vec![0.3f32; rows * cols];
+    // The first element of a block sets its scale; the others lie between two codes.
+    let x: Vec<f32> = (0..rows * cols)
+        .map(|i| if i % 16 == 0 { 1.0 } else { 0.2 })
+        .collect();
     let amax = Amax::Tensor(1.0);
     let rounding = Rounding::Stochastic(RandomStream::new(1, 0, 0));
     let packed = reference::quantize_row(&x, rows, cols, &amax, &rounding).unwrap();
     let blocks: std::collections::HashSet<&[u8]> = packed.codes().chunks_exact(8).collect();
-    // 16 independent coins a block, biased but not by much: collisions are few.
+    // 15 independent coins a block, biased but not by much: collisions are few.
     assert!(blocks.len() > 3000, "{} distinct blocks", blocks.len());
     let mut rows: Vec<&[u8]> = packed.codes().chunks_exact(cols / 2).collect();
     rows.dedup();
@@ -129,8 +132,16 @@ fn wide_rows_do_not_collide() {
 #[test]
 fn row_and_column_streams_are_independent() {
     let side = 256;
-    let x = vec![1.25f32; side * side];
-    // Scaled values lie strictly between two codes everywhere.
+    // Rows and columns of both kinds of block hold a maximum of 6 on the diagonal of each 16x16
+    // tile; the other values lie strictly between two codes.
+    let value = |i: usize| {
+        if i / side % 16 == i % 16 {
+            6.0
+        } else {
+            1.25f32
+        }
+    };
+    let x: Vec<f32> = (0..side * side).map(value).collect();
     let amax = Amax::Tensor(6.0);
     let pack = |stream, columns: bool| {
         let rounding = Rounding::Stochastic(RandomStream::new(11, stream, 0));
@@ -141,16 +152,19 @@ fn row_and_column_streams_are_independent() {
         }
     };
     let (row, col) = (codes(&pack(0, false)), codes(&pack(1, true)));
-    let (low, high) = (*row.iter().min().unwrap(), *row.iter().max().unwrap());
-    assert_eq!(high, low + 1, "both neighbours occur, and no other code");
+    let (low, high) = (2, 3);
+    assert!(
+        row.iter().all(|code| [low, high, 7].contains(code)),
+        "1, 1.5 and 6 only"
+    );
     let mut table = [[0f64; 2]; 2];
     for r in 0..side {
-        for c in 0..side {
+        for c in (0..side).filter(|c| c % 16 != r % 16) {
             let (a, b) = (row[r * side + c] == high, col[c * side + r] == high);
             table[a as usize][b as usize] += 1.0;
         }
     }
-    let total = (side * side) as f64;
+    let total = (side * side - side * side / 16) as f64;
     let sums = |i: usize| (table[i][0] + table[i][1], table[0][i] + table[1][i]);
     let mut chi_square = 0.0;
     for i in 0..2 {
@@ -160,6 +174,8 @@ fn row_and_column_streams_are_independent() {
         }
     }
     assert!(chi_square < 15.1, "chi-square {chi_square}: p below 1e-4");
-    // The test can fail: a stream is not independent of itself.
-    assert_eq!(row, codes(&pack(0, false)));
+    assert!(
+        table.iter().flatten().all(|count| *count > 1000.0),
+        "all four cells: {table:?}"
+    );
 }

@@ -2,8 +2,10 @@
 
 use cubecl::prelude::*;
 
+use crate::device::FloatKind;
+
 use super::{
-    codec::{magnitude_bits, round_nearest, round_stochastic},
+    codec::{load, magnitude_bits, round_nearest, round_stochastic},
     philox::{Random, block_words},
     ptx,
 };
@@ -118,14 +120,19 @@ pub fn encode_block(
 
 /// Loads 16 consecutive values, as `16 / N` vectors from vector `first` on.
 #[cube]
-pub fn load_row_block<F: Float, N: Size>(x: &[Vector<F, N>], first: usize) -> Array<f32> {
+pub fn load_row_block<F: Numeric, N: Size>(
+    x: &[Vector<F, N>],
+    first: usize,
+    #[comptime] kind: FloatKind,
+) -> Array<f32> {
+    let width = N::value();
     let mut block = Array::<f32>::new(16usize);
     #[unroll]
-    for v in 0..comptime!(16 / N::value()) {
+    for v in 0..comptime!(16 / width) {
         let vector = x[first + v];
         #[unroll]
-        for i in 0..N::value() {
-            block[comptime!(v * N::value() + i)] = f32::cast_from(vector.extract(i));
+        for i in 0..width {
+            block[comptime!(v * width + i)] = load::<F>(vector.extract(i), kind);
         }
     }
     block
@@ -133,19 +140,20 @@ pub fn load_row_block<F: Float, N: Size>(x: &[Vector<F, N>], first: usize) -> Ar
 
 /// Loads 16 values down column `col` from row `row0` on; zero below the last row.
 #[cube]
-pub fn load_col_block<F: Float>(
+pub fn load_col_block<F: Numeric>(
     x: &[F],
     row0: usize,
     col: usize,
     rows: usize,
     cols: usize,
+    #[comptime] kind: FloatKind,
 ) -> Array<f32> {
     let mut block = Array::<f32>::new(16usize);
     #[unroll]
     for i in 0..16usize {
         let mut value = 0.0f32;
         if row0 + i < rows {
-            value = f32::cast_from(x[(row0 + i) * cols + col]);
+            value = load::<F>(x[(row0 + i) * cols + col], kind);
         }
         block[i] = value;
     }

@@ -1,7 +1,8 @@
 //! The random Hadamard transform; see [`reference::transform`](crate::reference::transform).
 
 use cubecl::prelude::*;
-use half::bf16;
+
+use super::codec::round_to_bf16;
 
 /// Transforms 16 values in place, rounded to bf16. Bit `i` of `signs` negates element `i`.
 #[cube]
@@ -26,6 +27,6 @@ pub fn transform(block: &mut Array<f32>, signs: u32) {
     }
     #[unroll]
     for i in 0..16usize {
-        block[i] = f32::cast_from(bf16::cast_from(block[i] * 0.25f32));
+        block[i] = round_to_bf16(block[i] * 0.25f32);
     }
 }

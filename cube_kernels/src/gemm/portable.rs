@@ -10,7 +10,7 @@ use half::bf16;
 use crate::{
     BLOCK, Nvfp4Error,
     cube::{
-        codec::{decode_e2m1, decode_e4m3},
+        codec::{decode_e2m1, decode_e4m3, store},
         ptx,
     },
     device::{Capabilities, DevicePacked, FloatKind, GemmPath, Matrix, address_type},
@@ -125,7 +125,8 @@ pub fn gemm_on(
                     n,
                     blocks,
                     epilogue,
-                    out.elem_type(),
+                    out,
+                    out.storage_type(),
                 );
             }
         }
@@ -149,7 +150,8 @@ pub fn gemm_on(
                     n,
                     blocks,
                     epilogue,
-                    out.elem_type(),
+                    out,
+                    out.storage_type(),
                 );
             }
         }
@@ -193,7 +195,7 @@ fn alpha(amax_a: &[f32], amax_b: &[f32]) -> f32 {
 
 /// One unit computes every `units`-th output element, `k` ascending.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
-pub fn scalar_kernel<F: Float>(
+pub fn scalar_kernel<F: Numeric>(
     a_codes: &[Vector<u32, Const<2>>],
     a_scales: &[u8],
     a_amax: &[f32],
@@ -205,7 +207,8 @@ pub fn scalar_kernel<F: Float>(
     n: usize,
     blocks: usize,
     #[comptime] epilogue: Epilogue,
-    #[define(F)] _dtype: ElemType,
+    #[comptime] kind: FloatKind,
+    #[define(F)] _storage: ElemType,
 ) {
     let alpha = alpha(a_amax, b_amax);
     let mut item = ABSOLUTE_POS;
@@ -227,7 +230,7 @@ pub fn scalar_kernel<F: Float>(
                 sum += x * y;
             }
         }
-        out[item] = F::cast_from(finish(sum, alpha, bias, item % n, epilogue));
+        out[item] = store::<F>(finish(sum, alpha, bias, item % n, epilogue), kind);
         item += CUBE_COUNT * CUBE_DIM as usize;
     }
 }
@@ -276,7 +279,7 @@ fn decode_tile(
 
 /// One cube computes a 128 x 128 tile with 16x16x16 bf16 matrix instructions.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
-pub fn matrix_kernel<F: Float>(
+pub fn matrix_kernel<F: Numeric>(
     a_codes: &[Vector<u32, Const<2>>],
     a_scales: &[u8],
     a_amax: &[f32],
@@ -289,7 +292,8 @@ pub fn matrix_kernel<F: Float>(
     n: usize,
     blocks: usize,
     #[comptime] epilogue: Epilogue,
-    #[define(F)] _dtype: ElemType,
+    #[comptime] kind: FloatKind,
+    #[define(F)] _storage: ElemType,
 ) {
     let mut a_shared: Shared<[bf16]> =
         Shared::new_aligned_slice(comptime!(TILE * STRIDE), 128usize);
@@ -381,7 +385,7 @@ pub fn matrix_kernel<F: Float>(
                 let col = col0 + plane_col + comptime!(j * 16) + element % 16usize;
                 if row < m && col < n {
                     let value = finish(staging[stage + element], alpha, bias, col, epilogue);
-                    out[row * n + col] = F::cast_from(value);
+                    out[row * n + col] = store::<F>(value, kind);
                 }
             }
             sync_cube();

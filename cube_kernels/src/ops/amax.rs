@@ -7,10 +7,10 @@ use crate::{
     BLOCK, Hadamard, Nvfp4Error,
     cube::{
         block::{block_amax, load_col_block},
-        codec::{canonical, magnitude_bits},
+        codec::{canonical, load, magnitude_bits},
         hadamard::transform,
     },
-    device::{Matrix, address_type, allocate, is_cpu},
+    device::{FloatKind, Matrix, address_type, allocate, is_cpu},
 };
 
 /// The largest magnitude in `x`, one `f32` in device memory; 0 for an empty matrix. With `hadamard`
@@ -53,7 +53,8 @@ pub fn amax(client: &Client, x: &Matrix, hadamard: Option<Hadamard>) -> Result<H
                     BufferArg::from_raw_parts(x.handle.clone(), vectors),
                     out_arg(),
                     planes,
-                    x.dtype.elem_type(),
+                    x.dtype,
+                    x.dtype.storage_type(),
                 );
             }
         }
@@ -73,7 +74,8 @@ pub fn amax(client: &Client, x: &Matrix, hadamard: Option<Hadamard>) -> Result<H
                     x.cols,
                     hadamard.signs() as u32,
                     planes,
-                    x.dtype.elem_type(),
+                    x.dtype,
+                    x.dtype.storage_type(),
                 );
             }
         }
@@ -102,11 +104,12 @@ fn raise(out: &[Atomic<u32>], bits: u32, #[comptime] planes: bool) {
 
 /// One unit folds every `units`-th vector.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
-pub fn amax_kernel<F: Float, N: Size>(
+pub fn amax_kernel<F: Numeric, N: Size>(
     x: &[Vector<F, N>],
     out: &[Atomic<u32>],
     #[comptime] planes: bool,
-    #[define(F)] _dtype: ElemType,
+    #[comptime] kind: FloatKind,
+    #[define(F)] _storage: ElemType,
 ) {
     let mut bits = 0u32;
     let mut i = ABSOLUTE_POS;
@@ -114,7 +117,7 @@ pub fn amax_kernel<F: Float, N: Size>(
         let vector = x[i];
         #[unroll]
         for j in 0..N::value() {
-            bits = max(bits, magnitude_bits(f32::cast_from(vector.extract(j))));
+            bits = max(bits, magnitude_bits(load::<F>(vector.extract(j), kind)));
         }
         i += CUBE_COUNT * CUBE_DIM as usize;
     }
@@ -123,20 +126,21 @@ pub fn amax_kernel<F: Float, N: Size>(
 
 /// One unit transforms every `units`-th block; neighbours take neighbouring columns.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
-pub fn amax_cols_kernel<F: Float>(
+pub fn amax_cols_kernel<F: Numeric>(
     x: &[F],
     out: &[Atomic<u32>],
     rows: usize,
     cols: usize,
     signs: u32,
     #[comptime] planes: bool,
-    #[define(F)] _dtype: ElemType,
+    #[comptime] kind: FloatKind,
+    #[define(F)] _storage: ElemType,
 ) {
     let items = rows.div_ceil(16) * cols;
     let mut bits = 0u32;
     let mut i = ABSOLUTE_POS;
     while i < items {
-        let mut block = load_col_block::<F>(x, (i / cols) * 16, i % cols, rows, cols);
+        let mut block = load_col_block::<F>(x, (i / cols) * 16, i % cols, rows, cols, kind);
         transform(&mut block, signs);
         bits = max(bits, magnitude_bits(block_amax(&block)));
         i += CUBE_COUNT * CUBE_DIM as usize;

@@ -5,7 +5,7 @@ use cubecl::prelude::*;
 use super::launch::grid;
 use crate::{
     BLOCK, Nvfp4Error, PackedAxis,
-    cube::codec::{decode_e2m1, decode_e4m3},
+    cube::codec::{decode_e2m1, decode_e4m3, store},
     device::{DevicePacked, FloatKind, Matrix, address_type},
 };
 
@@ -40,7 +40,8 @@ pub fn dequantize(
             packed.outer(),
             packed.inner(),
             packed.axis == PackedAxis::Rows,
-            out.elem_type(),
+            out,
+            out.storage_type(),
         );
     }
     Ok(result)
@@ -49,7 +50,7 @@ pub fn dequantize(
 /// One unit decodes every `units`-th block. Of a transposed copy neighbours take neighbouring
 /// stored rows, which are neighbouring columns of the result.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
-pub fn dequantize_kernel<F: Float>(
+pub fn dequantize_kernel<F: Numeric>(
     codes: &[Vector<u32, Const<2>>],
     scales: &[u8],
     amax: &[f32],
@@ -57,7 +58,8 @@ pub fn dequantize_kernel<F: Float>(
     outer: usize,
     inner: usize,
     #[comptime] transposed: bool,
-    #[define(F)] _dtype: ElemType,
+    #[comptime] kind: FloatKind,
+    #[define(F)] _storage: ElemType,
 ) {
     let factor = amax[0] / 2688.0f32;
     let blocks = inner.div_ceil(16);
@@ -79,10 +81,10 @@ pub fn dequantize_kernel<F: Float>(
             let position = group * 16usize + i;
             if comptime!(transposed) {
                 if position < inner {
-                    out[position * outer + row] = F::cast_from(value);
+                    out[position * outer + row] = store::<F>(value, kind);
                 }
             } else {
-                out[row * inner + position] = F::cast_from(value);
+                out[row * inner + position] = store::<F>(value, kind);
             }
         }
         item += CUBE_COUNT * CUBE_DIM as usize;

@@ -9,12 +9,12 @@ use crate::{
         block::{
             BlockPolicy, block_amax, encode_block, load_col_block, load_row_block, resolve_offset,
         },
-        codec::magnitude_bits,
+        codec::{magnitude_bits, round_nearest},
         hadamard::transform,
         philox::Random,
         scale::GlobalScale,
     },
-    device::{DevicePacked, DeviceRounding, Matrix, address_type},
+    device::{DevicePacked, DeviceRounding, FloatKind, Matrix, address_type},
 };
 
 /// The row-wise copy of `x`: 1x16 blocks along each row. See
@@ -53,7 +53,8 @@ pub fn quantize_row(
             args.offset(amax),
             args.random(),
             args.policy,
-            x.dtype.elem_type(),
+            x.dtype,
+            x.dtype.storage_type(),
         );
     }
     Ok(out)
@@ -97,7 +98,8 @@ pub fn quantize_col(
             x.cols,
             args.signs,
             args.policy,
-            x.dtype.elem_type(),
+            x.dtype,
+            x.dtype.storage_type(),
         );
     }
     Ok(out)
@@ -143,7 +145,8 @@ pub fn quantize_tile(
             x.rows,
             x.cols,
             args.policy,
-            x.dtype.elem_type(),
+            x.dtype,
+            x.dtype.storage_type(),
         );
     }
     Ok((row, col))
@@ -182,7 +185,7 @@ fn check_packed_cols(x: &Matrix) -> Result<(), Nvfp4Error> {
 
 /// One unit quantizes every `units`-th block.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
-pub fn quantize_row_kernel<F: Float, N: Size>(
+pub fn quantize_row_kernel<F: Numeric, N: Size>(
     x: &[Vector<F, N>],
     amax: &[f32],
     codes: &mut [Vector<u32, Const<2>>],
@@ -190,13 +193,16 @@ pub fn quantize_row_kernel<F: Float, N: Size>(
     offset: &[u32],
     random: Random,
     #[comptime] policy: BlockPolicy,
-    #[define(F)] _dtype: ElemType,
+    #[comptime] kind: FloatKind,
+    #[define(F)] _storage: ElemType,
 ) {
     let global = GlobalScale::from_amax(amax[0]);
     let random = resolve_offset(&random, offset, policy);
+    let width = N::value();
+    let per_block = comptime!(16 / width);
     let mut index = ABSOLUTE_POS;
     while index < scales.len() {
-        let block = load_row_block::<F, N>(x, index * comptime!(16 / N::value()));
+        let block = load_row_block::<F, N>(x, index * per_block, kind);
         let scale = global.block_scale(block_amax(&block));
         let multiplier = global.encode_multiplier(scale);
         let logical = u64::cast_from(index);
@@ -209,7 +215,7 @@ pub fn quantize_row_kernel<F: Float, N: Size>(
 /// One unit quantizes every `units`-th block; neighbours take neighbouring columns, so that their
 /// loads coalesce.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
-pub fn quantize_col_kernel<F: Float>(
+pub fn quantize_col_kernel<F: Numeric>(
     x: &[F],
     amax: &[f32],
     codes: &mut [Vector<u32, Const<2>>],
@@ -220,7 +226,8 @@ pub fn quantize_col_kernel<F: Float>(
     cols: usize,
     signs: u32,
     #[comptime] policy: BlockPolicy,
-    #[define(F)] _dtype: ElemType,
+    #[comptime] kind: FloatKind,
+    #[define(F)] _storage: ElemType,
 ) {
     let global = GlobalScale::from_amax(amax[0]);
     let random = resolve_offset(&random, offset, policy);
@@ -229,7 +236,7 @@ pub fn quantize_col_kernel<F: Float>(
     while item < scales.len() {
         let col = item % cols;
         let group = item / cols;
-        let mut block = load_col_block::<F>(x, group * 16, col, rows, cols);
+        let mut block = load_col_block::<F>(x, group * 16, col, rows, cols, kind);
         if comptime!(policy.hadamard) {
             transform(&mut block, signs);
         }
@@ -246,7 +253,7 @@ pub fn quantize_col_kernel<F: Float>(
 /// One unit quantizes every `units`-th 16x16 tile: a first pass over it finds the maximum, a second
 /// writes the row-wise copy while the column-wise codes gather in registers.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
-pub fn quantize_tile_kernel<F: Float, N: Size>(
+pub fn quantize_tile_kernel<F: Numeric, N: Size>(
     x: &[Vector<F, N>],
     amax: &[f32],
     row_codes: &mut [Vector<u32, Const<2>>],
@@ -256,7 +263,8 @@ pub fn quantize_tile_kernel<F: Float, N: Size>(
     rows: usize,
     cols: usize,
     #[comptime] policy: BlockPolicy,
-    #[define(F)] _dtype: ElemType,
+    #[comptime] kind: FloatKind,
+    #[define(F)] _storage: ElemType,
 ) {
     let global = GlobalScale::from_amax(amax[0]);
     // Tiles round to nearest: nothing is drawn.
@@ -268,7 +276,8 @@ pub fn quantize_tile_kernel<F: Float, N: Size>(
     };
     let row_blocks = cols / 16;
     let col_blocks = rows.div_ceil(16);
-    let per_block = comptime!(16 / N::value());
+    let width = N::value();
+    let per_block = comptime!(16 / width);
     let mut tile = ABSOLUTE_POS;
     while tile < row_blocks * col_blocks {
         let tile_row = tile / row_blocks;
@@ -279,14 +288,16 @@ pub fn quantize_tile_kernel<F: Float, N: Size>(
         let mut bits = 0u32;
         let mut r = 0usize;
         while r < present {
-            let block = load_row_block::<F, N>(x, ((row0 + r) * row_blocks + tile_col) * per_block);
+            let block =
+                load_row_block::<F, N>(x, ((row0 + r) * row_blocks + tile_col) * per_block, kind);
             bits = max(bits, magnitude_bits(block_amax(&block)));
             r += 1usize;
         }
         let scale = global.block_scale(f32::reinterpret(bits));
         let multiplier = global.encode_multiplier(scale);
 
-        // Rows beyond the matrix are zeros: code 0, whatever the multiplier.
+        // Rows beyond the matrix are zeros: code 0, unless the tile holds a NaN.
+        let padding = round_nearest(0.0f32 * multiplier);
         #[unroll]
         for half in 0..2usize {
             let mut gathered = Array::<u32>::new(16usize);
@@ -299,7 +310,7 @@ pub fn quantize_tile_kernel<F: Float, N: Size>(
                 let row = row0 + half * 8usize + r;
                 if row < rows {
                     let index = row * row_blocks + tile_col;
-                    let block = load_row_block::<F, N>(x, index * per_block);
+                    let block = load_row_block::<F, N>(x, index * per_block, kind);
                     let packed = encode_block(&block, multiplier, 0u64, &random, policy);
                     #[unroll]
                     for c in 0..16usize {
@@ -309,6 +320,11 @@ pub fn quantize_tile_kernel<F: Float, N: Size>(
                     }
                     row_codes[index] = packed;
                     row_scales[index] = u8::cast_from(scale);
+                } else {
+                    #[unroll]
+                    for c in 0..16usize {
+                        gathered[c] |= padding << (4u32 * r as u32);
+                    }
                 }
                 r += 1usize;
             }
