@@ -5,7 +5,13 @@
 #[path = "common/nvrtc.rs"]
 mod nvrtc;
 
-use cubecl::prelude::*;
+use cubecl::{
+    ir::{
+        ElemType, FloatKind as CubeFloat,
+        features::{MmaConfig, Plane},
+    },
+    prelude::*,
+};
 use cubecl_server::compiler::Compiler;
 use nvfp4_kernels::{
     cube::{
@@ -16,6 +22,7 @@ use nvfp4_kernels::{
     gemm, ops,
 };
 use nvrtc::CudaTools;
+use std::sync::Arc;
 
 /// What NVRTC is asked for, and how the kernels convert there.
 const TARGETS: [(&str, Conversion); 4] = [
@@ -51,10 +58,23 @@ fn source(name: String, kernel: impl CubeKernel, policy: Option<BlockPolicy>) ->
 fn sources(conversion: Conversion) -> Vec<Source> {
     // The CPU's client stands in: only its properties are asked, and nothing is launched.
     let client = cubecl::Device::Cpu(Default::default()).client();
-    let (properties, target) = (
-        client.properties_shared(),
-        client.target_properties_shared(),
-    );
+    // What the CUDA runtime would add to them: matrix instructions and plane operations.
+    let mut properties = (*client.properties_shared()).clone();
+    let float = ElemType::Float;
+    properties.features.matmul.cmma.insert(MmaConfig {
+        a_type: float(CubeFloat::BF16),
+        b_type: float(CubeFloat::BF16),
+        cd_type: float(CubeFloat::F32),
+        m: 16,
+        n: 16,
+        k: 16,
+    });
+    properties.features.plane.insert(Plane::Ops);
+    (
+        properties.hardware.plane_size_min,
+        properties.hardware.plane_size_max,
+    ) = (32, 32);
+    let (properties, target) = (Arc::new(properties), client.target_properties_shared());
     let (rows, cols) = (256, 256);
     let (count, dim) = (CubeCount::Static(1, 1, 1), CubeDim::new_1d(256));
     let memory = client.empty(rows * cols * 4);
@@ -75,6 +95,10 @@ fn sources(conversion: Conversion) -> Vec<Source> {
     for dtype in [FloatKind::F32, FloatKind::F16, FloatKind::Bf16] {
         let (width, elem) = (16 / dtype.size(), dtype.storage_type());
         for address in [AddressType::U32, AddressType::U64] {
+            // The index width is independent of the element type: one of them stands for all.
+            if address == AddressType::U64 && dtype != FloatKind::Bf16 {
+                continue;
+            }
             let tag = format!("{dtype:?}-{address:?}");
             add!(
                 format!("amax-{tag}"),

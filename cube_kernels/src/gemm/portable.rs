@@ -177,12 +177,14 @@ fn finish(
     column: usize,
     #[comptime] epilogue: Epilogue,
 ) -> f32 {
-    let mut value = sum * alpha;
+    let scaled = sum * alpha;
+    let mut value = scaled;
     if comptime!(epilogue.bias) {
         if comptime!(epilogue.ordered_add) {
-            value = ptx::add_rn(value, bias[column]);
+            // `scaled`, not `value`: a mutable variable would reach the instruction as a pointer.
+            value = ptx::add_rn(scaled, bias[column]);
         } else {
-            value += bias[column];
+            value = scaled + bias[column];
         }
     }
     value
