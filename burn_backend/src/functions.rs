@@ -41,7 +41,12 @@ impl Nvfp4Tensor {
         validate::buffer("amax", &amax, [1], DType::F32)?;
         validate::same_device(("codes", &codes.device()), ("scales", &scales.device()))?;
         validate::same_device(("codes", &codes.device()), ("amax", &amax.device()))?;
-        Ok(Self { codes, scales, amax, layout })
+        Ok(Self {
+            codes,
+            scales,
+            amax,
+            layout,
+        })
     }
 
     /// The codes, `u32[outer, blocks * 2]`: eight to a word, the first in the lowest four bits.
@@ -107,8 +112,15 @@ pub fn try_quantize(
         (PackedAxis::Cols, None) => validate::blocks("x", "cols", x.dims()[1])?,
         (PackedAxis::Rows, _) => {}
     }
-    let spec = QuantizeSpec { axis, rounding, hadamard };
-    Ok(Nvfp4Tensor::from_dispatch(Dispatch::nvfp4_quantize(x.into_dispatch(), spec)))
+    let spec = QuantizeSpec {
+        axis,
+        rounding,
+        hadamard,
+    };
+    Ok(Nvfp4Tensor::from_dispatch(Dispatch::nvfp4_quantize(
+        x.into_dispatch(),
+        spec,
+    )))
 }
 
 /// [`try_quantize`], panicking where it fails.
@@ -132,7 +144,10 @@ pub fn try_quantize_tiles(x: Tensor<2>) -> Result<(Nvfp4Tensor, Nvfp4Tensor), Nv
     validate::blocks("x", "rows", rows)?;
     validate::blocks("x", "cols", cols)?;
     let pair = Dispatch::nvfp4_quantize_pair(x.into_dispatch(), PairSpec::Tile);
-    Ok((Nvfp4Tensor::from_dispatch(pair.row), Nvfp4Tensor::from_dispatch(pair.col)))
+    Ok((
+        Nvfp4Tensor::from_dispatch(pair.row),
+        Nvfp4Tensor::from_dispatch(pair.col),
+    ))
 }
 
 /// [`try_quantize_tiles`], panicking where it fails.
@@ -147,7 +162,10 @@ pub fn quantize_tiles(x: Tensor<2>) -> (Nvfp4Tensor, Nvfp4Tensor) {
 /// When `dtype` is not one of `F32`, `BF16` and `F16`.
 pub fn try_dequantize(packed: Nvfp4Tensor, dtype: FloatDType) -> Result<Tensor<2>, Nvfp4Error> {
     validate::float("dtype", dtype.into())?;
-    Ok(Tensor::from_dispatch(Dispatch::nvfp4_dequantize(packed.into_dispatch(), dtype)))
+    Ok(Tensor::from_dispatch(Dispatch::nvfp4_dequantize(
+        packed.into_dispatch(),
+        dtype,
+    )))
 }
 
 /// [`try_dequantize`], panicking where it fails.

@@ -54,7 +54,14 @@ impl Default for Nvfp4Recipe {
 /// [`ParamGroup`] has no equality of its own.
 impl PartialEq for Nvfp4Recipe {
     fn eq(&self, other: &Self) -> bool {
-        let Self { rht, stochastic_rounding, weight_2d, seed, rht_signs, high_precision } = self;
+        let Self {
+            rht,
+            stochastic_rounding,
+            weight_2d,
+            seed,
+            rht_signs,
+            high_precision,
+        } = self;
         *rht == other.rht
             && *stochastic_rounding == other.stochastic_rounding
             && *weight_2d == other.weight_2d
@@ -84,11 +91,15 @@ impl Nvfp4Recipe {
             ));
         }
         let Some(group) = &self.high_precision else {
-            layers.iter().for_each(|layer| layer.state.set_high_precision(false));
+            layers
+                .iter()
+                .for_each(|layer| layer.state.set_high_precision(false));
             return Ok(0);
         };
-        let matched: Vec<bool> =
-            layers.iter().map(|layer| group.matches(&layer.id, Some(&layer.weight_path()))).collect();
+        let matched: Vec<bool> = layers
+            .iter()
+            .map(|layer| group.matches(&layer.id, Some(&layer.weight_path())))
+            .collect();
         let count = matched.iter().filter(|matched| **matched).count();
         if count == 0 {
             let paths: Vec<String> = layers.iter().map(|layer| layer.weight_path()).collect();
@@ -108,7 +119,12 @@ impl Nvfp4Recipe {
     pub(crate) fn linear_spec(&self, randomness: &LayerRandomness) -> LinearSpec {
         let rounding = |role: u64| {
             if self.stochastic_rounding {
-                let LayerRandomness { seed, layer, offset, .. } = *randomness;
+                let LayerRandomness {
+                    seed,
+                    layer,
+                    offset,
+                    ..
+                } = *randomness;
                 Rounding::Stochastic(RandomStream::new(seed, state::stream(layer, role), offset))
             } else {
                 Rounding::Nearest

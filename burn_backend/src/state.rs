@@ -87,7 +87,12 @@ impl LayerState {
     /// When the layer number is 2^56 or more.
     pub fn new(randomness: LayerRandomness) -> Result<Self, Nvfp4Error> {
         randomness.check()?;
-        let LayerRandomness { seed, layer, offset, rht_signs } = randomness;
+        let LayerRandomness {
+            seed,
+            layer,
+            offset,
+            rht_signs,
+        } = randomness;
         Ok(Self {
             shared: Arc::new(Shared {
                 seed: seed.into(),
@@ -122,7 +127,12 @@ impl LayerState {
     /// When the layer number is 2^56 or more; the state is unchanged then.
     pub fn set_randomness(&self, randomness: LayerRandomness) -> Result<(), Nvfp4Error> {
         randomness.check()?;
-        let LayerRandomness { seed, layer, offset, rht_signs } = randomness;
+        let LayerRandomness {
+            seed,
+            layer,
+            offset,
+            rht_signs,
+        } = randomness;
         self.shared.seed.store(seed, Ordering::Relaxed);
         self.shared.layer.store(layer, Ordering::Relaxed);
         self.shared.offset.store(offset, Ordering::Relaxed);
@@ -133,7 +143,10 @@ impl LayerState {
     /// Take the current offset, and leave the next one for whoever comes after.
     pub(crate) fn advance(&self) -> LayerRandomness {
         let offset = self.shared.offset.fetch_add(1, Ordering::Relaxed);
-        LayerRandomness { offset, ..self.randomness() }
+        LayerRandomness {
+            offset,
+            ..self.randomness()
+        }
     }
 
     /// Whether the layer computes in the type of its input in place of NVFP4.
@@ -142,7 +155,9 @@ impl LayerState {
     }
 
     pub(crate) fn set_high_precision(&self, high_precision: bool) {
-        self.shared.high_precision.store(high_precision, Ordering::Relaxed);
+        self.shared
+            .high_precision
+            .store(high_precision, Ordering::Relaxed);
     }
 }
 
@@ -187,7 +202,12 @@ impl Module for LayerState {
 
 impl ModuleDisplayDefault for LayerState {
     fn content(&self, content: Content) -> Option<Content> {
-        let LayerRandomness { seed, layer, offset, rht_signs } = self.randomness();
+        let LayerRandomness {
+            seed,
+            layer,
+            offset,
+            rht_signs,
+        } = self.randomness();
         let text = format!(
             "LayerState {{seed: {seed}, layer: {layer}, offset: {offset}, rht_signs: {rht_signs:#06x}, \
              high_precision: {}}}",
@@ -219,7 +239,11 @@ pub(crate) struct FoundLayer {
 impl FoundLayer {
     /// Path of the weight, as in the model's record.
     pub fn weight_path(&self) -> String {
-        if self.path.is_empty() { "weight".into() } else { format!("{}.weight", self.path) }
+        if self.path.is_empty() {
+            "weight".into()
+        } else {
+            format!("{}.weight", self.path)
+        }
     }
 }
 
@@ -269,8 +293,10 @@ impl ModuleVisitor for PathVisitor {
 
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
         Self::with(|traversal| {
-            if let Some(("weight", owner)) =
-                traversal.path.split_last().map(|(last, owner)| (last.as_str(), owner))
+            if let Some(("weight", owner)) = traversal
+                .path
+                .split_last()
+                .map(|(last, owner)| (last.as_str(), owner))
             {
                 traversal.weight = Some((owner.to_vec(), param.id));
             }
@@ -290,7 +316,10 @@ pub(crate) fn layers<M: Module>(model: &M) -> Vec<FoundLayer> {
     TRAVERSAL.set(Some(Traversal::default()));
     let _end = End;
     model.visit(&mut PathVisitor);
-    TRAVERSAL.take().map(|traversal| traversal.layers).unwrap_or_default()
+    TRAVERSAL
+        .take()
+        .map(|traversal| traversal.layers)
+        .unwrap_or_default()
 }
 
 /// Number the NVFP4 layers of `model` 0, 1, 2, … in the order of its fields.
@@ -299,8 +328,14 @@ pub(crate) fn layers<M: Module>(model: &M) -> Vec<FoundLayer> {
 /// else the process has built. After this call the numbers depend on the model alone.
 pub fn number_layers<M: Module>(model: &M) {
     for (number, layer) in (0..).zip(layers(model)) {
-        let randomness = LayerRandomness { layer: number, ..layer.state.randomness() };
-        layer.state.set_randomness(randomness).expect("a model has less than 2^56 layers");
+        let randomness = LayerRandomness {
+            layer: number,
+            ..layer.state.randomness()
+        };
+        layer
+            .state
+            .set_randomness(randomness)
+            .expect("a model has less than 2^56 layers");
     }
 }
 
@@ -332,8 +367,10 @@ pub struct Nvfp4State {
 impl Nvfp4State {
     /// The state of every NVFP4 layer of `model`.
     pub fn collect<M: Module>(model: &M) -> Self {
-        let layers =
-            layers(model).into_iter().map(|layer| (layer.path, layer.state.randomness())).collect();
+        let layers = layers(model)
+            .into_iter()
+            .map(|layer| (layer.path, layer.state.randomness()))
+            .collect();
         Self { layers }
     }
 
@@ -363,6 +400,8 @@ impl Nvfp4State {
             ));
         }
         self.layers.values().try_for_each(LayerRandomness::check)?;
-        found.iter().try_for_each(|layer| layer.state.set_randomness(self.layers[&layer.path]))
+        found
+            .iter()
+            .try_for_each(|layer| layer.state.set_randomness(self.layers[&layer.path]))
     }
 }

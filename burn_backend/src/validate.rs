@@ -18,7 +18,11 @@ const DEVICES: &str = if cfg!(feature = "flex") {
         "a Flex device (features `cpu` and `cuda` of burn-nvfp4 add the CubeCL ones)"
     }
 } else if cfg!(feature = "cuda") {
-    if cfg!(feature = "cpu") { "a CubeCL CPU or CUDA device" } else { "a CUDA device" }
+    if cfg!(feature = "cpu") {
+        "a CubeCL CPU or CUDA device"
+    } else {
+        "a CUDA device"
+    }
 } else if cfg!(feature = "cpu") {
     "a CubeCL CPU device"
 } else {

@@ -91,7 +91,12 @@ impl Nvfp4Linear {
             offset: 0,
             rht_signs: recipe.rht_signs,
         })?;
-        Ok(Self { weight: linear.weight, bias: linear.bias, state, recipe: recipe.clone() })
+        Ok(Self {
+            weight: linear.weight,
+            bias: linear.bias,
+            state,
+            recipe: recipe.clone(),
+        })
     }
 
     /// Take over the parameters of `linear`, with their ids. The layer gets the next number of the
@@ -105,7 +110,10 @@ impl Nvfp4Linear {
 
     /// Hand the parameters over to a `burn_nn::Linear`, with their ids.
     pub fn into_linear(self) -> Linear {
-        Linear { weight: self.weight, bias: self.bias }
+        Linear {
+            weight: self.weight,
+            bias: self.bias,
+        }
     }
 
     /// The recipe of the layer.
@@ -131,9 +139,17 @@ impl Nvfp4Linear {
             return Ok(high_precision(input, weight, bias));
         }
         let training = input.is_tracked() || weight.is_tracked();
-        let randomness =
-            if training { self.state.advance() } else { self.state.randomness() };
-        Ok(linear_unchecked(input, weight, bias, self.recipe.linear_spec(&randomness)))
+        let randomness = if training {
+            self.state.advance()
+        } else {
+            self.state.randomness()
+        };
+        Ok(linear_unchecked(
+            input,
+            weight,
+            bias,
+            self.recipe.linear_spec(&randomness),
+        ))
     }
 
     /// [`try_forward`](Self::try_forward), panicking where it fails.
@@ -164,7 +180,9 @@ fn high_precision<const D: usize>(
 
 impl ModuleDisplay for Nvfp4Linear {
     fn custom_settings(&self) -> Option<DisplaySettings> {
-        DisplaySettings::new().with_new_line_after_attribute(false).optional()
+        DisplaySettings::new()
+            .with_new_line_after_attribute(false)
+            .optional()
     }
 
     fn custom_content(&self, content: Content) -> Option<Content> {

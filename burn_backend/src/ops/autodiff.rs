@@ -42,13 +42,19 @@ struct LinearGrads<B: Backend> {
 impl<B: Nvfp4Ops> Saved<B> {
     /// The gradients, from the gradient `dy` of the output (`[m, d_out]`).
     fn backward(self, dy: FloatTensor<B>) -> LinearGrads<B> {
-        let bias = self.bias_dtype.map(|dtype| bias_grad::<B>(dy.clone(), dtype));
+        let bias = self
+            .bias_dtype
+            .map(|dtype| bias_grad::<B>(dy.clone(), dtype));
         let spec = self.spec;
         let (dy_row, dy_col) = match (&self.w_row, &self.x_col) {
             (Some(_), Some(_)) => {
                 let pair = B::nvfp4_quantize_pair(
                     dy,
-                    PairSpec::Blocks { row: spec.dgrad, col: spec.wgrad, hadamard: spec.hadamard },
+                    PairSpec::Blocks {
+                        row: spec.dgrad,
+                        col: spec.wgrad,
+                        hadamard: spec.hadamard,
+                    },
                 );
                 (Some(pair.row), Some(pair.col))
             }
@@ -90,7 +96,11 @@ fn bias_grad<B: Backend>(dy: FloatTensor<B>, dtype: FloatDType) -> FloatTensor<B
 }
 
 fn cast<B: Backend>(tensor: FloatTensor<B>, dtype: FloatDType) -> FloatTensor<B> {
-    if float_dtype(tensor.dtype()) == dtype { tensor } else { B::float_cast(tensor, dtype) }
+    if float_dtype(tensor.dtype()) == dtype {
+        tensor
+    } else {
+        B::float_cast(tensor, dtype)
+    }
 }
 
 /// The product without a bias: parents `[x, w]`.
@@ -157,7 +167,11 @@ fn forward<B: Nvfp4Ops>(
     let (x_row, x_col) = if w_tracked {
         let PackedPair { row, col } = B::nvfp4_quantize_pair(
             x,
-            PairSpec::Blocks { row: row.rounding, col: row.rounding, hadamard: spec.hadamard },
+            PairSpec::Blocks {
+                row: row.rounding,
+                col: row.rounding,
+                hadamard: spec.hadamard,
+            },
         );
         (row, Some(col))
     } else {
@@ -170,7 +184,17 @@ fn forward<B: Nvfp4Ops>(
         (None, weight_for_forward::<B>(w, &spec))
     };
     let y = B::nvfp4_matmul(x_row, w_col, bias, x_dtype);
-    (y, Saved { x_col, w_row, x_dtype, w_dtype, bias_dtype, spec })
+    (
+        y,
+        Saved {
+            x_col,
+            w_row,
+            x_dtype,
+            w_dtype,
+            bias_dtype,
+            spec,
+        },
+    )
 }
 
 impl<B: Nvfp4Ops, C: CheckpointStrategy> Nvfp4Ops for Autodiff<B, C> {
@@ -180,7 +204,10 @@ impl<B: Nvfp4Ops, C: CheckpointStrategy> Nvfp4Ops for Autodiff<B, C> {
 
     fn nvfp4_quantize_pair(x: FloatTensor<Self>, spec: PairSpec) -> PackedPair<Self> {
         let PackedPair { row, col } = B::nvfp4_quantize_pair(x.into_primitive(), spec);
-        PackedPair { row: constant(row), col: constant(col) }
+        PackedPair {
+            row: constant(row),
+            col: constant(col),
+        }
     }
 
     fn nvfp4_dequantize(packed: Packed<Self>, dtype: FloatDType) -> FloatTensor<Self> {
@@ -212,7 +239,11 @@ impl<B: Nvfp4Ops, C: CheckpointStrategy> Nvfp4Ops for Autodiff<B, C> {
         let (w, w_node) = w.into_parts();
         match bias {
             Bias::Absent => {
-                match Linear.prepare::<C>([x_node, w_node]).compute_bound().stateful() {
+                match Linear
+                    .prepare::<C>([x_node, w_node])
+                    .compute_bound()
+                    .stateful()
+                {
                     OpsKind::Tracked(prep) => {
                         let (y, saved) = forward::<B>(x, w, Bias::Absent, spec, tracked, None);
                         prep.finish(saved, y)

@@ -18,7 +18,12 @@ use super::{
 impl Nvfp4Ops for CubeBackend {
     fn nvfp4_quantize(x: FloatTensor<Self>, spec: QuantizeSpec) -> Packed<Self> {
         let x = Source::new(x);
-        trace_op("quantize", copy_name(spec.axis), x.matrix.rows, x.matrix.cols);
+        trace_op(
+            "quantize",
+            copy_name(spec.axis),
+            x.matrix.rows,
+            x.matrix.cols,
+        );
         let amax = x.amax(spec.hadamard);
         let (client, matrix) = (&x.tensor.client, &x.matrix);
         let packed = launched(match spec.axis {
@@ -38,24 +43,41 @@ impl Nvfp4Ops for CubeBackend {
         match spec {
             PairSpec::Tile => {
                 let (row, col) = launched(ops::quantize_tile(client, matrix, &amax));
-                PackedPair { row: x.packed(row, None), col: x.packed(col, None) }
+                PackedPair {
+                    row: x.packed(row, None),
+                    col: x.packed(col, None),
+                }
             }
             PairSpec::Blocks { row, col, hadamard } => {
                 // The maximum of the untransformed values serves both copies without a transform.
                 let col_amax = hadamard.map_or_else(|| amax.clone(), |signs| x.amax(Some(signs)));
                 let row = launched(ops::quantize_row(client, matrix, &amax, row.into()));
-                let col =
-                    launched(ops::quantize_col(client, matrix, &col_amax, col.into(), hadamard));
-                PackedPair { row: x.packed(row, None), col: x.packed(col, hadamard) }
+                let col = launched(ops::quantize_col(
+                    client,
+                    matrix,
+                    &col_amax,
+                    col.into(),
+                    hadamard,
+                ));
+                PackedPair {
+                    row: x.packed(row, None),
+                    col: x.packed(col, hadamard),
+                }
             }
         }
     }
 
     fn nvfp4_dequantize(packed: Packed<Self>, dtype: FloatDType) -> FloatTensor<Self> {
-        let PackedLayout { rows, cols, axis, .. } = packed.layout;
+        let PackedLayout {
+            rows, cols, axis, ..
+        } = packed.layout;
         trace_op("dequantize", copy_name(axis), rows, cols);
         let like = packed.codes.clone();
-        let out = launched(ops::dequantize(&like.client, &device(packed), float_kind(dtype)));
+        let out = launched(ops::dequantize(
+            &like.client,
+            &device(packed),
+            float_kind(dtype),
+        ));
         result(&like, out, dtype)
     }
 
@@ -107,12 +129,24 @@ impl Source {
     }
 
     fn packed(&self, packed: DevicePacked, hadamard: Option<Hadamard>) -> Packed<CubeBackend> {
-        let DevicePacked { rows, cols, axis, .. } = packed;
-        let layout = PackedLayout { rows, cols, axis, hadamard };
+        let DevicePacked {
+            rows, cols, axis, ..
+        } = packed;
+        let layout = PackedLayout {
+            rows,
+            cols,
+            axis,
+            hadamard,
+        };
         let (outer, blocks) = (layout.outer(), layout.blocks());
         let like = &self.tensor;
         Packed {
-            codes: new_tensor(like, packed.codes, Shape::new([outer, blocks * 2]), DType::U32),
+            codes: new_tensor(
+                like,
+                packed.codes,
+                Shape::new([outer, blocks * 2]),
+                DType::U32,
+            ),
             scales: new_tensor(like, packed.scales, Shape::new([outer, blocks]), DType::U8),
             amax: new_tensor(like, packed.amax, Shape::new([1]), DType::F32),
             layout,
@@ -122,7 +156,9 @@ impl Source {
 
 /// The kernels' view of a packed matrix.
 fn device(packed: Packed<CubeBackend>) -> DevicePacked {
-    let PackedLayout { rows, cols, axis, .. } = packed.layout;
+    let PackedLayout {
+        rows, cols, axis, ..
+    } = packed.layout;
     DevicePacked {
         codes: into_contiguous(packed.codes).handle,
         scales: into_contiguous(packed.scales).handle,
@@ -135,11 +171,22 @@ fn device(packed: Packed<CubeBackend>) -> DevicePacked {
 
 /// What a kernel wrote, as a tensor beside `like`.
 fn result(like: &CubeTensor, out: Matrix, dtype: FloatDType) -> CubeTensor {
-    new_tensor(like, out.handle, Shape::new([out.rows, out.cols]), dtype.into())
+    new_tensor(
+        like,
+        out.handle,
+        Shape::new([out.rows, out.cols]),
+        dtype.into(),
+    )
 }
 
 fn new_tensor(like: &CubeTensor, handle: Handle, shape: Shape, dtype: DType) -> CubeTensor {
-    CubeTensor::new_contiguous(like.client.clone(), like.device.clone(), shape, handle, dtype)
+    CubeTensor::new_contiguous(
+        like.client.clone(),
+        like.device.clone(),
+        shape,
+        handle,
+        dtype,
+    )
 }
 
 fn float_kind(dtype: FloatDType) -> FloatKind {

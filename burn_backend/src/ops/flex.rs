@@ -5,7 +5,7 @@
 //! runs Flex's own matmul, whose sum is the oracle's up to its order.
 
 use burn_core::backend::{Flex, ops::FloatTensorOps, tensor::FloatTensor};
-use burn_core::tensor::{DType, Element as BurnElement, FloatDType, TensorData};
+use burn_core::tensor::{DType, Element as BurnElement, FloatDType, Shape, TensorData};
 use burn_flex::FlexTensor;
 use half::{bf16, f16};
 use nvfp4_kernels::reference::{self, Element};
@@ -71,7 +71,11 @@ impl Nvfp4Ops for Flex {
                         values,
                         rows,
                         cols,
-                        &QuantizeSpec { axis: PackedAxis::Rows, rounding: col, hadamard },
+                        &QuantizeSpec {
+                            axis: PackedAxis::Rows,
+                            rounding: col,
+                            hadamard,
+                        },
                     ),
                 };
                 reference::quantize_row(values, rows, cols, &amax, &row)
@@ -79,13 +83,20 @@ impl Nvfp4Ops for Flex {
             }
         });
         let (row, col) = trusted(pair);
-        PackedPair { row: upload(&row), col: upload(&col) }
+        PackedPair {
+            row: upload(&row),
+            col: upload(&col),
+        }
     }
 
     fn nvfp4_dequantize(packed: Packed<Self>, dtype: FloatDType) -> FloatTensor<Self> {
         let PackedLayout { rows, cols, .. } = packed.layout;
         trace_op("dequantize", copy_name(packed.layout.axis), rows, cols);
-        tensor(reference::dequantize(&download(packed)), [rows, cols], dtype)
+        let values = reference::dequantize(&download(packed));
+        narrow(
+            FlexTensor::from_data(TensorData::new(values, [rows, cols])),
+            dtype,
+        )
     }
 
     fn nvfp4_matmul(
@@ -99,21 +110,27 @@ impl Nvfp4Ops for Flex {
         trace_op("matmul", "", m, n);
         let alpha = reference::alpha(amax(&a), amax(&b));
         let mut out = if m * n * depth == 0 {
-            vec![0.0; m * n]
+            FlexTensor::zeros(Shape::new([m, n]), DType::F32)
         } else {
-            into_f32(Flex::float_matmul(decode(&a), Flex::float_swap_dims(decode(&b), 0, 1)))
+            Flex::float_matmul(decode(&a), Flex::float_swap_dims(decode(&b), 0, 1))
         };
         let bias = match bias {
             Bias::Absent => None,
-            Bias::Vector(bias) => Some(into_f32(Flex::float_cast(bias, FloatDType::F32))),
+            Bias::Vector(bias) => Some(Flex::float_cast(bias, FloatDType::F32).to_contiguous()),
         };
-        if n > 0 {
-            out.par_chunks_mut(n).with_min_len(1 + 4096 / n).for_each(|row| match &bias {
-                Some(bias) => row.iter_mut().zip(bias).for_each(|(y, b)| *y = *y * alpha + b),
+        let bias = bias.as_ref().map(|bias| bias.storage::<f32>());
+        // A product is nobody else's yet, so this writes in place.
+        out.storage_mut::<f32>()
+            .par_chunks_mut(n.max(1))
+            .with_min_len(1 + 8192 / n.max(1))
+            .for_each(|row| match bias {
+                Some(bias) => row
+                    .iter_mut()
+                    .zip(bias)
+                    .for_each(|(y, b)| *y = *y * alpha + b),
                 None => row.iter_mut().for_each(|y| *y *= alpha),
             });
-        }
-        tensor(out, [m, n], dtype)
+        narrow(out, dtype)
     }
 }
 
@@ -128,7 +145,14 @@ fn quantize_col<T: Element>(
         None => reference::amax(values),
     };
     let amax = Amax::Tensor(amax);
-    reference::quantize_col(values, rows, cols, &amax, &spec.rounding, spec.hadamard.as_ref())
+    reference::quantize_col(
+        values,
+        rows,
+        cols,
+        &amax,
+        &spec.rounding,
+        spec.hadamard.as_ref(),
+    )
 }
 
 /// The operand of a product, `f32[outer, blocks * 16]`: without the global scale, and exact.
@@ -177,7 +201,12 @@ fn upload(packed: &PackedTensor) -> Packed<Flex> {
 }
 
 fn download(packed: Packed<Flex>) -> PackedTensor {
-    let PackedLayout { rows, cols, axis, hadamard } = packed.layout;
+    let PackedLayout {
+        rows,
+        cols,
+        axis,
+        hadamard,
+    } = packed.layout;
     let amax = Amax::Tensor(amax(&packed));
     let codes = code_bytes(&packed.codes);
     let scales = packed.scales.to_contiguous().storage::<u8>().to_vec();
@@ -195,29 +224,29 @@ fn download(packed: Packed<Flex>) -> PackedTensor {
 
 /// The bytes of code words: the first code in the low half of the first byte.
 fn code_bytes(codes: &FlexTensor) -> Vec<u8> {
-    codes.to_contiguous().storage::<u32>().iter().flat_map(|word| word.to_le_bytes()).collect()
+    codes
+        .to_contiguous()
+        .storage::<u32>()
+        .iter()
+        .flat_map(|word| word.to_le_bytes())
+        .collect()
 }
 
-/// The elements of an `f32` tensor.
-fn into_f32(x: FlexTensor) -> Vec<f32> {
-    x.into_data().try_into_vec().expect("an f32 tensor holds f32")
-}
-
-/// A tensor of `dtype` from `f32` values, each rounded once.
-fn tensor(values: Vec<f32>, shape: [usize; 2], dtype: FloatDType) -> FlexTensor {
-    fn narrowed<T: BurnElement + Send>(
-        values: &[f32],
-        shape: [usize; 2],
-        narrow: impl Fn(f32) -> T + Sync,
-    ) -> TensorData {
-        let values: Vec<T> =
-            values.par_iter().with_min_len(8192).map(|value| narrow(*value)).collect();
-        TensorData::new(values, shape)
+/// An `f32` matrix with each element rounded once to `dtype`. Flex's own cast runs on one core.
+fn narrow(x: FlexTensor, dtype: FloatDType) -> FlexTensor {
+    fn rounded<T: BurnElement>(x: &FlexTensor, round: fn(f32) -> T) -> FlexTensor {
+        let values: Vec<T> = x
+            .storage::<f32>()
+            .par_iter()
+            .with_min_len(8192)
+            .map(|value| round(*value))
+            .collect();
+        FlexTensor::from_data(TensorData::new(values, x.layout().shape().clone()))
     }
-    FlexTensor::from_data(match dtype {
-        FloatDType::F32 => TensorData::new(values, shape),
-        FloatDType::BF16 => narrowed(&values, shape, bf16::from_f32),
-        FloatDType::F16 => narrowed(&values, shape, f16::from_f32),
+    match dtype {
+        FloatDType::F32 => x,
+        FloatDType::BF16 => rounded(&x, bf16::from_f32),
+        FloatDType::F16 => rounded(&x, f16::from_f32),
         other => panic!("element type {other:?}: expected F32, BF16 or F16"),
-    })
+    }
 }

@@ -16,11 +16,11 @@ use burn_core::backend::{Backend, TensorMetadata, backend_extension, tensor::Flo
 use burn_core::tensor::{DType, FloatDType};
 use nvfp4_kernels::{Hadamard, PackedAxis, Rounding};
 
-#[cfg(feature = "cubecl-backend")]
-use packed::{dequantize_meta, matmul_meta, packed_meta, pair_meta};
 pub use packed::{Bias, Packed, PackedLayout, PackedPair};
 #[cfg(feature = "cubecl-backend")]
 pub use packed::{BiasMetadata, PackedMetadata, PackedPairMetadata};
+#[cfg(feature = "cubecl-backend")]
+use packed::{dequantize_meta, matmul_meta, packed_meta, pair_meta};
 
 /// How to make one packed copy of a matrix, in 1x16 blocks along `axis`.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -70,13 +70,21 @@ impl LinearSpec {
         if self.weight_2d {
             PairSpec::Tile
         } else {
-            PairSpec::Blocks { row: Rounding::Nearest, col: Rounding::Nearest, hadamard: None }
+            PairSpec::Blocks {
+                row: Rounding::Nearest,
+                col: Rounding::Nearest,
+                hadamard: None,
+            }
         }
     }
 
     /// How to make the row-wise copy of the input, for the forward product.
     fn input_row() -> QuantizeSpec {
-        QuantizeSpec { axis: PackedAxis::Cols, rounding: Rounding::Nearest, hadamard: None }
+        QuantizeSpec {
+            axis: PackedAxis::Cols,
+            rounding: Rounding::Nearest,
+            hadamard: None,
+        }
     }
 }
 
@@ -145,7 +153,11 @@ fn weight_for_forward<B: Nvfp4Ops>(w: FloatTensor<B>, spec: &LinearSpec) -> Pack
         pair @ PairSpec::Tile => B::nvfp4_quantize_pair(w, pair).col,
         PairSpec::Blocks { col, hadamard, .. } => B::nvfp4_quantize(
             w,
-            QuantizeSpec { axis: PackedAxis::Rows, rounding: col, hadamard },
+            QuantizeSpec {
+                axis: PackedAxis::Rows,
+                rounding: col,
+                hadamard,
+            },
         ),
     }
 }

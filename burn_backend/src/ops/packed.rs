@@ -122,7 +122,12 @@ mod meta {
     }
 
     fn packed(x: &TensorSpec, axis: PackedAxis, hadamard: Option<Hadamard>) -> PackedMetadata {
-        let layout = PackedLayout { rows: x.shape[0], cols: x.shape[1], axis, hadamard };
+        let layout = PackedLayout {
+            rows: x.shape[0],
+            cols: x.shape[1],
+            axis,
+            hadamard,
+        };
         let (outer, blocks) = (layout.outer(), layout.blocks());
         PackedMetadata {
             codes: TensorSpec::new(Shape::new([outer, blocks * 2]), DType::U32),

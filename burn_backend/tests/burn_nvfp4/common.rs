@@ -53,7 +53,9 @@ pub(crate) use flex_only;
 
 /// `len` values of a normal distribution, the same on every machine.
 pub fn gaussian(len: usize, seed: u64) -> Vec<f32> {
-    let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15).wrapping_add(0xD1B5_4A32_D192_ED03);
+    let mut state = seed
+        .wrapping_mul(0x9E37_79B9_7F4A_7C15)
+        .wrapping_add(0xD1B5_4A32_D192_ED03);
     let mut uniform = move || {
         state ^= state << 13;
         state ^= state >> 7;
@@ -85,13 +87,19 @@ macro_rules! in_dtype {
                 $body
             }
             DType::BF16 => {
-                let $values: Vec<bf16> =
-                    $matrix.values.iter().map(|value| bf16::from_f32(*value)).collect();
+                let $values: Vec<bf16> = $matrix
+                    .values
+                    .iter()
+                    .map(|value| bf16::from_f32(*value))
+                    .collect();
                 $body
             }
             DType::F16 => {
-                let $values: Vec<f16> =
-                    $matrix.values.iter().map(|value| f16::from_f32(*value)).collect();
+                let $values: Vec<f16> = $matrix
+                    .values
+                    .iter()
+                    .map(|value| f16::from_f32(*value))
+                    .collect();
                 $body
             }
             other => panic!("{other:?}"),
@@ -107,8 +115,16 @@ impl Matrix {
             DType::F16 => f16::from_f32(value).to_f32(),
             other => panic!("{other:?}"),
         };
-        let values = gaussian(rows * cols, seed).into_iter().map(narrow).collect();
-        Self { values, rows, cols, dtype }
+        let values = gaussian(rows * cols, seed)
+            .into_iter()
+            .map(narrow)
+            .collect();
+        Self {
+            values,
+            rows,
+            cols,
+            dtype,
+        }
     }
 
     pub fn tensor(&self, device: &Device) -> Tensor<2> {
@@ -138,7 +154,9 @@ impl Matrix {
             });
             reference::quantize_col(x, rows, cols, &amax, &rounding, hadamard.as_ref()).unwrap()
         }
-        in_dtype!(self, |values| run(&values, self.rows, self.cols, rounding, hadamard))
+        in_dtype!(self, |values| run(
+            &values, self.rows, self.cols, rounding, hadamard
+        ))
     }
 
     pub fn tiles(&self) -> (PackedTensor, PackedTensor) {
@@ -154,15 +172,17 @@ impl Matrix {
         if spec.weight_2d {
             self.tiles()
         } else {
-            (self.row(Rounding::Nearest), self.col(Rounding::Nearest, None))
+            (
+                self.row(Rounding::Nearest),
+                self.col(Rounding::Nearest, None),
+            )
         }
     }
 }
 
 /// Everything on, drawing from stream `layer` at `offset`.
 pub fn spec(layer: u64, offset: u64) -> LinearSpec {
-    let stochastic =
-        |role| Rounding::Stochastic(RandomStream::new(11, layer << 8 | role, offset));
+    let stochastic = |role| Rounding::Stochastic(RandomStream::new(11, layer << 8 | role, offset));
     LinearSpec {
         weight_2d: true,
         hadamard: Some(Hadamard::default()),
@@ -208,7 +228,11 @@ pub fn assert_product(
         // Any order of `depth` additions, and the few operations after them.
         let bound = (depth as f64 + 8.0) * 2f64.powi(-24) * (magnitude * alpha + expected.abs())
             + narrow * expected.abs()
-            + if dtype == DType::F16 { 2f64.powi(-25) } else { 0.0 };
+            + if dtype == DType::F16 {
+                2f64.powi(-25)
+            } else {
+                0.0
+            };
         let error = (f64::from(found) - expected).abs();
         assert!(
             error <= bound,
@@ -221,6 +245,11 @@ pub fn assert_product(
 pub fn sqnr(exact: &[f32], found: &[f32]) -> f64 {
     let power = |values: &mut dyn Iterator<Item = f64>| values.map(|v| v * v).sum::<f64>();
     let signal = power(&mut exact.iter().map(|&v| f64::from(v)));
-    let noise = power(&mut exact.iter().zip(found).map(|(&e, &f)| f64::from(e) - f64::from(f)));
+    let noise = power(
+        &mut exact
+            .iter()
+            .zip(found)
+            .map(|(&e, &f)| f64::from(e) - f64::from(f)),
+    );
     10.0 * (signal / noise).log10()
 }

@@ -20,7 +20,11 @@ fn zeros(rows: usize, cols: usize) -> Tensor<2> {
 macro_rules! assert_error {
     ($result:expr, $variant:ident, $name:literal, $found:literal, $expected:literal) => {
         match $result {
-            Err(Nvfp4Error::$variant { argument, found, expected }) => {
+            Err(Nvfp4Error::$variant {
+                argument,
+                found,
+                expected,
+            }) => {
                 assert_eq!(argument, $name);
                 assert!(found.contains($found), "found: {found}");
                 assert!(expected.contains($expected), "expected: {expected}");
@@ -36,11 +40,29 @@ fn dimensions_that_are_no_multiples_of_16() {
     let run = |k, n| try_linear(zeros(4, k), zeros(k, n), None, spec(0, 0));
     assert_error!(run(24, 32), Shape, "weight", "d_in = 24", "multiple of 16");
     assert_error!(run(32, 40), Shape, "weight", "d_out = 40", "multiple of 16");
-    assert_error!(run(0, 32), Shape, "weight", "d_in = 0", "positive multiple of 16");
+    assert_error!(
+        run(0, 32),
+        Shape,
+        "weight",
+        "d_in = 0",
+        "positive multiple of 16"
+    );
     let pack = |axis| try_quantize(zeros(20, 20), axis, Rounding::Nearest, None);
-    assert_error!(pack(PackedAxis::Cols), Shape, "x", "cols = 20", "multiple of 16");
+    assert_error!(
+        pack(PackedAxis::Cols),
+        Shape,
+        "x",
+        "cols = 20",
+        "multiple of 16"
+    );
     assert!(pack(PackedAxis::Rows).is_ok(), "a column-wise copy pads");
-    assert_error!(try_quantize_tiles(zeros(20, 32)), Shape, "x", "rows = 20", "multiple of 16");
+    assert_error!(
+        try_quantize_tiles(zeros(20, 32)),
+        Shape,
+        "x",
+        "rows = 20",
+        "multiple of 16"
+    );
     let recipe = Nvfp4Recipe::new();
     let layer = LinearConfig::new(32, 20).init(&device());
     let layer = Nvfp4Linear::from_linear(layer, &recipe);
@@ -116,7 +138,13 @@ fn transforms_that_do_not_fit() {
 fn layer_numbers_have_a_limit() {
     flex_only!();
     let config = Nvfp4LinearConfig::new(16, 16).with_layer(Some(LayerRandomness::LAYER_LIMIT));
-    assert_error!(config.try_init(&device()), Value, "layer", "72057594037927936", "2^56");
+    assert_error!(
+        config.try_init(&device()),
+        Value,
+        "layer",
+        "72057594037927936",
+        "2^56"
+    );
 }
 
 /// Two devices in one process: only a build with a CubeCL runtime has a second one. Nothing runs.

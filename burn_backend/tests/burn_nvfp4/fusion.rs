@@ -27,18 +27,23 @@ fn a_step_without_fusion_is_the_step_with_it() {
         Backend::float_set_require_grad(Backend::from_inner(tensor), true)
     };
     let read = |tensor: CubeTensor| -> Vec<f32> {
-        burn_cubecl::ops::into_data_sync(tensor).convert::<f32>().try_to_vec().unwrap()
+        burn_cubecl::ops::into_data_sync(tensor)
+            .convert::<f32>()
+            .try_to_vec()
+            .unwrap()
     };
     let (plain_x, plain_w) = (leaf(&x), leaf(&w));
-    let y =
-        Backend::nvfp4_linear(plain_x.clone(), plain_w.clone(), Bias::Absent, spec(0, 0));
+    let y = Backend::nvfp4_linear(plain_x.clone(), plain_w.clone(), Bias::Absent, spec(0, 0));
     let plain_y = read(y.primitive().clone());
     let grads = Backend::backward(y);
     let plain_dx = read(Backend::grad(&plain_x, &grads).unwrap());
     let plain_dw = read(Backend::grad(&plain_w, &grads).unwrap());
 
     let device = device.autodiff();
-    let (x, w) = (x.tensor(&device).require_grad(), w.tensor(&device).require_grad());
+    let (x, w) = (
+        x.tensor(&device).require_grad(),
+        w.tensor(&device).require_grad(),
+    );
     let y = linear(x.clone(), w.clone(), None, spec(0, 0));
     let grads = y.clone().sum().backward();
     assert_eq!(values(y.inner()), plain_y);

@@ -70,7 +70,14 @@ fn assert_oracle(
         Some(&bias.values),
         x_dtype,
     );
-    assert_product("dx", &values(found.dx), &dy.row(spec.dgrad), &w_row, None, x_dtype);
+    assert_product(
+        "dx",
+        &values(found.dx),
+        &dy.row(spec.dgrad),
+        &w_row,
+        None,
+        x_dtype,
+    );
     assert_product(
         "dw",
         &values(found.dw),
@@ -82,17 +89,33 @@ fn assert_oracle(
     for (col, found) in values(db).into_iter().enumerate() {
         let column = (0..m).map(|row| f64::from(dy.values[row * n + col]));
         let (sum, magnitude) = column.fold((0.0, 0.0), |(s, a), v| (s + v, a + v.abs()));
-        let narrow = if b_dtype == DType::F32 { 0.0 } else { 2f64.powi(-8) * sum.abs() };
+        let narrow = if b_dtype == DType::F32 {
+            0.0
+        } else {
+            2f64.powi(-8) * sum.abs()
+        };
         let bound = m as f64 * 2f64.powi(-24) * magnitude + narrow;
-        assert!((f64::from(found) - sum).abs() <= bound, "db[{col}]: {found}, expected {sum}");
+        assert!(
+            (f64::from(found) - sum).abs() <= bound,
+            "db[{col}]: {found}, expected {sum}"
+        );
     }
 }
 
 #[test]
 fn the_default_recipe_is_the_oracles_composition() {
     let device = device().autodiff();
-    let shape = if small_only() { (24, 32, 32) } else { (72, 64, 96) };
-    assert_oracle(shape, (DType::BF16, DType::F32, DType::F32), spec(5, 3), &device);
+    let shape = if small_only() {
+        (24, 32, 32)
+    } else {
+        (72, 64, 96)
+    };
+    assert_oracle(
+        shape,
+        (DType::BF16, DType::F32, DType::F32),
+        spec(5, 3),
+        &device,
+    );
 }
 
 #[test]
@@ -101,13 +124,31 @@ fn every_switch_and_type_is_the_oracles_composition() {
     let device = device().autodiff();
     let on = spec(1, 0);
     let specs = [
-        LinearSpec { weight_2d: false, ..on },
-        LinearSpec { hadamard: None, ..on },
-        LinearSpec { hadamard: Some(Hadamard::seeded(8)), ..on },
-        LinearSpec { dgrad: Rounding::Nearest, wgrad: Rounding::Nearest, ..on },
+        LinearSpec {
+            weight_2d: false,
+            ..on
+        },
+        LinearSpec {
+            hadamard: None,
+            ..on
+        },
+        LinearSpec {
+            hadamard: Some(Hadamard::seeded(8)),
+            ..on
+        },
+        LinearSpec {
+            dgrad: Rounding::Nearest,
+            wgrad: Rounding::Nearest,
+            ..on
+        },
     ];
     for spec in specs {
-        assert_oracle((48, 32, 64), (DType::F32, DType::F32, DType::F32), spec, &device);
+        assert_oracle(
+            (48, 32, 64),
+            (DType::F32, DType::F32, DType::F32),
+            spec,
+            &device,
+        );
     }
     for dtypes in [
         (DType::F32, DType::F32, DType::F32),
@@ -123,12 +164,17 @@ fn gradient_checkpointing_changes_nothing() {
     skip_where_small_only!();
     let run = |device: Device| {
         let x = Matrix::gaussian(32, 32, DType::F32, 31);
-        let w = Matrix::gaussian(32, 48, DType::F32, 32).tensor(&device).require_grad();
+        let w = Matrix::gaussian(32, 48, DType::F32, 32)
+            .tensor(&device)
+            .require_grad();
         let x = x.tensor(&device).require_grad();
         // A memory-bound operation on each side, which the balanced strategy recomputes.
         let y = linear(x.clone().mul_scalar(0.5).exp(), w.clone(), None, spec(2, 7));
         let grads = (y.clone().sin() * y).sum().backward();
-        (values(x.grad(&grads).unwrap()), values(w.grad(&grads).unwrap()))
+        (
+            values(x.grad(&grads).unwrap()),
+            values(w.grad(&grads).unwrap()),
+        )
     };
     let plain = run(device().autodiff());
     assert!(plain.0.iter().any(|value| *value != 0.0));
@@ -142,20 +188,33 @@ fn leading_axes_are_rows() {
     let x = Matrix::gaussian(24, 32, DType::BF16, 41).tensor(&device);
     let w = Matrix::gaussian(32, 48, DType::F32, 42).tensor(&device);
     let flat = linear(x.clone(), w.clone(), None, spec(0, 0));
-    let y = linear(x.clone().reshape([2, 3, 4, 32]), w.clone(), None, spec(0, 0));
+    let y = linear(
+        x.clone().reshape([2, 3, 4, 32]),
+        w.clone(),
+        None,
+        spec(0, 0),
+    );
     assert_eq!(y.dims(), [2, 3, 4, 48]);
     assert_eq!(values(y), values(flat));
     let first: Tensor<1> = x.slice([0..1]).reshape([32]);
     let y = linear(first.clone(), w.clone(), None, spec(0, 0));
     assert_eq!(y.dims(), [48]);
-    assert_eq!(values(y), values(linear(first.reshape([1, 32]), w, None, spec(0, 0))));
+    assert_eq!(
+        values(y),
+        values(linear(first.reshape([1, 32]), w, None, spec(0, 0)))
+    );
 }
 
 #[test]
 fn no_rows_give_no_outputs_and_zero_gradients() {
     skip_where_small_only!();
     let device = device().autodiff();
-    let empty = |cols| Matrix { values: vec![], rows: 0, cols, dtype: DType::BF16 };
+    let empty = |cols| Matrix {
+        values: vec![],
+        rows: 0,
+        cols,
+        dtype: DType::BF16,
+    };
     let w = Matrix::gaussian(32, 48, DType::F32, 51);
     let bias = Matrix::gaussian(1, 48, DType::F32, 52);
     let found = step(&empty(32), &w, Some(&bias), &empty(48), spec(0, 0), &device);
@@ -177,7 +236,11 @@ fn the_offset_and_the_stream_decide_the_bits() {
         (values(found.y), values(found.dx), values(found.dw))
     };
     let (y, dx, dw) = run(spec(4, 9));
-    assert_eq!(run(spec(4, 9)), (y.clone(), dx.clone(), dw.clone()), "the same bits again");
+    assert_eq!(
+        run(spec(4, 9)),
+        (y.clone(), dx.clone(), dw.clone()),
+        "the same bits again"
+    );
     for other in [spec(4, 10), spec(5, 9)] {
         let (other_y, other_dx, other_dw) = run(other);
         assert_eq!(other_y, y, "the forward draws nothing");
@@ -207,7 +270,9 @@ fn quantization_noise_stays_below_the_stated_floors() {
     let forward = decibel(y.inner(), found.y);
     let dgrad = decibel(x.grad(&grads).unwrap(), found.dx);
     let wgrad = decibel(w.grad(&grads).unwrap(), found.dw);
-    eprintln!("SQNR on Gaussian 512^3: forward {forward:.2}, dgrad {dgrad:.2}, wgrad {wgrad:.2} dB");
+    eprintln!(
+        "SQNR on Gaussian 512^3: forward {forward:.2}, dgrad {dgrad:.2}, wgrad {wgrad:.2} dB"
+    );
     assert!(forward >= 15.0, "forward {forward:.2} dB");
     assert!(dgrad >= 14.0, "dgrad {dgrad:.2} dB");
     assert!(wgrad >= 12.0, "wgrad {wgrad:.2} dB");

@@ -55,13 +55,23 @@ fn checkpoints_move_both_ways_with_ids_and_bytes() {
         source.first.bias.as_ref().unwrap().id
     );
     assert_eq!(loaded.rest[0].weight.id, source.rest[0].weight.id);
-    assert_eq!(values(loaded.first.weight.val()), values(source.first.weight.val()));
+    assert_eq!(
+        values(loaded.first.weight.val()),
+        values(source.first.weight.val())
+    );
 
     let record = saved(loaded.clone());
     assert_eq!(record.len(), 3, "two weights and a bias, nothing else");
     let back = plain(&device).load_record(record);
-    assert_eq!(bytes(back), bytes(source.clone()), "the same record, byte for byte");
-    assert_eq!(loaded.into_record().into_bytes().unwrap().to_vec(), bytes(source));
+    assert_eq!(
+        bytes(back),
+        bytes(source.clone()),
+        "the same record, byte for byte"
+    );
+    assert_eq!(
+        loaded.into_record().into_bytes().unwrap().to_vec(),
+        bytes(source)
+    );
 }
 
 #[test]
@@ -72,11 +82,20 @@ fn from_linear_and_into_linear_hand_over_the_parameters() {
     let (weight, bias) = (linear.weight.id, linear.bias.as_ref().unwrap().id);
     let before = values(linear.weight.val());
     let layer = Nvfp4Linear::from_linear(linear, &Nvfp4Recipe::new()).unwrap();
-    assert_eq!((layer.weight.id, layer.bias.as_ref().unwrap().id), (weight, bias));
+    assert_eq!(
+        (layer.weight.id, layer.bias.as_ref().unwrap().id),
+        (weight, bias)
+    );
     let linear = layer.into_linear();
-    assert_eq!((linear.weight.id, linear.bias.as_ref().unwrap().id), (weight, bias));
+    assert_eq!(
+        (linear.weight.id, linear.bias.as_ref().unwrap().id),
+        (weight, bias)
+    );
     assert_eq!(values(linear.weight.val()), before);
-    assert_eq!(linear.forward(Tensor::<2>::zeros([1, 32], &device)).dims(), [1, 48]);
+    assert_eq!(
+        linear.forward(Tensor::<2>::zeros([1, 32], &device)).dims(),
+        [1, 48]
+    );
 }
 
 /// A lazily initialised, column-major `nn::Linear` keeps its layout through both conversions.
@@ -89,9 +108,23 @@ fn column_major_layers_keep_their_record() {
     let linear = config.init(&device);
     let record = linear.clone().into_record().into_bytes().unwrap().to_vec();
     let layer = Nvfp4Linear::from_linear(linear, &Nvfp4Recipe::new()).unwrap();
-    assert_eq!(layer.forward(Tensor::<2>::zeros([1, 32], &device)).dims(), [1, 48]);
-    assert_eq!(layer.clone().into_record().into_bytes().unwrap().to_vec(), record);
-    assert_eq!(layer.into_linear().into_record().into_bytes().unwrap().to_vec(), record);
+    assert_eq!(
+        layer.forward(Tensor::<2>::zeros([1, 32], &device)).dims(),
+        [1, 48]
+    );
+    assert_eq!(
+        layer.clone().into_record().into_bytes().unwrap().to_vec(),
+        record
+    );
+    assert_eq!(
+        layer
+            .into_linear()
+            .into_record()
+            .into_bytes()
+            .unwrap()
+            .to_vec(),
+        record
+    );
 }
 
 #[test]
@@ -103,7 +136,11 @@ fn valid_computes_the_same_output_and_draws_nothing() {
     let valid = layer.valid();
     let output = valid.forward(x.clone().inner());
     assert!(!output.is_autodiff());
-    assert_eq!(layer.state.randomness().offset, 0, "an inference draws nothing");
+    assert_eq!(
+        layer.state.randomness().offset,
+        0,
+        "an inference draws nothing"
+    );
     let training = layer.forward(x.clone());
     assert!(training.is_tracked());
     assert_eq!(layer.state.randomness().offset, 1);

@@ -17,7 +17,10 @@ struct Net {
 
 fn net(device: &Device) -> Net {
     let layer = || Nvfp4LinearConfig::new(32, 32).init(device);
-    Net { up: layer(), blocks: vec![layer(), layer()] }
+    Net {
+        up: layer(),
+        blocks: vec![layer(), layer()],
+    }
 }
 
 #[test]
@@ -44,7 +47,10 @@ fn recipes_survive_json() {
     assert_ne!(loaded, recipe.with_seed(1));
     let broken = json.replace(r"blocks\\.1\\..*", "(");
     assert_ne!(broken, json);
-    assert!(Nvfp4Recipe::load_binary(broken.as_bytes()).is_err(), "an invalid pattern is refused");
+    assert!(
+        Nvfp4Recipe::load_binary(broken.as_bytes()).is_err(),
+        "an invalid pattern is refused"
+    );
 }
 
 #[test]
@@ -63,7 +69,10 @@ fn high_precision_layers_multiply_as_a_plain_linear() {
     let x = Matrix::gaussian(8, 32, DType::F32, 91).tensor(&device);
     let layer = &model.blocks[1];
     let plain = layer.clone().into_linear();
-    assert_eq!(values(layer.forward(x.clone())), values(plain.forward(x.clone())));
+    assert_eq!(
+        values(layer.forward(x.clone())),
+        values(plain.forward(x.clone()))
+    );
     assert_ne!(
         values(model.up.forward(x.clone())),
         values(model.up.clone().into_linear().forward(x.clone()))
@@ -75,7 +84,13 @@ fn high_precision_layers_multiply_as_a_plain_linear() {
     assert_eq!(layer.weight.grad(&grads).unwrap().dtype(), DType::F32);
 
     let by_id = ParamGroup::from_ids(vec![model.up.weight.id]);
-    assert_eq!(Nvfp4Recipe::new().with_high_precision(Some(by_id)).apply(&model).unwrap(), 1);
+    assert_eq!(
+        Nvfp4Recipe::new()
+            .with_high_precision(Some(by_id))
+            .apply(&model)
+            .unwrap(),
+        1
+    );
     assert!(model.up.state.is_high_precision() && !model.blocks[1].state.is_high_precision());
     assert_eq!(Nvfp4Recipe::new().apply(&model).unwrap(), 0);
     assert!(!model.up.state.is_high_precision());
@@ -85,18 +100,28 @@ fn high_precision_layers_multiply_as_a_plain_linear() {
 fn a_group_that_matches_nothing_is_an_error() {
     flex_only!();
     let model = net(&device());
-    let recipe = Nvfp4Recipe::new()
-        .with_high_precision(Some(ParamGroup::from_path("blocks.7.weight")));
+    let recipe =
+        Nvfp4Recipe::new().with_high_precision(Some(ParamGroup::from_path("blocks.7.weight")));
     match recipe.apply(&model) {
-        Err(Nvfp4Error::Value { argument: "high_precision", found, expected }) => {
+        Err(Nvfp4Error::Value {
+            argument: "high_precision",
+            found,
+            expected,
+        }) => {
             assert!(found.contains("blocks.7.weight"), "{found}");
-            assert!(expected.contains("up.weight, blocks.0.weight, blocks.1.weight"), "{expected}");
+            assert!(
+                expected.contains("up.weight, blocks.0.weight, blocks.1.weight"),
+                "{expected}"
+            );
         }
         other => panic!("{other:?}"),
     }
     let plain = burn_nn::LinearConfig::new(16, 16).init(&device());
     assert!(matches!(
         Nvfp4Recipe::new().apply(&plain),
-        Err(Nvfp4Error::Value { argument: "model", .. })
+        Err(Nvfp4Error::Value {
+            argument: "model",
+            ..
+        })
     ));
 }

@@ -21,8 +21,15 @@ struct Net {
 impl Net {
     fn new(device: &Device) -> Self {
         let recipe = Nvfp4Recipe::new().with_seed(99).with_rht_signs(0x1234);
-        let layer = || Nvfp4LinearConfig::new(32, 32).with_recipe(recipe.clone()).init(device);
-        let net = Self { up: layer(), blocks: vec![layer(), layer()] };
+        let layer = || {
+            Nvfp4LinearConfig::new(32, 32)
+                .with_recipe(recipe.clone())
+                .init(device)
+        };
+        let net = Self {
+            up: layer(),
+            blocks: vec![layer(), layer()],
+        };
         number_layers(&net);
         net
     }
@@ -52,7 +59,11 @@ fn a_restored_model_draws_the_bits_of_the_uninterrupted_one() {
     let state = serde_json::to_string(&Nvfp4State::collect(&net)).unwrap();
     let record = net.clone().into_record().into_bytes().unwrap();
     let uninterrupted = net.gradients(3, &device);
-    assert_ne!(net.gradients(3, &device), uninterrupted, "each forward draws fresh bits");
+    assert_ne!(
+        net.gradients(3, &device),
+        uninterrupted,
+        "each forward draws fresh bits"
+    );
 
     // Another process would have built its layers with other numbers, counters and signs.
     let other = Nvfp4LinearConfig::new(32, 32);
@@ -73,17 +84,35 @@ fn the_state_names_every_layer() {
     flex_only!();
     let net = Net::new(&device());
     let state = Nvfp4State::collect(&net);
-    let expected = |layer| LayerRandomness { seed: 99, layer, offset: 0, rht_signs: 0x1234 };
-    let layers: Vec<(&str, LayerRandomness)> =
-        state.layers.iter().map(|(path, layer)| (path.as_str(), *layer)).collect();
+    let expected = |layer| LayerRandomness {
+        seed: 99,
+        layer,
+        offset: 0,
+        rht_signs: 0x1234,
+    };
+    let layers: Vec<(&str, LayerRandomness)> = state
+        .layers
+        .iter()
+        .map(|(path, layer)| (path.as_str(), *layer))
+        .collect();
     assert_eq!(
         layers,
-        [("blocks.0", expected(1)), ("blocks.1", expected(2)), ("up", expected(0))]
+        [
+            ("blocks.0", expected(1)),
+            ("blocks.1", expected(2)),
+            ("up", expected(0))
+        ]
     );
-    let layer = Nvfp4LinearConfig::new(16, 16).with_layer(Some(5)).init(&device());
+    let layer = Nvfp4LinearConfig::new(16, 16)
+        .with_layer(Some(5))
+        .init(&device());
     let state = Nvfp4State::collect(&layer);
     assert_eq!(state.layers[""].layer, 5, "a model that is itself a layer");
-    assert!(Nvfp4State::collect(&burn_nn::LinearConfig::new(4, 4).init(&device())).layers.is_empty());
+    assert!(
+        Nvfp4State::collect(&burn_nn::LinearConfig::new(4, 4).init(&device()))
+            .layers
+            .is_empty()
+    );
 }
 
 #[test]
@@ -96,8 +125,15 @@ fn a_state_of_another_model_is_refused_whole() {
     state.layers.insert("blocks.2".into(), moved);
     state.layers.get_mut("up").unwrap().offset = 17;
     match state.apply(&net) {
-        Err(Nvfp4Error::Value { argument: "state", found, .. }) => {
-            assert!(found.contains("blocks.1") && found.contains("blocks.2"), "{found}");
+        Err(Nvfp4Error::Value {
+            argument: "state",
+            found,
+            ..
+        }) => {
+            assert!(
+                found.contains("blocks.1") && found.contains("blocks.2"),
+                "{found}"
+            );
         }
         other => panic!("{other:?}"),
     }
@@ -105,7 +141,13 @@ fn a_state_of_another_model_is_refused_whole() {
     let mut state = before.clone();
     state.layers.get_mut("blocks.1").unwrap().layer = u64::MAX;
     state.layers.get_mut("up").unwrap().offset = 17;
-    assert!(matches!(state.apply(&net), Err(Nvfp4Error::Value { argument: "layer", .. })));
+    assert!(matches!(
+        state.apply(&net),
+        Err(Nvfp4Error::Value {
+            argument: "layer",
+            ..
+        })
+    ));
     assert_eq!(Nvfp4State::collect(&net), before, "nothing was changed");
 }
 
@@ -128,14 +170,26 @@ fn the_counter_survives_what_burn_does_to_modules() {
     forked.gradients(1, &device);
     let moved = forked.to_device(&device);
     let expected = Nvfp4State::collect(&moved);
-    assert!(expected.layers.values().all(|layer| layer.offset == 3), "{expected:?}");
+    assert!(
+        expected.layers.values().all(|layer| layer.offset == 3),
+        "{expected:?}"
+    );
     assert_eq!(Nvfp4State::collect(&net), expected);
-    assert_eq!(Nvfp4State::collect(&stepped.no_grad().valid().train()), expected);
+    assert_eq!(
+        Nvfp4State::collect(&stepped.no_grad().valid().train()),
+        expected
+    );
 }
 
 #[test]
 fn layers_of_a_process_do_not_share_a_number() {
     flex_only!();
-    let layer = || Nvfp4LinearConfig::new(16, 16).init(&device()).state.randomness().layer;
+    let layer = || {
+        Nvfp4LinearConfig::new(16, 16)
+            .init(&device())
+            .state
+            .randomness()
+            .layer
+    };
     assert_ne!(layer(), layer());
 }

@@ -27,10 +27,16 @@ fn sgd_lowers_the_loss() {
     device.seed(5);
     let (width, steps) = if small_only() { (32, 3) } else { (64, 30) };
     let mut model = Mlp {
-        up: Nvfp4LinearConfig::new(32, width).with_layer(Some(0)).init(&device),
-        down: Nvfp4LinearConfig::new(width, 16).with_layer(Some(1)).init(&device),
+        up: Nvfp4LinearConfig::new(32, width)
+            .with_layer(Some(0))
+            .init(&device),
+        down: Nvfp4LinearConfig::new(width, 16)
+            .with_layer(Some(1))
+            .init(&device),
     };
-    let teacher = Matrix::gaussian(32, 16, DType::F32, 101).tensor(&device).mul_scalar(0.2);
+    let teacher = Matrix::gaussian(32, 16, DType::F32, 101)
+        .tensor(&device)
+        .mul_scalar(0.2);
     let x = Matrix::gaussian(32, 32, DType::F32, 102).tensor(&device);
     let target = x.clone().matmul(teacher).reshape([2, 16, 16]);
     let x: Tensor<3> = x.cast(FloatDType::BF16).reshape([2, 16, 32]);

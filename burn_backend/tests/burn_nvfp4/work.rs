@@ -76,8 +76,12 @@ const D_OUT: usize = 208;
 /// The work of one forward and backward with the given tracking, as `op copy` of its operands.
 fn work(x_grad: bool, w_grad: bool, bias_grad: bool, spec: LinearSpec) -> Vec<String> {
     let device = device().autodiff();
-    let x = Matrix::gaussian(ROWS, D_IN, DType::F32, 1).tensor(&device).set_require_grad(x_grad);
-    let w = Matrix::gaussian(D_IN, D_OUT, DType::F32, 2).tensor(&device).set_require_grad(w_grad);
+    let x = Matrix::gaussian(ROWS, D_IN, DType::F32, 1)
+        .tensor(&device)
+        .set_require_grad(x_grad);
+    let w = Matrix::gaussian(D_IN, D_OUT, DType::F32, 2)
+        .tensor(&device)
+        .set_require_grad(w_grad);
     let bias = Tensor::<1>::zeros([D_OUT], &device).set_require_grad(bias_grad);
     WORK.lock().unwrap().clear();
     let y = linear(x.clone(), w.clone(), Some(bias.clone()), spec);
@@ -116,21 +120,53 @@ fn a_gradient_that_nobody_asks_for_costs_nothing() {
     skip_where_small_only!();
     tracing::subscriber::set_global_default(Collector).expect("no other subscriber");
     let tiles = spec(0, 0);
-    let blocks = LinearSpec { weight_2d: false, ..tiles };
+    let blocks = LinearSpec {
+        weight_2d: false,
+        ..tiles
+    };
 
-    let all = ["matmul w", "matmul x", "matmul y", "quantize w pair", "quantize x pair", "quantize y pair"];
+    let all = [
+        "matmul w",
+        "matmul x",
+        "matmul y",
+        "quantize w pair",
+        "quantize x pair",
+        "quantize y pair",
+    ];
     assert_eq!(work(true, true, true, tiles), all, "everything is wanted");
-    assert_eq!(work(true, true, false, blocks), all, "everything is wanted, without tiles");
+    assert_eq!(
+        work(true, true, false, blocks),
+        all,
+        "everything is wanted, without tiles"
+    );
 
     // A frozen weight: no column-wise copy of x or dy, no wgrad.
-    let frozen = ["matmul x", "matmul y", "quantize w pair", "quantize x row", "quantize y row"];
+    let frozen = [
+        "matmul x",
+        "matmul y",
+        "quantize w pair",
+        "quantize x row",
+        "quantize y row",
+    ];
     assert_eq!(work(true, false, false, tiles), frozen);
     assert_eq!(work(true, false, true, blocks), frozen);
 
     // A constant input: no row-wise copy of dy, no dgrad; and without tiles none of w either.
-    let constant = ["matmul w", "matmul y", "quantize w pair", "quantize x pair", "quantize y col"];
+    let constant = [
+        "matmul w",
+        "matmul y",
+        "quantize w pair",
+        "quantize x pair",
+        "quantize y col",
+    ];
     assert_eq!(work(false, true, true, tiles), constant);
-    let constant = ["matmul w", "matmul y", "quantize w col", "quantize x pair", "quantize y col"];
+    let constant = [
+        "matmul w",
+        "matmul y",
+        "quantize w col",
+        "quantize x pair",
+        "quantize y col",
+    ];
     assert_eq!(work(false, true, false, blocks), constant);
 
     // Only the bias: its gradient is a sum.
@@ -154,7 +190,12 @@ fn only_packed_operands_wait_for_the_backward() {
         let tensor = Matrix::gaussian(rows, cols, DType::F32, 3).tensor(&device);
         let primitive: FlexTensor = tensor.try_into_primitive::<Flex>().unwrap();
         let buffer = primitive.data_arc();
-        (Tensor::<2>::from_primitive::<Flex>(primitive).autodiff().require_grad(), buffer)
+        (
+            Tensor::<2>::from_primitive::<Flex>(primitive)
+                .autodiff()
+                .require_grad(),
+            buffer,
+        )
     };
     type Product = fn(Tensor<2>, Tensor<2>) -> Tensor<2>;
     let held = |product: Product| {
@@ -166,5 +207,9 @@ fn only_packed_operands_wait_for_the_backward() {
         counts.map(|count| count - 1)
     };
     assert_eq!(held(|x, w| linear(x, w, None, spec(0, 0))), [0, 0]);
-    assert_eq!(held(|x, w| x.matmul(w)), [1, 1], "what a plain product keeps");
+    assert_eq!(
+        held(|x, w| x.matmul(w)),
+        [1, 1],
+        "what a plain product keeps"
+    );
 }
