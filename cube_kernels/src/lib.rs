@@ -25,6 +25,8 @@ pub mod gemm;
 #[cfg(feature = "cube")]
 pub mod ops;
 
+#[cfg(feature = "cube")]
+pub use cubecl;
 pub use error::Nvfp4Error;
 pub use format::packed::{Amax, Origin, PackedAxis, PackedTensor, ScaleLayout};
 pub use policy::{Hadamard, RandomStream, Rounding};

@@ -9,7 +9,7 @@ use crate::{
         block::{
             BlockPolicy, block_amax, encode_block, load_col_block, load_row_block, resolve_offset,
         },
-        codec::{magnitude_bits, round_nearest},
+        codec::magnitude_bits,
         hadamard::transform,
         philox::Random,
         scale::GlobalScale,
@@ -297,7 +297,7 @@ pub fn quantize_tile_kernel<F: Numeric, N: Size>(
         let multiplier = global.encode_multiplier(scale);
 
         // Rows beyond the matrix are zeros: code 0, unless the tile holds a NaN.
-        let padding = round_nearest(0.0f32 * multiplier);
+        let padding = select(multiplier.is_nan(), 7u32, 0u32);
         #[unroll]
         for half in 0..2usize {
             let mut gathered = Array::<u32>::new(16usize);

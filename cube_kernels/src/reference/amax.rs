@@ -2,7 +2,11 @@
 
 use rayon::prelude::*;
 
-use super::{Element, block::load_column_tile, block::magnitude_bits, transform};
+use super::{
+    Element,
+    block::{load_row_tile, magnitude_bits},
+    hadamard::transform_tile,
+};
 use crate::{BLOCK, Hadamard};
 
 /// Elements that one task handles before it is worth waking another core.
@@ -56,11 +60,10 @@ pub fn amax_rht<T: Element>(x: &[T], rows: usize, cols: usize, hadamard: &Hadama
         .map(|group| {
             let mut max = 0;
             for col0 in (0..cols).step_by(BLOCK) {
-                let tile = load_column_tile(x, rows, cols, group * BLOCK, col0);
-                for mut block in tile.into_iter().take(cols - col0) {
-                    transform(&mut block, hadamard);
-                    max = magnitude_bits(&block).max(max);
-                }
+                let mut tile = load_row_tile(x, rows, cols, group * BLOCK, col0);
+                transform_tile(&mut tile, hadamard);
+                // Columns beyond the matrix are zeros, and stay zeros.
+                max = tile.iter().map(magnitude_bits).fold(max, u32::max);
             }
             max
         })

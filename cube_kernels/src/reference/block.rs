@@ -13,15 +13,33 @@ pub(super) fn load_column_tile<T: Element>(
     row0: usize,
     col0: usize,
 ) -> [[f32; BLOCK]; BLOCK] {
+    transpose(&load_row_tile(x, rows, cols, row0, col0))
+}
+
+/// The 16x16 tile at (`row0`, `col0`) as 16 rows; zeros beyond the matrix.
+#[inline]
+pub(super) fn load_row_tile<T: Element>(
+    x: &[T],
+    rows: usize,
+    cols: usize,
+    row0: usize,
+    col0: usize,
+) -> [[f32; BLOCK]; BLOCK] {
     let mut tile = [[0f32; BLOCK]; BLOCK];
     let width = BLOCK.min(cols - col0);
-    for r in 0..BLOCK.min(rows - row0) {
+    for (r, row) in tile.iter_mut().take(rows - row0).enumerate() {
         let source = &x[(row0 + r) * cols + col0..][..width];
-        for (c, value) in source.iter().enumerate() {
-            tile[c][r] = value.to_f32();
+        for (value, source) in row.iter_mut().zip(source) {
+            *value = source.to_f32();
         }
     }
     tile
+}
+
+/// Rows from columns, and columns from rows.
+#[inline]
+pub(super) fn transpose(tile: &[[f32; BLOCK]; BLOCK]) -> [[f32; BLOCK]; BLOCK] {
+    std::array::from_fn(|c| std::array::from_fn(|r| tile[r][c]))
 }
 
 /// The largest magnitude of a block, as the bits of an `f32`: NaN compares above infinity.

@@ -1,9 +1,11 @@
 //! The random Hadamard transform `R = diag(s) · H16 · 0.25` on 16 elements.
 
-use half::bf16;
 use rayon::prelude::*;
 
-use super::{Element, block::load_column_tile};
+use super::{
+    Element,
+    block::{load_row_tile, transpose},
+};
 use crate::{BLOCK, Hadamard};
 
 /// `x R`, in `f32` and rounded to bf16, which is how operands are transformed before their amax is
@@ -19,8 +21,46 @@ pub fn transform(block: &mut [f32; BLOCK], hadamard: &Hadamard) {
     }
     butterfly(block);
     for value in block.iter_mut() {
-        *value = bf16::from_f32(*value * 0.25).to_f32();
+        *value = round_to_bf16(*value * 0.25);
     }
+}
+
+/// [`transform`] of each of the 16 columns of a tile, which is given as its 16 rows.
+///
+/// Each step combines whole rows, so that a vector holds 16 columns and nothing moves between its
+/// lanes; every element sees the operations of [`transform`] in the same order.
+#[inline]
+pub(super) fn transform_tile(rows: &mut [[f32; BLOCK]; BLOCK], hadamard: &Hadamard) {
+    let signs = hadamard.signs();
+    for (i, row) in rows.iter_mut().enumerate() {
+        let flip = (signs as u32 >> i & 1) << 31;
+        for value in row {
+            *value = f32::from_bits(value.to_bits() ^ flip);
+        }
+    }
+    for distance in [1, 2, 4, 8] {
+        for i in (0..BLOCK).filter(|i| i & distance == 0) {
+            let (lower, upper) = (rows[i], rows[i | distance]);
+            for c in 0..BLOCK {
+                rows[i][c] = lower[c] + upper[c];
+                rows[i | distance][c] = lower[c] - upper[c];
+            }
+        }
+    }
+    for value in rows.as_flattened_mut() {
+        *value = round_to_bf16(*value * 0.25);
+    }
+}
+
+/// `value` rounded to bf16, to nearest even, as `bf16::from_f32` does it, but without a branch: the
+/// library's version does not vectorise.
+#[inline(always)]
+fn round_to_bf16(value: f32) -> f32 {
+    let bits = value.to_bits();
+    // Half a unit in the last place, less one where the last place is even, carries into it.
+    let rounded = bits.wrapping_add(0x7FFF + (bits >> 16 & 1));
+    let is_nan = bits & 0x7FFF_FFFF > f32::INFINITY.to_bits();
+    f32::from_bits(if is_nan { bits | 0x0040_0000 } else { rounded } & 0xFFFF_0000)
 }
 
 /// `x R^T`, the inverse of [`transform`], in `f32` and without rounding to bf16.
@@ -65,9 +105,10 @@ pub fn transform_cols<T: Element>(
         .enumerate()
         .for_each(|(chunk, out)| {
             for row0 in (0..rows).step_by(BLOCK) {
-                let tile = load_column_tile(x, rows, cols, row0, chunk * BLOCK);
-                for (column, mut block) in tile.into_iter().take(out.len() / padded).enumerate() {
-                    transform(&mut block, hadamard);
+                let mut tile = load_row_tile(x, rows, cols, row0, chunk * BLOCK);
+                transform_tile(&mut tile, hadamard);
+                let columns = transpose(&tile).into_iter().take(out.len() / padded);
+                for (column, block) in columns.enumerate() {
                     out[column * padded + row0..][..BLOCK].copy_from_slice(&block);
                 }
             }
@@ -86,6 +127,40 @@ mod tests {
             transform(row, hadamard);
         }
         matrix
+    }
+
+    #[test]
+    fn rounding_to_bf16_is_the_librarys() {
+        for high in (0..=u16::MAX).step_by(13) {
+            for low in [0u16, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF] {
+                let value = f32::from_bits((high as u32) << 16 | low as u32);
+                let expected = half::bf16::from_f32(value).to_f32();
+                assert_eq!(
+                    round_to_bf16(value).to_bits(),
+                    expected.to_bits(),
+                    "{value:e}"
+                );
+            }
+        }
+    }
+
+    #[test]
+    fn a_tile_is_transformed_column_by_column() {
+        let hadamard = Hadamard::seeded(5);
+        let special = [f32::NAN, f32::INFINITY, -0.0, 1e-42, f32::MAX];
+        let mut rows: [[f32; 16]; 16] = std::array::from_fn(|r| {
+            std::array::from_fn(|c| (r as f32 - 7.3).sin() * (c as f32 + 0.7).exp())
+        });
+        for (i, value) in special.into_iter().enumerate() {
+            rows[3 * i][i] = value;
+        }
+        let mut columns = transpose(&rows);
+        transform_tile(&mut rows, &hadamard);
+        for column in &mut columns {
+            transform(column, &hadamard);
+        }
+        let bits = |tile: [[f32; 16]; 16]| tile.map(|row| row.map(f32::to_bits));
+        assert_eq!(bits(transpose(&rows)), bits(columns));
     }
 
     #[test]

@@ -4,10 +4,12 @@ use rayon::prelude::*;
 
 use super::{
     Element,
-    block::{encode_block, load_column_tile, magnitude_bits, quantize_block},
+    block::{
+        encode_block, load_column_tile, load_row_tile, magnitude_bits, quantize_block, transpose,
+    },
     block_scale, encode_multiplier,
+    hadamard::transform_tile,
     scaling::GlobalScale,
-    transform,
 };
 use crate::{
     Amax, BLOCK, Hadamard, Nvfp4Error, Origin, PackedAxis, PackedTensor, Rounding, ScaleLayout,
@@ -85,11 +87,11 @@ pub fn quantize_col<T: Element>(
         .for_each(|(chunk, (codes, scales))| {
             let col0 = chunk * BLOCK;
             for index in 0..blocks {
-                let tile = load_column_tile(x, rows, cols, index * BLOCK, col0);
-                for (c, mut block) in tile.into_iter().take(cols - col0).enumerate() {
-                    if let Some(hadamard) = hadamard {
-                        transform(&mut block, hadamard);
-                    }
+                let mut tile = load_row_tile(x, rows, cols, index * BLOCK, col0);
+                if let Some(hadamard) = hadamard {
+                    transform_tile(&mut tile, hadamard);
+                }
+                for (c, block) in transpose(&tile).into_iter().take(cols - col0).enumerate() {
                     let global =
                         tensor_scale.unwrap_or_else(|| GlobalScale::from_amax(amax.of(col0 + c)));
                     let logical = ((col0 + c) * blocks + index) as u64;

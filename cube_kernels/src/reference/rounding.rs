@@ -27,17 +27,17 @@ pub fn round_stochastic(value: f32, random: u8) -> u8 {
     let magnitude = f32::from_bits(bits & 0x7FFF_FFFF);
     // An eighth-bit uniform times a power of two is exact, so this sum rounds once, as an fma would.
     let dithered = random as f32 * (1.0 / 256.0) * step(magnitude) + magnitude;
-    let width = step(dithered);
-    let rounded = ((dithered / width).floor() * width).min(6.0);
-    // `rounded` is on the grid (NaN became 6 in the minimum), so counting the values that it
-    // reaches is exact.
-    let code = (rounded >= 0.5) as u8
-        + (rounded >= 1.0) as u8
-        + (rounded >= 1.5) as u8
-        + (rounded >= 2.0) as u8
-        + (rounded >= 3.0) as u8
-        + (rounded >= 4.0) as u8
-        + (rounded >= 6.0) as u8;
+    // The largest grid value not above `dithered` is `floor(dithered / step) * step`, saturated at 6,
+    // because the grid is what is left of the multiples of each step in its range. Its code counts
+    // the values that `dithered` reaches; as integers, which NaN all reaches.
+    let reached = dithered.to_bits() & 0x7FFF_FFFF;
+    let code = (reached >= 0.5f32.to_bits()) as u8
+        + (reached >= 1.0f32.to_bits()) as u8
+        + (reached >= 1.5f32.to_bits()) as u8
+        + (reached >= 2.0f32.to_bits()) as u8
+        + (reached >= 3.0f32.to_bits()) as u8
+        + (reached >= 4.0f32.to_bits()) as u8
+        + (reached >= 6.0f32.to_bits()) as u8;
     code | sign_unless_nan(bits)
 }
 
