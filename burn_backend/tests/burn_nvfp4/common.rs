@@ -83,23 +83,17 @@ macro_rules! in_dtype {
     ($matrix:expr, |$values:ident| $body:expr) => {
         match $matrix.dtype {
             DType::F32 => {
-                let $values = &$matrix.values;
+                let $values = &$matrix.values[..];
                 $body
             }
             DType::BF16 => {
-                let $values: Vec<bf16> = $matrix
-                    .values
-                    .iter()
-                    .map(|value| bf16::from_f32(*value))
-                    .collect();
+                let narrow: Vec<bf16> = $matrix.values.iter().map(|v| bf16::from_f32(*v)).collect();
+                let $values = &narrow[..];
                 $body
             }
             DType::F16 => {
-                let $values: Vec<f16> = $matrix
-                    .values
-                    .iter()
-                    .map(|value| f16::from_f32(*value))
-                    .collect();
+                let narrow: Vec<f16> = $matrix.values.iter().map(|v| f16::from_f32(*v)).collect();
+                let $values = &narrow[..];
                 $body
             }
             other => panic!("{other:?}"),
@@ -137,7 +131,7 @@ impl Matrix {
             let amax = Amax::Tensor(reference::amax(x));
             reference::quantize_row(x, rows, cols, &amax, &rounding).unwrap()
         }
-        in_dtype!(self, |values| run(&values, self.rows, self.cols, rounding))
+        in_dtype!(self, |values| run(values, self.rows, self.cols, rounding))
     }
 
     pub fn col(&self, rounding: Rounding, hadamard: Option<Hadamard>) -> PackedTensor {
@@ -155,7 +149,7 @@ impl Matrix {
             reference::quantize_col(x, rows, cols, &amax, &rounding, hadamard.as_ref()).unwrap()
         }
         in_dtype!(self, |values| run(
-            &values, self.rows, self.cols, rounding, hadamard
+            values, self.rows, self.cols, rounding, hadamard
         ))
     }
 
@@ -164,7 +158,7 @@ impl Matrix {
             let amax = Amax::Tensor(reference::amax(x));
             reference::quantize_tile(x, rows, cols, &amax).unwrap()
         }
-        in_dtype!(self, |values| run(&values, self.rows, self.cols))
+        in_dtype!(self, |values| run(values, self.rows, self.cols))
     }
 
     /// Both copies of a weight, as `spec` asks.

@@ -88,7 +88,7 @@ fn shapes_that_do_not_fit_each_other() {
     assert_error!(result, Shape, "bias", "[16]", "[32]");
     let packed = pack(32, 32);
     let layout = packed.layout();
-    let codes = packed.codes().clone().slice([0..16]);
+    let codes = packed.codes().clone().slice(0..16);
     let parts = Nvfp4Tensor::try_from_parts(
         codes,
         packed.scales().clone(),

@@ -196,7 +196,7 @@ fn leading_axes_are_rows() {
     );
     assert_eq!(y.dims(), [2, 3, 4, 48]);
     assert_eq!(values(y), values(flat));
-    let first: Tensor<1> = x.slice([0..1]).reshape([32]);
+    let first: Tensor<1> = x.slice(0..1).reshape([32]);
     let y = linear(first.clone(), w.clone(), None, spec(0, 0));
     assert_eq!(y.dims(), [48]);
     assert_eq!(
