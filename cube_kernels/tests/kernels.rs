@@ -627,7 +627,7 @@ fn bad_arguments_are_named() {
         "{error}"
     );
     let pack = |rows, cols| {
-        let x = Matrix::empty(&client, rows, cols, FloatKind::F32);
+        let x = upload(&client, &vec![0f32; rows * cols], rows, cols);
         ops::quantize_row(&client, &x, &amax, DeviceRounding::Nearest).unwrap()
     };
     let error = gemm::gemm(&client, &pack(2, 32), &pack(2, 48), None, FloatKind::F32).unwrap_err();
