@@ -1,7 +1,7 @@
 //! NVFP4 training for [Burn](burn_core): a backend extension, and the linear layer built on it.
 //!
 //! - [`recipe`] says what to do: [`Nvfp4Recipe`], a Burn `Config`. No tensors.
-//! - [`nn`] holds [`Nvfp4Linear`](nn::Nvfp4Linear), which stands in for `burn_nn::Linear`: the same
+//! - [`nn`] holds [`Nvfp4Linear`], which stands in for `burn_nn::Linear`: the same
 //!   parameters, ids and record layout.
 //! - [`state`] is what a layer draws its random bits from, and [`Nvfp4State`], which saves and
 //!   restores it with the model.

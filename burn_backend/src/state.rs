@@ -161,7 +161,7 @@ impl LayerState {
     }
 }
 
-/// A module without parameters: Burn's traversals see nothing of it, only [`layers`] does.
+/// A module without parameters: Burn's traversals see nothing of it; [`Nvfp4State`] does.
 impl Module for LayerState {
     fn visit<V: ModuleVisitor>(&self, _visitor: &mut V) {
         TRAVERSAL.with_borrow_mut(|traversal| {

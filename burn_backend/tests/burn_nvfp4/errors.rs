@@ -158,6 +158,18 @@ fn operands_on_different_devices() {
     assert_error!(result, Device, "weight", "Cpu", "the device of `x`");
 }
 
+/// A device that Burn can name in this build, but for which there are no kernels here. Naming it
+/// opens nothing.
+#[cfg(any(feature = "cpu", feature = "cuda"))]
+#[test]
+fn a_device_without_an_implementation() {
+    use burn_core::{backend::DispatchDevice, tensor::Device};
+    let wgpu = burn_cubecl::CubeDevice::Wgpu(Default::default());
+    let device = Device::new(DispatchDevice::Cube(wgpu));
+    let layer = Nvfp4LinearConfig::new(16, 16).try_init(&device);
+    assert_error!(layer, Device, "device", "Wgpu", "device");
+}
+
 #[test]
 #[should_panic(expected = "nvfp4 linear: shape of `x`: found [4, 48], expected a last axis of 32")]
 fn the_plain_functions_panic_with_the_same_message() {
