@@ -10,6 +10,9 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU16, AtomicU64, Ordering};
 
+use burn_core as burn;
+
+use burn_core::config::Config;
 use burn_core::module::{
     Content, Devices, Module, ModuleDisplay, ModuleDisplayDefault, ModuleMapper, ModuleVisitor,
     Param, ParamId,
@@ -341,24 +344,24 @@ pub fn number_layers<M: Module>(model: &M) {
 
 /// What the NVFP4 layers of a model draw their random bits from, by the path of the layer.
 ///
-/// Save it with the model's record and apply it to the loaded model: the resumed run then draws
-/// exactly the bits that the uninterrupted one would have.
+/// Save it beside the model's record and apply it to the loaded model: the resumed run then draws
+/// exactly the bits that the uninterrupted one would have. It is a Burn [`Config`], so it has a JSON
+/// file of its own; serde puts it into any other.
 ///
-/// ```
-/// # use burn_core as burn;
-/// # use burn_nvfp4::{Nvfp4Linear, Nvfp4LinearConfig, Nvfp4State};
+/// ```no_run
+/// use burn_core::config::Config;
 /// # use burn_core::{module::Module, tensor::Device};
-/// # let device = Device::flex();
-/// # let model = Nvfp4LinearConfig::new(16, 16).init(&device);
-/// # let fresh = Nvfp4LinearConfig::new(16, 16).init(&device);
-/// let state = Nvfp4State::collect(&model);
-/// let record = model.into_record();
-/// // ... save both, load both ...
-/// let model = fresh.load_record(record);
-/// state.apply(&model)?;
-/// # Ok::<(), burn_nvfp4::Nvfp4Error>(())
+/// # use burn_nvfp4::{Nvfp4Linear, Nvfp4State};
+/// # fn save_and_load(model: Nvfp4Linear, fresh: Nvfp4Linear) -> Result<(), Box<dyn std::error::Error>> {
+/// Nvfp4State::collect(&model).save("model.nvfp4.json")?;
+/// model.save_file("model.bpk")?;
+/// // In another process:
+/// let model = fresh.load_file("model.bpk");
+/// Nvfp4State::load("model.nvfp4.json")?.apply(&model)?;
+/// # Ok(())
+/// # }
 /// ```
-#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Config, Debug, Default, PartialEq, Eq)]
 pub struct Nvfp4State {
     /// The layers' states, by path (`""` for a model that is itself a layer).
     pub layers: BTreeMap<String, LayerRandomness>,
