@@ -383,34 +383,34 @@ fn bad_arguments_are_named() {
             &["/nonexistent/text", "does not exist"],
         ),
     ];
+    let usual = [
+        ("--device", "flex"),
+        ("--width", "32"),
+        ("--heads", "2"),
+        ("--hidden", "32"),
+        ("--data", text()),
+    ];
     for (number, (arguments, names)) in cases.into_iter().enumerate() {
         let out = folder(&format!("bad-{number}"));
-        let out = out.to_str().unwrap();
-        let device = if arguments.contains("--device") {
-            ""
-        } else {
-            "--device flex"
-        };
-        let arguments = format!("train {device} --width 32 --heads 2 --hidden 32 {arguments}");
-        // Of an option that is given twice clap takes none: keep the last.
         let mut given: Vec<&str> = arguments.split_whitespace().collect();
-        for name in ["--width", "--heads", "--hidden"] {
-            let places: Vec<usize> = given
-                .iter()
-                .enumerate()
-                .filter(|(_, a)| **a == name)
-                .map(|(i, _)| i)
-                .collect();
-            if let [first, _] = places[..] {
-                given.drain(first..first + 2);
+        for (name, value) in usual {
+            if !given.contains(&name) {
+                given.extend([name, value]);
             }
         }
-        if !given.contains(&"--data") {
-            given.extend(["--data", text()]);
-        }
-        given.extend(["--out", out]);
-        fails(nvfp4("", &given), names);
+        given.extend(["--out", out.to_str().unwrap()]);
+        fails(nvfp4("train", &given), names);
     }
+    let path = finished().to_str().unwrap();
+    let sample = ["--checkpoint", path, "--prompt", "let", "--device", "flex"];
+    fails(
+        nvfp4("sample --temperature -1", &sample),
+        &["temperature", "-1"],
+    );
+    fails(
+        nvfp4("sample --device gpu", &sample[..4]),
+        &["--device", "gpu"],
+    );
 }
 
 #[test]

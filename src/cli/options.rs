@@ -66,16 +66,16 @@ pub(crate) struct Options {
     #[arg(long)]
     batch: Option<usize>,
     /// Highest learning rate
-    #[arg(long)]
+    #[arg(long, allow_negative_numbers = true)]
     lr: Option<f64>,
     /// Steps over which the learning rate rises
     #[arg(long)]
     warmup: Option<u64>,
     /// Decoupled weight decay of the matrices
-    #[arg(long)]
+    #[arg(long, allow_negative_numbers = true)]
     weight_decay: Option<f64>,
     /// Largest global norm of the gradients
-    #[arg(long)]
+    #[arg(long, allow_negative_numbers = true)]
     grad_clip: Option<f64>,
     /// Seed of weights, batches and stochastic rounding
     #[arg(long)]

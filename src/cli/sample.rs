@@ -22,7 +22,12 @@ pub(crate) struct Sample {
     #[arg(long, value_name = "N", default_value_t = 256)]
     tokens: usize,
     /// 0 for the most probable byte, 1 for the model's distribution
-    #[arg(long, value_name = "T", default_value_t = 0.8)]
+    #[arg(
+        long,
+        value_name = "T",
+        default_value_t = 0.8,
+        allow_negative_numbers = true
+    )]
     temperature: f64,
     /// Seed of the choices
     #[arg(long, default_value_t = 0)]
