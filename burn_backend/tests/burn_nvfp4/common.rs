@@ -29,6 +29,16 @@ pub fn small_only() -> bool {
     device_name() == "cpu"
 }
 
+/// The type of activations: `bf16`, except on CubeCL's CPU runtime, where Burn's own `bf16`
+/// arithmetic does not link (`__truncsfbf2` is missing) and its kernels silently do nothing.
+pub fn activation() -> DType {
+    if small_only() {
+        DType::F32
+    } else {
+        DType::BF16
+    }
+}
+
 /// Skip the test on CubeCL's CPU runtime.
 macro_rules! skip_where_small_only {
     () => {

@@ -7,7 +7,7 @@ use burn_cubecl::{CubeBackend, tensor::CubeTensor};
 use burn_nvfp4::functions::linear;
 use burn_nvfp4::ops::{Bias, Nvfp4Ops};
 
-use crate::common::{Matrix, device, spec, values};
+use crate::common::{Matrix, activation, device, spec, values};
 
 type Backend = Autodiff<CubeBackend>;
 
@@ -18,7 +18,7 @@ fn a_step_without_fusion_is_the_step_with_it() {
         eprintln!("skipped: Flex has no fusion");
         return;
     };
-    let x = Matrix::gaussian(24, 32, DType::BF16, 111);
+    let x = Matrix::gaussian(24, 32, activation(), 111);
     let w = Matrix::gaussian(32, 32, DType::F32, 112);
 
     let leaf = |matrix: &Matrix| {

@@ -6,7 +6,8 @@ use burn_nvfp4::ops::LinearSpec;
 use burn_nvfp4::{Hadamard, Rounding};
 
 use crate::common::{
-    Matrix, assert_product, device, skip_where_small_only, small_only, spec, sqnr, values,
+    Matrix, activation, assert_product, device, skip_where_small_only, small_only, spec, sqnr,
+    values,
 };
 
 /// What one training step of one product gives.
@@ -112,7 +113,7 @@ fn the_default_recipe_is_the_oracles_composition() {
     };
     assert_oracle(
         shape,
-        (DType::BF16, DType::F32, DType::F32),
+        (activation(), DType::F32, DType::F32),
         spec(5, 3),
         &device,
     );

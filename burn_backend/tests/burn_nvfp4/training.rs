@@ -7,7 +7,7 @@ use burn_core::tensor::{DType, FloatDType, Tensor, activation::relu};
 use burn_nvfp4::{Nvfp4Linear, Nvfp4LinearConfig};
 use burn_optim::{GradientsParams, SgdConfig};
 
-use crate::common::{Matrix, device, small_only, values};
+use crate::common::{Matrix, activation, device, small_only, values};
 
 #[derive(Module, Debug)]
 struct Mlp {
@@ -39,7 +39,7 @@ fn sgd_lowers_the_loss() {
         .mul_scalar(0.2);
     let x = Matrix::gaussian(32, 32, DType::F32, 102).tensor(&device);
     let target = x.clone().matmul(teacher).reshape([2, 16, 16]);
-    let x: Tensor<3> = x.cast(FloatDType::BF16).reshape([2, 16, 32]);
+    let x: Tensor<3> = x.cast(activation()).reshape([2, 16, 32]);
     let mut optimizer = SgdConfig::new().init();
     let mut losses = Vec::new();
     for _ in 0..steps {
