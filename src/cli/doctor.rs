@@ -99,6 +99,9 @@ fn show(name: DeviceName, paths: fn(&Device) -> Vec<CodePath>) -> Result<()> {
     .filter_map(|(name, dtype)| device.supports_dtype(dtype).then_some(name))
     .collect();
     println!("  types: {}", list(&types));
+    if name == DeviceName::Cpu {
+        println!("  train in f32: Burn's own bf16 operations do not link on this runtime");
+    }
     for CodePath {
         operation,
         path,
@@ -137,7 +140,67 @@ fn flex(_device: &Device) -> Vec<CodePath> {
     ]
 }
 
-/// The paths of a CubeCL device.
+/// The paths of a CubeCL device, as the kernels crate chooses them.
+#[cfg(any(feature = "cpu", feature = "cuda"))]
+fn cube(device: &Device) -> Vec<CodePath> {
+    use burn::backend::DispatchDevice;
+    use nvfp4::kernels::cube::block::Conversion;
+    use nvfp4::kernels::device::{Capabilities, GemmPath};
+
+    let DispatchDevice::Cube(device) = device.as_dispatch() else {
+        return Vec::new();
+    };
+    let capabilities = Capabilities::of(&device.client());
+    let target = match capabilities.compute_capability {
+        Some(capability) => format!("sm_{capability}"),
+        None => format!("CubeCL's {} runtime", capabilities.runtime),
+    };
+    let units = format!(
+        "CubeCL kernel, {} unit(s) in a cube",
+        capabilities.units_per_cube
+    );
+    let why_units = match capabilities.units_per_cube {
+        1 => "units of this runtime are threads: more of them than cores only wait for each other",
+        _ => "this keeps the memory busy without a barrier",
+    };
+    let (conversion, why_conversion) = match capabilities.conversion {
+        Conversion::Hardware => (
+            "cvt.rn.satfinite.e2m1x2 to nearest, cvt.rs.satfinite.e2m1x4 stochastically",
+            format!("{target} has both instructions"),
+        ),
+        Conversion::HardwareNearest => (
+            "cvt.rn.satfinite.e2m1x2 to nearest, in software stochastically",
+            format!("{target} has only the instruction that rounds to nearest"),
+        ),
+        Conversion::Software => (
+            "E2M1 conversion in software",
+            format!("{target} has no E2M1 conversion"),
+        ),
+    };
+    let (gemm, why_gemm) = match capabilities.gemm {
+        GemmPath::MatrixInstructions => (
+            "tiles decoded to bf16 in shared memory (exact), 16x16x16 matrix instructions, f32 sums",
+            "the device has them for bf16, in planes of 32; FP4 tensor cores are not used yet",
+        ),
+        GemmPath::Scalar => (
+            "one unit for each output element, f32 sums in order",
+            "the device reports no 16x16x16 bf16 matrix instructions in planes of 32",
+        ),
+    };
+    vec![
+        code_path("amax", &units, why_units),
+        code_path(
+            "quantize",
+            format!("{units}; {conversion}; Philox4x32-10"),
+            why_conversion,
+        ),
+        code_path("dequantize", &units, why_units),
+        code_path("gemm", gemm, why_gemm),
+    ]
+}
+
+/// Without CubeCL no such device can be opened.
+#[cfg(not(any(feature = "cpu", feature = "cuda")))]
 fn cube(_device: &Device) -> Vec<CodePath> {
     Vec::new()
 }

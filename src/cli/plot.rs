@@ -55,16 +55,17 @@ fn draw(
         .y_desc("nats per byte")
         .label_style(("sans-serif", 14))
         .light_line_style(WHITE)
+        .bold_line_style(BLACK.mix(0.12))
         .x_label_formatter(&|step| format!("{step:.0}"))
         .y_label_formatter(&|loss| format!("{loss:.1}"))
         .draw()?;
     chart
         .draw_series(LineSeries::new(
             [(0.0, unigram), (last as f64, unigram)],
-            GRAY.stroke_width(1),
+            BLACK.stroke_width(2),
         ))?
         .label("unigram entropy")
-        .legend(|(x, y)| PathElement::new([(x, y), (x + 22, y)], GRAY.stroke_width(1)));
+        .legend(|(x, y)| PathElement::new([(x, y), (x + 22, y)], BLACK.stroke_width(2)));
     for ((name, rows), color) in curves.iter().zip(COLORS) {
         let points = |value: fn(&Row) -> Option<f64>| {
             rows.iter()
