@@ -492,7 +492,8 @@ mod tests {
     #[test]
     fn errors_name_the_value() {
         let good = RunConfig::preset(Preset::Tiny, "flex");
-        let cases: [(&str, fn(&mut RunConfig)); 10] = [
+        type Spoil = fn(&mut RunConfig);
+        let cases: [(&str, Spoil); 10] = [
             ("width", |c| c.width = 100),
             ("hidden", |c| c.hidden = 0),
             ("heads", |c| c.heads = 3),

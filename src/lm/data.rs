@@ -29,7 +29,7 @@ struct Found {
 
 impl Found {
     fn in_validation(&self) -> bool {
-        hash(self.key.as_bytes()) % VALIDATION_SHARE == 0
+        hash(self.key.as_bytes()).is_multiple_of(VALIDATION_SHARE)
     }
 }
 
