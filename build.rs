@@ -5,8 +5,9 @@ use std::{env, path::PathBuf};
 
 fn main() {
     println!("cargo::rerun-if-changed=build.rs");
-    let links_llvm =
-        ["CARGO_FEATURE_CPU", "CARGO_FEATURE_CUDA"].iter().any(|name| env::var_os(name).is_some());
+    let links_llvm = ["CARGO_FEATURE_CPU", "CARGO_FEATURE_CUDA"]
+        .iter()
+        .any(|name| env::var_os(name).is_some());
     if !links_llvm || env::var("CARGO_CFG_TARGET_OS").as_deref() != Ok("linux") {
         return;
     }
@@ -21,6 +22,9 @@ fn main() {
     // The prefix that `cargo xtask setup` or CubeCL's build script installs.
     let libraries = data.join("tracel/tracel-llvm-23.1.0-4/lib");
     if libraries.join("libLLVM.so.23.1").exists() {
-        println!("cargo::rustc-link-arg-bins=-Wl,-rpath,{}", libraries.display());
+        println!(
+            "cargo::rustc-link-arg-bins=-Wl,-rpath,{}",
+            libraries.display()
+        );
     }
 }
