@@ -91,7 +91,7 @@ fn zero_kernel(out: &mut [u32]) {
 /// Raises `out` to `bits`, once for each plane where there are planes. Magnitudes are compared as
 /// integers, so the order in which units arrive does not matter.
 #[cube]
-fn raise(out: &[Atomic<u32>], bits: u32, #[comptime] planes: bool) {
+fn raise(out: &mut [Atomic<u32>], bits: u32, #[comptime] planes: bool) {
     if comptime!(planes) {
         let plane = plane_max(bits);
         if UNIT_POS_PLANE == 0u32 {
@@ -106,7 +106,7 @@ fn raise(out: &[Atomic<u32>], bits: u32, #[comptime] planes: bool) {
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn amax_kernel<F: Numeric, N: Size>(
     x: &[Vector<F, N>],
-    out: &[Atomic<u32>],
+    out: &mut [Atomic<u32>],
     #[comptime] planes: bool,
     #[comptime] kind: FloatKind,
     #[define(F)] _storage: ElemType,
@@ -128,7 +128,7 @@ pub fn amax_kernel<F: Numeric, N: Size>(
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn amax_cols_kernel<F: Numeric>(
     x: &[F],
-    out: &[Atomic<u32>],
+    out: &mut [Atomic<u32>],
     rows: usize,
     cols: usize,
     signs: u32,
