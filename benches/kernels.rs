@@ -84,7 +84,7 @@ fn main() {
         let host: Vec<u16> = (0..side * side)
             .map(|i| {
                 let hash = (i as u32).wrapping_mul(0x9E37_79B9);
-                (hash >> 16 & 0x8000 | 0x3C00 + (hash & 0x3ff)) as u16
+                (((hash >> 16) & 0x8000) | (0x3C00 + (hash & 0x3ff))) as u16
             })
             .collect();
         let inputs: Vec<Matrix> = (0..sets)
