@@ -320,10 +320,7 @@ pub(crate) fn address_type(elements: usize) -> AddressType {
     }
 }
 
-/// Memory of exactly `bytes`, or one byte: an empty tensor has a valid handle too.
-///
-/// The size must be exact: on CubeCL 0.11.3's CPU runtime the first cube loses its stores to a
-/// `u8` buffer whose handle is more than twice as long as the length it is bound with.
+/// Memory of `bytes`, or one byte: an empty tensor has a valid handle too.
 pub(crate) fn allocate(client: &Client, bytes: usize) -> Handle {
     client.empty(bytes.max(1))
 }

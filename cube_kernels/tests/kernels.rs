@@ -127,10 +127,21 @@ fn roundings() -> [Rounding; 2] {
 
 /// All quantize kernels on one matrix.
 fn check_matrix<T: DeviceElement>(client: &Client, x: &[T], rows: usize, cols: usize, what: &str) {
-    let matrix = upload(client, x, rows, cols);
+    check_uploaded(client, &upload(client, x, rows, cols), x, rows, cols, what);
+}
+
+/// [`check_matrix`] on a matrix that is on the device already.
+fn check_uploaded<T: DeviceElement>(
+    client: &Client,
+    matrix: &Matrix,
+    x: &[T],
+    rows: usize,
+    cols: usize,
+    what: &str,
+) {
     let what = format!("{what} {rows}x{cols} {:?}", T::KIND);
 
-    let amax = ops::amax(client, &matrix, None).unwrap();
+    let amax = ops::amax(client, matrix, None).unwrap();
     let expected = reference::amax(x);
     assert_eq!(
         read_f32(client, &amax).to_bits(),
@@ -139,7 +150,7 @@ fn check_matrix<T: DeviceElement>(client: &Client, x: &[T], rows: usize, cols: u
     );
     let host_amax = Amax::Tensor(expected);
     let hadamard = Hadamard::from_signs(0x5a3c);
-    let rht_amax = ops::amax(client, &matrix, Some(hadamard)).unwrap();
+    let rht_amax = ops::amax(client, matrix, Some(hadamard)).unwrap();
     let expected = reference::amax_rht(x, rows, cols, &hadamard);
     assert_eq!(
         read_f32(client, &rht_amax).to_bits(),
@@ -149,7 +160,7 @@ fn check_matrix<T: DeviceElement>(client: &Client, x: &[T], rows: usize, cols: u
     let host_rht_amax = Amax::Tensor(expected);
 
     for rounding in roundings() {
-        let found = ops::quantize_row(client, &matrix, &amax, rounding.into()).unwrap();
+        let found = ops::quantize_row(client, matrix, &amax, rounding.into()).unwrap();
         let expected = reference::quantize_row(x, rows, cols, &host_amax, &rounding).unwrap();
         assert_same(
             client,
@@ -158,7 +169,7 @@ fn check_matrix<T: DeviceElement>(client: &Client, x: &[T], rows: usize, cols: u
             &format!("{what}: row, {rounding:?}"),
         );
 
-        let found = ops::quantize_col(client, &matrix, &amax, rounding.into(), None).unwrap();
+        let found = ops::quantize_col(client, matrix, &amax, rounding.into(), None).unwrap();
         let expected = reference::quantize_col(x, rows, cols, &host_amax, &rounding, None).unwrap();
         assert_same(
             client,
@@ -168,7 +179,7 @@ fn check_matrix<T: DeviceElement>(client: &Client, x: &[T], rows: usize, cols: u
         );
 
         let found =
-            ops::quantize_col(client, &matrix, &rht_amax, rounding.into(), Some(hadamard)).unwrap();
+            ops::quantize_col(client, matrix, &rht_amax, rounding.into(), Some(hadamard)).unwrap();
         let expected =
             reference::quantize_col(x, rows, cols, &host_rht_amax, &rounding, Some(&hadamard))
                 .unwrap();
@@ -180,7 +191,7 @@ fn check_matrix<T: DeviceElement>(client: &Client, x: &[T], rows: usize, cols: u
         );
     }
 
-    let (row, col) = ops::quantize_tile(client, &matrix, &amax).unwrap();
+    let (row, col) = ops::quantize_tile(client, matrix, &amax).unwrap();
     let (expected_row, expected_col) = reference::quantize_tile(x, rows, cols, &host_amax).unwrap();
     assert_same(client, &row, &expected_row, &format!("{what}: tile, row"));
     assert_same(client, &col, &expected_col, &format!("{what}: tile, col"));
@@ -507,6 +518,21 @@ fn gemm_is_within_the_bound_of_any_order() {
                 "{shape:?}, element {i}: {found} instead of {expected}, bound {bound:e}"
             );
         }
+    }
+}
+
+/// A matrix may lie in memory larger than itself, as Burn's pitched tensors do: what lies behind it
+/// must not count.
+#[test]
+fn memory_behind_a_matrix_does_not_count() {
+    let client = client!("memory_behind_a_matrix_does_not_count");
+    for (rows, cols) in [(1, 16), (1, 48), (5, 32)] {
+        let x = values(Kind::Normal, rows * cols, 6);
+        let mut padded = x.clone();
+        padded.extend([1e30; 200]);
+        let handle = client.create_from_slice(bytemuck::cast_slice(&padded));
+        let matrix = Matrix::new(handle, rows, cols, FloatKind::F32).unwrap();
+        check_uploaded(&client, &matrix, &x, rows, cols, "padded memory");
     }
 }
 

@@ -147,6 +147,7 @@ pub fn gemm_on(
                     amax(b),
                     bias,
                     target,
+                    m,
                     n,
                     blocks,
                     epilogue,
@@ -206,6 +207,7 @@ pub fn scalar_kernel<F: Numeric>(
     b_amax: &[f32],
     bias: &[f32],
     out: &mut [F],
+    m: usize,
     n: usize,
     blocks: usize,
     #[comptime] epilogue: Epilogue,
@@ -214,7 +216,7 @@ pub fn scalar_kernel<F: Numeric>(
 ) {
     let alpha = alpha(a_amax, b_amax);
     let mut item = ABSOLUTE_POS;
-    while item < out.len() {
+    while item < m * n {
         let a_row = (item / n) * blocks;
         let b_row = (item % n) * blocks;
         let mut sum = 0.0f32;

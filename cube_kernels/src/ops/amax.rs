@@ -52,6 +52,7 @@ pub fn amax(client: &Client, x: &Matrix, hadamard: Option<Hadamard>) -> Result<H
                     width,
                     BufferArg::from_raw_parts(x.handle.clone(), vectors),
                     out_arg(),
+                    vectors,
                     planes,
                     x.dtype,
                     x.dtype.storage_type(),
@@ -107,13 +108,14 @@ fn raise(out: &mut [Atomic<u32>], bits: u32, #[comptime] planes: bool) {
 pub fn amax_kernel<F: Numeric, N: Size>(
     x: &[Vector<F, N>],
     out: &mut [Atomic<u32>],
+    vectors: usize,
     #[comptime] planes: bool,
     #[comptime] kind: FloatKind,
     #[define(F)] _storage: ElemType,
 ) {
     let mut bits = 0u32;
     let mut i = ABSOLUTE_POS;
-    while i < x.len() {
+    while i < vectors {
         let vector = x[i];
         #[unroll]
         for j in 0..N::value() {

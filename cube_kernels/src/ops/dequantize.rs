@@ -64,7 +64,7 @@ pub fn dequantize_kernel<F: Numeric>(
     let factor = amax[0] / 2688.0f32;
     let blocks = inner.div_ceil(16);
     let mut item = ABSOLUTE_POS;
-    while item < scales.len() {
+    while item < outer * blocks {
         let mut row = item / blocks;
         let mut group = item % blocks;
         if comptime!(transposed) {

@@ -52,6 +52,7 @@ pub fn quantize_row(
             BufferArg::from_raw_parts(out.scales.clone(), blocks),
             args.offset(amax),
             args.random(),
+            blocks,
             args.policy,
             x.dtype,
             x.dtype.storage_type(),
@@ -192,6 +193,7 @@ pub fn quantize_row_kernel<F: Numeric, N: Size>(
     scales: &mut [u8],
     offset: &[u32],
     random: Random,
+    blocks: usize,
     #[comptime] policy: BlockPolicy,
     #[comptime] kind: FloatKind,
     #[define(F)] _storage: ElemType,
@@ -201,7 +203,7 @@ pub fn quantize_row_kernel<F: Numeric, N: Size>(
     let width = N::value();
     let per_block = comptime!(16 / width);
     let mut index = ABSOLUTE_POS;
-    while index < scales.len() {
+    while index < blocks {
         let block = load_row_block::<F, N>(x, index * per_block, kind);
         let scale = global.block_scale(block_amax(&block));
         let multiplier = global.encode_multiplier(scale);
@@ -233,7 +235,7 @@ pub fn quantize_col_kernel<F: Numeric>(
     let random = resolve_offset(&random, offset, policy);
     let blocks = rows.div_ceil(16);
     let mut item = ABSOLUTE_POS;
-    while item < scales.len() {
+    while item < cols * blocks {
         let col = item % cols;
         let group = item / cols;
         let mut block = load_col_block::<F>(x, group * 16, col, rows, cols, kind);
