@@ -35,8 +35,8 @@ pub fn gemm(
     bias: Option<&Matrix>,
     out: FloatKind,
 ) -> Result<Matrix, Nvfp4Error> {
-    let path = Capabilities::of(client).gemm;
-    gemm_on(client, path, a, b, bias, out)
+    let capabilities = Capabilities::of(client);
+    launch(client, &capabilities, capabilities.gemm, a, b, bias, out)
 }
 
 /// [`gemm`] on a given path, for tests and comparisons.
@@ -59,6 +59,19 @@ pub fn gemm_on(
             expected: "a device with 16x16x16 bf16 matrix instructions and planes of 32".into(),
         });
     }
+    launch(client, &capabilities, path, a, b, bias, out)
+}
+
+/// Checks the operands and queues the kernel of a path that the device has.
+fn launch(
+    client: &Client,
+    capabilities: &Capabilities,
+    path: GemmPath,
+    a: &DevicePacked,
+    b: &DevicePacked,
+    bias: Option<&Matrix>,
+    out: FloatKind,
+) -> Result<Matrix, Nvfp4Error> {
     a.check("a")?;
     b.check("b")?;
     if a.inner() != b.inner() {
