@@ -3,7 +3,7 @@
 //! NVFP4 stores a tensor as 4-bit E2M1 codes, one E4M3 scale for each block of 16 codes along the
 //! contraction axis, and one `f32` maximum (`amax`) from which the global scale derives.
 //!
-//! - [`format`] names the bits: the two codecs, and [`PackedTensor`], a packed matrix on the host.
+//! - [`format`](mod@format) names the bits: the two codecs, and [`PackedTensor`], a packed matrix on the host.
 //! - [`policy`] names the choices: how to round, which bits to draw, which transform to apply.
 //! - [`reference`](mod@reference) computes everything on the CPU, without CubeCL. It is the oracle
 //!   to which every kernel is compared byte for byte, and what CPU training runs on.

@@ -30,7 +30,7 @@ pub enum ScaleLayout {
     /// `[outer, blocks]`, row-major, without padding.
     Compact,
     /// The 128x4 tiles that FP4 tensor cores read, padded with zeros; see
-    /// [`swizzle`](crate::reference::swizzle).
+    /// [`swizzle`].
     Swizzled128x4,
 }
 
