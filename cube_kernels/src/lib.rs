@@ -29,7 +29,9 @@ pub mod ops;
 pub use cubecl;
 pub use error::Nvfp4Error;
 pub use format::packed::{Amax, Origin, PackedAxis, PackedTensor, ScaleLayout};
-pub use policy::{Hadamard, RandomStream, Rounding};
+pub use policy::{
+    BlockScaling, CopyPolicy, ErrorNorm, Hadamard, HadamardSize, RandomStream, Rounding,
+};
 
 /// Elements that share one block scale.
 pub const BLOCK: usize = 16;

@@ -2,6 +2,8 @@
 
 use serde::{Deserialize, Serialize};
 
+use crate::ScaleLayout;
+
 /// How a scaled value becomes a 4-bit code.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Rounding {
@@ -58,40 +60,178 @@ const fn splitmix64(value: u64) -> u64 {
     z ^ (z >> 31)
 }
 
-/// The random Hadamard transform of 16 elements: `R = diag(s) · H16 · 0.25`.
+/// The random Hadamard transform of 16, 32, 64 or 128 elements: `R = diag(s) · H · 1/√size`, `H`
+/// Sylvester's matrix.
 ///
-/// Both operands of one product must use the same signs along the contraction, on every rank, or
-/// the transform does not cancel.
+/// Both operands of one product must use the same transform along the contraction, on every rank,
+/// or it does not cancel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Hadamard {
-    signs: u16,
+    size: HadamardSize,
+    /// Signs of elements 0..64 and 64..128; bits beyond the size are zero.
+    signs: [u64; 2],
+}
+
+/// Elements that one transform mixes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub enum HadamardSize {
+    /// One block: TransformerEngine's choice and the default.
+    H16,
+    /// Two blocks.
+    H32,
+    /// Four blocks.
+    H64,
+    /// Eight blocks: Quartet II's choice.
+    H128,
+}
+
+impl HadamardSize {
+    /// All of them, ascending.
+    pub const ALL: [Self; 4] = [Self::H16, Self::H32, Self::H64, Self::H128];
+
+    /// Elements.
+    pub const fn elements(self) -> usize {
+        match self {
+            Self::H16 => 16,
+            Self::H32 => 32,
+            Self::H64 => 64,
+            Self::H128 => 128,
+        }
+    }
+
+    /// The `f32` nearest to `1/√size`, by which the butterfly is multiplied.
+    pub const fn factor(self) -> f32 {
+        match self {
+            Self::H16 => 0.25,
+            Self::H32 => 0.176_776_7,
+            Self::H64 => 0.125,
+            Self::H128 => 0.088_388_35,
+        }
+    }
 }
 
 impl Hadamard {
     /// TransformerEngine's fixed signs.
     pub const DEFAULT_SIGNS: u16 = 0xD7E8;
 
-    /// A transform with the given signs: bit `i` set means that element `i` is negated.
+    /// A transform of 16 elements with the given signs: bit `i` set means that element `i` is
+    /// negated.
     pub const fn from_signs(signs: u16) -> Self {
-        Self { signs }
+        Self::new(HadamardSize::H16, [signs as u64, 0])
+    }
+
+    /// A transform of `size` elements: bit `i % 64` of word `i / 64` set means that element `i` is
+    /// negated; bits beyond the size are ignored.
+    pub const fn new(size: HadamardSize, signs: [u64; 2]) -> Self {
+        let signs = match size {
+            HadamardSize::H128 => signs,
+            HadamardSize::H64 => [signs[0], 0],
+            _ => [signs[0] & ((1 << size.elements()) - 1), 0],
+        };
+        Self { size, signs }
+    }
+
+    /// A transform of 16 elements whose signs are drawn from `seed`: the same on every machine.
+    pub const fn seeded(seed: u64) -> Self {
+        Self::seeded_with_size(HadamardSize::H16, seed)
     }
 
     /// A transform whose signs are drawn from `seed`: the same on every machine.
-    pub const fn seeded(seed: u64) -> Self {
-        Self {
-            signs: splitmix64(seed) as u16,
-        }
+    pub const fn seeded_with_size(size: HadamardSize, seed: u64) -> Self {
+        Self::new(size, [splitmix64(seed), splitmix64(!seed)])
     }
 
-    /// The signs: bit `i` set means that element `i` is negated.
-    pub const fn signs(&self) -> u16 {
-        self.signs
+    /// Elements that it mixes.
+    pub const fn size(&self) -> HadamardSize {
+        self.size
+    }
+
+    /// The signs, 32 elements to a word: bit `i % 32` of word `i / 32` set means that element `i`
+    /// is negated.
+    pub const fn sign_words(&self) -> [u32; 4] {
+        [
+            self.signs[0] as u32,
+            (self.signs[0] >> 32) as u32,
+            self.signs[1] as u32,
+            (self.signs[1] >> 32) as u32,
+        ]
+    }
+
+    /// Whether element `i` is negated.
+    #[inline(always)]
+    pub const fn negates(&self, i: usize) -> bool {
+        self.signs[i / 64] >> (i % 64) & 1 == 1
     }
 }
 
 impl Default for Hadamard {
     fn default() -> Self {
         Self::from_signs(Self::DEFAULT_SIGNS)
+    }
+}
+
+/// How the error of a candidate is measured.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub enum ErrorNorm {
+    /// Sum of absolute differences.
+    Mae,
+    /// Sum of squared differences.
+    Mse,
+}
+
+/// How the scale byte of a block follows from its largest magnitude.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
+pub enum BlockScaling {
+    /// The maximum maps to 6, up to the rounding of the scale byte.
+    #[default]
+    Standard,
+    /// The maximum is multiplied by 17/16 first, so that no value clips and stochastic rounding is
+    /// unbiased (specification, section 8).
+    Headroom,
+    /// Each block (or tile) chooses between scales that map its maximum to 6 or to 4, by the smaller
+    /// error of rounding to nearest (specification, section 7).
+    FourOverSix(ErrorNorm),
+}
+
+impl BlockScaling {
+    /// The E4M3 bound of the global scale: 448, or 256 where the block scale needs room to be half as
+    /// large again.
+    pub const fn bound(self) -> u16 {
+        match self {
+            Self::Standard | Self::Headroom => 448,
+            Self::FourOverSix(_) => 256,
+        }
+    }
+
+    /// 6 times [`Self::bound`]: the numerator of the global scale, and the denominator with which an
+    /// amax decodes.
+    pub const fn range(self) -> f32 {
+        6.0 * self.bound() as f32
+    }
+}
+
+/// How one packed copy of a matrix is made.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct CopyPolicy {
+    /// How elements are rounded. Four over six rounds to nearest only.
+    pub rounding: Rounding,
+    /// The transform along the packed axis before quantization, if any.
+    pub hadamard: Option<Hadamard>,
+    /// How block scales are found.
+    pub scaling: BlockScaling,
+    /// Order in which the block scales are stored.
+    pub layout: ScaleLayout,
+}
+
+impl CopyPolicy {
+    /// Rounding by `rounding`, and everything else plain: no transform, standard scales, compact.
+    pub const fn new(rounding: Rounding) -> Self {
+        Self {
+            rounding,
+            hadamard: None,
+            scaling: BlockScaling::Standard,
+            layout: ScaleLayout::Compact,
+        }
     }
 }
 
@@ -102,9 +242,9 @@ mod tests {
     #[test]
     fn default_signs_are_transformer_engines() {
         let expected = [1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1];
-        let signs = Hadamard::default().signs();
+        let hadamard = Hadamard::default();
         let unpacked: Vec<i32> = (0..16)
-            .map(|i| if signs >> i & 1 == 1 { -1 } else { 1 })
+            .map(|i| if hadamard.negates(i) { -1 } else { 1 })
             .collect();
         assert_eq!(unpacked, expected);
     }

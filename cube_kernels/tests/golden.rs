@@ -2,9 +2,7 @@
 
 use half::bf16;
 use nvfp4_kernels::{
-    Amax, Hadamard, PackedTensor, Rounding,
-    format::packed::BlockShape,
-    reference::{self, four_over_six::ErrorNorm},
+    Amax, ErrorNorm, Hadamard, PackedTensor, Rounding, format::packed::BlockShape, reference,
 };
 use safetensors::{Dtype, SafeTensors};
 

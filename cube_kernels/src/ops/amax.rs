@@ -73,7 +73,7 @@ pub fn amax(client: &Client, x: &Matrix, hadamard: Option<Hadamard>) -> Result<H
                     out_arg(),
                     x.rows,
                     x.cols,
-                    hadamard.signs() as u32,
+                    hadamard.sign_words()[0],
                     planes,
                     x.dtype,
                     x.dtype.storage_type(),

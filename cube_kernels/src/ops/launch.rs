@@ -64,7 +64,7 @@ impl BlockArgs {
             key: stream.map_or([0; 2], |stream| stream.key()),
             offset: stream.map_or(0, |stream| stream.offset),
             device_offset,
-            signs: hadamard.map_or(0, |hadamard| hadamard.signs() as u32),
+            signs: hadamard.map_or(0, |hadamard| hadamard.sign_words()[0]),
         }
     }
 

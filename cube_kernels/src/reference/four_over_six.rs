@@ -11,21 +11,12 @@ use super::{
     scaling::GlobalScale,
 };
 use crate::{
-    Amax, BLOCK, Nvfp4Error, Origin, PackedAxis, PackedTensor, Rounding, ScaleLayout,
+    Amax, BLOCK, ErrorNorm, Nvfp4Error, Origin, PackedAxis, PackedTensor, Rounding, ScaleLayout,
     format::{e2m1, e4m3, packed::BlockShape},
 };
 
 /// 6 · 256: the global scale leaves room for a block scale half as large again.
 const SCALE_RANGE: f32 = 1536.0;
-
-/// How the error of a candidate is measured.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum ErrorNorm {
-    /// Sum of absolute differences.
-    Mae,
-    /// Sum of squared differences.
-    Mse,
-}
 
 /// The row-wise copy with the choice made for each 1x16 block ([`BlockShape::OneBy16`]) or once for
 /// each 16x16 tile.

@@ -14,10 +14,9 @@ use crate::{BLOCK, Hadamard};
 /// The butterfly combines neighbours at distances 1, 2, 4 and 8, in this order.
 #[inline(always)]
 pub fn transform(block: &mut [f32; BLOCK], hadamard: &Hadamard) {
-    let signs = hadamard.signs();
     for (i, value) in block.iter_mut().enumerate() {
         // Flipping a sign is exact for every value, NaN included.
-        *value = f32::from_bits(value.to_bits() ^ ((signs as u32 >> i & 1) << 31));
+        *value = f32::from_bits(value.to_bits() ^ ((hadamard.negates(i) as u32) << 31));
     }
     butterfly(block);
     for value in block.iter_mut() {
@@ -31,9 +30,8 @@ pub fn transform(block: &mut [f32; BLOCK], hadamard: &Hadamard) {
 /// lanes; every element sees the operations of [`transform`] in the same order.
 #[inline]
 pub(super) fn transform_tile(rows: &mut [[f32; BLOCK]; BLOCK], hadamard: &Hadamard) {
-    let signs = hadamard.signs();
     for (i, row) in rows.iter_mut().enumerate() {
-        let flip = (signs as u32 >> i & 1) << 31;
+        let flip = (hadamard.negates(i) as u32) << 31;
         for value in row {
             *value = f32::from_bits(value.to_bits() ^ flip);
         }
@@ -67,10 +65,9 @@ fn round_to_bf16(value: f32) -> f32 {
 pub fn inverse_transform(block: &mut [f32; BLOCK], hadamard: &Hadamard) {
     // H16 is symmetric, so R^T = 0.25 · H16 · diag(s).
     butterfly(block);
-    let signs = hadamard.signs();
     for (i, value) in block.iter_mut().enumerate() {
         let scaled = *value * 0.25;
-        *value = if signs >> i & 1 == 1 { -scaled } else { scaled };
+        *value = if hadamard.negates(i) { -scaled } else { scaled };
     }
 }
 
@@ -168,7 +165,7 @@ mod tests {
         let hadamard = Hadamard::default();
         for (i, row) in matrix(&hadamard).iter().enumerate() {
             for (j, &value) in row.iter().enumerate() {
-                let sign = (i & j).count_ones() + (hadamard.signs() >> i & 1) as u32;
+                let sign = (i & j).count_ones() + hadamard.negates(i) as u32;
                 assert_eq!(
                     value,
                     if sign % 2 == 1 { -0.25 } else { 0.25 },
