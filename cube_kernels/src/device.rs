@@ -8,7 +8,8 @@ use cubecl::{
 
 use crate::{
     Amax, BLOCK, Nvfp4Error, Origin, PackedAxis, PackedTensor, RandomStream, ScaleLayout,
-    cube::block::Conversion, policy::Rounding,
+    cube::codec::Conversion,
+    policy::{BlockScaling, CopyPolicy, Hadamard, Rounding},
 };
 
 /// Element types of matrices that kernels read and write.
@@ -102,27 +103,142 @@ impl Matrix {
     }
 }
 
-/// An NVFP4 matrix in device memory, scales in the compact layout.
+/// Which rows of a matrix belong together: they share maxima and blocks, and their copies lie one
+/// after another.
+#[derive(Debug, Clone, Default)]
+pub enum Groups {
+    /// All of them.
+    #[default]
+    One,
+    /// This many matrices of equally many rows, one below the other: 3-D weights.
+    Batch(usize),
+    /// Groups of any sizes, 0 included: tokens sorted by expert.
+    Offsets {
+        /// `count + 1` ascending `u32` row numbers in device memory: group `g` is the rows from
+        /// entry `g` to entry `g + 1`. Rows behind the last entry belong to nobody.
+        offsets: Handle,
+        /// Number of groups.
+        count: usize,
+    },
+}
+
+impl Groups {
+    /// Groups of a number that is known here.
+    pub fn count(&self) -> usize {
+        match self {
+            Self::One => 1,
+            Self::Batch(count) | Self::Offsets { count, .. } => *count,
+        }
+    }
+
+    /// Of `rows` rows in all, the largest sum over groups of `ceil(rows of the group / unit)`: what
+    /// a buffer must have room for, whatever the sizes of the groups turn out to be.
+    pub(crate) fn units(&self, rows: usize, unit: usize) -> usize {
+        match self {
+            Self::One => rows.div_ceil(unit),
+            Self::Batch(count) => count * (rows / (*count).max(1)).div_ceil(unit),
+            Self::Offsets { count, .. } => (rows + (unit - 1) * count) / unit,
+        }
+    }
+
+    pub(crate) fn check(&self, rows: usize) -> Result<(), Nvfp4Error> {
+        match self {
+            Self::One => Ok(()),
+            Self::Batch(count) => {
+                if *count > 0 && rows.is_multiple_of(*count) {
+                    return Ok(());
+                }
+                Err(Nvfp4Error::shape(
+                    "groups",
+                    format!("{count} matrices in {rows} rows"),
+                    "a number that divides the rows",
+                ))
+            }
+            Self::Offsets { offsets, count } => {
+                if *count == 0 || *count > MAX_GROUPS {
+                    return Err(Nvfp4Error::value(
+                        "groups",
+                        format!("{count} groups"),
+                        format!("1 to {MAX_GROUPS}"),
+                    ));
+                }
+                check_memory("groups.offsets", offsets, (count + 1) * 4)
+            }
+        }
+    }
+}
+
+/// The most groups with offsets in device memory: their starts are kept in shared memory.
+pub const MAX_GROUPS: usize = 512;
+
+/// What one amax in device memory stands for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub enum AmaxScope {
+    /// Each group of rows has one; so has a matrix that is one group.
+    #[default]
+    Group,
+    /// Each stored row has one: a row of the source in the row-wise copy (per token), a column of
+    /// each group in the column-wise one.
+    Outer,
+}
+
+/// An NVFP4 matrix in device memory.
 ///
-/// The layout is that of [`PackedTensor`]: `outer` stored rows of `blocks` blocks.
+/// Without groups the layout is that of [`PackedTensor`]: `outer` stored rows of `blocks` blocks.
+/// With groups the copies of the groups lie one after another, each in that layout: the row-wise
+/// codes and compact scales are then those of the whole matrix, a column-wise copy starts anew in
+/// every group, and so does the 128x4 tiling of swizzled scales. Buffers are as large as the groups
+/// may need ([`Self::code_blocks`], [`Self::scale_bytes`]).
 #[derive(Debug, Clone)]
 pub struct DevicePacked {
-    /// The codes, eight to a `u32`: `[outer, blocks * 2]` words.
+    /// The codes, eight to a `u32`, two words to a block.
     pub codes: Handle,
-    /// The block scales: `[outer, blocks]` E4M3 bytes.
+    /// The block scales, E4M3 bytes.
     pub scales: Handle,
-    /// The largest magnitude of the source: one `f32`.
+    /// The largest magnitudes: `f32`, as many as `scope` says.
     pub amax: Handle,
-    /// Rows of the source matrix.
+    /// Rows of the source matrix, of all groups.
     pub rows: usize,
     /// Columns of the source matrix.
     pub cols: usize,
     /// The axis of the source along which it is packed.
     pub axis: PackedAxis,
+    /// Order of the block scales.
+    pub layout: ScaleLayout,
+    /// How block scales were found, which decides how an amax decodes.
+    pub scaling: BlockScaling,
+    /// What one amax stands for.
+    pub scope: AmaxScope,
+    /// The transform along the packed axis, which is padded to a multiple of its size.
+    pub hadamard: Option<Hadamard>,
+    /// Which rows of the source belong together.
+    pub groups: Groups,
 }
 
 impl DevicePacked {
-    /// Stored rows.
+    /// A plain copy over existing memory: compact scales, one amax, no groups.
+    pub fn plain(
+        (codes, scales, amax): (Handle, Handle, Handle),
+        (rows, cols): (usize, usize),
+        axis: PackedAxis,
+        hadamard: Option<Hadamard>,
+    ) -> Self {
+        Self {
+            codes,
+            scales,
+            amax,
+            rows,
+            cols,
+            axis,
+            layout: ScaleLayout::Compact,
+            scaling: BlockScaling::Standard,
+            scope: AmaxScope::Group,
+            hadamard,
+            groups: Groups::One,
+        }
+    }
+
+    /// Stored rows; of one group where there are several.
     pub fn outer(&self) -> usize {
         self.axis.stored_shape(self.rows, self.cols).0
     }
@@ -132,77 +248,131 @@ impl DevicePacked {
         self.axis.stored_shape(self.rows, self.cols).1
     }
 
-    /// Blocks in one stored row.
-    pub fn blocks(&self) -> usize {
-        self.inner().div_ceil(BLOCK)
+    /// Elements to whose multiple the packed axis is padded.
+    pub fn unit(&self) -> usize {
+        self.hadamard.map_or(BLOCK, |hadamard| hadamard.size().elements())
     }
 
-    /// Memory for a packed matrix, with undefined contents; the maximum is shared.
-    pub(crate) fn empty(
-        client: &Client,
-        (rows, cols): (usize, usize),
-        axis: PackedAxis,
-        amax: &Handle,
-    ) -> Self {
-        let (outer, inner) = axis.stored_shape(rows, cols);
-        let blocks = outer * inner.div_ceil(BLOCK);
-        Self {
-            codes: allocate(client, blocks * 8),
-            scales: allocate(client, blocks),
-            amax: amax.clone(),
-            rows,
-            cols,
-            axis,
+    /// Blocks in one stored row of a matrix without groups; summed over the groups along the rows, at
+    /// most, for a column-wise copy with groups.
+    pub fn blocks(&self) -> usize {
+        let unit = self.unit();
+        match self.axis {
+            PackedAxis::Cols => self.cols.div_ceil(unit) * (unit / BLOCK),
+            PackedAxis::Rows => self.groups.units(self.rows, unit) * (unit / BLOCK),
         }
     }
 
+    /// Blocks that the codes have room for.
+    pub fn code_blocks(&self) -> usize {
+        self.outer() * self.blocks()
+    }
+
+    /// Bytes that the scales have room for, in their layout.
+    pub fn scale_bytes(&self) -> usize {
+        match (self.layout, self.axis) {
+            (ScaleLayout::Compact, _) => self.code_blocks(),
+            (ScaleLayout::Swizzled128x4, PackedAxis::Cols) => {
+                self.groups.units(self.rows, 128) * 128 * self.blocks().next_multiple_of(4)
+            }
+            (ScaleLayout::Swizzled128x4, PackedAxis::Rows) => {
+                let unit = self.unit().max(4 * BLOCK);
+                let blocks = self.groups.units(self.rows, unit) * (unit / BLOCK);
+                self.cols.next_multiple_of(128) * blocks
+            }
+        }
+    }
+
+    /// Values of `amax`.
+    pub fn amax_len(&self) -> usize {
+        match (self.scope, self.axis) {
+            (AmaxScope::Group, _) => self.groups.count(),
+            (AmaxScope::Outer, PackedAxis::Cols) => self.rows,
+            (AmaxScope::Outer, PackedAxis::Rows) => self.groups.count() * self.cols,
+        }
+    }
+
+    /// Gives `codes` and `scales` memory with undefined contents.
+    pub(crate) fn allocated(mut self, client: &Client) -> Self {
+        self.codes = allocate(client, self.code_blocks() * 8);
+        self.scales = allocate(client, self.scale_bytes());
+        self
+    }
+
     pub(crate) fn check(&self, argument: &'static str) -> Result<(), Nvfp4Error> {
-        let blocks = self.outer() * self.blocks();
-        check_memory(argument, &self.codes, blocks * 8)?;
-        check_memory(argument, &self.scales, blocks)?;
-        check_memory(argument, &self.amax, 4)
+        check_memory(argument, &self.codes, self.code_blocks() * 8)?;
+        check_memory(argument, &self.scales, self.scale_bytes())?;
+        check_memory(argument, &self.amax, self.amax_len() * 4)
+    }
+
+    /// An error unless the copy is plain: what operations take that know nothing of groups, per-token
+    /// scales, four over six or swizzled scales.
+    pub(crate) fn check_plain(&self, argument: &'static str) -> Result<(), Nvfp4Error> {
+        let plain = self.layout == ScaleLayout::Compact
+            && self.scaling.bound() == 448
+            && self.scope == AmaxScope::Group
+            && matches!(self.groups, Groups::One);
+        if plain {
+            return Ok(());
+        }
+        Err(Nvfp4Error::value(
+            argument,
+            format!(
+                "{:?} scales, {:?}, one amax for each {:?}, {} groups",
+                self.layout,
+                self.scaling,
+                self.scope,
+                self.groups.count()
+            ),
+            "compact scales with the bound 448, one amax, no groups",
+        ))
     }
 
     /// Copies a host tensor to the device.
-    ///
-    /// # Errors
-    /// When it is scaled per token: device tensors have one maximum.
-    pub fn from_host(client: &Client, packed: &PackedTensor) -> Result<Self, Nvfp4Error> {
-        let Amax::Tensor(amax) = packed.amax() else {
-            return Err(Nvfp4Error::value(
-                "packed",
-                "per-token scales",
-                "one amax for the tensor",
-            ));
+    pub fn from_host(client: &Client, packed: &PackedTensor) -> Self {
+        let (scope, amax) = match packed.amax() {
+            Amax::Tensor(amax) => (AmaxScope::Group, amax.to_ne_bytes().to_vec()),
+            Amax::PerOuter(amax) => (AmaxScope::Outer, bytemuck::cast_slice(amax).to_vec()),
         };
-        let compact = packed.clone().with_scale_layout(ScaleLayout::Compact);
-        Ok(Self {
-            codes: upload(client, compact.codes()),
-            scales: upload(client, compact.scales()),
-            amax: client.create_from_slice(&amax.to_ne_bytes()),
+        Self {
+            codes: upload(client, packed.codes()),
+            scales: upload(client, packed.scales()),
+            amax: upload(client, &amax),
             rows: packed.rows(),
             cols: packed.cols(),
             axis: packed.axis(),
-        })
+            layout: packed.scale_layout(),
+            scaling: packed.origin().scaling,
+            scope,
+            hadamard: packed.origin().hadamard,
+            groups: Groups::One,
+        }
     }
 
     /// Copies the tensor to the host, waiting for the device. `origin` says how it was made, which
     /// device memory does not record.
     ///
     /// # Errors
-    /// When a queued kernel failed, or the buffers do not fit the shape.
+    /// When a queued kernel failed, the buffers do not fit the shape, or there are groups: their
+    /// parts are read from [`Self::codes`] and [`Self::scales`].
     pub fn to_host(&self, client: &Client, origin: Origin) -> Result<PackedTensor, Nvfp4Error> {
-        let blocks = self.outer() * self.blocks();
-        let amax = download(client, &self.amax, 4)?;
+        if !matches!(self.groups, Groups::One) {
+            return Err(Nvfp4Error::value("groups", "several", "one matrix"));
+        }
+        let amax = download(client, &self.amax, self.amax_len() * 4)?;
+        let amax: Vec<f32> = bytemuck::pod_collect_to_vec(&amax);
         PackedTensor::from_parts(
             (self.rows, self.cols),
             self.axis,
-            download(client, &self.codes, blocks * 8)?,
+            download(client, &self.codes, self.code_blocks() * 8)?,
             (
-                ScaleLayout::Compact,
-                download(client, &self.scales, blocks)?,
+                self.layout,
+                download(client, &self.scales, self.scale_bytes())?,
             ),
-            Amax::Tensor(f32::from_ne_bytes([amax[0], amax[1], amax[2], amax[3]])),
+            match self.scope {
+                AmaxScope::Group => Amax::Tensor(amax[0]),
+                AmaxScope::Outer => Amax::PerOuter(amax),
+            },
             origin,
         )
     }
@@ -225,6 +395,43 @@ impl From<Rounding> for DeviceRounding {
         match rounding {
             Rounding::Nearest => Self::Nearest,
             Rounding::Stochastic(stream) => Self::Stochastic(stream),
+        }
+    }
+}
+
+/// How one packed copy is made on a device: [`CopyPolicy`](crate::CopyPolicy), with the random offset
+/// on either side.
+#[derive(Debug, Clone)]
+pub struct DeviceCopy {
+    /// How elements are rounded. Four over six rounds to nearest only.
+    pub rounding: DeviceRounding,
+    /// The transform along the packed axis first, if any; column-wise copies only.
+    pub hadamard: Option<Hadamard>,
+    /// How block scales are found.
+    pub scaling: BlockScaling,
+    /// Order in which the block scales are stored.
+    pub layout: ScaleLayout,
+}
+
+impl DeviceCopy {
+    /// Rounding by `rounding`, and everything else plain: no transform, standard scales, compact.
+    pub fn new(rounding: impl Into<DeviceRounding>) -> Self {
+        Self {
+            rounding: rounding.into(),
+            hadamard: None,
+            scaling: BlockScaling::Standard,
+            layout: ScaleLayout::Compact,
+        }
+    }
+}
+
+impl From<CopyPolicy> for DeviceCopy {
+    fn from(policy: CopyPolicy) -> Self {
+        Self {
+            rounding: policy.rounding.into(),
+            hadamard: policy.hadamard,
+            scaling: policy.scaling,
+            layout: policy.layout,
         }
     }
 }
@@ -281,11 +488,7 @@ impl Capabilities {
             device: properties.identity.name.clone(),
             runtime,
             compute_capability,
-            conversion: match compute_capability {
-                Some(100 | 103) => Conversion::Hardware,
-                Some(101 | 110 | 120 | 121) => Conversion::HardwareNearest,
-                _ => Conversion::Software,
-            },
+            conversion: conversion(compute_capability),
             gemm: if has_matrix {
                 GemmPath::MatrixInstructions
             } else {
@@ -294,6 +497,25 @@ impl Capabilities {
             units_per_cube: if is_cpu(client) { 1 } else { 256 },
         }
     }
+}
+
+fn conversion(compute_capability: Option<u32>) -> Conversion {
+    match compute_capability {
+        Some(100 | 103) => Conversion::Hardware,
+        Some(101 | 110 | 120 | 121) => Conversion::HardwareNearest,
+        Some(89 | 90) => Conversion::Sm89,
+        Some(80..) => Conversion::Sm80,
+        _ => Conversion::Software,
+    }
+}
+
+/// Who converts on the device behind `client`: [`Capabilities::conversion`] without the rest, which
+/// costs an allocation.
+pub(crate) fn conversion_of(client: &Client) -> Conversion {
+    if client.name() != "cuda" {
+        return Conversion::Software;
+    }
+    conversion(compute_capability(&client.properties().identity.fingerprint))
 }
 
 /// The number behind `sm` in CubeCL's name for what it compiles to, such as `ptx_sm90`.
@@ -348,7 +570,7 @@ pub(crate) fn download(
     Ok(bytes[..len].to_vec())
 }
 
-fn check_memory(argument: &'static str, handle: &Handle, needed: usize) -> Result<(), Nvfp4Error> {
+pub(crate) fn check_memory(argument: &'static str, handle: &Handle, needed: usize) -> Result<(), Nvfp4Error> {
     let found = handle.size_in_used() as usize;
     if found < needed {
         return Err(Nvfp4Error::shape(

@@ -1,35 +1,27 @@
-//! One block of 16: loading it, and turning it into codes.
+//! One block of 16 values: its largest magnitude, its scale byte, its codes.
 
 use cubecl::prelude::*;
 
-use crate::device::FloatKind;
-
 use super::{
-    codec::{load, magnitude_bits, round_nearest, round_stochastic},
+    codec::{
+        Conversion, binade_bits, clamp_to_six, code_of, decode_e4m3, magnitude_bits, nearest_bits,
+        round_nearest, round_stochastic,
+    },
     philox::{Random, block_words},
     ptx,
+    scale::{GlobalScale, scale_byte},
 };
+use crate::{BlockScaling, ErrorNorm};
 
-/// Who converts scaled values to codes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Conversion {
-    /// Arithmetic on bit patterns: every device.
-    Software,
-    /// `cvt.rn.satfinite.e2m1x2`, with stochastic rounding in software: sm_120 and sm_121.
-    HardwareNearest,
-    /// `cvt.rn` and `cvt.rs.satfinite.e2m1x4`: sm_100a and sm_103a.
-    Hardware,
-}
-
-/// The comptime choices of a quantize kernel.
+/// The comptime choices for one quantized copy.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct BlockPolicy {
     /// Round stochastically.
     pub stochastic: bool,
     /// The random offset has a part in device memory.
     pub device_offset: bool,
-    /// Transform each block first.
-    pub hadamard: bool,
+    /// How block scales are found.
+    pub scaling: BlockScaling,
     /// Who converts.
     pub conversion: Conversion,
 }
@@ -52,21 +44,76 @@ pub fn resolve_offset(random: &Random, offset: &[u32], #[comptime] policy: Block
     }
 }
 
-/// The largest magnitude of a block; NaN if there is one.
-#[cube]
-pub fn block_amax(block: &Array<f32>) -> f32 {
-    let mut bits = 0u32;
-    #[unroll]
-    for i in 0..16usize {
-        bits = max(bits, magnitude_bits(block[i]));
-    }
-    f32::reinterpret(bits)
+/// A quantized block.
+#[derive(CubeType, Clone, Copy)]
+pub struct Encoded {
+    /// The scale byte.
+    pub scale: u32,
+    /// 16 codes, lowest nibble first.
+    pub codes: Vector<u32, Const<2>>,
 }
 
-/// The 16 codes of a block, two words, lowest nibble first. `index` is the logical index of the block in the stored matrix.
+/// The largest magnitude of 16 values from `first` on; NaN if there is one.
+#[cube]
+pub fn block_amax(
+    block: &Array<f32>,
+    #[comptime] first: usize,
+    #[comptime] conversion: Conversion,
+) -> f32 {
+    if comptime!(conversion.has_ptx()) {
+        // Two chains: the latency of one would be that of 16 instructions.
+        let mut even = 0.0f32;
+        let mut odd = 0.0f32;
+        #[unroll]
+        for i in 0..8usize {
+            let even_so_far = even;
+            let odd_so_far = odd;
+            even = ptx::max_abs_nan(even_so_far, block[comptime!(first + 2 * i)]);
+            odd = ptx::max_abs_nan(odd_so_far, block[comptime!(first + 2 * i + 1)]);
+        }
+        let even_result = even;
+        let odd_result = odd;
+        ptx::max_abs_nan(even_result, odd_result)
+    } else {
+        let mut bits = 0u32;
+        #[unroll]
+        for i in 0..16usize {
+            bits = max(bits, magnitude_bits(block[comptime!(first + i)]));
+        }
+        f32::reinterpret(bits)
+    }
+}
+
+/// Scale byte and codes of the 16 values of `block` from `first` on. `index` is the logical index of
+/// the block in the stored matrix.
+#[cube]
+pub fn quantize_block(
+    block: &Array<f32>,
+    #[comptime] first: usize,
+    global: &GlobalScale,
+    index: u64,
+    random: &Random,
+    #[comptime] policy: BlockPolicy,
+) -> Encoded {
+    let amax = block_amax(block, first, policy.conversion);
+    match comptime!(policy.scaling) {
+        BlockScaling::FourOverSix(norm) => four_over_six(block, first, amax, global, norm, policy),
+        _ => {
+            let scale = global.block_scale(amax, policy.scaling, policy.conversion);
+            let multiplier = global.encode_multiplier(scale, policy.conversion);
+            Encoded {
+                scale,
+                codes: encode_block(block, first, multiplier, index, random, policy),
+            }
+        }
+    }
+}
+
+/// The codes of 16 values, given the multiplier of their scale.
 #[cube]
 pub fn encode_block(
     block: &Array<f32>,
+    #[comptime] first: usize,
     multiplier: f32,
     index: u64,
     random: &Random,
@@ -75,7 +122,7 @@ pub fn encode_block(
     let mut scaled = Array::<f32>::new(16usize);
     #[unroll]
     for i in 0..16usize {
-        scaled[i] = block[i] * multiplier;
+        scaled[i] = block[comptime!(first + i)] * multiplier;
     }
     let mut codes = Vector::<u32, Const<2>>::empty();
     if comptime!(policy.stochastic) {
@@ -91,10 +138,14 @@ pub fn encode_block(
                 let mut word = 0u32;
                 #[unroll]
                 for i in 0..8usize {
-                    let random = words[comptime!((first + i) / 4)];
-                    let byte = (random >> comptime!(8 * (i as u32 % 4))) & 0xFFu32;
-                    let code = round_stochastic(scaled[comptime!(first + i)], byte);
-                    word |= code << comptime!(4 * i as u32);
+                    let element = comptime!(first + 7 - i);
+                    let code = round_stochastic(
+                        scaled[element],
+                        words[comptime!(element / 4)],
+                        comptime!(element as u32 % 4),
+                        policy.conversion,
+                    );
+                    word = word * 16u32 + code;
                 }
                 codes.insert(half, word);
             }
@@ -103,13 +154,14 @@ pub fn encode_block(
         #[unroll]
         for half in 0..2usize {
             let first = comptime!(half * 8);
-            if comptime!(policy.conversion != Conversion::Software) {
+            if comptime!(policy.conversion.has_nearest()) {
                 codes.insert(half, ptx::cvt_rn_e2m1x8(&scaled, first));
             } else {
                 let mut word = 0u32;
                 #[unroll]
                 for i in 0..8usize {
-                    word |= round_nearest(scaled[comptime!(first + i)]) << comptime!(4 * i as u32);
+                    let element = comptime!(first + 7 - i);
+                    word = word * 16u32 + round_nearest(scaled[element], policy.conversion);
                 }
                 codes.insert(half, word);
             }
@@ -118,44 +170,123 @@ pub fn encode_block(
     codes
 }
 
-/// Loads 16 consecutive values, as `16 / N` vectors from vector `first` on.
+/// The two scale bytes between which four over six chooses, for a block or tile with this largest
+/// magnitude: 6, then 4.
 #[cube]
-pub fn load_row_block<F: Numeric, N: Size>(
-    x: &[Vector<F, N>],
-    first: usize,
-    #[comptime] kind: FloatKind,
-) -> Array<f32> {
-    let width = N::value();
-    let mut block = Array::<f32>::new(16usize);
-    #[unroll]
-    for v in 0..comptime!(16 / width) {
-        let vector = x[first + v];
-        #[unroll]
-        for i in 0..width {
-            block[comptime!(v * width + i)] = load::<F>(vector.extract(i), kind);
-        }
-    }
-    block
+pub fn candidate_scales(
+    amax: f32,
+    global: &GlobalScale,
+    #[comptime] conversion: Conversion,
+) -> Vector<u32, Const<2>> {
+    let base = global.block_base(amax);
+    let mut scales = Vector::<u32, Const<2>>::empty();
+    scales.insert(0usize, scale_byte(base, conversion));
+    scales.insert(1usize, scale_byte(base * 1.5f32, conversion));
+    scales
 }
 
-/// Loads 16 values down column `col` from row `row0` on; zero below the last row.
 #[cube]
-pub fn load_col_block<F: Numeric>(
-    x: &[F],
-    row0: usize,
-    col: usize,
-    rows: usize,
-    cols: usize,
-    #[comptime] kind: FloatKind,
-) -> Array<f32> {
-    let mut block = Array::<f32>::new(16usize);
+fn four_over_six(
+    block: &Array<f32>,
+    #[comptime] first: usize,
+    amax: f32,
+    global: &GlobalScale,
+    #[comptime] norm: ErrorNorm,
+    #[comptime] policy: BlockPolicy,
+) -> Encoded {
+    let scales = candidate_scales(amax, global, policy.conversion);
+    let six = candidate(block, first, scales.extract(0usize), global, norm, policy.conversion);
+    let four = candidate(block, first, scales.extract(1usize), global, norm, policy.conversion);
+    let keep_four = four.error < six.error;
+    let mut codes = Vector::<u32, Const<2>>::empty();
     #[unroll]
-    for i in 0..16usize {
-        let mut value = 0.0f32;
-        if row0 + i < rows {
-            value = load::<F>(x[(row0 + i) * cols + col], kind);
-        }
-        block[i] = value;
+    for half in 0..2usize {
+        codes.insert(half, select(keep_four, four.codes.extract(half), six.codes.extract(half)));
     }
-    block
+    Encoded {
+        scale: select(keep_four, scales.extract(1usize), scales.extract(0usize)),
+        codes,
+    }
+}
+
+/// A block rounded with one of two scales.
+#[derive(CubeType, Clone, Copy)]
+pub struct Candidate {
+    /// The sum of its errors, element 0 first.
+    pub error: f32,
+    /// 16 codes, lowest nibble first.
+    pub codes: Vector<u32, Const<2>>,
+}
+
+/// The 16 values of `block` from `first` on, rounded to nearest with scale byte `scale`, and the
+/// error of that.
+#[cube]
+pub fn candidate(
+    block: &Array<f32>,
+    #[comptime] first: usize,
+    scale: u32,
+    global: &GlobalScale,
+    #[comptime] norm: ErrorNorm,
+    #[comptime] conversion: Conversion,
+) -> Candidate {
+    let multiplier = global.encode_multiplier(scale, conversion);
+    let value = decode_e4m3(scale);
+    // The quotient by multiplication needs room for its intermediate results; see `divide`.
+    let ordinary = global.amax > 1e-24f32 && global.amax < 1e30f32;
+    let mut codes = Vector::<u32, Const<2>>::empty();
+    let mut error = 0.0f32;
+    #[unroll]
+    for half in 0..2usize {
+        let mut word = 0u32;
+        #[unroll]
+        for i in 0..8usize {
+            let x = block[comptime!(first + half * 8 + i)];
+            let scaled = x * multiplier;
+            let magnitude = clamp_to_six(scaled, conversion);
+            let binade = binade_bits(magnitude);
+            let sum = nearest_bits(magnitude, binade);
+            let code = code_of(sum, binade, scaled, conversion);
+            word |= code << comptime!(4 * i as u32);
+            // Exact: the sum is a multiple of the grid's step, and so is what is subtracted.
+            let rounded = f32::reinterpret(sum) - f32::reinterpret(binade) * 4_194_305.0f32;
+            // Code and element have the same sign, so magnitudes will do.
+            let decoded = divide(rounded * value * global.amax, ordinary, conversion);
+            let difference = decoded - x.abs();
+            let term = match comptime!(norm) {
+                ErrorNorm::Mae => difference.abs(),
+                ErrorNorm::Mse => difference * difference,
+            };
+            if comptime!(conversion.has_ptx()) {
+                let so_far = error;
+                error = ptx::add_rn(so_far, term);
+            } else {
+                error += term;
+            }
+        }
+        codes.insert(half, word);
+    }
+    Candidate { error, codes }
+}
+
+/// `value / 1536`, correctly rounded.
+///
+/// With `y` the correctly rounded reciprocal and `q` the quotient to within a unit in the last place,
+/// `fma(fma(-1536, q, value), y, q)` is the correctly rounded quotient (Markstein, 1990), where
+/// nothing under- or overflows: `ordinary` says so.
+#[cube]
+fn divide(value: f32, ordinary: bool, #[comptime] conversion: Conversion) -> f32 {
+    if comptime!(conversion.has_ptx()) {
+        let mut result = 0.0f32;
+        if ordinary {
+            let reciprocal = comptime!(1.0f32 / 1536.0f32);
+            let quotient = value * reciprocal;
+            let rest = ptx::fma_rn(-1536.0f32, quotient, value);
+            result = ptx::fma_rn(rest, reciprocal, quotient);
+        } else {
+            result = value / 1536.0f32;
+        }
+        result
+    } else {
+        value / 1536.0f32
+    }
 }

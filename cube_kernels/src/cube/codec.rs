@@ -2,6 +2,7 @@
 
 use cubecl::prelude::*;
 
+use super::ptx;
 use crate::device::FloatKind;
 
 /// All bits of an `f32` but the sign.
@@ -15,50 +16,142 @@ const E4M3_MAX: u32 = 0x43E0_0000;
 /// Bits of 2⁻⁶, the smallest normal E4M3 value.
 const E4M3_MIN_NORMAL: u32 = 121 << 23;
 
-/// The code nearest to `value`; see [`reference::round_nearest`](crate::reference::round_nearest).
-#[cube]
-pub fn round_nearest(value: f32) -> u32 {
-    let bits = u32::reinterpret(value);
-    // Magnitudes compare as integers, so NaN clears every midpoint and becomes 6.
-    let magnitude = bits & MAGNITUDE;
-    let mut code = u32::cast_from(magnitude > 0x3E80_0000u32); // 0.25
-    code += u32::cast_from(magnitude >= 0x3F40_0000u32); // 0.75
-    code += u32::cast_from(magnitude > 0x3FA0_0000u32); // 1.25
-    code += u32::cast_from(magnitude >= 0x3FE0_0000u32); // 1.75
-    code += u32::cast_from(magnitude > 0x4020_0000u32); // 2.5
-    code += u32::cast_from(magnitude >= 0x4060_0000u32); // 3.5
-    code += u32::cast_from(magnitude > 0x40A0_0000u32); // 5
-    code | sign_unless_nan(bits)
+/// Bits of 1 and of 6.
+const ONE: u32 = 0x3F80_0000;
+const SIX: u32 = 0x40C0_0000;
+/// Bits of the smallest normal `f32`, 2⁻¹²⁶.
+const MIN_NORMAL: u32 = 0x0080_0000;
+/// 2²² + 1; see [`nearest_bits`].
+const SPREAD: f32 = 4_194_305.0;
+
+/// Who does the arithmetic for which some devices have instructions of their own. Every choice gives
+/// the same bits, but for stochastic rounding by [`Conversion::Hardware`], which gives the same
+/// distribution.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Conversion {
+    /// Plain operations on values and bit patterns: every device.
+    Software,
+    /// PTX of sm_80 and later: `max.NaN`, `fma.rz`, `rcp.rn`; no conversions.
+    Sm80,
+    /// The same with the E4M3 conversions of sm_89 and sm_90.
+    Sm89,
+    /// The same with `cvt.rn.satfinite.e2m1x2`; stochastic rounding in software: sm_120 and sm_121.
+    HardwareNearest,
+    /// The same with `cvt.rs.satfinite.e2m1x4` too: sm_100a and sm_103a.
+    Hardware,
 }
 
-/// `value` rounded by eight random bits; see
+impl Conversion {
+    /// Whether the kernel is CUDA C++, which may hold PTX for sm_80.
+    pub const fn has_ptx(self) -> bool {
+        !matches!(self, Self::Software)
+    }
+
+    /// Whether there is an instruction for `f32` to E4M3.
+    pub const fn has_e4m3(self) -> bool {
+        !matches!(self, Self::Software | Self::Sm80)
+    }
+
+    /// Whether there is an instruction for `f32` to E2M1, to nearest.
+    pub const fn has_nearest(self) -> bool {
+        matches!(self, Self::HardwareNearest | Self::Hardware)
+    }
+}
+
+/// `min(|value|, 6)`, 6 for NaN: beyond it nothing but 6 is left to round to.
+#[cube]
+pub fn clamp_to_six(value: f32, #[comptime] conversion: Conversion) -> f32 {
+    if comptime!(conversion.has_ptx()) {
+        ptx::min_abs(value, 6.0f32)
+    } else {
+        // As integers NaN compares above everything.
+        f32::reinterpret(min(u32::reinterpret(value) & MAGNITUDE, SIX))
+    }
+}
+
+/// Bits of the power of two, 1, 2 or 4, in whose binade `magnitude`, at most 6, has its E2M1
+/// neighbours: twice the step of the grid there. Below 1 the grid is that of [1, 2).
+#[cube]
+pub fn binade_bits(magnitude: f32) -> u32 {
+    max(u32::reinterpret(magnitude), ONE) & INFINITY
+}
+
+/// Bits of `magnitude + (2²² + 1) · binade`, rounded to nearest even.
+///
+/// The unit in the last place of that sum is the step of the E2M1 grid, so the addition rounds to
+/// it, ties to even, which is the tie rule of E2M1, since even codes are even multiples of the step
+/// in every binade. The last three bits are the multiple, plus the two units that `binade` makes.
+/// The product is exact, so contraction does not matter.
+#[cube]
+pub fn nearest_bits(magnitude: f32, binade: u32) -> u32 {
+    u32::reinterpret(f32::reinterpret(binade) * SPREAD + magnitude)
+}
+
+/// The code, sign included, from the bits of [`nearest_bits`]. Bits of `binade >> 22` are
+/// `254 + 2 E`: with the two units already there the sum of last three bits is the code.
+#[cube]
+pub fn code_of(
+    sum: u32,
+    binade: u32,
+    value: f32,
+    #[comptime] conversion: Conversion,
+) -> u32 {
+    let bits = u32::reinterpret(value);
+    let code = (sum + (binade >> 22u32)) & 7u32;
+    if comptime!(conversion.has_ptx()) {
+        // PTX makes every NaN that an operation returns positive ("mul": 0x7FFFFFFF).
+        code | ((bits >> 28u32) & 8u32)
+    } else {
+        code | sign_unless_nan(bits)
+    }
+}
+
+/// The code nearest to `value`; see [`reference::round_nearest`](crate::reference::round_nearest).
+#[cube]
+pub fn round_nearest(value: f32, #[comptime] conversion: Conversion) -> u32 {
+    let magnitude = clamp_to_six(value, conversion);
+    let binade = binade_bits(magnitude);
+    code_of(nearest_bits(magnitude, binade), binade, value, conversion)
+}
+
+/// `value` rounded by eight random bits, byte `byte` of `random`; see
 /// [`reference::round_stochastic`](crate::reference::round_stochastic).
 #[cube]
-pub fn round_stochastic(value: f32, random: u32) -> u32 {
-    let bits = u32::reinterpret(value);
-    let magnitude = f32::reinterpret(bits & MAGNITUDE);
-    let step = select(
-        magnitude >= 4.0f32,
-        2.0f32,
-        select(magnitude >= 2.0f32, 1.0f32, 0.5f32),
-    );
-    // The product is exact, so whether the compiler contracts this sum does not matter.
-    let dithered = f32::cast_from(random) * 0.00390625f32 * step + magnitude;
-    // Down to the grid of the range that `dithered` lies in. Both factors are powers of two.
-    let low = dithered < 2.0f32;
-    let high = dithered >= 4.0f32;
-    let per_step = select(high, 0.5f32, select(low, 2.0f32, 1.0f32));
-    let width = select(high, 2.0f32, select(low, 0.5f32, 1.0f32));
-    let rounded = u32::reinterpret(f32::floor(dithered * per_step) * width);
-    // Counting the grid values reached is exact; NaN, above everything as an integer, becomes 6.
-    let mut code = u32::cast_from(rounded >= 0x3F00_0000u32); // 0.5
-    code += u32::cast_from(rounded >= 0x3F80_0000u32); // 1
-    code += u32::cast_from(rounded >= 0x3FC0_0000u32); // 1.5
-    code += u32::cast_from(rounded >= 0x4000_0000u32); // 2
-    code += u32::cast_from(rounded >= 0x4040_0000u32); // 3
-    code += u32::cast_from(rounded >= 0x4080_0000u32); // 4
-    code += u32::cast_from(rounded >= 0x40C0_0000u32); // 6
-    code | sign_unless_nan(bits)
+pub fn round_stochastic(
+    value: f32,
+    random: u32,
+    #[comptime] byte: u32,
+    #[comptime] conversion: Conversion,
+) -> u32 {
+    let magnitude = clamp_to_six(value, conversion);
+    let binade = binade_bits(magnitude);
+    // r / 512 · binade = r / 256 · step is exact, so the sum below is rounded once.
+    let dither = dither(random, byte);
+    let dithered = dither * f32::reinterpret(binade) + magnitude;
+    if comptime!(conversion.has_ptx()) {
+        // Down to the grid of `magnitude`'s binade. Where the sum has left that binade it is below
+        // the next binade's second grid point, so both grids agree on what is below it.
+        let sum = ptx::fma_rz(f32::reinterpret(binade), SPREAD, dithered);
+        code_of(u32::reinterpret(sum), binade, value, conversion)
+    } else {
+        // Exponent and first mantissa bit are what truncation keeps; 2⁻¹²⁶ makes them an `f32`
+        // subnormal below 1, as they are in E2M1. Exact: one significant bit follows the first.
+        let kept = u32::reinterpret(dithered) & 0x7FC0_0000u32;
+        let code = u32::reinterpret(f32::reinterpret(kept) * f32::reinterpret(MIN_NORMAL));
+        (code >> 22u32) | sign_unless_nan(u32::reinterpret(value))
+    }
+}
+
+/// `r / 512` for byte `byte` of `random`, without a conversion: the byte becomes mantissa bits of a
+/// number whose exponent makes them units of 2⁻⁹.
+#[cube]
+fn dither(random: u32, #[comptime] byte: u32) -> f32 {
+    let half = random >> comptime!(16 * (byte / 2));
+    if comptime!(byte % 2 == 0) {
+        f32::reinterpret((half & 0xFFu32) | (141u32 << 23u32)) - 16384.0f32
+    } else {
+        f32::reinterpret((half & 0xFF00u32) | (133u32 << 23u32)) - 64.0f32
+    }
 }
 
 #[cube]
@@ -69,12 +162,10 @@ fn sign_unless_nan(bits: u32) -> u32 {
 /// The value of the code in the low nibble of `code`.
 #[cube]
 pub fn decode_e2m1(code: u32) -> f32 {
-    let magnitude = code & 7u32;
-    // Exponent and mantissa are the upper bits of an f32 already, up to the bias of 126; the two
-    // codes without an exponent are 0 and 0.5, the bias itself.
-    let normal = (magnitude << 22u32) + (126u32 << 23u32);
-    let bits = select(magnitude > 1u32, normal, magnitude * (126u32 << 23u32));
-    f32::reinterpret(bits | ((code & 8u32) << 28u32))
+    // Exponent and mantissa as those of an `f32`, whose bias is 126 larger; the code without an
+    // exponent is a subnormal in both. Multiplication by a power of two is exact.
+    let magnitude = f32::reinterpret((code & 7u32) << 22u32) * f32::reinterpret(253u32 << 23u32);
+    f32::reinterpret(u32::reinterpret(magnitude) | ((code & 8u32) << 28u32))
 }
 
 /// The E4M3 byte nearest to the non-negative `value`; see
@@ -104,9 +195,8 @@ pub fn encode_e4m3(value: f32) -> u32 {
 #[cube]
 pub fn decode_e4m3(byte: u32) -> f32 {
     let byte = byte & 0x7Fu32;
-    let subnormal = f32::cast_from(byte) * 0.001953125f32;
-    let normal = f32::reinterpret((byte << 20u32) + (120u32 << 23u32));
-    let value = select(byte < 8u32, subnormal, normal);
+    // As in `decode_e2m1`; the biases differ by 120.
+    let value = f32::reinterpret(byte << 20u32) * f32::reinterpret(247u32 << 23u32);
     select(byte == 0x7Fu32, f32::reinterpret(QUIET_NAN), value)
 }
 

@@ -2,31 +2,81 @@
 
 use cubecl::prelude::*;
 
-use super::codec::round_to_bf16;
+use super::{
+    codec::{Conversion, round_to_bf16},
+    ptx,
+};
+use crate::HadamardSize;
 
-/// Transforms 16 values in place, rounded to bf16. Bit `i` of `signs` negates element `i`.
+/// The signs of a transform, 32 elements to a word: bit `i % 32` of word `i / 32` negates element
+/// `i`.
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+pub struct Signs {
+    /// Elements 0 to 31.
+    pub word0: u32,
+    /// Elements 32 to 63.
+    pub word1: u32,
+    /// Elements 64 to 95.
+    pub word2: u32,
+    /// Elements 96 to 127.
+    pub word3: u32,
+}
+
 #[cube]
-pub fn transform(block: &mut Array<f32>, signs: u32) {
-    #[unroll]
-    for i in 0..16usize {
-        let flip = ((signs >> comptime!(i as u32)) & 1u32) << 31u32;
-        block[i] = f32::reinterpret(u32::reinterpret(block[i]) ^ flip);
+impl Signs {
+    /// 1 where element `i` is negated, else 0.
+    pub fn bit(&self, #[comptime] i: usize) -> u32 {
+        let word = if comptime!(i / 32 == 0) {
+            self.word0
+        } else if comptime!(i / 32 == 1) {
+            self.word1
+        } else if comptime!(i / 32 == 2) {
+            self.word2
+        } else {
+            self.word3
+        };
+        (word >> comptime!(i as u32 % 32)) & 1u32
     }
+}
+
+/// `values · H`, in place, without signs and without the factor: combines neighbours at distances
+/// 1, 2, 4, ... in this order.
+#[cube]
+pub fn butterfly(values: &mut Array<f32>, #[comptime] size: HadamardSize) {
     #[unroll]
-    for stage in 0..4u32 {
+    for stage in 0..comptime!(size.elements().ilog2()) {
         let distance = comptime!(1usize << stage);
         #[unroll]
-        for i in 0..16usize {
+        for i in 0..comptime!(size.elements()) {
             if comptime!(i & distance == 0) {
-                let a = block[i];
-                let b = block[comptime!(i + distance)];
-                block[i] = a + b;
-                block[comptime!(i + distance)] = a - b;
+                let a = values[i];
+                let b = values[comptime!(i + distance)];
+                values[i] = a + b;
+                values[comptime!(i + distance)] = a - b;
             }
         }
     }
+}
+
+/// `values · 1/√size`, rounded to bf16: the second half of a transform.
+#[cube]
+pub fn normalize(
+    values: &mut Array<f32>,
+    #[comptime] size: HadamardSize,
+    #[comptime] conversion: Conversion,
+) {
+    let factor = comptime!(size.factor());
     #[unroll]
-    for i in 0..16usize {
-        block[i] = round_to_bf16(block[i] * 0.25f32);
+    for pair in 0..comptime!(size.elements() / 2) {
+        let low = values[comptime!(2 * pair)] * factor;
+        let high = values[comptime!(2 * pair + 1)] * factor;
+        if comptime!(conversion.has_ptx()) {
+            let word = ptx::cvt_bf16x2(low, high);
+            values[comptime!(2 * pair)] = f32::reinterpret(word << 16u32);
+            values[comptime!(2 * pair + 1)] = f32::reinterpret(word & 0xFFFF_0000u32);
+        } else {
+            values[comptime!(2 * pair)] = round_to_bf16(low);
+            values[comptime!(2 * pair + 1)] = round_to_bf16(high);
+        }
     }
 }

@@ -12,3 +12,4 @@ pub mod hadamard;
 pub mod philox;
 pub mod ptx;
 pub mod scale;
+pub mod words;

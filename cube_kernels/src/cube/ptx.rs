@@ -67,3 +67,100 @@ pub fn add_rn(a: f32, b: f32) -> f32 {
     gpu_asm!("add.rn.f32 {}, {}, {};", out(_) sum, in(_) a, in(_) b, options(pure, nomem));
     sum
 }
+
+/// `min(|a|, b)`, `b` where `a` is NaN: `min.f32` of `abs.f32`, one instruction.
+///
+/// PTX ISA 1.0 and later, section "Floating Point Instructions: min". All targets.
+#[cube]
+pub fn min_abs(a: f32, b: f32) -> f32 {
+    let result: f32;
+    gpu_asm!(
+        "{{ .reg .f32 t; abs.f32 t, {}; min.f32 {}, t, {}; }}",
+        in(_) a, out(_) result, in(_) b,
+        options(pure, nomem)
+    );
+    result
+}
+
+/// `max(a, |b|)`, NaN where one of them is: `max.NaN.f32`.
+///
+/// PTX ISA 7.0 and later, section "Floating Point Instructions: max". Targets: sm_80 and later.
+#[cube]
+pub fn max_abs_nan(a: f32, b: f32) -> f32 {
+    let result: f32;
+    gpu_asm!(
+        "{{ .reg .f32 t; abs.f32 t, {}; max.NaN.f32 {}, {}, t; }}",
+        in(_) b, out(_) result, in(_) a,
+        options(pure, nomem)
+    );
+    result
+}
+
+/// `a · b + c`, rounded once, toward zero: `fma.rz.f32`.
+///
+/// PTX ISA 2.0 and later, section "Floating Point Instructions: fma". All targets.
+#[cube]
+pub fn fma_rz(a: f32, b: f32, c: f32) -> f32 {
+    let result: f32;
+    gpu_asm!(
+        "fma.rz.f32 {}, {}, {}, {};",
+        out(_) result, in(_) a, in(_) b, in(_) c,
+        options(pure, nomem)
+    );
+    result
+}
+
+/// `a · b + c`, rounded once, to nearest even: `fma.rn.f32`.
+///
+/// PTX ISA 2.0 and later, section "Floating Point Instructions: fma". All targets.
+#[cube]
+pub fn fma_rn(a: f32, b: f32, c: f32) -> f32 {
+    let result: f32;
+    gpu_asm!(
+        "fma.rn.f32 {}, {}, {}, {};",
+        out(_) result, in(_) a, in(_) b, in(_) c,
+        options(pure, nomem)
+    );
+    result
+}
+
+/// `1 / a`, correctly rounded: `rcp.rn.f32`, the IEEE quotient in fewer instructions than a
+/// division.
+///
+/// PTX ISA 2.0 and later, section "Floating Point Instructions: rcp". All targets.
+#[cube]
+pub fn rcp_rn(a: f32) -> f32 {
+    let result: f32;
+    gpu_asm!("rcp.rn.f32 {}, {};", out(_) result, in(_) a, options(pure, nomem));
+    result
+}
+
+/// The E4M3 byte nearest to `value`, 448 at most, 0x7F for NaN: `cvt.rn.satfinite.e4m3x2.f32`.
+///
+/// PTX ISA 8.1 and later, section "Data Movement and Conversion Instructions: cvt". Targets: sm_89
+/// and later. The second operand lands in the lower byte.
+#[cube]
+pub fn cvt_e4m3(value: f32) -> u32 {
+    let byte: u32;
+    gpu_asm!(
+        "{{ .reg .b16 h; cvt.rn.satfinite.e4m3x2.f32 h, 0f00000000, {}; cvt.u32.u16 {}, h; }}",
+        in(_) value, out(_) byte,
+        options(pure, nomem)
+    );
+    byte
+}
+
+/// Two values rounded to bf16, `low` in the lower half: `cvt.rn.bf16x2.f32`.
+///
+/// PTX ISA 7.0 and later, section "Data Movement and Conversion Instructions: cvt". Targets: sm_80
+/// and later. NaN becomes 0x7FFF.
+#[cube]
+pub fn cvt_bf16x2(low: f32, high: f32) -> u32 {
+    let word: u32;
+    gpu_asm!(
+        "cvt.rn.bf16x2.f32 {}, {}, {};",
+        out(_) word, in(_) high, in(_) low,
+        options(pure, nomem)
+    );
+    word
+}

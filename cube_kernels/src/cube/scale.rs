@@ -2,12 +2,20 @@
 
 use cubecl::prelude::*;
 
-use super::codec::{decode_e4m3, encode_e4m3};
+use super::{
+    codec::{Conversion, decode_e4m3, encode_e4m3},
+    ptx,
+};
+use crate::BlockScaling;
 
 /// What derives from one amax.
 #[derive(CubeType, Clone, Copy)]
 pub struct GlobalScale {
-    /// `m`: block maximum to block scale.
+    /// The amax itself.
+    pub amax: f32,
+    /// `S`.
+    pub encode: f32,
+    /// `m = fl(S · fl(1/6))`: block maximum to block scale.
     pub block: f32,
     /// `D = fl(1 / S)`.
     pub decode: f32,
@@ -16,27 +24,58 @@ pub struct GlobalScale {
 #[cube]
 impl GlobalScale {
     /// The scales of a tensor whose largest magnitude is `amax`.
-    pub fn from_amax(amax: f32) -> GlobalScale {
-        let quotient = 2688.0f32 / amax;
+    pub fn from_amax(amax: f32, #[comptime] scaling: BlockScaling) -> GlobalScale {
+        let quotient = comptime!(scaling.range()) / amax;
         // False for NaN, for the 0 of an infinite amax, and by its second half for amax = 0.
         let usable = quotient > 0.0f32 && amax > 0.0f32;
         let clamped = select(quotient > f32::MAX, f32::MAX, quotient);
         let encode = select(usable, clamped, 1.0f32);
         GlobalScale {
+            amax,
+            encode,
             block: encode * comptime!(1.0f32 / 6.0f32),
             decode: 1.0f32 / encode,
         }
     }
 
-    /// The scale byte of a block whose largest magnitude is `amax`.
-    pub fn block_scale(&self, amax: f32) -> u32 {
-        let scaled = amax * self.block;
-        encode_e4m3(select(scaled > f32::MAX, f32::MAX, scaled))
+    /// The scale byte of a block whose largest magnitude is `amax`, where it does not choose
+    /// between two.
+    pub fn block_scale(
+        &self,
+        amax: f32,
+        #[comptime] scaling: BlockScaling,
+        #[comptime] conversion: Conversion,
+    ) -> u32 {
+        let mut magnitude = amax;
+        if comptime!(scaling == BlockScaling::Headroom) {
+            magnitude = amax * 1.0625f32;
+        }
+        scale_byte(magnitude * self.block, conversion)
+    }
+
+    /// `fl(fl(a / 6) · S)`, from which four over six forms both candidates.
+    pub fn block_base(&self, amax: f32) -> f32 {
+        (amax / 6.0f32) * self.encode
     }
 
     /// The factor that brings the elements of a block with scale byte `scale` onto the grid.
-    pub fn encode_multiplier(&self, scale: u32) -> f32 {
-        let multiplier = 1.0f32 / (decode_e4m3(scale) * self.decode);
+    pub fn encode_multiplier(&self, scale: u32, #[comptime] conversion: Conversion) -> f32 {
+        let product = decode_e4m3(scale) * self.decode;
+        let multiplier = if comptime!(conversion.has_ptx()) {
+            ptx::rcp_rn(product)
+        } else {
+            1.0f32 / product
+        };
         select(multiplier > f32::MAX, f32::MAX, multiplier)
+    }
+}
+
+/// The E4M3 byte of a non-negative scale; beyond 448 it is 448, NaN stays NaN.
+#[cube]
+pub fn scale_byte(scale: f32, #[comptime] conversion: Conversion) -> u32 {
+    if comptime!(conversion.has_e4m3()) {
+        ptx::cvt_e4m3(scale)
+    } else {
+        encode_e4m3(scale)
     }
 }

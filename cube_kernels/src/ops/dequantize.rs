@@ -10,67 +10,115 @@ use crate::{
 };
 
 /// The matrix that `packed` stands for, `rows` x `cols` in the orientation of its source, rounded
-/// once to `out`. See [`reference::dequantize`](crate::reference::dequantize).
+/// once to `out`. See [`reference::dequantize`](crate::reference::dequantize). Values of a transformed
+/// copy stay transformed.
 ///
 /// # Errors
-/// When a buffer is smaller than its shape.
+/// When a buffer is smaller than its shape, or the copy has groups, per-token scales, swizzled scales
+/// or four over six.
 pub fn dequantize(
     client: &Client,
     packed: &DevicePacked,
     out: FloatKind,
 ) -> Result<Matrix, Nvfp4Error> {
     packed.check("packed")?;
+    packed.check_plain("packed")?;
     let result = Matrix::empty(client, packed.rows, packed.cols, out);
     if result.is_empty() {
         return Ok(result);
     }
-    let blocks = packed.outer() * packed.blocks();
-    let (count, dim) = grid(client, blocks);
-    // SAFETY: the kernel stays below the number of blocks and the shape of the result.
+    let blocks = packed.code_blocks();
+    let transposed = packed.axis == PackedAxis::Rows;
+    let address = address_type(blocks * BLOCK);
+    // SAFETY (of every argument): the buffers were checked against the shapes.
     unsafe {
-        dequantize_kernel::launch_unchecked(
-            client,
-            count,
-            dim,
-            address_type(blocks * BLOCK),
-            BufferArg::from_raw_parts(packed.codes.clone(), blocks),
-            BufferArg::from_raw_parts(packed.scales.clone(), blocks),
-            BufferArg::from_raw_parts(packed.amax.clone(), 1),
-            BufferArg::from_raw_parts(result.handle.clone(), result.len()),
-            packed.outer(),
-            packed.inner(),
-            packed.axis == PackedAxis::Rows,
-            out,
-            out.storage_type(),
-        );
+        let scales = BufferArg::from_raw_parts(packed.scales.clone(), blocks);
+        let amax = BufferArg::from_raw_parts(packed.amax.clone(), 1);
+        if transposed {
+            let (count, dim) = grid(client, blocks);
+            dequantize_cols_kernel::launch_unchecked(
+                client,
+                count,
+                dim,
+                address,
+                BufferArg::from_raw_parts(packed.codes.clone(), blocks),
+                scales,
+                amax,
+                BufferArg::from_raw_parts(result.handle.clone(), result.len()),
+                packed.outer(),
+                packed.inner(),
+                packed.blocks(),
+                out,
+                out.storage_type(),
+            );
+        } else {
+            // Eight codes make 16 bytes of 16-bit values.
+            let words = blocks * 2;
+            let (count, dim) = grid(client, words);
+            dequantize_rows_kernel::launch_unchecked(
+                client,
+                count,
+                dim,
+                address,
+                BufferArg::from_raw_parts(packed.codes.clone(), words),
+                scales,
+                amax,
+                BufferArg::from_raw_parts(result.handle.clone(), words),
+                words,
+                out,
+                out.storage_type(),
+            );
+        }
     }
     Ok(result)
 }
 
-/// One unit decodes every `units`-th block. Of a transposed copy neighbours take neighbouring
-/// stored rows, which are neighbouring columns of the result.
+/// One unit decodes every `units`-th word of eight codes into one vector.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
-pub fn dequantize_kernel<F: Numeric>(
+pub fn dequantize_rows_kernel<F: Numeric>(
+    codes: &[u32],
+    scales: &[u8],
+    amax: &[f32],
+    out: &mut [Vector<F, Const<8>>],
+    words: usize,
+    #[comptime] kind: FloatKind,
+    #[define(F)] _storage: ElemType,
+) {
+    let factor = amax[0] / 2688.0f32;
+    let mut item = ABSOLUTE_POS;
+    while item < words {
+        let word = codes[item];
+        let scale = decode_e4m3(u32::cast_from(scales[item / 2usize]));
+        let mut vector = Vector::<F, Const<8>>::empty();
+        #[unroll]
+        for i in 0..8usize {
+            let value = decode_e2m1(word >> comptime!(4 * i as u32)) * scale * factor;
+            vector.insert(i, store::<F>(value, kind));
+        }
+        out[item] = vector;
+        item += CUBE_COUNT * CUBE_DIM as usize;
+    }
+}
+
+/// One unit decodes every `units`-th block of a transposed copy; neighbours take neighbouring stored
+/// rows, which are neighbouring columns of the result.
+#[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
+pub fn dequantize_cols_kernel<F: Numeric>(
     codes: &[Vector<u32, Const<2>>],
     scales: &[u8],
     amax: &[f32],
     out: &mut [F],
     outer: usize,
     inner: usize,
-    #[comptime] transposed: bool,
+    blocks: usize,
     #[comptime] kind: FloatKind,
     #[define(F)] _storage: ElemType,
 ) {
     let factor = amax[0] / 2688.0f32;
-    let blocks = inner.div_ceil(16);
     let mut item = ABSOLUTE_POS;
     while item < outer * blocks {
-        let mut row = item / blocks;
-        let mut group = item % blocks;
-        if comptime!(transposed) {
-            row = item % outer;
-            group = item / outer;
-        }
+        let row = item % outer;
+        let group = item / outer;
         let index = row * blocks + group;
         let scale = decode_e4m3(u32::cast_from(scales[index]));
         let words = codes[index];
@@ -79,12 +127,8 @@ pub fn dequantize_kernel<F: Numeric>(
             let word = words.extract(comptime!(i / 8));
             let value = decode_e2m1(word >> comptime!(4 * (i as u32 % 8))) * scale * factor;
             let position = group * 16usize + i;
-            if comptime!(transposed) {
-                if position < inner {
-                    out[position * outer + row] = store::<F>(value, kind);
-                }
-            } else {
-                out[row * inner + position] = store::<F>(value, kind);
+            if position < inner {
+                out[position * outer + row] = store::<F>(value, kind);
             }
         }
         item += CUBE_COUNT * CUBE_DIM as usize;

@@ -1,71 +1,206 @@
-//! What the launches share: geometry, vector widths, random arguments.
+//! What the launches share: geometry, words, random arguments.
 
 use cubecl::{prelude::*, server::Handle};
 
 use crate::{
-    Hadamard,
-    cube::{block::BlockPolicy, philox::RandomLaunch},
-    device::{Capabilities, DeviceRounding, FloatKind, is_cpu},
+    BLOCK, Hadamard, HadamardSize, Nvfp4Error, ScaleLayout,
+    cube::{
+        block::BlockPolicy,
+        codec::Conversion,
+        hadamard::SignsLaunch,
+        philox::RandomLaunch,
+    },
+    device::{
+        AmaxScope, DeviceCopy, DevicePacked, DeviceRounding, FloatKind, Groups, Matrix, check_memory,
+        is_cpu,
+    },
+    policy::BlockScaling,
 };
+
+/// Units of a cube on a GPU.
+pub(crate) const UNITS: usize = 256;
+
+/// Cubes of 256 units that stay on the device together, for kernels that stride over the grid: what
+/// each unit computes once is then spread over many items.
+const CUBES_PER_MULTIPROCESSOR: usize = 8;
 
 /// Cubes and units for `items` independent pieces of work, in a kernel that strides over the grid.
 pub(crate) fn grid(client: &Client, items: usize) -> (CubeCount, CubeDim) {
     if is_cpu(client) {
-        // One unit a cube, and as many cubes as cores have any use for: each costs a call.
-        let cores = client.properties().hardware.num_cpu_cores.unwrap_or(1) as usize;
-        return (
-            CubeCount::Static(items.min(4 * cores) as u32, 1, 1),
-            CubeDim::new_1d(1),
-        );
+        return cubes(client, items);
     }
-    const UNITS: usize = 256;
-    // More cubes than the grid may hold are made up for by the stride.
-    let cubes = items
-        .div_ceil(UNITS)
-        .min(client.properties().hardware.max_cube_count.0 as usize);
+    cubes(client, items.div_ceil(UNITS))
+}
+
+/// The same for work that a whole cube shares.
+pub(crate) fn cubes(client: &Client, items: usize) -> (CubeCount, CubeDim) {
+    let hardware = &client.properties().hardware;
+    let (units, resident) = if is_cpu(client) {
+        // One unit a cube, and as many cubes as cores have any use for: each costs a call.
+        (1, 4 * hardware.num_cpu_cores.unwrap_or(1) as usize)
+    } else {
+        let multiprocessors = hardware.num_streaming_multiprocessors.unwrap_or(128) as usize;
+        (UNITS, CUBES_PER_MULTIPROCESSOR * multiprocessors)
+    };
     (
-        CubeCount::Static(cubes as u32, 1, 1),
-        CubeDim::new_1d(UNITS as u32),
+        CubeCount::Static(items.clamp(1, resident) as u32, 1, 1),
+        CubeDim::new_1d(units as u32),
     )
 }
 
-/// The widest vector of at most 16 bytes that divides `len` elements.
-pub(crate) fn vector_size(dtype: FloatKind, len: usize) -> usize {
-    let mut size = 16 / dtype.size();
-    while !len.is_multiple_of(size) {
-        size /= 2;
-    }
-    size
+/// How a kernel loads a matrix; see [`cube::words`](crate::cube::words).
+pub(crate) struct Words {
+    /// Type of one loaded scalar: a word, or an element where rows have no whole words.
+    pub elem: ElemType,
+    /// Scalars that a load takes.
+    pub width: usize,
+    /// Scalars in the matrix.
+    len: usize,
+    handle: Handle,
 }
 
-/// The comptime and the run-time half of a block policy.
-pub(crate) struct BlockArgs {
+impl Words {
+    /// The widest loads of `x` that its row length and its place in memory allow.
+    pub fn of(x: &Matrix) -> Self {
+        let row = x.cols * x.dtype.size();
+        let start = x.handle.offset_start.unwrap_or(0) as usize;
+        let fits = |bytes: usize| row.is_multiple_of(bytes) && start.is_multiple_of(bytes);
+        let (elem, size, width) = match [16usize, 8, 4].into_iter().find(|&bytes| fits(bytes)) {
+            Some(bytes) => (ElemType::UInt(cubecl::ir::UIntKind::U32), 4, bytes / 4),
+            None => (ElemType::UInt(cubecl::ir::UIntKind::U16), 2, 1),
+        };
+        Self {
+            elem,
+            width,
+            len: x.len() * x.dtype.size() / size,
+            handle: x.handle.clone(),
+        }
+    }
+
+    pub fn arg(&self) -> BufferArg {
+        // SAFETY: the matrix was checked against its memory.
+        unsafe { BufferArg::from_raw_parts(self.handle.clone(), self.len / self.width) }
+    }
+}
+
+/// A buffer of `len` items of a kernel's argument type.
+///
+/// # Safety
+/// As `BufferArg::from_raw_parts`: the memory must hold them.
+pub(crate) unsafe fn buffer(handle: &Handle, len: usize) -> BufferArg {
+    // SAFETY: the caller's promise.
+    unsafe { BufferArg::from_raw_parts(handle.clone(), len) }
+}
+
+/// The comptime choices for one copy.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct CopyPlan {
+    /// How blocks become codes.
     pub policy: BlockPolicy,
+    /// The transform along the packed axis.
+    pub hadamard: Option<HadamardSize>,
+    /// Whether scales are written in the 128x4 layout.
+    pub swizzled: bool,
+    /// Whether each stored row has its own amax.
+    pub per_outer: bool,
+}
+
+/// What a copy is made from and how: the amax, what it stands for, and the policy.
+#[derive(Debug, Clone)]
+pub struct CopyRequest<'a> {
+    /// The largest magnitudes, `f32` in device memory; of the transformed values where there is a
+    /// transform.
+    pub amax: &'a Handle,
+    /// What one of them stands for.
+    pub scope: AmaxScope,
+    /// How the copy is made.
+    pub copy: DeviceCopy,
+}
+
+/// One copy to be written: its plan, its run-time arguments, its memory.
+pub(crate) struct CopyArgs {
+    pub plan: CopyPlan,
+    pub out: DevicePacked,
     key: [u32; 2],
     offset: u64,
     device_offset: Option<Handle>,
-    pub signs: u32,
+    signs: [u32; 4],
 }
 
-impl BlockArgs {
-    pub fn new(client: &Client, rounding: &DeviceRounding, hadamard: Option<Hadamard>) -> Self {
-        let (stream, device_offset) = match rounding {
+impl CopyArgs {
+    /// Checks the request for a copy of `x` along `axis` and allocates the copy.
+    pub fn new(
+        client: &Client,
+        x: &Matrix,
+        groups: &Groups,
+        axis: crate::PackedAxis,
+        request: &CopyRequest<'_>,
+        conversion: Conversion,
+    ) -> Result<Self, Nvfp4Error> {
+        let CopyRequest { amax, scope, copy } = request;
+        let (stream, device_offset) = match &copy.rounding {
             DeviceRounding::Nearest => (None, None),
             DeviceRounding::Stochastic(stream) => (Some(*stream), None),
-            DeviceRounding::StochasticAt(stream, offset) => (Some(*stream), Some(offset.clone())),
+            DeviceRounding::StochasticAt(stream, offset) => {
+                check_memory("offset", offset, 8)?;
+                (Some(*stream), Some(offset.clone()))
+            }
         };
-        Self {
-            policy: BlockPolicy {
-                stochastic: stream.is_some(),
-                device_offset: device_offset.is_some(),
-                hadamard: hadamard.is_some(),
-                conversion: Capabilities::of(client).conversion,
+        if stream.is_some() && matches!(copy.scaling, BlockScaling::FourOverSix(_)) {
+            return Err(Nvfp4Error::value(
+                "rounding",
+                "stochastic, with four over six",
+                "to nearest: four over six chooses by the error of rounding to nearest",
+            ));
+        }
+        let out = DevicePacked {
+            codes: (*amax).clone(),
+            scales: (*amax).clone(),
+            amax: (*amax).clone(),
+            rows: x.rows,
+            cols: x.cols,
+            axis,
+            layout: copy.layout,
+            scaling: copy.scaling,
+            scope: *scope,
+            hadamard: copy.hadamard,
+            groups: groups.clone(),
+        };
+        check_memory("amax", amax, out.amax_len() * 4)?;
+        Ok(Self {
+            plan: CopyPlan {
+                policy: BlockPolicy {
+                    stochastic: stream.is_some(),
+                    device_offset: device_offset.is_some(),
+                    scaling: copy.scaling,
+                    conversion,
+                },
+                hadamard: copy.hadamard.map(|hadamard| hadamard.size()),
+                swizzled: copy.layout == ScaleLayout::Swizzled128x4,
+                per_outer: *scope == AmaxScope::Outer,
             },
+            out: out.allocated(client),
             key: stream.map_or([0; 2], |stream| stream.key()),
             offset: stream.map_or(0, |stream| stream.offset),
             device_offset,
-            signs: hadamard.map_or(0, |hadamard| hadamard.sign_words()[0]),
-        }
+            signs: copy.hadamard.map_or([0; 4], |hadamard| hadamard.sign_words()),
+        })
+    }
+
+    pub fn amax(&self) -> BufferArg {
+        // SAFETY: checked in `new`.
+        unsafe { buffer(&self.out.amax, self.out.amax_len()) }
+    }
+
+    /// The codes, a block to an item.
+    pub fn codes(&self) -> BufferArg {
+        // SAFETY: allocated for it.
+        unsafe { buffer(&self.out.codes, self.out.code_blocks()) }
+    }
+
+    pub fn scales(&self) -> BufferArg {
+        // SAFETY: allocated for it.
+        unsafe { buffer(&self.out.scales, self.out.scale_bytes()) }
     }
 
     pub fn random(&self) -> RandomLaunch {
@@ -77,14 +212,44 @@ impl BlockArgs {
         )
     }
 
-    /// The offset in device memory; `placeholder`, which the kernel does not read, where there is
-    /// none.
-    pub fn offset(&self, placeholder: &Handle) -> BufferArg {
+    pub fn signs(&self) -> SignsLaunch {
+        signs_launch(self.signs)
+    }
+
+    /// The offset in device memory; where there is none the amax, which the kernel does not read as
+    /// one.
+    pub fn offset(&self) -> BufferArg {
         match &self.device_offset {
-            // SAFETY: checked to hold two words when the operation was called.
-            Some(handle) => unsafe { BufferArg::from_raw_parts(handle.clone(), 2) },
-            // SAFETY: any tensor's maximum holds one word.
-            None => unsafe { BufferArg::from_raw_parts(placeholder.clone(), 1) },
+            // SAFETY: checked in `new` to hold two words.
+            Some(handle) => unsafe { buffer(handle, 2) },
+            // SAFETY: there is at least one amax.
+            None => unsafe { buffer(&self.out.amax, 1) },
         }
     }
+}
+
+pub(crate) fn signs_launch(words: [u32; 4]) -> SignsLaunch {
+    SignsLaunch::new(words[0], words[1], words[2], words[3])
+}
+
+/// The signs of an optional transform.
+pub(crate) fn signs_of(hadamard: Option<Hadamard>) -> SignsLaunch {
+    signs_launch(hadamard.map_or([0; 4], |hadamard| hadamard.sign_words()))
+}
+
+
+pub(crate) fn check_packed_cols(x: &Matrix) -> Result<(), Nvfp4Error> {
+    if x.cols.is_multiple_of(BLOCK) {
+        return Ok(());
+    }
+    Err(Nvfp4Error::shape(
+        "x",
+        format!("{} x {}", x.rows, x.cols),
+        "columns, the packed axis, in a multiple of 16",
+    ))
+}
+
+/// Elements of 16 bits in a word, or 1.
+pub(crate) const fn per_word(kind: FloatKind) -> usize {
+    4 / kind.size()
 }

@@ -12,17 +12,24 @@ mod dequantize;
 pub(crate) mod launch;
 #[allow(missing_docs)]
 mod quantize;
+#[allow(missing_docs)]
+mod tile;
 
-pub use amax::amax;
+pub use amax::{AmaxRequest, Amaxes, amax, amaxes};
 pub use dequantize::dequantize;
-pub use quantize::{quantize_col, quantize_row, quantize_tile};
+pub use launch::CopyRequest;
+pub use quantize::{
+    quantize, quantize_both, quantize_col, quantize_row, quantize_tile, quantize_tile_with,
+};
 
 /// The kernels themselves, for tests that compile them without launching.
 #[doc(hidden)]
 pub mod kernels {
     pub use super::{
-        amax::{amax_cols_kernel, amax_kernel},
-        dequantize::dequantize_kernel,
-        quantize::{quantize_col_kernel, quantize_row_kernel, quantize_tile_kernel},
+        amax::{AmaxPlan, amax_kernel, amax_tiles_kernel},
+        dequantize::{dequantize_cols_kernel, dequantize_rows_kernel},
+        launch::CopyPlan,
+        quantize::{TilePlan, quantize_row_kernel, quantize_tiles_kernel},
+        tile::{Grouping, ShapeLaunch},
     };
 }

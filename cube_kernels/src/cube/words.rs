@@ -1,0 +1,71 @@
+//! Matrices as 32-bit words: two elements of 16 bits, or one of 32.
+//!
+//! Kernels load and share whole words, whatever they hold, and unpack them where they compute. A
+//! matrix of 16-bit elements with an odd row length has no words; it is loaded by elements.
+
+use cubecl::prelude::*;
+use half::f16;
+
+use crate::device::FloatKind;
+
+/// Element `half` of a word (0: the lower, earlier one), exactly.
+#[cube]
+pub fn unpack(word: u32, #[comptime] half: u32, #[comptime] kind: FloatKind) -> f32 {
+    match comptime!(kind) {
+        FloatKind::F32 => f32::reinterpret(word),
+        FloatKind::Bf16 => {
+            if comptime!(half == 0) {
+                f32::reinterpret(word << 16u32)
+            } else {
+                f32::reinterpret(word & 0xFFFF_0000u32)
+            }
+        }
+        FloatKind::F16 => {
+            let bits = u16::cast_from((word >> comptime!(16 * half)) & 0xFFFFu32);
+            f32::cast_from(f16::reinterpret(bits))
+        }
+    }
+}
+
+/// `word` with its elements negated where `negate` is 1.
+#[cube]
+pub fn flip_signs(word: u32, negate: u32, #[comptime] kind: FloatKind) -> u32 {
+    word ^ (negate * comptime!(if kind.size() == 4 { 0x8000_0000u32 } else { 0x8000_8000u32 }))
+}
+
+/// Words of one block of 16.
+pub const fn block_words(kind: FloatKind) -> usize {
+    4 * kind.size()
+}
+
+/// The 16 consecutive elements whose words start at vector `first`.
+#[cube]
+pub fn load_block_words<N: Size>(
+    x: &[Vector<u32, N>],
+    first: usize,
+    #[comptime] kind: FloatKind,
+) -> Array<u32> {
+    let width = N::value();
+    let mut words = Array::<u32>::new(comptime!(block_words(kind)));
+    #[unroll]
+    for v in 0..comptime!(block_words(kind) / width) {
+        let vector = x[first + v];
+        #[unroll]
+        for i in 0..width {
+            words[comptime!(v * width + i)] = vector.extract(i);
+        }
+    }
+    words
+}
+
+/// The elements of the words of one block.
+#[cube]
+pub fn unpack_block(words: &Array<u32>, #[comptime] kind: FloatKind) -> Array<f32> {
+    let mut block = Array::<f32>::new(16usize);
+    let per_word = comptime!(4 / kind.size());
+    #[unroll]
+    for i in 0..16usize {
+        block[i] = unpack(words[comptime!(i / per_word)], comptime!((i % per_word) as u32), kind);
+    }
+    block
+}
