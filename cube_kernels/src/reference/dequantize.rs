@@ -2,7 +2,6 @@
 
 use rayon::prelude::*;
 
-use super::scaling::SCALE_RANGE;
 use crate::{
     BLOCK, PackedAxis, PackedTensor, ScaleLayout,
     format::{e2m1, e4m3},
@@ -10,16 +9,13 @@ use crate::{
 };
 
 /// The matrix that `packed` stands for, `[rows, cols]` in the orientation of the source:
-/// `fl(fl(e2m1 · e4m3) · fl(amax / 2688))`. A copy made with the Hadamard transform stays
-/// transformed.
-///
-/// Only the default scale bound of 448 has this decode factor; four-over-six uses 1536.
+/// `fl(fl(e2m1 · e4m3) · fl(amax / range))`, with the range of
+/// [`BlockScaling::range`](crate::BlockScaling::range). A copy made with the Hadamard transform
+/// stays transformed, and what its padding holds is dropped.
 pub fn dequantize(packed: &PackedTensor) -> Vec<f32> {
     let stored = decode_blocks(packed);
     let (rows, cols, width) = (packed.rows(), packed.cols(), packed.blocks() * BLOCK);
-    let range = packed.origin().scale_bound as f32 * e2m1::MAX;
-    debug_assert!(packed.origin().scale_bound != 448 || range == SCALE_RANGE);
-    let factor = |outer: usize| packed.amax().of(outer) / range;
+    let factor = |outer: usize| packed.amax().of(outer) / packed.origin().scaling.range();
     let mut out = vec![0f32; rows * cols];
     out.par_chunks_mut(cols.max(1))
         .enumerate()

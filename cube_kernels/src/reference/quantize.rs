@@ -4,22 +4,91 @@ use rayon::prelude::*;
 
 use super::{
     Element,
-    block::{
-        encode_block, load_column_tile, load_row_tile, magnitude_bits, quantize_block, transpose,
-    },
-    block_scale, encode_multiplier,
-    hadamard::transform_tile,
-    scaling::GlobalScale,
+    block::{encode_block, load_rows, load_tile, transpose},
+    encode_multiplier,
+    hadamard::{MAX_GROUP, transform_lanes},
+    scaling::BlockScaler,
 };
 use crate::{
-    Amax, BLOCK, Hadamard, Nvfp4Error, Origin, PackedAxis, PackedTensor, Rounding, ScaleLayout,
+    Amax, BLOCK, BlockScaling, CopyPolicy, Hadamard, Nvfp4Error, Origin, PackedAxis, PackedTensor,
+    Rounding, ScaleLayout, format::packed::BlockShape,
 };
 
-/// The row-wise copy of a `rows` x `cols` matrix: 1x16 blocks along each row.
+/// One packed copy of a `rows` x `cols` matrix: 1x16 blocks along each row ([`PackedAxis::Cols`]),
+/// or 16x1 blocks down each column, stored transposed ([`PackedAxis::Rows`]), made as `policy` says
+/// (specification, sections 4 to 8).
+///
+/// With a transform the packed axis is padded with zeros to a multiple of its size, all of which is
+/// stored, and `amax` must be that of the transformed values ([`amax_rht`](super::amax_rht),
+/// [`amax_rht_cols`](super::amax_rht_cols)). An `amax` for each stored row makes the copy
+/// row-scaled (per token).
+///
+/// `first_block` is added to the logical index of each block before stochastic rounding draws its
+/// bits: matrices that share a buffer and a stream pass the number of blocks before them.
 ///
 /// # Errors
-/// When `x` does not hold `rows * cols` elements, `cols` is no multiple of 16, or a per-row `amax`
-/// does not have `rows` values.
+/// When `x` does not hold `rows * cols` elements, `cols` is no multiple of 16 for a row-wise copy,
+/// `amax` has one value for each row but not as many as there are stored rows, or `policy` combines
+/// four over six with stochastic rounding.
+pub fn quantize<T: Element>(
+    x: &[T],
+    rows: usize,
+    cols: usize,
+    axis: PackedAxis,
+    amax: &Amax,
+    policy: &CopyPolicy,
+    first_block: u64,
+) -> Result<PackedTensor, Nvfp4Error> {
+    let (outer, inner) = axis.stored_shape(rows, cols);
+    check_matrix(x.len(), rows, cols)?;
+    if axis == PackedAxis::Cols {
+        check_packed_cols(cols)?;
+    }
+    check_amax(amax, outer)?;
+    check_policy(policy)?;
+    let origin = Origin::copy(policy);
+    let blocks = origin.blocks(inner);
+    let shared = match amax {
+        Amax::Tensor(amax) => Some(BlockScaler::new(*amax, policy.scaling)),
+        Amax::PerOuter(_) => None,
+    };
+    // 16 columns are contiguous in the output and a cache line or less in the input.
+    let height = match axis {
+        PackedAxis::Cols => 1,
+        PackedAxis::Rows => BLOCK,
+    };
+    let (codes, scales) = fill_bands(outer, blocks, height, |band| {
+        let scalers: [BlockScaler; BLOCK] = std::array::from_fn(|r| {
+            let outer = (band.outer0 + r).min(outer - 1);
+            shared.unwrap_or_else(|| BlockScaler::new(amax.of(outer), policy.scaling))
+        });
+        for_each_block(
+            x,
+            (rows, cols),
+            axis,
+            policy.hadamard.as_ref(),
+            band.outer0,
+            |r, index, block| {
+                let scaler = &scalers[r];
+                let scale = scaler.scale_byte(std::slice::from_ref(block));
+                let multiplier = encode_multiplier(scale, &scaler.global);
+                let logical = ((band.outer0 + r) * blocks + index) as u64;
+                let logical = logical.wrapping_add(first_block);
+                let packed = encode_block(block, multiplier, &policy.rounding, logical);
+                band.put(r, index, scale, packed);
+            },
+        );
+    });
+    let scales = (ScaleLayout::Compact, scales);
+    PackedTensor::from_parts((rows, cols), axis, codes, scales, amax.clone(), origin)
+        .map(|packed| packed.with_scale_layout(policy.layout))
+}
+
+/// The row-wise copy of a `rows` x `cols` matrix with standard, compact scales: [`quantize`] along
+/// [`PackedAxis::Cols`].
+///
+/// # Errors
+/// As [`quantize`].
 pub fn quantize_row<T: Element>(
     x: &[T],
     rows: usize,
@@ -27,45 +96,15 @@ pub fn quantize_row<T: Element>(
     amax: &Amax,
     rounding: &Rounding,
 ) -> Result<PackedTensor, Nvfp4Error> {
-    check_matrix(x.len(), rows, cols)?;
-    check_packed_cols(cols)?;
-    check_amax(amax, rows)?;
-    let blocks = cols / BLOCK;
-    let tensor_scale = tensor_scale(amax);
-    let (mut codes, mut scales) = (vec![0u8; rows * blocks * 8], vec![0u8; rows * blocks]);
-    codes
-        .par_chunks_mut((blocks * 8).max(1))
-        .zip(scales.par_chunks_mut(blocks.max(1)))
-        .enumerate()
-        .with_min_len(min_rows(cols))
-        .for_each(|(row, (codes, scales))| {
-            let global = tensor_scale.unwrap_or_else(|| GlobalScale::from_amax(amax.of(row)));
-            let source = x[row * cols..][..cols].chunks_exact(BLOCK);
-            for (index, source) in source.enumerate() {
-                let block = std::array::from_fn(|i| source[i].to_f32());
-                let logical = (row * blocks + index) as u64;
-                let (scale, packed) = quantize_block(&block, &global, rounding, logical);
-                scales[index] = scale;
-                codes[index * 8..][..8].copy_from_slice(&packed);
-            }
-        });
-    PackedTensor::from_parts(
-        (rows, cols),
-        PackedAxis::Cols,
-        codes,
-        (ScaleLayout::Compact, scales),
-        amax.clone(),
-        Origin::one_by_16(*rounding, None),
-    )
+    let policy = CopyPolicy::new(*rounding);
+    quantize(x, rows, cols, PackedAxis::Cols, amax, &policy, 0)
 }
 
-/// The column-wise copy of a `rows` x `cols` matrix: 16x1 blocks down each column, stored
-/// transposed as `[cols, ceil(rows / 16)]` blocks, the last one padded with zeros. With `hadamard`
-/// each block is transformed first, and `amax` must be that of the transformed values.
+/// The column-wise copy of a `rows` x `cols` matrix with standard, compact scales, transformed by
+/// `hadamard` if there is one: [`quantize`] along [`PackedAxis::Rows`].
 ///
 /// # Errors
-/// When `x` does not hold `rows * cols` elements, or a per-column `amax` does not have `cols`
-/// values.
+/// As [`quantize`].
 pub fn quantize_col<T: Element>(
     x: &[T],
     rows: usize,
@@ -74,46 +113,17 @@ pub fn quantize_col<T: Element>(
     rounding: &Rounding,
     hadamard: Option<&Hadamard>,
 ) -> Result<PackedTensor, Nvfp4Error> {
-    check_matrix(x.len(), rows, cols)?;
-    check_amax(amax, cols)?;
-    let blocks = rows.div_ceil(BLOCK);
-    let tensor_scale = tensor_scale(amax);
-    let (mut codes, mut scales) = (vec![0u8; cols * blocks * 8], vec![0u8; cols * blocks]);
-    // One task is 16 columns, which are contiguous in the output and a cache line in the input.
-    codes
-        .par_chunks_mut((BLOCK * blocks * 8).max(1))
-        .zip(scales.par_chunks_mut((BLOCK * blocks).max(1)))
-        .enumerate()
-        .for_each(|(chunk, (codes, scales))| {
-            let col0 = chunk * BLOCK;
-            for index in 0..blocks {
-                let mut tile = load_row_tile(x, rows, cols, index * BLOCK, col0);
-                if let Some(hadamard) = hadamard {
-                    transform_tile(&mut tile, hadamard);
-                }
-                for (c, block) in transpose(&tile).into_iter().take(cols - col0).enumerate() {
-                    let global =
-                        tensor_scale.unwrap_or_else(|| GlobalScale::from_amax(amax.of(col0 + c)));
-                    let logical = ((col0 + c) * blocks + index) as u64;
-                    let (scale, packed) = quantize_block(&block, &global, rounding, logical);
-                    scales[c * blocks + index] = scale;
-                    codes[(c * blocks + index) * 8..][..8].copy_from_slice(&packed);
-                }
-            }
-        });
-    PackedTensor::from_parts(
-        (rows, cols),
-        PackedAxis::Rows,
-        codes,
-        (ScaleLayout::Compact, scales),
-        amax.clone(),
-        Origin::one_by_16(*rounding, hadamard.copied()),
-    )
+    let policy = CopyPolicy {
+        hadamard: hadamard.copied(),
+        ..CopyPolicy::new(*rounding)
+    };
+    quantize(x, rows, cols, PackedAxis::Rows, amax, &policy, 0)
 }
 
 /// Both copies of a `rows` x `cols` matrix in 16x16 tiles, rounded to nearest: `(row-wise,
-/// column-wise)`, the second the exact transpose of the first. Rows beyond the matrix count as
-/// zeros.
+/// column-wise)`, with their scales in `layouts`, the second the exact transpose of the first. Each
+/// tile has one scale, found by `scaling` (specification, sections 4, 7 and 8). Rows beyond the
+/// matrix count as zeros.
 ///
 /// # Errors
 /// When `x` does not hold `rows * cols` elements, `cols` is no multiple of 16, or `amax` is not one
@@ -123,92 +133,156 @@ pub fn quantize_tile<T: Element>(
     rows: usize,
     cols: usize,
     amax: &Amax,
+    scaling: BlockScaling,
+    layouts: [ScaleLayout; 2],
 ) -> Result<(PackedTensor, PackedTensor), Nvfp4Error> {
     check_matrix(x.len(), rows, cols)?;
     check_packed_cols(cols)?;
-    let Some(global) = tensor_scale(amax) else {
+    let Amax::Tensor(tensor_amax) = *amax else {
         return Err(Nvfp4Error::value(
             "amax",
             "one for each row",
             "one for the tensor",
         ));
     };
-    let (row_blocks, col_blocks) = (cols / BLOCK, rows.div_ceil(BLOCK));
-    let mut row_codes = vec![0u8; rows * row_blocks * 8];
-    let mut row_scales = vec![0u8; rows * row_blocks];
-    let mut col_codes = vec![0u8; cols * col_blocks * 8];
-    let mut col_scales = vec![0u8; cols * col_blocks];
-
-    let tile_scale = |tile: &[[f32; BLOCK]; BLOCK]| {
-        let bits = tile.iter().map(magnitude_bits).max().unwrap_or(0);
-        let scale = block_scale(f32::from_bits(bits), &global);
-        (scale, encode_multiplier(scale, &global))
-    };
+    let scaler = BlockScaler::new(tensor_amax, scaling);
     // Each copy is written by its own pass over disjoint slices; the second pass reads the matrix
-    // again, which costs less than a transposition of nibbles across threads.
-    row_codes
-        .par_chunks_mut((BLOCK * row_blocks * 8).max(1))
-        .zip(row_scales.par_chunks_mut((BLOCK * row_blocks).max(1)))
-        .enumerate()
-        .for_each(|(chunk, (codes, scales))| {
-            let row0 = chunk * BLOCK;
-            for index in 0..row_blocks {
-                let tile = load_column_tile(x, rows, cols, row0, index * BLOCK);
-                let (scale, multiplier) = tile_scale(&tile);
-                for r in 0..BLOCK.min(rows - row0) {
-                    let block = std::array::from_fn(|c| tile[c][r]);
-                    let packed = encode_block(&block, multiplier, &Rounding::Nearest, 0);
-                    scales[r * row_blocks + index] = scale;
-                    codes[(r * row_blocks + index) * 8..][..8].copy_from_slice(&packed);
+    // again, which costs less than a transposition of nibbles across threads. Both find the scale
+    // from the tile as it lies in the source, so they cannot disagree.
+    let copy = |axis: PackedAxis, layout: ScaleLayout| {
+        let (outer, inner) = axis.stored_shape(rows, cols);
+        let blocks = inner.div_ceil(BLOCK);
+        let (codes, scales) = fill_bands(outer, blocks, BLOCK, |band| {
+            for index in 0..blocks {
+                let corner = match axis {
+                    PackedAxis::Cols => (band.outer0, index * BLOCK),
+                    PackedAxis::Rows => (index * BLOCK, band.outer0),
+                };
+                let mut tile = load_tile(x, (rows, cols), corner);
+                let scale = scaler.scale_byte(&tile);
+                let multiplier = encode_multiplier(scale, &scaler.global);
+                if axis == PackedAxis::Rows {
+                    tile = transpose(&tile);
                 }
-            }
-        });
-    col_codes
-        .par_chunks_mut((BLOCK * col_blocks * 8).max(1))
-        .zip(col_scales.par_chunks_mut((BLOCK * col_blocks).max(1)))
-        .enumerate()
-        .for_each(|(chunk, (codes, scales))| {
-            for index in 0..col_blocks {
-                let tile = load_column_tile(x, rows, cols, index * BLOCK, chunk * BLOCK);
-                let (scale, multiplier) = tile_scale(&tile);
-                for (c, block) in tile.iter().enumerate() {
+                for (r, block) in tile.iter().take(outer - band.outer0).enumerate() {
                     let packed = encode_block(block, multiplier, &Rounding::Nearest, 0);
-                    scales[c * col_blocks + index] = scale;
-                    codes[(c * col_blocks + index) * 8..][..8].copy_from_slice(&packed);
+                    band.put(r, index, scale, packed);
                 }
             }
         });
-
-    let packed = |axis, codes, scales| {
-        PackedTensor::from_parts(
-            (rows, cols),
-            axis,
-            codes,
-            (ScaleLayout::Compact, scales),
-            amax.clone(),
-            Origin::tile(),
-        )
+        let origin = Origin {
+            block: BlockShape::Tile16x16,
+            scaling,
+            ..Origin::tile()
+        };
+        let scales = (ScaleLayout::Compact, scales);
+        PackedTensor::from_parts((rows, cols), axis, codes, scales, amax.clone(), origin)
+            .map(|packed| packed.with_scale_layout(layout))
     };
     Ok((
-        packed(PackedAxis::Cols, row_codes, row_scales)?,
-        packed(PackedAxis::Rows, col_codes, col_scales)?,
+        copy(PackedAxis::Cols, layouts[0])?,
+        copy(PackedAxis::Rows, layouts[1])?,
     ))
 }
 
-/// The scale that all blocks share, or `None` where each stored row has its own.
-fn tensor_scale(amax: &Amax) -> Option<GlobalScale> {
-    match amax {
-        Amax::Tensor(amax) => Some(GlobalScale::from_amax(*amax)),
-        Amax::PerOuter(_) => None,
+/// Up to 16 neighbouring stored rows of a packed matrix, which one task fills.
+struct Band<'a> {
+    /// The first of them.
+    outer0: usize,
+    /// Blocks in a stored row.
+    blocks: usize,
+    codes: &'a mut [u8],
+    scales: &'a mut [u8],
+}
+
+impl Band<'_> {
+    /// Writes block `index` of the band's row `r`.
+    #[inline(always)]
+    fn put(&mut self, r: usize, index: usize, scale: u8, codes: [u8; 8]) {
+        let at = r * self.blocks + index;
+        self.scales[at] = scale;
+        self.codes[at * 8..][..8].copy_from_slice(&codes);
     }
 }
 
-/// Rows that make a task worth handing to another core.
-fn min_rows(cols: usize) -> usize {
-    (4096 / cols.max(1)).max(1)
+/// Codes and compact scales of `outer` stored rows, filled in bands of `height` rows on all cores.
+fn fill_bands(
+    outer: usize,
+    blocks: usize,
+    height: usize,
+    fill: impl Fn(&mut Band) + Sync,
+) -> (Vec<u8>, Vec<u8>) {
+    let (mut codes, mut scales) = (vec![0u8; outer * blocks * 8], vec![0u8; outer * blocks]);
+    let len = height * blocks;
+    codes
+        .par_chunks_mut((len * 8).max(1))
+        .zip(scales.par_chunks_mut(len.max(1)))
+        .enumerate()
+        // Bands that make a task worth handing to another core.
+        .with_min_len((256 / len.max(1)).max(1))
+        .for_each(|(band, (codes, scales))| {
+            fill(&mut Band {
+                outer0: band * height,
+                blocks,
+                codes,
+                scales,
+            });
+        });
+    (codes, scales)
 }
 
-pub(super) fn check_matrix(len: usize, rows: usize, cols: usize) -> Result<(), Nvfp4Error> {
+/// Calls `visit` with each block of the band that starts at stored row `outer0` (one row for
+/// [`PackedAxis::Cols`], up to 16 columns for [`PackedAxis::Rows`]), transformed: the row within the
+/// band, the index of the block in that row, and the block.
+#[inline(always)]
+fn for_each_block<T: Element>(
+    x: &[T],
+    (rows, cols): (usize, usize),
+    axis: PackedAxis,
+    hadamard: Option<&Hadamard>,
+    outer0: usize,
+    mut visit: impl FnMut(usize, usize, &[f32; BLOCK]),
+) {
+    let group = hadamard.map_or(BLOCK, |hadamard| hadamard.size().elements());
+    match axis {
+        PackedAxis::Cols => {
+            let mut buffer = [0f32; MAX_GROUP];
+            let buffer = &mut buffer[..group];
+            let source = x[outer0 * cols..][..cols].chunks(group);
+            for (first, source) in source.enumerate() {
+                let (values, padding) = buffer.split_at_mut(source.len());
+                for (value, source) in values.iter_mut().zip(source) {
+                    *value = source.to_f32();
+                }
+                padding.fill(0.0);
+                if let Some(hadamard) = hadamard {
+                    transform_lanes(buffer.as_chunks_mut::<1>().0, hadamard);
+                }
+                for (i, block) in buffer.as_chunks::<BLOCK>().0.iter().enumerate() {
+                    visit(0, first * group / BLOCK + i, block);
+                }
+            }
+        }
+        PackedAxis::Rows => {
+            let mut buffer = [[0f32; BLOCK]; MAX_GROUP];
+            let buffer = &mut buffer[..group];
+            for row0 in (0..rows).step_by(group) {
+                load_rows(x, (rows, cols), (row0, outer0), buffer);
+                if let Some(hadamard) = hadamard {
+                    transform_lanes(buffer, hadamard);
+                }
+                for (i, tile) in buffer.as_chunks::<BLOCK>().0.iter().enumerate() {
+                    let columns = transpose(tile);
+                    for (c, block) in columns.iter().take(cols - outer0).enumerate() {
+                        visit(c, row0 / BLOCK + i, block);
+                    }
+                }
+            }
+        }
+    }
+}
+
+fn check_matrix(len: usize, rows: usize, cols: usize) -> Result<(), Nvfp4Error> {
     if rows.checked_mul(cols) == Some(len) {
         Ok(())
     } else {
@@ -220,7 +294,7 @@ pub(super) fn check_matrix(len: usize, rows: usize, cols: usize) -> Result<(), N
     }
 }
 
-pub(super) fn check_packed_cols(cols: usize) -> Result<(), Nvfp4Error> {
+fn check_packed_cols(cols: usize) -> Result<(), Nvfp4Error> {
     if cols.is_multiple_of(BLOCK) {
         Ok(())
     } else {
@@ -232,12 +306,24 @@ pub(super) fn check_packed_cols(cols: usize) -> Result<(), Nvfp4Error> {
     }
 }
 
-pub(super) fn check_amax(amax: &Amax, outer: usize) -> Result<(), Nvfp4Error> {
+fn check_amax(amax: &Amax, outer: usize) -> Result<(), Nvfp4Error> {
     match amax {
         Amax::PerOuter(values) if values.len() != outer => Err(Nvfp4Error::shape(
             "amax",
             format!("{} values", values.len()),
             format!("{outer}"),
+        )),
+        _ => Ok(()),
+    }
+}
+
+fn check_policy(policy: &CopyPolicy) -> Result<(), Nvfp4Error> {
+    match (policy.scaling, policy.rounding) {
+        (BlockScaling::FourOverSix(_), Rounding::Stochastic(_)) => Err(Nvfp4Error::value(
+            "policy",
+            "four over six with stochastic rounding",
+            "Rounding::Nearest, whose error is what four over six compares; choosing the scale by \
+             the data would bias stochastic rounding",
         )),
         _ => Ok(()),
     }

@@ -1,9 +1,17 @@
-//! The two levels of scale.
+//! The two levels of scale (specification, sections 4, 7 and 8).
 
-use crate::format::e4m3;
+use super::{block::magnitude, round_nearest};
+use crate::{
+    BLOCK, BlockScaling, ErrorNorm,
+    format::{e2m1, e4m3},
+};
 
 /// 6 · 448: the largest scaled value, and the numerator of every global scale.
 pub const SCALE_RANGE: f32 = 2688.0;
+
+/// By what the block maximum is multiplied to leave room for the rounding of the scale byte, which
+/// may take a seventeenth of it away.
+const HEADROOM: f32 = 17.0 / 16.0;
 
 /// What derives from one `amax`: the factor that brings the tensor into range, and its friends.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -24,9 +32,9 @@ impl GlobalScale {
         Self::with_range(amax, SCALE_RANGE)
     }
 
-    /// The same with `range` in place of 2688.
+    /// The same with `range` in place of 2688; see [`BlockScaling::range`].
     #[inline]
-    pub(super) fn with_range(amax: f32, range: f32) -> Self {
+    pub fn with_range(amax: f32, range: f32) -> Self {
         let quotient = range / amax;
         // False for NaN, for the 0 of an infinite amax, and by its second half for amax = 0.
         let usable = quotient > 0.0 && amax > 0.0;
@@ -36,6 +44,77 @@ impl GlobalScale {
             block: encode * (1.0 / 6.0),
             decode: 1.0 / encode,
         }
+    }
+}
+
+/// The rule by which one stored row, or one tensor, finds its block scales.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct BlockScaler {
+    pub(super) global: GlobalScale,
+    amax: f32,
+    scaling: BlockScaling,
+}
+
+impl BlockScaler {
+    /// The rule for blocks under `amax`.
+    #[inline]
+    pub(super) fn new(amax: f32, scaling: BlockScaling) -> Self {
+        Self {
+            global: GlobalScale::with_range(amax, scaling.range()),
+            amax,
+            scaling,
+        }
+    }
+
+    /// The scale byte that `rows` share: one block, or the 16 rows of a tile in the orientation of
+    /// the source, which decides the order in which errors are summed.
+    #[inline(always)]
+    pub(super) fn scale_byte(&self, rows: &[[f32; BLOCK]]) -> u8 {
+        let amax = magnitude(rows);
+        match self.scaling {
+            BlockScaling::Standard => block_scale(amax, &self.global),
+            BlockScaling::Headroom => block_scale(amax * HEADROOM, &self.global),
+            BlockScaling::FourOverSix(norm) => self.four_over_six(rows, amax, norm),
+        }
+    }
+
+    /// The scale that maps the maximum to 6, unless mapping it to 4 has the smaller error.
+    fn four_over_six(&self, rows: &[[f32; BLOCK]], amax: f32, norm: ErrorNorm) -> u8 {
+        // A true division here, unlike the multiplication by fl(1/6) of the other rules.
+        let base = amax / 6.0 * self.global.encode;
+        // A NaN must reach the byte, so this is a comparison and not `f32::min`.
+        let clamp = |scale: f32| e4m3::encode(if scale > e4m3::MAX { e4m3::MAX } else { scale });
+        let (six, four) = (clamp(base), clamp(base * 1.5));
+        if self.error(rows, four, norm) < self.error(rows, six, norm) {
+            four
+        } else {
+            six
+        }
+    }
+
+    /// What rounding to nearest under the scale byte `scale` costs. The 16 columns of a row are
+    /// summed in order, then the row sums by a tree.
+    fn error(&self, rows: &[[f32; BLOCK]], scale: u8, norm: ErrorNorm) -> f32 {
+        let multiplier = encode_multiplier(scale, &self.global);
+        let (scale, range) = (e4m3::decode(scale), self.scaling.range());
+        let mut sums = [0f32; BLOCK];
+        for (sum, row) in sums.iter_mut().zip(rows) {
+            for &value in row {
+                let quantized = e2m1::decode(round_nearest(value * multiplier));
+                let difference = (quantized * scale * self.amax / range - value).abs();
+                *sum += match norm {
+                    ErrorNorm::Mae => difference,
+                    ErrorNorm::Mse => difference * difference,
+                };
+            }
+        }
+        // With a single row the other sums are zero and change nothing.
+        for width in [8, 4, 2, 1] {
+            for r in 0..width {
+                sums[r] += sums[r + width];
+            }
+        }
+        sums[0]
     }
 }
 
