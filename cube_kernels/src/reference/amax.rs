@@ -6,6 +6,7 @@ use super::{
     Element,
     block::load_rows,
     hadamard::{MAX_GROUP, transform_lanes},
+    simd::{self, Task, lanes},
 };
 use crate::{BLOCK, Hadamard};
 
@@ -85,17 +86,13 @@ fn rht_magnitudes<T: Element>(x: &[T], rows: usize, cols: usize, hadamard: &Hada
         .fold(
             || vec![0u32; cols],
             |mut bits, index| {
-                let mut group = [[0f32; BLOCK]; MAX_GROUP];
-                let group = &mut group[..size];
-                for (chunk, bits) in bits.chunks_mut(BLOCK).enumerate() {
-                    load_rows(x, (rows, cols), (index * size, chunk * BLOCK), group);
-                    transform_lanes(group, hadamard);
-                    for row in &*group {
-                        for (max, value) in bits.iter_mut().zip(row) {
-                            *max = (*max).max(value.to_bits() & 0x7FFF_FFFF);
-                        }
-                    }
-                }
+                simd::run(Group {
+                    x,
+                    shape: (rows, cols),
+                    row0: index * size,
+                    hadamard,
+                    bits: &mut bits,
+                });
                 bits
             },
         )
@@ -108,6 +105,35 @@ fn rht_magnitudes<T: Element>(x: &[T], rows: usize, cols: usize, hadamard: &Hada
                 left
             },
         )
+}
+
+/// The rows that are transformed together, from `row0` on, whose magnitudes raise `bits`.
+struct Group<'a, T> {
+    x: &'a [T],
+    shape: (usize, usize),
+    row0: usize,
+    hadamard: &'a Hadamard,
+    bits: &'a mut [u32],
+}
+
+impl<T: Element> Task for Group<'_, T> {
+    #[inline(always)]
+    fn compute(self) {
+        let mut group = [[0f32; BLOCK]; MAX_GROUP];
+        let group = &mut group[..self.hadamard.size().elements()];
+        for (chunk, bits) in self.bits.chunks_mut(BLOCK).enumerate() {
+            load_rows(self.x, self.shape, (self.row0, chunk * BLOCK), group);
+            transform_lanes(group, self.hadamard);
+            let mut largest = [0i32; BLOCK];
+            for row in &*group {
+                largest =
+                    lanes(|lane| largest[lane].max((row[lane].to_bits() & 0x7FFF_FFFF) as i32));
+            }
+            for (max, largest) in bits.iter_mut().zip(largest) {
+                *max = (*max).max(largest as u32);
+            }
+        }
+    }
 }
 
 fn canonical(bits: u32) -> f32 {

@@ -1,7 +1,13 @@
-//! Loading blocks from a matrix, and turning one block into codes.
+//! Loading blocks from a matrix, 16 at a time, and turning them into codes.
 
-use super::{Element, philox, round_nearest, round_stochastic};
-use crate::{BLOCK, Rounding};
+use super::{
+    Element,
+    hadamard::transform_lanes,
+    philox,
+    rounding::{nearest_code, stochastic_code},
+    simd::{Lanes, Tile, lanes},
+};
+use crate::{BLOCK, Hadamard, Rounding};
 
 /// Fills `tile` with 16 columns of a `rows` x `cols` matrix, from (`row0`, `col0`) on; zeros beyond
 /// the matrix.
@@ -24,62 +30,78 @@ pub(super) fn load_rows<T: Element>(
     }
 }
 
-/// The 16x16 tile at (`row0`, `col0`) as 16 rows; zeros beyond the matrix.
+/// Fills `rows` with 16 blocks of the row-wise copy, transformed: those from `first` on, counted over
+/// the whole copy with `blocks` in each of its rows; zeros beyond it.
+///
+/// `first` is a multiple of 16, so that a group of `hadamard` never straddles two calls.
 #[inline(always)]
-pub(super) fn load_tile<T: Element>(
+pub(super) fn load_blocks<T: Element>(
     x: &[T],
-    shape: (usize, usize),
-    origin: (usize, usize),
-) -> [[f32; BLOCK]; BLOCK] {
-    let mut tile = [[0f32; BLOCK]; BLOCK];
-    load_rows(x, shape, origin, &mut tile);
-    tile
-}
-
-/// Rows from columns, and columns from rows.
-#[inline]
-pub(super) fn transpose(tile: &[[f32; BLOCK]; BLOCK]) -> [[f32; BLOCK]; BLOCK] {
-    std::array::from_fn(|c| std::array::from_fn(|r| tile[r][c]))
-}
-
-/// The largest magnitude in `rows`. Magnitudes compare as integers, NaN above infinity.
-#[inline(always)]
-pub(super) fn magnitude(rows: &[[f32; BLOCK]]) -> f32 {
-    let bits = rows
-        .as_flattened()
-        .iter()
-        .fold(0, |max: u32, value| max.max(value.to_bits() & 0x7FFF_FFFF));
-    f32::from_bits(bits)
-}
-
-/// Eight bytes of codes for `block`, given the factor that brings it onto the grid. `index` is the
-/// block's logical index in the stored matrix, from which stochastic rounding draws its bits.
-#[inline(always)]
-pub(super) fn encode_block(
-    block: &[f32; BLOCK],
-    multiplier: f32,
-    rounding: &Rounding,
-    index: u64,
-) -> [u8; 8] {
-    let mut codes = [0u8; BLOCK];
-    match rounding {
-        Rounding::Nearest => {
-            for (code, value) in codes.iter_mut().zip(block) {
-                *code = round_nearest(value * multiplier);
-            }
+    cols: usize,
+    blocks: usize,
+    first: usize,
+    hadamard: Option<&Hadamard>,
+    rows: &mut Tile,
+) {
+    *rows = [[0f32; BLOCK]; BLOCK];
+    if cols == blocks * BLOCK {
+        // Without padding all blocks lie one after the other.
+        let source = &x[first * BLOCK..];
+        let source = &source[..source.len().min(BLOCK * BLOCK)];
+        for (value, source) in rows.as_flattened_mut().iter_mut().zip(source) {
+            *value = source.to_f32();
         }
-        Rounding::Stochastic(stream) => {
-            let random = philox::block_bytes(stream, index);
-            for ((code, value), random) in codes.iter_mut().zip(block).zip(random) {
-                *code = round_stochastic(value * multiplier, random);
+    } else {
+        for (i, block) in rows.iter_mut().enumerate() {
+            let (row, col) = ((first + i) / blocks, (first + i) % blocks * BLOCK);
+            if row * cols < x.len() && col < cols {
+                let source = &x[row * cols + col..][..BLOCK];
+                for (value, source) in block.iter_mut().zip(source) {
+                    *value = source.to_f32();
+                }
             }
         }
     }
-    pack_codes(&codes)
+    if let Some(hadamard) = hadamard {
+        let values = rows.as_flattened_mut();
+        for group in values.chunks_exact_mut(hadamard.size().elements()) {
+            transform_lanes(group.as_chunks_mut::<1>().0, hadamard);
+        }
+    }
 }
 
-/// Two codes to a byte, the earlier one in the low nibble.
+/// The codes of the 16 blocks of `tile`, eight little-endian bytes each, given the factors that bring
+/// them onto the grid. `index` is each block's logical index in the stored matrix, from which
+/// stochastic rounding draws its bits.
 #[inline(always)]
-fn pack_codes(codes: &[u8; BLOCK]) -> [u8; 8] {
-    std::array::from_fn(|i| codes[2 * i] | codes[2 * i + 1] << 4)
+pub(super) fn encode_tile(
+    tile: &Tile,
+    multipliers: &Lanes<f32>,
+    rounding: &Rounding,
+    index: &Lanes<u64>,
+) -> Lanes<u64> {
+    match rounding {
+        Rounding::Nearest => encode_by(|i, lane| nearest_code(tile[i][lane] * multipliers[lane])),
+        Rounding::Stochastic(stream) => {
+            let words = philox::block_words(stream.offset, stream.key(), index);
+            encode_by(|i, lane| {
+                let random = words[i / 4][lane] >> (8 * (i % 4)) & 0xFF;
+                stochastic_code(tile[i][lane] * multipliers[lane], random)
+            })
+        }
+    }
+}
+
+/// Two codes to a byte, the earlier one in the low nibble; `code` gives that of an element and lane.
+#[inline(always)]
+fn encode_by(code: impl Fn(usize, usize) -> u32) -> Lanes<u64> {
+    let mut words = [[0u32; BLOCK]; 2];
+    for (half, word) in words.iter_mut().enumerate() {
+        for i in 0..8 {
+            for (lane, word) in word.iter_mut().enumerate() {
+                *word |= code(8 * half + i, lane) << (4 * i);
+            }
+        }
+    }
+    lanes(|lane| words[0][lane] as u64 | (words[1][lane] as u64) << 32)
 }

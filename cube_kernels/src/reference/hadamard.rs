@@ -3,10 +3,7 @@
 
 use rayon::prelude::*;
 
-use super::{
-    Element,
-    block::{load_rows, transpose},
-};
+use super::{Element, block::load_rows, simd::transpose};
 use crate::{BLOCK, Hadamard, HadamardSize};
 
 /// The largest group, for buffers that hold any of them.

@@ -17,6 +17,7 @@ mod hadamard;
 mod quantize;
 mod rounding;
 mod scaling;
+mod simd;
 
 pub mod philox;
 pub mod swizzle;

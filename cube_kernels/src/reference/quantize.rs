@@ -4,10 +4,10 @@ use rayon::prelude::*;
 
 use super::{
     Element,
-    block::{encode_block, load_rows, load_tile, transpose},
-    encode_multiplier,
+    block::{encode_tile, load_blocks, load_rows},
     hadamard::{MAX_GROUP, transform_lanes},
-    scaling::BlockScaler,
+    scaling::Scaler,
+    simd::{self, Lanes, Task, Tile, lanes, transpose},
 };
 use crate::{
     Amax, BLOCK, BlockScaling, CopyPolicy, Hadamard, Nvfp4Error, Origin, PackedAxis, PackedTensor,
@@ -39,49 +39,21 @@ pub fn quantize<T: Element>(
     policy: &CopyPolicy,
     first_block: u64,
 ) -> Result<PackedTensor, Nvfp4Error> {
-    let (outer, inner) = axis.stored_shape(rows, cols);
+    let (outer, _) = axis.stored_shape(rows, cols);
     check_matrix(x.len(), rows, cols)?;
     if axis == PackedAxis::Cols {
         check_packed_cols(cols)?;
     }
     check_amax(amax, outer)?;
     check_policy(policy)?;
-    let origin = Origin::copy(policy);
-    let blocks = origin.blocks(inner);
-    let shared = match amax {
-        Amax::Tensor(amax) => Some(BlockScaler::new(*amax, policy.scaling)),
-        Amax::PerOuter(_) => None,
-    };
-    // 16 columns are contiguous in the output and a cache line or less in the input.
-    let height = match axis {
-        PackedAxis::Cols => 1,
-        PackedAxis::Rows => BLOCK,
-    };
-    let (codes, scales) = fill_bands(outer, blocks, height, |band| {
-        let scalers: [BlockScaler; BLOCK] = std::array::from_fn(|r| {
-            let outer = (band.outer0 + r).min(outer - 1);
-            shared.unwrap_or_else(|| BlockScaler::new(amax.of(outer), policy.scaling))
-        });
-        for_each_block(
-            x,
-            (rows, cols),
-            axis,
-            policy.hadamard.as_ref(),
-            band.outer0,
-            |r, index, block| {
-                let scaler = &scalers[r];
-                let scale = scaler.scale_byte(std::slice::from_ref(block));
-                let multiplier = encode_multiplier(scale, &scaler.global);
-                let logical = ((band.outer0 + r) * blocks + index) as u64;
-                let logical = logical.wrapping_add(first_block);
-                let packed = encode_block(block, multiplier, &policy.rounding, logical);
-                band.put(r, index, scale, packed);
-            },
-        );
-    });
-    let scales = (ScaleLayout::Compact, scales);
-    PackedTensor::from_parts((rows, cols), axis, codes, scales, amax.clone(), origin)
-        .map(|packed| packed.with_scale_layout(policy.layout))
+    Source {
+        x,
+        shape: (rows, cols),
+        amax,
+        origin: Origin::copy(policy),
+        first_block,
+    }
+    .pack(axis, policy.layout)
 }
 
 /// The row-wise copy of a `rows` x `cols` matrix with standard, compact scales: [`quantize`] along
@@ -138,147 +110,258 @@ pub fn quantize_tile<T: Element>(
 ) -> Result<(PackedTensor, PackedTensor), Nvfp4Error> {
     check_matrix(x.len(), rows, cols)?;
     check_packed_cols(cols)?;
-    let Amax::Tensor(tensor_amax) = *amax else {
+    if matches!(amax, Amax::PerOuter(_)) {
         return Err(Nvfp4Error::value(
             "amax",
             "one for each row",
             "one for the tensor",
         ));
-    };
-    let scaler = BlockScaler::new(tensor_amax, scaling);
-    // Each copy is written by its own pass over disjoint slices; the second pass reads the matrix
-    // again, which costs less than a transposition of nibbles across threads. Both find the scale
-    // from the tile as it lies in the source, so they cannot disagree.
-    let copy = |axis: PackedAxis, layout: ScaleLayout| {
-        let (outer, inner) = axis.stored_shape(rows, cols);
-        let blocks = inner.div_ceil(BLOCK);
-        let (codes, scales) = fill_bands(outer, blocks, BLOCK, |band| {
-            for index in 0..blocks {
-                let corner = match axis {
-                    PackedAxis::Cols => (band.outer0, index * BLOCK),
-                    PackedAxis::Rows => (index * BLOCK, band.outer0),
-                };
-                let mut tile = load_tile(x, (rows, cols), corner);
-                let scale = scaler.scale_byte(&tile);
-                let multiplier = encode_multiplier(scale, &scaler.global);
-                if axis == PackedAxis::Rows {
-                    tile = transpose(&tile);
-                }
-                for (r, block) in tile.iter().take(outer - band.outer0).enumerate() {
-                    let packed = encode_block(block, multiplier, &Rounding::Nearest, 0);
-                    band.put(r, index, scale, packed);
-                }
-            }
-        });
-        let origin = Origin {
-            block: BlockShape::Tile16x16,
+    }
+    let source = Source {
+        x,
+        shape: (rows, cols),
+        amax,
+        origin: Origin {
             scaling,
             ..Origin::tile()
-        };
-        let scales = (ScaleLayout::Compact, scales);
-        PackedTensor::from_parts((rows, cols), axis, codes, scales, amax.clone(), origin)
-            .map(|packed| packed.with_scale_layout(layout))
+        },
+        first_block: 0,
     };
+    // Each copy is written by its own pass over disjoint slices; the second pass reads the matrix
+    // again, which costs less than a transposition of nibbles across threads.
     Ok((
-        copy(PackedAxis::Cols, layouts[0])?,
-        copy(PackedAxis::Rows, layouts[1])?,
+        source.pack(PackedAxis::Cols, layouts[0])?,
+        source.pack(PackedAxis::Rows, layouts[1])?,
     ))
 }
 
-/// Up to 16 neighbouring stored rows of a packed matrix, which one task fills.
-struct Band<'a> {
-    /// The first of them.
-    outer0: usize,
+/// A matrix and how it is to be packed: what all tasks of one copy share.
+struct Source<'a, T> {
+    x: &'a [T],
+    shape: (usize, usize),
+    amax: &'a Amax,
+    origin: Origin,
+    first_block: u64,
+}
+
+/// Blocks of the row-wise copy that one task packs: 64 KiB of `f32`, and a multiple of 16.
+const RUN: usize = 1024;
+
+/// Most columns that one task packs. 16 rows of them are read at a time, and the codes of 128 rows
+/// gather before they are written, so that lines are read and written whole.
+const COLUMNS: usize = 256;
+
+/// Blocks of a column that are written together: a line of codes.
+const GATHERED: usize = 8;
+
+impl<T: Element> Source<'_, T> {
+    /// The copy along `axis`.
+    fn pack(&self, axis: PackedAxis, layout: ScaleLayout) -> Result<PackedTensor, Nvfp4Error> {
+        let (outer, inner) = axis.stored_shape(self.shape.0, self.shape.1);
+        let blocks = self.origin.blocks(inner);
+        let (mut codes, mut scales) = (vec![0u8; outer * blocks * 8], vec![0u8; outer * blocks]);
+        // Blocks of neighbouring stored rows that one task packs.
+        let len = match (axis, self.origin.block) {
+            (PackedAxis::Cols, BlockShape::OneBy16) => RUN,
+            (PackedAxis::Cols, BlockShape::Tile16x16) => BLOCK * blocks,
+            (PackedAxis::Rows, _) => {
+                // Four tasks for each core, so that none waits long for the last one.
+                let columns = outer.div_ceil(4 * rayon::current_num_threads());
+                columns.next_multiple_of(BLOCK).min(COLUMNS) * blocks
+            }
+        };
+        codes
+            .par_chunks_mut((len * 8).max(1))
+            .zip(scales.par_chunks_mut(len.max(1)))
+            .enumerate()
+            .for_each(|(task, (codes, scales))| {
+                simd::run(Part {
+                    source: self,
+                    axis,
+                    blocks,
+                    first: task * len,
+                    codes,
+                    scales,
+                });
+            });
+        let (amax, scales) = (self.amax.clone(), (ScaleLayout::Compact, scales));
+        PackedTensor::from_parts(self.shape, axis, codes, scales, amax, self.origin)
+            .map(|packed| packed.with_scale_layout(layout))
+    }
+}
+
+/// Neighbouring blocks of a packed copy, which one task fills.
+struct Part<'a, T> {
+    source: &'a Source<'a, T>,
+    axis: PackedAxis,
     /// Blocks in a stored row.
     blocks: usize,
+    /// The first block of the part, counted over the whole copy.
+    first: usize,
     codes: &'a mut [u8],
     scales: &'a mut [u8],
 }
 
-impl Band<'_> {
-    /// Writes block `index` of the band's row `r`.
+impl<T: Element> Task for Part<'_, T> {
     #[inline(always)]
-    fn put(&mut self, r: usize, index: usize, scale: u8, codes: [u8; 8]) {
-        let at = r * self.blocks + index;
-        self.scales[at] = scale;
-        self.codes[at * 8..][..8].copy_from_slice(&codes);
+    fn compute(self) {
+        match (self.axis, self.source.origin.block) {
+            (PackedAxis::Cols, BlockShape::OneBy16) => self.pack_run(),
+            (PackedAxis::Cols, BlockShape::Tile16x16) => self.pack_tiles(),
+            (PackedAxis::Rows, _) => self.pack_columns(),
+        }
     }
 }
 
-/// Codes and compact scales of `outer` stored rows, filled in bands of `height` rows on all cores.
-fn fill_bands(
-    outer: usize,
-    blocks: usize,
-    height: usize,
-    fill: impl Fn(&mut Band) + Sync,
-) -> (Vec<u8>, Vec<u8>) {
-    let (mut codes, mut scales) = (vec![0u8; outer * blocks * 8], vec![0u8; outer * blocks]);
-    let len = height * blocks;
-    codes
-        .par_chunks_mut((len * 8).max(1))
-        .zip(scales.par_chunks_mut(len.max(1)))
-        .enumerate()
-        // Bands that make a task worth handing to another core.
-        .with_min_len((256 / len.max(1)).max(1))
-        .for_each(|(band, (codes, scales))| {
-            fill(&mut Band {
-                outer0: band * height,
-                blocks,
-                codes,
-                scales,
-            });
-        });
-    (codes, scales)
-}
-
-/// Calls `visit` with each block of the band that starts at stored row `outer0` (one row for
-/// [`PackedAxis::Cols`], up to 16 columns for [`PackedAxis::Rows`]), transformed: the row within the
-/// band, the index of the block in that row, and the block.
-#[inline(always)]
-fn for_each_block<T: Element>(
-    x: &[T],
-    (rows, cols): (usize, usize),
-    axis: PackedAxis,
-    hadamard: Option<&Hadamard>,
-    outer0: usize,
-    mut visit: impl FnMut(usize, usize, &[f32; BLOCK]),
-) {
-    let group = hadamard.map_or(BLOCK, |hadamard| hadamard.size().elements());
-    match axis {
-        PackedAxis::Cols => {
-            let mut buffer = [0f32; MAX_GROUP];
-            let buffer = &mut buffer[..group];
-            let source = x[outer0 * cols..][..cols].chunks(group);
-            for (first, source) in source.enumerate() {
-                let (values, padding) = buffer.split_at_mut(source.len());
-                for (value, source) in values.iter_mut().zip(source) {
-                    *value = source.to_f32();
-                }
-                padding.fill(0.0);
-                if let Some(hadamard) = hadamard {
-                    transform_lanes(buffer.as_chunks_mut::<1>().0, hadamard);
-                }
-                for (i, block) in buffer.as_chunks::<BLOCK>().0.iter().enumerate() {
-                    visit(0, first * group / BLOCK + i, block);
-                }
+impl<T: Element> Part<'_, T> {
+    /// A run of the row-wise copy: the lanes are blocks one after the other, across rows too.
+    #[inline(always)]
+    fn pack_run(self) {
+        let Source { x, shape, .. } = *self.source;
+        let hadamard = self.source.origin.hadamard.as_ref();
+        let last_row = shape.0 - 1;
+        let mut rows = [[0f32; BLOCK]; BLOCK];
+        let codes = self.codes.chunks_mut(BLOCK * 8);
+        for (i, (codes, scales)) in codes.zip(self.scales.chunks_mut(BLOCK)).enumerate() {
+            let first = self.first + i * BLOCK;
+            load_blocks(x, shape.1, self.blocks, first, hadamard, &mut rows);
+            let scaler = self
+                .source
+                .scaler(|lane| ((first + lane) / self.blocks).min(last_row));
+            let index = Index { first, stride: 1 };
+            let tile = transpose(&rows);
+            let (bytes, words) = self.source.quantize(&tile, &tile, &scaler, index);
+            for (scale, byte) in scales.iter_mut().zip(bytes) {
+                *scale = byte as u8;
+            }
+            for (codes, word) in codes.chunks_exact_mut(8).zip(words) {
+                codes.copy_from_slice(&word.to_le_bytes());
             }
         }
-        PackedAxis::Rows => {
-            let mut buffer = [[0f32; BLOCK]; MAX_GROUP];
-            let buffer = &mut buffer[..group];
-            for row0 in (0..rows).step_by(group) {
-                load_rows(x, (rows, cols), (row0, outer0), buffer);
-                if let Some(hadamard) = hadamard {
-                    transform_lanes(buffer, hadamard);
-                }
-                for (i, tile) in buffer.as_chunks::<BLOCK>().0.iter().enumerate() {
-                    let columns = transpose(tile);
-                    for (c, block) in columns.iter().take(cols - outer0).enumerate() {
-                        visit(c, row0 / BLOCK + i, block);
+    }
+
+    /// 16 rows of the row-wise copy in tiles: the lanes are the rows.
+    #[inline(always)]
+    fn pack_tiles(self) {
+        let row0 = self.first / self.blocks;
+        let scaler = self.source.scaler(|_| 0);
+        let mut rows = [[0f32; BLOCK]; BLOCK];
+        for index in 0..self.blocks {
+            load_rows(
+                self.source.x,
+                self.source.shape,
+                (row0, index * BLOCK),
+                &mut rows,
+            );
+            let tile = transpose(&rows);
+            // Nothing is drawn: tiles round to nearest.
+            let (bytes, words) = self
+                .source
+                .quantize(&tile, &tile, &scaler, Index::default());
+            for r in 0..self.scales.len() / self.blocks {
+                let at = r * self.blocks + index;
+                self.scales[at] = bytes[r] as u8;
+                self.codes[at * 8..][..8].copy_from_slice(&words[r].to_le_bytes());
+            }
+        }
+    }
+
+    /// Some columns, all of their rows: the lanes are neighbouring columns.
+    #[inline(always)]
+    fn pack_columns(self) {
+        let Source { x, shape, .. } = *self.source;
+        let (columns, col0) = (self.scales.len() / self.blocks, self.first / self.blocks);
+        let hadamard = self.source.origin.hadamard.as_ref();
+        let group = self.source.origin.blocks(1);
+        let mut buffer = [[0f32; BLOCK]; MAX_GROUP];
+        let buffer = &mut buffer[..group * BLOCK];
+        let mut gathered_codes = [[0u8; GATHERED * 8]; COLUMNS];
+        let mut gathered_scales = [[0u8; GATHERED]; COLUMNS];
+        for first in (0..self.blocks).step_by(GATHERED) {
+            let count = GATHERED.min(self.blocks - first);
+            for group0 in (first..first + count).step_by(group) {
+                for chunk in (0..columns).step_by(BLOCK) {
+                    let col = |lane: usize| col0 + chunk + lane;
+                    let scaler = self.source.scaler(|lane| col(lane).min(shape.1 - 1));
+                    load_rows(x, shape, (group0 * BLOCK, col(0)), buffer);
+                    if let Some(hadamard) = hadamard {
+                        transform_lanes(buffer, hadamard);
+                    }
+                    for (i, tile) in buffer.as_chunks::<BLOCK>().0.iter().enumerate() {
+                        let index = Index {
+                            first: col(0) * self.blocks + group0 + i,
+                            stride: self.blocks,
+                        };
+                        let by_row;
+                        let decides = match self.source.origin.block {
+                            BlockShape::OneBy16 => tile,
+                            BlockShape::Tile16x16 => {
+                                by_row = transpose(tile);
+                                &by_row
+                            }
+                        };
+                        let (bytes, words) = self.source.quantize(tile, decides, &scaler, index);
+                        let at = group0 + i - first;
+                        for lane in 0..BLOCK {
+                            gathered_scales[chunk + lane][at] = bytes[lane] as u8;
+                            gathered_codes[chunk + lane][at * 8..][..8]
+                                .copy_from_slice(&words[lane].to_le_bytes());
+                        }
                     }
                 }
             }
+            for c in 0..columns {
+                let at = c * self.blocks + first;
+                self.scales[at..][..count].copy_from_slice(&gathered_scales[c][..count]);
+                self.codes[at * 8..][..count * 8].copy_from_slice(&gathered_codes[c][..count * 8]);
+            }
         }
+    }
+}
+
+/// Where 16 blocks stand in a packed copy, counted over all of it.
+#[derive(Clone, Copy, Default)]
+struct Index {
+    /// The place of lane 0.
+    first: usize,
+    /// How far each lane is from the one before.
+    stride: usize,
+}
+
+impl Index {
+    #[inline(always)]
+    fn lanes(self, offset: u64) -> Lanes<u64> {
+        let first = offset.wrapping_add(self.first as u64);
+        lanes(|lane| first.wrapping_add((lane as u64).wrapping_mul(self.stride as u64)))
+    }
+}
+
+impl<T: Element> Source<'_, T> {
+    /// The rule for 16 blocks, `outer` giving the stored row of each.
+    #[inline(always)]
+    fn scaler(&self, outer: impl Fn(usize) -> usize) -> Scaler {
+        let amax = match self.amax {
+            Amax::Tensor(amax) => [*amax; BLOCK],
+            Amax::PerOuter(amax) => lanes(|lane| amax[outer(lane)]),
+        };
+        Scaler::new(amax, self.origin.scaling)
+    }
+
+    /// Scale bytes and codes of the 16 blocks of `tile`, whose places in the copy `index` gives.
+    /// `decides` finds the scales: `tile`, or its transpose where the lanes must be the source's rows.
+    #[inline(always)]
+    fn quantize(
+        &self,
+        tile: &Tile,
+        decides: &Tile,
+        scaler: &Scaler,
+        index: Index,
+    ) -> (Lanes<u32>, Lanes<u64>) {
+        let bytes = scaler.scale_bytes(decides, self.origin.block);
+        let multipliers = scaler.multipliers(&bytes);
+        let index = index.lanes(self.first_block);
+        let words = encode_tile(tile, &multipliers, &self.origin.rounding, &index);
+        (bytes, words)
     }
 }
 

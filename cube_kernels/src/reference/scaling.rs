@@ -1,9 +1,12 @@
 //! The two levels of scale (specification, sections 4, 7 and 8).
 
-use super::{block::magnitude, round_nearest};
+use super::{
+    rounding::nearest_code,
+    simd::{Lanes, Tile, lanes},
+};
 use crate::{
     BLOCK, BlockScaling, ErrorNorm,
-    format::{e2m1, e4m3},
+    format::{e2m1, e4m3, packed::BlockShape},
 };
 
 /// 6 · 448: the largest scaled value, and the numerator of every global scale.
@@ -33,7 +36,7 @@ impl GlobalScale {
     }
 
     /// The same with `range` in place of 2688; see [`BlockScaling::range`].
-    #[inline]
+    #[inline(always)]
     pub fn with_range(amax: f32, range: f32) -> Self {
         let quotient = range / amax;
         // False for NaN, for the 0 of an infinite amax, and by its second half for amax = 0.
@@ -47,95 +50,155 @@ impl GlobalScale {
     }
 }
 
-/// The rule by which one stored row, or one tensor, finds its block scales.
+/// The rule by which 16 blocks find their scales, with the global scale of each.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct BlockScaler {
-    pub(super) global: GlobalScale,
-    amax: f32,
+pub(super) struct Scaler {
+    amax: Lanes<f32>,
+    encode: Lanes<f32>,
+    block: Lanes<f32>,
+    decode: Lanes<f32>,
     scaling: BlockScaling,
 }
 
-impl BlockScaler {
-    /// The rule for blocks under `amax`.
-    #[inline]
-    pub(super) fn new(amax: f32, scaling: BlockScaling) -> Self {
+impl Scaler {
+    /// The rule for blocks under the maximum `amax` of each.
+    #[inline(always)]
+    pub(super) fn new(amax: Lanes<f32>, scaling: BlockScaling) -> Self {
+        let global = |lane: usize| GlobalScale::with_range(amax[lane], scaling.range());
         Self {
-            global: GlobalScale::with_range(amax, scaling.range()),
             amax,
+            encode: lanes(|lane| global(lane).encode),
+            block: lanes(|lane| global(lane).block),
+            decode: lanes(|lane| global(lane).decode),
             scaling,
         }
     }
 
-    /// The scale byte that `rows` share: one block, or the 16 rows of a tile in the orientation of
-    /// the source, which decides the order in which errors are summed.
+    /// The scale byte of each of the 16 blocks of `tile`.
+    ///
+    /// With [`BlockShape::Tile16x16`] they share one. The lanes must then be the tile's rows in the
+    /// source, because that decides the order in which errors are summed.
     #[inline(always)]
-    pub(super) fn scale_byte(&self, rows: &[[f32; BLOCK]]) -> u8 {
-        let amax = magnitude(rows);
-        match self.scaling {
-            BlockScaling::Standard => block_scale(amax, &self.global),
-            BlockScaling::Headroom => block_scale(amax * HEADROOM, &self.global),
-            BlockScaling::FourOverSix(norm) => self.four_over_six(rows, amax, norm),
+    pub(super) fn scale_bytes(&self, tile: &Tile, shape: BlockShape) -> Lanes<u32> {
+        // Magnitudes compare as integers, NaN above infinity.
+        let mut bits = [0i32; BLOCK];
+        for row in tile {
+            bits = lanes(|lane| bits[lane].max((row[lane].to_bits() & 0x7FFF_FFFF) as i32));
         }
+        if shape == BlockShape::Tile16x16 {
+            bits = [bits.into_iter().max().unwrap_or(0); BLOCK];
+        }
+        let amax = lanes(|lane| f32::from_bits(bits[lane] as u32));
+        match self.scaling {
+            BlockScaling::Standard => self.round_scales(amax),
+            BlockScaling::Headroom => self.round_scales(lanes(|lane| amax[lane] * HEADROOM)),
+            BlockScaling::FourOverSix(norm) => self.four_over_six(tile, shape, amax, norm),
+        }
+    }
+
+    /// [`block_scale`] of each lane.
+    #[inline(always)]
+    fn round_scales(&self, amax: Lanes<f32>) -> Lanes<u32> {
+        lanes(|lane| round_scale(amax[lane] * self.block[lane], f32::MAX))
+    }
+
+    /// [`encode_multiplier`] of each lane.
+    #[inline(always)]
+    pub(super) fn multipliers(&self, bytes: &Lanes<u32>) -> Lanes<f32> {
+        lanes(|lane| multiplier(e4m3::decode_wide(bytes[lane]), self.decode[lane]))
     }
 
     /// The scale that maps the maximum to 6, unless mapping it to 4 has the smaller error.
-    fn four_over_six(&self, rows: &[[f32; BLOCK]], amax: f32, norm: ErrorNorm) -> u8 {
+    #[inline(always)]
+    fn four_over_six(
+        &self,
+        tile: &Tile,
+        shape: BlockShape,
+        amax: Lanes<f32>,
+        norm: ErrorNorm,
+    ) -> Lanes<u32> {
         // A true division here, unlike the multiplication by fl(1/6) of the other rules.
-        let base = amax / 6.0 * self.global.encode;
-        // A NaN must reach the byte, so this is a comparison and not `f32::min`.
-        let clamp = |scale: f32| e4m3::encode(if scale > e4m3::MAX { e4m3::MAX } else { scale });
-        let (six, four) = (clamp(base), clamp(base * 1.5));
-        if self.error(rows, four, norm) < self.error(rows, six, norm) {
-            four
-        } else {
-            six
-        }
+        let base = lanes(|lane| amax[lane] / 6.0 * self.encode[lane]);
+        let six = lanes(|lane| round_scale(base[lane], e4m3::MAX));
+        let four = lanes(|lane| round_scale(base[lane] * 1.5, e4m3::MAX));
+        let error_six = self.errors(tile, shape, &six, norm);
+        let error_four = self.errors(tile, shape, &four, norm);
+        lanes(|lane| {
+            if error_four[lane] < error_six[lane] {
+                four[lane]
+            } else {
+                six[lane]
+            }
+        })
     }
 
-    /// What rounding to nearest under the scale byte `scale` costs. The 16 columns of a row are
-    /// summed in order, then the row sums by a tree.
-    fn error(&self, rows: &[[f32; BLOCK]], scale: u8, norm: ErrorNorm) -> f32 {
-        let multiplier = encode_multiplier(scale, &self.global);
-        let (scale, range) = (e4m3::decode(scale), self.scaling.range());
+    /// What rounding to nearest under the scale bytes `bytes` costs: the sum over each block, in
+    /// order; for tiles the sums of their rows, added by a tree.
+    #[inline(always)]
+    fn errors(
+        &self,
+        tile: &Tile,
+        shape: BlockShape,
+        bytes: &Lanes<u32>,
+        norm: ErrorNorm,
+    ) -> Lanes<f32> {
+        let multipliers = self.multipliers(bytes);
+        let scales = lanes(|lane| e4m3::decode_wide(bytes[lane]));
+        let range = self.scaling.range();
         let mut sums = [0f32; BLOCK];
-        for (sum, row) in sums.iter_mut().zip(rows) {
-            for &value in row {
-                let quantized = e2m1::decode(round_nearest(value * multiplier));
-                let difference = (quantized * scale * self.amax / range - value).abs();
-                *sum += match norm {
-                    ErrorNorm::Mae => difference,
-                    ErrorNorm::Mse => difference * difference,
-                };
-            }
+        for row in tile {
+            sums = lanes(|lane| {
+                let code = nearest_code(row[lane] * multipliers[lane]);
+                let decoded = e2m1::decode_wide(code) * scales[lane] * self.amax[lane] / range;
+                let difference = (decoded - row[lane]).abs();
+                sums[lane]
+                    + match norm {
+                        ErrorNorm::Mae => difference,
+                        ErrorNorm::Mse => difference * difference,
+                    }
+            });
         }
-        // With a single row the other sums are zero and change nothing.
-        for width in [8, 4, 2, 1] {
-            for r in 0..width {
-                sums[r] += sums[r + width];
+        if shape == BlockShape::Tile16x16 {
+            for width in [8, 4, 2, 1] {
+                for lane in 0..width {
+                    sums[lane] += sums[lane + width];
+                }
             }
+            sums = [sums[0]; BLOCK];
         }
-        sums[0]
+        sums
+    }
+}
+
+/// The E4M3 byte of a block scale, at most `bound`.
+#[inline(always)]
+fn round_scale(scale: f32, bound: f32) -> u32 {
+    // A NaN must reach the byte, so this is a comparison and not `f32::min`.
+    e4m3::encode_wide(if scale > bound { bound } else { scale })
+}
+
+/// `min(fl(1 / fl(scale · D)), FLT_MAX)`.
+#[inline(always)]
+fn multiplier(scale: f32, decode: f32) -> f32 {
+    let multiplier = 1.0 / (scale * decode);
+    if multiplier > f32::MAX {
+        f32::MAX
+    } else {
+        multiplier
     }
 }
 
 /// The scale byte of a block whose largest magnitude is `amax`.
 #[inline(always)]
 pub fn block_scale(amax: f32, global: &GlobalScale) -> u8 {
-    let scaled = amax * global.block;
-    // A NaN must reach the byte, so this is a comparison and not `f32::min`.
-    e4m3::encode(if scaled > f32::MAX { f32::MAX } else { scaled })
+    round_scale(amax * global.block, f32::MAX) as u8
 }
 
 /// The factor `e` that brings the elements of a block with scale byte `scale` onto the E2M1 grid:
 /// `min(fl(1 / fl(e4m3(scale) · D)), FLT_MAX)`.
 #[inline(always)]
 pub fn encode_multiplier(scale: u8, global: &GlobalScale) -> f32 {
-    let multiplier = 1.0 / (e4m3::decode(scale) * global.decode);
-    if multiplier > f32::MAX {
-        f32::MAX
-    } else {
-        multiplier
-    }
+    multiplier(e4m3::decode(scale), global.decode)
 }
 
 #[cfg(test)]
