@@ -6,7 +6,8 @@ use super::{
     Element,
     block::load_rows,
     hadamard::{MAX_GROUP, transform_lanes},
-    simd::{self, Task, lanes},
+    scaling::magnitudes,
+    simd::{self, Isa, Task},
 };
 use crate::{BLOCK, Hadamard};
 
@@ -118,19 +119,16 @@ struct Group<'a, T> {
 
 impl<T: Element> Task for Group<'_, T> {
     #[inline(always)]
-    fn compute(self) {
+    fn compute<I: Isa>(self, isa: I) {
         let mut group = [[0f32; BLOCK]; MAX_GROUP];
         let group = &mut group[..self.hadamard.size().elements()];
         for (chunk, bits) in self.bits.chunks_mut(BLOCK).enumerate() {
-            load_rows(self.x, self.shape, (self.row0, chunk * BLOCK), group);
+            load_rows(isa, self.x, self.shape, (self.row0, chunk * BLOCK), group);
             transform_lanes(group, self.hadamard);
-            let mut largest = [0i32; BLOCK];
-            for row in &*group {
-                largest =
-                    lanes(|lane| largest[lane].max((row[lane].to_bits() & 0x7FFF_FFFF) as i32));
-            }
-            for (max, largest) in bits.iter_mut().zip(largest) {
-                *max = (*max).max(largest as u32);
+            for tile in group.as_chunks::<BLOCK>().0 {
+                for (max, largest) in bits.iter_mut().zip(magnitudes(tile)) {
+                    *max = (*max).max(largest as u32);
+                }
             }
         }
     }

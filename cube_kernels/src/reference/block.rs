@@ -5,26 +5,30 @@ use super::{
     hadamard::transform_lanes,
     philox,
     rounding::{nearest_code, stochastic_code},
-    simd::{Lanes, Tile, lanes},
+    simd::{Isa, Lanes, Tile, lanes},
 };
 use crate::{BLOCK, Hadamard, Rounding};
 
 /// Fills `tile` with 16 columns of a `rows` x `cols` matrix, from (`row0`, `col0`) on; zeros beyond
-/// the matrix.
+/// the matrix. The rows below, which are read next but one line of each only, are fetched ahead.
 #[inline(always)]
-pub(super) fn load_rows<T: Element>(
+pub(super) fn load_rows<T: Element, I: Isa>(
+    isa: I,
     x: &[T],
     (rows, cols): (usize, usize),
     (row0, col0): (usize, usize),
     tile: &mut [[f32; BLOCK]],
 ) {
-    let width = BLOCK.min(cols - col0);
+    let (height, width) = (tile.len(), BLOCK.min(cols - col0));
     for (r, row) in tile.iter_mut().enumerate() {
         *row = [0f32; BLOCK];
         if row0 + r < rows {
-            let source = &x[(row0 + r) * cols + col0..][..width];
-            for (value, source) in row.iter_mut().zip(source) {
+            let at = (row0 + r) * cols + col0;
+            for (value, source) in row.iter_mut().zip(&x[at..][..width]) {
                 *value = source.to_f32();
+            }
+            if let Some(below) = x.get(at + height * cols) {
+                isa.prefetch(below);
             }
         }
     }

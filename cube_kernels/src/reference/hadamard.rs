@@ -3,7 +3,11 @@
 
 use rayon::prelude::*;
 
-use super::{Element, block::load_rows, simd::transpose};
+use super::{
+    Element,
+    block::load_rows,
+    simd::{Baseline, Isa},
+};
 use crate::{BLOCK, Hadamard, HadamardSize};
 
 /// The largest group, for buffers that hold any of them.
@@ -131,10 +135,13 @@ pub fn transform_cols<T: Element>(
             let mut group = [[0f32; BLOCK]; MAX_GROUP];
             let group = &mut group[..size];
             for row0 in (0..rows).step_by(size) {
-                load_rows(x, (rows, cols), (row0, chunk * BLOCK), group);
+                load_rows(Baseline, x, (rows, cols), (row0, chunk * BLOCK), group);
                 transform_lanes(group, hadamard);
                 for (i, tile) in group.as_chunks::<BLOCK>().0.iter().enumerate() {
-                    let columns = transpose(tile).into_iter().take(out.len() / padded);
+                    let columns = Baseline
+                        .transpose(tile)
+                        .into_iter()
+                        .take(out.len() / padded);
                     for (column, block) in columns.enumerate() {
                         out[column * padded + row0 + i * BLOCK..][..BLOCK].copy_from_slice(&block);
                     }

@@ -7,7 +7,7 @@ use super::{
     block::{encode_tile, load_blocks, load_rows},
     hadamard::{MAX_GROUP, transform_lanes},
     scaling::Scaler,
-    simd::{self, Lanes, Task, Tile, lanes, transpose},
+    simd::{self, Isa, Lanes, Task, Tile, lanes},
 };
 use crate::{
     Amax, BLOCK, BlockScaling, CopyPolicy, Hadamard, Nvfp4Error, Origin, PackedAxis, PackedTensor,
@@ -204,11 +204,11 @@ struct Part<'a, T> {
 
 impl<T: Element> Task for Part<'_, T> {
     #[inline(always)]
-    fn compute(self) {
+    fn compute<I: Isa>(self, isa: I) {
         match (self.axis, self.source.origin.block) {
-            (PackedAxis::Cols, BlockShape::OneBy16) => self.pack_run(),
-            (PackedAxis::Cols, BlockShape::Tile16x16) => self.pack_tiles(),
-            (PackedAxis::Rows, _) => self.pack_columns(),
+            (PackedAxis::Cols, BlockShape::OneBy16) => self.pack_run(isa),
+            (PackedAxis::Cols, BlockShape::Tile16x16) => self.pack_tiles(isa),
+            (PackedAxis::Rows, _) => self.pack_columns(isa),
         }
     }
 }
@@ -216,7 +216,7 @@ impl<T: Element> Task for Part<'_, T> {
 impl<T: Element> Part<'_, T> {
     /// A run of the row-wise copy: the lanes are blocks one after the other, across rows too.
     #[inline(always)]
-    fn pack_run(self) {
+    fn pack_run<I: Isa>(self, isa: I) {
         let Source { x, shape, .. } = *self.source;
         let hadamard = self.source.origin.hadamard.as_ref();
         let last_row = shape.0 - 1;
@@ -229,7 +229,7 @@ impl<T: Element> Part<'_, T> {
                 .source
                 .scaler(|lane| ((first + lane) / self.blocks).min(last_row));
             let index = Index { first, stride: 1 };
-            let tile = transpose(&rows);
+            let tile = isa.transpose(&rows);
             let (bytes, words) = self.source.quantize(&tile, &tile, &scaler, index);
             for (scale, byte) in scales.iter_mut().zip(bytes) {
                 *scale = byte as u8;
@@ -242,18 +242,19 @@ impl<T: Element> Part<'_, T> {
 
     /// 16 rows of the row-wise copy in tiles: the lanes are the rows.
     #[inline(always)]
-    fn pack_tiles(self) {
+    fn pack_tiles<I: Isa>(self, isa: I) {
         let row0 = self.first / self.blocks;
         let scaler = self.source.scaler(|_| 0);
         let mut rows = [[0f32; BLOCK]; BLOCK];
         for index in 0..self.blocks {
             load_rows(
+                isa,
                 self.source.x,
                 self.source.shape,
                 (row0, index * BLOCK),
                 &mut rows,
             );
-            let tile = transpose(&rows);
+            let tile = isa.transpose(&rows);
             // Nothing is drawn: tiles round to nearest.
             let (bytes, words) = self
                 .source
@@ -268,7 +269,7 @@ impl<T: Element> Part<'_, T> {
 
     /// Some columns, all of their rows: the lanes are neighbouring columns.
     #[inline(always)]
-    fn pack_columns(self) {
+    fn pack_columns<I: Isa>(self, isa: I) {
         let Source { x, shape, .. } = *self.source;
         let (columns, col0) = (self.scales.len() / self.blocks, self.first / self.blocks);
         let hadamard = self.source.origin.hadamard.as_ref();
@@ -283,7 +284,7 @@ impl<T: Element> Part<'_, T> {
                 for chunk in (0..columns).step_by(BLOCK) {
                     let col = |lane: usize| col0 + chunk + lane;
                     let scaler = self.source.scaler(|lane| col(lane).min(shape.1 - 1));
-                    load_rows(x, shape, (group0 * BLOCK, col(0)), buffer);
+                    load_rows(isa, x, shape, (group0 * BLOCK, col(0)), buffer);
                     if let Some(hadamard) = hadamard {
                         transform_lanes(buffer, hadamard);
                     }
@@ -296,7 +297,7 @@ impl<T: Element> Part<'_, T> {
                         let decides = match self.source.origin.block {
                             BlockShape::OneBy16 => tile,
                             BlockShape::Tile16x16 => {
-                                by_row = transpose(tile);
+                                by_row = isa.transpose(tile);
                                 &by_row
                             }
                         };

@@ -80,11 +80,7 @@ impl Scaler {
     /// source, because that decides the order in which errors are summed.
     #[inline(always)]
     pub(super) fn scale_bytes(&self, tile: &Tile, shape: BlockShape) -> Lanes<u32> {
-        // Magnitudes compare as integers, NaN above infinity.
-        let mut bits = [0i32; BLOCK];
-        for row in tile {
-            bits = lanes(|lane| bits[lane].max((row[lane].to_bits() & 0x7FFF_FFFF) as i32));
-        }
+        let mut bits = magnitudes(tile);
         if shape == BlockShape::Tile16x16 {
             bits = [bits.into_iter().max().unwrap_or(0); BLOCK];
         }
@@ -168,6 +164,28 @@ impl Scaler {
         }
         sums
     }
+}
+
+/// The bits of the largest magnitude in each lane of `tile`. They compare as integers, NaN above
+/// infinity.
+#[inline(always)]
+pub(super) fn magnitudes(tile: &Tile) -> Lanes<i32> {
+    const HALF: usize = BLOCK * BLOCK / 2;
+    let (low, high) = tile.as_flattened().split_at(HALF);
+    // By a tree of flat loops: the compiler would vectorise a running maximum across rows, and
+    // gather.
+    let mut maxima = [0i32; HALF];
+    for (max, (low, high)) in maxima.iter_mut().zip(low.iter().zip(high)) {
+        let [low, high] = [low, high].map(|value| (value.to_bits() & 0x7FFF_FFFF) as i32);
+        *max = low.max(high);
+    }
+    for width in [HALF / 2, HALF / 4, HALF / 8] {
+        let (low, high) = maxima.split_at_mut(width);
+        for (low, high) in low.iter_mut().zip(&*high) {
+            *low = (*low).max(*high);
+        }
+    }
+    lanes(|lane| maxima[lane])
 }
 
 /// The E4M3 byte of a block scale, at most `bound`.
