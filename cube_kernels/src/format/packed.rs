@@ -193,7 +193,10 @@ impl PackedTensor {
         if let Amax::PerOuter(values) = &amax {
             check("amax", values.len(), outer, "one value for each stored row")?;
         }
-        if let Some(position) = scales.iter().position(|scale| scale & 0x80 != 0) {
+        // The maximum vectorises, a search does not.
+        if scales.iter().max().is_some_and(|&max| max >= 0x80)
+            && let Some(position) = scales.iter().position(|scale| scale & 0x80 != 0)
+        {
             return Err(Nvfp4Error::value(
                 "scales",
                 format!("byte {:#04x} at {position}", scales[position]),

@@ -121,7 +121,7 @@ fn check(
 }
 
 /// `[rows, cols]` to `[cols, rows]`, in tiles that stay in the cache.
-fn transpose(x: &[f32], rows: usize, cols: usize) -> Vec<f32> {
+pub(super) fn transpose(x: &[f32], rows: usize, cols: usize) -> Vec<f32> {
     const TILE: usize = 32;
     let mut out = vec![0f32; rows * cols];
     out.par_chunks_mut((TILE * rows).max(1))

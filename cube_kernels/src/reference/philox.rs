@@ -23,21 +23,23 @@ pub(super) fn philox4x32_lanes<const L: usize>(
     counter: [[u32; L]; 4],
     key: [u32; 2],
 ) -> [[u32; L]; 4] {
-    let [mut c0, mut c1, mut c2, mut c3] = counter;
+    // Words live in the low halves of 64 bits, whose high halves hold what the last product left there
+    // and nothing reads: this is how vector units multiply 32 bits by 32.
+    let [mut c0, mut c1, mut c2, mut c3] = counter.map(|word| word.map(|word| word as u64));
     let [mut k0, mut k1] = key;
     for _ in 0..ROUNDS {
         for lane in 0..L {
-            let p0 = MULTIPLIERS[0] as u64 * c0[lane] as u64;
-            let p1 = MULTIPLIERS[1] as u64 * c2[lane] as u64;
-            c0[lane] = (p1 >> 32) as u32 ^ c1[lane] ^ k0;
-            c1[lane] = p1 as u32;
-            c2[lane] = (p0 >> 32) as u32 ^ c3[lane] ^ k1;
-            c3[lane] = p0 as u32;
+            let p0 = (c0[lane] & u32::MAX as u64) * MULTIPLIERS[0] as u64;
+            let p1 = (c2[lane] & u32::MAX as u64) * MULTIPLIERS[1] as u64;
+            c0[lane] = (p1 >> 32) ^ c1[lane] ^ k0 as u64;
+            c1[lane] = p1;
+            c2[lane] = (p0 >> 32) ^ c3[lane] ^ k1 as u64;
+            c3[lane] = p0;
         }
         k0 = k0.wrapping_add(WEYL[0]);
         k1 = k1.wrapping_add(WEYL[1]);
     }
-    [c0, c1, c2, c3]
+    [c0, c1, c2, c3].map(|word| word.map(|word| word as u32))
 }
 
 /// The random words of `L` blocks (specification, section 3): byte `i` of a block, little-endian
