@@ -70,7 +70,12 @@ fn policies() -> Vec<CopyPolicy> {
 fn maxima(stored: &[Vec<f32>], per_outer: bool) -> Amax {
     let all = |rows: &[Vec<f32>]| reference::amax(&rows.concat());
     if per_outer {
-        Amax::PerOuter(stored.iter().map(|row| all(&[row.clone()])).collect())
+        Amax::PerOuter(
+            stored
+                .iter()
+                .map(|row| all(std::slice::from_ref(row)))
+                .collect(),
+        )
     } else {
         Amax::Tensor(all(stored))
     }
