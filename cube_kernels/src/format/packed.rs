@@ -193,8 +193,8 @@ impl PackedTensor {
         if let Amax::PerOuter(values) = &amax {
             check("amax", values.len(), outer, "one value for each stored row")?;
         }
-        // The maximum vectorises, a search does not.
-        if scales.iter().max().is_some_and(|&max| max >= 0x80)
+        // All bits together first: that vectorises, a search does not.
+        if scales.iter().fold(0, |all, scale| all | scale) & 0x80 != 0
             && let Some(position) = scales.iter().position(|scale| scale & 0x80 != 0)
         {
             return Err(Nvfp4Error::value(

@@ -87,7 +87,14 @@ pub(super) fn encode_tile(
     match rounding {
         Rounding::Nearest => encode_by(|i, lane| nearest_code(tile[i][lane] * multipliers[lane])),
         Rounding::Stochastic(stream) => {
-            let words = philox::block_words(stream.offset, stream.key(), index);
+            // Eight blocks at a time: the state of 16 does not fit into registers.
+            let mut words = [[0u32; BLOCK]; 4];
+            for (part, index) in index.as_chunks::<8>().0.iter().enumerate() {
+                let drawn = philox::block_words(stream.offset, stream.key(), index);
+                for (words, drawn) in words.iter_mut().zip(drawn) {
+                    words[8 * part..][..8].copy_from_slice(&drawn);
+                }
+            }
             encode_by(|i, lane| {
                 let random = words[i / 4][lane] >> (8 * (i % 4)) & 0xFF;
                 stochastic_code(tile[i][lane] * multipliers[lane], random)
@@ -101,9 +108,10 @@ pub(super) fn encode_tile(
 fn encode_by(code: impl Fn(usize, usize) -> u32) -> Lanes<u64> {
     let mut words = [[0u32; BLOCK]; 2];
     for (half, word) in words.iter_mut().enumerate() {
-        for i in 0..8 {
+        // The last code first, so that each step shifts by the same distance.
+        for i in (8 * half..8 * half + 8).rev() {
             for (lane, word) in word.iter_mut().enumerate() {
-                *word |= code(8 * half + i, lane) << (4 * i);
+                *word = *word << 4 | code(i, lane);
             }
         }
     }

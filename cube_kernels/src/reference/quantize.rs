@@ -1,5 +1,7 @@
 //! Quantization of whole matrices.
 
+use std::mem::MaybeUninit;
+
 use rayon::prelude::*;
 
 use super::{
@@ -159,7 +161,8 @@ impl<T: Element> Source<'_, T> {
     fn pack(&self, axis: PackedAxis, layout: ScaleLayout) -> Result<PackedTensor, Nvfp4Error> {
         let (outer, inner) = axis.stored_shape(self.shape.0, self.shape.1);
         let blocks = self.origin.blocks(inner);
-        let (mut codes, mut scales) = (vec![0u8; outer * blocks * 8], vec![0u8; outer * blocks]);
+        let count = outer * blocks;
+        let (mut codes, mut scales) = (Vec::with_capacity(count * 8), Vec::with_capacity(count));
         // Blocks of neighbouring stored rows that one task packs.
         let len = match (axis, self.origin.block) {
             (PackedAxis::Cols, BlockShape::OneBy16) => RUN,
@@ -170,9 +173,9 @@ impl<T: Element> Source<'_, T> {
                 columns.next_multiple_of(BLOCK).min(COLUMNS) * blocks
             }
         };
-        codes
+        codes.spare_capacity_mut()[..count * 8]
             .par_chunks_mut((len * 8).max(1))
-            .zip(scales.par_chunks_mut(len.max(1)))
+            .zip(scales.spare_capacity_mut()[..count].par_chunks_mut(len.max(1)))
             .enumerate()
             .for_each(|(task, (codes, scales))| {
                 simd::run(Part {
@@ -180,14 +183,26 @@ impl<T: Element> Source<'_, T> {
                     axis,
                     blocks,
                     first: task * len,
-                    codes,
-                    scales,
+                    codes: zeroed(codes),
+                    scales: zeroed(scales),
                 });
             });
+        // SAFETY: the chunks cover these lengths, and every one was zeroed.
+        unsafe {
+            codes.set_len(count * 8);
+            scales.set_len(count);
+        }
         let (amax, scales) = (self.amax.clone(), (ScaleLayout::Compact, scales));
         PackedTensor::from_parts(self.shape, axis, codes, scales, amax, self.origin)
             .map(|packed| packed.with_scale_layout(layout))
     }
+}
+
+/// New memory, zeroed by the task that writes it: on all cores, and while it is in the cache.
+fn zeroed(bytes: &mut [MaybeUninit<u8>]) -> &mut [u8] {
+    bytes.fill(MaybeUninit::new(0));
+    // SAFETY: all were just written.
+    unsafe { bytes.assume_init_mut() }
 }
 
 /// Neighbouring blocks of a packed copy, which one task fills.
@@ -313,8 +328,15 @@ impl<T: Element> Part<'_, T> {
             }
             for c in 0..columns {
                 let at = c * self.blocks + first;
-                self.scales[at..][..count].copy_from_slice(&gathered_scales[c][..count]);
-                self.codes[at * 8..][..count * 8].copy_from_slice(&gathered_codes[c][..count * 8]);
+                let (scales, codes) = (&mut self.scales[at..], &mut self.codes[at * 8..]);
+                if count == GATHERED {
+                    // Of constant length: two moves instead of two calls.
+                    scales[..GATHERED].copy_from_slice(&gathered_scales[c]);
+                    codes[..GATHERED * 8].copy_from_slice(&gathered_codes[c]);
+                } else {
+                    scales[..count].copy_from_slice(&gathered_scales[c][..count]);
+                    codes[..count * 8].copy_from_slice(&gathered_codes[c][..count * 8]);
+                }
             }
         }
     }

@@ -18,8 +18,7 @@ pub fn round_stochastic(value: f32, random: u8) -> u8 {
 /// [`round_nearest`] in the width of its argument, without a branch.
 #[inline(always)]
 pub(super) fn nearest_code(value: f32) -> u32 {
-    let bits = value.to_bits();
-    let (magnitude, binade) = clamp(bits);
+    let (magnitude, binade) = clamp(value.to_bits());
     // The neighbours of `magnitude` are half of its binade apart, and so are the floats from
     // 2^22 · binade on: this sum rounds to them, ties to even. The product is exact. What the sum has
     // below 2^22 · binade is counted in its last bits: 2 for the binade that was added, then twice
@@ -28,14 +27,13 @@ pub(super) fn nearest_code(value: f32) -> u32 {
     // Its last bit is the last bit of the code, so ties go to the even code. What is missing to the
     // code itself is -2, 0 and 2 in the three binades: the exponent of the binade, twice, modulo 8.
     let code = sum.to_bits().wrapping_add(binade.to_bits() >> 22) & 7;
-    code | sign_unless_nan(bits)
+    code | sign_unless_nan(value)
 }
 
 /// [`round_stochastic`] in the width of its argument, without a branch; `random` is below 256.
 #[inline(always)]
 pub(super) fn stochastic_code(value: f32, random: u32) -> u32 {
-    let bits = value.to_bits();
-    let (magnitude, binade) = clamp(bits);
+    let (magnitude, binade) = clamp(value.to_bits());
     // Eight bits times a power of two are exact, so this sum rounds once, as an fma would. The step
     // between neighbours is half of the binade.
     let dithered = random as i32 as f32 * (binade * (1.0 / 512.0)) + magnitude;
@@ -45,7 +43,7 @@ pub(super) fn stochastic_code(value: f32, random: u32) -> u32 {
     let reached = dithered.to_bits() as i32;
     let code = (reached >> 22).wrapping_sub((0.5f32.to_bits() >> 22) as i32);
     let half = (reached >= 0.5f32.to_bits() as i32) as i32;
-    code.max(half) as u32 | sign_unless_nan(bits)
+    code.max(half) as u32 | sign_unless_nan(value)
 }
 
 /// The magnitude of the float with these bits, at most 6, NaN counting as 6; and the power of two
@@ -63,9 +61,9 @@ fn clamp(bits: u32) -> (f32, f32) {
 
 /// Bit 3 of a code.
 #[inline(always)]
-fn sign_unless_nan(bits: u32) -> u32 {
-    let number = (bits & 0x7FFF_FFFF) as i32 <= f32::INFINITY.to_bits() as i32;
-    bits >> 28 & if number { 8 } else { 0 }
+fn sign_unless_nan(value: f32) -> u32 {
+    let sign = value.to_bits() >> 28 & 8;
+    if value.is_nan() { 0 } else { sign }
 }
 
 #[cfg(test)]
