@@ -161,6 +161,34 @@ fn every_combination_f16() {
     every_combination::<f16>(&[Kind::Normal, Kind::Tiny]);
 }
 
+/// Enough blocks, rows and columns for several tasks, none of which is full.
+#[test]
+fn matrices_of_several_tasks() {
+    for (rows, cols) in [(150, 400), (1100, 32), (20, 1040)] {
+        let x = values(Kind::Heavy, rows * cols, 21);
+        for axis in AXES {
+            for hadamard in [None, Some(Hadamard::seeded_with_size(HadamardSize::H64, 2))] {
+                let policy = CopyPolicy {
+                    hadamard,
+                    ..CopyPolicy::new(stochastic(4))
+                };
+                let stored = literal::stored_rows(&x, (rows, cols), axis, hadamard.as_ref());
+                for per_outer in [false, true] {
+                    let amax = maxima(&stored, per_outer);
+                    let expected = literal::quantize(&stored, &amax, &policy, 3);
+                    let found =
+                        reference::quantize(&x, rows, cols, axis, &amax, &policy, 3).unwrap();
+                    assert_is(
+                        &found,
+                        &expected,
+                        &format!("{rows}x{cols} {axis:?} {per_outer}"),
+                    );
+                }
+            }
+        }
+    }
+}
+
 #[test]
 fn transformed_maxima_are_those_of_what_is_stored() {
     for (rows, cols) in SHAPES {
@@ -232,7 +260,7 @@ fn groups_of_a_buffer_draw_the_bits_of_the_whole() {
 #[test]
 fn tiles_are_literal_and_their_copies_transposes() {
     let layouts = [ScaleLayout::Compact, ScaleLayout::Swizzled128x4];
-    for (rows, cols) in SHAPES {
+    for (rows, cols) in SHAPES.into_iter().chain([(150, 400)]) {
         for kind in ALL_KINDS {
             let x = values(kind, rows * cols, 6);
             let stored = literal::stored_rows(&x, (rows, cols), PackedAxis::Cols, None);

@@ -434,3 +434,66 @@ fn check_policy(policy: &CopyPolicy) -> Result<(), Nvfp4Error> {
         _ => Ok(()),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{ErrorNorm, HadamardSize, RandomStream, reference::simd::Baseline};
+
+    /// The same bytes without wide vectors: what a processor without AVX2 computes.
+    #[test]
+    fn instruction_sets_agree() {
+        let (rows, cols) = (150, 48);
+        let x: Vec<f32> = (0..rows * cols)
+            .map(|i| (i as f32 * 0.7).sin() * (i as f32 * 0.01).exp2())
+            .collect();
+        let amax = Amax::Tensor(crate::reference::amax(&x));
+        let stochastic = Rounding::Stochastic(RandomStream::new(1, 2, 3));
+        let large = Hadamard::seeded_with_size(HadamardSize::H128, 1);
+        let mut origins = vec![
+            Origin::one_by_16(Rounding::Nearest, None),
+            Origin::one_by_16(stochastic, None),
+            Origin::one_by_16(stochastic, Some(Hadamard::default())),
+            Origin::one_by_16(Rounding::Nearest, Some(large)),
+        ];
+        for scaling in [
+            BlockScaling::Standard,
+            BlockScaling::Headroom,
+            BlockScaling::FourOverSix(ErrorNorm::Mse),
+        ] {
+            for origin in [Origin::tile(), origins[0]] {
+                origins.push(Origin { scaling, ..origin });
+            }
+        }
+        for origin in origins {
+            for axis in [PackedAxis::Cols, PackedAxis::Rows] {
+                let source = Source {
+                    x: &x,
+                    shape: (rows, cols),
+                    amax: &amax,
+                    origin,
+                    first_block: 5,
+                };
+                let packed = source.pack(axis, ScaleLayout::Compact).unwrap();
+                // One task after the other, each on its own 16 stored rows.
+                let len = BLOCK * packed.blocks();
+                let mut codes = vec![0; packed.codes().len()];
+                let mut scales = vec![0; packed.scales().len()];
+                let parts = codes.chunks_mut(len * 8).zip(scales.chunks_mut(len));
+                for (task, (codes, scales)) in parts.enumerate() {
+                    Part {
+                        source: &source,
+                        axis,
+                        blocks: packed.blocks(),
+                        first: task * len,
+                        codes,
+                        scales,
+                    }
+                    .compute(Baseline);
+                }
+                assert_eq!(packed.codes(), codes, "{axis:?} {origin:?}");
+                assert_eq!(packed.scales(), scales, "{axis:?} {origin:?}");
+            }
+        }
+    }
+}
