@@ -103,9 +103,9 @@ impl HadamardSize {
     pub const fn factor(self) -> f32 {
         match self {
             Self::H16 => 0.25,
-            Self::H32 => 0.176_776_7,
+            Self::H32 => 0.176_776_69,
             Self::H64 => 0.125,
-            Self::H128 => 0.088_388_35,
+            Self::H128 => 0.088_388_346,
         }
     }
 }

@@ -2,7 +2,8 @@
 
 use half::bf16;
 use nvfp4_kernels::{
-    Amax, ErrorNorm, Hadamard, PackedTensor, Rounding, format::packed::BlockShape, reference,
+    Amax, BlockScaling, CopyPolicy, ErrorNorm, Hadamard, PackedAxis, PackedTensor, Rounding,
+    ScaleLayout, reference,
 };
 use safetensors::{Dtype, SafeTensors};
 
@@ -102,11 +103,16 @@ fn one_by_16() {
     });
 }
 
+fn tiles_of(case: &Case, amax: &Amax, scaling: BlockScaling) -> (PackedTensor, PackedTensor) {
+    let compact = [ScaleLayout::Compact; 2];
+    reference::quantize_tile(&case.x, case.rows, case.cols, amax, scaling, compact).unwrap()
+}
+
 #[test]
 fn tiles() {
     for_each_case(|case| {
         let amax = tensor_amax(&case.amax("16x16", "row"));
-        let (row, col) = reference::quantize_tile(&case.x, case.rows, case.cols, &amax).unwrap();
+        let (row, col) = tiles_of(case, &amax, BlockScaling::Standard);
         case.check("16x16", "row", &row);
         case.check("16x16", "col", &col);
     });
@@ -149,18 +155,25 @@ fn hadamard() {
 #[test]
 fn four_over_six() {
     for_each_case(|case| {
-        for (norm, norm_name) in [(ErrorNorm::Mae, "mae"), (ErrorNorm::Mse, "mse")] {
-            for (shape, shape_name) in [
-                (BlockShape::OneBy16, "1x16"),
-                (BlockShape::Tile16x16, "16x16"),
-            ] {
-                let mode = format!("4over6_{norm_name}_{shape_name}");
-                let amax = tensor_amax(&case.amax(&mode, "row"));
-                let (rows, cols) = (case.rows, case.cols);
-                let row =
-                    reference::four_over_six::quantize_row(&case.x, rows, cols, &amax, norm, shape);
-                case.check(&mode, "row", &row.unwrap());
-            }
+        for (norm, name) in [(ErrorNorm::Mae, "mae"), (ErrorNorm::Mse, "mse")] {
+            let scaling = BlockScaling::FourOverSix(norm);
+            let (rows, cols) = (case.rows, case.cols);
+
+            let mode = format!("4over6_{name}_1x16");
+            let amax = tensor_amax(&case.amax(&mode, "row"));
+            let policy = CopyPolicy {
+                scaling,
+                ..CopyPolicy::new(Rounding::Nearest)
+            };
+            let row = reference::quantize(&case.x, rows, cols, PackedAxis::Cols, &amax, &policy, 0);
+            case.check(&mode, "row", &row.unwrap());
+
+            // Of tiles the file holds the row-wise copy; the other is its transpose, which the
+            // oracle's own tests check.
+            let mode = format!("4over6_{name}_16x16");
+            let amax = tensor_amax(&case.amax(&mode, "row"));
+            let (row, _) = tiles_of(case, &amax, scaling);
+            case.check(&mode, "row", &row);
         }
     });
 }

@@ -9,7 +9,8 @@ use common::{ALL_KINDS, Kind, TestElement, convert, values};
 use cubecl::{prelude::*, server::Handle};
 use half::{bf16, f16};
 use nvfp4_kernels::{
-    Amax, Hadamard, Nvfp4Error, Origin, PackedTensor, RandomStream, Rounding,
+    Amax, BlockScaling, Hadamard, Nvfp4Error, Origin, PackedTensor, RandomStream, Rounding,
+    ScaleLayout,
     device::{Capabilities, DevicePacked, DeviceRounding, FloatKind, GemmPath, Matrix},
     gemm, ops, reference,
 };
@@ -192,7 +193,15 @@ fn check_uploaded<T: DeviceElement>(
     }
 
     let (row, col) = ops::quantize_tile(client, matrix, &amax).unwrap();
-    let (expected_row, expected_col) = reference::quantize_tile(x, rows, cols, &host_amax).unwrap();
+    let (expected_row, expected_col) = reference::quantize_tile(
+        x,
+        rows,
+        cols,
+        &host_amax,
+        BlockScaling::Standard,
+        [ScaleLayout::Compact; 2],
+    )
+    .unwrap();
     assert_same(client, &row, &expected_row, &format!("{what}: tile, row"));
     assert_same(client, &col, &expected_col, &format!("{what}: tile, col"));
 

@@ -10,7 +10,7 @@ use burn_flex::FlexTensor;
 use half::{bf16, f16};
 use nvfp4_kernels::reference::{self, Element};
 use nvfp4_kernels::{
-    Amax, BLOCK, Nvfp4Error, Origin, PackedAxis, PackedTensor, Rounding, ScaleLayout,
+    Amax, BLOCK, BlockScaling, Nvfp4Error, Origin, PackedAxis, PackedTensor, Rounding, ScaleLayout,
 };
 use rayon::prelude::*;
 
@@ -60,7 +60,9 @@ impl Nvfp4Ops for Flex {
         let pair = with_elements!(x, |values| match spec {
             PairSpec::Tile => {
                 let amax = Amax::Tensor(reference::amax(values));
-                reference::quantize_tile(values, rows, cols, &amax)
+                let compact = [ScaleLayout::Compact; 2];
+                let scaling = BlockScaling::Standard;
+                reference::quantize_tile(values, rows, cols, &amax, scaling, compact)
             }
             PairSpec::Blocks { row, col, hadamard } => {
                 let amax = Amax::Tensor(reference::amax(values));

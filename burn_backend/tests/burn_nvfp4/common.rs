@@ -5,7 +5,7 @@ use burn_nvfp4::ops::LinearSpec;
 use burn_nvfp4::{Hadamard, RandomStream, Rounding};
 use half::{bf16, f16};
 use nvfp4_kernels::reference::{self, Element};
-use nvfp4_kernels::{Amax, PackedTensor};
+use nvfp4_kernels::{Amax, BlockScaling, PackedTensor, ScaleLayout};
 
 fn device_name() -> String {
     std::env::var("NVFP4_TEST_DEVICE").unwrap_or_else(|_| "flex".into())
@@ -166,7 +166,8 @@ impl Matrix {
     pub fn tiles(&self) -> (PackedTensor, PackedTensor) {
         fn run<T: Element>(x: &[T], rows: usize, cols: usize) -> (PackedTensor, PackedTensor) {
             let amax = Amax::Tensor(reference::amax(x));
-            reference::quantize_tile(x, rows, cols, &amax).unwrap()
+            let compact = [ScaleLayout::Compact; 2];
+            reference::quantize_tile(x, rows, cols, &amax, BlockScaling::Standard, compact).unwrap()
         }
         in_dtype!(self, |values| run(values, self.rows, self.cols))
     }

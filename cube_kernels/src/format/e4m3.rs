@@ -18,51 +18,101 @@ const MIN_NORMAL_BITS: u32 = (127 - 6) << 23;
 /// `value` is a scale: non-negative (zero included) or NaN. The sign bit is ignored.
 #[inline(always)]
 pub fn encode(value: f32) -> u8 {
-    let bits = value.to_bits() & 0x7FFF_FFFF;
-    if bits > 0x7F80_0000 {
-        NAN_BYTE
-    } else if bits >= MAX.to_bits() {
-        MAX_BYTE
-    } else if bits < MIN_NORMAL_BITS {
-        // Subnormals count units of 2⁻⁹. Adding 2¹⁴, whose last place is 2⁻⁹, rounds to that unit,
-        // ties to even; eight units are the first normal byte, as they should be.
-        let sum = f32::from_bits(bits) + 16384.0;
-        (sum.to_bits() - 16384f32.to_bits()) as u8
+    encode_wide(value) as u8
+}
+
+/// [`encode`] in the width of its argument, without a branch.
+#[inline(always)]
+pub(crate) fn encode_wide(value: f32) -> u32 {
+    let bits = (value.to_bits() & 0x7FFF_FFFF) as i32;
+    // Normal numbers: keep three mantissa bits, round half to even; a carry moves into the exponent
+    // by itself. What rounds beyond 448 (464 and more, infinity) saturates.
+    let rounded = bits.wrapping_add(0x0007_FFFF + (bits >> 20 & 1));
+    let normal = (rounded >> 20).wrapping_sub(120 << 3).min(MAX_BYTE as i32);
+    // Subnormals count units of 2⁻⁹. Adding 2¹⁴, whose last place is 2⁻⁹, rounds to that unit, ties
+    // to even; eight units are the first normal byte, as they should be.
+    let sum = f32::from_bits(bits as u32) + 16384.0;
+    let subnormal = (sum.to_bits() as i32).wrapping_sub(16384f32.to_bits() as i32);
+    let byte = if bits < MIN_NORMAL_BITS as i32 {
+        subnormal
     } else {
-        // Keep three mantissa bits, round half to even; a carry moves into the exponent by itself.
-        // 448 itself was handled above, but what rounds beyond it (464 and more) must saturate.
-        let rounded = bits + 0x0007_FFFF + ((bits >> 20) & 1);
-        let byte = (rounded >> 20) - (120 << 3);
-        byte.min(MAX_BYTE as u32) as u8
-    }
+        normal
+    };
+    let nan = bits > f32::INFINITY.to_bits() as i32;
+    (if nan { NAN_BYTE as i32 } else { byte }) as u32
 }
 
 /// The value of `byte`; the sign bit is ignored.
 #[inline(always)]
 pub fn decode(byte: u8) -> f32 {
-    DECODED[(byte & 0x7F) as usize]
+    decode_wide(byte as u32)
 }
 
-static DECODED: [f32; 128] = {
-    let mut table = [0f32; 128];
-    let mut byte = 0;
-    while byte < 128 {
-        let (exponent, mantissa) = (byte as u32 >> 3, byte as u32 & 7);
-        table[byte] = if byte == NAN_BYTE as usize {
-            f32::NAN
-        } else if exponent == 0 {
-            mantissa as f32 / 512.0
-        } else {
-            f32::from_bits((exponent + 120) << 23 | mantissa << 20)
-        };
-        byte += 1;
+/// [`decode`] in the width of its result, without a branch or a table.
+#[inline(always)]
+pub(crate) fn decode_wide(byte: u32) -> f32 {
+    let byte = (byte & 0x7F) as i32;
+    // Exponent and mantissa stand as in an `f32`, but for the bias of 7 instead of 127.
+    let normal = f32::from_bits((byte << 20).wrapping_add(120 << 23) as u32);
+    let subnormal = byte as f32 * (1.0 / 512.0);
+    let value = if byte < 8 { subnormal } else { normal };
+    if byte == NAN_BYTE as i32 {
+        f32::NAN
+    } else {
+        value
     }
-    table
-};
+}
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// By the definition of the format.
+    fn value(byte: u8) -> f32 {
+        let (exponent, mantissa) = ((byte >> 3) as i32, (byte & 7) as f32);
+        match exponent {
+            0 => mantissa / 512.0,
+            _ => (8.0 + mantissa) * 2f32.powi(exponent - 10),
+        }
+    }
+
+    #[test]
+    fn bytes_decode_by_definition() {
+        for byte in 0..=MAX_BYTE {
+            assert_eq!(decode(byte), value(byte), "byte {byte:#x}");
+            assert_eq!(
+                decode(byte | 0x80),
+                value(byte),
+                "byte {byte:#x} with a sign"
+            );
+        }
+        assert!(decode(NAN_BYTE).is_nan() && decode(0xFF).is_nan());
+    }
+
+    #[test]
+    fn every_pattern_encodes_to_the_nearest_byte() {
+        let mut bits = 1u32;
+        for i in 0..2_000_000u32 {
+            bits = bits.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+            // One in two near the range of the format.
+            let exponent = if i % 2 == 0 {
+                112 + (bits >> 27)
+            } else {
+                bits >> 23 & 0xFF
+            };
+            let found = f32::from_bits(bits & 0x007F_FFFF | exponent << 23);
+            let byte = encode(found);
+            if found.is_nan() {
+                assert_eq!(byte, NAN_BYTE);
+                continue;
+            }
+            let capped = (found as f64).min(MAX as f64);
+            let error = |byte: u8| (value(byte) as f64 - capped).abs();
+            for neighbour in [byte.saturating_sub(1), (byte + 1).min(MAX_BYTE)] {
+                assert!(error(byte) <= error(neighbour), "{found:e} -> {byte:#x}");
+            }
+        }
+    }
 
     #[test]
     fn every_byte_survives_a_round_trip() {

@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::{BLOCK, Hadamard, Nvfp4Error, Rounding, reference::swizzle};
+use crate::{BLOCK, BlockScaling, CopyPolicy, Hadamard, Nvfp4Error, Rounding, reference::swizzle};
 
 /// The axis of the source matrix along which blocks of 16 lie.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -72,29 +72,55 @@ pub struct Origin {
     pub rounding: Rounding,
     /// The transform applied along the packed axis before quantization, if any.
     pub hadamard: Option<Hadamard>,
-    /// The E4M3 bound of the global scale: 448, or 256 with four-over-six.
-    pub scale_bound: u16,
+    /// How block scales were found, which decides how an amax decodes.
+    pub scaling: BlockScaling,
 }
 
 impl Origin {
-    /// Plain 1x16 blocks rounded by `rounding`, after `hadamard` if there is one.
+    /// 1x16 blocks made by `policy`.
+    pub const fn copy(policy: &CopyPolicy) -> Self {
+        Self {
+            block: BlockShape::OneBy16,
+            rounding: policy.rounding,
+            hadamard: policy.hadamard,
+            scaling: policy.scaling,
+        }
+    }
+
+    /// 1x16 blocks with standard scales, rounded by `rounding`, after `hadamard` if there is one.
     pub const fn one_by_16(rounding: Rounding, hadamard: Option<Hadamard>) -> Self {
         Self {
             block: BlockShape::OneBy16,
             rounding,
             hadamard,
-            scale_bound: 448,
+            scaling: BlockScaling::Standard,
         }
     }
 
-    /// 16x16 tiles, rounded to nearest.
+    /// 16x16 tiles with standard scales, rounded to nearest.
     pub const fn tile() -> Self {
         Self {
             block: BlockShape::Tile16x16,
             rounding: Rounding::Nearest,
             hadamard: None,
-            scale_bound: 448,
+            scaling: BlockScaling::Standard,
         }
+    }
+
+    /// The E4M3 bound of the global scale: 448, or 256 with four over six.
+    pub const fn scale_bound(&self) -> u16 {
+        self.scaling.bound()
+    }
+
+    /// Blocks in a stored row whose packed axis has `inner` elements: it is padded with zeros to a
+    /// multiple of 16, or of the transform's size, because a transform spreads values over all of
+    /// its group.
+    pub const fn blocks(&self, inner: usize) -> usize {
+        let group = match &self.hadamard {
+            None => BLOCK,
+            Some(hadamard) => hadamard.size().elements(),
+        };
+        inner.div_ceil(group) * (group / BLOCK)
     }
 }
 
@@ -102,9 +128,11 @@ impl Origin {
 ///
 /// The source is `rows` x `cols`; what is stored is `outer` x `inner` with blocks of 16 along
 /// `inner`, `outer` x `inner` being the source for [`PackedAxis::Cols`] and its transpose for
-/// [`PackedAxis::Rows`]. Where `inner` is no multiple of 16, the last block is padded with zeros.
+/// [`PackedAxis::Rows`]. Where `inner` is no multiple of 16, or of the size of the transform that
+/// the source went through, it is padded with zeros; see [`Origin::blocks`].
 ///
-/// An element decodes to `e2m1(code) · e4m3(scale) · amax / 2688`.
+/// An element decodes to `e2m1(code) · e4m3(scale) · amax / range`, `range` being
+/// [`BlockScaling::range`], 2688 or 1536.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct PackedTensor {
     rows: usize,
@@ -121,7 +149,7 @@ impl PackedTensor {
     /// A packed tensor from its parts.
     ///
     /// `codes` holds `outer * blocks * 8` bytes, `scales` `outer * blocks` bytes in the compact
-    /// layout or the padded number of the swizzled one.
+    /// layout or the padded number of the swizzled one, `blocks` being [`Origin::blocks`] of `inner`.
     ///
     /// # Errors
     /// When a length does not fit the shape, or when a scale has its sign bit set.
@@ -134,7 +162,7 @@ impl PackedTensor {
         origin: Origin,
     ) -> Result<Self, Nvfp4Error> {
         let (outer, inner) = axis.stored_shape(rows, cols);
-        let blocks = inner.div_ceil(BLOCK);
+        let blocks = origin.blocks(inner);
         let check = |argument, found: usize, expected: usize, why: &str| {
             if found == expected {
                 Ok(())
@@ -165,7 +193,10 @@ impl PackedTensor {
         if let Amax::PerOuter(values) = &amax {
             check("amax", values.len(), outer, "one value for each stored row")?;
         }
-        if let Some(position) = scales.iter().position(|scale| scale & 0x80 != 0) {
+        // All bits together first: that vectorises, a search does not.
+        if scales.iter().fold(0, |all, scale| all | scale) & 0x80 != 0
+            && let Some(position) = scales.iter().position(|scale| scale & 0x80 != 0)
+        {
             return Err(Nvfp4Error::value(
                 "scales",
                 format!("byte {:#04x} at {position}", scales[position]),
@@ -209,9 +240,9 @@ impl PackedTensor {
         self.axis.stored_shape(self.rows, self.cols).1
     }
 
-    /// Blocks in one stored row.
+    /// Blocks in one stored row, padding included.
     pub fn blocks(&self) -> usize {
-        self.inner().div_ceil(BLOCK)
+        self.origin.blocks(self.inner())
     }
 
     /// The codes, two to a byte, low nibble first: `[outer, blocks * 8]`.

@@ -4,8 +4,10 @@ use rayon::prelude::*;
 
 use super::{
     Element,
-    block::{load_row_tile, magnitude_bits},
-    hadamard::transform_tile,
+    block::load_rows,
+    hadamard::{MAX_GROUP, transform_lanes},
+    scaling::magnitudes,
+    simd::{self, Isa, Task},
 };
 use crate::{BLOCK, Hadamard};
 
@@ -51,25 +53,85 @@ pub fn amax_cols<T: Element>(x: &[T], rows: usize, cols: usize) -> Vec<f32> {
     bits.into_iter().map(canonical).collect()
 }
 
-/// The largest magnitude of the column-wise transformed matrix (16 rows at a time, the last group
-/// padded with zeros).
+/// The largest magnitude of the column-wise transformed matrix: as many rows at a time as `hadamard`
+/// mixes, the last group padded with zeros (specification, section 6).
+///
+/// # Panics
+/// When `x` does not hold `rows * cols` elements.
 pub fn amax_rht<T: Element>(x: &[T], rows: usize, cols: usize, hadamard: &Hadamard) -> f32 {
+    let bits = rht_magnitudes(x, rows, cols, hadamard);
+    canonical(bits.into_iter().max().unwrap_or(0))
+}
+
+/// The largest magnitude of each column of the column-wise transformed matrix: the maxima of
+/// per-token scaling for a transformed column-wise copy.
+///
+/// # Panics
+/// As [`amax_rht`].
+pub fn amax_rht_cols<T: Element>(
+    x: &[T],
+    rows: usize,
+    cols: usize,
+    hadamard: &Hadamard,
+) -> Vec<f32> {
+    let bits = rht_magnitudes(x, rows, cols, hadamard);
+    bits.into_iter().map(canonical).collect()
+}
+
+/// The largest magnitude of each transformed column, as bits.
+fn rht_magnitudes<T: Element>(x: &[T], rows: usize, cols: usize, hadamard: &Hadamard) -> Vec<u32> {
     assert_eq!(x.len(), rows * cols, "`x` must hold rows * cols elements");
-    let bits = (0..rows.div_ceil(BLOCK))
+    let size = hadamard.size().elements();
+    (0..rows.div_ceil(size))
         .into_par_iter()
-        .map(|group| {
-            let mut max = 0;
-            for col0 in (0..cols).step_by(BLOCK) {
-                let mut tile = load_row_tile(x, rows, cols, group * BLOCK, col0);
-                transform_tile(&mut tile, hadamard);
-                // Columns beyond the matrix are zeros, and stay zeros.
-                max = tile.iter().map(magnitude_bits).fold(max, u32::max);
+        .fold(
+            || vec![0u32; cols],
+            |mut bits, index| {
+                simd::run(Group {
+                    x,
+                    shape: (rows, cols),
+                    row0: index * size,
+                    hadamard,
+                    bits: &mut bits,
+                });
+                bits
+            },
+        )
+        .reduce(
+            || vec![0u32; cols],
+            |mut left, right| {
+                for (max, value) in left.iter_mut().zip(right) {
+                    *max = (*max).max(value);
+                }
+                left
+            },
+        )
+}
+
+/// The rows that are transformed together, from `row0` on, whose magnitudes raise `bits`.
+struct Group<'a, T> {
+    x: &'a [T],
+    shape: (usize, usize),
+    row0: usize,
+    hadamard: &'a Hadamard,
+    bits: &'a mut [u32],
+}
+
+impl<T: Element> Task for Group<'_, T> {
+    #[inline(always)]
+    fn compute<I: Isa>(self, isa: I) {
+        let mut group = [[0f32; BLOCK]; MAX_GROUP];
+        let group = &mut group[..self.hadamard.size().elements()];
+        for (chunk, bits) in self.bits.chunks_mut(BLOCK).enumerate() {
+            load_rows(isa, self.x, self.shape, (self.row0, chunk * BLOCK), group);
+            transform_lanes(group, self.hadamard);
+            for tile in group.as_chunks::<BLOCK>().0 {
+                for (max, largest) in bits.iter_mut().zip(magnitudes(tile)) {
+                    *max = (*max).max(largest as u32);
+                }
             }
-            max
-        })
-        .max()
-        .unwrap_or(0);
-    canonical(bits)
+        }
+    }
 }
 
 fn canonical(bits: u32) -> f32 {
@@ -83,6 +145,7 @@ fn canonical(bits: u32) -> f32 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::{HadamardSize, reference::transform_cols};
 
     #[test]
     fn nan_and_infinity_survive() {
@@ -94,7 +157,31 @@ mod tests {
         assert!(amax(&x).is_nan());
         assert!(amax_rows(&x, 1000, 100)[0].is_nan());
         assert_eq!(amax_cols(&x, 1000, 100)[77], f32::INFINITY);
-        assert!(amax_rht(&x, 1000, 100, &Hadamard::default()).is_nan());
+        for size in HadamardSize::ALL {
+            let hadamard = Hadamard::seeded_with_size(size, 1);
+            assert!(amax_rht(&x, 1000, 100, &hadamard).is_nan());
+            // The infinity is alone in its group of column 77: it spreads with both signs.
+            let cols = amax_rht_cols(&x, 1000, 100, &hadamard);
+            assert_eq!(cols[77], f32::INFINITY);
+            assert!(cols[5].is_nan() && cols[6].is_finite());
+        }
+    }
+
+    #[test]
+    fn transformed_maxima_are_those_of_the_transformed_matrix() {
+        for size in HadamardSize::ALL {
+            let hadamard = Hadamard::seeded_with_size(size, 9);
+            for (rows, cols) in [(1, 1), (17, 3), (33, 48), (150, 20), (0, 5), (5, 0)] {
+                let x: Vec<f32> = (0..rows * cols).map(|i| (i as f32 * 0.7).sin()).collect();
+                let transformed = transform_cols(&x, rows, cols, &hadamard);
+                let padded = rows.next_multiple_of(size.elements());
+                assert_eq!(
+                    amax_rht_cols(&x, rows, cols, &hadamard),
+                    amax_rows(&transformed, cols, padded)
+                );
+                assert_eq!(amax_rht(&x, rows, cols, &hadamard), amax(&transformed));
+            }
+        }
     }
 
     #[test]

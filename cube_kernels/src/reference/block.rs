@@ -1,96 +1,119 @@
-//! Loading blocks from a matrix, and turning one block into codes.
+//! Loading blocks from a matrix, 16 at a time, and turning them into codes.
 
-use super::{Element, philox, round_nearest, round_stochastic, scaling::GlobalScale};
-use crate::{BLOCK, Rounding};
+use super::{
+    Element,
+    hadamard::transform_lanes,
+    philox,
+    rounding::{nearest_code, stochastic_code},
+    simd::{Isa, Lanes, Tile, lanes},
+};
+use crate::{BLOCK, Hadamard, Rounding};
 
-/// The 16x16 tile whose upper left corner is (`row0`, `col0`), transposed: entry `[c][r]`. Elements
-/// outside the matrix are zero.
-#[inline]
-pub(super) fn load_column_tile<T: Element>(
+/// Fills `tile` with 16 columns of a `rows` x `cols` matrix, from (`row0`, `col0`) on; zeros beyond
+/// the matrix. The rows below, which are read next but one line of each only, are fetched ahead.
+#[inline(always)]
+pub(super) fn load_rows<T: Element, I: Isa>(
+    isa: I,
     x: &[T],
-    rows: usize,
-    cols: usize,
-    row0: usize,
-    col0: usize,
-) -> [[f32; BLOCK]; BLOCK] {
-    transpose(&load_row_tile(x, rows, cols, row0, col0))
+    (rows, cols): (usize, usize),
+    (row0, col0): (usize, usize),
+    tile: &mut [[f32; BLOCK]],
+) {
+    let (height, width) = (tile.len(), BLOCK.min(cols - col0));
+    for (r, row) in tile.iter_mut().enumerate() {
+        *row = [0f32; BLOCK];
+        if row0 + r < rows {
+            let at = (row0 + r) * cols + col0;
+            for (value, source) in row.iter_mut().zip(&x[at..][..width]) {
+                *value = source.to_f32();
+            }
+            if let Some(below) = x.get(at + height * cols) {
+                isa.prefetch(below);
+            }
+        }
+    }
 }
 
-/// The 16x16 tile at (`row0`, `col0`) as 16 rows; zeros beyond the matrix.
-#[inline]
-pub(super) fn load_row_tile<T: Element>(
+/// Fills `rows` with 16 blocks of the row-wise copy, transformed: those from `first` on, counted over
+/// the whole copy with `blocks` in each of its rows; zeros beyond it.
+///
+/// `first` is a multiple of 16, so that a group of `hadamard` never straddles two calls.
+#[inline(always)]
+pub(super) fn load_blocks<T: Element>(
     x: &[T],
-    rows: usize,
     cols: usize,
-    row0: usize,
-    col0: usize,
-) -> [[f32; BLOCK]; BLOCK] {
-    let mut tile = [[0f32; BLOCK]; BLOCK];
-    let width = BLOCK.min(cols - col0);
-    for (r, row) in tile.iter_mut().take(rows - row0).enumerate() {
-        let source = &x[(row0 + r) * cols + col0..][..width];
-        for (value, source) in row.iter_mut().zip(source) {
+    blocks: usize,
+    first: usize,
+    hadamard: Option<&Hadamard>,
+    rows: &mut Tile,
+) {
+    *rows = [[0f32; BLOCK]; BLOCK];
+    if cols == blocks * BLOCK {
+        // Without padding all blocks lie one after the other.
+        let source = &x[first * BLOCK..];
+        let source = &source[..source.len().min(BLOCK * BLOCK)];
+        for (value, source) in rows.as_flattened_mut().iter_mut().zip(source) {
             *value = source.to_f32();
         }
+    } else {
+        for (i, block) in rows.iter_mut().enumerate() {
+            let (row, col) = ((first + i) / blocks, (first + i) % blocks * BLOCK);
+            if row * cols < x.len() && col < cols {
+                let source = &x[row * cols + col..][..BLOCK];
+                for (value, source) in block.iter_mut().zip(source) {
+                    *value = source.to_f32();
+                }
+            }
+        }
     }
-    tile
+    if let Some(hadamard) = hadamard {
+        let values = rows.as_flattened_mut();
+        for group in values.chunks_exact_mut(hadamard.size().elements()) {
+            transform_lanes(group.as_chunks_mut::<1>().0, hadamard);
+        }
+    }
 }
 
-/// Rows from columns, and columns from rows.
-#[inline]
-pub(super) fn transpose(tile: &[[f32; BLOCK]; BLOCK]) -> [[f32; BLOCK]; BLOCK] {
-    std::array::from_fn(|c| std::array::from_fn(|r| tile[r][c]))
-}
-
-/// The largest magnitude of a block, as the bits of an `f32`: NaN compares above infinity.
+/// The codes of the 16 blocks of `tile`, eight little-endian bytes each, given the factors that bring
+/// them onto the grid. `index` is each block's logical index in the stored matrix, from which
+/// stochastic rounding draws its bits.
 #[inline(always)]
-pub(super) fn magnitude_bits(block: &[f32; BLOCK]) -> u32 {
-    block
-        .iter()
-        .fold(0, |max, value| max.max(value.to_bits() & 0x7FFF_FFFF))
-}
-
-/// Eight bytes of codes for `block`, given its scale byte. `index` is the block's logical index in
-/// the stored matrix, from which stochastic rounding draws its bits.
-#[inline(always)]
-pub(super) fn encode_block(
-    block: &[f32; BLOCK],
-    multiplier: f32,
+pub(super) fn encode_tile(
+    tile: &Tile,
+    multipliers: &Lanes<f32>,
     rounding: &Rounding,
-    index: u64,
-) -> [u8; 8] {
-    let mut codes = [0u8; BLOCK];
+    index: &Lanes<u64>,
+) -> Lanes<u64> {
     match rounding {
-        Rounding::Nearest => {
-            for (code, value) in codes.iter_mut().zip(block) {
-                *code = round_nearest(value * multiplier);
-            }
-        }
+        Rounding::Nearest => encode_by(|i, lane| nearest_code(tile[i][lane] * multipliers[lane])),
         Rounding::Stochastic(stream) => {
-            let random = philox::block_bytes(stream, index);
-            for ((code, value), random) in codes.iter_mut().zip(block).zip(random) {
-                *code = round_stochastic(value * multiplier, random);
+            // Eight blocks at a time: the state of 16 does not fit into registers.
+            let mut words = [[0u32; BLOCK]; 4];
+            for (part, index) in index.as_chunks::<8>().0.iter().enumerate() {
+                let drawn = philox::block_words(stream.offset, stream.key(), index);
+                for (words, drawn) in words.iter_mut().zip(drawn) {
+                    words[8 * part..][..8].copy_from_slice(&drawn);
+                }
+            }
+            encode_by(|i, lane| {
+                let random = words[i / 4][lane] >> (8 * (i % 4)) & 0xFF;
+                stochastic_code(tile[i][lane] * multipliers[lane], random)
+            })
+        }
+    }
+}
+
+/// Two codes to a byte, the earlier one in the low nibble; `code` gives that of an element and lane.
+#[inline(always)]
+fn encode_by(code: impl Fn(usize, usize) -> u32) -> Lanes<u64> {
+    let mut words = [[0u32; BLOCK]; 2];
+    for (half, word) in words.iter_mut().enumerate() {
+        // The last code first, so that each step shifts by the same distance.
+        for i in (8 * half..8 * half + 8).rev() {
+            for (lane, word) in word.iter_mut().enumerate() {
+                *word = *word << 4 | code(i, lane);
             }
         }
     }
-    pack_codes(&codes)
-}
-
-/// Two codes to a byte, the earlier one in the low nibble.
-#[inline(always)]
-pub(super) fn pack_codes(codes: &[u8; BLOCK]) -> [u8; 8] {
-    std::array::from_fn(|i| codes[2 * i] | codes[2 * i + 1] << 4)
-}
-
-/// Scale byte and codes of one 1x16 block.
-#[inline(always)]
-pub(super) fn quantize_block(
-    block: &[f32; BLOCK],
-    global: &GlobalScale,
-    rounding: &Rounding,
-    index: u64,
-) -> (u8, [u8; 8]) {
-    let scale = super::block_scale(f32::from_bits(magnitude_bits(block)), global);
-    let multiplier = super::encode_multiplier(scale, global);
-    (scale, encode_block(block, multiplier, rounding, index))
+    lanes(|lane| words[0][lane] as u64 | (words[1][lane] as u64) << 32)
 }

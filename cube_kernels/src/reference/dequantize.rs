@@ -2,41 +2,42 @@
 
 use rayon::prelude::*;
 
-use super::scaling::SCALE_RANGE;
 use crate::{
     BLOCK, PackedAxis, PackedTensor, ScaleLayout,
     format::{e2m1, e4m3},
-    reference::swizzle,
+    reference::{
+        gemm::transpose,
+        simd::{self, Isa, Task},
+        swizzle,
+    },
 };
 
 /// The matrix that `packed` stands for, `[rows, cols]` in the orientation of the source:
-/// `fl(fl(e2m1 · e4m3) · fl(amax / 2688))`. A copy made with the Hadamard transform stays
-/// transformed.
-///
-/// Only the default scale bound of 448 has this decode factor; four-over-six uses 1536.
+/// `fl(fl(e2m1 · e4m3) · fl(amax / range))`, with the range of
+/// [`BlockScaling::range`](crate::BlockScaling::range). A copy made with the Hadamard transform
+/// stays transformed, and what its padding holds is dropped.
 pub fn dequantize(packed: &PackedTensor) -> Vec<f32> {
-    let stored = decode_blocks(packed);
     let (rows, cols, width) = (packed.rows(), packed.cols(), packed.blocks() * BLOCK);
-    let range = packed.origin().scale_bound as f32 * e2m1::MAX;
-    debug_assert!(packed.origin().scale_bound != 448 || range == SCALE_RANGE);
-    let factor = |outer: usize| packed.amax().of(outer) / range;
-    let mut out = vec![0f32; rows * cols];
-    out.par_chunks_mut(cols.max(1))
+    let mut stored = decode_blocks(packed);
+    stored
+        .par_chunks_mut(width.max(1))
         .enumerate()
-        .for_each(|(row, out)| match packed.axis() {
-            PackedAxis::Cols => {
-                let factor = factor(row);
-                for (value, stored) in out.iter_mut().zip(&stored[row * width..]) {
-                    *value = stored * factor;
-                }
-            }
-            PackedAxis::Rows => {
-                for (col, value) in out.iter_mut().enumerate() {
-                    *value = stored[col * width + row] * factor(col);
-                }
-            }
+        .for_each(|(outer, row)| {
+            let factor = packed.amax().of(outer) / packed.origin().scaling.range();
+            row.iter_mut().for_each(|value| *value *= factor);
         });
-    out
+    match packed.axis() {
+        PackedAxis::Cols if width == cols => stored,
+        PackedAxis::Cols => {
+            let rows = stored.chunks_exact(width.max(1));
+            rows.flat_map(|row| &row[..cols]).copied().collect()
+        }
+        PackedAxis::Rows => {
+            let mut out = transpose(&stored, cols, width);
+            out.truncate(rows * cols);
+            out
+        }
+    }
 }
 
 /// The operand that a GEMM multiplies, `[outer, blocks * 16]` in stored orientation: `e2m1 · e4m3`
@@ -73,18 +74,28 @@ pub fn decode_blocks_into(codes: &[u8], scales: &[u8], out: &mut [f32]) {
     out.par_chunks_mut(TASK * BLOCK)
         .zip(codes.par_chunks(TASK * 8))
         .zip(scales.par_chunks(TASK))
-        .for_each(|((out, codes), scales)| {
-            for ((out, codes), &scale) in out
-                .chunks_exact_mut(BLOCK)
-                .zip(codes.chunks_exact(8))
-                .zip(scales)
-            {
-                let scale = e4m3::decode(scale);
-                for (pair, &byte) in out.chunks_exact_mut(2).zip(codes) {
-                    let [low, high] = e2m1::decode_byte(byte);
-                    pair[0] = low * scale;
-                    pair[1] = high * scale;
-                }
+        .for_each(|((out, codes), scales)| simd::run(Decode { codes, scales, out }));
+}
+
+/// Neighbouring blocks, which one task decodes.
+struct Decode<'a> {
+    codes: &'a [u8],
+    scales: &'a [u8],
+    out: &'a mut [f32],
+}
+
+impl Task for Decode<'_> {
+    #[inline(always)]
+    fn compute<I: Isa>(self, _: I) {
+        // Half a block at a time: eight codes in a word.
+        let codes = self.codes.as_chunks::<4>().0;
+        let out = self.out.as_chunks_mut::<8>().0;
+        for (i, (out, codes)) in out.iter_mut().zip(codes).enumerate() {
+            let scale = e4m3::decode(self.scales[i / 2]);
+            let word = u32::from_le_bytes(*codes);
+            for (i, out) in out.iter_mut().enumerate() {
+                *out = e2m1::decode_wide(word >> (4 * i)) * scale;
             }
-        });
+        }
+    }
 }

@@ -3,9 +3,9 @@
 use rayon::prelude::*;
 
 use super::{decode_blocks, scaling::SCALE_RANGE};
-use crate::{Amax, BLOCK, Nvfp4Error, PackedTensor};
+use crate::{BLOCK, Nvfp4Error, PackedTensor};
 
-/// The factor of a product whose operands have the given maxima:
+/// The factor of a product whose operands have the given maxima and standard scales:
 /// `fl(fl(a / 2688) · fl(b / 2688))`.
 #[inline]
 pub fn alpha(amax_a: f32, amax_b: f32) -> f32 {
@@ -13,14 +13,16 @@ pub fn alpha(amax_a: f32, amax_b: f32) -> f32 {
 }
 
 /// `out[m, n] = fl(fl(alpha · acc) + bias[n])` with `acc` the sum over the contraction of
-/// `a[m, k] · b[n, k]`, in `f32`.
+/// `a[m, k] · b[n, k]`, in `f32`, and `alpha = fl(fl(amax_a / range_a) · fl(amax_b / range_b))` of
+/// stored row `m` of `a` and `n` of `b` (specification, sections 5 and 12).
 ///
 /// The order is stated: `k` ascends from 0 through the padding, one addition at a time, from an
 /// accumulator of +0. Each product of decoded elements is exact, so a fused multiply-add gives the
 /// same sum. Other paths add in other orders and are held to a bound.
 ///
 /// # Errors
-/// When the contraction lengths differ, or `bias` does not have one value for each column.
+/// When the contraction lengths differ, before or after the padding to the size of a transform, or
+/// `bias` does not have one value for each column.
 pub fn gemm_f32(
     a: &PackedTensor,
     b: &PackedTensor,
@@ -42,7 +44,7 @@ pub fn gemm_f32(
                 }
             }
             for (col, acc) in out.iter_mut().enumerate() {
-                let scaled = *acc * alpha(a.amax().of(row), b.amax().of(col));
+                let scaled = *acc * (factor(a, row) * factor(b, col));
                 *acc = bias.map_or(scaled, |bias| scaled + bias[col]);
             }
         });
@@ -60,7 +62,8 @@ pub fn gemm_f64(
 ) -> Result<Vec<f64>, Nvfp4Error> {
     let (m, n, k) = check(a, b, bias)?;
     let (left, right) = (decode_blocks(a), transpose(&decode_blocks(b), n, k));
-    let factor = |amax: &Amax, outer| amax.of(outer) as f64 / SCALE_RANGE as f64;
+    let factor =
+        |x: &PackedTensor, outer| x.amax().of(outer) as f64 / x.origin().scaling.range() as f64;
     let mut out = vec![0f64; m * n];
     out.par_chunks_mut(n.max(1))
         .enumerate()
@@ -74,11 +77,16 @@ pub fn gemm_f64(
                 }
             }
             for (col, acc) in out.iter_mut().enumerate() {
-                *acc *= factor(a.amax(), row) * factor(b.amax(), col);
+                *acc *= factor(a, row) * factor(b, col);
                 *acc += bias.map_or(0.0, |bias| bias[col] as f64);
             }
         });
     Ok(out)
+}
+
+/// What stored row `outer` of an operand contributes to `alpha`.
+fn factor(operand: &PackedTensor, outer: usize) -> f32 {
+    operand.amax().of(outer) / operand.origin().scaling.range()
 }
 
 fn check(
@@ -93,14 +101,12 @@ fn check(
             format!("a contraction of {}, that of `a`", a.inner()),
         ));
     }
-    for (argument, operand) in [("a", a), ("b", b)] {
-        if operand.origin().scale_bound != 448 {
-            return Err(Nvfp4Error::value(
-                argument,
-                format!("a scale bound of {}", operand.origin().scale_bound),
-                "448",
-            ));
-        }
+    if a.blocks() != b.blocks() {
+        return Err(Nvfp4Error::value(
+            "b",
+            format!("{:?}", b.origin().hadamard),
+            format!("the transform of `a`, {:?}", a.origin().hadamard),
+        ));
     }
     if let Some(bias) = bias
         && bias.len() != b.outer()
@@ -115,7 +121,7 @@ fn check(
 }
 
 /// `[rows, cols]` to `[cols, rows]`, in tiles that stay in the cache.
-fn transpose(x: &[f32], rows: usize, cols: usize) -> Vec<f32> {
+pub(super) fn transpose(x: &[f32], rows: usize, cols: usize) -> Vec<f32> {
     const TILE: usize = 32;
     let mut out = vec![0f32; rows * cols];
     out.par_chunks_mut((TILE * rows).max(1))

@@ -1,52 +1,85 @@
-//! The random Hadamard transform `R = diag(s) · H16 · 0.25` on 16 elements.
+//! The random Hadamard transform `R = diag(s) · H · 1/√size` on groups of 16, 32, 64 or 128
+//! elements (specification, section 6).
 
 use rayon::prelude::*;
 
 use super::{
     Element,
-    block::{load_row_tile, transpose},
+    block::load_rows,
+    simd::{Baseline, Isa},
 };
-use crate::{BLOCK, Hadamard};
+use crate::{BLOCK, Hadamard, HadamardSize};
+
+/// The largest group, for buffers that hold any of them.
+pub(super) const MAX_GROUP: usize = HadamardSize::H128.elements();
 
 /// `x R`, in `f32` and rounded to bf16, which is how operands are transformed before their amax is
 /// taken and before they are quantized.
 ///
-/// The butterfly combines neighbours at distances 1, 2, 4 and 8, in this order.
+/// The butterfly combines neighbours at distances 1, 2, 4 and so on, in this order; one
+/// multiplication by [`HadamardSize::factor`] follows, and the rounding.
+///
+/// # Panics
+/// When `group` does not hold as many elements as `hadamard` mixes.
+#[inline]
+pub fn transform(group: &mut [f32], hadamard: &Hadamard) {
+    transform_lanes(group.as_chunks_mut::<1>().0, hadamard);
+}
+
+/// [`transform`] of each of `L` columns, which are given as their rows.
+///
+/// Each step combines whole rows, so that a vector holds many columns and nothing moves between its
+/// lanes; every element sees the operations of [`transform`] in the same order.
+///
+/// # Panics
+/// As [`transform`].
 #[inline(always)]
-pub fn transform(block: &mut [f32; BLOCK], hadamard: &Hadamard) {
-    for (i, value) in block.iter_mut().enumerate() {
-        // Flipping a sign is exact for every value, NaN included.
-        *value = f32::from_bits(value.to_bits() ^ ((hadamard.negates(i) as u32) << 31));
-    }
-    butterfly(block);
-    for value in block.iter_mut() {
-        *value = round_to_bf16(*value * 0.25);
+pub(super) fn transform_lanes<const L: usize>(rows: &mut [[f32; L]], hadamard: &Hadamard) {
+    match hadamard.size() {
+        HadamardSize::H16 => rotate::<16, L>(exactly(rows), hadamard),
+        HadamardSize::H32 => rotate::<32, L>(exactly(rows), hadamard),
+        HadamardSize::H64 => rotate::<64, L>(exactly(rows), hadamard),
+        HadamardSize::H128 => rotate::<128, L>(exactly(rows), hadamard),
     }
 }
 
-/// [`transform`] of each of the 16 columns of a tile, which is given as its 16 rows.
-///
-/// Each step combines whole rows, so that a vector holds 16 columns and nothing moves between its
-/// lanes; every element sees the operations of [`transform`] in the same order.
-#[inline]
-pub(super) fn transform_tile(rows: &mut [[f32; BLOCK]; BLOCK], hadamard: &Hadamard) {
+#[inline(always)]
+fn exactly<const N: usize, const L: usize>(rows: &mut [[f32; L]]) -> &mut [[f32; L]; N] {
+    let found = rows.len();
+    rows.try_into()
+        .unwrap_or_else(|_| panic!("a group of {found} elements for a transform of {N}"))
+}
+
+#[inline(always)]
+fn rotate<const N: usize, const L: usize>(rows: &mut [[f32; L]; N], hadamard: &Hadamard) {
     for (i, row) in rows.iter_mut().enumerate() {
+        // Flipping a sign is exact for every value, NaN included.
         let flip = (hadamard.negates(i) as u32) << 31;
         for value in row {
             *value = f32::from_bits(value.to_bits() ^ flip);
         }
     }
-    for distance in [1, 2, 4, 8] {
-        for i in (0..BLOCK).filter(|i| i & distance == 0) {
-            let (lower, upper) = (rows[i], rows[i | distance]);
-            for c in 0..BLOCK {
-                rows[i][c] = lower[c] + upper[c];
-                rows[i | distance][c] = lower[c] - upper[c];
+    butterfly(rows);
+    let factor = hadamard.size().factor();
+    for value in rows.as_flattened_mut() {
+        *value = round_to_bf16(*value * factor);
+    }
+}
+
+/// `rows H`, for a power of two rows.
+#[inline(always)]
+fn butterfly<const L: usize>(rows: &mut [[f32; L]]) {
+    let mut distance = 1;
+    while distance < rows.len() {
+        for pair in rows.chunks_exact_mut(2 * distance) {
+            let (lower, upper) = pair.split_at_mut(distance);
+            for (lower, upper) in lower.iter_mut().zip(upper) {
+                for (lower, upper) in lower.iter_mut().zip(upper) {
+                    (*lower, *upper) = (*lower + *upper, *lower - *upper);
+                }
             }
         }
-    }
-    for value in rows.as_flattened_mut() {
-        *value = round_to_bf16(*value * 0.25);
+        distance *= 2;
     }
 }
 
@@ -62,33 +95,30 @@ fn round_to_bf16(value: f32) -> f32 {
 }
 
 /// `x R^T`, the inverse of [`transform`], in `f32` and without rounding to bf16.
-pub fn inverse_transform(block: &mut [f32; BLOCK], hadamard: &Hadamard) {
-    // H16 is symmetric, so R^T = 0.25 · H16 · diag(s).
-    butterfly(block);
-    for (i, value) in block.iter_mut().enumerate() {
-        let scaled = *value * 0.25;
+///
+/// # Panics
+/// As [`transform`].
+pub fn inverse_transform(group: &mut [f32], hadamard: &Hadamard) {
+    let size = hadamard.size();
+    assert_eq!(
+        group.len(),
+        size.elements(),
+        "`group` must hold as many elements as the transform mixes"
+    );
+    // H is symmetric, so R^T = 1/√size · H · diag(s).
+    butterfly(group.as_chunks_mut::<1>().0);
+    for (i, value) in group.iter_mut().enumerate() {
+        let scaled = *value * size.factor();
         *value = if hadamard.negates(i) { -scaled } else { scaled };
     }
 }
 
-#[inline(always)]
-fn butterfly(block: &mut [f32; BLOCK]) {
-    for distance in [1, 2, 4, 8] {
-        let mut next = [0f32; BLOCK];
-        for i in 0..BLOCK {
-            let partner = block[i ^ distance];
-            next[i] = if i & distance == 0 {
-                block[i] + partner
-            } else {
-                partner - block[i]
-            };
-        }
-        *block = next;
-    }
-}
-
-/// The column-wise transformed matrix, stored transposed: `[cols, ceil16(rows)]`, where the last
-/// block of a column is padded with zeros before its transform.
+/// The column-wise transformed matrix, stored transposed: `[cols, padded]`, `padded` being `rows`
+/// rounded up to a multiple of the transform's size. Rows beyond the matrix count as zeros, so the
+/// whole of a last, partial group has meaning.
+///
+/// # Panics
+/// When `x` does not hold `rows * cols` elements.
 pub fn transform_cols<T: Element>(
     x: &[T],
     rows: usize,
@@ -96,17 +126,25 @@ pub fn transform_cols<T: Element>(
     hadamard: &Hadamard,
 ) -> Vec<f32> {
     assert_eq!(x.len(), rows * cols, "`x` must hold rows * cols elements");
-    let padded = rows.div_ceil(BLOCK) * BLOCK;
+    let size = hadamard.size().elements();
+    let padded = rows.next_multiple_of(size);
     let mut out = vec![0f32; cols * padded];
     out.par_chunks_mut((padded * BLOCK).max(1))
         .enumerate()
         .for_each(|(chunk, out)| {
-            for row0 in (0..rows).step_by(BLOCK) {
-                let mut tile = load_row_tile(x, rows, cols, row0, chunk * BLOCK);
-                transform_tile(&mut tile, hadamard);
-                let columns = transpose(&tile).into_iter().take(out.len() / padded);
-                for (column, block) in columns.enumerate() {
-                    out[column * padded + row0..][..BLOCK].copy_from_slice(&block);
+            let mut group = [[0f32; BLOCK]; MAX_GROUP];
+            let group = &mut group[..size];
+            for row0 in (0..rows).step_by(size) {
+                load_rows(Baseline, x, (rows, cols), (row0, chunk * BLOCK), group);
+                transform_lanes(group, hadamard);
+                for (i, tile) in group.as_chunks::<BLOCK>().0.iter().enumerate() {
+                    let columns = Baseline
+                        .transpose(tile)
+                        .into_iter()
+                        .take(out.len() / padded);
+                    for (column, block) in columns.enumerate() {
+                        out[column * padded + row0 + i * BLOCK..][..BLOCK].copy_from_slice(&block);
+                    }
                 }
             }
         });
@@ -117,13 +155,29 @@ pub fn transform_cols<T: Element>(
 mod tests {
     use super::*;
 
-    fn matrix(hadamard: &Hadamard) -> [[f32; 16]; 16] {
-        let mut matrix = [[0f32; 16]; 16];
-        for (i, row) in matrix.iter_mut().enumerate() {
-            row[i] = 1.0;
-            transform(row, hadamard);
+    fn seeded(size: HadamardSize) -> Hadamard {
+        Hadamard::seeded_with_size(size, 5)
+    }
+
+    /// `R`, row by row.
+    fn matrix(hadamard: &Hadamard) -> Vec<Vec<f32>> {
+        let size = hadamard.size().elements();
+        (0..size)
+            .map(|i| {
+                let mut row = vec![0f32; size];
+                row[i] = 1.0;
+                transform(&mut row, hadamard);
+                row
+            })
+            .collect()
+    }
+
+    #[test]
+    fn factors_are_the_nearest_floats() {
+        for size in HadamardSize::ALL {
+            let exact = 1.0 / (size.elements() as f64).sqrt();
+            assert_eq!(size.factor(), exact as f32, "{size:?}");
         }
-        matrix
     }
 
     #[test]
@@ -142,80 +196,133 @@ mod tests {
     }
 
     #[test]
-    fn a_tile_is_transformed_column_by_column() {
-        let hadamard = Hadamard::seeded(5);
+    fn lanes_are_transformed_one_by_one() {
         let special = [f32::NAN, f32::INFINITY, -0.0, 1e-42, f32::MAX];
-        let mut rows: [[f32; 16]; 16] = std::array::from_fn(|r| {
-            std::array::from_fn(|c| (r as f32 - 7.3).sin() * (c as f32 + 0.7).exp())
-        });
-        for (i, value) in special.into_iter().enumerate() {
-            rows[3 * i][i] = value;
+        for size in HadamardSize::ALL {
+            let (hadamard, n) = (seeded(size), size.elements());
+            let mut rows: Vec<[f32; 16]> = (0..n)
+                .map(|r| std::array::from_fn(|c| (r as f32 - 7.3).sin() * (c as f32 + 0.7).exp()))
+                .collect();
+            for (i, value) in special.into_iter().enumerate() {
+                rows[3 * i][i] = value;
+            }
+            let columns: Vec<Vec<f32>> = (0..16)
+                .map(|c| rows.iter().map(|row| row[c]).collect())
+                .collect();
+            transform_lanes(&mut rows, &hadamard);
+            for (c, mut column) in columns.into_iter().enumerate() {
+                transform(&mut column, &hadamard);
+                for (r, value) in column.into_iter().enumerate() {
+                    let found = rows[r][c];
+                    assert!(
+                        found.to_bits() == value.to_bits() || found.is_nan() && value.is_nan(),
+                        "{size:?}, row {r}, lane {c}: {found:e} != {value:e}"
+                    );
+                }
+            }
         }
-        let mut columns = transpose(&rows);
-        transform_tile(&mut rows, &hadamard);
-        for column in &mut columns {
-            transform(column, &hadamard);
-        }
-        let bits = |tile: [[f32; 16]; 16]| tile.map(|row| row.map(f32::to_bits));
-        assert_eq!(bits(transpose(&rows)), bits(columns));
     }
 
     #[test]
     fn equals_its_definition() {
-        let hadamard = Hadamard::default();
-        for (i, row) in matrix(&hadamard).iter().enumerate() {
-            for (j, &value) in row.iter().enumerate() {
-                let sign = (i & j).count_ones() + hadamard.negates(i) as u32;
-                assert_eq!(
-                    value,
-                    if sign % 2 == 1 { -0.25 } else { 0.25 },
-                    "R[{i}][{j}]"
-                );
+        for hadamard in HadamardSize::ALL
+            .map(seeded)
+            .into_iter()
+            .chain([Hadamard::default()])
+        {
+            let entry = half::bf16::from_f32(hadamard.size().factor()).to_f32();
+            for (i, row) in matrix(&hadamard).iter().enumerate() {
+                for (j, &value) in row.iter().enumerate() {
+                    let sign = (i & j).count_ones() + hadamard.negates(i) as u32;
+                    assert_eq!(
+                        value,
+                        if sign % 2 == 1 { -entry } else { entry },
+                        "{hadamard:?}: R[{i}][{j}]"
+                    );
+                }
             }
         }
     }
 
     #[test]
     fn is_orthogonal() {
-        let matrix = matrix(&Hadamard::from_signs(0x1234));
-        for i in 0..16 {
-            for j in 0..16 {
-                let dot: f32 = (0..16).map(|k| matrix[i][k] * matrix[j][k]).sum();
-                assert_eq!(dot, if i == j { 1.0 } else { 0.0 });
+        for size in HadamardSize::ALL {
+            let matrix = matrix(&seeded(size));
+            for (i, left) in matrix.iter().enumerate() {
+                for (j, right) in matrix.iter().enumerate() {
+                    let dot: f32 = left.iter().zip(right).map(|(a, b)| a * b).sum();
+                    // Entries are bf16: exact for 1/4 and 1/8, else off by up to 2^-9 each.
+                    let norm: f32 = if i == j { 1.0 } else { 0.0 };
+                    let exact = matches!(size, HadamardSize::H16 | HadamardSize::H64);
+                    let bound = if exact || i != j { 0.0 } else { 1.0 / 256.0 };
+                    assert!((dot - norm).abs() <= bound, "{size:?}: {i}·{j} = {dot}");
+                }
             }
         }
     }
 
     #[test]
     fn inverse_undoes_it() {
-        let hadamard = Hadamard::seeded(3);
-        let original: [f32; 16] = std::array::from_fn(|i| i as f32 - 5.0);
-        let mut block = original;
-        transform(&mut block, &hadamard);
-        inverse_transform(&mut block, &hadamard);
-        assert_eq!(block, original);
+        for size in HadamardSize::ALL {
+            let hadamard = seeded(size);
+            let original: Vec<f32> = (0..size.elements()).map(|i| (i % 9) as f32 - 4.0).collect();
+            let mut group = original.clone();
+            transform(&mut group, &hadamard);
+            inverse_transform(&mut group, &hadamard);
+            for (found, expected) in group.iter().zip(&original) {
+                // Rounding to bf16 loses up to 2^-9 of each coefficient, and the inverse sums
+                // them: |error| <= 2^-9 · |coefficients| · √size / √size.
+                let bound = match size {
+                    HadamardSize::H16 => 0.0,
+                    _ => (original.iter().map(|v| v * v).sum::<f32>()).sqrt() / 512.0,
+                };
+                assert!(
+                    (found - expected).abs() <= bound,
+                    "{size:?}: {found} instead of {expected}"
+                );
+            }
+        }
+    }
+
+    #[test]
+    #[should_panic(expected = "a group of 16 elements for a transform of 32")]
+    fn a_group_of_another_size_is_refused() {
+        transform(&mut [0.0; 16], &seeded(HadamardSize::H32));
     }
 
     #[test]
     fn cancels_in_a_product_along_the_contraction() {
-        // Small integers: every intermediate is exact, so the identity holds exactly, for a number
-        // of rows that is no multiple of 16 too.
-        let (rows, n, m) = (37, 3, 5);
-        let x: Vec<f32> = (0..rows * n).map(|i| ((i * 7) % 5) as f32 - 2.0).collect();
-        let y: Vec<f32> = (0..rows * m).map(|i| ((i * 11) % 7) as f32 - 3.0).collect();
-        let hadamard = Hadamard::default();
-        let (xr, yr) = (
-            transform_cols(&x, rows, n, &hadamard),
-            transform_cols(&y, rows, m, &hadamard),
-        );
-        let padded = rows.div_ceil(16) * 16;
-        for i in 0..n {
-            for j in 0..m {
-                let plain: f32 = (0..rows).map(|r| x[r * n + i] * y[r * m + j]).sum();
-                let rotated: f32 = (0..padded)
-                    .map(|k| xr[i * padded + k] * yr[j * padded + k])
-                    .sum();
-                assert_eq!(plain, rotated);
+        // Small integers: with a factor that is a power of two every intermediate is exact, so the
+        // identity holds exactly, for a number of rows that is no multiple of the size too.
+        let (n, m) = (3, 5);
+        for size in HadamardSize::ALL {
+            for rows in [1, 37, 128, 150] {
+                let x: Vec<f32> = (0..rows * n).map(|i| ((i * 7) % 5) as f32 - 2.0).collect();
+                let y: Vec<f32> = (0..rows * m).map(|i| ((i * 11) % 7) as f32 - 3.0).collect();
+                let hadamard = seeded(size);
+                let (xr, yr) = (
+                    transform_cols(&x, rows, n, &hadamard),
+                    transform_cols(&y, rows, m, &hadamard),
+                );
+                let padded = rows.div_ceil(size.elements()) * size.elements();
+                assert_eq!(xr.len(), n * padded);
+                for i in 0..n {
+                    for j in 0..m {
+                        let plain: f32 = (0..rows).map(|r| x[r * n + i] * y[r * m + j]).sum();
+                        let rotated: f32 = (0..padded)
+                            .map(|k| xr[i * padded + k] * yr[j * padded + k])
+                            .sum();
+                        let bound = match size {
+                            HadamardSize::H16 | HadamardSize::H64 => 0.0,
+                            // 2^-9 of each factor, so 2^-8 of |x| |y|, which is at most 6 a row.
+                            _ => 6.0 * rows as f32 / 256.0,
+                        };
+                        assert!(
+                            (plain - rotated).abs() <= bound,
+                            "{size:?}, {rows} rows: {plain} became {rotated}"
+                        );
+                    }
+                }
             }
         }
     }

@@ -17,16 +17,16 @@ mod hadamard;
 mod quantize;
 mod rounding;
 mod scaling;
+mod simd;
 
-pub mod four_over_six;
 pub mod philox;
 pub mod swizzle;
 
-pub use amax::{amax, amax_cols, amax_rht, amax_rows};
+pub use amax::{amax, amax_cols, amax_rht, amax_rht_cols, amax_rows};
 pub use dequantize::{decode_blocks, decode_blocks_into, dequantize};
 pub use element::Element;
 pub use gemm::{alpha, gemm_f32, gemm_f64};
 pub use hadamard::{inverse_transform, transform, transform_cols};
-pub use quantize::{quantize_col, quantize_row, quantize_tile};
+pub use quantize::{quantize, quantize_col, quantize_row, quantize_tile};
 pub use rounding::{round_nearest, round_stochastic};
 pub use scaling::{GlobalScale, block_scale, encode_multiplier};

@@ -14,37 +14,59 @@ pub const ROUNDS: usize = 10;
 /// Ten rounds of Philox4x32: 128 random bits, a pure function of counter and key.
 #[inline(always)]
 pub fn philox4x32(counter: [u32; 4], key: [u32; 2]) -> [u32; 4] {
-    let [mut c0, mut c1, mut c2, mut c3] = counter;
+    philox4x32_lanes(counter.map(|word| [word]), key).map(|[word]| word)
+}
+
+/// [`philox4x32`] of `L` counters at once: the outer index is the word, the inner one the counter.
+#[inline(always)]
+pub(super) fn philox4x32_lanes<const L: usize>(
+    counter: [[u32; L]; 4],
+    key: [u32; 2],
+) -> [[u32; L]; 4] {
+    // Words live in the low halves of 64 bits, whose high halves hold what the last product left there
+    // and nothing reads: this is how vector units multiply 32 bits by 32.
+    let [mut c0, mut c1, mut c2, mut c3] = counter.map(|word| word.map(|word| word as u64));
     let [mut k0, mut k1] = key;
     for _ in 0..ROUNDS {
-        let p0 = MULTIPLIERS[0] as u64 * c0 as u64;
-        let p1 = MULTIPLIERS[1] as u64 * c2 as u64;
-        (c0, c1, c2, c3) = (
-            (p1 >> 32) as u32 ^ c1 ^ k0,
-            p1 as u32,
-            (p0 >> 32) as u32 ^ c3 ^ k1,
-            p0 as u32,
-        );
+        for lane in 0..L {
+            let p0 = (c0[lane] & u32::MAX as u64) * MULTIPLIERS[0] as u64;
+            let p1 = (c2[lane] & u32::MAX as u64) * MULTIPLIERS[1] as u64;
+            c0[lane] = (p1 >> 32) ^ c1[lane] ^ k0 as u64;
+            c1[lane] = p1;
+            c2[lane] = (p0 >> 32) ^ c3[lane] ^ k1 as u64;
+            c3[lane] = p0;
+        }
         k0 = k0.wrapping_add(WEYL[0]);
         k1 = k1.wrapping_add(WEYL[1]);
     }
-    [c0, c1, c2, c3]
+    [c0, c1, c2, c3].map(|word| word.map(|word| word as u32))
+}
+
+/// The random words of `L` blocks (specification, section 3): byte `i` of a block, little-endian
+/// within its words, rounds element `i`.
+///
+/// The counter is (block low, block high, offset low, offset high), the key that of the stream.
+#[inline(always)]
+pub(super) fn block_words<const L: usize>(
+    offset: u64,
+    key: [u32; 2],
+    blocks: &[u64; L],
+) -> [[u32; L]; 4] {
+    let counter = [
+        blocks.map(|block| block as u32),
+        blocks.map(|block| (block >> 32) as u32),
+        [offset as u32; L],
+        [(offset >> 32) as u32; L],
+    ];
+    philox4x32_lanes(counter, key)
 }
 
 /// The 16 random bytes of block `block`: byte `i` rounds element `i`.
-///
-/// The counter is (block low, block high, offset low, offset high), the key that of the stream.
 #[inline]
 pub fn block_bytes(stream: &RandomStream, block: u64) -> [u8; 16] {
-    let counter = [
-        block as u32,
-        (block >> 32) as u32,
-        stream.offset as u32,
-        (stream.offset >> 32) as u32,
-    ];
-    let words = philox4x32(counter, stream.key());
     let mut bytes = [0; 16];
-    for (chunk, word) in bytes.chunks_exact_mut(4).zip(words) {
+    let words = block_words(stream.offset, stream.key(), &[block]);
+    for (chunk, [word]) in bytes.chunks_exact_mut(4).zip(words) {
         chunk.copy_from_slice(&word.to_le_bytes());
     }
     bytes

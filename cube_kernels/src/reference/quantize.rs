@@ -1,25 +1,68 @@
 //! Quantization of whole matrices.
 
+use std::mem::MaybeUninit;
+
 use rayon::prelude::*;
 
 use super::{
     Element,
-    block::{
-        encode_block, load_column_tile, load_row_tile, magnitude_bits, quantize_block, transpose,
-    },
-    block_scale, encode_multiplier,
-    hadamard::transform_tile,
-    scaling::GlobalScale,
+    block::{encode_tile, load_blocks, load_rows},
+    hadamard::{MAX_GROUP, transform_lanes},
+    scaling::Scaler,
+    simd::{self, Isa, Lanes, Task, Tile, lanes},
 };
 use crate::{
-    Amax, BLOCK, Hadamard, Nvfp4Error, Origin, PackedAxis, PackedTensor, Rounding, ScaleLayout,
+    Amax, BLOCK, BlockScaling, CopyPolicy, Hadamard, Nvfp4Error, Origin, PackedAxis, PackedTensor,
+    Rounding, ScaleLayout, format::packed::BlockShape,
 };
 
-/// The row-wise copy of a `rows` x `cols` matrix: 1x16 blocks along each row.
+/// One packed copy of a `rows` x `cols` matrix: 1x16 blocks along each row ([`PackedAxis::Cols`]),
+/// or 16x1 blocks down each column, stored transposed ([`PackedAxis::Rows`]), made as `policy` says
+/// (specification, sections 4 to 8).
+///
+/// With a transform the packed axis is padded with zeros to a multiple of its size, all of which is
+/// stored, and `amax` must be that of the transformed values ([`amax_rht`](super::amax_rht),
+/// [`amax_rht_cols`](super::amax_rht_cols)). An `amax` for each stored row makes the copy
+/// row-scaled (per token).
+///
+/// `first_block` is added to the logical index of each block before stochastic rounding draws its
+/// bits: matrices that share a buffer and a stream pass the number of blocks before them.
 ///
 /// # Errors
-/// When `x` does not hold `rows * cols` elements, `cols` is no multiple of 16, or a per-row `amax`
-/// does not have `rows` values.
+/// When `x` does not hold `rows * cols` elements, `cols` is no multiple of 16 for a row-wise copy,
+/// `amax` has one value for each row but not as many as there are stored rows, or `policy` combines
+/// four over six with stochastic rounding.
+pub fn quantize<T: Element>(
+    x: &[T],
+    rows: usize,
+    cols: usize,
+    axis: PackedAxis,
+    amax: &Amax,
+    policy: &CopyPolicy,
+    first_block: u64,
+) -> Result<PackedTensor, Nvfp4Error> {
+    let (outer, _) = axis.stored_shape(rows, cols);
+    check_matrix(x.len(), rows, cols)?;
+    if axis == PackedAxis::Cols {
+        check_packed_cols(cols)?;
+    }
+    check_amax(amax, outer)?;
+    check_policy(policy)?;
+    Source {
+        x,
+        shape: (rows, cols),
+        amax,
+        origin: Origin::copy(policy),
+        first_block,
+    }
+    .pack(axis, policy.layout)
+}
+
+/// The row-wise copy of a `rows` x `cols` matrix with standard, compact scales: [`quantize`] along
+/// [`PackedAxis::Cols`].
+///
+/// # Errors
+/// As [`quantize`].
 pub fn quantize_row<T: Element>(
     x: &[T],
     rows: usize,
@@ -27,45 +70,15 @@ pub fn quantize_row<T: Element>(
     amax: &Amax,
     rounding: &Rounding,
 ) -> Result<PackedTensor, Nvfp4Error> {
-    check_matrix(x.len(), rows, cols)?;
-    check_packed_cols(cols)?;
-    check_amax(amax, rows)?;
-    let blocks = cols / BLOCK;
-    let tensor_scale = tensor_scale(amax);
-    let (mut codes, mut scales) = (vec![0u8; rows * blocks * 8], vec![0u8; rows * blocks]);
-    codes
-        .par_chunks_mut((blocks * 8).max(1))
-        .zip(scales.par_chunks_mut(blocks.max(1)))
-        .enumerate()
-        .with_min_len(min_rows(cols))
-        .for_each(|(row, (codes, scales))| {
-            let global = tensor_scale.unwrap_or_else(|| GlobalScale::from_amax(amax.of(row)));
-            let source = x[row * cols..][..cols].chunks_exact(BLOCK);
-            for (index, source) in source.enumerate() {
-                let block = std::array::from_fn(|i| source[i].to_f32());
-                let logical = (row * blocks + index) as u64;
-                let (scale, packed) = quantize_block(&block, &global, rounding, logical);
-                scales[index] = scale;
-                codes[index * 8..][..8].copy_from_slice(&packed);
-            }
-        });
-    PackedTensor::from_parts(
-        (rows, cols),
-        PackedAxis::Cols,
-        codes,
-        (ScaleLayout::Compact, scales),
-        amax.clone(),
-        Origin::one_by_16(*rounding, None),
-    )
+    let policy = CopyPolicy::new(*rounding);
+    quantize(x, rows, cols, PackedAxis::Cols, amax, &policy, 0)
 }
 
-/// The column-wise copy of a `rows` x `cols` matrix: 16x1 blocks down each column, stored
-/// transposed as `[cols, ceil(rows / 16)]` blocks, the last one padded with zeros. With `hadamard`
-/// each block is transformed first, and `amax` must be that of the transformed values.
+/// The column-wise copy of a `rows` x `cols` matrix with standard, compact scales, transformed by
+/// `hadamard` if there is one: [`quantize`] along [`PackedAxis::Rows`].
 ///
 /// # Errors
-/// When `x` does not hold `rows * cols` elements, or a per-column `amax` does not have `cols`
-/// values.
+/// As [`quantize`].
 pub fn quantize_col<T: Element>(
     x: &[T],
     rows: usize,
@@ -74,46 +87,17 @@ pub fn quantize_col<T: Element>(
     rounding: &Rounding,
     hadamard: Option<&Hadamard>,
 ) -> Result<PackedTensor, Nvfp4Error> {
-    check_matrix(x.len(), rows, cols)?;
-    check_amax(amax, cols)?;
-    let blocks = rows.div_ceil(BLOCK);
-    let tensor_scale = tensor_scale(amax);
-    let (mut codes, mut scales) = (vec![0u8; cols * blocks * 8], vec![0u8; cols * blocks]);
-    // One task is 16 columns, which are contiguous in the output and a cache line in the input.
-    codes
-        .par_chunks_mut((BLOCK * blocks * 8).max(1))
-        .zip(scales.par_chunks_mut((BLOCK * blocks).max(1)))
-        .enumerate()
-        .for_each(|(chunk, (codes, scales))| {
-            let col0 = chunk * BLOCK;
-            for index in 0..blocks {
-                let mut tile = load_row_tile(x, rows, cols, index * BLOCK, col0);
-                if let Some(hadamard) = hadamard {
-                    transform_tile(&mut tile, hadamard);
-                }
-                for (c, block) in transpose(&tile).into_iter().take(cols - col0).enumerate() {
-                    let global =
-                        tensor_scale.unwrap_or_else(|| GlobalScale::from_amax(amax.of(col0 + c)));
-                    let logical = ((col0 + c) * blocks + index) as u64;
-                    let (scale, packed) = quantize_block(&block, &global, rounding, logical);
-                    scales[c * blocks + index] = scale;
-                    codes[(c * blocks + index) * 8..][..8].copy_from_slice(&packed);
-                }
-            }
-        });
-    PackedTensor::from_parts(
-        (rows, cols),
-        PackedAxis::Rows,
-        codes,
-        (ScaleLayout::Compact, scales),
-        amax.clone(),
-        Origin::one_by_16(*rounding, hadamard.copied()),
-    )
+    let policy = CopyPolicy {
+        hadamard: hadamard.copied(),
+        ..CopyPolicy::new(*rounding)
+    };
+    quantize(x, rows, cols, PackedAxis::Rows, amax, &policy, 0)
 }
 
 /// Both copies of a `rows` x `cols` matrix in 16x16 tiles, rounded to nearest: `(row-wise,
-/// column-wise)`, the second the exact transpose of the first. Rows beyond the matrix count as
-/// zeros.
+/// column-wise)`, with their scales in `layouts`, the second the exact transpose of the first. Each
+/// tile has one scale, found by `scaling` (specification, sections 4, 7 and 8). Rows beyond the
+/// matrix count as zeros.
 ///
 /// # Errors
 /// When `x` does not hold `rows * cols` elements, `cols` is no multiple of 16, or `amax` is not one
@@ -123,92 +107,288 @@ pub fn quantize_tile<T: Element>(
     rows: usize,
     cols: usize,
     amax: &Amax,
+    scaling: BlockScaling,
+    layouts: [ScaleLayout; 2],
 ) -> Result<(PackedTensor, PackedTensor), Nvfp4Error> {
     check_matrix(x.len(), rows, cols)?;
     check_packed_cols(cols)?;
-    let Some(global) = tensor_scale(amax) else {
+    if matches!(amax, Amax::PerOuter(_)) {
         return Err(Nvfp4Error::value(
             "amax",
             "one for each row",
             "one for the tensor",
         ));
-    };
-    let (row_blocks, col_blocks) = (cols / BLOCK, rows.div_ceil(BLOCK));
-    let mut row_codes = vec![0u8; rows * row_blocks * 8];
-    let mut row_scales = vec![0u8; rows * row_blocks];
-    let mut col_codes = vec![0u8; cols * col_blocks * 8];
-    let mut col_scales = vec![0u8; cols * col_blocks];
-
-    let tile_scale = |tile: &[[f32; BLOCK]; BLOCK]| {
-        let bits = tile.iter().map(magnitude_bits).max().unwrap_or(0);
-        let scale = block_scale(f32::from_bits(bits), &global);
-        (scale, encode_multiplier(scale, &global))
+    }
+    let source = Source {
+        x,
+        shape: (rows, cols),
+        amax,
+        origin: Origin {
+            scaling,
+            ..Origin::tile()
+        },
+        first_block: 0,
     };
     // Each copy is written by its own pass over disjoint slices; the second pass reads the matrix
     // again, which costs less than a transposition of nibbles across threads.
-    row_codes
-        .par_chunks_mut((BLOCK * row_blocks * 8).max(1))
-        .zip(row_scales.par_chunks_mut((BLOCK * row_blocks).max(1)))
-        .enumerate()
-        .for_each(|(chunk, (codes, scales))| {
-            let row0 = chunk * BLOCK;
-            for index in 0..row_blocks {
-                let tile = load_column_tile(x, rows, cols, row0, index * BLOCK);
-                let (scale, multiplier) = tile_scale(&tile);
-                for r in 0..BLOCK.min(rows - row0) {
-                    let block = std::array::from_fn(|c| tile[c][r]);
-                    let packed = encode_block(&block, multiplier, &Rounding::Nearest, 0);
-                    scales[r * row_blocks + index] = scale;
-                    codes[(r * row_blocks + index) * 8..][..8].copy_from_slice(&packed);
-                }
-            }
-        });
-    col_codes
-        .par_chunks_mut((BLOCK * col_blocks * 8).max(1))
-        .zip(col_scales.par_chunks_mut((BLOCK * col_blocks).max(1)))
-        .enumerate()
-        .for_each(|(chunk, (codes, scales))| {
-            for index in 0..col_blocks {
-                let tile = load_column_tile(x, rows, cols, index * BLOCK, chunk * BLOCK);
-                let (scale, multiplier) = tile_scale(&tile);
-                for (c, block) in tile.iter().enumerate() {
-                    let packed = encode_block(block, multiplier, &Rounding::Nearest, 0);
-                    scales[c * col_blocks + index] = scale;
-                    codes[(c * col_blocks + index) * 8..][..8].copy_from_slice(&packed);
-                }
-            }
-        });
-
-    let packed = |axis, codes, scales| {
-        PackedTensor::from_parts(
-            (rows, cols),
-            axis,
-            codes,
-            (ScaleLayout::Compact, scales),
-            amax.clone(),
-            Origin::tile(),
-        )
-    };
     Ok((
-        packed(PackedAxis::Cols, row_codes, row_scales)?,
-        packed(PackedAxis::Rows, col_codes, col_scales)?,
+        source.pack(PackedAxis::Cols, layouts[0])?,
+        source.pack(PackedAxis::Rows, layouts[1])?,
     ))
 }
 
-/// The scale that all blocks share, or `None` where each stored row has its own.
-fn tensor_scale(amax: &Amax) -> Option<GlobalScale> {
-    match amax {
-        Amax::Tensor(amax) => Some(GlobalScale::from_amax(*amax)),
-        Amax::PerOuter(_) => None,
+/// A matrix and how it is to be packed: what all tasks of one copy share.
+struct Source<'a, T> {
+    x: &'a [T],
+    shape: (usize, usize),
+    amax: &'a Amax,
+    origin: Origin,
+    first_block: u64,
+}
+
+/// Blocks of the row-wise copy that one task packs: 64 KiB of `f32`, and a multiple of 16.
+const RUN: usize = 1024;
+
+/// Most columns that one task packs. 16 rows of them are read at a time, and the codes of 128 rows
+/// gather before they are written, so that lines are read and written whole.
+const COLUMNS: usize = 256;
+
+/// Blocks of a column that are written together: a line of codes.
+const GATHERED: usize = 8;
+
+impl<T: Element> Source<'_, T> {
+    /// The copy along `axis`.
+    fn pack(&self, axis: PackedAxis, layout: ScaleLayout) -> Result<PackedTensor, Nvfp4Error> {
+        let (outer, inner) = axis.stored_shape(self.shape.0, self.shape.1);
+        let blocks = self.origin.blocks(inner);
+        let count = outer * blocks;
+        let (mut codes, mut scales) = (Vec::with_capacity(count * 8), Vec::with_capacity(count));
+        // Blocks of neighbouring stored rows that one task packs.
+        let len = match (axis, self.origin.block) {
+            (PackedAxis::Cols, BlockShape::OneBy16) => RUN,
+            (PackedAxis::Cols, BlockShape::Tile16x16) => BLOCK * blocks,
+            (PackedAxis::Rows, _) => {
+                // Four tasks for each core, so that none waits long for the last one.
+                let columns = outer.div_ceil(4 * rayon::current_num_threads());
+                columns.next_multiple_of(BLOCK).min(COLUMNS) * blocks
+            }
+        };
+        codes.spare_capacity_mut()[..count * 8]
+            .par_chunks_mut((len * 8).max(1))
+            .zip(scales.spare_capacity_mut()[..count].par_chunks_mut(len.max(1)))
+            .enumerate()
+            .for_each(|(task, (codes, scales))| {
+                simd::run(Part {
+                    source: self,
+                    axis,
+                    blocks,
+                    first: task * len,
+                    codes: zeroed(codes),
+                    scales: zeroed(scales),
+                });
+            });
+        // SAFETY: the chunks cover these lengths, and every one was zeroed.
+        unsafe {
+            codes.set_len(count * 8);
+            scales.set_len(count);
+        }
+        let (amax, scales) = (self.amax.clone(), (ScaleLayout::Compact, scales));
+        PackedTensor::from_parts(self.shape, axis, codes, scales, amax, self.origin)
+            .map(|packed| packed.with_scale_layout(layout))
     }
 }
 
-/// Rows that make a task worth handing to another core.
-fn min_rows(cols: usize) -> usize {
-    (4096 / cols.max(1)).max(1)
+/// New memory, zeroed by the task that writes it: on all cores, and while it is in the cache.
+fn zeroed(bytes: &mut [MaybeUninit<u8>]) -> &mut [u8] {
+    bytes.fill(MaybeUninit::new(0));
+    // SAFETY: all were just written.
+    unsafe { bytes.assume_init_mut() }
 }
 
-pub(super) fn check_matrix(len: usize, rows: usize, cols: usize) -> Result<(), Nvfp4Error> {
+/// Neighbouring blocks of a packed copy, which one task fills.
+struct Part<'a, T> {
+    source: &'a Source<'a, T>,
+    axis: PackedAxis,
+    /// Blocks in a stored row.
+    blocks: usize,
+    /// The first block of the part, counted over the whole copy.
+    first: usize,
+    codes: &'a mut [u8],
+    scales: &'a mut [u8],
+}
+
+impl<T: Element> Task for Part<'_, T> {
+    #[inline(always)]
+    fn compute<I: Isa>(self, isa: I) {
+        match (self.axis, self.source.origin.block) {
+            (PackedAxis::Cols, BlockShape::OneBy16) => self.pack_run(isa),
+            (PackedAxis::Cols, BlockShape::Tile16x16) => self.pack_tiles(isa),
+            (PackedAxis::Rows, _) => self.pack_columns(isa),
+        }
+    }
+}
+
+impl<T: Element> Part<'_, T> {
+    /// A run of the row-wise copy: the lanes are blocks one after the other, across rows too.
+    #[inline(always)]
+    fn pack_run<I: Isa>(self, isa: I) {
+        let Source { x, shape, .. } = *self.source;
+        let hadamard = self.source.origin.hadamard.as_ref();
+        let last_row = shape.0 - 1;
+        let mut rows = [[0f32; BLOCK]; BLOCK];
+        let codes = self.codes.chunks_mut(BLOCK * 8);
+        for (i, (codes, scales)) in codes.zip(self.scales.chunks_mut(BLOCK)).enumerate() {
+            let first = self.first + i * BLOCK;
+            load_blocks(x, shape.1, self.blocks, first, hadamard, &mut rows);
+            let scaler = self
+                .source
+                .scaler(|lane| ((first + lane) / self.blocks).min(last_row));
+            let index = Index { first, stride: 1 };
+            let tile = isa.transpose(&rows);
+            let (bytes, words) = self.source.quantize(&tile, &tile, &scaler, index);
+            for (scale, byte) in scales.iter_mut().zip(bytes) {
+                *scale = byte as u8;
+            }
+            for (codes, word) in codes.chunks_exact_mut(8).zip(words) {
+                codes.copy_from_slice(&word.to_le_bytes());
+            }
+        }
+    }
+
+    /// 16 rows of the row-wise copy in tiles: the lanes are the rows.
+    #[inline(always)]
+    fn pack_tiles<I: Isa>(self, isa: I) {
+        let row0 = self.first / self.blocks;
+        let scaler = self.source.scaler(|_| 0);
+        let mut rows = [[0f32; BLOCK]; BLOCK];
+        for index in 0..self.blocks {
+            load_rows(
+                isa,
+                self.source.x,
+                self.source.shape,
+                (row0, index * BLOCK),
+                &mut rows,
+            );
+            let tile = isa.transpose(&rows);
+            // Nothing is drawn: tiles round to nearest.
+            let (bytes, words) = self
+                .source
+                .quantize(&tile, &tile, &scaler, Index::default());
+            for r in 0..self.scales.len() / self.blocks {
+                let at = r * self.blocks + index;
+                self.scales[at] = bytes[r] as u8;
+                self.codes[at * 8..][..8].copy_from_slice(&words[r].to_le_bytes());
+            }
+        }
+    }
+
+    /// Some columns, all of their rows: the lanes are neighbouring columns.
+    #[inline(always)]
+    fn pack_columns<I: Isa>(self, isa: I) {
+        let Source { x, shape, .. } = *self.source;
+        let (columns, col0) = (self.scales.len() / self.blocks, self.first / self.blocks);
+        let hadamard = self.source.origin.hadamard.as_ref();
+        let group = self.source.origin.blocks(1);
+        let mut buffer = [[0f32; BLOCK]; MAX_GROUP];
+        let buffer = &mut buffer[..group * BLOCK];
+        let mut gathered_codes = [[0u8; GATHERED * 8]; COLUMNS];
+        let mut gathered_scales = [[0u8; GATHERED]; COLUMNS];
+        for first in (0..self.blocks).step_by(GATHERED) {
+            let count = GATHERED.min(self.blocks - first);
+            for group0 in (first..first + count).step_by(group) {
+                for chunk in (0..columns).step_by(BLOCK) {
+                    let col = |lane: usize| col0 + chunk + lane;
+                    let scaler = self.source.scaler(|lane| col(lane).min(shape.1 - 1));
+                    load_rows(isa, x, shape, (group0 * BLOCK, col(0)), buffer);
+                    if let Some(hadamard) = hadamard {
+                        transform_lanes(buffer, hadamard);
+                    }
+                    for (i, tile) in buffer.as_chunks::<BLOCK>().0.iter().enumerate() {
+                        let index = Index {
+                            first: col(0) * self.blocks + group0 + i,
+                            stride: self.blocks,
+                        };
+                        let by_row;
+                        let decides = match self.source.origin.block {
+                            BlockShape::OneBy16 => tile,
+                            BlockShape::Tile16x16 => {
+                                by_row = isa.transpose(tile);
+                                &by_row
+                            }
+                        };
+                        let (bytes, words) = self.source.quantize(tile, decides, &scaler, index);
+                        let at = group0 + i - first;
+                        for lane in 0..BLOCK {
+                            gathered_scales[chunk + lane][at] = bytes[lane] as u8;
+                            gathered_codes[chunk + lane][at * 8..][..8]
+                                .copy_from_slice(&words[lane].to_le_bytes());
+                        }
+                    }
+                }
+            }
+            for c in 0..columns {
+                let at = c * self.blocks + first;
+                let (scales, codes) = (&mut self.scales[at..], &mut self.codes[at * 8..]);
+                if count == GATHERED {
+                    // Of constant length: two moves instead of two calls.
+                    scales[..GATHERED].copy_from_slice(&gathered_scales[c]);
+                    codes[..GATHERED * 8].copy_from_slice(&gathered_codes[c]);
+                } else {
+                    scales[..count].copy_from_slice(&gathered_scales[c][..count]);
+                    codes[..count * 8].copy_from_slice(&gathered_codes[c][..count * 8]);
+                }
+            }
+        }
+    }
+}
+
+/// Where 16 blocks stand in a packed copy, counted over all of it.
+#[derive(Clone, Copy, Default)]
+struct Index {
+    /// The place of lane 0.
+    first: usize,
+    /// How far each lane is from the one before.
+    stride: usize,
+}
+
+impl Index {
+    #[inline(always)]
+    fn lanes(self, offset: u64) -> Lanes<u64> {
+        let first = offset.wrapping_add(self.first as u64);
+        lanes(|lane| first.wrapping_add((lane as u64).wrapping_mul(self.stride as u64)))
+    }
+}
+
+impl<T: Element> Source<'_, T> {
+    /// The rule for 16 blocks, `outer` giving the stored row of each.
+    #[inline(always)]
+    fn scaler(&self, outer: impl Fn(usize) -> usize) -> Scaler {
+        let amax = match self.amax {
+            Amax::Tensor(amax) => [*amax; BLOCK],
+            Amax::PerOuter(amax) => lanes(|lane| amax[outer(lane)]),
+        };
+        Scaler::new(amax, self.origin.scaling)
+    }
+
+    /// Scale bytes and codes of the 16 blocks of `tile`, whose places in the copy `index` gives.
+    /// `decides` finds the scales: `tile`, or its transpose where the lanes must be the source's rows.
+    #[inline(always)]
+    fn quantize(
+        &self,
+        tile: &Tile,
+        decides: &Tile,
+        scaler: &Scaler,
+        index: Index,
+    ) -> (Lanes<u32>, Lanes<u64>) {
+        let bytes = scaler.scale_bytes(decides, self.origin.block);
+        let multipliers = scaler.multipliers(&bytes);
+        let index = index.lanes(self.first_block);
+        let words = encode_tile(tile, &multipliers, &self.origin.rounding, &index);
+        (bytes, words)
+    }
+}
+
+fn check_matrix(len: usize, rows: usize, cols: usize) -> Result<(), Nvfp4Error> {
     if rows.checked_mul(cols) == Some(len) {
         Ok(())
     } else {
@@ -220,7 +400,7 @@ pub(super) fn check_matrix(len: usize, rows: usize, cols: usize) -> Result<(), N
     }
 }
 
-pub(super) fn check_packed_cols(cols: usize) -> Result<(), Nvfp4Error> {
+fn check_packed_cols(cols: usize) -> Result<(), Nvfp4Error> {
     if cols.is_multiple_of(BLOCK) {
         Ok(())
     } else {
@@ -232,7 +412,7 @@ pub(super) fn check_packed_cols(cols: usize) -> Result<(), Nvfp4Error> {
     }
 }
 
-pub(super) fn check_amax(amax: &Amax, outer: usize) -> Result<(), Nvfp4Error> {
+fn check_amax(amax: &Amax, outer: usize) -> Result<(), Nvfp4Error> {
     match amax {
         Amax::PerOuter(values) if values.len() != outer => Err(Nvfp4Error::shape(
             "amax",
@@ -240,5 +420,80 @@ pub(super) fn check_amax(amax: &Amax, outer: usize) -> Result<(), Nvfp4Error> {
             format!("{outer}"),
         )),
         _ => Ok(()),
+    }
+}
+
+fn check_policy(policy: &CopyPolicy) -> Result<(), Nvfp4Error> {
+    match (policy.scaling, policy.rounding) {
+        (BlockScaling::FourOverSix(_), Rounding::Stochastic(_)) => Err(Nvfp4Error::value(
+            "policy",
+            "four over six with stochastic rounding",
+            "Rounding::Nearest, whose error is what four over six compares; choosing the scale by \
+             the data would bias stochastic rounding",
+        )),
+        _ => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{ErrorNorm, HadamardSize, RandomStream, reference::simd::Baseline};
+
+    /// The same bytes without wide vectors: what a processor without AVX2 computes.
+    #[test]
+    fn instruction_sets_agree() {
+        let (rows, cols) = (150, 48);
+        let x: Vec<f32> = (0..rows * cols)
+            .map(|i| (i as f32 * 0.7).sin() * (i as f32 * 0.01).exp2())
+            .collect();
+        let amax = Amax::Tensor(crate::reference::amax(&x));
+        let stochastic = Rounding::Stochastic(RandomStream::new(1, 2, 3));
+        let large = Hadamard::seeded_with_size(HadamardSize::H128, 1);
+        let mut origins = vec![
+            Origin::one_by_16(Rounding::Nearest, None),
+            Origin::one_by_16(stochastic, None),
+            Origin::one_by_16(stochastic, Some(Hadamard::default())),
+            Origin::one_by_16(Rounding::Nearest, Some(large)),
+        ];
+        for scaling in [
+            BlockScaling::Standard,
+            BlockScaling::Headroom,
+            BlockScaling::FourOverSix(ErrorNorm::Mse),
+        ] {
+            for origin in [Origin::tile(), origins[0]] {
+                origins.push(Origin { scaling, ..origin });
+            }
+        }
+        for origin in origins {
+            for axis in [PackedAxis::Cols, PackedAxis::Rows] {
+                let source = Source {
+                    x: &x,
+                    shape: (rows, cols),
+                    amax: &amax,
+                    origin,
+                    first_block: 5,
+                };
+                let packed = source.pack(axis, ScaleLayout::Compact).unwrap();
+                // One task after the other, each on its own 16 stored rows.
+                let len = BLOCK * packed.blocks();
+                let mut codes = vec![0; packed.codes().len()];
+                let mut scales = vec![0; packed.scales().len()];
+                let parts = codes.chunks_mut(len * 8).zip(scales.chunks_mut(len));
+                for (task, (codes, scales)) in parts.enumerate() {
+                    Part {
+                        source: &source,
+                        axis,
+                        blocks: packed.blocks(),
+                        first: task * len,
+                        codes,
+                        scales,
+                    }
+                    .compute(Baseline);
+                }
+                assert_eq!(packed.codes(), codes, "{axis:?} {origin:?}");
+                assert_eq!(packed.scales(), scales, "{axis:?} {origin:?}");
+            }
+        }
     }
 }

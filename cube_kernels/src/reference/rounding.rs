@@ -4,18 +4,7 @@
 /// result, and NaN gives +6. What `cvt.rn.satfinite.e2m1x2.f32` computes.
 #[inline(always)]
 pub fn round_nearest(value: f32) -> u8 {
-    let bits = value.to_bits();
-    // Magnitudes compare as integers, NaN above everything: it clears every midpoint and lands on
-    // the code of 6. Ties are won by the even code, so midpoints alternate > and >=.
-    let magnitude = bits & 0x7FFF_FFFF;
-    let code = (magnitude > 0.25f32.to_bits()) as u8
-        + (magnitude >= 0.75f32.to_bits()) as u8
-        + (magnitude > 1.25f32.to_bits()) as u8
-        + (magnitude >= 1.75f32.to_bits()) as u8
-        + (magnitude > 2.5f32.to_bits()) as u8
-        + (magnitude >= 3.5f32.to_bits()) as u8
-        + (magnitude > 5.0f32.to_bits()) as u8;
-    code | sign_unless_nan(bits)
+    nearest_code(value) as u8
 }
 
 /// `value` rounded to one of its two neighbours by eight random bits: up with probability
@@ -23,40 +12,58 @@ pub fn round_nearest(value: f32) -> u8 {
 /// move, values beyond ±6 saturate, NaN gives +6.
 #[inline(always)]
 pub fn round_stochastic(value: f32, random: u8) -> u8 {
-    let bits = value.to_bits();
-    let magnitude = f32::from_bits(bits & 0x7FFF_FFFF);
-    // An eighth-bit uniform times a power of two is exact, so this sum rounds once, as an fma would.
-    let dithered = random as f32 * (1.0 / 256.0) * step(magnitude) + magnitude;
+    stochastic_code(value, random as u32) as u8
+}
+
+/// [`round_nearest`] in the width of its argument, without a branch.
+#[inline(always)]
+pub(super) fn nearest_code(value: f32) -> u32 {
+    let (magnitude, binade) = clamp(value.to_bits());
+    // The neighbours of `magnitude` are half of its binade apart, and so are the floats from
+    // 2^22 · binade on: this sum rounds to them, ties to even. The product is exact. What the sum has
+    // below 2^22 · binade is counted in its last bits: 2 for the binade that was added, then twice
+    // the magnitude over the binade.
+    let sum = binade * 4_194_305.0 + magnitude;
+    // Its last bit is the last bit of the code, so ties go to the even code. What is missing to the
+    // code itself is -2, 0 and 2 in the three binades: the exponent of the binade, twice, modulo 8.
+    let code = sum.to_bits().wrapping_add(binade.to_bits() >> 22) & 7;
+    code | sign_unless_nan(value)
+}
+
+/// [`round_stochastic`] in the width of its argument, without a branch; `random` is below 256.
+#[inline(always)]
+pub(super) fn stochastic_code(value: f32, random: u32) -> u32 {
+    let (magnitude, binade) = clamp(value.to_bits());
+    // Eight bits times a power of two are exact, so this sum rounds once, as an fma would. The step
+    // between neighbours is half of the binade.
+    let dithered = random as i32 as f32 * (binade * (1.0 / 512.0)) + magnitude;
     // The largest grid value not above `dithered` is `floor(dithered / step) * step`, saturated at 6,
-    // because the grid is what is left of the multiples of each step in its range. Its code counts
-    // the values that `dithered` reaches; as integers, which NaN all reaches.
-    let reached = dithered.to_bits() & 0x7FFF_FFFF;
-    let code = (reached >= 0.5f32.to_bits()) as u8
-        + (reached >= 1.0f32.to_bits()) as u8
-        + (reached >= 1.5f32.to_bits()) as u8
-        + (reached >= 2.0f32.to_bits()) as u8
-        + (reached >= 3.0f32.to_bits()) as u8
-        + (reached >= 4.0f32.to_bits()) as u8
-        + (reached >= 6.0f32.to_bits()) as u8;
-    code | sign_unless_nan(bits)
+    // because the grid is what is left of the multiples of each step in its range. From 1 on its code
+    // is exponent and first mantissa bit, counted from those of 0.5; `dithered` is below 8.
+    let reached = dithered.to_bits() as i32;
+    let code = (reached >> 22).wrapping_sub((0.5f32.to_bits() >> 22) as i32);
+    let half = (reached >= 0.5f32.to_bits() as i32) as i32;
+    code.max(half) as u32 | sign_unless_nan(value)
 }
 
-/// The distance between E2M1 neighbours around a magnitude.
+/// The magnitude of the float with these bits, at most 6, NaN counting as 6; and the power of two
+/// below it, at least 1: the binade whose grid it is rounded to.
 #[inline(always)]
-fn step(magnitude: f32) -> f32 {
-    if magnitude >= 4.0 {
-        2.0
-    } else if magnitude >= 2.0 {
-        1.0
-    } else {
-        0.5
-    }
+fn clamp(bits: u32) -> (f32, f32) {
+    // Magnitudes compare as integers, NaN above everything.
+    let magnitude = ((bits & 0x7FFF_FFFF) as i32).min(6f32.to_bits() as i32);
+    let binade = magnitude.max(1f32.to_bits() as i32) & 0x7F80_0000;
+    (
+        f32::from_bits(magnitude as u32),
+        f32::from_bits(binade as u32),
+    )
 }
 
+/// Bit 3 of a code.
 #[inline(always)]
-fn sign_unless_nan(bits: u32) -> u8 {
-    let nan = (bits & 0x7FFF_FFFF) > 0x7F80_0000;
-    ((bits >> 28) as u8 & 8) * !nan as u8
+fn sign_unless_nan(value: f32) -> u32 {
+    let sign = value.to_bits() >> 28 & 8;
+    if value.is_nan() { 0 } else { sign }
 }
 
 #[cfg(test)]
@@ -95,6 +102,118 @@ mod tests {
                     assert_eq!(round_nearest(value), nearest_by_search(value), "{value:e}");
                 }
             }
+        }
+    }
+
+    /// Codes by counting the thresholds that a magnitude reaches, the plainest form.
+    fn count(value: f32, thresholds: [(f32, bool); 7]) -> u8 {
+        if value.is_nan() {
+            return 7;
+        }
+        let magnitude = value.abs();
+        let reached = thresholds
+            .iter()
+            .filter(|&&(point, included)| magnitude > point || included && magnitude == point);
+        reached.count() as u8 | if value.is_sign_negative() { 8 } else { 0 }
+    }
+
+    fn nearest_by_counting(value: f32) -> u8 {
+        let midpoints = [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0];
+        let even = [false, true, false, true, false, true, false];
+        count(value, std::array::from_fn(|i| (midpoints[i], even[i])))
+    }
+
+    fn stochastic_by_counting(value: f32, random: u8) -> u8 {
+        let magnitude = value.abs();
+        let dithered = random as f32 * (1.0 / 256.0) * step(magnitude) + magnitude;
+        let points = [0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0];
+        count(dithered.copysign(value), points.map(|point| (point, true)))
+    }
+
+    fn step(magnitude: f32) -> f32 {
+        match magnitude {
+            m if m >= 4.0 => 2.0,
+            m if m >= 2.0 => 1.0,
+            _ => 0.5,
+        }
+    }
+
+    /// Every float with its 16 upper bits free and its 16 lower ones at their corners.
+    fn floats() -> impl Iterator<Item = f32> {
+        let corners = [0u32, 1, 2, 0x7FFF, 0x8000, 0x8001, 0xFFFE, 0xFFFF];
+        (0..=u16::MAX as u32)
+            .flat_map(move |high| corners.map(|low| f32::from_bits(high << 16 | low)))
+    }
+
+    #[test]
+    fn nearest_agrees_with_counting_on_every_pattern() {
+        for value in floats() {
+            assert_eq!(
+                round_nearest(value),
+                nearest_by_counting(value),
+                "{:#x}",
+                value.to_bits()
+            );
+        }
+        let mut bits = 1u32;
+        for _ in 0..4_000_000 {
+            // A full period generator modulo 2^32.
+            bits = bits.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+            let value = f32::from_bits(bits);
+            assert_eq!(
+                round_nearest(value),
+                nearest_by_counting(value),
+                "{bits:#x}"
+            );
+        }
+    }
+
+    #[test]
+    fn stochastic_agrees_with_counting() {
+        // Dithered sums that land on and beside every grid point, from every random byte.
+        for random in 0..=255u8 {
+            for code in 0..8u8 {
+                let grid = e2m1::decode(code);
+                for step in [0.5, 1.0, 2.0] {
+                    let start = grid - random as f32 * (1.0 / 256.0) * step;
+                    for delta in -3i32..=3 {
+                        let value = f32::from_bits((start.to_bits() as i32 + delta) as u32);
+                        for value in [value, -value] {
+                            assert_eq!(
+                                round_stochastic(value, random),
+                                stochastic_by_counting(value, random),
+                                "{value:e} with {random}"
+                            );
+                        }
+                    }
+                }
+            }
+        }
+        for (i, value) in floats().enumerate() {
+            let random = (i / 8 + i * 37) as u8;
+            assert_eq!(
+                round_stochastic(value, random),
+                stochastic_by_counting(value, random),
+                "{:#x} with {random}",
+                value.to_bits()
+            );
+        }
+        let mut bits = 1u32;
+        for _ in 0..4_000_000 {
+            bits = bits.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+            // Half of them in the range that is not saturated or zero.
+            let exponent = if bits & 1 == 0 {
+                124 + (bits >> 5 & 7)
+            } else {
+                bits >> 23 & 0xFF
+            };
+            let value = f32::from_bits(bits & 0x807F_FFFF | exponent << 23);
+            let random = (bits >> 9) as u8;
+            assert_eq!(
+                round_stochastic(value, random),
+                stochastic_by_counting(value, random),
+                "{value:e} with {random}"
+            );
         }
     }
 

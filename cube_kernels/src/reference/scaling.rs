@@ -1,9 +1,20 @@
-//! The two levels of scale.
+//! The two levels of scale (specification, sections 4, 7 and 8).
 
-use crate::format::e4m3;
+use super::{
+    rounding::nearest_code,
+    simd::{Lanes, Tile, lanes},
+};
+use crate::{
+    BLOCK, BlockScaling, ErrorNorm,
+    format::{e2m1, e4m3, packed::BlockShape},
+};
 
 /// 6 · 448: the largest scaled value, and the numerator of every global scale.
 pub const SCALE_RANGE: f32 = 2688.0;
+
+/// By what the block maximum is multiplied to leave room for the rounding of the scale byte, which
+/// may take a seventeenth of it away.
+const HEADROOM: f32 = 17.0 / 16.0;
 
 /// What derives from one `amax`: the factor that brings the tensor into range, and its friends.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -24,9 +35,9 @@ impl GlobalScale {
         Self::with_range(amax, SCALE_RANGE)
     }
 
-    /// The same with `range` in place of 2688.
-    #[inline]
-    pub(super) fn with_range(amax: f32, range: f32) -> Self {
+    /// The same with `range` in place of 2688; see [`BlockScaling::range`].
+    #[inline(always)]
+    pub fn with_range(amax: f32, range: f32) -> Self {
         let quotient = range / amax;
         // False for NaN, for the 0 of an infinite amax, and by its second half for amax = 0.
         let usable = quotient > 0.0 && amax > 0.0;
@@ -39,24 +50,173 @@ impl GlobalScale {
     }
 }
 
+/// The rule by which 16 blocks find their scales, with the global scale of each.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Scaler {
+    amax: Lanes<f32>,
+    encode: Lanes<f32>,
+    block: Lanes<f32>,
+    decode: Lanes<f32>,
+    scaling: BlockScaling,
+}
+
+impl Scaler {
+    /// The rule for blocks under the maximum `amax` of each.
+    #[inline(always)]
+    pub(super) fn new(amax: Lanes<f32>, scaling: BlockScaling) -> Self {
+        let global = |lane: usize| GlobalScale::with_range(amax[lane], scaling.range());
+        Self {
+            amax,
+            encode: lanes(|lane| global(lane).encode),
+            block: lanes(|lane| global(lane).block),
+            decode: lanes(|lane| global(lane).decode),
+            scaling,
+        }
+    }
+
+    /// The scale byte of each of the 16 blocks of `tile`.
+    ///
+    /// With [`BlockShape::Tile16x16`] they share one. The lanes must then be the tile's rows in the
+    /// source, because that decides the order in which errors are summed.
+    #[inline(always)]
+    pub(super) fn scale_bytes(&self, tile: &Tile, shape: BlockShape) -> Lanes<u32> {
+        let mut bits = magnitudes(tile);
+        if shape == BlockShape::Tile16x16 {
+            bits = [bits.into_iter().max().unwrap_or(0); BLOCK];
+        }
+        let amax = lanes(|lane| f32::from_bits(bits[lane] as u32));
+        match self.scaling {
+            BlockScaling::Standard => self.round_scales(amax),
+            BlockScaling::Headroom => self.round_scales(lanes(|lane| amax[lane] * HEADROOM)),
+            BlockScaling::FourOverSix(norm) => self.four_over_six(tile, shape, amax, norm),
+        }
+    }
+
+    /// [`block_scale`] of each lane.
+    #[inline(always)]
+    fn round_scales(&self, amax: Lanes<f32>) -> Lanes<u32> {
+        lanes(|lane| round_scale(amax[lane] * self.block[lane], f32::MAX))
+    }
+
+    /// [`encode_multiplier`] of each lane.
+    #[inline(always)]
+    pub(super) fn multipliers(&self, bytes: &Lanes<u32>) -> Lanes<f32> {
+        lanes(|lane| multiplier(e4m3::decode_wide(bytes[lane]), self.decode[lane]))
+    }
+
+    /// The scale that maps the maximum to 6, unless mapping it to 4 has the smaller error.
+    #[inline(always)]
+    fn four_over_six(
+        &self,
+        tile: &Tile,
+        shape: BlockShape,
+        amax: Lanes<f32>,
+        norm: ErrorNorm,
+    ) -> Lanes<u32> {
+        // A true division here, unlike the multiplication by fl(1/6) of the other rules.
+        let base = lanes(|lane| amax[lane] / 6.0 * self.encode[lane]);
+        let six = lanes(|lane| round_scale(base[lane], e4m3::MAX));
+        let four = lanes(|lane| round_scale(base[lane] * 1.5, e4m3::MAX));
+        let error_six = self.errors(tile, shape, &six, norm);
+        let error_four = self.errors(tile, shape, &four, norm);
+        lanes(|lane| {
+            if error_four[lane] < error_six[lane] {
+                four[lane]
+            } else {
+                six[lane]
+            }
+        })
+    }
+
+    /// What rounding to nearest under the scale bytes `bytes` costs: the sum over each block, in
+    /// order; for tiles the sums of their rows, added by a tree.
+    #[inline(always)]
+    fn errors(
+        &self,
+        tile: &Tile,
+        shape: BlockShape,
+        bytes: &Lanes<u32>,
+        norm: ErrorNorm,
+    ) -> Lanes<f32> {
+        let multipliers = self.multipliers(bytes);
+        let scales = lanes(|lane| e4m3::decode_wide(bytes[lane]));
+        let range = self.scaling.range();
+        let mut sums = [0f32; BLOCK];
+        for row in tile {
+            sums = lanes(|lane| {
+                let code = nearest_code(row[lane] * multipliers[lane]);
+                let decoded = e2m1::decode_wide(code) * scales[lane] * self.amax[lane] / range;
+                let difference = (decoded - row[lane]).abs();
+                sums[lane]
+                    + match norm {
+                        ErrorNorm::Mae => difference,
+                        ErrorNorm::Mse => difference * difference,
+                    }
+            });
+        }
+        if shape == BlockShape::Tile16x16 {
+            for width in [8, 4, 2, 1] {
+                for lane in 0..width {
+                    sums[lane] += sums[lane + width];
+                }
+            }
+            sums = [sums[0]; BLOCK];
+        }
+        sums
+    }
+}
+
+/// The bits of the largest magnitude in each lane of `tile`. They compare as integers, NaN above
+/// infinity.
+#[inline(always)]
+pub(super) fn magnitudes(tile: &Tile) -> Lanes<i32> {
+    const HALF: usize = BLOCK * BLOCK / 2;
+    let (low, high) = tile.as_flattened().split_at(HALF);
+    // By a tree of flat loops: the compiler would vectorise a running maximum across rows, and
+    // gather.
+    let mut maxima = [0i32; HALF];
+    for (max, (low, high)) in maxima.iter_mut().zip(low.iter().zip(high)) {
+        let [low, high] = [low, high].map(|value| (value.to_bits() & 0x7FFF_FFFF) as i32);
+        *max = low.max(high);
+    }
+    for width in [HALF / 2, HALF / 4, HALF / 8] {
+        let (low, high) = maxima.split_at_mut(width);
+        for (low, high) in low.iter_mut().zip(&*high) {
+            *low = (*low).max(*high);
+        }
+    }
+    lanes(|lane| maxima[lane])
+}
+
+/// The E4M3 byte of a block scale, at most `bound`.
+#[inline(always)]
+fn round_scale(scale: f32, bound: f32) -> u32 {
+    // A NaN must reach the byte, so this is a comparison and not `f32::min`.
+    e4m3::encode_wide(if scale > bound { bound } else { scale })
+}
+
+/// `min(fl(1 / fl(scale · D)), FLT_MAX)`.
+#[inline(always)]
+fn multiplier(scale: f32, decode: f32) -> f32 {
+    let multiplier = 1.0 / (scale * decode);
+    if multiplier > f32::MAX {
+        f32::MAX
+    } else {
+        multiplier
+    }
+}
+
 /// The scale byte of a block whose largest magnitude is `amax`.
 #[inline(always)]
 pub fn block_scale(amax: f32, global: &GlobalScale) -> u8 {
-    let scaled = amax * global.block;
-    // A NaN must reach the byte, so this is a comparison and not `f32::min`.
-    e4m3::encode(if scaled > f32::MAX { f32::MAX } else { scaled })
+    round_scale(amax * global.block, f32::MAX) as u8
 }
 
 /// The factor `e` that brings the elements of a block with scale byte `scale` onto the E2M1 grid:
 /// `min(fl(1 / fl(e4m3(scale) · D)), FLT_MAX)`.
 #[inline(always)]
 pub fn encode_multiplier(scale: u8, global: &GlobalScale) -> f32 {
-    let multiplier = 1.0 / (e4m3::decode(scale) * global.decode);
-    if multiplier > f32::MAX {
-        f32::MAX
-    } else {
-        multiplier
-    }
+    multiplier(e4m3::decode(scale), global.decode)
 }
 
 #[cfg(test)]
