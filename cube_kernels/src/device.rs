@@ -250,7 +250,8 @@ impl DevicePacked {
 
     /// Elements to whose multiple the packed axis is padded.
     pub fn unit(&self) -> usize {
-        self.hadamard.map_or(BLOCK, |hadamard| hadamard.size().elements())
+        self.hadamard
+            .map_or(BLOCK, |hadamard| hadamard.size().elements())
     }
 
     /// Blocks in one stored row of a matrix without groups; summed over the groups along the rows, at
@@ -360,7 +361,10 @@ impl DevicePacked {
             return Err(Nvfp4Error::value("groups", "several", "one matrix"));
         }
         let amax = download(client, &self.amax, self.amax_len() * 4)?;
-        let amax: Vec<f32> = bytemuck::pod_collect_to_vec(&amax);
+        let amax: Vec<f32> = amax
+            .chunks_exact(4)
+            .map(bytemuck::pod_read_unaligned)
+            .collect();
         PackedTensor::from_parts(
             (self.rows, self.cols),
             self.axis,
@@ -515,7 +519,9 @@ pub(crate) fn conversion_of(client: &Client) -> Conversion {
     if client.name() != "cuda" {
         return Conversion::Software;
     }
-    conversion(compute_capability(&client.properties().identity.fingerprint))
+    conversion(compute_capability(
+        &client.properties().identity.fingerprint,
+    ))
 }
 
 /// The number behind `sm` in CubeCL's name for what it compiles to, such as `ptx_sm90`.
@@ -570,7 +576,11 @@ pub(crate) fn download(
     Ok(bytes[..len].to_vec())
 }
 
-pub(crate) fn check_memory(argument: &'static str, handle: &Handle, needed: usize) -> Result<(), Nvfp4Error> {
+pub(crate) fn check_memory(
+    argument: &'static str,
+    handle: &Handle,
+    needed: usize,
+) -> Result<(), Nvfp4Error> {
     let found = handle.size_in_used() as usize;
     if found < needed {
         return Err(Nvfp4Error::shape(

@@ -195,13 +195,30 @@ fn four_over_six(
     #[comptime] policy: BlockPolicy,
 ) -> Encoded {
     let scales = candidate_scales(amax, global, policy.conversion);
-    let six = candidate(block, first, scales.extract(0usize), global, norm, policy.conversion);
-    let four = candidate(block, first, scales.extract(1usize), global, norm, policy.conversion);
+    let six = candidate(
+        block,
+        first,
+        scales.extract(0usize),
+        global,
+        norm,
+        policy.conversion,
+    );
+    let four = candidate(
+        block,
+        first,
+        scales.extract(1usize),
+        global,
+        norm,
+        policy.conversion,
+    );
     let keep_four = four.error < six.error;
     let mut codes = Vector::<u32, Const<2>>::empty();
     #[unroll]
     for half in 0..2usize {
-        codes.insert(half, select(keep_four, four.codes.extract(half), six.codes.extract(half)));
+        codes.insert(
+            half,
+            select(keep_four, four.codes.extract(half), six.codes.extract(half)),
+        );
     }
     Encoded {
         scale: select(keep_four, scales.extract(1usize), scales.extract(0usize)),
@@ -276,16 +293,14 @@ pub fn candidate(
 #[cube]
 fn divide(value: f32, ordinary: bool, #[comptime] conversion: Conversion) -> f32 {
     if comptime!(conversion.has_ptx()) {
-        let mut result = 0.0f32;
         if ordinary {
-            let reciprocal = comptime!(1.0f32 / 1536.0f32);
+            let reciprocal = 0.000_651_041_7f32;
             let quotient = value * reciprocal;
             let rest = ptx::fma_rn(-1536.0f32, quotient, value);
-            result = ptx::fma_rn(rest, reciprocal, quotient);
+            ptx::fma_rn(rest, reciprocal, quotient)
         } else {
-            result = value / 1536.0f32;
+            value / 1536.0f32
         }
-        result
     } else {
         value / 1536.0f32
     }

@@ -90,12 +90,7 @@ pub fn nearest_bits(magnitude: f32, binade: u32) -> u32 {
 /// The code, sign included, from the bits of [`nearest_bits`]. Bits of `binade >> 22` are
 /// `254 + 2 E`: with the two units already there the sum of last three bits is the code.
 #[cube]
-pub fn code_of(
-    sum: u32,
-    binade: u32,
-    value: f32,
-    #[comptime] conversion: Conversion,
-) -> u32 {
+pub fn code_of(sum: u32, binade: u32, value: f32, #[comptime] conversion: Conversion) -> u32 {
     let bits = u32::reinterpret(value);
     let code = (sum + (binade >> 22u32)) & 7u32;
     if comptime!(conversion.has_ptx()) {

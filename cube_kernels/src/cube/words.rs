@@ -30,7 +30,12 @@ pub fn unpack(word: u32, #[comptime] half: u32, #[comptime] kind: FloatKind) -> 
 /// `word` with its elements negated where `negate` is 1.
 #[cube]
 pub fn flip_signs(word: u32, negate: u32, #[comptime] kind: FloatKind) -> u32 {
-    word ^ (negate * comptime!(if kind.size() == 4 { 0x8000_0000u32 } else { 0x8000_8000u32 }))
+    word ^ (negate
+        * comptime!(if kind.size() == 4 {
+            0x8000_0000u32
+        } else {
+            0x8000_8000u32
+        }))
 }
 
 /// Words of one block of 16.
@@ -65,7 +70,11 @@ pub fn unpack_block(words: &Array<u32>, #[comptime] kind: FloatKind) -> Array<f3
     let per_word = comptime!(4 / kind.size());
     #[unroll]
     for i in 0..16usize {
-        block[i] = unpack(words[comptime!(i / per_word)], comptime!((i % per_word) as u32), kind);
+        block[i] = unpack(
+            words[comptime!(i / per_word)],
+            comptime!((i % per_word) as u32),
+            kind,
+        );
     }
     block
 }

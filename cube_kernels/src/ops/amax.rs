@@ -79,7 +79,9 @@ pub fn amaxes(
         AmaxScope::Outer => outer,
     };
     let rows_len = request.rows.map_or(0, |scope| len(scope, x.rows));
-    let cols_len = request.cols.map_or(0, |(scope, _)| len(scope, groups.count() * x.cols));
+    let cols_len = request
+        .cols
+        .map_or(0, |(scope, _)| len(scope, groups.count() * x.cols));
     let zeroed = |count: usize| (count > 0).then(|| zeros(client, count));
     let found = Amaxes {
         rows: request.rows.map(|_| zeros(client, rows_len)),
@@ -102,7 +104,11 @@ pub fn amaxes(
     let tile_cols = x.cols.div_ceil(tile::COLS);
     let (count, dim) = cubes(client, groups.units(x.rows, tile::ROWS) * tile_cols);
     // Not asked for: the other one, which the kernel then does not touch for it.
-    let rows = found.rows.as_ref().or(found.cols.as_ref()).expect("one is asked for");
+    let rows = found
+        .rows
+        .as_ref()
+        .or(found.cols.as_ref())
+        .expect("one is asked for");
     let cols = found.cols.as_ref().unwrap_or(rows);
     let offsets = match groups {
         // SAFETY: checked above.
@@ -215,7 +221,11 @@ fn fold<F: Numeric>(
     let word = u32::cast_from(stored);
     let mut max = bits;
     #[unroll]
-    for half in 0..comptime!(if elements { 1u32 } else { per_word(kind) as u32 }) {
+    for half in 0..comptime!(if elements {
+        1u32
+    } else {
+        per_word(kind) as u32
+    }) {
         let value = unpack(word, half, kind);
         if comptime!(conversion.has_ptx()) {
             let so_far = f32::reinterpret(max);

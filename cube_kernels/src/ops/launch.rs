@@ -4,15 +4,10 @@ use cubecl::{prelude::*, server::Handle};
 
 use crate::{
     BLOCK, Hadamard, HadamardSize, Nvfp4Error, ScaleLayout,
-    cube::{
-        block::BlockPolicy,
-        codec::Conversion,
-        hadamard::SignsLaunch,
-        philox::RandomLaunch,
-    },
+    cube::{block::BlockPolicy, codec::Conversion, hadamard::SignsLaunch, philox::RandomLaunch},
     device::{
-        AmaxScope, DeviceCopy, DevicePacked, DeviceRounding, FloatKind, Groups, Matrix, check_memory,
-        is_cpu,
+        AmaxScope, DeviceCopy, DevicePacked, DeviceRounding, FloatKind, Groups, Matrix,
+        check_memory, is_cpu,
     },
     policy::BlockScaling,
 };
@@ -183,7 +178,9 @@ impl CopyArgs {
             key: stream.map_or([0; 2], |stream| stream.key()),
             offset: stream.map_or(0, |stream| stream.offset),
             device_offset,
-            signs: copy.hadamard.map_or([0; 4], |hadamard| hadamard.sign_words()),
+            signs: copy
+                .hadamard
+                .map_or([0; 4], |hadamard| hadamard.sign_words()),
         })
     }
 
@@ -236,7 +233,6 @@ pub(crate) fn signs_launch(words: [u32; 4]) -> SignsLaunch {
 pub(crate) fn signs_of(hadamard: Option<Hadamard>) -> SignsLaunch {
     signs_launch(hadamard.map_or([0; 4], |hadamard| hadamard.sign_words()))
 }
-
 
 pub(crate) fn check_packed_cols(x: &Matrix) -> Result<(), Nvfp4Error> {
     if x.cols.is_multiple_of(BLOCK) {

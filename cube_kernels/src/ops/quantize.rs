@@ -19,8 +19,8 @@ use crate::{
         words::{block_words, load_block_words, unpack_block},
     },
     device::{
-        AmaxScope, DeviceCopy, DevicePacked, DeviceRounding, FloatKind, Groups, Matrix, address_type,
-        conversion_of,
+        AmaxScope, DeviceCopy, DevicePacked, DeviceRounding, FloatKind, Groups, Matrix,
+        address_type, conversion_of,
     },
 };
 
@@ -35,7 +35,13 @@ pub fn quantize_row(
     amax: &Handle,
     rounding: DeviceRounding,
 ) -> Result<DevicePacked, Nvfp4Error> {
-    quantize(client, x, &Groups::One, PackedAxis::Cols, &plain(amax, rounding, None))
+    quantize(
+        client,
+        x,
+        &Groups::One,
+        PackedAxis::Cols,
+        &plain(amax, rounding, None),
+    )
 }
 
 /// The column-wise copy of `x` with one amax and compact scales: 16x1 blocks down each column, stored
@@ -52,14 +58,16 @@ pub fn quantize_col(
     rounding: DeviceRounding,
     hadamard: Option<Hadamard>,
 ) -> Result<DevicePacked, Nvfp4Error> {
-    quantize(client, x, &Groups::One, PackedAxis::Rows, &plain(amax, rounding, hadamard))
+    quantize(
+        client,
+        x,
+        &Groups::One,
+        PackedAxis::Rows,
+        &plain(amax, rounding, hadamard),
+    )
 }
 
-fn plain(
-    amax: &Handle,
-    rounding: DeviceRounding,
-    hadamard: Option<Hadamard>,
-) -> CopyRequest<'_> {
+fn plain(amax: &Handle, rounding: DeviceRounding, hadamard: Option<Hadamard>) -> CopyRequest<'_> {
     CopyRequest {
         amax,
         scope: AmaxScope::Group,
@@ -123,7 +131,14 @@ pub fn quantize_tile(
     amax: &Handle,
 ) -> Result<(DevicePacked, DevicePacked), Nvfp4Error> {
     let layouts = [ScaleLayout::Compact; 2];
-    quantize_tile_with(client, x, &Groups::One, amax, BlockScaling::Standard, layouts)
+    quantize_tile_with(
+        client,
+        x,
+        &Groups::One,
+        amax,
+        BlockScaling::Standard,
+        layouts,
+    )
 }
 
 /// [`quantize_tile`] of every group, with one amax for each, any scaling, and scales in `layouts`
@@ -172,7 +187,14 @@ fn quantize_rows(
     check_packed_cols(x)?;
     check_row_transform(&request.copy)?;
     let conversion = conversion_of(client);
-    let args = CopyArgs::new(client, x, &Groups::One, PackedAxis::Cols, request, conversion)?;
+    let args = CopyArgs::new(
+        client,
+        x,
+        &Groups::One,
+        PackedAxis::Cols,
+        request,
+        conversion,
+    )?;
     if x.is_empty() {
         return Ok(args.out);
     }
@@ -258,7 +280,9 @@ fn launch_tiles(
         Groups::Offsets { offsets, count } => unsafe { buffer(offsets, count + 1) },
         _ => r.amax(),
     };
-    let elements = (x.len()).max(c.out.code_blocks() * BLOCK).max(r.out.code_blocks() * BLOCK);
+    let elements = (x.len())
+        .max(c.out.code_blocks() * BLOCK)
+        .max(r.out.code_blocks() * BLOCK);
     // SAFETY: the kernel masks every access by the shapes it is given.
     unsafe {
         quantize_tiles_kernel::launch_unchecked(
@@ -332,7 +356,7 @@ pub fn quantize_row_kernel<N: Size>(
     #[comptime] kind: FloatKind,
 ) {
     let policy = comptime!(plan.policy);
-    let mut global = GlobalScale::from_amax(amax[0], policy.scaling);
+    let shared_scale = GlobalScale::from_amax(amax[0], policy.scaling);
     let random = resolve_offset(&random, offset, policy);
     let width = N::value();
     let per_block = comptime!(block_words(kind) / width);
@@ -357,9 +381,7 @@ pub fn quantize_row_kernel<N: Size>(
             index = row * blocks + block;
         }
         if inside {
-            if comptime!(plan.per_outer) {
-                global = GlobalScale::from_amax(amax[index / blocks], policy.scaling);
-            }
+            let global = scale_of(&shared_scale, amax, index / blocks, plan);
             let words = load_block_words::<N>(x, index * per_block, kind);
             let block = row_block(&words, &signs, plan, kind);
             let logical = u64::cast_from(index);
@@ -370,6 +392,26 @@ pub fn quantize_row_kernel<N: Size>(
             scales[item] = 0u8;
         }
         item += CUBE_COUNT * CUBE_DIM as usize;
+    }
+}
+
+/// The scale that governs stored row `outer`: its own, where each has one, or the one for all.
+#[cube]
+fn scale_of(
+    all: &GlobalScale,
+    amax: &[f32],
+    outer: usize,
+    #[comptime] plan: CopyPlan,
+) -> GlobalScale {
+    if comptime!(plan.per_outer) {
+        GlobalScale::from_amax(amax[outer], plan.policy.scaling)
+    } else {
+        GlobalScale {
+            amax: all.amax,
+            encode: all.encode,
+            block: all.block,
+            decode: all.decode,
+        }
     }
 }
 
@@ -432,7 +474,8 @@ pub fn quantize_tiles_kernel<F: Numeric, N: Size>(
     let padded_blocks = blocks.div_ceil(4);
     // Scales of 16x16 tiles: eight rows of four.
     let mut tile_scales: Shared<[u32]> = Shared::new_slice(32usize);
-    let mut partial: Shared<[u32]> = Shared::new_slice(comptime!(if plan.tiles { 1024 } else { 1 }));
+    let mut partial: Shared<[u32]> =
+        Shared::new_slice(comptime!(if plan.tiles { 1024usize } else { 1usize }));
 
     let mut index = CUBE_POS;
     while index < tiles {
@@ -450,10 +493,11 @@ pub fn quantize_tiles_kernel<F: Numeric, N: Size>(
             let row = comptime!(plan.row.unwrap());
             let policy = comptime!(row.policy);
             let random = resolve_offset(&row_random, row_offset, policy);
-            let mut global = GlobalScale::from_amax(
-                row_amax[if comptime!(row.per_outer) { tile.row0 } else { tile.group }],
-                policy.scaling,
-            );
+            let group_scale = if comptime!(row.per_outer) {
+                GlobalScale::from_amax(1.0f32, policy.scaling)
+            } else {
+                GlobalScale::from_amax(row_amax[tile.group], policy.scaling)
+            };
             let mut item = UNIT_POS as usize;
             while item < 512usize {
                 let r = item / 4usize;
@@ -470,9 +514,7 @@ pub fn quantize_tiles_kernel<F: Numeric, N: Size>(
                         words[i] = data[start + i];
                     }
                     let block = row_block(&words, &row_signs, row, kind);
-                    if comptime!(row.per_outer) {
-                        global = GlobalScale::from_amax(row_amax[row_index], policy.scaling);
-                    }
+                    let global = scale_of(&group_scale, row_amax, row_index, row);
                     let logical = u64::cast_from(stored);
                     if comptime!(plan.tiles) {
                         scale = tile_scales[(r / 16usize) * 4usize + item % 4usize];
@@ -489,7 +531,8 @@ pub fn quantize_tiles_kernel<F: Numeric, N: Size>(
                 if comptime!(row.swizzled) {
                     // Columns of tiles beyond these pad a column-wise copy only.
                     if tile.col0 / 64usize < padded_blocks {
-                        let target = (tile.row_tile * padded_blocks + tile.col0 / 64usize) * 512usize
+                        let target = (tile.row_tile * padded_blocks + tile.col0 / 64usize)
+                            * 512usize
                             + (r % 32usize) * 16usize
                             + (r / 32usize) * 4usize
                             + item % 4usize;
@@ -515,10 +558,11 @@ pub fn quantize_tiles_kernel<F: Numeric, N: Size>(
             let group_blocks = (tile.row_end - tile.group_row0).div_ceil(span) * per_unit;
             let block0 = (tile.row0 - tile.group_row0) / 16usize;
             let base = shape.cols * tile.units_before * per_unit;
-            let mut global = GlobalScale::from_amax(
-                col_amax[if comptime!(col.per_outer) { 0usize } else { tile.group }],
-                policy.scaling,
-            );
+            let group_scale = if comptime!(col.per_outer) {
+                GlobalScale::from_amax(1.0f32, policy.scaling)
+            } else {
+                GlobalScale::from_amax(col_amax[tile.group], policy.scaling)
+            };
 
             let mut item = UNIT_POS as usize;
             while item < comptime!(words * (tile::ROWS / span)) {
@@ -526,14 +570,8 @@ pub fn quantize_tiles_kernel<F: Numeric, N: Size>(
                 let chunk = item / words;
                 let first = block0 + chunk * per_unit;
                 if first < group_blocks {
-                    let column_words = tile::load_words(
-                        &data,
-                        chunk * span,
-                        word,
-                        &col_signs,
-                        col.hadamard,
-                        kind,
-                    );
+                    let column_words =
+                        tile::load_words(&data, chunk * span, word, &col_signs, col.hadamard, kind);
                     #[unroll]
                     for half in 0..comptime!(per_word as u32) {
                         let c = word * per_word + half as usize;
@@ -546,12 +584,8 @@ pub fn quantize_tiles_kernel<F: Numeric, N: Size>(
                                 butterfly(&mut values, size);
                                 normalize(&mut values, size, policy.conversion);
                             }
-                            if comptime!(col.per_outer) {
-                                global = GlobalScale::from_amax(
-                                    col_amax[tile.group * shape.cols + column],
-                                    policy.scaling,
-                                );
-                            }
+                            let outer = tile.group * shape.cols + column;
+                            let global = scale_of(&group_scale, col_amax, outer, col);
                             // Neighbouring units hold neighbouring words, so the halves lie apart.
                             let slot = comptime!(half as usize * words) + word;
                             #[unroll]
@@ -642,7 +676,6 @@ fn choose_tile_scales(
     #[comptime] kind: FloatKind,
 ) {
     let conversion = comptime!(plan.policy.conversion);
-    let words = comptime!(block_words(kind));
     let mut item = UNIT_POS as usize;
     while item < 512usize {
         let block = shared_block(data, item, kind);
@@ -688,8 +721,8 @@ fn choose_tile_scales(
         let mut item = UNIT_POS as usize;
         while item < 32usize {
             let first = (item / 4usize) * 64usize + item % 4usize;
-            let six = sum_of_rows(partial, first);
-            let four = sum_of_rows(partial, first + 512usize);
+            let six = sum_of_rows(&*partial, first);
+            let four = sum_of_rows(&*partial, first + 512usize);
             let both = scales[item];
             scales[item] = select(four < six, both >> 8u32, both & 0xFFu32);
             item += CUBE_DIM as usize;
@@ -729,4 +762,3 @@ fn sum_of_rows(errors: &Shared<[u32]>, first: usize) -> f32 {
     }
     rows[0]
 }
-

@@ -13,7 +13,10 @@ use cubecl::prelude::*;
 
 use crate::{
     HadamardSize,
-    cube::{hadamard::Signs, words::{flip_signs, unpack}},
+    cube::{
+        hadamard::Signs,
+        words::{flip_signs, unpack},
+    },
     device::{FloatKind, Groups},
 };
 
