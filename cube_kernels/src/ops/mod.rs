@@ -9,13 +9,25 @@
 mod amax;
 #[allow(missing_docs)]
 mod dequantize;
+#[allow(missing_docs)]
+mod groups;
 pub(crate) mod launch;
 #[allow(missing_docs)]
+mod padding;
+#[allow(missing_docs)]
 mod quantize;
+#[allow(missing_docs)]
+mod swizzle;
 
 pub use amax::amax;
 pub use dequantize::dequantize;
+pub use groups::Groups;
+pub use padding::{pad_groups, unpad_groups};
 pub use quantize::{quantize_col, quantize_row, quantize_tile};
+pub use swizzle::{
+    swizzle, swizzle_batch, swizzle_block_groups, swizzle_row_groups, unswizzle, unswizzle_batch,
+    unswizzle_block_groups, unswizzle_row_groups,
+};
 
 /// The kernels themselves, for tests that compile them without launching.
 #[doc(hidden)]
@@ -23,6 +35,12 @@ pub mod kernels {
     pub use super::{
         amax::{amax_cols_kernel, amax_kernel},
         dequantize::dequantize_kernel,
+        groups::rescale_kernel,
+        padding::move_groups_kernel,
         quantize::{quantize_col_kernel, quantize_row_kernel, quantize_tile_kernel},
+        swizzle::{
+            swizzle_block_groups_kernel, swizzle_kernel, unswizzle_block_groups_kernel,
+            unswizzle_kernel,
+        },
     };
 }

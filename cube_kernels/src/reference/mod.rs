@@ -19,6 +19,7 @@ mod rounding;
 mod scaling;
 
 pub mod four_over_six;
+pub mod padding;
 pub mod philox;
 pub mod swizzle;
 
