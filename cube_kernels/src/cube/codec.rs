@@ -110,6 +110,22 @@ pub fn decode_e4m3(byte: u32) -> f32 {
     select(byte == 0x7Fu32, f32::reinterpret(QUIET_NAN), value)
 }
 
+/// The E4M3 element nearest to `value`, with its sign; see
+/// [`format::e4m3::encode_element`](crate::format::e4m3::encode_element).
+#[cube]
+pub fn encode_e4m3_element(value: f32) -> u32 {
+    let bits = u32::reinterpret(value);
+    let sign = (bits >> 24u32) & 0x80u32;
+    encode_e4m3(value) | select((bits & MAGNITUDE) > INFINITY, 0u32, sign)
+}
+
+/// The value of an E4M3 element in the low byte of `byte`, with its sign.
+#[cube]
+pub fn decode_e4m3_element(byte: u32) -> f32 {
+    let magnitude = u32::reinterpret(decode_e4m3(byte));
+    f32::reinterpret(magnitude | ((byte & 0x80u32) << 24u32))
+}
+
 /// The magnitude of a value as integer bits, in which NaN compares above infinity.
 #[cube]
 pub fn magnitude_bits(value: f32) -> u32 {

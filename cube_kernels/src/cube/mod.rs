@@ -9,6 +9,7 @@
 pub mod block;
 pub mod codec;
 pub mod hadamard;
+pub mod mx;
 pub mod philox;
 pub mod ptx;
 pub mod scale;

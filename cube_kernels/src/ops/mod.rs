@@ -13,15 +13,19 @@ mod dequantize;
 mod groups;
 pub(crate) mod launch;
 #[allow(missing_docs)]
+mod mxfp8;
+#[allow(missing_docs)]
 mod padding;
 #[allow(missing_docs)]
 mod quantize;
 #[allow(missing_docs)]
 mod swizzle;
+mod tiles;
 
 pub use amax::amax;
 pub use dequantize::dequantize;
 pub use groups::Groups;
+pub use mxfp8::{DeviceMx, mx_dequantize, mx_quantize, mx_requantize};
 pub use padding::{pad_groups, unpad_groups};
 pub use quantize::{quantize_col, quantize_row, quantize_tile};
 pub use swizzle::{
@@ -36,6 +40,10 @@ pub mod kernels {
         amax::{amax_cols_kernel, amax_kernel},
         dequantize::dequantize_kernel,
         groups::rescale_kernel,
+        mxfp8::{
+            mx_dequantize_kernel, mx_quantize_col_kernel, mx_quantize_row_kernel,
+            mx_requantize_across_kernel, mx_requantize_along_kernel,
+        },
         padding::move_groups_kernel,
         quantize::{quantize_col_kernel, quantize_row_kernel, quantize_tile_kernel},
         swizzle::{

@@ -1,0 +1,700 @@
+//! MXFP8: quantization of either orientation, from a matrix or from an NVFP4 operand, and back.
+//!
+//! The numbers are those of [`reference::mx_quantize`](crate::reference::mx_quantize) (specification,
+//! section 10), byte for byte.
+
+use cubecl::{prelude::*, server::Handle};
+
+use super::{
+    groups::check_bytes,
+    launch::{grid, vector_size},
+    tiles::tile_grid,
+};
+use crate::{
+    MX_BLOCK, MxPacked, Nvfp4Error, PackedAxis,
+    cube::{
+        codec::{decode_e2m1, decode_e4m3, decode_e4m3_element, load, magnitude_bits, store},
+        mx::{decode_ue8m0, decode_ue8m0_reciprocal, encode_e4m3x4, mx_scale},
+    },
+    device::{
+        Capabilities, DevicePacked, FloatKind, Matrix, address_type, allocate, download, is_cpu,
+    },
+};
+
+/// An MXFP8 matrix in device memory; the layout is that of [`MxPacked`].
+#[derive(Debug, Clone)]
+pub struct DeviceMx {
+    /// The E4M3 codes: `[outer, blocks * 32]` bytes.
+    pub codes: Handle,
+    /// The UE8M0 scales: `[outer, blocks]` bytes.
+    pub scales: Handle,
+    /// Rows of the source matrix.
+    pub rows: usize,
+    /// Columns of the source matrix.
+    pub cols: usize,
+    /// The axis of the source along which it is packed.
+    pub axis: PackedAxis,
+}
+
+impl DeviceMx {
+    /// Stored rows.
+    pub fn outer(&self) -> usize {
+        self.axis.stored_shape(self.rows, self.cols).0
+    }
+
+    /// Length of the packed axis, without padding.
+    pub fn inner(&self) -> usize {
+        self.axis.stored_shape(self.rows, self.cols).1
+    }
+
+    /// Blocks in one stored row.
+    pub fn blocks(&self) -> usize {
+        self.inner().div_ceil(MX_BLOCK)
+    }
+
+    fn empty(client: &Client, (rows, cols): (usize, usize), axis: PackedAxis) -> Self {
+        let (outer, inner) = axis.stored_shape(rows, cols);
+        let blocks = outer * inner.div_ceil(MX_BLOCK);
+        Self {
+            codes: allocate(client, blocks * MX_BLOCK),
+            scales: allocate(client, blocks),
+            rows,
+            cols,
+            axis,
+        }
+    }
+
+    fn check(&self, argument: &'static str) -> Result<(), Nvfp4Error> {
+        let blocks = self.outer() * self.blocks();
+        check_bytes(argument, &self.codes, blocks * MX_BLOCK)?;
+        check_bytes(argument, &self.scales, blocks)
+    }
+
+    /// Copies a host matrix to the device.
+    pub fn from_host(client: &Client, packed: &MxPacked) -> Self {
+        let upload = |bytes: &[u8]| match bytes {
+            [] => allocate(client, 0),
+            _ => client.create_from_slice(bytes),
+        };
+        Self {
+            codes: upload(packed.codes()),
+            scales: upload(packed.scales()),
+            rows: packed.rows(),
+            cols: packed.cols(),
+            axis: packed.axis(),
+        }
+    }
+
+    /// Copies the matrix to the host, waiting for the device.
+    ///
+    /// # Errors
+    /// When a queued kernel failed, or the buffers do not fit the shape.
+    pub fn to_host(&self, client: &Client) -> Result<MxPacked, Nvfp4Error> {
+        self.check("self")?;
+        let blocks = self.outer() * self.blocks();
+        MxPacked::from_parts(
+            (self.rows, self.cols),
+            self.axis,
+            download(client, &self.codes, blocks * MX_BLOCK)?,
+            download(client, &self.scales, blocks)?,
+        )
+    }
+}
+
+/// `x` in MXFP8 with blocks along `axis`: row-wise for [`PackedAxis::Cols`]; column-wise, stored
+/// transposed, for [`PackedAxis::Rows`]. The last block of a row is padded with zeros.
+///
+/// # Errors
+/// When the memory of `x` is smaller than its shape.
+pub fn mx_quantize(client: &Client, x: &Matrix, axis: PackedAxis) -> Result<DeviceMx, Nvfp4Error> {
+    x.check("x")?;
+    let out = DeviceMx::empty(client, (x.rows, x.cols), axis);
+    if x.is_empty() {
+        return Ok(out);
+    }
+    let hardware = has_e4m3(client);
+    let (outer, blocks) = (out.outer(), out.blocks());
+    let address = address_type(outer * blocks * MX_BLOCK);
+    // SAFETY (of every argument): checked against, or allocated for, the shape.
+    let scales = unsafe { BufferArg::from_raw_parts(out.scales.clone(), outer * blocks) };
+    match axis {
+        PackedAxis::Cols => {
+            let width = vector_size(x.dtype, x.cols);
+            let lanes = lanes(client, x.dtype);
+            let stored = 2.min(8 / lanes);
+            let (count, dim) = grid(client, outer * blocks * lanes);
+            // SAFETY: the kernel stays below the number of blocks and the columns.
+            unsafe {
+                mx_quantize_row_kernel::launch_unchecked(
+                    client,
+                    count,
+                    dim,
+                    address,
+                    width,
+                    stored,
+                    BufferArg::from_raw_parts(x.handle.clone(), x.len() / width),
+                    BufferArg::from_raw_parts(out.codes.clone(), outer * blocks * 8 / stored),
+                    scales,
+                    x.rows,
+                    x.cols,
+                    lanes,
+                    hardware,
+                    x.dtype,
+                    x.dtype.storage_type(),
+                );
+            }
+        }
+        PackedAxis::Rows => {
+            let width = vector_size(x.dtype, x.cols);
+            let tiles = x.rows.div_ceil(TILE_ROWS) * x.cols.div_ceil(TILE_COLS);
+            let (count, dim) = tile_grid(client, tiles);
+            // SAFETY: the kernel masks every access by the shape.
+            unsafe {
+                mx_quantize_col_kernel::launch_unchecked(
+                    client,
+                    count,
+                    dim,
+                    address,
+                    width,
+                    BufferArg::from_raw_parts(x.handle.clone(), x.len() / width),
+                    BufferArg::from_raw_parts(out.codes.clone(), outer * blocks * 8),
+                    scales,
+                    x.rows,
+                    x.cols,
+                    hardware,
+                    x.dtype,
+                    x.dtype.storage_type(),
+                );
+            }
+        }
+    }
+    Ok(out)
+}
+
+/// The NVFP4 matrix `packed` in MXFP8 with blocks along `axis` of its source, which may be the axis
+/// it is packed along or the other one, in one kernel: the bytes of [`dequantize`](super::dequantize)
+/// to `via` followed by [`mx_quantize`], without the matrix between them in memory. `via` is the
+/// element type that the dequantized values are rounded to, that of the training as a rule.
+///
+/// # Errors
+/// When a buffer is smaller than its shape.
+pub fn mx_requantize(
+    client: &Client,
+    packed: &DevicePacked,
+    axis: PackedAxis,
+    via: FloatKind,
+) -> Result<DeviceMx, Nvfp4Error> {
+    packed.check("packed")?;
+    let out = DeviceMx::empty(client, (packed.rows, packed.cols), axis);
+    let (outer, inner) = (packed.outer(), packed.inner());
+    if outer * inner == 0 {
+        return Ok(out);
+    }
+    let hardware = has_e4m3(client);
+    let nv_blocks = outer * packed.blocks();
+    let mx_blocks = out.outer() * out.blocks();
+    let address = address_type(mx_blocks * MX_BLOCK);
+    // SAFETY (of every argument): checked against, or allocated for, the shape.
+    let nv_scales = unsafe { BufferArg::from_raw_parts(packed.scales.clone(), nv_blocks) };
+    let amax = unsafe { BufferArg::from_raw_parts(packed.amax.clone(), 1) };
+    let scales = unsafe { BufferArg::from_raw_parts(out.scales.clone(), mx_blocks) };
+    if axis == packed.axis {
+        let lanes = lanes(client, FloatKind::Bf16);
+        let (count, dim) = grid(client, mx_blocks * lanes);
+        // SAFETY: the kernel stays below the number of blocks.
+        unsafe {
+            mx_requantize_along_kernel::launch_unchecked(
+                client,
+                count,
+                dim,
+                address,
+                BufferArg::from_raw_parts(packed.codes.clone(), nv_blocks * 2),
+                nv_scales,
+                amax,
+                BufferArg::from_raw_parts(out.codes.clone(), mx_blocks * 4),
+                scales,
+                outer,
+                inner,
+                RANGE,
+                lanes,
+                hardware,
+                via,
+                via.storage_type(),
+            );
+        }
+    } else {
+        let tiles = outer.div_ceil(TILE_ROWS) * inner.div_ceil(TILE_COLS);
+        let (count, dim) = tile_grid(client, tiles);
+        // SAFETY: the kernel masks every access by the shape.
+        unsafe {
+            mx_requantize_across_kernel::launch_unchecked(
+                client,
+                count,
+                dim,
+                address,
+                16 / via.size(),
+                BufferArg::from_raw_parts(packed.codes.clone(), nv_blocks),
+                nv_scales,
+                amax,
+                BufferArg::from_raw_parts(out.codes.clone(), mx_blocks * 8),
+                scales,
+                outer,
+                inner,
+                RANGE,
+                hardware,
+                via,
+                via.storage_type(),
+            );
+        }
+    }
+    Ok(out)
+}
+
+/// The matrix that `packed` stands for, in the orientation of its source, rounded once to `out`. See
+/// [`reference::mx_dequantize`](crate::reference::mx_dequantize).
+///
+/// # Errors
+/// When a buffer is smaller than its shape.
+pub fn mx_dequantize(
+    client: &Client,
+    packed: &DeviceMx,
+    out: FloatKind,
+) -> Result<Matrix, Nvfp4Error> {
+    packed.check("packed")?;
+    let result = Matrix::empty(client, packed.rows, packed.cols, out);
+    if result.is_empty() {
+        return Ok(result);
+    }
+    let (outer, inner, blocks) = (packed.outer(), packed.inner(), packed.blocks());
+    let (count, dim) = grid(client, outer * blocks * 8);
+    // SAFETY: the kernel stays below the number of blocks and the shape of the result.
+    unsafe {
+        mx_dequantize_kernel::launch_unchecked(
+            client,
+            count,
+            dim,
+            address_type(outer * blocks * MX_BLOCK),
+            BufferArg::from_raw_parts(packed.codes.clone(), outer * blocks * 8),
+            BufferArg::from_raw_parts(packed.scales.clone(), outer * blocks),
+            BufferArg::from_raw_parts(result.handle.clone(), result.len()),
+            outer,
+            inner,
+            packed.axis == PackedAxis::Rows,
+            out,
+            out.storage_type(),
+        );
+    }
+    Ok(result)
+}
+
+/// The denominator with which an NVFP4 amax decodes.
+const RANGE: f32 = 2688.0;
+
+/// Rows and columns of the tile that one cube turns into columns.
+const TILE_ROWS: usize = 128;
+const TILE_COLS: usize = 64;
+/// Words from one column's codes to the next in shared memory: 128 bytes, and one word against bank
+/// conflicts.
+const STAGE: usize = TILE_ROWS / 4 + 1;
+
+/// Whether the device converts to E4M3 itself: sm_89 and later.
+fn has_e4m3(client: &Client) -> bool {
+    let capability = Capabilities::of(client).compute_capability;
+    capability.is_some_and(|capability| capability >= 89)
+}
+
+/// Units that share a block of a row: each loads 16 bytes, so that the loads of neighbours are
+/// contiguous.
+fn lanes(client: &Client, dtype: FloatKind) -> usize {
+    if is_cpu(client) {
+        1
+    } else {
+        MX_BLOCK * dtype.size() / 16
+    }
+}
+
+/// The largest magnitude of a few values, as bits.
+#[cube]
+fn amax_of(values: &Array<f32>, #[comptime] len: usize) -> u32 {
+    let mut bits = 0u32;
+    #[unroll]
+    for i in 0..len {
+        bits = max(bits, magnitude_bits(values[i]));
+    }
+    bits
+}
+
+/// The largest of what `lanes` neighbouring units hold.
+#[cube]
+fn max_of_lanes(bits: u32, #[comptime] lanes: usize) -> u32 {
+    let mut result = bits;
+    if comptime!(lanes > 1) {
+        result = max(result, plane_shuffle_xor(result, 1u32));
+    }
+    if comptime!(lanes > 2) {
+        result = max(result, plane_shuffle_xor(result, 2u32));
+    }
+    if comptime!(lanes > 4) {
+        result = max(result, plane_shuffle_xor(result, 4u32));
+    }
+    result
+}
+
+/// `lanes` neighbouring units quantize one block of a row. All units of a cube stay in the loop
+/// together, because the maximum is exchanged among them.
+#[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
+pub fn mx_quantize_row_kernel<F: Numeric, N: Size, M: Size>(
+    x: &[Vector<F, N>],
+    codes: &mut [Vector<u32, M>],
+    scales: &mut [u8],
+    rows: usize,
+    cols: usize,
+    #[comptime] lanes: usize,
+    #[comptime] hardware: bool,
+    #[comptime] kind: FloatKind,
+    #[define(F)] _storage: ElemType,
+) {
+    let width = N::value();
+    let stored = M::value();
+    let elements = comptime!(32 / lanes);
+    let blocks = cols.div_ceil(32);
+    let vectors = cols / width;
+    let items = rows * blocks * lanes;
+    let mut base = CUBE_POS * CUBE_DIM as usize;
+    while base < items {
+        let item = base + UNIT_POS as usize;
+        let block = item / lanes;
+        let row = block / blocks;
+        let first = (block % blocks) * 32usize + (item % lanes) * elements;
+        let inside = item < items;
+        let mut values = Array::<f32>::new(elements);
+        // The width of a vector divides the columns: it lies within them or behind them.
+        #[unroll]
+        for v in 0..comptime!(elements / width) {
+            let position = first + comptime!(v * width);
+            let mut vector = Vector::<F, N>::new(F::from_int(0));
+            if inside && position < cols {
+                vector = x[row * vectors + position / width];
+            }
+            #[unroll]
+            for i in 0..width {
+                values[comptime!(v * width + i)] = load::<F>(vector.extract(i), kind);
+            }
+        }
+        let scale = mx_scale(max_of_lanes(amax_of(&values, elements), lanes));
+        let multiplier = decode_ue8m0_reciprocal(scale);
+        if inside {
+            #[unroll]
+            for v in 0..comptime!(elements / 4 / stored) {
+                let mut words = Vector::<u32, M>::empty();
+                #[unroll]
+                for w in 0..stored {
+                    let at = comptime!((v * stored + w) * 4);
+                    words.insert(w, encode_e4m3x4(&values, at, multiplier, hardware));
+                }
+                codes[item * comptime!(elements / 4 / stored) + v] = words;
+            }
+            if item % lanes == 0usize {
+                scales[block] = u8::cast_from(scale);
+            }
+        }
+        base += CUBE_COUNT * CUBE_DIM as usize;
+    }
+}
+
+/// The columns of a tile in shared memory become blocks: one unit takes 32 rows of one column; the
+/// codes gather in shared memory and leave as runs of 128 bytes.
+#[cube]
+fn quantize_tile_columns<F: Numeric>(
+    tile: &[Vector<F, Const<1>>],
+    stage: &mut [u32],
+    codes: &mut [u32],
+    scales: &mut [u8],
+    tile_row: usize,
+    tile_col: usize,
+    rows: usize,
+    cols: usize,
+    #[comptime] hardware: bool,
+    #[comptime] kind: FloatKind,
+) {
+    let blocks = rows.div_ceil(32);
+    let col0 = tile_col * comptime!(TILE_COLS);
+    let block0 = tile_row * comptime!(TILE_ROWS / 32);
+    let mut task = UNIT_POS as usize;
+    while task < comptime!(TILE_COLS * TILE_ROWS / 32) {
+        let col = task % comptime!(TILE_COLS);
+        let block = task / comptime!(TILE_COLS);
+        let mut values = Array::<f32>::new(32usize);
+        #[unroll]
+        for i in 0..32usize {
+            let element = tile[(block * 32usize + i) * comptime!(TILE_COLS) + col];
+            values[i] = load::<F>(element.extract(0usize), kind);
+        }
+        let scale = mx_scale(amax_of(&values, 32usize));
+        let multiplier = decode_ue8m0_reciprocal(scale);
+        #[unroll]
+        for w in 0..8usize {
+            stage[col * comptime!(STAGE) + block * 8usize + w] =
+                encode_e4m3x4(&values, comptime!(w * 4), multiplier, hardware);
+        }
+        if col0 + col < cols && block0 + block < blocks {
+            scales[(col0 + col) * blocks + block0 + block] = u8::cast_from(scale);
+        }
+        task += CUBE_DIM as usize;
+    }
+    sync_cube();
+    let mut word = UNIT_POS as usize;
+    while word < comptime!(TILE_COLS * TILE_ROWS / 4) {
+        let col = word / comptime!(TILE_ROWS / 4);
+        let position = word % comptime!(TILE_ROWS / 4);
+        let at = block0 * 8usize + position;
+        if col0 + col < cols && at < blocks * 8usize {
+            codes[(col0 + col) * blocks * 8usize + at] = stage[col * comptime!(STAGE) + position];
+        }
+        word += CUBE_DIM as usize;
+    }
+}
+
+/// One cube makes the column blocks of every `cubes`-th tile of 128 x 64; neighbouring cubes take
+/// tiles of the same rows.
+#[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
+pub fn mx_quantize_col_kernel<F: Numeric, N: Size>(
+    x: &[Vector<F, N>],
+    codes: &mut [u32],
+    scales: &mut [u8],
+    rows: usize,
+    cols: usize,
+    #[comptime] hardware: bool,
+    #[comptime] kind: FloatKind,
+    #[define(F)] _storage: ElemType,
+) {
+    let width = N::value();
+    let mut tile = Shared::<[Vector<F, Const<1>>]>::new_aligned_slice(
+        comptime!(TILE_ROWS * TILE_COLS),
+        16usize,
+    );
+    let mut stage = Shared::<[u32]>::new_slice(comptime!(TILE_COLS * STAGE));
+    let tile_cols = cols.div_ceil(TILE_COLS);
+    let tiles = rows.div_ceil(TILE_ROWS) * tile_cols;
+    let vectors = cols / width;
+    let mut index = CUBE_POS;
+    while index < tiles {
+        let row0 = (index / tile_cols) * comptime!(TILE_ROWS);
+        let col0 = (index % tile_cols) * comptime!(TILE_COLS);
+        let wide = tile.as_mut_slice().with_vector_size_mut::<N>();
+        let mut item = UNIT_POS as usize;
+        while item < comptime!(TILE_ROWS * TILE_COLS / width) {
+            let row = row0 + item / comptime!(TILE_COLS / width);
+            let col = col0 + (item % comptime!(TILE_COLS / width)) * width;
+            let mut vector = Vector::<F, N>::new(F::from_int(0));
+            if row < rows && col < cols {
+                vector = x[row * vectors + col / width];
+            }
+            wide[item] = vector;
+            item += CUBE_DIM as usize;
+        }
+        sync_cube();
+        quantize_tile_columns::<F>(
+            tile.as_slice(),
+            stage.as_mut_slice(),
+            codes,
+            scales,
+            index / tile_cols,
+            index % tile_cols,
+            rows,
+            cols,
+            hardware,
+            kind,
+        );
+        // The next tile overwrites what slower units still read.
+        sync_cube();
+        index += CUBE_COUNT;
+    }
+}
+
+/// `lanes` neighbouring units turn two NVFP4 blocks of a stored row into one of MXFP8.
+#[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
+pub fn mx_requantize_along_kernel<F: Numeric>(
+    nv_codes: &[u32],
+    nv_scales: &[u8],
+    amax: &[f32],
+    codes: &mut [Vector<u32, Const<2>>],
+    scales: &mut [u8],
+    outer: usize,
+    inner: usize,
+    range: f32,
+    #[comptime] lanes: usize,
+    #[comptime] hardware: bool,
+    #[comptime] via: FloatKind,
+    #[define(F)] _storage: ElemType,
+) {
+    let elements = comptime!(32 / lanes);
+    let nv_blocks = inner.div_ceil(16);
+    let blocks = inner.div_ceil(32);
+    let factor = amax[0] / range;
+    let items = outer * blocks * lanes;
+    let mut base = CUBE_POS * CUBE_DIM as usize;
+    while base < items {
+        let item = base + UNIT_POS as usize;
+        let block = item / lanes;
+        let row = block / blocks;
+        let first = (block % blocks) * 32usize + (item % lanes) * elements;
+        let inside = item < items;
+        let mut values = Array::<f32>::new(elements);
+        #[unroll]
+        for w in 0..comptime!(elements / 8) {
+            let position = first + comptime!(w * 8);
+            let mut word = 0u32;
+            let mut scale = 0.0f32;
+            if inside && position < inner {
+                let nv_block = row * nv_blocks + position / 16usize;
+                word = nv_codes[nv_block * 2usize + (position / 8usize) % 2usize];
+                scale = decode_e4m3(u32::cast_from(nv_scales[nv_block]));
+            }
+            #[unroll]
+            for i in 0..8usize {
+                let value = decode_e2m1(word >> comptime!(4 * i as u32)) * scale * factor;
+                // What pads the NVFP4 block is no part of the matrix.
+                let value = select(position + i < inner, value, 0.0f32);
+                values[comptime!(w * 8 + i)] = load::<F>(store::<F>(value, via), via);
+            }
+        }
+        let scale = mx_scale(max_of_lanes(amax_of(&values, elements), lanes));
+        let multiplier = decode_ue8m0_reciprocal(scale);
+        if inside {
+            #[unroll]
+            for w in 0..comptime!(elements / 8) {
+                let mut words = Vector::<u32, Const<2>>::empty();
+                words.insert(
+                    0usize,
+                    encode_e4m3x4(&values, comptime!(w * 8), multiplier, hardware),
+                );
+                words.insert(
+                    1usize,
+                    encode_e4m3x4(&values, comptime!(w * 8 + 4), multiplier, hardware),
+                );
+                codes[item * comptime!(elements / 8) + w] = words;
+            }
+            if item % lanes == 0usize {
+                scales[block] = u8::cast_from(scale);
+            }
+        }
+        base += CUBE_COUNT * CUBE_DIM as usize;
+    }
+}
+
+/// One cube decodes every `cubes`-th tile of 128 stored rows x 64 and makes MXFP8 blocks down its
+/// columns. `F` is the storage type of `via`, `N` elements of it are 16 bytes.
+#[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
+pub fn mx_requantize_across_kernel<F: Numeric, N: Size>(
+    nv_codes: &[Vector<u32, Const<2>>],
+    nv_scales: &[u8],
+    amax: &[f32],
+    codes: &mut [u32],
+    scales: &mut [u8],
+    outer: usize,
+    inner: usize,
+    range: f32,
+    #[comptime] hardware: bool,
+    #[comptime] via: FloatKind,
+    #[define(F)] _storage: ElemType,
+) {
+    let width = N::value();
+    let mut tile = Shared::<[Vector<F, Const<1>>]>::new_aligned_slice(
+        comptime!(TILE_ROWS * TILE_COLS),
+        16usize,
+    );
+    let mut stage = Shared::<[u32]>::new_slice(comptime!(TILE_COLS * STAGE));
+    let nv_blocks = inner.div_ceil(16);
+    let factor = amax[0] / range;
+    let tile_cols = inner.div_ceil(TILE_COLS);
+    let tiles = outer.div_ceil(TILE_ROWS) * tile_cols;
+    let mut index = CUBE_POS;
+    while index < tiles {
+        let row0 = (index / tile_cols) * comptime!(TILE_ROWS);
+        let block0 = (index % tile_cols) * comptime!(TILE_COLS / 16);
+        let wide = tile.as_mut_slice().with_vector_size_mut::<N>();
+        let mut item = UNIT_POS as usize;
+        while item < comptime!(TILE_ROWS * TILE_COLS / 16) {
+            let row = row0 + item / comptime!(TILE_COLS / 16);
+            let block = block0 + item % comptime!(TILE_COLS / 16);
+            let mut words = Vector::<u32, Const<2>>::new(0u32);
+            let mut scale = 0.0f32;
+            let inside = row < outer && block < nv_blocks;
+            if inside {
+                words = nv_codes[row * nv_blocks + block];
+                scale = decode_e4m3(u32::cast_from(nv_scales[row * nv_blocks + block]));
+            }
+            #[unroll]
+            for v in 0..comptime!(16 / width) {
+                let mut vector = Vector::<F, N>::empty();
+                #[unroll]
+                for i in 0..width {
+                    let at = comptime!(v * width + i);
+                    let code = words.extract(comptime!(at / 8)) >> comptime!(4 * (at as u32 % 8));
+                    // Zero where there is no element, also where the factor is NaN or infinite.
+                    let value = select(inside, decode_e2m1(code) * scale * factor, 0.0f32);
+                    vector.insert(i, store::<F>(value, via));
+                }
+                wide[item * comptime!(16 / width) + v] = vector;
+            }
+            item += CUBE_DIM as usize;
+        }
+        sync_cube();
+        quantize_tile_columns::<F>(
+            tile.as_slice(),
+            stage.as_mut_slice(),
+            codes,
+            scales,
+            index / tile_cols,
+            index % tile_cols,
+            outer,
+            inner,
+            hardware,
+            via,
+        );
+        sync_cube();
+        index += CUBE_COUNT;
+    }
+}
+
+/// One unit decodes four elements of a block. Of a transposed copy neighbours take neighbouring
+/// stored rows, which are neighbouring columns of the result.
+#[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
+pub fn mx_dequantize_kernel<F: Numeric>(
+    codes: &[u32],
+    scales: &[u8],
+    out: &mut [F],
+    outer: usize,
+    inner: usize,
+    #[comptime] transposed: bool,
+    #[comptime] kind: FloatKind,
+    #[define(F)] _storage: ElemType,
+) {
+    let blocks = inner.div_ceil(32);
+    let words = blocks * 8usize;
+    let mut item = ABSOLUTE_POS;
+    while item < outer * words {
+        let mut row = item / words;
+        let mut word = item % words;
+        if comptime!(transposed) {
+            row = item % outer;
+            word = item / outer;
+        }
+        let scale = decode_ue8m0(u32::cast_from(scales[row * blocks + word / 8usize]));
+        let packed = codes[row * words + word];
+        #[unroll]
+        for i in 0..4usize {
+            let position = word * 4usize + i;
+            if position < inner {
+                let value = decode_e4m3_element(packed >> comptime!(8 * i as u32)) * scale;
+                if comptime!(transposed) {
+                    out[position * outer + row] = store::<F>(value, kind);
+                } else {
+                    out[row * inner + position] = store::<F>(value, kind);
+                }
+            }
+        }
+        item += CUBE_COUNT * CUBE_DIM as usize;
+    }
+}
