@@ -8,6 +8,7 @@
 
 pub mod block;
 pub mod codec;
+pub mod eden;
 pub mod hadamard;
 pub mod mx;
 pub mod philox;

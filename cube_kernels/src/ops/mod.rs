@@ -13,6 +13,8 @@ mod dequantize;
 mod groups;
 pub(crate) mod launch;
 #[allow(missing_docs)]
+mod ms_eden;
+#[allow(missing_docs)]
 mod mxfp8;
 #[allow(missing_docs)]
 mod padding;
@@ -25,6 +27,7 @@ mod tiles;
 pub use amax::amax;
 pub use dequantize::dequantize;
 pub use groups::Groups;
+pub use ms_eden::{EdenRandom, EdenSource, ms_eden, ms_eden_amax};
 pub use mxfp8::{DeviceMx, mx_dequantize, mx_quantize, mx_requantize};
 pub use padding::{pad_groups, unpad_groups};
 pub use quantize::{quantize_col, quantize_row, quantize_tile};
@@ -40,6 +43,10 @@ pub mod kernels {
         amax::{amax_cols_kernel, amax_kernel},
         dequantize::dequantize_kernel,
         groups::rescale_kernel,
+        ms_eden::{
+            EdenPolicy, ms_eden_amax_kernel, ms_eden_amax_packed_kernel, ms_eden_kernel,
+            ms_eden_packed_kernel,
+        },
         mxfp8::{
             mx_dequantize_kernel, mx_quantize_col_kernel, mx_quantize_row_kernel,
             mx_requantize_across_kernel, mx_requantize_along_kernel,
