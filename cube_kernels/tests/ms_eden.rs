@@ -90,8 +90,12 @@ fn check_matrix<T: DeviceElement>(client: &Client, x: &[T], rows: usize, cols: u
 fn check_packed(client: &Client, rows: usize, cols: usize, kind: Kind) {
     let x = values(kind, rows * cols, rows as u32);
     let amax = Amax::Tensor(reference::amax(&x));
-    let mut packed =
-        vec![reference::quantize_col(&x, rows, cols, &amax, &Rounding::Nearest, None).unwrap()];
+    // What pads the last block of a transformed copy is not zero, and no part of the matrix.
+    let transform = Hadamard::default();
+    let packed_col = |hadamard: Option<&Hadamard>| {
+        reference::quantize_col(&x, rows, cols, &amax, &Rounding::Nearest, hadamard).unwrap()
+    };
+    let mut packed = vec![packed_col(None), packed_col(Some(&transform))];
     if cols % 16 == 0 {
         packed.push(reference::quantize_row(&x, rows, cols, &amax, &Rounding::Nearest).unwrap());
     }

@@ -11,7 +11,7 @@ use cubecl::prelude::*;
 use device::{DeviceElement, assert_bytes, assert_floats, read_matrix, upload};
 use half::{bf16, f16};
 use nvfp4_kernels::{
-    Amax, MxPacked, PackedAxis, PackedTensor, Rounding,
+    Amax, Hadamard, MxPacked, PackedAxis, PackedTensor, Rounding,
     device::{DevicePacked, FloatKind, Matrix},
     ops::{self, DeviceMx},
     reference,
@@ -194,8 +194,12 @@ fn check_requantized(client: &Client, rows: usize, cols: usize, kind: Kind) {
     let x = values(kind, rows * cols, rows as u32);
     let amax = Amax::Tensor(reference::amax(&x));
     let what = format!("{kind:?}");
-    let mut packed =
-        vec![reference::quantize_col(&x, rows, cols, &amax, &Rounding::Nearest, None).unwrap()];
+    // What pads the last block of a transformed copy is not zero, and no part of the matrix.
+    let transform = Hadamard::default();
+    let packed_col = |hadamard: Option<&Hadamard>| {
+        reference::quantize_col(&x, rows, cols, &amax, &Rounding::Nearest, hadamard).unwrap()
+    };
+    let mut packed = vec![packed_col(None), packed_col(Some(&transform))];
     if cols % 16 == 0 {
         packed.push(reference::quantize_row(&x, rows, cols, &amax, &Rounding::Nearest).unwrap());
         let (row, col) = reference::quantize_tile(&x, rows, cols, &amax).unwrap();

@@ -483,6 +483,18 @@ fn decode_block(
     block
 }
 
+/// Zero from position `end` on: what pads the last block of a stored row is no part of the matrix,
+/// and not zero where that copy was transformed.
+#[cube]
+fn mask_block(block: &mut Array<f32>, first: usize, end: usize) {
+    if first + 16usize > end {
+        #[unroll]
+        for i in 0..16usize {
+            block[i] = select(first + i < end, block[i], 0.0f32);
+        }
+    }
+}
+
 /// Loads a tile of an NVFP4 matrix and transforms its segments; ends at a barrier.
 #[cube]
 fn load_packed(
@@ -504,7 +516,9 @@ fn load_packed(
             let row = at.group * 128usize + k;
             let col = at.line0 + line;
             let inside = row < at.length && col < at.lines;
-            let block = decode_block(codes, scales, row * blocks + col / 16usize, factor, inside);
+            let index = row * blocks + col / 16usize;
+            let mut block = decode_block(codes, scales, index, factor, inside);
+            mask_block(&mut block, col, at.lines);
             let base = slot(k, line, across);
             #[unroll]
             for i in 0..16usize {
@@ -524,13 +538,7 @@ fn load_packed(
             let inside = row < at.lines && first < at.length;
             let index = row * blocks + first / 16usize;
             let mut block = decode_block(codes, scales, index, factor, inside);
-            if first + 16usize > at.length {
-                // What pads the last block is no part of the matrix.
-                #[unroll]
-                for i in 0..16usize {
-                    block[i] = select(first + i < at.length, block[i], 0.0f32);
-                }
-            }
+            mask_block(&mut block, first, at.length);
             transform_segment(&mut block, signs, segment);
             store_segment(&block, tile, segment, line, across);
             task += CUBE_DIM as usize;
@@ -616,14 +624,7 @@ fn quantize_tile(
         if at.line0 + line < at.lines {
             let group = (at.line0 + line) * at.groups + at.group;
             let index = u64::cast_from(group);
-            scales[group] = correct_group(
-                &*sums_xx,
-                &*sums_xq,
-                &*bytes,
-                line,
-                index,
-                random,
-            );
+            scales[group] = correct_group(&*sums_xx, &*sums_xq, &*bytes, line, index, random);
         }
         line += CUBE_DIM as usize;
     }
