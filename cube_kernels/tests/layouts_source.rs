@@ -188,6 +188,7 @@ fn sources(conversion: Conversion) -> Vec<Source> {
             let policy = kernels::EdenPolicy {
                 across,
                 device_offset: across,
+                cuda: true,
                 conversion,
             };
             let tag = format!("{tag}-{across}");
@@ -253,6 +254,7 @@ fn sources(conversion: Conversion) -> Vec<Source> {
                     b(n),
                     rows,
                     cols,
+                    true,
                     lanes,
                     hardware,
                     kind,
@@ -314,6 +316,7 @@ fn sources(conversion: Conversion) -> Vec<Source> {
                 let policy = kernels::EdenPolicy {
                     across,
                     device_offset: across,
+                    cuda: true,
                     conversion,
                 };
                 let tag = format!("{tag}-{across}");

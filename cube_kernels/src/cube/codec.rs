@@ -77,6 +77,15 @@ pub fn decode_e2m1(code: u32) -> f32 {
     f32::reinterpret(bits | ((code & 8u32) << 28u32))
 }
 
+/// [`decode_e2m1`] by a multiplication instead of a choice, for kernels that are bound by
+/// instructions: exponent and mantissa of the code, moved to the lowest bits of those of an `f32`, are
+/// the value divided by 2^126, the subnormal 0.5 included. Exact; subnormals must not be flushed.
+#[cube]
+pub fn decode_e2m1_product(code: u32) -> f32 {
+    let bits = ((code & 7u32) << 22u32) | ((code & 8u32) << 28u32);
+    f32::reinterpret(bits) * comptime!(f32::from_bits(0x7E80_0000))
+}
+
 /// The E4M3 byte nearest to the non-negative `value`; see
 /// [`format::e4m3::encode`](crate::format::e4m3::encode). Integers only, so that no contraction can
 /// touch the product that `value` comes from.

@@ -171,9 +171,14 @@ pub fn store_segment(
 }
 
 /// Distances 16 to 64, the factor, and rounding: the second half of the transform, in place. A task is
-/// two times eight values, 16 positions apart.
+/// two times eight values, 16 positions apart. `hardware` rounds by the instruction, which gives
+/// another NaN and the same of everything else.
 #[cube]
-pub fn transform_between_segments(tile: &mut [f32], #[comptime] across: bool) {
+pub fn transform_between_segments(
+    tile: &mut [f32],
+    #[comptime] across: bool,
+    #[comptime] hardware: bool,
+) {
     let step = comptime!(if across { 16usize * 33 + 20 } else { 17 });
     let mut task = UNIT_POS as usize;
     while task < comptime!(TASKS) {
@@ -205,8 +210,18 @@ pub fn transform_between_segments(tile: &mut [f32], #[comptime] across: bool) {
                 }
             }
             #[unroll]
-            for s in 0..8usize {
-                tile[base + comptime!(s * step)] = round_to_bf16(values[s] * 0.088_388_35f32);
+            for pair in 0..4usize {
+                let low = values[comptime!(pair * 2)] * 0.088_388_35f32;
+                let high = values[comptime!(pair * 2 + 1)] * 0.088_388_35f32;
+                let at = base + comptime!(pair * 2 * step);
+                if comptime!(hardware) {
+                    let word = ptx::cvt_rn_bf16x2(low, high);
+                    tile[at] = f32::reinterpret(word << 16u32);
+                    tile[at + step] = f32::reinterpret(word & 0xFFFF_0000u32);
+                } else {
+                    tile[at] = round_to_bf16(low);
+                    tile[at + step] = round_to_bf16(high);
+                }
             }
         }
         task += CUBE_DIM as usize;
@@ -235,6 +250,16 @@ pub struct EdenBlock {
     pub xq: f32,
 }
 
+/// `bits` shifted right by `places`, left where that is negative.
+#[cube]
+fn select_shift(bits: u32, #[comptime] places: i32) -> u32 {
+    if comptime!(places >= 0) {
+        bits >> comptime!(places as u32)
+    } else {
+        bits << comptime!(-places as u32)
+    }
+}
+
 /// Codes and sums of a block.
 #[cube]
 pub fn quantize_block(
@@ -261,18 +286,18 @@ pub fn quantize_block(
             // Saturates at 6, NaN too: the rest is on finite values.
             let clamped = min(magnitude, 0x40C0_0000u32);
             // Below 2 the grid is the multiples of 0.5, which is the last place of 1.5 · 2^22: the
-            // sum rounds to them, ties to even, and its low bits are the code.
-            let sum = f32::reinterpret(clamped) + 6_291_456.0f32;
-            let low = sum - 6_291_456.0f32;
+            // sum rounds to them, ties to even.
+            let low = (f32::reinterpret(clamped) + 6_291_456.0f32) - 6_291_456.0f32;
             // From 2 on it is the values with one bit of mantissa: round the bits to even there.
-            let high = (clamped + 0x001F_FFFFu32 + ((clamped >> 22u32) & 1u32)) >> 22u32;
+            let high = (clamped + 0x001F_FFFFu32 + ((clamped >> 22u32) & 1u32)) & 0xFFC0_0000u32;
             let small = clamped < 0x4000_0000u32;
-            let q = select(small, low, f32::reinterpret(high << 22u32));
+            let q = select(small, low, f32::reinterpret(high));
             if comptime!(conversion == Conversion::Software) {
-                let below = u32::reinterpret(sum) - 0x4AC0_0000u32;
-                let code = select(small, below, high - 252u32);
-                let sign = select(magnitude > 0x7F80_0000u32, 0u32, (bits >> 28u32) & 8u32);
-                word |= (code | sign) << comptime!(4 * i as u32);
+                // The inverse of `decode_e2m1_product`, exact as well.
+                let code = u32::reinterpret(q * comptime!(f32::from_bits(0x0080_0000)));
+                let shift = comptime!(4 * i as u32);
+                word |= select_shift(code, comptime!(22 - shift as i32));
+                word |= (bits >> comptime!(28 - shift)) & comptime!(8u32 << shift);
             }
             // Magnitudes give the same sums: both factors have one sign.
             let y = f32::reinterpret(magnitude);
@@ -280,7 +305,8 @@ pub fn quantize_block(
             xq = fma(y, q, xq);
         }
         if comptime!(conversion == Conversion::Software) {
-            codes.insert(half, word);
+            // A value is NaN where the multiplier is, and then all are: 6 without a sign.
+            codes.insert(half, select(multiplier.is_nan(), 0x7777_7777u32, word));
         } else {
             codes.insert(half, ptx::cvt_rn_e2m1x8(&scaled, comptime!(half * 8)));
         }

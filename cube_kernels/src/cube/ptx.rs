@@ -73,6 +73,23 @@ pub fn cvt_rn_e4m3x4(a0: f32, a1: f32, a2: f32, a3: f32) -> u32 {
     word
 }
 
+/// Two values rounded to bf16, ties to even, `low` in the lower half of the word:
+/// `cvt.rn.bf16x2.f32`. NaN becomes 0x7FFF.
+///
+/// PTX ISA 7.0 and later, section "Data Movement and Conversion Instructions: cvt". Targets: sm_80 and
+/// later. The first operand lands in the upper half.
+#[cube]
+pub fn cvt_rn_bf16x2(low: f32, high: f32) -> u32 {
+    let word: u32;
+    gpu_asm!(
+        "cvt.rn.bf16x2.f32 {}, {}, {};",
+        out(_) word,
+        in(_) high, in(_) low,
+        options(pure, nomem)
+    );
+    word
+}
+
 /// `a + b` that the compiler may not contract with a multiplication before it: `add.rn.f32`.
 ///
 /// PTX ISA 1.0 and later, section "Floating Point Instructions: add": an explicit rounding modifier

@@ -12,7 +12,7 @@ use crate::{
     Hadamard, Nvfp4Error, PackedAxis, RandomStream,
     cube::{
         block::Conversion,
-        codec::{canonical, decode_e2m1, decode_e4m3, load},
+        codec::{canonical, decode_e2m1_product, decode_e4m3, load},
         eden::{
             EdenScale, LINES, SUMS, Signs, SignsLaunch, TASKS, TILE, correct_group, line_of,
             load_segment, quantize_block, segment_amax, segment_of, slot, store_segment,
@@ -20,7 +20,7 @@ use crate::{
         },
         philox::{Random, RandomLaunch},
     },
-    device::{Capabilities, DevicePacked, FloatKind, Matrix, address_type, allocate, is_cpu},
+    device::{Capabilities, DevicePacked, FloatKind, Matrix, address_type, allocate},
     reference::{EDEN_GROUP, EdenTarget, check_eden_hadamard},
 };
 
@@ -119,7 +119,7 @@ pub fn ms_eden_amax<'a>(
     let result = unsafe { BufferArg::from_raw_parts(out.clone(), 1) };
     let Geometry { count, dim, .. } = geometry.clone();
     let signs = signs(hadamard);
-    let planes = !is_cpu(client);
+    let cuda = Capabilities::of(client).runtime == "cuda";
     match source {
         EdenSource::Matrix(matrix) => {
             let width = geometry.width(matrix);
@@ -137,7 +137,7 @@ pub fn ms_eden_amax<'a>(
                     geometry.rows,
                     geometry.cols,
                     geometry.across,
-                    planes,
+                    cuda,
                     matrix.dtype,
                     matrix.dtype.storage_type(),
                 );
@@ -161,7 +161,7 @@ pub fn ms_eden_amax<'a>(
                     geometry.cols,
                     RANGE,
                     geometry.across,
-                    planes,
+                    cuda,
                 );
             }
         }
@@ -221,10 +221,12 @@ pub fn ms_eden<'a>(
         random.stream.offset as u32,
         (random.stream.offset >> 32) as u32,
     );
+    let capabilities = Capabilities::of(client);
     let policy = EdenPolicy {
         across: geometry.across,
         device_offset: random.offset.is_some(),
-        conversion: Capabilities::of(client).conversion,
+        cuda: capabilities.runtime == "cuda",
+        conversion: capabilities.conversion,
     };
     let Geometry { count, dim, .. } = geometry.clone();
     let signs = signs(hadamard);
@@ -347,6 +349,8 @@ pub struct EdenPolicy {
     pub across: bool,
     /// The random offset has a part in device memory.
     pub device_offset: bool,
+    /// The device is a CUDA GPU.
+    pub cuda: bool,
     /// Who converts to E2M1.
     pub conversion: Conversion,
 }
@@ -478,7 +482,7 @@ fn decode_block(
     #[unroll]
     for i in 0..16usize {
         let code = words.extract(comptime!(i / 8)) >> comptime!(4 * (i as u32 % 8));
-        block[i] = decode_e2m1(code) * scale * factor;
+        block[i] = decode_e2m1_product(code) * scale * factor;
     }
     block
 }
@@ -572,11 +576,12 @@ fn tile_amax(tile: &[f32], #[comptime] across: bool) -> u32 {
     bits
 }
 
-/// Raises `out` to `bits`, compared as integers: the order of arrival does not matter.
+/// Raises `out` to `bits`, compared as integers: the order of arrival does not matter. Once for each
+/// plane on CUDA.
 #[cube]
-fn raise(out: &mut [Atomic<u32>], bits: u32, #[comptime] planes: bool) {
+fn raise(out: &mut [Atomic<u32>], bits: u32, #[comptime] cuda: bool) {
     let bits = canonical(bits);
-    if comptime!(planes) {
+    if comptime!(cuda) {
         let plane = plane_max(bits);
         if UNIT_POS_PLANE == 0u32 {
             out[0].fetch_max(plane);
@@ -657,7 +662,7 @@ pub fn ms_eden_amax_kernel<F: Numeric, N: Size>(
     rows: usize,
     cols: usize,
     #[comptime] across: bool,
-    #[comptime] planes: bool,
+    #[comptime] cuda: bool,
     #[comptime] kind: FloatKind,
     #[define(F)] _storage: ElemType,
 ) {
@@ -667,13 +672,13 @@ pub fn ms_eden_amax_kernel<F: Numeric, N: Size>(
     while index < tile_count(rows, cols, across) {
         let at = tile_position(index, rows, cols, across);
         load_matrix::<F, N>(x, &mut tile, &at, &signs, cols, across, kind);
-        transform_between_segments(&mut tile, across);
+        transform_between_segments(&mut tile, across, cuda);
         sync_cube();
         bits = max(bits, tile_amax(&tile, across));
         sync_cube();
         index += CUBE_COUNT;
     }
-    raise(out, bits, planes);
+    raise(out, bits, cuda);
 }
 
 /// The amax of the transformed values of an NVFP4 matrix.
@@ -688,7 +693,7 @@ pub fn ms_eden_amax_packed_kernel(
     cols: usize,
     range: f32,
     #[comptime] across: bool,
-    #[comptime] planes: bool,
+    #[comptime] cuda: bool,
 ) {
     let mut tile = Shared::<[f32]>::new_slice(comptime!(TILE));
     let factor = source_amax[0] / range;
@@ -706,13 +711,13 @@ pub fn ms_eden_amax_packed_kernel(
             cols,
             across,
         );
-        transform_between_segments(&mut tile, across);
+        transform_between_segments(&mut tile, across, cuda);
         sync_cube();
         bits = max(bits, tile_amax(&tile, across));
         sync_cube();
         index += CUBE_COUNT;
     }
-    raise(out, bits, planes);
+    raise(out, bits, cuda);
 }
 
 /// MS-EDEN of a matrix.
@@ -747,7 +752,7 @@ pub fn ms_eden_kernel<F: Numeric, N: Size>(
     while index < tile_count(rows, cols, policy.across) {
         let at = tile_position(index, rows, cols, policy.across);
         load_matrix::<F, N>(x, &mut tile, &at, &signs, cols, policy.across, kind);
-        transform_between_segments(&mut tile, policy.across);
+        transform_between_segments(&mut tile, policy.across, policy.cuda);
         sync_cube();
         quantize_tile(
             &tile, &mut xx, &mut xq, &mut bytes, codes, scales, &at, &global, &random, policy,
@@ -800,7 +805,7 @@ pub fn ms_eden_packed_kernel(
             cols,
             policy.across,
         );
-        transform_between_segments(&mut tile, policy.across);
+        transform_between_segments(&mut tile, policy.across, policy.cuda);
         sync_cube();
         quantize_tile(
             &tile, &mut xx, &mut xq, &mut bytes, codes, scales, &at, &global, &random, policy,

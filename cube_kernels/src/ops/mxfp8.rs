@@ -13,7 +13,9 @@ use super::{
 use crate::{
     MX_BLOCK, MxPacked, Nvfp4Error, PackedAxis,
     cube::{
-        codec::{decode_e2m1, decode_e4m3, decode_e4m3_element, load, magnitude_bits, store},
+        codec::{
+            decode_e2m1_product, decode_e4m3, decode_e4m3_element, load, magnitude_bits, store,
+        },
         mx::{decode_ue8m0, decode_ue8m0_reciprocal, encode_e4m3x4, mx_scale},
     },
     device::{
@@ -137,6 +139,7 @@ pub fn mx_quantize(client: &Client, x: &Matrix, axis: PackedAxis) -> Result<Devi
                     scales,
                     x.rows,
                     x.cols,
+                    x.cols.is_multiple_of(MX_BLOCK),
                     lanes,
                     hardware,
                     x.dtype,
@@ -157,7 +160,7 @@ pub fn mx_quantize(client: &Client, x: &Matrix, axis: PackedAxis) -> Result<Devi
                     address,
                     width,
                     BufferArg::from_raw_parts(x.handle.clone(), x.len() / width),
-                    BufferArg::from_raw_parts(out.codes.clone(), outer * blocks * 8),
+                    BufferArg::from_raw_parts(out.codes.clone(), outer * blocks * 2),
                     scales,
                     x.rows,
                     x.cols,
@@ -236,7 +239,7 @@ pub fn mx_requantize(
                 BufferArg::from_raw_parts(packed.codes.clone(), nv_blocks),
                 nv_scales,
                 amax,
-                BufferArg::from_raw_parts(out.codes.clone(), mx_blocks * 8),
+                BufferArg::from_raw_parts(out.codes.clone(), mx_blocks * 2),
                 scales,
                 outer,
                 inner,
@@ -340,7 +343,7 @@ fn max_of_lanes(bits: u32, #[comptime] lanes: usize) -> u32 {
     result
 }
 
-/// `lanes` neighbouring units quantize one block of a row. All units of a cube stay in the loop
+/// `lanes` neighbouring units quantize one block of a row, `dense` where rows are whole blocks. All units of a cube stay in the loop
 /// together, because the maximum is exchanged among them.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn mx_quantize_row_kernel<F: Numeric, N: Size, M: Size>(
@@ -349,6 +352,7 @@ pub fn mx_quantize_row_kernel<F: Numeric, N: Size, M: Size>(
     scales: &mut [u8],
     rows: usize,
     cols: usize,
+    #[comptime] dense: bool,
     #[comptime] lanes: usize,
     #[comptime] hardware: bool,
     #[comptime] kind: FloatKind,
@@ -364,17 +368,22 @@ pub fn mx_quantize_row_kernel<F: Numeric, N: Size, M: Size>(
     while base < items {
         let item = base + UNIT_POS as usize;
         let block = item / lanes;
-        let row = block / blocks;
-        let first = (block % blocks) * 32usize + (item % lanes) * elements;
         let inside = item < items;
         let mut values = Array::<f32>::new(elements);
         // The width of a vector divides the columns: it lies within them or behind them.
         #[unroll]
         for v in 0..comptime!(elements / width) {
-            let position = first + comptime!(v * width);
             let mut vector = Vector::<F, N>::new(F::from_int(0));
-            if inside && position < cols {
-                vector = x[row * vectors + position / width];
+            if comptime!(dense) {
+                if inside {
+                    vector = x[item * comptime!(elements / width) + v];
+                }
+            } else {
+                let first = (block % blocks) * 32usize + (item % lanes) * elements;
+                let position = first + comptime!(v * width);
+                if inside && position < cols {
+                    vector = x[(block / blocks) * vectors + position / width];
+                }
             }
             #[unroll]
             for i in 0..width {
@@ -408,7 +417,7 @@ pub fn mx_quantize_row_kernel<F: Numeric, N: Size, M: Size>(
 fn quantize_tile_columns<F: Numeric>(
     tile: &[Vector<F, Const<1>>],
     stage: &mut [u32],
-    codes: &mut [u32],
+    codes: &mut [Vector<u32, Const<4>>],
     scales: &mut [u8],
     tile_row: usize,
     tile_col: usize,
@@ -443,15 +452,21 @@ fn quantize_tile_columns<F: Numeric>(
         task += CUBE_DIM as usize;
     }
     sync_cube();
-    let mut word = UNIT_POS as usize;
-    while word < comptime!(TILE_COLS * TILE_ROWS / 4) {
-        let col = word / comptime!(TILE_ROWS / 4);
-        let position = word % comptime!(TILE_ROWS / 4);
-        let at = block0 * 8usize + position;
-        if col0 + col < cols && at < blocks * 8usize {
-            codes[(col0 + col) * blocks * 8usize + at] = stage[col * comptime!(STAGE) + position];
+    // Four words to a unit; the padding of the stage spreads them over the banks.
+    let mut item = UNIT_POS as usize;
+    while item < comptime!(TILE_COLS * TILE_ROWS / 16) {
+        let col = item / comptime!(TILE_ROWS / 16);
+        let position = item % comptime!(TILE_ROWS / 16);
+        let at = block0 * 2usize + position;
+        if col0 + col < cols && at < blocks * 2usize {
+            let mut words = Vector::<u32, Const<4>>::empty();
+            #[unroll]
+            for w in 0..4usize {
+                words.insert(w, stage[col * comptime!(STAGE) + position * 4usize + w]);
+            }
+            codes[(col0 + col) * blocks * 2usize + at] = words;
         }
-        word += CUBE_DIM as usize;
+        item += CUBE_DIM as usize;
     }
 }
 
@@ -460,7 +475,7 @@ fn quantize_tile_columns<F: Numeric>(
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn mx_quantize_col_kernel<F: Numeric, N: Size>(
     x: &[Vector<F, N>],
-    codes: &mut [u32],
+    codes: &mut [Vector<u32, Const<4>>],
     scales: &mut [u8],
     rows: usize,
     cols: usize,
@@ -553,7 +568,7 @@ pub fn mx_requantize_along_kernel<F: Numeric>(
             }
             #[unroll]
             for i in 0..8usize {
-                let value = decode_e2m1(word >> comptime!(4 * i as u32)) * scale * factor;
+                let value = decode_e2m1_product(word >> comptime!(4 * i as u32)) * scale * factor;
                 // What pads the NVFP4 block is no part of the matrix.
                 let value = select(position + i < inner, value, 0.0f32);
                 values[comptime!(w * 8 + i)] = load::<F>(store::<F>(value, via), via);
@@ -590,7 +605,7 @@ pub fn mx_requantize_across_kernel<F: Numeric, N: Size>(
     nv_codes: &[Vector<u32, Const<2>>],
     nv_scales: &[u8],
     amax: &[f32],
-    codes: &mut [u32],
+    codes: &mut [Vector<u32, Const<4>>],
     scales: &mut [u8],
     outer: usize,
     inner: usize,
@@ -633,7 +648,7 @@ pub fn mx_requantize_across_kernel<F: Numeric, N: Size>(
                     let at = comptime!(v * width + i);
                     let code = words.extract(comptime!(at / 8)) >> comptime!(4 * (at as u32 % 8));
                     // Zero where there is no element, also where the factor is NaN or infinite.
-                    let value = select(inside, decode_e2m1(code) * scale * factor, 0.0f32);
+                    let value = select(inside, decode_e2m1_product(code) * scale * factor, 0.0f32);
                     vector.insert(i, store::<F>(value, via));
                 }
                 wide[item * comptime!(16 / width) + v] = vector;
