@@ -238,6 +238,34 @@ fn sources(conversion: Conversion) -> Vec<Source> {
             if address == AddressType::U64 && kind != FloatKind::Bf16 {
                 continue;
             }
+            add!(
+                tag,
+                NONE,
+                mx_dequantize_row_kernel,
+                address,
+                width,
+                b(n),
+                b(n),
+                b(n),
+                rows,
+                cols,
+                kind,
+                elem,
+            );
+            add!(
+                tag,
+                NONE,
+                mx_dequantize_col_kernel,
+                address,
+                width,
+                b(n),
+                b(n),
+                b(n),
+                rows,
+                cols,
+                kind,
+                elem,
+            );
             for hardware in [false, true] {
                 let lanes = 2 * kind.size();
                 let e4m3 = [hardware, false];
@@ -288,7 +316,8 @@ fn sources(conversion: Conversion) -> Vec<Source> {
                     rows,
                     cols,
                     2688.0,
-                    4,
+                    true,
+                    2,
                     hardware,
                     kind,
                     elem,
@@ -320,20 +349,6 @@ fn sources(conversion: Conversion) -> Vec<Source> {
                     conversion,
                 };
                 let tag = format!("{tag}-{across}");
-                add!(
-                    tag,
-                    NONE,
-                    mx_dequantize_kernel,
-                    address,
-                    b(n),
-                    b(n),
-                    b(n),
-                    rows,
-                    cols,
-                    across,
-                    kind,
-                    elem,
-                );
                 add!(
                     tag,
                     NONE,

@@ -200,7 +200,7 @@ fn check_requantized(client: &Client, rows: usize, cols: usize, kind: Kind) {
         reference::quantize_col(&x, rows, cols, &amax, &Rounding::Nearest, hadamard).unwrap()
     };
     let mut packed = vec![packed_col(None), packed_col(Some(&transform))];
-    if cols % 16 == 0 {
+    if cols.is_multiple_of(16) {
         packed.push(reference::quantize_row(&x, rows, cols, &amax, &Rounding::Nearest).unwrap());
         let (row, col) = reference::quantize_tile(&x, rows, cols, &amax).unwrap();
         packed.extend([row, col]);

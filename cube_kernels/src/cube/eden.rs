@@ -96,7 +96,7 @@ fn segment_signs(signs: &Signs, segment: usize) -> u32 {
     let low = select(segment < 2usize, signs.word0, signs.word1);
     let high = select(segment < 6usize, signs.word2, signs.word3);
     let word = select(segment < 4usize, low, high);
-    select(segment % 2usize == 0usize, word, word >> 16u32)
+    select(segment % 2usize == 1usize, word >> 16u32, word)
 }
 
 /// Signs, and distances 1 to 8: the first half of the transform, on one segment.
@@ -320,8 +320,8 @@ pub fn quantize_block(
 pub fn round_scale_stochastic(value: f32, random: u32) -> u32 {
     let bits = u32::reinterpret(value);
     let dithered = ((bits + (random << 4u32)) >> 20u32) - 960u32;
-    // 2^-6 up to, but not, 448: bits, because the value is not negative.
-    let normal = bits >= 0x3C80_0000u32 && bits < 0x43E0_0000u32;
+    // 2^-6 up to, but not, 448: a difference of bits, because the value is not negative.
+    let normal = bits - 0x3C80_0000u32 < 0x0760_0000u32;
     select(normal, dithered, encode_e4m3(value))
 }
 

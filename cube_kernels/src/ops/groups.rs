@@ -200,5 +200,5 @@ fn rescaled_size(offsets: &[u32], group: usize, rows: u32, unit: u32, scale: u32
     let end = min(offsets[group + 1usize], rows);
     let size = select(end > start, end - start, 0u32);
     // Not `size + unit - 1`, which may not fit.
-    (size / unit + u32::cast_from(size % unit != 0u32)) * scale
+    (size / unit + min(size % unit, 1u32)) * scale
 }

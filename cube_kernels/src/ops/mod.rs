@@ -48,8 +48,8 @@ pub mod kernels {
             ms_eden_packed_kernel,
         },
         mxfp8::{
-            mx_dequantize_kernel, mx_quantize_col_kernel, mx_quantize_row_kernel,
-            mx_requantize_across_kernel, mx_requantize_along_kernel,
+            mx_dequantize_col_kernel, mx_dequantize_row_kernel, mx_quantize_col_kernel,
+            mx_quantize_row_kernel, mx_requantize_across_kernel, mx_requantize_along_kernel,
         },
         padding::move_groups_kernel,
         quantize::{quantize_col_kernel, quantize_row_kernel, quantize_tile_kernel},

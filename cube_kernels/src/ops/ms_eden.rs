@@ -577,13 +577,13 @@ fn tile_amax(tile: &[f32], #[comptime] across: bool) -> u32 {
 }
 
 /// Raises `out` to `bits`, compared as integers: the order of arrival does not matter. Once for each
-/// plane on CUDA.
+/// plane on CUDA, and only where it is not as high already: atomics on one address take turns.
 #[cube]
 fn raise(out: &mut [Atomic<u32>], bits: u32, #[comptime] cuda: bool) {
     let bits = canonical(bits);
     if comptime!(cuda) {
         let plane = plane_max(bits);
-        if UNIT_POS_PLANE == 0u32 {
+        if UNIT_POS_PLANE == 0u32 && plane > out[0].load() {
             out[0].fetch_max(plane);
         }
     } else {

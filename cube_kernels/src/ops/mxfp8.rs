@@ -17,6 +17,7 @@ use crate::{
             decode_e2m1_product, decode_e4m3, decode_e4m3_element, load, magnitude_bits, store,
         },
         mx::{decode_ue8m0, decode_ue8m0_reciprocal, encode_e4m3x4, mx_scale},
+        ptx,
     },
     device::{
         Capabilities, DevicePacked, FloatKind, Matrix, address_type, allocate, download, is_cpu,
@@ -202,7 +203,8 @@ pub fn mx_requantize(
     let amax = unsafe { BufferArg::from_raw_parts(packed.amax.clone(), 1) };
     let scales = unsafe { BufferArg::from_raw_parts(out.scales.clone(), mx_blocks) };
     if axis == packed.axis {
-        let lanes = lanes(client, FloatKind::Bf16);
+        // A unit takes an NVFP4 block on a GPU, both on the CPU.
+        let lanes = if is_cpu(client) { 1 } else { 2 };
         let (count, dim) = grid(client, mx_blocks * lanes);
         // SAFETY: the kernel stays below the number of blocks.
         unsafe {
@@ -211,14 +213,15 @@ pub fn mx_requantize(
                 count,
                 dim,
                 address,
-                BufferArg::from_raw_parts(packed.codes.clone(), nv_blocks * 2),
+                BufferArg::from_raw_parts(packed.codes.clone(), nv_blocks),
                 nv_scales,
                 amax,
-                BufferArg::from_raw_parts(out.codes.clone(), mx_blocks * 4),
+                BufferArg::from_raw_parts(out.codes.clone(), mx_blocks * 2),
                 scales,
                 outer,
                 inner,
                 RANGE,
+                inner.is_multiple_of(MX_BLOCK),
                 lanes,
                 hardware,
                 via,
@@ -269,23 +272,54 @@ pub fn mx_dequantize(
         return Ok(result);
     }
     let (outer, inner, blocks) = (packed.outer(), packed.inner(), packed.blocks());
-    let (count, dim) = grid(client, outer * blocks * 8);
-    // SAFETY: the kernel stays below the number of blocks and the shape of the result.
-    unsafe {
-        mx_dequantize_kernel::launch_unchecked(
-            client,
-            count,
-            dim,
-            address_type(outer * blocks * MX_BLOCK),
-            BufferArg::from_raw_parts(packed.codes.clone(), outer * blocks * 8),
-            BufferArg::from_raw_parts(packed.scales.clone(), outer * blocks),
-            BufferArg::from_raw_parts(result.handle.clone(), result.len()),
-            outer,
-            inner,
-            packed.axis == PackedAxis::Rows,
-            out,
-            out.storage_type(),
-        );
+    let address = address_type(outer * blocks * MX_BLOCK);
+    // SAFETY (of every argument): checked against, or allocated for, the shape.
+    let codes = unsafe { BufferArg::from_raw_parts(packed.codes.clone(), outer * blocks * 8) };
+    let scales = unsafe { BufferArg::from_raw_parts(packed.scales.clone(), outer * blocks) };
+    match packed.axis {
+        PackedAxis::Cols => {
+            let width = vector_size(out, inner);
+            let (count, dim) = grid(client, result.len() / width);
+            // SAFETY: the kernel stays below the shape of the result.
+            unsafe {
+                mx_dequantize_row_kernel::launch_unchecked(
+                    client,
+                    count,
+                    dim,
+                    address,
+                    width,
+                    codes,
+                    scales,
+                    BufferArg::from_raw_parts(result.handle.clone(), result.len() / width),
+                    outer,
+                    inner,
+                    out,
+                    out.storage_type(),
+                );
+            }
+        }
+        PackedAxis::Rows => {
+            let width = vector_size(out, outer);
+            let tiles = inner.div_ceil(TILE_ROWS) * outer.div_ceil(TILE_COLS);
+            let (count, dim) = tile_grid(client, tiles);
+            // SAFETY: the kernel masks every access by the shape.
+            unsafe {
+                mx_dequantize_col_kernel::launch_unchecked(
+                    client,
+                    count,
+                    dim,
+                    address,
+                    width,
+                    codes,
+                    scales,
+                    BufferArg::from_raw_parts(result.handle.clone(), result.len() / width),
+                    inner,
+                    outer,
+                    out,
+                    out.storage_type(),
+                );
+            }
+        }
     }
     Ok(result)
 }
@@ -403,7 +437,7 @@ pub fn mx_quantize_row_kernel<F: Numeric, N: Size, M: Size>(
                 }
                 codes[item * comptime!(elements / 4 / stored) + v] = words;
             }
-            if item % lanes == 0usize {
+            if item % lanes == comptime!(lanes - 1) {
                 scales[block] = u8::cast_from(scale);
             }
         }
@@ -527,23 +561,65 @@ pub fn mx_quantize_col_kernel<F: Numeric, N: Size>(
     }
 }
 
-/// `lanes` neighbouring units turn two NVFP4 blocks of a stored row into one of MXFP8.
+/// The 16 values of an NVFP4 block, rounded to `via` by the instruction where there is one.
+#[cube]
+fn decode_block<F: Numeric>(
+    words: Vector<u32, Const<2>>,
+    scale: f32,
+    factor: f32,
+    #[comptime] hardware: bool,
+    #[comptime] via: FloatKind,
+) -> Array<f32> {
+    let mut values = Array::<f32>::new(16usize);
+    #[unroll]
+    for pair in 0..8usize {
+        let at = comptime!(pair * 2);
+        let word = words.extract(comptime!(at / 8));
+        let low = word >> comptime!(4 * (at as u32 % 8));
+        let high = word >> comptime!(4 * (at as u32 % 8) + 4);
+        let low = decode_e2m1_product(low) * scale * factor;
+        let high = decode_e2m1_product(high) * scale * factor;
+        if comptime!(hardware && via == FloatKind::Bf16) {
+            let both = ptx::cvt_rn_bf16x2(low, high);
+            values[at] = f32::reinterpret(both << 16u32);
+            values[comptime!(at + 1)] = f32::reinterpret(both & 0xFFFF_0000u32);
+        } else {
+            values[at] = load::<F>(store::<F>(low, via), via);
+            values[comptime!(at + 1)] = load::<F>(store::<F>(high, via), via);
+        }
+    }
+    values
+}
+
+/// A value that is `via` already, as a stored element.
+#[cube]
+fn stored<F: Numeric>(value: f32, #[comptime] via: FloatKind) -> F {
+    if comptime!(via == FloatKind::Bf16) {
+        F::cast_from(u32::reinterpret(value) >> 16u32)
+    } else {
+        F::cast_from(value)
+    }
+}
+
+/// `lanes` neighbouring units turn two NVFP4 blocks of a stored row into one of MXFP8, `dense` where
+/// rows are whole MXFP8 blocks.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn mx_requantize_along_kernel<F: Numeric>(
-    nv_codes: &[u32],
+    nv_codes: &[Vector<u32, Const<2>>],
     nv_scales: &[u8],
     amax: &[f32],
-    codes: &mut [Vector<u32, Const<2>>],
+    codes: &mut [Vector<u32, Const<4>>],
     scales: &mut [u8],
     outer: usize,
     inner: usize,
     range: f32,
+    #[comptime] dense: bool,
     #[comptime] lanes: usize,
     #[comptime] hardware: bool,
     #[comptime] via: FloatKind,
     #[define(F)] _storage: ElemType,
 ) {
-    let elements = comptime!(32 / lanes);
+    let halves = comptime!(2 / lanes);
     let nv_blocks = inner.div_ceil(16);
     let blocks = inner.div_ceil(32);
     let factor = amax[0] / range;
@@ -552,45 +628,50 @@ pub fn mx_requantize_along_kernel<F: Numeric>(
     while base < items {
         let item = base + UNIT_POS as usize;
         let block = item / lanes;
-        let row = block / blocks;
-        let first = (block % blocks) * 32usize + (item % lanes) * elements;
         let inside = item < items;
-        let mut values = Array::<f32>::new(elements);
+        let mut values = Array::<f32>::new(comptime!(16 * halves));
         #[unroll]
-        for w in 0..comptime!(elements / 8) {
-            let position = first + comptime!(w * 8);
-            let mut word = 0u32;
-            let mut scale = 0.0f32;
-            if inside && position < inner {
-                let nv_block = row * nv_blocks + position / 16usize;
-                word = nv_codes[nv_block * 2usize + (position / 8usize) % 2usize];
-                scale = decode_e4m3(u32::cast_from(nv_scales[nv_block]));
+        for half in 0..halves {
+            let mut index = item * halves + half;
+            let mut present = 16usize;
+            if comptime!(!dense) {
+                let first =
+                    (block % blocks) * 32usize + (item % lanes) * 16usize + comptime!(half * 16);
+                index = (block / blocks) * nv_blocks + first / 16usize;
+                present = min(inner - min(first, inner), 16usize);
             }
+            let mut words = Vector::<u32, Const<2>>::new(0u32);
+            let mut scale = 0.0f32;
+            if inside && present > 0usize {
+                words = nv_codes[index];
+                scale = decode_e4m3(u32::cast_from(nv_scales[index]));
+            }
+            let decoded = decode_block::<F>(words, scale, factor, hardware, via);
             #[unroll]
-            for i in 0..8usize {
-                let value = decode_e2m1_product(word >> comptime!(4 * i as u32)) * scale * factor;
-                // What pads the NVFP4 block is no part of the matrix.
-                let value = select(position + i < inner, value, 0.0f32);
-                values[comptime!(w * 8 + i)] = load::<F>(store::<F>(value, via), via);
+            for i in 0..16usize {
+                let mut value = decoded[i];
+                if comptime!(!dense) {
+                    // What pads the NVFP4 block is no part of the matrix.
+                    value = select(i < present, value, 0.0f32);
+                }
+                values[comptime!(half * 16 + i)] = value;
             }
         }
-        let scale = mx_scale(max_of_lanes(amax_of(&values, elements), lanes));
+        let bits = amax_of(&values, comptime!(16 * halves));
+        let scale = mx_scale(max_of_lanes(bits, lanes));
         let multiplier = decode_ue8m0_reciprocal(scale);
         if inside {
             #[unroll]
-            for w in 0..comptime!(elements / 8) {
-                let mut words = Vector::<u32, Const<2>>::empty();
-                words.insert(
-                    0usize,
-                    encode_e4m3x4(&values, comptime!(w * 8), multiplier, hardware),
-                );
-                words.insert(
-                    1usize,
-                    encode_e4m3x4(&values, comptime!(w * 8 + 4), multiplier, hardware),
-                );
-                codes[item * comptime!(elements / 8) + w] = words;
+            for half in 0..halves {
+                let mut words = Vector::<u32, Const<4>>::empty();
+                #[unroll]
+                for w in 0..4usize {
+                    let at = comptime!(half * 16 + w * 4);
+                    words.insert(w, encode_e4m3x4(&values, at, multiplier, hardware));
+                }
+                codes[item * halves + half] = words;
             }
-            if item % lanes == 0usize {
+            if item % lanes == comptime!(lanes - 1) {
                 scales[block] = u8::cast_from(scale);
             }
         }
@@ -635,21 +716,22 @@ pub fn mx_requantize_across_kernel<F: Numeric, N: Size>(
             let block = block0 + item % comptime!(TILE_COLS / 16);
             let mut words = Vector::<u32, Const<2>>::new(0u32);
             let mut scale = 0.0f32;
-            let inside = row < outer && block < nv_blocks;
-            if inside {
+            let mut factor = factor;
+            if row < outer && block < nv_blocks {
                 words = nv_codes[row * nv_blocks + block];
                 scale = decode_e4m3(u32::cast_from(nv_scales[row * nv_blocks + block]));
+            } else {
+                // Zero where there is no element, also where the factor is NaN or infinite.
+                factor = 0.0f32;
             }
+            let values = decode_block::<F>(words, scale, factor, hardware, via);
             #[unroll]
             for v in 0..comptime!(16 / width) {
                 let mut vector = Vector::<F, N>::empty();
                 #[unroll]
                 for i in 0..width {
-                    let at = comptime!(v * width + i);
-                    let code = words.extract(comptime!(at / 8)) >> comptime!(4 * (at as u32 % 8));
-                    // Zero where there is no element, also where the factor is NaN or infinite.
-                    let value = select(inside, decode_e2m1_product(code) * scale * factor, 0.0f32);
-                    vector.insert(i, store::<F>(value, via));
+                    let value = values[comptime!(v * width + i)];
+                    vector.insert(i, stored::<F>(value, via));
                 }
                 wide[item * comptime!(16 / width) + v] = vector;
             }
@@ -673,43 +755,102 @@ pub fn mx_requantize_across_kernel<F: Numeric, N: Size>(
     }
 }
 
-/// One unit decodes four elements of a block. Of a transposed copy neighbours take neighbouring
-/// stored rows, which are neighbouring columns of the result.
+/// One unit decodes every `units`-th vector of the result.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
-pub fn mx_dequantize_kernel<F: Numeric>(
+pub fn mx_dequantize_row_kernel<F: Numeric, N: Size>(
     codes: &[u32],
     scales: &[u8],
-    out: &mut [F],
-    outer: usize,
-    inner: usize,
-    #[comptime] transposed: bool,
+    out: &mut [Vector<F, N>],
+    rows: usize,
+    cols: usize,
     #[comptime] kind: FloatKind,
     #[define(F)] _storage: ElemType,
 ) {
-    let blocks = inner.div_ceil(32);
-    let words = blocks * 8usize;
+    let width = N::value();
+    let vectors = cols / width;
+    let blocks = cols.div_ceil(32);
     let mut item = ABSOLUTE_POS;
-    while item < outer * words {
-        let mut row = item / words;
-        let mut word = item % words;
-        if comptime!(transposed) {
-            row = item % outer;
-            word = item / outer;
-        }
-        let scale = decode_ue8m0(u32::cast_from(scales[row * blocks + word / 8usize]));
-        let packed = codes[row * words + word];
+    while item < rows * vectors {
+        let row = item / vectors;
+        let first = (item % vectors) * width;
+        let block = row * blocks + first / 32usize;
+        let scale = decode_ue8m0(u32::cast_from(scales[block]));
+        let word = block * 8usize + first % 32usize / 4usize;
+        let mut vector = Vector::<F, N>::empty();
         #[unroll]
-        for i in 0..4usize {
-            let position = word * 4usize + i;
-            if position < inner {
-                let value = decode_e4m3_element(packed >> comptime!(8 * i as u32)) * scale;
-                if comptime!(transposed) {
-                    out[position * outer + row] = store::<F>(value, kind);
-                } else {
-                    out[row * inner + position] = store::<F>(value, kind);
-                }
+        for w in 0..comptime!(width.div_ceil(4)) {
+            let packed = codes[word + w];
+            #[unroll]
+            for i in 0..comptime!(width.min(4)) {
+                // A vector of less than four elements starts within a word.
+                let shift = comptime!(8 * i as u32) + 8u32 * (first % 4usize) as u32;
+                let value = decode_e4m3_element(packed >> shift) * scale;
+                vector.insert(comptime!(w * 4 + i), store::<F>(value, kind));
             }
         }
+        out[item] = vector;
         item += CUBE_COUNT * CUBE_DIM as usize;
+    }
+}
+
+/// One cube decodes every `cubes`-th tile of 128 x 64 of a matrix that is stored transposed: words of
+/// its 64 stored rows gather in shared memory.
+#[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
+pub fn mx_dequantize_col_kernel<F: Numeric, N: Size>(
+    codes: &[u32],
+    scales: &[u8],
+    out: &mut [Vector<F, N>],
+    rows: usize,
+    cols: usize,
+    #[comptime] kind: FloatKind,
+    #[define(F)] _storage: ElemType,
+) {
+    let width = N::value();
+    let mut stage = Shared::<[u32]>::new_slice(comptime!(TILE_COLS * STAGE));
+    let mut factors = Shared::<[f32]>::new_slice(comptime!(TILE_COLS * TILE_ROWS / 32));
+    let blocks = rows.div_ceil(32);
+    let vectors = cols / width;
+    let tile_cols = cols.div_ceil(TILE_COLS);
+    let tiles = rows.div_ceil(TILE_ROWS) * tile_cols;
+    let mut index = CUBE_POS;
+    while index < tiles {
+        let row0 = (index / tile_cols) * comptime!(TILE_ROWS);
+        let col0 = (index % tile_cols) * comptime!(TILE_COLS);
+        let mut item = UNIT_POS as usize;
+        while item < comptime!(TILE_COLS * TILE_ROWS / 4) {
+            let col = item / comptime!(TILE_ROWS / 4);
+            let word = item % comptime!(TILE_ROWS / 4);
+            let block = row0 / 32usize + word / 8usize;
+            if col0 + col < cols && block < blocks {
+                let at = (col0 + col) * blocks + block;
+                stage[col * comptime!(STAGE) + word] = codes[at * 8usize + word % 8usize];
+                if word % 8usize == 7usize {
+                    let scale = decode_ue8m0(u32::cast_from(scales[at]));
+                    factors[(word / 8usize) * comptime!(TILE_COLS) + col] = scale;
+                }
+            }
+            item += CUBE_DIM as usize;
+        }
+        sync_cube();
+        let mut item = UNIT_POS as usize;
+        while item < comptime!(TILE_COLS * TILE_ROWS / width) {
+            let row = item / comptime!(TILE_COLS / width);
+            let col = (item % comptime!(TILE_COLS / width)) * width;
+            if row0 + row < rows && col0 + col < cols {
+                let shift = 8u32 * (row % 4usize) as u32;
+                let mut vector = Vector::<F, N>::empty();
+                #[unroll]
+                for i in 0..width {
+                    let packed = stage[(col + i) * comptime!(STAGE) + row / 4usize];
+                    let scale = factors[(row / 32usize) * comptime!(TILE_COLS) + col + i];
+                    let value = decode_e4m3_element(packed >> shift) * scale;
+                    vector.insert(i, store::<F>(value, kind));
+                }
+                out[(row0 + row) * vectors + (col0 + col) / width] = vector;
+            }
+            item += CUBE_DIM as usize;
+        }
+        sync_cube();
+        index += CUBE_COUNT;
     }
 }

@@ -16,7 +16,8 @@ pub(super) fn tile_grid(client: &Client, tiles: usize) -> (CubeCount, CubeDim) {
             CubeDim::new_1d(1),
         );
     }
-    let cubes = tiles.min(hardware.max_cube_count.0 as usize);
+    let processors = hardware.num_streaming_multiprocessors.unwrap_or(128) as usize;
+    let cubes = tiles.min(processors * CUBES);
     (
         CubeCount::Static(cubes as u32, 1, 1),
         CubeDim::new_1d(UNITS as u32),
@@ -24,4 +25,9 @@ pub(super) fn tile_grid(client: &Client, tiles: usize) -> (CubeCount, CubeDim) {
 }
 
 /// Units of a cube on a GPU.
-pub(super) const UNITS: usize = 256;
+const UNITS: usize = 256;
+
+/// Cubes for each multiprocessor. A kernel's preamble (global scales, signs) is a tenth of the work on
+/// one tile, so that cubes should have several; and several times more cubes than run at once even out
+/// their ends.
+const CUBES: usize = 32;
