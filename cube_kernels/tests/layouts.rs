@@ -248,6 +248,36 @@ fn padding_f16() {
     check_padding::<f16>(&client!("padding_f16"));
 }
 
+/// More than 2^31 bytes, on a GPU: there and back, and the last tile by the formula.
+#[test]
+fn more_bytes_than_32_bits_index() {
+    let client = client!("more_bytes_than_32_bits_index");
+    if client.name() == "cpu" {
+        println!("SKIPPED: more_bytes_than_32_bits_index: a GPU's memory is needed");
+        return;
+    }
+    let (rows, blocks) = (65_536 + 128, 32_768);
+    let bytes: Vec<u8> = (0..rows * blocks).map(|i| (i % 251) as u8 + 1).collect();
+    let handle = upload_bytes(&client, &bytes);
+    let groups = groups(&client, &[0, 1 << 15, rows as u32]);
+    let (swizzled, _) = ops::swizzle_row_groups(&client, &handle, rows, blocks, &groups).unwrap();
+    let back = ops::unswizzle_row_groups(&client, &swizzled, rows, blocks, &groups).unwrap();
+    assert!(read_bytes(&client, &back, bytes.len()) == bytes);
+    drop(back);
+    // Both groups are whole tiles: what is swizzled is the matrix.
+    let swizzled = read_bytes(&client, &swizzled, swizzle::padded_len(rows, blocks));
+    for row in rows - 128..rows {
+        for block in blocks - 64..blocks {
+            let at = swizzle::offset(row, block, blocks);
+            assert_eq!(
+                swizzled[at],
+                bytes[row * blocks + block],
+                "row {row}, block {block}"
+            );
+        }
+    }
+}
+
 /// Offsets that are wrong give wrong contents, not an access outside a buffer (which
 /// compute-sanitizer would report).
 #[test]

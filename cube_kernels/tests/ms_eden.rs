@@ -12,7 +12,7 @@ use device::{DeviceElement, assert_bytes, read_f32, upload};
 use half::{bf16, f16};
 use nvfp4_kernels::{
     Amax, Hadamard, HadamardSize, PackedAxis, PackedTensor, RandomStream, Rounding,
-    device::{DevicePacked, FloatKind},
+    device::{DevicePacked, FloatKind, Matrix},
     ops::{self, EdenRandom, EdenSource},
     reference::{self, EdenTarget, Element},
 };
@@ -307,6 +307,49 @@ fn repeated_launches_agree() {
         let found =
             ops::ms_eden(&client, &matrix, axis, &amax, &hadamard(), target, STREAM).unwrap();
         assert_same(&client, &found, &expected, "repeated");
+    }
+}
+
+/// More than 2^31 elements, on a GPU: the codes of the last rows are those of these rows alone. (The
+/// scale bytes are not: their random bits belong to other groups.)
+#[test]
+fn more_elements_than_32_bits_index() {
+    let client = client!("more_elements_than_32_bits_index");
+    if client.name() == "cpu" {
+        println!("SKIPPED: more_elements_than_32_bits_index: a GPU's memory is needed");
+        return;
+    }
+    let (rows, cols) = (65_536 + 128, 32_768);
+    let tail = convert::<bf16>(&values(Kind::Normal, 128 * cols, 1));
+    let mut x = vec![bf16::ZERO; rows * cols];
+    x[(rows - 128) * cols..].copy_from_slice(&tail);
+    let matrix = upload(&client, &x, rows, cols);
+    drop(x);
+    let small = upload(&client, &tail, 128, cols);
+    for axis in AXES {
+        let codes = |matrix: &Matrix| {
+            let amax = ops::ms_eden_amax(&client, matrix, axis, &hadamard()).unwrap();
+            let target = EdenTarget::Backward;
+            let packed =
+                ops::ms_eden(&client, matrix, axis, &amax, &hadamard(), target, STREAM).unwrap();
+            device::read_bytes(&client, &packed.codes, packed.outer() * packed.blocks() * 8)
+        };
+        let (large, small) = (codes(&matrix), codes(&small));
+        // Stored rows of the large matrix end in those of the small one; all else is zero.
+        let (outer, length) = match axis {
+            PackedAxis::Cols => (1, small.len()),
+            PackedAxis::Rows => (cols, 64),
+        };
+        let rows = large.chunks(large.len() / outer).zip(small.chunks(length));
+        for (row, (large, small)) in rows.enumerate() {
+            let (zeros, tail) = large.split_at(large.len() - length);
+            assert_bytes(tail, small, &format!("{axis:?}, stored row {row}"));
+            // Differences of zeros are zeros of either sign.
+            assert!(
+                zeros.iter().all(|&byte| byte & 0x77 == 0),
+                "{axis:?}, stored row {row}"
+            );
+        }
     }
 }
 

@@ -300,12 +300,8 @@ fn errors_name_the_argument() {
     let client = client!("errors_name_the_argument");
     let error = Matrix::new(client.empty(4), 8, 8, FloatKind::Bf16).unwrap_err();
     assert!(error.to_string().contains("handle"));
-    let mut packed = ops::mx_quantize(
-        &client,
-        &Matrix::empty(&client, 4, 32, FloatKind::F32),
-        AXES[0],
-    )
-    .unwrap();
+    let zeros = upload::<f32>(&client, &[0.0; 128], 4, 32);
+    let mut packed = ops::mx_quantize(&client, &zeros, AXES[0]).unwrap();
     packed.rows = 5;
     let error = ops::mx_dequantize(&client, &packed, FloatKind::F32).unwrap_err();
     assert!(error.to_string().contains("packed") && error.to_string().contains("160"));

@@ -119,7 +119,7 @@ pub fn ms_eden_amax<'a>(
     let result = unsafe { BufferArg::from_raw_parts(out.clone(), 1) };
     let Geometry { count, dim, .. } = geometry.clone();
     let signs = signs(hadamard);
-    let cuda = Capabilities::of(client).runtime == "cuda";
+    let cuda = is_sm80(&Capabilities::of(client));
     match source {
         EdenSource::Matrix(matrix) => {
             let width = geometry.width(matrix);
@@ -225,7 +225,7 @@ pub fn ms_eden<'a>(
     let policy = EdenPolicy {
         across: geometry.across,
         device_offset: random.offset.is_some(),
-        cuda: capabilities.runtime == "cuda",
+        cuda: is_sm80(&capabilities),
         conversion: capabilities.conversion,
     };
     let Geometry { count, dim, .. } = geometry.clone();
@@ -294,6 +294,11 @@ pub fn ms_eden<'a>(
 /// The denominator with which an NVFP4 amax decodes.
 const RANGE: f32 = 2688.0;
 
+fn is_sm80(capabilities: &Capabilities) -> bool {
+    let capability = capabilities.compute_capability;
+    capability.is_some_and(|capability| capability >= 80)
+}
+
 fn signs(hadamard: &Hadamard) -> SignsLaunch {
     let [word0, word1, word2, word3] = hadamard.sign_words();
     SignsLaunch::new(word0, word1, word2, word3)
@@ -349,7 +354,7 @@ pub struct EdenPolicy {
     pub across: bool,
     /// The random offset has a part in device memory.
     pub device_offset: bool,
-    /// The device is a CUDA GPU.
+    /// The device is a CUDA GPU of sm_80 or later: it rounds to bf16 itself.
     pub cuda: bool,
     /// Who converts to E2M1.
     pub conversion: Conversion,

@@ -451,6 +451,7 @@ pub fn mx_quantize_row_kernel<F: Numeric, N: Size, M: Size>(
 fn quantize_tile_columns<F: Numeric>(
     tile: &[Vector<F, Const<1>>],
     stage: &mut [u32],
+    bytes: &mut [u32],
     codes: &mut [Vector<u32, Const<4>>],
     scales: &mut [u8],
     tile_row: usize,
@@ -480,12 +481,21 @@ fn quantize_tile_columns<F: Numeric>(
             stage[col * comptime!(STAGE) + block * 8usize + w] =
                 encode_e4m3x4(&values, comptime!(w * 4), multiplier, hardware);
         }
-        if col0 + col < cols && block0 + block < blocks {
-            scales[(col0 + col) * blocks + block0 + block] = u8::cast_from(scale);
-        }
+        bytes[block * comptime!(TILE_COLS + 1) + col] = scale;
         task += CUBE_DIM as usize;
     }
     sync_cube();
+    // Bytes of one stored row by neighbouring units.
+    let mut item = UNIT_POS as usize;
+    while item < comptime!(TILE_COLS * TILE_ROWS / 32) {
+        let col = item / comptime!(TILE_ROWS / 32);
+        let block = item % comptime!(TILE_ROWS / 32);
+        if col0 + col < cols && block0 + block < blocks {
+            let scale = bytes[block * comptime!(TILE_COLS + 1) + col];
+            scales[(col0 + col) * blocks + block0 + block] = u8::cast_from(scale);
+        }
+        item += CUBE_DIM as usize;
+    }
     // Four words to a unit; the padding of the stage spreads them over the banks.
     let mut item = UNIT_POS as usize;
     while item < comptime!(TILE_COLS * TILE_ROWS / 16) {
@@ -523,6 +533,7 @@ pub fn mx_quantize_col_kernel<F: Numeric, N: Size>(
         16usize,
     );
     let mut stage = Shared::<[u32]>::new_slice(comptime!(TILE_COLS * STAGE));
+    let mut bytes = Shared::<[u32]>::new_slice(comptime!((TILE_COLS + 1) * TILE_ROWS / 32));
     let tile_cols = cols.div_ceil(TILE_COLS);
     let tiles = rows.div_ceil(TILE_ROWS) * tile_cols;
     let vectors = cols / width;
@@ -546,6 +557,7 @@ pub fn mx_quantize_col_kernel<F: Numeric, N: Size>(
         quantize_tile_columns::<F>(
             tile.as_slice(),
             stage.as_mut_slice(),
+            bytes.as_mut_slice(),
             codes,
             scales,
             index / tile_cols,
@@ -701,6 +713,7 @@ pub fn mx_requantize_across_kernel<F: Numeric, N: Size>(
         16usize,
     );
     let mut stage = Shared::<[u32]>::new_slice(comptime!(TILE_COLS * STAGE));
+    let mut bytes = Shared::<[u32]>::new_slice(comptime!((TILE_COLS + 1) * TILE_ROWS / 32));
     let nv_blocks = inner.div_ceil(16);
     let factor = amax[0] / range;
     let tile_cols = inner.div_ceil(TILE_COLS);
@@ -741,6 +754,7 @@ pub fn mx_requantize_across_kernel<F: Numeric, N: Size>(
         quantize_tile_columns::<F>(
             tile.as_slice(),
             stage.as_mut_slice(),
+            bytes.as_mut_slice(),
             codes,
             scales,
             index / tile_cols,
