@@ -77,7 +77,7 @@ pub fn decode_e2m1(code: u32) -> f32 {
     f32::reinterpret(bits | ((code & 8u32) << 28u32))
 }
 
-/// [`decode_e2m1`] by a multiplication instead of a choice, for kernels that are bound by
+/// [`decode_e2m1()`] by a multiplication instead of a choice, for kernels that are bound by
 /// instructions: exponent and mantissa of the code, moved to the lowest bits of those of an `f32`, are
 /// the value divided by 2^126, the subnormal 0.5 included. Exact; subnormals must not be flushed.
 #[cube]

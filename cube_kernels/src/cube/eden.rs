@@ -153,7 +153,7 @@ pub fn load_segment(
     block
 }
 
-/// The inverse of [`load_segment`].
+/// The inverse of [`load_segment()`].
 #[cube]
 pub fn store_segment(
     block: &Array<f32>,
