@@ -266,7 +266,10 @@ fn sources(conversion: Conversion) -> Vec<Source> {
                 kind,
                 elem,
             );
-            for hardware in [false, true] {
+            // All four targets convert to E4M3 themselves. The software form is for GPUs before
+            // sm_89, for which Hopper stands in.
+            let software = (conversion == Conversion::Software).then_some(false);
+            for hardware in software.into_iter().chain([true]) {
                 let lanes = 2 * kind.size();
                 let e4m3 = [hardware, false];
                 let tag = format!("{tag}-{hardware}");
