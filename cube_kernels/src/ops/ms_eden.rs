@@ -111,12 +111,16 @@ pub fn ms_eden_amax<'a>(
 ) -> Result<Handle, Nvfp4Error> {
     let source = source.into();
     let geometry = Geometry::new(client, source, axis, hadamard)?;
-    let out = client.create_from_slice(&0u32.to_ne_bytes());
+    let out = allocate(client, 4);
+    // SAFETY (of every argument): checked against, or allocated for, the shape.
+    let result = || unsafe { BufferArg::from_raw_parts(out.clone(), 1) };
+    // A kernel and not a copy from the host, so that a graph can capture it.
+    let (one_cube, one_unit) = (CubeCount::Static(1, 1, 1), CubeDim::new_1d(1));
+    // SAFETY: the buffer holds one word.
+    unsafe { zero_kernel::launch_unchecked(client, one_cube, one_unit, result()) };
     if geometry.tiles == 0 {
         return Ok(out);
     }
-    // SAFETY (of every argument): checked against, or allocated for, the shape.
-    let result = unsafe { BufferArg::from_raw_parts(out.clone(), 1) };
     let Geometry { count, dim, .. } = geometry.clone();
     let signs = signs(hadamard);
     let cuda = is_sm80(&Capabilities::of(client));
@@ -132,7 +136,7 @@ pub fn ms_eden_amax<'a>(
                     geometry.address,
                     width,
                     BufferArg::from_raw_parts(matrix.handle.clone(), matrix.len() / width),
-                    result,
+                    result(),
                     signs,
                     geometry.rows,
                     geometry.cols,
@@ -155,7 +159,7 @@ pub fn ms_eden_amax<'a>(
                     BufferArg::from_raw_parts(packed.codes.clone(), blocks),
                     BufferArg::from_raw_parts(packed.scales.clone(), blocks),
                     BufferArg::from_raw_parts(packed.amax.clone(), 1),
-                    result,
+                    result(),
                     signs,
                     geometry.rows,
                     geometry.cols,
@@ -656,6 +660,11 @@ fn resolve(random: &Random, offset: &[u32], #[comptime] device_offset: bool) -> 
         offset_low: low,
         offset_high: high,
     }
+}
+
+#[cube(launch_unchecked)]
+fn zero_kernel(out: &mut [u32]) {
+    out[0] = 0u32;
 }
 
 /// The amax of the transformed values of a matrix.
