@@ -28,6 +28,7 @@ pub mod ops;
 #[cfg(feature = "cube")]
 pub use cubecl;
 pub use error::Nvfp4Error;
+pub use format::mx::{MX_BLOCK, MxPacked};
 pub use format::packed::{Amax, Origin, PackedAxis, PackedTensor, ScaleLayout};
 pub use policy::{
     BlockScaling, CopyPolicy, ErrorNorm, Hadamard, HadamardSize, RandomStream, Rounding,

@@ -163,6 +163,15 @@ pub fn decode_e2m1(code: u32) -> f32 {
     f32::reinterpret(u32::reinterpret(magnitude) | ((code & 8u32) << 28u32))
 }
 
+/// [`decode_e2m1()`] by a multiplication instead of a choice, for kernels that are bound by
+/// instructions: exponent and mantissa of the code, moved to the lowest bits of those of an `f32`, are
+/// the value divided by 2^126, the subnormal 0.5 included. Exact; subnormals must not be flushed.
+#[cube]
+pub fn decode_e2m1_product(code: u32) -> f32 {
+    let bits = ((code & 7u32) << 22u32) | ((code & 8u32) << 28u32);
+    f32::reinterpret(bits) * comptime!(f32::from_bits(0x7E80_0000))
+}
+
 /// The E4M3 byte nearest to the non-negative `value`; see
 /// [`format::e4m3::encode`](crate::format::e4m3::encode). Integers only, so that no contraction can
 /// touch the product that `value` comes from.
@@ -193,6 +202,22 @@ pub fn decode_e4m3(byte: u32) -> f32 {
     // As in `decode_e2m1`; the biases differ by 120.
     let value = f32::reinterpret(byte << 20u32) * f32::reinterpret(247u32 << 23u32);
     select(byte == 0x7Fu32, f32::reinterpret(QUIET_NAN), value)
+}
+
+/// The E4M3 element nearest to `value`, with its sign; see
+/// [`format::e4m3::encode_element`](crate::format::e4m3::encode_element).
+#[cube]
+pub fn encode_e4m3_element(value: f32) -> u32 {
+    let bits = u32::reinterpret(value);
+    let sign = (bits >> 24u32) & 0x80u32;
+    encode_e4m3(value) | select((bits & MAGNITUDE) > INFINITY, 0u32, sign)
+}
+
+/// The value of an E4M3 element in the low byte of `byte`, with its sign.
+#[cube]
+pub fn decode_e4m3_element(byte: u32) -> f32 {
+    let magnitude = u32::reinterpret(decode_e4m3(byte));
+    f32::reinterpret(magnitude | ((byte & 0x80u32) << 24u32))
 }
 
 /// The magnitude of a value as integer bits, in which NaN compares above infinity.

@@ -8,7 +8,9 @@
 
 pub mod block;
 pub mod codec;
+pub mod eden;
 pub mod hadamard;
+pub mod mx;
 pub mod philox;
 pub mod ptx;
 pub mod scale;

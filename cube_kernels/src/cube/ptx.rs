@@ -57,6 +57,39 @@ pub fn cvt_rs_e2m1x8(v: &Array<f32>, #[comptime] first: usize, low: u32, high: u
     word
 }
 
+/// Four values to four E4M3 elements, element 0 in the lowest byte: `cvt.rn.satfinite.e4m3x2.f32`.
+///
+/// PTX ISA 7.8 and later (8.1 for sm_89), section "Data Movement and Conversion Instructions: cvt".
+/// Targets: sm_89 and later. The first operand lands in the upper byte; NaN becomes 0x7F.
+#[cube]
+pub fn cvt_rn_e4m3x4(a0: f32, a1: f32, a2: f32, a3: f32) -> u32 {
+    let word: u32;
+    gpu_asm!(
+        "{{ .reg .b16 l, h; cvt.rn.satfinite.e4m3x2.f32 l, {}, {}; cvt.rn.satfinite.e4m3x2.f32 h, {}, {}; mov.b32 {}, {{l, h}}; }}",
+        in(_) a1, in(_) a0, in(_) a3, in(_) a2,
+        out(_) word,
+        options(pure, nomem)
+    );
+    word
+}
+
+/// Two values rounded to bf16, ties to even, `low` in the lower half of the word:
+/// `cvt.rn.bf16x2.f32`. NaN becomes 0x7FFF.
+///
+/// PTX ISA 7.0 and later, section "Data Movement and Conversion Instructions: cvt". Targets: sm_80 and
+/// later. The first operand lands in the upper half.
+#[cube]
+pub fn cvt_rn_bf16x2(low: f32, high: f32) -> u32 {
+    let word: u32;
+    gpu_asm!(
+        "cvt.rn.bf16x2.f32 {}, {}, {};",
+        out(_) word,
+        in(_) high, in(_) low,
+        options(pure, nomem)
+    );
+    word
+}
+
 /// `a + b` that the compiler may not contract with a multiplication before it: `add.rn.f32`.
 ///
 /// PTX ISA 1.0 and later, section "Floating Point Instructions: add": an explicit rounding modifier

@@ -63,6 +63,30 @@ pub(crate) fn decode_wide(byte: u32) -> f32 {
     }
 }
 
+/// The byte nearest to `value` where E4M3 is the element and has a sign (MXFP8): to nearest even,
+/// saturating at 448, the sign kept on a zero. NaN gives [`NAN_BYTE`], without its sign: what
+/// `cvt.rn.satfinite.e4m3x2.f32` computes.
+#[inline(always)]
+pub fn encode_element(value: f32) -> u8 {
+    let sign = if value.is_nan() {
+        0
+    } else {
+        (value.to_bits() >> 24) as u8 & 0x80
+    };
+    encode(value) | sign
+}
+
+/// The value of an element with its sign.
+#[inline(always)]
+pub fn decode_element(byte: u8) -> f32 {
+    let magnitude = decode(byte);
+    if byte & 0x80 == 0 {
+        magnitude
+    } else {
+        -magnitude
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -131,6 +155,22 @@ mod tests {
             assert_eq!(encode(f32::from_bits(middle.to_bits() - 1)), byte);
             assert_eq!(encode(f32::from_bits(middle.to_bits() + 1)), byte + 1);
         }
+    }
+
+    #[test]
+    fn elements_keep_their_sign() {
+        for byte in 0..=u8::MAX {
+            let value = decode_element(byte);
+            if byte & 0x7F == NAN_BYTE {
+                assert!(value.is_nan());
+                assert_eq!(encode_element(value), NAN_BYTE);
+            } else {
+                assert_eq!(encode_element(value), byte);
+                assert_eq!(value.is_sign_negative(), byte & 0x80 != 0);
+            }
+        }
+        assert_eq!(encode_element(-1e-30), 0x80);
+        assert_eq!(encode_element(f32::NEG_INFINITY), 0xFE);
     }
 
     #[test]

@@ -2,4 +2,6 @@
 
 pub mod e2m1;
 pub mod e4m3;
+pub mod mx;
 pub mod packed;
+pub mod ue8m0;

@@ -9,17 +9,37 @@
 mod amax;
 #[allow(missing_docs)]
 mod dequantize;
+#[allow(missing_docs)]
+mod groups;
 pub(crate) mod launch;
+#[allow(missing_docs)]
+mod ms_eden;
+#[allow(missing_docs)]
+mod mxfp8;
+#[allow(missing_docs)]
+mod padding;
 #[allow(missing_docs)]
 mod quantize;
 #[allow(missing_docs)]
+mod swizzle;
+#[allow(missing_docs)]
 mod tile;
+#[allow(missing_docs)]
+mod tiles;
 
 pub use amax::{AmaxRequest, Amaxes, amax, amaxes};
 pub use dequantize::dequantize;
+pub use groups::GroupOffsets;
 pub use launch::CopyRequest;
+pub use ms_eden::{EdenRandom, EdenSource, ms_eden, ms_eden_amax};
+pub use mxfp8::{DeviceMx, mx_dequantize, mx_quantize, mx_requantize};
+pub use padding::{pad_groups, unpad_groups};
 pub use quantize::{
     quantize, quantize_both, quantize_col, quantize_row, quantize_tile, quantize_tile_with,
+};
+pub use swizzle::{
+    swizzle, swizzle_batch, swizzle_block_groups, swizzle_row_groups, unswizzle, unswizzle_batch,
+    unswizzle_block_groups, unswizzle_row_groups,
 };
 
 /// The kernels themselves, for tests that compile them without launching.
@@ -28,8 +48,22 @@ pub mod kernels {
     pub use super::{
         amax::{AmaxPlan, amax_kernel, amax_tiles_kernel},
         dequantize::{dequantize_cols_kernel, dequantize_rows_kernel},
+        groups::rescale_kernel,
         launch::CopyPlan,
+        ms_eden::{
+            EdenPolicy, ms_eden_amax_kernel, ms_eden_amax_packed_kernel, ms_eden_kernel,
+            ms_eden_packed_kernel,
+        },
+        mxfp8::{
+            mx_dequantize_col_kernel, mx_dequantize_row_kernel, mx_quantize_col_kernel,
+            mx_quantize_row_kernel, mx_requantize_across_kernel, mx_requantize_along_kernel,
+        },
+        padding::move_groups_kernel,
         quantize::{TilePlan, quantize_row_kernel, quantize_tiles_kernel},
+        swizzle::{
+            swizzle_block_groups_kernel, swizzle_kernel, unswizzle_block_groups_kernel,
+            unswizzle_kernel,
+        },
         tile::{Grouping, ShapeLaunch},
     };
 }

@@ -14,11 +14,14 @@ mod dequantize;
 mod element;
 mod gemm;
 mod hadamard;
+mod ms_eden;
+mod mxfp8;
 mod quantize;
 mod rounding;
 mod scaling;
 mod simd;
 
+pub mod padding;
 pub mod philox;
 pub mod swizzle;
 
@@ -27,6 +30,11 @@ pub use dequantize::{decode_blocks, decode_blocks_into, dequantize};
 pub use element::Element;
 pub use gemm::{alpha, gemm_f32, gemm_f64};
 pub use hadamard::{inverse_transform, transform, transform_cols};
+pub(crate) use ms_eden::check_hadamard as check_eden_hadamard;
+pub use ms_eden::{
+    EDEN_GROUP, EdenTarget, eden_amax, ms_eden, ms_eden_amax, round_scale_stochastic,
+};
+pub use mxfp8::{mx_dequantize, mx_quantize};
 pub use quantize::{quantize, quantize_col, quantize_row, quantize_tile};
 pub use rounding::{round_nearest, round_stochastic};
 pub use scaling::{GlobalScale, block_scale, encode_multiplier};

@@ -2,7 +2,22 @@
 //!
 //! The byte of outer row `r` and block `c` stands at
 //! `((r/128 · ceil(C/4) + c/4) · 32 + r%32) · 16 + (r%128)/32 · 4 + c%4`, `C` being the number of
-//! blocks in a row. Rows pad to 128 and blocks to 4; padding bytes are zero.
+//! blocks in a row. Rows pad to 128 and blocks to 4; padding bytes are zero (specification, section
+//! 11).
+//!
+//! # Several matrices in one buffer
+//! The tiling restarts at each of them, which stays invisible where a matrix is one tile:
+//! - a **batch** of equal matrices: `[batch, rows, blocks]`, each in its own [`padded_len`] bytes;
+//! - **row groups** (M groups): rows `offsets[g]..offsets[g + 1]` of one `[rows, blocks]` matrix are
+//!   group `g`, whose rows pad to 128;
+//! - **block groups** (K groups): tokens lie along the packed axis, group `g` has
+//!   `ceil(tokens in g / elements in a block)` blocks and is a compact `[outer, blocks of g]` array,
+//!   the arrays one after another; in the result each is a swizzled matrix of its own, in
+//!   `ceil(outer / 128) · ceil(blocks of g / 4)` tiles of 512 bytes.
+//!
+//! The result of a grouped function has a length that depends on the number of groups and not on
+//! their sizes, so that a device can allocate it without knowing them: [`row_group_tiles`] and
+//! [`block_group_tiles`]. What lies behind the last group is zero.
 
 /// Where the scale of row `row` and block `block` stands, with `blocks` blocks in a row.
 #[inline]
@@ -54,9 +69,248 @@ pub fn unswizzle(swizzled: &[u8], rows: usize, blocks: usize) -> Vec<u8> {
     out
 }
 
+/// [`swizzle`] of each of `batch` matrices.
+///
+/// # Panics
+/// When `scales` does not hold `batch * rows * blocks` bytes.
+pub fn swizzle_batch(scales: &[u8], batch: usize, rows: usize, blocks: usize) -> Vec<u8> {
+    assert_eq!(
+        scales.len(),
+        batch * rows * blocks,
+        "`scales` must hold batch * rows * blocks bytes"
+    );
+    (0..batch)
+        .flat_map(|b| swizzle(&scales[b * rows * blocks..][..rows * blocks], rows, blocks))
+        .collect()
+}
+
+/// The inverse of [`swizzle_batch`].
+///
+/// # Panics
+/// When `swizzled` does not have the padded length.
+pub fn unswizzle_batch(swizzled: &[u8], batch: usize, rows: usize, blocks: usize) -> Vec<u8> {
+    let len = padded_len(rows, blocks);
+    assert_eq!(
+        swizzled.len(),
+        batch * len,
+        "`swizzled` must have the padded length of {batch} matrices"
+    );
+    (0..batch)
+        .flat_map(|b| unswizzle(&swizzled[b * len..][..len], rows, blocks))
+        .collect()
+}
+
+/// The most tiles of 128 rows that `rows` rows in `groups` groups can take:
+/// `n + (rows - n) / 128` with `n = min(rows, groups)`, reached when all groups but one have a
+/// single row.
+pub const fn row_group_tiles(rows: usize, groups: usize) -> usize {
+    super::padding::padded_bound(rows, groups, 128) / 128
+}
+
+/// [`swizzle`] of each group of rows, `row_group_tiles(rows, groups)` tiles of rows in all; also the
+/// first padded row of each group, and the end of the last.
+///
+/// # Panics
+/// When `scales` does not hold `rows * blocks` bytes, or the offsets are not ascending up to `rows`.
+pub fn swizzle_row_groups(
+    scales: &[u8],
+    rows: usize,
+    blocks: usize,
+    offsets: &[u32],
+) -> (Vec<u8>, Vec<u32>) {
+    assert_eq!(
+        scales.len(),
+        rows * blocks,
+        "`scales` must hold rows * blocks bytes"
+    );
+    let padded = super::padding::padded_offsets(offsets, rows, 128);
+    let mut out = Vec::new();
+    for group in offsets.windows(2) {
+        let (start, end) = (group[0] as usize, group[1] as usize);
+        out.extend(swizzle(
+            &scales[start * blocks..end * blocks],
+            end - start,
+            blocks,
+        ));
+    }
+    out.resize(
+        row_group_tiles(rows, offsets.len() - 1) * padded_len(1, blocks),
+        0,
+    );
+    (out, padded)
+}
+
+/// The inverse of [`swizzle_row_groups`]; rows of no group are zero.
+///
+/// # Panics
+/// When `swizzled` does not have the length that [`swizzle_row_groups`] gives.
+pub fn unswizzle_row_groups(
+    swizzled: &[u8],
+    rows: usize,
+    blocks: usize,
+    offsets: &[u32],
+) -> Vec<u8> {
+    assert_eq!(
+        swizzled.len(),
+        row_group_tiles(rows, offsets.len() - 1) * padded_len(1, blocks),
+        "`swizzled` must have the padded length of the groups"
+    );
+    let mut out = vec![0; rows * blocks];
+    let mut rest = swizzled;
+    for group in offsets.windows(2) {
+        let (start, end) = (group[0] as usize, group[1] as usize);
+        let (own, next) = rest.split_at(padded_len(end - start, blocks));
+        out[start * blocks..end * blocks].copy_from_slice(&unswizzle(own, end - start, blocks));
+        rest = next;
+    }
+    out
+}
+
+/// The most blocks that `tokens` tokens in `groups` groups can take, with `elements` tokens to a
+/// block: `n + (tokens - n) / elements` with `n = min(tokens, groups)`.
+pub const fn block_group_blocks(tokens: usize, groups: usize, elements: usize) -> usize {
+    super::padding::padded_bound(tokens, groups, elements) / elements
+}
+
+/// The most tiles of 4 blocks that they can take: `n + (tokens - n) / (4 · elements)`.
+pub const fn block_group_tiles(tokens: usize, groups: usize, elements: usize) -> usize {
+    block_group_blocks(tokens, groups, 4 * elements)
+}
+
+/// [`swizzle`] of each group of blocks, `ceil(outer / 128) · block_group_tiles(..)` tiles in all;
+/// also the first tile of 4 blocks of each group, and the end of the last. `offsets` counts tokens,
+/// `elements` of which share a block.
+///
+/// # Panics
+/// When `scales` is shorter than the groups, or the offsets are not ascending up to `tokens`.
+pub fn swizzle_block_groups(
+    scales: &[u8],
+    outer: usize,
+    tokens: usize,
+    elements: usize,
+    offsets: &[u32],
+) -> (Vec<u8>, Vec<u32>) {
+    let mut starts = super::padding::padded_offsets(offsets, tokens, 4 * elements);
+    for start in &mut starts {
+        *start /= 4 * elements as u32;
+    }
+    let mut out = Vec::new();
+    let mut rest = scales;
+    for group in offsets.windows(2) {
+        let blocks = ((group[1] - group[0]) as usize).div_ceil(elements);
+        let (own, next) = rest.split_at(outer * blocks);
+        out.extend(swizzle(own, outer, blocks));
+        rest = next;
+    }
+    let tiles = block_group_tiles(tokens, offsets.len() - 1, elements);
+    out.resize(outer.div_ceil(128) * tiles * 512, 0);
+    (out, starts)
+}
+
+/// The inverse of [`swizzle_block_groups`]: `outer * block_group_blocks(..)` bytes, zero behind the
+/// last group.
+///
+/// # Panics
+/// When `swizzled` does not have the length that [`swizzle_block_groups`] gives.
+pub fn unswizzle_block_groups(
+    swizzled: &[u8],
+    outer: usize,
+    tokens: usize,
+    elements: usize,
+    offsets: &[u32],
+) -> Vec<u8> {
+    let groups = offsets.len() - 1;
+    assert_eq!(
+        swizzled.len(),
+        outer.div_ceil(128) * block_group_tiles(tokens, groups, elements) * 512,
+        "`swizzled` must have the padded length of the groups"
+    );
+    let mut out = Vec::new();
+    let mut rest = swizzled;
+    for group in offsets.windows(2) {
+        let blocks = ((group[1] - group[0]) as usize).div_ceil(elements);
+        let (own, next) = rest.split_at(padded_len(outer, blocks));
+        out.extend(unswizzle(own, outer, blocks));
+        rest = next;
+    }
+    out.resize(outer * block_group_blocks(tokens, groups, elements), 0);
+    out
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// The bug of grouped scales that swizzled them as one matrix: it gives the same bytes where each
+    /// group is one tile, and only there.
+    #[test]
+    fn tiling_restarts_at_each_group() {
+        let scales = |len: usize| -> Vec<u8> { (0..len).map(|i| (i % 126) as u8 + 1).collect() };
+        // Rows in multiples of 128: one tiling over all rows is the same as one for each group.
+        let bytes = scales(256 * 4);
+        let grouped = swizzle_row_groups(&bytes, 256, 4, &[0, 128, 256]).0;
+        assert_eq!(grouped[..1024], swizzle(&bytes, 256, 4));
+        // And it is not with groups that end inside a tile.
+        let grouped = swizzle_row_groups(&bytes, 256, 4, &[0, 100, 256]).0;
+        assert_ne!(grouped[..1024], swizzle(&bytes, 256, 4));
+        // Row 100 is row 0 of the second group.
+        assert_eq!(grouped[512..516], bytes[400..404]);
+
+        // Along K, two groups of four blocks over 128 rows: invisible, a tile each.
+        let (first, second) = (scales(512), scales(512));
+        let mut joined = vec![0; 1024];
+        for row in 0..128 {
+            joined[row * 8..][..4].copy_from_slice(&first[row * 4..][..4]);
+            joined[row * 8 + 4..][..4].copy_from_slice(&second[row * 4..][..4]);
+        }
+        let both = [first, second].concat();
+        let grouped = swizzle_block_groups(&both, 128, 128, 16, &[0, 64, 128]).0;
+        assert_eq!(grouped[..1024], swizzle(&joined, 128, 8));
+        // Over 256 rows the second group starts behind all tiles of the first.
+        let both = scales(2048);
+        let grouped = swizzle_block_groups(&both, 256, 128, 16, &[0, 64, 128]).0;
+        assert_eq!(grouped[1024..1028], both[1024..1028]);
+        assert_eq!(grouped[..1024], swizzle(&both[..1024], 256, 4));
+    }
+
+    #[test]
+    fn grouped_round_trips_with_empty_groups() {
+        let (rows, blocks) = (300, 5);
+        let bytes: Vec<u8> = (0..rows * blocks).map(|i| (i % 126) as u8 + 1).collect();
+        for offsets in [
+            vec![0, 0, 1, 129, 129, 300, 300],
+            vec![0, 300],
+            vec![0, 0],
+            vec![0, 7, 200],
+        ] {
+            let (swizzled, padded) = swizzle_row_groups(&bytes, rows, blocks, &offsets);
+            let end = *offsets.last().unwrap() as usize;
+            let mut expected = bytes.clone();
+            expected[end * blocks..].fill(0);
+            let found = unswizzle_row_groups(&swizzled, rows, blocks, &offsets);
+            assert_eq!(found, expected, "{offsets:?}");
+            assert!(*padded.last().unwrap() as usize <= row_group_tiles(rows, 6) * 128);
+
+            let (outer, elements) = (131, 16);
+            let in_groups: usize = offsets
+                .windows(2)
+                .map(|group| ((group[1] - group[0]) as usize).div_ceil(elements))
+                .sum();
+            let groups = offsets.len() - 1;
+            let mut bytes: Vec<u8> = (0..outer * block_group_blocks(rows, groups, elements))
+                .map(|i| (i % 126) as u8 + 1)
+                .collect();
+            let swizzled = swizzle_block_groups(&bytes, outer, rows, elements, &offsets).0;
+            let kept = swizzled.iter().filter(|&&byte| byte != 0).count();
+            assert_eq!(kept, outer * in_groups, "padding must be zero");
+            bytes[outer * in_groups..].fill(0);
+            let found = unswizzle_block_groups(&swizzled, outer, rows, elements, &offsets);
+            assert_eq!(found, bytes, "{offsets:?}");
+        }
+        let batch = swizzle_batch(&bytes, 3, 100, 5);
+        assert_eq!(batch.len(), 3 * padded_len(100, 5));
+        assert_eq!(unswizzle_batch(&batch, 3, 100, 5), bytes);
+    }
 
     #[test]
     fn round_trip_and_zero_padding() {

@@ -1,0 +1,367 @@
+//! MS-EDEN; see [`reference::ms_eden`](crate::reference::ms_eden), whose documentation numbers the
+//! steps.
+//!
+//! One cube works on a tile of 128 positions along the contraction (a group) by 32 lines, in `f32` in
+//! shared memory, in phases between barriers. Each phase is cut into 256 tasks of 16 values.
+
+use cubecl::prelude::*;
+
+use super::{
+    block::Conversion,
+    codec::{decode_e4m3, encode_e4m3, magnitude_bits, round_to_bf16},
+    philox::{Random, block_words},
+    ptx,
+};
+
+/// Lines of a tile.
+pub const LINES: usize = 32;
+/// Tasks of a phase: a line by an eighth of the group.
+pub const TASKS: usize = LINES * 8;
+/// Values of a tile in shared memory, with the padding of either layout.
+pub const TILE: usize = 4384;
+/// Values of one line in the arrays of block sums and scales: eight, and one against bank conflicts.
+pub const SUMS: usize = 9;
+
+/// Signs of the transform, bit `i % 32` of word `i / 32` for element `i`.
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+pub struct Signs {
+    /// Elements 0 to 31.
+    pub word0: u32,
+    /// Elements 32 to 63.
+    pub word1: u32,
+    /// Elements 64 to 95.
+    pub word2: u32,
+    /// Elements 96 to 127.
+    pub word3: u32,
+}
+
+/// What derives from the amax of the transformed values: steps 2 and 3.
+#[derive(CubeType, Clone, Copy)]
+pub struct EdenScale {
+    /// `amax'`.
+    pub amax: f32,
+    /// `m`.
+    pub block: f32,
+    /// `D`.
+    pub decode: f32,
+}
+
+#[cube]
+impl EdenScale {
+    /// From the amax and the two factors of the target.
+    pub fn from_amax(amax: f32, amax_factor: f32, block_factor: f32) -> EdenScale {
+        let scaled = amax * amax_factor;
+        let overflows = scaled > f32::MAX && amax <= f32::MAX;
+        let stored = select(overflows, f32::MAX, scaled);
+        let quotient = 2688.0f32 / stored;
+        let usable = quotient > 0.0f32 && stored > 0.0f32;
+        let clamped = select(quotient > f32::MAX, f32::MAX, quotient);
+        let encode = select(usable, clamped, 1.0f32);
+        EdenScale {
+            amax: stored,
+            block: encode * block_factor,
+            decode: 1.0f32 / encode,
+        }
+    }
+
+    /// The scale byte of a block before its correction: step 4.
+    pub fn block_scale(&self, amax: f32) -> u32 {
+        let scaled = amax * self.block;
+        let byte = encode_e4m3(select(scaled > f32::MAX, f32::MAX, scaled));
+        select(byte == 0u32, 0x38u32, byte)
+    }
+
+    /// `e` of step 4.
+    pub fn encode_multiplier(&self, scale: u32) -> f32 {
+        let multiplier = 1.0f32 / (decode_e4m3(scale) * self.decode);
+        select(multiplier > f32::MAX, f32::MAX, multiplier)
+    }
+}
+
+/// Where position `k` of a group and line `line` stand in shared memory. Lines are neighbours where
+/// they are in the source (`across`), positions otherwise; the padding puts the 32 values that a
+/// plane touches at once in 32 banks, in every phase.
+#[cube]
+pub fn slot(k: usize, line: usize, #[comptime] across: bool) -> usize {
+    if comptime!(across) {
+        k * 33usize + (k / 16usize) * 20usize + line
+    } else {
+        line * 136usize + (k / 16usize) * 17usize + k % 16usize
+    }
+}
+
+/// The signs of segment `segment` (16 elements), in the low bits.
+#[cube]
+fn segment_signs(signs: &Signs, segment: usize) -> u32 {
+    let low = select(segment < 2usize, signs.word0, signs.word1);
+    let high = select(segment < 6usize, signs.word2, signs.word3);
+    let word = select(segment < 4usize, low, high);
+    select(segment % 2usize == 1usize, word >> 16u32, word)
+}
+
+/// Signs, and distances 1 to 8: the first half of the transform, on one segment.
+#[cube]
+pub fn transform_segment(block: &mut Array<f32>, signs: &Signs, segment: usize) {
+    let word = segment_signs(signs, segment);
+    #[unroll]
+    for i in 0..16usize {
+        let flip = (word << comptime!(31 - i as u32)) & 0x8000_0000u32;
+        block[i] = f32::reinterpret(u32::reinterpret(block[i]) ^ flip);
+    }
+    #[unroll]
+    for stage in 0..4u32 {
+        let distance = comptime!(1usize << stage);
+        #[unroll]
+        for i in 0..16usize {
+            if comptime!(i & distance == 0) {
+                let a = block[i];
+                let b = block[comptime!(i + distance)];
+                block[i] = a + b;
+                block[comptime!(i + distance)] = a - b;
+            }
+        }
+    }
+}
+
+/// The segment of a task in phases over segments: neighbouring units take neighbouring segments.
+#[cube]
+pub fn segment_of(task: usize) -> usize {
+    task % 8usize
+}
+
+/// The line of a task in phases over segments.
+#[cube]
+pub fn line_of(task: usize) -> usize {
+    task / 8usize
+}
+
+/// Values of one segment from shared memory.
+#[cube]
+pub fn load_segment(
+    tile: &[f32],
+    segment: usize,
+    line: usize,
+    #[comptime] across: bool,
+) -> Array<f32> {
+    let base = slot(segment * 16usize, line, across);
+    let step = comptime!(if across { 33usize } else { 1 });
+    let mut block = Array::<f32>::new(16usize);
+    #[unroll]
+    for i in 0..16usize {
+        block[i] = tile[base + comptime!(i * step)];
+    }
+    block
+}
+
+/// The inverse of [`load_segment()`].
+#[cube]
+pub fn store_segment(
+    block: &Array<f32>,
+    tile: &mut [f32],
+    segment: usize,
+    line: usize,
+    #[comptime] across: bool,
+) {
+    let base = slot(segment * 16usize, line, across);
+    let step = comptime!(if across { 33usize } else { 1 });
+    #[unroll]
+    for i in 0..16usize {
+        tile[base + comptime!(i * step)] = block[i];
+    }
+}
+
+/// Distances 16 to 64, the factor, and rounding: the second half of the transform, in place. A task is
+/// two times eight values, 16 positions apart. `hardware` rounds by the instruction, which gives
+/// another NaN and the same of everything else.
+#[cube]
+pub fn transform_between_segments(
+    tile: &mut [f32],
+    #[comptime] across: bool,
+    #[comptime] hardware: bool,
+) {
+    let step = comptime!(if across { 16usize * 33 + 20 } else { 17 });
+    let mut task = UNIT_POS as usize;
+    while task < comptime!(TASKS) {
+        let mut line = task / 8usize;
+        let mut position = task % 8usize;
+        if comptime!(across) {
+            line = task % 32usize;
+            position = task / 32usize;
+        }
+        #[unroll]
+        for half in 0..2usize {
+            let base = slot(position + comptime!(half * 8), line, across);
+            let mut values = Array::<f32>::new(8usize);
+            #[unroll]
+            for s in 0..8usize {
+                values[s] = tile[base + comptime!(s * step)];
+            }
+            #[unroll]
+            for stage in 0..3u32 {
+                let distance = comptime!(1usize << stage);
+                #[unroll]
+                for s in 0..8usize {
+                    if comptime!(s & distance == 0) {
+                        let a = values[s];
+                        let b = values[comptime!(s + distance)];
+                        values[s] = a + b;
+                        values[comptime!(s + distance)] = a - b;
+                    }
+                }
+            }
+            #[unroll]
+            for pair in 0..4usize {
+                let low = values[comptime!(pair * 2)] * 0.088_388_35f32;
+                let high = values[comptime!(pair * 2 + 1)] * 0.088_388_35f32;
+                let at = base + comptime!(pair * 2 * step);
+                if comptime!(hardware) {
+                    let word = ptx::cvt_rn_bf16x2(low, high);
+                    tile[at] = f32::reinterpret(word << 16u32);
+                    tile[at + step] = f32::reinterpret(word & 0xFFFF_0000u32);
+                } else {
+                    tile[at] = round_to_bf16(low);
+                    tile[at + step] = round_to_bf16(high);
+                }
+            }
+        }
+        task += CUBE_DIM as usize;
+    }
+}
+
+/// The largest magnitude of a segment, as bits.
+#[cube]
+pub fn segment_amax(block: &Array<f32>) -> u32 {
+    let mut bits = 0u32;
+    #[unroll]
+    for i in 0..16usize {
+        bits = max(bits, magnitude_bits(block[i]));
+    }
+    bits
+}
+
+/// The codes of a block and its two sums: step 5's `xx` and `xq`.
+#[derive(CubeType)]
+pub struct EdenBlock {
+    /// The codes, two words.
+    pub codes: Vector<u32, Const<2>>,
+    /// `Σ y · y`.
+    pub xx: f32,
+    /// `Σ y · q`.
+    pub xq: f32,
+}
+
+/// `bits` shifted right by `places`, left where that is negative.
+#[cube]
+fn select_shift(bits: u32, #[comptime] places: i32) -> u32 {
+    if comptime!(places >= 0) {
+        bits >> comptime!(places as u32)
+    } else {
+        bits << comptime!(-places as u32)
+    }
+}
+
+/// Codes and sums of a block.
+#[cube]
+pub fn quantize_block(
+    block: &Array<f32>,
+    multiplier: f32,
+    #[comptime] conversion: Conversion,
+) -> EdenBlock {
+    let mut scaled = Array::<f32>::new(16usize);
+    #[unroll]
+    for i in 0..16usize {
+        scaled[i] = block[i] * multiplier;
+    }
+    let mut codes = Vector::<u32, Const<2>>::empty();
+    let mut xx = 0.0f32;
+    let mut xq = 0.0f32;
+    #[unroll]
+    for half in 0..2usize {
+        let mut word = 0u32;
+        #[unroll]
+        for i in 0..8usize {
+            let y = scaled[comptime!(half * 8 + i)];
+            let bits = u32::reinterpret(y);
+            let magnitude = bits & 0x7FFF_FFFFu32;
+            // Saturates at 6, NaN too: the rest is on finite values.
+            let clamped = min(magnitude, 0x40C0_0000u32);
+            // Below 2 the grid is the multiples of 0.5, which is the last place of 1.5 · 2^22: the
+            // sum rounds to them, ties to even.
+            let low = (f32::reinterpret(clamped) + 6_291_456.0f32) - 6_291_456.0f32;
+            // From 2 on it is the values with one bit of mantissa: round the bits to even there.
+            let high = (clamped + 0x001F_FFFFu32 + ((clamped >> 22u32) & 1u32)) & 0xFFC0_0000u32;
+            let small = clamped < 0x4000_0000u32;
+            let q = select(small, low, f32::reinterpret(high));
+            if comptime!(conversion == Conversion::Software) {
+                // The inverse of `decode_e2m1_product`, exact as well.
+                let code = u32::reinterpret(q * comptime!(f32::from_bits(0x0080_0000)));
+                let shift = comptime!(4 * i as u32);
+                word |= select_shift(code, comptime!(22 - shift as i32));
+                word |= (bits >> comptime!(28 - shift)) & comptime!(8u32 << shift);
+            }
+            // Magnitudes give the same sums: both factors have one sign.
+            let y = f32::reinterpret(magnitude);
+            xx = fma(y, y, xx);
+            xq = fma(y, q, xq);
+        }
+        if comptime!(conversion == Conversion::Software) {
+            // A value is NaN where the multiplier is, and then all are: 6 without a sign.
+            codes.insert(half, select(multiplier.is_nan(), 0x7777_7777u32, word));
+        } else {
+            codes.insert(half, ptx::cvt_rn_e2m1x8(&scaled, comptime!(half * 8)));
+        }
+    }
+    EdenBlock { codes, xx, xq }
+}
+
+/// Step 7's rounding; see
+/// [`reference::round_scale_stochastic`](crate::reference::round_scale_stochastic).
+#[cube]
+pub fn round_scale_stochastic(value: f32, random: u32) -> u32 {
+    let bits = u32::reinterpret(value);
+    let dithered = ((bits + (random << 4u32)) >> 20u32) - 960u32;
+    // 2^-6 up to, but not, 448: a difference of bits, because the value is not negative.
+    let normal = bits - 0x3C80_0000u32 < 0x0760_0000u32;
+    select(normal, dithered, encode_e4m3(value))
+}
+
+/// The eight scale bytes of the group of one line: steps 5 to 7, from the sums and bytes of its
+/// blocks. `index` is the logical index of the group.
+#[cube]
+pub fn correct_group(
+    xx: &[f32],
+    xq: &[f32],
+    bytes: &[u32],
+    line: usize,
+    index: u64,
+    random: &Random,
+) -> Vector<u32, Const<2>> {
+    let base = line * comptime!(SUMS);
+    let mut group_xx = 0.0f32;
+    let mut group_xq = 0.0f32;
+    #[unroll]
+    for b in 0..8usize {
+        let scale = decode_e4m3(bytes[base + b]);
+        let weight = scale * scale;
+        group_xx = fma(weight, xx[base + b], group_xx);
+        group_xq = fma(weight, xq[base + b], group_xq);
+    }
+    let ratio = group_xx / group_xq;
+    let usable = group_xq > 0.0f32 && ratio <= f32::MAX;
+    let correction = select(usable, ratio, 1.0f32);
+    let words = block_words(index, random);
+    let mut scales = Vector::<u32, Const<2>>::empty();
+    #[unroll]
+    for half in 0..2usize {
+        let mut word = 0u32;
+        #[unroll]
+        for i in 0..4usize {
+            let b = comptime!(half * 4 + i);
+            let random = (words[comptime!(b / 2)] >> comptime!(16 * (b as u32 % 2))) & 0xFFFFu32;
+            let corrected = decode_e4m3(bytes[base + b]) * correction;
+            word |= round_scale_stochastic(corrected, random) << comptime!(8 * i as u32);
+        }
+        scales.insert(half, word);
+    }
+    scales
+}

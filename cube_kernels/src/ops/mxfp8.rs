@@ -1,0 +1,870 @@
+//! MXFP8: quantization of either orientation, from a matrix or from an NVFP4 operand, and back.
+//!
+//! The numbers are those of [`reference::mx_quantize`](crate::reference::mx_quantize) (specification,
+//! section 10), byte for byte.
+
+use cubecl::{prelude::*, server::Handle};
+
+use super::{
+    groups::check_bytes,
+    launch::{grid, vector_size},
+    tiles::tile_grid,
+};
+use crate::{
+    MX_BLOCK, MxPacked, Nvfp4Error, PackedAxis,
+    cube::{
+        codec::{
+            decode_e2m1_product, decode_e4m3, decode_e4m3_element, load, magnitude_bits, store,
+        },
+        mx::{decode_ue8m0, decode_ue8m0_reciprocal, encode_e4m3x4, mx_scale},
+        ptx,
+    },
+    device::{
+        Capabilities, DevicePacked, FloatKind, Matrix, address_type, allocate, download, is_cpu,
+    },
+};
+
+/// An MXFP8 matrix in device memory; the layout is that of [`MxPacked`].
+#[derive(Debug, Clone)]
+pub struct DeviceMx {
+    /// The E4M3 codes: `[outer, blocks * 32]` bytes.
+    pub codes: Handle,
+    /// The UE8M0 scales: `[outer, blocks]` bytes.
+    pub scales: Handle,
+    /// Rows of the source matrix.
+    pub rows: usize,
+    /// Columns of the source matrix.
+    pub cols: usize,
+    /// The axis of the source along which it is packed.
+    pub axis: PackedAxis,
+}
+
+impl DeviceMx {
+    /// Stored rows.
+    pub fn outer(&self) -> usize {
+        self.axis.stored_shape(self.rows, self.cols).0
+    }
+
+    /// Length of the packed axis, without padding.
+    pub fn inner(&self) -> usize {
+        self.axis.stored_shape(self.rows, self.cols).1
+    }
+
+    /// Blocks in one stored row.
+    pub fn blocks(&self) -> usize {
+        self.inner().div_ceil(MX_BLOCK)
+    }
+
+    fn empty(client: &Client, (rows, cols): (usize, usize), axis: PackedAxis) -> Self {
+        let (outer, inner) = axis.stored_shape(rows, cols);
+        let blocks = outer * inner.div_ceil(MX_BLOCK);
+        Self {
+            codes: allocate(client, blocks * MX_BLOCK),
+            scales: allocate(client, blocks),
+            rows,
+            cols,
+            axis,
+        }
+    }
+
+    fn check(&self, argument: &'static str) -> Result<(), Nvfp4Error> {
+        let blocks = self.outer() * self.blocks();
+        check_bytes(argument, &self.codes, blocks * MX_BLOCK)?;
+        check_bytes(argument, &self.scales, blocks)
+    }
+
+    /// Copies a host matrix to the device.
+    pub fn from_host(client: &Client, packed: &MxPacked) -> Self {
+        let upload = |bytes: &[u8]| match bytes {
+            [] => allocate(client, 0),
+            _ => client.create_from_slice(bytes),
+        };
+        Self {
+            codes: upload(packed.codes()),
+            scales: upload(packed.scales()),
+            rows: packed.rows(),
+            cols: packed.cols(),
+            axis: packed.axis(),
+        }
+    }
+
+    /// Copies the matrix to the host, waiting for the device.
+    ///
+    /// # Errors
+    /// When a queued kernel failed, or the buffers do not fit the shape.
+    pub fn to_host(&self, client: &Client) -> Result<MxPacked, Nvfp4Error> {
+        self.check("self")?;
+        let blocks = self.outer() * self.blocks();
+        MxPacked::from_parts(
+            (self.rows, self.cols),
+            self.axis,
+            download(client, &self.codes, blocks * MX_BLOCK)?,
+            download(client, &self.scales, blocks)?,
+        )
+    }
+}
+
+/// `x` in MXFP8 with blocks along `axis`: row-wise for [`PackedAxis::Cols`]; column-wise, stored
+/// transposed, for [`PackedAxis::Rows`]. The last block of a row is padded with zeros.
+///
+/// # Errors
+/// When the memory of `x` is smaller than its shape.
+pub fn mx_quantize(client: &Client, x: &Matrix, axis: PackedAxis) -> Result<DeviceMx, Nvfp4Error> {
+    x.check("x")?;
+    let out = DeviceMx::empty(client, (x.rows, x.cols), axis);
+    if x.is_empty() {
+        return Ok(out);
+    }
+    let hardware = has_e4m3(client);
+    let (outer, blocks) = (out.outer(), out.blocks());
+    let address = address_type(outer * blocks * MX_BLOCK);
+    // SAFETY (of every argument): checked against, or allocated for, the shape.
+    let scales = unsafe { BufferArg::from_raw_parts(out.scales.clone(), outer * blocks) };
+    match axis {
+        PackedAxis::Cols => {
+            let width = vector_size(x.dtype, x.cols);
+            let lanes = lanes(client, x.dtype);
+            let stored = 2.min(8 / lanes);
+            let (count, dim) = grid(client, outer * blocks * lanes);
+            // SAFETY: the kernel stays below the number of blocks and the columns.
+            unsafe {
+                mx_quantize_row_kernel::launch_unchecked(
+                    client,
+                    count,
+                    dim,
+                    address,
+                    width,
+                    stored,
+                    BufferArg::from_raw_parts(x.handle.clone(), x.len() / width),
+                    BufferArg::from_raw_parts(out.codes.clone(), outer * blocks * 8 / stored),
+                    scales,
+                    x.rows,
+                    x.cols,
+                    x.cols.is_multiple_of(MX_BLOCK),
+                    lanes,
+                    hardware,
+                    x.dtype,
+                    x.dtype.storage_type(),
+                );
+            }
+        }
+        PackedAxis::Rows => {
+            let width = vector_size(x.dtype, x.cols);
+            let tiles = x.rows.div_ceil(TILE_ROWS) * x.cols.div_ceil(TILE_COLS);
+            let (count, dim) = tile_grid(client, tiles);
+            // SAFETY: the kernel masks every access by the shape.
+            unsafe {
+                mx_quantize_col_kernel::launch_unchecked(
+                    client,
+                    count,
+                    dim,
+                    address,
+                    width,
+                    BufferArg::from_raw_parts(x.handle.clone(), x.len() / width),
+                    BufferArg::from_raw_parts(out.codes.clone(), outer * blocks * 2),
+                    scales,
+                    x.rows,
+                    x.cols,
+                    hardware,
+                    x.dtype,
+                    x.dtype.storage_type(),
+                );
+            }
+        }
+    }
+    Ok(out)
+}
+
+/// The NVFP4 matrix `packed` in MXFP8 with blocks along `axis` of its source, which may be the axis
+/// it is packed along or the other one, in one kernel: the bytes of [`dequantize`](super::dequantize)
+/// to `via` followed by [`mx_quantize`], without the matrix between them in memory. `via` is the
+/// element type that the dequantized values are rounded to, that of the training as a rule.
+///
+/// # Errors
+/// When a buffer is smaller than its shape.
+pub fn mx_requantize(
+    client: &Client,
+    packed: &DevicePacked,
+    axis: PackedAxis,
+    via: FloatKind,
+) -> Result<DeviceMx, Nvfp4Error> {
+    packed.check("packed")?;
+    let out = DeviceMx::empty(client, (packed.rows, packed.cols), axis);
+    let (outer, inner) = (packed.outer(), packed.inner());
+    if outer * inner == 0 {
+        return Ok(out);
+    }
+    let hardware = has_e4m3(client);
+    let nv_blocks = outer * packed.blocks();
+    let mx_blocks = out.outer() * out.blocks();
+    let address = address_type(mx_blocks * MX_BLOCK);
+    // SAFETY (of every argument): checked against, or allocated for, the shape.
+    let nv_scales = unsafe { BufferArg::from_raw_parts(packed.scales.clone(), nv_blocks) };
+    let amax = unsafe { BufferArg::from_raw_parts(packed.amax.clone(), 1) };
+    let scales = unsafe { BufferArg::from_raw_parts(out.scales.clone(), mx_blocks) };
+    if axis == packed.axis {
+        // A unit takes an NVFP4 block on a GPU, both on the CPU.
+        let lanes = if is_cpu(client) { 1 } else { 2 };
+        let (count, dim) = grid(client, mx_blocks * lanes);
+        // SAFETY: the kernel stays below the number of blocks.
+        unsafe {
+            mx_requantize_along_kernel::launch_unchecked(
+                client,
+                count,
+                dim,
+                address,
+                BufferArg::from_raw_parts(packed.codes.clone(), nv_blocks),
+                nv_scales,
+                amax,
+                BufferArg::from_raw_parts(out.codes.clone(), mx_blocks * 2),
+                scales,
+                outer,
+                inner,
+                RANGE,
+                inner.is_multiple_of(MX_BLOCK),
+                lanes,
+                hardware,
+                via,
+                via.storage_type(),
+            );
+        }
+    } else {
+        let tiles = outer.div_ceil(TILE_ROWS) * inner.div_ceil(TILE_COLS);
+        let (count, dim) = tile_grid(client, tiles);
+        // SAFETY: the kernel masks every access by the shape.
+        unsafe {
+            mx_requantize_across_kernel::launch_unchecked(
+                client,
+                count,
+                dim,
+                address,
+                16 / via.size(),
+                BufferArg::from_raw_parts(packed.codes.clone(), nv_blocks),
+                nv_scales,
+                amax,
+                BufferArg::from_raw_parts(out.codes.clone(), mx_blocks * 2),
+                scales,
+                outer,
+                inner,
+                RANGE,
+                hardware,
+                via,
+                via.storage_type(),
+            );
+        }
+    }
+    Ok(out)
+}
+
+/// The matrix that `packed` stands for, in the orientation of its source, rounded once to `out`. See
+/// [`reference::mx_dequantize`](crate::reference::mx_dequantize).
+///
+/// # Errors
+/// When a buffer is smaller than its shape.
+pub fn mx_dequantize(
+    client: &Client,
+    packed: &DeviceMx,
+    out: FloatKind,
+) -> Result<Matrix, Nvfp4Error> {
+    packed.check("packed")?;
+    let result = Matrix::empty(client, packed.rows, packed.cols, out);
+    if result.is_empty() {
+        return Ok(result);
+    }
+    let (outer, inner, blocks) = (packed.outer(), packed.inner(), packed.blocks());
+    let address = address_type(outer * blocks * MX_BLOCK);
+    // SAFETY (of every argument): checked against, or allocated for, the shape.
+    let codes = unsafe { BufferArg::from_raw_parts(packed.codes.clone(), outer * blocks * 8) };
+    let scales = unsafe { BufferArg::from_raw_parts(packed.scales.clone(), outer * blocks) };
+    match packed.axis {
+        PackedAxis::Cols => {
+            let width = vector_size(out, inner);
+            let (count, dim) = grid(client, result.len() / width);
+            // SAFETY: the kernel stays below the shape of the result.
+            unsafe {
+                mx_dequantize_row_kernel::launch_unchecked(
+                    client,
+                    count,
+                    dim,
+                    address,
+                    width,
+                    codes,
+                    scales,
+                    BufferArg::from_raw_parts(result.handle.clone(), result.len() / width),
+                    outer,
+                    inner,
+                    out,
+                    out.storage_type(),
+                );
+            }
+        }
+        PackedAxis::Rows => {
+            let width = vector_size(out, outer);
+            let tiles = inner.div_ceil(TILE_ROWS) * outer.div_ceil(TILE_COLS);
+            let (count, dim) = tile_grid(client, tiles);
+            // SAFETY: the kernel masks every access by the shape.
+            unsafe {
+                mx_dequantize_col_kernel::launch_unchecked(
+                    client,
+                    count,
+                    dim,
+                    address,
+                    width,
+                    codes,
+                    scales,
+                    BufferArg::from_raw_parts(result.handle.clone(), result.len() / width),
+                    inner,
+                    outer,
+                    out,
+                    out.storage_type(),
+                );
+            }
+        }
+    }
+    Ok(result)
+}
+
+/// The denominator with which an NVFP4 amax decodes.
+const RANGE: f32 = 2688.0;
+
+/// Rows and columns of the tile that one cube turns into columns.
+const TILE_ROWS: usize = 128;
+const TILE_COLS: usize = 64;
+/// Words from one column's codes to the next in shared memory: 128 bytes, and one word against bank
+/// conflicts.
+const STAGE: usize = TILE_ROWS / 4 + 1;
+
+/// Whether the device converts to E4M3 itself: sm_89 and later.
+fn has_e4m3(client: &Client) -> bool {
+    let capability = Capabilities::of(client).compute_capability;
+    capability.is_some_and(|capability| capability >= 89)
+}
+
+/// Units that share a block of a row: each loads 16 bytes, so that the loads of neighbours are
+/// contiguous.
+fn lanes(client: &Client, dtype: FloatKind) -> usize {
+    if is_cpu(client) {
+        1
+    } else {
+        MX_BLOCK * dtype.size() / 16
+    }
+}
+
+/// The largest magnitude of a few values, as bits.
+#[cube]
+fn amax_of(values: &Array<f32>, #[comptime] len: usize) -> u32 {
+    let mut bits = 0u32;
+    #[unroll]
+    for i in 0..len {
+        bits = max(bits, magnitude_bits(values[i]));
+    }
+    bits
+}
+
+/// The largest of what `lanes` neighbouring units hold.
+#[cube]
+fn max_of_lanes(bits: u32, #[comptime] lanes: usize) -> u32 {
+    let mut result = bits;
+    if comptime!(lanes > 1) {
+        result = max(result, plane_shuffle_xor(result, 1u32));
+    }
+    if comptime!(lanes > 2) {
+        result = max(result, plane_shuffle_xor(result, 2u32));
+    }
+    if comptime!(lanes > 4) {
+        result = max(result, plane_shuffle_xor(result, 4u32));
+    }
+    result
+}
+
+/// `lanes` neighbouring units quantize one block of a row, `dense` where rows are whole blocks. All units of a cube stay in the loop
+/// together, because the maximum is exchanged among them.
+#[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
+pub fn mx_quantize_row_kernel<F: Numeric, N: Size, M: Size>(
+    x: &[Vector<F, N>],
+    codes: &mut [Vector<u32, M>],
+    scales: &mut [u8],
+    rows: usize,
+    cols: usize,
+    #[comptime] dense: bool,
+    #[comptime] lanes: usize,
+    #[comptime] hardware: bool,
+    #[comptime] kind: FloatKind,
+    #[define(F)] _storage: ElemType,
+) {
+    let width = N::value();
+    let stored = M::value();
+    let elements = comptime!(32 / lanes);
+    let blocks = cols.div_ceil(32);
+    let vectors = cols / width;
+    let items = rows * blocks * lanes;
+    let mut base = CUBE_POS * CUBE_DIM as usize;
+    while base < items {
+        let item = base + UNIT_POS as usize;
+        let block = item / lanes;
+        let inside = item < items;
+        let mut values = Array::<f32>::new(elements);
+        // The width of a vector divides the columns: it lies within them or behind them.
+        #[unroll]
+        for v in 0..comptime!(elements / width) {
+            let mut vector = Vector::<F, N>::new(F::from_int(0));
+            if comptime!(dense) {
+                if inside {
+                    vector = x[item * comptime!(elements / width) + v];
+                }
+            } else {
+                let first = (block % blocks) * 32usize + (item % lanes) * elements;
+                let position = first + comptime!(v * width);
+                if inside && position < cols {
+                    vector = x[(block / blocks) * vectors + position / width];
+                }
+            }
+            #[unroll]
+            for i in 0..width {
+                values[comptime!(v * width + i)] = load::<F>(vector.extract(i), kind);
+            }
+        }
+        let scale = mx_scale(max_of_lanes(amax_of(&values, elements), lanes));
+        let multiplier = decode_ue8m0_reciprocal(scale);
+        if inside {
+            #[unroll]
+            for v in 0..comptime!(elements / 4 / stored) {
+                let mut words = Vector::<u32, M>::empty();
+                #[unroll]
+                for w in 0..stored {
+                    let at = comptime!((v * stored + w) * 4);
+                    words.insert(w, encode_e4m3x4(&values, at, multiplier, hardware));
+                }
+                codes[item * comptime!(elements / 4 / stored) + v] = words;
+            }
+            if item % lanes == comptime!(lanes - 1) {
+                scales[block] = u8::cast_from(scale);
+            }
+        }
+        base += CUBE_COUNT * CUBE_DIM as usize;
+    }
+}
+
+/// The columns of a tile in shared memory become blocks: one unit takes 32 rows of one column; the
+/// codes gather in shared memory and leave as runs of 128 bytes.
+#[cube]
+fn quantize_tile_columns<F: Numeric>(
+    tile: &[Vector<F, Const<1>>],
+    stage: &mut [u32],
+    bytes: &mut [u32],
+    codes: &mut [Vector<u32, Const<4>>],
+    scales: &mut [u8],
+    tile_row: usize,
+    tile_col: usize,
+    rows: usize,
+    cols: usize,
+    #[comptime] hardware: bool,
+    #[comptime] kind: FloatKind,
+) {
+    let blocks = rows.div_ceil(32);
+    let col0 = tile_col * comptime!(TILE_COLS);
+    let block0 = tile_row * comptime!(TILE_ROWS / 32);
+    let mut task = UNIT_POS as usize;
+    while task < comptime!(TILE_COLS * TILE_ROWS / 32) {
+        let col = task % comptime!(TILE_COLS);
+        let block = task / comptime!(TILE_COLS);
+        let mut values = Array::<f32>::new(32usize);
+        #[unroll]
+        for i in 0..32usize {
+            let element = tile[(block * 32usize + i) * comptime!(TILE_COLS) + col];
+            values[i] = load::<F>(element.extract(0usize), kind);
+        }
+        let scale = mx_scale(amax_of(&values, 32usize));
+        let multiplier = decode_ue8m0_reciprocal(scale);
+        #[unroll]
+        for w in 0..8usize {
+            stage[col * comptime!(STAGE) + block * 8usize + w] =
+                encode_e4m3x4(&values, comptime!(w * 4), multiplier, hardware);
+        }
+        bytes[block * comptime!(TILE_COLS + 1) + col] = scale;
+        task += CUBE_DIM as usize;
+    }
+    sync_cube();
+    // Bytes of one stored row by neighbouring units.
+    let mut item = UNIT_POS as usize;
+    while item < comptime!(TILE_COLS * TILE_ROWS / 32) {
+        let col = item / comptime!(TILE_ROWS / 32);
+        let block = item % comptime!(TILE_ROWS / 32);
+        if col0 + col < cols && block0 + block < blocks {
+            let scale = bytes[block * comptime!(TILE_COLS + 1) + col];
+            scales[(col0 + col) * blocks + block0 + block] = u8::cast_from(scale);
+        }
+        item += CUBE_DIM as usize;
+    }
+    // Four words to a unit; the padding of the stage spreads them over the banks.
+    let mut item = UNIT_POS as usize;
+    while item < comptime!(TILE_COLS * TILE_ROWS / 16) {
+        let col = item / comptime!(TILE_ROWS / 16);
+        let position = item % comptime!(TILE_ROWS / 16);
+        let at = block0 * 2usize + position;
+        if col0 + col < cols && at < blocks * 2usize {
+            let mut words = Vector::<u32, Const<4>>::empty();
+            #[unroll]
+            for w in 0..4usize {
+                words.insert(w, stage[col * comptime!(STAGE) + position * 4usize + w]);
+            }
+            codes[(col0 + col) * blocks * 2usize + at] = words;
+        }
+        item += CUBE_DIM as usize;
+    }
+}
+
+/// One cube makes the column blocks of every `cubes`-th tile of 128 x 64; neighbouring cubes take
+/// tiles of the same rows.
+#[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
+pub fn mx_quantize_col_kernel<F: Numeric, N: Size>(
+    x: &[Vector<F, N>],
+    codes: &mut [Vector<u32, Const<4>>],
+    scales: &mut [u8],
+    rows: usize,
+    cols: usize,
+    #[comptime] hardware: bool,
+    #[comptime] kind: FloatKind,
+    #[define(F)] _storage: ElemType,
+) {
+    let width = N::value();
+    let mut tile = Shared::<[Vector<F, Const<1>>]>::new_aligned_slice(
+        comptime!(TILE_ROWS * TILE_COLS),
+        16usize,
+    );
+    let mut stage = Shared::<[u32]>::new_slice(comptime!(TILE_COLS * STAGE));
+    let mut bytes = Shared::<[u32]>::new_slice(comptime!((TILE_COLS + 1) * TILE_ROWS / 32));
+    let tile_cols = cols.div_ceil(TILE_COLS);
+    let tiles = rows.div_ceil(TILE_ROWS) * tile_cols;
+    let vectors = cols / width;
+    let mut index = CUBE_POS;
+    while index < tiles {
+        let row0 = (index / tile_cols) * comptime!(TILE_ROWS);
+        let col0 = (index % tile_cols) * comptime!(TILE_COLS);
+        let wide = tile.as_mut_slice().with_vector_size_mut::<N>();
+        let mut item = UNIT_POS as usize;
+        while item < comptime!(TILE_ROWS * TILE_COLS / width) {
+            let row = row0 + item / comptime!(TILE_COLS / width);
+            let col = col0 + (item % comptime!(TILE_COLS / width)) * width;
+            let mut vector = Vector::<F, N>::new(F::from_int(0));
+            if row < rows && col < cols {
+                vector = x[row * vectors + col / width];
+            }
+            wide[item] = vector;
+            item += CUBE_DIM as usize;
+        }
+        sync_cube();
+        quantize_tile_columns::<F>(
+            tile.as_slice(),
+            stage.as_mut_slice(),
+            bytes.as_mut_slice(),
+            codes,
+            scales,
+            index / tile_cols,
+            index % tile_cols,
+            rows,
+            cols,
+            hardware,
+            kind,
+        );
+        // The next tile overwrites what slower units still read.
+        sync_cube();
+        index += CUBE_COUNT;
+    }
+}
+
+/// The 16 values of an NVFP4 block, rounded to `via` by the instruction where there is one.
+#[cube]
+fn decode_block<F: Numeric>(
+    words: Vector<u32, Const<2>>,
+    scale: f32,
+    factor: f32,
+    #[comptime] hardware: bool,
+    #[comptime] via: FloatKind,
+) -> Array<f32> {
+    let mut values = Array::<f32>::new(16usize);
+    #[unroll]
+    for pair in 0..8usize {
+        let at = comptime!(pair * 2);
+        let word = words.extract(comptime!(at / 8));
+        let low = word >> comptime!(4 * (at as u32 % 8));
+        let high = word >> comptime!(4 * (at as u32 % 8) + 4);
+        let low = decode_e2m1_product(low) * scale * factor;
+        let high = decode_e2m1_product(high) * scale * factor;
+        if comptime!(hardware && via == FloatKind::Bf16) {
+            let both = ptx::cvt_rn_bf16x2(low, high);
+            values[at] = f32::reinterpret(both << 16u32);
+            values[comptime!(at + 1)] = f32::reinterpret(both & 0xFFFF_0000u32);
+        } else {
+            values[at] = load::<F>(store::<F>(low, via), via);
+            values[comptime!(at + 1)] = load::<F>(store::<F>(high, via), via);
+        }
+    }
+    values
+}
+
+/// A value that is `via` already, as a stored element.
+#[cube]
+fn stored<F: Numeric>(value: f32, #[comptime] via: FloatKind) -> F {
+    if comptime!(via == FloatKind::Bf16) {
+        F::cast_from(u32::reinterpret(value) >> 16u32)
+    } else {
+        F::cast_from(value)
+    }
+}
+
+/// `lanes` neighbouring units turn two NVFP4 blocks of a stored row into one of MXFP8, `dense` where
+/// rows are whole MXFP8 blocks.
+#[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
+pub fn mx_requantize_along_kernel<F: Numeric>(
+    nv_codes: &[Vector<u32, Const<2>>],
+    nv_scales: &[u8],
+    amax: &[f32],
+    codes: &mut [Vector<u32, Const<4>>],
+    scales: &mut [u8],
+    outer: usize,
+    inner: usize,
+    range: f32,
+    #[comptime] dense: bool,
+    #[comptime] lanes: usize,
+    #[comptime] hardware: bool,
+    #[comptime] via: FloatKind,
+    #[define(F)] _storage: ElemType,
+) {
+    let halves = comptime!(2 / lanes);
+    let nv_blocks = inner.div_ceil(16);
+    let blocks = inner.div_ceil(32);
+    let factor = amax[0] / range;
+    let items = outer * blocks * lanes;
+    let mut base = CUBE_POS * CUBE_DIM as usize;
+    while base < items {
+        let item = base + UNIT_POS as usize;
+        let block = item / lanes;
+        let inside = item < items;
+        let mut values = Array::<f32>::new(comptime!(16 * halves));
+        #[unroll]
+        for half in 0..halves {
+            let mut index = item * halves + half;
+            let mut present = 16usize;
+            if comptime!(!dense) {
+                let first =
+                    (block % blocks) * 32usize + (item % lanes) * 16usize + comptime!(half * 16);
+                index = (block / blocks) * nv_blocks + first / 16usize;
+                present = min(inner - min(first, inner), 16usize);
+            }
+            let mut words = Vector::<u32, Const<2>>::new(0u32);
+            let mut scale = 0.0f32;
+            if inside && present > 0usize {
+                words = nv_codes[index];
+                scale = decode_e4m3(u32::cast_from(nv_scales[index]));
+            }
+            let decoded = decode_block::<F>(words, scale, factor, hardware, via);
+            #[unroll]
+            for i in 0..16usize {
+                let mut value = decoded[i];
+                if comptime!(!dense) {
+                    // What pads the NVFP4 block is no part of the matrix.
+                    value = select(i < present, value, 0.0f32);
+                }
+                values[comptime!(half * 16 + i)] = value;
+            }
+        }
+        let bits = amax_of(&values, comptime!(16 * halves));
+        let scale = mx_scale(max_of_lanes(bits, lanes));
+        let multiplier = decode_ue8m0_reciprocal(scale);
+        if inside {
+            #[unroll]
+            for half in 0..halves {
+                let mut words = Vector::<u32, Const<4>>::empty();
+                #[unroll]
+                for w in 0..4usize {
+                    let at = comptime!(half * 16 + w * 4);
+                    words.insert(w, encode_e4m3x4(&values, at, multiplier, hardware));
+                }
+                codes[item * halves + half] = words;
+            }
+            if item % lanes == comptime!(lanes - 1) {
+                scales[block] = u8::cast_from(scale);
+            }
+        }
+        base += CUBE_COUNT * CUBE_DIM as usize;
+    }
+}
+
+/// One cube decodes every `cubes`-th tile of 128 stored rows x 64 and makes MXFP8 blocks down its
+/// columns. `F` is the storage type of `via`, `N` elements of it are 16 bytes.
+#[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
+pub fn mx_requantize_across_kernel<F: Numeric, N: Size>(
+    nv_codes: &[Vector<u32, Const<2>>],
+    nv_scales: &[u8],
+    amax: &[f32],
+    codes: &mut [Vector<u32, Const<4>>],
+    scales: &mut [u8],
+    outer: usize,
+    inner: usize,
+    range: f32,
+    #[comptime] hardware: bool,
+    #[comptime] via: FloatKind,
+    #[define(F)] _storage: ElemType,
+) {
+    let width = N::value();
+    let mut tile = Shared::<[Vector<F, Const<1>>]>::new_aligned_slice(
+        comptime!(TILE_ROWS * TILE_COLS),
+        16usize,
+    );
+    let mut stage = Shared::<[u32]>::new_slice(comptime!(TILE_COLS * STAGE));
+    let mut bytes = Shared::<[u32]>::new_slice(comptime!((TILE_COLS + 1) * TILE_ROWS / 32));
+    let nv_blocks = inner.div_ceil(16);
+    let factor = amax[0] / range;
+    let tile_cols = inner.div_ceil(TILE_COLS);
+    let tiles = outer.div_ceil(TILE_ROWS) * tile_cols;
+    let mut index = CUBE_POS;
+    while index < tiles {
+        let row0 = (index / tile_cols) * comptime!(TILE_ROWS);
+        let block0 = (index % tile_cols) * comptime!(TILE_COLS / 16);
+        let wide = tile.as_mut_slice().with_vector_size_mut::<N>();
+        let mut item = UNIT_POS as usize;
+        while item < comptime!(TILE_ROWS * TILE_COLS / 16) {
+            let row = row0 + item / comptime!(TILE_COLS / 16);
+            let block = block0 + item % comptime!(TILE_COLS / 16);
+            let mut words = Vector::<u32, Const<2>>::new(0u32);
+            let mut scale = 0.0f32;
+            let mut factor = factor;
+            if row < outer && block < nv_blocks {
+                words = nv_codes[row * nv_blocks + block];
+                scale = decode_e4m3(u32::cast_from(nv_scales[row * nv_blocks + block]));
+            } else {
+                // Zero where there is no element, also where the factor is NaN or infinite.
+                factor = 0.0f32;
+            }
+            let values = decode_block::<F>(words, scale, factor, hardware, via);
+            #[unroll]
+            for v in 0..comptime!(16 / width) {
+                let mut vector = Vector::<F, N>::empty();
+                #[unroll]
+                for i in 0..width {
+                    let value = values[comptime!(v * width + i)];
+                    vector.insert(i, stored::<F>(value, via));
+                }
+                wide[item * comptime!(16 / width) + v] = vector;
+            }
+            item += CUBE_DIM as usize;
+        }
+        sync_cube();
+        quantize_tile_columns::<F>(
+            tile.as_slice(),
+            stage.as_mut_slice(),
+            bytes.as_mut_slice(),
+            codes,
+            scales,
+            index / tile_cols,
+            index % tile_cols,
+            outer,
+            inner,
+            hardware,
+            via,
+        );
+        sync_cube();
+        index += CUBE_COUNT;
+    }
+}
+
+/// One unit decodes every `units`-th vector of the result.
+#[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
+pub fn mx_dequantize_row_kernel<F: Numeric, N: Size>(
+    codes: &[u32],
+    scales: &[u8],
+    out: &mut [Vector<F, N>],
+    rows: usize,
+    cols: usize,
+    #[comptime] kind: FloatKind,
+    #[define(F)] _storage: ElemType,
+) {
+    let width = N::value();
+    let vectors = cols / width;
+    let blocks = cols.div_ceil(32);
+    let mut item = ABSOLUTE_POS;
+    while item < rows * vectors {
+        let row = item / vectors;
+        let first = (item % vectors) * width;
+        let block = row * blocks + first / 32usize;
+        let scale = decode_ue8m0(u32::cast_from(scales[block]));
+        let word = block * 8usize + first % 32usize / 4usize;
+        let mut vector = Vector::<F, N>::empty();
+        #[unroll]
+        for w in 0..comptime!(width.div_ceil(4)) {
+            let packed = codes[word + w];
+            #[unroll]
+            for i in 0..comptime!(width.min(4)) {
+                // A vector of less than four elements starts within a word.
+                let shift = comptime!(8 * i as u32) + 8u32 * (first % 4usize) as u32;
+                let value = decode_e4m3_element(packed >> shift) * scale;
+                vector.insert(comptime!(w * 4 + i), store::<F>(value, kind));
+            }
+        }
+        out[item] = vector;
+        item += CUBE_COUNT * CUBE_DIM as usize;
+    }
+}
+
+/// One cube decodes every `cubes`-th tile of 128 x 64 of a matrix that is stored transposed: words of
+/// its 64 stored rows gather in shared memory.
+#[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
+pub fn mx_dequantize_col_kernel<F: Numeric, N: Size>(
+    codes: &[u32],
+    scales: &[u8],
+    out: &mut [Vector<F, N>],
+    rows: usize,
+    cols: usize,
+    #[comptime] kind: FloatKind,
+    #[define(F)] _storage: ElemType,
+) {
+    let width = N::value();
+    let mut stage = Shared::<[u32]>::new_slice(comptime!(TILE_COLS * STAGE));
+    let mut factors = Shared::<[f32]>::new_slice(comptime!(TILE_COLS * TILE_ROWS / 32));
+    let blocks = rows.div_ceil(32);
+    let vectors = cols / width;
+    let tile_cols = cols.div_ceil(TILE_COLS);
+    let tiles = rows.div_ceil(TILE_ROWS) * tile_cols;
+    let mut index = CUBE_POS;
+    while index < tiles {
+        let row0 = (index / tile_cols) * comptime!(TILE_ROWS);
+        let col0 = (index % tile_cols) * comptime!(TILE_COLS);
+        let mut item = UNIT_POS as usize;
+        while item < comptime!(TILE_COLS * TILE_ROWS / 4) {
+            let col = item / comptime!(TILE_ROWS / 4);
+            let word = item % comptime!(TILE_ROWS / 4);
+            let block = row0 / 32usize + word / 8usize;
+            if col0 + col < cols && block < blocks {
+                let at = (col0 + col) * blocks + block;
+                stage[col * comptime!(STAGE) + word] = codes[at * 8usize + word % 8usize];
+                if word % 8usize == 7usize {
+                    let scale = decode_ue8m0(u32::cast_from(scales[at]));
+                    factors[(word / 8usize) * comptime!(TILE_COLS) + col] = scale;
+                }
+            }
+            item += CUBE_DIM as usize;
+        }
+        sync_cube();
+        let mut item = UNIT_POS as usize;
+        while item < comptime!(TILE_COLS * TILE_ROWS / width) {
+            let row = item / comptime!(TILE_COLS / width);
+            let col = (item % comptime!(TILE_COLS / width)) * width;
+            if row0 + row < rows && col0 + col < cols {
+                let shift = 8u32 * (row % 4usize) as u32;
+                let mut vector = Vector::<F, N>::empty();
+                #[unroll]
+                for i in 0..width {
+                    let packed = stage[(col + i) * comptime!(STAGE) + row / 4usize];
+                    let scale = factors[(row / 32usize) * comptime!(TILE_COLS) + col + i];
+                    let value = decode_e4m3_element(packed >> shift) * scale;
+                    vector.insert(i, store::<F>(value, kind));
+                }
+                out[(row0 + row) * vectors + (col0 + col) / width] = vector;
+            }
+            item += CUBE_DIM as usize;
+        }
+        sync_cube();
+        index += CUBE_COUNT;
+    }
+}

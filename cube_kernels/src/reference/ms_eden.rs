@@ -1,0 +1,486 @@
+//! MS-EDEN, the unbiased quantization of Quartet II's backward (specification, section 9).
+//!
+//! Elements are rounded to nearest, which is biased; a factor for each rotated group takes the bias
+//! away, and the block scales, not the elements, are rounded stochastically. Operands of one product
+//! are rotated by the same transform, which cancels in it.
+//!
+//! # Order of operations
+//! All in `f32`, one rounding for each operation written; `fma` rounds once. A *line* is a row of the
+//! matrix for [`PackedAxis::Cols`] and a column for [`PackedAxis::Rows`].
+//! 1. A line is cut into groups of 128, the last padded with zeros. Each is transformed: signs, a
+//!    butterfly at distances 1, 2, 4, .., 64, one multiplication by [`HadamardSize::factor`], rounding
+//!    to bf16. The result `t` has the contraction padded to a multiple of 128: its packed tensor is
+//!    that much longer than the source.
+//! 2. `amax` is the largest magnitude of all `t` ([`ms_eden_amax`]). The global scale maps it to
+//!    `T · 255.99` where plain NVFP4 maps it to 6 · 448; `T = 6 / f` is where the largest element of
+//!    a block lands ([`EdenTarget`]). So that everything which reads a packed tensor may go on
+//!    decoding with `amax / 2688`, the tensor keeps `amax' = fl(amax · fl(448 f / 255.99))` in its
+//!    place, at most `f32::MAX` where `amax` is finite.
+//! 3. `S` and `D` follow from `amax'` as in section 4; `m = fl(S · fl(f / 6))`.
+//! 4. For each block of 16, `a = max |t|` and `s = e4m3(min(fl(a · m), FLT_MAX))`, a zero byte
+//!    replaced by that of 1. `e = min(fl(1 / fl(s · D)), FLT_MAX)`, `y = fl(t · e)`, and the code is
+//!    `y` to nearest, of value `q`.
+//! 5. For each block `xx = Σ y · y` and `xq = Σ y · q`: from 0, elements in order, each added by one
+//!    `fma`. For the group `XX = Σ s² · xx` and `XQ = Σ s² · xq`: from 0, blocks in order, each added
+//!    by one `fma` (`s²` is exact). With these weights the blocks are in one unit, and the correction
+//!    below is EDEN's; without them, which is how Quartet II's code sums, its mean is off by the
+//!    spread of the scales within a group.
+//! 6. `c = fl(XX / XQ)`; 1 unless `XQ > 0` and `c` is finite.
+//! 7. The stored scale byte of block `i` is `fl(s · c)` rounded stochastically
+//!    ([`round_scale_stochastic`]) with half-word `i` (little-endian) of the one Philox call of the
+//!    group, whose index is `line · groups + group`.
+//!
+//! A zero tensor has scale bytes of 1 and codes of zero. A NaN spreads over its group: its scale bytes
+//! are NaN. An infinity spreads as NaN and infinities.
+
+use rayon::prelude::*;
+
+use super::{
+    Element, GlobalScale, encode_multiplier, philox, quantize::check_matrix, round_nearest,
+};
+use crate::{
+    Amax, BLOCK, Hadamard, HadamardSize, Nvfp4Error, Origin, PackedAxis, PackedTensor,
+    RandomStream, Rounding, ScaleLayout,
+    format::{e2m1, e4m3},
+};
+
+/// Elements that one correction covers.
+pub const EDEN_GROUP: usize = 128;
+
+/// Blocks in a group.
+const BLOCKS: usize = EDEN_GROUP / BLOCK;
+
+/// Where the largest element of a block lands.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum EdenTarget {
+    /// On 6, as in plain NVFP4.
+    Forward,
+    /// On `6 / ((17/16) · 0.93)`: it saturates, by a little, and the grid is used where most elements
+    /// are. Quartet II's choice for the backward.
+    Backward,
+}
+
+impl EdenTarget {
+    /// `f`: 6 divided by the target.
+    const fn fraction(self) -> f64 {
+        match self {
+            Self::Forward => 1.0,
+            Self::Backward => 17.0 / 16.0 * 0.93,
+        }
+    }
+
+    /// `fl(448 f / 255.99)`: an amax to the one that plain NVFP4 would have at the same global scale.
+    pub const fn amax_factor(self) -> f32 {
+        (448.0 * self.fraction() / 255.99) as f32
+    }
+
+    /// `fl(f / 6)`: the reciprocal of the target.
+    pub const fn block_factor(self) -> f32 {
+        (self.fraction() / 6.0) as f32
+    }
+}
+
+/// `amax'`, from which the scales of a tensor derive whose transformed values reach `amax`.
+#[inline]
+pub fn eden_amax(amax: f32, target: EdenTarget) -> f32 {
+    let scaled = amax * target.amax_factor();
+    if scaled > f32::MAX && amax <= f32::MAX {
+        f32::MAX
+    } else {
+        scaled
+    }
+}
+
+/// The E4M3 byte of a scale, rounded stochastically by 16 bits: for `value` a fraction `f` of the way
+/// from one byte to the next, up with probability `floor(65536 f) / 65536`. To nearest outside
+/// [2⁻⁶, 448], where the steps are not those of a normal number. NaN gives NaN.
+#[inline(always)]
+pub fn round_scale_stochastic(value: f32, random: u16) -> u8 {
+    if value >= f32::powi(2.0, -6) && value < e4m3::MAX {
+        // Twenty bits are dropped; the random ones are added to the upper sixteen of them.
+        (((value.to_bits() + ((random as u32) << 4)) >> 20) - (120 << 3)) as u8
+    } else {
+        e4m3::encode(value)
+    }
+}
+
+/// The largest magnitude of a `rows` x `cols` matrix after the transform of 128 along `axis`; NaN and
+/// infinity survive. 0 for an empty matrix.
+///
+/// # Errors
+/// When `x` does not hold `rows * cols` elements, or the transform does not mix 128.
+pub fn ms_eden_amax<T: Element>(
+    x: &[T],
+    rows: usize,
+    cols: usize,
+    axis: PackedAxis,
+    hadamard: &Hadamard,
+) -> Result<f32, Nvfp4Error> {
+    check_matrix(x.len(), rows, cols)?;
+    check_hadamard(hadamard)?;
+    let (outer, inner) = axis.stored_shape(rows, cols);
+    let bits = (0..outer)
+        .into_par_iter()
+        .map(|line| {
+            let groups = 0..inner.div_ceil(EDEN_GROUP);
+            let values =
+                groups.flat_map(|group| load_group(x, cols, (line, group), inner, axis, hadamard));
+            values.fold(0, |max, value| max.max(value.to_bits() & 0x7FFF_FFFF))
+        })
+        .max()
+        .unwrap_or(0);
+    Ok(super::amax(&[f32::from_bits(bits)]))
+}
+
+/// A `rows` x `cols` matrix by MS-EDEN along `axis`, from the `amax` of its transformed values
+/// ([`ms_eden_amax`]). The packed tensor is that of the transformed matrix, whose contraction is
+/// padded to a multiple of 128.
+///
+/// To re-quantize a forward operand, pass what [`dequantize`](super::dequantize) gives.
+///
+/// # Errors
+/// When `x` does not hold `rows * cols` elements, or the transform does not mix 128.
+#[allow(clippy::too_many_arguments)] // What a matrix, a transform and a draw are.
+pub fn ms_eden<T: Element>(
+    x: &[T],
+    rows: usize,
+    cols: usize,
+    axis: PackedAxis,
+    amax: f32,
+    hadamard: &Hadamard,
+    target: EdenTarget,
+    stream: &RandomStream,
+) -> Result<PackedTensor, Nvfp4Error> {
+    check_matrix(x.len(), rows, cols)?;
+    check_hadamard(hadamard)?;
+    let (outer, inner) = axis.stored_shape(rows, cols);
+    let groups = inner.div_ceil(EDEN_GROUP);
+    let amax = eden_amax(amax, target);
+    let global = GlobalScale::from_amax(amax);
+    let block_factor = global.encode * target.block_factor();
+    let mut codes = vec![0u8; outer * groups * BLOCKS * 8];
+    let mut scales = vec![0u8; outer * groups * BLOCKS];
+    codes
+        .par_chunks_mut(BLOCKS * 8)
+        .zip(scales.par_chunks_mut(BLOCKS))
+        .enumerate()
+        .for_each(|(index, (codes, scales))| {
+            let at = (index / groups, index % groups);
+            let values = load_group(x, cols, at, inner, axis, hadamard);
+            let random = philox::block_bytes(stream, index as u64);
+            quantize_group(&values, &global, block_factor, random, codes, scales);
+        });
+    let shape = match axis {
+        PackedAxis::Cols => (rows, groups * EDEN_GROUP),
+        PackedAxis::Rows => (groups * EDEN_GROUP, cols),
+    };
+    PackedTensor::from_parts(
+        shape,
+        axis,
+        codes,
+        (ScaleLayout::Compact, scales),
+        Amax::Tensor(amax),
+        Origin::one_by_16(Rounding::Stochastic(*stream), Some(*hadamard)),
+    )
+}
+
+/// Steps 4 to 7 of the module's documentation.
+fn quantize_group(
+    values: &[f32; EDEN_GROUP],
+    global: &GlobalScale,
+    block_factor: f32,
+    random: [u8; 16],
+    codes: &mut [u8],
+    scales: &mut [u8],
+) {
+    let (mut group_xx, mut group_xq) = (0f32, 0f32);
+    for (b, block) in values.chunks_exact(BLOCK).enumerate() {
+        let bits = block
+            .iter()
+            .fold(0, |max, value| max.max(value.to_bits() & 0x7FFF_FFFF));
+        scales[b] = eden_block_scale(f32::from_bits(bits), block_factor);
+        let multiplier = encode_multiplier(scales[b], global);
+        let (mut xx, mut xq) = (0f32, 0f32);
+        for (i, value) in block.iter().enumerate() {
+            let y = value * multiplier;
+            let code = round_nearest(y);
+            codes[b * 8 + i / 2] |= code << (4 * (i % 2));
+            xx = y.mul_add(y, xx);
+            xq = y.mul_add(e2m1::decode(code), xq);
+        }
+        let scale = e4m3::decode(scales[b]);
+        let weight = scale * scale;
+        group_xx = weight.mul_add(xx, group_xx);
+        group_xq = weight.mul_add(xq, group_xq);
+    }
+    let correction = eden_correction(group_xx, group_xq);
+    for (scale, random) in scales.iter_mut().zip(random.chunks_exact(2)) {
+        let random = u16::from_le_bytes([random[0], random[1]]);
+        *scale = round_scale_stochastic(e4m3::decode(*scale) * correction, random);
+    }
+}
+
+/// Step 4's scale byte.
+#[inline(always)]
+fn eden_block_scale(amax: f32, block_factor: f32) -> u8 {
+    let scaled = amax * block_factor;
+    // A NaN must reach the byte, so this is a comparison and not `f32::min`.
+    match e4m3::encode(if scaled > f32::MAX { f32::MAX } else { scaled }) {
+        0 => ONE,
+        byte => byte,
+    }
+}
+
+/// The E4M3 byte of 1.
+const ONE: u8 = 0x38;
+
+/// Step 6.
+#[inline(always)]
+fn eden_correction(xx: f32, xq: f32) -> f32 {
+    let ratio = xx / xq;
+    if xq > 0.0 && ratio <= f32::MAX {
+        ratio
+    } else {
+        1.0
+    }
+}
+
+/// Group `at.1` of line `at.0`, transformed; zeros beyond the line.
+#[inline]
+fn load_group<T: Element>(
+    x: &[T],
+    cols: usize,
+    at: (usize, usize),
+    inner: usize,
+    axis: PackedAxis,
+    hadamard: &Hadamard,
+) -> [f32; EDEN_GROUP] {
+    let mut values: [f32; EDEN_GROUP] = std::array::from_fn(|i| {
+        let position = at.1 * EDEN_GROUP + i;
+        match axis {
+            _ if position >= inner => 0.0,
+            PackedAxis::Cols => x[at.0 * cols + position].to_f32(),
+            PackedAxis::Rows => x[position * cols + at.0].to_f32(),
+        }
+    });
+    transform(&mut values, hadamard);
+    values
+}
+
+/// `x R` with the transform of 128.
+fn transform(values: &mut [f32; EDEN_GROUP], hadamard: &Hadamard) {
+    for (i, value) in values.iter_mut().enumerate() {
+        *value = f32::from_bits(value.to_bits() ^ ((hadamard.negates(i) as u32) << 31));
+    }
+    for stage in 0..7 {
+        let distance = 1 << stage;
+        for i in (0..EDEN_GROUP).filter(|i| i & distance == 0) {
+            let (a, b) = (values[i], values[i + distance]);
+            values[i] = a + b;
+            values[i + distance] = a - b;
+        }
+    }
+    for value in values {
+        *value = half::bf16::from_f32(*value * HadamardSize::H128.factor()).to_f32();
+    }
+}
+
+pub(crate) fn check_hadamard(hadamard: &Hadamard) -> Result<(), Nvfp4Error> {
+    if hadamard.size() == HadamardSize::H128 {
+        return Ok(());
+    }
+    Err(Nvfp4Error::value(
+        "hadamard",
+        format!("{} elements", hadamard.size().elements()),
+        "128 elements, the group of one correction",
+    ))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::reference::{dequantize, philox::philox4x32};
+
+    fn uniform(i: usize, salt: u32) -> f32 {
+        (philox4x32([i as u32, salt, 0, 0], [1, 2])[0] >> 8) as f32 / 16_777_216.0
+    }
+
+    fn normals(len: usize, salt: u32) -> Vec<f32> {
+        (0..len)
+            .map(|i| {
+                let (u, v) = (uniform(i, salt).max(1e-9), uniform(i, salt + 1));
+                (-2.0 * u.ln()).sqrt() * (std::f32::consts::TAU * v).cos()
+            })
+            .collect()
+    }
+
+    fn draw(n: usize) -> (Hadamard, RandomStream) {
+        (
+            Hadamard::seeded_with_size(HadamardSize::H128, n as u64),
+            RandomStream::new(5, 1, n as u64),
+        )
+    }
+
+    /// The decoded tensor, rotated back.
+    fn decoded(x: &[f32], n: usize, target: EdenTarget) -> Vec<f32> {
+        let (hadamard, stream) = draw(n);
+        let (rows, cols) = (x.len() / EDEN_GROUP, EDEN_GROUP);
+        let axis = PackedAxis::Cols;
+        let amax = ms_eden_amax(x, rows, cols, axis, &hadamard).unwrap();
+        let packed = ms_eden(x, rows, cols, axis, amax, &hadamard, target, &stream).unwrap();
+        let mut values = dequantize(&packed);
+        for group in values.chunks_exact_mut(EDEN_GROUP) {
+            for stage in 0..7 {
+                let distance = 1 << stage;
+                for i in (0..EDEN_GROUP).filter(|i| i & distance == 0) {
+                    let (a, b) = (group[i], group[i + distance]);
+                    (group[i], group[i + distance]) = (a + b, a - b);
+                }
+            }
+            for (i, value) in group.iter_mut().enumerate() {
+                let sign = if hadamard.negates(i) { -1.0 } else { 1.0 };
+                *value *= sign * HadamardSize::H128.factor();
+            }
+        }
+        values
+    }
+
+    fn norm(x: impl Iterator<Item = f64>) -> f64 {
+        x.map(|value| value * value).sum::<f64>().sqrt()
+    }
+
+    /// The error of the mean of `n` draws is that of one draw divided by √n: no bias shows. (One
+    /// remains that a Hadamard transform cannot take away: where three elements of a group are 20
+    /// times the rest, the rotated group is no longer near normal, and 0.8 % stay.)
+    #[test]
+    fn the_mean_of_many_draws_is_the_source() {
+        const DRAWS: usize = 4096;
+        let x = normals(4 * EDEN_GROUP, 3);
+        for target in [EdenTarget::Forward, EdenTarget::Backward] {
+            let mut sum = vec![0f64; x.len()];
+            let mut squares = 0.0;
+            for n in 0..DRAWS {
+                for ((sum, value), &x) in sum.iter_mut().zip(decoded(&x, n, target)).zip(&x) {
+                    let error = value as f64 - x as f64;
+                    *sum += error;
+                    squares += error * error;
+                }
+            }
+            let error = norm(sum.iter().map(|sum| sum / DRAWS as f64));
+            let expected = (squares / DRAWS as f64 / DRAWS as f64).sqrt();
+            assert!(
+                (0.85..1.15).contains(&(error / expected)),
+                "{target:?}: {error} instead of {expected}"
+            );
+        }
+    }
+
+    #[test]
+    fn scale_bytes_follow_their_law_exactly() {
+        for byte in 0x08..e4m3::MAX_BYTE {
+            let (low, high) = (e4m3::decode(byte), e4m3::decode(byte + 1));
+            for fraction in [0.0f32, 0.25, 0.3, 0.9999] {
+                let value = low + fraction * (high - low);
+                let up = (0..=u16::MAX)
+                    .filter(|&random| round_scale_stochastic(value, random) == byte + 1)
+                    .count();
+                let exact = ((value - low) / (high - low) * 65536.0).floor();
+                assert_eq!(up, exact as usize, "{value}");
+                assert!([byte, byte + 1].contains(&round_scale_stochastic(value, u16::MAX)));
+            }
+        }
+        // Outside: to nearest, whatever the bits.
+        for value in [0.0, 0.001, 0.0145, 448.0, 500.0, f32::INFINITY, f32::NAN] {
+            for random in [0, 0x8000, u16::MAX] {
+                assert_eq!(round_scale_stochastic(value, random), e4m3::encode(value));
+            }
+        }
+    }
+
+    #[test]
+    fn transform_equals_its_definition() {
+        let hadamard = Hadamard::seeded_with_size(HadamardSize::H128, 9);
+        let entry = half::bf16::from_f32(HadamardSize::H128.factor()).to_f32();
+        for i in 0..EDEN_GROUP {
+            let mut values = [0f32; EDEN_GROUP];
+            values[i] = 1.0;
+            transform(&mut values, &hadamard);
+            for (j, value) in values.into_iter().enumerate() {
+                let odd = ((i & j).count_ones() + hadamard.negates(i) as u32) % 2 == 1;
+                assert_eq!(value, if odd { -entry } else { entry }, "R[{i}][{j}]");
+            }
+        }
+    }
+
+    #[test]
+    fn orientations_are_transposes_and_pad_the_contraction() {
+        let (rows, cols) = (150, 37);
+        let x = normals(rows * cols, 8);
+        let transposed: Vec<f32> = (0..rows * cols)
+            .map(|i| x[i % rows * cols + i / rows])
+            .collect();
+        let (hadamard, stream) = draw(0);
+        let quantize = |x: &[f32], rows, cols, axis| {
+            let amax = ms_eden_amax(x, rows, cols, axis, &hadamard).unwrap();
+            let target = EdenTarget::Backward;
+            ms_eden(x, rows, cols, axis, amax, &hadamard, target, &stream).unwrap()
+        };
+        let by_col = quantize(&x, rows, cols, PackedAxis::Rows);
+        let by_row = quantize(&transposed, cols, rows, PackedAxis::Cols);
+        assert_eq!(
+            (by_col.rows(), by_col.cols(), by_col.blocks()),
+            (256, 37, 16)
+        );
+        assert_eq!(by_col.codes(), by_row.codes());
+        assert_eq!(by_col.scales(), by_row.scales());
+        assert_eq!(by_col.amax(), by_row.amax());
+    }
+
+    #[test]
+    fn special_values() {
+        let (hadamard, stream) = draw(3);
+        let quantize = |x: &[f32]| {
+            let cols = x.len();
+            let axis = PackedAxis::Cols;
+            let amax = ms_eden_amax(x, 1, cols, axis, &hadamard).unwrap();
+            let target = EdenTarget::Backward;
+            ms_eden(x, 1, cols, axis, amax, &hadamard, target, &stream).unwrap()
+        };
+        let zero = quantize(&[0.0; 128]);
+        assert!(zero.scales().iter().all(|&scale| scale == ONE));
+        assert!(dequantize(&zero).iter().all(|&value| value == 0.0));
+        let mut x = normals(256, 1);
+        x[5] = f32::NAN;
+        let nan = quantize(&x);
+        assert!(
+            nan.scales()[..8]
+                .iter()
+                .all(|&scale| scale == e4m3::NAN_BYTE)
+        );
+        assert!(
+            nan.scales()[8..]
+                .iter()
+                .all(|&scale| scale != e4m3::NAN_BYTE)
+        );
+        assert!(dequantize(&nan).iter().all(|value| value.is_nan()));
+        x[5] = f32::INFINITY;
+        let Amax::Tensor(amax) = *quantize(&x).amax() else {
+            panic!("one amax")
+        };
+        assert!(!amax.is_finite());
+        // The largest finite values do not become infinite by a larger amax'.
+        let large = quantize(&[f32::MAX / 256.0; 128]);
+        assert!(dequantize(&large).iter().all(|value| value.is_finite()));
+        assert_eq!(eden_amax(f32::MAX, EdenTarget::Backward), f32::MAX);
+        assert_eq!(
+            eden_amax(f32::INFINITY, EdenTarget::Backward),
+            f32::INFINITY
+        );
+    }
+
+    #[test]
+    fn other_transforms_are_refused() {
+        let error = ms_eden_amax(&[0f32; 16], 1, 16, PackedAxis::Cols, &Hadamard::default());
+        assert!(error.unwrap_err().to_string().contains("hadamard"));
+    }
+}

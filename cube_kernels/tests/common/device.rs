@@ -1,0 +1,111 @@
+//! The device under test, and moving tensors there and back.
+#![allow(dead_code)] // Each binary uses its own part.
+
+use super::common::TestElement;
+use cubecl::{prelude::*, server::Handle};
+use half::{bf16, f16};
+use nvfp4_kernels::device::{FloatKind, Matrix};
+
+/// The device that `NVFP4_TEST_DEVICE` names (`cpu`, the default, or `cuda`), or `None` (after saying
+/// so) where it cannot be had.
+pub fn client(test: &str) -> Option<Client> {
+    match std::env::var("NVFP4_TEST_DEVICE").as_deref() {
+        #[cfg(feature = "cuda")]
+        Ok("cuda") => Some(cubecl::Device::Cuda(Default::default()).client()),
+        #[cfg(feature = "cpu")]
+        Ok("cpu") | Err(_) => Some(cubecl::Device::Cpu(Default::default()).client()),
+        other => {
+            println!("SKIPPED: {test}: no runtime for device {other:?} in this build");
+            None
+        }
+    }
+}
+
+/// The client, or an early return.
+#[macro_export]
+macro_rules! client {
+    ($test:literal) => {
+        match device::client($test) {
+            Some(client) => client,
+            None => return,
+        }
+    };
+}
+
+pub trait DeviceElement: TestElement + Default {
+    const KIND: FloatKind;
+}
+impl DeviceElement for f32 {
+    const KIND: FloatKind = FloatKind::F32;
+}
+impl DeviceElement for bf16 {
+    const KIND: FloatKind = FloatKind::Bf16;
+}
+impl DeviceElement for f16 {
+    const KIND: FloatKind = FloatKind::F16;
+}
+
+pub fn upload_bytes(client: &Client, bytes: &[u8]) -> Handle {
+    if bytes.is_empty() {
+        client.empty(1)
+    } else {
+        client.create_from_slice(bytes)
+    }
+}
+
+pub fn upload<T: DeviceElement>(client: &Client, x: &[T], rows: usize, cols: usize) -> Matrix {
+    assert_eq!(x.len(), rows * cols);
+    let handle = upload_bytes(client, bytemuck::cast_slice(x));
+    Matrix::new(handle, rows, cols, T::KIND).unwrap()
+}
+
+pub fn read_bytes(client: &Client, handle: &Handle, len: usize) -> Vec<u8> {
+    if len == 0 {
+        return Vec::new();
+    }
+    client.read_one(handle.clone()).unwrap()[..len].to_vec()
+}
+
+pub fn read_u32(client: &Client, handle: &Handle, len: usize) -> Vec<u32> {
+    let bytes = read_bytes(client, handle, len * 4);
+    bytes
+        .chunks_exact(4)
+        .map(bytemuck::pod_read_unaligned)
+        .collect()
+}
+
+pub fn read_f32(client: &Client, handle: &Handle) -> f32 {
+    f32::from_bits(read_u32(client, handle, 1)[0])
+}
+
+pub fn read_matrix<T: DeviceElement>(client: &Client, matrix: &Matrix) -> Vec<T> {
+    assert_eq!(matrix.dtype, T::KIND);
+    let bytes = read_bytes(client, &matrix.handle, matrix.len() * size_of::<T>());
+    bytes
+        .chunks_exact(size_of::<T>())
+        .map(bytemuck::pod_read_unaligned)
+        .collect()
+}
+
+/// Equal bits, or both NaN.
+pub fn assert_floats<T: TestElement>(found: &[T], expected: &[T], what: &str) {
+    assert_eq!(found.len(), expected.len(), "{what}");
+    for (i, (found, expected)) in found.iter().zip(expected).enumerate() {
+        let (a, b) = (found.to_f32(), expected.to_f32());
+        assert!(
+            a.to_bits() == b.to_bits() || (a.is_nan() && b.is_nan()),
+            "{what}: element {i}: {a:e} != {b:e}"
+        );
+    }
+}
+
+/// Equal bytes.
+pub fn assert_bytes(found: &[u8], expected: &[u8], what: &str) {
+    assert_eq!(found.len(), expected.len(), "{what}: length");
+    if let Some(i) = (0..found.len()).find(|&i| found[i] != expected[i]) {
+        panic!(
+            "{what}: byte {i}: {:#04x} != {:#04x}",
+            found[i], expected[i]
+        );
+    }
+}

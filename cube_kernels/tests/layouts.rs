@@ -1,0 +1,337 @@
+//! Swizzled scales and padded groups against the oracle, byte for byte, on CubeCL's CPU runtime or on
+//! a GPU (`NVFP4_TEST_DEVICE`).
+#![cfg(feature = "cube")]
+
+mod common;
+#[path = "common/device.rs"]
+mod device;
+
+use common::Generator;
+use cubecl::prelude::*;
+use device::{
+    DeviceElement, assert_bytes, read_bytes, read_matrix, read_u32, upload, upload_bytes,
+};
+use half::{bf16, f16};
+use nvfp4_kernels::{
+    device::{FloatKind, Matrix},
+    ops::{self, GroupOffsets},
+    reference::{padding, swizzle},
+};
+
+/// Scales without a zero byte, so that padding shows.
+fn scales(len: usize, seed: u32) -> Vec<u8> {
+    let mut random = Generator::new(seed);
+    (0..len)
+        .map(|_| (random.next_u32() % 255) as u8 + 1)
+        .collect()
+}
+
+/// Memory full of ones goes back to the pool, so that bytes which a kernel does not write show.
+fn dirty_pool(client: &Client, bytes: usize) {
+    let dirty = vec![0xFFu8; bytes.max(1)];
+    for _ in 0..3 {
+        drop(client.create_from_slice(&dirty));
+    }
+}
+
+fn groups(client: &Client, offsets: &[u32]) -> GroupOffsets {
+    let handle = client.create_from_slice(bytemuck::cast_slice(offsets));
+    GroupOffsets::new(handle, offsets.len() - 1).unwrap()
+}
+
+/// Splits of `rows`: empty groups at the start, in the middle and at the end, rows behind the last
+/// group, single rows, one group, many.
+fn splits(rows: u32) -> Vec<Vec<u32>> {
+    let part = |numerator: u32| rows * numerator / 10;
+    vec![
+        vec![0, rows],
+        vec![0, 0],
+        vec![0, 0, part(3), part(3), part(3), part(7), rows, rows],
+        vec![0, part(1), part(4), part(9)],
+        vec![0, 1.min(rows), 2.min(rows), rows],
+        (0..=70).map(|g| (g * 5).min(rows)).collect(),
+        (0..=300).map(|g| g * rows / 300).collect(),
+    ]
+}
+
+#[test]
+fn swizzle_2d_and_3d() {
+    let client = client!("swizzle_2d_and_3d");
+    for (batch, rows, blocks) in [
+        (1, 1, 1),
+        (1, 128, 4),
+        (1, 128, 8),
+        (1, 129, 5),
+        (1, 300, 7),
+        (1, 0, 3),
+        (1, 257, 16),
+        (1, 256, 32),
+        (1, 65, 12),
+        (1, 1024, 64),
+        (2, 128, 4),
+        (3, 100, 8),
+        (4, 257, 6),
+        (5, 33, 17),
+        (0, 16, 4),
+    ] {
+        let what = format!("{batch} x {rows} x {blocks}");
+        let bytes = scales(batch * rows * blocks, rows as u32);
+        let handle = upload_bytes(&client, &bytes);
+        let expected = swizzle::swizzle_batch(&bytes, batch, rows, blocks);
+        dirty_pool(&client, expected.len());
+        let found = ops::swizzle_batch(&client, &handle, batch, rows, blocks).unwrap();
+        assert_bytes(
+            &read_bytes(&client, &found, expected.len()),
+            &expected,
+            &what,
+        );
+        let back = ops::unswizzle_batch(&client, &found, batch, rows, blocks).unwrap();
+        assert_bytes(&read_bytes(&client, &back, bytes.len()), &bytes, &what);
+        if batch == 1 {
+            let found = ops::swizzle(&client, &handle, rows, blocks).unwrap();
+            assert_bytes(
+                &read_bytes(&client, &found, expected.len()),
+                &expected,
+                &what,
+            );
+            let back = ops::unswizzle(&client, &found, rows, blocks).unwrap();
+            assert_bytes(&read_bytes(&client, &back, bytes.len()), &bytes, &what);
+        }
+    }
+}
+
+#[test]
+fn swizzle_groups_of_rows() {
+    let client = client!("swizzle_groups_of_rows");
+    for (rows, blocks) in [
+        (256, 8),
+        (300, 5),
+        (640, 16),
+        (128, 8),
+        (1, 4),
+        (77, 1),
+        (0, 8),
+    ] {
+        for offsets in splits(rows as u32) {
+            let what = format!("{rows} x {blocks} in {offsets:?}");
+            let bytes = scales(rows * blocks, 7);
+            let handle = upload_bytes(&client, &bytes);
+            let groups = groups(&client, &offsets);
+            let (expected, starts) = swizzle::swizzle_row_groups(&bytes, rows, blocks, &offsets);
+            dirty_pool(&client, expected.len());
+            let (found, padded) =
+                ops::swizzle_row_groups(&client, &handle, rows, blocks, &groups).unwrap();
+            assert_bytes(
+                &read_bytes(&client, &found, expected.len()),
+                &expected,
+                &what,
+            );
+            assert_eq!(read_u32(&client, &padded.offsets, starts.len()), starts);
+            let back = ops::unswizzle_row_groups(&client, &found, rows, blocks, &groups).unwrap();
+            let expected = swizzle::unswizzle_row_groups(&expected, rows, blocks, &offsets);
+            assert_bytes(
+                &read_bytes(&client, &back, expected.len()),
+                &expected,
+                &what,
+            );
+        }
+    }
+}
+
+#[test]
+fn swizzle_groups_of_blocks() {
+    let client = client!("swizzle_groups_of_blocks");
+    for (outer, tokens, elements) in [
+        (128, 256, 16),
+        (256, 512, 16),
+        (131, 300, 16),
+        (64, 1000, 32),
+        (1, 64, 16),
+        (300, 77, 1),
+        (32, 0, 16),
+        (0, 64, 16),
+    ] {
+        for offsets in splits(tokens as u32) {
+            let what = format!("{outer} x {tokens} / {elements} in {offsets:?}");
+            let blocks = swizzle::block_group_blocks(tokens, offsets.len() - 1, elements);
+            let bytes = scales(outer * blocks, 9);
+            let handle = upload_bytes(&client, &bytes);
+            let groups = groups(&client, &offsets);
+            let (expected, starts) =
+                swizzle::swizzle_block_groups(&bytes, outer, tokens, elements, &offsets);
+            dirty_pool(&client, expected.len());
+            let (found, tiles) =
+                ops::swizzle_block_groups(&client, &handle, outer, tokens, elements, &groups)
+                    .unwrap();
+            assert_bytes(
+                &read_bytes(&client, &found, expected.len()),
+                &expected,
+                &what,
+            );
+            assert_eq!(
+                read_u32(&client, &tiles.offsets, starts.len()),
+                starts,
+                "{what}"
+            );
+            let back =
+                ops::unswizzle_block_groups(&client, &found, outer, tokens, elements, &groups)
+                    .unwrap();
+            let expected =
+                swizzle::unswizzle_block_groups(&expected, outer, tokens, elements, &offsets);
+            assert_bytes(
+                &read_bytes(&client, &back, expected.len()),
+                &expected,
+                &what,
+            );
+        }
+    }
+}
+
+fn check_padding<T: DeviceElement>(client: &Client) {
+    for (rows, cols) in [
+        (300, 16),
+        (77, 24),
+        (20, 3),
+        (1, 1),
+        (129, 40),
+        (0, 8),
+        (8, 0),
+    ] {
+        let mut random = Generator::new(rows as u32);
+        let x: Vec<T> = (0..rows * cols)
+            .map(|_| T::from_f32(random.normal()))
+            .collect();
+        let matrix = upload(client, &x, rows, cols);
+        for offsets in splits(rows as u32) {
+            let groups = groups(client, &offsets);
+            for alignment in [1, 16, 32, 128] {
+                let what = format!("{rows} x {cols} {:?} to {alignment} {offsets:?}", T::KIND);
+                let (expected, starts) = padding::pad_groups(&x, rows, cols, &offsets, alignment);
+                dirty_pool(client, size_of_val(expected.as_slice()));
+                let (found, padded) = ops::pad_groups(client, &matrix, &groups, alignment).unwrap();
+                assert_eq!(found.len(), expected.len(), "{what}");
+                let as_bytes = |x: &[T]| bytemuck::cast_slice(x).to_vec();
+                assert_bytes(
+                    &as_bytes(&read_matrix::<T>(client, &found)),
+                    &as_bytes(&expected),
+                    &what,
+                );
+                assert_eq!(
+                    read_u32(client, &padded.offsets, starts.len()),
+                    starts,
+                    "{what}"
+                );
+                let back = ops::unpad_groups(client, &found, rows, &groups, alignment).unwrap();
+                let expected = padding::unpad_groups(&expected, rows, cols, &offsets, alignment);
+                assert_bytes(
+                    &as_bytes(&read_matrix::<T>(client, &back)),
+                    &as_bytes(&expected),
+                    &what,
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn padding_f32() {
+    check_padding::<f32>(&client!("padding_f32"));
+}
+
+#[test]
+fn padding_bf16() {
+    check_padding::<bf16>(&client!("padding_bf16"));
+}
+
+#[test]
+fn padding_f16() {
+    check_padding::<f16>(&client!("padding_f16"));
+}
+
+/// More than 2^31 bytes, on a GPU: there and back, and the last tile by the formula.
+#[test]
+fn more_bytes_than_32_bits_index() {
+    let client = client!("more_bytes_than_32_bits_index");
+    if client.name() == "cpu" {
+        println!("SKIPPED: more_bytes_than_32_bits_index: a GPU's memory is needed");
+        return;
+    }
+    let (rows, blocks) = (65_536 + 128, 32_768);
+    let bytes: Vec<u8> = (0..rows * blocks).map(|i| (i % 251) as u8 + 1).collect();
+    let handle = upload_bytes(&client, &bytes);
+    let groups = groups(&client, &[0, 1 << 15, rows as u32]);
+    let (swizzled, _) = ops::swizzle_row_groups(&client, &handle, rows, blocks, &groups).unwrap();
+    let back = ops::unswizzle_row_groups(&client, &swizzled, rows, blocks, &groups).unwrap();
+    assert!(read_bytes(&client, &back, bytes.len()) == bytes);
+    drop(back);
+    // Both groups are whole tiles: what is swizzled is the matrix.
+    let swizzled = read_bytes(&client, &swizzled, swizzle::padded_len(rows, blocks));
+    for row in rows - 128..rows {
+        for block in blocks - 64..blocks {
+            let at = swizzle::offset(row, block, blocks);
+            assert_eq!(
+                swizzled[at],
+                bytes[row * blocks + block],
+                "row {row}, block {block}"
+            );
+        }
+    }
+}
+
+/// Offsets that are wrong give wrong contents, not an access outside a buffer (which
+/// compute-sanitizer would report).
+#[test]
+fn wrong_offsets_stay_inside_the_buffers() {
+    let client = client!("wrong_offsets_stay_inside_the_buffers");
+    let (rows, blocks) = (300, 8);
+    let bytes = scales(rows * blocks, 1);
+    let handle = upload_bytes(&client, &bytes);
+    let x = upload::<bf16>(&client, &vec![bf16::ONE; rows * 16], rows, 16);
+    for offsets in [
+        vec![0u32, 300, 0, 300, 0, 300],
+        vec![5, 4, 3, 2],
+        vec![0, 1_000_000, u32::MAX],
+        vec![100, 200],
+    ] {
+        let groups = groups(&client, &offsets);
+        let (swizzled, _) =
+            ops::swizzle_row_groups(&client, &handle, rows, blocks, &groups).unwrap();
+        let back = ops::unswizzle_row_groups(&client, &swizzled, rows, blocks, &groups).unwrap();
+        read_bytes(&client, &back, rows * blocks);
+        let (padded, _) = ops::pad_groups(&client, &x, &groups, 32).unwrap();
+        let back = ops::unpad_groups(&client, &padded, rows, &groups, 32).unwrap();
+        read_matrix::<bf16>(&client, &back);
+        let room = swizzle::block_group_blocks(rows, groups.count, 16);
+        let bytes = upload_bytes(&client, &scales(32 * room, 2));
+        let (swizzled, _) =
+            ops::swizzle_block_groups(&client, &bytes, 32, rows, 16, &groups).unwrap();
+        let back = ops::unswizzle_block_groups(&client, &swizzled, 32, rows, 16, &groups).unwrap();
+        read_bytes(&client, &back, 32 * room);
+    }
+}
+
+#[test]
+fn errors_name_the_argument() {
+    let client = client!("errors_name_the_argument");
+    let small = client.empty(4);
+    let name = |error: nvfp4_kernels::Nvfp4Error| error.to_string();
+    let error = name(GroupOffsets::new(small.clone(), 5).unwrap_err());
+    assert!(error.contains("offsets") && error.contains("24"), "{error}");
+    let error = name(GroupOffsets::new(small.clone(), 0).unwrap_err());
+    assert!(error.contains("at least one"), "{error}");
+    let error = name(ops::swizzle(&client, &small, 8, 8).unwrap_err());
+    assert!(error.contains("scales") && error.contains("64"), "{error}");
+    let error = name(ops::unswizzle(&client, &small, 8, 8).unwrap_err());
+    assert!(
+        error.contains("swizzled") && error.contains("1024"),
+        "{error}"
+    );
+    let groups = groups(&client, &[0, 4]);
+    let x = Matrix::empty(&client, 4, 8, FloatKind::Bf16);
+    let error = name(ops::pad_groups(&client, &x, &groups, 0).unwrap_err());
+    assert!(error.contains("alignment"), "{error}");
+    let error = name(ops::unpad_groups(&client, &x, 4, &groups, 16).unwrap_err());
+    assert!(error.contains("padded") && error.contains("16"), "{error}");
+    let error = name(ops::swizzle_block_groups(&client, &small, 8, 8, 0, &groups).unwrap_err());
+    assert!(error.contains("elements"), "{error}");
+}

@@ -1,0 +1,445 @@
+//! The CUDA source of the layout, MXFP8 and MS-EDEN kernels, compiled for Hopper and Blackwell on a
+//! machine without a GPU; the conversion instructions looked for in the machine code, and spilled
+//! registers, of which there may be none.
+#![cfg(all(feature = "cpu", feature = "cuda"))]
+
+#[path = "common/nvrtc.rs"]
+mod nvrtc;
+
+use std::sync::Arc;
+
+use cubecl::{
+    ir::{ElemType, features::Plane},
+    prelude::*,
+};
+use cubecl_server::compiler::Compiler;
+use nvfp4_kernels::{
+    cube::{block::Conversion, eden::SignsLaunch, philox::RandomLaunch},
+    device::FloatKind,
+    ops::kernels,
+};
+use nvrtc::CudaTools;
+
+/// One kernel of the crate, as source.
+struct Source {
+    name: String,
+    text: String,
+    /// Whether its machine code holds each of [`CONVERSIONS`].
+    conversions: [bool; 2],
+}
+
+/// `cvt.rn.satfinite.e4m3x2` and `cvt.rn.satfinite.e2m1x2` in SASS.
+const CONVERSIONS: [&str; 2] = [
+    "F2FP.SATFINITE.E4M3.F32.PACK_AB_MERGE_C",
+    "F2FP.SATFINITE.E2M1.F32.PACK_AB_MERGE_C",
+];
+const NONE: [bool; 2] = [false, false];
+
+fn source(name: String, kernel: impl CubeKernel, conversions: [bool; 2]) -> Source {
+    let mut compiler = cubecl_cpp::shared::CppCompiler::<cubecl_cpp::target::Cuda>::default();
+    let mut options = cubecl_cpp::shared::CompilationOptions::default();
+    options.supports_features.grid_constants = true;
+    let compiled = compiler.compile(kernel.define(), &options);
+    let text = compiled
+        .unwrap_or_else(|error| panic!("{name}: {error:?}"))
+        .to_string();
+    Source {
+        name,
+        text,
+        conversions,
+    }
+}
+
+/// Every kernel in every policy that a device with `conversion` uses.
+fn sources(conversion: Conversion) -> Vec<Source> {
+    // The CPU's client stands in: only its properties are asked, and nothing is launched.
+    let client = cubecl::Device::Cpu(Default::default()).client();
+    let mut properties = (*client.properties_shared()).clone();
+    properties.features.plane.insert(Plane::Ops);
+    (
+        properties.hardware.plane_size_min,
+        properties.hardware.plane_size_max,
+    ) = (32, 32);
+    let (properties, target) = (Arc::new(properties), client.target_properties_shared());
+    let (rows, cols) = (256, 256);
+    let (count, dim) = (CubeCount::Static(1, 1, 1), CubeDim::new_1d(256));
+    let memory = client.empty(rows * cols * 4);
+    let b = |len: usize| unsafe { BufferArg::from_raw_parts(memory.clone(), len) };
+    let random = || RandomLaunch::new(1, 2, 3, 4);
+    let signs = || SignsLaunch::new(1, 2, 3, 4);
+    // The lengths of buffers do not matter.
+    let n = rows * cols / 16;
+    let e2m1 = [false, conversion != Conversion::Software];
+    let mut sources = Vec::new();
+    macro_rules! add {
+        ($name:expr, $conversions:expr, $kernel:ident, $($argument:expr),* $(,)?) => {{
+            // SAFETY: nothing is launched.
+            #[allow(unused_unsafe)]
+            let kernel = unsafe {
+                kernels::$kernel::create_dummy_kernel(
+                    properties.clone(), target.clone(), count.clone(), dim, $($argument),*
+                )
+            };
+            let name = format!(concat!(stringify!($kernel), "-{}"), $name);
+            sources.push(source(name, kernel, $conversions));
+        }};
+    }
+    add!("", NONE, rescale_kernel, b(9), b(9), 8, 256, 16, 16, 256);
+    for address in [AddressType::U32, AddressType::U64] {
+        let tag = format!("{address:?}");
+        for grouped in [false, true] {
+            for (width, wide) in [(4, true), (2, true), (1, true), (1, false)] {
+                let tag = format!("{tag}-{width}-{wide}-{grouped}");
+                add!(
+                    tag,
+                    NONE,
+                    swizzle_kernel,
+                    address,
+                    width,
+                    b(n),
+                    b(n),
+                    b(9),
+                    b(9),
+                    b(n),
+                    rows,
+                    cols,
+                    8,
+                    n,
+                    wide,
+                    grouped,
+                );
+                add!(
+                    tag,
+                    NONE,
+                    unswizzle_kernel,
+                    address,
+                    width,
+                    b(n),
+                    b(9),
+                    b(9),
+                    b(n),
+                    b(n),
+                    rows,
+                    rows,
+                    cols,
+                    2,
+                    8,
+                    n,
+                    wide,
+                    grouped,
+                );
+            }
+        }
+        add!(
+            tag,
+            NONE,
+            swizzle_block_groups_kernel,
+            address,
+            b(n),
+            b(n),
+            b(9),
+            b(9),
+            b(n),
+            rows,
+            cols,
+            8,
+            n,
+        );
+        add!(
+            tag,
+            NONE,
+            unswizzle_block_groups_kernel,
+            address,
+            b(n),
+            b(9),
+            b(9),
+            b(n),
+            rows,
+            2,
+            8,
+            n,
+        );
+        for (width, storage) in [
+            (4, u32::elem_type_native()),
+            (8, FloatKind::Bf16.storage_type()),
+        ] {
+            for pad in [false, true] {
+                let tag = format!("{tag}-{storage:?}-{pad}");
+                add!(
+                    tag,
+                    NONE,
+                    move_groups_kernel,
+                    address,
+                    width,
+                    b(n),
+                    b(9),
+                    b(9),
+                    b(n),
+                    rows,
+                    rows,
+                    cols,
+                    8,
+                    pad,
+                    storage,
+                );
+            }
+        }
+        for across in [false, true] {
+            let policy = kernels::EdenPolicy {
+                across,
+                device_offset: across,
+                cuda: true,
+                conversion,
+            };
+            let tag = format!("{tag}-{across}");
+            add!(
+                tag,
+                NONE,
+                ms_eden_amax_packed_kernel,
+                address,
+                b(n),
+                b(n),
+                b(1),
+                b(1),
+                signs(),
+                rows,
+                cols,
+                2688.0,
+                across,
+                true,
+            );
+            add!(
+                tag,
+                e2m1,
+                ms_eden_packed_kernel,
+                address,
+                b(n),
+                b(n),
+                b(1),
+                b(1),
+                b(n),
+                b(n),
+                b(1),
+                b(2),
+                random(),
+                signs(),
+                rows,
+                cols,
+                2688.0,
+                1.0,
+                1.0,
+                policy,
+            );
+        }
+        for kind in [FloatKind::F32, FloatKind::F16, FloatKind::Bf16] {
+            let (width, elem): (usize, ElemType) = (16 / kind.size(), kind.storage_type());
+            let tag = format!("{kind:?}-{tag}");
+            // The index width is independent of the element type: one of them stands for all.
+            if address == AddressType::U64 && kind != FloatKind::Bf16 {
+                continue;
+            }
+            add!(
+                tag,
+                NONE,
+                mx_dequantize_row_kernel,
+                address,
+                width,
+                b(n),
+                b(n),
+                b(n),
+                rows,
+                cols,
+                kind,
+                elem,
+            );
+            add!(
+                tag,
+                NONE,
+                mx_dequantize_col_kernel,
+                address,
+                width,
+                b(n),
+                b(n),
+                b(n),
+                rows,
+                cols,
+                kind,
+                elem,
+            );
+            // All four targets convert to E4M3 themselves. The software form is for GPUs before
+            // sm_89, for which Hopper stands in.
+            let software = (conversion == Conversion::Software).then_some(false);
+            for hardware in software.into_iter().chain([true]) {
+                let lanes = 2 * kind.size();
+                let e4m3 = [hardware, false];
+                let tag = format!("{tag}-{hardware}");
+                add!(
+                    tag,
+                    e4m3,
+                    mx_quantize_row_kernel,
+                    address,
+                    width,
+                    8 / lanes,
+                    b(n),
+                    b(n),
+                    b(n),
+                    rows,
+                    cols,
+                    true,
+                    lanes,
+                    hardware,
+                    kind,
+                    elem,
+                );
+                add!(
+                    tag,
+                    e4m3,
+                    mx_quantize_col_kernel,
+                    address,
+                    width,
+                    b(n),
+                    b(n),
+                    b(n),
+                    rows,
+                    cols,
+                    hardware,
+                    kind,
+                    elem,
+                );
+                add!(
+                    tag,
+                    e4m3,
+                    mx_requantize_along_kernel,
+                    address,
+                    b(n),
+                    b(n),
+                    b(1),
+                    b(n),
+                    b(n),
+                    rows,
+                    cols,
+                    2688.0,
+                    true,
+                    2,
+                    hardware,
+                    kind,
+                    elem,
+                );
+                add!(
+                    tag,
+                    e4m3,
+                    mx_requantize_across_kernel,
+                    address,
+                    width,
+                    b(n),
+                    b(n),
+                    b(1),
+                    b(n),
+                    b(n),
+                    rows,
+                    cols,
+                    2688.0,
+                    hardware,
+                    kind,
+                    elem,
+                );
+            }
+            for across in [false, true] {
+                let policy = kernels::EdenPolicy {
+                    across,
+                    device_offset: across,
+                    cuda: true,
+                    conversion,
+                };
+                let tag = format!("{tag}-{across}");
+                add!(
+                    tag,
+                    NONE,
+                    ms_eden_amax_kernel,
+                    address,
+                    width,
+                    b(n),
+                    b(1),
+                    signs(),
+                    rows,
+                    cols,
+                    across,
+                    true,
+                    kind,
+                    elem,
+                );
+                add!(
+                    tag,
+                    e2m1,
+                    ms_eden_kernel,
+                    address,
+                    width,
+                    b(n),
+                    b(1),
+                    b(n),
+                    b(n),
+                    b(1),
+                    b(2),
+                    random(),
+                    signs(),
+                    rows,
+                    cols,
+                    1.0,
+                    1.0,
+                    policy,
+                    kind,
+                    elem,
+                );
+            }
+        }
+    }
+    sources
+}
+
+fn check_target(arch: &str, conversion: Conversion) {
+    let tools = match CudaTools::find() {
+        Ok(tools) => tools,
+        Err(reason) => {
+            println!("SKIPPED: compiles_for_{arch}: {reason}");
+            return;
+        }
+    };
+    let sources = sources(conversion);
+    println!("{arch}: {} kernels", sources.len());
+    for source in sources {
+        let Source { name, text, .. } = source;
+        let code = tools
+            .compile(&text, arch)
+            .unwrap_or_else(|log| panic!("{name} for {arch}:\n{log}\n{text}"));
+        let sass = tools.disassemble(&code, &format!("{name}-{arch}"));
+        assert_eq!(
+            CONVERSIONS.map(|instruction| sass.contains(instruction)),
+            source.conversions,
+            "conversions in {name} for {arch}"
+        );
+        for access in ["LDL", "STL"] {
+            let found = sass.contains(access);
+            assert!(!found, "{access} (local memory) in {name} for {arch}");
+        }
+    }
+}
+
+#[test]
+fn compiles_for_sm_90a() {
+    check_target("sm_90a", Conversion::Software);
+}
+
+#[test]
+fn compiles_for_sm_100a() {
+    check_target("sm_100a", Conversion::Hardware);
+}
+
+#[test]
+fn compiles_for_sm_103a() {
+    check_target("sm_103a", Conversion::Hardware);
+}
+
+#[test]
+fn compiles_for_sm_120a() {
+    check_target("sm_120a", Conversion::HardwareNearest);
+}
