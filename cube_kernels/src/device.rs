@@ -249,6 +249,8 @@ pub struct Capabilities {
 /// How packed operands are multiplied.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum GemmPath {
+    /// Operands decoded to bf16 in a workspace, multiplied by `wgmma` of compute capability 9.0.
+    Hopper,
     /// Tiles decoded to bf16 in shared memory, multiplied by 16x16x16 matrix instructions.
     MatrixInstructions,
     /// One unit for each output element.
@@ -286,7 +288,9 @@ impl Capabilities {
                 Some(101 | 110 | 120 | 121) => Conversion::HardwareNearest,
                 _ => Conversion::Software,
             },
-            gemm: if has_matrix {
+            gemm: if has_matrix && compute_capability == Some(90) {
+                GemmPath::Hopper
+            } else if has_matrix {
                 GemmPath::MatrixInstructions
             } else {
                 GemmPath::Scalar

@@ -11,4 +11,5 @@ pub mod codec;
 pub mod hadamard;
 pub mod philox;
 pub mod ptx;
+pub mod ptx_sm90;
 pub mod scale;

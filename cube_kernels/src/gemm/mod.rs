@@ -2,12 +2,26 @@
 
 // `#[cube]` generates public items that cannot carry documentation.
 #[allow(missing_docs)]
+mod epilogue;
+#[allow(missing_docs)]
 mod portable;
+mod product;
+mod select;
+#[allow(missing_docs)]
+mod sm90;
+#[allow(missing_docs)]
+mod workspace;
 
-pub use portable::{gemm, gemm_on};
+pub use product::{Elements, Operand, Scale, Target, gemm, gemm_bf16, gemm_on, path_of, product};
 
 /// The kernels themselves, for tests that compile them without launching.
 #[doc(hidden)]
 pub mod kernels {
-    pub use super::portable::{Epilogue, matrix_kernel, scalar_kernel};
+    pub use super::{
+        epilogue::{EpilogueKind, Factor},
+        portable::{Epilogue, matrix_kernel, scalar_kernel},
+        product::product_with,
+        sm90::{Tile, UNITS as SM90_UNITS, sm90_kernel},
+        workspace::{decode, decode_kernel},
+    };
 }

@@ -1,0 +1,248 @@
+//! PTX of Hopper (sm_90a): barriers in shared memory, warpgroup matrix products, and what the
+//! product's epilogue and the operand decoding need.
+//!
+//! Sections named are those of the PTX ISA 8.0 and later. Shared memory is addressed by its 32-bit
+//! address inside the cube ([`shared_address`]).
+//!
+//! The result of a block is a variable, which another block would take for a pointer: functions
+//! return it reinterpreted as itself, which is a value.
+
+use cubecl::prelude::*;
+
+/// The address of shared memory in its own address space: `cvta.to.shared`.
+#[cube]
+pub fn shared_address<T: CubePrimitive>(pointer: *const T) -> u32 {
+    let address: u32;
+    gpu_asm!(
+        "{{ .reg .u64 t; cvta.to.shared.u64 t, {p}; cvt.u32.u64 {o}, t; }}",
+        p = in(_) pointer, o = out(_) address,
+        options(pure, nomem)
+    );
+    u32::reinterpret(address)
+}
+
+/// The wgmma descriptor of a K-major tile in shared memory with the 128-byte swizzle ("Matrix
+/// Descriptor Format"): the address in bits 0-13 and the distance between groups of eight rows
+/// (1024 bytes) in bits 32-45, both in units of 16 bytes; the leading distance, unused in this
+/// layout, in bits 16-29; swizzle mode 1 (128 bytes) in bits 62-63. The tile is aligned to 1024
+/// bytes.
+#[cube]
+pub fn descriptor(address: u32) -> u64 {
+    u64::cast_from((address & 0x3_ffffu32) >> 4u32)
+        | (1u64 << 16u64)
+        | (64u64 << 32u64)
+        | (1u64 << 62u64)
+}
+
+/// Waits until the phase of `parity` of the barrier at `barrier` is complete:
+/// `mbarrier.try_wait.parity`, which acquires what was written before.
+#[cube]
+pub fn barrier_wait(barrier: u32, parity: u32) {
+    gpu_asm!(
+        "{{ .reg .pred done;",
+        "WAIT: mbarrier.try_wait.parity.shared::cta.b64 done, [{barrier}], {parity};",
+        "@!done bra WAIT; }}",
+        barrier = in(_) barrier, parity = in(_) parity
+    );
+}
+
+/// Arrives once at the barrier at `barrier` and lets it expect `bytes` from the copy engine:
+/// `mbarrier.arrive.expect_tx`.
+#[cube]
+pub fn barrier_expect(barrier: u32, bytes: u32) {
+    gpu_asm!(
+        "{{ .reg .b64 token;",
+        "mbarrier.arrive.expect_tx.shared::cta.b64 token, [{barrier}], {bytes}; }}",
+        barrier = in(_) barrier, bytes = in(_) bytes
+    );
+}
+
+/// Stores one word to shared memory.
+#[cube]
+pub fn store_shared(address: u32, word: u32) {
+    gpu_asm!("st.shared.b32 [{a}], {w};", a = in(_) address, w = in(_) word);
+}
+
+/// Stores two words to shared memory, aligned to eight bytes.
+#[cube]
+pub fn store_shared_2(address: u32, low: u32, high: u32) {
+    gpu_asm!(
+        "st.shared.v2.b32 [{a}], {{{l}, {h}}};",
+        a = in(_) address, l = in(_) low, h = in(_) high
+    );
+}
+
+/// Loads four words from shared memory, aligned to sixteen bytes.
+#[cube]
+pub fn load_shared_4(address: u32) -> Vector<u32, Const<4>> {
+    let words: Vector<u32, Const<4>>;
+    gpu_asm!("ld.shared.v4.b32 {w}, [{a}];", w = out(_) words, a = in(_) address);
+    Vector::<u32, Const<4>>::reinterpret(words)
+}
+
+/// Two values rounded to nearest-even bf16, `low` in the lower half: `cvt.rn.bf16x2.f32`.
+#[cube]
+pub fn pack_bf16(low: f32, high: f32) -> u32 {
+    let word: u32;
+    gpu_asm!(
+        "cvt.rn.bf16x2.f32 {w}, {h}, {l};",
+        w = out(_) word, h = in(_) high, l = in(_) low,
+        options(pure, nomem)
+    );
+    u32::reinterpret(word)
+}
+
+/// Two values rounded to nearest-even f16, `low` in the lower half: `cvt.rn.f16x2.f32`.
+#[cube]
+pub fn pack_f16(low: f32, high: f32) -> u32 {
+    let word: u32;
+    gpu_asm!(
+        "cvt.rn.f16x2.f32 {w}, {h}, {l};",
+        w = out(_) word, h = in(_) high, l = in(_) low,
+        options(pure, nomem)
+    );
+    u32::reinterpret(word)
+}
+
+/// The f16 in the lower half of `word`, exactly.
+#[cube]
+pub fn unpack_f16(word: u32) -> f32 {
+    let value: f32;
+    gpu_asm!(
+        "{{ .reg .b16 l, h; mov.b32 {{l, h}}, {w}; cvt.f32.f16 {v}, l; }}",
+        v = out(_) value, w = in(_) word,
+        options(pure, nomem)
+    );
+    f32::reinterpret(value)
+}
+
+/// Eight E2M1 codes, element 0 in the lowest nibble, times the bf16 in both halves of `scale`, as
+/// eight bf16 in order.
+///
+/// The two bytes of a bf16 magnitude are looked up separately (`prmt` takes the lower three bits of
+/// each of four nibbles as an index into eight bytes): 0, .5, 1, 1.5, 2, 3, 4, 6 are 0x0000, 0x3f00,
+/// 0x3f80, 0x3fc0, 0x4000, 0x4040, 0x4080, 0x40c0. The product of a code and an E4M3 scale has at
+/// most six significant bits, so `mul.rn.bf16x2` is exact.
+#[cube]
+pub fn decode_e2m1x8(codes: u32, scale: u32) -> Vector<u32, Const<4>> {
+    let pairs: Vector<u32, Const<4>>;
+    gpu_asm!(
+        "{{ .reg .b32 m, u, h0, l0, h1, l1, s, p<4>;",
+        "and.b32 m, {c}, 0x77777777; shr.u32 u, m, 16;",
+        "prmt.b32 h0, 0x3f3f3f00, 0x40404040, m; prmt.b32 l0, 0xc0800000, 0xc0804000, m;",
+        "prmt.b32 h1, 0x3f3f3f00, 0x40404040, u; prmt.b32 l1, 0xc0800000, 0xc0804000, u;",
+        "prmt.b32 p0, l0, h0, 0x5140; prmt.b32 p1, l0, h0, 0x7362;",
+        "prmt.b32 p2, l1, h1, 0x5140; prmt.b32 p3, l1, h1, 0x7362;",
+        "shl.b32 s, {c}, 12; and.b32 s, s, 0x8000; or.b32 p0, p0, s;",
+        "shl.b32 s, {c}, 24; and.b32 s, s, 0x80000000; or.b32 p0, p0, s;",
+        "shl.b32 s, {c}, 4; and.b32 s, s, 0x8000; or.b32 p1, p1, s;",
+        "shl.b32 s, {c}, 16; and.b32 s, s, 0x80000000; or.b32 p1, p1, s;",
+        "shr.u32 s, {c}, 4; and.b32 s, s, 0x8000; or.b32 p2, p2, s;",
+        "shl.b32 s, {c}, 8; and.b32 s, s, 0x80000000; or.b32 p2, p2, s;",
+        "shr.u32 s, {c}, 12; and.b32 s, s, 0x8000; or.b32 p3, p3, s;",
+        "and.b32 s, {c}, 0x80000000; or.b32 p3, p3, s;",
+        "mul.rn.bf16x2 p0, p0, {s}; mul.rn.bf16x2 p1, p1, {s};",
+        "mul.rn.bf16x2 p2, p2, {s}; mul.rn.bf16x2 p3, p3, {s};",
+        "mov.b32 %0, p0; mov.b32 %1, p1; mov.b32 %2, p2; mov.b32 %3, p3;",
+        // Every operand must be named; the results were, by number.
+        "// {o}",
+        "}}",
+        o = out(_) pairs, c = in(_) codes, s = in(_) scale,
+        options(pure, nomem)
+    );
+    Vector::<u32, Const<4>>::reinterpret(pairs)
+}
+
+/// The main loop of one consumer warpgroup: `steps` stages of 64 along the contraction, 64 rows of
+/// `a` times `$columns` of `b`.
+///
+/// The accumulators live from the first instruction to the last inside one block: across blocks the
+/// compiler would have to wait for each product before it may copy them. One group of products stays
+/// in flight: a stage is handed back to the producer when the products of the next one are queued.
+///
+/// - `full`, `empty`: the barriers of the stages, eight bytes each;
+/// - `a`, `b`: [`descriptor`]s of stage 0, advanced by a stage's size / 16 (`$a_step`, `$b_step`);
+///   within a stage 32 bytes, the width of one instruction, are 2;
+/// - `stage`, `parity`: where the ring stands;
+/// - `leader`: nonzero in the one unit that arrives for its warpgroup.
+macro_rules! main_loop {
+    ($name:ident, $accumulators:literal, $wgmma:tt, $stages:tt, $a_step:tt, $b_step:tt) => {
+        #[cube]
+        pub fn $name(
+            full: u32,
+            empty: u32,
+            a: u64,
+            b: u64,
+            stage: u32,
+            parity: u32,
+            steps: u32,
+            leader: u32,
+        ) -> Vector<f32, Const<$accumulators>> {
+            let sums: Vector<f32, Const<$accumulators>>;
+            gpu_asm!(
+                "{{ .reg .pred q, lead, add;",
+                ".reg .b32 stage, parity, left, full, release;",
+                ".reg .b64 a, b, c, d, token;",
+                "mov.b32 stage, {stage}; mov.b32 parity, {parity}; mov.b32 left, {steps};",
+                "mov.b32 release, 0xffffffff; setp.ne.u32 lead, {leader}, 0;",
+                "setp.ne.u32 add, left, left;",
+                "NEXT:",
+                "mad.lo.u32 full, stage, 8, {full};",
+                "mad.wide.u32 a, stage,", $a_step, ", {a};",
+                "mad.wide.u32 b, stage,", $b_step, ", {b};",
+                "WAIT: mbarrier.try_wait.parity.shared::cta.b64 q, [full], parity;",
+                "@!q bra WAIT;",
+                "wgmma.fence.sync.aligned;",
+                // The first product of a tile replaces the accumulators instead of adding to them.
+                $wgmma, "{d}, a, b, add, 1, 1, 0, 0;",
+                "add.s64 c, a, 2; add.s64 d, b, 2;",
+                $wgmma, "{d}, c, d, 1, 1, 1, 0, 0;",
+                "add.s64 c, a, 4; add.s64 d, b, 4;",
+                $wgmma, "{d}, c, d, 1, 1, 1, 0, 0;",
+                "add.s64 c, a, 6; add.s64 d, b, 6;",
+                $wgmma, "{d}, c, d, 1, 1, 1, 0, 0;",
+                "wgmma.commit_group.sync.aligned;",
+                "wgmma.wait_group.sync.aligned 1;",
+                "setp.ne.u32 q, release, 0xffffffff; and.pred q, q, lead;",
+                "@q mbarrier.arrive.shared::cta.b64 token, [release];",
+                "mad.lo.u32 release, stage, 8, {empty};",
+                "add.u32 stage, stage, 1; setp.eq.u32 q, stage,", $stages, ";",
+                "selp.b32 stage, 0, stage, q; @q xor.b32 parity, parity, 1;",
+                "sub.u32 left, left, 1; setp.ne.u32 q, left, 0; setp.eq.u32 add, left, left;",
+                "@q bra.uni NEXT;",
+                "wgmma.wait_group.sync.aligned 0;",
+                "@lead mbarrier.arrive.shared::cta.b64 token, [release]; }}",
+                d = out(_) sums,
+                full = in(_) full, empty = in(_) empty, a = in(_) a, b = in(_) b,
+                stage = in(_) stage, parity = in(_) parity, steps = in(_) steps,
+                leader = in(_) leader
+            );
+            sums
+        }
+    };
+}
+
+main_loop!(
+    main_loop_64x256,
+    128,
+    "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16",
+    "4",
+    "1024",
+    "2048"
+);
+main_loop!(
+    main_loop_64x128,
+    64,
+    "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16",
+    "6",
+    "1024",
+    "1024"
+);
+main_loop!(
+    main_loop_64x64,
+    32,
+    "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16",
+    "8",
+    "1024",
+    "512"
+);

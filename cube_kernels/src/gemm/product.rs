@@ -1,0 +1,361 @@
+//! The products as they are called: what an operand is, what the epilogue does, and which path runs.
+
+use cubecl::{client::Client, server::Handle};
+
+use super::{
+    epilogue::{EpilogueKind, Factor},
+    portable, select,
+    sm90::{self, Tile},
+    workspace,
+};
+use crate::{
+    BLOCK, Nvfp4Error,
+    device::{Capabilities, DevicePacked, FloatKind, GemmPath, Matrix},
+};
+
+/// What the maximum of a tensor with block scales up to 448 stands for: 6 · 448.
+const SCALE_RANGE: f32 = 2688.0;
+
+/// The elements of an operand: `outer` rows along the contraction.
+#[derive(Debug, Clone, Copy)]
+pub enum Elements<'a> {
+    /// Codes and block scales.
+    Packed(&'a DevicePacked),
+    /// A bf16 matrix, its columns being the contraction.
+    Bf16(&'a Matrix),
+}
+
+/// The factor `amax / range` of an operand, which the epilogue multiplies sums by.
+#[derive(Debug, Clone, Copy)]
+pub enum Scale<'a> {
+    /// One.
+    One,
+    /// One maximum, an `f32` on the device, for the operand, and the range that it stands for: 2688,
+    /// or 1536 where scales were bounded by 256 (four-over-six).
+    Tensor(&'a Handle, f32),
+    /// One maximum for each stored row.
+    PerRow(&'a Handle, f32),
+}
+
+/// One side of a product.
+#[derive(Debug, Clone, Copy)]
+pub struct Operand<'a> {
+    /// Its elements.
+    pub elements: Elements<'a>,
+    /// Their factor.
+    pub scale: Scale<'a>,
+}
+
+impl<'a> From<&'a DevicePacked> for Operand<'a> {
+    /// A packed tensor with one maximum and scales up to 448.
+    fn from(packed: &'a DevicePacked) -> Self {
+        Self {
+            elements: Elements::Packed(packed),
+            scale: Scale::Tensor(&packed.amax, SCALE_RANGE),
+        }
+    }
+}
+
+impl<'a> From<&'a Matrix> for Operand<'a> {
+    /// A bf16 matrix as it is.
+    fn from(matrix: &'a Matrix) -> Self {
+        Self {
+            elements: Elements::Bf16(matrix),
+            scale: Scale::One,
+        }
+    }
+}
+
+impl Operand<'_> {
+    /// Rows, which become rows or columns of the product.
+    pub fn outer(&self) -> usize {
+        match self.elements {
+            Elements::Packed(packed) => packed.outer(),
+            Elements::Bf16(matrix) => matrix.rows,
+        }
+    }
+
+    /// Length of the contraction, without padding.
+    pub fn inner(&self) -> usize {
+        match self.elements {
+            Elements::Packed(packed) => packed.inner(),
+            Elements::Bf16(matrix) => matrix.cols,
+        }
+    }
+
+    /// Length of the contraction in memory: packed operands are padded to whole blocks, with zeros.
+    fn stored(&self) -> usize {
+        match self.elements {
+            Elements::Packed(packed) => packed.blocks() * BLOCK,
+            Elements::Bf16(matrix) => matrix.cols,
+        }
+    }
+
+    fn check(&self, argument: &'static str) -> Result<(), Nvfp4Error> {
+        match self.elements {
+            Elements::Packed(packed) => packed.check(argument)?,
+            Elements::Bf16(matrix) => {
+                matrix.check(argument)?;
+                if matrix.dtype != FloatKind::Bf16 {
+                    return Err(Nvfp4Error::DType {
+                        argument,
+                        found: format!("{:?}", matrix.dtype),
+                        expected: "Bf16".into(),
+                    });
+                }
+            }
+        }
+        let (amax, needed) = match self.scale {
+            Scale::One => return Ok(()),
+            Scale::Tensor(amax, _) => (amax, 4),
+            Scale::PerRow(amax, _) => (amax, 4 * self.outer()),
+        };
+        let found = amax.size_in_used() as usize;
+        if found < needed {
+            return Err(Nvfp4Error::shape(
+                argument,
+                format!("{found} bytes of maxima"),
+                format!("at least {needed}"),
+            ));
+        }
+        Ok(())
+    }
+
+    fn factor(&self) -> (Factor, Option<Handle>, f32) {
+        match self.scale {
+            Scale::One => (Factor::One, None, 1.0),
+            Scale::Tensor(amax, range) => (Factor::Tensor, Some(amax.clone()), range),
+            Scale::PerRow(amax, range) => (Factor::PerRow, Some(amax.clone()), range),
+        }
+    }
+
+    /// The operand in bf16: as it is, or a copy that the product alone holds.
+    fn decoded(&self, client: &Client) -> sm90::Operand {
+        let handle = match self.elements {
+            Elements::Packed(packed) => workspace::decode(client, packed),
+            Elements::Bf16(matrix) => matrix.handle.clone(),
+        };
+        sm90::Operand {
+            handle,
+            rows: self.outer(),
+        }
+    }
+}
+
+/// What a product writes, and where.
+#[derive(Debug, Clone, Copy)]
+pub enum Target<'a> {
+    /// A new matrix of this type.
+    New(FloatKind),
+    /// Add to an existing matrix (gradient accumulation): sum and addend are rounded once, together.
+    Accumulate(&'a Matrix),
+}
+
+/// `out[m, n] = fl(fl(alpha · Σ a[m, k] · b[n, k]) + bias[n])`, rounded once to `out`: the operands
+/// in stored orientation, `alpha` from their two maxima on the device. `bias`, a 1 x n `f32` matrix,
+/// may be absent.
+///
+/// The sum is in `f32`. On [`GemmPath::Scalar`] `k` ascends, which is the order of
+/// [`reference::gemm_f32`](crate::reference::gemm_f32), bit for bit; matrix instructions add in
+/// their own order. [`path_of`] says which path a shape takes.
+///
+/// # Errors
+/// When the contractions differ in length, the bias does not fit, or a buffer is smaller than its
+/// shape.
+pub fn gemm(
+    client: &Client,
+    a: &DevicePacked,
+    b: &DevicePacked,
+    bias: Option<&Matrix>,
+    out: FloatKind,
+) -> Result<Matrix, Nvfp4Error> {
+    product(client, None, &a.into(), &b.into(), bias, Target::New(out))
+}
+
+/// [`gemm`] on a given path, for tests and comparisons.
+///
+/// # Errors
+/// As [`gemm`], and when the device or the shape lacks the path.
+pub fn gemm_on(
+    client: &Client,
+    path: GemmPath,
+    a: &DevicePacked,
+    b: &DevicePacked,
+    bias: Option<&Matrix>,
+    out: FloatKind,
+) -> Result<Matrix, Nvfp4Error> {
+    product(
+        client,
+        Some(path),
+        &a.into(),
+        &b.into(),
+        bias,
+        Target::New(out),
+    )
+}
+
+/// The product of two bf16 matrices, `out[m, n] = fl(Σ a[m, k] · b[n, k] + bias[n])`: the bf16
+/// instance of the same kernels, on Hopper.
+///
+/// # Errors
+/// As [`product`].
+pub fn gemm_bf16(
+    client: &Client,
+    a: &Matrix,
+    b: &Matrix,
+    bias: Option<&Matrix>,
+    out: FloatKind,
+) -> Result<Matrix, Nvfp4Error> {
+    product(client, None, &a.into(), &b.into(), bias, Target::New(out))
+}
+
+/// The path that [`product`] takes on this device for an `m` x `n` output with a contraction of `k`.
+///
+/// The Hopper kernels write 16 bytes and read rows of whole 16 bytes: `n` and `k` must be multiples
+/// of 8. Other shapes take the portable kernels.
+pub fn path_of(capabilities: &Capabilities, n: usize, k: usize) -> GemmPath {
+    if capabilities.gemm == GemmPath::Hopper && !(n.is_multiple_of(8) && k.is_multiple_of(8)) {
+        GemmPath::MatrixInstructions
+    } else {
+        capabilities.gemm
+    }
+}
+
+/// `a · bᵀ` with the whole epilogue: `fl(fl(sum · fl(α_a · α_b)) + bias)`, plus what the output
+/// held, rounded once. `path` overrides [`path_of`].
+///
+/// # Errors
+/// When a shape or buffer does not fit, or when the path does not exist on this device or for these
+/// operands: the portable paths take two packed operands with one maximum each and a range of 2688,
+/// and do not accumulate.
+pub fn product(
+    client: &Client,
+    path: Option<GemmPath>,
+    a: &Operand,
+    b: &Operand,
+    bias: Option<&Matrix>,
+    target: Target,
+) -> Result<Matrix, Nvfp4Error> {
+    product_with(client, path, a, b, bias, target, None)
+}
+
+/// [`product`] with a given tile and band on Hopper, for measurements.
+///
+/// # Errors
+/// As [`product`].
+#[doc(hidden)]
+pub fn product_with(
+    client: &Client,
+    path: Option<GemmPath>,
+    a: &Operand,
+    b: &Operand,
+    bias: Option<&Matrix>,
+    target: Target,
+    tile: Option<(Tile, usize)>,
+) -> Result<Matrix, Nvfp4Error> {
+    a.check("a")?;
+    b.check("b")?;
+    if a.inner() != b.inner() || a.stored() != b.stored() {
+        return Err(Nvfp4Error::shape(
+            "b",
+            format!("{} x {} (stored)", b.outer(), b.inner()),
+            format!("a contraction of {}, that of `a`", a.inner()),
+        ));
+    }
+    let (m, n, k) = (a.outer(), b.outer(), a.stored());
+    if let Some(bias) = bias {
+        bias.check("bias")?;
+        if bias.len() != n || bias.dtype != FloatKind::F32 {
+            return Err(Nvfp4Error::shape(
+                "bias",
+                format!("{} x {} of {:?}", bias.rows, bias.cols, bias.dtype),
+                format!("1 x {n} of F32"),
+            ));
+        }
+    }
+    let result = match target {
+        Target::New(out) => Matrix::empty(client, m, n, out),
+        Target::Accumulate(matrix) => {
+            matrix.check("target")?;
+            if (matrix.rows, matrix.cols) != (m, n) {
+                return Err(Nvfp4Error::shape(
+                    "target",
+                    format!("{} x {}", matrix.rows, matrix.cols),
+                    format!("{m} x {n}"),
+                ));
+            }
+            matrix.clone()
+        }
+    };
+    let accumulate = matches!(target, Target::Accumulate(_));
+    if result.is_empty() {
+        return Ok(result);
+    }
+    let capabilities = Capabilities::of(client);
+    let path = path.unwrap_or_else(|| path_of(&capabilities, n, k));
+    match path {
+        GemmPath::Hopper => {
+            if capabilities.gemm != path || path_of(&capabilities, n, k) != path {
+                return Err(Nvfp4Error::Device {
+                    argument: "client",
+                    found: format!("{} for {m} x {n} x {k}", capabilities.device),
+                    expected: "compute capability 9.0, with n and k multiples of 8".into(),
+                });
+            }
+            let (left, right) = (a.decoded(client), b.decoded(client));
+            let ((a_kind, a_amax, a_range), (b_kind, b_amax, b_range)) = (a.factor(), b.factor());
+            // What the epilogue does not read may be any memory.
+            let unread = &result.handle;
+            let epilogue = sm90::EpilogueArgs {
+                kind: EpilogueKind {
+                    a: a_kind,
+                    b: b_kind,
+                    bias: bias.is_some(),
+                    accumulate,
+                    out: result.dtype,
+                },
+                a_amax: a_amax.unwrap_or_else(|| unread.clone()),
+                b_amax: b_amax.unwrap_or_else(|| unread.clone()),
+                ranges: [a_range, b_range],
+                bias: bias.map_or(unread, |bias| &bias.handle).clone(),
+            };
+            let tile = tile.unwrap_or_else(|| select::tile(client, m, n));
+            sm90::launch(client, &left, &right, k, &epilogue, &result.handle, tile);
+            Ok(result)
+        }
+        GemmPath::MatrixInstructions | GemmPath::Scalar => {
+            if path == GemmPath::MatrixInstructions && capabilities.gemm == GemmPath::Scalar {
+                return Err(Nvfp4Error::Device {
+                    argument: "client",
+                    found: capabilities.device,
+                    expected: "a device with 16x16x16 bf16 matrix instructions and planes of 32"
+                        .into(),
+                });
+            }
+            let plain = |operand: &Operand, argument| match (operand.elements, operand.scale) {
+                (Elements::Packed(packed), Scale::Tensor(amax, range)) if range == SCALE_RANGE => {
+                    Ok(DevicePacked {
+                        amax: amax.clone(),
+                        ..packed.clone()
+                    })
+                }
+                _ => Err(Nvfp4Error::Device {
+                    argument,
+                    found: format!("{operand:?} on {}", capabilities.device),
+                    expected: "a packed operand with one maximum and a range of 2688, or Hopper"
+                        .into(),
+                }),
+            };
+            let (a, b) = (plain(a, "a")?, plain(b, "b")?);
+            if accumulate {
+                return Err(Nvfp4Error::Device {
+                    argument: "target",
+                    found: format!("accumulation on {}", capabilities.device),
+                    expected: "a new matrix, or Hopper".into(),
+                });
+            }
+            portable::launch(client, &capabilities, path, &a, &b, bias, &result);
+            Ok(result)
+        }
+    }
+}
