@@ -397,7 +397,7 @@ pub(super) fn launch(
     let processors = client.properties().hardware.num_streaming_multiprocessors;
     let cubes = tiles.min(processors.unwrap_or(132) as usize);
     // A map may not be empty; with no contraction, none of it is read.
-    let width = k.max(TILE_K);
+    let width = if k == 0 { TILE_K } else { k };
     let map = |operand: &Operand, rows: usize| {
         // SAFETY: the caller checked that the memory holds `rows` x `k` elements.
         let tensor = unsafe {
