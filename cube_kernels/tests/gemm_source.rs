@@ -10,7 +10,9 @@ use cubecl_server::compiler::Compiler;
 use half::bf16;
 use nvfp4_kernels::{
     device::FloatKind,
-    gemm::kernels::{EpilogueKind, Factor, SM90_UNITS, Tile, decode_kernel, sm90_kernel},
+    gemm::kernels::{
+        EpilogueKind, Factor, SM90_UNITS, Shape, Tile, decode_kernel, sm90_kernel, small_m_kernel,
+    },
 };
 use nvrtc::CudaTools;
 
@@ -79,7 +81,7 @@ fn sm90_kernel_uses_the_tensor_cores_and_spills_nothing() {
         )
         .with_swizzle(TensorMapSwizzle::B128)
     };
-    let plain = EpilogueKind {
+    let plain_epilogue = EpilogueKind {
         a: Factor::Tensor,
         b: Factor::Tensor,
         bias: false,
@@ -115,11 +117,69 @@ fn sm90_kernel_uses_the_tensor_cores_and_spills_nothing() {
         0,
         "decode spills"
     );
+    for (strips, columns, tail, packed, plain) in [
+        (4, 1, false, true, true),
+        (4, 1, false, false, true),
+        (4, 2, true, true, true),
+        (4, 4, false, true, true),
+        (4, 4, false, false, true),
+        (4, 8, false, true, true),
+        (4, 8, false, false, true),
+        (2, 8, true, true, true),
+        (2, 8, true, false, true),
+        (1, 2, true, true, false),
+    ] {
+        let shape = Shape {
+            warps: 8,
+            strips,
+            columns,
+            tail,
+            packed,
+        };
+        // SAFETY: nothing is launched.
+        #[allow(unused_unsafe)]
+        let kernel = unsafe {
+            small_m_kernel::create_dummy_kernel(
+                properties.clone(),
+                target.clone(),
+                CubeCount::Static(1, 1, 1),
+                CubeDim::new_1d(256),
+                AddressType::U32,
+                buffer(512),
+                buffer(512),
+                buffer(512),
+                buffer(512),
+                buffer(512),
+                buffer(64),
+                buffer(64),
+                buffer(64),
+                buffer(64),
+                buffer(64),
+                8,
+                64,
+                256,
+                2688.0,
+                2688.0,
+                shape,
+                if plain { plain_epilogue } else { all },
+            )
+        };
+        let name = format!("small_m-{strips}-{columns}-{tail}-{packed}");
+        let sass = compile(&tools, &name, &source(&name, kernel));
+        println!(
+            "{name}: {} HMMA, {} lines",
+            count(&sass, "HMMA"),
+            sass.lines().count()
+        );
+        // Two instructions for each word, strip and group of columns, and four words.
+        assert_eq!(count(&sass, "HMMA"), 8 * strips * columns, "{name}");
+        println!("{} {}", count(&sass, "LDL"), count(&sass, "STL"));
+    }
     for tile in [Tile::N256, Tile::N128, Tile::N64] {
         for (kind, out) in [
-            (plain, FloatKind::Bf16),
-            (plain, FloatKind::F16),
-            (plain, FloatKind::F32),
+            (plain_epilogue, FloatKind::Bf16),
+            (plain_epilogue, FloatKind::F16),
+            (plain_epilogue, FloatKind::F32),
             (all, FloatKind::Bf16),
             (all, FloatKind::F32),
         ] {

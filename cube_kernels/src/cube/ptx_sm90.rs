@@ -246,3 +246,90 @@ main_loop!(
     "1024",
     "512"
 );
+
+/// Two E4M3 bytes, the first in the lower eight bits, each times 2^118 as a bf16 in both halves of a
+/// word: `cvt.rn.f16x2.e4m3x2` is exact, and so is every step after it (448 · 2^118 < 2^127).
+#[cube]
+pub fn decode_e4m3x2(bytes: u16) -> Vector<u32, Const<2>> {
+    let scales: Vector<u32, Const<2>>;
+    gpu_asm!(
+        "{{ .reg .b32 h; .reg .b16 x, y; .reg .f32 f, g;",
+        "cvt.rn.f16x2.e4m3x2 h, {b}; mov.b32 {{x, y}}, h;",
+        "cvt.f32.f16 f, x; cvt.f32.f16 g, y;",
+        // 2^118
+        "mul.rn.f32 f, f, 0f7A800000; mul.rn.f32 g, g, 0f7A800000;",
+        "cvt.rn.bf16x2.f32 %0, f, f; cvt.rn.bf16x2.f32 %1, g, g;",
+        "// {o}",
+        "}}",
+        o = out(_) scales, b = in(_) bytes,
+        options(pure, nomem)
+    );
+    Vector::<u32, Const<2>>::reinterpret(scales)
+}
+
+/// Eight E2M1 codes times `scale` of [`decode_e4m3x2`], as pairs of bf16: codes (0, 4), (1, 5),
+/// (2, 6), (3, 7), each 2^-8 times what it stands for.
+///
+/// A code's exponent and mantissa, put into the lowest exponent bits of a bf16, are the code times
+/// 2^-126: its bias is 1, a bf16's is 127, and codes without an exponent land on subnormals. The
+/// multiplication by the scale times 2^118 brings it back into the normal range, exactly: six
+/// significant bits between 2^-18 and 2^4. Codes four apart are 16 bits apart, so one shift and one
+/// mask serve both halves.
+#[cube]
+pub fn decode_e2m1x8_pairs(codes: u32, scale: u32) -> Vector<u32, Const<4>> {
+    let pairs: Vector<u32, Const<4>>;
+    gpu_asm!(
+        "{{ .reg .b32 e, s, p<4>;",
+        "shl.b32 e, {c}, 6; and.b32 e, e, 0x01c001c0; shl.b32 s, {c}, 12;",
+        "and.b32 s, s, 0x80008000; or.b32 p0, e, s;",
+        "shl.b32 e, {c}, 2; and.b32 e, e, 0x01c001c0; shl.b32 s, {c}, 8;",
+        "and.b32 s, s, 0x80008000; or.b32 p1, e, s;",
+        "shr.u32 e, {c}, 2; and.b32 e, e, 0x01c001c0; shl.b32 s, {c}, 4;",
+        "and.b32 s, s, 0x80008000; or.b32 p2, e, s;",
+        "shr.u32 e, {c}, 6; and.b32 e, e, 0x01c001c0;",
+        "and.b32 s, {c}, 0x80008000; or.b32 p3, e, s;",
+        "mul.rn.bf16x2 %0, p0, {s}; mul.rn.bf16x2 %1, p1, {s};",
+        "mul.rn.bf16x2 %2, p2, {s}; mul.rn.bf16x2 %3, p3, {s};",
+        "// {o}",
+        "}}",
+        o = out(_) pairs, c = in(_) codes, s = in(_) scale,
+        options(pure, nomem)
+    );
+    Vector::<u32, Const<4>>::reinterpret(pairs)
+}
+
+/// Four pairs in order, (0, 1), (2, 3), (4, 5), (6, 7), as (0, 4), (1, 5), (2, 6), (3, 7): the order
+/// of [`decode_e2m1x8_pairs`].
+#[cube]
+pub fn interleave_pairs(pairs: Vector<u32, Const<4>>) -> Vector<u32, Const<4>> {
+    let out: Vector<u32, Const<4>>;
+    gpu_asm!(
+        "// {i} {o}",
+        "prmt.b32 %0, %4, %6, 0x5410; prmt.b32 %1, %4, %6, 0x7632;",
+        "prmt.b32 %2, %5, %7, 0x5410; prmt.b32 %3, %5, %7, 0x7632;",
+        o = out(_) out, i = in(_) Vector::<u32, Const<4>>::reinterpret(pairs),
+        options(pure, nomem)
+    );
+    Vector::<u32, Const<4>>::reinterpret(out)
+}
+
+/// `c + a · b` on one warp: `mma.sync.m16n8k16`, bf16 operands as registers of pairs, f32 sums.
+#[cube]
+pub fn mma_16x8x16(
+    c: Vector<f32, Const<4>>,
+    a0: u32,
+    a1: u32,
+    a2: u32,
+    a3: u32,
+    b0: u32,
+    b1: u32,
+) -> Vector<f32, Const<4>> {
+    let d: Vector<f32, Const<4>>;
+    gpu_asm!(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {d}, {{{a0}, {a1}, {a2}, {a3}}}, {{{b0}, {b1}}}, {c};",
+        d = out(_) d, c = in(_) Vector::<f32, Const<4>>::reinterpret(c),
+        a0 = in(_) a0, a1 = in(_) a1, a2 = in(_) a2, a3 = in(_) a3, b0 = in(_) b0, b1 = in(_) b1,
+        options(pure, nomem)
+    );
+    Vector::<f32, Const<4>>::reinterpret(d)
+}

@@ -3,7 +3,10 @@
 
 use cubecl::prelude::*;
 
-use crate::{cube::ptx, device::FloatKind};
+use crate::{
+    cube::{ptx, ptx_sm90::unpack_f16},
+    device::FloatKind,
+};
 
 /// Where the factor of one operand comes from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -69,5 +72,27 @@ pub fn finish(sum: f32, alpha: f32, bias: f32, before: f32, #[comptime] kind: Ep
         ptx::add_rn(scaled, f32::reinterpret(before))
     } else {
         scaled
+    }
+}
+
+/// What the output held in an element: `pair` is the even element of a pair, `odd` which of the two.
+#[cube]
+pub fn held(
+    before: &[u32],
+    pair: usize,
+    #[comptime] odd: u32,
+    #[comptime] kind: EpilogueKind,
+) -> f32 {
+    if comptime!(!kind.accumulate) {
+        0.0f32.runtime()
+    } else if comptime!(kind.out == FloatKind::F32) {
+        f32::reinterpret(before[pair + comptime!(odd as usize)])
+    } else {
+        let word = before[pair / 2usize] >> comptime!(16 * odd);
+        if comptime!(kind.out == FloatKind::Bf16) {
+            f32::reinterpret(word << 16u32)
+        } else {
+            unpack_f16(u32::reinterpret(word))
+        }
     }
 }

@@ -10,6 +10,8 @@ mod select;
 #[allow(missing_docs)]
 mod sm90;
 #[allow(missing_docs)]
+mod small_m;
+#[allow(missing_docs)]
 mod workspace;
 
 pub use product::{Elements, Operand, Scale, Target, gemm, gemm_bf16, gemm_on, path_of, product};
@@ -22,6 +24,7 @@ pub mod kernels {
         portable::{Epilogue, matrix_kernel, scalar_kernel},
         product::product_with,
         sm90::{Tile, UNITS as SM90_UNITS, sm90_kernel},
+        small_m::{Shape, small_m_kernel},
         workspace::{decode, decode_kernel},
     };
 }

@@ -6,7 +6,7 @@ use super::{
     epilogue::{EpilogueKind, Factor},
     portable, select,
     sm90::{self, Tile},
-    workspace,
+    small_m, workspace,
 };
 use crate::{
     BLOCK, Nvfp4Error,
@@ -302,7 +302,6 @@ pub fn product_with(
                     expected: "compute capability 9.0, with n and k multiples of 8".into(),
                 });
             }
-            let (left, right) = (a.decoded(client), b.decoded(client));
             let ((a_kind, a_amax, a_range), (b_kind, b_amax, b_range)) = (a.factor(), b.factor());
             // What the epilogue does not read may be any memory.
             let unread = &result.handle;
@@ -319,6 +318,14 @@ pub fn product_with(
                 ranges: [a_range, b_range],
                 bias: bias.map_or(unread, |bias| &bias.handle).clone(),
             };
+            if let Elements::Packed(packed) = b.elements
+                && tile.is_none()
+                && small_m::takes(m, k)
+            {
+                small_m::launch(client, a, packed, k, &epilogue, &result.handle);
+                return Ok(result);
+            }
+            let (left, right) = (a.decoded(client), b.decoded(client));
             let tile = tile.unwrap_or_else(|| select::tile(client, m, n));
             sm90::launch(client, &left, &right, k, &epilogue, &result.handle, tile);
             Ok(result)

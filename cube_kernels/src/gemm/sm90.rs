@@ -12,12 +12,11 @@ use cubecl::{
 };
 use half::bf16;
 
-use super::epilogue::{EpilogueKind, Factor, factor, finish};
+use super::epilogue::{EpilogueKind, Factor, factor, finish, held};
 use crate::{
     cube::ptx_sm90::{
         barrier_expect, barrier_wait, descriptor, load_shared_4, main_loop_64x64, main_loop_64x128,
         main_loop_64x256, pack_bf16, pack_f16, shared_address, store_shared, store_shared_2,
-        unpack_f16,
     },
     device::{FloatKind, address_type},
 };
@@ -225,23 +224,6 @@ pub fn sm90_kernel(
             }
             used += steps;
             tile += CUBE_COUNT as u32;
-        }
-    }
-}
-
-/// What the output held in an element: `pair` is the even element of a pair, `odd` which of the two.
-#[cube]
-fn held(before: &[u32], pair: usize, #[comptime] odd: u32, #[comptime] kind: EpilogueKind) -> f32 {
-    if comptime!(!kind.accumulate) {
-        0.0f32.runtime()
-    } else if comptime!(kind.out == FloatKind::F32) {
-        f32::reinterpret(before[pair + comptime!(odd as usize)])
-    } else {
-        let word = before[pair / 2usize] >> comptime!(16 * odd);
-        if comptime!(kind.out == FloatKind::Bf16) {
-            f32::reinterpret(word << 16u32)
-        } else {
-            unpack_f16(u32::reinterpret(word))
         }
     }
 }
