@@ -6,16 +6,18 @@
 #![cfg(feature = "cube")]
 
 mod common;
+#[path = "common/packed.rs"]
+mod packed;
 
 use common::Generator;
 use cubecl::{prelude::*, server::Handle};
 use half::{bf16, f16};
 use nvfp4_kernels::{
-    Amax, Origin, PackedAxis, PackedTensor, Rounding, ScaleLayout,
     device::{Capabilities, DevicePacked, FloatKind, GemmPath, Matrix},
     gemm::{self, Elements, Operand, Scale, Target},
     reference,
 };
+use packed::Packed;
 use proptest::prelude::*;
 
 /// The device under test, or `None` (after saying so) where it cannot be had.
@@ -56,70 +58,6 @@ macro_rules! hopper {
 
 fn on_gpu(client: &Client) -> bool {
     Capabilities::of(client).gemm != GemmPath::Scalar
-}
-
-/// A packed operand from random codes and scales, on both sides.
-struct Packed {
-    rows: usize,
-    blocks: usize,
-    codes: Vec<u8>,
-    scales: Vec<u8>,
-    amax: f32,
-}
-
-impl Packed {
-    /// Any codes, scales from 2^-3 to 16.
-    fn random(rows: usize, k: usize, seed: u32) -> Self {
-        let blocks = k / 16;
-        // One generator for each thousand blocks would be as good; the data only has to vary.
-        let mut random = Generator::new(seed);
-        let mut state = random.next_u32() | 1;
-        let mut next = move || {
-            state ^= state << 13;
-            state ^= state >> 17;
-            state ^= state << 5;
-            state
-        };
-        Self {
-            rows,
-            blocks,
-            codes: (0..rows * blocks * 8)
-                .map(|_| (next() >> 11) as u8)
-                .collect(),
-            scales: (0..rows * blocks)
-                .map(|_| 0x20 + ((next() >> 9) % 0x38) as u8)
-                .collect(),
-            amax: 700.0 + random.uniform() * 600.0,
-        }
-    }
-
-    fn host(&self, rows: &[usize]) -> PackedTensor {
-        let pick = |bytes: &[u8], width: usize| -> Vec<u8> {
-            rows.iter()
-                .flat_map(|row| bytes[row * width..][..width].to_vec())
-                .collect()
-        };
-        PackedTensor::from_parts(
-            (rows.len(), self.blocks * 16),
-            PackedAxis::Cols,
-            pick(&self.codes, self.blocks * 8),
-            (ScaleLayout::Compact, pick(&self.scales, self.blocks)),
-            Amax::Tensor(self.amax),
-            Origin::one_by_16(Rounding::Nearest, None),
-        )
-        .unwrap()
-    }
-
-    fn device(&self, client: &Client) -> DevicePacked {
-        let all: Vec<usize> = (0..self.rows).collect();
-        DevicePacked::from_host(client, &self.host(&all)).unwrap()
-    }
-
-    /// The elements without the factor of the tensor, exact in bf16.
-    fn decoded(&self) -> Vec<f32> {
-        let all: Vec<usize> = (0..self.rows).collect();
-        reference::decode_blocks(&self.host(&all))
-    }
 }
 
 fn read<T: bytemuck::Pod>(client: &Client, matrix: &Matrix) -> Vec<T> {

@@ -164,6 +164,7 @@ pub fn decode_e2m1x8(codes: u32, scale: u32) -> Vector<u32, Const<4>> {
 /// - `a`, `b`: [`descriptor`]s of stage 0, advanced by a stage's size / 16 (`$a_step`, `$b_step`);
 ///   within a stage 32 bytes, the width of one instruction, are 2;
 /// - `stage`, `parity`: where the ring stands;
+/// - `tail`: after `steps` whole stages, instructions of 16 columns each in one more stage, 0 to 3;
 /// - `leader`: nonzero in the one unit that arrives for its warpgroup.
 macro_rules! main_loop {
     ($name:ident, $accumulators:literal, $wgmma:tt, $stages:tt, $a_step:tt, $b_step:tt) => {
@@ -176,6 +177,7 @@ macro_rules! main_loop {
             stage: u32,
             parity: u32,
             steps: u32,
+            tail: u32,
             leader: u32,
         ) -> Vector<f32, Const<$accumulators>> {
             let sums: Vector<f32, Const<$accumulators>>;
@@ -186,6 +188,7 @@ macro_rules! main_loop {
                 "mov.b32 stage, {stage}; mov.b32 parity, {parity}; mov.b32 left, {steps};",
                 "mov.b32 release, 0xffffffff; setp.ne.u32 lead, {leader}, 0;",
                 "setp.ne.u32 add, left, left;",
+                "setp.eq.u32 q, left, 0; @q bra.uni TAIL;",
                 "NEXT:",
                 "mad.lo.u32 full, stage, 8, {full};",
                 "mad.wide.u32 a, stage,", $a_step, ", {a};",
@@ -211,11 +214,28 @@ macro_rules! main_loop {
                 "sub.u32 left, left, 1; setp.ne.u32 q, left, 0; setp.eq.u32 add, left, left;",
                 "@q bra.uni NEXT;",
                 "wgmma.wait_group.sync.aligned 0;",
-                "@lead mbarrier.arrive.shared::cta.b64 token, [release]; }}",
+                "@lead mbarrier.arrive.shared::cta.b64 token, [release];",
+                "TAIL:",
+                "mov.b32 left, {tail}; setp.eq.u32 q, left, 0; @q bra.uni DONE;",
+                "mad.lo.u32 full, stage, 8, {full};",
+                "mad.wide.u32 a, stage,", $a_step, ", {a};",
+                "mad.wide.u32 b, stage,", $b_step, ", {b};",
+                "LAST: mbarrier.try_wait.parity.shared::cta.b64 q, [full], parity;",
+                "@!q bra LAST;",
+                "MORE:",
+                "wgmma.fence.sync.aligned;",
+                $wgmma, "{d}, a, b, add, 1, 1, 0, 0;",
+                "wgmma.commit_group.sync.aligned;",
+                "wgmma.wait_group.sync.aligned 0;",
+                "add.s64 a, a, 2; add.s64 b, b, 2; setp.eq.u32 add, left, left;",
+                "sub.u32 left, left, 1; setp.ne.u32 q, left, 0; @q bra.uni MORE;",
+                "mad.lo.u32 release, stage, 8, {empty};",
+                "@lead mbarrier.arrive.shared::cta.b64 token, [release];",
+                "DONE: }}",
                 d = out(_) sums,
                 full = in(_) full, empty = in(_) empty, a = in(_) a, b = in(_) b,
                 stage = in(_) stage, parity = in(_) parity, steps = in(_) steps,
-                leader = in(_) leader
+                tail = in(_) tail, leader = in(_) leader
             );
             sums
         }

@@ -17,11 +17,13 @@ pub enum Factor {
     Tensor,
     /// One maximum for each stored row of the operand.
     PerRow,
+    /// One maximum for each group of a grouped product.
+    PerGroup,
 }
 
 impl Factor {
-    /// What can be computed once for the operand.
-    pub const fn of_tensor(self) -> Self {
+    /// What can be computed once for a tile.
+    pub const fn of_tile(self) -> Self {
         match self {
             Self::PerRow => Self::One,
             other => other,
@@ -46,13 +48,16 @@ pub struct EpilogueKind {
 
 /// `α` of one stored row: `fl(amax / range)`.
 #[cube]
-pub fn factor(amax: &[f32], row: u32, range: f32, #[comptime] kind: Factor) -> f32 {
+pub fn factor(amax: &[f32], row: u32, group: u32, range: f32, #[comptime] kind: Factor) -> f32 {
     let mut value = 1.0f32;
     if comptime!(kind == Factor::Tensor) {
         value = amax[0] / range;
     }
     if comptime!(kind == Factor::PerRow) {
         value = amax[row as usize] / range;
+    }
+    if comptime!(kind == Factor::PerGroup) {
+        value = amax[group as usize] / range;
     }
     value
 }

@@ -4,6 +4,8 @@
 #[allow(missing_docs)]
 mod epilogue;
 #[allow(missing_docs)]
+mod grouped;
+#[allow(missing_docs)]
 mod portable;
 mod product;
 mod select;
@@ -14,6 +16,7 @@ mod small_m;
 #[allow(missing_docs)]
 mod workspace;
 
+pub use grouped::{Groups, gemm_grouped_depth, gemm_grouped_rows};
 pub use product::{Elements, Operand, Scale, Target, gemm, gemm_bf16, gemm_on, path_of, product};
 
 /// The kernels themselves, for tests that compile them without launching.
@@ -21,9 +24,10 @@ pub use product::{Elements, Operand, Scale, Target, gemm, gemm_bf16, gemm_on, pa
 pub mod kernels {
     pub use super::{
         epilogue::{EpilogueKind, Factor},
+        grouped::grouped_kernel,
         portable::{Epilogue, matrix_kernel, scalar_kernel},
         product::product_with,
-        sm90::{Tile, UNITS as SM90_UNITS, sm90_kernel},
+        sm90::{Grouping, Tile, UNITS as SM90_UNITS, sm90_kernel},
         small_m::{Shape, small_m_kernel},
         workspace::{decode, decode_kernel},
     };

@@ -5,7 +5,7 @@ use cubecl::{client::Client, server::Handle};
 use super::{
     epilogue::{EpilogueKind, Factor},
     portable, select,
-    sm90::{self, Tile},
+    sm90::{self, Grouping, Tile},
     small_m, workspace,
 };
 use crate::{
@@ -35,6 +35,8 @@ pub enum Scale<'a> {
     Tensor(&'a Handle, f32),
     /// One maximum for each stored row.
     PerRow(&'a Handle, f32),
+    /// One maximum for each group of a grouped product.
+    PerGroup(&'a Handle, f32),
 }
 
 /// One side of a product.
@@ -84,14 +86,19 @@ impl Operand<'_> {
     }
 
     /// Length of the contraction in memory: packed operands are padded to whole blocks, with zeros.
-    fn stored(&self) -> usize {
+    pub(super) fn stored(&self) -> usize {
         match self.elements {
             Elements::Packed(packed) => packed.blocks() * BLOCK,
             Elements::Bf16(matrix) => matrix.cols,
         }
     }
 
-    fn check(&self, argument: &'static str) -> Result<(), Nvfp4Error> {
+    /// Checks elements and factors against the shape, for a product of `groups` groups, or none.
+    pub(super) fn check(
+        &self,
+        argument: &'static str,
+        groups: Option<usize>,
+    ) -> Result<(), Nvfp4Error> {
         match self.elements {
             Elements::Packed(packed) => packed.check(argument)?,
             Elements::Bf16(matrix) => {
@@ -109,6 +116,16 @@ impl Operand<'_> {
             Scale::One => return Ok(()),
             Scale::Tensor(amax, _) => (amax, 4),
             Scale::PerRow(amax, _) => (amax, 4 * self.outer()),
+            Scale::PerGroup(amax, _) => match groups {
+                Some(groups) => (amax, 4 * groups),
+                None => {
+                    return Err(Nvfp4Error::value(
+                        argument,
+                        "a factor for each group",
+                        "one for the tensor or for each row: the product has no groups",
+                    ));
+                }
+            },
         };
         let found = amax.size_in_used() as usize;
         if found < needed {
@@ -121,16 +138,17 @@ impl Operand<'_> {
         Ok(())
     }
 
-    fn factor(&self) -> (Factor, Option<Handle>, f32) {
+    pub(super) fn factor(&self) -> (Factor, Option<Handle>, f32) {
         match self.scale {
             Scale::One => (Factor::One, None, 1.0),
             Scale::Tensor(amax, range) => (Factor::Tensor, Some(amax.clone()), range),
             Scale::PerRow(amax, range) => (Factor::PerRow, Some(amax.clone()), range),
+            Scale::PerGroup(amax, range) => (Factor::PerGroup, Some(amax.clone()), range),
         }
     }
 
     /// The operand in bf16: as it is, or a copy that the product alone holds.
-    fn decoded(&self, client: &Client) -> sm90::Operand {
+    pub(super) fn decoded(&self, client: &Client) -> sm90::Operand {
         let handle = match self.elements {
             Elements::Packed(packed) => workspace::decode(client, packed),
             Elements::Bf16(matrix) => matrix.handle.clone(),
@@ -149,6 +167,31 @@ pub enum Target<'a> {
     New(FloatKind),
     /// Add to an existing matrix (gradient accumulation): sum and addend are rounded once, together.
     Accumulate(&'a Matrix),
+}
+
+impl Target<'_> {
+    /// The matrix to write, and whether to add to it.
+    pub(super) fn matrix(
+        &self,
+        client: &Client,
+        rows: usize,
+        cols: usize,
+    ) -> Result<(Matrix, bool), Nvfp4Error> {
+        match self {
+            Self::New(out) => Ok((Matrix::empty(client, rows, cols, *out), false)),
+            Self::Accumulate(matrix) => {
+                matrix.check("target")?;
+                if (matrix.rows, matrix.cols) != (rows, cols) {
+                    return Err(Nvfp4Error::shape(
+                        "target",
+                        format!("{} x {}", matrix.rows, matrix.cols),
+                        format!("{rows} x {cols}"),
+                    ));
+                }
+                Ok(((*matrix).clone(), true))
+            }
+        }
+    }
 }
 
 /// `out[m, n] = fl(fl(alpha · Σ a[m, k] · b[n, k]) + bias[n])`, rounded once to `out`: the operands
@@ -253,8 +296,8 @@ pub fn product_with(
     target: Target,
     tile: Option<(Tile, usize)>,
 ) -> Result<Matrix, Nvfp4Error> {
-    a.check("a")?;
-    b.check("b")?;
+    a.check("a", None)?;
+    b.check("b", None)?;
     if a.inner() != b.inner() || a.stored() != b.stored() {
         return Err(Nvfp4Error::shape(
             "b",
@@ -273,21 +316,7 @@ pub fn product_with(
             ));
         }
     }
-    let result = match target {
-        Target::New(out) => Matrix::empty(client, m, n, out),
-        Target::Accumulate(matrix) => {
-            matrix.check("target")?;
-            if (matrix.rows, matrix.cols) != (m, n) {
-                return Err(Nvfp4Error::shape(
-                    "target",
-                    format!("{} x {}", matrix.rows, matrix.cols),
-                    format!("{m} x {n}"),
-                ));
-            }
-            matrix.clone()
-        }
-    };
-    let accumulate = matches!(target, Target::Accumulate(_));
+    let (result, accumulate) = target.matrix(client, m, n)?;
     if result.is_empty() {
         return Ok(result);
     }
@@ -327,7 +356,22 @@ pub fn product_with(
             }
             let (left, right) = (a.decoded(client), b.decoded(client));
             let tile = tile.unwrap_or_else(|| select::tile(client, m, n));
-            sm90::launch(client, &left, &right, k, &epilogue, &result.handle, tile);
+            let groups = sm90::GroupArgs {
+                grouping: Grouping::Dense,
+                offsets: result.handle.clone(),
+                groups: 1,
+            };
+            let shape = (m, n, k);
+            sm90::launch(
+                client,
+                &left,
+                &right,
+                shape,
+                &groups,
+                &epilogue,
+                &result.handle,
+                tile,
+            );
             Ok(result)
         }
         GemmPath::MatrixInstructions | GemmPath::Scalar => {

@@ -242,7 +242,7 @@ pub fn small_m_kernel(
     }
     sync_cube();
 
-    let whole_factor = factor(b_amax, 0u32, b_range, comptime!(kind.b.of_tensor()));
+    let whole_factor = factor(b_amax, 0u32, 0u32, b_range, comptime!(kind.b.of_tile()));
     let pairs = comptime!(shape.rows() as u32 / 2);
     let mut item = unit;
     while item < m * pairs {
@@ -258,12 +258,12 @@ pub fn small_m_kernel(
                 even += exchange[base as usize];
                 odd += exchange[(base + 1u32) as usize];
             }
-            let line_factor = factor(a_amax, line, a_range, kind.a);
+            let line_factor = factor(a_amax, line, 0u32, a_range, kind.a);
             let mut even_factor = whole_factor;
             let mut odd_factor = whole_factor;
             if comptime!(kind.b == Factor::PerRow) {
-                even_factor = factor(b_amax, column, b_range, kind.b);
-                odd_factor = factor(b_amax, column + 1u32, b_range, kind.b);
+                even_factor = factor(b_amax, column, 0u32, b_range, kind.b);
+                odd_factor = factor(b_amax, column + 1u32, 0u32, b_range, kind.b);
             }
             let mut even_bias = 0.0f32;
             let mut odd_bias = 0.0f32;
@@ -306,20 +306,22 @@ fn shape(client: &Client, m: usize, n: usize, k: usize) -> Shape {
     let processors = client.properties().hardware.num_streaming_multiprocessors;
     let enough = processors.unwrap_or(132) as usize * 3 / 4;
     let columns = m.div_ceil(8).next_power_of_two();
+    // More sums than this do not fit into registers; a packed `a` of few rows costs less to decode
+    // again for each strip than a second cube on the same processor gains.
+    let most = if (2..=4).contains(&columns) { 4 } else { 2 };
     let strips = [4, 2, 1]
         .into_iter()
-        .find(|&strips| n.div_ceil(16 * strips) >= enough);
-    let (strips, warps) = match std::env::var("NVFP4_SHAPE").ok().as_deref() {
-        Some("4-8") => (Some(4), 8),
-        Some("2-8") => (Some(2), 8),
-        Some("2-16") => (Some(2), 16),
-        Some("4-16") => (Some(4), 16),
-        Some("1-8") => (Some(1), 8),
-        _ => (strips, 8),
+        .find(|&strips| strips <= most && n.div_ceil(16 * strips) >= enough)
+        .unwrap_or(1);
+    let strips = match std::env::var("NVFP4_SHAPE").ok().as_deref() {
+        Some("4-8") if columns <= 4 => 4,
+        Some("2-8") => 2,
+        Some("1-8") => 1,
+        _ => strips,
     };
     Shape {
-        warps,
-        strips: strips.unwrap_or(1),
+        warps: 8,
+        strips,
         columns,
         tail: !k.is_multiple_of(CHUNK),
         packed: false,
