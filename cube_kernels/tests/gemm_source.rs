@@ -11,7 +11,7 @@ use half::bf16;
 use nvfp4_kernels::{
     device::FloatKind,
     gemm::kernels::{
-        EpilogueKind, Factor, Grouping, SM90_UNITS, Shape, Tile, decode_kernel, sm90_kernel,
+        EpilogueKind, Factor, Grouping, Left, SM90_UNITS, Shape, Tile, decode_kernel, sm90_kernel,
         small_m_kernel,
     },
 };
@@ -118,22 +118,22 @@ fn sm90_kernel_uses_the_tensor_cores_and_spills_nothing() {
         0,
         "decode spills"
     );
-    for (strips, columns, tail, packed, plain) in [
-        (2, 1, false, true, true),
-        (4, 1, false, false, true),
-        (4, 2, true, true, true),
-        (4, 4, false, true, true),
-        (4, 4, false, false, true),
-        (2, 8, true, true, true),
-        (2, 8, true, false, true),
-        (1, 2, true, true, false),
+    for (strips, columns, tail, left, plain) in [
+        (2, 1, false, Left::Packed, true),
+        (1, 1, true, Left::Packed, false),
+        (4, 1, false, Left::Bf16, true),
+        (2, 2, true, Left::Bf16, false),
+        (2, 2, false, Left::Interleaved, true),
+        (4, 4, false, Left::Interleaved, true),
+        (2, 8, true, Left::Interleaved, true),
+        (2, 8, true, Left::Bf16, true),
     ] {
         let shape = Shape {
             warps: 8,
             strips,
             columns,
             tail,
-            packed,
+            left,
         };
         // SAFETY: nothing is launched.
         #[allow(unused_unsafe)]
@@ -163,7 +163,7 @@ fn sm90_kernel_uses_the_tensor_cores_and_spills_nothing() {
                 if plain { plain_epilogue } else { all },
             )
         };
-        let name = format!("small_m-{strips}-{columns}-{tail}-{packed}");
+        let name = format!("small_m-{strips}-{columns}-{tail}-{left:?}");
         let sass = compile(&tools, &name, &source(&name, kernel));
         println!(
             "{name}: {} HMMA, {} lines",

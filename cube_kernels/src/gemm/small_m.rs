@@ -16,16 +16,34 @@ use super::{
 };
 use crate::{
     BLOCK,
-    cube::ptx_sm90::{
-        decode_e2m1x8_pairs, decode_e4m3x2, interleave_pairs, mma_16x8x16, pack_bf16, pack_f16,
+    cube::{
+        codec::decode_e4m3,
+        ptx_sm90::{
+            decode_e2m1x8, decode_e2m1x8_pairs, decode_e4m3x2, interleave_pairs, mma_16x8x16,
+            pack_bf16, pack_f16,
+        },
     },
-    device::{DevicePacked, FloatKind, address_type},
+    device::{DevicePacked, FloatKind, address_type, allocate},
 };
 
 /// Most rows of `a`.
 pub const MAX_ROWS: usize = 64;
 /// Columns that a warp takes at a time.
 const CHUNK: usize = 128;
+
+/// How the rows of `a` are read.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Left {
+    /// As codes, which every cube decodes again: for few rows, where a launch costs more.
+    Packed,
+    /// As bf16.
+    Bf16,
+    /// As bf16 in the order of [`decode_e2m1x8_pairs`], written by [`interleave_kernel`].
+    Interleaved,
+}
+
+/// Most groups of 8 rows of a packed `a` that the product decodes itself.
+const DECODED_HERE: usize = 1;
 
 /// The shape of a cube's work.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -38,8 +56,8 @@ pub struct Shape {
     pub columns: usize,
     /// The contraction is no multiple of [`CHUNK`].
     pub tail: bool,
-    /// `a` is packed too.
-    pub packed: bool,
+    /// How `a` is read.
+    pub left: Left,
 }
 
 impl Shape {
@@ -57,6 +75,22 @@ impl Shape {
     /// Floats of the sums of one warp.
     const fn sums(self) -> usize {
         8 * self.columns * self.stride()
+    }
+}
+
+/// A packed `a` as [`Left::Interleaved`]: one unit for each eight elements.
+#[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
+pub fn interleave_kernel(
+    codes: &[u32],
+    scales: &[u8],
+    out: &mut [Vector<u32, Const<4>>],
+    items: usize,
+) {
+    let item = ABSOLUTE_POS;
+    if item < items {
+        let scale = u32::reinterpret(decode_e4m3(u32::cast_from(scales[item / 2usize]))) >> 16u32;
+        let scale = scale | (scale << 16u32);
+        out[item] = interleave_pairs(decode_e2m1x8(codes[item], scale));
     }
 }
 
@@ -126,6 +160,19 @@ pub fn small_m_kernel(
         next[i] = codes[rows[i] + at];
         next_scales[i] = scales[rows[i] + at];
     }
+    let is_packed = comptime!(shape.left == Left::Packed);
+    let mut next_lines = Array::<Vector<u32, Const<4>>>::new(comptime!(shape.columns));
+    let mut next_line_scales = Array::<u16>::new(comptime!(shape.columns));
+    let mut line_words = Array::<Vector<u32, Const<4>>>::new(comptime!(shape.columns));
+    let mut line_scales = Array::<u16>::new(comptime!(shape.columns));
+    if comptime!(is_packed) {
+        #[unroll]
+        for j in 0..columns {
+            let at = min(chunk * 4u32 + quarter, width - 1u32) as usize;
+            next_lines[j] = a_codes[lines[j] + at];
+            next_line_scales[j] = a_scales[lines[j] + at];
+        }
+    }
     while chunk < chunks {
         let at = chunk * 4u32 + quarter;
         #[unroll]
@@ -141,6 +188,13 @@ pub fn small_m_kernel(
                 }
             }
         }
+        if comptime!(is_packed) {
+            #[unroll]
+            for j in 0..columns {
+                line_words[j] = next_lines[j];
+                line_scales[j] = next_line_scales[j];
+            }
+        }
         // The next chunk is under way while this one is multiplied.
         chunk += comptime!(shape.warps as u32);
         if chunk < chunks {
@@ -150,17 +204,16 @@ pub fn small_m_kernel(
                 next[i] = codes[rows[i] + ahead];
                 next_scales[i] = scales[rows[i] + ahead];
             }
-        }
-        let column = min(at, width - 1u32) as usize;
-        let mut line_words = Array::<Vector<u32, Const<4>>>::new(comptime!(shape.columns));
-        let mut line_scales = Array::<u16>::new(comptime!(shape.columns));
-        if comptime!(shape.packed) {
-            #[unroll]
-            for j in 0..columns {
-                line_words[j] = a_codes[lines[j] + column];
-                line_scales[j] = a_scales[lines[j] + column];
+            if comptime!(is_packed) {
+                #[unroll]
+                for j in 0..columns {
+                    let ahead = min(chunk * 4u32 + quarter, width - 1u32) as usize;
+                    next_lines[j] = a_codes[lines[j] + ahead];
+                    next_line_scales[j] = a_scales[lines[j] + ahead];
+                }
             }
         }
+        let column = min(at, width - 1u32) as usize;
         #[unroll]
         for half in 0..2usize {
             // One block of 16 is two words.
@@ -176,10 +229,12 @@ pub fn small_m_kernel(
                 let mut others = Array::<Vector<u32, Const<4>>>::new(comptime!(shape.columns));
                 #[unroll]
                 for j in 0..columns {
-                    if comptime!(shape.packed) {
+                    if comptime!(is_packed) {
                         let both = decode_e4m3x2(line_scales[j] + 0u16);
                         others[j] =
                             decode_e2m1x8_pairs(line_words[j].extract(word), both.extract(half));
+                    } else if comptime!(shape.left == Left::Interleaved) {
+                        others[j] = a[(lines[j] + column) * 4usize + word];
                     } else {
                         others[j] = interleave_pairs(a[(lines[j] + column) * 4usize + word]);
                     }
@@ -273,7 +328,11 @@ pub fn small_m_kernel(
             }
             let pair = line as usize * n as usize + column as usize;
             // Decoded elements were 2^-8 times what they stand for.
-            let unit = comptime!(if shape.packed { 65536.0f32 } else { 256.0f32 });
+            let unit = comptime!(if shape.left == Left::Packed {
+                65536.0f32
+            } else {
+                256.0f32
+            });
             let even = finish(
                 even * unit,
                 line_factor * even_factor,
@@ -324,13 +383,32 @@ fn shape(client: &Client, m: usize, n: usize, k: usize) -> Shape {
         strips,
         columns,
         tail: !k.is_multiple_of(CHUNK),
-        packed: false,
+        left: Left::Bf16,
     }
 }
 
 /// Whether this kernel takes a product of `m` rows with a contraction of `k` (as stored).
 pub(super) fn takes(m: usize, k: usize) -> bool {
     m <= MAX_ROWS && k > 0 && k.is_multiple_of(2 * BLOCK)
+}
+
+/// A packed `a` in bf16 in the order that the product wants, `items` times eight elements.
+fn interleave(client: &Client, a: &DevicePacked, items: usize) -> Handle {
+    let out = allocate(client, items * 16);
+    // SAFETY: the caller checked the operand against its shape, and the kernel stays below `items`.
+    unsafe {
+        interleave_kernel::launch_unchecked(
+            client,
+            CubeCount::Static(items.div_ceil(256) as u32, 1, 1),
+            CubeDim::new_1d(256),
+            address_type(items * 8),
+            BufferArg::from_raw_parts(a.codes.clone(), items),
+            BufferArg::from_raw_parts(a.scales.clone(), items / 2),
+            BufferArg::from_raw_parts(out.clone(), items),
+            items,
+        );
+    }
+    out
 }
 
 /// Queues the product of `a` and the packed `b`, both `k` long, into `out`.
@@ -346,14 +424,19 @@ pub(super) fn launch(
     // SAFETY (of every argument): the caller checked the operands against their shapes. What the
     // kernel does not read of `a` is any memory.
     let buffer = |handle: &Handle, len| unsafe { BufferArg::from_raw_parts(handle.clone(), len) };
-    let (a_codes, a_scales, dense, packed) = match a.elements {
-        Elements::Packed(packed) => (&packed.codes, &packed.scales, out, true),
-        Elements::Bf16(matrix) => (out, out, &matrix.handle, false),
+    let shape = shape(client, m, n, k);
+    let unread = out;
+    let (a_codes, a_scales, dense, left) = match a.elements {
+        Elements::Packed(packed) if shape.columns <= DECODED_HERE => {
+            (&packed.codes, &packed.scales, unread.clone(), Left::Packed)
+        }
+        Elements::Packed(packed) => {
+            let rows = interleave(client, packed, m * k / 8);
+            (unread, unread, rows, Left::Interleaved)
+        }
+        Elements::Bf16(matrix) => (unread, unread, matrix.handle.clone(), Left::Bf16),
     };
-    let shape = Shape {
-        packed,
-        ..shape(client, m, n, k)
-    };
+    let shape = Shape { left, ..shape };
     let words = m * n * epilogue.kind.out.size() / 4;
     // SAFETY: rows and columns outside are clamped where they are read and not written.
     unsafe {
@@ -362,7 +445,7 @@ pub(super) fn launch(
             CubeCount::Static(n.div_ceil(shape.rows()) as u32, 1, 1),
             CubeDim::new_1d(32 * shape.warps as u32),
             address_type((n * k).max(m * n)),
-            buffer(dense, m * k / 8),
+            buffer(&dense, m * k / 8),
             buffer(a_codes, m * k / 32),
             buffer(a_scales, m * k / 32),
             buffer(&b.codes, n * k / 32),
