@@ -28,7 +28,7 @@ pub mod kernels {
         portable::{Epilogue, matrix_kernel, scalar_kernel},
         product::product_with,
         sm90::{Grouping, Tile, UNITS as SM90_UNITS, sm90_kernel},
-        small_m::{Left, Shape, interleave_kernel, small_m_kernel},
+        small_m::{Left, Shape, small_m_kernel},
         workspace::{decode, decode_kernel},
     };
 }

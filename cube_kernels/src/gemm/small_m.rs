@@ -16,14 +16,10 @@ use super::{
 };
 use crate::{
     BLOCK,
-    cube::{
-        codec::decode_e4m3,
-        ptx_sm90::{
-            decode_e2m1x8, decode_e2m1x8_pairs, decode_e4m3x2, interleave_pairs, mma_16x8x16,
-            pack_bf16, pack_f16,
-        },
+    cube::ptx_sm90::{
+        decode_e2m1x8_pairs, decode_e4m3x2, interleave_pairs, mma_16x8x16, pack_bf16, pack_f16,
     },
-    device::{DevicePacked, FloatKind, address_type, allocate},
+    device::{DevicePacked, FloatKind, address_type},
 };
 
 /// Most rows of `a`.
@@ -34,16 +30,12 @@ const CHUNK: usize = 128;
 /// How the rows of `a` are read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Left {
-    /// As codes, which every cube decodes again: for few rows, where a launch costs more.
+    /// As codes, which every cube decodes for itself. Decoding them once, by a kernel before, was
+    /// measured: the second launch and the wider reads cost more.
     Packed,
     /// As bf16.
     Bf16,
-    /// As bf16 in the order of [`decode_e2m1x8_pairs`], written by [`interleave_kernel`].
-    Interleaved,
 }
-
-/// Most groups of 8 rows of a packed `a` that the product decodes itself.
-const DECODED_HERE: usize = 1;
 
 /// The shape of a cube's work.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -75,22 +67,6 @@ impl Shape {
     /// Floats of the sums of one warp.
     const fn sums(self) -> usize {
         8 * self.columns * self.stride()
-    }
-}
-
-/// A packed `a` as [`Left::Interleaved`]: one unit for each eight elements.
-#[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
-pub fn interleave_kernel(
-    codes: &[u32],
-    scales: &[u8],
-    out: &mut [Vector<u32, Const<4>>],
-    items: usize,
-) {
-    let item = ABSOLUTE_POS;
-    if item < items {
-        let scale = u32::reinterpret(decode_e4m3(u32::cast_from(scales[item / 2usize]))) >> 16u32;
-        let scale = scale | (scale << 16u32);
-        out[item] = interleave_pairs(decode_e2m1x8(codes[item], scale));
     }
 }
 
@@ -161,11 +137,13 @@ pub fn small_m_kernel(
         next_scales[i] = scales[rows[i] + at];
     }
     let is_packed = comptime!(shape.left == Left::Packed);
+    // With many rows of `a` there are no registers to read them ahead.
+    let ahead_too = comptime!(is_packed && shape.columns <= 2);
     let mut next_lines = Array::<Vector<u32, Const<4>>>::new(comptime!(shape.columns));
     let mut next_line_scales = Array::<u16>::new(comptime!(shape.columns));
     let mut line_words = Array::<Vector<u32, Const<4>>>::new(comptime!(shape.columns));
     let mut line_scales = Array::<u16>::new(comptime!(shape.columns));
-    if comptime!(is_packed) {
+    if comptime!(ahead_too) {
         #[unroll]
         for j in 0..columns {
             let at = min(chunk * 4u32 + quarter, width - 1u32) as usize;
@@ -188,7 +166,8 @@ pub fn small_m_kernel(
                 }
             }
         }
-        if comptime!(is_packed) {
+        let column = min(at, width - 1u32) as usize;
+        if comptime!(ahead_too) {
             #[unroll]
             for j in 0..columns {
                 line_words[j] = next_lines[j];
@@ -204,7 +183,7 @@ pub fn small_m_kernel(
                 next[i] = codes[rows[i] + ahead];
                 next_scales[i] = scales[rows[i] + ahead];
             }
-            if comptime!(is_packed) {
+            if comptime!(ahead_too) {
                 #[unroll]
                 for j in 0..columns {
                     let ahead = min(chunk * 4u32 + quarter, width - 1u32) as usize;
@@ -213,7 +192,13 @@ pub fn small_m_kernel(
                 }
             }
         }
-        let column = min(at, width - 1u32) as usize;
+        if comptime!(is_packed && !ahead_too) {
+            #[unroll]
+            for j in 0..columns {
+                line_words[j] = a_codes[lines[j] + column];
+                line_scales[j] = a_scales[lines[j] + column];
+            }
+        }
         #[unroll]
         for half in 0..2usize {
             // One block of 16 is two words.
@@ -233,8 +218,6 @@ pub fn small_m_kernel(
                         let both = decode_e4m3x2(line_scales[j] + 0u16);
                         others[j] =
                             decode_e2m1x8_pairs(line_words[j].extract(word), both.extract(half));
-                    } else if comptime!(shape.left == Left::Interleaved) {
-                        others[j] = a[(lines[j] + column) * 4usize + word];
                     } else {
                         others[j] = interleave_pairs(a[(lines[j] + column) * 4usize + word]);
                     }
@@ -365,19 +348,14 @@ fn shape(client: &Client, m: usize, n: usize, k: usize) -> Shape {
     let processors = client.properties().hardware.num_streaming_multiprocessors;
     let enough = processors.unwrap_or(132) as usize * 3 / 4;
     let columns = m.div_ceil(8).next_power_of_two();
-    // More sums than this do not fit into registers; a packed `a` of few rows costs less to decode
-    // again for each strip than a second cube on the same processor gains.
+    // More strips share the decoding of `a`, fewer let two cubes run on a processor. Measured (H100,
+    // N = K = 8192, two / four strips): 8 rows 19.8 / 20.3 us, 32 rows 43.5 / 33.3 us; with 64 rows
+    // the sums of four strips do not fit into registers.
     let most = if (2..=4).contains(&columns) { 4 } else { 2 };
     let strips = [4, 2, 1]
         .into_iter()
         .find(|&strips| strips <= most && n.div_ceil(16 * strips) >= enough)
         .unwrap_or(1);
-    let strips = match std::env::var("NVFP4_SHAPE").ok().as_deref() {
-        Some("4-8") if columns <= 4 => 4,
-        Some("2-8") => 2,
-        Some("1-8") => 1,
-        _ => strips,
-    };
     Shape {
         warps: 8,
         strips,
@@ -390,25 +368,6 @@ fn shape(client: &Client, m: usize, n: usize, k: usize) -> Shape {
 /// Whether this kernel takes a product of `m` rows with a contraction of `k` (as stored).
 pub(super) fn takes(m: usize, k: usize) -> bool {
     m <= MAX_ROWS && k > 0 && k.is_multiple_of(2 * BLOCK)
-}
-
-/// A packed `a` in bf16 in the order that the product wants, `items` times eight elements.
-fn interleave(client: &Client, a: &DevicePacked, items: usize) -> Handle {
-    let out = allocate(client, items * 16);
-    // SAFETY: the caller checked the operand against its shape, and the kernel stays below `items`.
-    unsafe {
-        interleave_kernel::launch_unchecked(
-            client,
-            CubeCount::Static(items.div_ceil(256) as u32, 1, 1),
-            CubeDim::new_1d(256),
-            address_type(items * 8),
-            BufferArg::from_raw_parts(a.codes.clone(), items),
-            BufferArg::from_raw_parts(a.scales.clone(), items / 2),
-            BufferArg::from_raw_parts(out.clone(), items),
-            items,
-        );
-    }
-    out
 }
 
 /// Queues the product of `a` and the packed `b`, both `k` long, into `out`.
@@ -427,14 +386,8 @@ pub(super) fn launch(
     let shape = shape(client, m, n, k);
     let unread = out;
     let (a_codes, a_scales, dense, left) = match a.elements {
-        Elements::Packed(packed) if shape.columns <= DECODED_HERE => {
-            (&packed.codes, &packed.scales, unread.clone(), Left::Packed)
-        }
-        Elements::Packed(packed) => {
-            let rows = interleave(client, packed, m * k / 8);
-            (unread, unread, rows, Left::Interleaved)
-        }
-        Elements::Bf16(matrix) => (unread, unread, matrix.handle.clone(), Left::Bf16),
+        Elements::Packed(packed) => (&packed.codes, &packed.scales, unread, Left::Packed),
+        Elements::Bf16(matrix) => (unread, unread, &matrix.handle, Left::Bf16),
     };
     let shape = Shape { left, ..shape };
     let words = m * n * epilogue.kind.out.size() / 4;
@@ -445,7 +398,7 @@ pub(super) fn launch(
             CubeCount::Static(n.div_ceil(shape.rows()) as u32, 1, 1),
             CubeDim::new_1d(32 * shape.warps as u32),
             address_type((n * k).max(m * n)),
-            buffer(&dense, m * k / 8),
+            buffer(dense, m * k / 8),
             buffer(a_codes, m * k / 32),
             buffer(a_scales, m * k / 32),
             buffer(&b.codes, n * k / 32),
