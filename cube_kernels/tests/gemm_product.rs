@@ -392,18 +392,49 @@ fn packed_and_bf16_operands_agree() {
     }
 }
 
+/// On the scalar path too, which takes any combination of operands on every device.
+#[test]
+fn packed_and_bf16_operands_agree_on_the_scalar_path() {
+    let client = client!("packed_and_bf16_operands_agree_on_the_scalar_path");
+    let (m, n, k) = (9, 11, 48);
+    let (a, b) = (Packed::random(m, k, 5), Packed::random(n, k, 6));
+    let (left, right) = (a.device(&client), b.device(&client));
+    let half: Vec<bf16> = a.decoded().into_iter().map(bf16::from_f32).collect();
+    let half = upload(&client, &half, m, k, FloatKind::Bf16);
+    let (path, new) = (GemmPath::Scalar, Target::New(FloatKind::F32));
+    let dense = Operand {
+        elements: Elements::Bf16(&half),
+        scale: Scale::Tensor(&left.amax, 2688.0),
+    };
+    let found = gemm::product(&client, Some(path), &dense, &(&right).into(), None, new);
+    let expected = gemm::gemm_on(&client, path, &left, &right, None, FloatKind::F32);
+    let expected = read::<f32>(&client, &expected.unwrap());
+    assert_same(
+        &read::<f32>(&client, &found.unwrap()),
+        &expected,
+        "bf16 left",
+    );
+    assert!(expected.iter().any(|value| *value != 0.0));
+}
+
 /// Bias, accumulation, factors for each row and column and the output types, each from the plain sums
 /// by one more rounding.
 #[test]
 fn epilogues() {
-    let client = hopper!("epilogues");
+    let client = client!("epilogues");
     // One shape for each tile width, with tails; and one for the path of few rows.
-    for (m, n, k) in [
-        (200, 72, 64),
-        (1000, 904, 96),
-        (2100, 4104, 64),
-        (3, 520, 256),
-    ] {
+    let shapes: &[_] = if on_gpu(&client) {
+        &[
+            (200, 72, 64),
+            (1000, 904, 96),
+            (2100, 4104, 64),
+            (3, 520, 256),
+            (35, 264, 96),
+        ]
+    } else {
+        &[(5, 24, 48)]
+    };
+    for &(m, n, k) in shapes {
         let (a, b) = (Packed::random(m, k, 5), Packed::random(n, k, 6));
         let (left, right) = (a.device(&client), b.device(&client));
         let what = format!("{m} x {n} x {k}");
@@ -518,8 +549,11 @@ fn epilogues() {
 /// Nothing outside the product is written: the memory behind it keeps its contents.
 #[test]
 fn memory_behind_the_output_is_untouched() {
-    let client = hopper!("memory_behind_the_output_is_untouched");
+    let client = client!("memory_behind_the_output_is_untouched");
     for (m, n, k) in [(130, 264, 80), (3, 72, 64)] {
+        if m > 100 && !on_gpu(&client) {
+            continue;
+        }
         let (a, b) = (Packed::random(m, k, 5), Packed::random(n, k, 6));
         let (a, b) = (a.device(&client), b.device(&client));
         let guard = 4096;
@@ -548,6 +582,29 @@ fn empty_products() {
     let b = Packed::random(48, 0, 2).device(&client);
     let out = gemm::gemm(&client, &a, &b, None, FloatKind::F32).unwrap();
     assert_eq!(read::<f32>(&client, &out), vec![0.0; 40 * 48]);
+}
+
+/// Which path a shape takes is known without running it.
+#[test]
+fn paths_of_shapes() {
+    let client = client!("paths_of_shapes");
+    let hopper = Capabilities {
+        gemm: GemmPath::Hopper,
+        ..Capabilities::of(&client)
+    };
+    for (n, k, path) in [
+        (8, 16, GemmPath::Hopper),
+        (4104, 65536, GemmPath::Hopper),
+        (12, 16, GemmPath::MatrixInstructions),
+        (8, 20, GemmPath::MatrixInstructions),
+    ] {
+        assert_eq!(gemm::path_of(&hopper, n, k), path, "{n} x {k}");
+    }
+    let scalar = Capabilities {
+        gemm: GemmPath::Scalar,
+        ..hopper
+    };
+    assert_eq!(gemm::path_of(&scalar, 8, 16), GemmPath::Scalar);
 }
 
 #[test]

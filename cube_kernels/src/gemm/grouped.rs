@@ -190,6 +190,8 @@ fn grouped(
         bias: bias.map_or(unread, |bias| &bias.handle).clone(),
     };
     let capabilities = Capabilities::of(client);
+    let (count, runtime) = (groups.count, capabilities.runtime);
+    tracing::debug!(m, n, k, groups = count, ?grouping, runtime, "grouped gemm");
     let here = match super::path_of(&capabilities, n, k) {
         GemmPath::Hopper => GemmPath::Hopper,
         GemmPath::MatrixInstructions | GemmPath::Scalar => GemmPath::Scalar,
@@ -222,7 +224,7 @@ fn grouped(
                 grouping,
                 a,
                 b,
-                groups,
+                Some(groups),
                 (m, n, k),
                 &epilogue,
                 &result,
@@ -240,18 +242,22 @@ fn grouped(
     Ok(result)
 }
 
-/// Queues the portable kernel.
-fn scalar(
+/// Queues the portable kernel. A dense product has no groups and reads no offsets.
+pub(super) fn scalar(
     client: &Client,
     capabilities: &Capabilities,
     grouping: Grouping,
     a: &Operand,
     b: &Operand,
-    groups: &Groups,
+    groups: Option<&Groups>,
     (m, n, k): (usize, usize, usize),
     epilogue: &EpilogueArgs,
     result: &Matrix,
 ) {
+    let (offsets, count_of_groups) = match groups {
+        Some(groups) => (&groups.offsets, groups.count),
+        None => (&result.handle, 1),
+    };
     let (count, dim) = grid(client, result.len());
     // SAFETY (of every argument): the caller checked the buffers against the shapes.
     let memory =
@@ -289,12 +295,12 @@ fn scalar(
             memory(&epilogue.a_amax, m),
             memory(&epilogue.b_amax, b.outer()),
             memory(&epilogue.bias, b.outer()),
-            memory(&groups.offsets, groups.count + 1),
+            memory(offsets, count_of_groups + 1),
             memory(&result.handle, result.len()),
             m,
             n,
             k,
-            groups.count,
+            count_of_groups,
             epilogue.ranges[0],
             epilogue.ranges[1],
             grouping,

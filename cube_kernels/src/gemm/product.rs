@@ -4,7 +4,7 @@ use cubecl::{client::Client, server::Handle};
 
 use super::{
     epilogue::{EpilogueKind, Factor},
-    portable, select,
+    grouped, portable, select,
     sm90::{self, Grouping, Tile},
     small_m, workspace,
 };
@@ -238,7 +238,7 @@ pub fn gemm_on(
 }
 
 /// The product of two bf16 matrices, `out[m, n] = fl(Σ a[m, k] · b[n, k] + bias[n])`: the bf16
-/// instance of the same kernels, on Hopper.
+/// instance of the same kernels.
 ///
 /// # Errors
 /// As [`product`].
@@ -267,10 +267,13 @@ pub fn path_of(capabilities: &Capabilities, n: usize, k: usize) -> GemmPath {
 /// `a · bᵀ` with the whole epilogue: `fl(fl(sum · fl(α_a · α_b)) + bias)`, plus what the output
 /// held, rounded once. `path` overrides [`path_of`].
 ///
+/// [`GemmPath::MatrixInstructions`] takes two packed operands with one maximum each and a range of
+/// 2688 and does not accumulate; other products on such a device take the scalar kernel, which a
+/// tracing event says, as it says every product's kernel.
+///
 /// # Errors
-/// When a shape or buffer does not fit, or when the path does not exist on this device or for these
-/// operands: the portable paths take two packed operands with one maximum each and a range of 2688,
-/// and do not accumulate.
+/// When a shape, element type or buffer does not fit, or when the path that was asked for does not
+/// exist on this device or for these operands.
 pub fn product(
     client: &Client,
     path: Option<GemmPath>,
@@ -321,7 +324,24 @@ pub fn product_with(
         return Ok(result);
     }
     let capabilities = Capabilities::of(client);
+    let asked = path.is_some();
     let path = path.unwrap_or_else(|| path_of(&capabilities, n, k));
+    let ((a_kind, a_amax, a_range), (b_kind, b_amax, b_range)) = (a.factor(), b.factor());
+    // What the epilogue does not read may be any memory.
+    let unread = &result.handle;
+    let epilogue = sm90::EpilogueArgs {
+        kind: EpilogueKind {
+            a: a_kind,
+            b: b_kind,
+            bias: bias.is_some(),
+            accumulate,
+            out: result.dtype,
+        },
+        a_amax: a_amax.unwrap_or_else(|| unread.clone()),
+        b_amax: b_amax.unwrap_or_else(|| unread.clone()),
+        ranges: [a_range, b_range],
+        bias: bias.map_or(unread, |bias| &bias.handle).clone(),
+    };
     match path {
         GemmPath::Hopper => {
             if capabilities.gemm != path || path_of(&capabilities, n, k) != path {
@@ -331,29 +351,15 @@ pub fn product_with(
                     expected: "compute capability 9.0, with n and k multiples of 8".into(),
                 });
             }
-            let ((a_kind, a_amax, a_range), (b_kind, b_amax, b_range)) = (a.factor(), b.factor());
-            // What the epilogue does not read may be any memory.
-            let unread = &result.handle;
-            let epilogue = sm90::EpilogueArgs {
-                kind: EpilogueKind {
-                    a: a_kind,
-                    b: b_kind,
-                    bias: bias.is_some(),
-                    accumulate,
-                    out: result.dtype,
-                },
-                a_amax: a_amax.unwrap_or_else(|| unread.clone()),
-                b_amax: b_amax.unwrap_or_else(|| unread.clone()),
-                ranges: [a_range, b_range],
-                bias: bias.map_or(unread, |bias| &bias.handle).clone(),
-            };
             if let Elements::Packed(packed) = b.elements
                 && tile.is_none()
                 && small_m::takes(m, k)
             {
+                trace((m, n, k), path, "few rows, `b` decoded in registers");
                 small_m::launch(client, a, packed, k, &epilogue, &result.handle);
                 return Ok(result);
             }
+            trace((m, n, k), path, "operands decoded to a bf16 workspace");
             let (left, right) = (a.decoded(client), b.decoded(client));
             let tile = tile.unwrap_or_else(|| select::tile(client, m, n));
             let groups = sm90::GroupArgs {
@@ -383,30 +389,51 @@ pub fn product_with(
                         .into(),
                 });
             }
-            let plain = |operand: &Operand, argument| match (operand.elements, operand.scale) {
+            let plain = |operand: &Operand| match (operand.elements, operand.scale) {
                 (Elements::Packed(packed), Scale::Tensor(amax, range)) if range == SCALE_RANGE => {
-                    Ok(DevicePacked {
+                    Some(DevicePacked {
                         amax: amax.clone(),
                         ..packed.clone()
                     })
                 }
-                _ => Err(Nvfp4Error::Device {
-                    argument,
-                    found: format!("{operand:?} on {}", capabilities.device),
-                    expected: "a packed operand with one maximum and a range of 2688, or Hopper"
-                        .into(),
-                }),
+                _ => None,
             };
-            let (a, b) = (plain(a, "a")?, plain(b, "b")?);
-            if accumulate {
+            if let (Some(a), Some(b), false) = (plain(a), plain(b), accumulate) {
+                trace((m, n, k), path, "decoded tile by tile");
+                portable::launch(client, &capabilities, path, &a, &b, bias, &result);
+            } else if path == GemmPath::MatrixInstructions && asked {
                 return Err(Nvfp4Error::Device {
-                    argument: "target",
-                    found: format!("accumulation on {}", capabilities.device),
-                    expected: "a new matrix, or Hopper".into(),
+                    argument: "path",
+                    found: format!("{path:?} on {}", capabilities.device),
+                    expected: "two packed operands with one maximum each and a range of 2688, and \
+                               a new output; or another path"
+                        .into(),
                 });
+            } else {
+                trace(
+                    (m, n, k),
+                    GemmPath::Scalar,
+                    "one unit for each output element",
+                );
+                let (dense, shape) = (Grouping::Dense, (m, n, k));
+                grouped::scalar(
+                    client,
+                    &capabilities,
+                    dense,
+                    a,
+                    b,
+                    None,
+                    shape,
+                    &epilogue,
+                    &result,
+                );
             }
-            portable::launch(client, &capabilities, path, &a, &b, bias, &result);
             Ok(result)
         }
     }
+}
+
+/// Says which kernel a product takes.
+fn trace((m, n, k): (usize, usize, usize), path: GemmPath, kernel: &'static str) {
+    tracing::debug!(m, n, k, ?path, kernel, "gemm");
 }
