@@ -249,7 +249,8 @@ pub struct Capabilities {
 /// How packed operands are multiplied.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum GemmPath {
-    /// Operands decoded to bf16 in a workspace, multiplied by `wgmma` of compute capability 9.0.
+    /// Compute capability 9.0: operands decoded to bf16 in a workspace and multiplied by `wgmma`, or
+    /// few rows with a packed weight that is decoded in registers.
     Hopper,
     /// Tiles decoded to bf16 in shared memory, multiplied by 16x16x16 matrix instructions.
     MatrixInstructions,

@@ -584,6 +584,31 @@ fn empty_products() {
     assert_eq!(read::<f32>(&client, &out), vec![0.0; 40 * 48]);
 }
 
+/// A view that begins in the middle of 16 bytes cannot be read by the copy engine: another path takes
+/// it, with the same result on integers.
+#[test]
+fn views_into_memory() {
+    let client = client!("views_into_memory");
+    let (m, n, k) = (9, 16, 32);
+    let x: Vec<bf16> = (0..(m + n) * k)
+        .map(|i| bf16::from_f32((i * 7 % 9) as f32 - 4.0))
+        .collect();
+    let view = |first: usize, rows: usize| {
+        let mut padded = vec![bf16::from_f32(100.0)];
+        padded.extend(&x[first * k..][..rows * k]);
+        let handle = client.create_from_slice(bytemuck::cast_slice(&padded));
+        Matrix::new(handle.offset_start(2), rows, k, FloatKind::Bf16).unwrap()
+    };
+    let (a, b) = (view(0, m), view(m, n));
+    let found = gemm::gemm_bf16(&client, &a, &b, None, FloatKind::F32).unwrap();
+    for (i, found) in read::<f32>(&client, &found).iter().enumerate() {
+        let (row, col) = (i / n, m + i % n);
+        let terms = x[row * k..][..k].iter().zip(&x[col * k..][..k]);
+        let expected: f32 = terms.map(|(x, y)| x.to_f32() * y.to_f32()).sum();
+        assert_eq!(*found, expected, "({row}, {col})");
+    }
+}
+
 /// Which path a shape takes is known without running it.
 #[test]
 fn paths_of_shapes() {

@@ -8,7 +8,7 @@ use cubecl::{prelude::*, server::Handle};
 
 use super::{
     epilogue::{EpilogueKind, factor},
-    product::{Elements, Operand, Scale, Target},
+    product::{Elements, Operand, Scale, Target, is_aligned},
     select, sm90,
     sm90::{EpilogueArgs, GroupArgs, Grouping},
 };
@@ -193,8 +193,10 @@ fn grouped(
     let (count, runtime) = (groups.count, capabilities.runtime);
     tracing::debug!(m, n, k, groups = count, ?grouping, runtime, "grouped gemm");
     let here = match super::path_of(&capabilities, n, k) {
-        GemmPath::Hopper => GemmPath::Hopper,
-        GemmPath::MatrixInstructions | GemmPath::Scalar => GemmPath::Scalar,
+        GemmPath::Hopper if a.is_aligned() && b.is_aligned() && is_aligned(&result.handle) => {
+            GemmPath::Hopper
+        }
+        _ => GemmPath::Scalar,
     };
     match path.unwrap_or(here) {
         GemmPath::Hopper if here == GemmPath::Hopper => {

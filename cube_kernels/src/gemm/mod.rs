@@ -1,4 +1,9 @@
-//! Products of packed operands.
+//! Products of packed and bf16 operands, dense and in groups.
+//!
+//! `product` and `grouped` are what callers see; `select` chooses a tile. The kernels: `sm90`, the bf16
+//! product of Hopper, for which `workspace` decodes packed operands; `small_m`, few rows with a packed
+//! weight; `portable`, tile by tile on any CUDA GPU or element by element anywhere. `epilogue` is what
+//! happens to a sum before it is written.
 
 // `#[cube]` generates public items that cannot carry documentation.
 #[allow(missing_docs)]

@@ -138,6 +138,15 @@ impl Operand<'_> {
         Ok(())
     }
 
+    /// Whether its memory begins at a multiple of 16 bytes, as the Hopper kernels read it. Every
+    /// allocation does; a view into one may not.
+    pub(super) fn is_aligned(&self) -> bool {
+        match self.elements {
+            Elements::Packed(packed) => is_aligned(&packed.codes) && is_aligned(&packed.scales),
+            Elements::Bf16(matrix) => is_aligned(&matrix.handle),
+        }
+    }
+
     pub(super) fn factor(&self) -> (Factor, Option<Handle>, f32) {
         match self.scale {
             Scale::One => (Factor::One, None, 1.0),
@@ -158,6 +167,10 @@ impl Operand<'_> {
             rows: self.outer(),
         }
     }
+}
+
+pub(super) fn is_aligned(handle: &Handle) -> bool {
+    handle.offset_start.unwrap_or(0).is_multiple_of(16)
 }
 
 /// What a product writes, and where.
@@ -255,7 +268,8 @@ pub fn gemm_bf16(
 /// The path that [`product`] takes on this device for an `m` x `n` output with a contraction of `k`.
 ///
 /// The Hopper kernels write 16 bytes and read rows of whole 16 bytes: `n` and `k` must be multiples
-/// of 8. Other shapes take the portable kernels.
+/// of 8. Other shapes take the portable kernels, and so do operands whose memory does not begin at a
+/// multiple of 16 bytes.
 pub fn path_of(capabilities: &Capabilities, n: usize, k: usize) -> GemmPath {
     if capabilities.gemm == GemmPath::Hopper && !(n.is_multiple_of(8) && k.is_multiple_of(8)) {
         GemmPath::MatrixInstructions
@@ -325,7 +339,12 @@ pub fn product_with(
     }
     let capabilities = Capabilities::of(client);
     let asked = path.is_some();
-    let path = path.unwrap_or_else(|| path_of(&capabilities, n, k));
+    let mut possible = path_of(&capabilities, n, k);
+    let aligned = a.is_aligned() && b.is_aligned() && is_aligned(&result.handle);
+    if possible == GemmPath::Hopper && !aligned {
+        possible = GemmPath::MatrixInstructions;
+    }
+    let path = path.unwrap_or(possible);
     let ((a_kind, a_amax, a_range), (b_kind, b_amax, b_range)) = (a.factor(), b.factor());
     // What the epilogue does not read may be any memory.
     let unread = &result.handle;
@@ -344,11 +363,13 @@ pub fn product_with(
     };
     match path {
         GemmPath::Hopper => {
-            if capabilities.gemm != path || path_of(&capabilities, n, k) != path {
+            if possible != path {
                 return Err(Nvfp4Error::Device {
                     argument: "client",
                     found: format!("{} for {m} x {n} x {k}", capabilities.device),
-                    expected: "compute capability 9.0, with n and k multiples of 8".into(),
+                    expected: "compute capability 9.0, n and k multiples of 8, and memory that \
+                               begins at multiples of 16 bytes"
+                        .into(),
                 });
             }
             if let Elements::Packed(packed) = b.elements
