@@ -293,6 +293,17 @@ impl DevicePacked {
         }
     }
 
+    /// A plain copy with undefined contents; the maximum is shared.
+    pub(crate) fn undefined(
+        client: &Client,
+        shape: (usize, usize),
+        axis: PackedAxis,
+        amax: &Handle,
+    ) -> Self {
+        let parts = (amax.clone(), amax.clone(), amax.clone());
+        Self::plain(parts, shape, axis, None).allocated(client)
+    }
+
     /// Gives `codes` and `scales` memory with undefined contents.
     pub(crate) fn allocated(mut self, client: &Client) -> Self {
         self.codes = allocate(client, self.code_blocks() * 8);
@@ -304,6 +315,18 @@ impl DevicePacked {
         check_memory(argument, &self.codes, self.code_blocks() * 8)?;
         check_memory(argument, &self.scales, self.scale_bytes())?;
         check_memory(argument, &self.amax, self.amax_len() * 4)
+    }
+
+    /// An error unless scales are compact and there are no groups.
+    pub(crate) fn check_compact(&self, argument: &'static str) -> Result<(), Nvfp4Error> {
+        if self.layout == ScaleLayout::Compact && matches!(self.groups, Groups::One) {
+            return Ok(());
+        }
+        Err(Nvfp4Error::value(
+            argument,
+            format!("{:?} scales, {} groups", self.layout, self.groups.count()),
+            "compact scales, no groups",
+        ))
     }
 
     /// An error unless the copy is plain: what operations take that know nothing of groups, per-token
@@ -460,6 +483,9 @@ pub struct Capabilities {
 /// How packed operands are multiplied.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum GemmPath {
+    /// Compute capability 9.0: operands decoded to bf16 in a workspace and multiplied by `wgmma`, or
+    /// few rows with a packed weight that is decoded in registers.
+    Hopper,
     /// Tiles decoded to bf16 in shared memory, multiplied by 16x16x16 matrix instructions.
     MatrixInstructions,
     /// One unit for each output element.
@@ -493,7 +519,9 @@ impl Capabilities {
             runtime,
             compute_capability,
             conversion: conversion(compute_capability),
-            gemm: if has_matrix {
+            gemm: if has_matrix && compute_capability == Some(90) {
+                GemmPath::Hopper
+            } else if has_matrix {
                 GemmPath::MatrixInstructions
             } else {
                 GemmPath::Scalar

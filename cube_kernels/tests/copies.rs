@@ -612,6 +612,40 @@ fn maxima_of_rows_columns_and_groups() {
     }
 }
 
+/// Per token in one read: the maximum of each row and the copy made with it. A row of 1024 blocks and
+/// more does not stay in registers.
+#[test]
+fn per_token_in_one_read() {
+    let client = client!("per_token_in_one_read");
+    for (rows, cols) in [(1, 16), (5, 48), (130, 272), (3, 5 * 1024), (2, 20_000)] {
+        for kind in [Kind::Heavy, Kind::Nan, Kind::Zeros] {
+            let x = convert::<bf16>(&values(kind, rows * cols, rows as u32));
+            let matrix = upload(&client, &x, rows, cols);
+            let amax = Amax::PerOuter(reference::amax_rows(&x, rows, cols));
+            for copy in [
+                policy(NEAREST, BlockScaling::Standard, COMPACT),
+                policy(STOCHASTIC, BlockScaling::Headroom, SWIZZLED),
+                policy(NEAREST, MAE, COMPACT),
+            ] {
+                let found = ops::quantize_per_token(&client, &matrix, &copy.into()).unwrap();
+                let expected =
+                    reference::quantize(&x, rows, cols, PackedAxis::Cols, &amax, &copy, 0).unwrap();
+                let what = format!("{rows}x{cols} {kind:?} {copy:?}");
+                assert_copies(&client, &found, &[expected], &what);
+                let Amax::PerOuter(expected) = &amax else {
+                    unreachable!()
+                };
+                let expected: Vec<u8> = bytemuck::cast_slice(expected).to_vec();
+                assert_bytes(
+                    &read(&client, &found.amax),
+                    &expected,
+                    &format!("{what}: amax"),
+                );
+            }
+        }
+    }
+}
+
 #[test]
 fn bad_requests_are_named() {
     let client = client!("bad_requests_are_named");

@@ -7,26 +7,28 @@ mod nvrtc;
 
 use cubecl::{
     ir::{
-        ElemType, FloatKind as CubeFloat,
+        ElemType, FloatKind as CubeFloat, UIntKind,
         features::{MmaConfig, Plane},
     },
     prelude::*,
 };
 use cubecl_server::compiler::Compiler;
 use nvfp4_kernels::{
-    cube::{
-        block::{BlockPolicy, Conversion},
-        philox::RandomLaunch,
+    BlockScaling, ErrorNorm, HadamardSize,
+    cube::{block::BlockPolicy, codec::Conversion, hadamard::SignsLaunch, philox::RandomLaunch},
+    device::{AmaxScope, FloatKind},
+    gemm,
+    ops::{
+        self,
+        kernels::{AmaxPlan, CopyPlan, Grouping, ShapeLaunch, TilePlan},
     },
-    device::FloatKind,
-    gemm, ops,
 };
 use nvrtc::CudaTools;
 use std::sync::Arc;
 
 /// What NVRTC is asked for, and how the kernels convert there.
 const TARGETS: [(&str, Conversion); 4] = [
-    ("sm_90a", Conversion::Software),
+    ("sm_90a", Conversion::Sm89),
     ("sm_100a", Conversion::Hardware),
     ("sm_103a", Conversion::Hardware),
     ("sm_120a", Conversion::HardwareNearest),
@@ -40,10 +42,11 @@ const STOCHASTIC: &str = "F2FP.SATFINITE.E2M1.F32.PACK_AB_MERGE_C.RS";
 struct Source {
     name: String,
     text: String,
-    policy: Option<BlockPolicy>,
+    /// Whether it must hold the conversions to nearest and stochastically, where that is known.
+    conversions: Option<(bool, bool)>,
 }
 
-fn source(name: String, kernel: impl CubeKernel, policy: Option<BlockPolicy>) -> Source {
+fn source(name: String, kernel: impl CubeKernel, conversions: Option<(bool, bool)>) -> Source {
     let mut compiler = cubecl_cpp::shared::CppCompiler::<cubecl_cpp::target::Cuda>::default();
     let mut options = cubecl_cpp::shared::CompilationOptions::default();
     options.supports_features.grid_constants = true;
@@ -51,7 +54,11 @@ fn source(name: String, kernel: impl CubeKernel, policy: Option<BlockPolicy>) ->
     let text = compiled
         .unwrap_or_else(|error| panic!("{name}: {error:?}"))
         .to_string();
-    Source { name, text, policy }
+    Source {
+        name,
+        text,
+        conversions,
+    }
 }
 
 /// Every kernel in every policy that a device with `conversion` uses.
@@ -80,6 +87,7 @@ fn sources(conversion: Conversion) -> Vec<Source> {
     let memory = client.empty(rows * cols * 4);
     let buffer = |len: usize| unsafe { BufferArg::from_raw_parts(memory.clone(), len) };
     let random = || RandomLaunch::new(1, 2, 3, 4);
+    let signs = || SignsLaunch::new(1, 2, 3, 4);
     let blocks = rows * cols / 16;
     let mut sources = Vec::new();
     macro_rules! add {
@@ -93,57 +101,88 @@ fn sources(conversion: Conversion) -> Vec<Source> {
         }};
     }
     for dtype in [FloatKind::F32, FloatKind::F16, FloatKind::Bf16] {
-        let (width, elem) = (16 / dtype.size(), dtype.storage_type());
+        let elem = dtype.storage_type();
         for address in [AddressType::U32, AddressType::U64] {
             // The index width is independent of the element type: one of them stands for all.
             if address == AddressType::U64 && dtype != FloatKind::Bf16 {
                 continue;
             }
             let tag = format!("{dtype:?}-{address:?}");
+            let words = rows * cols * dtype.size() / 4;
+            let word = ElemType::UInt(UIntKind::U32);
             add!(
                 format!("amax-{tag}"),
                 None,
                 ops::kernels::amax_kernel::create_dummy_kernel,
                 address,
-                width,
-                buffer(rows * cols / width),
+                4,
+                buffer(words / 4),
                 buffer(1),
-                rows * cols / width,
+                words / 4,
+                false,
                 true,
+                conversion,
+                dtype,
+                word,
+            );
+            for (hadamard, grouping) in [
+                (None, Grouping::Offsets(16)),
+                (Some(HadamardSize::H16), Grouping::One),
+                (Some(HadamardSize::H128), Grouping::Batch),
+            ] {
+                add!(
+                    format!("amax_tiles-{tag}-{hadamard:?}"),
+                    None,
+                    ops::kernels::amax_tiles_kernel::create_dummy_kernel,
+                    address,
+                    4,
+                    buffer(words / 4),
+                    buffer(3),
+                    ShapeLaunch::new(rows, cols, 2, 4),
+                    buffer(1),
+                    buffer(1),
+                    signs(),
+                    AmaxPlan {
+                        rows: Some(AmaxScope::Group),
+                        cols: Some(AmaxScope::Outer),
+                        hadamard,
+                        grouping,
+                        elements: false,
+                        planes: true,
+                        conversion,
+                    },
+                    dtype,
+                    word,
+                );
+            }
+            add!(
+                format!("dequantize_rows-{tag}"),
+                None,
+                ops::kernels::dequantize_rows_kernel::create_dummy_kernel,
+                address,
+                buffer(blocks * 2),
+                buffer(blocks),
+                buffer(1),
+                buffer(blocks * 2),
+                blocks * 2,
                 dtype,
                 elem,
             );
             add!(
-                format!("amax_cols-{tag}"),
+                format!("dequantize_cols-{tag}"),
                 None,
-                ops::kernels::amax_cols_kernel::create_dummy_kernel,
+                ops::kernels::dequantize_cols_kernel::create_dummy_kernel,
                 address,
-                buffer(rows * cols),
+                buffer(blocks),
+                buffer(blocks),
                 buffer(1),
+                buffer(rows * cols),
                 rows,
                 cols,
-                1,
-                true,
+                cols / 16,
                 dtype,
                 elem,
             );
-            for transposed in [false, true] {
-                add!(
-                    format!("dequantize-{tag}-{transposed}"),
-                    None,
-                    ops::kernels::dequantize_kernel::create_dummy_kernel,
-                    address,
-                    buffer(blocks),
-                    buffer(blocks),
-                    buffer(1),
-                    buffer(rows * cols),
-                    rows,
-                    cols,
-                    transposed,
-                    dtype,
-                    elem,
-                );
-            }
             for bias in [false, true] {
                 let epilogue = gemm::kernels::Epilogue {
                     bias,
@@ -190,79 +229,115 @@ fn sources(conversion: Conversion) -> Vec<Source> {
                     elem,
                 );
             }
-            for (stochastic, device_offset) in [(false, false), (true, false), (true, true)] {
-                for hadamard in [false, true] {
-                    let policy = BlockPolicy {
-                        stochastic,
-                        device_offset,
-                        hadamard,
-                        conversion,
-                    };
-                    let tag = format!("{tag}-{stochastic}-{device_offset}-{hadamard}");
-                    add!(
-                        format!("quantize_col-{tag}"),
-                        Some(policy),
-                        ops::kernels::quantize_col_kernel::create_dummy_kernel,
-                        address,
-                        buffer(rows * cols),
-                        buffer(1),
-                        buffer(blocks),
-                        buffer(blocks),
-                        buffer(2),
-                        random(),
-                        rows,
-                        cols,
-                        1,
-                        policy,
-                        dtype,
-                        elem,
-                    );
-                    if hadamard {
-                        continue;
-                    }
-                    add!(
-                        format!("quantize_row-{tag}"),
-                        Some(policy),
-                        ops::kernels::quantize_row_kernel::create_dummy_kernel,
-                        address,
-                        width,
-                        buffer(rows * cols / width),
-                        buffer(1),
-                        buffer(blocks),
-                        buffer(blocks),
-                        buffer(2),
-                        random(),
-                        blocks,
-                        policy,
-                        dtype,
-                        elem,
-                    );
-                }
-            }
-            let policy = BlockPolicy {
-                stochastic: false,
-                device_offset: false,
-                hadamard: false,
-                conversion,
+            let copy = |stochastic, device_offset, scaling, hadamard| CopyPlan {
+                policy: BlockPolicy {
+                    stochastic,
+                    device_offset,
+                    scaling,
+                    conversion,
+                },
+                hadamard,
+                swizzled: device_offset,
+                per_outer: hadamard.is_some() && device_offset,
             };
-            add!(
-                format!("quantize_tile-{tag}"),
-                Some(policy),
-                ops::kernels::quantize_tile_kernel::create_dummy_kernel,
-                address,
-                width,
-                buffer(rows * cols / width),
-                buffer(1),
-                buffer(blocks),
-                buffer(blocks),
-                buffer(blocks * 2),
-                buffer(blocks),
-                rows,
-                cols,
-                policy,
-                dtype,
-                elem,
-            );
+            let standard = BlockScaling::Standard;
+            let four_over_six = BlockScaling::FourOverSix(ErrorNorm::Mse);
+            let conversions = |plans: &[CopyPlan]| {
+                // Four over six measures errors, for which it needs the rounded values themselves.
+                let counts = |plan: &&CopyPlan| plan.policy.scaling != four_over_six;
+                let stochastic = |plan: &CopyPlan| plan.policy.stochastic;
+                let mut plans = plans.iter().filter(counts);
+                let nearest = plans.clone().any(|plan| !stochastic(plan));
+                Some((
+                    nearest && conversion.has_nearest(),
+                    plans.any(stochastic) && conversion == Conversion::Hardware,
+                ))
+            };
+            let row_plans = [
+                copy(false, false, standard, None),
+                copy(true, false, standard, None),
+                copy(true, true, BlockScaling::Headroom, None),
+                copy(false, false, four_over_six, None),
+            ];
+            for (i, plan) in row_plans.into_iter().enumerate() {
+                add!(
+                    format!("quantize_row-{tag}-{i}"),
+                    conversions(&[plan]),
+                    ops::kernels::quantize_row_kernel::create_dummy_kernel,
+                    address,
+                    4,
+                    buffer(words / 4),
+                    buffer(1),
+                    buffer(blocks),
+                    buffer(blocks),
+                    buffer(2),
+                    random(),
+                    signs(),
+                    rows,
+                    cols / 16,
+                    plan,
+                    dtype,
+                );
+            }
+            let h16 = Some(HadamardSize::H16);
+            let tile_plans = [
+                (
+                    Some(row_plans[0]),
+                    Some(copy(true, false, standard, h16)),
+                    false,
+                ),
+                (None, Some(copy(true, true, standard, h16)), false),
+                (
+                    None,
+                    Some(copy(false, false, standard, Some(HadamardSize::H128))),
+                    false,
+                ),
+                (Some(row_plans[0]), Some(row_plans[0]), true),
+                (Some(row_plans[3]), Some(row_plans[3]), true),
+            ];
+            for (i, (row, col, tiles)) in tile_plans.into_iter().enumerate() {
+                // With a scale for the whole tile the codes of four over six need no errors.
+                let expected = if tiles {
+                    Some((conversion.has_nearest(), false))
+                } else {
+                    conversions(&row.into_iter().chain(col).collect::<Vec<_>>())
+                };
+                add!(
+                    format!("quantize_tiles-{tag}-{i}"),
+                    expected,
+                    ops::kernels::quantize_tiles_kernel::create_dummy_kernel,
+                    address,
+                    4,
+                    buffer(words / 4),
+                    buffer(3),
+                    ShapeLaunch::new(rows, cols, 2, 4),
+                    buffer(1),
+                    buffer(blocks),
+                    buffer(blocks),
+                    buffer(2),
+                    random(),
+                    signs(),
+                    buffer(1),
+                    buffer(blocks),
+                    buffer(blocks),
+                    buffer(2),
+                    random(),
+                    signs(),
+                    TilePlan {
+                        row,
+                        col,
+                        tiles,
+                        grouping: if i == 0 {
+                            Grouping::Offsets(16)
+                        } else {
+                            Grouping::One
+                        },
+                        elements: false,
+                    },
+                    dtype,
+                    word,
+                );
+            }
         }
     }
     sources
@@ -278,21 +353,23 @@ fn check_target(arch: &str, conversion: Conversion) {
     };
     let sources = sources(conversion);
     println!("{arch}: {} kernels", sources.len());
-    for Source { name, text, policy } in sources {
+    for source in sources {
+        let Source {
+            name,
+            text,
+            conversions,
+        } = source;
         let code = tools
             .compile(&text, arch)
             .unwrap_or_else(|log| panic!("{name} for {arch}:\n{log}\n{text}"));
-        let Some(policy) = policy else { continue };
+        let Some(expected) = conversions else {
+            continue;
+        };
         let sass = tools.disassemble(&code, &format!("{name}-{arch}"));
         let stochastic = sass.contains(STOCHASTIC);
         let nearest = sass
             .lines()
             .any(|line| line.contains(NEAREST) && !line.contains(STOCHASTIC));
-        let expected = match (policy.conversion, policy.stochastic) {
-            (Conversion::Software, _) | (Conversion::HardwareNearest, true) => (false, false),
-            (_, false) => (true, false),
-            (Conversion::Hardware, true) => (false, true),
-        };
         assert_eq!(
             (nearest, stochastic),
             expected,
@@ -333,7 +410,7 @@ fn stochastic_conversion_is_refused_where_it_does_not_exist() {
     let sources = sources(Conversion::Hardware);
     let kernel = sources
         .iter()
-        .find(|source| source.policy.is_some_and(|policy| policy.stochastic))
+        .find(|source| source.conversions == Some((false, true)))
         .unwrap();
     assert!(tools.compile(&kernel.text, "sm_100a").is_ok());
     for arch in ["sm_90a", "sm_120a"] {

@@ -14,7 +14,7 @@ use cubecl::{
 };
 use cubecl_server::compiler::Compiler;
 use nvfp4_kernels::{
-    cube::{block::Conversion, eden::SignsLaunch, philox::RandomLaunch},
+    cube::{codec::Conversion, eden::SignsLaunch, philox::RandomLaunch},
     device::FloatKind,
     ops::kernels,
 };
@@ -69,7 +69,7 @@ fn sources(conversion: Conversion) -> Vec<Source> {
     let signs = || SignsLaunch::new(1, 2, 3, 4);
     // The lengths of buffers do not matter.
     let n = rows * cols / 16;
-    let e2m1 = [false, conversion != Conversion::Software];
+    let e2m1 = [false, conversion.has_nearest()];
     let mut sources = Vec::new();
     macro_rules! add {
         ($name:expr, $conversions:expr, $kernel:ident, $($argument:expr),* $(,)?) => {{
@@ -268,7 +268,7 @@ fn sources(conversion: Conversion) -> Vec<Source> {
             );
             // All four targets convert to E4M3 themselves. The software form is for GPUs before
             // sm_89, for which Hopper stands in.
-            let software = (conversion == Conversion::Software).then_some(false);
+            let software = (!conversion.has_nearest()).then_some(false);
             for hardware in software.into_iter().chain([true]) {
                 let lanes = 2 * kind.size();
                 let e4m3 = [hardware, false];

@@ -100,7 +100,7 @@ fn check_packed(client: &Client, rows: usize, cols: usize, kind: Kind) {
         packed.push(reference::quantize_row(&x, rows, cols, &amax, &Rounding::Nearest).unwrap());
     }
     for packed in &packed {
-        let device = DevicePacked::from_host(client, packed).unwrap();
+        let device = DevicePacked::from_host(client, packed);
         let x = reference::dequantize(packed);
         let what = format!("{kind:?} packed along {:?}", packed.axis());
         check(

@@ -11,7 +11,7 @@ use cubecl::prelude::*;
 use device::{DeviceElement, assert_bytes, assert_floats, read_matrix, upload};
 use half::{bf16, f16};
 use nvfp4_kernels::{
-    Amax, Hadamard, MxPacked, PackedAxis, PackedTensor, Rounding,
+    Amax, BlockScaling, Hadamard, MxPacked, PackedAxis, PackedTensor, Rounding, ScaleLayout,
     device::{DevicePacked, FloatKind, Matrix},
     ops::{self, DeviceMx},
     reference,
@@ -169,7 +169,7 @@ fn empty() {
 
 /// The bytes of a NVFP4 operand dequantized, rounded to `V`, and quantized to MXFP8.
 fn check_requantize<V: DeviceElement>(client: &Client, packed: &PackedTensor, what: &str) {
-    let device = DevicePacked::from_host(client, packed).unwrap();
+    let device = DevicePacked::from_host(client, packed);
     let dequantized = convert::<V>(&reference::dequantize(packed));
     for axis in AXES {
         let what = format!(
@@ -202,7 +202,15 @@ fn check_requantized(client: &Client, rows: usize, cols: usize, kind: Kind) {
     let mut packed = vec![packed_col(None), packed_col(Some(&transform))];
     if cols.is_multiple_of(16) {
         packed.push(reference::quantize_row(&x, rows, cols, &amax, &Rounding::Nearest).unwrap());
-        let (row, col) = reference::quantize_tile(&x, rows, cols, &amax).unwrap();
+        let (row, col) = reference::quantize_tile(
+            &x,
+            rows,
+            cols,
+            &amax,
+            BlockScaling::Standard,
+            [ScaleLayout::Compact; 2],
+        )
+        .unwrap();
         packed.extend([row, col]);
     }
     for packed in &packed {

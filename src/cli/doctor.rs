@@ -178,6 +178,10 @@ fn cube(device: &Device) -> Vec<CodePath> {
         ),
     };
     let (gemm, why_gemm) = match capabilities.gemm {
+        GemmPath::Hopper => (
+            "operands decoded to bf16 in a workspace (exact), wgmma, f32 sums",
+            "the device has compute capability 9.0; FP4 tensor cores begin at 10.0",
+        ),
         GemmPath::MatrixInstructions => (
             "tiles decoded to bf16 in shared memory (exact), 16x16x16 matrix instructions, f32 sums",
             "the device has them for bf16, in planes of 32; FP4 tensor cores are not used yet",

@@ -8,8 +8,9 @@ use burn_cubecl::{
     tensor::CubeTensor,
 };
 use cubecl::server::Handle;
-use nvfp4_kernels::device::{DevicePacked, FloatKind, Matrix};
-use nvfp4_kernels::{Hadamard, Nvfp4Error, PackedAxis, gemm, ops};
+use nvfp4_kernels::device::{AmaxScope, DeviceCopy, DevicePacked, FloatKind, Groups, Matrix};
+use nvfp4_kernels::ops::{AmaxRequest, CopyRequest};
+use nvfp4_kernels::{Hadamard, Nvfp4Error, PackedAxis, Rounding, gemm, ops};
 
 use super::{
     Bias, Nvfp4Ops, Packed, PackedLayout, PackedPair, PairSpec, QuantizeSpec, copy_name, trace_op,
@@ -38,10 +39,10 @@ impl Nvfp4Ops for CubeBackend {
     fn nvfp4_quantize_pair(x: FloatTensor<Self>, spec: PairSpec) -> PackedPair<Self> {
         let x = Source::new(x);
         trace_op("quantize", "pair", x.matrix.rows, x.matrix.cols);
-        let amax = x.amax(None);
         let (client, matrix) = (&x.tensor.client, &x.matrix);
         match spec {
             PairSpec::Tile => {
+                let amax = x.amax(None);
                 let (row, col) = launched(ops::quantize_tile(client, matrix, &amax));
                 PackedPair {
                     row: x.packed(row, None),
@@ -49,15 +50,21 @@ impl Nvfp4Ops for CubeBackend {
                 }
             }
             PairSpec::Blocks { row, col, hadamard } => {
-                // The maximum of the untransformed values serves both copies without a transform.
-                let col_amax = hadamard.map_or_else(|| amax.clone(), |signs| x.amax(Some(signs)));
-                let row = launched(ops::quantize_row(client, matrix, &amax, row.into()));
-                let col = launched(ops::quantize_col(
+                let (amax, col_amax) = x.pair_amax(hadamard);
+                let request = |amax, rounding: Rounding, hadamard| CopyRequest {
+                    amax,
+                    scope: AmaxScope::Group,
+                    copy: DeviceCopy {
+                        hadamard,
+                        ..DeviceCopy::new(rounding)
+                    },
+                };
+                let (row, col) = launched(ops::quantize_both(
                     client,
                     matrix,
-                    &col_amax,
-                    col.into(),
-                    hadamard,
+                    &Groups::One,
+                    &request(&amax, row, None),
+                    &request(&col_amax, col, hadamard),
                 ));
                 PackedPair {
                     row: x.packed(row, None),
@@ -128,6 +135,23 @@ impl Source {
         launched(ops::amax(&self.tensor.client, &self.matrix, hadamard))
     }
 
+    /// The maxima for a row-wise copy and for a column-wise one after the transform, in one read; the
+    /// same one serves both copies without a transform.
+    fn pair_amax(&self, hadamard: Option<Hadamard>) -> (Handle, Handle) {
+        if hadamard.is_none() {
+            let amax = self.amax(None);
+            return (amax.clone(), amax);
+        }
+        let request = AmaxRequest {
+            rows: Some(AmaxScope::Group),
+            cols: Some((AmaxScope::Group, hadamard)),
+        };
+        let (client, matrix) = (&self.tensor.client, &self.matrix);
+        let found = launched(ops::amaxes(client, matrix, &Groups::One, &request));
+        let [row, col] = [found.rows, found.cols].map(|amax| amax.expect("asked for"));
+        (row, col)
+    }
+
     fn packed(&self, packed: DevicePacked, hadamard: Option<Hadamard>) -> Packed<CubeBackend> {
         let DevicePacked {
             rows, cols, axis, ..
@@ -157,16 +181,13 @@ impl Source {
 /// The kernels' view of a packed matrix.
 fn device(packed: Packed<CubeBackend>) -> DevicePacked {
     let PackedLayout {
-        rows, cols, axis, ..
-    } = packed.layout;
-    DevicePacked {
-        codes: into_contiguous(packed.codes).handle,
-        scales: into_contiguous(packed.scales).handle,
-        amax: into_contiguous(packed.amax).handle,
         rows,
         cols,
         axis,
-    }
+        hadamard,
+    } = packed.layout;
+    let parts = [packed.codes, packed.scales, packed.amax].map(|part| into_contiguous(part).handle);
+    DevicePacked::plain(parts.into(), (rows, cols), axis, hadamard)
 }
 
 /// What a kernel wrote, as a tensor beside `like`.

@@ -66,14 +66,10 @@ pub fn block_amax(
         let mut odd = 0.0f32;
         #[unroll]
         for i in 0..8usize {
-            let even_so_far = even;
-            let odd_so_far = odd;
-            even = ptx::max_abs_nan(even_so_far, block[comptime!(first + 2 * i)]);
-            odd = ptx::max_abs_nan(odd_so_far, block[comptime!(first + 2 * i + 1)]);
+            even = ptx::max_abs_nan(even, block[comptime!(first + 2 * i)]);
+            odd = ptx::max_abs_nan(odd, block[comptime!(first + 2 * i + 1)]);
         }
-        let even_result = even;
-        let odd_result = odd;
-        ptx::max_abs_nan(even_result, odd_result)
+        ptx::max_abs_nan(even, odd)
     } else {
         let mut bits = 0u32;
         #[unroll]
@@ -274,8 +270,7 @@ pub fn candidate(
                 ErrorNorm::Mse => difference * difference,
             };
             if comptime!(conversion.has_ptx()) {
-                let so_far = error;
-                error = ptx::add_rn(so_far, term);
+                error = ptx::add_rn(error, term);
             } else {
                 error += term;
             }

@@ -7,8 +7,7 @@
 use cubecl::prelude::*;
 
 use super::{
-    block::Conversion,
-    codec::{decode_e4m3, encode_e4m3, magnitude_bits, round_to_bf16},
+    codec::{Conversion, decode_e4m3, encode_e4m3, magnitude_bits, round_to_bf16},
     philox::{Random, block_words},
     ptx,
 };
@@ -292,7 +291,7 @@ pub fn quantize_block(
             let high = (clamped + 0x001F_FFFFu32 + ((clamped >> 22u32) & 1u32)) & 0xFFC0_0000u32;
             let small = clamped < 0x4000_0000u32;
             let q = select(small, low, f32::reinterpret(high));
-            if comptime!(conversion == Conversion::Software) {
+            if comptime!(!conversion.has_nearest()) {
                 // The inverse of `decode_e2m1_product`, exact as well.
                 let code = u32::reinterpret(q * comptime!(f32::from_bits(0x0080_0000)));
                 let shift = comptime!(4 * i as u32);
@@ -304,7 +303,7 @@ pub fn quantize_block(
             xx = fma(y, y, xx);
             xq = fma(y, q, xq);
         }
-        if comptime!(conversion == Conversion::Software) {
+        if comptime!(!conversion.has_nearest()) {
             // A value is NaN where the multiplier is, and then all are: 6 without a sign.
             codes.insert(half, select(multiplier.is_nan(), 0x7777_7777u32, word));
         } else {

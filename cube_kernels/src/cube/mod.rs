@@ -13,5 +13,6 @@ pub mod hadamard;
 pub mod mx;
 pub mod philox;
 pub mod ptx;
+pub mod ptx_sm90;
 pub mod scale;
 pub mod words;

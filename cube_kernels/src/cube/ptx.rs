@@ -1,5 +1,8 @@
 //! Every PTX string of the crate. `gpu_asm!` exists on the CUDA C++ path only, so each function here
 //! may be reached only behind a comptime choice made from the device.
+//!
+//! A mutable variable reaches a block as a pointer, and so does the result of another block:
+//! operands and results go through `reinterpret`, which makes fresh values of them.
 
 use cubecl::prelude::*;
 
@@ -96,9 +99,11 @@ pub fn cvt_rn_bf16x2(low: f32, high: f32) -> u32 {
 /// keeps the instruction out of contraction. All targets.
 #[cube]
 pub fn add_rn(a: f32, b: f32) -> f32 {
+    let a = f32::reinterpret(a);
+    let b = f32::reinterpret(b);
     let sum: f32;
     gpu_asm!("add.rn.f32 {}, {}, {};", out(_) sum, in(_) a, in(_) b, options(pure, nomem));
-    sum
+    f32::reinterpret(sum)
 }
 
 /// `min(|a|, b)`, `b` where `a` is NaN: `min.f32` of `abs.f32`, one instruction.
@@ -106,13 +111,15 @@ pub fn add_rn(a: f32, b: f32) -> f32 {
 /// PTX ISA 1.0 and later, section "Floating Point Instructions: min". All targets.
 #[cube]
 pub fn min_abs(a: f32, b: f32) -> f32 {
+    let a = f32::reinterpret(a);
+    let b = f32::reinterpret(b);
     let result: f32;
     gpu_asm!(
         "{{ .reg .f32 t; abs.f32 t, {}; min.f32 {}, t, {}; }}",
         in(_) a, out(_) result, in(_) b,
         options(pure, nomem)
     );
-    result
+    f32::reinterpret(result)
 }
 
 /// `max(a, |b|)`, NaN where one of them is: `max.NaN.f32`.
@@ -120,13 +127,15 @@ pub fn min_abs(a: f32, b: f32) -> f32 {
 /// PTX ISA 7.0 and later, section "Floating Point Instructions: max". Targets: sm_80 and later.
 #[cube]
 pub fn max_abs_nan(a: f32, b: f32) -> f32 {
+    let a = f32::reinterpret(a);
+    let b = f32::reinterpret(b);
     let result: f32;
     gpu_asm!(
         "{{ .reg .f32 t; abs.f32 t, {}; max.NaN.f32 {}, {}, t; }}",
         in(_) b, out(_) result, in(_) a,
         options(pure, nomem)
     );
-    result
+    f32::reinterpret(result)
 }
 
 /// `a · b + c`, rounded once, toward zero: `fma.rz.f32`.
@@ -134,13 +143,16 @@ pub fn max_abs_nan(a: f32, b: f32) -> f32 {
 /// PTX ISA 2.0 and later, section "Floating Point Instructions: fma". All targets.
 #[cube]
 pub fn fma_rz(a: f32, b: f32, c: f32) -> f32 {
+    let a = f32::reinterpret(a);
+    let b = f32::reinterpret(b);
+    let c = f32::reinterpret(c);
     let result: f32;
     gpu_asm!(
         "fma.rz.f32 {}, {}, {}, {};",
         out(_) result, in(_) a, in(_) b, in(_) c,
         options(pure, nomem)
     );
-    result
+    f32::reinterpret(result)
 }
 
 /// `a · b + c`, rounded once, to nearest even: `fma.rn.f32`.
@@ -148,13 +160,16 @@ pub fn fma_rz(a: f32, b: f32, c: f32) -> f32 {
 /// PTX ISA 2.0 and later, section "Floating Point Instructions: fma". All targets.
 #[cube]
 pub fn fma_rn(a: f32, b: f32, c: f32) -> f32 {
+    let a = f32::reinterpret(a);
+    let b = f32::reinterpret(b);
+    let c = f32::reinterpret(c);
     let result: f32;
     gpu_asm!(
         "fma.rn.f32 {}, {}, {}, {};",
         out(_) result, in(_) a, in(_) b, in(_) c,
         options(pure, nomem)
     );
-    result
+    f32::reinterpret(result)
 }
 
 /// `1 / a`, correctly rounded: `rcp.rn.f32`, the IEEE quotient in fewer instructions than a
@@ -163,9 +178,10 @@ pub fn fma_rn(a: f32, b: f32, c: f32) -> f32 {
 /// PTX ISA 2.0 and later, section "Floating Point Instructions: rcp". All targets.
 #[cube]
 pub fn rcp_rn(a: f32) -> f32 {
+    let a = f32::reinterpret(a);
     let result: f32;
     gpu_asm!("rcp.rn.f32 {}, {};", out(_) result, in(_) a, options(pure, nomem));
-    result
+    f32::reinterpret(result)
 }
 
 /// The E4M3 byte nearest to `value`, 448 at most, 0x7F for NaN: `cvt.rn.satfinite.e4m3x2.f32`.
@@ -174,13 +190,14 @@ pub fn rcp_rn(a: f32) -> f32 {
 /// and later. The second operand lands in the lower byte.
 #[cube]
 pub fn cvt_e4m3(value: f32) -> u32 {
+    let value = f32::reinterpret(value);
     let byte: u32;
     gpu_asm!(
         "{{ .reg .b16 h; cvt.rn.satfinite.e4m3x2.f32 h, 0f00000000, {}; cvt.u32.u16 {}, h; }}",
         in(_) value, out(_) byte,
         options(pure, nomem)
     );
-    byte
+    u32::reinterpret(byte)
 }
 
 /// Two values rounded to bf16, `low` in the lower half: `cvt.rn.bf16x2.f32`.
@@ -189,11 +206,13 @@ pub fn cvt_e4m3(value: f32) -> u32 {
 /// and later. NaN becomes 0x7FFF.
 #[cube]
 pub fn cvt_bf16x2(low: f32, high: f32) -> u32 {
+    let low = f32::reinterpret(low);
+    let high = f32::reinterpret(high);
     let word: u32;
     gpu_asm!(
         "cvt.rn.bf16x2.f32 {}, {}, {};",
         out(_) word, in(_) high, in(_) low,
         options(pure, nomem)
     );
-    word
+    u32::reinterpret(word)
 }

@@ -1,13 +1,39 @@
-//! Products of packed operands.
+//! Products of packed and bf16 operands, dense and in groups.
+//!
+//! `product` and `grouped` are what callers see; `select` chooses a tile. The kernels: `sm90`, the bf16
+//! product of Hopper, for which `workspace` decodes packed operands; `small_m`, few rows with a packed
+//! weight; `portable`, tile by tile on any CUDA GPU or element by element anywhere. `epilogue` is what
+//! happens to a sum before it is written.
 
 // `#[cube]` generates public items that cannot carry documentation.
 #[allow(missing_docs)]
+mod epilogue;
+#[allow(missing_docs)]
+mod grouped;
+#[allow(missing_docs)]
 mod portable;
+mod product;
+mod select;
+#[allow(missing_docs)]
+mod sm90;
+#[allow(missing_docs)]
+mod small_m;
+#[allow(missing_docs)]
+mod workspace;
 
-pub use portable::{gemm, gemm_on};
+pub use grouped::{gemm_grouped_depth, gemm_grouped_rows};
+pub use product::{Elements, Operand, Scale, Target, gemm, gemm_bf16, gemm_on, path_of, product};
 
 /// The kernels themselves, for tests that compile them without launching.
 #[doc(hidden)]
 pub mod kernels {
-    pub use super::portable::{Epilogue, matrix_kernel, scalar_kernel};
+    pub use super::{
+        epilogue::{EpilogueKind, Factor},
+        grouped::grouped_kernel,
+        portable::{Epilogue, matrix_kernel, scalar_kernel},
+        product::product_with,
+        sm90::{Grouping, Tile, UNITS as SM90_UNITS, sm90_kernel},
+        small_m::{Left, Shape, small_m_kernel},
+        workspace::{decode, decode_kernel},
+    };
 }

@@ -8,7 +8,7 @@ use cubecl::{
 use half::bf16;
 
 use crate::{
-    BLOCK, Nvfp4Error,
+    BLOCK,
     cube::{
         codec::{decode_e2m1, decode_e4m3, store},
         ptx,
@@ -17,92 +17,24 @@ use crate::{
     ops::launch::grid,
 };
 
-/// `out[m, n] = fl(fl(alpha · Σ a[m, k] · b[n, k]) + bias[n])`, rounded once to `out`: the operands
-/// in stored orientation, `alpha` from their two maxima on the device. `bias`, a 1 x n `f32` matrix,
-/// may be absent.
-///
-/// The sum is in `f32`. On [`GemmPath::Scalar`] `k` ascends, which is the order of
-/// [`reference::gemm_f32`](crate::reference::gemm_f32), bit for bit; matrix instructions add in
-/// their own order.
-///
-/// # Errors
-/// When the contractions differ in length, the bias does not fit, or a buffer is smaller than its
-/// shape.
-pub fn gemm(
-    client: &Client,
-    a: &DevicePacked,
-    b: &DevicePacked,
-    bias: Option<&Matrix>,
-    out: FloatKind,
-) -> Result<Matrix, Nvfp4Error> {
-    let capabilities = Capabilities::of(client);
-    launch(client, &capabilities, capabilities.gemm, a, b, bias, out)
-}
-
-/// [`gemm`] on a given path, for tests and comparisons.
-///
-/// # Errors
-/// As [`gemm`], and when the device lacks the path.
-pub fn gemm_on(
-    client: &Client,
-    path: GemmPath,
-    a: &DevicePacked,
-    b: &DevicePacked,
-    bias: Option<&Matrix>,
-    out: FloatKind,
-) -> Result<Matrix, Nvfp4Error> {
-    let capabilities = Capabilities::of(client);
-    if path == GemmPath::MatrixInstructions && capabilities.gemm != path {
-        return Err(Nvfp4Error::Device {
-            argument: "client",
-            found: capabilities.device,
-            expected: "a device with 16x16x16 bf16 matrix instructions and planes of 32".into(),
-        });
-    }
-    launch(client, &capabilities, path, a, b, bias, out)
-}
-
-/// Checks the operands and queues the kernel of a path that the device has.
-fn launch(
+/// Queues the kernel of a path that the device has. The caller checked the operands.
+pub(super) fn launch(
     client: &Client,
     capabilities: &Capabilities,
     path: GemmPath,
     a: &DevicePacked,
     b: &DevicePacked,
     bias: Option<&Matrix>,
-    out: FloatKind,
-) -> Result<Matrix, Nvfp4Error> {
-    a.check("a")?;
-    b.check("b")?;
-    if a.inner() != b.inner() {
-        return Err(Nvfp4Error::shape(
-            "b",
-            format!("{} x {} (stored)", b.outer(), b.inner()),
-            format!("a contraction of {}, that of `a`", a.inner()),
-        ));
-    }
-    let (m, n, blocks) = (a.outer(), b.outer(), a.blocks());
-    if let Some(bias) = bias {
-        bias.check("bias")?;
-        if bias.len() != n || bias.dtype != FloatKind::F32 {
-            return Err(Nvfp4Error::shape(
-                "bias",
-                format!("{} x {} of {:?}", bias.rows, bias.cols, bias.dtype),
-                format!("1 x {n} of F32"),
-            ));
-        }
-    }
-    let result = Matrix::empty(client, m, n, out);
-    if result.is_empty() {
-        return Ok(result);
-    }
+    result: &Matrix,
+) {
+    let (m, n, blocks, out) = (a.outer(), b.outer(), a.blocks(), result.dtype);
     // `add.rn` where the compiler may contract, which is CUDA's; see `Epilogue::ordered_add`.
     let epilogue = Epilogue {
         bias: bias.is_some(),
         ordered_add: capabilities.runtime == "cuda",
     };
     let address = address_type((m.max(n) * blocks * BLOCK).max(result.len()));
-    // SAFETY (of every argument): the buffers were checked against the shapes above.
+    // SAFETY (of every argument): the caller checked the buffers against the shapes.
     let words = |packed: &DevicePacked| unsafe {
         BufferArg::from_raw_parts(packed.codes.clone(), packed.outer() * blocks)
     };
@@ -117,7 +49,7 @@ fn launch(
     };
     let target = unsafe { BufferArg::from_raw_parts(result.handle.clone(), m * n) };
     match path {
-        GemmPath::MatrixInstructions => {
+        GemmPath::Hopper | GemmPath::MatrixInstructions => {
             let count = CubeCount::Static(n.div_ceil(TILE) as u32, m.div_ceil(TILE) as u32, 1);
             // SAFETY: the kernel masks every access by the shapes it is given.
             unsafe {
@@ -170,7 +102,6 @@ fn launch(
             }
         }
     }
-    Ok(result)
 }
 
 /// The comptime choices of the epilogue.

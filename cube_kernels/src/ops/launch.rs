@@ -43,6 +43,15 @@ pub(crate) fn cubes(client: &Client, items: usize) -> (CubeCount, CubeDim) {
     )
 }
 
+/// The widest vector of at most 16 bytes that divides `len` elements.
+pub(crate) fn vector_size(dtype: FloatKind, len: usize) -> usize {
+    let mut size = 16 / dtype.size();
+    while !len.is_multiple_of(size) {
+        size /= 2;
+    }
+    size
+}
+
 /// How a kernel loads a matrix; see [`cube::words`](crate::cube::words).
 pub(crate) struct Words {
     /// Type of one loaded scalar: a word, or an element where rows have no whole words.

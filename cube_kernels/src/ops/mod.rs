@@ -19,6 +19,8 @@ mod mxfp8;
 #[allow(missing_docs)]
 mod padding;
 #[allow(missing_docs)]
+mod per_token;
+#[allow(missing_docs)]
 mod quantize;
 #[allow(missing_docs)]
 mod swizzle;
@@ -34,6 +36,7 @@ pub use launch::CopyRequest;
 pub use ms_eden::{EdenRandom, EdenSource, ms_eden, ms_eden_amax};
 pub use mxfp8::{DeviceMx, mx_dequantize, mx_quantize, mx_requantize};
 pub use padding::{pad_groups, unpad_groups};
+pub use per_token::quantize_per_token;
 pub use quantize::{
     quantize, quantize_both, quantize_col, quantize_row, quantize_tile, quantize_tile_with,
 };
@@ -59,6 +62,7 @@ pub mod kernels {
             mx_quantize_row_kernel, mx_requantize_across_kernel, mx_requantize_along_kernel,
         },
         padding::move_groups_kernel,
+        per_token::quantize_per_token_kernel,
         quantize::{TilePlan, quantize_row_kernel, quantize_tiles_kernel},
         swizzle::{
             swizzle_block_groups_kernel, swizzle_kernel, unswizzle_block_groups_kernel,

@@ -11,8 +11,7 @@ use super::{groups::check_bytes, launch::vector_size, tiles::tile_grid};
 use crate::{
     Hadamard, Nvfp4Error, PackedAxis, RandomStream,
     cube::{
-        block::Conversion,
-        codec::{canonical, decode_e2m1_product, decode_e4m3, load},
+        codec::{Conversion, canonical, decode_e2m1_product, decode_e4m3, load},
         eden::{
             EdenScale, LINES, SUMS, Signs, SignsLaunch, TASKS, TILE, correct_group, line_of,
             load_segment, quantize_block, segment_amax, segment_of, slot, store_segment,
@@ -204,9 +203,9 @@ pub fn ms_eden<'a>(
     };
     if geometry.tiles == 0 {
         // An empty matrix: its amax is 0, and so is the one to decode with.
-        return Ok(DevicePacked::empty(client, shape, axis, amax));
+        return Ok(DevicePacked::undefined(client, shape, axis, amax));
     }
-    let out = DevicePacked::empty(client, shape, axis, &allocate(client, 4));
+    let out = DevicePacked::undefined(client, shape, axis, &allocate(client, 4));
     let blocks = out.outer() * out.blocks();
     // SAFETY (of every argument): checked against, or allocated for, the shape.
     let amax_arg = unsafe { BufferArg::from_raw_parts(amax.clone(), 1) };

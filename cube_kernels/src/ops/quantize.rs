@@ -417,7 +417,7 @@ fn scale_of(
 
 /// The values of one block of a row-wise copy, transformed where the plan says so.
 #[cube]
-fn row_block(
+pub(super) fn row_block(
     words: &Array<u32>,
     signs: &Signs,
     #[comptime] plan: CopyPlan,

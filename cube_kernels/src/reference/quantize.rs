@@ -388,7 +388,7 @@ impl<T: Element> Source<'_, T> {
     }
 }
 
-fn check_matrix(len: usize, rows: usize, cols: usize) -> Result<(), Nvfp4Error> {
+pub(super) fn check_matrix(len: usize, rows: usize, cols: usize) -> Result<(), Nvfp4Error> {
     if rows.checked_mul(cols) == Some(len) {
         Ok(())
     } else {

@@ -1,0 +1,103 @@
+//! What happens to a sum before it is written, on every path that has the full epilogue:
+//! `fl(fl(sum · fl(α_a · α_b)) + bias)`, plus what the output held, rounded once to its type.
+
+use cubecl::prelude::*;
+
+use crate::{
+    cube::{ptx, ptx_sm90::unpack_f16},
+    device::FloatKind,
+};
+
+/// Where the factor of one operand comes from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Factor {
+    /// The operand is what it says: a factor of one.
+    One,
+    /// One maximum for the operand.
+    Tensor,
+    /// One maximum for each stored row of the operand.
+    PerRow,
+    /// One maximum for each group of a grouped product.
+    PerGroup,
+}
+
+impl Factor {
+    /// What can be computed once for a tile.
+    pub const fn of_tile(self) -> Self {
+        match self {
+            Self::PerRow => Self::One,
+            other => other,
+        }
+    }
+}
+
+/// The comptime choices of an epilogue.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct EpilogueKind {
+    /// The factor of the left operand.
+    pub a: Factor,
+    /// The factor of the right operand.
+    pub b: Factor,
+    /// Add a bias to each row.
+    pub bias: bool,
+    /// Add to what the output holds.
+    pub accumulate: bool,
+    /// Type of the output.
+    pub out: FloatKind,
+}
+
+/// `α` of one stored row: `fl(amax / range)`.
+#[cube]
+pub fn factor(amax: &[f32], row: u32, group: u32, range: f32, #[comptime] kind: Factor) -> f32 {
+    let mut value = 1.0f32;
+    if comptime!(kind == Factor::Tensor) {
+        value = amax[0] / range;
+    }
+    if comptime!(kind == Factor::PerRow) {
+        value = amax[row as usize] / range;
+    }
+    if comptime!(kind == Factor::PerGroup) {
+        value = amax[group as usize] / range;
+    }
+    value
+}
+
+/// The value of one output element. `before` is what the output held.
+#[cube]
+pub fn finish(sum: f32, alpha: f32, bias: f32, before: f32, #[comptime] kind: EpilogueKind) -> f32 {
+    let scaled = sum * alpha;
+    // Reinterpreted: a variable would reach the instruction as a pointer. The additions must not be
+    // contracted with the multiplication, whose rounding is specified.
+    if comptime!(kind.bias && kind.accumulate) {
+        let biased = f32::reinterpret(ptx::add_rn(scaled, f32::reinterpret(bias)));
+        ptx::add_rn(biased, f32::reinterpret(before))
+    } else if comptime!(kind.bias) {
+        ptx::add_rn(scaled, f32::reinterpret(bias))
+    } else if comptime!(kind.accumulate) {
+        ptx::add_rn(scaled, f32::reinterpret(before))
+    } else {
+        scaled
+    }
+}
+
+/// What the output held in an element: `pair` is the even element of a pair, `odd` which of the two.
+#[cube]
+pub fn held(
+    before: &[u32],
+    pair: usize,
+    #[comptime] odd: u32,
+    #[comptime] kind: EpilogueKind,
+) -> f32 {
+    if comptime!(!kind.accumulate) {
+        0.0f32.runtime()
+    } else if comptime!(kind.out == FloatKind::F32) {
+        f32::reinterpret(before[pair + comptime!(odd as usize)])
+    } else {
+        let word = before[pair / 2usize] >> comptime!(16 * odd);
+        if comptime!(kind.out == FloatKind::Bf16) {
+            f32::reinterpret(word << 16u32)
+        } else {
+            unpack_f16(u32::reinterpret(word))
+        }
+    }
+}

@@ -1,0 +1,414 @@
+//! Products in groups, as mixtures of experts need them: one launch for all groups, with their sizes
+//! in device memory, which no host ever reads.
+//!
+//! On Hopper the groups share one persistent grid; elsewhere one unit computes each output element.
+//! Either way an element's sum is that of the plain product of its group on the same path, bit for bit.
+
+use cubecl::{prelude::*, server::Handle};
+
+use super::{
+    epilogue::{EpilogueKind, factor},
+    product::{Elements, Operand, Scale, Target, is_aligned},
+    select, sm90,
+    sm90::{EpilogueArgs, GroupArgs, Grouping},
+};
+use crate::{
+    BLOCK, Nvfp4Error,
+    cube::{
+        codec::{decode_e2m1, decode_e4m3, load, store},
+        ptx,
+    },
+    device::{Capabilities, FloatKind, GemmPath, Matrix, address_type},
+    ops::{GroupOffsets, launch::grid},
+};
+
+/// Rows of `a` in groups, each with its own `b` (an expert's forward pass and its input gradient):
+/// `out[i, n] = α · Σ a[i, k] · b[g · N + n, k] + bias[g, n]` for the rows `i` of group `g`.
+///
+/// `a` has any rows, of which those between the first and the last offset are in groups; rows outside
+/// all groups are not written. `b` stacks the groups' N rows each, and the `f32` bias has a row for
+/// each group. Factors of `b` may be one for the tensor, for each group or for each of its rows.
+///
+/// # Errors
+/// When a shape, buffer or element type does not fit, or when the device lacks the path: the portable
+/// one takes packed and bf16 operands in any combination.
+pub fn gemm_grouped_rows(
+    client: &Client,
+    path: Option<GemmPath>,
+    a: &Operand,
+    b: &Operand,
+    groups: &GroupOffsets,
+    bias: Option<&Matrix>,
+    target: Target,
+) -> Result<Matrix, Nvfp4Error> {
+    if groups.count == 0 || !b.outer().is_multiple_of(groups.count) {
+        return Err(Nvfp4Error::shape(
+            "b",
+            format!("{} rows for {} groups", b.outer(), groups.count),
+            "the same number of rows for each group, and at least one group",
+        ));
+    }
+    if matches!(a.scale, Scale::PerGroup(..)) {
+        return Err(Nvfp4Error::value(
+            "a",
+            "a factor for each group",
+            "one for the tensor or for each row",
+        ));
+    }
+    let shape = (a.outer(), b.outer() / groups.count);
+    grouped(
+        client,
+        path,
+        Grouping::Rows,
+        a,
+        b,
+        groups,
+        shape,
+        bias,
+        target,
+    )
+}
+
+/// The contraction in groups (an expert's weight gradient): `out[g · M + m, n] = α · Σ a[m, k] ·
+/// b[n, k]` over the columns `k` of group `g`, one M x N output after another.
+///
+/// Both operands are stored with the contraction along their rows. GroupOffsets begin at multiples of 16
+/// columns, and what lies between the end of a group's data and the next group is zero: what
+/// quantizing each group by itself leaves. An empty group gives zeros. Factors may be one for the
+/// tensor or for each group.
+///
+/// # Errors
+/// As [`gemm_grouped_rows`].
+pub fn gemm_grouped_depth(
+    client: &Client,
+    path: Option<GemmPath>,
+    a: &Operand,
+    b: &Operand,
+    groups: &GroupOffsets,
+    target: Target,
+) -> Result<Matrix, Nvfp4Error> {
+    for (argument, operand) in [("a", a), ("b", b)] {
+        if matches!(operand.scale, Scale::PerRow(..)) {
+            return Err(Nvfp4Error::value(
+                argument,
+                "a factor for each row",
+                "one for the tensor or for each group",
+            ));
+        }
+    }
+    let shape = (a.outer(), b.outer());
+    grouped(
+        client,
+        path,
+        Grouping::Depth,
+        a,
+        b,
+        groups,
+        shape,
+        None,
+        target,
+    )
+}
+
+fn grouped(
+    client: &Client,
+    path: Option<GemmPath>,
+    grouping: Grouping,
+    a: &Operand,
+    b: &Operand,
+    groups: &GroupOffsets,
+    (m, n): (usize, usize),
+    bias: Option<&Matrix>,
+    target: Target,
+) -> Result<Matrix, Nvfp4Error> {
+    a.check("a", Some(groups.count))?;
+    b.check("b", Some(groups.count))?;
+    groups.check("groups")?;
+    if a.inner() != b.inner() || a.stored() != b.stored() {
+        return Err(Nvfp4Error::shape(
+            "b",
+            format!("{} x {} (stored)", b.outer(), b.inner()),
+            format!("a contraction of {}, that of `a`", a.inner()),
+        ));
+    }
+    let k = a.stored();
+    if let Some(bias) = bias {
+        bias.check("bias")?;
+        if (bias.rows, bias.cols, bias.dtype) != (groups.count, n, FloatKind::F32) {
+            return Err(Nvfp4Error::shape(
+                "bias",
+                format!("{} x {} of {:?}", bias.rows, bias.cols, bias.dtype),
+                format!("{} x {n} of F32", groups.count),
+            ));
+        }
+    }
+    let rows = match grouping {
+        Grouping::Depth => groups.count * m,
+        Grouping::Dense | Grouping::Rows => m,
+    };
+    let (result, accumulate) = target.matrix(client, rows, n)?;
+    if result.is_empty() {
+        return Ok(result);
+    }
+    let ((a_kind, a_amax, a_range), (b_kind, b_amax, b_range)) = (a.factor(), b.factor());
+    // What the epilogue does not read may be any memory.
+    let unread = &result.handle;
+    let epilogue = EpilogueArgs {
+        kind: EpilogueKind {
+            a: a_kind,
+            b: b_kind,
+            bias: bias.is_some(),
+            accumulate,
+            out: result.dtype,
+        },
+        a_amax: a_amax.unwrap_or_else(|| unread.clone()),
+        b_amax: b_amax.unwrap_or_else(|| unread.clone()),
+        ranges: [a_range, b_range],
+        bias: bias.map_or(unread, |bias| &bias.handle).clone(),
+    };
+    let capabilities = Capabilities::of(client);
+    let (count, runtime) = (groups.count, capabilities.runtime);
+    tracing::debug!(m, n, k, groups = count, ?grouping, runtime, "grouped gemm");
+    let here = match super::path_of(&capabilities, n, k) {
+        GemmPath::Hopper if a.is_aligned() && b.is_aligned() && is_aligned(&result.handle) => {
+            GemmPath::Hopper
+        }
+        _ => GemmPath::Scalar,
+    };
+    match path.unwrap_or(here) {
+        GemmPath::Hopper if here == GemmPath::Hopper => {
+            let (left, right) = (a.decoded(client), b.decoded(client));
+            let args = GroupArgs {
+                grouping,
+                offsets: groups.offsets.clone(),
+                groups: groups.count,
+            };
+            let tile = select::tile(client, rows, n);
+            let shape = (m, n, k);
+            sm90::launch(
+                client,
+                &left,
+                &right,
+                shape,
+                &args,
+                &epilogue,
+                &result.handle,
+                tile,
+            );
+        }
+        GemmPath::Scalar => {
+            scalar(
+                client,
+                &capabilities,
+                grouping,
+                a,
+                b,
+                Some(groups),
+                (m, n, k),
+                &epilogue,
+                &result,
+            );
+        }
+        GemmPath::Hopper | GemmPath::MatrixInstructions => {
+            return Err(Nvfp4Error::Device {
+                argument: "client",
+                found: format!("{} for {m} x {n} x {k}", capabilities.device),
+                expected: "the scalar path, or compute capability 9.0 with n and k multiples of 8"
+                    .into(),
+            });
+        }
+    }
+    Ok(result)
+}
+
+/// Queues the portable kernel. A dense product has no groups and reads no offsets.
+pub(super) fn scalar(
+    client: &Client,
+    capabilities: &Capabilities,
+    grouping: Grouping,
+    a: &Operand,
+    b: &Operand,
+    groups: Option<&GroupOffsets>,
+    (m, n, k): (usize, usize, usize),
+    epilogue: &EpilogueArgs,
+    result: &Matrix,
+) {
+    let (offsets, count_of_groups) = match groups {
+        Some(groups) => (&groups.offsets, groups.count),
+        None => (&result.handle, 1),
+    };
+    let (count, dim) = grid(client, result.len());
+    // SAFETY (of every argument): the caller checked the buffers against the shapes.
+    let memory =
+        |handle: &Handle, len: usize| unsafe { BufferArg::from_raw_parts(handle.clone(), len) };
+    let parts = |operand: &Operand| match operand.elements {
+        Elements::Packed(packed) => (
+            packed.codes.clone(),
+            packed.scales.clone(),
+            result.handle.clone(),
+            true,
+        ),
+        Elements::Bf16(matrix) => (
+            result.handle.clone(),
+            result.handle.clone(),
+            matrix.handle.clone(),
+            false,
+        ),
+    };
+    let (a_codes, a_scales, a_dense, a_packed) = parts(a);
+    let (b_codes, b_scales, b_dense, b_packed) = parts(b);
+    let (a_len, b_len) = (a.outer() * k, b.outer() * k);
+    // SAFETY: the kernel stays below the outputs, and below offsets that the caller vouches for.
+    unsafe {
+        grouped_kernel::launch_unchecked(
+            client,
+            count,
+            dim,
+            address_type(a_len.max(b_len).max(result.len())),
+            memory(&a_codes, a_len / 8),
+            memory(&a_scales, a_len / BLOCK),
+            memory(&a_dense, a_len),
+            memory(&b_codes, b_len / 8),
+            memory(&b_scales, b_len / BLOCK),
+            memory(&b_dense, b_len),
+            memory(&epilogue.a_amax, m),
+            memory(&epilogue.b_amax, b.outer()),
+            memory(&epilogue.bias, b.outer()),
+            memory(offsets, count_of_groups + 1),
+            memory(&result.handle, result.len()),
+            m,
+            n,
+            k,
+            count_of_groups,
+            epilogue.ranges[0],
+            epilogue.ranges[1],
+            grouping,
+            [a_packed, b_packed],
+            capabilities.runtime == "cuda",
+            epilogue.kind,
+            result.dtype.storage_type(),
+        );
+    }
+}
+
+/// One element of an operand, without the factor of the tensor.
+#[cube]
+fn element(
+    codes: &[u32],
+    scales: &[u8],
+    dense: &[u16],
+    index: usize,
+    #[comptime] packed: bool,
+) -> f32 {
+    if comptime!(packed) {
+        let word = codes[index / 8usize] >> (4u32 * (index % 8usize) as u32);
+        decode_e2m1(word) * decode_e4m3(u32::cast_from(scales[index / 16usize]))
+    } else {
+        load::<u16>(dense[index], FloatKind::Bf16)
+    }
+}
+
+/// One unit computes every `units`-th output element, `k` ascending.
+#[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
+pub fn grouped_kernel<F: Numeric>(
+    a_codes: &[u32],
+    a_scales: &[u8],
+    a_dense: &[u16],
+    b_codes: &[u32],
+    b_scales: &[u8],
+    b_dense: &[u16],
+    a_amax: &[f32],
+    b_amax: &[f32],
+    bias: &[f32],
+    offsets: &[u32],
+    out: &mut [F],
+    m: usize,
+    n: usize,
+    k: usize,
+    groups: usize,
+    a_range: f32,
+    b_range: f32,
+    #[comptime] grouping: Grouping,
+    #[comptime] packed: [bool; 2],
+    #[comptime] ordered_add: bool,
+    #[comptime] kind: EpilogueKind,
+    #[define(F)] _storage: ElemType,
+) {
+    let mut outputs = m * n;
+    if comptime!(grouping == Grouping::Depth) {
+        outputs = m * n * groups;
+    }
+    let mut item = ABSOLUTE_POS;
+    while item < outputs {
+        let row = item / n;
+        let column = item % n;
+        let mut group = 0usize;
+        let mut a_row = row;
+        let mut first = 0usize;
+        let mut end = k;
+        let mut inside = true;
+        if comptime!(grouping == Grouping::Rows) {
+            while group < groups && row >= offsets[group + 1usize] as usize {
+                group += 1usize;
+            }
+            inside = group < groups && row >= offsets[0] as usize;
+        }
+        if comptime!(grouping == Grouping::Depth) {
+            group = row / m;
+            a_row = row % m;
+            first = offsets[group] as usize;
+            end = offsets[group + 1usize] as usize;
+        }
+        if inside {
+            let mut b_row = column;
+            if comptime!(grouping == Grouping::Rows) {
+                b_row = group * n + column;
+            }
+            let mut sum = 0.0f32;
+            let mut depth = first;
+            while depth < end {
+                let x = element(
+                    a_codes,
+                    a_scales,
+                    a_dense,
+                    a_row * k + depth,
+                    comptime!(packed[0]),
+                );
+                let y = element(
+                    b_codes,
+                    b_scales,
+                    b_dense,
+                    b_row * k + depth,
+                    comptime!(packed[1]),
+                );
+                // The product is exact, so a contraction of this sum changes nothing.
+                sum += x * y;
+                depth += 1usize;
+            }
+            let a_factor = factor(a_amax, a_row as u32, group as u32, a_range, kind.a);
+            let b_factor = factor(b_amax, b_row as u32, group as u32, b_range, kind.b);
+            let scaled = sum * (a_factor * b_factor);
+            let mut value = scaled;
+            if comptime!(kind.bias) {
+                let addend = bias[group * n + column];
+                value = add(scaled, addend, ordered_add);
+            }
+            if comptime!(kind.accumulate) {
+                let before = load::<F>(out[item], kind.out);
+                value = add(value, before, ordered_add);
+            }
+            out[item] = store::<F>(value, kind.out);
+        }
+        item += CUBE_COUNT * CUBE_DIM as usize;
+    }
+}
+
+/// A sum that the compiler may not contract with the multiplication before it, where it would.
+#[cube]
+fn add(x: f32, y: f32, #[comptime] ordered_add: bool) -> f32 {
+    if comptime!(ordered_add) {
+        ptx::add_rn(f32::reinterpret(x), f32::reinterpret(y))
+    } else {
+        x + y
+    }
+}

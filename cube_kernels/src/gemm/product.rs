@@ -1,0 +1,466 @@
+//! The products as they are called: what an operand is, what the epilogue does, and which path runs.
+
+use cubecl::{client::Client, server::Handle};
+
+use super::{
+    epilogue::{EpilogueKind, Factor},
+    grouped, portable, select,
+    sm90::{self, Grouping, Tile},
+    small_m, workspace,
+};
+use crate::{
+    BLOCK, Nvfp4Error,
+    device::{AmaxScope, Capabilities, DevicePacked, FloatKind, GemmPath, Matrix},
+};
+
+/// What the maximum of a tensor with block scales up to 448 stands for: 6 · 448.
+const SCALE_RANGE: f32 = 2688.0;
+
+/// The elements of an operand: `outer` rows along the contraction.
+#[derive(Debug, Clone, Copy)]
+pub enum Elements<'a> {
+    /// Codes and block scales.
+    Packed(&'a DevicePacked),
+    /// A bf16 matrix, its columns being the contraction.
+    Bf16(&'a Matrix),
+}
+
+/// The factor `amax / range` of an operand, which the epilogue multiplies sums by.
+#[derive(Debug, Clone, Copy)]
+pub enum Scale<'a> {
+    /// One.
+    One,
+    /// One maximum, an `f32` on the device, for the operand, and the range that it stands for: 2688,
+    /// or 1536 where scales were bounded by 256 (four-over-six).
+    Tensor(&'a Handle, f32),
+    /// One maximum for each stored row.
+    PerRow(&'a Handle, f32),
+    /// One maximum for each group of a grouped product.
+    PerGroup(&'a Handle, f32),
+}
+
+/// One side of a product.
+#[derive(Debug, Clone, Copy)]
+pub struct Operand<'a> {
+    /// Its elements.
+    pub elements: Elements<'a>,
+    /// Their factor.
+    pub scale: Scale<'a>,
+}
+
+impl<'a> From<&'a DevicePacked> for Operand<'a> {
+    /// A packed tensor with its own maxima, one or one for each stored row, and its own range.
+    fn from(packed: &'a DevicePacked) -> Self {
+        Self {
+            elements: Elements::Packed(packed),
+            scale: match packed.scope {
+                AmaxScope::Group => Scale::Tensor(&packed.amax, packed.scaling.range()),
+                AmaxScope::Outer => Scale::PerRow(&packed.amax, packed.scaling.range()),
+            },
+        }
+    }
+}
+
+impl<'a> From<&'a Matrix> for Operand<'a> {
+    /// A bf16 matrix as it is.
+    fn from(matrix: &'a Matrix) -> Self {
+        Self {
+            elements: Elements::Bf16(matrix),
+            scale: Scale::One,
+        }
+    }
+}
+
+impl Operand<'_> {
+    /// Rows, which become rows or columns of the product.
+    pub fn outer(&self) -> usize {
+        match self.elements {
+            Elements::Packed(packed) => packed.outer(),
+            Elements::Bf16(matrix) => matrix.rows,
+        }
+    }
+
+    /// Length of the contraction, without padding.
+    pub fn inner(&self) -> usize {
+        match self.elements {
+            Elements::Packed(packed) => packed.inner(),
+            Elements::Bf16(matrix) => matrix.cols,
+        }
+    }
+
+    /// Length of the contraction in memory: packed operands are padded to whole blocks, with zeros.
+    pub(super) fn stored(&self) -> usize {
+        match self.elements {
+            Elements::Packed(packed) => packed.blocks() * BLOCK,
+            Elements::Bf16(matrix) => matrix.cols,
+        }
+    }
+
+    /// Checks elements and factors against the shape, for a product of `groups` groups, or none.
+    pub(super) fn check(
+        &self,
+        argument: &'static str,
+        groups: Option<usize>,
+    ) -> Result<(), Nvfp4Error> {
+        match self.elements {
+            Elements::Packed(packed) => {
+                packed.check(argument)?;
+                packed.check_compact(argument)?;
+            }
+            Elements::Bf16(matrix) => {
+                matrix.check(argument)?;
+                if matrix.dtype != FloatKind::Bf16 {
+                    return Err(Nvfp4Error::DType {
+                        argument,
+                        found: format!("{:?}", matrix.dtype),
+                        expected: "Bf16".into(),
+                    });
+                }
+            }
+        }
+        let (amax, needed) = match self.scale {
+            Scale::One => return Ok(()),
+            Scale::Tensor(amax, _) => (amax, 4),
+            Scale::PerRow(amax, _) => (amax, 4 * self.outer()),
+            Scale::PerGroup(amax, _) => match groups {
+                Some(groups) => (amax, 4 * groups),
+                None => {
+                    return Err(Nvfp4Error::value(
+                        argument,
+                        "a factor for each group",
+                        "one for the tensor or for each row: the product has no groups",
+                    ));
+                }
+            },
+        };
+        let found = amax.size_in_used() as usize;
+        if found < needed {
+            return Err(Nvfp4Error::shape(
+                argument,
+                format!("{found} bytes of maxima"),
+                format!("at least {needed}"),
+            ));
+        }
+        Ok(())
+    }
+
+    /// Whether its memory begins at a multiple of 16 bytes, as the Hopper kernels read it. Every
+    /// allocation does; a view into one may not.
+    pub(super) fn is_aligned(&self) -> bool {
+        match self.elements {
+            Elements::Packed(packed) => is_aligned(&packed.codes) && is_aligned(&packed.scales),
+            Elements::Bf16(matrix) => is_aligned(&matrix.handle),
+        }
+    }
+
+    pub(super) fn factor(&self) -> (Factor, Option<Handle>, f32) {
+        match self.scale {
+            Scale::One => (Factor::One, None, 1.0),
+            Scale::Tensor(amax, range) => (Factor::Tensor, Some(amax.clone()), range),
+            Scale::PerRow(amax, range) => (Factor::PerRow, Some(amax.clone()), range),
+            Scale::PerGroup(amax, range) => (Factor::PerGroup, Some(amax.clone()), range),
+        }
+    }
+
+    /// The operand in bf16: as it is, or a copy that the product alone holds.
+    pub(super) fn decoded(&self, client: &Client) -> sm90::Operand {
+        let handle = match self.elements {
+            Elements::Packed(packed) => workspace::decode(client, packed),
+            Elements::Bf16(matrix) => matrix.handle.clone(),
+        };
+        sm90::Operand {
+            handle,
+            rows: self.outer(),
+        }
+    }
+}
+
+pub(super) fn is_aligned(handle: &Handle) -> bool {
+    handle.offset_start.unwrap_or(0).is_multiple_of(16)
+}
+
+/// What a product writes, and where.
+#[derive(Debug, Clone, Copy)]
+pub enum Target<'a> {
+    /// A new matrix of this type.
+    New(FloatKind),
+    /// Add to an existing matrix (gradient accumulation): sum and addend are rounded once, together.
+    Accumulate(&'a Matrix),
+}
+
+impl Target<'_> {
+    /// The matrix to write, and whether to add to it.
+    pub(super) fn matrix(
+        &self,
+        client: &Client,
+        rows: usize,
+        cols: usize,
+    ) -> Result<(Matrix, bool), Nvfp4Error> {
+        match self {
+            Self::New(out) => Ok((Matrix::empty(client, rows, cols, *out), false)),
+            Self::Accumulate(matrix) => {
+                matrix.check("target")?;
+                if (matrix.rows, matrix.cols) != (rows, cols) {
+                    return Err(Nvfp4Error::shape(
+                        "target",
+                        format!("{} x {}", matrix.rows, matrix.cols),
+                        format!("{rows} x {cols}"),
+                    ));
+                }
+                Ok(((*matrix).clone(), true))
+            }
+        }
+    }
+}
+
+/// `out[m, n] = fl(fl(alpha · Σ a[m, k] · b[n, k]) + bias[n])`, rounded once to `out`: the operands
+/// in stored orientation, `alpha` from their two maxima on the device. `bias`, a 1 x n `f32` matrix,
+/// may be absent.
+///
+/// The sum is in `f32`. On [`GemmPath::Scalar`] `k` ascends, which is the order of
+/// [`reference::gemm_f32`](crate::reference::gemm_f32), bit for bit; matrix instructions add in
+/// their own order. [`path_of`] says which path a shape takes.
+///
+/// # Errors
+/// When the contractions differ in length, the bias does not fit, or a buffer is smaller than its
+/// shape.
+pub fn gemm(
+    client: &Client,
+    a: &DevicePacked,
+    b: &DevicePacked,
+    bias: Option<&Matrix>,
+    out: FloatKind,
+) -> Result<Matrix, Nvfp4Error> {
+    product(client, None, &a.into(), &b.into(), bias, Target::New(out))
+}
+
+/// [`gemm`] on a given path, for tests and comparisons.
+///
+/// # Errors
+/// As [`gemm`], and when the device or the shape lacks the path.
+pub fn gemm_on(
+    client: &Client,
+    path: GemmPath,
+    a: &DevicePacked,
+    b: &DevicePacked,
+    bias: Option<&Matrix>,
+    out: FloatKind,
+) -> Result<Matrix, Nvfp4Error> {
+    product(
+        client,
+        Some(path),
+        &a.into(),
+        &b.into(),
+        bias,
+        Target::New(out),
+    )
+}
+
+/// The product of two bf16 matrices, `out[m, n] = fl(Σ a[m, k] · b[n, k] + bias[n])`: the bf16
+/// instance of the same kernels.
+///
+/// # Errors
+/// As [`product`].
+pub fn gemm_bf16(
+    client: &Client,
+    a: &Matrix,
+    b: &Matrix,
+    bias: Option<&Matrix>,
+    out: FloatKind,
+) -> Result<Matrix, Nvfp4Error> {
+    product(client, None, &a.into(), &b.into(), bias, Target::New(out))
+}
+
+/// The path that [`product`] takes on this device for an `m` x `n` output with a contraction of `k`.
+///
+/// The Hopper kernels write 16 bytes and read rows of whole 16 bytes: `n` and `k` must be multiples
+/// of 8. Other shapes take the portable kernels, and so do operands whose memory does not begin at a
+/// multiple of 16 bytes.
+pub fn path_of(capabilities: &Capabilities, n: usize, k: usize) -> GemmPath {
+    if capabilities.gemm == GemmPath::Hopper && !(n.is_multiple_of(8) && k.is_multiple_of(8)) {
+        GemmPath::MatrixInstructions
+    } else {
+        capabilities.gemm
+    }
+}
+
+/// `a · bᵀ` with the whole epilogue: `fl(fl(sum · fl(α_a · α_b)) + bias)`, plus what the output
+/// held, rounded once. `path` overrides [`path_of`].
+///
+/// [`GemmPath::MatrixInstructions`] takes two packed operands with one maximum each and a range of
+/// 2688 and does not accumulate; other products on such a device take the scalar kernel, which a
+/// tracing event says, as it says every product's kernel.
+///
+/// # Errors
+/// When a shape, element type or buffer does not fit, or when the path that was asked for does not
+/// exist on this device or for these operands.
+pub fn product(
+    client: &Client,
+    path: Option<GemmPath>,
+    a: &Operand,
+    b: &Operand,
+    bias: Option<&Matrix>,
+    target: Target,
+) -> Result<Matrix, Nvfp4Error> {
+    product_with(client, path, a, b, bias, target, None)
+}
+
+/// [`product`] with a given tile and band on Hopper, for measurements.
+///
+/// # Errors
+/// As [`product`].
+#[doc(hidden)]
+pub fn product_with(
+    client: &Client,
+    path: Option<GemmPath>,
+    a: &Operand,
+    b: &Operand,
+    bias: Option<&Matrix>,
+    target: Target,
+    tile: Option<(Tile, usize)>,
+) -> Result<Matrix, Nvfp4Error> {
+    a.check("a", None)?;
+    b.check("b", None)?;
+    if a.inner() != b.inner() || a.stored() != b.stored() {
+        return Err(Nvfp4Error::shape(
+            "b",
+            format!("{} x {} (stored)", b.outer(), b.inner()),
+            format!("a contraction of {}, that of `a`", a.inner()),
+        ));
+    }
+    let (m, n, k) = (a.outer(), b.outer(), a.stored());
+    if let Some(bias) = bias {
+        bias.check("bias")?;
+        if bias.len() != n || bias.dtype != FloatKind::F32 {
+            return Err(Nvfp4Error::shape(
+                "bias",
+                format!("{} x {} of {:?}", bias.rows, bias.cols, bias.dtype),
+                format!("1 x {n} of F32"),
+            ));
+        }
+    }
+    let (result, accumulate) = target.matrix(client, m, n)?;
+    if result.is_empty() {
+        return Ok(result);
+    }
+    let capabilities = Capabilities::of(client);
+    let asked = path.is_some();
+    let mut possible = path_of(&capabilities, n, k);
+    let aligned = a.is_aligned() && b.is_aligned() && is_aligned(&result.handle);
+    if possible == GemmPath::Hopper && !aligned {
+        possible = GemmPath::MatrixInstructions;
+    }
+    let path = path.unwrap_or(possible);
+    let ((a_kind, a_amax, a_range), (b_kind, b_amax, b_range)) = (a.factor(), b.factor());
+    // What the epilogue does not read may be any memory.
+    let unread = &result.handle;
+    let epilogue = sm90::EpilogueArgs {
+        kind: EpilogueKind {
+            a: a_kind,
+            b: b_kind,
+            bias: bias.is_some(),
+            accumulate,
+            out: result.dtype,
+        },
+        a_amax: a_amax.unwrap_or_else(|| unread.clone()),
+        b_amax: b_amax.unwrap_or_else(|| unread.clone()),
+        ranges: [a_range, b_range],
+        bias: bias.map_or(unread, |bias| &bias.handle).clone(),
+    };
+    match path {
+        GemmPath::Hopper => {
+            if possible != path {
+                return Err(Nvfp4Error::Device {
+                    argument: "client",
+                    found: format!("{} for {m} x {n} x {k}", capabilities.device),
+                    expected: "compute capability 9.0, n and k multiples of 8, and memory that \
+                               begins at multiples of 16 bytes"
+                        .into(),
+                });
+            }
+            if let Elements::Packed(packed) = b.elements
+                && tile.is_none()
+                && small_m::takes(m, k)
+            {
+                trace((m, n, k), path, "few rows, `b` decoded in registers");
+                small_m::launch(client, a, packed, k, &epilogue, &result.handle);
+                return Ok(result);
+            }
+            trace((m, n, k), path, "operands decoded to a bf16 workspace");
+            let (left, right) = (a.decoded(client), b.decoded(client));
+            let tile = tile.unwrap_or_else(|| select::tile(client, m, n));
+            let groups = sm90::GroupArgs {
+                grouping: Grouping::Dense,
+                offsets: result.handle.clone(),
+                groups: 1,
+            };
+            let shape = (m, n, k);
+            sm90::launch(
+                client,
+                &left,
+                &right,
+                shape,
+                &groups,
+                &epilogue,
+                &result.handle,
+                tile,
+            );
+            Ok(result)
+        }
+        GemmPath::MatrixInstructions | GemmPath::Scalar => {
+            if path == GemmPath::MatrixInstructions && capabilities.gemm == GemmPath::Scalar {
+                return Err(Nvfp4Error::Device {
+                    argument: "client",
+                    found: capabilities.device,
+                    expected: "a device with 16x16x16 bf16 matrix instructions and planes of 32"
+                        .into(),
+                });
+            }
+            let plain = |operand: &Operand| match (operand.elements, operand.scale) {
+                (Elements::Packed(packed), Scale::Tensor(amax, range)) if range == SCALE_RANGE => {
+                    Some(DevicePacked {
+                        amax: amax.clone(),
+                        ..packed.clone()
+                    })
+                }
+                _ => None,
+            };
+            if let (Some(a), Some(b), false) = (plain(a), plain(b), accumulate) {
+                trace((m, n, k), path, "decoded tile by tile");
+                portable::launch(client, &capabilities, path, &a, &b, bias, &result);
+            } else if path == GemmPath::MatrixInstructions && asked {
+                return Err(Nvfp4Error::Device {
+                    argument: "path",
+                    found: format!("{path:?} on {}", capabilities.device),
+                    expected: "two packed operands with one maximum each and a range of 2688, and \
+                               a new output; or another path"
+                        .into(),
+                });
+            } else {
+                trace(
+                    (m, n, k),
+                    GemmPath::Scalar,
+                    "one unit for each output element",
+                );
+                let (dense, shape) = (Grouping::Dense, (m, n, k));
+                grouped::scalar(
+                    client,
+                    &capabilities,
+                    dense,
+                    a,
+                    b,
+                    None,
+                    shape,
+                    &epilogue,
+                    &result,
+                );
+            }
+            Ok(result)
+        }
+    }
+}
+
+/// Says which kernel a product takes.
+fn trace((m, n, k): (usize, usize, usize), path: GemmPath, kernel: &'static str) {
+    tracing::debug!(m, n, k, ?path, kernel, "gemm");
+}

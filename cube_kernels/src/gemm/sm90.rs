@@ -1,0 +1,570 @@
+//! The bf16 product of Hopper: operands through the copy engine into shared memory, `wgmma`, and a
+//! persistent grid.
+//!
+//! A cube has three warpgroups. One unit of the first keeps a ring of stages filled, each 64 columns
+//! of 128 rows of `a` and of `tile_n` rows of `b`; the other two multiply 64 rows of `a` each. The
+//! ring runs on across tiles: while the consumers write one tile, the first stages of the next
+//! arrive. What lies outside the operands is read as zeros by the copy engine and never written.
+
+use cubecl::{
+    prelude::{barrier::Barrier, *},
+    server::Handle,
+};
+use half::bf16;
+
+use super::epilogue::{EpilogueKind, Factor, factor, finish, held};
+use crate::{
+    cube::ptx_sm90::{
+        barrier_expect, barrier_wait, descriptor, load_shared_4, main_loop_64x64, main_loop_64x128,
+        main_loop_64x256, pack_bf16, pack_f16, shared_address, store_shared, store_shared_2,
+    },
+    device::{FloatKind, address_type},
+};
+
+/// Rows of `a` in a tile: 64 for each consumer warpgroup.
+pub const TILE_M: usize = 128;
+/// Columns of both operands in a stage: the 128 bytes that the swizzle spans.
+pub const TILE_K: usize = 64;
+/// One producer and two consumer warpgroups.
+pub const UNITS: u32 = 384;
+/// Bytes between the 16 rows that a warp stages for its stores: 128 of data, and 16 that spread rows
+/// over the banks.
+const STAGING_ROW: usize = 144;
+/// Bytes that a warp stages at a time.
+const STAGING: usize = 16 * STAGING_ROW;
+
+/// The shape of a tile and of the ring.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Tile {
+    /// 128 x 256, four stages.
+    N256,
+    /// 128 x 128, six stages.
+    N128,
+    /// 128 x 64, eight stages.
+    N64,
+}
+
+impl Tile {
+    /// Rows of `b` in a tile.
+    pub const fn n(self) -> usize {
+        match self {
+            Self::N256 => 256,
+            Self::N128 => 128,
+            Self::N64 => 64,
+        }
+    }
+
+    /// Stages of the ring, as many as shared memory holds beside the staging; the main loops of
+    /// [`ptx_sm90`](crate::cube::ptx_sm90) count the same.
+    pub const fn stages(self) -> usize {
+        match self {
+            Self::N256 => 4,
+            Self::N128 => 6,
+            Self::N64 => 8,
+        }
+    }
+}
+
+/// What a grouped product groups. Offsets, one more than groups, say where groups begin.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Grouping {
+    /// Nothing: one product.
+    Dense,
+    /// Rows of `a`; each group has its own `n` rows of `b`.
+    Rows,
+    /// The contraction; each group has its own `m` x `n` output.
+    Depth,
+}
+
+/// Where a tile lies.
+#[derive(CubeType, Clone, Copy)]
+struct Place {
+    row: u32,
+    column: u32,
+}
+
+/// Tile number `tile`, columns of `band` tiles first, so that the tiles that run at the same time
+/// share rows of both operands in the L2 cache.
+#[cube]
+fn place(tile: u32, tiles_m: u32, tiles_n: u32, band: u32, #[comptime] tile_n: u32) -> Place {
+    let per_band = band * tiles_n;
+    let first = (tile / per_band) * band;
+    let rows = min(band, tiles_m - first);
+    let within = tile % per_band;
+    Place {
+        row: (first + within % rows) * comptime!(TILE_M as u32),
+        column: (within / rows) * tile_n,
+    }
+}
+
+/// Steps of a stage, and instructions of 16 columns in one more, for `k` columns.
+#[derive(CubeType, Clone, Copy)]
+struct Depth {
+    steps: u32,
+    tail: u32,
+}
+
+#[cube]
+fn depth(k: u32) -> Depth {
+    let instructions = k.div_ceil(16u32);
+    Depth {
+        steps: instructions / 4u32,
+        tail: instructions % 4u32,
+    }
+}
+
+/// Tiles along `m` of group `group`.
+#[cube]
+fn tiles_along_m(offsets: &[u32], group: u32, m: u32, #[comptime] grouping: Grouping) -> u32 {
+    let mut rows = m;
+    if comptime!(grouping == Grouping::Rows) {
+        rows = offsets[(group + 1u32) as usize] - offsets[group as usize];
+    }
+    rows.div_ceil(comptime!(TILE_M as u32))
+}
+
+/// Where group `group` begins along what is grouped.
+#[cube]
+fn start_of(offsets: &[u32], group: u32, #[comptime] grouping: Grouping) -> u32 {
+    let mut start = 0u32;
+    if comptime!(grouping != Grouping::Dense) {
+        start = offsets[group as usize];
+    }
+    start
+}
+
+/// The columns of group `group`.
+#[cube]
+fn depth_of(offsets: &[u32], group: u32, k: u32, #[comptime] grouping: Grouping) -> Depth {
+    let mut columns = k;
+    if comptime!(grouping == Grouping::Depth) {
+        columns = offsets[(group + 1u32) as usize] - offsets[group as usize];
+    }
+    depth(columns)
+}
+
+/// `out[m, n] = α_a · α_b · Σ a[m, k] · b[n, k] (+ bias[n]) (+ out[m, n])`, for each group.
+///
+/// Tiles are numbered through all groups, and a cube takes every `CUBE_COUNT`th: the grid depends on
+/// nothing that is in device memory. The bias has a row for each group.
+///
+/// `out` is in units of 16 bytes, and `before` the same memory in words, read where the epilogue
+/// accumulates.
+#[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
+pub fn sm90_kernel(
+    a: &TensorMap<bf16, Tiled>,
+    b: &TensorMap<bf16, Tiled>,
+    a_amax: &[f32],
+    b_amax: &[f32],
+    bias: &[f32],
+    offsets: &[u32],
+    before: &[u32],
+    out: &mut [Vector<u32, Const<4>>],
+    m: u32,
+    n: u32,
+    k: u32,
+    groups: u32,
+    a_range: f32,
+    b_range: f32,
+    band: u32,
+    #[comptime] grouping: Grouping,
+    #[comptime] shape: Tile,
+    #[comptime] kind: EpilogueKind,
+) {
+    let stages = comptime!(shape.stages());
+    let tile_n = comptime!(shape.n());
+    // In vectors of 16 bytes: eight to a row of a stage.
+    let a_stage = comptime!(TILE_M * 8);
+    let b_stage = comptime!(shape.n() * 8);
+    let mut a_tiles: Shared<[Vector<bf16, Const<8>>]> =
+        Shared::new_aligned_slice(comptime!(shape.stages() * TILE_M * 8), 1024usize);
+    let mut b_tiles: Shared<[Vector<bf16, Const<8>>]> =
+        Shared::new_aligned_slice(comptime!(shape.stages() * shape.n() * 8), 1024usize);
+    let staging: Shared<[Vector<u32, Const<4>>]> =
+        Shared::new_aligned_slice(comptime!(8 * STAGING / 16), 128usize);
+    let barriers: Shared<[Barrier]> =
+        Shared::new_aligned_slice(comptime!(2 * shape.stages()), 8usize);
+    let full = shared_address::<Barrier>(barriers.as_slice().as_ptr());
+    let empty = full + comptime!(8 * shape.stages() as u32);
+    let unit = UNIT_POS;
+    if unit == 0 {
+        #[unroll]
+        for s in 0..stages {
+            barriers[s].init_manual(1);
+            barriers[s + stages].init_manual(2);
+        }
+    }
+    sync_async_proxy_shared();
+    sync_cube();
+
+    let tiles_n = n.div_ceil(comptime!(tile_n as u32));
+    let mut tile = CUBE_POS as u32;
+    // The group that is looked at, and the tiles before it.
+    let mut group = 0u32;
+    let mut passed = 0u32;
+    // Stages used so far: all units count alike, so the ring needs no other state.
+    let mut used = 0u32;
+    if unit < 128u32 {
+        if unit == 0u32 {
+            while group < groups {
+                let tiles_m = tiles_along_m(offsets, group, m, grouping);
+                if tile - passed < tiles_m * tiles_n {
+                    let at = place(
+                        tile - passed,
+                        tiles_m,
+                        tiles_n,
+                        band,
+                        comptime!(tile_n as u32),
+                    );
+                    let mut row = at.row;
+                    let mut column = at.column;
+                    let mut from = 0u32;
+                    if comptime!(grouping == Grouping::Rows) {
+                        row += start_of(offsets, group, grouping);
+                        column += group * n;
+                    }
+                    if comptime!(grouping == Grouping::Depth) {
+                        from = start_of(offsets, group, grouping);
+                    }
+                    let depth = depth_of(offsets, group, k, grouping);
+                    let stages_here = depth.steps + u32::cast_from(depth.tail > 0u32);
+                    for step in 0..stages_here {
+                        let stage = used % comptime!(stages as u32);
+                        let parity = ((used / comptime!(stages as u32)) & 1u32) ^ 1u32;
+                        barrier_wait(empty + stage * 8u32, parity);
+                        barrier_expect(
+                            full + stage * 8u32,
+                            comptime!(((TILE_M + tile_n) * TILE_K * 2) as u32),
+                        );
+                        let s = stage as usize;
+                        let k0 = (from + step * comptime!(TILE_K as u32)) as i32;
+                        let ready = &barriers[s];
+                        ready.tma_load_2d(
+                            a,
+                            &mut a_tiles[s * a_stage..(s + 1) * a_stage],
+                            row as i32,
+                            k0,
+                        );
+                        ready.tma_load_2d(
+                            b,
+                            &mut b_tiles[s * b_stage..(s + 1) * b_stage],
+                            column as i32,
+                            k0,
+                        );
+                        used += 1u32;
+                    }
+                    tile += CUBE_COUNT as u32;
+                } else {
+                    passed += tiles_m * tiles_n;
+                    group += 1u32;
+                }
+            }
+        }
+    } else {
+        let consumer = unit / 128u32 - 1u32;
+        let leader = u32::cast_from(unit % 128u32 == 0u32);
+        // 64 rows of 128 bytes, in units of 16.
+        let a_tile = descriptor(shared_address::<Vector<bf16, Const<8>>>(
+            a_tiles.as_slice().as_ptr(),
+        )) + u64::cast_from(consumer * 512u32);
+        let b_tile = descriptor(shared_address::<Vector<bf16, Const<8>>>(
+            b_tiles.as_slice().as_ptr(),
+        ));
+        let warp = (unit - 128u32) / 32u32;
+        let stage_at = shared_address::<Vector<u32, Const<4>>>(staging.as_slice().as_ptr())
+            + warp * comptime!(STAGING as u32);
+        while group < groups {
+            let tiles_m = tiles_along_m(offsets, group, m, grouping);
+            if tile - passed < tiles_m * tiles_n {
+                let at = place(
+                    tile - passed,
+                    tiles_m,
+                    tiles_n,
+                    band,
+                    comptime!(tile_n as u32),
+                );
+                let mut first = 0u32;
+                let mut end = m;
+                if comptime!(grouping == Grouping::Rows) {
+                    first = start_of(offsets, group, grouping);
+                    end = start_of(offsets, group + 1u32, grouping);
+                }
+                if comptime!(grouping == Grouping::Depth) {
+                    first = group * m;
+                    end = first + m;
+                }
+                let row = first + at.row + warp * 16u32;
+                let stage = used % comptime!(stages as u32);
+                let parity = (used / comptime!(stages as u32)) & 1u32;
+                let depth = depth_of(offsets, group, k, grouping);
+                let steps = depth.steps + 0u32;
+                let tail = depth.tail + 0u32;
+                if comptime!(tile_n == 256) {
+                    let mut sums = Vector::<f32, Const<128>>::new(0.0f32);
+                    if steps + tail > 0u32 {
+                        sums = main_loop_64x256(
+                            full, empty, a_tile, b_tile, stage, parity, steps, tail, leader,
+                        );
+                    }
+                    write_tile::<Const<128>>(
+                        sums, row, end, at.column, group, a_amax, b_amax, bias, before, out, n,
+                        a_range, b_range, stage_at, tile_n, kind,
+                    );
+                } else if comptime!(tile_n == 128) {
+                    let mut sums = Vector::<f32, Const<64>>::new(0.0f32);
+                    if steps + tail > 0u32 {
+                        sums = main_loop_64x128(
+                            full, empty, a_tile, b_tile, stage, parity, steps, tail, leader,
+                        );
+                    }
+                    write_tile::<Const<64>>(
+                        sums, row, end, at.column, group, a_amax, b_amax, bias, before, out, n,
+                        a_range, b_range, stage_at, tile_n, kind,
+                    );
+                } else {
+                    let mut sums = Vector::<f32, Const<32>>::new(0.0f32);
+                    if steps + tail > 0u32 {
+                        sums = main_loop_64x64(
+                            full, empty, a_tile, b_tile, stage, parity, steps, tail, leader,
+                        );
+                    }
+                    write_tile::<Const<32>>(
+                        sums, row, end, at.column, group, a_amax, b_amax, bias, before, out, n,
+                        a_range, b_range, stage_at, tile_n, kind,
+                    );
+                }
+                used += steps + u32::cast_from(tail > 0u32);
+                tile += CUBE_COUNT as u32;
+            } else {
+                passed += tiles_m * tiles_n;
+                group += 1u32;
+            }
+        }
+    }
+}
+
+/// Finishes the 16 x `tile_n` sums of one warp and writes them: eight columns at a time a thread has
+/// two neighbours in rows `lane / 4` and 8 below ("Register Fragments for wgmma"), which go through
+/// shared memory so that eight threads write 128 bytes of one row.
+#[cube]
+fn write_tile<N: Size>(
+    sums: Vector<f32, N>,
+    row0: u32,
+    end: u32,
+    column0: u32,
+    group: u32,
+    a_amax: &[f32],
+    b_amax: &[f32],
+    bias: &[f32],
+    before: &[u32],
+    out: &mut [Vector<u32, Const<4>>],
+    n: u32,
+    a_range: f32,
+    b_range: f32,
+    stage_at: u32,
+    #[comptime] tile_n: usize,
+    #[comptime] kind: EpilogueKind,
+) {
+    let lane = UNIT_POS % 32u32;
+    let size = comptime!(kind.out.size());
+    // Columns of 128 bytes.
+    let width = comptime!(128 / kind.out.size());
+    let upper = row0 + lane / 4u32;
+    let lower = upper + 8u32;
+    // Rows and columns outside read the factors of row and column 0, and are not written.
+    let upper_in = select(upper < end, upper, 0u32);
+    let lower_in = select(lower < end, lower, 0u32);
+    let upper_factor = factor(a_amax, upper_in, group, a_range, kind.a);
+    let lower_factor = factor(a_amax, lower_in, group, a_range, kind.a);
+    let whole_factor = factor(b_amax, 0u32, group, b_range, comptime!(kind.b.of_tile()));
+    #[unroll]
+    for chunk in 0..comptime!(tile_n / width) {
+        // The warp has read the chunk before.
+        sync_plane();
+        #[unroll]
+        for j in 0..comptime!(width / 8) {
+            let first = comptime!((chunk * width / 8 + j) * 4);
+            let column = column0 + comptime!((chunk * width + j * 8) as u32) + (lane % 4u32) * 2u32;
+            let column = select(column < n, column, 0u32);
+            // Where the group's own rows of `b` and its bias have this column.
+            let own = group * n + column;
+            let mut even_factor = whole_factor;
+            let mut odd_factor = whole_factor;
+            if comptime!(kind.b == Factor::PerRow) {
+                even_factor = factor(b_amax, own, group, b_range, kind.b);
+                odd_factor = factor(b_amax, own + 1u32, group, b_range, kind.b);
+            }
+            let mut even_bias = 0.0f32;
+            let mut odd_bias = 0.0f32;
+            if comptime!(kind.bias) {
+                even_bias = bias[own as usize];
+                odd_bias = bias[(own + 1u32) as usize];
+            }
+            #[unroll]
+            for half in 0..2usize {
+                let line = if comptime!(half == 0) {
+                    upper_in
+                } else {
+                    lower_in
+                };
+                let line_factor = if comptime!(half == 0) {
+                    upper_factor
+                } else {
+                    lower_factor
+                };
+                let pair = line as usize * n as usize + column as usize;
+                let even = finish(
+                    sums.extract(comptime!(first + 2 * half)),
+                    line_factor * even_factor,
+                    even_bias,
+                    held(before, pair, 0u32, kind),
+                    kind,
+                );
+                let odd = finish(
+                    sums.extract(comptime!(first + 2 * half + 1)),
+                    line_factor * odd_factor,
+                    odd_bias,
+                    held(before, pair, 1u32, kind),
+                    kind,
+                );
+                let target = stage_at
+                    + (lane / 4u32) * comptime!(STAGING_ROW as u32)
+                    + (lane % 4u32) * comptime!(2 * size as u32)
+                    + comptime!((half * 8 * STAGING_ROW + j * 8 * size) as u32);
+                if comptime!(kind.out == FloatKind::F32) {
+                    store_shared_2(target, u32::reinterpret(even), u32::reinterpret(odd));
+                } else if comptime!(kind.out == FloatKind::Bf16) {
+                    store_shared(
+                        target,
+                        pack_bf16(f32::reinterpret(even), f32::reinterpret(odd)),
+                    );
+                } else {
+                    store_shared(
+                        target,
+                        pack_f16(f32::reinterpret(even), f32::reinterpret(odd)),
+                    );
+                }
+            }
+        }
+        sync_plane();
+        #[unroll]
+        for i in 0..4u32 {
+            let row = row0 + comptime!(i * 4) + lane / 8u32;
+            let column = column0
+                + comptime!((chunk * width) as u32)
+                + (lane % 8u32) * comptime!(16 / size as u32);
+            let words = load_shared_4(
+                stage_at
+                    + (comptime!(i * 4) + lane / 8u32) * comptime!(STAGING_ROW as u32)
+                    + (lane % 8u32) * 16u32,
+            );
+            if row < end && column < n {
+                let vector = row as usize * (n as usize / comptime!(16 / size))
+                    + column as usize / comptime!(16 / size);
+                out[vector] = words;
+            }
+        }
+    }
+}
+
+/// A bf16 matrix in device memory, row-major, `rows` x `cols`.
+pub(super) struct Operand {
+    pub handle: Handle,
+    pub rows: usize,
+}
+
+/// What the epilogue reads. Handles that `kind` does not ask for are any other.
+pub(super) struct EpilogueArgs {
+    pub kind: EpilogueKind,
+    pub a_amax: Handle,
+    pub b_amax: Handle,
+    pub ranges: [f32; 2],
+    pub bias: Handle,
+}
+
+/// The groups of a product, in device memory.
+pub(super) struct GroupArgs {
+    pub grouping: Grouping,
+    /// `groups + 1` offsets; any memory for a dense product.
+    pub offsets: Handle,
+    pub groups: usize,
+}
+
+/// Queues the product of `a` and `b`, both `k` long in memory, into `out`: `m` rows (all of them, or
+/// those of one group's output) of `n`.
+pub(super) fn launch(
+    client: &Client,
+    a: &Operand,
+    b: &Operand,
+    (m, n, k): (usize, usize, usize),
+    groups: &GroupArgs,
+    epilogue: &EpilogueArgs,
+    out: &Handle,
+    (tile, band): (Tile, usize),
+) {
+    let rows = match groups.grouping {
+        // Each group may end in a tile of its own.
+        Grouping::Rows => m.div_ceil(TILE_M) + groups.groups,
+        Grouping::Dense | Grouping::Depth => m.div_ceil(TILE_M) * groups.groups,
+    };
+    let tiles = rows * n.div_ceil(tile.n());
+    let processors = client.properties().hardware.num_streaming_multiprocessors;
+    let cubes = tiles.min(processors.unwrap_or(132) as usize);
+    let outputs = match groups.grouping {
+        Grouping::Depth => groups.groups * m * n,
+        Grouping::Dense | Grouping::Rows => m * n,
+    };
+    // A map may not be empty; with no contraction, none of it is read.
+    let width = if k == 0 { TILE_K } else { k };
+    let map = |operand: &Operand, rows: usize| {
+        // SAFETY: the caller checked that the memory holds `rows` x `k` elements.
+        let tensor = unsafe {
+            TensorArg::from_raw_parts(
+                operand.handle.clone(),
+                [width, 1].into(),
+                [operand.rows, width].into(),
+            )
+        };
+        TensorMapArg::new(
+            TiledArgs {
+                tile_size: [rows, TILE_K].into(),
+            },
+            tensor,
+            bf16::elem_type_native(),
+        )
+        .with_swizzle(TensorMapSwizzle::B128)
+        .with_prefetch(TensorMapPrefetch::B256)
+    };
+    let memory = |handle: &Handle, len: usize| {
+        // SAFETY: the caller checked that the memory holds what `epilogue.kind` reads of it.
+        unsafe { BufferArg::from_raw_parts(handle.clone(), len) }
+    };
+    let bytes = outputs * epilogue.kind.out.size();
+    // SAFETY: the kernel masks what it writes by rows and columns, and reads operands through maps.
+    unsafe {
+        sm90_kernel::launch_unchecked(
+            client,
+            CubeCount::Static(cubes as u32, 1, 1),
+            CubeDim::new_1d(UNITS),
+            address_type(outputs),
+            map(a, TILE_M),
+            map(b, tile.n()),
+            memory(&epilogue.a_amax, m),
+            memory(&epilogue.b_amax, b.rows),
+            memory(&epilogue.bias, b.rows),
+            memory(&groups.offsets, groups.groups + 1),
+            memory(out, bytes / 4),
+            memory(out, bytes / 16),
+            m as u32,
+            n as u32,
+            k as u32,
+            groups.groups as u32,
+            epilogue.ranges[0],
+            epilogue.ranges[1],
+            band as u32,
+            groups.grouping,
+            tile,
+            epilogue.kind,
+        );
+    }
+}

@@ -1,0 +1,243 @@
+//! Per-token quantization in one read: a row's maximum is found while the row is loaded, and the row
+//! is quantized from registers.
+
+use cubecl::prelude::*;
+
+use super::{
+    launch::{CopyArgs, CopyPlan, CopyRequest, Words, buffer, check_packed_cols, cubes},
+    quantize::row_block,
+};
+use crate::{
+    BLOCK, Nvfp4Error, PackedAxis,
+    cube::{
+        block::{block_amax, quantize_block, resolve_offset},
+        codec::{canonical, magnitude_bits},
+        hadamard::Signs,
+        philox::Random,
+        scale::GlobalScale,
+        words::{block_words, load_block_words},
+    },
+    device::{
+        AmaxScope, DeviceCopy, DevicePacked, FloatKind, Groups, Matrix, address_type, allocate,
+        conversion_of, is_cpu,
+    },
+};
+
+/// Blocks of a row that each unit keeps in registers between finding the maximum and quantizing.
+/// Longer rows are read again where they exceed `units * KEPT` blocks.
+const KEPT: usize = 4;
+
+/// The row-wise copy of `x` with one amax for each row, which it also finds: rows are tokens. See
+/// [`reference::quantize`](crate::reference::quantize) with the maxima of
+/// [`reference::amax_rows`](crate::reference::amax_rows).
+///
+/// # Errors
+/// When the columns of `x` are no multiple of 16, the copy has a transform or stochastic four over
+/// six, or a buffer is smaller than its shape.
+pub fn quantize_per_token(
+    client: &Client,
+    x: &Matrix,
+    copy: &DeviceCopy,
+) -> Result<DevicePacked, Nvfp4Error> {
+    x.check("x")?;
+    check_packed_cols(x)?;
+    if copy.hadamard.is_some() {
+        return Err(Nvfp4Error::value(
+            "hadamard",
+            "a transform of a per-token copy",
+            "none: the maximum of a row is taken before any transform",
+        ));
+    }
+    let amax = allocate(client, x.rows * 4);
+    let request = CopyRequest {
+        amax: &amax,
+        scope: AmaxScope::Outer,
+        copy: copy.clone(),
+    };
+    let conversion = conversion_of(client);
+    let args = CopyArgs::new(
+        client,
+        x,
+        &Groups::One,
+        PackedAxis::Cols,
+        &request,
+        conversion,
+    )?;
+    if x.is_empty() {
+        return Ok(args.out);
+    }
+    let words = Words::of(x);
+    // Swizzled scales are padded to 128 rows, which are written too.
+    let rows = if args.plan.swizzled {
+        x.rows.next_multiple_of(128)
+    } else {
+        x.rows
+    };
+    let blocks = x.cols / BLOCK;
+    let (count, dim) = cubes(client, rows);
+    let dim = if is_cpu(client) {
+        dim
+    } else {
+        // No more units than a row has blocks.
+        CubeDim::new_1d(blocks.next_multiple_of(32).min(dim.x as usize) as u32)
+    };
+    // SAFETY: the kernel stays below the shapes it is given, and the buffers were checked for them.
+    unsafe {
+        quantize_per_token_kernel::launch_unchecked(
+            client,
+            count,
+            dim,
+            address_type(x.len()),
+            words.width,
+            words.arg(),
+            buffer(&args.out.amax, x.rows),
+            args.codes(),
+            args.scales(),
+            args.offset(),
+            args.random(),
+            args.signs(),
+            x.rows,
+            rows,
+            blocks,
+            args.plan,
+            !is_cpu(client),
+            x.dtype,
+        );
+    }
+    Ok(args.out)
+}
+
+/// One cube quantizes one row at a time. A unit's first blocks stay in its registers.
+#[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
+pub fn quantize_per_token_kernel<N: Size>(
+    x: &[Vector<u32, N>],
+    amax: &mut [f32],
+    codes: &mut [Vector<u32, Const<2>>],
+    scales: &mut [u8],
+    offset: &[u32],
+    random: Random,
+    signs: Signs,
+    rows: usize,
+    padded_rows: usize,
+    blocks: usize,
+    #[comptime] plan: CopyPlan,
+    #[comptime] planes: bool,
+    #[comptime] kind: FloatKind,
+) {
+    let policy = comptime!(plan.policy);
+    let random = resolve_offset(&random, offset, policy);
+    let width = N::value();
+    let per_block = comptime!(block_words(kind) / width);
+    let words_per_block = comptime!(block_words(kind));
+    let units = CUBE_DIM as usize;
+    let unit = UNIT_POS as usize;
+    let padded_blocks = blocks.div_ceil(4);
+    // One slot for each plane, or for the one unit of a cube; two sets, used in turn, so that one
+    // barrier for each row is enough.
+    let mut partial: Shared<[u32]> = Shared::new_slice(16usize);
+    let mut turn = 0usize;
+    let mut row = CUBE_POS;
+    while row < padded_rows {
+        if row < rows {
+            let mut kept = Array::<u32>::new(comptime!(KEPT * words_per_block));
+            let mut bits = 0u32;
+            #[unroll]
+            for k in 0..KEPT {
+                let block = unit + k * units;
+                if block < blocks {
+                    let words = load_block_words::<N>(x, (row * blocks + block) * per_block, kind);
+                    #[unroll]
+                    for w in 0..words_per_block {
+                        kept[comptime!(k * words_per_block + w)] = words[w];
+                    }
+                    let values = row_block(&words, &signs, plan, kind);
+                    let here = block_amax(&values, 0usize, policy.conversion);
+                    bits = max(bits, magnitude_bits(here));
+                }
+            }
+            let mut block = unit + KEPT * units;
+            while block < blocks {
+                let words = load_block_words::<N>(x, (row * blocks + block) * per_block, kind);
+                let values = row_block(&words, &signs, plan, kind);
+                let here = block_amax(&values, 0usize, policy.conversion);
+                bits = max(bits, magnitude_bits(here));
+                block += units;
+            }
+            if comptime!(planes) {
+                let plane = plane_max(bits);
+                if UNIT_POS_PLANE == 0u32 {
+                    partial[turn * 8usize + unit / 32usize] = plane;
+                }
+                sync_cube();
+                bits = 0u32;
+                for p in 0..units / 32usize {
+                    bits = max(bits, partial[turn * 8usize + p]);
+                }
+                turn = 1usize - turn;
+            }
+            let row_amax = f32::reinterpret(canonical(bits));
+            if unit == 0usize {
+                amax[row] = row_amax;
+            }
+            let global = GlobalScale::from_amax(row_amax, policy.scaling);
+
+            #[unroll]
+            for k in 0..KEPT {
+                let block = unit + k * units;
+                if block < blocks {
+                    let mut words = Array::<u32>::new(words_per_block);
+                    #[unroll]
+                    for w in 0..words_per_block {
+                        words[w] = kept[comptime!(k * words_per_block + w)];
+                    }
+                    let values = row_block(&words, &signs, plan, kind);
+                    let index = row * blocks + block;
+                    let logical = u64::cast_from(index);
+                    let encoded =
+                        quantize_block(&values, 0usize, &global, logical, &random, policy);
+                    codes[index] = encoded.codes;
+                    let place = scale_place(row, block, blocks, plan);
+                    scales[place] = u8::cast_from(encoded.scale);
+                }
+            }
+            let mut block = unit + KEPT * units;
+            while block < blocks {
+                let words = load_block_words::<N>(x, (row * blocks + block) * per_block, kind);
+                let values = row_block(&words, &signs, plan, kind);
+                let index = row * blocks + block;
+                let logical = u64::cast_from(index);
+                let encoded = quantize_block(&values, 0usize, &global, logical, &random, policy);
+                codes[index] = encoded.codes;
+                let place = scale_place(row, block, blocks, plan);
+                scales[place] = u8::cast_from(encoded.scale);
+                block += units;
+            }
+        }
+        if comptime!(plan.swizzled) {
+            // Padding: behind the last block of a row, and all of the rows behind the last.
+            let mut block = unit;
+            if row < rows {
+                block += blocks;
+            }
+            while block < padded_blocks * 4usize {
+                let place = scale_place(row, block, blocks, plan);
+                scales[place] = 0u8;
+                block += units;
+            }
+        }
+        row += CUBE_COUNT;
+    }
+}
+
+/// Where the scale of a block of a row-wise copy stands.
+#[cube]
+fn scale_place(row: usize, block: usize, blocks: usize, #[comptime] plan: CopyPlan) -> usize {
+    if comptime!(plan.swizzled) {
+        ((row / 128usize) * blocks.div_ceil(4) + block / 4usize) * 512usize
+            + (row % 32usize) * 16usize
+            + ((row % 128usize) / 32usize) * 4usize
+            + block % 4usize
+    } else {
+        row * blocks + block
+    }
+}

@@ -1,0 +1,309 @@
+//! Grouped products against a loop over their groups, bit for bit on the same path.
+//!
+//! `NVFP4_TEST_DEVICE` chooses: `cpu` (the default) or `cuda`.
+#![cfg(feature = "cube")]
+
+mod common;
+#[path = "common/packed.rs"]
+mod packed;
+
+use common::Generator;
+use cubecl::prelude::*;
+use half::bf16;
+use nvfp4_kernels::{
+    device::{Capabilities, FloatKind, GemmPath, Matrix},
+    gemm::{
+        self, Elements, Operand, Scale, Target,
+        kernels::{Tile, product_with},
+    },
+    ops::GroupOffsets,
+};
+use packed::Packed;
+
+/// The device under test, or `None` (after saying so) where it cannot be had.
+fn client(test: &str) -> Option<Client> {
+    match std::env::var("NVFP4_TEST_DEVICE").as_deref() {
+        #[cfg(feature = "cuda")]
+        Ok("cuda") => Some(cubecl::Device::Cuda(Default::default()).client()),
+        #[cfg(feature = "cpu")]
+        Ok("cpu") | Err(_) => Some(cubecl::Device::Cpu(Default::default()).client()),
+        other => {
+            println!("SKIPPED: {test}: no runtime for device {other:?} in this build");
+            None
+        }
+    }
+}
+
+/// The client, or an early return.
+macro_rules! client {
+    ($test:literal) => {
+        match client($test) {
+            Some(client) => client,
+            None => return,
+        }
+    };
+}
+
+/// The paths that the device has.
+fn paths(client: &Client) -> Vec<GemmPath> {
+    match Capabilities::of(client).gemm {
+        GemmPath::Hopper => vec![GemmPath::Hopper, GemmPath::Scalar],
+        _ => vec![GemmPath::Scalar],
+    }
+}
+
+fn read(client: &Client, matrix: &Matrix) -> Vec<f32> {
+    assert_eq!(matrix.dtype, FloatKind::F32);
+    if matrix.is_empty() {
+        return Vec::new();
+    }
+    let bytes = client.read_one(matrix.handle.clone()).unwrap();
+    bytes[..matrix.len() * 4]
+        .chunks_exact(4)
+        .map(bytemuck::pod_read_unaligned)
+        .collect()
+}
+
+fn floats(client: &Client, x: &[f32], rows: usize) -> Matrix {
+    let handle = client.create_from_slice(bytemuck::cast_slice(x));
+    Matrix::new(handle, rows, x.len() / rows, FloatKind::F32).unwrap()
+}
+
+fn groups(client: &Client, offsets: &[usize]) -> GroupOffsets {
+    let offsets32: Vec<u32> = offsets.iter().map(|&offset| offset as u32).collect();
+    GroupOffsets {
+        offsets: client.create_from_slice(bytemuck::cast_slice(&offsets32)),
+        count: offsets.len() - 1,
+    }
+}
+
+fn offsets(sizes: &[usize]) -> Vec<usize> {
+    let mut offsets = vec![0];
+    for size in sizes {
+        offsets.push(offsets.last().unwrap() + size);
+    }
+    offsets
+}
+
+/// One group as a product of its own. On Hopper the tile is given, so that few rows do not take the
+/// kernel for few rows: sums do not depend on the tile.
+fn alone(
+    client: &Client,
+    path: GemmPath,
+    a: &Packed,
+    b: &Packed,
+    bias: Option<&Matrix>,
+) -> Vec<f32> {
+    let (a, b) = (a.device(client), b.device(client));
+    let tile = (path == GemmPath::Hopper).then_some((Tile::N128, 8));
+    let new = Target::New(FloatKind::F32);
+    let (a, b) = ((&a).into(), (&b).into());
+    let found = product_with(client, Some(path), &a, &b, bias, new, tile);
+    read(client, &found.unwrap())
+}
+
+fn assert_same(found: &[f32], expected: &[f32], what: &str) {
+    assert_eq!(found.len(), expected.len(), "{what}");
+    for (i, (found, expected)) in found.iter().zip(expected).enumerate() {
+        assert_eq!(
+            found.to_bits(),
+            expected.to_bits(),
+            "{what}: element {i}: {found} instead of {expected}"
+        );
+    }
+}
+
+/// Sizes on both sides of a tile, and none; of many groups; skewed.
+fn sizes(large: bool) -> Vec<Vec<usize>> {
+    if large {
+        let mut random = Generator::new(3);
+        vec![
+            vec![0, 1, 127, 128, 129, 0, 300],
+            vec![256],
+            vec![0, 0, 0],
+            vec![700, 1, 0, 2, 64],
+            (0..256).map(|_| random.next_u32() as usize % 12).collect(),
+        ]
+    } else {
+        vec![vec![0, 3, 1, 0, 5], vec![4], vec![0, 0]]
+    }
+}
+
+#[test]
+fn rows_in_groups_equal_the_loop() {
+    let client = client!("rows_in_groups_equal_the_loop");
+    for path in paths(&client) {
+        let large = Capabilities::of(&client).gemm != GemmPath::Scalar;
+        for sizes in sizes(large) {
+            for (n, k) in if large {
+                vec![(264, 208), (128, 128)]
+            } else {
+                vec![(8, 48)]
+            } {
+                let what = format!(
+                    "{path:?}, {} groups {:?}.., n {n}, k {k}",
+                    sizes.len(),
+                    &sizes[..sizes.len().min(8)]
+                );
+                let offsets = offsets(&sizes);
+                let (m, count) = (*offsets.last().unwrap(), sizes.len());
+                let (a, b) = (Packed::random(m, k, 1), Packed::random(count * n, k, 2));
+                let mut random = Generator::new(5);
+                let bias: Vec<f32> = (0..count * n).map(|_| random.normal()).collect();
+                let (left, right) = (a.device(&client), b.device(&client));
+                let groups = groups(&client, &offsets);
+                let found = gemm::gemm_grouped_rows(
+                    &client,
+                    Some(path),
+                    &(&left).into(),
+                    &(&right).into(),
+                    &groups,
+                    Some(&floats(&client, &bias, count)),
+                    Target::New(FloatKind::F32),
+                );
+                let found = read(&client, &found.unwrap());
+                for g in 0..count {
+                    let rows = offsets[g]..offsets[g + 1];
+                    if rows.is_empty() {
+                        continue;
+                    }
+                    let bias = floats(&client, &bias[g * n..][..n], 1);
+                    let expected = alone(
+                        &client,
+                        path,
+                        &a.rows(rows.clone()),
+                        &b.rows(g * n..(g + 1) * n),
+                        Some(&bias),
+                    );
+                    let found = &found[rows.start * n..rows.end * n];
+                    assert_same(found, &expected, &format!("{what}: group {g}"));
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn contractions_in_groups_equal_the_loop() {
+    let client = client!("contractions_in_groups_equal_the_loop");
+    for path in paths(&client) {
+        let large = Capabilities::of(&client).gemm != GemmPath::Scalar;
+        for sizes in sizes(large) {
+            // In blocks: groups begin at multiples of 16 columns, most of them inside a stage.
+            let blocks: Vec<usize> = sizes.iter().map(|size| size.div_ceil(16)).collect();
+            let (m, n) = if large { (136, 264) } else { (5, 8) };
+            let starts = offsets(&blocks);
+            let (k, count) = (16 * starts.last().unwrap(), sizes.len());
+            let what = format!(
+                "{path:?}, {count} groups {:?}..",
+                &blocks[..blocks.len().min(8)]
+            );
+            let (a, b) = (Packed::random(m, k, 1), Packed::random(n, k, 2));
+            let (left, right) = (a.device(&client), b.device(&client));
+            let columns: Vec<usize> = starts.iter().map(|start| 16 * start).collect();
+            let held = vec![0.5f32; count * m * n];
+            let run = |target| {
+                let groups = groups(&client, &columns);
+                let (a, b) = ((&left).into(), (&right).into());
+                let found = gemm::gemm_grouped_depth(&client, Some(path), &a, &b, &groups, target);
+                read(&client, &found.unwrap())
+            };
+            let found = run(Target::New(FloatKind::F32));
+            let sum = run(Target::Accumulate(&floats(&client, &held, count * m)));
+            for g in 0..count {
+                let part = starts[g]..starts[g + 1];
+                let expected = if part.is_empty() {
+                    vec![0.0; m * n]
+                } else {
+                    let (a, b) = (a.columns(part.clone()), b.columns(part));
+                    alone(&client, path, &a, &b, None)
+                };
+                let what = format!("{what}: group {g}");
+                assert_same(&found[g * m * n..][..m * n], &expected, &what);
+                let expected: Vec<f32> = expected.iter().map(|value| value + 0.5).collect();
+                assert_same(
+                    &sum[g * m * n..][..m * n],
+                    &expected,
+                    &format!("{what}, added"),
+                );
+            }
+        }
+    }
+}
+
+/// A factor for each group, and bf16 operands, through integers that every path sums exactly.
+#[test]
+fn factors_of_groups_and_bf16_operands() {
+    let client = client!("factors_of_groups_and_bf16_operands");
+    let (sizes, n, k) = ([3, 0, 20, 9], 16, 64);
+    let offsets = offsets(&sizes);
+    let m = *offsets.last().unwrap();
+    let integers = |rows: usize, seed| {
+        let mut packed = Packed::random(rows, k, seed);
+        packed.codes.iter_mut().for_each(|byte| *byte &= 0xcc);
+        packed.scales.iter_mut().for_each(|byte| *byte = 0x38);
+        packed
+    };
+    let (a, b) = (integers(m, 1), integers(4 * n, 2));
+    let (x, y) = (a.decoded(), b.decoded());
+    let amax = [2.0f32, 3.0, 5.0, 7.0];
+    let b_amax = client.create_from_slice(bytemuck::cast_slice(&amax));
+    let (left, right) = (a.device(&client), b.device(&client));
+    let half: Vec<bf16> = x.iter().map(|&x| bf16::from_f32(x)).collect();
+    let half = client.create_from_slice(bytemuck::cast_slice(&half));
+    let half = Matrix::new(half, m, k, FloatKind::Bf16).unwrap();
+    let groups = groups(&client, &offsets);
+    for path in paths(&client) {
+        for elements in [Elements::Packed(&left), Elements::Bf16(&half)] {
+            let a = Operand {
+                elements,
+                scale: Scale::One,
+            };
+            let b = Operand {
+                elements: Elements::Packed(&right),
+                scale: Scale::PerGroup(&b_amax, 1536.0),
+            };
+            let new = Target::New(FloatKind::F32);
+            let found = gemm::gemm_grouped_rows(&client, Some(path), &a, &b, &groups, None, new);
+            let found = read(&client, &found.unwrap());
+            for (g, amax) in amax.iter().enumerate() {
+                for row in offsets[g]..offsets[g + 1] {
+                    for col in 0..n {
+                        let terms = x[row * k..][..k].iter().zip(&y[(g * n + col) * k..][..k]);
+                        let sum: f32 = terms.map(|(x, y)| x * y).sum();
+                        let expected = sum * (amax / 1536.0);
+                        assert_eq!(found[row * n + col], expected, "{path:?}, ({row}, {col})");
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn arguments_are_named() {
+    let client = client!("arguments_are_named");
+    let a = Packed::random(8, 32, 1).device(&client);
+    let b = Packed::random(9, 32, 2).device(&client);
+    let new = Target::New(FloatKind::F32);
+    let two = groups(&client, &[0, 4, 8]);
+    let run = |a: &Operand, b: &Operand, groups: &GroupOffsets| {
+        gemm::gemm_grouped_rows(&client, None, a, b, groups, None, new)
+            .unwrap_err()
+            .to_string()
+    };
+    let error = run(&(&a).into(), &(&b).into(), &two);
+    assert!(error.contains("`b`"), "{error}");
+    let short = GroupOffsets {
+        count: 4,
+        ..two.clone()
+    };
+    let error = run(&(&a).into(), &(&a).into(), &short);
+    assert!(error.contains("`groups`"), "{error}");
+    let rows = Operand {
+        elements: Elements::Packed(&a),
+        scale: Scale::PerRow(&a.scales, 2688.0),
+    };
+    let error = gemm::gemm_grouped_depth(&client, None, &rows, &(&a).into(), &two, new);
+    assert!(error.unwrap_err().to_string().contains("`a`"));
+}

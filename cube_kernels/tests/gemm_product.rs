@@ -1,0 +1,677 @@
+//! Products on the path that the device takes, against sums in f64 and bit for bit against each
+//! other.
+//!
+//! `NVFP4_TEST_DEVICE` chooses: `cpu` (the default) or `cuda`. Large products are checked at sampled
+//! rows and columns, through [`reference::gemm_f64`] of those rows alone.
+#![cfg(feature = "cube")]
+
+mod common;
+#[path = "common/packed.rs"]
+mod packed;
+
+use common::Generator;
+use cubecl::{prelude::*, server::Handle};
+use half::{bf16, f16};
+use nvfp4_kernels::{
+    device::{Capabilities, DevicePacked, FloatKind, GemmPath, Matrix},
+    gemm::{self, Elements, Operand, Scale, Target},
+    reference,
+};
+use packed::Packed;
+use proptest::prelude::*;
+
+/// The device under test, or `None` (after saying so) where it cannot be had.
+fn client(test: &str) -> Option<Client> {
+    match std::env::var("NVFP4_TEST_DEVICE").as_deref() {
+        #[cfg(feature = "cuda")]
+        Ok("cuda") => Some(cubecl::Device::Cuda(Default::default()).client()),
+        #[cfg(feature = "cpu")]
+        Ok("cpu") | Err(_) => Some(cubecl::Device::Cpu(Default::default()).client()),
+        other => {
+            println!("SKIPPED: {test}: no runtime for device {other:?} in this build");
+            None
+        }
+    }
+}
+
+/// The client, or an early return.
+macro_rules! client {
+    ($test:literal) => {
+        match client($test) {
+            Some(client) => client,
+            None => return,
+        }
+    };
+}
+
+/// The client of a Hopper GPU, or an early return.
+macro_rules! hopper {
+    ($test:literal) => {{
+        let client = client!($test);
+        if Capabilities::of(&client).gemm != GemmPath::Hopper {
+            println!("SKIPPED: {}: needs compute capability 9.0", $test);
+            return;
+        }
+        client
+    }};
+}
+
+fn on_gpu(client: &Client) -> bool {
+    Capabilities::of(client).gemm != GemmPath::Scalar
+}
+
+fn read<T: bytemuck::Pod>(client: &Client, matrix: &Matrix) -> Vec<T> {
+    let bytes = client.read_one(matrix.handle.clone()).unwrap();
+    bytes[..matrix.len() * size_of::<T>()]
+        .chunks_exact(size_of::<T>())
+        .map(bytemuck::pod_read_unaligned)
+        .collect()
+}
+
+fn upload<T: bytemuck::Pod>(
+    client: &Client,
+    x: &[T],
+    rows: usize,
+    cols: usize,
+    dtype: FloatKind,
+) -> Matrix {
+    let handle = client.create_from_slice(bytemuck::cast_slice(x));
+    Matrix::new(handle, rows, cols, dtype).unwrap()
+}
+
+/// All of them, or the ends and some between.
+fn sample(len: usize, random: &mut Generator) -> Vec<usize> {
+    if len <= 48 {
+        return (0..len).collect();
+    }
+    let mut rows: Vec<usize> = vec![0, 1, len / 2, len - 2, len - 1];
+    rows.extend((0..27).map(|_| random.next_u32() as usize % len));
+    rows
+}
+
+/// `found`, the product of `a` and `b`, within the bound of f32 accumulation in any order,
+/// `2 (k + 2) eps · alpha · Σ |a b|`, at sampled rows and columns.
+fn assert_bound(found: &[f32], a: &Packed, b: &Packed, what: &str) {
+    let mut random = Generator::new(99);
+    let (rows, cols) = (sample(a.rows, &mut random), sample(b.rows, &mut random));
+    let (left, right) = (a.host(&rows), b.host(&cols));
+    let expected = reference::gemm_f64(&left, &right, None).unwrap();
+    let (left, right) = (
+        reference::decode_blocks(&left),
+        reference::decode_blocks(&right),
+    );
+    let k = a.blocks * 16;
+    let alpha = reference::alpha(a.amax, b.amax) as f64;
+    for (i, &row) in rows.iter().enumerate() {
+        for (j, &col) in cols.iter().enumerate() {
+            let terms = left[i * k..][..k].iter().zip(&right[j * k..][..k]);
+            let magnitude: f64 = terms.map(|(a, b)| (a * b).abs() as f64).sum();
+            let bound = 2.0 * (k as f64 + 2.0) * f32::EPSILON as f64 * alpha * magnitude;
+            let (found, expected) = (found[row * b.rows + col], expected[i * cols.len() + j]);
+            assert!(
+                (found as f64 - expected).abs() <= bound,
+                "{what}: ({row}, {col}): {found} instead of {expected}, bound {bound:e}"
+            );
+        }
+    }
+}
+
+fn bits(x: &[f32]) -> Vec<u32> {
+    x.iter().map(|value| value.to_bits()).collect()
+}
+
+/// Equal bits, or both NaN.
+fn assert_same(found: &[f32], expected: &[f32], what: &str) {
+    assert_eq!(found.len(), expected.len(), "{what}");
+    for (i, (found, expected)) in found.iter().zip(expected).enumerate() {
+        assert!(
+            found.to_bits() == expected.to_bits() || (found.is_nan() && expected.is_nan()),
+            "{what}: element {i}: {found:e} instead of {expected:e}"
+        );
+    }
+}
+
+#[test]
+fn within_the_bound() {
+    let client = client!("within_the_bound");
+    let mut shapes = vec![(128, 128, 112), (112, 128, 96), (1, 8, 16), (5, 24, 48)];
+    if on_gpu(&client) {
+        shapes.extend([
+            (128, 128, 128),
+            (4096, 512, 3072),
+            (304, 640, 304),
+            (1008, 3072, 992),
+            (1, 512, 4096),
+            (7, 264, 64),
+            (9, 1000, 96),
+            (16, 2048, 2080),
+            (23, 640, 3072),
+            (40, 136, 65536),
+            (64, 8192, 1024),
+            (129, 136, 80),
+            (257, 520, 1040),
+            (130, 8, 65536),
+            (333, 1000, 208),
+            (2048, 2056, 4096),
+        ]);
+    }
+    for (i, (m, n, k)) in shapes.into_iter().enumerate() {
+        let (a, b) = (
+            Packed::random(m, k, 2 * i as u32),
+            Packed::random(n, k, 2 * i as u32 + 1),
+        );
+        let (left, right) = (a.device(&client), b.device(&client));
+        let found = gemm::gemm(&client, &left, &right, None, FloatKind::F32).unwrap();
+        let what = format!("{m} x {n} x {k}");
+        assert_bound(&read::<f32>(&client, &found), &a, &b, &what);
+    }
+}
+
+/// Small integers have exact sums in any order: every path, every tile shape and the oracle agree.
+#[test]
+fn integers_are_exact() {
+    let client = client!("integers_are_exact");
+    let shapes: &[_] = if on_gpu(&client) {
+        &[
+            (33, 24, 64),
+            (130, 136, 80),
+            (700, 904, 1200),
+            (64, 2048, 512),
+            (1200, 3080, 320),
+        ]
+    } else {
+        &[(33, 24, 64)]
+    };
+    for &(m, n, k) in shapes {
+        let integers = |rows: usize, seed| {
+            let mut packed = Packed::random(rows, k, seed);
+            // 0, 2, 4 and 6 of either sign: even multiples of the smallest step.
+            packed.codes.iter_mut().for_each(|byte| *byte &= 0xcc);
+            packed.scales.iter_mut().for_each(|byte| *byte = 0x38);
+            packed.amax = 2688.0;
+            packed
+        };
+        let (a, b) = (integers(m, 3), integers(n, 4));
+        let (x, y) = (a.decoded(), b.decoded());
+        let found = gemm::gemm(
+            &client,
+            &a.device(&client),
+            &b.device(&client),
+            None,
+            FloatKind::F32,
+        )
+        .unwrap();
+        let found = read::<f32>(&client, &found);
+        for row in 0..m {
+            for col in 0..n {
+                let terms = x[row * k..][..k].iter().zip(&y[col * k..][..k]);
+                let expected: f32 = terms.map(|(x, y)| x * y).sum();
+                let found = found[row * n + col];
+                assert_eq!(found, expected, "{m} x {n} x {k}: ({row}, {col})");
+            }
+        }
+    }
+}
+
+/// Row `i` of the left operand picks element `picked(i)` of every row of the right one, exactly: every
+/// position along the contraction arrives where it belongs.
+#[test]
+fn one_hot_rows_pick_elements() {
+    let client = client!("one_hot_rows_pick_elements");
+    for (m, n, k) in [(48, 40, 48), (208, 72, 208)] {
+        if m > 100 && !on_gpu(&client) {
+            continue;
+        }
+        let mut a = Packed::random(m, k, 1);
+        a.codes.fill(0);
+        a.scales.fill(0x38);
+        a.amax = 2688.0;
+        let picked = |row: usize| (row * 7 + 3) % k;
+        for row in 0..m {
+            // Code 2 is 1.
+            a.codes[row * k / 2 + picked(row) / 2] = 2 << (4 * (picked(row) % 2));
+        }
+        let mut b = Packed::random(n, k, 2);
+        b.amax = 2688.0;
+        let y = b.decoded();
+        let found = gemm::gemm(
+            &client,
+            &a.device(&client),
+            &b.device(&client),
+            None,
+            FloatKind::F32,
+        )
+        .unwrap();
+        let found = read::<f32>(&client, &found);
+        for row in 0..m {
+            for col in 0..n {
+                assert_eq!(
+                    found[row * n + col],
+                    y[col * k + picked(row)],
+                    "{m} x {n} x {k}: ({row}, {col})"
+                );
+            }
+        }
+    }
+}
+
+/// A code that is not zero in any block that is NaN, and an infinite factor.
+#[test]
+fn nan_and_infinity_propagate() {
+    let client = client!("nan_and_infinity_propagate");
+    let (m, n, k) = (72, 80, 96);
+    let b = Packed::random(n, k, 2);
+    let mut a = Packed::random(m, k, 1);
+    a.scales[5 * a.blocks + 3] = 0x7f;
+    let run = |a: &Packed| {
+        let (a, b) = (a.device(&client), b.device(&client));
+        let found = gemm::gemm(&client, &a, &b, None, FloatKind::F32).unwrap();
+        read::<f32>(&client, &found)
+    };
+    for (i, value) in run(&a).iter().enumerate() {
+        assert_eq!(value.is_nan(), i / n == 5, "element {i}: {value}");
+    }
+    for amax in [f32::NAN, f32::INFINITY] {
+        let mut a = Packed::random(m, k, 1);
+        a.amax = amax;
+        assert!(run(&a).iter().all(|value| !value.is_finite()), "{amax}");
+    }
+}
+
+#[test]
+fn repeated_products_are_identical() {
+    let client = client!("repeated_products_are_identical");
+    let (m, n, k) = if on_gpu(&client) {
+        (1111, 1304, 2048)
+    } else {
+        (17, 24, 64)
+    };
+    let (a, b) = (Packed::random(m, k, 5), Packed::random(n, k, 6));
+    let (a, b) = (a.device(&client), b.device(&client));
+    let run = || {
+        let found = gemm::gemm(&client, &a, &b, None, FloatKind::F32).unwrap();
+        bits(&read::<f32>(&client, &found))
+    };
+    let first = run();
+    for _ in 0..20 {
+        assert!(run() == first);
+    }
+}
+
+/// The same sums through the bf16 instance, with either operand packed or not.
+#[test]
+fn packed_and_bf16_operands_agree() {
+    let client = hopper!("packed_and_bf16_operands_agree");
+    for (m, n, k) in [
+        (1, 8, 16),
+        (30, 256, 512),
+        (200, 264, 336),
+        (513, 1000, 1024),
+    ] {
+        let (a, b) = (Packed::random(m, k, 5), Packed::random(n, k, 6));
+        let (left, right) = (a.device(&client), b.device(&client));
+        let dense = |packed: &Packed| {
+            let x: Vec<bf16> = packed.decoded().into_iter().map(bf16::from_f32).collect();
+            upload(&client, &x, packed.rows, k, FloatKind::Bf16)
+        };
+        let (x, y) = (dense(&a), dense(&b));
+        let one = |operand: &DevicePacked| {
+            let operand = operand.clone();
+            move |client: &Client, other: &Operand, packed_is_left: bool| {
+                let operand = Operand {
+                    elements: Elements::Packed(&operand),
+                    scale: Scale::One,
+                };
+                let (a, b) = if packed_is_left {
+                    (&operand, other)
+                } else {
+                    (other, &operand)
+                };
+                let out = gemm::product(
+                    client,
+                    Some(GemmPath::Hopper),
+                    a,
+                    b,
+                    None,
+                    Target::New(FloatKind::F32),
+                );
+                read::<f32>(client, &out.unwrap())
+            }
+        };
+        let expected = gemm::product(
+            &client,
+            Some(GemmPath::Hopper),
+            &(&x).into(),
+            &(&y).into(),
+            None,
+            Target::New(FloatKind::F32),
+        );
+        let expected = read::<f32>(&client, &expected.unwrap());
+        assert!(expected.iter().any(|value| *value != 0.0));
+        let what = format!("{m} x {n} x {k}");
+        assert_same(&one(&left)(&client, &(&y).into(), true), &expected, &what);
+        if m > 64 {
+            assert_same(&one(&right)(&client, &(&x).into(), false), &expected, &what);
+        }
+        // Few rows of a packed right operand take their own kernel, whether the left one is packed
+        // or not.
+        if m <= 64 {
+            let few = one(&right)(&client, &(&x).into(), false);
+            let alike = Packed {
+                amax: 2688.0,
+                scales: a.scales.clone(),
+                codes: a.codes.clone(),
+                ..a
+            };
+            let unit = Packed {
+                amax: 2688.0,
+                scales: b.scales.clone(),
+                codes: b.codes.clone(),
+                ..b
+            };
+            assert_bound(&few, &alike, &unit, &what);
+            let left = Operand {
+                elements: Elements::Packed(&left),
+                scale: Scale::One,
+            };
+            assert_same(&one(&right)(&client, &left, false), &few, &what);
+            continue;
+        }
+        // The factors of both maxima, in the order that the specification states.
+        let both = gemm::gemm_on(
+            &client,
+            GemmPath::Hopper,
+            &left,
+            &right,
+            None,
+            FloatKind::F32,
+        );
+        let alpha = reference::alpha(a.amax, b.amax);
+        let scaled: Vec<f32> = expected.iter().map(|sum| sum * alpha).collect();
+        assert_same(&read::<f32>(&client, &both.unwrap()), &scaled, &what);
+    }
+}
+
+/// On the scalar path too, which takes any combination of operands on every device.
+#[test]
+fn packed_and_bf16_operands_agree_on_the_scalar_path() {
+    let client = client!("packed_and_bf16_operands_agree_on_the_scalar_path");
+    let (m, n, k) = (9, 11, 48);
+    let (a, b) = (Packed::random(m, k, 5), Packed::random(n, k, 6));
+    let (left, right) = (a.device(&client), b.device(&client));
+    let half: Vec<bf16> = a.decoded().into_iter().map(bf16::from_f32).collect();
+    let half = upload(&client, &half, m, k, FloatKind::Bf16);
+    let (path, new) = (GemmPath::Scalar, Target::New(FloatKind::F32));
+    let dense = Operand {
+        elements: Elements::Bf16(&half),
+        scale: Scale::Tensor(&left.amax, 2688.0),
+    };
+    let found = gemm::product(&client, Some(path), &dense, &(&right).into(), None, new);
+    let expected = gemm::gemm_on(&client, path, &left, &right, None, FloatKind::F32);
+    let expected = read::<f32>(&client, &expected.unwrap());
+    assert_same(
+        &read::<f32>(&client, &found.unwrap()),
+        &expected,
+        "bf16 left",
+    );
+    assert!(expected.iter().any(|value| *value != 0.0));
+}
+
+/// Bias, accumulation, factors for each row and column and the output types, each from the plain sums
+/// by one more rounding.
+#[test]
+fn epilogues() {
+    let client = client!("epilogues");
+    // One shape for each tile width, with tails; and one for the path of few rows.
+    let shapes: &[_] = if on_gpu(&client) {
+        &[
+            (200, 72, 64),
+            (1000, 904, 96),
+            (2100, 4104, 64),
+            (3, 520, 256),
+            (35, 264, 96),
+        ]
+    } else {
+        &[(5, 24, 48)]
+    };
+    for &(m, n, k) in shapes {
+        let (a, b) = (Packed::random(m, k, 5), Packed::random(n, k, 6));
+        let (left, right) = (a.device(&client), b.device(&client));
+        let what = format!("{m} x {n} x {k}");
+        let mut random = Generator::new(7);
+        let mut vector = |len: usize| -> Vec<f32> { (0..len).map(|_| random.normal()).collect() };
+        let (bias, rows, cols) = (vector(n), vector(m), vector(n));
+        let floats = |x: &[f32]| -> Handle { client.create_from_slice(bytemuck::cast_slice(x)) };
+        let (row_amax, col_amax) = (floats(&rows), floats(&cols));
+        let bias_matrix = upload(&client, &bias, 1, n, FloatKind::F32);
+        let run = |a_scale, b_scale, bias: Option<&Matrix>, target| {
+            let operand = |packed, scale| Operand {
+                elements: Elements::Packed(packed),
+                scale,
+            };
+            let (a, b) = (operand(&left, a_scale), operand(&right, b_scale));
+            gemm::product(&client, None, &a, &b, bias, target).unwrap()
+        };
+        let new = Target::New(FloatKind::F32);
+        let sums = read::<f32>(&client, &run(Scale::One, Scale::One, None, new));
+        let at = |f: &dyn Fn(usize, usize, f32) -> f32| -> Vec<f32> {
+            (0..m * n).map(|i| f(i / n, i % n, sums[i])).collect()
+        };
+
+        let found = run(
+            Scale::PerRow(&row_amax, 2688.0),
+            Scale::PerRow(&col_amax, 1536.0),
+            Some(&bias_matrix),
+            new,
+        );
+        let expected =
+            at(&|row, col, sum| sum * ((rows[row] / 2688.0) * (cols[col] / 1536.0)) + bias[col]);
+        assert_same(
+            &read::<f32>(&client, &found),
+            &expected,
+            &format!("{what}: rows"),
+        );
+
+        let found = run(
+            Scale::PerRow(&row_amax, 2688.0),
+            Scale::Tensor(&right.amax, 1536.0),
+            None,
+            new,
+        );
+        let expected = at(&|row, _, sum| sum * ((rows[row] / 2688.0) * (b.amax / 1536.0)));
+        assert_same(
+            &read::<f32>(&client, &found),
+            &expected,
+            &format!("{what}: mixed"),
+        );
+
+        // Output types, with and without accumulation.
+        let alpha = (a.amax / 2688.0) * (b.amax / 2688.0);
+        let scaled = at(&|_, col, sum| sum * alpha + bias[col]);
+        let held: Vec<f32> = vector(m * n);
+        let (by_tensor, other) = (
+            Scale::Tensor(&left.amax, 2688.0),
+            Scale::Tensor(&right.amax, 2688.0),
+        );
+        let run = |target| run(by_tensor, other, Some(&bias_matrix), target);
+        let found = run(Target::New(FloatKind::Bf16));
+        let found: Vec<f32> = read::<bf16>(&client, &found)
+            .iter()
+            .map(|x| x.to_f32())
+            .collect();
+        let expected: Vec<f32> = scaled.iter().map(|&x| bf16::from_f32(x).to_f32()).collect();
+        assert_same(&found, &expected, &format!("{what}: bf16"));
+        let found = run(Target::New(FloatKind::F16));
+        let found: Vec<f32> = read::<f16>(&client, &found)
+            .iter()
+            .map(|x| x.to_f32())
+            .collect();
+        let expected: Vec<f32> = scaled.iter().map(|&x| f16::from_f32(x).to_f32()).collect();
+        assert_same(&found, &expected, &format!("{what}: f16"));
+
+        let matrix = upload(&client, &held, m, n, FloatKind::F32);
+        let found = run(Target::Accumulate(&matrix));
+        let expected: Vec<f32> = scaled.iter().zip(&held).map(|(x, y)| x + y).collect();
+        assert_same(
+            &read::<f32>(&client, &found),
+            &expected,
+            &format!("{what}: += f32"),
+        );
+        let half: Vec<bf16> = held.iter().map(|&x| bf16::from_f32(x)).collect();
+        let matrix = upload(&client, &half, m, n, FloatKind::Bf16);
+        let found = run(Target::Accumulate(&matrix));
+        let found: Vec<f32> = read::<bf16>(&client, &found)
+            .iter()
+            .map(|x| x.to_f32())
+            .collect();
+        let expected: Vec<f32> = scaled
+            .iter()
+            .zip(&half)
+            .map(|(x, y)| bf16::from_f32(x + y.to_f32()).to_f32())
+            .collect();
+        assert_same(&found, &expected, &format!("{what}: += bf16"));
+        let half: Vec<f16> = held.iter().map(|&x| f16::from_f32(x)).collect();
+        let matrix = upload(&client, &half, m, n, FloatKind::F16);
+        let found = run(Target::Accumulate(&matrix));
+        let found: Vec<f32> = read::<f16>(&client, &found)
+            .iter()
+            .map(|x| x.to_f32())
+            .collect();
+        let expected: Vec<f32> = scaled
+            .iter()
+            .zip(&half)
+            .map(|(x, y)| f16::from_f32(x + y.to_f32()).to_f32())
+            .collect();
+        assert_same(&found, &expected, &format!("{what}: += f16"));
+    }
+}
+
+/// Nothing outside the product is written: the memory behind it keeps its contents.
+#[test]
+fn memory_behind_the_output_is_untouched() {
+    let client = client!("memory_behind_the_output_is_untouched");
+    for (m, n, k) in [(130, 264, 80), (3, 72, 64)] {
+        if m > 100 && !on_gpu(&client) {
+            continue;
+        }
+        let (a, b) = (Packed::random(m, k, 5), Packed::random(n, k, 6));
+        let (a, b) = (a.device(&client), b.device(&client));
+        let guard = 4096;
+        let mut held = vec![0f32; m * n];
+        held.extend(vec![12345.0; guard]);
+        let memory = client.create_from_slice(bytemuck::cast_slice(&held));
+        let matrix = Matrix::new(memory.clone(), m, n, FloatKind::F32).unwrap();
+        let target = Target::Accumulate(&matrix);
+        gemm::product(&client, None, &(&a).into(), &(&b).into(), None, target).unwrap();
+        let whole = Matrix::new(memory, 1, m * n + guard, FloatKind::F32).unwrap();
+        let found = read::<f32>(&client, &whole);
+        assert!(found[m * n..].iter().all(|value| *value == 12345.0));
+        assert!(found[..m * n].iter().any(|value| *value != 0.0));
+    }
+}
+
+#[test]
+fn empty_products() {
+    let client = client!("empty_products");
+    let a = Packed::random(0, 32, 1).device(&client);
+    let b = Packed::random(8, 32, 2).device(&client);
+    let out = gemm::gemm(&client, &a, &b, None, FloatKind::F32).unwrap();
+    assert_eq!((out.rows, out.cols), (0, 8));
+    // A contraction over nothing is zeros, and keeps what it adds to.
+    let a = Packed::random(40, 0, 1).device(&client);
+    let b = Packed::random(48, 0, 2).device(&client);
+    let out = gemm::gemm(&client, &a, &b, None, FloatKind::F32).unwrap();
+    assert_eq!(read::<f32>(&client, &out), vec![0.0; 40 * 48]);
+}
+
+/// A view that begins in the middle of 16 bytes cannot be read by the copy engine: another path takes
+/// it, with the same result on integers.
+#[test]
+fn views_into_memory() {
+    let client = client!("views_into_memory");
+    let (m, n, k) = (9, 16, 32);
+    let x: Vec<bf16> = (0..(m + n) * k)
+        .map(|i| bf16::from_f32((i * 7 % 9) as f32 - 4.0))
+        .collect();
+    let view = |first: usize, rows: usize| {
+        let mut padded = vec![bf16::from_f32(100.0)];
+        padded.extend(&x[first * k..][..rows * k]);
+        let handle = client.create_from_slice(bytemuck::cast_slice(&padded));
+        Matrix::new(handle.offset_start(2), rows, k, FloatKind::Bf16).unwrap()
+    };
+    let (a, b) = (view(0, m), view(m, n));
+    let found = gemm::gemm_bf16(&client, &a, &b, None, FloatKind::F32).unwrap();
+    for (i, found) in read::<f32>(&client, &found).iter().enumerate() {
+        let (row, col) = (i / n, m + i % n);
+        let terms = x[row * k..][..k].iter().zip(&x[col * k..][..k]);
+        let expected: f32 = terms.map(|(x, y)| x.to_f32() * y.to_f32()).sum();
+        assert_eq!(*found, expected, "({row}, {col})");
+    }
+}
+
+/// Which path a shape takes is known without running it.
+#[test]
+fn paths_of_shapes() {
+    let client = client!("paths_of_shapes");
+    let hopper = Capabilities {
+        gemm: GemmPath::Hopper,
+        ..Capabilities::of(&client)
+    };
+    for (n, k, path) in [
+        (8, 16, GemmPath::Hopper),
+        (4104, 65536, GemmPath::Hopper),
+        (12, 16, GemmPath::MatrixInstructions),
+        (8, 20, GemmPath::MatrixInstructions),
+    ] {
+        assert_eq!(gemm::path_of(&hopper, n, k), path, "{n} x {k}");
+    }
+    let scalar = Capabilities {
+        gemm: GemmPath::Scalar,
+        ..hopper
+    };
+    assert_eq!(gemm::path_of(&scalar, 8, 16), GemmPath::Scalar);
+}
+
+#[test]
+fn arguments_are_named() {
+    let client = client!("arguments_are_named");
+    let a = Packed::random(8, 32, 1).device(&client);
+    let b = Packed::random(8, 48, 2).device(&client);
+    let error = gemm::gemm(&client, &a, &b, None, FloatKind::F32).unwrap_err();
+    assert!(error.to_string().contains("`b`"), "{error}");
+    let x = Matrix::empty(&client, 8, 32, FloatKind::F32);
+    let error = gemm::gemm_bf16(&client, &x, &x, None, FloatKind::F32).unwrap_err();
+    assert!(error.to_string().contains("`a`"), "{error}");
+    let c = Matrix::empty(&client, 8, 9, FloatKind::F32);
+    let target = Target::Accumulate(&c);
+    let error = gemm::product(&client, None, &(&a).into(), &(&a).into(), None, target).unwrap_err();
+    assert!(error.to_string().contains("`target`"), "{error}");
+    let amax = client.create_from_slice(&[0; 4]);
+    let operand = Operand {
+        elements: Elements::Packed(&a),
+        scale: Scale::PerRow(&amax, 2688.0),
+    };
+    let new = Target::New(FloatKind::F32);
+    let error = gemm::product(&client, None, &operand, &(&a).into(), None, new).unwrap_err();
+    assert!(error.to_string().contains("`a`"), "{error}");
+    if Capabilities::of(&client).gemm != GemmPath::Hopper {
+        let path = GemmPath::Hopper;
+        let error = gemm::gemm_on(&client, path, &a, &a, None, FloatKind::F32).unwrap_err();
+        assert!(error.to_string().contains("9.0"), "{error}");
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 40, failure_persistence: None, ..Default::default() })]
+
+    /// Any shape.
+    #[test]
+    fn random_shapes(m in 1usize..400, n in 1usize..90, blocks in 1usize..40, seed: u32) {
+        let Some(client) = client("random_shapes") else { return Ok(()) };
+        let (m, n) = if on_gpu(&client) { (m, 8 * n) } else { (m % 20 + 1, n % 20 + 1) };
+        let (a, b) = (Packed::random(m, blocks * 16, seed), Packed::random(n, blocks * 16, !seed));
+        let (left, right) = (a.device(&client), b.device(&client));
+        let found = gemm::gemm(&client, &left, &right, None, FloatKind::F32).unwrap();
+        assert_bound(&read::<f32>(&client, &found), &a, &b, &format!("{m} x {n}, {blocks} blocks"));
+    }
+}

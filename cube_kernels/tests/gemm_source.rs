@@ -1,0 +1,255 @@
+//! The CUDA source of the Hopper kernels, compiled on a machine without a GPU, and their machine code
+//! read: the instructions that must be there, and no memory traffic for spilled registers.
+#![cfg(all(feature = "cpu", feature = "cuda"))]
+
+#[path = "common/nvrtc.rs"]
+mod nvrtc;
+
+use cubecl::prelude::*;
+use cubecl_server::compiler::Compiler;
+use half::bf16;
+use nvfp4_kernels::{
+    device::FloatKind,
+    gemm::kernels::{
+        EpilogueKind, Factor, Grouping, Left, SM90_UNITS, Shape, Tile, decode_kernel, sm90_kernel,
+        small_m_kernel,
+    },
+};
+use nvrtc::CudaTools;
+
+fn source(name: &str, kernel: impl CubeKernel) -> String {
+    let mut compiler = cubecl_cpp::shared::CppCompiler::<cubecl_cpp::target::Cuda>::default();
+    let mut options = cubecl_cpp::shared::CompilationOptions::default();
+    options.supports_features.grid_constants = true;
+    let compiled = compiler.compile(kernel.define(), &options);
+    compiled
+        .unwrap_or_else(|error| panic!("{name}: {error:?}"))
+        .to_string()
+}
+
+/// Instructions of `sass` whose opcode begins with `opcode`.
+fn count(sass: &str, opcode: &str) -> usize {
+    sass.lines()
+        .filter(|line| line.split_whitespace().any(|word| word.starts_with(opcode)))
+        .count()
+}
+
+fn compile(tools: &CudaTools, name: &str, text: &str) -> String {
+    let code = tools
+        .compile(text, "sm_90a")
+        .unwrap_or_else(|log| panic!("{name}:\n{log}\n{text}"));
+    if let Some(folder) = std::env::var_os("NVFP4_DUMP") {
+        std::fs::write(
+            std::path::Path::new(&folder).join(format!("{name}.cu")),
+            text,
+        )
+        .unwrap();
+    }
+    let sass = tools.disassemble(&code, name);
+    if let Some(folder) = std::env::var_os("NVFP4_DUMP") {
+        std::fs::write(
+            std::path::Path::new(&folder).join(format!("{name}.sass")),
+            &sass,
+        )
+        .unwrap();
+    }
+    sass
+}
+
+#[test]
+fn sm90_kernel_uses_the_tensor_cores_and_spills_nothing() {
+    let tools = match CudaTools::find() {
+        Ok(tools) => tools,
+        Err(reason) => {
+            println!("SKIPPED: sm90_kernel_uses_the_tensor_cores_and_spills_nothing: {reason}");
+            return;
+        }
+    };
+    let client = cubecl::Device::Cpu(Default::default()).client();
+    let properties = client.properties_shared();
+    let target = client.target_properties_shared();
+    let memory = client.empty(1 << 20);
+    let buffer = |len: usize| unsafe { BufferArg::from_raw_parts(memory.clone(), len) };
+    let map = |rows: usize| {
+        let tensor =
+            unsafe { TensorArg::from_raw_parts(memory.clone(), [64, 1].into(), [256, 64].into()) };
+        TensorMapArg::new(
+            TiledArgs {
+                tile_size: [rows, 64].into(),
+            },
+            tensor,
+            bf16::elem_type_native(),
+        )
+        .with_swizzle(TensorMapSwizzle::B128)
+    };
+    let plain_epilogue = EpilogueKind {
+        a: Factor::Tensor,
+        b: Factor::Tensor,
+        bias: false,
+        accumulate: false,
+        out: FloatKind::Bf16,
+    };
+    let all = EpilogueKind {
+        a: Factor::PerRow,
+        b: Factor::PerRow,
+        bias: true,
+        accumulate: true,
+        out: FloatKind::F32,
+    };
+    // SAFETY: nothing is launched.
+    #[allow(unused_unsafe)]
+    let kernel = unsafe {
+        decode_kernel::create_dummy_kernel(
+            properties.clone(),
+            target.clone(),
+            CubeCount::Static(1, 1, 1),
+            CubeDim::new_1d(256),
+            AddressType::U32,
+            buffer(2048),
+            buffer(1024),
+            buffer(2048),
+            2048,
+        )
+    };
+    let sass = compile(&tools, "decode", &source("decode", kernel));
+    assert_eq!(count(&sass, "STG.E.128"), 4);
+    assert_eq!(
+        count(&sass, "LDL") + count(&sass, "STL"),
+        0,
+        "decode spills"
+    );
+    for (strips, columns, tail, left, plain) in [
+        (2, 1, false, Left::Packed, true),
+        (1, 1, true, Left::Packed, false),
+        (4, 1, false, Left::Bf16, true),
+        (2, 2, true, Left::Bf16, false),
+        (4, 2, false, Left::Packed, true),
+        (4, 4, false, Left::Packed, true),
+        (2, 8, false, Left::Packed, true),
+        (2, 8, true, Left::Packed, true),
+        (4, 4, true, Left::Packed, true),
+        (4, 4, true, Left::Bf16, true),
+    ] {
+        let shape = Shape {
+            warps: 8,
+            strips,
+            columns,
+            tail,
+            left,
+        };
+        // SAFETY: nothing is launched.
+        #[allow(unused_unsafe)]
+        let kernel = unsafe {
+            small_m_kernel::create_dummy_kernel(
+                properties.clone(),
+                target.clone(),
+                CubeCount::Static(1, 1, 1),
+                CubeDim::new_1d(256),
+                AddressType::U32,
+                buffer(512),
+                buffer(512),
+                buffer(512),
+                buffer(512),
+                buffer(512),
+                buffer(64),
+                buffer(64),
+                buffer(64),
+                buffer(64),
+                buffer(64),
+                8,
+                64,
+                256,
+                2688.0,
+                2688.0,
+                shape,
+                if plain { plain_epilogue } else { all },
+            )
+        };
+        let name = format!("small_m-{strips}-{columns}-{tail}-{left:?}");
+        let sass = compile(&tools, &name, &source(&name, kernel));
+        println!(
+            "{name}: {} HMMA, {} lines",
+            count(&sass, "HMMA"),
+            sass.lines().count()
+        );
+        // Two instructions for each word, strip and group of columns, and four words.
+        assert_eq!(count(&sass, "HMMA"), 8 * strips * columns, "{name}");
+        assert_eq!(
+            count(&sass, "LDL") + count(&sass, "STL"),
+            0,
+            "{name} spills"
+        );
+    }
+    for tile in [Tile::N256, Tile::N128, Tile::N64] {
+        for (grouping, kind, out) in [
+            (Grouping::Dense, plain_epilogue, FloatKind::Bf16),
+            (Grouping::Dense, plain_epilogue, FloatKind::F16),
+            (Grouping::Rows, plain_epilogue, FloatKind::Bf16),
+            (Grouping::Depth, plain_epilogue, FloatKind::F32),
+            (Grouping::Dense, all, FloatKind::F32),
+        ] {
+            let kind = EpilogueKind { out, ..kind };
+            let name = format!("sm90-{tile:?}-{grouping:?}-{}-{out:?}", kind.accumulate);
+            // SAFETY: nothing is launched.
+            #[allow(unused_unsafe)]
+            let kernel = unsafe {
+                sm90_kernel::create_dummy_kernel(
+                    properties.clone(),
+                    target.clone(),
+                    CubeCount::Static(1, 1, 1),
+                    CubeDim::new_1d(SM90_UNITS),
+                    AddressType::U32,
+                    map(128),
+                    map(tile.n()),
+                    buffer(256),
+                    buffer(256),
+                    buffer(256),
+                    buffer(256),
+                    buffer(1 << 14),
+                    buffer(1 << 12),
+                    256,
+                    256,
+                    64,
+                    1,
+                    2688.0,
+                    2688.0,
+                    8,
+                    grouping,
+                    tile,
+                    kind,
+                )
+            };
+            let sass = compile(&tools, &name, &source(&name, kernel));
+            println!(
+                "{name}: {} HGMMA, {} LDL, {} STL, {} lines",
+                count(&sass, "HGMMA"),
+                count(&sass, "LDL"),
+                count(&sass, "STL"),
+                sass.lines().count()
+            );
+            // Four in the loop, one in the tail.
+            assert_eq!(count(&sass, "HGMMA"), 5, "{name}");
+            // With every part of the epilogue, the widest tile keeps one register of it in memory.
+            let most = if kind == all && tile == Tile::N256 {
+                2
+            } else {
+                0
+            };
+            assert!(
+                count(&sass, "LDL") + count(&sass, "STL") <= most,
+                "{name} spills"
+            );
+            let lines: Vec<&str> = sass.lines().collect();
+            let is_product = |line: &&str| line.contains("HGMMA");
+            let first = lines.iter().position(is_product).unwrap();
+            let last = lines.iter().rposition(is_product).unwrap();
+            let loops = lines[first..last].join("\n");
+            assert_eq!(
+                count(&loops, "LDL") + count(&loops, "STL"),
+                0,
+                "{name} spills in its main loop"
+            );
+            assert!(count(&sass, "UTMALDG") >= 2, "{name}");
+        }
+    }
+}
