@@ -132,7 +132,7 @@ fn main() {
     let x: Vec<f32> = (0..ELEMENTS as u32)
         .map(|i| {
             let hash = i.wrapping_mul(0x9E37_79B9) ^ i >> 7;
-            f32::from_bits(hash & 0x8000_0000 | 0x3C00_0000 + (hash & 0x03FF_FFFF))
+            f32::from_bits((hash & 0x8000_0000) | (0x3C00_0000 + (hash & 0x03FF_FFFF)))
         })
         .collect();
     let mut out = vec![0f32; ELEMENTS];

@@ -9,9 +9,10 @@ use std::{collections::BTreeMap, sync::Mutex, time::Duration, time::Instant};
 use criterion::{Criterion, Throughput};
 use cubecl::prelude::*;
 use nvfp4::kernels::{
-    Hadamard, RandomStream, cubecl,
-    device::{Capabilities, DeviceRounding, FloatKind, Matrix},
-    gemm, ops,
+    BlockScaling, ErrorNorm, Hadamard, PackedAxis, RandomStream, ScaleLayout, cubecl,
+    device::{AmaxScope, Capabilities, DeviceCopy, DeviceRounding, FloatKind, Groups, Matrix},
+    gemm,
+    ops::{self, CopyRequest},
 };
 
 /// What a benchmark moves or computes, and its seconds for each launch.
@@ -143,6 +144,34 @@ fn main() {
         });
         bench("col RHT SR", one, &mut |i| {
             ops::quantize_col(&client, input(i), &amax, sr(), rht).unwrap();
+        });
+        let request = |rounding: DeviceRounding, hadamard| CopyRequest {
+            amax: &amax,
+            scope: AmaxScope::Group,
+            copy: DeviceCopy {
+                hadamard,
+                ..DeviceCopy::new(rounding)
+            },
+        };
+        bench("row RN + col RHT SR, one read", one + packed, &mut |i| {
+            let (row, col) = (request(nearest(), None), request(sr(), rht));
+            ops::quantize_both(&client, input(i), &Groups::One, &row, &col).unwrap();
+        });
+        let scaling = BlockScaling::FourOverSix(ErrorNorm::Mae);
+        bench("row 4/6", one, &mut |i| {
+            let mut request = request(nearest(), None);
+            request.copy.scaling = scaling;
+            let x = input(i);
+            ops::quantize(&client, x, &Groups::One, PackedAxis::Cols, &request).unwrap();
+        });
+        bench("row RN, swizzled", one, &mut |i| {
+            let mut request = request(nearest(), None);
+            request.copy.layout = ScaleLayout::Swizzled128x4;
+            let x = input(i);
+            ops::quantize(&client, x, &Groups::One, PackedAxis::Cols, &request).unwrap();
+        });
+        bench("per-token RN, one read", one, &mut |i| {
+            ops::quantize_per_token(&client, input(i), &DeviceCopy::new(nearest())).unwrap();
         });
         bench("tile 16x16, both", one + packed, &mut |i| {
             ops::quantize_tile(&client, input(i), &amax).unwrap();

@@ -279,6 +279,29 @@ fn sources(conversion: Conversion) -> Vec<Source> {
                     dtype,
                 );
             }
+            for (i, plan) in [row_plans[0], row_plans[2]].into_iter().enumerate() {
+                add!(
+                    format!("quantize_per_token-{tag}-{i}"),
+                    conversions(&[plan]),
+                    ops::kernels::quantize_per_token_kernel::create_dummy_kernel,
+                    address,
+                    4,
+                    buffer(words / 4),
+                    buffer(rows),
+                    buffer(blocks),
+                    buffer(blocks),
+                    buffer(2),
+                    random(),
+                    signs(),
+                    rows,
+                    rows,
+                    cols / 16,
+                    plan,
+                    4,
+                    true,
+                    dtype,
+                );
+            }
             let h16 = Some(HadamardSize::H16);
             let tile_plans = [
                 (

@@ -144,7 +144,7 @@ fn flex(_device: &Device) -> Vec<CodePath> {
 #[cfg(any(feature = "cpu", feature = "cuda"))]
 fn cube(device: &Device) -> Vec<CodePath> {
     use burn::backend::DispatchDevice;
-    use nvfp4::kernels::cube::block::Conversion;
+    use nvfp4::kernels::cube::codec::Conversion;
     use nvfp4::kernels::device::{Capabilities, GemmPath};
 
     let DispatchDevice::Cube(device) = device.as_dispatch() else {
@@ -171,6 +171,10 @@ fn cube(device: &Device) -> Vec<CodePath> {
         Conversion::HardwareNearest => (
             "cvt.rn.satfinite.e2m1x2 to nearest, in software stochastically",
             format!("{target} has only the instruction that rounds to nearest"),
+        ),
+        Conversion::Sm80 | Conversion::Sm89 => (
+            "E2M1 conversion by arithmetic on f32, with fma.rz and max.NaN",
+            format!("{target} has no E2M1 conversion"),
         ),
         Conversion::Software => (
             "E2M1 conversion in software",

@@ -142,7 +142,7 @@ pub fn round_stochastic(
 #[cube]
 fn dither(random: u32, #[comptime] byte: u32) -> f32 {
     let half = random >> comptime!(16 * (byte / 2));
-    if comptime!(byte % 2 == 0) {
+    if comptime!(byte.is_multiple_of(2)) {
         f32::reinterpret((half & 0xFFu32) | (141u32 << 23u32)) - 16384.0f32
     } else {
         f32::reinterpret((half & 0xFF00u32) | (133u32 << 23u32)) - 64.0f32

@@ -262,7 +262,7 @@ pub fn sm90_kernel(
         }
     } else {
         let consumer = unit / 128u32 - 1u32;
-        let leader = u32::cast_from(unit % 128u32 == 0u32);
+        let leader = u32::cast_from((unit & 127u32) == 0u32);
         // 64 rows of 128 bytes, in units of 16.
         let a_tile = descriptor(shared_address::<Vector<bf16, Const<8>>>(
             a_tiles.as_slice().as_ptr(),
@@ -297,8 +297,8 @@ pub fn sm90_kernel(
                 let stage = used % comptime!(stages as u32);
                 let parity = (used / comptime!(stages as u32)) & 1u32;
                 let depth = depth_of(offsets, group, k, grouping);
-                let steps = depth.steps + 0u32;
-                let tail = depth.tail + 0u32;
+                let steps = u32::reinterpret(depth.steps);
+                let tail = u32::reinterpret(depth.tail);
                 if comptime!(tile_n == 256) {
                     let mut sums = Vector::<f32, Const<128>>::new(0.0f32);
                     if steps + tail > 0u32 {

@@ -205,7 +205,7 @@ pub fn small_m_kernel(
             let mut factors = Array::<u32>::new(comptime!(2 * shape.strips));
             #[unroll]
             for i in 0..comptime!(2 * strips) {
-                let both = decode_e4m3x2(word_scales[i] + 0u16);
+                let both = decode_e4m3x2(u16::reinterpret(word_scales[i]));
                 factors[i] = both.extract(half);
             }
             #[unroll]
@@ -215,12 +215,14 @@ pub fn small_m_kernel(
                 #[unroll]
                 for j in 0..columns {
                     if comptime!(is_packed) {
-                        let both = decode_e4m3x2(line_scales[j] + 0u16);
+                        let both = decode_e4m3x2(u16::reinterpret(line_scales[j]));
                         others[j] =
                             decode_e2m1x8_pairs(line_words[j].extract(word), both.extract(half));
                     } else {
                         others[j] = interleave_pairs(a[(lines[j] + column) * 4usize + word]);
                     }
+                    // Two conditions, of which only the inner one is left to the kernel.
+                    #[allow(clippy::collapsible_if)]
                     if comptime!(shape.tail) {
                         if at >= width {
                             others[j] = Vector::new(0u32);
@@ -230,9 +232,14 @@ pub fn small_m_kernel(
                 #[unroll]
                 for i in 0..strips {
                     let (low, high) = (comptime!(2 * i), comptime!(2 * i + 1));
-                    let upper = decode_e2m1x8_pairs(words[low].extract(word), factors[low] + 0u32);
-                    let lower =
-                        decode_e2m1x8_pairs(words[high].extract(word), factors[high] + 0u32);
+                    let upper = decode_e2m1x8_pairs(
+                        words[low].extract(word),
+                        u32::reinterpret(factors[low]),
+                    );
+                    let lower = decode_e2m1x8_pairs(
+                        words[high].extract(word),
+                        u32::reinterpret(factors[high]),
+                    );
                     #[unroll]
                     for j in 0..columns {
                         let at = comptime!(i * columns + j);

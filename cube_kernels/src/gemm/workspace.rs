@@ -40,7 +40,7 @@ pub fn decode_kernel(
         let scale = u32::reinterpret(decode_e4m3(bytes[i])) >> 16u32;
         let scale = scale | (scale << 16u32);
         if word < words {
-            out[word] = decode_e2m1x8(loaded[i] + 0u32, scale);
+            out[word] = decode_e2m1x8(u32::reinterpret(loaded[i]), scale);
         }
     }
 }

@@ -23,8 +23,8 @@ use crate::{
     },
 };
 
-/// Blocks of a row that each unit keeps in registers between finding the maximum and quantizing.
-/// Longer rows are read again where they exceed `units * KEPT` blocks.
+/// The most blocks of a row that each unit keeps in registers between finding the maximum and
+/// quantizing. What exceeds `units * KEPT` blocks of a row is read again.
 const KEPT: usize = 4;
 
 /// The row-wise copy of `x` with one amax for each row, which it also finds: rows are tokens. See
@@ -100,6 +100,7 @@ pub fn quantize_per_token(
             rows,
             blocks,
             args.plan,
+            blocks.div_ceil(dim.x as usize).min(KEPT),
             !is_cpu(client),
             x.dtype,
         );
@@ -121,6 +122,7 @@ pub fn quantize_per_token_kernel<N: Size>(
     padded_rows: usize,
     blocks: usize,
     #[comptime] plan: CopyPlan,
+    #[comptime] kept_blocks: usize,
     #[comptime] planes: bool,
     #[comptime] kind: FloatKind,
 ) {
@@ -139,23 +141,37 @@ pub fn quantize_per_token_kernel<N: Size>(
     let mut row = CUBE_POS;
     while row < padded_rows {
         if row < rows {
-            let mut kept = Array::<u32>::new(comptime!(KEPT * words_per_block));
+            let mut kept = Array::<u32>::new(comptime!(kept_blocks * words_per_block));
             let mut bits = 0u32;
+            // All loads are under way before the first is waited for.
             #[unroll]
-            for k in 0..KEPT {
+            for k in 0..kept_blocks {
                 let block = unit + k * units;
-                if block < blocks {
-                    let words = load_block_words::<N>(x, (row * blocks + block) * per_block, kind);
+                let start = (row * blocks + block) * per_block;
+                #[unroll]
+                for v in 0..comptime!(words_per_block / width) {
+                    let vector = if block < blocks {
+                        x[start + v]
+                    } else {
+                        Vector::<u32, N>::zero()
+                    };
                     #[unroll]
-                    for w in 0..words_per_block {
-                        kept[comptime!(k * words_per_block + w)] = words[w];
+                    for w in 0..width {
+                        kept[comptime!(k * words_per_block + v * width + w)] = vector.extract(w);
                     }
-                    let values = row_block(&words, &signs, plan, kind);
-                    let here = block_amax(&values, 0usize, policy.conversion);
-                    bits = max(bits, magnitude_bits(here));
                 }
             }
-            let mut block = unit + KEPT * units;
+            #[unroll]
+            for k in 0..kept_blocks {
+                let words = kept_block(&kept, k, kind);
+                let values = row_block(&words, &signs, plan, kind);
+                // Blocks behind the last are zeros.
+                bits = max(
+                    bits,
+                    magnitude_bits(block_amax(&values, 0usize, policy.conversion)),
+                );
+            }
+            let mut block = unit + kept_blocks * units;
             while block < blocks {
                 let words = load_block_words::<N>(x, (row * blocks + block) * per_block, kind);
                 let values = row_block(&words, &signs, plan, kind);
@@ -182,14 +198,10 @@ pub fn quantize_per_token_kernel<N: Size>(
             let global = GlobalScale::from_amax(row_amax, policy.scaling);
 
             #[unroll]
-            for k in 0..KEPT {
+            for k in 0..kept_blocks {
                 let block = unit + k * units;
                 if block < blocks {
-                    let mut words = Array::<u32>::new(words_per_block);
-                    #[unroll]
-                    for w in 0..words_per_block {
-                        words[w] = kept[comptime!(k * words_per_block + w)];
-                    }
+                    let words = kept_block(&kept, k, kind);
                     let values = row_block(&words, &signs, plan, kind);
                     let index = row * blocks + block;
                     let logical = u64::cast_from(index);
@@ -200,7 +212,7 @@ pub fn quantize_per_token_kernel<N: Size>(
                     scales[place] = u8::cast_from(encoded.scale);
                 }
             }
-            let mut block = unit + KEPT * units;
+            let mut block = unit + kept_blocks * units;
             while block < blocks {
                 let words = load_block_words::<N>(x, (row * blocks + block) * per_block, kind);
                 let values = row_block(&words, &signs, plan, kind);
@@ -227,6 +239,18 @@ pub fn quantize_per_token_kernel<N: Size>(
         }
         row += CUBE_COUNT;
     }
+}
+
+/// The words of one of the blocks in registers.
+#[cube]
+fn kept_block(kept: &Array<u32>, #[comptime] k: usize, #[comptime] kind: FloatKind) -> Array<u32> {
+    let count = comptime!(block_words(kind));
+    let mut words = Array::<u32>::new(count);
+    #[unroll]
+    for w in 0..count {
+        words[w] = kept[comptime!(k * count + w)];
+    }
+    words
 }
 
 /// Where the scale of a block of a row-wise copy stands.

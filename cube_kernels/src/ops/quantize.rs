@@ -757,7 +757,7 @@ fn sum_of_rows(errors: &Shared<[u32]>, first: usize) -> f32 {
         let width = comptime!(8usize >> stage);
         #[unroll]
         for r in 0..width {
-            rows[r] = rows[r] + rows[comptime!(r + width)];
+            rows[r] += rows[comptime!(r + width)];
         }
     }
     rows[0]

@@ -25,6 +25,10 @@ pub(crate) const ROWS: usize = 128;
 /// Columns of a tile.
 pub(crate) const COLS: usize = 64;
 
+/// Vectors that a unit loads before it stores the first: a tile of 16-bit elements in one turn of 256
+/// units.
+const IN_FLIGHT: usize = 4;
+
 /// Words of one tile row.
 pub(crate) const fn words(kind: FloatKind) -> usize {
     COLS * kind.size() / 4
@@ -141,9 +145,9 @@ pub fn plan_groups(
             let mut padded_sum = 0u32;
             for h in 0..g {
                 let count = rows[h + 1usize] - rows[h];
-                tile_sum += (count + 127u32) / 128u32;
-                unit_sum += (count + comptime!(unit as u32 - 1)) / comptime!(unit as u32);
-                padded_sum += (count + (wide - 1u32)) / wide;
+                tile_sum += count.div_ceil(128u32);
+                unit_sum += count.div_ceil(comptime!(unit as u32));
+                padded_sum += count.div_ceil(wide);
             }
             tiles[g] = tile_sum;
             units[g] = unit_sum;
@@ -275,22 +279,36 @@ pub fn load_tile<F: Numeric, N: Size>(
         let per_row = comptime!(words(kind) / width);
         let row_vectors = shape.cols / comptime!(width * (4 / kind.size()));
         let vector0 = tile.col0 / comptime!(width * (4 / kind.size()));
-        let mut item = UNIT_POS as usize;
-        while item < comptime!(ROWS * per_row) {
-            let r = item / per_row;
-            let v = item % per_row;
-            let row = tile.row0 + r;
-            let mut vector = Vector::<F, N>::empty();
-            let inside = row < tile.row_end && vector0 + v < row_vectors;
-            if inside {
-                vector = x[row * row_vectors + vector0 + v];
+        let units = CUBE_DIM as usize;
+        let mut first = UNIT_POS as usize;
+        while first < comptime!(ROWS * per_row) {
+            // All loads of a turn are under way before the first is waited for.
+            let mut loaded = Array::<Vector<F, N>>::new(IN_FLIGHT);
+            #[unroll]
+            for j in 0..IN_FLIGHT {
+                let item = first + j * units;
+                let row = tile.row0 + item / per_row;
+                let vector = vector0 + item % per_row;
+                let inside =
+                    item < comptime!(ROWS * per_row) && row < tile.row_end && vector < row_vectors;
+                loaded[j] = if inside {
+                    x[row * row_vectors + vector]
+                } else {
+                    Vector::<F, N>::zero()
+                };
             }
             #[unroll]
-            for i in 0..width {
-                let word = select(inside, u32::cast_from(vector.extract(i)), 0u32);
-                shared[r * pitch + v * width + i] = word;
+            for j in 0..IN_FLIGHT {
+                let item = first + j * units;
+                if item < comptime!(ROWS * per_row) {
+                    let start = (item / per_row) * pitch + (item % per_row) * width;
+                    #[unroll]
+                    for i in 0..width {
+                        shared[start + i] = u32::cast_from(loaded[j].extract(i));
+                    }
+                }
             }
-            item += CUBE_DIM as usize;
+            first += IN_FLIGHT * units;
         }
     }
 }
