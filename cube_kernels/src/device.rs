@@ -426,7 +426,7 @@ impl From<Rounding> for DeviceRounding {
     }
 }
 
-/// How one packed copy is made on a device: [`CopyPolicy`](crate::CopyPolicy), with the random offset
+/// How one packed copy is made on a device: [`CopyPolicy`], with the random offset
 /// on either side.
 #[derive(Debug, Clone)]
 pub struct DeviceCopy {

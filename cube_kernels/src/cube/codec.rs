@@ -21,7 +21,7 @@ const ONE: u32 = 0x3F80_0000;
 const SIX: u32 = 0x40C0_0000;
 /// Bits of the smallest normal `f32`, 2⁻¹²⁶.
 const MIN_NORMAL: u32 = 0x0080_0000;
-/// 2²² + 1; see [`nearest_bits`].
+/// 2²² + 1; see [`nearest_bits()`].
 const SPREAD: f32 = 4_194_305.0;
 
 /// Who does the arithmetic for which some devices have instructions of their own. Every choice gives
@@ -87,7 +87,7 @@ pub fn nearest_bits(magnitude: f32, binade: u32) -> u32 {
     u32::reinterpret(f32::reinterpret(binade) * SPREAD + magnitude)
 }
 
-/// The code, sign included, from the bits of [`nearest_bits`]. Bits of `binade >> 22` are
+/// The code, sign included, from the bits of [`nearest_bits()`]. Bits of `binade >> 22` are
 /// `254 + 2 E`: with the two units already there the sum of last three bits is the code.
 #[cube]
 pub fn code_of(sum: u32, binade: u32, value: f32, #[comptime] conversion: Conversion) -> u32 {

@@ -2,7 +2,7 @@
 //! product's epilogue and the operand decoding need.
 //!
 //! Sections named are those of the PTX ISA 8.0 and later. Shared memory is addressed by its 32-bit
-//! address inside the cube ([`shared_address`]).
+//! address inside the cube ([`shared_address()`]).
 //!
 //! The result of a block is a variable, which another block would take for a pointer: functions
 //! return it reinterpreted as itself, which is a value.
@@ -287,7 +287,7 @@ pub fn decode_e4m3x2(bytes: u16) -> Vector<u32, Const<2>> {
     Vector::<u32, Const<2>>::reinterpret(scales)
 }
 
-/// Eight E2M1 codes times `scale` of [`decode_e4m3x2`], as pairs of bf16: codes (0, 4), (1, 5),
+/// Eight E2M1 codes times `scale` of [`decode_e4m3x2()`], as pairs of bf16: codes (0, 4), (1, 5),
 /// (2, 6), (3, 7), each 2^-8 times what it stands for.
 ///
 /// A code's exponent and mantissa, put into the lowest exponent bits of a bf16, are the code times
@@ -319,7 +319,7 @@ pub fn decode_e2m1x8_pairs(codes: u32, scale: u32) -> Vector<u32, Const<4>> {
 }
 
 /// Four pairs in order, (0, 1), (2, 3), (4, 5), (6, 7), as (0, 4), (1, 5), (2, 6), (3, 7): the order
-/// of [`decode_e2m1x8_pairs`].
+/// of [`decode_e2m1x8_pairs()`].
 #[cube]
 pub fn interleave_pairs(pairs: Vector<u32, Const<4>>) -> Vector<u32, Const<4>> {
     let out: Vector<u32, Const<4>>;

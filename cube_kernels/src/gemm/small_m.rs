@@ -46,7 +46,7 @@ pub struct Shape {
     pub strips: usize,
     /// Groups of 8 rows of `a`.
     pub columns: usize,
-    /// The contraction is no multiple of [`CHUNK`].
+    /// The contraction is no multiple of `CHUNK`.
     pub tail: bool,
     /// How `a` is read.
     pub left: Left,

@@ -286,7 +286,7 @@ pub fn amax_kernel<F: Numeric, N: Size>(
     raise(out, 0usize, canonical(bits), planes);
 }
 
-/// The comptime choices of [`amax_tiles_kernel`].
+/// The comptime choices of `amax_tiles_kernel`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct AmaxPlan {
     /// Maxima for row-wise copies.

@@ -314,7 +314,7 @@ fn launch_tiles(
     Ok((row.map(|row| row.out), col.map(|col| col.out)))
 }
 
-/// The comptime choices of [`quantize_tiles_kernel`].
+/// The comptime choices of `quantize_tiles_kernel`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct TilePlan {
     /// The row-wise copy, if it is made.

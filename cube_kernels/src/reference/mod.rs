@@ -30,6 +30,7 @@ pub use dequantize::{decode_blocks, decode_blocks_into, dequantize};
 pub use element::Element;
 pub use gemm::{alpha, gemm_f32, gemm_f64};
 pub use hadamard::{inverse_transform, transform, transform_cols};
+#[cfg(feature = "cube")]
 pub(crate) use ms_eden::check_hadamard as check_eden_hadamard;
 pub use ms_eden::{
     EDEN_GROUP, EdenTarget, eden_amax, ms_eden, ms_eden_amax, round_scale_stochastic,
