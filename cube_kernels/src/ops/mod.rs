@@ -17,6 +17,8 @@ mod ms_eden;
 #[allow(missing_docs)]
 mod mxfp8;
 #[allow(missing_docs)]
+mod offset;
+#[allow(missing_docs)]
 mod padding;
 #[allow(missing_docs)]
 mod per_token;
@@ -35,6 +37,7 @@ pub use groups::GroupOffsets;
 pub use launch::CopyRequest;
 pub use ms_eden::{EdenRandom, EdenSource, ms_eden, ms_eden_amax};
 pub use mxfp8::{DeviceMx, mx_dequantize, mx_quantize, mx_requantize};
+pub use offset::advance_offset;
 pub use padding::{pad_groups, unpad_groups};
 pub use per_token::quantize_per_token;
 pub use quantize::{

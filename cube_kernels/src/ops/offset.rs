@@ -1,0 +1,36 @@
+//! Random offsets in device memory.
+
+use cubecl::{prelude::*, server::Handle};
+
+use super::launch::buffer;
+use crate::{Nvfp4Error, device::check_memory};
+
+/// Advances a random offset in device memory (two `u32`, low word first) by `step`, wrapping at 2^64,
+/// after the kernels that were queued before. A captured graph that ends with it draws fresh bits at
+/// every replay of its [`StochasticAt`](crate::device::DeviceRounding::StochasticAt) copies.
+///
+/// # Errors
+/// When `offset` does not hold two words.
+pub fn advance_offset(client: &Client, offset: &Handle, step: u32) -> Result<(), Nvfp4Error> {
+    check_memory("offset", offset, 8)?;
+    // SAFETY: checked to hold two words.
+    unsafe {
+        advance_offset_kernel::launch_unchecked(
+            client,
+            CubeCount::Static(1, 1, 1),
+            CubeDim::new_1d(1),
+            buffer(offset, 2),
+            step,
+        );
+    }
+    Ok(())
+}
+
+#[cube(launch_unchecked)]
+fn advance_offset_kernel(offset: &mut [u32], step: u32) {
+    let low = offset[0] + step;
+    // Unsigned addition wrapped exactly when the sum is below a summand.
+    let carry = u32::cast_from(low < step);
+    offset[0] = low;
+    offset[1] = offset[1] + carry;
+}
