@@ -6,6 +6,8 @@
 
 use cubecl::prelude::*;
 
+use crate::HadamardSize;
+
 use super::{
     codec::{Conversion, decode_e4m3, encode_e4m3, magnitude_bits, round_to_bf16},
     philox::{Random, block_words},
@@ -210,8 +212,8 @@ pub fn transform_between_segments(
             }
             #[unroll]
             for pair in 0..4usize {
-                let low = values[comptime!(pair * 2)] * 0.088_388_35f32;
-                let high = values[comptime!(pair * 2 + 1)] * 0.088_388_35f32;
+                let low = values[comptime!(pair * 2)] * comptime!(HadamardSize::H128.factor());
+                let high = values[comptime!(pair * 2 + 1)] * comptime!(HadamardSize::H128.factor());
                 let at = base + comptime!(pair * 2 * step);
                 if comptime!(hardware) {
                     let word = ptx::cvt_rn_bf16x2(low, high);
