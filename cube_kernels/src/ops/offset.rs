@@ -32,5 +32,5 @@ fn advance_offset_kernel(offset: &mut [u32], step: u32) {
     // Unsigned addition wrapped exactly when the sum is below a summand.
     let carry = u32::cast_from(low < step);
     offset[0] = low;
-    offset[1] = offset[1] + carry;
+    offset[1] += carry;
 }
