@@ -219,7 +219,7 @@ fn fold<F: Numeric>(
     #[comptime] kind: FloatKind,
 ) -> u32 {
     let word = u32::cast_from(stored);
-    let mut max = bits;
+    let mut largest = bits;
     #[unroll]
     for half in 0..comptime!(if elements {
         1u32
@@ -228,18 +228,13 @@ fn fold<F: Numeric>(
     }) {
         let value = unpack(word, half, kind);
         if comptime!(conversion.has_ptx()) {
-            let so_far = f32::reinterpret(max);
-            max = u32::reinterpret(ptx::max_abs_nan(so_far, value));
+            let so_far = f32::reinterpret(largest);
+            largest = u32::reinterpret(ptx::max_abs_nan(so_far, value));
         } else {
-            max = comptime_max(max, magnitude_bits(value));
+            largest = max(largest, magnitude_bits(value));
         }
     }
-    max
-}
-
-#[cube]
-fn comptime_max(a: u32, b: u32) -> u32 {
-    max(a, b)
+    largest
 }
 
 /// Vectors that a unit loads before it looks at the first.

@@ -56,7 +56,9 @@ impl EdenSource<'_> {
     fn check(&self) -> Result<(), Nvfp4Error> {
         match self {
             Self::Matrix(matrix) => matrix.check("source"),
-            Self::Packed(packed) => packed.check("source"),
+            Self::Packed(packed) => packed
+                .check("source")
+                .and_then(|()| packed.check_plain("source")),
         }
     }
 

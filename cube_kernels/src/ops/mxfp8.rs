@@ -189,6 +189,7 @@ pub fn mx_requantize(
     via: FloatKind,
 ) -> Result<DeviceMx, Nvfp4Error> {
     packed.check("packed")?;
+    packed.check_plain("packed")?;
     let out = DeviceMx::empty(client, (packed.rows, packed.cols), axis);
     let (outer, inner) = (packed.outer(), packed.inner());
     if outer * inner == 0 {
