@@ -329,27 +329,18 @@ impl DevicePacked {
         ))
     }
 
-    /// An error unless the copy is plain: what operations take that know nothing of groups, per-token
-    /// scales, four over six or swizzled scales.
-    pub(crate) fn check_plain(&self, argument: &'static str) -> Result<(), Nvfp4Error> {
-        let plain = self.layout == ScaleLayout::Compact
-            && self.scaling.bound() == 448
-            && self.scope == AmaxScope::Group
-            && matches!(self.groups, Groups::One);
-        if plain {
-            return Ok(());
+    /// An error unless the copy has compact scales, one amax and no groups: what operations take that
+    /// know nothing of groups, per-token scales or swizzled scales.
+    pub(crate) fn check_one_amax(&self, argument: &'static str) -> Result<(), Nvfp4Error> {
+        self.check_compact(argument)?;
+        match self.scope {
+            AmaxScope::Group => Ok(()),
+            AmaxScope::Outer => Err(Nvfp4Error::value(
+                argument,
+                "one amax for each stored row",
+                "one amax",
+            )),
         }
-        Err(Nvfp4Error::value(
-            argument,
-            format!(
-                "{:?} scales, {:?}, one amax for each {:?}, {} groups",
-                self.layout,
-                self.scaling,
-                self.scope,
-                self.groups.count()
-            ),
-            "compact scales with the bound 448, one amax, no groups",
-        ))
     }
 
     /// Copies a host tensor to the device.

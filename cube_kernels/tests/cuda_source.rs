@@ -165,6 +165,9 @@ fn sources(conversion: Conversion) -> Vec<Source> {
                 buffer(1),
                 buffer(blocks * 2),
                 blocks * 2,
+                cols / 8,
+                2688.0,
+                false,
                 dtype,
                 elem,
             );
@@ -180,6 +183,8 @@ fn sources(conversion: Conversion) -> Vec<Source> {
                 rows,
                 cols,
                 cols / 16,
+                2688.0,
+                true,
                 dtype,
                 elem,
             );

@@ -6,7 +6,20 @@ use burn_core::backend::{
     Backend, ExtensionType,
     tensor::{FloatTensor, IntTensor},
 };
-use nvfp4_kernels::{BLOCK, Hadamard, PackedAxis};
+use nvfp4_kernels::{BLOCK, BlockScaling, Hadamard, MX_BLOCK, PackedAxis};
+use serde::{Deserialize, Serialize};
+
+/// What one maximum, and so one global scale, stands for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum GlobalScaling {
+    /// The whole matrix.
+    #[default]
+    PerTensor,
+    /// One stored row: a row of the source in the row-wise copy (a token), a column in the
+    /// column-wise one (a feature).
+    PerToken,
+}
 
 /// What the buffers of a packed matrix mean.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -17,11 +30,27 @@ pub struct PackedLayout {
     pub cols: usize,
     /// The axis of the source along which blocks of 16 lie.
     pub axis: PackedAxis,
-    /// The transform that was applied along that axis.
+    /// The transform that was applied along that axis, which is padded to a multiple of its size.
     pub hadamard: Option<Hadamard>,
+    /// How block scales were found, which decides how an amax decodes.
+    pub scaling: BlockScaling,
+    /// What one amax stands for.
+    pub global: GlobalScaling,
 }
 
 impl PackedLayout {
+    /// The layout of a copy with one amax, standard block scales and no transform.
+    pub const fn plain(rows: usize, cols: usize, axis: PackedAxis) -> Self {
+        Self {
+            rows,
+            cols,
+            axis,
+            hadamard: None,
+            scaling: BlockScaling::Standard,
+            global: GlobalScaling::PerTensor,
+        }
+    }
+
     /// Stored rows: the rows of a row-wise copy, the columns of a column-wise one.
     pub fn outer(&self) -> usize {
         self.axis.stored_shape(self.rows, self.cols).0
@@ -34,7 +63,18 @@ impl PackedLayout {
 
     /// Blocks in one stored row.
     pub fn blocks(&self) -> usize {
-        self.inner().div_ceil(BLOCK)
+        let unit = self
+            .hadamard
+            .map_or(BLOCK, |hadamard| hadamard.size().elements());
+        self.inner().div_ceil(unit) * (unit / BLOCK)
+    }
+
+    /// Number of maxima.
+    pub fn amax_len(&self) -> usize {
+        match self.global {
+            GlobalScaling::PerTensor => 1,
+            GlobalScaling::PerToken => self.outer(),
+        }
     }
 }
 
@@ -46,7 +86,8 @@ pub struct Packed<B: Backend> {
     pub codes: IntTensor<B>,
     /// Block scales, `u8[outer, blocks]`: E4M3 bytes, row-major.
     pub scales: IntTensor<B>,
-    /// Largest magnitude of the source (after the transform, if there is one), `f32[1]`.
+    /// Largest magnitude of the source (after the transform, if there is one), or of each stored row
+    /// of it: `f32[amax_len]`.
     pub amax: FloatTensor<B>,
     /// What the buffers mean.
     pub layout: PackedLayout,
@@ -64,6 +105,58 @@ pub struct PackedPair<B: Backend> {
     pub col: Packed<B>,
 }
 
+/// What the buffers of an MXFP8 matrix mean.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct MxLayout {
+    /// Rows of the source matrix.
+    pub rows: usize,
+    /// Columns of the source matrix.
+    pub cols: usize,
+    /// The axis of the source along which blocks of 32 lie.
+    pub axis: PackedAxis,
+}
+
+impl MxLayout {
+    /// Stored rows: the rows of a row-wise copy, the columns of a column-wise one.
+    pub fn outer(&self) -> usize {
+        self.axis.stored_shape(self.rows, self.cols).0
+    }
+
+    /// Length of the packed axis, without padding.
+    pub fn inner(&self) -> usize {
+        self.axis.stored_shape(self.rows, self.cols).1
+    }
+
+    /// Blocks in one stored row.
+    pub fn blocks(&self) -> usize {
+        self.inner().div_ceil(MX_BLOCK)
+    }
+}
+
+/// A matrix in MXFP8 on a backend.
+#[derive(ExtensionType, Clone, Debug)]
+#[extension_type(fusion: cfg(feature = "cubecl-backend"))]
+pub struct MxPacked<B: Backend> {
+    /// E4M3 codes, `u8[outer, blocks * 32]`.
+    pub codes: IntTensor<B>,
+    /// Block scales, `u8[outer, blocks]`: UE8M0 bytes.
+    pub scales: IntTensor<B>,
+    /// What the buffers mean.
+    pub layout: MxLayout,
+}
+
+/// One side of a product, in whatever format: `outer` rows, each as long as the contraction.
+#[derive(ExtensionType, Clone, Debug)]
+#[extension_type(fusion: cfg(feature = "cubecl-backend"))]
+pub enum Operand<B: Backend> {
+    /// 4-bit codes.
+    Nvfp4(#[extension_type] Packed<B>),
+    /// 8-bit codes.
+    Mxfp8(#[extension_type] MxPacked<B>),
+    /// The matrix itself, contracted along this axis of it.
+    Float(FloatTensor<B>, PackedAxis),
+}
+
 /// A bias, or none.
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "cubecl-backend"))]
@@ -75,32 +168,62 @@ pub enum Bias<B: Backend> {
 }
 
 #[cfg(feature = "cubecl-backend")]
-pub(super) use meta::{dequantize_meta, matmul_meta, packed_meta, pair_meta};
+pub(super) use meta::{
+    dequantize_meta, eden_meta, eden_packed_meta, matmul_meta, mx_meta, mx_packed_meta,
+    packed_meta, pair_meta, product_meta,
+};
 
 /// Shapes and types of the results, for Fusion, which needs them before anything runs.
 #[cfg(feature = "cubecl-backend")]
 mod meta {
     use burn_core::backend::fusion::custom::TensorSpec;
     use burn_core::tensor::{DType, FloatDType, Shape};
+    use nvfp4_kernels::reference::EDEN_GROUP;
 
-    use super::super::{PairSpec, QuantizeSpec};
+    use super::super::{CopySpec, EdenSpec, PairSpec, QuantizeSpec};
     use super::{
-        BiasMetadata, Hadamard, PackedAxis, PackedLayout, PackedMetadata, PackedPairMetadata,
+        BiasMetadata, MX_BLOCK, MxLayout, MxPackedMetadata, OperandMetadata, PackedAxis,
+        PackedLayout, PackedMetadata, PackedPairMetadata,
     };
 
     pub(in crate::ops) fn packed_meta(x: &TensorSpec, spec: &QuantizeSpec) -> PackedMetadata {
-        packed(x, spec.axis, spec.hadamard)
+        packed(spec.copy.layout(x.shape[0], x.shape[1], spec.axis))
     }
 
     pub(in crate::ops) fn pair_meta(x: &TensorSpec, spec: &PairSpec) -> PackedPairMetadata {
-        let hadamard = match spec {
-            PairSpec::Tile => None,
-            PairSpec::Blocks { hadamard, .. } => *hadamard,
-        };
+        let [row, col] = spec.copies();
+        let copy = |copy: CopySpec, axis| packed(copy.layout(x.shape[0], x.shape[1], axis));
         PackedPairMetadata {
-            row: packed(x, PackedAxis::Cols, None),
-            col: packed(x, PackedAxis::Rows, hadamard),
+            row: copy(row, PackedAxis::Cols),
+            col: copy(col, PackedAxis::Rows),
         }
+    }
+
+    pub(in crate::ops) fn eden_meta(x: &TensorSpec, spec: &EdenSpec) -> PackedMetadata {
+        packed(eden_layout(x.shape[0], x.shape[1], spec.axis))
+    }
+
+    pub(in crate::ops) fn eden_packed_meta(
+        packed_: &PackedMetadata,
+        spec: &EdenSpec,
+    ) -> PackedMetadata {
+        packed(eden_layout(
+            packed_.layout.rows,
+            packed_.layout.cols,
+            spec.axis,
+        ))
+    }
+
+    pub(in crate::ops) fn mx_meta(x: &TensorSpec, axis: &PackedAxis) -> MxPackedMetadata {
+        mx(x.shape[0], x.shape[1], *axis)
+    }
+
+    pub(in crate::ops) fn mx_packed_meta(
+        packed: &PackedMetadata,
+        axis: &PackedAxis,
+        _via: &FloatDType,
+    ) -> MxPackedMetadata {
+        mx(packed.layout.rows, packed.layout.cols, *axis)
     }
 
     pub(in crate::ops) fn dequantize_meta(
@@ -121,18 +244,49 @@ mod meta {
         TensorSpec::new(shape, (*dtype).into())
     }
 
-    fn packed(x: &TensorSpec, axis: PackedAxis, hadamard: Option<Hadamard>) -> PackedMetadata {
-        let layout = PackedLayout {
-            rows: x.shape[0],
-            cols: x.shape[1],
-            axis,
-            hadamard,
-        };
+    pub(in crate::ops) fn product_meta(
+        a: &OperandMetadata,
+        b: &OperandMetadata,
+        _bias: &BiasMetadata,
+        dtype: &FloatDType,
+    ) -> TensorSpec {
+        TensorSpec::new(Shape::new([outer(a), outer(b)]), (*dtype).into())
+    }
+
+    fn outer(operand: &OperandMetadata) -> usize {
+        match operand {
+            OperandMetadata::Nvfp4(packed) => packed.layout.outer(),
+            OperandMetadata::Mxfp8(packed) => packed.layout.outer(),
+            OperandMetadata::Float(tensor, axis) => {
+                axis.stored_shape(tensor.shape[0], tensor.shape[1]).0
+            }
+        }
+    }
+
+    /// MS-EDEN stands for the transformed matrix, padded along the contraction.
+    fn eden_layout(rows: usize, cols: usize, axis: PackedAxis) -> PackedLayout {
+        match axis {
+            PackedAxis::Cols => PackedLayout::plain(rows, cols.next_multiple_of(EDEN_GROUP), axis),
+            PackedAxis::Rows => PackedLayout::plain(rows.next_multiple_of(EDEN_GROUP), cols, axis),
+        }
+    }
+
+    fn mx(rows: usize, cols: usize, axis: PackedAxis) -> MxPackedMetadata {
+        let layout = MxLayout { rows, cols, axis };
+        let (outer, blocks) = (layout.outer(), layout.blocks());
+        MxPackedMetadata {
+            codes: TensorSpec::new(Shape::new([outer, blocks * MX_BLOCK]), DType::U8),
+            scales: TensorSpec::new(Shape::new([outer, blocks]), DType::U8),
+            layout,
+        }
+    }
+
+    fn packed(layout: PackedLayout) -> PackedMetadata {
         let (outer, blocks) = (layout.outer(), layout.blocks());
         PackedMetadata {
             codes: TensorSpec::new(Shape::new([outer, blocks * 2]), DType::U32),
             scales: TensorSpec::new(Shape::new([outer, blocks]), DType::U8),
-            amax: TensorSpec::new(Shape::new([1]), DType::F32),
+            amax: TensorSpec::new(Shape::new([layout.amax_len()]), DType::F32),
             layout,
         }
     }

@@ -6,7 +6,7 @@ use super::launch::grid;
 use crate::{
     BLOCK, Nvfp4Error, PackedAxis,
     cube::codec::{decode_e2m1, decode_e4m3, store},
-    device::{DevicePacked, FloatKind, Matrix, address_type},
+    device::{AmaxScope, DevicePacked, FloatKind, Matrix, address_type},
 };
 
 /// The matrix that `packed` stands for, `rows` x `cols` in the orientation of its source, rounded
@@ -14,15 +14,14 @@ use crate::{
 /// copy stay transformed.
 ///
 /// # Errors
-/// When a buffer is smaller than its shape, or the copy has groups, per-token scales, swizzled scales
-/// or four over six.
+/// When a buffer is smaller than its shape, or the copy has groups or swizzled scales.
 pub fn dequantize(
     client: &Client,
     packed: &DevicePacked,
     out: FloatKind,
 ) -> Result<Matrix, Nvfp4Error> {
     packed.check("packed")?;
-    packed.check_plain("packed")?;
+    packed.check_compact("packed")?;
     let result = Matrix::empty(client, packed.rows, packed.cols, out);
     if result.is_empty() {
         return Ok(result);
@@ -33,7 +32,8 @@ pub fn dequantize(
     // SAFETY (of every argument): the buffers were checked against the shapes.
     unsafe {
         let scales = BufferArg::from_raw_parts(packed.scales.clone(), blocks);
-        let amax = BufferArg::from_raw_parts(packed.amax.clone(), 1);
+        let amax = BufferArg::from_raw_parts(packed.amax.clone(), packed.amax_len());
+        let (range, per_outer) = (packed.scaling.range(), packed.scope == AmaxScope::Outer);
         if transposed {
             let (count, dim) = grid(client, blocks);
             dequantize_cols_kernel::launch_unchecked(
@@ -48,6 +48,8 @@ pub fn dequantize(
                 packed.outer(),
                 packed.inner(),
                 packed.blocks(),
+                range,
+                per_outer,
                 out,
                 out.storage_type(),
             );
@@ -65,6 +67,9 @@ pub fn dequantize(
                 amax,
                 BufferArg::from_raw_parts(result.handle.clone(), words),
                 words,
+                packed.blocks() * 2,
+                range,
+                per_outer,
                 out,
                 out.storage_type(),
             );
@@ -81,12 +86,20 @@ pub fn dequantize_rows_kernel<F: Numeric>(
     amax: &[f32],
     out: &mut [Vector<F, Const<8>>],
     words: usize,
+    row_words: usize,
+    range: f32,
+    #[comptime] per_outer: bool,
     #[comptime] kind: FloatKind,
     #[define(F)] _storage: ElemType,
 ) {
-    let factor = amax[0] / 2688.0f32;
+    let tensor = amax[0] / range;
     let mut item = ABSOLUTE_POS;
     while item < words {
+        let factor = if comptime!(per_outer) {
+            amax[item / row_words] / range
+        } else {
+            tensor
+        };
         let word = codes[item];
         let scale = decode_e4m3(u32::cast_from(scales[item / 2usize]));
         let mut vector = Vector::<F, Const<8>>::empty();
@@ -111,13 +124,20 @@ pub fn dequantize_cols_kernel<F: Numeric>(
     outer: usize,
     inner: usize,
     blocks: usize,
+    range: f32,
+    #[comptime] per_outer: bool,
     #[comptime] kind: FloatKind,
     #[define(F)] _storage: ElemType,
 ) {
-    let factor = amax[0] / 2688.0f32;
+    let tensor = amax[0] / range;
     let mut item = ABSOLUTE_POS;
     while item < outer * blocks {
         let row = item % outer;
+        let factor = if comptime!(per_outer) {
+            amax[row] / range
+        } else {
+            tensor
+        };
         let group = item / outer;
         let index = row * blocks + group;
         let scale = decode_e4m3(u32::cast_from(scales[index]));

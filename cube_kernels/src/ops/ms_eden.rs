@@ -58,7 +58,7 @@ impl EdenSource<'_> {
             Self::Matrix(matrix) => matrix.check("source"),
             Self::Packed(packed) => packed
                 .check("source")
-                .and_then(|()| packed.check_plain("source")),
+                .and_then(|()| packed.check_one_amax("source")),
         }
     }
 
@@ -164,7 +164,7 @@ pub fn ms_eden_amax<'a>(
                     signs,
                     geometry.rows,
                     geometry.cols,
-                    RANGE,
+                    packed.scaling.range(),
                     geometry.across,
                     cuda,
                 );
@@ -285,7 +285,7 @@ pub fn ms_eden<'a>(
                     signs,
                     geometry.rows,
                     geometry.cols,
-                    RANGE,
+                    packed.scaling.range(),
                     target.amax_factor(),
                     target.block_factor(),
                     policy,
@@ -295,9 +295,6 @@ pub fn ms_eden<'a>(
     }
     Ok(out)
 }
-
-/// The denominator with which an NVFP4 amax decodes.
-const RANGE: f32 = 2688.0;
 
 fn is_sm80(capabilities: &Capabilities) -> bool {
     let capability = capabilities.compute_capability;

@@ -189,7 +189,7 @@ pub fn mx_requantize(
     via: FloatKind,
 ) -> Result<DeviceMx, Nvfp4Error> {
     packed.check("packed")?;
-    packed.check_plain("packed")?;
+    packed.check_one_amax("packed")?;
     let out = DeviceMx::empty(client, (packed.rows, packed.cols), axis);
     let (outer, inner) = (packed.outer(), packed.inner());
     if outer * inner == 0 {
@@ -221,7 +221,7 @@ pub fn mx_requantize(
                 scales,
                 outer,
                 inner,
-                RANGE,
+                packed.scaling.range(),
                 inner.is_multiple_of(MX_BLOCK),
                 lanes,
                 hardware,
@@ -247,7 +247,7 @@ pub fn mx_requantize(
                 scales,
                 outer,
                 inner,
-                RANGE,
+                packed.scaling.range(),
                 hardware,
                 via,
                 via.storage_type(),
@@ -324,9 +324,6 @@ pub fn mx_dequantize(
     }
     Ok(result)
 }
-
-/// The denominator with which an NVFP4 amax decodes.
-const RANGE: f32 = 2688.0;
 
 /// Rows and columns of the tile that one cube turns into columns.
 const TILE_ROWS: usize = 128;

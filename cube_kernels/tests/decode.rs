@@ -1,0 +1,109 @@
+//! What reads packed operands reads every scaling: dequantize, NVFP4 to MXFP8 and MS-EDEN take copies
+//! made with four over six, dequantize also copies with one maximum for each stored row. On CubeCL's
+//! CPU runtime or on a GPU (`NVFP4_TEST_DEVICE`).
+#![cfg(feature = "cube")]
+
+mod common;
+#[path = "common/device.rs"]
+mod device;
+
+use common::{Kind, convert, values};
+use cubecl::prelude::*;
+use device::{assert_bytes, assert_floats, read_f32, read_matrix};
+use half::bf16;
+use nvfp4_kernels::{
+    Amax, BlockScaling, CopyPolicy, ErrorNorm, Hadamard, HadamardSize, Nvfp4Error, PackedAxis,
+    PackedTensor, RandomStream, Rounding,
+    device::{DevicePacked, FloatKind},
+    ops,
+    reference::{self, EdenTarget},
+};
+
+const AXES: [PackedAxis; 2] = [PackedAxis::Cols, PackedAxis::Rows];
+const SHAPE: (usize, usize) = (40, 48);
+
+fn copy(axis: PackedAxis, scaling: BlockScaling, per_outer: bool) -> PackedTensor {
+    let (rows, cols) = SHAPE;
+    let x: Vec<f32> = values(Kind::Gaussian, rows * cols, 5);
+    let amax = match (per_outer, axis) {
+        (false, _) => Amax::Tensor(reference::amax(&x)),
+        (true, PackedAxis::Cols) => Amax::PerOuter(reference::amax_rows(&x, rows, cols)),
+        (true, PackedAxis::Rows) => Amax::PerOuter(reference::amax_cols(&x, rows, cols)),
+    };
+    let policy = CopyPolicy {
+        scaling,
+        ..CopyPolicy::new(Rounding::Nearest)
+    };
+    reference::quantize(&x, rows, cols, axis, &amax, &policy, 0).unwrap()
+}
+
+const FOUR_OVER_SIX: BlockScaling = BlockScaling::FourOverSix(ErrorNorm::Mae);
+
+#[test]
+fn dequantize_reads_every_scaling_and_scope() {
+    let client = client!("dequantize_reads_every_scaling_and_scope");
+    for axis in AXES {
+        for scaling in [BlockScaling::Standard, FOUR_OVER_SIX] {
+            for per_outer in [false, true] {
+                let packed = copy(axis, scaling, per_outer);
+                let device = DevicePacked::from_host(&client, &packed);
+                let expected = reference::dequantize(&packed);
+                let what = format!("{axis:?} {scaling:?} per outer {per_outer}");
+                let found = ops::dequantize(&client, &device, FloatKind::F32).unwrap();
+                assert_floats(&read_matrix::<f32>(&client, &found), &expected, &what);
+                let found = ops::dequantize(&client, &device, FloatKind::Bf16).unwrap();
+                let expected = convert::<bf16>(&expected);
+                assert_floats(&read_matrix::<bf16>(&client, &found), &expected, &what);
+            }
+        }
+    }
+}
+
+#[test]
+fn four_over_six_operands_are_requantized_by_their_own_range() {
+    let client = client!("four_over_six_operands_are_requantized_by_their_own_range");
+    let (rows, cols) = SHAPE;
+    let hadamard = Hadamard::seeded_with_size(HadamardSize::H128, 9);
+    let (target, stream) = (EdenTarget::Backward, RandomStream::new(1, 2, 3));
+    for from in AXES {
+        let packed = copy(from, FOUR_OVER_SIX, false);
+        let device = DevicePacked::from_host(&client, &packed);
+        let values = reference::dequantize(&packed);
+        for to in AXES {
+            let what = format!("{from:?} to {to:?}");
+            let expected =
+                reference::mx_quantize(&convert::<bf16>(&values), rows, cols, to).unwrap();
+            let found = ops::mx_requantize(&client, &device, to, FloatKind::Bf16).unwrap();
+            let found = found.to_host(&client).unwrap();
+            assert_bytes(found.codes(), expected.codes(), &what);
+            assert_bytes(found.scales(), expected.scales(), &what);
+
+            let amax = reference::ms_eden_amax(&values, rows, cols, to, &hadamard).unwrap();
+            let found = ops::ms_eden_amax(&client, &device, to, &hadamard).unwrap();
+            assert_eq!(read_f32(&client, &found), amax, "{what}");
+            let expected =
+                reference::ms_eden(&values, rows, cols, to, amax, &hadamard, target, &stream)
+                    .unwrap();
+            let found =
+                ops::ms_eden(&client, &device, to, &found, &hadamard, target, stream).unwrap();
+            let found = found.to_host(&client, *expected.origin()).unwrap();
+            assert_bytes(found.codes(), expected.codes(), &what);
+            assert_bytes(found.scales(), expected.scales(), &what);
+        }
+    }
+}
+
+#[test]
+fn per_token_operands_are_not_requantized_by_one_amax() {
+    let client = client!("per_token_operands_are_not_requantized_by_one_amax");
+    let packed = copy(PackedAxis::Cols, BlockScaling::Standard, true);
+    let device = DevicePacked::from_host(&client, &packed);
+    let hadamard = Hadamard::seeded_with_size(HadamardSize::H128, 9);
+    let refused = [
+        ops::mx_requantize(&client, &device, PackedAxis::Cols, FloatKind::Bf16).err(),
+        ops::ms_eden_amax(&client, &device, PackedAxis::Cols, &hadamard).err(),
+    ];
+    for error in refused {
+        assert!(matches!(error, Some(Nvfp4Error::Value { .. })), "{error:?}");
+    }
+}
