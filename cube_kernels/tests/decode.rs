@@ -8,7 +8,6 @@ mod common;
 mod device;
 
 use common::{Kind, convert, values};
-use cubecl::prelude::*;
 use device::{assert_bytes, assert_floats, read_f32, read_matrix};
 use half::bf16;
 use nvfp4_kernels::{
@@ -24,7 +23,7 @@ const SHAPE: (usize, usize) = (40, 48);
 
 fn copy(axis: PackedAxis, scaling: BlockScaling, per_outer: bool) -> PackedTensor {
     let (rows, cols) = SHAPE;
-    let x: Vec<f32> = values(Kind::Gaussian, rows * cols, 5);
+    let x: Vec<f32> = values(Kind::Normal, rows * cols, 5);
     let amax = match (per_outer, axis) {
         (false, _) => Amax::Tensor(reference::amax(&x)),
         (true, PackedAxis::Cols) => Amax::PerOuter(reference::amax_rows(&x, rows, cols)),

@@ -1,0 +1,209 @@
+//! What an operation does beyond its shapes: policies with every random choice already made.
+
+use nvfp4_kernels::{BlockScaling, Hadamard, PackedAxis, RandomStream, Rounding};
+
+use super::packed::{GlobalScaling, PackedLayout};
+
+/// How one packed copy of a matrix is made, whichever axis it is packed along.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct CopySpec {
+    /// How elements round.
+    pub rounding: Rounding,
+    /// The transform applied along the packed axis first; only for [`PackedAxis::Rows`].
+    pub hadamard: Option<Hadamard>,
+    /// How block scales are found. Four over six rounds to nearest only.
+    pub scaling: BlockScaling,
+    /// What one global scale stands for.
+    pub global: GlobalScaling,
+}
+
+impl CopySpec {
+    /// Rounding by `rounding`, and everything else plain: no transform, standard block scales, one
+    /// global scale.
+    pub const fn new(rounding: Rounding) -> Self {
+        Self {
+            rounding,
+            hadamard: None,
+            scaling: BlockScaling::Standard,
+            global: GlobalScaling::PerTensor,
+        }
+    }
+
+    /// The layout of the copy of a `rows` x `cols` matrix along `axis`.
+    pub(crate) fn layout(&self, rows: usize, cols: usize, axis: PackedAxis) -> PackedLayout {
+        PackedLayout {
+            rows,
+            cols,
+            axis,
+            hadamard: self.hadamard,
+            scaling: self.scaling,
+            global: self.global,
+        }
+    }
+}
+
+/// How to make one packed copy of a matrix, in 1x16 blocks along `axis`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct QuantizeSpec {
+    /// The axis along which the blocks lie: along rows ([`PackedAxis::Cols`]), or along columns
+    /// ([`PackedAxis::Rows`], stored transposed).
+    pub axis: PackedAxis,
+    /// How the copy is made.
+    pub copy: CopySpec,
+}
+
+impl QuantizeSpec {
+    /// A plain copy along `axis`.
+    pub const fn new(axis: PackedAxis, rounding: Rounding) -> Self {
+        Self {
+            axis,
+            copy: CopySpec::new(rounding),
+        }
+    }
+}
+
+/// How to make the row-wise and the column-wise copy of a matrix.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum PairSpec {
+    /// One scale for each 16x16 tile, rounded to nearest: the two copies are exact transposes.
+    Tile(BlockScaling),
+    /// 1x16 blocks in each copy.
+    Blocks {
+        /// The row-wise copy.
+        row: CopySpec,
+        /// The column-wise copy.
+        col: CopySpec,
+    },
+}
+
+impl PairSpec {
+    /// What each copy is: row-wise, column-wise.
+    pub(crate) fn copies(&self) -> [CopySpec; 2] {
+        match *self {
+            Self::Tile(scaling) => {
+                [CopySpec {
+                    scaling,
+                    ..CopySpec::new(Rounding::Nearest)
+                }; 2]
+            }
+            Self::Blocks { row, col } => [row, col],
+        }
+    }
+}
+
+/// How to quantize by MS-EDEN along `axis`: a transform of 128, rounding to nearest, and block scales
+/// that are corrected and rounded stochastically.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct EdenSpec {
+    /// The contraction.
+    pub axis: PackedAxis,
+    /// The transform, of 128; the same for both operands of a product.
+    pub hadamard: Hadamard,
+    /// Where the scales take their bits from.
+    pub stream: RandomStream,
+}
+
+/// How one operand of a product is represented.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum OperandSpec {
+    /// As it is, in the type of the activations.
+    HighPrecision,
+    /// MXFP8.
+    Mxfp8,
+    /// NVFP4 in 1x16 blocks along the contraction.
+    Blocks(CopySpec),
+    /// NVFP4 in 16x16 tiles, rounded to nearest.
+    Tiles(BlockScaling),
+    /// NVFP4 by MS-EDEN.
+    Eden {
+        /// The transform, of 128; the same for both operands of a product.
+        hadamard: Hadamard,
+        /// Where the scales take their bits from.
+        stream: RandomStream,
+    },
+}
+
+impl OperandSpec {
+    /// NVFP4 in plain 1x16 blocks.
+    pub const fn blocks(rounding: Rounding) -> Self {
+        Self::Blocks(CopySpec::new(rounding))
+    }
+
+    /// Whether two uses of one matrix give the same operand: nothing is drawn.
+    pub(crate) fn is_deterministic(&self) -> bool {
+        match self {
+            Self::HighPrecision | Self::Mxfp8 | Self::Tiles(_) => true,
+            Self::Blocks(copy) => copy.rounding == Rounding::Nearest,
+            Self::Eden { .. } => false,
+        }
+    }
+}
+
+/// From which values the backward's operands of `x` and `w` are made.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum BackwardSource {
+    /// From the matrices that the forward was given.
+    Original,
+    /// From the values that the forward multiplied: dequantized forward operands.
+    Forward,
+}
+
+/// What [`Nvfp4Ops::nvfp4_linear`](super::Nvfp4Ops::nvfp4_linear) does beyond its shapes: the six
+/// operands of its three products.
+///
+/// `y = x w`: `x` along its columns, `w` along its rows. `dx = dy wᵀ`: both along their columns.
+/// `dw = xᵀ dy`: both along their rows, the tokens.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct LinearSpec {
+    /// `x` in fprop.
+    pub fprop_x: OperandSpec,
+    /// `w` in fprop.
+    pub fprop_w: OperandSpec,
+    /// `dy` in dgrad.
+    pub dgrad_dy: OperandSpec,
+    /// `w` in dgrad.
+    pub dgrad_w: OperandSpec,
+    /// `x` in wgrad.
+    pub wgrad_x: OperandSpec,
+    /// `dy` in wgrad.
+    pub wgrad_dy: OperandSpec,
+    /// From what `dgrad_w` and `wgrad_x` are made.
+    pub source: BackwardSource,
+}
+
+impl LinearSpec {
+    /// TransformerEngine's default recipe: `x` in 1x16 blocks to nearest, `w` in 16x16 tiles, `dy`
+    /// rounded by `dgrad` and `wgrad`, `hadamard` on both operands of wgrad.
+    pub fn nvidia(hadamard: Option<Hadamard>, dgrad: Rounding, wgrad: Rounding) -> Self {
+        let transformed = |rounding| {
+            OperandSpec::Blocks(CopySpec {
+                hadamard,
+                ..CopySpec::new(rounding)
+            })
+        };
+        let w = OperandSpec::Tiles(BlockScaling::Standard);
+        Self {
+            fprop_x: OperandSpec::blocks(Rounding::Nearest),
+            fprop_w: w,
+            dgrad_dy: OperandSpec::blocks(dgrad),
+            dgrad_w: w,
+            wgrad_x: transformed(Rounding::Nearest),
+            wgrad_dy: transformed(wgrad),
+            source: BackwardSource::Original,
+        }
+    }
+
+    /// Everything in the type of the activations.
+    pub const fn high_precision() -> Self {
+        let plain = OperandSpec::HighPrecision;
+        Self {
+            fprop_x: plain,
+            fprop_w: plain,
+            dgrad_dy: plain,
+            dgrad_w: plain,
+            wgrad_x: plain,
+            wgrad_dy: plain,
+            source: BackwardSource::Original,
+        }
+    }
+}
