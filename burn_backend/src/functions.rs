@@ -6,9 +6,12 @@
 
 use burn_core::backend::Dispatch;
 use burn_core::tensor::{DType, FloatDType, Int, Tensor};
-use nvfp4_kernels::{Hadamard, Nvfp4Error, PackedAxis, Rounding};
+use nvfp4_kernels::{BlockScaling, Hadamard, Nvfp4Error, PackedAxis, Rounding};
 
-use crate::ops::{Bias, LinearSpec, Nvfp4Ops, Packed, PackedLayout, PairSpec, QuantizeSpec};
+use crate::ops::{
+    Bias, CopySpec, LinearContext, LinearSpec, Nvfp4Ops, Packed, PackedLayout, PairSpec,
+    QuantizeSpec,
+};
 use crate::validate;
 
 /// A matrix in NVFP4: 4-bit codes, a scale for each block of 16, and the maximum of the whole.
@@ -24,7 +27,7 @@ pub struct Nvfp4Tensor {
 
 impl Nvfp4Tensor {
     /// A packed matrix from its buffers: `codes` `u32[outer, blocks * 2]`, `scales`
-    /// `u8[outer, blocks]`, `amax` `f32[1]`.
+    /// `u8[outer, blocks]`, `amax` `f32[amax_len]`.
     ///
     /// # Errors
     /// When a buffer has another shape, type or device than `layout` asks for.
@@ -38,7 +41,7 @@ impl Nvfp4Tensor {
         let (outer, blocks) = (layout.outer(), layout.blocks());
         validate::buffer("codes", &codes, [outer, blocks * 2], DType::U32)?;
         validate::buffer("scales", &scales, [outer, blocks], DType::U8)?;
-        validate::buffer("amax", &amax, [1], DType::F32)?;
+        validate::buffer("amax", &amax, [layout.amax_len()], DType::F32)?;
         validate::same_device(("codes", &codes.device()), ("scales", &scales.device()))?;
         validate::same_device(("codes", &codes.device()), ("amax", &amax.device()))?;
         Ok(Self {
@@ -59,7 +62,7 @@ impl Nvfp4Tensor {
         &self.scales
     }
 
-    /// Largest magnitude of the source, `f32[1]`.
+    /// Largest magnitude of the source, or of each stored row: `f32[amax_len]`.
     pub fn amax(&self) -> &Tensor<1> {
         &self.amax
     }
@@ -112,11 +115,11 @@ pub fn try_quantize(
         (PackedAxis::Cols, None) => validate::blocks("x", "cols", x.dims()[1])?,
         (PackedAxis::Rows, _) => {}
     }
-    let spec = QuantizeSpec {
-        axis,
-        rounding,
+    let copy = CopySpec {
         hadamard,
+        ..CopySpec::new(rounding)
     };
+    let spec = QuantizeSpec { axis, copy };
     Ok(Nvfp4Tensor::from_dispatch(Dispatch::nvfp4_quantize(
         x.into_dispatch(),
         spec,
@@ -143,7 +146,8 @@ pub fn try_quantize_tiles(x: Tensor<2>) -> Result<(Nvfp4Tensor, Nvfp4Tensor), Nv
     let [rows, cols] = x.dims();
     validate::blocks("x", "rows", rows)?;
     validate::blocks("x", "cols", cols)?;
-    let pair = Dispatch::nvfp4_quantize_pair(x.into_dispatch(), PairSpec::Tile);
+    let pair =
+        Dispatch::nvfp4_quantize_pair(x.into_dispatch(), PairSpec::Tile(BlockScaling::Standard));
     Ok((
         Nvfp4Tensor::from_dispatch(pair.row),
         Nvfp4Tensor::from_dispatch(pair.col),
@@ -235,7 +239,8 @@ pub fn matmul(
 ///
 /// # Errors
 /// When the device has no implementation, devices differ, a type is not supported, a shape does
-/// not fit, or `d_in` or `d_out` is no positive multiple of 16.
+/// not fit, `d_in` or `d_out` is no positive multiple of 16, or `spec` asks for operands that no
+/// kernel makes or multiplies.
 pub fn try_linear<const D: usize>(
     x: Tensor<D>,
     weight: Tensor<2>,
@@ -243,7 +248,14 @@ pub fn try_linear<const D: usize>(
     spec: LinearSpec,
 ) -> Result<Tensor<D>, Nvfp4Error> {
     validate::linear(&x, &weight, bias.as_ref())?;
-    Ok(linear_unchecked(x, weight, bias, spec))
+    spec.check()?;
+    Ok(linear_unchecked(
+        x,
+        weight,
+        bias,
+        spec,
+        LinearContext::default(),
+    ))
 }
 
 /// [`try_linear`], panicking where it fails.
@@ -262,6 +274,7 @@ pub(crate) fn linear_unchecked<const D: usize>(
     weight: Tensor<2>,
     bias: Option<Tensor<1>>,
     spec: LinearSpec,
+    context: LinearContext,
 ) -> Tensor<D> {
     let [d_in, d_out] = weight.dims();
     let mut dims = x.dims();
@@ -272,6 +285,7 @@ pub(crate) fn linear_unchecked<const D: usize>(
         weight.into_dispatch(),
         into_bias(bias),
         spec,
+        context,
     );
     dims[D - 1] = d_out;
     Tensor::<2>::from_dispatch(y).reshape(dims)

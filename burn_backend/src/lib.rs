@@ -64,5 +64,5 @@ mod validate;
 pub use functions::Nvfp4Tensor;
 pub use nn::{Nvfp4Linear, Nvfp4LinearConfig};
 pub use nvfp4_kernels::{Hadamard, Nvfp4Error, PackedAxis, RandomStream, Rounding};
-pub use recipe::Nvfp4Recipe;
+pub use recipe::{LayerMode, Nvfp4Recipe, set_mode};
 pub use state::{LayerRandomness, Nvfp4State};

@@ -7,8 +7,8 @@
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU16, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
 
 use burn_core as burn;
 
@@ -21,10 +21,25 @@ use burn_core::tensor::{Device, Tensor};
 use nvfp4_kernels::Nvfp4Error;
 use serde::{Deserialize, Serialize};
 
+use crate::ops::WeightCache;
+use crate::recipe::LayerMode;
+
 /// Role of a stream: the row-wise copy of the output's gradient, for dgrad.
 pub(crate) const ROLE_DGRAD: u64 = 0;
 /// Role of a stream: the column-wise copy of the output's gradient, for wgrad.
 pub(crate) const ROLE_WGRAD: u64 = 1;
+/// Role of a stream: the weight in dgrad.
+pub(crate) const ROLE_DGRAD_W: u64 = 2;
+/// Role of a stream: the input in wgrad.
+pub(crate) const ROLE_WGRAD_X: u64 = 3;
+/// Role of a stream: the signs of MS-EDEN's transform in dgrad.
+pub(crate) const ROLE_DGRAD_SIGNS: u64 = 4;
+/// Role of a stream: the signs of MS-EDEN's transform in wgrad.
+pub(crate) const ROLE_WGRAD_SIGNS: u64 = 5;
+/// Role of a stream: the input in fprop.
+pub(crate) const ROLE_FPROP_X: u64 = 6;
+/// Role of a stream: the weight in fprop.
+pub(crate) const ROLE_FPROP_W: u64 = 7;
 /// Bits of a stream id that name the role; the others name the layer.
 const ROLE_BITS: u32 = 8;
 
@@ -63,7 +78,8 @@ impl LayerRandomness {
     }
 }
 
-/// The state of one layer: its [`LayerRandomness`], and whether it stays in high precision.
+/// The state of one layer: its [`LayerRandomness`], whether it stays in high precision, its
+/// [`LayerMode`], and what it keeps of its packed weight.
 ///
 /// Clones share it. A clone of a module is the same logical layer (a fork for another device, the
 /// module that an optimizer step returns, `valid()`), and whichever of them runs forward, no offset
@@ -81,6 +97,8 @@ struct Shared {
     offset: AtomicU64,
     rht_signs: AtomicU16,
     high_precision: AtomicBool,
+    mode: Mutex<LayerMode>,
+    weights: WeightCache,
 }
 
 impl LayerState {
@@ -103,6 +121,8 @@ impl LayerState {
                 offset: offset.into(),
                 rht_signs: rht_signs.into(),
                 high_precision: false.into(),
+                mode: Mutex::default(),
+                weights: WeightCache::default(),
             }),
         })
     }
@@ -161,6 +181,30 @@ impl LayerState {
         self.shared
             .high_precision
             .store(high_precision, Ordering::Relaxed);
+        self.shared.weights.clear();
+    }
+
+    /// What the layer does with its recipe.
+    pub fn mode(&self) -> LayerMode {
+        if self.is_high_precision() {
+            return LayerMode::HighPrecision;
+        }
+        *self.shared.mode.lock().expect("no panic while it is held")
+    }
+
+    /// What was last asked of the layer, whether or not it stays in high precision.
+    fn asked_mode(&self) -> LayerMode {
+        *self.shared.mode.lock().expect("no panic while it is held")
+    }
+
+    pub(crate) fn set_mode(&self, mode: LayerMode) {
+        *self.shared.mode.lock().expect("no panic while it is held") = mode;
+        self.shared.weights.clear();
+    }
+
+    /// What the layer keeps of its packed weight.
+    pub(crate) fn weights(&self) -> &WeightCache {
+        &self.shared.weights
     }
 }
 
@@ -365,16 +409,25 @@ pub fn number_layers<M: Module>(model: &M) {
 pub struct Nvfp4State {
     /// The layers' states, by path (`""` for a model that is itself a layer).
     pub layers: BTreeMap<String, LayerRandomness>,
+    /// The modes of the layers that do not follow their recipe, by path.
+    #[config(default = "BTreeMap::new()")]
+    pub modes: BTreeMap<String, LayerMode>,
 }
 
 impl Nvfp4State {
     /// The state of every NVFP4 layer of `model`.
     pub fn collect<M: Module>(model: &M) -> Self {
-        let layers = layers(model)
+        let found = layers(model);
+        let modes = found
+            .iter()
+            .map(|layer| (layer.path.clone(), layer.state.asked_mode()))
+            .filter(|(_, mode)| *mode != LayerMode::Recipe)
+            .collect();
+        let layers = found
             .into_iter()
             .map(|layer| (layer.path, layer.state.randomness()))
             .collect();
-        Self { layers }
+        Self { layers, modes }
     }
 
     /// Put every layer of `model`, and all clones of them, into this state.
@@ -393,6 +446,7 @@ impl Nvfp4State {
             .layers
             .keys()
             .map(String::as_str)
+            .chain(self.modes.keys().map(String::as_str))
             .filter(|path| !found.iter().any(|layer| layer.path == *path))
             .collect();
         if !missing.is_empty() || !unused.is_empty() {
@@ -403,8 +457,11 @@ impl Nvfp4State {
             ));
         }
         self.layers.values().try_for_each(LayerRandomness::check)?;
-        found
-            .iter()
-            .try_for_each(|layer| layer.state.set_randomness(self.layers[&layer.path]))
+        for layer in &found {
+            layer.state.set_randomness(self.layers[&layer.path])?;
+            let mode = self.modes.get(&layer.path).copied();
+            layer.state.set_mode(mode.unwrap_or_default());
+        }
+        Ok(())
     }
 }

@@ -9,7 +9,8 @@ use burn_nn::{Initializer, Linear, LinearConfig};
 use nvfp4_kernels::Nvfp4Error;
 
 use crate::functions::{linear_unchecked, or_panic};
-use crate::recipe::Nvfp4Recipe;
+use crate::ops::LinearContext;
+use crate::recipe::{LayerMode, Nvfp4Recipe};
 use crate::state::{LayerRandomness, LayerState};
 use crate::validate;
 
@@ -38,8 +39,8 @@ impl Nvfp4LinearConfig {
     /// A new layer on `device`.
     ///
     /// # Errors
-    /// When a dimension is no positive multiple of 16, the device has no implementation, or the
-    /// layer number is 2^56 or more.
+    /// When a dimension is no positive multiple of 16, the recipe does not pass
+    /// [`Nvfp4Recipe::check`], the device has no implementation, or the layer number is 2^56 or more.
     pub fn try_init(&self, device: &Device) -> Result<Nvfp4Linear, Nvfp4Error> {
         validate::blocks("d_input", "d_input", self.d_input)?;
         validate::blocks("d_output", "d_output", self.d_output)?;
@@ -82,6 +83,7 @@ pub struct Nvfp4Linear {
 
 impl Nvfp4Linear {
     fn new(linear: Linear, recipe: &Nvfp4Recipe, layer: Option<u64>) -> Result<Self, Nvfp4Error> {
+        recipe.check()?;
         let [d_in, d_out] = linear.weight.lazy_shape().dims();
         validate::blocks("weight", "d_input", d_in)?;
         validate::blocks("weight", "d_output", d_out)?;
@@ -103,7 +105,8 @@ impl Nvfp4Linear {
     /// process.
     ///
     /// # Errors
-    /// When a dimension is no positive multiple of 16.
+    /// When a dimension is no positive multiple of 16, or the recipe does not pass
+    /// [`Nvfp4Recipe::check`].
     pub fn from_linear(linear: Linear, recipe: &Nvfp4Recipe) -> Result<Self, Nvfp4Error> {
         Self::new(linear, recipe, None)
     }
@@ -135,47 +138,24 @@ impl Nvfp4Linear {
         let weight = self.weight.val();
         let bias = self.bias.as_ref().map(|bias| bias.val());
         validate::linear(&input, &weight, bias.as_ref())?;
-        if self.state.is_high_precision() {
-            return Ok(high_precision(input, weight, bias));
-        }
-        let training = input.is_tracked() || weight.is_tracked();
-        let randomness = if training {
+        let mode = self.state.mode();
+        let draws = input.is_tracked() || weight.is_tracked();
+        let randomness = if draws && mode != LayerMode::HighPrecision {
             self.state.advance()
         } else {
             self.state.randomness()
         };
-        Ok(linear_unchecked(
-            input,
-            weight,
-            bias,
-            self.recipe.linear_spec(&randomness),
-        ))
+        let spec = mode.of(self.recipe.linear_spec(&randomness));
+        let context = LinearContext {
+            weights: (self.recipe.cache_weights).then(|| self.state.weights().clone()),
+        };
+        Ok(linear_unchecked(input, weight, bias, spec, context))
     }
 
     /// [`try_forward`](Self::try_forward), panicking where it fails.
     pub fn forward<const D: usize>(&self, input: Tensor<D>) -> Tensor<D> {
         or_panic("Nvfp4Linear::forward", self.try_forward(input))
     }
-}
-
-/// The product in the type of the input, as one 2-D product over all rows: a batched one would
-/// compute a weight gradient for each batch, and add them up afterwards.
-fn high_precision<const D: usize>(
-    input: Tensor<D>,
-    weight: Tensor<2>,
-    bias: Option<Tensor<1>>,
-) -> Tensor<D> {
-    let dtype = input.dtype();
-    let [d_in, d_out] = weight.dims();
-    let mut dims = input.dims();
-    let rows = dims[..D - 1].iter().product();
-    let input: Tensor<2> = input.reshape([rows, d_in]);
-    let mut output = input.matmul(weight.cast(dtype));
-    if let Some(bias) = bias {
-        output = output + bias.cast(dtype).unsqueeze();
-    }
-    dims[D - 1] = d_out;
-    output.reshape(dims)
 }
 
 impl ModuleDisplay for Nvfp4Linear {

@@ -13,18 +13,19 @@ use burn_core::tensor::{FloatDType, Shape};
 use nvfp4_kernels::PackedAxis;
 
 use super::{
-    Bias, LinearSpec, Nvfp4Ops, Packed, PackedPair, PairSpec, QuantizeSpec, float_dtype,
-    weight_for_forward,
+    BackwardSource, Bias, EdenSpec, LinearContext, LinearSpec, MxPacked, Nvfp4Ops, Operand,
+    OperandSpec, Packed, PackedPair, PairSpec, QuantizeSpec, float_dtype,
+    operands::{again, both, cast, one},
 };
 
-/// What a tracked product keeps until its backward: packed operands, and nothing that was not
-/// quantized.
+/// What a tracked product keeps until its backward: the operands of the backward's products, in
+/// their formats, and nothing else.
 #[derive(Clone, Debug)]
 struct Saved<B: Backend> {
-    /// The column-wise copy of `x`, if the weight needs a gradient.
-    x_col: Option<Packed<B>>,
-    /// The row-wise copy of `w`, if the input needs a gradient.
-    w_row: Option<Packed<B>>,
+    /// `x` for wgrad, if the weight needs a gradient.
+    x: Option<Operand<B>>,
+    /// `w` for dgrad, if the input needs a gradient.
+    w: Option<Operand<B>>,
     x_dtype: FloatDType,
     w_dtype: FloatDType,
     /// Type of the bias, if there is one and it needs a gradient.
@@ -45,62 +46,34 @@ impl<B: Nvfp4Ops> Saved<B> {
         let bias = self
             .bias_dtype
             .map(|dtype| bias_grad::<B>(dy.clone(), dtype));
-        let spec = self.spec;
-        let (dy_row, dy_col) = match (&self.w_row, &self.x_col) {
+        let (spec, dtype) = (self.spec, self.x_dtype);
+        let (row, col) = (spec.dgrad_dy, spec.wgrad_dy);
+        let (dy_row, dy_col) = match (&self.w, &self.x) {
             (Some(_), Some(_)) => {
-                let pair = B::nvfp4_quantize_pair(
-                    dy,
-                    PairSpec::Blocks {
-                        row: spec.dgrad,
-                        col: spec.wgrad,
-                        hadamard: spec.hadamard,
-                    },
-                );
-                (Some(pair.row), Some(pair.col))
+                let (row, col) = both::<B>(dy, &row, &col, dtype);
+                (Some(row), Some(col))
             }
-            (Some(_), None) => {
-                let row = QuantizeSpec {
-                    axis: PackedAxis::Cols,
-                    rounding: spec.dgrad,
-                    hadamard: None,
-                };
-                (Some(B::nvfp4_quantize(dy, row)), None)
-            }
-            (None, Some(_)) => {
-                let col = QuantizeSpec {
-                    axis: PackedAxis::Rows,
-                    rounding: spec.wgrad,
-                    hadamard: spec.hadamard,
-                };
-                (None, Some(B::nvfp4_quantize(dy, col)))
-            }
+            (Some(_), None) => (Some(one::<B>(dy, &row, PackedAxis::Cols, dtype)), None),
+            (None, Some(_)) => (None, Some(one::<B>(dy, &col, PackedAxis::Rows, dtype))),
             (None, None) => (None, None),
         };
         let x = dy_row
-            .zip(self.w_row)
-            .map(|(dy, w)| B::nvfp4_matmul(dy, w, Bias::Absent, self.x_dtype));
+            .zip(self.w)
+            .map(|(dy, w)| B::nvfp4_product(dy, w, Bias::Absent, self.x_dtype));
         let w = self
-            .x_col
+            .x
             .zip(dy_col)
-            .map(|(x, dy)| B::nvfp4_matmul(x, dy, Bias::Absent, self.w_dtype));
+            .map(|(x, dy)| B::nvfp4_product(x, dy, Bias::Absent, self.w_dtype));
         LinearGrads { x, w, bias }
     }
 }
 
 /// The sum of `dy` over its rows, in `f32`, rounded once to the type of the bias.
-fn bias_grad<B: Backend>(dy: FloatTensor<B>, dtype: FloatDType) -> FloatTensor<B> {
+fn bias_grad<B: Nvfp4Ops>(dy: FloatTensor<B>, dtype: FloatDType) -> FloatTensor<B> {
     let features = dy.shape()[1];
     let dy = cast::<B>(dy, FloatDType::F32);
     let sum = B::float_reshape(B::float_sum_dim(dy, 0), Shape::new([features]));
     cast::<B>(sum, dtype)
-}
-
-fn cast<B: Backend>(tensor: FloatTensor<B>, dtype: FloatDType) -> FloatTensor<B> {
-    if float_dtype(tensor.dtype()) == dtype {
-        tensor
-    } else {
-        B::float_cast(tensor, dtype)
-    }
 }
 
 /// The product without a bias: parents `[x, w]`.
@@ -149,52 +122,125 @@ impl<B: Nvfp4Ops> Backward<B, 3> for LinearBias {
     }
 }
 
-/// The output, and what its backward needs of `x` and `w`.
-///
-/// `x_tracked` and `w_tracked` say which gradients will be asked for; a copy that only an unwanted
-/// gradient would read is not made.
-fn forward<B: Nvfp4Ops>(
+/// A product to compute, with what decides what else is kept of it.
+struct Product<B: Nvfp4Ops> {
     x: FloatTensor<B>,
     w: FloatTensor<B>,
     bias: Bias<B>,
     spec: LinearSpec,
-    (x_tracked, w_tracked): (bool, bool),
+    context: LinearContext,
+    /// Identity of `w`.
+    w_node: u64,
+    /// Which gradients will be asked for; an operand that only an unwanted gradient would read is not
+    /// made.
+    x_tracked: bool,
+    w_tracked: bool,
+    /// Type of the bias, if its gradient will be asked for.
     bias_dtype: Option<FloatDType>,
-) -> (FloatTensor<B>, Saved<B>) {
-    let x_dtype = float_dtype(x.dtype());
-    let w_dtype = float_dtype(w.dtype());
-    let row = LinearSpec::input_row();
-    let (x_row, x_col) = if w_tracked {
-        let PackedPair { row, col } = B::nvfp4_quantize_pair(
-            x,
-            PairSpec::Blocks {
-                row: row.rounding,
-                col: row.rounding,
-                hadamard: spec.hadamard,
-            },
-        );
-        (row, Some(col))
-    } else {
-        (B::nvfp4_quantize(x, row), None)
-    };
-    let (w_row, w_col) = if x_tracked {
-        let PackedPair { row, col } = B::nvfp4_quantize_pair(w, spec.weight());
-        (Some(row), col)
-    } else {
-        (None, weight_for_forward::<B>(w, &spec))
-    };
-    let y = B::nvfp4_matmul(x_row, w_col, bias, x_dtype);
-    (
-        y,
-        Saved {
-            x_col,
-            w_row,
+}
+
+impl<B: Nvfp4Ops> Product<B> {
+    /// The output, and what its backward needs of `x` and `w`.
+    fn forward(self) -> (FloatTensor<B>, Saved<B>) {
+        let x_dtype = float_dtype(self.x.dtype());
+        let w_dtype = float_dtype(self.w.dtype());
+        let spec = self.spec;
+        let (w, saved_w) = self.weight(x_dtype);
+        let (x, saved_x) = match (self.w_tracked, spec.source) {
+            (false, _) => (
+                one::<B>(self.x, &spec.fprop_x, PackedAxis::Cols, x_dtype),
+                None,
+            ),
+            (true, BackwardSource::Original) => {
+                let (x, saved) = both::<B>(self.x, &spec.fprop_x, &spec.wgrad_x, x_dtype);
+                (x, Some(saved))
+            }
+            (true, BackwardSource::Forward) => {
+                let x = one::<B>(self.x, &spec.fprop_x, PackedAxis::Cols, x_dtype);
+                let saved = again::<B>(x.clone(), &spec.wgrad_x, PackedAxis::Rows, x_dtype);
+                (x, Some(saved))
+            }
+        };
+        let y = B::nvfp4_product(x, w, self.bias, x_dtype);
+        let saved = Saved {
+            x: saved_x,
+            w: saved_w,
             x_dtype,
             w_dtype,
-            bias_dtype,
+            bias_dtype: self.bias_dtype,
             spec,
-        },
-    )
+        };
+        (y, saved)
+    }
+
+    /// `w` for the forward, and for dgrad if that will be asked for.
+    fn weight(&self, dtype: FloatDType) -> (Operand<B>, Option<Operand<B>>) {
+        let LinearSpec {
+            fprop_w,
+            dgrad_w,
+            source,
+            ..
+        } = self.spec;
+        // What is not quantized is not worth keeping, and what is drawn is drawn afresh.
+        let cache = self
+            .context
+            .weights
+            .as_ref()
+            .filter(|_| fprop_w.is_deterministic() && fprop_w != OperandSpec::HighPrecision);
+        let device = cache.map(|_| format!("{:?}", self.w.device()));
+        let key = LinearSpec {
+            fprop_w,
+            dgrad_w,
+            source,
+            ..LinearSpec::high_precision()
+        };
+        type Kept<B> = (Operand<B>, Option<Operand<B>>);
+        let kept: Option<Kept<B>> = cache
+            .zip(device.as_deref())
+            .and_then(|(cache, device)| cache.get(self.w_node, device, &key));
+        let (forward, backward) = match kept {
+            Some((forward, Some(backward))) => (forward, Some(backward)),
+            Some((forward, None)) if !self.x_tracked => (forward, None),
+            Some((forward, None)) if !dgrad_w.is_deterministic() => {
+                let backward = self.dgrad_weight(&forward, dtype);
+                return (forward, Some(backward));
+            }
+            _ => {
+                let is_twin = source == BackwardSource::Original
+                    || matches!((fprop_w, dgrad_w),
+                        (OperandSpec::Tiles(a), OperandSpec::Tiles(b)) if a == b);
+                let made = if !self.x_tracked {
+                    (
+                        one::<B>(self.w.clone(), &fprop_w, PackedAxis::Rows, dtype),
+                        None,
+                    )
+                } else if is_twin {
+                    let (row, col) = both::<B>(self.w.clone(), &dgrad_w, &fprop_w, dtype);
+                    (col, Some(row))
+                } else {
+                    let forward = one::<B>(self.w.clone(), &fprop_w, PackedAxis::Rows, dtype);
+                    let backward = self.dgrad_weight(&forward, dtype);
+                    (forward, Some(backward))
+                };
+                if let Some((cache, device)) = cache.zip(device) {
+                    let (forward, backward) = made.clone();
+                    let backward = backward.filter(|_| dgrad_w.is_deterministic());
+                    cache.put(self.w_node, &device, key, (forward, backward));
+                }
+                made
+            }
+        };
+        (forward, backward.filter(|_| self.x_tracked))
+    }
+
+    /// `w` for dgrad, given what the forward multiplies.
+    fn dgrad_weight(&self, forward: &Operand<B>, dtype: FloatDType) -> Operand<B> {
+        let (spec, axis) = (&self.spec.dgrad_w, PackedAxis::Cols);
+        match self.spec.source {
+            BackwardSource::Original => one::<B>(self.w.clone(), spec, axis, dtype),
+            BackwardSource::Forward => again::<B>(forward.clone(), spec, axis, dtype),
+        }
+    }
 }
 
 impl<B: Nvfp4Ops, C: CheckpointStrategy> Nvfp4Ops for Autodiff<B, C> {
@@ -210,21 +256,50 @@ impl<B: Nvfp4Ops, C: CheckpointStrategy> Nvfp4Ops for Autodiff<B, C> {
         }
     }
 
+    fn nvfp4_eden(x: FloatTensor<Self>, spec: EdenSpec) -> Packed<Self> {
+        constant(B::nvfp4_eden(x.into_primitive(), spec))
+    }
+
+    fn nvfp4_eden_packed(packed: Packed<Self>, spec: EdenSpec) -> Packed<Self> {
+        constant(B::nvfp4_eden_packed(inner(packed), spec))
+    }
+
+    fn nvfp4_mx_quantize(x: FloatTensor<Self>, axis: PackedAxis) -> MxPacked<Self> {
+        mx_constant(B::nvfp4_mx_quantize(x.into_primitive(), axis))
+    }
+
+    fn nvfp4_mx_requantize(
+        packed: Packed<Self>,
+        axis: PackedAxis,
+        via: FloatDType,
+    ) -> MxPacked<Self> {
+        mx_constant(B::nvfp4_mx_requantize(inner(packed), axis, via))
+    }
+
     fn nvfp4_dequantize(packed: Packed<Self>, dtype: FloatDType) -> FloatTensor<Self> {
         Self::from_inner(B::nvfp4_dequantize(inner(packed), dtype))
     }
 
-    fn nvfp4_matmul(
-        a: Packed<Self>,
-        b: Packed<Self>,
+    fn nvfp4_mx_dequantize(packed: MxPacked<Self>, dtype: FloatDType) -> FloatTensor<Self> {
+        Self::from_inner(B::nvfp4_mx_dequantize(mx_inner(packed), dtype))
+    }
+
+    fn nvfp4_product(
+        a: Operand<Self>,
+        b: Operand<Self>,
         bias: Bias<Self>,
         dtype: FloatDType,
     ) -> FloatTensor<Self> {
+        let operand = |operand: Operand<Self>| match operand {
+            Operand::Nvfp4(packed) => Operand::Nvfp4(inner(packed)),
+            Operand::Mxfp8(packed) => Operand::Mxfp8(mx_inner(packed)),
+            Operand::Float(x, axis) => Operand::Float(x.into_primitive(), axis),
+        };
         let bias = match bias {
             Bias::Absent => Bias::Absent,
             Bias::Vector(bias) => Bias::Vector(bias.into_primitive()),
         };
-        Self::from_inner(B::nvfp4_matmul(inner(a), inner(b), bias, dtype))
+        Self::from_inner(B::nvfp4_product(operand(a), operand(b), bias, dtype))
     }
 
     fn nvfp4_linear(
@@ -232,38 +307,50 @@ impl<B: Nvfp4Ops, C: CheckpointStrategy> Nvfp4Ops for Autodiff<B, C> {
         w: FloatTensor<Self>,
         bias: Bias<Self>,
         spec: LinearSpec,
+        context: LinearContext,
     ) -> FloatTensor<Self> {
-        let tracked = (x.is_tracked(), w.is_tracked());
+        let (x_tracked, w_tracked) = (x.is_tracked(), w.is_tracked());
+        let w_id = w.id().value;
         // The guards keep the parents alive until the step is registered.
         let (x, x_node) = x.into_parts();
         let (w, w_node) = w.into_parts();
+        let product = |x, w, bias, bias_dtype| Product::<B> {
+            x,
+            w,
+            bias,
+            spec,
+            context,
+            w_node: w_id,
+            x_tracked,
+            w_tracked,
+            bias_dtype,
+        };
         match bias {
             Bias::Absent => {
+                let product = product(x, w, Bias::Absent, None);
                 match Linear
                     .prepare::<C>([x_node, w_node])
                     .compute_bound()
                     .stateful()
                 {
                     OpsKind::Tracked(prep) => {
-                        let (y, saved) = forward::<B>(x, w, Bias::Absent, spec, tracked, None);
+                        let (y, saved) = product.forward();
                         prep.finish(saved, y)
                     }
-                    OpsKind::UnTracked(prep) => {
-                        prep.finish(B::nvfp4_linear(x, w, Bias::Absent, spec))
-                    }
+                    OpsKind::UnTracked(prep) => prep.finish(product.forward().0),
                 }
             }
             Bias::Vector(bias) => {
                 let bias_dtype = bias.is_tracked().then(|| float_dtype(bias.dtype()));
                 let (bias, bias_node) = bias.into_parts();
-                let bias = Bias::Vector(bias);
+                let product = product(x, w, Bias::Vector(bias), bias_dtype);
                 let nodes = [x_node, w_node, bias_node];
                 match LinearBias.prepare::<C>(nodes).compute_bound().stateful() {
                     OpsKind::Tracked(prep) => {
-                        let (y, saved) = forward::<B>(x, w, bias, spec, tracked, bias_dtype);
+                        let (y, saved) = product.forward();
                         prep.finish(saved, y)
                     }
-                    OpsKind::UnTracked(prep) => prep.finish(B::nvfp4_linear(x, w, bias, spec)),
+                    OpsKind::UnTracked(prep) => prep.finish(product.forward().0),
                 }
             }
         }
@@ -286,6 +373,26 @@ fn inner<B: Nvfp4Ops, C: CheckpointStrategy>(packed: Packed<Autodiff<B, C>>) -> 
         codes: packed.codes,
         scales: packed.scales,
         amax: packed.amax.into_primitive(),
+        layout: packed.layout,
+    }
+}
+
+/// An MXFP8 matrix as a constant of the autodiff backend.
+fn mx_constant<B: Nvfp4Ops, C: CheckpointStrategy>(
+    packed: MxPacked<B>,
+) -> MxPacked<Autodiff<B, C>> {
+    MxPacked {
+        codes: packed.codes,
+        scales: packed.scales,
+        layout: packed.layout,
+    }
+}
+
+/// An MXFP8 matrix of the backend that does the work.
+fn mx_inner<B: Nvfp4Ops, C: CheckpointStrategy>(packed: MxPacked<Autodiff<B, C>>) -> MxPacked<B> {
+    MxPacked {
+        codes: packed.codes,
+        scales: packed.scales,
         layout: packed.layout,
     }
 }

@@ -1,6 +1,6 @@
 //! Cube: launches of the CubeCL kernels. Runs on the fusion server's thread where fusion is on.
 
-use burn_core::backend::tensor::FloatTensor;
+use burn_core::backend::{ops::FloatTensorOps, tensor::FloatTensor};
 use burn_core::tensor::{DType, FloatDType, Shape};
 use burn_cubecl::{
     CubeBackend,
@@ -8,70 +8,109 @@ use burn_cubecl::{
     tensor::CubeTensor,
 };
 use cubecl::server::Handle;
-use nvfp4_kernels::device::{AmaxScope, DeviceCopy, DevicePacked, FloatKind, Groups, Matrix};
-use nvfp4_kernels::ops::{AmaxRequest, CopyRequest};
-use nvfp4_kernels::{Hadamard, Nvfp4Error, PackedAxis, Rounding, gemm, ops};
+use nvfp4_kernels::device::{
+    AmaxScope, Capabilities, DeviceCopy, DevicePacked, FloatKind, GemmPath, Groups, Matrix,
+};
+use nvfp4_kernels::gemm::{self, Target, path_of};
+use nvfp4_kernels::ops::{AmaxRequest, CopyRequest, DeviceMx, EdenSource};
+use nvfp4_kernels::reference::EdenTarget;
+use nvfp4_kernels::{BLOCK, MX_BLOCK, Nvfp4Error, PackedAxis, ScaleLayout, ops};
 
 use super::{
-    Bias, Nvfp4Ops, Packed, PackedLayout, PackedPair, PairSpec, QuantizeSpec, copy_name, trace_op,
+    Bias, CopySpec, EdenSpec, GlobalScaling, MxLayout, MxPacked, Nvfp4Ops, Operand, Packed,
+    PackedLayout, PackedPair, PairSpec, QuantizeSpec, copy_name, trace_op,
 };
 
 impl Nvfp4Ops for CubeBackend {
     fn nvfp4_quantize(x: FloatTensor<Self>, spec: QuantizeSpec) -> Packed<Self> {
         let x = Source::new(x);
-        trace_op(
-            "quantize",
-            copy_name(spec.axis),
-            x.matrix.rows,
-            x.matrix.cols,
-        );
-        let amax = x.amax(spec.hadamard);
+        let QuantizeSpec { axis, copy } = spec;
+        trace_op("quantize", copy_name(axis), x.matrix.rows, x.matrix.cols);
         let (client, matrix) = (&x.tensor.client, &x.matrix);
-        let packed = launched(match spec.axis {
-            PackedAxis::Cols => ops::quantize_row(client, matrix, &amax, spec.rounding.into()),
-            PackedAxis::Rows => {
-                ops::quantize_col(client, matrix, &amax, spec.rounding.into(), spec.hadamard)
-            }
-        });
-        x.packed(packed, spec.hadamard)
+        let one_read = axis == PackedAxis::Cols
+            && copy.global == GlobalScaling::PerToken
+            && copy.hadamard.is_none();
+        let packed = if one_read {
+            launched(ops::quantize_per_token(client, matrix, &device_copy(&copy)))
+        } else {
+            let amax = x.amax(&copy, axis);
+            let request = request(&copy, &amax);
+            launched(ops::quantize(client, matrix, &Groups::One, axis, &request))
+        };
+        x.packed(packed, copy.layout(x.matrix.rows, x.matrix.cols, axis))
     }
 
     fn nvfp4_quantize_pair(x: FloatTensor<Self>, spec: PairSpec) -> PackedPair<Self> {
         let x = Source::new(x);
-        trace_op("quantize", "pair", x.matrix.rows, x.matrix.cols);
+        let (rows, cols) = (x.matrix.rows, x.matrix.cols);
+        trace_op("quantize", "pair", rows, cols);
         let (client, matrix) = (&x.tensor.client, &x.matrix);
-        match spec {
-            PairSpec::Tile => {
-                let amax = x.amax(None);
-                let (row, col) = launched(ops::quantize_tile(client, matrix, &amax));
-                PackedPair {
-                    row: x.packed(row, None),
-                    col: x.packed(col, None),
-                }
+        let [row_copy, col_copy] = spec.copies();
+        let (row, col) = match spec {
+            PairSpec::Tile(scaling) => {
+                let amax = x.amax(&row_copy, PackedAxis::Cols);
+                let compact = [ScaleLayout::Compact; 2];
+                let (one, layouts) = (&Groups::One, compact);
+                launched(ops::quantize_tile_with(
+                    client, matrix, one, &amax, scaling, layouts,
+                ))
             }
-            PairSpec::Blocks { row, col, hadamard } => {
-                let (amax, col_amax) = x.pair_amax(hadamard);
-                let request = |amax, rounding: Rounding, hadamard| CopyRequest {
-                    amax,
-                    scope: AmaxScope::Group,
-                    copy: DeviceCopy {
-                        hadamard,
-                        ..DeviceCopy::new(rounding)
-                    },
-                };
-                let (row, col) = launched(ops::quantize_both(
+            PairSpec::Blocks { row, col } => {
+                let (row_amax, col_amax) = x.pair_amax(&row, &col);
+                launched(ops::quantize_both(
                     client,
                     matrix,
                     &Groups::One,
-                    &request(&amax, row, None),
-                    &request(&col_amax, col, hadamard),
-                ));
-                PackedPair {
-                    row: x.packed(row, None),
-                    col: x.packed(col, hadamard),
-                }
+                    &request(&row, &row_amax),
+                    &request(&col, &col_amax),
+                ))
             }
+        };
+        PackedPair {
+            row: x.packed(row, row_copy.layout(rows, cols, PackedAxis::Cols)),
+            col: x.packed(col, col_copy.layout(rows, cols, PackedAxis::Rows)),
         }
+    }
+
+    fn nvfp4_eden(x: FloatTensor<Self>, spec: EdenSpec) -> Packed<Self> {
+        let x = Source::new(x);
+        let (rows, cols) = (x.matrix.rows, x.matrix.cols);
+        trace_op("ms_eden", copy_name(spec.axis), rows, cols);
+        eden(&x.tensor, EdenSource::Matrix(&x.matrix), &spec, rows, cols)
+    }
+
+    fn nvfp4_eden_packed(packed: Packed<Self>, spec: EdenSpec) -> Packed<Self> {
+        let PackedLayout { rows, cols, .. } = packed.layout;
+        trace_op("ms_eden", copy_name(spec.axis), rows, cols);
+        let like = packed.codes.clone();
+        eden(
+            &like,
+            EdenSource::Packed(&device(packed)),
+            &spec,
+            rows,
+            cols,
+        )
+    }
+
+    fn nvfp4_mx_quantize(x: FloatTensor<Self>, axis: PackedAxis) -> MxPacked<Self> {
+        let x = Source::new(x);
+        let (rows, cols) = (x.matrix.rows, x.matrix.cols);
+        trace_op("mx_quantize", copy_name(axis), rows, cols);
+        let mx = launched(ops::mx_quantize(&x.tensor.client, &x.matrix, axis));
+        mx_packed(&x.tensor, mx)
+    }
+
+    fn nvfp4_mx_requantize(
+        packed: Packed<Self>,
+        axis: PackedAxis,
+        via: FloatDType,
+    ) -> MxPacked<Self> {
+        let PackedLayout { rows, cols, .. } = packed.layout;
+        trace_op("mx_requantize", copy_name(axis), rows, cols);
+        let like = packed.codes.clone();
+        let via = float_kind(via);
+        let mx = launched(ops::mx_requantize(&like.client, &device(packed), axis, via));
+        mx_packed(&like, mx)
     }
 
     fn nvfp4_dequantize(packed: Packed<Self>, dtype: FloatDType) -> FloatTensor<Self> {
@@ -80,38 +119,195 @@ impl Nvfp4Ops for CubeBackend {
         } = packed.layout;
         trace_op("dequantize", copy_name(axis), rows, cols);
         let like = packed.codes.clone();
-        let out = launched(ops::dequantize(
-            &like.client,
-            &device(packed),
-            float_kind(dtype),
-        ));
-        result(&like, out, dtype)
+        let kind = float_kind(dtype);
+        result(
+            &like,
+            launched(ops::dequantize(&like.client, &device(packed), kind)),
+        )
     }
 
-    fn nvfp4_matmul(
-        a: Packed<Self>,
-        b: Packed<Self>,
+    fn nvfp4_mx_dequantize(packed: MxPacked<Self>, dtype: FloatDType) -> FloatTensor<Self> {
+        let MxLayout { rows, cols, axis } = packed.layout;
+        trace_op("mx_dequantize", copy_name(axis), rows, cols);
+        let like = packed.codes.clone();
+        let kind = float_kind(dtype);
+        result(
+            &like,
+            launched(ops::mx_dequantize(&like.client, &mx_device(packed), kind)),
+        )
+    }
+
+    fn nvfp4_product(
+        a: Operand<Self>,
+        b: Operand<Self>,
         bias: Bias<Self>,
         dtype: FloatDType,
     ) -> FloatTensor<Self> {
-        trace_op("matmul", "", a.layout.outer(), b.layout.outer());
-        let like = a.codes.clone();
-        let bias = match bias {
-            Bias::Absent => None,
+        let ((m, k), n) = (stored_shape(&a), stored_shape(&b).0);
+        trace_op("matmul", "", m, n);
+        let like = match &a {
+            Operand::Nvfp4(packed) => packed.codes.clone(),
+            Operand::Mxfp8(packed) => packed.codes.clone(),
+            Operand::Float(x, _) => x.clone(),
+        };
+        let packed = matches!((&a, &b), (Operand::Nvfp4(_), Operand::Nvfp4(_)));
+        let capabilities = Capabilities::of(&like.client);
+        let hopper = path_of(&capabilities, n, k) == GemmPath::Hopper;
+        let bf16 = |operand: &Operand<Self>| match operand {
+            Operand::Float(x, _) => x.dtype == DType::BF16,
+            _ => true,
+        };
+        if packed || (hopper && bf16(&a) && bf16(&b)) {
+            let bias = match bias {
+                Bias::Absent => None,
+                Bias::Vector(bias) => {
+                    let bias = into_contiguous(cast(bias, DType::F32));
+                    let len = bias.meta.shape()[0];
+                    Some(launched(Matrix::new(bias.handle, 1, len, FloatKind::F32)))
+                }
+            };
+            let (a, b) = (Stored::new(a), Stored::new(b));
+            let out = gemm::product(
+                &like.client,
+                None,
+                &a.operand(),
+                &b.operand(),
+                bias.as_ref(),
+                Target::New(float_kind(dtype)),
+            );
+            return result(&like, launched(out));
+        }
+        // Burn's own product, in the type of the float operand.
+        let inner = match (&a, &b) {
+            (Operand::Float(x, _), Operand::Float(..)) => super::float_dtype(x.dtype),
+            // Exact for what was packed.
+            _ => FloatDType::F32,
+        };
+        tracing::debug!(m, n, k, ?inner, "product by Burn's matmul");
+        let (a, b) = (transposed_to_rows(a, inner), transposed_to_rows(b, inner));
+        let out = Self::float_matmul(a, Self::float_swap_dims(b, 0, 1));
+        let out = match bias {
+            Bias::Absent => out,
             Bias::Vector(bias) => {
-                let bias = into_contiguous(cast(bias, DType::F32));
-                let len = bias.meta.shape()[0];
-                Some(launched(Matrix::new(bias.handle, 1, len, FloatKind::F32)))
+                let bias = Self::float_reshape(cast(bias, DType::F32), Shape::new([1, n]));
+                Self::float_add(cast(out, DType::F32), bias)
             }
         };
-        let out = gemm::gemm(
-            &like.client,
-            &device(a),
-            &device(b),
-            bias.as_ref(),
-            float_kind(dtype),
-        );
-        result(&like, launched(out), dtype)
+        cast(out, dtype.into())
+    }
+}
+
+/// Stored rows and the length of the contraction in memory.
+fn stored_shape(operand: &Operand<CubeBackend>) -> (usize, usize) {
+    match operand {
+        Operand::Nvfp4(packed) => (packed.layout.outer(), packed.layout.blocks() * BLOCK),
+        Operand::Mxfp8(packed) => (packed.layout.outer(), packed.layout.blocks() * MX_BLOCK),
+        Operand::Float(x, axis) => axis.stored_shape(x.meta.shape()[0], x.meta.shape()[1]),
+    }
+}
+
+/// The operand as a float matrix, one row for each stored row, in the type `dtype`.
+fn transposed_to_rows(operand: Operand<CubeBackend>, dtype: FloatDType) -> CubeTensor {
+    let (x, axis) = match operand {
+        Operand::Nvfp4(packed) => {
+            let axis = packed.layout.axis;
+            (CubeBackend::nvfp4_dequantize(packed, dtype), axis)
+        }
+        Operand::Mxfp8(packed) => {
+            let axis = packed.layout.axis;
+            (CubeBackend::nvfp4_mx_dequantize(packed, dtype), axis)
+        }
+        Operand::Float(x, axis) => (cast(x, dtype.into()), axis),
+    };
+    match axis {
+        PackedAxis::Cols => x,
+        PackedAxis::Rows => CubeBackend::float_swap_dims(x, 0, 1),
+    }
+}
+
+/// An operand as the GEMM kernels take it, holding its memory.
+enum Stored {
+    Packed(DevicePacked),
+    Bf16(Matrix),
+}
+
+impl Stored {
+    fn new(operand: Operand<CubeBackend>) -> Self {
+        match operand {
+            Operand::Nvfp4(packed) => Self::Packed(device(packed)),
+            Operand::Mxfp8(packed) => {
+                // In stored orientation, padding included: each row is one of a row-wise matrix.
+                let client = packed.codes.client.clone();
+                let (outer, blocks) = (packed.layout.outer(), packed.layout.blocks());
+                let stored = DeviceMx {
+                    rows: outer,
+                    cols: blocks * MX_BLOCK,
+                    axis: PackedAxis::Cols,
+                    ..mx_device(packed)
+                };
+                // E4M3 times a power of two is exact in bf16.
+                Self::Bf16(launched(ops::mx_dequantize(
+                    &client,
+                    &stored,
+                    FloatKind::Bf16,
+                )))
+            }
+            Operand::Float(..) => {
+                Self::Bf16(Source::new(transposed_to_rows(operand, FloatDType::BF16)).matrix)
+            }
+        }
+    }
+
+    fn operand(&self) -> gemm::Operand<'_> {
+        match self {
+            Self::Packed(packed) => packed.into(),
+            Self::Bf16(matrix) => matrix.into(),
+        }
+    }
+}
+
+fn eden(
+    like: &CubeTensor,
+    source: EdenSource<'_>,
+    spec: &EdenSpec,
+    rows: usize,
+    cols: usize,
+) -> Packed<CubeBackend> {
+    let EdenSpec {
+        axis,
+        hadamard,
+        stream,
+    } = spec;
+    let client = &like.client;
+    let amax = launched(ops::ms_eden_amax(client, source, *axis, hadamard));
+    let target = EdenTarget::Backward;
+    let packed = launched(ops::ms_eden(
+        client, source, *axis, &amax, hadamard, target, *stream,
+    ));
+    packed_tensor(like, packed, spec.layout(rows, cols))
+}
+
+/// How the kernels are told to make a copy.
+fn device_copy(copy: &CopySpec) -> DeviceCopy {
+    DeviceCopy {
+        hadamard: copy.hadamard,
+        scaling: copy.scaling,
+        ..DeviceCopy::new(copy.rounding)
+    }
+}
+
+fn scope(global: GlobalScaling) -> AmaxScope {
+    match global {
+        GlobalScaling::PerTensor => AmaxScope::Group,
+        GlobalScaling::PerToken => AmaxScope::Outer,
+    }
+}
+
+fn request<'a>(copy: &CopySpec, amax: &'a Handle) -> CopyRequest<'a> {
+    CopyRequest {
+        amax,
+        scope: scope(copy.global),
+        copy: device_copy(copy),
     }
 }
 
@@ -130,21 +326,43 @@ impl Source {
         Self { tensor, matrix }
     }
 
-    /// The largest magnitude, after the transform if there is one.
-    fn amax(&self, hadamard: Option<Hadamard>) -> Handle {
-        launched(ops::amax(&self.tensor.client, &self.matrix, hadamard))
+    /// The maxima that a copy along `axis` needs: one, or one for each stored row.
+    fn amax(&self, copy: &CopySpec, axis: PackedAxis) -> Handle {
+        let (client, matrix) = (&self.tensor.client, &self.matrix);
+        if copy.global == GlobalScaling::PerTensor && axis == PackedAxis::Cols {
+            return launched(ops::amax(client, matrix, None));
+        }
+        if copy.global == GlobalScaling::PerTensor {
+            return launched(ops::amax(client, matrix, copy.hadamard));
+        }
+        let scope = scope(copy.global);
+        let request = match axis {
+            PackedAxis::Cols => AmaxRequest {
+                rows: Some(scope),
+                cols: None,
+            },
+            PackedAxis::Rows => AmaxRequest {
+                rows: None,
+                cols: Some((scope, copy.hadamard)),
+            },
+        };
+        let found = launched(ops::amaxes(client, matrix, &Groups::One, &request));
+        found.rows.or(found.cols).expect("asked for")
     }
 
-    /// The maxima for a row-wise copy and for a column-wise one after the transform, in one read; the
-    /// same one serves both copies without a transform.
-    fn pair_amax(&self, hadamard: Option<Hadamard>) -> (Handle, Handle) {
-        if hadamard.is_none() {
-            let amax = self.amax(None);
+    /// The maxima for a row-wise copy and for a column-wise one, in one read; the same one serves both
+    /// where both have one and none is transformed.
+    fn pair_amax(&self, row: &CopySpec, col: &CopySpec) -> (Handle, Handle) {
+        let one = [row, col]
+            .iter()
+            .all(|copy| copy.global == GlobalScaling::PerTensor && copy.hadamard.is_none());
+        if one {
+            let amax = self.amax(row, PackedAxis::Cols);
             return (amax.clone(), amax);
         }
         let request = AmaxRequest {
-            rows: Some(AmaxScope::Group),
-            cols: Some((AmaxScope::Group, hadamard)),
+            rows: Some(scope(row.global)),
+            cols: Some((scope(col.global), col.hadamard)),
         };
         let (client, matrix) = (&self.tensor.client, &self.matrix);
         let found = launched(ops::amaxes(client, matrix, &Groups::One, &request));
@@ -152,29 +370,26 @@ impl Source {
         (row, col)
     }
 
-    fn packed(&self, packed: DevicePacked, hadamard: Option<Hadamard>) -> Packed<CubeBackend> {
-        let DevicePacked {
-            rows, cols, axis, ..
-        } = packed;
-        let layout = PackedLayout {
-            rows,
-            cols,
-            axis,
-            hadamard,
-        };
-        let (outer, blocks) = (layout.outer(), layout.blocks());
-        let like = &self.tensor;
-        Packed {
-            codes: new_tensor(
-                like,
-                packed.codes,
-                Shape::new([outer, blocks * 2]),
-                DType::U32,
-            ),
-            scales: new_tensor(like, packed.scales, Shape::new([outer, blocks]), DType::U8),
-            amax: new_tensor(like, packed.amax, Shape::new([1]), DType::F32),
-            layout,
-        }
+    fn packed(&self, packed: DevicePacked, layout: PackedLayout) -> Packed<CubeBackend> {
+        packed_tensor(&self.tensor, packed, layout)
+    }
+}
+
+/// What a kernel packed, as tensors beside `like`.
+fn packed_tensor(
+    like: &CubeTensor,
+    packed: DevicePacked,
+    layout: PackedLayout,
+) -> Packed<CubeBackend> {
+    let (outer, blocks) = (layout.outer(), layout.blocks());
+    let codes = Shape::new([outer, blocks * 2]);
+    let scales = Shape::new([outer, blocks]);
+    let amax = Shape::new([layout.amax_len()]);
+    Packed {
+        codes: new_tensor(like, packed.codes, codes, DType::U32),
+        scales: new_tensor(like, packed.scales, scales, DType::U8),
+        amax: new_tensor(like, packed.amax, amax, DType::F32),
+        layout,
     }
 }
 
@@ -185,19 +400,55 @@ fn device(packed: Packed<CubeBackend>) -> DevicePacked {
         cols,
         axis,
         hadamard,
+        scaling,
+        global,
     } = packed.layout;
     let parts = [packed.codes, packed.scales, packed.amax].map(|part| into_contiguous(part).handle);
-    DevicePacked::plain(parts.into(), (rows, cols), axis, hadamard)
+    DevicePacked {
+        scaling,
+        scope: scope(global),
+        ..DevicePacked::plain(parts.into(), (rows, cols), axis, hadamard)
+    }
+}
+
+/// What a kernel packed in MXFP8, as tensors beside `like`.
+fn mx_packed(like: &CubeTensor, mx: DeviceMx) -> MxPacked<CubeBackend> {
+    let layout = MxLayout {
+        rows: mx.rows,
+        cols: mx.cols,
+        axis: mx.axis,
+    };
+    let (outer, blocks) = (layout.outer(), layout.blocks());
+    let codes = Shape::new([outer, blocks * MX_BLOCK]);
+    let scales = Shape::new([outer, blocks]);
+    MxPacked {
+        codes: new_tensor(like, mx.codes, codes, DType::U8),
+        scales: new_tensor(like, mx.scales, scales, DType::U8),
+        layout,
+    }
+}
+
+/// The kernels' view of a matrix in MXFP8.
+fn mx_device(packed: MxPacked<CubeBackend>) -> DeviceMx {
+    let MxLayout { rows, cols, axis } = packed.layout;
+    DeviceMx {
+        codes: into_contiguous(packed.codes).handle,
+        scales: into_contiguous(packed.scales).handle,
+        rows,
+        cols,
+        axis,
+    }
 }
 
 /// What a kernel wrote, as a tensor beside `like`.
-fn result(like: &CubeTensor, out: Matrix, dtype: FloatDType) -> CubeTensor {
-    new_tensor(
-        like,
-        out.handle,
-        Shape::new([out.rows, out.cols]),
-        dtype.into(),
-    )
+fn result(like: &CubeTensor, out: Matrix) -> CubeTensor {
+    let dtype = match out.dtype {
+        FloatKind::F32 => DType::F32,
+        FloatKind::F16 => DType::F16,
+        FloatKind::Bf16 => DType::BF16,
+    };
+    let shape = Shape::new([out.rows, out.cols]);
+    new_tensor(like, out.handle, shape, dtype)
 }
 
 fn new_tensor(like: &CubeTensor, handle: Handle, shape: Shape, dtype: DType) -> CubeTensor {

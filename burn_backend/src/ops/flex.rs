@@ -8,14 +8,16 @@ use burn_core::backend::{Flex, ops::FloatTensorOps, tensor::FloatTensor};
 use burn_core::tensor::{DType, Element as BurnElement, FloatDType, Shape, TensorData};
 use burn_flex::FlexTensor;
 use half::{bf16, f16};
-use nvfp4_kernels::reference::{self, Element};
+use nvfp4_kernels::reference::{self, EdenTarget, Element};
 use nvfp4_kernels::{
-    Amax, BLOCK, BlockScaling, Nvfp4Error, Origin, PackedAxis, PackedTensor, Rounding, ScaleLayout,
+    Amax, BLOCK, CopyPolicy, MX_BLOCK, MxPacked as HostMx, Nvfp4Error, Origin, PackedAxis,
+    PackedTensor, Rounding, ScaleLayout,
 };
 use rayon::prelude::*;
 
 use super::{
-    Bias, Nvfp4Ops, Packed, PackedLayout, PackedPair, PairSpec, QuantizeSpec, copy_name, trace_op,
+    Bias, CopySpec, EdenSpec, GlobalScaling, MxLayout, MxPacked, Nvfp4Ops, Operand, Packed,
+    PackedLayout, PackedPair, PairSpec, QuantizeSpec, copy_name, float_dtype, trace_op,
 };
 
 /// Run `$body` with `$values` bound to the contiguous elements of the float tensor `$x`.
@@ -43,13 +45,11 @@ macro_rules! with_elements {
 impl Nvfp4Ops for Flex {
     fn nvfp4_quantize(x: FloatTensor<Self>, spec: QuantizeSpec) -> Packed<Self> {
         let (rows, cols) = matrix(&x);
-        trace_op("quantize", copy_name(spec.axis), rows, cols);
-        let packed = with_elements!(x, |values| match spec.axis {
-            PackedAxis::Cols => {
-                let amax = Amax::Tensor(reference::amax(values));
-                reference::quantize_row(values, rows, cols, &amax, &spec.rounding)
-            }
-            PackedAxis::Rows => quantize_col(values, rows, cols, &spec),
+        let QuantizeSpec { axis, copy } = spec;
+        trace_op("quantize", copy_name(axis), rows, cols);
+        let packed = with_elements!(x, |values| {
+            let amax = maxima(values, rows, cols, axis, &copy);
+            reference::quantize(values, rows, cols, axis, &amax, &policy(&copy), 0)
         });
         upload(&trusted(packed))
     }
@@ -58,30 +58,26 @@ impl Nvfp4Ops for Flex {
         let (rows, cols) = matrix(&x);
         trace_op("quantize", "pair", rows, cols);
         let pair = with_elements!(x, |values| match spec {
-            PairSpec::Tile => {
+            PairSpec::Tile(scaling) => {
                 let amax = Amax::Tensor(reference::amax(values));
                 let compact = [ScaleLayout::Compact; 2];
-                let scaling = BlockScaling::Standard;
                 reference::quantize_tile(values, rows, cols, &amax, scaling, compact)
             }
-            PairSpec::Blocks { row, col, hadamard } => {
-                let amax = Amax::Tensor(reference::amax(values));
-                let col = match hadamard {
-                    // The maximum of the untransformed values is known already.
-                    None => reference::quantize_col(values, rows, cols, &amax, &col, None),
-                    hadamard => quantize_col(
-                        values,
-                        rows,
-                        cols,
-                        &QuantizeSpec {
-                            axis: PackedAxis::Rows,
-                            rounding: col,
-                            hadamard,
-                        },
-                    ),
+            PairSpec::Blocks { row, col } => {
+                let row_amax = maxima(values, rows, cols, PackedAxis::Cols, &row);
+                let is_one = |copy: &CopySpec| {
+                    copy.global == GlobalScaling::PerTensor && copy.hadamard.is_none()
                 };
-                reference::quantize_row(values, rows, cols, &amax, &row)
-                    .and_then(|row| Ok((row, col?)))
+                let col_amax = if is_one(&row) && is_one(&col) {
+                    row_amax.clone()
+                } else {
+                    maxima(values, rows, cols, PackedAxis::Rows, &col)
+                };
+                let copy = |axis, amax, copy| {
+                    reference::quantize(values, rows, cols, axis, amax, &policy(copy), 0)
+                };
+                copy(PackedAxis::Cols, &row_amax, &row)
+                    .and_then(|row| Ok((row, copy(PackedAxis::Rows, &col_amax, &col)?)))
             }
         });
         let (row, col) = trusted(pair);
@@ -89,6 +85,37 @@ impl Nvfp4Ops for Flex {
             row: upload(&row),
             col: upload(&col),
         }
+    }
+
+    fn nvfp4_eden(x: FloatTensor<Self>, spec: EdenSpec) -> Packed<Self> {
+        let (rows, cols) = matrix(&x);
+        trace_op("ms_eden", copy_name(spec.axis), rows, cols);
+        upload(&trusted(with_elements!(x, |values| eden(
+            values, rows, cols, &spec
+        ))))
+    }
+
+    fn nvfp4_eden_packed(packed: Packed<Self>, spec: EdenSpec) -> Packed<Self> {
+        let PackedLayout { rows, cols, .. } = packed.layout;
+        trace_op("ms_eden", copy_name(spec.axis), rows, cols);
+        let values = reference::dequantize(&download(packed));
+        upload(&trusted(eden(&values, rows, cols, &spec)))
+    }
+
+    fn nvfp4_mx_quantize(x: FloatTensor<Self>, axis: PackedAxis) -> MxPacked<Self> {
+        let (rows, cols) = matrix(&x);
+        trace_op("mx_quantize", copy_name(axis), rows, cols);
+        mx_upload(&trusted(with_elements!(x, |values| {
+            reference::mx_quantize(values, rows, cols, axis)
+        })))
+    }
+
+    fn nvfp4_mx_requantize(
+        packed: Packed<Self>,
+        axis: PackedAxis,
+        via: FloatDType,
+    ) -> MxPacked<Self> {
+        Self::nvfp4_mx_quantize(Self::nvfp4_dequantize(packed, via), axis)
     }
 
     fn nvfp4_dequantize(packed: Packed<Self>, dtype: FloatDType) -> FloatTensor<Self> {
@@ -101,60 +128,174 @@ impl Nvfp4Ops for Flex {
         )
     }
 
-    fn nvfp4_matmul(
-        a: Packed<Self>,
-        b: Packed<Self>,
+    fn nvfp4_mx_dequantize(packed: MxPacked<Self>, dtype: FloatDType) -> FloatTensor<Self> {
+        let MxLayout { rows, cols, axis } = packed.layout;
+        trace_op("mx_dequantize", copy_name(axis), rows, cols);
+        let values = reference::mx_dequantize(&mx_download(packed));
+        narrow(
+            FlexTensor::from_data(TensorData::new(values, [rows, cols])),
+            dtype,
+        )
+    }
+
+    fn nvfp4_product(
+        a: Operand<Self>,
+        b: Operand<Self>,
         bias: Bias<Self>,
         dtype: FloatDType,
     ) -> FloatTensor<Self> {
-        let (m, n) = (a.layout.outer(), b.layout.outer());
-        let depth = a.layout.blocks() * BLOCK;
+        let (a, b) = (Stored::new(a), Stored::new(b));
+        let ((m, depth), (n, _)) = (matrix(&a.values), matrix(&b.values));
         trace_op("matmul", "", m, n);
-        let alpha = reference::alpha(amax(&a), amax(&b));
         let mut out = if m * n * depth == 0 {
             FlexTensor::zeros(Shape::new([m, n]), DType::F32)
         } else {
-            Flex::float_matmul(decode(&a), Flex::float_swap_dims(decode(&b), 0, 1))
+            Flex::float_matmul(a.values, Flex::float_swap_dims(b.values, 0, 1))
         };
         let bias = match bias {
             Bias::Absent => None,
             Bias::Vector(bias) => Some(Flex::float_cast(bias, FloatDType::F32).to_contiguous()),
         };
         let bias = bias.as_ref().map(|bias| bias.storage::<f32>());
+        if let (Factors::One, Factors::One, None) = (&a.factors, &b.factors, bias) {
+            return narrow(out, dtype);
+        }
         // A product is nobody else's yet, so this writes in place.
         out.storage_mut::<f32>()
             .par_chunks_mut(n.max(1))
             .with_min_len(1 + 8192 / n.max(1))
-            .for_each(|row| match bias {
-                Some(bias) => row
-                    .iter_mut()
-                    .zip(bias)
-                    .for_each(|(y, b)| *y = *y * alpha + b),
-                None => row.iter_mut().for_each(|y| *y *= alpha),
+            .enumerate()
+            .for_each(|(m, row)| {
+                let left = a.factors.of(m);
+                for (n, y) in row.iter_mut().enumerate() {
+                    let scaled = *y * (left * b.factors.of(n));
+                    *y = bias.map_or(scaled, |bias| scaled + bias[n]);
+                }
             });
         narrow(out, dtype)
     }
 }
 
-fn quantize_col<T: Element>(
+/// The maxima that a copy along `axis` needs.
+fn maxima<T: Element>(
     values: &[T],
     rows: usize,
     cols: usize,
-    spec: &QuantizeSpec,
+    axis: PackedAxis,
+    copy: &CopySpec,
+) -> Amax {
+    match (copy.global, axis, &copy.hadamard) {
+        (GlobalScaling::PerTensor, PackedAxis::Rows, Some(hadamard)) => {
+            Amax::Tensor(reference::amax_rht(values, rows, cols, hadamard))
+        }
+        (GlobalScaling::PerTensor, ..) => Amax::Tensor(reference::amax(values)),
+        (GlobalScaling::PerToken, PackedAxis::Cols, _) => {
+            Amax::PerOuter(reference::amax_rows(values, rows, cols))
+        }
+        (GlobalScaling::PerToken, PackedAxis::Rows, None) => {
+            Amax::PerOuter(reference::amax_cols(values, rows, cols))
+        }
+        (GlobalScaling::PerToken, PackedAxis::Rows, Some(hadamard)) => {
+            Amax::PerOuter(reference::amax_rht_cols(values, rows, cols, hadamard))
+        }
+    }
+}
+
+fn policy(copy: &CopySpec) -> CopyPolicy {
+    CopyPolicy {
+        hadamard: copy.hadamard,
+        scaling: copy.scaling,
+        ..CopyPolicy::new(copy.rounding)
+    }
+}
+
+fn eden<T: Element>(
+    values: &[T],
+    rows: usize,
+    cols: usize,
+    spec: &EdenSpec,
 ) -> Result<PackedTensor, Nvfp4Error> {
-    let amax = match &spec.hadamard {
-        Some(hadamard) => reference::amax_rht(values, rows, cols, hadamard),
-        None => reference::amax(values),
-    };
-    let amax = Amax::Tensor(amax);
-    reference::quantize_col(
-        values,
-        rows,
-        cols,
-        &amax,
-        &spec.rounding,
-        spec.hadamard.as_ref(),
-    )
+    let EdenSpec {
+        axis,
+        hadamard,
+        stream,
+    } = spec;
+    let amax = reference::ms_eden_amax(values, rows, cols, *axis, hadamard)?;
+    let target = EdenTarget::Backward;
+    reference::ms_eden(values, rows, cols, *axis, amax, hadamard, target, stream)
+}
+
+/// An operand in stored orientation, `f32[outer, depth]`, without its global scales.
+struct Stored {
+    values: FlexTensor,
+    factors: Factors,
+}
+
+/// What the sums are multiplied by.
+enum Factors {
+    One,
+    Tensor(f32),
+    PerRow(Vec<f32>),
+}
+
+impl Factors {
+    fn of(&self, outer: usize) -> f32 {
+        match self {
+            Self::One => 1.0,
+            Self::Tensor(factor) => *factor,
+            Self::PerRow(factors) => factors[outer],
+        }
+    }
+}
+
+impl Stored {
+    fn new(operand: Operand<Flex>) -> Self {
+        match operand {
+            Operand::Nvfp4(packed) => {
+                let range = packed.layout.scaling.range();
+                let amax = packed.amax.to_contiguous();
+                let factors = amax.storage::<f32>().iter().map(|amax| amax / range);
+                let factors: Vec<f32> = factors.collect();
+                let factors = match packed.layout.global {
+                    GlobalScaling::PerTensor => Factors::Tensor(factors[0]),
+                    GlobalScaling::PerToken => Factors::PerRow(factors),
+                };
+                Self {
+                    values: decode(&packed),
+                    factors,
+                }
+            }
+            Operand::Mxfp8(packed) => {
+                let (outer, depth) = (packed.layout.outer(), packed.layout.blocks() * MX_BLOCK);
+                // Each stored row, padding included, as one of a row-wise matrix.
+                let stored = MxLayout {
+                    rows: outer,
+                    cols: depth,
+                    axis: PackedAxis::Cols,
+                };
+                let layout = stored;
+                let values = reference::mx_dequantize(&mx_download(MxPacked { layout, ..packed }));
+                Self {
+                    values: FlexTensor::from_data(TensorData::new(values, [outer, depth])),
+                    factors: Factors::One,
+                }
+            }
+            Operand::Float(x, axis) => {
+                let x = if float_dtype(x.dtype()) == FloatDType::F32 {
+                    x
+                } else {
+                    Flex::float_cast(x, FloatDType::F32)
+                };
+                Self {
+                    values: match axis {
+                        PackedAxis::Cols => x,
+                        PackedAxis::Rows => Flex::float_swap_dims(x, 0, 1),
+                    },
+                    factors: Factors::One,
+                }
+            }
+        }
+    }
 }
 
 /// The operand of a product, `f32[outer, blocks * 16]`: without the global scale, and exact.
@@ -164,10 +305,6 @@ fn decode(packed: &Packed<Flex>) -> FlexTensor {
     let scales = packed.scales.to_contiguous();
     reference::decode_blocks_into(&code_bytes(&packed.codes), scales.storage(), &mut values);
     FlexTensor::from_data(TensorData::new(values, [outer, depth]))
-}
-
-fn amax(packed: &Packed<Flex>) -> f32 {
-    packed.amax.to_contiguous().storage::<f32>()[0]
 }
 
 /// Rows and columns of a matrix.
@@ -182,11 +319,20 @@ fn trusted<T>(result: Result<T, Nvfp4Error>) -> T {
 }
 
 fn upload(packed: &PackedTensor) -> Packed<Flex> {
+    let amax = match packed.amax() {
+        Amax::Tensor(amax) => vec![*amax],
+        Amax::PerOuter(amax) => amax.clone(),
+    };
     let layout = PackedLayout {
         rows: packed.rows(),
         cols: packed.cols(),
         axis: packed.axis(),
         hadamard: packed.origin().hadamard,
+        scaling: packed.origin().scaling,
+        global: match packed.amax() {
+            Amax::Tensor(_) => GlobalScaling::PerTensor,
+            Amax::PerOuter(_) => GlobalScaling::PerToken,
+        },
     };
     let (outer, blocks) = (packed.outer(), packed.blocks());
     let words: Vec<u32> = packed
@@ -194,10 +340,11 @@ fn upload(packed: &PackedTensor) -> Packed<Flex> {
         .chunks_exact(4)
         .map(|bytes| u32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]))
         .collect();
+    let maxima = amax.len();
     Packed {
         codes: FlexTensor::from_data(TensorData::new(words, [outer, blocks * 2])),
         scales: FlexTensor::from_data(TensorData::new(packed.scales().to_vec(), [outer, blocks])),
-        amax: FlexTensor::from_data(TensorData::new(vec![packed.amax().of(0)], [1])),
+        amax: FlexTensor::from_data(TensorData::new(amax, [maxima])),
         layout,
     }
 }
@@ -208,12 +355,21 @@ fn download(packed: Packed<Flex>) -> PackedTensor {
         cols,
         axis,
         hadamard,
+        scaling,
+        global,
     } = packed.layout;
-    let amax = Amax::Tensor(amax(&packed));
+    let amax = packed.amax.to_contiguous().storage::<f32>().to_vec();
+    let amax = match global {
+        GlobalScaling::PerTensor => Amax::Tensor(amax[0]),
+        GlobalScaling::PerToken => Amax::PerOuter(amax),
+    };
     let codes = code_bytes(&packed.codes);
     let scales = packed.scales.to_contiguous().storage::<u8>().to_vec();
     // How the codes were rounded does not matter any more.
-    let origin = Origin::one_by_16(Rounding::Nearest, hadamard);
+    let origin = Origin {
+        scaling,
+        ..Origin::one_by_16(Rounding::Nearest, hadamard)
+    };
     trusted(PackedTensor::from_parts(
         (rows, cols),
         axis,
@@ -222,6 +378,29 @@ fn download(packed: Packed<Flex>) -> PackedTensor {
         amax,
         origin,
     ))
+}
+
+fn mx_upload(packed: &HostMx) -> MxPacked<Flex> {
+    let layout = MxLayout {
+        rows: packed.rows(),
+        cols: packed.cols(),
+        axis: packed.axis(),
+    };
+    let bytes = |bytes: &[u8], width| {
+        FlexTensor::from_data(TensorData::new(bytes.to_vec(), [layout.outer(), width]))
+    };
+    MxPacked {
+        codes: bytes(packed.codes(), layout.blocks() * MX_BLOCK),
+        scales: bytes(packed.scales(), layout.blocks()),
+        layout,
+    }
+}
+
+fn mx_download(packed: MxPacked<Flex>) -> HostMx {
+    let MxLayout { rows, cols, axis } = packed.layout;
+    let bytes = |tensor: FlexTensor| tensor.to_contiguous().storage::<u8>().to_vec();
+    let (codes, scales) = (bytes(packed.codes), bytes(packed.scales));
+    trusted(HostMx::from_parts((rows, cols), axis, codes, scales))
 }
 
 /// The bytes of code words: the first code in the low half of the first byte.

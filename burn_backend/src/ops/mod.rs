@@ -4,89 +4,38 @@
 //! queued, because an implementation may run later, on another thread, where it can only panic.
 
 mod autodiff;
+mod context;
 #[cfg(any(feature = "cpu", feature = "cuda"))]
 mod cube;
 #[cfg(feature = "flex")]
 mod flex;
+mod operands;
 mod packed;
+mod spec;
 
 use burn_core as burn;
 
 use burn_core::backend::{Backend, TensorMetadata, backend_extension, tensor::FloatTensor};
 use burn_core::tensor::{DType, FloatDType};
-use nvfp4_kernels::{Hadamard, PackedAxis, Rounding};
+use nvfp4_kernels::PackedAxis;
 
-pub use packed::{Bias, Packed, PackedLayout, PackedPair};
+pub use context::LinearContext;
+pub(crate) use context::WeightCache;
+pub use packed::{
+    Bias, GlobalScaling, MxLayout, MxPacked, Operand, Packed, PackedLayout, PackedPair,
+};
 #[cfg(feature = "cubecl-backend")]
-pub use packed::{BiasMetadata, PackedMetadata, PackedPairMetadata};
+pub use packed::{
+    BiasMetadata, MxPackedMetadata, OperandMetadata, PackedMetadata, PackedPairMetadata,
+};
 #[cfg(feature = "cubecl-backend")]
-use packed::{dequantize_meta, matmul_meta, packed_meta, pair_meta};
-
-/// How to make one packed copy of a matrix, in 1x16 blocks along `axis`.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct QuantizeSpec {
-    /// The axis along which the blocks lie: along rows ([`PackedAxis::Cols`]), or along columns
-    /// ([`PackedAxis::Rows`], stored transposed).
-    pub axis: PackedAxis,
-    /// How elements round.
-    pub rounding: Rounding,
-    /// The transform applied along the packed axis first; only for [`PackedAxis::Rows`].
-    pub hadamard: Option<Hadamard>,
-}
-
-/// How to make the row-wise and the column-wise copy of a matrix.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub enum PairSpec {
-    /// One scale for each 16x16 tile, rounded to nearest: the two copies are exact transposes.
-    Tile,
-    /// 1x16 blocks in each copy.
-    Blocks {
-        /// How elements of the row-wise copy round.
-        row: Rounding,
-        /// How elements of the column-wise copy round.
-        col: Rounding,
-        /// The transform applied along the columns for the column-wise copy.
-        hadamard: Option<Hadamard>,
-    },
-}
-
-/// What [`Nvfp4Ops::nvfp4_linear`] does beyond its shapes.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct LinearSpec {
-    /// Scale the weight in 16x16 tiles, so that forward and dgrad see the same quantized weight;
-    /// otherwise each copy has its own 1x16 blocks.
-    pub weight_2d: bool,
-    /// The transform of both operands of wgrad, along the tokens.
-    pub hadamard: Option<Hadamard>,
-    /// How the output's gradient rounds in its row-wise copy, for dgrad.
-    pub dgrad: Rounding,
-    /// How the output's gradient rounds in its column-wise copy, for wgrad.
-    pub wgrad: Rounding,
-}
-
-impl LinearSpec {
-    /// How to make both copies of the weight.
-    fn weight(&self) -> PairSpec {
-        if self.weight_2d {
-            PairSpec::Tile
-        } else {
-            PairSpec::Blocks {
-                row: Rounding::Nearest,
-                col: Rounding::Nearest,
-                hadamard: None,
-            }
-        }
-    }
-
-    /// How to make the row-wise copy of the input, for the forward product.
-    fn input_row() -> QuantizeSpec {
-        QuantizeSpec {
-            axis: PackedAxis::Cols,
-            rounding: Rounding::Nearest,
-            hadamard: None,
-        }
-    }
-}
+use packed::{
+    dequantize_meta, eden_meta, eden_packed_meta, matmul_meta, mx_dequantize_meta, mx_meta,
+    mx_packed_meta, packed_meta, pair_meta, product_meta,
+};
+pub use spec::{
+    BackwardSource, CopySpec, EdenSpec, LinearSpec, OperandSpec, PairSpec, QuantizeSpec,
+};
 
 /// NVFP4 operations on the primitives of a backend.
 ///
@@ -100,7 +49,7 @@ impl LinearSpec {
     Autodiff
 )]
 pub trait Nvfp4Ops: Backend {
-    /// Pack `x` (`[rows, cols]`), with the global scale of its own maximum.
+    /// Pack `x` (`[rows, cols]`), with the global scale, or scales, of its own maxima.
     ///
     /// `cols` must be a multiple of 16 for [`PackedAxis::Cols`]; a column-wise copy pads its last
     /// block with zeros.
@@ -113,6 +62,29 @@ pub trait Nvfp4Ops: Backend {
     #[fusion(meta = pair_meta)]
     fn nvfp4_quantize_pair(x: FloatTensor<Self>, spec: PairSpec) -> PackedPair<Self>;
 
+    /// `x` (`[rows, cols]`) by MS-EDEN: the transformed matrix, its contraction padded to a multiple
+    /// of 128.
+    #[fusion(meta = eden_meta)]
+    fn nvfp4_eden(x: FloatTensor<Self>, spec: EdenSpec) -> Packed<Self>;
+
+    /// The values of `packed`, which has one global scale and is not transformed, by MS-EDEN, along
+    /// its own axis or the other one.
+    #[fusion(meta = eden_packed_meta)]
+    fn nvfp4_eden_packed(#[extension_type] packed: Packed<Self>, spec: EdenSpec) -> Packed<Self>;
+
+    /// `x` (`[rows, cols]`) in MXFP8 with blocks along `axis`.
+    #[fusion(meta = mx_meta)]
+    fn nvfp4_mx_quantize(x: FloatTensor<Self>, axis: PackedAxis) -> MxPacked<Self>;
+
+    /// The values of `packed`, which has one global scale, rounded to `via`, in MXFP8 with blocks
+    /// along `axis`.
+    #[fusion(meta = mx_packed_meta)]
+    fn nvfp4_mx_requantize(
+        #[extension_type] packed: Packed<Self>,
+        axis: PackedAxis,
+        via: FloatDType,
+    ) -> MxPacked<Self>;
+
     /// The values of `packed` in the orientation of its source, `[rows, cols]`. A copy made with a
     /// transform stays transformed.
     #[fusion(meta = dequantize_meta)]
@@ -121,44 +93,54 @@ pub trait Nvfp4Ops: Backend {
         dtype: FloatDType,
     ) -> FloatTensor<Self>;
 
+    /// The values of `packed` in the orientation of its source, `[rows, cols]`.
+    #[fusion(meta = mx_dequantize_meta)]
+    fn nvfp4_mx_dequantize(
+        #[extension_type] packed: MxPacked<Self>,
+        dtype: FloatDType,
+    ) -> FloatTensor<Self>;
+
     /// `out[m, n] = alpha · Σₖ a[m, k] · b[n, k] + bias[n]` over the stored rows of both operands,
-    /// accumulated in `f32` and rounded once to `dtype`.
+    /// accumulated in `f32` and rounded once to `dtype`. `alpha` is the product of the operands'
+    /// global scales, one of each or one for each stored row.
+    ///
+    /// Two float operands have one type, and none is mixed with a packed one whose contraction is
+    /// padded.
+    #[fusion(meta = product_meta)]
+    fn nvfp4_product(
+        #[extension_type] a: Operand<Self>,
+        #[extension_type] b: Operand<Self>,
+        #[extension_type] bias: Bias<Self>,
+        dtype: FloatDType,
+    ) -> FloatTensor<Self>;
+
+    /// [`nvfp4_product`](Self::nvfp4_product) of two NVFP4 matrices.
     #[fusion(meta = matmul_meta)]
     fn nvfp4_matmul(
         #[extension_type] a: Packed<Self>,
         #[extension_type] b: Packed<Self>,
         #[extension_type] bias: Bias<Self>,
         dtype: FloatDType,
-    ) -> FloatTensor<Self>;
+    ) -> FloatTensor<Self> {
+        Self::nvfp4_product(Operand::Nvfp4(a), Operand::Nvfp4(b), bias, dtype)
+    }
 
-    /// `y = Q(x) Q(w) + bias` for `x` (`[m, d_in]`), `w` (`[d_in, d_out]`) and `bias` (`[d_out]`),
-    /// in the type of `x`. `Autodiff` overrides it with its own backward.
+    /// `y = x w + bias` for `x` (`[m, d_in]`), `w` (`[d_in, d_out]`) and `bias` (`[d_out]`), with the
+    /// operands that `spec` asks for, in the type of `x`. `Autodiff` overrides it with its own
+    /// backward.
     #[fusion(default)]
     fn nvfp4_linear(
         x: FloatTensor<Self>,
         w: FloatTensor<Self>,
         #[extension_type] bias: Bias<Self>,
         spec: LinearSpec,
+        context: LinearContext,
     ) -> FloatTensor<Self> {
+        let _ = context;
         let dtype = float_dtype(x.dtype());
-        let x = Self::nvfp4_quantize(x, LinearSpec::input_row());
-        let w = weight_for_forward::<Self>(w, &spec);
-        Self::nvfp4_matmul(x, w, bias, dtype)
-    }
-}
-
-/// The column-wise copy of the weight alone, where no backward will ask for the other.
-fn weight_for_forward<B: Nvfp4Ops>(w: FloatTensor<B>, spec: &LinearSpec) -> Packed<B> {
-    match spec.weight() {
-        pair @ PairSpec::Tile => B::nvfp4_quantize_pair(w, pair).col,
-        PairSpec::Blocks { col, hadamard, .. } => B::nvfp4_quantize(
-            w,
-            QuantizeSpec {
-                axis: PackedAxis::Rows,
-                rounding: col,
-                hadamard,
-            },
-        ),
+        let x = operands::one::<Self>(x, &spec.fprop_x, PackedAxis::Cols, dtype);
+        let w = operands::one::<Self>(w, &spec.fprop_w, PackedAxis::Rows, dtype);
+        Self::nvfp4_product(x, w, bias, dtype)
     }
 }
 

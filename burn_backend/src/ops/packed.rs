@@ -169,8 +169,8 @@ pub enum Bias<B: Backend> {
 
 #[cfg(feature = "cubecl-backend")]
 pub(super) use meta::{
-    dequantize_meta, eden_meta, eden_packed_meta, matmul_meta, mx_meta, mx_packed_meta,
-    packed_meta, pair_meta, product_meta,
+    dequantize_meta, eden_meta, eden_packed_meta, matmul_meta, mx_dequantize_meta, mx_meta,
+    mx_packed_meta, packed_meta, pair_meta, product_meta,
 };
 
 /// Shapes and types of the results, for Fusion, which needs them before anything runs.
@@ -178,7 +178,6 @@ pub(super) use meta::{
 mod meta {
     use burn_core::backend::fusion::custom::TensorSpec;
     use burn_core::tensor::{DType, FloatDType, Shape};
-    use nvfp4_kernels::reference::EDEN_GROUP;
 
     use super::super::{CopySpec, EdenSpec, PairSpec, QuantizeSpec};
     use super::{
@@ -200,18 +199,14 @@ mod meta {
     }
 
     pub(in crate::ops) fn eden_meta(x: &TensorSpec, spec: &EdenSpec) -> PackedMetadata {
-        packed(eden_layout(x.shape[0], x.shape[1], spec.axis))
+        packed(spec.layout(x.shape[0], x.shape[1]))
     }
 
     pub(in crate::ops) fn eden_packed_meta(
-        packed_: &PackedMetadata,
+        source: &PackedMetadata,
         spec: &EdenSpec,
     ) -> PackedMetadata {
-        packed(eden_layout(
-            packed_.layout.rows,
-            packed_.layout.cols,
-            spec.axis,
-        ))
+        packed(spec.layout(source.layout.rows, source.layout.cols))
     }
 
     pub(in crate::ops) fn mx_meta(x: &TensorSpec, axis: &PackedAxis) -> MxPackedMetadata {
@@ -228,6 +223,14 @@ mod meta {
 
     pub(in crate::ops) fn dequantize_meta(
         packed: &PackedMetadata,
+        dtype: &FloatDType,
+    ) -> TensorSpec {
+        let layout = packed.layout;
+        TensorSpec::new(Shape::new([layout.rows, layout.cols]), (*dtype).into())
+    }
+
+    pub(in crate::ops) fn mx_dequantize_meta(
+        packed: &MxPackedMetadata,
         dtype: &FloatDType,
     ) -> TensorSpec {
         let layout = packed.layout;
@@ -260,14 +263,6 @@ mod meta {
             OperandMetadata::Float(tensor, axis) => {
                 axis.stored_shape(tensor.shape[0], tensor.shape[1]).0
             }
-        }
-    }
-
-    /// MS-EDEN stands for the transformed matrix, padded along the contraction.
-    fn eden_layout(rows: usize, cols: usize, axis: PackedAxis) -> PackedLayout {
-        match axis {
-            PackedAxis::Cols => PackedLayout::plain(rows, cols.next_multiple_of(EDEN_GROUP), axis),
-            PackedAxis::Rows => PackedLayout::plain(rows.next_multiple_of(EDEN_GROUP), cols, axis),
         }
     }
 

@@ -1,6 +1,11 @@
 //! What an operation does beyond its shapes: policies with every random choice already made.
 
-use nvfp4_kernels::{BlockScaling, Hadamard, PackedAxis, RandomStream, Rounding};
+use nvfp4_kernels::reference::EDEN_GROUP;
+use nvfp4_kernels::{
+    BlockScaling, Hadamard, HadamardSize, Nvfp4Error, PackedAxis, RandomStream, Rounding,
+};
+
+use serde::{Deserialize, Serialize};
 
 use super::packed::{GlobalScaling, PackedLayout};
 
@@ -103,6 +108,21 @@ pub struct EdenSpec {
     pub stream: RandomStream,
 }
 
+impl EdenSpec {
+    /// The layout of a `rows` x `cols` matrix after it: that of the transformed matrix, padded along
+    /// the contraction.
+    pub(crate) fn layout(&self, rows: usize, cols: usize) -> PackedLayout {
+        let (rows, cols) = match self.axis {
+            PackedAxis::Cols => (rows, cols.next_multiple_of(EDEN_GROUP)),
+            PackedAxis::Rows => (rows.next_multiple_of(EDEN_GROUP), cols),
+        };
+        PackedLayout {
+            hadamard: Some(self.hadamard),
+            ..PackedLayout::plain(rows, cols, self.axis)
+        }
+    }
+}
+
 /// How one operand of a product is represented.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum OperandSpec {
@@ -140,9 +160,11 @@ impl OperandSpec {
 }
 
 /// From which values the backward's operands of `x` and `w` are made.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
 pub enum BackwardSource {
     /// From the matrices that the forward was given.
+    #[default]
     Original,
     /// From the values that the forward multiplied: dequantized forward operands.
     Forward,
@@ -204,6 +226,75 @@ impl LinearSpec {
             wgrad_x: plain,
             wgrad_dy: plain,
             source: BackwardSource::Original,
+        }
+    }
+}
+
+impl LinearSpec {
+    /// Fail unless a kernel makes every operand and multiplies every pair.
+    pub(crate) fn check(&self) -> Result<(), Nvfp4Error> {
+        let products = [
+            ("fprop", [("x", self.fprop_x), ("w", self.fprop_w)]),
+            ("dgrad", [("dy", self.dgrad_dy), ("w", self.dgrad_w)]),
+            ("wgrad", [("x", self.wgrad_x), ("dy", self.wgrad_dy)]),
+        ];
+        for (gemm, operands) in products {
+            let error = |found: String, expected: &str| {
+                let [(left, _), (right, _)] = operands;
+                Nvfp4Error::value(
+                    "spec",
+                    format!("{gemm} of {left} and {right}: {found}"),
+                    expected,
+                )
+            };
+            for (name, operand) in operands {
+                let refused = match operand {
+                    OperandSpec::Tiles(_) if name != "w" => "1x16 blocks: tiles are for weights",
+                    OperandSpec::Tiles(BlockScaling::Headroom) => "standard or four-over-six tiles",
+                    OperandSpec::Blocks(copy) if copy.hadamard.is_some() && gemm != "wgrad" => {
+                        "no transform: it runs along the tokens, in wgrad"
+                    }
+                    OperandSpec::Blocks(CopySpec {
+                        rounding: Rounding::Stochastic(_),
+                        scaling: BlockScaling::FourOverSix(_),
+                        ..
+                    }) => "four over six with rounding to nearest",
+                    OperandSpec::Eden { hadamard, .. }
+                        if hadamard.size() != HadamardSize::H128 || gemm == "fprop" =>
+                    {
+                        "MS-EDEN with a transform of 128, in dgrad and wgrad"
+                    }
+                    _ => continue,
+                };
+                return Err(error(format!("{name} is {operand:?}"), refused));
+            }
+            use OperandSpec::{Eden, HighPrecision, Mxfp8};
+            let [(_, left), (_, right)] = operands;
+            let fits = match (left, right) {
+                (HighPrecision, HighPrecision) | (Mxfp8, Mxfp8) => true,
+                (Eden { hadamard: a, .. }, Eden { hadamard: b, .. }) => a == b,
+                (Eden { .. } | Mxfp8, _) | (_, Eden { .. } | Mxfp8) => false,
+                (HighPrecision, _) | (_, HighPrecision) => gemm != "wgrad",
+                (left, right) => left.hadamard() == right.hadamard(),
+            };
+            if !fits {
+                return Err(error(
+                    format!("{left:?} and {right:?}"),
+                    "operands of one format and transform, or NVFP4 and high precision in fprop \
+                     and dgrad",
+                ));
+            }
+        }
+        Ok(())
+    }
+}
+
+impl OperandSpec {
+    fn hadamard(&self) -> Option<Hadamard> {
+        match self {
+            Self::Blocks(copy) => copy.hadamard,
+            Self::Eden { hadamard, .. } => Some(*hadamard),
+            _ => None,
         }
     }
 }

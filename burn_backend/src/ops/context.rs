@@ -1,0 +1,86 @@
+//! What a layer brings to its products beside their operands: it changes when and how often work is
+//! done, never a result.
+
+use std::any::Any;
+use std::fmt;
+use std::sync::{Arc, Mutex};
+
+use super::LinearSpec;
+
+/// What a layer keeps from one product to the next. The default keeps nothing.
+#[derive(Clone, Debug, Default)]
+pub struct LinearContext {
+    pub(crate) weights: Option<WeightCache>,
+}
+
+/// The packed operands of a layer's weight, kept for as long as the weight stays the same tensor: the
+/// micro-batches of gradient accumulation quantize a weight once.
+///
+/// A weight is told from its successor by the autodiff node of the tensor, which every optimizer
+/// step, load and cast replaces. What was kept of the last weight is dropped when the next one is
+/// quantized. There is one entry for each device, so that replicas of data-parallel training, which
+/// share the cache as they share the rest of a layer's state, do not evict each other's.
+#[derive(Clone, Default)]
+pub(crate) struct WeightCache {
+    entries: Arc<Mutex<Vec<Entry>>>,
+}
+
+struct Entry {
+    /// Identity of the weight.
+    node: u64,
+    /// The recipe that the operands were made by, without what does not concern the weight.
+    spec: LinearSpec,
+    /// The device (`B::Device`), by its text: devices of different backends have different types.
+    device: String,
+    /// The operands, of a type that only the backend knows.
+    operands: Box<dyn Any + Send>,
+}
+
+impl WeightCache {
+    /// What was kept of weight `node` on `device`, if it was made as `spec` asks.
+    pub(crate) fn get<T: Clone + 'static>(
+        &self,
+        node: u64,
+        device: &str,
+        spec: &LinearSpec,
+    ) -> Option<T> {
+        let entries = self.entries.lock().expect("no panic while it is held");
+        let entry = entries
+            .iter()
+            .find(|entry| entry.device == device && entry.node == node && entry.spec == *spec)?;
+        entry.operands.downcast_ref().cloned()
+    }
+
+    /// Keep `operands` of weight `node` on `device`, in place of what was kept there before.
+    pub(crate) fn put<T: Send + 'static>(
+        &self,
+        node: u64,
+        device: &str,
+        spec: LinearSpec,
+        operands: T,
+    ) {
+        let mut entries = self.entries.lock().expect("no panic while it is held");
+        entries.retain(|entry| entry.device != device);
+        entries.push(Entry {
+            node,
+            spec,
+            device: device.into(),
+            operands: Box::new(operands),
+        });
+    }
+
+    /// Forget everything.
+    pub(crate) fn clear(&self) {
+        self.entries
+            .lock()
+            .expect("no panic while it is held")
+            .clear();
+    }
+}
+
+impl fmt::Debug for WeightCache {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let entries = self.entries.lock().map_or(0, |entries| entries.len());
+        write!(f, "WeightCache({entries} weights)")
+    }
+}

@@ -1,0 +1,327 @@
+//! What to quantize, and how.
+
+mod operand;
+mod policy;
+mod presets;
+mod schedule;
+
+use burn_core as burn;
+
+use burn_core::config::Config;
+use burn_core::module::{Module, ParamGroup};
+use nvfp4_kernels::{Hadamard, HadamardSize, Nvfp4Error, RandomStream};
+use serde::{Deserialize, Serialize};
+
+use crate::ops::LinearSpec;
+use crate::state::{self, LayerRandomness};
+use operand::{Draw, GemmOperands};
+
+pub use crate::ops::{BackwardSource, GlobalScaling};
+pub use operand::{BlockScale, BlockShape, Nvfp4Format, OperandRecipe, RoundingMode};
+pub use policy::LayerPolicy;
+pub use schedule::{Healing, LayerMode, set_mode};
+
+/// The operands of `y = x w`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct FpropRecipe {
+    /// The input, along its features.
+    pub x: OperandRecipe,
+    /// The weight, along its input features.
+    pub w: OperandRecipe,
+}
+
+/// The operands of `dx = dy wᵀ`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct DgradRecipe {
+    /// The output's gradient, along its features.
+    pub dy: OperandRecipe,
+    /// The weight, along its output features.
+    pub w: OperandRecipe,
+}
+
+/// The operands of `dw = xᵀ dy`, both along the tokens.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct WgradRecipe {
+    /// The input.
+    pub x: OperandRecipe,
+    /// The output's gradient.
+    pub dy: OperandRecipe,
+}
+
+/// The recipe of a run: the format of each operand of each product, the layers that are left alone,
+/// and when to stop quantizing.
+///
+/// The defaults are the published NVFP4 pretraining recipe ([`nvidia`](Self::nvidia)); others have
+/// names ([`preset`](Self::preset)). It is a Burn [`Config`], so it is saved and loaded as JSON. Give
+/// it to [`Nvfp4LinearConfig`](crate::Nvfp4LinearConfig), and [`apply`](Self::apply) it to the
+/// finished model to place the high-precision layers.
+///
+/// ```
+/// use burn_nvfp4::Nvfp4Recipe;
+/// use burn_nvfp4::recipe::{BlockScale, Healing};
+///
+/// let mut recipe = Nvfp4Recipe::preset("nvidia")?
+///     .with_seed(7)
+///     .with_healing(Some(Healing { at_fraction: 0.9, forward_only: true }));
+/// recipe.fprop.x = recipe.fprop.x.scale(BlockScale::FourOverSixMae);
+/// recipe.check()?;
+/// # Ok::<(), burn_nvfp4::Nvfp4Error>(())
+/// ```
+#[derive(Config, Debug)]
+pub struct Nvfp4Recipe {
+    /// The forward product.
+    #[config(default = "FpropRecipe { x: OperandRecipe::PLAIN, w: OperandRecipe::TILES }")]
+    pub fprop: FpropRecipe,
+    /// The gradient of the input.
+    #[config(
+        default = "DgradRecipe { dy: OperandRecipe::PLAIN.stochastic(), w: OperandRecipe::TILES }"
+    )]
+    pub dgrad: DgradRecipe,
+    /// The gradient of the weight.
+    #[config(
+        default = "WgradRecipe { x: OperandRecipe::PLAIN.rht(16), dy: OperandRecipe::PLAIN.rht(16).stochastic() }"
+    )]
+    pub wgrad: WgradRecipe,
+    /// Whether the backward's `x` and `w` are made from the tensors that the forward was given, or
+    /// from the values that it multiplied.
+    #[config(default = "BackwardSource::Original")]
+    pub source: BackwardSource,
+    /// Seed of everything that is drawn, for the whole model. Layers, and the copies of a tensor,
+    /// draw from streams of it that never share bits.
+    #[config(default = 0)]
+    pub seed: u64,
+    /// Signs of the transform: bit `i` set negates element `i` of each 16 (of a larger transform,
+    /// element `i` of each 16 of it). The default is TransformerEngine's.
+    #[config(default = 0xD7E8)]
+    pub rht_signs: u16,
+    /// Draw the transform's signs from the seed, all of them, in place of `rht_signs`.
+    #[config(default = false)]
+    pub rht_seeded: bool,
+    /// Layers that stay in high precision: those whose weight (`"path.to.layer.weight"`, or its
+    /// id) is in the group. They multiply in the type of their input. [`apply`](Self::apply) puts
+    /// it into effect.
+    pub high_precision: Option<ParamGroup>,
+    /// Layers that stay in high precision by their place in the model, besides `high_precision`.
+    #[config(default = "LayerPolicy::None")]
+    pub layers: LayerPolicy,
+    /// When to stop quantizing. The training loop calls [`Healing::mode`] and [`set_mode`].
+    pub healing: Option<Healing>,
+    /// Quantize a weight once for all forwards between two changes of it: the micro-batches of
+    /// gradient accumulation. Costs the memory of the packed weights between steps.
+    #[config(default = true)]
+    pub cache_weights: bool,
+}
+
+impl Default for Nvfp4Recipe {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+/// Two recipes are equal when all their settings are, and when their groups print alike: a
+/// [`ParamGroup`] has no equality of its own.
+impl PartialEq for Nvfp4Recipe {
+    fn eq(&self, other: &Self) -> bool {
+        let Self {
+            fprop,
+            dgrad,
+            wgrad,
+            source,
+            seed,
+            rht_signs,
+            rht_seeded,
+            high_precision,
+            layers,
+            healing,
+            cache_weights,
+        } = self;
+        *fprop == other.fprop
+            && *dgrad == other.dgrad
+            && *wgrad == other.wgrad
+            && *source == other.source
+            && *seed == other.seed
+            && *rht_signs == other.rht_signs
+            && *rht_seeded == other.rht_seeded
+            && format!("{high_precision:?}") == format!("{:?}", other.high_precision)
+            && *layers == other.layers
+            && *healing == other.healing
+            && *cache_weights == other.cache_weights
+    }
+}
+
+impl Nvfp4Recipe {
+    /// Both operands of wgrad after the transform of 16, or neither.
+    pub fn with_rht(mut self, rht: bool) -> Self {
+        for operand in [&mut self.wgrad.x, &mut self.wgrad.dy] {
+            *operand = operand.map(|format| format.rht = rht.then_some(16));
+        }
+        self
+    }
+
+    /// The output's gradient rounded stochastically, or to nearest, in both products.
+    pub fn with_stochastic_rounding(mut self, stochastic: bool) -> Self {
+        let rounding = if stochastic {
+            RoundingMode::Stochastic
+        } else {
+            RoundingMode::Nearest
+        };
+        for operand in [&mut self.dgrad.dy, &mut self.wgrad.dy] {
+            *operand = operand.map(|format| format.rounding = rounding);
+        }
+        self
+    }
+
+    /// Weights in 16x16 tiles, so that forward and dgrad use the same quantized weight; otherwise
+    /// each of the two copies has its own 1x16 blocks.
+    pub fn with_weight_2d(mut self, tiles: bool) -> Self {
+        let block = if tiles {
+            BlockShape::Tile16
+        } else {
+            BlockShape::OneBy16
+        };
+        for operand in [&mut self.fprop.w, &mut self.dgrad.w] {
+            *operand = operand.map(|format| format.block = block);
+        }
+        self
+    }
+
+    /// Fail unless every product has a kernel and every number makes sense.
+    ///
+    /// # Errors
+    /// Naming the product, the operand, and why the combination is not offered.
+    pub fn check(&self) -> Result<(), Nvfp4Error> {
+        let Self {
+            fprop,
+            dgrad,
+            wgrad,
+            ..
+        } = self;
+        let products = [
+            ("fprop", [("x", fprop.x), ("w", fprop.w)]),
+            ("dgrad", [("dy", dgrad.dy), ("w", dgrad.w)]),
+            ("wgrad", [("x", wgrad.x), ("dy", wgrad.dy)]),
+        ];
+        for (gemm, operands) in products {
+            GemmOperands { gemm, operands }.check()?;
+        }
+        self.layers.check()?;
+        self.healing.iter().try_for_each(Healing::check)
+    }
+
+    /// Whether any product is quantized.
+    pub fn is_quantized(&self) -> bool {
+        let Self {
+            fprop,
+            dgrad,
+            wgrad,
+            ..
+        } = self;
+        [fprop.x, fprop.w, dgrad.dy, dgrad.w, wgrad.x, wgrad.dy]
+            .iter()
+            .any(OperandRecipe::is_quantized)
+    }
+
+    /// Put `high_precision` and `layers` into effect in `model`, for every NVFP4 layer in it: those
+    /// they name compute in high precision from now on, all others by the recipe. Returns how many
+    /// are in high precision.
+    ///
+    /// Clones of the model share the setting.
+    ///
+    /// # Errors
+    /// When the model has no such layer, or the group contains none of them: a pattern that
+    /// matches nothing is a mistake, and it would go unnoticed.
+    pub fn apply<M: Module>(&self, model: &M) -> Result<usize, Nvfp4Error> {
+        let layers = state::layers(model);
+        if layers.is_empty() {
+            return Err(Nvfp4Error::value(
+                "model",
+                "no Nvfp4Linear layer",
+                "a model with at least one",
+            ));
+        }
+        let paths: Vec<&str> = layers.iter().map(|layer| layer.path.as_str()).collect();
+        let mut kept = self.layers.matches(&paths)?;
+        if let Some(group) = &self.high_precision {
+            let matched: Vec<bool> = layers
+                .iter()
+                .map(|layer| group.matches(&layer.id, Some(&layer.weight_path())))
+                .collect();
+            if !matched.contains(&true) {
+                let paths: Vec<String> = layers.iter().map(|layer| layer.weight_path()).collect();
+                return Err(Nvfp4Error::value(
+                    "high_precision",
+                    format!("{group:?}, which contains no NVFP4 layer of the model"),
+                    format!("a group with at least one of {}", paths.join(", ")),
+                ));
+            }
+            for (kept, matched) in kept.iter_mut().zip(matched) {
+                *kept |= matched;
+            }
+        }
+        for (layer, &kept) in layers.iter().zip(&kept) {
+            layer.state.set_high_precision(kept);
+        }
+        Ok(kept.into_iter().filter(|kept| *kept).count())
+    }
+
+    /// What one product does, drawing from `randomness`.
+    pub(crate) fn linear_spec(&self, randomness: &LayerRandomness) -> LinearSpec {
+        let stream = |role: u64| {
+            let LayerRandomness {
+                seed,
+                layer,
+                offset,
+                ..
+            } = *randomness;
+            RandomStream::new(seed, state::stream(layer, role), offset)
+        };
+        let draw = |role: u64, signs: u64| {
+            move |size: Option<HadamardSize>| {
+                let [low, high] = stream(signs).key();
+                let signs = u64::from(low) | u64::from(high) << 32;
+                Draw {
+                    stream: stream(role),
+                    transform: self.transform(size.unwrap_or(HadamardSize::H16), randomness),
+                    // Both operands of a product draw the same signs, each step its own.
+                    eden: Hadamard::seeded_with_size(
+                        HadamardSize::H128,
+                        signs.wrapping_add(randomness.offset.wrapping_mul(0x9E37_79B9_7F4A_7C15)),
+                    ),
+                }
+            }
+        };
+        let Self {
+            fprop,
+            dgrad,
+            wgrad,
+            source,
+            ..
+        } = self;
+        use state::{
+            ROLE_DGRAD, ROLE_DGRAD_SIGNS, ROLE_DGRAD_W, ROLE_FPROP_W, ROLE_FPROP_X, ROLE_WGRAD,
+            ROLE_WGRAD_SIGNS, ROLE_WGRAD_X,
+        };
+        LinearSpec {
+            // No preset draws in the forward; a recipe may.
+            fprop_x: fprop.x.spec(draw(ROLE_FPROP_X, ROLE_DGRAD_SIGNS)),
+            fprop_w: fprop.w.spec(draw(ROLE_FPROP_W, ROLE_DGRAD_SIGNS)),
+            dgrad_dy: dgrad.dy.spec(draw(ROLE_DGRAD, ROLE_DGRAD_SIGNS)),
+            dgrad_w: dgrad.w.spec(draw(ROLE_DGRAD_W, ROLE_DGRAD_SIGNS)),
+            wgrad_x: wgrad.x.spec(draw(ROLE_WGRAD_X, ROLE_WGRAD_SIGNS)),
+            wgrad_dy: wgrad.dy.spec(draw(ROLE_WGRAD, ROLE_WGRAD_SIGNS)),
+            source: *source,
+        }
+    }
+
+    /// The transform of wgrad. It is the same for all layers and steps, and on all ranks.
+    fn transform(&self, size: HadamardSize, randomness: &LayerRandomness) -> Hadamard {
+        if self.rht_seeded {
+            return Hadamard::seeded_with_size(size, randomness.seed);
+        }
+        let signs = u64::from(randomness.rht_signs) * 0x0001_0001_0001_0001;
+        Hadamard::new(size, [signs, signs])
+    }
+}

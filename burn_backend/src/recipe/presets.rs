@@ -1,0 +1,190 @@
+//! Recipes by name.
+
+use nvfp4_kernels::Nvfp4Error;
+
+use super::operand::{BlockScale, OperandRecipe};
+use super::{BackwardSource, DgradRecipe, FpropRecipe, Nvfp4Recipe, WgradRecipe};
+
+const HIGH: OperandRecipe = OperandRecipe::HighPrecision;
+
+/// Names of the presets, and what each is.
+const PRESETS: [(&str, fn() -> Nvfp4Recipe); 11] = [
+    ("nvidia", Nvfp4Recipe::nvidia),
+    ("nvidia_4over6", Nvfp4Recipe::nvidia_4over6),
+    ("nvidia_headroom", Nvfp4Recipe::nvidia_headroom),
+    ("quartet2", Nvfp4Recipe::quartet2),
+    ("per_token", Nvfp4Recipe::per_token),
+    ("fwd_nvfp4_bwd_mxfp8", Nvfp4Recipe::fwd_nvfp4_bwd_mxfp8),
+    (
+        "fwd_nvfp4_bwd_mxfp8_dequantized",
+        Nvfp4Recipe::fwd_nvfp4_bwd_mxfp8_dequantized,
+    ),
+    ("fwd_nvfp4_bwd_bf16", Nvfp4Recipe::fwd_nvfp4_bwd_bf16),
+    ("weight_only_qat", Nvfp4Recipe::weight_only_qat),
+    ("mxfp8", Nvfp4Recipe::mxfp8),
+    ("bf16", Nvfp4Recipe::bf16),
+];
+
+impl Nvfp4Recipe {
+    /// The names that [`preset`](Self::preset) takes.
+    pub fn preset_names() -> impl Iterator<Item = &'static str> {
+        PRESETS.iter().map(|(name, _)| *name)
+    }
+
+    /// The preset called `name`.
+    ///
+    /// # Errors
+    /// When there is none of that name; the message lists those that there are.
+    pub fn preset(name: &str) -> Result<Self, Nvfp4Error> {
+        let found = PRESETS.iter().find(|(preset, _)| *preset == name);
+        found.map(|(_, recipe)| recipe()).ok_or_else(|| {
+            let names: Vec<&str> = Self::preset_names().collect();
+            Nvfp4Error::value("recipe", name, names.join(", "))
+        })
+    }
+
+    /// TransformerEngine's default: activations in 1x16 blocks to nearest, weights in 16x16 tiles,
+    /// gradients rounded stochastically, the transform of 16 on both operands of wgrad. The recipe of
+    /// NVIDIA's pretraining report (arXiv 2509.25149).
+    pub fn nvidia() -> Self {
+        Self::new()
+    }
+
+    /// [`nvidia`](Self::nvidia) with four over six (arXiv 2512.02010) wherever rounding is to nearest
+    /// and nothing is transformed: activations and weights of the forward, and the same weights in
+    /// dgrad.
+    pub fn nvidia_4over6() -> Self {
+        let four = |operand: OperandRecipe| operand.scale(BlockScale::FourOverSixMae);
+        let recipe = Self::new();
+        Self {
+            fprop: FpropRecipe {
+                x: four(recipe.fprop.x),
+                w: four(recipe.fprop.w),
+            },
+            dgrad: DgradRecipe {
+                w: four(recipe.dgrad.w),
+                ..recipe.dgrad
+            },
+            ..recipe
+        }
+    }
+
+    /// [`nvidia`](Self::nvidia) with headroom in the scales of the gradients, so that stochastic
+    /// rounding is unbiased.
+    pub fn nvidia_headroom() -> Self {
+        let recipe = Self::new();
+        let room = |operand: OperandRecipe| operand.scale(BlockScale::Headroom);
+        Self {
+            dgrad: DgradRecipe {
+                dy: room(recipe.dgrad.dy),
+                ..recipe.dgrad
+            },
+            wgrad: WgradRecipe {
+                dy: room(recipe.wgrad.dy),
+                ..recipe.wgrad
+            },
+            ..recipe
+        }
+    }
+
+    /// Quartet II (arXiv 2601.22813): 1x16 blocks with four over six forward, MS-EDEN of gradients
+    /// and of the dequantized forward operands backward.
+    pub fn quartet2() -> Self {
+        let forward = OperandRecipe::PLAIN.scale(BlockScale::FourOverSixMse);
+        let eden = OperandRecipe::MsEden;
+        Self {
+            fprop: FpropRecipe {
+                x: forward,
+                w: forward,
+            },
+            dgrad: DgradRecipe { dy: eden, w: eden },
+            wgrad: WgradRecipe { x: eden, dy: eden },
+            source: BackwardSource::Forward,
+            ..Self::new()
+        }
+    }
+
+    /// [`nvidia`](Self::nvidia) with a global scale for each token of `x` and `dy` (and for each
+    /// feature in wgrad, whose contraction is the tokens), so that a token's numbers do not depend on
+    /// its batch. After TransformerEngine's pull request 3045.
+    pub fn per_token() -> Self {
+        let recipe = Self::new();
+        Self {
+            fprop: FpropRecipe {
+                x: recipe.fprop.x.per_token(),
+                ..recipe.fprop
+            },
+            dgrad: DgradRecipe {
+                dy: recipe.dgrad.dy.per_token(),
+                ..recipe.dgrad
+            },
+            wgrad: WgradRecipe {
+                x: recipe.wgrad.x.per_token(),
+                dy: recipe.wgrad.dy.per_token(),
+            },
+            ..recipe
+        }
+    }
+
+    /// NVFP4 forward, MXFP8 backward from the original tensors.
+    pub fn fwd_nvfp4_bwd_mxfp8() -> Self {
+        let mx = OperandRecipe::Mxfp8;
+        Self {
+            dgrad: DgradRecipe { dy: mx, w: mx },
+            wgrad: WgradRecipe { x: mx, dy: mx },
+            ..Self::new()
+        }
+    }
+
+    /// [`fwd_nvfp4_bwd_mxfp8`](Self::fwd_nvfp4_bwd_mxfp8) with the backward's `x` and `w` made from
+    /// the dequantized forward operands: only 4-bit tensors wait for nothing but the conversion.
+    pub fn fwd_nvfp4_bwd_mxfp8_dequantized() -> Self {
+        Self {
+            source: BackwardSource::Forward,
+            ..Self::fwd_nvfp4_bwd_mxfp8()
+        }
+    }
+
+    /// Quantization-aware training: NVFP4 forward, and the backward of the quantized values in high
+    /// precision (straight through).
+    pub fn fwd_nvfp4_bwd_bf16() -> Self {
+        Self {
+            dgrad: DgradRecipe { dy: HIGH, w: HIGH },
+            wgrad: WgradRecipe { x: HIGH, dy: HIGH },
+            source: BackwardSource::Forward,
+            ..Self::new()
+        }
+    }
+
+    /// Quantization-aware training of weights alone: they are rounded to what an NVFP4 checkpoint
+    /// will hold, everything else stays in high precision.
+    pub fn weight_only_qat() -> Self {
+        let recipe = Self::fwd_nvfp4_bwd_bf16();
+        Self {
+            fprop: FpropRecipe {
+                x: HIGH,
+                w: OperandRecipe::PLAIN,
+            },
+            ..recipe
+        }
+    }
+
+    /// MXFP8 everywhere: what NVFP4 is compared to besides bf16.
+    pub fn mxfp8() -> Self {
+        let mx = OperandRecipe::Mxfp8;
+        Self {
+            fprop: FpropRecipe { x: mx, w: mx },
+            ..Self::fwd_nvfp4_bwd_mxfp8()
+        }
+    }
+
+    /// No quantization: products in the type of the activations, on the same kernels.
+    pub fn bf16() -> Self {
+        Self {
+            fprop: FpropRecipe { x: HIGH, w: HIGH },
+            dgrad: DgradRecipe { dy: HIGH, w: HIGH },
+            wgrad: WgradRecipe { x: HIGH, dy: HIGH },
+            ..Self::new()
+        }
+    }
+}

@@ -1,0 +1,85 @@
+//! When to quantize: switches between steps that need no new model.
+
+use burn_core::module::Module;
+use nvfp4_kernels::Nvfp4Error;
+use serde::{Deserialize, Serialize};
+
+use crate::ops::{BackwardSource, LinearSpec, OperandSpec};
+use crate::state;
+
+/// What a layer does with its recipe from now on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum LayerMode {
+    /// Follow it.
+    #[default]
+    Recipe,
+    /// Forward in high precision, backward by the recipe, from the original tensors.
+    HighPrecisionForward,
+    /// Everything in high precision.
+    HighPrecision,
+}
+
+impl LayerMode {
+    /// `spec` in this mode.
+    pub(crate) fn of(self, spec: LinearSpec) -> LinearSpec {
+        match self {
+            Self::Recipe => spec,
+            Self::HighPrecisionForward => LinearSpec {
+                fprop_x: OperandSpec::HighPrecision,
+                fprop_w: OperandSpec::HighPrecision,
+                source: BackwardSource::Original,
+                ..spec
+            },
+            Self::HighPrecision => LinearSpec::high_precision(),
+        }
+    }
+}
+
+/// Put every NVFP4 layer of `model` into `mode`, for the next forward and all that follow. Layers
+/// that the recipe keeps in high precision stay there.
+///
+/// Clones of the model share the setting; [`Nvfp4State`](crate::Nvfp4State) saves it.
+pub fn set_mode<M: Module>(model: &M, mode: LayerMode) {
+    for layer in state::layers(model) {
+        layer.state.set_mode(mode);
+    }
+}
+
+/// The end of a run in high precision, which takes back most of what quantization cost: what an NVFP4
+/// run loses is mostly noise of its forward (NVIDIA's report, arXiv 2509.25149, appendix D: a gap of
+/// 1.5 % became 0.5 % with the last 18 % of the tokens).
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Healing {
+    /// After what share of the steps it begins: from 0 to 1.
+    pub at_fraction: f64,
+    /// Only the forward changes; the backward keeps its formats. It brings nearly as much, since the
+    /// backward's noise costs little.
+    pub forward_only: bool,
+}
+
+impl Healing {
+    pub(super) fn check(&self) -> Result<(), Nvfp4Error> {
+        if (0.0..=1.0).contains(&self.at_fraction) {
+            Ok(())
+        } else {
+            Err(Nvfp4Error::value(
+                "healing",
+                format!("at_fraction {}", self.at_fraction),
+                "0 to 1, a share of the steps",
+            ))
+        }
+    }
+
+    /// The mode of step `step` (from 0) of `steps`.
+    pub fn mode(&self, step: u64, steps: u64) -> LayerMode {
+        if (step as f64) < self.at_fraction * steps as f64 {
+            LayerMode::Recipe
+        } else if self.forward_only {
+            LayerMode::HighPrecisionForward
+        } else {
+            LayerMode::HighPrecision
+        }
+    }
+}
