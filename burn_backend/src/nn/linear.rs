@@ -145,7 +145,7 @@ impl Nvfp4Linear {
         } else {
             self.state.randomness()
         };
-        let spec = mode.of(self.recipe.linear_spec(&randomness));
+        let spec = mode.of(self.recipe.spec(&randomness));
         let context = LinearContext {
             weights: (self.recipe.cache_weights).then(|| self.state.weights().clone()),
         };

@@ -267,8 +267,8 @@ impl Nvfp4Recipe {
         Ok(kept.into_iter().filter(|kept| *kept).count())
     }
 
-    /// What one product does, drawing from `randomness`.
-    pub(crate) fn linear_spec(&self, randomness: &LayerRandomness) -> LinearSpec {
+    /// What the products of a layer do, drawing from `randomness`.
+    pub fn spec(&self, randomness: &LayerRandomness) -> LinearSpec {
         let stream = |role: u64| {
             let LayerRandomness {
                 seed,

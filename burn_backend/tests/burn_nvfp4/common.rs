@@ -1,11 +1,13 @@
 //! Devices, data and the oracle's composition of a linear layer.
 
 use burn_core::tensor::{DType, Device, Tensor, TensorData};
-use burn_nvfp4::ops::LinearSpec;
-use burn_nvfp4::{Hadamard, RandomStream, Rounding};
+use burn_nvfp4::ops::{CopySpec, GlobalScaling, LinearSpec, OperandSpec};
+use burn_nvfp4::{Hadamard, PackedAxis, RandomStream, Rounding};
 use half::{bf16, f16};
-use nvfp4_kernels::reference::{self, Element};
-use nvfp4_kernels::{Amax, BlockScaling, PackedTensor, ScaleLayout};
+use nvfp4_kernels::reference::{self, EdenTarget, Element};
+use nvfp4_kernels::{
+    Amax, BLOCK, BlockScaling, CopyPolicy, MX_BLOCK, MxPacked, PackedTensor, ScaleLayout,
+};
 
 fn device_name() -> String {
     std::env::var("NVFP4_TEST_DEVICE").unwrap_or_else(|_| "flex".into())
@@ -81,6 +83,7 @@ pub fn gaussian(len: usize, seed: u64) -> Vec<f32> {
 }
 
 /// A matrix of the given element type, with its values as they are after rounding to it.
+#[derive(Clone)]
 pub struct Matrix {
     pub values: Vec<f32>,
     pub rows: usize,
@@ -112,23 +115,24 @@ macro_rules! in_dtype {
 }
 
 impl Matrix {
-    pub fn gaussian(rows: usize, cols: usize, dtype: DType, seed: u64) -> Self {
+    /// `values`, rounded to `dtype`.
+    pub fn new(values: Vec<f32>, rows: usize, cols: usize, dtype: DType) -> Self {
         let narrow = |value: f32| match dtype {
             DType::F32 => value,
             DType::BF16 => bf16::from_f32(value).to_f32(),
             DType::F16 => f16::from_f32(value).to_f32(),
             other => panic!("{other:?}"),
         };
-        let values = gaussian(rows * cols, seed)
-            .into_iter()
-            .map(narrow)
-            .collect();
         Self {
-            values,
+            values: values.into_iter().map(narrow).collect(),
             rows,
             cols,
             dtype,
         }
+    }
+
+    pub fn gaussian(rows: usize, cols: usize, dtype: DType, seed: u64) -> Self {
+        Self::new(gaussian(rows * cols, seed), rows, cols, dtype)
     }
 
     pub fn tensor(&self, device: &Device) -> Tensor<2> {
@@ -137,50 +141,197 @@ impl Matrix {
     }
 
     pub fn row(&self, rounding: Rounding) -> PackedTensor {
-        fn run<T: Element>(x: &[T], rows: usize, cols: usize, rounding: Rounding) -> PackedTensor {
-            let amax = Amax::Tensor(reference::amax(x));
-            reference::quantize_row(x, rows, cols, &amax, &rounding).unwrap()
-        }
-        in_dtype!(self, |values| run(values, self.rows, self.cols, rounding))
+        self.copy(PackedAxis::Cols, &CopySpec::new(rounding))
     }
 
     pub fn col(&self, rounding: Rounding, hadamard: Option<Hadamard>) -> PackedTensor {
+        let copy = CopySpec {
+            hadamard,
+            ..CopySpec::new(rounding)
+        };
+        self.copy(PackedAxis::Rows, &copy)
+    }
+
+    /// The copy along `axis` that `copy` asks for.
+    pub fn copy(&self, axis: PackedAxis, copy: &CopySpec) -> PackedTensor {
+        fn run<T: Element>(
+            x: &[T],
+            (rows, cols): (usize, usize),
+            axis: PackedAxis,
+            copy: &CopySpec,
+        ) -> PackedTensor {
+            let hadamard = copy.hadamard.as_ref();
+            let amax = match (copy.global, axis, hadamard) {
+                (GlobalScaling::PerTensor, _, None) => Amax::Tensor(reference::amax(x)),
+                (GlobalScaling::PerTensor, _, Some(hadamard)) => {
+                    Amax::Tensor(reference::amax_rht(x, rows, cols, hadamard))
+                }
+                (GlobalScaling::PerToken, PackedAxis::Cols, _) => {
+                    Amax::PerOuter(reference::amax_rows(x, rows, cols))
+                }
+                (GlobalScaling::PerToken, PackedAxis::Rows, None) => {
+                    Amax::PerOuter(reference::amax_cols(x, rows, cols))
+                }
+                (GlobalScaling::PerToken, PackedAxis::Rows, Some(hadamard)) => {
+                    Amax::PerOuter(reference::amax_rht_cols(x, rows, cols, hadamard))
+                }
+            };
+            let policy = CopyPolicy {
+                hadamard: copy.hadamard,
+                scaling: copy.scaling,
+                ..CopyPolicy::new(copy.rounding)
+            };
+            reference::quantize(x, rows, cols, axis, &amax, &policy, 0).unwrap()
+        }
+        let shape = (self.rows, self.cols);
+        in_dtype!(self, |values| run(values, shape, axis, copy))
+    }
+
+    pub fn tiles(&self, scaling: BlockScaling) -> (PackedTensor, PackedTensor) {
         fn run<T: Element>(
             x: &[T],
             rows: usize,
             cols: usize,
-            rounding: Rounding,
-            hadamard: Option<Hadamard>,
-        ) -> PackedTensor {
-            let amax = Amax::Tensor(match &hadamard {
-                Some(hadamard) => reference::amax_rht(x, rows, cols, hadamard),
-                None => reference::amax(x),
-            });
-            reference::quantize_col(x, rows, cols, &amax, &rounding, hadamard.as_ref()).unwrap()
-        }
-        in_dtype!(self, |values| run(
-            values, self.rows, self.cols, rounding, hadamard
-        ))
-    }
-
-    pub fn tiles(&self) -> (PackedTensor, PackedTensor) {
-        fn run<T: Element>(x: &[T], rows: usize, cols: usize) -> (PackedTensor, PackedTensor) {
+            scaling: BlockScaling,
+        ) -> (PackedTensor, PackedTensor) {
             let amax = Amax::Tensor(reference::amax(x));
             let compact = [ScaleLayout::Compact; 2];
-            reference::quantize_tile(x, rows, cols, &amax, BlockScaling::Standard, compact).unwrap()
+            reference::quantize_tile(x, rows, cols, &amax, scaling, compact).unwrap()
         }
-        in_dtype!(self, |values| run(values, self.rows, self.cols))
+        in_dtype!(self, |values| run(values, self.rows, self.cols, scaling))
     }
 
-    /// Both copies of a weight, as `spec` asks.
-    pub fn weight(&self, spec: &LinearSpec) -> (PackedTensor, PackedTensor) {
-        if spec.weight_2d {
-            self.tiles()
-        } else {
-            (
-                self.row(Rounding::Nearest),
-                self.col(Rounding::Nearest, None),
-            )
+    fn mx(&self, axis: PackedAxis) -> MxPacked {
+        in_dtype!(self, |values| reference::mx_quantize(
+            values, self.rows, self.cols, axis
+        )
+        .unwrap())
+    }
+
+    fn eden(&self, axis: PackedAxis, hadamard: &Hadamard, stream: &RandomStream) -> PackedTensor {
+        fn run<T: Element>(
+            x: &[T],
+            (rows, cols): (usize, usize),
+            axis: PackedAxis,
+            hadamard: &Hadamard,
+            stream: &RandomStream,
+        ) -> PackedTensor {
+            let amax = reference::ms_eden_amax(x, rows, cols, axis, hadamard).unwrap();
+            let target = EdenTarget::Backward;
+            reference::ms_eden(x, rows, cols, axis, amax, hadamard, target, stream).unwrap()
+        }
+        let shape = (self.rows, self.cols);
+        in_dtype!(self, |values| run(values, shape, axis, hadamard, stream))
+    }
+
+    /// The operand that `spec` asks for, contracted along `axis`; `dtype` is the type of the
+    /// activations.
+    pub fn operand(&self, spec: &OperandSpec, axis: PackedAxis, dtype: DType) -> Operand {
+        match spec {
+            OperandSpec::HighPrecision => {
+                let cast = Self::new(self.values.clone(), self.rows, self.cols, dtype);
+                Operand::Float(cast, axis)
+            }
+            OperandSpec::Mxfp8 => Operand::Mxfp8(self.mx(axis)),
+            OperandSpec::Blocks(copy) => Operand::Nvfp4(self.copy(axis, copy)),
+            OperandSpec::Tiles(scaling) => {
+                let (row, col) = self.tiles(*scaling);
+                Operand::Nvfp4(match axis {
+                    PackedAxis::Cols => row,
+                    PackedAxis::Rows => col,
+                })
+            }
+            OperandSpec::Eden { hadamard, stream } => {
+                Operand::Nvfp4(self.eden(axis, hadamard, stream))
+            }
+        }
+    }
+}
+
+/// One side of a product, by the oracle.
+pub enum Operand {
+    Nvfp4(PackedTensor),
+    Mxfp8(MxPacked),
+    Float(Matrix, PackedAxis),
+}
+
+impl Operand {
+    /// The operand that `spec` makes of the values that this one stands for.
+    pub fn again(&self, spec: &OperandSpec, axis: PackedAxis, dtype: DType) -> Operand {
+        let (values, rows, cols) = match self {
+            Self::Nvfp4(packed) => (reference::dequantize(packed), packed.rows(), packed.cols()),
+            Self::Mxfp8(packed) => (
+                reference::mx_dequantize(packed),
+                packed.rows(),
+                packed.cols(),
+            ),
+            Self::Float(matrix, _) => (matrix.values.clone(), matrix.rows, matrix.cols),
+        };
+        // MS-EDEN reads the exact values, everything else reads them as activations.
+        let via = match spec {
+            OperandSpec::Eden { .. } => DType::F32,
+            _ => dtype,
+        };
+        Matrix::new(values, rows, cols, via).operand(spec, axis, dtype)
+    }
+}
+
+/// What a product multiplies: one row for each stored row, without the global scales.
+struct Stored {
+    values: Vec<f32>,
+    outer: usize,
+    depth: usize,
+    /// The global scale of each stored row.
+    factors: Vec<f32>,
+}
+
+impl From<&PackedTensor> for Stored {
+    fn from(packed: &PackedTensor) -> Self {
+        let range = packed.origin().scaling.range();
+        Self {
+            values: reference::decode_blocks(packed),
+            outer: packed.outer(),
+            depth: packed.blocks() * BLOCK,
+            factors: (0..packed.outer())
+                .map(|outer| packed.amax().of(outer) / range)
+                .collect(),
+        }
+    }
+}
+
+impl From<&Operand> for Stored {
+    fn from(operand: &Operand) -> Self {
+        match operand {
+            Operand::Nvfp4(packed) => packed.into(),
+            Operand::Mxfp8(packed) => {
+                let (outer, depth) = (packed.outer(), packed.blocks() * MX_BLOCK);
+                let (codes, scales) = (packed.codes().to_vec(), packed.scales().to_vec());
+                let stored =
+                    MxPacked::from_parts((outer, depth), PackedAxis::Cols, codes, scales).unwrap();
+                Self {
+                    values: reference::mx_dequantize(&stored),
+                    outer,
+                    depth,
+                    factors: vec![1.0; outer],
+                }
+            }
+            Operand::Float(matrix, axis) => {
+                let (rows, cols) = (matrix.rows, matrix.cols);
+                let (outer, depth) = axis.stored_shape(rows, cols);
+                let at = |i: usize, j: usize| match axis {
+                    PackedAxis::Cols => matrix.values[i * cols + j],
+                    PackedAxis::Rows => matrix.values[j * cols + i],
+                };
+                Self {
+                    values: (0..outer)
+                        .flat_map(|i| (0..depth).map(move |j| (i, j)))
+                        .map(|(i, j)| at(i, j))
+                        .collect(),
+                    outer,
+                    depth,
+                    factors: vec![1.0; outer],
+                }
+            }
         }
     }
 }
@@ -188,11 +339,16 @@ impl Matrix {
 /// Everything on, drawing from stream `layer` at `offset`.
 pub fn spec(layer: u64, offset: u64) -> LinearSpec {
     let stochastic = |role| Rounding::Stochastic(RandomStream::new(11, layer << 8 | role, offset));
+    LinearSpec::nvidia(Some(Hadamard::default()), stochastic(0), stochastic(1))
+}
+
+/// The same with weights in 1x16 blocks.
+pub fn one_by_16(spec: LinearSpec) -> LinearSpec {
+    let w = OperandSpec::blocks(Rounding::Nearest);
     LinearSpec {
-        weight_2d: true,
-        hadamard: Some(Hadamard::default()),
-        dgrad: stochastic(0),
-        wgrad: stochastic(1),
+        fprop_w: w,
+        dgrad_w: w,
+        ..spec
     }
 }
 
@@ -210,11 +366,31 @@ pub fn assert_product(
     bias: Option<&[f32]>,
     dtype: DType,
 ) {
-    let exact = reference::gemm_f64(a, b, bias).unwrap();
-    assert_eq!(out.len(), exact.len(), "{what}: number of elements");
-    let depth = a.blocks() * 16;
-    let (left, right) = (reference::decode_blocks(a), reference::decode_blocks(b));
-    let alpha = f64::from(reference::alpha(a.amax().of(0), b.amax().of(0)));
+    assert_stored(what, out, &a.into(), &b.into(), bias, dtype);
+}
+
+/// [`assert_product`] of operands of any format.
+pub fn assert_operands(
+    what: &str,
+    out: &[f32],
+    a: &Operand,
+    b: &Operand,
+    bias: Option<&[f32]>,
+    dtype: DType,
+) {
+    assert_stored(what, out, &a.into(), &b.into(), bias, dtype);
+}
+
+fn assert_stored(
+    what: &str,
+    out: &[f32],
+    a: &Stored,
+    b: &Stored,
+    bias: Option<&[f32]>,
+    dtype: DType,
+) {
+    assert_eq!(out.len(), a.outer * b.outer, "{what}: number of elements");
+    assert_eq!(a.depth, b.depth, "{what}: contraction");
     // One rounding to the output type: half a unit in the last place of 24, 8 and 11 bits.
     let narrow = match dtype {
         DType::F32 => 2f64.powi(-24),
@@ -222,14 +398,16 @@ pub fn assert_product(
         DType::F16 => 2f64.powi(-11),
         other => panic!("{other:?}"),
     };
-    let columns = b.outer();
-    for (index, (&found, &expected)) in out.iter().zip(&exact).enumerate() {
+    let (columns, depth) = (b.outer, a.depth);
+    for (index, &found) in out.iter().enumerate() {
         let (m, n) = (index / columns, index % columns);
-        let magnitude: f64 = left[m * depth..][..depth]
+        let terms = a.values[m * depth..][..depth]
             .iter()
-            .zip(&right[n * depth..][..depth])
-            .map(|(x, y)| f64::from(x * y).abs())
-            .sum();
+            .zip(&b.values[n * depth..][..depth])
+            .map(|(x, y)| f64::from(*x) * f64::from(*y));
+        let (sum, magnitude) = terms.fold((0.0, 0.0), |(s, a), v| (s + v, a + v.abs()));
+        let alpha = f64::from(a.factors[m] * b.factors[n]);
+        let expected = sum * alpha + bias.map_or(0.0, |bias| f64::from(bias[n]));
         // Any order of `depth` additions, and the few operations after them.
         let bound = (depth as f64 + 8.0) * 2f64.powi(-24) * (magnitude * alpha + expected.abs())
             + narrow * expected.abs()

@@ -5,7 +5,7 @@ use burn_core::backend::{Autodiff, AutodiffBackend, DispatchDevice, ops::FloatTe
 use burn_core::tensor::{DType, TensorData};
 use burn_cubecl::{CubeBackend, tensor::CubeTensor};
 use burn_nvfp4::functions::linear;
-use burn_nvfp4::ops::{Bias, Nvfp4Ops};
+use burn_nvfp4::ops::{Bias, LinearContext, Nvfp4Ops};
 
 use crate::common::{Matrix, activation, device, spec, values};
 
@@ -33,7 +33,13 @@ fn a_step_without_fusion_is_the_step_with_it() {
             .unwrap()
     };
     let (plain_x, plain_w) = (leaf(&x), leaf(&w));
-    let y = Backend::nvfp4_linear(plain_x.clone(), plain_w.clone(), Bias::Absent, spec(0, 0));
+    let y = Backend::nvfp4_linear(
+        plain_x.clone(),
+        plain_w.clone(),
+        Bias::Absent,
+        spec(0, 0),
+        LinearContext::default(),
+    );
     let plain_y = read(y.primitive().clone());
     let grads = Backend::backward(y);
     let plain_dx = read(Backend::grad(&plain_x, &grads).unwrap());

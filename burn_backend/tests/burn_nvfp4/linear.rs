@@ -2,12 +2,13 @@
 
 use burn_core::tensor::{DType, Device, Tensor, TensorData};
 use burn_nvfp4::functions::linear;
-use burn_nvfp4::ops::LinearSpec;
-use burn_nvfp4::{Hadamard, Rounding};
+use burn_nvfp4::ops::{BackwardSource, LinearSpec};
+use burn_nvfp4::state::LayerRandomness;
+use burn_nvfp4::{Hadamard, Nvfp4Recipe, PackedAxis, RandomStream, Rounding};
 
 use crate::common::{
-    Matrix, activation, assert_product, device, skip_where_small_only, small_only, spec, sqnr,
-    values,
+    Matrix, activation, assert_operands, device, one_by_16, skip_where_small_only, small_only,
+    spec, sqnr, values,
 };
 
 /// What one training step of one product gives.
@@ -62,31 +63,26 @@ fn assert_oracle(
     let db = found.db.expect("a bias was given");
     assert_eq!(db.dtype(), b_dtype, "type of db");
 
-    let (w_row, w_col) = w.weight(&spec);
-    assert_product(
-        "y",
-        &values(found.y),
-        &x.row(Rounding::Nearest),
-        &w_col,
-        Some(&bias.values),
-        x_dtype,
-    );
-    assert_product(
-        "dx",
-        &values(found.dx),
-        &dy.row(spec.dgrad),
-        &w_row,
-        None,
-        x_dtype,
-    );
-    assert_product(
-        "dw",
-        &values(found.dw),
-        &x.col(Rounding::Nearest, spec.hadamard),
-        &dy.col(spec.wgrad, spec.hadamard),
-        None,
-        w_dtype,
-    );
+    let (rows, cols) = (PackedAxis::Rows, PackedAxis::Cols);
+    let fprop_x = x.operand(&spec.fprop_x, cols, x_dtype);
+    let fprop_w = w.operand(&spec.fprop_w, rows, x_dtype);
+    let (wgrad_x, dgrad_w) = match spec.source {
+        BackwardSource::Original => (
+            x.operand(&spec.wgrad_x, rows, x_dtype),
+            w.operand(&spec.dgrad_w, cols, x_dtype),
+        ),
+        BackwardSource::Forward => (
+            fprop_x.again(&spec.wgrad_x, rows, x_dtype),
+            fprop_w.again(&spec.dgrad_w, cols, x_dtype),
+        ),
+    };
+    let dgrad_dy = dy.operand(&spec.dgrad_dy, cols, x_dtype);
+    let wgrad_dy = dy.operand(&spec.wgrad_dy, rows, x_dtype);
+    let bias = Some(&bias.values[..]);
+    let (y, dx, dw) = (values(found.y), values(found.dx), values(found.dw));
+    assert_operands("y", &y, &fprop_x, &fprop_w, bias, x_dtype);
+    assert_operands("dx", &dx, &dgrad_dy, &dgrad_w, None, x_dtype);
+    assert_operands("dw", &dw, &wgrad_x, &wgrad_dy, None, w_dtype);
     for (col, found) in values(db).into_iter().enumerate() {
         let column = (0..m).map(|row| f64::from(dy.values[row * n + col]));
         let (sum, magnitude) = column.fold((0.0, 0.0), |(s, a), v| (s + v, a + v.abs()));
@@ -124,24 +120,13 @@ fn every_switch_and_type_is_the_oracles_composition() {
     skip_where_small_only!();
     let device = device().autodiff();
     let on = spec(1, 0);
+    let stochastic = |role| Rounding::Stochastic(RandomStream::new(3, role, 1));
+    let (signs, nearest) = (Some(Hadamard::seeded(8)), Rounding::Nearest);
     let specs = [
-        LinearSpec {
-            weight_2d: false,
-            ..on
-        },
-        LinearSpec {
-            hadamard: None,
-            ..on
-        },
-        LinearSpec {
-            hadamard: Some(Hadamard::seeded(8)),
-            ..on
-        },
-        LinearSpec {
-            dgrad: Rounding::Nearest,
-            wgrad: Rounding::Nearest,
-            ..on
-        },
+        one_by_16(on),
+        LinearSpec::nvidia(None, stochastic(0), stochastic(1)),
+        LinearSpec::nvidia(signs, stochastic(0), stochastic(1)),
+        LinearSpec::nvidia(Some(Hadamard::default()), nearest, nearest),
     ];
     for spec in specs {
         assert_oracle(
@@ -157,6 +142,33 @@ fn every_switch_and_type_is_the_oracles_composition() {
         (DType::BF16, DType::BF16, DType::BF16),
     ] {
         assert_oracle((33, 64, 32), dtypes, on, &device);
+    }
+}
+
+/// Forward, dgrad and wgrad of every preset are the products of the operands that the oracle makes by
+/// it: 33 tokens, so that blocks of 16, of 32 and groups of 128 are all padded.
+#[test]
+fn every_preset_is_the_oracles_composition() {
+    let device = device().autodiff();
+    let randomness = LayerRandomness {
+        seed: 5,
+        layer: 3,
+        offset: 9,
+        rht_signs: Hadamard::DEFAULT_SIGNS,
+    };
+    let shape = if small_only() {
+        (20, 32, 32)
+    } else {
+        (33, 64, 96)
+    };
+    for name in Nvfp4Recipe::preset_names() {
+        eprintln!("{name}");
+        let spec = Nvfp4Recipe::preset(name).unwrap().spec(&randomness);
+        let dtypes = (activation(), DType::F32, DType::F32);
+        assert_oracle(shape, dtypes, spec, &device);
+        if !small_only() {
+            assert_oracle(shape, (DType::F32, DType::F32, DType::F32), spec, &device);
+        }
     }
 }
 

@@ -5,7 +5,13 @@ use burn_core as burn;
 use burn_core::config::Config;
 use burn_core::module::{Module, ParamGroup};
 use burn_core::tensor::{DType, Device};
-use burn_nvfp4::{Nvfp4Error, Nvfp4Linear, Nvfp4LinearConfig, Nvfp4Recipe};
+use burn_nvfp4::recipe::{
+    BackwardSource, BlockScale, Healing, LayerPolicy, OperandRecipe, RoundingMode,
+};
+use burn_nvfp4::state::number_layers;
+use burn_nvfp4::{
+    LayerMode, Nvfp4Error, Nvfp4Linear, Nvfp4LinearConfig, Nvfp4Recipe, Nvfp4State, set_mode,
+};
 
 use crate::common::{Matrix, device, flex_only, values};
 
@@ -27,9 +33,17 @@ fn net(device: &Device) -> Net {
 fn the_defaults_are_the_published_recipe() {
     flex_only!();
     let recipe = Nvfp4Recipe::new();
-    assert!(recipe.rht && recipe.stochastic_rounding && recipe.weight_2d);
+    let (one, tile) = (OperandRecipe::PLAIN, OperandRecipe::TILES);
+    assert_eq!((recipe.fprop.x, recipe.fprop.w), (one, tile));
+    assert_eq!((recipe.dgrad.dy, recipe.dgrad.w), (one.stochastic(), tile));
+    let transformed = one.rht(16);
+    assert_eq!(recipe.wgrad.x, transformed);
+    assert_eq!(recipe.wgrad.dy, transformed.stochastic());
+    assert_eq!(recipe.source, BackwardSource::Original);
     assert_eq!((recipe.seed, recipe.rht_signs), (0, 0xD7E8));
-    assert!(recipe.high_precision.is_none());
+    assert!(recipe.high_precision.is_none() && recipe.healing.is_none());
+    assert_eq!(recipe.layers, LayerPolicy::None);
+    assert_eq!(recipe, Nvfp4Recipe::nvidia());
     assert_eq!(recipe, Nvfp4Recipe::default());
 }
 
@@ -124,4 +138,207 @@ fn a_group_that_matches_nothing_is_an_error() {
             ..
         })
     ));
+}
+
+#[test]
+fn presets_are_valid_and_survive_json() {
+    flex_only!();
+    let names: Vec<&str> = Nvfp4Recipe::preset_names().collect();
+    for name in &names {
+        let recipe = Nvfp4Recipe::preset(name).unwrap();
+        recipe.check().unwrap();
+        let json = serde_json::to_string_pretty(&recipe).unwrap();
+        let loaded = Nvfp4Recipe::load_binary(json.as_bytes()).unwrap();
+        assert_eq!(loaded, recipe, "{json}");
+        assert_eq!(recipe.is_quantized(), *name != "bf16");
+        let same = names
+            .iter()
+            .filter(|other| Nvfp4Recipe::preset(other).unwrap() == recipe);
+        assert_eq!(same.count(), 1, "{name} is a recipe of its own");
+    }
+    match Nvfp4Recipe::preset("nvidea") {
+        Err(Nvfp4Error::Value {
+            argument: "recipe",
+            found,
+            expected,
+        }) => {
+            assert_eq!(found, "nvidea");
+            assert!(expected.contains("nvidia, nvidia_4over6"), "{expected}");
+        }
+        other => panic!("{other:?}"),
+    }
+    // A file names what it changes; an operand's fields have defaults.
+    let mut json: serde_json::Value = serde_json::to_value(Nvfp4Recipe::new()).unwrap();
+    json["fprop"]["x"] = serde_json::json!({"format": "nvfp4", "scale": "four_over_six_mae"});
+    let loaded = Nvfp4Recipe::load_binary(json.to_string().as_bytes()).unwrap();
+    let expected = OperandRecipe::PLAIN.scale(BlockScale::FourOverSixMae);
+    assert_eq!(loaded.fprop.x, expected);
+    json["fprop"]["x"]["scal"] = "standard".into();
+    let misspelt = Nvfp4Recipe::load_binary(json.to_string().as_bytes());
+    assert!(misspelt.is_err(), "an unknown field is refused");
+}
+
+#[test]
+fn illegal_combinations_say_why() {
+    flex_only!();
+    type Spoil = fn(&mut Nvfp4Recipe);
+    let one = OperandRecipe::PLAIN;
+    let cases: [(&str, &str, &str, Spoil); 13] = [
+        ("fprop", "x in 16x16 tiles", "weights", |r| {
+            r.fprop.x = OperandRecipe::TILES
+        }),
+        ("fprop", "w in 16x16 tiles, rounded", "transposes", |r| {
+            r.fprop.w = OperandRecipe::TILES.stochastic()
+        }),
+        ("fprop", "w in 16x16 tiles with a global", "16 rows", |r| {
+            r.fprop.w = OperandRecipe::TILES.per_token()
+        }),
+        ("dgrad", "w in 16x16 tiles with headroom", "standard", |r| {
+            r.dgrad.w = OperandRecipe::TILES.scale(BlockScale::Headroom)
+        }),
+        ("dgrad", "dy by four over six", "nearest", |r| {
+            r.dgrad.dy = r.dgrad.dy.scale(BlockScale::FourOverSixMse)
+        }),
+        ("dgrad", "dy after a transform", "wgrad only", |r| {
+            r.dgrad.dy = r.dgrad.dy.rht(16)
+        }),
+        ("wgrad", "x after a transform of another", "16, 32", |r| {
+            r.wgrad.x = r.wgrad.x.rht(24)
+        }),
+        ("wgrad", "x after Some(32)", "does not cancel", |r| {
+            r.wgrad.x = r.wgrad.x.rht(32)
+        }),
+        ("wgrad", "x by four over six after", "no published", |r| {
+            r.wgrad.x = r.wgrad.x.scale(BlockScale::FourOverSixMae)
+        }),
+        ("fprop", "x by MS-EDEN", "dgrad and wgrad", |r| {
+            r.fprop.x = OperandRecipe::MsEden;
+            r.fprop.w = OperandRecipe::MsEden
+        }),
+        ("dgrad", "different formats", "both by MS-EDEN", |r| {
+            r.dgrad.dy = OperandRecipe::MsEden
+        }),
+        ("wgrad", "different formats", "padded", |r| {
+            r.wgrad.x = OperandRecipe::HighPrecision
+        }),
+        ("healing", "1.5", "0 to 1", |r| {
+            r.healing = Some(Healing {
+                at_fraction: 1.5,
+                forward_only: false,
+            })
+        }),
+    ];
+    for (argument, found, expected, spoil) in cases {
+        let mut recipe = Nvfp4Recipe::new();
+        spoil(&mut recipe);
+        let error = recipe.check().expect_err(found).to_string();
+        for text in [argument, found, expected] {
+            assert!(error.contains(text), "{error}: no {text:?}");
+        }
+        let layer = Nvfp4LinearConfig::new(16, 16).with_recipe(recipe);
+        assert!(layer.try_init(&device()).is_err());
+    }
+    // What looks odd and is offered: weights alone, and everything to nearest.
+    let mut recipe = Nvfp4Recipe::new();
+    recipe.fprop.x = OperandRecipe::HighPrecision;
+    recipe.wgrad.dy = one.rht(16).map(|f| f.rounding = RoundingMode::Nearest);
+    recipe.check().unwrap();
+}
+
+#[test]
+fn switches_change_both_operands_of_a_product() {
+    flex_only!();
+    let recipe = Nvfp4Recipe::new()
+        .with_rht(false)
+        .with_stochastic_rounding(false)
+        .with_weight_2d(false);
+    let one = OperandRecipe::PLAIN;
+    assert_eq!([recipe.fprop.x, recipe.fprop.w], [one; 2]);
+    assert_eq!([recipe.dgrad.dy, recipe.dgrad.w], [one; 2]);
+    assert_eq!([recipe.wgrad.x, recipe.wgrad.dy], [one; 2]);
+    let back = recipe
+        .with_rht(true)
+        .with_stochastic_rounding(true)
+        .with_weight_2d(true);
+    assert_eq!(back, Nvfp4Recipe::new());
+}
+
+#[test]
+fn layer_policies_place_high_precision() {
+    flex_only!();
+    let model = net(&device());
+    let policy = LayerPolicy::FirstLast { first: 0, last: 1 };
+    let recipe = Nvfp4Recipe::new().with_layers(policy);
+    assert_eq!(recipe.apply(&model).unwrap(), 1);
+    assert!(model.blocks[1].state.is_high_precision());
+    // A policy and a group together: either is enough.
+    let group = ParamGroup::from_path("up.weight");
+    let recipe = recipe.with_high_precision(Some(group));
+    assert_eq!(recipe.apply(&model).unwrap(), 2);
+    assert!(!model.blocks[0].state.is_high_precision());
+}
+
+#[test]
+fn healing_changes_the_forward_the_backward_or_both() {
+    flex_only!();
+    let device = device().autodiff();
+    let healing = |forward_only| Healing {
+        at_fraction: 0.75,
+        forward_only,
+    };
+    let modes: Vec<LayerMode> = (0..4).map(|step| healing(false).mode(step, 4)).collect();
+    let (recipe, high) = (LayerMode::Recipe, LayerMode::HighPrecision);
+    assert_eq!(modes, [recipe, recipe, recipe, high]);
+    assert_eq!(healing(true).mode(3, 4), LayerMode::HighPrecisionForward);
+
+    let model = net(&device);
+    let layer = &model.up;
+    let x = Matrix::gaussian(48, 32, DType::F32, 7).tensor(&device);
+    let step = || {
+        let x = x.clone().require_grad();
+        let y = layer.forward(x.clone());
+        let grads = y.clone().square().sum().backward();
+        let dw = layer.weight.grad(&grads).unwrap();
+        (
+            values(y.inner()),
+            values(x.grad(&grads).unwrap()),
+            values(dw),
+        )
+    };
+    let plain = layer.clone().into_linear();
+    let exact = values(plain.forward(x.clone()).inner());
+    let quantized = step();
+    assert_ne!(quantized.0, exact);
+
+    set_mode(&model, LayerMode::HighPrecisionForward);
+    let offset = layer.state.randomness().offset;
+    let (y, _, dw) = step();
+    assert_eq!(y, exact);
+    assert_eq!(layer.state.randomness().offset, offset + 1, "dy is drawn");
+    let state = Nvfp4State::collect(&model);
+    assert_eq!(state.modes.len(), 3);
+
+    set_mode(&model, LayerMode::HighPrecision);
+    let (y, _, exact_dw) = step();
+    assert_eq!(y, exact);
+    assert_ne!(dw, exact_dw, "the backward was quantized before");
+    assert_eq!(
+        layer.state.randomness().offset,
+        offset + 1,
+        "nothing is drawn"
+    );
+    let grads = plain.forward(x.clone()).square().sum().backward();
+    assert_eq!(exact_dw, values(plain.weight.grad(&grads).unwrap()));
+
+    // A checkpoint brings the mode back.
+    let json = serde_json::to_string(&state).unwrap();
+    number_layers(&model);
+    Nvfp4State::load_binary(json.as_bytes())
+        .unwrap()
+        .apply(&model)
+        .unwrap();
+    assert_eq!(layer.state.mode(), LayerMode::HighPrecisionForward);
+    set_mode(&model, LayerMode::Recipe);
+    assert_ne!(step().0, exact);
+    assert!(Nvfp4State::collect(&model).modes.is_empty());
 }

@@ -8,7 +8,7 @@ use burn_nvfp4::ops::LinearSpec;
 use tracing::field::{Field, Visit};
 use tracing::span;
 
-use crate::common::{Matrix, device, flex_only, skip_where_small_only, spec};
+use crate::common::{Matrix, device, flex_only, one_by_16, skip_where_small_only, spec};
 
 /// One unit of work that a backend reported.
 #[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
@@ -122,10 +122,7 @@ fn a_gradient_that_nobody_asks_for_costs_nothing() {
     skip_where_small_only!();
     tracing::subscriber::set_global_default(Collector).expect("no other subscriber");
     let tiles = spec(0, 0);
-    let blocks = LinearSpec {
-        weight_2d: false,
-        ..tiles
-    };
+    let blocks = one_by_16(tiles);
 
     let all = [
         "matmul w",
