@@ -373,7 +373,7 @@ fn bad_arguments_are_named() {
     let cases: [(&str, &[&str]); 12] = [
         ("--device gpu", &["device", "gpu", "flex, cpu, or cuda:N"]),
         ("--device cuda:99", &["cuda:99"]),
-        ("--recipe fp8", &["--recipe", "fp8", "nvfp4"]),
+        ("--recipe fp8", &["recipe", "fp8", "nvfp4"]),
         ("--preset huge", &["--preset", "huge", "tiny"]),
         ("--width 100", &["width", "100", "multiple of 16"]),
         ("--hidden 40", &["hidden", "40", "multiple of 16"]),

@@ -198,8 +198,11 @@ impl LayerState {
     }
 
     pub(crate) fn set_mode(&self, mode: LayerMode) {
-        *self.shared.mode.lock().expect("no panic while it is held") = mode;
-        self.shared.weights.clear();
+        let mut current = self.shared.mode.lock().expect("no panic while it is held");
+        if *current != mode {
+            *current = mode;
+            self.shared.weights.clear();
+        }
     }
 
     /// What the layer keeps of its packed weight.

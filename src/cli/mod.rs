@@ -6,6 +6,7 @@ mod options;
 mod plot;
 mod progress;
 mod sample;
+mod study;
 mod train;
 
 use std::process::ExitCode;
@@ -28,6 +29,8 @@ enum Task {
     /// Without options: a model that trains in minutes on two CPU cores, on the Rust sources that
     /// cargo has downloaded.
     Train(Box<train::Train>),
+    /// Train with several recipes and seeds as one experiment that can be gone on with, and report.
+    Study(study::Study),
     /// Generate text with a trained model.
     Sample(sample::Sample),
     /// Say which devices there are, what they support, and which code path operations take.
@@ -38,6 +41,7 @@ impl Command {
     pub(crate) fn run(self) -> Result<ExitCode> {
         match self.task {
             Task::Train(train) => train.run(),
+            Task::Study(study) => study.run(),
             Task::Sample(sample) => sample.run().map(|()| ExitCode::SUCCESS),
             Task::Doctor => doctor::run().map(|()| ExitCode::SUCCESS),
         }

@@ -1,10 +1,14 @@
 //! The options of a run: from flags, a file, and a preset, in this order.
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
+use std::str::FromStr;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
+use burn::config::Config;
 use clap::{ArgAction, Args};
-use nvfp4::lm::config::{Activation, Preset, Recipe, RunConfig};
+use nvfp4::Nvfp4Recipe;
+use nvfp4::lm::config::{Activation, HealingOption, Preset, Recipe, RunConfig};
 use serde::Deserialize;
 
 use super::device::DeviceName;
@@ -14,20 +18,29 @@ use super::device::DeviceName;
 #[derive(Args, Debug, Clone, Default, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub(crate) struct Options {
-    /// Sizes to start from: tiny, small, 30m or 125m [default: tiny]
+    /// Sizes to start from: tiny, small, 10m, 30m or 125m [default: tiny]
     #[arg(long, value_name = "NAME")]
     preset: Option<Preset>,
-    /// Precision of the products: nvfp4, bf16 or f32 [default: nvfp4]
-    #[arg(long, value_name = "NAME")]
-    recipe: Option<Recipe>,
-    /// Train in high precision too, and report the gap [default: for tiny]
+    /// What the products are computed in: nvfp4, bf16, f32, a preset (see docs/recipes.md), or the
+    /// JSON file of a recipe [default: nvfp4]
+    #[arg(long, value_name = "NAME|FILE")]
+    recipe: Option<String>,
+    /// Train with these recipes too, on the same batches, and report the gaps; without a value, in
+    /// high precision [default: for tiny]
     #[arg(
         long,
-        num_args = 0,
-        default_missing_value = "true",
+        value_name = "A,B,..",
+        num_args = 0..=1,
+        default_missing_value = "",
         overrides_with = "no_compare"
     )]
-    compare: Option<bool>,
+    compare: Option<Compare>,
+    /// Stop quantizing after this share of the steps: 0.9, or 0.9:forward for the forward alone
+    #[arg(long, value_name = "SHARE[:forward]")]
+    healing: Option<HealingOption>,
+    /// Recipes of a written configuration
+    #[arg(skip)]
+    recipes: BTreeMap<String, Nvfp4Recipe>,
     /// Train with the recipe only
     #[arg(long, action = ArgAction::SetTrue, overrides_with = "compare")]
     #[serde(skip)]
@@ -110,6 +123,28 @@ pub(crate) struct Options {
     high_precision: Option<Vec<String>>,
 }
 
+/// What `--compare` takes.
+#[derive(Debug, Clone, PartialEq, Deserialize)]
+#[serde(untagged)]
+enum Compare {
+    /// In high precision, or not at all.
+    Baseline(bool),
+    /// With these recipes: names or files.
+    With(Vec<String>),
+}
+
+impl FromStr for Compare {
+    type Err = std::convert::Infallible;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        let names: Vec<String> = text.split(',').map(|name| name.trim().into()).collect();
+        Ok(match text {
+            "" => Self::Baseline(true),
+            _ => Self::With(names),
+        })
+    }
+}
+
 impl Options {
     /// Read a `--config` file.
     pub(crate) fn read(path: &Path) -> Result<Self> {
@@ -135,12 +170,29 @@ impl Options {
         device.map(|name| parse_device(&name)).transpose()
     }
 
+    /// These options with `recipe` alone, `seed`, and `device` if one is given.
+    pub(crate) fn for_run(mut self, recipe: &str, seed: u64, device: Option<&str>) -> Self {
+        self.recipe = Some(recipe.into());
+        self.seed = Some(seed);
+        self.no_compare = true;
+        self.compare = Some(Compare::Baseline(false));
+        self.healing = None;
+        if let Some(device) = device {
+            self.device = Some(device.into());
+        }
+        self
+    }
+
     /// Put these options over those of `below`.
     pub(crate) fn over(self, below: Self) -> Self {
         let compare = if self.no_compare {
-            Some(false)
+            Some(Compare::Baseline(false))
         } else {
             self.compare.or(below.compare)
+        };
+        let recipes = match self.recipes.is_empty() {
+            true => below.recipes,
+            false => self.recipes,
         };
         macro_rules! over {
             ($($field:ident),*) => {
@@ -148,12 +200,14 @@ impl Options {
                     $($field: self.$field.or(below.$field),)*
                     compare,
                     no_compare: false,
+                    recipes,
                 }
             };
         }
         over!(
             preset,
             recipe,
+            healing,
             device,
             activation,
             data,
@@ -194,7 +248,6 @@ impl Options {
             ($($field:ident),*) => { $(if let Some(value) = self.$field { config.$field = value; })* };
         }
         set!(
-            recipe,
             activation,
             data,
             data_bytes,
@@ -219,14 +272,50 @@ impl Options {
             rht_signs,
             high_precision
         );
-        config.compare = self
-            .compare
-            .unwrap_or(config.compare && config.recipe == Recipe::Nvfp4);
+        config.healing = self.healing;
+        config.recipes = self.recipes;
+        if let Some(name) = &self.recipe {
+            config.recipe = named(name, "recipe", &mut config.recipes)?;
+        }
+        config.compare = match self.compare {
+            Some(Compare::Baseline(false)) => Vec::new(),
+            Some(Compare::Baseline(true)) => vec![config.baseline()],
+            Some(Compare::With(names)) => names
+                .iter()
+                .map(|name| named(name, "compare", &mut config.recipes))
+                .collect::<Result<_>>()?,
+            None if config.compare.is_empty() || config.recipe.is_high_precision() => Vec::new(),
+            None => vec![config.baseline()],
+        };
         // The preset's warm-up would not fit into a shorter run.
         config.warmup = self.warmup.unwrap_or(config.warmup.min(config.steps / 10));
         config.check()?;
         Ok((config, device))
     }
+}
+
+/// The recipe called `name`; the file of one is read into `recipes`.
+fn named(name: &str, option: &str, recipes: &mut BTreeMap<String, Nvfp4Recipe>) -> Result<Recipe> {
+    let path = Path::new(name);
+    if path.extension().is_none_or(|extension| extension != "json") {
+        return name
+            .parse()
+            .map_err(|error| anyhow::anyhow!("{option} is {name}, but {error}"));
+    }
+    let recipe = Nvfp4Recipe::load(path)
+        .map_err(|error| anyhow::anyhow!("{option} {name} is no recipe: {error}"))?;
+    let stem = path.file_stem().unwrap_or_default().to_string_lossy();
+    let found: Recipe = stem
+        .parse()
+        .map_err(|error| anyhow::anyhow!("{option} is {name}, but {error}"))?;
+    ensure!(
+        Nvfp4Recipe::preset_names()
+            .chain(["nvfp4", "f32"])
+            .all(|preset| preset != stem),
+        "{option} is {name}, but {stem} is the name of a preset: rename the file"
+    );
+    recipes.insert(stem.into(), recipe);
+    Ok(found)
 }
 
 fn parse_device(name: &str) -> Result<DeviceName> {
@@ -252,10 +341,8 @@ mod tests {
         };
         let (config, device) = flags.over(file).resolve().unwrap();
         assert_eq!(device, DeviceName::Flex);
-        assert_eq!(
-            (config.width, config.steps, config.compare),
-            (64, 20, false)
-        );
+        assert_eq!((config.width, config.steps), (64, 20));
+        assert!(config.compare.is_empty());
         assert_eq!(config.warmup, 2);
         assert_eq!(
             config.layers,
@@ -270,6 +357,49 @@ mod tests {
             .unwrap();
         let text = serde_json::to_string(&config).unwrap();
         assert_eq!(parse(&text).resolve().unwrap().0, config);
+    }
+
+    #[test]
+    fn recipes_have_names_or_files() {
+        let folder = std::env::temp_dir().join(format!("nvfp4-options-{}", std::process::id()));
+        std::fs::create_dir_all(&folder).unwrap();
+        let path = folder.join("mine.json");
+        let mine = Nvfp4Recipe::quartet2().with_cache_weights(false);
+        mine.save(&path).unwrap();
+        let flags = Options {
+            device: Some("flex".into()),
+            recipe: Some(path.display().to_string()),
+            compare: Some("f32,per_token".parse().unwrap()),
+            healing: Some("0.75:forward".parse().unwrap()),
+            ..Options::default()
+        };
+        let (config, _) = flags.resolve().unwrap();
+        let found: Vec<&str> = config.all_recipes().map(Recipe::name).collect();
+        assert_eq!(found, ["mine", "f32", "per_token"]);
+        let recipe = config.nvfp4_recipe(&config.recipe).unwrap();
+        assert_eq!(recipe, mine.with_seed(config.seed));
+        assert!(config.healing_of(&config.recipe).unwrap().forward_only);
+        assert!(config.healing_of(&Recipe::f32()).is_none());
+        // The file is not needed again.
+        std::fs::remove_dir_all(&folder).unwrap();
+        let text = serde_json::to_string(&config).unwrap();
+        assert_eq!(parse(&text).resolve().unwrap().0, config);
+        for (option, text) in [
+            ("recipe", "no-file.json"),
+            ("recipe", "a/b"),
+            ("recipe", "fp8"),
+        ] {
+            let flags = Options {
+                device: Some("flex".into()),
+                recipe: Some(text.into()),
+                ..Options::default()
+            };
+            let error = format!("{:#}", flags.resolve().unwrap_err());
+            assert!(error.contains(option) && error.contains(text), "{error}");
+        }
+        for text in ["1.5", "x", "0.5:backward"] {
+            assert!(text.parse::<HealingOption>().unwrap_err().contains(text));
+        }
     }
 
     #[test]
@@ -288,13 +418,13 @@ mod tests {
         let (config, _) = parse(r#"{"device": "flex", "recipe": "f32"}"#)
             .resolve()
             .unwrap();
-        assert!(!config.compare);
+        assert!(config.compare.is_empty());
         let both = parse(r#"{"device": "flex", "recipe": "f32", "compare": true}"#);
         assert!(
             both.resolve()
                 .unwrap_err()
                 .to_string()
-                .contains("--no-compare")
+                .contains("compare is f32, but recipe is f32")
         );
     }
 }

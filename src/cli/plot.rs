@@ -7,17 +7,46 @@ use nvfp4::lm::train::Row;
 use plotters::prelude::*;
 
 const SIZE: (u32, u32) = (960, 540);
-/// One per recipe.
-const COLORS: [RGBColor; 3] = [
+/// One per recipe, from the first again where there are more.
+const COLORS: [RGBColor; 10] = [
     RGBColor(31, 119, 180),
     RGBColor(214, 69, 65),
     RGBColor(44, 140, 80),
+    RGBColor(148, 103, 189),
+    RGBColor(255, 127, 14),
+    RGBColor(23, 190, 207),
+    RGBColor(140, 86, 75),
+    RGBColor(227, 119, 194),
+    RGBColor(90, 90, 90),
+    RGBColor(188, 189, 34),
 ];
 const GRAY: RGBColor = RGBColor(110, 110, 110);
 
 /// Draw the losses of each recipe over the steps to `path`: thin for training, thick with dots for
 /// validation, and the unigram entropy as a level.
 pub(crate) fn loss(path: &Path, curves: &[(&str, &[Row])], unigram: f64) -> Result<()> {
+    write(path, curves, Some(unigram))
+}
+
+/// Draw the validation losses alone, from a tenth of the way on, where curves can be told apart.
+pub(crate) fn validation(path: &Path, curves: &[(&str, &[Row])]) -> Result<()> {
+    let late: Vec<(&str, Vec<Row>)> = curves
+        .iter()
+        .map(|(name, rows)| {
+            let last = rows.last().map_or(0, |row| row.step);
+            let late = rows.iter().filter(|row| row.step * 10 >= last);
+            let late = late.map(|row| Row {
+                train_loss: None,
+                ..*row
+            });
+            (*name, late.collect())
+        })
+        .collect();
+    let curves: Vec<(&str, &[Row])> = late.iter().map(|(name, rows)| (*name, &rows[..])).collect();
+    write(path, &curves, None)
+}
+
+fn write(path: &Path, curves: &[(&str, &[Row])], unigram: Option<f64>) -> Result<()> {
     let mut svg = String::new();
     draw(&mut svg, curves, unigram)
         .map_err(|error| anyhow::anyhow!("{error}"))
@@ -28,14 +57,14 @@ pub(crate) fn loss(path: &Path, curves: &[(&str, &[Row])], unigram: f64) -> Resu
 fn draw(
     svg: &mut String,
     curves: &[(&str, &[Row])],
-    unigram: f64,
+    unigram: Option<f64>,
 ) -> Result<(), Box<dyn std::error::Error>> {
     let rows = || curves.iter().flat_map(|(_, rows)| rows.iter());
     let last = rows().map(|row| row.step).max().unwrap_or(1).max(1);
     let losses: Vec<f64> = rows()
         .flat_map(|row| [row.train_loss, row.valid_loss])
         .flatten()
-        .chain([unigram])
+        .chain(unigram)
         .collect();
     let low = losses.iter().copied().fold(f64::INFINITY, f64::min);
     let high = losses.iter().copied().fold(0.0, f64::max);
@@ -57,25 +86,29 @@ fn draw(
         .light_line_style(WHITE)
         .bold_line_style(BLACK.mix(0.12))
         .x_label_formatter(&|step| format!("{step:.0}"))
-        .y_label_formatter(&|loss| format!("{loss:.1}"))
+        .y_label_formatter(&|loss| format!("{loss:.2}"))
         .draw()?;
-    chart
-        .draw_series(LineSeries::new(
-            [(0.0, unigram), (last as f64, unigram)],
-            BLACK.stroke_width(2),
-        ))?
-        .label("unigram entropy")
-        .legend(|(x, y)| PathElement::new([(x, y), (x + 22, y)], BLACK.stroke_width(2)));
-    for ((name, rows), color) in curves.iter().zip(COLORS) {
+    if let Some(unigram) = unigram {
+        chart
+            .draw_series(LineSeries::new(
+                [(0.0, unigram), (last as f64, unigram)],
+                BLACK.stroke_width(2),
+            ))?
+            .label("unigram entropy")
+            .legend(|(x, y)| PathElement::new([(x, y), (x + 22, y)], BLACK.stroke_width(2)));
+    }
+    for ((name, rows), color) in curves.iter().zip(COLORS.into_iter().cycle()) {
         let points = |value: fn(&Row) -> Option<f64>| {
             rows.iter()
                 .filter_map(move |row| Some((row.step as f64, value(row)?)))
         };
-        let thin = color.mix(0.45).stroke_width(1);
-        chart
-            .draw_series(LineSeries::new(points(|row| row.train_loss), thin))?
-            .label(format!("{name}, training"))
-            .legend(move |(x, y)| PathElement::new([(x, y), (x + 22, y)], thin));
+        if rows.iter().any(|row| row.train_loss.is_some()) {
+            let thin = color.mix(0.45).stroke_width(1);
+            chart
+                .draw_series(LineSeries::new(points(|row| row.train_loss), thin))?
+                .label(format!("{name}, training"))
+                .legend(move |(x, y)| PathElement::new([(x, y), (x + 22, y)], thin));
+        }
         let thick = color.stroke_width(2);
         chart
             .draw_series(LineSeries::new(points(|row| row.valid_loss), thick))?

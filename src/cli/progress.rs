@@ -37,7 +37,7 @@ impl Progress {
             .expect("the template is valid");
             let bar = ProgressBar::new(config.steps)
                 .with_style(style)
-                .with_prefix(recipe.name());
+                .with_prefix(recipe.name().to_string());
             bar.set_position(first);
             bar.reset_eta();
             bar.enable_steady_tick(std::time::Duration::from_millis(200));

@@ -50,6 +50,8 @@ struct Summary {
     baseline_valid_loss: Option<f64>,
     /// How much higher the loss is than the baseline's, in percent of it.
     gap_percent: Option<f64>,
+    /// Every recipe that was trained.
+    results: Vec<RecipeResult>,
     /// Loss of the best model that looks at no context.
     unigram_entropy: f64,
     preset: Preset,
@@ -68,6 +70,21 @@ struct Summary {
     hardware: Option<String>,
     train_bytes: usize,
     valid_bytes: usize,
+}
+
+/// What `summary.json` holds of each recipe.
+#[derive(Debug, Serialize)]
+struct RecipeResult {
+    recipe: Recipe,
+    final_valid_loss: f64,
+    gap_percent: Option<f64>,
+    seconds: f64,
+    tokens_per_s: Option<f64>,
+}
+
+/// How much higher a loss is than the baseline's, in percent of it.
+pub(super) fn gap(loss: f64, baseline: f64) -> f64 {
+    100.0 * (loss - baseline) / baseline
 }
 
 /// What is left of the run of one recipe.
@@ -114,15 +131,12 @@ impl Train {
         })
         .context("cannot watch for Ctrl-C")?;
 
-        let mut recipes = vec![config.recipe];
-        if config.compare {
-            recipes.push(config.baseline());
-        }
         let mut results = Vec::new();
-        for recipe in recipes {
+        for recipe in config.all_recipes() {
             let path = folder.join(recipe.name());
-            let mut run = Run::open(&config, recipe, &corpus, &device, &path)?;
-            let mut progress = Progress::new(recipe, &config, run.step(), interrupt.clone());
+            let mut run = Run::open(&config, recipe.clone(), &corpus, &device, &path)?;
+            let mut progress =
+                Progress::new(recipe.clone(), &config, run.step(), interrupt.clone());
             let outcome = run.train(self.stop_at, &mut progress);
             progress.finish();
             match outcome? {
@@ -132,7 +146,7 @@ impl Train {
                 Outcome::Stopped => break,
             }
             results.push(Trained {
-                recipe,
+                recipe: recipe.clone(),
                 rows: run.rows().to_vec(),
                 seconds: run.seconds(),
             });
@@ -236,9 +250,10 @@ fn describe(config: &RunConfig, corpus: &Corpus, folder: &Path) {
         config.width,
         config.context
     );
-    let baseline = match config.compare {
-        true => format!(", then {} to compare", config.baseline()),
-        false => String::new(),
+    let others: Vec<&str> = config.compare.iter().map(Recipe::name).collect();
+    let baseline = match others.is_empty() {
+        true => String::new(),
+        false => format!(", then {} to compare", others.join(", ")),
     };
     eprintln!(
         "run     {}{baseline}: {} steps of {} bytes on {}, into {}",
@@ -259,16 +274,33 @@ fn report(
     hardware: Option<String>,
 ) -> Result<()> {
     let main = results.first().context("nothing was trained")?;
-    let baseline = results.get(1);
+    // Gaps are those to high precision, where it was trained, else to the recipe that came last.
+    let baseline = results[1..]
+        .iter()
+        .find(|result| result.recipe.is_high_precision())
+        .or(results[1..].last());
     let final_valid_loss = main.valid_loss()?;
     let baseline_valid_loss = baseline.map(Trained::valid_loss).transpose()?;
     let unigram_entropy = corpus.unigram_entropy();
     let summary = Summary {
-        recipe: main.recipe,
+        recipe: main.recipe.clone(),
         final_valid_loss,
-        baseline_recipe: baseline.map(|result| result.recipe),
+        baseline_recipe: baseline.map(|result| result.recipe.clone()),
         baseline_valid_loss,
-        gap_percent: baseline_valid_loss.map(|loss| 100.0 * (final_valid_loss - loss) / loss),
+        gap_percent: baseline_valid_loss.map(|loss| gap(final_valid_loss, loss)),
+        results: results
+            .iter()
+            .map(|result| {
+                let loss = result.valid_loss()?;
+                Ok(RecipeResult {
+                    recipe: result.recipe.clone(),
+                    final_valid_loss: loss,
+                    gap_percent: baseline_valid_loss.map(|baseline| gap(loss, baseline)),
+                    seconds: result.seconds,
+                    tokens_per_s: result.tokens_per_s(),
+                })
+            })
+            .collect::<Result<_>>()?,
         unigram_entropy,
         preset: config.preset,
         parameters: config.model().parameters(),
@@ -290,19 +322,22 @@ fn report(
         .collect();
     plot::loss(&folder.join("loss.svg"), &curves, unigram_entropy)?;
 
-    println!("recipe   validation loss   tokens/s   seconds");
+    println!("validation loss   tokens/s   seconds  recipe");
     for result in results {
         println!(
-            "{:<6} {:>17.4} {:>10.0} {:>9.1}",
-            result.recipe.name(),
+            "{:>15.4} {:>10.0} {:>9.1}  {}",
             result.valid_loss()?,
             result.tokens_per_s().unwrap_or_default(),
-            result.seconds
+            result.seconds,
+            result.recipe.name(),
         );
     }
-    println!("unigrams {unigram_entropy:>15.4}   (nats per byte; a model that ignores context)");
-    if let (Some(gap), Some(recipe)) = (summary.gap_percent, summary.baseline_recipe) {
-        println!("gap of {} to {recipe}: {gap:+.2} %", summary.recipe);
+    println!("{unigram_entropy:>15.4}   (nats per byte; a model that ignores context)");
+    if let Some(baseline) = &summary.baseline_recipe {
+        for result in summary.results.iter().filter(|r| r.recipe != *baseline) {
+            let gap = result.gap_percent.unwrap_or_default();
+            println!("gap of {} to {baseline}: {gap:+.2} %", result.recipe);
+        }
     }
     println!("wrote {0}/summary.json, {0}/loss.svg", folder.display());
     println!(

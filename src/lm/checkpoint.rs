@@ -108,6 +108,13 @@ impl Entry {
 }
 
 impl Checkpoint {
+    /// The same point of a run that differs in what comes after it: `config` and `recipe`.
+    pub fn fork(mut self, config: RunConfig, recipe: Recipe) -> Self {
+        self.state.config = config;
+        self.state.recipe = recipe;
+        self
+    }
+
     /// Write the checkpoint into `folder`, then remove the older ones there. Returns its path.
     ///
     /// # Errors
@@ -334,7 +341,7 @@ mod tests {
         Checkpoint {
             state: State::new(
                 config,
-                Recipe::Nvfp4,
+                Recipe::nvfp4(),
                 corpus,
                 step,
                 losses,

@@ -1,11 +1,14 @@
 //! What to train: the shape of the model, the schedule, the recipe. Presets, and checks.
 
+use std::collections::BTreeMap;
 use std::fmt;
 use std::path::PathBuf;
 use std::str::FromStr;
 
-use anyhow::{Result, bail, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use burn::module::ParamGroup;
+use burn_nvfp4::Hadamard;
+use burn_nvfp4::recipe::Healing;
 use serde::{Deserialize, Serialize};
 
 use crate::Nvfp4Recipe;
@@ -76,26 +79,37 @@ impl ModelConfig {
     }
 }
 
-/// Precision of the products of the blocks, forward and backward.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Recipe {
-    /// 4-bit operands, see [`Nvfp4Recipe`].
-    Nvfp4,
-    /// bf16 operands.
-    Bf16,
-    /// f32 operands.
-    F32,
-}
+/// What the products of the blocks are computed in, forward and backward, by name: `nvfp4` (TransformerEngine's
+/// recipe, with the switches of the run), a preset of [`Nvfp4Recipe::preset`], `bf16`, `f32`, or a
+/// recipe of the run's own ([`RunConfig::recipes`]).
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub struct Recipe(String);
 
 impl Recipe {
+    /// TransformerEngine's recipe, with the switches of the run.
+    pub fn nvfp4() -> Self {
+        Self("nvfp4".into())
+    }
+
+    /// No quantization, bf16 activations.
+    pub fn bf16() -> Self {
+        Self("bf16".into())
+    }
+
+    /// No quantization, f32 activations.
+    pub fn f32() -> Self {
+        Self("f32".into())
+    }
+
     /// The name that the command and the files use.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Nvfp4 => "nvfp4",
-            Self::Bf16 => "bf16",
-            Self::F32 => "f32",
-        }
+    pub fn name(&self) -> &str {
+        &self.0
+    }
+
+    /// Whether nothing is quantized: what others are compared with.
+    pub fn is_high_precision(&self) -> bool {
+        *self == Self::bf16() || *self == Self::f32()
     }
 }
 
@@ -105,14 +119,84 @@ impl fmt::Display for Recipe {
     }
 }
 
+impl From<Recipe> for String {
+    fn from(recipe: Recipe) -> Self {
+        recipe.0
+    }
+}
+
+impl TryFrom<String> for Recipe {
+    type Error = String;
+
+    fn try_from(name: String) -> Result<Self, String> {
+        name.parse()
+    }
+}
+
 impl FromStr for Recipe {
     type Err = String;
 
+    /// Any name that a folder can have; whether there is such a recipe, the run knows.
+    fn from_str(name: &str) -> Result<Self, String> {
+        let fits = |c: char| c.is_ascii_alphanumeric() || "_-.".contains(c);
+        if name.is_empty() || name.starts_with('.') || !name.chars().all(fits) {
+            return Err(format!(
+                "{name:?} is no name of a recipe: letters, digits, `_`, `-` and `.`, not first"
+            ));
+        }
+        Ok(Self(name.into()))
+    }
+}
+
+/// When a run stops quantizing: `0.9` or `0.9:forward`, a share of its steps.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub struct HealingOption(pub Healing);
+
+impl fmt::Display for HealingOption {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let forward = if self.0.forward_only { ":forward" } else { "" };
+        write!(f, "{}{forward}", self.0.at_fraction)
+    }
+}
+
+impl From<HealingOption> for String {
+    fn from(healing: HealingOption) -> Self {
+        healing.to_string()
+    }
+}
+
+impl TryFrom<String> for HealingOption {
+    type Error = String;
+
+    fn try_from(text: String) -> Result<Self, String> {
+        text.parse()
+    }
+}
+
+impl FromStr for HealingOption {
+    type Err = String;
+
     fn from_str(text: &str) -> Result<Self, String> {
-        [Self::Nvfp4, Self::Bf16, Self::F32]
-            .into_iter()
-            .find(|recipe| recipe.name() == text)
-            .ok_or_else(|| "a recipe is nvfp4, bf16 or f32".into())
+        let error = || {
+            format!(
+                "healing is {text:?}, but it must be a share of the steps, 0 to 1, as in `0.9`, or \
+                 `0.9:forward`"
+            )
+        };
+        let (share, forward_only) = match text.split_once(':') {
+            None => (text, false),
+            Some((share, "forward")) => (share, true),
+            Some(_) => return Err(error()),
+        };
+        let at_fraction: f64 = share.parse().map_err(|_| error())?;
+        if !(0.0..=1.0).contains(&at_fraction) {
+            return Err(error());
+        }
+        Ok(Self(Healing {
+            at_fraction,
+            forward_only,
+        }))
     }
 }
 
@@ -156,6 +240,9 @@ pub enum Preset {
     /// 7 M parameters: a fast CPU, or seconds on a GPU.
     #[serde(rename = "small")]
     Small,
+    /// 10 M parameters, 25 bytes of text for each: what the recipes are compared on, on a GPU.
+    #[serde(rename = "10m")]
+    M10,
     /// 30 M parameters, for GPUs.
     #[serde(rename = "30m")]
     M30,
@@ -166,13 +253,14 @@ pub enum Preset {
 
 impl Preset {
     /// All presets, smallest first.
-    pub const ALL: [Self; 4] = [Self::Tiny, Self::Small, Self::M30, Self::M125];
+    pub const ALL: [Self; 5] = [Self::Tiny, Self::Small, Self::M10, Self::M30, Self::M125];
 
     /// The name that the command and the files use.
     pub fn name(self) -> &'static str {
         match self {
             Self::Tiny => "tiny",
             Self::Small => "small",
+            Self::M10 => "10m",
             Self::M30 => "30m",
             Self::M125 => "125m",
         }
@@ -205,10 +293,16 @@ impl FromStr for Preset {
 pub struct RunConfig {
     /// Where the values that were not given came from.
     pub preset: Preset,
-    /// Precision of the run.
+    /// What the run computes in.
     pub recipe: Recipe,
-    /// Whether the same model is trained in high precision too, and the gap reported.
-    pub compare: bool,
+    /// What the same model is trained in too, on the same batches, to compare.
+    pub compare: Vec<Recipe>,
+    /// Recipes of the run's own, by name.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub recipes: BTreeMap<String, Nvfp4Recipe>,
+    /// When the quantized recipes stop quantizing.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub healing: Option<HealingOption>,
     /// `flex`, `cpu`, or `cuda:N`.
     pub device: String,
     /// Type of the activations of an NVFP4 run, and precision of its baseline.
@@ -250,11 +344,11 @@ pub struct RunConfig {
     pub log_every: u64,
     /// Steps between checkpoints.
     pub checkpoint_every: u64,
-    /// See [`Nvfp4Recipe::rht`].
+    /// See [`Nvfp4Recipe::with_rht`]; of the recipe `nvfp4`.
     pub rht: bool,
-    /// See [`Nvfp4Recipe::stochastic_rounding`].
+    /// See [`Nvfp4Recipe::with_stochastic_rounding`]; of the recipe `nvfp4`.
     pub stochastic_rounding: bool,
-    /// See [`Nvfp4Recipe::weight_2d`].
+    /// See [`Nvfp4Recipe::with_weight_2d`]; of the recipe `nvfp4`.
     pub weight_2d: bool,
     /// See [`Nvfp4Recipe::rht_signs`].
     pub rht_signs: u16,
@@ -266,11 +360,16 @@ impl RunConfig {
     /// The values of a preset, in NVFP4, on `device`.
     pub fn preset(preset: Preset, device: &str) -> Self {
         let gpu = device.starts_with("cuda");
-        let recipe = Nvfp4Recipe::new();
         let tiny = Self {
             preset,
-            recipe: Recipe::Nvfp4,
-            compare: preset == Preset::Tiny,
+            recipe: Recipe::nvfp4(),
+            compare: match preset {
+                Preset::Tiny if gpu => vec![Recipe::bf16()],
+                Preset::Tiny => vec![Recipe::f32()],
+                _ => Vec::new(),
+            },
+            recipes: BTreeMap::new(),
+            healing: None,
             device: device.into(),
             activation: if gpu {
                 Activation::Bf16
@@ -295,10 +394,10 @@ impl RunConfig {
             eval_batches: 8,
             log_every: 10,
             checkpoint_every: 100,
-            rht: recipe.rht,
-            stochastic_rounding: recipe.stochastic_rounding,
-            weight_2d: recipe.weight_2d,
-            rht_signs: recipe.rht_signs,
+            rht: true,
+            stochastic_rounding: true,
+            weight_2d: true,
+            rht_signs: Hadamard::DEFAULT_SIGNS,
             high_precision: Vec::new(),
         };
         let large = Self {
@@ -325,6 +424,19 @@ impl RunConfig {
                 warmup: 100,
                 eval_every: 100,
                 ..tiny
+            },
+            Preset::M10 => Self {
+                width: 448,
+                layers: 4,
+                heads: 4,
+                hidden: 1216,
+                context: 256,
+                batch: 328,
+                steps: 3_000,
+                lr: 2e-3,
+                warmup: 300,
+                eval_batches: 16,
+                ..large
             },
             Preset::M30 => Self {
                 width: 512,
@@ -399,72 +511,100 @@ impl RunConfig {
             "weight-decay is {}, but it must be zero or a positive number",
             self.weight_decay
         );
-        if self.compare && self.recipe != Recipe::Nvfp4 {
-            bail!(
-                "compare is on and recipe is {}, but the comparison is of nvfp4 with high \
-                 precision: use --recipe nvfp4, or --no-compare",
+        let all: Vec<&Recipe> = self.all_recipes().collect();
+        for (index, recipe) in all.iter().enumerate() {
+            ensure!(
+                !all[..index].contains(recipe),
+                "compare is {}, but recipe is {} and each may be there once",
+                names(&self.compare),
                 self.recipe
             );
+            // Its bf16 operations lack a library function, and then do nothing instead of failing.
+            if self.device == "cpu" && self.activation_of(recipe) == Activation::Bf16 {
+                bail!(
+                    "{} on device cpu is not possible: CubeCL's CPU runtime computes in f32 only; \
+                     use --device flex, or f32",
+                    if recipe.is_high_precision() {
+                        "recipe bf16"
+                    } else {
+                        "activation bf16"
+                    }
+                );
+            }
+            self.nvfp4_recipe(recipe)?;
         }
-        // Its bf16 operations lack a library function, and then do nothing instead of failing.
-        if self.device == "cpu" && self.activation_of(self.recipe) == Activation::Bf16 {
-            bail!(
-                "{} on device cpu is not possible: CubeCL's CPU runtime computes in f32 only; use \
-                 --device flex, or f32",
-                match self.recipe {
-                    Recipe::Nvfp4 => "activation bf16",
-                    _ => "recipe bf16",
-                }
-            );
-        }
-        self.nvfp4_recipe(self.recipe)?;
         Ok(())
     }
 
-    /// The high-precision recipe that an NVFP4 run is compared with.
+    /// The recipes that the run trains with, in their order.
+    pub fn all_recipes(&self) -> impl Iterator<Item = &Recipe> {
+        std::iter::once(&self.recipe).chain(&self.compare)
+    }
+
+    /// The high-precision recipe that a quantized one is compared with.
     pub fn baseline(&self) -> Recipe {
         match self.activation {
-            Activation::F32 => Recipe::F32,
-            Activation::Bf16 => Recipe::Bf16,
+            Activation::F32 => Recipe::f32(),
+            Activation::Bf16 => Recipe::bf16(),
         }
     }
 
     /// Type of the activations under `recipe`.
-    pub fn activation_of(&self, recipe: Recipe) -> Activation {
-        match recipe {
-            Recipe::Nvfp4 => self.activation,
-            Recipe::Bf16 => Activation::Bf16,
-            Recipe::F32 => Activation::F32,
+    pub fn activation_of(&self, recipe: &Recipe) -> Activation {
+        match recipe.name() {
+            "bf16" => Activation::Bf16,
+            "f32" => Activation::F32,
+            _ => self.activation,
         }
     }
 
-    /// What the projections of the blocks are told under `recipe`: the high-precision recipes are
-    /// the same layers with all of them exempt.
+    /// When a run with `recipe` stops quantizing.
+    pub fn healing_of(&self, recipe: &Recipe) -> Option<Healing> {
+        self.healing
+            .map(|HealingOption(healing)| healing)
+            .filter(|_| !recipe.is_high_precision())
+    }
+
+    /// What the projections of the blocks are told under `recipe`.
     ///
     /// # Errors
-    /// When a pattern of `high_precision` is not a regular expression.
-    pub fn nvfp4_recipe(&self, recipe: Recipe) -> Result<Nvfp4Recipe> {
-        let exempt = match recipe {
-            Recipe::Nvfp4 if self.high_precision.is_empty() => None,
-            Recipe::Nvfp4 => {
-                let patterns: Vec<&String> = self.high_precision.iter().collect();
-                Some(ParamGroup::from_any_regexes(patterns).map_err(|error| {
-                    anyhow::anyhow!(
-                        "high-precision is {:?}, but it must be regular expressions: {error:?}",
-                        self.high_precision
-                    )
-                })?)
-            }
-            Recipe::Bf16 | Recipe::F32 => Some(ParamGroup::all()),
+    /// When there is no such recipe, it does not pass [`Nvfp4Recipe::check`], or a pattern of
+    /// `high_precision` is not a regular expression.
+    pub fn nvfp4_recipe(&self, recipe: &Recipe) -> Result<Nvfp4Recipe> {
+        let own = self.recipes.get(recipe.name());
+        let found = match (recipe.name(), own) {
+            (_, Some(own)) => own.clone(),
+            ("f32", None) => Nvfp4Recipe::bf16(),
+            ("nvfp4", None) => Nvfp4Recipe::nvidia()
+                .with_rht(self.rht)
+                .with_stochastic_rounding(self.stochastic_rounding)
+                .with_weight_2d(self.weight_2d),
+            (name, None) => Nvfp4Recipe::preset(name).with_context(|| {
+                format!("recipe is {name}, but it must be nvfp4, f32, a file, or a preset")
+            })?,
         };
-        Ok(Nvfp4Recipe::new()
-            .with_rht(self.rht)
-            .with_stochastic_rounding(self.stochastic_rounding)
-            .with_weight_2d(self.weight_2d)
-            .with_rht_signs(self.rht_signs)
-            .with_seed(self.seed)
-            .with_high_precision(exempt))
+        let found = found.with_rht_signs(self.rht_signs).with_seed(self.seed);
+        let found = if recipe.is_high_precision() || self.high_precision.is_empty() {
+            found
+        } else {
+            let patterns: Vec<&String> = self.high_precision.iter().collect();
+            let group = ParamGroup::from_any_regexes(patterns).map_err(|error| {
+                anyhow::anyhow!(
+                    "high-precision is {:?}, but it must be regular expressions: {error:?}",
+                    self.high_precision
+                )
+            })?;
+            found.with_high_precision(Some(group))
+        };
+        found.check()?;
+        Ok(found)
     }
+}
+
+/// Recipes as `--compare` has them.
+fn names(recipes: &[Recipe]) -> String {
+    let names: Vec<&str> = recipes.iter().map(Recipe::name).collect();
+    names.join(",")
 }
 
 #[cfg(test)]
@@ -476,6 +616,7 @@ mod tests {
         for (preset, low, high) in [
             (Preset::Tiny, 0.8e6, 1.0e6),
             (Preset::Small, 6e6, 8e6),
+            (Preset::M10, 9.5e6, 10.5e6),
             (Preset::M30, 28e6, 32e6),
             (Preset::M125, 115e6, 130e6),
         ] {
@@ -493,7 +634,7 @@ mod tests {
     fn errors_name_the_value() {
         let good = RunConfig::preset(Preset::Tiny, "flex");
         type Spoil = fn(&mut RunConfig);
-        let cases: [(&str, Spoil); 10] = [
+        let cases: [(&str, Spoil); 11] = [
             ("width", |c| c.width = 100),
             ("hidden", |c| c.hidden = 0),
             ("heads", |c| c.heads = 3),
@@ -506,10 +647,11 @@ mod tests {
             }),
             ("recipe", |c| {
                 c.device = "cpu".into();
-                c.compare = false;
-                c.recipe = Recipe::Bf16;
+                c.compare = Vec::new();
+                c.recipe = Recipe::bf16();
             }),
-            ("compare", |c| c.recipe = Recipe::F32),
+            ("recipe", |c| c.recipe = "fp8".parse().unwrap()),
+            ("compare", |c| c.recipe = Recipe::f32()),
             ("high-precision", |c| c.high_precision = vec!["(".into()]),
         ];
         for (name, spoil) in cases {

@@ -395,7 +395,7 @@ mod tests {
 
     fn model(recipe: Recipe, device: &Device) -> Transformer {
         let config = RunConfig::preset(Preset::Tiny, "flex");
-        let nvfp4 = config.nvfp4_recipe(recipe).unwrap();
+        let nvfp4 = config.nvfp4_recipe(&recipe).unwrap();
         Transformer::new(&SIZES, Activation::F32, &nvfp4, 7, device).unwrap()
     }
 
@@ -410,7 +410,7 @@ mod tests {
     #[test]
     fn later_bytes_do_not_change_earlier_logits() {
         let device = Device::flex();
-        let model = model(Recipe::F32, &device);
+        let model = model(Recipe::f32(), &device);
         let text: Vec<i64> = (0..24).map(|i| (i * 37 + 5) % 256).collect();
         let whole = values(model.forward(tokens(&text, &device)));
         for changed in [1, 11, 23] {
@@ -473,7 +473,10 @@ mod tests {
         let device = Device::flex();
         let weight =
             |model: &Transformer| values(model.blocks[1].feed_forward.gate_up.weight.val());
-        let (nvfp4, f32) = (model(Recipe::Nvfp4, &device), model(Recipe::F32, &device));
+        let (nvfp4, f32) = (
+            model(Recipe::nvfp4(), &device),
+            model(Recipe::f32(), &device),
+        );
         assert_eq!(weight(&nvfp4), weight(&f32));
         assert_eq!(nvfp4.head.id, f32.head.id);
         assert_ne!(
@@ -495,8 +498,8 @@ mod tests {
             }
         }
         let device = Device::flex().autodiff();
-        for recipe in [Recipe::Nvfp4, Recipe::F32] {
-            let model = model(recipe, &device);
+        for recipe in [Recipe::nvfp4(), Recipe::f32()] {
+            let model = model(recipe.clone(), &device);
             let text: Vec<i64> = (0..20).map(|i| (i * 31) % 256).collect();
             let loss = model.loss(tokens(&text, &device), tokens(&text, &device));
             let uniform = (VOCABULARY as f32).ln();

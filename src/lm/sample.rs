@@ -25,8 +25,8 @@ pub fn load(checkpoint: Checkpoint, device: &Device) -> Result<Transformer> {
     let device = device.clone().without_autodiff();
     let model = Transformer::new(
         &config.model(),
-        config.activation_of(state.recipe),
-        &config.nvfp4_recipe(state.recipe)?,
+        config.activation_of(&state.recipe),
+        &config.nvfp4_recipe(&state.recipe)?,
         config.seed,
         &device,
     )?;

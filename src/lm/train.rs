@@ -10,7 +10,7 @@ use burn::module::Module;
 use burn::optim::GradientsParams;
 use burn::store::ModuleRecord;
 use burn::tensor::{Bytes, Device, Tensor};
-use burn_nvfp4::Nvfp4State;
+use burn_nvfp4::{Nvfp4State, set_mode};
 
 use super::checkpoint::{self, Checkpoint, State, Timing};
 use super::config::{Recipe, RunConfig};
@@ -169,8 +169,8 @@ impl<'a> Run<'a> {
         let device = device.clone().autodiff();
         let model = Transformer::new(
             &config.model(),
-            config.activation_of(recipe),
-            &config.nvfp4_recipe(recipe)?,
+            config.activation_of(&recipe),
+            &config.nvfp4_recipe(&recipe)?,
             config.seed,
             &device,
         )?;
@@ -284,6 +284,9 @@ impl<'a> Run<'a> {
         let mut interrupted = false;
         while self.step < end && !interrupted {
             let lr = learning_rate(self.step, steps, self.config.warmup, self.config.lr);
+            if let Some(healing) = self.config.healing_of(&self.recipe) {
+                set_mode(&self.model, healing.mode(self.step, steps));
+            }
             self.train_step(lr);
             clock.steps += 1;
             observer.step(self.step);
@@ -429,7 +432,7 @@ impl<'a> Run<'a> {
         let checkpoint = Checkpoint {
             state: State::new(
                 self.config.clone(),
-                self.recipe,
+                self.recipe.clone(),
                 self.corpus.fingerprint().clone(),
                 self.step,
                 self.losses.clone(),
