@@ -58,7 +58,15 @@ impl RmsNorm {
         let x = cast(x, FloatDType::F32);
         let mean_square = x.clone().square().mean_dim(1);
         let scaled = x / mean_square.add_scalar(NORM_EPSILON).sqrt();
-        cast(scaled * self.gain.val().unsqueeze(), activation)
+        // The gain's gradient is a sum over the rows, and one sum for each feature leaves a GPU idle. The
+        // gain is spread over the longest power of two up to 256 first: the sum is made in two steps,
+        // the first of them with that many more sums.
+        let [rows, width] = scaled.dims();
+        let inner = 1 << rows.trailing_zeros().min(8);
+        let scaled: Tensor<3> = scaled.reshape([rows / inner, inner, width]);
+        let gain: Tensor<2> = self.gain.val().reshape([1, width]).expand([inner, width]);
+        let gained: Tensor<2> = (scaled * gain.unsqueeze()).reshape([rows, width]);
+        cast(gained, activation)
     }
 }
 
@@ -279,19 +287,25 @@ impl Transformer {
         let activation = self.activation.into();
         // A product with a one-hot matrix: its gradient is a product too. The gradient of a look-up
         // is a scatter, which GPUs add up in an order that is not the same from run to run.
-        let x = cast(one_hot(tokens.reshape([batch * time])), activation)
-            .matmul(cast(self.embedding.val(), activation));
+        // As a batch of products, so that their gradients, whose contraction is the tokens, are too.
+        let symbols: Tensor<3> =
+            one_hot(tokens.reshape([batch * time])).reshape([batch, time, VOCABULARY]);
+        let x =
+            cast(symbols, activation).matmul(cast(self.embedding.val(), activation).unsqueeze());
+        let width = x.dims()[2];
+        let x: Tensor<2> = x.reshape([batch * time, width]);
         let x = self.blocks.iter().fold(x, |x, block| {
             let normed = block.attention_norm.forward(x.clone(), activation);
             let x = x + block.attention.forward(normed, batch, &self.positions);
             let normed = block.feed_forward_norm.forward(x.clone(), activation);
             x + block.feed_forward.forward(normed)
         });
-        let logits = self
+        let x: Tensor<3> = self
             .norm
             .forward(x, activation)
-            .matmul(cast(self.head.val(), activation));
-        cast(logits, FloatDType::F32)
+            .reshape([batch, time, width]);
+        let logits = x.matmul(cast(self.head.val(), activation).unsqueeze());
+        cast(logits.reshape([batch * time, VOCABULARY]), FloatDType::F32)
     }
 
     /// Mean cross entropy, in nats per byte, of `targets` under the prediction from `tokens`; both
