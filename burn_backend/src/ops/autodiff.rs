@@ -95,7 +95,7 @@ fn bias_grad<B: Backend>(dy: FloatTensor<B>, dtype: FloatDType) -> FloatTensor<B
     cast::<B>(sum, dtype)
 }
 
-fn cast<B: Backend>(tensor: FloatTensor<B>, dtype: FloatDType) -> FloatTensor<B> {
+pub(super) fn cast<B: Backend>(tensor: FloatTensor<B>, dtype: FloatDType) -> FloatTensor<B> {
     if float_dtype(tensor.dtype()) == dtype {
         tensor
     } else {
@@ -271,7 +271,7 @@ impl<B: Nvfp4Ops, C: CheckpointStrategy> Nvfp4Ops for Autodiff<B, C> {
 }
 
 /// A packed matrix as a constant of the autodiff backend.
-fn constant<B: Nvfp4Ops, C: CheckpointStrategy>(packed: Packed<B>) -> Packed<Autodiff<B, C>> {
+pub(super) fn constant<B: Nvfp4Ops, C: CheckpointStrategy>(packed: Packed<B>) -> Packed<Autodiff<B, C>> {
     Packed {
         codes: packed.codes,
         scales: packed.scales,
@@ -281,7 +281,7 @@ fn constant<B: Nvfp4Ops, C: CheckpointStrategy>(packed: Packed<B>) -> Packed<Aut
 }
 
 /// A packed matrix of the backend that does the work.
-fn inner<B: Nvfp4Ops, C: CheckpointStrategy>(packed: Packed<Autodiff<B, C>>) -> Packed<B> {
+pub(super) fn inner<B: Nvfp4Ops, C: CheckpointStrategy>(packed: Packed<Autodiff<B, C>>) -> Packed<B> {
     Packed {
         codes: packed.codes,
         scales: packed.scales,

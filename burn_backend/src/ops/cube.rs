@@ -191,7 +191,7 @@ fn device(packed: Packed<CubeBackend>) -> DevicePacked {
 }
 
 /// What a kernel wrote, as a tensor beside `like`.
-fn result(like: &CubeTensor, out: Matrix, dtype: FloatDType) -> CubeTensor {
+pub(super) fn result(like: &CubeTensor, out: Matrix, dtype: FloatDType) -> CubeTensor {
     new_tensor(
         like,
         out.handle,
@@ -200,7 +200,7 @@ fn result(like: &CubeTensor, out: Matrix, dtype: FloatDType) -> CubeTensor {
     )
 }
 
-fn new_tensor(like: &CubeTensor, handle: Handle, shape: Shape, dtype: DType) -> CubeTensor {
+pub(super) fn new_tensor(like: &CubeTensor, handle: Handle, shape: Shape, dtype: DType) -> CubeTensor {
     CubeTensor::new_contiguous(
         like.client.clone(),
         like.device.clone(),
@@ -210,7 +210,7 @@ fn new_tensor(like: &CubeTensor, handle: Handle, shape: Shape, dtype: DType) -> 
     )
 }
 
-fn float_kind(dtype: FloatDType) -> FloatKind {
+pub(super) fn float_kind(dtype: FloatDType) -> FloatKind {
     match dtype {
         FloatDType::F32 => FloatKind::F32,
         FloatDType::F16 => FloatKind::F16,
@@ -221,6 +221,6 @@ fn float_kind(dtype: FloatDType) -> FloatKind {
 
 /// The result of a launch whose arguments were checked before it was queued. What is left to fail
 /// is the runtime itself; fusion hands the panic to whoever reads the result.
-fn launched<T>(result: Result<T, Nvfp4Error>) -> T {
+pub(super) fn launched<T>(result: Result<T, Nvfp4Error>) -> T {
     result.unwrap_or_else(|error| panic!("nvfp4 on CubeCL: {error}"))
 }

@@ -8,6 +8,7 @@ mod autodiff;
 mod cube;
 #[cfg(feature = "flex")]
 mod flex;
+mod grouped;
 mod packed;
 
 use burn_core as burn;
@@ -16,6 +17,7 @@ use burn_core::backend::{Backend, TensorMetadata, backend_extension, tensor::Flo
 use burn_core::tensor::{DType, FloatDType};
 use nvfp4_kernels::{Hadamard, PackedAxis, Rounding};
 
+pub use grouped::{GroupPairSpec, GroupedPrecision, GroupedSpec, Nvfp4GroupedOps};
 pub use packed::{Bias, Packed, PackedLayout, PackedPair};
 #[cfg(feature = "cubecl-backend")]
 pub use packed::{BiasMetadata, PackedMetadata, PackedPairMetadata};
