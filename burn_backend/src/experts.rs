@@ -43,9 +43,13 @@ impl ExpertOffsets {
             ));
         }
         let device = counts.device();
-        let counts = counts.cast(DType::I32).clamp_min(0);
-        let ends = counts.cumsum(0).clamp_max(tokens as i64);
-        let first = Tensor::<1, Int>::zeros([1], (&device, DType::I32));
+        // 64 bits, as only the sum is cut off to what fits 32.
+        let ends = counts
+            .cast(DType::I64)
+            .clamp(0, tokens as i64)
+            .cumsum(0)
+            .clamp(0, tokens as i64);
+        let first = Tensor::<1, Int>::zeros([1], (&device, DType::I64));
         Ok(Self {
             offsets: Tensor::cat(vec![first, ends], 0).cast(DType::U32),
             tokens,
@@ -213,10 +217,6 @@ pub fn try_gather_rows(
 }
 
 /// [`try_gather_rows`], panicking where it fails.
-pub fn gather_rows(
-    x: Tensor<2>,
-    index: Tensor<1, Int>,
-    inverse: Tensor<2, Int>,
-) -> Tensor<2> {
+pub fn gather_rows(x: Tensor<2>, index: Tensor<1, Int>, inverse: Tensor<2, Int>) -> Tensor<2> {
     or_panic("gather_rows", try_gather_rows(x, index, inverse))
 }

@@ -154,15 +154,10 @@ impl Nvfp4GroupedLinear {
         let weight = self.weight.val().detach();
         let bias = self.bias.map(|bias| bias.val().detach());
         let part = |expert: usize| Linear {
-            weight: Param::from_tensor(
-                weight
-                    .clone()
-                    .narrow(0, expert, 1)
-                    .reshape([d_in, d_out]),
-            ),
-            bias: bias.as_ref().map(|bias| {
-                Param::from_tensor(bias.clone().narrow(0, expert, 1).reshape([d_out]))
-            }),
+            weight: Param::from_tensor(weight.clone().narrow(0, expert, 1).reshape([d_in, d_out])),
+            bias: bias
+                .as_ref()
+                .map(|bias| Param::from_tensor(bias.clone().narrow(0, expert, 1).reshape([d_out]))),
         };
         (0..experts).map(part).collect()
     }

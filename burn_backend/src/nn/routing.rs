@@ -61,10 +61,7 @@ impl Routing {
         let within = is_chosen.clone().cumsum(1);
         let totals = within.clone().narrow(1, length - 1, 1);
         let through = totals.clone().cumsum(0);
-        let counts: Tensor<1, Int> = through
-            .clone()
-            .narrow(0, pieces - 1, 1)
-            .reshape([experts]);
+        let counts: Tensor<1, Int> = through.clone().narrow(0, pieces - 1, 1).reshape([experts]);
         let starts = counts.clone().cumsum(0) - counts.clone();
         let before = through - totals + starts.reshape([1, 1, experts]);
         let place = (within + before.expand(shape)).sub_scalar(1) * is_chosen;

@@ -200,7 +200,12 @@ pub(super) fn result(like: &CubeTensor, out: Matrix, dtype: FloatDType) -> CubeT
     )
 }
 
-pub(super) fn new_tensor(like: &CubeTensor, handle: Handle, shape: Shape, dtype: DType) -> CubeTensor {
+pub(super) fn new_tensor(
+    like: &CubeTensor,
+    handle: Handle,
+    shape: Shape,
+    dtype: DType,
+) -> CubeTensor {
     CubeTensor::new_contiguous(
         like.client.clone(),
         like.device.clone(),

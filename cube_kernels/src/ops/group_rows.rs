@@ -69,7 +69,11 @@ pub fn clear_rest(client: &Client, x: &Matrix, groups: &GroupOffsets) -> Result<
         return Ok(());
     }
     // There are few such rows, mostly none: the grid is not made for many.
-    let items = if is_cpu(client) { 1 } else { x.len().min(1 << 16) };
+    let items = if is_cpu(client) {
+        1
+    } else {
+        x.len().min(1 << 16)
+    };
     let (count, dim) = grid(client, items);
     // SAFETY: the kernel stays below the elements of `x`.
     unsafe {

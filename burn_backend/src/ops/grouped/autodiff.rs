@@ -15,9 +15,7 @@ use burn_core::tensor::{FloatDType, Shape};
 
 use super::super::autodiff::{cast, constant, inner};
 use super::super::{Bias, Packed, PackedPair, PairSpec, QuantizeSpec, float_dtype};
-use super::{
-    GroupPairSpec, GroupedPrecision, GroupedSpec, Nvfp4GroupedOps, stack_for_forward,
-};
+use super::{GroupPairSpec, GroupedPrecision, GroupedSpec, Nvfp4GroupedOps, stack_for_forward};
 
 /// The operands that a tracked product keeps until its backward.
 #[derive(Clone, Debug)]
@@ -67,9 +65,8 @@ impl<B: Nvfp4GroupedOps> Saved<B> {
             w_dtype,
             bias_dtype,
         } = self;
-        let bias = bias_dtype.map(|dtype| {
-            cast::<B>(B::nvfp4_group_sums(dy.clone(), offsets.clone()), dtype)
-        });
+        let bias = bias_dtype
+            .map(|dtype| cast::<B>(B::nvfp4_group_sums(dy.clone(), offsets.clone()), dtype));
         let (x, w) = match operands {
             Operands::Nvfp4 { x_col, w_row, spec } => {
                 let (dy_row, dy_col) = match (&w_row, &x_col) {
@@ -80,20 +77,26 @@ impl<B: Nvfp4GroupedOps> Saved<B> {
                     }
                     (Some(_), None) => {
                         let spec = spec.gradient_row();
-                        (Some(B::nvfp4_quantize_groups(dy, offsets.clone(), spec)), None)
+                        (
+                            Some(B::nvfp4_quantize_groups(dy, offsets.clone(), spec)),
+                            None,
+                        )
                     }
                     (None, Some(_)) => {
                         let spec = spec.gradient_col();
-                        (None, Some(B::nvfp4_quantize_groups(dy, offsets.clone(), spec)))
+                        (
+                            None,
+                            Some(B::nvfp4_quantize_groups(dy, offsets.clone(), spec)),
+                        )
                     }
                     (None, None) => (None, None),
                 };
                 let x = dy_row.zip(w_row).map(|(dy, w)| {
                     B::nvfp4_matmul_group_rows(dy, w, Bias::Absent, offsets.clone(), x_dtype)
                 });
-                let w = x_col.zip(dy_col).map(|(x, dy)| {
-                    B::nvfp4_matmul_group_depth(x, dy, offsets, tokens, w_dtype)
-                });
+                let w = x_col
+                    .zip(dy_col)
+                    .map(|(x, dy)| B::nvfp4_matmul_group_depth(x, dy, offsets, tokens, w_dtype));
                 (x, w)
             }
             Operands::Input { x, w } => {
@@ -136,7 +139,11 @@ impl<B: Nvfp4GroupedOps> Backward<B, 2> for Linear {
         _checkpointer: &mut Checkpointer,
     ) {
         let found = ops.state.backward(grads.consume::<B>(&ops.node));
-        register::<B, 2>(ops.parents.map(|node| node.map(|node| node.id)), [found.x, found.w], grads);
+        register::<B, 2>(
+            ops.parents.map(|node| node.map(|node| node.id)),
+            [found.x, found.w],
+            grads,
+        );
     }
 }
 
@@ -154,7 +161,11 @@ impl<B: Nvfp4GroupedOps> Backward<B, 3> for LinearBias {
         _checkpointer: &mut Checkpointer,
     ) {
         let found = ops.state.backward(grads.consume::<B>(&ops.node));
-        register::<B, 3>(ops.parents.map(|node| node.map(|node| node.id)), [found.x, found.w, found.bias], grads);
+        register::<B, 3>(
+            ops.parents.map(|node| node.map(|node| node.id)),
+            [found.x, found.w, found.bias],
+            grads,
+        );
     }
 }
 
@@ -243,7 +254,11 @@ impl<B: Nvfp4GroupedOps> Backward<B, 1> for GatherRows {
             let sum = B::float_sum_dim(parts, 1);
             dx = cast::<B>(B::float_reshape(sum, Shape::new([tokens, width])), dtype);
         }
-        register::<B, 1>(ops.parents.map(|node| node.map(|node| node.id)), [Some(dx)], grads);
+        register::<B, 1>(
+            ops.parents.map(|node| node.map(|node| node.id)),
+            [Some(dx)],
+            grads,
+        );
     }
 }
 

@@ -1,11 +1,11 @@
 //! Cube: launches of the grouped CubeCL kernels. Nothing waits for the device.
 
 use burn_core::backend::{
-    TensorMetadata,
+    TensorMetadata, get_or_init_device_settings,
     ops::{BoolTensorOps, FloatTensorOps, IntTensorOps},
     tensor::{FloatTensor, IntTensor},
 };
-use burn_core::tensor::{DType, FloatDType, Shape, Slice};
+use burn_core::tensor::{DType, FloatDType, IntDType, Shape, Slice};
 use burn_cubecl::{
     CubeBackend,
     kernel::{cast, into_contiguous},
@@ -15,9 +15,7 @@ use cubecl::server::Handle;
 use nvfp4_kernels::device::{AmaxScope, DeviceCopy, DevicePacked, Groups, Matrix};
 use nvfp4_kernels::gemm::{Elements, Operand, Scale, Target};
 use nvfp4_kernels::ops::{AmaxRequest, CopyRequest, GroupOffsets};
-use nvfp4_kernels::{
-    BLOCK, BlockScaling, Hadamard, PackedAxis, Rounding, ScaleLayout, gemm, ops,
-};
+use nvfp4_kernels::{BLOCK, BlockScaling, Hadamard, PackedAxis, Rounding, ScaleLayout, gemm, ops};
 
 use super::super::cube::{float_kind, launched, new_tensor, result};
 use super::super::{
@@ -36,7 +34,13 @@ impl Nvfp4GroupedOps for CubeBackend {
         let groups = Groups::Batch(dims[0]);
         let amax = group_amax(&like, &matrix, &groups);
         let request = request(&amax, spec.rounding, None);
-        let copy = launched(ops::quantize(&like.client, &matrix, &groups, spec.axis, &request));
+        let copy = launched(ops::quantize(
+            &like.client,
+            &matrix,
+            &groups,
+            spec.axis,
+            &request,
+        ));
         packed(&like, copy, PackedLayout::stack(dims, spec.axis), dims[0])
     }
 
@@ -413,21 +417,15 @@ fn group_depth(
 }
 
 /// 1 for the tokens of group `group` and 0 for others, `[tokens, 1]` of type `dtype`.
-fn members(
-    offsets: &CubeTensor,
-    group: usize,
-    tokens: usize,
-    dtype: FloatDType,
-) -> CubeTensor {
-    let int = burn_core::tensor::IntDType::I32;
-    let device = offsets.device.clone();
+fn members(offsets: &CubeTensor, group: usize, tokens: usize, dtype: FloatDType) -> CubeTensor {
+    let (int, device) = (IntDType::I32, offsets.device.clone());
+    let bool_dtype = get_or_init_device_settings::<CubeBackend>(&device).bool_dtype;
     let numbers = CubeBackend::int_arange(0..tokens as i64, &device, int);
     let offset = |index: usize| {
         let offset = CubeBackend::int_slice(offsets.clone(), &[Slice::from(index..index + 1)]);
         let offset = CubeBackend::int_cast(offset, int);
         CubeBackend::int_expand(offset, Shape::new([tokens]))
     };
-    let bool_dtype = burn_core::tensor::BoolDType::Native;
     let from = CubeBackend::int_greater_equal(numbers.clone(), offset(group), bool_dtype);
     let to = CubeBackend::int_lower(numbers, offset(group + 1), bool_dtype);
     let members = CubeBackend::bool_into_float(CubeBackend::bool_and(from, to), dtype);
@@ -466,7 +464,10 @@ fn masked_rows(
         if let Bias::Vector(bias) = &bias {
             let columns = bias.meta.shape()[1];
             let slices = [group..group + 1, 0..columns].map(Slice::from);
-            let bias = cast(CubeBackend::float_slice(bias.clone(), &slices), dtype.into());
+            let bias = cast(
+                CubeBackend::float_slice(bias.clone(), &slices),
+                dtype.into(),
+            );
             y = CubeBackend::float_add(y, bias);
         }
         CubeBackend::float_mul(y, members(&offsets, group, tokens, dtype))

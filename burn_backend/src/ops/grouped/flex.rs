@@ -27,34 +27,46 @@ impl Nvfp4GroupedOps for Flex {
     fn nvfp4_quantize_stack(w: FloatTensor<Self>, spec: QuantizeSpec) -> Packed<Self> {
         let dims = stack(&w);
         trace_op("quantize", copy_name(spec.axis), dims[0] * dims[1], dims[2]);
-        let copies = with_elements!(w, |values| each_matrix(values, dims, |values, rows, cols| {
-            let (amax, policy) = (amax_of(values, rows, cols, None), CopyPolicy::new(spec.rounding));
-            trusted(reference::quantize(
-                values, rows, cols, spec.axis, &amax, &policy, 0,
-            ))
-        }));
+        let copies = with_elements!(w, |values| each_matrix(
+            values,
+            dims,
+            |values, rows, cols| {
+                let (amax, policy) = (
+                    amax_of(values, rows, cols, None),
+                    CopyPolicy::new(spec.rounding),
+                );
+                trusted(reference::quantize(
+                    values, rows, cols, spec.axis, &amax, &policy, 0,
+                ))
+            }
+        ));
         one_below_the_other(&copies, PackedLayout::stack(dims, spec.axis))
     }
 
     fn nvfp4_quantize_stack_pair(w: FloatTensor<Self>, spec: PairSpec) -> PackedPair<Self> {
         let dims = stack(&w);
         trace_op("quantize", "pair", dims[0] * dims[1], dims[2]);
-        let copies = with_elements!(w, |values| each_matrix(values, dims, |values, rows, cols| {
-            let amax = amax_of(values, rows, cols, None);
-            trusted(match spec {
-                PairSpec::Tile => {
-                    let compact = [ScaleLayout::Compact; 2];
-                    let scaling = BlockScaling::Standard;
-                    reference::quantize_tile(values, rows, cols, &amax, scaling, compact)
-                }
-                PairSpec::Blocks { row, col, .. } => {
-                    reference::quantize_row(values, rows, cols, &amax, &row).and_then(|row| {
-                        let col = reference::quantize_col(values, rows, cols, &amax, &col, None)?;
-                        Ok((row, col))
-                    })
-                }
-            })
-        }));
+        let copies = with_elements!(w, |values| each_matrix(
+            values,
+            dims,
+            |values, rows, cols| {
+                let amax = amax_of(values, rows, cols, None);
+                trusted(match spec {
+                    PairSpec::Tile => {
+                        let compact = [ScaleLayout::Compact; 2];
+                        let scaling = BlockScaling::Standard;
+                        reference::quantize_tile(values, rows, cols, &amax, scaling, compact)
+                    }
+                    PairSpec::Blocks { row, col, .. } => {
+                        reference::quantize_row(values, rows, cols, &amax, &row).and_then(|row| {
+                            let col =
+                                reference::quantize_col(values, rows, cols, &amax, &col, None)?;
+                            Ok((row, col))
+                        })
+                    }
+                })
+            }
+        ));
         let (rows, cols): (Vec<_>, Vec<_>) = copies.into_iter().unzip();
         PackedPair {
             row: one_below_the_other(&rows, PackedLayout::stack(dims, PackedAxis::Cols)),
@@ -190,7 +202,10 @@ impl Nvfp4GroupedOps for Flex {
             product(x, rows_of(dy.clone(), rows))
         });
         let stacked = Flex::float_cat(parts.collect(), 0);
-        in_type(Flex::float_reshape(stacked, Shape::new([count, m, n])), dtype)
+        in_type(
+            Flex::float_reshape(stacked, Shape::new([count, m, n])),
+            dtype,
+        )
     }
 }
 
@@ -330,19 +345,15 @@ fn quantize_columns<T: Element>(
         let blocks = place.len();
         for column in 0..cols {
             let (from, to) = (column * blocks, column * pitch + place.start);
-            codes[to * 8..][..blocks * 8].copy_from_slice(&packed.codes()[from * 8..][..blocks * 8]);
+            codes[to * 8..][..blocks * 8]
+                .copy_from_slice(&packed.codes()[from * 8..][..blocks * 8]);
             scales[to..][..blocks].copy_from_slice(&packed.scales()[from..][..blocks]);
         }
     }
     upload(codes, scales, maxima, layout)
 }
 
-fn upload(
-    codes: Vec<u8>,
-    scales: Vec<u8>,
-    amax: Vec<f32>,
-    layout: PackedLayout,
-) -> Packed<Flex> {
+fn upload(codes: Vec<u8>, scales: Vec<u8>, amax: Vec<f32>, layout: PackedLayout) -> Packed<Flex> {
     let (outer, blocks) = (layout.outer(), layout.blocks());
     let groups = amax.len();
     let words: Vec<u32> = codes

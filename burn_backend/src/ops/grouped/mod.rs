@@ -37,8 +37,8 @@ use super::{Bias, Nvfp4Ops, Packed, PackedPair, PairSpec, QuantizeSpec, float_dt
 
 #[cfg(feature = "cubecl-backend")]
 use meta::{
-    depth_float_meta, depth_meta, group_meta, group_pair_meta, rows_float_meta, rows_meta, stack_meta,
-    stack_pair_meta, sums_meta,
+    depth_float_meta, depth_meta, group_meta, group_pair_meta, rows_float_meta, rows_meta,
+    stack_meta, stack_pair_meta, sums_meta,
 };
 pub use spec::{GroupPairSpec, GroupedPrecision, GroupedSpec};
 
@@ -153,9 +153,7 @@ pub trait Nvfp4GroupedOps: Nvfp4Ops {
                 let w = stack_for_forward::<Self>(w, &spec);
                 Self::nvfp4_matmul_group_rows(x, w, bias, offsets, dtype)
             }
-            GroupedPrecision::Input => {
-                Self::nvfp4_float_group_rows(x, w, bias, offsets, false)
-            }
+            GroupedPrecision::Input => Self::nvfp4_float_group_rows(x, w, bias, offsets, false),
         }
     }
 
