@@ -414,3 +414,69 @@ fn configurations_are_checked() {
         assert!(error.unwrap_err().to_string().contains("`x`"));
     }
 }
+
+/// Milliseconds of a training step of the parts of a mixture, in NVFP4 and in bf16.
+#[test]
+#[ignore = "a measurement"]
+fn timings() {
+    let device = device().autodiff();
+    let (tokens, width, hidden, experts) = (16384, 2048, 1408, 16);
+    let measure = |what: &str, step: &dyn Fn() -> Tensor<1>| {
+        let sync = |loss: Tensor<1>| loss.into_data();
+        for _ in 0..3 {
+            sync(step());
+        }
+        let start = std::time::Instant::now();
+        let rounds = 10;
+        let mut last = None;
+        for _ in 0..rounds {
+            last = Some(step());
+        }
+        sync(last.unwrap());
+        println!(
+            "{what}: {:.3} ms",
+            start.elapsed().as_secs_f64() * 1e3 / rounds as f64
+        );
+    };
+    let x = Matrix::gaussian(tokens, width, crate::common::activation(), 1).tensor(&device);
+    for (name, recipe) in [("nvfp4", Nvfp4Recipe::new()), ("bf16", exempt())] {
+        let moe = Nvfp4MoeConfig::new(width, hidden, experts)
+            .with_recipe(recipe.clone())
+            .init(&device);
+        recipe.apply(&moe).unwrap();
+        measure(&format!("{name} mixture, forward"), &|| {
+            moe.forward(x.clone().inner().autodiff())
+                .output
+                .sum()
+                .inner()
+        });
+        measure(&format!("{name} mixture, step"), &|| {
+            let leaf = x.clone().require_grad();
+            let grads = moe.forward(leaf.clone()).output.sum().backward();
+            let weights = moe.gate_up.weight.grad(&grads).unwrap().sum()
+                + moe.down.weight.grad(&grads).unwrap().sum();
+            leaf.grad(&grads).unwrap().cast(DType::F32).sum() + weights
+        });
+        let dense = burn_nvfp4::Nvfp4SwiGluConfig::new(width, 2 * hidden)
+            .with_recipe(recipe.clone())
+            .init(&device);
+        recipe.apply(&dense).unwrap();
+        measure(
+            &format!("{name} dense feed-forward of the same work, step"),
+            &|| {
+                let leaf = x.clone().require_grad();
+                let grads = dense.forward(leaf.clone()).sum().backward();
+                let weights = dense.gate_up.weight.grad(&grads).unwrap().sum()
+                    + dense.down.weight.grad(&grads).unwrap().sum();
+                leaf.grad(&grads).unwrap().cast(DType::F32).sum() + weights
+            },
+        );
+    }
+    let chosen: Vec<i64> = (0..tokens * 2).map(|i| (i * 7 % experts) as i64).collect();
+    let chosen = Tensor::<2, Int>::from_data(TensorData::new(chosen, [tokens, 2]), &device);
+    let plain = x.inner();
+    measure("routing and dispatch", &|| {
+        let routing = Routing::try_new(chosen.clone(), experts).unwrap();
+        routing.dispatch(plain.clone()).cast(DType::F32).sum()
+    });
+}
