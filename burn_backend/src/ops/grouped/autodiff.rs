@@ -17,17 +17,21 @@ use super::super::autodiff::{cast, constant, inner};
 use super::super::{Bias, Packed, PackedPair, PairSpec, QuantizeSpec, float_dtype};
 use super::{GroupPairSpec, GroupedPrecision, GroupedSpec, Nvfp4GroupedOps, stack_for_forward};
 
+/// The operands of a product in NVFP4, and nothing that was not quantized.
+#[derive(Clone, Debug)]
+struct PackedOperands<B: Backend> {
+    /// The column-wise copy of `x`, if the weight needs a gradient.
+    x_col: Option<Packed<B>>,
+    /// The row-wise copies of `w`, if the input needs a gradient.
+    w_row: Option<Packed<B>>,
+    spec: GroupedSpec,
+}
+
 /// The operands that a tracked product keeps until its backward.
 #[derive(Clone, Debug)]
 enum Operands<B: Backend> {
-    /// Packed ones, and nothing that was not quantized.
-    Nvfp4 {
-        /// The column-wise copy of `x`, if the weight needs a gradient.
-        x_col: Option<Packed<B>>,
-        /// The row-wise copies of `w`, if the input needs a gradient.
-        w_row: Option<Packed<B>>,
-        spec: GroupedSpec,
-    },
+    /// Packed ones.
+    Nvfp4(Box<PackedOperands<B>>),
     /// `x`, if the weight needs a gradient, and `w`, if the input needs one.
     Input {
         x: Option<FloatTensor<B>>,
@@ -68,7 +72,8 @@ impl<B: Nvfp4GroupedOps> Saved<B> {
         let bias = bias_dtype
             .map(|dtype| cast::<B>(B::nvfp4_group_sums(dy.clone(), offsets.clone()), dtype));
         let (x, w) = match operands {
-            Operands::Nvfp4 { x_col, w_row, spec } => {
+            Operands::Nvfp4(packed) => {
+                let PackedOperands { x_col, w_row, spec } = *packed;
                 let (dy_row, dy_col) = match (&w_row, &x_col) {
                     (Some(_), Some(_)) => {
                         let spec = spec.gradient_pair();
@@ -202,7 +207,8 @@ fn forward<B: Nvfp4GroupedOps>(
                 (None, stack_for_forward::<B>(w, &spec))
             };
             let y = B::nvfp4_matmul_group_rows(x_row, w_col, bias, offsets.clone(), x_dtype);
-            (y, Operands::Nvfp4 { x_col, w_row, spec })
+            let packed = PackedOperands { x_col, w_row, spec };
+            (y, Operands::Nvfp4(Box::new(packed)))
         }
         GroupedPrecision::Input => {
             let y = B::nvfp4_float_group_rows(x.clone(), w.clone(), bias, offsets.clone(), false);
