@@ -1,11 +1,13 @@
 //! NVFP4 training for [Burn](burn_core): a backend extension, and the linear layer built on it.
 //!
 //! - [`recipe`] says what to do: [`Nvfp4Recipe`], a Burn `Config`. No tensors.
-//! - [`nn`] holds [`Nvfp4Linear`], which stands in for `burn_nn::Linear`: the same
-//!   parameters, ids and record layout.
+//! - [`nn`] holds [`Nvfp4Linear`], which stands in for `burn_nn::Linear` (the same parameters, ids
+//!   and record layout), [`Nvfp4GroupedLinear`] for experts, and what is built on them: attention,
+//!   feed-forwards, [`Nvfp4Moe`], a transformer block.
 //! - [`state`] is what a layer draws its random bits from, and [`Nvfp4State`], which saves and
 //!   restores it with the model.
-//! - [`functions`] are the same operations on plain tensors.
+//! - [`functions`] are the same operations on plain tensors, and [`experts`] those on tokens sorted
+//!   by expert.
 //! - [`ops`] is the extension trait, implemented by the Flex backend (pure Rust, on the oracle's
 //!   arithmetic), the Cube backend (CubeCL kernels), `Fusion` and `Autodiff`.
 //!
@@ -53,6 +55,7 @@
 //! round once to the output's type: `y` and `dx` have the type of `x`, `dw` that of `w`. The gradient
 //! of a bias is the `f32` sum of `dy`, in the bias's type.
 
+pub mod experts;
 pub mod functions;
 pub mod nn;
 pub mod ops;
@@ -61,8 +64,13 @@ pub mod state;
 
 mod validate;
 
+pub use experts::ExpertOffsets;
 pub use functions::Nvfp4Tensor;
-pub use nn::{Nvfp4Linear, Nvfp4LinearConfig};
+pub use nn::{
+    Nvfp4Attention, Nvfp4AttentionConfig, Nvfp4FeedForward, Nvfp4GroupedLinear,
+    Nvfp4GroupedLinearConfig, Nvfp4Linear, Nvfp4LinearConfig, Nvfp4Moe, Nvfp4MoeConfig,
+    Nvfp4SwiGlu, Nvfp4SwiGluConfig, Nvfp4TransformerBlock, Nvfp4TransformerBlockConfig,
+};
 pub use nvfp4_kernels::{Hadamard, Nvfp4Error, PackedAxis, RandomStream, Rounding};
 pub use recipe::{LayerMode, Nvfp4Recipe, set_mode};
 pub use state::{LayerRandomness, Nvfp4State};

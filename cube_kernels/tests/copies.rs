@@ -12,8 +12,8 @@ use nvfp4_kernels::{
     RandomStream, Rounding, ScaleLayout,
     cube::{block::BlockPolicy, codec::Conversion, hadamard::SignsLaunch, philox::RandomLaunch},
     device::{AmaxScope, DevicePacked, FloatKind, Groups, Matrix},
-    ops::{self, AmaxRequest, CopyRequest, kernels::CopyPlan},
-    reference::{self, swizzle},
+    ops::{self, AmaxRequest, CopyRequest, GroupOffsets, kernels::CopyPlan},
+    reference::{self, padding, swizzle},
 };
 
 /// The device under test, or an early return that says so.
@@ -463,6 +463,95 @@ fn groups_are_matrices_of_their_own() {
 
 /// The 128x4 tiling restarts at every group: tiling across groups is invisible where there is one
 /// group of 128 rows and 128 columns.
+/// The copies of groups side by side hold the blocks of the copies one after another, each in its
+/// place.
+#[test]
+fn groups_lie_side_by_side() {
+    let client = client!("groups_lie_side_by_side");
+    let cols = 80;
+    for (i, sizes) in [
+        vec![0, 5, 128, 0, 129, 0],
+        vec![64],
+        vec![0, 0, 0],
+        vec![16, 32, 48, 33],
+    ]
+    .iter()
+    .enumerate()
+    {
+        let rows = sizes.iter().sum::<usize>();
+        let x = convert::<bf16>(&values(Kind::Normal, rows * cols, i as u32));
+        let matrix = upload(&client, &x, rows, cols);
+        let groups = offsets(&client, sizes);
+        let Groups::Offsets { offsets, count } = &groups else {
+            unreachable!()
+        };
+        let ends = GroupOffsets::new(offsets.clone(), *count).unwrap();
+        let maxima: Vec<f32> = (0..*count).map(|g| 4.0 + g as f32).collect();
+        let amax = upload_bytes(&client, bytemuck::cast_slice(&maxima));
+        for copy in [
+            policy(STOCHASTIC, BlockScaling::Headroom, COMPACT),
+            policy(NEAREST, MAE, COMPACT),
+            transformed(HadamardSize::H16, STOCHASTIC),
+            transformed(HadamardSize::H128, STOCHASTIC),
+        ] {
+            let what = format!("{sizes:?}, {copy:?}");
+            let request = |hadamard| CopyRequest {
+                amax: &amax,
+                scope: AmaxScope::Group,
+                copy: CopyPolicy { hadamard, ..copy }.into(),
+            };
+            let (row, col) = (request(None), request(copy.hadamard));
+            let (expected_row, expected) =
+                ops::quantize_both(&client, &matrix, &groups, &row, &col).unwrap();
+            let (found_row, found) =
+                ops::quantize_side_by_side(&client, &matrix, &ends, Some(&row), Some(&col))
+                    .unwrap();
+            let (found_row, found) = (found_row.unwrap(), found.unwrap());
+            let (_, alone) =
+                ops::quantize_side_by_side(&client, &matrix, &ends, None, Some(&col)).unwrap();
+            let bytes = |packed: &DevicePacked, len: usize| {
+                (
+                    read(&client, &packed.codes)[..len * 8].to_vec(),
+                    read(&client, &packed.scales)[..len].to_vec(),
+                )
+            };
+            let len = rows * cols / 16;
+            assert_eq!(bytes(&found_row, len), bytes(&expected_row, len), "{what}");
+            let unit = found.unit();
+            let total: usize = sizes.iter().map(|size| size.div_ceil(unit)).sum();
+            let total = total * unit / 16;
+            let (codes, scales) = bytes(&expected, total * cols);
+            let pitch = found.blocks();
+            assert_eq!(
+                pitch * 16,
+                padding::padded_bound(rows, *count, unit),
+                "{what}"
+            );
+            for found in [&found, &alone.unwrap()] {
+                let (found_codes, found_scales) = bytes(found, pitch * cols);
+                let mut start = 0;
+                for size in sizes {
+                    let blocks = size.div_ceil(unit) * unit / 16;
+                    for column in 0..cols {
+                        let (to, from) = (column * pitch + start, start * cols + column * blocks);
+                        assert_bytes(
+                            &found_codes[to * 8..][..blocks * 8],
+                            &codes[from * 8..][..blocks * 8],
+                            &what,
+                        );
+                        assert_bytes(
+                            &found_scales[to..][..blocks],
+                            &scales[from..][..blocks],
+                            &what,
+                        );
+                    }
+                    start += blocks;
+                }
+            }
+        }
+    }
+}
+
 #[test]
 fn swizzle_tiling_restarts_at_groups() {
     let client = client!("swizzle_tiling_restarts_at_groups");

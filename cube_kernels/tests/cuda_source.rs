@@ -339,6 +339,7 @@ fn sources(conversion: Conversion) -> Vec<Source> {
                     buffer(words / 4),
                     buffer(3),
                     ShapeLaunch::new(rows, cols, 2, 4),
+                    blocks,
                     buffer(1),
                     buffer(blocks),
                     buffer(blocks),
@@ -355,6 +356,7 @@ fn sources(conversion: Conversion) -> Vec<Source> {
                         row,
                         col,
                         tiles,
+                        side_by_side: i == 0 && !tiles,
                         grouping: if i == 0 {
                             Grouping::Offsets(16)
                         } else {

@@ -254,10 +254,18 @@ fn factors_of_groups_and_bf16_operands() {
     let half = Matrix::new(half, m, k, FloatKind::Bf16).unwrap();
     let groups = groups(&client, &offsets);
     for path in paths(&client) {
-        for elements in [Elements::Packed(&left), Elements::Bf16(&half)] {
+        for (elements, own) in [
+            (Elements::Packed(&left), true),
+            (Elements::Packed(&left), false),
+            (Elements::Bf16(&half), false),
+        ] {
             let a = Operand {
                 elements,
-                scale: Scale::One,
+                scale: if own {
+                    Scale::PerGroup(&b_amax, 2.0)
+                } else {
+                    Scale::One
+                },
             };
             let b = Operand {
                 elements: Elements::Packed(&right),
@@ -271,7 +279,8 @@ fn factors_of_groups_and_bf16_operands() {
                     for col in 0..n {
                         let terms = x[row * k..][..k].iter().zip(&y[(g * n + col) * k..][..k]);
                         let sum: f32 = terms.map(|(x, y)| x * y).sum();
-                        let expected = sum * (amax / 1536.0);
+                        let own = if own { amax / 2.0 } else { 1.0 };
+                        let expected = sum * (own * (amax / 1536.0));
                         assert_eq!(found[row * n + col], expected, "{path:?}, ({row}, {col})");
                     }
                 }

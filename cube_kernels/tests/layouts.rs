@@ -187,6 +187,58 @@ fn swizzle_groups_of_blocks() {
     }
 }
 
+/// The sum of each group, in the order of the specification of [`ops::group_sums`], and zeros behind
+/// the last group.
+fn check_group_rows<T: DeviceElement>(client: &Client) {
+    for (rows, cols) in [(300, 16), (77, 3), (1, 1), (0, 8)] {
+        let mut random = Generator::new(rows as u32);
+        let x: Vec<T> = (0..rows * cols)
+            .map(|_| T::from_f32(random.normal()))
+            .collect();
+        for offsets in splits(rows as u32) {
+            let what = format!("{rows} x {cols} {:?} {offsets:?}", T::KIND);
+            let groups = groups(client, &offsets);
+            let matrix = upload(client, &x, rows, cols);
+            dirty_pool(client, groups.count * cols * 4);
+            let found = ops::group_sums(client, &matrix, &groups).unwrap();
+            assert_eq!((found.rows, found.cols), (groups.count, cols), "{what}");
+            let found = read_matrix::<f32>(client, &found);
+            for (g, group) in offsets.windows(2).enumerate() {
+                for column in 0..cols {
+                    let mut sums = [0f32; 8];
+                    for (i, row) in (group[0] as usize..group[1] as usize).enumerate() {
+                        sums[i % 8] += x[row * cols + column].to_f32();
+                    }
+                    for width in [4, 2, 1] {
+                        for lane in 0..width {
+                            sums[lane] += sums[lane + width];
+                        }
+                    }
+                    let found = found[g * cols + column];
+                    assert_eq!(found.to_bits(), sums[0].to_bits(), "{what}: {g}, {column}");
+                }
+            }
+            ops::clear_rest(client, &matrix, &groups).unwrap();
+            let mut expected = x.clone();
+            let end = *offsets.last().unwrap() as usize * cols;
+            expected[end..].fill(T::from_f32(0.0));
+            assert_bytes(
+                bytemuck::cast_slice(&read_matrix::<T>(client, &matrix)),
+                bytemuck::cast_slice(&expected),
+                &what,
+            );
+        }
+    }
+}
+
+#[test]
+fn sums_and_rests_of_groups() {
+    let client = client!("sums_and_rests_of_groups");
+    check_group_rows::<f32>(&client);
+    check_group_rows::<bf16>(&client);
+    check_group_rows::<f16>(&client);
+}
+
 fn check_padding<T: DeviceElement>(client: &Client) {
     for (rows, cols) in [
         (300, 16),
@@ -301,6 +353,10 @@ fn wrong_offsets_stay_inside_the_buffers() {
         let (padded, _) = ops::pad_groups(&client, &x, &groups, 32).unwrap();
         let back = ops::unpad_groups(&client, &padded, rows, &groups, 32).unwrap();
         read_matrix::<bf16>(&client, &back);
+        let sums = ops::group_sums(&client, &x, &groups).unwrap();
+        read_matrix::<f32>(&client, &sums);
+        ops::clear_rest(&client, &x, &groups).unwrap();
+        read_matrix::<bf16>(&client, &x);
         let room = swizzle::block_group_blocks(rows, groups.count, 16);
         let bytes = upload_bytes(&client, &scales(32 * room, 2));
         let (swizzled, _) =

@@ -85,6 +85,36 @@ fn sources(conversion: Conversion) -> Vec<Source> {
         }};
     }
     add!("", NONE, rescale_kernel, b(9), b(9), 8, 256, 16, 16, 256);
+    for kind in [FloatKind::F32, FloatKind::F16, FloatKind::Bf16] {
+        let (tag, wide, elem) = (format!("{kind:?}"), AddressType::U64, kind.storage_type());
+        add!(
+            tag,
+            NONE,
+            group_sums_kernel,
+            wide,
+            b(n),
+            b(9),
+            b(n),
+            rows,
+            cols,
+            8,
+            kind,
+            elem
+        );
+        add!(
+            tag,
+            NONE,
+            clear_rest_kernel,
+            wide,
+            b(9),
+            b(n),
+            rows,
+            cols,
+            8,
+            kind,
+            elem
+        );
+    }
     for address in [AddressType::U32, AddressType::U64] {
         let tag = format!("{address:?}");
         for grouped in [false, true] {

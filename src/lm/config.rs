@@ -8,6 +8,7 @@ use std::str::FromStr;
 use anyhow::{Context, Result, bail, ensure};
 use burn::module::ParamGroup;
 use burn_nvfp4::Hadamard;
+use burn_nvfp4::experts::MAX_EXPERTS;
 use burn_nvfp4::recipe::Healing;
 use serde::{Deserialize, Serialize};
 
@@ -29,6 +30,18 @@ pub struct ModelConfig {
     pub hidden: usize,
     /// Longest sequence of bytes that the model sees at once.
     pub context: usize,
+    /// Number of experts in the feed-forward of each block, each of width `hidden`; none for a dense
+    /// one.
+    #[serde(default)]
+    pub experts: Option<usize>,
+    /// Experts that each byte is sent to, where there are any.
+    #[serde(default = "top_2")]
+    pub top_k: usize,
+}
+
+/// The usual number of experts for a byte.
+fn top_2() -> usize {
+    2
 }
 
 impl ModelConfig {
@@ -43,6 +56,8 @@ impl ModelConfig {
             heads,
             hidden,
             context,
+            experts,
+            top_k,
         } = *self;
         for (name, value) in [("width", width), ("hidden", hidden)] {
             ensure!(
@@ -63,6 +78,16 @@ impl ModelConfig {
             context > 1,
             "context is {context}, but it must be at least 2 bytes"
         );
+        if let Some(experts) = experts {
+            ensure!(
+                (1..=MAX_EXPERTS).contains(&experts),
+                "experts is {experts}, but it must be 1 to {MAX_EXPERTS}"
+            );
+            ensure!(
+                (1..=experts).contains(&top_k),
+                "top-k is {top_k}, but it must be 1 to the number of experts ({experts})"
+            );
+        }
         Ok(())
     }
 
@@ -72,9 +97,16 @@ impl ModelConfig {
             width,
             layers,
             hidden,
+            experts,
             ..
         } = *self;
-        let block = 4 * width * width + 3 * width * hidden + 2 * width;
+        let feed_forward = 3 * width * hidden;
+        let feed_forward = match experts {
+            // Each expert, and its column of the router.
+            Some(experts) => experts * (feed_forward + width),
+            None => feed_forward,
+        };
+        let block = 4 * width * width + feed_forward + 2 * width;
         layers * block + 2 * VOCABULARY * width + width
     }
 }
@@ -475,6 +507,8 @@ impl RunConfig {
             heads,
             hidden,
             context,
+            experts: None,
+            top_k: top_2(),
         }
     }
 
@@ -627,6 +661,35 @@ mod tests {
                 assert!((low..high).contains(&parameters), "{preset}: {parameters}");
             }
             assert_eq!(preset.name().parse(), Ok(preset));
+        }
+    }
+
+    #[test]
+    fn experts_are_checked_and_counted() {
+        let dense = RunConfig::preset(Preset::Tiny, "flex").model();
+        let experts = |experts, top_k| ModelConfig {
+            experts: Some(experts),
+            top_k,
+            ..dense.clone()
+        };
+        let ModelConfig {
+            width,
+            hidden,
+            layers,
+            ..
+        } = dense;
+        let more = 7 * 3 * width * hidden + 8 * width;
+        let found = experts(8, 2);
+        found.check().unwrap();
+        assert_eq!(found.parameters(), dense.parameters() + layers * more);
+        for (name, config) in [
+            ("experts", experts(0, 1)),
+            ("experts", experts(1000, 1)),
+            ("top-k", experts(4, 5)),
+            ("top-k", experts(4, 0)),
+        ] {
+            let error = config.check().unwrap_err().to_string();
+            assert!(error.starts_with(name), "{name}: {error}");
         }
     }
 

@@ -347,7 +347,7 @@ impl<'a> Run<'a> {
         } = self.config;
         let batch = self.corpus.train_batch(seed, self.step, batch, context);
         let (inputs, targets) = batch.tensors(&self.device);
-        let loss = self.model.loss(inputs, targets);
+        let loss = self.model.training_loss(inputs, targets);
         self.pending.push(loss.clone().without_autodiff());
         let gradients = GradientsParams::from_grads(loss.backward(), &self.model);
         self.model = self.optimizer.step(lr, self.model.clone(), gradients);

@@ -1,5 +1,44 @@
 //! Modules.
+//!
+//! [`Nvfp4Linear`] is the plain layer and [`Nvfp4GroupedLinear`] one for each expert, all in one
+//! launch. Built on them: [`Nvfp4Attention`], [`Nvfp4SwiGlu`] and [`Nvfp4FeedForward`],
+//! [`Nvfp4Moe`], and [`Nvfp4TransformerBlock`]. Products of one input are fused (queries, keys and
+//! values; gate and up): the input is quantized once, and the parts of the weight share one global
+//! scale.
 
+mod attention;
+mod block;
+mod feed_forward;
+mod grouped;
 mod linear;
+mod moe;
+mod norm;
+mod routing;
 
+pub use attention::{Nvfp4Attention, Nvfp4AttentionConfig, Positions, PositionsConfig};
+pub use block::{BlockOutput, Nvfp4TransformerBlock, Nvfp4TransformerBlockConfig};
+pub use feed_forward::{Nvfp4FeedForward, Nvfp4SwiGlu, Nvfp4SwiGluConfig};
+pub use grouped::{Nvfp4GroupedLinear, Nvfp4GroupedLinearConfig};
 pub use linear::{Nvfp4Linear, Nvfp4LinearConfig};
+pub use moe::{MoeOutput, Nvfp4Moe, Nvfp4MoeConfig};
+pub use norm::RmsNorm;
+pub use routing::Routing;
+
+use burn_core::tensor::{DType, FloatDType, Tensor};
+
+/// `x` in type `dtype`; no operation when it is already.
+fn cast<const D: usize>(x: Tensor<D>, dtype: FloatDType) -> Tensor<D> {
+    if x.dtype() == DType::from(dtype) {
+        x
+    } else {
+        x.cast(dtype)
+    }
+}
+
+/// A tensor of any rank as a matrix of rows, and the shape to give back to the result.
+fn rows<const D: usize>(x: Tensor<D>) -> (Tensor<2>, [usize; D]) {
+    const { assert!(D > 0, "the input needs at least one axis") };
+    let dims = x.dims();
+    let rows = dims[..D - 1].iter().product();
+    (x.reshape([rows, dims[D - 1]]), dims)
+}

@@ -358,7 +358,9 @@ impl<B: Nvfp4Ops, C: CheckpointStrategy> Nvfp4Ops for Autodiff<B, C> {
 }
 
 /// A packed matrix as a constant of the autodiff backend.
-fn constant<B: Nvfp4Ops, C: CheckpointStrategy>(packed: Packed<B>) -> Packed<Autodiff<B, C>> {
+pub(super) fn constant<B: Nvfp4Ops, C: CheckpointStrategy>(
+    packed: Packed<B>,
+) -> Packed<Autodiff<B, C>> {
     Packed {
         codes: packed.codes,
         scales: packed.scales,
@@ -368,7 +370,9 @@ fn constant<B: Nvfp4Ops, C: CheckpointStrategy>(packed: Packed<B>) -> Packed<Aut
 }
 
 /// A packed matrix of the backend that does the work.
-fn inner<B: Nvfp4Ops, C: CheckpointStrategy>(packed: Packed<Autodiff<B, C>>) -> Packed<B> {
+pub(super) fn inner<B: Nvfp4Ops, C: CheckpointStrategy>(
+    packed: Packed<Autodiff<B, C>>,
+) -> Packed<B> {
     Packed {
         codes: packed.codes,
         scales: packed.scales,

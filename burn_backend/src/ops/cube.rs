@@ -441,7 +441,7 @@ fn mx_device(packed: MxPacked<CubeBackend>) -> DeviceMx {
 }
 
 /// What a kernel wrote, as a tensor beside `like`.
-fn result(like: &CubeTensor, out: Matrix) -> CubeTensor {
+pub(super) fn result(like: &CubeTensor, out: Matrix) -> CubeTensor {
     let dtype = match out.dtype {
         FloatKind::F32 => DType::F32,
         FloatKind::F16 => DType::F16,
@@ -451,7 +451,12 @@ fn result(like: &CubeTensor, out: Matrix) -> CubeTensor {
     new_tensor(like, out.handle, shape, dtype)
 }
 
-fn new_tensor(like: &CubeTensor, handle: Handle, shape: Shape, dtype: DType) -> CubeTensor {
+pub(super) fn new_tensor(
+    like: &CubeTensor,
+    handle: Handle,
+    shape: Shape,
+    dtype: DType,
+) -> CubeTensor {
     CubeTensor::new_contiguous(
         like.client.clone(),
         like.device.clone(),
@@ -461,7 +466,7 @@ fn new_tensor(like: &CubeTensor, handle: Handle, shape: Shape, dtype: DType) -> 
     )
 }
 
-fn float_kind(dtype: FloatDType) -> FloatKind {
+pub(super) fn float_kind(dtype: FloatDType) -> FloatKind {
     match dtype {
         FloatDType::F32 => FloatKind::F32,
         FloatDType::F16 => FloatKind::F16,
@@ -472,6 +477,6 @@ fn float_kind(dtype: FloatDType) -> FloatKind {
 
 /// The result of a launch whose arguments were checked before it was queued. What is left to fail
 /// is the runtime itself; fusion hands the panic to whoever reads the result.
-fn launched<T>(result: Result<T, Nvfp4Error>) -> T {
+pub(super) fn launched<T>(result: Result<T, Nvfp4Error>) -> T {
     result.unwrap_or_else(|error| panic!("nvfp4 on CubeCL: {error}"))
 }

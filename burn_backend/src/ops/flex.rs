@@ -41,6 +41,7 @@ macro_rules! with_elements {
         }
     }};
 }
+pub(super) use with_elements;
 
 impl Nvfp4Ops for Flex {
     fn nvfp4_quantize(x: FloatTensor<Self>, spec: QuantizeSpec) -> Packed<Self> {
@@ -308,13 +309,13 @@ fn decode(packed: &Packed<Flex>) -> FlexTensor {
 }
 
 /// Rows and columns of a matrix.
-fn matrix(x: &FlexTensor) -> (usize, usize) {
+pub(super) fn matrix(x: &FlexTensor) -> (usize, usize) {
     let shape = x.layout().shape();
     (shape[0], shape[1])
 }
 
 /// What the oracle computed from arguments that were checked before.
-fn trusted<T>(result: Result<T, Nvfp4Error>) -> T {
+pub(super) fn trusted<T>(result: Result<T, Nvfp4Error>) -> T {
     result.unwrap_or_else(|error| panic!("nvfp4 on Flex: {error}"))
 }
 
@@ -414,7 +415,7 @@ fn code_bytes(codes: &FlexTensor) -> Vec<u8> {
 }
 
 /// An `f32` matrix with each element rounded once to `dtype`. Flex's own cast runs on one core.
-fn narrow(x: FlexTensor, dtype: FloatDType) -> FlexTensor {
+pub(super) fn narrow(x: FlexTensor, dtype: FloatDType) -> FlexTensor {
     fn rounded<T: BurnElement>(x: &FlexTensor, round: fn(f32) -> T) -> FlexTensor {
         let values: Vec<T> = x
             .storage::<f32>()

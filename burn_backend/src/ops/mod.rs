@@ -9,6 +9,7 @@ mod context;
 mod cube;
 #[cfg(feature = "flex")]
 mod flex;
+mod grouped;
 mod operands;
 mod packed;
 mod spec;
@@ -21,6 +22,7 @@ use nvfp4_kernels::PackedAxis;
 
 pub use context::LinearContext;
 pub(crate) use context::WeightCache;
+pub use grouped::{GroupPairSpec, GroupedPrecision, GroupedSpec, Nvfp4GroupedOps};
 pub use packed::{
     Bias, GlobalScaling, MxLayout, MxPacked, Operand, Packed, PackedLayout, PackedPair,
 };

@@ -3,12 +3,15 @@
 //! second and interprets barriers slowly, so tests that are not about the kernels skip themselves
 //! there, and say so.
 
+mod block;
 mod common;
 mod errors;
 #[cfg(any(feature = "cpu", feature = "cuda"))]
 mod fusion;
+mod grouped;
 mod linear;
 mod module;
+mod moe;
 mod operations;
 mod recipe;
 mod state;

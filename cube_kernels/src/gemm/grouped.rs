@@ -27,7 +27,7 @@ use crate::{
 ///
 /// `a` has any rows, of which those between the first and the last offset are in groups; rows outside
 /// all groups are not written. `b` stacks the groups' N rows each, and the `f32` bias has a row for
-/// each group. Factors of `b` may be one for the tensor, for each group or for each of its rows.
+/// each group. Factors may be one for the tensor, for each group or for each of the rows.
 ///
 /// # Errors
 /// When a shape, buffer or element type does not fit, or when the device lacks the path: the portable
@@ -46,13 +46,6 @@ pub fn gemm_grouped_rows(
             "b",
             format!("{} rows for {} groups", b.outer(), groups.count),
             "the same number of rows for each group, and at least one group",
-        ));
-    }
-    if matches!(a.scale, Scale::PerGroup(..)) {
-        return Err(Nvfp4Error::value(
-            "a",
-            "a factor for each group",
-            "one for the tensor or for each row",
         ));
     }
     let shape = (a.outer(), b.outer() / groups.count);

@@ -45,6 +45,24 @@ impl GroupOffsets {
         unsafe { BufferArg::from_raw_parts(self.offsets.clone(), self.count + 1) }
     }
 
+    /// The groups with each size rounded up to a multiple of `alignment`, of `rows` rows in all: where
+    /// padded groups begin ([`pad_groups`](super::pad_groups),
+    /// [`quantize_side_by_side`](super::quantize_side_by_side)).
+    ///
+    /// # Errors
+    /// When `alignment` is zero, or a number does not fit 32 bits.
+    pub fn aligned(
+        &self,
+        client: &Client,
+        rows: usize,
+        alignment: usize,
+    ) -> Result<Self, Nvfp4Error> {
+        if alignment == 0 {
+            return Err(Nvfp4Error::value("alignment", "0", "at least 1"));
+        }
+        self.rescaled(client, rows, alignment, alignment)
+    }
+
     /// The groups with each size divided by `unit`, rounded up, and multiplied by `scale`: with
     /// `unit == scale` each group is padded to a multiple of it.
     pub(super) fn rescaled(

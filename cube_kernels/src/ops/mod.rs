@@ -10,6 +10,8 @@ mod amax;
 #[allow(missing_docs)]
 mod dequantize;
 #[allow(missing_docs)]
+mod group_rows;
+#[allow(missing_docs)]
 mod groups;
 pub(crate) mod launch;
 #[allow(missing_docs)]
@@ -33,6 +35,7 @@ mod tiles;
 
 pub use amax::{AmaxRequest, Amaxes, amax, amaxes};
 pub use dequantize::dequantize;
+pub use group_rows::{clear_rest, group_sums};
 pub use groups::GroupOffsets;
 pub use launch::CopyRequest;
 pub use ms_eden::{EdenRandom, EdenSource, ms_eden, ms_eden_amax};
@@ -41,7 +44,8 @@ pub use offset::advance_offset;
 pub use padding::{pad_groups, unpad_groups};
 pub use per_token::quantize_per_token;
 pub use quantize::{
-    quantize, quantize_both, quantize_col, quantize_row, quantize_tile, quantize_tile_with,
+    quantize, quantize_both, quantize_col, quantize_row, quantize_side_by_side, quantize_tile,
+    quantize_tile_with,
 };
 pub use swizzle::{
     swizzle, swizzle_batch, swizzle_block_groups, swizzle_row_groups, unswizzle, unswizzle_batch,
@@ -54,6 +58,7 @@ pub mod kernels {
     pub use super::{
         amax::{AmaxPlan, amax_kernel, amax_tiles_kernel},
         dequantize::{dequantize_cols_kernel, dequantize_rows_kernel},
+        group_rows::{clear_rest_kernel, group_sums_kernel},
         groups::rescale_kernel,
         launch::CopyPlan,
         ms_eden::{

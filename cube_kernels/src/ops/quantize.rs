@@ -3,6 +3,7 @@
 use cubecl::{prelude::*, server::Handle};
 
 use super::{
+    groups::GroupOffsets,
     launch::{CopyArgs, CopyPlan, CopyRequest, Words, buffer, check_packed_cols, cubes, grid},
     tile::{self, Grouping, Shape, ShapeLaunch},
 };
@@ -22,6 +23,7 @@ use crate::{
         AmaxScope, DeviceCopy, DevicePacked, DeviceRounding, FloatKind, Groups, Matrix,
         address_type, conversion_of,
     },
+    reference::padding::padded_bound,
 };
 
 /// The row-wise copy of `x` with one amax and compact scales: 1x16 blocks along each row. See
@@ -100,7 +102,7 @@ pub fn quantize(
         PackedAxis::Cols => (Some(request), None),
         PackedAxis::Rows => (None, Some(request)),
     };
-    let (row, col) = launch_tiles(client, x, groups, row, col, false)?;
+    let (row, col) = launch_tiles(client, x, groups, row, col, Kind::Blocks)?;
     Ok(row.or(col).expect("one copy was asked for"))
 }
 
@@ -115,8 +117,54 @@ pub fn quantize_both(
     row: &CopyRequest<'_>,
     col: &CopyRequest<'_>,
 ) -> Result<(DevicePacked, DevicePacked), Nvfp4Error> {
-    let (row, col) = launch_tiles(client, x, groups, Some(row), Some(col), false)?;
+    let (row, col) = launch_tiles(client, x, groups, Some(row), Some(col), Kind::Blocks)?;
     Ok((row.expect("asked for"), col.expect("asked for")))
+}
+
+/// The copies of `x` that are asked for, `(row-wise, column-wise)`, each as [`quantize`] makes it of
+/// the groups, as operands of the grouped products: plain matrices, with one amax for each group.
+///
+/// The row-wise copy is that of [`quantize`]. In the column-wise one the groups lie side by side and
+/// not one after another: `cols` stored rows, in each of which group `g` takes the columns from entry
+/// `g` of [`GroupOffsets::aligned`]`(client, x.rows, unit)` on, `unit` being 16 or the size of the
+/// transform. It has room for [`padded_bound`]`(x.rows, groups, unit)` of them; those behind the last
+/// group are not written. Rows of `x` behind the last group are not written in the row-wise copy.
+/// Stochastic rounding numbers blocks as [`quantize`] does, group after group.
+///
+/// # Errors
+/// As [`quantize`], and when scales are to be swizzled, or there is more than one amax to a group.
+pub fn quantize_side_by_side(
+    client: &Client,
+    x: &Matrix,
+    groups: &GroupOffsets,
+    row: Option<&CopyRequest<'_>>,
+    col: Option<&CopyRequest<'_>>,
+) -> Result<(Option<DevicePacked>, Option<DevicePacked>), Nvfp4Error> {
+    for request in [row, col].into_iter().flatten() {
+        if request.copy.layout != ScaleLayout::Compact || request.scope != AmaxScope::Group {
+            return Err(Nvfp4Error::value(
+                "copy",
+                format!(
+                    "{:?} scales, one amax for each {:?}",
+                    request.copy.layout, request.scope
+                ),
+                "compact scales, one amax for each group",
+            ));
+        }
+    }
+    let groups = Groups::Offsets {
+        offsets: groups.offsets.clone(),
+        count: groups.count,
+    };
+    if row.is_none() && col.is_none() {
+        return Ok((None, None));
+    }
+    let (row, col) = launch_tiles(client, x, &groups, row, col, Kind::SideBySide)?;
+    let row = row.map(|row| DevicePacked {
+        groups: Groups::One,
+        ..row
+    });
+    Ok((row, col))
 }
 
 /// Both copies of `x` in 16x16 tiles, rounded to nearest: `(row-wise, column-wise)`, the second the
@@ -163,7 +211,7 @@ pub fn quantize_tile_with(
             ..DeviceCopy::new(DeviceRounding::Nearest)
         },
     });
-    let (row, col) = launch_tiles(client, x, groups, Some(&row), Some(&col), true)?;
+    let (row, col) = launch_tiles(client, x, groups, Some(&row), Some(&col), Kind::Tiles)?;
     Ok((row.expect("asked for"), col.expect("asked for")))
 }
 
@@ -230,13 +278,24 @@ fn quantize_rows(
     Ok(args.out)
 }
 
+/// What [`launch_tiles`] makes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Kind {
+    /// 1x16 blocks, the copies of groups one after another.
+    Blocks,
+    /// 16x16 tiles, the copies of groups one after another.
+    Tiles,
+    /// 1x16 blocks, the column-wise copies of groups side by side in one matrix.
+    SideBySide,
+}
+
 fn launch_tiles(
     client: &Client,
     x: &Matrix,
     groups: &Groups,
     row: Option<&CopyRequest<'_>>,
     col: Option<&CopyRequest<'_>>,
-    tiles: bool,
+    kind: Kind,
 ) -> Result<(Option<DevicePacked>, Option<DevicePacked>), Nvfp4Error> {
     x.check("x")?;
     groups.check(x.rows)?;
@@ -251,7 +310,19 @@ fn launch_tiles(
             .transpose()
     };
     let row = args(PackedAxis::Cols, row)?;
-    let col = args(PackedAxis::Rows, col)?;
+    let mut col = args(PackedAxis::Rows, col)?;
+    if let (Kind::SideBySide, Some(col)) = (kind, &mut col) {
+        let out = DevicePacked {
+            groups: Groups::One,
+            rows: padded_bound(x.rows, groups.count(), col.out.unit()),
+            ..col.out.clone()
+        };
+        col.out = out.allocated(client);
+    }
+    let side_by_side = match &col {
+        Some(col) if kind == Kind::SideBySide => col.out.blocks(),
+        _ => 0,
+    };
     let swizzled_cols = col.as_ref().is_some_and(|col| col.plan.swizzled);
     // Swizzled scales of a column-wise copy are padded to 128 stored rows, which are columns here.
     let unit = if swizzled_cols { 128 } else { tile::COLS };
@@ -264,7 +335,8 @@ fn launch_tiles(
     let plan = TilePlan {
         row: row.as_ref().map(|row| row.plan),
         col: col.as_ref().map(|col| col.plan),
-        tiles,
+        tiles: kind == Kind::Tiles,
+        side_by_side: kind == Kind::SideBySide,
         grouping: Grouping::of(groups),
         elements: words.elem.size() == 2,
     };
@@ -294,6 +366,7 @@ fn launch_tiles(
             words.arg(),
             offsets,
             ShapeLaunch::new(x.rows, x.cols, groups.count(), tile_cols),
+            side_by_side,
             r.amax(),
             r.codes(),
             r.scales(),
@@ -323,6 +396,8 @@ pub struct TilePlan {
     pub col: Option<CopyPlan>,
     /// Whether 16x16 tiles share a scale.
     pub tiles: bool,
+    /// Whether the column-wise copies of groups lie side by side.
+    pub side_by_side: bool,
     /// How groups are given.
     pub grouping: Grouping,
     /// Whether `x` is loaded by elements.
@@ -442,12 +517,14 @@ const STAGE_PITCH: usize = 17;
 
 /// One cube makes the copies of one tile at a time: it loads the tile, its units quantize the blocks
 /// of rows, then those of columns, whose codes and scales wait in shared memory until whole columns
-/// of the tile, 64 bytes of codes, can be written side by side.
+/// of the tile, 64 bytes of codes, can be written side by side. `row_blocks` is the length of a stored
+/// row of the column-wise copy where the groups lie side by side.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn quantize_tiles_kernel<F: Numeric, N: Size>(
     x: &[Vector<F, N>],
     offsets: &[u32],
     shape: Shape,
+    row_blocks: usize,
     row_amax: &[f32],
     row_codes: &mut [Vector<u32, Const<2>>],
     row_scales: &mut [u8],
@@ -558,6 +635,14 @@ pub fn quantize_tiles_kernel<F: Numeric, N: Size>(
             let group_blocks = (tile.row_end - tile.group_row0).div_ceil(span) * per_unit;
             let block0 = (tile.row0 - tile.group_row0) / 16usize;
             let base = shape.cols * tile.units_before * per_unit;
+            // Where the group's copy begins in memory, and from one stored row to the next. Random
+            // bits are drawn for the same blocks in either order.
+            let mut start = base;
+            let mut row_pitch = group_blocks;
+            if comptime!(plan.side_by_side) {
+                start = tile.units_before * per_unit;
+                row_pitch = row_blocks;
+            }
             let group_scale = if comptime!(col.per_outer) {
                 GlobalScale::from_amax(1.0f32, policy.scaling)
             } else {
@@ -643,7 +728,7 @@ pub fn quantize_tiles_kernel<F: Numeric, N: Size>(
                     codes.insert(0usize, stage[slot * STAGE_PITCH + place * 2usize]);
                     codes.insert(1usize, stage[slot * STAGE_PITCH + place * 2usize + 1usize]);
                     scale = stage_scales[slot * 8usize + place];
-                    col_codes[base + column * group_blocks + block] = codes;
+                    col_codes[start + column * row_pitch + block] = codes;
                 }
                 if comptime!(col.swizzled) {
                     if block < padded_group * 4usize {
@@ -655,7 +740,7 @@ pub fn quantize_tiles_kernel<F: Numeric, N: Size>(
                         col_scales[target] = u8::cast_from(scale);
                     }
                 } else if inside {
-                    col_scales[base + column * group_blocks + block] = u8::cast_from(scale);
+                    col_scales[start + column * row_pitch + block] = u8::cast_from(scale);
                 }
                 item += CUBE_DIM as usize;
             }

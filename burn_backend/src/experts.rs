@@ -1,0 +1,222 @@
+//! Operations on tokens that are sorted by expert.
+//!
+//! Where each expert's tokens begin is in device memory and stays there: no shape depends on it.
+//! Experts without tokens, one that has them all, and numbers of tokens that are no multiple of
+//! anything are all as good as others.
+
+use burn_core::backend::Dispatch;
+use burn_core::tensor::{DType, Int, Tensor};
+use nvfp4_kernels::Nvfp4Error;
+
+use crate::functions::or_panic;
+use crate::ops::{Bias, GroupedPrecision, Nvfp4GroupedOps};
+use crate::validate;
+
+/// The most experts of one layer: what the kernels keep of each fits shared memory.
+pub const MAX_EXPERTS: usize = 512;
+
+/// Where the tokens of each expert lie among tokens sorted by expert.
+#[derive(Clone, Debug)]
+pub struct ExpertOffsets {
+    /// `u32[experts + 1]`, ascending from 0, none above `tokens`.
+    offsets: Tensor<1, Int>,
+    tokens: usize,
+}
+
+impl ExpertOffsets {
+    /// The offsets of experts with `counts` (`[experts]`, any integer type) tokens each, of `tokens`
+    /// in all.
+    ///
+    /// `counts` is not read by the host. A negative count is zero, and what is beyond `tokens` is cut
+    /// off; tokens that are left over belong to no expert: layers give zeros for them.
+    ///
+    /// # Errors
+    /// When there is no count, more than [`MAX_EXPERTS`], or more than 2^31 - 1 tokens.
+    pub fn try_from_counts(counts: Tensor<1, Int>, tokens: usize) -> Result<Self, Nvfp4Error> {
+        let [experts] = counts.dims();
+        check_experts("counts", experts)?;
+        if i32::try_from(tokens).is_err() {
+            return Err(Nvfp4Error::value(
+                "tokens",
+                tokens.to_string(),
+                format!("at most {}", i32::MAX),
+            ));
+        }
+        let device = counts.device();
+        // 64 bits, as only the sum is cut off to what fits 32.
+        let ends = counts
+            .cast(DType::I64)
+            .clamp(0, tokens as i64)
+            .cumsum(0)
+            .clamp(0, tokens as i64);
+        let first = Tensor::<1, Int>::zeros([1], (&device, DType::I64));
+        Ok(Self {
+            offsets: Tensor::cat(vec![first, ends], 0).cast(DType::U32),
+            tokens,
+        })
+    }
+
+    /// [`try_from_counts`](Self::try_from_counts), panicking where it fails.
+    pub fn from_counts(counts: Tensor<1, Int>, tokens: usize) -> Self {
+        or_panic(
+            "ExpertOffsets::from_counts",
+            Self::try_from_counts(counts, tokens),
+        )
+    }
+
+    /// The offsets, `u32[experts + 1]`: expert `e` has the tokens from entry `e` to entry `e + 1`.
+    pub fn offsets(&self) -> &Tensor<1, Int> {
+        &self.offsets
+    }
+
+    /// Number of experts.
+    pub fn experts(&self) -> usize {
+        self.offsets.dims()[0] - 1
+    }
+
+    /// Number of tokens, those of no expert included.
+    pub fn tokens(&self) -> usize {
+        self.tokens
+    }
+}
+
+/// Fail unless a layer can have this many experts.
+pub(crate) fn check_experts(argument: &'static str, experts: usize) -> Result<(), Nvfp4Error> {
+    if (1..=MAX_EXPERTS).contains(&experts) {
+        Ok(())
+    } else {
+        Err(Nvfp4Error::shape(
+            argument,
+            format!("{experts} experts"),
+            format!("1 to {MAX_EXPERTS}"),
+        ))
+    }
+}
+
+/// `y[i] = Q(x[i]) Q(weight[e]) + bias[e]` for each token `i` of expert `e`, differentiable in `x`,
+/// `weight` and `bias`, with forward and backward in NVFP4; see
+/// [`ops::Nvfp4GroupedOps`](crate::ops::Nvfp4GroupedOps) for how groups are quantized.
+///
+/// `x` is `[tokens, d_in]`, sorted by expert as `experts` says; `weight` `[experts, d_in, d_out]`;
+/// `bias` `[experts, d_out]`; each `f32`, `bf16` or `f16`. The output is `[tokens, d_out]` in the type
+/// of `x`, zero for tokens of no expert; every gradient has the type of what it is the gradient of.
+///
+/// # Errors
+/// When the device has no implementation, devices differ, a type is not supported, a shape does not
+/// fit, or `d_in` or `d_out` is no positive multiple of 16.
+pub fn try_grouped_linear(
+    x: Tensor<2>,
+    weight: Tensor<3>,
+    bias: Option<Tensor<2>>,
+    experts: &ExpertOffsets,
+    precision: GroupedPrecision,
+) -> Result<Tensor<2>, Nvfp4Error> {
+    check_grouped_linear(&x, &weight, bias.as_ref(), experts)?;
+    let bias = match bias {
+        Some(bias) => Bias::Vector(bias.into_dispatch()),
+        None => Bias::Absent,
+    };
+    Ok(Tensor::from_dispatch(Dispatch::nvfp4_grouped_linear(
+        x.into_dispatch(),
+        weight.into_dispatch(),
+        bias,
+        experts.offsets.clone().into_dispatch(),
+        precision,
+    )))
+}
+
+/// [`try_grouped_linear`], panicking where it fails.
+pub fn grouped_linear(
+    x: Tensor<2>,
+    weight: Tensor<3>,
+    bias: Option<Tensor<2>>,
+    experts: &ExpertOffsets,
+    precision: GroupedPrecision,
+) -> Tensor<2> {
+    or_panic(
+        "grouped_linear",
+        try_grouped_linear(x, weight, bias, experts, precision),
+    )
+}
+
+fn check_grouped_linear(
+    x: &Tensor<2>,
+    weight: &Tensor<3>,
+    bias: Option<&Tensor<2>>,
+    experts: &ExpertOffsets,
+) -> Result<(), Nvfp4Error> {
+    validate::operand("x", x)?;
+    validate::operand("weight", weight)?;
+    let device = x.device();
+    validate::same_device(("x", &device), ("weight", &weight.device()))?;
+    let [count, d_in, d_out] = weight.dims();
+    validate::blocks("weight", "d_in", d_in)?;
+    validate::blocks("weight", "d_out", d_out)?;
+    if experts.experts() != count {
+        return Err(Nvfp4Error::shape(
+            "experts",
+            format!("{} experts", experts.experts()),
+            format!("{count}, as many as matrices in the weight [{count}, {d_in}, {d_out}]"),
+        ));
+    }
+    if x.dims() != [experts.tokens, d_in] {
+        return Err(Nvfp4Error::shape(
+            "x",
+            format!("{:?}", x.dims()),
+            format!(
+                "[{}, {d_in}]: the tokens of `experts`, the d_in of the weight",
+                experts.tokens
+            ),
+        ));
+    }
+    if let Some(bias) = bias {
+        validate::operand("bias", bias)?;
+        validate::same_device(("x", &device), ("bias", &bias.device()))?;
+        if bias.dims() != [count, d_out] {
+            return Err(Nvfp4Error::shape(
+                "bias",
+                format!("{:?}", bias.dims()),
+                format!("[{count}, {d_out}], the experts and the d_out of the weight"),
+            ));
+        }
+    }
+    Ok(())
+}
+
+/// Rows of `x` (`[tokens, width]`) by number: `out[s] = x[index[s]]`, `[slots, width]`, for `index`
+/// `[slots]`; differentiable in `x`.
+///
+/// `inverse` (`[tokens, copies]`, `tokens * copies = slots`) holds the slots that each row of `x` went
+/// to, every slot once. With it the backward gathers too, `dx[t] = Σⱼ dout[inverse[t, j]]`, added in
+/// `f32` in the order of `j`, where the backward of a plain selection scatters.
+///
+/// What `index` and `inverse` hold is not checked: that would wait for the device.
+///
+/// # Errors
+/// When the device has no implementation or a shape does not fit.
+pub fn try_gather_rows(
+    x: Tensor<2>,
+    index: Tensor<1, Int>,
+    inverse: Tensor<2, Int>,
+) -> Result<Tensor<2>, Nvfp4Error> {
+    validate::operand("x", &x)?;
+    let ([tokens, _], [slots]) = (x.dims(), index.dims());
+    let [rows, copies] = inverse.dims();
+    if rows != tokens || rows * copies != slots {
+        return Err(Nvfp4Error::shape(
+            "inverse",
+            format!("[{rows}, {copies}]"),
+            format!("[{tokens}, copies] with {slots} elements: rows of `x`, slots of `index`"),
+        ));
+    }
+    Ok(Tensor::from_dispatch(Dispatch::nvfp4_gather_rows(
+        x.into_dispatch(),
+        index.into_dispatch(),
+        inverse.into_dispatch(),
+    )))
+}
+
+/// [`try_gather_rows`], panicking where it fails.
+pub fn gather_rows(x: Tensor<2>, index: Tensor<1, Int>, inverse: Tensor<2, Int>) -> Tensor<2> {
+    or_panic("gather_rows", try_gather_rows(x, index, inverse))
+}

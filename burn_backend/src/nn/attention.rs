@@ -1,0 +1,500 @@
+//! Attention of several heads.
+
+use burn_core as burn;
+
+use burn_core::config::Config;
+use burn_core::module::{Module, Param};
+use burn_core::tensor::activation::{quiet_softmax, softmax};
+use burn_core::tensor::{Bool, Device, FloatDType, Tensor, TensorData};
+use burn_nn::activation::Gelu;
+use burn_nn::attention::MultiHeadAttention;
+use burn_nn::{Dropout, DropoutConfig, Initializer, Linear};
+use nvfp4_kernels::Nvfp4Error;
+
+use super::{Nvfp4Linear, Nvfp4LinearConfig, cast};
+use crate::functions::or_panic;
+use crate::recipe::Nvfp4Recipe;
+
+/// Score of a key that a query must not see. `exp` of it is zero next to any real score.
+const MASKED: f32 = -1e30;
+
+/// Configuration of [`Positions`].
+#[derive(Config, Debug)]
+pub struct PositionsConfig {
+    /// Longest sequence.
+    pub context: usize,
+    /// Size of a head, even where positions are rotary.
+    pub head: usize,
+    /// Whether a query sees no later key.
+    #[config(default = true)]
+    pub causal: bool,
+    /// Base of the rotary frequencies: pair `i` of `head / 2` turns by `position · base^(-2i / head)`.
+    /// `None` leaves queries and keys as they are.
+    #[config(default = "Some(10_000.0)")]
+    pub rotary: Option<f64>,
+}
+
+impl PositionsConfig {
+    /// The tables, on `device`.
+    ///
+    /// # Errors
+    /// When `context` is zero, the head of rotary positions is not even, or the base is not positive.
+    pub fn try_init(&self, device: &Device) -> Result<Positions, Nvfp4Error> {
+        let Self {
+            context,
+            head,
+            causal,
+            rotary,
+        } = *self;
+        if context == 0 {
+            return Err(Nvfp4Error::value("context", "0", "at least 1"));
+        }
+        let half = head / 2;
+        let rotations = match rotary {
+            None => None,
+            Some(_) if head == 0 || head % 2 != 0 => {
+                return Err(Nvfp4Error::value(
+                    "head",
+                    head.to_string(),
+                    "an even size, for rotary positions",
+                ));
+            }
+            Some(base) if base.is_nan() || base <= 0.0 => {
+                return Err(Nvfp4Error::value(
+                    "rotary",
+                    base.to_string(),
+                    "a positive base",
+                ));
+            }
+            Some(base) => {
+                let angles = (0..context).flat_map(|position| {
+                    (0..half)
+                        .map(move |i| position as f64 * base.powf(-(2.0 * i as f64) / head as f64))
+                });
+                let (sin, cos): (Vec<f32>, Vec<f32>) = angles
+                    .map(|angle| (angle.sin() as f32, angle.cos() as f32))
+                    .unzip();
+                let table = |values| {
+                    Tensor::<4>::from_data(TensorData::new(values, [1, 1, context, half]), device)
+                };
+                Some((table(cos), table(sin)))
+            }
+        };
+        let mask = causal.then(|| {
+            let mask: Vec<f32> = (0..context * context)
+                .map(|i| {
+                    if i % context > i / context {
+                        MASKED
+                    } else {
+                        0.0
+                    }
+                })
+                .collect();
+            Tensor::<4>::from_data(TensorData::new(mask, [1, 1, context, context]), device)
+        });
+        let (cos, sin) = rotations.unzip();
+        Ok(Positions {
+            cos,
+            sin,
+            mask,
+            context,
+        })
+    }
+
+    /// [`try_init`](Self::try_init), panicking where it fails.
+    pub fn init(&self, device: &Device) -> Positions {
+        or_panic("PositionsConfig::init", self.try_init(device))
+    }
+}
+
+/// What attention needs to know of positions: rotations and the mask, for all layers of a model.
+#[derive(Module, Debug)]
+pub struct Positions {
+    /// Cosine of position times frequency, `f32[1, 1, context, head / 2]`.
+    cos: Option<Tensor<4>>,
+    /// Sine of the same.
+    sin: Option<Tensor<4>>,
+    /// What is added to a score: 0 where the key is not later than the query,
+    /// `f32[1, 1, context, context]`.
+    mask: Option<Tensor<4>>,
+    #[module(skip)]
+    context: usize,
+}
+
+impl Positions {
+    /// Longest sequence.
+    pub fn context(&self) -> usize {
+        self.context
+    }
+
+    /// Rotate each head of `x`, `[batch, heads, time, head]`, by its position: element `i` and
+    /// element `i + head / 2` form a pair. The result is `f32`; without rotary positions it is `x`.
+    pub fn rotate(&self, x: Tensor<4>) -> Tensor<4> {
+        let (Some(cos), Some(sin)) = (&self.cos, &self.sin) else {
+            return x;
+        };
+        let [_, _, time, head] = x.dims();
+        let half = head / 2;
+        let x = cast(x, FloatDType::F32);
+        let (cos, sin) = (
+            cos.clone().narrow(2, 0, time),
+            sin.clone().narrow(2, 0, time),
+        );
+        let (first, second) = (x.clone().narrow(3, 0, half), x.narrow(3, half, half));
+        let real = first.clone() * cos.clone() - second.clone() * sin.clone();
+        let imaginary = second * cos + first * sin;
+        Tensor::cat(vec![real, imaginary], 3)
+    }
+
+    fn mask(&self, time: usize) -> Option<Tensor<4>> {
+        let mask = self.mask.clone()?;
+        Some(mask.narrow(2, 0, time).narrow(3, 0, time))
+    }
+
+    /// Fail where `time` positions of heads of size `head` do not fit.
+    fn check(&self, time: usize, head: usize) -> Result<(), Nvfp4Error> {
+        if time > self.context {
+            return Err(Nvfp4Error::shape(
+                "x",
+                format!("{time} positions"),
+                format!("at most {}, the context", self.context),
+            ));
+        }
+        match &self.cos {
+            Some(cos) if cos.dims()[3] * 2 != head => Err(Nvfp4Error::shape(
+                "positions",
+                format!("rotations for heads of {}", cos.dims()[3] * 2),
+                format!("{head}, the size of the attention's heads"),
+            )),
+            _ => Ok(()),
+        }
+    }
+}
+
+/// Configuration of an [`Nvfp4Attention`].
+#[derive(Config, Debug)]
+pub struct Nvfp4AttentionConfig {
+    /// Width of the input and the output, a positive multiple of 16.
+    pub d_model: usize,
+    /// Heads of queries; they divide `d_model`, and `d_model / heads` is their size.
+    pub heads: usize,
+    /// Heads of keys and values, which divide `heads`: each serves as many heads of queries
+    /// (grouped-query attention). `None` for as many as `heads`. The width of the fused projection,
+    /// `(heads + 2 · kv_heads) · d_model / heads`, must be a multiple of 16.
+    pub kv_heads: Option<usize>,
+    /// Whether the projections add a bias.
+    #[config(default = false)]
+    pub bias: bool,
+    /// Share of the attention weights that training sets to zero, 0 to below 1.
+    #[config(default = 0.0)]
+    pub dropout: f64,
+    /// Let a head attend to nothing: one is added to the denominator of the softmax.
+    #[config(default = false)]
+    pub quiet_softmax: bool,
+    /// How parameters are initialised, as in `burn_nn::LinearConfig`.
+    #[config(default = "Initializer::KaimingUniform{gain:1.0/3f64.sqrt(), fan_out_only:false}")]
+    pub initializer: Initializer,
+    /// What is quantized in the projections, and how.
+    #[config(default = "Nvfp4Recipe::new()")]
+    pub recipe: Nvfp4Recipe,
+}
+
+impl Nvfp4AttentionConfig {
+    /// A new attention on `device`.
+    ///
+    /// # Errors
+    /// When `heads` does not divide `d_model` or `kv_heads` not `heads`, a projection's width is no
+    /// positive multiple of 16, `dropout` is not a share, or the device has no implementation.
+    pub fn try_init(&self, device: &Device) -> Result<Nvfp4Attention, Nvfp4Error> {
+        let kv_heads = self.kv_heads.unwrap_or(self.heads);
+        let linear = |d_in, d_out| {
+            Nvfp4LinearConfig::new(d_in, d_out)
+                .with_bias(self.bias)
+                .with_initializer(self.initializer.clone())
+                .with_recipe(self.recipe.clone())
+                .try_init(device)
+        };
+        let head = check_heads(self.d_model, self.heads, kv_heads)?;
+        Ok(Nvfp4Attention {
+            qkv: linear(self.d_model, (self.heads + 2 * kv_heads) * head)?,
+            out: linear(self.d_model, self.d_model)?,
+            dropout: dropout(self.dropout)?,
+            heads: self.heads,
+            kv_heads,
+            quiet_softmax: self.quiet_softmax,
+        })
+    }
+
+    /// [`try_init`](Self::try_init), panicking where it fails.
+    pub fn init(&self, device: &Device) -> Nvfp4Attention {
+        or_panic("Nvfp4AttentionConfig::init", self.try_init(device))
+    }
+}
+
+/// The size of a head.
+fn check_heads(d_model: usize, heads: usize, kv_heads: usize) -> Result<usize, Nvfp4Error> {
+    if heads == 0 || !d_model.is_multiple_of(heads) {
+        return Err(Nvfp4Error::value(
+            "heads",
+            heads.to_string(),
+            format!("a divisor of d_model ({d_model})"),
+        ));
+    }
+    if kv_heads == 0 || !heads.is_multiple_of(kv_heads) {
+        return Err(Nvfp4Error::value(
+            "kv_heads",
+            kv_heads.to_string(),
+            format!("a divisor of heads ({heads})"),
+        ));
+    }
+    Ok(d_model / heads)
+}
+
+/// No module for a share of zero, so that records have no entry for it.
+fn dropout(share: f64) -> Result<Option<Dropout>, Nvfp4Error> {
+    if !(0.0..1.0).contains(&share) {
+        return Err(Nvfp4Error::value(
+            "dropout",
+            share.to_string(),
+            "at least 0 and less than 1",
+        ));
+    }
+    Ok((share > 0.0).then(|| DropoutConfig::new(share).init()))
+}
+
+/// Attention of several heads, with projections in NVFP4.
+///
+/// Queries, keys and values come from one fused product: the input is quantized once and not three
+/// times, and the three parts of the weight share one global scale. Scores, softmax and the mix of
+/// values are in high precision: scores and values in the type of the input, softmax in `f32`.
+///
+/// Where a model stands in its sequence is not the attention's business: [`Positions`] brings the
+/// rotations and the causal mask, once for all layers.
+#[derive(Module, Debug)]
+pub struct Nvfp4Attention {
+    /// Queries, keys and values side by side, `[d_model, (heads + 2 * kv_heads) * head]`.
+    pub qkv: Nvfp4Linear,
+    /// Output, `[d_model, d_model]`.
+    pub out: Nvfp4Linear,
+    /// Of the attention weights.
+    pub dropout: Option<Dropout>,
+    #[module(skip)]
+    heads: usize,
+    #[module(skip)]
+    kv_heads: usize,
+    #[module(skip)]
+    quiet_softmax: bool,
+}
+
+impl Nvfp4Attention {
+    /// Heads of queries.
+    pub fn heads(&self) -> usize {
+        self.heads
+    }
+
+    /// Heads of keys and values.
+    pub fn kv_heads(&self) -> usize {
+        self.kv_heads
+    }
+
+    /// Attend within each sequence.
+    ///
+    /// # Shapes
+    ///
+    /// - `x`: `[batch, time, d_model]`, of type `f32`, `bf16` or `f16`
+    /// - `padding`: `[batch, time]`, true where a position is no input: nothing attends to it
+    /// - output: `[batch, time, d_model]`, of the type of `x`
+    ///
+    /// # Errors
+    /// When a shape, type or device does not fit, or a sequence is longer than the context of
+    /// `positions`.
+    pub fn try_forward(
+        &self,
+        x: Tensor<3>,
+        positions: &Positions,
+        padding: Option<Tensor<2, Bool>>,
+    ) -> Result<Tensor<3>, Nvfp4Error> {
+        let [batch, time, width] = x.dims();
+        let [d_model, _] = self.out.weight.dims();
+        if width != d_model {
+            return Err(Nvfp4Error::shape(
+                "x",
+                format!("{:?}", x.dims()),
+                format!("[batch, time, {d_model}]"),
+            ));
+        }
+        if let Some(padding) = &padding
+            && padding.dims() != [batch, time]
+        {
+            return Err(Nvfp4Error::shape(
+                "padding",
+                format!("{:?}", padding.dims()),
+                format!("[{batch}, {time}], the positions of `x`"),
+            ));
+        }
+        let (heads, kv_heads) = (self.heads, self.kv_heads);
+        let head = d_model / heads;
+        positions.check(time, head)?;
+        let activation: FloatDType = x.dtype().into();
+        let rows = batch * time;
+        let qkv = self.qkv.try_forward(x.reshape([rows, width]))?;
+        let part = |first: usize, heads: usize| {
+            qkv.clone()
+                .narrow(1, first * head, heads * head)
+                .reshape([batch, time, heads, head])
+                .swap_dims(1, 2)
+        };
+        let (q, k, v) = (
+            positions.rotate(part(0, heads)),
+            positions.rotate(part(heads, kv_heads)),
+            part(heads + kv_heads, kv_heads),
+        );
+        // The scale goes into q, which is smaller than the scores.
+        let q = cast(q.mul_scalar((head as f64).powf(-0.5)), activation);
+        let (k, v) = (cast(k, activation), cast(v, activation));
+        let (k, v) = (self.for_queries(k), self.for_queries(v));
+        let mut scores = cast(q.matmul(k.swap_dims(2, 3)), FloatDType::F32);
+        if let Some(mask) = positions.mask(time) {
+            scores = scores + mask;
+        }
+        if let Some(padding) = padding {
+            let padding = padding.reshape([batch, 1, 1, time]);
+            scores = scores.mask_fill(padding.expand([batch, heads, time, time]), MASKED);
+        }
+        let weights = if self.quiet_softmax {
+            quiet_softmax(scores, 3)
+        } else {
+            softmax(scores, 3)
+        };
+        let weights = match &self.dropout {
+            Some(dropout) => dropout.forward(weights),
+            None => weights,
+        };
+        let mixed = cast(weights, activation).matmul(v);
+        let mixed = mixed.swap_dims(1, 2).reshape([rows, width]);
+        let out = self.out.try_forward(mixed)?;
+        Ok(out.reshape([batch, time, width]))
+    }
+
+    /// [`try_forward`](Self::try_forward) without padding, panicking where it fails.
+    pub fn forward(&self, x: Tensor<3>, positions: &Positions) -> Tensor<3> {
+        or_panic(
+            "Nvfp4Attention::forward",
+            self.try_forward(x, positions, None),
+        )
+    }
+
+    /// Keys or values, `[batch, kv_heads, time, head]`, once for each head of queries.
+    fn for_queries(&self, x: Tensor<4>) -> Tensor<4> {
+        let [batch, kv_heads, time, head] = x.dims();
+        let share = self.heads / kv_heads;
+        if share == 1 {
+            return x;
+        }
+        x.reshape([batch, kv_heads, 1, time, head])
+            .expand([batch, kv_heads, share, time, head])
+            .reshape([batch, self.heads, time, head])
+    }
+
+    /// Take over the parameters of `attention`.
+    ///
+    /// The output projection keeps its parameters and their ids. The three others become one, with new
+    /// ids; where only some of them have a bias, that of the others is zero. The result attends within
+    /// one sequence (`MhaInput::self_attn`): separate sequences for queries and keys, arbitrary masks
+    /// and caches have no counterpart, and `min_float` is not needed, as masked positions get a weight
+    /// of zero. Give it [`Positions`] without rotations, causal or not.
+    ///
+    /// # Errors
+    /// When `d_model` is no positive multiple of 16.
+    pub fn from_multi_head_attention(
+        attention: MultiHeadAttention,
+        recipe: &Nvfp4Recipe,
+    ) -> Result<Self, Nvfp4Error> {
+        let MultiHeadAttention {
+            query,
+            key,
+            value,
+            output,
+            dropout,
+            d_model,
+            n_heads,
+            quiet_softmax,
+            ..
+        } = attention;
+        check_heads(d_model, n_heads, n_heads)?;
+        Ok(Self {
+            qkv: Nvfp4Linear::from_linear(side_by_side(&[query, key, value]), recipe)?,
+            out: Nvfp4Linear::from_linear(output, recipe)?,
+            dropout: (dropout.prob > 0.0).then_some(dropout),
+            heads: n_heads,
+            kv_heads: n_heads,
+            quiet_softmax,
+        })
+    }
+
+    /// Hand the parameters over to a `burn_nn` attention: the output projection with its ids, the
+    /// parts of the fused one with new ids.
+    ///
+    /// # Errors
+    /// When keys and values have fewer heads than queries, which `burn_nn`'s attention cannot have.
+    pub fn into_multi_head_attention(self) -> Result<MultiHeadAttention, Nvfp4Error> {
+        if self.kv_heads != self.heads {
+            return Err(Nvfp4Error::value(
+                "kv_heads",
+                self.kv_heads.to_string(),
+                format!("{}, as many as heads of queries", self.heads),
+            ));
+        }
+        let [d_model, _] = self.out.weight.dims();
+        let [query, key, value] = parts(self.qkv.into_linear());
+        Ok(MultiHeadAttention {
+            query,
+            key,
+            value,
+            output: self.out.into_linear(),
+            dropout: self
+                .dropout
+                .unwrap_or_else(|| DropoutConfig::new(0.0).init()),
+            activation: Gelu::new(),
+            d_model,
+            n_heads: self.heads,
+            d_k: d_model / self.heads,
+            min_float: f64::from(MASKED),
+            quiet_softmax: self.quiet_softmax,
+        })
+    }
+}
+
+/// Layers of one input as one layer, their outputs side by side. A missing bias is zero if another
+/// layer has one.
+pub(super) fn side_by_side(linears: &[Linear]) -> Linear {
+    let weights = linears.iter().map(|linear| linear.weight.val().detach());
+    let weight = Tensor::cat(weights.collect(), 1);
+    let biased = linears.iter().any(|linear| linear.bias.is_some());
+    let biases = linears.iter().map(|linear| match &linear.bias {
+        Some(bias) => bias.val().detach(),
+        None => {
+            let [_, d_out] = linear.weight.dims();
+            Tensor::zeros([d_out], (&weight.device(), weight.dtype()))
+        }
+    });
+    let bias = biased.then(|| Param::from_tensor(Tensor::cat(biases.collect(), 0)));
+    Linear {
+        weight: Param::from_tensor(weight),
+        bias,
+    }
+}
+
+/// A layer as `N` layers of equal outputs: the inverse of [`side_by_side`].
+pub(super) fn parts<const N: usize>(linear: Linear) -> [Linear; N] {
+    let [_, d_out] = linear.weight.dims();
+    let width = d_out / N;
+    let weight = linear.weight.val().detach();
+    let bias = linear.bias.map(|bias| bias.val().detach());
+    std::array::from_fn(|index| Linear {
+        weight: Param::from_tensor(weight.clone().narrow(1, index * width, width)),
+        bias: bias
+            .as_ref()
+            .map(|bias| Param::from_tensor(bias.clone().narrow(0, index * width, width))),
+    })
+}

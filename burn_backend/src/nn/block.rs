@@ -1,0 +1,172 @@
+//! A block of a transformer.
+
+use burn_core as burn;
+
+use burn_core::config::Config;
+use burn_core::module::Module;
+use burn_core::tensor::{Bool, Device, FloatDType, Tensor};
+use burn_nn::Initializer;
+use nvfp4_kernels::Nvfp4Error;
+
+use super::{
+    MoeOutput, Nvfp4Attention, Nvfp4AttentionConfig, Nvfp4Moe, Nvfp4MoeConfig, Nvfp4SwiGlu,
+    Nvfp4SwiGluConfig, Positions, RmsNorm,
+};
+use crate::functions::or_panic;
+use crate::recipe::Nvfp4Recipe;
+
+/// Configuration of an [`Nvfp4TransformerBlock`].
+#[derive(Config, Debug)]
+pub struct Nvfp4TransformerBlockConfig {
+    /// Width of the residual stream, a positive multiple of 16.
+    pub d_model: usize,
+    /// Heads of queries; see [`Nvfp4AttentionConfig`].
+    pub heads: usize,
+    /// Width inside the feed-forward, or inside each expert; a positive multiple of 16.
+    pub d_hidden: usize,
+    /// Heads of keys and values; see [`Nvfp4AttentionConfig`].
+    pub kv_heads: Option<usize>,
+    /// Number of experts of the feed-forward; `None` for a dense one.
+    pub experts: Option<usize>,
+    /// Experts that each token is sent to.
+    #[config(default = 2)]
+    pub top_k: usize,
+    /// Width inside the expert of every token; see [`Nvfp4MoeConfig`].
+    pub shared_hidden: Option<usize>,
+    /// How parameters are initialised, as in `burn_nn::LinearConfig`.
+    #[config(default = "Initializer::KaimingUniform{gain:1.0/3f64.sqrt(), fan_out_only:false}")]
+    pub initializer: Initializer,
+    /// What is quantized, and how.
+    #[config(default = "Nvfp4Recipe::new()")]
+    pub recipe: Nvfp4Recipe,
+}
+
+impl Nvfp4TransformerBlockConfig {
+    /// A new block on `device`.
+    ///
+    /// # Errors
+    /// As those of its parts: [`Nvfp4AttentionConfig::try_init`], [`Nvfp4SwiGluConfig::try_init`],
+    /// [`Nvfp4MoeConfig::try_init`].
+    pub fn try_init(&self, device: &Device) -> Result<Nvfp4TransformerBlock, Nvfp4Error> {
+        let attention = Nvfp4AttentionConfig::new(self.d_model, self.heads)
+            .with_kv_heads(self.kv_heads)
+            .with_initializer(self.initializer.clone())
+            .with_recipe(self.recipe.clone())
+            .try_init(device)?;
+        let (feed_forward, moe) = match self.experts {
+            None => {
+                let config = Nvfp4SwiGluConfig::new(self.d_model, self.d_hidden)
+                    .with_initializer(self.initializer.clone())
+                    .with_recipe(self.recipe.clone());
+                (Some(config.try_init(device)?), None)
+            }
+            Some(experts) => {
+                let config = Nvfp4MoeConfig::new(self.d_model, self.d_hidden, experts)
+                    .with_top_k(self.top_k)
+                    .with_shared_hidden(self.shared_hidden)
+                    .with_initializer(self.initializer.clone())
+                    .with_recipe(self.recipe.clone());
+                (None, Some(config.try_init(device)?))
+            }
+        };
+        Ok(Nvfp4TransformerBlock {
+            attention_norm: RmsNorm::new(self.d_model, device),
+            attention,
+            feed_forward_norm: RmsNorm::new(self.d_model, device),
+            feed_forward,
+            moe,
+        })
+    }
+
+    /// [`try_init`](Self::try_init), panicking where it fails.
+    pub fn init(&self, device: &Device) -> Nvfp4TransformerBlock {
+        or_panic("Nvfp4TransformerBlockConfig::init", self.try_init(device))
+    }
+}
+
+/// A block of a decoder: attention, then a feed-forward, dense or a mixture of experts, each behind a
+/// norm and added to the residual stream.
+///
+/// Exactly one of `feed_forward` and `moe` is there.
+#[derive(Module, Debug)]
+pub struct Nvfp4TransformerBlock {
+    /// Before the attention.
+    pub attention_norm: RmsNorm,
+    /// Mixes positions.
+    pub attention: Nvfp4Attention,
+    /// Before the feed-forward.
+    pub feed_forward_norm: RmsNorm,
+    /// Mixes features, in a dense block.
+    pub feed_forward: Option<Nvfp4SwiGlu>,
+    /// Mixes features, in a block of experts.
+    pub moe: Option<Nvfp4Moe>,
+}
+
+/// What a block gives.
+#[derive(Clone, Debug)]
+pub struct BlockOutput {
+    /// The residual stream, `[batch, time, d_model]`.
+    pub output: Tensor<3>,
+    /// `f32[1]`; see [`MoeOutput::balance_loss`]. `None` for a dense block.
+    pub balance_loss: Option<Tensor<1>>,
+    /// `f32[1]`; see [`MoeOutput::z_loss`]. `None` for a dense block.
+    pub z_loss: Option<Tensor<1>>,
+}
+
+impl Nvfp4TransformerBlock {
+    /// Apply the block to the residual stream `x`.
+    ///
+    /// # Shapes
+    ///
+    /// - `x`: `[batch, time, d_model]`, of type `f32`, `bf16` or `f16`
+    /// - `padding`: `[batch, time]`, true where a position is no input: nothing attends to it
+    /// - output: `[batch, time, d_model]`, of the type of `x`
+    ///
+    /// # Errors
+    /// As those of its parts: [`Nvfp4Attention::try_forward`], [`Nvfp4SwiGlu::try_forward`],
+    /// [`Nvfp4Moe::try_forward`].
+    pub fn try_forward(
+        &self,
+        x: Tensor<3>,
+        positions: &Positions,
+        padding: Option<Tensor<2, Bool>>,
+    ) -> Result<BlockOutput, Nvfp4Error> {
+        let activation: FloatDType = x.dtype().into();
+        let normed = self.attention_norm.forward(x.clone(), activation);
+        let x = x + self.attention.try_forward(normed, positions, padding)?;
+        let normed = self.feed_forward_norm.forward(x.clone(), activation);
+        match (&self.feed_forward, &self.moe) {
+            (Some(feed_forward), None) => Ok(BlockOutput {
+                output: x + feed_forward.try_forward(normed)?,
+                balance_loss: None,
+                z_loss: None,
+            }),
+            (None, Some(moe)) => {
+                let MoeOutput {
+                    output,
+                    balance_loss,
+                    z_loss,
+                    ..
+                } = moe.try_forward(normed)?;
+                Ok(BlockOutput {
+                    output: x + output,
+                    balance_loss: Some(balance_loss),
+                    z_loss: Some(z_loss),
+                })
+            }
+            (dense, experts) => Err(Nvfp4Error::value(
+                "feed_forward",
+                format!("dense: {}, experts: {}", dense.is_some(), experts.is_some()),
+                "exactly one of the two",
+            )),
+        }
+    }
+
+    /// [`try_forward`](Self::try_forward) without padding, panicking where it fails.
+    pub fn forward(&self, x: Tensor<3>, positions: &Positions) -> BlockOutput {
+        or_panic(
+            "Nvfp4TransformerBlock::forward",
+            self.try_forward(x, positions, None),
+        )
+    }
+}

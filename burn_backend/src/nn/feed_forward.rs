@@ -1,0 +1,193 @@
+//! Feed-forwards.
+
+use burn_core as burn;
+
+use burn_core::config::Config;
+use burn_core::module::Module;
+use burn_core::tensor::activation::silu;
+use burn_core::tensor::{Device, Tensor};
+use burn_nn::activation::{Activation, SwiGlu};
+use burn_nn::transformer::PositionWiseFeedForward;
+use burn_nn::{Dropout, Initializer, Linear};
+use nvfp4_kernels::Nvfp4Error;
+
+use super::attention::{parts, side_by_side};
+use super::{Nvfp4Linear, Nvfp4LinearConfig, rows};
+use crate::functions::or_panic;
+use crate::recipe::Nvfp4Recipe;
+
+/// Configuration of an [`Nvfp4SwiGlu`].
+#[derive(Config, Debug)]
+pub struct Nvfp4SwiGluConfig {
+    /// Width of the input and the output, a positive multiple of 16.
+    pub d_model: usize,
+    /// Width inside, a positive multiple of 16.
+    pub d_hidden: usize,
+    /// Whether the projections add a bias.
+    #[config(default = false)]
+    pub bias: bool,
+    /// How parameters are initialised, as in `burn_nn::LinearConfig`.
+    #[config(default = "Initializer::KaimingUniform{gain:1.0/3f64.sqrt(), fan_out_only:false}")]
+    pub initializer: Initializer,
+    /// What is quantized, and how.
+    #[config(default = "Nvfp4Recipe::new()")]
+    pub recipe: Nvfp4Recipe,
+}
+
+impl Nvfp4SwiGluConfig {
+    /// A new feed-forward on `device`.
+    ///
+    /// # Errors
+    /// When a width is no positive multiple of 16, or the device has no implementation.
+    pub fn try_init(&self, device: &Device) -> Result<Nvfp4SwiGlu, Nvfp4Error> {
+        let linear = |d_in, d_out| {
+            Nvfp4LinearConfig::new(d_in, d_out)
+                .with_bias(self.bias)
+                .with_initializer(self.initializer.clone())
+                .with_recipe(self.recipe.clone())
+                .try_init(device)
+        };
+        Ok(Nvfp4SwiGlu {
+            gate_up: linear(self.d_model, 2 * self.d_hidden)?,
+            down: linear(self.d_hidden, self.d_model)?,
+        })
+    }
+
+    /// [`try_init`](Self::try_init), panicking where it fails.
+    pub fn init(&self, device: &Device) -> Nvfp4SwiGlu {
+        or_panic("Nvfp4SwiGluConfig::init", self.try_init(device))
+    }
+}
+
+/// `(silu(x G) · (x U)) D`, with all three products in NVFP4.
+///
+/// `G` and `U` are one weight: the input is quantized once, and both share one global scale.
+#[derive(Module, Debug)]
+pub struct Nvfp4SwiGlu {
+    /// `G` and `U` side by side, `[d_model, 2 * d_hidden]`.
+    pub gate_up: Nvfp4Linear,
+    /// `D`, `[d_hidden, d_model]`.
+    pub down: Nvfp4Linear,
+}
+
+impl Nvfp4SwiGlu {
+    /// Apply the layer: `[..., d_model]` to the same shape and type.
+    ///
+    /// # Errors
+    /// As [`Nvfp4Linear::try_forward`].
+    pub fn try_forward<const D: usize>(&self, x: Tensor<D>) -> Result<Tensor<D>, Nvfp4Error> {
+        let (x, dims) = rows(x);
+        let hidden = swiglu(self.gate_up.try_forward(x)?);
+        Ok(self.down.try_forward(hidden)?.reshape(dims))
+    }
+
+    /// [`try_forward`](Self::try_forward), panicking where it fails.
+    pub fn forward<const D: usize>(&self, x: Tensor<D>) -> Tensor<D> {
+        or_panic("Nvfp4SwiGlu::forward", self.try_forward(x))
+    }
+
+    /// Take over the parameters of `swiglu`, burn-nn's gated activation, and of the projection `down`
+    /// behind it, which keeps its ids. The two layers of `swiglu` become one, with new ids.
+    ///
+    /// # Errors
+    /// When the shapes do not fit each other, or a width is no positive multiple of 16.
+    pub fn from_swiglu(
+        swiglu: SwiGlu,
+        down: Linear,
+        recipe: &Nvfp4Recipe,
+    ) -> Result<Self, Nvfp4Error> {
+        let SwiGlu {
+            linear_inner,
+            linear_outer,
+        } = swiglu;
+        let [_, hidden] = linear_inner.weight.dims();
+        let [d_hidden, _] = down.weight.dims();
+        if d_hidden != hidden {
+            return Err(Nvfp4Error::shape(
+                "down",
+                format!("a d_input of {d_hidden}"),
+                format!("{hidden}, the d_output of the gated activation"),
+            ));
+        }
+        let gate_up = side_by_side(&[linear_inner, linear_outer]);
+        Ok(Self {
+            gate_up: Nvfp4Linear::from_linear(gate_up, recipe)?,
+            down: Nvfp4Linear::from_linear(down, recipe)?,
+        })
+    }
+
+    /// Hand the parameters over to burn-nn's gated activation, with new ids, and to the projection
+    /// behind it, with its ids.
+    pub fn into_swiglu(self) -> (SwiGlu, Linear) {
+        let [linear_inner, linear_outer] = parts(self.gate_up.into_linear());
+        let swiglu = SwiGlu {
+            linear_inner,
+            linear_outer,
+        };
+        (swiglu, self.down.into_linear())
+    }
+}
+
+/// `silu(gate) · up` of both halves of `[rows, 2 * hidden]`.
+pub(super) fn swiglu(both: Tensor<2>) -> Tensor<2> {
+    let hidden = both.dims()[1] / 2;
+    let gate = silu(both.clone().narrow(1, 0, hidden));
+    gate * both.narrow(1, hidden, hidden)
+}
+
+/// `burn_nn`'s position-wise feed-forward with its two products in NVFP4: the same parameters, ids
+/// and paths in a record.
+#[derive(Module, Debug)]
+pub struct Nvfp4FeedForward {
+    /// `[d_model, d_ff]`.
+    pub linear_inner: Nvfp4Linear,
+    /// `[d_ff, d_model]`.
+    pub linear_outer: Nvfp4Linear,
+    /// Between the activation and the second product.
+    pub dropout: Dropout,
+    /// Between the products.
+    #[module(skip)]
+    pub activation: Activation,
+}
+
+impl Nvfp4FeedForward {
+    /// Take over the parameters of `feed_forward`, with their ids.
+    ///
+    /// # Errors
+    /// When `d_model` or `d_ff` is no positive multiple of 16.
+    pub fn from_position_wise(
+        feed_forward: PositionWiseFeedForward,
+        recipe: &Nvfp4Recipe,
+    ) -> Result<Self, Nvfp4Error> {
+        Ok(Self {
+            linear_inner: Nvfp4Linear::from_linear(feed_forward.linear_inner, recipe)?,
+            linear_outer: Nvfp4Linear::from_linear(feed_forward.linear_outer, recipe)?,
+            dropout: feed_forward.dropout,
+            activation: feed_forward.activation,
+        })
+    }
+
+    /// Hand the parameters over to burn-nn's feed-forward, with their ids.
+    pub fn into_position_wise(self) -> PositionWiseFeedForward {
+        PositionWiseFeedForward {
+            linear_inner: self.linear_inner.into_linear(),
+            linear_outer: self.linear_outer.into_linear(),
+            dropout: self.dropout,
+            activation: self.activation,
+        }
+    }
+
+    /// Apply the layer: `[..., d_model]` to the same shape and type.
+    ///
+    /// # Errors
+    /// As [`Nvfp4Linear::try_forward`].
+    pub fn try_forward<const D: usize>(&self, x: Tensor<D>) -> Result<Tensor<D>, Nvfp4Error> {
+        let x = self.activation.forward(self.linear_inner.try_forward(x)?);
+        self.linear_outer.try_forward(self.dropout.forward(x))
+    }
+
+    /// [`try_forward`](Self::try_forward), panicking where it fails.
+    pub fn forward<const D: usize>(&self, x: Tensor<D>) -> Tensor<D> {
+        or_panic("Nvfp4FeedForward::forward", self.try_forward(x))
+    }
+}

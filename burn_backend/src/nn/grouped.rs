@@ -1,0 +1,233 @@
+//! The linear layer of experts.
+
+use burn_core as burn;
+
+use burn_core::config::Config;
+use burn_core::module::{Content, DisplaySettings, Module, ModuleDisplay, Param};
+use burn_core::tensor::{Device, Tensor};
+use burn_nn::{Initializer, Linear};
+use nvfp4_kernels::Nvfp4Error;
+
+use crate::experts::{ExpertOffsets, check_experts, try_grouped_linear};
+use crate::functions::or_panic;
+use crate::ops::{GroupedPrecision, GroupedSpec};
+use crate::recipe::{LayerMode, Nvfp4Recipe};
+use crate::state::{LayerRandomness, LayerState};
+use crate::validate;
+
+/// Configuration of an [`Nvfp4GroupedLinear`].
+#[derive(Config, Debug)]
+pub struct Nvfp4GroupedLinearConfig {
+    /// Number of experts, 1 to 512.
+    pub experts: usize,
+    /// Size of the input features, a positive multiple of 16.
+    pub d_input: usize,
+    /// Size of the output features, a positive multiple of 16.
+    pub d_output: usize,
+    /// Whether each expert adds a bias.
+    #[config(default = false)]
+    pub bias: bool,
+    /// How parameters are initialised, with the fans of one expert.
+    #[config(default = "Initializer::KaimingUniform{gain:1.0/3f64.sqrt(), fan_out_only:false}")]
+    pub initializer: Initializer,
+    /// What is quantized, and how.
+    #[config(default = "Nvfp4Recipe::new()")]
+    pub recipe: Nvfp4Recipe,
+    /// Number of the layer, from which its random streams derive; see
+    /// [`Nvfp4LinearConfig`](crate::Nvfp4LinearConfig).
+    pub layer: Option<u64>,
+}
+
+impl Nvfp4GroupedLinearConfig {
+    /// A new layer on `device`.
+    ///
+    /// # Errors
+    /// When a dimension is no positive multiple of 16, there is no expert or more than 512, the
+    /// device has no implementation, or the layer number is 2^56 or more.
+    pub fn try_init(&self, device: &Device) -> Result<Nvfp4GroupedLinear, Nvfp4Error> {
+        check_experts("experts", self.experts)?;
+        validate::blocks("d_input", "d_input", self.d_input)?;
+        validate::blocks("d_output", "d_output", self.d_output)?;
+        validate::device("device", device)?;
+        let fans = (Some(self.d_input), Some(self.d_output));
+        let weight = [self.experts, self.d_input, self.d_output];
+        let bias = [self.experts, self.d_output];
+        let init = &self.initializer;
+        Nvfp4GroupedLinear::new(
+            init.init_with(weight, fans.0, fans.1, device),
+            self.bias
+                .then(|| init.init_with(bias, fans.0, fans.1, device)),
+            &self.recipe,
+            self.layer,
+        )
+    }
+
+    /// [`try_init`](Self::try_init), panicking where it fails.
+    pub fn init(&self, device: &Device) -> Nvfp4GroupedLinear {
+        or_panic("Nvfp4GroupedLinearConfig::init", self.try_init(device))
+    }
+}
+
+/// A linear layer for each expert, `y = x W[e] + b[e]` for the tokens of expert `e`, whose products,
+/// forward and backward, run in NVFP4: all experts in one launch.
+///
+/// Tokens come sorted by expert, with [`ExpertOffsets`] on the device; the host never learns how many
+/// tokens an expert has. Each expert's tokens and weight are quantized for themselves, with global
+/// scales of their own, so the layer computes what a loop of [`Nvfp4Linear`](crate::Nvfp4Linear) over
+/// the experts computes; the random bits of stochastic rounding go on from expert to expert (see
+/// [`ops`](crate::ops::Nvfp4GroupedOps)).
+///
+/// Recipes are those of TransformerEngine's kind (`nvidia` and its switches) and `bf16`; others are
+/// refused when the layer is built. A [`LayerMode`] other than `Recipe` puts the whole layer into high
+/// precision. Parameters stay in high precision. What a training forward is, and how it draws, is as for
+/// [`Nvfp4Linear`](crate::Nvfp4Linear); so are recipes, high-precision layers and
+/// [`Nvfp4State`](crate::Nvfp4State).
+#[derive(Module, Debug)]
+#[module(custom_display)]
+pub struct Nvfp4GroupedLinear {
+    /// One matrix for each expert, `[experts, d_input, d_output]`.
+    pub weight: Param<Tensor<3>>,
+    /// One vector for each expert, `[experts, d_output]`.
+    pub bias: Option<Param<Tensor<2>>>,
+    /// Source of the layer's random bits; shared by clones, invisible to records.
+    pub state: LayerState,
+    /// What is quantized, and how. Its seed and signs are only where `state` started.
+    #[module(skip)]
+    recipe: Nvfp4Recipe,
+}
+
+impl Nvfp4GroupedLinear {
+    fn new(
+        weight: Param<Tensor<3>>,
+        bias: Option<Param<Tensor<2>>>,
+        recipe: &Nvfp4Recipe,
+        layer: Option<u64>,
+    ) -> Result<Self, Nvfp4Error> {
+        recipe.check()?;
+        let state = LayerState::new(LayerRandomness {
+            seed: recipe.seed,
+            layer: layer.unwrap_or_else(LayerState::next_layer),
+            offset: 0,
+            rht_signs: recipe.rht_signs,
+        })?;
+        if recipe.is_quantized() {
+            GroupedSpec::try_from(recipe.spec(&state.randomness()))?;
+        }
+        Ok(Self {
+            weight,
+            bias,
+            state,
+            recipe: recipe.clone(),
+        })
+    }
+
+    /// The experts `linears`, in order, as one layer. Their parameters become parts of new ones, so
+    /// these have new ids. The layer gets the next number of the process.
+    ///
+    /// # Errors
+    /// When there is no expert or more than 512, shapes differ, only some have a bias, or a dimension
+    /// is no positive multiple of 16.
+    pub fn from_linears(linears: Vec<Linear>, recipe: &Nvfp4Recipe) -> Result<Self, Nvfp4Error> {
+        check_experts("linears", linears.len())?;
+        let shape = linears[0].weight.lazy_shape().dims::<2>();
+        let biased = linears[0].bias.is_some();
+        for (index, linear) in linears.iter().enumerate() {
+            let found = linear.weight.lazy_shape().dims::<2>();
+            if found != shape || linear.bias.is_some() != biased {
+                return Err(Nvfp4Error::shape(
+                    "linears",
+                    format!(
+                        "number {index} with weight {found:?}, bias: {}",
+                        linear.bias.is_some()
+                    ),
+                    format!("weight {shape:?}, bias: {biased}, as number 0"),
+                ));
+            }
+        }
+        validate::blocks("linears", "d_input", shape[0])?;
+        validate::blocks("linears", "d_output", shape[1])?;
+        let weights = linears.iter().map(|linear| linear.weight.val().detach());
+        let weight = Tensor::stack::<3>(weights.collect(), 0);
+        let biases = linears.iter().filter_map(|linear| linear.bias.as_ref());
+        let biases: Vec<_> = biases.map(|bias| bias.val().detach()).collect();
+        let bias = biased.then(|| Param::from_tensor(Tensor::stack::<2>(biases, 0)));
+        Self::new(Param::from_tensor(weight), bias, recipe, None)
+    }
+
+    /// The experts as layers of their own, with new ids.
+    pub fn into_linears(self) -> Vec<Linear> {
+        let [experts, d_in, d_out] = self.weight.dims();
+        let weight = self.weight.val().detach();
+        let bias = self.bias.map(|bias| bias.val().detach());
+        let part = |expert: usize| Linear {
+            weight: Param::from_tensor(weight.clone().narrow(0, expert, 1).reshape([d_in, d_out])),
+            bias: bias
+                .as_ref()
+                .map(|bias| Param::from_tensor(bias.clone().narrow(0, expert, 1).reshape([d_out]))),
+        };
+        (0..experts).map(part).collect()
+    }
+
+    /// The recipe of the layer.
+    pub fn recipe(&self) -> &Nvfp4Recipe {
+        &self.recipe
+    }
+
+    /// Apply the layer to tokens sorted by expert.
+    ///
+    /// # Shapes
+    ///
+    /// - input: `[tokens, d_input]`, of type `f32`, `bf16` or `f16`
+    /// - output: `[tokens, d_output]`, of the type of the input; zero for tokens of no expert
+    ///
+    /// # Errors
+    /// When the device has no implementation, the input is on another device than the weight, its
+    /// type is not supported, or its shape is not `[experts.tokens(), d_input]`, or `experts` are not
+    /// as many as the layer's.
+    pub fn try_forward(
+        &self,
+        input: Tensor<2>,
+        experts: &ExpertOffsets,
+    ) -> Result<Tensor<2>, Nvfp4Error> {
+        let weight = self.weight.val();
+        let bias = self.bias.as_ref().map(|bias| bias.val());
+        let precision = if !self.recipe.is_quantized() || self.state.mode() != LayerMode::Recipe {
+            GroupedPrecision::Input
+        } else {
+            let randomness = if input.is_tracked() || weight.is_tracked() {
+                self.state.advance()
+            } else {
+                self.state.randomness()
+            };
+            GroupedPrecision::Nvfp4(self.recipe.spec(&randomness).try_into()?)
+        };
+        try_grouped_linear(input, weight, bias, experts, precision)
+    }
+
+    /// [`try_forward`](Self::try_forward), panicking where it fails.
+    pub fn forward(&self, input: Tensor<2>, experts: &ExpertOffsets) -> Tensor<2> {
+        or_panic(
+            "Nvfp4GroupedLinear::forward",
+            self.try_forward(input, experts),
+        )
+    }
+}
+
+impl ModuleDisplay for Nvfp4GroupedLinear {
+    fn custom_settings(&self) -> Option<DisplaySettings> {
+        DisplaySettings::new()
+            .with_new_line_after_attribute(false)
+            .optional()
+    }
+
+    fn custom_content(&self, content: Content) -> Option<Content> {
+        let [experts, d_input, d_output] = self.weight.shape().dims();
+        content
+            .add("experts", &experts)
+            .add("d_input", &d_input)
+            .add("d_output", &d_output)
+            .add("bias", &self.bias.is_some())
+            .add("high_precision", &self.state.is_high_precision())
+            .optional()
+    }
+}

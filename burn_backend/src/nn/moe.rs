@@ -1,0 +1,230 @@
+//! A mixture of experts.
+
+use burn_core as burn;
+
+use burn_core::config::Config;
+use burn_core::module::Module;
+use burn_core::tensor::activation::{log_softmax, softmax};
+use burn_core::tensor::{Device, FloatDType, Int, Tensor};
+use burn_nn::{Initializer, Linear, LinearConfig};
+use nvfp4_kernels::Nvfp4Error;
+
+use super::feed_forward::swiglu;
+use super::{
+    Nvfp4GroupedLinear, Nvfp4GroupedLinearConfig, Nvfp4SwiGlu, Nvfp4SwiGluConfig, Routing, cast,
+    rows,
+};
+use crate::functions::or_panic;
+use crate::recipe::Nvfp4Recipe;
+
+/// Configuration of an [`Nvfp4Moe`].
+#[derive(Config, Debug)]
+pub struct Nvfp4MoeConfig {
+    /// Width of the input and the output, a positive multiple of 16.
+    pub d_model: usize,
+    /// Width inside each expert, a positive multiple of 16.
+    pub d_hidden: usize,
+    /// Number of experts, 1 to 512.
+    pub experts: usize,
+    /// Experts that each token is sent to, 1 to `experts`.
+    #[config(default = 2)]
+    pub top_k: usize,
+    /// Divide the weights of a token's experts by their sum. It has no effect for a `top_k` of 1: the
+    /// weight stays the router's probability (Switch), as a constant of 1 would leave the router
+    /// without a gradient.
+    #[config(default = true)]
+    pub normalize: bool,
+    /// Width inside an expert that every token is sent to besides, with a weight of 1; a positive
+    /// multiple of 16. `None` for no such expert.
+    pub shared_hidden: Option<usize>,
+    /// How parameters are initialised, as in `burn_nn::LinearConfig`.
+    #[config(default = "Initializer::KaimingUniform{gain:1.0/3f64.sqrt(), fan_out_only:false}")]
+    pub initializer: Initializer,
+    /// What is quantized in the experts, and how.
+    #[config(default = "Nvfp4Recipe::new()")]
+    pub recipe: Nvfp4Recipe,
+}
+
+impl Nvfp4MoeConfig {
+    /// A new mixture on `device`.
+    ///
+    /// # Errors
+    /// When a width is no positive multiple of 16, `experts` is not 1 to 512, `top_k` is not 1 to
+    /// `experts`, or the device has no implementation.
+    pub fn try_init(&self, device: &Device) -> Result<Nvfp4Moe, Nvfp4Error> {
+        if !(1..=self.experts).contains(&self.top_k) {
+            return Err(Nvfp4Error::value(
+                "top_k",
+                self.top_k.to_string(),
+                format!("1 to {}, the number of experts", self.experts),
+            ));
+        }
+        let grouped = |d_in, d_out| {
+            Nvfp4GroupedLinearConfig::new(self.experts, d_in, d_out)
+                .with_initializer(self.initializer.clone())
+                .with_recipe(self.recipe.clone())
+                .try_init(device)
+        };
+        let shared = |hidden| {
+            Nvfp4SwiGluConfig::new(self.d_model, hidden)
+                .with_initializer(self.initializer.clone())
+                .with_recipe(self.recipe.clone())
+                .try_init(device)
+        };
+        Ok(Nvfp4Moe {
+            gate_up: grouped(self.d_model, 2 * self.d_hidden)?,
+            down: grouped(self.d_hidden, self.d_model)?,
+            shared: self.shared_hidden.map(shared).transpose()?,
+            router: LinearConfig::new(self.d_model, self.experts)
+                .with_bias(false)
+                .with_initializer(self.initializer.clone())
+                .init(device),
+            top_k: self.top_k,
+            normalize: self.normalize,
+        })
+    }
+
+    /// [`try_init`](Self::try_init), panicking where it fails.
+    pub fn init(&self, device: &Device) -> Nvfp4Moe {
+        or_panic("Nvfp4MoeConfig::init", self.try_init(device))
+    }
+}
+
+/// A mixture of SwiGLU experts, with the experts' products in NVFP4 and the router in `f32`.
+///
+/// ```text
+/// p = softmax(x R)                              f32[tokens, experts]
+/// y = Σ over the top_k experts e of p: w_e · (silu(x G_e) · (x U_e)) D_e
+/// ```
+///
+/// with `w` the probabilities of the chosen experts, divided by their sum where `normalize` says so.
+/// No expert has a capacity and no token is dropped; tokens are sorted by expert on the device, and
+/// nothing waits for it. The gradient reaches the router through `w` and through the two losses of
+/// [`MoeOutput`].
+///
+/// ```
+/// # use burn_core as burn;
+/// use burn::tensor::{Device, Distribution, Tensor};
+/// use burn_nvfp4::{Nvfp4MoeConfig, Nvfp4Recipe};
+///
+/// # #[cfg(feature = "flex")] {
+/// let device = Device::flex().autodiff();
+/// let moe = Nvfp4MoeConfig::new(32, 48, 4)
+///     .with_top_k(2)
+///     .with_recipe(Nvfp4Recipe::new().with_seed(7))
+///     .init(&device);
+///
+/// let x = Tensor::<3>::random([2, 5, 32], Distribution::Normal(0.0, 1.0), &device);
+/// let out = moe.forward(x);
+/// assert_eq!(out.output.dims(), [2, 5, 32]);
+/// // Ten tokens, each sent to two experts.
+/// assert_eq!(out.counts.sum().into_scalar::<i64>(), 20);
+///
+/// let loss = out.output.sum() + out.balance_loss.mul_scalar(0.01) + out.z_loss.mul_scalar(0.001);
+/// let gradients = loss.backward();
+/// assert_eq!(moe.gate_up.weight.grad(&gradients).unwrap().dims(), [4, 32, 96]);
+/// assert_eq!(moe.router.weight.grad(&gradients).unwrap().dims(), [32, 4]);
+/// # }
+/// ```
+#[derive(Module, Debug)]
+pub struct Nvfp4Moe {
+    /// The router, `[d_model, experts]`, always in high precision.
+    pub router: Linear,
+    /// Gate and up of each expert side by side, `[experts, d_model, 2 * d_hidden]`: they share one
+    /// global scale for each expert.
+    pub gate_up: Nvfp4GroupedLinear,
+    /// Down of each expert, `[experts, d_hidden, d_model]`.
+    pub down: Nvfp4GroupedLinear,
+    /// The expert of every token.
+    pub shared: Option<Nvfp4SwiGlu>,
+    #[module(skip)]
+    top_k: usize,
+    #[module(skip)]
+    normalize: bool,
+}
+
+/// What a mixture of experts gives.
+#[derive(Clone, Debug)]
+pub struct MoeOutput<const D: usize> {
+    /// The output, of the shape and type of the input.
+    pub output: Tensor<D>,
+    /// `f32[1]`: `experts · Σₑ fₑ · Pₑ`, with `f` the shares of the choices that went to each expert
+    /// (no gradient passes) and `P` the mean probabilities (Fedus, Zoph and Shazeer, Switch
+    /// Transformers, equations 4 to 6; Lepikhin et al., GShard). 1 when all experts are chosen alike;
+    /// add it to the loss with a small factor, such as 0.01.
+    pub balance_loss: Tensor<1>,
+    /// `f32[1]`: the mean over tokens of `(log Σₑ exp(logitₑ))²`, which keeps the router's logits
+    /// small (Zoph et al., ST-MoE, equation 5). Add it to the loss with a small factor, such as 0.001,
+    /// or leave it.
+    pub z_loss: Tensor<1>,
+    /// Number of choices that went to each expert, `i32[experts]`.
+    pub counts: Tensor<1, Int>,
+}
+
+impl Nvfp4Moe {
+    /// Experts that each token is sent to.
+    pub fn top_k(&self) -> usize {
+        self.top_k
+    }
+
+    /// Apply the mixture.
+    ///
+    /// # Shapes
+    ///
+    /// - input: `[..., d_model]`, of type `f32`, `bf16` or `f16`, with at least one token
+    /// - output: see [`MoeOutput`]
+    ///
+    /// # Errors
+    /// When there is no token, the last axis is not `d_model`, devices differ, or a type is not
+    /// supported.
+    pub fn try_forward<const D: usize>(&self, x: Tensor<D>) -> Result<MoeOutput<D>, Nvfp4Error> {
+        let (x, dims) = rows(x);
+        let [d_model, experts] = self.router.weight.dims();
+        let [tokens, width] = x.dims();
+        if width != d_model || tokens == 0 {
+            return Err(Nvfp4Error::shape(
+                "x",
+                format!("{dims:?}"),
+                format!("at least one token, and a last axis of {d_model}"),
+            ));
+        }
+        let router = cast(self.router.weight.val(), FloatDType::F32);
+        let logits = cast(x.clone(), FloatDType::F32).matmul(router);
+        let probabilities = softmax(logits.clone(), 1);
+        let (_, chosen) = probabilities
+            .clone()
+            .detach()
+            .topk_with_indices(self.top_k, 1);
+        let mut weights = probabilities.clone().gather(1, chosen.clone());
+        if self.normalize && self.top_k > 1 {
+            weights = weights.clone() / weights.sum_dim(1);
+        }
+        let routing = Routing::try_new(chosen, experts)?;
+        let sorted = routing.dispatch(x.clone());
+        let hidden = swiglu(self.gate_up.try_forward(sorted, routing.experts())?);
+        let results = self.down.try_forward(hidden, routing.experts())?;
+        let mut output = routing.combine(results, weights);
+        if let Some(shared) = &self.shared {
+            output = output + shared.try_forward(x)?;
+        }
+
+        let counts = routing.counts().clone();
+        let slots = (tokens * self.top_k) as f64;
+        let shares = cast(counts.clone().float(), FloatDType::F32).div_scalar(slots);
+        let means: Tensor<1> = probabilities.mean_dim(0).reshape([experts]);
+        let balance_loss = (shares * means).sum().mul_scalar(experts as f64);
+        // The same number in every column.
+        let log_sums = (logits.clone() - log_softmax(logits, 1)).narrow(1, 0, 1);
+        Ok(MoeOutput {
+            output: output.reshape(dims),
+            balance_loss,
+            z_loss: log_sums.square().mean(),
+            counts,
+        })
+    }
+
+    /// [`try_forward`](Self::try_forward), panicking where it fails.
+    pub fn forward<const D: usize>(&self, x: Tensor<D>) -> MoeOutput<D> {
+        or_panic("Nvfp4Moe::forward", self.try_forward(x))
+    }
+}

@@ -1,0 +1,124 @@
+//! Sorting tokens by expert, on the device.
+
+use burn_core::tensor::{DType, IndexingUpdateOp, Int, Tensor};
+use nvfp4_kernels::Nvfp4Error;
+
+use crate::experts::{ExpertOffsets, check_experts, gather_rows};
+
+/// Which expert each choice of each token goes to, sorted by expert: dispatch and combine.
+///
+/// Every token is sent to each expert that it chose, however many chose the same (no capacity, no
+/// token dropped). The sort is a counting sort, stable, made of tensor operations that never wait for
+/// the device.
+#[derive(Clone, Debug)]
+pub struct Routing {
+    experts: ExpertOffsets,
+    counts: Tensor<1, Int>,
+    /// The sorted place of each choice, `i32[tokens, top_k]`.
+    places: Tensor<2, Int>,
+    /// The choice at each sorted place, `i32[tokens * top_k]`.
+    choices: Tensor<1, Int>,
+}
+
+impl Routing {
+    /// Sort the choices `chosen` (`[tokens, top_k]`, numbers of experts below `experts`, any integer
+    /// type).
+    ///
+    /// # Errors
+    /// When there is no token or no choice, or `experts` is not 1 to 512.
+    pub fn try_new(chosen: Tensor<2, Int>, experts: usize) -> Result<Self, Nvfp4Error> {
+        check_experts("experts", experts)?;
+        let [tokens, top_k] = chosen.dims();
+        let slots = tokens * top_k;
+        if slots == 0 {
+            return Err(Nvfp4Error::shape(
+                "chosen",
+                format!("[{tokens}, {top_k}]"),
+                "at least one token and one choice",
+            ));
+        }
+        let device = chosen.device();
+        let options = (&device, DType::I32);
+        // A running count for each expert, over pieces of about sqrt(slots) choices and then over
+        // the pieces: a scan in Burn reads all that is before each element.
+        let length = slots.isqrt().max(1);
+        let pieces = slots.div_ceil(length);
+        let padding = pieces * length - slots;
+        let mut chosen = chosen.cast(DType::I32).reshape([slots]);
+        if padding > 0 {
+            // Choices of no expert.
+            let none = Tensor::<1, Int>::full([padding], experts as i64, options);
+            chosen = Tensor::cat(vec![chosen, none], 0);
+        }
+        let shape = [pieces, length, experts];
+        let numbers = Tensor::<1, Int>::arange(0..experts as i64, options);
+        let is_chosen = chosen
+            .reshape([pieces, length, 1])
+            .expand(shape)
+            .equal(numbers.reshape([1, 1, experts]).expand(shape))
+            .int()
+            .cast(DType::I32);
+        let within = is_chosen.clone().cumsum(1);
+        let totals = within.clone().narrow(1, length - 1, 1);
+        let through = totals.clone().cumsum(0);
+        let counts: Tensor<1, Int> = through.clone().narrow(0, pieces - 1, 1).reshape([experts]);
+        let starts = counts.clone().cumsum(0) - counts.clone();
+        let before = through - totals + starts.reshape([1, 1, experts]);
+        let place = (within + before.expand(shape)).sub_scalar(1) * is_chosen;
+        let places: Tensor<1, Int> = place
+            .sum_dim(2)
+            .reshape([pieces * length])
+            .narrow(0, 0, slots);
+        let choices = Tensor::<1, Int>::zeros([slots], options).scatter_nd::<2, 1>(
+            places.clone().reshape([slots, 1]),
+            Tensor::<1, Int>::arange(0..slots as i64, options),
+            IndexingUpdateOp::Assign,
+        );
+        Ok(Self {
+            experts: ExpertOffsets::try_from_counts(counts.clone(), slots)?,
+            counts,
+            places: places.reshape([tokens, top_k]),
+            choices,
+        })
+    }
+
+    /// Where each expert's tokens lie among the sorted ones.
+    pub fn experts(&self) -> &ExpertOffsets {
+        &self.experts
+    }
+
+    /// Number of choices that went to each expert, `i32[experts]`.
+    pub fn counts(&self) -> &Tensor<1, Int> {
+        &self.counts
+    }
+
+    /// The sorted place of each choice, `i32[tokens, top_k]`.
+    pub fn places(&self) -> &Tensor<2, Int> {
+        &self.places
+    }
+
+    /// The tokens `x` (`[tokens, width]`), once for each choice, sorted by expert:
+    /// `[tokens * top_k, width]`. Differentiable.
+    pub fn dispatch(&self, x: Tensor<2>) -> Tensor<2> {
+        let [_, top_k] = self.places.dims();
+        let token = if top_k == 1 {
+            self.choices.clone()
+        } else {
+            self.choices.clone().div_scalar(top_k as i64)
+        };
+        gather_rows(x, token, self.places.clone())
+    }
+
+    /// The results `y` (`[tokens * top_k, width]`, sorted by expert) of each token, added up with the
+    /// weights of its choices (`f32[tokens, top_k]`): `[tokens, width]`, in the type of `y`, computed
+    /// in `f32`. Differentiable in both.
+    pub fn combine(&self, y: Tensor<2>, weights: Tensor<2>) -> Tensor<2> {
+        let ([tokens, top_k], [slots, width]) = (self.places.dims(), y.dims());
+        let dtype = y.dtype();
+        let inverse = self.choices.clone().reshape([slots, 1]);
+        let picked = gather_rows(y, self.places.clone().reshape([slots]), inverse);
+        let picked = picked.cast(DType::F32).reshape([tokens, top_k, width]);
+        let weighted = picked * weights.reshape([tokens, top_k, 1]);
+        weighted.sum_dim(1).reshape([tokens, width]).cast(dtype)
+    }
+}

@@ -1,0 +1,119 @@
+//! Shapes and types of the results, for Fusion, which needs them before anything runs.
+
+use burn_core::backend::fusion::custom::TensorSpec;
+use burn_core::tensor::{DType, FloatDType, Shape};
+use nvfp4_kernels::{Hadamard, PackedAxis};
+
+use super::super::packed::{BiasMetadata, PackedMetadata, PackedPairMetadata};
+use super::super::{PackedLayout, PairSpec, QuantizeSpec};
+use super::{GroupPairSpec, side_by_side_rows};
+
+fn packed(layout: PackedLayout, groups: usize) -> PackedMetadata {
+    let (outer, blocks) = (layout.outer(), layout.blocks());
+    PackedMetadata {
+        codes: TensorSpec::new(Shape::new([outer, blocks * 2]), DType::U32),
+        scales: TensorSpec::new(Shape::new([outer, blocks]), DType::U8),
+        amax: TensorSpec::new(Shape::new([groups]), DType::F32),
+        layout,
+    }
+}
+
+fn stack(w: &TensorSpec, axis: PackedAxis) -> PackedMetadata {
+    let [experts, d_in, d_out] = [w.shape[0], w.shape[1], w.shape[2]];
+    packed(PackedLayout::stack([experts, d_in, d_out], axis), experts)
+}
+
+fn groups(
+    x: &TensorSpec,
+    offsets: &TensorSpec,
+    axis: PackedAxis,
+    hadamard: Option<Hadamard>,
+) -> PackedMetadata {
+    let (rows, count) = (x.shape[0], offsets.shape[0] - 1);
+    let rows = match axis {
+        PackedAxis::Cols => rows,
+        PackedAxis::Rows => side_by_side_rows(rows, count, hadamard),
+    };
+    let layout = PackedLayout {
+        hadamard,
+        ..PackedLayout::plain(rows, x.shape[1], axis)
+    };
+    packed(layout, count)
+}
+
+pub(super) fn stack_meta(w: &TensorSpec, spec: &QuantizeSpec) -> PackedMetadata {
+    stack(w, spec.axis)
+}
+
+pub(super) fn stack_pair_meta(w: &TensorSpec, _spec: &PairSpec) -> PackedPairMetadata {
+    PackedPairMetadata {
+        row: stack(w, PackedAxis::Cols),
+        col: stack(w, PackedAxis::Rows),
+    }
+}
+
+pub(super) fn group_meta(
+    x: &TensorSpec,
+    offsets: &TensorSpec,
+    spec: &QuantizeSpec,
+) -> PackedMetadata {
+    groups(x, offsets, spec.axis, spec.copy.hadamard)
+}
+
+pub(super) fn group_pair_meta(
+    x: &TensorSpec,
+    offsets: &TensorSpec,
+    spec: &GroupPairSpec,
+) -> PackedPairMetadata {
+    PackedPairMetadata {
+        row: groups(x, offsets, PackedAxis::Cols, None),
+        col: groups(x, offsets, PackedAxis::Rows, spec.hadamard),
+    }
+}
+
+pub(super) fn rows_meta(
+    a: &PackedMetadata,
+    b: &PackedMetadata,
+    _bias: &BiasMetadata,
+    offsets: &TensorSpec,
+    dtype: &FloatDType,
+) -> TensorSpec {
+    let columns = b.layout.outer() / (offsets.shape[0] - 1);
+    TensorSpec::new(Shape::new([a.layout.outer(), columns]), (*dtype).into())
+}
+
+pub(super) fn depth_meta(
+    a: &PackedMetadata,
+    b: &PackedMetadata,
+    offsets: &TensorSpec,
+    _tokens: &usize,
+    dtype: &FloatDType,
+) -> TensorSpec {
+    let shape = [offsets.shape[0] - 1, a.layout.outer(), b.layout.outer()];
+    TensorSpec::new(Shape::new(shape), (*dtype).into())
+}
+
+pub(super) fn sums_meta(x: &TensorSpec, offsets: &TensorSpec) -> TensorSpec {
+    TensorSpec::new(Shape::new([offsets.shape[0] - 1, x.shape[1]]), DType::F32)
+}
+
+pub(super) fn rows_float_meta(
+    x: &TensorSpec,
+    w: &TensorSpec,
+    _bias: &BiasMetadata,
+    _offsets: &TensorSpec,
+    transposed: &bool,
+) -> TensorSpec {
+    let columns = w.shape[if *transposed { 1 } else { 2 }];
+    TensorSpec::new(Shape::new([x.shape[0], columns]), x.dtype)
+}
+
+pub(super) fn depth_float_meta(
+    x: &TensorSpec,
+    dy: &TensorSpec,
+    offsets: &TensorSpec,
+    dtype: &FloatDType,
+) -> TensorSpec {
+    let shape = [offsets.shape[0] - 1, x.shape[1], dy.shape[1]];
+    TensorSpec::new(Shape::new(shape), (*dtype).into())
+}

@@ -1,0 +1,195 @@
+//! Products in groups: the linear layers of a mixture of experts, all experts in one launch.
+//!
+//! Tokens are sorted by expert, `[tokens, d_in]`, and `offsets` (`u32[experts + 1]`, ascending from
+//! 0, none above `tokens`) says where each expert's begin. It stays on the device: shapes depend on
+//! the number of tokens and of experts alone.
+//!
+//! # Numerics
+//!
+//! Each group is quantized as a matrix of its own: it has its own maximum, before and after the
+//! transform, and its blocks along the tokens begin at its first token, the last one padded with
+//! zeros. So has each expert's weight (specification, section 4). What is computed is therefore what
+//! the plain layer computes for each expert's tokens and weight, except that the experts share the
+//! random streams of the layer: block numbers go on from group to group, `first_row · blocks` for a
+//! row-wise copy, `columns · (blocks of the earlier groups along the tokens)` for a column-wise one,
+//! so that no two experts draw the same bits.
+
+mod autodiff;
+#[cfg(any(feature = "cpu", feature = "cuda"))]
+mod cube;
+#[cfg(feature = "flex")]
+mod flex;
+#[cfg(feature = "cubecl-backend")]
+mod meta;
+mod spec;
+
+use burn_core as burn;
+
+use burn_core::backend::{
+    TensorMetadata, backend_extension,
+    tensor::{FloatTensor, IntTensor},
+};
+use burn_core::tensor::FloatDType;
+use nvfp4_kernels::reference::padding::padded_bound;
+use nvfp4_kernels::{BLOCK, Hadamard, PackedAxis};
+
+use super::{Bias, Nvfp4Ops, Packed, PackedPair, PairSpec, QuantizeSpec, float_dtype};
+
+#[cfg(feature = "cubecl-backend")]
+use meta::{
+    depth_float_meta, depth_meta, group_meta, group_pair_meta, rows_float_meta, rows_meta,
+    stack_meta, stack_pair_meta, sums_meta,
+};
+pub use spec::{GroupPairSpec, GroupedPrecision, GroupedSpec};
+
+/// Grouped operations on the primitives of a backend.
+///
+/// Only [`nvfp4_grouped_linear`](Self::nvfp4_grouped_linear) and
+/// [`nvfp4_gather_rows`](Self::nvfp4_gather_rows) are differentiable; under `Autodiff` the results
+/// of the others are constants.
+///
+/// A packed stack or matrix of groups is a [`Packed`] whose `amax` has one value for each group:
+///
+/// - the copies of a stack of weights are row-wise ones ([`PackedAxis::Cols`]) of
+///   `[experts * d_in, d_out]` and of the transposed weights, `[experts * d_out, d_in]`;
+/// - the row-wise copy of tokens is that of `[tokens, cols]`;
+/// - in the column-wise copy of tokens the groups lie side by side, each padded to whole blocks (or
+///   transforms), so that `rows` of its layout is what they take at most.
+#[backend_extension(
+    Flex: cfg(feature = "flex"),
+    Cube: cfg(any(feature = "cpu", feature = "cuda")),
+    Fusion: cfg(feature = "cubecl-backend"),
+    Autodiff
+)]
+pub trait Nvfp4GroupedOps: Nvfp4Ops {
+    /// One copy of each matrix of the stack `w` (`[experts, d_in, d_out]`), in blocks along
+    /// `spec.axis`, without a transform.
+    #[fusion(meta = stack_meta)]
+    fn nvfp4_quantize_stack(w: FloatTensor<Self>, spec: QuantizeSpec) -> Packed<Self>;
+
+    /// Both copies of each matrix of the stack `w` (`[experts, d_in, d_out]`), without a transform.
+    #[fusion(meta = stack_pair_meta)]
+    fn nvfp4_quantize_stack_pair(w: FloatTensor<Self>, spec: PairSpec) -> PackedPair<Self>;
+
+    /// One copy of each group of rows of `x` (`[tokens, cols]`).
+    #[fusion(meta = group_meta)]
+    fn nvfp4_quantize_groups(
+        x: FloatTensor<Self>,
+        offsets: IntTensor<Self>,
+        spec: QuantizeSpec,
+    ) -> Packed<Self>;
+
+    /// Both copies of each group of rows of `x` (`[tokens, cols]`) in one pass.
+    #[fusion(meta = group_pair_meta)]
+    fn nvfp4_quantize_groups_pair(
+        x: FloatTensor<Self>,
+        offsets: IntTensor<Self>,
+        spec: GroupPairSpec,
+    ) -> PackedPair<Self>;
+
+    /// `out[i, n] = α · Σₖ a[i, k] · b[g, n, k] + bias[g, n]` for the rows `i` of group `g`: `a` the
+    /// row-wise copy of tokens, `b` a copy of a stack, `bias` `[experts, n]`. Rows of no group are
+    /// zero.
+    #[fusion(meta = rows_meta)]
+    fn nvfp4_matmul_group_rows(
+        #[extension_type] a: Packed<Self>,
+        #[extension_type] b: Packed<Self>,
+        #[extension_type] bias: Bias<Self>,
+        offsets: IntTensor<Self>,
+        dtype: FloatDType,
+    ) -> FloatTensor<Self>;
+
+    /// `out[g, m, n] = α · Σₖ a[m, k] · b[n, k]` over the tokens `k` of group `g`, zeros for an empty
+    /// group: `a` and `b` column-wise copies of `tokens` tokens.
+    #[fusion(meta = depth_meta)]
+    fn nvfp4_matmul_group_depth(
+        #[extension_type] a: Packed<Self>,
+        #[extension_type] b: Packed<Self>,
+        offsets: IntTensor<Self>,
+        tokens: usize,
+        dtype: FloatDType,
+    ) -> FloatTensor<Self>;
+
+    /// The sum of the rows of each group of `x` (`[tokens, cols]`), `f32[experts, cols]`.
+    #[fusion(meta = sums_meta)]
+    fn nvfp4_group_sums(x: FloatTensor<Self>, offsets: IntTensor<Self>) -> FloatTensor<Self>;
+
+    /// `x[i] · w[g] + bias[g]` for the rows `i` of group `g`, or with `w[g]ᵀ` where `transposed`, in
+    /// the type of `x` without quantization; rows of no group are zero.
+    #[fusion(meta = rows_float_meta)]
+    fn nvfp4_float_group_rows(
+        x: FloatTensor<Self>,
+        w: FloatTensor<Self>,
+        #[extension_type] bias: Bias<Self>,
+        offsets: IntTensor<Self>,
+        transposed: bool,
+    ) -> FloatTensor<Self>;
+
+    /// `x[rows of g]ᵀ · dy[rows of g]` for each group `g`, in the type of `x` without quantization,
+    /// then rounded to `dtype`: `[experts, d_in, d_out]`.
+    #[fusion(meta = depth_float_meta)]
+    fn nvfp4_float_group_depth(
+        x: FloatTensor<Self>,
+        dy: FloatTensor<Self>,
+        offsets: IntTensor<Self>,
+        dtype: FloatDType,
+    ) -> FloatTensor<Self>;
+
+    /// `y[i] = x[i] w[g] + bias[g]` for the rows `i` of group `g`, for `x` (`[tokens, d_in]`), `w`
+    /// (`[experts, d_in, d_out]`) and `bias` (`[experts, d_out]`), in the type of `x`. Rows of no
+    /// group are zero. `Autodiff` overrides it with its own backward.
+    #[fusion(default)]
+    fn nvfp4_grouped_linear(
+        x: FloatTensor<Self>,
+        w: FloatTensor<Self>,
+        #[extension_type] bias: Bias<Self>,
+        offsets: IntTensor<Self>,
+        precision: GroupedPrecision,
+    ) -> FloatTensor<Self> {
+        match precision {
+            GroupedPrecision::Nvfp4(spec) => {
+                let dtype = float_dtype(x.dtype());
+                let x = Self::nvfp4_quantize_groups(x, offsets.clone(), GroupedSpec::input_row());
+                let w = stack_for_forward::<Self>(w, &spec);
+                Self::nvfp4_matmul_group_rows(x, w, bias, offsets, dtype)
+            }
+            GroupedPrecision::Input => Self::nvfp4_float_group_rows(x, w, bias, offsets, false),
+        }
+    }
+
+    /// Rows of `x` (`[tokens, width]`) by number: `out[s] = x[index[s]]` for `index` `[slots]`.
+    ///
+    /// `inverse` (`[tokens, copies]`) holds, for each row of `x`, the slots that it went to; every
+    /// slot stands there once. `Autodiff` overrides it: with the inverse the backward is a gather too,
+    /// `dx[t] = Σⱼ dout[inverse[t, j]]`, in a fixed order and in `f32`, where that of a plain
+    /// selection scatters.
+    #[fusion(default)]
+    fn nvfp4_gather_rows(
+        x: FloatTensor<Self>,
+        index: IntTensor<Self>,
+        _inverse: IntTensor<Self>,
+    ) -> FloatTensor<Self> {
+        Self::float_select(x, 0, index)
+    }
+}
+
+/// The copy of the stack that the forward product reads, where no backward will ask for the other.
+fn stack_for_forward<B: Nvfp4GroupedOps>(w: FloatTensor<B>, spec: &GroupedSpec) -> Packed<B> {
+    match spec.weight {
+        pair @ PairSpec::Tile(_) => B::nvfp4_quantize_stack_pair(w, pair).col,
+        PairSpec::Blocks { col, .. } => B::nvfp4_quantize_stack(
+            w,
+            QuantizeSpec {
+                axis: PackedAxis::Rows,
+                copy: col,
+            },
+        ),
+    }
+}
+
+/// Columns that the groups take side by side in a column-wise copy of `tokens` tokens, at most.
+#[cfg(any(feature = "flex", feature = "cubecl-backend"))]
+fn side_by_side_rows(tokens: usize, groups: usize, hadamard: Option<Hadamard>) -> usize {
+    let unit = hadamard.map_or(BLOCK, |hadamard| hadamard.size().elements());
+    padded_bound(tokens, groups, unit)
+}

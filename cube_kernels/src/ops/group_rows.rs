@@ -1,0 +1,159 @@
+//! What grouped layers need of the rows of groups beside products: their sums, and zeros behind the
+//! last group.
+
+use cubecl::prelude::*;
+
+use super::{
+    groups::{GroupOffsets, span, to_u32},
+    launch::grid,
+};
+use crate::{
+    Nvfp4Error,
+    cube::codec::{load, store},
+    device::{FloatKind, Matrix, address_type, is_cpu},
+};
+
+/// Partial sums of a column: rows of a group are dealt out to them in turn.
+const LANES: usize = 8;
+
+/// The sum of the rows of each group, `count x cols` in `f32`: zeros for an empty group.
+///
+/// Row `r` of a group is added to partial sum `r % 8`, rows ascending, and the partial sums in a tree
+/// (`s += s[i + 4]`, then `+ 2`, then `+ 1`): the same bits on every runtime and from run to run.
+///
+/// # Errors
+/// When a buffer is smaller than its shape.
+pub fn group_sums(
+    client: &Client,
+    x: &Matrix,
+    groups: &GroupOffsets,
+) -> Result<Matrix, Nvfp4Error> {
+    x.check("x")?;
+    groups.check("groups")?;
+    to_u32("rows", x.rows)?;
+    let out = Matrix::empty(client, groups.count, x.cols, FloatKind::F32);
+    if out.is_empty() {
+        return Ok(out);
+    }
+    let (count, dim) = grid(client, out.len());
+    // SAFETY: the kernel stays below the sums, and below the rows of `x` whatever the offsets are.
+    unsafe {
+        group_sums_kernel::launch_unchecked(
+            client,
+            count,
+            dim,
+            address_type(x.len().max(out.len())),
+            BufferArg::from_raw_parts(x.handle.clone(), x.len()),
+            groups.arg(),
+            BufferArg::from_raw_parts(out.handle.clone(), out.len()),
+            x.rows,
+            x.cols,
+            groups.count,
+            x.dtype,
+            x.dtype.storage_type(),
+        );
+    }
+    Ok(out)
+}
+
+/// Writes zeros to the rows of `x` behind the last group, which a grouped product leaves as they
+/// were.
+///
+/// # Errors
+/// When a buffer is smaller than its shape.
+pub fn clear_rest(client: &Client, x: &Matrix, groups: &GroupOffsets) -> Result<(), Nvfp4Error> {
+    x.check("x")?;
+    groups.check("groups")?;
+    to_u32("rows", x.rows)?;
+    if x.is_empty() {
+        return Ok(());
+    }
+    // There are few such rows, mostly none: the grid is not made for many.
+    let items = if is_cpu(client) {
+        1
+    } else {
+        x.len().min(1 << 16)
+    };
+    let (count, dim) = grid(client, items);
+    // SAFETY: the kernel stays below the elements of `x`.
+    unsafe {
+        clear_rest_kernel::launch_unchecked(
+            client,
+            count,
+            dim,
+            address_type(x.len()),
+            groups.arg(),
+            BufferArg::from_raw_parts(x.handle.clone(), x.len()),
+            x.rows,
+            x.cols,
+            groups.count,
+            x.dtype,
+            x.dtype.storage_type(),
+        );
+    }
+    Ok(())
+}
+
+/// One unit adds up every `units`-th column of a group.
+#[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
+pub fn group_sums_kernel<F: Numeric>(
+    x: &[F],
+    offsets: &[u32],
+    out: &mut [f32],
+    rows: usize,
+    cols: usize,
+    groups: usize,
+    #[comptime] kind: FloatKind,
+    #[define(F)] _storage: ElemType,
+) {
+    let mut item = ABSOLUTE_POS;
+    while item < groups * cols {
+        let group = item / cols;
+        let column = item - group * cols;
+        let members = span(offsets, group, rows);
+        let mut sums = Array::<f32>::new(LANES);
+        #[unroll]
+        for lane in 0..LANES {
+            sums[lane] = 0.0f32;
+        }
+        let mut row = members.start;
+        while row < members.end {
+            #[unroll]
+            for lane in 0..LANES {
+                if row + lane < members.end {
+                    sums[lane] += load::<F>(x[(row + lane) * cols + column], kind);
+                }
+            }
+            row += comptime!(LANES);
+        }
+        #[unroll]
+        for stage in 0..3u32 {
+            let width = comptime!(LANES >> (stage + 1));
+            #[unroll]
+            for lane in 0..width {
+                sums[lane] += sums[comptime!(lane + width)];
+            }
+        }
+        out[item] = sums[0];
+        item += CUBE_COUNT * CUBE_DIM as usize;
+    }
+}
+
+/// Units write zeros from the end of the last group on.
+#[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
+pub fn clear_rest_kernel<F: Numeric>(
+    offsets: &[u32],
+    x: &mut [F],
+    rows: usize,
+    cols: usize,
+    groups: usize,
+    #[comptime] kind: FloatKind,
+    #[define(F)] _storage: ElemType,
+) {
+    let end = min(offsets[groups] as usize, rows);
+    let mut item = end * cols + ABSOLUTE_POS;
+    while item < rows * cols {
+        x[item] = store::<F>(0.0f32, kind);
+        item += CUBE_COUNT * CUBE_DIM as usize;
+    }
+}
