@@ -220,3 +220,62 @@ pub fn try_gather_rows(
 pub fn gather_rows(x: Tensor<2>, index: Tensor<1, Int>, inverse: Tensor<2, Int>) -> Tensor<2> {
     or_panic("gather_rows", try_gather_rows(x, index, inverse))
 }
+
+/// `out[t] = Σⱼ weights[t, j] · y[places[t, j]]`, computed in `f32` and rounded once to the type of
+/// `y`; differentiable in `y` (`[slots, width]`) and `weights` (`f32[tokens, copies]`).
+///
+/// `places` (`[tokens, copies]`) holds every slot once, and `choices` (`[slots]`) is its inverse:
+/// `choices[places[t, j]] = t * copies + j`. Neither is checked: that would wait for the device.
+///
+/// # Errors
+/// When the device has no implementation, a type is not supported, or a shape does not fit.
+pub fn try_combine_rows(
+    y: Tensor<2>,
+    weights: Tensor<2>,
+    places: Tensor<2, Int>,
+    choices: Tensor<1, Int>,
+) -> Result<Tensor<2>, Nvfp4Error> {
+    validate::operand("y", &y)?;
+    validate::operand("weights", &weights)?;
+    if weights.dtype() != DType::F32 {
+        return Err(Nvfp4Error::DType {
+            argument: "weights",
+            found: format!("{:?}", weights.dtype()),
+            expected: "F32".into(),
+        });
+    }
+    let ([slots, _], [tokens, copies]) = (y.dims(), places.dims());
+    if tokens * copies != slots || copies == 0 {
+        return Err(Nvfp4Error::shape(
+            "places",
+            format!("[{tokens}, {copies}]"),
+            format!("{slots} elements in at least one column, the rows of `y`"),
+        ));
+    }
+    if weights.dims() != [tokens, copies] || choices.dims() != [slots] {
+        return Err(Nvfp4Error::shape(
+            "weights",
+            format!("{:?}, choices {:?}", weights.dims(), choices.dims()),
+            format!("[{tokens}, {copies}], choices [{slots}]"),
+        ));
+    }
+    Ok(Tensor::from_dispatch(Dispatch::nvfp4_combine_rows(
+        y.into_dispatch(),
+        weights.into_dispatch(),
+        places.into_dispatch(),
+        choices.into_dispatch(),
+    )))
+}
+
+/// [`try_combine_rows`], panicking where it fails.
+pub fn combine_rows(
+    y: Tensor<2>,
+    weights: Tensor<2>,
+    places: Tensor<2, Int>,
+    choices: Tensor<1, Int>,
+) -> Tensor<2> {
+    or_panic(
+        "combine_rows",
+        try_combine_rows(y, weights, places, choices),
+    )
+}

@@ -3,7 +3,7 @@
 use burn_core::tensor::{DType, IndexingUpdateOp, Int, Tensor};
 use nvfp4_kernels::Nvfp4Error;
 
-use crate::experts::{ExpertOffsets, check_experts, gather_rows};
+use crate::experts::{ExpertOffsets, check_experts, combine_rows, gather_rows};
 
 /// Which expert each choice of each token goes to, sorted by expert: dispatch and combine.
 ///
@@ -113,12 +113,6 @@ impl Routing {
     /// weights of its choices (`f32[tokens, top_k]`): `[tokens, width]`, in the type of `y`, computed
     /// in `f32`. Differentiable in both.
     pub fn combine(&self, y: Tensor<2>, weights: Tensor<2>) -> Tensor<2> {
-        let ([tokens, top_k], [slots, width]) = (self.places.dims(), y.dims());
-        let dtype = y.dtype();
-        let inverse = self.choices.clone().reshape([slots, 1]);
-        let picked = gather_rows(y, self.places.clone().reshape([slots]), inverse);
-        let picked = picked.cast(DType::F32).reshape([tokens, top_k, width]);
-        let weighted = picked * weights.reshape([tokens, top_k, 1]);
-        weighted.sum_dim(1).reshape([tokens, width]).cast(dtype)
+        combine_rows(y, weights, self.places.clone(), self.choices.clone())
     }
 }

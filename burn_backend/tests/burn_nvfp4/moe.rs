@@ -413,47 +413,41 @@ fn configurations_are_checked() {
     }
 }
 
-/// Milliseconds of a training step of the parts of a mixture, in NVFP4 and in bf16.
+/// Milliseconds of the parts of a mixture and of training steps, in NVFP4 and in bf16.
 #[test]
 #[ignore = "a measurement"]
 fn timings() {
     let device = device().autodiff();
     let (tokens, width, hidden, experts) = (16384, 2048, 1408, 16);
+    // Every round is read, so that none of it can be left out.
     let measure = |what: &str, step: &dyn Fn() -> Tensor<1>| {
-        let sync = |loss: Tensor<1>| loss.into_data();
         for _ in 0..3 {
-            sync(step());
+            step().into_data();
         }
-        let start = std::time::Instant::now();
-        let rounds = 10;
-        let mut last = None;
+        let (start, rounds) = (std::time::Instant::now(), 5);
         for _ in 0..rounds {
-            last = Some(step());
+            step().into_data();
         }
-        sync(last.unwrap());
-        println!(
-            "{what}: {:.3} ms",
-            start.elapsed().as_secs_f64() * 1e3 / rounds as f64
-        );
+        let seconds = start.elapsed().as_secs_f64() / rounds as f64;
+        println!("{what}: {:.3} ms", seconds * 1e3);
     };
+    let total = |x: Tensor<2>| x.cast(DType::F32).sum();
     let x = Matrix::gaussian(tokens, width, crate::common::activation(), 1).tensor(&device);
     for (name, recipe) in [("nvfp4", Nvfp4Recipe::new()), ("bf16", exempt())] {
         let moe = Nvfp4MoeConfig::new(width, hidden, experts)
             .with_recipe(recipe.clone())
             .init(&device);
         recipe.apply(&moe).unwrap();
+        let constant = moe.valid();
         measure(&format!("{name} mixture, forward"), &|| {
-            moe.forward(x.clone().inner().autodiff())
-                .output
-                .sum()
-                .inner()
+            total(constant.forward(x.clone().inner()).output)
         });
         measure(&format!("{name} mixture, step"), &|| {
             let leaf = x.clone().require_grad();
             let grads = moe.forward(leaf.clone()).output.sum().backward();
             let weights = moe.gate_up.weight.grad(&grads).unwrap().sum()
                 + moe.down.weight.grad(&grads).unwrap().sum();
-            leaf.grad(&grads).unwrap().cast(DType::F32).sum() + weights
+            total(leaf.grad(&grads).unwrap()) + weights
         });
         let dense = burn_nvfp4::Nvfp4SwiGluConfig::new(width, 2 * hidden)
             .with_recipe(recipe.clone())
@@ -466,17 +460,46 @@ fn timings() {
                 let grads = dense.forward(leaf.clone()).sum().backward();
                 let weights = dense.gate_up.weight.grad(&grads).unwrap().sum()
                     + dense.down.weight.grad(&grads).unwrap().sum();
-                leaf.grad(&grads).unwrap().cast(DType::F32).sum() + weights
+                total(leaf.grad(&grads).unwrap()) + weights
             },
         );
+        let counts = vec![(tokens * 2 / experts) as i64; experts];
+        let counts = Tensor::<1, Int>::from_data(TensorData::new(counts, [experts]), &device);
+        let even = ExpertOffsets::from_counts(counts, tokens * 2);
+        let twice = Tensor::cat(vec![x.clone().inner(); 2], 0);
+        measure(&format!("{name} gate and up, forward"), &|| {
+            total(constant.gate_up.forward(twice.clone(), &even))
+        });
     }
-    let chosen: Vec<i64> = (0..tokens * 2).map(|i| (i * 7 % experts) as i64).collect();
-    let chosen = Tensor::<2, Int>::from_data(TensorData::new(chosen, [tokens, 2]), &device);
     let plain = x.inner();
-    measure("routing and dispatch", &|| {
-        let routing = Routing::try_new(chosen.clone(), experts).unwrap();
-        routing.dispatch(plain.clone()).cast(DType::F32).sum()
+    let router = Matrix::gaussian(width, experts, DType::F32, 2).tensor(&plain.device());
+    let logits = plain.clone().cast(DType::F32).matmul(router.clone());
+    measure("router product", &|| {
+        total(plain.clone().cast(DType::F32).matmul(router.clone()))
     });
+    measure("top 2", &|| {
+        let (found, chosen) = logits.clone().topk_with_indices(2, 1);
+        total(found) + chosen.float().cast(DType::F32).sum()
+    });
+    let (_, chosen) = logits.topk_with_indices(2, 1);
+    let routing = Routing::try_new(chosen.clone(), experts).unwrap();
+    measure("sorting", &|| {
+        let routing = Routing::try_new(chosen.clone(), experts).unwrap();
+        routing.places().clone().float().cast(DType::F32).sum()
+    });
+    measure("dispatch", &|| total(routing.dispatch(plain.clone())));
+    let sorted = routing.dispatch(plain.clone());
+    let weights = Tensor::<2>::ones([tokens, 2], &plain.device());
+    measure("combine", &|| {
+        total(routing.combine(sorted.clone(), weights.clone()))
+    });
+    measure("activation", &|| total(gated_halves(sorted.clone())));
+    measure("sum alone", &|| total(sorted.clone()));
+}
+
+fn gated_halves(both: Tensor<2>) -> Tensor<2> {
+    let half = both.dims()[1] / 2;
+    silu(both.clone().narrow(1, 0, half)) * both.narrow(1, half, half)
 }
 
 /// Recipes that the grouped kernels have no form of are refused when a layer is built, by the operand

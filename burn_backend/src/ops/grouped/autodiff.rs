@@ -1,8 +1,9 @@
-//! The backwards of [`nvfp4_grouped_linear`](Nvfp4GroupedOps::nvfp4_grouped_linear) and
-//! [`nvfp4_gather_rows`](Nvfp4GroupedOps::nvfp4_gather_rows).
+//! The backwards of [`nvfp4_grouped_linear`](Nvfp4GroupedOps::nvfp4_grouped_linear),
+//! [`nvfp4_gather_rows`](Nvfp4GroupedOps::nvfp4_gather_rows) and
+//! [`nvfp4_combine_rows`](Nvfp4GroupedOps::nvfp4_combine_rows).
 
 use burn_core::backend::{
-    Autodiff, AutodiffBackend, Backend, TensorMetadata,
+    Autodiff, AutodiffBackend, Backend, Scalar, TensorMetadata,
     autodiff::{
         NodeId,
         checkpoint::{base::Checkpointer, strategy::CheckpointStrategy},
@@ -16,7 +17,9 @@ use burn_core::tensor::{FloatDType, Shape};
 use super::super::autodiff::{constant, inner};
 use super::super::operands::cast;
 use super::super::{Bias, Packed, PackedPair, PairSpec, QuantizeSpec, float_dtype};
-use super::{GroupPairSpec, GroupedPrecision, GroupedSpec, Nvfp4GroupedOps, stack_for_forward};
+use super::{
+    GroupPairSpec, GroupedPrecision, GroupedSpec, Nvfp4GroupedOps, rows_at, stack_for_forward,
+};
 
 /// The operands of a product in NVFP4, and nothing that was not quantized.
 #[derive(Clone, Debug)]
@@ -251,19 +254,73 @@ impl<B: Nvfp4GroupedOps> Backward<B, 1> for GatherRows {
         _checkpointer: &mut Checkpointer,
     ) {
         let dy = grads.consume::<B>(&ops.node);
-        let [tokens, copies] = [ops.state.inverse.shape()[0], ops.state.inverse.shape()[1]];
-        let (width, dtype) = (dy.shape()[1], float_dtype(dy.dtype()));
-        let slots = B::int_reshape(ops.state.inverse, Shape::new([tokens * copies]));
-        let mut dx = B::float_select(dy, 0, slots);
-        if copies != 1 {
-            let shape = Shape::new([tokens, copies, width]);
-            let parts = B::float_reshape(cast::<B>(dx, FloatDType::F32), shape);
-            let sum = B::float_sum_dim(parts, 1);
-            dx = cast::<B>(B::float_reshape(sum, Shape::new([tokens, width])), dtype);
-        }
+        let inverse = ops.state.inverse;
+        let dtype = float_dtype(dy.dtype());
+        let dx = (0..inverse.shape()[1])
+            .map(|copy| rows_at::<B>(dy.clone(), inverse.clone(), copy))
+            .reduce(B::float_add)
+            .map(|sum| cast::<B>(sum, dtype));
         register::<B, 1>(
             ops.parents.map(|node| node.map(|node| node.id)),
-            [Some(dx)],
+            [dx],
+            grads,
+        );
+    }
+}
+
+/// What a combination keeps until its backward.
+#[derive(Clone, Debug)]
+struct Combined<B: Backend> {
+    /// The rows, if the weights need a gradient.
+    y: Option<FloatTensor<B>>,
+    /// The weights, if the rows need a gradient.
+    weights: Option<FloatTensor<B>>,
+    places: IntTensor<B>,
+    choices: IntTensor<B>,
+    y_dtype: FloatDType,
+}
+
+/// A weighted sum of rows: parents `[y, weights]`.
+#[derive(Debug)]
+struct CombineRows;
+
+impl<B: Nvfp4GroupedOps> Backward<B, 2> for CombineRows {
+    type State = Combined<B>;
+
+    fn backward(
+        self,
+        ops: Ops<Self::State, 2>,
+        grads: &mut Gradients,
+        _checkpointer: &mut Checkpointer,
+    ) {
+        let dout = cast::<B>(grads.consume::<B>(&ops.node), FloatDType::F32);
+        let Combined {
+            y,
+            weights,
+            places,
+            choices,
+            y_dtype,
+        } = ops.state;
+        let [tokens, copies] = [places.shape()[0], places.shape()[1]];
+        let slots = tokens * copies;
+        // Each slot went to one token, with one weight.
+        let dy = weights.map(|weights| {
+            let weights = B::float_reshape(weights, Shape::new([slots, 1]));
+            let weights = B::float_select(weights, 0, choices.clone());
+            let token = B::int_div_scalar(choices, Scalar::from(copies as i64));
+            let rows = B::float_select(dout.clone(), 0, token);
+            cast::<B>(B::float_mul(rows, weights), y_dtype)
+        });
+        let dweights = y.map(|y| {
+            let columns = (0..copies).map(|copy| {
+                let picked = rows_at::<B>(y.clone(), places.clone(), copy);
+                B::float_sum_dim(B::float_mul(picked, dout.clone()), 1)
+            });
+            B::float_cat(columns.collect(), 1)
+        });
+        register::<B, 2>(
+            ops.parents.map(|node| node.map(|node| node.id)),
+            [dy, dweights],
             grads,
         );
     }
@@ -427,6 +484,33 @@ impl<B: Nvfp4GroupedOps, C: CheckpointStrategy> Nvfp4GroupedOps for Autodiff<B, 
                 prep.finish(Gathered { inverse }, y)
             }
             OpsKind::UnTracked(prep) => prep.finish(B::nvfp4_gather_rows(x, index, inverse)),
+        }
+    }
+
+    fn nvfp4_combine_rows(
+        y: FloatTensor<Self>,
+        weights: FloatTensor<Self>,
+        places: IntTensor<Self>,
+        choices: IntTensor<Self>,
+    ) -> FloatTensor<Self> {
+        let (y_tracked, weights_tracked) = (y.is_tracked(), weights.is_tracked());
+        let (y, y_node) = y.into_parts();
+        let (weights, weights_node) = weights.into_parts();
+        let nodes = [y_node, weights_node];
+        match CombineRows.prepare::<C>(nodes).compute_bound().stateful() {
+            OpsKind::Tracked(prep) => {
+                let saved = Combined {
+                    y: weights_tracked.then(|| y.clone()),
+                    weights: y_tracked.then(|| weights.clone()),
+                    places: places.clone(),
+                    choices: choices.clone(),
+                    y_dtype: float_dtype(y.dtype()),
+                };
+                prep.finish(saved, B::nvfp4_combine_rows(y, weights, places, choices))
+            }
+            OpsKind::UnTracked(prep) => {
+                prep.finish(B::nvfp4_combine_rows(y, weights, places, choices))
+            }
         }
     }
 }

@@ -26,13 +26,14 @@ mod spec;
 use burn_core as burn;
 
 use burn_core::backend::{
-    TensorMetadata, backend_extension,
+    Backend, TensorMetadata, backend_extension,
     tensor::{FloatTensor, IntTensor},
 };
-use burn_core::tensor::FloatDType;
+use burn_core::tensor::{FloatDType, Shape, Slice};
 use nvfp4_kernels::reference::padding::padded_bound;
 use nvfp4_kernels::{BLOCK, Hadamard, PackedAxis};
 
+use super::autodiff::cast;
 use super::{Bias, Nvfp4Ops, Packed, PackedPair, PairSpec, QuantizeSpec, float_dtype};
 
 #[cfg(feature = "cubecl-backend")]
@@ -44,8 +45,9 @@ pub use spec::{GroupPairSpec, GroupedPrecision, GroupedSpec};
 
 /// Grouped operations on the primitives of a backend.
 ///
-/// Only [`nvfp4_grouped_linear`](Self::nvfp4_grouped_linear) and
-/// [`nvfp4_gather_rows`](Self::nvfp4_gather_rows) are differentiable; under `Autodiff` the results
+/// Only [`nvfp4_grouped_linear`](Self::nvfp4_grouped_linear),
+/// [`nvfp4_gather_rows`](Self::nvfp4_gather_rows) and
+/// [`nvfp4_combine_rows`](Self::nvfp4_combine_rows) are differentiable; under `Autodiff` the results
 /// of the others are constants.
 ///
 /// A packed stack or matrix of groups is a [`Packed`] whose `amax` has one value for each group:
@@ -171,6 +173,43 @@ pub trait Nvfp4GroupedOps: Nvfp4Ops {
     ) -> FloatTensor<Self> {
         Self::float_select(x, 0, index)
     }
+
+    /// `out[t] = Σⱼ weights[t, j] · y[places[t, j]]`, in `f32`, rounded once to the type of `y`: for
+    /// `y` (`[slots, width]`), `weights` (`f32[tokens, copies]`) and `places` (`[tokens, copies]`),
+    /// which holds every slot once; `choices` (`[slots]`) is its inverse, `t * copies + j`.
+    ///
+    /// `Autodiff` overrides it with a backward that gathers too.
+    #[fusion(default)]
+    fn nvfp4_combine_rows(
+        y: FloatTensor<Self>,
+        weights: FloatTensor<Self>,
+        places: IntTensor<Self>,
+        _choices: IntTensor<Self>,
+    ) -> FloatTensor<Self> {
+        let dtype = float_dtype(y.dtype());
+        let sum = (0..places.shape()[1])
+            .map(|copy| {
+                let picked = rows_at::<Self>(y.clone(), places.clone(), copy);
+                Self::float_mul(picked, column::<Self>(weights.clone(), copy))
+            })
+            .reduce(Self::float_add)
+            .expect("a token has a copy");
+        cast::<Self>(sum, dtype)
+    }
+}
+
+/// The rows of `x` at column `copy` of `places` (`[tokens, copies]`), in `f32`.
+fn rows_at<B: Backend>(x: FloatTensor<B>, places: IntTensor<B>, copy: usize) -> FloatTensor<B> {
+    let tokens = places.shape()[0];
+    let slices = [Slice::from(0..tokens), Slice::from(copy..copy + 1)];
+    let places = B::int_reshape(B::int_slice(places, &slices), Shape::new([tokens]));
+    cast::<B>(B::float_select(x, 0, places), FloatDType::F32)
+}
+
+/// Column `index` of a matrix, `[rows, 1]`.
+fn column<B: Backend>(x: FloatTensor<B>, index: usize) -> FloatTensor<B> {
+    let rows = x.shape()[0];
+    B::float_slice(x, &[Slice::from(0..rows), Slice::from(index..index + 1)])
 }
 
 /// The copy of the stack that the forward product reads, where no backward will ask for the other.
