@@ -1,6 +1,6 @@
 //! From a matrix to the operands of products.
 
-use burn_core::backend::{TensorMetadata, tensor::FloatTensor};
+use burn_core::backend::{Backend, TensorMetadata, tensor::FloatTensor};
 use burn_core::tensor::FloatDType;
 use nvfp4_kernels::PackedAxis;
 
@@ -99,7 +99,7 @@ fn one_scale<B: Nvfp4Ops>(packed: &Packed<B>) -> bool {
 }
 
 /// `tensor` as `dtype`; no operation when it is already.
-pub(super) fn cast<B: Nvfp4Ops>(tensor: FloatTensor<B>, dtype: FloatDType) -> FloatTensor<B> {
+pub(super) fn cast<B: Backend>(tensor: FloatTensor<B>, dtype: FloatDType) -> FloatTensor<B> {
     if float_dtype(tensor.dtype()) == dtype {
         tensor
     } else {

@@ -16,4 +16,5 @@ mod operations;
 mod recipe;
 mod state;
 mod training;
+mod unbiased;
 mod work;

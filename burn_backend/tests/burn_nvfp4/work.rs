@@ -1,6 +1,6 @@
 //! What is computed, and what is kept: nothing that no gradient asks for.
 
-use std::sync::Mutex;
+use std::sync::{Mutex, MutexGuard, Once};
 
 use burn_core::tensor::{DType, Tensor};
 use burn_nvfp4::functions::linear;
@@ -68,6 +68,19 @@ impl tracing::Subscriber for Collector {
     fn exit(&self, _span: &span::Id) {}
 }
 
+/// Start to collect, for one test at a time.
+fn collect() -> MutexGuard<'static, ()> {
+    static ALONE: Mutex<()> = Mutex::new(());
+    static ONCE: Once = Once::new();
+    let alone = ALONE
+        .lock()
+        .unwrap_or_else(|poisoned| poisoned.into_inner());
+    ONCE.call_once(|| {
+        tracing::subscriber::set_global_default(Collector).expect("no other subscriber");
+    });
+    alone
+}
+
 /// Sizes that no other test uses, by which this test tells its own work from that of others.
 const ROWS: usize = 21;
 const D_IN: usize = 112;
@@ -120,7 +133,7 @@ fn work(x_grad: bool, w_grad: bool, bias_grad: bool, spec: LinearSpec) -> Vec<St
 #[test]
 fn a_gradient_that_nobody_asks_for_costs_nothing() {
     skip_where_small_only!();
-    tracing::subscriber::set_global_default(Collector).expect("no other subscriber");
+    let _alone = collect();
     let tiles = spec(0, 0);
     let blocks = one_by_16(tiles);
 
@@ -172,6 +185,80 @@ fn a_gradient_that_nobody_asks_for_costs_nothing() {
     let forward = ["matmul y", "quantize w col", "quantize x row"];
     assert_eq!(work(false, false, true, blocks), forward);
     assert_eq!(work(false, false, false, blocks), forward);
+}
+
+/// The micro-batches of gradient accumulation quantize a weight once; a changed weight, another mode or
+/// a recipe that says so, again. The results are the same either way.
+#[test]
+fn a_weight_is_quantized_once_until_it_changes() {
+    use burn_core::module::Module;
+    use burn_nvfp4::{LayerMode, Nvfp4Linear, Nvfp4LinearConfig, Nvfp4Recipe, set_mode};
+    use burn_optim::{GradientsParams, SgdConfig};
+
+    flex_only!();
+    let _alone = collect();
+    const WIDTHS: [usize; 2] = [80, 176];
+    let device = device().autodiff();
+    let layer = |recipe: Nvfp4Recipe| {
+        let config = Nvfp4LinearConfig::new(WIDTHS[0], WIDTHS[1]).with_recipe(recipe);
+        config.with_layer(Some(5)).init(&device)
+    };
+    let weights = || {
+        let quantized = |work: &&Work| {
+            work.op == "quantize" && [work.rows as usize, work.cols as usize] == WIDTHS
+        };
+        let mut all = WORK.lock().unwrap();
+        let count = all.iter().filter(quantized).count();
+        all.clear();
+        count
+    };
+    let step = |layer: &Nvfp4Linear, batch: u64| {
+        let x = Matrix::gaussian(24, WIDTHS[0], DType::F32, batch).tensor(&device);
+        let y = layer.forward(x.require_grad());
+        let output = crate::common::values(y.clone().inner());
+        (output, y.square().sum().backward())
+    };
+    let cached = layer(Nvfp4Recipe::new());
+    let plain = layer(Nvfp4Recipe::new().with_cache_weights(false));
+    let plain = plain.load_record(cached.clone().into_record());
+    weights();
+    for batch in 0..3 {
+        let (output, grads) = step(&cached, batch);
+        assert_eq!(weights(), usize::from(batch == 0), "batch {batch}");
+        let (expected, plain_grads) = step(&plain, batch);
+        assert_eq!(weights(), 1, "without the cache");
+        assert_eq!(output, expected);
+        let gradient =
+            |layer: &Nvfp4Linear, grads| crate::common::values(layer.weight.grad(grads).unwrap());
+        assert_eq!(gradient(&cached, &grads), gradient(&plain, &plain_grads));
+    }
+    // A clone is the same layer with the same weight.
+    step(&cached.clone(), 3);
+    assert_eq!(weights(), 0);
+    // What the forward alone needs is part of it, under `valid()` there is no tensor to know it by.
+    let (_, grads) = step(&cached, 4);
+    weights();
+    let grads = GradientsParams::from_grads(grads, &cached);
+    let before = cached.clone();
+    let cached = SgdConfig::new().init().step(0.1, cached, grads);
+    let (changed, _) = step(&cached, 4);
+    assert_eq!(weights(), 1, "the optimizer changed the weight");
+    let (old, _) = step(&before, 4);
+    assert_eq!(
+        weights(),
+        1,
+        "its predecessor was dropped, and is another weight"
+    );
+    assert_ne!(changed, old);
+    // Another mode needs other operands, or none.
+    step(&cached, 5);
+    weights();
+    set_mode(&cached, LayerMode::HighPrecision);
+    step(&cached, 5);
+    assert_eq!(weights(), 0);
+    set_mode(&cached, LayerMode::Recipe);
+    step(&cached, 5);
+    assert_eq!(weights(), 1);
 }
 
 /// After the forward nothing holds the buffers of `x` and `w` but this test: what waits for the

@@ -33,7 +33,7 @@ use burn_core::tensor::{FloatDType, Shape, Slice};
 use nvfp4_kernels::reference::padding::padded_bound;
 use nvfp4_kernels::{BLOCK, Hadamard, PackedAxis};
 
-use super::autodiff::cast;
+use super::operands::cast;
 use super::{Bias, Nvfp4Ops, Packed, PackedPair, PairSpec, QuantizeSpec, float_dtype};
 
 #[cfg(feature = "cubecl-backend")]
