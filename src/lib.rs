@@ -38,3 +38,12 @@ pub use burn_nvfp4::*;
 pub use nvfp4_kernels as kernels;
 
 pub mod lm;
+
+/// The examples of the documents compile and run.
+#[cfg(all(doctest, feature = "flex"))]
+mod documents {
+    #[doc = include_str!("../README.md")]
+    struct Readme;
+    #[doc = include_str!("../docs/recipes.md")]
+    struct Recipes;
+}

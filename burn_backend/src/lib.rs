@@ -61,6 +61,7 @@ pub mod nn;
 pub mod ops;
 pub mod recipe;
 pub mod state;
+pub mod telemetry;
 
 mod validate;
 

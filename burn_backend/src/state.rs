@@ -23,6 +23,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::ops::WeightCache;
 use crate::recipe::LayerMode;
+use crate::telemetry::Probe;
 
 /// Role of a stream: the row-wise copy of the output's gradient, for dgrad.
 pub(crate) const ROLE_DGRAD: u64 = 0;
@@ -99,6 +100,7 @@ struct Shared {
     high_precision: AtomicBool,
     mode: Mutex<LayerMode>,
     weights: WeightCache,
+    probe: Mutex<Option<Probe>>,
 }
 
 impl LayerState {
@@ -123,6 +125,7 @@ impl LayerState {
                 high_precision: false.into(),
                 mode: Mutex::default(),
                 weights: WeightCache::default(),
+                probe: Mutex::default(),
             }),
         })
     }
@@ -203,6 +206,16 @@ impl LayerState {
             *current = mode;
             self.shared.weights.clear();
         }
+    }
+
+    /// Where the layer leaves what it sees of its operands, while someone looks.
+    pub(crate) fn probe(&self) -> Option<Probe> {
+        let probe = self.shared.probe.lock().expect("no panic while it is held");
+        probe.clone()
+    }
+
+    pub(crate) fn set_probe(&self, probe: Option<Probe>) {
+        *self.shared.probe.lock().expect("no panic while it is held") = probe;
     }
 
     /// What the layer keeps of its packed weight.

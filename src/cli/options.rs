@@ -8,7 +8,7 @@ use anyhow::{Context, Result, ensure};
 use burn::config::Config;
 use clap::{ArgAction, Args};
 use nvfp4::Nvfp4Recipe;
-use nvfp4::lm::config::{Activation, HealingOption, Preset, Recipe, RunConfig};
+use nvfp4::lm::config::{Activation, HealingOption, ModelKind, Preset, Recipe, RunConfig};
 use serde::Deserialize;
 
 use super::device::DeviceName;
@@ -57,6 +57,15 @@ pub(crate) struct Options {
     /// Read no more than this many bytes of text, 0 for all
     #[arg(long, value_name = "BYTES")]
     data_bytes: Option<u64>,
+    /// dense, or moe for a mixture of experts in each block [default: dense]
+    #[arg(long, value_name = "KIND")]
+    model: Option<ModelKind>,
+    /// Experts in each block [default: 8 with --model moe]
+    #[arg(long)]
+    experts: Option<usize>,
+    /// Experts that each byte is sent to [default: 2]
+    #[arg(long)]
+    top_k: Option<usize>,
     /// Width of the model, a multiple of 16
     #[arg(long)]
     width: Option<usize>,
@@ -105,6 +114,10 @@ pub(crate) struct Options {
     /// Steps between checkpoints
     #[arg(long, value_name = "STEPS")]
     checkpoint_every: Option<u64>,
+    /// Steps between samples of what quantization does to each layer, in telemetry.csv, 0 for none
+    /// [default: 0]
+    #[arg(long, value_name = "STEPS")]
+    telemetry_every: Option<u64>,
     /// Random Hadamard transform of the operands of weight gradients [default: true]
     #[arg(long, value_name = "BOOL")]
     rht: Option<bool>,
@@ -217,6 +230,9 @@ impl Options {
             heads,
             hidden,
             context,
+            model,
+            experts,
+            top_k,
             steps,
             batch,
             lr,
@@ -228,6 +244,7 @@ impl Options {
             eval_batches,
             log_every,
             checkpoint_every,
+            telemetry_every,
             rht,
             stochastic_rounding,
             weight_2d,
@@ -256,6 +273,7 @@ impl Options {
             heads,
             hidden,
             context,
+            top_k,
             steps,
             batch,
             lr,
@@ -266,12 +284,19 @@ impl Options {
             eval_batches,
             log_every,
             checkpoint_every,
+            telemetry_every,
             rht,
             stochastic_rounding,
             weight_2d,
             rht_signs,
             high_precision
         );
+        ensure!(
+            self.experts.is_none() || self.model != Some(ModelKind::Dense),
+            "experts is {}, but model is dense: leave one of them out",
+            self.experts.unwrap_or_default()
+        );
+        config.experts = self.experts.or(self.model.and_then(ModelKind::experts));
         config.healing = self.healing;
         config.recipes = self.recipes;
         if let Some(name) = &self.recipe {

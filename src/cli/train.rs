@@ -243,11 +243,15 @@ fn describe(config: &RunConfig, corpus: &Corpus, folder: &Path) {
         text.valid_files
     );
     eprintln!(
-        "model   {}: {:.2} M parameters, {} blocks of width {}, context {}",
+        "model   {}: {:.2} M parameters, {} blocks of width {}{}, context {}",
         config.preset,
         config.model().parameters() as f64 / 1e6,
         config.layers,
         config.width,
+        match config.experts {
+            Some(experts) => format!(" with {experts} experts, {} for a byte", config.top_k),
+            None => String::new(),
+        },
         config.context
     );
     let others: Vec<&str> = config.compare.iter().map(Recipe::name).collect();

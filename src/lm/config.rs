@@ -232,6 +232,38 @@ impl FromStr for HealingOption {
     }
 }
 
+/// The feed-forward of the blocks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum ModelKind {
+    /// One SwiGLU.
+    Dense,
+    /// A mixture of eight experts, two for each byte, unless other numbers are given.
+    Moe,
+}
+
+impl ModelKind {
+    /// Experts unless another number is given.
+    pub fn experts(self) -> Option<usize> {
+        match self {
+            Self::Dense => None,
+            Self::Moe => Some(8),
+        }
+    }
+}
+
+impl FromStr for ModelKind {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text {
+            "dense" => Ok(Self::Dense),
+            "moe" => Ok(Self::Moe),
+            _ => Err("a model is dense or moe".into()),
+        }
+    }
+}
+
 /// Type of the activations between the products. Norms, softmax and loss are always f32 inside.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
@@ -353,6 +385,12 @@ pub struct RunConfig {
     pub hidden: usize,
     /// See [`ModelConfig::context`].
     pub context: usize,
+    /// See [`ModelConfig::experts`].
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub experts: Option<usize>,
+    /// See [`ModelConfig::top_k`].
+    #[serde(default = "top_2")]
+    pub top_k: usize,
     /// Optimizer steps.
     pub steps: u64,
     /// Sequences of `context` bytes in a step.
@@ -376,6 +414,9 @@ pub struct RunConfig {
     pub log_every: u64,
     /// Steps between checkpoints.
     pub checkpoint_every: u64,
+    /// Steps between samples of what quantization does to each layer, in `telemetry.csv`; 0 for none.
+    #[serde(default)]
+    pub telemetry_every: u64,
     /// See [`Nvfp4Recipe::with_rht`]; of the recipe `nvfp4`.
     pub rht: bool,
     /// See [`Nvfp4Recipe::with_stochastic_rounding`]; of the recipe `nvfp4`.
@@ -415,6 +456,8 @@ impl RunConfig {
             heads: 4,
             hidden: 352,
             context: 128,
+            experts: None,
+            top_k: top_2(),
             steps: 300,
             batch: 8,
             lr: 4e-3,
@@ -426,6 +469,7 @@ impl RunConfig {
             eval_batches: 8,
             log_every: 10,
             checkpoint_every: 100,
+            telemetry_every: 0,
             rht: true,
             stochastic_rounding: true,
             weight_2d: true,
@@ -499,6 +543,8 @@ impl RunConfig {
             heads,
             hidden,
             context,
+            experts,
+            top_k,
             ..
         } = self;
         ModelConfig {
@@ -507,8 +553,8 @@ impl RunConfig {
             heads,
             hidden,
             context,
-            experts: None,
-            top_k: top_2(),
+            experts,
+            top_k,
         }
     }
 

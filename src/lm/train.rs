@@ -10,6 +10,7 @@ use burn::module::Module;
 use burn::optim::GradientsParams;
 use burn::store::ModuleRecord;
 use burn::tensor::{Bytes, Device, Tensor};
+use burn_nvfp4::telemetry::{CSV_HEADER, Telemetry};
 use burn_nvfp4::{Nvfp4State, set_mode};
 
 use super::checkpoint::{self, Checkpoint, State, Timing};
@@ -22,6 +23,9 @@ use super::optim::{AdamW, learning_rate};
 pub const METRICS_HEADER: &str = "step,tokens,train_loss,valid_loss,lr,tokens_per_s";
 /// Name of the file with one [`Row`] per line.
 pub const METRICS: &str = "metrics.csv";
+
+/// Name of the file with one line per sampled operand; see [`burn_nvfp4::telemetry`].
+pub const TELEMETRY: &str = "telemetry.csv";
 
 /// One line of `metrics.csv`.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -287,8 +291,15 @@ impl<'a> Run<'a> {
             if let Some(healing) = self.config.healing_of(&self.recipe) {
                 set_mode(&self.model, healing.mode(self.step, steps));
             }
-            self.train_step(lr);
-            clock.steps += 1;
+            let every = self.config.telemetry_every;
+            if every > 0 && self.step.is_multiple_of(every) {
+                clock.pause();
+                self.sampled_step(lr)?;
+                clock.resume();
+            } else {
+                self.train_step(lr);
+                clock.steps += 1;
+            }
             observer.step(self.step);
             let due = |every: u64| self.step.is_multiple_of(every) || self.step == steps;
             let evaluates = due(self.config.eval_every);
@@ -352,6 +363,32 @@ impl<'a> Run<'a> {
         let gradients = GradientsParams::from_grads(loss.backward(), &self.model);
         self.model = self.optimizer.step(lr, self.model.clone(), gradients);
         self.step += 1;
+    }
+
+    /// A step whose operands are looked at; what is seen goes to [`TELEMETRY`].
+    fn sampled_step(&mut self, lr: f64) -> Result<()> {
+        use std::io::Write as _;
+        let step = self.step;
+        let telemetry = Telemetry::start(&self.model);
+        self.train_step(lr);
+        let samples = telemetry.finish();
+        let path = self.folder.join(TELEMETRY);
+        let mut text = String::new();
+        if step == 0 || !path.exists() {
+            let _ = writeln!(text, "step,{CSV_HEADER}");
+        }
+        for sample in &samples {
+            let _ = writeln!(text, "{step},{}", sample.csv());
+        }
+        let mut options = fs::OpenOptions::new();
+        let file = if step == 0 {
+            options.write(true).truncate(true).create(true)
+        } else {
+            options.append(true).create(true)
+        };
+        file.open(&path)
+            .and_then(|mut file| file.write_all(text.as_bytes()))
+            .with_context(|| format!("cannot write {}", path.display()))
     }
 
     /// Fetch the losses that are still on the device, which waits for it.

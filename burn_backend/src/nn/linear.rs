@@ -148,6 +148,7 @@ impl Nvfp4Linear {
         let spec = mode.of(self.recipe.spec(&randomness));
         let context = LinearContext {
             weights: (self.recipe.cache_weights).then(|| self.state.weights().clone()),
+            probe: self.state.probe(),
         };
         Ok(linear_unchecked(input, weight, bias, spec, context))
     }

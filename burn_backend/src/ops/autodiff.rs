@@ -17,6 +17,7 @@ use super::{
     OperandSpec, Packed, PackedPair, PairSpec, QuantizeSpec, float_dtype,
     operands::{again, both, cast, one},
 };
+use crate::telemetry::Probe;
 
 /// What a tracked product keeps until its backward: the operands of the backward's products, in
 /// their formats, and nothing else.
@@ -31,6 +32,7 @@ struct Saved<B: Backend> {
     /// Type of the bias, if there is one and it needs a gradient.
     bias_dtype: Option<FloatDType>,
     spec: LinearSpec,
+    probe: Option<Probe>,
 }
 
 /// Gradients of `x`, `w` and the bias: those that were asked for.
@@ -48,6 +50,7 @@ impl<B: Nvfp4Ops> Saved<B> {
             .map(|dtype| bias_grad::<B>(dy.clone(), dtype));
         let (spec, dtype) = (self.spec, self.x_dtype);
         let (row, col) = (spec.dgrad_dy, spec.wgrad_dy);
+        let probed = self.probe.as_ref().map(|probe| (probe, dy.clone()));
         let (dy_row, dy_col) = match (&self.w, &self.x) {
             (Some(_), Some(_)) => {
                 let (row, col) = both::<B>(dy, &row, &col, dtype);
@@ -57,6 +60,9 @@ impl<B: Nvfp4Ops> Saved<B> {
             (None, Some(_)) => (None, Some(one::<B>(dy, &col, PackedAxis::Rows, dtype))),
             (None, None) => (None, None),
         };
+        if let (Some((probe, dy)), Some(operand)) = (probed, &dy_row) {
+            probe.look("dgrad.dy", &dy, operand, &spec.dgrad_dy);
+        }
         let x = dy_row
             .zip(self.w)
             .map(|(dy, w)| B::nvfp4_product(dy, w, Bias::Absent, self.x_dtype));
@@ -146,6 +152,11 @@ impl<B: Nvfp4Ops> Product<B> {
         let w_dtype = float_dtype(self.w.dtype());
         let spec = self.spec;
         let (w, saved_w) = self.weight(x_dtype);
+        let probe = self.context.probe.clone();
+        let probed = probe.as_ref().map(|probe| (probe, self.x.clone()));
+        if let Some(probe) = &probe {
+            probe.look("fprop.w", &self.w, &w, &spec.fprop_w);
+        }
         let (x, saved_x) = match (self.w_tracked, spec.source) {
             (false, _) => (
                 one::<B>(self.x, &spec.fprop_x, PackedAxis::Cols, x_dtype),
@@ -161,6 +172,9 @@ impl<B: Nvfp4Ops> Product<B> {
                 (x, Some(saved))
             }
         };
+        if let Some((probe, source)) = probed {
+            probe.look("fprop.x", &source, &x, &spec.fprop_x);
+        }
         let y = B::nvfp4_product(x, w, self.bias, x_dtype);
         let saved = Saved {
             x: saved_x,
@@ -169,6 +183,7 @@ impl<B: Nvfp4Ops> Product<B> {
             w_dtype,
             bias_dtype: self.bias_dtype,
             spec,
+            probe,
         };
         (y, saved)
     }

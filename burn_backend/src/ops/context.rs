@@ -6,11 +6,14 @@ use std::fmt;
 use std::sync::{Arc, Mutex};
 
 use super::LinearSpec;
+use crate::telemetry::Probe;
 
 /// What a layer keeps from one product to the next. The default keeps nothing.
 #[derive(Clone, Debug, Default)]
 pub struct LinearContext {
     pub(crate) weights: Option<WeightCache>,
+    /// Where to leave what is seen of the operands, while someone looks.
+    pub(crate) probe: Option<Probe>,
 }
 
 /// The packed operands of a layer's weight, kept for as long as the weight stays the same tensor: the

@@ -15,6 +15,7 @@ mod moe;
 mod operations;
 mod recipe;
 mod state;
+mod telemetry;
 mod training;
 mod unbiased;
 mod work;
