@@ -514,3 +514,106 @@ fn doctor_names_the_paths() {
         assert!(said.contains(part), "{part}: {said}");
     }
 }
+
+/// Several recipes side by side, one of them healed, a mixture of experts, and telemetry.
+#[test]
+fn recipes_are_compared_on_the_same_batches() {
+    let out = folder("recipes");
+    let run = "--steps 4 --warmup 1 --log-every 2 --eval-every 4 --recipe quartet2 \
+               --compare f32,per_token --healing 0.5:forward --telemetry-every 2";
+    let said = succeeds(train(&out, run));
+    for gap in ["gap of quartet2 to f32", "gap of per_token to f32"] {
+        assert!(said.contains(gap), "{said}");
+    }
+    let summary = json(&out.join("summary.json"));
+    assert_eq!(summary["baseline_recipe"].as_str(), Some("f32"));
+    let names: Vec<&str> = summary["results"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|result| result["recipe"].as_str().unwrap())
+        .collect();
+    assert_eq!(names, ["quartet2", "f32", "per_token"]);
+    let telemetry = fs::read_to_string(out.join("quartet2/telemetry.csv")).unwrap();
+    let lines: Vec<&str> = telemetry.lines().collect();
+    assert!(lines[0].starts_with("step,layer,operand,sqnr_db"));
+    // Two sampled steps of eight layers. In the second the forward has healed, and MS-EDEN's operands
+    // are transformed: nothing is left to look at.
+    assert_eq!(lines.len(), 1 + 8 * 2, "{telemetry}");
+    assert!(lines[1..].iter().all(|line| line.starts_with("0,blocks.")));
+    let state = json(&checkpoint(&out.join("quartet2")).join("state.json"));
+    let modes = state["nvfp4"]["modes"].as_object().unwrap();
+    assert_eq!(modes["blocks.0.attention.qkv"], "high_precision_forward");
+
+    let out = folder("experts");
+    let run = "--steps 2 --no-compare --model moe --experts 4 --top-k 2 --eval-every 2";
+    succeeds(train(&out, run));
+    let config = json(&out.join("config.json"));
+    assert_eq!(
+        (config["experts"].as_u64(), config["top_k"].as_u64()),
+        (Some(4), Some(2))
+    );
+}
+
+/// A study in two parts and two sittings is the study in one.
+#[test]
+fn a_study_goes_on_and_reports() {
+    let folder = folder("study");
+    let plan = folder.join("plan.json");
+    let written = serde_json::json!({
+        "options": {
+            "device": "flex", "data": [text()], "width": 32, "layers": 2, "heads": 2, "hidden": 48,
+            "context": 32, "batch": 4, "lr": 0.01, "steps": 8, "warmup": 1, "log_every": 4,
+            "eval_every": 4, "eval_batches": 1, "checkpoint_every": 4
+        },
+        "runs": [
+            {"recipe": "f32", "seeds": [0, 1]},
+            {"recipe": "nvidia", "healing": ["0.5:forward"]}
+        ]
+    });
+    fs::write(&plan, written.to_string()).unwrap();
+    let (whole, parts) = (folder.join("whole"), folder.join("parts"));
+    let study = |out: &Path, more: &[&str]| {
+        let arguments = [plan.to_str().unwrap(), "--out", out.to_str().unwrap()];
+        succeeds(nvfp4("study", &[&arguments, more].concat()))
+    };
+    let said = study(&whole, &[]);
+    assert!(
+        said.contains("| `nvidia+healing-0.5-forward` | 1 |"),
+        "{said}"
+    );
+    assert!(said.contains("Seeds alone move"), "{said}");
+    study(&parts, &["--part", "1/2"]);
+    study(&parts, &["--part", "2/2", "--seconds", "0"]);
+    study(&parts, &["--part", "2/2"]);
+    study(&parts, &["--report"]);
+    let losses = |out: &Path| -> Vec<(String, f64)> {
+        let results = json(&out.join("results.json"));
+        let results = results.as_array().unwrap().iter();
+        results
+            .map(|run| {
+                let loss = run["final_valid_loss"].as_f64().unwrap();
+                (run["name"].as_str().unwrap().to_string(), loss)
+            })
+            .collect()
+    };
+    let found = losses(&whole);
+    assert_eq!(found.len(), 4);
+    assert_eq!(losses(&parts), found);
+    // Up to where it heals, the healed run is the plain one.
+    let rows = |name: &str| metrics(&whole.join(name).join("metrics.csv"));
+    let (plain, healed) = (
+        rows("nvidia-seed0"),
+        rows("nvidia+healing-0.5-forward-seed0"),
+    );
+    assert_eq!(plain[..2], healed[..2]);
+    assert_ne!(plain[2][3], healed[2][3]);
+    let error = fails(
+        nvfp4(
+            "study",
+            &[plan.to_str().unwrap(), "--out", "x", "--part", "3/2"],
+        ),
+        &["3/2"],
+    );
+    assert!(error.contains("I/N"), "{error}");
+}
