@@ -6,6 +6,7 @@
 //! - [`state`] is what a layer draws its random bits from, and [`Nvfp4State`], which saves and
 //!   restores it with the model.
 //! - [`functions`] are the same operations on plain tensors.
+//! - `decorate` (features `cpu` and `cuda`) routes the linear layers of unmodified models.
 //! - [`ops`] is the extension trait, implemented by the Flex backend (pure Rust, on the oracle's
 //!   arithmetic), the Cube backend (CubeCL kernels), `Fusion` and `Autodiff`.
 //!
@@ -53,6 +54,8 @@
 //! round once to the output's type: `y` and `dx` have the type of `x`, `dw` that of `w`. The gradient
 //! of a bias is the `f32` sum of `dy`, in the bias's type.
 
+#[cfg(any(feature = "cpu", feature = "cuda"))]
+pub mod decorate;
 pub mod functions;
 pub mod nn;
 pub mod ops;
@@ -61,6 +64,8 @@ pub mod state;
 
 mod validate;
 
+#[cfg(any(feature = "cpu", feature = "cuda"))]
+pub use decorate::{Decorator, Nvfp4Report, decorate};
 pub use functions::Nvfp4Tensor;
 pub use nn::{Nvfp4Linear, Nvfp4LinearConfig};
 pub use nvfp4_kernels::{Hadamard, Nvfp4Error, PackedAxis, RandomStream, Rounding};

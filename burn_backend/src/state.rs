@@ -263,15 +263,26 @@ impl Traversal {
     fn found(&mut self, state: &LayerState) {
         let owner = &self.path[..self.path.len().saturating_sub(1)];
         match &self.weight {
-            Some((weight_owner, id)) if weight_owner == owner => self.layers.push(FoundLayer {
-                path: owner.join("."),
+            // A layer's state stands beside its weight, that of a decorated one below it.
+            Some((weight_owner, id))
+                if weight_owner == owner || is_weight_of(owner, weight_owner) =>
+            {
+                self.layers.push(FoundLayer {
+                path: weight_owner.join("."),
                 id: *id,
                 state: state.clone(),
-            }),
+            })
+            }
             // A state that is not part of a layer has no weight, and no say.
             _ => {}
         }
     }
+}
+
+/// Whether `path` is that of the weight in the module at `owner`.
+fn is_weight_of(path: &[String], owner: &[String]) -> bool {
+    path.split_last()
+        .is_some_and(|(last, parent)| last == "weight" && parent == owner)
 }
 
 /// The visitor of [`layers`]: keeps the path.

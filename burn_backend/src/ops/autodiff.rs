@@ -20,11 +20,11 @@ use super::{
 /// What a tracked product keeps until its backward: packed operands, and nothing that was not
 /// quantized.
 #[derive(Clone, Debug)]
-struct Saved<B: Backend> {
+pub(crate) struct Saved<B: Backend> {
     /// The column-wise copy of `x`, if the weight needs a gradient.
     x_col: Option<Packed<B>>,
     /// The row-wise copy of `w`, if the input needs a gradient.
-    w_row: Option<Packed<B>>,
+    pub(crate) w_row: Option<Packed<B>>,
     x_dtype: FloatDType,
     w_dtype: FloatDType,
     /// Type of the bias, if there is one and it needs a gradient.
@@ -33,15 +33,15 @@ struct Saved<B: Backend> {
 }
 
 /// Gradients of `x`, `w` and the bias: those that were asked for.
-struct LinearGrads<B: Backend> {
-    x: Option<FloatTensor<B>>,
-    w: Option<FloatTensor<B>>,
-    bias: Option<FloatTensor<B>>,
+pub(crate) struct LinearGrads<B: Backend> {
+    pub(crate) x: Option<FloatTensor<B>>,
+    pub(crate) w: Option<FloatTensor<B>>,
+    pub(crate) bias: Option<FloatTensor<B>>,
 }
 
 impl<B: Nvfp4Ops> Saved<B> {
     /// The gradients, from the gradient `dy` of the output (`[m, d_out]`).
-    fn backward(self, dy: FloatTensor<B>) -> LinearGrads<B> {
+    pub(crate) fn backward(self, dy: FloatTensor<B>) -> LinearGrads<B> {
         let bias = self
             .bias_dtype
             .map(|dtype| bias_grad::<B>(dy.clone(), dtype));
@@ -153,7 +153,7 @@ impl<B: Nvfp4Ops> Backward<B, 3> for LinearBias {
 ///
 /// `x_tracked` and `w_tracked` say which gradients will be asked for; a copy that only an unwanted
 /// gradient would read is not made.
-fn forward<B: Nvfp4Ops>(
+pub(crate) fn forward<B: Nvfp4Ops>(
     x: FloatTensor<B>,
     w: FloatTensor<B>,
     bias: Bias<B>,
