@@ -82,8 +82,8 @@ struct State {
     inputs: HashMap<TensorId, Vec<Weak<Call>>>,
     /// Gradients that dgrad was registered with.
     output_grads: HashMap<TensorId, Vec<Weak<Call>>>,
-    /// Transposed tensors, with what they are the transpose of.
-    transposed: HashMap<TensorId, TensorId>,
+    /// Transposed tensors, with the calls that they are the transposed input of.
+    transposed: HashMap<TensorId, Vec<Weak<Call>>>,
     /// Calls whose backward has not come yet, by the shape of the weight.
     open: HashMap<[usize; 2], Vec<Weak<Call>>>,
     /// Roles of products that have not run.
@@ -203,7 +203,9 @@ impl State {
                 let last = [rank.wrapping_sub(2), rank.wrapping_sub(1)];
                 let transposes = last == [swap.dim1, swap.dim2] || last == [swap.dim2, swap.dim1];
                 if transposes {
-                    self.transposed.insert(swap.out.id, swap.input.id);
+                    // The input itself may be used up by this.
+                    let calls = self.inputs.get(&swap.input.id).cloned().unwrap_or_default();
+                    self.transposed.insert(swap.out.id, calls);
                 }
                 match self.marks.get(&swap.input.id).cloned() {
                     Some(Mark::Weight { call, transposed }) if transposes => {
@@ -282,30 +284,35 @@ impl State {
     }
 
     /// `operation` reads marked tensors in a way that is not a linear layer's.
-    fn read(&mut self, operation: &OperationIr) {
+    fn read(&self, operation: &OperationIr) {
         for input in operation.inputs() {
-            match self.marks.get(&input.id) {
-                Some(Mark::Weight { call, .. }) => call.fail(&format!(
-                    "its weight is read by {}: a decorated weight can only be the right operand of \
-                     a product, x.matmul(weight)",
-                    name(operation)
-                )),
-                Some(Mark::Bias(call)) => bias_misread(call, operation),
-                Some(Mark::Product(call)) => {
-                    let mut state = call.state();
-                    state.product_shared = true;
-                    let promised = !matches!(state.bias, BiasState::Absent);
-                    drop(state);
-                    if promised {
-                        bias_misread(call, operation);
-                    }
-                }
-                Some(Mark::Elided(_, call)) => call.fail(&format!(
-                    "{} reads the weight's gradient before it is complete",
-                    name(operation)
-                )),
-                Some(Mark::Grad(_)) | None => {}
+            if self.marks.contains_key(&input.id) {
+                self.read_one(input, &name(operation));
             }
+        }
+    }
+
+    /// `reader` reads `tensor` in such a way.
+    fn read_one(&self, tensor: &TensorIr, reader: &str) {
+        match self.marks.get(&tensor.id) {
+            Some(Mark::Weight { call, .. }) => call.fail(&format!(
+                "its weight is read by {reader}: a decorated weight can only be the right operand \
+                 of a product, x.matmul(weight)"
+            )),
+            Some(Mark::Bias(call)) => bias_misread(call, reader),
+            Some(Mark::Product(call)) => {
+                let mut state = call.state();
+                state.product_shared = true;
+                let promised = !matches!(state.bias, BiasState::Absent);
+                drop(state);
+                if promised {
+                    bias_misread(call, reader);
+                }
+            }
+            Some(Mark::Elided(_, call)) => call.fail(&format!(
+                "{reader} reads the weight's gradient before it is complete"
+            )),
+            Some(Mark::Grad(_)) | None => {}
         }
     }
 
@@ -362,16 +369,10 @@ impl State {
         if let Some(role) = role {
             self.roles.insert(out.id, role);
         }
-        // An operand may be the result of another layer, whose bias it then lacks or has.
+        // An operand may be the result of another layer.
         for operand in [lhs, rhs] {
-            if let Some(Mark::Product(_) | Mark::Bias(_) | Mark::Elided(..)) =
-                self.marks.get(&operand.id)
-            {
-                self.read(&OperationIr::Float(
-                    out.dtype,
-                    FloatOperationIr::Matmul(product.clone()),
-                ));
-                break;
+            if !matches!(self.marks.get(&operand.id), Some(Mark::Weight { .. })) {
+                self.read_one(operand, "a product");
             }
         }
     }
@@ -432,21 +433,21 @@ impl State {
     /// transpose of an input and its right one the gradient of an output.
     fn grad_product(&mut self, product: &MatmulOpIr) -> Option<Role> {
         let MatmulOpIr { lhs, rhs, out } = product;
-        let source = *self.transposed.get(&lhs.id)?;
+        let input_of = self.transposed.get(&lhs.id)?;
         let [d_in, rows] = last_two(lhs)?;
         let [_, d_out] = last_two(rhs)?;
-        let alive = |calls: Option<&Vec<Weak<Call>>>| -> Vec<Arc<Call>> {
+        let alive = |calls: &[Weak<Call>]| -> Vec<Arc<Call>> {
             calls
-                .into_iter()
-                .flatten()
+                .iter()
                 .filter_map(Weak::upgrade)
                 .filter(|call| {
                     call.dims == [d_in, d_out] && call.training && call.weight_tracked
                 })
                 .collect()
         };
-        let by_input = alive(self.inputs.get(&source));
-        let by_grad = alive(self.output_grads.get(&rhs.id));
+        let sole = input_of.len() == 1;
+        let by_input = alive(input_of);
+        let by_grad = alive(self.output_grads.get(&rhs.id).map_or(&[], Vec::as_slice));
         let grad = Arc::new(GradProduct {
             rhs: rhs.id,
             dy: Mutex::default(),
@@ -475,13 +476,13 @@ impl State {
         };
         let by_input = waiting(by_input);
         if let [call] = &by_input[..]
-            && self.inputs.get(&source).is_some_and(|calls| calls.len() == 1)
+            && sole
         {
             call.state().dy = Some(rhs.id);
             self.marks.insert(out.id, Mark::Elided(grad, call.clone()));
             return Some(Role::WgradOnly(call.clone()));
         }
-        let open = waiting(alive(self.open.get(&[d_in, d_out])));
+        let open = waiting(alive(self.open.get(&[d_in, d_out]).map_or(&[], Vec::as_slice)));
         if open.is_empty() || rows == 0 {
             return None;
         }
@@ -524,21 +525,19 @@ fn is_matrix(tensor: &TensorIr, [rows, cols]: [usize; 2]) -> bool {
     last_two(tensor) == Some([rows, cols]) && tensor.shape.num_elements() == rows * cols
 }
 
-fn bias_misread(call: &Call, operation: &OperationIr) {
+fn bias_misread(call: &Call, reader: &str) {
     call.fail(&format!(
-        "{} reads its bias or its product: where the product adds the bias, as in burn_nn::Linear, \
-         nothing may come between them",
-        name(operation)
+        "{reader} reads its bias or its product: where the product adds the bias, as in \
+         burn_nn::Linear, nothing may come between them"
     ));
 }
 
 /// The name of an operation in messages.
 fn name(operation: &OperationIr) -> String {
     let text = format!("{operation:?}");
-    let end = text
-        .find(['{', '['])
-        .unwrap_or(text.len())
-        .min(80);
-    let name: String = text.chars().take(end).collect();
-    name.trim_end_matches([' ', '(']).to_string()
+    let kind = text.split('{').next().unwrap_or_default();
+    // "Float(F32, Exp(UnaryOpIr ": the operation's own name comes before its fields' type.
+    let mut words = kind.split(['(', ',', ' ']).filter(|word| !word.is_empty()).rev();
+    let last = words.next().unwrap_or_default();
+    words.next().unwrap_or(last).to_string()
 }
