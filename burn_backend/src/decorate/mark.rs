@@ -165,8 +165,11 @@ impl Module for Mark {
         self
     }
 
-    fn fork(self, _device: &Device) -> Self {
-        self
+    fn fork(self, device: &Device) -> Self {
+        Self {
+            state: self.state.fork(device),
+            ..self
+        }
     }
 
     fn collect_devices(&self, devices: Devices) -> Devices {

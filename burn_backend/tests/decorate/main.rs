@@ -7,4 +7,5 @@ mod equal;
 mod misuse;
 mod models;
 mod refuse;
+mod timing;
 mod transformer;
