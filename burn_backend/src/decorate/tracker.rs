@@ -118,7 +118,7 @@ impl Tracker {
     /// An operation that names `call` is about to be registered.
     pub fn announce(&self, call: &CallRef) {
         let mut state = lock(&self.state);
-        state.announced.retain(|_, call| call.strong_count() > 0);
+        state.prune();
         state.announced.insert(call.0.id, Arc::downgrade(&call.0));
     }
 
@@ -132,7 +132,6 @@ impl FusionObserver for Tracker {
     fn registered(&self, operation: &OperationIr) {
         let mut state = lock(&self.state);
         if state.is_idle() && !matches!(operation, OperationIr::Custom(_)) {
-            state.rest();
             return;
         }
         state.follow(operation);
@@ -176,14 +175,22 @@ impl FusionObserver for Tracker {
 
 impl State {
     fn is_idle(&self) -> bool {
-        self.marks.is_empty() && self.inputs.is_empty()
+        self.marks.is_empty()
+            && self.inputs.is_empty()
+            && self.output_grads.is_empty()
+            && self.transposed.is_empty()
     }
 
-    /// Nothing is followed: what only served to follow it goes.
-    fn rest(&mut self) {
-        self.output_grads.clear();
-        self.transposed.clear();
-        self.open.clear();
+    /// Forget what tensors without a live call have left. Most go with their tensors; this is for
+    /// those that were dropped on other threads, which no operation tells of.
+    fn prune(&mut self) {
+        self.announced.retain(|_, call| call.strong_count() > 0);
+        if self.announced.is_empty() {
+            self.inputs.clear();
+            self.output_grads.clear();
+            self.transposed.clear();
+            self.open.clear();
+        }
     }
 
     fn forget(&mut self, id: &TensorId) {
