@@ -329,10 +329,10 @@ impl Traversal {
                 if weight_owner == owner || is_weight_of(owner, weight_owner) =>
             {
                 self.layers.push(FoundLayer {
-                path: weight_owner.join("."),
-                id: *id,
-                state: state.clone(),
-            })
+                    path: weight_owner.join("."),
+                    id: *id,
+                    state: state.clone(),
+                })
             }
             // A state that is not part of a layer has no weight, and no say.
             _ => {}
@@ -517,7 +517,11 @@ mod tests {
         let saved = main.randomness();
         main.set_randomness(saved).unwrap();
         assert_eq!(zero.advance().offset, 7);
-        assert_eq!(one.advance().offset, 1 << 48 | 7, "all ranks go on together");
+        assert_eq!(
+            one.advance().offset,
+            1 << 48 | 7,
+            "all ranks go on together"
+        );
     }
 
     #[test]
@@ -527,6 +531,9 @@ mod tests {
             ..state().randomness()
         };
         let error = state().set_randomness(too_far).unwrap_err().to_string();
-        assert!(error.contains("`offset`") && error.contains("2^48"), "{error}");
+        assert!(
+            error.contains("`offset`") && error.contains("2^48"),
+            "{error}"
+        );
     }
 }

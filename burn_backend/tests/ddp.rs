@@ -11,10 +11,14 @@ use std::thread;
 
 use burn_core::module::{Module, ModuleMapper, Param};
 use burn_core::tensor::distributed::{DistributedConfig, DistributedContext, ReduceOperation};
-use burn_core::tensor::{DType, Device, DeviceType, FloatDType, Tensor, TensorData, activation::gelu};
+use burn_core::tensor::{
+    DType, Device, DeviceType, FloatDType, Tensor, TensorData, activation::gelu,
+};
 use burn_nn::{Linear, LinearConfig};
 use burn_nvfp4::state::number_layers;
-use burn_nvfp4::{LayerRandomness, Nvfp4Linear, Nvfp4LinearConfig, Nvfp4Recipe, Nvfp4State, decorate};
+use burn_nvfp4::{
+    LayerRandomness, Nvfp4Linear, Nvfp4LinearConfig, Nvfp4Recipe, Nvfp4State, decorate,
+};
 use burn_optim::{AdamWConfig, GradientsParams};
 
 const WIDTH: usize = 128;
@@ -136,7 +140,11 @@ fn compare<M: Model>(what: &str, model: M, devices: &[Device; 2]) -> (Vec<f32>, 
     });
     let [(one, first), (two, second)] = workers.map(|worker| worker.join().unwrap());
     drop(context);
-    let double: Vec<f32> = one.iter().zip(&two).map(|(one, two)| (one + two) / 2.0).collect();
+    let double: Vec<f32> = one
+        .iter()
+        .zip(&two)
+        .map(|(one, two)| (one + two) / 2.0)
+        .collect();
     eprintln!("{what}\nstep  one GPU   two GPUs  difference");
     for (step, (one, two)) in single.iter().zip(&double).enumerate() {
         eprintln!("{step:4}  {one:.6}  {two:.6}  {:+.2e}", (two - one) / one);
@@ -152,11 +160,17 @@ fn assert_close(single: &[f32], double: &[f32], tolerance: f32) {
         );
     }
     let last = STEPS - 1;
-    assert!(single[last] < 0.8 * single[0] && double[last] < 0.8 * double[0], "it learns");
+    assert!(
+        single[last] < 0.8 * single[0] && double[last] < 0.8 * double[0],
+        "it learns"
+    );
 }
 
 fn values(tensor: Tensor<2>) -> Vec<f32> {
-    tensor.cast(FloatDType::F32).try_into_vec_as::<f32>().unwrap()
+    tensor
+        .cast(FloatDType::F32)
+        .try_into_vec_as::<f32>()
+        .unwrap()
 }
 
 fn net(recipe: &Nvfp4Recipe, device: &Device) -> Net {
@@ -205,11 +219,18 @@ fn two_devices_train_as_one() {
     let (single, double, [first, second]) = compare("default recipe", model, &devices);
     assert_close(&single, &double, 0.03);
     for (one, two) in [(&first.up, &second.up), (&first.down, &second.down)] {
-        let (one, two) = (values(one.weight.val().inner()), values(two.weight.val().inner()));
+        let (one, two) = (
+            values(one.weight.val().inner()),
+            values(two.weight.val().inner()),
+        );
         assert_eq!(one, two, "both workers hold the same weights");
     }
     let state = Nvfp4State::collect(&first);
-    assert_eq!(state, Nvfp4State::collect(&second), "and the same count of forwards");
+    assert_eq!(
+        state,
+        Nvfp4State::collect(&second),
+        "and the same count of forwards"
+    );
     let LayerRandomness { offset, .. } = state.layers["up"];
     assert_eq!(offset, STEPS as u64);
 

@@ -18,7 +18,10 @@ fn a_used_up_exploration_limit_is_noticed() {
     let device = Device::cpu().autodiff();
     let layer = || -> Linear { LinearConfig::new(16, 16).init(&device) };
     let strict = decorate(layer(), &Nvfp4Recipe::new()).unwrap();
-    let lenient = Decorator::new(&Nvfp4Recipe::new()).lenient().decorate(layer()).unwrap();
+    let lenient = Decorator::new(&Nvfp4Recipe::new())
+        .lenient()
+        .decorate(layer())
+        .unwrap();
     let x = Tensor::<2>::random([16, 16], Distribution::Default, &device);
 
     let run = |layer: &Linear| {
@@ -46,14 +49,20 @@ fn a_used_up_exploration_limit_is_noticed() {
         }
     }
     let failed = failed.expect("the limit was used up");
-    assert!(failed.contains("layer ``") && failed.contains("was not taken"), "{failed}");
+    assert!(
+        failed.contains("layer ``") && failed.contains("was not taken"),
+        "{failed}"
+    );
 
     for _ in 0..2 {
         assert!(run(&lenient).is_finite());
     }
     let report = decorate::report(&lenient).unwrap();
     eprintln!("lenient\n{report}");
-    assert_eq!(report.layers[""].forward_missed + report.layers[""].forward_nvfp4, 2);
+    assert_eq!(
+        report.layers[""].forward_missed + report.layers[""].forward_nvfp4,
+        2
+    );
     assert!(report.missed() > 0);
     assert!(report.check().is_err());
 }

@@ -166,9 +166,9 @@ pub(super) enum BiasState {
     #[default]
     Absent,
     /// Its mark has been registered and reads this tensor.
-    Announced(TensorIr),
+    Announced(Box<TensorIr>),
     /// Its mark has run.
-    Known(CubeTensor),
+    Known(Box<CubeTensor>),
     /// The product has added it.
     Added,
 }
@@ -217,5 +217,7 @@ pub struct CallRef(pub(super) Arc<Call>);
 
 /// The data of `mutex`, also after a panic under it: what it guards stays consistent.
 pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+    mutex
+        .lock()
+        .unwrap_or_else(|poisoned| poisoned.into_inner())
 }

@@ -114,7 +114,7 @@ pub(super) struct ProductBlock {
 /// How some of them run, in order.
 enum Part {
     /// One product.
-    Product(MatmulOpIr),
+    Product(Box<MatmulOpIr>),
     /// One operation on its own.
     Plain,
     /// Some operations as one kernel.
@@ -138,7 +138,7 @@ impl ProductBlock {
             match product(last) {
                 Some(product) => {
                     fuse(device, others, &mut parts);
-                    parts.push(Part::Product(product.clone()));
+                    parts.push(Part::Product(Box::new(product.clone())));
                 }
                 None => fuse(device, run, &mut parts),
             }
@@ -164,7 +164,7 @@ fn fuse(device: &CubeDevice, mut operations: &[OperationIr], parts: &mut Vec<Par
             .iter_mut()
             .filter(|fuser| {
                 let FuserProperties { score, ready } = fuser.properties();
-                ready && score > 0 && fuser.len() > 0
+                ready && score > 0 && !fuser.is_empty()
             })
             .max_by_key(|fuser| fuser.properties().score);
         let part = best.map_or(Part::Plain, |fuser| Part::Fused(fuser.finish()));
@@ -248,7 +248,9 @@ impl<'a> Operands<'a> {
     fn get(&mut self, tensor: &TensorIr) -> CubeTensor {
         let mut tensor = tensor.clone();
         tensor.status = TensorStatus::ReadOnly;
-        self.context.handles.get_float_tensor::<CubeBackend>(&tensor)
+        self.context
+            .handles
+            .get_float_tensor::<CubeBackend>(&tensor)
     }
 
     fn left(&mut self) -> CubeTensor {
@@ -319,7 +321,11 @@ fn run_product(
                 state.bias_grad = grads.bias;
             }
             count(&call.layer.counters.dgrad_nvfp4);
-            operands.finish(grads.x.expect("a training forward keeps the row-wise weight"));
+            operands.finish(
+                grads
+                    .x
+                    .expect("a training forward keeps the row-wise weight"),
+            );
         }
         Role::Wgrad { call, exact } => {
             let known = call.state().weight_grad.is_some();
@@ -357,7 +363,7 @@ fn run_forward(call: &Call, x: CubeTensor, operands: &mut Operands<'_>) -> Optio
     let mut state = call.state();
     let weight = state.weight.take()?;
     let bias = match std::mem::take(&mut state.bias) {
-        BiasState::Known(bias) => Some(bias),
+        BiasState::Known(bias) => Some(*bias),
         BiasState::Announced(ir) if operands.context.handles.has_handle(&ir.id) => {
             Some(operands.get(&ir))
         }
@@ -438,4 +444,3 @@ fn cast(tensor: CubeTensor, dtype: DType) -> CubeTensor {
         CubeBackend::float_cast(tensor, float_dtype(dtype))
     }
 }
-

@@ -189,7 +189,13 @@ impl Decorator {
             };
             if let Some(bias) = found.bias {
                 let kind = Kind::Bias;
-                marks.insert(bias, Mark { kind, ..mark.clone() });
+                marks.insert(
+                    bias,
+                    Mark {
+                        kind,
+                        ..mark.clone()
+                    },
+                );
             }
             marks.insert(found.weight, mark);
         }
@@ -276,9 +282,8 @@ pub struct Nvfp4Report {
 impl Nvfp4Report {
     /// Products that ran in high precision though they should not have.
     pub fn missed(&self) -> u64 {
-        let missed = |layer: &LayerReport| {
-            layer.forward_missed + layer.dgrad_missed + layer.wgrad_missed
-        };
+        let missed =
+            |layer: &LayerReport| layer.forward_missed + layer.dgrad_missed + layer.wgrad_missed;
         self.layers.values().map(missed).sum()
     }
 
@@ -302,7 +307,13 @@ impl Nvfp4Report {
 
 impl fmt::Display for Nvfp4Report {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let width = self.layers.keys().map(String::len).max().unwrap_or(0).max(5);
+        let width = self
+            .layers
+            .keys()
+            .map(String::len)
+            .max()
+            .unwrap_or(0)
+            .max(5);
         writeln!(
             f,
             "{:width$} {:>18} {:>18} {:>18} {:>7} {:>10}",
@@ -376,7 +387,10 @@ fn check_layer(mark: &Mark, recipe: &Nvfp4Recipe) -> Result<(), Nvfp4Error> {
     }
     Err(Nvfp4Error::shape(
         "model",
-        format!("layer `{}` with a weight of [{d_in}, {d_out}]", mark.layer.path),
+        format!(
+            "layer `{}` with a weight of [{d_in}, {d_out}]",
+            mark.layer.path
+        ),
         format!(
             "multiples of {block}, or the layer in the recipe's high_precision, which is {:?}",
             recipe.high_precision

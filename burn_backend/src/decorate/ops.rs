@@ -10,12 +10,13 @@ use std::sync::{Mutex, OnceLock};
 use burn_core as burn;
 
 use burn_core::backend::{
-    Autodiff, Backend, backend_extension,
+    Autodiff, Backend,
     autodiff::{
         checkpoint::{base::Checkpointer, strategy::CheckpointStrategy},
         grads::Gradients,
         ops::{Backward, Ops, OpsKind},
     },
+    backend_extension,
     cubecl::dtype_to_storage_type,
     ops::FloatTensorOps,
     tensor::FloatTensor,
@@ -39,11 +40,7 @@ pub trait MarkOps: Backend {
     /// The weight as the rest of the graph sees it. In strict mode all of it is NaN: only a product
     /// that was taken gives a number.
     #[fusion(dtype = weight, shape = weight)]
-    fn nvfp4_mark_weight(
-        weight: FloatTensor<Self>,
-        call: CallRef,
-        id: u64,
-    ) -> FloatTensor<Self>;
+    fn nvfp4_mark_weight(weight: FloatTensor<Self>, call: CallRef, id: u64) -> FloatTensor<Self>;
 
     /// The bias as the rest of the graph sees it: -0.0, which adds nothing to any number, if the
     /// product adds the bias itself before it rounds.
@@ -52,16 +49,12 @@ pub trait MarkOps: Backend {
 
     /// The NVFP4 gradient of the weight, in place of Burn's `grad`.
     #[fusion(dtype = grad, shape = grad)]
-    fn nvfp4_take_weight_grad(
-        grad: FloatTensor<Self>,
-        call: CallRef,
-        id: u64,
-    ) -> FloatTensor<Self>;
+    fn nvfp4_take_weight_grad(grad: FloatTensor<Self>, call: CallRef, id: u64)
+    -> FloatTensor<Self>;
 
     /// The gradient of the bias as the layer computes it, in place of Burn's `grad`.
     #[fusion(dtype = grad, shape = grad)]
-    fn nvfp4_take_bias_grad(grad: FloatTensor<Self>, call: CallRef, id: u64)
-    -> FloatTensor<Self>;
+    fn nvfp4_take_bias_grad(grad: FloatTensor<Self>, call: CallRef, id: u64) -> FloatTensor<Self>;
 }
 
 impl MarkOps for CubeBackend {
@@ -92,7 +85,7 @@ impl MarkOps for CubeBackend {
                 state.bias = BiasState::Absent;
                 return bias;
             }
-            _ => state.bias = BiasState::Known(bias.clone()),
+            _ => state.bias = BiasState::Known(Box::new(bias.clone())),
         }
         drop(state);
         filled_like(&bias, -0.0)
@@ -202,11 +195,7 @@ impl<B: MarkOps, const WEIGHT: bool> Backward<B, 1> for Mark<WEIGHT> {
 }
 
 impl<B: MarkOps, C: CheckpointStrategy> MarkOps for Autodiff<B, C> {
-    fn nvfp4_mark_weight(
-        weight: FloatTensor<Self>,
-        call: CallRef,
-        id: u64,
-    ) -> FloatTensor<Self> {
+    fn nvfp4_mark_weight(weight: FloatTensor<Self>, call: CallRef, id: u64) -> FloatTensor<Self> {
         let (weight, node) = weight.into_parts();
         match Mark::<true>.prepare::<C>([node]).compute_bound().stateful() {
             OpsKind::Tracked(prep) => {
@@ -219,10 +208,12 @@ impl<B: MarkOps, C: CheckpointStrategy> MarkOps for Autodiff<B, C> {
     fn nvfp4_mark_bias(bias: FloatTensor<Self>, call: CallRef, id: u64) -> FloatTensor<Self> {
         call.0.state().bias_tracked = bias.is_tracked();
         let (bias, node) = bias.into_parts();
-        match Mark::<false>.prepare::<C>([node]).compute_bound().stateful() {
-            OpsKind::Tracked(prep) => {
-                prep.finish(call.clone(), B::nvfp4_mark_bias(bias, call, id))
-            }
+        match Mark::<false>
+            .prepare::<C>([node])
+            .compute_bound()
+            .stateful()
+        {
+            OpsKind::Tracked(prep) => prep.finish(call.clone(), B::nvfp4_mark_bias(bias, call, id)),
             OpsKind::UnTracked(prep) => prep.finish(B::nvfp4_mark_bias(bias, call, id)),
         }
     }

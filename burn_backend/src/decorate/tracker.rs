@@ -150,11 +150,14 @@ impl FusionObserver for Tracker {
             return;
         }
         RUNNING.with_borrow_mut(|running| {
-            running.extend(block.iter().filter_map(|operation| match operation {
-                OperationIr::Float(_, FloatOperationIr::Matmul(product)) => {
-                    state.roles.contains_key(&product.out.id).then_some(product.out.id)
+            running.extend(block.iter().filter_map(|operation| {
+                match operation {
+                    OperationIr::Float(_, FloatOperationIr::Matmul(product)) => state
+                        .roles
+                        .contains_key(&product.out.id)
+                        .then_some(product.out.id),
+                    _ => None,
                 }
-                _ => None,
             }));
         });
     }
@@ -344,7 +347,7 @@ impl State {
             Edge::Bias => {
                 let mut state = call.state();
                 if !state.product_shared && !state.forward {
-                    state.bias = BiasState::Announced(input.clone());
+                    state.bias = BiasState::Announced(Box::new(input.clone()));
                     drop(state);
                     self.marks.insert(out, Mark::Bias(call));
                 }
@@ -370,7 +373,9 @@ impl State {
             return;
         }
         let role = match self.marks.get(&rhs.id).cloned() {
-            Some(Mark::Weight { call, transposed }) => self.weight_product(product, call, transposed),
+            Some(Mark::Weight { call, transposed }) => {
+                self.weight_product(product, call, transposed)
+            }
             _ => self.grad_product(product),
         };
         if let Some(role) = role {
@@ -447,9 +452,7 @@ impl State {
             calls
                 .iter()
                 .filter_map(Weak::upgrade)
-                .filter(|call| {
-                    call.dims == [d_in, d_out] && call.training && call.weight_tracked
-                })
+                .filter(|call| call.dims == [d_in, d_out] && call.training && call.weight_tracked)
                 .collect()
         };
         let sole = input_of.len() == 1;
@@ -489,7 +492,9 @@ impl State {
             self.marks.insert(out.id, Mark::Elided(grad, call.clone()));
             return Some(Role::WgradOnly(call.clone()));
         }
-        let open = waiting(alive(self.open.get(&[d_in, d_out]).map_or(&[], Vec::as_slice)));
+        let open = waiting(alive(
+            self.open.get(&[d_in, d_out]).map_or(&[], Vec::as_slice),
+        ));
         if open.is_empty() || rows == 0 {
             return None;
         }
@@ -544,7 +549,10 @@ fn name(operation: &OperationIr) -> String {
     let text = format!("{operation:?}");
     let kind = text.split('{').next().unwrap_or_default();
     // "Float(F32, Exp(UnaryOpIr ": the operation's own name comes before its fields' type.
-    let mut words = kind.split(['(', ',', ' ']).filter(|word| !word.is_empty()).rev();
+    let mut words = kind
+        .split(['(', ',', ' '])
+        .filter(|word| !word.is_empty())
+        .rev();
     let last = words.next().unwrap_or_default();
     words.next().unwrap_or(last).to_string()
 }

@@ -14,7 +14,10 @@ fn plain_grads(model: &Plain, grads: &Gradients) -> Vec<Vec<u32>> {
         .flat_map(|layer| {
             let weight = bits(layer.weight.base().grad(grads).unwrap());
             let bias = layer.bias.as_ref();
-            [Some(weight), bias.map(|bias| bits(bias.base().grad(grads).unwrap()))]
+            [
+                Some(weight),
+                bias.map(|bias| bits(bias.base().grad(grads).unwrap())),
+            ]
         })
         .flatten()
         .collect()
@@ -26,7 +29,10 @@ fn explicit_grads(model: &Explicit, grads: &Gradients) -> Vec<Vec<u32>> {
         .flat_map(|layer| {
             let weight = bits(layer.weight.val().grad(grads).unwrap());
             let bias = layer.bias.as_ref();
-            [Some(weight), bias.map(|bias| bits(bias.val().grad(grads).unwrap()))]
+            [
+                Some(weight),
+                bias.map(|bias| bits(bias.val().grad(grads).unwrap())),
+            ]
         })
         .flatten()
         .collect()
@@ -61,7 +67,11 @@ fn assert_equal<const D: usize>(
         let (x1, x2) = (leaf(&x), leaf(&x));
         let y1 = decorated.forward(x1.clone());
         let y2 = explicit.forward(x2.clone());
-        assert_eq!(bits(y1.clone().inner()), bits(y2.clone().inner()), "{what}: y, step {step}");
+        assert_eq!(
+            bits(y1.clone().inner()),
+            bits(y2.clone().inner()),
+            "{what}: y, step {step}"
+        );
         let g1 = (y1 * target.clone()).sum().backward();
         let g2 = (y2 * target).sum().backward();
         if tracked {
@@ -91,10 +101,18 @@ fn assert_equal<const D: usize>(
         assert_eq!(ran.wgrad_nvfp4, steps, "{what}: {layer}");
         assert_eq!(ran.wgrad_wasted, 0, "{what}: {layer}");
         assert_eq!(ran.bias_after, 0, "{what}: {layer}");
-        let dgrads = if tracked || layer == "second" { steps } else { 0 };
+        let dgrads = if tracked || layer == "second" {
+            steps
+        } else {
+            0
+        };
         assert_eq!(ran.dgrad_nvfp4, dgrads, "{what}: {layer}");
     }
-    assert_eq!(Nvfp4State::collect(&decorated), Nvfp4State::collect(&explicit), "{what}");
+    assert_eq!(
+        Nvfp4State::collect(&decorated),
+        Nvfp4State::collect(&explicit),
+        "{what}"
+    );
 }
 
 fn dtypes() -> Vec<DType> {
@@ -121,7 +139,15 @@ fn matrices() {
 fn constant_inputs() {
     let device = device().autodiff();
     for dtype in dtypes() {
-        assert_equal("constant input", [32, 32], false, true, dtype, steps(), &device);
+        assert_equal(
+            "constant input",
+            [32, 32],
+            false,
+            true,
+            dtype,
+            steps(),
+            &device,
+        );
     }
 }
 
@@ -129,7 +155,15 @@ fn constant_inputs() {
 fn batches_that_burn_folds() {
     let device = device().autodiff();
     for dtype in dtypes() {
-        assert_equal("3-D, folded", [4, 6, 32], true, true, dtype, steps(), &device);
+        assert_equal(
+            "3-D, folded",
+            [4, 6, 32],
+            true,
+            true,
+            dtype,
+            steps(),
+            &device,
+        );
     }
 }
 
@@ -139,15 +173,39 @@ fn batches_that_burn_folds() {
 fn batches_that_burn_keeps() {
     let device = device().autodiff();
     for dtype in dtypes() {
-        assert_equal("3-D, kept", [2, 32, 32], true, true, dtype, steps(), &device);
-        assert_equal("3-D, kept, constant", [2, 32, 32], false, false, dtype, 1, &device);
+        assert_equal(
+            "3-D, kept",
+            [2, 32, 32],
+            true,
+            true,
+            dtype,
+            steps(),
+            &device,
+        );
+        assert_equal(
+            "3-D, kept, constant",
+            [2, 32, 32],
+            false,
+            false,
+            dtype,
+            1,
+            &device,
+        );
     }
 }
 
 #[test]
 fn four_axes_without_biases() {
     let device = device().autodiff();
-    assert_equal("4-D", [2, 1, 32, 32], true, false, DType::F32, steps(), &device);
+    assert_equal(
+        "4-D",
+        [2, 1, 32, 32],
+        true,
+        false,
+        DType::F32,
+        steps(),
+        &device,
+    );
 }
 
 /// Gradient checkpointing computes activations again; the numbers are the same, and no offset is
@@ -165,7 +223,10 @@ fn gradient_checkpointing() {
     let report = decorate::report(&decorated).unwrap();
     eprintln!("{report}");
     report.check().unwrap();
-    assert_eq!(Nvfp4State::collect(&decorated), Nvfp4State::collect(&explicit));
+    assert_eq!(
+        Nvfp4State::collect(&decorated),
+        Nvfp4State::collect(&explicit)
+    );
 }
 
 /// Micro-batches draw different bits, and their gradients add up.
@@ -214,8 +275,8 @@ fn high_precision_layers_are_left_alone() {
     let plain = Plain::new(true, &device);
     let x = tensor([32, 32], 1, DType::F32, &device);
     let hidden = bits(plain.first.forward(x.clone()).inner());
-    let recipe = Nvfp4Recipe::new()
-        .with_high_precision(Some(ParamGroup::from_regex("^first").unwrap()));
+    let recipe =
+        Nvfp4Recipe::new().with_high_precision(Some(ParamGroup::from_regex("^first").unwrap()));
     let decorated = decorate(plain, &recipe).unwrap();
     assert_eq!(bits(decorated.first.forward(x.clone()).inner()), hidden);
     decorated.forward(x).sum().backward();

@@ -31,7 +31,10 @@ fn other_operations_on_the_weight() {
         let value: f32 = sum.into_scalar();
         assert!(value.is_nan(), "a marked weight has no numbers");
     });
-    assert!(text.contains("layer `second`: its weight is read by"), "{text}");
+    assert!(
+        text.contains("layer `second`: its weight is read by"),
+        "{text}"
+    );
 }
 
 #[test]
@@ -41,7 +44,10 @@ fn one_value_in_two_products() {
         let y = x.clone().matmul(weight.clone()) + x.mul_scalar(2.0).matmul(weight);
         y.sum().backward();
     });
-    assert!(text.contains("layer `first`: two products use one value"), "{text}");
+    assert!(
+        text.contains("layer `first`: two products use one value"),
+        "{text}"
+    );
 }
 
 #[test]
@@ -51,7 +57,10 @@ fn a_transposed_weight() {
         let y = tensor::<2>([32, 48], 2, DType::F32, &x.device()).matmul(weight);
         assert!(y.sum().into_scalar::<f32>().is_nan());
     });
-    assert!(text.contains("layer `first`: its weight is transposed"), "{text}");
+    assert!(
+        text.contains("layer `first`: its weight is transposed"),
+        "{text}"
+    );
 }
 
 #[test]

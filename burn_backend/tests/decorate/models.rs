@@ -68,7 +68,11 @@ pub struct Plain {
 
 impl Plain {
     pub fn new(biases: bool, device: &Device) -> Self {
-        let linear = |d_in, d_out| LinearConfig::new(d_in, d_out).with_bias(biases).init(device);
+        let linear = |d_in, d_out| {
+            LinearConfig::new(d_in, d_out)
+                .with_bias(biases)
+                .init(device)
+        };
         Self {
             first: linear(32, 48),
             second: linear(48, 16),

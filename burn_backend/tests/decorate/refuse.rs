@@ -11,7 +11,10 @@ use crate::models::{Plain, bits, device, tensor};
 
 #[track_caller]
 fn refused<M: Module>(result: Result<M, burn_nvfp4::Nvfp4Error>, parts: &[&str]) {
-    let error = result.err().expect("refused").to_string();
+    let Err(error) = result else {
+        panic!("not refused");
+    };
+    let error = error.to_string();
     for part in parts {
         assert!(error.contains(part), "{error}");
     }
@@ -22,7 +25,10 @@ fn refused<M: Module>(result: Result<M, burn_nvfp4::Nvfp4Error>, parts: &[&str])
 fn other_devices() {
     let _ = device();
     let model = Plain::new(true, &Device::flex().autodiff());
-    refused(decorate(model, &Nvfp4Recipe::new()), &["`model`", "Flex", "CubeCL CPU or CUDA"]);
+    refused(
+        decorate(model, &Nvfp4Recipe::new()),
+        &["`model`", "Flex", "CubeCL CPU or CUDA"],
+    );
 }
 
 /// A decorated model that is moved away says so when it is used.
@@ -40,7 +46,10 @@ fn a_move_to_another_device() {
 fn models_twice_or_without_layers() {
     let device = device();
     let model = decorate(Plain::new(true, &device), &Nvfp4Recipe::new()).unwrap();
-    refused(decorate(model, &Nvfp4Recipe::new()), &["reparameterization at `first.weight`"]);
+    refused(
+        decorate(model, &Nvfp4Recipe::new()),
+        &["reparameterization at `first.weight`"],
+    );
     let norm = burn_nn::LayerNormConfig::new(32).init(&device);
     refused(decorate(norm, &Nvfp4Recipe::new()), &["no linear layer"]);
 }
@@ -60,9 +69,12 @@ fn shapes_and_groups() {
         Nvfp4Recipe::new().with_high_precision(Some(ParamGroup::from_regex(regex).unwrap()))
     };
     decorate(odd(), &recipe("first")).unwrap();
-    refused(decorate(odd(), &recipe("third")), &["high_precision", "first.weight"]);
-    let include = Decorator::new(&Nvfp4Recipe::new())
-        .include(ParamGroup::from_regex("nowhere").unwrap());
+    refused(
+        decorate(odd(), &recipe("third")),
+        &["high_precision", "first.weight"],
+    );
+    let include =
+        Decorator::new(&Nvfp4Recipe::new()).include(ParamGroup::from_regex("nowhere").unwrap());
     refused(include.decorate(odd()), &["include"]);
 }
 

@@ -7,7 +7,7 @@ use burn_core::tensor::{DType, Device, FloatDType, Tensor, TensorData};
 use burn_nn::{Linear, LinearConfig};
 use burn_nvfp4::{Nvfp4Linear, Nvfp4Recipe, decorate};
 
-use crate::models::{device, small_only, noise};
+use crate::models::{device, noise, small_only};
 
 /// Milliseconds of a step, after warm-up; the smallest of three.
 fn time(device: &Device, mut step: impl FnMut()) -> f64 {
@@ -33,10 +33,15 @@ fn four_layers() {
     }
     let device = device().autodiff();
     println!("four layers of width x width, 3-D input; milliseconds of forward and backward");
-    println!("{:>6} {:>6} {:>9} {:>9} {:>9}", "width", "tokens", "bf16", "explicit", "decorated");
+    println!(
+        "{:>6} {:>6} {:>9} {:>9} {:>9}",
+        "width", "tokens", "bf16", "explicit", "decorated"
+    );
     for (width, batch, length) in [(1024, 8, 512), (2048, 8, 1024), (4096, 4, 2048)] {
         let linear = || -> Linear {
-            let linear = LinearConfig::new(width, width).with_bias(false).init(&device);
+            let linear = LinearConfig::new(width, width)
+                .with_bias(false)
+                .init(&device);
             Linear {
                 weight: linear.weight.map(|weight| weight.cast(FloatDType::BF16)),
                 bias: None,

@@ -14,7 +14,11 @@ use crate::models::{bits, device, small_only, tensor};
 #[test]
 fn encoder_attention_and_feed_forward() {
     let device = device().autodiff();
-    let (width, tokens, layers, steps) = if small_only() { (16, 8, 1, 1) } else { (64, 32, 2, 6) };
+    let (width, tokens, layers, steps) = if small_only() {
+        (16, 8, 1, 1)
+    } else {
+        (64, 32, 2, 6)
+    };
     let model = TransformerEncoderConfig::new(width, 2 * width, 2, layers)
         .with_dropout(0.0)
         .init(&device);
@@ -27,9 +31,15 @@ fn encoder_attention_and_feed_forward() {
     for step in 0..steps {
         let y = model.forward(TransformerEncoderInput::new(x.clone()));
         if step == 0 {
-            let noise: f32 = (y.clone() - exact.clone()).powi_scalar(2).mean().into_scalar();
+            let noise: f32 = (y.clone() - exact.clone())
+                .powi_scalar(2)
+                .mean()
+                .into_scalar();
             let power: f32 = exact.clone().powi_scalar(2).mean().into_scalar();
-            assert!(noise > 0.0 && noise < 0.1 * power, "noise {noise}, power {power}");
+            assert!(
+                noise > 0.0 && noise < 0.1 * power,
+                "noise {noise}, power {power}"
+            );
         }
         let loss = (y - target.clone()).powi_scalar(2).mean();
         losses.push(loss.clone().into_scalar::<f32>());
@@ -49,14 +59,18 @@ fn encoder_attention_and_feed_forward() {
     if steps > 1 {
         assert!(losses[steps - 1] < losses[0], "{losses:?}");
     }
-    model.valid().forward(TransformerEncoderInput::new(x.inner()));
+    model
+        .valid()
+        .forward(TransformerEncoderInput::new(x.inner()));
     decorate::report(&model).unwrap().check().unwrap();
 }
 
 #[test]
 fn feed_forward() {
     let device = device().autodiff();
-    let model = PositionWiseFeedForwardConfig::new(16, 32).with_dropout(0.0).init(&device);
+    let model = PositionWiseFeedForwardConfig::new(16, 32)
+        .with_dropout(0.0)
+        .init(&device);
     let model = decorate(model, &Nvfp4Recipe::new()).unwrap();
     let x: Tensor<3> = tensor([2, 8, 16], 1, DType::F32, &device).require_grad();
     let grads = model.forward(x.clone()).sum().backward();
@@ -65,5 +79,8 @@ fn feed_forward() {
     eprintln!("{report}");
     report.check().unwrap();
     let layer = report.layers["linear_inner"];
-    assert_eq!((layer.forward_nvfp4, layer.dgrad_nvfp4, layer.wgrad_nvfp4), (1, 1, 1));
+    assert_eq!(
+        (layer.forward_nvfp4, layer.dgrad_nvfp4, layer.wgrad_nvfp4),
+        (1, 1, 1)
+    );
 }
