@@ -8,6 +8,7 @@
 //!   restores it with the model.
 //! - [`functions`] are the same operations on plain tensors, and [`experts`] those on tokens sorted
 //!   by expert.
+//! - `decorate` (features `cpu` and `cuda`) routes the linear layers of unmodified models.
 //! - [`ops`] is the extension trait, implemented by the Flex backend (pure Rust, on the oracle's
 //!   arithmetic), the Cube backend (CubeCL kernels), `Fusion` and `Autodiff`.
 //!
@@ -55,6 +56,8 @@
 //! round once to the output's type: `y` and `dx` have the type of `x`, `dw` that of `w`. The gradient
 //! of a bias is the `f32` sum of `dy`, in the bias's type.
 
+#[cfg(any(feature = "cpu", feature = "cuda"))]
+pub mod decorate;
 pub mod experts;
 pub mod functions;
 pub mod nn;
@@ -65,6 +68,8 @@ pub mod telemetry;
 
 mod validate;
 
+#[cfg(any(feature = "cpu", feature = "cuda"))]
+pub use decorate::{Decorator, Nvfp4Report, decorate};
 pub use experts::ExpertOffsets;
 pub use functions::Nvfp4Tensor;
 pub use nn::{

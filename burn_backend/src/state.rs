@@ -8,10 +8,11 @@
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicU16, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 use burn_core as burn;
 
+use burn_core::backend::DeviceOps;
 use burn_core::config::Config;
 use burn_core::module::{
     Content, Devices, Module, ModuleDisplay, ModuleDisplayDefault, ModuleMapper, ModuleVisitor,
@@ -44,6 +45,9 @@ pub(crate) const ROLE_FPROP_W: u64 = 7;
 /// Bits of a stream id that name the role; the others name the layer.
 const ROLE_BITS: u32 = 8;
 
+/// Position of the rank in an offset; the count of forwards is below.
+const RANK_SHIFT: u32 = 48;
+
 /// The stream of `role` in layer number `layer`.
 pub(crate) fn stream(layer: u64, role: u64) -> u64 {
     layer << ROLE_BITS | role
@@ -66,16 +70,25 @@ impl LayerRandomness {
     /// Layer numbers end here.
     pub const LAYER_LIMIT: u64 = 1 << (64 - ROLE_BITS);
 
+    /// Counts of forwards end here: the bits above tell the devices of a data-parallel run apart.
+    pub const OFFSET_LIMIT: u64 = 1 << RANK_SHIFT;
+
     fn check(&self) -> Result<(), Nvfp4Error> {
-        if self.layer < Self::LAYER_LIMIT {
-            Ok(())
-        } else {
-            Err(Nvfp4Error::value(
+        if self.layer >= Self::LAYER_LIMIT {
+            return Err(Nvfp4Error::value(
                 "layer",
                 self.layer.to_string(),
                 format!("less than {} (2^56)", Self::LAYER_LIMIT),
-            ))
+            ));
         }
+        if self.offset >= Self::OFFSET_LIMIT {
+            return Err(Nvfp4Error::value(
+                "offset",
+                self.offset.to_string(),
+                format!("less than {} (2^48)", Self::OFFSET_LIMIT),
+            ));
+        }
+        Ok(())
     }
 }
 
@@ -84,30 +97,61 @@ impl LayerRandomness {
 ///
 /// Clones share it. A clone of a module is the same logical layer (a fork for another device, the
 /// module that an optimizer step returns, `valid()`), and whichever of them runs forward, no offset
-/// is drawn twice and none is lost. What threads draw concurrently is distinct, but which draws
-/// first is not determined.
+/// is drawn twice and none is lost.
+///
+/// # Several devices
+///
+/// `Module::fork` to a device, as data-parallel training does for each of its workers, gives a clone
+/// that counts its forwards apart and draws other bits than the forks for other devices: those at
+/// offset `rank << 48 | count`, `rank` being the index of the device. So what every worker draws is
+/// determined, however their threads run. The signs of the Hadamard transform are the same on all.
+/// Forks to one device, and clones, share one count; a module that was never forked has rank 0.
+/// [`Nvfp4State`] saves the count of the module it is given; applied to a module, it is where all
+/// ranks go on, since data-parallel workers take their steps together.
 #[derive(Clone, Debug)]
 pub struct LayerState {
     shared: Arc<Shared>,
+    rank: u64,
 }
 
 #[derive(Debug)]
 struct Shared {
     seed: AtomicU64,
     layer: AtomicU64,
-    offset: AtomicU64,
     rht_signs: AtomicU16,
     high_precision: AtomicBool,
     mode: Mutex<LayerMode>,
     weights: WeightCache,
     probe: Mutex<Option<Probe>>,
+    offsets: Mutex<Offsets>,
+}
+
+/// The counts of forwards, by rank.
+#[derive(Debug)]
+struct Offsets {
+    /// Where ranks begin that have not drawn yet.
+    start: u64,
+    next: BTreeMap<u64, u64>,
+}
+
+impl Offsets {
+    fn starting_at(start: u64) -> Self {
+        Self {
+            start,
+            next: BTreeMap::new(),
+        }
+    }
+
+    fn of(&self, rank: u64) -> u64 {
+        self.next.get(&rank).copied().unwrap_or(self.start)
+    }
 }
 
 impl LayerState {
     /// A state that starts at `randomness`, in NVFP4.
     ///
     /// # Errors
-    /// When the layer number is 2^56 or more.
+    /// When the layer number is 2^56 or more, or the offset 2^48 or more.
     pub fn new(randomness: LayerRandomness) -> Result<Self, Nvfp4Error> {
         randomness.check()?;
         let LayerRandomness {
@@ -120,13 +164,14 @@ impl LayerState {
             shared: Arc::new(Shared {
                 seed: seed.into(),
                 layer: layer.into(),
-                offset: offset.into(),
                 rht_signs: rht_signs.into(),
                 high_precision: false.into(),
                 mode: Mutex::default(),
                 weights: WeightCache::default(),
                 probe: Mutex::default(),
+                offsets: Mutex::new(Offsets::starting_at(offset)),
             }),
+            rank: 0,
         })
     }
 
@@ -142,15 +187,15 @@ impl LayerState {
         LayerRandomness {
             seed: shared.seed.load(Ordering::Relaxed),
             layer: shared.layer.load(Ordering::Relaxed),
-            offset: shared.offset.load(Ordering::Relaxed),
+            offset: self.offsets().of(self.rank),
             rht_signs: shared.rht_signs.load(Ordering::Relaxed),
         }
     }
 
-    /// Draw from `randomness` next, in this layer and all its clones.
+    /// Draw from `randomness` next, in this layer, all its clones and forks.
     ///
     /// # Errors
-    /// When the layer number is 2^56 or more; the state is unchanged then.
+    /// When the layer number is 2^56 or more, or the offset 2^48 or more; the state is unchanged then.
     pub fn set_randomness(&self, randomness: LayerRandomness) -> Result<(), Nvfp4Error> {
         randomness.check()?;
         let LayerRandomness {
@@ -161,18 +206,31 @@ impl LayerState {
         } = randomness;
         self.shared.seed.store(seed, Ordering::Relaxed);
         self.shared.layer.store(layer, Ordering::Relaxed);
-        self.shared.offset.store(offset, Ordering::Relaxed);
         self.shared.rht_signs.store(rht_signs, Ordering::Relaxed);
+        *self.offsets() = Offsets::starting_at(offset);
         Ok(())
     }
 
-    /// Take the current offset, and leave the next one for whoever comes after.
+    /// Take the current offset of the rank, and leave the next one for whoever comes after. The
+    /// rank is in the result's offset.
     pub(crate) fn advance(&self) -> LayerRandomness {
-        let offset = self.shared.offset.fetch_add(1, Ordering::Relaxed);
+        let count = {
+            let mut offsets = self.offsets();
+            let count = offsets.of(self.rank);
+            offsets.next.insert(self.rank, count + 1);
+            count
+        };
         LayerRandomness {
-            offset,
+            offset: self.rank << RANK_SHIFT | count,
             ..self.randomness()
         }
+    }
+
+    fn offsets(&self) -> MutexGuard<'_, Offsets> {
+        self.shared
+            .offsets
+            .lock()
+            .unwrap_or_else(|poisoned| poisoned.into_inner())
     }
 
     /// Whether the layer computes in the type of its input in place of NVFP4.
@@ -242,8 +300,11 @@ impl Module for LayerState {
         self
     }
 
-    fn fork(self, _device: &Device) -> Self {
-        self
+    fn fork(self, device: &Device) -> Self {
+        Self {
+            rank: device.as_dispatch().id().index_id.into(),
+            ..self
+        }
     }
 
     fn collect_devices(&self, devices: Devices) -> Devices {
@@ -323,15 +384,26 @@ impl Traversal {
     fn found(&mut self, state: &LayerState) {
         let owner = &self.path[..self.path.len().saturating_sub(1)];
         match &self.weight {
-            Some((weight_owner, id)) if weight_owner == owner => self.layers.push(FoundLayer {
-                path: owner.join("."),
-                id: *id,
-                state: state.clone(),
-            }),
+            // A layer's state stands beside its weight, that of a decorated one below it.
+            Some((weight_owner, id))
+                if weight_owner == owner || is_weight_of(owner, weight_owner) =>
+            {
+                self.layers.push(FoundLayer {
+                    path: weight_owner.join("."),
+                    id: *id,
+                    state: state.clone(),
+                })
+            }
             // A state that is not part of a layer has no weight, and no say.
             _ => {}
         }
     }
+}
+
+/// Whether `path` is that of the weight in the module at `owner`.
+fn is_weight_of(path: &[String], owner: &[String]) -> bool {
+    path.split_last()
+        .is_some_and(|(last, parent)| last == "weight" && parent == owner)
 }
 
 /// The visitor of [`layers`]: keeps the path.
@@ -479,5 +551,62 @@ impl Nvfp4State {
             layer.state.set_mode(mode.unwrap_or_default());
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn state() -> LayerState {
+        LayerState::new(LayerRandomness {
+            seed: 1,
+            layer: 2,
+            offset: 5,
+            rht_signs: 3,
+        })
+        .unwrap()
+    }
+
+    /// A fork for the device with this index.
+    fn fork(state: &LayerState, rank: u64) -> LayerState {
+        LayerState {
+            rank,
+            ..state.clone()
+        }
+    }
+
+    #[test]
+    fn ranks_count_apart_and_never_meet() {
+        let main = state();
+        let (zero, one) = (fork(&main, 0), fork(&main, 1));
+        let drawn = [&one, &zero, &one, &main, &one].map(|state| state.advance());
+        let offsets = drawn.map(|randomness| randomness.offset);
+        assert_eq!(offsets, [1 << 48 | 5, 5, 1 << 48 | 6, 6, 1 << 48 | 7]);
+        assert!(drawn.iter().all(|one| one.rht_signs == 3 && one.layer == 2));
+        assert_eq!(main.randomness().offset, 7);
+        assert_eq!(one.randomness().offset, 8, "a count, without the rank");
+
+        let saved = main.randomness();
+        main.set_randomness(saved).unwrap();
+        assert_eq!(zero.advance().offset, 7);
+        assert_eq!(
+            one.advance().offset,
+            1 << 48 | 7,
+            "all ranks go on together"
+        );
+    }
+
+    #[test]
+    fn counts_end_before_the_rank() {
+        let too_far = LayerRandomness {
+            offset: LayerRandomness::OFFSET_LIMIT,
+            ..state().randomness()
+        };
+        let error = state().set_randomness(too_far).unwrap_err().to_string();
+        assert!(
+            error.contains("`offset`") && error.contains("2^48"),
+            "{error}"
+        );
     }
 }

@@ -22,11 +22,11 @@ use crate::telemetry::Probe;
 /// What a tracked product keeps until its backward: the operands of the backward's products, in
 /// their formats, and nothing else.
 #[derive(Clone, Debug)]
-struct Saved<B: Backend> {
+pub(crate) struct Saved<B: Backend> {
     /// `x` for wgrad, if the weight needs a gradient.
     x: Option<Operand<B>>,
     /// `w` for dgrad, if the input needs a gradient.
-    w: Option<Operand<B>>,
+    pub(crate) w: Option<Operand<B>>,
     x_dtype: FloatDType,
     w_dtype: FloatDType,
     /// Type of the bias, if there is one and it needs a gradient.
@@ -36,15 +36,15 @@ struct Saved<B: Backend> {
 }
 
 /// Gradients of `x`, `w` and the bias: those that were asked for.
-struct LinearGrads<B: Backend> {
-    x: Option<FloatTensor<B>>,
-    w: Option<FloatTensor<B>>,
-    bias: Option<FloatTensor<B>>,
+pub(crate) struct LinearGrads<B: Backend> {
+    pub(crate) x: Option<FloatTensor<B>>,
+    pub(crate) w: Option<FloatTensor<B>>,
+    pub(crate) bias: Option<FloatTensor<B>>,
 }
 
 impl<B: Nvfp4Ops> Saved<B> {
     /// The gradients, from the gradient `dy` of the output (`[m, d_out]`).
-    fn backward(self, dy: FloatTensor<B>) -> LinearGrads<B> {
+    pub(crate) fn backward(self, dy: FloatTensor<B>) -> LinearGrads<B> {
         let bias = self
             .bias_dtype
             .map(|dtype| bias_grad::<B>(dy.clone(), dtype));
@@ -126,6 +126,31 @@ impl<B: Nvfp4Ops> Backward<B, 3> for LinearBias {
             }
         }
     }
+}
+
+/// The output of a product without a context, and what its backward needs of `x` and `w`, of which
+/// `tracked` says whether gradients will be asked for.
+#[cfg(any(feature = "cpu", feature = "cuda"))]
+pub(crate) fn forward<B: Nvfp4Ops>(
+    x: FloatTensor<B>,
+    w: FloatTensor<B>,
+    bias: Bias<B>,
+    spec: LinearSpec,
+    (x_tracked, w_tracked): (bool, bool),
+    bias_dtype: Option<FloatDType>,
+) -> (FloatTensor<B>, Saved<B>) {
+    let product = Product {
+        x,
+        w,
+        bias,
+        spec,
+        context: LinearContext::default(),
+        w_node: 0,
+        x_tracked,
+        w_tracked,
+        bias_dtype,
+    };
+    product.forward()
 }
 
 /// A product to compute, with what decides what else is kept of it.

@@ -3,7 +3,7 @@
 //! Arguments are trusted here: [`functions`](crate::functions) checks them before anything is
 //! queued, because an implementation may run later, on another thread, where it can only panic.
 
-mod autodiff;
+pub(crate) mod autodiff;
 mod context;
 #[cfg(any(feature = "cpu", feature = "cuda"))]
 mod cube;
@@ -147,7 +147,7 @@ pub trait Nvfp4Ops: Backend {
 }
 
 /// The float type of a tensor that is known to hold one of the three supported types.
-fn float_dtype(dtype: DType) -> FloatDType {
+pub(crate) fn float_dtype(dtype: DType) -> FloatDType {
     match dtype {
         DType::F32 => FloatDType::F32,
         DType::BF16 => FloatDType::BF16,

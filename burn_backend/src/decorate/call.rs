@@ -1,0 +1,223 @@
+//! One use of a decorated weight, and what is counted about it.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard};
+
+use burn_core::backend::fusion::custom::{TensorId, TensorIr};
+use burn_cubecl::{CubeBackend, tensor::CubeTensor};
+use serde::{Deserialize, Serialize};
+
+use crate::ops::LinearSpec;
+use crate::ops::autodiff::Saved;
+
+/// What [`Decorator`](super::Decorator) does about a product that it could not take.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Mode {
+    /// It is an error: a product that was not taken has the result NaN, and the next use of the
+    /// model panics.
+    Strict,
+    /// It runs in the type of its operands, and is counted.
+    Lenient,
+}
+
+/// What all layers of one decorated model share.
+#[derive(Debug)]
+pub(super) struct Group {
+    pub mode: Mode,
+    failures: Mutex<Vec<String>>,
+}
+
+impl Group {
+    pub fn new(mode: Mode) -> Self {
+        Self {
+            mode,
+            failures: Mutex::default(),
+        }
+    }
+
+    pub fn failures(&self) -> Vec<String> {
+        lock(&self.failures).clone()
+    }
+}
+
+/// One decorated layer, shared by all clones of its weight.
+#[derive(Debug)]
+pub(super) struct Layer {
+    /// Path of the layer in the model.
+    pub path: String,
+    /// Shape of its weight, `[d_in, d_out]`.
+    pub dims: [usize; 2],
+    pub group: Arc<Group>,
+    pub counters: Counters,
+}
+
+impl Layer {
+    /// Remember that a guarantee was broken. `what` completes the sentence "layer `path`: …".
+    pub fn fail(&self, what: &str) {
+        /// More would say nothing new.
+        const LIMIT: usize = 32;
+        let mut failures = lock(&self.group.failures);
+        if failures.len() < LIMIT {
+            failures.push(format!("layer `{}`: {what}", self.path));
+        }
+    }
+
+    pub fn is_strict(&self) -> bool {
+        self.group.mode == Mode::Strict
+    }
+}
+
+macro_rules! counters {
+    ($($(#[$doc:meta])* $name:ident,)*) => {
+        /// How often each thing happened in one layer.
+        #[derive(Debug, Default)]
+        pub(super) struct Counters {
+            $(pub $name: AtomicU64,)*
+        }
+
+        /// Where the products of one layer ran, since the model was decorated.
+        #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+        pub struct LayerReport {
+            /// Whether the layer stays in high precision; nothing is counted then.
+            pub high_precision: bool,
+            $($(#[$doc])* pub $name: u64,)*
+        }
+
+        impl Counters {
+            pub fn report(&self, high_precision: bool) -> LayerReport {
+                LayerReport {
+                    high_precision,
+                    $($name: self.$name.load(Ordering::Relaxed),)*
+                }
+            }
+        }
+    };
+}
+
+counters! {
+    /// Forward products in NVFP4.
+    forward_nvfp4,
+    /// Forward products in the type of the input.
+    forward_missed,
+    /// Products for the gradient of the input in NVFP4.
+    dgrad_nvfp4,
+    /// Products for the gradient of the input in its own type.
+    dgrad_missed,
+    /// Gradients of the weight computed in NVFP4.
+    wgrad_nvfp4,
+    /// Gradients of the weight computed in high precision.
+    wgrad_missed,
+    /// High-precision weight gradients that Burn computed besides and that were thrown away. They
+    /// cost time and change nothing.
+    wgrad_wasted,
+    /// Biases that were added after the product had been rounded, and not before as
+    /// [`Nvfp4Linear`](crate::Nvfp4Linear) does.
+    bias_after,
+}
+
+pub(super) fn count(counter: &AtomicU64) {
+    counter.fetch_add(1, Ordering::Relaxed);
+}
+
+/// One use of a decorated weight: one call of `Param::val`, at most one forward product, and that
+/// product's two gradients.
+#[derive(Debug)]
+pub(super) struct Call {
+    pub id: u64,
+    pub layer: Arc<Layer>,
+    /// Shape of the weight, `[d_in, d_out]`.
+    pub dims: [usize; 2],
+    pub spec: LinearSpec,
+    /// Whether a backward may follow.
+    pub training: bool,
+    /// Whether the weight needs a gradient.
+    pub weight_tracked: bool,
+    state: Mutex<CallState>,
+}
+
+/// What becomes known of a call as operations are registered and run.
+#[derive(Debug, Default)]
+pub(super) struct CallState {
+    /// The weight, from its mark until its product.
+    pub weight: Option<CubeTensor>,
+    pub bias: BiasState,
+    /// Whether the bias needs a gradient.
+    pub bias_tracked: bool,
+    /// The product has been registered.
+    pub product: bool,
+    /// The product has run in NVFP4.
+    pub forward: bool,
+    /// Something else than the bias' addition reads the product.
+    pub product_shared: bool,
+    /// The gradient of the product that dgrad was registered with.
+    pub dy: Option<TensorId>,
+    /// What the backward needs.
+    pub saved: Option<Saved<CubeBackend>>,
+    pub weight_grad: Option<CubeTensor>,
+    pub bias_grad: Option<CubeTensor>,
+    /// The product that Burn computes for the weight's gradient.
+    pub grad: Option<Arc<GradProduct>>,
+}
+
+/// The bias of a call.
+#[derive(Debug, Default)]
+pub(super) enum BiasState {
+    /// There is none, or it has not been seen.
+    #[default]
+    Absent,
+    /// Its mark has been registered and reads this tensor.
+    Announced(Box<TensorIr>),
+    /// Its mark has run.
+    Known(Box<CubeTensor>),
+    /// The product has added it.
+    Added,
+}
+
+/// A product that Burn computes for the gradient of a weight.
+#[derive(Debug)]
+pub(super) struct GradProduct {
+    /// Its right operand: the gradient of a forward product.
+    pub rhs: TensorId,
+    /// That operand, where it has to be kept until the layer is known.
+    pub dy: Mutex<Option<CubeTensor>>,
+}
+
+impl Call {
+    pub fn new(
+        layer: Arc<Layer>,
+        dims: [usize; 2],
+        spec: LinearSpec,
+        training: bool,
+        weight_tracked: bool,
+    ) -> Self {
+        static NEXT: AtomicU64 = AtomicU64::new(0);
+        Self {
+            id: NEXT.fetch_add(1, Ordering::Relaxed),
+            layer,
+            dims,
+            spec,
+            training,
+            weight_tracked,
+            state: Mutex::default(),
+        }
+    }
+
+    pub fn state(&self) -> MutexGuard<'_, CallState> {
+        lock(&self.state)
+    }
+
+    pub fn fail(&self, what: &str) {
+        self.layer.fail(what);
+    }
+}
+
+/// A call as an argument of an operation.
+#[derive(Clone, Debug)]
+pub struct CallRef(pub(super) Arc<Call>);
+
+/// The data of `mutex`, also after a panic under it: what it guards stays consistent.
+pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex
+        .lock()
+        .unwrap_or_else(|poisoned| poisoned.into_inner())
+}

@@ -1,0 +1,446 @@
+//! The fusion that takes the products of decorated layers.
+//!
+//! Burn's fusion gives every operation to every registered fuser and lets the best one have a block.
+//! [`ProductFuser`] claims every block with a product in it, up to its last product, at the highest
+//! score: so no other fuser gets a product, and none is left over at the end of a block to run on its
+//! own. What lies between the products it gives to Burn's own fusers, which would have had it
+//! otherwise. Which of the products belong to decorated layers is asked of the
+//! [tracker](super::tracker) when they run; all others run as they would without fusion.
+
+use burn_core::backend::fusion::{
+    FuserProperties, FuserStatus, NumOperations, OperationFuser,
+    custom::{OperationIr, TensorId, TensorIr},
+    stream::Context,
+};
+use burn_core::backend::ops::FloatTensorOps;
+use burn_core::tensor::{DType, Shape};
+use burn_cubecl::fusion::{
+    CubeFuser, CubeFusionHandle, CubeOptimization, FallbackOperation, FusedOperation,
+    OptimizationProvider,
+};
+use burn_cubecl::{CubeBackend, CubeDevice, tensor::CubeTensor};
+use burn_cubecl_fusion::optim::elemwise::ElementWiseFuser;
+use burn_cubecl_fusion::optim::reduce::{ReduceFuser, ReduceSettings};
+use burn_cubecl_fusion::optim::reduce_broadcasted::ReduceBroadcastedFuser;
+use burn_ir::{FloatOperationIr, MatmulOpIr, TensorStatus};
+
+use super::call::{BiasState, Call, count, lock};
+use super::ops::placeholder;
+use super::tracker::{Role, tracker};
+use crate::ops::autodiff::forward;
+use crate::ops::{Bias, float_dtype};
+
+/// Name of the optimization in Burn's registry and logs.
+pub(super) const NAME: &str = "Nvfp4Products";
+
+/// Makes the fusers.
+pub(super) struct Provider;
+
+impl OptimizationProvider for Provider {
+    type Operation = ProductBlock;
+
+    fn fuser(&self, device: &CubeDevice) -> CubeFuser {
+        CubeFuser::new(ProductFuser {
+            device: device.clone(),
+            operations: Vec::new(),
+            len: 0,
+        })
+    }
+}
+
+/// Collects the operations of a block.
+#[derive(Clone)]
+struct ProductFuser {
+    device: CubeDevice,
+    operations: Vec<OperationIr>,
+    /// Up to and with the last product.
+    len: usize,
+}
+
+impl OperationFuser<CubeOptimization> for ProductFuser {
+    fn fuse(&mut self, operation: &OperationIr) {
+        self.operations.push(operation.clone());
+        if product(operation).is_some() {
+            self.len = self.operations.len();
+        }
+    }
+
+    fn finish(&mut self) -> CubeOptimization {
+        let operations = self.operations[..self.len].to_vec();
+        CubeOptimization::new(ProductBlock::new(&self.device, operations))
+    }
+
+    fn reset(&mut self) {
+        self.operations.clear();
+        self.len = 0;
+    }
+
+    /// Closed: it collects what comes, and never makes Burn wait for more.
+    fn status(&self) -> FuserStatus {
+        FuserStatus::Closed
+    }
+
+    fn properties(&self) -> FuserProperties {
+        let ready = self.len > 0;
+        FuserProperties {
+            score: if ready { u64::MAX } else { 0 },
+            ready,
+        }
+    }
+
+    fn len(&self) -> usize {
+        self.len
+    }
+
+    fn clone_dyn(&self) -> Box<dyn OperationFuser<CubeOptimization>> {
+        Box::new(self.clone())
+    }
+}
+
+/// The product that `operation` is.
+fn product(operation: &OperationIr) -> Option<&MatmulOpIr> {
+    match operation {
+        OperationIr::Float(_, FloatOperationIr::Matmul(product)) => Some(product),
+        _ => None,
+    }
+}
+
+/// The operations of a block up to its last product.
+pub(super) struct ProductBlock {
+    operations: Vec<OperationIr>,
+    parts: Vec<Part>,
+}
+
+/// How some of them run, in order.
+enum Part {
+    /// One product.
+    Product(Box<MatmulOpIr>),
+    /// One operation on its own.
+    Plain,
+    /// Some operations as one kernel.
+    Fused(CubeOptimization),
+}
+
+impl Part {
+    fn len(&self) -> usize {
+        match self {
+            Self::Product(_) | Self::Plain => 1,
+            Self::Fused(fused) => fused.num_ops_fused(),
+        }
+    }
+}
+
+impl ProductBlock {
+    fn new(device: &CubeDevice, operations: Vec<OperationIr>) -> Self {
+        let mut parts = Vec::new();
+        for run in operations.split_inclusive(|operation| product(operation).is_some()) {
+            let (last, others) = run.split_last().expect("a run is not empty");
+            match product(last) {
+                Some(product) => {
+                    fuse(device, others, &mut parts);
+                    parts.push(Part::Product(Box::new(product.clone())));
+                }
+                None => fuse(device, run, &mut parts),
+            }
+        }
+        Self { operations, parts }
+    }
+}
+
+/// Cover `operations` with what Burn's own fusers make of them.
+fn fuse(device: &CubeDevice, mut operations: &[OperationIr], parts: &mut Vec<Part>) {
+    while !operations.is_empty() {
+        let mut fusers: [Box<dyn OperationFuser<CubeOptimization>>; 3] = [
+            Box::new(ElementWiseFuser::new(device.clone())),
+            Box::new(ReduceFuser::new(device.clone(), ReduceSettings::Always)),
+            Box::new(ReduceBroadcastedFuser::new(device.clone())),
+        ];
+        for operation in operations {
+            for fuser in &mut fusers {
+                fuser.fuse(operation);
+            }
+        }
+        let best = fusers
+            .iter_mut()
+            .filter(|fuser| {
+                let FuserProperties { score, ready } = fuser.properties();
+                ready && score > 0 && !fuser.is_empty()
+            })
+            .max_by_key(|fuser| fuser.properties().score);
+        let part = best.map_or(Part::Plain, |fuser| Part::Fused(fuser.finish()));
+        operations = &operations[part.len()..];
+        parts.push(part);
+    }
+}
+
+impl FusedOperation for ProductBlock {
+    const NAME: &'static str = NAME;
+
+    type State = Vec<OperationIr>;
+
+    fn num_ops_fused(&self) -> usize {
+        self.operations.len()
+    }
+
+    fn max_relative_shape_id(&self) -> Option<usize> {
+        self.parts
+            .iter()
+            .filter_map(|part| match part {
+                Part::Fused(fused) => NumOperations::max_relative_shape_id(fused),
+                Part::Product(_) | Part::Plain => None,
+            })
+            .max()
+    }
+
+    fn run(
+        &mut self,
+        context: &mut Context<CubeFusionHandle>,
+        fallback: &dyn Fn(usize) -> Box<dyn FallbackOperation>,
+    ) {
+        let mut index = 0;
+        for part in &mut self.parts {
+            let len = part.len();
+            match part {
+                Part::Product(product) => {
+                    run_product(product, context, &|context| fallback(index).run(context));
+                }
+                Part::Plain => fallback(index).run(context),
+                Part::Fused(fused) => fused.run(context, &|inner| fallback(index + inner)),
+            }
+            index += len;
+        }
+    }
+
+    fn to_state(&self) -> Self::State {
+        self.operations.clone()
+    }
+
+    fn from_state(device: &CubeDevice, state: Self::State) -> Self {
+        Self::new(device, state)
+    }
+}
+
+/// The tensors of one product while it runs.
+struct Operands<'a> {
+    context: &'a mut Context<CubeFusionHandle>,
+    lhs: TensorIr,
+    rhs: TensorIr,
+    out: TensorIr,
+}
+
+impl<'a> Operands<'a> {
+    fn new(product: &MatmulOpIr, context: &'a mut Context<CubeFusionHandle>) -> Self {
+        let global = |relative: TensorId| context.tensors[&relative].clone();
+        let (lhs, rhs, out) = (
+            global(product.lhs.id),
+            global(product.rhs.id),
+            global(product.out.id),
+        );
+        Self {
+            context,
+            lhs,
+            rhs,
+            out,
+        }
+    }
+
+    /// A tensor that stays where it is: the queue frees what is used up.
+    fn get(&mut self, tensor: &TensorIr) -> CubeTensor {
+        let mut tensor = tensor.clone();
+        tensor.status = TensorStatus::ReadOnly;
+        self.context
+            .handles
+            .get_float_tensor::<CubeBackend>(&tensor)
+    }
+
+    fn left(&mut self) -> CubeTensor {
+        let lhs = self.lhs.clone();
+        matrix(self.get(&lhs))
+    }
+
+    fn right(&mut self) -> CubeTensor {
+        let rhs = self.rhs.clone();
+        self.get(&rhs)
+    }
+
+    /// The result, in the shape the graph gave it.
+    fn finish(self, out: CubeTensor) {
+        let out = CubeBackend::float_reshape(out, self.out.shape.clone());
+        self.put(out);
+    }
+
+    fn put(self, out: CubeTensor) {
+        self.context
+            .handles
+            .register_float_tensor::<CubeBackend>(&self.out.id, out);
+    }
+}
+
+/// All leading axes folded to rows.
+fn matrix(tensor: CubeTensor) -> CubeTensor {
+    let shape = tensor.meta.shape();
+    let rank = shape.num_dims();
+    let cols = shape[rank - 1];
+    let rows = shape.num_elements() / cols.max(1);
+    if rank == 2 {
+        tensor
+    } else {
+        CubeBackend::float_reshape(tensor, Shape::new([rows, cols]))
+    }
+}
+
+/// Run one product in its role, or `plain` if it has none or cannot have it.
+fn run_product(
+    product: &MatmulOpIr,
+    context: &mut Context<CubeFusionHandle>,
+    plain: &dyn Fn(&mut Context<CubeFusionHandle>),
+) {
+    let out = context.tensors[&product.out.id].id;
+    let Some(role) = tracker().take(out) else {
+        return plain(context);
+    };
+    let mut operands = Operands::new(product, context);
+    match role {
+        Role::Forward(call) => {
+            let x = operands.left();
+            match run_forward(&call, x, &mut operands) {
+                Some(y) => operands.finish(y),
+                None => plain(context),
+            }
+        }
+        Role::Dgrad(call) => {
+            let Some(saved) = call.state().saved.take() else {
+                // Its forward was missed, which has been said.
+                count(&call.layer.counters.dgrad_missed);
+                return plain(context);
+            };
+            let grads = saved.backward(operands.left());
+            {
+                let mut state = call.state();
+                state.weight_grad = grads.w;
+                state.bias_grad = grads.bias;
+            }
+            count(&call.layer.counters.dgrad_nvfp4);
+            operands.finish(
+                grads
+                    .x
+                    .expect("a training forward keeps the row-wise weight"),
+            );
+        }
+        Role::Wgrad { call, exact } => {
+            let known = call.state().weight_grad.is_some();
+            if known && exact {
+                let like = operands.left();
+                let (shape, dtype) = (operands.out.shape.clone(), operands.out.dtype);
+                let out = placeholder(&like, &shape, dtype);
+                operands.put(out);
+            } else {
+                if known {
+                    count(&call.layer.counters.wgrad_wasted);
+                }
+                plain(context);
+            }
+        }
+        Role::WgradOnly(call) => {
+            let dy = matrix(operands.right());
+            if weight_grad_of(&call, dy.clone()) {
+                let (shape, dtype) = (operands.out.shape.clone(), operands.out.dtype);
+                let out = placeholder(&dy, &shape, dtype);
+                operands.put(out);
+            } else {
+                plain(context);
+            }
+        }
+        Role::Candidate(grad) => {
+            *lock(&grad.dy) = Some(matrix(operands.right()));
+            plain(context);
+        }
+    }
+}
+
+/// The forward product, and what its backward needs. `None` if the weight is not there.
+fn run_forward(call: &Call, x: CubeTensor, operands: &mut Operands<'_>) -> Option<CubeTensor> {
+    let mut state = call.state();
+    let weight = state.weight.take()?;
+    let bias = match std::mem::take(&mut state.bias) {
+        BiasState::Known(bias) => Some(*bias),
+        BiasState::Announced(ir) if operands.context.handles.has_handle(&ir.id) => {
+            Some(operands.get(&ir))
+        }
+        // Its mark finds that the product has run without it.
+        _ => None,
+    };
+    if bias.is_some() {
+        state.bias = BiasState::Added;
+    }
+    let bias_dtype = bias
+        .as_ref()
+        .filter(|_| state.bias_tracked)
+        .map(|bias| float_dtype(bias.dtype));
+    let bias = bias.map_or(Bias::Absent, Bias::Vector);
+    let tracked = (call.training, call.training && call.weight_tracked);
+    let (y, saved) = forward::<CubeBackend>(x, weight, bias, call.spec, tracked, bias_dtype);
+    state.forward = true;
+    state.saved = call.training.then_some(saved);
+    count(&call.layer.counters.forward_nvfp4);
+    Some(y)
+}
+
+/// Compute the gradient of the weight of a call whose input needs none. `false` if the forward was
+/// missed.
+fn weight_grad_of(call: &Call, dy: CubeTensor) -> bool {
+    let Some(mut saved) = call.state().saved.take() else {
+        return false;
+    };
+    saved.w = None;
+    let grads = saved.backward(dy);
+    let mut state = call.state();
+    state.weight_grad = grads.w;
+    state.bias_grad = grads.bias;
+    true
+}
+
+/// The NVFP4 gradient of the weight of `call`, for which Burn computed `grad`.
+///
+/// # Errors
+/// Why there is none.
+pub(super) fn weight_grad(call: &Call, grad: &CubeTensor) -> Result<CubeTensor, String> {
+    let (product, dy) = {
+        let mut state = call.state();
+        (state.grad.take(), state.dy)
+    };
+    let Some(product) = product else {
+        return Err(
+            "the gradient of its weight does not come from one product of its input".into(),
+        );
+    };
+    if let Some(dy) = lock(&product.dy).take()
+        && call.state().weight_grad.is_none()
+    {
+        if weight_grad_of(call, dy) {
+            count(&call.layer.counters.wgrad_wasted);
+        }
+    } else if dy != Some(product.rhs) {
+        return Err(
+            "the gradient of its weight comes from another gradient than that of its output".into(),
+        );
+    }
+    let own = call.state().weight_grad.take();
+    let Some(own) = own else {
+        return Err(
+            "the gradient of its weight was not computed in NVFP4, because the forward or the \
+             input gradient was not"
+                .into(),
+        );
+    };
+    debug_assert_eq!(own.meta.shape(), grad.meta.shape());
+    Ok(cast(own, grad.dtype))
+}
+
+fn cast(tensor: CubeTensor, dtype: DType) -> CubeTensor {
+    if tensor.dtype == dtype {
+        tensor
+    } else {
+        CubeBackend::float_cast(tensor, float_dtype(dtype))
+    }
+}

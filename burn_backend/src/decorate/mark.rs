@@ -1,0 +1,199 @@
+//! The marks on the parameters of an unmodified model.
+
+use std::cell::{Cell, RefCell};
+use std::sync::{Arc, Weak};
+
+use burn_core::backend::Dispatch;
+use burn_core::module::{
+    Content, Devices, Module, ModuleDisplay, ModuleDisplayDefault, ModuleMapper, ModuleVisitor,
+    Reparameterization,
+};
+use burn_core::tensor::{Device, Tensor};
+
+use super::call::{Call, CallRef, Layer};
+use super::ops::MarkOps;
+use super::tracker::tracker;
+use super::{check_device, failure_message};
+use crate::recipe::{LayerMode, Nvfp4Recipe};
+use crate::state::LayerState;
+
+/// Which parameter of its layer a [`Mark`] is on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Kind {
+    Weight,
+    Bias,
+}
+
+/// A mark on a parameter: what `Param::val` returns carries it into the graph.
+///
+/// A module without parameters, as [`LayerState`] is: records do not know of it.
+#[derive(Debug, Clone)]
+pub(super) struct Mark {
+    pub kind: Kind,
+    pub layer: Arc<Layer>,
+    pub state: LayerState,
+    pub recipe: Arc<Nvfp4Recipe>,
+}
+
+thread_local! {
+    /// The last use of a weight on this thread: a layer takes the value of its bias after that of
+    /// its weight.
+    static LAST: RefCell<Weak<Call>> = const { RefCell::new(Weak::new()) };
+    /// Marks do nothing while this is set.
+    static BYPASSED: Cell<bool> = const { Cell::new(false) };
+    /// The layers that [`collect`] has found so far.
+    static FOUND: RefCell<Option<Vec<Mark>>> = const { RefCell::new(None) };
+}
+
+/// Run `body` with marks that do nothing.
+pub(super) fn bypassed<T>(body: impl FnOnce() -> T) -> T {
+    struct End;
+    impl Drop for End {
+        fn drop(&mut self) {
+            BYPASSED.set(false);
+        }
+    }
+    BYPASSED.set(true);
+    let _end = End;
+    body()
+}
+
+/// The marks on the weights of `model`, in the order of its fields.
+pub(super) fn collect<M: Module>(model: &M) -> Vec<Mark> {
+    struct Nothing;
+    impl ModuleVisitor for Nothing {}
+    struct End;
+    impl Drop for End {
+        fn drop(&mut self) {
+            FOUND.set(None);
+        }
+    }
+    FOUND.set(Some(Vec::new()));
+    let _end = End;
+    model.visit(&mut Nothing);
+    FOUND.take().unwrap_or_default()
+}
+
+impl Mark {
+    fn weight(&self, base: Tensor<2>) -> Tensor<2> {
+        let training = base.is_autodiff();
+        let mode = self.state.mode();
+        let randomness = if training && mode != LayerMode::HighPrecision {
+            self.state.advance()
+        } else {
+            self.state.randomness()
+        };
+        let call = Arc::new(Call::new(
+            self.layer.clone(),
+            base.dims(),
+            mode.of(self.recipe.spec(&randomness)),
+            training,
+            base.is_tracked(),
+        ));
+        LAST.set(Arc::downgrade(&call));
+        let (id, call) = (call.id, CallRef(call));
+        tracker().announce(&call);
+        Tensor::from_dispatch(Dispatch::nvfp4_mark_weight(base.into_dispatch(), call, id))
+    }
+
+    fn bias(&self, base: Tensor<1>) -> Tensor<1> {
+        let last = LAST.take().upgrade();
+        match last {
+            Some(call) if Arc::ptr_eq(&call.layer, &self.layer) => {
+                let (id, call) = (call.id, CallRef(call));
+                tracker().announce(&call);
+                Tensor::from_dispatch(Dispatch::nvfp4_mark_bias(base.into_dispatch(), call, id))
+            }
+            // Taken before the weight: it is added to the rounded product, as Burn does.
+            _ => {
+                super::call::count(&self.layer.counters.bias_after);
+                base
+            }
+        }
+    }
+}
+
+impl Reparameterization for Mark {
+    const NAME: &'static str = "nvfp4";
+
+    fn apply<const D: usize>(&self, base: Tensor<D>) -> Tensor<D> {
+        if BYPASSED.get() || self.state.is_high_precision() {
+            return base;
+        }
+        let device = base.device();
+        if let Err(error) = check_device("model", &device) {
+            panic!("nvfp4 decorate: layer `{}`: {error}", self.layer.path);
+        }
+        if self.layer.is_strict()
+            && let Some(message) = failure_message(&self.layer.group.failures())
+        {
+            panic!("nvfp4 decorate: {message}");
+        }
+        let marked = match self.kind {
+            Kind::Weight => {
+                let dims = base.dims();
+                let base: Tensor<2> = base.reshape([dims[0], dims[D - 1]]);
+                self.weight(base).into_dispatch()
+            }
+            Kind::Bias if self.layer.is_strict() => {
+                let length = base.dims()[0];
+                let base: Tensor<1> = base.reshape([length]);
+                self.bias(base).into_dispatch()
+            }
+            Kind::Bias => return base,
+        };
+        Tensor::from_dispatch(marked)
+    }
+}
+
+impl Module for Mark {
+    fn visit<V: ModuleVisitor>(&self, visitor: &mut V) {
+        if self.kind == Kind::Weight {
+            FOUND.with_borrow_mut(|found| {
+                if let Some(found) = found {
+                    found.push(self.clone());
+                }
+            });
+            self.state.visit(visitor);
+        }
+    }
+
+    fn map<M: ModuleMapper>(self, _mapper: &mut M) -> Self {
+        self
+    }
+
+    fn to_device(self, _device: &Device) -> Self {
+        self
+    }
+
+    fn fork(self, device: &Device) -> Self {
+        Self {
+            state: self.state.fork(device),
+            ..self
+        }
+    }
+
+    fn collect_devices(&self, devices: Devices) -> Devices {
+        devices
+    }
+
+    fn materialize(self) -> Self {
+        self
+    }
+
+    fn valid(&self) -> Self {
+        self.clone()
+    }
+
+    fn train(self) -> Self {
+        self
+    }
+}
+
+impl ModuleDisplayDefault for Mark {
+    fn content(&self, content: Content) -> Option<Content> {
+        self.state.content(content)
+    }
+}
+
+impl ModuleDisplay for Mark {}

@@ -1,0 +1,236 @@
+//! The operations that stand at the edges of a decorated layer: where its parameters enter the
+//! graph, and where their gradients leave it.
+//!
+//! What runs between them is found by the [tracker](super::tracker) and run by the
+//! [fuser](super::fuser).
+
+use std::collections::HashMap;
+use std::sync::{Mutex, OnceLock};
+
+use burn_core as burn;
+
+use burn_core::backend::{
+    Autodiff, Backend,
+    autodiff::{
+        checkpoint::{base::Checkpointer, strategy::CheckpointStrategy},
+        grads::Gradients,
+        ops::{Backward, Ops, OpsKind},
+    },
+    backend_extension,
+    cubecl::dtype_to_storage_type,
+    ops::FloatTensorOps,
+    tensor::FloatTensor,
+};
+use burn_core::tensor::{DType, Shape};
+use burn_cubecl::{CubeBackend, CubeDevice, ops::numeric::full_device_dtype, tensor::CubeTensor};
+use cubecl::prelude::InputScalar;
+
+use super::call::{BiasState, CallRef, count, lock};
+use super::fuser;
+
+/// Where parameters of decorated layers enter the graph, and where their gradients leave it.
+///
+/// `id` is the call's number: the [tracker](super::tracker) reads it off the operation.
+#[backend_extension(
+    Cube: cfg(any(feature = "cpu", feature = "cuda")),
+    Fusion: cfg(feature = "cubecl-backend"),
+    Autodiff
+)]
+pub trait MarkOps: Backend {
+    /// The weight as the rest of the graph sees it. In strict mode all of it is NaN: only a product
+    /// that was taken gives a number.
+    #[fusion(dtype = weight, shape = weight)]
+    fn nvfp4_mark_weight(weight: FloatTensor<Self>, call: CallRef, id: u64) -> FloatTensor<Self>;
+
+    /// The bias as the rest of the graph sees it: -0.0, which adds nothing to any number, if the
+    /// product adds the bias itself before it rounds.
+    #[fusion(dtype = bias, shape = bias)]
+    fn nvfp4_mark_bias(bias: FloatTensor<Self>, call: CallRef, id: u64) -> FloatTensor<Self>;
+
+    /// The NVFP4 gradient of the weight, in place of Burn's `grad`.
+    #[fusion(dtype = grad, shape = grad)]
+    fn nvfp4_take_weight_grad(grad: FloatTensor<Self>, call: CallRef, id: u64)
+    -> FloatTensor<Self>;
+
+    /// The gradient of the bias as the layer computes it, in place of Burn's `grad`.
+    #[fusion(dtype = grad, shape = grad)]
+    fn nvfp4_take_bias_grad(grad: FloatTensor<Self>, call: CallRef, id: u64) -> FloatTensor<Self>;
+}
+
+impl MarkOps for CubeBackend {
+    fn nvfp4_mark_weight(
+        weight: FloatTensor<Self>,
+        CallRef(call): CallRef,
+        _id: u64,
+    ) -> FloatTensor<Self> {
+        let seen = if call.layer.is_strict() {
+            filled_like(&weight, f32::NAN)
+        } else {
+            weight.clone()
+        };
+        call.state().weight = Some(weight);
+        seen
+    }
+
+    fn nvfp4_mark_bias(
+        bias: FloatTensor<Self>,
+        CallRef(call): CallRef,
+        _id: u64,
+    ) -> FloatTensor<Self> {
+        let mut state = call.state();
+        match state.bias {
+            BiasState::Added => {}
+            _ if state.forward || state.product_shared => {
+                count(&call.layer.counters.bias_after);
+                state.bias = BiasState::Absent;
+                return bias;
+            }
+            _ => state.bias = BiasState::Known(Box::new(bias.clone())),
+        }
+        drop(state);
+        filled_like(&bias, -0.0)
+    }
+
+    fn nvfp4_take_weight_grad(
+        grad: FloatTensor<Self>,
+        CallRef(call): CallRef,
+        _id: u64,
+    ) -> FloatTensor<Self> {
+        match fuser::weight_grad(&call, &grad) {
+            Ok(grad) => {
+                count(&call.layer.counters.wgrad_nvfp4);
+                grad
+            }
+            Err(why) => {
+                count(&call.layer.counters.wgrad_missed);
+                if call.layer.is_strict() {
+                    call.fail(&why);
+                    // Caught by the fusion server, which leaves the message in the gradient.
+                    panic!("nvfp4 decorate: layer `{}`: {why}", call.layer.path);
+                }
+                grad
+            }
+        }
+    }
+
+    fn nvfp4_take_bias_grad(
+        grad: FloatTensor<Self>,
+        CallRef(call): CallRef,
+        _id: u64,
+    ) -> FloatTensor<Self> {
+        // Burn's own sum is a sum of the same numbers, in another order.
+        let own = call.state().bias_grad.take();
+        own.unwrap_or(grad)
+    }
+}
+
+/// A tensor of the shape and type of `tensor` in which every element is `value`.
+fn filled_like(tensor: &CubeTensor, value: f32) -> CubeTensor {
+    filled(tensor, tensor.meta.shape().clone(), tensor.dtype, value)
+}
+
+/// A contiguous tensor of `shape` in which every element is `value`, on the device of `like`.
+///
+/// Tensors of one size share one buffer, which is written once and then only read: as long as it is
+/// kept here it is never the only reference, so nothing is ever computed in place in it.
+fn filled(like: &CubeTensor, shape: Shape, dtype: DType, value: f32) -> CubeTensor {
+    type Key = (CubeDevice, DType, usize, u32);
+    static BUFFERS: OnceLock<Mutex<HashMap<Key, CubeTensor>>> = OnceLock::new();
+    let elements = shape.num_elements();
+    let key = (like.device.clone(), dtype, elements, value.to_bits());
+    let mut buffers = lock(BUFFERS.get_or_init(Mutex::default));
+    let buffer = buffers.entry(key).or_insert_with(|| {
+        full_device_dtype(
+            like.client.clone(),
+            Shape::new([elements]),
+            like.device.clone(),
+            InputScalar::new(value, dtype_to_storage_type(dtype)),
+            dtype,
+        )
+    });
+    CubeTensor::new_contiguous(
+        like.client.clone(),
+        like.device.clone(),
+        shape,
+        buffer.handle.clone(),
+        dtype,
+    )
+}
+
+/// What stands for a product that is not computed: NaN, `shape` being `[..., rows, cols]`. All
+/// leading indices read the same matrix.
+pub(super) fn placeholder(like: &CubeTensor, shape: &Shape, dtype: DType) -> CubeTensor {
+    let rank = shape.num_dims();
+    let (rows, cols) = (shape[rank - 2], shape[rank - 1]);
+    let matrix = filled(like, Shape::new([rows, cols]), dtype, f32::NAN);
+    CubeBackend::float_expand(matrix, shape.clone())
+}
+
+/// The step of a mark: replaces the gradient by what `TAKE` says.
+#[derive(Debug)]
+struct Mark<const WEIGHT: bool>;
+
+impl<B: MarkOps, const WEIGHT: bool> Backward<B, 1> for Mark<WEIGHT> {
+    type State = CallRef;
+
+    fn backward(
+        self,
+        ops: Ops<Self::State, 1>,
+        grads: &mut Gradients,
+        _checkpointer: &mut Checkpointer,
+    ) {
+        let [parent] = ops.parents;
+        let grad = grads.consume::<B>(&ops.node);
+        let call = ops.state;
+        let id = call.0.id;
+        if let Some(parent) = parent {
+            let grad = if WEIGHT {
+                B::nvfp4_take_weight_grad(grad, call, id)
+            } else {
+                B::nvfp4_take_bias_grad(grad, call, id)
+            };
+            grads.register::<B>(parent.id, grad);
+        }
+    }
+}
+
+impl<B: MarkOps, C: CheckpointStrategy> MarkOps for Autodiff<B, C> {
+    fn nvfp4_mark_weight(weight: FloatTensor<Self>, call: CallRef, id: u64) -> FloatTensor<Self> {
+        let (weight, node) = weight.into_parts();
+        match Mark::<true>.prepare::<C>([node]).compute_bound().stateful() {
+            OpsKind::Tracked(prep) => {
+                prep.finish(call.clone(), B::nvfp4_mark_weight(weight, call, id))
+            }
+            OpsKind::UnTracked(prep) => prep.finish(B::nvfp4_mark_weight(weight, call, id)),
+        }
+    }
+
+    fn nvfp4_mark_bias(bias: FloatTensor<Self>, call: CallRef, id: u64) -> FloatTensor<Self> {
+        call.0.state().bias_tracked = bias.is_tracked();
+        let (bias, node) = bias.into_parts();
+        match Mark::<false>
+            .prepare::<C>([node])
+            .compute_bound()
+            .stateful()
+        {
+            OpsKind::Tracked(prep) => prep.finish(call.clone(), B::nvfp4_mark_bias(bias, call, id)),
+            OpsKind::UnTracked(prep) => prep.finish(B::nvfp4_mark_bias(bias, call, id)),
+        }
+    }
+
+    fn nvfp4_take_weight_grad(
+        _grad: FloatTensor<Self>,
+        _call: CallRef,
+        _id: u64,
+    ) -> FloatTensor<Self> {
+        panic!("gradients of decorated layers are not differentiable");
+    }
+
+    fn nvfp4_take_bias_grad(
+        _grad: FloatTensor<Self>,
+        _call: CallRef,
+        _id: u64,
+    ) -> FloatTensor<Self> {
+        panic!("gradients of decorated layers are not differentiable");
+    }
+}

@@ -1,0 +1,558 @@
+//! Which product is which: an observer that follows marked tensors through the graph.
+//!
+//! The fusion server shows every operation to its observers when it is registered, before anything
+//! about it runs, with the ids of its tensors, which are never used twice. So the role of a product
+//! is known exactly and not guessed from shapes or buffers: it is the forward product of a call if
+//! its right operand is that call's mark (or a view of it), and dgrad if it is the transposed mark.
+//! The same observer sees what really ran, so a product that was not taken is noticed in the block
+//! that ran it.
+
+use std::cell::RefCell;
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, OnceLock, Weak};
+
+use burn_core::backend::fusion::custom::{CustomOpIr, OperationIr, TensorId, TensorIr};
+use burn_core::backend::fusion::observer::{BlockOperations, FusionObservation, FusionObserver};
+use burn_ir::{
+    BaseOperationIr, FloatOperationIr, MatmulOpIr, NumericOperationIr, ScalarIr, TensorStatus,
+};
+
+use super::call::{BiasState, Call, CallRef, GradProduct, count, lock};
+
+/// What a product is.
+#[derive(Debug, Clone)]
+pub(super) enum Role {
+    /// `y = x w`.
+    Forward(Arc<Call>),
+    /// `dx = dy wᵀ`; it computes the weight's gradient as well.
+    Dgrad(Arc<Call>),
+    /// `xᵀ dy` after dgrad, whose result is already there.
+    Wgrad {
+        call: Arc<Call>,
+        /// Both operands are those of the call, so that nothing else can want the result.
+        exact: bool,
+    },
+    /// `xᵀ dy` of a call whose input needs no gradient.
+    WgradOnly(Arc<Call>),
+    /// `xᵀ dy`, perhaps, of one of several calls: its right operand is kept until that is known.
+    Candidate(Arc<GradProduct>),
+}
+
+impl Role {
+    /// The role's product ran without being taken.
+    fn missed(&self) {
+        /// Ends a sentence about a product that was not taken.
+        const WHY: &str = "fusion ran it as a plain operation, because its exploration limit \
+            (BURN_FUSION_MAX_EXPLORATIONS) is used up, because a cached plan did not fit, or \
+            because an operation before it failed";
+        let (call, counter, name) = match self {
+            Self::Forward(call) => (call, &call.layer.counters.forward_missed, "forward"),
+            Self::Dgrad(call) => (call, &call.layer.counters.dgrad_missed, "input gradient"),
+            // What became of these shows when the gradient is taken.
+            Self::Wgrad { .. } | Self::WgradOnly(_) | Self::Candidate(_) => return,
+        };
+        count(counter);
+        if call.layer.is_strict() {
+            call.fail(&format!("the {name} product was not taken by NVFP4: {WHY}"));
+        }
+    }
+}
+
+/// A tensor that means something.
+#[derive(Debug, Clone)]
+enum Mark {
+    /// A weight: `[1, …, d_in, d_out]`, or transposed.
+    Weight { call: Arc<Call>, transposed: bool },
+    /// A bias.
+    Bias(Arc<Call>),
+    /// The result of a forward product whose call may still get a bias, or whose bias it contains.
+    Product(Arc<Call>),
+    /// A product for the gradient of a weight, or the sum of its batches.
+    Grad(Arc<GradProduct>),
+    /// The same, if the product was elided.
+    Elided(Arc<GradProduct>, Arc<Call>),
+}
+
+#[derive(Default)]
+struct State {
+    /// Calls whose operations are about to be registered, by number.
+    announced: HashMap<u64, Weak<Call>>,
+    marks: HashMap<TensorId, Mark>,
+    /// Inputs of forward products.
+    inputs: HashMap<TensorId, Vec<Weak<Call>>>,
+    /// Gradients that dgrad was registered with.
+    output_grads: HashMap<TensorId, Vec<Weak<Call>>>,
+    /// Transposed tensors, with the calls that they are the transposed input of.
+    transposed: HashMap<TensorId, Vec<Weak<Call>>>,
+    /// Calls whose backward has not come yet, by the shape of the weight.
+    open: HashMap<[usize; 2], Vec<Weak<Call>>>,
+    /// Roles of products that have not run.
+    roles: HashMap<TensorId, Role>,
+}
+
+/// The observer.
+pub(super) struct Tracker {
+    state: Mutex<State>,
+}
+
+thread_local! {
+    /// Products of the running block that have a role. Blocks of one server run on one thread, one
+    /// after the other.
+    static RUNNING: RefCell<Vec<TensorId>> = const { RefCell::new(Vec::new()) };
+}
+
+/// The one tracker of the process, observing from its first use on.
+pub(super) fn tracker() -> &'static Arc<Tracker> {
+    static TRACKER: OnceLock<(Arc<Tracker>, FusionObservation)> = OnceLock::new();
+    &TRACKER
+        .get_or_init(|| {
+            let tracker = Arc::new(Tracker {
+                state: Mutex::default(),
+            });
+            (tracker.clone(), FusionObservation::new(tracker))
+        })
+        .0
+}
+
+impl Tracker {
+    /// An operation that names `call` is about to be registered.
+    pub fn announce(&self, call: &CallRef) {
+        let mut state = lock(&self.state);
+        state.prune();
+        state.announced.insert(call.0.id, Arc::downgrade(&call.0));
+    }
+
+    /// The role of the product that writes `out`; it counts as taken from now on.
+    pub fn take(&self, out: TensorId) -> Option<Role> {
+        lock(&self.state).roles.remove(&out)
+    }
+}
+
+impl FusionObserver for Tracker {
+    fn registered(&self, operation: &OperationIr) {
+        let mut state = lock(&self.state);
+        if state.is_idle() && !matches!(operation, OperationIr::Custom(_)) {
+            return;
+        }
+        state.follow(operation);
+        for input in operation.inputs() {
+            if matches!(input.status, TensorStatus::ReadWrite)
+                || matches!(operation, OperationIr::Drop(_))
+            {
+                state.forget(&input.id);
+            }
+        }
+    }
+
+    fn block_starts(&self, block: BlockOperations<'_>) {
+        let state = lock(&self.state);
+        if state.roles.is_empty() {
+            return;
+        }
+        RUNNING.with_borrow_mut(|running| {
+            running.extend(block.iter().filter_map(|operation| {
+                match operation {
+                    OperationIr::Float(_, FloatOperationIr::Matmul(product)) => state
+                        .roles
+                        .contains_key(&product.out.id)
+                        .then_some(product.out.id),
+                    _ => None,
+                }
+            }));
+        });
+    }
+
+    fn block_ran(&self) {
+        let ran = RUNNING.take();
+        if ran.is_empty() {
+            return;
+        }
+        let mut state = lock(&self.state);
+        for out in ran {
+            if let Some(role) = state.roles.remove(&out) {
+                role.missed();
+            }
+        }
+    }
+}
+
+impl State {
+    fn is_idle(&self) -> bool {
+        self.marks.is_empty()
+            && self.inputs.is_empty()
+            && self.output_grads.is_empty()
+            && self.transposed.is_empty()
+    }
+
+    /// Forget what tensors without a live call have left. Most go with their tensors; this is for
+    /// those that were dropped on other threads, which no operation tells of.
+    fn prune(&mut self) {
+        self.announced.retain(|_, call| call.strong_count() > 0);
+        if self.announced.is_empty() {
+            self.inputs.clear();
+            self.output_grads.clear();
+            self.transposed.clear();
+            self.open.clear();
+        }
+    }
+
+    fn forget(&mut self, id: &TensorId) {
+        self.marks.remove(id);
+        self.inputs.remove(id);
+        self.output_grads.remove(id);
+        self.transposed.remove(id);
+    }
+
+    fn follow(&mut self, operation: &OperationIr) {
+        match operation {
+            OperationIr::Drop(_) => {}
+            OperationIr::Custom(custom) if self.custom(custom) => {}
+            OperationIr::Float(_, FloatOperationIr::Matmul(product)) => self.product(product),
+            OperationIr::BaseFloat(BaseOperationIr::SwapDims(swap)) => {
+                let rank = swap.input.shape.num_dims();
+                let last = [rank.wrapping_sub(2), rank.wrapping_sub(1)];
+                let transposes = last == [swap.dim1, swap.dim2] || last == [swap.dim2, swap.dim1];
+                if transposes {
+                    // The input itself may be used up by this.
+                    let calls = self.inputs.get(&swap.input.id).cloned().unwrap_or_default();
+                    self.transposed.insert(swap.out.id, calls);
+                }
+                match self.marks.get(&swap.input.id).cloned() {
+                    Some(Mark::Weight { call, transposed }) if transposes => {
+                        let transposed = !transposed;
+                        self.marks
+                            .insert(swap.out.id, Mark::Weight { call, transposed });
+                    }
+                    _ => self.read(operation),
+                }
+            }
+            OperationIr::BaseFloat(BaseOperationIr::Reshape(reshape)) => {
+                self.view(operation, &reshape.input, &reshape.out);
+            }
+            OperationIr::BaseFloat(BaseOperationIr::Cast(cast)) => {
+                match self.marks.get(&cast.input.id) {
+                    Some(Mark::Weight { .. } | Mark::Grad(_) | Mark::Elided(..)) => {
+                        self.view(operation, &cast.input, &cast.out);
+                    }
+                    _ => self.read(operation),
+                }
+            }
+            OperationIr::NumericFloat(_, NumericOperationIr::SumDim(sum)) => {
+                self.sum(operation, &sum.input, &sum.out);
+            }
+            OperationIr::NumericFloat(_, NumericOperationIr::SumDims(sum)) => {
+                self.sum(operation, &sum.input, &sum.out);
+            }
+            OperationIr::NumericFloat(_, NumericOperationIr::Add(add)) => {
+                let marks = [&add.lhs, &add.rhs].map(|operand| self.marks.get(&operand.id));
+                match marks {
+                    [Some(Mark::Product(product)), Some(Mark::Bias(bias))]
+                    | [Some(Mark::Bias(bias)), Some(Mark::Product(product))]
+                        if product.id == bias.id => {}
+                    _ => self.read(operation),
+                }
+            }
+            _ => self.read(operation),
+        }
+    }
+
+    /// `out` is `input` in another shape or type.
+    fn view(&mut self, operation: &OperationIr, input: &TensorIr, out: &TensorIr) {
+        let Some(mark) = self.marks.get(&input.id).cloned() else {
+            return;
+        };
+        let keeps = match &mark {
+            Mark::Weight { call, transposed } => {
+                let [d_in, d_out] = call.dims;
+                let expected = if *transposed {
+                    [d_out, d_in]
+                } else {
+                    [d_in, d_out]
+                };
+                is_matrix(out, expected)
+            }
+            Mark::Bias(call) => {
+                let rank = out.shape.num_dims();
+                out.shape[rank - 1] == call.dims[1] && out.shape.num_elements() == call.dims[1]
+            }
+            Mark::Product(call) => out.shape[out.shape.num_dims() - 1] == call.dims[1],
+            Mark::Grad(_) | Mark::Elided(..) => true,
+        };
+        if keeps {
+            self.marks.insert(out.id, mark);
+        } else {
+            self.read(operation);
+        }
+    }
+
+    /// `out` is a sum of `input`: that of the batches, where it is a weight's gradient.
+    fn sum(&mut self, operation: &OperationIr, input: &TensorIr, out: &TensorIr) {
+        match self.marks.get(&input.id) {
+            Some(Mark::Grad(_) | Mark::Elided(..)) => self.view(operation, input, out),
+            _ => self.read(operation),
+        }
+    }
+
+    /// `operation` reads marked tensors in a way that is not a linear layer's.
+    fn read(&self, operation: &OperationIr) {
+        for input in operation.inputs() {
+            if self.marks.contains_key(&input.id) {
+                self.read_one(input, &name(operation));
+            }
+        }
+    }
+
+    /// `reader` reads `tensor` in such a way.
+    fn read_one(&self, tensor: &TensorIr, reader: &str) {
+        match self.marks.get(&tensor.id) {
+            Some(Mark::Weight { call, .. }) => call.fail(&format!(
+                "its weight is read by {reader}: a decorated weight can only be the right operand \
+                 of a product, x.matmul(weight)"
+            )),
+            Some(Mark::Bias(call)) => bias_misread(call, reader),
+            Some(Mark::Product(call)) => {
+                let mut state = call.state();
+                state.product_shared = true;
+                let promised = !matches!(state.bias, BiasState::Absent);
+                drop(state);
+                if promised {
+                    bias_misread(call, reader);
+                }
+            }
+            Some(Mark::Elided(_, call)) => call.fail(&format!(
+                "{reader} reads the weight's gradient before it is complete"
+            )),
+            Some(Mark::Grad(_)) | None => {}
+        }
+    }
+
+    /// Follow one of our own operations; `false` if it is none of them.
+    fn custom(&mut self, custom: &CustomOpIr) -> bool {
+        let Some(kind) = Edge::of(custom) else {
+            return false;
+        };
+        let [ScalarIr::UInt(id), ..] = custom.scalars[..] else {
+            return false;
+        };
+        // The operation that is being registered holds the call.
+        let Some(call) = self.announced.get(&id).and_then(Weak::upgrade) else {
+            return false;
+        };
+        let (input, out) = (&custom.inputs[0], custom.outputs[0].id);
+        match kind {
+            Edge::Weight => {
+                let transposed = false;
+                self.marks.insert(out, Mark::Weight { call, transposed });
+            }
+            Edge::Bias => {
+                let mut state = call.state();
+                if !state.product_shared && !state.forward {
+                    state.bias = BiasState::Announced(Box::new(input.clone()));
+                    drop(state);
+                    self.marks.insert(out, Mark::Bias(call));
+                }
+            }
+            Edge::WeightGrad => {
+                self.announced.remove(&id);
+                if let Some(Mark::Grad(grad) | Mark::Elided(grad, _)) = self.marks.get(&input.id) {
+                    call.state().grad = Some(grad.clone());
+                }
+            }
+            Edge::BiasGrad => {}
+        }
+        true
+    }
+
+    fn product(&mut self, product: &MatmulOpIr) {
+        let MatmulOpIr { lhs, rhs, out } = product;
+        if let Some(Mark::Weight { call, .. }) = self.marks.get(&lhs.id) {
+            call.fail(
+                "its weight is the left operand of a product: a decorated weight can only be the \
+                 right one, x.matmul(weight)",
+            );
+            return;
+        }
+        let role = match self.marks.get(&rhs.id).cloned() {
+            Some(Mark::Weight { call, transposed }) => {
+                self.weight_product(product, call, transposed)
+            }
+            _ => self.grad_product(product),
+        };
+        if let Some(role) = role {
+            self.roles.insert(out.id, role);
+        }
+        // An operand may be the result of another layer.
+        for operand in [lhs, rhs] {
+            if !matches!(self.marks.get(&operand.id), Some(Mark::Weight { .. })) {
+                self.read_one(operand, "a product");
+            }
+        }
+    }
+
+    /// A product with a weight as right operand.
+    fn weight_product(
+        &mut self,
+        product: &MatmulOpIr,
+        call: Arc<Call>,
+        transposed: bool,
+    ) -> Option<Role> {
+        let MatmulOpIr { lhs, out, .. } = product;
+        let mut state = call.state();
+        if transposed {
+            if !state.product {
+                drop(state);
+                call.fail(
+                    "its weight is transposed before the product: decorated weights are \
+                     [d_in, d_out]",
+                );
+                return None;
+            }
+            if state.dy.is_some() {
+                drop(state);
+                call.fail("its input gradient is computed twice from one forward");
+                return None;
+            }
+            state.dy = Some(lhs.id);
+            drop(state);
+            self.output_grads
+                .entry(lhs.id)
+                .or_default()
+                .push(Arc::downgrade(&call));
+            return Some(Role::Dgrad(call));
+        }
+        if state.product {
+            drop(state);
+            call.fail(
+                "two products use one value of its weight: take the value (Param::val) once for \
+                 each",
+            );
+            return None;
+        }
+        state.product = true;
+        drop(state);
+        let weak = Arc::downgrade(&call);
+        self.inputs.entry(lhs.id).or_default().push(weak.clone());
+        if call.training && call.weight_tracked {
+            let open = self.open.entry(call.dims).or_default();
+            open.retain(|call| call.strong_count() > 0);
+            open.push(weak);
+        }
+        self.marks.insert(out.id, Mark::Product(call.clone()));
+        Some(Role::Forward(call))
+    }
+
+    /// A product without a marked operand: the gradient of a weight if its left operand is the
+    /// transpose of an input and its right one the gradient of an output.
+    fn grad_product(&mut self, product: &MatmulOpIr) -> Option<Role> {
+        let MatmulOpIr { lhs, rhs, out } = product;
+        let input_of = self.transposed.get(&lhs.id)?;
+        let [d_in, rows] = last_two(lhs)?;
+        let [_, d_out] = last_two(rhs)?;
+        let alive = |calls: &[Weak<Call>]| -> Vec<Arc<Call>> {
+            calls
+                .iter()
+                .filter_map(Weak::upgrade)
+                .filter(|call| call.dims == [d_in, d_out] && call.training && call.weight_tracked)
+                .collect()
+        };
+        let sole = input_of.len() == 1;
+        let by_input = alive(input_of);
+        let by_grad = alive(self.output_grads.get(&rhs.id).map_or(&[], Vec::as_slice));
+        let grad = Arc::new(GradProduct {
+            rhs: rhs.id,
+            dy: Mutex::default(),
+        });
+        let exact = by_grad
+            .iter()
+            .rev()
+            .find(|call| by_input.iter().any(|other| other.id == call.id));
+        if let Some(call) = exact {
+            self.marks.insert(out.id, Mark::Elided(grad, call.clone()));
+            let call = call.clone();
+            return Some(Role::Wgrad { call, exact: true });
+        }
+        if let Some(call) = by_grad.last() {
+            // The input was computed again for the backward, or came from another thread.
+            self.marks.insert(out.id, Mark::Grad(grad));
+            let call = call.clone();
+            return Some(Role::Wgrad { call, exact: false });
+        }
+        // Without dgrad only an input that needs no gradient is left.
+        let waiting = |calls: Vec<Arc<Call>>| -> Vec<Arc<Call>> {
+            calls
+                .into_iter()
+                .filter(|call| call.state().dy.is_none())
+                .collect()
+        };
+        let by_input = waiting(by_input);
+        if let [call] = &by_input[..]
+            && sole
+        {
+            call.state().dy = Some(rhs.id);
+            self.marks.insert(out.id, Mark::Elided(grad, call.clone()));
+            return Some(Role::WgradOnly(call.clone()));
+        }
+        let open = waiting(alive(
+            self.open.get(&[d_in, d_out]).map_or(&[], Vec::as_slice),
+        ));
+        if open.is_empty() || rows == 0 {
+            return None;
+        }
+        self.marks.insert(out.id, Mark::Grad(grad.clone()));
+        Some(Role::Candidate(grad))
+    }
+}
+
+/// Where a decorated layer begins and ends; see [`MarkOps`](super::ops::MarkOps).
+enum Edge {
+    Weight,
+    Bias,
+    WeightGrad,
+    BiasGrad,
+}
+
+impl Edge {
+    fn of(custom: &CustomOpIr) -> Option<Self> {
+        let id = custom.id.as_str();
+        // Burn puts the crate and the trait before the method.
+        [
+            ("nvfp4_mark_weight", Self::Weight),
+            ("nvfp4_mark_bias", Self::Bias),
+            ("nvfp4_take_weight_grad", Self::WeightGrad),
+            ("nvfp4_take_bias_grad", Self::BiasGrad),
+        ]
+        .into_iter()
+        .find_map(|(name, edge)| id.ends_with(name).then_some(edge))
+    }
+}
+
+/// The last two dimensions, if there are two.
+fn last_two(tensor: &TensorIr) -> Option<[usize; 2]> {
+    let rank = tensor.shape.num_dims();
+    (rank >= 2).then(|| [tensor.shape[rank - 2], tensor.shape[rank - 1]])
+}
+
+/// Whether `tensor` is `[1, …, 1, rows, cols]`.
+fn is_matrix(tensor: &TensorIr, [rows, cols]: [usize; 2]) -> bool {
+    last_two(tensor) == Some([rows, cols]) && tensor.shape.num_elements() == rows * cols
+}
+
+fn bias_misread(call: &Call, reader: &str) {
+    call.fail(&format!(
+        "{reader} reads its bias or its product: where the product adds the bias, as in \
+         burn_nn::Linear, nothing may come between them"
+    ));
+}
+
+/// The name of an operation in messages.
+fn name(operation: &OperationIr) -> String {
+    let text = format!("{operation:?}");
+    let kind = text.split('{').next().unwrap_or_default();
+    // "Float(F32, Exp(UnaryOpIr ": the operation's own name comes before its fields' type.
+    let mut words = kind
+        .split(['(', ',', ' '])
+        .filter(|word| !word.is_empty())
+        .rev();
+    let last = words.next().unwrap_or_default();
+    words.next().unwrap_or(last).to_string()
+}

@@ -1,0 +1,252 @@
+//! Data-parallel training on two GPUs, as `burn_train`'s `ExecutionStrategy::ddp` does it: a thread
+//! and a fork of the model for each device, gradients averaged by NCCL during the backward.
+//!
+//! Skips itself, and says so, unless `NVFP4_TEST_DEVICE=cuda` and there are two CUDA devices. Run it
+//! with `--nocapture` to see the losses, step by step.
+#![cfg(feature = "cuda")]
+
+use burn_core as burn;
+
+use std::thread;
+
+use burn_core::module::{Module, ModuleMapper, Param};
+use burn_core::tensor::distributed::{DistributedConfig, DistributedContext, ReduceOperation};
+use burn_core::tensor::{
+    DType, Device, DeviceType, FloatDType, Tensor, TensorData, activation::gelu,
+};
+use burn_nn::{Linear, LinearConfig};
+use burn_nvfp4::state::number_layers;
+use burn_nvfp4::{
+    LayerRandomness, Nvfp4Linear, Nvfp4LinearConfig, Nvfp4Recipe, Nvfp4State, decorate,
+};
+use burn_optim::{AdamWConfig, GradientsParams};
+
+const WIDTH: usize = 128;
+/// Rows of the global batch; each of two devices takes half.
+const ROWS: usize = 256;
+const STEPS: usize = 20;
+
+#[derive(Module, Debug)]
+struct Net {
+    up: Nvfp4Linear,
+    down: Nvfp4Linear,
+}
+
+#[derive(Module, Debug)]
+struct Plain {
+    up: Linear,
+    down: Linear,
+}
+
+trait Model: Module + 'static {
+    fn run(&self, x: Tensor<2>) -> Tensor<2>;
+}
+
+impl Model for Net {
+    fn run(&self, x: Tensor<2>) -> Tensor<2> {
+        self.down.forward(gelu(self.up.forward(x)))
+    }
+}
+
+impl Model for Plain {
+    fn run(&self, x: Tensor<2>) -> Tensor<2> {
+        self.down.forward(gelu(self.up.forward(x)))
+    }
+}
+
+/// The first two CUDA devices.
+fn devices() -> Option<[Device; 2]> {
+    if std::env::var("NVFP4_TEST_DEVICE").as_deref() != Ok("cuda") {
+        eprintln!("skipped: NVFP4_TEST_DEVICE is not cuda");
+        return None;
+    }
+    decorate::install().unwrap();
+    let count = Device::enumerate(DeviceType::Cuda).len();
+    if count < 2 {
+        eprintln!("skipped: {count} CUDA devices, two are needed");
+        return None;
+    }
+    Some([Device::cuda(0), Device::cuda(1)])
+}
+
+/// `rows` rows of noise; the same for the same seed.
+fn noise(rows: usize, seed: u64) -> Vec<f32> {
+    let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
+    (0..rows * WIDTH)
+        .map(|_| {
+            state ^= state << 13;
+            state ^= state >> 7;
+            state ^= state << 17;
+            ((state >> 40) as f32 / (1u64 << 23) as f32) - 1.0
+        })
+        .collect()
+}
+
+/// Rows `part` of `parts` of the global batch of `step`, in `bf16`, and what to learn: a shift.
+fn batch(step: usize, part: usize, parts: usize, device: &Device) -> (Tensor<2>, Tensor<2>) {
+    let rows = ROWS / parts;
+    let values = noise(ROWS, step as u64 + 1)[part * rows * WIDTH..][..rows * WIDTH].to_vec();
+    let x = Tensor::<2>::from_data(TensorData::new(values, [rows, WIDTH]), (device, DType::F32));
+    let target = x.clone().roll(&[1], &[1]);
+    (x, target)
+}
+
+fn loss<M: Model>(model: &M, step: usize, part: usize, parts: usize, device: &Device) -> Tensor<1> {
+    let (x, target) = batch(step, part, parts, device);
+    (model.run(x) - target).powi_scalar(2).mean()
+}
+
+/// Marks parameters for the averaging of their gradients, as `burn_train` does.
+struct Distributed;
+
+impl ModuleMapper for Distributed {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        let (id, tensor, mapper) = param.consume();
+        Param::from_mapped_value(id, tensor.set_distributed(id), mapper)
+    }
+}
+
+/// The losses of one worker.
+fn work<M: Model>(model: M, part: usize, parts: usize, device: &Device) -> (Vec<f32>, M) {
+    let mut model = model.fork(device);
+    if parts > 1 {
+        model = model.map(&mut Distributed);
+    }
+    let mut optimizer = AdamWConfig::new().init();
+    let mut losses = Vec::new();
+    for step in 0..STEPS {
+        let loss = loss(&model, step, part, parts, device);
+        losses.push(loss.clone().into_scalar::<f32>());
+        let grads = GradientsParams::from_grads(loss.backward(), &model);
+        model = optimizer.step(3e-3, model, grads);
+    }
+    (losses, model)
+}
+
+/// Train on one device, and on two with the same global batch. Returns both runs' losses, and
+/// what the two workers' weights are.
+fn compare<M: Model>(what: &str, model: M, devices: &[Device; 2]) -> (Vec<f32>, Vec<f32>, [M; 2]) {
+    let devices = devices.clone().map(Device::autodiff);
+    let state = Nvfp4State::collect(&model);
+    let (single, _) = work(model.clone(), 0, 1, &devices[0]);
+    state.apply(&model).unwrap();
+    let config = DistributedConfig {
+        all_reduce_op: ReduceOperation::Mean,
+    };
+    let context = DistributedContext::init(devices.to_vec(), config);
+    let workers = [0, 1].map(|part| {
+        let (model, device) = (model.clone(), devices[part].clone());
+        thread::spawn(move || work(model, part, 2, &device))
+    });
+    let [(one, first), (two, second)] = workers.map(|worker| worker.join().unwrap());
+    drop(context);
+    let double: Vec<f32> = one
+        .iter()
+        .zip(&two)
+        .map(|(one, two)| (one + two) / 2.0)
+        .collect();
+    eprintln!("{what}\nstep  one GPU   two GPUs  difference");
+    for (step, (one, two)) in single.iter().zip(&double).enumerate() {
+        eprintln!("{step:4}  {one:.6}  {two:.6}  {:+.2e}", (two - one) / one);
+    }
+    (single, double, [first, second])
+}
+
+fn assert_close(single: &[f32], double: &[f32], tolerance: f32) {
+    for (step, (one, two)) in single.iter().zip(double).enumerate() {
+        assert!(
+            (one - two).abs() <= tolerance * one,
+            "step {step}: {one} on one GPU, {two} on two"
+        );
+    }
+    let last = STEPS - 1;
+    assert!(
+        single[last] < 0.8 * single[0] && double[last] < 0.8 * double[0],
+        "it learns"
+    );
+}
+
+fn values(tensor: Tensor<2>) -> Vec<f32> {
+    tensor
+        .cast(FloatDType::F32)
+        .try_into_vec_as::<f32>()
+        .unwrap()
+}
+
+fn net(recipe: &Nvfp4Recipe, device: &Device) -> Net {
+    device.seed(1);
+    let layer = || {
+        Nvfp4LinearConfig::new(WIDTH, WIDTH)
+            .with_recipe(recipe.clone())
+            .init(device)
+    };
+    let net = Net {
+        up: layer(),
+        down: layer(),
+    };
+    number_layers(&net);
+    net
+}
+
+/// All in one test: NCCL has one communicator for each device and process.
+#[test]
+fn two_devices_train_as_one() {
+    let Some(devices) = devices() else {
+        return;
+    };
+    let device = devices[0].clone().autodiff();
+
+    // Workers draw different bits, with the same transform.
+    for stochastic in [false, true] {
+        let recipe = Nvfp4Recipe::new().with_stochastic_rounding(stochastic);
+        let layer = net(&recipe, &device).up;
+        let [one, two] = devices.clone().map(|device| {
+            let device = device.autodiff();
+            let layer = layer.clone().fork(&device);
+            let (x, target) = batch(0, 0, 1, &device);
+            let grads = (layer.forward(x) * target).sum().backward();
+            values(layer.weight.grad(&grads).unwrap())
+        });
+        assert_eq!(one != two, stochastic, "stochastic rounding {stochastic}");
+    }
+
+    // Rounded to nearest, what is left is that each half has its own maximum, and the order of sums.
+    let nearest = Nvfp4Recipe::new().with_stochastic_rounding(false);
+    let (single, double, _) = compare("round to nearest", net(&nearest, &device), &devices);
+    assert_close(&single, &double, 0.02);
+
+    let model = net(&Nvfp4Recipe::new(), &device);
+    let (single, double, [first, second]) = compare("default recipe", model, &devices);
+    assert_close(&single, &double, 0.03);
+    for (one, two) in [(&first.up, &second.up), (&first.down, &second.down)] {
+        let (one, two) = (
+            values(one.weight.val().inner()),
+            values(two.weight.val().inner()),
+        );
+        assert_eq!(one, two, "both workers hold the same weights");
+    }
+    let state = Nvfp4State::collect(&first);
+    assert_eq!(
+        state,
+        Nvfp4State::collect(&second),
+        "and the same count of forwards"
+    );
+    let LayerRandomness { offset, .. } = state.layers["up"];
+    assert_eq!(offset, STEPS as u64);
+
+    device.seed(1);
+    let linear = || LinearConfig::new(WIDTH, WIDTH).init(&device);
+    let plain = Plain {
+        up: linear(),
+        down: linear(),
+    };
+    let model = decorate(plain, &Nvfp4Recipe::new()).unwrap();
+    number_layers(&model);
+    let (single, double, workers) = compare("decorated", model, &devices);
+    assert_close(&single, &double, 0.03);
+    for worker in workers {
+        let report = decorate::report(&worker).unwrap();
+        eprintln!("{report}");
+        report.check().unwrap();
+    }
+}

@@ -1,0 +1,123 @@
+//! The same model twice: of `burn_nn::Linear`, and of `Nvfp4Linear`.
+
+use burn_core as burn;
+
+use burn_core::module::Module;
+use burn_core::tensor::{DType, Device, Tensor, TensorData, activation::gelu};
+use burn_nn::{Linear, LinearConfig};
+use burn_nvfp4::state::number_layers;
+use burn_nvfp4::{Nvfp4Linear, Nvfp4Recipe, decorate};
+
+/// Whether the device is CubeCL's CPU runtime, which compiles slowly and has no `bf16` arithmetic.
+pub fn small_only() -> bool {
+    std::env::var("NVFP4_TEST_DEVICE").map_or(cfg!(feature = "cpu"), |name| name != "cuda")
+}
+
+/// The device under test, after [`decorate::install`].
+pub fn device() -> Device {
+    decorate::install().unwrap();
+    #[cfg(feature = "cuda")]
+    if !small_only() {
+        return Device::cuda(0);
+    }
+    #[cfg(feature = "cpu")]
+    return Device::cpu();
+    #[allow(unreachable_code)]
+    {
+        panic!("NVFP4_TEST_DEVICE: not a device of this build");
+    }
+}
+
+/// `count` values between -1 and 1 that do not repeat, the same on every machine.
+pub fn noise(count: usize, seed: u64) -> Vec<f32> {
+    let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
+    (0..count)
+        .map(|_| {
+            state ^= state << 13;
+            state ^= state >> 7;
+            state ^= state << 17;
+            ((state >> 40) as f32 / (1u64 << 23) as f32) - 1.0
+        })
+        .collect()
+}
+
+/// A tensor of such values.
+pub fn tensor<const D: usize>(
+    shape: [usize; D],
+    seed: u64,
+    dtype: DType,
+    device: &Device,
+) -> Tensor<D> {
+    let data = TensorData::new(noise(shape.iter().product(), seed), shape);
+    Tensor::from_data(data.convert_dtype(dtype), (device, dtype))
+}
+
+/// The bits of a tensor, as `f32`.
+pub fn bits<const D: usize>(tensor: Tensor<D>) -> Vec<u32> {
+    let values: Vec<f32> = tensor.try_into_vec_as::<f32>().unwrap();
+    assert!(values.iter().all(|value| value.is_finite()), "not finite");
+    values.into_iter().map(f32::to_bits).collect()
+}
+
+/// Two layers of Burn's own.
+#[derive(Module, Debug)]
+pub struct Plain {
+    pub first: Linear,
+    pub second: Linear,
+}
+
+impl Plain {
+    pub fn new(biases: bool, device: &Device) -> Self {
+        let linear = |d_in, d_out| {
+            LinearConfig::new(d_in, d_out)
+                .with_bias(biases)
+                .init(device)
+        };
+        Self {
+            first: linear(32, 48),
+            second: linear(48, 16),
+        }
+    }
+
+    /// In `dtype`, parameters included.
+    pub fn typed(self, dtype: DType) -> Self {
+        let cast = |linear: Linear| Linear {
+            weight: linear.weight.map(|weight| weight.cast(dtype)),
+            bias: linear.bias.map(|bias| bias.map(|bias| bias.cast(dtype))),
+        };
+        Self {
+            first: cast(self.first),
+            second: cast(self.second),
+        }
+    }
+
+    pub fn forward<const D: usize>(&self, x: Tensor<D>) -> Tensor<D> {
+        self.second.forward(gelu(self.first.forward(x)))
+    }
+}
+
+/// Two NVFP4 layers.
+#[derive(Module, Debug)]
+pub struct Explicit {
+    pub first: Nvfp4Linear,
+    pub second: Nvfp4Linear,
+}
+
+impl Explicit {
+    pub fn forward<const D: usize>(&self, x: Tensor<D>) -> Tensor<D> {
+        self.second.forward(gelu(self.first.forward(x)))
+    }
+}
+
+/// `plain` decorated, and the same parameters in explicit layers; both numbered from 0.
+pub fn pair(plain: Plain, recipe: &Nvfp4Recipe) -> (Plain, Explicit) {
+    let layer = |linear: &Linear| Nvfp4Linear::from_linear(linear.clone(), recipe).unwrap();
+    let explicit = Explicit {
+        first: layer(&plain.first),
+        second: layer(&plain.second),
+    };
+    let decorated = decorate(plain, recipe).unwrap();
+    number_layers(&explicit);
+    number_layers(&decorated);
+    (decorated, explicit)
+}

@@ -1,0 +1,109 @@
+//! What cannot be decorated, and what the errors say.
+
+use burn_core as burn;
+
+use burn_core::module::{Module, Param, ParamGroup};
+use burn_core::tensor::{DType, Device, Tensor};
+use burn_nn::{Linear, LinearConfig};
+use burn_nvfp4::{Decorator, Nvfp4Recipe, decorate};
+
+use crate::models::{Plain, bits, device, tensor};
+
+#[track_caller]
+fn refused<M: Module>(result: Result<M, burn_nvfp4::Nvfp4Error>, parts: &[&str]) {
+    let Err(error) = result else {
+        panic!("not refused");
+    };
+    let error = error.to_string();
+    for part in parts {
+        assert!(error.contains(part), "{error}");
+    }
+}
+
+#[cfg(feature = "flex")]
+#[test]
+fn other_devices() {
+    let _ = device();
+    let model = Plain::new(true, &Device::flex().autodiff());
+    refused(
+        decorate(model, &Nvfp4Recipe::new()),
+        &["`model`", "Flex", "CubeCL CPU or CUDA"],
+    );
+}
+
+/// A decorated model that is moved away says so when it is used.
+#[cfg(feature = "flex")]
+#[test]
+#[should_panic(expected = "Flex")]
+fn a_move_to_another_device() {
+    let model = decorate(Plain::new(true, &device()), &Nvfp4Recipe::new()).unwrap();
+    let flex = Device::flex();
+    let model = model.to_device(&flex);
+    model.forward(Tensor::<2>::zeros([16, 32], &flex));
+}
+
+#[test]
+fn models_twice_or_without_layers() {
+    let device = device();
+    let model = decorate(Plain::new(true, &device), &Nvfp4Recipe::new()).unwrap();
+    refused(
+        decorate(model, &Nvfp4Recipe::new()),
+        &["reparameterization at `first.weight`"],
+    );
+    let norm = burn_nn::LayerNormConfig::new(32).init(&device);
+    refused(decorate(norm, &Nvfp4Recipe::new()), &["no linear layer"]);
+}
+
+#[test]
+fn shapes_and_groups() {
+    let device = device();
+    let odd = || Plain {
+        first: LinearConfig::new(32, 40).init(&device),
+        second: LinearConfig::new(32, 16).init(&device),
+    };
+    refused(
+        decorate(odd(), &Nvfp4Recipe::new()),
+        &["layer `first`", "[32, 40]", "multiples of 16"],
+    );
+    let recipe = |regex: &str| {
+        Nvfp4Recipe::new().with_high_precision(Some(ParamGroup::from_regex(regex).unwrap()))
+    };
+    decorate(odd(), &recipe("first")).unwrap();
+    refused(
+        decorate(odd(), &recipe("third")),
+        &["high_precision", "first.weight"],
+    );
+    let include =
+        Decorator::new(&Nvfp4Recipe::new()).include(ParamGroup::from_regex("nowhere").unwrap());
+    refused(include.decorate(odd()), &["include"]);
+}
+
+/// A user's own layer.
+#[derive(Module, Debug)]
+struct Own {
+    weight: Param<Tensor<2>>,
+    head: Linear,
+}
+
+#[test]
+fn own_layers_are_included_on_request() {
+    let device = device().autodiff();
+    let linear = LinearConfig::new(32, 32).with_bias(false).init(&device);
+    let own = Own {
+        weight: linear.weight,
+        head: LinearConfig::new(32, 16).init(&device),
+    };
+    let model = Decorator::new(&Nvfp4Recipe::new())
+        .include(ParamGroup::from_regex("^weight").unwrap())
+        .decorate(own)
+        .unwrap();
+    let x = tensor::<2>([32, 32], 1, DType::F32, &device);
+    let y = model.head.forward(x.matmul(model.weight.val()));
+    let grads = y.sum().backward();
+    bits(model.weight.base().grad(&grads).unwrap());
+    let report = decorate::report(&model).unwrap();
+    report.check().unwrap();
+    assert_eq!(report.layers[""].forward_nvfp4, 1);
+    assert_eq!(report.layers[""].wgrad_nvfp4, 1);
+    assert_eq!(report.layers["head"].dgrad_nvfp4, 1);
+}

@@ -1,0 +1,231 @@
+//! Models of `Nvfp4Linear` in burn-train's loop, on Flex.
+
+use std::sync::{Arc, Mutex, PoisonError};
+
+use burn_core as burn;
+
+use burn_core::data::dataloader::{DataLoader, DataLoaderBuilder, batcher::Batcher};
+use burn_core::data::dataset::InMemDataset;
+use burn_core::module::Module;
+use burn_core::tensor::{Device, Tensor, TensorData, activation::gelu};
+use burn_nvfp4::state::number_layers;
+use burn_nvfp4::{Nvfp4Linear, Nvfp4LinearConfig, Nvfp4Recipe, Nvfp4State};
+use burn_optim::{AdamWConfig, GradientsAccumulator, GradientsParams};
+use burn_train::metric::LossMetric;
+use burn_train::{
+    ExecutionStrategy, InferenceStep, Learner, RegressionOutput, SupervisedTraining, TrainOutput,
+    TrainStep,
+};
+
+const WIDTH: usize = 32;
+const BATCH: usize = 16;
+const STEPS: usize = 6;
+const RATE: f64 = 0.01;
+
+#[derive(Module, Debug)]
+struct Net {
+    up: Nvfp4Linear,
+    down: Nvfp4Linear,
+}
+
+impl Net {
+    fn new(device: &Device) -> Self {
+        let layer = || {
+            Nvfp4LinearConfig::new(WIDTH, WIDTH)
+                .with_recipe(Nvfp4Recipe::new().with_seed(5))
+                .init(device)
+        };
+        let net = Self {
+            up: layer(),
+            down: layer(),
+        };
+        number_layers(&net);
+        net
+    }
+
+    /// The same parameters in a model that counts its forwards itself.
+    fn copy(&self, device: &Device) -> Self {
+        let copy = Self::new(device).load_record(self.clone().into_record());
+        Nvfp4State::collect(self).apply(&copy).unwrap();
+        copy
+    }
+
+    fn forward(&self, x: Tensor<2>) -> Tensor<2> {
+        self.down.forward(gelu(self.up.forward(x)))
+    }
+
+    fn regression(&self, Rows { x, target }: Rows) -> RegressionOutput {
+        let output = self.forward(x);
+        let loss = (output.clone() - target.clone()).powi_scalar(2).mean();
+        RegressionOutput::new(loss, output, target)
+    }
+
+    fn bits(&self) -> Vec<Vec<u32>> {
+        [&self.up, &self.down]
+            .into_iter()
+            .flat_map(|layer| {
+                [
+                    layer.weight.val().into_data(),
+                    layer.bias.as_ref().unwrap().val().into_data(),
+                ]
+            })
+            .map(|data| data.iter::<f32>().map(f32::to_bits).collect())
+            .collect()
+    }
+}
+
+impl TrainStep for Net {
+    type Input = Rows;
+    type Output = RegressionOutput;
+
+    fn step(&self, rows: Rows) -> TrainOutput<RegressionOutput> {
+        let output = self.regression(rows);
+        TrainOutput::new(self, output.loss.backward(), output)
+    }
+}
+
+impl InferenceStep for Net {
+    type Input = Rows;
+    type Output = RegressionOutput;
+
+    fn step(&self, rows: Rows) -> RegressionOutput {
+        self.regression(rows)
+    }
+}
+
+#[derive(Clone, Debug)]
+struct Rows {
+    x: Tensor<2>,
+    target: Tensor<2>,
+}
+
+/// Row number `index`: a wave. What is learned is the row, backwards.
+fn row(index: usize) -> Vec<f32> {
+    (0..WIDTH)
+        .map(|column| ((index * 7 + column * (1 + index % 5)) as f32 * 0.37).sin())
+        .collect()
+}
+
+#[derive(Clone)]
+struct RowBatcher;
+
+impl Batcher<usize, Rows> for RowBatcher {
+    fn batch(&self, items: Vec<usize>, device: &Device) -> Rows {
+        let values: Vec<f32> = items.iter().flat_map(|&index| row(index)).collect();
+        let x = Tensor::from_data(TensorData::new(values, [items.len(), WIDTH]), device);
+        let target = x.clone().flip([1]);
+        Rows { x, target }
+    }
+}
+
+fn loader(device: &Device) -> Arc<dyn DataLoader<Rows>> {
+    DataLoaderBuilder::new(RowBatcher)
+        .batch_size(BATCH)
+        .set_device(device.clone())
+        .build(InMemDataset::new(
+            (0..BATCH * STEPS).collect::<Vec<usize>>(),
+        ))
+}
+
+/// What burn-train does, by hand.
+fn by_hand(mut net: Net, accumulate: usize, device: &Device) -> Net {
+    let mut optimizer = AdamWConfig::new().init();
+    let mut accumulator = GradientsAccumulator::new();
+    for (step, start) in (0..BATCH * STEPS).step_by(BATCH).enumerate() {
+        let rows = RowBatcher.batch((start..start + BATCH).collect(), device);
+        let grads = net.regression(rows).loss.backward();
+        accumulator.accumulate(&net, GradientsParams::from_grads(grads, &net));
+        if (step + 1) % accumulate == 0 {
+            net = optimizer.step(RATE, net, accumulator.grads());
+        }
+    }
+    net
+}
+
+/// One epoch of burn-train, with what `configure` adds. In an own directory, because it writes logs.
+fn by_burn_train(
+    name: &str,
+    net: Net,
+    device: &Device,
+    configure: impl FnOnce(SupervisedTraining<Net>) -> SupervisedTraining<Net>,
+) -> Net {
+    /// burn-train installs one logger for the process.
+    static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
+    let _guard = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
+    let directory = std::env::temp_dir().join(format!("nvfp4-{}-{name}", std::process::id()));
+    let training =
+        SupervisedTraining::new(&directory, loader(device), loader(&device.clone().inner()))
+            .metrics((LossMetric::new(),))
+            .with_application_logger(None)
+            .with_training_strategy(ExecutionStrategy::single(device.clone()).into())
+            .num_epochs(1);
+    let learner = Learner::new(net, AdamWConfig::new().init(), RATE);
+    let result = configure(training).launch(learner);
+    assert!(result.error.is_none());
+    let _ = std::fs::remove_dir_all(directory);
+    result.model
+}
+
+#[test]
+fn supervised_training_is_the_loop_by_hand() {
+    let device = Device::flex().autodiff();
+    let net = Net::new(&device);
+    let before = net.bits();
+    let hand = by_hand(net.copy(&device), 1, &device);
+    let trained = by_burn_train("plain", net.copy(&device), &device, |training| training);
+    assert_ne!(trained.bits(), before);
+    assert_eq!(trained.bits(), hand.bits());
+    let state = Nvfp4State::collect(&trained);
+    assert_eq!(state, Nvfp4State::collect(&hand));
+    assert_eq!(
+        state.layers["up"].offset, STEPS as u64,
+        "one draw for each training forward, none for validation"
+    );
+}
+
+#[test]
+fn gradient_accumulation() {
+    let device = Device::flex().autodiff();
+    let net = Net::new(&device);
+    let hand = by_hand(net.copy(&device), 3, &device);
+    let trained = by_burn_train("accumulation", net, &device, |training| {
+        training.grads_accumulation(3)
+    });
+    assert_eq!(trained.bits(), hand.bits());
+    assert_eq!(
+        Nvfp4State::collect(&trained).layers["down"].offset,
+        STEPS as u64
+    );
+}
+
+/// Activations that are computed again give the same bits, and no offset is drawn twice.
+#[test]
+fn gradient_checkpointing() {
+    let device = Device::flex().autodiff();
+    let net = Net::new(&device);
+    let hand = by_hand(net.copy(&device), 1, &device);
+    let device = device.gradient_checkpointing();
+    let trained = by_burn_train("checkpointing", net.copy(&device), &device, |training| {
+        training.gradient_checkpointing()
+    });
+    assert_eq!(trained.bits(), hand.bits());
+    assert_eq!(
+        Nvfp4State::collect(&trained).layers["up"].offset,
+        STEPS as u64
+    );
+}
+
+/// A checkpoint of burn-train and the state beside it continue to the bit.
+#[test]
+fn records_and_state_continue() {
+    let device = Device::flex().autodiff();
+    let net = by_hand(Net::new(&device), 1, &device);
+    let record = net.clone().into_record().into_bytes().unwrap();
+    let state = Nvfp4State::collect(&net);
+    let other =
+        Net::new(&device).load_record(burn_core::store::ModuleRecord::from_bytes(record).unwrap());
+    state.apply(&other).unwrap();
+    let one = by_burn_train("one", net.copy(&device), &device, |training| training);
+    let two = by_burn_train("two", other, &device, |training| training);
+    assert_eq!(one.bits(), two.bits());
+}
