@@ -17,22 +17,26 @@ mod select;
 #[allow(missing_docs)]
 mod sm90;
 #[allow(missing_docs)]
+mod sm90_fused;
+#[allow(missing_docs)]
 mod small_m;
 #[allow(missing_docs)]
 mod workspace;
 
 pub use grouped::{gemm_grouped_depth, gemm_grouped_rows};
-pub use product::{Elements, Operand, Scale, Target, gemm, gemm_bf16, gemm_on, path_of, product};
+pub use product::{Elements, Operand, Scale, Target, gemm, gemm_bf16, gemm_on, path_of, product, product_amax};
 
 /// The kernels themselves, for tests that compile them without launching.
 #[doc(hidden)]
 pub mod kernels {
     pub use super::{
         epilogue::{EpilogueKind, Factor},
-        grouped::grouped_kernel,
+        grouped::{grouped_kernel, grouped_rows_with},
         portable::{Epilogue, matrix_kernel, scalar_kernel},
         product::product_with,
+        select::{Plan, plan},
         sm90::{Grouping, Tile, UNITS as SM90_UNITS, sm90_kernel},
+        sm90_fused::{FusedShape, FusedTile, Left as FusedLeft, fused_kernel},
         small_m::{Left, Shape, small_m_kernel},
         workspace::{decode, decode_kernel},
     };
