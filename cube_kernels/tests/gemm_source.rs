@@ -215,7 +215,7 @@ fn sm90_kernel_uses_the_tensor_cores_and_spills_nothing() {
                     properties.clone(),
                     target.clone(),
                     CubeCount::Static(1, 1, 1),
-                    CubeDim::new_1d(SM90_UNITS),
+                    CubeDim::new_1d(tile.units()),
                     AddressType::U32,
                     map(tile.rows_a),
                     b_map,

@@ -16,15 +16,6 @@ pub fn barrier_arrive(barrier: u32) {
     );
 }
 
-/// Lets the barrier at `barrier` expect `bytes` more from the copy engine: `mbarrier.expect_tx`.
-#[cube]
-pub fn barrier_expect_more(barrier: u32, bytes: u32) {
-    gpu_asm!(
-        "mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [{barrier}], {bytes};",
-        barrier = in(_) barrier, bytes = in(_) bytes
-    );
-}
-
 /// Waits for `units` units at the named barrier `number`: `barrier.sync`, which orders their memory
 /// accesses.
 #[cube]
@@ -39,7 +30,7 @@ pub fn keep_56_registers() {
 }
 
 /// Takes registers that another warpgroup gave back, up to 224 a unit: `setmaxnreg.inc`. With 384 units
-/// of 168 registers, two warpgroups can, once the third has [kept 56](keep_56_registers()).
+/// of 168 registers, two warpgroups can, once a third has [kept 56](keep_56_registers()).
 #[cube]
 pub fn take_224_registers() {
     gpu_asm!("setmaxnreg.inc.sync.aligned.u32 224;");

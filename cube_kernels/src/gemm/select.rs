@@ -87,11 +87,14 @@ pub(super) fn plan_of(
 /// The tile for `rows` rows of `a`.
 fn fused_tile(processors: usize, rows: usize, n: usize) -> FusedTile {
     let rows_a = rows.next_power_of_two().clamp(8, 256);
-    let shared = rows_a <= 64 || n.div_ceil(128) * rows.div_ceil(rows_a) < processors * 3 / 4;
-    match (rows_a, shared) {
-        (256, true) => FusedTile { rows_a: 128, shared: false },
-        _ => FusedTile { rows_a, shared },
-    }
+    let few = n.div_ceil(128) * rows.div_ceil(rows_a) < processors * 3 / 4;
+    let (rows_a, ways) = match (rows_a, few) {
+        (8..=32, _) => (rows_a, 4),
+        (64, _) | (128, true) => (rows_a, 2),
+        (256, true) => (128, 1),
+        _ => (rows_a, 1),
+    };
+    FusedTile { rows_a, ways }
 }
 
 /// The tile whose waves over the processors cost least.

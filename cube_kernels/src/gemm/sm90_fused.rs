@@ -2,11 +2,11 @@
 //! memory, and its codes and scales are read once for each tile along the rows of `a`.
 //!
 //! `wgmma` takes its left operand from registers, so the product is computed as `outᵀ = b · aᵀ`: each of
-//! two consumer warpgroups decodes 64 rows of `b` (or both share 64 rows and take turns along the
+//! two consumer warpgroups decodes 64 rows of `b` (or two or four share 64 rows and take turns along the
 //! contraction) and multiplies them with the `rows_a` rows of `a` that lie in shared memory as bf16.
-//! The units of the producer warpgroup decode block scales, one row of `b` each, and where `a` is
-//! packed and has few rows its elements too; one of them starts the copy engine, which brings the
-//! codes and a bf16 `a`.
+//! The first warp drives the copy engine, which brings the codes and a bf16 `a`. The three next ones
+//! decode block scales, a row of `b` to a unit, and where `a` is packed and has few rows its elements
+//! too. (A warp that did both was measured: starting the engine held up the scales of every stage.)
 
 use cubecl::{
     prelude::{barrier::Barrier, *},
@@ -24,10 +24,10 @@ use crate::{
     cube::{
         codec::decode_e4m3,
         ptx_sm90::{
-            barrier_wait, decode_e2m1x8, decode_e4m3x2, descriptor, shared_address,
+            barrier_expect, barrier_wait, decode_e2m1x8, decode_e4m3x2, descriptor, shared_address,
         },
         ptx_sm90_fused::{
-            barrier_arrive, barrier_expect_more, byte_selector, fence_shared, fused_loop_8_64,
+            barrier_arrive, byte_selector, fence_shared, fused_loop_8_64,
             fused_loop_16_64, fused_loop_32_64, fused_loop_64_64, fused_loop_64_128,
             fused_loop_128_64, fused_loop_128_128, fused_loop_256_128, keep_56_registers,
             load_shared_f32_4, meet, store_shared_4, store_shared_f32, take_224_registers,
@@ -36,8 +36,6 @@ use crate::{
     device::{DevicePacked, FloatKind, address_type},
 };
 
-/// One producer and two consumer warpgroups.
-pub const UNITS: u32 = 384;
 /// Columns of a part of a stage: the 128 bytes of bf16 that the swizzle spans.
 const PART: usize = 64;
 /// Rows of `b` of one consumer warpgroup.
@@ -45,6 +43,11 @@ const STRIP: usize = 64;
 /// Floats from one row of the output to the next where warpgroups stage their sums: four more than
 /// there are, so that the lanes of a warp write to different banks.
 const STAGING_ROW: usize = STRIP + 4;
+
+/// Units that decode scales.
+const DECODERS: usize = 96;
+/// Loads of scales, sixteen to a unit, that are under way.
+const GROUPS_AHEAD: usize = 2;
 
 /// How `a` is read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -60,32 +63,47 @@ pub enum Left {
 pub struct FusedTile {
     /// Rows of `a`: 8, 16, 32, 64, 128 or 256.
     pub rows_a: usize,
-    /// Whether both consumer warpgroups have the same 64 rows of `b` and take turns along the
-    /// contraction, instead of 64 rows each.
-    pub shared: bool,
+    /// Consumer warpgroups that have the same 64 rows of `b` and take turns along the contraction: 2 or
+    /// 4; or 1, and two warpgroups have 64 rows each.
+    pub ways: usize,
 }
 
 impl FusedTile {
     /// The tiles that there are kernels for.
     pub const ALL: [Self; 8] = {
-        const fn tile(rows_a: usize, shared: bool) -> FusedTile {
-            FusedTile { rows_a, shared }
+        const fn tile(rows_a: usize, ways: usize) -> FusedTile {
+            FusedTile { rows_a, ways }
         }
         [
-            tile(256, false),
-            tile(128, false),
-            tile(128, true),
-            tile(64, false),
-            tile(64, true),
-            tile(32, true),
-            tile(16, true),
-            tile(8, true),
+            tile(256, 1),
+            tile(128, 1),
+            tile(128, 2),
+            tile(64, 1),
+            tile(64, 2),
+            tile(32, 4),
+            tile(16, 4),
+            tile(8, 4),
         ]
     };
 
+    /// Consumer warpgroups.
+    pub const fn consumers(self) -> usize {
+        if self.ways == 1 { 2 } else { self.ways }
+    }
+
+    /// Units of a cube: the first warpgroup and the consumers.
+    pub const fn units(self) -> u32 {
+        128 + 128 * self.consumers() as u32
+    }
+
+    /// Rows of `b` whose scales a unit decodes.
+    const fn rows_of_unit(self) -> usize {
+        self.rows_b().div_ceil(DECODERS)
+    }
+
     /// Rows of `b`.
     pub const fn rows_b(self) -> usize {
-        if self.shared { STRIP } else { 2 * STRIP }
+        if self.ways == 1 { 2 * STRIP } else { STRIP }
     }
 
     /// Parts of a stage.
@@ -96,9 +114,9 @@ impl FusedTile {
     /// Stages of the ring; the main loops of
     /// [`ptx_sm90_fused`](crate::cube::ptx_sm90_fused) count the same.
     pub const fn stages(self) -> usize {
-        match (self.rows_a, self.shared) {
+        match (self.rows_a, self.ways) {
             (256, _) => 5,
-            (64, false) => 6,
+            (64, 1) => 6,
             _ => 8,
         }
     }
@@ -131,51 +149,61 @@ pub struct FusedShape {
     pub tile: FusedTile,
     /// How `a` is read.
     pub left: Left,
-    /// The contraction is a multiple of 64, so that four scales of a row are an aligned word.
+    /// The contraction is a multiple of 256, so that sixteen scales of a row are an aligned vector.
     pub whole: bool,
 }
 
 impl FusedShape {
+    /// Stages of which a unit loads the scales together.
+    const fn group(self) -> usize {
+        4 / self.tile.parts()
+    }
+
     /// Stages whose scales (and codes of `a`) a unit has loaded ahead: the latency of memory.
     const fn ahead(self) -> usize {
-        if self.tile.rows_a <= 16 { 8 } else { 4 }
+        GROUPS_AHEAD * self.group()
     }
 
     /// Words of `a` that a unit decodes for each stage.
     const fn words(self) -> usize {
         match self.left {
-            Left::Packed => self.tile.parts() * self.tile.rows_a * 8 / 128,
+            Left::Packed => (self.tile.parts() * self.tile.rows_a * 8).div_ceil(DECODERS),
             Left::Bf16 => 0,
         }
     }
 }
 
-/// The scales of four blocks of one row, from column `64 · part` on; zeros (or, with `whole`, those of
-/// the last blocks) beyond the end.
+/// The scales of sixteen blocks of one row, from column `256 · index` on; zeros (or, with `whole`, those
+/// of the last blocks) beyond the end.
 #[cube]
 fn load_scales(
-    scales: &[u32],
+    scales: &[Vector<u32, Const<4>>],
     pairs: &[u16],
     row: u32,
-    part: u32,
+    index: u32,
     k: u32,
     #[comptime] whole: bool,
-) -> u32 {
+) -> Vector<u32, Const<4>> {
     if comptime!(whole) {
-        let parts = k / 64u32;
-        scales[(row * parts + min(part, parts - 1u32)) as usize]
+        let width = k / 256u32;
+        scales[(row * width + min(index, width - 1u32)) as usize]
     } else {
         let width = k / 32u32;
         let first = row * width;
-        let at = part * 2u32;
-        let mut word = 0u32;
-        if at < width {
-            word = u32::cast_from(pairs[(first + at) as usize]);
+        let mut words = Vector::<u32, Const<4>>::new(0u32);
+        #[unroll]
+        for i in 0..4usize {
+            let at = index * 8u32 + comptime!(2 * i as u32);
+            let mut word = 0u32;
+            if at < width {
+                word = u32::cast_from(pairs[(first + at) as usize]);
+            }
+            if at + 1u32 < width {
+                word |= u32::cast_from(pairs[(first + at + 1u32) as usize]) << 16u32;
+            }
+            words.insert(i, word);
         }
-        if at + 1u32 < width {
-            word |= u32::cast_from(pairs[(first + at + 1u32) as usize]) << 16u32;
-        }
-        word
+        words
     }
 }
 
@@ -191,7 +219,7 @@ pub fn fused_kernel(
     b: &TensorMap<u32, Tiled>,
     a_codes: &[u32],
     a_scales: &[u8],
-    b_scales: &[u32],
+    b_scales: &[Vector<u32, Const<4>>],
     b_pairs: &[u16],
     a_amax: &[f32],
     b_amax: &[f32],
@@ -232,8 +260,10 @@ pub fn fused_kernel(
         comptime!(shape.tile.stages() * shape.tile.parts() * shape.tile.rows_b()),
         128usize,
     );
-    let staging: Shared<[Vector<u32, Const<4>>]> =
-        Shared::new_aligned_slice(comptime!(2 * shape.tile.staging() / 4), 128usize);
+    let staging: Shared<[Vector<u32, Const<4>>]> = Shared::new_aligned_slice(
+        comptime!(shape.tile.consumers() * shape.tile.staging() / 4),
+        128usize,
+    );
     let barriers: Shared<[Barrier]> =
         Shared::new_aligned_slice(comptime!(2 * shape.tile.stages()), 8usize);
     let full = shared_address::<Barrier>(barriers.as_slice().as_ptr());
@@ -247,9 +277,9 @@ pub fn fused_kernel(
     if unit == 0 {
         #[unroll]
         for s in 0..stages {
-            // The four warps of the producer; those of the consumers of a stage.
+            // The warp of the copy engine and those that decode; the warps that consume a stage.
             barriers[s].init_manual(4);
-            barriers[s + stages].init_manual(comptime!(if shape.tile.shared { 4 } else { 8 }));
+            barriers[s + stages].init_manual(comptime!(if shape.tile.ways == 1 { 8 } else { 4 }));
         }
     }
     sync_async_proxy_shared();
@@ -263,13 +293,78 @@ pub fn fused_kernel(
     let mut passed = 0u32;
     // Stages used so far: all units count alike, so the ring needs no other state.
     let mut used = 0u32;
-    if unit < 128u32 {
+    if unit < 32u32 {
         // The sums of the widest tile leave too few registers beside them.
+        if comptime!(tile_shape.rows_a == 256) {
+            keep_56_registers();
+        }
+        if lane == 0u32 {
+            while group < groups {
+                let tiles_m = tiles_along_m(offsets, group, m, grouping, rows_a);
+                if tile - passed < tiles_m * tiles_n {
+                    let at = place(tile - passed, tiles_m, tiles_n, band, rows_a, rows_b);
+                    let mut row = at.row;
+                    let mut column = at.column;
+                    if comptime!(grouping == Grouping::Rows) {
+                        row += start_of(offsets, group, grouping);
+                        column += group * n;
+                    }
+                    for step in 0..steps {
+                        let stage = used % comptime!(stages as u32);
+                        let parity = ((used / comptime!(stages as u32)) & 1u32) ^ 1u32;
+                        barrier_wait(empty + stage * 8u32, parity);
+                        let bytes_a = comptime!(match shape.left {
+                            Left::Packed => 0,
+                            Left::Bf16 => shape.tile.a_part() * 16,
+                        });
+                        barrier_expect(
+                            full + stage * 8u32,
+                            comptime!(
+                                (shape.tile.parts() * (bytes_a + shape.tile.rows_b() * PART / 2))
+                                    as u32
+                            ),
+                        );
+                        let s = stage as usize;
+                        let ready = &barriers[s];
+                        ready.tma_load_2d(
+                            b,
+                            &mut code_tiles[s * codes_stage..(s + 1) * codes_stage],
+                            column as i32,
+                            (step * comptime!((PART * parts / 8) as u32)) as i32,
+                        );
+                        if comptime!(shape.left == Left::Bf16) {
+                            #[unroll]
+                            for p in 0..parts {
+                                let first =
+                                    s * comptime!(parts * a_part) + comptime!(p * a_part);
+                                ready.tma_load_2d(
+                                    a,
+                                    &mut a_tiles[first..first + a_part],
+                                    row as i32,
+                                    (step * comptime!((PART * parts) as u32)
+                                        + comptime!((p * PART) as u32))
+                                        as i32,
+                                );
+                            }
+                        }
+                        used += 1u32;
+                    }
+                    tile += CUBE_COUNT as u32;
+                } else {
+                    passed += tiles_m * tiles_n;
+                    group += 1u32;
+                }
+            }
+        }
+    } else if unit < 128u32 {
         if comptime!(tile_shape.rows_a == 256) {
             keep_56_registers();
         }
         let ahead = comptime!(shape.ahead());
         let items = comptime!(shape.words());
+        let stages_of_load = comptime!(shape.group());
+        let rows_of_unit = comptime!(shape.tile.rows_of_unit());
+        let decoder = unit - 32u32;
         while group < groups {
             let tiles_m = tiles_along_m(offsets, group, m, grouping, rows_a);
             if tile - passed < tiles_m * tiles_n {
@@ -281,30 +376,36 @@ pub fn fused_kernel(
                     column += group * n;
                 }
                 // Rows outside read the last one; what comes of them is not written.
-                let scale_row =
-                    min(column + unit % rows_b, groups * n - 1u32);
-                let mut scale_words =
-                    Array::<u32>::new(comptime!(shape.ahead() * shape.tile.parts()));
+                let last_row = groups * n - 1u32;
+                let mut loaded = Array::<Vector<u32, Const<4>>>::new(comptime!(
+                    GROUPS_AHEAD * shape.tile.rows_of_unit()
+                ));
                 let mut a_words =
                     Array::<u32>::new(comptime!((shape.ahead() * shape.words()).max(1)));
                 let mut a_bytes =
                     Array::<u8>::new(comptime!((shape.ahead() * shape.words()).max(1)));
                 #[unroll]
+                for g in 0..GROUPS_AHEAD {
+                    #[unroll]
+                    for r in 0..rows_of_unit {
+                        let line = decoder + comptime!((r * DECODERS) as u32);
+                        if line < rows_b {
+                            loaded[comptime!(g * rows_of_unit + r)] = load_scales(
+                                b_scales,
+                                b_pairs,
+                                min(column + line, last_row),
+                                comptime!(g as u32),
+                                k,
+                                comptime!(shape.whole),
+                            );
+                        }
+                    }
+                }
+                #[unroll]
                 for d in 0..ahead {
                     #[unroll]
-                    for p in 0..parts {
-                        scale_words[comptime!(d * parts + p)] = load_scales(
-                            b_scales,
-                            b_pairs,
-                            scale_row,
-                            comptime!((d * parts + p) as u32),
-                            k,
-                            comptime!(shape.whole),
-                        );
-                    }
-                    #[unroll]
                     for i in 0..items {
-                        let word = a_word(unit, comptime!(d as u32), i, row, m, k, shape);
+                        let word = a_word(decoder, comptime!(d as u32), i, row, m, k, shape);
                         a_words[comptime!(d * items + i)] = a_codes[word];
                         a_bytes[comptime!(d * items + i)] = a_scales[word / 2usize];
                     }
@@ -312,129 +413,113 @@ pub fn fused_kernel(
                 let mut base = 0u32;
                 while base < steps {
                     #[unroll]
-                    for d in 0..ahead {
-                        let step = base + comptime!(d as u32);
-                        if step < steps {
-                            let stage = used % comptime!(stages as u32);
-                            let parity = ((used / comptime!(stages as u32)) & 1u32) ^ 1u32;
-                            let barrier = full + stage * 8u32;
-                            barrier_wait(empty + stage * 8u32, parity);
-                            let s = stage as usize;
-                            if unit == 0u32 {
-                                let ready = &barriers[s];
-                                let bytes_a = comptime!(match shape.left {
-                                    Left::Packed => 0,
-                                    Left::Bf16 => shape.tile.a_part() * 16,
-                                });
-                                barrier_expect_more(
-                                    barrier,
-                                    comptime!(
-                                        (shape.tile.parts()
-                                            * (bytes_a + shape.tile.rows_b() * PART / 2))
-                                            as u32
-                                    ),
+                    for g in 0..GROUPS_AHEAD {
+                        let mut scales = Array::<Vector<u32, Const<4>>>::new(comptime!(
+                            shape.tile.rows_of_unit()
+                        ));
+                        #[unroll]
+                        for r in 0..rows_of_unit {
+                            let slot = comptime!(g * rows_of_unit + r);
+                            scales[r] = loaded[slot];
+                            let line = decoder + comptime!((r * DECODERS) as u32);
+                            if line < rows_b {
+                                loaded[slot] = load_scales(
+                                    b_scales,
+                                    b_pairs,
+                                    min(column + line, last_row),
+                                    base / comptime!(shape.group() as u32)
+                                        + comptime!((g + GROUPS_AHEAD) as u32),
+                                    k,
+                                    comptime!(shape.whole),
                                 );
-                                ready.tma_load_2d(
-                                    b,
-                                    &mut code_tiles[s * codes_stage..(s + 1) * codes_stage],
-                                    column as i32,
-                                    (step * comptime!((PART * parts / 8) as u32)) as i32,
-                                );
-                                if comptime!(shape.left == Left::Bf16) {
+                            }
+                        }
+                        #[unroll]
+                        for e in 0..stages_of_load {
+                            let d = comptime!(g * stages_of_load + e);
+                            let step = base + comptime!(d as u32);
+                            if step < steps {
+                                let stage = used % comptime!(stages as u32);
+                                let parity = ((used / comptime!(stages as u32)) & 1u32) ^ 1u32;
+                                barrier_wait(empty + stage * 8u32, parity);
+                                #[unroll]
+                                for r in 0..rows_of_unit {
+                                    let line = decoder + comptime!((r * DECODERS) as u32);
+                                    if line < rows_b {
+                                        #[unroll]
+                                        for p in 0..parts {
+                                            let part = step * comptime!(parts as u32)
+                                                + comptime!(p as u32);
+                                            let mut word =
+                                                scales[r].extract(comptime!(e * parts + p));
+                                            // Beyond the end nothing is added: codes are zeros
+                                            // there, and no scale may be NaN.
+                                            if part * 64u32 >= k {
+                                                word = 0u32;
+                                            }
+                                            store_shared_4(
+                                                scales_at
+                                                    + (stage * comptime!(parts as u32)
+                                                        + comptime!(p as u32))
+                                                        * comptime!(scales_part * 4)
+                                                    + line * 16u32,
+                                                four_scales(word),
+                                            );
+                                        }
+                                    }
+                                }
+                                if comptime!(shape.left == Left::Packed) {
                                     #[unroll]
-                                    for p in 0..parts {
-                                        let first = s * comptime!(parts * a_part)
-                                            + comptime!(p * a_part);
-                                        ready.tma_load_2d(
-                                            a,
-                                            &mut a_tiles[first..first + a_part],
-                                            row as i32,
-                                            (step * comptime!((PART * parts) as u32)
-                                                + comptime!((p * PART) as u32))
-                                                as i32,
+                                    for i in 0..items {
+                                        let slot = comptime!(d * items + i);
+                                        let mut word = a_words[slot];
+                                        let mut byte = a_bytes[slot];
+                                        let local = decoder + comptime!((i * DECODERS) as u32);
+                                        let line = local / comptime!(8 * parts as u32);
+                                        let vector = local % comptime!(8 * parts as u32);
+                                        if (step * comptime!(8 * parts as u32) + vector) * 8u32 >= k
+                                            || row + line >= m
+                                        {
+                                            word = 0u32;
+                                            byte = 0u8;
+                                        }
+                                        let scale =
+                                            u32::reinterpret(decode_e4m3(u32::cast_from(byte)))
+                                                >> 16u32;
+                                        let eight = decode_e2m1x8(
+                                            u32::reinterpret(word),
+                                            scale | (scale << 16u32),
                                         );
+                                        if line < rows_a {
+                                            store_shared_4(
+                                                a_at + (stage * comptime!(parts as u32)
+                                                    + vector / 8u32)
+                                                    * comptime!(a_part as u32 * 16)
+                                                    + line * 128u32
+                                                    + ((vector ^ line) & 7u32) * 16u32,
+                                                eight,
+                                            );
+                                        }
+                                        let next = a_word(
+                                            decoder,
+                                            step + comptime!(ahead as u32),
+                                            i,
+                                            row,
+                                            m,
+                                            k,
+                                            shape,
+                                        );
+                                        a_words[slot] = a_codes[next];
+                                        a_bytes[slot] = a_scales[next / 2usize];
                                     }
+                                    fence_shared();
                                 }
-                            }
-                            if unit < rows_b {
-                                #[unroll]
-                                for p in 0..parts {
-                                    let part = step * comptime!(parts as u32) + comptime!(p as u32);
-                                    let mut word = scale_words[comptime!(d * parts + p)];
-                                    // Beyond the end nothing is added: codes are zeros there, and
-                                    // no scale may be NaN.
-                                    if part * 64u32 >= k {
-                                        word = 0u32;
-                                    }
-                                    let low = decode_e4m3x2(u16::cast_from(word & 0xffffu32));
-                                    let high = decode_e4m3x2(u16::cast_from(word >> 16u32));
-                                    let mut four = Vector::<u32, Const<4>>::new(0u32);
-                                    four.insert(0usize, low.extract(0usize));
-                                    four.insert(1usize, low.extract(1usize));
-                                    four.insert(2usize, high.extract(0usize));
-                                    four.insert(3usize, high.extract(1usize));
-                                    store_shared_4(
-                                        scales_at
-                                            + (stage * comptime!(parts as u32)
-                                                + comptime!(p as u32))
-                                                * comptime!(scales_part * 4)
-                                            + unit * 16u32,
-                                        four,
-                                    );
-                                    scale_words[comptime!(d * parts + p)] = load_scales(
-                                        b_scales,
-                                        b_pairs,
-                                        scale_row,
-                                        part + comptime!((ahead * parts) as u32),
-                                        k,
-                                        comptime!(shape.whole),
-                                    );
+                                sync_plane();
+                                if lane == 0u32 {
+                                    barrier_arrive(full + stage * 8u32);
                                 }
+                                used += 1u32;
                             }
-                            if comptime!(shape.left == Left::Packed) {
-                                #[unroll]
-                                for i in 0..items {
-                                    let slot = comptime!(d * items + i);
-                                    let mut word = a_words[slot];
-                                    let mut byte = a_bytes[slot];
-                                    let local = unit + comptime!(i as u32 * 128);
-                                    let line = local / comptime!(8 * parts as u32);
-                                    let vector = local % comptime!(8 * parts as u32);
-                                    if (step * comptime!(8 * parts as u32) + vector) * 8u32 >= k
-                                        || row + line >= m
-                                    {
-                                        word = 0u32;
-                                        byte = 0u8;
-                                    }
-                                    let scale = u32::reinterpret(decode_e4m3(u32::cast_from(byte)))
-                                        >> 16u32;
-                                    let eight = decode_e2m1x8(u32::reinterpret(word), scale | (scale << 16u32));
-                                    store_shared_4(
-                                        a_at + (stage * comptime!(parts as u32) + vector / 8u32)
-                                            * comptime!(a_part as u32 * 16)
-                                            + line * 128u32
-                                            + ((vector ^ line) & 7u32) * 16u32,
-                                        eight,
-                                    );
-                                    let next = a_word(
-                                        unit,
-                                        step + comptime!(ahead as u32),
-                                        i,
-                                        row,
-                                        m,
-                                        k,
-                                        shape,
-                                    );
-                                    a_words[slot] = a_codes[next];
-                                    a_bytes[slot] = a_scales[next / 2usize];
-                                }
-                                fence_shared();
-                            }
-                            sync_plane();
-                            if lane == 0u32 {
-                                barrier_arrive(barrier);
-                            }
-                            used += 1u32;
                         }
                     }
                     base += comptime!(ahead as u32);
@@ -453,7 +538,7 @@ pub fn fused_kernel(
         let leader = u32::cast_from(lane == 0u32);
         let warp = (unit % 128u32) / 32u32;
         let mut strip = consumer;
-        if comptime!(tile_shape.shared) {
+        if comptime!(tile_shape.ways > 1) {
             strip = 0u32;
         }
         // This lane's upper row of the strips of `b`, and the place of its codes.
@@ -480,10 +565,11 @@ pub fn fused_kernel(
                 let mut begin = used;
                 let mut own_steps = steps;
                 let mut advance = 1u32;
-                if comptime!(tile_shape.shared) {
+                if comptime!(tile_shape.ways > 1) {
                     begin += consumer;
-                    own_steps = (steps + 1u32 - consumer) / 2u32;
-                    advance = 2u32;
+                    own_steps = (steps + comptime!(tile_shape.ways as u32 - 1) - consumer)
+                        / comptime!(tile_shape.ways as u32);
+                    advance = comptime!(tile_shape.ways as u32).runtime();
                 }
                 let stage = begin % comptime!(stages as u32);
                 let parity = (begin / comptime!(stages as u32)) & 1u32;
@@ -507,7 +593,7 @@ pub fn fused_kernel(
                 } else if comptime!(tile_shape.rows_a == 128) {
                     let mut sums = Vector::<f32, Const<64>>::new(0.0f32);
                     if own_parts > 0u32 {
-                        if comptime!(tile_shape.shared) {
+                        if comptime!(tile_shape.ways > 1) {
                             sums = fused_loop_128_64(
                                 full, empty, a_tile, codes, scales, selector, stage, parity,
                                 advance, own_parts, leader,
@@ -526,7 +612,7 @@ pub fn fused_kernel(
                 } else if comptime!(tile_shape.rows_a == 64) {
                     let mut sums = Vector::<f32, Const<32>>::new(0.0f32);
                     if own_parts > 0u32 {
-                        if comptime!(tile_shape.shared) {
+                        if comptime!(tile_shape.ways > 1) {
                             sums = fused_loop_64_64(
                                 full, empty, a_tile, codes, scales, selector, stage, parity,
                                 advance, own_parts, leader,
@@ -589,11 +675,24 @@ pub fn fused_kernel(
     }
 }
 
-/// The word of `a` that unit `unit` decodes as its `i`th of a stage; some word of `a` where it lies
+/// Four scales as the main loops read them.
+#[cube]
+fn four_scales(word: u32) -> Vector<u32, Const<4>> {
+    let low = decode_e4m3x2(u16::cast_from(word & 0xffffu32));
+    let high = decode_e4m3x2(u16::cast_from(word >> 16u32));
+    let mut four = Vector::<u32, Const<4>>::new(0u32);
+    four.insert(0usize, low.extract(0usize));
+    four.insert(1usize, low.extract(1usize));
+    four.insert(2usize, high.extract(0usize));
+    four.insert(3usize, high.extract(1usize));
+    four
+}
+
+/// The word of `a` that unit `decoder` of those that decode takes as its `i`th of a stage; some word of `a` where it lies
 /// outside.
 #[cube]
 fn a_word(
-    unit: u32,
+    decoder: u32,
     step: u32,
     #[comptime] i: usize,
     row: u32,
@@ -601,7 +700,7 @@ fn a_word(
     k: u32,
     #[comptime] shape: FusedShape,
 ) -> usize {
-    let local = unit + comptime!(i as u32 * 128);
+    let local = decoder + comptime!((i * DECODERS) as u32);
     let width = comptime!(8 * shape.tile.parts() as u32);
     let line = min(row + local / width, m - 1u32);
     let words = k / 8u32;
@@ -637,10 +736,10 @@ fn write_tile<N: Size>(
     let lane = UNIT_POS % 32u32;
     let warp = (UNIT_POS % 128u32) / 32u32;
     // With shared strips all consumers write the tile together, else each its own columns.
-    let units = comptime!(if tile.shared { 256u32 } else { 128u32 });
+    let units = comptime!(128 * tile.ways as u32);
     let mut number = 1u32 + consumer;
     let mut unit = UNIT_POS % 128u32;
-    if comptime!(tile.shared) {
+    if comptime!(tile.ways > 1) {
         number = 1u32;
         unit += consumer * 128u32;
     }
@@ -689,9 +788,11 @@ fn write_tile<N: Size>(
                     #[unroll]
                     for four in 0..comptime!(width as usize / 4) {
                         let mut values = load_shared_f32_4(from + comptime!(four as u32 * 16));
-                        if comptime!(tile.shared) {
+                        #[unroll]
+                        for way in 1..comptime!(tile.ways) {
                             values += load_shared_f32_4(
-                                from + stage_bytes + comptime!(four as u32 * 16),
+                                from + comptime!(way as u32) * stage_bytes
+                                    + comptime!(four as u32 * 16),
                             );
                         }
                         #[unroll]
@@ -818,7 +919,7 @@ pub(super) fn launch(
     let shape = FusedShape {
         tile,
         left,
-        whole: k.is_multiple_of(PART),
+        whole: k.is_multiple_of(256),
     };
     // A packed `a` is not read through its map, which may then be of any memory.
     let a_rows = match left {
@@ -872,13 +973,13 @@ pub(super) fn launch(
         fused_kernel::launch_unchecked(
             client,
             CubeCount::Static(cubes as u32, 1, 1),
-            CubeDim::new_1d(UNITS),
+            CubeDim::new_1d(tile.units()),
             address_type((m * n).max(m * k)),
             a_map,
             b_map,
             memory(a_codes, m * k / 8),
             memory(a_scales, m * k / 16),
-            memory(&b.scales, scales / 4),
+            memory(&b.scales, scales / 16),
             memory(&b.scales, scales / 2),
             memory(&epilogue.a_amax, m),
             memory(&epilogue.b_amax, b.outer()),
