@@ -264,7 +264,11 @@ fn fused_tiles_in_groups_equal_the_loop() {
                 let (a, b) = (a.rows(part.clone()), b.rows(g * n..(g + 1) * n));
                 let expected = alone(&client, GemmPath::Hopper, &a, &b, None, plan);
                 let found = &found[part.start * n..part.end * n];
-                assert_same(found, &expected, &format!("{tile:?}, n {n}, k {k}: group {g}"));
+                assert_same(
+                    found,
+                    &expected,
+                    &format!("{tile:?}, n {n}, k {k}: group {g}"),
+                );
             }
         }
     }

@@ -18,8 +18,7 @@ use nvfp4_kernels::{
         self, Elements, Operand, Scale, Target,
         kernels::{FusedTile, Plan, Tile, product_with},
     },
-    ops,
-    reference,
+    ops, reference,
 };
 use packed::Packed;
 use proptest::prelude::*;
@@ -451,7 +450,11 @@ fn fused_tiles_and_extreme_scales() {
     for (i, scale) in b.scales.iter_mut().enumerate() {
         // 0 to 2^-6 in the even rows, 224 to 448 in the odd ones.
         let any = random.next_u32() as u8;
-        *scale = if (i / b.blocks) % 2 == 0 { any % 9 } else { 0x76 + any % 9 };
+        *scale = if (i / b.blocks) % 2 == 0 {
+            any % 9
+        } else {
+            0x76 + any % 9
+        };
     }
     a.scales[..a.blocks].fill(1);
     a.scales[a.blocks..2 * a.blocks].fill(0x7e);
@@ -472,7 +475,11 @@ fn fused_tiles_and_extreme_scales() {
         y.scales[11 * y.blocks + 2] = 0x7f;
         for (i, value) in run(tile, &x, &y).iter().enumerate() {
             let (row, col) = (i / n, i % n);
-            assert_eq!(value.is_nan(), row == 7 || col == 11, "{tile:?}: ({row}, {col})");
+            assert_eq!(
+                value.is_nan(),
+                row == 7 || col == 11,
+                "{tile:?}: ({row}, {col})"
+            );
         }
     }
 }
@@ -482,7 +489,14 @@ fn fused_tiles_and_extreme_scales() {
 fn maximum_of_the_output() {
     let client = client!("maximum_of_the_output");
     let shapes: &[_] = if on_gpu(&client) {
-        &[(1, 72, 64), (5, 520, 256), (100, 264, 96), (300, 904, 160), (2100, 4104, 64), (70, 24, 48)]
+        &[
+            (1, 72, 64),
+            (5, 520, 256),
+            (100, 264, 96),
+            (300, 904, 160),
+            (2100, 4104, 64),
+            (70, 24, 48),
+        ]
     } else {
         &[(5, 24, 48)]
     };
@@ -496,8 +510,7 @@ fn maximum_of_the_output() {
                 let (left, right) = (a.device(&client), Packed::random(n, k, 6).device(&client));
                 let (x, y) = ((&left).into(), (&right).into());
                 let new = Target::New(out);
-                let (found, amax) =
-                    gemm::product_amax(&client, None, &x, &y, None, new).unwrap();
+                let (found, amax) = gemm::product_amax(&client, None, &x, &y, None, new).unwrap();
                 let expected = ops::amax(&client, &found, None).unwrap();
                 let bits = |handle: Handle| -> u32 {
                     bytemuck::pod_read_unaligned(&client.read_one(handle).unwrap()[..4])

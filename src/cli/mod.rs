@@ -31,7 +31,7 @@ enum Task {
     /// Generate text with a trained model.
     Sample(sample::Sample),
     /// Say which devices there are, what they support, and which code path operations take.
-    Doctor,
+    Doctor(doctor::Doctor),
 }
 
 impl Command {
@@ -39,7 +39,7 @@ impl Command {
         match self.task {
             Task::Train(train) => train.run(),
             Task::Sample(sample) => sample.run().map(|()| ExitCode::SUCCESS),
-            Task::Doctor => doctor::run().map(|()| ExitCode::SUCCESS),
+            Task::Doctor(doctor) => doctor.run().map(|()| ExitCode::SUCCESS),
         }
     }
 }

@@ -83,9 +83,10 @@ pub fn byte_selector(quarter: u32) -> u32 {
 /// ([`decode_e4m3x2`](super::ptx_sm90::decode_e4m3x2())) brings it back, times 2^-8, exactly. Eleven
 /// instructions for four elements.
 ///
-/// Fragments of the four blocks of 64 columns live in registers of their own: while one is decoded up to
-/// two products are in flight, and the wait before the third block of 64 columns says that
-/// those of the 64 columns before are complete, whose stage then goes back to the producer.
+/// The fragments of 64 columns are decoded together, eight chains of instructions beside each other, into
+/// one of two sets of registers, while the products of the other set are in flight. When those of this
+/// set are queued, a wait for the other's says that its stage may go back to the producer. (One set and a
+/// wait in every block of 16 was as fast: the consumers wait for the scales, not for each other.)
 ///
 /// - `full`, `empty`: the barriers of the stages, eight bytes each;
 /// - `a`: [`descriptor`](super::ptx_sm90::descriptor()) of stage 0, which advances by `$a_stage`;
@@ -106,23 +107,37 @@ macro_rules! fused_loop {
         fused_loop!(
             $name, $accumulators, $wgmma, $stages, $parts, $a_stage, $a_part, $codes_stage,
             $codes_lower, $scales_stage, $scales_part,
+            // The two sets, each with its label and what follows it.
             [
-                ["w0, w1" "w8, w9" "f0" "f4" "x0" "x1" "x2" "x3" "0" "add"
-                    "setp.eq.u32 add, left, left;" ""]
-                ["w2, w3" "w10, w11" "f1" "f5" "x4" "x5" "x6" "x7" "2" "1" "" ""]
-                ["w4, w5" "w12, w13" "f2" "f6" "x8" "x9" "x10" "x11" "4" "1" ""
-                    "@given mbarrier.arrive.shared::cta.b64 token, [release];"]
-                ["w6, w7" "w14, w15" "f3" "f7" "x12" "x13" "x14" "x15" "6" "1" "" ""]
+                "FIRST"
+                "@q bra.uni DONE;"
+                ["w0, w1" "f0" "x0" "x2"] ["w8, w9" "f4" "x1" "x3"]
+                ["w2, w3" "f1" "x4" "x6"] ["w10, w11" "f5" "x5" "x7"]
+                ["w4, w5" "f2" "x8" "x10"] ["w12, w13" "f6" "x9" "x11"]
+                ["w6, w7" "f3" "x12" "x14"] ["w14, w15" "f7" "x13" "x15"];
+                ["{{x0, x1, x2, x3}}" "0" "add"] ["{{x4, x5, x6, x7}}" "2" "1"]
+                ["{{x8, x9, x10, x11}}" "4" "1"] ["{{x12, x13, x14, x15}}" "6" "1"]
+            ]
+            [
+                "SECOND"
+                "@!q bra.uni NEXT;"
+                ["w0, w1" "f0" "y0" "y2"] ["w8, w9" "f4" "y1" "y3"]
+                ["w2, w3" "f1" "y4" "y6"] ["w10, w11" "f5" "y5" "y7"]
+                ["w4, w5" "f2" "y8" "y10"] ["w12, w13" "f6" "y9" "y11"]
+                ["w6, w7" "f3" "y12" "y14"] ["w14, w15" "f7" "y13" "y15"];
+                ["{{y0, y1, y2, y3}}" "0" "1"] ["{{y4, y5, y6, y7}}" "2" "1"]
+                ["{{y8, y9, y10, y11}}" "4" "1"] ["{{y12, y13, y14, y15}}" "6" "1"]
             ]
         );
     };
     (
         $name:ident, $accumulators:literal, $wgmma:tt, $stages:tt, $parts:tt, $a_stage:tt,
         $a_part:tt, $codes_stage:tt, $codes_lower:tt, $scales_stage:tt, $scales_part:tt,
-        [$([
-            $upper:tt $lower:tt $upper_scale:tt $lower_scale:tt $x0:tt $x1:tt $x2:tt $x3:tt
-            $columns:tt $add:tt $then_add:tt $release:tt
-        ])*]
+        $([
+            $label:tt $continue:tt
+            $([$words:tt $scale:tt $low:tt $high:tt])*;
+            $([$fragment:tt $columns:tt $add:tt])*
+        ])*
     ) => {
         #[cube]
         pub fn $name(
@@ -142,55 +157,54 @@ macro_rules! fused_loop {
             gpu_asm!(
                 "{{ .reg .pred q, lead, add, last, given;",
                 ".reg .b32 stage, parity, left, part, full, release, codes, scales, t, u, z;",
-                ".reg .b32 w<16>, f<8>, x<16>;",
+                ".reg .b32 w<16>, f<8>, x<16>, y<16>;",
                 ".reg .b64 a, c, token;",
                 "mov.b32 stage, {stage}; mov.b32 parity, {parity}; mov.b32 left, {steps};",
                 "mov.b32 part, 0; mov.b32 release, 0; setp.ne.u32 lead, {leader}, 0;",
                 "setp.ne.u32 add, left, left; setp.ne.u32 given, left, left;",
                 "NEXT:",
-                "mad.lo.u32 full, stage, 8, {full};",
-                "mad.wide.u32 a, stage,", $a_stage, ", {a}; mad.wide.u32 a, part,", $a_part, ", a;",
-                "mad.lo.u32 codes, stage,", $codes_stage, ", {codes};",
-                "shl.b32 t, part, 5; xor.b32 codes, codes, t;",
-                "mad.lo.u32 scales, stage,", $scales_stage, ", {scales};",
-                "mad.lo.u32 scales, part,", $scales_part, ", scales;",
-                "WAIT: mbarrier.try_wait.parity.shared::cta.b64 q, [full], parity;",
-                "@!q bra WAIT;",
-                "ld.shared.v4.b32 {{w0, w1, w2, w3}}, [codes];",
-                "ld.shared.v4.b32 {{w8, w9, w10, w11}}, [codes +", $codes_lower, "];",
-                "ld.shared.v4.b32 {{f0, f1, f2, f3}}, [scales];",
-                "ld.shared.v4.b32 {{f4, f5, f6, f7}}, [scales + 128];",
-                "xor.b32 codes, codes, 16;",
-                "ld.shared.v4.b32 {{w4, w5, w6, w7}}, [codes];",
-                "ld.shared.v4.b32 {{w12, w13, w14, w15}}, [codes +", $codes_lower, "];",
                 $(
-                    "wgmma.wait_group.sync.aligned 2;",
-                    $release,
-                    "prmt.b32 t,", $upper, ", {selector}; shl.b32 u, t, 4;",
-                    "prmt.b32 z, u, t, 0x7610;",
-                    "and.b32 t, z, 0x00f000f0; mul.lo.u32 t, t, 0x104;",
-                    "and.b32 t, t, 0x81c081c0; mul.rn.bf16x2", $x0, ", t,", $upper_scale, ";",
-                    "shr.u32 t, z, 6; and.b32 t, t, 0x01c001c0; and.b32 z, z, 0x80008000;",
-                    "or.b32 t, t, z; mul.rn.bf16x2", $x2, ", t,", $upper_scale, ";",
-                    "prmt.b32 t,", $lower, ", {selector}; shl.b32 u, t, 4;",
-                    "prmt.b32 z, u, t, 0x7610;",
-                    "and.b32 t, z, 0x00f000f0; mul.lo.u32 t, t, 0x104;",
-                    "and.b32 t, t, 0x81c081c0; mul.rn.bf16x2", $x1, ", t,", $lower_scale, ";",
-                    "shr.u32 t, z, 6; and.b32 t, t, 0x01c001c0; and.b32 z, z, 0x80008000;",
-                    "or.b32 t, t, z; mul.rn.bf16x2", $x3, ", t,", $lower_scale, ";",
-                    "add.s64 c, a,", $columns, "; wgmma.fence.sync.aligned;",
-                    $wgmma, "{d}, {{", $x0, ",", $x1, ",", $x2, ",", $x3, "}}, c,", $add,
-                    ", 1, 1, 0;",
-                    "wgmma.commit_group.sync.aligned;",
-                    $then_add,
+                    "mad.lo.u32 full, stage, 8, {full};",
+                    "mad.wide.u32 a, stage,", $a_stage, ", {a};",
+                    "mad.wide.u32 a, part,", $a_part, ", a;",
+                    "mad.lo.u32 codes, stage,", $codes_stage, ", {codes};",
+                    "shl.b32 t, part, 5; xor.b32 codes, codes, t;",
+                    "mad.lo.u32 scales, stage,", $scales_stage, ", {scales};",
+                    "mad.lo.u32 scales, part,", $scales_part, ", scales;",
+                    $label, ": mbarrier.try_wait.parity.shared::cta.b64 q, [full], parity;",
+                    "@!q bra", $label, ";",
+                    "ld.shared.v4.b32 {{w0, w1, w2, w3}}, [codes];",
+                    "ld.shared.v4.b32 {{w8, w9, w10, w11}}, [codes +", $codes_lower, "];",
+                    "ld.shared.v4.b32 {{f0, f1, f2, f3}}, [scales];",
+                    "ld.shared.v4.b32 {{f4, f5, f6, f7}}, [scales + 128];",
+                    "xor.b32 codes, codes, 16;",
+                    "ld.shared.v4.b32 {{w4, w5, w6, w7}}, [codes];",
+                    "ld.shared.v4.b32 {{w12, w13, w14, w15}}, [codes +", $codes_lower, "];",
+                    $(
+                        "prmt.b32 t,", $words, ", {selector}; shl.b32 u, t, 4;",
+                        "prmt.b32 z, u, t, 0x7610;",
+                        "and.b32 t, z, 0x00f000f0; mul.lo.u32 t, t, 0x104;",
+                        "and.b32 t, t, 0x81c081c0; mul.rn.bf16x2", $low, ", t,", $scale, ";",
+                        "shr.u32 t, z, 6; and.b32 t, t, 0x01c001c0; and.b32 z, z, 0x80008000;",
+                        "or.b32 t, t, z; mul.rn.bf16x2", $high, ", t,", $scale, ";",
+                    )*
+                    "wgmma.fence.sync.aligned;",
+                    $(
+                        "add.s64 c, a,", $columns, ";",
+                        $wgmma, "{d},", $fragment, ", c,", $add, ", 1, 1, 0;",
+                    )*
+                    "wgmma.commit_group.sync.aligned; setp.eq.u32 add, left, left;",
+                    "wgmma.wait_group.sync.aligned 1;",
+                    "@given mbarrier.arrive.shared::cta.b64 token, [release];",
+                    "add.u32 part, part, 1; setp.eq.u32 last, part,", $parts, ";",
+                    "and.pred given, last, lead; mad.lo.u32 release, stage, 8, {empty};",
+                    "@last mov.b32 part, 0; @last add.u32 stage, stage, {advance};",
+                    "setp.ge.u32 q, stage,", $stages, "; @q sub.u32 stage, stage,", $stages, ";",
+                    "@q xor.b32 parity, parity, 1;",
+                    "sub.u32 left, left, 1; setp.eq.u32 q, left, 0;",
+                    $continue,
                 )*
-                "add.u32 part, part, 1; setp.eq.u32 last, part,", $parts, ";",
-                "and.pred given, last, lead; mad.lo.u32 release, stage, 8, {empty};",
-                "@last mov.b32 part, 0; @last add.u32 stage, stage, {advance};",
-                "setp.ge.u32 q, stage,", $stages, "; @q sub.u32 stage, stage,", $stages, ";",
-                "@q xor.b32 parity, parity, 1;",
-                "sub.u32 left, left, 1; setp.ne.u32 q, left, 0; @q bra.uni NEXT;",
-                "wgmma.wait_group.sync.aligned 0;",
+                "DONE: wgmma.wait_group.sync.aligned 0;",
                 "@given mbarrier.arrive.shared::cta.b64 token, [release];",
                 "}}",
                 d = out(_) sums,

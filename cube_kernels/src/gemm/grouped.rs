@@ -2,7 +2,8 @@
 //! in device memory, which no host ever reads.
 //!
 //! On Hopper the groups share one persistent grid; elsewhere one unit computes each output element.
-//! Either way an element's sum is that of the plain product of its group on the same path, bit for bit.
+//! Either way an element's sum is that of the plain product of its group by the same kernel and tile, bit
+//! for bit.
 
 use cubecl::{prelude::*, server::Handle};
 
@@ -86,7 +87,9 @@ pub fn grouped_rows_with(
     let shape = (a.outer(), b.outer() / groups.count.max(1));
     let (path, plan) = (Some(GemmPath::Hopper), Some(plan));
     let grouping = Grouping::Rows;
-    grouped(client, path, grouping, a, b, groups, shape, None, target, plan)
+    grouped(
+        client, path, grouping, a, b, groups, shape, None, target, plan,
+    )
 }
 
 /// The contraction in groups (an expert's weight gradient): `out[g · M + m, n] = α · Σ a[m, k] ·
@@ -191,8 +194,19 @@ fn grouped(
         amax: unread.clone(),
     };
     let capabilities = Capabilities::of(client);
-    let (count, runtime) = (groups.count, capabilities.runtime);
-    tracing::debug!(m, n, k, groups = count, ?grouping, runtime, "grouped gemm");
+    let count = groups.count;
+    let trace = |path: GemmPath, kernel: &str| {
+        tracing::debug!(
+            m,
+            n,
+            k,
+            groups = count,
+            ?grouping,
+            ?path,
+            kernel,
+            "grouped gemm"
+        );
+    };
     let here = match super::path_of(&capabilities, n, k) {
         GemmPath::Hopper if a.is_aligned() && b.is_aligned() && is_aligned(&result.handle) => {
             GemmPath::Hopper
@@ -207,11 +221,13 @@ fn grouped(
                 groups: groups.count,
             };
             let shape = (m, n, k);
-            let plan = plan
-                .unwrap_or_else(|| select::plan(client, a, b, shape, grouping, groups.count));
+            let plan =
+                plan.unwrap_or_else(|| select::plan(client, a, b, shape, grouping, groups.count));
+            trace(GemmPath::Hopper, &plan.to_string());
             launch_plan(client, plan, a, b, shape, &args, &epilogue, &result)?;
         }
         GemmPath::Scalar => {
+            trace(GemmPath::Scalar, "one unit for each output element");
             scalar(
                 client,
                 &capabilities,

@@ -312,8 +312,8 @@ pub fn product(
 /// (what [`ops::amax`](crate::ops::amax) of the result would find): quantizing the result next needs
 /// no pass over it. NaN and infinity survive.
 ///
-/// The Hopper kernels find it while they write; after the others a second kernel reads the result,
-/// which a tracing event says.
+/// The Hopper kernels for many rows find it while they write; after the others a second kernel reads the
+/// result, which a tracing event says.
 ///
 /// # Errors
 /// As [`product`].
@@ -380,7 +380,11 @@ fn run(
     let (result, accumulate) = target.matrix(client, m, n)?;
     let amax = match find_amax {
         // That of no elements: a zero.
-        true => Some(ops::amax(client, &Matrix::empty(client, 0, 0, FloatKind::F32), None)?),
+        true => Some(ops::amax(
+            client,
+            &Matrix::empty(client, 0, 0, FloatKind::F32),
+            None,
+        )?),
         false => None,
     };
     if result.is_empty() {
@@ -433,6 +437,10 @@ fn run(
             };
             trace(shape, path, &plan.to_string());
             launch_plan(client, plan, a, b, shape, &groups, &epilogue, &result)?;
+            let amax = match (amax, plan) {
+                (Some(_), Plan::FewRows) => Some(amax_of(client, shape, path, &result)?),
+                (amax, _) => amax,
+            };
             Ok((result, amax))
         }
         GemmPath::MatrixInstructions | GemmPath::Scalar => {
@@ -480,15 +488,27 @@ fn run(
                 );
             }
             let amax = match amax {
-                Some(_) => {
-                    trace(shape, path, "a second kernel finds the maximum of the output");
-                    Some(ops::amax(client, &result, None)?)
-                }
+                Some(_) => Some(amax_of(client, shape, path, &result)?),
                 None => None,
             };
             Ok((result, amax))
         }
     }
+}
+
+/// The maximum of what a kernel wrote that does not find it.
+fn amax_of(
+    client: &Client,
+    shape: (usize, usize, usize),
+    path: GemmPath,
+    result: &Matrix,
+) -> Result<Handle, Nvfp4Error> {
+    trace(
+        shape,
+        path,
+        "a second kernel finds the maximum of the output",
+    );
+    ops::amax(client, result, None)
 }
 
 /// Queues the kernels of a plan of the Hopper path, dense or in groups.
@@ -518,7 +538,16 @@ pub(super) fn launch_plan(
         (Plan::Decoded(tile, band), _) => {
             let (left, right) = (a.decoded(client), b.decoded(client));
             let out = &result.handle;
-            sm90::launch(client, &left, &right, shape, groups, epilogue, out, (tile, band));
+            sm90::launch(
+                client,
+                &left,
+                &right,
+                shape,
+                groups,
+                epilogue,
+                out,
+                (tile, band),
+            );
         }
         (plan, _) => {
             return Err(Nvfp4Error::value(

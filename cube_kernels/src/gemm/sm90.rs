@@ -325,8 +325,8 @@ pub fn sm90_kernel(
                         );
                     }
                     write_tile::<Const<128>>(
-                        sums, row, end, at.column, group, a_amax, b_amax, bias, before, out, amax, n,
-                        a_range, b_range, stage_at, tile_n, kind,
+                        sums, row, end, at.column, group, a_amax, b_amax, bias, before, out, amax,
+                        n, a_range, b_range, stage_at, tile_n, kind,
                     );
                 } else if comptime!(tile_n == 128) {
                     let mut sums = Vector::<f32, Const<64>>::new(0.0f32);
@@ -336,8 +336,8 @@ pub fn sm90_kernel(
                         );
                     }
                     write_tile::<Const<64>>(
-                        sums, row, end, at.column, group, a_amax, b_amax, bias, before, out, amax, n,
-                        a_range, b_range, stage_at, tile_n, kind,
+                        sums, row, end, at.column, group, a_amax, b_amax, bias, before, out, amax,
+                        n, a_range, b_range, stage_at, tile_n, kind,
                     );
                 } else {
                     let mut sums = Vector::<f32, Const<32>>::new(0.0f32);
@@ -347,8 +347,8 @@ pub fn sm90_kernel(
                         );
                     }
                     write_tile::<Const<32>>(
-                        sums, row, end, at.column, group, a_amax, b_amax, bias, before, out, amax, n,
-                        a_range, b_range, stage_at, tile_n, kind,
+                        sums, row, end, at.column, group, a_amax, b_amax, bias, before, out, amax,
+                        n, a_range, b_range, stage_at, tile_n, kind,
                     );
                 }
                 used += steps + u32::cast_from(tail > 0u32);

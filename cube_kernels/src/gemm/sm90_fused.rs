@@ -27,10 +27,10 @@ use crate::{
             barrier_expect, barrier_wait, decode_e2m1x8, decode_e4m3x2, descriptor, shared_address,
         },
         ptx_sm90_fused::{
-            barrier_arrive, byte_selector, fence_shared, fused_loop_8_64,
-            fused_loop_16_64, fused_loop_32_64, fused_loop_64_64, fused_loop_64_128,
-            fused_loop_128_64, fused_loop_128_128, fused_loop_256_128, keep_56_registers,
-            load_shared_f32_4, meet, store_shared_4, store_shared_f32, take_224_registers,
+            barrier_arrive, byte_selector, fence_shared, fused_loop_8_64, fused_loop_16_64,
+            fused_loop_32_64, fused_loop_64_64, fused_loop_64_128, fused_loop_128_64,
+            fused_loop_128_128, fused_loop_256_128, keep_56_registers, load_shared_f32_4, meet,
+            store_shared_4, store_shared_f32, take_224_registers,
         },
     },
     device::{DevicePacked, FloatKind, address_type},
@@ -335,8 +335,7 @@ pub fn fused_kernel(
                         if comptime!(shape.left == Left::Bf16) {
                             #[unroll]
                             for p in 0..parts {
-                                let first =
-                                    s * comptime!(parts * a_part) + comptime!(p * a_part);
+                                let first = s * comptime!(parts * a_part) + comptime!(p * a_part);
                                 ready.tma_load_2d(
                                     a,
                                     &mut a_tiles[first..first + a_part],
@@ -873,7 +872,13 @@ fn element(
         addend = bias[own as usize];
     }
     // Elements of `b` were 2^-8 times what they stand for.
-    finish(sum * 256.0f32, line_factor * column_factor, addend, before, kind)
+    finish(
+        sum * 256.0f32,
+        line_factor * column_factor,
+        addend,
+        before,
+        kind,
+    )
 }
 
 /// Whether this kernel takes a contraction of `k`, as stored: the copy engine reads rows of whole 16
@@ -911,9 +916,12 @@ pub(super) fn launch(
         {
             (&packed.codes, &packed.scales, b.codes.clone(), Left::Packed)
         }
-        Elements::Packed(packed) => {
-            (unread, unread, workspace::decode(client, packed), Left::Bf16)
-        }
+        Elements::Packed(packed) => (
+            unread,
+            unread,
+            workspace::decode(client, packed),
+            Left::Bf16,
+        ),
         Elements::Bf16(matrix) => (unread, unread, matrix.handle.clone(), Left::Bf16),
     };
     let shape = FusedShape {
