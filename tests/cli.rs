@@ -513,4 +513,6 @@ fn doctor_names_the_paths() {
     for part in ["flex", "quantize", "gemm", "because", "types: f32"] {
         assert!(said.contains(part), "{part}: {said}");
     }
+    let said = succeeds(nvfp4("doctor", &["--shape", "64,128,256"]));
+    assert!(said.contains("64 x 128, contraction 256"), "{said}");
 }

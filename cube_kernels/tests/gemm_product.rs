@@ -450,7 +450,7 @@ fn fused_tiles_and_extreme_scales() {
     for (i, scale) in b.scales.iter_mut().enumerate() {
         // 0 to 2^-6 in the even rows, 224 to 448 in the odd ones.
         let any = random.next_u32() as u8;
-        *scale = if (i / b.blocks) % 2 == 0 {
+        *scale = if (i / b.blocks).is_multiple_of(2) {
             any % 9
         } else {
             0x76 + any % 9

@@ -97,6 +97,9 @@ fn run(options: &Doctor) -> Result<()> {
 
     if cfg!(feature = "flex") {
         show(DeviceName::Flex, flex)?;
+        if let Some(Shape { m, n, k }) = options.shape {
+            println!("  {m} x {n}, contraction {k}: as every shape");
+        }
     }
     if cfg!(feature = "cpu") {
         show(DeviceName::Cpu, cube)?;
