@@ -1,8 +1,7 @@
 //! Products on a GPU in operations a second: dense, few rows, model shapes, groups, and the six products
 //! and quantizations of a linear layer's forward and backward pass.
 //!
-//! `cargo bench -p nvfp4-kernels --features cuda --bench gemm`; a filter behind `--` chooses, such as
-//! `-- few`. What cuBLAS takes for the same shapes has to be timed beside it, in the same minute: the
+//! `cargo bench --features cuda --bench gemm`; a filter behind `--` chooses, such as `-- few`. What cuBLAS takes for the same shapes has to be timed beside it, in the same minute: the
 //! clock follows the temperature. Random operands, since zeros draw less power, rotate among sets that
 //! together exceed the L2 cache.
 
@@ -13,9 +12,8 @@ use std::{
 
 use criterion::Criterion;
 use cubecl::prelude::*;
-use half::bf16;
-use nvfp4_kernels::{
-    Hadamard, PackedAxis, RandomStream,
+use nvfp4::kernels::{
+    Hadamard, PackedAxis, RandomStream, cubecl,
     device::{AmaxScope, DeviceCopy, DevicePacked, DeviceRounding, FloatKind, Groups, Matrix},
     gemm::{self, Operand, Target},
     ops::{self, AmaxRequest, CopyRequest, GroupOffsets},
@@ -33,7 +31,9 @@ fn time(
     operations: f64,
     mut launch: impl FnMut(usize),
 ) {
-    let sync = || cubecl::future::block_on(client.sync()).expect("a kernel failed");
+    let sync = || {
+        futures_lite::future::block_on(client.sync()).expect("a kernel failed");
+    };
     let mut group = criterion.benchmark_group("gemm");
     group.sample_size(10);
     group.warm_up_time(Duration::from_millis(50));
@@ -106,11 +106,11 @@ impl Noise {
         DevicePacked::plain(parts, (rows, k), PackedAxis::Cols, None)
     }
 
-    /// Sums of two uniform values, between -1 and 1.
+    /// Sums of two uniform values, between -1 and 1, as bf16.
     fn matrix(&self, client: &Client, rows: usize, k: usize, seed: usize) -> Matrix {
         let values = self.fill(seed, rows * k, |word| {
             let (x, y) = ((word & 0xffff) as f32, (word >> 16) as f32);
-            bf16::from_f32((x + y) / 65535.0 - 1.0)
+            (((x + y) / 65535.0 - 1.0).to_bits() >> 16) as u16
         });
         let handle = client.create_from_slice(bytemuck::cast_slice(&values));
         Matrix::new(handle, rows, k, FloatKind::Bf16).unwrap()
