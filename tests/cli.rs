@@ -513,6 +513,8 @@ fn doctor_names_the_paths() {
     for part in ["flex", "quantize", "gemm", "because", "types: f32"] {
         assert!(said.contains(part), "{part}: {said}");
     }
+    let said = succeeds(nvfp4("doctor", &["--shape", "64,128,256"]));
+    assert!(said.contains("64 x 128, contraction 256"), "{said}");
 }
 
 /// Several recipes side by side, one of them healed, a mixture of experts, and telemetry.

@@ -14,7 +14,7 @@ use nvfp4_kernels::{
     device::{Capabilities, FloatKind, GemmPath, Matrix},
     gemm::{
         self, Elements, Operand, Scale, Target,
-        kernels::{Tile, product_with},
+        kernels::{FusedTile, Grouping, Plan, Tile, grouped_rows_with, plan, product_with},
     },
     ops::GroupOffsets,
 };
@@ -85,20 +85,20 @@ fn offsets(sizes: &[usize]) -> Vec<usize> {
     offsets
 }
 
-/// One group as a product of its own. On Hopper the tile is given, so that few rows do not take the
-/// kernel for few rows: sums do not depend on the tile.
+/// One group as a product of its own, on Hopper with the kernel that the groups take.
 fn alone(
     client: &Client,
     path: GemmPath,
     a: &Packed,
     b: &Packed,
     bias: Option<&Matrix>,
+    plan: Plan,
 ) -> Vec<f32> {
     let (a, b) = (a.device(client), b.device(client));
-    let tile = (path == GemmPath::Hopper).then_some((Tile::N128, 8));
+    let plan = (path == GemmPath::Hopper).then_some(plan);
     let new = Target::New(FloatKind::F32);
     let (a, b) = ((&a).into(), (&b).into());
-    let found = product_with(client, Some(path), &a, &b, bias, new, tile);
+    let found = product_with(client, Some(path), &a, &b, bias, new, plan);
     read(client, &found.unwrap())
 }
 
@@ -152,6 +152,8 @@ fn rows_in_groups_equal_the_loop() {
                 let bias: Vec<f32> = (0..count * n).map(|_| random.normal()).collect();
                 let (left, right) = (a.device(&client), b.device(&client));
                 let groups = groups(&client, &offsets);
+                let (x, y) = ((&left).into(), (&right).into());
+                let plan = plan(&client, &x, &y, (m, n, k), Grouping::Rows, count);
                 let found = gemm::gemm_grouped_rows(
                     &client,
                     Some(path),
@@ -174,6 +176,7 @@ fn rows_in_groups_equal_the_loop() {
                         &a.rows(rows.clone()),
                         &b.rows(g * n..(g + 1) * n),
                         Some(&bias),
+                        plan,
                     );
                     let found = &found[rows.start * n..rows.end * n];
                     assert_same(found, &expected, &format!("{what}: group {g}"));
@@ -216,7 +219,7 @@ fn contractions_in_groups_equal_the_loop() {
                     vec![0.0; m * n]
                 } else {
                     let (a, b) = (a.columns(part.clone()), b.columns(part));
-                    alone(&client, path, &a, &b, None)
+                    alone(&client, path, &a, &b, None, Plan::Decoded(Tile::N128, 8))
                 };
                 let what = format!("{what}: group {g}");
                 assert_same(&found[g * m * n..][..m * n], &expected, &what);
@@ -225,6 +228,46 @@ fn contractions_in_groups_equal_the_loop() {
                     &sum[g * m * n..][..m * n],
                     &expected,
                     &format!("{what}, added"),
+                );
+            }
+        }
+    }
+}
+
+/// Every tile of the fused kernel, for groups on both sides of it.
+#[test]
+fn fused_tiles_in_groups_equal_the_loop() {
+    let client = client!("fused_tiles_in_groups_equal_the_loop");
+    if Capabilities::of(&client).gemm != GemmPath::Hopper {
+        println!("SKIPPED: fused_tiles_in_groups_equal_the_loop: needs compute capability 9.0");
+        return;
+    }
+    for tile in FusedTile::ALL {
+        let rows = tile.rows_a;
+        let sizes = [0, 1, rows - 1, rows, rows + 1, 0, 2 * rows + 3];
+        let offsets = offsets(&sizes);
+        for (n, k) in [(136, 224), (264, 640)] {
+            let (m, count) = (*offsets.last().unwrap(), sizes.len());
+            let (a, b) = (Packed::random(m, k, 1), Packed::random(count * n, k, 2));
+            let (left, right) = (a.device(&client), b.device(&client));
+            let groups = groups(&client, &offsets);
+            let plan = Plan::Fused(tile, 8);
+            let new = Target::New(FloatKind::F32);
+            let (x, y) = ((&left).into(), (&right).into());
+            let found = grouped_rows_with(&client, &x, &y, &groups, new, plan);
+            let found = read(&client, &found.unwrap());
+            for g in 0..count {
+                let part = offsets[g]..offsets[g + 1];
+                if part.is_empty() {
+                    continue;
+                }
+                let (a, b) = (a.rows(part.clone()), b.rows(g * n..(g + 1) * n));
+                let expected = alone(&client, GemmPath::Hopper, &a, &b, None, plan);
+                let found = &found[part.start * n..part.end * n];
+                assert_same(
+                    found,
+                    &expected,
+                    &format!("{tile:?}, n {n}, k {k}: group {g}"),
                 );
             }
         }

@@ -14,8 +14,11 @@ use cubecl::{prelude::*, server::Handle};
 use half::{bf16, f16};
 use nvfp4_kernels::{
     device::{Capabilities, DevicePacked, FloatKind, GemmPath, Matrix},
-    gemm::{self, Elements, Operand, Scale, Target},
-    reference,
+    gemm::{
+        self, Elements, Operand, Scale, Target,
+        kernels::{FusedTile, Plan, Tile, product_with},
+    },
+    ops, reference,
 };
 use packed::Packed;
 use proptest::prelude::*;
@@ -389,6 +392,135 @@ fn packed_and_bf16_operands_agree() {
         let alpha = reference::alpha(a.amax, b.amax);
         let scaled: Vec<f32> = expected.iter().map(|sum| sum * alpha).collect();
         assert_same(&read::<f32>(&client, &both.unwrap()), &scaled, &what);
+    }
+}
+
+/// Every tile of the kernel that decodes `b` in registers: with tails everywhere, against the bound; the
+/// tiles in which each warpgroup sums alone, bit for bit as the other kernel.
+#[test]
+fn fused_tiles() {
+    let client = hopper!("fused_tiles");
+    for tile in FusedTile::ALL {
+        let rows = tile.rows_a;
+        for (m, n, k) in [
+            (1, 8, 32),
+            (rows, 128, 128),
+            (rows - 3, 200, 96),
+            (rows + 5, 264, 352),
+            (2 * rows + 1, 328, 1120),
+            (rows, 2048, 8192),
+        ] {
+            let (a, b) = (Packed::random(m, k, 5), Packed::random(n, k, 6));
+            let (left, right) = (a.device(&client), b.device(&client));
+            let dense: Vec<bf16> = a.decoded().into_iter().map(bf16::from_f32).collect();
+            let dense = upload(&client, &dense, m, k, FloatKind::Bf16);
+            let run = |elements, plan| {
+                let a = Operand {
+                    elements,
+                    scale: Scale::Tensor(&left.amax, 2688.0),
+                };
+                let (path, new) = (Some(GemmPath::Hopper), Target::New(FloatKind::F32));
+                let b = (&right).into();
+                let found = product_with(&client, path, &a, &b, None, new, Some(plan));
+                read::<f32>(&client, &found.unwrap())
+            };
+            let plan = Plan::Fused(tile, 4);
+            let what = format!("{tile:?}, {m} x {n} x {k}");
+            let found = run(Elements::Packed(&left), plan);
+            assert_bound(&found, &a, &b, &what);
+            let from_bf16 = run(Elements::Bf16(&dense), plan);
+            assert_same(&from_bf16, &found, &format!("{what}, bf16 left"));
+            if tile.ways == 1 {
+                let decoded = Plan::Decoded(Tile::N128, 8);
+                let expected = run(Elements::Packed(&left), decoded);
+                assert_same(&found, &expected, &format!("{what}, against decoded"));
+            }
+        }
+    }
+}
+
+/// Block scales at both ends of E4M3, subnormal ones among them, and NaN in either operand.
+#[test]
+fn fused_tiles_and_extreme_scales() {
+    let client = hopper!("fused_tiles_and_extreme_scales");
+    let (m, n, k) = (40, 136, 192);
+    let mut a = Packed::random(m, k, 1);
+    let mut b = Packed::random(n, k, 2);
+    let mut random = Generator::new(3);
+    for (i, scale) in b.scales.iter_mut().enumerate() {
+        // 0 to 2^-6 in the even rows, 224 to 448 in the odd ones.
+        let any = random.next_u32() as u8;
+        *scale = if (i / b.blocks).is_multiple_of(2) {
+            any % 9
+        } else {
+            0x76 + any % 9
+        };
+    }
+    a.scales[..a.blocks].fill(1);
+    a.scales[a.blocks..2 * a.blocks].fill(0x7e);
+    let run = |tile, a: &Packed, b: &Packed| {
+        let (a, b) = (a.device(&client), b.device(&client));
+        let (path, new) = (Some(GemmPath::Hopper), Target::New(FloatKind::F32));
+        let plan = Some(Plan::Fused(tile, 4));
+        let found = product_with(&client, path, &(&a).into(), &(&b).into(), None, new, plan);
+        read::<f32>(&client, &found.unwrap())
+    };
+    for tile in FusedTile::ALL {
+        let found = run(tile, &a, &b);
+        assert_bound(&found, &a, &b, &format!("{tile:?}"));
+        assert!(found.iter().any(|value| *value != 0.0));
+        // One NaN scale each: its row and its column, and nothing else.
+        let (mut x, mut y) = (Packed::random(m, k, 1), Packed::random(n, k, 2));
+        x.scales[7 * x.blocks + 5] = 0x7f;
+        y.scales[11 * y.blocks + 2] = 0x7f;
+        for (i, value) in run(tile, &x, &y).iter().enumerate() {
+            let (row, col) = (i / n, i % n);
+            assert_eq!(
+                value.is_nan(),
+                row == 7 || col == 11,
+                "{tile:?}: ({row}, {col})"
+            );
+        }
+    }
+}
+
+/// The maximum that a product finds while it writes is that of what it wrote, on every path.
+#[test]
+fn maximum_of_the_output() {
+    let client = client!("maximum_of_the_output");
+    let shapes: &[_] = if on_gpu(&client) {
+        &[
+            (1, 72, 64),
+            (5, 520, 256),
+            (100, 264, 96),
+            (300, 904, 160),
+            (2100, 4104, 64),
+            (70, 24, 48),
+        ]
+    } else {
+        &[(5, 24, 48)]
+    };
+    for &(m, n, k) in shapes {
+        for out in [FloatKind::F32, FloatKind::Bf16, FloatKind::F16] {
+            for poison in [false, true] {
+                let mut a = Packed::random(m, k, 5);
+                if poison {
+                    a.scales[(m - 1) * a.blocks] = 0x7f;
+                }
+                let (left, right) = (a.device(&client), Packed::random(n, k, 6).device(&client));
+                let (x, y) = ((&left).into(), (&right).into());
+                let new = Target::New(out);
+                let (found, amax) = gemm::product_amax(&client, None, &x, &y, None, new).unwrap();
+                let expected = ops::amax(&client, &found, None).unwrap();
+                let bits = |handle: Handle| -> u32 {
+                    bytemuck::pod_read_unaligned(&client.read_one(handle).unwrap()[..4])
+                };
+                let (amax, expected) = (bits(amax), bits(expected));
+                assert_eq!(amax, expected, "{m} x {n} x {k}, {out:?}, NaN {poison}");
+                assert_eq!(f32::from_bits(amax).is_nan(), poison);
+                assert_ne!(amax, 0);
+            }
+        }
     }
 }
 

@@ -11,8 +11,8 @@ use half::bf16;
 use nvfp4_kernels::{
     device::FloatKind,
     gemm::kernels::{
-        EpilogueKind, Factor, Grouping, Left, SM90_UNITS, Shape, Tile, decode_kernel, sm90_kernel,
-        small_m_kernel,
+        EpilogueKind, Factor, FusedLeft, FusedShape, FusedTile, Grouping, Left, SM90_UNITS, Shape,
+        Tile, decode_kernel, fused_kernel, sm90_kernel, small_m_kernel,
     },
 };
 use nvrtc::CudaTools;
@@ -88,6 +88,7 @@ fn sm90_kernel_uses_the_tensor_cores_and_spills_nothing() {
         bias: false,
         accumulate: false,
         out: FloatKind::Bf16,
+        amax: false,
     };
     let all = EpilogueKind {
         a: Factor::PerRow,
@@ -95,6 +96,7 @@ fn sm90_kernel_uses_the_tensor_cores_and_spills_nothing() {
         bias: true,
         accumulate: true,
         out: FloatKind::F32,
+        amax: true,
     };
     // SAFETY: nothing is launched.
     #[allow(unused_unsafe)]
@@ -180,6 +182,115 @@ fn sm90_kernel_uses_the_tensor_cores_and_spills_nothing() {
             "{name} spills"
         );
     }
+    for tile in FusedTile::ALL {
+        // The whole epilogue and groups once for a wide and for a narrow tile: an instance takes
+        // seconds to compile.
+        let all_of_them = matches!(tile.rows_a, 8 | 256);
+        let instances = [
+            (
+                Grouping::Dense,
+                plain_epilogue,
+                FloatKind::Bf16,
+                FusedLeft::Bf16,
+                true,
+            ),
+            (
+                Grouping::Rows,
+                plain_epilogue,
+                FloatKind::F16,
+                FusedLeft::Bf16,
+                false,
+            ),
+            (
+                Grouping::Dense,
+                all,
+                FloatKind::F32,
+                FusedLeft::Packed,
+                true,
+            ),
+        ];
+        let most = if all_of_them { 3 } else { 1 };
+        for (grouping, kind, out, left, whole) in instances.into_iter().take(most) {
+            let kind = EpilogueKind { out, ..kind };
+            let name = format!(
+                "fused-{}-{}-{grouping:?}-{left:?}-{out:?}",
+                tile.rows_a,
+                tile.rows_b()
+            );
+            let left = match tile.rows_a {
+                8 | 16 => left,
+                _ => FusedLeft::Bf16,
+            };
+            let shape = FusedShape { tile, left, whole };
+            let b_map = TensorMapArg::new(
+                TiledArgs {
+                    tile_size: [tile.rows_b(), 8 * tile.parts()].into(),
+                },
+                unsafe {
+                    TensorArg::from_raw_parts(memory.clone(), [64, 1].into(), [256, 64].into())
+                },
+                u32::elem_type_native(),
+            );
+            // SAFETY: nothing is launched.
+            #[allow(unused_unsafe)]
+            let kernel = unsafe {
+                fused_kernel::create_dummy_kernel(
+                    properties.clone(),
+                    target.clone(),
+                    CubeCount::Static(1, 1, 1),
+                    CubeDim::new_1d(tile.units()),
+                    AddressType::U32,
+                    map(tile.rows_a),
+                    b_map,
+                    buffer(512),
+                    buffer(512),
+                    buffer(512),
+                    buffer(512),
+                    buffer(256),
+                    buffer(256),
+                    buffer(256),
+                    buffer(256),
+                    buffer(1 << 14),
+                    buffer(1 << 12),
+                    buffer(1),
+                    256,
+                    256,
+                    64,
+                    1,
+                    2688.0,
+                    2688.0,
+                    8,
+                    grouping,
+                    shape,
+                    kind,
+                )
+            };
+            let sass = compile(&tools, &name, &source(&name, kernel));
+            println!(
+                "{name}: {} HGMMA, {} LDL, {} STL, {} lines",
+                count(&sass, "HGMMA"),
+                count(&sass, "LDL"),
+                count(&sass, "STL"),
+                sass.lines().count()
+            );
+            // One for each block of 16, in two sets of four.
+            assert_eq!(count(&sass, "HGMMA"), 8, "{name}");
+            // Never more than the products of one set is waited for: the compiler has not serialized
+            // them (it says `gsb0, 0x0` behind each, then).
+            let waits = sass.matches("WARPGROUP.DEPBAR.LE gsb0, 0x0").count();
+            assert_eq!(waits, 1, "{name} is serialized");
+            let lines: Vec<&str> = sass.lines().collect();
+            let is_product = |line: &&str| line.contains("HGMMA");
+            let first = lines.iter().position(is_product).unwrap();
+            let last = lines.iter().rposition(is_product).unwrap();
+            let loops = lines[first..last].join("\n");
+            assert_eq!(
+                count(&loops, "LDL") + count(&loops, "STL"),
+                0,
+                "{name} spills in its main loop"
+            );
+        }
+    }
     for tile in [Tile::N256, Tile::N128, Tile::N64] {
         for (grouping, kind, out) in [
             (Grouping::Dense, plain_epilogue, FloatKind::Bf16),
@@ -207,6 +318,7 @@ fn sm90_kernel_uses_the_tensor_cores_and_spills_nothing() {
                     buffer(256),
                     buffer(1 << 14),
                     buffer(1 << 12),
+                    buffer(1),
                     256,
                     256,
                     64,

@@ -1,6 +1,8 @@
 //! `nvfp4 doctor`: the devices, what they support, and which code path each operation takes there.
 
-use anyhow::Result;
+use std::str::FromStr;
+
+use anyhow::{Result, bail};
 use burn::tensor::{Device, FloatDType};
 
 use super::device::{DeviceName, cuda_count, hardware};
@@ -20,7 +22,50 @@ fn code_path(operation: &'static str, path: impl Into<String>, why: impl Into<St
     }
 }
 
-pub(crate) fn run() -> Result<()> {
+/// Options of `nvfp4 doctor`.
+#[derive(clap::Args)]
+pub(crate) struct Doctor {
+    /// Say too which kernel a product of this shape takes on each GPU: rows and columns of the output and
+    /// length of the contraction, such as `64,8192,8192`.
+    #[arg(long, value_name = "M,N,K")]
+    shape: Option<Shape>,
+    /// Groups (experts) that the rows of the shape are divided into.
+    #[arg(long, value_name = "COUNT", default_value_t = 1, requires = "shape",
+          value_parser = clap::value_parser!(u32).range(1..))]
+    groups: u32,
+}
+
+/// The shape of a product.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Shape {
+    m: usize,
+    n: usize,
+    k: usize,
+}
+
+impl FromStr for Shape {
+    type Err = anyhow::Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        let sizes: Vec<usize> = text
+            .split(',')
+            .map(|size| size.trim().parse())
+            .collect::<Result<_, _>>()?;
+        match sizes[..] {
+            [m, n, k] if m > 0 && n > 0 && k > 0 => Ok(Self { m, n, k }),
+            _ => bail!("`{text}` is not three positive sizes M,N,K"),
+        }
+    }
+}
+
+impl Doctor {
+    /// Prints the report.
+    pub(crate) fn run(self) -> Result<()> {
+        run(&self)
+    }
+}
+
+fn run(options: &Doctor) -> Result<()> {
     println!("nvfp4 {}", env!("CARGO_PKG_VERSION"));
     let compiled: Vec<&str> = [
         ("flex", cfg!(feature = "flex")),
@@ -52,12 +97,17 @@ pub(crate) fn run() -> Result<()> {
 
     if cfg!(feature = "flex") {
         show(DeviceName::Flex, flex)?;
+        if let Some(Shape { m, n, k }) = options.shape {
+            println!("  {m} x {n}, contraction {k}: as every shape");
+        }
     }
     if cfg!(feature = "cpu") {
         show(DeviceName::Cpu, cube)?;
+        show_shape(DeviceName::Cpu, options)?;
     }
     for index in 0..cuda_count() {
         show(DeviceName::Cuda(index), cube)?;
+        show_shape(DeviceName::Cuda(index), options)?;
     }
     Ok(())
 }
@@ -183,8 +233,8 @@ fn cube(device: &Device) -> Vec<CodePath> {
     };
     let (gemm, why_gemm) = match capabilities.gemm {
         GemmPath::Hopper => (
-            "operands decoded to bf16 in a workspace (exact), wgmma, f32 sums",
-            "the device has compute capability 9.0; FP4 tensor cores begin at 10.0",
+            "wgmma, f32 sums; operands decoded to bf16 (exact) in registers or before, by shape",
+            "the device has compute capability 9.0; FP4 tensor cores begin at 10.0 (--shape says more)",
         ),
         GemmPath::MatrixInstructions => (
             "tiles decoded to bf16 in shared memory (exact), 16x16x16 matrix instructions, f32 sums",
@@ -207,8 +257,63 @@ fn cube(device: &Device) -> Vec<CodePath> {
     ]
 }
 
+/// Which kernels the shape that was asked for takes on a CubeCL device.
+#[cfg(any(feature = "cpu", feature = "cuda"))]
+fn show_shape(name: DeviceName, options: &Doctor) -> Result<()> {
+    use burn::backend::DispatchDevice;
+    use nvfp4::kernels::gemm;
+
+    let Some(Shape { m, n, k }) = options.shape else {
+        return Ok(());
+    };
+    let device = name.open()?;
+    let DispatchDevice::Cube(device) = device.as_dispatch() else {
+        return Ok(());
+    };
+    let groups = options.groups as usize;
+    println!("  {m} x {n}, contraction {k}, {groups} group(s)");
+    for (what, packed) in [
+        ("both packed", (true, true)),
+        ("b packed", (false, true)),
+        ("both bf16", (false, false)),
+    ] {
+        // Packed operands are padded to whole blocks.
+        let stored = match packed.1 {
+            true => k.next_multiple_of(16),
+            false => k,
+        };
+        let (path, kernel) = gemm::kernel_of(&device.client(), packed, (m, n, stored), groups);
+        println!("  {what:<11} {path:?}: {kernel}");
+    }
+    Ok(())
+}
+
+/// Without CubeCL there are no such devices.
+#[cfg(not(any(feature = "cpu", feature = "cuda")))]
+fn show_shape(_name: DeviceName, _options: &Doctor) -> Result<()> {
+    Ok(())
+}
+
 /// Without CubeCL no such device can be opened.
 #[cfg(not(any(feature = "cpu", feature = "cuda")))]
 fn cube(_device: &Device) -> Vec<CodePath> {
     Vec::new()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn shapes_are_three_sizes() {
+        let shape = Shape {
+            m: 64,
+            n: 8192,
+            k: 4096,
+        };
+        assert_eq!("64, 8192,4096".parse::<Shape>().unwrap(), shape);
+        for wrong in ["", "64", "64,8192", "64,0,8", "64,8,8,8", "a,b,c"] {
+            assert!(wrong.parse::<Shape>().is_err(), "{wrong}");
+        }
+    }
 }

@@ -34,7 +34,7 @@ enum Task {
     /// Generate text with a trained model.
     Sample(sample::Sample),
     /// Say which devices there are, what they support, and which code path operations take.
-    Doctor,
+    Doctor(doctor::Doctor),
 }
 
 impl Command {
@@ -43,7 +43,7 @@ impl Command {
             Task::Train(train) => train.run(),
             Task::Study(study) => study.run(),
             Task::Sample(sample) => sample.run().map(|()| ExitCode::SUCCESS),
-            Task::Doctor => doctor::run().map(|()| ExitCode::SUCCESS),
+            Task::Doctor(doctor) => doctor.run().map(|()| ExitCode::SUCCESS),
         }
     }
 }

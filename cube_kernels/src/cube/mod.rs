@@ -14,5 +14,6 @@ pub mod mx;
 pub mod philox;
 pub mod ptx;
 pub mod ptx_sm90;
+pub mod ptx_sm90_fused;
 pub mod scale;
 pub mod words;

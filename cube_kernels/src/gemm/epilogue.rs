@@ -4,7 +4,11 @@
 use cubecl::prelude::*;
 
 use crate::{
-    cube::{ptx, ptx_sm90::unpack_f16},
+    cube::{
+        codec::{canonical, magnitude_bits},
+        ptx,
+        ptx_sm90::{pack_bf16, pack_f16, unpack_f16},
+    },
     device::FloatKind,
 };
 
@@ -44,6 +48,8 @@ pub struct EpilogueKind {
     pub accumulate: bool,
     /// Type of the output.
     pub out: FloatKind,
+    /// Find the largest magnitude of the output, as it is stored.
+    pub amax: bool,
 }
 
 /// `α` of one stored row: `fl(amax / range)`.
@@ -99,5 +105,43 @@ pub fn held(
         } else {
             unpack_f16(u32::reinterpret(word))
         }
+    }
+}
+
+/// Two neighbours, rounded to `out`, which has two bytes.
+#[cube]
+pub fn pack_pair(even: f32, odd: f32, #[comptime] out: FloatKind) -> u32 {
+    if comptime!(out == FloatKind::Bf16) {
+        pack_bf16(f32::reinterpret(even), f32::reinterpret(odd))
+    } else {
+        pack_f16(f32::reinterpret(even), f32::reinterpret(odd))
+    }
+}
+
+/// The magnitude bits of the larger of two neighbours, as `f32` and after rounding to `out`.
+#[cube]
+pub fn rounded_magnitude(even: f32, odd: f32, #[comptime] out: FloatKind) -> u32 {
+    let mut low = magnitude_bits(even);
+    let mut high = magnitude_bits(odd);
+    if comptime!(out == FloatKind::Bf16) {
+        let word = pack_pair(even, odd, out);
+        low = magnitude_bits(f32::reinterpret(word << 16u32));
+        high = magnitude_bits(f32::reinterpret(word & 0xffff_0000u32));
+    }
+    if comptime!(out == FloatKind::F16) {
+        let word = pack_pair(even, odd, out);
+        low = magnitude_bits(unpack_f16(u32::reinterpret(word)));
+        high = magnitude_bits(unpack_f16(word >> 16u32));
+    }
+    max(low, high)
+}
+
+/// Raises `amax` to the largest `bits` of the plane. The magnitude bits of floats are in the order of
+/// the floats, with NaN above infinity, and a maximum does not depend on the order of its arguments.
+#[cube]
+pub fn raise(amax: &mut [Atomic<u32>], bits: u32) {
+    let plane = plane_max(bits);
+    if UNIT_POS_PLANE == 0u32 {
+        amax[0].fetch_max(canonical(plane));
     }
 }

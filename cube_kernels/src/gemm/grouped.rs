@@ -2,14 +2,15 @@
 //! in device memory, which no host ever reads.
 //!
 //! On Hopper the groups share one persistent grid; elsewhere one unit computes each output element.
-//! Either way an element's sum is that of the plain product of its group on the same path, bit for bit.
+//! Either way an element's sum is that of the plain product of its group by the same kernel and tile, bit
+//! for bit.
 
 use cubecl::{prelude::*, server::Handle};
 
 use super::{
     epilogue::{EpilogueKind, factor},
-    product::{Elements, Operand, Scale, Target, is_aligned},
-    select, sm90,
+    product::{Elements, Operand, Scale, Target, is_aligned, launch_plan},
+    select::{self, Plan},
     sm90::{EpilogueArgs, GroupArgs, Grouping},
 };
 use crate::{
@@ -59,6 +60,28 @@ pub fn gemm_grouped_rows(
         shape,
         bias,
         target,
+        None,
+    )
+}
+
+/// [`gemm_grouped_rows`] with a given kernel and tile on Hopper, for measurements and tests.
+///
+/// # Errors
+/// As [`gemm_grouped_rows`], and when the plan does not fit the operands.
+#[doc(hidden)]
+pub fn grouped_rows_with(
+    client: &Client,
+    a: &Operand,
+    b: &Operand,
+    groups: &GroupOffsets,
+    target: Target,
+    plan: Plan,
+) -> Result<Matrix, Nvfp4Error> {
+    let shape = (a.outer(), b.outer() / groups.count.max(1));
+    let (path, plan) = (Some(GemmPath::Hopper), Some(plan));
+    let grouping = Grouping::Rows;
+    grouped(
+        client, path, grouping, a, b, groups, shape, None, target, plan,
     )
 }
 
@@ -100,6 +123,7 @@ pub fn gemm_grouped_depth(
         shape,
         None,
         target,
+        None,
     )
 }
 
@@ -113,6 +137,7 @@ fn grouped(
     (m, n): (usize, usize),
     bias: Option<&Matrix>,
     target: Target,
+    plan: Option<Plan>,
 ) -> Result<Matrix, Nvfp4Error> {
     a.check("a", Some(groups.count))?;
     b.check("b", Some(groups.count))?;
@@ -153,15 +178,28 @@ fn grouped(
             bias: bias.is_some(),
             accumulate,
             out: result.dtype,
+            amax: false,
         },
         a_amax: a_amax.unwrap_or_else(|| unread.clone()),
         b_amax: b_amax.unwrap_or_else(|| unread.clone()),
         ranges: [a_range, b_range],
         bias: bias.map_or(unread, |bias| &bias.handle).clone(),
+        amax: unread.clone(),
     };
     let capabilities = Capabilities::of(client);
-    let (count, runtime) = (groups.count, capabilities.runtime);
-    tracing::debug!(m, n, k, groups = count, ?grouping, runtime, "grouped gemm");
+    let count = groups.count;
+    let trace = |path: GemmPath, kernel: &str| {
+        tracing::debug!(
+            m,
+            n,
+            k,
+            groups = count,
+            ?grouping,
+            ?path,
+            kernel,
+            "grouped gemm"
+        );
+    };
     let here = match super::path_of(&capabilities, n, k) {
         GemmPath::Hopper if a.is_aligned() && b.is_aligned() && is_aligned(&result.handle) => {
             GemmPath::Hopper
@@ -170,26 +208,19 @@ fn grouped(
     };
     match path.unwrap_or(here) {
         GemmPath::Hopper if here == GemmPath::Hopper => {
-            let (left, right) = (a.decoded(client), b.decoded(client));
             let args = GroupArgs {
                 grouping,
                 offsets: groups.offsets.clone(),
                 groups: groups.count,
             };
-            let tile = select::tile(client, rows, n);
             let shape = (m, n, k);
-            sm90::launch(
-                client,
-                &left,
-                &right,
-                shape,
-                &args,
-                &epilogue,
-                &result.handle,
-                tile,
-            );
+            let plan =
+                plan.unwrap_or_else(|| select::plan(client, a, b, shape, grouping, groups.count));
+            trace(GemmPath::Hopper, &plan.to_string());
+            launch_plan(client, plan, a, b, shape, &args, &epilogue, &result)?;
         }
         GemmPath::Scalar => {
+            trace(GemmPath::Scalar, "one unit for each output element");
             scalar(
                 client,
                 &capabilities,

@@ -1,8 +1,8 @@
 //! Products of packed and bf16 operands, dense and in groups.
 //!
-//! `product` and `grouped` are what callers see; `select` chooses a tile. The kernels: `sm90`, the bf16
-//! product of Hopper, for which `workspace` decodes packed operands; `small_m`, few rows with a packed
-//! weight; `portable`, tile by tile on any CUDA GPU or element by element anywhere. `epilogue` is what
+//! `product` and `grouped` are what callers see; `select` chooses kernel and tile. The kernels: `sm90`, the
+//! bf16 product of Hopper, for which `workspace` decodes packed operands; `sm90_fused`, Hopper's product
+//! with a packed weight that is decoded in registers; `small_m`, few rows with one; `portable`, tile by tile on any CUDA GPU or element by element anywhere. `epilogue` is what
 //! happens to a sum before it is written.
 
 // `#[cube]` generates public items that cannot carry documentation.
@@ -17,22 +17,29 @@ mod select;
 #[allow(missing_docs)]
 mod sm90;
 #[allow(missing_docs)]
+mod sm90_fused;
+#[allow(missing_docs)]
 mod small_m;
 #[allow(missing_docs)]
 mod workspace;
 
 pub use grouped::{gemm_grouped_depth, gemm_grouped_rows};
-pub use product::{Elements, Operand, Scale, Target, gemm, gemm_bf16, gemm_on, path_of, product};
+pub use product::{
+    Elements, Operand, Scale, Target, gemm, gemm_bf16, gemm_on, path_of, product, product_amax,
+};
+pub use select::kernel_of;
 
 /// The kernels themselves, for tests that compile them without launching.
 #[doc(hidden)]
 pub mod kernels {
     pub use super::{
         epilogue::{EpilogueKind, Factor},
-        grouped::grouped_kernel,
+        grouped::{grouped_kernel, grouped_rows_with},
         portable::{Epilogue, matrix_kernel, scalar_kernel},
         product::product_with,
+        select::{Plan, plan},
         sm90::{Grouping, Tile, UNITS as SM90_UNITS, sm90_kernel},
+        sm90_fused::{FusedShape, FusedTile, Left as FusedLeft, fused_kernel},
         small_m::{Left, Shape, small_m_kernel},
         workspace::{decode, decode_kernel},
     };

@@ -4,13 +4,15 @@ use cubecl::{client::Client, server::Handle};
 
 use super::{
     epilogue::{EpilogueKind, Factor},
-    grouped, portable, select,
-    sm90::{self, Grouping, Tile},
-    small_m, workspace,
+    grouped, portable,
+    select::{self, Plan},
+    sm90::{self, Grouping},
+    sm90_fused, small_m, workspace,
 };
 use crate::{
     BLOCK, Nvfp4Error,
     device::{AmaxScope, Capabilities, DevicePacked, FloatKind, GemmPath, Matrix},
+    ops,
 };
 
 /// What the maximum of a tensor with block scales up to 448 stands for: 6 · 448.
@@ -302,13 +304,35 @@ pub fn product(
     bias: Option<&Matrix>,
     target: Target,
 ) -> Result<Matrix, Nvfp4Error> {
-    product_with(client, path, a, b, bias, target, None)
+    let (result, _) = run(client, path, a, b, bias, target, None, false)?;
+    Ok(result)
 }
 
-/// [`product`] with a given tile and band on Hopper, for measurements.
+/// [`product`], and the largest magnitude of the result as it is stored, one `f32` in device memory
+/// (what [`ops::amax`](crate::ops::amax) of the result would find): quantizing the result next needs
+/// no pass over it. NaN and infinity survive.
+///
+/// The Hopper kernels for many rows find it while they write; after the others a second kernel reads the
+/// result, which a tracing event says.
 ///
 /// # Errors
 /// As [`product`].
+pub fn product_amax(
+    client: &Client,
+    path: Option<GemmPath>,
+    a: &Operand,
+    b: &Operand,
+    bias: Option<&Matrix>,
+    target: Target,
+) -> Result<(Matrix, Handle), Nvfp4Error> {
+    let (result, amax) = run(client, path, a, b, bias, target, None, true)?;
+    Ok((result, amax.expect("asked for")))
+}
+
+/// [`product`] with a given kernel and tile on Hopper, for measurements and tests.
+///
+/// # Errors
+/// As [`product`], and when the plan does not fit the operands.
 #[doc(hidden)]
 pub fn product_with(
     client: &Client,
@@ -317,8 +341,22 @@ pub fn product_with(
     b: &Operand,
     bias: Option<&Matrix>,
     target: Target,
-    tile: Option<(Tile, usize)>,
+    plan: Option<Plan>,
 ) -> Result<Matrix, Nvfp4Error> {
+    let (result, _) = run(client, path, a, b, bias, target, plan, false)?;
+    Ok(result)
+}
+
+fn run(
+    client: &Client,
+    path: Option<GemmPath>,
+    a: &Operand,
+    b: &Operand,
+    bias: Option<&Matrix>,
+    target: Target,
+    plan: Option<Plan>,
+    find_amax: bool,
+) -> Result<(Matrix, Option<Handle>), Nvfp4Error> {
     a.check("a", None)?;
     b.check("b", None)?;
     if a.inner() != b.inner() || a.stored() != b.stored() {
@@ -340,8 +378,17 @@ pub fn product_with(
         }
     }
     let (result, accumulate) = target.matrix(client, m, n)?;
+    let amax = match find_amax {
+        // That of no elements: a zero.
+        true => Some(ops::amax(
+            client,
+            &Matrix::empty(client, 0, 0, FloatKind::F32),
+            None,
+        )?),
+        false => None,
+    };
     if result.is_empty() {
-        return Ok(result);
+        return Ok((result, amax));
     }
     let capabilities = Capabilities::of(client);
     let asked = path.is_some();
@@ -361,12 +408,15 @@ pub fn product_with(
             bias: bias.is_some(),
             accumulate,
             out: result.dtype,
+            amax: find_amax,
         },
         a_amax: a_amax.unwrap_or_else(|| unread.clone()),
         b_amax: b_amax.unwrap_or_else(|| unread.clone()),
         ranges: [a_range, b_range],
         bias: bias.map_or(unread, |bias| &bias.handle).clone(),
+        amax: amax.as_ref().unwrap_or(unread).clone(),
     };
+    let shape = (m, n, k);
     match path {
         GemmPath::Hopper => {
             if possible != path {
@@ -378,34 +428,20 @@ pub fn product_with(
                         .into(),
                 });
             }
-            if let Elements::Packed(packed) = b.elements
-                && tile.is_none()
-                && small_m::takes(m, k)
-            {
-                trace((m, n, k), path, "few rows, `b` decoded in registers");
-                small_m::launch(client, a, packed, k, &epilogue, &result.handle);
-                return Ok(result);
-            }
-            trace((m, n, k), path, "operands decoded to a bf16 workspace");
-            let (left, right) = (a.decoded(client), b.decoded(client));
-            let tile = tile.unwrap_or_else(|| select::tile(client, m, n));
+            let plan =
+                plan.unwrap_or_else(|| select::plan(client, a, b, shape, Grouping::Dense, 1));
             let groups = sm90::GroupArgs {
                 grouping: Grouping::Dense,
                 offsets: result.handle.clone(),
                 groups: 1,
             };
-            let shape = (m, n, k);
-            sm90::launch(
-                client,
-                &left,
-                &right,
-                shape,
-                &groups,
-                &epilogue,
-                &result.handle,
-                tile,
-            );
-            Ok(result)
+            trace(shape, path, &plan.to_string());
+            launch_plan(client, plan, a, b, shape, &groups, &epilogue, &result)?;
+            let amax = match (amax, plan) {
+                (Some(_), Plan::FewRows) => Some(amax_of(client, shape, path, &result)?),
+                (amax, _) => amax,
+            };
+            Ok((result, amax))
         }
         GemmPath::MatrixInstructions | GemmPath::Scalar => {
             if path == GemmPath::MatrixInstructions && capabilities.gemm == GemmPath::Scalar {
@@ -426,7 +462,7 @@ pub fn product_with(
                 _ => None,
             };
             if let (Some(a), Some(b), false) = (plain(a), plain(b), accumulate) {
-                trace((m, n, k), path, "decoded tile by tile");
+                trace(shape, path, "decoded tile by tile");
                 portable::launch(client, &capabilities, path, &a, &b, bias, &result);
             } else if path == GemmPath::MatrixInstructions && asked {
                 return Err(Nvfp4Error::Device {
@@ -437,12 +473,8 @@ pub fn product_with(
                         .into(),
                 });
             } else {
-                trace(
-                    (m, n, k),
-                    GemmPath::Scalar,
-                    "one unit for each output element",
-                );
-                let (dense, shape) = (Grouping::Dense, (m, n, k));
+                trace(shape, GemmPath::Scalar, "one unit for each output element");
+                let dense = Grouping::Dense;
                 grouped::scalar(
                     client,
                     &capabilities,
@@ -455,12 +487,80 @@ pub fn product_with(
                     &result,
                 );
             }
-            Ok(result)
+            let amax = match amax {
+                Some(_) => Some(amax_of(client, shape, path, &result)?),
+                None => None,
+            };
+            Ok((result, amax))
         }
     }
 }
 
+/// The maximum of what a kernel wrote that does not find it.
+fn amax_of(
+    client: &Client,
+    shape: (usize, usize, usize),
+    path: GemmPath,
+    result: &Matrix,
+) -> Result<Handle, Nvfp4Error> {
+    trace(
+        shape,
+        path,
+        "a second kernel finds the maximum of the output",
+    );
+    ops::amax(client, result, None)
+}
+
+/// Queues the kernels of a plan of the Hopper path, dense or in groups.
+pub(super) fn launch_plan(
+    client: &Client,
+    plan: Plan,
+    a: &Operand,
+    b: &Operand,
+    (m, n, k): (usize, usize, usize),
+    groups: &sm90::GroupArgs,
+    epilogue: &sm90::EpilogueArgs,
+    result: &Matrix,
+) -> Result<(), Nvfp4Error> {
+    let shape = (m, n, k);
+    match (plan, b.elements) {
+        (Plan::Fused(tile, band), Elements::Packed(b))
+            if sm90_fused::takes(k) && groups.grouping != Grouping::Depth =>
+        {
+            let out = &result.handle;
+            sm90_fused::launch(client, a, b, shape, groups, epilogue, out, (tile, band));
+        }
+        (Plan::FewRows, Elements::Packed(b))
+            if small_m::takes(m, k) && groups.grouping == Grouping::Dense =>
+        {
+            small_m::launch(client, a, b, k, epilogue, &result.handle);
+        }
+        (Plan::Decoded(tile, band), _) => {
+            let (left, right) = (a.decoded(client), b.decoded(client));
+            let out = &result.handle;
+            sm90::launch(
+                client,
+                &left,
+                &right,
+                shape,
+                groups,
+                epilogue,
+                out,
+                (tile, band),
+            );
+        }
+        (plan, _) => {
+            return Err(Nvfp4Error::value(
+                "plan",
+                format!("{plan} for {m} x {n} x {k}, {:?}", groups.grouping),
+                "one that takes the operands",
+            ));
+        }
+    }
+    Ok(())
+}
+
 /// Says which kernel a product takes.
-fn trace((m, n, k): (usize, usize, usize), path: GemmPath, kernel: &'static str) {
+fn trace((m, n, k): (usize, usize, usize), path: GemmPath, kernel: &str) {
     tracing::debug!(m, n, k, ?path, kernel, "gemm");
 }

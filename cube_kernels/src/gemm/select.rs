@@ -1,15 +1,73 @@
 //! Which tile a shape takes, with the measurements behind it.
 
+use std::fmt;
+
 use cubecl::client::Client;
 
-use super::sm90::{TILE_M, Tile};
+use crate::device::{Capabilities, GemmPath};
 
-/// Cost of a tile in units of a 128 x 256 one, by its width: what is lost to operand traffic.
+use super::{
+    product::{Elements, Operand},
+    sm90::{Grouping, TILE_M, Tile},
+    sm90_fused::{self, FusedTile},
+    small_m,
+};
+
+/// Which kernels a product takes on Hopper.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Plan {
+    /// `b` is decoded in registers; with the height of a band of tiles.
+    Fused(FusedTile, usize),
+    /// Few rows, `b` decoded in registers by a kernel without the copy engine.
+    FewRows,
+    /// Packed operands are decoded to bf16 before the product; with the height of a band.
+    Decoded(Tile, usize),
+}
+
+impl fmt::Display for Plan {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Fused(tile, _) => {
+                let (m, n) = (tile.rows_a, tile.rows_b());
+                write!(
+                    f,
+                    "wgmma, packed `b` decoded in registers, tiles of {m} x {n}"
+                )
+            }
+            Self::FewRows => write!(f, "few rows, packed `b` decoded in registers, mma.sync"),
+            Self::Decoded(tile, _) => {
+                let n = tile.n();
+                write!(
+                    f,
+                    "wgmma, packed operands decoded to bf16 before, tiles of {TILE_M} x {n}"
+                )
+            }
+        }
+    }
+}
+
+/// Microseconds that a cube takes for a tile with a contraction of 8192, the kernel that reads bf16.
 ///
-/// Measured (H100, bf16 operands, TFLOP/s of 128 x 256 / 128 x 128 / 128 x 64): 8192 cubed 781 / 640 /
+/// Measured (H100, bf16 operands, TFLOP/s of 128 x 256 / 128 x 128 / 128 x 64): 8192 cubed 798 / 640 /
 /// -, 4096 cubed 762 / 682 / 440, 2048 cubed 667 / 627 / 487, 256 x 8192 x 8192 (a narrow tile fills
 /// more processors) 427 / 597 / 466, 128 x 8192 x 8192 216 / 312 / 329.
-const TILES: [(Tile, f64); 3] = [(Tile::N256, 1.0), (Tile::N128, 0.55), (Tile::N64, 0.36)];
+const DECODED: [(Tile, f64); 3] = [(Tile::N256, 89.0), (Tile::N128, 49.0), (Tile::N64, 32.0)];
+
+/// The same for the kernel that decodes `b` in registers, of tiles that hold `rows_a` x `ways`.
+///
+/// Measured (H100, both operands packed, N = K = 8192, so many rows of `a` that each processor has one
+/// tile, all of the product's own work included).
+const FUSED: [(usize, usize, f64); 6] = [
+    (256, 1, 94.0),
+    (128, 1, 69.0),
+    (128, 2, 42.0),
+    (64, 1, 59.0),
+    (64, 2, 34.0),
+    (32, 4, 31.0),
+];
+
+/// Microseconds for decoding a row of 8192 elements to bf16: 2.56 bytes an element at 2.7 TB/s.
+const DECODE_ROW: f64 = 0.0078;
 
 /// Height of a band of tiles that run side by side, in tiles: with 132 processors and tiles of 128 x
 /// 256, a band of 16 reads about as many rows of either operand at a time.
@@ -18,14 +76,160 @@ const TILES: [(Tile, f64); 3] = [(Tile::N256, 1.0), (Tile::N128, 0.55), (Tile::N
 /// 4096 cubed 755 / 762 / 762 / 767, 8192 x 14336 x 4096 705 / 758 / 767 / 771.
 const BAND: usize = 16;
 
-/// The tile whose waves over the processors cost least, and the height of a band.
-pub(super) fn tile(client: &Client, m: usize, n: usize) -> (Tile, usize) {
+/// The kernels for `a` times `b`, `m` x `n` with a contraction of `k` as stored, in `groups` groups.
+pub fn plan(
+    client: &Client,
+    a: &Operand,
+    b: &Operand,
+    (m, n, k): (usize, usize, usize),
+    grouping: Grouping,
+    groups: usize,
+) -> Plan {
     let processors = client.properties().hardware.num_streaming_multiprocessors;
     let processors = processors.unwrap_or(132) as usize;
-    let cost = |&(tile, cost): &(Tile, f64)| {
-        let tiles = m.div_ceil(TILE_M) * n.div_ceil(tile.n());
-        tiles.div_ceil(processors) as f64 * cost
+    let is_packed = |operand: &Operand| matches!(operand.elements, Elements::Packed(_));
+    plan_of(
+        processors,
+        (is_packed(a), is_packed(b)),
+        (m, n, k),
+        grouping,
+        groups,
+    )
+}
+
+/// [`plan`] from what decides it: the number of processors, and which operands are packed.
+pub(super) fn plan_of(
+    processors: usize,
+    (a_packed, b_packed): (bool, bool),
+    (m, n, k): (usize, usize, usize),
+    grouping: Grouping,
+    groups: usize,
+) -> Plan {
+    let decode = |packed: bool, rows: usize| {
+        if packed {
+            rows as f64 * DECODE_ROW
+        } else {
+            0.0
+        }
     };
-    let best = TILES.iter().min_by(|x, y| cost(x).total_cmp(&cost(y)));
-    (best.map_or(Tile::N256, |&(tile, _)| tile), BAND)
+    // Along the contraction every group has an output of its own.
+    let outputs = match grouping {
+        Grouping::Depth => groups,
+        Grouping::Dense | Grouping::Rows => 1,
+    };
+    let waves = |tiles: usize| tiles.div_ceil(processors) as f64;
+    let decoded = DECODED.map(|(tile, cost)| {
+        let tiles = outputs * m.div_ceil(TILE_M) * n.div_ceil(tile.n());
+        let before = decode(a_packed, m) + decode(b_packed, n * groups);
+        (Plan::Decoded(tile, BAND), waves(tiles) * cost + before)
+    });
+    let fused = FUSED.map(|(rows_a, ways, cost)| {
+        let tile = FusedTile { rows_a, ways };
+        let tiles = m.div_ceil(rows_a) * n.div_ceil(tile.rows_b());
+        (
+            Plan::Fused(tile, BAND),
+            waves(tiles) * cost + decode(a_packed, m),
+        )
+    });
+    let cheapest = |plans: &[(Plan, f64)]| {
+        let best = plans.iter().min_by(|x, y| x.1.total_cmp(&y.1));
+        best.expect("there are tiles").0
+    };
+    match grouping {
+        _ if !b_packed || !sm90_fused::takes(k) => cheapest(&decoded),
+        Grouping::Depth => cheapest(&decoded),
+        // The narrowest tile that holds the rows of an average group: `b` is decoded once for each.
+        Grouping::Rows => {
+            let rows_a = m.div_ceil(groups).next_power_of_two().clamp(64, 256);
+            Plan::Fused(FusedTile { rows_a, ways: 1 }, BAND)
+        }
+        Grouping::Dense if m <= FEW_ROWS && small_m::takes(m, k) => Plan::FewRows,
+        Grouping::Dense => cheapest(&[fused.as_slice(), decoded.as_slice()].concat()),
+    }
+}
+
+/// The most rows of `a` that the kernel for few rows takes.
+///
+/// Measured (H100, N = K = 8192, microseconds, this kernel / tiles of the fused one): 1 row 19.7 / 33.2, 16
+/// rows 22.6 / 38.0, 32 rows 33.7 / 30.8.
+const FEW_ROWS: usize = 16;
+
+/// The path and the kernels that [`product`](super::product()) takes on this device for an `m` x `n` output
+/// with a contraction of `k`, the operands packed or bf16 as `packed` says of `a` and `b`; with more
+/// than one group, those of [`gemm_grouped_rows`](super::gemm_grouped_rows()). What `nvfp4 doctor
+/// --shape` prints.
+pub fn kernel_of(
+    client: &Client,
+    packed: (bool, bool),
+    (m, n, k): (usize, usize, usize),
+    groups: usize,
+) -> (GemmPath, String) {
+    let capabilities = Capabilities::of(client);
+    let processors = client.properties().hardware.num_streaming_multiprocessors;
+    let processors = processors.unwrap_or(132) as usize;
+    let grouping = if groups > 1 {
+        Grouping::Rows
+    } else {
+        Grouping::Dense
+    };
+    match super::path_of(&capabilities, n, k) {
+        GemmPath::Hopper => {
+            let plan = plan_of(processors, packed, (m, n, k), grouping, groups);
+            (GemmPath::Hopper, plan.to_string())
+        }
+        GemmPath::MatrixInstructions if packed == (true, true) && groups == 1 => (
+            GemmPath::MatrixInstructions,
+            "tiles decoded to bf16 in shared memory, 16x16x16 matrix instructions".into(),
+        ),
+        GemmPath::MatrixInstructions | GemmPath::Scalar => {
+            (GemmPath::Scalar, "one unit for each output element".into())
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn dense(m: usize, n: usize, k: usize) -> Plan {
+        plan_of(132, (true, true), (m, n, k), Grouping::Dense, 1)
+    }
+
+    /// The plans that were measured to be the fastest, on an H100.
+    #[test]
+    fn plans_of_measured_shapes() {
+        let fused = |rows_a, ways| Plan::Fused(FusedTile { rows_a, ways }, BAND);
+        assert_eq!(dense(1, 8192, 8192), Plan::FewRows);
+        assert_eq!(dense(16, 4096, 14336), Plan::FewRows);
+        assert_eq!(dense(32, 8192, 8192), fused(32, 4));
+        assert_eq!(dense(64, 8192, 8192), fused(64, 2));
+        assert_eq!(dense(128, 8192, 8192), fused(128, 2));
+        assert_eq!(dense(128, 4096, 4096), fused(64, 2));
+        assert_eq!(dense(256, 8192, 8192), fused(128, 1));
+        assert_eq!(dense(512, 8192, 8192), fused(256, 1));
+        assert_eq!(dense(2048, 2048, 2048), fused(256, 1));
+        assert_eq!(dense(8192, 8192, 8192), Plan::Decoded(Tile::N256, BAND));
+    }
+
+    /// What the fused kernel cannot read takes the other one.
+    #[test]
+    fn plans_of_other_operands() {
+        let is_decoded = |plan| matches!(plan, Plan::Decoded(..));
+        assert!(is_decoded(dense(64, 8192, 48)));
+        let bf16 = plan_of(132, (true, false), (64, 8192, 8192), Grouping::Dense, 1);
+        assert!(is_decoded(bf16));
+        let depth = plan_of(132, (true, true), (4096, 4096, 8192), Grouping::Depth, 8);
+        assert!(is_decoded(depth));
+        let rows = plan_of(132, (true, true), (8192, 4096, 7168), Grouping::Rows, 64);
+        assert_eq!(
+            rows,
+            Plan::Fused(
+                FusedTile {
+                    rows_a: 128,
+                    ways: 1
+                },
+                BAND
+            )
+        );
+    }
 }

@@ -12,11 +12,13 @@ use cubecl::{
 };
 use half::bf16;
 
-use super::epilogue::{EpilogueKind, Factor, factor, finish, held};
+use super::epilogue::{
+    EpilogueKind, Factor, factor, finish, held, pack_pair, raise, rounded_magnitude,
+};
 use crate::{
     cube::ptx_sm90::{
         barrier_expect, barrier_wait, descriptor, load_shared_4, main_loop_64x64, main_loop_64x128,
-        main_loop_64x256, pack_bf16, pack_f16, shared_address, store_shared, store_shared_2,
+        main_loop_64x256, shared_address, store_shared, store_shared_2,
     },
     device::{FloatKind, address_type},
 };
@@ -78,21 +80,28 @@ pub enum Grouping {
 
 /// Where a tile lies.
 #[derive(CubeType, Clone, Copy)]
-struct Place {
-    row: u32,
-    column: u32,
+pub(super) struct Place {
+    pub row: u32,
+    pub column: u32,
 }
 
 /// Tile number `tile`, columns of `band` tiles first, so that the tiles that run at the same time
 /// share rows of both operands in the L2 cache.
 #[cube]
-fn place(tile: u32, tiles_m: u32, tiles_n: u32, band: u32, #[comptime] tile_n: u32) -> Place {
+pub(super) fn place(
+    tile: u32,
+    tiles_m: u32,
+    tiles_n: u32,
+    band: u32,
+    #[comptime] tile_m: u32,
+    #[comptime] tile_n: u32,
+) -> Place {
     let per_band = band * tiles_n;
     let first = (tile / per_band) * band;
     let rows = min(band, tiles_m - first);
     let within = tile % per_band;
     Place {
-        row: (first + within % rows) * comptime!(TILE_M as u32),
+        row: (first + within % rows) * tile_m,
         column: (within / rows) * tile_n,
     }
 }
@@ -115,17 +124,23 @@ fn depth(k: u32) -> Depth {
 
 /// Tiles along `m` of group `group`.
 #[cube]
-fn tiles_along_m(offsets: &[u32], group: u32, m: u32, #[comptime] grouping: Grouping) -> u32 {
+pub(super) fn tiles_along_m(
+    offsets: &[u32],
+    group: u32,
+    m: u32,
+    #[comptime] grouping: Grouping,
+    #[comptime] tile_m: u32,
+) -> u32 {
     let mut rows = m;
     if comptime!(grouping == Grouping::Rows) {
         rows = offsets[(group + 1u32) as usize] - offsets[group as usize];
     }
-    rows.div_ceil(comptime!(TILE_M as u32))
+    rows.div_ceil(tile_m)
 }
 
 /// Where group `group` begins along what is grouped.
 #[cube]
-fn start_of(offsets: &[u32], group: u32, #[comptime] grouping: Grouping) -> u32 {
+pub(super) fn start_of(offsets: &[u32], group: u32, #[comptime] grouping: Grouping) -> u32 {
     let mut start = 0u32;
     if comptime!(grouping != Grouping::Dense) {
         start = offsets[group as usize];
@@ -160,6 +175,7 @@ pub fn sm90_kernel(
     offsets: &[u32],
     before: &[u32],
     out: &mut [Vector<u32, Const<4>>],
+    amax: &mut [Atomic<u32>],
     m: u32,
     n: u32,
     k: u32,
@@ -207,13 +223,14 @@ pub fn sm90_kernel(
     if unit < 128u32 {
         if unit == 0u32 {
             while group < groups {
-                let tiles_m = tiles_along_m(offsets, group, m, grouping);
+                let tiles_m = tiles_along_m(offsets, group, m, grouping, comptime!(TILE_M as u32));
                 if tile - passed < tiles_m * tiles_n {
                     let at = place(
                         tile - passed,
                         tiles_m,
                         tiles_n,
                         band,
+                        comptime!(TILE_M as u32),
                         comptime!(tile_n as u32),
                     );
                     let mut row = at.row;
@@ -274,13 +291,14 @@ pub fn sm90_kernel(
         let stage_at = shared_address::<Vector<u32, Const<4>>>(staging.as_slice().as_ptr())
             + warp * comptime!(STAGING as u32);
         while group < groups {
-            let tiles_m = tiles_along_m(offsets, group, m, grouping);
+            let tiles_m = tiles_along_m(offsets, group, m, grouping, comptime!(TILE_M as u32));
             if tile - passed < tiles_m * tiles_n {
                 let at = place(
                     tile - passed,
                     tiles_m,
                     tiles_n,
                     band,
+                    comptime!(TILE_M as u32),
                     comptime!(tile_n as u32),
                 );
                 let mut first = 0u32;
@@ -307,8 +325,8 @@ pub fn sm90_kernel(
                         );
                     }
                     write_tile::<Const<128>>(
-                        sums, row, end, at.column, group, a_amax, b_amax, bias, before, out, n,
-                        a_range, b_range, stage_at, tile_n, kind,
+                        sums, row, end, at.column, group, a_amax, b_amax, bias, before, out, amax,
+                        n, a_range, b_range, stage_at, tile_n, kind,
                     );
                 } else if comptime!(tile_n == 128) {
                     let mut sums = Vector::<f32, Const<64>>::new(0.0f32);
@@ -318,8 +336,8 @@ pub fn sm90_kernel(
                         );
                     }
                     write_tile::<Const<64>>(
-                        sums, row, end, at.column, group, a_amax, b_amax, bias, before, out, n,
-                        a_range, b_range, stage_at, tile_n, kind,
+                        sums, row, end, at.column, group, a_amax, b_amax, bias, before, out, amax,
+                        n, a_range, b_range, stage_at, tile_n, kind,
                     );
                 } else {
                     let mut sums = Vector::<f32, Const<32>>::new(0.0f32);
@@ -329,8 +347,8 @@ pub fn sm90_kernel(
                         );
                     }
                     write_tile::<Const<32>>(
-                        sums, row, end, at.column, group, a_amax, b_amax, bias, before, out, n,
-                        a_range, b_range, stage_at, tile_n, kind,
+                        sums, row, end, at.column, group, a_amax, b_amax, bias, before, out, amax,
+                        n, a_range, b_range, stage_at, tile_n, kind,
                     );
                 }
                 used += steps + u32::cast_from(tail > 0u32);
@@ -358,6 +376,7 @@ fn write_tile<N: Size>(
     bias: &[f32],
     before: &[u32],
     out: &mut [Vector<u32, Const<4>>],
+    amax: &mut [Atomic<u32>],
     n: u32,
     a_range: f32,
     b_range: f32,
@@ -377,6 +396,7 @@ fn write_tile<N: Size>(
     let upper_factor = factor(a_amax, upper_in, group, a_range, kind.a);
     let lower_factor = factor(a_amax, lower_in, group, a_range, kind.a);
     let whole_factor = factor(b_amax, 0u32, group, b_range, comptime!(kind.b.of_tile()));
+    let mut largest = 0u32;
     #[unroll]
     for chunk in 0..comptime!(tile_n / width) {
         // The warp has read the chunk before.
@@ -385,7 +405,8 @@ fn write_tile<N: Size>(
         for j in 0..comptime!(width / 8) {
             let first = comptime!((chunk * width / 8 + j) * 4);
             let column = column0 + comptime!((chunk * width + j * 8) as u32) + (lane % 4u32) * 2u32;
-            let column = select(column < n, column, 0u32);
+            let inside = column < n;
+            let column = select(inside, column, 0u32);
             // Where the group's own rows of `b` and its bias have this column.
             let own = group * n + column;
             let mut even_factor = whole_factor;
@@ -433,16 +454,14 @@ fn write_tile<N: Size>(
                     + comptime!((half * 8 * STAGING_ROW + j * 8 * size) as u32);
                 if comptime!(kind.out == FloatKind::F32) {
                     store_shared_2(target, u32::reinterpret(even), u32::reinterpret(odd));
-                } else if comptime!(kind.out == FloatKind::Bf16) {
-                    store_shared(
-                        target,
-                        pack_bf16(f32::reinterpret(even), f32::reinterpret(odd)),
-                    );
                 } else {
-                    store_shared(
-                        target,
-                        pack_f16(f32::reinterpret(even), f32::reinterpret(odd)),
-                    );
+                    store_shared(target, pack_pair(even, odd, comptime!(kind.out)));
+                }
+                if comptime!(kind.amax) {
+                    let row = if comptime!(half == 0) { upper } else { lower };
+                    if inside && row < end {
+                        largest = max(largest, rounded_magnitude(even, odd, comptime!(kind.out)));
+                    }
                 }
             }
         }
@@ -465,6 +484,9 @@ fn write_tile<N: Size>(
             }
         }
     }
+    if comptime!(kind.amax) {
+        raise(amax, largest);
+    }
 }
 
 /// A bf16 matrix in device memory, row-major, `rows` x `cols`.
@@ -480,6 +502,8 @@ pub(super) struct EpilogueArgs {
     pub b_amax: Handle,
     pub ranges: [f32; 2],
     pub bias: Handle,
+    /// One `f32`, which the output's largest magnitude raises.
+    pub amax: Handle,
 }
 
 /// The groups of a product, in device memory.
@@ -555,6 +579,7 @@ pub(super) fn launch(
             memory(&groups.offsets, groups.groups + 1),
             memory(out, bytes / 4),
             memory(out, bytes / 16),
+            memory(&epilogue.amax, 1),
             m as u32,
             n as u32,
             k as u32,

@@ -1,0 +1,317 @@
+//! Products on a GPU in operations a second: dense, few rows, model shapes, groups, and the six products
+//! and quantizations of a linear layer's forward and backward pass.
+//!
+//! `cargo bench --features cuda --bench gemm`; a filter behind `--` chooses, such as `-- few`. What cuBLAS takes for the same shapes has to be timed beside it, in the same minute: the
+//! clock follows the temperature. Random operands, since zeros draw less power, rotate among sets that
+//! together exceed the L2 cache.
+
+use std::{
+    sync::Mutex,
+    time::{Duration, Instant},
+};
+
+use criterion::Criterion;
+use cubecl::prelude::*;
+use nvfp4::kernels::{
+    Hadamard, PackedAxis, RandomStream, cubecl,
+    device::{AmaxScope, DeviceCopy, DevicePacked, DeviceRounding, FloatKind, Groups, Matrix},
+    gemm::{self, Operand, Target},
+    ops::{self, AmaxRequest, CopyRequest, GroupOffsets},
+};
+
+/// What was timed: name, floating-point operations, seconds of each batch.
+static RECORDS: Mutex<Vec<(String, f64, Vec<f64>)>> = Mutex::new(Vec::new());
+
+/// Times `launch(i)` under `name`, in batches between two synchronisations, each after a pause in which
+/// the chip cools down.
+fn time(
+    criterion: &mut Criterion,
+    client: &Client,
+    name: String,
+    operations: f64,
+    mut launch: impl FnMut(usize),
+) {
+    let sync = || {
+        futures_lite::future::block_on(client.sync()).expect("a kernel failed");
+    };
+    let mut group = criterion.benchmark_group("gemm");
+    group.sample_size(10);
+    group.warm_up_time(Duration::from_millis(50));
+    group.measurement_time(Duration::from_millis(200));
+    group.bench_function(&name, |bencher| {
+        bencher.iter_custom(|iterations| {
+            std::thread::sleep(Duration::from_millis(20));
+            // Kernels are compiled and memory pools grow outside of the samples.
+            (0..2).for_each(&mut launch);
+            sync();
+            let start = Instant::now();
+            (0..iterations as usize).for_each(&mut launch);
+            sync();
+            let elapsed = start.elapsed();
+            // Short batches measure the synchronisation.
+            if elapsed > Duration::from_micros(500) {
+                let seconds = elapsed.as_secs_f64() / iterations as f64;
+                let mut records = RECORDS.lock().unwrap();
+                match records.iter_mut().find(|record| record.0 == name) {
+                    Some(record) => record.2.push(seconds),
+                    None => records.push((name.clone(), operations, vec![seconds])),
+                }
+            }
+            elapsed
+        });
+    });
+    group.finish();
+}
+
+/// Whether the command line asks for what `name` begins: its operands need not be made otherwise.
+fn is_wanted(name: &str) -> bool {
+    let mut filters = std::env::args().skip(1).filter(|arg| !arg.starts_with('-'));
+    let first = filters.next();
+    first.is_none_or(|filter| name.contains(&filter) || filter.contains(name))
+}
+
+/// Pseudorandom words, a stretch of them again and again from another place.
+struct Noise(Vec<u32>);
+
+impl Noise {
+    fn new() -> Self {
+        let mut state = 0x9e37_79b9u32;
+        Self(
+            (0..(1 << 20) + 7)
+                .map(|_| {
+                    state ^= state << 13;
+                    state ^= state >> 17;
+                    state ^= state << 5;
+                    state
+                })
+                .collect(),
+        )
+    }
+
+    /// `count` values from the word at `seed` on.
+    fn fill<T>(&self, seed: usize, count: usize, value: impl Fn(u32) -> T) -> Vec<T> {
+        let words = self.0.iter().cycle().skip(seed * 65_537 % self.0.len());
+        words.take(count).map(|&word| value(word)).collect()
+    }
+
+    /// Any codes, block scales between 2^-2 and 2^3.
+    fn packed(&self, client: &Client, rows: usize, k: usize, seed: usize) -> DevicePacked {
+        let codes = self.fill(seed, rows * k / 8, |word| word);
+        let scales = self.fill(seed + 1, rows * k / 16, |word| {
+            0x28 + (word >> 9 & 0x1f) as u8
+        });
+        let upload = |bytes: &[u8]| client.create_from_slice(bytes);
+        let amax = upload(&1000.0f32.to_ne_bytes());
+        let parts = (upload(bytemuck::cast_slice(&codes)), upload(&scales), amax);
+        DevicePacked::plain(parts, (rows, k), PackedAxis::Cols, None)
+    }
+
+    /// Sums of two uniform values, between -1 and 1, as bf16.
+    fn matrix(&self, client: &Client, rows: usize, k: usize, seed: usize) -> Matrix {
+        let values = self.fill(seed, rows * k, |word| {
+            let (x, y) = ((word & 0xffff) as f32, (word >> 16) as f32);
+            (((x + y) / 65535.0 - 1.0).to_bits() >> 16) as u16
+        });
+        let handle = client.create_from_slice(bytemuck::cast_slice(&values));
+        Matrix::new(handle, rows, k, FloatKind::Bf16).unwrap()
+    }
+}
+
+/// Cubes and other shapes whose both operands are large.
+const LARGE: [(usize, usize, usize); 6] = [
+    (8192, 8192, 8192),
+    (4096, 4096, 4096),
+    (2048, 2048, 2048),
+    (16384, 4096, 4096),
+    (8192, 14336, 4096),
+    (512, 8192, 8192),
+];
+
+/// Rows of a decoding step.
+const FEW: [usize; 9] = [1, 2, 4, 8, 16, 32, 64, 128, 256];
+
+/// Weights of the linear layers of a model: name, rows, columns.
+const MODELS: [(&str, usize, usize); 13] = [
+    ("Llama-3 8B qkv", 6144, 4096),
+    ("Llama-3 8B o", 4096, 4096),
+    ("Llama-3 8B gate, up", 28672, 4096),
+    ("Llama-3 8B down", 4096, 14336),
+    ("Llama-3 70B qkv", 10240, 8192),
+    ("Llama-3 70B o", 8192, 8192),
+    ("Llama-3 70B gate, up", 57344, 8192),
+    ("Llama-3 70B down", 8192, 28672),
+    ("DeepSeek-V3 q, kv a", 2112, 7168),
+    ("DeepSeek-V3 q b", 24576, 1536),
+    ("DeepSeek-V3 kv b", 32768, 512),
+    ("DeepSeek-V3 o", 7168, 16384),
+    ("DeepSeek-V3 dense gate, up", 36864, 7168),
+];
+
+/// Experts of DeepSeek-V3: tokens, rows and columns of a weight, experts.
+const EXPERTS: [(usize, usize, usize, usize); 7] = [
+    (8192, 4096, 7168, 8),
+    (8192, 4096, 7168, 32),
+    (8192, 4096, 7168, 64),
+    (8192, 4096, 7168, 128),
+    (8192, 4096, 7168, 256),
+    (8192, 7168, 2048, 256),
+    (32768, 4096, 7168, 128),
+];
+
+fn dense(criterion: &mut Criterion, client: &Client, noise: &Noise) {
+    let mut both = |name: String, (m, n, k): (usize, usize, usize), bf16_too: bool| {
+        if !is_wanted(&name) {
+            return;
+        }
+        let operations = 2.0 * (m * n * k) as f64;
+        let sets = (100_000_000 / (n * k / 2)).clamp(1, 7) + 1;
+        let (a, b): (Vec<_>, Vec<_>) = (0..sets)
+            .map(|i| {
+                let a = noise.packed(client, m, k, 2 * i);
+                (a, noise.packed(client, n, k, 2 * i + 1))
+            })
+            .unzip();
+        time(
+            criterion,
+            client,
+            format!("{name}, NVFP4"),
+            operations,
+            |i| {
+                let (a, b) = (&a[i % sets], &b[i % sets]);
+                gemm::gemm(client, a, b, None, FloatKind::Bf16).unwrap();
+            },
+        );
+        drop((a, b));
+        if bf16_too {
+            let a = noise.matrix(client, m, k, 1);
+            let b = noise.matrix(client, n, k, 2);
+            time(
+                criterion,
+                client,
+                format!("{name}, bf16"),
+                operations,
+                |_| {
+                    gemm::gemm_bf16(client, &a, &b, None, FloatKind::Bf16).unwrap();
+                },
+            );
+        }
+    };
+    for (m, n, k) in LARGE {
+        both(format!("large/{m} x {n} x {k}"), (m, n, k), true);
+    }
+    for m in FEW {
+        both(format!("few/{m} x 8192 x 8192"), (m, 8192, 8192), false);
+    }
+    for (name, n, k) in MODELS {
+        for m in [1, 64, 8192] {
+            both(format!("model/{name}, {m} tokens"), (m, n, k), false);
+        }
+    }
+}
+
+/// Sizes of `groups` groups of `rows` rows: equal, or from a fifth to nine fifths of that.
+fn sizes(rows: usize, groups: usize, skewed: bool) -> Vec<usize> {
+    let mut sizes = vec![rows / groups; groups];
+    if skewed {
+        for g in 0..groups / 2 {
+            let moved = sizes[g] * (g % 4 + 1) / 5;
+            sizes[g] -= moved;
+            sizes[groups - 1 - g] += moved;
+        }
+    }
+    sizes
+}
+
+fn grouped(criterion: &mut Criterion, client: &Client, noise: &Noise) {
+    for (rows, n, k, groups) in EXPERTS {
+        let (a, b) = (
+            noise.packed(client, rows, k, 1),
+            noise.packed(client, groups * n, k, 2),
+        );
+        for skewed in [false, true] {
+            let mut offsets = vec![0u32];
+            for size in sizes(rows, groups, skewed) {
+                offsets.push(offsets.last().unwrap() + size as u32);
+            }
+            let offsets = GroupOffsets {
+                offsets: client.create_from_slice(bytemuck::cast_slice(&offsets)),
+                count: groups,
+            };
+            let kind = if skewed { "skewed" } else { "balanced" };
+            let name = format!("grouped/{rows} x {n} x {k}, {groups} {kind}");
+            let operations = 2.0 * (rows * n * k) as f64;
+            time(criterion, client, name, operations, |_| {
+                let (a, b): (Operand, Operand) = ((&a).into(), (&b).into());
+                let target = Target::New(FloatKind::Bf16);
+                gemm::gemm_grouped_rows(client, None, &a, &b, &offsets, None, target).unwrap();
+            });
+        }
+    }
+}
+
+/// A linear layer as the `nvfp4` recipe trains it: every maximum, copy and product of forward and backward
+/// pass, weights in 16x16 tiles, gradients rounded stochastically, both operands of the weight gradient
+/// transformed.
+fn linear(criterion: &mut Criterion, client: &Client, noise: &Noise) {
+    for (tokens, inputs, outputs) in [(8192, 4096, 4096), (8192, 4096, 14336)] {
+        let x = noise.matrix(client, tokens, inputs, 1);
+        let w = noise.matrix(client, outputs, inputs, 2);
+        let dy = noise.matrix(client, tokens, outputs, 3);
+        let rht = Some(Hadamard::default());
+        let both = |matrix: &Matrix, row: DeviceRounding, col: DeviceRounding| {
+            let request = AmaxRequest {
+                rows: Some(AmaxScope::Group),
+                cols: Some((AmaxScope::Group, rht)),
+            };
+            let found = ops::amaxes(client, matrix, &Groups::One, &request).unwrap();
+            let (row_amax, col_amax) = (found.rows.unwrap(), found.cols.unwrap());
+            let row = CopyRequest {
+                amax: &row_amax,
+                scope: AmaxScope::Group,
+                copy: DeviceCopy::new(row),
+            };
+            let col = CopyRequest {
+                amax: &col_amax,
+                scope: AmaxScope::Group,
+                copy: DeviceCopy {
+                    hadamard: rht,
+                    ..DeviceCopy::new(col)
+                },
+            };
+            ops::quantize_both(client, matrix, &Groups::One, &row, &col).unwrap()
+        };
+        let nearest = || DeviceRounding::Nearest;
+        let stochastic = |stream| DeviceRounding::Stochastic(RandomStream::new(1, stream, 3));
+        let operations = 6.0 * (tokens * inputs * outputs) as f64;
+        let name = format!("linear/{tokens} x {inputs} x {outputs}, NVFP4");
+        time(criterion, client, name, operations, |_| {
+            let (x_row, x_col) = both(&x, nearest(), nearest());
+            let w_amax = ops::amax(client, &w, None).unwrap();
+            let (w_row, w_col) = ops::quantize_tile(client, &w, &w_amax).unwrap();
+            gemm::gemm(client, &x_row, &w_row, None, FloatKind::Bf16).unwrap();
+            let (dy_row, dy_col) = both(&dy, stochastic(2), stochastic(4));
+            gemm::gemm(client, &dy_row, &w_col, None, FloatKind::Bf16).unwrap();
+            gemm::gemm(client, &dy_col, &x_col, None, FloatKind::F32).unwrap();
+        });
+    }
+}
+
+fn main() {
+    let client = cubecl::Device::Cuda(Default::default()).client();
+    let mut criterion = Criterion::default().configure_from_args().without_plots();
+    let noise = Noise::new();
+    dense(&mut criterion, &client, &noise);
+    if is_wanted("grouped") {
+        grouped(&mut criterion, &client, &noise);
+    }
+    if is_wanted("linear") {
+        linear(&mut criterion, &client, &noise);
+    }
+    println!("| product | us | TFLOP/s |\n|---|---|---|");
+    for (name, operations, seconds) in RECORDS.lock().unwrap().iter_mut() {
+        seconds.sort_by(f64::total_cmp);
+        let median = seconds[seconds.len() / 2];
+        let rate = *operations / median / 1e12;
+        println!("| {name} | {:.1} | {rate:.1} |", median * 1e6);
+    }
+}
