@@ -227,14 +227,14 @@ fn transposed_to_rows(operand: Operand<CubeBackend>, dtype: FloatDType) -> CubeT
 
 /// An operand as the GEMM kernels take it, holding its memory.
 enum Stored {
-    Packed(DevicePacked),
+    Packed(Box<DevicePacked>),
     Bf16(Matrix),
 }
 
 impl Stored {
     fn new(operand: Operand<CubeBackend>) -> Self {
         match operand {
-            Operand::Nvfp4(packed) => Self::Packed(device(packed)),
+            Operand::Nvfp4(packed) => Self::Packed(Box::new(device(packed))),
             Operand::Mxfp8(packed) => {
                 // In stored orientation, padding included: each row is one of a row-wise matrix.
                 let client = packed.codes.client.clone();
@@ -260,7 +260,7 @@ impl Stored {
 
     fn operand(&self) -> gemm::Operand<'_> {
         match self {
-            Self::Packed(packed) => packed.into(),
+            Self::Packed(packed) => (&**packed).into(),
             Self::Bf16(matrix) => matrix.into(),
         }
     }

@@ -7,8 +7,11 @@ use super::{BackwardSource, DgradRecipe, FpropRecipe, Nvfp4Recipe, WgradRecipe};
 
 const HIGH: OperandRecipe = OperandRecipe::HighPrecision;
 
+/// A name, and the recipe that it stands for.
+type Preset = (&'static str, fn() -> Nvfp4Recipe);
+
 /// Names of the presets, and what each is.
-const PRESETS: [(&str, fn() -> Nvfp4Recipe); 11] = [
+const PRESETS: [Preset; 11] = [
     ("nvidia", Nvfp4Recipe::nvidia),
     ("nvidia_4over6", Nvfp4Recipe::nvidia_4over6),
     ("nvidia_headroom", Nvfp4Recipe::nvidia_headroom),

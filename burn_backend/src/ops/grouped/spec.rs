@@ -142,6 +142,7 @@ impl GroupedSpec {
 }
 
 /// In what a grouped linear product computes.
+#[allow(clippy::large_enum_variant)] // One value a call, and `Copy` as all specifications are.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum GroupedPrecision {
     /// In NVFP4, forward and backward.
