@@ -1,5 +1,6 @@
 //! What an operation does beyond its shapes: policies with every random choice already made.
 
+#[cfg(feature = "cubecl-backend")]
 use nvfp4_kernels::reference::EDEN_GROUP;
 use nvfp4_kernels::{
     BlockScaling, Hadamard, HadamardSize, Nvfp4Error, PackedAxis, RandomStream, Rounding,
@@ -7,7 +8,9 @@ use nvfp4_kernels::{
 
 use serde::{Deserialize, Serialize};
 
-use super::packed::{GlobalScaling, PackedLayout};
+use super::packed::GlobalScaling;
+#[cfg(feature = "cubecl-backend")]
+use super::packed::PackedLayout;
 
 /// How one packed copy of a matrix is made, whichever axis it is packed along.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -35,6 +38,7 @@ impl CopySpec {
     }
 
     /// The layout of the copy of a `rows` x `cols` matrix along `axis`.
+    #[cfg(feature = "cubecl-backend")]
     pub(crate) fn layout(&self, rows: usize, cols: usize, axis: PackedAxis) -> PackedLayout {
         PackedLayout {
             rows,
@@ -83,6 +87,7 @@ pub enum PairSpec {
 
 impl PairSpec {
     /// What each copy is: row-wise, column-wise.
+    #[cfg(feature = "cubecl-backend")]
     pub(crate) fn copies(&self) -> [CopySpec; 2] {
         match *self {
             Self::Tile(scaling) => {
@@ -111,6 +116,7 @@ pub struct EdenSpec {
 impl EdenSpec {
     /// The layout of a `rows` x `cols` matrix after it: that of the transformed matrix, padded along
     /// the contraction.
+    #[cfg(feature = "cubecl-backend")]
     pub(crate) fn layout(&self, rows: usize, cols: usize) -> PackedLayout {
         let (rows, cols) = match self.axis {
             PackedAxis::Cols => (rows, cols.next_multiple_of(EDEN_GROUP)),

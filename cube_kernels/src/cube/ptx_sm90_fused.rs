@@ -65,7 +65,7 @@ pub fn load_shared_f32_4(address: u32) -> Vector<f32, Const<4>> {
     Vector::<f32, Const<4>>::reinterpret(values)
 }
 
-/// The bytes of two words that a lane's codes are in, as a selector of [`fused_loop`]: byte `quarter`
+/// The bytes of two words that a lane's codes are in, as a selector of `fused_loop`: byte `quarter`
 /// of the first and of the second word, twice.
 #[cube]
 pub fn byte_selector(quarter: u32) -> u32 {

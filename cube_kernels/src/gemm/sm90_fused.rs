@@ -209,7 +209,7 @@ fn load_scales(
 
 /// `out[m, n] = α_a · α_b · Σ a[m, k] · b[n, k] (+ bias[n]) (+ out[m, n])`, for each group of rows.
 ///
-/// Tiles are numbered as in [`sm90_kernel`](super::sm90::sm90_kernel()), whose arguments these are, but
+/// Tiles are numbered as in `sm90_kernel`, whose arguments these are, but
 /// for the codes of `b` (a map of words, eight codes each), its scales (`b_scales` and `b_pairs` are
 /// the same memory), and the codes and scales of `a`, read where it is packed. `amax` is raised to the
 /// largest magnitude of the output where the epilogue says so.
