@@ -619,3 +619,22 @@ fn a_study_goes_on_and_reports() {
     );
     assert!(error.contains("I/N"), "{error}");
 }
+
+#[cfg(feature = "cpu")]
+#[test]
+fn the_oracle_reads_random_bits() {
+    let said = succeeds(nvfp4("oracle cvt-rs --device cpu --count 4096", &[]));
+    for part in [
+        "in software",
+        "      0 7 6 5 4 3 2 1 0",
+        "      3 31 30 29 28 27 26 25 24",
+        "this is the order of the software form",
+        "4096 of 4096 random questions",
+    ] {
+        assert!(said.contains(part), "{part}: {said}");
+    }
+    fails(
+        nvfp4("oracle cvt-rs --device flex", &[]),
+        &["flex", "cuda:N"],
+    );
+}

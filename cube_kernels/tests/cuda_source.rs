@@ -100,6 +100,16 @@ fn sources(conversion: Conversion) -> Vec<Source> {
             sources.push(source($name, kernel, $policy));
         }};
     }
+    add!(
+        "random_bits".into(),
+        (conversion == Conversion::Hardware).then_some((false, true)),
+        ops::kernels::random_bits_kernel::create_dummy_kernel,
+        buffer(256),
+        buffer(64),
+        buffer(64),
+        64,
+        conversion,
+    );
     for dtype in [FloatKind::F32, FloatKind::F16, FloatKind::Bf16] {
         let elem = dtype.storage_type();
         for address in [AddressType::U32, AddressType::U64] {

@@ -106,3 +106,18 @@ fn per_token_operands_are_not_requantized_by_one_amax() {
         assert!(matches!(error, Some(Nvfp4Error::Value { .. })), "{error:?}");
     }
 }
+
+/// The device's stochastic rounding has eight bits of its own for each element, and under their order
+/// the oracle's answers; without an instruction for it, in the order of the software form.
+#[test]
+fn random_bits_are_read_off_the_device() {
+    let client = client!("random_bits_are_read_off_the_device");
+    let ask = |questions: &[reference::Question]| ops::answer_random_bits(&client, questions);
+    let bits = reference::read_random_bits(ask).unwrap();
+    if !ops::has_stochastic_instruction(&client) {
+        assert_eq!(bits, reference::RandomBits::software());
+    }
+    let found = reference::compare_random_bits(&bits, 1 << 14, ask).unwrap();
+    assert_eq!(found.different, 0, "{found:?}");
+    assert!(ops::answer_random_bits(&client, &[]).unwrap().is_empty());
+}

@@ -3,6 +3,7 @@
 mod device;
 mod doctor;
 mod options;
+mod oracle;
 mod plot;
 mod progress;
 mod sample;
@@ -31,6 +32,8 @@ enum Task {
     Train(Box<train::Train>),
     /// Train with several recipes and seeds as one experiment that can be gone on with, and report.
     Study(study::Study),
+    /// Ask a device what it does where documents do not say, beside what the oracle says.
+    Oracle(oracle::Oracle),
     /// Generate text with a trained model.
     Sample(sample::Sample),
     /// Say which devices there are, what they support, and which code path operations take.
@@ -42,6 +45,7 @@ impl Command {
         match self.task {
             Task::Train(train) => train.run(),
             Task::Study(study) => study.run(),
+            Task::Oracle(oracle) => oracle.run().map(|()| ExitCode::SUCCESS),
             Task::Sample(sample) => sample.run().map(|()| ExitCode::SUCCESS),
             Task::Doctor(doctor) => doctor.run().map(|()| ExitCode::SUCCESS),
         }

@@ -27,6 +27,8 @@ mod per_token;
 #[allow(missing_docs)]
 mod quantize;
 #[allow(missing_docs)]
+mod random_bits;
+#[allow(missing_docs)]
 mod swizzle;
 #[allow(missing_docs)]
 mod tile;
@@ -47,6 +49,7 @@ pub use quantize::{
     quantize, quantize_both, quantize_col, quantize_row, quantize_side_by_side, quantize_tile,
     quantize_tile_with,
 };
+pub use random_bits::{answer_random_bits, has_stochastic_instruction};
 pub use swizzle::{
     swizzle, swizzle_batch, swizzle_block_groups, swizzle_row_groups, unswizzle, unswizzle_batch,
     unswizzle_block_groups, unswizzle_row_groups,
@@ -72,6 +75,7 @@ pub mod kernels {
         padding::move_groups_kernel,
         per_token::quantize_per_token_kernel,
         quantize::{TilePlan, quantize_row_kernel, quantize_tiles_kernel},
+        random_bits::random_bits_kernel,
         swizzle::{
             swizzle_block_groups_kernel, swizzle_kernel, unswizzle_block_groups_kernel,
             unswizzle_kernel,

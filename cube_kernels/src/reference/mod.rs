@@ -17,6 +17,7 @@ mod hadamard;
 mod ms_eden;
 mod mxfp8;
 mod quantize;
+mod random_bits;
 mod rounding;
 mod scaling;
 mod simd;
@@ -37,5 +38,6 @@ pub use ms_eden::{
 };
 pub use mxfp8::{mx_dequantize, mx_quantize};
 pub use quantize::{quantize, quantize_col, quantize_row, quantize_tile};
+pub use random_bits::{BitComparison, Question, RandomBits, compare_random_bits, read_random_bits};
 pub use rounding::{round_nearest, round_stochastic};
 pub use scaling::{GlobalScale, block_scale, encode_multiplier};
