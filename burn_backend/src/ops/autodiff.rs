@@ -3,6 +3,7 @@
 use burn_core::backend::{
     Autodiff, AutodiffBackend, Backend, TensorMetadata,
     autodiff::{
+        NodeId,
         checkpoint::{base::Checkpointer, strategy::CheckpointStrategy},
         grads::Gradients,
         ops::{Backward, Ops, OpsKind},
@@ -12,6 +13,7 @@ use burn_core::backend::{
 use burn_core::tensor::{FloatDType, Shape};
 use nvfp4_kernels::PackedAxis;
 
+use super::context::WeightKey;
 use super::{
     BackwardSource, Bias, EdenSpec, LinearContext, LinearSpec, MxPacked, Nvfp4Ops, Operand,
     OperandSpec, Packed, PackedPair, PairSpec, QuantizeSpec, float_dtype,
@@ -82,6 +84,19 @@ fn bias_grad<B: Nvfp4Ops>(dy: FloatTensor<B>, dtype: FloatDType) -> FloatTensor<
     cast::<B>(sum, dtype)
 }
 
+/// Hand the gradients that were found to the nodes that are tracked.
+pub(super) fn register<B: Backend, const N: usize>(
+    nodes: [Option<NodeId>; N],
+    found: [Option<FloatTensor<B>>; N],
+    grads: &mut Gradients,
+) {
+    for (node, grad) in nodes.into_iter().zip(found) {
+        if let Some((node, grad)) = node.zip(grad) {
+            grads.register::<B>(node, grad);
+        }
+    }
+}
+
 /// The product without a bias: parents `[x, w]`.
 #[derive(Debug)]
 struct Linear;
@@ -95,13 +110,12 @@ impl<B: Nvfp4Ops> Backward<B, 2> for Linear {
         grads: &mut Gradients,
         _checkpointer: &mut Checkpointer,
     ) {
-        let [x, w] = ops.parents;
         let found = ops.state.backward(grads.consume::<B>(&ops.node));
-        for (node, grad) in [(x, found.x), (w, found.w)] {
-            if let Some((node, grad)) = node.zip(grad) {
-                grads.register::<B>(node.id, grad);
-            }
-        }
+        register::<B, 2>(
+            ops.parents.map(|node| node.map(|node| node.id)),
+            [found.x, found.w],
+            grads,
+        );
     }
 }
 
@@ -118,13 +132,12 @@ impl<B: Nvfp4Ops> Backward<B, 3> for LinearBias {
         grads: &mut Gradients,
         _checkpointer: &mut Checkpointer,
     ) {
-        let [x, w, bias] = ops.parents;
         let found = ops.state.backward(grads.consume::<B>(&ops.node));
-        for (node, grad) in [(x, found.x), (w, found.w), (bias, found.bias)] {
-            if let Some((node, grad)) = node.zip(grad) {
-                grads.register::<B>(node.id, grad);
-            }
-        }
+        register::<B, 3>(
+            ops.parents.map(|node| node.map(|node| node.id)),
+            [found.x, found.w, found.bias],
+            grads,
+        );
     }
 }
 
@@ -228,16 +241,20 @@ impl<B: Nvfp4Ops> Product<B> {
             .as_ref()
             .filter(|_| fprop_w.is_deterministic() && fprop_w != OperandSpec::HighPrecision);
         let device = cache.map(|_| format!("{:?}", self.w.device()));
-        let key = LinearSpec {
-            fprop_w,
-            dgrad_w,
-            source,
-            ..LinearSpec::high_precision()
+        let key = WeightKey {
+            node: self.w_node,
+            dtype,
+            spec: LinearSpec {
+                fprop_w,
+                dgrad_w,
+                source,
+                ..LinearSpec::high_precision()
+            },
         };
         type Kept<B> = (Operand<B>, Option<Operand<B>>);
         let kept: Option<Kept<B>> = cache
             .zip(device.as_deref())
-            .and_then(|(cache, device)| cache.get(self.w_node, device, &key));
+            .and_then(|(cache, device)| cache.get(device, &key));
         let (forward, backward) = match kept {
             Some((forward, Some(backward))) => (forward, Some(backward)),
             Some((forward, None)) if !self.x_tracked => (forward, None),
@@ -265,7 +282,7 @@ impl<B: Nvfp4Ops> Product<B> {
                 if let Some((cache, device)) = cache.zip(device) {
                     let (forward, backward) = made.clone();
                     let backward = backward.filter(|_| dgrad_w.is_deterministic());
-                    cache.put(self.w_node, &device, key, (forward, backward));
+                    cache.put(&device, key, (forward, backward));
                 }
                 made
             }

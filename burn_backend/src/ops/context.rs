@@ -5,6 +5,8 @@ use std::any::Any;
 use std::fmt;
 use std::sync::{Arc, Mutex};
 
+use burn_core::tensor::FloatDType;
+
 use super::LinearSpec;
 use crate::telemetry::Probe;
 
@@ -28,11 +30,19 @@ pub(crate) struct WeightCache {
     entries: Arc<Mutex<Vec<Entry>>>,
 }
 
-struct Entry {
+/// What the operands of a weight were made of, and how.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) struct WeightKey {
     /// Identity of the weight.
-    node: u64,
-    /// The recipe that the operands were made by, without what does not concern the weight.
-    spec: LinearSpec,
+    pub node: u64,
+    /// Type of the activations, which operands in high precision have too.
+    pub dtype: FloatDType,
+    /// The recipe, without what does not concern the weight.
+    pub spec: LinearSpec,
+}
+
+struct Entry {
+    key: WeightKey,
     /// The device (`B::Device`), by its text: devices of different backends have different types.
     device: String,
     /// The operands, of a type that only the backend knows.
@@ -40,33 +50,21 @@ struct Entry {
 }
 
 impl WeightCache {
-    /// What was kept of weight `node` on `device`, if it was made as `spec` asks.
-    pub(crate) fn get<T: Clone + 'static>(
-        &self,
-        node: u64,
-        device: &str,
-        spec: &LinearSpec,
-    ) -> Option<T> {
+    /// What was kept on `device` for `key`.
+    pub(crate) fn get<T: Clone + 'static>(&self, device: &str, key: &WeightKey) -> Option<T> {
         let entries = self.entries.lock().expect("no panic while it is held");
         let entry = entries
             .iter()
-            .find(|entry| entry.device == device && entry.node == node && entry.spec == *spec)?;
+            .find(|entry| entry.device == device && entry.key == *key)?;
         entry.operands.downcast_ref().cloned()
     }
 
-    /// Keep `operands` of weight `node` on `device`, in place of what was kept there before.
-    pub(crate) fn put<T: Send + 'static>(
-        &self,
-        node: u64,
-        device: &str,
-        spec: LinearSpec,
-        operands: T,
-    ) {
+    /// Keep `operands` on `device`, in place of what was kept there before.
+    pub(crate) fn put<T: Send + 'static>(&self, device: &str, key: WeightKey, operands: T) {
         let mut entries = self.entries.lock().expect("no panic while it is held");
         entries.retain(|entry| entry.device != device);
         entries.push(Entry {
-            node,
-            spec,
+            key,
             device: device.into(),
             operands: Box::new(operands),
         });

@@ -284,7 +284,7 @@ fn eden(
     let packed = launched(ops::ms_eden(
         client, source, *axis, &amax, hadamard, target, *stream,
     ));
-    packed_tensor(like, packed, spec.layout(rows, cols))
+    packed_tensor(like, packed, spec.layout(rows, cols), 1)
 }
 
 /// How the kernels are told to make a copy.
@@ -371,20 +371,21 @@ impl Source {
     }
 
     fn packed(&self, packed: DevicePacked, layout: PackedLayout) -> Packed<CubeBackend> {
-        packed_tensor(&self.tensor, packed, layout)
+        packed_tensor(&self.tensor, packed, layout, layout.amax_len())
     }
 }
 
-/// What a kernel packed, as tensors beside `like`.
-fn packed_tensor(
+/// What a kernel packed, with `maxima` maxima, as tensors beside `like`.
+pub(super) fn packed_tensor(
     like: &CubeTensor,
     packed: DevicePacked,
     layout: PackedLayout,
+    maxima: usize,
 ) -> Packed<CubeBackend> {
     let (outer, blocks) = (layout.outer(), layout.blocks());
     let codes = Shape::new([outer, blocks * 2]);
     let scales = Shape::new([outer, blocks]);
-    let amax = Shape::new([layout.amax_len()]);
+    let amax = Shape::new([maxima]);
     Packed {
         codes: new_tensor(like, packed.codes, codes, DType::U32),
         scales: new_tensor(like, packed.scales, scales, DType::U8),
@@ -394,7 +395,7 @@ fn packed_tensor(
 }
 
 /// The kernels' view of a packed matrix.
-fn device(packed: Packed<CubeBackend>) -> DevicePacked {
+pub(super) fn device(packed: Packed<CubeBackend>) -> DevicePacked {
     let PackedLayout {
         rows,
         cols,

@@ -261,6 +261,30 @@ fn a_weight_is_quantized_once_until_it_changes() {
     assert_eq!(weights(), 1);
 }
 
+/// A kept weight belongs to the type of the activations too: operands in high precision have it.
+#[test]
+fn a_kept_weight_has_the_type_of_the_activations() {
+    use burn_nvfp4::{Nvfp4LinearConfig, Nvfp4Recipe};
+
+    flex_only!();
+    let device = device().autodiff();
+    let recipe = Nvfp4Recipe::preset("fwd_nvfp4_bwd_bf16").unwrap();
+    let layer = Nvfp4LinearConfig::new(32, 48)
+        .with_recipe(recipe)
+        .init(&device);
+    let gradient = |dtype| {
+        let x = Matrix::gaussian(24, 32, DType::F32, 9);
+        let x = Matrix::new(x.values, 24, 32, dtype)
+            .tensor(&device)
+            .require_grad();
+        let grads = layer.forward(x.clone()).square().sum().backward();
+        crate::common::values(x.grad(&grads).unwrap())
+    };
+    let first = gradient(DType::F32);
+    gradient(DType::BF16);
+    assert_eq!(gradient(DType::F32), first);
+}
+
 /// After the forward nothing holds the buffers of `x` and `w` but this test: what waits for the
 /// backward is packed.
 #[cfg(feature = "flex")]

@@ -5,7 +5,6 @@
 use burn_core::backend::{
     Autodiff, AutodiffBackend, Backend, Scalar, TensorMetadata,
     autodiff::{
-        NodeId,
         checkpoint::{base::Checkpointer, strategy::CheckpointStrategy},
         grads::Gradients,
         ops::{Backward, Ops, OpsKind},
@@ -14,7 +13,7 @@ use burn_core::backend::{
 };
 use burn_core::tensor::{FloatDType, Shape};
 
-use super::super::autodiff::{constant, inner};
+use super::super::autodiff::{constant, inner, register};
 use super::super::operands::cast;
 use super::super::{Bias, Packed, PackedPair, PairSpec, QuantizeSpec, float_dtype};
 use super::{
@@ -118,19 +117,6 @@ impl<B: Nvfp4GroupedOps> Saved<B> {
             }
         };
         LinearGrads { x, w, bias }
-    }
-}
-
-/// Hand the gradients that were found to the nodes that are tracked.
-fn register<B: Backend, const N: usize>(
-    nodes: [Option<NodeId>; N],
-    found: [Option<FloatTensor<B>>; N],
-    grads: &mut Gradients,
-) {
-    for (node, grad) in nodes.into_iter().zip(found) {
-        if let Some((node, grad)) = node.zip(grad) {
-            grads.register::<B>(node, grad);
-        }
     }
 }
 
@@ -260,7 +246,7 @@ impl<B: Nvfp4GroupedOps> Backward<B, 1> for GatherRows {
             .map(|copy| rows_at::<B>(dy.clone(), inverse.clone(), copy))
             .reduce(B::float_add)
             .map(|sum| cast::<B>(sum, dtype));
-        register::<B, 1>(
+        register::<B, _>(
             ops.parents.map(|node| node.map(|node| node.id)),
             [dx],
             grads,
@@ -318,7 +304,7 @@ impl<B: Nvfp4GroupedOps> Backward<B, 2> for CombineRows {
             });
             B::float_cat(columns.collect(), 1)
         });
-        register::<B, 2>(
+        register::<B, _>(
             ops.parents.map(|node| node.map(|node| node.id)),
             [dy, dweights],
             grads,

@@ -17,7 +17,7 @@ use nvfp4_kernels::gemm::{Elements, Operand, Scale, Target};
 use nvfp4_kernels::ops::{AmaxRequest, CopyRequest, GroupOffsets};
 use nvfp4_kernels::{BLOCK, Hadamard, PackedAxis, Rounding, ScaleLayout, gemm, ops};
 
-use super::super::cube::{float_kind, launched, new_tensor, result};
+use super::super::cube::{device, float_kind, launched, new_tensor, packed_tensor, result};
 use super::super::{
     Bias, Packed, PackedLayout, PackedPair, PairSpec, QuantizeSpec, copy_name, float_dtype,
     trace_op,
@@ -41,7 +41,7 @@ impl Nvfp4GroupedOps for CubeBackend {
             spec.axis,
             &request,
         ));
-        packed(&like, copy, PackedLayout::stack(dims, spec.axis), dims[0])
+        packed_tensor(&like, copy, PackedLayout::stack(dims, spec.axis), dims[0])
     }
 
     fn nvfp4_quantize_stack_pair(w: FloatTensor<Self>, spec: PairSpec) -> PackedPair<Self> {
@@ -62,8 +62,8 @@ impl Nvfp4GroupedOps for CubeBackend {
         });
         let layout = |axis| PackedLayout::stack(dims, axis);
         PackedPair {
-            row: packed(&like, row, layout(PackedAxis::Cols), dims[0]),
-            col: packed(&like, col, layout(PackedAxis::Rows), dims[0]),
+            row: packed_tensor(&like, row, layout(PackedAxis::Cols), dims[0]),
+            col: packed_tensor(&like, col, layout(PackedAxis::Rows), dims[0]),
         }
     }
 
@@ -276,7 +276,7 @@ impl Tokens {
                 hadamard: copy.hadamard,
                 ..PackedLayout::plain(copy.rows, copy.cols, copy.axis)
             };
-            packed(&self.tensor, copy, layout, groups.count)
+            packed_tensor(&self.tensor, copy, layout, groups.count)
         };
         (row.map(tensor), col.map(tensor))
     }
@@ -325,37 +325,6 @@ fn group_offsets(offsets: CubeTensor) -> GroupOffsets {
     let offsets = into_contiguous(offsets);
     let count = offsets.meta.shape()[0] - 1;
     launched(GroupOffsets::new(offsets.handle, count))
-}
-
-/// A packed copy as tensors beside `like`.
-fn packed(
-    like: &CubeTensor,
-    copy: DevicePacked,
-    layout: PackedLayout,
-    groups: usize,
-) -> Packed<CubeBackend> {
-    let (outer, blocks) = (layout.outer(), layout.blocks());
-    let codes = Shape::new([outer, blocks * 2]);
-    let scales = Shape::new([outer, blocks]);
-    Packed {
-        codes: new_tensor(like, copy.codes, codes, DType::U32),
-        scales: new_tensor(like, copy.scales, scales, DType::U8),
-        amax: new_tensor(like, copy.amax, Shape::new([groups]), DType::F32),
-        layout,
-    }
-}
-
-/// The kernels' view of a packed matrix; its amax has a value for each group.
-fn device(packed: Packed<CubeBackend>) -> DevicePacked {
-    let PackedLayout {
-        rows,
-        cols,
-        axis,
-        hadamard,
-        ..
-    } = packed.layout;
-    let parts = [packed.codes, packed.scales, packed.amax].map(|part| into_contiguous(part).handle);
-    DevicePacked::plain(parts.into(), (rows, cols), axis, hadamard)
 }
 
 fn operand(packed: &DevicePacked) -> Operand<'_> {
