@@ -264,7 +264,8 @@ fn a_weight_is_quantized_once_until_it_changes() {
 /// A kept weight belongs to the type of the activations too: operands in high precision have it.
 #[test]
 fn a_kept_weight_has_the_type_of_the_activations() {
-    use burn_nvfp4::{Nvfp4LinearConfig, Nvfp4Recipe};
+    use burn_core::module::Module;
+    use burn_nvfp4::{Nvfp4Linear, Nvfp4LinearConfig, Nvfp4Recipe};
 
     flex_only!();
     let device = device().autodiff();
@@ -272,7 +273,7 @@ fn a_kept_weight_has_the_type_of_the_activations() {
     let layer = Nvfp4LinearConfig::new(32, 48)
         .with_recipe(recipe)
         .init(&device);
-    let gradient = |dtype| {
+    let gradient_of = |layer: &Nvfp4Linear, dtype| {
         let x = Matrix::gaussian(24, 32, DType::F32, 9);
         let x = Matrix::new(x.values, 24, 32, dtype)
             .tensor(&device)
@@ -280,9 +281,17 @@ fn a_kept_weight_has_the_type_of_the_activations() {
         let grads = layer.forward(x.clone()).square().sum().backward();
         crate::common::values(x.grad(&grads).unwrap())
     };
-    let first = gradient(DType::F32);
-    gradient(DType::BF16);
-    assert_eq!(gradient(DType::F32), first);
+    let gradient = |dtype| gradient_of(&layer, dtype);
+    let first = gradient(DType::BF16);
+    let other = gradient(DType::F32);
+    assert_eq!(gradient(DType::BF16), first);
+    // Without a cache there is nothing to mistake.
+    let uncached = Nvfp4Recipe::preset("fwd_nvfp4_bwd_bf16").unwrap();
+    let uncached = uncached.with_cache_weights(false);
+    let fresh = Nvfp4LinearConfig::new(32, 48).with_recipe(uncached);
+    let fresh = fresh.init(&device).load_record(layer.clone().into_record());
+    assert_eq!(gradient_of(&fresh, DType::F32), other);
+    assert_eq!(gradient_of(&fresh, DType::BF16), first);
 }
 
 /// After the forward nothing holds the buffers of `x` and `w` but this test: what waits for the
