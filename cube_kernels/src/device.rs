@@ -2,7 +2,7 @@
 
 use cubecl::{
     client::Client,
-    ir::{AddressType, ElemType, FloatKind as CubeFloat, UIntKind, features::MmaConfig},
+    ir::{AddressType, ElemType, FloatKind as CubeFloat, UIntKind, features::{MmaConfig, ScaledMmaConfig}},
     server::Handle,
 };
 
@@ -477,6 +477,9 @@ pub enum GemmPath {
     /// Compute capability 9.0: operands decoded to bf16 in a workspace and multiplied by `wgmma`, or
     /// few rows with a packed weight that is decoded in registers.
     Hopper,
+    /// Compute capability 12.0 and 12.1: codes and block scales go to block-scaled matrix instructions as
+    /// they are, or few rows are multiplied with a packed weight that is decoded in registers.
+    BlockScaled,
     /// Tiles decoded to bf16 in shared memory, multiplied by 16x16x16 matrix instructions.
     MatrixInstructions,
     /// One unit for each output element.
@@ -505,20 +508,44 @@ impl Capabilities {
         let has_matrix = properties.features.matmul.cmma.contains(&matrix)
             && properties.hardware.plane_size_min == 32
             && properties.hardware.plane_size_max == 32;
+        let block_scaled = ScaledMmaConfig {
+            a_type: ElemType::Float(CubeFloat::E2M1x2),
+            b_type: ElemType::Float(CubeFloat::E2M1x2),
+            cd_type: ElemType::Float(CubeFloat::F32),
+            scales_type: ElemType::Float(CubeFloat::E4M3),
+            m: 16,
+            n: 8,
+            k: 64,
+            scales_factor: 4,
+        };
+        let has_block_scaled = properties
+            .features
+            .matmul
+            .scaled_mma
+            .contains(&block_scaled);
         Self {
             device: properties.identity.name.clone(),
             runtime,
             compute_capability,
             conversion: conversion(compute_capability),
-            gemm: if has_matrix && compute_capability == Some(90) {
-                GemmPath::Hopper
-            } else if has_matrix {
-                GemmPath::MatrixInstructions
-            } else {
-                GemmPath::Scalar
-            },
+            gemm: gemm_path(has_matrix, has_block_scaled, compute_capability),
             units_per_cube: if is_cpu(client) { 1 } else { 256 },
         }
+    }
+}
+
+/// How packed operands are multiplied on a device with or without 16x16x16 bf16 matrix instructions (in
+/// planes of 32) and block-scaled ones.
+fn gemm_path(
+    has_matrix: bool,
+    has_block_scaled: bool,
+    compute_capability: Option<u32>,
+) -> GemmPath {
+    match compute_capability {
+        Some(90) if has_matrix => GemmPath::Hopper,
+        Some(120..130) if has_matrix && has_block_scaled => GemmPath::BlockScaled,
+        _ if has_matrix => GemmPath::MatrixInstructions,
+        _ => GemmPath::Scalar,
     }
 }
 

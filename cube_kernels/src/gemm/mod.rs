@@ -2,8 +2,10 @@
 //!
 //! `product` and `grouped` are what callers see; `select` chooses kernel and tile. The kernels: `sm90`, the
 //! bf16 product of Hopper, for which `workspace` decodes packed operands; `sm90_fused`, Hopper's product
-//! with a packed weight that is decoded in registers; `small_m`, few rows with one; `portable`, tile by tile on any CUDA GPU or element by element anywhere. `epilogue` is what
-//! happens to a sum before it is written.
+//! with a packed weight that is decoded in registers; `small_m`, few rows with one; `sm120`, consumer
+//! Blackwell's with block-scaled instructions; `matrix`, tile by tile on any GPU with matrix instructions;
+//! `portable` and `grouped`, element by element anywhere. `epilogue` is what happens to a sum before it is
+//! written.
 
 // `#[cube]` generates public items that cannot carry documentation.
 #[allow(missing_docs)]
@@ -11,9 +13,13 @@ mod epilogue;
 #[allow(missing_docs)]
 mod grouped;
 #[allow(missing_docs)]
+mod matrix;
+#[allow(missing_docs)]
 mod portable;
 mod product;
 mod select;
+#[allow(missing_docs)]
+mod sm120;
 #[allow(missing_docs)]
 mod sm90;
 #[allow(missing_docs)]
@@ -35,9 +41,11 @@ pub mod kernels {
     pub use super::{
         epilogue::{EpilogueKind, Factor},
         grouped::{grouped_kernel, grouped_rows_with},
-        portable::{Epilogue, matrix_kernel, scalar_kernel},
+        matrix::{MatrixTile, UNITS as MATRIX_UNITS, matrix_kernel},
+        portable::{Epilogue, scalar_kernel},
         product::product_with,
         select::{Plan, plan},
+        sm120::{BlockScaledShape, Multiply, Pieces, sm120_kernel},
         sm90::{Grouping, Tile, UNITS as SM90_UNITS, sm90_kernel},
         sm90_fused::{FusedShape, FusedTile, Left as FusedLeft, fused_kernel},
         small_m::{Left, Shape, small_m_kernel},
