@@ -2,7 +2,10 @@
 
 use cubecl::{
     client::Client,
-    ir::{AddressType, ElemType, FloatKind as CubeFloat, UIntKind, features::{MmaConfig, ScaledMmaConfig}},
+    ir::{
+        AddressType, ElemType, FloatKind as CubeFloat, UIntKind,
+        features::{MmaConfig, ScaledMmaConfig},
+    },
     server::Handle,
 };
 

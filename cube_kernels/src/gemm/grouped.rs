@@ -16,9 +16,7 @@ use super::{
 };
 use crate::{
     BLOCK, Nvfp4Error,
-    cube::{
-        codec::{decode_e2m1, decode_e4m3, load, store},
-    },
+    cube::codec::{decode_e2m1, decode_e4m3, load, store},
     device::{Capabilities, FloatKind, GemmPath, Matrix, address_type},
     ops::{GroupOffsets, launch::grid},
 };
@@ -218,7 +216,16 @@ fn grouped(
         }
         GemmPath::MatrixInstructions if capabilities.gemm != GemmPath::Scalar => {
             trace(GemmPath::MatrixInstructions, select::TILES);
-            matrix::launch(client, &capabilities, a, b, shape, &args, &epilogue, &result);
+            matrix::launch(
+                client,
+                &capabilities,
+                a,
+                b,
+                shape,
+                &args,
+                &epilogue,
+                &result,
+            );
         }
         GemmPath::Scalar => {
             trace(GemmPath::Scalar, "one unit for each output element");

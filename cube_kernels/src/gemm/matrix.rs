@@ -135,8 +135,7 @@ fn decode_tile<N: Size>(
                     }
                     #[unroll]
                     for j in 0..size {
-                        tile[base + comptime!(i * size + j)] =
-                            bf16::reinterpret(words.extract(j));
+                        tile[base + comptime!(i * size + j)] = bf16::reinterpret(words.extract(j));
                     }
                 }
             }

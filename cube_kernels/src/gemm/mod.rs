@@ -43,11 +43,11 @@ pub mod kernels {
         grouped::{grouped_kernel, grouped_rows_with},
         matrix::{MatrixTile, UNITS as MATRIX_UNITS, matrix_kernel},
         portable::{Epilogue, scalar_kernel},
-        product::product_with,
+        product::{product_amax_with, product_with},
         select::{Plan, plan},
-        sm120::{BlockScaledShape, Multiply, Pieces, sm120_kernel},
         sm90::{Grouping, Tile, UNITS as SM90_UNITS, sm90_kernel},
         sm90_fused::{FusedShape, FusedTile, Left as FusedLeft, fused_kernel},
+        sm120::{BlockScaledShape, Multiply, Pieces, sm120_kernel},
         small_m::{Left, Shape, small_m_kernel},
         workspace::{decode, decode_kernel},
     };

@@ -436,6 +436,23 @@ pub fn product_with(
     Ok(result)
 }
 
+/// [`product_amax`] with a given kernel and tile, for tests.
+///
+/// # Errors
+/// As [`product_with`].
+#[doc(hidden)]
+pub fn product_amax_with(
+    client: &Client,
+    path: Option<GemmPath>,
+    a: &Operand,
+    b: &Operand,
+    target: Target,
+    plan: Option<Plan>,
+) -> Result<(Matrix, Handle), Nvfp4Error> {
+    let (result, amax) = run(client, path, a, b, None, target, plan, true)?;
+    Ok((result, amax.expect("asked for")))
+}
+
 fn run(
     client: &Client,
     path: Option<GemmPath>,
@@ -602,7 +619,9 @@ pub(super) fn launch_plan(
             let out = &result.handle;
             sm90_fused::launch(client, a, b, shape, groups, epilogue, out, (tile, band));
         }
-        (Plan::BlockScaled(tile), Elements::Packed(right)) if groups.grouping != Grouping::Depth => {
+        (Plan::BlockScaled(tile), Elements::Packed(right))
+            if groups.grouping != Grouping::Depth =>
+        {
             let Elements::Packed(left) = a.elements else {
                 return Err(Nvfp4Error::value(
                     "plan",

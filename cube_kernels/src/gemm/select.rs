@@ -145,7 +145,11 @@ pub(super) fn plan_on(
     }
     let packed = (a.is_packed(), b.is_packed());
     block_scaled(processors(client), packed, shape, grouping).ok_or_else(|| {
-        Nvfp4Error::value("a", "bf16 elements", "packed ones, or few rows and no groups")
+        Nvfp4Error::value(
+            "a",
+            "bf16 elements",
+            "packed ones, or few rows and no groups",
+        )
     })
 }
 
@@ -299,7 +303,10 @@ mod tests {
         assert_eq!(plan(both, (64, 8192, 8192), dense), tile(1));
         assert_eq!(plan(both, (4096, 4096, 4096), Grouping::Rows), tile(2));
         assert_eq!(plan(both, (8, 8192, 8192), dense), Some(Plan::FewRows));
-        assert_eq!(plan((false, true), (8, 8192, 8192), dense), Some(Plan::FewRows));
+        assert_eq!(
+            plan((false, true), (8, 8192, 8192), dense),
+            Some(Plan::FewRows)
+        );
         assert_eq!(plan(both, (8, 8192, 48), dense), tile(1));
         assert_eq!(plan((false, true), (64, 8192, 8192), dense), None);
         assert_eq!(plan(both, (64, 8192, 8192), Grouping::Depth), None);

@@ -156,7 +156,8 @@ fn copy_codes(
         let column = from + part * comptime!(2 * piece);
         let inside = row0 + row < end && column < k;
         // What lies outside is not read; its address is that of the first byte.
-        let at = u64::cast_from(row0 + row) * u64::cast_from(k / 2u32) + u64::cast_from(column / 2u32);
+        let at =
+            u64::cast_from(row0 + row) * u64::cast_from(k / 2u32) + u64::cast_from(column / 2u32);
         let chunk = part * piece / 16u32;
         let within = part * piece % 16u32;
         copy_async(
@@ -260,9 +261,27 @@ fn copy_stage(
     let target = stage + comptime!(shape.b_codes());
     copy_codes(b_codes, target, b_row, b_end, from, k, TILE_N, pieces.codes);
     let target = stage + comptime!(shape.a_scales());
-    copy_scales(a_scales, target, a_row, a_end, from, k, tile_m, pieces.scales);
+    copy_scales(
+        a_scales,
+        target,
+        a_row,
+        a_end,
+        from,
+        k,
+        tile_m,
+        pieces.scales,
+    );
     let target = stage + comptime!(shape.b_scales());
-    copy_scales(b_scales, target, b_row, b_end, from, k, TILE_N, pieces.scales);
+    copy_scales(
+        b_scales,
+        target,
+        b_row,
+        b_end,
+        from,
+        k,
+        TILE_N,
+        pieces.scales,
+    );
 }
 
 /// Adds the products of one stage to the sums of a warp.
@@ -529,8 +548,7 @@ pub fn sm120_kernel(
             let b_row = group * n + at.column;
             let b_end = group * n + n;
 
-            let mut sums =
-                Array::<Vector<f32, Const<4>>>::new(comptime!(shape.strips * COLUMNS));
+            let mut sums = Array::<Vector<f32, Const<4>>>::new(comptime!(shape.strips * COLUMNS));
             #[unroll]
             for i in 0..comptime!(strips * COLUMNS) {
                 sums[i] = Vector::new(0.0f32);
