@@ -399,6 +399,43 @@ proptest! {
     }
 }
 
+/// Offsets beyond the rows or columns count as their end, and groups that end before they start are empty:
+/// the portable paths read and write nothing outside the buffers.
+#[test]
+fn offsets_beyond_the_end() {
+    let client = client!("offsets_beyond_the_end");
+    let (m, n, k) = (40, 16, 64);
+    let portable = |path: &GemmPath| *path != GemmPath::Hopper;
+    for path in paths(&client).into_iter().filter(portable) {
+        let (a, b) = (Packed::random(m, k, 1), Packed::random(3 * n, k, 2));
+        let (left, right) = (a.device(&client), b.device(&client));
+        let run = |offsets: &[usize]| {
+            // What lies behind the output keeps its contents.
+            let held = floats(&client, &vec![0.5; (m + 100) * n], m + 100);
+            let target = Matrix::new(held.handle.clone(), m, n, FloatKind::F32).unwrap();
+            let (a, b, groups) = ((&left).into(), (&right).into(), groups(&client, offsets));
+            let target = Target::Accumulate(&target);
+            gemm::gemm_grouped_rows(&client, Some(path), &a, &b, &groups, None, target).unwrap();
+            read(&client, &held)
+        };
+        let found = run(&[0, 33, 90, 70]);
+        assert_same(&found, &run(&[0, 33, 40, 40]), &format!("{path:?}: rows"));
+        assert!(found[m * n..].iter().all(|value| *value == 0.5));
+
+        let (a, b) = (Packed::random(9, k, 3), Packed::random(8, k, 4));
+        let (left, right) = (a.device(&client), b.device(&client));
+        let run = |offsets: &[usize]| {
+            let groups = groups(&client, offsets);
+            let (a, b) = ((&left).into(), (&right).into());
+            let new = Target::New(FloatKind::F32);
+            let found = gemm::gemm_grouped_depth(&client, Some(path), &a, &b, &groups, new);
+            read(&client, &found.unwrap())
+        };
+        let what = format!("{path:?}: columns");
+        assert_same(&run(&[0, 48, 6400, 3200]), &run(&[0, 48, 64, 64]), &what);
+    }
+}
+
 #[test]
 fn arguments_are_named() {
     let client = client!("arguments_are_named");

@@ -236,9 +236,14 @@ fn cube(device: &Device) -> Vec<CodePath> {
             "wgmma, f32 sums; operands decoded to bf16 (exact) in registers or before, by shape",
             "the device has compute capability 9.0; FP4 tensor cores begin at 10.0 (--shape says more)",
         ),
+        GemmPath::BlockScaled => (
+            "packed operands: block-scaled mma.sync on codes and scales, or few rows with the weight \
+             decoded in registers; others: tiles decoded to bf16 in shared memory; f32 sums",
+            "the device has block-scaled FP4 instructions; this kernel has not run on one yet (--shape says more)",
+        ),
         GemmPath::MatrixInstructions => (
             "tiles decoded to bf16 in shared memory (exact), 16x16x16 matrix instructions, f32 sums",
-            "the device has them for bf16, in planes of 32; FP4 tensor cores are not used yet",
+            "the device has them for bf16, in planes of 32, and no FP4 instructions that are used yet",
         ),
         GemmPath::Scalar => (
             "one unit for each output element, f32 sums in order",

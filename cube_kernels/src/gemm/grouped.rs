@@ -18,7 +18,7 @@ use crate::{
     BLOCK, Nvfp4Error,
     cube::codec::{decode_e2m1, decode_e4m3, load, store},
     device::{Capabilities, FloatKind, GemmPath, Matrix, address_type},
-    ops::{GroupOffsets, launch::grid},
+    ops::{GroupOffsets, groups::span, launch::grid},
 };
 
 /// Rows of `a` in groups, each with its own `b` (an expert's forward pass and its input gradient):
@@ -366,8 +366,9 @@ pub fn grouped_kernel<F: Numeric>(
         if comptime!(grouping == Grouping::Depth) {
             group = row / m;
             a_row = row % m;
-            first = offsets[group] as usize;
-            end = offsets[group + 1usize] as usize;
+            let columns = span(offsets, group, k);
+            first = columns.start;
+            end = columns.end;
         }
         if inside {
             let mut b_row = column;

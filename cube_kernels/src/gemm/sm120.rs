@@ -16,9 +16,7 @@ use cubecl::{cmma, e2m1x2, e4m3, prelude::*, server::Handle};
 
 use super::{
     epilogue::EpilogueKind,
-    sm90::{
-        EpilogueArgs, GroupArgs, Grouping, STAGING, place, start_of, tiles_along_m, write_tile,
-    },
+    sm90::{EpilogueArgs, GroupArgs, Grouping, STAGING, place, write_tile},
 };
 use crate::{
     BLOCK,
@@ -31,6 +29,7 @@ use crate::{
         ptx_sm90::{shared_address, store_shared_2},
     },
     device::{DevicePacked, address_type},
+    ops::groups::span,
 };
 
 /// Columns of both operands in a stage: two instructions.
@@ -535,15 +534,17 @@ pub fn sm120_kernel(
     let mut group = 0u32;
     let mut passed = 0u32;
     while group < groups {
-        let tiles_m = tiles_along_m(offsets, group, m, grouping, tile_m);
+        // The rows of the group, within those that there are.
+        let mut first = 0u32;
+        let mut end = m;
+        if comptime!(grouping == Grouping::Rows) {
+            let rows = span(offsets, group as usize, m as usize);
+            first = rows.start as u32;
+            end = max(rows.start, rows.end) as u32;
+        }
+        let tiles_m = (end - first).div_ceil(tile_m);
         if tile - passed < tiles_m * tiles_n {
             let at = place(tile - passed, tiles_m, tiles_n, band, tile_m, tile_n);
-            let mut first = 0u32;
-            let mut end = m;
-            if comptime!(grouping == Grouping::Rows) {
-                first = start_of(offsets, group, grouping);
-                end = start_of(offsets, group + 1u32, grouping);
-            }
             let a_row = first + at.row;
             let b_row = group * n + at.column;
             let b_end = group * n + n;
