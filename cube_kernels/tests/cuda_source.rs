@@ -63,6 +63,7 @@ fn sources(conversion: Conversion) -> Vec<Source> {
     // The CPU's client stands in: only its properties are asked, and nothing is launched.
     let client = cubecl::Device::Cpu(Default::default()).client();
     // What the CUDA runtime would add to them.
+    let mut properties = (*client.properties_shared()).clone();
     properties.features.plane.insert(Plane::Ops);
     (
         properties.hardware.plane_size_min,

@@ -89,10 +89,10 @@ impl MatrixTile {
 /// Decodes `tile_rows` stored rows of one operand, two blocks each, into shared memory, a block to a unit
 /// at a time. What lies outside the group becomes zero.
 #[cube]
-fn decode_tile<N: Size>(
+fn decode_tile<W: Size>(
     codes: &[Vector<u32, Const<2>>],
     scales: &[u8],
-    dense: &[Vector<u16, N>],
+    dense: &[Vector<u16, W>],
     tile: &mut [bf16],
     row0: usize,
     end: usize,
@@ -125,11 +125,11 @@ fn decode_tile<N: Size>(
                     tile[base + i] = bf16::cast_from(decode_e2m1(code) * scale);
                 }
             } else {
-                let size = N::value().comptime();
+                let size = W::value().comptime();
                 #[unroll]
                 for i in 0..comptime!(16 / size) {
                     let column = block * 16usize + comptime!(i * size);
-                    let mut words = Vector::<u16, N>::new(0u16);
+                    let mut words = Vector::<u16, W>::new(0u16);
                     if inside && column < k {
                         words = dense[(row * k + column) / size];
                     }
@@ -149,13 +149,13 @@ fn decode_tile<N: Size>(
 /// nothing that is in device memory. The bias has a row for each group. Of each operand either codes and
 /// scales are read or, in vectors that divide its rows, `dense`.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
-pub fn matrix_kernel<F: Numeric, N: Size>(
+pub fn matrix_kernel<F: Numeric, W: Size>(
     a_codes: &[Vector<u32, Const<2>>],
     a_scales: &[u8],
-    a_dense: &[Vector<u16, N>],
+    a_dense: &[Vector<u16, W>],
     b_codes: &[Vector<u32, Const<2>>],
     b_scales: &[u8],
-    b_dense: &[Vector<u16, N>],
+    b_dense: &[Vector<u16, W>],
     a_amax: &[f32],
     b_amax: &[f32],
     bias: &[f32],
