@@ -483,7 +483,8 @@ pub enum GemmPath {
     /// Compute capability 12.0 and 12.1: codes and block scales go to block-scaled matrix instructions as
     /// they are, or few rows are multiplied with a packed weight that is decoded in registers.
     BlockScaled,
-    /// Tiles decoded to bf16 in shared memory, multiplied by 16x16x16 matrix instructions.
+    /// Tiles decoded to bf16 in shared memory, multiplied by 16x16x16 matrix instructions; few rows with a
+    /// packed weight, where the device can, by a kernel of their own.
     MatrixInstructions,
     /// One unit for each output element.
     Scalar,

@@ -473,6 +473,32 @@ fn bf16_operands() {
     }
 }
 
+/// Few rows on the path of other devices, which on Hopper is that of rows of `b` that are no multiple of 8.
+#[test]
+fn few_rows_without_a_path_of_their_own() {
+    let client = gpu!("few_rows_without_a_path_of_their_own");
+    if Capabilities::of(&client).compute_capability < Some(90) {
+        println!("SKIPPED: few_rows_without_a_path_of_their_own: needs sm_90");
+        return;
+    }
+    for (m, n, k) in [
+        (1, 2, 32),
+        (5, 10, 96),
+        (16, 1002, 1024),
+        (33, 76, 160),
+        (64, 20, 2048),
+    ] {
+        let (a, b) = (Packed::random(m, k, 5), Packed::random(n, k, 6));
+        let what = format!("{m} x {n} x {k}");
+        let (path, kernel) = gemm::kernel_of(&client, (true, true), (m, n, k), 1);
+        assert_eq!(path, GemmPath::MatrixInstructions, "{what}");
+        assert!(kernel.starts_with("few rows"), "{what}: {kernel}");
+        let (left, right) = (a.device(&client), b.device(&client));
+        let found = gemm::gemm(&client, &left, &right, None, FloatKind::F32).unwrap();
+        assert_bound(&read_matrix::<f32>(&client, &found), &a, &b, &what);
+    }
+}
+
 /// Rows in groups through the block-scaled kernel, against the scalar path, bit for bit.
 #[test]
 fn block_scaled_rows_in_groups() {

@@ -314,17 +314,20 @@ fn block_scaled_instructions() {
     }
 }
 
-/// Few rows on consumer Blackwell: the kernel of Hopper, whose instructions all exist there.
+/// Few rows: the instructions of the kernel of Hopper all exist from sm_90 on.
 #[test]
-fn few_rows_on_consumer_blackwell() {
-    let tools = tools!("few_rows_on_consumer_blackwell");
+fn few_rows_on_other_devices() {
+    let tools = tools!("few_rows_on_other_devices");
     let fake = Fake::new();
     for kind in [PLAIN, EpilogueKind { amax: false, ..ALL }] {
         let name = format!("few_rows-{:?}", kind.out);
-        for arch in ["sm_120a", "sm_121a"] {
-            let sass = compile(&tools, &name, &fake.few_rows(kind), arch);
-            assert_eq!(count(&sass, "HMMA"), 8 * 2 * 2, "{name}");
+        let text = fake.few_rows(kind);
+        for arch in ["sm_90", "sm_100a", "sm_120a", "sm_121a"] {
+            let sass = compile(&tools, &name, &text, arch);
+            assert_eq!(count(&sass, "HMMA"), 8 * 2 * 2, "{name} for {arch}");
         }
+        // The multiplication of bf16 pairs begins there.
+        assert!(tools.compile(&text, "sm_89").is_err(), "{name}");
     }
 }
 

@@ -337,7 +337,7 @@ pub(super) fn possible_path(
         capabilities.gemm = GemmPath::BlockScaled;
     }
     let packed = (a.is_packed(), b.is_packed());
-    let aligned = a.is_aligned() && b.is_aligned() && is_aligned(&result.handle);
+    let aligned = are_aligned(a, b, result);
     match path_of(&capabilities, n, k) {
         GemmPath::Hopper if !aligned => GemmPath::MatrixInstructions,
         GemmPath::BlockScaled
@@ -347,6 +347,10 @@ pub(super) fn possible_path(
         }
         path => path,
     }
+}
+
+fn are_aligned(a: &Operand, b: &Operand, result: &Matrix) -> bool {
+    a.is_aligned() && b.is_aligned() && is_aligned(&result.handle)
 }
 
 /// The error of a path that this device or these operands lack.
@@ -378,7 +382,9 @@ pub(super) fn missing(
 }
 
 /// `a · bᵀ` with the whole epilogue: `fl(fl(sum · fl(α_a · α_b)) + bias)`, plus what the output
-/// held, rounded once. `path` overrides [`path_of`].
+/// held, rounded once. `path` overrides [`path_of`]; without it few rows with a packed `b` have their own
+/// kernel on every CUDA device from sm_90 on, and with it only on those of [`GemmPath::Hopper`] and
+/// [`GemmPath::BlockScaled`].
 ///
 /// A tracing event says which kernel a product takes.
 ///
@@ -499,6 +505,7 @@ fn run(
     let capabilities = Capabilities::of(client);
     let (shape, dense) = ((m, n, k), Grouping::Dense);
     let possible = possible_path(&capabilities, plan, a, b, &result, shape, dense);
+    let asked = path.is_some();
     let path = path.unwrap_or(possible);
     let ((a_kind, a_amax, a_range), (b_kind, b_amax, b_range)) = (a.factor(), b.factor());
     // What the epilogue does not read may be any memory.
@@ -536,17 +543,18 @@ fn run(
             found = plan != Plan::FewRows;
         }
         GemmPath::MatrixInstructions if capabilities.gemm != GemmPath::Scalar => {
-            trace(shape, path, select::TILES);
-            matrix::launch(
-                client,
-                &capabilities,
-                a,
-                b,
-                shape,
-                &groups,
-                &epilogue,
-                &result,
-            );
+            let plan = match asked || !are_aligned(a, b, &result) {
+                true => None,
+                false => select::portable(&capabilities, b.is_packed(), shape, dense),
+            };
+            if let Some(plan) = plan {
+                trace(shape, path, &plan.to_string());
+                launch_plan(client, plan, a, b, shape, &groups, &epilogue, &result)?;
+            } else {
+                trace(shape, path, select::TILES);
+                let (device, out) = (&capabilities, &result);
+                matrix::launch(client, device, a, b, shape, &groups, &epilogue, out);
+            }
         }
         GemmPath::Scalar => {
             trace(shape, path, "one unit for each output element");

@@ -226,7 +226,21 @@ pub(super) fn plan_of(
     }
 }
 
-/// The most rows of `a` that the kernel for few rows takes.
+/// The plan of other CUDA devices, or `None` where a product takes tiles ([`TILES`]): few rows with a packed
+/// `b` have their own kernel where there are its instructions, the multiplication of bf16 pairs being the last
+/// of them, from sm_90 on. The memory of the operands begins at multiples of 16 bytes.
+pub(super) fn portable(
+    capabilities: &Capabilities,
+    b_packed: bool,
+    (m, n, k): (usize, usize, usize),
+    grouping: Grouping,
+) -> Option<Plan> {
+    let multiplies = capabilities.compute_capability.is_some_and(|sm| sm >= 90);
+    let takes = b_packed && n.is_multiple_of(2) && small_m::takes(m, k);
+    (multiplies && takes && grouping == Grouping::Dense).then_some(Plan::FewRows)
+}
+
+/// The most rows of `a` that the kernel for few rows takes on Hopper and consumer Blackwell.
 ///
 /// Measured (H100, N = K = 8192, microseconds, this kernel / tiles of the fused one): 1 row 19.7 / 33.2, 16
 /// rows 22.6 / 38.0, 32 rows 33.7 / 30.8.
@@ -254,7 +268,8 @@ pub fn kernel_of(
     let plan = match path {
         GemmPath::Hopper => Some(plan_of(processors, packed, shape, grouping, groups)),
         GemmPath::BlockScaled => block_scaled(processors, packed, shape, grouping),
-        GemmPath::MatrixInstructions | GemmPath::Scalar => None,
+        GemmPath::MatrixInstructions => portable(&capabilities, packed.1, shape, grouping),
+        GemmPath::Scalar => None,
     };
     match (path, plan) {
         (path, Some(plan)) => (path, plan.to_string()),
@@ -310,6 +325,36 @@ mod tests {
         assert_eq!(plan(both, (8, 8192, 48), dense), tile(1));
         assert_eq!(plan((false, true), (64, 8192, 8192), dense), None);
         assert_eq!(plan(both, (64, 8192, 8192), Grouping::Depth), None);
+    }
+
+    /// Other CUDA devices: few rows of a packed weight from sm_90 on, tiles otherwise.
+    #[test]
+    fn plans_of_other_devices() {
+        let device = |compute_capability| Capabilities {
+            device: "a GPU".into(),
+            runtime: "cuda",
+            compute_capability,
+            conversion: crate::cube::codec::Conversion::Sm80,
+            gemm: GemmPath::MatrixInstructions,
+            units_per_cube: 256,
+        };
+        let (few, dense) = (Some(Plan::FewRows), Grouping::Dense);
+        let datacenter = device(Some(100));
+        assert_eq!(portable(&datacenter, true, (1, 8192, 8192), dense), few);
+        assert_eq!(portable(&datacenter, true, (64, 10, 96), dense), few);
+        assert_eq!(portable(&datacenter, true, (65, 8192, 8192), dense), None);
+        assert_eq!(portable(&datacenter, true, (1, 8192, 48), dense), None);
+        assert_eq!(portable(&datacenter, true, (1, 9, 8192), dense), None);
+        assert_eq!(portable(&datacenter, false, (1, 8192, 8192), dense), None);
+        assert_eq!(
+            portable(&datacenter, true, (1, 8192, 8192), Grouping::Rows),
+            None
+        );
+        assert_eq!(
+            portable(&device(Some(89)), true, (1, 8192, 8192), dense),
+            None
+        );
+        assert_eq!(portable(&device(None), true, (1, 8192, 8192), dense), None);
     }
 
     /// What the fused kernel cannot read takes the other one.
