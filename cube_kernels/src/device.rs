@@ -641,3 +641,28 @@ pub(crate) fn check_memory(
     }
     Ok(())
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn paths_of_devices() {
+        let path = |capability| gemm_path(true, (120..130).contains(&capability), Some(capability));
+        assert_eq!(path(90), GemmPath::Hopper);
+        assert_eq!(path(120), GemmPath::BlockScaled);
+        assert_eq!(path(121), GemmPath::BlockScaled);
+        for capability in [80, 86, 89, 100, 103] {
+            assert_eq!(
+                path(capability),
+                GemmPath::MatrixInstructions,
+                "{capability}"
+            );
+        }
+        // CubeCL's LLVM path has matrix instructions and no block-scaled ones.
+        let llvm = gemm_path(true, false, Some(120));
+        assert_eq!(llvm, GemmPath::MatrixInstructions);
+        assert_eq!(gemm_path(false, false, Some(75)), GemmPath::Scalar);
+        assert_eq!(gemm_path(false, false, None), GemmPath::Scalar);
+    }
+}

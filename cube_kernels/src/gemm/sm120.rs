@@ -132,6 +132,17 @@ impl BlockScaledShape {
     }
 }
 
+/// Shared memory that a cube may have on sm_120: 99 KiB.
+const MOST_SHARED: usize = 99 << 10;
+
+const _: () = {
+    let widest = BlockScaledShape {
+        strips: 2,
+        multiply: Multiply::Instruction,
+    };
+    assert!(STAGES * widest.stage() + UNITS / 32 * STAGING <= MOST_SHARED);
+};
+
 /// Queues copies of the codes of `rows` rows from `row0` on, columns `from` to `from + DEPTH`, into the
 /// tile at `target`.
 #[cube]
@@ -518,7 +529,7 @@ pub fn sm120_kernel(
     let ring: Shared<[Vector<u32, Const<4>>]> =
         Shared::new_aligned_slice(comptime!(STAGES * shape.stage() / 16), 128usize);
     let staging: Shared<[Vector<u32, Const<4>>]> =
-        Shared::new_aligned_slice(comptime!(8 * STAGING / 16), 128usize);
+        Shared::new_aligned_slice(comptime!(UNITS / 32 * STAGING / 16), 128usize);
     let ring_at = shared_address::<Vector<u32, Const<4>>>(ring.as_slice().as_ptr());
     let warp = UNIT_POS / 32u32;
     let staging_at = shared_address::<Vector<u32, Const<4>>>(staging.as_slice().as_ptr())
