@@ -241,7 +241,7 @@ fn sums<P: Iterator<Item = Range<usize>> + ExactSizeIterator>(
     }
     let parts = |operand: &Stored| match &operand.elements {
         // Not decoded: as it is.
-        Elements::Float(_) => vec![0..operand.outer],
+        Elements::Float(_) => std::iter::once(0..operand.outer).collect::<Vec<_>>(),
         _ => panels(operand.outer, operand.depth).collect(),
     };
     let (rows, columns) = (parts(a), parts(b));
