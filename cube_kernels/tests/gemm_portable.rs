@@ -168,6 +168,21 @@ fn block_scaled_fragments_are_where_they_belong() {
     }
 }
 
+/// More tiles than processors, and more stages than the ring has: it is filled anew for each tile of a cube.
+#[test]
+fn many_tiles_and_stages() {
+    let client = gpu!("many_tiles_and_stages");
+    for (strips, m, k) in [(1, 769, 1040), (2, 1537, 1152)] {
+        let n = 1528;
+        let (a, b) = (Packed::random(m, k, 5), Packed::random(n, k, 6));
+        let expected = Kernel::Scalar.sums(&client, &a, &b);
+        let found = Kernel::BlockScaled(strips).sums(&client, &a, &b);
+        assert_floats(&found, &expected, &format!("{strips}: {m} x {n} x {k}"));
+        let found = Kernel::Matrix.sums(&client, &a, &b);
+        assert_bound(&found, &a, &b, &format!("{m} x {n} x {k}"));
+    }
+}
+
 /// Row `i` of the left operand picks one element of every row of the right one, exactly, with a block scale
 /// that no other block has.
 #[test]
