@@ -717,6 +717,7 @@ fn launch_geometry_does_not_matter() {
                         conversion: Conversion::Software,
                     },
                     hadamard: None,
+                    default_signs: false,
                     swizzled: false,
                     per_outer: false,
                 },

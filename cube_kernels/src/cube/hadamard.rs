@@ -58,6 +58,20 @@ pub fn butterfly(values: &mut Array<f32>, #[comptime] size: HadamardSize) {
     }
 }
 
+/// `values · 1/√size`, rounded to bf16, in pairs. Needs PTX.
+#[cube]
+pub fn normalized_pairs(values: &Array<f32>, #[comptime] size: HadamardSize) -> Array<u32> {
+    let factor = comptime!(size.factor());
+    let mut pairs = Array::<u32>::new(comptime!(size.elements() / 2));
+    #[unroll]
+    for pair in 0..comptime!(size.elements() / 2) {
+        let low = values[comptime!(2 * pair)] * factor;
+        let high = values[comptime!(2 * pair + 1)] * factor;
+        pairs[pair] = ptx::cvt_bf16x2(low, high);
+    }
+    pairs
+}
+
 /// `values · 1/√size`, rounded to bf16: the second half of a transform.
 #[cube]
 pub fn normalize(
@@ -65,18 +79,24 @@ pub fn normalize(
     #[comptime] size: HadamardSize,
     #[comptime] conversion: Conversion,
 ) {
-    let factor = comptime!(size.factor());
+    if comptime!(conversion.has_ptx()) {
+        let pairs = normalized_pairs(&*values, size);
+        unpack_pairs(&pairs, values, size);
+    } else {
+        let factor = comptime!(size.factor());
+        #[unroll]
+        for i in 0..comptime!(size.elements()) {
+            values[i] = round_to_bf16(values[i] * factor);
+        }
+    }
+}
+
+/// The values of bf16 pairs.
+#[cube]
+pub fn unpack_pairs(pairs: &Array<u32>, values: &mut Array<f32>, #[comptime] size: HadamardSize) {
     #[unroll]
     for pair in 0..comptime!(size.elements() / 2) {
-        let low = values[comptime!(2 * pair)] * factor;
-        let high = values[comptime!(2 * pair + 1)] * factor;
-        if comptime!(conversion.has_ptx()) {
-            let word = ptx::cvt_bf16x2(low, high);
-            values[comptime!(2 * pair)] = f32::reinterpret(word << 16u32);
-            values[comptime!(2 * pair + 1)] = f32::reinterpret(word & 0xFFFF_0000u32);
-        } else {
-            values[comptime!(2 * pair)] = round_to_bf16(low);
-            values[comptime!(2 * pair + 1)] = round_to_bf16(high);
-        }
+        values[comptime!(2 * pair)] = f32::reinterpret(pairs[pair] << 16u32);
+        values[comptime!(2 * pair + 1)] = f32::reinterpret(pairs[pair] & 0xFFFF_0000u32);
     }
 }

@@ -10,11 +10,11 @@ use super::{
 use crate::{
     Hadamard, HadamardSize, Nvfp4Error,
     cube::{
-        block::block_amax,
+        block::{block_amax, max_of_pairs},
         codec::{Conversion, canonical, magnitude_bits, round_to_bf16},
         hadamard::{Signs, butterfly},
         ptx,
-        words::unpack,
+        words::{block_words, unpack},
     },
     device::{AmaxScope, FloatKind, Groups, Matrix, address_type, allocate, conversion_of, is_cpu},
 };
@@ -92,17 +92,19 @@ pub fn amaxes(
     }
     let words = Words::of(x);
     let hadamard = request.cols.and_then(|(_, hadamard)| hadamard);
+    let tile_cols = x.cols.div_ceil(tile::cols(x.dtype));
+    let (count, dim) = cubes(client, groups.units(x.rows, tile::ROWS) * tile_cols);
     let plan = AmaxPlan {
         rows: request.rows,
         cols: request.cols.map(|(scope, _)| scope),
         hadamard: hadamard.map(|hadamard| hadamard.size()),
+        default_signs: hadamard == Some(Hadamard::default()),
         grouping: Grouping::of(groups),
         elements: words.elem.size() == 2,
+        units: dim.x as usize,
         planes: !is_cpu(client),
         conversion: conversion_of(client),
     };
-    let tile_cols = x.cols.div_ceil(tile::COLS);
-    let (count, dim) = cubes(client, groups.units(x.rows, tile::ROWS) * tile_cols);
     // Not asked for: the other one, which the kernel then does not touch for it.
     let rows = found
         .rows
@@ -290,18 +292,22 @@ pub struct AmaxPlan {
     pub cols: Option<AmaxScope>,
     /// The transform of the columns.
     pub hadamard: Option<HadamardSize>,
+    /// Whether its signs are the default ones, which are then built in.
+    pub default_signs: bool,
     /// How groups are given.
     pub grouping: Grouping,
     /// Whether `x` is loaded by elements.
     pub elements: bool,
+    /// Units of a cube.
+    pub units: usize,
     /// Whether planes can reduce.
     pub planes: bool,
     /// Who compares.
     pub conversion: Conversion,
 }
 
-/// One cube folds one tile at a time: first its rows, then its columns. Units that share an entry meet
-/// in shared memory first.
+/// One cube folds one tile at a time, while the next is on its way. Units that share an entry meet in
+/// shared memory first; a maximum of a whole group leaves the cube when the cube leaves the group.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn amax_tiles_kernel<F: Numeric, N: Size>(
     x: &[Vector<F, N>],
@@ -314,89 +320,234 @@ pub fn amax_tiles_kernel<F: Numeric, N: Size>(
     #[comptime] kind: FloatKind,
     #[define(F)] _storage: ElemType,
 ) {
-    let pitch = comptime!(tile::pitch(kind));
-    let words = comptime!(tile::words(kind));
-    let per_word = comptime!(4 / kind.size());
+    let elements = comptime!(plan.elements);
+    let units = comptime!(plan.units);
+    let conversion = comptime!(plan.conversion);
+    let width = N::value();
+    let asynchronous = comptime!(tile::asynchronous(conversion, elements, width, units));
     let span = comptime!(tile::span(plan.hadamard));
     let grouping = comptime!(plan.grouping);
-    let mut data: Shared<[u32]> = Shared::new_slice(comptime!(tile::ROWS * pitch));
+    let mut data: Shared<[u32]> = Shared::new_aligned_slice(tile::LEN, 16usize);
+    // One entry for each block: along rows, and down columns.
+    let mut row_maxima: Shared<[u32]> =
+        Shared::new_slice(comptime!(if plan.rows == Some(AmaxScope::Outer) {
+            tile::blocks(kind)
+        } else {
+            1
+        }));
+    let mut col_maxima: Shared<[u32]> =
+        Shared::new_slice(comptime!(if plan.cols == Some(AmaxScope::Outer) {
+            tile::cols(kind) * 8
+        } else {
+            1
+        }));
     let groups = tile::plan_groups(offsets, &shape, span, grouping);
     let tiles = groups.row_tiles(&shape, grouping) * shape.tile_cols;
 
+    // Of the group that the cube is in.
+    let mut row_bits = 0u32;
+    let mut col_bits = 0u32;
+    let mut group = 0usize;
     let mut index = CUBE_POS;
+    if index < tiles {
+        let tile = groups.locate(index, &shape, span, grouping, kind);
+        tile::start_load::<F, N>(x, &mut data, &tile, &shape, elements, units, conversion, kind);
+        group = tile.group;
+    }
     while index < tiles {
-        let tile = groups.locate(index, &shape, span, grouping);
-        tile::load_tile::<F, N>(x, &mut data, &tile, &shape, plan.elements, kind);
+        let tile = groups.locate(index, &shape, span, grouping, kind);
+        if tile.group != group {
+            leave_group(rows_out, cols_out, group, row_bits, col_bits, plan);
+            row_bits = 0u32;
+            col_bits = 0u32;
+            group = tile.group;
+        }
+        tile::finish_load(asynchronous);
+        if comptime!(plan.rows == Some(AmaxScope::Outer)) {
+            for turn in 0..comptime!(tile::blocks(kind) / units) {
+                let place = tile::row_place(turn, units, kind);
+                let words = tile::load_row_block(&data, place.row, place.block, conversion, kind);
+                row_maxima[place.row * comptime!(tile::row_blocks(kind)) + place.block] =
+                    words_amax(&words, comptime!(block_words(kind)), conversion, kind);
+            }
+        }
+        if comptime!(plan.cols.is_some() || plan.rows == Some(AmaxScope::Group)) {
+            let bits = fold_columns(&data, &mut col_maxima, &signs, plan, kind);
+            row_bits = max(row_bits, bits.rows);
+            col_bits = max(col_bits, bits.cols);
+        }
         sync_cube();
-        if comptime!(plan.rows.is_some()) {
-            let mut bits = 0u32;
-            let mut item = UNIT_POS as usize;
-            // Four units to a row, each a quarter of its words.
-            while item < 512usize {
-                let start = (item / 4usize) * pitch + (item % 4usize) * comptime!(words / 4);
-                let mut here = 0u32;
+
+        index += CUBE_COUNT;
+        if index < tiles {
+            let next = groups.locate(index, &shape, span, grouping, kind);
+            tile::start_load::<F, N>(x, &mut data, &next, &shape, elements, units, conversion, kind);
+        }
+        if comptime!(plan.rows == Some(AmaxScope::Outer)) {
+            let per_row = comptime!(tile::row_blocks(kind));
+            let mut r = UNIT_POS as usize;
+            while r < tile::ROWS {
+                let mut bits = 0u32;
                 #[unroll]
-                for w in 0..comptime!(words / 4) {
-                    here = fold::<u32>(here, data[start + w], false, plan.conversion, kind);
+                for b in 0..per_row {
+                    bits = max(bits, row_maxima[r * per_row + b]);
                 }
-                let here = canonical(here);
-                if comptime!(plan.rows == Some(AmaxScope::Outer)) {
-                    let row = tile.row0 + item / 4usize;
-                    if row < tile.row_end {
-                        rows_out[row].fetch_max(here);
-                    }
-                } else {
-                    bits = max(bits, here);
+                if tile.row0 + r < tile.row_end {
+                    rows_out[tile.row0 + r].fetch_max(canonical(bits));
                 }
-                item += CUBE_DIM as usize;
+                r += CUBE_DIM as usize;
             }
-            if comptime!(plan.rows == Some(AmaxScope::Group)) {
-                raise(rows_out, tile.group, bits, plan.planes);
+        }
+        if comptime!(plan.cols == Some(AmaxScope::Outer)) {
+            let chunks = comptime!(tile::ROWS / span);
+            let mut c = UNIT_POS as usize;
+            while c < comptime!(tile::cols(kind)) {
+                let mut bits = 0u32;
+                #[unroll]
+                for chunk in 0..chunks {
+                    bits = max(bits, col_maxima[chunk * comptime!(tile::cols(kind)) + c]);
+                }
+                let column = tile.col0 + c;
+                if column < shape.cols {
+                    cols_out[tile.group * shape.cols + column].fetch_max(canonical(bits));
+                }
+                c += CUBE_DIM as usize;
             }
+        }
+    }
+    if CUBE_POS < tiles {
+        leave_group(rows_out, cols_out, group, row_bits, col_bits, plan);
+    }
+}
+
+/// Raises the maxima of a group.
+#[cube]
+fn leave_group(
+    rows_out: &mut [Atomic<u32>],
+    cols_out: &mut [Atomic<u32>],
+    group: usize,
+    row_bits: u32,
+    col_bits: u32,
+    #[comptime] plan: AmaxPlan,
+) {
+    if comptime!(plan.rows == Some(AmaxScope::Group)) {
+        raise(rows_out, group, canonical(row_bits), plan.planes);
+    }
+    if comptime!(plan.cols == Some(AmaxScope::Group)) {
+        raise(cols_out, group, canonical(col_bits), plan.planes);
+    }
+}
+
+/// The magnitude bits of the largest of the elements of some words.
+#[cube]
+fn words_amax(
+    words: &Array<u32>,
+    #[comptime] count: usize,
+    #[comptime] conversion: Conversion,
+    #[comptime] kind: FloatKind,
+) -> u32 {
+    if comptime!(conversion.has_ptx() && kind == FloatKind::Bf16) {
+        let both = max_of_pairs(words, 0usize, count);
+        let low = f32::reinterpret(both << 16u32);
+        u32::reinterpret(ptx::max_abs_nan(low, f32::reinterpret(both & 0xFFFF_0000u32)))
+    } else {
+        let mut bits = 0u32;
+        #[unroll]
+        for w in 0..count {
+            bits = fold::<u32>(bits, words[w], false, conversion, kind);
+        }
+        bits
+    }
+}
+
+/// The maxima of what a unit saw: before a transform, and after it.
+#[derive(CubeType, Clone, Copy)]
+struct Maxima {
+    rows: u32,
+    cols: u32,
+}
+
+/// Folds the columns of a tile, and all of its elements as they stand where the maximum of whole groups
+/// of rows is asked for. Columns beyond the matrix are zeros.
+#[cube]
+fn fold_columns(
+    data: &Shared<[u32]>,
+    col_maxima: &mut Shared<[u32]>,
+    signs: &Signs,
+    #[comptime] plan: AmaxPlan,
+    #[comptime] kind: FloatKind,
+) -> Maxima {
+    let conversion = comptime!(plan.conversion);
+    let span = comptime!(tile::span(plan.hadamard));
+    let per_word = comptime!(4 / kind.size());
+    let packed = comptime!(conversion.has_ptx() && kind == FloatKind::Bf16);
+    let mut row_bits = 0u32;
+    let mut col_bits = 0u32;
+    let mut item = UNIT_POS as usize;
+    while item < comptime!(tile::WORDS * (tile::ROWS / span)) {
+        let word = item % tile::WORDS;
+        let chunk = item / tile::WORDS;
+        let words = tile::load_words(data, chunk * span, word, span);
+        if comptime!(plan.rows == Some(AmaxScope::Group)) {
+            row_bits = max(row_bits, words_amax(&words, span, conversion, kind));
         }
         if comptime!(plan.cols.is_some()) {
-            let mut bits = 0u32;
-            let mut item = UNIT_POS as usize;
-            while item < comptime!(words * (tile::ROWS / span)) {
-                let word = item % words;
-                let chunk = item / words;
-                let column_words =
-                    tile::load_words(&data, chunk * span, word, &signs, plan.hadamard, kind);
-                #[unroll]
-                for half in 0..comptime!(per_word as u32) {
-                    let mut values = tile::unpack_column(&column_words, half, plan.hadamard, kind);
-                    if comptime!(plan.hadamard.is_some()) {
-                        butterfly(&mut values, comptime!(plan.hadamard.unwrap()));
-                    }
-                    let mut here = 0u32;
-                    #[unroll]
-                    for b in 0..comptime!(span / 16) {
-                        let part = block_amax(&values, comptime!(b * 16), plan.conversion);
-                        here = max(here, magnitude_bits(part));
-                    }
-                    if comptime!(plan.hadamard.is_some()) {
-                        // Multiplication and rounding keep the order, so the maximum may go first.
-                        let factor = comptime!(plan.hadamard.unwrap().factor());
-                        here = magnitude_bits(round_to_bf16(f32::reinterpret(here) * factor));
-                    }
-                    let here = canonical(here);
-                    if comptime!(plan.cols == Some(AmaxScope::Outer)) {
-                        let column = tile.col0 + word * per_word + half as usize;
-                        if column < shape.cols {
-                            cols_out[tile.group * shape.cols + column].fetch_max(here);
-                        }
-                    } else {
-                        // Columns beyond the matrix are zeros.
-                        bits = max(bits, here);
-                    }
+            let both = if comptime!(packed && plan.hadamard.is_none()) {
+                max_of_pairs(&words, 0usize, span)
+            } else {
+                0u32.runtime()
+            };
+            #[unroll]
+            for half in 0..comptime!(per_word as u32) {
+                let here = if comptime!(packed && plan.hadamard.is_none() && half == 0) {
+                    both << 16u32
+                } else if comptime!(packed && plan.hadamard.is_none()) {
+                    both & 0xFFFF_0000u32
+                } else {
+                    let mut values = tile::unpack_column(
+                        &words,
+                        signs,
+                        half,
+                        plan.hadamard,
+                        plan.default_signs,
+                        kind,
+                    );
+                    column_amax(&mut values, plan)
+                };
+                if comptime!(plan.cols == Some(AmaxScope::Outer)) {
+                    col_maxima[chunk * comptime!(tile::cols(kind))
+                        + word * per_word
+                        + half as usize] = here;
+                } else {
+                    col_bits = max(col_bits, here);
                 }
-                item += CUBE_DIM as usize;
-            }
-            if comptime!(plan.cols == Some(AmaxScope::Group)) {
-                raise(cols_out, tile.group, bits, plan.planes);
             }
         }
-        sync_cube();
-        index += CUBE_COUNT;
+        item += CUBE_DIM as usize;
     }
+    Maxima {
+        rows: row_bits,
+        cols: col_bits,
+    }
+}
+
+/// The magnitude bits of the largest value of a column, after the transform where there is one.
+#[cube]
+fn column_amax(values: &mut Array<f32>, #[comptime] plan: AmaxPlan) -> u32 {
+    let span = comptime!(tile::span(plan.hadamard));
+    if comptime!(plan.hadamard.is_some()) {
+        butterfly(values, comptime!(plan.hadamard.unwrap()));
+    }
+    let mut bits = 0u32;
+    #[unroll]
+    for b in 0..comptime!(span / 16) {
+        let part = block_amax(&*values, comptime!(b * 16), plan.conversion);
+        bits = max(bits, magnitude_bits(part));
+    }
+    if comptime!(plan.hadamard.is_some()) {
+        // Multiplication and rounding keep the order, so the maximum may go first.
+        let factor = comptime!(plan.hadamard.unwrap().factor());
+        bits = magnitude_bits(round_to_bf16(f32::reinterpret(bits) * factor));
+    }
+    bits
 }

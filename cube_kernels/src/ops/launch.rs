@@ -103,6 +103,8 @@ pub struct CopyPlan {
     pub policy: BlockPolicy,
     /// The transform along the packed axis.
     pub hadamard: Option<HadamardSize>,
+    /// Whether its signs are the default ones, which column-wise kernels then have built in.
+    pub default_signs: bool,
     /// Whether scales are written in the 128x4 layout.
     pub swizzled: bool,
     /// Whether each stored row has its own amax.
@@ -180,6 +182,7 @@ impl CopyArgs {
                     conversion,
                 },
                 hadamard: copy.hadamard.map(|hadamard| hadamard.size()),
+                default_signs: copy.hadamard == Some(Hadamard::default()),
                 swizzled: copy.layout == ScaleLayout::Swizzled128x4,
                 per_outer: *scope == AmaxScope::Outer,
             },

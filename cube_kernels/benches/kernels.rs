@@ -8,8 +8,8 @@ use std::{collections::BTreeMap, sync::Mutex, time::Duration, time::Instant};
 
 use criterion::{Criterion, Throughput};
 use cubecl::prelude::*;
-use nvfp4::kernels::{
-    BlockScaling, ErrorNorm, Hadamard, PackedAxis, RandomStream, ScaleLayout, cubecl,
+use nvfp4_kernels::{
+    BlockScaling, ErrorNorm, Hadamard, PackedAxis, RandomStream, ScaleLayout,
     device::{AmaxScope, Capabilities, DeviceCopy, DeviceRounding, FloatKind, Groups, Matrix},
     gemm,
     ops::{self, CopyRequest},
@@ -43,9 +43,7 @@ fn time(
     let sync = || {
         futures_lite::future::block_on(client.sync()).expect("a kernel failed");
     };
-    // Compilation and the memory pool's growth stay out of the samples.
-    (0..8).for_each(&mut launch);
-    sync();
+    let mut warm = false;
     let mut group = criterion.benchmark_group("kernels");
     group.throughput(Throughput::Bytes(amount as u64));
     group.sample_size(20);
@@ -53,6 +51,11 @@ fn time(
     group.measurement_time(Duration::from_millis(800));
     group.bench_function(&name, |bencher| {
         bencher.iter_custom(|iterations| {
+            if !warm {
+                // Compilation and the memory pool's growth stay out of the samples.
+                (0..8).for_each(&mut launch);
+                warm = true;
+            }
             sync();
             let start = Instant::now();
             (0..iterations as usize).for_each(&mut launch);
@@ -157,6 +160,24 @@ fn main() {
             let (row, col) = (request(nearest(), None), request(sr(), rht));
             ops::quantize_both(&client, input(i), &Groups::One, &row, &col).unwrap();
         });
+        bench("row RN + col RN, one read", one + packed, &mut |i| {
+            let (row, col) = (request(nearest(), None), request(nearest(), None));
+            ops::quantize_both(&client, input(i), &Groups::One, &row, &col).unwrap();
+        });
+        bench("amaxes plain + RHT", 2.0 * elements, &mut |i| {
+            let request = ops::AmaxRequest {
+                rows: Some(AmaxScope::Group),
+                cols: Some((AmaxScope::Group, rht)),
+            };
+            ops::amaxes(&client, input(i), &Groups::One, &request).unwrap();
+        });
+        bench("amaxes rows + cols", 2.0 * elements, &mut |i| {
+            let request = ops::AmaxRequest {
+                rows: Some(AmaxScope::Outer),
+                cols: Some((AmaxScope::Outer, None)),
+            };
+            ops::amaxes(&client, input(i), &Groups::One, &request).unwrap();
+        });
         let scaling = BlockScaling::FourOverSix(ErrorNorm::Mae);
         bench("row 4/6", one, &mut |i| {
             let mut request = request(nearest(), None);
@@ -215,8 +236,9 @@ fn main() {
                 rate / 1e3
             );
         } else {
-            let copy = &records[&format!("{size}/copy")];
-            let share = 100.0 * rate / (copy.amount / median(copy) / 1e9);
+            let share = records.get(&format!("{size}/copy")).map_or(f64::NAN, |copy| {
+                100.0 * rate / (copy.amount / median(copy) / 1e9)
+            });
             println!(
                 "| {size} | {kernel} | {:.1} | {rate:.0} | {share:.0} |",
                 seconds * 1e6
