@@ -185,6 +185,21 @@ fn sources(conversion: Conversion) -> Vec<Source> {
                 dtype,
                 elem,
             );
+            add!(
+                format!("dequantize_col_pairs-{tag}"),
+                None,
+                ops::kernels::dequantize_col_pairs_kernel::create_dummy_kernel,
+                address,
+                buffer(blocks),
+                buffer(blocks),
+                buffer(1),
+                buffer(rows * cols / 2),
+                rows,
+                cols,
+                cols / 16,
+                dtype,
+                elem,
+            );
             for bias in [false, true] {
                 let epilogue = gemm::kernels::Epilogue {
                     bias,
@@ -278,6 +293,7 @@ fn sources(conversion: Conversion) -> Vec<Source> {
                     signs(),
                     rows,
                     cols / 16,
+                    true,
                     plan,
                     dtype,
                 );

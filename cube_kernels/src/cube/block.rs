@@ -95,14 +95,15 @@ pub fn max_of_pairs(
     #[comptime] first: usize,
     #[comptime] count: usize,
 ) -> u32 {
-    let mut even = 0u32;
-    let mut odd = 0u32;
+    // Magnitudes would cost an instruction each.
+    let mut high = pairs[first];
+    let mut low = pairs[first];
     #[unroll]
-    for i in 0..comptime!(count / 2) {
-        even = ptx::max_abs_nan_bf16x2(even, pairs[comptime!(first + 2 * i)]);
-        odd = ptx::max_abs_nan_bf16x2(odd, pairs[comptime!(first + 2 * i + 1)]);
+    for i in 1..count {
+        high = ptx::max_nan_bf16x2(high, pairs[comptime!(first + i)]);
+        low = ptx::min_nan_bf16x2(low, pairs[comptime!(first + i)]);
     }
-    ptx::max_abs_nan_bf16x2(even, odd)
+    ptx::max_abs_nan_bf16x2(high, low)
 }
 
 /// Scale byte and codes of the 16 values of `block` from `first` on. `index` is the logical index of

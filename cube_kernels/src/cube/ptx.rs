@@ -312,8 +312,42 @@ pub fn permute(a: u32, b: u32, #[comptime] selector: u32) -> u32 {
     u32::reinterpret(bytes)
 }
 
-/// The larger of `a` and the magnitude of `b` in each half, both bf16; NaN where one of them is:
-/// `max.NaN.bf16x2`.
+/// The larger in each half, both bf16; NaN where one of them is: `max.NaN.bf16x2`, two of which make one
+/// instruction.
+///
+/// PTX ISA 7.0 and later, section "Half Precision Floating Point Instructions: max". Targets: sm_80 and
+/// later.
+#[cube]
+pub fn max_nan_bf16x2(a: u32, b: u32) -> u32 {
+    let a = u32::reinterpret(a);
+    let b = u32::reinterpret(b);
+    let result: u32;
+    gpu_asm!(
+        "max.NaN.bf16x2 {o}, {a}, {b};",
+        o = out(_) result, a = in(_) a, b = in(_) b,
+        options(pure, nomem)
+    );
+    u32::reinterpret(result)
+}
+
+/// The smaller in each half, both bf16; NaN where one of them is: `min.NaN.bf16x2`.
+///
+/// PTX ISA 7.0 and later, section "Half Precision Floating Point Instructions: min". Targets: sm_80 and
+/// later.
+#[cube]
+pub fn min_nan_bf16x2(a: u32, b: u32) -> u32 {
+    let a = u32::reinterpret(a);
+    let b = u32::reinterpret(b);
+    let result: u32;
+    gpu_asm!(
+        "min.NaN.bf16x2 {o}, {a}, {b};",
+        o = out(_) result, a = in(_) a, b = in(_) b,
+        options(pure, nomem)
+    );
+    u32::reinterpret(result)
+}
+
+/// The larger magnitude in each half, both bf16; NaN where one of them is: `max.NaN.bf16x2`.
 ///
 /// PTX ISA 7.0 and later, section "Half Precision Floating Point Instructions: max". Targets: sm_80 and
 /// later.
@@ -323,7 +357,7 @@ pub fn max_abs_nan_bf16x2(a: u32, b: u32) -> u32 {
     let b = u32::reinterpret(b);
     let result: u32;
     gpu_asm!(
-        "{{ .reg .b32 t; abs.bf16x2 t, {b}; max.NaN.bf16x2 {o}, {a}, t; }}",
+        "{{ .reg .b32 s, t; abs.bf16x2 s, {a}; abs.bf16x2 t, {b}; max.NaN.bf16x2 {o}, s, t; }}",
         o = out(_) result, a = in(_) a, b = in(_) b,
         options(pure, nomem)
     );

@@ -4,7 +4,7 @@
 use cubecl::{prelude::*, server::Handle};
 
 use super::{
-    launch::{Words, buffer, cubes, grid, per_word, signs_of},
+    launch::{Words, buffer, grid, per_word, signs_of, tile_cubes},
     tile::{self, Grouping, Shape, ShapeLaunch},
 };
 use crate::{
@@ -12,7 +12,7 @@ use crate::{
     cube::{
         block::{block_amax, max_of_pairs},
         codec::{Conversion, canonical, magnitude_bits, round_to_bf16},
-        hadamard::{Signs, butterfly},
+        hadamard::Signs,
         ptx,
         words::{block_words, unpack},
     },
@@ -93,7 +93,7 @@ pub fn amaxes(
     let words = Words::of(x);
     let hadamard = request.cols.and_then(|(_, hadamard)| hadamard);
     let tile_cols = x.cols.div_ceil(tile::cols(x.dtype));
-    let (count, dim) = cubes(client, groups.units(x.rows, tile::ROWS) * tile_cols);
+    let (count, dim) = tile_cubes(client, groups.units(x.rows, tile::ROWS) * tile_cols);
     let plan = AmaxPlan {
         rows: request.rows,
         cols: request.cols.map(|(scope, _)| scope),
@@ -399,13 +399,15 @@ pub fn amax_tiles_kernel<F: Numeric, N: Size>(
             }
         }
         if comptime!(plan.cols == Some(AmaxScope::Outer)) {
-            let chunks = comptime!(tile::ROWS / span);
+            // Blocks of 16 rows that have an entry.
+            let step = comptime!(span / tile::lanes(plan.hadamard, conversion) / 16);
             let mut c = UNIT_POS as usize;
             while c < comptime!(tile::cols(kind)) {
                 let mut bits = 0u32;
                 #[unroll]
-                for chunk in 0..chunks {
-                    bits = max(bits, col_maxima[chunk * comptime!(tile::cols(kind)) + c]);
+                for chunk in 0..comptime!(8 / step) {
+                    let entry = comptime!(chunk * step * tile::cols(kind));
+                    bits = max(bits, col_maxima[entry + c]);
                 }
                 let column = tile.col0 + c;
                 if column < shape.cols {
@@ -483,17 +485,18 @@ fn fold_columns(
     let packed = comptime!(conversion.has_ptx() && kind == FloatKind::Bf16);
     let mut row_bits = 0u32;
     let mut col_bits = 0u32;
+    let count = comptime!(span / tile::lanes(plan.hadamard, conversion));
     let mut item = UNIT_POS as usize;
-    while item < comptime!(tile::WORDS * (tile::ROWS / span)) {
-        let word = item % tile::WORDS;
-        let chunk = item / tile::WORDS;
-        let words = tile::load_words(data, chunk * span, word, span);
+    while item < comptime!(tile::column_items(plan.hadamard, conversion)) {
+        let at = tile::column_item(item, plan.units, plan.hadamard, conversion);
+        let word = at.word;
+        let words = tile::load_words(data, at.block * 16usize, word, count);
         if comptime!(plan.rows == Some(AmaxScope::Group)) {
-            row_bits = max(row_bits, words_amax(&words, span, conversion, kind));
+            row_bits = max(row_bits, words_amax(&words, count, conversion, kind));
         }
         if comptime!(plan.cols.is_some()) {
             let both = if comptime!(packed && plan.hadamard.is_none()) {
-                max_of_pairs(&words, 0usize, span)
+                max_of_pairs(&words, 0usize, count)
             } else {
                 0u32.runtime()
             };
@@ -507,15 +510,17 @@ fn fold_columns(
                     let mut values = tile::unpack_column(
                         &words,
                         signs,
+                        at.lane,
                         half,
                         plan.hadamard,
                         plan.default_signs,
+                        conversion,
                         kind,
                     );
-                    column_amax(&mut values, plan)
+                    column_amax(&mut values, at.lane, count, plan)
                 };
                 if comptime!(plan.cols == Some(AmaxScope::Outer)) {
-                    col_maxima[chunk * comptime!(tile::cols(kind))
+                    col_maxima[at.block * comptime!(tile::cols(kind))
                         + word * per_word
                         + half as usize] = here;
                 } else {
@@ -523,7 +528,7 @@ fn fold_columns(
                 }
             }
         }
-        item += CUBE_DIM as usize;
+        item += plan.units;
     }
     Maxima {
         rows: row_bits,
@@ -533,14 +538,19 @@ fn fold_columns(
 
 /// The magnitude bits of the largest value of a column, after the transform where there is one.
 #[cube]
-fn column_amax(values: &mut Array<f32>, #[comptime] plan: AmaxPlan) -> u32 {
-    let span = comptime!(tile::span(plan.hadamard));
+fn column_amax(
+    values: &mut Array<f32>,
+    lane: usize,
+    #[comptime] count: usize,
+    #[comptime] plan: AmaxPlan,
+) -> u32 {
     if comptime!(plan.hadamard.is_some()) {
-        butterfly(values, comptime!(plan.hadamard.unwrap()));
+        let size = comptime!(plan.hadamard.unwrap());
+        tile::transform_values(values, lane, size, plan.conversion);
     }
     let mut bits = 0u32;
     #[unroll]
-    for b in 0..comptime!(span / 16) {
+    for b in 0..comptime!(count / 16) {
         let part = block_amax(&*values, comptime!(b * 16), plan.conversion);
         bits = max(bits, magnitude_bits(part));
     }

@@ -19,6 +19,9 @@ pub(crate) const UNITS: usize = 256;
 /// each unit computes once is then spread over many items.
 const CUBES_PER_MULTIPROCESSOR: usize = 8;
 
+/// Cubes with a tile of 128 rows in shared memory that fit into a multiprocessor of an H100.
+const TILES_PER_MULTIPROCESSOR: usize = 4;
+
 /// Cubes and units for `items` independent pieces of work, in a kernel that strides over the grid.
 pub(crate) fn grid(client: &Client, items: usize) -> (CubeCount, CubeDim) {
     if is_cpu(client) {
@@ -41,6 +44,18 @@ pub(crate) fn cubes(client: &Client, items: usize) -> (CubeCount, CubeDim) {
         CubeCount::Static(items.clamp(1, resident) as u32, 1, 1),
         CubeDim::new_1d(units as u32),
     )
+}
+
+/// The same for tiles in shared memory, of which four fit into a multiprocessor: as many cubes as run at
+/// once, since what a cube does before its first tile is a good part of a tile's work.
+pub(crate) fn tile_cubes(client: &Client, tiles: usize) -> (CubeCount, CubeDim) {
+    let (count, dim) = cubes(client, tiles);
+    if is_cpu(client) {
+        return (count, dim);
+    }
+    let multiprocessors = client.properties().hardware.num_streaming_multiprocessors;
+    let resident = TILES_PER_MULTIPROCESSOR * multiprocessors.unwrap_or(128) as usize;
+    (CubeCount::Static(tiles.clamp(1, resident) as u32, 1, 1), dim)
 }
 
 /// The widest vector of at most 16 bytes that divides `len` elements.

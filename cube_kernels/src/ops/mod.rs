@@ -53,7 +53,9 @@ pub use swizzle::{
 pub mod kernels {
     pub use super::{
         amax::{AmaxPlan, amax_kernel, amax_tiles_kernel},
-        dequantize::{dequantize_cols_kernel, dequantize_rows_kernel},
+        dequantize::{
+            dequantize_col_pairs_kernel, dequantize_cols_kernel, dequantize_rows_kernel,
+        },
         groups::rescale_kernel,
         launch::CopyPlan,
         ms_eden::{

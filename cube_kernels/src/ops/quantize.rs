@@ -3,7 +3,7 @@
 use cubecl::{prelude::*, server::Handle};
 
 use super::{
-    launch::{CopyArgs, CopyPlan, CopyRequest, Words, buffer, check_packed_cols, cubes, grid},
+    launch::{CopyArgs, CopyPlan, CopyRequest, Words, buffer, check_packed_cols, grid, tile_cubes},
     tile::{self, Grouping, Shape, ShapeLaunch, Tile},
 };
 use crate::{
@@ -207,6 +207,8 @@ fn quantize_rows(
         x.rows * blocks
     };
     let (count, dim) = grid(client, items);
+    let whole_tiles = matches!(count, CubeCount::Static(cubes, ..)
+        if (cubes * dim.x).is_multiple_of(512));
     // SAFETY: the kernel stays below the number of blocks, and the buffers were checked for it.
     unsafe {
         quantize_row_kernel::launch_unchecked(
@@ -224,6 +226,7 @@ fn quantize_rows(
             args.signs(),
             x.rows,
             blocks,
+            whole_tiles,
             args.plan,
             x.dtype,
         );
@@ -263,7 +266,7 @@ fn launch_tiles(
         return Ok((row.map(|row| row.out), col.map(|col| col.out)));
     }
     let words = Words::of(x);
-    let (count, dim) = cubes(client, row_tiles * tile_cols);
+    let (count, dim) = tile_cubes(client, row_tiles * tile_cols);
     let plan = TilePlan {
         row: row.as_ref().map(|row| row.plan),
         col: col.as_ref().map(|col| col.plan),
@@ -353,7 +356,8 @@ impl TilePlan {
 }
 
 /// One unit quantizes every `units`-th block. Blocks go in the order of the scales: row by row, or
-/// 128x4 tile by tile, so that scale bytes are written side by side in both layouts.
+/// 128x4 tile by tile, so that scale bytes are written side by side in both layouts. `whole_tiles`: the
+/// grid's units are a multiple of the 512 of such a tile.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn quantize_row_kernel<N: Size>(
     x: &[Vector<u32, N>],
@@ -365,6 +369,7 @@ pub fn quantize_row_kernel<N: Size>(
     signs: Signs,
     rows: usize,
     blocks: usize,
+    #[comptime] whole_tiles: bool,
     #[comptime] plan: CopyPlan,
     #[comptime] kind: FloatKind,
 ) {
@@ -379,22 +384,52 @@ pub fn quantize_row_kernel<N: Size>(
     } else {
         rows * blocks
     };
+    // Swizzled: the 128x4 tile of an item, kept up to date without a division for each.
+    let position = ABSOLUTE_POS / 512usize;
+    let stride = CUBE_COUNT * CUBE_DIM as usize;
+    let whole = comptime!(plan.swizzled && whole_tiles);
+    let mut tile_row = 0usize;
+    let mut tile_col = 0usize;
+    let mut row_step = 0usize;
+    let mut col_step = 0usize;
+    if comptime!(whole) {
+        tile_row = position / padded_blocks;
+        tile_col = position - tile_row * padded_blocks;
+        row_step = (stride / 512usize) / padded_blocks;
+        col_step = stride / 512usize - row_step * padded_blocks;
+    }
     let mut item = ABSOLUTE_POS;
     while item < items {
         let mut index = item;
         let mut inside = true;
         if comptime!(plan.swizzled) {
-            let tile = item / 512usize;
             let place = item % 512usize;
-            let row = (tile / padded_blocks) * 128usize
+            if comptime!(!whole) {
+                let tile = item / 512usize;
+                tile_row = tile / padded_blocks;
+                tile_col = tile % padded_blocks;
+            }
+            let row = tile_row * 128usize
                 + (place / 16usize)
                 + ((place / 4usize) % 4usize) * 32usize;
-            let block = (tile % padded_blocks) * 4usize + place % 4usize;
+            let block = tile_col * 4usize + place % 4usize;
             inside = row < rows && block < blocks;
             index = row * blocks + block;
+            if comptime!(whole) {
+                tile_row += row_step;
+                tile_col += col_step;
+                if tile_col >= padded_blocks {
+                    tile_col -= padded_blocks;
+                    tile_row += 1usize;
+                }
+            }
         }
         if inside {
-            let global = scale_of(&shared_scale, amax, index / blocks, plan);
+            let global = if comptime!(plan.per_outer) {
+                scale_of(&shared_scale, amax, index / blocks, plan)
+            } else {
+                scale_of(&shared_scale, amax, 0usize, plan)
+            };
             let words = load_block_words::<N>(x, index * per_block, kind);
             let block = row_block(&words, &signs, plan, kind);
             let logical = u64::cast_from(index);
@@ -406,7 +441,7 @@ pub fn quantize_row_kernel<N: Size>(
         } else {
             scales[item] = 0u8;
         }
-        item += CUBE_COUNT * CUBE_DIM as usize;
+        item += stride;
     }
 }
 
@@ -811,6 +846,8 @@ fn quantize_columns(
     let packed_amax = comptime!(
         conversion.has_ptx() && kind == FloatKind::Bf16 && plan.hadamard.is_none() && !tiles
     );
+    let count = comptime!(span / tile::lanes(plan.hadamard, conversion));
+    let shared = comptime!(tile::lanes(plan.hadamard, conversion) > 1);
     // Blocks of one stored row of this group's copy, and the first of them in this tile.
     let per_unit = comptime!(span / 16);
     let group_blocks = (tile.row_end - tile.group_row0).div_ceil(span) * per_unit;
@@ -819,16 +856,14 @@ fn quantize_columns(
     let group_scale = table.global();
 
     let mut item = UNIT_POS as usize;
-    while item < comptime!(tile::WORDS * (tile::ROWS / span)) {
-        let word = if comptime!(units % tile::WORDS == 0) {
-            UNIT_POS as usize % tile::WORDS
-        } else {
-            item % tile::WORDS
-        };
-        let chunk = item / tile::WORDS;
-        let first = block0 + chunk * per_unit;
-        if first < group_blocks {
-            let words = tile::load_words(data, chunk * span, word, span);
+    while item < comptime!(tile::column_items(plan.hadamard, conversion)) {
+        let at = tile::column_item(item, units, plan.hadamard, conversion);
+        let word = at.word;
+        let first = block0 + at.block;
+        // Units that share a transform go on together, and only what they store depends on where the
+        // matrix ends.
+        if shared || first < group_blocks {
+            let words = tile::load_words(data, at.block * 16usize, word, count);
             let both = if comptime!(packed_amax) {
                 max_of_pairs(&words, 0usize, 16usize)
             } else {
@@ -838,58 +873,63 @@ fn quantize_columns(
             for half in 0..comptime!(per_word as u32) {
                 let c = word * per_word + half as usize;
                 let column = tile.col0 + c;
-                if column < shape.cols {
+                let inside = first < group_blocks && column < shape.cols;
+                if shared || inside {
                     let mut values = tile::unpack_column(
                         &words,
                         signs,
+                        at.lane,
                         half,
                         plan.hadamard,
                         plan.default_signs,
+                        conversion,
                         kind,
                     );
-                    let outer = tile.group * shape.cols + column;
-                    let global = scale_of(&group_scale, amax, outer, plan);
-                    let pairs = transform_column(&mut values, plan);
-                    #[unroll]
-                    for b in 0..per_unit {
-                        let place = chunk * per_unit + b;
-                        let from = comptime!(b * 16);
-                        let largest = if comptime!(tiles) {
-                            0.0f32.runtime()
-                        } else if comptime!(packed_amax && half == 0) {
-                            f32::reinterpret(both << 16u32)
-                        } else if comptime!(packed_amax) {
-                            f32::reinterpret(both & 0xFFFF_0000u32)
-                        } else if comptime!(conversion.has_ptx() && plan.hadamard.is_some()) {
-                            pairs_amax(&pairs, comptime!(from / 2))
-                        } else {
-                            block_amax(&values, from, conversion)
-                        };
-                        let of_tile = if comptime!(tiles) {
-                            tile_scales
-                                [place * comptime!(tile::row_blocks(kind)) + c / 16usize]
-                        } else {
-                            0u32.runtime()
-                        };
-                        let logical =
-                            u64::cast_from(base + column * group_blocks + first + b);
-                        let encoded = quantize_by_table(
-                            &values,
-                            from,
-                            largest,
-                            of_tile & 0xFFu32,
-                            of_tile > 0xFFu32,
-                            &global,
-                            table,
-                            logical,
-                            random,
-                            tiles,
-                            plan,
-                        );
-                        let slot = stage_slot(word, half as usize);
-                        stage[slot + place * 2usize] = encoded.codes.extract(0usize);
-                        stage[slot + place * 2usize + 1usize] = encoded.codes.extract(1usize);
-                        stage_scales[scale_slot(word, half as usize, place)] = encoded.scale;
+                    let pairs = transform_column(&mut values, at.lane, count, plan);
+                    if inside {
+                        let outer = tile.group * shape.cols + column;
+                        let global = scale_of(&group_scale, amax, outer, plan);
+                        #[unroll]
+                        for b in 0..comptime!(count / 16) {
+                            let place = at.block + b;
+                            let from = comptime!(b * 16);
+                            let largest = if comptime!(tiles) {
+                                0.0f32.runtime()
+                            } else if comptime!(packed_amax && half == 0) {
+                                f32::reinterpret(both << 16u32)
+                            } else if comptime!(packed_amax) {
+                                f32::reinterpret(both & 0xFFFF_0000u32)
+                            } else if comptime!(conversion.has_ptx() && plan.hadamard.is_some()) {
+                                pairs_amax(&pairs, comptime!(from / 2))
+                            } else {
+                                block_amax(&values, from, conversion)
+                            };
+                            let of_tile = if comptime!(tiles) {
+                                tile_scales
+                                    [place * comptime!(tile::row_blocks(kind)) + c / 16usize]
+                            } else {
+                                0u32.runtime()
+                            };
+                            let logical =
+                                u64::cast_from(base + column * group_blocks + first + b);
+                            let encoded = quantize_by_table(
+                                &values,
+                                from,
+                                largest,
+                                of_tile & 0xFFu32,
+                                of_tile > 0xFFu32,
+                                &global,
+                                table,
+                                logical,
+                                random,
+                                tiles,
+                                plan,
+                            );
+                            let slot = stage_slot(word, half as usize);
+                            stage[slot + place * 2usize] = encoded.codes.extract(0usize);
+                            stage[slot + place * 2usize + 1usize] = encoded.codes.extract(1usize);
+                            stage_scales[scale_slot(word, half as usize, place)] = encoded.scale;
+                        }
                     }
                 }
             }
@@ -898,16 +938,22 @@ fn quantize_columns(
     }
 }
 
-/// Transforms a column, where the plan says so; with PTX its values are returned in bf16 pairs, too.
+/// Transforms `count` values of a column, where the plan says so; with PTX they are returned in bf16
+/// pairs, too.
 #[cube]
-fn transform_column(values: &mut Array<f32>, #[comptime] plan: CopyPlan) -> Array<u32> {
+fn transform_column(
+    values: &mut Array<f32>,
+    lane: usize,
+    #[comptime] count: usize,
+    #[comptime] plan: CopyPlan,
+) -> Array<u32> {
     let conversion = comptime!(plan.policy.conversion);
     if comptime!(plan.hadamard.is_some()) {
         let size = comptime!(plan.hadamard.unwrap());
-        butterfly(values, size);
+        tile::transform_values(values, lane, size, conversion);
         if comptime!(conversion.has_ptx()) {
-            let pairs = normalized_pairs(&*values, size);
-            unpack_pairs(&pairs, values, size);
+            let pairs = normalized_pairs(&*values, count, size);
+            unpack_pairs(&pairs, values, count);
             pairs
         } else {
             normalize(values, size, conversion);

@@ -16,7 +16,7 @@ use crate::{
     Hadamard, HadamardSize,
     cube::{
         codec::Conversion,
-        hadamard::Signs,
+        hadamard::{Signs, butterfly},
         ptx,
         ptx_sm90::{load_shared_4, shared_address},
         words::{block_words, flip_signs, unpack},
@@ -499,18 +499,77 @@ pub fn load_words(
     words
 }
 
+/// Units that share one transform, each with 16 of its rows: neighbours of a plane on a GPU, where a unit's
+/// registers hold no more. One where there are no planes.
+pub(crate) const fn lanes(size: Option<HadamardSize>, conversion: Conversion) -> usize {
+    if conversion.has_ptx() {
+        span(size) / 16
+    } else {
+        1
+    }
+}
+
+/// What a unit takes of the columns of a tile at a time.
+#[derive(CubeType, Clone, Copy)]
+pub struct ColumnItem {
+    /// The word of a row.
+    pub word: usize,
+    /// The first of its blocks of 16 rows.
+    pub block: usize,
+    /// Which of the units that share a transform it is.
+    pub lane: usize,
+}
+
+/// Items of the columns of a tile.
+pub(crate) const fn column_items(size: Option<HadamardSize>, conversion: Conversion) -> usize {
+    WORDS * (ROWS / span(size)) * lanes(size, conversion)
+}
+
+/// Item number `item`: neighbours take neighbouring words, or share transforms of them.
+#[cube]
+pub fn column_item(
+    item: usize,
+    #[comptime] units: usize,
+    #[comptime] size: Option<HadamardSize>,
+    #[comptime] conversion: Conversion,
+) -> ColumnItem {
+    let lanes = comptime!(lanes(size, conversion));
+    let per_span = comptime!(span(size) / 16);
+    // From turn to turn of a cube with units for whole rows of words the word is the same.
+    let fixed = comptime!(units % (WORDS * lanes) == 0);
+    let position = if comptime!(fixed) {
+        UNIT_POS as usize % comptime!(WORDS * lanes)
+    } else {
+        item % comptime!(WORDS * lanes)
+    };
+    let lane = position % lanes;
+    ColumnItem {
+        word: position / lanes,
+        block: item / comptime!(WORDS * lanes) * per_span + lane,
+        lane,
+    }
+}
+
 /// One of the columns of `words`, with the signs of a transform; those of the default transform are
 /// part of the kernel and cost nothing.
 #[cube]
 pub fn unpack_column(
     words: &Array<u32>,
     signs: &Signs,
+    lane: usize,
     #[comptime] half: u32,
     #[comptime] size: Option<HadamardSize>,
     #[comptime] default_signs: bool,
+    #[comptime] conversion: Conversion,
     #[comptime] kind: FloatKind,
 ) -> Array<f32> {
-    let count = comptime!(span(size));
+    let count = comptime!(span(size) / lanes(size, conversion));
+    let shared = comptime!(lanes(size, conversion) > 1);
+    let lane_signs = if comptime!(shared) {
+        signs.of_lane(lane)
+    } else {
+        0u32.runtime()
+    };
     let mut column = Array::<f32>::new(count);
     #[unroll]
     for i in 0..count {
@@ -523,6 +582,9 @@ pub fn unpack_column(
             } else {
                 value
             }
+        } else if comptime!(shared) {
+            let negate = (lane_signs >> comptime!(i as u32)) & 1u32;
+            unpack(flip_signs(words[i], negate, kind), half, kind)
         } else {
             unpack(flip_signs(words[i], signs.bit(i), kind), half, kind)
         };
@@ -530,7 +592,35 @@ pub fn unpack_column(
     column
 }
 
-/// Rows that one item of a column-wise kernel spans.
+/// Transforms the values of a column but for the factor. Where units share a transform, all units of
+/// the plane must be here.
+#[cube]
+pub fn transform_values(
+    values: &mut Array<f32>,
+    lane: usize,
+    #[comptime] size: HadamardSize,
+    #[comptime] conversion: Conversion,
+) {
+    let lanes = comptime!(lanes(Some(size), conversion));
+    if comptime!(lanes == 1) {
+        butterfly(values, size);
+    } else {
+        butterfly(values, HadamardSize::H16);
+        #[unroll]
+        for stage in 0..comptime!(lanes.ilog2()) {
+            let distance = comptime!(1u32 << stage);
+            // The first of two takes their sum, the second what the first had less its own.
+            let own = select(u32::cast_from(lane) & distance == 0u32, 1.0f32, -1.0f32);
+            #[unroll]
+            for i in 0..16usize {
+                let value = values[i];
+                values[i] = plane_shuffle_xor(value, distance) + value * own;
+            }
+        }
+    }
+}
+
+/// Rows that one transform, or one block, of a column-wise copy spans.
 pub(crate) const fn span(size: Option<HadamardSize>) -> usize {
     match size {
         Some(size) => size.elements(),
