@@ -39,7 +39,9 @@ pub use ms_eden::{EdenRandom, EdenSource, ms_eden, ms_eden_amax};
 pub use mxfp8::{DeviceMx, mx_dequantize, mx_quantize, mx_requantize};
 pub use offset::advance_offset;
 pub use padding::{pad_groups, unpad_groups};
-pub use per_token::quantize_per_token;
+pub use per_token::{
+    quantize_per_token, quantize_per_token_both, quantize_per_token_cols,
+};
 pub use quantize::{
     quantize, quantize_both, quantize_col, quantize_row, quantize_tile, quantize_tile_with,
 };
