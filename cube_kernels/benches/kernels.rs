@@ -193,13 +193,18 @@ fn activations(bench: &mut Bench, shape: &str, inputs: &Inputs) {
     bench.time(shape, "amax", inputs.bytes(0.0), &mut |i| {
         ops::amax(&client, inputs.get(i), None).unwrap();
     });
-    bench.time(shape, "amax plain + RHT, one read", inputs.bytes(0.0), &mut |i| {
-        let request = AmaxRequest {
-            rows: Some(AmaxScope::Group),
-            cols: Some((AmaxScope::Group, rht())),
-        };
-        ops::amaxes(&client, inputs.get(i), &Groups::One, &request).unwrap();
-    });
+    bench.time(
+        shape,
+        "amax plain + RHT, one read",
+        inputs.bytes(0.0),
+        &mut |i| {
+            let request = AmaxRequest {
+                rows: Some(AmaxScope::Group),
+                cols: Some((AmaxScope::Group, rht())),
+            };
+            ops::amaxes(&client, inputs.get(i), &Groups::One, &request).unwrap();
+        },
+    );
     let mut pair = |name: &str, rounding: fn() -> DeviceRounding, hadamard| {
         bench.time(shape, name, inputs.bytes(2.0), &mut |i| {
             let row = inputs.request(NEAREST, None);
@@ -285,8 +290,15 @@ fn all_policies(bench: &mut Bench, shape: &str, inputs: &Inputs) {
     let (cols, rows) = (PackedAxis::Cols, PackedAxis::Rows);
     let swizzled = with(&|copy| copy.layout = ScaleLayout::Swizzled128x4);
     quantize("row RN, 128x4 scales", cols, swizzled.clone());
-    for (name, norm) in [("row 4/6 MAE", ErrorNorm::Mae), ("row 4/6 MSE", ErrorNorm::Mse)] {
-        quantize(name, cols, with(&|copy| copy.scaling = BlockScaling::FourOverSix(norm)));
+    for (name, norm) in [
+        ("row 4/6 MAE", ErrorNorm::Mae),
+        ("row 4/6 MSE", ErrorNorm::Mse),
+    ] {
+        quantize(
+            name,
+            cols,
+            with(&|copy| copy.scaling = BlockScaling::FourOverSix(norm)),
+        );
     }
     quantize("row RHT SR", cols, inputs.request(stochastic(), rht()));
     quantize("col RN", rows, inputs.request(NEAREST, None));
@@ -299,24 +311,50 @@ fn all_policies(bench: &mut Bench, shape: &str, inputs: &Inputs) {
         let name = format!("col RHT-{} SR", size.elements());
         quantize(&name, rows, inputs.request(stochastic(), hadamard));
     }
-    bench.time(shape, "MXFP8 row", inputs.elements * (3.0 + 1.0 / 32.0), &mut |i| {
-        ops::mx_quantize(&client, inputs.get(i), PackedAxis::Cols).unwrap();
-    });
-    bench.time(shape, "MXFP8 col", inputs.elements * (3.0 + 1.0 / 32.0), &mut |i| {
-        ops::mx_quantize(&client, inputs.get(i), PackedAxis::Rows).unwrap();
-    });
+    bench.time(
+        shape,
+        "MXFP8 row",
+        inputs.elements * (3.0 + 1.0 / 32.0),
+        &mut |i| {
+            ops::mx_quantize(&client, inputs.get(i), PackedAxis::Cols).unwrap();
+        },
+    );
+    bench.time(
+        shape,
+        "MXFP8 col",
+        inputs.elements * (3.0 + 1.0 / 32.0),
+        &mut |i| {
+            ops::mx_quantize(&client, inputs.get(i), PackedAxis::Rows).unwrap();
+        },
+    );
     let packed = [
-        ("row", ops::quantize_row(&client, inputs.get(0), &inputs.amax, NEAREST).unwrap()),
-        ("col", ops::quantize_col(&client, inputs.get(0), &inputs.amax, NEAREST, None).unwrap()),
+        (
+            "row",
+            ops::quantize_row(&client, inputs.get(0), &inputs.amax, NEAREST).unwrap(),
+        ),
+        (
+            "col",
+            ops::quantize_col(&client, inputs.get(0), &inputs.amax, NEAREST, None).unwrap(),
+        ),
     ];
     for (name, packed) in &packed {
-        bench.time(shape, &format!("dequantize {name}"), inputs.bytes(1.0), &mut |_| {
-            ops::dequantize(&client, packed, FloatKind::Bf16).unwrap();
-        });
+        bench.time(
+            shape,
+            &format!("dequantize {name}"),
+            inputs.bytes(1.0),
+            &mut |_| {
+                ops::dequantize(&client, packed, FloatKind::Bf16).unwrap();
+            },
+        );
         let bytes = inputs.elements * (0.5 + 1.0 / 16.0 + 1.0 + 1.0 / 32.0);
-        bench.time(shape, &format!("NVFP4 {name} to MXFP8 row"), bytes, &mut |_| {
-            ops::mx_requantize(&client, packed, PackedAxis::Cols, FloatKind::Bf16).unwrap();
-        });
+        bench.time(
+            shape,
+            &format!("NVFP4 {name} to MXFP8 row"),
+            bytes,
+            &mut |_| {
+                ops::mx_requantize(&client, packed, PackedAxis::Cols, FloatKind::Bf16).unwrap();
+            },
+        );
     }
     let (rows, cols) = (inputs.get(0).rows as f64, inputs.get(0).cols as f64);
     if inputs.elements < 1e8 {
@@ -366,7 +404,10 @@ fn report(bench: &Bench, device: &Capabilities) -> std::io::Result<()> {
         let share = bench.copy_rate(shape).map(|copy| 100.0 * rate / copy);
         let entries = shapes.entry(shape).or_default();
         if kernel == "gemm" {
-            println!("| {shape} | {kernel} | {us:.1} | {:.1} TFLOP/s | |", rate / 1e3);
+            println!(
+                "| {shape} | {kernel} | {us:.1} | {:.1} TFLOP/s | |",
+                rate / 1e3
+            );
             entries.push(serde_json::json!({
                 "kernel": kernel, "us": us, "tflops": rate / 1e3
             }));

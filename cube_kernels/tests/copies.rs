@@ -681,14 +681,9 @@ fn per_token_of_columns() {
             let alone =
                 ops::quantize_per_token_cols(&client, &matrix, &groups, &col.into()).unwrap();
             assert_copies(&client, &alone, &expected_col, &format!("{what}: alone"));
-            let (row_found, col_found) = ops::quantize_per_token_both(
-                &client,
-                &matrix,
-                &groups,
-                &row.into(),
-                &col.into(),
-            )
-            .unwrap();
+            let (row_found, col_found) =
+                ops::quantize_per_token_both(&client, &matrix, &groups, &row.into(), &col.into())
+                    .unwrap();
             let expected_row = expected(PackedAxis::Cols, &row);
             assert_copies(&client, &row_found, &expected_row, &format!("{what}: row"));
             assert_copies(&client, &col_found, &expected_col, &format!("{what}: col"));
@@ -717,7 +712,15 @@ fn shapes_of_transformer_engine() {
         };
         let scope = AmaxScope::Group;
         let copies = (Some((row, scope)), Some((col, scope)));
-        check(&client, &x, (rows, cols), &[rows], &Groups::One, copies.0, copies.1);
+        check(
+            &client,
+            &x,
+            (rows, cols),
+            &[rows],
+            &Groups::One,
+            copies.0,
+            copies.1,
+        );
     }
 }
 
@@ -760,7 +763,10 @@ fn large_shapes_by_samples() {
             ops::quantize_both(&client, &matrix, &Groups::One, &row_request, &col_request).unwrap();
         let amaxes = [&row_amax, &col_amax].map(|amax| floats(&read(&client, amax))[0]);
         assert_eq!(amaxes[0], reference::amax(&x));
-        assert_eq!(amaxes[1], reference::amax_rht(&x, rows, cols, &col.hadamard.unwrap()));
+        assert_eq!(
+            amaxes[1],
+            reference::amax_rht(&x, rows, cols, &col.hadamard.unwrap())
+        );
         let stored = [&found.0, &found.1]
             .map(|copy| (read(&client, &copy.codes), read(&client, &copy.scales)));
         for sample in 0..64 {
@@ -776,7 +782,11 @@ fn large_shapes_by_samples() {
                     reference::quantize(x, rows, cols, axis, &amax, copy, first).unwrap();
                 let (codes, scales) = &stored[i];
                 let what = format!("{axis:?} line {line}");
-                assert_bytes(&codes[line * blocks * 8..][..blocks * 8], expected.codes(), &what);
+                assert_bytes(
+                    &codes[line * blocks * 8..][..blocks * 8],
+                    expected.codes(),
+                    &what,
+                );
                 assert_bytes(&scales[line * blocks..][..blocks], expected.scales(), &what);
             }
         }

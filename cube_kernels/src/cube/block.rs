@@ -90,11 +90,7 @@ pub fn pairs_amax(pairs: &Array<u32>, #[comptime] first: usize) -> f32 {
 
 /// The largest magnitudes in the lower and in the upper halves of bf16 pairs, as a pair. Needs PTX.
 #[cube]
-pub fn max_of_pairs(
-    pairs: &Array<u32>,
-    #[comptime] first: usize,
-    #[comptime] count: usize,
-) -> u32 {
+pub fn max_of_pairs(pairs: &Array<u32>, #[comptime] first: usize, #[comptime] count: usize) -> u32 {
     // Magnitudes would cost an instruction each.
     let mut high = pairs[first];
     let mut low = pairs[first];

@@ -188,8 +188,7 @@ fn sign_nibbles(values: &Array<f32>, #[comptime] first: usize) -> u32 {
         for pair in 0..2usize {
             let low = values[comptime!(first + odd + 4 * pair)];
             let high = values[comptime!(first + odd + 4 * pair + 2)];
-            pairs[pair] =
-                ptx::permute(u32::reinterpret(low), u32::reinterpret(high), 0x00FBu32);
+            pairs[pair] = ptx::permute(u32::reinterpret(low), u32::reinterpret(high), 0x00FBu32);
         }
         halves[odd] = ptx::permute(pairs[0], pairs[1], 0x5410u32);
     }
@@ -214,11 +213,8 @@ pub fn stochastic_word(
         #[unroll]
         for quad in 0..2usize {
             let element = comptime!(first + 4 * quad + odd);
-            let units = ptx::code_units_x2(
-                values[element],
-                values[comptime!(element + 2)],
-                multiplier,
-            );
+            let units =
+                ptx::code_units_x2(values[element], values[comptime!(element + 2)], multiplier);
             let random = if comptime!(quad == 0) { low } else { high };
             let bytes = if comptime!(odd == 0) {
                 random & 0x00FF_00FFu32

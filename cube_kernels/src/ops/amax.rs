@@ -239,6 +239,66 @@ fn fold<F: Numeric>(
     largest
 }
 
+/// A maximum on its way: magnitude bits, or, of words of two bf16, the largest and the smallest value
+/// in each half, which take half an instruction an element where magnitudes take two.
+#[derive(CubeType)]
+struct Running {
+    magnitude: u32,
+    high: u32,
+    low: u32,
+}
+
+#[cube]
+impl Running {
+    fn new() -> Running {
+        Running {
+            magnitude: 0u32,
+            high: 0u32,
+            low: 0u32,
+        }
+    }
+
+    fn fold<F: Numeric>(
+        &mut self,
+        stored: F,
+        #[comptime] elements: bool,
+        #[comptime] conversion: Conversion,
+        #[comptime] kind: FloatKind,
+    ) {
+        if comptime!(conversion.has_ptx() && kind == FloatKind::Bf16 && !elements) {
+            let word = u32::cast_from(stored);
+            self.high = ptx::max_nan_bf16x2(self.high, word);
+            self.low = ptx::min_nan_bf16x2(self.low, word);
+        } else {
+            self.magnitude = fold::<F>(self.magnitude, stored, elements, conversion, kind);
+        }
+    }
+
+    fn bits(
+        &self,
+        #[comptime] elements: bool,
+        #[comptime] conversion: Conversion,
+        #[comptime] kind: FloatKind,
+    ) -> u32 {
+        if comptime!(conversion.has_ptx() && kind == FloatKind::Bf16 && !elements) {
+            let both = ptx::max_abs_nan_bf16x2(self.high, self.low);
+            larger_half(both)
+        } else {
+            self.magnitude
+        }
+    }
+}
+
+/// The magnitude bits of the larger of a pair of bf16 magnitudes.
+#[cube]
+fn larger_half(both: u32) -> u32 {
+    let low = f32::reinterpret(both << 16u32);
+    u32::reinterpret(ptx::max_abs_nan(
+        low,
+        f32::reinterpret(both & 0xFFFF_0000u32),
+    ))
+}
+
 /// Vectors that a unit loads before it looks at the first.
 const AMAX_UNROLL: usize = 4;
 
@@ -255,7 +315,7 @@ pub fn amax_kernel<F: Numeric, N: Size>(
     #[define(F)] _storage: ElemType,
 ) {
     let stride = CUBE_COUNT * CUBE_DIM as usize;
-    let mut bits = 0u32;
+    let mut largest = Running::new();
     let mut i = ABSOLUTE_POS;
     while i + comptime!(AMAX_UNROLL - 1) * stride < vectors {
         let mut loaded = Array::<Vector<F, N>>::new(AMAX_UNROLL);
@@ -267,7 +327,7 @@ pub fn amax_kernel<F: Numeric, N: Size>(
         for j in 0..AMAX_UNROLL {
             #[unroll]
             for k in 0..N::value() {
-                bits = fold::<F>(bits, loaded[j].extract(k), elements, conversion, kind);
+                largest.fold::<F>(loaded[j].extract(k), elements, conversion, kind);
             }
         }
         i += AMAX_UNROLL * stride;
@@ -276,10 +336,11 @@ pub fn amax_kernel<F: Numeric, N: Size>(
         let vector = x[i];
         #[unroll]
         for k in 0..N::value() {
-            bits = fold::<F>(bits, vector.extract(k), elements, conversion, kind);
+            largest.fold::<F>(vector.extract(k), elements, conversion, kind);
         }
         i += stride;
     }
+    let bits = largest.bits(elements, conversion, kind);
     raise(out, 0usize, canonical(bits), planes);
 }
 
@@ -351,7 +412,9 @@ pub fn amax_tiles_kernel<F: Numeric, N: Size>(
     let mut index = CUBE_POS;
     if index < tiles {
         let tile = groups.locate(index, &shape, span, grouping, kind);
-        tile::start_load::<F, N>(x, &mut data, &tile, &shape, elements, units, conversion, kind);
+        tile::start_load::<F, N>(
+            x, &mut data, &tile, &shape, elements, units, conversion, kind,
+        );
         group = tile.group;
     }
     while index < tiles {
@@ -381,7 +444,9 @@ pub fn amax_tiles_kernel<F: Numeric, N: Size>(
         index += CUBE_COUNT;
         if index < tiles {
             let next = groups.locate(index, &shape, span, grouping, kind);
-            tile::start_load::<F, N>(x, &mut data, &next, &shape, elements, units, conversion, kind);
+            tile::start_load::<F, N>(
+                x, &mut data, &next, &shape, elements, units, conversion, kind,
+            );
         }
         if comptime!(plan.rows == Some(AmaxScope::Outer)) {
             let per_row = comptime!(tile::row_blocks(kind));
@@ -451,7 +516,10 @@ fn words_amax(
     if comptime!(conversion.has_ptx() && kind == FloatKind::Bf16) {
         let both = max_of_pairs(words, 0usize, count);
         let low = f32::reinterpret(both << 16u32);
-        u32::reinterpret(ptx::max_abs_nan(low, f32::reinterpret(both & 0xFFFF_0000u32)))
+        u32::reinterpret(ptx::max_abs_nan(
+            low,
+            f32::reinterpret(both & 0xFFFF_0000u32),
+        ))
     } else {
         let mut bits = 0u32;
         #[unroll]

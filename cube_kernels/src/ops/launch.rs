@@ -55,7 +55,10 @@ pub(crate) fn tile_cubes(client: &Client, tiles: usize) -> (CubeCount, CubeDim) 
     }
     let multiprocessors = client.properties().hardware.num_streaming_multiprocessors;
     let resident = TILES_PER_MULTIPROCESSOR * multiprocessors.unwrap_or(128) as usize;
-    (CubeCount::Static(tiles.clamp(1, resident) as u32, 1, 1), dim)
+    (
+        CubeCount::Static(tiles.clamp(1, resident) as u32, 1, 1),
+        dim,
+    )
 }
 
 /// The widest vector of at most 16 bytes that divides `len` elements.

@@ -409,9 +409,8 @@ pub fn quantize_row_kernel<N: Size>(
                 tile_row = tile / padded_blocks;
                 tile_col = tile % padded_blocks;
             }
-            let row = tile_row * 128usize
-                + (place / 16usize)
-                + ((place / 4usize) % 4usize) * 32usize;
+            let row =
+                tile_row * 128usize + (place / 16usize) + ((place / 4usize) % 4usize) * 32usize;
             let block = tile_col * 4usize + place % 4usize;
             inside = row < rows && block < blocks;
             index = row * blocks + block;
@@ -623,7 +622,8 @@ pub fn quantize_tiles_kernel<F: Numeric, N: Size>(
     let has_col = comptime!(plan.col.is_some());
     let stage_cols = comptime!(if has_col { tile::cols(kind) } else { 1 });
     let mut stage: Shared<[u32]> = Shared::new_slice(comptime!(stage_cols * STAGE_PITCH + 1));
-    let mut stage_scales: Shared<[u32]> = Shared::new_slice(comptime!(if has_col { 8 * SCALE_PITCH } else { 1 }));
+    let mut stage_scales: Shared<[u32]> =
+        Shared::new_slice(comptime!(if has_col { 8 * SCALE_PITCH } else { 1 }));
     let mut row_table = ScaleTable::new();
     let mut col_table = ScaleTable::new();
 
@@ -631,7 +631,9 @@ pub fn quantize_tiles_kernel<F: Numeric, N: Size>(
     let mut table_group = shape.groups;
     if index < tiles {
         let tile = groups.locate(index, &shape, span, grouping, kind);
-        tile::start_load::<F, N>(x, &mut data, &tile, &shape, elements, units, conversion, kind);
+        tile::start_load::<F, N>(
+            x, &mut data, &tile, &shape, elements, units, conversion, kind,
+        );
     }
     while index < tiles {
         let tile = groups.locate(index, &shape, span, grouping, kind);
@@ -707,7 +709,9 @@ pub fn quantize_tiles_kernel<F: Numeric, N: Size>(
         index += CUBE_COUNT;
         if index < tiles {
             let next = groups.locate(index, &shape, span, grouping, kind);
-            tile::start_load::<F, N>(x, &mut data, &next, &shape, elements, units, conversion, kind);
+            tile::start_load::<F, N>(
+                x, &mut data, &next, &shape, elements, units, conversion, kind,
+            );
         }
         if comptime!(plan.col.is_some()) {
             let col = comptime!(plan.col.unwrap());
@@ -811,9 +815,8 @@ fn row_amax_of(
     if comptime!(tiles) {
         // That of the tile counts.
         0.0f32.runtime()
-    } else if comptime!(
-        conversion.has_ptx() && kind == FloatKind::Bf16 && plan.hadamard.is_none()
-    ) {
+    } else if comptime!(conversion.has_ptx() && kind == FloatKind::Bf16 && plan.hadamard.is_none())
+    {
         pairs_amax(words, 0usize)
     } else {
         block_amax(block, 0usize, conversion)
@@ -905,13 +908,11 @@ fn quantize_columns(
                                 block_amax(&values, from, conversion)
                             };
                             let of_tile = if comptime!(tiles) {
-                                tile_scales
-                                    [place * comptime!(tile::row_blocks(kind)) + c / 16usize]
+                                tile_scales[place * comptime!(tile::row_blocks(kind)) + c / 16usize]
                             } else {
                                 0u32.runtime()
                             };
-                            let logical =
-                                u64::cast_from(base + column * group_blocks + first + b);
+                            let logical = u64::cast_from(base + column * group_blocks + first + b);
                             let encoded = quantize_by_table(
                                 &values,
                                 from,
