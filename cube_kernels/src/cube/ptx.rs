@@ -364,6 +364,22 @@ pub fn max_abs_nan_bf16x2(a: u32, b: u32) -> u32 {
     u32::reinterpret(result)
 }
 
+/// `value` of the unit of this plane whose number differs by the bits of `mask`: `shfl.sync.bfly.b32` of
+/// all 32 units, which must all be here. CubeCL's own shuffle asks which units are active, which costs
+/// four times as much.
+///
+/// PTX ISA 6.0 and later, section "Data Movement and Conversion Instructions: shfl.sync". All targets.
+#[cube]
+pub fn shuffle_xor(value: f32, #[comptime] mask: u32) -> f32 {
+    let value = f32::reinterpret(value);
+    let other: f32;
+    gpu_asm!(
+        "shfl.sync.bfly.b32 {o}, {v}, {m}, 0x1f, 0xffffffff;",
+        o = out(_) other, v = in(_) value, m = in(_) mask
+    );
+    f32::reinterpret(other)
+}
+
 /// Starts a copy of 16 bytes, `offset` bytes behind `from`, to address `to` in shared memory (see
 /// [`shared_address`](super::ptx_sm90::shared_address)), or writes zeros there: `cp.async.cg`.
 ///

@@ -614,7 +614,7 @@ pub fn transform_values(
             #[unroll]
             for i in 0..16usize {
                 let value = values[i];
-                values[i] = plane_shuffle_xor(value, distance) + value * own;
+                values[i] = ptx::shuffle_xor(value, distance) + value * own;
             }
         }
     }
