@@ -1004,7 +1004,7 @@ fn write_columns(
         * tile.padded_before
         * comptime!(if span < 64 { 4 } else { span / 16 });
     // With units for several whole columns, turn by turn the same place of columns further on.
-    let whole = comptime!(units % 16 == 0);
+    let whole = comptime!(units.is_multiple_of(16));
     let step = comptime!(units / 8);
     #[unroll(whole)]
     for turn in 0..comptime!(tile::cols(kind) * 8 / units) {

@@ -427,12 +427,12 @@ pub struct Place {
 /// neighbouring rows, whose vectors lie in different banks; from turn to turn they go down the tile.
 #[cube]
 pub fn row_place(turn: usize, #[comptime] units: usize, #[comptime] kind: FloatKind) -> Place {
-    let item = if comptime!(units % 32 == 0) {
+    let item = if comptime!(units.is_multiple_of(32)) {
         UNIT_POS as usize
     } else {
         UNIT_POS as usize + turn * units
     };
-    let row0 = if comptime!(units % 32 == 0) {
+    let row0 = if comptime!(units.is_multiple_of(32)) {
         turn * comptime!(units / row_blocks(kind))
     } else {
         0usize.runtime()
@@ -536,7 +536,7 @@ pub fn column_item(
     let lanes = comptime!(lanes(size, conversion));
     let per_span = comptime!(span(size) / 16);
     // From turn to turn of a cube with units for whole rows of words the word is the same.
-    let fixed = comptime!(units % (WORDS * lanes) == 0);
+    let fixed = comptime!(units.is_multiple_of(WORDS * lanes));
     let position = if comptime!(fixed) {
         UNIT_POS as usize % comptime!(WORDS * lanes)
     } else {
