@@ -149,6 +149,88 @@ fn dither(random: u32, #[comptime] byte: u32) -> f32 {
     }
 }
 
+/// The codes of eight of `values · multiplier` from element `first` on, rounded to nearest, the first
+/// in the lowest nibble. `below_7` says that no product is larger than that. Needs PTX; see
+/// [`ptx::code_nearest`].
+#[cube]
+pub fn nearest_word(
+    values: &Array<f32>,
+    #[comptime] first: usize,
+    multiplier: f32,
+    #[comptime] below_7: bool,
+) -> u32 {
+    let mut pairs = Array::<u32>::new(4usize);
+    #[unroll]
+    for pair in 0..4usize {
+        let even = values[comptime!(first + 2 * pair)];
+        let odd = values[comptime!(first + 2 * pair + 1)];
+        pairs[pair] = if comptime!(below_7) {
+            ptx::code_nearest_below_7(odd, multiplier) * 16u32
+                + ptx::code_nearest_below_7(even, multiplier)
+        } else {
+            ptx::code_nearest(odd, multiplier) * 16u32 + ptx::code_nearest(even, multiplier)
+        };
+    }
+    let low = ptx::permute(pairs[0], pairs[1], 0x40u32);
+    let high = ptx::permute(pairs[2], pairs[3], 0x40u32);
+    let magnitudes = ptx::permute(low, high, 0x5410u32);
+    magnitudes | (sign_nibbles(values, first) & 0x8888_8888u32)
+}
+
+/// The sign of each of eight values, repeated over its nibble.
+#[cube]
+fn sign_nibbles(values: &Array<f32>, #[comptime] first: usize) -> u32 {
+    let mut halves = Array::<u32>::new(2usize);
+    #[unroll]
+    for odd in 0..2usize {
+        let mut pairs = Array::<u32>::new(2usize);
+        #[unroll]
+        for pair in 0..2usize {
+            let low = values[comptime!(first + odd + 4 * pair)];
+            let high = values[comptime!(first + odd + 4 * pair + 2)];
+            pairs[pair] = ptx::permute(u32::reinterpret(low), u32::reinterpret(high), 0x00FBu32);
+        }
+        halves[odd] = ptx::permute(pairs[0], pairs[1], 0x5410u32);
+    }
+    (halves[0] & 0x0F0F_0F0Fu32) | (halves[1] & 0xF0F0_F0F0u32)
+}
+
+/// The codes of eight of `values · multiplier` from element `first` on, rounded by the bytes of `low`
+/// (the first four) and `high`. Needs PTX; see [`ptx::code_units_x2`].
+#[cube]
+pub fn stochastic_word(
+    values: &Array<f32>,
+    #[comptime] first: usize,
+    multiplier: f32,
+    low: u32,
+    high: u32,
+) -> u32 {
+    // Even elements, then odd ones: each a byte whose bits 1 to 3 are the code.
+    let mut halves = Array::<u32>::new(2usize);
+    #[unroll]
+    for odd in 0..2usize {
+        let mut quads = Array::<u32>::new(2usize);
+        #[unroll]
+        for quad in 0..2usize {
+            let element = comptime!(first + 4 * quad + odd);
+            let units =
+                ptx::code_units_x2(values[element], values[comptime!(element + 2)], multiplier);
+            let random = if comptime!(quad == 0) { low } else { high };
+            let bytes = if comptime!(odd == 0) {
+                random & 0x00FF_00FFu32
+            } else {
+                ptx::permute(random, 0u32, 0x4341u32)
+            };
+            // A random byte counts units of 1/256.
+            quads[quad] = bytes * 2u32 + units;
+        }
+        halves[odd] = ptx::permute(quads[0], quads[1], 0x7531u32);
+    }
+    let magnitudes =
+        ((halves[0] >> 1u32) & 0x0707_0707u32) | ((halves[1] << 3u32) & 0x7070_7070u32);
+    magnitudes | (sign_nibbles(values, first) & 0x8888_8888u32)
+}
+
 #[cube]
 fn sign_unless_nan(bits: u32) -> u32 {
     select((bits & MAGNITUDE) > INFINITY, 0u32, (bits >> 28u32) & 8u32)

@@ -5,7 +5,7 @@ use cubecl::prelude::*;
 use super::launch::grid;
 use crate::{
     BLOCK, Nvfp4Error, PackedAxis,
-    cube::codec::{decode_e2m1, decode_e4m3, store},
+    cube::codec::{decode_e2m1, decode_e2m1_product, decode_e4m3, store},
     device::{AmaxScope, DevicePacked, FloatKind, Matrix, address_type},
 };
 
@@ -34,7 +34,27 @@ pub fn dequantize(
         let scales = BufferArg::from_raw_parts(packed.scales.clone(), blocks);
         let amax = BufferArg::from_raw_parts(packed.amax.clone(), packed.amax_len());
         let (range, per_outer) = (packed.scaling.range(), packed.scope == AmaxScope::Outer);
-        if transposed {
+        if transposed && packed.outer().is_multiple_of(2) {
+            let items = packed.outer() / 2 * packed.blocks().div_ceil(BLOCKS);
+            let (count, dim) = grid(client, items);
+            dequantize_col_pairs_kernel::launch_unchecked(
+                client,
+                count,
+                dim,
+                address,
+                BufferArg::from_raw_parts(packed.codes.clone(), blocks),
+                scales,
+                amax,
+                BufferArg::from_raw_parts(result.handle.clone(), result.len() / 2),
+                packed.outer(),
+                packed.inner(),
+                packed.blocks(),
+                range,
+                per_outer,
+                out,
+                out.storage_type(),
+            );
+        } else if transposed {
             let (count, dim) = grid(client, blocks);
             dequantize_cols_kernel::launch_unchecked(
                 client,
@@ -113,8 +133,78 @@ pub fn dequantize_rows_kernel<F: Numeric>(
     }
 }
 
-/// One unit decodes every `units`-th block of a transposed copy; neighbours take neighbouring stored
-/// rows, which are neighbouring columns of the result.
+/// Blocks of a stored row that a unit decodes one after another: 32 bytes of codes, a sector of memory.
+const BLOCKS: usize = 4;
+
+/// One unit decodes [`BLOCKS`] blocks of each of two stored rows of a transposed copy, and stores pairs of
+/// the result; neighbours take neighbouring stored rows, which are neighbouring columns of the result.
+#[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
+pub fn dequantize_col_pairs_kernel<F: Numeric>(
+    codes: &[Vector<u32, Const<2>>],
+    scales: &[u8],
+    amax: &[f32],
+    out: &mut [Vector<F, Const<2>>],
+    outer: usize,
+    inner: usize,
+    blocks: usize,
+    range: f32,
+    #[comptime] per_outer: bool,
+    #[comptime] kind: FloatKind,
+    #[define(F)] _storage: ElemType,
+) {
+    let tensor = amax[0] / range;
+    let pairs = outer / 2usize;
+    let mut item = ABSOLUTE_POS;
+    while item < pairs * blocks.div_ceil(BLOCKS) {
+        let group = item / pairs;
+        let pair = item - group * pairs;
+        let mut low_factor = tensor;
+        let mut high_factor = tensor;
+        if comptime!(per_outer) {
+            low_factor = amax[2usize * pair] / range;
+            high_factor = amax[2usize * pair + 1usize] / range;
+        }
+        for b in 0..BLOCKS {
+            let block = group * BLOCKS + b;
+            if block < blocks {
+                let low = 2usize * pair * blocks + block;
+                let high = low + blocks;
+                let low_scale = decode_e4m3(u32::cast_from(scales[low]));
+                let high_scale = decode_e4m3(u32::cast_from(scales[high]));
+                let low_words = codes[low];
+                let high_words = codes[high];
+                let start = block * 16usize;
+                let mut target = start * pairs + pair;
+                #[unroll]
+                for i in 0..16usize {
+                    let shift = comptime!(4 * (i as u32 % 8));
+                    let low_code = low_words.extract(comptime!(i / 8)) >> shift;
+                    let high_code = high_words.extract(comptime!(i / 8)) >> shift;
+                    let mut values = Vector::<F, Const<2>>::empty();
+                    values.insert(
+                        0usize,
+                        store::<F>(decode_e2m1_product(low_code) * low_scale * low_factor, kind),
+                    );
+                    values.insert(
+                        1usize,
+                        store::<F>(
+                            decode_e2m1_product(high_code) * high_scale * high_factor,
+                            kind,
+                        ),
+                    );
+                    if start + i < inner {
+                        out[target] = values;
+                    }
+                    target += pairs;
+                }
+            }
+        }
+        item += CUBE_COUNT * CUBE_DIM as usize;
+    }
+}
+
+/// One unit decodes every `units`-th block of a transposed copy of an odd number of stored rows;
+/// neighbours take neighbouring stored rows, which are neighbouring columns of the result.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn dequantize_cols_kernel<F: Numeric>(
     codes: &[Vector<u32, Const<2>>],
