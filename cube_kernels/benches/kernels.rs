@@ -77,15 +77,15 @@ impl Bench {
                     block_on(client.sync()).expect("a kernel failed");
                     warm = true;
                 }
+                // Shorter batches measure what goes before and after.
+                let launches = iterations.max(8);
                 let window = client.profile_start().expect("profiling");
-                (0..iterations as usize).for_each(&mut *launch);
+                (0..launches as usize).for_each(&mut *launch);
                 let profile = client.profile_end(window).expect("profiling");
                 let ticks = block_on(profile.resolve()).expect("a measurement");
-                // Short batches measure what goes before and after.
-                if iterations >= 5 {
-                    seconds.push(ticks.duration().as_secs_f64() / iterations as f64);
-                }
-                ticks.duration()
+                let each = ticks.duration().as_secs_f64() / launches as f64;
+                seconds.push(each);
+                Duration::from_secs_f64(each * iterations as f64)
             });
         });
         group.finish();

@@ -33,6 +33,11 @@ const PITCH: usize = WORDS + 4;
 /// Words of a tile in shared memory.
 pub(crate) const LEN: usize = ROWS * PITCH + (ROWS / 16) * 4;
 
+/// Rows of tiles that cubes work on together. Their blocks of one column make 256 bytes of codes and a
+/// whole sector of scale bytes, which then meet in the L2 cache: stores of parts of a sector cost a read
+/// of it where they do not.
+const BAND: usize = 4;
+
 /// Vectors that a unit loads before it stores the first, where it does both itself.
 const IN_FLIGHT: usize = 4;
 
@@ -235,7 +240,8 @@ impl Plan {
         }
     }
 
-    /// Tile number `index`, columns of tiles fastest.
+    /// Tile number `index`. Neighbouring numbers go down a band of [`BAND`] rows of tiles, then to the
+    /// next column of tiles, whatever groups the rows belong to.
     pub fn locate(
         &self,
         index: usize,
@@ -244,8 +250,13 @@ impl Plan {
         #[comptime] grouping: Grouping,
         #[comptime] kind: FloatKind,
     ) -> Tile {
-        let row_tile = index / shape.tile_cols;
-        let col0 = (index - row_tile * shape.tile_cols) * comptime!(cols(kind));
+        let per_band = shape.tile_cols * BAND;
+        let first = index / per_band * BAND;
+        let height = min(self.row_tiles(shape, grouping) - first, BAND);
+        let within = index - first * shape.tile_cols;
+        let tile_col = within / height;
+        let row_tile = first + within - tile_col * height;
+        let col0 = tile_col * comptime!(cols(kind));
         let wide = comptime!(if unit < 64 { 64usize } else { unit });
         match comptime!(grouping) {
             Grouping::One => Tile {
