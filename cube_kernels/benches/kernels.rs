@@ -78,7 +78,7 @@ impl Bench {
                     warm = true;
                 }
                 // Shorter batches measure what goes before and after.
-                let launches = iterations.max(8);
+                let launches = iterations.max(32);
                 let window = client.profile_start().expect("profiling");
                 (0..launches as usize).for_each(&mut *launch);
                 let profile = client.profile_end(window).expect("profiling");

@@ -6,11 +6,11 @@ use super::ptx;
 use crate::device::FloatKind;
 
 /// All bits of an `f32` but the sign.
-const MAGNITUDE: u32 = 0x7FFF_FFFF;
+pub(crate) const MAGNITUDE: u32 = 0x7FFF_FFFF;
 /// Bits of +infinity; magnitudes above are NaN.
-const INFINITY: u32 = 0x7F80_0000;
+pub(crate) const INFINITY: u32 = 0x7F80_0000;
 /// Bits of the canonical quiet NaN.
-const QUIET_NAN: u32 = 0x7FC0_0000;
+pub(crate) const QUIET_NAN: u32 = 0x7FC0_0000;
 /// Bits of 448.
 const E4M3_MAX: u32 = 0x43E0_0000;
 /// Bits of 2⁻⁶, the smallest normal E4M3 value.

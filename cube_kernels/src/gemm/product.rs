@@ -177,9 +177,7 @@ impl Operand<'_> {
     }
 }
 
-pub(super) fn is_aligned(handle: &Handle) -> bool {
-    handle.offset_start.unwrap_or(0).is_multiple_of(16)
-}
+pub(super) use crate::device::is_aligned;
 
 /// What a product writes, and where.
 #[derive(Debug, Clone, Copy)]

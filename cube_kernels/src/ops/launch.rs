@@ -61,6 +61,25 @@ pub(crate) fn tile_cubes(client: &Client, tiles: usize) -> (CubeCount, CubeDim) 
     )
 }
 
+/// Tiles of a matrix that a cube takes one after another.
+const TILES_PER_CUBE: usize = 4;
+
+/// Cubes, units and tiles of a cube for a kernel that loads its next tile while it writes the last one. On a
+/// GPU cubes are many, and start as others end: how many run at once depends on the registers that the
+/// compiler takes, and a grid of one cube too many for each multiprocessor takes twice as long.
+pub(crate) fn tile_turns(client: &Client, tiles: usize) -> (CubeCount, CubeDim, usize) {
+    if is_cpu(client) {
+        let (count, dim) = cubes(client, tiles);
+        let CubeCount::Static(cubes, ..) = count else {
+            unreachable!("cubes() counts")
+        };
+        return (count, dim, tiles.div_ceil(cubes as usize).max(1));
+    }
+    let turns = std::env::var("NVFP4_TURNS").map_or(TILES_PER_CUBE, |v| v.parse().unwrap());
+    let count = CubeCount::Static(tiles.div_ceil(turns).max(1) as u32, 1, 1);
+    (count, CubeDim::new_1d(UNITS as u32), turns)
+}
+
 /// The widest vector of at most 16 bytes that divides `len` elements.
 pub(crate) fn vector_size(dtype: FloatKind, len: usize) -> usize {
     let mut size = 16 / dtype.size();

@@ -4,7 +4,7 @@ use cubecl::{prelude::*, server::Handle};
 
 use super::{
     groups::GroupOffsets,
-    launch::{CopyArgs, CopyPlan, CopyRequest, Words, buffer, check_packed_cols, grid, tile_cubes},
+    launch::{CopyArgs, CopyPlan, CopyRequest, Words, buffer, check_packed_cols, grid, tile_turns},
     tile::{self, Grouping, Shape, ShapeLaunch, Tile},
 };
 use crate::{
@@ -337,7 +337,7 @@ fn launch_tiles(
         return Ok((row.map(|row| row.out), col.map(|col| col.out)));
     }
     let words = Words::of(x);
-    let (count, dim) = tile_cubes(client, row_tiles * tile_cols);
+    let (count, dim, tiles_per_cube) = tile_turns(client, row_tiles * tile_cols);
     let plan = TilePlan {
         row: row.as_ref().map(|row| row.plan),
         col: col.as_ref().map(|col| col.plan),
@@ -372,6 +372,7 @@ fn launch_tiles(
             words.arg(),
             offsets,
             ShapeLaunch::new(x.rows, x.cols, groups.count(), tile_cols),
+            tiles_per_cube,
             side_by_side,
             r.amax(),
             r.codes(),
@@ -663,6 +664,7 @@ pub fn quantize_tiles_kernel<F: Numeric, N: Size>(
     x: &[Vector<F, N>],
     offsets: &[u32],
     shape: Shape,
+    tiles_per_cube: usize,
     row_blocks: usize,
     row_amax: &[f32],
     row_codes: &mut [Vector<u32, Const<2>>],
@@ -704,15 +706,16 @@ pub fn quantize_tiles_kernel<F: Numeric, N: Size>(
     let mut row_table = ScaleTable::new();
     let mut col_table = ScaleTable::new();
 
-    let mut index = CUBE_POS;
+    let mut index = CUBE_POS * tiles_per_cube;
+    let end = min(index + tiles_per_cube, tiles);
     let mut table_group = shape.groups;
-    if index < tiles {
+    if index < end {
         let tile = groups.locate(index, &shape, span, grouping, kind);
         tile::start_load::<F, N>(
             x, &mut data, &tile, &shape, elements, units, conversion, kind,
         );
     }
-    while index < tiles {
+    while index < end {
         let tile = groups.locate(index, &shape, span, grouping, kind);
         if tile.group != table_group {
             table_group = tile.group;
@@ -783,8 +786,8 @@ pub fn quantize_tiles_kernel<F: Numeric, N: Size>(
         }
         sync_cube();
 
-        index += CUBE_COUNT;
-        if index < tiles {
+        index += 1usize;
+        if index < end {
             let next = groups.locate(index, &shape, span, grouping, kind);
             tile::start_load::<F, N>(
                 x, &mut data, &next, &shape, elements, units, conversion, kind,
