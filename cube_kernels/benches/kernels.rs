@@ -110,6 +110,8 @@ impl Bench {
 struct Inputs {
     sets: Vec<Matrix>,
     amax: cubecl::server::Handle,
+    /// Of the columns after the RHT.
+    transformed: cubecl::server::Handle,
     elements: f64,
 }
 
@@ -130,9 +132,15 @@ impl Inputs {
             })
             .collect();
         let amax = ops::amax(client, &sets[0], None).unwrap();
+        let request = AmaxRequest {
+            rows: None,
+            cols: Some((AmaxScope::Group, rht())),
+        };
+        let maxima = ops::amaxes(client, &sets[0], &Groups::One, &request).unwrap();
         Self {
             sets,
             amax,
+            transformed: maxima.cols.unwrap(),
             elements: (rows * cols) as f64,
         }
     }
@@ -148,7 +156,11 @@ impl Inputs {
 
     fn request(&self, rounding: DeviceRounding, hadamard: Option<Hadamard>) -> CopyRequest<'_> {
         CopyRequest {
-            amax: &self.amax,
+            // Larger transforms than that of 16 have maxima of about the same size.
+            amax: match hadamard {
+                Some(_) => &self.transformed,
+                None => &self.amax,
+            },
             scope: AmaxScope::Group,
             copy: DeviceCopy {
                 hadamard,
@@ -375,12 +387,17 @@ fn grouped(bench: &mut Bench, shape: &str, inputs: &Inputs) {
             offsets: client.create_from_slice(bytemuck::cast_slice(&offsets)),
             count,
         };
-        let amax = client.create_from_slice(bytemuck::cast_slice(&vec![1.0f32; count]));
+        let request = AmaxRequest {
+            rows: Some(AmaxScope::Group),
+            cols: Some((AmaxScope::Group, rht())),
+        };
+        let maxima = ops::amaxes(&client, inputs.get(0), &groups, &request).unwrap();
+        let (amax, transformed) = (maxima.rows.unwrap(), maxima.cols.unwrap());
         let name = format!("row RN + col RHT SR, one read, {count} groups");
         bench.time(shape, &name, inputs.bytes(2.0), &mut |i| {
             let mut row = inputs.request(NEAREST, None);
             let mut col = inputs.request(stochastic(), rht());
-            (row.amax, col.amax) = (&amax, &amax);
+            (row.amax, col.amax) = (&amax, &transformed);
             ops::quantize_both(&client, inputs.get(i), &groups, &row, &col).unwrap();
         });
         let name = format!("amax plain + RHT, one read, {count} groups");

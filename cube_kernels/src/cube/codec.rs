@@ -164,7 +164,9 @@ pub fn nearest_word(
     for pair in 0..4usize {
         let even = values[comptime!(first + 2 * pair)];
         let odd = values[comptime!(first + 2 * pair + 1)];
-        pairs[pair] = if comptime!(below_7) {
+        // Both forms take the same codes below 7; the first has fewer instructions, but of a kind that
+        // is issued every other cycle, and one in four by the second keeps both pipes busy.
+        pairs[pair] = if comptime!(below_7 && pair < 3) {
             ptx::code_nearest_below_7(odd, multiplier) * 16u32
                 + ptx::code_nearest_below_7(even, multiplier)
         } else {

@@ -61,23 +61,35 @@ pub(crate) fn tile_cubes(client: &Client, tiles: usize) -> (CubeCount, CubeDim) 
     )
 }
 
-/// Tiles of a matrix that a cube takes one after another.
+/// Tiles that a cube takes one after another where it first has to add up groups.
 const TILES_PER_CUBE: usize = 4;
 
-/// Cubes, units and tiles of a cube for a kernel that loads its next tile while it writes the last one. On a
-/// GPU cubes are many, and start as others end: how many run at once depends on the registers that the
-/// compiler takes, and a grid of one cube too many for each multiprocessor takes twice as long.
-pub(crate) fn tile_turns(client: &Client, tiles: usize) -> (CubeCount, CubeDim, usize) {
-    if is_cpu(client) {
+/// Cubes, units and tiles of a cube for a kernel that makes copies of tiles. On a GPU cubes are many, and
+/// start as others end: how many run at once depends on the registers that the compiler takes, and with
+/// a fixed grid a few cubes too many for the multiprocessors take half as long again.
+pub(crate) fn tile_turns(
+    client: &Client,
+    tiles: usize,
+    groups: &Groups,
+) -> (CubeCount, CubeDim, usize) {
+    let (count, dim, turns) = if is_cpu(client) {
         let (count, dim) = cubes(client, tiles);
-        let CubeCount::Static(cubes, ..) = count else {
-            unreachable!("cubes() counts")
+        let CubeCount::Static(resident, ..) = count else {
+            unreachable!("cubes() gives numbers");
         };
-        return (count, dim, tiles.div_ceil(cubes as usize).max(1));
-    }
-    let turns = std::env::var("NVFP4_TURNS").map_or(TILES_PER_CUBE, |v| v.parse().unwrap());
-    let count = CubeCount::Static(tiles.div_ceil(turns).max(1) as u32, 1, 1);
-    (count, CubeDim::new_1d(UNITS as u32), turns)
+        (resident as usize, dim, tiles.div_ceil(resident as usize))
+    } else {
+        let turns = match groups {
+            Groups::Offsets { .. } => TILES_PER_CUBE,
+            _ => 1,
+        };
+        (tiles.div_ceil(turns), CubeDim::new_1d(UNITS as u32), turns)
+    };
+    (
+        CubeCount::Static(count.max(1) as u32, 1, 1),
+        dim,
+        turns.max(1),
+    )
 }
 
 /// The widest vector of at most 16 bytes that divides `len` elements.

@@ -34,6 +34,8 @@ mod swizzle;
 mod tile;
 #[allow(missing_docs)]
 mod tiles;
+#[allow(missing_docs)]
+mod transpose;
 
 pub use amax::{AmaxRequest, Amaxes, amax, amaxes};
 pub use dequantize::dequantize;

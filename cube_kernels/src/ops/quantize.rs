@@ -6,6 +6,7 @@ use super::{
     groups::GroupOffsets,
     launch::{CopyArgs, CopyPlan, CopyRequest, Words, buffer, check_packed_cols, grid, tile_turns},
     tile::{self, Grouping, Shape, ShapeLaunch, Tile},
+    transpose,
 };
 use crate::{
     BLOCK, BlockScaling, ErrorNorm, Hadamard, HadamardSize, Nvfp4Error, PackedAxis, ScaleLayout,
@@ -337,7 +338,7 @@ fn launch_tiles(
         return Ok((row.map(|row| row.out), col.map(|col| col.out)));
     }
     let words = Words::of(x);
-    let (count, dim, tiles_per_cube) = tile_turns(client, row_tiles * tile_cols);
+    let (count, dim, tiles_per_cube) = tile_turns(client, row_tiles * tile_cols, groups);
     let plan = TilePlan {
         row: row.as_ref().map(|row| row.plan),
         col: col.as_ref().map(|col| col.plan),
@@ -693,12 +694,12 @@ pub fn quantize_tiles_kernel<F: Numeric, N: Size>(
     let groups = tile::plan_groups(offsets, &shape, span, grouping);
     let tiles = groups.row_tiles(&shape, grouping) * shape.tile_cols;
     let mut tile_scales: Shared<[u32]> = Shared::new_slice(comptime!(tile_count(kind)));
-    let mut partial: Shared<[u32]> = Shared::new_slice(comptime!(if plan.tiles {
-        2 * tile::blocks(kind)
-    } else {
-        1usize
-    }));
-    let has_col = comptime!(plan.col.is_some());
+    // The maxima, then the errors of blocks; then codes, until they are transposed.
+    let mut partial: Shared<[u32]> = Shared::new_aligned_slice(
+        comptime!(if plan.tiles { transpose::LEN } else { 1usize }),
+        8usize,
+    );
+    let has_col = comptime!(plan.col.is_some() && !plan.tiles);
     let stage_cols = comptime!(if has_col { tile::cols(kind) } else { 1 });
     let mut stage: Shared<[u32]> = Shared::new_slice(comptime!(stage_cols * STAGE_PITCH + 1));
     let mut stage_scales: Shared<[u32]> =
@@ -744,21 +745,19 @@ pub fn quantize_tiles_kernel<F: Numeric, N: Size>(
                 kind,
             );
         }
-        if comptime!(plan.col.is_some()) {
+        if comptime!(plan.col.is_some() && !plan.tiles) {
             let col = comptime!(plan.col.unwrap());
             let random = resolve_offset(&col_random, col_offset, col.policy);
             quantize_columns(
                 &data,
                 &mut stage,
                 &mut stage_scales,
-                &tile_scales,
                 &tile,
                 &shape,
                 col_amax,
                 &col_table,
                 &random,
                 &col_signs,
-                plan.tiles,
                 units,
                 col,
                 kind,
@@ -770,6 +769,7 @@ pub fn quantize_tiles_kernel<F: Numeric, N: Size>(
             quantize_rows_of_tile(
                 &data,
                 &tile_scales,
+                &mut partial,
                 &tile,
                 &shape,
                 row_amax,
@@ -793,7 +793,20 @@ pub fn quantize_tiles_kernel<F: Numeric, N: Size>(
                 x, &mut data, &next, &shape, elements, units, conversion, kind,
             );
         }
-        if comptime!(plan.col.is_some()) {
+        if comptime!(plan.tiles) {
+            let col = comptime!(plan.col.unwrap());
+            transpose::write_transposed(
+                &partial,
+                &tile_scales,
+                &tile,
+                &shape,
+                col_codes,
+                col_scales,
+                units,
+                col,
+                kind,
+            );
+        } else if comptime!(plan.col.is_some()) {
             let col = comptime!(plan.col.unwrap());
             write_columns(
                 &stage,
@@ -812,11 +825,13 @@ pub fn quantize_tiles_kernel<F: Numeric, N: Size>(
     }
 }
 
-/// Quantizes the blocks along the rows of a tile.
+/// Quantizes the blocks along the rows of a tile. Codes of 16x16 tiles go to `copy`, too, where they wait
+/// for being transposed: those of rows behind the last one as well, which pad blocks of columns.
 #[cube]
 fn quantize_rows_of_tile(
     data: &Shared<[u32]>,
     tile_scales: &Shared<[u32]>,
+    copy: &mut Shared<[u32]>,
     tile: &Tile,
     shape: &Shape,
     amax: &[f32],
@@ -842,7 +857,7 @@ fn quantize_rows_of_tile(
         let inside = row_index < tile.row_end && block_index < blocks;
         let stored = row_index * blocks + block_index;
         let mut scale = 0u32;
-        if inside {
+        if tiles || inside {
             let words = tile::load_row_block(data, r, place.block, conversion, kind);
             let block = row_block(&words, signs, plan, kind);
             let largest = row_amax_of(&words, &block, tiles, plan, kind);
@@ -867,7 +882,14 @@ fn quantize_rows_of_tile(
                 plan,
             );
             scale = encoded.scale;
-            codes[stored] = encoded.codes;
+            if comptime!(tiles) {
+                let at = transpose::code_at(r, place.block);
+                copy[at] = encoded.codes.extract(0usize);
+                copy[at + 1usize] = encoded.codes.extract(1usize);
+            }
+            if inside {
+                codes[stored] = encoded.codes;
+            }
         }
         if comptime!(plan.swizzled) {
             // Columns of tiles beyond these pad a column-wise copy only.
@@ -911,14 +933,12 @@ fn quantize_columns(
     data: &Shared<[u32]>,
     stage: &mut Shared<[u32]>,
     stage_scales: &mut Shared<[u32]>,
-    tile_scales: &Shared<[u32]>,
     tile: &Tile,
     shape: &Shape,
     amax: &[f32],
     table: &ScaleTable,
     random: &Random,
     signs: &Signs,
-    #[comptime] tiles: bool,
     #[comptime] units: usize,
     #[comptime] plan: CopyPlan,
     #[comptime] kind: FloatKind,
@@ -928,9 +948,8 @@ fn quantize_columns(
     let per_word = comptime!(4 / kind.size());
     let span = comptime!(tile::span(plan.hadamard));
     // Whether a column's maximum comes from its words, two columns at once.
-    let packed_amax = comptime!(
-        conversion.has_ptx() && kind == FloatKind::Bf16 && plan.hadamard.is_none() && !tiles
-    );
+    let packed_amax =
+        comptime!(conversion.has_ptx() && kind == FloatKind::Bf16 && plan.hadamard.is_none());
     let count = comptime!(span / tile::lanes(plan.hadamard, conversion));
     let shared = comptime!(tile::lanes(plan.hadamard, conversion) > 1);
     // Blocks of one stored row of this group's copy, and the first of them in this tile.
@@ -978,9 +997,7 @@ fn quantize_columns(
                         for b in 0..comptime!(count / 16) {
                             let place = at.block + b;
                             let from = comptime!(b * 16);
-                            let largest = if comptime!(tiles) {
-                                0.0f32.runtime()
-                            } else if comptime!(packed_amax && half == 0) {
+                            let largest = if comptime!(packed_amax && half == 0) {
                                 f32::reinterpret(both << 16u32)
                             } else if comptime!(packed_amax) {
                                 f32::reinterpret(both & 0xFFFF_0000u32)
@@ -989,23 +1006,18 @@ fn quantize_columns(
                             } else {
                                 block_amax(&values, from, conversion)
                             };
-                            let of_tile = if comptime!(tiles) {
-                                tile_scales[place * comptime!(tile::row_blocks(kind)) + c / 16usize]
-                            } else {
-                                0u32.runtime()
-                            };
                             let logical = u64::cast_from(base + column * group_blocks + first + b);
                             let encoded = quantize_by_table(
                                 &values,
                                 from,
                                 largest,
-                                of_tile & 0xFFu32,
-                                of_tile > 0xFFu32,
+                                0u32.runtime(),
+                                false.runtime(),
                                 &global,
                                 table,
                                 logical,
                                 random,
-                                tiles,
+                                false,
                                 plan,
                             );
                             let slot = stage_slot(word, half as usize);
