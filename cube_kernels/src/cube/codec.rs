@@ -150,13 +150,14 @@ fn dither(random: u32, #[comptime] byte: u32) -> f32 {
 }
 
 /// The codes of eight of `values · multiplier` from element `first` on, rounded to nearest, the first
-/// in the lowest nibble. `below_7` says that no product is larger than that. Needs PTX; see
+/// in the lowest nibble. `signs` are those of [`sign_nibbles()`]; `below_7` says that no product is larger than that. Needs PTX; see
 /// [`ptx::code_nearest`].
 #[cube]
 pub fn nearest_word(
     values: &Array<f32>,
     #[comptime] first: usize,
     multiplier: f32,
+    signs: u32,
     #[comptime] below_7: bool,
 ) -> u32 {
     let mut pairs = Array::<u32>::new(4usize);
@@ -176,12 +177,28 @@ pub fn nearest_word(
     let low = ptx::permute(pairs[0], pairs[1], 0x40u32);
     let high = ptx::permute(pairs[2], pairs[3], 0x40u32);
     let magnitudes = ptx::permute(low, high, 0x5410u32);
-    magnitudes | (sign_nibbles(values, first) & 0x8888_8888u32)
+    magnitudes | (signs & 0x8888_8888u32)
 }
 
-/// The sign of each of eight values, repeated over its nibble.
+/// The signs of eight values in four bf16 pairs from pair `first` on, each repeated over its nibble.
+/// Needs PTX.
 #[cube]
-fn sign_nibbles(values: &Array<f32>, #[comptime] first: usize) -> u32 {
+pub fn sign_nibbles_of_pairs(pairs: &Array<u32>, #[comptime] first: usize) -> u32 {
+    // Elements 0, 2, 1, 3, a byte each.
+    let low = ptx::permute(pairs[first], pairs[comptime!(first + 1)], 0xFBD9u32);
+    let high = ptx::permute(
+        pairs[comptime!(first + 2)],
+        pairs[comptime!(first + 3)],
+        0xFBD9u32,
+    );
+    let even = ptx::permute(low, high, 0x5410u32);
+    let odd = ptx::permute(low, high, 0x7632u32);
+    (even & 0x0F0F_0F0Fu32) | (odd & 0xF0F0_F0F0u32)
+}
+
+/// The sign of each of eight values, repeated over its nibble. Needs PTX.
+#[cube]
+pub fn sign_nibbles(values: &Array<f32>, #[comptime] first: usize) -> u32 {
     let mut halves = Array::<u32>::new(2usize);
     #[unroll]
     for odd in 0..2usize {
@@ -198,12 +215,13 @@ fn sign_nibbles(values: &Array<f32>, #[comptime] first: usize) -> u32 {
 }
 
 /// The codes of eight of `values · multiplier` from element `first` on, rounded by the bytes of `low`
-/// (the first four) and `high`. Needs PTX; see [`ptx::code_units_x2`].
+/// (the first four) and `high`; `signs` are those of [`sign_nibbles()`]. Needs PTX; see [`ptx::code_units_x2`].
 #[cube]
 pub fn stochastic_word(
     values: &Array<f32>,
     #[comptime] first: usize,
     multiplier: f32,
+    signs: u32,
     low: u32,
     high: u32,
 ) -> u32 {
@@ -230,7 +248,7 @@ pub fn stochastic_word(
     }
     let magnitudes =
         ((halves[0] >> 1u32) & 0x0707_0707u32) | ((halves[1] << 3u32) & 0x7070_7070u32);
-    magnitudes | (sign_nibbles(values, first) & 0x8888_8888u32)
+    magnitudes | (signs & 0x8888_8888u32)
 }
 
 #[cube]

@@ -588,15 +588,15 @@ impl ScaleTable {
         }
     }
 
-    /// The caller synchronises before and after.
-    fn fill(&mut self, amax: f32, #[comptime] policy: BlockPolicy) {
+    /// Filled by `count` units, of which this is number `unit`. The caller synchronises before and after.
+    fn fill(&mut self, amax: f32, unit: u32, count: u32, #[comptime] policy: BlockPolicy) {
         let global = GlobalScale::from_amax(amax, policy.scaling);
-        let mut byte = UNIT_POS;
+        let mut byte = unit;
         while byte < 128u32 {
             self.multipliers[byte as usize] = global.encode_multiplier(byte, policy.conversion);
-            byte += CUBE_DIM;
+            byte += count;
         }
-        if UNIT_POS == 0u32 {
+        if unit == 0u32 {
             self.scalars[0] = global.amax;
             self.scalars[1] = global.encode;
             self.scalars[2] = global.block;
@@ -615,11 +615,13 @@ impl ScaleTable {
 }
 
 /// Scale byte and codes of the block of `values` from `first` on, whose largest magnitude is `amax`.
-/// In a 16x16 tile `scale` is that of the tile, and `below_7` said of all of it.
+/// In a 16x16 tile `scale` is that of the tile, and `below_7` said of all of it. `pairs` and `in_pairs`
+/// are those of [`encode_block()`].
 #[cube]
 fn quantize_by_table(
     values: &Array<f32>,
     #[comptime] first: usize,
+    pairs: &Array<u32>,
     amax: f32,
     scale: u32,
     below_7: bool,
@@ -628,6 +630,7 @@ fn quantize_by_table(
     index: u64,
     random: &Random,
     #[comptime] tiles: bool,
+    #[comptime] in_pairs: bool,
     #[comptime] plan: CopyPlan,
 ) -> Encoded {
     let policy = comptime!(plan.policy);
@@ -651,7 +654,9 @@ fn quantize_by_table(
         };
         Encoded {
             scale,
-            codes: encode_block(values, first, multiplier, below_7, index, random, policy),
+            codes: encode_block(
+                values, first, pairs, multiplier, below_7, index, random, in_pairs, policy,
+            ),
         }
     }
 }
@@ -720,13 +725,31 @@ pub fn quantize_tiles_kernel<F: Numeric, N: Size>(
         let tile = groups.locate(index, &shape, span, grouping, kind);
         if tile.group != table_group {
             table_group = tile.group;
-            if comptime!(plan.row.is_some_and(|row| !row.per_outer)) {
+            // Half of the units for each table, where there are two to fill.
+            let row_tabled = comptime!(plan.row.is_some_and(|row| !row.per_outer));
+            let col_tabled = comptime!(plan.col.is_some_and(|col| !col.per_outer) && !plan.tiles);
+            let halves = comptime!(row_tabled && col_tabled && units == 256);
+            let count = comptime!(if halves {
+                units as u32 / 2
+            } else {
+                units as u32
+            });
+            if comptime!(row_tabled) {
                 let policy = comptime!(plan.row.unwrap().policy);
-                row_table.fill(row_amax[tile.group], policy);
+                if UNIT_POS < count {
+                    row_table.fill(row_amax[tile.group], UNIT_POS, count, policy);
+                }
             }
-            if comptime!(plan.col.is_some_and(|col| !col.per_outer)) {
+            if comptime!(col_tabled) {
                 let policy = comptime!(plan.col.unwrap().policy);
-                col_table.fill(col_amax[tile.group], policy);
+                let unit = if comptime!(halves) {
+                    UNIT_POS - count
+                } else {
+                    UNIT_POS
+                };
+                if unit < count {
+                    col_table.fill(col_amax[tile.group], unit, count, policy);
+                }
             }
         }
         tile::finish_load(asynchronous);
@@ -871,6 +894,7 @@ fn quantize_rows_of_tile(
             let encoded = quantize_by_table(
                 &block,
                 0usize,
+                &words,
                 largest,
                 of_tile & 0xFFu32,
                 of_tile > 0xFFu32,
@@ -879,6 +903,9 @@ fn quantize_rows_of_tile(
                 logical,
                 random,
                 tiles,
+                comptime!(
+                    conversion.has_ptx() && kind == FloatKind::Bf16 && plan.hadamard.is_none()
+                ),
                 plan,
             );
             scale = encoded.scale;
@@ -1010,6 +1037,7 @@ fn quantize_columns(
                             let encoded = quantize_by_table(
                                 &values,
                                 from,
+                                &pairs,
                                 largest,
                                 0u32.runtime(),
                                 false.runtime(),
@@ -1018,6 +1046,7 @@ fn quantize_columns(
                                 logical,
                                 random,
                                 false,
+                                comptime!(conversion.has_ptx() && plan.hadamard.is_some()),
                                 plan,
                             );
                             let slot = stage_slot(word, half as usize);
