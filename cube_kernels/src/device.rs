@@ -626,6 +626,11 @@ pub(crate) fn download(
     Ok(bytes[..len].to_vec())
 }
 
+/// Whether vectors of 16 bytes may be loaded from the start of the buffer.
+pub(crate) fn is_aligned(handle: &Handle) -> bool {
+    handle.offset_start.unwrap_or(0).is_multiple_of(16)
+}
+
 pub(crate) fn check_memory(
     argument: &'static str,
     handle: &Handle,

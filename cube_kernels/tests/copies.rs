@@ -736,6 +736,152 @@ fn per_token_in_one_read() {
     }
 }
 
+/// Per token along both axes: maxima in one read, copies in another; the column-wise copy alone, too.
+#[test]
+fn per_token_of_columns() {
+    let client = client!("per_token_of_columns");
+    for (cols, sizes) in [(48, vec![33]), (144, vec![0, 130, 16, 0]), (272, vec![300])] {
+        let rows: usize = sizes.iter().sum();
+        let x = convert::<bf16>(&values(Kind::Heavy, rows * cols, cols as u32));
+        let matrix = upload(&client, &x, rows, cols);
+        let groups = if sizes.len() == 1 {
+            Groups::One
+        } else {
+            offsets(&client, &sizes)
+        };
+        let parts = split(&x, &sizes, cols);
+        for col in [
+            policy(NEAREST, BlockScaling::Standard, COMPACT),
+            CopyPolicy {
+                rounding: STOCHASTIC,
+                hadamard: Some(Hadamard::default()),
+                ..policy(NEAREST, BlockScaling::Headroom, SWIZZLED)
+            },
+            transformed(HadamardSize::H64, STOCHASTIC),
+        ] {
+            let row = policy(STOCHASTIC, BlockScaling::Standard, COMPACT);
+            let expected = |axis, copy: &CopyPolicy| {
+                let hadamard = copy.hadamard.as_ref();
+                let amax = host_amax(&parts, cols, axis, AmaxScope::Outer, hadamard);
+                expected_copies(&parts, cols, axis, &amax, copy)
+            };
+            let what = format!("{rows}x{cols} {sizes:?} {col:?}");
+            let expected_col = expected(PackedAxis::Rows, &col);
+            let alone =
+                ops::quantize_per_token_cols(&client, &matrix, &groups, &col.into()).unwrap();
+            assert_copies(&client, &alone, &expected_col, &format!("{what}: alone"));
+            let (row_found, col_found) =
+                ops::quantize_per_token_both(&client, &matrix, &groups, &row.into(), &col.into())
+                    .unwrap();
+            let expected_row = expected(PackedAxis::Cols, &row);
+            assert_copies(&client, &row_found, &expected_row, &format!("{what}: row"));
+            assert_copies(&client, &col_found, &expected_col, &format!("{what}: col"));
+        }
+    }
+}
+
+/// The shapes of TransformerEngine's quantization tests, with what training asks for: along rows to
+/// nearest, down columns transformed and stochastically, in one read.
+#[test]
+fn shapes_of_transformer_engine() {
+    let client = client!("shapes_of_transformer_engine");
+    for (rows, cols) in [
+        (128, 128),
+        (256, 256),
+        (256, 272),
+        (304, 304),
+        (320, 256),
+        (1024, 256),
+    ] {
+        let x = convert::<bf16>(&values(Kind::Heavy, rows * cols, rows as u32));
+        let row = policy(NEAREST, BlockScaling::Standard, COMPACT);
+        let col = CopyPolicy {
+            hadamard: Some(Hadamard::default()),
+            ..policy(STOCHASTIC, BlockScaling::Standard, COMPACT)
+        };
+        let scope = AmaxScope::Group;
+        let copies = (Some((row, scope)), Some((col, scope)));
+        check(
+            &client,
+            &x,
+            (rows, cols),
+            &[rows],
+            &Groups::One,
+            copies.0,
+            copies.1,
+        );
+    }
+}
+
+/// Its largest shapes, on a GPU only: some rows and some columns against the oracle.
+#[test]
+fn large_shapes_by_samples() {
+    let client = client!("large_shapes_by_samples");
+    if client.name() != "cuda" {
+        println!("SKIPPED: large_shapes_by_samples: for a GPU");
+        return;
+    }
+    for (rows, cols) in [(8192usize, 8192usize), (14336, 16384)] {
+        let x: Vec<bf16> = (0..rows * cols)
+            .map(|i| {
+                let hash = (i as u32).wrapping_mul(0x9E37_79B9) ^ (i as u32 >> 7);
+                let hash = hash.wrapping_mul(0x85EB_CA6B);
+                // Magnitudes from 2^-15 to 2, both signs.
+                bf16::from_bits(((hash >> 16) & 0x8000 | (0x3800 + (hash & 0x7ff))) as u16)
+            })
+            .collect();
+        let matrix = upload(&client, &x, rows, cols);
+        let row = policy(STOCHASTIC, BlockScaling::Standard, COMPACT);
+        let col = CopyPolicy {
+            hadamard: Some(Hadamard::default()),
+            ..policy(STOCHASTIC, BlockScaling::Standard, COMPACT)
+        };
+        let request = AmaxRequest {
+            rows: Some(AmaxScope::Group),
+            cols: Some((AmaxScope::Group, col.hadamard)),
+        };
+        let maxima = ops::amaxes(&client, &matrix, &Groups::One, &request).unwrap();
+        let (row_amax, col_amax) = (maxima.rows.unwrap(), maxima.cols.unwrap());
+        let [row_request, col_request] =
+            [(&row_amax, row), (&col_amax, col)].map(|(amax, copy)| CopyRequest {
+                amax,
+                scope: AmaxScope::Group,
+                copy: copy.into(),
+            });
+        let found =
+            ops::quantize_both(&client, &matrix, &Groups::One, &row_request, &col_request).unwrap();
+        let amaxes = [&row_amax, &col_amax].map(|amax| floats(&read(&client, amax))[0]);
+        assert_eq!(amaxes[0], reference::amax(&x));
+        assert_eq!(
+            amaxes[1],
+            reference::amax_rht(&x, rows, cols, &col.hadamard.unwrap())
+        );
+        let stored = [&found.0, &found.1]
+            .map(|copy| (read(&client, &copy.codes), read(&client, &copy.scales)));
+        for sample in 0..64 {
+            let (r, c) = (sample * (rows - 1) / 63, sample * (cols - 1) / 63);
+            let column: Vec<bf16> = (0..rows).map(|r| x[r * cols + c]).collect();
+            let along = (&x[r * cols..][..cols], 1, cols, PackedAxis::Cols, r, &row);
+            let down = (column.as_slice(), rows, 1, PackedAxis::Rows, c, &col);
+            for (i, (x, rows, cols, axis, line, copy)) in [along, down].into_iter().enumerate() {
+                let blocks = rows * cols / 16;
+                let first = (line * blocks) as u64;
+                let amax = Amax::Tensor(amaxes[i]);
+                let expected =
+                    reference::quantize(x, rows, cols, axis, &amax, copy, first).unwrap();
+                let (codes, scales) = &stored[i];
+                let what = format!("{axis:?} line {line}");
+                assert_bytes(
+                    &codes[line * blocks * 8..][..blocks * 8],
+                    expected.codes(),
+                    &what,
+                );
+                assert_bytes(&scales[line * blocks..][..blocks], expected.scales(), &what);
+            }
+        }
+    }
+}
+
 /// The offset in device memory advances, carries into its high word, and wraps.
 #[test]
 fn device_offsets_advance() {
@@ -798,6 +944,7 @@ fn launch_geometry_does_not_matter() {
                 SignsLaunch::new(0, 0, 0, 0),
                 rows,
                 cols / 16,
+                false,
                 CopyPlan {
                     policy: BlockPolicy {
                         stochastic: true,
@@ -806,6 +953,7 @@ fn launch_geometry_does_not_matter() {
                         conversion: Conversion::Software,
                     },
                     hadamard: None,
+                    default_signs: false,
                     swizzled: false,
                     per_outer: false,
                 },

@@ -144,8 +144,10 @@ fn sources(conversion: Conversion) -> Vec<Source> {
                         rows: Some(AmaxScope::Group),
                         cols: Some(AmaxScope::Outer),
                         hadamard,
+                        default_signs: hadamard == Some(HadamardSize::H16),
                         grouping,
                         elements: false,
+                        units: 256,
                         planes: true,
                         conversion,
                     },
@@ -186,6 +188,23 @@ fn sources(conversion: Conversion) -> Vec<Source> {
                 dtype,
                 elem,
             );
+            add!(
+                format!("dequantize_col_pairs-{tag}"),
+                None,
+                ops::kernels::dequantize_col_pairs_kernel::create_dummy_kernel,
+                address,
+                buffer(blocks / 2),
+                buffer(blocks / 4),
+                buffer(1),
+                buffer(rows * cols / 2),
+                rows,
+                cols,
+                cols / 16,
+                2688.0f32,
+                false,
+                dtype,
+                elem,
+            );
             for bias in [false, true] {
                 let epilogue = gemm::kernels::Epilogue {
                     bias,
@@ -220,6 +239,7 @@ fn sources(conversion: Conversion) -> Vec<Source> {
                     conversion,
                 },
                 hadamard,
+                default_signs: hadamard == Some(HadamardSize::H16) && !device_offset,
                 swizzled: device_offset,
                 per_outer: hadamard.is_some() && device_offset,
             };
@@ -258,6 +278,7 @@ fn sources(conversion: Conversion) -> Vec<Source> {
                     signs(),
                     rows,
                     cols / 16,
+                    true,
                     plan,
                     dtype,
                 );
@@ -300,6 +321,12 @@ fn sources(conversion: Conversion) -> Vec<Source> {
                 ),
                 (Some(row_plans[0]), Some(row_plans[0]), true),
                 (Some(row_plans[3]), Some(row_plans[3]), true),
+                (Some(row_plans[0]), Some(row_plans[0]), false),
+                (
+                    Some(row_plans[0]),
+                    Some(copy(true, false, standard, h16)),
+                    false,
+                ),
             ];
             for (i, (row, col, tiles)) in tile_plans.into_iter().enumerate() {
                 // With a scale for the whole tile the codes of four over six need no errors.
@@ -317,6 +344,7 @@ fn sources(conversion: Conversion) -> Vec<Source> {
                     buffer(words / 4),
                     buffer(3),
                     ShapeLaunch::new(rows, cols, 2, 4),
+                    4usize,
                     blocks,
                     buffer(1),
                     buffer(blocks),
@@ -341,6 +369,7 @@ fn sources(conversion: Conversion) -> Vec<Source> {
                             Grouping::One
                         },
                         elements: false,
+                        units: 256,
                     },
                     dtype,
                     word,
@@ -367,9 +396,18 @@ fn check_target(arch: &str, conversion: Conversion) {
             text,
             conversions,
         } = source;
+        if std::env::var("NVFP4_ONLY").is_ok_and(|only| !name.contains(&only)) {
+            continue;
+        }
         let code = tools
             .compile(&text, arch)
             .unwrap_or_else(|log| panic!("{name} for {arch}:\n{log}\n{text}"));
+        if let Some(folder) = std::env::var_os("NVFP4_DUMP") {
+            // Read by people who count instructions.
+            let file = std::path::Path::new(&folder).join(format!("{name}-{arch}"));
+            std::fs::write(file.with_extension("cu"), &text).unwrap();
+            std::fs::write(file.with_extension("cubin"), &code).unwrap();
+        }
         let Some(expected) = conversions else {
             continue;
         };

@@ -5,7 +5,8 @@ use cubecl::prelude::*;
 use super::{
     codec::{
         Conversion, binade_bits, clamp_to_six, code_of, decode_e4m3, magnitude_bits, nearest_bits,
-        round_nearest, round_stochastic,
+        nearest_word, round_nearest, round_stochastic, sign_nibbles, sign_nibbles_of_pairs,
+        stochastic_word,
     },
     philox::{Random, block_words},
     ptx,
@@ -80,6 +81,28 @@ pub fn block_amax(
     }
 }
 
+/// The largest magnitude in eight bf16 pairs from `first` on; NaN if there is one. Needs PTX.
+#[cube]
+pub fn pairs_amax(pairs: &Array<u32>, #[comptime] first: usize) -> f32 {
+    let both = max_of_pairs(pairs, first, 8usize);
+    let low = f32::reinterpret(both << 16u32);
+    ptx::max_abs_nan(low, f32::reinterpret(both & 0xFFFF_0000u32))
+}
+
+/// The largest magnitudes in the lower and in the upper halves of bf16 pairs, as a pair. Needs PTX.
+#[cube]
+pub fn max_of_pairs(pairs: &Array<u32>, #[comptime] first: usize, #[comptime] count: usize) -> u32 {
+    // Magnitudes would cost an instruction each.
+    let mut high = pairs[first];
+    let mut low = pairs[first];
+    #[unroll]
+    for i in 1..count {
+        high = ptx::max_nan_bf16x2(high, pairs[comptime!(first + i)]);
+        low = ptx::min_nan_bf16x2(low, pairs[comptime!(first + i)]);
+    }
+    ptx::max_abs_nan_bf16x2(high, low)
+}
+
 /// Scale byte and codes of the 16 values of `block` from `first` on. `index` is the logical index of
 /// the block in the stored matrix.
 #[cube]
@@ -92,75 +115,150 @@ pub fn quantize_block(
     #[comptime] policy: BlockPolicy,
 ) -> Encoded {
     let amax = block_amax(block, first, policy.conversion);
+    quantize_with_amax(block, first, amax, global, index, random, policy)
+}
+
+/// [`quantize_block`] of a block whose largest magnitude is known.
+#[cube]
+pub fn quantize_with_amax(
+    block: &Array<f32>,
+    #[comptime] first: usize,
+    amax: f32,
+    global: &GlobalScale,
+    index: u64,
+    random: &Random,
+    #[comptime] policy: BlockPolicy,
+) -> Encoded {
     match comptime!(policy.scaling) {
         BlockScaling::FourOverSix(norm) => four_over_six(block, first, amax, global, norm, policy),
         _ => {
             let scale = global.block_scale(amax, policy.scaling, policy.conversion);
             let multiplier = global.encode_multiplier(scale, policy.conversion);
+            let below_7 = stays_below_7(amax, multiplier);
             Encoded {
                 scale,
-                codes: encode_block(block, first, multiplier, index, random, policy),
+                codes: encode_block(
+                    block,
+                    first,
+                    &Array::<u32>::new(1usize),
+                    multiplier,
+                    below_7,
+                    index,
+                    random,
+                    false,
+                    policy,
+                ),
             }
         }
     }
 }
 
-/// The codes of 16 values, given the multiplier of their scale.
+/// Whether the elements of a block with this largest magnitude and multiplier stay below 7, beyond
+/// which they would have to be clamped before they are rounded to nearest. So they do where the scale
+/// byte has all its bits; false for NaN.
+#[cube]
+pub fn stays_below_7(amax: f32, multiplier: f32) -> bool {
+    amax * multiplier < 7.0f32
+}
+
+/// The codes of 16 values, given the multiplier of their scale; `below_7` as
+/// [`stays_below_7()`] says. Where they are `in_pairs`, too, `pairs` holds them as bf16 from pair
+/// `first / 2` on, from which their signs take fewer instructions.
 #[cube]
 pub fn encode_block(
     block: &Array<f32>,
     #[comptime] first: usize,
+    pairs: &Array<u32>,
     multiplier: f32,
+    below_7: bool,
     index: u64,
     random: &Random,
+    #[comptime] in_pairs: bool,
     #[comptime] policy: BlockPolicy,
 ) -> Vector<u32, Const<2>> {
-    let mut scaled = Array::<f32>::new(16usize);
-    #[unroll]
-    for i in 0..16usize {
-        scaled[i] = block[comptime!(first + i)] * multiplier;
-    }
+    let conversion = comptime!(policy.conversion);
+    let native = comptime!(if policy.stochastic {
+        conversion == Conversion::Hardware
+    } else {
+        conversion.has_nearest()
+    });
     let mut codes = Vector::<u32, Const<2>>::empty();
-    if comptime!(policy.stochastic) {
-        let words = block_words(index, random);
+    let words = if comptime!(policy.stochastic) {
+        block_words(index, random)
+    } else {
+        Array::<u32>::new(4usize)
+    };
+    if comptime!(!native && conversion.has_ptx()) {
+        let mut signs = Array::<u32>::new(2usize);
         #[unroll]
         for half in 0..2usize {
-            let first = comptime!(half * 8);
-            if comptime!(policy.conversion == Conversion::Hardware) {
+            signs[half] = if comptime!(in_pairs) {
+                sign_nibbles_of_pairs(pairs, comptime!(first / 2 + half * 4))
+            } else {
+                sign_nibbles(block, comptime!(first + half * 8))
+            };
+        }
+        if comptime!(policy.stochastic) {
+            // Every element of a block with a NaN among them is one: so is its multiplier.
+            let finite = multiplier <= f32::MAX;
+            #[unroll]
+            for half in 0..2usize {
+                let from = comptime!(first + half * 8);
                 let low = words[comptime!(half * 2)];
                 let high = words[comptime!(half * 2 + 1)];
-                codes.insert(half, ptx::cvt_rs_e2m1x8(&scaled, first, low, high));
-            } else {
-                let mut word = 0u32;
-                #[unroll]
-                for i in 0..8usize {
-                    let element = comptime!(first + 7 - i);
-                    let code = round_stochastic(
-                        scaled[element],
-                        words[comptime!(element / 4)],
-                        comptime!(element as u32 % 4),
-                        policy.conversion,
-                    );
-                    word = word * 16u32 + code;
-                }
-                codes.insert(half, word);
+                let word = stochastic_word(block, from, multiplier, signs[half], low, high);
+                codes.insert(half, select(finite, word, 0x7777_7777u32));
+            }
+        } else if below_7 {
+            #[unroll]
+            for half in 0..2usize {
+                let from = comptime!(first + half * 8);
+                codes.insert(
+                    half,
+                    nearest_word(block, from, multiplier, signs[half], true),
+                );
+            }
+        } else {
+            let finite = multiplier <= f32::MAX;
+            #[unroll]
+            for half in 0..2usize {
+                let from = comptime!(first + half * 8);
+                let word = nearest_word(block, from, multiplier, signs[half], false);
+                codes.insert(half, select(finite, word, 0x7777_7777u32));
             }
         }
     } else {
+        let mut scaled = Array::<f32>::new(16usize);
+        #[unroll]
+        for i in 0..16usize {
+            scaled[i] = block[comptime!(first + i)] * multiplier;
+        }
         #[unroll]
         for half in 0..2usize {
             let first = comptime!(half * 8);
-            if comptime!(policy.conversion.has_nearest()) {
-                codes.insert(half, ptx::cvt_rn_e2m1x8(&scaled, first));
+            let word = if comptime!(native && policy.stochastic) {
+                let low = words[comptime!(half * 2)];
+                let high = words[comptime!(half * 2 + 1)];
+                ptx::cvt_rs_e2m1x8(&scaled, first, low, high)
+            } else if comptime!(native) {
+                ptx::cvt_rn_e2m1x8(&scaled, first)
             } else {
                 let mut word = 0u32;
                 #[unroll]
                 for i in 0..8usize {
                     let element = comptime!(first + 7 - i);
-                    word = word * 16u32 + round_nearest(scaled[element], policy.conversion);
+                    let code = if comptime!(policy.stochastic) {
+                        let random = words[comptime!(element / 4)];
+                        let byte = comptime!(element as u32 % 4);
+                        round_stochastic(scaled[element], random, byte, conversion)
+                    } else {
+                        round_nearest(scaled[element], conversion)
+                    };
+                    word = word * 16u32 + code;
                 }
-                codes.insert(half, word);
-            }
+                word
+            };
+            codes.insert(half, word);
         }
     }
     codes

@@ -6,11 +6,11 @@ use super::ptx;
 use crate::device::FloatKind;
 
 /// All bits of an `f32` but the sign.
-const MAGNITUDE: u32 = 0x7FFF_FFFF;
+pub(crate) const MAGNITUDE: u32 = 0x7FFF_FFFF;
 /// Bits of +infinity; magnitudes above are NaN.
-const INFINITY: u32 = 0x7F80_0000;
+pub(crate) const INFINITY: u32 = 0x7F80_0000;
 /// Bits of the canonical quiet NaN.
-const QUIET_NAN: u32 = 0x7FC0_0000;
+pub(crate) const QUIET_NAN: u32 = 0x7FC0_0000;
 /// Bits of 448.
 const E4M3_MAX: u32 = 0x43E0_0000;
 /// Bits of 2⁻⁶, the smallest normal E4M3 value.
@@ -147,6 +147,108 @@ fn dither(random: u32, #[comptime] byte: u32) -> f32 {
     } else {
         f32::reinterpret((half & 0xFF00u32) | (133u32 << 23u32)) - 64.0f32
     }
+}
+
+/// The codes of eight of `values · multiplier` from element `first` on, rounded to nearest, the first
+/// in the lowest nibble. `signs` are those of [`sign_nibbles()`]; `below_7` says that no product is larger than that. Needs PTX; see
+/// [`ptx::code_nearest`].
+#[cube]
+pub fn nearest_word(
+    values: &Array<f32>,
+    #[comptime] first: usize,
+    multiplier: f32,
+    signs: u32,
+    #[comptime] below_7: bool,
+) -> u32 {
+    let mut pairs = Array::<u32>::new(4usize);
+    #[unroll]
+    for pair in 0..4usize {
+        let even = values[comptime!(first + 2 * pair)];
+        let odd = values[comptime!(first + 2 * pair + 1)];
+        // Both forms take the same codes below 7; the first has fewer instructions, but of a kind that
+        // is issued every other cycle, and one in four by the second keeps both pipes busy.
+        pairs[pair] = if comptime!(below_7 && pair < 3) {
+            ptx::code_nearest_below_7(odd, multiplier) * 16u32
+                + ptx::code_nearest_below_7(even, multiplier)
+        } else {
+            ptx::code_nearest(odd, multiplier) * 16u32 + ptx::code_nearest(even, multiplier)
+        };
+    }
+    let low = ptx::permute(pairs[0], pairs[1], 0x40u32);
+    let high = ptx::permute(pairs[2], pairs[3], 0x40u32);
+    let magnitudes = ptx::permute(low, high, 0x5410u32);
+    magnitudes | (signs & 0x8888_8888u32)
+}
+
+/// The signs of eight values in four bf16 pairs from pair `first` on, each repeated over its nibble.
+/// Needs PTX.
+#[cube]
+pub fn sign_nibbles_of_pairs(pairs: &Array<u32>, #[comptime] first: usize) -> u32 {
+    // Elements 0, 2, 1, 3, a byte each.
+    let low = ptx::permute(pairs[first], pairs[comptime!(first + 1)], 0xFBD9u32);
+    let high = ptx::permute(
+        pairs[comptime!(first + 2)],
+        pairs[comptime!(first + 3)],
+        0xFBD9u32,
+    );
+    let even = ptx::permute(low, high, 0x5410u32);
+    let odd = ptx::permute(low, high, 0x7632u32);
+    (even & 0x0F0F_0F0Fu32) | (odd & 0xF0F0_F0F0u32)
+}
+
+/// The sign of each of eight values, repeated over its nibble. Needs PTX.
+#[cube]
+pub fn sign_nibbles(values: &Array<f32>, #[comptime] first: usize) -> u32 {
+    let mut halves = Array::<u32>::new(2usize);
+    #[unroll]
+    for odd in 0..2usize {
+        let mut pairs = Array::<u32>::new(2usize);
+        #[unroll]
+        for pair in 0..2usize {
+            let low = values[comptime!(first + odd + 4 * pair)];
+            let high = values[comptime!(first + odd + 4 * pair + 2)];
+            pairs[pair] = ptx::permute(u32::reinterpret(low), u32::reinterpret(high), 0x00FBu32);
+        }
+        halves[odd] = ptx::permute(pairs[0], pairs[1], 0x5410u32);
+    }
+    (halves[0] & 0x0F0F_0F0Fu32) | (halves[1] & 0xF0F0_F0F0u32)
+}
+
+/// The codes of eight of `values · multiplier` from element `first` on, rounded by the bytes of `low`
+/// (the first four) and `high`; `signs` are those of [`sign_nibbles()`]. Needs PTX; see [`ptx::code_units_x2`].
+#[cube]
+pub fn stochastic_word(
+    values: &Array<f32>,
+    #[comptime] first: usize,
+    multiplier: f32,
+    signs: u32,
+    low: u32,
+    high: u32,
+) -> u32 {
+    // Even elements, then odd ones: each a byte whose bits 1 to 3 are the code.
+    let mut halves = Array::<u32>::new(2usize);
+    #[unroll]
+    for odd in 0..2usize {
+        let mut quads = Array::<u32>::new(2usize);
+        #[unroll]
+        for quad in 0..2usize {
+            let element = comptime!(first + 4 * quad + odd);
+            let units =
+                ptx::code_units_x2(values[element], values[comptime!(element + 2)], multiplier);
+            let random = if comptime!(quad == 0) { low } else { high };
+            let bytes = if comptime!(odd == 0) {
+                random & 0x00FF_00FFu32
+            } else {
+                ptx::permute(random, 0u32, 0x4341u32)
+            };
+            // A random byte counts units of 1/256.
+            quads[quad] = bytes * 2u32 + units;
+        }
+        halves[odd] = ptx::permute(quads[0], quads[1], 0x7531u32);
+    }
+    let magnitudes =
+        ((halves[0] >> 1u32) & 0x0707_0707u32) | ((halves[1] << 3u32) & 0x7070_7070u32);
+    magnitudes | (signs & 0x8888_8888u32)
 }
 
 #[cube]

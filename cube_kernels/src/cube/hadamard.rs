@@ -37,6 +37,14 @@ impl Signs {
         };
         (word >> comptime!(i as u32 % 32)) & 1u32
     }
+
+    /// Those of elements `16 lane` to `16 lane + 15`, in the lower bits.
+    pub fn of_lane(&self, lane: usize) -> u32 {
+        let low = select(lane < 2usize, self.word0, self.word1);
+        let high = select(lane < 6usize, self.word2, self.word3);
+        let word = select(lane < 4usize, low, high);
+        word >> ((u32::cast_from(lane) & 1u32) * 16u32)
+    }
 }
 
 /// `values · H`, in place, without signs and without the factor: combines neighbours at distances
@@ -58,6 +66,24 @@ pub fn butterfly(values: &mut Array<f32>, #[comptime] size: HadamardSize) {
     }
 }
 
+/// The first `count` of `values · 1/√size`, rounded to bf16, in pairs. Needs PTX.
+#[cube]
+pub fn normalized_pairs(
+    values: &Array<f32>,
+    #[comptime] count: usize,
+    #[comptime] size: HadamardSize,
+) -> Array<u32> {
+    let factor = comptime!(size.factor());
+    let mut pairs = Array::<u32>::new(comptime!(count / 2));
+    #[unroll]
+    for pair in 0..comptime!(count / 2) {
+        let low = values[comptime!(2 * pair)] * factor;
+        let high = values[comptime!(2 * pair + 1)] * factor;
+        pairs[pair] = ptx::cvt_bf16x2(low, high);
+    }
+    pairs
+}
+
 /// `values · 1/√size`, rounded to bf16: the second half of a transform.
 #[cube]
 pub fn normalize(
@@ -65,18 +91,24 @@ pub fn normalize(
     #[comptime] size: HadamardSize,
     #[comptime] conversion: Conversion,
 ) {
-    let factor = comptime!(size.factor());
-    #[unroll]
-    for pair in 0..comptime!(size.elements() / 2) {
-        let low = values[comptime!(2 * pair)] * factor;
-        let high = values[comptime!(2 * pair + 1)] * factor;
-        if comptime!(conversion.has_ptx()) {
-            let word = ptx::cvt_bf16x2(low, high);
-            values[comptime!(2 * pair)] = f32::reinterpret(word << 16u32);
-            values[comptime!(2 * pair + 1)] = f32::reinterpret(word & 0xFFFF_0000u32);
-        } else {
-            values[comptime!(2 * pair)] = round_to_bf16(low);
-            values[comptime!(2 * pair + 1)] = round_to_bf16(high);
+    if comptime!(conversion.has_ptx()) {
+        let pairs = normalized_pairs(&*values, comptime!(size.elements()), size);
+        unpack_pairs(&pairs, values, comptime!(size.elements()));
+    } else {
+        let factor = comptime!(size.factor());
+        #[unroll]
+        for i in 0..comptime!(size.elements()) {
+            values[i] = round_to_bf16(values[i] * factor);
         }
+    }
+}
+
+/// The `count` values of bf16 pairs.
+#[cube]
+pub fn unpack_pairs(pairs: &Array<u32>, values: &mut Array<f32>, #[comptime] count: usize) {
+    #[unroll]
+    for pair in 0..comptime!(count / 2) {
+        values[comptime!(2 * pair)] = f32::reinterpret(pairs[pair] << 16u32);
+        values[comptime!(2 * pair + 1)] = f32::reinterpret(pairs[pair] & 0xFFFF_0000u32);
     }
 }

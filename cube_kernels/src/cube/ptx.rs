@@ -216,3 +216,190 @@ pub fn cvt_bf16x2(low: f32, high: f32) -> u32 {
     );
     u32::reinterpret(word)
 }
+
+/// A word whose lowest byte is the E2M1 code nearest to `value · multiplier`, sign apart, ties to even.
+///
+/// The code of a magnitude `y` is, before rounding, a sum of three clamped lines,
+/// `4 sat(y/2) + 2 sat(y/2 - 1) + sat(y/2 - 2)`: each is a saturating multiply-add, exact where it is
+/// not clamped (`y/2` within a factor of two of what is subtracted: Sterbenz), and where one is not
+/// clamped those before it are whole, even numbers of codes. So one rounding happens, by the addition
+/// to 2²³, whose unit in the last place is one code, ties to even codes. No integer operation: these
+/// run at half the rate of floating-point ones on the GPUs this is for. NaN saturates to zero: the
+/// caller replaces it.
+///
+/// PTX ISA 2.0 and later, section "Floating Point Instructions: fma". All targets.
+#[cube]
+pub fn code_nearest(value: f32, multiplier: f32) -> u32 {
+    let value = f32::reinterpret(value);
+    let multiplier = f32::reinterpret(multiplier);
+    let bits: u32;
+    gpu_asm!(
+        "{{ .reg .f32 y, s, t; abs.f32 y, {v}; mul.rn.f32 y, y, {m};",
+        "mul.rn.sat.f32 s, y, 0f3F000000; fma.rn.f32 t, s, 0f40800000, 0f4B000000;",
+        "fma.rn.sat.f32 s, y, 0f3F000000, 0fBF800000; fma.rn.f32 t, s, 0f40000000, t;",
+        "fma.rn.sat.f32 s, y, 0f3F000000, 0fC0000000; add.rn.f32 t, t, s;",
+        "mov.b32 {o}, t; }}",
+        o = out(_) bits, v = in(_) value, m = in(_) multiplier,
+        options(pure, nomem)
+    );
+    u32::reinterpret(bits)
+}
+
+/// [`code_nearest`] in fewer instructions for products below 7, where nothing has to be clamped: the
+/// sum of [`codec::nearest_bits`](super::codec::nearest_bits), without the mask, which only bits from
+/// the eighth on would need.
+///
+/// PTX ISA 2.0 and later, section "Floating Point Instructions: fma". All targets.
+#[cube]
+pub fn code_nearest_below_7(value: f32, multiplier: f32) -> u32 {
+    let value = f32::reinterpret(value);
+    let multiplier = f32::reinterpret(multiplier);
+    let bits: u32;
+    gpu_asm!(
+        "{{ .reg .f32 y, t; .reg .b32 b, u; abs.f32 y, {v}; mul.rn.f32 y, y, {m};",
+        "max.f32 t, y, 0f3F800000; mov.b32 b, t; and.b32 b, b, 0x7F800000; mov.b32 t, b;",
+        "fma.rn.f32 t, t, 0f4A800002, y; mov.b32 u, t;",
+        "shr.u32 b, b, 22; add.u32 {o}, u, b; }}",
+        o = out(_) bits, v = in(_) value, m = in(_) multiplier,
+        options(pure, nomem)
+    );
+    u32::reinterpret(bits)
+}
+
+/// The magnitudes `y` of `low · multiplier` and `high · multiplier` in units of 1/512 of a code, cut
+/// off, one in each half of the word; 7 codes at most, NaN too.
+///
+/// The bits of a magnitude divided by 2¹⁴, as an f16, are that number: below 1 it is an f16 subnormal,
+/// as it is one in E2M1, and from 1 on exponent and first mantissa bit are the code. Below a magnitude
+/// of 0.5 the specification rounds `y + r/512` to an `f32` before it cuts off: what comes within
+/// 2⁻²⁶ of 0.5 from below counts as 0.5. Adding 2⁻²⁶ toward zero does that, and from 0.5 on never
+/// reaches the next multiple of 1/512: where such a `y` has a place for 2⁻²⁶ at all, that is its last
+/// one. Both cuts go toward zero, so that the first does not disturb the second.
+///
+/// PTX ISA 7.0 and later, sections "Floating Point Instructions: fma", "Data Movement and Conversion
+/// Instructions: cvt" and "Half Precision Floating Point Instructions: min". Targets: sm_80 and later.
+#[cube]
+pub fn code_units_x2(low: f32, high: f32, multiplier: f32) -> u32 {
+    let low = f32::reinterpret(low);
+    let high = f32::reinterpret(high);
+    let multiplier = f32::reinterpret(multiplier);
+    let units: u32;
+    gpu_asm!(
+        "{{ .reg .f32 a, b; .reg .b32 h, m; abs.f32 a, {l}; mul.rn.f32 a, a, {m};",
+        "abs.f32 b, {h}; mul.rn.f32 b, b, {m};",
+        "fma.rz.f32 a, a, 0f38800000, 0f2B800000; fma.rz.f32 b, b, 0f38800000, 0f2B800000;",
+        "cvt.rz.f16x2.f32 h, b, a; mov.b32 m, 0x0E000E00; min.f16x2 {o}, h, m; }}",
+        o = out(_) units, l = in(_) low, h = in(_) high, m = in(_) multiplier,
+        options(pure, nomem)
+    );
+    u32::reinterpret(units)
+}
+
+/// Four bytes of `a` (numbers 0 to 3) and `b` (4 to 7), chosen by the nibbles of `selector`, lowest
+/// first; bit 3 of a nibble fills the byte with its top bit: `prmt.b32`.
+///
+/// PTX ISA 2.0 and later, section "Data Movement and Conversion Instructions: prmt". All targets.
+#[cube]
+pub fn permute(a: u32, b: u32, #[comptime] selector: u32) -> u32 {
+    let a = u32::reinterpret(a);
+    let b = u32::reinterpret(b);
+    let bytes: u32;
+    gpu_asm!(
+        "prmt.b32 {o}, {a}, {b}, {s};",
+        o = out(_) bytes, a = in(_) a, b = in(_) b, s = in(_) selector,
+        options(pure, nomem)
+    );
+    u32::reinterpret(bytes)
+}
+
+/// The larger in each half, both bf16; NaN where one of them is: `max.NaN.bf16x2`, two of which make one
+/// instruction.
+///
+/// PTX ISA 7.0 and later, section "Half Precision Floating Point Instructions: max". Targets: sm_80 and
+/// later.
+#[cube]
+pub fn max_nan_bf16x2(a: u32, b: u32) -> u32 {
+    let a = u32::reinterpret(a);
+    let b = u32::reinterpret(b);
+    let result: u32;
+    gpu_asm!(
+        "max.NaN.bf16x2 {o}, {a}, {b};",
+        o = out(_) result, a = in(_) a, b = in(_) b,
+        options(pure, nomem)
+    );
+    u32::reinterpret(result)
+}
+
+/// The smaller in each half, both bf16; NaN where one of them is: `min.NaN.bf16x2`.
+///
+/// PTX ISA 7.0 and later, section "Half Precision Floating Point Instructions: min". Targets: sm_80 and
+/// later.
+#[cube]
+pub fn min_nan_bf16x2(a: u32, b: u32) -> u32 {
+    let a = u32::reinterpret(a);
+    let b = u32::reinterpret(b);
+    let result: u32;
+    gpu_asm!(
+        "min.NaN.bf16x2 {o}, {a}, {b};",
+        o = out(_) result, a = in(_) a, b = in(_) b,
+        options(pure, nomem)
+    );
+    u32::reinterpret(result)
+}
+
+/// The larger magnitude in each half, both bf16; NaN where one of them is: `max.NaN.bf16x2`.
+///
+/// PTX ISA 7.0 and later, section "Half Precision Floating Point Instructions: max". Targets: sm_80 and
+/// later.
+#[cube]
+pub fn max_abs_nan_bf16x2(a: u32, b: u32) -> u32 {
+    let a = u32::reinterpret(a);
+    let b = u32::reinterpret(b);
+    let result: u32;
+    gpu_asm!(
+        "{{ .reg .b32 s, t; abs.bf16x2 s, {a}; abs.bf16x2 t, {b}; max.NaN.bf16x2 {o}, s, t; }}",
+        o = out(_) result, a = in(_) a, b = in(_) b,
+        options(pure, nomem)
+    );
+    u32::reinterpret(result)
+}
+
+/// `value` of the unit of this plane whose number differs by the bits of `mask`: `shfl.sync.bfly.b32` of
+/// all 32 units, which must all be here. CubeCL's own shuffle asks which units are active, which costs
+/// four times as much.
+///
+/// PTX ISA 6.0 and later, section "Data Movement and Conversion Instructions: shfl.sync". All targets.
+#[cube]
+pub fn shuffle_xor(value: f32, #[comptime] mask: u32) -> f32 {
+    let value = f32::reinterpret(value);
+    let other: f32;
+    gpu_asm!(
+        "shfl.sync.bfly.b32 {o}, {v}, {m}, 0x1f, 0xffffffff;",
+        o = out(_) other, v = in(_) value, m = in(_) mask
+    );
+    f32::reinterpret(other)
+}
+
+/// Starts a copy of 16 bytes, `offset` bytes behind `from`, to address `to` in shared memory (see
+/// [`shared_address`](super::ptx_sm90::shared_address)), or writes zeros there: `cp.async.cg`.
+///
+/// PTX ISA 7.0 and later, section "Data Movement and Conversion Instructions: cp.async". Targets: sm_80
+/// and later. Without `valid` nothing is read.
+#[cube]
+pub fn copy_async_16<T: CubePrimitive>(to: u32, from: *const T, offset: u64, valid: bool) {
+    let bytes = select(valid, 16u32, 0u32);
+    gpu_asm!(
+        "{{ .reg .u64 p; add.u64 p, {f}, {i};",
+        "cp.async.cg.shared.global [{t}], [p], 16, {n}; }}",
+        t = in(_) to, f = in(_) from, i = in(_) offset, n = in(_) bytes
+    );
+}
+
+/// Waits for all copies that this unit has started: `cp.async.wait_all`.
+///
+/// PTX ISA 7.0 and later, section "Data Movement and Conversion Instructions: cp.async.wait_all".
+/// Targets: sm_80 and later.
+#[cube]
+pub fn copy_async_wait() {
+    gpu_asm!("cp.async.wait_all;");
+}

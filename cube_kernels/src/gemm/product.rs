@@ -11,7 +11,7 @@ use super::{
 };
 use crate::{
     BLOCK, Nvfp4Error,
-    device::{AmaxScope, Capabilities, DevicePacked, FloatKind, GemmPath, Matrix},
+    device::{AmaxScope, Capabilities, DevicePacked, FloatKind, GemmPath, Matrix, is_aligned},
     ops,
 };
 
@@ -205,10 +205,6 @@ pub(super) struct Parts {
     pub scales: Handle,
     pub dense: Handle,
     pub packed: bool,
-}
-
-fn is_aligned(handle: &Handle) -> bool {
-    handle.offset_start.unwrap_or(0).is_multiple_of(16)
 }
 
 /// What a product writes, and where.

@@ -4,17 +4,17 @@
 use cubecl::{prelude::*, server::Handle};
 
 use super::{
-    launch::{Words, buffer, cubes, grid, per_word, signs_of},
+    launch::{Words, buffer, grid, per_word, signs_of, tile_cubes},
     tile::{self, Grouping, Shape, ShapeLaunch},
 };
 use crate::{
     Hadamard, HadamardSize, Nvfp4Error,
     cube::{
-        block::block_amax,
+        block::{block_amax, max_of_pairs},
         codec::{Conversion, canonical, magnitude_bits, round_to_bf16},
-        hadamard::{Signs, butterfly},
+        hadamard::Signs,
         ptx,
-        words::unpack,
+        words::{block_words, unpack},
     },
     device::{AmaxScope, FloatKind, Groups, Matrix, address_type, allocate, conversion_of, is_cpu},
 };
@@ -92,17 +92,19 @@ pub fn amaxes(
     }
     let words = Words::of(x);
     let hadamard = request.cols.and_then(|(_, hadamard)| hadamard);
+    let tile_cols = x.cols.div_ceil(tile::cols(x.dtype));
+    let (count, dim) = tile_cubes(client, groups.units(x.rows, tile::ROWS) * tile_cols);
     let plan = AmaxPlan {
         rows: request.rows,
         cols: request.cols.map(|(scope, _)| scope),
         hadamard: hadamard.map(|hadamard| hadamard.size()),
+        default_signs: hadamard == Some(Hadamard::default()),
         grouping: Grouping::of(groups),
         elements: words.elem.size() == 2,
+        units: dim.x as usize,
         planes: !is_cpu(client),
         conversion: conversion_of(client),
     };
-    let tile_cols = x.cols.div_ceil(tile::COLS);
-    let (count, dim) = cubes(client, groups.units(x.rows, tile::ROWS) * tile_cols);
     // Not asked for: the other one, which the kernel then does not touch for it.
     let rows = found
         .rows
@@ -237,6 +239,66 @@ fn fold<F: Numeric>(
     largest
 }
 
+/// A maximum on its way: magnitude bits, or, of words of two bf16, the largest and the smallest value
+/// in each half, which take half an instruction an element where magnitudes take two.
+#[derive(CubeType)]
+struct Running {
+    magnitude: u32,
+    high: u32,
+    low: u32,
+}
+
+#[cube]
+impl Running {
+    fn new() -> Running {
+        Running {
+            magnitude: 0u32,
+            high: 0u32,
+            low: 0u32,
+        }
+    }
+
+    fn fold<F: Numeric>(
+        &mut self,
+        stored: F,
+        #[comptime] elements: bool,
+        #[comptime] conversion: Conversion,
+        #[comptime] kind: FloatKind,
+    ) {
+        if comptime!(conversion.has_ptx() && kind == FloatKind::Bf16 && !elements) {
+            let word = u32::cast_from(stored);
+            self.high = ptx::max_nan_bf16x2(self.high, word);
+            self.low = ptx::min_nan_bf16x2(self.low, word);
+        } else {
+            self.magnitude = fold::<F>(self.magnitude, stored, elements, conversion, kind);
+        }
+    }
+
+    fn bits(
+        &self,
+        #[comptime] elements: bool,
+        #[comptime] conversion: Conversion,
+        #[comptime] kind: FloatKind,
+    ) -> u32 {
+        if comptime!(conversion.has_ptx() && kind == FloatKind::Bf16 && !elements) {
+            let both = ptx::max_abs_nan_bf16x2(self.high, self.low);
+            larger_half(both)
+        } else {
+            self.magnitude
+        }
+    }
+}
+
+/// The magnitude bits of the larger of a pair of bf16 magnitudes.
+#[cube]
+fn larger_half(both: u32) -> u32 {
+    let low = f32::reinterpret(both << 16u32);
+    u32::reinterpret(ptx::max_abs_nan(
+        low,
+        f32::reinterpret(both & 0xFFFF_0000u32),
+    ))
+}
+
 /// Vectors that a unit loads before it looks at the first.
 const AMAX_UNROLL: usize = 4;
 
@@ -253,7 +315,7 @@ pub fn amax_kernel<F: Numeric, N: Size>(
     #[define(F)] _storage: ElemType,
 ) {
     let stride = CUBE_COUNT * CUBE_DIM as usize;
-    let mut bits = 0u32;
+    let mut largest = Running::new();
     let mut i = ABSOLUTE_POS;
     while i + comptime!(AMAX_UNROLL - 1) * stride < vectors {
         let mut loaded = Array::<Vector<F, N>>::new(AMAX_UNROLL);
@@ -265,7 +327,7 @@ pub fn amax_kernel<F: Numeric, N: Size>(
         for j in 0..AMAX_UNROLL {
             #[unroll]
             for k in 0..N::value() {
-                bits = fold::<F>(bits, loaded[j].extract(k), elements, conversion, kind);
+                largest.fold::<F>(loaded[j].extract(k), elements, conversion, kind);
             }
         }
         i += AMAX_UNROLL * stride;
@@ -274,10 +336,11 @@ pub fn amax_kernel<F: Numeric, N: Size>(
         let vector = x[i];
         #[unroll]
         for k in 0..N::value() {
-            bits = fold::<F>(bits, vector.extract(k), elements, conversion, kind);
+            largest.fold::<F>(vector.extract(k), elements, conversion, kind);
         }
         i += stride;
     }
+    let bits = largest.bits(elements, conversion, kind);
     raise(out, 0usize, canonical(bits), planes);
 }
 
@@ -290,18 +353,22 @@ pub struct AmaxPlan {
     pub cols: Option<AmaxScope>,
     /// The transform of the columns.
     pub hadamard: Option<HadamardSize>,
+    /// Whether its signs are the default ones, which are then built in.
+    pub default_signs: bool,
     /// How groups are given.
     pub grouping: Grouping,
     /// Whether `x` is loaded by elements.
     pub elements: bool,
+    /// Units of a cube.
+    pub units: usize,
     /// Whether planes can reduce.
     pub planes: bool,
     /// Who compares.
     pub conversion: Conversion,
 }
 
-/// One cube folds one tile at a time: first its rows, then its columns. Units that share an entry meet
-/// in shared memory first.
+/// One cube folds one tile at a time, while the next is on its way. Units that share an entry meet in
+/// shared memory first; a maximum of a whole group leaves the cube when the cube leaves the group.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn amax_tiles_kernel<F: Numeric, N: Size>(
     x: &[Vector<F, N>],
@@ -314,89 +381,251 @@ pub fn amax_tiles_kernel<F: Numeric, N: Size>(
     #[comptime] kind: FloatKind,
     #[define(F)] _storage: ElemType,
 ) {
-    let pitch = comptime!(tile::pitch(kind));
-    let words = comptime!(tile::words(kind));
-    let per_word = comptime!(4 / kind.size());
+    let elements = comptime!(plan.elements);
+    let units = comptime!(plan.units);
+    let conversion = comptime!(plan.conversion);
+    let width = N::value();
+    let asynchronous = comptime!(tile::asynchronous(conversion, elements, width, units));
     let span = comptime!(tile::span(plan.hadamard));
     let grouping = comptime!(plan.grouping);
-    let mut data: Shared<[u32]> = Shared::new_slice(comptime!(tile::ROWS * pitch));
+    let mut data: Shared<[u32]> = Shared::new_aligned_slice(tile::LEN, 16usize);
+    // One entry for each block: along rows, and down columns.
+    let mut row_maxima: Shared<[u32]> =
+        Shared::new_slice(comptime!(if plan.rows == Some(AmaxScope::Outer) {
+            tile::blocks(kind)
+        } else {
+            1
+        }));
+    let mut col_maxima: Shared<[u32]> =
+        Shared::new_slice(comptime!(if plan.cols == Some(AmaxScope::Outer) {
+            tile::cols(kind) * 8
+        } else {
+            1
+        }));
     let groups = tile::plan_groups(offsets, &shape, span, grouping);
     let tiles = groups.row_tiles(&shape, grouping) * shape.tile_cols;
 
+    // Of the group that the cube is in.
+    let mut row_bits = 0u32;
+    let mut col_bits = 0u32;
+    let mut group = 0usize;
     let mut index = CUBE_POS;
+    if index < tiles {
+        let tile = groups.locate(index, &shape, span, grouping, kind);
+        tile::start_load::<F, N>(
+            x, &mut data, &tile, &shape, elements, units, conversion, kind,
+        );
+        group = tile.group;
+    }
     while index < tiles {
-        let tile = groups.locate(index, &shape, span, grouping);
-        tile::load_tile::<F, N>(x, &mut data, &tile, &shape, plan.elements, kind);
+        let tile = groups.locate(index, &shape, span, grouping, kind);
+        if tile.group != group {
+            leave_group(rows_out, cols_out, group, row_bits, col_bits, plan);
+            row_bits = 0u32;
+            col_bits = 0u32;
+            group = tile.group;
+        }
+        tile::finish_load(asynchronous);
+        if comptime!(plan.rows == Some(AmaxScope::Outer)) {
+            for turn in 0..comptime!(tile::blocks(kind) / units) {
+                let place = tile::row_place(turn, units, kind);
+                let words = tile::load_row_block(&data, place.row, place.block, conversion, kind);
+                row_maxima[place.row * comptime!(tile::row_blocks(kind)) + place.block] =
+                    words_amax(&words, comptime!(block_words(kind)), conversion, kind);
+            }
+        }
+        if comptime!(plan.cols.is_some() || plan.rows == Some(AmaxScope::Group)) {
+            let bits = fold_columns(&data, &mut col_maxima, &signs, plan, kind);
+            row_bits = max(row_bits, bits.rows);
+            col_bits = max(col_bits, bits.cols);
+        }
         sync_cube();
-        if comptime!(plan.rows.is_some()) {
-            let mut bits = 0u32;
-            let mut item = UNIT_POS as usize;
-            // Four units to a row, each a quarter of its words.
-            while item < 512usize {
-                let start = (item / 4usize) * pitch + (item % 4usize) * comptime!(words / 4);
-                let mut here = 0u32;
+
+        index += CUBE_COUNT;
+        if index < tiles {
+            let next = groups.locate(index, &shape, span, grouping, kind);
+            tile::start_load::<F, N>(
+                x, &mut data, &next, &shape, elements, units, conversion, kind,
+            );
+        }
+        if comptime!(plan.rows == Some(AmaxScope::Outer)) {
+            let per_row = comptime!(tile::row_blocks(kind));
+            let mut r = UNIT_POS as usize;
+            while r < tile::ROWS {
+                let mut bits = 0u32;
                 #[unroll]
-                for w in 0..comptime!(words / 4) {
-                    here = fold::<u32>(here, data[start + w], false, plan.conversion, kind);
+                for b in 0..per_row {
+                    bits = max(bits, row_maxima[r * per_row + b]);
                 }
-                let here = canonical(here);
-                if comptime!(plan.rows == Some(AmaxScope::Outer)) {
-                    let row = tile.row0 + item / 4usize;
-                    if row < tile.row_end {
-                        rows_out[row].fetch_max(here);
-                    }
-                } else {
-                    bits = max(bits, here);
+                if tile.row0 + r < tile.row_end {
+                    rows_out[tile.row0 + r].fetch_max(canonical(bits));
                 }
-                item += CUBE_DIM as usize;
+                r += CUBE_DIM as usize;
             }
-            if comptime!(plan.rows == Some(AmaxScope::Group)) {
-                raise(rows_out, tile.group, bits, plan.planes);
+        }
+        if comptime!(plan.cols == Some(AmaxScope::Outer)) {
+            // Blocks of 16 rows that have an entry.
+            let step = comptime!(span / tile::lanes(plan.hadamard, conversion) / 16);
+            let mut c = UNIT_POS as usize;
+            while c < comptime!(tile::cols(kind)) {
+                let mut bits = 0u32;
+                #[unroll]
+                for chunk in 0..comptime!(8 / step) {
+                    let entry = comptime!(chunk * step * tile::cols(kind));
+                    bits = max(bits, col_maxima[entry + c]);
+                }
+                let column = tile.col0 + c;
+                if column < shape.cols {
+                    cols_out[tile.group * shape.cols + column].fetch_max(canonical(bits));
+                }
+                c += CUBE_DIM as usize;
             }
+        }
+    }
+    if CUBE_POS < tiles {
+        leave_group(rows_out, cols_out, group, row_bits, col_bits, plan);
+    }
+}
+
+/// Raises the maxima of a group.
+#[cube]
+fn leave_group(
+    rows_out: &mut [Atomic<u32>],
+    cols_out: &mut [Atomic<u32>],
+    group: usize,
+    row_bits: u32,
+    col_bits: u32,
+    #[comptime] plan: AmaxPlan,
+) {
+    if comptime!(plan.rows == Some(AmaxScope::Group)) {
+        raise(rows_out, group, canonical(row_bits), plan.planes);
+    }
+    if comptime!(plan.cols == Some(AmaxScope::Group)) {
+        raise(cols_out, group, canonical(col_bits), plan.planes);
+    }
+}
+
+/// The magnitude bits of the largest of the elements of some words.
+#[cube]
+fn words_amax(
+    words: &Array<u32>,
+    #[comptime] count: usize,
+    #[comptime] conversion: Conversion,
+    #[comptime] kind: FloatKind,
+) -> u32 {
+    if comptime!(conversion.has_ptx() && kind == FloatKind::Bf16) {
+        let both = max_of_pairs(words, 0usize, count);
+        let low = f32::reinterpret(both << 16u32);
+        u32::reinterpret(ptx::max_abs_nan(
+            low,
+            f32::reinterpret(both & 0xFFFF_0000u32),
+        ))
+    } else {
+        let mut bits = 0u32;
+        #[unroll]
+        for w in 0..count {
+            bits = fold::<u32>(bits, words[w], false, conversion, kind);
+        }
+        bits
+    }
+}
+
+/// The maxima of what a unit saw: before a transform, and after it.
+#[derive(CubeType, Clone, Copy)]
+struct Maxima {
+    rows: u32,
+    cols: u32,
+}
+
+/// Folds the columns of a tile, and all of its elements as they stand where the maximum of whole groups
+/// of rows is asked for. Columns beyond the matrix are zeros.
+#[cube]
+fn fold_columns(
+    data: &Shared<[u32]>,
+    col_maxima: &mut Shared<[u32]>,
+    signs: &Signs,
+    #[comptime] plan: AmaxPlan,
+    #[comptime] kind: FloatKind,
+) -> Maxima {
+    let conversion = comptime!(plan.conversion);
+    let span = comptime!(tile::span(plan.hadamard));
+    let per_word = comptime!(4 / kind.size());
+    let packed = comptime!(conversion.has_ptx() && kind == FloatKind::Bf16);
+    let mut row_bits = 0u32;
+    let mut col_bits = 0u32;
+    let count = comptime!(span / tile::lanes(plan.hadamard, conversion));
+    let mut item = UNIT_POS as usize;
+    while item < comptime!(tile::column_items(plan.hadamard, conversion)) {
+        let at = tile::column_item(item, plan.units, plan.hadamard, conversion);
+        let word = at.word;
+        let words = tile::load_words(data, at.block * 16usize, word, count);
+        if comptime!(plan.rows == Some(AmaxScope::Group)) {
+            row_bits = max(row_bits, words_amax(&words, count, conversion, kind));
         }
         if comptime!(plan.cols.is_some()) {
-            let mut bits = 0u32;
-            let mut item = UNIT_POS as usize;
-            while item < comptime!(words * (tile::ROWS / span)) {
-                let word = item % words;
-                let chunk = item / words;
-                let column_words =
-                    tile::load_words(&data, chunk * span, word, &signs, plan.hadamard, kind);
-                #[unroll]
-                for half in 0..comptime!(per_word as u32) {
-                    let mut values = tile::unpack_column(&column_words, half, plan.hadamard, kind);
-                    if comptime!(plan.hadamard.is_some()) {
-                        butterfly(&mut values, comptime!(plan.hadamard.unwrap()));
-                    }
-                    let mut here = 0u32;
-                    #[unroll]
-                    for b in 0..comptime!(span / 16) {
-                        let part = block_amax(&values, comptime!(b * 16), plan.conversion);
-                        here = max(here, magnitude_bits(part));
-                    }
-                    if comptime!(plan.hadamard.is_some()) {
-                        // Multiplication and rounding keep the order, so the maximum may go first.
-                        let factor = comptime!(plan.hadamard.unwrap().factor());
-                        here = magnitude_bits(round_to_bf16(f32::reinterpret(here) * factor));
-                    }
-                    let here = canonical(here);
-                    if comptime!(plan.cols == Some(AmaxScope::Outer)) {
-                        let column = tile.col0 + word * per_word + half as usize;
-                        if column < shape.cols {
-                            cols_out[tile.group * shape.cols + column].fetch_max(here);
-                        }
-                    } else {
-                        // Columns beyond the matrix are zeros.
-                        bits = max(bits, here);
-                    }
+            let both = if comptime!(packed && plan.hadamard.is_none()) {
+                max_of_pairs(&words, 0usize, count)
+            } else {
+                0u32.runtime()
+            };
+            #[unroll]
+            for half in 0..comptime!(per_word as u32) {
+                let here = if comptime!(packed && plan.hadamard.is_none() && half == 0) {
+                    both << 16u32
+                } else if comptime!(packed && plan.hadamard.is_none()) {
+                    both & 0xFFFF_0000u32
+                } else {
+                    let mut values = tile::unpack_column(
+                        &words,
+                        signs,
+                        at.lane,
+                        half,
+                        plan.hadamard,
+                        plan.default_signs,
+                        conversion,
+                        kind,
+                    );
+                    column_amax(&mut values, at.lane, count, plan)
+                };
+                if comptime!(plan.cols == Some(AmaxScope::Outer)) {
+                    col_maxima[at.block * comptime!(tile::cols(kind))
+                        + word * per_word
+                        + half as usize] = here;
+                } else {
+                    col_bits = max(col_bits, here);
                 }
-                item += CUBE_DIM as usize;
-            }
-            if comptime!(plan.cols == Some(AmaxScope::Group)) {
-                raise(cols_out, tile.group, bits, plan.planes);
             }
         }
-        sync_cube();
-        index += CUBE_COUNT;
+        item += plan.units;
     }
+    Maxima {
+        rows: row_bits,
+        cols: col_bits,
+    }
+}
+
+/// The magnitude bits of the largest value of a column, after the transform where there is one.
+#[cube]
+fn column_amax(
+    values: &mut Array<f32>,
+    lane: usize,
+    #[comptime] count: usize,
+    #[comptime] plan: AmaxPlan,
+) -> u32 {
+    if comptime!(plan.hadamard.is_some()) {
+        let size = comptime!(plan.hadamard.unwrap());
+        tile::transform_values(values, lane, size, plan.conversion);
+    }
+    let mut bits = 0u32;
+    #[unroll]
+    for b in 0..comptime!(count / 16) {
+        let part = block_amax(&*values, comptime!(b * 16), plan.conversion);
+        bits = max(bits, magnitude_bits(part));
+    }
+    if comptime!(plan.hadamard.is_some()) {
+        // Multiplication and rounding keep the order, so the maximum may go first.
+        let factor = comptime!(plan.hadamard.unwrap().factor());
+        bits = magnitude_bits(round_to_bf16(f32::reinterpret(bits) * factor));
+    }
+    bits
 }

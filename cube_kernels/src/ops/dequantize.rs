@@ -5,8 +5,8 @@ use cubecl::prelude::*;
 use super::launch::grid;
 use crate::{
     BLOCK, Nvfp4Error, PackedAxis,
-    cube::codec::{decode_e2m1, decode_e4m3, store},
-    device::{AmaxScope, DevicePacked, FloatKind, Matrix, address_type},
+    cube::codec::{decode_e2m1, decode_e2m1_product, decode_e4m3, store},
+    device::{AmaxScope, DevicePacked, FloatKind, Matrix, address_type, is_aligned},
 };
 
 /// The matrix that `packed` stands for, `rows` x `cols` in the orientation of its source, rounded
@@ -34,7 +34,31 @@ pub fn dequantize(
         let scales = BufferArg::from_raw_parts(packed.scales.clone(), blocks);
         let amax = BufferArg::from_raw_parts(packed.amax.clone(), packed.amax_len());
         let (range, per_outer) = (packed.scaling.range(), packed.scope == AmaxScope::Outer);
-        if transposed {
+        let whole_sectors = packed.outer().is_multiple_of(2)
+            && packed.blocks().is_multiple_of(BLOCKS)
+            && is_aligned(&packed.codes)
+            && is_aligned(&packed.scales);
+        if transposed && whole_sectors {
+            let items = packed.outer() / 2 * (packed.blocks() / BLOCKS);
+            let (count, dim) = grid(client, items);
+            dequantize_col_pairs_kernel::launch_unchecked(
+                client,
+                count,
+                dim,
+                address,
+                BufferArg::from_raw_parts(packed.codes.clone(), blocks / 2),
+                BufferArg::from_raw_parts(packed.scales.clone(), blocks / BLOCKS),
+                amax,
+                BufferArg::from_raw_parts(result.handle.clone(), result.len() / 2),
+                packed.outer(),
+                packed.inner(),
+                packed.blocks(),
+                range,
+                per_outer,
+                out,
+                out.storage_type(),
+            );
+        } else if transposed {
             let (count, dim) = grid(client, blocks);
             dequantize_cols_kernel::launch_unchecked(
                 client,
@@ -113,8 +137,87 @@ pub fn dequantize_rows_kernel<F: Numeric>(
     }
 }
 
-/// One unit decodes every `units`-th block of a transposed copy; neighbours take neighbouring stored
-/// rows, which are neighbouring columns of the result.
+/// Blocks of a stored row that a unit decodes: 32 bytes of codes, a sector of memory.
+const BLOCKS: usize = 4;
+
+/// One unit decodes [`BLOCKS`] blocks of each of two stored rows of a transposed copy, and stores pairs of
+/// the result; neighbours take neighbouring stored rows, which are neighbouring columns of the result.
+/// Whole sectors are loaded at once: neighbours' lie in other rows, and would be gone from the cache before
+/// a second load of each.
+#[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
+pub fn dequantize_col_pairs_kernel<F: Numeric>(
+    codes: &[Vector<u32, Const<4>>],
+    scales: &[u32],
+    amax: &[f32],
+    out: &mut [Vector<F, Const<2>>],
+    outer: usize,
+    inner: usize,
+    blocks: usize,
+    range: f32,
+    #[comptime] per_outer: bool,
+    #[comptime] kind: FloatKind,
+    #[define(F)] _storage: ElemType,
+) {
+    let tensor = amax[0] / range;
+    let pairs = outer / 2usize;
+    let quads = blocks / BLOCKS;
+    let mut item = ABSOLUTE_POS;
+    while item < pairs * quads {
+        let quad = item / pairs;
+        let pair = item - quad * pairs;
+        let mut low_factor = tensor;
+        let mut high_factor = tensor;
+        if comptime!(per_outer) {
+            low_factor = amax[2usize * pair] / range;
+            high_factor = amax[2usize * pair + 1usize] / range;
+        }
+        let low = 2usize * pair * quads + quad;
+        let high = low + quads;
+        let low_scales = scales[low];
+        let high_scales = scales[high];
+        let mut low_codes = Array::<Vector<u32, Const<4>>>::new(2usize);
+        let mut high_codes = Array::<Vector<u32, Const<4>>>::new(2usize);
+        #[unroll]
+        for half in 0..2usize {
+            low_codes[half] = codes[2usize * low + half];
+            high_codes[half] = codes[2usize * high + half];
+        }
+        let start = quad * comptime!(BLOCKS * 16);
+        let mut target = start * pairs + pair;
+        #[unroll]
+        for b in 0..BLOCKS {
+            let low_scale = decode_e4m3((low_scales >> comptime!(8 * b as u32)) & 0xFFu32);
+            let high_scale = decode_e4m3((high_scales >> comptime!(8 * b as u32)) & 0xFFu32);
+            #[unroll]
+            for i in 0..16usize {
+                let shift = comptime!(4 * (i as u32 % 8));
+                let word = comptime!(2 * (b % 2) + i / 8);
+                let low_code = low_codes[comptime!(b / 2)].extract(word) >> shift;
+                let high_code = high_codes[comptime!(b / 2)].extract(word) >> shift;
+                let mut values = Vector::<F, Const<2>>::empty();
+                values.insert(
+                    0usize,
+                    store::<F>(decode_e2m1_product(low_code) * low_scale * low_factor, kind),
+                );
+                values.insert(
+                    1usize,
+                    store::<F>(
+                        decode_e2m1_product(high_code) * high_scale * high_factor,
+                        kind,
+                    ),
+                );
+                if start + comptime!(b * 16 + i) < inner {
+                    out[target] = values;
+                }
+                target += pairs;
+            }
+        }
+        item += CUBE_COUNT * CUBE_DIM as usize;
+    }
+}
+
+/// One unit decodes every `units`-th block of a transposed copy of an odd number of stored rows;
+/// neighbours take neighbouring stored rows, which are neighbouring columns of the result.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn dequantize_cols_kernel<F: Numeric>(
     codes: &[Vector<u32, Const<2>>],

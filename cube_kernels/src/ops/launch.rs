@@ -19,6 +19,9 @@ pub(crate) const UNITS: usize = 256;
 /// each unit computes once is then spread over many items.
 const CUBES_PER_MULTIPROCESSOR: usize = 8;
 
+/// Cubes with a tile of 128 rows in shared memory that fit into a multiprocessor of an H100.
+const TILES_PER_MULTIPROCESSOR: usize = 4;
+
 /// Cubes and units for `items` independent pieces of work, in a kernel that strides over the grid.
 pub(crate) fn grid(client: &Client, items: usize) -> (CubeCount, CubeDim) {
     if is_cpu(client) {
@@ -40,6 +43,52 @@ pub(crate) fn cubes(client: &Client, items: usize) -> (CubeCount, CubeDim) {
     (
         CubeCount::Static(items.clamp(1, resident) as u32, 1, 1),
         CubeDim::new_1d(units as u32),
+    )
+}
+
+/// The same for tiles in shared memory, of which four fit into a multiprocessor: as many cubes as run at
+/// once, since what a cube does before its first tile is a good part of a tile's work.
+pub(crate) fn tile_cubes(client: &Client, tiles: usize) -> (CubeCount, CubeDim) {
+    let (count, dim) = cubes(client, tiles);
+    if is_cpu(client) {
+        return (count, dim);
+    }
+    let multiprocessors = client.properties().hardware.num_streaming_multiprocessors;
+    let resident = TILES_PER_MULTIPROCESSOR * multiprocessors.unwrap_or(128) as usize;
+    (
+        CubeCount::Static(tiles.clamp(1, resident) as u32, 1, 1),
+        dim,
+    )
+}
+
+/// Tiles that a cube takes one after another where it first has to add up groups.
+const TILES_PER_CUBE: usize = 4;
+
+/// Cubes, units and tiles of a cube for a kernel that makes copies of tiles. On a GPU cubes are many, and
+/// start as others end: how many run at once depends on the registers that the compiler takes, and with
+/// a fixed grid a few cubes too many for the multiprocessors take half as long again.
+pub(crate) fn tile_turns(
+    client: &Client,
+    tiles: usize,
+    groups: &Groups,
+) -> (CubeCount, CubeDim, usize) {
+    let (count, dim, turns) = if is_cpu(client) {
+        let (count, dim) = cubes(client, tiles);
+        let CubeCount::Static(resident, ..) = count else {
+            unreachable!("cubes() gives numbers");
+        };
+        (resident as usize, dim, tiles.div_ceil(resident as usize))
+    } else {
+        let turns = match groups {
+            Groups::Offsets { .. } => TILES_PER_CUBE,
+            _ => 1,
+        };
+        (tiles.div_ceil(turns), CubeDim::new_1d(UNITS as u32), turns)
+    };
+    (
+        CubeCount::Static(count.max(1) as u32, 1, 1),
+        dim,
+        turns.max(1),
     )
 }
 
@@ -103,6 +152,8 @@ pub struct CopyPlan {
     pub policy: BlockPolicy,
     /// The transform along the packed axis.
     pub hadamard: Option<HadamardSize>,
+    /// Whether its signs are the default ones, which column-wise kernels then have built in.
+    pub default_signs: bool,
     /// Whether scales are written in the 128x4 layout.
     pub swizzled: bool,
     /// Whether each stored row has its own amax.
@@ -180,6 +231,7 @@ impl CopyArgs {
                     conversion,
                 },
                 hadamard: copy.hadamard.map(|hadamard| hadamard.size()),
+                default_signs: copy.hadamard == Some(Hadamard::default()),
                 swizzled: copy.layout == ScaleLayout::Swizzled128x4,
                 per_outer: *scope == AmaxScope::Outer,
             },

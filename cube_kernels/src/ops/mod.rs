@@ -34,6 +34,8 @@ mod swizzle;
 mod tile;
 #[allow(missing_docs)]
 mod tiles;
+#[allow(missing_docs)]
+mod transpose;
 
 pub use amax::{AmaxRequest, Amaxes, amax, amaxes};
 pub use dequantize::dequantize;
@@ -44,7 +46,7 @@ pub use ms_eden::{EdenRandom, EdenSource, ms_eden, ms_eden_amax};
 pub use mxfp8::{DeviceMx, mx_dequantize, mx_quantize, mx_requantize};
 pub use offset::advance_offset;
 pub use padding::{pad_groups, unpad_groups};
-pub use per_token::quantize_per_token;
+pub use per_token::{quantize_per_token, quantize_per_token_both, quantize_per_token_cols};
 pub use quantize::{
     quantize, quantize_both, quantize_col, quantize_row, quantize_side_by_side, quantize_tile,
     quantize_tile_with,
@@ -60,7 +62,7 @@ pub use swizzle::{
 pub mod kernels {
     pub use super::{
         amax::{AmaxPlan, amax_kernel, amax_tiles_kernel},
-        dequantize::{dequantize_cols_kernel, dequantize_rows_kernel},
+        dequantize::{dequantize_col_pairs_kernel, dequantize_cols_kernel, dequantize_rows_kernel},
         group_rows::{clear_rest_kernel, group_sums_kernel},
         groups::rescale_kernel,
         launch::CopyPlan,

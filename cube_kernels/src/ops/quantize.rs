@@ -4,17 +4,19 @@ use cubecl::{prelude::*, server::Handle};
 
 use super::{
     groups::GroupOffsets,
-    launch::{CopyArgs, CopyPlan, CopyRequest, Words, buffer, check_packed_cols, cubes, grid},
-    tile::{self, Grouping, Shape, ShapeLaunch},
+    launch::{CopyArgs, CopyPlan, CopyRequest, Words, buffer, check_packed_cols, grid, tile_turns},
+    tile::{self, Grouping, Shape, ShapeLaunch, Tile},
+    transpose,
 };
 use crate::{
     BLOCK, BlockScaling, ErrorNorm, Hadamard, HadamardSize, Nvfp4Error, PackedAxis, ScaleLayout,
     cube::{
         block::{
-            block_amax, candidate, candidate_scales, encode_block, quantize_block, resolve_offset,
+            BlockPolicy, Encoded, block_amax, candidate, candidate_scales, encode_block,
+            max_of_pairs, pairs_amax, quantize_with_amax, resolve_offset, stays_below_7,
         },
-        codec::magnitude_bits,
-        hadamard::{Signs, butterfly, normalize},
+        codec::{Conversion, magnitude_bits},
+        hadamard::{Signs, butterfly, normalize, normalized_pairs, unpack_pairs},
         philox::Random,
         scale::GlobalScale,
         words::{block_words, load_block_words, unpack_block},
@@ -254,6 +256,8 @@ fn quantize_rows(
         x.rows * blocks
     };
     let (count, dim) = grid(client, items);
+    let whole_tiles = matches!(count, CubeCount::Static(cubes, ..)
+        if (cubes * dim.x).is_multiple_of(512));
     // SAFETY: the kernel stays below the number of blocks, and the buffers were checked for it.
     unsafe {
         quantize_row_kernel::launch_unchecked(
@@ -271,6 +275,7 @@ fn quantize_rows(
             args.signs(),
             x.rows,
             blocks,
+            whole_tiles,
             args.plan,
             x.dtype,
         );
@@ -325,13 +330,15 @@ fn launch_tiles(
     };
     let swizzled_cols = col.as_ref().is_some_and(|col| col.plan.swizzled);
     // Swizzled scales of a column-wise copy are padded to 128 stored rows, which are columns here.
-    let unit = if swizzled_cols { 128 } else { tile::COLS };
-    let tile_cols = x.cols.next_multiple_of(unit) / tile::COLS;
+    let width = tile::cols(x.dtype);
+    let unit = if swizzled_cols { 128 } else { width };
+    let tile_cols = x.cols.next_multiple_of(unit) / width;
     let row_tiles = groups.units(x.rows, tile::ROWS);
     if x.is_empty() {
         return Ok((row.map(|row| row.out), col.map(|col| col.out)));
     }
     let words = Words::of(x);
+    let (count, dim, tiles_per_cube) = tile_turns(client, row_tiles * tile_cols, groups);
     let plan = TilePlan {
         row: row.as_ref().map(|row| row.plan),
         col: col.as_ref().map(|col| col.plan),
@@ -339,8 +346,8 @@ fn launch_tiles(
         side_by_side: kind == Kind::SideBySide,
         grouping: Grouping::of(groups),
         elements: words.elem.size() == 2,
+        units: dim.x as usize,
     };
-    let (count, dim) = cubes(client, row_tiles * tile_cols);
     // An absent copy's arguments are those of the other one; its buffers are not touched.
     let (r, c) = match (&row, &col) {
         (Some(row), Some(col)) => (row, col),
@@ -366,6 +373,7 @@ fn launch_tiles(
             words.arg(),
             offsets,
             ShapeLaunch::new(x.rows, x.cols, groups.count(), tile_cols),
+            tiles_per_cube,
             side_by_side,
             r.amax(),
             r.codes(),
@@ -402,6 +410,8 @@ pub struct TilePlan {
     pub grouping: Grouping,
     /// Whether `x` is loaded by elements.
     pub elements: bool,
+    /// Units of a cube.
+    pub units: usize,
 }
 
 impl TilePlan {
@@ -412,10 +422,19 @@ impl TilePlan {
             None => 16,
         }
     }
+
+    /// Who converts.
+    const fn conversion(&self) -> Conversion {
+        match (self.row, self.col) {
+            (Some(copy), _) | (None, Some(copy)) => copy.policy.conversion,
+            (None, None) => Conversion::Software,
+        }
+    }
 }
 
 /// One unit quantizes every `units`-th block. Blocks go in the order of the scales: row by row, or
-/// 128x4 tile by tile, so that scale bytes are written side by side in both layouts.
+/// 128x4 tile by tile, so that scale bytes are written side by side in both layouts. `whole_tiles`: the
+/// grid's units are a multiple of the 512 of such a tile.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn quantize_row_kernel<N: Size>(
     x: &[Vector<u32, N>],
@@ -427,6 +446,7 @@ pub fn quantize_row_kernel<N: Size>(
     signs: Signs,
     rows: usize,
     blocks: usize,
+    #[comptime] whole_tiles: bool,
     #[comptime] plan: CopyPlan,
     #[comptime] kind: FloatKind,
 ) {
@@ -441,32 +461,63 @@ pub fn quantize_row_kernel<N: Size>(
     } else {
         rows * blocks
     };
+    // Swizzled: the 128x4 tile of an item, kept up to date without a division for each.
+    let position = ABSOLUTE_POS / 512usize;
+    let stride = CUBE_COUNT * CUBE_DIM as usize;
+    let whole = comptime!(plan.swizzled && whole_tiles);
+    let mut tile_row = 0usize;
+    let mut tile_col = 0usize;
+    let mut row_step = 0usize;
+    let mut col_step = 0usize;
+    if comptime!(whole) {
+        tile_row = position / padded_blocks;
+        tile_col = position - tile_row * padded_blocks;
+        row_step = (stride / 512usize) / padded_blocks;
+        col_step = stride / 512usize - row_step * padded_blocks;
+    }
     let mut item = ABSOLUTE_POS;
     while item < items {
         let mut index = item;
         let mut inside = true;
         if comptime!(plan.swizzled) {
-            let tile = item / 512usize;
             let place = item % 512usize;
-            let row = (tile / padded_blocks) * 128usize
-                + (place / 16usize)
-                + ((place / 4usize) % 4usize) * 32usize;
-            let block = (tile % padded_blocks) * 4usize + place % 4usize;
+            if comptime!(!whole) {
+                let tile = item / 512usize;
+                tile_row = tile / padded_blocks;
+                tile_col = tile % padded_blocks;
+            }
+            let row =
+                tile_row * 128usize + (place / 16usize) + ((place / 4usize) % 4usize) * 32usize;
+            let block = tile_col * 4usize + place % 4usize;
             inside = row < rows && block < blocks;
             index = row * blocks + block;
+            if comptime!(whole) {
+                tile_row += row_step;
+                tile_col += col_step;
+                if tile_col >= padded_blocks {
+                    tile_col -= padded_blocks;
+                    tile_row += 1usize;
+                }
+            }
         }
         if inside {
-            let global = scale_of(&shared_scale, amax, index / blocks, plan);
+            let global = if comptime!(plan.per_outer) {
+                scale_of(&shared_scale, amax, index / blocks, plan)
+            } else {
+                scale_of(&shared_scale, amax, 0usize, plan)
+            };
             let words = load_block_words::<N>(x, index * per_block, kind);
             let block = row_block(&words, &signs, plan, kind);
             let logical = u64::cast_from(index);
-            let encoded = quantize_block(&block, 0usize, &global, logical, &random, policy);
+            let largest = row_amax_of(&words, &block, false, plan, kind);
+            let encoded =
+                quantize_with_amax(&block, 0usize, largest, &global, logical, &random, policy);
             codes[index] = encoded.codes;
             scales[item] = u8::cast_from(encoded.scale);
         } else {
             scales[item] = 0u8;
         }
-        item += CUBE_COUNT * CUBE_DIM as usize;
+        item += stride;
     }
 }
 
@@ -515,15 +566,111 @@ pub(super) fn row_block(
 /// and one that spreads columns over banks.
 const STAGE_PITCH: usize = 17;
 
+/// Words from the scales of one block of all columns to those of the next.
+const SCALE_PITCH: usize = 2 * tile::WORDS + 4;
+
+/// What derives from the amax of one copy's group, once for each cube and group: the two factors of a
+/// block's scale, and the multiplier for every scale byte.
+#[derive(CubeType)]
+struct ScaleTable {
+    /// The fields of [`GlobalScale`].
+    scalars: Shared<[f32]>,
+    /// Multipliers of the elements of a block, by its scale byte.
+    multipliers: Shared<[f32]>,
+}
+
+#[cube]
+impl ScaleTable {
+    fn new() -> ScaleTable {
+        ScaleTable {
+            scalars: Shared::new_slice(4usize),
+            multipliers: Shared::new_slice(128usize),
+        }
+    }
+
+    /// Filled by `count` units, of which this is number `unit`. The caller synchronises before and after.
+    fn fill(&mut self, amax: f32, unit: u32, count: u32, #[comptime] policy: BlockPolicy) {
+        let global = GlobalScale::from_amax(amax, policy.scaling);
+        let mut byte = unit;
+        while byte < 128u32 {
+            self.multipliers[byte as usize] = global.encode_multiplier(byte, policy.conversion);
+            byte += count;
+        }
+        if unit == 0u32 {
+            self.scalars[0] = global.amax;
+            self.scalars[1] = global.encode;
+            self.scalars[2] = global.block;
+            self.scalars[3] = global.decode;
+        }
+    }
+
+    fn global(&self) -> GlobalScale {
+        GlobalScale {
+            amax: self.scalars[0],
+            encode: self.scalars[1],
+            block: self.scalars[2],
+            decode: self.scalars[3],
+        }
+    }
+}
+
+/// Scale byte and codes of the block of `values` from `first` on, whose largest magnitude is `amax`.
+/// In a 16x16 tile `scale` is that of the tile, and `below_7` said of all of it. `pairs` and `in_pairs`
+/// are those of [`encode_block()`].
+#[cube]
+fn quantize_by_table(
+    values: &Array<f32>,
+    #[comptime] first: usize,
+    pairs: &Array<u32>,
+    amax: f32,
+    scale: u32,
+    below_7: bool,
+    global: &GlobalScale,
+    table: &ScaleTable,
+    index: u64,
+    random: &Random,
+    #[comptime] tiles: bool,
+    #[comptime] in_pairs: bool,
+    #[comptime] plan: CopyPlan,
+) -> Encoded {
+    let policy = comptime!(plan.policy);
+    if comptime!(!tiles && matches!(policy.scaling, BlockScaling::FourOverSix(_))) {
+        quantize_with_amax(values, first, amax, global, index, random, policy)
+    } else {
+        let scale = if comptime!(tiles) {
+            scale
+        } else {
+            global.block_scale(amax, policy.scaling, policy.conversion)
+        };
+        let multiplier = if comptime!(plan.per_outer) {
+            global.encode_multiplier(scale, policy.conversion)
+        } else {
+            table.multipliers[scale as usize]
+        };
+        let below_7 = if comptime!(tiles) {
+            below_7
+        } else {
+            stays_below_7(amax, multiplier)
+        };
+        Encoded {
+            scale,
+            codes: encode_block(
+                values, first, pairs, multiplier, below_7, index, random, in_pairs, policy,
+            ),
+        }
+    }
+}
+
 /// One cube makes the copies of one tile at a time: it loads the tile, its units quantize the blocks
-/// of rows, then those of columns, whose codes and scales wait in shared memory until whole columns
-/// of the tile, 64 bytes of codes, can be written side by side. `row_blocks` is the length of a stored
-/// row of the column-wise copy where the groups lie side by side.
+/// of columns, whose codes and scales wait in shared memory, and those of rows. While the next tile is
+/// on its way whole columns of this one, 64 bytes of codes, are written side by side. `row_blocks`
+/// is the length of a stored row of the column-wise copy where the groups lie side by side.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn quantize_tiles_kernel<F: Numeric, N: Size>(
     x: &[Vector<F, N>],
     offsets: &[u32],
     shape: Shape,
+    tiles_per_cube: usize,
     row_blocks: usize,
     row_amax: &[f32],
     row_codes: &mut [Vector<u32, Const<2>>],
@@ -541,239 +688,544 @@ pub fn quantize_tiles_kernel<F: Numeric, N: Size>(
     #[comptime] kind: FloatKind,
     #[define(F)] _storage: ElemType,
 ) {
-    let pitch = comptime!(tile::pitch(kind));
-    let mut data: Shared<[u32]> = Shared::new_slice(comptime!(tile::ROWS * pitch));
+    let conversion = comptime!(plan.conversion());
+    let elements = comptime!(plan.elements);
+    let units = comptime!(plan.units);
+    let width = N::value();
+    let asynchronous = comptime!(tile::asynchronous(conversion, elements, width, units));
+    let mut data: Shared<[u32]> = Shared::new_aligned_slice(tile::LEN, 16usize);
     let grouping = comptime!(plan.grouping);
     let span = comptime!(plan.span());
     let groups = tile::plan_groups(offsets, &shape, span, grouping);
     let tiles = groups.row_tiles(&shape, grouping) * shape.tile_cols;
-    let blocks = shape.cols / 16usize;
-    let padded_blocks = blocks.div_ceil(4);
-    // Scales of 16x16 tiles: eight rows of four.
-    let mut tile_scales: Shared<[u32]> = Shared::new_slice(32usize);
-    let mut partial: Shared<[u32]> =
-        Shared::new_slice(comptime!(if plan.tiles { 1024usize } else { 1usize }));
+    let mut tile_scales: Shared<[u32]> = Shared::new_slice(comptime!(tile_count(kind)));
+    // The maxima, then the errors of blocks; then codes, until they are transposed.
+    let mut partial: Shared<[u32]> = Shared::new_aligned_slice(
+        comptime!(if plan.tiles { transpose::LEN } else { 1usize }),
+        8usize,
+    );
+    let has_col = comptime!(plan.col.is_some() && !plan.tiles);
+    let stage_cols = comptime!(if has_col { tile::cols(kind) } else { 1 });
+    let mut stage: Shared<[u32]> = Shared::new_slice(comptime!(stage_cols * STAGE_PITCH + 1));
+    let mut stage_scales: Shared<[u32]> =
+        Shared::new_slice(comptime!(if has_col { 8 * SCALE_PITCH } else { 1 }));
+    let mut row_table = ScaleTable::new();
+    let mut col_table = ScaleTable::new();
 
-    let mut index = CUBE_POS;
-    while index < tiles {
-        let tile = groups.locate(index, &shape, span, grouping);
-        tile::load_tile::<F, N>(x, &mut data, &tile, &shape, plan.elements, kind);
-        sync_cube();
+    let mut index = CUBE_POS * tiles_per_cube;
+    let end = min(index + tiles_per_cube, tiles);
+    let mut table_group = shape.groups;
+    if index < end {
+        let tile = groups.locate(index, &shape, span, grouping, kind);
+        tile::start_load::<F, N>(
+            x, &mut data, &tile, &shape, elements, units, conversion, kind,
+        );
+    }
+    while index < end {
+        let tile = groups.locate(index, &shape, span, grouping, kind);
+        if tile.group != table_group {
+            table_group = tile.group;
+            // Half of the units for each table, where there are two to fill.
+            let row_tabled = comptime!(plan.row.is_some_and(|row| !row.per_outer));
+            let col_tabled = comptime!(plan.col.is_some_and(|col| !col.per_outer) && !plan.tiles);
+            let halves = comptime!(row_tabled && col_tabled && units == 256);
+            let count = comptime!(if halves {
+                units as u32 / 2
+            } else {
+                units as u32
+            });
+            if comptime!(row_tabled) {
+                let policy = comptime!(plan.row.unwrap().policy);
+                if UNIT_POS < count {
+                    row_table.fill(row_amax[tile.group], UNIT_POS, count, policy);
+                }
+            }
+            if comptime!(col_tabled) {
+                let policy = comptime!(plan.col.unwrap().policy);
+                let unit = if comptime!(halves) {
+                    UNIT_POS - count
+                } else {
+                    UNIT_POS
+                };
+                if unit < count {
+                    col_table.fill(col_amax[tile.group], unit, count, policy);
+                }
+            }
+        }
+        tile::finish_load(asynchronous);
 
         if comptime!(plan.tiles) {
             let row = comptime!(plan.row.unwrap());
-            let global = GlobalScale::from_amax(row_amax[tile.group], row.policy.scaling);
-            choose_tile_scales(&data, &mut partial, &mut tile_scales, &global, row, kind);
+            let global = row_table.global();
+            choose_tile_scales(
+                &data,
+                &mut partial,
+                &mut tile_scales,
+                &global,
+                &row_table,
+                units,
+                row,
+                kind,
+            );
         }
-
+        if comptime!(plan.col.is_some() && !plan.tiles) {
+            let col = comptime!(plan.col.unwrap());
+            let random = resolve_offset(&col_random, col_offset, col.policy);
+            quantize_columns(
+                &data,
+                &mut stage,
+                &mut stage_scales,
+                &tile,
+                &shape,
+                col_amax,
+                &col_table,
+                &random,
+                &col_signs,
+                units,
+                col,
+                kind,
+            );
+        }
         if comptime!(plan.row.is_some()) {
             let row = comptime!(plan.row.unwrap());
-            let policy = comptime!(row.policy);
-            let random = resolve_offset(&row_random, row_offset, policy);
-            let group_scale = if comptime!(row.per_outer) {
-                GlobalScale::from_amax(1.0f32, policy.scaling)
-            } else {
-                GlobalScale::from_amax(row_amax[tile.group], policy.scaling)
-            };
-            let mut item = UNIT_POS as usize;
-            while item < 512usize {
-                let r = item / 4usize;
-                let row_index = tile.row0 + r;
-                let block_index = tile.col0 / 16usize + item % 4usize;
-                let inside = row_index < tile.row_end && block_index < blocks;
-                let stored = row_index * blocks + block_index;
-                let mut scale = 0u32;
-                if inside {
-                    let mut words = Array::<u32>::new(comptime!(block_words(kind)));
-                    let start = r * pitch + (item % 4usize) * comptime!(block_words(kind));
-                    #[unroll]
-                    for i in 0..comptime!(block_words(kind)) {
-                        words[i] = data[start + i];
-                    }
-                    let block = row_block(&words, &row_signs, row, kind);
-                    let global = scale_of(&group_scale, row_amax, row_index, row);
-                    let logical = u64::cast_from(stored);
-                    if comptime!(plan.tiles) {
-                        scale = tile_scales[(r / 16usize) * 4usize + item % 4usize];
-                        let multiplier = global.encode_multiplier(scale, policy.conversion);
-                        row_codes[stored] =
-                            encode_block(&block, 0usize, multiplier, logical, &random, policy);
-                    } else {
-                        let encoded =
-                            quantize_block(&block, 0usize, &global, logical, &random, policy);
-                        scale = encoded.scale;
-                        row_codes[stored] = encoded.codes;
-                    }
-                }
-                if comptime!(row.swizzled) {
-                    // Columns of tiles beyond these pad a column-wise copy only.
-                    if tile.col0 / 64usize < padded_blocks {
-                        let target = (tile.row_tile * padded_blocks + tile.col0 / 64usize)
-                            * 512usize
-                            + (r % 32usize) * 16usize
-                            + (r / 32usize) * 4usize
-                            + item % 4usize;
-                        row_scales[target] = u8::cast_from(scale);
-                    }
-                } else if inside {
-                    row_scales[stored] = u8::cast_from(scale);
-                }
-                item += CUBE_DIM as usize;
-            }
-        }
-
-        if comptime!(plan.col.is_some()) {
-            let col = comptime!(plan.col.unwrap());
-            let policy = comptime!(col.policy);
-            let random = resolve_offset(&col_random, col_offset, policy);
-            let mut stage: Shared<[u32]> = Shared::new_slice(comptime!(tile::COLS * STAGE_PITCH));
-            let mut stage_scales: Shared<[u32]> = Shared::new_slice(comptime!(tile::COLS * 8));
-            let per_word = comptime!(4 / kind.size());
-            let words = comptime!(tile::words(kind));
-            // Blocks of one stored row of this group's copy, and the first of them in this tile.
-            let per_unit = comptime!(span / 16);
-            let group_blocks = (tile.row_end - tile.group_row0).div_ceil(span) * per_unit;
-            let block0 = (tile.row0 - tile.group_row0) / 16usize;
-            let base = shape.cols * tile.units_before * per_unit;
-            // Where the group's copy begins in memory, and from one stored row to the next. Random
-            // bits are drawn for the same blocks in either order.
-            let mut start = base;
-            let mut row_pitch = group_blocks;
-            if comptime!(plan.side_by_side) {
-                start = tile.units_before * per_unit;
-                row_pitch = row_blocks;
-            }
-            let group_scale = if comptime!(col.per_outer) {
-                GlobalScale::from_amax(1.0f32, policy.scaling)
-            } else {
-                GlobalScale::from_amax(col_amax[tile.group], policy.scaling)
-            };
-
-            let mut item = UNIT_POS as usize;
-            while item < comptime!(words * (tile::ROWS / span)) {
-                let word = item % words;
-                let chunk = item / words;
-                let first = block0 + chunk * per_unit;
-                if first < group_blocks {
-                    let column_words =
-                        tile::load_words(&data, chunk * span, word, &col_signs, col.hadamard, kind);
-                    #[unroll]
-                    for half in 0..comptime!(per_word as u32) {
-                        let c = word * per_word + half as usize;
-                        let column = tile.col0 + c;
-                        if column < shape.cols {
-                            let mut values =
-                                tile::unpack_column(&column_words, half, col.hadamard, kind);
-                            if comptime!(col.hadamard.is_some()) {
-                                let size = comptime!(col.hadamard.unwrap());
-                                butterfly(&mut values, size);
-                                normalize(&mut values, size, policy.conversion);
-                            }
-                            let outer = tile.group * shape.cols + column;
-                            let global = scale_of(&group_scale, col_amax, outer, col);
-                            // Neighbouring units hold neighbouring words, so the halves lie apart.
-                            let slot = comptime!(half as usize * words) + word;
-                            #[unroll]
-                            for b in 0..per_unit {
-                                let stored = base + column * group_blocks + first + b;
-                                let logical = u64::cast_from(stored);
-                                let place = chunk * per_unit + b;
-                                let from = comptime!(b * 16);
-                                if comptime!(plan.tiles) {
-                                    let scale = tile_scales[place * 4usize + c / 16usize];
-                                    let multiplier =
-                                        global.encode_multiplier(scale, policy.conversion);
-                                    let codes = encode_block(
-                                        &values, from, multiplier, logical, &random, policy,
-                                    );
-                                    stage[slot * STAGE_PITCH + place * 2usize] =
-                                        codes.extract(0usize);
-                                    stage[slot * STAGE_PITCH + place * 2usize + 1usize] =
-                                        codes.extract(1usize);
-                                    stage_scales[slot * 8usize + place] = scale;
-                                } else {
-                                    let encoded = quantize_block(
-                                        &values, from, &global, logical, &random, policy,
-                                    );
-                                    stage[slot * STAGE_PITCH + place * 2usize] =
-                                        encoded.codes.extract(0usize);
-                                    stage[slot * STAGE_PITCH + place * 2usize + 1usize] =
-                                        encoded.codes.extract(1usize);
-                                    stage_scales[slot * 8usize + place] = encoded.scale;
-                                }
-                            }
-                        }
-                    }
-                }
-                item += CUBE_DIM as usize;
-            }
-            sync_cube();
-
-            let padded_group = group_blocks.div_ceil(4);
-            let padded_base = shape.cols.div_ceil(128)
-                * 128usize
-                * tile.padded_before
-                * comptime!(if span < 64 { 4 } else { span / 16 });
-            let mut item = UNIT_POS as usize;
-            while item < comptime!(tile::COLS * 8) {
-                let c = item / 8usize;
-                let place = item % 8usize;
-                let column = tile.col0 + c;
-                let block = block0 + place;
-                let inside = column < shape.cols && block < group_blocks;
-                let slot = (c % per_word) * words + c / per_word;
-                let mut scale = 0u32;
-                if inside {
-                    let mut codes = Vector::<u32, Const<2>>::empty();
-                    codes.insert(0usize, stage[slot * STAGE_PITCH + place * 2usize]);
-                    codes.insert(1usize, stage[slot * STAGE_PITCH + place * 2usize + 1usize]);
-                    scale = stage_scales[slot * 8usize + place];
-                    col_codes[start + column * row_pitch + block] = codes;
-                }
-                if comptime!(col.swizzled) {
-                    if block < padded_group * 4usize {
-                        let target = padded_base
-                            + ((column / 128usize) * padded_group + block / 4usize) * 512usize
-                            + (column % 32usize) * 16usize
-                            + ((column % 128usize) / 32usize) * 4usize
-                            + block % 4usize;
-                        col_scales[target] = u8::cast_from(scale);
-                    }
-                } else if inside {
-                    col_scales[start + column * row_pitch + block] = u8::cast_from(scale);
-                }
-                item += CUBE_DIM as usize;
-            }
+            let random = resolve_offset(&row_random, row_offset, row.policy);
+            quantize_rows_of_tile(
+                &data,
+                &tile_scales,
+                &mut partial,
+                &tile,
+                &shape,
+                row_amax,
+                row_codes,
+                row_scales,
+                &row_table,
+                &random,
+                &row_signs,
+                plan.tiles,
+                units,
+                row,
+                kind,
+            );
         }
         sync_cube();
-        index += CUBE_COUNT;
+
+        index += 1usize;
+        if index < end {
+            let next = groups.locate(index, &shape, span, grouping, kind);
+            tile::start_load::<F, N>(
+                x, &mut data, &next, &shape, elements, units, conversion, kind,
+            );
+        }
+        if comptime!(plan.tiles) {
+            let col = comptime!(plan.col.unwrap());
+            transpose::write_transposed(
+                &partial,
+                &tile_scales,
+                &tile,
+                &shape,
+                col_codes,
+                col_scales,
+                units,
+                col,
+                kind,
+            );
+        } else if comptime!(plan.col.is_some()) {
+            let col = comptime!(plan.col.unwrap());
+            write_columns(
+                &stage,
+                &stage_scales,
+                &tile,
+                &shape,
+                row_blocks,
+                col_codes,
+                col_scales,
+                plan.side_by_side,
+                units,
+                col,
+                kind,
+            );
+        }
     }
 }
 
-/// The scale bytes of the 32 16x16 tiles of a tile in shared memory. Synchronises before it returns.
+/// Quantizes the blocks along the rows of a tile. Codes of 16x16 tiles go to `copy`, too, where they wait
+/// for being transposed: those of rows behind the last one as well, which pad blocks of columns.
+#[cube]
+fn quantize_rows_of_tile(
+    data: &Shared<[u32]>,
+    tile_scales: &Shared<[u32]>,
+    copy: &mut Shared<[u32]>,
+    tile: &Tile,
+    shape: &Shape,
+    amax: &[f32],
+    codes: &mut [Vector<u32, Const<2>>],
+    scales: &mut [u8],
+    table: &ScaleTable,
+    random: &Random,
+    signs: &Signs,
+    #[comptime] tiles: bool,
+    #[comptime] units: usize,
+    #[comptime] plan: CopyPlan,
+    #[comptime] kind: FloatKind,
+) {
+    let conversion = comptime!(plan.policy.conversion);
+    let blocks = shape.cols / 16usize;
+    let padded_blocks = blocks.div_ceil(4);
+    let group_scale = table.global();
+    for turn in 0..comptime!(tile::blocks(kind) / units) {
+        let place = tile::row_place(turn, units, kind);
+        let r = place.row;
+        let row_index = tile.row0 + r;
+        let block_index = tile.col0 / 16usize + place.block;
+        let inside = row_index < tile.row_end && block_index < blocks;
+        let stored = row_index * blocks + block_index;
+        let mut scale = 0u32;
+        if tiles || inside {
+            let words = tile::load_row_block(data, r, place.block, conversion, kind);
+            let block = row_block(&words, signs, plan, kind);
+            let largest = row_amax_of(&words, &block, tiles, plan, kind);
+            let global = scale_of(&group_scale, amax, row_index, plan);
+            let of_tile = if comptime!(tiles) {
+                tile_scales[(r / 16usize) * comptime!(tile::row_blocks(kind)) + place.block]
+            } else {
+                0u32.runtime()
+            };
+            let logical = u64::cast_from(stored);
+            let encoded = quantize_by_table(
+                &block,
+                0usize,
+                &words,
+                largest,
+                of_tile & 0xFFu32,
+                of_tile > 0xFFu32,
+                &global,
+                table,
+                logical,
+                random,
+                tiles,
+                comptime!(
+                    conversion.has_ptx() && kind == FloatKind::Bf16 && plan.hadamard.is_none()
+                ),
+                plan,
+            );
+            scale = encoded.scale;
+            if comptime!(tiles) {
+                let at = transpose::code_at(r, place.block);
+                copy[at] = encoded.codes.extract(0usize);
+                copy[at + 1usize] = encoded.codes.extract(1usize);
+            }
+            if inside {
+                codes[stored] = encoded.codes;
+            }
+        }
+        if comptime!(plan.swizzled) {
+            // Columns of tiles beyond these pad a column-wise copy only.
+            if block_index < padded_blocks * 4usize {
+                let target = (tile.row_tile * padded_blocks + block_index / 4usize) * 512usize
+                    + (r % 32usize) * 16usize
+                    + (r / 32usize) * 4usize
+                    + block_index % 4usize;
+                scales[target] = u8::cast_from(scale);
+            }
+        } else if inside {
+            scales[stored] = u8::cast_from(scale);
+        }
+    }
+}
+
+/// The largest magnitude of a block along a row, from its words where they are bf16 pairs.
+#[cube]
+fn row_amax_of(
+    words: &Array<u32>,
+    block: &Array<f32>,
+    #[comptime] tiles: bool,
+    #[comptime] plan: CopyPlan,
+    #[comptime] kind: FloatKind,
+) -> f32 {
+    let conversion = comptime!(plan.policy.conversion);
+    if comptime!(tiles) {
+        // That of the tile counts.
+        0.0f32.runtime()
+    } else if comptime!(conversion.has_ptx() && kind == FloatKind::Bf16 && plan.hadamard.is_none())
+    {
+        pairs_amax(words, 0usize)
+    } else {
+        block_amax(block, 0usize, conversion)
+    }
+}
+
+/// Quantizes the blocks down the columns of a tile into `stage`.
+#[cube]
+fn quantize_columns(
+    data: &Shared<[u32]>,
+    stage: &mut Shared<[u32]>,
+    stage_scales: &mut Shared<[u32]>,
+    tile: &Tile,
+    shape: &Shape,
+    amax: &[f32],
+    table: &ScaleTable,
+    random: &Random,
+    signs: &Signs,
+    #[comptime] units: usize,
+    #[comptime] plan: CopyPlan,
+    #[comptime] kind: FloatKind,
+) {
+    let policy = comptime!(plan.policy);
+    let conversion = comptime!(policy.conversion);
+    let per_word = comptime!(4 / kind.size());
+    let span = comptime!(tile::span(plan.hadamard));
+    // Whether a column's maximum comes from its words, two columns at once.
+    let packed_amax =
+        comptime!(conversion.has_ptx() && kind == FloatKind::Bf16 && plan.hadamard.is_none());
+    let count = comptime!(span / tile::lanes(plan.hadamard, conversion));
+    let shared = comptime!(tile::lanes(plan.hadamard, conversion) > 1);
+    // Blocks of one stored row of this group's copy, and the first of them in this tile.
+    let per_unit = comptime!(span / 16);
+    let group_blocks = (tile.row_end - tile.group_row0).div_ceil(span) * per_unit;
+    let block0 = (tile.row0 - tile.group_row0) / 16usize;
+    let base = shape.cols * tile.units_before * per_unit;
+    let group_scale = table.global();
+
+    let mut item = UNIT_POS as usize;
+    while item < comptime!(tile::column_items(plan.hadamard, conversion)) {
+        let at = tile::column_item(item, units, plan.hadamard, conversion);
+        let word = at.word;
+        let first = block0 + at.block;
+        // Units that share a transform go on together, and only what they store depends on where the
+        // matrix ends.
+        if shared || first < group_blocks {
+            let words = tile::load_words(data, at.block * 16usize, word, count);
+            let both = if comptime!(packed_amax) {
+                max_of_pairs(&words, 0usize, 16usize)
+            } else {
+                0u32.runtime()
+            };
+            #[unroll]
+            for half in 0..comptime!(per_word as u32) {
+                let c = word * per_word + half as usize;
+                let column = tile.col0 + c;
+                let inside = first < group_blocks && column < shape.cols;
+                if shared || inside {
+                    let mut values = tile::unpack_column(
+                        &words,
+                        signs,
+                        at.lane,
+                        half,
+                        plan.hadamard,
+                        plan.default_signs,
+                        conversion,
+                        kind,
+                    );
+                    let pairs = transform_column(&mut values, at.lane, count, plan);
+                    if inside {
+                        let outer = tile.group * shape.cols + column;
+                        let global = scale_of(&group_scale, amax, outer, plan);
+                        #[unroll]
+                        for b in 0..comptime!(count / 16) {
+                            let place = at.block + b;
+                            let from = comptime!(b * 16);
+                            let largest = if comptime!(packed_amax && half == 0) {
+                                f32::reinterpret(both << 16u32)
+                            } else if comptime!(packed_amax) {
+                                f32::reinterpret(both & 0xFFFF_0000u32)
+                            } else if comptime!(conversion.has_ptx() && plan.hadamard.is_some()) {
+                                pairs_amax(&pairs, comptime!(from / 2))
+                            } else {
+                                block_amax(&values, from, conversion)
+                            };
+                            let logical = u64::cast_from(base + column * group_blocks + first + b);
+                            let encoded = quantize_by_table(
+                                &values,
+                                from,
+                                &pairs,
+                                largest,
+                                0u32.runtime(),
+                                false.runtime(),
+                                &global,
+                                table,
+                                logical,
+                                random,
+                                false,
+                                comptime!(conversion.has_ptx() && plan.hadamard.is_some()),
+                                plan,
+                            );
+                            let slot = stage_slot(word, half as usize);
+                            stage[slot + place * 2usize] = encoded.codes.extract(0usize);
+                            stage[slot + place * 2usize + 1usize] = encoded.codes.extract(1usize);
+                            stage_scales[scale_slot(word, half as usize, place)] = encoded.scale;
+                        }
+                    }
+                }
+            }
+        }
+        item += units;
+    }
+}
+
+/// Transforms `count` values of a column, where the plan says so; with PTX they are returned in bf16
+/// pairs, too.
+#[cube]
+fn transform_column(
+    values: &mut Array<f32>,
+    lane: usize,
+    #[comptime] count: usize,
+    #[comptime] plan: CopyPlan,
+) -> Array<u32> {
+    let conversion = comptime!(plan.policy.conversion);
+    if comptime!(plan.hadamard.is_some()) {
+        let size = comptime!(plan.hadamard.unwrap());
+        tile::transform_values(values, lane, size, conversion);
+        if comptime!(conversion.has_ptx()) {
+            let pairs = normalized_pairs(&*values, count, size);
+            unpack_pairs(&pairs, values, count);
+            pairs
+        } else {
+            normalize(values, size, conversion);
+            Array::<u32>::new(1usize)
+        }
+    } else {
+        Array::<u32>::new(1usize)
+    }
+}
+
+/// Where the codes of a column wait: neighbouring units hold neighbouring words, so the columns of a
+/// word lie apart, an odd number of banks.
+#[cube]
+fn stage_slot(word: usize, half: usize) -> usize {
+    (half * tile::WORDS + word) * STAGE_PITCH + half
+}
+
+/// Where the scale of a column's block waits: 8 blocks of two columns are written, and those of four
+/// neighbouring columns read, in different banks.
+#[cube]
+fn scale_slot(word: usize, half: usize, place: usize) -> usize {
+    place * SCALE_PITCH + half * comptime!(tile::WORDS + 2) + word
+}
+
+/// Writes the codes and scales that wait in `stage`.
+#[cube]
+fn write_columns(
+    stage: &Shared<[u32]>,
+    stage_scales: &Shared<[u32]>,
+    tile: &Tile,
+    shape: &Shape,
+    row_blocks: usize,
+    codes: &mut [Vector<u32, Const<2>>],
+    scales: &mut [u8],
+    #[comptime] side_by_side: bool,
+    #[comptime] units: usize,
+    #[comptime] plan: CopyPlan,
+    #[comptime] kind: FloatKind,
+) {
+    let per_word = comptime!(4 / kind.size());
+    let span = comptime!(tile::span(plan.hadamard));
+    let per_unit = comptime!(span / 16);
+    let group_blocks = (tile.row_end - tile.group_row0).div_ceil(span) * per_unit;
+    let block0 = (tile.row0 - tile.group_row0) / 16usize;
+    // Where the group's copy begins, and from one stored row to the next. Random bits are drawn for the
+    // same blocks in either order.
+    let mut start = shape.cols * tile.units_before * per_unit;
+    let mut row_pitch = group_blocks;
+    if comptime!(side_by_side) {
+        start = tile.units_before * per_unit;
+        row_pitch = row_blocks;
+    }
+    let padded_group = group_blocks.div_ceil(4);
+    let padded_base = shape.cols.div_ceil(128)
+        * 128usize
+        * tile.padded_before
+        * comptime!(if span < 64 { 4 } else { span / 16 });
+    // With units for several whole columns, turn by turn the same place of columns further on.
+    let whole = comptime!(units.is_multiple_of(16));
+    let step = comptime!(units / 8);
+    #[unroll(whole)]
+    for turn in 0..comptime!(tile::cols(kind) * 8 / units) {
+        let c = if comptime!(whole) {
+            UNIT_POS as usize / 8usize + turn * step
+        } else {
+            (UNIT_POS as usize + turn * units) / 8usize
+        };
+        let place = if comptime!(whole) {
+            UNIT_POS as usize % 8usize
+        } else {
+            (UNIT_POS as usize + turn * units) % 8usize
+        };
+        let column = tile.col0 + c;
+        let block = block0 + place;
+        let inside = column < shape.cols && block < group_blocks;
+        let word = if comptime!(whole) {
+            UNIT_POS as usize / 8usize / per_word + turn * comptime!(step / per_word)
+        } else {
+            c / per_word
+        };
+        let half = if comptime!(whole) {
+            (UNIT_POS as usize / 8usize) % per_word
+        } else {
+            c % per_word
+        };
+        let slot = stage_slot(word, half);
+        let mut scale = 0u32;
+        if inside {
+            let mut pair = Vector::<u32, Const<2>>::empty();
+            pair.insert(0usize, stage[slot + place * 2usize]);
+            pair.insert(1usize, stage[slot + place * 2usize + 1usize]);
+            scale = stage_scales[scale_slot(word, half, place)];
+            codes[start + column * row_pitch + block] = pair;
+        }
+        if comptime!(plan.swizzled) {
+            if block < padded_group * 4usize {
+                let target = padded_base
+                    + ((column / 128usize) * padded_group + block / 4usize) * 512usize
+                    + (column % 32usize) * 16usize
+                    + ((column % 128usize) / 32usize) * 4usize
+                    + block % 4usize;
+                scales[target] = u8::cast_from(scale);
+            }
+        } else if inside {
+            scales[start + column * row_pitch + block] = u8::cast_from(scale);
+        }
+    }
+}
+
+/// 16x16 tiles of a tile.
+const fn tile_count(kind: FloatKind) -> usize {
+    tile::blocks(kind) / 16
+}
+
+/// The scale bytes of the 16x16 tiles of a tile in shared memory, with bit 8 set where
+/// [`stays_below_7()`] says so of the whole tile. Synchronises before it returns.
 #[cube]
 fn choose_tile_scales(
     data: &Shared<[u32]>,
     partial: &mut Shared<[u32]>,
     scales: &mut Shared<[u32]>,
     global: &GlobalScale,
+    table: &ScaleTable,
+    #[comptime] units: usize,
     #[comptime] plan: CopyPlan,
     #[comptime] kind: FloatKind,
 ) {
     let conversion = comptime!(plan.policy.conversion);
-    let mut item = UNIT_POS as usize;
-    while item < 512usize {
-        let block = shared_block(data, item, kind);
-        partial[item] = magnitude_bits(block_amax(&block, 0usize, conversion));
-        item += CUBE_DIM as usize;
+    let blocks = comptime!(tile::blocks(kind));
+    let per_row = comptime!(tile::row_blocks(kind));
+    let count = comptime!(tile_count(kind));
+    for turn in 0..comptime!(blocks / units) {
+        let place = tile::row_place(turn, units, kind);
+        let words = tile::load_row_block(data, place.row, place.block, conversion, kind);
+        let amax = if comptime!(conversion.has_ptx() && kind == FloatKind::Bf16) {
+            pairs_amax(&words, 0usize)
+        } else {
+            block_amax(&unpack_block(&words, kind), 0usize, conversion)
+        };
+        partial[place.row * per_row + place.block] = magnitude_bits(amax);
     }
     sync_cube();
     let mut item = UNIT_POS as usize;
-    while item < 32usize {
-        let first = (item / 4usize) * 64usize + item % 4usize;
+    while item < count {
+        let first = (item / per_row) * (16usize * per_row) + item % per_row;
         let mut bits = 0u32;
         for r in 0..16usize {
-            bits = max(bits, partial[first + r * 4usize]);
+            bits = max(bits, partial[first + r * per_row]);
         }
         let amax = f32::reinterpret(bits);
         scales[item] = match comptime!(plan.policy.scaling) {
@@ -782,7 +1234,11 @@ fn choose_tile_scales(
                 let both = candidate_scales(amax, global, conversion);
                 both.extract(0usize) | (both.extract(1usize) << 8u32)
             }
-            _ => global.block_scale(amax, plan.policy.scaling, conversion),
+            _ => {
+                let scale = global.block_scale(amax, plan.policy.scaling, conversion);
+                let below_7 = stays_below_7(amax, table.multipliers[scale as usize]);
+                scale | (u32::cast_from(below_7) << 8u32)
+            }
         };
         item += CUBE_DIM as usize;
     }
@@ -792,22 +1248,23 @@ fn choose_tile_scales(
             BlockScaling::FourOverSix(norm) => norm,
             _ => ErrorNorm::Mae,
         });
-        let mut item = UNIT_POS as usize;
-        while item < 512usize {
-            let block = shared_block(data, item, kind);
-            let both = scales[(item / 64usize) * 4usize + item % 4usize];
+        for turn in 0..comptime!(blocks / units) {
+            let place = tile::row_place(turn, units, kind);
+            let words = tile::load_row_block(data, place.row, place.block, conversion, kind);
+            let block = unpack_block(&words, kind);
+            let both = scales[(place.row / 16usize) * per_row + place.block];
             let six = candidate(&block, 0usize, both & 0xFFu32, global, norm, conversion);
             let four = candidate(&block, 0usize, both >> 8u32, global, norm, conversion);
-            partial[item] = u32::reinterpret(six.error);
-            partial[item + 512usize] = u32::reinterpret(four.error);
-            item += CUBE_DIM as usize;
+            let target = place.row * per_row + place.block;
+            partial[target] = u32::reinterpret(six.error);
+            partial[target + blocks] = u32::reinterpret(four.error);
         }
         sync_cube();
         let mut item = UNIT_POS as usize;
-        while item < 32usize {
-            let first = (item / 4usize) * 64usize + item % 4usize;
-            let six = sum_of_rows(&*partial, first);
-            let four = sum_of_rows(&*partial, first + 512usize);
+        while item < count {
+            let first = (item / per_row) * (16usize * per_row) + item % per_row;
+            let six = sum_of_rows(&*partial, first, per_row);
+            let four = sum_of_rows(&*partial, first + blocks, per_row);
             let both = scales[item];
             scales[item] = select(four < six, both >> 8u32, both & 0xFFu32);
             item += CUBE_DIM as usize;
@@ -816,26 +1273,13 @@ fn choose_tile_scales(
     }
 }
 
-/// Block `item` of a tile in shared memory, four blocks to a row.
-#[cube]
-fn shared_block(data: &Shared<[u32]>, item: usize, #[comptime] kind: FloatKind) -> Array<f32> {
-    let words = comptime!(block_words(kind));
-    let start = (item / 4usize) * comptime!(tile::pitch(kind)) + (item % 4usize) * words;
-    let mut bits = Array::<u32>::new(words);
-    #[unroll]
-    for i in 0..words {
-        bits[i] = data[start + i];
-    }
-    unpack_block(&bits, kind)
-}
-
 /// The sum of the errors of 16 rows, by the tree of the specification (section 7).
 #[cube]
-fn sum_of_rows(errors: &Shared<[u32]>, first: usize) -> f32 {
+fn sum_of_rows(errors: &Shared<[u32]>, first: usize, #[comptime] per_row: usize) -> f32 {
     let mut rows = Array::<f32>::new(16usize);
     #[unroll]
     for r in 0..16usize {
-        rows[r] = f32::reinterpret(errors[first + r * 4usize]);
+        rows[r] = f32::reinterpret(errors[first + r * per_row]);
     }
     #[unroll]
     for stage in 0..4u32 {

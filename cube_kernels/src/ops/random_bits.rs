@@ -7,7 +7,7 @@ use super::launch::{buffer, grid};
 use crate::{
     Nvfp4Error,
     cube::{
-        codec::{Conversion, round_stochastic},
+        codec::{Conversion, INFINITY, MAGNITUDE, QUIET_NAN, round_stochastic},
         ptx,
     },
     device::{Capabilities, allocate, conversion_of, download},
@@ -82,7 +82,9 @@ pub fn random_bits_kernel(
             #[unroll]
             for i in 0..4usize {
                 let element = comptime!(3 - i);
-                let value = values[4 * item + element];
+                // As every operation of the device would have made a NaN: positive.
+                let bits = u32::reinterpret(values[4 * item + element]);
+                let value = f32::reinterpret(select(bits & MAGNITUDE > INFINITY, QUIET_NAN, bits));
                 four = four * 16u32
                     + round_stochastic(value, word, comptime!(element as u32), conversion);
             }
