@@ -341,12 +341,19 @@ fn choice_on_blackwell() {
                 assert_eq!(asked.lock().unwrap().pop().unwrap().format, format);
             }
         }
-        // Codes whose rows are no multiple of 16 bytes, outputs likewise, and groups.
+        // Codes whose rows are no multiple of 16 bytes, outputs likewise, and groups: the portable path.
         let portable = GemmPath::MatrixInstructions;
         assert_eq!(of(both, (64, 4096, 48), 1).0, portable);
         assert_eq!(of(both, (64, 4100, 64), 1).0, portable);
-        assert_eq!(of(bf16, (64, 4096, 40), 1).0, GemmPath::Scalar);
-        assert_eq!(of(both, (8192, 4096, 7168), 8).0, GemmPath::Scalar);
+        for (packed, shape, groups) in [
+            (bf16, (64, 4096, 40), 1),
+            (mixed, (64, 4100, 64), 1),
+            (both, (8192, 4096, 7168), 8),
+        ] {
+            let (path, kernel) = of(packed, shape, groups);
+            assert_ne!(path, GemmPath::CublasLt);
+            assert!(!kernel.contains("cuBLASLt"), "{kernel}");
+        }
         assert!(asked.lock().unwrap().is_empty());
         let (path, kernel) = kernel_for(&blackwell, 148, both, (64, 64, 64), 1, &no);
         assert_eq!(path, portable);
@@ -868,6 +875,9 @@ fn fp4_is_refused_visibly() {
     );
     let pretended = Capabilities { gemm: path, ..here };
     let events = Arc::new(Mutex::new(Vec::new()));
+    // With two of them, `tracing` asks both about a call that another test made without any, instead of
+    // remembering that nobody listened.
+    let _second = tracing::Dispatch::new(Events(Arc::default()));
     let found = tracing::subscriber::with_default(Events(events.clone()), || {
         let (a, b) = ((&a).into(), (&b).into());
         let new = Target::New(FloatKind::F32);
@@ -1015,19 +1025,19 @@ fn ordered_between_streams() {
             let (client, barrier) = (client.clone(), &barrier);
             scope.spawn(move || {
                 // A thread of its own is a stream of its own.
-                let chain = Chain::new(&client, 256 << (thread % 4));
+                let chain = Chain::new(&client, 16384);
                 barrier.wait();
-                (0..1500).for_each(|i| chain.step(i));
+                (0..1000).for_each(|i| chain.step(i));
                 assert_eq!(chain.wrong(), 0, "thread {thread}");
             });
         }
     });
     // One thread fills new operands, the other multiplies them; neither waits for the device.
-    let (sender, receiver) = std::sync::mpsc::sync_channel::<(Matrix, Matrix, f32)>(4);
+    let (sender, receiver) = std::sync::mpsc::sync_channel::<(Matrix, Matrix, f32)>(32);
     std::thread::scope(|scope| {
         let producer = client.clone();
         scope.spawn(move || {
-            let k = 4096;
+            let k = 32768;
             for i in 0..1500 {
                 let chain = Chain::new(&producer, k);
                 let (x, y) = ((i % 15) as f32 - 7.0, (i % 7) as f32 + 1.0);

@@ -444,14 +444,7 @@ fn run(
     let path = match path {
         Some(path) => path,
         None if possible == GemmPath::CublasLt => {
-            let problem = cublaslt::problem_of(a, b, bias, &result, accumulate);
-            match problem.and_then(|problem| cublaslt::supports(client, &problem)) {
-                Ok(()) => GemmPath::CublasLt,
-                Err(refusal) => {
-                    tracing::warn!(m, n, k, %refusal, "gemm without cuBLASLt");
-                    GemmPath::MatrixInstructions
-                }
-            }
+            cublaslt::or_portable(client, a, b, bias, &result, accumulate)
         }
         None => possible,
     };

@@ -117,6 +117,9 @@ mod attribute {
 mod preference {
     /// Bytes, 64 bits.
     pub const WORKSPACE: i32 = 1;
+    /// How the parts of a split contraction may be added, 32 bits: 1 in the output, 2 in `f32`, 4 in the
+    /// type of the output.
+    pub const REDUCTION: i32 = 3;
     /// The first of the four of `A`, `B`, `C` and `D`: bytes, 32 bits.
     pub const ALIGNMENT: i32 = 5;
 }
@@ -218,6 +221,8 @@ impl Library {
             })
         };
         set(preference::WORKSPACE, &(WORKSPACE as u64).to_ne_bytes())?;
+        // The output is rounded once.
+        set(preference::REDUCTION, &2u32.to_ne_bytes())?;
         for matrix in 0..4 {
             let attribute = preference::ALIGNMENT + matrix;
             set(attribute, &problem.alignment.to_ne_bytes())?;

@@ -56,10 +56,10 @@ pub(super) mod kernels;
 #[cfg(feature = "cuda")]
 mod library;
 mod operands;
-#[cfg(feature = "cuda")]
+#[cfg_attr(not(feature = "cuda"), path = "absent.rs")]
 mod queue;
 
-pub(super) use operands::{launch, problem_of};
+pub(super) use operands::{launch, or_portable};
 
 /// The most memory that an algorithm may ask for: what NVIDIA recommends for Hopper and Blackwell.
 pub const WORKSPACE: usize = 32 << 20;
@@ -296,14 +296,7 @@ fn alignment(handle: &Handle) -> u32 {
 /// [`Problem::check`].
 pub fn supports(client: &Client, problem: &Problem) -> Result<(), Nvfp4Error> {
     problem.check()?;
-    #[cfg(feature = "cuda")]
-    return queue::plan(client, problem).map(drop);
-    #[cfg(not(feature = "cuda"))]
-    return Err(Nvfp4Error::Unsupported {
-        library: "cuBLASLt",
-        problem: format!("{problem} on {}", client.name()),
-        reason: "built without the feature `cuda`".into(),
-    });
+    queue::plan(client, problem).map(drop)
 }
 
 /// Queues a product behind everything that was queued through `client` before.
@@ -312,8 +305,5 @@ pub fn supports(client: &Client, problem: &Problem) -> Result<(), Nvfp4Error> {
 /// As [`supports`] and [`Product::check`]. What goes wrong later is said by a read of the output.
 pub fn product(client: &Client, product: &Product) -> Result<(), Nvfp4Error> {
     product.check()?;
-    #[cfg(feature = "cuda")]
-    return queue::submit(client, product);
-    #[cfg(not(feature = "cuda"))]
-    return supports(client, &product.problem());
+    queue::submit(client, product)
 }

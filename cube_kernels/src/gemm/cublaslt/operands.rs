@@ -5,12 +5,12 @@ use cubecl::{prelude::*, server::Handle};
 use super::{Format, Problem, Product, Side, kernels};
 use crate::{
     Nvfp4Error, ScaleLayout,
-    device::{FloatKind, Matrix, address_type, allocate},
+    device::{FloatKind, GemmPath, Matrix, address_type, allocate},
     gemm::product::{Elements, Operand, Scale},
     ops::{self, launch::grid},
 };
 
-/// The problem that a product of these operands becomes, with two packed operands or not.
+/// The problem that a product of these operands becomes.
 ///
 /// Two packed operands are multiplied as they are. Of one packed and one bf16 operand, the packed one
 /// is decoded before, which is exact. An `f32` output with a bias begins as the bias, so that nothing of
@@ -18,7 +18,7 @@ use crate::{
 ///
 /// # Errors
 /// A factor for each row, which the library does not have.
-pub fn problem_of(
+fn problem_of(
     a: &Operand,
     b: &Operand,
     bias: Option<&Matrix>,
@@ -54,6 +54,27 @@ pub fn problem_of(
     };
     problem.check()?;
     Ok(problem)
+}
+
+/// [`GemmPath::CublasLt`] where the library takes the product; otherwise the portable path, and a tracing
+/// event that says why.
+pub fn or_portable(
+    client: &Client,
+    a: &Operand,
+    b: &Operand,
+    bias: Option<&Matrix>,
+    result: &Matrix,
+    accumulate: bool,
+) -> GemmPath {
+    let problem = problem_of(a, b, bias, result, accumulate);
+    match problem.and_then(|problem| super::supports(client, &problem)) {
+        Ok(()) => GemmPath::CublasLt,
+        Err(refusal) => {
+            let (m, n, k) = (a.outer(), b.outer(), a.stored());
+            tracing::warn!(m, n, k, %refusal, "gemm without cuBLASLt");
+            GemmPath::MatrixInstructions
+        }
+    }
 }
 
 /// Queues the product of operands that [`problem_of`] took, and whatever has to run before.
