@@ -549,14 +549,21 @@ const EPILOGUES: [Epilogue; 6] = {
     ]
 };
 
-/// Runs a product with new memory: what the output held, the bias, and what it holds then.
+/// What the output held, the bias, and what it holds then.
+struct Outcome {
+    before: Vec<f32>,
+    bias: Vec<f32>,
+    found: Vec<f32>,
+}
+
+/// Runs a product with new memory.
 fn run(
     client: &Client,
     a: &Host,
     b: &Host,
     out: FloatKind,
     epilogue: Epilogue,
-) -> Result<(Vec<f32>, Vec<f32>, Vec<f32>), Nvfp4Error> {
+) -> Result<Outcome, Nvfp4Error> {
     let (m, n, k) = (a.rows, b.rows, a.row(0).len());
     let mut random = Generator::new(17);
     let mut integers = |len: usize, nan: bool| -> Vec<f32> {
@@ -600,7 +607,11 @@ fn run(
         FloatKind::F16 => widen(&read_matrix::<f16>(client, &result)),
         FloatKind::Bf16 => widen(&read_matrix::<bf16>(client, &result)),
     };
-    Ok((before, bias, found))
+    Ok(Outcome {
+        before,
+        bias,
+        found,
+    })
 }
 
 fn widen<T: common::TestElement>(x: &[T]) -> Vec<f32> {
@@ -634,7 +645,11 @@ fn integers_are_exact() {
             for out in [FloatKind::F32, FloatKind::F16, FloatKind::Bf16] {
                 for epilogue in EPILOGUES {
                     let what = format!("{m} x {n} x {k}, {format:?} to {out:?}, {epilogue:?}");
-                    let (before, bias, found) = match run(&client, &a, &b, out, epilogue) {
+                    let Outcome {
+                        before,
+                        bias,
+                        found,
+                    } = match run(&client, &a, &b, out, epilogue) {
                         Ok(results) => results,
                         Err(error) => {
                             assert!(matches!(error, Nvfp4Error::Unsupported { .. }), "{error}");
@@ -685,7 +700,7 @@ fn random_within_the_bound() {
                     bias: false,
                     accumulate: false,
                 };
-                let (_, _, found) = run(&client, &a, &b, out, epilogue).unwrap();
+                let found = run(&client, &a, &b, out, epilogue).unwrap().found;
                 let alpha = 0.7f32 as f64 * a.scale as f64 * b.scale as f64;
                 let (relative, unit) = match (format, out) {
                     (Format::Bf16, _) => (2.0 * (k as f64 + 2.0) * f32::EPSILON as f64, 0.0),
