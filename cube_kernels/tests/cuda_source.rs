@@ -216,7 +216,7 @@ fn sources(conversion: Conversion) -> Vec<Source> {
                 add!(
                     format!("cublaslt_bias-{tag}-{add}"),
                     None,
-                    gemm::kernels::bias_kernel::create_dummy_kernel,
+                    gemm::kernels::add_rows_kernel::create_dummy_kernel,
                     address,
                     buffer(cols),
                     buffer(rows * cols),

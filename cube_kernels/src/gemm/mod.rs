@@ -34,7 +34,7 @@ pub use select::kernel_of;
 #[doc(hidden)]
 pub mod kernels {
     pub use super::{
-        cublaslt::kernels::{bias_kernel, factors_kernel},
+        cublaslt::kernels::{add_rows_kernel, factors_kernel},
         epilogue::{EpilogueKind, Factor},
         grouped::{grouped_kernel, grouped_rows_with},
         portable::{Epilogue, matrix_kernel, scalar_kernel},

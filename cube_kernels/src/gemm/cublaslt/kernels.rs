@@ -1,5 +1,5 @@
-//! The small kernels around a product of the library: the factors of a sum, and a bias that the
-//! library does not take as it is.
+//! The small kernels around a product of the library: the factors of a sum, and what the library
+//! does not add as it should be added.
 
 use cubecl::prelude::*;
 
@@ -29,21 +29,21 @@ pub fn factors_kernel(
     }
 }
 
-/// `rows` rows of `cols` elements: the bias in each of them, rounded to `kind`, or added to what they
-/// hold and rounded.
+/// Element `i` of `out` becomes element `i` modulo `period` of `rows`, added to what it holds or not,
+/// rounded once to `kind`: a bias in each row, or the sum of two matrices.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
-pub fn bias_kernel<F: Numeric>(
-    bias: &[f32],
+pub fn add_rows_kernel<F: Numeric>(
+    rows: &[f32],
     out: &mut [F],
     elements: usize,
-    cols: usize,
+    period: usize,
     #[comptime] add: bool,
     #[comptime] kind: FloatKind,
     #[define(F)] _storage: ElemType,
 ) {
     let mut item = ABSOLUTE_POS;
     while item < elements {
-        let mut value = bias[item % cols];
+        let mut value = rows[item % period];
         if comptime!(add) {
             value += load::<F>(out[item], kind);
         }

@@ -24,9 +24,8 @@
 //! queued on. CubeCL hands out no stream, but a task on its device thread may ask the server for it
 //! (`WriteScoped::write_streams`, then `MultiStream::resolve`, both public in `cubecl-server`), and
 //! that is what `queue` submits: one task, in the same queue as launches, that does what CubeCL's own
-//! launch does. It skips where an input was never written and marks the output when it fails (so that
-//! reading the output says why), waits for other streams that wrote an operand, keeps memory of other
-//! streams alive, and tells a graph that is being captured which memory it uses. No host
+//! launch does, and waits for every other stream whose memory is used. It skips where an input was never written and marks the output when it fails (so that
+//! reading the output says why), keeps memory of other streams alive, and tells a graph that is being captured which memory it uses. No host
 //! synchronisation, no second stream, no waiting kernel, and a captured graph holds the product like
 //! any launch.
 //!

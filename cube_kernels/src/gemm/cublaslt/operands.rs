@@ -10,21 +10,34 @@ use crate::{
     ops::{self, launch::grid},
 };
 
-/// The problem that a product of these operands becomes.
+/// How a product with this epilogue is put together.
+///
+/// The library rounds a 16-bit output before it adds what the output held, and once more behind that.
+/// Where a 16-bit output is added to, the sum goes to an `f32` matrix of its own instead, and a kernel adds
+/// and rounds once. An `f32` output with a bias begins as the bias, of which the library would keep no more
+/// than bf16.
+struct Assembly {
+    /// The sum goes to a matrix of its own.
+    staged: bool,
+    /// The matrix that the library writes begins as the bias.
+    seeded: bool,
+    problem: Problem,
+}
+
+/// Puts a product together.
 ///
 /// Two packed operands are multiplied as they are. Of one packed and one bf16 operand, the packed one
-/// is decoded before, which is exact. An `f32` output with a bias begins as the bias, so that nothing of
-/// it is lost: the library would round it to bf16.
+/// is decoded before, which is exact.
 ///
 /// # Errors
-/// A factor for each row, which the library does not have.
-fn problem_of(
+/// A factor for each row, which the library does not have, and as [`Problem::check`].
+fn assemble(
     a: &Operand,
     b: &Operand,
     bias: Option<&Matrix>,
     result: &Matrix,
     accumulate: bool,
-) -> Result<Problem, Nvfp4Error> {
+) -> Result<Assembly, Nvfp4Error> {
     for (argument, operand) in [("a", a), ("b", b)] {
         if matches!(operand.scale, Scale::PerRow(..) | Scale::PerGroup(..)) {
             return Err(Nvfp4Error::value(
@@ -38,22 +51,28 @@ fn problem_of(
         (Elements::Packed(_), Elements::Packed(_)) => Format::Nvfp4,
         _ => Format::Bf16,
     };
-    let seeded = bias.is_some() && result.dtype == FloatKind::F32;
+    let staged = accumulate && result.dtype != FloatKind::F32;
+    let out = if staged { FloatKind::F32 } else { result.dtype };
+    let seeded = bias.is_some() && out == FloatKind::F32;
     let aligned = a.is_aligned() && b.is_aligned() && super::alignment(&result.handle) >= 16;
     let problem = Problem {
         format,
         m: a.outer(),
         n: b.outer(),
         k: a.stored(),
-        out: result.dtype,
+        out,
         alpha: [a, b].iter().any(|side| !matches!(side.scale, Scale::One)),
         bias: bias.is_some() && !seeded,
-        accumulate: accumulate || seeded,
-        // Decoded and swizzled copies are allocations of their own.
+        accumulate: seeded || (accumulate && !staged),
+        // Decoded, swizzled and staged matrices are allocations of their own.
         alignment: if aligned { 16 } else { 1 },
     };
     problem.check()?;
-    Ok(problem)
+    Ok(Assembly {
+        staged,
+        seeded,
+        problem,
+    })
 }
 
 /// [`GemmPath::CublasLt`] where the library takes the product; otherwise the portable path, and a tracing
@@ -66,8 +85,8 @@ pub fn or_portable(
     result: &Matrix,
     accumulate: bool,
 ) -> GemmPath {
-    let problem = problem_of(a, b, bias, result, accumulate);
-    match problem.and_then(|problem| super::supports(client, &problem)) {
+    let assembly = assemble(a, b, bias, result, accumulate);
+    match assembly.and_then(|assembly| super::supports(client, &assembly.problem)) {
         Ok(()) => GemmPath::CublasLt,
         Err(refusal) => {
             let (m, n, k) = (a.outer(), b.outer(), a.stored());
@@ -77,7 +96,10 @@ pub fn or_portable(
     }
 }
 
-/// Queues the product of operands that [`problem_of`] took, and whatever has to run before.
+/// Queues the product, and whatever has to run before and behind it.
+///
+/// # Errors
+/// Where [`or_portable`] would not take the library.
 pub fn launch(
     client: &Client,
     a: &Operand,
@@ -86,23 +108,29 @@ pub fn launch(
     result: &Matrix,
     accumulate: bool,
 ) -> Result<(), Nvfp4Error> {
-    let problem = problem_of(a, b, bias, result, accumulate)?;
+    let Assembly {
+        staged,
+        seeded,
+        problem,
+    } = assemble(a, b, bias, result, accumulate)?;
     // Before anything is written.
     super::supports(client, &problem)?;
+    let stage = staged.then(|| Matrix::empty(client, problem.m, problem.n, problem.out));
+    let out = stage.as_ref().unwrap_or(result);
     let alpha = problem
         .alpha
         .then(|| factors(client, a, b, problem.accumulate));
-    let bias = match (bias, problem.bias) {
-        (Some(bias), true) => {
-            let rounded = Matrix::empty(client, 1, problem.n, problem.format.bias(problem.out));
-            spread(client, bias, &rounded, false);
-            Some(rounded)
-        }
-        (Some(bias), false) => {
-            spread(client, bias, result, accumulate);
+    let rounded = match bias {
+        Some(bias) if seeded => {
+            add_rows(client, bias, out, accumulate && !staged);
             None
         }
-        (None, _) => None,
+        Some(bias) => {
+            let rounded = Matrix::empty(client, 1, problem.n, problem.format.bias(problem.out));
+            add_rows(client, bias, &rounded, false);
+            Some(rounded)
+        }
+        None => None,
     };
     let (a_data, a_scale) = stored(client, a, problem.format)?;
     let (b_data, b_scale) = stored(client, b, problem.format)?;
@@ -119,11 +147,15 @@ pub fn launch(
             a: side(a, &a_data, a_scale.as_ref()),
             b: side(b, &b_data, b_scale.as_ref()),
             alpha: alpha.as_ref(),
-            bias: bias.as_ref(),
-            out: result,
+            bias: rounded.as_ref(),
+            out,
             accumulate: problem.accumulate,
         },
-    )
+    )?;
+    if let Some(stage) = &stage {
+        add_rows(client, stage, result, true);
+    }
+    Ok(())
 }
 
 /// The elements of an operand, and its block scales in 128x4 tiles.
@@ -171,20 +203,20 @@ fn factors(client: &Client, a: &Operand, b: &Operand, accumulate: bool) -> Handl
     out
 }
 
-/// Writes the bias to each row of `out`, or adds it.
-fn spread(client: &Client, bias: &Matrix, out: &Matrix, add: bool) {
+/// Writes `rows`, an `f32` matrix, to each as many rows of `out`, rounded to its type, or adds them.
+fn add_rows(client: &Client, rows: &Matrix, out: &Matrix, add: bool) {
     let (count, dim) = grid(client, out.len());
-    // SAFETY: the kernel stays below the elements of `out` and the columns of the bias.
+    // SAFETY: the kernel stays below the elements of either matrix.
     unsafe {
-        kernels::bias_kernel::launch_unchecked(
+        kernels::add_rows_kernel::launch_unchecked(
             client,
             count,
             dim,
             address_type(out.len()),
-            BufferArg::from_raw_parts(bias.handle.clone(), out.cols),
+            BufferArg::from_raw_parts(rows.handle.clone(), rows.len()),
             BufferArg::from_raw_parts(out.handle.clone(), out.len()),
             out.len(),
-            out.cols,
+            rows.len(),
             add,
             out.dtype,
             out.dtype.storage_type(),

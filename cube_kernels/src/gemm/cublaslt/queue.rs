@@ -22,7 +22,10 @@ use cubecl_server::{
     runtime::Runtime,
     stream::{ExecuteScope, WriteScoped},
 };
-use cudarc::driver::sys::{CUcontext, CUstream, cuCtxSetCurrent, cuStreamGetCtx};
+use cudarc::driver::sys::{
+    CUcontext, CUevent, CUevent_flags, CUstream, cuCtxSetCurrent, cuEventCreate, cuEventDestroy_v2,
+    cuEventRecord, cuStreamGetCtx, cuStreamWaitEvent,
+};
 
 use super::{
     Problem, Product,
@@ -153,6 +156,17 @@ impl Buffers {
             .resolve(stream_id, all())
             .map_err(|error| error.to_string())?;
         let stream = streams.current().sys;
+        make_current(stream)?;
+        if !streams.current().capturing.is_recording() {
+            let mut waited = vec![stream];
+            for binding in all() {
+                let origin = streams.get(&binding.stream).sys;
+                if !waited.contains(&origin) {
+                    wait(stream, origin)?;
+                    waited.push(origin);
+                }
+            }
+        }
         let mut addresses = Vec::with_capacity(8);
         for binding in all() {
             // A graph that is being captured keeps the pages that it was recorded with.
@@ -176,12 +190,31 @@ impl Buffers {
             out: addresses[6],
             workspace: addresses[7],
         };
-        make_current(stream)?;
         // SAFETY: the context is that of the stream. Sizes were checked before, the workspace was
         // allocated for this algorithm, and CubeCL's bookkeeping, to which the scope and `streams`
         // belong, keeps the memory for as long as work on this stream reads it, as it does for kernels.
         unsafe { Library::get()?.queue(device, problem, algorithm, &at, stream.cast::<c_void>()) }
     }
+}
+
+/// Makes `stream` wait for what was queued on `origin` until now.
+///
+/// CubeCL's `resolve` waits for another stream unless it has done so since the buffer was *allocated*: a
+/// kernel that writes the buffer later, behind that wait, is missed. A graph that is being captured takes
+/// no such wait: it would draw the other stream into the capture.
+fn wait(stream: CUstream, origin: CUstream) -> Result<(), String> {
+    let mut event: CUevent = ptr::null_mut();
+    let flags = CUevent_flags::CU_EVENT_DISABLE_TIMING as u32;
+    // SAFETY: both streams are alive. An event may be destroyed as soon as the wait for it is queued.
+    unsafe {
+        cuEventCreate(&mut event, flags).result().and_then(|()| {
+            let waiting = cuEventRecord(event, origin)
+                .result()
+                .and_then(|()| cuStreamWaitEvent(stream, event, 0).result());
+            waiting.and(cuEventDestroy_v2(event).result())
+        })
+    }
+    .map_err(|error| error.to_string())
 }
 
 /// Makes the context of a stream the current one, as CubeCL does before each of its own launches.
