@@ -317,6 +317,18 @@ impl DevicePacked {
         check_memory(argument, &self.amax, self.amax_len() * 4)
     }
 
+    /// An error unless there are no groups.
+    pub(crate) fn check_no_groups(&self, argument: &'static str) -> Result<(), Nvfp4Error> {
+        match self.groups {
+            Groups::One => Ok(()),
+            _ => Err(Nvfp4Error::value(
+                argument,
+                format!("{} groups", self.groups.count()),
+                "no groups",
+            )),
+        }
+    }
+
     /// An error unless scales are compact and there are no groups.
     pub(crate) fn check_compact(&self, argument: &'static str) -> Result<(), Nvfp4Error> {
         if self.layout == ScaleLayout::Compact && matches!(self.groups, Groups::One) {
@@ -477,6 +489,9 @@ pub enum GemmPath {
     /// Compute capability 9.0: operands decoded to bf16 in a workspace and multiplied by `wgmma`, or
     /// few rows with a packed weight that is decoded in registers.
     Hopper,
+    /// Compute capability 10.0 and 10.3: FP4 tensor cores through cuBLASLt
+    /// ([`gemm::cublaslt`](crate::gemm::cublaslt)). Never run on hardware.
+    CublasLt,
     /// Tiles decoded to bf16 in shared memory, multiplied by 16x16x16 matrix instructions.
     MatrixInstructions,
     /// One unit for each output element.
@@ -510,12 +525,11 @@ impl Capabilities {
             runtime,
             compute_capability,
             conversion: conversion(compute_capability),
-            gemm: if has_matrix && compute_capability == Some(90) {
-                GemmPath::Hopper
-            } else if has_matrix {
-                GemmPath::MatrixInstructions
-            } else {
-                GemmPath::Scalar
+            gemm: match compute_capability {
+                _ if !has_matrix => GemmPath::Scalar,
+                Some(90) => GemmPath::Hopper,
+                Some(100 | 103) => GemmPath::CublasLt,
+                _ => GemmPath::MatrixInstructions,
             },
             units_per_cube: if is_cpu(client) { 1 } else { 256 },
         }

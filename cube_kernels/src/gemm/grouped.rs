@@ -204,6 +204,7 @@ fn grouped(
         GemmPath::Hopper if a.is_aligned() && b.is_aligned() && is_aligned(&result.handle) => {
             GemmPath::Hopper
         }
+        // cuBLASLt's own grouped products are not used: see docs/gemm.md.
         _ => GemmPath::Scalar,
     };
     match path.unwrap_or(here) {
@@ -233,7 +234,7 @@ fn grouped(
                 &result,
             );
         }
-        GemmPath::Hopper | GemmPath::MatrixInstructions => {
+        GemmPath::Hopper | GemmPath::CublasLt | GemmPath::MatrixInstructions => {
             return Err(Nvfp4Error::Device {
                 argument: "client",
                 found: format!("{} for {m} x {n} x {k}", capabilities.device),

@@ -2,9 +2,10 @@
 //!
 //! `product` and `grouped` are what callers see; `select` chooses kernel and tile. The kernels: `sm90`, the
 //! bf16 product of Hopper, for which `workspace` decodes packed operands; `sm90_fused`, Hopper's product
-//! with a packed weight that is decoded in registers; `small_m`, few rows with one; `portable`, tile by tile on any CUDA GPU or element by element anywhere. `epilogue` is what
+//! with a packed weight that is decoded in registers; `small_m`, few rows with one; `portable`, tile by tile on any CUDA GPU or element by element anywhere; [`cublaslt`], NVIDIA's library, for FP4 tensor cores. `epilogue` is what
 //! happens to a sum before it is written.
 
+pub mod cublaslt;
 // `#[cube]` generates public items that cannot carry documentation.
 #[allow(missing_docs)]
 mod epilogue;
@@ -33,11 +34,12 @@ pub use select::kernel_of;
 #[doc(hidden)]
 pub mod kernels {
     pub use super::{
+        cublaslt::kernels::{add_rows_kernel, factors_kernel},
         epilogue::{EpilogueKind, Factor},
         grouped::{grouped_kernel, grouped_rows_with},
         portable::{Epilogue, matrix_kernel, scalar_kernel},
-        product::product_with,
-        select::{Plan, plan},
+        product::{product_as, product_with},
+        select::{Plan, kernel_for, plan},
         sm90::{Grouping, Tile, UNITS as SM90_UNITS, sm90_kernel},
         sm90_fused::{FusedShape, FusedTile, Left as FusedLeft, fused_kernel},
         small_m::{Left, Shape, small_m_kernel},

@@ -49,7 +49,7 @@ pub(super) fn launch(
     };
     let target = unsafe { BufferArg::from_raw_parts(result.handle.clone(), m * n) };
     match path {
-        GemmPath::Hopper | GemmPath::MatrixInstructions => {
+        GemmPath::Hopper | GemmPath::CublasLt | GemmPath::MatrixInstructions => {
             let count = CubeCount::Static(n.div_ceil(TILE) as u32, m.div_ceil(TILE) as u32, 1);
             // SAFETY: the kernel masks every access by the shapes it is given.
             unsafe {

@@ -4,9 +4,13 @@ use std::fmt;
 
 use cubecl::client::Client;
 
-use crate::device::{Capabilities, GemmPath};
+use crate::{
+    Nvfp4Error,
+    device::{Capabilities, FloatKind, GemmPath},
+};
 
 use super::{
+    cublaslt::{self, Format, Problem},
     product::{Elements, Operand},
     sm90::{Grouping, TILE_M, Tile},
     sm90_fused::{self, FusedTile},
@@ -161,29 +165,74 @@ const FEW_ROWS: usize = 16;
 pub fn kernel_of(
     client: &Client,
     packed: (bool, bool),
-    (m, n, k): (usize, usize, usize),
+    shape: (usize, usize, usize),
     groups: usize,
 ) -> (GemmPath, String) {
-    let capabilities = Capabilities::of(client);
     let processors = client.properties().hardware.num_streaming_multiprocessors;
+    let capabilities = Capabilities::of(client);
     let processors = processors.unwrap_or(132) as usize;
+    kernel_for(
+        &capabilities,
+        processors,
+        packed,
+        shape,
+        groups,
+        &|problem| cublaslt::supports(client, problem),
+    )
+}
+
+/// [`kernel_of`] from what decides it: what the device can do, the number of its processors, and what
+/// cuBLASLt answers on it.
+#[doc(hidden)]
+pub fn kernel_for(
+    capabilities: &Capabilities,
+    processors: usize,
+    packed: (bool, bool),
+    (m, n, k): (usize, usize, usize),
+    groups: usize,
+    supports: &dyn Fn(&Problem) -> Result<(), Nvfp4Error>,
+) -> (GemmPath, String) {
     let grouping = if groups > 1 {
         Grouping::Rows
     } else {
         Grouping::Dense
     };
-    match super::path_of(&capabilities, n, k) {
+    let portable = if packed == (true, true) && groups == 1 {
+        (
+            GemmPath::MatrixInstructions,
+            "tiles decoded to bf16 in shared memory, 16x16x16 matrix instructions",
+        )
+    } else {
+        (GemmPath::Scalar, "one unit for each output element")
+    };
+    match super::path_of(capabilities, n, k) {
         GemmPath::Hopper => {
             let plan = plan_of(processors, packed, (m, n, k), grouping, groups);
             (GemmPath::Hopper, plan.to_string())
         }
-        GemmPath::MatrixInstructions if packed == (true, true) && groups == 1 => (
-            GemmPath::MatrixInstructions,
-            "tiles decoded to bf16 in shared memory, 16x16x16 matrix instructions".into(),
-        ),
-        GemmPath::MatrixInstructions | GemmPath::Scalar => {
-            (GemmPath::Scalar, "one unit for each output element".into())
+        GemmPath::CublasLt if groups == 1 => {
+            let (format, kernel) = match packed {
+                (true, true) => (Format::Nvfp4, cublaslt::NVFP4),
+                _ => (Format::Bf16, cublaslt::BF16),
+            };
+            let problem = Problem {
+                format,
+                m,
+                n,
+                k,
+                out: FloatKind::Bf16,
+                alpha: packed != (false, false),
+                bias: false,
+                accumulate: false,
+                alignment: 16,
+            };
+            match supports(&problem) {
+                Ok(()) => (GemmPath::CublasLt, kernel.into()),
+                Err(refusal) => (portable.0, format!("{} ({refusal})", portable.1)),
+            }
         }
+        GemmPath::CublasLt | GemmPath::MatrixInstructions => (portable.0, portable.1.into()),
+        GemmPath::Scalar => (GemmPath::Scalar, "one unit for each output element".into()),
     }
 }
 
