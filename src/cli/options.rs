@@ -8,7 +8,9 @@ use anyhow::{Context, Result, ensure};
 use burn::config::Config;
 use clap::{ArgAction, Args};
 use nvfp4::Nvfp4Recipe;
-use nvfp4::lm::config::{Activation, HealingOption, ModelKind, Preset, Recipe, RunConfig};
+use nvfp4::lm::config::{
+    Activation, Decoration, HealingOption, ModelKind, Preset, Recipe, RunConfig,
+};
 use serde::Deserialize;
 
 use super::device::DeviceName;
@@ -38,6 +40,11 @@ pub(crate) struct Options {
     /// Stop quantizing after this share of the steps: 0.9, or 0.9:forward for the forward alone
     #[arg(long, value_name = "SHARE[:forward]")]
     healing: Option<HealingOption>,
+    /// Train a model of Burn's own layers through the decorator (docs/decorator.md), on device cpu or
+    /// cuda:N: strict, where a product that does not run in NVFP4 is an error, or lenient, where it is
+    /// counted [default: no; strict without a value]
+    #[arg(long, value_name = "HOW", num_args = 0..=1, default_missing_value = "strict")]
+    decorate: Option<Decoration>,
     /// Recipes of a written configuration
     #[arg(skip)]
     recipes: BTreeMap<String, Nvfp4Recipe>,
@@ -221,6 +228,7 @@ impl Options {
             preset,
             recipe,
             healing,
+            decorate,
             device,
             activation,
             data,
@@ -298,6 +306,7 @@ impl Options {
         );
         config.experts = self.experts.or(self.model.and_then(ModelKind::experts));
         config.healing = self.healing;
+        config.decorate = self.decorate;
         config.recipes = self.recipes;
         if let Some(name) = &self.recipe {
             config.recipe = named(name, "recipe", &mut config.recipes)?;

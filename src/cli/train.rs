@@ -6,14 +6,17 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use anyhow::{Context, Result, bail, ensure};
+use burn::tensor::Device;
 use clap::Args;
 use nvfp4::lm::checkpoint::{CONFIG, read_json, write_json};
 use nvfp4::lm::config::{Preset, Recipe, RunConfig};
 use nvfp4::lm::data::Corpus;
+use nvfp4::lm::encoder::EncoderModel;
+use nvfp4::lm::model::{LanguageModel, Transformer};
 use nvfp4::lm::train::{Outcome, Row, Run};
 use serde::Serialize;
 
-use super::device::{DeviceName, hardware};
+use super::device::{DeviceName, hardware, install_decorator};
 use super::options::Options;
 use super::plot;
 use super::progress::Progress;
@@ -114,6 +117,9 @@ impl Trained {
 impl Train {
     pub(crate) fn run(self) -> Result<ExitCode> {
         let (config, device_name, folder) = self.prepare()?;
+        if config.decorate.is_some() {
+            install_decorator()?;
+        }
         let device = device_name.open()?;
         eprintln!("reading text ...");
         let corpus = Corpus::load(&config.data, config.data_bytes)?;
@@ -131,26 +137,18 @@ impl Train {
         })
         .context("cannot watch for Ctrl-C")?;
 
-        let mut results = Vec::new();
-        for recipe in config.all_recipes() {
-            let path = folder.join(recipe.name());
-            let mut run = Run::open(&config, recipe.clone(), &corpus, &device, &path)?;
-            let mut progress =
-                Progress::new(recipe.clone(), &config, run.step(), interrupt.clone());
-            let outcome = run.train(self.stop_at, &mut progress);
-            progress.finish();
-            match outcome? {
-                Outcome::Finished => {}
-                // With --stop-at every recipe goes that far.
-                Outcome::Stopped if !interrupt.load(Ordering::Relaxed) => {}
-                Outcome::Stopped => break,
-            }
-            results.push(Trained {
-                recipe: recipe.clone(),
-                rows: run.rows().to_vec(),
-                seconds: run.seconds(),
-            });
-        }
+        let training = Training {
+            config: &config,
+            corpus: &corpus,
+            device: &device,
+            folder: &folder,
+            stop_at: self.stop_at,
+            interrupt: &interrupt,
+        };
+        let results = match config.decorate {
+            Some(_) => training.all::<EncoderModel>()?,
+            None => training.all::<Transformer>()?,
+        };
         let stopped = interrupt.load(Ordering::Relaxed);
         let finished = |result: &Trained| {
             result
@@ -218,6 +216,52 @@ impl Train {
     }
 }
 
+/// What the runs of all recipes share.
+struct Training<'a> {
+    config: &'a RunConfig,
+    corpus: &'a Corpus,
+    device: &'a Device,
+    folder: &'a Path,
+    stop_at: Option<u64>,
+    interrupt: &'a Arc<AtomicBool>,
+}
+
+impl Training<'_> {
+    /// Train a model with each recipe, one after the other, until the last step or an interrupt.
+    fn all<M: LanguageModel>(&self) -> Result<Vec<Trained>> {
+        let mut results = Vec::new();
+        for recipe in self.config.all_recipes() {
+            let path = self.folder.join(recipe.name());
+            let mut run =
+                Run::<M>::open(self.config, recipe.clone(), self.corpus, self.device, &path)?;
+            let mut progress = Progress::new(
+                recipe.clone(),
+                self.config,
+                run.step(),
+                self.interrupt.clone(),
+            );
+            let outcome = run.train(self.stop_at, &mut progress);
+            progress.finish();
+            let outcome = outcome?;
+            if let Some(account) = run.model().account()? {
+                println!("{recipe}: what ran where\n{account}");
+            }
+            match outcome {
+                Outcome::Finished => {}
+                // With --stop-at every recipe goes that far.
+                Outcome::Stopped if !self.interrupt.load(Ordering::Relaxed) => {}
+                Outcome::Stopped => break,
+            }
+            results.push(Trained {
+                recipe: recipe.clone(),
+                rows: run.rows().to_vec(),
+                seconds: run.seconds(),
+            });
+        }
+        Ok(results)
+    }
+}
+
 fn unused_folder(preset: Preset) -> Result<PathBuf> {
     (1..10_000)
         .map(|number| Path::new(DEFAULT_OUT).join(format!("{preset}-{number}")))
@@ -245,12 +289,13 @@ fn describe(config: &RunConfig, corpus: &Corpus, folder: &Path) {
     eprintln!(
         "model   {}: {:.2} M parameters, {} blocks of width {}{}, context {}",
         config.preset,
-        config.model().parameters() as f64 / 1e6,
+        config.parameters() as f64 / 1e6,
         config.layers,
         config.width,
-        match config.experts {
-            Some(experts) => format!(" with {experts} experts, {} for a byte", config.top_k),
-            None => String::new(),
+        match (config.experts, config.decorate) {
+            (Some(experts), _) => format!(" with {experts} experts, {} for a byte", config.top_k),
+            (None, Some(_)) => " of Burn's own layers".into(),
+            (None, None) => String::new(),
         },
         config.context
     );
@@ -307,7 +352,7 @@ fn report(
             .collect::<Result<_>>()?,
         unigram_entropy,
         preset: config.preset,
-        parameters: config.model().parameters(),
+        parameters: config.parameters(),
         steps: config.steps,
         tokens: main.rows.last().map_or(0, |row| row.tokens),
         seconds: main.seconds,

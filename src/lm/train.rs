@@ -6,7 +6,6 @@ use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use anyhow::{Context, Result, bail, ensure};
-use burn::module::Module;
 use burn::optim::GradientsParams;
 use burn::store::ModuleRecord;
 use burn::tensor::{Bytes, Device, Tensor};
@@ -16,7 +15,7 @@ use burn_nvfp4::{Nvfp4State, set_mode};
 use super::checkpoint::{self, Checkpoint, State, Timing};
 use super::config::{Recipe, RunConfig};
 use super::data::Corpus;
-use super::model::Transformer;
+use super::model::LanguageModel;
 use super::optim::{AdamW, learning_rate};
 
 /// First line of `metrics.csv`.
@@ -132,14 +131,14 @@ pub enum Outcome {
 }
 
 /// A run with one recipe: the model, its optimizer, and how far it is.
-pub struct Run<'a> {
+pub struct Run<'a, M> {
     config: &'a RunConfig,
     recipe: Recipe,
     corpus: &'a Corpus,
     /// With autodiff.
     device: Device,
     folder: PathBuf,
-    model: Transformer,
+    model: M,
     optimizer: AdamW,
     step: u64,
     /// Losses that are still on the device.
@@ -154,7 +153,7 @@ pub struct Run<'a> {
     saved: Option<u64>,
 }
 
-impl<'a> Run<'a> {
+impl<'a, M: LanguageModel> Run<'a, M> {
     /// Start the run `config` with `recipe`, or go on with it if `folder` has a checkpoint of it.
     ///
     /// # Errors
@@ -171,13 +170,7 @@ impl<'a> Run<'a> {
         corpus.check(config.context)?;
         fs::create_dir_all(folder).with_context(|| format!("cannot make {}", folder.display()))?;
         let device = device.clone().autodiff();
-        let model = Transformer::new(
-            &config.model(),
-            config.activation_of(&recipe),
-            &config.nvfp4_recipe(&recipe)?,
-            config.seed,
-            &device,
-        )?;
+        let model = M::build(config, &recipe, &device)?;
         let mut run = Self {
             config,
             recipe,
@@ -254,7 +247,7 @@ impl<'a> Run<'a> {
     }
 
     /// The model.
-    pub fn model(&self) -> &Transformer {
+    pub fn model(&self) -> &M {
         &self.model
     }
 

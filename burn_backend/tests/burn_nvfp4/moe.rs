@@ -471,7 +471,7 @@ fn timings() {
             total(constant.gate_up.forward(twice.clone(), &even))
         });
     }
-    let plain = x.inner();
+    let plain = x.clone().inner();
     let router = Matrix::gaussian(width, experts, DType::F32, 2).tensor(&plain.device());
     let logits = plain.clone().cast(DType::F32).matmul(router.clone());
     measure("router product", &|| {
@@ -481,7 +481,7 @@ fn timings() {
         let (found, chosen) = logits.clone().topk_with_indices(2, 1);
         total(found) + chosen.float().cast(DType::F32).sum()
     });
-    let (_, chosen) = logits.topk_with_indices(2, 1);
+    let (_, chosen) = logits.clone().topk_with_indices(2, 1);
     let routing = Routing::try_new(chosen.clone(), experts).unwrap();
     measure("sorting", &|| {
         let routing = Routing::try_new(chosen.clone(), experts).unwrap();
@@ -495,6 +495,82 @@ fn timings() {
     });
     measure("activation", &|| total(gated_halves(sorted.clone())));
     measure("sum alone", &|| total(sorted.clone()));
+
+    // The same, forward and backward.
+    let router = router.from_inner_with_gradient();
+    measure("router product, step", &|| {
+        let leaf = x.clone().require_grad();
+        let grads = (leaf.clone().cast(DType::F32).matmul(router.clone()).sum()).backward();
+        total(leaf.grad(&grads).unwrap()) + total(router.grad(&grads).unwrap())
+    });
+    let scores = logits.from_inner_with_gradient();
+    let indices = Tensor::<2, Int>::from_inner(chosen);
+    measure("choice, step", &|| {
+        let probabilities = softmax(scores.clone(), 1);
+        let weights = probabilities.gather(1, indices.clone());
+        let weights = weights.clone() / weights.sum_dim(1);
+        let grads = weights.square().sum().backward();
+        total(scores.grad(&grads).unwrap())
+    });
+    measure("dispatch, step", &|| {
+        let leaf = x.clone().require_grad();
+        let grads = (routing.dispatch(leaf.clone()).sum()).backward();
+        total(leaf.grad(&grads).unwrap())
+    });
+    let (rows, shares) = (
+        sorted.from_inner_with_gradient(),
+        weights.from_inner_with_gradient(),
+    );
+    measure("combine, step", &|| {
+        let grads = (routing.combine(rows.clone(), shares.clone()).sum()).backward();
+        total(rows.grad(&grads).unwrap()) + total(shares.grad(&grads).unwrap())
+    });
+    measure("activation, step", &|| {
+        let grads = gated_halves(rows.clone()).sum().backward();
+        total(rows.grad(&grads).unwrap())
+    });
+    for (name, recipe) in [("nvfp4", Nvfp4Recipe::new()), ("bf16", exempt())] {
+        let layer = Nvfp4GroupedLinearConfig::new(experts, width, 2 * hidden)
+            .with_recipe(recipe.clone())
+            .init(&device);
+        recipe.apply(&layer).unwrap();
+        measure(&format!("{name} gate and up, step"), &|| {
+            let y = layer.forward(rows.clone(), routing.experts());
+            let grads = y.sum().backward();
+            total(rows.grad(&grads).unwrap()) + layer.weight.grad(&grads).unwrap().sum()
+        });
+    }
+    let stack = Tensor::<3>::ones([experts, width, 2 * hidden], &device.inner());
+    measure("sum of a stack alone", &|| stack.clone().sum());
+}
+
+/// A constant as a parameter.
+trait WithGradient {
+    fn from_inner_with_gradient(self) -> Self;
+}
+
+impl<const D: usize> WithGradient for Tensor<D> {
+    fn from_inner_with_gradient(self) -> Self {
+        Self::from_inner(self).require_grad()
+    }
+}
+
+/// Two steps of a mixture, the second of them the shape of all later ones: for a profiler.
+#[test]
+#[ignore = "a measurement"]
+fn profiled_step() {
+    let device = device().autodiff();
+    let (tokens, width, hidden, experts) = (16384, 2048, 1408, 16);
+    let x = Matrix::gaussian(tokens, width, crate::common::activation(), 1).tensor(&device);
+    let moe = Nvfp4MoeConfig::new(width, hidden, experts).init(&device);
+    for _ in 0..2 {
+        let leaf = x.clone().require_grad();
+        let grads = moe.forward(leaf.clone()).output.sum().backward();
+        for gradient in [&moe.gate_up.weight, &moe.down.weight] {
+            gradient.grad(&grads).unwrap().sum().into_data();
+        }
+        leaf.grad(&grads).unwrap().cast(DType::F32).sum().into_data();
+    }
 }
 
 fn gated_halves(both: Tensor<2>) -> Tensor<2> {

@@ -15,7 +15,7 @@ use crate::models::{bits, device, small_only, tensor};
 fn encoder_attention_and_feed_forward() {
     let device = device().autodiff();
     let (width, tokens, layers, steps) = if small_only() {
-        (16, 8, 1, 1)
+        (16, 8, 2, 2)
     } else {
         (64, 32, 2, 6)
     };
