@@ -55,6 +55,14 @@ pub(crate) struct Options {
     /// flex, cpu or cuda:N [default: cuda:0 if there is one, else flex]
     #[arg(long, value_name = "DEVICE")]
     device: Option<String>,
+    /// Several GPUs, cuda:0,cuda:1: each takes its part of every batch, and their gradients are averaged
+    #[arg(
+        long,
+        value_name = "A,B,..",
+        value_delimiter = ',',
+        conflicts_with = "device"
+    )]
+    devices: Option<Vec<String>>,
     /// Type of the activations: f32 or bf16 [default: bf16 on GPUs, else f32]
     #[arg(long, value_name = "TYPE")]
     activation: Option<Activation>,
@@ -230,6 +238,7 @@ impl Options {
             healing,
             decorate,
             device,
+            devices,
             activation,
             data,
             data_bytes,
@@ -263,9 +272,15 @@ impl Options {
 
     /// Fill in what is not set, from the preset and the machine, and check the result.
     pub(crate) fn resolve(self) -> Result<(RunConfig, DeviceName)> {
-        let device = match &self.device {
-            Some(name) => parse_device(name)?,
-            None => DeviceName::best()?,
+        let devices = self.devices.unwrap_or_default();
+        let devices: Vec<DeviceName> = devices
+            .iter()
+            .map(|name| parse_device(name))
+            .collect::<Result<_>>()?;
+        let device = match (&self.device, devices.first()) {
+            (Some(name), _) => parse_device(name)?,
+            (None, Some(first)) => *first,
+            (None, None) => DeviceName::best()?,
         };
         let mut config =
             RunConfig::preset(self.preset.unwrap_or(Preset::Tiny), &device.to_string());
@@ -307,6 +322,7 @@ impl Options {
         config.experts = self.experts.or(self.model.and_then(ModelKind::experts));
         config.healing = self.healing;
         config.decorate = self.decorate;
+        config.devices = devices.iter().map(DeviceName::to_string).collect();
         config.recipes = self.recipes;
         if let Some(name) = &self.recipe {
             config.recipe = named(name, "recipe", &mut config.recipes)?;

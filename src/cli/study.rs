@@ -192,7 +192,13 @@ impl Study {
                 let train = |planned: &Planned, stop_at: Option<u64>| -> Result<Outcome> {
                     let folder = self.out.join(&planned.name);
                     let config = &planned.config;
-                    let mut run = Run::<Transformer>::open(config, config.recipe.clone(), &corpus, &device, &folder)?;
+                    let mut run = Run::<Transformer>::open(
+                        config,
+                        config.recipe.clone(),
+                        &corpus,
+                        std::slice::from_ref(&device),
+                        &folder,
+                    )?;
                     write_json(&folder.join(CONFIG), config)?;
                     let mut watch = Watch {
                         name: &planned.name,
@@ -261,6 +267,12 @@ impl Study {
                     config.decorate.is_none(),
                     "decorate is given in study {}, but a study trains models of this crate's \
                      layers: use nvfp4 train --decorate --compare A,B",
+                    path.display()
+                );
+                ensure!(
+                    config.devices.is_empty(),
+                    "devices is given in study {}, but each run of a study has one device: share \
+                     the runs between processes with --part I/N",
                     path.display()
                 );
                 device = Some(name);
@@ -405,8 +417,7 @@ fn report(out: &Path, all: &[&Planned]) -> Result<()> {
         config.context,
         config.steps,
         config.batch * config.context,
-        (config.steps as usize * config.batch * config.context) as f64
-            / config.parameters() as f64,
+        (config.steps as usize * config.batch * config.context) as f64 / config.parameters() as f64,
     );
     text.push_str("| recipe | seeds | validation loss | gap | tokens/s |\n|---|---|---|---|---|\n");
     let mut groups: Vec<&str> = Vec::new();

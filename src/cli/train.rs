@@ -120,7 +120,7 @@ impl Train {
         if config.decorate.is_some() {
             install_decorator()?;
         }
-        let device = device_name.open()?;
+        let devices = open_all(&config, device_name)?;
         eprintln!("reading text ...");
         let corpus = Corpus::load(&config.data, config.data_bytes)?;
         corpus.check(config.context)?;
@@ -140,7 +140,7 @@ impl Train {
         let training = Training {
             config: &config,
             corpus: &corpus,
-            device: &device,
+            devices: &devices,
             folder: &folder,
             stop_at: self.stop_at,
             interrupt: &interrupt,
@@ -164,7 +164,7 @@ impl Train {
             );
             return Ok(ExitCode::from(interrupted));
         }
-        report(&config, &corpus, &folder, &results, hardware(&device))?;
+        report(&config, &corpus, &folder, &results, hardware(&devices[0]))?;
         Ok(ExitCode::SUCCESS)
     }
 
@@ -179,6 +179,12 @@ impl Train {
             );
             let mut config: RunConfig = read_json(&path)?;
             if let Some(device) = self.options.clone().only_device()? {
+                ensure!(
+                    config.devices.is_empty(),
+                    "device is {device}, but the run in {} is on {}: leave --device out",
+                    folder.display(),
+                    config.devices.join(",")
+                );
                 config.device = device.to_string();
             }
             config.check().with_context(|| path.display().to_string())?;
@@ -197,7 +203,7 @@ impl Train {
         };
         let (config, device) = self.options.clone().over(file).resolve()?;
         // Before the folder is made: a device that is not there should leave no trace.
-        device.open()?;
+        open_all(&config, device)?;
         let folder = match &self.out {
             Some(folder) => folder.clone(),
             None => unused_folder(config.preset)?,
@@ -216,11 +222,28 @@ impl Train {
     }
 }
 
+/// The devices of the run: `device`, or all of `devices`.
+fn open_all(config: &RunConfig, device: DeviceName) -> Result<Vec<Device>> {
+    if config.devices.is_empty() {
+        return Ok(vec![device.open()?]);
+    }
+    config
+        .devices
+        .iter()
+        .map(|name| {
+            let name: DeviceName = name
+                .parse()
+                .map_err(|error| anyhow::anyhow!("devices has {name:?}, but {error}"))?;
+            name.open()
+        })
+        .collect()
+}
+
 /// What the runs of all recipes share.
 struct Training<'a> {
     config: &'a RunConfig,
     corpus: &'a Corpus,
-    device: &'a Device,
+    devices: &'a [Device],
     folder: &'a Path,
     stop_at: Option<u64>,
     interrupt: &'a Arc<AtomicBool>,
@@ -232,8 +255,13 @@ impl Training<'_> {
         let mut results = Vec::new();
         for recipe in self.config.all_recipes() {
             let path = self.folder.join(recipe.name());
-            let mut run =
-                Run::<M>::open(self.config, recipe.clone(), self.corpus, self.device, &path)?;
+            let mut run = Run::<M>::open(
+                self.config,
+                recipe.clone(),
+                self.corpus,
+                self.devices,
+                &path,
+            )?;
             let mut progress = Progress::new(
                 recipe.clone(),
                 self.config,
@@ -309,7 +337,10 @@ fn describe(config: &RunConfig, corpus: &Corpus, folder: &Path) {
         config.recipe,
         config.steps,
         config.batch * config.context,
-        config.device,
+        match config.devices.is_empty() {
+            true => config.device.clone(),
+            false => config.devices.join(", "),
+        },
         folder.display()
     );
 }

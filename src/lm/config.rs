@@ -396,6 +396,10 @@ pub struct RunConfig {
     pub decorate: Option<Decoration>,
     /// `flex`, `cpu`, or `cuda:N`.
     pub device: String,
+    /// `cuda:N`, several times, for data-parallel training: each takes its part of every batch. The
+    /// first is `device`. Empty for training on `device` alone.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub devices: Vec<String>,
     /// Type of the activations of an NVFP4 run, and precision of its baseline.
     pub activation: Activation,
     /// Files and folders of text; empty for the Rust sources of cargo's registry.
@@ -472,6 +476,7 @@ impl RunConfig {
             healing: None,
             decorate: None,
             device: device.into(),
+            devices: Vec::new(),
             activation: if gpu {
                 Activation::Bf16
             } else {
@@ -639,6 +644,7 @@ impl RunConfig {
                 self.device
             );
         }
+        self.check_devices()?;
         let all: Vec<&Recipe> = self.all_recipes().collect();
         for (index, recipe) in all.iter().enumerate() {
             ensure!(
@@ -661,6 +667,37 @@ impl RunConfig {
             }
             self.nvfp4_recipe(recipe)?;
         }
+        Ok(())
+    }
+
+    fn check_devices(&self) -> Result<()> {
+        let Some(first) = self.devices.first() else {
+            return Ok(());
+        };
+        let count = self.devices.len();
+        let mut distinct: Vec<&String> = self.devices.iter().collect();
+        distinct.sort_unstable();
+        distinct.dedup();
+        ensure!(
+            count > 1
+                && distinct.len() == count
+                && distinct.iter().all(|device| device.starts_with("cuda:")),
+            "devices is {}, but it must be at least two different GPUs, cuda:N: Burn averages \
+             gradients over GPUs alone",
+            self.devices.join(",")
+        );
+        ensure!(
+            *first == self.device,
+            "device is {}, but it must be the first of devices ({}), or be left out",
+            self.device,
+            self.devices.join(",")
+        );
+        ensure!(
+            self.batch.is_multiple_of(count),
+            "batch is {}, but it must be a multiple of the number of devices ({count}), which take \
+             equal parts of it",
+            self.batch
+        );
         Ok(())
     }
 
@@ -791,7 +828,7 @@ mod tests {
     fn errors_name_the_value() {
         let good = RunConfig::preset(Preset::Tiny, "flex");
         type Spoil = fn(&mut RunConfig);
-        let cases: [(&str, Spoil); 13] = [
+        let cases: [(&str, Spoil); 17] = [
             ("width", |c| c.width = 100),
             ("hidden", |c| c.hidden = 0),
             ("heads", |c| c.heads = 3),
@@ -816,6 +853,19 @@ mod tests {
                 c.experts = Some(8);
             }),
             ("high-precision", |c| c.high_precision = vec!["(".into()]),
+            ("devices", |c| c.devices = vec!["flex".into(), "cpu".into()]),
+            ("devices", |c| {
+                c.device = "cuda:0".into();
+                c.devices = vec!["cuda:0".into(), "cuda:0".into()];
+            }),
+            ("device is flex", |c| {
+                c.devices = vec!["cuda:0".into(), "cuda:1".into()];
+            }),
+            ("batch", |c| {
+                c.device = "cuda:0".into();
+                c.devices = vec!["cuda:0".into(), "cuda:1".into()];
+                c.batch = 7;
+            }),
         ];
         for (name, spoil) in cases {
             let mut config = good.clone();

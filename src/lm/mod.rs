@@ -24,3 +24,4 @@ pub mod sample;
 pub mod train;
 
 mod random;
+mod ranks;

@@ -30,7 +30,7 @@ const BALANCE_SHARE: f64 = 0.01;
 const Z_SHARE: f64 = 0.001;
 
 /// A model of the next byte, as [`Run`](super::train::Run) trains it.
-pub trait LanguageModel: Module {
+pub trait LanguageModel: Module + 'static {
     /// The untrained model of the run `config`, for `recipe`, on `device`. Its weights depend on the
     /// run's seed and sizes alone: not on the device, nor on the recipe.
     ///

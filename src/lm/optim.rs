@@ -92,6 +92,11 @@ impl AdamW {
         }
     }
 
+    /// An optimizer with the same settings that has taken no step.
+    pub(super) fn fresh(&self) -> Self {
+        Self::new(self.weight_decay, self.grad_clip)
+    }
+
     /// Steps taken so far.
     pub fn time(&self) -> u64 {
         self.time
@@ -220,6 +225,7 @@ impl ModuleMapper for Update<'_> {
         let (id, weight, mapper) = param.consume();
         let dims = weight.dims();
         let tracked = weight.is_require_grad();
+        let distributed = tracked && weight.is_distributed();
         let weight = weight.without_autodiff();
         let dtype = weight.dtype();
 
@@ -263,6 +269,11 @@ impl ModuleMapper for Update<'_> {
         let weight: Tensor<D> = cast(weight, dtype.into()).reshape(dims);
         let weight = if tracked {
             weight.autodiff().require_grad()
+        } else {
+            weight
+        };
+        let weight = if distributed {
+            weight.set_distributed(id)
         } else {
             weight
         };
@@ -344,7 +355,8 @@ mod tests {
         let mut steps = AdamW::new(0.0, 1.0);
         for _ in 0..100 {
             let mut given = GradientsParams::new();
-            let gradient = Tensor::<2>::from_data([[0.5f32]], device.clone().without_autodiff());
+            let plain = device.clone().without_autodiff();
+            let gradient = Tensor::<2>::from_data([[0.5f32]], &plain);
             given.register(ParamId::from(6), gradient.cast(FloatDType::BF16));
             small = steps.step(1e-4, small, given);
         }

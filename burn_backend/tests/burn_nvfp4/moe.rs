@@ -569,7 +569,11 @@ fn profiled_step() {
         for gradient in [&moe.gate_up.weight, &moe.down.weight] {
             gradient.grad(&grads).unwrap().sum().into_data();
         }
-        leaf.grad(&grads).unwrap().cast(DType::F32).sum().into_data();
+        leaf.grad(&grads)
+            .unwrap()
+            .cast(DType::F32)
+            .sum()
+            .into_data();
     }
 }
 

@@ -76,9 +76,8 @@ fn shapes_and_groups() {
     let include =
         Decorator::new(&Nvfp4Recipe::new()).include(ParamGroup::from_regex("nowhere").unwrap());
     refused(include.decorate(odd()), &["include"]);
-    let exclude = |regex| {
-        Decorator::new(&Nvfp4Recipe::new()).exclude(ParamGroup::from_regex(regex).unwrap())
-    };
+    let exclude =
+        |regex| Decorator::new(&Nvfp4Recipe::new()).exclude(ParamGroup::from_regex(regex).unwrap());
     exclude("^first").decorate(odd()).unwrap();
     refused(exclude("nowhere").decorate(odd()), &["exclude"]);
 }
