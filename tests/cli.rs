@@ -373,7 +373,7 @@ fn bad_arguments_are_named() {
     let cases: [(&str, &[&str]); 15] = [
         ("--decorate", &["decorate", "flex", "cuda:N"]),
         ("--decorate=maybe", &["--decorate", "strict", "lenient"]),
-        ("--devices cuda:0,cuda:0", &["devices", "cuda:0,cuda:0"]),
+        ("--devices cuda:0,cuda:1", &["--devices", "--device"]),
         ("--device gpu", &["device", "gpu", "flex, cpu, or cuda:N"]),
         ("--device cuda:99", &["cuda:99"]),
         ("--recipe fp8", &["recipe", "fp8", "nvfp4"]),
