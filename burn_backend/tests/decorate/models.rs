@@ -62,7 +62,7 @@ pub fn bits<const D: usize>(tensor: Tensor<D>) -> Vec<u32> {
 /// `parameter` in `dtype`, as a parameter of its own: the result of a tracked cast could go backward
 /// only once.
 pub fn leaf<const D: usize>(parameter: Tensor<D>, dtype: DType) -> Tensor<D> {
-    parameter.detach().cast(dtype).require_grad()
+    parameter.cast(dtype).detach().require_grad()
 }
 
 /// Two layers of Burn's own.
