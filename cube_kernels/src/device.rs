@@ -320,6 +320,18 @@ impl DevicePacked {
         check_memory(argument, &self.amax, self.amax_len() * 4)
     }
 
+    /// An error unless there are no groups.
+    pub(crate) fn check_no_groups(&self, argument: &'static str) -> Result<(), Nvfp4Error> {
+        match self.groups {
+            Groups::One => Ok(()),
+            _ => Err(Nvfp4Error::value(
+                argument,
+                format!("{} groups", self.groups.count()),
+                "no groups",
+            )),
+        }
+    }
+
     /// An error unless scales are compact and there are no groups.
     pub(crate) fn check_compact(&self, argument: &'static str) -> Result<(), Nvfp4Error> {
         if self.layout == ScaleLayout::Compact && matches!(self.groups, Groups::One) {
@@ -480,8 +492,12 @@ pub enum GemmPath {
     /// Compute capability 9.0: operands decoded to bf16 in a workspace and multiplied by `wgmma`, or
     /// few rows with a packed weight that is decoded in registers.
     Hopper,
+    /// Compute capability 10.0 and 10.3: FP4 tensor cores through cuBLASLt
+    /// ([`gemm::cublaslt`](crate::gemm::cublaslt)). Never run on hardware.
+    CublasLt,
     /// Compute capability 12.0 and 12.1: codes and block scales go to block-scaled matrix instructions as
-    /// they are, or few rows are multiplied with a packed weight that is decoded in registers.
+    /// they are (never run on hardware), or few rows are multiplied with a packed weight that is decoded in
+    /// registers.
     BlockScaled,
     /// Tiles decoded to bf16 in shared memory, multiplied by 16x16x16 matrix instructions; few rows with a
     /// packed weight, where the device can, by a kernel of their own.
@@ -547,6 +563,7 @@ fn gemm_path(
 ) -> GemmPath {
     match compute_capability {
         Some(90) if has_matrix => GemmPath::Hopper,
+        Some(100 | 103) if has_matrix => GemmPath::CublasLt,
         Some(120..130) if has_matrix && has_block_scaled => GemmPath::BlockScaled,
         _ if has_matrix => GemmPath::MatrixInstructions,
         _ => GemmPath::Scalar,
@@ -657,7 +674,9 @@ mod tests {
         assert_eq!(path(90), GemmPath::Hopper);
         assert_eq!(path(120), GemmPath::BlockScaled);
         assert_eq!(path(121), GemmPath::BlockScaled);
-        for capability in [80, 86, 89, 100, 103] {
+        assert_eq!(path(100), GemmPath::CublasLt);
+        assert_eq!(path(103), GemmPath::CublasLt);
+        for capability in [80, 86, 89, 110] {
             assert_eq!(
                 path(capability),
                 GemmPath::MatrixInstructions,

@@ -46,6 +46,16 @@ pub enum Nvfp4Error {
         /// What it may be.
         expected: String,
     },
+    /// A library that is not there, or that does not do what it was asked for on this device.
+    #[error("{library} does not take {problem}: {reason}")]
+    Unsupported {
+        /// Name of the library.
+        library: &'static str,
+        /// What it was asked for, and where.
+        problem: String,
+        /// What it answered.
+        reason: String,
+    },
     /// The runtime refused to launch a kernel.
     #[error("kernel launch: {0}")]
     Launch(String),

@@ -98,6 +98,20 @@ fn sources(conversion: Conversion) -> Vec<Source> {
         64,
         conversion,
     );
+    let factor = gemm::kernels::Factor::Tensor;
+    add!(
+        "cublaslt_factors".into(),
+        None,
+        gemm::kernels::factors_kernel::create_dummy_kernel,
+        buffer(1),
+        buffer(1),
+        buffer(2),
+        2688.0,
+        2688.0,
+        1.0,
+        factor,
+        factor,
+    );
     for dtype in [FloatKind::F32, FloatKind::F16, FloatKind::Bf16] {
         let elem = dtype.storage_type();
         for address in [AddressType::U32, AddressType::U64] {
@@ -205,6 +219,21 @@ fn sources(conversion: Conversion) -> Vec<Source> {
                 dtype,
                 elem,
             );
+            for add in [false, true] {
+                add!(
+                    format!("cublaslt_bias-{tag}-{add}"),
+                    None,
+                    gemm::kernels::add_rows_kernel::create_dummy_kernel,
+                    address,
+                    buffer(cols),
+                    buffer(rows * cols),
+                    rows * cols,
+                    cols,
+                    add,
+                    dtype,
+                    elem,
+                );
+            }
             for bias in [false, true] {
                 let epilogue = gemm::kernels::Epilogue {
                     bias,

@@ -103,6 +103,13 @@ impl DeviceName {
     }
 }
 
+/// Make decorated models possible in this process; before the first tensor.
+pub(crate) fn install_decorator() -> Result<()> {
+    #[cfg(any(feature = "cpu", feature = "cuda"))]
+    nvfp4::decorate::install()?;
+    Ok(())
+}
+
 /// Number of NVIDIA GPUs that this build can use.
 pub(crate) fn cuda_count() -> usize {
     #[cfg(feature = "cuda")]

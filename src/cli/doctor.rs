@@ -236,6 +236,10 @@ fn cube(device: &Device) -> Vec<CodePath> {
             "wgmma, f32 sums; operands decoded to bf16 (exact) in registers or before, by shape",
             "the device has compute capability 9.0; FP4 tensor cores begin at 10.0 (--shape says more)",
         ),
+        GemmPath::CublasLt => (
+            "FP4 tensor cores through cuBLASLt, operands as they are; groups by the portable kernels",
+            "the device has compute capability 10.0 or 10.3 (--shape says whether the library takes one)",
+        ),
         GemmPath::BlockScaled => (
             "packed operands: block-scaled mma.sync on codes and scales, or few rows with the weight \
              decoded in registers; others: tiles decoded to bf16 in shared memory; f32 sums",

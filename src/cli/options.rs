@@ -8,7 +8,9 @@ use anyhow::{Context, Result, ensure};
 use burn::config::Config;
 use clap::{ArgAction, Args};
 use nvfp4::Nvfp4Recipe;
-use nvfp4::lm::config::{Activation, HealingOption, ModelKind, Preset, Recipe, RunConfig};
+use nvfp4::lm::config::{
+    Activation, Decoration, HealingOption, ModelKind, Preset, Recipe, RunConfig,
+};
 use serde::Deserialize;
 
 use super::device::DeviceName;
@@ -38,6 +40,11 @@ pub(crate) struct Options {
     /// Stop quantizing after this share of the steps: 0.9, or 0.9:forward for the forward alone
     #[arg(long, value_name = "SHARE[:forward]")]
     healing: Option<HealingOption>,
+    /// Train a model of Burn's own layers through the decorator (docs/decorator.md), on device cpu or
+    /// cuda:N: strict, where a product that does not run in NVFP4 is an error, or lenient, where it is
+    /// counted [default: no; strict without a value]
+    #[arg(long, value_name = "HOW", num_args = 0..=1, default_missing_value = "strict")]
+    decorate: Option<Decoration>,
     /// Recipes of a written configuration
     #[arg(skip)]
     recipes: BTreeMap<String, Nvfp4Recipe>,
@@ -48,6 +55,14 @@ pub(crate) struct Options {
     /// flex, cpu or cuda:N [default: cuda:0 if there is one, else flex]
     #[arg(long, value_name = "DEVICE")]
     device: Option<String>,
+    /// Several GPUs, cuda:0,cuda:1: each takes its part of every batch, and their gradients are averaged
+    #[arg(
+        long,
+        value_name = "A,B,..",
+        value_delimiter = ',',
+        conflicts_with = "device"
+    )]
+    devices: Option<Vec<String>>,
     /// Type of the activations: f32 or bf16 [default: bf16 on GPUs, else f32]
     #[arg(long, value_name = "TYPE")]
     activation: Option<Activation>,
@@ -221,7 +236,9 @@ impl Options {
             preset,
             recipe,
             healing,
+            decorate,
             device,
+            devices,
             activation,
             data,
             data_bytes,
@@ -255,9 +272,15 @@ impl Options {
 
     /// Fill in what is not set, from the preset and the machine, and check the result.
     pub(crate) fn resolve(self) -> Result<(RunConfig, DeviceName)> {
-        let device = match &self.device {
-            Some(name) => parse_device(name)?,
-            None => DeviceName::best()?,
+        let devices = self.devices.unwrap_or_default();
+        let devices: Vec<DeviceName> = devices
+            .iter()
+            .map(|name| parse_device(name))
+            .collect::<Result<_>>()?;
+        let device = match (&self.device, devices.first()) {
+            (Some(name), _) => parse_device(name)?,
+            (None, Some(first)) => *first,
+            (None, None) => DeviceName::best()?,
         };
         let mut config =
             RunConfig::preset(self.preset.unwrap_or(Preset::Tiny), &device.to_string());
@@ -298,6 +321,8 @@ impl Options {
         );
         config.experts = self.experts.or(self.model.and_then(ModelKind::experts));
         config.healing = self.healing;
+        config.decorate = self.decorate;
+        config.devices = devices.iter().map(DeviceName::to_string).collect();
         config.recipes = self.recipes;
         if let Some(name) = &self.recipe {
             config.recipe = named(name, "recipe", &mut config.recipes)?;

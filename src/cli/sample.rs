@@ -4,11 +4,14 @@ use std::io::Write;
 use std::path::PathBuf;
 
 use anyhow::{Context, Result};
+use burn::tensor::Device;
 use clap::Args;
 use nvfp4::lm::checkpoint::{Checkpoint, resolve};
+use nvfp4::lm::encoder::EncoderModel;
+use nvfp4::lm::model::{LanguageModel, Transformer};
 use nvfp4::lm::sample::{generate, load};
 
-use super::device::DeviceName;
+use super::device::{DeviceName, install_decorator};
 
 #[derive(Args)]
 pub(crate) struct Sample {
@@ -45,8 +48,19 @@ impl Sample {
             None => DeviceName::best()?,
         };
         let device = device.open()?;
-        let model = load(Checkpoint::load(&path)?, &device)
-            .with_context(|| format!("cannot use checkpoint {}", path.display()))?;
+        let checkpoint = Checkpoint::load(&path)?;
+        let wrong = || format!("cannot use checkpoint {}", path.display());
+        if checkpoint.state.config.decorate.is_some() {
+            install_decorator()?;
+            let model: EncoderModel = load(checkpoint, &device).with_context(wrong)?;
+            self.print(&model, &device)
+        } else {
+            let model: Transformer = load(checkpoint, &device).with_context(wrong)?;
+            self.print(&model, &device)
+        }
+    }
+
+    fn print(self, model: &impl LanguageModel, device: &Device) -> Result<()> {
         let mut out = Characters {
             out: std::io::stdout().lock(),
             pending: Vec::new(),
@@ -59,8 +73,8 @@ impl Sample {
             ..
         } = self;
         generate(
-            &model,
-            &device,
+            model,
+            device,
             self.prompt.as_bytes(),
             tokens,
             temperature,

@@ -15,6 +15,7 @@ use clap::Args;
 use nvfp4::lm::checkpoint::{self, CONFIG, Checkpoint, write_json};
 use nvfp4::lm::config::{HealingOption, RunConfig};
 use nvfp4::lm::data::Corpus;
+use nvfp4::lm::model::Transformer;
 use nvfp4::lm::train::{METRICS, Observer, Outcome, Row, Run, read_metrics};
 use serde::{Deserialize, Serialize};
 
@@ -191,8 +192,13 @@ impl Study {
                 let train = |planned: &Planned, stop_at: Option<u64>| -> Result<Outcome> {
                     let folder = self.out.join(&planned.name);
                     let config = &planned.config;
-                    let mut run =
-                        Run::open(config, config.recipe.clone(), &corpus, &device, &folder)?;
+                    let mut run = Run::<Transformer>::open(
+                        config,
+                        config.recipe.clone(),
+                        &corpus,
+                        std::slice::from_ref(&device),
+                        &folder,
+                    )?;
                     write_json(&folder.join(CONFIG), config)?;
                     let mut watch = Watch {
                         name: &planned.name,
@@ -257,6 +263,18 @@ impl Study {
                     .clone()
                     .for_run(&recipe, seed, self.device.as_deref());
                 let (config, name) = options.resolve().with_context(context)?;
+                ensure!(
+                    config.decorate.is_none(),
+                    "decorate is given in study {}, but a study trains models of this crate's \
+                     layers: use nvfp4 train --decorate --compare A,B",
+                    path.display()
+                );
+                ensure!(
+                    config.devices.is_empty(),
+                    "devices is given in study {}, but each run of a study has one device: share \
+                     the runs between processes with --part I/N",
+                    path.display()
+                );
                 device = Some(name);
                 let healed = |healing| {
                     Planned::new(RunConfig {
@@ -393,14 +411,13 @@ fn report(out: &Path, all: &[&Planned]) -> Result<()> {
         "# Study\n\n{:.2} M parameters ({} blocks of width {}), context {}, {} steps of {} bytes: \
          {:.1} bytes for each parameter. Losses are in nats per byte of validation text; a gap is to \
          the high-precision run with the same seed, weights and batches.\n\n",
-        config.model().parameters() as f64 / 1e6,
+        config.parameters() as f64 / 1e6,
         config.layers,
         config.width,
         config.context,
         config.steps,
         config.batch * config.context,
-        (config.steps as usize * config.batch * config.context) as f64
-            / config.model().parameters() as f64,
+        (config.steps as usize * config.batch * config.context) as f64 / config.parameters() as f64,
     );
     text.push_str("| recipe | seeds | validation loss | gap | tokens/s |\n|---|---|---|---|---|\n");
     let mut groups: Vec<&str> = Vec::new();

@@ -6,14 +6,17 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use anyhow::{Context, Result, bail, ensure};
+use burn::tensor::Device;
 use clap::Args;
 use nvfp4::lm::checkpoint::{CONFIG, read_json, write_json};
 use nvfp4::lm::config::{Preset, Recipe, RunConfig};
 use nvfp4::lm::data::Corpus;
+use nvfp4::lm::encoder::EncoderModel;
+use nvfp4::lm::model::{LanguageModel, Transformer};
 use nvfp4::lm::train::{Outcome, Row, Run};
 use serde::Serialize;
 
-use super::device::{DeviceName, hardware};
+use super::device::{DeviceName, hardware, install_decorator};
 use super::options::Options;
 use super::plot;
 use super::progress::Progress;
@@ -114,7 +117,10 @@ impl Trained {
 impl Train {
     pub(crate) fn run(self) -> Result<ExitCode> {
         let (config, device_name, folder) = self.prepare()?;
-        let device = device_name.open()?;
+        if config.decorate.is_some() {
+            install_decorator()?;
+        }
+        let devices = open_all(&config, device_name)?;
         eprintln!("reading text ...");
         let corpus = Corpus::load(&config.data, config.data_bytes)?;
         corpus.check(config.context)?;
@@ -131,26 +137,18 @@ impl Train {
         })
         .context("cannot watch for Ctrl-C")?;
 
-        let mut results = Vec::new();
-        for recipe in config.all_recipes() {
-            let path = folder.join(recipe.name());
-            let mut run = Run::open(&config, recipe.clone(), &corpus, &device, &path)?;
-            let mut progress =
-                Progress::new(recipe.clone(), &config, run.step(), interrupt.clone());
-            let outcome = run.train(self.stop_at, &mut progress);
-            progress.finish();
-            match outcome? {
-                Outcome::Finished => {}
-                // With --stop-at every recipe goes that far.
-                Outcome::Stopped if !interrupt.load(Ordering::Relaxed) => {}
-                Outcome::Stopped => break,
-            }
-            results.push(Trained {
-                recipe: recipe.clone(),
-                rows: run.rows().to_vec(),
-                seconds: run.seconds(),
-            });
-        }
+        let training = Training {
+            config: &config,
+            corpus: &corpus,
+            devices: &devices,
+            folder: &folder,
+            stop_at: self.stop_at,
+            interrupt: &interrupt,
+        };
+        let results = match config.decorate {
+            Some(_) => training.all::<EncoderModel>()?,
+            None => training.all::<Transformer>()?,
+        };
         let stopped = interrupt.load(Ordering::Relaxed);
         let finished = |result: &Trained| {
             result
@@ -166,7 +164,7 @@ impl Train {
             );
             return Ok(ExitCode::from(interrupted));
         }
-        report(&config, &corpus, &folder, &results, hardware(&device))?;
+        report(&config, &corpus, &folder, &results, hardware(&devices[0]))?;
         Ok(ExitCode::SUCCESS)
     }
 
@@ -181,6 +179,12 @@ impl Train {
             );
             let mut config: RunConfig = read_json(&path)?;
             if let Some(device) = self.options.clone().only_device()? {
+                ensure!(
+                    config.devices.is_empty(),
+                    "device is {device}, but the run in {} is on {}: leave --device out",
+                    folder.display(),
+                    config.devices.join(",")
+                );
                 config.device = device.to_string();
             }
             config.check().with_context(|| path.display().to_string())?;
@@ -199,7 +203,7 @@ impl Train {
         };
         let (config, device) = self.options.clone().over(file).resolve()?;
         // Before the folder is made: a device that is not there should leave no trace.
-        device.open()?;
+        open_all(&config, device)?;
         let folder = match &self.out {
             Some(folder) => folder.clone(),
             None => unused_folder(config.preset)?,
@@ -215,6 +219,74 @@ impl Train {
             .with_context(|| format!("out {} cannot be made", folder.display()))?;
         write_json(&folder.join(CONFIG), &config)?;
         Ok((config, device, folder))
+    }
+}
+
+/// The devices of the run: `device`, or all of `devices`.
+fn open_all(config: &RunConfig, device: DeviceName) -> Result<Vec<Device>> {
+    if config.devices.is_empty() {
+        return Ok(vec![device.open()?]);
+    }
+    config
+        .devices
+        .iter()
+        .map(|name| {
+            let name: DeviceName = name
+                .parse()
+                .map_err(|error| anyhow::anyhow!("devices has {name:?}, but {error}"))?;
+            name.open()
+        })
+        .collect()
+}
+
+/// What the runs of all recipes share.
+struct Training<'a> {
+    config: &'a RunConfig,
+    corpus: &'a Corpus,
+    devices: &'a [Device],
+    folder: &'a Path,
+    stop_at: Option<u64>,
+    interrupt: &'a Arc<AtomicBool>,
+}
+
+impl Training<'_> {
+    /// Train a model with each recipe, one after the other, until the last step or an interrupt.
+    fn all<M: LanguageModel>(&self) -> Result<Vec<Trained>> {
+        let mut results = Vec::new();
+        for recipe in self.config.all_recipes() {
+            let path = self.folder.join(recipe.name());
+            let mut run = Run::<M>::open(
+                self.config,
+                recipe.clone(),
+                self.corpus,
+                self.devices,
+                &path,
+            )?;
+            let mut progress = Progress::new(
+                recipe.clone(),
+                self.config,
+                run.step(),
+                self.interrupt.clone(),
+            );
+            let outcome = run.train(self.stop_at, &mut progress);
+            progress.finish();
+            let outcome = outcome?;
+            if let Some(account) = run.model().account()? {
+                println!("{recipe}: what ran where\n{account}");
+            }
+            match outcome {
+                Outcome::Finished => {}
+                // With --stop-at every recipe goes that far.
+                Outcome::Stopped if !self.interrupt.load(Ordering::Relaxed) => {}
+                Outcome::Stopped => break,
+            }
+            results.push(Trained {
+                recipe: recipe.clone(),
+                rows: run.rows().to_vec(),
+                seconds: run.seconds(),
+            });
+        }
+        Ok(results)
     }
 }
 
@@ -245,12 +317,13 @@ fn describe(config: &RunConfig, corpus: &Corpus, folder: &Path) {
     eprintln!(
         "model   {}: {:.2} M parameters, {} blocks of width {}{}, context {}",
         config.preset,
-        config.model().parameters() as f64 / 1e6,
+        config.parameters() as f64 / 1e6,
         config.layers,
         config.width,
-        match config.experts {
-            Some(experts) => format!(" with {experts} experts, {} for a byte", config.top_k),
-            None => String::new(),
+        match (config.experts, config.decorate) {
+            (Some(experts), _) => format!(" with {experts} experts, {} for a byte", config.top_k),
+            (None, Some(_)) => " of Burn's own layers".into(),
+            (None, None) => String::new(),
         },
         config.context
     );
@@ -264,7 +337,10 @@ fn describe(config: &RunConfig, corpus: &Corpus, folder: &Path) {
         config.recipe,
         config.steps,
         config.batch * config.context,
-        config.device,
+        match config.devices.is_empty() {
+            true => config.device.clone(),
+            false => config.devices.join(", "),
+        },
         folder.display()
     );
 }
@@ -307,7 +383,7 @@ fn report(
             .collect::<Result<_>>()?,
         unigram_entropy,
         preset: config.preset,
-        parameters: config.model().parameters(),
+        parameters: config.parameters(),
         steps: config.steps,
         tokens: main.rows.last().map_or(0, |row| row.tokens),
         seconds: main.seconds,

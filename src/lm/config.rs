@@ -12,6 +12,7 @@ use burn_nvfp4::experts::MAX_EXPERTS;
 use burn_nvfp4::recipe::Healing;
 use serde::{Deserialize, Serialize};
 
+use super::encoder::EncoderModel;
 use crate::Nvfp4Recipe;
 
 /// Number of symbols: the model reads and writes bytes.
@@ -264,6 +265,28 @@ impl FromStr for ModelKind {
     }
 }
 
+/// How a model of Burn's own layers is brought to NVFP4; see `burn_nvfp4::decorate`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Decoration {
+    /// A product that did not run in NVFP4 is an error.
+    Strict,
+    /// It is counted.
+    Lenient,
+}
+
+impl FromStr for Decoration {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text {
+            "strict" => Ok(Self::Strict),
+            "lenient" => Ok(Self::Lenient),
+            _ => Err("decorate is strict or lenient".into()),
+        }
+    }
+}
+
 /// Type of the activations between the products. Norms, softmax and loss are always f32 inside.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
@@ -367,8 +390,16 @@ pub struct RunConfig {
     /// When the quantized recipes stop quantizing.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub healing: Option<HealingOption>,
+    /// Train a model of Burn's own layers, decorated where the recipe quantizes, in place of one of
+    /// this crate's layers.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub decorate: Option<Decoration>,
     /// `flex`, `cpu`, or `cuda:N`.
     pub device: String,
+    /// `cuda:N`, several times, for data-parallel training: each takes its part of every batch. The
+    /// first is `device`. Empty for training on `device` alone.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub devices: Vec<String>,
     /// Type of the activations of an NVFP4 run, and precision of its baseline.
     pub activation: Activation,
     /// Files and folders of text; empty for the Rust sources of cargo's registry.
@@ -443,7 +474,9 @@ impl RunConfig {
             },
             recipes: BTreeMap::new(),
             healing: None,
+            decorate: None,
             device: device.into(),
+            devices: Vec::new(),
             activation: if gpu {
                 Activation::Bf16
             } else {
@@ -558,6 +591,14 @@ impl RunConfig {
         }
     }
 
+    /// Number of trained parameters.
+    pub fn parameters(&self) -> usize {
+        match self.decorate {
+            Some(_) => EncoderModel::parameters(&self.model()),
+            None => self.model().parameters(),
+        }
+    }
+
     /// Check every value that does not need the data or the device.
     ///
     /// # Errors
@@ -591,6 +632,19 @@ impl RunConfig {
             "weight-decay is {}, but it must be zero or a positive number",
             self.weight_decay
         );
+        if self.decorate.is_some() {
+            ensure!(
+                self.experts.is_none(),
+                "decorate is given and experts is {}, but Burn has no layer of experts: leave out                  one of them",
+                self.experts.unwrap_or_default()
+            );
+            ensure!(
+                self.device == "cpu" || self.device.starts_with("cuda"),
+                "decorate on device {} is not possible: decorated models rest on Burn's fusion,                  which cpu and cuda:N have",
+                self.device
+            );
+        }
+        self.check_devices()?;
         let all: Vec<&Recipe> = self.all_recipes().collect();
         for (index, recipe) in all.iter().enumerate() {
             ensure!(
@@ -613,6 +667,37 @@ impl RunConfig {
             }
             self.nvfp4_recipe(recipe)?;
         }
+        Ok(())
+    }
+
+    fn check_devices(&self) -> Result<()> {
+        let Some(first) = self.devices.first() else {
+            return Ok(());
+        };
+        let count = self.devices.len();
+        let mut distinct: Vec<&String> = self.devices.iter().collect();
+        distinct.sort_unstable();
+        distinct.dedup();
+        ensure!(
+            count > 1
+                && distinct.len() == count
+                && distinct.iter().all(|device| device.starts_with("cuda:")),
+            "devices is {}, but it must be at least two different GPUs, cuda:N: Burn averages \
+             gradients over GPUs alone",
+            self.devices.join(",")
+        );
+        ensure!(
+            *first == self.device,
+            "device is {}, but it must be the first of devices ({}), or be left out",
+            self.device,
+            self.devices.join(",")
+        );
+        ensure!(
+            self.batch.is_multiple_of(count),
+            "batch is {}, but it must be a multiple of the number of devices ({count}), which take \
+             equal parts of it",
+            self.batch
+        );
         Ok(())
     }
 
@@ -743,7 +828,7 @@ mod tests {
     fn errors_name_the_value() {
         let good = RunConfig::preset(Preset::Tiny, "flex");
         type Spoil = fn(&mut RunConfig);
-        let cases: [(&str, Spoil); 11] = [
+        let cases: [(&str, Spoil); 17] = [
             ("width", |c| c.width = 100),
             ("hidden", |c| c.hidden = 0),
             ("heads", |c| c.heads = 3),
@@ -761,7 +846,26 @@ mod tests {
             }),
             ("recipe", |c| c.recipe = "fp8".parse().unwrap()),
             ("compare", |c| c.recipe = Recipe::f32()),
+            ("decorate", |c| c.decorate = Some(Decoration::Strict)),
+            ("decorate", |c| {
+                c.device = "cpu".into();
+                c.decorate = Some(Decoration::Lenient);
+                c.experts = Some(8);
+            }),
             ("high-precision", |c| c.high_precision = vec!["(".into()]),
+            ("devices", |c| c.devices = vec!["flex".into(), "cpu".into()]),
+            ("devices", |c| {
+                c.device = "cuda:0".into();
+                c.devices = vec!["cuda:0".into(), "cuda:0".into()];
+            }),
+            ("device is flex", |c| {
+                c.devices = vec!["cuda:0".into(), "cuda:1".into()];
+            }),
+            ("batch", |c| {
+                c.device = "cuda:0".into();
+                c.devices = vec!["cuda:0".into(), "cuda:1".into()];
+                c.batch = 7;
+            }),
         ];
         for (name, spoil) in cases {
             let mut config = good.clone();

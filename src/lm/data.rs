@@ -251,6 +251,34 @@ impl Batch {
         }
     }
 
+    /// Number of sequences.
+    pub fn rows(&self) -> usize {
+        self.rows
+    }
+
+    /// The batch in `parts` of equal length, in order.
+    ///
+    /// # Panics
+    /// When `parts` does not divide the number of sequences.
+    pub fn split(self, parts: usize) -> Vec<Self> {
+        assert!(
+            parts > 0 && self.rows.is_multiple_of(parts),
+            "{} sequences in {parts} parts",
+            self.rows
+        );
+        let rows = self.rows / parts;
+        let length = self.inputs.len() / parts;
+        self.inputs
+            .chunks(length)
+            .zip(self.targets.chunks(length))
+            .map(|(inputs, targets)| Self {
+                inputs: inputs.to_vec(),
+                targets: targets.to_vec(),
+                rows,
+            })
+            .collect()
+    }
+
     /// Inputs and targets, `[batch, context]`, on `device`.
     pub fn tensors(self, device: &Device) -> (Tensor<2, Int>, Tensor<2, Int>) {
         let shape = [self.rows, self.inputs.len() / self.rows];
@@ -420,6 +448,23 @@ mod tests {
         fn drop(&mut self) {
             let _ = fs::remove_dir_all(&self.0);
         }
+    }
+
+    #[test]
+    fn a_batch_is_split_into_equal_parts() {
+        let text: Vec<u8> = (0..100).collect();
+        let starts = [0, 7, 40, 61];
+        let whole = Batch::new(&text, starts.into_iter(), 5);
+        assert_eq!(whole.rows(), 4);
+        let parts = whole.clone().split(2);
+        assert_eq!(
+            parts,
+            [
+                Batch::new(&text, starts[..2].iter().copied(), 5),
+                Batch::new(&text, starts[2..].iter().copied(), 5)
+            ]
+        );
+        assert_eq!(whole.clone().split(1), [whole]);
     }
 
     #[test]

@@ -2,7 +2,8 @@
 //!
 //! - [`config`]: what to train; presets, and the checks on their values.
 //! - [`model`]: a decoder-only transformer over bytes whose block projections are
-//!   [`Nvfp4Linear`](crate::Nvfp4Linear) layers.
+//!   [`Nvfp4Linear`](crate::Nvfp4Linear) layers, and what a model is to the others.
+//! - [`encoder`]: a model of Burn's own layers, unmodified, which is decorated.
 //! - [`data`]: text files to a corpus, its split, and batches that depend on seed and step alone.
 //! - [`optim`]: AdamW with global-norm clipping, and the learning-rate schedule.
 //! - [`train`]: one training run as a state machine: step, evaluate, save, resume.
@@ -16,9 +17,11 @@
 pub mod checkpoint;
 pub mod config;
 pub mod data;
+pub mod encoder;
 pub mod model;
 pub mod optim;
 pub mod sample;
 pub mod train;
 
 mod random;
+mod ranks;

@@ -16,7 +16,7 @@ use burn_nvfp4::nn::{
 };
 use burn_nvfp4::state::number_layers;
 
-use super::config::{Activation, ModelConfig, VOCABULARY};
+use super::config::{Activation, ModelConfig, Recipe, RunConfig, VOCABULARY};
 use super::random::{Stream, hash};
 use crate::Nvfp4Recipe;
 
@@ -29,8 +29,55 @@ const BALANCE_SHARE: f64 = 0.01;
 /// Share of each block's router z-loss in the training loss.
 const Z_SHARE: f64 = 0.001;
 
+/// A model of the next byte, as [`Run`](super::train::Run) trains it.
+pub trait LanguageModel: Module + 'static {
+    /// The untrained model of the run `config`, for `recipe`, on `device`. Its weights depend on the
+    /// run's seed and sizes alone: not on the device, nor on the recipe.
+    ///
+    /// # Errors
+    /// When the sizes do not fit, or the device cannot compute what the recipe asks for.
+    fn build(config: &RunConfig, recipe: &Recipe, device: &Device) -> Result<Self>;
+
+    /// Longest sequence that the model takes.
+    fn context(&self) -> usize;
+
+    /// The logits of the byte after each byte of `tokens` (`[batch, time]`), f32
+    /// `[batch * time, 256]`, and what the model adds to the training loss.
+    fn predict(&self, tokens: Tensor<2, Int>) -> (Tensor<2>, Option<Tensor<1>>);
+
+    /// Logits of the byte after each byte of `tokens`, `[batch, time]`: f32
+    /// `[batch * time, 256]`.
+    fn forward(&self, tokens: Tensor<2, Int>) -> Tensor<2> {
+        self.predict(tokens).0
+    }
+
+    /// Mean cross entropy, in nats per byte, of `targets` under the prediction from `tokens`; both
+    /// are `[batch, time]`.
+    fn loss(&self, tokens: Tensor<2, Int>, targets: Tensor<2, Int>) -> Tensor<1> {
+        cross_entropy(self.forward(tokens), targets)
+    }
+
+    /// What training minimises: [`loss`](Self::loss), and what the model adds to it.
+    fn training_loss(&self, tokens: Tensor<2, Int>, targets: Tensor<2, Int>) -> Tensor<1> {
+        let (logits, more) = self.predict(tokens);
+        let loss = cross_entropy(logits, targets);
+        match more {
+            Some(more) => loss + more,
+            None => loss,
+        }
+    }
+
+    /// What ran where since the model was built, for the user to read, if it keeps account of it.
+    ///
+    /// # Errors
+    /// When the account shows that the model did not compute what its recipe asks for.
+    fn account(&self) -> Result<Option<String>> {
+        Ok(None)
+    }
+}
+
 /// `x` in type `dtype`; no operation when it is already.
-fn cast<const D: usize>(x: Tensor<D>, dtype: FloatDType) -> Tensor<D> {
+pub(super) fn cast<const D: usize>(x: Tensor<D>, dtype: FloatDType) -> Tensor<D> {
     if x.dtype() == DType::from(dtype) {
         x
     } else {
@@ -94,33 +141,34 @@ impl Transformer {
             positions: PositionsConfig::new(context, width / heads).try_init(device)?,
             activation,
         };
-        let model = model.map(&mut Initialise {
-            seed,
-            layers,
-            path: Vec::new(),
-        });
+        let model = initialise(model, seed, layers, FloatDType::F32);
         number_layers(&model);
         recipe.apply(&model)?;
         Ok(model)
     }
+}
 
-    /// Logits of the byte after each byte of `tokens`, `[batch, time]`: f32
-    /// `[batch * time, 256]`.
-    pub fn forward(&self, tokens: Tensor<2, Int>) -> Tensor<2> {
-        self.run(tokens).0
+impl LanguageModel for Transformer {
+    fn build(config: &RunConfig, recipe: &Recipe, device: &Device) -> Result<Self> {
+        Self::new(
+            &config.model(),
+            config.activation_of(recipe),
+            &config.nvfp4_recipe(recipe)?,
+            config.seed,
+            device,
+        )
     }
 
-    /// The logits, and what the routers add to the training loss.
-    fn run(&self, tokens: Tensor<2, Int>) -> (Tensor<2>, Option<Tensor<1>>) {
+    fn context(&self) -> usize {
+        self.positions.context()
+    }
+
+    /// The routers add small shares of their balance and z-losses, where blocks have experts.
+    fn predict(&self, tokens: Tensor<2, Int>) -> (Tensor<2>, Option<Tensor<1>>) {
         let [batch, time] = tokens.dims();
         let rows = batch * time;
         let activation = self.activation.into();
-        // A product with a one-hot matrix: its gradient is a product too. The gradient of a look-up
-        // is a scatter, which GPUs add up in an order that is not the same from run to run.
-        // As a batch of products, so that their gradients, whose contraction is the tokens, are too.
-        let symbols: Tensor<3> = one_hot(tokens.reshape([rows])).reshape([batch, time, VOCABULARY]);
-        let embedding = cast(self.embedding.val(), activation);
-        let mut x = cast(symbols, activation).matmul(embedding.unsqueeze());
+        let mut x = embed(tokens, cast(self.embedding.val(), activation));
         let mut routers: Option<Tensor<1>> = None;
         for block in &self.blocks {
             let BlockOutput {
@@ -144,28 +192,6 @@ impl Transformer {
         let logits = cast(logits, FloatDType::F32);
         (logits.reshape([rows, VOCABULARY]), routers)
     }
-
-    /// Mean cross entropy, in nats per byte, of `targets` under the prediction from `tokens`; both
-    /// are `[batch, time]`.
-    pub fn loss(&self, tokens: Tensor<2, Int>, targets: Tensor<2, Int>) -> Tensor<1> {
-        cross_entropy(self.forward(tokens), targets)
-    }
-
-    /// What training minimises: [`loss`](Self::loss), and small shares of the routers' balance and
-    /// z-losses where blocks have experts.
-    pub fn training_loss(&self, tokens: Tensor<2, Int>, targets: Tensor<2, Int>) -> Tensor<1> {
-        let (logits, routers) = self.run(tokens);
-        let loss = cross_entropy(logits, targets);
-        match routers {
-            Some(routers) => loss + routers,
-            None => loss,
-        }
-    }
-
-    /// Longest sequence that [`forward`](Self::forward) takes.
-    pub fn context(&self) -> usize {
-        self.positions.context()
-    }
 }
 
 /// Mean cross entropy of `targets` (`[batch, time]`) under `logits` (`[batch * time, 256]`).
@@ -175,6 +201,18 @@ fn cross_entropy(logits: Tensor<2>, targets: Tensor<2, Int>) -> Tensor<1> {
     (log_softmax(logits, 1) * one_hot(targets.reshape([rows])))
         .sum()
         .div_scalar(-(rows as f64))
+}
+
+/// The rows of `embedding` (`[256, width]`) for `tokens` (`[batch, time]`): `[batch, time, width]`.
+///
+/// A product with a one-hot matrix: its gradient is a product too. The gradient of a look-up is a
+/// scatter, which GPUs add up in an order that is not the same from run to run. As a batch of
+/// products, so that their gradients, whose contraction is the tokens, are too.
+pub(super) fn embed(tokens: Tensor<2, Int>, embedding: Tensor<2>) -> Tensor<3> {
+    let [batch, time] = tokens.dims();
+    let symbols: Tensor<3> =
+        one_hot(tokens.reshape([batch * time])).reshape([batch, time, VOCABULARY]);
+    cast(symbols, embedding.dtype().into()).matmul(embedding.unsqueeze())
 }
 
 /// f32 `[rows, 256]`: 1 in the column of each byte, else 0.
@@ -192,14 +230,38 @@ fn one_hot(bytes: Tensor<1, Int>) -> Tensor<2> {
     )
 }
 
-/// Gives every parameter its initial value and a stable id, both from its path.
+/// `model` with initial values and stable ids for all its parameters, both from their paths; the
+/// parameters become tensors of type `dtype`. `layers` is the depth of the model.
 ///
 /// Burn's own initialisers draw from the device's generator, and its ids from the process: a run
 /// could not be repeated.
+pub(super) fn initialise<M: Module>(model: M, seed: u64, layers: usize, dtype: FloatDType) -> M {
+    model.map(&mut Initialise {
+        seed,
+        layers,
+        dtype,
+        path: Vec::new(),
+    })
+}
+
 struct Initialise {
     seed: u64,
     layers: usize,
+    dtype: FloatDType,
     path: Vec<String>,
+}
+
+impl Initialise {
+    /// Value `index` from the end of the path.
+    fn name(&self, index: usize) -> &str {
+        self.path.iter().rev().nth(index).map_or("", String::as_str)
+    }
+
+    /// Whether the parameter is the embedding, the head or another of this name: itself, or the
+    /// weight of a layer.
+    fn is(&self, names: &[&str]) -> bool {
+        names.contains(&self.name(0)) || names.contains(&self.name(1))
+    }
 }
 
 impl ModuleMapper for Initialise {
@@ -217,28 +279,28 @@ impl ModuleMapper for Initialise {
         let count = shape.num_elements();
         let id = hash(path.as_bytes());
         let mut stream = Stream::new(self.seed, id);
-        let values = match self.path.last().map(String::as_str) {
-            Some("gain") => vec![1.0; count],
-            Some("embedding") => stream.normal(count, EMBEDDING_DEVIATION),
+        let values = match self.name(0) {
+            "gain" | "gamma" => vec![1.0; count],
+            "bias" | "beta" => vec![0.0; count],
+            _ if self.is(&["embedding", "positions"]) => stream.normal(count, EMBEDDING_DEVIATION),
             _ => {
                 // Of experts' weights, `[experts, d_in, d_out]`, as of others, the features that a
                 // product adds up.
                 let mut deviation = (shape.dims::<D>()[D.saturating_sub(2)] as f64).powf(-0.5);
                 // What is added to the residual stream starts smaller in a deeper model.
-                if matches!(
-                    self.path.iter().rev().nth(1).map(String::as_str),
-                    Some("out" | "down")
-                ) {
+                if ["out", "down", "output", "linear_outer"].contains(&self.name(1)) {
                     deviation *= (2.0 * self.layers as f64).powf(-0.5);
                 }
-                if self.path.last().is_some_and(|name| name == "head") {
+                if self.is(&["head"]) {
                     deviation *= HEAD_SCALE;
                 }
                 stream.normal(count, deviation)
             }
         };
         let device = param.lazy_device();
-        let tensor = Tensor::from_data(TensorData::new(values, shape), &device);
+        let dtype = DType::from(self.dtype);
+        let data = TensorData::new(values, shape).convert_dtype(dtype);
+        let tensor = Tensor::from_data(data, (&device, dtype));
         let tensor = if device.is_autodiff() {
             tensor.require_grad()
         } else {

@@ -1,15 +1,19 @@
 //! AdamW, global-norm clipping, and the learning rate.
 //!
-//! Burn's own optimizer clips each parameter by itself and reloads its state on the default device,
-//! which need not be the one of the run; this one does neither.
+//! Burn's own optimizer clips each parameter by itself, reloads its state on the default device,
+//! which need not be the one of the run, and updates parameters in their own type; this one does none
+//! of these. Moments are f32, and parameters of another type have an f32 copy that is updated in their
+//! place: steps of a learning rate are too small for bf16.
 
 use std::collections::BTreeMap;
 
 use anyhow::{Context, Result, ensure};
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
 use burn::optim::GradientsParams;
-use burn::tensor::{Bytes, DType, Device, Tensor, TensorData};
+use burn::tensor::{Bytes, DType, Device, FloatDType, Tensor, TensorData};
 use burn_pack::{Reader, Writer};
+
+use super::model::cast;
 
 /// Decay of the first moment.
 const BETA_1: f64 = 0.9;
@@ -33,10 +37,37 @@ pub fn learning_rate(step: u64, steps: u64, warmup: u64, highest: f64) -> f64 {
     highest * (FINAL_SHARE + (1.0 - FINAL_SHARE) * cosine)
 }
 
-/// Running moments of one parameter's gradient, flat.
-struct Moments {
+/// What is kept of one parameter, flat, in f32.
+struct Kept {
+    /// Running mean of the gradient.
     first: Tensor<1>,
+    /// Running mean of its square.
     second: Tensor<1>,
+    /// The parameter, if it is not f32 itself.
+    weight: Option<Tensor<1>>,
+}
+
+impl Kept {
+    /// The tensors, by the names that a file has for them.
+    fn tensors(&self) -> impl Iterator<Item = (&'static str, &Tensor<1>)> {
+        let always = [(FIRST, &self.first), (SECOND, &self.second)];
+        always
+            .into_iter()
+            .chain(self.weight.iter().map(|weight| (WEIGHT, weight)))
+    }
+}
+
+/// Name of the first moment in a file, after the parameter's id.
+const FIRST: &str = "first";
+/// Name of the second moment.
+const SECOND: &str = "second";
+/// Name of the f32 copy of the parameter.
+const WEIGHT: &str = "weight";
+
+/// `x` flat and in f32.
+fn flat<const D: usize>(x: Tensor<D>) -> Tensor<1> {
+    let elements = x.dims().iter().product::<usize>();
+    cast(x.reshape([elements]), FloatDType::F32)
 }
 
 /// The optimizer, with its state.
@@ -46,7 +77,7 @@ pub struct AdamW {
     /// Steps taken.
     time: u64,
     /// By parameter id. A map that is ordered, so that files repeat.
-    moments: BTreeMap<u64, Moments>,
+    kept: BTreeMap<u64, Kept>,
 }
 
 impl AdamW {
@@ -57,8 +88,13 @@ impl AdamW {
             weight_decay,
             grad_clip,
             time: 0,
-            moments: BTreeMap::new(),
+            kept: BTreeMap::new(),
         }
+    }
+
+    /// An optimizer with the same settings that has taken no step.
+    pub(super) fn fresh(&self) -> Self {
+        Self::new(self.weight_decay, self.grad_clip)
     }
 
     /// Steps taken so far.
@@ -89,15 +125,15 @@ impl AdamW {
         })
     }
 
-    /// The state as a burnpack container: `ID.first` and `ID.second` for each parameter, `time` in
-    /// the metadata.
+    /// The state as a burnpack container: `ID.first` and `ID.second` for each parameter, `ID.weight`
+    /// for those that are not f32 themselves, `time` in the metadata.
     ///
     /// # Errors
     /// When the container cannot be made.
     pub fn to_bytes(&self) -> Result<Bytes> {
-        let mut tensors = Vec::with_capacity(2 * self.moments.len());
-        for (id, moments) in &self.moments {
-            for (name, tensor) in [("first", &moments.first), ("second", &moments.second)] {
+        let mut tensors = Vec::with_capacity(2 * self.kept.len());
+        for (id, kept) in &self.kept {
+            for (name, tensor) in kept.tensors() {
                 let (bytes, shape, dtype) = tensor.clone().into_data().into_parts();
                 let name = format!("{id:016x}.{name}");
                 tensors.push(burn_pack::Tensor::new(name, dtype, shape, Some(*id), bytes));
@@ -121,27 +157,36 @@ impl AdamW {
         let time = time
             .parse()
             .context("the optimizer's time is not a number")?;
-        let mut halves: BTreeMap<u64, [Option<Tensor<1>>; 2]> = BTreeMap::new();
+        let mut found: BTreeMap<u64, BTreeMap<String, Tensor<1>>> = BTreeMap::new();
         for tensor in reader.into_tensors()? {
             let (name, dtype, shape, id, bytes) = tensor.into_parts()?;
             let id = id.with_context(|| format!("{name} names no parameter"))?;
             ensure!(
                 dtype == DType::F32 && shape.num_dims() == 1,
-                "{name} is {dtype:?} of shape {shape}, but a moment is a flat f32 tensor"
+                "{name} is {dtype:?} of shape {shape}, but the optimizer's tensors are flat and f32"
             );
-            let half = usize::from(name.ends_with(".second"));
+            let part = name.rsplit('.').next().unwrap_or_default().to_string();
             let data = TensorData::from_bytes(bytes, shape, dtype);
-            halves.entry(id).or_default()[half] = Some(Tensor::from_data(data, &device));
+            let tensor = Tensor::from_data(data, &device);
+            found.entry(id).or_default().insert(part, tensor);
         }
-        let mut moments = BTreeMap::new();
-        for (id, pair) in halves {
-            let [Some(first), Some(second)] = pair else {
+        let mut kept = BTreeMap::new();
+        for (id, mut parts) in found {
+            let [first, second, weight] = [FIRST, SECOND, WEIGHT].map(|name| parts.remove(name));
+            let (Some(first), Some(second)) = (first, second) else {
                 anyhow::bail!("parameter {id:016x} has only one of its two moments");
             };
-            moments.insert(id, Moments { first, second });
+            kept.insert(
+                id,
+                Kept {
+                    first,
+                    second,
+                    weight,
+                },
+            );
         }
         self.time = time;
-        self.moments = moments;
+        self.kept = kept;
         Ok(())
     }
 }
@@ -155,7 +200,7 @@ struct SquaredNorm<'a> {
 impl ModuleVisitor for SquaredNorm<'_> {
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
         if let Some(gradient) = self.gradients.get::<D>(param.id) {
-            let square = gradient.square().sum();
+            let square = flat(gradient).square().sum();
             self.sum = Some(match self.sum.take() {
                 Some(sum) => sum + square,
                 None => square,
@@ -180,19 +225,21 @@ impl ModuleMapper for Update<'_> {
         let (id, weight, mapper) = param.consume();
         let dims = weight.dims();
         let tracked = weight.is_require_grad();
+        let distributed = tracked && weight.is_distributed();
         let weight = weight.without_autodiff();
-        let elements = dims.iter().product::<usize>();
+        let dtype = weight.dtype();
 
-        let gradient = gradient.reshape([elements]) * self.factor.clone();
+        let gradient = flat(gradient) * self.factor.clone();
         let optimizer = &mut *self.optimizer;
         let first = gradient.clone().mul_scalar(1.0 - BETA_1);
         let second = gradient.square().mul_scalar(1.0 - BETA_2);
-        let (first, second) = match optimizer.moments.remove(&id.val()) {
+        let (first, second, own) = match optimizer.kept.remove(&id.val()) {
             Some(old) => (
                 old.first.mul_scalar(BETA_1) + first,
                 old.second.mul_scalar(BETA_2) + second,
+                old.weight,
             ),
-            None => (first, second),
+            None => (first, second, None),
         };
         let time = optimizer.time as f64;
         let direction = first.clone().div_scalar(1.0 - BETA_1.powf(time))
@@ -201,9 +248,6 @@ impl ModuleMapper for Update<'_> {
                 .div_scalar(1.0 - BETA_2.powf(time))
                 .sqrt()
                 .add_scalar(EPSILON);
-        optimizer
-            .moments
-            .insert(id.val(), Moments { first, second });
 
         // Norm gains are not decayed: they have a scale of their own.
         let decay = if D > 1 {
@@ -211,11 +255,25 @@ impl ModuleMapper for Update<'_> {
         } else {
             0.0
         };
-        let weight =
-            weight.reshape([elements]).mul_scalar(1.0 - decay) - direction.mul_scalar(self.lr);
-        let weight: Tensor<D> = weight.reshape(dims);
+        let weight = own.unwrap_or_else(|| flat(weight)).mul_scalar(1.0 - decay)
+            - direction.mul_scalar(self.lr);
+        let own = (dtype != DType::F32).then(|| weight.clone());
+        optimizer.kept.insert(
+            id.val(),
+            Kept {
+                first,
+                second,
+                weight: own,
+            },
+        );
+        let weight: Tensor<D> = cast(weight, dtype.into()).reshape(dims);
         let weight = if tracked {
             weight.autodiff().require_grad()
+        } else {
+            weight
+        };
+        let weight = if distributed {
+            weight.set_distributed(id)
         } else {
             weight
         };
@@ -289,6 +347,24 @@ mod tests {
             }
         }
 
+        // Of a bf16 parameter the f32 copy takes the steps: a hundred that bf16 would round away.
+        let start = Tensor::<2>::from_data([[1.0f32]], &device).cast(FloatDType::BF16);
+        let mut small = One {
+            weight: Param::initialized(ParamId::from(6), start.detach().require_grad()),
+        };
+        let mut steps = AdamW::new(0.0, 1.0);
+        for _ in 0..100 {
+            let mut given = GradientsParams::new();
+            let plain = device.clone().without_autodiff();
+            let gradient = Tensor::<2>::from_data([[0.5f32]], &plain);
+            given.register(ParamId::from(6), gradient.cast(FloatDType::BF16));
+            small = steps.step(1e-4, small, given);
+        }
+        let found = small.weight.val();
+        assert_eq!(found.dtype(), DType::BF16);
+        let found: f32 = found.into_scalar();
+        assert!((found - 0.99).abs() < 0.004, "{found}, not 1 - 100 * 1e-4");
+
         let bytes = optimizer.to_bytes().unwrap().to_vec();
         let mut reloaded = AdamW::new(weight_decay, clip);
         reloaded
@@ -296,6 +372,12 @@ mod tests {
             .unwrap();
         assert_eq!(reloaded.time(), 2);
         assert_eq!(reloaded.to_bytes().unwrap().to_vec(), bytes);
+        let mut with_copies = AdamW::new(0.0, 1.0);
+        let copies = steps.to_bytes().unwrap().to_vec();
+        with_copies
+            .load(Bytes::from_bytes_vec(copies.clone()), &device)
+            .unwrap();
+        assert_eq!(with_copies.to_bytes().unwrap().to_vec(), copies);
         let broken = Bytes::from_bytes_vec(bytes[..20].to_vec());
         assert!(reloaded.load(broken, &device).is_err());
     }

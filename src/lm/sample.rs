@@ -1,13 +1,12 @@
 //! Text from a trained model.
 
 use anyhow::{Result, ensure};
-use burn::module::Module;
 use burn::store::ModuleRecord;
 use burn::tensor::{Device, Int, Tensor, TensorData};
 
 use super::checkpoint::Checkpoint;
 use super::data::END_OF_FILE;
-use super::model::Transformer;
+use super::model::LanguageModel;
 use super::random::{Stream, hash};
 
 /// The model of a checkpoint, on `device`, for inference.
@@ -15,21 +14,14 @@ use super::random::{Stream, hash};
 /// # Errors
 /// When the parameters do not fit the configuration of the checkpoint, or the device does not
 /// support its recipe.
-pub fn load(checkpoint: Checkpoint, device: &Device) -> Result<Transformer> {
+pub fn load<M: LanguageModel>(checkpoint: Checkpoint, device: &Device) -> Result<M> {
     let Checkpoint {
         state,
         model: parameters,
         ..
     } = checkpoint;
-    let config = &state.config;
     let device = device.clone().without_autodiff();
-    let model = Transformer::new(
-        &config.model(),
-        config.activation_of(&state.recipe),
-        &config.nvfp4_recipe(&state.recipe)?,
-        config.seed,
-        &device,
-    )?;
+    let model = M::build(&state.config, &state.recipe, &device)?;
     let model = model.try_load_record(ModuleRecord::from_bytes(parameters)?)?;
     state.nvfp4.apply(&model)?;
     Ok(model)
@@ -45,7 +37,7 @@ pub fn load(checkpoint: Checkpoint, device: &Device) -> Result<Transformer> {
 /// # Errors
 /// When the prompt is empty, the temperature is negative or not a number, or `emit` fails.
 pub fn generate(
-    model: &Transformer,
+    model: &impl LanguageModel,
     device: &Device,
     prompt: &[u8],
     tokens: usize,

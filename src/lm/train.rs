@@ -6,8 +6,6 @@ use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use anyhow::{Context, Result, bail, ensure};
-use burn::module::Module;
-use burn::optim::GradientsParams;
 use burn::store::ModuleRecord;
 use burn::tensor::{Bytes, Device, Tensor};
 use burn_nvfp4::telemetry::{CSV_HEADER, Telemetry};
@@ -16,8 +14,9 @@ use burn_nvfp4::{Nvfp4State, set_mode};
 use super::checkpoint::{self, Checkpoint, State, Timing};
 use super::config::{Recipe, RunConfig};
 use super::data::Corpus;
-use super::model::Transformer;
+use super::model::LanguageModel;
 use super::optim::{AdamW, learning_rate};
+use super::ranks::{Others, Rank};
 
 /// First line of `metrics.csv`.
 pub const METRICS_HEADER: &str = "step,tokens,train_loss,valid_loss,lr,tokens_per_s";
@@ -132,18 +131,18 @@ pub enum Outcome {
 }
 
 /// A run with one recipe: the model, its optimizer, and how far it is.
-pub struct Run<'a> {
+pub struct Run<'a, M> {
     config: &'a RunConfig,
     recipe: Recipe,
     corpus: &'a Corpus,
-    /// With autodiff.
-    device: Device,
+    /// All devices, with autodiff.
+    devices: Vec<Device>,
     folder: PathBuf,
-    model: Transformer,
-    optimizer: AdamW,
+    /// The rank on the first device, with which everything but steps is done.
+    rank: Rank<M>,
+    /// Those on the other devices, while steps are taken.
+    others: Option<Others>,
     step: u64,
-    /// Losses that are still on the device.
-    pending: Vec<Tensor<1>>,
     /// Losses since the last row.
     losses: Vec<f32>,
     rows: Vec<Row>,
@@ -154,40 +153,37 @@ pub struct Run<'a> {
     saved: Option<u64>,
 }
 
-impl<'a> Run<'a> {
-    /// Start the run `config` with `recipe`, or go on with it if `folder` has a checkpoint of it.
+impl<'a, M: LanguageModel> Run<'a, M> {
+    /// Start the run `config` with `recipe`, or go on with it if `folder` has a checkpoint of it. With
+    /// several `devices`, each takes its part of every batch.
     ///
     /// # Errors
-    /// When the configuration does not fit the device or the text, or the checkpoint is damaged or
+    /// When there is no device, the batch cannot be shared equally, the configuration does not fit the device or the text, or the checkpoint is damaged or
     /// belongs to another run.
     pub fn open(
         config: &'a RunConfig,
         recipe: Recipe,
         corpus: &'a Corpus,
-        device: &Device,
+        devices: &[Device],
         folder: &Path,
     ) -> Result<Self> {
         config.check()?;
+        ensure!(!devices.is_empty(), "devices is empty, but a run has one");
+        check_share(config.batch, devices.len())?;
         corpus.check(config.context)?;
         fs::create_dir_all(folder).with_context(|| format!("cannot make {}", folder.display()))?;
-        let device = device.clone().autodiff();
-        let model = Transformer::new(
-            &config.model(),
-            config.activation_of(&recipe),
-            &config.nvfp4_recipe(&recipe)?,
-            config.seed,
-            &device,
-        )?;
+        let devices: Vec<Device> = devices.iter().cloned().map(Device::autodiff).collect();
+        let model = M::build(config, &recipe, &devices[0])?;
+        let optimizer = AdamW::new(config.weight_decay, config.grad_clip);
         let mut run = Self {
             config,
             recipe,
             corpus,
-            device,
+            rank: Rank::new(devices[0].clone(), model, optimizer),
+            others: None,
+            devices,
             folder: folder.into(),
-            model,
-            optimizer: AdamW::new(config.weight_decay, config.grad_clip),
             step: 0,
-            pending: Vec::new(),
             losses: Vec::new(),
             rows: Vec::new(),
             earlier: 0.0,
@@ -228,9 +224,10 @@ impl<'a> Run<'a> {
             self.corpus.fingerprint()
         );
         let record = ModuleRecord::from_bytes(model)?;
-        self.model = self.model.clone().try_load_record(record)?;
-        state.nvfp4.apply(&self.model)?;
-        self.optimizer.load(optimizer, &self.device)?;
+        let rank = &mut self.rank;
+        rank.model = rank.model.clone().try_load_record(record)?;
+        state.nvfp4.apply(&rank.model)?;
+        rank.optimizer.load(optimizer, &rank.device)?;
         let metrics = self.folder.join(METRICS);
         self.rows = read_metrics(&metrics)?;
         // A crash loses what came after the checkpoint.
@@ -254,8 +251,8 @@ impl<'a> Run<'a> {
     }
 
     /// The model.
-    pub fn model(&self) -> &Transformer {
-        &self.model
+    pub fn model(&self) -> &M {
+        &self.rank.model
     }
 
     /// Seconds spent so far, in all processes that worked on the run.
@@ -269,6 +266,21 @@ impl<'a> Run<'a> {
     /// # Errors
     /// When the loss is no longer finite, or a file cannot be written.
     pub fn train(&mut self, stop_at: Option<u64>, observer: &mut impl Observer) -> Result<Outcome> {
+        if self.devices.len() > 1 {
+            self.others = Some(Others::start(&mut self.rank, &self.devices)?);
+        }
+        let outcome = self.train_ranks(stop_at, observer);
+        if let Some(others) = self.others.take() {
+            others.stop();
+        }
+        outcome
+    }
+
+    fn train_ranks(
+        &mut self,
+        stop_at: Option<u64>,
+        observer: &mut impl Observer,
+    ) -> Result<Outcome> {
         let steps = self.config.steps;
         let end = stop_at.unwrap_or(steps).min(steps);
         if self.step == 0 && self.rows.is_empty() {
@@ -289,7 +301,7 @@ impl<'a> Run<'a> {
         while self.step < end && !interrupted {
             let lr = learning_rate(self.step, steps, self.config.warmup, self.config.lr);
             if let Some(healing) = self.config.healing_of(&self.recipe) {
-                set_mode(&self.model, healing.mode(self.step, steps));
+                set_mode(&self.rank.model, healing.mode(self.step, steps));
             }
             let every = self.config.telemetry_every;
             if every > 0 && self.step.is_multiple_of(every) {
@@ -357,11 +369,12 @@ impl<'a> Run<'a> {
             ..
         } = self.config;
         let batch = self.corpus.train_batch(seed, self.step, batch, context);
-        let (inputs, targets) = batch.tensors(&self.device);
-        let loss = self.model.training_loss(inputs, targets);
-        self.pending.push(loss.clone().without_autodiff());
-        let gradients = GradientsParams::from_grads(loss.backward(), &self.model);
-        self.model = self.optimizer.step(lr, self.model.clone(), gradients);
+        let mut parts = batch.split(self.devices.len()).into_iter();
+        let own = parts.next().expect("a run has a device");
+        if let Some(others) = &self.others {
+            others.step(parts, lr);
+        }
+        self.rank.step(own, lr);
         self.step += 1;
     }
 
@@ -369,7 +382,7 @@ impl<'a> Run<'a> {
     fn sampled_step(&mut self, lr: f64) -> Result<()> {
         use std::io::Write as _;
         let step = self.step;
-        let telemetry = Telemetry::start(&self.model);
+        let telemetry = Telemetry::start(&self.rank.model);
         self.train_step(lr);
         let samples = telemetry.finish();
         let path = self.folder.join(TELEMETRY);
@@ -393,12 +406,13 @@ impl<'a> Run<'a> {
 
     /// Fetch the losses that are still on the device, which waits for it.
     fn read_losses(&mut self) -> Result<()> {
-        if self.pending.is_empty() {
-            return Ok(());
-        }
-        let first = self.step + 1 - self.pending.len() as u64;
-        let losses = Tensor::cat(std::mem::take(&mut self.pending), 0).into_data();
-        for (step, loss) in (first..).zip(losses.iter::<f32>()) {
+        let losses = self.rank.losses();
+        let losses = match &self.others {
+            Some(others) if !losses.is_empty() => others.mean_losses(losses),
+            _ => losses,
+        };
+        let first = self.step + 1 - losses.len() as u64;
+        for (step, loss) in (first..).zip(losses) {
             if !loss.is_finite() {
                 bail!(
                     "the {} loss of step {step} is {loss}: try a lower --lr, or a longer --warmup",
@@ -421,8 +435,8 @@ impl<'a> Run<'a> {
             context,
             ..
         } = self.config;
-        let model = self.model.valid();
-        let device = self.device.clone().without_autodiff();
+        let model = self.rank.model.valid();
+        let device = self.rank.device.clone().without_autodiff();
         let losses = (0..eval_batches)
             .map(|index| {
                 let batch = self.corpus.valid_batch(index, eval_batches, batch, context);
@@ -465,7 +479,7 @@ impl<'a> Run<'a> {
     fn save(&mut self, observer: &mut impl Observer) -> Result<()> {
         // The rows reach the disk before the checkpoint that relies on them.
         self.write_metrics()?;
-        let model: Bytes = self.model.valid().into_record().into_bytes()?;
+        let model: Bytes = self.rank.model.valid().into_record().into_bytes()?;
         let checkpoint = Checkpoint {
             state: State::new(
                 self.config.clone(),
@@ -473,19 +487,29 @@ impl<'a> Run<'a> {
                 self.corpus.fingerprint().clone(),
                 self.step,
                 self.losses.clone(),
-                Nvfp4State::collect(&self.model),
+                Nvfp4State::collect(&self.rank.model),
             ),
             timing: Timing {
                 seconds: self.seconds(),
             },
             model,
-            optimizer: self.optimizer.to_bytes()?,
+            optimizer: self.rank.optimizer.to_bytes()?,
         };
         let path = checkpoint.save(&self.folder)?;
         self.saved = Some(self.step);
         observer.checkpoint(&path);
         Ok(())
     }
+}
+
+/// Fail unless `devices` devices can take equal parts of a batch of `batch` sequences.
+fn check_share(batch: usize, devices: usize) -> Result<()> {
+    ensure!(
+        batch.is_multiple_of(devices),
+        "batch is {batch}, but it must be a multiple of the number of devices ({devices}), which take \
+         equal parts of it"
+    );
+    Ok(())
 }
 
 /// Time spent on steps since the last row.

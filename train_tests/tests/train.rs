@@ -1,19 +1,22 @@
 //! Models of `Nvfp4Linear` in burn-train's loop, on Flex.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::path::Path;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use burn_core as burn;
 
 use burn_core::data::dataloader::{DataLoader, DataLoaderBuilder, batcher::Batcher};
 use burn_core::data::dataset::InMemDataset;
 use burn_core::module::Module;
-use burn_core::tensor::{Device, Tensor, TensorData, activation::gelu};
+use burn_core::tensor::{Device, ExecutionError, Tensor, TensorData, activation::gelu};
 use burn_nvfp4::state::number_layers;
+use burn_nvfp4::telemetry::metrics::{Statistic, TelemetryInput, TelemetryMetric};
+use burn_nvfp4::telemetry::{Telemetry, TelemetrySampler};
 use burn_nvfp4::{Nvfp4Linear, Nvfp4LinearConfig, Nvfp4Recipe, Nvfp4State};
 use burn_optim::{AdamWConfig, GradientsAccumulator, GradientsParams};
-use burn_train::metric::LossMetric;
+use burn_train::metric::{Adaptor, LossInput, LossMetric};
 use burn_train::{
-    ExecutionStrategy, InferenceStep, Learner, RegressionOutput, SupervisedTraining, TrainOutput,
+    ExecutionStrategy, InferenceStep, ItemLazy, Learner, RegressionOutput, SupervisedTraining, TrainOutput,
     TrainStep,
 };
 
@@ -142,6 +145,12 @@ fn by_hand(mut net: Net, accumulate: usize, device: &Device) -> Net {
     net
 }
 
+/// burn-train installs one logger for the process.
+fn one_at_a_time() -> MutexGuard<'static, ()> {
+    static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
+    ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
 /// One epoch of burn-train, with what `configure` adds. In an own directory, because it writes logs.
 fn by_burn_train(
     name: &str,
@@ -149,9 +158,7 @@ fn by_burn_train(
     device: &Device,
     configure: impl FnOnce(SupervisedTraining<Net>) -> SupervisedTraining<Net>,
 ) -> Net {
-    /// burn-train installs one logger for the process.
-    static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
-    let _guard = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
+    let _guard = one_at_a_time();
     let directory = std::env::temp_dir().join(format!("nvfp4-{}-{name}", std::process::id()));
     let training =
         SupervisedTraining::new(&directory, loader(device), loader(&device.clone().inner()))
@@ -228,4 +235,127 @@ fn records_and_state_continue() {
     let one = by_burn_train("one", net.copy(&device), &device, |training| training);
     let two = by_burn_train("two", other, &device, |training| training);
     assert_eq!(one.bits(), two.bits());
+}
+
+/// A model whose every other step is sampled.
+#[derive(Module, Debug)]
+struct Watched {
+    net: Net,
+    #[module(skip)]
+    sampler: TelemetrySampler,
+}
+
+struct WatchedOutput {
+    regression: RegressionOutput,
+    telemetry: TelemetryInput,
+}
+
+impl Adaptor<LossInput> for WatchedOutput {
+    fn adapt(&self) -> LossInput {
+        self.regression.adapt()
+    }
+}
+
+impl Adaptor<TelemetryInput> for WatchedOutput {
+    fn adapt(&self) -> TelemetryInput {
+        self.telemetry.clone()
+    }
+}
+
+impl ItemLazy for WatchedOutput {
+    fn sync(self) -> Result<Self, ExecutionError> {
+        Ok(Self {
+            regression: self.regression.sync()?,
+            telemetry: self.telemetry,
+        })
+    }
+}
+
+impl TrainStep for Watched {
+    type Input = Rows;
+    type Output = WatchedOutput;
+
+    fn step(&self, rows: Rows) -> TrainOutput<WatchedOutput> {
+        let ((regression, grads), samples) = self.sampler.sample(self, || {
+            let regression = self.net.regression(rows);
+            let grads = regression.loss.backward();
+            (regression, grads)
+        });
+        let telemetry = samples.into();
+        let output = WatchedOutput {
+            regression,
+            telemetry,
+        };
+        TrainOutput::new(self, grads, output)
+    }
+}
+
+impl InferenceStep for Watched {
+    type Input = Rows;
+    type Output = WatchedOutput;
+
+    fn step(&self, rows: Rows) -> WatchedOutput {
+        WatchedOutput {
+            regression: self.net.regression(rows),
+            telemetry: TelemetryInput::default(),
+        }
+    }
+}
+
+/// The values that burn-train logged of a metric, of the steps that had one.
+fn logged(directory: &Path, metric: &str) -> Vec<f64> {
+    let path = directory.join("train/epoch-1").join(format!("{metric}.log"));
+    let text = std::fs::read_to_string(&path).unwrap_or_else(|e| panic!("{}: {e}", path.display()));
+    text.lines()
+        .filter(|line| !line.contains("final") && !line.contains("N/A"))
+        .map(|line| line.split(',').next().unwrap().parse().unwrap())
+        .collect()
+}
+
+/// Telemetry arrives in burn-train's logs, from the sampled steps alone, and is that of the steps done by
+/// hand.
+#[test]
+fn telemetry_is_logged_by_burn_train() {
+    let _guard = one_at_a_time();
+    let device = Device::flex().autodiff();
+    let net = Net::new(&device);
+    let by_hand = net.copy(&device);
+    let watched = Watched {
+        net,
+        sampler: TelemetrySampler::new(2),
+    };
+    let directory = std::env::temp_dir().join(format!("nvfp4-{}-telemetry", std::process::id()));
+    let mut training =
+        SupervisedTraining::new(&directory, loader(&device), loader(&device.clone().inner()))
+            .with_application_logger(None)
+            .with_training_strategy(ExecutionStrategy::single(device.clone()).into())
+            .metric_train_numeric(TelemetryMetric::mean(Statistic::Sqnr).of_operand("dgrad.dy"))
+            .metric_train_numeric(TelemetryMetric::mean(Statistic::Stochastic))
+            .num_epochs(1);
+    for metric in TelemetryMetric::for_layers(Statistic::Zeros, &watched) {
+        training = training.metric_train_numeric(metric);
+    }
+    let learner = Learner::new(watched, AdamWConfig::new().init(), RATE);
+    assert!(training.launch(learner).error.is_none());
+
+    // The first step, from the same weights and offsets, by hand.
+    let telemetry = Telemetry::start(&by_hand);
+    let rows = RowBatcher.batch((0..BATCH).collect(), &device);
+    drop(by_hand.regression(rows).loss.backward());
+    let samples = telemetry.finish();
+    let mean = |values: Vec<f64>| values.iter().sum::<f64>() / values.len() as f64;
+    let gradients = samples.iter().filter(|sample| sample.operand == "dgrad.dy");
+    let expected = mean(gradients.map(|sample| sample.sqnr_db).collect());
+    let found = logged(&directory, "SQNR dgrad.dy");
+    assert_eq!(found.len(), STEPS / 2, "every other step");
+    assert!((found[0] - expected).abs() < 1e-9, "{found:?}, {expected}");
+    // Of three operands of each layer the gradient alone.
+    let mix = logged(&directory, "Rounded Stochastically");
+    assert!((mix[0] - 100.0 / 3.0).abs() < 1e-9, "{mix:?}");
+    let of_up = samples.iter().filter(|sample| sample.layer == "up");
+    let expected = mean(of_up.map(|sample| 100.0 * sample.zeros).collect());
+    let found = logged(&directory, "Lost to Zero net.up");
+    assert!((found[0] - expected).abs() < 1e-9, "{found:?}, {expected}");
+    logged(&directory, "Lost to Zero net.down");
+    let _ = std::fs::remove_dir_all(directory);
 }

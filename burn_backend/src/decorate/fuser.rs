@@ -1,10 +1,14 @@
 //! The fusion that takes the products of decorated layers.
 //!
-//! Burn's fusion gives every operation to every registered fuser and lets the best one have a block.
-//! [`ProductFuser`] claims every block with a product in it, up to its last product, at the highest
-//! score: so no other fuser gets a product, and none is left over at the end of a block to run on its
-//! own. What lies between the products it gives to Burn's own fusers, which would have had it
-//! otherwise. Which of the products belong to decorated layers is asked of the
+//! Burn's fusion cuts a stream into blocks, gives every operation of a block to every registered fuser,
+//! and lets the best one have it. [`BlockFuser`] claims every block, all of it, at the highest score:
+//! so no other fuser gets a product, and none is left over to run on its own. Blocks that are taken
+//! whole can always be put in an order, as Burn keeps them free of cycles. A fuser that leaves the end
+//! of a block has Burn gather the ends of several blocks into one more; that one can depend on a block
+//! that depends on it, and Burn then drops all fusion of the segment.
+//!
+//! What lies before, between and after the products is given to Burn's own fusers, which would have had
+//! it otherwise. Which of the products belong to decorated layers is asked of the
 //! [tracker](super::tracker) when they run; all others run as they would without fusion.
 
 use burn_core::backend::fusion::{
@@ -40,39 +44,31 @@ impl OptimizationProvider for Provider {
     type Operation = ProductBlock;
 
     fn fuser(&self, device: &CubeDevice) -> CubeFuser {
-        CubeFuser::new(ProductFuser {
+        CubeFuser::new(BlockFuser {
             device: device.clone(),
             operations: Vec::new(),
-            len: 0,
         })
     }
 }
 
 /// Collects the operations of a block.
 #[derive(Clone)]
-struct ProductFuser {
+struct BlockFuser {
     device: CubeDevice,
     operations: Vec<OperationIr>,
-    /// Up to and with the last product.
-    len: usize,
 }
 
-impl OperationFuser<CubeOptimization> for ProductFuser {
+impl OperationFuser<CubeOptimization> for BlockFuser {
     fn fuse(&mut self, operation: &OperationIr) {
         self.operations.push(operation.clone());
-        if product(operation).is_some() {
-            self.len = self.operations.len();
-        }
     }
 
     fn finish(&mut self) -> CubeOptimization {
-        let operations = self.operations[..self.len].to_vec();
-        CubeOptimization::new(ProductBlock::new(&self.device, operations))
+        CubeOptimization::new(ProductBlock::new(&self.device, self.operations.clone()))
     }
 
     fn reset(&mut self) {
         self.operations.clear();
-        self.len = 0;
     }
 
     /// Closed: it collects what comes, and never makes Burn wait for more.
@@ -81,15 +77,14 @@ impl OperationFuser<CubeOptimization> for ProductFuser {
     }
 
     fn properties(&self) -> FuserProperties {
-        let ready = self.len > 0;
         FuserProperties {
-            score: if ready { u64::MAX } else { 0 },
-            ready,
+            score: u64::MAX,
+            ready: !self.operations.is_empty(),
         }
     }
 
     fn len(&self) -> usize {
-        self.len
+        self.operations.len()
     }
 
     fn clone_dyn(&self) -> Box<dyn OperationFuser<CubeOptimization>> {
@@ -105,7 +100,7 @@ fn product(operation: &OperationIr) -> Option<&MatmulOpIr> {
     }
 }
 
-/// The operations of a block up to its last product.
+/// The operations of a block.
 pub(super) struct ProductBlock {
     operations: Vec<OperationIr>,
     parts: Vec<Part>,

@@ -84,6 +84,7 @@ pub fn decorate<M: Module>(model: M, recipe: &Nvfp4Recipe) -> Result<M, Nvfp4Err
 pub struct Decorator {
     recipe: Nvfp4Recipe,
     include: Option<ParamGroup>,
+    exclude: Option<ParamGroup>,
     mode: Mode,
 }
 
@@ -93,6 +94,7 @@ impl Decorator {
         Self {
             recipe: recipe.clone(),
             include: None,
+            exclude: None,
             mode: Mode::Strict,
         }
     }
@@ -113,10 +115,21 @@ impl Decorator {
         self
     }
 
+    /// Leave the layers alone whose weight is in `group`, such as a model's head or router: they are
+    /// not decorated at all, whatever the recipe says. It wins over [`include`](Self::include).
+    ///
+    /// Layers in the recipe's `high_precision` group are decorated ones that do nothing, and are in
+    /// the [`report`].
+    pub fn exclude(mut self, group: ParamGroup) -> Self {
+        self.exclude = Some(group);
+        self
+    }
+
     /// Decorate `model`; see [`decorate`].
     ///
     /// # Errors
-    /// As there, and when the group of [`include`](Self::include) matches nothing.
+    /// As there, and when the group of [`include`](Self::include) or of [`exclude`](Self::exclude)
+    /// matches nothing.
     pub fn decorate<M: Module>(&self, model: M) -> Result<M, Nvfp4Error> {
         for device in model.devices() {
             check_device("model", &device)?;
@@ -125,6 +138,7 @@ impl Decorator {
         self.recipe.check()?;
         let mut survey = Survey {
             include: self.include.as_ref(),
+            exclude: self.exclude.as_ref(),
             ..Survey::default()
         };
         model.visit(&mut survey);
@@ -142,6 +156,7 @@ impl Decorator {
             layers,
             reparameterized,
             included,
+            excluded,
             ..
         } = survey;
         if let Some(path) = reparameterized {
@@ -165,6 +180,15 @@ impl Decorator {
                 "include",
                 format!("{group:?}, which contains no rank 2 parameter called `weight`"),
                 "a group with at least one that is not in a Linear",
+            ));
+        }
+        if let Some(group) = &self.exclude
+            && !excluded
+        {
+            return Err(Nvfp4Error::value(
+                "exclude",
+                format!("{group:?}, which contains no weight of a layer to decorate"),
+                "a group with at least one",
             ));
         }
         let group = Arc::new(Group::new(self.mode));
@@ -412,6 +436,8 @@ struct Found {
 struct Survey<'a> {
     include: Option<&'a ParamGroup>,
     included: bool,
+    exclude: Option<&'a ParamGroup>,
+    excluded: bool,
     path: Vec<String>,
     containers: Vec<String>,
     layers: Vec<Found>,
@@ -445,12 +471,15 @@ impl ModuleVisitor for Survey<'_> {
         match (name.as_str(), D) {
             ("weight", 2) => {
                 let path = self.path.join(".");
-                let included = !is_linear
-                    && self
-                        .include
-                        .is_some_and(|group| group.matches(&param.id, Some(&path)));
+                let is_in = |group: Option<&ParamGroup>| {
+                    group.is_some_and(|group| group.matches(&param.id, Some(&path)))
+                };
+                let included = !is_linear && is_in(self.include);
                 self.included |= included;
-                if (is_linear || included) && self.seen.insert(param.id) {
+                let wanted = is_linear || included;
+                let excluded = wanted && is_in(self.exclude);
+                self.excluded |= excluded;
+                if wanted && !excluded && self.seen.insert(param.id) {
                     let shape = param.lazy_shape();
                     self.layers.push(Found {
                         path: owner,

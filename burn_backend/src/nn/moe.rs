@@ -189,7 +189,13 @@ impl Nvfp4Moe {
             ));
         }
         let router = cast(self.router.weight.val(), FloatDType::F32);
-        let logits = cast(x.clone(), FloatDType::F32).matmul(router);
+        // As a batch of products: the gradient of the router has few elements and a contraction as long as
+        // there are tokens, which one product would leave most of a GPU idle with.
+        let parts = equal_parts(tokens, 5);
+        let logits = cast(x.clone(), FloatDType::F32)
+            .reshape([parts, tokens / parts, d_model])
+            .matmul(router.unsqueeze::<3>())
+            .reshape([tokens, experts]);
         let probabilities = softmax(logits.clone(), 1);
         let (_, chosen) = probabilities
             .clone()
@@ -211,14 +217,15 @@ impl Nvfp4Moe {
         let counts = routing.counts().clone();
         let slots = (tokens * self.top_k) as f64;
         let shares = cast(counts.clone().float(), FloatDType::F32).div_scalar(slots);
-        let means: Tensor<1> = probabilities.mean_dim(0).reshape([experts]);
-        let balance_loss = (shares * means).sum().mul_scalar(experts as f64);
+        let balance_loss = (shares * column_means(probabilities))
+            .sum()
+            .mul_scalar(experts as f64);
         // The same number in every column.
         let log_sums = (logits.clone() - log_softmax(logits, 1)).narrow(1, 0, 1);
         Ok(MoeOutput {
             output: output.reshape(dims),
             balance_loss,
-            z_loss: log_sums.square().mean(),
+            z_loss: column_means(log_sums.square()),
             counts,
         })
     }
@@ -227,4 +234,19 @@ impl Nvfp4Moe {
     pub fn forward<const D: usize>(&self, x: Tensor<D>) -> MoeOutput<D> {
         or_panic("Nvfp4Moe::forward", self.try_forward(x))
     }
+}
+
+/// A power of two, at most `2^log`, that divides `rows`.
+fn equal_parts(rows: usize, log: u32) -> usize {
+    1 << rows.trailing_zeros().min(log)
+}
+
+/// The mean of each column of `x` (`[rows, columns]`, at least one row), in two steps: one sum for each
+/// of a few columns leaves a GPU idle.
+fn column_means(x: Tensor<2>) -> Tensor<1> {
+    let [rows, columns] = x.dims();
+    let parts = equal_parts(rows, 8);
+    let sums: Tensor<3> = x.reshape([rows / parts, parts, columns]).sum_dim(0);
+    let sums: Tensor<2> = sums.reshape([parts, columns]).sum_dim(0);
+    sums.reshape([columns]).div_scalar(rows as f64)
 }

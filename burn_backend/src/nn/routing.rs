@@ -5,6 +5,38 @@ use nvfp4_kernels::Nvfp4Error;
 
 use crate::experts::{ExpertOffsets, check_experts, combine_rows, gather_rows};
 
+/// The sums of each column of `x` (`[rows, columns]`) up to and with each row.
+///
+/// A scan in Burn reads, for each element, all that is before it. So pieces of a few rows are scanned, then
+/// the sums of the pieces, in the same way.
+fn running_sums(x: Tensor<2, Int>) -> Tensor<2, Int> {
+    /// Rows of a piece.
+    const PIECE: usize = 32;
+    let [rows, columns] = x.dims();
+    if rows <= 2 * PIECE {
+        return x.cumsum(0);
+    }
+    let pieces = rows.div_ceil(PIECE);
+    let padding = pieces * PIECE - rows;
+    let x = match padding {
+        0 => x,
+        _ => {
+            let zeros = Tensor::zeros([padding, columns], (&x.device(), x.dtype()));
+            Tensor::cat(vec![x, zeros], 0)
+        }
+    };
+    let within: Tensor<3, Int> = x.reshape([pieces, PIECE, columns]).cumsum(1);
+    let totals: Tensor<2, Int> = within
+        .clone()
+        .narrow(1, PIECE - 1, 1)
+        .reshape([pieces, columns]);
+    let before = running_sums(totals.clone()) - totals;
+    let before = before.reshape([pieces, 1, columns]);
+    (within + before.expand([pieces, PIECE, columns]))
+        .reshape([pieces * PIECE, columns])
+        .narrow(0, 0, rows)
+}
+
 /// Which expert each choice of each token goes to, sorted by expert: dispatch and combine.
 ///
 /// Every token is sent to each expert that it chose, however many chose the same (no capacity, no
@@ -39,36 +71,21 @@ impl Routing {
         }
         let device = chosen.device();
         let options = (&device, DType::I32);
-        // A running count for each expert, over pieces of about sqrt(slots) choices and then over
-        // the pieces: a scan in Burn reads all that is before each element.
-        let length = slots.isqrt().max(1);
-        let pieces = slots.div_ceil(length);
-        let padding = pieces * length - slots;
-        let mut chosen = chosen.cast(DType::I32).reshape([slots]);
-        if padding > 0 {
-            // Choices of no expert.
-            let none = Tensor::<1, Int>::full([padding], experts as i64, options);
-            chosen = Tensor::cat(vec![chosen, none], 0);
-        }
-        let shape = [pieces, length, experts];
+        let shape = [slots, experts];
         let numbers = Tensor::<1, Int>::arange(0..experts as i64, options);
         let is_chosen = chosen
-            .reshape([pieces, length, 1])
+            .cast(DType::I32)
+            .reshape([slots, 1])
             .expand(shape)
-            .equal(numbers.reshape([1, 1, experts]).expand(shape))
+            .equal(numbers.reshape([1, experts]).expand(shape))
             .int()
             .cast(DType::I32);
-        let within = is_chosen.clone().cumsum(1);
-        let totals = within.clone().narrow(1, length - 1, 1);
-        let through = totals.clone().cumsum(0);
-        let counts: Tensor<1, Int> = through.clone().narrow(0, pieces - 1, 1).reshape([experts]);
+        // Up to and with each choice, how many went to each expert.
+        let running = running_sums(is_chosen.clone());
+        let counts: Tensor<1, Int> = running.clone().narrow(0, slots - 1, 1).reshape([experts]);
         let starts = counts.clone().cumsum(0) - counts.clone();
-        let before = through - totals + starts.reshape([1, 1, experts]);
-        let place = (within + before.expand(shape)).sub_scalar(1) * is_chosen;
-        let places: Tensor<1, Int> = place
-            .sum_dim(2)
-            .reshape([pieces * length])
-            .narrow(0, 0, slots);
+        let place = (running + starts.reshape([1, experts]).expand(shape)).sub_scalar(1);
+        let places: Tensor<1, Int> = (place * is_chosen).sum_dim(1).reshape([slots]);
         let choices = Tensor::<1, Int>::zeros([slots], options).scatter_nd::<2, 1>(
             places.clone().reshape([slots, 1]),
             Tensor::<1, Int>::arange(0..slots as i64, options),

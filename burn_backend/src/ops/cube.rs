@@ -177,10 +177,15 @@ impl Nvfp4Ops for CubeBackend {
             );
             return result(&like, launched(out));
         }
-        // Burn's own product, in the type of the float operand.
-        let inner = match (&a, &b) {
-            (Operand::Float(x, _), Operand::Float(..)) => super::float_dtype(x.dtype),
-            // Exact for what was packed.
+        // Burn's own product, whose result has the type of its operands. It is rounded once, to the type
+        // that was asked for: so in f32 where that is wider, or where a bias comes after.
+        let inner = match (&a, &b, &bias) {
+            (Operand::Float(x, _), Operand::Float(y, _), Bias::Absent)
+                if x.dtype == DType::from(dtype) && y.dtype == x.dtype =>
+            {
+                dtype
+            }
+            // Exact for what was packed, and for narrower floats.
             _ => FloatDType::F32,
         };
         tracing::debug!(m, n, k, ?inner, "product by Burn's matmul");

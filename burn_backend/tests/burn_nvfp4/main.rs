@@ -9,6 +9,7 @@ mod errors;
 #[cfg(any(feature = "cpu", feature = "cuda"))]
 mod fusion;
 mod grouped;
+mod layer_timing;
 mod linear;
 mod module;
 mod moe;

@@ -431,7 +431,11 @@ fn timings() {
         let seconds = start.elapsed().as_secs_f64() / rounds as f64;
         println!("{what}: {:.3} ms", seconds * 1e3);
     };
-    let total = |x: Tensor<2>| x.cast(DType::F32).sum();
+    // Burn's sums of all elements take longer than what is measured here.
+    fn total<const D: usize>(x: Tensor<D>) -> Tensor<1> {
+        let elements = x.shape().num_elements();
+        x.reshape([elements]).narrow(0, 0, 1).cast(DType::F32)
+    }
     let x = Matrix::gaussian(tokens, width, crate::common::activation(), 1).tensor(&device);
     for (name, recipe) in [("nvfp4", Nvfp4Recipe::new()), ("bf16", exempt())] {
         let moe = Nvfp4MoeConfig::new(width, hidden, experts)
@@ -444,9 +448,9 @@ fn timings() {
         });
         measure(&format!("{name} mixture, step"), &|| {
             let leaf = x.clone().require_grad();
-            let grads = moe.forward(leaf.clone()).output.sum().backward();
-            let weights = moe.gate_up.weight.grad(&grads).unwrap().sum()
-                + moe.down.weight.grad(&grads).unwrap().sum();
+            let grads = spread_sum(moe.forward(leaf.clone()).output).backward();
+            let weights = total(moe.gate_up.weight.grad(&grads).unwrap())
+                + total(moe.down.weight.grad(&grads).unwrap());
             total(leaf.grad(&grads).unwrap()) + weights
         });
         let dense = burn_nvfp4::Nvfp4SwiGluConfig::new(width, 2 * hidden)
@@ -457,9 +461,9 @@ fn timings() {
             &format!("{name} dense feed-forward of the same work, step"),
             &|| {
                 let leaf = x.clone().require_grad();
-                let grads = dense.forward(leaf.clone()).sum().backward();
-                let weights = dense.gate_up.weight.grad(&grads).unwrap().sum()
-                    + dense.down.weight.grad(&grads).unwrap().sum();
+                let grads = spread_sum(dense.forward(leaf.clone())).backward();
+                let weights = total(dense.gate_up.weight.grad(&grads).unwrap())
+                    + total(dense.down.weight.grad(&grads).unwrap());
                 total(leaf.grad(&grads).unwrap()) + weights
             },
         );
@@ -471,7 +475,7 @@ fn timings() {
             total(constant.gate_up.forward(twice.clone(), &even))
         });
     }
-    let plain = x.inner();
+    let plain = x.clone().inner();
     let router = Matrix::gaussian(width, experts, DType::F32, 2).tensor(&plain.device());
     let logits = plain.clone().cast(DType::F32).matmul(router.clone());
     measure("router product", &|| {
@@ -479,13 +483,13 @@ fn timings() {
     });
     measure("top 2", &|| {
         let (found, chosen) = logits.clone().topk_with_indices(2, 1);
-        total(found) + chosen.float().cast(DType::F32).sum()
+        total(found) + total(chosen.float())
     });
-    let (_, chosen) = logits.topk_with_indices(2, 1);
+    let (_, chosen) = logits.clone().topk_with_indices(2, 1);
     let routing = Routing::try_new(chosen.clone(), experts).unwrap();
     measure("sorting", &|| {
         let routing = Routing::try_new(chosen.clone(), experts).unwrap();
-        routing.places().clone().float().cast(DType::F32).sum()
+        total(routing.places().clone().float())
     });
     measure("dispatch", &|| total(routing.dispatch(plain.clone())));
     let sorted = routing.dispatch(plain.clone());
@@ -495,6 +499,91 @@ fn timings() {
     });
     measure("activation", &|| total(gated_halves(sorted.clone())));
     measure("sum alone", &|| total(sorted.clone()));
+
+    // The same, forward and backward.
+    let router = router.from_inner_with_gradient();
+    measure("router product, step", &|| {
+        let leaf = x.clone().require_grad();
+        let grads = spread_sum(leaf.clone().cast(DType::F32).matmul(router.clone())).backward();
+        total(leaf.grad(&grads).unwrap()) + total(router.grad(&grads).unwrap())
+    });
+    let scores = logits.from_inner_with_gradient();
+    let indices = Tensor::<2, Int>::from_inner(chosen);
+    measure("choice, step", &|| {
+        let probabilities = softmax(scores.clone(), 1);
+        let weights = probabilities.gather(1, indices.clone());
+        let weights = weights.clone() / weights.sum_dim(1);
+        let grads = spread_sum(weights.square()).backward();
+        total(scores.grad(&grads).unwrap())
+    });
+    measure("dispatch, step", &|| {
+        let leaf = x.clone().require_grad();
+        let grads = spread_sum(routing.dispatch(leaf.clone())).backward();
+        total(leaf.grad(&grads).unwrap())
+    });
+    let (rows, shares) = (
+        sorted.from_inner_with_gradient(),
+        weights.from_inner_with_gradient(),
+    );
+    measure("combine, step", &|| {
+        let grads = spread_sum(routing.combine(rows.clone(), shares.clone())).backward();
+        total(rows.grad(&grads).unwrap()) + total(shares.grad(&grads).unwrap())
+    });
+    measure("activation, step", &|| {
+        let grads = spread_sum(gated_halves(rows.clone())).backward();
+        total(rows.grad(&grads).unwrap())
+    });
+    for (name, recipe) in [("nvfp4", Nvfp4Recipe::new()), ("bf16", exempt())] {
+        let layer = Nvfp4GroupedLinearConfig::new(experts, width, 2 * hidden)
+            .with_recipe(recipe.clone())
+            .init(&device);
+        recipe.apply(&layer).unwrap();
+        measure(&format!("{name} gate and up, step"), &|| {
+            let y = layer.forward(rows.clone(), routing.experts());
+            let grads = spread_sum(y).backward();
+            total(rows.grad(&grads).unwrap()) + total(layer.weight.grad(&grads).unwrap())
+        });
+    }
+}
+
+/// The sum of all elements, by way of the sum of each row: Burn makes one sum with one cube.
+fn spread_sum(x: Tensor<2>) -> Tensor<1> {
+    let [rows, _] = x.dims();
+    let sums = x.cast(DType::F32).sum_dim(1);
+    sums.reshape([rows / 128, 128]).sum_dim(0).sum()
+}
+
+/// A constant as a parameter.
+trait WithGradient {
+    fn from_inner_with_gradient(self) -> Self;
+}
+
+impl<const D: usize> WithGradient for Tensor<D> {
+    fn from_inner_with_gradient(self) -> Self {
+        Self::from_inner(self).require_grad()
+    }
+}
+
+/// Two steps of a mixture, the second of them the shape of all later ones: for a profiler.
+#[test]
+#[ignore = "a measurement"]
+fn profiled_step() {
+    let device = device().autodiff();
+    let (tokens, width, hidden, experts) = (16384, 2048, 1408, 16);
+    let x = Matrix::gaussian(tokens, width, crate::common::activation(), 1).tensor(&device);
+    let moe = Nvfp4MoeConfig::new(width, hidden, experts).init(&device);
+    for _ in 0..2 {
+        let leaf = x.clone().require_grad();
+        let grads = moe.forward(leaf.clone()).output.sum().backward();
+        for gradient in [&moe.gate_up.weight, &moe.down.weight] {
+            gradient.grad(&grads).unwrap().sum().into_data();
+        }
+        leaf.grad(&grads)
+            .unwrap()
+            .cast(DType::F32)
+            .sum()
+            .into_data();
+    }
 }
 
 fn gated_halves(both: Tensor<2>) -> Tensor<2> {

@@ -59,6 +59,12 @@ pub fn bits<const D: usize>(tensor: Tensor<D>) -> Vec<u32> {
     values.into_iter().map(f32::to_bits).collect()
 }
 
+/// `parameter` in `dtype`, as a parameter of its own: the result of a tracked cast could go backward
+/// only once.
+pub fn leaf<const D: usize>(parameter: Tensor<D>, dtype: DType) -> Tensor<D> {
+    parameter.cast(dtype).detach().require_grad()
+}
+
 /// Two layers of Burn's own.
 #[derive(Module, Debug)]
 pub struct Plain {
@@ -82,8 +88,8 @@ impl Plain {
     /// In `dtype`, parameters included.
     pub fn typed(self, dtype: DType) -> Self {
         let cast = |linear: Linear| Linear {
-            weight: linear.weight.map(|weight| weight.cast(dtype)),
-            bias: linear.bias.map(|bias| bias.map(|bias| bias.cast(dtype))),
+            weight: linear.weight.map(|weight| leaf(weight, dtype)),
+            bias: linear.bias.map(|bias| bias.map(|bias| leaf(bias, dtype))),
         };
         Self {
             first: cast(self.first),

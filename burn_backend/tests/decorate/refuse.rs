@@ -76,6 +76,10 @@ fn shapes_and_groups() {
     let include =
         Decorator::new(&Nvfp4Recipe::new()).include(ParamGroup::from_regex("nowhere").unwrap());
     refused(include.decorate(odd()), &["include"]);
+    let exclude =
+        |regex| Decorator::new(&Nvfp4Recipe::new()).exclude(ParamGroup::from_regex(regex).unwrap());
+    exclude("^first").decorate(odd()).unwrap();
+    refused(exclude("nowhere").decorate(odd()), &["exclude"]);
 }
 
 /// A user's own layer.
@@ -106,4 +110,25 @@ fn own_layers_are_included_on_request() {
     assert_eq!(report.layers[""].forward_nvfp4, 1);
     assert_eq!(report.layers[""].wgrad_nvfp4, 1);
     assert_eq!(report.layers["head"].dgrad_nvfp4, 1);
+}
+
+#[test]
+fn excluded_layers_are_not_decorated() {
+    let device = device().autodiff();
+    let plain = Plain::new(true, &device);
+    let x = tensor::<2>([32, 32], 1, DType::F32, &device);
+    let model = Decorator::new(&Nvfp4Recipe::new())
+        .exclude(ParamGroup::from_regex("^second").unwrap())
+        .decorate(plain.clone())
+        .unwrap();
+    let hidden = tensor::<2>([32, 48], 2, DType::F32, &device);
+    assert_eq!(
+        bits(model.second.forward(hidden.clone())),
+        bits(plain.second.forward(hidden)),
+    );
+    bits(model.forward(x));
+    let report = decorate::report(&model).unwrap();
+    report.check().unwrap();
+    let layers: Vec<&str> = report.layers.keys().map(String::as_str).collect();
+    assert_eq!(layers, ["first"]);
 }

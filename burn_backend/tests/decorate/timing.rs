@@ -3,11 +3,11 @@
 use std::time::Instant;
 
 use burn_core::module::Module;
-use burn_core::tensor::{DType, Device, FloatDType, Tensor, TensorData};
+use burn_core::tensor::{DType, Device, Tensor, TensorData};
 use burn_nn::{Linear, LinearConfig};
 use burn_nvfp4::{Nvfp4Linear, Nvfp4Recipe, decorate};
 
-use crate::models::{device, noise, small_only};
+use crate::models::{device, leaf, noise, small_only};
 
 /// Milliseconds of a step, after warm-up; the smallest of three.
 fn time(device: &Device, mut step: impl FnMut()) -> f64 {
@@ -43,7 +43,7 @@ fn four_layers() {
                 .with_bias(false)
                 .init(&device);
             Linear {
-                weight: linear.weight.map(|weight| weight.cast(FloatDType::BF16)),
+                weight: linear.weight.map(|weight| leaf(weight, DType::BF16)),
                 bias: None,
             }
         };

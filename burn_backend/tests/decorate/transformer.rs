@@ -15,7 +15,7 @@ use crate::models::{bits, device, small_only, tensor};
 fn encoder_attention_and_feed_forward() {
     let device = device().autodiff();
     let (width, tokens, layers, steps) = if small_only() {
-        (16, 8, 1, 1)
+        (16, 8, 2, 2)
     } else {
         (64, 32, 2, 6)
     };
@@ -54,7 +54,16 @@ fn encoder_attention_and_feed_forward() {
     for (path, layer) in &report.layers {
         assert_eq!(layer.forward_nvfp4, steps as u64, "{path}");
         assert_eq!(layer.wgrad_nvfp4, steps as u64, "{path}");
-        assert_eq!(layer.wgrad_wasted, 0, "{path}");
+        // Three projections of one constant input: which gradient is whose, the tracker cannot know.
+        let shared_constant = layer.dgrad_nvfp4 == 0;
+        assert!(layer.wgrad_wasted == 0 || shared_constant, "{path}");
+        assert_eq!(
+            shared_constant,
+            ["key", "query", "value"]
+                .map(|name| format!("layers.0.mha.{name}"))
+                .contains(path),
+            "{path}"
+        );
     }
     if steps > 1 {
         assert!(losses[steps - 1] < losses[0], "{losses:?}");

@@ -4,9 +4,10 @@
 //! bf16 product of Hopper, for which `workspace` decodes packed operands; `sm90_fused`, Hopper's product
 //! with a packed weight that is decoded in registers; `small_m`, few rows with one; `sm120`, consumer
 //! Blackwell's with block-scaled instructions; `matrix`, tile by tile on any GPU with matrix instructions;
-//! `portable` and `grouped`, element by element anywhere. `epilogue` is what happens to a sum before it is
-//! written.
+//! `portable` and `grouped`, element by element anywhere; [`cublaslt`], NVIDIA's library, for FP4 tensor
+//! cores. `epilogue` is what happens to a sum before it is written.
 
+pub mod cublaslt;
 // `#[cube]` generates public items that cannot carry documentation.
 #[allow(missing_docs)]
 mod epilogue;
@@ -39,12 +40,13 @@ pub use select::kernel_of;
 #[doc(hidden)]
 pub mod kernels {
     pub use super::{
+        cublaslt::kernels::{add_rows_kernel, factors_kernel},
         epilogue::{EpilogueKind, Factor},
         grouped::{grouped_kernel, grouped_rows_with},
         matrix::{MatrixTile, UNITS as MATRIX_UNITS, matrix_kernel},
         portable::{Epilogue, scalar_kernel},
-        product::{product_amax_with, product_with},
-        select::{Plan, plan},
+        product::{product_amax_with, product_as, product_with},
+        select::{Plan, kernel_for, plan},
         sm90::{Grouping, Tile, UNITS as SM90_UNITS, sm90_kernel},
         sm90_fused::{FusedShape, FusedTile, Left as FusedLeft, fused_kernel},
         sm120::{BlockScaledShape, Multiply, Pieces, sm120_kernel},

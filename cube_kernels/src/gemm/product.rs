@@ -3,6 +3,7 @@
 use cubecl::{client::Client, server::Handle};
 
 use super::{
+    cublaslt,
     epilogue::{EpilogueKind, Factor},
     grouped, matrix, portable,
     select::{self, Plan},
@@ -10,7 +11,7 @@ use super::{
     sm90_fused, sm120, small_m, workspace,
 };
 use crate::{
-    BLOCK, Nvfp4Error,
+    BLOCK, Nvfp4Error, ScaleLayout,
     device::{AmaxScope, Capabilities, DevicePacked, FloatKind, GemmPath, Matrix, is_aligned},
     ops,
 };
@@ -107,7 +108,11 @@ impl Operand<'_> {
         match self.elements {
             Elements::Packed(packed) => {
                 packed.check(argument)?;
-                packed.check_compact(argument)?;
+                // A dense product unswizzles where its kernel wants rows, or takes the tiles.
+                match (groups, packed.layout) {
+                    (None, ScaleLayout::Swizzled128x4) => packed.check_no_groups(argument)?,
+                    _ => packed.check_compact(argument)?,
+                }
             }
             Elements::Bf16(matrix) => {
                 matrix.check(argument)?;
@@ -144,6 +149,14 @@ impl Operand<'_> {
             ));
         }
         Ok(())
+    }
+
+    /// The operand with other packed elements, where there are any.
+    fn with_elements<'a>(&'a self, packed: &'a Option<DevicePacked>) -> Operand<'a> {
+        Operand {
+            elements: packed.as_ref().map_or(self.elements, Elements::Packed),
+            scale: self.scale,
+        }
     }
 
     /// Whether its memory begins at a multiple of 16 bytes, as the Hopper kernels read it. Every
@@ -302,17 +315,20 @@ pub fn gemm_bf16(
 /// The path that [`product`] takes on this device for an `m` x `n` output with a contraction of `k`.
 ///
 /// The kernels of Hopper and of consumer Blackwell write 16 bytes and read rows of whole 16 bytes: `n`
-/// and `k` must be multiples of 8. Other shapes take the portable kernels, and so do operands whose memory
+/// and `k` must be multiples of 8. cuBLASLt wants rows of 16 bytes too, of FP4 codes: `n` a multiple of 8
+/// and `k` of 32. Other shapes take the portable kernels, and so do operands whose memory
 /// does not begin at a multiple of 16 bytes, and on consumer Blackwell products with a bf16 operand (but
 /// for few rows of it with a packed `b`) and contractions in groups.
 pub fn path_of(capabilities: &Capabilities, n: usize, k: usize) -> GemmPath {
-    match capabilities.gemm {
-        GemmPath::Hopper | GemmPath::BlockScaled
-            if !(n.is_multiple_of(8) && k.is_multiple_of(8)) =>
-        {
-            GemmPath::MatrixInstructions
-        }
-        path => path,
+    let takes = match capabilities.gemm {
+        GemmPath::Hopper | GemmPath::BlockScaled => n.is_multiple_of(8) && k.is_multiple_of(8),
+        GemmPath::CublasLt => n.is_multiple_of(8) && k.is_multiple_of(32),
+        GemmPath::MatrixInstructions | GemmPath::Scalar => true,
+    };
+    if takes {
+        capabilities.gemm
+    } else {
+        GemmPath::MatrixInstructions
     }
 }
 
@@ -336,6 +352,8 @@ pub(super) fn possible_path(
     let aligned = are_aligned(a, b, result);
     match path_of(&capabilities, n, k) {
         GemmPath::Hopper if !aligned => GemmPath::MatrixInstructions,
+        // cuBLASLt's own grouped products are not used: see docs/gemm.md.
+        GemmPath::CublasLt if grouping != Grouping::Dense => GemmPath::MatrixInstructions,
         GemmPath::BlockScaled
             if !aligned || select::block_scaled(1, packed, (m, n, k), grouping).is_none() =>
         {
@@ -360,6 +378,7 @@ pub(super) fn missing(
             "compute capability 9.0, n and k multiples of 8, and memory that begins at multiples of \
              16 bytes"
         }
+        GemmPath::CublasLt => "compute capability 10.0 or 10.3 and no groups",
         GemmPath::BlockScaled => {
             "compute capability 12.0 or 12.1, packed operands (or a packed `b` and up to 16 rows), \
              dense or with rows in groups, n a multiple of 8, and memory that begins at multiples of \
@@ -384,6 +403,12 @@ pub(super) fn missing(
 ///
 /// A tracing event says which kernel a product takes.
 ///
+/// Packed operands may have their block scales in rows or, without groups, in 128x4 tiles, which
+/// [`GemmPath::CublasLt`] reads and the other paths turn into rows before. On that path the library
+/// rounds once more: a bias of an output of 16 bits is rounded to the output's type first, and it adds in
+/// its own order. Where it refuses a product, a tracing event says why and the path is
+/// [`GemmPath::MatrixInstructions`]; a `path` that was asked for is never replaced.
+///
 /// # Errors
 /// When a shape, element type or buffer does not fit, or when the path that was asked for does not
 /// exist on this device or for these operands.
@@ -395,7 +420,7 @@ pub fn product(
     bias: Option<&Matrix>,
     target: Target,
 ) -> Result<Matrix, Nvfp4Error> {
-    let (result, _) = run(client, path, a, b, bias, target, None, false)?;
+    let (result, _) = run(client, None, path, a, b, bias, target, None, false)?;
     Ok(result)
 }
 
@@ -416,7 +441,7 @@ pub fn product_amax(
     bias: Option<&Matrix>,
     target: Target,
 ) -> Result<(Matrix, Handle), Nvfp4Error> {
-    let (result, amax) = run(client, path, a, b, bias, target, None, true)?;
+    let (result, amax) = run(client, None, path, a, b, bias, target, None, true)?;
     Ok((result, amax.expect("asked for")))
 }
 
@@ -434,7 +459,25 @@ pub fn product_with(
     target: Target,
     plan: Option<Plan>,
 ) -> Result<Matrix, Nvfp4Error> {
-    let (result, _) = run(client, path, a, b, bias, target, plan, false)?;
+    let (result, _) = run(client, None, path, a, b, bias, target, plan, false)?;
+    Ok(result)
+}
+
+/// [`product`] as on a device that can do something else, for tests of the choice.
+///
+/// # Errors
+/// As [`product`].
+#[doc(hidden)]
+pub fn product_as(
+    client: &Client,
+    capabilities: &Capabilities,
+    a: &Operand,
+    b: &Operand,
+    bias: Option<&Matrix>,
+    target: Target,
+) -> Result<Matrix, Nvfp4Error> {
+    let device = Some(capabilities);
+    let (result, _) = run(client, device, None, a, b, bias, target, None, false)?;
     Ok(result)
 }
 
@@ -451,12 +494,13 @@ pub fn product_amax_with(
     target: Target,
     plan: Option<Plan>,
 ) -> Result<(Matrix, Handle), Nvfp4Error> {
-    let (result, amax) = run(client, path, a, b, None, target, plan, true)?;
+    let (result, amax) = run(client, None, path, a, b, None, target, plan, true)?;
     Ok((result, amax.expect("asked for")))
 }
 
 fn run(
     client: &Client,
+    device: Option<&Capabilities>,
     path: Option<GemmPath>,
     a: &Operand,
     b: &Operand,
@@ -498,11 +542,28 @@ fn run(
     if result.is_empty() {
         return Ok((result, amax));
     }
-    let capabilities = Capabilities::of(client);
+    let capabilities = device.map_or_else(|| Capabilities::of(client), Clone::clone);
     let (shape, dense) = ((m, n, k), Grouping::Dense);
-    let possible = possible_path(&capabilities, plan, a, b, &result, shape, dense);
     let asked = path.is_some();
-    let path = path.unwrap_or(possible);
+    let possible = possible_path(&capabilities, plan, a, b, &result, shape, dense);
+    let path = match path {
+        Some(path) => path,
+        None if possible == GemmPath::CublasLt => {
+            cublaslt::or_portable(client, a, b, bias, &result, accumulate)
+        }
+        None => possible,
+    };
+    let tiles_are_read = path == GemmPath::CublasLt && a.is_packed() && b.is_packed();
+    let rows = |operand: &Operand| match operand.elements {
+        Elements::Packed(packed)
+            if packed.layout == ScaleLayout::Swizzled128x4 && !tiles_are_read =>
+        {
+            in_rows(client, packed).map(Some)
+        }
+        _ => Ok(None),
+    };
+    let (a_rows, b_rows) = (rows(a)?, rows(b)?);
+    let (a, b) = (&a.with_elements(&a_rows), &b.with_elements(&b_rows));
     let ((a_kind, a_amax, a_range), (b_kind, b_amax, b_range)) = (a.factor(), b.factor());
     // What the epilogue does not read may be any memory.
     let unread = &result.handle;
@@ -529,6 +590,14 @@ fn run(
     // Whether the kernel has found the maximum of what it wrote.
     let mut found = false;
     match path {
+        GemmPath::CublasLt => {
+            let kernel = match tiles_are_read {
+                true => cublaslt::NVFP4,
+                false => cublaslt::BF16,
+            };
+            trace(shape, path, kernel);
+            cublaslt::launch(client, a, b, bias, &result, accumulate)?;
+        }
         GemmPath::Hopper | GemmPath::BlockScaled if path == possible => {
             let plan = match plan {
                 Some(plan) => plan,
@@ -587,6 +656,17 @@ fn run(
         None => None,
     };
     Ok((result, amax))
+}
+
+/// The same operand with its block scales in rows instead of 128x4 tiles.
+fn in_rows(client: &Client, packed: &DevicePacked) -> Result<DevicePacked, Nvfp4Error> {
+    let (outer, blocks) = (packed.outer(), packed.blocks());
+    tracing::debug!(outer, blocks, "gemm: block scales from tiles to rows");
+    Ok(DevicePacked {
+        scales: ops::unswizzle(client, &packed.scales, outer, blocks)?,
+        layout: ScaleLayout::Compact,
+        ..packed.clone()
+    })
 }
 
 /// The maximum of what a kernel wrote that does not find it.

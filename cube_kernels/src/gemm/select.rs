@@ -6,10 +6,11 @@ use cubecl::client::Client;
 
 use crate::{
     Nvfp4Error,
-    device::{Capabilities, GemmPath},
+    device::{Capabilities, FloatKind, GemmPath},
 };
 
 use super::{
+    cublaslt::{self, Format, Problem},
     product::Operand,
     sm90::{Grouping, TILE_M, Tile},
     sm90_fused::{self, FusedTile},
@@ -253,28 +254,73 @@ const FEW_ROWS: usize = 16;
 pub fn kernel_of(
     client: &Client,
     packed: (bool, bool),
-    (m, n, k): (usize, usize, usize),
+    shape: (usize, usize, usize),
     groups: usize,
 ) -> (GemmPath, String) {
-    let capabilities = Capabilities::of(client);
-    let processors = processors(client);
+    kernel_for(
+        &Capabilities::of(client),
+        processors(client),
+        packed,
+        shape,
+        groups,
+        &|problem| cublaslt::supports(client, problem),
+    )
+}
+
+/// [`kernel_of`] from what decides it: what the device can do, the number of its processors, and what
+/// cuBLASLt answers on it.
+#[doc(hidden)]
+pub fn kernel_for(
+    capabilities: &Capabilities,
+    processors: usize,
+    packed: (bool, bool),
+    (m, n, k): (usize, usize, usize),
+    groups: usize,
+    supports: &dyn Fn(&Problem) -> Result<(), Nvfp4Error>,
+) -> (GemmPath, String) {
     let grouping = if groups > 1 {
         Grouping::Rows
     } else {
         Grouping::Dense
     };
     let shape = (m, n, k);
-    let path = super::path_of(&capabilities, n, k);
+    let path = super::path_of(capabilities, n, k);
     let plan = match path {
         GemmPath::Hopper => Some(plan_of(processors, packed, shape, grouping, groups)),
         GemmPath::BlockScaled => block_scaled(processors, packed, shape, grouping),
-        GemmPath::MatrixInstructions => portable(&capabilities, packed.1, shape, grouping),
-        GemmPath::Scalar => None,
+        GemmPath::CublasLt | GemmPath::MatrixInstructions | GemmPath::Scalar => None,
     };
-    match (path, plan) {
-        (path, Some(plan)) => (path, plan.to_string()),
-        (GemmPath::Scalar, None) => (path, "one unit for each output element".into()),
-        (_, None) => (GemmPath::MatrixInstructions, TILES.into()),
+    if let Some(plan) = plan {
+        return (path, plan.to_string());
+    }
+    if path == GemmPath::Scalar {
+        return (path, "one unit for each output element".into());
+    }
+    let other = match portable(capabilities, packed.1, shape, grouping) {
+        Some(plan) => plan.to_string(),
+        None => TILES.into(),
+    };
+    if path != GemmPath::CublasLt || groups > 1 {
+        return (GemmPath::MatrixInstructions, other);
+    }
+    let (format, kernel) = match packed {
+        (true, true) => (Format::Nvfp4, cublaslt::NVFP4),
+        _ => (Format::Bf16, cublaslt::BF16),
+    };
+    let problem = Problem {
+        format,
+        m,
+        n,
+        k,
+        out: FloatKind::Bf16,
+        alpha: packed != (false, false),
+        bias: false,
+        accumulate: false,
+        alignment: 16,
+    };
+    match supports(&problem) {
+        Ok(()) => (path, kernel.into()),
+        Err(refusal) => (GemmPath::MatrixInstructions, format!("{other} ({refusal})")),
     }
 }
 

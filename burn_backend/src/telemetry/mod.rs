@@ -20,6 +20,10 @@
 //! # }
 //! ```
 
+#[cfg(feature = "train")]
+pub mod metrics;
+
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
 use burn_core::backend::tensor::FloatTensor;
@@ -82,6 +86,40 @@ impl OperandSample {
             "{layer},{operand},{sqnr_db:.3},{signal_to_noise:.4},{zeros:.6},{saturated:.6},\
              {underflowed_blocks:.6},{amax:e},{stochastic}"
         )
+    }
+}
+
+/// Samples every so many training steps of a model that is trained by someone else's loop. Clones count
+/// together.
+#[derive(Debug, Clone)]
+pub struct TelemetrySampler {
+    every: usize,
+    steps: Arc<AtomicUsize>,
+}
+
+impl TelemetrySampler {
+    /// A sampler of the first step and every `every`-th after it; of none if `every` is 0.
+    pub fn new(every: usize) -> Self {
+        Self {
+            every,
+            steps: Arc::default(),
+        }
+    }
+
+    /// Run `step`, one forward and backward of `model`, and hand out what was seen: nothing, unless the
+    /// step is one to sample.
+    pub fn sample<M: Module, T>(
+        &self,
+        model: &M,
+        step: impl FnOnce() -> T,
+    ) -> (T, Vec<OperandSample>) {
+        let number = self.steps.fetch_add(1, Ordering::Relaxed);
+        if self.every == 0 || !number.is_multiple_of(self.every) {
+            return (step(), Vec::new());
+        }
+        let telemetry = Telemetry::start(model);
+        let result = step();
+        (result, telemetry.finish())
     }
 }
 

@@ -1,9 +1,10 @@
-//! Products on a GPU in operations a second: dense, few rows, model shapes, groups, and the six products
-//! and quantizations of a linear layer's forward and backward pass.
+//! Products on a GPU in operations a second: dense, few rows, model shapes, groups, the six products and
+//! quantizations of a linear layer's forward and backward pass, and what a call of cuBLASLt costs.
 //!
-//! `cargo bench --features cuda --bench gemm`; a filter behind `--` chooses, such as `-- few`. What cuBLAS takes for the same shapes has to be timed beside it, in the same minute: the
-//! clock follows the temperature. Random operands, since zeros draw less power, rotate among sets that
-//! together exceed the L2 cache.
+//! `cargo bench -p nvfp4-kernels --features cuda --bench gemm`; a filter behind `--` chooses, such as
+//! `-- few`. The bf16 product of cuBLAS (its cuBLASLt) is timed beside ours in the same process, on the same
+//! values and the same stream: the clock follows the temperature. Random operands, since zeros draw less
+//! power, rotate among sets that together exceed the L2 cache.
 
 use std::{
     sync::Mutex,
@@ -12,12 +13,19 @@ use std::{
 
 use criterion::Criterion;
 use cubecl::prelude::*;
-use nvfp4::kernels::{
+use nvfp4_kernels::{
     Hadamard, PackedAxis, RandomStream, cubecl,
     device::{AmaxScope, DeviceCopy, DevicePacked, DeviceRounding, FloatKind, Groups, Matrix},
-    gemm::{self, Operand, Target},
+    gemm::{
+        self, Operand, Target,
+        cublaslt::{self, Format, Product, Side},
+        kernels::decode,
+    },
     ops::{self, AmaxRequest, CopyRequest, GroupOffsets},
 };
+
+/// What cuBLAS's products are called.
+const CUBLAS: &str = "cuBLAS bf16";
 
 /// What was timed: name, floating-point operations, seconds of each batch.
 static RECORDS: Mutex<Vec<(String, f64, Vec<f64>)>> = Mutex::new(Vec::new());
@@ -158,55 +166,117 @@ const EXPERTS: [(usize, usize, usize, usize); 7] = [
     (32768, 4096, 7168, 128),
 ];
 
+/// The elements of a packed operand in bf16, without the factor of the tensor.
+fn decoded(client: &Client, packed: &DevicePacked) -> Matrix {
+    let (rows, cols) = (packed.outer(), packed.inner());
+    Matrix::new(decode(client, packed), rows, cols, FloatKind::Bf16).unwrap()
+}
+
+/// cuBLAS's product of two bf16 matrices.
+fn cublas(client: &Client, a: &Matrix, b: &Matrix) -> Result<Matrix, nvfp4_kernels::Nvfp4Error> {
+    let out = Matrix::empty(client, a.rows, b.rows, FloatKind::Bf16);
+    let side = |matrix: &Matrix, data| Side {
+        rows: matrix.rows,
+        data,
+        scale: None,
+    };
+    let product = Product {
+        format: Format::Bf16,
+        k: a.cols,
+        a: side(a, &a.handle),
+        b: side(b, &b.handle),
+        alpha: None,
+        bias: None,
+        out: &out,
+        accumulate: false,
+    };
+    cublaslt::product(client, &product)?;
+    Ok(out)
+}
+
 fn dense(criterion: &mut Criterion, client: &Client, noise: &Noise) {
-    let mut both = |name: String, (m, n, k): (usize, usize, usize), bf16_too: bool| {
+    let mut all = |name: String, (m, n, k): (usize, usize, usize)| {
         if !is_wanted(&name) {
             return;
         }
         let operations = 2.0 * (m * n * k) as f64;
-        let sets = (100_000_000 / (n * k / 2)).clamp(1, 7) + 1;
-        let (a, b): (Vec<_>, Vec<_>) = (0..sets)
+        // Enough that the operands of one do not stay in the L2 cache until its next turn.
+        let sets = |bytes: usize| (100_000_000 / bytes).clamp(1, 7) + 1;
+        let packed = sets(n * k / 2);
+        let (a, b): (Vec<_>, Vec<_>) = (0..packed)
             .map(|i| {
                 let a = noise.packed(client, m, k, 2 * i);
                 (a, noise.packed(client, n, k, 2 * i + 1))
             })
             .unzip();
-        time(
-            criterion,
-            client,
-            format!("{name}, NVFP4"),
-            operations,
-            |i| {
-                let (a, b) = (&a[i % sets], &b[i % sets]);
-                gemm::gemm(client, a, b, None, FloatKind::Bf16).unwrap();
-            },
-        );
-        drop((a, b));
-        if bf16_too {
-            let a = noise.matrix(client, m, k, 1);
-            let b = noise.matrix(client, n, k, 2);
-            time(
-                criterion,
-                client,
-                format!("{name}, bf16"),
-                operations,
-                |_| {
-                    gemm::gemm_bf16(client, &a, &b, None, FloatKind::Bf16).unwrap();
-                },
-            );
+        let plain = sets(2 * n * k).min(packed);
+        let (x, y): (Vec<_>, Vec<_>) = (0..plain)
+            .map(|i| (decoded(client, &a[i]), decoded(client, &b[i])))
+            .unzip();
+        let mut run = |kind: &str, launch: &dyn Fn(usize)| {
+            let name = format!("{name}, {kind}");
+            time(criterion, client, name, operations, launch);
+        };
+        run("NVFP4", &|i| {
+            let (a, b) = (&a[i % packed], &b[i % packed]);
+            gemm::gemm(client, a, b, None, FloatKind::Bf16).unwrap();
+        });
+        run("bf16", &|i| {
+            let (x, y) = (&x[i % plain], &y[i % plain]);
+            gemm::gemm_bf16(client, x, y, None, FloatKind::Bf16).unwrap();
+        });
+        match cublas(client, &x[0], &y[0]) {
+            Ok(_) => run(CUBLAS, &|i| {
+                cublas(client, &x[i % plain], &y[i % plain]).unwrap();
+            }),
+            Err(error) => println!("{name}: {error}"),
         }
     };
     for (m, n, k) in LARGE {
-        both(format!("large/{m} x {n} x {k}"), (m, n, k), true);
+        all(format!("large/{m} x {n} x {k}"), (m, n, k));
     }
     for m in FEW {
-        both(format!("few/{m} x 8192 x 8192"), (m, 8192, 8192), false);
+        all(format!("few/{m} x 8192 x 8192"), (m, 8192, 8192));
     }
     for (name, n, k) in MODELS {
         for m in [1, 64, 8192] {
-            both(format!("model/{name}, {m} tokens"), (m, n, k), false);
+            all(format!("model/{name}, {m} tokens"), (m, n, k));
         }
     }
+}
+
+/// What a call of the library costs: queued behind CubeCL's work as it is, between two host
+/// synchronisations, and a call of our kernel, all of one small product.
+fn calls(criterion: &mut Criterion, client: &Client, noise: &Noise) {
+    let (m, n, k) = (128, 128, 128);
+    let (a, b) = (noise.matrix(client, m, k, 1), noise.matrix(client, n, k, 2));
+    if let Err(error) = cublas(client, &a, &b) {
+        println!("calls: {error}");
+        return;
+    }
+    let sync = || {
+        futures_lite::future::block_on(client.sync()).expect("a kernel failed");
+    };
+    // Many at a time: one is shorter than the synchronisation behind it.
+    const CALLS: usize = 256;
+    let mut run = |kind: &str, launch: &dyn Fn()| {
+        let name = format!("calls/{CALLS} of {m} x {n} x {k}, {kind}");
+        let operations = (CALLS * 2 * m * n * k) as f64;
+        time(criterion, client, name, operations, |_| {
+            (0..CALLS).for_each(|_| launch());
+        });
+    };
+    run("queued", &|| {
+        cublas(client, &a, &b).unwrap();
+    });
+    run("between synchronisations", &|| {
+        sync();
+        cublas(client, &a, &b).unwrap();
+        sync();
+    });
+    run("our kernel", &|| {
+        gemm::gemm_bf16(client, &a, &b, None, FloatKind::Bf16).unwrap();
+    });
 }
 
 /// Sizes of `groups` groups of `rows` rows: equal, or from a fifth to nine fifths of that.
@@ -222,12 +292,25 @@ fn sizes(rows: usize, groups: usize, skewed: bool) -> Vec<usize> {
     sizes
 }
 
+/// Rows of a bf16 matrix, in its memory.
+fn view(matrix: &Matrix, first: usize, rows: usize) -> Matrix {
+    let bytes = |rows: usize| (rows * matrix.cols * matrix.dtype.size()) as u64;
+    let behind = matrix.rows - first - rows;
+    let handle = matrix.handle.clone().offset_start(bytes(first));
+    let handle = handle.offset_end(bytes(behind));
+    Matrix::new(handle, rows, matrix.cols, matrix.dtype).unwrap()
+}
+
 fn grouped(criterion: &mut Criterion, client: &Client, noise: &Noise) {
     for (rows, n, k, groups) in EXPERTS {
+        if !is_wanted(&format!("grouped/{rows} x {n} x {k}, {groups} ")) {
+            continue;
+        }
         let (a, b) = (
             noise.packed(client, rows, k, 1),
             noise.packed(client, groups * n, k, 2),
         );
+        let (x, y) = (decoded(client, &a), decoded(client, &b));
         for skewed in [false, true] {
             let mut offsets = vec![0u32];
             for size in sizes(rows, groups, skewed) {
@@ -240,11 +323,40 @@ fn grouped(criterion: &mut Criterion, client: &Client, noise: &Noise) {
             let kind = if skewed { "skewed" } else { "balanced" };
             let name = format!("grouped/{rows} x {n} x {k}, {groups} {kind}");
             let operations = 2.0 * (rows * n * k) as f64;
-            time(criterion, client, name, operations, |_| {
-                let (a, b): (Operand, Operand) = ((&a).into(), (&b).into());
-                let target = Target::New(FloatKind::Bf16);
-                gemm::gemm_grouped_rows(client, None, &a, &b, &offsets, None, target).unwrap();
-            });
+            time(
+                criterion,
+                client,
+                format!("{name}, NVFP4"),
+                operations,
+                |_| {
+                    let (a, b): (Operand, Operand) = ((&a).into(), (&b).into());
+                    let target = Target::New(FloatKind::Bf16);
+                    gemm::gemm_grouped_rows(client, None, &a, &b, &offsets, None, target).unwrap();
+                },
+            );
+            // A call of cuBLAS for each expert, which needs to know the sizes.
+            let mut first = 0;
+            let experts: Vec<_> = sizes(rows, groups, skewed)
+                .into_iter()
+                .enumerate()
+                .filter(|(_, size)| *size > 0)
+                .map(|(g, size)| {
+                    let x = view(&x, first, size);
+                    first += size;
+                    (x, view(&y, g * n, n))
+                })
+                .collect();
+            match cublas(client, &experts[0].0, &experts[0].1) {
+                Ok(_) => {
+                    let name = format!("{name}, {CUBLAS}");
+                    time(criterion, client, name, operations, |_| {
+                        for (x, y) in &experts {
+                            cublas(client, x, y).unwrap();
+                        }
+                    });
+                }
+                Err(error) => println!("{name}: {error}"),
+            }
         }
     }
 }
@@ -307,11 +419,28 @@ fn main() {
     if is_wanted("linear") {
         linear(&mut criterion, &client, &noise);
     }
-    println!("| product | us | TFLOP/s |\n|---|---|---|");
-    for (name, operations, seconds) in RECORDS.lock().unwrap().iter_mut() {
-        seconds.sort_by(f64::total_cmp);
-        let median = seconds[seconds.len() / 2];
-        let rate = *operations / median / 1e12;
-        println!("| {name} | {:.1} | {rate:.1} |", median * 1e6);
+    if is_wanted("calls") {
+        calls(&mut criterion, &client, &noise);
+    }
+    let mut records = RECORDS.lock().unwrap();
+    let times: Vec<(&str, f64, f64)> = records
+        .iter_mut()
+        .map(|(name, operations, seconds)| {
+            seconds.sort_by(f64::total_cmp);
+            (name.as_str(), *operations, seconds[seconds.len() / 2])
+        })
+        .collect();
+    println!("| product | us | TFLOP/s | of cuBLAS bf16 |\n|---|---|---|---|");
+    for &(name, operations, median) in &times {
+        let product = name.rsplit_once(", ").map_or(name, |(product, _)| product);
+        let baseline = times.iter().find(|(other, ..)| {
+            let suffix = other.strip_prefix(product);
+            suffix.and_then(|suffix| suffix.strip_prefix(", ")) == Some(CUBLAS)
+        });
+        let share = baseline.map_or("-".into(), |(_, _, seconds)| {
+            format!("{:.1} %", 100.0 * seconds / median)
+        });
+        let rate = operations / median / 1e12;
+        println!("| {name} | {:.1} | {rate:.1} | {share} |", median * 1e6);
     }
 }

@@ -1,0 +1,22 @@
+//! What stands in for the library in builds without the feature `cuda`: a refusal.
+
+use std::convert::Infallible;
+
+use cubecl::client::Client;
+
+use super::{Problem, Product};
+use crate::Nvfp4Error;
+
+/// No algorithm.
+pub fn plan(client: &Client, problem: &Problem) -> Result<Infallible, Nvfp4Error> {
+    Err(Nvfp4Error::Unsupported {
+        library: "cuBLASLt",
+        problem: format!("{problem} on {}", client.properties().identity.name),
+        reason: "built without the feature `cuda`".into(),
+    })
+}
+
+/// Nothing is queued.
+pub fn submit(client: &Client, product: &Product) -> Result<(), Nvfp4Error> {
+    plan(client, &product.problem()).map(|never| match never {})
+}
