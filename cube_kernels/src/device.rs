@@ -2,7 +2,10 @@
 
 use cubecl::{
     client::Client,
-    ir::{AddressType, ElemType, FloatKind as CubeFloat, UIntKind, features::MmaConfig},
+    ir::{
+        AddressType, ElemType, FloatKind as CubeFloat, UIntKind,
+        features::{MmaConfig, ScaledMmaConfig},
+    },
     server::Handle,
 };
 
@@ -492,7 +495,12 @@ pub enum GemmPath {
     /// Compute capability 10.0 and 10.3: FP4 tensor cores through cuBLASLt
     /// ([`gemm::cublaslt`](crate::gemm::cublaslt)). Never run on hardware.
     CublasLt,
-    /// Tiles decoded to bf16 in shared memory, multiplied by 16x16x16 matrix instructions.
+    /// Compute capability 12.0 and 12.1: codes and block scales go to block-scaled matrix instructions as
+    /// they are (never run on hardware), or few rows are multiplied with a packed weight that is decoded in
+    /// registers.
+    BlockScaled,
+    /// Tiles decoded to bf16 in shared memory, multiplied by 16x16x16 matrix instructions; few rows with a
+    /// packed weight, where the device can, by a kernel of their own.
     MatrixInstructions,
     /// One unit for each output element.
     Scalar,
@@ -520,19 +528,45 @@ impl Capabilities {
         let has_matrix = properties.features.matmul.cmma.contains(&matrix)
             && properties.hardware.plane_size_min == 32
             && properties.hardware.plane_size_max == 32;
+        let block_scaled = ScaledMmaConfig {
+            a_type: ElemType::Float(CubeFloat::E2M1x2),
+            b_type: ElemType::Float(CubeFloat::E2M1x2),
+            cd_type: ElemType::Float(CubeFloat::F32),
+            scales_type: ElemType::Float(CubeFloat::E4M3),
+            m: 16,
+            n: 8,
+            k: 64,
+            scales_factor: 4,
+        };
+        let has_block_scaled = properties
+            .features
+            .matmul
+            .scaled_mma
+            .contains(&block_scaled);
         Self {
             device: properties.identity.name.clone(),
             runtime,
             compute_capability,
             conversion: conversion(compute_capability),
-            gemm: match compute_capability {
-                _ if !has_matrix => GemmPath::Scalar,
-                Some(90) => GemmPath::Hopper,
-                Some(100 | 103) => GemmPath::CublasLt,
-                _ => GemmPath::MatrixInstructions,
-            },
+            gemm: gemm_path(has_matrix, has_block_scaled, compute_capability),
             units_per_cube: if is_cpu(client) { 1 } else { 256 },
         }
+    }
+}
+
+/// How packed operands are multiplied on a device with or without 16x16x16 bf16 matrix instructions (in
+/// planes of 32) and block-scaled ones.
+fn gemm_path(
+    has_matrix: bool,
+    has_block_scaled: bool,
+    compute_capability: Option<u32>,
+) -> GemmPath {
+    match compute_capability {
+        Some(90) if has_matrix => GemmPath::Hopper,
+        Some(100 | 103) if has_matrix => GemmPath::CublasLt,
+        Some(120..130) if has_matrix && has_block_scaled => GemmPath::BlockScaled,
+        _ if has_matrix => GemmPath::MatrixInstructions,
+        _ => GemmPath::Scalar,
     }
 }
 
@@ -628,4 +662,31 @@ pub(crate) fn check_memory(
         ));
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn paths_of_devices() {
+        let path = |capability| gemm_path(true, (120..130).contains(&capability), Some(capability));
+        assert_eq!(path(90), GemmPath::Hopper);
+        assert_eq!(path(120), GemmPath::BlockScaled);
+        assert_eq!(path(121), GemmPath::BlockScaled);
+        assert_eq!(path(100), GemmPath::CublasLt);
+        assert_eq!(path(103), GemmPath::CublasLt);
+        for capability in [80, 86, 89, 110] {
+            assert_eq!(
+                path(capability),
+                GemmPath::MatrixInstructions,
+                "{capability}"
+            );
+        }
+        // CubeCL's LLVM path has matrix instructions and no block-scaled ones.
+        let llvm = gemm_path(true, false, Some(120));
+        assert_eq!(llvm, GemmPath::MatrixInstructions);
+        assert_eq!(gemm_path(false, false, Some(75)), GemmPath::Scalar);
+        assert_eq!(gemm_path(false, false, None), GemmPath::Scalar);
+    }
 }

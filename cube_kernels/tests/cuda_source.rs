@@ -6,10 +6,7 @@
 mod nvrtc;
 
 use cubecl::{
-    ir::{
-        ElemType, FloatKind as CubeFloat, UIntKind,
-        features::{MmaConfig, Plane},
-    },
+    ir::{ElemType, UIntKind, features::Plane},
     prelude::*,
 };
 use cubecl_server::compiler::Compiler;
@@ -65,17 +62,8 @@ fn source(name: String, kernel: impl CubeKernel, conversions: Option<(bool, bool
 fn sources(conversion: Conversion) -> Vec<Source> {
     // The CPU's client stands in: only its properties are asked, and nothing is launched.
     let client = cubecl::Device::Cpu(Default::default()).client();
-    // What the CUDA runtime would add to them: matrix instructions and plane operations.
+    // What the CUDA runtime would add to them.
     let mut properties = (*client.properties_shared()).clone();
-    let float = ElemType::Float;
-    properties.features.matmul.cmma.insert(MmaConfig {
-        a_type: float(CubeFloat::BF16),
-        b_type: float(CubeFloat::BF16),
-        cd_type: float(CubeFloat::F32),
-        m: 16,
-        n: 16,
-        k: 16,
-    });
     properties.features.plane.insert(Plane::Ops);
     (
         properties.hardware.plane_size_min,
@@ -255,26 +243,6 @@ fn sources(conversion: Conversion) -> Vec<Source> {
                     format!("scalar_gemm-{tag}-{bias}"),
                     None,
                     gemm::kernels::scalar_kernel::create_dummy_kernel,
-                    address,
-                    buffer(blocks),
-                    buffer(blocks),
-                    buffer(1),
-                    buffer(blocks),
-                    buffer(blocks),
-                    buffer(1),
-                    buffer(rows),
-                    buffer(rows * cols),
-                    rows,
-                    rows,
-                    cols / 16,
-                    epilogue,
-                    dtype,
-                    elem,
-                );
-                add!(
-                    format!("matrix_gemm-{tag}-{bias}"),
-                    None,
-                    gemm::kernels::matrix_kernel::create_dummy_kernel,
                     address,
                     buffer(blocks),
                     buffer(blocks),

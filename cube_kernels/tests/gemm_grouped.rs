@@ -19,6 +19,7 @@ use nvfp4_kernels::{
     ops::GroupOffsets,
 };
 use packed::Packed;
+use proptest::prelude::*;
 
 /// The device under test, or `None` (after saying so) where it cannot be had.
 fn client(test: &str) -> Option<Client> {
@@ -47,8 +48,17 @@ macro_rules! client {
 /// The paths that the device has.
 fn paths(client: &Client) -> Vec<GemmPath> {
     match Capabilities::of(client).gemm {
-        GemmPath::Hopper => vec![GemmPath::Hopper, GemmPath::Scalar],
-        _ => vec![GemmPath::Scalar],
+        GemmPath::Scalar => vec![GemmPath::Scalar],
+        // The block-scaled kernel takes no contractions in groups and no bf16 operands; its groups of rows
+        // are tested beside it.
+        GemmPath::MatrixInstructions | GemmPath::BlockScaled => {
+            vec![GemmPath::MatrixInstructions, GemmPath::Scalar]
+        }
+        GemmPath::Hopper => vec![
+            GemmPath::Hopper,
+            GemmPath::MatrixInstructions,
+            GemmPath::Scalar,
+        ],
     }
 }
 
@@ -135,54 +145,69 @@ fn rows_in_groups_equal_the_loop() {
     for path in paths(&client) {
         let large = Capabilities::of(&client).gemm != GemmPath::Scalar;
         for sizes in sizes(large) {
-            for (n, k) in if large {
-                vec![(264, 208), (128, 128)]
+            let shapes: &[_] = if large {
+                &[(264, 208), (128, 128)]
             } else {
-                vec![(8, 48)]
-            } {
-                let what = format!(
-                    "{path:?}, {} groups {:?}.., n {n}, k {k}",
-                    sizes.len(),
-                    &sizes[..sizes.len().min(8)]
-                );
-                let offsets = offsets(&sizes);
-                let (m, count) = (*offsets.last().unwrap(), sizes.len());
-                let (a, b) = (Packed::random(m, k, 1), Packed::random(count * n, k, 2));
-                let mut random = Generator::new(5);
-                let bias: Vec<f32> = (0..count * n).map(|_| random.normal()).collect();
-                let (left, right) = (a.device(&client), b.device(&client));
-                let groups = groups(&client, &offsets);
-                let (x, y) = ((&left).into(), (&right).into());
-                let plan = plan(&client, &x, &y, (m, n, k), Grouping::Rows, count);
-                let found = gemm::gemm_grouped_rows(
-                    &client,
-                    Some(path),
-                    &(&left).into(),
-                    &(&right).into(),
-                    &groups,
-                    Some(&floats(&client, &bias, count)),
-                    Target::New(FloatKind::F32),
-                );
-                let found = read(&client, &found.unwrap());
-                for g in 0..count {
-                    let rows = offsets[g]..offsets[g + 1];
-                    if rows.is_empty() {
-                        continue;
-                    }
-                    let bias = floats(&client, &bias[g * n..][..n], 1);
-                    let expected = alone(
-                        &client,
-                        path,
-                        &a.rows(rows.clone()),
-                        &b.rows(g * n..(g + 1) * n),
-                        Some(&bias),
-                        plan,
-                    );
-                    let found = &found[rows.start * n..rows.end * n];
-                    assert_same(found, &expected, &format!("{what}: group {g}"));
-                }
+                &[(8, 48)]
+            };
+            for shape in shapes {
+                rows_equal_the_loop(&client, path, &sizes, *shape, 1);
             }
         }
+    }
+}
+
+/// Rows in groups of these sizes, `n` rows of `b` for each, with a bias.
+fn rows_equal_the_loop(
+    client: &Client,
+    path: GemmPath,
+    sizes: &[usize],
+    (n, k): (usize, usize),
+    seed: u32,
+) {
+    let what = format!(
+        "{path:?}, {} groups {:?}.., n {n}, k {k}",
+        sizes.len(),
+        &sizes[..sizes.len().min(8)]
+    );
+    let offsets = offsets(sizes);
+    let (m, count) = (*offsets.last().unwrap(), sizes.len());
+    let (a, b) = (
+        Packed::random(m, k, seed),
+        Packed::random(count * n, k, !seed),
+    );
+    let mut random = Generator::new(seed ^ 5);
+    let bias: Vec<f32> = (0..count * n).map(|_| random.normal()).collect();
+    let (left, right) = (a.device(client), b.device(client));
+    let groups = groups(client, &offsets);
+    let (x, y) = ((&left).into(), (&right).into());
+    let plan = plan(client, &x, &y, (m, n, k), Grouping::Rows, count);
+    let found = gemm::gemm_grouped_rows(
+        client,
+        Some(path),
+        &(&left).into(),
+        &(&right).into(),
+        &groups,
+        Some(&floats(client, &bias, count)),
+        Target::New(FloatKind::F32),
+    );
+    let found = read(client, &found.unwrap());
+    for g in 0..count {
+        let rows = offsets[g]..offsets[g + 1];
+        if rows.is_empty() {
+            continue;
+        }
+        let bias = floats(client, &bias[g * n..][..n], 1);
+        let expected = alone(
+            client,
+            path,
+            &a.rows(rows.clone()),
+            &b.rows(g * n..(g + 1) * n),
+            Some(&bias),
+            plan,
+        );
+        let found = &found[rows.start * n..rows.end * n];
+        assert_same(found, &expected, &format!("{what}: group {g}"));
     }
 }
 
@@ -191,46 +216,63 @@ fn contractions_in_groups_equal_the_loop() {
     let client = client!("contractions_in_groups_equal_the_loop");
     for path in paths(&client) {
         let large = Capabilities::of(&client).gemm != GemmPath::Scalar;
-        for sizes in sizes(large) {
-            // In blocks: groups begin at multiples of 16 columns, most of them inside a stage.
-            let blocks: Vec<usize> = sizes.iter().map(|size| size.div_ceil(16)).collect();
-            let (m, n) = if large { (136, 264) } else { (5, 8) };
-            let starts = offsets(&blocks);
-            let (k, count) = (16 * starts.last().unwrap(), sizes.len());
-            let what = format!(
-                "{path:?}, {count} groups {:?}..",
-                &blocks[..blocks.len().min(8)]
-            );
-            let (a, b) = (Packed::random(m, k, 1), Packed::random(n, k, 2));
-            let (left, right) = (a.device(&client), b.device(&client));
-            let columns: Vec<usize> = starts.iter().map(|start| 16 * start).collect();
-            let held = vec![0.5f32; count * m * n];
-            let run = |target| {
-                let groups = groups(&client, &columns);
-                let (a, b) = ((&left).into(), (&right).into());
-                let found = gemm::gemm_grouped_depth(&client, Some(path), &a, &b, &groups, target);
-                read(&client, &found.unwrap())
-            };
-            let found = run(Target::New(FloatKind::F32));
-            let sum = run(Target::Accumulate(&floats(&client, &held, count * m)));
-            for g in 0..count {
-                let part = starts[g]..starts[g + 1];
-                let expected = if part.is_empty() {
-                    vec![0.0; m * n]
-                } else {
-                    let (a, b) = (a.columns(part.clone()), b.columns(part));
-                    alone(&client, path, &a, &b, None, Plan::Decoded(Tile::N128, 8))
-                };
-                let what = format!("{what}: group {g}");
-                assert_same(&found[g * m * n..][..m * n], &expected, &what);
-                let expected: Vec<f32> = expected.iter().map(|value| value + 0.5).collect();
-                assert_same(
-                    &sum[g * m * n..][..m * n],
-                    &expected,
-                    &format!("{what}, added"),
-                );
-            }
+        let mut sizes = sizes(large);
+        if large {
+            // 65536 columns in all.
+            sizes.push(vec![40000, 16, 25520]);
         }
+        for sizes in sizes {
+            let shape = match (large, sizes[0] > 10000) {
+                (true, false) => (136, 264),
+                (true, true) => (40, 72),
+                (false, _) => (5, 8),
+            };
+            contractions_equal_the_loop(&client, path, &sizes, shape, 1);
+        }
+    }
+}
+
+/// Contractions in groups of these sizes, which begin at multiples of 16 columns, most of them inside a
+/// stage: new outputs, and outputs that are added to.
+fn contractions_equal_the_loop(
+    client: &Client,
+    path: GemmPath,
+    sizes: &[usize],
+    (m, n): (usize, usize),
+    seed: u32,
+) {
+    let blocks: Vec<usize> = sizes.iter().map(|size| size.div_ceil(16)).collect();
+    let starts = offsets(&blocks);
+    let (k, count) = (16 * starts.last().unwrap(), sizes.len());
+    let what = format!(
+        "{path:?}, {count} groups {:?}.., {m} x {n}",
+        &blocks[..blocks.len().min(8)]
+    );
+    let (a, b) = (Packed::random(m, k, seed), Packed::random(n, k, !seed));
+    let (left, right) = (a.device(client), b.device(client));
+    let columns: Vec<usize> = starts.iter().map(|start| 16 * start).collect();
+    let held = vec![0.5f32; count * m * n];
+    let run = |target| {
+        let groups = groups(client, &columns);
+        let (a, b) = ((&left).into(), (&right).into());
+        let found = gemm::gemm_grouped_depth(client, Some(path), &a, &b, &groups, target);
+        read(client, &found.unwrap())
+    };
+    let found = run(Target::New(FloatKind::F32));
+    let sum = run(Target::Accumulate(&floats(client, &held, count * m)));
+    for g in 0..count {
+        let part = starts[g]..starts[g + 1];
+        let expected = if part.is_empty() {
+            vec![0.0; m * n]
+        } else {
+            let (a, b) = (a.columns(part.clone()), b.columns(part));
+            alone(client, path, &a, &b, None, Plan::Decoded(Tile::N128, 8))
+        };
+        let what = format!("{what}: group {g}");
+        assert_same(&found[g * m * n..][..m * n], &expected, &what);
+        let expected: Vec<f32> = expected.iter().map(|value| value + 0.5).collect();
+        let what = format!("{what}, added");
+        assert_same(&sum[g * m * n..][..m * n], &expected, &what);
     }
 }
 
@@ -329,6 +371,68 @@ fn factors_of_groups_and_bf16_operands() {
                 }
             }
         }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 24, failure_persistence: None, ..Default::default() })]
+
+    /// Groups of any sizes, along the rows and along the contraction: on every path the bits of the
+    /// products of the groups alone.
+    #[test]
+    fn random_groups(
+        sizes in prop::collection::vec(0usize..200, 1..12),
+        n in 1usize..20,
+        blocks in 1usize..24,
+        seed: u32,
+    ) {
+        let Some(client) = client("random_groups") else { return Ok(()) };
+        let large = Capabilities::of(&client).gemm != GemmPath::Scalar;
+        let (sizes, n, blocks) = match large {
+            true => (sizes, 8 * n, blocks),
+            false => (sizes.iter().map(|size| size % 5).collect(), n % 5 + 1, blocks % 3 + 1),
+        };
+        for path in paths(&client) {
+            rows_equal_the_loop(&client, path, &sizes, (n, 16 * blocks), seed);
+            contractions_equal_the_loop(&client, path, &sizes, (blocks + 3, n), seed);
+        }
+    }
+}
+
+/// Offsets beyond the rows or columns count as their end, and groups that end before they start are empty:
+/// the portable paths read and write nothing outside the buffers.
+#[test]
+fn offsets_beyond_the_end() {
+    let client = client!("offsets_beyond_the_end");
+    let (m, n, k) = (40, 16, 64);
+    let portable = |path: &GemmPath| *path != GemmPath::Hopper;
+    for path in paths(&client).into_iter().filter(portable) {
+        let (a, b) = (Packed::random(m, k, 1), Packed::random(3 * n, k, 2));
+        let (left, right) = (a.device(&client), b.device(&client));
+        let run = |offsets: &[usize]| {
+            // What lies behind the output keeps its contents.
+            let held = floats(&client, &vec![0.5; (m + 100) * n], m + 100);
+            let target = Matrix::new(held.handle.clone(), m, n, FloatKind::F32).unwrap();
+            let (a, b, groups) = ((&left).into(), (&right).into(), groups(&client, offsets));
+            let target = Target::Accumulate(&target);
+            gemm::gemm_grouped_rows(&client, Some(path), &a, &b, &groups, None, target).unwrap();
+            read(&client, &held)
+        };
+        let found = run(&[0, 33, 90, 70]);
+        assert_same(&found, &run(&[0, 33, 40, 40]), &format!("{path:?}: rows"));
+        assert!(found[m * n..].iter().all(|value| *value == 0.5));
+
+        let (a, b) = (Packed::random(9, k, 3), Packed::random(8, k, 4));
+        let (left, right) = (a.device(&client), b.device(&client));
+        let run = |offsets: &[usize]| {
+            let groups = groups(&client, offsets);
+            let (a, b) = ((&left).into(), (&right).into());
+            let new = Target::New(FloatKind::F32);
+            let found = gemm::gemm_grouped_depth(&client, Some(path), &a, &b, &groups, new);
+            read(&client, &found.unwrap())
+        };
+        let what = format!("{path:?}: columns");
+        assert_same(&run(&[0, 48, 6400, 3200]), &run(&[0, 48, 64, 64]), &what);
     }
 }
 

@@ -20,7 +20,7 @@ use nvfp4_kernels::{
     },
     ops, reference,
 };
-use packed::Packed;
+use packed::{Packed, assert_bound};
 use proptest::prelude::*;
 
 /// The device under test, or `None` (after saying so) where it cannot be had.
@@ -80,43 +80,6 @@ fn upload<T: bytemuck::Pod>(
 ) -> Matrix {
     let handle = client.create_from_slice(bytemuck::cast_slice(x));
     Matrix::new(handle, rows, cols, dtype).unwrap()
-}
-
-/// All of them, or the ends and some between.
-fn sample(len: usize, random: &mut Generator) -> Vec<usize> {
-    if len <= 48 {
-        return (0..len).collect();
-    }
-    let mut rows: Vec<usize> = vec![0, 1, len / 2, len - 2, len - 1];
-    rows.extend((0..27).map(|_| random.next_u32() as usize % len));
-    rows
-}
-
-/// `found`, the product of `a` and `b`, within the bound of f32 accumulation in any order,
-/// `2 (k + 2) eps · alpha · Σ |a b|`, at sampled rows and columns.
-fn assert_bound(found: &[f32], a: &Packed, b: &Packed, what: &str) {
-    let mut random = Generator::new(99);
-    let (rows, cols) = (sample(a.rows, &mut random), sample(b.rows, &mut random));
-    let (left, right) = (a.host(&rows), b.host(&cols));
-    let expected = reference::gemm_f64(&left, &right, None).unwrap();
-    let (left, right) = (
-        reference::decode_blocks(&left),
-        reference::decode_blocks(&right),
-    );
-    let k = a.blocks * 16;
-    let alpha = reference::alpha(a.amax, b.amax) as f64;
-    for (i, &row) in rows.iter().enumerate() {
-        for (j, &col) in cols.iter().enumerate() {
-            let terms = left[i * k..][..k].iter().zip(&right[j * k..][..k]);
-            let magnitude: f64 = terms.map(|(a, b)| (a * b).abs() as f64).sum();
-            let bound = 2.0 * (k as f64 + 2.0) * f32::EPSILON as f64 * alpha * magnitude;
-            let (found, expected) = (found[row * b.rows + col], expected[i * cols.len() + j]);
-            assert!(
-                (found as f64 - expected).abs() <= bound,
-                "{what}: ({row}, {col}): {found} instead of {expected}, bound {bound:e}"
-            );
-        }
-    }
 }
 
 fn bits(x: &[f32]) -> Vec<u32> {

@@ -240,9 +240,14 @@ fn cube(device: &Device) -> Vec<CodePath> {
             "FP4 tensor cores through cuBLASLt, operands as they are; groups by the portable kernels",
             "the device has compute capability 10.0 or 10.3 (--shape says whether the library takes one)",
         ),
+        GemmPath::BlockScaled => (
+            "packed operands: block-scaled mma.sync on codes and scales, or few rows with the weight \
+             decoded in registers; others: tiles decoded to bf16 in shared memory; f32 sums",
+            "the device has block-scaled FP4 instructions; this kernel has not run on one yet (--shape says more)",
+        ),
         GemmPath::MatrixInstructions => (
             "tiles decoded to bf16 in shared memory (exact), 16x16x16 matrix instructions, f32 sums",
-            "the device has them for bf16, in planes of 32; FP4 tensor cores are not used yet",
+            "the device has them for bf16, in planes of 32, and no FP4 instructions that are used yet",
         ),
         GemmPath::Scalar => (
             "one unit for each output element, f32 sums in order",

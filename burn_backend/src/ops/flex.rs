@@ -1,8 +1,10 @@
 //! Flex: the oracle's arithmetic on plain slices.
 //!
 //! Nothing numeric is written here. Operands are quantized by
-//! [`reference`], which is parallel and vectorised; the product decodes them (exactly) to `f32` and
-//! runs Flex's own matmul, whose sum is the oracle's up to its order.
+//! [`reference`], which is parallel and vectorised; the product decodes them (exactly) to `f32`, a panel
+//! of rows at a time, and runs Flex's own matmul, whose sum is the oracle's up to its order.
+
+use std::ops::Range;
 
 use burn_core::backend::{Flex, ops::FloatTensorOps, tensor::FloatTensor};
 use burn_core::tensor::{DType, Element as BurnElement, FloatDType, Shape, TensorData};
@@ -146,13 +148,9 @@ impl Nvfp4Ops for Flex {
         dtype: FloatDType,
     ) -> FloatTensor<Self> {
         let (a, b) = (Stored::new(a), Stored::new(b));
-        let ((m, depth), (n, _)) = (matrix(&a.values), matrix(&b.values));
+        let (m, n) = (a.outer, b.outer);
         trace_op("matmul", "", m, n);
-        let mut out = if m * n * depth == 0 {
-            FlexTensor::zeros(Shape::new([m, n]), DType::F32)
-        } else {
-            Flex::float_matmul(a.values, Flex::float_swap_dims(b.values, 0, 1))
-        };
+        let mut out = sums(&a, &b, reference::panels);
         let bias = match bias {
             Bias::Absent => None,
             Bias::Vector(bias) => Some(Flex::float_cast(bias, FloatDType::F32).to_contiguous()),
@@ -226,10 +224,68 @@ fn eden<T: Element>(
     reference::ms_eden(values, rows, cols, *axis, amax, hadamard, target, stream)
 }
 
-/// An operand in stored orientation, `f32[outer, depth]`, without its global scales.
+/// The products of all rows of `a` and `b`, without factors: `f32[a.outer, b.outer]`.
+///
+/// Packed operands are decoded a panel of rows at a time (as `panels` divides `outer` rows of `depth`
+/// elements), so that what is decoded stays bounded however large they are. Each output is summed within
+/// one panel of either: with the panels of [`reference::panels`], which are never so few rows that Flex
+/// would take other loops, it has the bits of an undivided product.
+fn sums<P: Iterator<Item = Range<usize>> + ExactSizeIterator>(
+    a: &Stored,
+    b: &Stored,
+    panels: impl Fn(usize, usize) -> P,
+) -> FlexTensor {
+    let (m, n) = (a.outer, b.outer);
+    if m * n * a.depth == 0 {
+        return FlexTensor::zeros(Shape::new([m, n]), DType::F32);
+    }
+    let parts = |operand: &Stored| match &operand.elements {
+        // Not decoded: as it is.
+        Elements::Float(_) => std::iter::once(0..operand.outer).collect::<Vec<_>>(),
+        _ => panels(operand.outer, operand.depth).collect(),
+    };
+    let (rows, columns) = (parts(a), parts(b));
+    let product = |left, right: &FlexTensor| {
+        Flex::float_matmul(left, Flex::float_swap_dims(right.clone(), 0, 1))
+    };
+    if let ([rows], [columns]) = (rows.as_slice(), columns.as_slice()) {
+        return product(a.rows(rows), &b.rows(columns));
+    }
+    let mut out = vec![0f32; m * n];
+    for columns in &columns {
+        let right = b.rows(columns);
+        for rows in &rows {
+            let part = product(a.rows(rows), &right);
+            let part = part.storage::<f32>().par_chunks(columns.len());
+            out[rows.start * n..rows.end * n]
+                .par_chunks_mut(n)
+                .with_min_len(1 + 8192 / columns.len())
+                .zip(part)
+                .for_each(|(out, part)| out[columns.clone()].copy_from_slice(part));
+        }
+    }
+    FlexTensor::from_data(TensorData::new(out, [m, n]))
+}
+
+/// An operand in stored orientation, `outer` rows of `depth` elements, without its global scales.
 struct Stored {
-    values: FlexTensor,
+    elements: Elements,
+    outer: usize,
+    depth: usize,
     factors: Factors,
+}
+
+/// The elements of an operand: contiguous tensors as they are packed, or `f32`.
+enum Elements {
+    Nvfp4 {
+        codes: FlexTensor,
+        scales: FlexTensor,
+    },
+    Mxfp8 {
+        codes: FlexTensor,
+        scales: FlexTensor,
+    },
+    Float(FlexTensor),
 }
 
 /// What the sums are multiplied by.
@@ -257,55 +313,78 @@ impl Stored {
                 let amax = packed.amax.to_contiguous();
                 let factors = amax.storage::<f32>().iter().map(|amax| amax / range);
                 let factors: Vec<f32> = factors.collect();
-                let factors = match packed.layout.global {
-                    GlobalScaling::PerTensor => Factors::Tensor(factors[0]),
-                    GlobalScaling::PerToken => Factors::PerRow(factors),
-                };
                 Self {
-                    values: decode(&packed),
-                    factors,
+                    outer: packed.layout.outer(),
+                    depth: packed.layout.blocks() * BLOCK,
+                    factors: match packed.layout.global {
+                        GlobalScaling::PerTensor => Factors::Tensor(factors[0]),
+                        GlobalScaling::PerToken => Factors::PerRow(factors),
+                    },
+                    elements: Elements::Nvfp4 {
+                        codes: packed.codes.to_contiguous(),
+                        scales: packed.scales.to_contiguous(),
+                    },
                 }
             }
-            Operand::Mxfp8(packed) => {
-                let (outer, depth) = (packed.layout.outer(), packed.layout.blocks() * MX_BLOCK);
-                // Each stored row, padding included, as one of a row-wise matrix.
-                let stored = MxLayout {
-                    rows: outer,
-                    cols: depth,
-                    axis: PackedAxis::Cols,
-                };
-                let layout = stored;
-                let values = reference::mx_dequantize(&mx_download(MxPacked { layout, ..packed }));
-                Self {
-                    values: FlexTensor::from_data(TensorData::new(values, [outer, depth])),
-                    factors: Factors::One,
-                }
-            }
+            Operand::Mxfp8(packed) => Self {
+                outer: packed.layout.outer(),
+                depth: packed.layout.blocks() * MX_BLOCK,
+                factors: Factors::One,
+                elements: Elements::Mxfp8 {
+                    codes: packed.codes.to_contiguous(),
+                    scales: packed.scales.to_contiguous(),
+                },
+            },
             Operand::Float(x, axis) => {
                 let x = if float_dtype(x.dtype()) == FloatDType::F32 {
                     x
                 } else {
                     Flex::float_cast(x, FloatDType::F32)
                 };
+                let x = match axis {
+                    PackedAxis::Cols => x,
+                    PackedAxis::Rows => Flex::float_swap_dims(x, 0, 1),
+                };
+                let (outer, depth) = matrix(&x);
                 Self {
-                    values: match axis {
-                        PackedAxis::Cols => x,
-                        PackedAxis::Rows => Flex::float_swap_dims(x, 0, 1),
-                    },
+                    elements: Elements::Float(x),
+                    outer,
+                    depth,
                     factors: Factors::One,
                 }
             }
         }
     }
-}
 
-/// The operand of a product, `f32[outer, blocks * 16]`: without the global scale, and exact.
-fn decode(packed: &Packed<Flex>) -> FlexTensor {
-    let (outer, depth) = (packed.layout.outer(), packed.layout.blocks() * BLOCK);
-    let mut values = vec![0.0; outer * depth];
-    let scales = packed.scales.to_contiguous();
-    reference::decode_blocks_into(&code_bytes(&packed.codes), scales.storage(), &mut values);
-    FlexTensor::from_data(TensorData::new(values, [outer, depth]))
+    /// Some rows in `f32`, exactly; all of them where they are no packed ones.
+    fn rows(&self, rows: &Range<usize>) -> FlexTensor {
+        let values = match &self.elements {
+            Elements::Nvfp4 { codes, scales } => {
+                let blocks = self.depth / BLOCK;
+                let mut values = vec![0.0; rows.len() * self.depth];
+                let words = &codes.storage::<u32>()[2 * blocks * rows.start..2 * blocks * rows.end];
+                let scales = &scales.storage::<u8>()[blocks * rows.start..blocks * rows.end];
+                reference::decode_blocks_into(&bytes_of(words), scales, &mut values);
+                values
+            }
+            Elements::Mxfp8 { codes, scales } => {
+                let blocks = self.depth / MX_BLOCK;
+                let part = |tensor: &FlexTensor, width: usize| {
+                    tensor.storage::<u8>()[width * rows.start..width * rows.end].to_vec()
+                };
+                // Each stored row, padding included, as one of a row-wise matrix.
+                let shape = (rows.len(), self.depth);
+                let (codes, scales) = (part(codes, self.depth), part(scales, blocks));
+                let packed = HostMx::from_parts(shape, PackedAxis::Cols, codes, scales);
+                reference::mx_dequantize(&trusted(packed))
+            }
+            Elements::Float(x) => {
+                debug_assert_eq!(*rows, 0..self.outer);
+                return x.clone();
+            }
+        };
+        FlexTensor::from_data(TensorData::new(values, [rows.len(), self.depth]))
+    }
 }
 
 /// Rows and columns of a matrix.
@@ -406,12 +485,11 @@ fn mx_download(packed: MxPacked<Flex>) -> HostMx {
 
 /// The bytes of code words: the first code in the low half of the first byte.
 fn code_bytes(codes: &FlexTensor) -> Vec<u8> {
-    codes
-        .to_contiguous()
-        .storage::<u32>()
-        .iter()
-        .flat_map(|word| word.to_le_bytes())
-        .collect()
+    bytes_of(codes.to_contiguous().storage::<u32>())
+}
+
+fn bytes_of(words: &[u32]) -> Vec<u8> {
+    words.iter().flat_map(|word| word.to_le_bytes()).collect()
 }
 
 /// An `f32` matrix with each element rounded once to `dtype`. Flex's own cast runs on one core.
@@ -430,5 +508,103 @@ pub(super) fn narrow(x: FlexTensor, dtype: FloatDType) -> FlexTensor {
         FloatDType::BF16 => rounded(&x, bf16::from_f32),
         FloatDType::F16 => rounded(&x, f16::from_f32),
         other => panic!("element type {other:?}: expected F32, BF16 or F16"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// `outer` rows of `depth` elements, packed; data that fills the codes.
+    fn packed(outer: usize, depth: usize, seed: u32) -> Operand<Flex> {
+        let mut state = seed | 1;
+        let mut next = || {
+            state ^= state << 13;
+            state ^= state >> 17;
+            state ^= state << 5;
+            state
+        };
+        let values: Vec<f32> = (0..outer * depth)
+            .map(|_| next() as f32 / u32::MAX as f32 - 0.5)
+            .collect();
+        let amax = Amax::Tensor(reference::amax(&values));
+        let policy = CopyPolicy::new(Rounding::Nearest);
+        let axis = PackedAxis::Cols;
+        let packed = reference::quantize(&values, outer, depth, axis, &amax, &policy, 0);
+        Operand::Nvfp4(upload(&trusted(packed)))
+    }
+
+    fn whole(outer: usize, _: usize) -> std::iter::Once<Range<usize>> {
+        std::iter::once(0..outer)
+    }
+
+    /// Panels of either operand change no bit.
+    #[test]
+    fn products_in_panels_are_those_of_whole_operands() {
+        for (m, n, depth) in [
+            (1, 1300, 16384),
+            (3, 1500, 16384),
+            (70, 1281, 14336),
+            (1290, 40, 16384),
+            (700, 1300, 14336),
+        ] {
+            let count = reference::panels(n, depth).len() * reference::panels(m, depth).len();
+            assert!(count > 1, "{m} x {n} x {depth}");
+            let (a, b) = (
+                Stored::new(packed(m, depth, 1)),
+                Stored::new(packed(n, depth, 2)),
+            );
+            let found = sums(&a, &b, reference::panels);
+            let expected = sums(&a, &b, whole);
+            let bits = |x: &FlexTensor| -> Vec<u32> {
+                x.storage::<f32>().iter().map(|x| x.to_bits()).collect()
+            };
+            assert!(bits(&found) == bits(&expected), "{m} x {n} x {depth}");
+            assert!(found.storage::<f32>().iter().any(|x| *x != 0.0));
+        }
+    }
+
+    /// Every kind of operand, in panels of a few rows: integers, whose sums are exact in any order.
+    #[test]
+    fn panels_of_every_kind_of_operand() {
+        let few = |outer: usize, _: usize| {
+            let starts: Vec<usize> = (0..outer).step_by(3).collect();
+            let parts = starts
+                .into_iter()
+                .map(|start| start..(start + 3).min(outer));
+            parts.collect::<Vec<_>>().into_iter()
+        };
+        let (m, n, depth) = (7, 11, 64);
+        let values = |outer: usize, step: usize| -> FlexTensor {
+            let values: Vec<f32> = (0..outer * depth)
+                .map(|i| match i % depth {
+                    // Block scales, and the scale of the tensor, become powers of two.
+                    i if i % 16 == 0 => 6.0,
+                    _ => [0.0, 1.0, -2.0, 4.0][i * step % 7 % 4],
+                })
+                .collect();
+            FlexTensor::from_data(TensorData::new(values, [outer, depth]))
+        };
+        let nvfp4 = |x: FlexTensor| {
+            let (outer, depth) = matrix(&x);
+            let amax = Amax::Tensor(2688.0);
+            let policy = CopyPolicy::new(Rounding::Nearest);
+            let axis = PackedAxis::Cols;
+            let values = x.storage::<f32>();
+            let packed = reference::quantize(values, outer, depth, axis, &amax, &policy, 0);
+            Operand::Nvfp4(upload(&trusted(packed)))
+        };
+        let mxfp8 = |x| Operand::Mxfp8(Flex::nvfp4_mx_quantize(x, PackedAxis::Cols));
+        let float = |x| Operand::Float(x, PackedAxis::Cols);
+        let kinds: [&dyn Fn(FlexTensor) -> Operand<Flex>; 3] = [&nvfp4, &mxfp8, &float];
+        let (x, y) = (values(m, 5), values(n, 3));
+        let expected = Flex::float_matmul(x.clone(), Flex::float_swap_dims(y.clone(), 0, 1));
+        for left in kinds {
+            for right in kinds {
+                let (a, b) = (Stored::new(left(x.clone())), Stored::new(right(y.clone())));
+                let found = sums(&a, &b, few);
+                assert_eq!(found.storage::<f32>(), expected.storage::<f32>());
+            }
+        }
     }
 }

@@ -64,10 +64,7 @@ fn layer_beside_burns() {
         for preset in Nvfp4Recipe::preset_names() {
             let recipe = Nvfp4Recipe::preset(preset).unwrap();
             let layer = Nvfp4Linear::from_linear(linear(), &recipe).unwrap();
-            print(
-                preset,
-                time(&device, || backward(&x, |x| layer.forward(x))),
-            );
+            print(preset, time(&device, || backward(&x, |x| layer.forward(x))));
         }
     }
 }

@@ -13,6 +13,7 @@ pub mod hadamard;
 pub mod mx;
 pub mod philox;
 pub mod ptx;
+pub mod ptx_sm80;
 pub mod ptx_sm90;
 pub mod ptx_sm90_fused;
 pub mod scale;

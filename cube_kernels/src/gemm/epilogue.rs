@@ -86,6 +86,31 @@ pub fn finish(sum: f32, alpha: f32, bias: f32, before: f32, #[comptime] kind: Ep
     }
 }
 
+/// [`finish()`] on any device. `ordered` says whether the compiler may contract additions with the
+/// multiplication before them, as CUDA's does: then they are its own instructions.
+#[cube]
+pub fn finish_on(
+    sum: f32,
+    alpha: f32,
+    bias: f32,
+    before: f32,
+    #[comptime] ordered: bool,
+    #[comptime] kind: EpilogueKind,
+) -> f32 {
+    if comptime!(ordered) {
+        finish(sum, alpha, bias, before, kind)
+    } else {
+        let mut value = sum * alpha;
+        if comptime!(kind.bias) {
+            value += bias;
+        }
+        if comptime!(kind.accumulate) {
+            value += before;
+        }
+        value
+    }
+}
+
 /// What the output held in an element: `pair` is the even element of a pair, `odd` which of the two.
 #[cube]
 pub fn held(

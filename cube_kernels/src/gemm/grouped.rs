@@ -1,26 +1,24 @@
 //! Products in groups, as mixtures of experts need them: one launch for all groups, with their sizes
 //! in device memory, which no host ever reads.
 //!
-//! On Hopper the groups share one persistent grid; elsewhere one unit computes each output element.
-//! Either way an element's sum is that of the plain product of its group by the same kernel and tile, bit
+//! On Hopper, on consumer Blackwell and wherever there are matrix instructions the groups share one
+//! persistent grid; elsewhere one unit computes each output element. Either way an element's sum is that of the plain product of its group by the same kernel and tile, bit
 //! for bit.
 
 use cubecl::{prelude::*, server::Handle};
 
 use super::{
-    epilogue::{EpilogueKind, factor},
-    product::{Elements, Operand, Scale, Target, is_aligned, launch_plan},
+    epilogue::{EpilogueKind, factor, finish_on},
+    matrix,
+    product::{Operand, Scale, Target, launch_plan, missing, possible_path},
     select::{self, Plan},
     sm90::{EpilogueArgs, GroupArgs, Grouping},
 };
 use crate::{
     BLOCK, Nvfp4Error,
-    cube::{
-        codec::{decode_e2m1, decode_e4m3, load, store},
-        ptx,
-    },
+    cube::codec::{decode_e2m1, decode_e4m3, load, store},
     device::{Capabilities, FloatKind, GemmPath, Matrix, address_type},
-    ops::{GroupOffsets, launch::grid},
+    ops::{GroupOffsets, groups::span, launch::grid},
 };
 
 /// Rows of `a` in groups, each with its own `b` (an expert's forward pass and its input gradient):
@@ -32,7 +30,7 @@ use crate::{
 ///
 /// # Errors
 /// When a shape, buffer or element type does not fit, or when the device lacks the path: the portable
-/// one takes packed and bf16 operands in any combination.
+/// ones take packed and bf16 operands in any combination.
 pub fn gemm_grouped_rows(
     client: &Client,
     path: Option<GemmPath>,
@@ -64,7 +62,7 @@ pub fn gemm_grouped_rows(
     )
 }
 
-/// [`gemm_grouped_rows`] with a given kernel and tile on Hopper, for measurements and tests.
+/// [`gemm_grouped_rows`] with a given kernel and tile, for measurements and tests.
 ///
 /// # Errors
 /// As [`gemm_grouped_rows`], and when the plan does not fit the operands.
@@ -78,7 +76,7 @@ pub fn grouped_rows_with(
     plan: Plan,
 ) -> Result<Matrix, Nvfp4Error> {
     let shape = (a.outer(), b.outer() / groups.count.max(1));
-    let (path, plan) = (Some(GemmPath::Hopper), Some(plan));
+    let (path, plan) = (Some(plan.path()), Some(plan));
     let grouping = Grouping::Rows;
     grouped(
         client, path, grouping, a, b, groups, shape, None, target, plan,
@@ -200,25 +198,34 @@ fn grouped(
             "grouped gemm"
         );
     };
-    let here = match super::path_of(&capabilities, n, k) {
-        GemmPath::Hopper if a.is_aligned() && b.is_aligned() && is_aligned(&result.handle) => {
-            GemmPath::Hopper
-        }
-        // cuBLASLt's own grouped products are not used: see docs/gemm.md.
-        _ => GemmPath::Scalar,
+    let shape = (m, n, k);
+    let possible = possible_path(&capabilities, plan, a, b, &result, shape, grouping);
+    let args = GroupArgs {
+        grouping,
+        offsets: groups.offsets.clone(),
+        groups: groups.count,
     };
-    match path.unwrap_or(here) {
-        GemmPath::Hopper if here == GemmPath::Hopper => {
-            let args = GroupArgs {
-                grouping,
-                offsets: groups.offsets.clone(),
-                groups: groups.count,
+    match path.unwrap_or(possible) {
+        path @ (GemmPath::Hopper | GemmPath::BlockScaled) if path == possible => {
+            let plan = match plan {
+                Some(plan) => plan,
+                None => select::plan_on(client, path, a, b, shape, grouping, groups.count)?,
             };
-            let shape = (m, n, k);
-            let plan =
-                plan.unwrap_or_else(|| select::plan(client, a, b, shape, grouping, groups.count));
-            trace(GemmPath::Hopper, &plan.to_string());
+            trace(path, &plan.to_string());
             launch_plan(client, plan, a, b, shape, &args, &epilogue, &result)?;
+        }
+        GemmPath::MatrixInstructions if capabilities.gemm != GemmPath::Scalar => {
+            trace(GemmPath::MatrixInstructions, select::TILES);
+            matrix::launch(
+                client,
+                &capabilities,
+                a,
+                b,
+                shape,
+                &args,
+                &epilogue,
+                &result,
+            );
         }
         GemmPath::Scalar => {
             trace(GemmPath::Scalar, "one unit for each output element");
@@ -234,14 +241,7 @@ fn grouped(
                 &result,
             );
         }
-        GemmPath::Hopper | GemmPath::CublasLt | GemmPath::MatrixInstructions => {
-            return Err(Nvfp4Error::Device {
-                argument: "client",
-                found: format!("{} for {m} x {n} x {k}", capabilities.device),
-                expected: "the scalar path, or compute capability 9.0 with n and k multiples of 8"
-                    .into(),
-            });
-        }
+        path => return Err(missing(path, &capabilities, shape)),
     }
     Ok(result)
 }
@@ -266,22 +266,7 @@ pub(super) fn scalar(
     // SAFETY (of every argument): the caller checked the buffers against the shapes.
     let memory =
         |handle: &Handle, len: usize| unsafe { BufferArg::from_raw_parts(handle.clone(), len) };
-    let parts = |operand: &Operand| match operand.elements {
-        Elements::Packed(packed) => (
-            packed.codes.clone(),
-            packed.scales.clone(),
-            result.handle.clone(),
-            true,
-        ),
-        Elements::Bf16(matrix) => (
-            result.handle.clone(),
-            result.handle.clone(),
-            matrix.handle.clone(),
-            false,
-        ),
-    };
-    let (a_codes, a_scales, a_dense, a_packed) = parts(a);
-    let (b_codes, b_scales, b_dense, b_packed) = parts(b);
+    let (left, right) = (a.parts(&result.handle), b.parts(&result.handle));
     let (a_len, b_len) = (a.outer() * k, b.outer() * k);
     // SAFETY: the kernel stays below the outputs, and below offsets that the caller vouches for.
     unsafe {
@@ -290,12 +275,12 @@ pub(super) fn scalar(
             count,
             dim,
             address_type(a_len.max(b_len).max(result.len())),
-            memory(&a_codes, a_len / 8),
-            memory(&a_scales, a_len / BLOCK),
-            memory(&a_dense, a_len),
-            memory(&b_codes, b_len / 8),
-            memory(&b_scales, b_len / BLOCK),
-            memory(&b_dense, b_len),
+            memory(&left.codes, a_len / 8),
+            memory(&left.scales, a_len / BLOCK),
+            memory(&left.dense, a_len),
+            memory(&right.codes, b_len / 8),
+            memory(&right.scales, b_len / BLOCK),
+            memory(&right.dense, b_len),
             memory(&epilogue.a_amax, m),
             memory(&epilogue.b_amax, b.outer()),
             memory(&epilogue.bias, b.outer()),
@@ -308,7 +293,7 @@ pub(super) fn scalar(
             epilogue.ranges[0],
             epilogue.ranges[1],
             grouping,
-            [a_packed, b_packed],
+            [left.packed, right.packed],
             capabilities.runtime == "cuda",
             epilogue.kind,
             result.dtype.storage_type(),
@@ -381,8 +366,9 @@ pub fn grouped_kernel<F: Numeric>(
         if comptime!(grouping == Grouping::Depth) {
             group = row / m;
             a_row = row % m;
-            first = offsets[group] as usize;
-            end = offsets[group + 1usize] as usize;
+            let columns = span(offsets, group, k);
+            first = columns.start;
+            end = columns.end;
         }
         if inside {
             let mut b_row = column;
@@ -412,28 +398,18 @@ pub fn grouped_kernel<F: Numeric>(
             }
             let a_factor = factor(a_amax, a_row as u32, group as u32, a_range, kind.a);
             let b_factor = factor(b_amax, b_row as u32, group as u32, b_range, kind.b);
-            let scaled = sum * (a_factor * b_factor);
-            let mut value = scaled;
+            let mut addend = 0.0f32;
             if comptime!(kind.bias) {
-                let addend = bias[group * n + column];
-                value = add(scaled, addend, ordered_add);
+                addend = bias[group * n + column];
             }
+            let mut before = 0.0f32;
             if comptime!(kind.accumulate) {
-                let before = load::<F>(out[item], kind.out);
-                value = add(value, before, ordered_add);
+                before = load::<F>(out[item], kind.out);
             }
+            let alpha = a_factor * b_factor;
+            let value = finish_on(sum, alpha, addend, before, ordered_add, kind);
             out[item] = store::<F>(value, kind.out);
         }
         item += CUBE_COUNT * CUBE_DIM as usize;
-    }
-}
-
-/// A sum that the compiler may not contract with the multiplication before it, where it would.
-#[cube]
-fn add(x: f32, y: f32, #[comptime] ordered_add: bool) -> f32 {
-    if comptime!(ordered_add) {
-        ptx::add_rn(f32::reinterpret(x), f32::reinterpret(y))
-    } else {
-        x + y
     }
 }

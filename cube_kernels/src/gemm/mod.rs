@@ -2,8 +2,10 @@
 //!
 //! `product` and `grouped` are what callers see; `select` chooses kernel and tile. The kernels: `sm90`, the
 //! bf16 product of Hopper, for which `workspace` decodes packed operands; `sm90_fused`, Hopper's product
-//! with a packed weight that is decoded in registers; `small_m`, few rows with one; `portable`, tile by tile on any CUDA GPU or element by element anywhere; [`cublaslt`], NVIDIA's library, for FP4 tensor cores. `epilogue` is what
-//! happens to a sum before it is written.
+//! with a packed weight that is decoded in registers; `small_m`, few rows with one; `sm120`, consumer
+//! Blackwell's with block-scaled instructions; `matrix`, tile by tile on any GPU with matrix instructions;
+//! `portable` and `grouped`, element by element anywhere; [`cublaslt`], NVIDIA's library, for FP4 tensor
+//! cores. `epilogue` is what happens to a sum before it is written.
 
 pub mod cublaslt;
 // `#[cube]` generates public items that cannot carry documentation.
@@ -12,9 +14,13 @@ mod epilogue;
 #[allow(missing_docs)]
 mod grouped;
 #[allow(missing_docs)]
+mod matrix;
+#[allow(missing_docs)]
 mod portable;
 mod product;
 mod select;
+#[allow(missing_docs)]
+mod sm120;
 #[allow(missing_docs)]
 mod sm90;
 #[allow(missing_docs)]
@@ -37,11 +43,13 @@ pub mod kernels {
         cublaslt::kernels::{add_rows_kernel, factors_kernel},
         epilogue::{EpilogueKind, Factor},
         grouped::{grouped_kernel, grouped_rows_with},
-        portable::{Epilogue, matrix_kernel, scalar_kernel},
-        product::{product_as, product_with},
+        matrix::{MatrixTile, UNITS as MATRIX_UNITS, matrix_kernel},
+        portable::{Epilogue, scalar_kernel},
+        product::{product_amax_with, product_as, product_with},
         select::{Plan, kernel_for, plan},
         sm90::{Grouping, Tile, UNITS as SM90_UNITS, sm90_kernel},
         sm90_fused::{FusedShape, FusedTile, Left as FusedLeft, fused_kernel},
+        sm120::{BlockScaledShape, Multiply, Pieces, sm120_kernel},
         small_m::{Left, Shape, small_m_kernel},
         workspace::{decode, decode_kernel},
     };

@@ -5,14 +5,14 @@ use cubecl::{client::Client, server::Handle};
 use super::{
     cublaslt,
     epilogue::{EpilogueKind, Factor},
-    grouped, portable,
+    grouped, matrix, portable,
     select::{self, Plan},
     sm90::{self, Grouping},
-    sm90_fused, small_m, workspace,
+    sm90_fused, sm120, small_m, workspace,
 };
 use crate::{
     BLOCK, Nvfp4Error, ScaleLayout,
-    device::{AmaxScope, Capabilities, DevicePacked, FloatKind, GemmPath, Matrix},
+    device::{AmaxScope, Capabilities, DevicePacked, FloatKind, GemmPath, Matrix, is_aligned},
     ops,
 };
 
@@ -168,6 +168,28 @@ impl Operand<'_> {
         }
     }
 
+    pub(super) fn is_packed(&self) -> bool {
+        matches!(self.elements, Elements::Packed(_))
+    }
+
+    /// Its memory, for kernels that take either kind of elements. What they do not read is `unread`.
+    pub(super) fn parts(&self, unread: &Handle) -> Parts {
+        match self.elements {
+            Elements::Packed(packed) => Parts {
+                codes: packed.codes.clone(),
+                scales: packed.scales.clone(),
+                dense: unread.clone(),
+                packed: true,
+            },
+            Elements::Bf16(matrix) => Parts {
+                codes: unread.clone(),
+                scales: unread.clone(),
+                dense: matrix.handle.clone(),
+                packed: false,
+            },
+        }
+    }
+
     pub(super) fn factor(&self) -> (Factor, Option<Handle>, f32) {
         match self.scale {
             Scale::One => (Factor::One, None, 1.0),
@@ -190,7 +212,13 @@ impl Operand<'_> {
     }
 }
 
-pub(super) use crate::device::is_aligned;
+/// The memory of an operand: codes and scales where it is packed, `dense` where it is bf16.
+pub(super) struct Parts {
+    pub codes: Handle,
+    pub scales: Handle,
+    pub dense: Handle,
+    pub packed: bool,
+}
 
 /// What a product writes, and where.
 #[derive(Debug, Clone, Copy)]
@@ -286,12 +314,14 @@ pub fn gemm_bf16(
 
 /// The path that [`product`] takes on this device for an `m` x `n` output with a contraction of `k`.
 ///
-/// The Hopper kernels write 16 bytes and read rows of whole 16 bytes: `n` and `k` must be multiples
-/// of 8. cuBLASLt wants rows of 16 bytes too, of FP4 codes: `n` a multiple of 8 and `k` of 32. Other shapes take the portable kernels, and so do operands whose memory does not begin at a
-/// multiple of 16 bytes.
+/// The kernels of Hopper and of consumer Blackwell write 16 bytes and read rows of whole 16 bytes: `n`
+/// and `k` must be multiples of 8. cuBLASLt wants rows of 16 bytes too, of FP4 codes: `n` a multiple of 8
+/// and `k` of 32. Other shapes take the portable kernels, and so do operands whose memory
+/// does not begin at a multiple of 16 bytes, and on consumer Blackwell products with a bf16 operand (but
+/// for few rows of it with a packed `b`) and contractions in groups.
 pub fn path_of(capabilities: &Capabilities, n: usize, k: usize) -> GemmPath {
     let takes = match capabilities.gemm {
-        GemmPath::Hopper => n.is_multiple_of(8) && k.is_multiple_of(8),
+        GemmPath::Hopper | GemmPath::BlockScaled => n.is_multiple_of(8) && k.is_multiple_of(8),
         GemmPath::CublasLt => n.is_multiple_of(8) && k.is_multiple_of(32),
         GemmPath::MatrixInstructions | GemmPath::Scalar => true,
     };
@@ -302,12 +332,76 @@ pub fn path_of(capabilities: &Capabilities, n: usize, k: usize) -> GemmPath {
     }
 }
 
+/// The path of these operands, and of this plan where one is given: [`Plan::is_emulated`] ones run on
+/// CUDA devices that lack their instruction.
+pub(super) fn possible_path(
+    capabilities: &Capabilities,
+    plan: Option<Plan>,
+    a: &Operand,
+    b: &Operand,
+    result: &Matrix,
+    (m, n, k): (usize, usize, usize),
+    grouping: Grouping,
+) -> GemmPath {
+    let mut capabilities = capabilities.clone();
+    let emulated = plan.is_some_and(|plan| plan.is_emulated());
+    if emulated && capabilities.runtime == "cuda" && capabilities.gemm != GemmPath::Scalar {
+        capabilities.gemm = GemmPath::BlockScaled;
+    }
+    let packed = (a.is_packed(), b.is_packed());
+    let aligned = are_aligned(a, b, result);
+    match path_of(&capabilities, n, k) {
+        GemmPath::Hopper if !aligned => GemmPath::MatrixInstructions,
+        // cuBLASLt's own grouped products are not used: see docs/gemm.md.
+        GemmPath::CublasLt if grouping != Grouping::Dense => GemmPath::MatrixInstructions,
+        GemmPath::BlockScaled
+            if !aligned || select::block_scaled(1, packed, (m, n, k), grouping).is_none() =>
+        {
+            GemmPath::MatrixInstructions
+        }
+        path => path,
+    }
+}
+
+fn are_aligned(a: &Operand, b: &Operand, result: &Matrix) -> bool {
+    a.is_aligned() && b.is_aligned() && is_aligned(&result.handle)
+}
+
+/// The error of a path that this device or these operands lack.
+pub(super) fn missing(
+    path: GemmPath,
+    capabilities: &Capabilities,
+    (m, n, k): (usize, usize, usize),
+) -> Nvfp4Error {
+    let expected = match path {
+        GemmPath::Hopper => {
+            "compute capability 9.0, n and k multiples of 8, and memory that begins at multiples of \
+             16 bytes"
+        }
+        GemmPath::CublasLt => "compute capability 10.0 or 10.3 and no groups",
+        GemmPath::BlockScaled => {
+            "compute capability 12.0 or 12.1, packed operands (or a packed `b` and up to 16 rows), \
+             dense or with rows in groups, n a multiple of 8, and memory that begins at multiples of \
+             16 bytes"
+        }
+        GemmPath::MatrixInstructions => {
+            "a device with 16x16x16 bf16 matrix instructions and planes of 32"
+        }
+        GemmPath::Scalar => "any device",
+    };
+    Nvfp4Error::Device {
+        argument: "path",
+        found: format!("{path:?} on {} for {m} x {n} x {k}", capabilities.device),
+        expected: expected.into(),
+    }
+}
+
 /// `a · bᵀ` with the whole epilogue: `fl(fl(sum · fl(α_a · α_b)) + bias)`, plus what the output
-/// held, rounded once. `path` overrides [`path_of`].
+/// held, rounded once. `path` overrides [`path_of`]; without it few rows with a packed `b` have their own
+/// kernel on every CUDA device from sm_90 on, and with it only on those of [`GemmPath::Hopper`] and
+/// [`GemmPath::BlockScaled`].
 ///
-/// [`GemmPath::MatrixInstructions`] takes two packed operands with one maximum each and a range of
-/// 2688 and does not accumulate; other products on such a device take the scalar kernel, which a
-/// tracing event says, as it says every product's kernel.
+/// A tracing event says which kernel a product takes.
 ///
 /// Packed operands may have their block scales in rows or, without groups, in 128x4 tiles, which
 /// [`GemmPath::CublasLt`] reads and the other paths turn into rows before. On that path the library
@@ -334,8 +428,8 @@ pub fn product(
 /// (what [`ops::amax`](crate::ops::amax) of the result would find): quantizing the result next needs
 /// no pass over it. NaN and infinity survive.
 ///
-/// The Hopper kernels for many rows find it while they write; after the others a second kernel reads the
-/// result, which a tracing event says.
+/// The kernels of Hopper and consumer Blackwell for many rows find it while they write; after the others a
+/// second kernel reads the result, which a tracing event says.
 ///
 /// # Errors
 /// As [`product`].
@@ -351,7 +445,7 @@ pub fn product_amax(
     Ok((result, amax.expect("asked for")))
 }
 
-/// [`product`] with a given kernel and tile on Hopper, for measurements and tests.
+/// [`product`] with a given kernel and tile, for measurements and tests.
 ///
 /// # Errors
 /// As [`product`], and when the plan does not fit the operands.
@@ -385,6 +479,23 @@ pub fn product_as(
     let device = Some(capabilities);
     let (result, _) = run(client, device, None, a, b, bias, target, None, false)?;
     Ok(result)
+}
+
+/// [`product_amax`] with a given kernel and tile, for tests.
+///
+/// # Errors
+/// As [`product_with`].
+#[doc(hidden)]
+pub fn product_amax_with(
+    client: &Client,
+    path: Option<GemmPath>,
+    a: &Operand,
+    b: &Operand,
+    target: Target,
+    plan: Option<Plan>,
+) -> Result<(Matrix, Handle), Nvfp4Error> {
+    let (result, amax) = run(client, None, path, a, b, None, target, plan, true)?;
+    Ok((result, amax.expect("asked for")))
 }
 
 fn run(
@@ -432,13 +543,9 @@ fn run(
         return Ok((result, amax));
     }
     let capabilities = device.map_or_else(|| Capabilities::of(client), Clone::clone);
+    let (shape, dense) = ((m, n, k), Grouping::Dense);
     let asked = path.is_some();
-    let mut possible = path_of(&capabilities, n, k);
-    let aligned = a.is_aligned() && b.is_aligned() && is_aligned(&result.handle);
-    if possible == GemmPath::Hopper && !aligned {
-        possible = GemmPath::MatrixInstructions;
-    }
-    let shape = (m, n, k);
+    let possible = possible_path(&capabilities, plan, a, b, &result, shape, dense);
     let path = match path {
         Some(path) => path,
         None if possible == GemmPath::CublasLt => {
@@ -446,8 +553,7 @@ fn run(
         }
         None => possible,
     };
-    let is_packed = |operand: &Operand| matches!(operand.elements, Elements::Packed(_));
-    let tiles_are_read = path == GemmPath::CublasLt && is_packed(a) && is_packed(b);
+    let tiles_are_read = path == GemmPath::CublasLt && a.is_packed() && b.is_packed();
     let rows = |operand: &Operand| match operand.elements {
         Elements::Packed(packed)
             if packed.layout == ScaleLayout::Swizzled128x4 && !tiles_are_read =>
@@ -476,6 +582,13 @@ fn run(
         bias: bias.map_or(unread, |bias| &bias.handle).clone(),
         amax: amax.as_ref().unwrap_or(unread).clone(),
     };
+    let groups = sm90::GroupArgs {
+        grouping: dense,
+        offsets: result.handle.clone(),
+        groups: 1,
+    };
+    // Whether the kernel has found the maximum of what it wrote.
+    let mut found = false;
     match path {
         GemmPath::CublasLt => {
             let kernel = match tiles_are_read {
@@ -484,46 +597,32 @@ fn run(
             };
             trace(shape, path, kernel);
             cublaslt::launch(client, a, b, bias, &result, accumulate)?;
-            let amax = match amax {
-                Some(_) => Some(amax_of(client, shape, path, &result)?),
-                None => None,
-            };
-            Ok((result, amax))
         }
-        GemmPath::Hopper => {
-            if possible != path {
-                return Err(Nvfp4Error::Device {
-                    argument: "client",
-                    found: format!("{} for {m} x {n} x {k}", capabilities.device),
-                    expected: "compute capability 9.0, n and k multiples of 8, and memory that \
-                               begins at multiples of 16 bytes"
-                        .into(),
-                });
-            }
-            let plan =
-                plan.unwrap_or_else(|| select::plan(client, a, b, shape, Grouping::Dense, 1));
-            let groups = sm90::GroupArgs {
-                grouping: Grouping::Dense,
-                offsets: result.handle.clone(),
-                groups: 1,
+        GemmPath::Hopper | GemmPath::BlockScaled if path == possible => {
+            let plan = match plan {
+                Some(plan) => plan,
+                None => select::plan_on(client, path, a, b, shape, dense, 1)?,
             };
             trace(shape, path, &plan.to_string());
             launch_plan(client, plan, a, b, shape, &groups, &epilogue, &result)?;
-            let amax = match (amax, plan) {
-                (Some(_), Plan::FewRows) => Some(amax_of(client, shape, path, &result)?),
-                (amax, _) => amax,
-            };
-            Ok((result, amax))
+            found = plan != Plan::FewRows;
         }
-        GemmPath::MatrixInstructions | GemmPath::Scalar => {
-            if path == GemmPath::MatrixInstructions && capabilities.gemm == GemmPath::Scalar {
-                return Err(Nvfp4Error::Device {
-                    argument: "client",
-                    found: capabilities.device,
-                    expected: "a device with 16x16x16 bf16 matrix instructions and planes of 32"
-                        .into(),
-                });
+        GemmPath::MatrixInstructions if capabilities.gemm != GemmPath::Scalar => {
+            let plan = match asked || !are_aligned(a, b, &result) {
+                true => None,
+                false => select::portable(&capabilities, b.is_packed(), shape, dense),
+            };
+            if let Some(plan) = plan {
+                trace(shape, path, &plan.to_string());
+                launch_plan(client, plan, a, b, shape, &groups, &epilogue, &result)?;
+            } else {
+                trace(shape, path, select::TILES);
+                let (device, out) = (&capabilities, &result);
+                matrix::launch(client, device, a, b, shape, &groups, &epilogue, out);
             }
+        }
+        GemmPath::Scalar => {
+            trace(shape, path, "one unit for each output element");
             let plain = |operand: &Operand| match (operand.elements, operand.scale) {
                 (Elements::Packed(packed), Scale::Tensor(amax, range)) if range == SCALE_RANGE => {
                     Some(DevicePacked {
@@ -534,19 +633,8 @@ fn run(
                 _ => None,
             };
             if let (Some(a), Some(b), false) = (plain(a), plain(b), accumulate) {
-                trace(shape, path, "decoded tile by tile");
-                portable::launch(client, &capabilities, path, &a, &b, bias, &result);
-            } else if path == GemmPath::MatrixInstructions && asked {
-                return Err(Nvfp4Error::Device {
-                    argument: "path",
-                    found: format!("{path:?} on {}", capabilities.device),
-                    expected: "two packed operands with one maximum each and a range of 2688, and \
-                               a new output; or another path"
-                        .into(),
-                });
+                portable::launch(client, &capabilities, &a, &b, bias, &result);
             } else {
-                trace(shape, GemmPath::Scalar, "one unit for each output element");
-                let dense = Grouping::Dense;
                 grouped::scalar(
                     client,
                     &capabilities,
@@ -559,13 +647,15 @@ fn run(
                     &result,
                 );
             }
-            let amax = match amax {
-                Some(_) => Some(amax_of(client, shape, path, &result)?),
-                None => None,
-            };
-            Ok((result, amax))
         }
+        _ => return Err(missing(path, &capabilities, shape)),
     }
+    let amax = match amax {
+        Some(amax) if found => Some(amax),
+        Some(_) => Some(amax_of(client, shape, path, &result)?),
+        None => None,
+    };
+    Ok((result, amax))
 }
 
 /// The same operand with its block scales in rows instead of 128x4 tiles.
@@ -594,7 +684,7 @@ fn amax_of(
     ops::amax(client, result, None)
 }
 
-/// Queues the kernels of a plan of the Hopper path, dense or in groups.
+/// Queues the kernels of a plan, dense or in groups.
 pub(super) fn launch_plan(
     client: &Client,
     plan: Plan,
@@ -612,6 +702,19 @@ pub(super) fn launch_plan(
         {
             let out = &result.handle;
             sm90_fused::launch(client, a, b, shape, groups, epilogue, out, (tile, band));
+        }
+        (Plan::BlockScaled(tile), Elements::Packed(right))
+            if groups.grouping != Grouping::Depth =>
+        {
+            let Elements::Packed(left) = a.elements else {
+                return Err(Nvfp4Error::value(
+                    "plan",
+                    format!("{plan} and a bf16 `a`"),
+                    "packed operands",
+                ));
+            };
+            let out = &result.handle;
+            sm120::launch(client, left, right, shape, groups, epilogue, out, tile);
         }
         (Plan::FewRows, Elements::Packed(b))
             if small_m::takes(m, k) && groups.grouping == Grouping::Dense =>

@@ -11,13 +11,14 @@ use crate::{
 
 use super::{
     cublaslt::{self, Format, Problem},
-    product::{Elements, Operand},
+    product::Operand,
     sm90::{Grouping, TILE_M, Tile},
     sm90_fused::{self, FusedTile},
+    sm120::{self, BlockScaledShape, Multiply},
     small_m,
 };
 
-/// Which kernels a product takes on Hopper.
+/// Which kernels a product takes on Hopper and on consumer Blackwell.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Plan {
     /// `b` is decoded in registers; with the height of a band of tiles.
@@ -26,6 +27,23 @@ pub enum Plan {
     FewRows,
     /// Packed operands are decoded to bf16 before the product; with the height of a band.
     Decoded(Tile, usize),
+    /// Codes and scales go to block-scaled matrix instructions.
+    BlockScaled(BlockScaledShape),
+}
+
+impl Plan {
+    /// The path of devices that it is made for; few rows of a packed `b` have the same kernel on both.
+    pub(super) fn path(self) -> GemmPath {
+        match self {
+            Self::Fused(..) | Self::FewRows | Self::Decoded(..) => GemmPath::Hopper,
+            Self::BlockScaled(_) => GemmPath::BlockScaled,
+        }
+    }
+
+    /// Whether plain arithmetic stands in for an instruction, so that other devices can run the rest.
+    pub(super) fn is_emulated(self) -> bool {
+        matches!(self, Self::BlockScaled(shape) if shape.multiply == Multiply::Software)
+    }
 }
 
 impl fmt::Display for Plan {
@@ -45,6 +63,14 @@ impl fmt::Display for Plan {
                     f,
                     "wgmma, packed operands decoded to bf16 before, tiles of {TILE_M} x {n}"
                 )
+            }
+            Self::BlockScaled(shape) => {
+                let (m, n) = (shape.tile_m(), sm120::TILE_N);
+                let by = match shape.multiply {
+                    Multiply::Instruction => "block-scaled mma.sync on the codes",
+                    Multiply::Software => "block-scaled mma.sync in software",
+                };
+                write!(f, "{by}, tiles of {m} x {n}")
             }
         }
     }
@@ -80,7 +106,11 @@ const DECODE_ROW: f64 = 0.0078;
 /// 4096 cubed 755 / 762 / 762 / 767, 8192 x 14336 x 4096 705 / 758 / 767 / 771.
 const BAND: usize = 16;
 
-/// The kernels for `a` times `b`, `m` x `n` with a contraction of `k` as stored, in `groups` groups.
+/// What [`GemmPath::MatrixInstructions`] runs.
+pub(super) const TILES: &str =
+    "tiles decoded to bf16 in shared memory, 16x16x16 matrix instructions";
+
+/// The kernels of Hopper for `a` times `b`, `m` x `n` with a contraction of `k` as stored, in `groups` groups.
 pub fn plan(
     client: &Client,
     a: &Operand,
@@ -89,16 +119,61 @@ pub fn plan(
     grouping: Grouping,
     groups: usize,
 ) -> Plan {
-    let processors = client.properties().hardware.num_streaming_multiprocessors;
-    let processors = processors.unwrap_or(132) as usize;
-    let is_packed = |operand: &Operand| matches!(operand.elements, Elements::Packed(_));
     plan_of(
-        processors,
-        (is_packed(a), is_packed(b)),
+        processors(client),
+        (a.is_packed(), b.is_packed()),
         (m, n, k),
         grouping,
         groups,
     )
+}
+
+/// [`plan`] on either path that has plans.
+///
+/// # Errors
+/// When the operands do not fit the path.
+pub(super) fn plan_on(
+    client: &Client,
+    path: GemmPath,
+    a: &Operand,
+    b: &Operand,
+    shape: (usize, usize, usize),
+    grouping: Grouping,
+    groups: usize,
+) -> Result<Plan, Nvfp4Error> {
+    if path != GemmPath::BlockScaled {
+        return Ok(plan(client, a, b, shape, grouping, groups));
+    }
+    let packed = (a.is_packed(), b.is_packed());
+    block_scaled(processors(client), packed, shape, grouping).ok_or_else(|| {
+        Nvfp4Error::value(
+            "a",
+            "bf16 elements",
+            "packed ones, or few rows and no groups",
+        )
+    })
+}
+
+fn processors(client: &Client) -> usize {
+    let processors = client.properties().hardware.num_streaming_multiprocessors;
+    processors.unwrap_or(132) as usize
+}
+
+/// The plan of consumer Blackwell, or `None` where a product takes the portable kernel: contractions in
+/// groups and bf16 operands, but for few rows of them. Not measured.
+pub(super) fn block_scaled(
+    processors: usize,
+    (a_packed, b_packed): (bool, bool),
+    (m, n, k): (usize, usize, usize),
+    grouping: Grouping,
+) -> Option<Plan> {
+    match grouping {
+        Grouping::Dense if b_packed && m <= FEW_ROWS && small_m::takes(m, k) => Some(Plan::FewRows),
+        Grouping::Dense | Grouping::Rows if a_packed && b_packed => Some(Plan::BlockScaled(
+            BlockScaledShape::of(processors, m, n, Multiply::Instruction),
+        )),
+        _ => None,
+    }
 }
 
 /// [`plan`] from what decides it: the number of processors, and which operands are packed.
@@ -152,7 +227,21 @@ pub(super) fn plan_of(
     }
 }
 
-/// The most rows of `a` that the kernel for few rows takes.
+/// The plan of other CUDA devices, or `None` where a product takes tiles ([`TILES`]): few rows with a packed
+/// `b` have their own kernel where there are its instructions, the multiplication of bf16 pairs being the last
+/// of them, from sm_90 on. The memory of the operands begins at multiples of 16 bytes.
+pub(super) fn portable(
+    capabilities: &Capabilities,
+    b_packed: bool,
+    (m, n, k): (usize, usize, usize),
+    grouping: Grouping,
+) -> Option<Plan> {
+    let multiplies = capabilities.compute_capability.is_some_and(|sm| sm >= 90);
+    let takes = b_packed && n.is_multiple_of(2) && small_m::takes(m, k);
+    (multiplies && takes && grouping == Grouping::Dense).then_some(Plan::FewRows)
+}
+
+/// The most rows of `a` that the kernel for few rows takes on Hopper and consumer Blackwell.
 ///
 /// Measured (H100, N = K = 8192, microseconds, this kernel / tiles of the fused one): 1 row 19.7 / 33.2, 16
 /// rows 22.6 / 38.0, 32 rows 33.7 / 30.8.
@@ -168,12 +257,9 @@ pub fn kernel_of(
     shape: (usize, usize, usize),
     groups: usize,
 ) -> (GemmPath, String) {
-    let processors = client.properties().hardware.num_streaming_multiprocessors;
-    let capabilities = Capabilities::of(client);
-    let processors = processors.unwrap_or(132) as usize;
     kernel_for(
-        &capabilities,
-        processors,
+        &Capabilities::of(client),
+        processors(client),
         packed,
         shape,
         groups,
@@ -197,42 +283,44 @@ pub fn kernel_for(
     } else {
         Grouping::Dense
     };
-    let portable = if packed == (true, true) && groups == 1 {
-        (
-            GemmPath::MatrixInstructions,
-            "tiles decoded to bf16 in shared memory, 16x16x16 matrix instructions",
-        )
-    } else {
-        (GemmPath::Scalar, "one unit for each output element")
+    let shape = (m, n, k);
+    let path = super::path_of(capabilities, n, k);
+    let plan = match path {
+        GemmPath::Hopper => Some(plan_of(processors, packed, shape, grouping, groups)),
+        GemmPath::BlockScaled => block_scaled(processors, packed, shape, grouping),
+        GemmPath::CublasLt | GemmPath::MatrixInstructions | GemmPath::Scalar => None,
     };
-    match super::path_of(capabilities, n, k) {
-        GemmPath::Hopper => {
-            let plan = plan_of(processors, packed, (m, n, k), grouping, groups);
-            (GemmPath::Hopper, plan.to_string())
-        }
-        GemmPath::CublasLt if groups == 1 => {
-            let (format, kernel) = match packed {
-                (true, true) => (Format::Nvfp4, cublaslt::NVFP4),
-                _ => (Format::Bf16, cublaslt::BF16),
-            };
-            let problem = Problem {
-                format,
-                m,
-                n,
-                k,
-                out: FloatKind::Bf16,
-                alpha: packed != (false, false),
-                bias: false,
-                accumulate: false,
-                alignment: 16,
-            };
-            match supports(&problem) {
-                Ok(()) => (GemmPath::CublasLt, kernel.into()),
-                Err(refusal) => (portable.0, format!("{} ({refusal})", portable.1)),
-            }
-        }
-        GemmPath::CublasLt | GemmPath::MatrixInstructions => (portable.0, portable.1.into()),
-        GemmPath::Scalar => (GemmPath::Scalar, "one unit for each output element".into()),
+    if let Some(plan) = plan {
+        return (path, plan.to_string());
+    }
+    if path == GemmPath::Scalar {
+        return (path, "one unit for each output element".into());
+    }
+    let other = match portable(capabilities, packed.1, shape, grouping) {
+        Some(plan) => plan.to_string(),
+        None => TILES.into(),
+    };
+    if path != GemmPath::CublasLt || groups > 1 {
+        return (GemmPath::MatrixInstructions, other);
+    }
+    let (format, kernel) = match packed {
+        (true, true) => (Format::Nvfp4, cublaslt::NVFP4),
+        _ => (Format::Bf16, cublaslt::BF16),
+    };
+    let problem = Problem {
+        format,
+        m,
+        n,
+        k,
+        out: FloatKind::Bf16,
+        alpha: packed != (false, false),
+        bias: false,
+        accumulate: false,
+        alignment: 16,
+    };
+    match supports(&problem) {
+        Ok(()) => (path, kernel.into()),
+        Err(refusal) => (GemmPath::MatrixInstructions, format!("{other} ({refusal})")),
     }
 }
 
@@ -258,6 +346,61 @@ mod tests {
         assert_eq!(dense(512, 8192, 8192), fused(256, 1));
         assert_eq!(dense(2048, 2048, 2048), fused(256, 1));
         assert_eq!(dense(8192, 8192, 8192), Plan::Decoded(Tile::N256, BAND));
+    }
+
+    /// Consumer Blackwell: codes go to the instruction, few rows of a packed weight have their own kernel,
+    /// and what neither takes is left to the portable one.
+    #[test]
+    fn plans_of_consumer_blackwell() {
+        let plan = |packed, shape, grouping| block_scaled(84, packed, shape, grouping);
+        let tile = |strips| {
+            Some(Plan::BlockScaled(BlockScaledShape {
+                strips,
+                multiply: Multiply::Instruction,
+            }))
+        };
+        let (both, dense) = ((true, true), Grouping::Dense);
+        assert_eq!(plan(both, (4096, 4096, 4096), dense), tile(2));
+        assert_eq!(plan(both, (64, 8192, 8192), dense), tile(1));
+        assert_eq!(plan(both, (4096, 4096, 4096), Grouping::Rows), tile(2));
+        assert_eq!(plan(both, (8, 8192, 8192), dense), Some(Plan::FewRows));
+        assert_eq!(
+            plan((false, true), (8, 8192, 8192), dense),
+            Some(Plan::FewRows)
+        );
+        assert_eq!(plan(both, (8, 8192, 48), dense), tile(1));
+        assert_eq!(plan((false, true), (64, 8192, 8192), dense), None);
+        assert_eq!(plan(both, (64, 8192, 8192), Grouping::Depth), None);
+    }
+
+    /// Other CUDA devices: few rows of a packed weight from sm_90 on, tiles otherwise.
+    #[test]
+    fn plans_of_other_devices() {
+        let device = |compute_capability| Capabilities {
+            device: "a GPU".into(),
+            runtime: "cuda",
+            compute_capability,
+            conversion: crate::cube::codec::Conversion::Sm80,
+            gemm: GemmPath::MatrixInstructions,
+            units_per_cube: 256,
+        };
+        let (few, dense) = (Some(Plan::FewRows), Grouping::Dense);
+        let datacenter = device(Some(100));
+        assert_eq!(portable(&datacenter, true, (1, 8192, 8192), dense), few);
+        assert_eq!(portable(&datacenter, true, (64, 10, 96), dense), few);
+        assert_eq!(portable(&datacenter, true, (65, 8192, 8192), dense), None);
+        assert_eq!(portable(&datacenter, true, (1, 8192, 48), dense), None);
+        assert_eq!(portable(&datacenter, true, (1, 9, 8192), dense), None);
+        assert_eq!(portable(&datacenter, false, (1, 8192, 8192), dense), None);
+        assert_eq!(
+            portable(&datacenter, true, (1, 8192, 8192), Grouping::Rows),
+            None
+        );
+        assert_eq!(
+            portable(&device(Some(89)), true, (1, 8192, 8192), dense),
+            None
+        );
+        assert_eq!(portable(&device(None), true, (1, 8192, 8192), dense), None);
     }
 
     /// What the fused kernel cannot read takes the other one.

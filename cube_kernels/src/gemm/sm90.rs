@@ -33,7 +33,7 @@ pub const UNITS: u32 = 384;
 /// over the banks.
 const STAGING_ROW: usize = 144;
 /// Bytes that a warp stages at a time.
-const STAGING: usize = 16 * STAGING_ROW;
+pub(super) const STAGING: usize = 16 * STAGING_ROW;
 
 /// The shape of a tile and of the ring.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -365,7 +365,7 @@ pub fn sm90_kernel(
 /// two neighbours in rows `lane / 4` and 8 below ("Register Fragments for wgmma"), which go through
 /// shared memory so that eight threads write 128 bytes of one row.
 #[cube]
-fn write_tile<N: Size>(
+pub(super) fn write_tile<N: Size>(
     sums: Vector<f32, N>,
     row0: u32,
     end: u32,

@@ -12,7 +12,7 @@ mod dequantize;
 #[allow(missing_docs)]
 mod group_rows;
 #[allow(missing_docs)]
-mod groups;
+pub(crate) mod groups;
 pub(crate) mod launch;
 #[allow(missing_docs)]
 mod ms_eden;

@@ -1,5 +1,7 @@
 //! From codes back to values.
 
+use std::{borrow::Cow, ops::Range};
+
 use rayon::prelude::*;
 
 use crate::{
@@ -43,14 +45,27 @@ pub fn dequantize(packed: &PackedTensor) -> Vec<f32> {
 /// The operand that a GEMM multiplies, `[outer, blocks * 16]` in stored orientation: `e2m1 · e4m3`
 /// without the global scale. Every value is exact in bf16.
 pub fn decode_blocks(packed: &PackedTensor) -> Vec<f32> {
-    let mut out = vec![0f32; packed.outer() * packed.blocks() * BLOCK];
+    decode_rows(packed, &compact_scales(packed), 0..packed.outer())
+}
+
+/// The block scales in the order of the blocks.
+pub(super) fn compact_scales(packed: &PackedTensor) -> Cow<'_, [u8]> {
     match packed.scale_layout() {
-        ScaleLayout::Compact => decode_blocks_into(packed.codes(), packed.scales(), &mut out),
-        ScaleLayout::Swizzled128x4 => {
-            let scales = swizzle::unswizzle(packed.scales(), packed.outer(), packed.blocks());
-            decode_blocks_into(packed.codes(), &scales, &mut out);
-        }
+        ScaleLayout::Compact => Cow::Borrowed(packed.scales()),
+        ScaleLayout::Swizzled128x4 => Cow::Owned(swizzle::unswizzle(
+            packed.scales(),
+            packed.outer(),
+            packed.blocks(),
+        )),
     }
+}
+
+/// Some stored rows of [`decode_blocks`], from the [`compact_scales`] of all.
+pub(super) fn decode_rows(packed: &PackedTensor, scales: &[u8], rows: Range<usize>) -> Vec<f32> {
+    let blocks = rows.start * packed.blocks()..rows.end * packed.blocks();
+    let mut out = vec![0f32; blocks.len() * BLOCK];
+    let codes = &packed.codes()[8 * blocks.start..8 * blocks.end];
+    decode_blocks_into(codes, &scales[blocks], &mut out);
     out
 }
 

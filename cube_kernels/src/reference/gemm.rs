@@ -2,7 +2,12 @@
 
 use rayon::prelude::*;
 
-use super::{decode_blocks, scaling::SCALE_RANGE};
+use super::{
+    decode_blocks,
+    dequantize::{compact_scales, decode_rows},
+    panels::panels,
+    scaling::SCALE_RANGE,
+};
 use crate::{BLOCK, Nvfp4Error, PackedTensor};
 
 /// The factor of a product whose operands have the given maxima and standard scales:
@@ -28,27 +33,44 @@ pub fn gemm_f32(
     b: &PackedTensor,
     bias: Option<&[f32]>,
 ) -> Result<Vec<f32>, Nvfp4Error> {
-    let shape = check(a, b, bias)?;
-    let (m, n, k) = shape;
-    let (left, right) = (decode_blocks(a), transpose(&decode_blocks(b), n, k));
+    let (m, n, _) = check(a, b, bias)?;
     let mut out = vec![0f32; m * n];
+    add_products(a, b, &mut out, |acc, x, y| *acc += x * y);
     out.par_chunks_mut(n.max(1))
         .enumerate()
         .for_each(|(row, out)| {
-            for (&x, right) in left[row * k..][..k]
-                .iter()
-                .zip(right.chunks_exact(n.max(1)))
-            {
-                for (acc, y) in out.iter_mut().zip(right) {
-                    *acc += x * y;
-                }
-            }
             for (col, acc) in out.iter_mut().enumerate() {
                 let scaled = *acc * (factor(a, row) * factor(b, col));
                 *acc = bias.map_or(scaled, |bias| scaled + bias[col]);
             }
         });
     Ok(out)
+}
+
+/// Adds `a[m, k] · b[n, k]` to each element of `out`, `k` ascending. A panel of `b` is decoded at a time.
+fn add_products<T: Send>(
+    a: &PackedTensor,
+    b: &PackedTensor,
+    out: &mut [T],
+    add: impl Fn(&mut T, f32, f32) + Sync,
+) {
+    let (n, k) = (b.outer(), b.blocks() * BLOCK);
+    let left = decode_blocks(a);
+    let scales = compact_scales(b);
+    for panel in panels(n, k) {
+        let right = decode_rows(b, &scales, panel.clone());
+        let right = transpose(&right, panel.len(), k);
+        out.par_chunks_mut(n.max(1))
+            .enumerate()
+            .for_each(|(row, out)| {
+                let right = right.chunks_exact(panel.len().max(1));
+                for (&x, right) in left[row * k..][..k].iter().zip(right) {
+                    for (acc, &y) in out[panel.clone()].iter_mut().zip(right) {
+                        add(acc, x, y);
+                    }
+                }
+            });
+    }
 }
 
 /// The same in `f64`, with `alpha` formed in `f64` too: what the `f32` paths approximate.
@@ -60,22 +82,14 @@ pub fn gemm_f64(
     b: &PackedTensor,
     bias: Option<&[f32]>,
 ) -> Result<Vec<f64>, Nvfp4Error> {
-    let (m, n, k) = check(a, b, bias)?;
-    let (left, right) = (decode_blocks(a), transpose(&decode_blocks(b), n, k));
+    let (m, n, _) = check(a, b, bias)?;
     let factor =
         |x: &PackedTensor, outer| x.amax().of(outer) as f64 / x.origin().scaling.range() as f64;
     let mut out = vec![0f64; m * n];
+    add_products(a, b, &mut out, |acc, x, y| *acc += x as f64 * y as f64);
     out.par_chunks_mut(n.max(1))
         .enumerate()
         .for_each(|(row, out)| {
-            for (&x, right) in left[row * k..][..k]
-                .iter()
-                .zip(right.chunks_exact(n.max(1)))
-            {
-                for (acc, &y) in out.iter_mut().zip(right) {
-                    *acc += x as f64 * y as f64;
-                }
-            }
             for (col, acc) in out.iter_mut().enumerate() {
                 *acc *= factor(a, row) * factor(b, col);
                 *acc += bias.map_or(0.0, |bias| bias[col] as f64);

@@ -16,6 +16,7 @@ mod gemm;
 mod hadamard;
 mod ms_eden;
 mod mxfp8;
+mod panels;
 mod quantize;
 mod random_bits;
 mod rounding;
@@ -37,6 +38,7 @@ pub use ms_eden::{
     EDEN_GROUP, EdenTarget, eden_amax, ms_eden, ms_eden_amax, round_scale_stochastic,
 };
 pub use mxfp8::{mx_dequantize, mx_quantize};
+pub use panels::{PANEL_BYTES, PANEL_ROWS, panels};
 pub use quantize::{quantize, quantize_col, quantize_row, quantize_tile};
 pub use random_bits::{BitComparison, Question, RandomBits, compare_random_bits, read_random_bits};
 pub use rounding::{round_nearest, round_stochastic};

@@ -1,0 +1,416 @@
+//! The CUDA source of the products with warp-level matrix instructions, compiled on a machine without a
+//! GPU, and their machine code read: the block-scaled instructions of consumer Blackwell, one for each
+//! 16 x 8 x 64, the bf16 ones of the portable kernel, and no memory traffic for spilled registers.
+#![cfg(all(feature = "cpu", feature = "cuda"))]
+
+#[path = "common/nvrtc.rs"]
+mod nvrtc;
+
+use std::sync::Arc;
+
+use cubecl::{
+    ir::{
+        DeviceProperties, ElemType, FloatKind as CubeFloat, TargetProperties,
+        features::{MmaConfig, Plane},
+    },
+    prelude::*,
+};
+use cubecl_server::{compiler::Compiler, runtime::Runtime};
+use nvfp4_kernels::{
+    device::FloatKind,
+    gemm::kernels::{
+        BlockScaledShape, EpilogueKind, Factor, Grouping, Left, MATRIX_UNITS, MatrixTile, Multiply,
+        Pieces, Shape, matrix_kernel, sm120_kernel, small_m_kernel,
+    },
+};
+use nvrtc::CudaTools;
+
+/// `mma.sync.m16n8k64` with E2M1 operands and E4M3 scales for 16 elements, in SASS.
+const BLOCK_SCALED: &str = "OMMA.SF.16864.F32.E2M1.E2M1.UE4M3.4X";
+
+const PLAIN: EpilogueKind = EpilogueKind {
+    a: Factor::Tensor,
+    b: Factor::Tensor,
+    bias: false,
+    accumulate: false,
+    out: FloatKind::Bf16,
+    amax: false,
+};
+
+const ALL: EpilogueKind = EpilogueKind {
+    a: Factor::PerRow,
+    b: Factor::PerRow,
+    bias: true,
+    accumulate: true,
+    out: FloatKind::F32,
+    amax: true,
+};
+
+/// The CPU's device, with what kernels ask a CUDA device for.
+struct Fake {
+    client: Client,
+    properties: Arc<DeviceProperties>,
+    target: Arc<TargetProperties>,
+}
+
+impl Fake {
+    fn new() -> Self {
+        let client = cubecl::Device::Cpu(Default::default()).client();
+        let mut properties = (*client.properties_shared()).clone();
+        properties.features.plane.insert(Plane::Ops);
+        properties.features.matmul.cmma.insert(MmaConfig {
+            a_type: ElemType::Float(CubeFloat::BF16),
+            b_type: ElemType::Float(CubeFloat::BF16),
+            cd_type: ElemType::Float(CubeFloat::F32),
+            m: 16,
+            n: 16,
+            k: 16,
+        });
+        (
+            properties.hardware.plane_size_min,
+            properties.hardware.plane_size_max,
+        ) = (32, 32);
+        Self {
+            client,
+            properties: Arc::new(properties),
+            target: Arc::new(cubecl::cuda::CudaRuntime::target_properties()),
+        }
+    }
+
+    fn buffer(&self, len: usize) -> BufferArg {
+        // SAFETY: nothing is launched.
+        unsafe { BufferArg::from_raw_parts(self.client.empty(1 << 16), len) }
+    }
+
+    fn sm120(
+        &self,
+        grouping: Grouping,
+        shape: BlockScaledShape,
+        pieces: Pieces,
+        kind: EpilogueKind,
+    ) -> String {
+        // SAFETY: nothing is launched.
+        #[allow(unused_unsafe)]
+        let kernel = unsafe {
+            sm120_kernel::create_dummy_kernel(
+                self.properties.clone(),
+                self.target.clone(),
+                CubeCount::Static(1, 1, 1),
+                CubeDim::new_1d(256),
+                AddressType::U32,
+                self.buffer(1024),
+                self.buffer(512),
+                self.buffer(1024),
+                self.buffer(512),
+                self.buffer(64),
+                self.buffer(64),
+                self.buffer(64),
+                self.buffer(2),
+                self.buffer(1024),
+                self.buffer(256),
+                self.buffer(1),
+                64,
+                64,
+                64,
+                1,
+                2688.0,
+                2688.0,
+                8,
+                grouping,
+                shape,
+                pieces,
+                kind,
+            )
+        };
+        source(kernel)
+    }
+
+    fn matrix(
+        &self,
+        address: AddressType,
+        width: usize,
+        grouping: Grouping,
+        shape: MatrixTile,
+        packed: [bool; 2],
+        kind: EpilogueKind,
+    ) -> String {
+        // SAFETY: nothing is launched.
+        #[allow(unused_unsafe)]
+        let kernel = unsafe {
+            matrix_kernel::create_dummy_kernel(
+                self.properties.clone(),
+                self.target.clone(),
+                CubeCount::Static(1, 1, 1),
+                CubeDim::new_1d(MATRIX_UNITS as u32),
+                address,
+                width,
+                self.buffer(512),
+                self.buffer(512),
+                self.buffer(512),
+                self.buffer(512),
+                self.buffer(512),
+                self.buffer(512),
+                self.buffer(64),
+                self.buffer(64),
+                self.buffer(64),
+                self.buffer(2),
+                self.buffer(1024),
+                64,
+                64,
+                64,
+                1,
+                2688.0,
+                2688.0,
+                grouping,
+                shape,
+                packed,
+                true,
+                kind,
+                kind.out.storage_type(),
+            )
+        };
+        source(kernel)
+    }
+
+    fn few_rows(&self, kind: EpilogueKind) -> String {
+        let shape = Shape {
+            warps: 8,
+            strips: 2,
+            columns: 2,
+            tail: true,
+            left: Left::Packed,
+        };
+        // SAFETY: nothing is launched.
+        #[allow(unused_unsafe)]
+        let kernel = unsafe {
+            small_m_kernel::create_dummy_kernel(
+                self.properties.clone(),
+                self.target.clone(),
+                CubeCount::Static(1, 1, 1),
+                CubeDim::new_1d(256),
+                AddressType::U32,
+                self.buffer(512),
+                self.buffer(512),
+                self.buffer(512),
+                self.buffer(512),
+                self.buffer(512),
+                self.buffer(64),
+                self.buffer(64),
+                self.buffer(64),
+                self.buffer(64),
+                self.buffer(64),
+                8,
+                64,
+                256,
+                2688.0,
+                2688.0,
+                shape,
+                kind,
+            )
+        };
+        source(kernel)
+    }
+}
+
+fn source(kernel: impl CubeKernel) -> String {
+    let mut compiler = cubecl_cpp::shared::CppCompiler::<cubecl_cpp::target::Cuda>::default();
+    let mut options = cubecl_cpp::shared::CompilationOptions::default();
+    options.supports_features.grid_constants = true;
+    let compiled = compiler.compile(kernel.define(), &options);
+    compiled
+        .unwrap_or_else(|error| panic!("{error:?}"))
+        .to_string()
+}
+
+/// Instructions of `sass` whose opcode begins with `opcode`.
+fn count(sass: &str, opcode: &str) -> usize {
+    sass.lines()
+        .filter(|line| line.split_whitespace().any(|word| word.starts_with(opcode)))
+        .count()
+}
+
+/// The machine code of `text`, which must not spill.
+fn compile(tools: &CudaTools, name: &str, text: &str, arch: &str) -> String {
+    let sass = disassembled(tools, name, text, arch);
+    let spills = count(&sass, "LDL") + count(&sass, "STL");
+    assert_eq!(spills, 0, "{name} for {arch} spills");
+    sass
+}
+
+fn disassembled(tools: &CudaTools, name: &str, text: &str, arch: &str) -> String {
+    let name = format!("{name}-{arch}");
+    let code = tools
+        .compile(text, arch)
+        .unwrap_or_else(|log| panic!("{name}:\n{log}\n{text}"));
+    let sass = tools.disassemble(&code, &name);
+    if let Some(folder) = std::env::var_os("NVFP4_DUMP") {
+        let folder = std::path::Path::new(&folder);
+        std::fs::write(folder.join(format!("{name}.cu")), text).unwrap();
+        std::fs::write(folder.join(format!("{name}.sass")), &sass).unwrap();
+    }
+    println!(
+        "{name}: {} OMMA, {} HMMA, {} LDSM, {} LDGSTS, {} lines",
+        count(&sass, "OMMA"),
+        count(&sass, "HMMA"),
+        count(&sass, "LDSM"),
+        count(&sass, "LDGSTS"),
+        sass.lines().count()
+    );
+    sass
+}
+
+/// The tools, or an early return.
+macro_rules! tools {
+    ($test:literal) => {
+        match CudaTools::find() {
+            Ok(tools) => tools,
+            Err(reason) => {
+                println!("SKIPPED: {}: {reason}", $test);
+                return;
+            }
+        }
+    };
+}
+
+#[test]
+fn block_scaled_instructions() {
+    let tools = tools!("block_scaled_instructions");
+    let fake = Fake::new();
+    for (strips, k, grouping, kind) in [
+        (2, 128, Grouping::Dense, PLAIN),
+        (1, 128, Grouping::Dense, PLAIN),
+        (2, 64, Grouping::Rows, PLAIN),
+        (2, 128, Grouping::Dense, ALL),
+        (1, 16, Grouping::Rows, ALL),
+        (2, 32, Grouping::Dense, ALL),
+    ] {
+        let multiply = Multiply::Instruction;
+        let shape = BlockScaledShape { strips, multiply };
+        let name = format!("sm120-{strips}-{k}-{grouping:?}-{:?}", kind.out);
+        let text = fake.sm120(grouping, shape, Pieces::of(k), kind);
+        for arch in ["sm_120a", "sm_121a"] {
+            let sass = compile(&tools, &name, &text, arch);
+            // Two instructions along the contraction of a stage, for each strip and each of eight
+            // columns; the compiler may have unrolled the loop over stages.
+            let (found, stage) = (count(&sass, BLOCK_SCALED), 2 * strips * 8);
+            let stages = found / stage;
+            assert!(stages > 0 && found == stages * stage, "{name}: {found}");
+            for (other, expected) in [("OMMA", found), ("HMMA", 0), ("QMMA", 0), ("IMMA", 0)] {
+                assert_eq!(count(&sass, other), expected, "{name}: {other}");
+            }
+            // Fragments of two columns of `b`, and of one strip of `a`, by one load each.
+            let loads = stages * 2 * (4 + strips);
+            assert_eq!(count(&sass, "LDSM.16.M88.4"), loads, "{name}");
+        }
+        // No other architecture has it.
+        for arch in ["sm_90a", "sm_100a"] {
+            assert!(tools.compile(&text, arch).is_err(), "{name}: {arch}");
+        }
+        let multiply = Multiply::Software;
+        let shape = BlockScaledShape { strips, multiply };
+        let text = fake.sm120(grouping, shape, Pieces::of(k), kind);
+        let sass = disassembled(&tools, &format!("{name}-software"), &text, "sm_90a");
+        assert_eq!(count(&sass, "OMMA"), 0, "{name}");
+    }
+}
+
+/// Few rows: the instructions of the kernel of Hopper all exist from sm_90 on.
+#[test]
+fn few_rows_on_other_devices() {
+    let tools = tools!("few_rows_on_other_devices");
+    let fake = Fake::new();
+    for kind in [PLAIN, EpilogueKind { amax: false, ..ALL }] {
+        let name = format!("few_rows-{:?}", kind.out);
+        let text = fake.few_rows(kind);
+        for arch in ["sm_90", "sm_100a", "sm_120a", "sm_121a"] {
+            let sass = compile(&tools, &name, &text, arch);
+            assert_eq!(count(&sass, "HMMA"), 8 * 2 * 2, "{name} for {arch}");
+        }
+        // The multiplication of bf16 pairs begins there.
+        assert!(tools.compile(&text, "sm_89").is_err(), "{name}");
+    }
+}
+
+#[test]
+fn portable_matrix_instructions() {
+    let tools = tools!("portable_matrix_instructions");
+    let fake = Fake::new();
+    let out = |out, kind: EpilogueKind| EpilogueKind { out, ..kind };
+    let (short, long) = (AddressType::U32, AddressType::U64);
+    let all = EpilogueKind { amax: false, ..ALL };
+    for (address, width, grouping, shape, packed, kind) in [
+        (
+            short,
+            8,
+            Grouping::Dense,
+            MatrixTile::M128,
+            [true, true],
+            PLAIN,
+        ),
+        (
+            long,
+            8,
+            Grouping::Dense,
+            MatrixTile::M128,
+            [true, true],
+            PLAIN,
+        ),
+        (
+            short,
+            8,
+            Grouping::Dense,
+            MatrixTile::M128,
+            [true, true],
+            all,
+        ),
+        (
+            short,
+            8,
+            Grouping::Dense,
+            MatrixTile::M32,
+            [false, true],
+            out(FloatKind::F16, PLAIN),
+        ),
+        (
+            short,
+            1,
+            Grouping::Dense,
+            MatrixTile::M128,
+            [false, false],
+            PLAIN,
+        ),
+        (short, 8, Grouping::Rows, MatrixTile::M32, [true, true], all),
+        (
+            short,
+            4,
+            Grouping::Rows,
+            MatrixTile::M128,
+            [false, true],
+            out(FloatKind::Bf16, all),
+        ),
+        (
+            short,
+            8,
+            Grouping::Depth,
+            MatrixTile::M128,
+            [true, true],
+            all,
+        ),
+    ] {
+        let name = format!(
+            "matrix-{address:?}-{width}-{grouping:?}-{shape:?}-{packed:?}-{:?}-{}",
+            kind.out, kind.accumulate
+        );
+        let text = fake.matrix(address, width, grouping, shape, packed, kind);
+        for arch in ["sm_80", "sm_89", "sm_90a", "sm_120a"] {
+            let sass = compile(&tools, &name, &text, arch);
+            // A step of 16 takes two instructions for 16 x 16, and 32 columns are decoded at a time.
+            let instructions = match shape {
+                MatrixTile::M128 => 4 * 2,
+                MatrixTile::M32 => 2,
+            };
+            let found = count(&sass, "HMMA.16816.F32.BF16");
+            assert_eq!(found, 2 * 2 * instructions, "{name} for {arch}");
+        }
+    }
+}
