@@ -25,9 +25,7 @@ use super::{
 };
 use crate::{
     cube::{
-        ptx_sm90::{
-            barrier_expect, barrier_wait, descriptor, shared_address, store_shared_2,
-        },
+        ptx_sm90::{barrier_expect, barrier_wait, descriptor, shared_address, store_shared_2},
         ptx_sm90_fused::{
             arrive_after_copies, barrier_arrive, copy_8_bytes, fused_loop_32, fused_loop_64,
             fused_loop_96, fused_loop_128, fused_loop_256, global_address, keep_56_registers,
@@ -253,9 +251,11 @@ pub fn fused_kernel(
         for s in 0..comptime!(2 * stages) {
             // The copy engine, and each unit that copies scales; the warps that consume a stage.
             barriers[s].init_manual(comptime!(if s % 2 == 0 { 1 + CARRIERS as u32 } else { 1 }));
-            barriers[s + comptime!(2 * stages)].init_manual(comptime!(
-                if shape.tile.ways == 1 { 8 } else { 4 }
-            ));
+            barriers[s + comptime!(2 * stages)].init_manual(comptime!(if shape.tile.ways == 1 {
+                8
+            } else {
+                4
+            }));
         }
     }
     sync_async_proxy_shared();
@@ -312,8 +312,7 @@ pub fn fused_kernel(
                                 );
                             }
                             #[unroll]
-                            for copy in
-                                0..comptime!(shape.tile.rows_a / shape.tile.rows_of_copy())
+                            for copy in 0..comptime!(shape.tile.rows_a / shape.tile.rows_of_copy())
                             {
                                 let rows = comptime!(shape.tile.rows_of_copy());
                                 let ahead = comptime!((copy * rows) as u32);
@@ -407,6 +406,11 @@ pub fn fused_kernel(
         let codes = codes_at + local * 64u32 + (lane % 4u32) * 16u32;
         let scales = scales_at + local * 8u32 + (lane % 4u32) * 2u32;
         let a_tile = descriptor(a_at);
+        // Numbers of the tile, as the main loops take them.
+        let a_half_at = comptime!(shape.tile.a_half() as u64).runtime();
+        let rows_b_at = rows_b.runtime();
+        let stages_at = comptime!(stages as u32).runtime();
+        let advance = comptime!(shape.tile.ways as u32).runtime();
         while group < groups {
             let tiles_m = tiles_along_m(offsets, group, m, grouping, rows_a);
             if tile - passed < tiles_m * tiles_n {
@@ -434,37 +438,67 @@ pub fn fused_kernel(
                     let here = comptime!(tile_shape.widths()[i]);
                     if width == comptime!(here as u32) {
                         if comptime!(here == 256) {
-                            multiply_256(
-                                full, empty, a_tile, codes, scales, stage, parity, own_steps,
-                                leader, row, end, at.column, group, a_amax, b_amax, bias, before,
+                            let mut sums = Vector::<f32, Const<128>>::new(0.0f32);
+                            if own_steps > 0u32 {
+                                sums = fused_loop_256(
+                                    full, empty, a_tile, a_half_at, codes, scales, rows_b_at,
+                                    stage, parity, stages_at, advance, own_steps, leader,
+                                );
+                            }
+                            write_tile::<Const<128>>(
+                                sums, row, end, at.column, group, a_amax, b_amax, bias, before,
                                 out, amax, n, a_range, b_range, staging_at, strip, consumer, here,
                                 shape, kind,
                             );
                         } else if comptime!(here == 128) {
-                            multiply_128(
-                                full, empty, a_tile, codes, scales, stage, parity, own_steps,
-                                leader, row, end, at.column, group, a_amax, b_amax, bias, before,
+                            let mut sums = Vector::<f32, Const<64>>::new(0.0f32);
+                            if own_steps > 0u32 {
+                                sums = fused_loop_128(
+                                    full, empty, a_tile, a_half_at, codes, scales, rows_b_at,
+                                    stage, parity, stages_at, advance, own_steps, leader,
+                                );
+                            }
+                            write_tile::<Const<64>>(
+                                sums, row, end, at.column, group, a_amax, b_amax, bias, before,
                                 out, amax, n, a_range, b_range, staging_at, strip, consumer, here,
                                 shape, kind,
                             );
                         } else if comptime!(here == 96) {
-                            multiply_96(
-                                full, empty, a_tile, codes, scales, stage, parity, own_steps,
-                                leader, row, end, at.column, group, a_amax, b_amax, bias, before,
+                            let mut sums = Vector::<f32, Const<48>>::new(0.0f32);
+                            if own_steps > 0u32 {
+                                sums = fused_loop_96(
+                                    full, empty, a_tile, a_half_at, codes, scales, rows_b_at,
+                                    stage, parity, stages_at, advance, own_steps, leader,
+                                );
+                            }
+                            write_tile::<Const<48>>(
+                                sums, row, end, at.column, group, a_amax, b_amax, bias, before,
                                 out, amax, n, a_range, b_range, staging_at, strip, consumer, here,
                                 shape, kind,
                             );
                         } else if comptime!(here == 64) {
-                            multiply_64(
-                                full, empty, a_tile, codes, scales, stage, parity, own_steps,
-                                leader, row, end, at.column, group, a_amax, b_amax, bias, before,
+                            let mut sums = Vector::<f32, Const<32>>::new(0.0f32);
+                            if own_steps > 0u32 {
+                                sums = fused_loop_64(
+                                    full, empty, a_tile, a_half_at, codes, scales, rows_b_at,
+                                    stage, parity, stages_at, advance, own_steps, leader,
+                                );
+                            }
+                            write_tile::<Const<32>>(
+                                sums, row, end, at.column, group, a_amax, b_amax, bias, before,
                                 out, amax, n, a_range, b_range, staging_at, strip, consumer, here,
                                 shape, kind,
                             );
                         } else {
-                            multiply_32(
-                                full, empty, a_tile, codes, scales, stage, parity, own_steps,
-                                leader, row, end, at.column, group, a_amax, b_amax, bias, before,
+                            let mut sums = Vector::<f32, Const<16>>::new(0.0f32);
+                            if own_steps > 0u32 {
+                                sums = fused_loop_32(
+                                    full, empty, a_tile, a_half_at, codes, scales, rows_b_at,
+                                    stage, parity, stages_at, advance, own_steps, leader,
+                                );
+                            }
+                            write_tile::<Const<16>>(
+                                sums, row, end, at.column, group, a_amax, b_amax, bias, before,
                                 out, amax, n, a_range, b_range, staging_at, strip, consumer, here,
                                 shape, kind,
                             );
@@ -480,73 +514,6 @@ pub fn fused_kernel(
         }
     }
 }
-
-/// What a consumer warpgroup does with a tile: multiplies `steps` stages, and writes. `width` rows of `a`
-/// are `$sums` sums to a unit.
-macro_rules! multiply {
-    ($name:ident, $main_loop:ident, $sums:literal) => {
-        #[cube]
-        fn $name(
-            full: u32,
-            empty: u32,
-            a: u64,
-            codes: u32,
-            scales: u32,
-            stage: u32,
-            parity: u32,
-            steps: u32,
-            leader: u32,
-            row: u32,
-            end: u32,
-            column: u32,
-            group: u32,
-            a_amax: &[f32],
-            b_amax: &[f32],
-            bias: &[f32],
-            before: &[u32],
-            out: &mut [Vector<u32, Const<4>>],
-            amax: &mut [Atomic<u32>],
-            n: u32,
-            a_range: f32,
-            b_range: f32,
-            staging_at: u32,
-            strip: u32,
-            consumer: u32,
-            #[comptime] width: usize,
-            #[comptime] shape: FusedShape,
-            #[comptime] kind: EpilogueKind,
-        ) {
-            let mut sums = Vector::<f32, Const<$sums>>::new(0.0f32);
-            if steps > 0u32 {
-                sums = $main_loop(
-                    full,
-                    empty,
-                    a,
-                    comptime!(shape.tile.a_half() as u64).runtime(),
-                    codes,
-                    scales,
-                    comptime!(shape.tile.rows_b() as u32).runtime(),
-                    stage,
-                    parity,
-                    comptime!(shape.tile.stages() as u32).runtime(),
-                    comptime!(shape.tile.ways as u32).runtime(),
-                    steps,
-                    leader,
-                );
-            }
-            write_tile::<Const<$sums>>(
-                sums, row, end, column, group, a_amax, b_amax, bias, before, out, amax, n, a_range,
-                b_range, staging_at, strip, consumer, width, shape, kind,
-            );
-        }
-    };
-}
-
-multiply!(multiply_256, fused_loop_256, 128);
-multiply!(multiply_128, fused_loop_128, 64);
-multiply!(multiply_96, fused_loop_96, 48);
-multiply!(multiply_64, fused_loop_64, 32);
-multiply!(multiply_32, fused_loop_32, 16);
 
 /// Finishes the sums of a tile and writes them. A lane has rows `lane / 4` and 8 below of the 16 rows
 /// of `b` of its warp, for two neighbouring rows of `a` in each eight; through shared memory they

@@ -94,7 +94,7 @@ pub fn arrange_kernel(
 ) {
     let first = CUBE_POS as u32 * comptime!((UNITS * VECTORS) as u32) + UNIT_POS;
     // Vectors of a row.
-    let width = words.next_multiple_of(comptime!(SPAN as u32 / 8));
+    let width = words.div_ceil(comptime!(SPAN as u32 / 8)) * comptime!(SPAN as u32 / 8);
     let mut pairs = Array::<u32>::new(comptime!(4 * VECTORS));
     let mut bytes = Array::<u32>::new(comptime!(4 * VECTORS));
     #[unroll]
