@@ -106,8 +106,11 @@ pub fn arrive_after_copies(barrier: u32) {
 /// - `leader`: nonzero in the one unit that arrives for its warp.
 macro_rules! fused_loop {
     ($name:ident, $accumulators:literal, $wgmma:tt) => {
+        fused_loop!($name, $accumulators, $wgmma, "{d}");
+    };
+    ($name:ident, $accumulators:literal, $wgmma:tt, $sums:tt) => {
         fused_loop!(
-            $name, $accumulators, $wgmma,
+            $name, $accumulators, $wgmma, $sums,
             // Both halves: what precedes the decoding, the words with their scale and fragments, the
             // barrier of this half, of the one before, and the instructions.
             [
@@ -132,7 +135,7 @@ macro_rules! fused_loop {
         );
     };
     (
-        $name:ident, $accumulators:literal, $wgmma:tt,
+        $name:ident, $accumulators:literal, $wgmma:tt, $sums:tt,
         $([
             $begin:tt
             $([$word:tt $scale:tt $p0:tt $p1:tt $p2:tt $p3:tt])*;
@@ -199,7 +202,7 @@ macro_rules! fused_loop {
                     $begin,
                     "wgmma.fence.sync.aligned;",
                     $(
-                        $wgmma, "{d},", $fragment, ", c,", $add, ", 1, 1, 0;",
+                        $wgmma, $sums, ",", $fragment, ", c,", $add, ", 1, 1, 0;",
                         "add.s64 c, c, 2;",
                     )*
                     "wgmma.commit_group.sync.aligned;",
@@ -234,10 +237,15 @@ fused_loop!(
     64,
     "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16"
 );
+// There is no vector of 48 values: the last 16 of 64 stay unwritten (and take no registers).
 fused_loop!(
     fused_loop_96,
-    48,
-    "wgmma.mma_async.sync.aligned.m64n96k16.f32.bf16.bf16"
+    64,
+    "// {d}
+    wgmma.mma_async.sync.aligned.m64n96k16.f32.bf16.bf16",
+    "{{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, \
+     %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, \
+     %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47}}"
 );
 fused_loop!(
     fused_loop_64,

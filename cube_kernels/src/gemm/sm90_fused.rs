@@ -270,8 +270,8 @@ pub fn fused_kernel(
     // Stages used so far: all units count alike, so the ring needs no other state.
     let mut used = 0u32;
     if unit < 32u32 {
-        // The sums of the widest tile leave too few registers beside them.
-        if comptime!(tile_shape.rows_a == 256) {
+        // Sums and fragments take more registers than an equal share.
+        if comptime!(tile_shape.consumers() == 2) {
             keep_56_registers();
         }
         if lane == 0u32 {
@@ -340,7 +340,7 @@ pub fn fused_kernel(
             }
         }
     } else if unit < 128u32 {
-        if comptime!(tile_shape.rows_a == 256) {
+        if comptime!(tile_shape.consumers() == 2) {
             keep_56_registers();
         }
         let rows_of_unit = comptime!(shape.tile.rows_b().div_ceil(CARRIERS));
@@ -391,7 +391,7 @@ pub fn fused_kernel(
             }
         }
     } else {
-        if comptime!(tile_shape.rows_a == 256) {
+        if comptime!(tile_shape.consumers() == 2) {
             take_224_registers();
         }
         let consumer = unit / 128u32 - 1u32;
@@ -464,14 +464,14 @@ pub fn fused_kernel(
                                 shape, kind,
                             );
                         } else if comptime!(here == 96) {
-                            let mut sums = Vector::<f32, Const<48>>::new(0.0f32);
+                            let mut sums = Vector::<f32, Const<64>>::new(0.0f32);
                             if own_steps > 0u32 {
                                 sums = fused_loop_96(
                                     full, empty, a_tile, a_half_at, codes, scales, rows_b_at,
                                     stage, parity, stages_at, advance, own_steps, leader,
                                 );
                             }
-                            write_tile::<Const<48>>(
+                            write_tile::<Const<64>>(
                                 sums, row, end, at.column, group, a_amax, b_amax, bias, before,
                                 out, amax, n, a_range, b_range, staging_at, strip, consumer, here,
                                 shape, kind,
