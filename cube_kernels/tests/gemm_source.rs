@@ -11,7 +11,7 @@ use half::bf16;
 use nvfp4_kernels::{
     device::FloatKind,
     gemm::kernels::{
-        EpilogueKind, Factor, FusedShape, FusedTile, Grouping, Left, SM90_UNITS, Shape,
+        EpilogueKind, Factor, FusedTile, Grouping, Left, SM90_UNITS, Shape,
         Tile, arrange_kernel, decode_kernel, fused_kernel, sm90_kernel, small_m_kernel,
     },
 };
@@ -215,27 +215,22 @@ fn sm90_kernel_uses_the_tensor_cores_and_spills_nothing() {
         // The whole epilogue and groups once for a wide and for a narrow tile: an instance takes
         // seconds to compile.
         let instances = [
-            (Grouping::Dense, plain_epilogue, FloatKind::Bf16, true),
-            (Grouping::Rows, plain_epilogue, FloatKind::F16, false),
-            (Grouping::Dense, all, FloatKind::F32, true),
+            (Grouping::Dense, plain_epilogue, FloatKind::Bf16),
+            (Grouping::Rows, plain_epilogue, FloatKind::F16),
+            (Grouping::Dense, all, FloatKind::F32),
         ];
         let most = if matches!(tile.rows_a, 32 | 256) {
             3
         } else {
             1
         };
-        for (grouping, kind, out, whole) in instances.into_iter().take(most) {
+        for (grouping, kind, out) in instances.into_iter().take(most) {
             let kind = EpilogueKind { out, ..kind };
             let name = format!(
                 "fused-{}-{}-{grouping:?}-{out:?}",
                 tile.rows_a,
                 tile.rows_b()
             );
-            let shape = FusedShape {
-                tile,
-                unit: 256,
-                whole,
-            };
             let b_map = TensorMapArg::new(
                 TiledArgs {
                     tile_size: [tile.rows_b(), 16].into(),
@@ -270,9 +265,10 @@ fn sm90_kernel_uses_the_tensor_cores_and_spills_nothing() {
                     1,
                     2688.0,
                     2688.0,
+                    256.0,
                     8,
                     grouping,
-                    shape,
+                    tile,
                     kind,
                 )
             };

@@ -57,11 +57,10 @@ const DECODED: [(Tile, f64); 3] = [(Tile::N256, 89.0), (Tile::N128, 49.0), (Tile
 ///
 /// Measured (H100, both operands packed, N = K = 8192, so many rows of `a` that each processor has one
 /// tile, all of the product's own work included).
-const FUSED: [(usize, usize, f64); 6] = [
+const FUSED: [(usize, usize, f64); 5] = [
     (256, 1, 94.0),
     (128, 1, 69.0),
     (128, 2, 42.0),
-    (64, 1, 59.0),
     (64, 2, 34.0),
     (32, 4, 31.0),
 ];
@@ -138,9 +137,9 @@ pub(super) fn plan_of(
     match grouping {
         _ if !b_packed || !sm90_fused::takes(k) => cheapest(&decoded),
         Grouping::Depth => cheapest(&decoded),
-        // The narrowest tile that holds the rows of an average group: `b` is decoded once for each.
+        // A tile at the end of a group is as narrow as its rows.
         Grouping::Rows => {
-            let rows_a = m.div_ceil(groups).next_power_of_two().clamp(64, 256);
+            let rows_a = 128;
             Plan::Fused(FusedTile { rows_a, ways: 1 }, BAND)
         }
         Grouping::Dense if m <= FEW_ROWS && small_m::takes(m, k) => Plan::FewRows,

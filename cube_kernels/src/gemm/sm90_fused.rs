@@ -135,18 +135,6 @@ impl FusedTile {
     }
 }
 
-/// The comptime choices of the kernel.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub struct FusedShape {
-    /// The tile.
-    pub tile: FusedTile,
-    /// What the sums have to be multiplied by: decoded elements are 2^-8 times what they stand for, those
-    /// of `b` alone or of both operands.
-    pub unit: u32,
-    /// The contraction is a multiple of 128, so that the scales of a row in a stage are aligned.
-    pub whole: bool,
-}
-
 /// The instructions' width for `rows` rows of `a`.
 #[cube]
 fn width_of(rows: u32, #[comptime] tile: FusedTile) -> u32 {
@@ -188,7 +176,9 @@ fn load_scales(pairs: &[u16], row: u32, step: u32, k: u32) -> Vector<u32, Const<
 ///
 /// Tiles are numbered as in `sm90_kernel`, whose arguments these are, but for an `a` in the order of
 /// [`workspace::arrange`], the codes of `b` (a map of words, eight codes each), and its scales in twos.
-/// `amax` is raised to the largest magnitude of the output where the epilogue says so.
+/// `unit_of_sums` is what sums have to be multiplied by: decoded elements are 2^-8 times what they stand
+/// for, those of `b` alone or of both operands. `amax` is raised to the largest magnitude of the output where the
+/// epilogue says so.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn fused_kernel(
     a: &TensorMap<bf16, Tiled>,
@@ -207,39 +197,39 @@ pub fn fused_kernel(
     groups: u32,
     a_range: f32,
     b_range: f32,
+    unit_of_sums: f32,
     band: u32,
     #[comptime] grouping: Grouping,
-    #[comptime] shape: FusedShape,
+    #[comptime] tile_shape: FusedTile,
     #[comptime] kind: EpilogueKind,
 ) {
-    let tile_shape = comptime!(shape.tile);
-    let stages = comptime!(shape.tile.stages());
-    let rows_a = comptime!(shape.tile.rows_a as u32);
-    let rows_b = comptime!(shape.tile.rows_b() as u32);
+    let stages = comptime!(tile_shape.stages());
+    let rows_a = comptime!(tile_shape.rows_a as u32);
+    let rows_b = comptime!(tile_shape.rows_b() as u32);
     // In vectors of 16 bytes.
-    let a_half = comptime!(shape.tile.a_half());
-    let codes_stage = comptime!(shape.tile.rows_b() * ROW_WORDS / 4);
+    let a_half = comptime!(tile_shape.a_half());
+    let codes_stage = comptime!(tile_shape.rows_b() * ROW_WORDS / 4);
     let mut a_tiles: Shared<[Vector<bf16, Const<8>>]> = Shared::new_aligned_slice(
-        comptime!(2 * shape.tile.stages() * shape.tile.a_half()),
+        comptime!(2 * tile_shape.stages() * tile_shape.a_half()),
         1024usize,
     );
     let mut code_tiles: Shared<[Vector<u32, Const<4>>]> = Shared::new_aligned_slice(
-        comptime!(shape.tile.stages() * shape.tile.rows_b() * ROW_WORDS / 4),
+        comptime!(tile_shape.stages() * tile_shape.rows_b() * ROW_WORDS / 4),
         128usize,
     );
     let scale_tiles: Shared<[Vector<u32, Const<4>>]> = Shared::new_aligned_slice(
-        comptime!(shape.tile.stages() * shape.tile.rows_b() * ROW_SCALES / 16),
+        comptime!(tile_shape.stages() * tile_shape.rows_b() * ROW_SCALES / 16),
         128usize,
     );
     let staging: Shared<[Vector<u32, Const<4>>]> = Shared::new_aligned_slice(
-        comptime!(shape.tile.consumers() * shape.tile.staging() / 4),
+        comptime!(tile_shape.consumers() * tile_shape.staging() / 4),
         128usize,
     );
     let barriers: Shared<[Barrier]> =
-        Shared::new_aligned_slice(comptime!(4 * shape.tile.stages()), 8usize);
+        Shared::new_aligned_slice(comptime!(4 * tile_shape.stages()), 8usize);
     // Two to a stage, for the halves of `a`; codes and scales come with the first.
     let full = shared_address::<Barrier>(barriers.as_slice().as_ptr());
-    let empty = full + comptime!(16 * shape.tile.stages() as u32);
+    let empty = full + comptime!(16 * tile_shape.stages() as u32);
     let a_at = shared_address::<Vector<bf16, Const<8>>>(a_tiles.as_slice().as_ptr());
     let codes_at = shared_address::<Vector<u32, Const<4>>>(code_tiles.as_slice().as_ptr());
     let scales_at = shared_address::<Vector<u32, Const<4>>>(scale_tiles.as_slice().as_ptr());
@@ -251,7 +241,7 @@ pub fn fused_kernel(
         for s in 0..comptime!(2 * stages) {
             // The copy engine, and each unit that copies scales; the warps that consume a stage.
             barriers[s].init_manual(comptime!(if s % 2 == 0 { 1 + CARRIERS as u32 } else { 1 }));
-            barriers[s + comptime!(2 * stages)].init_manual(comptime!(if shape.tile.ways == 1 {
+            barriers[s + comptime!(2 * stages)].init_manual(comptime!(if tile_shape.ways == 1 {
                 8
             } else {
                 4
@@ -296,7 +286,7 @@ pub fn fused_kernel(
                             let number = stage * 2u32 + comptime!(half as u32);
                             barrier_wait(empty + number * 8u32, parity);
                             let codes = comptime!(if half == 0 {
-                                shape.tile.rows_b() as u32 * ROW_WORDS as u32 * 4
+                                tile_shape.rows_b() as u32 * ROW_WORDS as u32 * 4
                             } else {
                                 0
                             });
@@ -312,9 +302,9 @@ pub fn fused_kernel(
                                 );
                             }
                             #[unroll]
-                            for copy in 0..comptime!(shape.tile.rows_a / shape.tile.rows_of_copy())
+                            for copy in 0..comptime!(tile_shape.rows_a / tile_shape.rows_of_copy())
                             {
-                                let rows = comptime!(shape.tile.rows_of_copy());
+                                let rows = comptime!(tile_shape.rows_of_copy());
                                 let ahead = comptime!((copy * rows) as u32);
                                 if ahead < width {
                                     let first =
@@ -343,8 +333,10 @@ pub fn fused_kernel(
         if comptime!(tile_shape.consumers() == 2) {
             keep_56_registers();
         }
-        let rows_of_unit = comptime!(shape.tile.rows_b().div_ceil(CARRIERS));
+        let rows_of_unit = comptime!(tile_shape.rows_b().div_ceil(CARRIERS));
         let carrier = unit - 32u32;
+        // Then the scales of a row in a stage are aligned.
+        let is_whole = k % comptime!(workspace::SPAN as u32) == 0u32;
         let scales_from = global_address::<u16>(b_scales.as_ptr());
         while group < groups {
             let tiles_m = tiles_along_m(offsets, group, m, grouping, rows_a);
@@ -367,7 +359,7 @@ pub fn fused_kernel(
                         if line < rows_b {
                             let row = min(column + line, last_row);
                             let to = scales_at + (stage * rows_b + line) * 8u32;
-                            if comptime!(shape.whole) {
+                            if is_whole {
                                 let at = u64::cast_from(row) * u64::cast_from(k / 16u32)
                                     + u64::cast_from(step * 8u32);
                                 copy_8_bytes(to, scales_from + at);
@@ -377,7 +369,7 @@ pub fn fused_kernel(
                             }
                         }
                     }
-                    if comptime!(shape.whole) {
+                    if is_whole {
                         arrive_after_copies(barrier);
                     } else {
                         barrier_arrive(barrier);
@@ -407,10 +399,10 @@ pub fn fused_kernel(
         let scales = scales_at + local * 8u32 + (lane % 4u32) * 2u32;
         let a_tile = descriptor(a_at);
         // Numbers of the tile, as the main loops take them.
-        let a_half_at = comptime!(shape.tile.a_half() as u64).runtime();
+        let a_half_at = comptime!(tile_shape.a_half() as u64).runtime();
         let rows_b_at = rows_b.runtime();
         let stages_at = comptime!(stages as u32).runtime();
-        let advance = comptime!(shape.tile.ways as u32).runtime();
+        let advance = comptime!(tile_shape.ways as u32).runtime();
         while group < groups {
             let tiles_m = tiles_along_m(offsets, group, m, grouping, rows_a);
             if tile - passed < tiles_m * tiles_n {
@@ -446,9 +438,27 @@ pub fn fused_kernel(
                                 );
                             }
                             write_tile::<Const<128>>(
-                                sums, row, end, at.column, group, a_amax, b_amax, bias, before,
-                                out, amax, n, a_range, b_range, staging_at, strip, consumer, here,
-                                shape, kind,
+                                sums,
+                                row,
+                                end,
+                                at.column,
+                                group,
+                                a_amax,
+                                b_amax,
+                                bias,
+                                before,
+                                out,
+                                amax,
+                                n,
+                                a_range,
+                                b_range,
+                                unit_of_sums,
+                                staging_at,
+                                strip,
+                                consumer,
+                                here,
+                                tile_shape,
+                                kind,
                             );
                         } else if comptime!(here == 128) {
                             let mut sums = Vector::<f32, Const<64>>::new(0.0f32);
@@ -459,9 +469,27 @@ pub fn fused_kernel(
                                 );
                             }
                             write_tile::<Const<64>>(
-                                sums, row, end, at.column, group, a_amax, b_amax, bias, before,
-                                out, amax, n, a_range, b_range, staging_at, strip, consumer, here,
-                                shape, kind,
+                                sums,
+                                row,
+                                end,
+                                at.column,
+                                group,
+                                a_amax,
+                                b_amax,
+                                bias,
+                                before,
+                                out,
+                                amax,
+                                n,
+                                a_range,
+                                b_range,
+                                unit_of_sums,
+                                staging_at,
+                                strip,
+                                consumer,
+                                here,
+                                tile_shape,
+                                kind,
                             );
                         } else if comptime!(here == 96) {
                             let mut sums = Vector::<f32, Const<64>>::new(0.0f32);
@@ -472,9 +500,27 @@ pub fn fused_kernel(
                                 );
                             }
                             write_tile::<Const<64>>(
-                                sums, row, end, at.column, group, a_amax, b_amax, bias, before,
-                                out, amax, n, a_range, b_range, staging_at, strip, consumer, here,
-                                shape, kind,
+                                sums,
+                                row,
+                                end,
+                                at.column,
+                                group,
+                                a_amax,
+                                b_amax,
+                                bias,
+                                before,
+                                out,
+                                amax,
+                                n,
+                                a_range,
+                                b_range,
+                                unit_of_sums,
+                                staging_at,
+                                strip,
+                                consumer,
+                                here,
+                                tile_shape,
+                                kind,
                             );
                         } else if comptime!(here == 64) {
                             let mut sums = Vector::<f32, Const<32>>::new(0.0f32);
@@ -485,9 +531,27 @@ pub fn fused_kernel(
                                 );
                             }
                             write_tile::<Const<32>>(
-                                sums, row, end, at.column, group, a_amax, b_amax, bias, before,
-                                out, amax, n, a_range, b_range, staging_at, strip, consumer, here,
-                                shape, kind,
+                                sums,
+                                row,
+                                end,
+                                at.column,
+                                group,
+                                a_amax,
+                                b_amax,
+                                bias,
+                                before,
+                                out,
+                                amax,
+                                n,
+                                a_range,
+                                b_range,
+                                unit_of_sums,
+                                staging_at,
+                                strip,
+                                consumer,
+                                here,
+                                tile_shape,
+                                kind,
                             );
                         } else {
                             let mut sums = Vector::<f32, Const<16>>::new(0.0f32);
@@ -498,9 +562,27 @@ pub fn fused_kernel(
                                 );
                             }
                             write_tile::<Const<16>>(
-                                sums, row, end, at.column, group, a_amax, b_amax, bias, before,
-                                out, amax, n, a_range, b_range, staging_at, strip, consumer, here,
-                                shape, kind,
+                                sums,
+                                row,
+                                end,
+                                at.column,
+                                group,
+                                a_amax,
+                                b_amax,
+                                bias,
+                                before,
+                                out,
+                                amax,
+                                n,
+                                a_range,
+                                b_range,
+                                unit_of_sums,
+                                staging_at,
+                                strip,
+                                consumer,
+                                here,
+                                tile_shape,
+                                kind,
                             );
                         }
                     }
@@ -534,44 +616,45 @@ fn write_tile<N: Size>(
     n: u32,
     a_range: f32,
     b_range: f32,
+    unit_of_sums: f32,
     staging_at: u32,
     strip: u32,
     consumer: u32,
     #[comptime] width: usize,
-    #[comptime] shape: FusedShape,
+    #[comptime] tile_shape: FusedTile,
     #[comptime] kind: EpilogueKind,
 ) {
-    let tile = comptime!(shape.tile);
     let lane = UNIT_POS % 32u32;
     let warp = (UNIT_POS % 128u32) / 32u32;
     // With shared strips all consumers write the tile together, else each its own columns.
-    let units = comptime!(128 * tile.ways as u32);
+    let units = comptime!(128 * tile_shape.ways as u32);
     let mut number = 1u32 + consumer;
     let mut unit = UNIT_POS % 128u32;
-    if comptime!(tile.ways > 1) {
+    if comptime!(tile_shape.ways > 1) {
         number = 1u32;
         unit += consumer * 128u32;
     }
     let number = u32::reinterpret(number);
-    let stage_bytes = comptime!(tile.staging() as u32 * 4);
+    let stage_bytes = comptime!(tile_shape.staging() as u32 * 4);
     let own = staging_at + consumer * stage_bytes;
     let read = staging_at + strip * stage_bytes;
     let column0 = column0 + strip * comptime!(STRIP as u32);
     // Columns of 16 bytes, and how many of them a row has.
     let vector = comptime!(16 / kind.out.size() as u32);
     let per_row = comptime!(STRIP as u32 / (16 / kind.out.size() as u32));
-    let items = comptime!(tile.chunk() as u32 * (STRIP as u32 / (16 / kind.out.size() as u32)));
+    let items =
+        comptime!(tile_shape.chunk() as u32 * (STRIP as u32 / (16 / kind.out.size() as u32)));
     let b_factor = factor(b_amax, 0u32, group, b_range, comptime!(kind.b.of_tile()));
     let mut largest = 0u32;
     #[unroll]
-    for chunk in 0..comptime!(width / tile.chunk()) {
-        let chunk_row = row0 + comptime!((chunk * tile.chunk()) as u32);
+    for chunk in 0..comptime!(width / tile_shape.chunk()) {
+        let chunk_row = row0 + comptime!((chunk * tile_shape.chunk()) as u32);
         if chunk_row < end {
             // The chunk before has been read.
             meet(number, units.runtime());
             #[unroll]
-            for j in 0..comptime!(tile.chunk() / 8) {
-                let first = comptime!((chunk * tile.chunk() / 8 + j) * 4);
+            for j in 0..comptime!(tile_shape.chunk() / 8) {
+                let first = comptime!((chunk * tile_shape.chunk() / 8 + j) * 4);
                 let at = own
                     + ((lane % 4u32) * 2u32 + comptime!(j as u32 * 8))
                         * comptime!(STAGING_ROW as u32 * 4)
@@ -598,7 +681,7 @@ fn write_tile<N: Size>(
                     for four in 0..comptime!(vector as usize / 4) {
                         let mut values = load_shared_f32_4(from + comptime!(four as u32 * 16));
                         #[unroll]
-                        for way in 1..comptime!(tile.ways) {
+                        for way in 1..comptime!(tile_shape.ways) {
                             values += load_shared_f32_4(
                                 from + comptime!(way as u32) * stage_bytes
                                     + comptime!(four as u32 * 16),
@@ -619,7 +702,7 @@ fn write_tile<N: Size>(
                                 b_range,
                                 bias,
                                 held(before, index, 0u32, kind),
-                                comptime!(shape.unit),
+                                unit_of_sums,
                                 kind,
                             );
                             let odd = element(
@@ -632,7 +715,7 @@ fn write_tile<N: Size>(
                                 b_range,
                                 bias,
                                 held(before, index, 1u32, kind),
-                                comptime!(shape.unit),
+                                unit_of_sums,
                                 kind,
                             );
                             if comptime!(kind.out == FloatKind::F32) {
@@ -673,7 +756,7 @@ fn element(
     b_range: f32,
     bias: &[f32],
     before: f32,
-    #[comptime] unit: u32,
+    unit_of_sums: f32,
     #[comptime] kind: EpilogueKind,
 ) -> f32 {
     let mut column_factor = b_factor;
@@ -685,7 +768,7 @@ fn element(
         addend = bias[own as usize];
     }
     finish(
-        sum * comptime!(unit as f32),
+        sum * unit_of_sums,
         line_factor * column_factor,
         addend,
         before,
@@ -719,13 +802,9 @@ pub(super) fn launch(
     let tiles = rows * n.div_ceil(tile.rows_b());
     let processors = client.properties().hardware.num_streaming_multiprocessors;
     let cubes = tiles.min(processors.unwrap_or(132) as usize);
-    let shape = FusedShape {
-        tile,
-        unit: match a.elements {
-            Elements::Packed(_) => 1 << 16,
-            Elements::Bf16(_) => 1 << 8,
-        },
-        whole: k.is_multiple_of(workspace::SPAN),
+    let unit_of_sums = match a.elements {
+        Elements::Packed(_) => 65536.0,
+        Elements::Bf16(_) => 256.0,
     };
     let width = k.next_multiple_of(workspace::SPAN);
     // SAFETY: the memory was allocated for `m` x `width` elements.
@@ -789,9 +868,10 @@ pub(super) fn launch(
             groups.groups as u32,
             epilogue.ranges[0],
             epilogue.ranges[1],
+            unit_of_sums,
             band as u32,
             groups.grouping,
-            shape,
+            tile,
             epilogue.kind,
         );
     }
