@@ -11,8 +11,8 @@ use half::bf16;
 use nvfp4_kernels::{
     device::FloatKind,
     gemm::kernels::{
-        EpilogueKind, Factor, FusedTile, Grouping, Left, SM90_UNITS, Shape,
-        Tile, arrange_kernel, decode_kernel, fused_kernel, sm90_kernel, small_m_kernel,
+        EpilogueKind, Factor, FusedTile, Grouping, Left, SM90_UNITS, Shape, Tile, arrange_kernel,
+        decode_kernel, fused_kernel, sm90_kernel, small_m_kernel,
     },
 };
 use nvrtc::CudaTools;
@@ -123,13 +123,13 @@ fn sm90_kernel_uses_the_tensor_cores_and_spills_nothing() {
     for (strips, columns, tail, left, plain) in [
         (2, 1, false, Left::Packed, true),
         (1, 1, true, Left::Packed, false),
-        (4, 1, false, Left::Bf16, true),
-        (3, 2, true, Left::Bf16, false),
+        (2, 1, false, Left::Bf16, true),
+        (2, 2, true, Left::Bf16, false),
+        (2, 2, false, Left::Packed, true),
         (4, 2, false, Left::Packed, true),
-        (4, 2, true, Left::Packed, true),
     ] {
         let shape = Shape {
-            warps: 16,
+            warps: 8,
             strips,
             columns,
             tail,
@@ -142,7 +142,7 @@ fn sm90_kernel_uses_the_tensor_cores_and_spills_nothing() {
                 properties.clone(),
                 target.clone(),
                 CubeCount::Static(1, 1, 1),
-                CubeDim::new_1d(512),
+                CubeDim::new_1d(256),
                 AddressType::U32,
                 buffer(512),
                 buffer(512),
@@ -172,11 +172,11 @@ fn sm90_kernel_uses_the_tensor_cores_and_spills_nothing() {
         );
         // Two instructions for each word, strip and group of columns, and four words.
         assert_eq!(count(&sass, "HMMA"), 8 * strips * columns, "{name}");
-        if std::env::var("LAX").is_err() {assert_eq!(
+        assert_eq!(
             count(&sass, "LDL") + count(&sass, "STL"),
             0,
             "{name} spills"
-        );}
+        );
     }
     for packed in [true, false] {
         // SAFETY: nothing is launched.
@@ -283,7 +283,7 @@ fn sm90_kernel_uses_the_tensor_cores_and_spills_nothing() {
             // them (it says `gsb0, 0x0` behind each, then).
             let waits = sass.matches("WARPGROUP.DEPBAR.LE gsb0, 0x0").count();
             assert_eq!(waits, widths, "{name} is serialized");
-            // Main loops are where products are: with one loop between the first product and the last.
+            // A main loop is what lies between the first product of a width and the last.
             let lines: Vec<&str> = sass.lines().collect();
             let products: Vec<usize> = (0..lines.len())
                 .filter(|&line| lines[line].contains("HGMMA"))

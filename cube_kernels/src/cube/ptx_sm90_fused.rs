@@ -69,35 +69,6 @@ pub fn copy_8_bytes(to: u32, from: u64) {
     gpu_asm!("cp.async.ca.shared.global [{t}], [{f}], 8;", t = in(_) to, f = in(_) from);
 }
 
-/// The same of sixteen bytes, aligned to sixteen, past the L1 cache.
-#[cube]
-pub fn copy_16_bytes(to: u32, from: u64) {
-    gpu_asm!(
-        "cp.async.cg.shared.global.L2::128B [{t}], [{f}], 16;",
-        t = in(_) to, f = in(_) from
-    );
-}
-
-/// Ends a group of copies of this unit: `cp.async.commit_group`.
-#[cube]
-pub fn close_copies() {
-    gpu_asm!("cp.async.commit_group;");
-}
-
-/// Waits for all groups of copies of this unit but the last: `cp.async.wait_group`.
-#[cube]
-pub fn wait_for_all_copies_but_the_last() {
-    gpu_asm!("cp.async.wait_group 1;");
-}
-
-/// Loads two bytes from shared memory.
-#[cube]
-pub fn load_shared_u16(address: u32) -> u16 {
-    let word: u16;
-    gpu_asm!("ld.shared.u16 {w}, [{a}];", w = out(_) word, a = in(_) address);
-    u16::reinterpret(word)
-}
-
 /// Arrives at the barrier at `barrier` when all [copies](copy_8_bytes()) of this unit so far have:
 /// `cp.async.mbarrier.arrive.noinc`, one of the arrivals that the barrier expects.
 #[cube]

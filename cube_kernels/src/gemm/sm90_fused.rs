@@ -336,7 +336,7 @@ pub fn fused_kernel(
         let rows_of_unit = comptime!(tile_shape.rows_b().div_ceil(CARRIERS));
         let carrier = unit - 32u32;
         // Then the scales of a row in a stage are aligned.
-        let is_whole = k % comptime!(workspace::SPAN as u32) == 0u32;
+        let is_whole = k & comptime!(workspace::SPAN as u32 - 1) == 0u32;
         let scales_from = global_address::<u16>(b_scales.as_ptr());
         while group < groups {
             let tiles_m = tiles_along_m(offsets, group, m, grouping, rows_a);

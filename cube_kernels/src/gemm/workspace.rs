@@ -119,8 +119,8 @@ pub fn arrange_kernel(
                     bytes[slot] = u32::cast_from(scales[at / 2usize]);
                 } else {
                     let at = at * 8usize + (within % 4u32) as usize;
-                    pairs[slot] = u32::cast_from(dense[at])
-                        | (u32::cast_from(dense[at + 4usize]) << 16u32);
+                    pairs[slot] =
+                        u32::cast_from(dense[at]) | (u32::cast_from(dense[at + 4usize]) << 16u32);
                 }
             }
         }
