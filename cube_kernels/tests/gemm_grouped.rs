@@ -49,8 +49,8 @@ macro_rules! client {
 fn paths(client: &Client) -> Vec<GemmPath> {
     match Capabilities::of(client).gemm {
         GemmPath::Scalar => vec![GemmPath::Scalar],
-        // cuBLASLt is not used for groups. The block-scaled kernel takes no contractions in groups and no
-        // bf16 operands; its groups of rows are tested beside it.
+        // cuBLASLt takes no groups. The block-scaled kernel takes no contractions in groups and no bf16
+        // operands; its groups of rows are tested beside it.
         GemmPath::MatrixInstructions | GemmPath::BlockScaled | GemmPath::CublasLt => {
             vec![GemmPath::MatrixInstructions, GemmPath::Scalar]
         }

@@ -53,9 +53,12 @@ impl PackedLayout {
 
     /// The layout of one copy of a stack of matrices, `[count, rows, cols]`: row-wise copies one
     /// below the other, those of the transposed matrices for [`PackedAxis::Rows`].
-    pub fn stack([count, rows, cols]: [usize; 3], axis: PackedAxis) -> Self {
+    pub fn stack([count, rows, cols]: [usize; 3], axis: PackedAxis, scaling: BlockScaling) -> Self {
         let (outer, inner) = axis.stored_shape(rows, cols);
-        Self::plain(count * outer, inner, PackedAxis::Cols)
+        Self {
+            scaling,
+            ..Self::plain(count * outer, inner, PackedAxis::Cols)
+        }
     }
 
     /// Stored rows: the rows of a row-wise copy, the columns of a column-wise one.

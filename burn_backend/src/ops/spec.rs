@@ -9,7 +9,7 @@ use nvfp4_kernels::{
 use serde::{Deserialize, Serialize};
 
 use super::packed::GlobalScaling;
-#[cfg(feature = "cubecl-backend")]
+#[cfg(any(feature = "flex", feature = "cubecl-backend"))]
 use super::packed::PackedLayout;
 
 /// How one packed copy of a matrix is made, whichever axis it is packed along.
@@ -38,7 +38,7 @@ impl CopySpec {
     }
 
     /// The layout of the copy of a `rows` x `cols` matrix along `axis`.
-    #[cfg(feature = "cubecl-backend")]
+    #[cfg(any(feature = "flex", feature = "cubecl-backend"))]
     pub(crate) fn layout(&self, rows: usize, cols: usize, axis: PackedAxis) -> PackedLayout {
         PackedLayout {
             rows,
@@ -87,7 +87,7 @@ pub enum PairSpec {
 
 impl PairSpec {
     /// What each copy is: row-wise, column-wise.
-    #[cfg(feature = "cubecl-backend")]
+    #[cfg(any(feature = "flex", feature = "cubecl-backend"))]
     pub(crate) fn copies(&self) -> [CopySpec; 2] {
         match *self {
             Self::Tile(scaling) => {

@@ -6,6 +6,7 @@ use burn_core::tensor::{DType, Device, Int, Tensor, TensorData};
 use burn_nvfp4::functions::linear;
 use burn_nvfp4::nn::Routing;
 use burn_nvfp4::ops::LinearSpec;
+use burn_nvfp4::recipe::BackwardSource;
 use burn_nvfp4::{
     ExpertOffsets, Hadamard, Nvfp4GroupedLinear, Nvfp4GroupedLinearConfig, Nvfp4Moe,
     Nvfp4MoeConfig, Nvfp4Recipe, Nvfp4State, Rounding,
@@ -564,25 +565,29 @@ impl<const D: usize> WithGradient for Tensor<D> {
     }
 }
 
-/// Two steps of a mixture, the second of them the shape of all later ones: for a profiler.
+/// A few steps of a mixture, the first of which compiles: for a profiler, or `BURN_FUSION_LOG`.
 #[test]
 #[ignore = "a measurement"]
 fn profiled_step() {
     let device = device().autodiff();
-    let (tokens, width, hidden, experts) = (16384, 2048, 1408, 16);
+    let (tokens, width, hidden, experts) = if small_only() {
+        (128, 32, 48, 4)
+    } else {
+        (16384, 2048, 1408, 16)
+    };
     let x = Matrix::gaussian(tokens, width, crate::common::activation(), 1).tensor(&device);
     let moe = Nvfp4MoeConfig::new(width, hidden, experts).init(&device);
-    for _ in 0..2 {
+    for step in 0..6 {
+        let start = std::time::Instant::now();
         let leaf = x.clone().require_grad();
-        let grads = moe.forward(leaf.clone()).output.sum().backward();
+        let out = moe.forward(leaf.clone());
+        let loss = spread_sum(out.output) + out.balance_loss + out.z_loss;
+        let grads = loss.backward();
         for gradient in [&moe.gate_up.weight, &moe.down.weight] {
-            gradient.grad(&grads).unwrap().sum().into_data();
+            gradient.grad(&grads).unwrap().narrow(0, 0, 1).into_data();
         }
-        leaf.grad(&grads)
-            .unwrap()
-            .cast(DType::F32)
-            .sum()
-            .into_data();
+        leaf.grad(&grads).unwrap().narrow(0, 0, 1).into_data();
+        eprintln!("step {step}: {:.2} ms", start.elapsed().as_secs_f64() * 1e3);
     }
 }
 
@@ -596,18 +601,31 @@ fn gated_halves(both: Tensor<2>) -> Tensor<2> {
 #[test]
 fn recipes_without_grouped_kernels_are_refused() {
     let device = device();
-    for (name, operand) in [
-        ("quartet2", "dgrad.w"),
-        ("per_token", "fprop.x"),
-        ("fwd_nvfp4_bwd_mxfp8", "dgrad.w"),
-        ("nvidia_headroom", "dgrad.dy"),
+    for (name, operand, why) in [
+        ("quartet2", "forward's operands", "original tensors"),
+        ("per_token", "fprop.x", "one global scale for each expert"),
+        ("fwd_nvfp4_bwd_mxfp8", "wgrad.x", "packs MXFP8"),
+        (
+            "fwd_nvfp4_bwd_bf16",
+            "forward's operands",
+            "original tensors",
+        ),
+        ("mxfp8", "fprop.x", "packs MXFP8"),
     ] {
         let recipe = Nvfp4Recipe::preset(name).unwrap();
         let layer = Nvfp4GroupedLinearConfig::new(2, 32, 32).with_recipe(recipe);
         let error = layer.try_init(&device).unwrap_err().to_string();
-        assert!(error.contains(operand), "{name}: {error}");
+        assert!(
+            error.contains(operand) && error.contains(why),
+            "{name}: {error}"
+        );
     }
-    for name in ["nvidia", "bf16"] {
+    let mut recipe = Nvfp4Recipe::quartet2();
+    recipe.source = BackwardSource::Original;
+    let layer = Nvfp4GroupedLinearConfig::new(2, 32, 32).with_recipe(recipe);
+    let error = layer.try_init(&device).unwrap_err().to_string();
+    assert!(error.contains("MS-EDEN"), "{error}");
+    for name in ["nvidia", "nvidia_4over6", "nvidia_headroom", "bf16"] {
         let recipe = Nvfp4Recipe::preset(name).unwrap();
         let layer = Nvfp4GroupedLinearConfig::new(2, 32, 32).with_recipe(recipe);
         layer.try_init(&device).unwrap();

@@ -79,19 +79,19 @@ impl<B: Nvfp4GroupedOps> Saved<B> {
                 let PackedOperands { x_col, w_row, spec } = *packed;
                 let (dy_row, dy_col) = match (&w_row, &x_col) {
                     (Some(_), Some(_)) => {
-                        let spec = spec.gradient_pair();
-                        let pair = B::nvfp4_quantize_groups_pair(dy, offsets.clone(), spec);
+                        let pair =
+                            B::nvfp4_quantize_groups_pair(dy, offsets.clone(), spec.gradient);
                         (Some(pair.row), Some(pair.col))
                     }
                     (Some(_), None) => {
-                        let spec = spec.gradient_row();
+                        let spec = spec.gradient.row_alone();
                         (
                             Some(B::nvfp4_quantize_groups(dy, offsets.clone(), spec)),
                             None,
                         )
                     }
                     (None, Some(_)) => {
-                        let spec = spec.gradient_col();
+                        let spec = spec.gradient.col_alone();
                         (
                             None,
                             Some(B::nvfp4_quantize_groups(dy, offsets.clone(), spec)),
@@ -183,11 +183,10 @@ fn forward<B: Nvfp4GroupedOps>(
     let (y, operands) = match precision {
         GroupedPrecision::Nvfp4(spec) => {
             let (x_row, x_col) = if w_tracked {
-                let pair = spec.input_pair();
-                let pair = B::nvfp4_quantize_groups_pair(x, offsets.clone(), pair);
+                let pair = B::nvfp4_quantize_groups_pair(x, offsets.clone(), spec.input);
                 (pair.row, Some(pair.col))
             } else {
-                let row = GroupedSpec::input_row();
+                let row = spec.input.row_alone();
                 (B::nvfp4_quantize_groups(x, offsets.clone(), row), None)
             };
             let (w_row, w_col) = if x_tracked {

@@ -15,17 +15,14 @@ use cubecl::server::Handle;
 use nvfp4_kernels::device::{AmaxScope, DeviceCopy, DevicePacked, Groups, Matrix};
 use nvfp4_kernels::gemm::{Elements, Operand, Scale, Target};
 use nvfp4_kernels::ops::{AmaxRequest, CopyRequest, GroupOffsets};
-use nvfp4_kernels::{BLOCK, Hadamard, PackedAxis, Rounding, ScaleLayout, gemm, ops};
+use nvfp4_kernels::{BLOCK, PackedAxis, ScaleLayout, gemm, ops};
 
 use super::super::cube::{device, float_kind, launched, new_tensor, packed_tensor, result};
 use super::super::{
-    Bias, Packed, PackedLayout, PackedPair, PairSpec, QuantizeSpec, copy_name, float_dtype,
-    trace_op,
+    Bias, CopySpec, Packed, PackedLayout, PackedPair, PairSpec, QuantizeSpec, copy_name,
+    float_dtype, trace_op,
 };
 use super::{GroupPairSpec, Nvfp4GroupedOps};
-
-/// What an amax decodes to: 6 · 448.
-const RANGE: f32 = 2688.0;
 
 impl Nvfp4GroupedOps for CubeBackend {
     fn nvfp4_quantize_stack(w: FloatTensor<Self>, spec: QuantizeSpec) -> Packed<Self> {
@@ -33,7 +30,8 @@ impl Nvfp4GroupedOps for CubeBackend {
         trace_op("quantize", copy_name(spec.axis), matrix.rows, matrix.cols);
         let groups = Groups::Batch(dims[0]);
         let amax = group_amax(&like, &matrix, &groups);
-        let request = request(&amax, spec.copy.rounding, None);
+        let request = request(&amax, &spec.copy);
+        let layout = PackedLayout::stack(dims, spec.axis, spec.copy.scaling);
         let copy = launched(ops::quantize(
             &like.client,
             &matrix,
@@ -41,7 +39,7 @@ impl Nvfp4GroupedOps for CubeBackend {
             spec.axis,
             &request,
         ));
-        packed_tensor(&like, copy, PackedLayout::stack(dims, spec.axis), dims[0])
+        packed_tensor(&like, copy, layout, dims[0])
     }
 
     fn nvfp4_quantize_stack_pair(w: FloatTensor<Self>, spec: PairSpec) -> PackedPair<Self> {
@@ -56,14 +54,18 @@ impl Nvfp4GroupedOps for CubeBackend {
                 ops::quantize_tile_with(client, &matrix, &groups, &amax, scaling, compact)
             }
             PairSpec::Blocks { row, col } => {
-                let [row, col] = [row, col].map(|copy| request(&amax, copy.rounding, None));
+                let [row, col] = [row, col].map(|copy| request(&amax, &copy));
                 ops::quantize_both(client, &matrix, &groups, &row, &col)
             }
         });
-        let layout = |axis| PackedLayout::stack(dims, axis);
+        let layout = |copy: &DevicePacked, axis| PackedLayout::stack(dims, axis, copy.scaling);
+        let layouts = (
+            layout(&row, PackedAxis::Cols),
+            layout(&col, PackedAxis::Rows),
+        );
         PackedPair {
-            row: packed_tensor(&like, row, layout(PackedAxis::Cols), dims[0]),
-            col: packed_tensor(&like, col, layout(PackedAxis::Rows), dims[0]),
+            row: packed_tensor(&like, row, layouts.0, dims[0]),
+            col: packed_tensor(&like, col, layouts.1, dims[0]),
         }
     }
 
@@ -74,7 +76,6 @@ impl Nvfp4GroupedOps for CubeBackend {
     ) -> Packed<Self> {
         let tokens = Tokens::new(x, offsets);
         let QuantizeSpec { axis, copy } = spec;
-        let (rounding, hadamard) = (copy.rounding, copy.hadamard);
         trace_op(
             "quantize",
             copy_name(axis),
@@ -88,11 +89,11 @@ impl Nvfp4GroupedOps for CubeBackend {
             },
             PackedAxis::Rows => AmaxRequest {
                 rows: None,
-                cols: Some((AmaxScope::Group, hadamard)),
+                cols: Some((AmaxScope::Group, copy.hadamard)),
             },
         });
         let amax = amaxes.0.or(amaxes.1).expect("one was asked for");
-        let request = request(&amax, rounding, hadamard);
+        let request = request(&amax, &copy);
         let (row, col) = match axis {
             PackedAxis::Cols => tokens.quantize(Some(&request), None),
             PackedAxis::Rows => tokens.quantize(None, Some(&request)),
@@ -107,17 +108,19 @@ impl Nvfp4GroupedOps for CubeBackend {
     ) -> PackedPair<Self> {
         let tokens = Tokens::new(x, offsets);
         trace_op("quantize", "pair", tokens.matrix.rows, tokens.matrix.cols);
-        let GroupPairSpec { row, col, hadamard } = spec;
+        let GroupPairSpec { row, col } = spec;
         // Without a transform one maximum serves both copies.
         let (row_amax, col_amax) = tokens.amaxes(&AmaxRequest {
             rows: Some(AmaxScope::Group),
-            cols: hadamard.map(|hadamard| (AmaxScope::Group, Some(hadamard))),
+            cols: col
+                .hadamard
+                .map(|hadamard| (AmaxScope::Group, Some(hadamard))),
         });
         let row_amax = row_amax.expect("asked for");
         let col_amax = col_amax.unwrap_or_else(|| row_amax.clone());
         let (row, col) = tokens.quantize(
-            Some(&request(&row_amax, row, None)),
-            Some(&request(&col_amax, col, hadamard)),
+            Some(&request(&row_amax, &row)),
+            Some(&request(&col_amax, &col)),
         );
         PackedPair {
             row: row.expect("asked for"),
@@ -274,6 +277,7 @@ impl Tokens {
         let tensor = |copy: DevicePacked| {
             let layout = PackedLayout {
                 hadamard: copy.hadamard,
+                scaling: copy.scaling,
                 ..PackedLayout::plain(copy.rows, copy.cols, copy.axis)
             };
             packed_tensor(&self.tensor, copy, layout, groups.count)
@@ -282,13 +286,14 @@ impl Tokens {
     }
 }
 
-fn request(amax: &Handle, rounding: Rounding, hadamard: Option<Hadamard>) -> CopyRequest<'_> {
+fn request<'a>(amax: &'a Handle, copy: &CopySpec) -> CopyRequest<'a> {
     CopyRequest {
         amax,
         scope: AmaxScope::Group,
         copy: DeviceCopy {
-            hadamard,
-            ..DeviceCopy::new(rounding)
+            hadamard: copy.hadamard,
+            scaling: copy.scaling,
+            ..DeviceCopy::new(copy.rounding)
         },
     }
 }
@@ -330,7 +335,7 @@ fn group_offsets(offsets: CubeTensor) -> GroupOffsets {
 fn operand(packed: &DevicePacked) -> Operand<'_> {
     Operand {
         elements: Elements::Packed(packed),
-        scale: Scale::PerGroup(&packed.amax, RANGE),
+        scale: Scale::PerGroup(&packed.amax, packed.scaling.range()),
     }
 }
 

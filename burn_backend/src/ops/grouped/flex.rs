@@ -11,13 +11,11 @@ use burn_core::tensor::{DType, FloatDType, Shape, Slice, TensorData};
 use burn_flex::FlexTensor;
 use half::{bf16, f16};
 use nvfp4_kernels::reference::{self, Element};
-use nvfp4_kernels::{
-    Amax, BLOCK, CopyPolicy, Hadamard, PackedAxis, PackedTensor, Rounding, ScaleLayout,
-};
+use nvfp4_kernels::{Amax, BLOCK, CopyPolicy, Hadamard, PackedAxis, PackedTensor, ScaleLayout};
 
 use super::super::flex::{matrix, narrow, trusted, with_elements};
 use super::super::{
-    Bias, Nvfp4Ops, Packed, PackedLayout, PackedPair, PairSpec, QuantizeSpec, copy_name,
+    Bias, CopySpec, Nvfp4Ops, Packed, PackedLayout, PackedPair, PairSpec, QuantizeSpec, copy_name,
     float_dtype, trace_op,
 };
 use super::{GroupPairSpec, Nvfp4GroupedOps, side_by_side_rows};
@@ -30,16 +28,16 @@ impl Nvfp4GroupedOps for Flex {
             values,
             dims,
             |values, rows, cols| {
-                let (amax, policy) = (
-                    amax_of(values, rows, cols, None),
-                    CopyPolicy::new(spec.copy.rounding),
-                );
+                let (amax, policy) = (amax_of(values, rows, cols, None), policy(&spec.copy));
                 trusted(reference::quantize(
                     values, rows, cols, spec.axis, &amax, &policy, 0,
                 ))
             }
         ));
-        one_below_the_other(&copies, PackedLayout::stack(dims, spec.axis))
+        one_below_the_other(
+            &copies,
+            PackedLayout::stack(dims, spec.axis, spec.copy.scaling),
+        )
     }
 
     fn nvfp4_quantize_stack_pair(w: FloatTensor<Self>, spec: PairSpec) -> PackedPair<Self> {
@@ -56,20 +54,21 @@ impl Nvfp4GroupedOps for Flex {
                         reference::quantize_tile(values, rows, cols, &amax, scaling, compact)
                     }
                     PairSpec::Blocks { row, col } => {
-                        let (row, col) = (row.rounding, col.rounding);
-                        reference::quantize_row(values, rows, cols, &amax, &row).and_then(|row| {
-                            let col =
-                                reference::quantize_col(values, rows, cols, &amax, &col, None)?;
-                            Ok((row, col))
-                        })
+                        let copy = |axis, copy: &CopySpec| {
+                            let policy = policy(copy);
+                            reference::quantize(values, rows, cols, axis, &amax, &policy, 0)
+                        };
+                        copy(PackedAxis::Cols, &row)
+                            .and_then(|row| Ok((row, copy(PackedAxis::Rows, &col)?)))
                     }
                 })
             }
         ));
         let (rows, cols): (Vec<_>, Vec<_>) = copies.into_iter().unzip();
+        let [row, col] = spec.copies().map(|copy| copy.scaling);
         PackedPair {
-            row: one_below_the_other(&rows, PackedLayout::stack(dims, PackedAxis::Cols)),
-            col: one_below_the_other(&cols, PackedLayout::stack(dims, PackedAxis::Rows)),
+            row: one_below_the_other(&rows, PackedLayout::stack(dims, PackedAxis::Cols, row)),
+            col: one_below_the_other(&cols, PackedLayout::stack(dims, PackedAxis::Rows, col)),
         }
     }
 
@@ -82,13 +81,8 @@ impl Nvfp4GroupedOps for Flex {
         trace_op("quantize", copy_name(spec.axis), rows, cols);
         let groups = ranges(&offsets, rows);
         with_elements!(x, |values| match spec.axis {
-            PackedAxis::Cols => {
-                quantize_rows(values, (rows, cols), &groups, spec.copy.rounding)
-            }
-            PackedAxis::Rows => {
-                let (rounding, hadamard) = (spec.copy.rounding, spec.copy.hadamard);
-                quantize_columns(values, (rows, cols), &groups, rounding, hadamard)
-            }
+            PackedAxis::Cols => quantize_rows(values, (rows, cols), &groups, &spec.copy),
+            PackedAxis::Rows => quantize_columns(values, (rows, cols), &groups, &spec.copy),
         })
     }
 
@@ -100,10 +94,10 @@ impl Nvfp4GroupedOps for Flex {
         let (rows, cols) = matrix(&x);
         trace_op("quantize", "pair", rows, cols);
         let groups = ranges(&offsets, rows);
-        let GroupPairSpec { row, col, hadamard } = spec;
+        let GroupPairSpec { row, col } = &spec;
         with_elements!(x, |values| PackedPair {
             row: quantize_rows(values, (rows, cols), &groups, row),
-            col: quantize_columns(values, (rows, cols), &groups, col, hadamard),
+            col: quantize_columns(values, (rows, cols), &groups, col),
         })
     }
 
@@ -262,6 +256,15 @@ fn amax_of<T: Element>(values: &[T], rows: usize, cols: usize, hadamard: Option<
     })
 }
 
+/// What `copy` asks of the oracle.
+fn policy(copy: &CopySpec) -> CopyPolicy {
+    CopyPolicy {
+        hadamard: copy.hadamard,
+        scaling: copy.scaling,
+        ..CopyPolicy::new(copy.rounding)
+    }
+}
+
 /// Stacked copies as one packed matrix with an amax for each.
 fn one_below_the_other(copies: &[PackedTensor], layout: PackedLayout) -> Packed<Flex> {
     let codes = copies.iter().flat_map(|copy| copy.codes()).copied();
@@ -275,9 +278,9 @@ fn quantize_rows<T: Element>(
     values: &[T],
     (rows, cols): (usize, usize),
     groups: &[Range<usize>],
-    rounding: Rounding,
+    copy: &CopySpec,
 ) -> Packed<Flex> {
-    let layout = PackedLayout::plain(rows, cols, PackedAxis::Cols);
+    let layout = copy.layout(rows, cols, PackedAxis::Cols);
     let blocks = layout.blocks();
     let mut codes = vec![0; rows * blocks * 8];
     let mut scales = vec![0; rows * blocks];
@@ -286,7 +289,7 @@ fn quantize_rows<T: Element>(
         let part = &values[group.start * cols..group.end * cols];
         let amax = amax_of(part, group.len(), cols, None);
         maxima.push(amax.of(0));
-        let policy = CopyPolicy::new(rounding);
+        let policy = policy(copy);
         let first = group.start * blocks;
         let packed = trusted(reference::quantize(
             part,
@@ -308,14 +311,11 @@ fn quantize_columns<T: Element>(
     values: &[T],
     (rows, cols): (usize, usize),
     groups: &[Range<usize>],
-    rounding: Rounding,
-    hadamard: Option<Hadamard>,
+    copy: &CopySpec,
 ) -> Packed<Flex> {
+    let hadamard = copy.hadamard;
     let pitch = side_by_side_rows(rows, groups.len(), hadamard);
-    let layout = PackedLayout {
-        hadamard,
-        ..PackedLayout::plain(pitch, cols, PackedAxis::Rows)
-    };
+    let layout = copy.layout(pitch, cols, PackedAxis::Rows);
     let pitch = layout.blocks();
     let mut codes = vec![0; cols * pitch * 8];
     let mut scales = vec![0; cols * pitch];
@@ -324,10 +324,7 @@ fn quantize_columns<T: Element>(
         let part = &values[group.start * cols..group.end * cols];
         let amax = amax_of(part, group.len(), cols, hadamard);
         maxima.push(amax.of(0));
-        let policy = CopyPolicy {
-            hadamard,
-            ..CopyPolicy::new(rounding)
-        };
+        let policy = policy(copy);
         let first = (cols * place.start) as u64;
         let packed = trusted(reference::quantize(
             part,

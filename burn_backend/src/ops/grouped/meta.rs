@@ -2,10 +2,10 @@
 
 use burn_core::backend::fusion::custom::TensorSpec;
 use burn_core::tensor::{DType, FloatDType, Shape};
-use nvfp4_kernels::{Hadamard, PackedAxis};
+use nvfp4_kernels::PackedAxis;
 
 use super::super::packed::{BiasMetadata, PackedMetadata, PackedPairMetadata};
-use super::super::{PackedLayout, PairSpec, QuantizeSpec};
+use super::super::{CopySpec, PackedLayout, PairSpec, QuantizeSpec};
 use super::{GroupPairSpec, side_by_side_rows};
 
 fn packed(layout: PackedLayout, groups: usize) -> PackedMetadata {
@@ -18,37 +18,34 @@ fn packed(layout: PackedLayout, groups: usize) -> PackedMetadata {
     }
 }
 
-fn stack(w: &TensorSpec, axis: PackedAxis) -> PackedMetadata {
-    let [experts, d_in, d_out] = [w.shape[0], w.shape[1], w.shape[2]];
-    packed(PackedLayout::stack([experts, d_in, d_out], axis), experts)
+fn stack(w: &TensorSpec, axis: PackedAxis, copy: &CopySpec) -> PackedMetadata {
+    let dims = [w.shape[0], w.shape[1], w.shape[2]];
+    packed(PackedLayout::stack(dims, axis, copy.scaling), dims[0])
 }
 
 fn groups(
     x: &TensorSpec,
     offsets: &TensorSpec,
     axis: PackedAxis,
-    hadamard: Option<Hadamard>,
+    copy: &CopySpec,
 ) -> PackedMetadata {
     let (rows, count) = (x.shape[0], offsets.shape[0] - 1);
     let rows = match axis {
         PackedAxis::Cols => rows,
-        PackedAxis::Rows => side_by_side_rows(rows, count, hadamard),
+        PackedAxis::Rows => side_by_side_rows(rows, count, copy.hadamard),
     };
-    let layout = PackedLayout {
-        hadamard,
-        ..PackedLayout::plain(rows, x.shape[1], axis)
-    };
-    packed(layout, count)
+    packed(copy.layout(rows, x.shape[1], axis), count)
 }
 
 pub(super) fn stack_meta(w: &TensorSpec, spec: &QuantizeSpec) -> PackedMetadata {
-    stack(w, spec.axis)
+    stack(w, spec.axis, &spec.copy)
 }
 
-pub(super) fn stack_pair_meta(w: &TensorSpec, _spec: &PairSpec) -> PackedPairMetadata {
+pub(super) fn stack_pair_meta(w: &TensorSpec, spec: &PairSpec) -> PackedPairMetadata {
+    let [row, col] = spec.copies();
     PackedPairMetadata {
-        row: stack(w, PackedAxis::Cols),
-        col: stack(w, PackedAxis::Rows),
+        row: stack(w, PackedAxis::Cols, &row),
+        col: stack(w, PackedAxis::Rows, &col),
     }
 }
 
@@ -57,7 +54,7 @@ pub(super) fn group_meta(
     offsets: &TensorSpec,
     spec: &QuantizeSpec,
 ) -> PackedMetadata {
-    groups(x, offsets, spec.axis, spec.copy.hadamard)
+    groups(x, offsets, spec.axis, &spec.copy)
 }
 
 pub(super) fn group_pair_meta(
@@ -66,8 +63,8 @@ pub(super) fn group_pair_meta(
     spec: &GroupPairSpec,
 ) -> PackedPairMetadata {
     PackedPairMetadata {
-        row: groups(x, offsets, PackedAxis::Cols, None),
-        col: groups(x, offsets, PackedAxis::Rows, spec.hadamard),
+        row: groups(x, offsets, PackedAxis::Cols, &spec.row),
+        col: groups(x, offsets, PackedAxis::Rows, &spec.col),
     }
 }
 

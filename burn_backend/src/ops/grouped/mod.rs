@@ -151,7 +151,7 @@ pub trait Nvfp4GroupedOps: Nvfp4Ops {
         match precision {
             GroupedPrecision::Nvfp4(spec) => {
                 let dtype = float_dtype(x.dtype());
-                let x = Self::nvfp4_quantize_groups(x, offsets.clone(), GroupedSpec::input_row());
+                let x = Self::nvfp4_quantize_groups(x, offsets.clone(), spec.input.row_alone());
                 let w = stack_for_forward::<Self>(w, &spec);
                 Self::nvfp4_matmul_group_rows(x, w, bias, offsets, dtype)
             }

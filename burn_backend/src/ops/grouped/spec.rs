@@ -1,18 +1,37 @@
 //! How grouped layers compute.
 
-use nvfp4_kernels::{BlockScaling, Hadamard, Nvfp4Error, PackedAxis, Rounding};
+use nvfp4_kernels::{Nvfp4Error, PackedAxis, Rounding};
 
-use super::super::{BackwardSource, CopySpec, LinearSpec, OperandSpec, PairSpec, QuantizeSpec};
+use super::super::{
+    BackwardSource, CopySpec, GlobalScaling, LinearSpec, OperandSpec, PairSpec, QuantizeSpec,
+};
 
-/// How to make both copies of the groups of a matrix, in 1x16 blocks.
+/// How to make both copies of the groups of a matrix, in 1x16 blocks, with one global scale for each
+/// group.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct GroupPairSpec {
-    /// How elements of the row-wise copy round.
-    pub row: Rounding,
-    /// How elements of the column-wise copy round.
-    pub col: Rounding,
-    /// The transform along the columns for the column-wise copy.
-    pub hadamard: Option<Hadamard>,
+    /// The row-wise copy; without a transform.
+    pub row: CopySpec,
+    /// The column-wise copy.
+    pub col: CopySpec,
+}
+
+impl GroupPairSpec {
+    /// How to make the row-wise copy alone.
+    pub fn row_alone(&self) -> QuantizeSpec {
+        QuantizeSpec {
+            axis: PackedAxis::Cols,
+            copy: self.row,
+        }
+    }
+
+    /// How to make the column-wise copy alone.
+    pub fn col_alone(&self) -> QuantizeSpec {
+        QuantizeSpec {
+            axis: PackedAxis::Rows,
+            copy: self.col,
+        }
+    }
 }
 
 /// What a grouped linear product in NVFP4 does beyond its shapes.
@@ -20,125 +39,88 @@ pub struct GroupPairSpec {
 pub struct GroupedSpec {
     /// How both copies of each expert's weight are made; without a transform.
     pub weight: PairSpec,
-    /// The transform of both operands of wgrad, along the tokens of each group.
-    pub hadamard: Option<Hadamard>,
-    /// How the output's gradient rounds in its row-wise copy, for dgrad.
-    pub dgrad: Rounding,
-    /// How the output's gradient rounds in its column-wise copy, for wgrad.
-    pub wgrad: Rounding,
+    /// How the input is packed: for the forward product, and for wgrad.
+    pub input: GroupPairSpec,
+    /// How the output's gradient is packed: for dgrad, and for wgrad.
+    pub gradient: GroupPairSpec,
 }
 
 /// The grouped layer does for each expert what the plain layer does for all tokens.
 ///
 /// # Errors
-/// When the recipe is not of TransformerEngine's kind: NVFP4 everywhere, standard block scales, one global scale for each expert, the input to nearest, the
-/// backward from the original tensors.
+/// When the grouped kernels have no form of an operand; the message says which, and why.
 impl TryFrom<LinearSpec> for GroupedSpec {
     type Error = Nvfp4Error;
 
     fn try_from(spec: LinearSpec) -> Result<Self, Nvfp4Error> {
-        let refused = |operand: &str| {
-            Nvfp4Error::value(
-                "recipe",
-                format!("{operand} in a grouped layer"),
-                "NVFP4 everywhere, plain block scales and one global scale for an expert, `x` to \
-                 nearest, `w` in tiles or in blocks to nearest, the backward from the original \
-                 tensors (`nvidia` and its switches), or `bf16`",
-            )
+        if spec.source != BackwardSource::Original {
+            return Err(refused(
+                "a backward from the forward's operands",
+                "the grouped kernels pack groups of tokens from the original tensors",
+            ));
+        }
+        let input = GroupPairSpec {
+            row: nearest("fprop.x", spec.fprop_x)?,
+            col: nearest("wgrad.x", spec.wgrad_x)?,
         };
-        let rounding = |name: &str, operand: OperandSpec, hadamard: Option<Hadamard>| match operand
-        {
-            OperandSpec::Blocks(copy)
-                if copy
-                    == (CopySpec {
-                        hadamard,
-                        ..CopySpec::new(copy.rounding)
-                    }) =>
-            {
-                Ok(copy.rounding)
-            }
-            other => Err(refused(&format!("{name} = {other:?}"))),
-        };
-        let hadamard = match spec.wgrad_x {
-            OperandSpec::Blocks(copy) => copy.hadamard,
-            _ => None,
+        let gradient = GroupPairSpec {
+            row: blocks("dgrad.dy", spec.dgrad_dy)?,
+            col: blocks("wgrad.dy", spec.wgrad_dy)?,
         };
         let weight = match (spec.dgrad_w, spec.fprop_w) {
-            (OperandSpec::Tiles(a), OperandSpec::Tiles(b))
-                if a == b && a == BlockScaling::Standard =>
-            {
-                PairSpec::Tile(a)
+            (OperandSpec::Tiles(row), OperandSpec::Tiles(col)) if row == col => PairSpec::Tile(col),
+            (OperandSpec::Tiles(_), _) | (_, OperandSpec::Tiles(_)) => {
+                return Err(refused(
+                    "w in tiles for one product and not, or scaled otherwise, for the other",
+                    "a stack of weights is packed for both products at once",
+                ));
             }
-            (row, col) => {
-                let plain = |name, operand| match rounding(name, operand, None)? {
-                    Rounding::Nearest => Ok(CopySpec::new(Rounding::Nearest)),
-                    drawn => Err(refused(&format!("{name} rounded by {drawn:?}"))),
-                };
-                PairSpec::Blocks {
-                    row: plain("dgrad.w", row)?,
-                    col: plain("fprop.w", col)?,
-                }
-            }
+            (row, col) => PairSpec::Blocks {
+                row: nearest("dgrad.w", row)?,
+                col: nearest("fprop.w", col)?,
+            },
         };
-        for (name, operand, hadamard) in [
-            ("fprop.x", spec.fprop_x, None),
-            ("wgrad.x", spec.wgrad_x, hadamard),
-        ] {
-            if rounding(name, operand, hadamard)? != Rounding::Nearest {
-                return Err(refused(&format!("{name} rounded stochastically")));
-            }
-        }
-        if spec.source != BackwardSource::Original {
-            return Err(refused("a backward from the forward's operands"));
-        }
         Ok(Self {
             weight,
-            hadamard,
-            dgrad: rounding("dgrad.dy", spec.dgrad_dy, None)?,
-            wgrad: rounding("wgrad.dy", spec.wgrad_dy, hadamard)?,
+            input,
+            gradient,
         })
     }
 }
 
-impl GroupedSpec {
-    /// How to make the row-wise copy of the input, for the forward product.
-    pub(super) fn input_row() -> QuantizeSpec {
-        QuantizeSpec::new(PackedAxis::Cols, Rounding::Nearest)
-    }
-
-    /// How to make both copies of the input, for the forward product and for wgrad.
-    pub(super) fn input_pair(&self) -> GroupPairSpec {
-        GroupPairSpec {
-            row: Rounding::Nearest,
-            col: Rounding::Nearest,
-            hadamard: self.hadamard,
+/// How `operand`, called `name`, is packed group by group.
+fn blocks(name: &str, operand: OperandSpec) -> Result<CopySpec, Nvfp4Error> {
+    let why = match operand {
+        OperandSpec::Blocks(copy) if copy.global == GlobalScaling::PerTensor => return Ok(copy),
+        OperandSpec::Blocks(_) => "groups of tokens have one global scale for each expert",
+        OperandSpec::HighPrecision => "a grouped product takes two packed operands or none",
+        OperandSpec::Mxfp8 => "no grouped kernel packs MXFP8",
+        OperandSpec::Tiles(_) => "groups of tokens are packed in 1x16 blocks",
+        OperandSpec::Eden { .. } => {
+            "no grouped kernel transforms the groups of 128 that MS-EDEN needs"
         }
-    }
+    };
+    Err(refused(&format!("{name} = {operand:?}"), why))
+}
 
-    /// How to make the row-wise copy of the output's gradient.
-    pub(super) fn gradient_row(&self) -> QuantizeSpec {
-        QuantizeSpec::new(PackedAxis::Cols, self.dgrad)
+/// The same for an operand that is not drawn.
+fn nearest(name: &str, operand: OperandSpec) -> Result<CopySpec, Nvfp4Error> {
+    let copy = blocks(name, operand)?;
+    match copy.rounding {
+        Rounding::Nearest => Ok(copy),
+        drawn => Err(refused(
+            &format!("{name} rounded by {drawn:?}"),
+            "inputs and weights of experts round to nearest",
+        )),
     }
+}
 
-    /// How to make the column-wise copy of the output's gradient.
-    pub(super) fn gradient_col(&self) -> QuantizeSpec {
-        QuantizeSpec {
-            axis: PackedAxis::Rows,
-            copy: CopySpec {
-                hadamard: self.hadamard,
-                ..CopySpec::new(self.wgrad)
-            },
-        }
-    }
-
-    /// How to make both copies of the output's gradient.
-    pub(super) fn gradient_pair(&self) -> GroupPairSpec {
-        GroupPairSpec {
-            row: self.dgrad,
-            col: self.wgrad,
-            hadamard: self.hadamard,
-        }
-    }
+fn refused(found: &str, why: &str) -> Nvfp4Error {
+    Nvfp4Error::value(
+        "recipe",
+        format!("{found} in a grouped layer"),
+        format!("`nvidia`, `nvidia_4over6`, `nvidia_headroom`, their switches, or `bf16`: {why}"),
+    )
 }
 
 /// In what a grouped linear product computes.

@@ -142,6 +142,9 @@ struct Heuristic {
     reserved: [i32; 4],
 }
 
+/// The algorithm that the library thinks is the fastest for a problem, or why it has none.
+pub type Answer = Result<Algorithm, String>;
+
 /// Where the memory of a product lies on the device.
 #[derive(Debug, Clone, Copy)]
 pub struct Addresses {
@@ -203,8 +206,9 @@ impl Library {
         Ok(handle)
     }
 
-    /// The algorithm that the library thinks is the fastest for `problem`, or why there is none.
-    pub fn plan(&self, device: DeviceId, problem: &Problem) -> Result<Algorithm, String> {
+    /// What the library answers to `problem` on `device`, whose context is the current one. An error is no
+    /// answer: it could not be asked.
+    pub fn plan(&self, device: DeviceId, problem: &Problem) -> Result<Answer, String> {
         let handle = self.handle(device)?;
         let operation = Operation::new(&self.interface, problem, &Addresses::NONE)?;
         let preference = Object::new(
@@ -238,8 +242,9 @@ impl Library {
         };
         let mut count = 0;
         let Operation { desc, a, b, out } = &operation;
+        let name = "cublasLtMatmulAlgoGetHeuristic";
         // SAFETY: all descriptors are alive, and room is given for the one result that is asked for.
-        check("cublasLtMatmulAlgoGetHeuristic", unsafe {
+        let status = unsafe {
             let heuristic = self.interface.heuristic;
             heuristic(
                 handle,
@@ -253,12 +258,17 @@ impl Library {
                 &mut found,
                 &mut count,
             )
-        })?;
-        if count == 0 {
-            return Err("cublasLtMatmulAlgoGetHeuristic found no algorithm".into());
+        };
+        match (check(name, status), count) {
+            (Err(refusal), _)
+                if [INVALID_VALUE, ARCH_MISMATCH, NOT_SUPPORTED].contains(&status) =>
+            {
+                Ok(Err(refusal))
+            }
+            (Err(failure), _) => Err(failure),
+            (Ok(()), 0) => Ok(Err(format!("{name} found no algorithm"))),
+            (Ok(()), _) => Ok(check("the algorithm found", found.state).map(|()| found.algorithm)),
         }
-        check("the algorithm found", found.state)?;
-        Ok(found.algorithm)
     }
 
     /// Queues a product on `stream`.
@@ -403,18 +413,22 @@ impl Operation {
     }
 }
 
+const INVALID_VALUE: Status = 7;
+const ARCH_MISMATCH: Status = 8;
+const NOT_SUPPORTED: Status = 15;
+
 /// `cublasStatus_t` as a result.
 fn check(what: &str, status: Status) -> Result<(), String> {
     let name = match status {
         0 => return Ok(()),
         1 => "NOT_INITIALIZED",
         3 => "ALLOC_FAILED",
-        7 => "INVALID_VALUE",
-        8 => "ARCH_MISMATCH",
+        INVALID_VALUE => "INVALID_VALUE",
+        ARCH_MISMATCH => "ARCH_MISMATCH",
         11 => "MAPPING_ERROR",
         13 => "EXECUTION_FAILED",
         14 => "INTERNAL_ERROR",
-        15 => "NOT_SUPPORTED",
+        NOT_SUPPORTED => "NOT_SUPPORTED",
         16 => "LICENSE_ERROR",
         _ => "unknown",
     };

@@ -29,7 +29,7 @@ use cudarc::driver::sys::{
 
 use super::{
     Problem, Product,
-    library::{Addresses, Algorithm, Library},
+    library::{Addresses, Algorithm, Answer, Library},
 };
 use crate::{Nvfp4Error, device::allocate};
 
@@ -45,7 +45,7 @@ const MOST_ANSWERS: usize = 4096;
 
 /// The algorithm for `problem`, asked for once.
 pub fn plan(client: &Client, problem: &Problem) -> Result<Algorithm, Nvfp4Error> {
-    type Answers = HashMap<(DeviceId, Problem), Result<Algorithm, String>>;
+    type Answers = HashMap<(DeviceId, Problem), Answer>;
     static ANSWERS: LazyLock<Mutex<Answers>> = LazyLock::new(Mutex::default);
     let service = client.service_id();
     if service.service != TypeId::of::<CudaServer>() {
@@ -59,9 +59,10 @@ pub fn plan(client: &Client, problem: &Problem) -> Result<Algorithm, Nvfp4Error>
         None => {
             let (device, problem) = key;
             // On the device's own thread, whose context is the device's.
-            let answer = DeviceHandle::<CudaServer>::new(device)
+            let asked = DeviceHandle::<CudaServer>::new(device)
                 .submit_blocking(move |_| Library::get()?.plan(device, &problem))
                 .unwrap_or_else(|error| Err(format!("{error:?}")));
+            let answer = asked.map_err(|reason| refused(client, &problem, reason))?;
             let mut answers = answers();
             if answers.len() >= MOST_ANSWERS {
                 answers.clear();
