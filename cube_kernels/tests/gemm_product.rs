@@ -318,6 +318,8 @@ fn packed_and_bf16_operands_agree() {
             upload(&client, &x, packed.rows, k, FloatKind::Bf16)
         };
         let (x, y) = (dense(&a), dense(&b));
+        // The kernel that decodes `b` in registers adds in another order.
+        let plan = (m > 64).then_some(Plan::Decoded(Tile::N128, 8));
         let one = |operand: &DevicePacked| {
             let operand = operand.clone();
             move |client: &Client, other: &Operand, packed_is_left: bool| {
@@ -330,14 +332,8 @@ fn packed_and_bf16_operands_agree() {
                 } else {
                     (other, &operand)
                 };
-                let out = gemm::product(
-                    client,
-                    Some(GemmPath::Hopper),
-                    a,
-                    b,
-                    None,
-                    Target::New(FloatKind::F32),
-                );
+                let (path, new) = (Some(GemmPath::Hopper), Target::New(FloatKind::F32));
+                let out = product_with(client, path, a, b, None, new, plan);
                 read::<f32>(client, &out.unwrap())
             }
         };
@@ -381,22 +377,39 @@ fn packed_and_bf16_operands_agree() {
             continue;
         }
         // The factors of both maxima, in the order that the specification states.
-        let both = gemm::gemm_on(
-            &client,
-            GemmPath::Hopper,
-            &left,
-            &right,
-            None,
-            FloatKind::F32,
-        );
+        let (path, new) = (Some(GemmPath::Hopper), Target::New(FloatKind::F32));
+        let operands = ((&left).into(), (&right).into());
+        let both = product_with(&client, path, &operands.0, &operands.1, None, new, plan);
         let alpha = reference::alpha(a.amax, b.amax);
         let scaled: Vec<f32> = expected.iter().map(|sum| sum * alpha).collect();
         assert_same(&read::<f32>(&client, &both.unwrap()), &scaled, &what);
     }
 }
 
+/// `packed` in bf16, its columns in the order in which the kernel that decodes `b` in registers adds: in each 128,
+/// zeros beyond the end, four lanes have 32 consecutive columns each, and of these an instruction takes
+/// two pairs, whose columns are four apart.
+fn in_order_of_sums(client: &Client, packed: &Packed) -> Matrix {
+    let (x, k) = (packed.decoded(), packed.blocks * 16);
+    let width = k.next_multiple_of(128);
+    let column = |position: usize| {
+        let (instruction, within) = (position % 128 / 16, position % 16);
+        let (lane, pair, odd) = (within % 8 / 2, within / 8, within % 2);
+        let code = 2 * (instruction % 2) + pair + 4 * odd;
+        position / 128 * 128 + 32 * lane + instruction / 2 * 8 + code
+    };
+    let ordered: Vec<bf16> = (0..packed.rows * width)
+        .map(|i| {
+            let (row, column) = (i / width, column(i % width));
+            let value = if column < k { x[row * k + column] } else { 0.0 };
+            bf16::from_f32(value)
+        })
+        .collect();
+    upload(client, &ordered, packed.rows, width, FloatKind::Bf16)
+}
+
 /// Every tile of the kernel that decodes `b` in registers: with tails everywhere, against the bound; the
-/// tiles in which each warpgroup sums alone, bit for bit as the other kernel.
+/// tiles in which each warpgroup sums alone, bit for bit as the other kernel on columns in the same order.
 #[test]
 fn fused_tiles() {
     let client = hopper!("fused_tiles");
@@ -406,6 +419,8 @@ fn fused_tiles() {
             (1, 8, 32),
             (rows, 128, 128),
             (rows - 3, 200, 96),
+            (rows / 2, 136, 256),
+            (rows - rows / 3, 72, 160),
             (rows + 5, 264, 352),
             (2 * rows + 1, 328, 1120),
             (rows, 2048, 8192),
@@ -414,25 +429,31 @@ fn fused_tiles() {
             let (left, right) = (a.device(&client), b.device(&client));
             let dense: Vec<bf16> = a.decoded().into_iter().map(bf16::from_f32).collect();
             let dense = upload(&client, &dense, m, k, FloatKind::Bf16);
-            let run = |elements, plan| {
+            let run = |a, b, plan| {
                 let a = Operand {
-                    elements,
+                    elements: a,
                     scale: Scale::Tensor(&left.amax, 2688.0),
                 };
+                let b = Operand {
+                    elements: b,
+                    scale: Scale::Tensor(&right.amax, 2688.0),
+                };
                 let (path, new) = (Some(GemmPath::Hopper), Target::New(FloatKind::F32));
-                let b = (&right).into();
                 let found = product_with(&client, path, &a, &b, None, new, Some(plan));
                 read::<f32>(&client, &found.unwrap())
             };
             let plan = Plan::Fused(tile, 4);
             let what = format!("{tile:?}, {m} x {n} x {k}");
-            let found = run(Elements::Packed(&left), plan);
+            let packed = Elements::Packed(&right);
+            let found = run(Elements::Packed(&left), packed, plan);
             assert_bound(&found, &a, &b, &what);
-            let from_bf16 = run(Elements::Bf16(&dense), plan);
+            let from_bf16 = run(Elements::Bf16(&dense), packed, plan);
             assert_same(&from_bf16, &found, &format!("{what}, bf16 left"));
             if tile.ways == 1 {
                 let decoded = Plan::Decoded(Tile::N128, 8);
-                let expected = run(Elements::Packed(&left), decoded);
+                let ordered = [&a, &b].map(|packed| in_order_of_sums(&client, packed));
+                let [x, y] = ordered.each_ref().map(Elements::Bf16);
+                let expected = run(x, y, decoded);
                 assert_same(&found, &expected, &format!("{what}, against decoded"));
             }
         }

@@ -293,21 +293,19 @@ pub fn decode_e4m3x2(bytes: u16) -> Vector<u32, Const<2>> {
 /// A code's exponent and mantissa, put into the lowest exponent bits of a bf16, are the code times
 /// 2^-126: its bias is 1, a bf16's is 127, and codes without an exponent land on subnormals. The
 /// multiplication by the scale times 2^118 brings it back into the normal range, exactly: six
-/// significant bits between 2^-18 and 2^4. Codes four apart are 16 bits apart, so one shift and one
-/// mask serve both halves.
+/// significant bits between 2^-18 and 2^4. Codes four apart are 16 bits apart, so one instruction
+/// serves both halves; a multiplication by 2^12 + 2^6 puts copies of a code where the sign and where the magnitude
+/// have to be, on a pipe that the masks leave free.
 #[cube]
 pub fn decode_e2m1x8_pairs(codes: u32, scale: u32) -> Vector<u32, Const<4>> {
     let pairs: Vector<u32, Const<4>>;
     gpu_asm!(
-        "{{ .reg .b32 e, s, p<4>;",
-        "shl.b32 e, {c}, 6; and.b32 e, e, 0x01c001c0; shl.b32 s, {c}, 12;",
-        "and.b32 s, s, 0x80008000; or.b32 p0, e, s;",
-        "shl.b32 e, {c}, 2; and.b32 e, e, 0x01c001c0; shl.b32 s, {c}, 8;",
-        "and.b32 s, s, 0x80008000; or.b32 p1, e, s;",
-        "shr.u32 e, {c}, 2; and.b32 e, e, 0x01c001c0; shl.b32 s, {c}, 4;",
-        "and.b32 s, s, 0x80008000; or.b32 p2, e, s;",
-        "shr.u32 e, {c}, 6; and.b32 e, e, 0x01c001c0;",
-        "and.b32 s, {c}, 0x80008000; or.b32 p3, e, s;",
+        "{{ .reg .b32 u, p<4>;",
+        "and.b32 p0, {c}, 0x000f000f; mul.lo.u32 p0, p0, 0x1040; and.b32 p0, p0, 0x81c081c0;",
+        "and.b32 p1, {c}, 0x00f000f0; mul.lo.u32 p1, p1, 0x104; and.b32 p1, p1, 0x81c081c0;",
+        "shr.u32 u, {c}, 8;",
+        "and.b32 p2, u, 0x000f000f; mul.lo.u32 p2, p2, 0x1040; and.b32 p2, p2, 0x81c081c0;",
+        "and.b32 p3, u, 0x00f000f0; mul.lo.u32 p3, p3, 0x104; and.b32 p3, p3, 0x81c081c0;",
         "mul.rn.bf16x2 %0, p0, {s}; mul.rn.bf16x2 %1, p1, {s};",
         "mul.rn.bf16x2 %2, p2, {s}; mul.rn.bf16x2 %3, p3, {s};",
         "// {o}",
@@ -316,6 +314,20 @@ pub fn decode_e2m1x8_pairs(codes: u32, scale: u32) -> Vector<u32, Const<4>> {
         options(pure, nomem)
     );
     Vector::<u32, Const<4>>::reinterpret(pairs)
+}
+
+/// One pair of [`decode_e2m1x8_pairs()`]: codes in the lowest nibbles of both halves of `pair`, zeros above
+/// them.
+#[cube]
+pub fn scaled_pair(pair: u32, scale: u32) -> u32 {
+    let product: u32;
+    gpu_asm!(
+        "{{ .reg .b32 t; mul.lo.u32 t, {c}, 0x1040; and.b32 t, t, 0x81c081c0;",
+        "mul.rn.bf16x2 {o}, t, {s}; }}",
+        o = out(_) product, c = in(_) pair, s = in(_) scale,
+        options(pure, nomem)
+    );
+    u32::reinterpret(product)
 }
 
 /// Four pairs in order, (0, 1), (2, 3), (4, 5), (6, 7), as (0, 4), (1, 5), (2, 6), (3, 7): the order

@@ -36,25 +36,10 @@ pub fn take_224_registers() {
     gpu_asm!("setmaxnreg.inc.sync.aligned.u32 224;");
 }
 
-/// Makes what this unit wrote to shared memory visible to wgmma: `fence.proxy.async`.
-#[cube]
-pub fn fence_shared() {
-    gpu_asm!("fence.proxy.async.shared::cta;");
-}
-
 /// Stores one value to shared memory.
 #[cube]
 pub fn store_shared_f32(address: u32, value: f32) {
     gpu_asm!("st.shared.f32 [{a}], {v};", a = in(_) address, v = in(_) value);
-}
-
-/// Stores four words to shared memory, aligned to sixteen bytes.
-#[cube]
-pub fn store_shared_4(address: u32, words: Vector<u32, Const<4>>) {
-    gpu_asm!(
-        "st.shared.v4.b32 [{a}], {w};",
-        a = in(_) address, w = in(_) Vector::<u32, Const<4>>::reinterpret(words)
-    );
 }
 
 /// Loads four values from shared memory, aligned to sixteen bytes.
@@ -65,78 +50,97 @@ pub fn load_shared_f32_4(address: u32) -> Vector<f32, Const<4>> {
     Vector::<f32, Const<4>>::reinterpret(values)
 }
 
-/// The bytes of two words that a lane's codes are in, as a selector of `fused_loop`: byte `quarter`
-/// of the first and of the second word, twice.
+/// The address of device memory in its own address space: `cvta.to.global`.
 #[cube]
-pub fn byte_selector(quarter: u32) -> u32 {
-    (quarter | ((quarter + 4u32) << 4u32)) * 0x101u32
+pub fn global_address<T: CubePrimitive>(pointer: *const T) -> u64 {
+    let address: u64;
+    gpu_asm!(
+        "cvta.to.global.u64 {o}, {p};",
+        p = in(_) pointer, o = out(_) address,
+        options(pure, nomem)
+    );
+    u64::reinterpret(address)
+}
+
+/// Copies eight bytes, aligned to eight, from device to shared memory while this unit goes on:
+/// `cp.async`.
+#[cube]
+pub fn copy_8_bytes(to: u32, from: u64) {
+    gpu_asm!("cp.async.ca.shared.global [{t}], [{f}], 8;", t = in(_) to, f = in(_) from);
+}
+
+/// Arrives at the barrier at `barrier` when all [copies](copy_8_bytes()) of this unit so far have:
+/// `cp.async.mbarrier.arrive.noinc`, one of the arrivals that the barrier expects.
+#[cube]
+pub fn arrive_after_copies(barrier: u32) {
+    gpu_asm!(
+        "cp.async.mbarrier.arrive.noinc.shared::cta.b64 [{barrier}];",
+        barrier = in(_) barrier
+    );
 }
 
 /// The main loop of one consumer warpgroup: `out[64 rows of b, $n rows of a] = Σ b · aᵀ`, where `b` is
 /// packed and goes through registers (the left operand of `wgmma`, "Register Fragments for wgmma") and
 /// `a` is bf16 in shared memory.
 ///
-/// In each block of 16 a lane holds columns `2 q`, `2 q + 1`, `2 q + 8` and `2 q + 9` of two rows, `q`
-/// being `lane % 4`: byte `q` of either word of codes. One `prmt` collects both bytes, another puts the
-/// even codes into the lower and the odd ones into the upper half, four bits up. A code's exponent and
-/// mantissa in the lowest exponent bits of a bf16 are the code times 2^-126; the scale times 2^118
-/// ([`decode_e4m3x2`](super::ptx_sm90::decode_e4m3x2())) brings it back, times 2^-8, exactly. Eleven
-/// instructions for four elements.
+/// A product adds the same whatever the order of its columns, as long as both operands agree. In 128
+/// columns a lane, `q` being its number in four, takes the 32 from `32 q` on of two rows: 16 bytes of codes
+/// and two scales of either. In the order of
+/// [`decode_e2m1x8_pairs()`](super::ptx_sm90::decode_e2m1x8_pairs()), which this inlines, a word is the
+/// lane's part of two instructions. The columns of `a` come in the order that this makes: in
+/// instruction `4 h + 2 w + j / 2`, at `8 (j % 2) + 2 q + e`, column `32 q + 16 h + 8 w + j + 4 e`. Each
+/// element is 2^-8 times what it stands for.
 ///
-/// The fragments of 64 columns are decoded together, eight chains of instructions beside each other, into
-/// one of two sets of registers, while the products of the other set are in flight. When those of this
-/// set are queued, a wait for the other's says that its stage may go back to the producer. (One set and a
-/// wait in every block of 16 was as fast: the consumers wait for the scales, not for each other.)
+/// The fragments of 64 columns are decoded into one of two sets of registers while the products of the
+/// other set are in flight. When those of this set are queued, a wait for the other's says that its half
+/// of a stage may go back to the producer.
 ///
-/// - `full`, `empty`: the barriers of the stages, eight bytes each;
-/// - `a`: [`descriptor`](super::ptx_sm90::descriptor()) of stage 0, which advances by `$a_stage`;
-///   64 columns further it advances by `$a_part`;
-/// - `codes`, `scales`: addresses in stage 0 of this lane's upper row; the codes of 64 columns are 32
-///   bytes, swizzled in their row, and each scale is a word with the scale times 2^118 in both halves;
-/// - `selector`: [`byte_selector()`];
-/// - `stage`, `parity`: where the ring stands; `advance`: stages from one to the next of this
-///   warpgroup;
-/// - `steps`: parts of 64 columns, `$parts` to a stage;
+/// - `full`, `empty`: the barriers of the stages, two to a stage (one for each 64 columns of `a`), eight bytes
+///   each; codes and scales are there with the first;
+/// - `a`: [`descriptor`](super::ptx_sm90::descriptor()) of stage 0; the second half of a stage is `a_half`
+///   further, in units of 16 bytes, the next stage twice that;
+/// - `codes`, `scales`: addresses in stage 0 of this lane's upper row, 64 and 8 bytes to a row;
+/// - `rows`: rows of codes and scales in a stage;
+/// - `stage`, `parity`: where the ring of `stages` stands; `advance`: stages from one to the next of this
+///   warpgroup; `steps`: stages to multiply, at least one;
 /// - `leader`: nonzero in the one unit that arrives for its warp.
 macro_rules! fused_loop {
-    (
-        $name:ident, $accumulators:literal, $wgmma:tt, stages $stages:tt, parts $parts:tt,
-        a $a_stage:tt $a_part:tt, codes $codes_stage:tt $codes_lower:tt,
-        scales $scales_stage:tt $scales_part:tt
-    ) => {
+    ($name:ident, $accumulators:literal, $wgmma:tt) => {
+        fused_loop!($name, $accumulators, $wgmma, "{d}");
+    };
+    ($name:ident, $accumulators:literal, $wgmma:tt, $sums:tt) => {
         fused_loop!(
-            $name, $accumulators, $wgmma, $stages, $parts, $a_stage, $a_part, $codes_stage,
-            $codes_lower, $scales_stage, $scales_part,
-            // The two sets, each with its label and what follows it.
+            $name, $accumulators, $wgmma, $sums,
+            // Both halves: what precedes the decoding, the words with their scale and fragments, the
+            // barrier of this half, of the one before, and the instructions.
             [
-                "FIRST"
-                "@q bra.uni DONE;"
-                ["w0, w1" "f0" "x0" "x2"] ["w8, w9" "f4" "x1" "x3"]
-                ["w2, w3" "f1" "x4" "x6"] ["w10, w11" "f5" "x5" "x7"]
-                ["w4, w5" "f2" "x8" "x10"] ["w12, w13" "f6" "x9" "x11"]
-                ["w6, w7" "f3" "x12" "x14"] ["w14, w15" "f7" "x13" "x15"];
-                ["{{x0, x1, x2, x3}}" "0" "add"] ["{{x4, x5, x6, x7}}" "2" "1"]
-                ["{{x8, x9, x10, x11}}" "4" "1"] ["{{x12, x13, x14, x15}}" "6" "1"]
+                "add.s64 c, a, 0;"
+                ["w0" "f0" "x0" "x2" "x4" "x6"] ["w4" "f2" "x1" "x3" "x5" "x7"]
+                ["w1" "f0" "x8" "x10" "x12" "x14"] ["w5" "f2" "x9" "x11" "x13" "x15"];
+                ["{{x0, x1, x2, x3}}" "add"] ["{{x4, x5, x6, x7}}" "1"]
+                ["{{x8, x9, x10, x11}}" "1"] ["{{x12, x13, x14, x15}}" "1"];
+                "@given mbarrier.arrive.shared::cta.b64 token, [release];"
+                "mad.lo.u32 release, stage, 16, {empty}; setp.eq.u32 add, left, left;"
             ]
             [
-                "SECOND"
-                "@!q bra.uni NEXT;"
-                ["w0, w1" "f0" "y0" "y2"] ["w8, w9" "f4" "y1" "y3"]
-                ["w2, w3" "f1" "y4" "y6"] ["w10, w11" "f5" "y5" "y7"]
-                ["w4, w5" "f2" "y8" "y10"] ["w12, w13" "f6" "y9" "y11"]
-                ["w6, w7" "f3" "y12" "y14"] ["w14, w15" "f7" "y13" "y15"];
-                ["{{y0, y1, y2, y3}}" "0" "1"] ["{{y4, y5, y6, y7}}" "2" "1"]
-                ["{{y8, y9, y10, y11}}" "4" "1"] ["{{y12, y13, y14, y15}}" "6" "1"]
+                "add.u32 full, full, 8; add.s64 c, a, {a_half};
+                SECOND: mbarrier.try_wait.parity.shared::cta.b64 q, [full], parity; @!q bra SECOND;"
+                ["w2" "f1" "y0" "y2" "y4" "y6"] ["w6" "f3" "y1" "y3" "y5" "y7"]
+                ["w3" "f1" "y8" "y10" "y12" "y14"] ["w7" "f3" "y9" "y11" "y13" "y15"];
+                ["{{y0, y1, y2, y3}}" "1"] ["{{y4, y5, y6, y7}}" "1"]
+                ["{{y8, y9, y10, y11}}" "1"] ["{{y12, y13, y14, y15}}" "1"];
+                "@lead mbarrier.arrive.shared::cta.b64 token, [release];"
+                "add.u32 release, release, 8; and.pred given, lead, add;"
             ]
         );
     };
     (
-        $name:ident, $accumulators:literal, $wgmma:tt, $stages:tt, $parts:tt, $a_stage:tt,
-        $a_part:tt, $codes_stage:tt, $codes_lower:tt, $scales_stage:tt, $scales_part:tt,
+        $name:ident, $accumulators:literal, $wgmma:tt, $sums:tt,
         $([
-            $label:tt $continue:tt
-            $([$words:tt $scale:tt $low:tt $high:tt])*;
-            $([$fragment:tt $columns:tt $add:tt])*
+            $begin:tt
+            $([$word:tt $scale:tt $p0:tt $p1:tt $p2:tt $p3:tt])*;
+            $([$fragment:tt $add:tt])*;
+            $release:tt $next:tt
         ])*
     ) => {
         #[cube]
@@ -144,110 +148,112 @@ macro_rules! fused_loop {
             full: u32,
             empty: u32,
             a: u64,
+            a_half: u64,
             codes: u32,
             scales: u32,
-            selector: u32,
+            rows: u32,
             stage: u32,
             parity: u32,
+            stages: u32,
             advance: u32,
             steps: u32,
             leader: u32,
         ) -> Vector<f32, Const<$accumulators>> {
             let sums: Vector<f32, Const<$accumulators>>;
             gpu_asm!(
-                "{{ .reg .pred q, lead, add, last, given;",
-                ".reg .b32 stage, parity, left, part, full, release, codes, scales, t, u, z;",
-                ".reg .b32 w<16>, f<8>, x<16>, y<16>;",
+                "{{ .reg .pred q, lead, add, given;",
+                ".reg .b32 stage, parity, left, full, release, at, t, u;",
+                ".reg .b32 w<8>, f<4>, x<16>, y<16>; .reg .b16 s, r, l, h; .reg .f32 g, i;",
                 ".reg .b64 a, c, token;",
                 "mov.b32 stage, {stage}; mov.b32 parity, {parity}; mov.b32 left, {steps};",
-                "mov.b32 part, 0; mov.b32 release, 0; setp.ne.u32 lead, {leader}, 0;",
+                "mov.b32 release, 0; setp.ne.u32 lead, {leader}, 0;",
                 "setp.ne.u32 add, left, left; setp.ne.u32 given, left, left;",
                 "NEXT:",
+                "mad.lo.u32 full, stage, 16, {full};",
+                "mul.wide.u32 a, stage, 2; mad.lo.u64 a, a, {a_half}, {a};",
+                "FIRST: mbarrier.try_wait.parity.shared::cta.b64 q, [full], parity;",
+                "@!q bra FIRST;",
+                "mul.lo.u32 at, stage, {rows}; shl.b32 at, at, 3; add.u32 at, at, {scales};",
+                "ld.shared.b16 s, [at]; ld.shared.b16 r, [at + 64];",
+                "mul.lo.u32 at, stage, {rows}; shl.b32 at, at, 6; add.u32 at, at, {codes};",
+                "ld.shared.v4.b32 {{w0, w1, w2, w3}}, [at];",
+                "ld.shared.v4.b32 {{w4, w5, w6, w7}}, [at + 512];",
+                // Scales times 2^118 in both halves of a word.
+                "cvt.rn.f16x2.e4m3x2 t, s; mov.b32 {{l, h}}, t;",
+                "cvt.f32.f16 g, l; cvt.f32.f16 i, h;",
+                "mul.rn.f32 g, g, 0f7A800000; mul.rn.f32 i, i, 0f7A800000;",
+                "cvt.rn.bf16x2.f32 f0, g, g; cvt.rn.bf16x2.f32 f1, i, i;",
+                "cvt.rn.f16x2.e4m3x2 t, r; mov.b32 {{l, h}}, t;",
+                "cvt.f32.f16 g, l; cvt.f32.f16 i, h;",
+                "mul.rn.f32 g, g, 0f7A800000; mul.rn.f32 i, i, 0f7A800000;",
+                "cvt.rn.bf16x2.f32 f2, g, g; cvt.rn.bf16x2.f32 f3, i, i;",
                 $(
-                    "mad.lo.u32 full, stage, 8, {full};",
-                    "mad.wide.u32 a, stage,", $a_stage, ", {a};",
-                    "mad.wide.u32 a, part,", $a_part, ", a;",
-                    "mad.lo.u32 codes, stage,", $codes_stage, ", {codes};",
-                    "shl.b32 t, part, 5; xor.b32 codes, codes, t;",
-                    "mad.lo.u32 scales, stage,", $scales_stage, ", {scales};",
-                    "mad.lo.u32 scales, part,", $scales_part, ", scales;",
-                    $label, ": mbarrier.try_wait.parity.shared::cta.b64 q, [full], parity;",
-                    "@!q bra", $label, ";",
-                    "ld.shared.v4.b32 {{w0, w1, w2, w3}}, [codes];",
-                    "ld.shared.v4.b32 {{w8, w9, w10, w11}}, [codes +", $codes_lower, "];",
-                    "ld.shared.v4.b32 {{f0, f1, f2, f3}}, [scales];",
-                    "ld.shared.v4.b32 {{f4, f5, f6, f7}}, [scales + 128];",
-                    "xor.b32 codes, codes, 16;",
-                    "ld.shared.v4.b32 {{w4, w5, w6, w7}}, [codes];",
-                    "ld.shared.v4.b32 {{w12, w13, w14, w15}}, [codes +", $codes_lower, "];",
                     $(
-                        "prmt.b32 t,", $words, ", {selector}; shl.b32 u, t, 4;",
-                        "prmt.b32 z, u, t, 0x7610;",
-                        "and.b32 t, z, 0x00f000f0; mul.lo.u32 t, t, 0x104;",
-                        "and.b32 t, t, 0x81c081c0; mul.rn.bf16x2", $low, ", t,", $scale, ";",
-                        "shr.u32 t, z, 6; and.b32 t, t, 0x01c001c0; and.b32 z, z, 0x80008000;",
-                        "or.b32 t, t, z; mul.rn.bf16x2", $high, ", t,", $scale, ";",
+                        "and.b32 t,", $word, ", 0x000f000f; mul.lo.u32 t, t, 0x1040;",
+                        "and.b32 t, t, 0x81c081c0; mul.rn.bf16x2", $p0, ", t,", $scale, ";",
+                        "and.b32 t,", $word, ", 0x00f000f0; mul.lo.u32 t, t, 0x104;",
+                        "and.b32 t, t, 0x81c081c0; mul.rn.bf16x2", $p1, ", t,", $scale, ";",
+                        "shr.u32 u,", $word, ", 8;",
+                        "and.b32 t, u, 0x000f000f; mul.lo.u32 t, t, 0x1040;",
+                        "and.b32 t, t, 0x81c081c0; mul.rn.bf16x2", $p2, ", t,", $scale, ";",
+                        "and.b32 t, u, 0x00f000f0; mul.lo.u32 t, t, 0x104;",
+                        "and.b32 t, t, 0x81c081c0; mul.rn.bf16x2", $p3, ", t,", $scale, ";",
                     )*
+                    $begin,
                     "wgmma.fence.sync.aligned;",
                     $(
-                        "add.s64 c, a,", $columns, ";",
-                        $wgmma, "{d},", $fragment, ", c,", $add, ", 1, 1, 0;",
+                        $wgmma, $sums, ",", $fragment, ", c,", $add, ", 1, 1, 0;",
+                        "add.s64 c, c, 2;",
                     )*
-                    "wgmma.commit_group.sync.aligned; setp.eq.u32 add, left, left;",
+                    "wgmma.commit_group.sync.aligned;",
                     "wgmma.wait_group.sync.aligned 1;",
-                    "@given mbarrier.arrive.shared::cta.b64 token, [release];",
-                    "add.u32 part, part, 1; setp.eq.u32 last, part,", $parts, ";",
-                    "and.pred given, last, lead; mad.lo.u32 release, stage, 8, {empty};",
-                    "@last mov.b32 part, 0; @last add.u32 stage, stage, {advance};",
-                    "setp.ge.u32 q, stage,", $stages, "; @q sub.u32 stage, stage,", $stages, ";",
-                    "@q xor.b32 parity, parity, 1;",
-                    "sub.u32 left, left, 1; setp.eq.u32 q, left, 0;",
-                    $continue,
+                    $release,
+                    $next,
                 )*
-                "DONE: wgmma.wait_group.sync.aligned 0;",
-                "@given mbarrier.arrive.shared::cta.b64 token, [release];",
+                "add.u32 stage, stage, {advance}; setp.ge.u32 q, stage, {stages};",
+                "@q sub.u32 stage, stage, {stages}; @q xor.b32 parity, parity, 1;",
+                "sub.u32 left, left, 1; setp.ne.u32 q, left, 0; @q bra.uni NEXT;",
+                "wgmma.wait_group.sync.aligned 0;",
+                "@lead mbarrier.arrive.shared::cta.b64 token, [release];",
                 "}}",
                 d = out(_) sums,
-                full = in(_) full, empty = in(_) empty, a = in(_) a, codes = in(_) codes,
-                scales = in(_) scales, selector = in(_) selector, stage = in(_) stage,
-                parity = in(_) parity, advance = in(_) advance, steps = in(_) steps,
-                leader = in(_) leader
+                full = in(_) full, empty = in(_) empty, a = in(_) a, a_half = in(_) a_half,
+                codes = in(_) codes, scales = in(_) scales, rows = in(_) rows,
+                stage = in(_) stage, parity = in(_) parity, stages = in(_) stages,
+                advance = in(_) advance, steps = in(_) steps, leader = in(_) leader
             );
             sums
         }
     };
 }
 
-// The numbers: stages, parts, the bytes (of `a`, units of 16 bytes) of a stage and of a part.
 fused_loop!(
-    fused_loop_256_128, 128, "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16",
-    stages "5", parts "1", a "2048" "2048", codes "4096" "256", scales "2048" "2048"
+    fused_loop_256,
+    128,
+    "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16"
 );
 fused_loop!(
-    fused_loop_128_128, 64, "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16",
-    stages "8", parts "1", a "1024" "1024", codes "4096" "256", scales "2048" "2048"
+    fused_loop_128,
+    64,
+    "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16"
+);
+// There is no vector of 48 values: the last 16 of 64 stay unwritten (and take no registers).
+fused_loop!(
+    fused_loop_96,
+    64,
+    "// {d}
+    wgmma.mma_async.sync.aligned.m64n96k16.f32.bf16.bf16",
+    "{{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, \
+     %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, \
+     %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47}}"
 );
 fused_loop!(
-    fused_loop_128_64, 64, "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16",
-    stages "8", parts "1", a "1024" "1024", codes "2048" "256", scales "1024" "1024"
+    fused_loop_64,
+    32,
+    "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16"
 );
 fused_loop!(
-    fused_loop_64_128, 32, "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16",
-    stages "6", parts "2", a "1024" "512", codes "8192" "512", scales "4096" "2048"
-);
-fused_loop!(
-    fused_loop_64_64, 32, "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16",
-    stages "8", parts "2", a "1024" "512", codes "4096" "512", scales "2048" "1024"
-);
-fused_loop!(
-    fused_loop_32_64, 16, "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16",
-    stages "8", parts "2", a "512" "256", codes "4096" "512", scales "2048" "1024"
-);
-fused_loop!(
-    fused_loop_16_64, 8, "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16",
-    stages "8", parts "2", a "256" "128", codes "4096" "512", scales "2048" "1024"
-);
-fused_loop!(
-    fused_loop_8_64, 4, "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16",
-    stages "8", parts "2", a "128" "64", codes "4096" "512", scales "2048" "1024"
+    fused_loop_32,
+    16,
+    "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16"
 );

@@ -39,8 +39,8 @@ pub mod kernels {
         product::product_with,
         select::{Plan, plan},
         sm90::{Grouping, Tile, UNITS as SM90_UNITS, sm90_kernel},
-        sm90_fused::{FusedShape, FusedTile, Left as FusedLeft, fused_kernel},
+        sm90_fused::{FusedTile, fused_kernel},
         small_m::{Left, Shape, small_m_kernel},
-        workspace::{decode, decode_kernel},
+        workspace::{arrange_kernel, decode, decode_kernel},
     };
 }

@@ -56,14 +56,14 @@ const DECODED: [(Tile, f64); 3] = [(Tile::N256, 89.0), (Tile::N128, 49.0), (Tile
 /// The same for the kernel that decodes `b` in registers, of tiles that hold `rows_a` x `ways`.
 ///
 /// Measured (H100, both operands packed, N = K = 8192, so many rows of `a` that each processor has one
-/// tile, all of the product's own work included).
-const FUSED: [(usize, usize, f64); 6] = [
+/// tile, all of the product's own work included; the first with an earlier main loop). Groups, 8192 rows x 4096 x
+/// 7168, microseconds with tiles of 256 / 128 rows: 32 equal groups 711 / 794, 32 of unequal size 996 / 1008.
+const FUSED: [(usize, usize, f64); 5] = [
     (256, 1, 94.0),
-    (128, 1, 69.0),
-    (128, 2, 42.0),
-    (64, 1, 59.0),
-    (64, 2, 34.0),
-    (32, 4, 31.0),
+    (128, 1, 52.0),
+    (128, 2, 39.0),
+    (64, 2, 27.0),
+    (32, 4, 26.0),
 ];
 
 /// Microseconds for decoding a row of 8192 elements to bf16: 2.56 bytes an element at 2.7 TB/s.
@@ -138,21 +138,15 @@ pub(super) fn plan_of(
     match grouping {
         _ if !b_packed || !sm90_fused::takes(k) => cheapest(&decoded),
         Grouping::Depth => cheapest(&decoded),
-        // The narrowest tile that holds the rows of an average group: `b` is decoded once for each.
+        // A tile at the end of a group is as narrow as its rows.
         Grouping::Rows => {
-            let rows_a = m.div_ceil(groups).next_power_of_two().clamp(64, 256);
+            let rows_a = if m.div_ceil(groups) < 256 { 128 } else { 256 };
             Plan::Fused(FusedTile { rows_a, ways: 1 }, BAND)
         }
-        Grouping::Dense if m <= FEW_ROWS && small_m::takes(m, k) => Plan::FewRows,
+        Grouping::Dense if small_m::takes(m, k) => Plan::FewRows,
         Grouping::Dense => cheapest(&[fused.as_slice(), decoded.as_slice()].concat()),
     }
 }
-
-/// The most rows of `a` that the kernel for few rows takes.
-///
-/// Measured (H100, N = K = 8192, microseconds, this kernel / tiles of the fused one): 1 row 19.7 / 33.2, 16
-/// rows 22.6 / 38.0, 32 rows 33.7 / 30.8.
-const FEW_ROWS: usize = 16;
 
 /// The path and the kernels that [`product`](super::product()) takes on this device for an `m` x `n` output
 /// with a contraction of `k`, the operands packed or bf16 as `packed` says of `a` and `b`; with more
@@ -203,6 +197,7 @@ mod tests {
         assert_eq!(dense(16, 4096, 14336), Plan::FewRows);
         assert_eq!(dense(32, 8192, 8192), fused(32, 4));
         assert_eq!(dense(64, 8192, 8192), fused(64, 2));
+        assert_eq!(dense(96, 8192, 8192), fused(128, 2));
         assert_eq!(dense(128, 8192, 8192), fused(128, 2));
         assert_eq!(dense(128, 4096, 4096), fused(64, 2));
         assert_eq!(dense(256, 8192, 8192), fused(128, 1));
