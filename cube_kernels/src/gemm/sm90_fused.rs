@@ -429,162 +429,60 @@ pub fn fused_kernel(
                 for i in 0..comptime!(tile_shape.widths().len()) {
                     let here = comptime!(tile_shape.widths()[i]);
                     if width == comptime!(here as u32) {
-                        if comptime!(here == 256) {
-                            let mut sums = Vector::<f32, Const<128>>::new(0.0f32);
-                            if own_steps > 0u32 {
-                                sums = fused_loop_256(
+                        // There is no vector of 48 values.
+                        let size!(S) = comptime!(if here == 96 { 64 } else { here / 2 });
+                        let mut sums = Vector::<f32, S>::new(0.0f32);
+                        if own_steps > 0u32 {
+                            if comptime!(here == 256) {
+                                sums = Vector::<f32, S>::reinterpret(fused_loop_256(
                                     full, empty, a_tile, a_half_at, codes, scales, rows_b_at,
                                     stage, parity, stages_at, advance, own_steps, leader,
-                                );
-                            }
-                            write_tile::<Const<128>>(
-                                sums,
-                                row,
-                                end,
-                                at.column,
-                                group,
-                                a_amax,
-                                b_amax,
-                                bias,
-                                before,
-                                out,
-                                amax,
-                                n,
-                                a_range,
-                                b_range,
-                                unit_of_sums,
-                                staging_at,
-                                strip,
-                                consumer,
-                                here,
-                                tile_shape,
-                                kind,
-                            );
-                        } else if comptime!(here == 128) {
-                            let mut sums = Vector::<f32, Const<64>>::new(0.0f32);
-                            if own_steps > 0u32 {
-                                sums = fused_loop_128(
+                                ));
+                            } else if comptime!(here == 128) {
+                                sums = Vector::<f32, S>::reinterpret(fused_loop_128(
                                     full, empty, a_tile, a_half_at, codes, scales, rows_b_at,
                                     stage, parity, stages_at, advance, own_steps, leader,
-                                );
-                            }
-                            write_tile::<Const<64>>(
-                                sums,
-                                row,
-                                end,
-                                at.column,
-                                group,
-                                a_amax,
-                                b_amax,
-                                bias,
-                                before,
-                                out,
-                                amax,
-                                n,
-                                a_range,
-                                b_range,
-                                unit_of_sums,
-                                staging_at,
-                                strip,
-                                consumer,
-                                here,
-                                tile_shape,
-                                kind,
-                            );
-                        } else if comptime!(here == 96) {
-                            let mut sums = Vector::<f32, Const<64>>::new(0.0f32);
-                            if own_steps > 0u32 {
-                                sums = fused_loop_96(
+                                ));
+                            } else if comptime!(here == 96) {
+                                sums = Vector::<f32, S>::reinterpret(fused_loop_96(
                                     full, empty, a_tile, a_half_at, codes, scales, rows_b_at,
                                     stage, parity, stages_at, advance, own_steps, leader,
-                                );
-                            }
-                            write_tile::<Const<64>>(
-                                sums,
-                                row,
-                                end,
-                                at.column,
-                                group,
-                                a_amax,
-                                b_amax,
-                                bias,
-                                before,
-                                out,
-                                amax,
-                                n,
-                                a_range,
-                                b_range,
-                                unit_of_sums,
-                                staging_at,
-                                strip,
-                                consumer,
-                                here,
-                                tile_shape,
-                                kind,
-                            );
-                        } else if comptime!(here == 64) {
-                            let mut sums = Vector::<f32, Const<32>>::new(0.0f32);
-                            if own_steps > 0u32 {
-                                sums = fused_loop_64(
+                                ));
+                            } else if comptime!(here == 64) {
+                                sums = Vector::<f32, S>::reinterpret(fused_loop_64(
                                     full, empty, a_tile, a_half_at, codes, scales, rows_b_at,
                                     stage, parity, stages_at, advance, own_steps, leader,
-                                );
-                            }
-                            write_tile::<Const<32>>(
-                                sums,
-                                row,
-                                end,
-                                at.column,
-                                group,
-                                a_amax,
-                                b_amax,
-                                bias,
-                                before,
-                                out,
-                                amax,
-                                n,
-                                a_range,
-                                b_range,
-                                unit_of_sums,
-                                staging_at,
-                                strip,
-                                consumer,
-                                here,
-                                tile_shape,
-                                kind,
-                            );
-                        } else {
-                            let mut sums = Vector::<f32, Const<16>>::new(0.0f32);
-                            if own_steps > 0u32 {
-                                sums = fused_loop_32(
+                                ));
+                            } else {
+                                sums = Vector::<f32, S>::reinterpret(fused_loop_32(
                                     full, empty, a_tile, a_half_at, codes, scales, rows_b_at,
                                     stage, parity, stages_at, advance, own_steps, leader,
-                                );
+                                ));
                             }
-                            write_tile::<Const<16>>(
-                                sums,
-                                row,
-                                end,
-                                at.column,
-                                group,
-                                a_amax,
-                                b_amax,
-                                bias,
-                                before,
-                                out,
-                                amax,
-                                n,
-                                a_range,
-                                b_range,
-                                unit_of_sums,
-                                staging_at,
-                                strip,
-                                consumer,
-                                here,
-                                tile_shape,
-                                kind,
-                            );
                         }
+                        write_tile::<S>(
+                            sums,
+                            row,
+                            end,
+                            at.column,
+                            group,
+                            a_amax,
+                            b_amax,
+                            bias,
+                            before,
+                            out,
+                            amax,
+                            n,
+                            a_range,
+                            b_range,
+                            unit_of_sums,
+                            staging_at,
+                            strip,
+                            consumer,
+                            here,
+                            tile_shape,
+                            kind,
+                        );
                     }
                 }
                 used += steps;
