@@ -3,7 +3,7 @@
 //! A checkpoint is a folder `checkpoint-STEP` with
 //!
 //! - `model.bpk`: the parameters, a Burn record;
-//! - `optimizer.bpk`: the moments of AdamW;
+//! - `optimizer.bpk`: the moments of AdamW, and f32 copies of parameters of another type;
 //! - `state.json`: [`State`], everything else that decides how the run goes on;
 //! - `timing.json`: how long it has taken, apart because it is never the same twice;
 //! - `manifest.json`: length and check sum of the other four.

@@ -9,7 +9,7 @@ use burn_nn::{Initializer, Linear, LinearConfig};
 use nvfp4_kernels::Nvfp4Error;
 
 use crate::functions::{linear_unchecked, or_panic};
-use crate::ops::LinearContext;
+use crate::ops::{LinearContext, WeightCache};
 use crate::recipe::{LayerMode, Nvfp4Recipe};
 use crate::state::{LayerRandomness, LayerState};
 use crate::validate;
@@ -135,8 +135,19 @@ impl Nvfp4Linear {
     /// When the device has no implementation, the input is on another device than the weight, its
     /// type is not supported, or its last axis is not `d_input`.
     pub fn try_forward<const D: usize>(&self, input: Tensor<D>) -> Result<Tensor<D>, Nvfp4Error> {
-        let weight = self.weight.val();
         let bias = self.bias.as_ref().map(|bias| bias.val());
+        let cache = (self.recipe.cache_weights).then(|| self.state.weights().clone());
+        self.forward_with(self.weight.val(), bias, input, cache)
+    }
+
+    /// The layer with another `weight` and `bias`; `weights` keeps what is packed of the weight.
+    fn forward_with<const D: usize>(
+        &self,
+        weight: Tensor<2>,
+        bias: Option<Tensor<1>>,
+        input: Tensor<D>,
+        weights: Option<WeightCache>,
+    ) -> Result<Tensor<D>, Nvfp4Error> {
         validate::linear(&input, &weight, bias.as_ref())?;
         let mode = self.state.mode();
         let draws = input.is_tracked() || weight.is_tracked();
@@ -147,7 +158,7 @@ impl Nvfp4Linear {
         };
         let spec = mode.of(self.recipe.spec(&randomness));
         let context = LinearContext {
-            weights: (self.recipe.cache_weights).then(|| self.state.weights().clone()),
+            weights,
             probe: self.state.probe(),
         };
         Ok(linear_unchecked(input, weight, bias, spec, context))
@@ -156,6 +167,76 @@ impl Nvfp4Linear {
     /// [`try_forward`](Self::try_forward), panicking where it fails.
     pub fn forward<const D: usize>(&self, input: Tensor<D>) -> Tensor<D> {
         or_panic("Nvfp4Linear::forward", self.try_forward(input))
+    }
+
+    /// Apply several layers to one input, as if they were one layer with their weights side by side:
+    /// one output for each, in order.
+    ///
+    /// The weights share one global scale, from the largest magnitude in any of them, as inference
+    /// engines that fuse queries, keys and values, or gate and up, ask of a checkpoint. The input is
+    /// quantized once. Random bits are the first layer's, whose count of forwards goes on; those of the
+    /// others stay. The weights are put together anew in each forward, and what is packed of them is
+    /// not kept.
+    ///
+    /// # Errors
+    /// As [`try_forward`](Self::try_forward), and when there is no layer, or when layers differ in
+    /// their input features, their recipe, what they do with it, or whether they have a bias.
+    pub fn try_forward_together<const D: usize>(
+        layers: &[&Self],
+        input: Tensor<D>,
+    ) -> Result<Vec<Tensor<D>>, Nvfp4Error> {
+        let [first, others @ ..] = layers else {
+            return Err(Nvfp4Error::value("layers", "none", "at least one"));
+        };
+        for (index, other) in (1..).zip(others) {
+            other.check_beside(first, index)?;
+        }
+        let widths: Vec<usize> = layers.iter().map(|layer| layer.weight.dims()[1]).collect();
+        let weights = layers.iter().map(|layer| layer.weight.val()).collect();
+        let biases: Vec<_> = layers
+            .iter()
+            .filter_map(|layer| layer.bias.as_ref())
+            .collect();
+        let biases: Vec<_> = biases.into_iter().map(|bias| bias.val()).collect();
+        let bias = (!biases.is_empty()).then(|| Tensor::cat(biases, 0));
+        let together = first.forward_with(Tensor::cat(weights, 1), bias, input, None)?;
+        Ok(together.split_with_sizes(widths, D - 1))
+    }
+
+    /// [`try_forward_together`](Self::try_forward_together), panicking where it fails.
+    pub fn forward_together<const D: usize>(layers: &[&Self], input: Tensor<D>) -> Vec<Tensor<D>> {
+        or_panic(
+            "Nvfp4Linear::forward_together",
+            Self::try_forward_together(layers, input),
+        )
+    }
+
+    /// Fail unless the layer, number `index` of some, can be computed together with `first`.
+    fn check_beside(&self, first: &Self, index: usize) -> Result<(), Nvfp4Error> {
+        let differs = |what: &str, found: String, expected: String| {
+            Nvfp4Error::value(
+                "layers",
+                format!("number {index} with {what} {found}"),
+                format!("{what} {expected}, as number 0"),
+            )
+        };
+        let [own, other] = [self, first].map(|layer| layer.weight.dims()[0]);
+        if own != other {
+            return Err(differs("d_input", own.to_string(), other.to_string()));
+        }
+        let [own, other] = [self, first].map(|layer| layer.bias.is_some());
+        if own != other {
+            return Err(differs("a bias:", own.to_string(), other.to_string()));
+        }
+        let [own, other] = [self, first].map(|layer| layer.state.mode());
+        if own != other {
+            return Err(differs("mode", format!("{own:?}"), format!("{other:?}")));
+        }
+        if self.recipe != first.recipe {
+            let [own, other] = [self, first].map(|layer| format!("{:?}", layer.recipe));
+            return Err(differs("recipe", own, other));
+        }
+        Ok(())
     }
 }
 

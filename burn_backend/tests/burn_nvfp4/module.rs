@@ -2,7 +2,7 @@
 
 use burn_core as burn;
 
-use burn_core::module::Module;
+use burn_core::module::{Module, Param};
 use burn_core::store::ModuleRecord;
 use burn_core::tensor::{DType, Device, Tensor};
 use burn_nn::{Linear, LinearConfig};
@@ -171,4 +171,88 @@ fn display_shows_the_layer() {
     for part in ["Nvfp4Linear", "d_input: 32", "d_output: 48", "bias: true"] {
         assert!(text.contains(part), "{text}");
     }
+}
+
+/// Layers that are computed together are the layer with their weights side by side: outputs, gradients
+/// and all.
+#[test]
+fn layers_together_are_one_layer() {
+    let device = device().autodiff();
+    let recipe = Nvfp4Recipe::new().with_seed(3);
+    let layer = |d_output, bias, number| {
+        Nvfp4LinearConfig::new(32, d_output)
+            .with_bias(bias)
+            .with_recipe(recipe.clone())
+            .with_layer(Some(number))
+            .init(&device)
+    };
+    for bias in [true, false] {
+        let mut parts = [layer(16, bias, 7), layer(32, bias, 8), layer(16, bias, 9)];
+        // The largest magnitude is in one of them alone.
+        parts[1].weight = parts[1]
+            .weight
+            .clone()
+            .map(|w| (w * 8.0).detach().require_grad());
+        let mut whole = layer(64, bias, 7);
+        let weights = parts.iter().map(|part| part.weight.val()).collect();
+        whole.weight = Param::from_tensor(Tensor::cat(weights, 1).detach());
+        whole.bias = bias.then(|| {
+            let biases = parts.iter().map(|part| part.bias.as_ref().unwrap().val());
+            Param::from_tensor(Tensor::cat(biases.collect(), 0).detach())
+        });
+        let x = Matrix::gaussian(24, 32, DType::F32, 1);
+        let dy = Matrix::gaussian(24, 64, DType::F32, 2).tensor(&device);
+        for _ in 0..2 {
+            let (one, two) = (
+                x.tensor(&device).require_grad(),
+                x.tensor(&device).require_grad(),
+            );
+            let [q, k, v] = &parts;
+            let outputs = Nvfp4Linear::forward_together(&[q, k, v], one.clone());
+            let widths: Vec<usize> = outputs.iter().map(|y| y.dims()[1]).collect();
+            assert_eq!(widths, [16, 32, 16]);
+            let together = Tensor::cat(outputs, 1);
+            let expected = whole.forward(two.clone());
+            assert_eq!(values(together.clone()), values(expected.clone()));
+            let (one_grads, two_grads) = (
+                (together * dy.clone()).sum().backward(),
+                (expected * dy.clone()).sum().backward(),
+            );
+            assert_eq!(
+                values(one.grad(&one_grads).unwrap()),
+                values(two.grad(&two_grads).unwrap())
+            );
+            let grads = parts
+                .iter()
+                .map(|part| part.weight.grad(&one_grads).unwrap());
+            assert_eq!(
+                values(Tensor::cat(grads.collect(), 1)),
+                values(whole.weight.grad(&two_grads).unwrap())
+            );
+        }
+        // The first one draws for all.
+        let offsets = [&parts[0], &parts[1], &whole].map(|layer| layer.state.randomness().offset);
+        assert_eq!(offsets, [2, 0, 2]);
+    }
+    let refused = |layers: &[&Nvfp4Linear], name: &str| {
+        let x = Matrix::gaussian(16, 32, DType::F32, 1).tensor(&device);
+        let error = Nvfp4Linear::try_forward_together(layers, x)
+            .unwrap_err()
+            .to_string();
+        assert!(
+            error.contains("`layers`") && error.contains(name),
+            "{error}"
+        );
+    };
+    let first = layer(16, false, 0);
+    let wide = Nvfp4LinearConfig::new(48, 16)
+        .with_bias(false)
+        .init(&device);
+    let other = Nvfp4LinearConfig::new(32, 16)
+        .with_bias(false)
+        .init(&device);
+    refused(&[], "none");
+    refused(&[&first, &wide], "d_input 48");
+    refused(&[&first, &layer(16, true, 1)], "a bias: true");
+    refused(&[&first, &other], "recipe");
 }

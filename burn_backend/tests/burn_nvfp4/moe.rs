@@ -502,13 +502,13 @@ fn timings() {
     measure("sum alone", &|| total(sorted.clone()));
 
     // The same, forward and backward.
-    let router = router.from_inner_with_gradient();
+    let router = router.with_gradient();
     measure("router product, step", &|| {
         let leaf = x.clone().require_grad();
         let grads = spread_sum(leaf.clone().cast(DType::F32).matmul(router.clone())).backward();
         total(leaf.grad(&grads).unwrap()) + total(router.grad(&grads).unwrap())
     });
-    let scores = logits.from_inner_with_gradient();
+    let scores = logits.with_gradient();
     let indices = Tensor::<2, Int>::from_inner(chosen);
     measure("choice, step", &|| {
         let probabilities = softmax(scores.clone(), 1);
@@ -522,10 +522,7 @@ fn timings() {
         let grads = spread_sum(routing.dispatch(leaf.clone())).backward();
         total(leaf.grad(&grads).unwrap())
     });
-    let (rows, shares) = (
-        sorted.from_inner_with_gradient(),
-        weights.from_inner_with_gradient(),
-    );
+    let (rows, shares) = (sorted.with_gradient(), weights.with_gradient());
     measure("combine, step", &|| {
         let grads = spread_sum(routing.combine(rows.clone(), shares.clone())).backward();
         total(rows.grad(&grads).unwrap()) + total(shares.grad(&grads).unwrap())
@@ -556,11 +553,11 @@ fn spread_sum(x: Tensor<2>) -> Tensor<1> {
 
 /// A constant as a parameter.
 trait WithGradient {
-    fn from_inner_with_gradient(self) -> Self;
+    fn with_gradient(self) -> Self;
 }
 
 impl<const D: usize> WithGradient for Tensor<D> {
-    fn from_inner_with_gradient(self) -> Self {
+    fn with_gradient(self) -> Self {
         Self::from_inner(self).require_grad()
     }
 }
