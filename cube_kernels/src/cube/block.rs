@@ -118,7 +118,7 @@ pub fn quantize_block(
     quantize_with_amax(block, first, amax, global, index, random, policy)
 }
 
-/// [`quantize_block`] of a block whose largest magnitude is known.
+/// [`quantize_block()`] of a block whose largest magnitude is known.
 #[cube]
 pub fn quantize_with_amax(
     block: &Array<f32>,

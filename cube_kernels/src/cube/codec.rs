@@ -151,7 +151,7 @@ fn dither(random: u32, #[comptime] byte: u32) -> f32 {
 
 /// The codes of eight of `values · multiplier` from element `first` on, rounded to nearest, the first
 /// in the lowest nibble. `signs` are those of [`sign_nibbles()`]; `below_7` says that no product is larger than that. Needs PTX; see
-/// [`ptx::code_nearest`].
+/// [`ptx::code_nearest()`].
 #[cube]
 pub fn nearest_word(
     values: &Array<f32>,
@@ -215,7 +215,7 @@ pub fn sign_nibbles(values: &Array<f32>, #[comptime] first: usize) -> u32 {
 }
 
 /// The codes of eight of `values · multiplier` from element `first` on, rounded by the bytes of `low`
-/// (the first four) and `high`; `signs` are those of [`sign_nibbles()`]. Needs PTX; see [`ptx::code_units_x2`].
+/// (the first four) and `high`; `signs` are those of [`sign_nibbles()`]. Needs PTX; see [`ptx::code_units_x2()`].
 #[cube]
 pub fn stochastic_word(
     values: &Array<f32>,

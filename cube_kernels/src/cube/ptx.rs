@@ -245,8 +245,8 @@ pub fn code_nearest(value: f32, multiplier: f32) -> u32 {
     u32::reinterpret(bits)
 }
 
-/// [`code_nearest`] in fewer instructions for products below 7, where nothing has to be clamped: the
-/// sum of [`codec::nearest_bits`](super::codec::nearest_bits), without the mask, which only bits from
+/// [`code_nearest()`] in fewer instructions for products below 7, where nothing has to be clamped: the
+/// sum of `codec::nearest_bits`, without the mask, which only bits from
 /// the eighth on would need.
 ///
 /// PTX ISA 2.0 and later, section "Floating Point Instructions: fma". All targets.
@@ -381,7 +381,7 @@ pub fn shuffle_xor(value: f32, #[comptime] mask: u32) -> f32 {
 }
 
 /// Starts a copy of 16 bytes, `offset` bytes behind `from`, to address `to` in shared memory (see
-/// [`shared_address`](super::ptx_sm90::shared_address)), or writes zeros there: `cp.async.cg`.
+/// `ptx_sm90::shared_address`), or writes zeros there: `cp.async.cg`.
 ///
 /// PTX ISA 7.0 and later, section "Data Movement and Conversion Instructions: cp.async". Targets: sm_80
 /// and later. Without `valid` nothing is read.

@@ -4,7 +4,7 @@
 //! `wgmma` takes its left operand from registers, so the product is computed as `outᵀ = b · aᵀ`: each of
 //! two consumer warpgroups decodes 64 rows of `b` (or two or four share 64 rows and take turns along the
 //! contraction) and multiplies them with the rows of `a` that lie in shared memory as bf16. The columns of
-//! `a` have been brought into the order in which lanes hold the codes of `b` ([`workspace::arrange`]), in
+//! `a` have been brought into the order in which lanes hold the codes of `b` (`workspace::arrange`), in
 //! which a lane needs one scale for sixteen codes.
 //!
 //! The first warp drives the copy engine, which brings codes and `a`; the three next ones copy block
@@ -175,7 +175,7 @@ fn load_scales(pairs: &[u16], row: u32, step: u32, k: u32) -> Vector<u32, Const<
 /// `out[m, n] = α_a · α_b · Σ a[m, k] · b[n, k] (+ bias[n]) (+ out[m, n])`, for each group of rows.
 ///
 /// Tiles are numbered as in `sm90_kernel`, whose arguments these are, but for an `a` in the order of
-/// [`workspace::arrange`], the codes of `b` (a map of words, eight codes each), and its scales in twos.
+/// `workspace::arrange`, the codes of `b` (a map of words, eight codes each), and its scales in twos.
 /// `unit_of_sums` is what sums have to be multiplied by: decoded elements are 2^-8 times what they stand
 /// for, those of `b` alone or of both operands. `amax` is raised to the largest magnitude of the output where the
 /// epilogue says so.

@@ -140,7 +140,7 @@ pub fn dequantize_rows_kernel<F: Numeric>(
 /// Blocks of a stored row that a unit decodes: 32 bytes of codes, a sector of memory.
 const BLOCKS: usize = 4;
 
-/// One unit decodes [`BLOCKS`] blocks of each of two stored rows of a transposed copy, and stores pairs of
+/// One unit decodes `BLOCKS` blocks of each of two stored rows of a transposed copy, and stores pairs of
 /// the result; neighbours take neighbouring stored rows, which are neighbouring columns of the result.
 /// Whole sectors are loaded at once: neighbours' lie in other rows, and would be gone from the cache before
 /// a second load of each.
