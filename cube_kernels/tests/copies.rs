@@ -3,9 +3,12 @@
 #![cfg(feature = "cube")]
 
 mod common;
+#[path = "common/device.rs"]
+mod device;
 
-use common::{ALL_KINDS, Kind, TestElement, convert, values};
+use common::{ALL_KINDS, Kind, convert, values};
 use cubecl::{prelude::*, server::Handle};
+use device::{DeviceElement, upload, upload_bytes};
 use half::{bf16, f16};
 use nvfp4_kernels::{
     Amax, BlockScaling, CopyPolicy, ErrorNorm, Hadamard, HadamardSize, PackedAxis, PackedTensor,
@@ -16,56 +19,11 @@ use nvfp4_kernels::{
     reference::{self, padding, swizzle},
 };
 
-/// The device under test, or an early return that says so.
-macro_rules! client {
-    ($test:literal) => {
-        match std::env::var("NVFP4_TEST_DEVICE").as_deref() {
-            #[cfg(feature = "cuda")]
-            Ok("cuda") => cubecl::Device::Cuda(Default::default()).client(),
-            #[cfg(feature = "cpu")]
-            Ok("cpu") | Err(_) => cubecl::Device::Cpu(Default::default()).client(),
-            other => {
-                println!(
-                    "SKIPPED: {}: no runtime for device {other:?} in this build",
-                    $test
-                );
-                return;
-            }
-        }
-    };
-}
-
-trait DeviceElement: TestElement {
-    const KIND: FloatKind;
-}
-impl DeviceElement for f32 {
-    const KIND: FloatKind = FloatKind::F32;
-}
-impl DeviceElement for bf16 {
-    const KIND: FloatKind = FloatKind::Bf16;
-}
-impl DeviceElement for f16 {
-    const KIND: FloatKind = FloatKind::F16;
-}
-
 const STREAM: RandomStream = RandomStream::new(0x0123_4567_89ab_cdef, 5, 0xffff_ffff);
 const NEAREST: Rounding = Rounding::Nearest;
 const STOCHASTIC: Rounding = Rounding::Stochastic(STREAM);
 const MAE: BlockScaling = BlockScaling::FourOverSix(ErrorNorm::Mae);
 const MSE: BlockScaling = BlockScaling::FourOverSix(ErrorNorm::Mse);
-
-fn upload_bytes(client: &Client, bytes: &[u8]) -> Handle {
-    if bytes.is_empty() {
-        client.empty(1)
-    } else {
-        client.create_from_slice(bytes)
-    }
-}
-
-fn upload<T: DeviceElement>(client: &Client, x: &[T], rows: usize, cols: usize) -> Matrix {
-    let handle = upload_bytes(client, bytemuck::cast_slice(x));
-    Matrix::new(handle, rows, cols, T::KIND).unwrap()
-}
 
 fn read(client: &Client, handle: &Handle) -> Vec<u8> {
     client.read_one(handle.clone()).unwrap().to_vec()
