@@ -8,6 +8,7 @@ use std::any::Any;
 use std::hash::{DefaultHasher, Hasher};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::mpsc::{Sender, channel};
+use std::sync::{Arc, Barrier};
 use std::thread::{self, JoinHandle};
 
 use anyhow::{Context, Result, ensure};
@@ -28,6 +29,10 @@ pub(super) struct Rank<M> {
     pub optimizer: AdamW,
     /// Losses of steps that are still on the device.
     pending: Vec<Tensor<1>>,
+    /// Where all ranks meet behind each backward. Burn 0.22.1 counts the devices that begin and end one,
+    /// and forgets a device that begins the next before the last has ended this one: all would wait
+    /// for ever.
+    backward_ended: Option<Arc<Barrier>>,
 }
 
 impl<M: LanguageModel> Rank<M> {
@@ -37,6 +42,7 @@ impl<M: LanguageModel> Rank<M> {
             model,
             optimizer,
             pending: Vec::new(),
+            backward_ended: None,
         }
     }
 
@@ -46,6 +52,9 @@ impl<M: LanguageModel> Rank<M> {
         let loss = self.model.training_loss(inputs, targets);
         self.pending.push(loss.clone().without_autodiff());
         let gradients = GradientsParams::from_grads(loss.backward(), &self.model);
+        if let Some(barrier) = &self.backward_ended {
+            barrier.wait();
+        }
         self.model = self.optimizer.step(lr, self.model.clone(), gradients);
     }
 
@@ -67,9 +76,12 @@ impl<M: LanguageModel> Rank<M> {
 
     /// The copy of this rank for data-parallel training on `device`: it has the same weights, draws
     /// random bits of its own, and averages its gradients with the other ranks.
-    fn fork(&self, device: &Device, optimizer: AdamW) -> Self {
+    fn fork(&self, device: &Device, optimizer: AdamW, barrier: &Arc<Barrier>) -> Self {
         let model = self.model.clone().fork(device).map(&mut Distributed);
-        Self::new(device.clone(), model, optimizer)
+        Self {
+            backward_ended: Some(barrier.clone()),
+            ..Self::new(device.clone(), model, optimizer)
+        }
     }
 }
 
@@ -125,17 +137,18 @@ impl Others {
         };
         let context = DistributedContext::init(devices.to_vec(), config);
         let state = first.optimizer.to_bytes()?;
+        let barrier = Arc::new(Barrier::new(devices.len()));
         let workers = devices[1..]
             .iter()
             .map(|device| {
                 let mut optimizer = first.optimizer.fresh();
                 optimizer.load(Bytes::from_bytes_vec(state.to_vec()), device)?;
-                worker(first.fork(device, optimizer))
+                worker(first.fork(device, optimizer, &barrier))
             })
             .collect::<Result<_>>()?;
         let device = first.device.clone();
         let optimizer = std::mem::replace(&mut first.optimizer, AdamW::new(0.0, 1.0));
-        *first = first.fork(&device, optimizer);
+        *first = first.fork(&device, optimizer, &barrier);
         Ok(Self {
             workers,
             _context: context,
