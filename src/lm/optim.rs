@@ -70,6 +70,13 @@ fn flat<const D: usize>(x: Tensor<D>) -> Tensor<1> {
     cast(x.reshape([elements]), FloatDType::F32)
 }
 
+/// The sum of all elements, axis by axis: `[1]`. Burn's `sum` adds with atomics on a GPU, in an order that
+/// changes, and with it would the factor of clipped gradients: equal gradients would no longer make
+/// equal weights.
+fn sum<const D: usize>(x: Tensor<D>) -> Tensor<1> {
+    (0..D).rev().fold(x, |x, axis| x.sum_dim(axis)).reshape([1])
+}
+
 /// The optimizer, with its state.
 pub struct AdamW {
     weight_decay: f64,
@@ -200,7 +207,7 @@ struct SquaredNorm<'a> {
 impl ModuleVisitor for SquaredNorm<'_> {
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
         if let Some(gradient) = self.gradients.get::<D>(param.id) {
-            let square = flat(gradient).square().sum();
+            let square = sum(cast(gradient, FloatDType::F32).square());
             self.sum = Some(match self.sum.take() {
                 Some(sum) => sum + square,
                 None => square,
