@@ -23,6 +23,7 @@ use burn::tensor::{Bytes, Device, Tensor};
 use super::data::Batch;
 use super::model::LanguageModel;
 use super::optim::AdamW;
+use super::random::mix;
 
 /// A model that is trained on one device.
 pub(super) struct Rank<M> {
@@ -117,9 +118,11 @@ impl Digest {
     fn of(values: impl Iterator<Item = f32>) -> Self {
         let (mut projection, mut squares) = (0.0, 0.0);
         for (i, value) in values.map(f64::from).enumerate() {
-            // A bit of a multiplicative hash of the index.
-            let sign = ((i as u64).wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 63) as f64;
-            projection += value * (1.0 - 2.0 * sign);
+            let sign = match mix(i as u64) & 1 {
+                0 => 1.0,
+                _ => -1.0,
+            };
+            projection += sign * value;
             squares += value * value;
         }
         Self {
