@@ -165,9 +165,7 @@ pub fn nearest_word(
     for pair in 0..4usize {
         let even = values[comptime!(first + 2 * pair)];
         let odd = values[comptime!(first + 2 * pair + 1)];
-        // Both forms take the same codes below 7; the first has fewer instructions, but of a kind that
-        // is issued every other cycle, and one in four by the second keeps both pipes busy.
-        pairs[pair] = if comptime!(below_7 && pair < 3) {
+        pairs[pair] = if comptime!(below_7) {
             ptx::code_nearest_below_7(odd, multiplier) * 16u32
                 + ptx::code_nearest_below_7(even, multiplier)
         } else {
@@ -236,13 +234,12 @@ pub fn stochastic_word(
             let units =
                 ptx::code_units_x2(values[element], values[comptime!(element + 2)], multiplier);
             let random = if comptime!(quad == 0) { low } else { high };
-            let bytes = if comptime!(odd == 0) {
-                random & 0x00FF_00FFu32
-            } else {
-                ptx::permute(random, 0u32, 0x4341u32)
-            };
             // A random byte counts units of 1/256.
-            quads[quad] = bytes * 2u32 + units;
+            quads[quad] = if comptime!(odd == 0) {
+                ptx::add_twice(random, 0x00FF_00FFu32, units)
+            } else {
+                ptx::permute(random, 0u32, 0x4341u32) * 2u32 + units
+            };
         }
         halves[odd] = ptx::permute(quads[0], quads[1], 0x7531u32);
     }
