@@ -318,6 +318,7 @@ fn sources(conversion: Conversion) -> Vec<Source> {
                     signs(),
                     rows,
                     cols / 16,
+                    2,
                     true,
                     plan,
                     dtype,

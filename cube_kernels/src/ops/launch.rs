@@ -63,19 +63,23 @@ pub(crate) fn tile_cubes(client: &Client, tiles: usize) -> (CubeCount, CubeDim) 
 }
 
 /// Cubes and units for a kernel that makes copies of tiles, one to a cube: along the first axis of the
-/// grid the tiles of a band of rows of tiles, down first, along the second one the bands, over which cubes
-/// stride where there are more than a grid can have. On a GPU cubes are many, and start as others end: how
-/// many run at once depends on the registers that the compiler takes, and with a fixed grid a few cubes
-/// too many for the multiprocessors take half as long again.
+/// grid the tiles of a band of rows of tiles, down first, along the others the bands. On a GPU cubes are
+/// many, and start as others end: how many run at once depends on the registers that the compiler takes,
+/// and with a fixed grid a few cubes too many for the multiprocessors take half as long again.
 pub(crate) fn tile_bands(
     client: &Client,
     row_tiles: usize,
     tile_cols: usize,
 ) -> (CubeCount, CubeDim) {
     let units = if is_cpu(client) { 1 } else { UNITS };
-    let bands = row_tiles.div_ceil(BAND).clamp(1, u16::MAX.into());
+    let bands = row_tiles.div_ceil(BAND).max(1);
+    let highest = usize::from(u16::MAX);
     (
-        CubeCount::Static((tile_cols * BAND) as u32, bands as u32, 1),
+        CubeCount::Static(
+            (tile_cols * BAND) as u32,
+            bands.min(highest) as u32,
+            bands.div_ceil(highest) as u32,
+        ),
         CubeDim::new_1d(units as u32),
     )
 }

@@ -8,14 +8,13 @@ use cubecl::{prelude::*, server::Handle};
 use super::{
     groups::check_bytes,
     launch::{grid, vector_size},
+    tile::in_bands,
     tiles::tile_grid,
 };
 use crate::{
     MX_BLOCK, MxPacked, Nvfp4Error, PackedAxis,
     cube::{
-        codec::{
-            decode_e2m1_product, decode_e4m3, decode_e4m3_element, load, magnitude_bits, store,
-        },
+        codec::{BlockFactors, decode_e4m3_element, load, magnitude_bits, store},
         mx::{decode_ue8m0, decode_ue8m0_reciprocal, encode_e4m3x4, mx_scale},
         ptx,
     },
@@ -328,6 +327,8 @@ pub fn mx_dequantize(
 /// Rows and columns of the tile that one cube turns into columns.
 const TILE_ROWS: usize = 128;
 const TILE_COLS: usize = 64;
+/// Rows of tiles that cubes work on together: their scale bytes of a column make a sector of memory.
+const BAND: usize = 8;
 /// Words from one column's codes to the next in shared memory: 128 bytes, and one word against bank
 /// conflicts.
 const STAGE: usize = TILE_ROWS / 4 + 1;
@@ -513,7 +514,7 @@ fn quantize_tile_columns<F: Numeric>(
 }
 
 /// One cube makes the column blocks of every `cubes`-th tile of 128 x 64; neighbouring cubes take
-/// tiles of the same rows.
+/// tiles of a band of rows.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn mx_quantize_col_kernel<F: Numeric, N: Size>(
     x: &[Vector<F, N>],
@@ -533,12 +534,14 @@ pub fn mx_quantize_col_kernel<F: Numeric, N: Size>(
     let mut stage = Shared::<[u32]>::new_slice(comptime!(TILE_COLS * STAGE));
     let mut bytes = Shared::<[u32]>::new_slice(comptime!((TILE_COLS + 1) * TILE_ROWS / 32));
     let tile_cols = cols.div_ceil(TILE_COLS);
-    let tiles = rows.div_ceil(TILE_ROWS) * tile_cols;
+    let tile_rows = rows.div_ceil(TILE_ROWS);
+    let tiles = tile_rows * tile_cols;
     let vectors = cols / width;
     let mut index = CUBE_POS;
     while index < tiles {
-        let row0 = (index / tile_cols) * comptime!(TILE_ROWS);
-        let col0 = (index % tile_cols) * comptime!(TILE_COLS);
+        let place = in_bands(index, tile_rows, tile_cols, BAND);
+        let row0 = place.row * comptime!(TILE_ROWS);
+        let col0 = place.col * comptime!(TILE_COLS);
         let wide = tile.as_mut_slice().with_vector_size_mut::<N>();
         let mut item = UNIT_POS as usize;
         while item < comptime!(TILE_ROWS * TILE_COLS / width) {
@@ -558,8 +561,8 @@ pub fn mx_quantize_col_kernel<F: Numeric, N: Size>(
             bytes.as_mut_slice(),
             codes,
             scales,
-            index / tile_cols,
-            index % tile_cols,
+            place.row,
+            place.col,
             rows,
             cols,
             hardware,
@@ -575,8 +578,7 @@ pub fn mx_quantize_col_kernel<F: Numeric, N: Size>(
 #[cube]
 fn decode_block<F: Numeric>(
     words: Vector<u32, Const<2>>,
-    scale: f32,
-    factor: f32,
+    factors: BlockFactors,
     #[comptime] hardware: bool,
     #[comptime] via: FloatKind,
 ) -> Array<f32> {
@@ -587,8 +589,8 @@ fn decode_block<F: Numeric>(
         let word = words.extract(comptime!(at / 8));
         let low = word >> comptime!(4 * (at as u32 % 8));
         let high = word >> comptime!(4 * (at as u32 % 8) + 4);
-        let low = decode_e2m1_product(low) * scale * factor;
-        let high = decode_e2m1_product(high) * scale * factor;
+        let low = factors.decode(low);
+        let high = factors.decode(high);
         if comptime!(hardware && via == FloatKind::Bf16) {
             let both = ptx::cvt_rn_bf16x2(low, high);
             values[at] = f32::reinterpret(both << 16u32);
@@ -651,12 +653,13 @@ pub fn mx_requantize_along_kernel<F: Numeric>(
                 present = min(inner - min(first, inner), 16usize);
             }
             let mut words = Vector::<u32, Const<2>>::new(0u32);
-            let mut scale = 0.0f32;
+            let mut scale = 0u32;
             if inside && present > 0usize {
                 words = nv_codes[index];
-                scale = decode_e4m3(u32::cast_from(nv_scales[index]));
+                scale = u32::cast_from(nv_scales[index]);
             }
-            let decoded = decode_block::<F>(words, scale, factor, hardware, via);
+            let factors = BlockFactors::new(scale, factor);
+            let decoded = decode_block::<F>(words, factors, hardware, via);
             #[unroll]
             for i in 0..16usize {
                 let mut value = decoded[i];
@@ -715,27 +718,30 @@ pub fn mx_requantize_across_kernel<F: Numeric, N: Size>(
     let nv_blocks = inner.div_ceil(16);
     let factor = amax[0] / range;
     let tile_cols = inner.div_ceil(TILE_COLS);
-    let tiles = outer.div_ceil(TILE_ROWS) * tile_cols;
+    let tile_rows = outer.div_ceil(TILE_ROWS);
+    let tiles = tile_rows * tile_cols;
     let mut index = CUBE_POS;
     while index < tiles {
-        let row0 = (index / tile_cols) * comptime!(TILE_ROWS);
-        let block0 = (index % tile_cols) * comptime!(TILE_COLS / 16);
+        let place = in_bands(index, tile_rows, tile_cols, BAND);
+        let row0 = place.row * comptime!(TILE_ROWS);
+        let block0 = place.col * comptime!(TILE_COLS / 16);
         let wide = tile.as_mut_slice().with_vector_size_mut::<N>();
         let mut item = UNIT_POS as usize;
         while item < comptime!(TILE_ROWS * TILE_COLS / 16) {
             let row = row0 + item / comptime!(TILE_COLS / 16);
             let block = block0 + item % comptime!(TILE_COLS / 16);
             let mut words = Vector::<u32, Const<2>>::new(0u32);
-            let mut scale = 0.0f32;
+            let mut scale = 0u32;
             let mut factor = factor;
             if row < outer && block < nv_blocks {
                 words = nv_codes[row * nv_blocks + block];
-                scale = decode_e4m3(u32::cast_from(nv_scales[row * nv_blocks + block]));
+                scale = u32::cast_from(nv_scales[row * nv_blocks + block]);
             } else {
                 // Zero where there is no element, also where the factor is NaN or infinite.
                 factor = 0.0f32;
             }
-            let values = decode_block::<F>(words, scale, factor, hardware, via);
+            let factors = BlockFactors::new(scale, factor);
+            let values = decode_block::<F>(words, factors, hardware, via);
             #[unroll]
             for v in 0..comptime!(16 / width) {
                 let mut vector = Vector::<F, N>::empty();
@@ -755,8 +761,8 @@ pub fn mx_requantize_across_kernel<F: Numeric, N: Size>(
             bytes.as_mut_slice(),
             codes,
             scales,
-            index / tile_cols,
-            index % tile_cols,
+            place.row,
+            place.col,
             outer,
             inner,
             hardware,

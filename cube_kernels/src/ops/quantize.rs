@@ -256,8 +256,13 @@ fn quantize_rows(
         x.rows * blocks
     };
     let (count, dim) = grid(client, items);
+    let across = if args.plan.swizzled && blocks.div_ceil(4).is_multiple_of(ACROSS) {
+        ACROSS
+    } else {
+        1
+    };
     let whole_tiles = matches!(count, CubeCount::Static(cubes, ..)
-        if (cubes * dim.x).is_multiple_of(512));
+        if (cubes * dim.x).is_multiple_of(512 * across as u32));
     // SAFETY: the kernel stays below the number of blocks, and the buffers were checked for it.
     unsafe {
         quantize_row_kernel::launch_unchecked(
@@ -275,6 +280,7 @@ fn quantize_rows(
             args.signs(),
             x.rows,
             blocks,
+            across,
             whole_tiles,
             args.plan,
             x.dtype,
@@ -436,9 +442,13 @@ impl TilePlan {
     }
 }
 
-/// One unit quantizes every `units`-th block. Blocks go in the order of the scales: row by row, or
-/// 128x4 tile by tile, so that scale bytes are written side by side in both layouts. `whole_tiles`: the
-/// grid's units are a multiple of the 512 of such a tile.
+/// Scale tiles of 128x4 side by side that are quantized together, where rows have a multiple of them: their
+/// blocks of a row are 256 bytes of `x`, those of one tile 128.
+const ACROSS: usize = 2;
+
+/// One unit quantizes every `units`-th block. Blocks go row by row, or by `across` 128x4 tiles of scales
+/// that lie side by side, so that scale bytes are written side by side in both layouts. `whole_tiles`: the
+/// grid's units are a multiple of the `512 across` of such tiles.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn quantize_row_kernel<N: Size>(
     x: &[Vector<u32, N>],
@@ -450,6 +460,7 @@ pub fn quantize_row_kernel<N: Size>(
     signs: Signs,
     rows: usize,
     blocks: usize,
+    #[comptime] across: usize,
     #[comptime] whole_tiles: bool,
     #[comptime] plan: CopyPlan,
     #[comptime] kind: FloatKind,
@@ -465,8 +476,10 @@ pub fn quantize_row_kernel<N: Size>(
     } else {
         rows * blocks
     };
-    // Swizzled: the 128x4 tile of an item, kept up to date without a division for each.
-    let position = ABSOLUTE_POS / 512usize;
+    // Swizzled: the place of an item's tiles, kept up to date without a division for each.
+    let tile_items = comptime!(512 * across);
+    let tile_cols = padded_blocks / across;
+    let position = ABSOLUTE_POS / tile_items;
     let stride = CUBE_COUNT * CUBE_DIM as usize;
     let whole = comptime!(plan.swizzled && whole_tiles);
     let mut tile_row = 0usize;
@@ -474,32 +487,39 @@ pub fn quantize_row_kernel<N: Size>(
     let mut row_step = 0usize;
     let mut col_step = 0usize;
     if comptime!(whole) {
-        tile_row = position / padded_blocks;
-        tile_col = position - tile_row * padded_blocks;
-        row_step = (stride / 512usize) / padded_blocks;
-        col_step = stride / 512usize - row_step * padded_blocks;
+        tile_row = position / tile_cols;
+        tile_col = position - tile_row * tile_cols;
+        row_step = (stride / tile_items) / tile_cols;
+        col_step = stride / tile_items - row_step * tile_cols;
     }
     let mut item = ABSOLUTE_POS;
     while item < items {
         let mut index = item;
+        let mut target = item;
         let mut inside = true;
         if comptime!(plan.swizzled) {
-            let place = item % 512usize;
+            let place = item % tile_items;
             if comptime!(!whole) {
-                let tile = item / 512usize;
-                tile_row = tile / padded_blocks;
-                tile_col = tile % padded_blocks;
+                let tiles = item / tile_items;
+                tile_row = tiles / tile_cols;
+                tile_col = tiles % tile_cols;
             }
-            let row =
-                tile_row * 128usize + (place / 16usize) + ((place / 4usize) % 4usize) * 32usize;
-            let block = tile_col * 4usize + place % 4usize;
+            // Rows 32 apart are neighbours in a tile.
+            let place_row = place / comptime!(4 * across);
+            let place_block = place % comptime!(4 * across);
+            let row = tile_row * 128usize + place_row / 4usize + (place_row % 4usize) * 32usize;
+            let block = tile_col * comptime!(4 * across) + place_block;
             inside = row < rows && block < blocks;
             index = row * blocks + block;
+            target = item - place
+                + (place_block / 4usize) * 512usize
+                + place_row * 4usize
+                + place_block % 4usize;
             if comptime!(whole) {
                 tile_row += row_step;
                 tile_col += col_step;
-                if tile_col >= padded_blocks {
-                    tile_col -= padded_blocks;
+                if tile_col >= tile_cols {
+                    tile_col -= tile_cols;
                     tile_row += 1usize;
                 }
             }
@@ -517,9 +537,9 @@ pub fn quantize_row_kernel<N: Size>(
             let encoded =
                 quantize_with_amax(&block, 0usize, largest, &global, logical, &random, policy);
             codes[index] = encoded.codes;
-            scales[item] = u8::cast_from(encoded.scale);
+            scales[target] = u8::cast_from(encoded.scale);
         } else {
-            scales[item] = 0u8;
+            scales[target] = 0u8;
         }
         item += stride;
     }
@@ -715,44 +735,39 @@ pub fn quantize_tiles_kernel<F: Numeric, N: Size>(
     let mut row_table = ScaleTable::new();
     let mut col_table = ScaleTable::new();
 
-    // The group whose tables are filled; none at first.
-    let mut table_group = shape.groups;
+    let band = (CUBE_POS_Z * CUBE_COUNT_Y + CUBE_POS_Y) as usize;
     let tile_col = CUBE_POS_X as usize / BAND;
-    let mut row_tile = CUBE_POS_Y as usize * BAND + CUBE_POS_X as usize % BAND;
-    while row_tile < row_tiles {
+    let row_tile = band * BAND + CUBE_POS_X as usize % BAND;
+    if row_tile < row_tiles {
         let tile = tile::tile_at(map, row_tile, tile_col, &shape, span, grouping, kind);
         if tile.row0 < tile.row_end {
             tile::start_load::<F, N>(
                 x, &mut data, &tile, &shape, elements, units, conversion, kind,
             );
-            if tile.group != table_group {
-                table_group = tile.group;
-                // Half of the units for each table, where there are two to fill.
-                let row_tabled = comptime!(plan.row.is_some_and(|row| !row.per_outer));
-                let col_tabled =
-                    comptime!(plan.col.is_some_and(|col| !col.per_outer) && !plan.tiles);
-                let halves = comptime!(row_tabled && col_tabled && units == 256);
-                let count = comptime!(if halves {
-                    units as u32 / 2
-                } else {
-                    units as u32
-                });
-                if comptime!(row_tabled) {
-                    let policy = comptime!(plan.row.unwrap().policy);
-                    if UNIT_POS < count {
-                        row_table.fill(row_amax[tile.group], UNIT_POS, count, policy);
-                    }
+            // Half of the units for each table, where there are two to fill.
+            let row_tabled = comptime!(plan.row.is_some_and(|row| !row.per_outer));
+            let col_tabled = comptime!(plan.col.is_some_and(|col| !col.per_outer) && !plan.tiles);
+            let halves = comptime!(row_tabled && col_tabled && units == 256);
+            let count = comptime!(if halves {
+                units as u32 / 2
+            } else {
+                units as u32
+            });
+            if comptime!(row_tabled) {
+                let row = comptime!(plan.row.unwrap());
+                if UNIT_POS < count {
+                    row_table.fill(row_amax[tile.group], UNIT_POS, count, row.policy);
                 }
-                if comptime!(col_tabled) {
-                    let policy = comptime!(plan.col.unwrap().policy);
-                    let unit = if comptime!(halves) {
-                        UNIT_POS - count
-                    } else {
-                        UNIT_POS
-                    };
-                    if unit < count {
-                        col_table.fill(col_amax[tile.group], unit, count, policy);
-                    }
+            }
+            if comptime!(col_tabled) {
+                let col = comptime!(plan.col.unwrap());
+                let unit = if comptime!(halves) {
+                    UNIT_POS - count
+                } else {
+                    UNIT_POS
+                };
+                if unit < count {
+                    col_table.fill(col_amax[tile.group], unit, count, col.policy);
                 }
             }
             tile::finish_load(asynchronous);
@@ -841,7 +856,6 @@ pub fn quantize_tiles_kernel<F: Numeric, N: Size>(
                 );
             }
         }
-        row_tile += CUBE_COUNT_Y as usize * BAND;
     }
 }
 
@@ -1003,6 +1017,13 @@ fn quantize_columns(
                 let column = tile.col0 + c;
                 let inside = first < group_blocks && column < shape.cols;
                 if shared || inside {
+                    // Loaded again for the other column, where they would take registers that a fourth
+                    // cube on the multiprocessor needs.
+                    let words = if comptime!(packed_amax || half == 0) {
+                        words
+                    } else {
+                        tile::load_words(data, at.block * 16usize, word, count, conversion)
+                    };
                     let mut values = tile::unpack_column(
                         &words,
                         signs,
