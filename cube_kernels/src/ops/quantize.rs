@@ -687,9 +687,10 @@ fn quantize_by_table(
 
 /// One cube makes the copies of a tile: it loads the tile, its units quantize the blocks of columns, whose
 /// codes and scales wait in shared memory, and those of rows; then whole columns, 64 bytes of codes, are
-/// written side by side. Other cubes of the multiprocessor compute while one waits. `map` is that of
-/// `tile_at`, `row_tiles` the rows of tiles that there may be, `row_blocks` the length of a
-/// stored row of the column-wise copy where the groups lie side by side.
+/// written side by side. Other cubes of the multiprocessor compute while one waits. `map` holds a record
+/// for each row of tiles where groups are in device memory, `row_tiles` is the number of rows of tiles that
+/// there may be, `row_blocks` the length of a stored row of the column-wise copy where the groups lie side
+/// by side.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn quantize_tiles_kernel<F: Numeric, N: Size>(
     x: &[Vector<F, N>],
