@@ -218,7 +218,6 @@ fn sources(conversion: Conversion) -> Vec<Source> {
                 None,
                 ops::kernels::dequantize_col_pairs_kernel::create_dummy_kernel,
                 address,
-                dtype.size() / 2,
                 buffer(blocks / 2),
                 buffer(blocks / 4),
                 buffer(1),
@@ -228,9 +227,8 @@ fn sources(conversion: Conversion) -> Vec<Source> {
                 cols / 16,
                 2688.0f32,
                 false,
-                true,
-                conversion,
                 dtype,
+                elem,
             );
             for add in [false, true] {
                 add!(

@@ -5,11 +5,8 @@ use cubecl::prelude::*;
 use super::launch::grid;
 use crate::{
     BLOCK, Nvfp4Error, PackedAxis,
-    cube::{
-        codec::{BlockFactors, Conversion, store},
-        words::pack,
-    },
-    device::{AmaxScope, DevicePacked, FloatKind, Matrix, address_type, conversion_of, is_aligned},
+    cube::codec::{BlockFactors, store},
+    device::{AmaxScope, DevicePacked, FloatKind, Matrix, address_type, is_aligned},
 };
 
 /// The matrix that `packed` stands for, `rows` x `cols` in the orientation of its source, rounded
@@ -49,7 +46,6 @@ pub fn dequantize(
                 count,
                 dim,
                 address,
-                out.size() / 2,
                 BufferArg::from_raw_parts(packed.codes.clone(), blocks / 2),
                 BufferArg::from_raw_parts(packed.scales.clone(), blocks / BLOCKS),
                 amax,
@@ -59,9 +55,8 @@ pub fn dequantize(
                 packed.blocks(),
                 range,
                 per_outer,
-                packed.inner().is_multiple_of(BLOCK),
-                conversion_of(client),
                 out,
+                out.storage_type(),
             );
         } else if transposed {
             let (count, dim) = grid(client, blocks);
@@ -148,21 +143,20 @@ const BLOCKS: usize = 4;
 /// One unit decodes `BLOCKS` blocks of each of two stored rows of a transposed copy, and stores pairs of
 /// the result; neighbours take neighbouring stored rows, which are neighbouring columns of the result.
 /// Whole sectors are loaded at once: neighbours' lie in other rows, and would be gone from the cache before
-/// a second load of each. `N` words hold a pair, and blocks are `whole` where the last one has no padding.
+/// a second load of each.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
-pub fn dequantize_col_pairs_kernel<N: Size>(
+pub fn dequantize_col_pairs_kernel<F: Numeric>(
     codes: &[Vector<u32, Const<4>>],
     scales: &[u32],
     amax: &[f32],
-    out: &mut [Vector<u32, N>],
+    out: &mut [Vector<F, Const<2>>],
     outer: usize,
     inner: usize,
     blocks: usize,
     range: f32,
     #[comptime] per_outer: bool,
-    #[comptime] whole: bool,
-    #[comptime] conversion: Conversion,
     #[comptime] kind: FloatKind,
+    #[define(F)] _storage: ElemType,
 ) {
     let tensor = amax[0] / range;
     let pairs = outer / 2usize;
@@ -201,15 +195,11 @@ pub fn dequantize_col_pairs_kernel<N: Size>(
                 let word = comptime!(2 * (b % 2) + i / 8);
                 let low_code = low_codes[comptime!(b / 2)].extract(word) >> shift;
                 let high_code = high_codes[comptime!(b / 2)].extract(word) >> shift;
-                let low = low_factors.decode(low_code);
-                let high = high_factors.decode(high_code);
-                if whole || start + comptime!(b * 16 + i) < inner {
-                    let mut words = Vector::<u32, N>::empty();
-                    words.insert(0usize, pack(low, high, kind, conversion));
-                    if comptime!(kind == FloatKind::F32) {
-                        words.insert(1usize, pack(high, high, kind, conversion));
-                    }
-                    out[target] = words;
+                let mut values = Vector::<F, Const<2>>::empty();
+                values.insert(0usize, store::<F>(low_factors.decode(low_code), kind));
+                values.insert(1usize, store::<F>(high_factors.decode(high_code), kind));
+                if start + comptime!(b * 16 + i) < inner {
+                    out[target] = values;
                 }
                 target += pairs;
             }
