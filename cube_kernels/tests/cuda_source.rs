@@ -318,7 +318,6 @@ fn sources(conversion: Conversion) -> Vec<Source> {
                     signs(),
                     rows,
                     cols / 16,
-                    2,
                     true,
                     plan,
                     dtype,

@@ -8,7 +8,6 @@ use cubecl::{prelude::*, server::Handle};
 use super::{
     groups::check_bytes,
     launch::{grid, vector_size},
-    tile::in_bands,
     tiles::tile_grid,
 };
 use crate::{
@@ -327,8 +326,6 @@ pub fn mx_dequantize(
 /// Rows and columns of the tile that one cube turns into columns.
 const TILE_ROWS: usize = 128;
 const TILE_COLS: usize = 64;
-/// Rows of tiles that cubes work on together: their scale bytes of a column make a sector of memory.
-const BAND: usize = 8;
 /// Words from one column's codes to the next in shared memory: 128 bytes, and one word against bank
 /// conflicts.
 const STAGE: usize = TILE_ROWS / 4 + 1;
@@ -514,7 +511,7 @@ fn quantize_tile_columns<F: Numeric>(
 }
 
 /// One cube makes the column blocks of every `cubes`-th tile of 128 x 64; neighbouring cubes take
-/// tiles of a band of rows.
+/// tiles of the same rows.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn mx_quantize_col_kernel<F: Numeric, N: Size>(
     x: &[Vector<F, N>],
@@ -534,14 +531,12 @@ pub fn mx_quantize_col_kernel<F: Numeric, N: Size>(
     let mut stage = Shared::<[u32]>::new_slice(comptime!(TILE_COLS * STAGE));
     let mut bytes = Shared::<[u32]>::new_slice(comptime!((TILE_COLS + 1) * TILE_ROWS / 32));
     let tile_cols = cols.div_ceil(TILE_COLS);
-    let tile_rows = rows.div_ceil(TILE_ROWS);
-    let tiles = tile_rows * tile_cols;
+    let tiles = rows.div_ceil(TILE_ROWS) * tile_cols;
     let vectors = cols / width;
     let mut index = CUBE_POS;
     while index < tiles {
-        let place = in_bands(index, tile_rows, tile_cols, BAND);
-        let row0 = place.row * comptime!(TILE_ROWS);
-        let col0 = place.col * comptime!(TILE_COLS);
+        let row0 = (index / tile_cols) * comptime!(TILE_ROWS);
+        let col0 = (index % tile_cols) * comptime!(TILE_COLS);
         let wide = tile.as_mut_slice().with_vector_size_mut::<N>();
         let mut item = UNIT_POS as usize;
         while item < comptime!(TILE_ROWS * TILE_COLS / width) {
@@ -561,8 +556,8 @@ pub fn mx_quantize_col_kernel<F: Numeric, N: Size>(
             bytes.as_mut_slice(),
             codes,
             scales,
-            place.row,
-            place.col,
+            index / tile_cols,
+            index % tile_cols,
             rows,
             cols,
             hardware,
@@ -718,13 +713,11 @@ pub fn mx_requantize_across_kernel<F: Numeric, N: Size>(
     let nv_blocks = inner.div_ceil(16);
     let factor = amax[0] / range;
     let tile_cols = inner.div_ceil(TILE_COLS);
-    let tile_rows = outer.div_ceil(TILE_ROWS);
-    let tiles = tile_rows * tile_cols;
+    let tiles = outer.div_ceil(TILE_ROWS) * tile_cols;
     let mut index = CUBE_POS;
     while index < tiles {
-        let place = in_bands(index, tile_rows, tile_cols, BAND);
-        let row0 = place.row * comptime!(TILE_ROWS);
-        let block0 = place.col * comptime!(TILE_COLS / 16);
+        let row0 = (index / tile_cols) * comptime!(TILE_ROWS);
+        let block0 = (index % tile_cols) * comptime!(TILE_COLS / 16);
         let wide = tile.as_mut_slice().with_vector_size_mut::<N>();
         let mut item = UNIT_POS as usize;
         while item < comptime!(TILE_ROWS * TILE_COLS / 16) {
@@ -761,8 +754,8 @@ pub fn mx_requantize_across_kernel<F: Numeric, N: Size>(
             bytes.as_mut_slice(),
             codes,
             scales,
-            place.row,
-            place.col,
+            index / tile_cols,
+            index % tile_cols,
             outer,
             inner,
             hardware,

@@ -256,13 +256,8 @@ fn quantize_rows(
         x.rows * blocks
     };
     let (count, dim) = grid(client, items);
-    let across = if args.plan.swizzled && blocks.div_ceil(4).is_multiple_of(ACROSS) {
-        ACROSS
-    } else {
-        1
-    };
     let whole_tiles = matches!(count, CubeCount::Static(cubes, ..)
-        if (cubes * dim.x).is_multiple_of(512 * across as u32));
+        if (cubes * dim.x).is_multiple_of(512));
     // SAFETY: the kernel stays below the number of blocks, and the buffers were checked for it.
     unsafe {
         quantize_row_kernel::launch_unchecked(
@@ -280,7 +275,6 @@ fn quantize_rows(
             args.signs(),
             x.rows,
             blocks,
-            across,
             whole_tiles,
             args.plan,
             x.dtype,
@@ -442,13 +436,9 @@ impl TilePlan {
     }
 }
 
-/// Scale tiles of 128x4 side by side that are quantized together, where rows have a multiple of them: their
-/// blocks of a row are 256 bytes of `x`, those of one tile 128.
-const ACROSS: usize = 2;
-
-/// One unit quantizes every `units`-th block. Blocks go row by row, or by `across` 128x4 tiles of scales
-/// that lie side by side, so that scale bytes are written side by side in both layouts. `whole_tiles`: the
-/// grid's units are a multiple of the `512 across` of such tiles.
+/// One unit quantizes every `units`-th block. Blocks go in the order of the scales: row by row, or
+/// 128x4 tile by tile, so that scale bytes are written side by side in both layouts. `whole_tiles`: the
+/// grid's units are a multiple of the 512 of such a tile.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn quantize_row_kernel<N: Size>(
     x: &[Vector<u32, N>],
@@ -460,7 +450,6 @@ pub fn quantize_row_kernel<N: Size>(
     signs: Signs,
     rows: usize,
     blocks: usize,
-    #[comptime] across: usize,
     #[comptime] whole_tiles: bool,
     #[comptime] plan: CopyPlan,
     #[comptime] kind: FloatKind,
@@ -476,10 +465,8 @@ pub fn quantize_row_kernel<N: Size>(
     } else {
         rows * blocks
     };
-    // Swizzled: the place of an item's tiles, kept up to date without a division for each.
-    let tile_items = comptime!(512 * across);
-    let tile_cols = padded_blocks / across;
-    let position = ABSOLUTE_POS / tile_items;
+    // Swizzled: the 128x4 tile of an item, kept up to date without a division for each.
+    let position = ABSOLUTE_POS / 512usize;
     let stride = CUBE_COUNT * CUBE_DIM as usize;
     let whole = comptime!(plan.swizzled && whole_tiles);
     let mut tile_row = 0usize;
@@ -487,39 +474,32 @@ pub fn quantize_row_kernel<N: Size>(
     let mut row_step = 0usize;
     let mut col_step = 0usize;
     if comptime!(whole) {
-        tile_row = position / tile_cols;
-        tile_col = position - tile_row * tile_cols;
-        row_step = (stride / tile_items) / tile_cols;
-        col_step = stride / tile_items - row_step * tile_cols;
+        tile_row = position / padded_blocks;
+        tile_col = position - tile_row * padded_blocks;
+        row_step = (stride / 512usize) / padded_blocks;
+        col_step = stride / 512usize - row_step * padded_blocks;
     }
     let mut item = ABSOLUTE_POS;
     while item < items {
         let mut index = item;
-        let mut target = item;
         let mut inside = true;
         if comptime!(plan.swizzled) {
-            let place = item % tile_items;
+            let place = item % 512usize;
             if comptime!(!whole) {
-                let tiles = item / tile_items;
-                tile_row = tiles / tile_cols;
-                tile_col = tiles % tile_cols;
+                let tile = item / 512usize;
+                tile_row = tile / padded_blocks;
+                tile_col = tile % padded_blocks;
             }
-            // Rows 32 apart are neighbours in a tile.
-            let place_row = place / comptime!(4 * across);
-            let place_block = place % comptime!(4 * across);
-            let row = tile_row * 128usize + place_row / 4usize + (place_row % 4usize) * 32usize;
-            let block = tile_col * comptime!(4 * across) + place_block;
+            let row =
+                tile_row * 128usize + (place / 16usize) + ((place / 4usize) % 4usize) * 32usize;
+            let block = tile_col * 4usize + place % 4usize;
             inside = row < rows && block < blocks;
             index = row * blocks + block;
-            target = item - place
-                + (place_block / 4usize) * 512usize
-                + place_row * 4usize
-                + place_block % 4usize;
             if comptime!(whole) {
                 tile_row += row_step;
                 tile_col += col_step;
-                if tile_col >= tile_cols {
-                    tile_col -= tile_cols;
+                if tile_col >= padded_blocks {
+                    tile_col -= padded_blocks;
                     tile_row += 1usize;
                 }
             }
@@ -537,9 +517,9 @@ pub fn quantize_row_kernel<N: Size>(
             let encoded =
                 quantize_with_amax(&block, 0usize, largest, &global, logical, &random, policy);
             codes[index] = encoded.codes;
-            scales[target] = u8::cast_from(encoded.scale);
+            scales[item] = u8::cast_from(encoded.scale);
         } else {
-            scales[target] = 0u8;
+            scales[item] = 0u8;
         }
         item += stride;
     }

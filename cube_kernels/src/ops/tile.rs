@@ -259,14 +259,12 @@ impl Plan {
         #[comptime] grouping: Grouping,
         #[comptime] kind: FloatKind,
     ) -> Tile {
-        let place = in_bands(
-            index,
-            self.row_tiles(shape, grouping),
-            shape.tile_cols,
-            BAND,
-        );
-        let row_tile = place.row;
-        let tile_col = place.col;
+        let per_band = shape.tile_cols * BAND;
+        let first = index / per_band * BAND;
+        let height = min(self.row_tiles(shape, grouping) - first, BAND);
+        let within = index - first * shape.tile_cols;
+        let tile_col = within / height;
+        let row_tile = first + within - tile_col * height;
         match comptime!(grouping) {
             Grouping::Offsets(_) => self.find(row_tile, tile_col * comptime!(cols(kind))),
             _ => even_tile(row_tile, tile_col, shape, unit, grouping, kind),
@@ -289,30 +287,6 @@ impl Plan {
             units_before: self.units[group] as usize,
             padded_before: self.padded[group] as usize,
         }
-    }
-}
-
-/// A row and a column of tiles.
-#[derive(CubeType, Clone, Copy)]
-pub struct TilePlace {
-    /// The row of tiles.
-    pub row: usize,
-    /// The column of tiles.
-    pub col: usize,
-}
-
-/// Tile number `index` of `rows` x `cols` tiles: neighbouring numbers go down a band of `band` rows of tiles,
-/// then to the next column, so that tiles which write parts of the same sectors are worked on together.
-#[cube]
-pub fn in_bands(index: usize, rows: usize, cols: usize, #[comptime] band: usize) -> TilePlace {
-    let per_band = cols * band;
-    let first = index / per_band * band;
-    let height = min(rows - first, band);
-    let within = index - first * cols;
-    let col = within / height;
-    TilePlace {
-        row: first + within - col * height,
-        col,
     }
 }
 
