@@ -6,9 +6,6 @@
 //! ones: every input read once, every output written once. The shapes are those of the peers: squares,
 //! Llama 3's activations and weights, DeepSeek-V3's tokens in groups and experts.
 //!
-//! `NVFP4_BENCH_SHAPES`, shapes or parts of them between commas, leaves the others out with their inputs,
-//! which take longer to make than many kernels to time.
-//!
 //! A table goes to standard output, and the same as JSON to `target/nvfp4-bench.json` (or the file
 //! that `NVFP4_BENCH_JSON` names).
 
@@ -171,13 +168,6 @@ impl Inputs {
             },
         }
     }
-}
-
-/// Whether a shape is asked for.
-fn wanted(shape: &str) -> bool {
-    std::env::var("NVFP4_BENCH_SHAPES").map_or(true, |parts| {
-        parts.split(',').any(|part| shape.contains(part))
-    })
 }
 
 const NEAREST: DeviceRounding = DeviceRounding::Nearest;
@@ -476,9 +466,6 @@ fn main() {
     };
     for side in [1024, 4096, 8192, 16384] {
         let shape = format!("{side}x{side}");
-        if !wanted(&shape) {
-            continue;
-        }
         let inputs = Inputs::new(&client, side, side);
         copy(&mut bench, &shape, &inputs);
         activations(&mut bench, &shape, &inputs);
@@ -489,34 +476,23 @@ fn main() {
     }
     for cols in [4096, 8192, 14336, 28672] {
         let shape = format!("Llama 2048x{cols}");
-        if !wanted(&shape) {
-            continue;
-        }
         let inputs = Inputs::new(&client, 2048, cols);
         copy(&mut bench, &shape, &inputs);
         activations(&mut bench, &shape, &inputs);
     }
     for (rows, cols) in [(14336, 4096), (28672, 8192)] {
         let shape = format!("Llama weight {rows}x{cols}");
-        if !wanted(&shape) {
-            continue;
-        }
         let inputs = Inputs::new(&client, rows, cols);
         copy(&mut bench, &shape, &inputs);
         weights(&mut bench, &shape, &inputs, &Groups::One);
     }
     let shape = "DeepSeek tokens 16384x7168";
-    if wanted(shape) {
-        let inputs = Inputs::new(&client, 16384, 7168);
-        copy(&mut bench, shape, &inputs);
-        activations(&mut bench, shape, &inputs);
-        grouped(&mut bench, shape, &inputs);
-    }
+    let inputs = Inputs::new(&client, 16384, 7168);
+    copy(&mut bench, shape, &inputs);
+    activations(&mut bench, shape, &inputs);
+    grouped(&mut bench, shape, &inputs);
     for (experts, rows, cols) in [(8, 1408, 2048), (8, 2048, 7168), (8, 7168, 2048)] {
         let shape = format!("DeepSeek experts {experts}x{rows}x{cols}");
-        if !wanted(&shape) {
-            continue;
-        }
         let inputs = Inputs::new(&client, experts * rows, cols);
         copy(&mut bench, &shape, &inputs);
         weights(&mut bench, &shape, &inputs, &Groups::Batch(experts));
