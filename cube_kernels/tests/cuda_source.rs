@@ -98,6 +98,17 @@ fn sources(conversion: Conversion) -> Vec<Source> {
         64,
         conversion,
     );
+    add!(
+        "map_tiles".into(),
+        None,
+        ops::kernels::map_tiles_kernel::create_dummy_kernel,
+        buffer(3),
+        buffer(8),
+        ShapeLaunch::new(rows, cols, 2, 4),
+        4,
+        16,
+        Grouping::Offsets(16),
+    );
     let factor = gemm::kernels::Factor::Tensor;
     add!(
         "cublaslt_factors".into(),
@@ -371,7 +382,7 @@ fn sources(conversion: Conversion) -> Vec<Source> {
                     address,
                     4,
                     buffer(words / 4),
-                    buffer(3),
+                    buffer(4),
                     ShapeLaunch::new(rows, cols, 2, 4),
                     4usize,
                     blocks,

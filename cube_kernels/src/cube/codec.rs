@@ -165,9 +165,7 @@ pub fn nearest_word(
     for pair in 0..4usize {
         let even = values[comptime!(first + 2 * pair)];
         let odd = values[comptime!(first + 2 * pair + 1)];
-        // Both forms take the same codes below 7; the first has fewer instructions, but of a kind that
-        // is issued every other cycle, and one in four by the second keeps both pipes busy.
-        pairs[pair] = if comptime!(below_7 && pair < 3) {
+        pairs[pair] = if comptime!(below_7) {
             ptx::code_nearest_below_7(odd, multiplier) * 16u32
                 + ptx::code_nearest_below_7(even, multiplier)
         } else {
@@ -236,13 +234,12 @@ pub fn stochastic_word(
             let units =
                 ptx::code_units_x2(values[element], values[comptime!(element + 2)], multiplier);
             let random = if comptime!(quad == 0) { low } else { high };
-            let bytes = if comptime!(odd == 0) {
-                random & 0x00FF_00FFu32
-            } else {
-                ptx::permute(random, 0u32, 0x4341u32)
-            };
             // A random byte counts units of 1/256.
-            quads[quad] = bytes * 2u32 + units;
+            quads[quad] = if comptime!(odd == 0) {
+                ptx::add_twice(random, 0x00FF_00FFu32, units)
+            } else {
+                ptx::permute(random, 0u32, 0x4341u32) * 2u32 + units
+            };
         }
         halves[odd] = ptx::permute(quads[0], quads[1], 0x7531u32);
     }
@@ -265,13 +262,39 @@ pub fn decode_e2m1(code: u32) -> f32 {
     f32::reinterpret(u32::reinterpret(magnitude) | ((code & 8u32) << 28u32))
 }
 
-/// [`decode_e2m1()`] by a multiplication instead of a choice, for kernels that are bound by
-/// instructions: exponent and mantissa of the code, moved to the lowest bits of those of an `f32`, are
-/// the value divided by 2^126, the subnormal 0.5 included. Exact; subnormals must not be flushed.
+/// 2⁻¹²⁶ of the value of the code in the low nibble of `code`: exponent and mantissa of the code, moved to
+/// the lowest bits of those of an `f32`, the subnormal 0.5 included.
 #[cube]
-pub fn decode_e2m1_product(code: u32) -> f32 {
-    let bits = ((code & 7u32) << 22u32) | ((code & 8u32) << 28u32);
-    f32::reinterpret(bits) * comptime!(f32::from_bits(0x7E80_0000))
+fn decode_e2m1_tiny(code: u32) -> f32 {
+    f32::reinterpret(((code & 7u32) << 22u32) | ((code & 8u32) << 28u32))
+}
+
+/// What multiplies the codes of a block: its scale and the factor of its tensor, raised by powers of two
+/// that together are the 2¹²⁶ which the codes lack.
+#[derive(CubeType, Clone, Copy)]
+pub struct BlockFactors {
+    scale: f32,
+    tensor: f32,
+}
+
+#[cube]
+impl BlockFactors {
+    /// Of a block with scale byte `scale` in a tensor with factor `tensor`, at most `f32::MAX / 1536` or
+    /// not finite.
+    pub fn new(scale: u32, tensor: f32) -> BlockFactors {
+        BlockFactors {
+            // At most 448 · 2¹¹⁸.
+            scale: decode_e4m3(scale) * comptime!(f32::from_bits((118 + 127) << 23)),
+            tensor: tensor * 256.0f32,
+        }
+    }
+
+    /// `fl(fl(value · scale) · tensor)`, the value being that of the code in the low nibble of `code`, with
+    /// two multiplications. The first one is exact, as it is without the powers of two; subnormals
+    /// must not be flushed.
+    pub fn decode(&self, code: u32) -> f32 {
+        decode_e2m1_tiny(code) * self.scale * self.tensor
+    }
 }
 
 /// The E4M3 byte nearest to the non-negative `value`; see

@@ -294,7 +294,7 @@ pub fn quantize_block(
             let small = clamped < 0x4000_0000u32;
             let q = select(small, low, f32::reinterpret(high));
             if comptime!(!conversion.has_nearest()) {
-                // The inverse of `decode_e2m1_product`, exact as well.
+                // 2⁻¹²⁶ of the value has the code's bits, one place from an f32's; exact.
                 let code = u32::reinterpret(q * comptime!(f32::from_bits(0x0080_0000)));
                 let shift = comptime!(4 * i as u32);
                 word |= select_shift(code, comptime!(22 - shift as i32));

@@ -245,9 +245,12 @@ pub fn code_nearest(value: f32, multiplier: f32) -> u32 {
     u32::reinterpret(bits)
 }
 
-/// [`code_nearest()`] in fewer instructions for products below 7, where nothing has to be clamped: the
-/// sum of `codec::nearest_bits`, without the mask, which only bits from
-/// the eighth on would need.
+/// [`code_nearest()`] in fewer instructions for products below 7.
+///
+/// The code of a magnitude `y` is, before rounding, the least of three lines, `2 y`, `y + 2` and
+/// `y/2 + 4`. Each is rounded once, by the addition to 2²³, whose unit in the last place is one code,
+/// ties to even codes; rounding keeps the order, so the least of the rounded lines is the rounded
+/// code. As integers the sums compare as they do as numbers, and three are compared by one instruction.
 ///
 /// PTX ISA 2.0 and later, section "Floating Point Instructions: fma". All targets.
 #[cube]
@@ -256,10 +259,10 @@ pub fn code_nearest_below_7(value: f32, multiplier: f32) -> u32 {
     let multiplier = f32::reinterpret(multiplier);
     let bits: u32;
     gpu_asm!(
-        "{{ .reg .f32 y, t; .reg .b32 b, u; abs.f32 y, {v}; mul.rn.f32 y, y, {m};",
-        "max.f32 t, y, 0f3F800000; mov.b32 b, t; and.b32 b, b, 0x7F800000; mov.b32 t, b;",
-        "fma.rn.f32 t, t, 0f4A800002, y; mov.b32 u, t;",
-        "shr.u32 b, b, 22; add.u32 {o}, u, b; }}",
+        "{{ .reg .f32 y, s, t; .reg .b32 a, b; abs.f32 y, {v}; mul.rn.f32 y, y, {m};",
+        "fma.rn.f32 s, y, 0f40000000, 0f4B000000; add.rn.f32 t, y, 0f4B000002;",
+        "mov.b32 a, s; mov.b32 b, t; min.s32 a, a, b;",
+        "fma.rn.f32 s, y, 0f3F000000, 0f4B000004; mov.b32 b, s; min.s32 {o}, a, b; }}",
         o = out(_) bits, v = in(_) value, m = in(_) multiplier,
         options(pure, nomem)
     );
@@ -293,6 +296,23 @@ pub fn code_units_x2(low: f32, high: f32, multiplier: f32) -> u32 {
         options(pure, nomem)
     );
     u32::reinterpret(units)
+}
+
+/// `units` plus twice the bytes of `random` that `mask` keeps: one operation of each of two pipes, where
+/// a compiler that sees them makes three of one.
+///
+/// PTX ISA 1.0 and later, section "Integer Arithmetic Instructions: mad". All targets.
+#[cube]
+pub fn add_twice(random: u32, #[comptime] mask: u32, units: u32) -> u32 {
+    let random = u32::reinterpret(random);
+    let units = u32::reinterpret(units);
+    let sum: u32;
+    gpu_asm!(
+        "{{ .reg .b32 t; and.b32 t, {r}, {k}; mad.lo.u32 {o}, t, 2, {u}; }}",
+        o = out(_) sum, r = in(_) random, k = in(_) mask, u = in(_) units,
+        options(pure, nomem)
+    );
+    u32::reinterpret(sum)
 }
 
 /// Four bytes of `a` (numbers 0 to 3) and `b` (4 to 7), chosen by the nibbles of `selector`, lowest

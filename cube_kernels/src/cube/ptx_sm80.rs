@@ -92,3 +92,12 @@ pub fn load_shared_2(address: u32) -> Vector<u32, Const<2>> {
     gpu_asm!("ld.shared.v2.b32 {w}, [{a}];", w = out(_) words, a = in(_) address);
     Vector::<u32, Const<2>>::reinterpret(words)
 }
+
+/// Loads one word from shared memory. Of several loads a constant apart, each is one instruction with the
+/// constant in it; indices of a shared array are multiplied and added for each.
+#[cube]
+pub fn load_shared(address: u32) -> u32 {
+    let word: u32;
+    gpu_asm!("ld.shared.b32 {w}, [{a}];", w = out(_) word, a = in(_) address);
+    u32::reinterpret(word)
+}

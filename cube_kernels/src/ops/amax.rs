@@ -558,7 +558,7 @@ fn fold_columns(
     while item < comptime!(tile::column_items(plan.hadamard, conversion)) {
         let at = tile::column_item(item, plan.units, plan.hadamard, conversion);
         let word = at.word;
-        let words = tile::load_words(data, at.block * 16usize, word, count);
+        let words = tile::load_words(data, at.block * 16usize, word, count, conversion);
         if comptime!(plan.rows == Some(AmaxScope::Group)) {
             row_bits = max(row_bits, words_amax(&words, count, conversion, kind));
         }

@@ -5,7 +5,7 @@ use cubecl::prelude::*;
 use super::launch::grid;
 use crate::{
     BLOCK, Nvfp4Error, PackedAxis,
-    cube::codec::{decode_e2m1, decode_e2m1_product, decode_e4m3, store},
+    cube::codec::{BlockFactors, store},
     device::{AmaxScope, DevicePacked, FloatKind, Matrix, address_type, is_aligned},
 };
 
@@ -125,11 +125,11 @@ pub fn dequantize_rows_kernel<F: Numeric>(
             tensor
         };
         let word = codes[item];
-        let scale = decode_e4m3(u32::cast_from(scales[item / 2usize]));
+        let factors = BlockFactors::new(u32::cast_from(scales[item / 2usize]), factor);
         let mut vector = Vector::<F, Const<8>>::empty();
         #[unroll]
         for i in 0..8usize {
-            let value = decode_e2m1(word >> comptime!(4 * i as u32)) * scale * factor;
+            let value = factors.decode(word >> comptime!(4 * i as u32));
             vector.insert(i, store::<F>(value, kind));
         }
         out[item] = vector;
@@ -186,8 +186,9 @@ pub fn dequantize_col_pairs_kernel<F: Numeric>(
         let mut target = start * pairs + pair;
         #[unroll]
         for b in 0..BLOCKS {
-            let low_scale = decode_e4m3((low_scales >> comptime!(8 * b as u32)) & 0xFFu32);
-            let high_scale = decode_e4m3((high_scales >> comptime!(8 * b as u32)) & 0xFFu32);
+            let shift = comptime!(8 * b as u32);
+            let low_factors = BlockFactors::new((low_scales >> shift) & 0xFFu32, low_factor);
+            let high_factors = BlockFactors::new((high_scales >> shift) & 0xFFu32, high_factor);
             #[unroll]
             for i in 0..16usize {
                 let shift = comptime!(4 * (i as u32 % 8));
@@ -195,17 +196,8 @@ pub fn dequantize_col_pairs_kernel<F: Numeric>(
                 let low_code = low_codes[comptime!(b / 2)].extract(word) >> shift;
                 let high_code = high_codes[comptime!(b / 2)].extract(word) >> shift;
                 let mut values = Vector::<F, Const<2>>::empty();
-                values.insert(
-                    0usize,
-                    store::<F>(decode_e2m1_product(low_code) * low_scale * low_factor, kind),
-                );
-                values.insert(
-                    1usize,
-                    store::<F>(
-                        decode_e2m1_product(high_code) * high_scale * high_factor,
-                        kind,
-                    ),
-                );
+                values.insert(0usize, store::<F>(low_factors.decode(low_code), kind));
+                values.insert(1usize, store::<F>(high_factors.decode(high_code), kind));
                 if start + comptime!(b * 16 + i) < inner {
                     out[target] = values;
                 }
@@ -243,12 +235,12 @@ pub fn dequantize_cols_kernel<F: Numeric>(
         };
         let group = item / outer;
         let index = row * blocks + group;
-        let scale = decode_e4m3(u32::cast_from(scales[index]));
+        let factors = BlockFactors::new(u32::cast_from(scales[index]), factor);
         let words = codes[index];
         #[unroll]
         for i in 0..16usize {
             let word = words.extract(comptime!(i / 8));
-            let value = decode_e2m1(word >> comptime!(4 * (i as u32 % 8))) * scale * factor;
+            let value = factors.decode(word >> comptime!(4 * (i as u32 % 8)));
             let position = group * 16usize + i;
             if position < inner {
                 out[position * outer + row] = store::<F>(value, kind);

@@ -2,6 +2,7 @@
 
 use cubecl::{prelude::*, server::Handle};
 
+use super::tile::BAND;
 use crate::{
     BLOCK, Hadamard, HadamardSize, Nvfp4Error, ScaleLayout,
     cube::{block::BlockPolicy, codec::Conversion, hadamard::SignsLaunch, philox::RandomLaunch},
@@ -61,34 +62,25 @@ pub(crate) fn tile_cubes(client: &Client, tiles: usize) -> (CubeCount, CubeDim) 
     )
 }
 
-/// Tiles that a cube takes one after another where it first has to add up groups.
-const TILES_PER_CUBE: usize = 4;
-
-/// Cubes, units and tiles of a cube for a kernel that makes copies of tiles. On a GPU cubes are many, and
-/// start as others end: how many run at once depends on the registers that the compiler takes, and with
-/// a fixed grid a few cubes too many for the multiprocessors take half as long again.
-pub(crate) fn tile_turns(
+/// Cubes and units for a kernel that makes copies of tiles, one to a cube: along the first axis of the
+/// grid the tiles of a band of rows of tiles, down first, along the others the bands. On a GPU cubes are
+/// many, and start as others end: how many run at once depends on the registers that the compiler takes,
+/// and with a fixed grid a few cubes too many for the multiprocessors take half as long again.
+pub(crate) fn tile_bands(
     client: &Client,
-    tiles: usize,
-    groups: &Groups,
-) -> (CubeCount, CubeDim, usize) {
-    let (count, dim, turns) = if is_cpu(client) {
-        let (count, dim) = cubes(client, tiles);
-        let CubeCount::Static(resident, ..) = count else {
-            unreachable!("cubes() gives numbers");
-        };
-        (resident as usize, dim, tiles.div_ceil(resident as usize))
-    } else {
-        let turns = match groups {
-            Groups::Offsets { .. } => TILES_PER_CUBE,
-            _ => 1,
-        };
-        (tiles.div_ceil(turns), CubeDim::new_1d(UNITS as u32), turns)
-    };
+    row_tiles: usize,
+    tile_cols: usize,
+) -> (CubeCount, CubeDim) {
+    let units = if is_cpu(client) { 1 } else { UNITS };
+    let bands = row_tiles.div_ceil(BAND).max(1);
+    let highest = usize::from(u16::MAX);
     (
-        CubeCount::Static(count.max(1) as u32, 1, 1),
-        dim,
-        turns.max(1),
+        CubeCount::Static(
+            (tile_cols * BAND) as u32,
+            bands.min(highest) as u32,
+            bands.div_ceil(highest) as u32,
+        ),
+        CubeDim::new_1d(units as u32),
     )
 }
 

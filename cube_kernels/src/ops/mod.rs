@@ -82,6 +82,6 @@ pub mod kernels {
             swizzle_block_groups_kernel, swizzle_kernel, unswizzle_block_groups_kernel,
             unswizzle_kernel,
         },
-        tile::{Grouping, ShapeLaunch},
+        tile::{Grouping, ShapeLaunch, map_tiles_kernel},
     };
 }

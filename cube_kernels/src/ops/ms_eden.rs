@@ -11,7 +11,7 @@ use super::{groups::check_bytes, launch::vector_size, tiles::tile_grid};
 use crate::{
     Hadamard, Nvfp4Error, PackedAxis, RandomStream,
     cube::{
-        codec::{Conversion, canonical, decode_e2m1_product, decode_e4m3, load},
+        codec::{BlockFactors, Conversion, canonical, load},
         eden::{
             EdenScale, LINES, SUMS, Signs, SignsLaunch, TASKS, TILE, correct_group, line_of,
             load_segment, quantize_block, segment_amax, segment_of, slot, store_segment,
@@ -476,20 +476,21 @@ fn decode_block(
     inside: bool,
 ) -> Array<f32> {
     let mut words = Vector::<u32, Const<2>>::new(0u32);
-    let mut scale = 0.0f32;
+    let mut scale = 0u32;
     let mut factor = factor;
     if inside {
         words = codes[index];
-        scale = decode_e4m3(u32::cast_from(scales[index]));
+        scale = u32::cast_from(scales[index]);
     } else {
         // The factor may be infinite or NaN.
         factor = 0.0f32;
     }
+    let factors = BlockFactors::new(scale, factor);
     let mut block = Array::<f32>::new(16usize);
     #[unroll]
     for i in 0..16usize {
         let code = words.extract(comptime!(i / 8)) >> comptime!(4 * (i as u32 % 8));
-        block[i] = decode_e2m1_product(code) * scale * factor;
+        block[i] = factors.decode(code);
     }
     block
 }

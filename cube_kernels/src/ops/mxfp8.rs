@@ -13,9 +13,7 @@ use super::{
 use crate::{
     MX_BLOCK, MxPacked, Nvfp4Error, PackedAxis,
     cube::{
-        codec::{
-            decode_e2m1_product, decode_e4m3, decode_e4m3_element, load, magnitude_bits, store,
-        },
+        codec::{BlockFactors, decode_e4m3_element, load, magnitude_bits, store},
         mx::{decode_ue8m0, decode_ue8m0_reciprocal, encode_e4m3x4, mx_scale},
         ptx,
     },
@@ -575,8 +573,7 @@ pub fn mx_quantize_col_kernel<F: Numeric, N: Size>(
 #[cube]
 fn decode_block<F: Numeric>(
     words: Vector<u32, Const<2>>,
-    scale: f32,
-    factor: f32,
+    factors: BlockFactors,
     #[comptime] hardware: bool,
     #[comptime] via: FloatKind,
 ) -> Array<f32> {
@@ -587,8 +584,8 @@ fn decode_block<F: Numeric>(
         let word = words.extract(comptime!(at / 8));
         let low = word >> comptime!(4 * (at as u32 % 8));
         let high = word >> comptime!(4 * (at as u32 % 8) + 4);
-        let low = decode_e2m1_product(low) * scale * factor;
-        let high = decode_e2m1_product(high) * scale * factor;
+        let low = factors.decode(low);
+        let high = factors.decode(high);
         if comptime!(hardware && via == FloatKind::Bf16) {
             let both = ptx::cvt_rn_bf16x2(low, high);
             values[at] = f32::reinterpret(both << 16u32);
@@ -651,12 +648,13 @@ pub fn mx_requantize_along_kernel<F: Numeric>(
                 present = min(inner - min(first, inner), 16usize);
             }
             let mut words = Vector::<u32, Const<2>>::new(0u32);
-            let mut scale = 0.0f32;
+            let mut scale = 0u32;
             if inside && present > 0usize {
                 words = nv_codes[index];
-                scale = decode_e4m3(u32::cast_from(nv_scales[index]));
+                scale = u32::cast_from(nv_scales[index]);
             }
-            let decoded = decode_block::<F>(words, scale, factor, hardware, via);
+            let factors = BlockFactors::new(scale, factor);
+            let decoded = decode_block::<F>(words, factors, hardware, via);
             #[unroll]
             for i in 0..16usize {
                 let mut value = decoded[i];
@@ -726,16 +724,17 @@ pub fn mx_requantize_across_kernel<F: Numeric, N: Size>(
             let row = row0 + item / comptime!(TILE_COLS / 16);
             let block = block0 + item % comptime!(TILE_COLS / 16);
             let mut words = Vector::<u32, Const<2>>::new(0u32);
-            let mut scale = 0.0f32;
+            let mut scale = 0u32;
             let mut factor = factor;
             if row < outer && block < nv_blocks {
                 words = nv_codes[row * nv_blocks + block];
-                scale = decode_e4m3(u32::cast_from(nv_scales[row * nv_blocks + block]));
+                scale = u32::cast_from(nv_scales[row * nv_blocks + block]);
             } else {
                 // Zero where there is no element, also where the factor is NaN or infinite.
                 factor = 0.0f32;
             }
-            let values = decode_block::<F>(words, scale, factor, hardware, via);
+            let factors = BlockFactors::new(scale, factor);
+            let values = decode_block::<F>(words, factors, hardware, via);
             #[unroll]
             for v in 0..comptime!(16 / width) {
                 let mut vector = Vector::<F, N>::empty();

@@ -4,8 +4,8 @@ use cubecl::{prelude::*, server::Handle};
 
 use super::{
     groups::GroupOffsets,
-    launch::{CopyArgs, CopyPlan, CopyRequest, Words, buffer, check_packed_cols, grid, tile_turns},
-    tile::{self, Grouping, Shape, ShapeLaunch, Tile},
+    launch::{CopyArgs, CopyPlan, CopyRequest, Words, buffer, check_packed_cols, grid, tile_bands},
+    tile::{self, BAND, Grouping, Shape, ShapeLaunch, Tile},
     transpose,
 };
 use crate::{
@@ -338,7 +338,7 @@ fn launch_tiles(
         return Ok((row.map(|row| row.out), col.map(|col| col.out)));
     }
     let words = Words::of(x);
-    let (count, dim, tiles_per_cube) = tile_turns(client, row_tiles * tile_cols, groups);
+    let (count, dim) = tile_bands(client, row_tiles, tile_cols);
     let plan = TilePlan {
         row: row.as_ref().map(|row| row.plan),
         col: col.as_ref().map(|col| col.plan),
@@ -354,9 +354,13 @@ fn launch_tiles(
         (Some(copy), None) | (None, Some(copy)) => (copy, copy),
         (None, None) => unreachable!("a copy was asked for"),
     };
-    let offsets = match groups {
-        // SAFETY: checked above.
-        Groups::Offsets { offsets, count } => unsafe { buffer(offsets, count + 1) },
+    let map = match groups {
+        Groups::Offsets { offsets, count } => {
+            // SAFETY: checked above.
+            let offsets = unsafe { buffer(offsets, count + 1) };
+            let shape = (x.rows, x.cols);
+            tile::map_tiles(client, offsets, shape, groups, row_tiles, plan.span())
+        }
         _ => r.amax(),
     };
     let elements = (x.len())
@@ -371,9 +375,9 @@ fn launch_tiles(
             address_type(elements),
             words.width,
             words.arg(),
-            offsets,
+            map,
             ShapeLaunch::new(x.rows, x.cols, groups.count(), tile_cols),
-            tiles_per_cube,
+            row_tiles,
             side_by_side,
             r.amax(),
             r.codes(),
@@ -661,16 +665,18 @@ fn quantize_by_table(
     }
 }
 
-/// One cube makes the copies of one tile at a time: it loads the tile, its units quantize the blocks
-/// of columns, whose codes and scales wait in shared memory, and those of rows. While the next tile is
-/// on its way whole columns of this one, 64 bytes of codes, are written side by side. `row_blocks`
-/// is the length of a stored row of the column-wise copy where the groups lie side by side.
+/// One cube makes the copies of a tile: it loads the tile, its units quantize the blocks of columns, whose
+/// codes and scales wait in shared memory, and those of rows; then whole columns, 64 bytes of codes, are
+/// written side by side. Other cubes of the multiprocessor compute while one waits. `map` holds a record
+/// for each row of tiles where groups are in device memory, `row_tiles` is the number of rows of tiles that
+/// there may be, `row_blocks` the length of a stored row of the column-wise copy where the groups lie side
+/// by side.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn quantize_tiles_kernel<F: Numeric, N: Size>(
     x: &[Vector<F, N>],
-    offsets: &[u32],
+    map: &[Vector<u32, Const<4>>],
     shape: Shape,
-    tiles_per_cube: usize,
+    row_tiles: usize,
     row_blocks: usize,
     row_amax: &[f32],
     row_codes: &mut [Vector<u32, Const<2>>],
@@ -696,8 +702,6 @@ pub fn quantize_tiles_kernel<F: Numeric, N: Size>(
     let mut data: Shared<[u32]> = Shared::new_aligned_slice(tile::LEN, 16usize);
     let grouping = comptime!(plan.grouping);
     let span = comptime!(plan.span());
-    let groups = tile::plan_groups(offsets, &shape, span, grouping);
-    let tiles = groups.row_tiles(&shape, grouping) * shape.tile_cols;
     let mut tile_scales: Shared<[u32]> = Shared::new_slice(comptime!(tile_count(kind)));
     // The maxima, then the errors of blocks; then codes, until they are transposed.
     let mut partial: Shared<[u32]> = Shared::new_aligned_slice(
@@ -712,19 +716,15 @@ pub fn quantize_tiles_kernel<F: Numeric, N: Size>(
     let mut row_table = ScaleTable::new();
     let mut col_table = ScaleTable::new();
 
-    let mut index = CUBE_POS * tiles_per_cube;
-    let end = min(index + tiles_per_cube, tiles);
-    let mut table_group = shape.groups;
-    if index < end {
-        let tile = groups.locate(index, &shape, span, grouping, kind);
-        tile::start_load::<F, N>(
-            x, &mut data, &tile, &shape, elements, units, conversion, kind,
-        );
-    }
-    while index < end {
-        let tile = groups.locate(index, &shape, span, grouping, kind);
-        if tile.group != table_group {
-            table_group = tile.group;
+    let band = (CUBE_POS_Z * CUBE_COUNT_Y + CUBE_POS_Y) as usize;
+    let tile_col = CUBE_POS_X as usize / BAND;
+    let row_tile = band * BAND + CUBE_POS_X as usize % BAND;
+    if row_tile < row_tiles {
+        let tile = tile::tile_at(map, row_tile, tile_col, &shape, span, grouping, kind);
+        if tile.row0 < tile.row_end {
+            tile::start_load::<F, N>(
+                x, &mut data, &tile, &shape, elements, units, conversion, kind,
+            );
             // Half of the units for each table, where there are two to fill.
             let row_tabled = comptime!(plan.row.is_some_and(|row| !row.per_outer));
             let col_tabled = comptime!(plan.col.is_some_and(|col| !col.per_outer) && !plan.tiles);
@@ -735,115 +735,107 @@ pub fn quantize_tiles_kernel<F: Numeric, N: Size>(
                 units as u32
             });
             if comptime!(row_tabled) {
-                let policy = comptime!(plan.row.unwrap().policy);
+                let row = comptime!(plan.row.unwrap());
                 if UNIT_POS < count {
-                    row_table.fill(row_amax[tile.group], UNIT_POS, count, policy);
+                    row_table.fill(row_amax[tile.group], UNIT_POS, count, row.policy);
                 }
             }
             if comptime!(col_tabled) {
-                let policy = comptime!(plan.col.unwrap().policy);
+                let col = comptime!(plan.col.unwrap());
                 let unit = if comptime!(halves) {
                     UNIT_POS - count
                 } else {
                     UNIT_POS
                 };
                 if unit < count {
-                    col_table.fill(col_amax[tile.group], unit, count, policy);
+                    col_table.fill(col_amax[tile.group], unit, count, col.policy);
                 }
             }
-        }
-        tile::finish_load(asynchronous);
+            tile::finish_load(asynchronous);
 
-        if comptime!(plan.tiles) {
-            let row = comptime!(plan.row.unwrap());
-            let global = row_table.global();
-            choose_tile_scales(
-                &data,
-                &mut partial,
-                &mut tile_scales,
-                &global,
-                &row_table,
-                units,
-                row,
-                kind,
-            );
-        }
-        if comptime!(plan.col.is_some() && !plan.tiles) {
-            let col = comptime!(plan.col.unwrap());
-            let random = resolve_offset(&col_random, col_offset, col.policy);
-            quantize_columns(
-                &data,
-                &mut stage,
-                &mut stage_scales,
-                &tile,
-                &shape,
-                col_amax,
-                &col_table,
-                &random,
-                &col_signs,
-                units,
-                col,
-                kind,
-            );
-        }
-        if comptime!(plan.row.is_some()) {
-            let row = comptime!(plan.row.unwrap());
-            let random = resolve_offset(&row_random, row_offset, row.policy);
-            quantize_rows_of_tile(
-                &data,
-                &tile_scales,
-                &mut partial,
-                &tile,
-                &shape,
-                row_amax,
-                row_codes,
-                row_scales,
-                &row_table,
-                &random,
-                &row_signs,
-                plan.tiles,
-                units,
-                row,
-                kind,
-            );
-        }
-        sync_cube();
-
-        index += 1usize;
-        if index < end {
-            let next = groups.locate(index, &shape, span, grouping, kind);
-            tile::start_load::<F, N>(
-                x, &mut data, &next, &shape, elements, units, conversion, kind,
-            );
-        }
-        if comptime!(plan.tiles) {
-            let col = comptime!(plan.col.unwrap());
-            transpose::write_transposed(
-                &partial,
-                &tile_scales,
-                &tile,
-                &shape,
-                col_codes,
-                col_scales,
-                units,
-                col,
-                kind,
-            );
-        } else if comptime!(plan.col.is_some()) {
-            let col = comptime!(plan.col.unwrap());
-            write_columns(
-                &stage,
-                &stage_scales,
-                &tile,
-                &shape,
-                row_blocks,
-                col_codes,
-                col_scales,
-                plan.side_by_side,
-                units,
-                col,
-                kind,
-            );
+            if comptime!(plan.tiles) {
+                let row = comptime!(plan.row.unwrap());
+                let global = row_table.global();
+                choose_tile_scales(
+                    &data,
+                    &mut partial,
+                    &mut tile_scales,
+                    &global,
+                    &row_table,
+                    units,
+                    row,
+                    kind,
+                );
+            }
+            if comptime!(plan.col.is_some() && !plan.tiles) {
+                let col = comptime!(plan.col.unwrap());
+                let random = resolve_offset(&col_random, col_offset, col.policy);
+                quantize_columns(
+                    &data,
+                    &mut stage,
+                    &mut stage_scales,
+                    &tile,
+                    &shape,
+                    col_amax,
+                    &col_table,
+                    &random,
+                    &col_signs,
+                    units,
+                    col,
+                    kind,
+                );
+            }
+            if comptime!(plan.row.is_some()) {
+                let row = comptime!(plan.row.unwrap());
+                let random = resolve_offset(&row_random, row_offset, row.policy);
+                quantize_rows_of_tile(
+                    &data,
+                    &tile_scales,
+                    &mut partial,
+                    &tile,
+                    &shape,
+                    row_amax,
+                    row_codes,
+                    row_scales,
+                    &row_table,
+                    &random,
+                    &row_signs,
+                    plan.tiles,
+                    units,
+                    row,
+                    kind,
+                );
+            }
+            sync_cube();
+            if comptime!(plan.tiles) {
+                let col = comptime!(plan.col.unwrap());
+                transpose::write_transposed(
+                    &partial,
+                    &tile_scales,
+                    &tile,
+                    &shape,
+                    col_codes,
+                    col_scales,
+                    units,
+                    col,
+                    kind,
+                );
+            } else if comptime!(plan.col.is_some()) {
+                let col = comptime!(plan.col.unwrap());
+                write_columns(
+                    &stage,
+                    &stage_scales,
+                    &tile,
+                    &shape,
+                    row_blocks,
+                    col_codes,
+                    col_scales,
+                    plan.side_by_side,
+                    units,
+                    col,
+                    kind,
+                );
+            }
         }
     }
 }
@@ -994,7 +986,7 @@ fn quantize_columns(
         // Units that share a transform go on together, and only what they store depends on where the
         // matrix ends.
         if shared || first < group_blocks {
-            let words = tile::load_words(data, at.block * 16usize, word, count);
+            let words = tile::load_words(data, at.block * 16usize, word, count, conversion);
             let both = if comptime!(packed_amax) {
                 max_of_pairs(&words, 0usize, 16usize)
             } else {
@@ -1006,6 +998,13 @@ fn quantize_columns(
                 let column = tile.col0 + c;
                 let inside = first < group_blocks && column < shape.cols;
                 if shared || inside {
+                    // Loaded again for the other column, where they would take registers that a fourth
+                    // cube on the multiprocessor needs.
+                    let words = if comptime!(packed_amax || half == 0) {
+                        words
+                    } else {
+                        tile::load_words(data, at.block * 16usize, word, count, conversion)
+                    };
                     let mut values = tile::unpack_column(
                         &words,
                         signs,

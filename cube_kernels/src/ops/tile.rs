@@ -6,9 +6,10 @@
 //! rows lie in different banks; every 16 rows four words more ([`word_at()`]), so that the 16-row
 //! blocks of a column do, too. Reads down columns take neighbouring words of one row.
 //!
-//! Tiles restart at every group of rows. Where the groups' offsets are in device memory, each cube
-//! first sums up the tiles of the groups in shared memory, and then finds the group of a tile by
-//! bisection: nothing is read back to the host, and the grid does not depend on the groups.
+//! Tiles restart at every group of rows. Where the groups' offsets are in device memory, a small kernel
+//! sums up the tiles of the groups, finds the group of each tile by bisection, and leaves a record for
+//! each row of tiles ([`map_tiles()`]); kernels with a fixed grid do the same in each cube. Nothing is read
+//! back to the host, and the grid does not depend on the groups.
 
 use cubecl::prelude::*;
 
@@ -18,10 +19,15 @@ use crate::{
         codec::Conversion,
         hadamard::{Signs, butterfly},
         ptx,
+        ptx_sm80::load_shared,
         ptx_sm90::{load_shared_4, shared_address},
         words::{block_words, flip_signs, unpack},
     },
-    device::{FloatKind, Groups},
+    device::{FloatKind, Groups, allocate},
+    ops::{
+        groups::find_group,
+        launch::{buffer, grid},
+    },
 };
 
 /// Rows of a tile.
@@ -36,7 +42,7 @@ pub(crate) const LEN: usize = ROWS * PITCH + (ROWS / 16) * 4;
 /// Rows of tiles that cubes work on together. Their blocks of one column make 256 bytes of codes and a
 /// whole sector of scale bytes, which then meet in the L2 cache: stores of parts of a sector cost a read
 /// of it where they do not.
-const BAND: usize = 4;
+pub(crate) const BAND: usize = 4;
 
 /// Vectors that a unit loads before it stores the first, where it does both itself.
 const IN_FLIGHT: usize = 4;
@@ -122,6 +128,8 @@ pub struct Plan {
     units: Shared<[u32]>,
     /// Padded units of the swizzled scales of the column-wise copy before each group.
     padded: Shared<[u32]>,
+    /// Groups.
+    count: usize,
 }
 
 /// A tile, and its place in the outputs.
@@ -159,7 +167,7 @@ pub fn plan_groups(
     let mut units: Shared<[u32]> = Shared::new_slice(capacity);
     let mut padded: Shared<[u32]> = Shared::new_slice(capacity);
     if comptime!(matches!(grouping, Grouping::Offsets(_))) {
-        let wide = comptime!(if unit < 64 { 64u32 } else { unit as u32 });
+        let wide = comptime!(padded_unit(unit) as u32);
         let mut g = UNIT_POS as usize;
         while g <= shape.groups {
             rows[g] = offsets[g];
@@ -226,6 +234,7 @@ pub fn plan_groups(
         tiles,
         units,
         padded,
+        count: shape.groups,
     }
 }
 
@@ -256,62 +265,171 @@ impl Plan {
         let within = index - first * shape.tile_cols;
         let tile_col = within / height;
         let row_tile = first + within - tile_col * height;
-        let col0 = tile_col * comptime!(cols(kind));
-        let wide = comptime!(if unit < 64 { 64usize } else { unit });
         match comptime!(grouping) {
-            Grouping::One => Tile {
-                group: 0usize,
-                row0: row_tile * 128usize,
-                row_end: shape.rows,
-                group_row0: 0usize,
-                col0,
-                row_tile,
-                units_before: 0usize,
-                padded_before: 0usize,
-            },
-            Grouping::Batch => {
-                let count = shape.rows / shape.groups;
-                let tiles = count.div_ceil(128);
-                let group = row_tile / tiles;
-                let group_row0 = group * count;
-                Tile {
-                    group,
-                    row0: group_row0 + (row_tile - group * tiles) * 128usize,
-                    row_end: group_row0 + count,
-                    group_row0,
-                    col0,
-                    row_tile,
-                    units_before: group * count.div_ceil(unit),
-                    padded_before: group * count.div_ceil(wide),
-                }
-            }
-            Grouping::Offsets(_) => {
-                // The last group whose tiles start at or before this one; it is not empty, for the
-                // next one starts behind it.
-                let mut low = 0usize;
-                let mut high = shape.groups;
-                while high - low > 1usize {
-                    let middle = (low + high) / 2usize;
-                    if self.tiles[middle] as usize <= row_tile {
-                        low = middle;
-                    } else {
-                        high = middle;
-                    }
-                }
-                let group_row0 = self.rows[low] as usize;
-                Tile {
-                    group: low,
-                    row0: group_row0 + (row_tile - self.tiles[low] as usize) * 128usize,
-                    row_end: self.rows[low + 1usize] as usize,
-                    group_row0,
-                    col0,
-                    row_tile,
-                    units_before: self.units[low] as usize,
-                    padded_before: self.padded[low] as usize,
-                }
-            }
+            Grouping::Offsets(_) => self.find(row_tile, tile_col * comptime!(cols(kind))),
+            _ => even_tile(row_tile, tile_col, shape, unit, grouping, kind),
         }
     }
+
+    /// A tile of row `row_tile` of tiles, from column `col0` on.
+    fn find(&self, row_tile: usize, col0: usize) -> Tile {
+        // The last group whose tiles start at or before this one; it is not empty, for the next one
+        // starts behind it.
+        let group = find_group(self.tiles.as_slice(), self.count, row_tile);
+        let group_row0 = self.rows[group] as usize;
+        Tile {
+            group,
+            row0: group_row0 + (row_tile - self.tiles[group] as usize) * 128usize,
+            row_end: self.rows[group + 1usize] as usize,
+            group_row0,
+            col0,
+            row_tile,
+            units_before: self.units[group] as usize,
+            padded_before: self.padded[group] as usize,
+        }
+    }
+}
+
+/// A tile of one group, or of groups of equally many rows.
+#[cube]
+fn even_tile(
+    row_tile: usize,
+    tile_col: usize,
+    shape: &Shape,
+    #[comptime] unit: usize,
+    #[comptime] grouping: Grouping,
+    #[comptime] kind: FloatKind,
+) -> Tile {
+    let col0 = tile_col * comptime!(cols(kind));
+    if comptime!(grouping == Grouping::One) {
+        Tile {
+            group: 0usize,
+            row0: row_tile * 128usize,
+            row_end: shape.rows,
+            group_row0: 0usize,
+            col0,
+            row_tile,
+            units_before: 0usize,
+            padded_before: 0usize,
+        }
+    } else {
+        let count = shape.rows / shape.groups;
+        let tiles = count.div_ceil(128);
+        let group = row_tile / tiles;
+        let group_row0 = group * count;
+        Tile {
+            group,
+            row0: group_row0 + (row_tile - group * tiles) * 128usize,
+            row_end: group_row0 + count,
+            group_row0,
+            col0,
+            row_tile,
+            units_before: group * count.div_ceil(unit),
+            padded_before: group * count.div_ceil(comptime!(padded_unit(unit))),
+        }
+    }
+}
+
+/// Vectors of a record of [`map_tiles()`].
+pub(crate) const RECORD: usize = 2;
+
+/// The tile in row `row_tile` of tiles and column `tile_col`, without rows where there is none. `map` is
+/// what [`map_tiles()`] wrote where the groups are in device memory.
+#[cube]
+pub fn tile_at(
+    map: &[Vector<u32, Const<4>>],
+    row_tile: usize,
+    tile_col: usize,
+    shape: &Shape,
+    #[comptime] unit: usize,
+    #[comptime] grouping: Grouping,
+    #[comptime] kind: FloatKind,
+) -> Tile {
+    if comptime!(matches!(grouping, Grouping::Offsets(_))) {
+        let place = map[row_tile * RECORD];
+        let group = map[row_tile * RECORD + 1usize];
+        Tile {
+            group: group.extract(0usize) as usize,
+            row0: place.extract(0usize) as usize,
+            row_end: place.extract(1usize) as usize,
+            group_row0: place.extract(2usize) as usize,
+            col0: tile_col * comptime!(cols(kind)),
+            row_tile,
+            units_before: group.extract(1usize) as usize,
+            padded_before: group.extract(2usize) as usize,
+        }
+    } else {
+        even_tile(row_tile, tile_col, shape, unit, grouping, kind)
+    }
+}
+
+/// Writes the record of each of `row_tiles` rows of tiles: where its rows begin and end, where its group
+/// begins, the number of the group, and what the column-wise copies of earlier groups take. Rows of tiles
+/// behind the last group have no rows.
+#[cube(launch_unchecked, create_dummy_kernel)]
+pub fn map_tiles_kernel(
+    offsets: &[u32],
+    map: &mut [Vector<u32, Const<4>>],
+    shape: Shape,
+    row_tiles: usize,
+    #[comptime] unit: usize,
+    #[comptime] grouping: Grouping,
+) {
+    let groups = plan_groups(offsets, &shape, unit, grouping);
+    let mut row_tile = ABSOLUTE_POS;
+    while row_tile < row_tiles {
+        let mut place = Vector::<u32, Const<4>>::new(0u32);
+        let mut group = Vector::<u32, Const<4>>::new(0u32);
+        if row_tile < groups.row_tiles(&shape, grouping) {
+            let tile = groups.find(row_tile, 0usize);
+            place.insert(0usize, tile.row0 as u32);
+            place.insert(1usize, tile.row_end as u32);
+            place.insert(2usize, tile.group_row0 as u32);
+            group.insert(0usize, tile.group as u32);
+            group.insert(1usize, tile.units_before as u32);
+            group.insert(2usize, tile.padded_before as u32);
+        }
+        map[row_tile * RECORD] = place;
+        map[row_tile * RECORD + 1usize] = group;
+        row_tile += CUBE_COUNT * CUBE_DIM as usize;
+    }
+}
+
+/// The records of the rows of tiles of `rows` rows in groups, in device memory; `unit` as for
+/// [`plan_groups()`].
+pub(crate) fn map_tiles(
+    client: &Client,
+    offsets: BufferArg,
+    (rows, cols): (usize, usize),
+    groups: &Groups,
+    row_tiles: usize,
+    unit: usize,
+) -> BufferArg {
+    let bytes = row_tiles * RECORD * 16;
+    let map = allocate(client, bytes);
+    // SAFETY: allocated for it.
+    let arg = || unsafe { buffer(&map, row_tiles * RECORD) };
+    let (count, dim) = grid(client, row_tiles);
+    // SAFETY: the offsets are one more than the groups, and the kernel stays below the rows of tiles.
+    unsafe {
+        map_tiles_kernel::launch_unchecked(
+            client,
+            count,
+            dim,
+            offsets,
+            arg(),
+            ShapeLaunch::new(rows, cols, groups.count(), 1),
+            row_tiles,
+            unit,
+            Grouping::of(groups),
+        );
+    }
+    arg()
+}
+
+/// Rows to which a group is padded in swizzled scales of a column-wise copy whose unit spans `unit` rows.
+const fn padded_unit(unit: usize) -> usize {
+    if unit < 64 { 64 } else { unit }
 }
 
 /// The place of word `word` of row `row` in shared memory.
@@ -500,12 +618,22 @@ pub fn load_words(
     row0: usize,
     word: usize,
     #[comptime] count: usize,
+    #[comptime] conversion: Conversion,
 ) -> Array<u32> {
     let mut words = Array::<u32>::new(count);
     let start = word_at(row0, word);
-    #[unroll]
-    for i in 0..count {
-        words[i] = shared[start + comptime!(i * PITCH + (i / 16) * 4)];
+    if comptime!(conversion.has_ptx()) {
+        let address =
+            shared_address::<u32>(shared.as_slice().as_ptr()) + u32::cast_from(start) * 4u32;
+        #[unroll]
+        for i in 0..count {
+            words[i] = load_shared(address + comptime!((4 * (i * PITCH + (i / 16) * 4)) as u32));
+        }
+    } else {
+        #[unroll]
+        for i in 0..count {
+            words[i] = shared[start + comptime!(i * PITCH + (i / 16) * 4)];
+        }
     }
     words
 }
