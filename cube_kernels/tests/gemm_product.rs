@@ -350,6 +350,38 @@ fn in_order_of_sums(client: &Client, packed: &Packed) -> Matrix {
     upload(client, &ordered, packed.rows, width, FloatKind::Bf16)
 }
 
+/// Every tile of the kernel that reads bf16, with tails everywhere and both sizes of output elements: the
+/// width changes no bit.
+#[test]
+fn decoded_tiles() {
+    let client = hopper!("decoded_tiles");
+    for (m, n, k) in [
+        (1, 8, 32),
+        (130, 200, 96),
+        (300, 2112, 160),
+        (64, 536, 1120),
+    ] {
+        let (a, b) = (Packed::random(m, k, 7), Packed::random(n, k, 8));
+        let (left, right) = (a.device(&client), b.device(&client));
+        let run = |tile, kind| {
+            let (path, new) = (Some(GemmPath::Hopper), Target::New(kind));
+            let plan = Some(Plan::Decoded(tile, 4));
+            let (x, y) = ((&left).into(), (&right).into());
+            product_with(&client, path, &x, &y, None, new, plan).unwrap()
+        };
+        let expected = read::<f32>(&client, &run(Tile::N128, FloatKind::F32));
+        assert_bound(&expected, &a, &b, &format!("{m} x {n} x {k}"));
+        for tile in Tile::ALL {
+            let what = format!("{tile:?}, {m} x {n} x {k}");
+            let found = read::<f32>(&client, &run(tile, FloatKind::F32));
+            assert_same(&found, &expected, &what);
+            let found = read::<bf16>(&client, &run(tile, FloatKind::Bf16));
+            let rounded: Vec<bf16> = expected.iter().map(|&x| bf16::from_f32(x)).collect();
+            assert!(found == rounded, "{what}, bf16");
+        }
+    }
+}
+
 /// Every tile of the kernel that decodes `b` in registers: with tails everywhere, against the bound; the
 /// tiles in which each warpgroup sums alone, bit for bit as the other kernel on columns in the same order.
 #[test]

@@ -168,6 +168,11 @@ pub fn decode_e2m1x8(codes: u32, scale: u32) -> Vector<u32, Const<4>> {
 /// - `leader`: nonzero in the one unit that arrives for its warpgroup.
 macro_rules! main_loop {
     ($name:ident, $accumulators:literal, $wgmma:tt, $stages:tt, $a_step:tt, $b_step:tt) => {
+        main_loop!($name, $accumulators, $wgmma, "{d}", $stages, $a_step, $b_step);
+    };
+    (
+        $name:ident, $accumulators:literal, $wgmma:tt, $sums:tt, $stages:tt, $a_step:tt, $b_step:tt
+    ) => {
         #[cube]
         pub fn $name(
             full: u32,
@@ -197,13 +202,13 @@ macro_rules! main_loop {
                 "@!q bra WAIT;",
                 "wgmma.fence.sync.aligned;",
                 // The first product of a tile replaces the accumulators instead of adding to them.
-                $wgmma, "{d}, a, b, add, 1, 1, 0, 0;",
+                $wgmma, $sums, ", a, b, add, 1, 1, 0, 0;",
                 "add.s64 c, a, 2; add.s64 d, b, 2;",
-                $wgmma, "{d}, c, d, 1, 1, 1, 0, 0;",
+                $wgmma, $sums, ", c, d, 1, 1, 1, 0, 0;",
                 "add.s64 c, a, 4; add.s64 d, b, 4;",
-                $wgmma, "{d}, c, d, 1, 1, 1, 0, 0;",
+                $wgmma, $sums, ", c, d, 1, 1, 1, 0, 0;",
                 "add.s64 c, a, 6; add.s64 d, b, 6;",
-                $wgmma, "{d}, c, d, 1, 1, 1, 0, 0;",
+                $wgmma, $sums, ", c, d, 1, 1, 1, 0, 0;",
                 "wgmma.commit_group.sync.aligned;",
                 "wgmma.wait_group.sync.aligned 1;",
                 "setp.ne.u32 q, release, 0xffffffff; and.pred q, q, lead;",
@@ -224,7 +229,7 @@ macro_rules! main_loop {
                 "@!q bra LAST;",
                 "MORE:",
                 "wgmma.fence.sync.aligned;",
-                $wgmma, "{d}, a, b, add, 1, 1, 0, 0;",
+                $wgmma, $sums, ", a, b, add, 1, 1, 0, 0;",
                 "wgmma.commit_group.sync.aligned;",
                 "wgmma.wait_group.sync.aligned 0;",
                 "add.s64 a, a, 2; add.s64 b, b, 2; setp.eq.u32 add, left, left;",
@@ -249,6 +254,21 @@ main_loop!(
     "4",
     "1024",
     "2048"
+);
+// There is no vector of 88 values: the last 40 of 128 stay unwritten (and take no registers).
+main_loop!(
+    main_loop_64x176,
+    128,
+    "// {d}
+    wgmma.mma_async.sync.aligned.m64n176k16.f32.bf16.bf16",
+    "{{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, \
+     %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, \
+     %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, \
+     %56, %57, %58, %59, %60, %61, %62, %63, %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, \
+     %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, %85, %86, %87}}",
+    "5",
+    "1024",
+    "1408"
 );
 main_loop!(
     main_loop_64x128,

@@ -80,8 +80,13 @@ impl fmt::Display for Plan {
 ///
 /// Measured (H100, bf16 operands, TFLOP/s of 128 x 256 / 128 x 128 / 128 x 64): 8192 cubed 798 / 640 /
 /// -, 4096 cubed 762 / 682 / 440, 2048 cubed 667 / 627 / 487, 256 x 8192 x 8192 (a narrow tile fills
-/// more processors) 427 / 597 / 466, 128 x 8192 x 8192 216 / 312 / 329.
-const DECODED: [(Tile, f64); 3] = [(Tile::N256, 89.0), (Tile::N128, 49.0), (Tile::N64, 32.0)];
+/// more processors) 427 / 597 / 466, 128 x 8192 x 8192 216 / 312 / 329. Of 128 x 176: 0.74 of 128 x 256 (H200).
+const DECODED: [(Tile, f64); 4] = [
+    (Tile::N256, 89.0),
+    (Tile::N176, 65.5),
+    (Tile::N128, 49.0),
+    (Tile::N64, 32.0),
+];
 
 /// The same for the kernel that decodes `b` in registers, of tiles that hold `rows_a` x `ways`.
 ///
@@ -341,6 +346,7 @@ mod tests {
         assert_eq!(dense(512, 8192, 8192), fused(256, 1));
         assert_eq!(dense(2048, 2048, 2048), fused(256, 1));
         assert_eq!(dense(8192, 8192, 8192), Plan::Decoded(Tile::N256, BAND));
+        assert_eq!(dense(8192, 2112, 7168), Plan::Decoded(Tile::N176, BAND));
     }
 
     /// Consumer Blackwell: codes go to the instruction, few rows of a packed weight have their own kernel,

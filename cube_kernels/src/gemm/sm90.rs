@@ -18,7 +18,7 @@ use super::epilogue::{
 use crate::{
     cube::ptx_sm90::{
         barrier_expect, barrier_wait, descriptor, load_shared_4, main_loop_64x64, main_loop_64x128,
-        main_loop_64x256, shared_address, store_shared, store_shared_2,
+        main_loop_64x176, main_loop_64x256, shared_address, store_shared, store_shared_2,
     },
     device::{FloatKind, address_type},
 };
@@ -40,6 +40,8 @@ pub(super) const STAGING: usize = 16 * STAGING_ROW;
 pub enum Tile {
     /// 128 x 256, four stages.
     N256,
+    /// 128 x 176, five stages: an `n` of 2112, DeepSeek-V3's first projection, is twelve of these.
+    N176,
     /// 128 x 128, six stages.
     N128,
     /// 128 x 64, eight stages.
@@ -47,10 +49,14 @@ pub enum Tile {
 }
 
 impl Tile {
+    /// All of them, the widest first.
+    pub const ALL: [Self; 4] = [Self::N256, Self::N176, Self::N128, Self::N64];
+
     /// Rows of `b` in a tile.
     pub const fn n(self) -> usize {
         match self {
             Self::N256 => 256,
+            Self::N176 => 176,
             Self::N128 => 128,
             Self::N64 => 64,
         }
@@ -61,6 +67,7 @@ impl Tile {
     pub const fn stages(self) -> usize {
         match self {
             Self::N256 => 4,
+            Self::N176 => 5,
             Self::N128 => 6,
             Self::N64 => 8,
         }
@@ -328,6 +335,18 @@ pub fn sm90_kernel(
                         sums, row, end, at.column, group, a_amax, b_amax, bias, before, out, amax,
                         n, a_range, b_range, stage_at, tile_n, kind,
                     );
+                } else if comptime!(tile_n == 176) {
+                    // There is no vector of 88 values.
+                    let mut sums = Vector::<f32, Const<128>>::new(0.0f32);
+                    if steps + tail > 0u32 {
+                        sums = main_loop_64x176(
+                            full, empty, a_tile, b_tile, stage, parity, steps, tail, leader,
+                        );
+                    }
+                    write_tile::<Const<128>>(
+                        sums, row, end, at.column, group, a_amax, b_amax, bias, before, out, amax,
+                        n, a_range, b_range, stage_at, tile_n, kind,
+                    );
                 } else if comptime!(tile_n == 128) {
                     let mut sums = Vector::<f32, Const<64>>::new(0.0f32);
                     if steps + tail > 0u32 {
@@ -396,13 +415,15 @@ pub(super) fn write_tile<N: Size>(
     let upper_factor = factor(a_amax, upper_in, group, a_range, kind.a);
     let lower_factor = factor(a_amax, lower_in, group, a_range, kind.a);
     let whole_factor = factor(b_amax, 0u32, group, b_range, comptime!(kind.b.of_tile()));
+    // The last chunk of a tile may be narrower.
+    let right = min(n, column0 + comptime!(tile_n as u32));
     let mut largest = 0u32;
     #[unroll]
-    for chunk in 0..comptime!(tile_n / width) {
+    for chunk in 0..comptime!(tile_n.div_ceil(width)) {
         // The warp has read the chunk before.
         sync_plane();
         #[unroll]
-        for j in 0..comptime!(width / 8) {
+        for j in 0..comptime!(usize::min(width, tile_n - chunk * width) / 8) {
             let first = comptime!((chunk * width / 8 + j) * 4);
             let column = column0 + comptime!((chunk * width + j * 8) as u32) + (lane % 4u32) * 2u32;
             let inside = column < n;
@@ -477,7 +498,7 @@ pub(super) fn write_tile<N: Size>(
                     + (comptime!(i * 4) + lane / 8u32) * comptime!(STAGING_ROW as u32)
                     + (lane % 8u32) * 16u32,
             );
-            if row < end && column < n {
+            if row < end && column < right {
                 let vector = row as usize * (n as usize / comptime!(16 / size))
                     + column as usize / comptime!(16 / size);
                 out[vector] = words;
