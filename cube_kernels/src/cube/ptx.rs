@@ -184,6 +184,17 @@ pub fn rcp_rn(a: f32) -> f32 {
     f32::reinterpret(result)
 }
 
+/// The square root of `a`, correctly rounded: `sqrt.rn.f32`.
+///
+/// PTX ISA 2.0 and later, section "Floating Point Instructions: sqrt". All targets.
+#[cube]
+pub fn sqrt_rn(a: f32) -> f32 {
+    let a = f32::reinterpret(a);
+    let result: f32;
+    gpu_asm!("sqrt.rn.f32 {}, {};", out(_) result, in(_) a, options(pure, nomem));
+    f32::reinterpret(result)
+}
+
 /// The E4M3 byte nearest to `value`, 448 at most, 0x7F for NaN: `cvt.rn.satfinite.e4m3x2.f32`.
 ///
 /// PTX ISA 8.1 and later, section "Data Movement and Conversion Instructions: cvt". Targets: sm_89

@@ -5,6 +5,7 @@ use cubecl::{prelude::*, server::Handle};
 use super::{
     groups::GroupOffsets,
     launch::{CopyArgs, CopyPlan, CopyRequest, Words, buffer, check_packed_cols, grid, tile_turns},
+    produce::{self, Input, Producer, Sink, Source},
     tile::{self, Grouping, Shape, ShapeLaunch, Tile},
     transpose,
 };
@@ -82,29 +83,30 @@ fn plain(amax: &Handle, rounding: DeviceRounding, hadamard: Option<Hadamard>) ->
     }
 }
 
-/// One copy of `x`, along `axis`. See [`reference::quantize`](crate::reference::quantize); with
+/// One copy of `x` (or of what is computed from its inputs), along `axis`. See [`reference::quantize`](crate::reference::quantize); with
 /// groups, each group is quantized as a matrix of its own, but for the block indices of stochastic
 /// rounding, which go on from group to group.
 ///
 /// # Errors
 /// When the packed axis of a row-wise copy is no multiple of 16 (with a transform, of its size), four
 /// over six is asked to round stochastically, the groups do not fit, or a buffer is smaller than its
-/// shape.
-pub fn quantize(
+/// shape; for a computed `x` as [`produce`](super::produce()), too.
+pub fn quantize<'a>(
     client: &Client,
-    x: &Matrix,
+    x: impl Into<Source<'a>>,
     groups: &Groups,
     axis: PackedAxis,
     request: &CopyRequest<'_>,
 ) -> Result<DevicePacked, Nvfp4Error> {
-    if axis == PackedAxis::Cols && matches!(groups, Groups::One) {
+    let source = x.into();
+    if let (Source::Plain(x), PackedAxis::Cols, Groups::One) = (source, axis, groups) {
         return quantize_rows(client, x, request);
     }
     let (row, col) = match axis {
         PackedAxis::Cols => (Some(request), None),
         PackedAxis::Rows => (None, Some(request)),
     };
-    let (row, col) = launch_tiles(client, x, groups, row, col, Kind::Blocks)?;
+    let (row, col) = launch_tiles(client, source, groups, row, col, Kind::Blocks)?;
     Ok(row.or(col).expect("one copy was asked for"))
 }
 
@@ -112,14 +114,14 @@ pub fn quantize(
 ///
 /// # Errors
 /// As [`quantize`].
-pub fn quantize_both(
+pub fn quantize_both<'a>(
     client: &Client,
-    x: &Matrix,
+    x: impl Into<Source<'a>>,
     groups: &Groups,
     row: &CopyRequest<'_>,
     col: &CopyRequest<'_>,
 ) -> Result<(DevicePacked, DevicePacked), Nvfp4Error> {
-    let (row, col) = launch_tiles(client, x, groups, Some(row), Some(col), Kind::Blocks)?;
+    let (row, col) = launch_tiles(client, x.into(), groups, Some(row), Some(col), Kind::Blocks)?;
     Ok((row.expect("asked for"), col.expect("asked for")))
 }
 
@@ -135,9 +137,9 @@ pub fn quantize_both(
 ///
 /// # Errors
 /// As [`quantize`], and when scales are to be swizzled, or there is more than one amax to a group.
-pub fn quantize_side_by_side(
+pub fn quantize_side_by_side<'a>(
     client: &Client,
-    x: &Matrix,
+    x: impl Into<Source<'a>>,
     groups: &GroupOffsets,
     row: Option<&CopyRequest<'_>>,
     col: Option<&CopyRequest<'_>>,
@@ -161,7 +163,7 @@ pub fn quantize_side_by_side(
     if row.is_none() && col.is_none() {
         return Ok((None, None));
     }
-    let (row, col) = launch_tiles(client, x, &groups, row, col, Kind::SideBySide)?;
+    let (row, col) = launch_tiles(client, x.into(), &groups, row, col, Kind::SideBySide)?;
     let row = row.map(|row| DevicePacked {
         groups: Groups::One,
         ..row
@@ -213,7 +215,7 @@ pub fn quantize_tile_with(
             ..DeviceCopy::new(DeviceRounding::Nearest)
         },
     });
-    let (row, col) = launch_tiles(client, x, groups, Some(&row), Some(&col), Kind::Tiles)?;
+    let (row, col) = launch_tiles(client, x.into(), groups, Some(&row), Some(&col), Kind::Tiles)?;
     Ok((row.expect("asked for"), col.expect("asked for")))
 }
 
@@ -296,13 +298,16 @@ enum Kind {
 
 fn launch_tiles(
     client: &Client,
-    x: &Matrix,
+    source: Source<'_>,
     groups: &Groups,
     row: Option<&CopyRequest<'_>>,
     col: Option<&CopyRequest<'_>>,
     kind: Kind,
 ) -> Result<(Option<DevicePacked>, Option<DevicePacked>), Nvfp4Error> {
-    x.check("x")?;
+    let input = Input::new(source)?;
+    let Input {
+        matrix: x, words, ..
+    } = &input;
     groups.check(x.rows)?;
     if let Some(row) = row {
         check_packed_cols(x)?;
@@ -337,7 +342,6 @@ fn launch_tiles(
     if x.is_empty() {
         return Ok((row.map(|row| row.out), col.map(|col| col.out)));
     }
-    let words = Words::of(x);
     let (count, dim, tiles_per_cube) = tile_turns(client, row_tiles * tile_cols, groups);
     let plan = TilePlan {
         row: row.as_ref().map(|row| row.plan),
@@ -371,6 +375,7 @@ fn launch_tiles(
             address_type(elements),
             words.width,
             words.arg(),
+            input.producer(),
             offsets,
             ShapeLaunch::new(x.rows, x.cols, groups.count(), tile_cols),
             tiles_per_cube,
@@ -668,6 +673,7 @@ fn quantize_by_table(
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn quantize_tiles_kernel<F: Numeric, N: Size>(
     x: &[Vector<F, N>],
+    producer: Producer,
     offsets: &[u32],
     shape: Shape,
     tiles_per_cube: usize,
@@ -712,13 +718,14 @@ pub fn quantize_tiles_kernel<F: Numeric, N: Size>(
     let mut row_table = ScaleTable::new();
     let mut col_table = ScaleTable::new();
 
+    let mut sink = Sink::new_None();
     let mut index = CUBE_POS * tiles_per_cube;
     let end = min(index + tiles_per_cube, tiles);
     let mut table_group = shape.groups;
     if index < end {
         let tile = groups.locate(index, &shape, span, grouping, kind);
-        tile::start_load::<F, N>(
-            x, &mut data, &tile, &shape, elements, units, conversion, kind,
+        produce::start_load::<F, N>(
+            x, &producer, &mut sink, &mut data, &tile, &shape, elements, units, conversion, kind,
         );
     }
     while index < end {
@@ -812,8 +819,9 @@ pub fn quantize_tiles_kernel<F: Numeric, N: Size>(
         index += 1usize;
         if index < end {
             let next = groups.locate(index, &shape, span, grouping, kind);
-            tile::start_load::<F, N>(
-                x, &mut data, &next, &shape, elements, units, conversion, kind,
+            produce::start_load::<F, N>(
+                x, &producer, &mut sink, &mut data, &next, &shape, elements, units, conversion,
+                kind,
             );
         }
         if comptime!(plan.tiles) {
