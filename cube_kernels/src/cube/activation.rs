@@ -5,7 +5,7 @@ use cubecl::prelude::*;
 
 use super::{
     codec::Conversion,
-    exact::{fma, reciprocal, sqrt},
+    exact::{fma, reciprocal, reciprocal_of_1_to_2, sqrt},
     ptx,
 };
 use crate::reference::{
@@ -44,7 +44,7 @@ pub struct Sigmoid {
 pub fn sigmoid(x: f32, #[comptime] conversion: Conversion) -> Sigmoid {
     let e = exp_of_negative(-x.abs(), conversion);
     // The sum of bits made by integers: nothing to contract.
-    let far = reciprocal(1.0f32 + e, conversion);
+    let far = reciprocal_of_1_to_2(1.0f32 + e, conversion);
     let near = e * far;
     let negative = x < 0.0f32;
     Sigmoid {
@@ -169,7 +169,8 @@ impl SquareSum {
             let mut sums = Array::<f32>::new(8usize);
             #[unroll]
             for p in 0..8usize {
-                sums[p] = select(p < planes_here, self.sums[first + min(p, planes_here - 1usize)], 0.0f32);
+                let here = p < planes_here;
+                sums[p] = select(here, self.sums[first + select(here, p, 0usize)], 0.0f32);
             }
             #[unroll]
             for stage in 0..3u32 {

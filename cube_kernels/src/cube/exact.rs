@@ -55,3 +55,14 @@ pub fn reciprocal(value: f32, #[comptime] conversion: Conversion) -> f32 {
         1.0f32 / value
     }
 }
+
+/// `1 / value` for a value from 1 to 2, correctly rounded, without the branch that a reciprocal of any
+/// value has.
+#[cube]
+pub fn reciprocal_of_1_to_2(value: f32, #[comptime] conversion: Conversion) -> f32 {
+    if comptime!(conversion.has_ptx()) {
+        ptx::rcp_of_1_to_2(value)
+    } else {
+        1.0f32 / value
+    }
+}

@@ -4,7 +4,7 @@
 use cubecl::{prelude::*, server::Handle};
 
 use super::{
-    launch::{Words, buffer, grid, per_word, computed_tile_cubes, signs_of, tile_cubes},
+    launch::{Words, buffer, computed_tile_cubes, grid, per_word, signs_of, tile_cubes},
     produce::{self, Input, Producer, Sink, SinkArgs, Source, produce},
     tile::{self, Grouping, Shape, ShapeLaunch},
 };
@@ -491,8 +491,9 @@ pub fn amax_tiles_kernel<F: Numeric, N: Size>(
         if index < tiles {
             let next = groups.locate(index, &shape, span, grouping, kind);
             produce::start_load::<F, N>(
-            x, &producer, &mut sink, &mut data, &next, &shape, elements, units, conversion, kind,
-        );
+                x, &producer, &mut sink, &mut data, &next, &shape, elements, units, conversion,
+                kind,
+            );
         }
         if comptime!(plan.rows == Some(AmaxScope::Outer)) {
             let per_row = comptime!(tile::row_blocks(kind));

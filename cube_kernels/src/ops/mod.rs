@@ -81,7 +81,7 @@ pub mod kernels {
             mx_quantize_row_kernel, mx_requantize_across_kernel, mx_requantize_along_kernel,
         },
         padding::move_groups_kernel,
-        per_token::{RowNormArgs, quantize_per_token_kernel},
+        per_token::{FoundNormLaunch, RowNormArgs, quantize_per_token_kernel},
         produce::{
             GateInputsLaunch, NormInputsLaunch, ProducerArgs, SinkArgs, produce_kernel,
             rms_norm_rstd_kernel,

@@ -7,7 +7,8 @@ use super::{
     amax::{AmaxRequest, amaxes},
     launch::{CopyArgs, CopyPlan, CopyRequest, buffer, check_packed_cols},
     produce::{
-        self, Input, Producer, ProducerExpand, Source, check_gain, gain_arg, normalized_block, row_cubes,
+        self, Input, Producer, ProducerExpand, Source, check_gain, gain_arg, normalized_block,
+        row_cubes,
     },
     quantize::{quantize, quantize_both, row_block},
 };
@@ -251,7 +252,8 @@ impl RowNorm {
             RowNorm::Found(norm) => {
                 let mut sum = SquareSum::new(planes);
                 sum.clear(planes);
-                let per_block = comptime!(block_words(kind) / N::value());
+                let width = N::value();
+                let per_block = comptime!(block_words(kind) / width);
                 let units = CUBE_DIM as usize;
                 #[unroll]
                 for k in 0..kept_blocks {
@@ -414,18 +416,11 @@ pub fn quantize_per_token_kernel<N: Size>(
             #[unroll]
             for k in 0..kept_blocks {
                 let block = unit + k * units;
-                keep_block::<N>(x, &producer, &mut kept, row, block, blocks, k, conversion, kind);
+                keep_block::<N>(
+                    x, &producer, &mut kept, row, block, blocks, k, conversion, kind,
+                );
             }
-            let rstd = norm.find::<N>(
-                x,
-                &kept,
-                row,
-                blocks,
-                kept_blocks,
-                planes,
-                conversion,
-                kind,
-            );
+            let rstd = norm.find::<N>(x, &kept, row, blocks, kept_blocks, planes, conversion, kind);
             norm.apply(&mut kept, rstd, blocks, kept_blocks, conversion, kind);
             #[unroll]
             for k in 0..kept_blocks {
@@ -439,9 +434,8 @@ pub fn quantize_per_token_kernel<N: Size>(
             }
             let mut block = unit + kept_blocks * units;
             while block < blocks {
-                let words = norm.load::<N>(
-                    x, &producer, rstd, row, block, blocks, conversion, kind,
-                );
+                let words =
+                    norm.load::<N>(x, &producer, rstd, row, block, blocks, conversion, kind);
                 let values = row_block(&words, &signs, plan, kind);
                 let here = block_amax(&values, 0usize, policy.conversion);
                 bits = max(bits, magnitude_bits(here));
@@ -482,9 +476,8 @@ pub fn quantize_per_token_kernel<N: Size>(
             }
             let mut block = unit + kept_blocks * units;
             while block < blocks {
-                let words = norm.load::<N>(
-                    x, &producer, rstd, row, block, blocks, conversion, kind,
-                );
+                let words =
+                    norm.load::<N>(x, &producer, rstd, row, block, blocks, conversion, kind);
                 let values = row_block(&words, &signs, plan, kind);
                 let index = row * blocks + block;
                 let logical = u64::cast_from(index);

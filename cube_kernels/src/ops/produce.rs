@@ -211,7 +211,12 @@ impl Input {
                 let args = GateArgs::new(&inputs)?;
                 let width = args.width();
                 check_input("grad", grad, 1)?;
-                check_same("grad", grad, "gate", (args.gate.rows, width, args.gate.dtype))?;
+                check_same(
+                    "grad",
+                    grad,
+                    "gate",
+                    (args.gate.rows, width, args.gate.dtype),
+                )?;
                 (grad, 2 * width, Operands::SwiGluBackward(args))
             }
         };
@@ -237,7 +242,10 @@ impl Input {
             Operands::RmsNorm { rstd, gain } => {
                 // SAFETY: both were checked.
                 let rstd = unsafe { buffer(rstd, self.matrix.rows) };
-                ProducerArgs::RmsNorm(NormInputsLaunch::new(rstd, gain_arg(gain, self.matrix.cols)))
+                ProducerArgs::RmsNorm(NormInputsLaunch::new(
+                    rstd,
+                    gain_arg(gain, self.matrix.cols),
+                ))
             }
             Operands::SwiGlu(args) => ProducerArgs::SwiGlu(args.launch()),
             Operands::SwiGluBackward(args) => ProducerArgs::SwiGluBackward(args.launch()),
@@ -447,12 +455,13 @@ fn normalized(
     #[comptime] kind: FloatKind,
 ) -> Array<u32> {
     let per_word = comptime!(4 / kind.size());
+    let unrolled = comptime!(conversion.has_ptx());
     let mut words = Array::<u32>::new(VECTOR);
-    #[unroll]
+    #[unroll(unrolled)]
     for w in 0..VECTOR {
-        let low = unpack(x[w], 0u32, kind) * rstd * gains[comptime!(w * per_word)];
+        let low = unpack(x[w], 0u32, kind) * rstd * gains[w * per_word];
         let high = if comptime!(per_word == 2) {
-            unpack(x[w], 1u32, kind) * rstd * gains[comptime!(w * per_word + per_word - 1)]
+            unpack(x[w], 1u32, kind) * rstd * gains[w * per_word + comptime!(per_word - 1)]
         } else {
             0.0f32.runtime()
         };
@@ -464,12 +473,7 @@ fn normalized(
 #[cube]
 impl Producer {
     /// What the vectors at `vector` of all rows have in common. Produced rows have `row_vectors` vectors.
-    pub fn column(
-        &self,
-        vector: usize,
-        row_vectors: usize,
-        #[comptime] kind: FloatKind,
-    ) -> Column {
+    pub fn column(&self, vector: usize, row_vectors: usize, #[comptime] kind: FloatKind) -> Column {
         #[comptime]
         match self {
             Producer::RmsNorm(norm) => Column {
@@ -546,6 +550,8 @@ impl Producer {
         #[comptime] conversion: Conversion,
         #[comptime] kind: FloatKind,
     ) -> Array<u32> {
+        // Elsewhere what a multiply-add becomes is too long for many copies.
+        let unrolled = comptime!(conversion.has_ptx());
         #[comptime]
         match self {
             Producer::Plain => {
@@ -556,16 +562,12 @@ impl Producer {
                 }
                 words
             }
-            Producer::RmsNorm(_) => normalized(
-                &loaded.first,
-                loaded.rstd,
-                &column.gains,
-                conversion,
-                kind,
-            ),
+            Producer::RmsNorm(_) => {
+                normalized(&loaded.first, loaded.rstd, &column.gains, conversion, kind)
+            }
             Producer::SwiGlu(_) => {
                 let mut words = Array::<u32>::new(VECTOR);
-                #[unroll]
+                #[unroll(unrolled)]
                 for w in 0..VECTOR {
                     let mut pair = Array::<f32>::new(2usize);
                     #[unroll]
@@ -580,7 +582,7 @@ impl Producer {
             }
             Producer::SwiGluBackward(_) => {
                 let mut words = Array::<u32>::new(VECTOR);
-                #[unroll]
+                #[unroll(unrolled)]
                 for w in 0..VECTOR {
                     let mut pair = Array::<f32>::new(2usize);
                     #[unroll]
@@ -651,7 +653,9 @@ pub fn start_load<F: Numeric, N: Size>(
         Producer::Plain => {
             tile::start_load::<F, N>(x, shared, tile, shape, elements, units, conversion, kind);
         }
-        _ => produce_tile::<F, N>(x, producer, sink, shared, tile, shape, units, conversion, kind),
+        _ => produce_tile::<F, N>(
+            x, producer, sink, shared, tile, shape, units, conversion, kind,
+        ),
     }
 }
 
@@ -683,8 +687,19 @@ fn produce_tile<F: Numeric, N: Size>(
         );
         while first < comptime!(tile::ROWS * per_row) {
             produce_vectors::<F, N>(
-                x, producer, sink, shared, tile, &column, first, vector0, row_vectors, IN_FLIGHT,
-                units, conversion, kind,
+                x,
+                producer,
+                sink,
+                shared,
+                tile,
+                &column,
+                first,
+                vector0,
+                row_vectors,
+                IN_FLIGHT,
+                units,
+                conversion,
+                kind,
             );
             first += comptime!(IN_FLIGHT * units);
         }
@@ -696,8 +711,19 @@ fn produce_tile<F: Numeric, N: Size>(
                 kind,
             );
             produce_vectors::<F, N>(
-                x, producer, sink, shared, tile, &column, first, vector0, row_vectors, 1usize,
-                units, conversion, kind,
+                x,
+                producer,
+                sink,
+                shared,
+                tile,
+                &column,
+                first,
+                vector0,
+                row_vectors,
+                1usize,
+                units,
+                conversion,
+                kind,
             );
             first += units;
         }
@@ -765,7 +791,8 @@ pub fn load_block<N: Size>(
     #[comptime]
     match producer {
         Producer::Plain => {
-            let per_block = comptime!(block_words(kind) / N::value());
+            let width = N::value();
+            let per_block = comptime!(block_words(kind) / width);
             load_block_words::<N>(x, (row * blocks + block) * per_block, kind)
         }
         _ => {
@@ -848,7 +875,8 @@ pub fn rms_norm_rstd_kernel<N: Size>(
     #[comptime] conversion: Conversion,
     #[comptime] kind: FloatKind,
 ) {
-    let per_block = comptime!(block_words(kind) / N::value());
+    let width = N::value();
+    let per_block = comptime!(block_words(kind) / width);
     let mut sum = SquareSum::new(planes);
     let mut row = CUBE_POS;
     while row < rows {

@@ -215,7 +215,14 @@ pub fn quantize_tile_with(
             ..DeviceCopy::new(DeviceRounding::Nearest)
         },
     });
-    let (row, col) = launch_tiles(client, x.into(), groups, Some(&row), Some(&col), Kind::Tiles)?;
+    let (row, col) = launch_tiles(
+        client,
+        x.into(),
+        groups,
+        Some(&row),
+        Some(&col),
+        Kind::Tiles,
+    )?;
     Ok((row.expect("asked for"), col.expect("asked for")))
 }
 

@@ -143,12 +143,7 @@ pub fn swiglu<T: Element>(gate_up: &[T], rows: usize, width: usize) -> Vec<T> {
 ///
 /// # Panics
 /// When a matrix does not hold its elements.
-pub fn swiglu_backward<T: Element>(
-    grad: &[T],
-    gate_up: &[T],
-    rows: usize,
-    width: usize,
-) -> Vec<T> {
+pub fn swiglu_backward<T: Element>(grad: &[T], gate_up: &[T], rows: usize, width: usize) -> Vec<T> {
     assert_eq!(
         grad.len(),
         rows * width,
