@@ -287,9 +287,15 @@ fn maxima<'a>(
 
 /// Maxima, copies together and alone, and copies beside a written matrix: all of them once computed on
 /// the way and once from memory.
-fn check_fused<T: DeviceElement>(client: &Client, case: &Case<T>, groups: &Groups, what: &str) {
+fn check_fused<T: DeviceElement>(
+    client: &Client,
+    case: &Case<T>,
+    groups: &Groups,
+    policies: &[(CopyPolicy, CopyPolicy, AmaxScope)],
+    what: &str,
+) {
     let unfused = case.unfused(client);
-    for (row, col, scope) in policies() {
+    for &(row, col, scope) in policies {
         let what = format!("{what} {} {:?} {row:?} {col:?}", case.name, T::KIND);
         let found = maxima(client, case.source(), groups, scope, col.hadamard);
         let expected = maxima(client, &unfused, groups, scope, col.hadamard);
@@ -339,43 +345,62 @@ fn check_fused<T: DeviceElement>(client: &Client, case: &Case<T>, groups: &Group
     }
 }
 
-#[test]
-fn fused_is_unfused_bf16() {
-    let client = client!("fused_is_unfused_bf16");
-    for (i, shape) in SHAPES.into_iter().enumerate() {
-        for case in cases::<bf16>(&client, Kind::Heavy, shape, 100 + i as u32) {
-            check_fused(&client, &case, &Groups::One, &format!("{shape:?}"));
+/// Every policy in bf16; what training asks for in the other types and of special values.
+fn check_producer(client: &Client, name: &str) {
+    fn of<T: DeviceElement>(
+        client: &Client,
+        name: &str,
+        kind: Kind,
+        shape: (usize, usize),
+    ) -> impl Iterator<Item = Case<T>> {
+        let cases = cases::<T>(client, kind, shape, 100 + shape.0 as u32);
+        let name = name.to_string();
+        cases.into_iter().filter(move |case| {
+            let base = case.name.trim_end_matches(" apart");
+            base == name
+        })
+    }
+    let (all, one) = (policies(), Groups::One);
+    for shape in SHAPES {
+        for case in of::<bf16>(client, name, Kind::Heavy, shape) {
+            check_fused(client, &case, &one, &all, &format!("{shape:?}"));
         }
     }
-}
-
-#[test]
-fn fused_is_unfused_f32_and_f16() {
-    let client = client!("fused_is_unfused_f32_and_f16");
-    for shape in [(33, 80), (130, 64)] {
-        for case in cases::<f32>(&client, Kind::Heavy, shape, 7) {
-            check_fused(&client, &case, &Groups::One, &format!("{shape:?}"));
-        }
-        for case in cases::<f16>(&client, Kind::Normal, shape, 8) {
-            check_fused(&client, &case, &Groups::One, &format!("{shape:?}"));
-        }
-    }
-}
-
-#[test]
-fn fused_is_unfused_for_special_values() {
-    let client = client!("fused_is_unfused_for_special_values");
     for kind in ALL_KINDS {
-        for case in cases::<bf16>(&client, kind, (37, 48), 9) {
-            check_fused(&client, &case, &Groups::One, &format!("{kind:?}"));
+        for case in of::<bf16>(client, name, kind, (37, 48)) {
+            check_fused(client, &case, &one, &all, &format!("{kind:?}"));
         }
     }
+    for case in of::<f32>(client, name, Kind::Heavy, (130, 80)) {
+        check_fused(client, &case, &one, &all[..2], "f32");
+    }
+    for case in of::<f16>(client, name, Kind::Normal, (33, 80)) {
+        check_fused(client, &case, &one, &all[..1], "f16");
+    }
+}
+
+#[test]
+fn rms_norm_fused_is_unfused() {
+    let client = client!("rms_norm_fused_is_unfused");
+    check_producer(&client, "RMSNorm");
+}
+
+#[test]
+fn swiglu_fused_is_unfused() {
+    let client = client!("swiglu_fused_is_unfused");
+    check_producer(&client, "SwiGLU");
+}
+
+#[test]
+fn swiglu_backward_fused_is_unfused() {
+    let client = client!("swiglu_backward_fused_is_unfused");
+    check_producer(&client, "SwiGLU backward");
 }
 
 /// Groups with offsets in device memory, empty ones among them, and batches; tokens of experts.
 #[test]
-fn fused_is_unfused_in_groups() {
-    let client = client!("fused_is_unfused_in_groups");
+fn groups_fused_are_unfused() {
+    let client = client!("groups_fused_are_unfused");
     for sizes in [&[0usize, 5, 128, 0, 129, 0][..], &[0, 0], &[16, 33]] {
         let rows: usize = sizes.iter().sum();
         let mut ends = vec![0u32];
@@ -390,7 +415,7 @@ fn fused_is_unfused_in_groups() {
         };
         for case in cases::<bf16>(&client, Kind::Normal, (rows, 48), 20) {
             let what = format!("groups {sizes:?}");
-            check_fused(&client, &case, &groups, &what);
+            check_fused(&client, &case, &groups, &policies()[1..2], &what);
             let ends = GroupOffsets::new(offsets.clone(), sizes.len()).unwrap();
             let amax = upload_bytes(&client, bytemuck::cast_slice(&vec![3f32; sizes.len()]));
             let request = CopyRequest {
@@ -416,7 +441,7 @@ fn fused_is_unfused_in_groups() {
         }
     }
     for case in cases::<bf16>(&client, Kind::Normal, (66, 32), 21) {
-        check_fused(&client, &case, &Groups::Batch(2), "batch");
+        check_fused(&client, &case, &Groups::Batch(2), &policies()[..1], "batch");
     }
 }
 
@@ -480,8 +505,7 @@ fn fused_copies_are_the_oracles() {
 }
 
 /// Per token, in one read; and RMS normalisation with its factor found in that read.
-#[test]
-fn per_token_fused_is_unfused() {
+fn check_per_token(client: &Client, part: u32) {
     fn check<T: DeviceElement>(client: &Client, kind: Kind, shape: (usize, usize)) {
         let copies = [
             CopyPolicy::new(Rounding::Nearest),
@@ -509,17 +533,37 @@ fn per_token_fused_is_unfused() {
             }
         }
     }
-    let client = client!("per_token_fused_is_unfused");
-    for shape in &SHAPES[1..4] {
-        check::<bf16>(&client, Kind::Heavy, *shape);
+    match part {
+        0 => {
+            for shape in &SHAPES[1..4] {
+                check::<bf16>(client, Kind::Heavy, *shape);
+            }
+            for kind in ALL_KINDS {
+                check::<bf16>(client, kind, (7, 48));
+            }
+        }
+        // More blocks than all units keep; more than units; a number that divides by neither.
+        1 => check::<bf16>(client, Kind::Normal, (2, 16 * 1031)),
+        _ => {
+            check::<f32>(client, Kind::Normal, (3, 16 * 261));
+            check::<f16>(client, Kind::Normal, (5, 80));
+        }
     }
-    // More blocks than units, than all units keep, and a number that divides by neither.
-    check::<bf16>(&client, Kind::Normal, (2, 16 * 1031));
-    check::<f32>(&client, Kind::Normal, (3, 16 * 261));
-    check::<f16>(&client, Kind::Normal, (5, 80));
-    for kind in ALL_KINDS {
-        check::<bf16>(&client, kind, (7, 48));
-    }
+}
+
+#[test]
+fn per_token_fused_is_unfused() {
+    check_per_token(&client!("per_token_fused_is_unfused"), 0);
+}
+
+#[test]
+fn long_rows_per_token() {
+    check_per_token(&client!("long_rows_per_token"), 1);
+}
+
+#[test]
+fn per_token_f32_and_f16() {
+    check_per_token(&client!("per_token_f32_and_f16"), 2);
 }
 
 /// Both per-token copies, whose maxima are found in one read of the inputs.
