@@ -59,20 +59,29 @@ pub fn swiglu(gate: f32, up: f32, #[comptime] conversion: Conversion) -> f32 {
     gate * sigmoid(gate, conversion).value * up
 }
 
-/// The gradient by the gate, or, `of_up`, by what it is multiplied with.
+/// The gradients of a gated activation.
+#[derive(CubeType, Clone, Copy)]
+pub struct Gradients {
+    /// By the gate.
+    pub by_gate: f32,
+    /// By what it is multiplied with.
+    pub by_up: f32,
+}
+
+/// See [`reference::swiglu_backward`](crate::reference::swiglu_backward).
 #[cube]
 pub fn swiglu_backward(
     grad: f32,
     gate: f32,
     up: f32,
-    of_up: bool,
     #[comptime] conversion: Conversion,
-) -> f32 {
+) -> Gradients {
     let sigmoid = sigmoid(gate, conversion);
     let slope = sigmoid.value * fma(gate, sigmoid.rest, 1.0f32, conversion);
-    let by_gate = grad * up * slope;
-    let by_up = grad * (gate * sigmoid.value);
-    select(of_up, by_up, by_gate)
+    Gradients {
+        by_gate: grad * up * slope,
+        by_up: grad * (gate * sigmoid.value),
+    }
 }
 
 /// The sum of the squares of a row, and what follows from it; see

@@ -459,7 +459,8 @@ pub fn amax_tiles_kernel<F: Numeric, N: Size>(
     if index < tiles {
         let tile = groups.locate(index, &shape, span, grouping, kind);
         produce::start_load::<F, N>(
-            x, &producer, &mut sink, &mut data, &tile, &shape, elements, units, conversion, kind,
+            x, &producer, &mut sink, &mut data, &tile, &shape, true, elements, units, conversion,
+            kind,
         );
         group = tile.group;
     }
@@ -491,8 +492,8 @@ pub fn amax_tiles_kernel<F: Numeric, N: Size>(
         if index < tiles {
             let next = groups.locate(index, &shape, span, grouping, kind);
             produce::start_load::<F, N>(
-                x, &producer, &mut sink, &mut data, &next, &shape, elements, units, conversion,
-                kind,
+                x, &producer, &mut sink, &mut data, &next, &shape, true, elements, units,
+                conversion, kind,
             );
         }
         if comptime!(plan.rows == Some(AmaxScope::Outer)) {
@@ -521,7 +522,7 @@ pub fn amax_tiles_kernel<F: Numeric, N: Size>(
                     let entry = comptime!(chunk * step * tile::cols(kind));
                     bits = max(bits, col_maxima[entry + c]);
                 }
-                let column = tile.col0 + c;
+                let column = producer.column_of(&tile, c, &shape, true, kind);
                 if column < shape.cols {
                     cols_out[tile.group * shape.cols + column].fetch_max(canonical(bits));
                 }

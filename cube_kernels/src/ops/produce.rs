@@ -581,24 +581,79 @@ impl Producer {
                 words
             }
             Producer::SwiGluBackward(_) => {
+                let both = gradients(loaded, conversion, kind);
                 let mut words = Array::<u32>::new(VECTOR);
-                #[unroll(unrolled)]
+                #[unroll]
                 for w in 0..VECTOR {
-                    let mut pair = Array::<f32>::new(2usize);
-                    #[unroll]
-                    for half in 0..comptime!(4 / kind.size() as u32) {
-                        let grad = unpack(loaded.first[w], half, kind);
-                        let gate = unpack(loaded.gate[w], half, kind);
-                        let up = unpack(loaded.up[w], half, kind);
-                        pair[half as usize] =
-                            swiglu_backward(grad, gate, up, column.of_up, conversion);
-                    }
-                    words[w] = pack(pair[0], pair[1], kind, conversion);
+                    words[w] = select(column.of_up, both.by_up[w], both.by_gate[w]);
                 }
                 words
             }
         }
     }
+
+    /// The column of the matrix that column `c` of a tile stands for; `paired` as in [`start_load()`].
+    pub fn column_of(
+        &self,
+        tile: &Tile,
+        c: usize,
+        shape: &Shape,
+        #[comptime] paired: bool,
+        #[comptime] kind: FloatKind,
+    ) -> usize {
+        #[comptime]
+        match self {
+            Producer::SwiGluBackward(_) => {
+                if comptime!(paired) {
+                    let half = comptime!(tile::cols(kind) / 2);
+                    let of_up = c >= half;
+                    let column = tile.col0 / 2usize + c - select(of_up, half, 0usize);
+                    let width = shape.cols / 2usize;
+                    // Behind the end of either half there is no column.
+                    let start = select(of_up, width, 0usize);
+                    select(column < width, start + column, shape.cols)
+                } else {
+                    tile.col0 + c
+                }
+            }
+            _ => tile.col0 + c,
+        }
+    }
+}
+
+/// The words of the gradients by both inputs.
+#[derive(CubeType)]
+struct GradientWords {
+    by_gate: Array<u32>,
+    by_up: Array<u32>,
+}
+
+#[cube]
+fn gradients(
+    loaded: &Loaded,
+    #[comptime] conversion: Conversion,
+    #[comptime] kind: FloatKind,
+) -> GradientWords {
+    let unrolled = comptime!(conversion.has_ptx());
+    let mut by_gate = Array::<u32>::new(VECTOR);
+    let mut by_up = Array::<u32>::new(VECTOR);
+    #[unroll(unrolled)]
+    for w in 0..VECTOR {
+        let mut gate_pair = Array::<f32>::new(2usize);
+        let mut up_pair = Array::<f32>::new(2usize);
+        #[unroll]
+        for half in 0..comptime!(4 / kind.size() as u32) {
+            let grad = unpack(loaded.first[w], half, kind);
+            let gate = unpack(loaded.gate[w], half, kind);
+            let up = unpack(loaded.up[w], half, kind);
+            let both = swiglu_backward(grad, gate, up, conversion);
+            gate_pair[half as usize] = both.by_gate;
+            up_pair[half as usize] = both.by_up;
+        }
+        by_gate[w] = pack(gate_pair[0], gate_pair[1], kind, conversion);
+        by_up[w] = pack(up_pair[0], up_pair[1], kind, conversion);
+    }
+    GradientWords { by_gate, by_up }
 }
 
 /// Where a kernel writes what it produced, too.
@@ -635,6 +690,10 @@ fn vector_of(words: &Array<u32>) -> Vector<u32, Const<4>> {
 const IN_FLIGHT: usize = 4;
 
 /// [`tile::start_load()`] of what `producer` makes; it is also written to `sink`.
+///
+/// Where gradients of a gated activation are `paired`, a tile has those by the gate in its first half and
+/// those by the other input, of the same columns, in its second: both come from the same numbers. The
+/// caller then asks for [`Producer::column_of()`].
 #[cube]
 pub fn start_load<F: Numeric, N: Size>(
     x: &[Vector<F, N>],
@@ -643,6 +702,7 @@ pub fn start_load<F: Numeric, N: Size>(
     shared: &mut Shared<[u32]>,
     tile: &Tile,
     shape: &Shape,
+    #[comptime] paired: bool,
     #[comptime] elements: bool,
     #[comptime] units: usize,
     #[comptime] conversion: Conversion,
@@ -652,6 +712,17 @@ pub fn start_load<F: Numeric, N: Size>(
     match producer {
         Producer::Plain => {
             tile::start_load::<F, N>(x, shared, tile, shape, elements, units, conversion, kind);
+        }
+        Producer::SwiGluBackward(_) => {
+            if comptime!(paired) {
+                produce_pairs::<F, N>(
+                    x, producer, sink, shared, tile, shape, units, conversion, kind,
+                );
+            } else {
+                produce_tile::<F, N>(
+                    x, producer, sink, shared, tile, shape, units, conversion, kind,
+                );
+            }
         }
         _ => produce_tile::<F, N>(
             x, producer, sink, shared, tile, shape, units, conversion, kind,
@@ -777,6 +848,68 @@ fn produce_vectors<F: Numeric, N: Size>(
     }
 }
 
+#[cube]
+fn produce_pairs<F: Numeric, N: Size>(
+    x: &[Vector<F, N>],
+    producer: &Producer,
+    sink: &mut Sink,
+    shared: &mut Shared<[u32]>,
+    tile: &Tile,
+    shape: &Shape,
+    #[comptime] units: usize,
+    #[comptime] conversion: Conversion,
+    #[comptime] kind: FloatKind,
+) {
+    let per_row = comptime!(tile::WORDS / VECTOR / 2);
+    let items = comptime!(tile::ROWS * per_row);
+    let in_flight = comptime!(if items.is_multiple_of(units * IN_FLIGHT) {
+        IN_FLIGHT
+    } else {
+        1
+    });
+    let row_vectors = shape.cols / comptime!(per_vector(kind));
+    let half = row_vectors / 2usize;
+    let vector0 = tile.col0 / comptime!(2 * per_vector(kind));
+    let mut first = UNIT_POS as usize;
+    while first < items {
+        let mut pending = Sequence::<Loaded>::new();
+        #[unroll]
+        for j in 0..in_flight {
+            // Behind the end the last row and vector are read again, and not used.
+            let item = first + j * units;
+            let row = min(tile.row0 + item / per_row, tile.row_end - 1usize);
+            let column = Column {
+                gains: Array::<f32>::new(1usize),
+                vector: min(vector0 + item % per_row, half - 1usize),
+                of_up: false.runtime(),
+            };
+            pending.push(producer.load::<F, N>(x, row, &column, row_vectors));
+        }
+        #[unroll]
+        for j in 0..in_flight {
+            let item = first + j * units;
+            let r = item / per_row;
+            let v = item % per_row;
+            let row = tile.row0 + r;
+            let inside = row < tile.row_end && vector0 + v < half;
+            let both = gradients(pending.index(j), conversion, kind);
+            let start = tile::word_at(r, v * VECTOR);
+            #[unroll]
+            for i in 0..VECTOR {
+                shared[start + i] = select(inside, both.by_gate[i], 0u32);
+                shared[start + comptime!(tile::WORDS / 2 + i)] =
+                    select(inside, both.by_up[i], 0u32);
+            }
+            if inside {
+                let index = row * row_vectors + vector0 + v;
+                sink.write(index, &both.by_gate);
+                sink.write(index + half, &both.by_up);
+            }
+        }
+        first += comptime!(in_flight * units);
+    }
+}
+
 /// The words of block `block` of row `row`, of which there are `blocks` in a row.
 #[cube]
 pub fn load_block<N: Size>(
@@ -842,7 +975,7 @@ pub fn normalized_block(
     words
 }
 
-/// One unit produces every `units`-th vector.
+/// One unit produces every `units`-th vector, or pair of vectors.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn produce_kernel<N: Size>(
     x: &[Vector<u32, N>],
@@ -854,12 +987,30 @@ pub fn produce_kernel<N: Size>(
     #[comptime] kind: FloatKind,
 ) {
     let mut item = ABSOLUTE_POS;
-    while item < rows * row_vectors {
-        let row = item / row_vectors;
-        let column = producer.column(item - row * row_vectors, row_vectors, kind);
-        let loaded = producer.load::<u32, N>(x, row, &column, row_vectors);
-        out[item] = vector_of(&producer.words(&loaded, &column, conversion, kind));
-        item += CUBE_COUNT * CUBE_DIM as usize;
+    #[comptime]
+    match &producer {
+        Producer::SwiGluBackward(_) => {
+            let half = row_vectors / 2usize;
+            while item < rows * half {
+                let row = item / half;
+                let column = producer.column(item - row * half, row_vectors, kind);
+                let loaded = producer.load::<u32, N>(x, row, &column, row_vectors);
+                let both = gradients(&loaded, conversion, kind);
+                let index = item + row * half;
+                out[index] = vector_of(&both.by_gate);
+                out[index + half] = vector_of(&both.by_up);
+                item += CUBE_COUNT * CUBE_DIM as usize;
+            }
+        }
+        _ => {
+            while item < rows * row_vectors {
+                let row = item / row_vectors;
+                let column = producer.column(item - row * row_vectors, row_vectors, kind);
+                let loaded = producer.load::<u32, N>(x, row, &column, row_vectors);
+                out[item] = vector_of(&producer.words(&loaded, &column, conversion, kind));
+                item += CUBE_COUNT * CUBE_DIM as usize;
+            }
+        }
     }
 }
 

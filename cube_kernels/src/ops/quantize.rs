@@ -732,7 +732,8 @@ pub fn quantize_tiles_kernel<F: Numeric, N: Size>(
     if index < end {
         let tile = groups.locate(index, &shape, span, grouping, kind);
         produce::start_load::<F, N>(
-            x, &producer, &mut sink, &mut data, &tile, &shape, elements, units, conversion, kind,
+            x, &producer, &mut sink, &mut data, &tile, &shape, false, elements, units, conversion,
+            kind,
         );
     }
     while index < end {
@@ -827,8 +828,8 @@ pub fn quantize_tiles_kernel<F: Numeric, N: Size>(
         if index < end {
             let next = groups.locate(index, &shape, span, grouping, kind);
             produce::start_load::<F, N>(
-                x, &producer, &mut sink, &mut data, &next, &shape, elements, units, conversion,
-                kind,
+                x, &producer, &mut sink, &mut data, &next, &shape, false, elements, units,
+                conversion, kind,
             );
         }
         if comptime!(plan.tiles) {
