@@ -310,7 +310,9 @@ fn producers(bench: &mut Bench, shape: &str, (rows, cols): (usize, usize)) {
         },
     );
     type Make<'a> = &'a dyn Fn(usize) -> Source<'a>;
-    let all: [(&str, Make<'_>, f64, f64, fn() -> DeviceRounding); 3] = [
+    // Name, source, bytes read for an input element, outputs for it, rounding of the copies.
+    type Producer<'a> = (&'a str, Make<'a>, f64, f64, fn() -> DeviceRounding);
+    let all: [Producer<'_>; 3] = [
         ("RMSNorm", &norm, 2.0, 1.0, || NEAREST),
         ("SwiGLU", &gated, 4.0, 1.0, || NEAREST),
         ("SwiGLU backward", &backward, 6.0, 2.0, stochastic),

@@ -116,7 +116,7 @@ fn launch(
             client,
             count,
             dim,
-            address_type(2 * x.len()),
+            address_type(x.len()),
             words.width,
             words.arg(),
             input.producer(),

@@ -42,7 +42,14 @@ pub enum Gated<'a> {
 ///
 /// Computed ones have rows of a multiple of 16 elements and inputs that start at multiples of 16 bytes;
 /// values are rounded to the type of the inputs before anything else happens to them, so that a fused
-/// kernel gives the bytes of [`produce`] followed by the same kernel.
+/// kernel gives the bytes of [`produce()`] followed by the same kernel.
+///
+/// What reads and writes least where both the maxima and the copies are wanted: for RMS normalisation
+/// [`amaxes`](super::amaxes) and [`quantize_both`](super::quantize_both) of the source, which compute it twice
+/// and write it never; for SwiGLU and its gradients
+/// [`produce_with_amaxes`](super::produce_with_amaxes) and then the copies of what was written, since two
+/// inputs read again are as many bytes as one output written and read, and take the exponential again. Per
+/// token, in one read, [`quantize_per_token`](super::quantize_per_token()) of the source.
 #[derive(Debug, Clone, Copy)]
 pub enum Source<'a> {
     /// The matrix itself.
@@ -288,7 +295,7 @@ pub fn produce(client: &Client, source: Source<'_>) -> Result<Matrix, Nvfp4Error
             client,
             count,
             dim,
-            address_type(2 * x.len()),
+            address_type(x.len()),
             input.words.width,
             input.words.arg(),
             input.producer(),
@@ -306,7 +313,8 @@ pub fn produce(client: &Client, source: Source<'_>) -> Result<Matrix, Nvfp4Error
 /// See [`reference::rms_norm_rstd`](crate::reference::rms_norm_rstd).
 ///
 /// # Errors
-/// When the columns of `x` are no multiple of 16, or its memory is smaller than its shape.
+/// When the columns of `x` are no multiple of 16, it does not start at a multiple of 16 bytes, or its memory
+/// is smaller than its shape.
 pub fn rms_norm_rstd(client: &Client, x: &Matrix, epsilon: f32) -> Result<Handle, Nvfp4Error> {
     check_input("x", x, 1)?;
     let out = allocate(client, x.rows * 4);
