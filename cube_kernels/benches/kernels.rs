@@ -6,6 +6,7 @@
 //! ones: every input read once, every output written once. The shapes are those of the peers: squares,
 //! Llama 3's activations and weights, DeepSeek-V3's tokens in groups and experts.
 //!
+//! `NVFP4_BENCH_SHAPES` takes a part of the names of shapes, and leaves out all others.
 //! A table goes to standard output, and the same as JSON to `target/nvfp4-bench.json` (or the file
 //! that `NVFP4_BENCH_JSON` names).
 
@@ -18,7 +19,7 @@ use nvfp4_kernels::{
     BlockScaling, ErrorNorm, Hadamard, HadamardSize, PackedAxis, RandomStream, ScaleLayout,
     device::{AmaxScope, Capabilities, DeviceCopy, DeviceRounding, FloatKind, Groups, Matrix},
     gemm,
-    ops::{self, AmaxRequest, CopyRequest},
+    ops::{self, AmaxRequest, Amaxes, CopyRequest, Gated, Source},
 };
 
 #[cube(launch_unchecked)]
@@ -240,6 +241,167 @@ fn activations(bench: &mut Bench, shape: &str, inputs: &Inputs) {
     }
 }
 
+/// What stands before a product, fused with quantization and one operation after the other. Rates of
+/// chains count the bytes of the fused form, so that their times compare.
+fn producers(bench: &mut Bench, shape: &str, (rows, cols): (usize, usize)) {
+    let client = bench.client.clone();
+    let (x, gate_up) = (
+        Inputs::new(&client, rows, cols),
+        Inputs::new(&client, rows, 2 * cols),
+    );
+    copy(bench, shape, &x);
+    let gain = client.create_from_slice(bytemuck::cast_slice(&vec![1.0f32; cols]));
+    let epsilon = 1e-6;
+    let rstd = ops::rms_norm_rstd(&client, x.get(0), epsilon).unwrap();
+    let norm = |i| Source::RmsNorm {
+        x: x.get(i),
+        rstd: &rstd,
+        gain: &gain,
+    };
+    let gated = |i| Source::SwiGlu(Gated::SideBySide(gate_up.get(i)));
+    let backward = |i| Source::SwiGluBackward {
+        grad: x.get(i),
+        inputs: Gated::SideBySide(gate_up.get(i)),
+    };
+    // Elements of the output, inputs of two bytes for each of them, and a packed copy.
+    let (n, packed) = (x.elements, 9.0 / 16.0);
+    let request = AmaxRequest {
+        rows: Some(AmaxScope::Group),
+        cols: Some((AmaxScope::Group, rht())),
+    };
+    let one = &Groups::One;
+    let copy = DeviceCopy::new(NEAREST);
+    bench.time(shape, "row factors of RMSNorm", 2.0 * n, &mut |i| {
+        ops::rms_norm_rstd(&client, x.get(i), epsilon).unwrap();
+    });
+    bench.time(
+        shape,
+        "RMSNorm per token RN, one read",
+        (2.0 + packed) * n,
+        &mut |i| {
+            ops::quantize_per_token_rms_norm(&client, x.get(i), &gain, epsilon, &copy).unwrap();
+        },
+    );
+    bench.time(
+        shape,
+        "RMSNorm, then per token RN",
+        (2.0 + packed) * n,
+        &mut |i| {
+            ops::rms_norm_rstd(&client, x.get(i), epsilon).unwrap();
+            let y = ops::produce(&client, norm(i)).unwrap();
+            ops::quantize_per_token(&client, &y, &copy).unwrap();
+        },
+    );
+    bench.time(
+        shape,
+        "SwiGLU per token RN, one read",
+        (4.0 + packed) * n,
+        &mut |i| {
+            ops::quantize_per_token(&client, gated(i), &copy).unwrap();
+        },
+    );
+    bench.time(
+        shape,
+        "SwiGLU, then per token RN",
+        (4.0 + packed) * n,
+        &mut |i| {
+            let y = ops::produce(&client, gated(i)).unwrap();
+            ops::quantize_per_token(&client, &y, &copy).unwrap();
+        },
+    );
+    type Make<'a> = &'a dyn Fn(usize) -> Source<'a>;
+    // Name, source, bytes read for an input element, outputs for it, rounding of the copies.
+    type Producer<'a> = (&'a str, Make<'a>, f64, f64, fn() -> DeviceRounding);
+    let all: [Producer<'_>; 3] = [
+        ("RMSNorm", &norm, 2.0, 1.0, || NEAREST),
+        ("SwiGLU", &gated, 4.0, 1.0, || NEAREST),
+        ("SwiGLU backward", &backward, 6.0, 2.0, stochastic),
+    ];
+    for (name, source, read, outputs, rounding) in all {
+        let out = outputs * n;
+        bench.time(shape, name, read * n + 2.0 * out, &mut |i| {
+            ops::produce(&client, source(i)).unwrap();
+        });
+        let amaxes = "amax plain + RHT";
+        bench.time(shape, &format!("{name}: {amaxes}"), read * n, &mut |i| {
+            ops::amaxes(&client, source(i), one, &request).unwrap();
+        });
+        let bytes = read * n + 2.0 * out;
+        bench.time(
+            shape,
+            &format!("{name} written, {amaxes}"),
+            bytes,
+            &mut |i| {
+                ops::produce_with_amaxes(&client, source(i), one, &request).unwrap();
+            },
+        );
+        let written = ops::produce(&client, source(0)).unwrap();
+        let found = ops::amaxes(&client, &written, one, &request).unwrap();
+        let bytes = read * n + 2.0 * packed * out;
+        bench.time(shape, &format!("{name}: row + col RHT"), bytes, &mut |i| {
+            both_copies(&client, source(i), &found, rounding())
+        });
+        // All that stands between the inputs and both copies, in three ways.
+        let factors = |i| {
+            if name == "RMSNorm" {
+                ops::rms_norm_rstd(&client, x.get(i), epsilon).unwrap();
+            }
+        };
+        bench.time(
+            shape,
+            &format!("{name}, all: computed twice"),
+            bytes,
+            &mut |i| {
+                factors(i);
+                let found = ops::amaxes(&client, source(i), one, &request).unwrap();
+                both_copies(&client, source(i), &found, rounding());
+            },
+        );
+        bench.time(
+            shape,
+            &format!("{name}, all: written with maxima"),
+            bytes,
+            &mut |i| {
+                factors(i);
+                let (y, found) =
+                    ops::produce_with_amaxes(&client, source(i), one, &request).unwrap();
+                both_copies(&client, &y, &found, rounding());
+            },
+        );
+        bench.time(
+            shape,
+            &format!("{name}, all: one after the other"),
+            bytes,
+            &mut |i| {
+                factors(i);
+                let y = ops::produce(&client, source(i)).unwrap();
+                let found = ops::amaxes(&client, &y, one, &request).unwrap();
+                both_copies(&client, &y, &found, rounding());
+            },
+        );
+    }
+}
+
+/// The row-wise copy and the transformed column-wise one, in one read.
+fn both_copies<'a>(
+    client: &Client,
+    x: impl Into<Source<'a>>,
+    found: &Amaxes,
+    rounding: DeviceRounding,
+) {
+    let request = |amax, hadamard| CopyRequest {
+        amax,
+        scope: AmaxScope::Group,
+        copy: DeviceCopy {
+            hadamard,
+            ..DeviceCopy::new(rounding.clone())
+        },
+    };
+    let (row, col) = (found.rows.as_ref().unwrap(), found.cols.as_ref().unwrap());
+    let (row, col) = (request(row, None), request(col, rht()));
+    ops::quantize_both(client, x, &Groups::One, &row, &col).unwrap();
+}
+
 /// What training does to weights.
 fn weights(bench: &mut Bench, shape: &str, inputs: &Inputs, groups: &Groups) {
     let client = bench.client.clone();
@@ -456,6 +618,12 @@ fn report(bench: &Bench, device: &Capabilities) -> std::io::Result<()> {
     Ok(())
 }
 
+/// Whether `NVFP4_BENCH_SHAPES`, where it is set, is a part of the name: criterion's own filter leaves out
+/// measurements, but not what is made for them.
+fn wanted(shape: &str) -> bool {
+    std::env::var("NVFP4_BENCH_SHAPES").map_or(true, |part| shape.contains(&part))
+}
+
 fn main() {
     let client = cubecl::Device::Cuda(Default::default()).client();
     let capabilities = Capabilities::of(&client);
@@ -466,6 +634,9 @@ fn main() {
     };
     for side in [1024, 4096, 8192, 16384] {
         let shape = format!("{side}x{side}");
+        if !wanted(&shape) {
+            continue;
+        }
         let inputs = Inputs::new(&client, side, side);
         copy(&mut bench, &shape, &inputs);
         activations(&mut bench, &shape, &inputs);
@@ -474,25 +645,43 @@ fn main() {
             all_policies(&mut bench, &shape, &inputs);
         }
     }
+    for (rows, cols) in [(8192, 4096), (8192, 8192), (16384, 8192)] {
+        let shape = format!("producers {rows}x{cols}");
+        if !wanted(&shape) {
+            continue;
+        }
+        producers(&mut bench, &shape, (rows, cols));
+    }
     for cols in [4096, 8192, 14336, 28672] {
         let shape = format!("Llama 2048x{cols}");
+        if !wanted(&shape) {
+            continue;
+        }
         let inputs = Inputs::new(&client, 2048, cols);
         copy(&mut bench, &shape, &inputs);
         activations(&mut bench, &shape, &inputs);
     }
     for (rows, cols) in [(14336, 4096), (28672, 8192)] {
         let shape = format!("Llama weight {rows}x{cols}");
+        if !wanted(&shape) {
+            continue;
+        }
         let inputs = Inputs::new(&client, rows, cols);
         copy(&mut bench, &shape, &inputs);
         weights(&mut bench, &shape, &inputs, &Groups::One);
     }
     let shape = "DeepSeek tokens 16384x7168";
-    let inputs = Inputs::new(&client, 16384, 7168);
-    copy(&mut bench, shape, &inputs);
-    activations(&mut bench, shape, &inputs);
-    grouped(&mut bench, shape, &inputs);
+    if wanted(shape) {
+        let inputs = Inputs::new(&client, 16384, 7168);
+        copy(&mut bench, shape, &inputs);
+        activations(&mut bench, shape, &inputs);
+        grouped(&mut bench, shape, &inputs);
+    }
     for (experts, rows, cols) in [(8, 1408, 2048), (8, 2048, 7168), (8, 7168, 2048)] {
         let shape = format!("DeepSeek experts {experts}x{rows}x{cols}");
+        if !wanted(&shape) {
+            continue;
+        }
         let inputs = Inputs::new(&client, experts * rows, cols);
         copy(&mut bench, &shape, &inputs);
         weights(&mut bench, &shape, &inputs, &Groups::Batch(experts));

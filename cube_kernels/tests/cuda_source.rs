@@ -17,7 +17,10 @@ use nvfp4_kernels::{
     gemm,
     ops::{
         self,
-        kernels::{AmaxPlan, CopyPlan, Grouping, ShapeLaunch, TilePlan},
+        kernels::{
+            AmaxPlan, CopyPlan, FoundNormLaunch, GateInputsLaunch, Grouping, NormInputsLaunch,
+            ProducerArgs, RowNormArgs, ShapeLaunch, SinkArgs, TilePlan,
+        },
     },
 };
 use nvrtc::CudaTools;
@@ -76,6 +79,13 @@ fn sources(conversion: Conversion) -> Vec<Source> {
     let buffer = |len: usize| unsafe { BufferArg::from_raw_parts(memory.clone(), len) };
     let random = || RandomLaunch::new(1, 2, 3, 4);
     let signs = || SignsLaunch::new(1, 2, 3, 4);
+    let gates = || GateInputsLaunch::new(buffer(64), buffer(64), 8, 4);
+    let producer = |name: &str| match name {
+        "RmsNorm" => ProducerArgs::RmsNorm(NormInputsLaunch::new(buffer(rows), buffer(cols / 4))),
+        "SwiGlu" => ProducerArgs::SwiGlu(gates()),
+        "SwiGluBackward" => ProducerArgs::SwiGluBackward(gates()),
+        _ => ProducerArgs::Plain,
+    };
     let blocks = rows * cols / 16;
     let mut sources = Vec::new();
     macro_rules! add {
@@ -148,18 +158,27 @@ fn sources(conversion: Conversion) -> Vec<Source> {
                 dtype,
                 word,
             );
-            for (hadamard, grouping) in [
-                (None, Grouping::Offsets(16)),
-                (Some(HadamardSize::H16), Grouping::One),
-                (Some(HadamardSize::H128), Grouping::Batch),
+            for (hadamard, grouping, computed) in [
+                (None, Grouping::Offsets(16), "Plain"),
+                (Some(HadamardSize::H16), Grouping::One, "Plain"),
+                (Some(HadamardSize::H128), Grouping::Batch, "Plain"),
+                (Some(HadamardSize::H16), Grouping::One, "RmsNorm"),
+                (Some(HadamardSize::H16), Grouping::Offsets(16), "SwiGlu"),
+                (Some(HadamardSize::H16), Grouping::One, "SwiGluBackward"),
             ] {
+                let sink = match computed {
+                    "SwiGlu" | "SwiGluBackward" => SinkArgs::Matrix(buffer(words / 4)),
+                    _ => SinkArgs::None,
+                };
                 add!(
-                    format!("amax_tiles-{tag}-{hadamard:?}"),
+                    format!("amax_tiles-{tag}-{hadamard:?}-{computed}"),
                     None,
                     ops::kernels::amax_tiles_kernel::create_dummy_kernel,
                     address,
                     4,
                     buffer(words / 4),
+                    producer(computed),
+                    sink,
                     buffer(3),
                     ShapeLaunch::new(rows, cols, 2, 4),
                     buffer(1),
@@ -323,14 +342,31 @@ fn sources(conversion: Conversion) -> Vec<Source> {
                     dtype,
                 );
             }
-            for (i, plan) in [row_plans[0], row_plans[2]].into_iter().enumerate() {
+            for (i, plan, computed) in [
+                (0, row_plans[0], "Plain"),
+                (1, row_plans[2], "Plain"),
+                (0, row_plans[0], "RmsNorm"),
+                (0, row_plans[0], "SwiGlu"),
+                (0, row_plans[0], "SwiGluBackward"),
+                (0, row_plans[0], "FoundNorm"),
+            ] {
+                let norm = match computed {
+                    "FoundNorm" => RowNormArgs::Found(FoundNormLaunch::new(
+                        buffer(rows),
+                        buffer(cols / 4),
+                        1e-6,
+                    )),
+                    _ => RowNormArgs::None,
+                };
                 add!(
-                    format!("quantize_per_token-{tag}-{i}"),
+                    format!("quantize_per_token-{tag}-{i}-{computed}"),
                     conversions(&[plan]),
                     ops::kernels::quantize_per_token_kernel::create_dummy_kernel,
                     address,
                     4,
                     buffer(words / 4),
+                    producer(computed),
+                    norm,
                     buffer(rows),
                     buffer(blocks),
                     buffer(blocks),
@@ -343,6 +379,37 @@ fn sources(conversion: Conversion) -> Vec<Source> {
                     plan,
                     4,
                     true,
+                    dtype,
+                );
+            }
+            add!(
+                format!("rms_norm_rstd-{tag}"),
+                None,
+                ops::kernels::rms_norm_rstd_kernel::create_dummy_kernel,
+                address,
+                4,
+                buffer(words / 4),
+                buffer(rows),
+                rows,
+                cols / 16,
+                1e-6,
+                true,
+                conversion,
+                dtype,
+            );
+            for computed in ["RmsNorm", "SwiGlu", "SwiGluBackward"] {
+                add!(
+                    format!("produce-{tag}-{computed}"),
+                    None,
+                    ops::kernels::produce_kernel::create_dummy_kernel,
+                    address,
+                    4,
+                    buffer(words / 4),
+                    producer(computed),
+                    buffer(words / 4),
+                    rows,
+                    cols * dtype.size() / 16,
+                    conversion,
                     dtype,
                 );
             }
@@ -368,7 +435,13 @@ fn sources(conversion: Conversion) -> Vec<Source> {
                     false,
                 ),
             ];
-            for (i, (row, col, tiles)) in tile_plans.into_iter().enumerate() {
+            let plain = tile_plans
+                .into_iter()
+                .enumerate()
+                .map(|(i, plan)| (i, plan, "Plain"));
+            let both = tile_plans[6];
+            let computed = ["RmsNorm", "SwiGlu", "SwiGluBackward"].map(|name| (6, both, name));
+            for (i, (row, col, tiles), computed) in plain.chain(computed) {
                 // With a scale for the whole tile the codes of four over six need no errors.
                 let expected = if tiles {
                     Some((conversion.has_nearest(), false))
@@ -376,12 +449,13 @@ fn sources(conversion: Conversion) -> Vec<Source> {
                     conversions(&row.into_iter().chain(col).collect::<Vec<_>>())
                 };
                 add!(
-                    format!("quantize_tiles-{tag}-{i}"),
+                    format!("quantize_tiles-{tag}-{i}-{computed}"),
                     expected,
                     ops::kernels::quantize_tiles_kernel::create_dummy_kernel,
                     address,
                     4,
                     buffer(words / 4),
+                    producer(computed),
                     buffer(4),
                     ShapeLaunch::new(rows, cols, 2, 4),
                     4usize,

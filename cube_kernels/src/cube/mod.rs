@@ -6,9 +6,11 @@
 
 #![allow(missing_docs)] // `#[cube]` generates public items that cannot carry documentation.
 
+pub mod activation;
 pub mod block;
 pub mod codec;
 pub mod eden;
+pub mod exact;
 pub mod hadamard;
 pub mod mx;
 pub mod philox;

@@ -184,6 +184,35 @@ pub fn rcp_rn(a: f32) -> f32 {
     f32::reinterpret(result)
 }
 
+/// `1 / a` for `a` from 1 to 2, correctly rounded: `rcp.approx.f32` and one step of Newton's. These are the
+/// instructions that `rcp.rn.f32` becomes on the devices this is for, but for the branch that looks after
+/// exponents at either end; every `a` is tested.
+///
+/// PTX ISA 1.4 and later, section "Floating Point Instructions: rcp". All targets.
+#[cube]
+pub fn rcp_of_1_to_2(a: f32) -> f32 {
+    let a = f32::reinterpret(a);
+    let result: f32;
+    gpu_asm!(
+        "{{ .reg .f32 y, n, e; rcp.approx.ftz.f32 y, {a}; neg.f32 n, {a};",
+        "fma.rn.f32 e, n, y, 0f3F800000; fma.rn.f32 {o}, y, e, y; }}",
+        o = out(_) result, a = in(_) a,
+        options(pure, nomem)
+    );
+    f32::reinterpret(result)
+}
+
+/// The square root of `a`, correctly rounded: `sqrt.rn.f32`.
+///
+/// PTX ISA 2.0 and later, section "Floating Point Instructions: sqrt". All targets.
+#[cube]
+pub fn sqrt_rn(a: f32) -> f32 {
+    let a = f32::reinterpret(a);
+    let result: f32;
+    gpu_asm!("sqrt.rn.f32 {}, {};", out(_) result, in(_) a, options(pure, nomem));
+    f32::reinterpret(result)
+}
+
 /// The E4M3 byte nearest to `value`, 448 at most, 0x7F for NaN: `cvt.rn.satfinite.e4m3x2.f32`.
 ///
 /// PTX ISA 8.1 and later, section "Data Movement and Conversion Instructions: cvt". Targets: sm_89

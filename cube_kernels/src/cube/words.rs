@@ -6,6 +6,10 @@
 use cubecl::prelude::*;
 use half::f16;
 
+use super::{
+    codec::{Conversion, round_to_bf16},
+    ptx_sm90::{pack_bf16, pack_f16},
+};
 use crate::device::FloatKind;
 
 /// Element `half` of a word (0: the lower, earlier one), exactly.
@@ -23,6 +27,35 @@ pub fn unpack(word: u32, #[comptime] half: u32, #[comptime] kind: FloatKind) -> 
         FloatKind::F16 => {
             let bits = u16::cast_from((word >> comptime!(16 * half)) & 0xFFFFu32);
             f32::cast_from(f16::reinterpret(bits))
+        }
+    }
+}
+
+/// The word of two values (of `low` alone, where a word is one element), rounded to nearest even.
+#[cube]
+pub fn pack(
+    low: f32,
+    high: f32,
+    #[comptime] kind: FloatKind,
+    #[comptime] conversion: Conversion,
+) -> u32 {
+    match comptime!(kind) {
+        FloatKind::F32 => u32::reinterpret(low),
+        FloatKind::Bf16 => {
+            if comptime!(conversion.has_ptx()) {
+                pack_bf16(f32::reinterpret(low), f32::reinterpret(high))
+            } else {
+                (u32::reinterpret(round_to_bf16(low)) >> 16u32)
+                    | u32::reinterpret(round_to_bf16(high))
+            }
+        }
+        FloatKind::F16 => {
+            if comptime!(conversion.has_ptx()) {
+                pack_f16(f32::reinterpret(low), f32::reinterpret(high))
+            } else {
+                u32::cast_from(u16::reinterpret(f16::cast_from(low)))
+                    | (u32::cast_from(u16::reinterpret(f16::cast_from(high))) << 16u32)
+            }
         }
     }
 }

@@ -4,7 +4,8 @@
 use cubecl::{prelude::*, server::Handle};
 
 use super::{
-    launch::{Words, buffer, grid, per_word, signs_of, tile_cubes},
+    launch::{Words, buffer, computed_tile_cubes, grid, per_word, signs_of, tile_cubes},
+    produce::{self, Input, Producer, Sink, SinkArgs, Source, produce},
     tile::{self, Grouping, Shape, ShapeLaunch},
 };
 use crate::{
@@ -58,21 +59,58 @@ pub struct Amaxes {
     pub cols: Option<Handle>,
 }
 
-/// Several maxima in one read of `x`; 0 where there is nothing to compare. See
+/// Several maxima in one read of `x` (or of what it is made from); 0 where there is nothing to compare. See
 /// [`reference::amax_rows`](crate::reference::amax_rows),
 /// [`reference::amax_cols`](crate::reference::amax_cols) and
 /// [`reference::amax_rht`](crate::reference::amax_rht). Rows behind the last group have an undefined
 /// maximum.
 ///
 /// # Errors
-/// When the groups do not fit, or the memory of `x` is smaller than its shape.
-pub fn amaxes(
+/// When the groups do not fit, or the memory of `x` is smaller than its shape; for a computed `x` as
+/// [`produce`].
+pub fn amaxes<'a>(
     client: &Client,
-    x: &Matrix,
+    x: impl Into<Source<'a>>,
     groups: &Groups,
     request: &AmaxRequest,
 ) -> Result<Amaxes, Nvfp4Error> {
-    x.check("x")?;
+    find(client, &Input::new(x.into())?, groups, request, None)
+}
+
+/// [`produce`] and [`amaxes`] in one read of the inputs. Rows behind the last group have undefined
+/// elements.
+///
+/// # Errors
+/// As [`amaxes`].
+pub fn produce_with_amaxes(
+    client: &Client,
+    source: Source<'_>,
+    groups: &Groups,
+    request: &AmaxRequest,
+) -> Result<(Matrix, Amaxes), Nvfp4Error> {
+    let input = Input::new(source)?;
+    if input.is_plain() || (request.rows.is_none() && request.cols.is_none()) {
+        let found = find(client, &input, groups, request, None)?;
+        return Ok((produce(client, source)?, found));
+    }
+    let Matrix {
+        rows, cols, dtype, ..
+    } = input.matrix;
+    let out = Matrix::empty(client, rows, cols, dtype);
+    let found = find(client, &input, groups, request, Some(&out))?;
+    Ok((out, found))
+}
+
+fn find(
+    client: &Client,
+    input: &Input,
+    groups: &Groups,
+    request: &AmaxRequest,
+    written: Option<&Matrix>,
+) -> Result<Amaxes, Nvfp4Error> {
+    let Input {
+        matrix: x, words, ..
+    } = input;
     groups.check(x.rows)?;
     let len = |scope, outer| match scope {
         AmaxScope::Group => groups.count(),
@@ -90,10 +128,14 @@ pub fn amaxes(
     if x.is_empty() || (request.rows.is_none() && request.cols.is_none()) {
         return Ok(found);
     }
-    let words = Words::of(x);
     let hadamard = request.cols.and_then(|(_, hadamard)| hadamard);
     let tile_cols = x.cols.div_ceil(tile::cols(x.dtype));
-    let (count, dim) = tile_cubes(client, groups.units(x.rows, tile::ROWS) * tile_cols);
+    let tiles = groups.units(x.rows, tile::ROWS) * tile_cols;
+    let (count, dim) = if input.is_plain() {
+        tile_cubes(client, tiles)
+    } else {
+        computed_tile_cubes(client, tiles)
+    };
     let plan = AmaxPlan {
         rows: request.rows,
         cols: request.cols.map(|(scope, _)| scope),
@@ -126,6 +168,8 @@ pub fn amaxes(
             address_type(x.len()),
             words.width,
             words.arg(),
+            input.producer(),
+            written.map_or(SinkArgs::None, |out| SinkArgs::Matrix(Words::of(out).arg())),
             offsets,
             ShapeLaunch::new(x.rows, x.cols, groups.count(), tile_cols),
             buffer(rows, rows_len.max(1)),
@@ -372,6 +416,8 @@ pub struct AmaxPlan {
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn amax_tiles_kernel<F: Numeric, N: Size>(
     x: &[Vector<F, N>],
+    producer: Producer,
+    mut sink: Sink,
     offsets: &[u32],
     shape: Shape,
     rows_out: &mut [Atomic<u32>],
@@ -412,8 +458,9 @@ pub fn amax_tiles_kernel<F: Numeric, N: Size>(
     let mut index = CUBE_POS;
     if index < tiles {
         let tile = groups.locate(index, &shape, span, grouping, kind);
-        tile::start_load::<F, N>(
-            x, &mut data, &tile, &shape, elements, units, conversion, kind,
+        produce::start_load::<F, N>(
+            x, &producer, &mut sink, &mut data, &tile, &shape, true, elements, units, conversion,
+            kind,
         );
         group = tile.group;
     }
@@ -444,8 +491,9 @@ pub fn amax_tiles_kernel<F: Numeric, N: Size>(
         index += CUBE_COUNT;
         if index < tiles {
             let next = groups.locate(index, &shape, span, grouping, kind);
-            tile::start_load::<F, N>(
-                x, &mut data, &next, &shape, elements, units, conversion, kind,
+            produce::start_load::<F, N>(
+                x, &producer, &mut sink, &mut data, &next, &shape, true, elements, units,
+                conversion, kind,
             );
         }
         if comptime!(plan.rows == Some(AmaxScope::Outer)) {
@@ -474,7 +522,7 @@ pub fn amax_tiles_kernel<F: Numeric, N: Size>(
                     let entry = comptime!(chunk * step * tile::cols(kind));
                     bits = max(bits, col_maxima[entry + c]);
                 }
-                let column = tile.col0 + c;
+                let column = producer.column_of(&tile, c, &shape, true, kind);
                 if column < shape.cols {
                     cols_out[tile.group * shape.cols + column].fetch_max(canonical(bits));
                 }

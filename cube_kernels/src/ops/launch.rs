@@ -62,6 +62,22 @@ pub(crate) fn tile_cubes(client: &Client, tiles: usize) -> (CubeCount, CubeDim) 
     )
 }
 
+/// The same for tiles that are computed while they are loaded, in a kernel that strides over the grid: how
+/// many fit depends on the registers that this takes, so cubes are more and shorter.
+pub(crate) fn computed_tile_cubes(client: &Client, tiles: usize) -> (CubeCount, CubeDim) {
+    let (count, dim) = tile_cubes(client, tiles);
+    match count {
+        CubeCount::Static(resident, ..) if !is_cpu(client) => {
+            let count = tiles.div_ceil(TILES_PER_CUBE).max(resident as usize);
+            (CubeCount::Static(count as u32, 1, 1), dim)
+        }
+        count => (count, dim),
+    }
+}
+
+/// Tiles that a cube takes one after another where it first has to add up groups.
+const TILES_PER_CUBE: usize = 4;
+
 /// Cubes and units for a kernel that makes copies of tiles, one to a cube: along the first axis of the
 /// grid the tiles of a band of rows of tiles, down first, along the others the bands. On a GPU cubes are
 /// many, and start as others end: how many run at once depends on the registers that the compiler takes,

@@ -25,6 +25,8 @@ mod padding;
 #[allow(missing_docs)]
 mod per_token;
 #[allow(missing_docs)]
+mod produce;
+#[allow(missing_docs)]
 mod quantize;
 #[allow(missing_docs)]
 mod random_bits;
@@ -37,7 +39,7 @@ mod tiles;
 #[allow(missing_docs)]
 mod transpose;
 
-pub use amax::{AmaxRequest, Amaxes, amax, amaxes};
+pub use amax::{AmaxRequest, Amaxes, amax, amaxes, produce_with_amaxes};
 pub use dequantize::dequantize;
 pub use group_rows::{clear_rest, group_sums};
 pub use groups::GroupOffsets;
@@ -46,7 +48,11 @@ pub use ms_eden::{EdenRandom, EdenSource, ms_eden, ms_eden_amax};
 pub use mxfp8::{DeviceMx, mx_dequantize, mx_quantize, mx_requantize};
 pub use offset::advance_offset;
 pub use padding::{pad_groups, unpad_groups};
-pub use per_token::{quantize_per_token, quantize_per_token_both, quantize_per_token_cols};
+pub use per_token::{
+    quantize_per_token, quantize_per_token_both, quantize_per_token_cols,
+    quantize_per_token_rms_norm,
+};
+pub use produce::{Gated, Source, produce, rms_norm_rstd};
 pub use quantize::{
     quantize, quantize_both, quantize_col, quantize_row, quantize_side_by_side, quantize_tile,
     quantize_tile_with,
@@ -75,7 +81,11 @@ pub mod kernels {
             mx_quantize_row_kernel, mx_requantize_across_kernel, mx_requantize_along_kernel,
         },
         padding::move_groups_kernel,
-        per_token::quantize_per_token_kernel,
+        per_token::{FoundNormLaunch, RowNormArgs, quantize_per_token_kernel},
+        produce::{
+            GateInputsLaunch, NormInputsLaunch, ProducerArgs, SinkArgs, produce_kernel,
+            rms_norm_rstd_kernel,
+        },
         quantize::{TilePlan, quantize_row_kernel, quantize_tiles_kernel},
         random_bits::random_bits_kernel,
         swizzle::{

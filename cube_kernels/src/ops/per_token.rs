@@ -1,22 +1,27 @@
 //! Per-token quantization in one read: a row's maximum is found while the row is loaded, and the row
 //! is quantized from registers.
 
-use cubecl::prelude::*;
+use cubecl::{prelude::*, server::Handle};
 
 use super::{
     amax::{AmaxRequest, amaxes},
-    launch::{CopyArgs, CopyPlan, CopyRequest, Words, buffer, check_packed_cols, cubes},
-    quantize::{quantize, quantize_both, row_block},
+    launch::{CopyArgs, CopyPlan, CopyRequest, buffer, check_packed_cols},
+    produce::{
+        self, Input, Producer, ProducerExpand, Source, check_gain, gain_arg, normalized_block,
+        row_cubes,
+    },
+    quantize::{quantize, quantize_both, row_amax_of, row_block},
 };
 use crate::{
     BLOCK, Nvfp4Error, PackedAxis,
     cube::{
-        block::{block_amax, quantize_block, resolve_offset},
-        codec::{canonical, magnitude_bits},
+        activation::SquareSum,
+        block::{quantize_with_amax, resolve_offset},
+        codec::{Conversion, canonical, magnitude_bits},
         hadamard::Signs,
         philox::Random,
         scale::GlobalScale,
-        words::{block_words, load_block_words},
+        words::{block_words, load_block_words, unpack_block},
     },
     device::{
         AmaxScope, DeviceCopy, DevicePacked, FloatKind, Groups, Matrix, address_type, allocate,
@@ -28,19 +33,55 @@ use crate::{
 /// quantizing. What exceeds `units * KEPT` blocks of a row is read again.
 const KEPT: usize = 4;
 
-/// The row-wise copy of `x` with one amax for each row, which it also finds: rows are tokens. See
+/// The row-wise copy of `x` (or of what is computed from its inputs) with one amax for each row, which it
+/// also finds: rows are tokens. See
 /// [`reference::quantize`](crate::reference::quantize) with the maxima of
 /// [`reference::amax_rows`](crate::reference::amax_rows).
 ///
 /// # Errors
 /// When the columns of `x` are no multiple of 16, the copy has a transform or stochastic four over
-/// six, or a buffer is smaller than its shape.
-pub fn quantize_per_token(
+/// six, or a buffer is smaller than its shape; for a computed `x` as [`produce`](super::produce()), too.
+pub fn quantize_per_token<'a>(
     client: &Client,
-    x: &Matrix,
+    x: impl Into<Source<'a>>,
     copy: &DeviceCopy,
 ) -> Result<DevicePacked, Nvfp4Error> {
-    x.check("x")?;
+    launch(client, &Input::new(x.into())?, copy, RowNormArgs::None)
+}
+
+/// [`quantize_per_token`] of `x` after RMS normalisation, and `1 / sqrt(mean(x²) + epsilon)` of each row
+/// (`f32`), which it also finds: one read of `x`. `gain` has an `f32` for each column.
+///
+/// # Errors
+/// As [`quantize_per_token`], and when `gain` is too short or does not start at a multiple of 16 bytes.
+pub fn quantize_per_token_rms_norm(
+    client: &Client,
+    x: &Matrix,
+    gain: &Handle,
+    epsilon: f32,
+    copy: &DeviceCopy,
+) -> Result<(DevicePacked, Handle), Nvfp4Error> {
+    let input = Input::new(Source::Plain(x))?;
+    check_gain(gain, x.cols)?;
+    let rstd = allocate(client, x.rows * 4);
+    let norm = RowNormArgs::Found(FoundNormLaunch::new(
+        // SAFETY: allocated for it.
+        unsafe { buffer(&rstd, x.rows) },
+        gain_arg(gain, x.cols),
+        epsilon,
+    ));
+    Ok((launch(client, &input, copy, norm)?, rstd))
+}
+
+fn launch(
+    client: &Client,
+    input: &Input,
+    copy: &DeviceCopy,
+    norm: RowNormArgs,
+) -> Result<DevicePacked, Nvfp4Error> {
+    let Input {
+        matrix: x, words, ..
+    } = input;
     check_packed_cols(x)?;
     check_no_transform(copy)?;
     let amax = allocate(client, x.rows * 4);
@@ -61,7 +102,6 @@ pub fn quantize_per_token(
     if x.is_empty() {
         return Ok(args.out);
     }
-    let words = Words::of(x);
     // Swizzled scales are padded to 128 rows, which are written too.
     let rows = if args.plan.swizzled {
         x.rows.next_multiple_of(128)
@@ -69,13 +109,7 @@ pub fn quantize_per_token(
         x.rows
     };
     let blocks = x.cols / BLOCK;
-    let (count, dim) = cubes(client, rows);
-    let dim = if is_cpu(client) {
-        dim
-    } else {
-        // No more units than a row has blocks.
-        CubeDim::new_1d(blocks.next_multiple_of(32).min(dim.x as usize) as u32)
-    };
+    let (count, dim) = row_cubes(client, rows, blocks);
     // SAFETY: the kernel stays below the shapes it is given, and the buffers were checked for them.
     unsafe {
         quantize_per_token_kernel::launch_unchecked(
@@ -85,6 +119,8 @@ pub fn quantize_per_token(
             address_type(x.len()),
             words.width,
             words.arg(),
+            input.producer(),
+            norm,
             buffer(&args.out.amax, x.rows),
             args.codes(),
             args.scales(),
@@ -114,9 +150,9 @@ pub fn quantize_per_token(
 ///
 /// # Errors
 /// As [`quantize`].
-pub fn quantize_per_token_cols(
+pub fn quantize_per_token_cols<'a>(
     client: &Client,
-    x: &Matrix,
+    x: impl Into<Source<'a>>,
     groups: &Groups,
     copy: &DeviceCopy,
 ) -> Result<DevicePacked, Nvfp4Error> {
@@ -124,6 +160,7 @@ pub fn quantize_per_token_cols(
         rows: None,
         cols: Some((AmaxScope::Outer, copy.hadamard)),
     };
+    let x = x.into();
     let found = amaxes(client, x, groups, &request)?;
     let request = CopyRequest {
         amax: &found.cols.expect("asked for"),
@@ -138,14 +175,15 @@ pub fn quantize_per_token_cols(
 ///
 /// # Errors
 /// As [`quantize`], and when the row-wise copy has a transform.
-pub fn quantize_per_token_both(
+pub fn quantize_per_token_both<'a>(
     client: &Client,
-    x: &Matrix,
+    x: impl Into<Source<'a>>,
     groups: &Groups,
     row: &DeviceCopy,
     col: &DeviceCopy,
 ) -> Result<(DevicePacked, DevicePacked), Nvfp4Error> {
     check_no_transform(row)?;
+    let x = x.into();
     let request = AmaxRequest {
         rows: Some(AmaxScope::Outer),
         cols: Some((AmaxScope::Outer, col.hadamard)),
@@ -174,10 +212,176 @@ fn check_no_transform(copy: &DeviceCopy) -> Result<(), Nvfp4Error> {
     ))
 }
 
+/// Whether rows are normalised with a factor that the kernel finds first.
+#[derive(CubeType, CubeLaunch)]
+pub enum RowNorm {
+    /// No.
+    None,
+    /// Yes.
+    Found(FoundNorm),
+}
+
+/// See [`RowNorm`].
+#[derive(CubeType, CubeLaunch)]
+pub struct FoundNorm {
+    /// Where the factors are written.
+    pub rstd: Box<[f32]>,
+    /// A factor for each column.
+    pub gain: Box<[Vector<f32, Const<4>>]>,
+    /// Added to the mean square.
+    pub epsilon: f32,
+}
+
+#[cube]
+impl RowNorm {
+    /// The factor of `row`, whose first blocks are kept; the caller's cube reads the others.
+    fn find<N: Size>(
+        &mut self,
+        x: &[Vector<u32, N>],
+        kept: &Array<u32>,
+        row: usize,
+        blocks: usize,
+        #[comptime] kept_blocks: usize,
+        #[comptime] planes: bool,
+        #[comptime] conversion: Conversion,
+        #[comptime] kind: FloatKind,
+    ) -> f32 {
+        #[comptime]
+        match self {
+            RowNorm::None => 0.0f32.runtime(),
+            RowNorm::Found(norm) => {
+                let mut sum = SquareSum::new(planes);
+                sum.clear(planes);
+                let width = N::value();
+                let per_block = comptime!(block_words(kind) / width);
+                let units = CUBE_DIM as usize;
+                #[unroll]
+                for k in 0..kept_blocks {
+                    let values = unpack_block(&kept_block(kept, k, kind), kind);
+                    // Blocks behind the last are zeros, and add nothing.
+                    sum.add(&values, UNIT_POS as usize + k * units, planes, conversion);
+                }
+                let mut block = UNIT_POS as usize + kept_blocks * units;
+                while block < blocks {
+                    let words = load_block_words::<N>(x, (row * blocks + block) * per_block, kind);
+                    sum.add(&unpack_block(&words, kind), block, planes, conversion);
+                    block += units;
+                }
+                let rstd = sum.rstd(blocks * 16usize, norm.epsilon, planes, conversion);
+                if UNIT_POS == 0u32 {
+                    norm.rstd[row] = rstd;
+                }
+                rstd
+            }
+        }
+    }
+
+    /// Normalises the blocks of a row that are kept.
+    fn apply(
+        &self,
+        kept: &mut Array<u32>,
+        rstd: f32,
+        blocks: usize,
+        #[comptime] kept_blocks: usize,
+        #[comptime] conversion: Conversion,
+        #[comptime] kind: FloatKind,
+    ) {
+        #[comptime]
+        match self {
+            RowNorm::None => {}
+            RowNorm::Found(norm) => {
+                let count = comptime!(block_words(kind));
+                #[unroll]
+                for k in 0..kept_blocks {
+                    let block = UNIT_POS as usize + k * CUBE_DIM as usize;
+                    if block < blocks {
+                        let words = kept_block(&*kept, k, kind);
+                        let words =
+                            normalized_block(&words, &norm.gain, rstd, block, conversion, kind);
+                        #[unroll]
+                        for w in 0..count {
+                            kept[comptime!(k * count + w)] = words[w];
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    /// The words of a block that is not kept.
+    fn load<N: Size>(
+        &self,
+        x: &[Vector<u32, N>],
+        producer: &Producer,
+        rstd: f32,
+        row: usize,
+        block: usize,
+        blocks: usize,
+        #[comptime] conversion: Conversion,
+        #[comptime] kind: FloatKind,
+    ) -> Array<u32> {
+        let words = produce::load_block::<N>(x, producer, row, block, blocks, conversion, kind);
+        #[comptime]
+        match self {
+            RowNorm::None => words,
+            RowNorm::Found(norm) => {
+                normalized_block(&words, &norm.gain, rstd, block, conversion, kind)
+            }
+        }
+    }
+}
+
+/// Loads block `block` of a row into place `k` of `kept`; zeros behind the last.
+#[cube]
+fn keep_block<N: Size>(
+    x: &[Vector<u32, N>],
+    producer: &Producer,
+    kept: &mut Array<u32>,
+    row: usize,
+    block: usize,
+    blocks: usize,
+    #[comptime] k: usize,
+    #[comptime] conversion: Conversion,
+    #[comptime] kind: FloatKind,
+) {
+    let count = comptime!(block_words(kind));
+    #[comptime]
+    match producer {
+        Producer::Plain => {
+            let width = N::value();
+            let start = (row * blocks + block) * comptime!(count / width);
+            #[unroll]
+            for v in 0..comptime!(count / width) {
+                let vector = if block < blocks {
+                    x[start + v]
+                } else {
+                    Vector::<u32, N>::zero()
+                };
+                #[unroll]
+                for w in 0..width {
+                    kept[comptime!(k * count + v * width + w)] = vector.extract(w);
+                }
+            }
+        }
+        _ => {
+            // The last one again, without a branch, which would keep loads apart.
+            let inside = block < blocks;
+            let block = min(block, blocks - 1usize);
+            let words = produce::load_block::<N>(x, producer, row, block, blocks, conversion, kind);
+            #[unroll]
+            for w in 0..count {
+                kept[comptime!(k * count + w)] = select(inside, words[w], 0u32);
+            }
+        }
+    }
+}
+
 /// One cube quantizes one row at a time. A unit's first blocks stay in its registers.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn quantize_per_token_kernel<N: Size>(
     x: &[Vector<u32, N>],
+    producer: Producer,
+    mut norm: RowNorm,
     amax: &mut [f32],
     codes: &mut [Vector<u32, Const<2>>],
     scales: &mut [u8],
@@ -194,8 +398,7 @@ pub fn quantize_per_token_kernel<N: Size>(
 ) {
     let policy = comptime!(plan.policy);
     let random = resolve_offset(&random, offset, policy);
-    let width = N::value();
-    let per_block = comptime!(block_words(kind) / width);
+    let conversion = comptime!(policy.conversion);
     let words_per_block = comptime!(block_words(kind));
     let units = CUBE_DIM as usize;
     let unit = UNIT_POS as usize;
@@ -213,35 +416,26 @@ pub fn quantize_per_token_kernel<N: Size>(
             #[unroll]
             for k in 0..kept_blocks {
                 let block = unit + k * units;
-                let start = (row * blocks + block) * per_block;
-                #[unroll]
-                for v in 0..comptime!(words_per_block / width) {
-                    let vector = if block < blocks {
-                        x[start + v]
-                    } else {
-                        Vector::<u32, N>::zero()
-                    };
-                    #[unroll]
-                    for w in 0..width {
-                        kept[comptime!(k * words_per_block + v * width + w)] = vector.extract(w);
-                    }
-                }
+                keep_block::<N>(
+                    x, &producer, &mut kept, row, block, blocks, k, conversion, kind,
+                );
             }
+            let rstd = norm.find::<N>(x, &kept, row, blocks, kept_blocks, planes, conversion, kind);
+            norm.apply(&mut kept, rstd, blocks, kept_blocks, conversion, kind);
             #[unroll]
             for k in 0..kept_blocks {
                 let words = kept_block(&kept, k, kind);
                 let values = row_block(&words, &signs, plan, kind);
                 // Blocks behind the last are zeros.
-                bits = max(
-                    bits,
-                    magnitude_bits(block_amax(&values, 0usize, policy.conversion)),
-                );
+                let here = row_amax_of(&words, &values, false, plan, kind);
+                bits = max(bits, magnitude_bits(here));
             }
             let mut block = unit + kept_blocks * units;
             while block < blocks {
-                let words = load_block_words::<N>(x, (row * blocks + block) * per_block, kind);
+                let words =
+                    norm.load::<N>(x, &producer, rstd, row, block, blocks, conversion, kind);
                 let values = row_block(&words, &signs, plan, kind);
-                let here = block_amax(&values, 0usize, policy.conversion);
+                let here = row_amax_of(&words, &values, false, plan, kind);
                 bits = max(bits, magnitude_bits(here));
                 block += units;
             }
@@ -271,8 +465,10 @@ pub fn quantize_per_token_kernel<N: Size>(
                     let values = row_block(&words, &signs, plan, kind);
                     let index = row * blocks + block;
                     let logical = u64::cast_from(index);
-                    let encoded =
-                        quantize_block(&values, 0usize, &global, logical, &random, policy);
+                    let largest = row_amax_of(&words, &values, false, plan, kind);
+                    let encoded = quantize_with_amax(
+                        &values, 0usize, largest, &global, logical, &random, policy,
+                    );
                     codes[index] = encoded.codes;
                     let place = scale_place(row, block, blocks, plan);
                     scales[place] = u8::cast_from(encoded.scale);
@@ -280,11 +476,14 @@ pub fn quantize_per_token_kernel<N: Size>(
             }
             let mut block = unit + kept_blocks * units;
             while block < blocks {
-                let words = load_block_words::<N>(x, (row * blocks + block) * per_block, kind);
+                let words =
+                    norm.load::<N>(x, &producer, rstd, row, block, blocks, conversion, kind);
                 let values = row_block(&words, &signs, plan, kind);
                 let index = row * blocks + block;
                 let logical = u64::cast_from(index);
-                let encoded = quantize_block(&values, 0usize, &global, logical, &random, policy);
+                let largest = row_amax_of(&words, &values, false, plan, kind);
+                let encoded =
+                    quantize_with_amax(&values, 0usize, largest, &global, logical, &random, policy);
                 codes[index] = encoded.codes;
                 let place = scale_place(row, block, blocks, plan);
                 scales[place] = u8::cast_from(encoded.scale);

@@ -5,6 +5,7 @@ use cubecl::{prelude::*, server::Handle};
 use super::{
     groups::GroupOffsets,
     launch::{CopyArgs, CopyPlan, CopyRequest, Words, buffer, check_packed_cols, grid, tile_bands},
+    produce::{self, Input, Producer, Sink, Source},
     tile::{self, BAND, Grouping, Shape, ShapeLaunch, Tile},
     transpose,
 };
@@ -82,29 +83,30 @@ fn plain(amax: &Handle, rounding: DeviceRounding, hadamard: Option<Hadamard>) ->
     }
 }
 
-/// One copy of `x`, along `axis`. See [`reference::quantize`](crate::reference::quantize); with
+/// One copy of `x` (or of what is computed from its inputs), along `axis`. See [`reference::quantize`](crate::reference::quantize); with
 /// groups, each group is quantized as a matrix of its own, but for the block indices of stochastic
 /// rounding, which go on from group to group.
 ///
 /// # Errors
 /// When the packed axis of a row-wise copy is no multiple of 16 (with a transform, of its size), four
 /// over six is asked to round stochastically, the groups do not fit, or a buffer is smaller than its
-/// shape.
-pub fn quantize(
+/// shape; for a computed `x` as [`produce`](super::produce()), too.
+pub fn quantize<'a>(
     client: &Client,
-    x: &Matrix,
+    x: impl Into<Source<'a>>,
     groups: &Groups,
     axis: PackedAxis,
     request: &CopyRequest<'_>,
 ) -> Result<DevicePacked, Nvfp4Error> {
-    if axis == PackedAxis::Cols && matches!(groups, Groups::One) {
+    let source = x.into();
+    if let (Source::Plain(x), PackedAxis::Cols, Groups::One) = (source, axis, groups) {
         return quantize_rows(client, x, request);
     }
     let (row, col) = match axis {
         PackedAxis::Cols => (Some(request), None),
         PackedAxis::Rows => (None, Some(request)),
     };
-    let (row, col) = launch_tiles(client, x, groups, row, col, Kind::Blocks)?;
+    let (row, col) = launch_tiles(client, source, groups, row, col, Kind::Blocks)?;
     Ok(row.or(col).expect("one copy was asked for"))
 }
 
@@ -112,14 +114,14 @@ pub fn quantize(
 ///
 /// # Errors
 /// As [`quantize`].
-pub fn quantize_both(
+pub fn quantize_both<'a>(
     client: &Client,
-    x: &Matrix,
+    x: impl Into<Source<'a>>,
     groups: &Groups,
     row: &CopyRequest<'_>,
     col: &CopyRequest<'_>,
 ) -> Result<(DevicePacked, DevicePacked), Nvfp4Error> {
-    let (row, col) = launch_tiles(client, x, groups, Some(row), Some(col), Kind::Blocks)?;
+    let (row, col) = launch_tiles(client, x.into(), groups, Some(row), Some(col), Kind::Blocks)?;
     Ok((row.expect("asked for"), col.expect("asked for")))
 }
 
@@ -135,9 +137,9 @@ pub fn quantize_both(
 ///
 /// # Errors
 /// As [`quantize`], and when scales are to be swizzled, or there is more than one amax to a group.
-pub fn quantize_side_by_side(
+pub fn quantize_side_by_side<'a>(
     client: &Client,
-    x: &Matrix,
+    x: impl Into<Source<'a>>,
     groups: &GroupOffsets,
     row: Option<&CopyRequest<'_>>,
     col: Option<&CopyRequest<'_>>,
@@ -161,7 +163,7 @@ pub fn quantize_side_by_side(
     if row.is_none() && col.is_none() {
         return Ok((None, None));
     }
-    let (row, col) = launch_tiles(client, x, &groups, row, col, Kind::SideBySide)?;
+    let (row, col) = launch_tiles(client, x.into(), &groups, row, col, Kind::SideBySide)?;
     let row = row.map(|row| DevicePacked {
         groups: Groups::One,
         ..row
@@ -213,7 +215,14 @@ pub fn quantize_tile_with(
             ..DeviceCopy::new(DeviceRounding::Nearest)
         },
     });
-    let (row, col) = launch_tiles(client, x, groups, Some(&row), Some(&col), Kind::Tiles)?;
+    let (row, col) = launch_tiles(
+        client,
+        x.into(),
+        groups,
+        Some(&row),
+        Some(&col),
+        Kind::Tiles,
+    )?;
     Ok((row.expect("asked for"), col.expect("asked for")))
 }
 
@@ -296,13 +305,16 @@ enum Kind {
 
 fn launch_tiles(
     client: &Client,
-    x: &Matrix,
+    source: Source<'_>,
     groups: &Groups,
     row: Option<&CopyRequest<'_>>,
     col: Option<&CopyRequest<'_>>,
     kind: Kind,
 ) -> Result<(Option<DevicePacked>, Option<DevicePacked>), Nvfp4Error> {
-    x.check("x")?;
+    let input = Input::new(source)?;
+    let Input {
+        matrix: x, words, ..
+    } = &input;
     groups.check(x.rows)?;
     if let Some(row) = row {
         check_packed_cols(x)?;
@@ -337,7 +349,6 @@ fn launch_tiles(
     if x.is_empty() {
         return Ok((row.map(|row| row.out), col.map(|col| col.out)));
     }
-    let words = Words::of(x);
     let (count, dim) = tile_bands(client, row_tiles, tile_cols);
     let plan = TilePlan {
         row: row.as_ref().map(|row| row.plan),
@@ -375,6 +386,7 @@ fn launch_tiles(
             address_type(elements),
             words.width,
             words.arg(),
+            input.producer(),
             map,
             ShapeLaunch::new(x.rows, x.cols, groups.count(), tile_cols),
             row_tiles,
@@ -674,6 +686,7 @@ fn quantize_by_table(
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn quantize_tiles_kernel<F: Numeric, N: Size>(
     x: &[Vector<F, N>],
+    producer: Producer,
     map: &[Vector<u32, Const<4>>],
     shape: Shape,
     row_tiles: usize,
@@ -722,8 +735,10 @@ pub fn quantize_tiles_kernel<F: Numeric, N: Size>(
     if row_tile < row_tiles {
         let tile = tile::tile_at(map, row_tile, tile_col, &shape, span, grouping, kind);
         if tile.row0 < tile.row_end {
-            tile::start_load::<F, N>(
-                x, &mut data, &tile, &shape, elements, units, conversion, kind,
+            let mut sink = Sink::new_None();
+            produce::start_load::<F, N>(
+                x, &producer, &mut sink, &mut data, &tile, &shape, false, elements, units,
+                conversion, kind,
             );
             // Half of the units for each table, where there are two to fill.
             let row_tabled = comptime!(plan.row.is_some_and(|row| !row.per_outer));
@@ -927,7 +942,7 @@ fn quantize_rows_of_tile(
 
 /// The largest magnitude of a block along a row, from its words where they are bf16 pairs.
 #[cube]
-fn row_amax_of(
+pub(super) fn row_amax_of(
     words: &Array<u32>,
     block: &Array<f32>,
     #[comptime] tiles: bool,

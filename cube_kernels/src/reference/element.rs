@@ -6,12 +6,20 @@ use half::{bf16, f16};
 pub trait Element: Copy + Send + Sync + 'static {
     /// The value, exactly.
     fn to_f32(self) -> f32;
+
+    /// The element nearest to `value`, ties to even.
+    fn from_f32(value: f32) -> Self;
 }
 
 impl Element for f32 {
     #[inline(always)]
     fn to_f32(self) -> f32 {
         self
+    }
+
+    #[inline(always)]
+    fn from_f32(value: f32) -> Self {
+        value
     }
 }
 
@@ -21,6 +29,11 @@ impl Element for bf16 {
         // A bf16 is the upper half of an f32, NaN payloads included; written out because the
         // library's conversion tests for NaN and does not vectorise.
         f32::from_bits((self.to_bits() as u32) << 16)
+    }
+
+    #[inline(always)]
+    fn from_f32(value: f32) -> Self {
+        bf16::from_f32(value)
     }
 }
 
@@ -35,6 +48,11 @@ impl Element for f16 {
         let normal = f32::from_bits((bits << 13).wrapping_add(rebias) as u32);
         let magnitude = if bits < 0x0400 { subnormal } else { normal };
         f32::from_bits(magnitude.to_bits() | (self.to_bits() as u32 & 0x8000) << 16)
+    }
+
+    #[inline(always)]
+    fn from_f32(value: f32) -> Self {
+        f16::from_f32(value)
     }
 }
 

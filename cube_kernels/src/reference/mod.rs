@@ -8,6 +8,7 @@
 //! approximate reciprocal, no fast-math. Matrices are contiguous, row-major slices of
 //! [`Element`] (`f32`, `bf16`, `f16`).
 
+mod activation;
 mod amax;
 mod block;
 mod dequantize;
@@ -27,6 +28,11 @@ pub mod padding;
 pub mod philox;
 pub mod swizzle;
 
+#[cfg(feature = "cube")]
+pub(crate) use activation::{EXP_CUTOFF, EXP_POLYNOMIAL, LN2_HIGH, LN2_LOW, LOG2_E, TO_INTEGER};
+pub use activation::{
+    SUM_LANES, exp_of_negative, rms_norm, rms_norm_rstd, sigmoid, swiglu, swiglu_backward,
+};
 pub use amax::{amax, amax_cols, amax_rht, amax_rht_cols, amax_rows};
 pub use dequantize::{decode_blocks, decode_blocks_into, dequantize};
 pub use element::Element;

@@ -111,27 +111,13 @@ pub fn values(kind: Kind, len: usize, seed: u32) -> Vec<f32> {
 }
 
 /// Element types that tests convert to.
-pub trait TestElement: Element + bytemuck::Pod + std::fmt::Debug {
-    fn from_f32(value: f32) -> Self;
-}
+pub trait TestElement: Element + bytemuck::Pod + std::fmt::Debug {}
 
-impl TestElement for f32 {
-    fn from_f32(value: f32) -> Self {
-        value
-    }
-}
+impl TestElement for f32 {}
 
-impl TestElement for bf16 {
-    fn from_f32(value: f32) -> Self {
-        bf16::from_f32(value)
-    }
-}
+impl TestElement for bf16 {}
 
-impl TestElement for f16 {
-    fn from_f32(value: f32) -> Self {
-        f16::from_f32(value)
-    }
-}
+impl TestElement for f16 {}
 
 pub fn convert<T: TestElement>(x: &[f32]) -> Vec<T> {
     x.iter().map(|&value| T::from_f32(value)).collect()

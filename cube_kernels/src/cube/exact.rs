@@ -1,0 +1,68 @@
+//! Operations that are rounded once on every device, whatever its compiler makes of plain ones.
+
+use cubecl::prelude::*;
+
+use super::{codec::Conversion, ptx};
+
+/// `a · b + c`, rounded once, to nearest even.
+///
+/// Without PTX by `f64`, which the device must have: CubeCL's own `fma` may be two operations on its CPU
+/// runtime.
+#[cube]
+pub fn fma(a: f32, b: f32, c: f32, #[comptime] conversion: Conversion) -> f32 {
+    if comptime!(conversion.has_ptx()) {
+        ptx::fma_rn(a, b, c)
+    } else {
+        fma_by_f64(a, b, c)
+    }
+}
+
+/// The product of two `f32` is exact in `f64`. The sum is rounded to odd: where it is inexact, and its last
+/// bit even, it goes to the neighbour on the side of what was lost (Knuth's two-sum). Rounding that to `f32`,
+/// with more than two bits less, gives the nearest `f32` of the exact sum (Boldo and Melquiond, 2008).
+#[cube]
+fn fma_by_f64(a: f32, b: f32, c: f32) -> f32 {
+    let product = f64::cast_from(a) * f64::cast_from(b);
+    let addend = f64::cast_from(c);
+    let sum = product + addend;
+    let back = sum - product;
+    let lost = (product - (sum - back)) + (addend - back);
+    let bits = u64::reinterpret(sum);
+    let zero = f64::cast_from(0.0f32);
+    let away = (lost > zero && sum > zero) || (lost < zero && sum < zero);
+    let toward = (lost > zero && sum < zero) || (lost < zero && sum > zero);
+    let even = bits & 1u64 == 0u64;
+    let odd = bits + u64::cast_from(away && even) - u64::cast_from(toward && even);
+    f32::cast_from(f64::reinterpret(odd))
+}
+
+/// The square root, correctly rounded.
+#[cube]
+pub fn sqrt(value: f32, #[comptime] conversion: Conversion) -> f32 {
+    if comptime!(conversion.has_ptx()) {
+        ptx::sqrt_rn(value)
+    } else {
+        value.sqrt()
+    }
+}
+
+/// `1 / value`, correctly rounded.
+#[cube]
+pub fn reciprocal(value: f32, #[comptime] conversion: Conversion) -> f32 {
+    if comptime!(conversion.has_ptx()) {
+        ptx::rcp_rn(value)
+    } else {
+        1.0f32 / value
+    }
+}
+
+/// `1 / value` for a value from 1 to 2, correctly rounded, without the branch that a reciprocal of any
+/// value has.
+#[cube]
+pub fn reciprocal_of_1_to_2(value: f32, #[comptime] conversion: Conversion) -> f32 {
+    if comptime!(conversion.has_ptx()) {
+        ptx::rcp_of_1_to_2(value)
+    } else {
+        1.0f32 / value
+    }
+}

@@ -1,0 +1,226 @@
+//! What stands before a quantized product: RMS normalisation, and SwiGLU with its gradient.
+//!
+//! Kernels compute these while they read the inputs and quantize at once, so every operation here is
+//! one that has the same bits everywhere: IEEE additions, multiplications, divisions and square
+//! roots, fused multiply-adds where `mul_add` is written, and an exponential made of those. Each
+//! result is rounded once more, to the element type of the inputs, before anything is quantized: a
+//! fused kernel gives the bytes of the two operations one after the other.
+
+use rayon::prelude::*;
+
+use super::Element;
+use crate::BLOCK;
+
+/// Partial sums of a row's squares: block `b` of 16 elements goes to sum `b % 256`, element after
+/// element. Neighbouring sums are then added, then neighbouring pairs, and so on.
+pub const SUM_LANES: usize = 256;
+
+/// Below it [`exp_of_negative`] is 0.
+pub(crate) const EXP_CUTOFF: f32 = -87.0;
+/// `log2(e)`, rounded.
+pub(crate) const LOG2_E: f32 = std::f32::consts::LOG2_E;
+/// 1.5 · 2²³: a sum with it is rounded to an integer, which its lowest bits then hold.
+pub(crate) const TO_INTEGER: f32 = 12_582_912.0;
+/// `ln 2`, rounded, and what is left of it.
+pub(crate) const LN2_HIGH: f32 = std::f32::consts::LN_2;
+/// See [`LN2_HIGH`].
+pub(crate) const LN2_LOW: f32 = -1.904_654_2e-9;
+/// `(e^r - 1 - r) / r²` for `|r| <= ln 2 / 2`, from the constant on: interpolated at the zeros of
+/// Chebyshev's polynomial, coefficients rounded. With it `e^r` has a relative error of 1.1e-8.
+pub(crate) const EXP_POLYNOMIAL: [f32; 5] = [
+    0.5,
+    0.166_665_76,
+    0.041_666_556,
+    0.008_363_179,
+    0.001_392_618_4,
+];
+
+/// `e^x` for `x <= 0`, by at most 1 unit in the last place; 0 below -87, where the result would leave
+/// the normal numbers at -87.3. NaN stays NaN.
+///
+/// Cody and Waite: `x = k ln 2 + r`, with `ln 2` in two parts so that `r` is exact but for one rounding;
+/// a polynomial of degree 6 in `r`; `2^k` goes into the exponent.
+#[inline(always)]
+pub fn exp_of_negative(x: f32) -> f32 {
+    let shifted = x.mul_add(LOG2_E, TO_INTEGER);
+    let k = shifted - TO_INTEGER;
+    let r = k.mul_add(-LN2_LOW, k.mul_add(-LN2_HIGH, x));
+    let [c2, c3, c4, c5, c6] = EXP_POLYNOMIAL;
+    let tail = c6
+        .mul_add(r, c5)
+        .mul_add(r, c4)
+        .mul_add(r, c3)
+        .mul_add(r, c2);
+    let value = tail.mul_add(r, 1.0).mul_add(r, 1.0);
+    if x < EXP_CUTOFF {
+        0.0
+    } else {
+        // The lowest bits of `shifted` are `k`; all above them are shifted out.
+        f32::from_bits(value.to_bits().wrapping_add(shifted.to_bits() << 23))
+    }
+}
+
+/// `1 / (1 + e^-x)` and 1 less that, both without cancellation.
+#[inline(always)]
+pub fn sigmoid(x: f32) -> (f32, f32) {
+    let e = exp_of_negative(-x.abs());
+    let far = 1.0 / (1.0 + e);
+    let near = e * far;
+    if x < 0.0 { (near, far) } else { (far, near) }
+}
+
+/// `1 / sqrt(mean(x²) + epsilon)` of each row of a `rows` x `cols` matrix, the sum in the order of
+/// [`SUM_LANES`].
+///
+/// # Panics
+/// When `x` does not hold `rows * cols` elements.
+pub fn rms_norm_rstd<T: Element>(x: &[T], rows: usize, cols: usize, epsilon: f32) -> Vec<f32> {
+    assert_eq!(x.len(), rows * cols, "`x` must hold rows * cols elements");
+    (0..rows)
+        .into_par_iter()
+        .map(|row| {
+            let mut sums = [0f32; SUM_LANES];
+            for (b, block) in x[row * cols..][..cols].chunks(BLOCK).enumerate() {
+                let sum = &mut sums[b % SUM_LANES];
+                for value in block {
+                    let value = value.to_f32();
+                    *sum = value.mul_add(value, *sum);
+                }
+            }
+            let mut len = SUM_LANES;
+            while len > 1 {
+                len /= 2;
+                for i in 0..len {
+                    sums[i] = sums[2 * i] + sums[2 * i + 1];
+                }
+            }
+            1.0 / (sums[0] / cols as f32 + epsilon).sqrt()
+        })
+        .collect()
+}
+
+/// `x · rstd · gain`, `rstd` a factor for each row and `gain` one for each column, multiplied in this
+/// order and rounded to the type of `x`.
+///
+/// # Panics
+/// When `x` does not hold an element for each pair of a row and a column.
+pub fn rms_norm<T: Element>(x: &[T], rstd: &[f32], gain: &[f32]) -> Vec<T> {
+    assert_eq!(
+        x.len(),
+        rstd.len() * gain.len(),
+        "`x` must hold rows * cols elements"
+    );
+    let cols = gain.len().max(1);
+    x.par_chunks(cols)
+        .zip(rstd)
+        .flat_map_iter(|(row, rstd)| {
+            row.iter()
+                .zip(gain)
+                .map(move |(x, gain)| T::from_f32(x.to_f32() * rstd * gain))
+        })
+        .collect()
+}
+
+/// `silu(gate) · up`, rounded to the type of `gate_up`: `rows` x `width`, of a matrix of `rows` x
+/// `2 width` with the gate in the first half of each row. `silu(x) = x · sigmoid(x)`; at -∞ that is NaN.
+///
+/// # Panics
+/// When `gate_up` does not hold `rows * 2 * width` elements.
+pub fn swiglu<T: Element>(gate_up: &[T], rows: usize, width: usize) -> Vec<T> {
+    halves(gate_up, rows, width)
+        .flat_map_iter(|(gate, up)| {
+            gate.iter().zip(up).map(|(gate, up)| {
+                let gate = gate.to_f32();
+                T::from_f32(gate * sigmoid(gate).0 * up.to_f32())
+            })
+        })
+        .collect()
+}
+
+/// The gradient of [`swiglu`] by its two inputs side by side, `rows` x `2 width`, from `grad`, that of
+/// its output: `(grad · up) · σ (1 + gate (1 - σ))`, the sum by a multiply-add, and `grad · (gate σ)`,
+/// with `σ` the sigmoid of the gate.
+///
+/// # Panics
+/// When a matrix does not hold its elements.
+pub fn swiglu_backward<T: Element>(grad: &[T], gate_up: &[T], rows: usize, width: usize) -> Vec<T> {
+    assert_eq!(
+        grad.len(),
+        rows * width,
+        "`grad` must hold rows * width elements"
+    );
+    halves(gate_up, rows, width)
+        .zip(grad.par_chunks(width.max(1)))
+        .flat_map_iter(|((gate, up), grad)| {
+            let by_gate = gate.iter().zip(up).zip(grad).map(|((gate, up), grad)| {
+                let gate = gate.to_f32();
+                let (value, rest) = sigmoid(gate);
+                let slope = value * gate.mul_add(rest, 1.0);
+                T::from_f32(grad.to_f32() * up.to_f32() * slope)
+            });
+            let by_up = gate.iter().zip(grad).map(|(gate, grad)| {
+                let gate = gate.to_f32();
+                T::from_f32(grad.to_f32() * (gate * sigmoid(gate).0))
+            });
+            by_gate.chain(by_up)
+        })
+        .collect()
+}
+
+/// The rows of a matrix of two halves.
+fn halves<T: Element>(
+    both: &[T],
+    rows: usize,
+    width: usize,
+) -> impl IndexedParallelIterator<Item = (&[T], &[T])> {
+    assert_eq!(
+        both.len(),
+        rows * 2 * width,
+        "`gate_up` must hold rows * 2 * width elements"
+    );
+    both.par_chunks((2 * width).max(1))
+        .map(move |row| row.split_at(width))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Units in the last place between `found` and the real number `expected`.
+    fn ulps(found: f32, expected: f64) -> f64 {
+        let magnitude = (expected.abs() as f32).max(f32::MIN_POSITIVE);
+        let unit = 2f64.powi(magnitude.log2().floor() as i32 - 23);
+        (found as f64 - expected).abs() / unit
+    }
+
+    #[test]
+    fn exponential_is_within_a_unit() {
+        let mut worst = 0f64;
+        // Every 509th float, and every one from -2 to -1, where all bits of the polynomial count.
+        let all = (0x8000_0000u32..=(-87f32).to_bits()).step_by(509);
+        for bits in all.chain((-1f32).to_bits()..(-2f32).to_bits()) {
+            let x = f32::from_bits(bits);
+            worst = worst.max(ulps(exp_of_negative(x), (x as f64).exp()));
+        }
+        assert!(worst <= 1.0, "{worst}");
+        assert_eq!(exp_of_negative(0.0), 1.0);
+        assert_eq!(exp_of_negative(-87.000_01), 0.0);
+        assert_eq!(exp_of_negative(f32::NEG_INFINITY), 0.0);
+        assert!(exp_of_negative(f32::NAN).is_nan());
+    }
+
+    #[test]
+    fn sigmoid_keeps_both_tails() {
+        for bits in (0u32..0x42AE_0000).step_by(1009) {
+            for x in [f32::from_bits(bits), -f32::from_bits(bits)] {
+                let (value, rest) = sigmoid(x);
+                let e = (-x as f64).exp();
+                assert!(ulps(value, 1.0 / (1.0 + e)) <= 2.5, "{x}: {value}");
+                assert!(ulps(rest, e / (1.0 + e)) <= 2.5, "{x}: {rest}");
+            }
+        }
+        assert_eq!(sigmoid(f32::INFINITY), (1.0, 0.0));
+        assert_eq!(sigmoid(f32::NEG_INFINITY), (0.0, 1.0));
+        assert!(sigmoid(f32::NAN).0.is_nan());
+    }
+}
