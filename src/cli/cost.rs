@@ -190,7 +190,7 @@ fn line(figure: &Figure) -> String {
         true => "-".to_string(),
         false => format!("{:.3}", 1e3 * seconds),
     };
-    let all = KernelClass::ALL.map(|class| cost.of(class)).iter().sum();
+    let all: f64 = KernelClass::ALL.map(|class| cost.of(class)).iter().sum();
     let mut text = format!(
         "{:<32} {:>9.0} {:>9.3} {:>7.1} {:>8} {:>9} {:>8}",
         figure.recipe,

@@ -135,7 +135,7 @@ impl KernelClass {
             ("::ops::", KernelClass::Move),
             ("::gemm::", KernelClass::Product),
         ];
-        const BURNS: [(&str, KernelClass); 20] = [
+        const BURNS: [(&str, KernelClass); 17] = [
             ("matmul", KernelClass::BurnProduct),
             ("gemm", KernelClass::BurnProduct),
             ("gemv", KernelClass::BurnProduct),
@@ -143,19 +143,16 @@ impl KernelClass {
             ("reduce", KernelClass::Reduce),
             ("cumulative", KernelClass::Reduce),
             ("sort", KernelClass::Reduce),
+            ("elemwise", KernelClass::Elementwise),
+            ("::index::", KernelClass::Move),
             ("contiguous", KernelClass::Move),
             ("copy", KernelClass::Move),
-            ("slice", KernelClass::Move),
-            ("select", KernelClass::Move),
-            ("gather", KernelClass::Move),
-            ("scatter", KernelClass::Move),
-            ("cat", KernelClass::Move),
-            ("elemwise", KernelClass::Elementwise),
-            ("elementwise", KernelClass::Elementwise),
             ("unary", KernelClass::Elementwise),
-            ("binop", KernelClass::Elementwise),
-            ("cast", KernelClass::Elementwise),
-            ("mask", KernelClass::Elementwise),
+            ("::binary::", KernelClass::Elementwise),
+            ("::cast::", KernelClass::Elementwise),
+            ("::mask::", KernelClass::Elementwise),
+            ("::comparison::", KernelClass::Elementwise),
+            ("full_kernel", KernelClass::Elementwise),
         ];
         let find = |classes: &[(&str, Self)], name: &str| {
             let found = classes.iter().find(|(word, _)| name.contains(word));
@@ -184,7 +181,7 @@ impl Cost {
     /// Seconds of a step in kernels of a class.
     pub fn of(&self, class: KernelClass) -> f64 {
         let own = self.kernels.iter().filter(|kernel| kernel.class == class);
-        own.map(|kernel| kernel.seconds).sum()
+        own.fold(0.0, |sum, kernel| sum + kernel.seconds)
     }
 }
 
@@ -430,6 +427,14 @@ mod tests {
                 KernelClass::BurnProduct,
             ),
             ("cubek_reduce::launch::ReduceKernel", KernelClass::Reduce),
+            (
+                "burn_cubecl::kernel::index::slice::SliceKernel",
+                KernelClass::Move,
+            ),
+            (
+                "burn_cubecl::kernel::binary::KernelBinop",
+                KernelClass::Elementwise,
+            ),
             (
                 "burn_cubecl_fusion::optim::elemwise::ElemwiseFuse",
                 KernelClass::Elementwise,
