@@ -378,7 +378,8 @@ fn run_forward(call: &Call, x: CubeTensor, operands: &mut Operands<'_>) -> Optio
         w: call.training && call.weight_tracked,
         bias: bias_dtype,
     };
-    let (y, saved) = forward::<CubeBackend>(x, weight, bias, call.spec, tracked);
+    let probe = call.probe.clone();
+    let (y, saved) = forward::<CubeBackend>(x, weight, bias, call.spec, tracked, probe);
     state.forward = true;
     state.saved = call.training.then_some(saved);
     count(&call.layer.counters.forward_nvfp4);

@@ -214,7 +214,7 @@ where
     }
 }
 
-/// The output of a product without a context, and what its backward needs of `x` and `w`, of which
+/// The output of a product whose weight is not kept, and what its backward needs of `x` and `w`, of which
 /// `tracked` says whether gradients will be asked for.
 #[cfg(any(feature = "cpu", feature = "cuda"))]
 pub(crate) fn forward<B: Nvfp4Ops>(
@@ -223,13 +223,17 @@ pub(crate) fn forward<B: Nvfp4Ops>(
     bias: Bias<B>,
     spec: LinearSpec,
     tracked: Tracked,
+    probe: Option<Probe>,
 ) -> (FloatTensor<B>, Saved<B>) {
     let product = Product {
         x,
         w,
         bias,
         spec,
-        context: LinearContext::default(),
+        context: LinearContext {
+            weights: None,
+            probe,
+        },
         w_node: 0,
         tracked,
     };
