@@ -314,6 +314,9 @@ mod observe {
         (Some(memory), watch.kernels())
     }
 
+    /// Between two looks: each takes the device's thread from the step for a moment.
+    const PAUSE: std::time::Duration = std::time::Duration::from_micros(100);
+
     /// The most memory in use that a thread sees that does nothing but look.
     fn peak(client: &Client, step: &mut impl FnMut()) -> u64 {
         let done = AtomicBool::new(false);
@@ -322,6 +325,7 @@ mod observe {
                 let mut peak = 0;
                 while !done.load(Ordering::Relaxed) {
                     peak = peak.max(usage(client).bytes_in_use);
+                    thread::sleep(PAUSE);
                 }
                 peak
             });

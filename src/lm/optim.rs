@@ -70,6 +70,16 @@ fn flat<const D: usize>(x: Tensor<D>) -> Tensor<1> {
     cast(x.reshape([elements]), FloatDType::F32)
 }
 
+/// The sum of `x`, in two steps: one sum of many elements leaves most of a GPU idle.
+fn spread_sum(x: Tensor<1>) -> Tensor<1> {
+    let [elements] = x.dims();
+    let row = 1 << elements.trailing_zeros().min(12);
+    match elements {
+        0 => x.sum(),
+        _ => x.reshape([elements / row, row]).sum_dim(1).sum(),
+    }
+}
+
 /// The optimizer, with its state.
 pub struct AdamW {
     weight_decay: f64,
@@ -200,7 +210,7 @@ struct SquaredNorm<'a> {
 impl ModuleVisitor for SquaredNorm<'_> {
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
         if let Some(gradient) = self.gradients.get::<D>(param.id) {
-            let square = flat(gradient).square().sum();
+            let square = spread_sum(flat(gradient).square());
             self.sum = Some(match self.sum.take() {
                 Some(sum) => sum + square,
                 None => square,

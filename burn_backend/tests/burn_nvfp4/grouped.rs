@@ -444,35 +444,64 @@ fn by_eden(spec: &LinearSpec) -> bool {
 
 /// Every preset without random bits is the loop of the plain layer over the experts, forward, dgrad and
 /// wgrad: bit by bit where the same code multiplies groups and matrices. (MS-EDEN always draws, and has
-/// one maximum for all experts: see [`ms_eden_is_the_oracles`]).
-#[test]
-fn a_grouped_product_is_the_loop_over_experts() {
-    let device = device().autodiff();
-    let tiles = preset("nvidia", false);
-    let mut cases = vec![("1x16 blocks of w".to_string(), one_by_16(tiles))];
-    for name in Nvfp4Recipe::preset_names() {
-        cases.push((name.into(), preset(name, false)));
+/// one maximum for all experts: see [`ms_eden_is_the_oracles`]). A test for each, since a GPU compiles
+/// many kernels for them.
+mod the_loop_over_experts {
+    use super::*;
+
+    macro_rules! presets {
+        ($($name:ident),* $(,)?) => {
+            $(#[test]
+            fn $name() {
+                is_the_loop(stringify!($name), preset(stringify!($name), false));
+            })*
+
+            const NAMES: &[&str] = &[$(stringify!($name)),*];
+        };
     }
-    for (sizes, rest) in groupings() {
-        if sizes.iter().all(|&size| size == 0) {
-            continue;
+    presets!(
+        nvidia,
+        nvidia_4over6,
+        nvidia_headroom,
+        per_token,
+        fwd_nvfp4_bwd_mxfp8,
+        fwd_nvfp4_bwd_mxfp8_dequantized,
+        fwd_nvfp4_bwd_bf16,
+        weight_only_qat,
+        mxfp8,
+        bf16,
+    );
+
+    #[test]
+    fn has_every_preset() {
+        for name in Nvfp4Recipe::preset_names() {
+            let eden = by_eden(&preset(name, false));
+            assert_ne!(NAMES.contains(&name), eden, "{name}");
         }
-        for (name, plain) in &cases {
-            if by_eden(plain) {
+    }
+
+    #[test]
+    fn weights_in_blocks() {
+        is_the_loop("1x16 blocks of w", one_by_16(preset("nvidia", false)));
+    }
+
+    fn is_the_loop(name: &str, plain: LinearSpec) {
+        let device = device().autodiff();
+        let float = has(&plain, |operand| *operand == OperandSpec::HighPrecision);
+        let mx = has(&plain, |operand| *operand == OperandSpec::Mxfp8);
+        // Flex multiplies a float stack, which the grouped product copies, by other loops than a view; on
+        // CubeCL's CPU runtime only products of two NVFP4 operands are of one kernel.
+        let copied = plain.fprop_w == OperandSpec::HighPrecision;
+        let exact = (on("flex") && !copied) || (on("cpu") && !float && !mx);
+        for (sizes, rest) in groupings() {
+            if sizes.iter().all(|&size| size == 0) {
                 continue;
             }
             for dtype in [DType::F32, activation()] {
                 let what = format!("{sizes:?} + {rest}, {name}, {dtype:?}");
-                eprintln!("{what}");
                 let case = Case::new(&sizes, rest, dtype);
-                let found = case.grouped(&device, *plain);
-                let expected = case.looped(&device, |x, w, b| linear(x, w, Some(b), *plain));
-                let float = has(plain, |operand| *operand == OperandSpec::HighPrecision);
-                let mx = has(plain, |operand| *operand == OperandSpec::Mxfp8);
-                // Flex multiplies a float stack, which the grouped product copies, by other loops than a
-                // view; on CubeCL's CPU runtime only products of two NVFP4 operands are of one kernel.
-                let copied = plain.fprop_w == OperandSpec::HighPrecision;
-                let exact = (on("flex") && !copied) || (on("cpu") && !float && !mx);
+                let found = case.grouped(&device, plain);
+                let expected = case.looped(&device, |x, w, b| linear(x, w, Some(b), plain));
                 // What is not quantized and wider than bf16 goes through TF32 on NVIDIA GPUs.
                 let (sums, narrow) = match (on("cuda") && float, dtype) {
                     (true, DType::F32) => (2e-3, 2e-3),
