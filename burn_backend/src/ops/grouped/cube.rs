@@ -383,7 +383,10 @@ fn type_of_product(
     b: &Operand<CubeBackend>,
     dtype: FloatDType,
 ) -> FloatDType {
-    let has = |operand: &Operand<CubeBackend>| matches!(operand, Operand::Float(x, _) if x.dtype == DType::from(dtype));
+    let has = |operand: &Operand<CubeBackend>| match operand {
+        Operand::Float(x, _) => x.dtype == DType::from(dtype),
+        _ => false,
+    };
     if has(a) && has(b) {
         dtype
     } else {
