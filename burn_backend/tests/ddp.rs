@@ -7,7 +7,7 @@
 
 use burn_core as burn;
 
-use std::thread;
+use std::{sync::Barrier, thread};
 
 use burn_core::module::{Module, ModuleMapper, Param};
 use burn_core::tensor::distributed::{DistributedConfig, DistributedContext, ReduceOperation};
@@ -106,6 +106,9 @@ impl ModuleMapper for Distributed {
     }
 }
 
+/// Where both workers meet behind each backward: see docs/data-parallel.md.
+static BACKWARD_ENDED: Barrier = Barrier::new(2);
+
 /// The losses of one worker.
 fn work<M: Model>(model: M, part: usize, parts: usize, device: &Device) -> (Vec<f32>, M) {
     let mut model = model.fork(device);
@@ -118,6 +121,9 @@ fn work<M: Model>(model: M, part: usize, parts: usize, device: &Device) -> (Vec<
         let loss = loss(&model, step, part, parts, device);
         losses.push(loss.clone().into_scalar::<f32>());
         let grads = GradientsParams::from_grads(loss.backward(), &model);
+        if parts > 1 {
+            BACKWARD_ENDED.wait();
+        }
         model = optimizer.step(3e-3, model, grads);
     }
     (losses, model)

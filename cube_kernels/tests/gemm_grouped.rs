@@ -4,6 +4,9 @@
 #![cfg(feature = "cube")]
 
 mod common;
+#[macro_use]
+#[path = "common/device.rs"]
+mod device;
 #[path = "common/packed.rs"]
 mod packed;
 
@@ -20,30 +23,6 @@ use nvfp4_kernels::{
 };
 use packed::Packed;
 use proptest::prelude::*;
-
-/// The device under test, or `None` (after saying so) where it cannot be had.
-fn client(test: &str) -> Option<Client> {
-    match std::env::var("NVFP4_TEST_DEVICE").as_deref() {
-        #[cfg(feature = "cuda")]
-        Ok("cuda") => Some(cubecl::Device::Cuda(Default::default()).client()),
-        #[cfg(feature = "cpu")]
-        Ok("cpu") | Err(_) => Some(cubecl::Device::Cpu(Default::default()).client()),
-        other => {
-            println!("SKIPPED: {test}: no runtime for device {other:?} in this build");
-            None
-        }
-    }
-}
-
-/// The client, or an early return.
-macro_rules! client {
-    ($test:literal) => {
-        match client($test) {
-            Some(client) => client,
-            None => return,
-        }
-    };
-}
 
 /// The paths that the device has.
 fn paths(client: &Client) -> Vec<GemmPath> {
@@ -423,7 +402,7 @@ proptest! {
         blocks in 1usize..24,
         seed: u32,
     ) {
-        let Some(client) = client("random_groups") else { return Ok(()) };
+        let Some(client) = device::client("random_groups") else { return Ok(()) };
         let large = Capabilities::of(&client).gemm != GemmPath::Scalar;
         let (sizes, n, blocks) = match large {
             true => (sizes, 8 * n, blocks),

@@ -6,6 +6,9 @@
 #![cfg(feature = "cube")]
 
 mod common;
+#[macro_use]
+#[path = "common/device.rs"]
+mod device;
 #[path = "common/packed.rs"]
 mod packed;
 
@@ -22,30 +25,6 @@ use nvfp4_kernels::{
 };
 use packed::{Packed, assert_bound};
 use proptest::prelude::*;
-
-/// The device under test, or `None` (after saying so) where it cannot be had.
-fn client(test: &str) -> Option<Client> {
-    match std::env::var("NVFP4_TEST_DEVICE").as_deref() {
-        #[cfg(feature = "cuda")]
-        Ok("cuda") => Some(cubecl::Device::Cuda(Default::default()).client()),
-        #[cfg(feature = "cpu")]
-        Ok("cpu") | Err(_) => Some(cubecl::Device::Cpu(Default::default()).client()),
-        other => {
-            println!("SKIPPED: {test}: no runtime for device {other:?} in this build");
-            None
-        }
-    }
-}
-
-/// The client, or an early return.
-macro_rules! client {
-    ($test:literal) => {
-        match client($test) {
-            Some(client) => client,
-            None => return,
-        }
-    };
-}
 
 /// The client of a Hopper GPU, or an early return.
 macro_rules! hopper {
@@ -783,7 +762,7 @@ proptest! {
     /// Any shape.
     #[test]
     fn random_shapes(m in 1usize..400, n in 1usize..90, blocks in 1usize..40, seed: u32) {
-        let Some(client) = client("random_shapes") else { return Ok(()) };
+        let Some(client) = device::client("random_shapes") else { return Ok(()) };
         let (m, n) = if on_gpu(&client) { (m, 8 * n) } else { (m % 20 + 1, n % 20 + 1) };
         let (a, b) = (Packed::random(m, blocks * 16, seed), Packed::random(n, blocks * 16, !seed));
         let (left, right) = (a.device(&client), b.device(&client));

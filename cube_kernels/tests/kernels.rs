@@ -4,9 +4,12 @@
 #![cfg(feature = "cube")]
 
 mod common;
+#[path = "common/device.rs"]
+mod device;
 
 use common::{ALL_KINDS, Kind, TestElement, convert, values};
 use cubecl::{prelude::*, server::Handle};
+use device::{DeviceElement, assert_packed, read_f32, read_matrix, upload};
 use half::{bf16, f16};
 use nvfp4_kernels::{
     Amax, BlockScaling, Hadamard, Nvfp4Error, Origin, PackedTensor, RandomStream, Rounding,
@@ -16,109 +19,8 @@ use nvfp4_kernels::{
 };
 use proptest::prelude::*;
 
-/// The device under test, or `None` (after saying so) where it cannot be had.
-fn client(test: &str) -> Option<Client> {
-    match std::env::var("NVFP4_TEST_DEVICE").as_deref() {
-        #[cfg(feature = "cuda")]
-        Ok("cuda") => Some(cubecl::Device::Cuda(Default::default()).client()),
-        #[cfg(feature = "cpu")]
-        Ok("cpu") | Err(_) => Some(cubecl::Device::Cpu(Default::default()).client()),
-        other => {
-            println!("SKIPPED: {test}: no runtime for device {other:?} in this build");
-            None
-        }
-    }
-}
-
-/// The client, or an early return.
-macro_rules! client {
-    ($test:literal) => {
-        match client($test) {
-            Some(client) => client,
-            None => return,
-        }
-    };
-}
-
-trait DeviceElement: TestElement {
-    const KIND: FloatKind;
-}
-impl DeviceElement for f32 {
-    const KIND: FloatKind = FloatKind::F32;
-}
-impl DeviceElement for bf16 {
-    const KIND: FloatKind = FloatKind::Bf16;
-}
-impl DeviceElement for f16 {
-    const KIND: FloatKind = FloatKind::F16;
-}
-
-fn upload<T: DeviceElement>(client: &Client, x: &[T], rows: usize, cols: usize) -> Matrix {
-    assert_eq!(x.len(), rows * cols);
-    if x.is_empty() {
-        return Matrix::empty(client, rows, cols, T::KIND);
-    }
-    Matrix::new(
-        client.create_from_slice(bytemuck::cast_slice(x)),
-        rows,
-        cols,
-        T::KIND,
-    )
-    .unwrap()
-}
-
-fn read_f32(client: &Client, handle: &Handle) -> f32 {
-    let bytes = client.read_one(handle.clone()).unwrap();
-    f32::from_ne_bytes(bytes[..4].try_into().unwrap())
-}
-
 fn amax_handle(client: &Client, amax: f32) -> Handle {
     client.create_from_slice(&amax.to_ne_bytes())
-}
-
-fn read_matrix<T: DeviceElement>(client: &Client, matrix: &Matrix) -> Vec<T> {
-    assert_eq!(matrix.dtype, T::KIND);
-    if matrix.is_empty() {
-        return Vec::new();
-    }
-    let bytes = client.read_one(matrix.handle.clone()).unwrap();
-    bytes[..matrix.len() * size_of::<T>()]
-        .chunks_exact(size_of::<T>())
-        .map(bytemuck::pod_read_unaligned)
-        .collect()
-}
-
-/// Codes, scales and amax must be equal, NaN to NaN.
-fn assert_same(client: &Client, found: &DevicePacked, expected: &PackedTensor, what: &str) {
-    let found = found.to_host(client, *expected.origin()).unwrap();
-    assert_eq!(
-        (found.rows(), found.cols()),
-        (expected.rows(), expected.cols()),
-        "{what}"
-    );
-    assert_eq!(found.axis(), expected.axis(), "{what}");
-    if let Some(i) =
-        (0..expected.scales().len()).find(|&i| found.scales()[i] != expected.scales()[i])
-    {
-        panic!(
-            "{what}: scale {i}: {:#x} != {:#x}",
-            found.scales()[i],
-            expected.scales()[i]
-        );
-    }
-    if let Some(i) = (0..expected.codes().len()).find(|&i| found.codes()[i] != expected.codes()[i])
-    {
-        panic!(
-            "{what}: code byte {i}: {:#x} != {:#x}",
-            found.codes()[i],
-            expected.codes()[i]
-        );
-    }
-    let bits = |amax: &Amax| match amax {
-        Amax::Tensor(amax) => vec![amax.to_bits()],
-        Amax::PerOuter(amax) => amax.iter().map(|amax| amax.to_bits()).collect(),
-    };
-    assert_eq!(bits(found.amax()), bits(expected.amax()), "{what}: amax");
 }
 
 const STREAM: RandomStream = RandomStream::new(0x1234_5678_9abc_def0, 3, 0xffff_fffe);
@@ -164,7 +66,7 @@ fn check_uploaded<T: DeviceElement>(
     for rounding in roundings() {
         let found = ops::quantize_row(client, matrix, &amax, rounding.into()).unwrap();
         let expected = reference::quantize_row(x, rows, cols, &host_amax, &rounding).unwrap();
-        assert_same(
+        assert_packed(
             client,
             &found,
             &expected,
@@ -173,7 +75,7 @@ fn check_uploaded<T: DeviceElement>(
 
         let found = ops::quantize_col(client, matrix, &amax, rounding.into(), None).unwrap();
         let expected = reference::quantize_col(x, rows, cols, &host_amax, &rounding, None).unwrap();
-        assert_same(
+        assert_packed(
             client,
             &found,
             &expected,
@@ -185,7 +87,7 @@ fn check_uploaded<T: DeviceElement>(
         let expected =
             reference::quantize_col(x, rows, cols, &host_rht_amax, &rounding, Some(&hadamard))
                 .unwrap();
-        assert_same(
+        assert_packed(
             client,
             &found,
             &expected,
@@ -203,8 +105,8 @@ fn check_uploaded<T: DeviceElement>(
         [ScaleLayout::Compact; 2],
     )
     .unwrap();
-    assert_same(client, &row, &expected_row, &format!("{what}: tile, row"));
-    assert_same(client, &col, &expected_col, &format!("{what}: tile, col"));
+    assert_packed(client, &row, &expected_row, &format!("{what}: tile, row"));
+    assert_packed(client, &col, &expected_col, &format!("{what}: tile, col"));
 
     for (device, host) in [(&row, &expected_row), (&col, &expected_col)] {
         let expected = reference::dequantize(host);
@@ -262,34 +164,9 @@ fn check_kinds<T: DeviceElement>(client: &Client) {
     }
 }
 
-#[test]
-fn shapes_f32() {
-    check_shapes::<f32>(&client!("shapes_f32"));
-}
-
-#[test]
-fn shapes_bf16() {
-    check_shapes::<bf16>(&client!("shapes_bf16"));
-}
-
-#[test]
-fn shapes_f16() {
-    check_shapes::<f16>(&client!("shapes_f16"));
-}
-
-#[test]
-fn kinds_f32() {
-    check_kinds::<f32>(&client!("kinds_f32"));
-}
-
-#[test]
-fn kinds_bf16() {
-    check_kinds::<bf16>(&client!("kinds_bf16"));
-}
-
-#[test]
-fn kinds_f16() {
-    check_kinds::<f16>(&client!("kinds_f16"));
+element_tests! {
+    check_shapes: shapes_f32, shapes_bf16, shapes_f16;
+    check_kinds: kinds_f32, kinds_bf16, kinds_f16;
 }
 
 /// Every E2M1 threshold and grid point, with both neighbours and both signs, at an exact scale.
@@ -374,7 +251,7 @@ fn device_offset_equals_plain_offset() {
         let host_amax = Amax::Tensor(reference::amax(&x));
         let expected =
             reference::quantize_row(&x, rows, cols, &host_amax, &Rounding::Stochastic(total));
-        assert_same(&client, &found, &expected.unwrap(), "device offset");
+        assert_packed(&client, &found, &expected.unwrap(), "device offset");
     }
 }
 
@@ -569,11 +446,11 @@ fn beyond_two_to_the_31_elements() {
     let rounding = Rounding::Stochastic(STREAM);
     let found = ops::quantize_row(&client, &matrix, &amax, rounding.into()).unwrap();
     let expected = reference::quantize_row(&x, rows, cols, &host_amax, &rounding).unwrap();
-    assert_same(&client, &found, &expected, "row");
+    assert_packed(&client, &found, &expected, "row");
     drop((found, expected));
     let found = ops::quantize_col(&client, &matrix, &amax, rounding.into(), None).unwrap();
     let expected = reference::quantize_col(&x, rows, cols, &host_amax, &rounding, None).unwrap();
-    assert_same(&client, &found, &expected, "col");
+    assert_packed(&client, &found, &expected, "col");
 }
 
 #[test]
@@ -647,7 +524,7 @@ proptest! {
     /// Any shape, any bit patterns at all.
     #[test]
     fn arbitrary_bits(rows in 0usize..70, blocks in 1usize..9, seed: u32, exponent in 0u32..=255) {
-        let Some(client) = client("arbitrary_bits") else { return Ok(()) };
+        let Some(client) = device::client("arbitrary_bits") else { return Ok(()) };
         let cols = blocks * 16;
         let mut random = common::Generator::new(seed);
         // Random mantissas and signs, exponents within 8 of a random one, so that scales matter.

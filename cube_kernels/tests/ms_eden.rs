@@ -8,10 +8,10 @@ mod device;
 
 use common::{ALL_KINDS, Kind, convert, values};
 use cubecl::{prelude::*, server::Handle};
-use device::{DeviceElement, assert_bytes, read_f32, upload};
+use device::{DeviceElement, assert_bytes, assert_packed, read_f32, upload};
 use half::{bf16, f16};
 use nvfp4_kernels::{
-    Amax, Hadamard, HadamardSize, PackedAxis, PackedTensor, RandomStream, Rounding,
+    Amax, Hadamard, HadamardSize, PackedAxis, RandomStream, Rounding,
     device::{DevicePacked, FloatKind, Matrix},
     ops::{self, EdenRandom, EdenSource},
     reference::{self, EdenTarget, Element},
@@ -22,29 +22,6 @@ const STREAM: RandomStream = RandomStream::new(0x1234_5678_9abc_def0, 3, 0xffff_
 
 fn hadamard() -> Hadamard {
     Hadamard::seeded_with_size(HadamardSize::H128, 77)
-}
-
-fn assert_same(client: &Client, found: &DevicePacked, expected: &PackedTensor, what: &str) {
-    let found = found.to_host(client, *expected.origin()).unwrap();
-    assert_eq!(
-        (found.rows(), found.cols()),
-        (expected.rows(), expected.cols()),
-        "{what}"
-    );
-    assert_eq!(found.axis(), expected.axis(), "{what}");
-    assert_bytes(
-        found.scales(),
-        expected.scales(),
-        &format!("{what}: scales"),
-    );
-    assert_bytes(found.codes(), expected.codes(), &format!("{what}: codes"));
-    let (Amax::Tensor(found), Amax::Tensor(expected)) = (found.amax(), expected.amax()) else {
-        panic!("{what}: one amax for the tensor")
-    };
-    assert!(
-        found.to_bits() == expected.to_bits() || (found.is_nan() && expected.is_nan()),
-        "{what}: amax {found:e} != {expected:e}"
-    );
 }
 
 /// Both kernels on one source, against the oracle on the values it stands for.
@@ -69,7 +46,7 @@ fn check<T: Element>(
             reference::ms_eden(x, rows, cols, axis, amax, &hadamard(), target, &STREAM).unwrap();
         let found =
             ops::ms_eden(client, source, axis, &found, &hadamard(), target, STREAM).unwrap();
-        assert_same(client, &found, &expected, &what);
+        assert_packed(client, &found, &expected, &what);
     }
 }
 
@@ -144,34 +121,9 @@ fn check_kinds<T: DeviceElement>(client: &Client) {
     }
 }
 
-#[test]
-fn shapes_f32() {
-    check_shapes::<f32>(&client!("shapes_f32"));
-}
-
-#[test]
-fn shapes_bf16() {
-    check_shapes::<bf16>(&client!("shapes_bf16"));
-}
-
-#[test]
-fn shapes_f16() {
-    check_shapes::<f16>(&client!("shapes_f16"));
-}
-
-#[test]
-fn kinds_f32() {
-    check_kinds::<f32>(&client!("kinds_f32"));
-}
-
-#[test]
-fn kinds_bf16() {
-    check_kinds::<bf16>(&client!("kinds_bf16"));
-}
-
-#[test]
-fn kinds_f16() {
-    check_kinds::<f16>(&client!("kinds_f16"));
+element_tests! {
+    check_shapes: shapes_f32, shapes_bf16, shapes_f16;
+    check_kinds: kinds_f32, kinds_bf16, kinds_f16;
 }
 
 #[test]
@@ -246,7 +198,7 @@ fn device_offset() {
         &stream,
     )
     .unwrap();
-    assert_same(&client, &found, &expected, "device offset");
+    assert_packed(&client, &found, &expected, "device offset");
     // Other bits round other scale bytes.
     let other = quantize(STREAM.into())
         .to_host(&client, *expected.origin())
@@ -306,7 +258,7 @@ fn repeated_launches_agree() {
         let amax = ops::ms_eden_amax(&client, &matrix, axis, &hadamard()).unwrap();
         let found =
             ops::ms_eden(&client, &matrix, axis, &amax, &hadamard(), target, STREAM).unwrap();
-        assert_same(&client, &found, &expected, "repeated");
+        assert_packed(&client, &found, &expected, "repeated");
     }
 }
 

@@ -88,34 +88,9 @@ fn check_kinds<T: DeviceElement>(client: &Client) {
     }
 }
 
-#[test]
-fn shapes_f32() {
-    check_shapes::<f32>(&client!("shapes_f32"));
-}
-
-#[test]
-fn shapes_bf16() {
-    check_shapes::<bf16>(&client!("shapes_bf16"));
-}
-
-#[test]
-fn shapes_f16() {
-    check_shapes::<f16>(&client!("shapes_f16"));
-}
-
-#[test]
-fn kinds_f32() {
-    check_kinds::<f32>(&client!("kinds_f32"));
-}
-
-#[test]
-fn kinds_bf16() {
-    check_kinds::<bf16>(&client!("kinds_bf16"));
-}
-
-#[test]
-fn kinds_f16() {
-    check_kinds::<f16>(&client!("kinds_f16"));
+element_tests! {
+    check_shapes: shapes_f32, shapes_bf16, shapes_f16;
+    check_kinds: kinds_f32, kinds_bf16, kinds_f16;
 }
 
 /// Every E4M3 value and every midpoint between two, with their neighbours, in a block whose scale is

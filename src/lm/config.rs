@@ -650,12 +650,12 @@ impl RunConfig {
         if self.decorate.is_some() {
             ensure!(
                 self.experts.is_none(),
-                "decorate is given and experts is {}, but Burn has no layer of experts: leave out                  one of them",
+                "decorate is given and experts is {}, but Burn has no layer of experts: leave out one of them",
                 self.experts.unwrap_or_default()
             );
             ensure!(
                 self.device == "cpu" || self.device.starts_with("cuda"),
-                "decorate on device {} is not possible: decorated models rest on Burn's fusion,                  which cpu and cuda:N have",
+                "decorate on device {} is not possible: decorated models rest on Burn's fusion, which cpu and cuda:N have",
                 self.device
             );
         }

@@ -5,12 +5,14 @@
 //! same weights by the same gradients, and stay equal.
 
 use std::any::Any;
+use std::hash::{DefaultHasher, Hasher};
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::mpsc::{Sender, channel};
+use std::sync::{Arc, Barrier};
 use std::thread::{self, JoinHandle};
 
-use anyhow::{Context, Result};
-use burn::module::{ModuleMapper, Param};
+use anyhow::{Context, Result, ensure};
+use burn::module::{ModuleMapper, ModuleVisitor, Param};
 use burn::optim::GradientsParams;
 use burn::tensor::distributed::{DistributedConfig, DistributedContext, ReduceOperation};
 use burn::tensor::{Bytes, Device, Tensor};
@@ -27,6 +29,10 @@ pub(super) struct Rank<M> {
     pub optimizer: AdamW,
     /// Losses of steps that are still on the device.
     pending: Vec<Tensor<1>>,
+    /// Where all ranks meet behind each backward. Burn 0.22.1 counts the devices that begin and end one,
+    /// and forgets a device that begins the next before the last has ended this one: all would wait
+    /// for ever.
+    backward_ended: Option<Arc<Barrier>>,
 }
 
 impl<M: LanguageModel> Rank<M> {
@@ -36,6 +42,7 @@ impl<M: LanguageModel> Rank<M> {
             model,
             optimizer,
             pending: Vec::new(),
+            backward_ended: None,
         }
     }
 
@@ -45,6 +52,9 @@ impl<M: LanguageModel> Rank<M> {
         let loss = self.model.training_loss(inputs, targets);
         self.pending.push(loss.clone().without_autodiff());
         let gradients = GradientsParams::from_grads(loss.backward(), &self.model);
+        if let Some(barrier) = &self.backward_ended {
+            barrier.wait();
+        }
         self.model = self.optimizer.step(lr, self.model.clone(), gradients);
     }
 
@@ -57,11 +67,21 @@ impl<M: LanguageModel> Rank<M> {
         losses.iter::<f32>().collect()
     }
 
+    /// A digest of the bits of all weights.
+    fn digest(&self) -> u64 {
+        let mut digest = Digest(DefaultHasher::new());
+        self.model.visit(&mut digest);
+        digest.0.finish()
+    }
+
     /// The copy of this rank for data-parallel training on `device`: it has the same weights, draws
     /// random bits of its own, and averages its gradients with the other ranks.
-    fn fork(&self, device: &Device, optimizer: AdamW) -> Self {
+    fn fork(&self, device: &Device, optimizer: AdamW, barrier: &Arc<Barrier>) -> Self {
         let model = self.model.clone().fork(device).map(&mut Distributed);
-        Self::new(device.clone(), model, optimizer)
+        Self {
+            backward_ended: Some(barrier.clone()),
+            ..Self::new(device.clone(), model, optimizer)
+        }
     }
 }
 
@@ -75,16 +95,26 @@ impl ModuleMapper for Distributed {
     }
 }
 
+/// Hashes weights.
+struct Digest(DefaultHasher);
+
+impl ModuleVisitor for Digest {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        self.0
+            .write(param.val().without_autodiff().into_data().bytes());
+    }
+}
+
 /// What the first rank asks of another.
 enum Job {
     Step { batch: Batch, lr: f64 },
-    Losses,
+    Losses(Sender<Vec<f32>>),
+    Digest(Sender<u64>),
 }
 
 /// A rank in a thread of its own.
 struct Worker {
     jobs: Sender<Job>,
-    losses: Receiver<Vec<f32>>,
     thread: JoinHandle<()>,
 }
 
@@ -107,17 +137,18 @@ impl Others {
         };
         let context = DistributedContext::init(devices.to_vec(), config);
         let state = first.optimizer.to_bytes()?;
+        let barrier = Arc::new(Barrier::new(devices.len()));
         let workers = devices[1..]
             .iter()
             .map(|device| {
                 let mut optimizer = first.optimizer.fresh();
                 optimizer.load(Bytes::from_bytes_vec(state.to_vec()), device)?;
-                worker(first.fork(device, optimizer))
+                worker(first.fork(device, optimizer, &barrier))
             })
             .collect::<Result<_>>()?;
         let device = first.device.clone();
         let optimizer = std::mem::replace(&mut first.optimizer, AdamW::new(0.0, 1.0));
-        *first = first.fork(&device, optimizer);
+        *first = first.fork(&device, optimizer, &barrier);
         Ok(Self {
             workers,
             _context: context,
@@ -135,8 +166,7 @@ impl Others {
     pub fn mean_losses(&self, first: Vec<f32>) -> Vec<f32> {
         let mut sums = first;
         for worker in &self.workers {
-            worker.send(Job::Losses);
-            let losses = worker.losses.recv().expect(RUNNING);
+            let losses = worker.ask(Job::Losses);
             sums.iter_mut()
                 .zip(losses)
                 .for_each(|(sum, loss)| *sum += loss);
@@ -145,9 +175,25 @@ impl Others {
         sums.into_iter().map(|sum| sum / count).collect()
     }
 
+    /// Fail unless all ranks have the weights of `first`, bit for bit. Waits for all devices.
+    ///
+    /// # Errors
+    /// When one has others: its gradients were not averaged with the others' at some step.
+    pub fn check<M: LanguageModel>(&self, first: &Rank<M>, step: u64) -> Result<()> {
+        let expected = first.digest();
+        for (worker, rank) in self.workers.iter().zip(1..) {
+            ensure!(
+                worker.ask(Job::Digest) == expected,
+                "at step {step} the weights of rank {rank} are not those of rank 0, but gradients \
+                 that are averaged keep all ranks equal: train on one device"
+            );
+        }
+        Ok(())
+    }
+
     /// Wait for the other ranks to end.
     pub fn stop(self) {
-        for Worker { jobs, thread, .. } in self.workers {
+        for Worker { jobs, thread } in self.workers {
             drop(jobs);
             thread.join().expect(RUNNING);
         }
@@ -161,20 +207,25 @@ impl Worker {
     fn send(&self, job: Job) {
         self.jobs.send(job).expect(RUNNING);
     }
+
+    /// What the rank answers to `job`.
+    fn ask<T>(&self, job: impl FnOnce(Sender<T>) -> Job) -> T {
+        let (reply, answer) = channel();
+        self.send(job(reply));
+        answer.recv().expect(RUNNING)
+    }
 }
 
 /// Start the thread of `rank`.
 fn worker<M: LanguageModel>(mut rank: Rank<M>) -> Result<Worker> {
     let (jobs, received) = channel();
-    let (reply, losses) = channel();
     let body = move || {
         for job in received {
             match job {
                 Job::Step { batch, lr } => rank.step(batch, lr),
-                Job::Losses => {
-                    // The first rank has gone if no one listens.
-                    let _ = reply.send(rank.losses());
-                }
+                // The first rank has gone if no one listens.
+                Job::Losses(reply) => drop(reply.send(rank.losses())),
+                Job::Digest(reply) => drop(reply.send(rank.digest())),
             }
         }
     };
@@ -188,11 +239,7 @@ fn worker<M: LanguageModel>(mut rank: Rank<M>) -> Result<Worker> {
             }
         })
         .context("starting the thread of a rank")?;
-    Ok(Worker {
-        jobs,
-        losses,
-        thread,
-    })
+    Ok(Worker { jobs, thread })
 }
 
 /// What a panic said.

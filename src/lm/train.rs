@@ -158,8 +158,8 @@ impl<'a, M: LanguageModel> Run<'a, M> {
     /// several `devices`, each takes its part of every batch.
     ///
     /// # Errors
-    /// When there is no device, the batch cannot be shared equally, the configuration does not fit the device or the text, or the checkpoint is damaged or
-    /// belongs to another run.
+    /// When there is no device, the batch cannot be shared equally, the configuration does not fit
+    /// the device or the text, or the checkpoint is damaged or belongs to another run.
     pub fn open(
         config: &'a RunConfig,
         recipe: Recipe,
@@ -264,7 +264,8 @@ impl<'a, M: LanguageModel> Run<'a, M> {
     /// so. Writes a checkpoint at the end in any case.
     ///
     /// # Errors
-    /// When the loss is no longer finite, or a file cannot be written.
+    /// When the loss is no longer finite, the weights of the devices are not equal at a checkpoint,
+    /// or a file cannot be written.
     pub fn train(&mut self, stop_at: Option<u64>, observer: &mut impl Observer) -> Result<Outcome> {
         if self.devices.len() > 1 {
             self.others = Some(Others::start(&mut self.rank, &self.devices)?);
@@ -479,6 +480,9 @@ impl<'a, M: LanguageModel> Run<'a, M> {
     fn save(&mut self, observer: &mut impl Observer) -> Result<()> {
         // The rows reach the disk before the checkpoint that relies on them.
         self.write_metrics()?;
+        if let Some(others) = &self.others {
+            others.check(&self.rank, self.step)?;
+        }
         let model: Bytes = self.rank.model.valid().into_record().into_bytes()?;
         let checkpoint = Checkpoint {
             state: State::new(

@@ -50,8 +50,8 @@ fn layer_beside_burns() {
                 .init(&device);
             Linear {
                 weight: linear.weight.map(|weight| {
-                    let weight = weight.detach().cast(DType::BF16);
-                    weight.require_grad()
+                    // A parameter is a leaf: the cast must not be part of its graph.
+                    weight.cast(DType::BF16).detach().require_grad()
                 }),
                 bias: None,
             }

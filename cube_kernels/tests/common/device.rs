@@ -4,7 +4,10 @@
 use super::common::TestElement;
 use cubecl::{prelude::*, server::Handle};
 use half::{bf16, f16};
-use nvfp4_kernels::device::{FloatKind, Matrix};
+use nvfp4_kernels::{
+    Amax, PackedTensor,
+    device::{DevicePacked, FloatKind, Matrix},
+};
 
 /// The device that `NVFP4_TEST_DEVICE` names (`cpu`, the default, or `cuda`), or `None` (after saying
 /// so) where it cannot be had.
@@ -24,12 +27,31 @@ pub fn client(test: &str) -> Option<Client> {
 /// The client, or an early return.
 #[macro_export]
 macro_rules! client {
-    ($test:literal) => {
+    ($test:expr) => {
         match device::client($test) {
             Some(client) => client,
             None => return,
         }
     };
+}
+
+/// A test of `check` for each type of element.
+#[macro_export]
+macro_rules! element_tests {
+    ($($check:ident: $f32:ident, $bf16:ident, $f16:ident;)*) => {$(
+        #[test]
+        fn $f32() {
+            $check::<f32>(&client!(stringify!($f32)));
+        }
+        #[test]
+        fn $bf16() {
+            $check::<bf16>(&client!(stringify!($bf16)));
+        }
+        #[test]
+        fn $f16() {
+            $check::<f16>(&client!(stringify!($f16)));
+        }
+    )*};
 }
 
 pub trait DeviceElement: TestElement + Default {
@@ -108,4 +130,30 @@ pub fn assert_bytes(found: &[u8], expected: &[u8], what: &str) {
             found[i], expected[i]
         );
     }
+}
+
+/// Codes, scales and maxima are equal, bit for bit, but for NaN, of which there are many.
+pub fn assert_packed(client: &Client, found: &DevicePacked, expected: &PackedTensor, what: &str) {
+    let found = found.to_host(client, *expected.origin()).unwrap();
+    assert_eq!(
+        (found.rows(), found.cols()),
+        (expected.rows(), expected.cols()),
+        "{what}"
+    );
+    assert_eq!(found.axis(), expected.axis(), "{what}");
+    assert_bytes(
+        found.scales(),
+        expected.scales(),
+        &format!("{what}: scales"),
+    );
+    assert_bytes(found.codes(), expected.codes(), &format!("{what}: codes"));
+    let maxima = |amax: &Amax| match amax {
+        Amax::Tensor(amax) => vec![*amax],
+        Amax::PerOuter(amax) => amax.clone(),
+    };
+    assert_floats(
+        &maxima(found.amax()),
+        &maxima(expected.amax()),
+        &format!("{what}: amax"),
+    );
 }
