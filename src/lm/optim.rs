@@ -70,14 +70,11 @@ fn flat<const D: usize>(x: Tensor<D>) -> Tensor<1> {
     cast(x.reshape([elements]), FloatDType::F32)
 }
 
-/// The sum of `x`, in two steps: one sum of many elements leaves most of a GPU idle.
-fn spread_sum(x: Tensor<1>) -> Tensor<1> {
-    let [elements] = x.dims();
-    let row = 1 << elements.trailing_zeros().min(12);
-    match elements {
-        0 => x.sum(),
-        _ => x.reshape([elements / row, row]).sum_dim(1).sum(),
-    }
+/// The sum of all elements, axis by axis: `[1]`. Burn's `sum` adds with atomics on a GPU, in an order that
+/// changes, and with it would the factor of clipped gradients: equal gradients would no longer make
+/// equal weights.
+fn sum<const D: usize>(x: Tensor<D>) -> Tensor<1> {
+    (0..D).rev().fold(x, |x, axis| x.sum_dim(axis)).reshape([1])
 }
 
 /// The optimizer, with its state.
@@ -210,7 +207,7 @@ struct SquaredNorm<'a> {
 impl ModuleVisitor for SquaredNorm<'_> {
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
         if let Some(gradient) = self.gradients.get::<D>(param.id) {
-            let square = spread_sum(flat(gradient).square());
+            let square = sum(cast(gradient, FloatDType::F32).square());
             self.sum = Some(match self.sum.take() {
                 Some(sum) => sum + square,
                 None => square,

@@ -10,7 +10,7 @@ use cubecl::{prelude::*, server::Handle};
 use super::{
     epilogue::{EpilogueKind, factor, finish_on},
     matrix,
-    product::{Operand, Scale, Target, launch_plan, missing, possible_path},
+    product::{Operand, Output, Scale, Target, launch_plan, missing, possible_path},
     select::{self, Plan},
     sm90::{EpilogueArgs, GroupArgs, Grouping},
 };
@@ -164,20 +164,20 @@ fn grouped(
         Grouping::Depth => groups.count * m,
         Grouping::Dense | Grouping::Rows => m,
     };
-    let (result, accumulate) = target.matrix(client, rows, n)?;
+    let result = Output::new(client, target, rows, n)?;
     if result.is_empty() {
-        return Ok(result);
+        return Ok(result.into_matrix());
     }
     let ((a_kind, a_amax, a_range), (b_kind, b_amax, b_range)) = (a.factor(), b.factor());
     // What the epilogue does not read may be any memory.
-    let unread = &result.handle;
+    let unread = a.memory();
     let epilogue = EpilogueArgs {
         kind: EpilogueKind {
             a: a_kind,
             b: b_kind,
             bias: bias.is_some(),
-            accumulate,
-            out: result.dtype,
+            accumulate: result.accumulates(),
+            out: result.dtype(),
             amax: false,
         },
         a_amax: a_amax.unwrap_or_else(|| unread.clone()),
@@ -226,7 +226,7 @@ fn grouped(
                 shape,
                 &args,
                 &epilogue,
-                &result,
+                result.matrix(),
             );
         }
         GemmPath::Scalar => {
@@ -240,12 +240,12 @@ fn grouped(
                 Some(groups),
                 (m, n, k),
                 &epilogue,
-                &result,
+                result.matrix(),
             );
         }
         path => return Err(missing(path, &capabilities, shape)),
     }
-    Ok(result)
+    Ok(result.into_matrix())
 }
 
 /// Queues the portable kernel. A dense product has no groups and reads no offsets.

@@ -1,5 +1,7 @@
 //! The products as they are called: what an operand is, what the epilogue does, and which path runs.
 
+use std::cell::OnceCell;
+
 use cubecl::{client::Client, server::Handle};
 
 use super::{
@@ -172,6 +174,14 @@ impl Operand<'_> {
         matches!(self.elements, Elements::Packed(_))
     }
 
+    /// Some memory of it.
+    pub(super) fn memory(&self) -> &Handle {
+        match self.elements {
+            Elements::Packed(packed) => &packed.codes,
+            Elements::Bf16(matrix) => &matrix.handle,
+        }
+    }
+
     /// Its memory, for kernels that take either kind of elements. What they do not read is `unread`.
     pub(super) fn parts(&self, unread: &Handle) -> Parts {
         match self.elements {
@@ -229,27 +239,80 @@ pub enum Target<'a> {
     Accumulate(&'a Matrix),
 }
 
-impl Target<'_> {
-    /// The matrix to write, and whether to add to it.
-    pub(super) fn matrix(
-        &self,
-        client: &Client,
+/// The matrix that a product writes. A new one is allocated when it is first asked for, which is right
+/// before the kernel that writes it is queued, behind those that prepare its operands: CubeCL 0.11.3 has a
+/// stream wait for another one's memory unless it has waited since the memory was *allocated*. Where another
+/// thread waits for this stream between the two (as Burn's averaging of gradients over GPUs does, over
+/// and over), it would not wait for the product, and would read memory that is not written yet.
+pub(super) struct Output<'a> {
+    client: &'a Client,
+    target: Target<'a>,
+    rows: usize,
+    cols: usize,
+    matrix: OnceCell<Matrix>,
+}
+
+impl<'a> Output<'a> {
+    /// Fails unless the matrix to add to, if there is one, is `rows` x `cols`.
+    pub fn new(
+        client: &'a Client,
+        target: Target<'a>,
         rows: usize,
         cols: usize,
-    ) -> Result<(Matrix, bool), Nvfp4Error> {
-        match self {
-            Self::New(out) => Ok((Matrix::empty(client, rows, cols, *out), false)),
-            Self::Accumulate(matrix) => {
-                matrix.check("target")?;
-                if (matrix.rows, matrix.cols) != (rows, cols) {
-                    return Err(Nvfp4Error::shape(
-                        "target",
-                        format!("{} x {}", matrix.rows, matrix.cols),
-                        format!("{rows} x {cols}"),
-                    ));
-                }
-                Ok(((*matrix).clone(), true))
+    ) -> Result<Self, Nvfp4Error> {
+        if let Target::Accumulate(matrix) = target {
+            matrix.check("target")?;
+            if (matrix.rows, matrix.cols) != (rows, cols) {
+                return Err(Nvfp4Error::shape(
+                    "target",
+                    format!("{} x {}", matrix.rows, matrix.cols),
+                    format!("{rows} x {cols}"),
+                ));
             }
+        }
+        Ok(Self {
+            client,
+            target,
+            rows,
+            cols,
+            matrix: OnceCell::new(),
+        })
+    }
+
+    /// The matrix. Asked for too early, what reads it on another stream may not wait for the product.
+    pub fn matrix(&self) -> &Matrix {
+        self.matrix.get_or_init(|| match self.target {
+            Target::New(out) => Matrix::empty(self.client, self.rows, self.cols, out),
+            Target::Accumulate(matrix) => matrix.clone(),
+        })
+    }
+
+    pub fn into_matrix(self) -> Matrix {
+        self.matrix();
+        self.matrix.into_inner().expect("just made")
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.rows * self.cols == 0
+    }
+
+    pub fn dtype(&self) -> FloatKind {
+        match self.target {
+            Target::New(out) => out,
+            Target::Accumulate(matrix) => matrix.dtype,
+        }
+    }
+
+    /// Whether the product is added to what is there.
+    pub fn accumulates(&self) -> bool {
+        matches!(self.target, Target::Accumulate(_))
+    }
+
+    /// Whether it begins where fast paths need it to. New memory does.
+    fn is_aligned(&self) -> bool {
+        match self.target {
+            Target::New(_) => true,
+            Target::Accumulate(matrix) => is_aligned(&matrix.handle),
         }
     }
 }
@@ -339,7 +402,7 @@ pub(super) fn possible_path(
     plan: Option<Plan>,
     a: &Operand,
     b: &Operand,
-    result: &Matrix,
+    result: &Output,
     (m, n, k): (usize, usize, usize),
     grouping: Grouping,
 ) -> GemmPath {
@@ -363,8 +426,8 @@ pub(super) fn possible_path(
     }
 }
 
-fn are_aligned(a: &Operand, b: &Operand, result: &Matrix) -> bool {
-    a.is_aligned() && b.is_aligned() && is_aligned(&result.handle)
+fn are_aligned(a: &Operand, b: &Operand, result: &Output) -> bool {
+    a.is_aligned() && b.is_aligned() && result.is_aligned()
 }
 
 /// The error of a path that this device or these operands lack.
@@ -529,7 +592,8 @@ fn run(
             ));
         }
     }
-    let (result, accumulate) = target.matrix(client, m, n)?;
+    let result = Output::new(client, target, m, n)?;
+    let accumulate = result.accumulates();
     let amax = match find_amax {
         // That of no elements: a zero.
         true => Some(ops::amax(
@@ -540,7 +604,7 @@ fn run(
         false => None,
     };
     if result.is_empty() {
-        return Ok((result, amax));
+        return Ok((result.into_matrix(), amax));
     }
     let capabilities = device.map_or_else(|| Capabilities::of(client), Clone::clone);
     let (shape, dense) = ((m, n, k), Grouping::Dense);
@@ -549,7 +613,7 @@ fn run(
     let path = match path {
         Some(path) => path,
         None if possible == GemmPath::CublasLt => {
-            cublaslt::or_portable(client, a, b, bias, &result, accumulate)
+            cublaslt::or_portable(client, a, b, bias, result.matrix(), accumulate)
         }
         None => possible,
     };
@@ -566,14 +630,14 @@ fn run(
     let (a, b) = (&a.with_elements(&a_rows), &b.with_elements(&b_rows));
     let ((a_kind, a_amax, a_range), (b_kind, b_amax, b_range)) = (a.factor(), b.factor());
     // What the epilogue does not read may be any memory.
-    let unread = &result.handle;
+    let unread = a.memory();
     let epilogue = sm90::EpilogueArgs {
         kind: EpilogueKind {
             a: a_kind,
             b: b_kind,
             bias: bias.is_some(),
             accumulate,
-            out: result.dtype,
+            out: result.dtype(),
             amax: find_amax,
         },
         a_amax: a_amax.unwrap_or_else(|| unread.clone()),
@@ -584,7 +648,7 @@ fn run(
     };
     let groups = sm90::GroupArgs {
         grouping: dense,
-        offsets: result.handle.clone(),
+        offsets: unread.clone(),
         groups: 1,
     };
     // Whether the kernel has found the maximum of what it wrote.
@@ -596,7 +660,7 @@ fn run(
                 false => cublaslt::BF16,
             };
             trace(shape, path, kernel);
-            cublaslt::launch(client, a, b, bias, &result, accumulate)?;
+            cublaslt::launch(client, a, b, bias, result.matrix(), accumulate)?;
         }
         GemmPath::Hopper | GemmPath::BlockScaled if path == possible => {
             let plan = match plan {
@@ -617,7 +681,7 @@ fn run(
                 launch_plan(client, plan, a, b, shape, &groups, &epilogue, &result)?;
             } else {
                 trace(shape, path, select::TILES);
-                let (device, out) = (&capabilities, &result);
+                let (device, out) = (&capabilities, result.matrix());
                 matrix::launch(client, device, a, b, shape, &groups, &epilogue, out);
             }
         }
@@ -633,7 +697,7 @@ fn run(
                 _ => None,
             };
             if let (Some(a), Some(b), false) = (plain(a), plain(b), accumulate) {
-                portable::launch(client, &capabilities, &a, &b, bias, &result);
+                portable::launch(client, &capabilities, &a, &b, bias, result.matrix());
             } else {
                 grouped::scalar(
                     client,
@@ -644,7 +708,7 @@ fn run(
                     None,
                     shape,
                     &epilogue,
-                    &result,
+                    result.matrix(),
                 );
             }
         }
@@ -652,10 +716,10 @@ fn run(
     }
     let amax = match amax {
         Some(amax) if found => Some(amax),
-        Some(_) => Some(amax_of(client, shape, path, &result)?),
+        Some(_) => Some(amax_of(client, shape, path, result.matrix())?),
         None => None,
     };
-    Ok((result, amax))
+    Ok((result.into_matrix(), amax))
 }
 
 /// The same operand with its block scales in rows instead of 128x4 tiles.
@@ -693,14 +757,14 @@ pub(super) fn launch_plan(
     (m, n, k): (usize, usize, usize),
     groups: &sm90::GroupArgs,
     epilogue: &sm90::EpilogueArgs,
-    result: &Matrix,
+    result: &Output,
 ) -> Result<(), Nvfp4Error> {
     let shape = (m, n, k);
     match (plan, b.elements) {
         (Plan::Fused(tile, band), Elements::Packed(b))
             if sm90_fused::takes(k) && groups.grouping != Grouping::Depth =>
         {
-            let out = &result.handle;
+            let out = &result.matrix().handle;
             sm90_fused::launch(client, a, b, shape, groups, epilogue, out, (tile, band));
         }
         (Plan::BlockScaled(tile), Elements::Packed(right))
@@ -713,17 +777,17 @@ pub(super) fn launch_plan(
                     "packed operands",
                 ));
             };
-            let out = &result.handle;
+            let out = &result.matrix().handle;
             sm120::launch(client, left, right, shape, groups, epilogue, out, tile);
         }
         (Plan::FewRows, Elements::Packed(b))
             if small_m::takes(m, k) && groups.grouping == Grouping::Dense =>
         {
-            small_m::launch(client, a, b, k, epilogue, &result.handle);
+            small_m::launch(client, a, b, k, epilogue, &result.matrix().handle);
         }
         (Plan::Decoded(tile, band), _) => {
             let (left, right) = (a.decoded(client), b.decoded(client));
-            let out = &result.handle;
+            let out = &result.matrix().handle;
             sm90::launch(
                 client,
                 &left,
