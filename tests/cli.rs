@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 use std::sync::OnceLock;
 
+use nvfp4::Nvfp4Recipe;
 use serde_json::Value;
 
 /// A model of two thousand parameters on 32-byte sequences.
@@ -558,6 +559,45 @@ fn recipes_are_compared_on_the_same_batches() {
         (config["experts"].as_u64(), config["top_k"].as_u64()),
         (Some(4), Some(2))
     );
+}
+
+/// The model of Burn's layers, high precision and every preset, dense and with experts, take their steps and
+/// are measured.
+#[test]
+fn the_cost_of_every_recipe_is_measured() {
+    let path = folder("cost").with_extension("json");
+    let file = path.to_str().unwrap();
+    let run = format!("cost {SMALL} --rounds 2 --round-steps 1 --warm 1");
+    for (more, first) in [("", "burn"), ("--model moe --experts 4", "f32")] {
+        let more: Vec<&str> = more.split_whitespace().collect();
+        let said = succeeds(nvfp4(&run, &[&more[..], &["--json", file]].concat()));
+        let figures = json(&path);
+        let results = figures["results"].as_array().unwrap();
+        let names: Vec<&str> = results
+            .iter()
+            .map(|result| result["recipe"].as_str().unwrap())
+            .collect();
+        assert_eq!(names[0], first);
+        for name in Nvfp4Recipe::preset_names().filter(|name| *name != "bf16") {
+            assert!(names.contains(&name), "{name}: {names:?}");
+        }
+        for (name, result) in names.iter().zip(results) {
+            assert!(said.contains(name), "{name}: {said}");
+            let seconds = result["seconds"].as_array().unwrap();
+            assert_eq!(seconds.len(), 2, "{name}: a figure for each round");
+            assert!(seconds.iter().all(|each| each.as_f64().unwrap() > 0.0));
+            // Flex has neither memory pools nor launches.
+            assert!(result["memory"].is_null());
+        }
+    }
+    for (more, names) in [
+        ("--recipe nvidia", ["--recipes", "recipe"]),
+        ("--recipes fp8", ["fp8", "nvidia_4over6"]),
+        ("--rounds 0 --recipes f32", ["rounds", "at least 1"]),
+    ] {
+        let more: Vec<&str> = more.split_whitespace().collect();
+        fails(nvfp4(&format!("cost {SMALL}"), &more), &names);
+    }
 }
 
 /// A study in two parts and two sittings is the study in one.

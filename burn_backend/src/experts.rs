@@ -9,7 +9,7 @@ use burn_core::tensor::{DType, Int, Tensor};
 use nvfp4_kernels::Nvfp4Error;
 
 use crate::functions::or_panic;
-use crate::ops::{Bias, GroupedPrecision, Nvfp4GroupedOps};
+use crate::ops::{Bias, LinearSpec, Nvfp4GroupedOps};
 use crate::validate;
 
 /// The most experts of one layer: what the kernels keep of each fits shared memory.
@@ -94,7 +94,7 @@ pub(crate) fn check_experts(argument: &'static str, experts: usize) -> Result<()
 }
 
 /// `y[i] = Q(x[i]) Q(weight[e]) + bias[e]` for each token `i` of expert `e`, differentiable in `x`,
-/// `weight` and `bias`, with forward and backward in NVFP4; see
+/// `weight` and `bias`, with the operands of `spec` forward and backward; see
 /// [`ops::Nvfp4GroupedOps`](crate::ops::Nvfp4GroupedOps) for how groups are quantized.
 ///
 /// `x` is `[tokens, d_in]`, sorted by expert as `experts` says; `weight` `[experts, d_in, d_out]`;
@@ -103,15 +103,16 @@ pub(crate) fn check_experts(argument: &'static str, experts: usize) -> Result<()
 ///
 /// # Errors
 /// When the device has no implementation, devices differ, a type is not supported, a shape does not
-/// fit, or `d_in` or `d_out` is no positive multiple of 16.
+/// fit, `d_in` or `d_out` is no positive multiple of 16, or no kernel computes a product of `spec`.
 pub fn try_grouped_linear(
     x: Tensor<2>,
     weight: Tensor<3>,
     bias: Option<Tensor<2>>,
     experts: &ExpertOffsets,
-    precision: GroupedPrecision,
+    spec: LinearSpec,
 ) -> Result<Tensor<2>, Nvfp4Error> {
     check_grouped_linear(&x, &weight, bias.as_ref(), experts)?;
+    spec.check()?;
     let bias = match bias {
         Some(bias) => Bias::Vector(bias.into_dispatch()),
         None => Bias::Absent,
@@ -121,7 +122,7 @@ pub fn try_grouped_linear(
         weight.into_dispatch(),
         bias,
         experts.offsets.clone().into_dispatch(),
-        precision,
+        spec,
     )))
 }
 
@@ -131,11 +132,11 @@ pub fn grouped_linear(
     weight: Tensor<3>,
     bias: Option<Tensor<2>>,
     experts: &ExpertOffsets,
-    precision: GroupedPrecision,
+    spec: LinearSpec,
 ) -> Tensor<2> {
     or_panic(
         "grouped_linear",
-        try_grouped_linear(x, weight, bias, experts, precision),
+        try_grouped_linear(x, weight, bias, experts, spec),
     )
 }
 

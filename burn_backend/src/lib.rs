@@ -66,6 +66,7 @@ pub mod recipe;
 pub mod state;
 pub mod telemetry;
 
+mod parameterless;
 mod validate;
 
 #[cfg(any(feature = "cpu", feature = "cuda"))]

@@ -14,15 +14,13 @@ use burn_core as burn;
 
 use burn_core::backend::DeviceOps;
 use burn_core::config::Config;
-use burn_core::module::{
-    Content, Devices, Module, ModuleDisplay, ModuleDisplayDefault, ModuleMapper, ModuleVisitor,
-    Param, ParamId,
-};
+use burn_core::module::{Content, Module, ModuleVisitor, Param, ParamId};
 use burn_core::tensor::{Device, Tensor};
 use nvfp4_kernels::Nvfp4Error;
 use serde::{Deserialize, Serialize};
 
 use crate::ops::WeightCache;
+use crate::parameterless::{Parameterless, parameterless_module};
 use crate::recipe::LayerMode;
 use crate::telemetry::Probe;
 
@@ -282,9 +280,9 @@ impl LayerState {
     }
 }
 
-/// A module without parameters: Burn's traversals see nothing of it; [`Nvfp4State`] does.
-impl Module for LayerState {
-    fn visit<V: ModuleVisitor>(&self, _visitor: &mut V) {
+/// Burn's traversals see nothing of it; [`Nvfp4State`] does.
+impl Parameterless for LayerState {
+    fn pass<V: ModuleVisitor>(&self, _visitor: &mut V) {
         TRAVERSAL.with_borrow_mut(|traversal| {
             if let Some(traversal) = traversal {
                 traversal.found(self);
@@ -292,40 +290,14 @@ impl Module for LayerState {
         });
     }
 
-    fn map<M: ModuleMapper>(self, _mapper: &mut M) -> Self {
-        self
-    }
-
-    fn to_device(self, _device: &Device) -> Self {
-        self
-    }
-
-    fn fork(self, device: &Device) -> Self {
+    fn forked(self, device: &Device) -> Self {
         Self {
             rank: device.as_dispatch().id().index_id.into(),
             ..self
         }
     }
 
-    fn collect_devices(&self, devices: Devices) -> Devices {
-        devices
-    }
-
-    fn materialize(self) -> Self {
-        self
-    }
-
-    fn valid(&self) -> Self {
-        self.clone()
-    }
-
-    fn train(self) -> Self {
-        self
-    }
-}
-
-impl ModuleDisplayDefault for LayerState {
-    fn content(&self, content: Content) -> Option<Content> {
+    fn show(&self, content: Content) -> Option<Content> {
         let LayerRandomness {
             seed,
             layer,
@@ -341,7 +313,7 @@ impl ModuleDisplayDefault for LayerState {
     }
 }
 
-impl ModuleDisplay for LayerState {}
+parameterless_module!(LayerState);
 
 thread_local! {
     /// The traversal of [`layers`] on this thread, while one is under way. A module's `visit` is

@@ -353,6 +353,43 @@ fn factors_of_groups_and_bf16_operands() {
     }
 }
 
+/// A contraction in groups takes a factor for each stored row of each group, on either side.
+#[test]
+fn factors_of_the_rows_of_contractions() {
+    let client = client!("factors_of_the_rows_of_contractions");
+    let (columns, m, n) = ([0, 16, 16, 64, 96], 24, 16);
+    let (k, count) = (96, 4);
+    let (a, b) = (Packed::random(m, k, 1), Packed::random(n, k, 2));
+    let (left, right) = (a.device(&client), b.device(&client));
+    let maxima = |len: usize, step: usize| -> Vec<f32> {
+        (0..len).map(|i| (1 + i * step % 7) as f32).collect()
+    };
+    let (a_amax, b_amax) = (maxima(count * m, 3), maxima(count * n, 5));
+    let upload = |values: &[f32]| client.create_from_slice(bytemuck::cast_slice(values));
+    let (a_handle, b_handle) = (upload(&a_amax), upload(&b_amax));
+    let groups = groups(&client, &columns);
+    for path in paths(&client) {
+        let run = |a_scale, b_scale| {
+            let [a, b] = [(&left, a_scale), (&right, b_scale)].map(|(packed, scale)| Operand {
+                elements: Elements::Packed(packed),
+                scale,
+            });
+            let new = Target::New(FloatKind::F32);
+            let found = gemm::gemm_grouped_depth(&client, Some(path), &a, &b, &groups, new);
+            read(&client, &found.unwrap())
+        };
+        let sums = run(Scale::One, Scale::One);
+        let found = run(Scale::PerRow(&a_handle, 2.0), Scale::PerRow(&b_handle, 3.0));
+        assert!(sums.iter().any(|sum| *sum != 0.0));
+        for (index, (found, sum)) in found.iter().zip(&sums).enumerate() {
+            let (row, column) = (index / n, index % n);
+            let own = b_amax[row / m * n + column];
+            let expected = sum * ((a_amax[row] / 2.0) * (own / 3.0));
+            assert_eq!(*found, expected, "{path:?}, ({row}, {column})");
+        }
+    }
+}
+
 proptest! {
     #![proptest_config(ProptestConfig { cases: 24, failure_persistence: None, ..Default::default() })]
 

@@ -85,6 +85,7 @@ fn sources(conversion: Conversion) -> Vec<Source> {
         }};
     }
     add!("", NONE, rescale_kernel, b(9), b(9), 8, 256, 16, 16, 256);
+    add!("", NONE, spread_groups_kernel, b(8), b(9), b(rows), rows, 8);
     for kind in [FloatKind::F32, FloatKind::F16, FloatKind::Bf16] {
         let (tag, wide, elem) = (format!("{kind:?}"), AddressType::U64, kind.storage_type());
         add!(

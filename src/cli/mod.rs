@@ -1,5 +1,6 @@
 //! The command line.
 
+mod cost;
 mod device;
 mod doctor;
 mod options;
@@ -32,6 +33,9 @@ enum Task {
     Train(Box<train::Train>),
     /// Train with several recipes and seeds as one experiment that can be gone on with, and report.
     Study(study::Study),
+    /// Measure what training steps cost with each recipe: bytes a second, memory, and which kernels take
+    /// the time.
+    Cost(Box<cost::CostOfSteps>),
     /// Ask a device what it does where documents do not say, beside what the oracle says.
     Oracle(oracle::Oracle),
     /// Generate text with a trained model.
@@ -45,6 +49,7 @@ impl Command {
         match self.task {
             Task::Train(train) => train.run(),
             Task::Study(study) => study.run(),
+            Task::Cost(cost) => cost.run(),
             Task::Oracle(oracle) => oracle.run().map(|()| ExitCode::SUCCESS),
             Task::Sample(sample) => sample.run().map(|()| ExitCode::SUCCESS),
             Task::Doctor(doctor) => doctor.run().map(|()| ExitCode::SUCCESS),

@@ -187,6 +187,11 @@ impl Options {
         *self == Self::default()
     }
 
+    /// Whether no recipe is named.
+    pub(crate) fn recipe_is_unset(&self) -> bool {
+        self.recipe.is_none() && self.compare.is_none() && !self.no_compare
+    }
+
     /// Only `device` is set, if anything.
     pub(crate) fn only_device(mut self) -> Result<Option<DeviceName>> {
         let device = self.device.take();

@@ -92,6 +92,21 @@ impl ModelConfig {
         Ok(())
     }
 
+    /// Weights of the blocks' projections that each byte is multiplied with: of experts, those that it is
+    /// sent to.
+    pub fn weights_of_a_byte(&self) -> usize {
+        let Self {
+            width,
+            layers,
+            hidden,
+            experts,
+            top_k,
+            ..
+        } = *self;
+        let copies = experts.map_or(1, |_| top_k);
+        layers * (4 * width * width + copies * 3 * width * hidden)
+    }
+
     /// Number of trained parameters.
     pub fn parameters(&self) -> usize {
         let Self {

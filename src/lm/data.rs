@@ -251,6 +251,14 @@ impl Batch {
         }
     }
 
+    /// Batch `number` of random bytes: `rows` sequences of `context`.
+    pub(super) fn random(seed: u64, number: u64, rows: usize, context: usize) -> Self {
+        let mut stream = Stream::new(seed, number);
+        let length = context + 1;
+        let text: Vec<u8> = (0..rows * length).map(|_| stream.next() as u8).collect();
+        Self::new(&text, (0..rows).map(|row| row * length), context)
+    }
+
     /// Number of sequences.
     pub fn rows(&self) -> usize {
         self.rows

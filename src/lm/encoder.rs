@@ -81,6 +81,11 @@ impl EncoderModel {
         Ok(initialise(model, seed, layers, dtype))
     }
 
+    /// Weights of the blocks' linear layers, with all of which each byte is multiplied.
+    pub fn weights_of_a_byte(config: &ModelConfig) -> usize {
+        config.layers * (4 * config.width * config.width + 2 * config.width * config.hidden)
+    }
+
     /// Number of trained parameters of a model of these sizes.
     pub fn parameters(config: &ModelConfig) -> usize {
         let &ModelConfig {

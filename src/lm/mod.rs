@@ -9,6 +9,7 @@
 //! - [`train`]: one training run as a state machine: step, evaluate, save, resume.
 //! - [`checkpoint`]: a run on disk, whole or not at all.
 //! - [`sample`]: text from a trained model.
+//! - [`cost`]: time, memory and kernels of a training step.
 //!
 //! Everything that a run computes is a function of its configuration and its data, on a given device
 //! and number of threads: no clock, no address and no global counter enters. That is what lets a
@@ -16,6 +17,7 @@
 
 pub mod checkpoint;
 pub mod config;
+pub mod cost;
 pub mod data;
 pub mod encoder;
 pub mod model;

@@ -2,6 +2,8 @@
 
 use std::f64::consts::TAU;
 
+use rayon::prelude::*;
+
 /// Finaliser of SplitMix64: a bijection of 64-bit words that spreads every input bit over the whole
 /// output.
 pub(crate) fn mix(mut z: u64) -> u64 {
@@ -75,16 +77,26 @@ impl Stream {
         ((self.next() >> 11) as f64 + 0.5) / (1u64 << 53) as f64
     }
 
-    /// `count` normal variates of mean zero and the given standard deviation (Box-Muller).
+    /// `count` normal variates of mean zero and the given standard deviation (Box-Muller): words `2i` and
+    /// `2i + 1` from here on give variates `2i` and `2i + 1`.
     pub(crate) fn normal(&mut self, count: usize, deviation: f64) -> Vec<f32> {
-        let mut values = Vec::with_capacity(count + 1);
-        while values.len() < count {
-            let radius = (-2.0 * self.uniform().ln()).sqrt() * deviation;
-            let (sin, cos) = (TAU * self.uniform()).sin_cos();
-            values.push((radius * cos) as f32);
-            values.push((radius * sin) as f32);
-        }
-        values.truncate(count);
+        let mut values = vec![0.0; count];
+        let first = self.counter;
+        values
+            .par_chunks_mut(1 << 14)
+            .enumerate()
+            .for_each(|(index, values)| {
+                let mut own = self.at(first + ((index as u64) << 14));
+                for pair in values.chunks_mut(2) {
+                    let radius = (-2.0 * own.uniform().ln()).sqrt() * deviation;
+                    let (sin, cos) = (TAU * own.uniform()).sin_cos();
+                    pair[0] = (radius * cos) as f32;
+                    if let Some(second) = pair.get_mut(1) {
+                        *second = (radius * sin) as f32;
+                    }
+                }
+            });
+        self.counter = first + count.next_multiple_of(2) as u64;
         values
     }
 }
@@ -92,6 +104,15 @@ impl Stream {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn normal_variates_go_on() {
+        let whole = Stream::new(3, 4).normal(40_001, 1.0);
+        let mut parts = Stream::new(3, 4);
+        let mut again = parts.normal(20_000, 1.0);
+        again.extend(parts.normal(20_001, 1.0));
+        assert_eq!(whole, again);
+    }
 
     #[test]
     fn normal_has_its_moments() {

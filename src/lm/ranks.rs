@@ -324,7 +324,13 @@ mod tests {
             w
         })));
         // Adam's steps are about as large as the learning rate, each element's in a direction of its own.
-        let step = |i: usize| if (i * i / 3) % 2 == 0 { 1e-3 } else { -1e-3 };
+        let step = |i: usize| {
+            if (i * i / 3).is_multiple_of(2) {
+                1e-3
+            } else {
+                -1e-3
+            }
+        };
         assert!(!own.is_near(digest(&|i, w| w + step(i))));
         assert!(!own.is_near(digest(&|_, w| w * 0.9)));
     }

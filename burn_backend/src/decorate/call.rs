@@ -9,6 +9,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::ops::LinearSpec;
 use crate::ops::autodiff::Saved;
+use crate::telemetry::Probe;
 
 /// What [`Decorator`](super::Decorator) does about a product that it could not take.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -132,6 +133,8 @@ pub(super) struct Call {
     pub training: bool,
     /// Whether the weight needs a gradient.
     pub weight_tracked: bool,
+    /// Where to leave what is seen of the operands, while someone looks.
+    pub probe: Option<Probe>,
     state: Mutex<CallState>,
 }
 
@@ -189,6 +192,7 @@ impl Call {
         spec: LinearSpec,
         training: bool,
         weight_tracked: bool,
+        probe: Option<Probe>,
     ) -> Self {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         Self {
@@ -198,6 +202,7 @@ impl Call {
             spec,
             training,
             weight_tracked,
+            probe,
             state: Mutex::default(),
         }
     }

@@ -31,7 +31,7 @@ use burn_ir::{FloatOperationIr, MatmulOpIr, TensorStatus};
 use super::call::{BiasState, Call, count, lock};
 use super::ops::placeholder;
 use super::tracker::{Role, tracker};
-use crate::ops::autodiff::forward;
+use crate::ops::autodiff::{GradientsOf, Tracked, forward};
 use crate::ops::{Bias, float_dtype};
 
 /// Name of the optimization in Burn's registry and logs.
@@ -373,8 +373,13 @@ fn run_forward(call: &Call, x: CubeTensor, operands: &mut Operands<'_>) -> Optio
         .filter(|_| state.bias_tracked)
         .map(|bias| float_dtype(bias.dtype));
     let bias = bias.map_or(Bias::Absent, Bias::Vector);
-    let tracked = (call.training, call.training && call.weight_tracked);
-    let (y, saved) = forward::<CubeBackend>(x, weight, bias, call.spec, tracked, bias_dtype);
+    let tracked = Tracked {
+        x: call.training,
+        w: call.training && call.weight_tracked,
+        bias: bias_dtype,
+    };
+    let probe = call.probe.clone();
+    let (y, saved) = forward::<CubeBackend>(x, weight, bias, call.spec, tracked, probe);
     state.forward = true;
     state.saved = call.training.then_some(saved);
     count(&call.layer.counters.forward_nvfp4);

@@ -4,16 +4,14 @@ use std::cell::{Cell, RefCell};
 use std::sync::{Arc, Weak};
 
 use burn_core::backend::Dispatch;
-use burn_core::module::{
-    Content, Devices, Module, ModuleDisplay, ModuleDisplayDefault, ModuleMapper, ModuleVisitor,
-    Reparameterization,
-};
+use burn_core::module::{Content, Module, ModuleVisitor, Reparameterization};
 use burn_core::tensor::{Device, Tensor};
 
 use super::call::{Call, CallRef, Layer};
 use super::ops::MarkOps;
 use super::tracker::tracker;
 use super::{check_device, failure_message};
+use crate::parameterless::{Parameterless, parameterless_module};
 use crate::recipe::{LayerMode, Nvfp4Recipe};
 use crate::state::LayerState;
 
@@ -89,6 +87,7 @@ impl Mark {
             mode.of(self.recipe.spec(&randomness)),
             training,
             base.is_tracked(),
+            self.state.probe(),
         ));
         LAST.set(Arc::downgrade(&call));
         let (id, call) = (call.id, CallRef(call));
@@ -146,8 +145,8 @@ impl Reparameterization for Mark {
     }
 }
 
-impl Module for Mark {
-    fn visit<V: ModuleVisitor>(&self, visitor: &mut V) {
+impl Parameterless for Mark {
+    fn pass<V: ModuleVisitor>(&self, visitor: &mut V) {
         if self.kind == Kind::Weight {
             FOUND.with_borrow_mut(|found| {
                 if let Some(found) = found {
@@ -158,42 +157,16 @@ impl Module for Mark {
         }
     }
 
-    fn map<M: ModuleMapper>(self, _mapper: &mut M) -> Self {
-        self
-    }
-
-    fn to_device(self, _device: &Device) -> Self {
-        self
-    }
-
-    fn fork(self, device: &Device) -> Self {
+    fn forked(self, device: &Device) -> Self {
         Self {
             state: self.state.fork(device),
             ..self
         }
     }
 
-    fn collect_devices(&self, devices: Devices) -> Devices {
-        devices
-    }
-
-    fn materialize(self) -> Self {
-        self
-    }
-
-    fn valid(&self) -> Self {
-        self.clone()
-    }
-
-    fn train(self) -> Self {
-        self
+    fn show(&self, content: Content) -> Option<Content> {
+        self.state.show(content)
     }
 }
 
-impl ModuleDisplayDefault for Mark {
-    fn content(&self, content: Content) -> Option<Content> {
-        self.state.content(content)
-    }
-}
-
-impl ModuleDisplay for Mark {}
+parameterless_module!(Mark);

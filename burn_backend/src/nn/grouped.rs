@@ -10,7 +10,6 @@ use nvfp4_kernels::Nvfp4Error;
 
 use crate::experts::{ExpertOffsets, check_experts, try_grouped_linear};
 use crate::functions::or_panic;
-use crate::ops::{GroupedPrecision, GroupedSpec};
 use crate::recipe::{LayerMode, Nvfp4Recipe};
 use crate::state::{LayerRandomness, LayerState};
 use crate::validate;
@@ -74,14 +73,13 @@ impl Nvfp4GroupedLinearConfig {
 /// Tokens come sorted by expert, with [`ExpertOffsets`] on the device; the host never learns how many
 /// tokens an expert has. Each expert's tokens and weight are quantized for themselves, with global
 /// scales of their own, so the layer computes what a loop of [`Nvfp4Linear`](crate::Nvfp4Linear) over
-/// the experts computes; the random bits of stochastic rounding go on from expert to expert (see
-/// [`ops`](crate::ops::Nvfp4GroupedOps)).
+/// the experts computes. Two things are shared by the experts: random bits go on from expert to expert,
+/// and an operand by MS-EDEN has one global scale (see [`ops`](crate::ops::Nvfp4GroupedOps)).
 ///
-/// Recipes are those of TransformerEngine's kind (`nvidia` and its switches) and `bf16`; others are
-/// refused when the layer is built. A [`LayerMode`] other than `Recipe` puts the whole layer into high
-/// precision. Parameters stay in high precision. What a training forward is, and how it draws, is as for
-/// [`Nvfp4Linear`](crate::Nvfp4Linear); so are recipes, high-precision layers and
-/// [`Nvfp4State`](crate::Nvfp4State).
+/// It takes every recipe that [`Nvfp4Linear`](crate::Nvfp4Linear) takes. Parameters stay in high
+/// precision. What a training forward is, and how it draws, is as for
+/// [`Nvfp4Linear`](crate::Nvfp4Linear); so are recipes, modes, high-precision layers and
+/// [`Nvfp4State`](crate::Nvfp4State). Packed weights are not kept between forwards.
 #[derive(Module, Debug)]
 #[module(custom_display)]
 pub struct Nvfp4GroupedLinear {
@@ -110,9 +108,6 @@ impl Nvfp4GroupedLinear {
             offset: 0,
             rht_signs: recipe.rht_signs,
         })?;
-        if recipe.is_quantized() {
-            GroupedSpec::try_from(recipe.spec(&state.randomness()))?;
-        }
         Ok(Self {
             weight,
             bias,
@@ -191,17 +186,15 @@ impl Nvfp4GroupedLinear {
     ) -> Result<Tensor<2>, Nvfp4Error> {
         let weight = self.weight.val();
         let bias = self.bias.as_ref().map(|bias| bias.val());
-        let precision = if !self.recipe.is_quantized() || self.state.mode() != LayerMode::Recipe {
-            GroupedPrecision::Input
+        let mode = self.state.mode();
+        let draws = input.is_tracked() || weight.is_tracked();
+        let randomness = if draws && mode != LayerMode::HighPrecision {
+            self.state.advance()
         } else {
-            let randomness = if input.is_tracked() || weight.is_tracked() {
-                self.state.advance()
-            } else {
-                self.state.randomness()
-            };
-            GroupedPrecision::Nvfp4(self.recipe.spec(&randomness).try_into()?)
+            self.state.randomness()
         };
-        try_grouped_linear(input, weight, bias, experts, precision)
+        let spec = mode.of(self.recipe.spec(&randomness));
+        try_grouped_linear(input, weight, bias, experts, spec)
     }
 
     /// [`try_forward`](Self::try_forward), panicking where it fails.

@@ -1,5 +1,7 @@
 //! The backward of [`nvfp4_linear`](Nvfp4Ops::nvfp4_linear).
 
+use std::marker::PhantomData;
+
 use burn_core::backend::{
     Autodiff, AutodiffBackend, Backend, TensorMetadata,
     autodiff::{
@@ -44,9 +46,14 @@ pub(crate) struct LinearGrads<B: Backend> {
     pub(crate) bias: Option<FloatTensor<B>>,
 }
 
-impl<B: Nvfp4Ops> Saved<B> {
+/// What gives the gradients of a linear product.
+pub(crate) trait GradientsOf<B: Backend>: Clone + Send + std::fmt::Debug + 'static {
     /// The gradients, from the gradient `dy` of the output (`[m, d_out]`).
-    pub(crate) fn backward(self, dy: FloatTensor<B>) -> LinearGrads<B> {
+    fn backward(self, dy: FloatTensor<B>) -> LinearGrads<B>;
+}
+
+impl<B: Nvfp4Ops> GradientsOf<B> for Saved<B> {
+    fn backward(self, dy: FloatTensor<B>) -> LinearGrads<B> {
         let bias = self
             .bias_dtype
             .map(|dtype| bias_grad::<B>(dy.clone(), dtype));
@@ -108,12 +115,21 @@ pub(super) fn register<B: Backend, const N: usize>(
     }
 }
 
-/// The product without a bias: parents `[x, w]`.
-#[derive(Debug)]
-struct Linear;
+/// Which gradients will be asked for.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Tracked {
+    pub(crate) x: bool,
+    pub(crate) w: bool,
+    /// Type of the bias, if there is one and its gradient will be asked for.
+    pub(crate) bias: Option<FloatDType>,
+}
 
-impl<B: Nvfp4Ops> Backward<B, 2> for Linear {
-    type State = Saved<B>;
+/// The product without a bias, of which an `S` is kept: parents `[x, w]`.
+#[derive(Debug)]
+struct Linear<S>(PhantomData<S>);
+
+impl<B: Backend, S: GradientsOf<B>> Backward<B, 2> for Linear<S> {
+    type State = S;
 
     fn backward(
         self,
@@ -132,10 +148,10 @@ impl<B: Nvfp4Ops> Backward<B, 2> for Linear {
 
 /// The product with a bias: parents `[x, w, bias]`.
 #[derive(Debug)]
-struct LinearBias;
+struct LinearBias<S>(PhantomData<S>);
 
-impl<B: Nvfp4Ops> Backward<B, 3> for LinearBias {
-    type State = Saved<B>;
+impl<B: Backend, S: GradientsOf<B>> Backward<B, 3> for LinearBias<S> {
+    type State = S;
 
     fn backward(
         self,
@@ -152,7 +168,53 @@ impl<B: Nvfp4Ops> Backward<B, 3> for LinearBias {
     }
 }
 
-/// The output of a product without a context, and what its backward needs of `x` and `w`, of which
+/// A linear product on the autodiff backend: `forward` computes it on the backend below, and says what
+/// its backward needs.
+pub(super) fn linear<B, C, S>(
+    x: FloatTensor<Autodiff<B, C>>,
+    w: FloatTensor<Autodiff<B, C>>,
+    bias: Bias<Autodiff<B, C>>,
+    forward: impl FnOnce(FloatTensor<B>, FloatTensor<B>, Bias<B>, Tracked) -> (FloatTensor<B>, S),
+) -> FloatTensor<Autodiff<B, C>>
+where
+    B: Backend,
+    C: CheckpointStrategy,
+    S: GradientsOf<B>,
+{
+    let tracked = Tracked {
+        x: x.is_tracked(),
+        w: w.is_tracked(),
+        bias: None,
+    };
+    // The guards keep the parents alive until the step is registered.
+    let (x, x_node) = x.into_parts();
+    let (w, w_node) = w.into_parts();
+    match bias {
+        Bias::Absent => {
+            let step = Linear::<S>(PhantomData).prepare::<C>([x_node, w_node]);
+            let (y, saved) = forward(x, w, Bias::Absent, tracked);
+            match step.compute_bound().stateful() {
+                OpsKind::Tracked(prep) => prep.finish(saved, y),
+                OpsKind::UnTracked(prep) => prep.finish(y),
+            }
+        }
+        Bias::Vector(bias) => {
+            let tracked = Tracked {
+                bias: bias.is_tracked().then(|| float_dtype(bias.dtype())),
+                ..tracked
+            };
+            let (bias, bias_node) = bias.into_parts();
+            let step = LinearBias::<S>(PhantomData).prepare::<C>([x_node, w_node, bias_node]);
+            let (y, saved) = forward(x, w, Bias::Vector(bias), tracked);
+            match step.compute_bound().stateful() {
+                OpsKind::Tracked(prep) => prep.finish(saved, y),
+                OpsKind::UnTracked(prep) => prep.finish(y),
+            }
+        }
+    }
+}
+
+/// The output of a product whose weight is not kept, and what its backward needs of `x` and `w`, of which
 /// `tracked` says whether gradients will be asked for.
 #[cfg(any(feature = "cpu", feature = "cuda"))]
 pub(crate) fn forward<B: Nvfp4Ops>(
@@ -160,19 +222,20 @@ pub(crate) fn forward<B: Nvfp4Ops>(
     w: FloatTensor<B>,
     bias: Bias<B>,
     spec: LinearSpec,
-    (x_tracked, w_tracked): (bool, bool),
-    bias_dtype: Option<FloatDType>,
+    tracked: Tracked,
+    probe: Option<Probe>,
 ) -> (FloatTensor<B>, Saved<B>) {
     let product = Product {
         x,
         w,
         bias,
         spec,
-        context: LinearContext::default(),
+        context: LinearContext {
+            weights: None,
+            probe,
+        },
         w_node: 0,
-        x_tracked,
-        w_tracked,
-        bias_dtype,
+        tracked,
     };
     product.forward()
 }
@@ -186,12 +249,8 @@ struct Product<B: Nvfp4Ops> {
     context: LinearContext,
     /// Identity of `w`.
     w_node: u64,
-    /// Which gradients will be asked for; an operand that only an unwanted gradient would read is not
-    /// made.
-    x_tracked: bool,
-    w_tracked: bool,
-    /// Type of the bias, if its gradient will be asked for.
-    bias_dtype: Option<FloatDType>,
+    /// An operand that only an unwanted gradient would read is not made.
+    tracked: Tracked,
 }
 
 impl<B: Nvfp4Ops> Product<B> {
@@ -206,7 +265,7 @@ impl<B: Nvfp4Ops> Product<B> {
         if let Some(probe) = &probe {
             probe.look("fprop.w", &self.w, &w, &spec.fprop_w);
         }
-        let (x, saved_x) = match (self.w_tracked, spec.source) {
+        let (x, saved_x) = match (self.tracked.w, spec.source) {
             (false, _) => (
                 one::<B>(self.x, &spec.fprop_x, PackedAxis::Cols, x_dtype),
                 None,
@@ -230,7 +289,7 @@ impl<B: Nvfp4Ops> Product<B> {
             w: saved_w,
             x_dtype,
             w_dtype,
-            bias_dtype: self.bias_dtype,
+            bias_dtype: self.tracked.bias,
             spec,
             probe,
         };
@@ -268,7 +327,7 @@ impl<B: Nvfp4Ops> Product<B> {
             .and_then(|(cache, device)| cache.get(device, &key));
         let (forward, backward) = match kept {
             Some((forward, Some(backward))) => (forward, Some(backward)),
-            Some((forward, None)) if !self.x_tracked => (forward, None),
+            Some((forward, None)) if !self.tracked.x => (forward, None),
             Some((forward, None)) if !dgrad_w.is_deterministic() => {
                 let backward = self.dgrad_weight(&forward, dtype);
                 return (forward, Some(backward));
@@ -277,7 +336,7 @@ impl<B: Nvfp4Ops> Product<B> {
                 let is_twin = source == BackwardSource::Original
                     || matches!((fprop_w, dgrad_w),
                         (OperandSpec::Tiles(a), OperandSpec::Tiles(b)) if a == b);
-                let made = if !self.x_tracked {
+                let made = if !self.tracked.x {
                     (
                         one::<B>(self.w.clone(), &fprop_w, PackedAxis::Rows, dtype),
                         None,
@@ -298,7 +357,7 @@ impl<B: Nvfp4Ops> Product<B> {
                 made
             }
         };
-        (forward, backward.filter(|_| self.x_tracked))
+        (forward, backward.filter(|_| self.tracked.x))
     }
 
     /// `w` for dgrad, given what the forward multiplies.
@@ -358,16 +417,8 @@ impl<B: Nvfp4Ops, C: CheckpointStrategy> Nvfp4Ops for Autodiff<B, C> {
         bias: Bias<Self>,
         dtype: FloatDType,
     ) -> FloatTensor<Self> {
-        let operand = |operand: Operand<Self>| match operand {
-            Operand::Nvfp4(packed) => Operand::Nvfp4(inner(packed)),
-            Operand::Mxfp8(packed) => Operand::Mxfp8(mx_inner(packed)),
-            Operand::Float(x, axis) => Operand::Float(x.into_primitive(), axis),
-        };
-        let bias = match bias {
-            Bias::Absent => Bias::Absent,
-            Bias::Vector(bias) => Bias::Vector(bias.into_primitive()),
-        };
-        Self::from_inner(B::nvfp4_product(operand(a), operand(b), bias, dtype))
+        let (a, b) = (inner_operand(a), inner_operand(b));
+        Self::from_inner(B::nvfp4_product(a, b, inner_bias(bias), dtype))
     }
 
     fn nvfp4_linear(
@@ -377,51 +428,19 @@ impl<B: Nvfp4Ops, C: CheckpointStrategy> Nvfp4Ops for Autodiff<B, C> {
         spec: LinearSpec,
         context: LinearContext,
     ) -> FloatTensor<Self> {
-        let (x_tracked, w_tracked) = (x.is_tracked(), w.is_tracked());
-        let w_id = w.id().value;
-        // The guards keep the parents alive until the step is registered.
-        let (x, x_node) = x.into_parts();
-        let (w, w_node) = w.into_parts();
-        let product = |x, w, bias, bias_dtype| Product::<B> {
-            x,
-            w,
-            bias,
-            spec,
-            context,
-            w_node: w_id,
-            x_tracked,
-            w_tracked,
-            bias_dtype,
-        };
-        match bias {
-            Bias::Absent => {
-                let product = product(x, w, Bias::Absent, None);
-                match Linear
-                    .prepare::<C>([x_node, w_node])
-                    .compute_bound()
-                    .stateful()
-                {
-                    OpsKind::Tracked(prep) => {
-                        let (y, saved) = product.forward();
-                        prep.finish(saved, y)
-                    }
-                    OpsKind::UnTracked(prep) => prep.finish(product.forward().0),
-                }
-            }
-            Bias::Vector(bias) => {
-                let bias_dtype = bias.is_tracked().then(|| float_dtype(bias.dtype()));
-                let (bias, bias_node) = bias.into_parts();
-                let product = product(x, w, Bias::Vector(bias), bias_dtype);
-                let nodes = [x_node, w_node, bias_node];
-                match LinearBias.prepare::<C>(nodes).compute_bound().stateful() {
-                    OpsKind::Tracked(prep) => {
-                        let (y, saved) = product.forward();
-                        prep.finish(saved, y)
-                    }
-                    OpsKind::UnTracked(prep) => prep.finish(product.forward().0),
-                }
-            }
-        }
+        let w_node = w.id().value;
+        linear(x, w, bias, |x, w, bias, tracked| {
+            let product = Product::<B> {
+                x,
+                w,
+                bias,
+                spec,
+                context,
+                w_node,
+                tracked,
+            };
+            product.forward()
+        })
     }
 }
 
@@ -466,5 +485,24 @@ fn mx_inner<B: Nvfp4Ops, C: CheckpointStrategy>(packed: MxPacked<Autodiff<B, C>>
         codes: packed.codes,
         scales: packed.scales,
         layout: packed.layout,
+    }
+}
+
+/// An operand of the backend that does the work.
+pub(super) fn inner_operand<B: Nvfp4Ops, C: CheckpointStrategy>(
+    operand: Operand<Autodiff<B, C>>,
+) -> Operand<B> {
+    match operand {
+        Operand::Nvfp4(packed) => Operand::Nvfp4(inner(packed)),
+        Operand::Mxfp8(packed) => Operand::Mxfp8(mx_inner(packed)),
+        Operand::Float(x, axis) => Operand::Float(x.into_primitive(), axis),
+    }
+}
+
+/// A bias of the backend that does the work.
+pub(super) fn inner_bias<B: Backend, C: CheckpointStrategy>(bias: Bias<Autodiff<B, C>>) -> Bias<B> {
+    match bias {
+        Bias::Absent => Bias::Absent,
+        Bias::Vector(bias) => Bias::Vector(bias.into_primitive()),
     }
 }

@@ -145,11 +145,7 @@ impl Nvfp4Ops for CubeBackend {
     ) -> FloatTensor<Self> {
         let ((m, k), n) = (stored_shape(&a), stored_shape(&b).0);
         trace_op("matmul", "", m, n);
-        let like = match &a {
-            Operand::Nvfp4(packed) => packed.codes.clone(),
-            Operand::Mxfp8(packed) => packed.codes.clone(),
-            Operand::Float(x, _) => x.clone(),
-        };
+        let like = beside(&a);
         let packed = matches!((&a, &b), (Operand::Nvfp4(_), Operand::Nvfp4(_)));
         let capabilities = Capabilities::of(&like.client);
         let hopper = path_of(&capabilities, n, k) == GemmPath::Hopper;
@@ -202,8 +198,17 @@ impl Nvfp4Ops for CubeBackend {
     }
 }
 
+/// A tensor beside which the results of a product with `operand` are.
+pub(super) fn beside(operand: &Operand<CubeBackend>) -> CubeTensor {
+    match operand {
+        Operand::Nvfp4(packed) => packed.codes.clone(),
+        Operand::Mxfp8(packed) => packed.codes.clone(),
+        Operand::Float(x, _) => x.clone(),
+    }
+}
+
 /// Stored rows and the length of the contraction in memory.
-fn stored_shape(operand: &Operand<CubeBackend>) -> (usize, usize) {
+pub(super) fn stored_shape(operand: &Operand<CubeBackend>) -> (usize, usize) {
     match operand {
         Operand::Nvfp4(packed) => (packed.layout.outer(), packed.layout.blocks() * BLOCK),
         Operand::Mxfp8(packed) => (packed.layout.outer(), packed.layout.blocks() * MX_BLOCK),
@@ -231,13 +236,13 @@ fn transposed_to_rows(operand: Operand<CubeBackend>, dtype: FloatDType) -> CubeT
 }
 
 /// An operand as the GEMM kernels take it, holding its memory.
-enum Stored {
+pub(super) enum Stored {
     Packed(Box<DevicePacked>),
     Bf16(Matrix),
 }
 
 impl Stored {
-    fn new(operand: Operand<CubeBackend>) -> Self {
+    pub(super) fn new(operand: Operand<CubeBackend>) -> Self {
         match operand {
             Operand::Nvfp4(packed) => Self::Packed(Box::new(device(packed))),
             Operand::Mxfp8(packed) => {
@@ -263,7 +268,7 @@ impl Stored {
         }
     }
 
-    fn operand(&self) -> gemm::Operand<'_> {
+    pub(super) fn operand(&self) -> gemm::Operand<'_> {
         match self {
             Self::Packed(packed) => (&**packed).into(),
             Self::Bf16(matrix) => matrix.into(),
@@ -301,14 +306,14 @@ fn device_copy(copy: &CopySpec) -> DeviceCopy {
     }
 }
 
-fn scope(global: GlobalScaling) -> AmaxScope {
+pub(super) fn scope(global: GlobalScaling) -> AmaxScope {
     match global {
         GlobalScaling::PerTensor => AmaxScope::Group,
         GlobalScaling::PerToken => AmaxScope::Outer,
     }
 }
 
-fn request<'a>(copy: &CopySpec, amax: &'a Handle) -> CopyRequest<'a> {
+pub(super) fn request<'a>(copy: &CopySpec, amax: &'a Handle) -> CopyRequest<'a> {
     CopyRequest {
         amax,
         scope: scope(copy.global),

@@ -176,7 +176,7 @@ impl Nvfp4Ops for Flex {
 }
 
 /// The maxima that a copy along `axis` needs.
-fn maxima<T: Element>(
+pub(super) fn maxima<T: Element>(
     values: &[T],
     rows: usize,
     cols: usize,
@@ -200,7 +200,7 @@ fn maxima<T: Element>(
     }
 }
 
-fn policy(copy: &CopySpec) -> CopyPolicy {
+pub(super) fn policy(copy: &CopySpec) -> CopyPolicy {
     CopyPolicy {
         hadamard: copy.hadamard,
         scaling: copy.scaling,

@@ -22,7 +22,7 @@ use nvfp4_kernels::PackedAxis;
 
 pub use context::LinearContext;
 pub(crate) use context::WeightCache;
-pub use grouped::{GroupPairSpec, GroupedPrecision, GroupedSpec, Nvfp4GroupedOps};
+pub use grouped::{GroupPairSpec, Nvfp4GroupedOps};
 pub use packed::{
     Bias, GlobalScaling, MxLayout, MxPacked, Operand, Packed, PackedLayout, PackedPair,
 };

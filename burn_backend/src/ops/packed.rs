@@ -180,7 +180,7 @@ pub enum Bias<B: Backend> {
 #[cfg(feature = "cubecl-backend")]
 pub(super) use meta::{
     dequantize_meta, eden_meta, eden_packed_meta, matmul_meta, mx_dequantize_meta, mx_meta,
-    mx_packed_meta, packed_meta, pair_meta, product_meta,
+    mx_packed_meta, packed_meta, pair_meta, product_meta, stored_rows,
 };
 
 /// Shapes and types of the results, for Fusion, which needs them before anything runs.
@@ -263,10 +263,14 @@ mod meta {
         _bias: &BiasMetadata,
         dtype: &FloatDType,
     ) -> TensorSpec {
-        TensorSpec::new(Shape::new([outer(a), outer(b)]), (*dtype).into())
+        TensorSpec::new(
+            Shape::new([stored_rows(a), stored_rows(b)]),
+            (*dtype).into(),
+        )
     }
 
-    fn outer(operand: &OperandMetadata) -> usize {
+    /// Rows of an operand as it is stored, along the contraction.
+    pub(in crate::ops) fn stored_rows(operand: &OperandMetadata) -> usize {
         match operand {
             OperandMetadata::Nvfp4(packed) => packed.layout.outer(),
             OperandMetadata::Mxfp8(packed) => packed.layout.outer(),

@@ -28,7 +28,7 @@ use std::sync::{Arc, Mutex};
 
 use burn_core::backend::tensor::FloatTensor;
 use burn_core::module::Module;
-use burn_core::tensor::{FloatDType, Slice, TensorData};
+use burn_core::tensor::{Device, FloatDType, Slice, TensorData};
 use futures_lite::future::block_on;
 use nvfp4_kernels::format::{e2m1, e4m3};
 use nvfp4_kernels::{BLOCK, PackedAxis};
@@ -123,12 +123,13 @@ impl TelemetrySampler {
     }
 }
 
-/// Looks at every NVFP4 operand of a model's plain linear layers from [`start`](Self::start) to
-/// [`finish`](Self::finish): put one forward and backward between them. Operands in other formats, and
-/// those after a transform, are not looked at.
+/// Looks at every NVFP4 operand of a model's linear layers, explicit or decorated, from
+/// [`start`](Self::start) to [`finish`](Self::finish): put one forward and backward between them. Operands
+/// in other formats, those after a transform, and those of experts are not looked at.
 #[derive(Debug)]
 pub struct Telemetry {
     layers: Vec<(String, LayerState, Probe)>,
+    devices: Vec<Device>,
 }
 
 impl Telemetry {
@@ -142,11 +143,20 @@ impl Telemetry {
                 (layer.path, layer.state, probe)
             })
             .collect();
-        Self { layers }
+        Self {
+            layers,
+            devices: model.devices(),
+        }
     }
 
-    /// Stop, and hand out what was seen, in the order of the layers.
+    /// Stop, and hand out what was seen, in the order of the layers. Waits for what is under way: the
+    /// products of decorated layers run when Burn's fusion comes to them.
     pub fn finish(self) -> Vec<OperandSample> {
+        for device in &self.devices {
+            if let Err(error) = device.sync() {
+                tracing::warn!(?error, "telemetry: the step failed");
+            }
+        }
         let mut samples = Vec::new();
         for (path, _, probe) in &self.layers {
             let mut seen = probe.seen.lock().expect("no panic while it is held");

@@ -154,11 +154,17 @@ impl Matrix {
 
     /// The copy along `axis` that `copy` asks for.
     pub fn copy(&self, axis: PackedAxis, copy: &CopySpec) -> PackedTensor {
+        self.copy_from(axis, copy, 0)
+    }
+
+    /// The same with blocks numbered from `first`.
+    pub fn copy_from(&self, axis: PackedAxis, copy: &CopySpec, first: usize) -> PackedTensor {
         fn run<T: Element>(
             x: &[T],
             (rows, cols): (usize, usize),
             axis: PackedAxis,
             copy: &CopySpec,
+            first: usize,
         ) -> PackedTensor {
             let hadamard = copy.hadamard.as_ref();
             let amax = match (copy.global, axis, hadamard) {
@@ -181,10 +187,10 @@ impl Matrix {
                 scaling: copy.scaling,
                 ..CopyPolicy::new(copy.rounding)
             };
-            reference::quantize(x, rows, cols, axis, &amax, &policy, 0).unwrap()
+            reference::quantize(x, rows, cols, axis, &amax, &policy, first as u64).unwrap()
         }
         let shape = (self.rows, self.cols);
-        in_dtype!(self, |values| run(values, shape, axis, copy))
+        in_dtype!(self, |values| run(values, shape, axis, copy, first))
     }
 
     pub fn tiles(&self, scaling: BlockScaling) -> (PackedTensor, PackedTensor) {

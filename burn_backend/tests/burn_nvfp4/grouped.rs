@@ -6,15 +6,17 @@ use burn_core::tensor::{DType, Device, Int, Tensor, TensorData};
 use burn_nvfp4::experts::{gather_rows, grouped_linear, try_grouped_linear};
 use burn_nvfp4::functions::linear;
 use burn_nvfp4::ops::{
-    CopySpec, GroupPairSpec, GroupedPrecision, GroupedSpec, LinearSpec, Nvfp4GroupedOps, Packed,
+    CopySpec, GlobalScaling, GroupPairSpec, LinearSpec, Nvfp4GroupedOps, OperandSpec, Packed,
     PairSpec, QuantizeSpec,
 };
 use burn_nvfp4::{ExpertOffsets, Hadamard, LayerRandomness, Nvfp4Recipe, PackedAxis, Rounding};
-use half::{bf16, f16};
-use nvfp4_kernels::reference::{self, Element, padding};
-use nvfp4_kernels::{Amax, BlockScaling, CopyPolicy, PackedTensor};
+use nvfp4_kernels::reference::{self, EDEN_GROUP, padding};
+use nvfp4_kernels::{Amax, BLOCK, BlockScaling, Origin, PackedTensor, ScaleLayout};
 
-use crate::common::{Matrix, activation, device, gaussian, one_by_16, small_only, spec, values};
+use crate::common::{
+    Matrix, Operand, activation, assert_product, device, gaussian, one_by_16, small_only, spec,
+    values,
+};
 
 /// Sizes of groups, and tokens that belong to none.
 fn groupings() -> Vec<(Vec<usize>, usize)> {
@@ -61,43 +63,11 @@ fn rows(matrix: &Matrix, rows: std::ops::Range<usize>) -> Matrix {
     }
 }
 
-/// The oracle's copy of one group, whose first block has number `first`.
-fn oracle(
-    group: &Matrix,
-    axis: PackedAxis,
-    rounding: Rounding,
-    hadamard: Option<Hadamard>,
-    first: usize,
-) -> PackedTensor {
-    fn run<T: Element>(
-        x: &[T],
-        (rows, cols): (usize, usize),
-        axis: PackedAxis,
-        rounding: Rounding,
-        hadamard: Option<Hadamard>,
-        first: usize,
-    ) -> PackedTensor {
-        let amax = Amax::Tensor(match &hadamard {
-            Some(hadamard) => reference::amax_rht(x, rows, cols, hadamard),
-            None => reference::amax(x),
-        });
-        let policy = CopyPolicy {
-            hadamard,
-            ..CopyPolicy::new(rounding)
-        };
-        reference::quantize(x, rows, cols, axis, &amax, &policy, first as u64).unwrap()
-    }
-    let shape = (group.rows, group.cols);
-    match group.dtype {
-        DType::F32 => run(&group.values, shape, axis, rounding, hadamard, first),
-        DType::BF16 => {
-            let x: Vec<bf16> = group.values.iter().map(|v| bf16::from_f32(*v)).collect();
-            run(&x, shape, axis, rounding, hadamard, first)
-        }
-        _ => {
-            let x: Vec<f16> = group.values.iter().map(|v| f16::from_f32(*v)).collect();
-            run(&x, shape, axis, rounding, hadamard, first)
-        }
+/// How the default recipe packs the two copies of dy.
+fn copies_of_dy(spec: &LinearSpec) -> (CopySpec, CopySpec) {
+    match (spec.dgrad_dy, spec.wgrad_dy) {
+        (OperandSpec::Blocks(row), OperandSpec::Blocks(col)) => (row, col),
+        other => panic!("{other:?}"),
     }
 }
 
@@ -121,10 +91,20 @@ fn tokens_are_packed_group_by_group() {
     let device = device();
     for (sizes, rest) in groupings() {
         for dtype in [DType::F32, activation()] {
-            let GroupedSpec { gradient, .. } = spec(3, 5).try_into().unwrap();
-            let (dgrad, wgrad) = (gradient.row.rounding, gradient.col.rounding);
-            for hadamard in [gradient.col.hadamard, None] {
-                let what = format!("{sizes:?} + {rest}, {dtype:?}, {hadamard:?}");
+            let (row, col) = copies_of_dy(&spec(3, 5));
+            for (row, col) in [
+                (row, col),
+                (
+                    row,
+                    CopySpec {
+                        hadamard: None,
+                        ..col
+                    },
+                ),
+                (per_token(row), per_token(col)),
+                (row, per_token(col)),
+            ] {
+                let what = format!("{sizes:?} + {rest}, {dtype:?}, {col:?}");
                 let (tokens, cols) = (sizes.iter().sum::<usize>() + rest, 48);
                 let x = Matrix::gaussian(tokens, cols, dtype, 7);
                 let groups = experts(&sizes, rest, &device);
@@ -132,46 +112,38 @@ fn tokens_are_packed_group_by_group() {
                 let both = Dispatch::nvfp4_quantize_groups_pair(
                     x.tensor(&device).into_dispatch(),
                     offsets(),
-                    GroupPairSpec {
-                        row: CopySpec::new(dgrad),
-                        col: CopySpec {
-                            hadamard,
-                            ..CopySpec::new(wgrad)
-                        },
-                    },
+                    GroupPairSpec { row, col },
                 );
-                let one = |axis, rounding, hadamard| {
+                let one = |axis, copy| {
                     Dispatch::nvfp4_quantize_groups(
                         x.tensor(&device).into_dispatch(),
                         offsets(),
-                        QuantizeSpec {
-                            axis,
-                            copy: CopySpec {
-                                hadamard,
-                                ..CopySpec::new(rounding)
-                            },
-                        },
+                        QuantizeSpec { axis, copy },
                     )
                 };
-                let row = one(PackedAxis::Cols, dgrad, None);
-                let col = one(PackedAxis::Rows, wgrad, hadamard);
-                assert_eq!(both.row.layout, row.layout);
-                assert_eq!(both.col.layout, col.layout);
-                let pitch = col.layout.blocks();
+                let row_alone = one(PackedAxis::Cols, row);
+                let col_alone = one(PackedAxis::Rows, col);
+                assert_eq!(both.row.layout, row_alone.layout);
+                assert_eq!(both.col.layout, col_alone.layout);
+                let pitch = col_alone.layout.blocks();
                 assert_eq!(
                     pitch * 16,
                     padding::padded_bound(tokens, sizes.len(), 16),
                     "{what}"
                 );
-                for (row, col) in [(both.row, both.col), (row, col)] {
-                    let (codes, scales, amax) = parts(row);
+                for (packed_row, packed_col) in [(both.row, both.col), (row_alone, col_alone)] {
+                    let (codes, scales, amax) = parts(packed_row);
                     let blocks = cols / 16;
                     for (g, range) in ranges(&sizes).into_iter().enumerate() {
                         let first = range.start * blocks;
-                        let group = rows(&x, range);
-                        let expected = oracle(&group, PackedAxis::Cols, dgrad, None, first);
+                        let group = rows(&x, range.clone());
+                        let expected = group.copy_from(PackedAxis::Cols, &row, first);
                         let len = group.rows * blocks;
-                        assert_eq!(amax[g], expected.amax().of(0), "{what}: row amax {g}");
+                        let own = match row.global {
+                            GlobalScaling::PerTensor => &amax[g..g + 1],
+                            GlobalScaling::PerToken => &amax[range],
+                        };
+                        assert_eq!(own, maxima(&expected), "{what}: row amax {g}");
                         assert_eq!(&scales[first..][..len], expected.scales(), "{what}: {g}");
                         assert_eq!(
                             &codes[first * 8..][..len * 8],
@@ -179,14 +151,17 @@ fn tokens_are_packed_group_by_group() {
                             "{what}: row codes {g}"
                         );
                     }
-                    let (codes, scales, amax) = parts(col);
+                    let (codes, scales, amax) = parts(packed_col);
                     let mut start = 0;
                     for (g, range) in ranges(&sizes).into_iter().enumerate() {
                         let group = rows(&x, range);
                         let blocks = group.rows.div_ceil(16);
-                        let expected =
-                            oracle(&group, PackedAxis::Rows, wgrad, hadamard, cols * start);
-                        assert_eq!(amax[g], expected.amax().of(0), "{what}: col amax {g}");
+                        let expected = group.copy_from(PackedAxis::Rows, &col, cols * start);
+                        let own = match col.global {
+                            GlobalScaling::PerTensor => &amax[g..g + 1],
+                            GlobalScaling::PerToken => &amax[g * cols..(g + 1) * cols],
+                        };
+                        assert_eq!(own, maxima(&expected), "{what}: col amax {g}");
                         for column in 0..cols {
                             let (from, to) = (column * blocks, column * pitch + start);
                             assert_eq!(
@@ -205,6 +180,66 @@ fn tokens_are_packed_group_by_group() {
                 }
             }
         }
+    }
+}
+
+fn per_token(copy: CopySpec) -> CopySpec {
+    CopySpec {
+        global: GlobalScaling::PerToken,
+        ..copy
+    }
+}
+
+/// The maxima of a copy: one, or one for each stored row.
+fn maxima(packed: &PackedTensor) -> Vec<f32> {
+    match packed.amax() {
+        Amax::Tensor(amax) => vec![*amax],
+        Amax::PerOuter(amax) => amax.clone(),
+    }
+}
+
+/// Groups move to multiples of a unit with zeros behind them, and a value of each group goes to its rows.
+#[test]
+fn groups_are_padded_and_spread() {
+    let device = device();
+    for (sizes, rest) in groupings() {
+        let (tokens, cols) = (sizes.iter().sum::<usize>() + rest, 16);
+        let x = Matrix::gaussian(tokens, cols, DType::F32, 7);
+        let groups = experts(&sizes, rest, &device);
+        let offsets = || groups.offsets().clone().into_dispatch();
+        for unit in [16, 32, EDEN_GROUP] {
+            let padded =
+                Dispatch::nvfp4_pad_groups(x.tensor(&device).into_dispatch(), offsets(), unit);
+            let expected = padded_tokens(&x, &sizes, unit);
+            let padded = Tensor::<2>::from_dispatch(padded);
+            assert_eq!(padded.dims(), [expected.rows, cols]);
+            assert_eq!(values(padded), expected.values, "{sizes:?}, {unit}");
+        }
+        let own: Vec<f32> = (0..sizes.len()).map(|g| g as f32 + 1.0).collect();
+        let own = Tensor::<1>::from_data(TensorData::new(own, [sizes.len()]), &device);
+        let spread = Dispatch::nvfp4_spread_groups(own.into_dispatch(), offsets(), tokens);
+        let mut expected = vec![0.0; tokens];
+        for (g, range) in ranges(&sizes).into_iter().enumerate() {
+            expected[range].fill(g as f32 + 1.0);
+        }
+        assert_eq!(values(Tensor::<1>::from_dispatch(spread)), expected);
+    }
+}
+
+/// The tokens of the groups side by side, each group padded with zeros to a multiple of `unit`.
+fn padded_tokens(x: &Matrix, sizes: &[usize], unit: usize) -> Matrix {
+    let bound = padding::padded_bound(x.rows, sizes.len(), unit);
+    let mut values = Vec::with_capacity(bound * x.cols);
+    for range in ranges(sizes) {
+        let padded = values.len() + range.len().next_multiple_of(unit) * x.cols;
+        values.extend_from_slice(&rows(x, range).values);
+        values.resize(padded, 0.0);
+    }
+    values.resize(bound * x.cols, 0.0);
+    Matrix {
+        values,
+        rows: bound,
+        ..*x
     }
 }
 
@@ -312,10 +347,10 @@ impl Case {
         }
     }
 
-    fn grouped(&self, device: &Device, precision: GroupedPrecision) -> Found {
+    fn grouped(&self, device: &Device, spec: LinearSpec) -> Found {
         let groups = experts(&self.sizes, self.rest, device);
         self.run(device, |x, w, b| {
-            grouped_linear(x, w, Some(b), &groups, precision)
+            grouped_linear(x, w, Some(b), &groups, spec)
         })
     }
 
@@ -367,62 +402,124 @@ fn assert_same(what: &str, found: &[f32], expected: &[f32], exact: bool, bound: 
     }
 }
 
-/// Where both are computed by the same loop over the contraction.
-fn same_order() -> bool {
-    std::env::var("NVFP4_TEST_DEVICE").as_deref() != Ok("cuda")
+/// The device under test.
+fn on(name: &str) -> bool {
+    std::env::var("NVFP4_TEST_DEVICE").map_or(name == "flex", |device| device == name)
 }
 
-/// What a preset does where nothing is drawn.
-fn nearest(preset: &str) -> LinearSpec {
-    let recipe = Nvfp4Recipe::preset(preset).unwrap();
-    recipe
-        .with_stochastic_rounding(false)
-        .spec(&LayerRandomness {
-            seed: 1,
-            layer: 0,
-            offset: 0,
-            rht_signs: Hadamard::DEFAULT_SIGNS,
-        })
+/// A preset, with or without stochastic rounding.
+fn preset(name: &str, stochastic: bool) -> LinearSpec {
+    let recipe = Nvfp4Recipe::preset(name).unwrap();
+    let recipe = match stochastic {
+        true => recipe,
+        false => recipe.with_stochastic_rounding(false),
+    };
+    recipe.spec(&LayerRandomness {
+        seed: 1,
+        layer: 0,
+        offset: 0,
+        rht_signs: Hadamard::DEFAULT_SIGNS,
+    })
 }
 
-#[test]
-fn a_grouped_product_is_the_loop_over_experts() {
-    let device = device().autodiff();
-    for (sizes, rest) in groupings() {
-        if sizes.iter().all(|&size| size == 0) {
-            continue;
+/// Whether any operand is of this kind.
+fn has(spec: &LinearSpec, kind: impl Fn(&OperandSpec) -> bool) -> bool {
+    let LinearSpec {
+        fprop_x,
+        fprop_w,
+        dgrad_dy,
+        dgrad_w,
+        wgrad_x,
+        wgrad_dy,
+        ..
+    } = spec;
+    [fprop_x, fprop_w, dgrad_dy, dgrad_w, wgrad_x, wgrad_dy]
+        .into_iter()
+        .any(kind)
+}
+
+fn by_eden(spec: &LinearSpec) -> bool {
+    has(spec, |operand| matches!(operand, OperandSpec::Eden { .. }))
+}
+
+/// Every preset without random bits is the loop of the plain layer over the experts, forward, dgrad and
+/// wgrad: bit by bit where the same code multiplies groups and matrices. (MS-EDEN always draws, and has
+/// one maximum for all experts: see [`ms_eden_is_the_oracles`]). A test for each, since a GPU compiles
+/// many kernels for them.
+mod the_loop_over_experts {
+    use super::*;
+
+    macro_rules! presets {
+        ($($name:ident),* $(,)?) => {
+            $(#[test]
+            fn $name() {
+                is_the_loop(stringify!($name), preset(stringify!($name), false));
+            })*
+
+            const NAMES: &[&str] = &[$(stringify!($name)),*];
+        };
+    }
+    presets!(
+        nvidia,
+        nvidia_4over6,
+        nvidia_headroom,
+        per_token,
+        fwd_nvfp4_bwd_mxfp8,
+        fwd_nvfp4_bwd_mxfp8_dequantized,
+        fwd_nvfp4_bwd_bf16,
+        weight_only_qat,
+        mxfp8,
+        bf16,
+    );
+
+    #[test]
+    fn has_every_preset() {
+        for name in Nvfp4Recipe::preset_names() {
+            let eden = by_eden(&preset(name, false));
+            assert_ne!(NAMES.contains(&name), eden, "{name}");
         }
-        let tiles = LinearSpec::nvidia(
-            Some(Hadamard::default()),
-            Rounding::Nearest,
-            Rounding::Nearest,
-        );
-        for (name, plain) in [
-            ("tiles", tiles),
-            ("blocks", one_by_16(tiles)),
-            ("four over six", nearest("nvidia_4over6")),
-            ("headroom", nearest("nvidia_headroom")),
-        ] {
+    }
+
+    #[test]
+    fn weights_in_blocks() {
+        is_the_loop("1x16 blocks of w", one_by_16(preset("nvidia", false)));
+    }
+
+    fn is_the_loop(name: &str, plain: LinearSpec) {
+        let device = device().autodiff();
+        let float = has(&plain, |operand| *operand == OperandSpec::HighPrecision);
+        let mx = has(&plain, |operand| *operand == OperandSpec::Mxfp8);
+        // Flex multiplies a float stack, which the grouped product copies, by other loops than a view; on
+        // CubeCL's CPU runtime only products of two NVFP4 operands are of one kernel.
+        let copied = plain.fprop_w == OperandSpec::HighPrecision;
+        let exact = (on("flex") && !copied) || (on("cpu") && !float && !mx);
+        for (sizes, rest) in groupings() {
+            if sizes.iter().all(|&size| size == 0) {
+                continue;
+            }
             for dtype in [DType::F32, activation()] {
                 let what = format!("{sizes:?} + {rest}, {name}, {dtype:?}");
                 let case = Case::new(&sizes, rest, dtype);
-                let precision = GroupedPrecision::Nvfp4(plain.try_into().unwrap());
-                let found = case.grouped(&device, precision);
+                let found = case.grouped(&device, plain);
                 let expected = case.looped(&device, |x, w, b| linear(x, w, Some(b), plain));
-                // One rounding to the type, which sums in two orders may take to neighbours.
-                let bound = if dtype == DType::F32 { 1e-5 } else { 1e-2 };
-                let exact = same_order();
-                assert_same(&format!("{what}: y"), &found.y, &expected.y, exact, bound);
-                assert_same(
-                    &format!("{what}: dx"),
-                    &found.dx,
-                    &expected.dx,
-                    exact,
-                    bound,
-                );
-                assert_same(&format!("{what}: dw"), &found.dw, &expected.dw, exact, 1e-5);
-                // The plain layer sums its bias' gradient in two steps, the grouped one group by group.
-                assert_same(&format!("{what}: db"), &found.db, &expected.db, false, 1e-5);
+                // What is not quantized and wider than bf16 goes through TF32 on NVIDIA GPUs.
+                let (sums, narrow) = match (on("cuda") && float, dtype) {
+                    (true, DType::F32) => (2e-3, 2e-3),
+                    (_, DType::F32) => (1e-5, 1e-5),
+                    // One rounding to the type, which sums in two orders may take to neighbours.
+                    _ => (1e-5, 1e-2),
+                };
+                let parts = [
+                    ("y", &found.y, &expected.y, exact, narrow),
+                    ("dx", &found.dx, &expected.dx, exact, narrow),
+                    ("dw", &found.dw, &expected.dw, exact, sums),
+                    // The plain layer sums its bias' gradient in two steps, the grouped one group by
+                    // group.
+                    ("db", &found.db, &expected.db, false, 1e-5),
+                ];
+                for (part, found, expected, exact, bound) in parts {
+                    assert_same(&format!("{what}: {part}"), found, expected, exact, bound);
+                }
             }
         }
     }
@@ -433,71 +530,170 @@ fn a_grouped_product_is_the_loop_over_experts() {
 #[test]
 fn stochastic_gradients_are_the_oracles() {
     let device = device().autodiff();
-    let spec = GroupedSpec::try_from(spec(9, 2)).unwrap();
+    for spec in [spec(9, 2), preset("per_token", true)] {
+        let (row, col) = copies_of_dy(&spec);
+        let copy = |operand| match operand {
+            OperandSpec::Blocks(copy) => copy,
+            other => panic!("{other:?}"),
+        };
+        let (x_row, x_col) = (copy(spec.fprop_x), copy(spec.wgrad_x));
+        for (sizes, rest) in groupings() {
+            let case = Case::new(&sizes, rest, DType::F32);
+            let found = case.grouped(&device, spec);
+            let again = case.grouped(&device, spec);
+            assert_eq!(found.dw, again.dw, "the same offset draws the same bits");
+            let (d_in, d_out) = (case.x.cols, case.dy.cols);
+            let mut start = 0;
+            for (g, range) in ranges(&sizes).into_iter().enumerate() {
+                let what = format!("{sizes:?}: group {g}");
+                let (x, dy) = (rows(&case.x, range.clone()), rows(&case.dy, range.clone()));
+                let blocks = x.rows.div_ceil(16);
+                let dw = &found.dw[g * d_in * d_out..][..d_in * d_out];
+                if x.rows == 0 {
+                    assert!(
+                        dw.iter().all(|v| *v == 0.0),
+                        "{what}: no token, no gradient"
+                    );
+                    continue;
+                }
+                let (w_row, w_col) = case.weights[g].tiles(BlockScaling::Standard);
+                let bias = &case.bias[g * d_out..][..d_out];
+                let x_row = x.copy(PackedAxis::Cols, &x_row);
+                let y = &found.y[range.start * d_out..range.end * d_out];
+                let what_y = format!("{what}: y");
+                assert_product(&what_y, y, &x_row, &w_col, Some(bias), DType::F32);
+                let dy_row = dy.copy_from(PackedAxis::Cols, &row, range.start * (d_out / 16));
+                let dx = &found.dx[range.start * d_in..range.end * d_in];
+                let what_dx = format!("{what}: dx");
+                assert_product(&what_dx, dx, &dy_row, &w_row, None, DType::F32);
+                let x_col = x.copy(PackedAxis::Rows, &x_col);
+                let dy_col = dy.copy_from(PackedAxis::Rows, &col, d_out * start);
+                let what_dw = format!("{what}: dw");
+                assert_product(&what_dw, dw, &x_col, &dy_col, None, DType::F32);
+                start += blocks;
+            }
+            let end = sizes.iter().sum::<usize>();
+            assert!(found.y[end * d_out..].iter().all(|v| *v == 0.0));
+            assert!(found.dx[end * d_in..].iter().all(|v| *v == 0.0));
+        }
+    }
+}
+
+/// Some stored rows of a packed matrix, and some blocks of each.
+fn part(
+    packed: &PackedTensor,
+    rows: std::ops::Range<usize>,
+    blocks: std::ops::Range<usize>,
+) -> PackedTensor {
+    let pitch = packed.blocks();
+    let of = |bytes: &[u8], size: usize| -> Vec<u8> {
+        rows.clone()
+            .flat_map(|row| {
+                let at = |block| (row * pitch + block) * size;
+                bytes[at(blocks.start)..at(blocks.end)].to_vec()
+            })
+            .collect()
+    };
+    PackedTensor::from_parts(
+        (rows.len(), blocks.len() * BLOCK),
+        PackedAxis::Cols,
+        of(packed.codes(), 8),
+        (ScaleLayout::Compact, of(packed.scales(), 1)),
+        packed.amax().clone(),
+        Origin::one_by_16(Rounding::Nearest, None),
+    )
+    .unwrap()
+}
+
+/// Quartet II: the forward is that of each expert, and the backward's operands are those that the oracle
+/// makes, by MS-EDEN, of all tokens and of all weights, with one maximum each: tokens in groups that are
+/// padded to 128 where they are contracted.
+#[test]
+fn ms_eden_is_the_oracles() {
+    let device = device().autodiff();
+    let spec = preset("quartet2", true);
+    let eden = |matrix: &Matrix, operand: &OperandSpec, axis| match matrix.operand(
+        operand,
+        axis,
+        DType::F32,
+    ) {
+        Operand::Nvfp4(packed) => packed,
+        _ => panic!("{operand:?} is not MS-EDEN"),
+    };
+    let forward = |matrix: &Matrix, operand: &OperandSpec, axis| match operand {
+        OperandSpec::Blocks(copy) => matrix.copy(axis, copy),
+        other => panic!("{other:?}"),
+    };
     for (sizes, rest) in groupings() {
         let case = Case::new(&sizes, rest, DType::F32);
-        let found = case.grouped(&device, GroupedPrecision::Nvfp4(spec));
-        let again = case.grouped(&device, GroupedPrecision::Nvfp4(spec));
-        assert_eq!(found.dw, again.dw, "the same offset draws the same bits");
+        let found = case.grouped(&device, spec);
         let (d_in, d_out) = (case.x.cols, case.dy.cols);
+        let mut x_values = Vec::new();
+        let mut w_values = Vec::new();
+        for (g, range) in ranges(&sizes).into_iter().enumerate() {
+            let x = forward(
+                &rows(&case.x, range.clone()),
+                &spec.fprop_x,
+                PackedAxis::Cols,
+            );
+            let w = forward(&case.weights[g], &spec.fprop_w, PackedAxis::Rows);
+            let y = &found.y[range.start * d_out..range.end * d_out];
+            let bias = &case.bias[g * d_out..][..d_out];
+            assert_product("y", y, &x, &w, Some(bias), DType::F32);
+            x_values.extend(reference::dequantize(&x));
+            w_values.extend(reference::dequantize(&w));
+        }
+        x_values.resize(case.x.values.len(), 0.0);
+        let x = Matrix::new(x_values, case.x.rows, d_in, DType::F32);
+        let w = Matrix::new(w_values, sizes.len() * d_in, d_out, DType::F32);
+        let w = eden(&w, &spec.dgrad_w, PackedAxis::Cols);
+        let dy_row = eden(&case.dy, &spec.dgrad_dy, PackedAxis::Cols);
+        let side_by_side = |matrix, operand| {
+            let padded = padded_tokens(matrix, &sizes, EDEN_GROUP);
+            eden(&padded, operand, PackedAxis::Rows)
+        };
+        let x_col = side_by_side(&x, &spec.wgrad_x);
+        let dy_col = side_by_side(&case.dy, &spec.wgrad_dy);
         let mut start = 0;
         for (g, range) in ranges(&sizes).into_iter().enumerate() {
             let what = format!("{sizes:?}: group {g}");
-            let (x, dy) = (rows(&case.x, range.clone()), rows(&case.dy, range.clone()));
-            let blocks = x.rows.div_ceil(16);
+            let dx = &found.dx[range.start * d_in..range.end * d_in];
+            let dy = part(&dy_row, range.clone(), 0..dy_row.blocks());
+            let own = part(&w, g * d_in..(g + 1) * d_in, 0..w.blocks());
+            assert_product(&format!("{what}: dx"), dx, &dy, &own, None, DType::F32);
+            let blocks = range.len().div_ceil(EDEN_GROUP) * (EDEN_GROUP / BLOCK);
+            let place = start..start + blocks;
             let dw = &found.dw[g * d_in * d_out..][..d_in * d_out];
-            if x.rows == 0 {
-                assert!(
-                    dw.iter().all(|v| *v == 0.0),
-                    "{what}: no token, no gradient"
-                );
-                continue;
-            }
-            let (w_row, w_col) = case.weights[g].tiles(BlockScaling::Standard);
-            let bias = &case.bias[g * d_out..][..d_out];
-            let x_row = oracle(&x, PackedAxis::Cols, Rounding::Nearest, None, 0);
-            crate::common::assert_product(
-                &format!("{what}: y"),
-                &found.y[range.start * d_out..range.end * d_out],
-                &x_row,
-                &w_col,
-                Some(bias),
-                DType::F32,
-            );
-            let first = range.start * (d_out / 16);
-            let dy_row = oracle(
-                &dy,
-                PackedAxis::Cols,
-                spec.gradient.row.rounding,
-                None,
-                first,
-            );
-            crate::common::assert_product(
-                &format!("{what}: dx"),
-                &found.dx[range.start * d_in..range.end * d_in],
-                &dy_row,
-                &w_row,
-                None,
-                DType::F32,
-            );
-            let GroupPairSpec { col, .. } = spec.gradient;
-            let hadamard = col.hadamard;
-            let x_col = oracle(&x, PackedAxis::Rows, Rounding::Nearest, hadamard, 0);
-            let first = d_out * start;
-            let dy_col = oracle(&dy, PackedAxis::Rows, col.rounding, hadamard, first);
-            crate::common::assert_product(
-                &format!("{what}: dw"),
-                dw,
-                &x_col,
-                &dy_col,
-                None,
-                DType::F32,
-            );
+            let [x, dy] = [&x_col, &dy_col].map(|packed| {
+                let outer = packed.outer();
+                part(packed, 0..outer, place.clone())
+            });
+            assert_product(&format!("{what}: dw"), dw, &x, &dy, None, DType::F32);
             start += blocks;
         }
-        let end = sizes.iter().sum::<usize>();
-        assert!(found.y[end * d_out..].iter().all(|v| *v == 0.0));
-        assert!(found.dx[end * d_in..].iter().all(|v| *v == 0.0));
+    }
+}
+
+/// One expert with all tokens is the plain layer, random bits included.
+#[test]
+fn one_expert_is_the_plain_layer() {
+    let device = device().autodiff();
+    for name in Nvfp4Recipe::preset_names() {
+        let plain = preset(name, true);
+        let case = Case::new(&[18], 0, DType::F32);
+        let found = case.grouped(&device, plain);
+        let expected = case.looped(&device, |x, w, b| linear(x, w, Some(b), plain));
+        let float = has(&plain, |operand| *operand == OperandSpec::HighPrecision);
+        let bound = if on("cuda") && float { 2e-3 } else { 1e-5 };
+        for (part, found, expected) in [
+            ("y", &found.y, &expected.y),
+            ("dx", &found.dx, &expected.dx),
+            ("dw", &found.dw, &expected.dw),
+        ] {
+            let what = format!("{name}: {part}");
+            let exact = on("flex") && plain.fprop_w != OperandSpec::HighPrecision;
+            assert_same(&what, found, expected, exact, bound);
+        }
     }
 }
 
@@ -511,34 +707,20 @@ fn high_precision_is_the_loop_over_experts() {
         for dtype in [DType::F32, activation()] {
             let what = format!("{sizes:?} + {rest}, {dtype:?}");
             let case = Case::new(&sizes, rest, dtype);
-            let found = case.grouped(&device, GroupedPrecision::Input);
+            let found = case.grouped(&device, LinearSpec::high_precision());
             let expected = case.looped(&device, |x, w, b| {
                 let dtype = x.dtype();
                 x.matmul(w.cast(dtype)) + b.cast(dtype).unsqueeze()
             });
             let bound = if dtype == DType::F32 { 2e-3 } else { 2e-2 };
-            assert_same(&format!("{what}: y"), &found.y, &expected.y, false, bound);
-            assert_same(
-                &format!("{what}: dx"),
-                &found.dx,
-                &expected.dx,
-                false,
-                bound,
-            );
-            assert_same(
-                &format!("{what}: dw"),
-                &found.dw,
-                &expected.dw,
-                false,
-                bound,
-            );
-            assert_same(
-                &format!("{what}: db"),
-                &found.db,
-                &expected.db,
-                false,
-                bound,
-            );
+            for (part, found, expected) in [
+                ("y", &found.y, &expected.y),
+                ("dx", &found.dx, &expected.dx),
+                ("dw", &found.dw, &expected.dw),
+                ("db", &found.db, &expected.db),
+            ] {
+                assert_same(&format!("{what}: {part}"), found, expected, false, bound);
+            }
         }
     }
 }
@@ -550,9 +732,11 @@ fn only_asked_gradients_come() {
     let device = device().autodiff();
     let case = Case::new(&[4, 0, 9], 0, DType::F32);
     let groups = experts(&case.sizes, 0, &device);
-    for precision in [
-        GroupedPrecision::Nvfp4(spec(1, 0).try_into().unwrap()),
-        GroupedPrecision::Input,
+    for spec in [
+        spec(1, 0),
+        preset("quartet2", true),
+        preset("fwd_nvfp4_bwd_mxfp8", true),
+        LinearSpec::high_precision(),
     ] {
         for (x_grad, w_grad, b_grad) in [
             (true, false, false),
@@ -564,7 +748,7 @@ fn only_asked_gradients_come() {
             let x = x.set_require_grad(x_grad);
             let w = w.set_require_grad(w_grad);
             let b = b.set_require_grad(b_grad);
-            let y = grouped_linear(x.clone(), w.clone(), Some(b.clone()), &groups, precision);
+            let y = grouped_linear(x.clone(), w.clone(), Some(b.clone()), &groups, spec);
             let grads = y.sum().backward();
             assert_eq!(x.grad(&grads).is_some(), x_grad);
             assert_eq!(w.grad(&grads).is_some(), w_grad);
@@ -572,7 +756,7 @@ fn only_asked_gradients_come() {
         }
         let (x, w, _) = case.leaves(&device);
         let (x, w) = (x.set_require_grad(false), w.set_require_grad(false));
-        let y = grouped_linear(x, w, None, &groups, precision);
+        let y = grouped_linear(x, w, None, &groups, spec);
         assert!(!y.is_tracked());
     }
 }
@@ -627,11 +811,11 @@ fn offsets_are_made_safe() {
 fn arguments_are_named() {
     let device = device();
     let groups = experts(&[1, 2], 0, &device);
-    let precision = GroupedPrecision::Nvfp4(spec(0, 0).try_into().unwrap());
+    let spec = spec(0, 0);
     let run = |x: [usize; 2], w: [usize; 3], b: Option<[usize; 2]>| {
         let bias = b.map(|b| Tensor::<2>::zeros(b, &device));
         let (x, w) = (Tensor::zeros(x, &device), Tensor::zeros(w, &device));
-        try_grouped_linear(x, w, bias, &groups, precision)
+        try_grouped_linear(x, w, bias, &groups, spec)
             .unwrap_err()
             .to_string()
     };
@@ -645,4 +829,17 @@ fn arguments_are_named() {
     ] {
         assert!(error.contains(argument), "{argument}: {error}");
     }
+    let (x, w) = (
+        Tensor::zeros([3, 32], &device),
+        Tensor::zeros([2, 32, 16], &device),
+    );
+    let tiles = LinearSpec {
+        fprop_x: OperandSpec::Tiles(BlockScaling::Standard),
+        ..spec
+    };
+    let error = try_grouped_linear(x, w, None, &groups, tiles).unwrap_err();
+    assert!(
+        error.to_string().contains("tiles are for weights"),
+        "{error}"
+    );
 }

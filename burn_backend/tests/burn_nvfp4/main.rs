@@ -11,6 +11,8 @@ mod fusion;
 mod grouped;
 mod layer_timing;
 mod linear;
+#[cfg(any(feature = "cpu", feature = "cuda"))]
+mod memory;
 mod module;
 mod moe;
 mod operations;

@@ -2,6 +2,7 @@
 
 use burn_core::module::{Module, ParamGroup};
 use burn_core::tensor::{DType, Device, Gradients, Tensor};
+use burn_nvfp4::telemetry::{OperandSample, Telemetry};
 use burn_nvfp4::{Nvfp4Recipe, Nvfp4State, decorate};
 use burn_optim::{GradientsAccumulator, GradientsParams, SgdConfig};
 
@@ -310,4 +311,36 @@ fn records_and_undecorate() {
     let plain = decorate::undecorate(decorated);
     assert!(decorate::report(&plain).is_err());
     assert_eq!(bytes(plain), before);
+}
+
+/// What telemetry sees of a decorated layer is what it sees of an explicit one.
+#[test]
+fn telemetry_is_that_of_explicit_layers() {
+    let device = device().autodiff();
+    let (decorated, explicit) = pair(Plain::new(true, &device), &Nvfp4Recipe::new());
+    let x = tensor([20, 32], 5, DType::F32, &device);
+    let step = |y: Tensor<2>| {
+        let grads = y.square().sum().backward();
+        drop(grads);
+    };
+    let telemetry = Telemetry::start(&explicit);
+    step(explicit.forward(x.clone().require_grad()));
+    let expected = telemetry.finish();
+    let telemetry = Telemetry::start(&decorated);
+    step(decorated.forward(x.clone().require_grad()));
+    let found = telemetry.finish();
+    step(decorated.forward(x.require_grad()));
+    assert_eq!(found.len(), 6, "{found:?}");
+    for (found, expected) in found.into_iter().zip(expected) {
+        assert!(
+            found.layer.starts_with(&expected.layer),
+            "{found:?}, {expected:?}"
+        );
+        assert!(found.sqnr_db > 10.0, "{found:?}");
+        let named = OperandSample {
+            layer: expected.layer.clone(),
+            ..found
+        };
+        assert_eq!(named, expected);
+    }
 }

@@ -18,7 +18,11 @@ use crate::{
     BLOCK, Nvfp4Error,
     cube::codec::{decode_e2m1, decode_e4m3, load, store},
     device::{Capabilities, FloatKind, GemmPath, Matrix, address_type},
-    ops::{GroupOffsets, groups::span, launch::grid},
+    ops::{
+        GroupOffsets,
+        groups::{check_bytes, span},
+        launch::grid,
+    },
 };
 
 /// Rows of `a` in groups, each with its own `b` (an expert's forward pass and its input gradient):
@@ -89,7 +93,8 @@ pub fn grouped_rows_with(
 /// Both operands are stored with the contraction along their rows. GroupOffsets begin at multiples of 16
 /// columns, and what lies between the end of a group's data and the next group is zero: what
 /// quantizing each group by itself leaves. An empty group gives zeros. Factors may be one for the
-/// tensor or for each group.
+/// tensor, for each group, or for each stored row of each group: `groups x M` of `a`, `groups x N` of
+/// `b`, one group after another.
 ///
 /// # Errors
 /// As [`gemm_grouped_rows`].
@@ -102,12 +107,9 @@ pub fn gemm_grouped_depth(
     target: Target,
 ) -> Result<Matrix, Nvfp4Error> {
     for (argument, operand) in [("a", a), ("b", b)] {
-        if matches!(operand.scale, Scale::PerRow(..)) {
-            return Err(Nvfp4Error::value(
-                argument,
-                "a factor for each row",
-                "one for the tensor or for each group",
-            ));
+        if let Scale::PerRow(amax, _) = operand.scale {
+            let needed = 4 * groups.count * operand.outer();
+            check_bytes(argument, amax, needed)?;
         }
     }
     let shape = (a.outer(), b.outer());
@@ -396,8 +398,14 @@ pub fn grouped_kernel<F: Numeric>(
                 sum += x * y;
                 depth += 1usize;
             }
-            let a_factor = factor(a_amax, a_row as u32, group as u32, a_range, kind.a);
-            let b_factor = factor(b_amax, b_row as u32, group as u32, b_range, kind.b);
+            // Every group of a contraction in groups has factors of its own for all stored rows: those
+            // of `a` are numbered as the rows of the output.
+            let mut b_own = b_row;
+            if comptime!(grouping == Grouping::Depth) {
+                b_own += group * n;
+            }
+            let a_factor = factor(a_amax, row as u32, group as u32, a_range, kind.a);
+            let b_factor = factor(b_amax, b_own as u32, group as u32, b_range, kind.b);
             let mut addend = 0.0f32;
             if comptime!(kind.bias) {
                 addend = bias[group * n + column];

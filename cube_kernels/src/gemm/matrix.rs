@@ -338,12 +338,20 @@ pub fn matrix_kernel<F: Numeric, W: Size>(
                         let col = col0 + plane_col + comptime!(j * 16) + element % 16usize;
                         if row < end && col < n {
                             let mut a_factor = a_whole;
+                            // Groups of the contraction have factors of their own.
+                            let mut a_first = 0usize;
+                            let mut b_own = b_first + col;
+                            if comptime!(grouping == Grouping::Depth) {
+                                a_first = group * m;
+                                b_own += group * n;
+                            }
                             if comptime!(kind.a == Factor::PerRow) {
-                                a_factor = factor(a_amax, row as u32, 0u32, a_range, kind.a);
+                                let own = (a_first + row) as u32;
+                                a_factor = factor(a_amax, own, 0u32, a_range, kind.a);
                             }
                             let mut b_factor = b_whole;
                             if comptime!(kind.b == Factor::PerRow) {
-                                let own = (b_first + col) as u32;
+                                let own = b_own as u32;
                                 b_factor = factor(b_amax, own, 0u32, b_range, kind.b);
                             }
                             let mut item = row * n + col;

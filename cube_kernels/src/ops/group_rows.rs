@@ -1,16 +1,16 @@
-//! What grouped layers need of the rows of groups beside products: their sums, and zeros behind the
-//! last group.
+//! What grouped layers need of the rows of groups beside products: their sums, zeros behind the last
+//! group, and the value of its group for each row.
 
-use cubecl::prelude::*;
+use cubecl::{prelude::*, server::Handle};
 
 use super::{
-    groups::{GroupOffsets, span, to_u32},
+    groups::{GroupOffsets, check_bytes, find_group, span, to_u32},
     launch::grid,
 };
 use crate::{
     Nvfp4Error,
     cube::codec::{load, store},
-    device::{FloatKind, Matrix, address_type, is_cpu},
+    device::{FloatKind, Matrix, address_type, allocate, is_cpu},
 };
 
 /// Partial sums of a column: rows of a group are dealt out to them in turn.
@@ -94,6 +94,41 @@ pub fn clear_rest(client: &Client, x: &Matrix, groups: &GroupOffsets) -> Result<
     Ok(())
 }
 
+/// The value of its group for each of `rows` rows, `f32[rows]` from `values`, `f32[count]`; 0 for rows of
+/// no group. It makes maxima of groups those of their rows, as dense kernels take them.
+///
+/// # Errors
+/// When `values` is smaller than the number of groups, or there are more than 2^32 rows.
+pub fn spread_groups(
+    client: &Client,
+    values: &Handle,
+    groups: &GroupOffsets,
+    rows: usize,
+) -> Result<Handle, Nvfp4Error> {
+    groups.check("groups")?;
+    check_bytes("values", values, groups.count * 4)?;
+    to_u32("rows", rows)?;
+    let out = allocate(client, rows * 4);
+    if rows == 0 {
+        return Ok(out);
+    }
+    let (count, dim) = grid(client, rows);
+    // SAFETY: the kernel stays below the rows, and reads the values of groups that there are.
+    unsafe {
+        spread_groups_kernel::launch_unchecked(
+            client,
+            count,
+            dim,
+            BufferArg::from_raw_parts(values.clone(), groups.count),
+            groups.arg(),
+            BufferArg::from_raw_parts(out.clone(), rows),
+            rows,
+            groups.count,
+        );
+    }
+    Ok(out)
+}
+
 /// One unit adds up every `units`-th column of a group.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn group_sums_kernel<F: Numeric>(
@@ -155,5 +190,27 @@ pub fn clear_rest_kernel<F: Numeric>(
     while item < rows * cols {
         x[item] = store::<F>(0.0f32, kind);
         item += CUBE_COUNT * CUBE_DIM as usize;
+    }
+}
+
+/// One unit finds the group of every `units`-th row.
+#[cube(launch_unchecked, create_dummy_kernel)]
+pub fn spread_groups_kernel(
+    values: &[f32],
+    offsets: &[u32],
+    out: &mut [f32],
+    rows: usize,
+    groups: usize,
+) {
+    let mut row = ABSOLUTE_POS;
+    while row < rows {
+        let group = find_group(offsets, groups, row);
+        let members = span(offsets, group, rows);
+        let mut value = 0.0f32;
+        if row >= members.start && row < members.end {
+            value = values[group];
+        }
+        out[row] = value;
+        row += CUBE_COUNT * CUBE_DIM as usize;
     }
 }

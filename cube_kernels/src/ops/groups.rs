@@ -100,7 +100,7 @@ impl GroupOffsets {
 /// Units of the one cube that adds group sizes.
 const UNITS: usize = 256;
 
-pub(super) fn check_bytes(
+pub(crate) fn check_bytes(
     argument: &'static str,
     handle: &Handle,
     needed: usize,

@@ -184,6 +184,8 @@ pub struct CopyRequest<'a> {
 pub(crate) struct CopyArgs {
     pub plan: CopyPlan,
     pub out: DevicePacked,
+    /// Values of the amax, of all groups however the copy is laid out.
+    maxima: usize,
     key: [u32; 2],
     offset: u64,
     device_offset: Option<Handle>,
@@ -229,8 +231,10 @@ impl CopyArgs {
             hadamard: copy.hadamard,
             groups: groups.clone(),
         };
-        check_memory("amax", amax, out.amax_len() * 4)?;
+        let maxima = out.amax_len();
+        check_memory("amax", amax, maxima * 4)?;
         Ok(Self {
+            maxima,
             plan: CopyPlan {
                 policy: BlockPolicy {
                     stochastic: stream.is_some(),
@@ -255,7 +259,7 @@ impl CopyArgs {
 
     pub fn amax(&self) -> BufferArg {
         // SAFETY: checked in `new`.
-        unsafe { buffer(&self.out.amax, self.out.amax_len()) }
+        unsafe { buffer(&self.out.amax, self.maxima) }
     }
 
     /// The codes, a block to an item.

@@ -41,7 +41,7 @@ mod transpose;
 
 pub use amax::{AmaxRequest, Amaxes, amax, amaxes, produce_with_amaxes};
 pub use dequantize::dequantize;
-pub use group_rows::{clear_rest, group_sums};
+pub use group_rows::{clear_rest, group_sums, spread_groups};
 pub use groups::GroupOffsets;
 pub use launch::CopyRequest;
 pub use ms_eden::{EdenRandom, EdenSource, ms_eden, ms_eden_amax};
@@ -69,7 +69,7 @@ pub mod kernels {
     pub use super::{
         amax::{AmaxPlan, amax_kernel, amax_tiles_kernel},
         dequantize::{dequantize_col_pairs_kernel, dequantize_cols_kernel, dequantize_rows_kernel},
-        group_rows::{clear_rest_kernel, group_sums_kernel},
+        group_rows::{clear_rest_kernel, group_sums_kernel, spread_groups_kernel},
         groups::rescale_kernel,
         launch::CopyPlan,
         ms_eden::{

@@ -126,7 +126,8 @@ pub fn quantize_both<'a>(
 }
 
 /// The copies of `x` that are asked for, `(row-wise, column-wise)`, each as [`quantize`] makes it of
-/// the groups, as operands of the grouped products: plain matrices, with one amax for each group.
+/// the groups, as operands of the grouped products: plain matrices, with one amax for each group, or
+/// for each stored row of each group.
 ///
 /// The row-wise copy is that of [`quantize`]. In the column-wise one the groups lie side by side and
 /// not one after another: `cols` stored rows, in each of which group `g` takes the columns from entry
@@ -136,7 +137,7 @@ pub fn quantize_both<'a>(
 /// Stochastic rounding numbers blocks as [`quantize`] does, group after group.
 ///
 /// # Errors
-/// As [`quantize`], and when scales are to be swizzled, or there is more than one amax to a group.
+/// As [`quantize`], and when scales are to be swizzled.
 pub fn quantize_side_by_side<'a>(
     client: &Client,
     x: impl Into<Source<'a>>,
@@ -145,14 +146,11 @@ pub fn quantize_side_by_side<'a>(
     col: Option<&CopyRequest<'_>>,
 ) -> Result<(Option<DevicePacked>, Option<DevicePacked>), Nvfp4Error> {
     for request in [row, col].into_iter().flatten() {
-        if request.copy.layout != ScaleLayout::Compact || request.scope != AmaxScope::Group {
+        if request.copy.layout != ScaleLayout::Compact {
             return Err(Nvfp4Error::value(
                 "copy",
-                format!(
-                    "{:?} scales, one amax for each {:?}",
-                    request.copy.layout, request.scope
-                ),
-                "compact scales, one amax for each group",
+                format!("{:?} scales", request.copy.layout),
+                "compact scales",
             ));
         }
     }

@@ -13,210 +13,134 @@ use burn_core::backend::{
 };
 use burn_core::tensor::{FloatDType, Shape};
 
-use super::super::autodiff::{constant, inner, register};
-use super::super::operands::cast;
-use super::super::{Bias, Packed, PackedPair, PairSpec, QuantizeSpec, float_dtype};
-use super::{
-    GroupPairSpec, GroupedPrecision, GroupedSpec, Nvfp4GroupedOps, rows_at, stack_for_forward,
+use nvfp4_kernels::PackedAxis;
+
+use super::super::autodiff::{
+    GradientsOf, LinearGrads, Tracked, constant, inner_bias, inner_operand, linear, register,
 };
+use super::super::operands::cast;
+use super::super::{
+    BackwardSource, Bias, LinearSpec, Operand, OperandSpec, Packed, PackedPair, PairSpec,
+    QuantizeSpec, float_dtype,
+};
+use super::operands::{stack, stack_again, stack_both, tokens, tokens_again, tokens_both};
+use super::{GroupPairSpec, Nvfp4GroupedOps, rows_at};
 
-/// The operands of a product in NVFP4, and nothing that was not quantized.
-#[derive(Clone, Debug)]
-struct PackedOperands<B: Backend> {
-    /// The column-wise copy of `x`, if the weight needs a gradient.
-    x_col: Option<Packed<B>>,
-    /// The row-wise copies of `w`, if the input needs a gradient.
-    w_row: Option<Packed<B>>,
-    spec: GroupedSpec,
-}
-
-/// The operands that a tracked product keeps until its backward.
-#[derive(Clone, Debug)]
-enum Operands<B: Backend> {
-    /// Packed ones.
-    Nvfp4(Box<PackedOperands<B>>),
-    /// `x`, if the weight needs a gradient, and `w`, if the input needs one.
-    Input {
-        x: Option<FloatTensor<B>>,
-        w: Option<FloatTensor<B>>,
-    },
-}
-
-/// What a tracked product keeps until its backward.
+/// What a tracked product keeps until its backward: the operands of the backward's products, in
+/// their formats, and nothing else.
 #[derive(Clone, Debug)]
 struct Saved<B: Backend> {
-    operands: Operands<B>,
+    /// `x` for wgrad, if the weight needs a gradient.
+    x: Option<Operand<B>>,
+    /// `w` for dgrad, if the input needs a gradient.
+    w: Option<Operand<B>>,
     offsets: IntTensor<B>,
     tokens: usize,
     x_dtype: FloatDType,
     w_dtype: FloatDType,
     /// Type of the bias, if there is one and it needs a gradient.
     bias_dtype: Option<FloatDType>,
+    spec: LinearSpec,
 }
 
-/// Gradients of `x`, `w` and the bias: those that were asked for.
-struct LinearGrads<B: Backend> {
-    x: Option<FloatTensor<B>>,
-    w: Option<FloatTensor<B>>,
-    bias: Option<FloatTensor<B>>,
-}
-
-impl<B: Nvfp4GroupedOps> Saved<B> {
-    /// The gradients, from the gradient `dy` of the output (`[tokens, d_out]`).
+impl<B: Nvfp4GroupedOps> GradientsOf<B> for Saved<B> {
     fn backward(self, dy: FloatTensor<B>) -> LinearGrads<B> {
         let Self {
-            operands,
+            x,
+            w,
             offsets,
-            tokens,
             x_dtype,
             w_dtype,
-            bias_dtype,
+            ..
         } = self;
-        let bias = bias_dtype
+        let bias = self
+            .bias_dtype
             .map(|dtype| cast::<B>(B::nvfp4_group_sums(dy.clone(), offsets.clone()), dtype));
-        let (x, w) = match operands {
-            Operands::Nvfp4(packed) => {
-                let PackedOperands { x_col, w_row, spec } = *packed;
-                let (dy_row, dy_col) = match (&w_row, &x_col) {
-                    (Some(_), Some(_)) => {
-                        let pair =
-                            B::nvfp4_quantize_groups_pair(dy, offsets.clone(), spec.gradient);
-                        (Some(pair.row), Some(pair.col))
-                    }
-                    (Some(_), None) => {
-                        let spec = spec.gradient.row_alone();
-                        (
-                            Some(B::nvfp4_quantize_groups(dy, offsets.clone(), spec)),
-                            None,
-                        )
-                    }
-                    (None, Some(_)) => {
-                        let spec = spec.gradient.col_alone();
-                        (
-                            None,
-                            Some(B::nvfp4_quantize_groups(dy, offsets.clone(), spec)),
-                        )
-                    }
-                    (None, None) => (None, None),
-                };
-                let x = dy_row.zip(w_row).map(|(dy, w)| {
-                    B::nvfp4_matmul_group_rows(dy, w, Bias::Absent, offsets.clone(), x_dtype)
-                });
-                let w = x_col
-                    .zip(dy_col)
-                    .map(|(x, dy)| B::nvfp4_matmul_group_depth(x, dy, offsets, tokens, w_dtype));
-                (x, w)
+        let (row, col) = (self.spec.dgrad_dy, self.spec.wgrad_dy);
+        let one = |dy, spec, axis| tokens::<B>(dy, &offsets, spec, axis, x_dtype);
+        let (dy_row, dy_col) = match (&w, &x) {
+            (Some(_), Some(_)) => {
+                let (row, col) = tokens_both::<B>(dy, &offsets, &row, &col, x_dtype);
+                (Some(row), Some(col))
             }
-            Operands::Input { x, w } => {
-                let dx = w.map(|w| {
-                    let dy = dy.clone();
-                    B::nvfp4_float_group_rows(dy, w, Bias::Absent, offsets.clone(), true)
-                });
-                let dw = x.map(|x| B::nvfp4_float_group_depth(x, dy, offsets, w_dtype));
-                (dx, dw)
-            }
+            (Some(_), None) => (Some(one(dy, &row, PackedAxis::Cols)), None),
+            (None, Some(_)) => (None, Some(one(dy, &col, PackedAxis::Rows))),
+            (None, None) => (None, None),
         };
-        LinearGrads { x, w, bias }
-    }
-}
-
-/// The product without a bias: parents `[x, w]`.
-#[derive(Debug)]
-struct Linear;
-
-impl<B: Nvfp4GroupedOps> Backward<B, 2> for Linear {
-    type State = Saved<B>;
-
-    fn backward(
-        self,
-        ops: Ops<Self::State, 2>,
-        grads: &mut Gradients,
-        _checkpointer: &mut Checkpointer,
-    ) {
-        let found = ops.state.backward(grads.consume::<B>(&ops.node));
-        register::<B, 2>(
-            ops.parents.map(|node| node.map(|node| node.id)),
-            [found.x, found.w],
-            grads,
-        );
-    }
-}
-
-/// The product with a bias: parents `[x, w, bias]`.
-#[derive(Debug)]
-struct LinearBias;
-
-impl<B: Nvfp4GroupedOps> Backward<B, 3> for LinearBias {
-    type State = Saved<B>;
-
-    fn backward(
-        self,
-        ops: Ops<Self::State, 3>,
-        grads: &mut Gradients,
-        _checkpointer: &mut Checkpointer,
-    ) {
-        let found = ops.state.backward(grads.consume::<B>(&ops.node));
-        register::<B, 3>(
-            ops.parents.map(|node| node.map(|node| node.id)),
-            [found.x, found.w, found.bias],
-            grads,
-        );
+        let dx = dy_row
+            .zip(w)
+            .map(|(dy, w)| B::nvfp4_group_rows(dy, w, Bias::Absent, offsets.clone(), x_dtype));
+        let dw = x
+            .zip(dy_col)
+            .map(|(x, dy)| B::nvfp4_group_depth(x, dy, offsets, self.tokens, w_dtype));
+        LinearGrads { x: dx, w: dw, bias }
     }
 }
 
 /// The output, and what its backward needs of `x` and `w`.
-///
-/// `x_tracked` and `w_tracked` say which gradients will be asked for; what only an unwanted gradient
-/// would read is neither made nor kept.
 fn forward<B: Nvfp4GroupedOps>(
     x: FloatTensor<B>,
     w: FloatTensor<B>,
     bias: Bias<B>,
     offsets: IntTensor<B>,
-    precision: GroupedPrecision,
-    (x_tracked, w_tracked): (bool, bool),
-    bias_dtype: Option<FloatDType>,
+    spec: LinearSpec,
+    tracked: Tracked,
 ) -> (FloatTensor<B>, Saved<B>) {
     let x_dtype = float_dtype(x.dtype());
     let w_dtype = float_dtype(w.dtype());
-    let tokens = x.shape()[0];
-    let (y, operands) = match precision {
-        GroupedPrecision::Nvfp4(spec) => {
-            let (x_row, x_col) = if w_tracked {
-                let pair = B::nvfp4_quantize_groups_pair(x, offsets.clone(), spec.input);
-                (pair.row, Some(pair.col))
-            } else {
-                let row = spec.input.row_alone();
-                (B::nvfp4_quantize_groups(x, offsets.clone(), row), None)
-            };
-            let (w_row, w_col) = if x_tracked {
-                let PackedPair { row, col } = B::nvfp4_quantize_stack_pair(w, spec.weight);
-                (Some(row), col)
-            } else {
-                (None, stack_for_forward::<B>(w, &spec))
-            };
-            let y = B::nvfp4_matmul_group_rows(x_row, w_col, bias, offsets.clone(), x_dtype);
-            let packed = PackedOperands { x_col, w_row, spec };
-            (y, Operands::Nvfp4(Box::new(packed)))
+    let count = x.shape()[0];
+    let (x, saved_x) = match (tracked.w, spec.source) {
+        (false, _) => (
+            tokens::<B>(x, &offsets, &spec.fprop_x, PackedAxis::Cols, x_dtype),
+            None,
+        ),
+        (true, BackwardSource::Original) => {
+            let (row, col) = (spec.fprop_x, spec.wgrad_x);
+            let (x, saved) = tokens_both::<B>(x, &offsets, &row, &col, x_dtype);
+            (x, Some(saved))
         }
-        GroupedPrecision::Input => {
-            let y = B::nvfp4_float_group_rows(x.clone(), w.clone(), bias, offsets.clone(), false);
-            let operands = Operands::Input {
-                x: w_tracked.then_some(x),
-                w: x_tracked.then_some(w),
-            };
-            (y, operands)
+        (true, BackwardSource::Forward) => {
+            let x = tokens::<B>(x, &offsets, &spec.fprop_x, PackedAxis::Cols, x_dtype);
+            let saved = tokens_again::<B>(x.clone(), &offsets, &spec.wgrad_x, x_dtype);
+            (x, Some(saved))
         }
     };
+    let (w, saved_w) = weight::<B>(w, &spec, tracked.x, x_dtype);
+    let y = B::nvfp4_group_rows(x, w, bias, offsets.clone(), x_dtype);
     let saved = Saved {
-        operands,
+        x: saved_x,
+        w: saved_w,
         offsets,
-        tokens,
+        tokens: count,
         x_dtype,
         w_dtype,
-        bias_dtype,
+        bias_dtype: tracked.bias,
+        spec,
     };
     (y, saved)
+}
+
+/// The stack for the forward, and for dgrad if `x_tracked` says that it will be asked for.
+fn weight<B: Nvfp4GroupedOps>(
+    w: FloatTensor<B>,
+    spec: &LinearSpec,
+    x_tracked: bool,
+    dtype: FloatDType,
+) -> (Operand<B>, Option<Operand<B>>) {
+    let (fprop, dgrad) = (&spec.fprop_w, &spec.dgrad_w);
+    if !x_tracked {
+        return (stack::<B>(w, fprop, PackedAxis::Rows, dtype), None);
+    }
+    let is_twin = spec.source == BackwardSource::Original
+        || matches!((fprop, dgrad), (OperandSpec::Tiles(a), OperandSpec::Tiles(b)) if a == b);
+    if is_twin {
+        let (row, col) = stack_both::<B>(w, dgrad, fprop, dtype);
+        return (col, Some(row));
+    }
+    let experts = w.shape()[0];
+    let forward = stack::<B>(w, fprop, PackedAxis::Rows, dtype);
+    let backward = stack_again::<B>(forward.clone(), experts, dgrad, dtype);
+    (forward, Some(backward))
 }
 
 /// What a gather keeps until its backward.
@@ -345,71 +269,47 @@ impl<B: Nvfp4GroupedOps, C: CheckpointStrategy> Nvfp4GroupedOps for Autodiff<B, 
         }
     }
 
-    fn nvfp4_matmul_group_rows(
-        a: Packed<Self>,
-        b: Packed<Self>,
+    fn nvfp4_pad_groups(
+        x: FloatTensor<Self>,
+        offsets: IntTensor<Self>,
+        unit: usize,
+    ) -> FloatTensor<Self> {
+        Self::from_inner(B::nvfp4_pad_groups(x.into_primitive(), offsets, unit))
+    }
+
+    fn nvfp4_spread_groups(
+        values: FloatTensor<Self>,
+        offsets: IntTensor<Self>,
+        rows: usize,
+    ) -> FloatTensor<Self> {
+        let values = values.into_primitive();
+        Self::from_inner(B::nvfp4_spread_groups(values, offsets, rows))
+    }
+
+    fn nvfp4_group_rows(
+        a: Operand<Self>,
+        b: Operand<Self>,
         bias: Bias<Self>,
         offsets: IntTensor<Self>,
         dtype: FloatDType,
     ) -> FloatTensor<Self> {
-        let bias = inner_bias(bias);
-        Self::from_inner(B::nvfp4_matmul_group_rows(
-            inner(a),
-            inner(b),
-            bias,
-            offsets,
-            dtype,
-        ))
+        let (a, b, bias) = (inner_operand(a), inner_operand(b), inner_bias(bias));
+        Self::from_inner(B::nvfp4_group_rows(a, b, bias, offsets, dtype))
     }
 
-    fn nvfp4_matmul_group_depth(
-        a: Packed<Self>,
-        b: Packed<Self>,
+    fn nvfp4_group_depth(
+        a: Operand<Self>,
+        b: Operand<Self>,
         offsets: IntTensor<Self>,
         tokens: usize,
         dtype: FloatDType,
     ) -> FloatTensor<Self> {
-        Self::from_inner(B::nvfp4_matmul_group_depth(
-            inner(a),
-            inner(b),
-            offsets,
-            tokens,
-            dtype,
-        ))
+        let (a, b) = (inner_operand(a), inner_operand(b));
+        Self::from_inner(B::nvfp4_group_depth(a, b, offsets, tokens, dtype))
     }
 
     fn nvfp4_group_sums(x: FloatTensor<Self>, offsets: IntTensor<Self>) -> FloatTensor<Self> {
         Self::from_inner(B::nvfp4_group_sums(x.into_primitive(), offsets))
-    }
-
-    fn nvfp4_float_group_rows(
-        x: FloatTensor<Self>,
-        w: FloatTensor<Self>,
-        bias: Bias<Self>,
-        offsets: IntTensor<Self>,
-        transposed: bool,
-    ) -> FloatTensor<Self> {
-        Self::from_inner(B::nvfp4_float_group_rows(
-            x.into_primitive(),
-            w.into_primitive(),
-            inner_bias(bias),
-            offsets,
-            transposed,
-        ))
-    }
-
-    fn nvfp4_float_group_depth(
-        x: FloatTensor<Self>,
-        dy: FloatTensor<Self>,
-        offsets: IntTensor<Self>,
-        dtype: FloatDType,
-    ) -> FloatTensor<Self> {
-        Self::from_inner(B::nvfp4_float_group_depth(
-            x.into_primitive(),
-            dy.into_primitive(),
-            offsets,
-            dtype,
-        ))
     }
 
     fn nvfp4_grouped_linear(
@@ -417,44 +317,11 @@ impl<B: Nvfp4GroupedOps, C: CheckpointStrategy> Nvfp4GroupedOps for Autodiff<B, 
         w: FloatTensor<Self>,
         bias: Bias<Self>,
         offsets: IntTensor<Self>,
-        precision: GroupedPrecision,
+        spec: LinearSpec,
     ) -> FloatTensor<Self> {
-        let tracked = (x.is_tracked(), w.is_tracked());
-        // The guards keep the parents alive until the step is registered.
-        let (x, x_node) = x.into_parts();
-        let (w, w_node) = w.into_parts();
-        match bias {
-            Bias::Absent => {
-                let nodes = [x_node, w_node];
-                match Linear.prepare::<C>(nodes).compute_bound().stateful() {
-                    OpsKind::Tracked(prep) => {
-                        let (y, saved) =
-                            forward::<B>(x, w, Bias::Absent, offsets, precision, tracked, None);
-                        prep.finish(saved, y)
-                    }
-                    OpsKind::UnTracked(prep) => {
-                        let bias = Bias::Absent;
-                        prep.finish(B::nvfp4_grouped_linear(x, w, bias, offsets, precision))
-                    }
-                }
-            }
-            Bias::Vector(bias) => {
-                let bias_dtype = bias.is_tracked().then(|| float_dtype(bias.dtype()));
-                let (bias, bias_node) = bias.into_parts();
-                let bias = Bias::Vector(bias);
-                let nodes = [x_node, w_node, bias_node];
-                match LinearBias.prepare::<C>(nodes).compute_bound().stateful() {
-                    OpsKind::Tracked(prep) => {
-                        let (y, saved) =
-                            forward::<B>(x, w, bias, offsets, precision, tracked, bias_dtype);
-                        prep.finish(saved, y)
-                    }
-                    OpsKind::UnTracked(prep) => {
-                        prep.finish(B::nvfp4_grouped_linear(x, w, bias, offsets, precision))
-                    }
-                }
-            }
-        }
+        linear(x, w, bias, |x, w, bias, tracked| {
+            forward::<B>(x, w, bias, offsets, spec, tracked)
+        })
     }
 
     fn nvfp4_gather_rows(
@@ -497,13 +364,5 @@ impl<B: Nvfp4GroupedOps, C: CheckpointStrategy> Nvfp4GroupedOps for Autodiff<B, 
                 prep.finish(B::nvfp4_combine_rows(y, weights, places, choices))
             }
         }
-    }
-}
-
-/// A bias of the backend that does the work.
-fn inner_bias<B: Backend, C: CheckpointStrategy>(bias: Bias<Autodiff<B, C>>) -> Bias<B> {
-    match bias {
-        Bias::Absent => Bias::Absent,
-        Bias::Vector(bias) => Bias::Vector(bias.into_primitive()),
     }
 }

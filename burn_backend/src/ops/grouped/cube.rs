@@ -12,17 +12,21 @@ use burn_cubecl::{
     tensor::CubeTensor,
 };
 use cubecl::server::Handle;
-use nvfp4_kernels::device::{AmaxScope, DeviceCopy, DevicePacked, Groups, Matrix};
-use nvfp4_kernels::gemm::{Elements, Operand, Scale, Target};
+use nvfp4_kernels::device::{AmaxScope, DevicePacked, Groups, Matrix};
+use nvfp4_kernels::gemm::{self, Scale, Target};
 use nvfp4_kernels::ops::{AmaxRequest, CopyRequest, GroupOffsets};
-use nvfp4_kernels::{BLOCK, PackedAxis, ScaleLayout, gemm, ops};
+use nvfp4_kernels::{PackedAxis, ScaleLayout, ops};
 
-use super::super::cube::{device, float_kind, launched, new_tensor, packed_tensor, result};
-use super::super::{
-    Bias, CopySpec, Packed, PackedLayout, PackedPair, PairSpec, QuantizeSpec, copy_name,
-    float_dtype, trace_op,
+use super::super::cube::{
+    Stored, beside, float_kind, launched, new_tensor, packed_tensor, request, result, scope,
+    stored_shape,
 };
-use super::{GroupPairSpec, Nvfp4GroupedOps};
+use super::super::{
+    Bias, GlobalScaling, Operand, Packed, PackedLayout, PackedPair, PairSpec, QuantizeSpec,
+    copy_name, float_dtype, trace_op,
+};
+use super::operands::{stack_values, tokens_values, unit};
+use super::{GroupPairSpec, Nvfp4GroupedOps, maxima};
 
 impl Nvfp4GroupedOps for CubeBackend {
     fn nvfp4_quantize_stack(w: FloatTensor<Self>, spec: QuantizeSpec) -> Packed<Self> {
@@ -30,7 +34,7 @@ impl Nvfp4GroupedOps for CubeBackend {
         trace_op("quantize", copy_name(spec.axis), matrix.rows, matrix.cols);
         let groups = Groups::Batch(dims[0]);
         let amax = group_amax(&like, &matrix, &groups);
-        let request = request(&amax, &spec.copy);
+        let request = request(&spec.copy, &amax);
         let layout = PackedLayout::stack(dims, spec.axis, spec.copy.scaling);
         let copy = launched(ops::quantize(
             &like.client,
@@ -54,7 +58,7 @@ impl Nvfp4GroupedOps for CubeBackend {
                 ops::quantize_tile_with(client, &matrix, &groups, &amax, scaling, compact)
             }
             PairSpec::Blocks { row, col } => {
-                let [row, col] = [row, col].map(|copy| request(&amax, &copy));
+                let [row, col] = [row, col].map(|copy| request(&copy, &amax));
                 ops::quantize_both(client, &matrix, &groups, &row, &col)
             }
         });
@@ -82,18 +86,19 @@ impl Nvfp4GroupedOps for CubeBackend {
             tokens.matrix.rows,
             tokens.matrix.cols,
         );
+        let scope = scope(copy.global);
         let amaxes = tokens.amaxes(&match axis {
             PackedAxis::Cols => AmaxRequest {
-                rows: Some(AmaxScope::Group),
+                rows: Some(scope),
                 cols: None,
             },
             PackedAxis::Rows => AmaxRequest {
                 rows: None,
-                cols: Some((AmaxScope::Group, copy.hadamard)),
+                cols: Some((scope, copy.hadamard)),
             },
         });
         let amax = amaxes.0.or(amaxes.1).expect("one was asked for");
-        let request = request(&amax, &copy);
+        let request = request(&copy, &amax);
         let (row, col) = match axis {
             PackedAxis::Cols => tokens.quantize(Some(&request), None),
             PackedAxis::Rows => tokens.quantize(None, Some(&request)),
@@ -109,18 +114,19 @@ impl Nvfp4GroupedOps for CubeBackend {
         let tokens = Tokens::new(x, offsets);
         trace_op("quantize", "pair", tokens.matrix.rows, tokens.matrix.cols);
         let GroupPairSpec { row, col } = spec;
-        // Without a transform one maximum serves both copies.
+        // One maximum of each group serves both copies where neither has a transform or more of them.
+        let one = [&row, &col]
+            .iter()
+            .all(|copy| copy.global == GlobalScaling::PerTensor && copy.hadamard.is_none());
         let (row_amax, col_amax) = tokens.amaxes(&AmaxRequest {
-            rows: Some(AmaxScope::Group),
-            cols: col
-                .hadamard
-                .map(|hadamard| (AmaxScope::Group, Some(hadamard))),
+            rows: Some(scope(row.global)),
+            cols: (!one).then(|| (scope(col.global), col.hadamard)),
         });
         let row_amax = row_amax.expect("asked for");
         let col_amax = col_amax.unwrap_or_else(|| row_amax.clone());
         let (row, col) = tokens.quantize(
-            Some(&request(&row_amax, &row)),
-            Some(&request(&col_amax, &col)),
+            Some(&request(&row, &row_amax)),
+            Some(&request(&col, &col_amax)),
         );
         PackedPair {
             row: row.expect("asked for"),
@@ -128,42 +134,106 @@ impl Nvfp4GroupedOps for CubeBackend {
         }
     }
 
-    fn nvfp4_matmul_group_rows(
-        a: Packed<Self>,
-        b: Packed<Self>,
+    fn nvfp4_pad_groups(
+        x: FloatTensor<Self>,
+        offsets: IntTensor<Self>,
+        unit: usize,
+    ) -> FloatTensor<Self> {
+        let tokens = Tokens::new(x, offsets);
+        let (client, matrix) = (&tokens.tensor.client, &tokens.matrix);
+        let (padded, _) = launched(ops::pad_groups(client, matrix, &tokens.groups, unit));
+        result(&tokens.tensor, padded)
+    }
+
+    fn nvfp4_spread_groups(
+        values: FloatTensor<Self>,
+        offsets: IntTensor<Self>,
+        rows: usize,
+    ) -> FloatTensor<Self> {
+        let values = into_contiguous(values);
+        let groups = group_offsets(offsets);
+        let (client, handle) = (&values.client, &values.handle);
+        let spread = launched(ops::spread_groups(client, handle, &groups, rows));
+        new_tensor(&values, spread, Shape::new([rows]), DType::F32)
+    }
+
+    fn nvfp4_group_rows(
+        a: Operand<Self>,
+        b: Operand<Self>,
         bias: Bias<Self>,
         offsets: IntTensor<Self>,
         dtype: FloatDType,
     ) -> FloatTensor<Self> {
-        let like = a.codes.clone();
-        let groups = group_offsets(offsets);
-        trace_op(
-            "matmul",
-            "",
-            a.layout.outer(),
-            b.layout.outer() / groups.count,
-        );
-        let (a, b) = (device(a), device(b));
-        group_rows(&like, &operand(&a), &operand(&b), bias, &groups, dtype)
+        let like = beside(&a);
+        let groups = group_offsets(offsets.clone());
+        let (rows, columns) = (stored_shape(&a).0, stored_shape(&b).0 / groups.count);
+        trace_op("matmul", "", rows, columns);
+        let out = if is_wide(&a) || is_wide(&b) {
+            let inner = type_of_product(&a, &b, dtype);
+            let x = tokens_values::<Self>(a, &offsets, inner);
+            let w = stack_values::<Self>(b, groups.count, inner);
+            let out = masked_rows(x, w, bias, offsets);
+            let out = into_contiguous(cast(out, dtype.into()));
+            let kind = float_kind(dtype);
+            launched(Matrix::new(out.handle, rows, columns, kind))
+        } else {
+            let bias = match bias {
+                Bias::Absent => None,
+                Bias::Vector(bias) => Some(matrix(&into_contiguous(cast(bias, DType::F32)))),
+            };
+            let (a, b) = (GroupOperand::new(a), GroupOperand::new(b));
+            launched(gemm::gemm_grouped_rows(
+                &like.client,
+                None,
+                &a.view(),
+                &b.view(),
+                &groups,
+                bias.as_ref(),
+                Target::New(float_kind(dtype)),
+            ))
+        };
+        launched(ops::clear_rest(&like.client, &out, &groups));
+        result(&like, out)
     }
 
-    fn nvfp4_matmul_group_depth(
-        a: Packed<Self>,
-        b: Packed<Self>,
+    fn nvfp4_group_depth(
+        a: Operand<Self>,
+        b: Operand<Self>,
         offsets: IntTensor<Self>,
         tokens: usize,
         dtype: FloatDType,
     ) -> FloatTensor<Self> {
-        let like = a.codes.clone();
-        let unit = a
-            .layout
-            .hadamard
-            .map_or(BLOCK, |hadamard| hadamard.size().elements());
-        trace_op("matmul", "", a.layout.outer(), b.layout.outer());
-        let groups = group_offsets(offsets);
+        let like = beside(&a);
+        let [m, n] = [&a, &b].map(|operand| stored_shape(operand).0);
+        trace_op("matmul", "", m, n);
+        let (a, b) = match (a, b) {
+            // Burn's own floats, of one type: every other type is one of the kernels'.
+            (Operand::Float(x, _), Operand::Float(dy, _)) if x.dtype != DType::BF16 => {
+                return masked_depth(x, dy, offsets, dtype);
+            }
+            operands => operands,
+        };
+        let unit = unit(&a);
+        let groups = group_offsets(offsets.clone());
         let aligned = launched(groups.aligned(&like.client, tokens, unit));
-        let (a, b) = (device(a), device(b));
-        group_depth(&like, &operand(&a), &operand(&b), &aligned, dtype)
+        let [a, b] = [a, b].map(|operand| {
+            GroupOperand::new(match operand {
+                Operand::Float(x, axis) => {
+                    Operand::Float(Self::nvfp4_pad_groups(x, offsets.clone(), unit), axis)
+                }
+                packed => packed,
+            })
+        });
+        let out = launched(gemm::gemm_grouped_depth(
+            &like.client,
+            None,
+            &a.view(),
+            &b.view(),
+            &aligned,
+            Target::New(float_kind(dtype)),
+        ));
+        let shape = Shape::new([groups.count, m, n]);
+        new_tensor(&like, out.handle, shape, dtype.into())
     }
 
     fn nvfp4_group_sums(x: FloatTensor<Self>, offsets: IntTensor<Self>) -> FloatTensor<Self> {
@@ -171,60 +241,6 @@ impl Nvfp4GroupedOps for CubeBackend {
         let client = &tokens.tensor.client;
         let sums = launched(ops::group_sums(client, &tokens.matrix, &tokens.groups));
         result(&tokens.tensor, sums)
-    }
-
-    fn nvfp4_float_group_rows(
-        x: FloatTensor<Self>,
-        w: FloatTensor<Self>,
-        bias: Bias<Self>,
-        offsets: IntTensor<Self>,
-        transposed: bool,
-    ) -> FloatTensor<Self> {
-        let dtype = float_dtype(x.dtype());
-        if dtype != FloatDType::BF16 {
-            return masked_rows(x, w, bias, offsets, transposed);
-        }
-        // The contraction is stored along the rows: `[experts, d_out, d_in]`, or `w` as it is.
-        let w = cast(w, DType::BF16);
-        let w = if transposed {
-            w
-        } else {
-            CubeBackend::float_swap_dims(w, 1, 2)
-        };
-        let (_, stack, _) = stack(w);
-        let tokens = Tokens::new(x, offsets);
-        let (a, b) = ((&tokens.matrix).into(), (&stack).into());
-        group_rows(&tokens.tensor, &a, &b, bias, &tokens.groups, dtype)
-    }
-
-    fn nvfp4_float_group_depth(
-        x: FloatTensor<Self>,
-        dy: FloatTensor<Self>,
-        offsets: IntTensor<Self>,
-        dtype: FloatDType,
-    ) -> FloatTensor<Self> {
-        if float_dtype(x.dtype()) != FloatDType::BF16 {
-            return masked_depth(x, dy, offsets, dtype);
-        }
-        let groups = group_offsets(offsets.clone());
-        let tokens = x.meta.shape()[0];
-        let aligned = launched(groups.aligned(&x.client, tokens, BLOCK));
-        let [(like, a), (_, b)] = [x, dy].map(|x| {
-            // Groups padded to 16 tokens, with the tokens along the rows.
-            let tokens = Tokens::new(x, offsets.clone());
-            let (client, like) = (&tokens.tensor.client, &tokens.tensor);
-            let (padded, _) = launched(ops::pad_groups(
-                client,
-                &tokens.matrix,
-                &tokens.groups,
-                BLOCK,
-            ));
-            let padded = result(like, padded);
-            let turned = into_contiguous(CubeBackend::float_swap_dims(padded, 0, 1));
-            let matrix = matrix(&turned);
-            (turned, matrix)
-        });
-        group_depth(&like, &(&a).into(), &(&b).into(), &aligned, dtype)
     }
 }
 
@@ -278,23 +294,16 @@ impl Tokens {
             let layout = PackedLayout {
                 hadamard: copy.hadamard,
                 scaling: copy.scaling,
+                global: match copy.scope {
+                    AmaxScope::Group => GlobalScaling::PerTensor,
+                    AmaxScope::Outer => GlobalScaling::PerToken,
+                },
                 ..PackedLayout::plain(copy.rows, copy.cols, copy.axis)
             };
-            packed_tensor(&self.tensor, copy, layout, groups.count)
+            let maxima = maxima(&layout, groups.count);
+            packed_tensor(&self.tensor, copy, layout, maxima)
         };
         (row.map(tensor), col.map(tensor))
-    }
-}
-
-fn request<'a>(amax: &'a Handle, copy: &CopySpec) -> CopyRequest<'a> {
-    CopyRequest {
-        amax,
-        scope: AmaxScope::Group,
-        copy: DeviceCopy {
-            hadamard: copy.hadamard,
-            scaling: copy.scaling,
-            ..DeviceCopy::new(copy.rounding)
-        },
     }
 }
 
@@ -332,58 +341,57 @@ fn group_offsets(offsets: CubeTensor) -> GroupOffsets {
     launched(GroupOffsets::new(offsets.handle, count))
 }
 
-fn operand(packed: &DevicePacked) -> Operand<'_> {
-    Operand {
-        elements: Elements::Packed(packed),
-        scale: Scale::PerGroup(&packed.amax, packed.scaling.range()),
+/// An operand of a grouped product as the kernels take it, holding its memory.
+struct GroupOperand {
+    stored: Stored,
+    /// Whether each group has a maximum of its own.
+    per_group: bool,
+}
+
+impl GroupOperand {
+    fn new(operand: Operand<CubeBackend>) -> Self {
+        let per_group = matches!(&operand, Operand::Nvfp4(packed)
+            if packed.layout.global == GlobalScaling::PerTensor
+                && packed.amax.meta.shape()[0] > 1);
+        Self {
+            stored: Stored::new(operand),
+            per_group,
+        }
+    }
+
+    fn view(&self) -> gemm::Operand<'_> {
+        let operand = self.stored.operand();
+        match operand.scale {
+            Scale::Tensor(amax, range) if self.per_group => gemm::Operand {
+                scale: Scale::PerGroup(amax, range),
+                ..operand
+            },
+            _ => operand,
+        }
     }
 }
 
-/// The product of tokens with their experts' matrices, beside `like`.
-fn group_rows(
-    like: &CubeTensor,
-    a: &Operand,
-    b: &Operand,
-    bias: Bias<CubeBackend>,
-    groups: &GroupOffsets,
-    dtype: FloatDType,
-) -> CubeTensor {
-    let client = &like.client;
-    let bias = match bias {
-        Bias::Absent => None,
-        Bias::Vector(bias) => Some(matrix(&into_contiguous(cast(bias, DType::F32)))),
-    };
-    let out = launched(gemm::gemm_grouped_rows(
-        client,
-        None,
-        a,
-        b,
-        groups,
-        bias.as_ref(),
-        Target::New(float_kind(dtype)),
-    ));
-    launched(ops::clear_rest(client, &out, groups));
-    result(like, out)
+/// Whether an operand is a float that the kernels do not take.
+fn is_wide(operand: &Operand<CubeBackend>) -> bool {
+    matches!(operand, Operand::Float(x, _) if x.dtype != DType::BF16)
 }
 
-/// A product over the tokens of each expert, `[experts, m, n]` beside `like`.
-fn group_depth(
-    like: &CubeTensor,
-    a: &Operand,
-    b: &Operand,
-    groups: &GroupOffsets,
+/// In which type Burn multiplies: that of the result, if both operands have it, or `f32`, in which
+/// whatever was packed is exact.
+fn type_of_product(
+    a: &Operand<CubeBackend>,
+    b: &Operand<CubeBackend>,
     dtype: FloatDType,
-) -> CubeTensor {
-    let shape = Shape::new([groups.count, a.outer(), b.outer()]);
-    let out = launched(gemm::gemm_grouped_depth(
-        &like.client,
-        None,
-        a,
-        b,
-        groups,
-        Target::New(float_kind(dtype)),
-    ));
-    new_tensor(like, out.handle, shape, dtype.into())
+) -> FloatDType {
+    let has = |operand: &Operand<CubeBackend>| match operand {
+        Operand::Float(x, _) => x.dtype == DType::from(dtype),
+        _ => false,
+    };
+    if has(a) && has(b) {
+        dtype
+    } else {
+        FloatDType::F32
+    }
 }
 
 /// 1 for the tokens of group `group` and 0 for others, `[tokens, 1]` of type `dtype`.
@@ -402,43 +410,26 @@ fn members(offsets: &CubeTensor, group: usize, tokens: usize, dtype: FloatDType)
     CubeBackend::float_reshape(members, Shape::new([tokens, 1]))
 }
 
-/// Matrix `index` of a stack, in type `dtype`.
-fn expert(w: &CubeTensor, index: usize, dtype: FloatDType) -> CubeTensor {
-    let shape = w.meta.shape();
-    let (rows, cols) = (shape[1], shape[2]);
-    let slices = [index..index + 1, 0..rows, 0..cols].map(Slice::from);
-    let matrix = CubeBackend::float_slice(w.clone(), &slices);
-    let matrix = CubeBackend::float_reshape(matrix, Shape::new([rows, cols]));
-    cast(matrix, dtype.into())
-}
-
-/// The rows product in any float type: all tokens by every expert, and what is each one's own.
+/// The rows product with the stack `w` (`[experts, n, k]`) in any float type: all tokens by every
+/// expert, and what is each one's own.
 fn masked_rows(
     x: CubeTensor,
     w: CubeTensor,
     bias: Bias<CubeBackend>,
     offsets: CubeTensor,
-    transposed: bool,
 ) -> CubeTensor {
     let dtype = float_dtype(x.dtype());
-    let tokens = x.meta.shape()[0];
-    let experts = w.meta.shape()[0];
-    let products = (0..experts).map(|group| {
-        let w = expert(&w, group, dtype);
-        let w = if transposed {
-            CubeBackend::float_swap_dims(w, 0, 1)
-        } else {
-            w
-        };
+    let (tokens, shape) = (x.meta.shape()[0], w.meta.shape().clone());
+    let products = (0..shape[0]).map(|group| {
+        let slices = [group..group + 1, 0..shape[1], 0..shape[2]].map(Slice::from);
+        let w = CubeBackend::float_slice(w.clone(), &slices);
+        let w = CubeBackend::float_reshape(w, Shape::new([shape[1], shape[2]]));
+        let w = CubeBackend::float_swap_dims(w, 0, 1);
         let mut y = CubeBackend::float_matmul(x.clone(), w);
         if let Bias::Vector(bias) = &bias {
-            let columns = bias.meta.shape()[1];
-            let slices = [group..group + 1, 0..columns].map(Slice::from);
-            let bias = cast(
-                CubeBackend::float_slice(bias.clone(), &slices),
-                dtype.into(),
-            );
-            y = CubeBackend::float_add(y, bias);
+            let slices = [group..group + 1, 0..shape[1]].map(Slice::from);
+            let bias = CubeBackend::float_slice(bias.clone(), &slices);
+            y = CubeBackend::float_add(y, cast(bias, dtype.into()));
         }
         CubeBackend::float_mul(y, members(&offsets, group, tokens, dtype))
     });

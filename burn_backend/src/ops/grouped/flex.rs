@@ -10,14 +10,15 @@ use burn_core::backend::{
 use burn_core::tensor::{DType, FloatDType, Shape, Slice, TensorData};
 use burn_flex::FlexTensor;
 use half::{bf16, f16};
-use nvfp4_kernels::reference::{self, Element};
-use nvfp4_kernels::{Amax, BLOCK, CopyPolicy, Hadamard, PackedAxis, PackedTensor, ScaleLayout};
+use nvfp4_kernels::reference::{self, Element, padding::padded_bound};
+use nvfp4_kernels::{Amax, BLOCK, MX_BLOCK, PackedAxis, PackedTensor, ScaleLayout};
 
-use super::super::flex::{matrix, narrow, trusted, with_elements};
+use super::super::flex::{matrix, maxima, narrow, policy, trusted, with_elements};
 use super::super::{
-    Bias, CopySpec, Nvfp4Ops, Packed, PackedLayout, PackedPair, PairSpec, QuantizeSpec, copy_name,
-    float_dtype, trace_op,
+    Bias, CopySpec, GlobalScaling, MxLayout, MxPacked, Nvfp4Ops, Operand, Packed, PackedLayout,
+    PackedPair, PairSpec, QuantizeSpec, copy_name, float_dtype, trace_op,
 };
+use super::operands::unit;
 use super::{GroupPairSpec, Nvfp4GroupedOps, side_by_side_rows};
 
 impl Nvfp4GroupedOps for Flex {
@@ -28,7 +29,8 @@ impl Nvfp4GroupedOps for Flex {
             values,
             dims,
             |values, rows, cols| {
-                let (amax, policy) = (amax_of(values, rows, cols, None), policy(&spec.copy));
+                let amax = Amax::Tensor(reference::amax(values));
+                let policy = policy(&spec.copy);
                 trusted(reference::quantize(
                     values, rows, cols, spec.axis, &amax, &policy, 0,
                 ))
@@ -47,7 +49,7 @@ impl Nvfp4GroupedOps for Flex {
             values,
             dims,
             |values, rows, cols| {
-                let amax = amax_of(values, rows, cols, None);
+                let amax = Amax::Tensor(reference::amax(values));
                 trusted(match spec {
                     PairSpec::Tile(scaling) => {
                         let compact = [ScaleLayout::Compact; 2];
@@ -101,16 +103,51 @@ impl Nvfp4GroupedOps for Flex {
         })
     }
 
-    fn nvfp4_matmul_group_rows(
-        a: Packed<Self>,
-        b: Packed<Self>,
+    fn nvfp4_pad_groups(
+        x: FloatTensor<Self>,
+        offsets: IntTensor<Self>,
+        unit: usize,
+    ) -> FloatTensor<Self> {
+        let (rows, cols) = matrix(&x);
+        let groups = ranges(&offsets, rows);
+        let bound = padded_bound(rows, groups.len(), unit);
+        let mut out = vec![0f32; bound * cols];
+        let dtype = float_dtype(x.dtype());
+        let x = in_type(x, FloatDType::F32).to_contiguous();
+        let values: &[f32] = x.storage();
+        for (group, place) in groups.iter().zip(places(&groups, unit)) {
+            out[place.start * cols..][..group.len() * cols]
+                .copy_from_slice(&values[group.start * cols..group.end * cols]);
+        }
+        narrow(
+            FlexTensor::from_data(TensorData::new(out, [bound, cols])),
+            dtype,
+        )
+    }
+
+    fn nvfp4_spread_groups(
+        values: FloatTensor<Self>,
+        offsets: IntTensor<Self>,
+        rows: usize,
+    ) -> FloatTensor<Self> {
+        let values = values.to_contiguous();
+        let mut out = vec![0f32; rows];
+        for (value, group) in values.storage::<f32>().iter().zip(ranges(&offsets, rows)) {
+            out[group].fill(*value);
+        }
+        FlexTensor::from_data(TensorData::new(out, [rows]))
+    }
+
+    fn nvfp4_group_rows(
+        a: Operand<Self>,
+        b: Operand<Self>,
         bias: Bias<Self>,
         offsets: IntTensor<Self>,
         dtype: FloatDType,
     ) -> FloatTensor<Self> {
-        let tokens = a.layout.outer();
+        let tokens = stored_outer(&a);
         let groups = ranges(&offsets, tokens);
-        let columns = b.layout.outer() / groups.len();
+        let columns = stored_outer(&b) / groups.len();
         let parts = groups.iter().enumerate().map(|(group, rows)| {
             let bias = match &bias {
                 Bias::Absent => Bias::Absent,
@@ -118,28 +155,31 @@ impl Nvfp4GroupedOps for Flex {
             };
             let a = stored_rows(&a, rows.clone(), group);
             let b = stored_rows(&b, group * columns..(group + 1) * columns, group);
-            Flex::nvfp4_matmul(a, b, bias, dtype)
+            Flex::nvfp4_product(a, b, bias, dtype)
         });
         with_rest(parts.collect(), tokens, columns, dtype)
     }
 
-    fn nvfp4_matmul_group_depth(
-        a: Packed<Self>,
-        b: Packed<Self>,
+    fn nvfp4_group_depth(
+        a: Operand<Self>,
+        b: Operand<Self>,
         offsets: IntTensor<Self>,
         tokens: usize,
         dtype: FloatDType,
     ) -> FloatTensor<Self> {
-        let (m, n) = (a.layout.outer(), b.layout.outer());
+        let (m, n) = (stored_outer(&a), stored_outer(&b));
         let groups = ranges(&offsets, tokens);
-        let blocks = block_ranges(&groups, a.layout.hadamard);
-        let parts = blocks.iter().enumerate().map(|(group, blocks)| {
-            let a = stored_blocks(&a, blocks.clone(), group);
-            let b = stored_blocks(&b, blocks.clone(), group);
-            Flex::nvfp4_matmul(a, b, Bias::Absent, dtype)
+        let places = match &a {
+            // Not padded.
+            Operand::Float(..) => groups,
+            packed => places(&groups, unit(packed)),
+        };
+        let parts = places.iter().enumerate().map(|(group, place)| {
+            let [a, b] = [&a, &b].map(|operand| stored_columns(operand, place, group));
+            Flex::nvfp4_product(a, b, Bias::Absent, dtype)
         });
         let stacked = Flex::float_cat(parts.collect(), 0);
-        Flex::float_reshape(stacked, Shape::new([groups.len(), m, n]))
+        Flex::float_reshape(stacked, Shape::new([places.len(), m, n]))
     }
 
     fn nvfp4_group_sums(x: FloatTensor<Self>, offsets: IntTensor<Self>) -> FloatTensor<Self> {
@@ -152,56 +192,6 @@ impl Nvfp4GroupedOps for Flex {
             Flex::float_sum_dim(rows_of(x.clone(), rows), 0)
         });
         Flex::float_cat(sums.collect(), 0)
-    }
-
-    fn nvfp4_float_group_rows(
-        x: FloatTensor<Self>,
-        w: FloatTensor<Self>,
-        bias: Bias<Self>,
-        offsets: IntTensor<Self>,
-        transposed: bool,
-    ) -> FloatTensor<Self> {
-        let (tokens, _) = matrix(&x);
-        let dtype = float_dtype(x.dtype());
-        let [_, d_in, d_out] = stack(&w);
-        let columns = if transposed { d_in } else { d_out };
-        let w = in_type(w, dtype);
-        let groups = ranges(&offsets, tokens);
-        let parts = groups.into_iter().enumerate().map(|(group, rows)| {
-            let mut w = expert(w.clone(), group, [d_in, d_out]);
-            if transposed {
-                w = Flex::float_swap_dims(w, 0, 1);
-            }
-            let y = product(rows_of(x.clone(), rows), w);
-            match &bias {
-                Bias::Absent => y,
-                Bias::Vector(bias) => {
-                    let bias = in_type(row(bias.clone(), group, columns), dtype);
-                    Flex::float_add(y, Flex::float_reshape(bias, Shape::new([1, columns])))
-                }
-            }
-        });
-        with_rest(parts.collect(), tokens, columns, dtype)
-    }
-
-    fn nvfp4_float_group_depth(
-        x: FloatTensor<Self>,
-        dy: FloatTensor<Self>,
-        offsets: IntTensor<Self>,
-        dtype: FloatDType,
-    ) -> FloatTensor<Self> {
-        let ((tokens, m), (_, n)) = (matrix(&x), matrix(&dy));
-        let groups = ranges(&offsets, tokens);
-        let count = groups.len();
-        let parts = groups.into_iter().map(|rows| {
-            let x = Flex::float_swap_dims(rows_of(x.clone(), rows.clone()), 0, 1);
-            product(x, rows_of(dy.clone(), rows))
-        });
-        let stacked = Flex::float_cat(parts.collect(), 0);
-        in_type(
-            Flex::float_reshape(stacked, Shape::new([count, m, n])),
-            dtype,
-        )
     }
 }
 
@@ -218,15 +208,14 @@ fn ranges(offsets: &FlexTensor, rows: usize) -> Vec<Range<usize>> {
         .collect()
 }
 
-/// The blocks of each group in a column-wise copy.
-fn block_ranges(groups: &[Range<usize>], hadamard: Option<Hadamard>) -> Vec<Range<usize>> {
-    let unit = hadamard.map_or(BLOCK, |hadamard| hadamard.size().elements());
+/// Where the groups lie side by side, each padded to a multiple of `unit`.
+fn places(groups: &[Range<usize>], unit: usize) -> Vec<Range<usize>> {
     let mut end = 0;
     groups
         .iter()
         .map(|rows| {
             let start = end;
-            end += rows.len().next_multiple_of(unit) / BLOCK;
+            end += rows.len().next_multiple_of(unit);
             start..end
         })
         .collect()
@@ -248,23 +237,6 @@ fn each_matrix<T: Element, R>(
         .collect()
 }
 
-/// The largest magnitude for a copy, of the transformed values where there is a transform.
-fn amax_of<T: Element>(values: &[T], rows: usize, cols: usize, hadamard: Option<Hadamard>) -> Amax {
-    Amax::Tensor(match &hadamard {
-        Some(hadamard) => reference::amax_rht(values, rows, cols, hadamard),
-        None => reference::amax(values),
-    })
-}
-
-/// What `copy` asks of the oracle.
-fn policy(copy: &CopySpec) -> CopyPolicy {
-    CopyPolicy {
-        hadamard: copy.hadamard,
-        scaling: copy.scaling,
-        ..CopyPolicy::new(copy.rounding)
-    }
-}
-
 /// Stacked copies as one packed matrix with an amax for each.
 fn one_below_the_other(copies: &[PackedTensor], layout: PackedLayout) -> Packed<Flex> {
     let codes = copies.iter().flat_map(|copy| copy.codes()).copied();
@@ -280,22 +252,26 @@ fn quantize_rows<T: Element>(
     groups: &[Range<usize>],
     copy: &CopySpec,
 ) -> Packed<Flex> {
-    let layout = copy.layout(rows, cols, PackedAxis::Cols);
+    let axis = PackedAxis::Cols;
+    let layout = copy.layout(rows, cols, axis);
     let blocks = layout.blocks();
     let mut codes = vec![0; rows * blocks * 8];
     let mut scales = vec![0; rows * blocks];
-    let mut maxima = Vec::with_capacity(groups.len());
-    for group in groups {
+    let mut all = vec![0.0; super::maxima(&layout, groups.len())];
+    let policy = policy(copy);
+    for (index, group) in groups.iter().enumerate() {
         let part = &values[group.start * cols..group.end * cols];
-        let amax = amax_of(part, group.len(), cols, None);
-        maxima.push(amax.of(0));
-        let policy = policy(copy);
+        let amax = maxima(part, group.len(), cols, axis, copy);
+        match &amax {
+            Amax::Tensor(amax) => all[index] = *amax,
+            Amax::PerOuter(amax) => all[group.clone()].copy_from_slice(amax),
+        }
         let first = group.start * blocks;
         let packed = trusted(reference::quantize(
             part,
             group.len(),
             cols,
-            PackedAxis::Cols,
+            axis,
             &amax,
             &policy,
             first as u64,
@@ -303,7 +279,7 @@ fn quantize_rows<T: Element>(
         codes[first * 8..][..packed.codes().len()].copy_from_slice(packed.codes());
         scales[first..][..packed.scales().len()].copy_from_slice(packed.scales());
     }
-    upload(codes, scales, maxima, layout)
+    upload(codes, scales, all, layout)
 }
 
 /// The column-wise copies of the groups side by side; zeros behind the last.
@@ -313,42 +289,47 @@ fn quantize_columns<T: Element>(
     groups: &[Range<usize>],
     copy: &CopySpec,
 ) -> Packed<Flex> {
-    let hadamard = copy.hadamard;
-    let pitch = side_by_side_rows(rows, groups.len(), hadamard);
-    let layout = copy.layout(pitch, cols, PackedAxis::Rows);
+    let axis = PackedAxis::Rows;
+    let pitch = side_by_side_rows(rows, groups.len(), copy.hadamard);
+    let layout = copy.layout(pitch, cols, axis);
     let pitch = layout.blocks();
     let mut codes = vec![0; cols * pitch * 8];
     let mut scales = vec![0; cols * pitch];
-    let mut maxima = Vec::with_capacity(groups.len());
-    for (group, place) in groups.iter().zip(block_ranges(groups, hadamard)) {
+    let mut all = Vec::with_capacity(super::maxima(&layout, groups.len()));
+    let unit = copy
+        .hadamard
+        .map_or(BLOCK, |hadamard| hadamard.size().elements());
+    let policy = policy(copy);
+    for (group, place) in groups.iter().zip(places(groups, unit)) {
         let part = &values[group.start * cols..group.end * cols];
-        let amax = amax_of(part, group.len(), cols, hadamard);
-        maxima.push(amax.of(0));
-        let policy = policy(copy);
-        let first = (cols * place.start) as u64;
+        let amax = maxima(part, group.len(), cols, axis, copy);
+        match &amax {
+            Amax::Tensor(amax) => all.push(*amax),
+            Amax::PerOuter(amax) => all.extend_from_slice(amax),
+        }
+        let (start, blocks) = (place.start / BLOCK, place.len() / BLOCK);
         let packed = trusted(reference::quantize(
             part,
             group.len(),
             cols,
-            PackedAxis::Rows,
+            axis,
             &amax,
             &policy,
-            first,
+            (cols * start) as u64,
         ));
-        let blocks = place.len();
         for column in 0..cols {
-            let (from, to) = (column * blocks, column * pitch + place.start);
+            let (from, to) = (column * blocks, column * pitch + start);
             codes[to * 8..][..blocks * 8]
                 .copy_from_slice(&packed.codes()[from * 8..][..blocks * 8]);
             scales[to..][..blocks].copy_from_slice(&packed.scales()[from..][..blocks]);
         }
     }
-    upload(codes, scales, maxima, layout)
+    upload(codes, scales, all, layout)
 }
 
 fn upload(codes: Vec<u8>, scales: Vec<u8>, amax: Vec<f32>, layout: PackedLayout) -> Packed<Flex> {
     let (outer, blocks) = (layout.outer(), layout.blocks());
-    let groups = amax.len();
+    let maxima = amax.len();
     let words: Vec<u32> = codes
         .chunks_exact(4)
         .map(|bytes| u32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]))
@@ -356,36 +337,99 @@ fn upload(codes: Vec<u8>, scales: Vec<u8>, amax: Vec<f32>, layout: PackedLayout)
     Packed {
         codes: FlexTensor::from_data(TensorData::new(words, [outer, blocks * 2])),
         scales: FlexTensor::from_data(TensorData::new(scales, [outer, blocks])),
-        amax: FlexTensor::from_data(TensorData::new(amax, [groups])),
+        amax: FlexTensor::from_data(TensorData::new(amax, [maxima])),
         layout,
     }
 }
 
-/// Some stored rows of a row-wise copy, with the amax of their group.
-fn stored_rows(packed: &Packed<Flex>, rows: Range<usize>, group: usize) -> Packed<Flex> {
-    let blocks = packed.layout.blocks();
-    Packed {
-        codes: int_part(&packed.codes, rows.clone(), 0..blocks * 2),
-        scales: int_part(&packed.scales, rows.clone(), 0..blocks),
-        amax: amax_part(packed, group),
-        layout: PackedLayout {
-            rows: rows.len(),
-            ..packed.layout
-        },
+/// Stored rows of an operand.
+fn stored_outer(operand: &Operand<Flex>) -> usize {
+    match operand {
+        Operand::Nvfp4(packed) => packed.layout.outer(),
+        Operand::Mxfp8(packed) => packed.layout.outer(),
+        Operand::Float(x, axis) => {
+            let (rows, cols) = matrix(x);
+            axis.stored_shape(rows, cols).0
+        }
     }
 }
 
-/// Some blocks of every stored row of a column-wise copy, with the amax of their group.
-fn stored_blocks(packed: &Packed<Flex>, blocks: Range<usize>, group: usize) -> Packed<Flex> {
-    let outer = packed.layout.outer();
-    Packed {
-        codes: int_part(&packed.codes, 0..outer, blocks.start * 2..blocks.end * 2),
-        scales: int_part(&packed.scales, 0..outer, blocks.clone()),
-        amax: amax_part(packed, group),
-        layout: PackedLayout {
-            rows: blocks.len() * BLOCK,
-            ..packed.layout
-        },
+/// Some rows of a row-wise operand, those of group `group`.
+fn stored_rows(operand: &Operand<Flex>, rows: Range<usize>, group: usize) -> Operand<Flex> {
+    match operand {
+        Operand::Nvfp4(packed) => {
+            let blocks = packed.layout.blocks();
+            let own = match packed.layout.global {
+                GlobalScaling::PerToken => rows.clone(),
+                GlobalScaling::PerTensor => own_amax(packed, group),
+            };
+            Operand::Nvfp4(Packed {
+                codes: int_part(&packed.codes, rows.clone(), 0..blocks * 2),
+                scales: int_part(&packed.scales, rows.clone(), 0..blocks),
+                amax: amax_part(packed, own),
+                layout: PackedLayout {
+                    rows: rows.len(),
+                    ..packed.layout
+                },
+            })
+        }
+        Operand::Mxfp8(packed) => {
+            let blocks = packed.layout.blocks();
+            Operand::Mxfp8(MxPacked {
+                codes: int_part(&packed.codes, rows.clone(), 0..blocks * MX_BLOCK),
+                scales: int_part(&packed.scales, rows.clone(), 0..blocks),
+                layout: MxLayout {
+                    rows: rows.len(),
+                    ..packed.layout
+                },
+            })
+        }
+        Operand::Float(x, axis) => Operand::Float(rows_of(x.clone(), rows), *axis),
+    }
+}
+
+/// Of every stored row of a column-wise operand the part of group `group`, which has the elements
+/// `place` of the contraction.
+fn stored_columns(operand: &Operand<Flex>, place: &Range<usize>, group: usize) -> Operand<Flex> {
+    match operand {
+        Operand::Nvfp4(packed) => {
+            let outer = packed.layout.outer();
+            let blocks = place.start / BLOCK..place.end / BLOCK;
+            let own = match packed.layout.global {
+                GlobalScaling::PerToken => group * outer..(group + 1) * outer,
+                GlobalScaling::PerTensor => own_amax(packed, group),
+            };
+            Operand::Nvfp4(Packed {
+                codes: int_part(&packed.codes, 0..outer, blocks.start * 2..blocks.end * 2),
+                scales: int_part(&packed.scales, 0..outer, blocks),
+                amax: amax_part(packed, own),
+                layout: PackedLayout {
+                    rows: place.len(),
+                    ..packed.layout
+                },
+            })
+        }
+        Operand::Mxfp8(packed) => {
+            let outer = packed.layout.outer();
+            let blocks = place.start / MX_BLOCK..place.end / MX_BLOCK;
+            Operand::Mxfp8(MxPacked {
+                codes: int_part(&packed.codes, 0..outer, place.clone()),
+                scales: int_part(&packed.scales, 0..outer, blocks),
+                layout: MxLayout {
+                    rows: place.len(),
+                    ..packed.layout
+                },
+            })
+        }
+        Operand::Float(x, axis) => Operand::Float(rows_of(x.clone(), place.clone()), *axis),
+    }
+}
+
+/// Where the amax of a group is: its own, or that of all groups.
+fn own_amax(packed: &Packed<Flex>, group: usize) -> Range<usize> {
+    match packed.amax.layout().shape()[0] {
+        1 => 0..1,
+        _ => group..group + 1,
     }
 }
 
@@ -394,8 +438,8 @@ fn int_part(tensor: &FlexTensor, rows: Range<usize>, cols: Range<usize>) -> Flex
     Flex::int_slice(tensor.clone(), &slices).to_contiguous()
 }
 
-fn amax_part(packed: &Packed<Flex>, group: usize) -> FlexTensor {
-    let slices = [Slice::from(group..group + 1)];
+fn amax_part(packed: &Packed<Flex>, own: Range<usize>) -> FlexTensor {
+    let slices = [Slice::from(own)];
     Flex::float_slice(packed.amax.clone(), &slices).to_contiguous()
 }
 
@@ -408,22 +452,6 @@ fn rows_of(x: FlexTensor, rows: Range<usize>) -> FlexTensor {
 /// Row `index` of a matrix of `columns` columns, as a vector.
 fn row(x: FlexTensor, index: usize, columns: usize) -> FlexTensor {
     Flex::float_reshape(rows_of(x, index..index + 1), Shape::new([columns]))
-}
-
-/// Matrix `index` of a stack.
-fn expert(w: FlexTensor, index: usize, [rows, cols]: [usize; 2]) -> FlexTensor {
-    let slices = [index..index + 1, 0..rows, 0..cols].map(Slice::from);
-    Flex::float_reshape(Flex::float_slice(w, &slices), Shape::new([rows, cols]))
-}
-
-/// `a · b`, also where it has no elements or no contraction.
-fn product(a: FlexTensor, b: FlexTensor) -> FlexTensor {
-    let ((m, k), (_, n)) = (matrix(&a), matrix(&b));
-    if m * n * k == 0 {
-        FlexTensor::zeros(Shape::new([m, n]), a.dtype())
-    } else {
-        Flex::float_matmul(a, b)
-    }
 }
 
 fn in_type(x: FlexTensor, dtype: FloatDType) -> FlexTensor {

@@ -3,17 +3,21 @@
 use burn_core::backend::fusion::custom::TensorSpec;
 use burn_core::tensor::{DType, FloatDType, Shape};
 use nvfp4_kernels::PackedAxis;
+use nvfp4_kernels::reference::padding::padded_bound;
 
-use super::super::packed::{BiasMetadata, PackedMetadata, PackedPairMetadata};
+use super::super::packed::{
+    BiasMetadata, OperandMetadata, PackedMetadata, PackedPairMetadata, stored_rows,
+};
 use super::super::{CopySpec, PackedLayout, PairSpec, QuantizeSpec};
-use super::{GroupPairSpec, side_by_side_rows};
+use super::{GroupPairSpec, maxima, side_by_side_rows};
 
 fn packed(layout: PackedLayout, groups: usize) -> PackedMetadata {
     let (outer, blocks) = (layout.outer(), layout.blocks());
+    let maxima = maxima(&layout, groups);
     PackedMetadata {
         codes: TensorSpec::new(Shape::new([outer, blocks * 2]), DType::U32),
         scales: TensorSpec::new(Shape::new([outer, blocks]), DType::U8),
-        amax: TensorSpec::new(Shape::new([groups]), DType::F32),
+        amax: TensorSpec::new(Shape::new([maxima]), DType::F32),
         layout,
     }
 }
@@ -68,49 +72,37 @@ pub(super) fn group_pair_meta(
     }
 }
 
+pub(super) fn pad_meta(x: &TensorSpec, offsets: &TensorSpec, unit: &usize) -> TensorSpec {
+    let rows = padded_bound(x.shape[0], offsets.shape[0] - 1, *unit);
+    TensorSpec::new(Shape::new([rows, x.shape[1]]), x.dtype)
+}
+
+pub(super) fn spread_meta(_values: &TensorSpec, _offsets: &TensorSpec, rows: &usize) -> TensorSpec {
+    TensorSpec::new(Shape::new([*rows]), DType::F32)
+}
+
 pub(super) fn rows_meta(
-    a: &PackedMetadata,
-    b: &PackedMetadata,
+    a: &OperandMetadata,
+    b: &OperandMetadata,
     _bias: &BiasMetadata,
     offsets: &TensorSpec,
     dtype: &FloatDType,
 ) -> TensorSpec {
-    let columns = b.layout.outer() / (offsets.shape[0] - 1);
-    TensorSpec::new(Shape::new([a.layout.outer(), columns]), (*dtype).into())
+    let columns = stored_rows(b) / (offsets.shape[0] - 1);
+    TensorSpec::new(Shape::new([stored_rows(a), columns]), (*dtype).into())
 }
 
 pub(super) fn depth_meta(
-    a: &PackedMetadata,
-    b: &PackedMetadata,
+    a: &OperandMetadata,
+    b: &OperandMetadata,
     offsets: &TensorSpec,
     _tokens: &usize,
     dtype: &FloatDType,
 ) -> TensorSpec {
-    let shape = [offsets.shape[0] - 1, a.layout.outer(), b.layout.outer()];
+    let shape = [offsets.shape[0] - 1, stored_rows(a), stored_rows(b)];
     TensorSpec::new(Shape::new(shape), (*dtype).into())
 }
 
 pub(super) fn sums_meta(x: &TensorSpec, offsets: &TensorSpec) -> TensorSpec {
     TensorSpec::new(Shape::new([offsets.shape[0] - 1, x.shape[1]]), DType::F32)
-}
-
-pub(super) fn rows_float_meta(
-    x: &TensorSpec,
-    w: &TensorSpec,
-    _bias: &BiasMetadata,
-    _offsets: &TensorSpec,
-    transposed: &bool,
-) -> TensorSpec {
-    let columns = w.shape[if *transposed { 1 } else { 2 }];
-    TensorSpec::new(Shape::new([x.shape[0], columns]), x.dtype)
-}
-
-pub(super) fn depth_float_meta(
-    x: &TensorSpec,
-    dy: &TensorSpec,
-    offsets: &TensorSpec,
-    dtype: &FloatDType,
-) -> TensorSpec {
-    let shape = [offsets.shape[0] - 1, x.shape[1], dy.shape[1]];
-    TensorSpec::new(Shape::new(shape), (*dtype).into())
 }

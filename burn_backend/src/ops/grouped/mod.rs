@@ -6,13 +6,24 @@
 //!
 //! # Numerics
 //!
-//! Each group is quantized as a matrix of its own: it has its own maximum, before and after the
-//! transform, and its blocks along the tokens begin at its first token, the last one padded with
-//! zeros. So has each expert's weight (specification, section 4). What is computed is therefore what
-//! the plain layer computes for each expert's tokens and weight, except that the experts share the
-//! random streams of the layer: block numbers go on from group to group, `first_row · blocks` for a
-//! row-wise copy, `columns · (blocks of the earlier groups along the tokens)` for a column-wise one,
-//! so that no two experts draw the same bits.
+//! The operands are those of [`LinearSpec`], and what is computed is what the plain layer computes for
+//! each expert's tokens and weight:
+//!
+//! - In 1x16 blocks and 16x16 tiles each group is quantized as a matrix of its own: it has its own
+//!   maximum, before and after the transform, or one for each of its stored rows (per token), and its
+//!   blocks along the tokens begin at its first token, the last one padded with zeros. So has each
+//!   expert's weight (specification, section 4).
+//! - MXFP8 has no maxima beyond its blocks of 32, which begin at the first token of each group.
+//! - High precision, of the original tensors or of dequantized ones, is multiplied as it is.
+//!
+//! Two things the experts share:
+//!
+//! - the random streams of the layer. Block numbers go on from group to group: `first_row · blocks` for
+//!   a row-wise copy, `columns · (blocks of the earlier groups along the tokens)` for a column-wise
+//!   one, so that no two experts draw the same bits;
+//! - the maximum of an operand by MS-EDEN: one, of all experts' tokens or weights after the transform.
+//!   Its groups of 128 along the tokens begin at each expert's first token, and are numbered as those of
+//!   the one matrix that the padded tokens are.
 
 mod autodiff;
 #[cfg(any(feature = "cpu", feature = "cuda"))]
@@ -21,7 +32,7 @@ mod cube;
 mod flex;
 #[cfg(feature = "cubecl-backend")]
 mod meta;
-mod spec;
+mod operands;
 
 use burn_core as burn;
 
@@ -34,14 +45,28 @@ use nvfp4_kernels::reference::padding::padded_bound;
 use nvfp4_kernels::{BLOCK, Hadamard, PackedAxis};
 
 use super::operands::cast;
-use super::{Bias, Nvfp4Ops, Packed, PackedPair, PairSpec, QuantizeSpec, float_dtype};
+use super::{
+    Bias, CopySpec, LinearSpec, Nvfp4Ops, Operand, Packed, PackedPair, PairSpec, QuantizeSpec,
+    float_dtype,
+};
 
+#[cfg(any(feature = "flex", feature = "cubecl-backend"))]
+use super::{GlobalScaling, PackedLayout};
 #[cfg(feature = "cubecl-backend")]
 use meta::{
-    depth_float_meta, depth_meta, group_meta, group_pair_meta, rows_float_meta, rows_meta,
-    stack_meta, stack_pair_meta, sums_meta,
+    depth_meta, group_meta, group_pair_meta, pad_meta, rows_meta, spread_meta, stack_meta,
+    stack_pair_meta, sums_meta,
 };
-pub use spec::{GroupPairSpec, GroupedPrecision, GroupedSpec};
+
+/// How to make both copies of the groups of a matrix, in 1x16 blocks, each group with global scales of
+/// its own.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct GroupPairSpec {
+    /// The row-wise copy; without a transform.
+    pub row: CopySpec,
+    /// The column-wise copy.
+    pub col: CopySpec,
+}
 
 /// Grouped operations on the primitives of a backend.
 ///
@@ -50,7 +75,9 @@ pub use spec::{GroupPairSpec, GroupedPrecision, GroupedSpec};
 /// [`nvfp4_combine_rows`](Self::nvfp4_combine_rows) are differentiable; under `Autodiff` the results
 /// of the others are constants.
 ///
-/// A packed stack or matrix of groups is a [`Packed`] whose `amax` has one value for each group:
+/// A packed stack or matrix of groups is a [`Packed`] whose `amax` has one value for all groups (MS-EDEN),
+/// one for each group, or, per token, one for each stored row, of each group in the column-wise copy
+/// (`groups x cols`):
 ///
 /// - the copies of a stack of weights are row-wise ones ([`PackedAxis::Cols`]) of
 ///   `[experts * d_in, d_out]` and of the transposed weights, `[experts * d_out, d_in]`;
@@ -89,24 +116,47 @@ pub trait Nvfp4GroupedOps: Nvfp4Ops {
         spec: GroupPairSpec,
     ) -> PackedPair<Self>;
 
+    /// `x` (`[tokens, cols]`) with each group padded by zero rows to a multiple of `unit`, without the
+    /// rows of no group: as many rows as groups can take, those behind the last group zero.
+    #[fusion(meta = pad_meta)]
+    fn nvfp4_pad_groups(
+        x: FloatTensor<Self>,
+        offsets: IntTensor<Self>,
+        unit: usize,
+    ) -> FloatTensor<Self>;
+
+    /// The value of its group for each of `rows` rows, from `values`, `f32[groups]`; 0 for rows of no
+    /// group.
+    #[fusion(meta = spread_meta)]
+    fn nvfp4_spread_groups(
+        values: FloatTensor<Self>,
+        offsets: IntTensor<Self>,
+        rows: usize,
+    ) -> FloatTensor<Self>;
+
     /// `out[i, n] = α · Σₖ a[i, k] · b[g, n, k] + bias[g, n]` for the rows `i` of group `g`: `a` the
-    /// row-wise copy of tokens, `b` a copy of a stack, `bias` `[experts, n]`. Rows of no group are
-    /// zero.
+    /// row-wise operand of tokens, `b` that of a stack, `[experts * n, k]` as it is stored, `bias`
+    /// `[experts, n]`. Rows of no group are zero.
+    ///
+    /// On CubeCL whatever is not quantized takes the grouped kernels in `bf16`; in other types all tokens
+    /// are multiplied by every expert and what is each one's own is kept, which costs as many times the
+    /// work as there are experts.
     #[fusion(meta = rows_meta)]
-    fn nvfp4_matmul_group_rows(
-        #[extension_type] a: Packed<Self>,
-        #[extension_type] b: Packed<Self>,
+    fn nvfp4_group_rows(
+        #[extension_type] a: Operand<Self>,
+        #[extension_type] b: Operand<Self>,
         #[extension_type] bias: Bias<Self>,
         offsets: IntTensor<Self>,
         dtype: FloatDType,
     ) -> FloatTensor<Self>;
 
     /// `out[g, m, n] = α · Σₖ a[m, k] · b[n, k]` over the tokens `k` of group `g`, zeros for an empty
-    /// group: `a` and `b` column-wise copies of `tokens` tokens.
+    /// group: `a` and `b` operands of one format of `tokens` tokens, contracted along them. As for
+    /// [`nvfp4_group_rows`](Self::nvfp4_group_rows), floats other than `bf16` cost more on CubeCL.
     #[fusion(meta = depth_meta)]
-    fn nvfp4_matmul_group_depth(
-        #[extension_type] a: Packed<Self>,
-        #[extension_type] b: Packed<Self>,
+    fn nvfp4_group_depth(
+        #[extension_type] a: Operand<Self>,
+        #[extension_type] b: Operand<Self>,
         offsets: IntTensor<Self>,
         tokens: usize,
         dtype: FloatDType,
@@ -116,47 +166,22 @@ pub trait Nvfp4GroupedOps: Nvfp4Ops {
     #[fusion(meta = sums_meta)]
     fn nvfp4_group_sums(x: FloatTensor<Self>, offsets: IntTensor<Self>) -> FloatTensor<Self>;
 
-    /// `x[i] · w[g] + bias[g]` for the rows `i` of group `g`, or with `w[g]ᵀ` where `transposed`, in
-    /// the type of `x` without quantization; rows of no group are zero.
-    #[fusion(meta = rows_float_meta)]
-    fn nvfp4_float_group_rows(
-        x: FloatTensor<Self>,
-        w: FloatTensor<Self>,
-        #[extension_type] bias: Bias<Self>,
-        offsets: IntTensor<Self>,
-        transposed: bool,
-    ) -> FloatTensor<Self>;
-
-    /// `x[rows of g]ᵀ · dy[rows of g]` for each group `g`, in the type of `x` without quantization,
-    /// then rounded to `dtype`: `[experts, d_in, d_out]`.
-    #[fusion(meta = depth_float_meta)]
-    fn nvfp4_float_group_depth(
-        x: FloatTensor<Self>,
-        dy: FloatTensor<Self>,
-        offsets: IntTensor<Self>,
-        dtype: FloatDType,
-    ) -> FloatTensor<Self>;
-
     /// `y[i] = x[i] w[g] + bias[g]` for the rows `i` of group `g`, for `x` (`[tokens, d_in]`), `w`
-    /// (`[experts, d_in, d_out]`) and `bias` (`[experts, d_out]`), in the type of `x`. Rows of no
-    /// group are zero. `Autodiff` overrides it with its own backward.
+    /// (`[experts, d_in, d_out]`) and `bias` (`[experts, d_out]`), with the operands that `spec` asks
+    /// for, in the type of `x`. Rows of no group are zero. `Autodiff` overrides it with its own
+    /// backward.
     #[fusion(default)]
     fn nvfp4_grouped_linear(
         x: FloatTensor<Self>,
         w: FloatTensor<Self>,
         #[extension_type] bias: Bias<Self>,
         offsets: IntTensor<Self>,
-        precision: GroupedPrecision,
+        spec: LinearSpec,
     ) -> FloatTensor<Self> {
-        match precision {
-            GroupedPrecision::Nvfp4(spec) => {
-                let dtype = float_dtype(x.dtype());
-                let x = Self::nvfp4_quantize_groups(x, offsets.clone(), spec.input.row_alone());
-                let w = stack_for_forward::<Self>(w, &spec);
-                Self::nvfp4_matmul_group_rows(x, w, bias, offsets, dtype)
-            }
-            GroupedPrecision::Input => Self::nvfp4_float_group_rows(x, w, bias, offsets, false),
-        }
+        let dtype = float_dtype(x.dtype());
+        let x = operands::tokens::<Self>(x, &offsets, &spec.fprop_x, PackedAxis::Cols, dtype);
+        let w = operands::stack::<Self>(w, &spec.fprop_w, PackedAxis::Rows, dtype);
+        Self::nvfp4_group_rows(x, w, bias, offsets, dtype)
     }
 
     /// Rows of `x` (`[tokens, width]`) by number: `out[s] = x[index[s]]` for `index` `[slots]`.
@@ -212,23 +237,19 @@ fn column<B: Backend>(x: FloatTensor<B>, index: usize) -> FloatTensor<B> {
     B::float_slice(x, &[Slice::from(0..rows), Slice::from(index..index + 1)])
 }
 
-/// The copy of the stack that the forward product reads, where no backward will ask for the other.
-fn stack_for_forward<B: Nvfp4GroupedOps>(w: FloatTensor<B>, spec: &GroupedSpec) -> Packed<B> {
-    match spec.weight {
-        pair @ PairSpec::Tile(_) => B::nvfp4_quantize_stack_pair(w, pair).col,
-        PairSpec::Blocks { col, .. } => B::nvfp4_quantize_stack(
-            w,
-            QuantizeSpec {
-                axis: PackedAxis::Rows,
-                copy: col,
-            },
-        ),
-    }
-}
-
 /// Columns that the groups take side by side in a column-wise copy of `tokens` tokens, at most.
 #[cfg(any(feature = "flex", feature = "cubecl-backend"))]
 fn side_by_side_rows(tokens: usize, groups: usize, hadamard: Option<Hadamard>) -> usize {
     let unit = hadamard.map_or(BLOCK, |hadamard| hadamard.size().elements());
     padded_bound(tokens, groups, unit)
+}
+
+/// Number of maxima of the copy of `groups` groups that `layout` describes.
+#[cfg(any(feature = "flex", feature = "cubecl-backend"))]
+fn maxima(layout: &PackedLayout, groups: usize) -> usize {
+    match (layout.global, layout.axis) {
+        (GlobalScaling::PerTensor, _) => groups,
+        (GlobalScaling::PerToken, PackedAxis::Cols) => layout.rows,
+        (GlobalScaling::PerToken, PackedAxis::Rows) => groups * layout.cols,
+    }
 }

@@ -1,0 +1,250 @@
+//! From tokens in groups, and from stacks of weights, to the operands of grouped products.
+//!
+//! What is made row by row, and has no maximum of a group, is what the plain layer makes of all rows. Along
+//! the tokens, formats without a grouped kernel get their groups padded to whole blocks first.
+
+use burn_core::backend::{
+    TensorMetadata,
+    tensor::{FloatTensor, IntTensor},
+};
+use burn_core::tensor::{FloatDType, Shape};
+use nvfp4_kernels::reference::EDEN_GROUP;
+use nvfp4_kernels::{BLOCK, MX_BLOCK, PackedAxis};
+
+use super::super::operands::cast;
+use super::super::{
+    CopySpec, EdenSpec, GlobalScaling, Operand, OperandSpec, Packed, PackedLayout, PackedPair,
+    PairSpec, QuantizeSpec,
+};
+use super::{GroupPairSpec, Nvfp4GroupedOps};
+
+/// Elements that the groups of an operand are padded to where they lie side by side along the
+/// contraction.
+pub(super) fn unit<B: Nvfp4GroupedOps>(operand: &Operand<B>) -> usize {
+    match operand {
+        Operand::Nvfp4(packed) => packed
+            .layout
+            .hadamard
+            .map_or(BLOCK, |hadamard| hadamard.size().elements()),
+        Operand::Mxfp8(_) => MX_BLOCK,
+        // Not padded yet.
+        Operand::Float(..) => BLOCK,
+    }
+}
+
+/// The operand that `spec` makes of tokens `x` (`[tokens, cols]`) in groups, contracted along `axis`.
+/// Without quantization it has the type `dtype`, that of the activations.
+pub(super) fn tokens<B: Nvfp4GroupedOps>(
+    x: FloatTensor<B>,
+    offsets: &IntTensor<B>,
+    spec: &OperandSpec,
+    axis: PackedAxis,
+    dtype: FloatDType,
+) -> Operand<B> {
+    let padded = |x, unit| match axis {
+        PackedAxis::Cols => x,
+        PackedAxis::Rows => B::nvfp4_pad_groups(x, offsets.clone(), unit),
+    };
+    match *spec {
+        OperandSpec::HighPrecision => Operand::Float(cast::<B>(x, dtype), axis),
+        OperandSpec::Mxfp8 => Operand::Mxfp8(B::nvfp4_mx_quantize(padded(x, MX_BLOCK), axis)),
+        OperandSpec::Blocks(copy) => {
+            let spec = QuantizeSpec { axis, copy };
+            Operand::Nvfp4(match (axis, copy.global) {
+                (PackedAxis::Cols, GlobalScaling::PerToken) => B::nvfp4_quantize(x, spec),
+                _ => B::nvfp4_quantize_groups(x, offsets.clone(), spec),
+            })
+        }
+        OperandSpec::Tiles(_) => unreachable!("refused for tokens before anything is queued"),
+        OperandSpec::Eden { hadamard, stream } => Operand::Nvfp4(B::nvfp4_eden(
+            padded(x, EDEN_GROUP),
+            EdenSpec {
+                axis,
+                hadamard,
+                stream,
+            },
+        )),
+    }
+}
+
+/// The operands of tokens along both axes: row-wise, column-wise. From one read of `x` where one kernel
+/// makes both.
+pub(super) fn tokens_both<B: Nvfp4GroupedOps>(
+    x: FloatTensor<B>,
+    offsets: &IntTensor<B>,
+    row: &OperandSpec,
+    col: &OperandSpec,
+    dtype: FloatDType,
+) -> (Operand<B>, Operand<B>) {
+    if let (OperandSpec::Blocks(row), OperandSpec::Blocks(col)) = (*row, *col) {
+        let spec = GroupPairSpec { row, col };
+        let PackedPair { row, col } = B::nvfp4_quantize_groups_pair(x, offsets.clone(), spec);
+        return (Operand::Nvfp4(row), Operand::Nvfp4(col));
+    }
+    (
+        tokens::<B>(x.clone(), offsets, row, PackedAxis::Cols, dtype),
+        tokens::<B>(x, offsets, col, PackedAxis::Rows, dtype),
+    )
+}
+
+/// The operand that `spec` makes, along the tokens, of the values that the row-wise operand `forward`
+/// stands for.
+pub(super) fn tokens_again<B: Nvfp4GroupedOps>(
+    forward: Operand<B>,
+    offsets: &IntTensor<B>,
+    spec: &OperandSpec,
+    dtype: FloatDType,
+) -> Operand<B> {
+    let values = tokens_values::<B>(forward, offsets, read_as(spec, dtype));
+    tokens::<B>(values, offsets, spec, PackedAxis::Rows, dtype)
+}
+
+/// The values of a row-wise operand of tokens, `[tokens, cols]`, rounded to `dtype`; undefined for rows
+/// of no group.
+pub(super) fn tokens_values<B: Nvfp4GroupedOps>(
+    operand: Operand<B>,
+    offsets: &IntTensor<B>,
+    dtype: FloatDType,
+) -> FloatTensor<B> {
+    values::<B>(operand, dtype, |amax, rows| {
+        B::nvfp4_spread_groups(amax, offsets.clone(), rows)
+    })
+}
+
+/// The operand that `spec` makes of the stack `w` (`[experts, d_in, d_out]`), contracted along `axis` of
+/// each matrix: row-wise ones, one below the other, of the transposed matrices for
+/// [`PackedAxis::Rows`].
+pub(super) fn stack<B: Nvfp4GroupedOps>(
+    w: FloatTensor<B>,
+    spec: &OperandSpec,
+    axis: PackedAxis,
+    dtype: FloatDType,
+) -> Operand<B> {
+    let rows = PackedAxis::Cols;
+    match *spec {
+        OperandSpec::HighPrecision => Operand::Float(flat::<B>(cast::<B>(w, dtype), axis), rows),
+        OperandSpec::Mxfp8 => Operand::Mxfp8(B::nvfp4_mx_quantize(flat::<B>(w, axis), rows)),
+        OperandSpec::Blocks(copy) => Operand::Nvfp4(match copy.global {
+            GlobalScaling::PerTensor => B::nvfp4_quantize_stack(w, QuantizeSpec { axis, copy }),
+            GlobalScaling::PerToken => {
+                B::nvfp4_quantize(flat::<B>(w, axis), QuantizeSpec { axis: rows, copy })
+            }
+        }),
+        OperandSpec::Tiles(scaling) => {
+            let PackedPair { row, col } = B::nvfp4_quantize_stack_pair(w, PairSpec::Tile(scaling));
+            Operand::Nvfp4(match axis {
+                PackedAxis::Cols => row,
+                PackedAxis::Rows => col,
+            })
+        }
+        OperandSpec::Eden { hadamard, stream } => Operand::Nvfp4(B::nvfp4_eden(
+            flat::<B>(w, axis),
+            EdenSpec {
+                axis: rows,
+                hadamard,
+                stream,
+            },
+        )),
+    }
+}
+
+/// The operands of a stack along both axes: row-wise, column-wise. From one read of `w` where one kernel
+/// makes both.
+pub(super) fn stack_both<B: Nvfp4GroupedOps>(
+    w: FloatTensor<B>,
+    row: &OperandSpec,
+    col: &OperandSpec,
+    dtype: FloatDType,
+) -> (Operand<B>, Operand<B>) {
+    let whole = |copy: &CopySpec| copy.global == GlobalScaling::PerTensor;
+    let pair = match (*row, *col) {
+        (OperandSpec::Tiles(row), OperandSpec::Tiles(col)) if row == col => PairSpec::Tile(row),
+        (OperandSpec::Blocks(row), OperandSpec::Blocks(col)) if whole(&row) && whole(&col) => {
+            PairSpec::Blocks { row, col }
+        }
+        _ => {
+            return (
+                stack::<B>(w.clone(), row, PackedAxis::Cols, dtype),
+                stack::<B>(w, col, PackedAxis::Rows, dtype),
+            );
+        }
+    };
+    let PackedPair { row, col } = B::nvfp4_quantize_stack_pair(w, pair);
+    (Operand::Nvfp4(row), Operand::Nvfp4(col))
+}
+
+/// The operand that `spec` makes, along the columns of each of `experts` matrices, of the values of
+/// `forward`, which was made along their rows.
+pub(super) fn stack_again<B: Nvfp4GroupedOps>(
+    forward: Operand<B>,
+    experts: usize,
+    spec: &OperandSpec,
+    dtype: FloatDType,
+) -> Operand<B> {
+    let values = stack_values::<B>(forward, experts, read_as(spec, dtype));
+    let w = B::float_swap_dims(values, 1, 2);
+    stack::<B>(w, spec, PackedAxis::Cols, dtype)
+}
+
+/// The values of the operand of a stack of `experts` matrices, as it is stored, `[experts, n, k]`, rounded
+/// to `dtype`.
+pub(super) fn stack_values<B: Nvfp4GroupedOps>(
+    operand: Operand<B>,
+    experts: usize,
+    dtype: FloatDType,
+) -> FloatTensor<B> {
+    let stored = values::<B>(operand, dtype, |amax, rows| {
+        let amax = B::float_reshape(amax, Shape::new([experts, 1]));
+        let amax = B::float_expand(amax, Shape::new([experts, rows / experts]));
+        B::float_reshape(amax, Shape::new([rows]))
+    });
+    let [rows, k] = [stored.shape()[0], stored.shape()[1]];
+    B::float_reshape(stored, Shape::new([experts, rows / experts, k]))
+}
+
+/// The values of a row-wise operand, rounded to `dtype`. `spread` makes maxima of groups those of that
+/// many rows.
+fn values<B: Nvfp4GroupedOps>(
+    operand: Operand<B>,
+    dtype: FloatDType,
+    spread: impl FnOnce(FloatTensor<B>, usize) -> FloatTensor<B>,
+) -> FloatTensor<B> {
+    match operand {
+        Operand::Nvfp4(packed) => {
+            let layout = packed.layout;
+            let packed = match layout.global {
+                GlobalScaling::PerToken => packed,
+                GlobalScaling::PerTensor => Packed {
+                    amax: spread(packed.amax, layout.rows),
+                    layout: PackedLayout {
+                        global: GlobalScaling::PerToken,
+                        ..layout
+                    },
+                    ..packed
+                },
+            };
+            B::nvfp4_dequantize(packed, dtype)
+        }
+        Operand::Mxfp8(packed) => B::nvfp4_mx_dequantize(packed, dtype),
+        Operand::Float(x, _) => cast::<B>(x, dtype),
+    }
+}
+
+/// In which type the values of a forward operand are read again: MS-EDEN takes them exactly, everything
+/// else as activations.
+fn read_as(spec: &OperandSpec, dtype: FloatDType) -> FloatDType {
+    match spec {
+        OperandSpec::Eden { .. } => FloatDType::F32,
+        _ => dtype,
+    }
+}
+
+/// A stack as one matrix, whose rows are contracted: those of the matrices, or of the transposed ones.
+fn flat<B: Nvfp4GroupedOps>(w: FloatTensor<B>, axis: PackedAxis) -> FloatTensor<B> {
+    let w = match axis {
+        PackedAxis::Cols => w,
+        PackedAxis::Rows => B::float_swap_dims(w, 1, 2),
+    };
+    let [count, rows, cols] = [w.shape()[0], w.shape()[1], w.shape()[2]];
+    B::float_reshape(w, Shape::new([count * rows, cols]))
+}

@@ -1,0 +1,67 @@
+//! What a layer keeps of its input until the backward, as the memory pools see it.
+
+use burn_core::backend::DispatchDevice;
+use burn_core::tensor::{DType, Device, Tensor};
+use burn_nvfp4::{Nvfp4LinearConfig, Nvfp4Recipe};
+use cubecl::MemoryScope;
+
+use crate::common::{Matrix, device};
+
+/// Bytes in use on the device when nothing is under way.
+fn in_use(device: &Device) -> u64 {
+    device.sync().unwrap();
+    match device.as_dispatch() {
+        DispatchDevice::Cube(device) => {
+            let report = device.client().memory_report(MemoryScope::Device);
+            report.usage().bytes_in_use
+        }
+        _ => panic!("not a CubeCL device"),
+    }
+}
+
+/// Between forward and backward an NVFP4 layer holds no more than 0.6 bytes for each element of its input:
+/// one copy of 4-bit codes and a scale for each 16. `bf16` would hold two, `f32` four.
+#[test]
+fn saved_activations_take_their_packed_size() {
+    let device = device();
+    if !matches!(device.as_dispatch(), DispatchDevice::Cube(_)) {
+        eprintln!("skipped: Flex has no memory pools to ask");
+        return;
+    }
+    let (tokens, d_in, d_out) = (1024, 256, 128);
+    let elements = (tokens * d_in) as f64;
+    for preset in [
+        "nvidia",
+        "nvidia_4over6",
+        "nvidia_headroom",
+        "per_token",
+        "quartet2",
+    ] {
+        let recipe = Nvfp4Recipe::preset(preset)
+            .unwrap()
+            .with_cache_weights(false);
+        let training = device.clone().autodiff();
+        let layer = Nvfp4LinearConfig::new(d_in, d_out)
+            .with_bias(false)
+            .with_recipe(recipe)
+            .init(&training);
+        let source = Matrix::gaussian(tokens, d_in, DType::F32, 3).tensor(&training);
+        // The input of the layer is nobody's but the graph's.
+        let step = || -> Tensor<2> { layer.forward(source.clone().require_grad() * 1.0) };
+        // The first forward fills caches of the process, such as the weight's first value.
+        drop(step());
+        let before = in_use(&device);
+        let y = step();
+        let kept = in_use(&device) - before;
+        let output = (tokens * d_out * 4) as u64;
+        // The packed weight for dgrad, and what a few allocations are rounded up to.
+        let other = (d_in * d_out * 9 / 16) as u64 + 2048;
+        let each = (kept.saturating_sub(output) as f64 - other as f64) / elements;
+        eprintln!("{preset}: {kept} bytes kept, {each:.3} for each element of the input");
+        assert!(kept > output, "{preset}: the output alone takes {output}");
+        assert!(each <= 0.6, "{preset}: {each} bytes for each element");
+        let grads = y.sum().backward();
+        assert!(layer.weight.grad(&grads).is_some());
+        drop(grads);
+    }
+}
