@@ -4,12 +4,15 @@
 
 #[path = "common/nvrtc.rs"]
 mod nvrtc;
+#[macro_use]
+#[path = "common/sources.rs"]
+mod kernel_sources;
 
 use cubecl::{
-    ir::{ElemType, UIntKind, features::Plane},
+    ir::{ElemType, UIntKind},
     prelude::*,
 };
-use cubecl_server::compiler::Compiler;
+use kernel_sources::{Fake, cuda_source, is_left_out, machine_code};
 use nvfp4_kernels::{
     BlockScaling, ErrorNorm, HadamardSize,
     cube::{block::BlockPolicy, codec::Conversion, hadamard::SignsLaunch, philox::RandomLaunch},
@@ -23,7 +26,6 @@ use nvfp4_kernels::{
         },
     },
 };
-use nvrtc::CudaTools;
 use std::sync::Arc;
 
 /// What NVRTC is asked for, and how the kernels convert there.
@@ -47,13 +49,7 @@ struct Source {
 }
 
 fn source(name: String, kernel: impl CubeKernel, conversions: Option<(bool, bool)>) -> Source {
-    let mut compiler = cubecl_cpp::shared::CppCompiler::<cubecl_cpp::target::Cuda>::default();
-    let mut options = cubecl_cpp::shared::CompilationOptions::default();
-    options.supports_features.grid_constants = true;
-    let compiled = compiler.compile(kernel.define(), &options);
-    let text = compiled
-        .unwrap_or_else(|error| panic!("{name}: {error:?}"))
-        .to_string();
+    let text = cuda_source(&name, kernel);
     Source {
         name,
         text,
@@ -63,16 +59,12 @@ fn source(name: String, kernel: impl CubeKernel, conversions: Option<(bool, bool
 
 /// Every kernel in every policy that a device with `conversion` uses.
 fn sources(conversion: Conversion) -> Vec<Source> {
-    // The CPU's client stands in: only its properties are asked, and nothing is launched.
-    let client = cubecl::Device::Cpu(Default::default()).client();
-    // What the CUDA runtime would add to them.
-    let mut properties = (*client.properties_shared()).clone();
-    properties.features.plane.insert(Plane::Ops);
-    (
-        properties.hardware.plane_size_min,
-        properties.hardware.plane_size_max,
-    ) = (32, 32);
-    let (properties, target) = (Arc::new(properties), client.target_properties_shared());
+    let Fake {
+        client,
+        properties,
+        target,
+    } = Fake::new();
+    let properties = Arc::new(properties);
     let (rows, cols) = (256, 256);
     let (count, dim) = (CubeCount::Static(1, 1, 1), CubeDim::new_1d(256));
     let memory = client.empty(rows * cols * 4);
@@ -495,13 +487,7 @@ fn sources(conversion: Conversion) -> Vec<Source> {
 }
 
 fn check_target(arch: &str, conversion: Conversion) {
-    let tools = match CudaTools::find() {
-        Ok(tools) => tools,
-        Err(reason) => {
-            println!("SKIPPED: compiles_for_{arch}: {reason}");
-            return;
-        }
-    };
+    let tools = tools!(format!("compiles_for_{arch}"));
     let sources = sources(conversion);
     println!("{arch}: {} kernels", sources.len());
     for source in sources {
@@ -510,18 +496,10 @@ fn check_target(arch: &str, conversion: Conversion) {
             text,
             conversions,
         } = source;
-        if std::env::var("NVFP4_ONLY").is_ok_and(|only| !name.contains(&only)) {
+        if is_left_out(&name) {
             continue;
         }
-        let code = tools
-            .compile(&text, arch)
-            .unwrap_or_else(|log| panic!("{name} for {arch}:\n{log}\n{text}"));
-        if let Some(folder) = std::env::var_os("NVFP4_DUMP") {
-            // Read by people who count instructions.
-            let file = std::path::Path::new(&folder).join(format!("{name}-{arch}"));
-            std::fs::write(file.with_extension("cu"), &text).unwrap();
-            std::fs::write(file.with_extension("cubin"), &code).unwrap();
-        }
+        let code = machine_code(&tools, &name, &text, arch);
         let Some(expected) = conversions else {
             continue;
         };
@@ -561,12 +539,7 @@ fn compiles_for_sm_120a() {
 /// The compilation can fail: the stochastic conversion does not exist for sm_120a.
 #[test]
 fn stochastic_conversion_is_refused_where_it_does_not_exist() {
-    let Ok(tools) = CudaTools::find() else {
-        println!(
-            "SKIPPED: stochastic_conversion_is_refused_where_it_does_not_exist: no CUDA tools"
-        );
-        return;
-    };
+    let tools = tools!("stochastic_conversion_is_refused_where_it_does_not_exist");
     let sources = sources(Conversion::Hardware);
     let kernel = sources
         .iter()

@@ -4,10 +4,13 @@
 
 #[path = "common/nvrtc.rs"]
 mod nvrtc;
+#[macro_use]
+#[path = "common/sources.rs"]
+mod kernel_sources;
 
 use cubecl::prelude::*;
-use cubecl_server::compiler::Compiler;
 use half::bf16;
+use kernel_sources::{count, cuda_source, disassembled, is_left_out, spills};
 use nvfp4_kernels::{
     device::FloatKind,
     gemm::kernels::{
@@ -17,63 +20,14 @@ use nvfp4_kernels::{
 };
 use nvrtc::CudaTools;
 
-fn source(name: &str, kernel: impl CubeKernel) -> String {
-    let mut compiler = cubecl_cpp::shared::CppCompiler::<cubecl_cpp::target::Cuda>::default();
-    let mut options = cubecl_cpp::shared::CompilationOptions::default();
-    options.supports_features.grid_constants = true;
-    let compiled = compiler.compile(kernel.define(), &options);
-    compiled
-        .unwrap_or_else(|error| panic!("{name}: {error:?}"))
-        .to_string()
-}
-
-/// Instructions of `sass` whose opcode begins with `opcode`.
-fn count(sass: &str, opcode: &str) -> usize {
-    sass.lines()
-        .filter(|line| line.split_whitespace().any(|word| word.starts_with(opcode)))
-        .count()
-}
-
-/// Instructions of `sass` that keep registers in memory.
-fn spills(sass: &str) -> usize {
-    count(sass, "LDL") + count(sass, "STL")
-}
-
 /// The machine code of a kernel, or `None` where `NVFP4_ONLY` is no part of its name.
 fn compile(tools: &CudaTools, name: &str, text: &str) -> Option<String> {
-    if std::env::var("NVFP4_ONLY").is_ok_and(|only| !name.contains(&only)) {
-        return None;
-    }
-    let code = tools
-        .compile(text, "sm_90a")
-        .unwrap_or_else(|log| panic!("{name}:\n{log}\n{text}"));
-    if let Some(folder) = std::env::var_os("NVFP4_DUMP") {
-        std::fs::write(
-            std::path::Path::new(&folder).join(format!("{name}.cu")),
-            text,
-        )
-        .unwrap();
-    }
-    let sass = tools.disassemble(&code, name);
-    if let Some(folder) = std::env::var_os("NVFP4_DUMP") {
-        std::fs::write(
-            std::path::Path::new(&folder).join(format!("{name}.sass")),
-            &sass,
-        )
-        .unwrap();
-    }
-    Some(sass)
+    (!is_left_out(name)).then(|| disassembled(tools, name, text, "sm_90a"))
 }
 
 #[test]
 fn sm90_kernel_uses_the_tensor_cores_and_spills_nothing() {
-    let tools = match CudaTools::find() {
-        Ok(tools) => tools,
-        Err(reason) => {
-            println!("SKIPPED: sm90_kernel_uses_the_tensor_cores_and_spills_nothing: {reason}");
-            return;
-        }
-    };
+    let tools = tools!("sm90_kernel_uses_the_tensor_cores_and_spills_nothing");
     let client = cubecl::Device::Cpu(Default::default()).client();
     let properties = client.properties_shared();
     let target = client.target_properties_shared();
@@ -122,7 +76,7 @@ fn sm90_kernel_uses_the_tensor_cores_and_spills_nothing() {
             2048,
         )
     };
-    if let Some(sass) = compile(&tools, "decode", &source("decode", kernel)) {
+    if let Some(sass) = compile(&tools, "decode", &cuda_source("decode", kernel)) {
         assert_eq!(count(&sass, "STG.E.128"), 4);
         assert_eq!(spills(&sass), 0, "decode spills");
     }
@@ -170,7 +124,7 @@ fn sm90_kernel_uses_the_tensor_cores_and_spills_nothing() {
             )
         };
         let name = format!("small_m-{strips}-{columns}-{tail}-{left:?}");
-        let Some(sass) = compile(&tools, &name, &source(&name, kernel)) else {
+        let Some(sass) = compile(&tools, &name, &cuda_source(&name, kernel)) else {
             continue;
         };
         println!(
@@ -202,7 +156,7 @@ fn sm90_kernel_uses_the_tensor_cores_and_spills_nothing() {
             )
         };
         let name = format!("arrange-{packed}");
-        let Some(sass) = compile(&tools, &name, &source(&name, kernel)) else {
+        let Some(sass) = compile(&tools, &name, &cuda_source(&name, kernel)) else {
             continue;
         };
         println!("{name}: {} lines", sass.lines().count());
@@ -270,7 +224,7 @@ fn sm90_kernel_uses_the_tensor_cores_and_spills_nothing() {
                     kind,
                 )
             };
-            let Some(sass) = compile(&tools, &name, &source(&name, kernel)) else {
+            let Some(sass) = compile(&tools, &name, &cuda_source(&name, kernel)) else {
                 continue;
             };
             println!(
@@ -338,7 +292,7 @@ fn sm90_kernel_uses_the_tensor_cores_and_spills_nothing() {
                     kind,
                 )
             };
-            let Some(sass) = compile(&tools, &name, &source(&name, kernel)) else {
+            let Some(sass) = compile(&tools, &name, &cuda_source(&name, kernel)) else {
                 continue;
             };
             println!(

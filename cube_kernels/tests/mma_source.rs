@@ -5,17 +5,20 @@
 
 #[path = "common/nvrtc.rs"]
 mod nvrtc;
+#[macro_use]
+#[path = "common/sources.rs"]
+mod kernel_sources;
 
 use std::sync::Arc;
 
 use cubecl::{
     ir::{
-        DeviceProperties, ElemType, FloatKind as CubeFloat, TargetProperties,
-        features::{MmaConfig, Plane},
+        DeviceProperties, ElemType, FloatKind as CubeFloat, TargetProperties, features::MmaConfig,
     },
     prelude::*,
 };
-use cubecl_server::{compiler::Compiler, runtime::Runtime};
+use cubecl_server::runtime::Runtime;
+use kernel_sources::{Fake, count, cuda_source, disassembled, spills};
 use nvfp4_kernels::{
     device::FloatKind,
     gemm::kernels::{
@@ -46,18 +49,17 @@ const ALL: EpilogueKind = EpilogueKind {
     amax: true,
 };
 
-/// The CPU's device, with what kernels ask a CUDA device for.
-struct Fake {
-    client: Client,
+/// The device that kernels are asked of, and its kernels.
+struct Kernels {
+    fake: Fake,
     properties: Arc<DeviceProperties>,
     target: Arc<TargetProperties>,
 }
 
-impl Fake {
+impl Kernels {
     fn new() -> Self {
-        let client = cubecl::Device::Cpu(Default::default()).client();
-        let mut properties = (*client.properties_shared()).clone();
-        properties.features.plane.insert(Plane::Ops);
+        let fake = Fake::new();
+        let mut properties = fake.properties.clone();
         properties.features.matmul.cmma.insert(MmaConfig {
             a_type: ElemType::Float(CubeFloat::BF16),
             b_type: ElemType::Float(CubeFloat::BF16),
@@ -66,20 +68,15 @@ impl Fake {
             n: 16,
             k: 16,
         });
-        (
-            properties.hardware.plane_size_min,
-            properties.hardware.plane_size_max,
-        ) = (32, 32);
         Self {
-            client,
+            fake,
             properties: Arc::new(properties),
             target: Arc::new(cubecl::cuda::CudaRuntime::target_properties()),
         }
     }
 
     fn buffer(&self, len: usize) -> BufferArg {
-        // SAFETY: nothing is launched.
-        unsafe { BufferArg::from_raw_parts(self.client.empty(1 << 16), len) }
+        self.fake.buffer(len)
     }
 
     fn sm120(
@@ -122,7 +119,7 @@ impl Fake {
                 kind,
             )
         };
-        source(kernel)
+        cuda_source("sm120", kernel)
     }
 
     fn matrix(
@@ -169,7 +166,7 @@ impl Fake {
                 kind.out.storage_type(),
             )
         };
-        source(kernel)
+        cuda_source("matrix", kernel)
     }
 
     fn few_rows(&self, kind: EpilogueKind) -> String {
@@ -208,48 +205,16 @@ impl Fake {
                 kind,
             )
         };
-        source(kernel)
+        cuda_source("few_rows", kernel)
     }
-}
-
-fn source(kernel: impl CubeKernel) -> String {
-    let mut compiler = cubecl_cpp::shared::CppCompiler::<cubecl_cpp::target::Cuda>::default();
-    let mut options = cubecl_cpp::shared::CompilationOptions::default();
-    options.supports_features.grid_constants = true;
-    let compiled = compiler.compile(kernel.define(), &options);
-    compiled
-        .unwrap_or_else(|error| panic!("{error:?}"))
-        .to_string()
-}
-
-/// Instructions of `sass` whose opcode begins with `opcode`.
-fn count(sass: &str, opcode: &str) -> usize {
-    sass.lines()
-        .filter(|line| line.split_whitespace().any(|word| word.starts_with(opcode)))
-        .count()
 }
 
 /// The machine code of `text`, which must not spill.
 fn compile(tools: &CudaTools, name: &str, text: &str, arch: &str) -> String {
     let sass = disassembled(tools, name, text, arch);
-    let spills = count(&sass, "LDL") + count(&sass, "STL");
-    assert_eq!(spills, 0, "{name} for {arch} spills");
-    sass
-}
-
-fn disassembled(tools: &CudaTools, name: &str, text: &str, arch: &str) -> String {
-    let name = format!("{name}-{arch}");
-    let code = tools
-        .compile(text, arch)
-        .unwrap_or_else(|log| panic!("{name}:\n{log}\n{text}"));
-    let sass = tools.disassemble(&code, &name);
-    if let Some(folder) = std::env::var_os("NVFP4_DUMP") {
-        let folder = std::path::Path::new(&folder);
-        std::fs::write(folder.join(format!("{name}.cu")), text).unwrap();
-        std::fs::write(folder.join(format!("{name}.sass")), &sass).unwrap();
-    }
+    assert_eq!(spills(&sass), 0, "{name} for {arch} spills");
     println!(
-        "{name}: {} OMMA, {} HMMA, {} LDSM, {} LDGSTS, {} lines",
+        "{name} for {arch}: {} OMMA, {} HMMA, {} LDSM, {} LDGSTS, {} lines",
         count(&sass, "OMMA"),
         count(&sass, "HMMA"),
         count(&sass, "LDSM"),
@@ -259,23 +224,10 @@ fn disassembled(tools: &CudaTools, name: &str, text: &str, arch: &str) -> String
     sass
 }
 
-/// The tools, or an early return.
-macro_rules! tools {
-    ($test:literal) => {
-        match CudaTools::find() {
-            Ok(tools) => tools,
-            Err(reason) => {
-                println!("SKIPPED: {}: {reason}", $test);
-                return;
-            }
-        }
-    };
-}
-
 #[test]
 fn block_scaled_instructions() {
     let tools = tools!("block_scaled_instructions");
-    let fake = Fake::new();
+    let kernels = Kernels::new();
     for (strips, k, grouping, kind) in [
         (2, 128, Grouping::Dense, PLAIN),
         (1, 128, Grouping::Dense, PLAIN),
@@ -287,7 +239,7 @@ fn block_scaled_instructions() {
         let multiply = Multiply::Instruction;
         let shape = BlockScaledShape { strips, multiply };
         let name = format!("sm120-{strips}-{k}-{grouping:?}-{:?}", kind.out);
-        let text = fake.sm120(grouping, shape, Pieces::of(k), kind);
+        let text = kernels.sm120(grouping, shape, Pieces::of(k), kind);
         for arch in ["sm_120a", "sm_121a"] {
             let sass = compile(&tools, &name, &text, arch);
             // Two instructions along the contraction of a stage, for each strip and each of eight
@@ -308,7 +260,7 @@ fn block_scaled_instructions() {
         }
         let multiply = Multiply::Software;
         let shape = BlockScaledShape { strips, multiply };
-        let text = fake.sm120(grouping, shape, Pieces::of(k), kind);
+        let text = kernels.sm120(grouping, shape, Pieces::of(k), kind);
         let sass = disassembled(&tools, &format!("{name}-software"), &text, "sm_90a");
         assert_eq!(count(&sass, "OMMA"), 0, "{name}");
     }
@@ -318,10 +270,10 @@ fn block_scaled_instructions() {
 #[test]
 fn few_rows_on_other_devices() {
     let tools = tools!("few_rows_on_other_devices");
-    let fake = Fake::new();
+    let kernels = Kernels::new();
     for kind in [PLAIN, EpilogueKind { amax: false, ..ALL }] {
         let name = format!("few_rows-{:?}", kind.out);
-        let text = fake.few_rows(kind);
+        let text = kernels.few_rows(kind);
         for arch in ["sm_90", "sm_100a", "sm_120a", "sm_121a"] {
             let sass = compile(&tools, &name, &text, arch);
             assert_eq!(count(&sass, "HMMA"), 8 * 2 * 2, "{name} for {arch}");
@@ -334,7 +286,7 @@ fn few_rows_on_other_devices() {
 #[test]
 fn portable_matrix_instructions() {
     let tools = tools!("portable_matrix_instructions");
-    let fake = Fake::new();
+    let kernels = Kernels::new();
     let out = |out, kind: EpilogueKind| EpilogueKind { out, ..kind };
     let (short, long) = (AddressType::U32, AddressType::U64);
     let all = EpilogueKind { amax: false, ..ALL };
@@ -401,7 +353,7 @@ fn portable_matrix_instructions() {
             "matrix-{address:?}-{width}-{grouping:?}-{shape:?}-{packed:?}-{:?}-{}",
             kind.out, kind.accumulate
         );
-        let text = fake.matrix(address, width, grouping, shape, packed, kind);
+        let text = kernels.matrix(address, width, grouping, shape, packed, kind);
         for arch in ["sm_80", "sm_89", "sm_90a", "sm_120a"] {
             let sass = compile(&tools, &name, &text, arch);
             // A step of 16 takes two instructions for 16 x 16, and 32 columns are decoded at a time.
