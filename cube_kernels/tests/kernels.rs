@@ -7,7 +7,7 @@ mod common;
 #[path = "common/device.rs"]
 mod device;
 
-use common::{ALL_KINDS, Kind, TestElement, convert, values};
+use common::{Kind, TestElement, convert, values};
 use cubecl::{prelude::*, server::Handle};
 use device::{DeviceElement, assert_packed, read_f32, read_matrix, upload};
 use half::{bf16, f16};
@@ -149,25 +149,7 @@ const SHAPES: [(usize, usize); 13] = [
     (1024, 1024),
 ];
 
-fn check_shapes<T: DeviceElement>(client: &Client) {
-    for (i, (rows, cols)) in SHAPES.into_iter().enumerate() {
-        let x = convert::<T>(&values(Kind::Heavy, rows * cols, i as u32));
-        check_matrix(client, &x, rows, cols, "shapes");
-    }
-}
-
-fn check_kinds<T: DeviceElement>(client: &Client) {
-    for (i, kind) in ALL_KINDS.into_iter().enumerate() {
-        let (rows, cols) = (47, 64);
-        let x = convert::<T>(&values(kind, rows * cols, 100 + i as u32));
-        check_matrix(client, &x, rows, cols, &format!("{kind:?}"));
-    }
-}
-
-element_tests! {
-    check_shapes: shapes_f32, shapes_bf16, shapes_f16;
-    check_kinds: kinds_f32, kinds_bf16, kinds_f16;
-}
+matrix_tests!(check_matrix, SHAPES, (47, 64));
 
 /// Every E2M1 threshold and grid point, with both neighbours and both signs, at an exact scale.
 #[test]

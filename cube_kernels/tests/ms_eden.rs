@@ -106,25 +106,7 @@ const SHAPES: [(usize, usize); 12] = [
     (300, 160),
 ];
 
-fn check_shapes<T: DeviceElement>(client: &Client) {
-    for (i, (rows, cols)) in SHAPES.into_iter().enumerate() {
-        let x = convert::<T>(&values(Kind::Heavy, rows * cols, i as u32));
-        check_matrix(client, &x, rows, cols, "shapes");
-    }
-}
-
-fn check_kinds<T: DeviceElement>(client: &Client) {
-    for (i, kind) in ALL_KINDS.into_iter().enumerate() {
-        let (rows, cols) = (150, 72);
-        let x = convert::<T>(&values(kind, rows * cols, 100 + i as u32));
-        check_matrix(client, &x, rows, cols, &format!("{kind:?}"));
-    }
-}
-
-element_tests! {
-    check_shapes: shapes_f32, shapes_bf16, shapes_f16;
-    check_kinds: kinds_f32, kinds_bf16, kinds_f16;
-}
+matrix_tests!(check_matrix, SHAPES, (150, 72));
 
 #[test]
 fn packed_shapes() {

@@ -54,6 +54,33 @@ macro_rules! element_tests {
     )*};
 }
 
+/// Tests of `check`, which takes a client, a matrix, its rows and columns and what it is: matrices of all
+/// `shapes`, and data of every kind in one of shape `of_kinds`, for each type of element.
+#[macro_export]
+macro_rules! matrix_tests {
+    ($check:ident, $shapes:expr, $of_kinds:expr) => {
+        fn check_shapes<T: DeviceElement>(client: &Client) {
+            for (i, (rows, cols)) in $shapes.into_iter().enumerate() {
+                let x = values(Kind::Heavy, rows * cols, i as u32);
+                $check(client, &convert::<T>(&x), rows, cols, "shapes");
+            }
+        }
+
+        fn check_kinds<T: DeviceElement>(client: &Client) {
+            let (rows, cols) = $of_kinds;
+            for (i, kind) in common::ALL_KINDS.into_iter().enumerate() {
+                let x = values(kind, rows * cols, 100 + i as u32);
+                $check(client, &convert::<T>(&x), rows, cols, &format!("{kind:?}"));
+            }
+        }
+
+        element_tests! {
+            check_shapes: shapes_f32, shapes_bf16, shapes_f16;
+            check_kinds: kinds_f32, kinds_bf16, kinds_f16;
+        }
+    };
+}
+
 pub trait DeviceElement: TestElement + Default {
     const KIND: FloatKind;
 }
