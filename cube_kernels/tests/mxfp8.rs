@@ -21,18 +21,7 @@ const AXES: [PackedAxis; 2] = [PackedAxis::Cols, PackedAxis::Rows];
 
 fn assert_same(client: &Client, found: &DeviceMx, expected: &MxPacked, what: &str) {
     let found = found.to_host(client).unwrap();
-    assert_eq!(
-        (found.rows(), found.cols()),
-        (expected.rows(), expected.cols()),
-        "{what}"
-    );
-    assert_eq!(found.axis(), expected.axis(), "{what}");
-    assert_bytes(
-        found.scales(),
-        expected.scales(),
-        &format!("{what}: scales"),
-    );
-    assert_bytes(found.codes(), expected.codes(), &format!("{what}: codes"));
+    assert_blocks!(found, expected, what);
 }
 
 /// Both orientations of one matrix, and back.

@@ -232,7 +232,6 @@ impl ModuleMapper for Update<'_> {
         let (id, weight, mapper) = param.consume();
         let dims = weight.dims();
         let tracked = weight.is_require_grad();
-        let distributed = tracked && weight.is_distributed();
         let weight = weight.without_autodiff();
         let dtype = weight.dtype();
 
@@ -276,11 +275,6 @@ impl ModuleMapper for Update<'_> {
         let weight: Tensor<D> = cast(weight, dtype.into()).reshape(dims);
         let weight = if tracked {
             weight.autodiff().require_grad()
-        } else {
-            weight
-        };
-        let weight = if distributed {
-            weight.set_distributed(id)
         } else {
             weight
         };

@@ -75,7 +75,7 @@ pub(crate) fn computed_tile_cubes(client: &Client, tiles: usize) -> (CubeCount, 
     }
 }
 
-/// Tiles that a cube takes one after another where it first has to add up groups.
+/// Tiles that a cube of a kernel of computed tiles takes one after another.
 const TILES_PER_CUBE: usize = 4;
 
 /// Cubes and units for a kernel that makes copies of tiles, one to a cube: along the first axis of the

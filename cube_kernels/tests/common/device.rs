@@ -159,21 +159,30 @@ pub fn assert_bytes(found: &[u8], expected: &[u8], what: &str) {
     }
 }
 
+/// Two packed tensors, NVFP4 or MXFP8, have one shape and axis, and equal scales and codes.
+#[macro_export]
+macro_rules! assert_blocks {
+    ($found:expr, $expected:expr, $what:expr) => {{
+        let (found, expected, what) = (&$found, &$expected, $what);
+        assert_eq!(
+            (found.rows(), found.cols()),
+            (expected.rows(), expected.cols()),
+            "{what}"
+        );
+        assert_eq!(found.axis(), expected.axis(), "{what}");
+        $crate::device::assert_bytes(
+            found.scales(),
+            expected.scales(),
+            &format!("{what}: scales"),
+        );
+        $crate::device::assert_bytes(found.codes(), expected.codes(), &format!("{what}: codes"));
+    }};
+}
+
 /// Codes, scales and maxima are equal, bit for bit, but for NaN, of which there are many.
 pub fn assert_packed(client: &Client, found: &DevicePacked, expected: &PackedTensor, what: &str) {
     let found = found.to_host(client, *expected.origin()).unwrap();
-    assert_eq!(
-        (found.rows(), found.cols()),
-        (expected.rows(), expected.cols()),
-        "{what}"
-    );
-    assert_eq!(found.axis(), expected.axis(), "{what}");
-    assert_bytes(
-        found.scales(),
-        expected.scales(),
-        &format!("{what}: scales"),
-    );
-    assert_bytes(found.codes(), expected.codes(), &format!("{what}: codes"));
+    assert_blocks!(found, expected, what);
     let maxima = |amax: &Amax| match amax {
         Amax::Tensor(amax) => vec![*amax],
         Amax::PerOuter(amax) => amax.clone(),
