@@ -103,22 +103,8 @@ pub fn max_of_pairs(pairs: &Array<u32>, #[comptime] first: usize, #[comptime] co
     ptx::max_abs_nan_bf16x2(high, low)
 }
 
-/// Scale byte and codes of the 16 values of `block` from `first` on. `index` is the logical index of
-/// the block in the stored matrix.
-#[cube]
-pub fn quantize_block(
-    block: &Array<f32>,
-    #[comptime] first: usize,
-    global: &GlobalScale,
-    index: u64,
-    random: &Random,
-    #[comptime] policy: BlockPolicy,
-) -> Encoded {
-    let amax = block_amax(block, first, policy.conversion);
-    quantize_with_amax(block, first, amax, global, index, random, policy)
-}
-
-/// [`quantize_block()`] of a block whose largest magnitude is known.
+/// Scale byte and codes of the 16 values of `block` from `first` on, whose largest magnitude is `amax`.
+/// `index` is the logical index of the block in the stored matrix.
 #[cube]
 pub fn quantize_with_amax(
     block: &Array<f32>,

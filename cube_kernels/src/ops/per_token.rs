@@ -10,13 +10,13 @@ use super::{
         self, Input, Producer, ProducerExpand, Source, check_gain, gain_arg, normalized_block,
         row_cubes,
     },
-    quantize::{quantize, quantize_both, row_block},
+    quantize::{quantize, quantize_both, row_amax_of, row_block},
 };
 use crate::{
     BLOCK, Nvfp4Error, PackedAxis,
     cube::{
         activation::SquareSum,
-        block::{block_amax, quantize_block, resolve_offset},
+        block::{quantize_with_amax, resolve_offset},
         codec::{Conversion, canonical, magnitude_bits},
         hadamard::Signs,
         philox::Random,
@@ -427,17 +427,15 @@ pub fn quantize_per_token_kernel<N: Size>(
                 let words = kept_block(&kept, k, kind);
                 let values = row_block(&words, &signs, plan, kind);
                 // Blocks behind the last are zeros.
-                bits = max(
-                    bits,
-                    magnitude_bits(block_amax(&values, 0usize, policy.conversion)),
-                );
+                let here = row_amax_of(&words, &values, false, plan, kind);
+                bits = max(bits, magnitude_bits(here));
             }
             let mut block = unit + kept_blocks * units;
             while block < blocks {
                 let words =
                     norm.load::<N>(x, &producer, rstd, row, block, blocks, conversion, kind);
                 let values = row_block(&words, &signs, plan, kind);
-                let here = block_amax(&values, 0usize, policy.conversion);
+                let here = row_amax_of(&words, &values, false, plan, kind);
                 bits = max(bits, magnitude_bits(here));
                 block += units;
             }
@@ -467,8 +465,10 @@ pub fn quantize_per_token_kernel<N: Size>(
                     let values = row_block(&words, &signs, plan, kind);
                     let index = row * blocks + block;
                     let logical = u64::cast_from(index);
-                    let encoded =
-                        quantize_block(&values, 0usize, &global, logical, &random, policy);
+                    let largest = row_amax_of(&words, &values, false, plan, kind);
+                    let encoded = quantize_with_amax(
+                        &values, 0usize, largest, &global, logical, &random, policy,
+                    );
                     codes[index] = encoded.codes;
                     let place = scale_place(row, block, blocks, plan);
                     scales[place] = u8::cast_from(encoded.scale);
@@ -481,7 +481,9 @@ pub fn quantize_per_token_kernel<N: Size>(
                 let values = row_block(&words, &signs, plan, kind);
                 let index = row * blocks + block;
                 let logical = u64::cast_from(index);
-                let encoded = quantize_block(&values, 0usize, &global, logical, &random, policy);
+                let largest = row_amax_of(&words, &values, false, plan, kind);
+                let encoded =
+                    quantize_with_amax(&values, 0usize, largest, &global, logical, &random, policy);
                 codes[index] = encoded.codes;
                 let place = scale_place(row, block, blocks, plan);
                 scales[place] = u8::cast_from(encoded.scale);

@@ -940,7 +940,7 @@ fn quantize_rows_of_tile(
 
 /// The largest magnitude of a block along a row, from its words where they are bf16 pairs.
 #[cube]
-fn row_amax_of(
+pub(super) fn row_amax_of(
     words: &Array<u32>,
     block: &Array<f32>,
     #[comptime] tiles: bool,
