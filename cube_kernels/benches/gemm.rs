@@ -4,7 +4,8 @@
 //! `cargo bench -p nvfp4-kernels --features cuda --bench gemm`; a filter behind `--` chooses, such as
 //! `-- few`. The bf16 product of cuBLAS (its cuBLASLt) is timed beside ours in the same process, on the same
 //! values and the same stream: the clock follows the temperature. Random operands, since zeros draw less
-//! power, rotate among sets that together exceed the L2 cache.
+//! power, rotate among sets that together exceed the L2 cache. Products are captured into a graph that is
+//! replayed, so that the host does not count; what a call costs the host is `calls`.
 
 use std::{
     sync::Mutex,
@@ -30,6 +31,10 @@ const CUBLAS: &str = "cuBLAS bf16";
 /// What was timed: name, floating-point operations, seconds of each batch.
 static RECORDS: Mutex<Vec<(String, f64, Vec<f64>)>> = Mutex::new(Vec::new());
 
+fn sync(client: &Client) {
+    futures_lite::future::block_on(client.sync()).expect("a kernel failed");
+}
+
 /// Times `launch(i)` under `name`, in batches between two synchronisations, each after a pause in which
 /// the chip cools down.
 fn time(
@@ -39,9 +44,48 @@ fn time(
     operations: f64,
     mut launch: impl FnMut(usize),
 ) {
-    let sync = || {
-        futures_lite::future::block_on(client.sync()).expect("a kernel failed");
-    };
+    // Kernels are compiled and memory pools grow outside of the samples.
+    (0..2).for_each(&mut launch);
+    sample(criterion, client, name, operations, |launches| {
+        (0..launches).for_each(&mut launch);
+        launches
+    });
+}
+
+/// [`time`] of what the device does: `launch(i)` is captured into a graph, and the graph is replayed.
+fn time_on_device(
+    criterion: &mut Criterion,
+    client: &Client,
+    name: String,
+    operations: f64,
+    mut launch: impl FnMut(usize),
+) {
+    client.graph_prepare().expect("a graph");
+    (0..2).for_each(&mut launch);
+    sync(client);
+    // Two milliseconds at a petaflop a second: short products come in numbers that hide what a replay costs.
+    let count = ((2e12 / operations) as usize).clamp(2, 32);
+    client.start_capture().expect("a graph");
+    (0..count).for_each(&mut launch);
+    let graph = client.stop_capture().expect("a graph");
+    sample(criterion, client, name, operations, |launches| {
+        let replays = launches.div_ceil(count);
+        for _ in 0..replays {
+            // SAFETY: the operands are alive, and nothing else runs on this stream.
+            unsafe { graph.replay() }.expect("a graph");
+        }
+        replays * count
+    });
+}
+
+/// Samples of `launch(count)`, which launches at least `count` times and says how often.
+fn sample(
+    criterion: &mut Criterion,
+    client: &Client,
+    name: String,
+    operations: f64,
+    mut launch: impl FnMut(usize) -> usize,
+) {
     let mut group = criterion.benchmark_group("gemm");
     group.sample_size(10);
     group.warm_up_time(Duration::from_millis(50));
@@ -49,23 +93,23 @@ fn time(
     group.bench_function(&name, |bencher| {
         bencher.iter_custom(|iterations| {
             std::thread::sleep(Duration::from_millis(20));
-            // Kernels are compiled and memory pools grow outside of the samples.
-            (0..2).for_each(&mut launch);
-            sync();
+            // The clock rises first.
+            launch(1);
+            sync(client);
             let start = Instant::now();
-            (0..iterations as usize).for_each(&mut launch);
-            sync();
+            let launches = launch(iterations as usize);
+            sync(client);
             let elapsed = start.elapsed();
+            let seconds = elapsed.as_secs_f64() / launches as f64;
             // Short batches measure the synchronisation.
             if elapsed > Duration::from_micros(500) {
-                let seconds = elapsed.as_secs_f64() / iterations as f64;
                 let mut records = RECORDS.lock().unwrap();
                 match records.iter_mut().find(|record| record.0 == name) {
                     Some(record) => record.2.push(seconds),
                     None => records.push((name.clone(), operations, vec![seconds])),
                 }
             }
-            elapsed
+            Duration::from_secs_f64(seconds * iterations as f64)
         });
     });
     group.finish();
@@ -215,7 +259,7 @@ fn dense(criterion: &mut Criterion, client: &Client, noise: &Noise) {
             .unzip();
         let mut run = |kind: &str, launch: &dyn Fn(usize)| {
             let name = format!("{name}, {kind}");
-            time(criterion, client, name, operations, launch);
+            time_on_device(criterion, client, name, operations, launch);
         };
         run("NVFP4", &|i| {
             let (a, b) = (&a[i % packed], &b[i % packed]);
@@ -254,9 +298,6 @@ fn calls(criterion: &mut Criterion, client: &Client, noise: &Noise) {
         println!("calls: {error}");
         return;
     }
-    let sync = || {
-        futures_lite::future::block_on(client.sync()).expect("a kernel failed");
-    };
     // Many at a time: one is shorter than the synchronisation behind it.
     const CALLS: usize = 256;
     let mut run = |kind: &str, launch: &dyn Fn()| {
@@ -270,9 +311,9 @@ fn calls(criterion: &mut Criterion, client: &Client, noise: &Noise) {
         cublas(client, &a, &b).unwrap();
     });
     run("between synchronisations", &|| {
-        sync();
+        sync(client);
         cublas(client, &a, &b).unwrap();
-        sync();
+        sync(client);
     });
     run("our kernel", &|| {
         gemm::gemm_bf16(client, &a, &b, None, FloatKind::Bf16).unwrap();
@@ -323,7 +364,7 @@ fn grouped(criterion: &mut Criterion, client: &Client, noise: &Noise) {
             let kind = if skewed { "skewed" } else { "balanced" };
             let name = format!("grouped/{rows} x {n} x {k}, {groups} {kind}");
             let operations = 2.0 * (rows * n * k) as f64;
-            time(
+            time_on_device(
                 criterion,
                 client,
                 format!("{name}, NVFP4"),
@@ -349,7 +390,7 @@ fn grouped(criterion: &mut Criterion, client: &Client, noise: &Noise) {
             match cublas(client, &experts[0].0, &experts[0].1) {
                 Ok(_) => {
                     let name = format!("{name}, {CUBLAS}");
-                    time(criterion, client, name, operations, |_| {
+                    time_on_device(criterion, client, name, operations, |_| {
                         for (x, y) in &experts {
                             cublas(client, x, y).unwrap();
                         }

@@ -171,8 +171,9 @@ fn sources(conversion: Conversion) -> Vec<Source> {
                     buffer(words / 4),
                     producer(computed),
                     sink,
-                    buffer(3),
+                    buffer(4),
                     ShapeLaunch::new(rows, cols, 2, 4),
+                    2,
                     buffer(1),
                     buffer(1),
                     signs(),
@@ -329,7 +330,6 @@ fn sources(conversion: Conversion) -> Vec<Source> {
                     signs(),
                     rows,
                     cols / 16,
-                    true,
                     plan,
                     dtype,
                 );

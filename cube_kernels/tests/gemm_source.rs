@@ -80,18 +80,20 @@ fn sm90_kernel_uses_the_tensor_cores_and_spills_nothing() {
         assert_eq!(count(&sass, "STG.E.128"), 4);
         assert_eq!(spills(&sass), 0, "decode spills");
     }
-    for (strips, columns, tail, left, plain) in [
-        (2, 1, false, Left::Packed, true),
-        (1, 1, true, Left::Packed, false),
-        (2, 1, false, Left::Bf16, true),
-        (2, 2, true, Left::Bf16, false),
-        (2, 2, false, Left::Packed, true),
-        (4, 2, false, Left::Packed, true),
+    for (warps, strips, columns, ahead, tail, left, plain) in [
+        (16, 2, 1, 1, false, Left::Packed, true),
+        (16, 1, 1, 1, true, Left::Packed, false),
+        (16, 2, 1, 1, false, Left::Bf16, true),
+        (8, 2, 2, 2, true, Left::Bf16, false),
+        (8, 2, 2, 2, false, Left::Packed, true),
+        (8, 1, 2, 2, false, Left::Packed, true),
+        (16, 2, 1, 2, false, Left::Packed, true),
     ] {
         let shape = Shape {
-            warps: 8,
+            warps,
             strips,
             columns,
+            ahead,
             tail,
             left,
         };
@@ -102,7 +104,7 @@ fn sm90_kernel_uses_the_tensor_cores_and_spills_nothing() {
                 properties.clone(),
                 target.clone(),
                 CubeCount::Static(1, 1, 1),
-                CubeDim::new_1d(256),
+                CubeDim::new_1d(32 * warps as u32),
                 AddressType::U32,
                 buffer(512),
                 buffer(512),
@@ -123,20 +125,26 @@ fn sm90_kernel_uses_the_tensor_cores_and_spills_nothing() {
                 if plain { plain_epilogue } else { all },
             )
         };
-        let name = format!("small_m-{strips}-{columns}-{tail}-{left:?}");
+        let name = format!("small_m-{warps}-{strips}-{columns}-{ahead}-{tail}-{left:?}");
         let Some(sass) = compile(&tools, &name, &cuda_source(&name, kernel)) else {
             continue;
         };
         println!(
-            "{name}: {} HMMA, {} lines",
+            "{name}: {} HMMA, {} LDL, {} lines",
             count(&sass, "HMMA"),
+            spills(&sass),
             sass.lines().count()
         );
         // Two instructions for each word, strip and group of columns, and four words.
-        assert_eq!(count(&sass, "HMMA"), 8 * strips * columns, "{name}");
+        assert_eq!(count(&sass, "HMMA"), 8 * ahead * strips * columns, "{name}");
         assert_eq!(spills(&sass), 0, "{name} spills");
     }
-    for packed in [true, false] {
+    for (packed, grouped) in [
+        (true, None),
+        (false, None),
+        (true, Some(FusedTile::ALL[0])),
+        (true, Some(FusedTile::ALL[1])),
+    ] {
         // SAFETY: nothing is launched.
         #[allow(unused_unsafe)]
         let kernel = unsafe {
@@ -150,17 +158,23 @@ fn sm90_kernel_uses_the_tensor_cores_and_spills_nothing() {
                 buffer(1024),
                 buffer(16384),
                 buffer(2048),
+                buffer(9),
+                buffer(32),
                 16,
                 2048,
+                8,
                 packed,
+                grouped,
             )
         };
-        let name = format!("arrange-{packed}");
+        let name = format!("arrange-{packed}-{}", grouped.is_some());
         let Some(sass) = compile(&tools, &name, &cuda_source(&name, kernel)) else {
             continue;
         };
         println!("{name}: {} lines", sass.lines().count());
-        assert_eq!(count(&sass, "STG.E.128"), 2, "{name}");
+        if grouped.is_none() {
+            assert_eq!(count(&sass, "STG.E.128"), 2, "{name}");
+        }
         assert_eq!(spills(&sass), 0, "{name} spills");
     }
     for tile in FusedTile::ALL {

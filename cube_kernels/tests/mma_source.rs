@@ -174,6 +174,7 @@ impl Kernels {
             warps: 8,
             strips: 2,
             columns: 2,
+            ahead: 2,
             tail: true,
             left: Left::Packed,
         };

@@ -80,6 +80,26 @@ pub fn load_shared_4(address: u32) -> Vector<u32, Const<4>> {
     Vector::<u32, Const<4>>::reinterpret(words)
 }
 
+/// Loads four words of device memory, aligned to sixteen bytes, that nobody writes and this processor reads
+/// once: `ld.global.nc.L1::no_allocate`.
+#[cube]
+pub fn load_once_4(address: u64) -> Vector<u32, Const<4>> {
+    let words: Vector<u32, Const<4>>;
+    gpu_asm!(
+        "ld.global.nc.L1::no_allocate.L2::256B.v4.b32 {w}, [{a}];",
+        w = out(_) words, a = in(_) address
+    );
+    Vector::<u32, Const<4>>::reinterpret(words)
+}
+
+/// Loads two bytes of device memory that nobody writes, aligned to two: `ld.global.nc`.
+#[cube]
+pub fn load_u16(address: u64) -> u32 {
+    let value: u32;
+    gpu_asm!("ld.global.nc.u16 {v}, [{a}];", v = out(_) value, a = in(_) address);
+    u32::reinterpret(value)
+}
+
 /// Two values rounded to nearest-even bf16, `low` in the lower half: `cvt.rn.bf16x2.f32`.
 #[cube]
 pub fn pack_bf16(low: f32, high: f32) -> u32 {

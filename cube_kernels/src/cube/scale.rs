@@ -79,3 +79,13 @@ pub fn scale_byte(scale: f32, #[comptime] conversion: Conversion) -> u32 {
         encode_e4m3(scale)
     }
 }
+
+/// Where the scale of block `block` of stored row `row` lies in the 128x4 layout of rows that take `padded_blocks`
+/// tiles; see [`reference::swizzle`](crate::reference::swizzle).
+#[cube]
+pub fn swizzled_at(row: usize, block: usize, padded_blocks: usize) -> usize {
+    ((row / 128usize) * padded_blocks + block / 4usize) * 512usize
+        + (row % 32usize) * 16usize
+        + ((row % 128usize) / 32usize) * 4usize
+        + block % 4usize
+}

@@ -20,7 +20,7 @@ use half::bf16;
 use super::{
     epilogue::{EpilogueKind, Factor, factor, finish, held, pack_pair, raise, rounded_magnitude},
     product::{Elements, Operand},
-    sm90::{EpilogueArgs, GroupArgs, Grouping, place, start_of, tiles_along_m},
+    sm90::{EpilogueArgs, GroupArgs, Grouping, place},
     workspace,
 };
 use crate::{
@@ -174,8 +174,9 @@ fn load_scales(pairs: &[u16], row: u32, step: u32, k: u32) -> Vector<u32, Const<
 
 /// `out[m, n] = α_a · α_b · Σ a[m, k] · b[n, k] (+ bias[n]) (+ out[m, n])`, for each group of rows.
 ///
-/// Tiles are numbered as in `sm90_kernel`, whose arguments these are, but for an `a` in the order of
-/// `workspace::arrange`, the codes of `b` (a map of words, eight codes each), and its scales in twos.
+/// Arguments are those of `sm90_kernel`, but for an `a` in the order of `workspace::arrange`, the codes of `b`
+/// (a map of words, eight codes each), and its scales in twos. Rows of tiles in groups are those of `schedule`
+/// (see [`schedule_groups()`]); a cube takes every `CUBE_COUNT`th tile.
 /// `unit_of_sums` is what sums have to be multiplied by: decoded elements are 2^-8 times what they stand
 /// for, those of `b` alone or of both operands. `amax` is raised to the largest magnitude of the output where the
 /// epilogue says so.
@@ -187,7 +188,7 @@ pub fn fused_kernel(
     a_amax: &[f32],
     b_amax: &[f32],
     bias: &[f32],
-    offsets: &[u32],
+    schedule: &[Vector<u32, Const<4>>],
     before: &[u32],
     out: &mut [Vector<u32, Const<4>>],
     amax: &mut [Atomic<u32>],
@@ -252,11 +253,14 @@ pub fn fused_kernel(
     sync_cube();
 
     let tiles_n = n.div_ceil(rows_b);
+    let tiles_m = if comptime!(grouping == Grouping::Rows) {
+        schedule[0].extract(0usize)
+    } else {
+        m.div_ceil(rows_a)
+    };
+    let tiles = tiles_m * tiles_n;
     let steps = k.div_ceil(comptime!(workspace::SPAN as u32));
     let mut tile = CUBE_POS as u32;
-    // The group that is looked at, and the tiles before it.
-    let mut group = 0u32;
-    let mut passed = 0u32;
     // Stages used so far: all units count alike, so the ring needs no other state.
     let mut used = 0u32;
     if unit < 32u32 {
@@ -265,68 +269,54 @@ pub fn fused_kernel(
             keep_56_registers();
         }
         if lane == 0u32 {
-            while group < groups {
-                let tiles_m = tiles_along_m(offsets, group, m, grouping, rows_a);
-                if tile - passed < tiles_m * tiles_n {
-                    let at = place(tile - passed, tiles_m, tiles_n, band, rows_a, rows_b);
-                    let mut row = at.row;
-                    let mut end = m;
-                    let mut column = at.column;
-                    if comptime!(grouping == Grouping::Rows) {
-                        row += start_of(offsets, group, grouping);
-                        end = start_of(offsets, group + 1u32, grouping);
-                        column += group * n;
-                    }
-                    let width = width_of(end - row, tile_shape);
-                    for step in 0..steps {
-                        let stage = used % comptime!(stages as u32);
-                        let parity = ((used / comptime!(stages as u32)) & 1u32) ^ 1u32;
+            while tile < tiles {
+                let at = place(tile, tiles_m, tiles_n, band, 1u32, rows_b);
+                let strip = strip_at(schedule, at.row, m, grouping, tile_shape);
+                let column = strip.group * n + at.column;
+                let width = width_of(strip.end - strip.row, tile_shape);
+                for step in 0..steps {
+                    let stage = used % comptime!(stages as u32);
+                    let parity = ((used / comptime!(stages as u32)) & 1u32) ^ 1u32;
+                    #[unroll]
+                    for half in 0..2usize {
+                        let number = stage * 2u32 + comptime!(half as u32);
+                        barrier_wait(empty + number * 8u32, parity);
+                        let codes = comptime!(if half == 0 {
+                            tile_shape.rows_b() as u32 * ROW_WORDS as u32 * 4
+                        } else {
+                            0
+                        });
+                        barrier_expect(full + number * 8u32, width * 128u32 + codes);
+                        let s = stage as usize;
+                        let ready = &barriers[number as usize];
+                        if comptime!(half == 0) {
+                            ready.tma_load_2d(
+                                b,
+                                &mut code_tiles[s * codes_stage..(s + 1) * codes_stage],
+                                column as i32,
+                                (step * comptime!(ROW_WORDS as u32)) as i32,
+                            );
+                        }
                         #[unroll]
-                        for half in 0..2usize {
-                            let number = stage * 2u32 + comptime!(half as u32);
-                            barrier_wait(empty + number * 8u32, parity);
-                            let codes = comptime!(if half == 0 {
-                                tile_shape.rows_b() as u32 * ROW_WORDS as u32 * 4
-                            } else {
-                                0
-                            });
-                            barrier_expect(full + number * 8u32, width * 128u32 + codes);
-                            let s = stage as usize;
-                            let ready = &barriers[number as usize];
-                            if comptime!(half == 0) {
+                        for copy in 0..comptime!(tile_shape.rows_a / tile_shape.rows_of_copy()) {
+                            let rows = comptime!(tile_shape.rows_of_copy());
+                            let ahead = comptime!((copy * rows) as u32);
+                            if ahead < width {
+                                let first = number as usize * a_half + comptime!(copy * rows * 8);
                                 ready.tma_load_2d(
-                                    b,
-                                    &mut code_tiles[s * codes_stage..(s + 1) * codes_stage],
-                                    column as i32,
-                                    (step * comptime!(ROW_WORDS as u32)) as i32,
+                                    a,
+                                    &mut a_tiles[first..first + comptime!(rows * 8)],
+                                    (strip.row + ahead) as i32,
+                                    (step * comptime!(workspace::SPAN as u32)
+                                        + comptime!((half * HALF) as u32))
+                                        as i32,
                                 );
                             }
-                            #[unroll]
-                            for copy in 0..comptime!(tile_shape.rows_a / tile_shape.rows_of_copy())
-                            {
-                                let rows = comptime!(tile_shape.rows_of_copy());
-                                let ahead = comptime!((copy * rows) as u32);
-                                if ahead < width {
-                                    let first =
-                                        number as usize * a_half + comptime!(copy * rows * 8);
-                                    ready.tma_load_2d(
-                                        a,
-                                        &mut a_tiles[first..first + comptime!(rows * 8)],
-                                        (row + ahead) as i32,
-                                        (step * comptime!(workspace::SPAN as u32)
-                                            + comptime!((half * HALF) as u32))
-                                            as i32,
-                                    );
-                                }
-                            }
                         }
-                        used += 1u32;
                     }
-                    tile += CUBE_COUNT as u32;
-                } else {
-                    passed += tiles_m * tiles_n;
-                    group += 1u32;
+                    used += 1u32;
                 }
+                tile += CUBE_COUNT as u32;
             }
         }
     } else if unit < 128u32 {
@@ -338,49 +328,41 @@ pub fn fused_kernel(
         // Then the scales of a row in a stage are aligned.
         let is_whole = k & comptime!(workspace::SPAN as u32 - 1) == 0u32;
         let scales_from = global_address::<u16>(b_scales.as_ptr());
-        while group < groups {
-            let tiles_m = tiles_along_m(offsets, group, m, grouping, rows_a);
-            if tile - passed < tiles_m * tiles_n {
-                let at = place(tile - passed, tiles_m, tiles_n, band, rows_a, rows_b);
-                let mut column = at.column;
-                if comptime!(grouping == Grouping::Rows) {
-                    column += group * n;
-                }
-                // Rows outside read the last one; what comes of them is not written.
-                let last_row = groups * n - 1u32;
-                for step in 0..steps {
-                    let stage = used % comptime!(stages as u32);
-                    let parity = ((used / comptime!(stages as u32)) & 1u32) ^ 1u32;
-                    let barrier = full + stage * 16u32;
-                    barrier_wait(empty + stage * 16u32, parity);
-                    #[unroll]
-                    for r in 0..rows_of_unit {
-                        let line = carrier + comptime!((r * CARRIERS) as u32);
-                        if line < rows_b {
-                            let row = min(column + line, last_row);
-                            let to = scales_at + (stage * rows_b + line) * 8u32;
-                            if is_whole {
-                                let at = u64::cast_from(row) * u64::cast_from(k / 16u32)
-                                    + u64::cast_from(step * 8u32);
-                                copy_8_bytes(to, scales_from + at);
-                            } else {
-                                let words = load_scales(b_scales, row, step, k);
-                                store_shared_2(to, words.extract(0usize), words.extract(1usize));
-                            }
+        while tile < tiles {
+            let at = place(tile, tiles_m, tiles_n, band, 1u32, rows_b);
+            let strip = strip_at(schedule, at.row, m, grouping, tile_shape);
+            let column = strip.group * n + at.column;
+            // Rows outside read the last one; what comes of them is not written.
+            let last_row = groups * n - 1u32;
+            for step in 0..steps {
+                let stage = used % comptime!(stages as u32);
+                let parity = ((used / comptime!(stages as u32)) & 1u32) ^ 1u32;
+                let barrier = full + stage * 16u32;
+                barrier_wait(empty + stage * 16u32, parity);
+                #[unroll]
+                for r in 0..rows_of_unit {
+                    let line = carrier + comptime!((r * CARRIERS) as u32);
+                    if line < rows_b {
+                        let row = min(column + line, last_row);
+                        let to = scales_at + (stage * rows_b + line) * 8u32;
+                        if is_whole {
+                            let at = u64::cast_from(row) * u64::cast_from(k / 16u32)
+                                + u64::cast_from(step * 8u32);
+                            copy_8_bytes(to, scales_from + at);
+                        } else {
+                            let words = load_scales(b_scales, row, step, k);
+                            store_shared_2(to, words.extract(0usize), words.extract(1usize));
                         }
                     }
-                    if is_whole {
-                        arrive_after_copies(barrier);
-                    } else {
-                        barrier_arrive(barrier);
-                    }
-                    used += 1u32;
                 }
-                tile += CUBE_COUNT as u32;
-            } else {
-                passed += tiles_m * tiles_n;
-                group += 1u32;
+                if is_whole {
+                    arrive_after_copies(barrier);
+                } else {
+                    barrier_arrive(barrier);
+                }
+                used += 1u32;
             }
+            tile += CUBE_COUNT as u32;
         }
     } else {
         if comptime!(tile_shape.consumers() == 2) {
@@ -403,95 +385,211 @@ pub fn fused_kernel(
         let rows_b_at = rows_b.runtime();
         let stages_at = comptime!(stages as u32).runtime();
         let advance = comptime!(tile_shape.ways as u32).runtime();
-        while group < groups {
-            let tiles_m = tiles_along_m(offsets, group, m, grouping, rows_a);
-            if tile - passed < tiles_m * tiles_n {
-                let at = place(tile - passed, tiles_m, tiles_n, band, rows_a, rows_b);
-                let mut row = at.row;
-                let mut end = m;
-                if comptime!(grouping == Grouping::Rows) {
-                    row += start_of(offsets, group, grouping);
-                    end = start_of(offsets, group + 1u32, grouping);
-                }
-                let width = width_of(end - row, tile_shape);
-                let mut begin = used;
-                let mut own_steps = steps;
-                if comptime!(tile_shape.ways > 1) {
-                    begin += consumer;
-                    own_steps = (steps + comptime!(tile_shape.ways as u32 - 1) - consumer)
-                        / comptime!(tile_shape.ways as u32);
-                }
-                // Values: the main loops would take variables for pointers.
-                let stage = u32::reinterpret(begin % comptime!(stages as u32));
-                let parity = u32::reinterpret((begin / comptime!(stages as u32)) & 1u32);
-                let own_steps = u32::reinterpret(own_steps);
-                #[unroll]
-                for i in 0..comptime!(tile_shape.widths().len()) {
-                    let here = comptime!(tile_shape.widths()[i]);
-                    if width == comptime!(here as u32) {
-                        // There is no vector of 48 values.
-                        let size!(S) = comptime!(if here == 96 { 64 } else { here / 2 });
-                        let mut sums = Vector::<f32, S>::new(0.0f32);
-                        if own_steps > 0u32 {
-                            if comptime!(here == 256) {
-                                sums = Vector::<f32, S>::reinterpret(fused_loop_256(
-                                    full, empty, a_tile, a_half_at, codes, scales, rows_b_at,
-                                    stage, parity, stages_at, advance, own_steps, leader,
-                                ));
-                            } else if comptime!(here == 128) {
-                                sums = Vector::<f32, S>::reinterpret(fused_loop_128(
-                                    full, empty, a_tile, a_half_at, codes, scales, rows_b_at,
-                                    stage, parity, stages_at, advance, own_steps, leader,
-                                ));
-                            } else if comptime!(here == 96) {
-                                sums = Vector::<f32, S>::reinterpret(fused_loop_96(
-                                    full, empty, a_tile, a_half_at, codes, scales, rows_b_at,
-                                    stage, parity, stages_at, advance, own_steps, leader,
-                                ));
-                            } else if comptime!(here == 64) {
-                                sums = Vector::<f32, S>::reinterpret(fused_loop_64(
-                                    full, empty, a_tile, a_half_at, codes, scales, rows_b_at,
-                                    stage, parity, stages_at, advance, own_steps, leader,
-                                ));
-                            } else {
-                                sums = Vector::<f32, S>::reinterpret(fused_loop_32(
-                                    full, empty, a_tile, a_half_at, codes, scales, rows_b_at,
-                                    stage, parity, stages_at, advance, own_steps, leader,
-                                ));
-                            }
+        while tile < tiles {
+            let at = place(tile, tiles_m, tiles_n, band, 1u32, rows_b);
+            let Strip { group, row, end } = strip_at(schedule, at.row, m, grouping, tile_shape);
+            let width = width_of(end - row, tile_shape);
+            let mut begin = used;
+            let mut own_steps = steps;
+            if comptime!(tile_shape.ways > 1) {
+                begin += consumer;
+                own_steps = (steps + comptime!(tile_shape.ways as u32 - 1) - consumer)
+                    / comptime!(tile_shape.ways as u32);
+            }
+            // Values: the main loops would take variables for pointers.
+            let stage = u32::reinterpret(begin % comptime!(stages as u32));
+            let parity = u32::reinterpret((begin / comptime!(stages as u32)) & 1u32);
+            let own_steps = u32::reinterpret(own_steps);
+            #[unroll]
+            for i in 0..comptime!(tile_shape.widths().len()) {
+                let here = comptime!(tile_shape.widths()[i]);
+                if width == comptime!(here as u32) {
+                    // There is no vector of 48 values.
+                    let size!(S) = comptime!(if here == 96 { 64 } else { here / 2 });
+                    let mut sums = Vector::<f32, S>::new(0.0f32);
+                    if own_steps > 0u32 {
+                        if comptime!(here == 256) {
+                            sums = Vector::<f32, S>::reinterpret(fused_loop_256(
+                                full, empty, a_tile, a_half_at, codes, scales, rows_b_at, stage,
+                                parity, stages_at, advance, own_steps, leader,
+                            ));
+                        } else if comptime!(here == 128) {
+                            sums = Vector::<f32, S>::reinterpret(fused_loop_128(
+                                full, empty, a_tile, a_half_at, codes, scales, rows_b_at, stage,
+                                parity, stages_at, advance, own_steps, leader,
+                            ));
+                        } else if comptime!(here == 96) {
+                            sums = Vector::<f32, S>::reinterpret(fused_loop_96(
+                                full, empty, a_tile, a_half_at, codes, scales, rows_b_at, stage,
+                                parity, stages_at, advance, own_steps, leader,
+                            ));
+                        } else if comptime!(here == 64) {
+                            sums = Vector::<f32, S>::reinterpret(fused_loop_64(
+                                full, empty, a_tile, a_half_at, codes, scales, rows_b_at, stage,
+                                parity, stages_at, advance, own_steps, leader,
+                            ));
+                        } else {
+                            sums = Vector::<f32, S>::reinterpret(fused_loop_32(
+                                full, empty, a_tile, a_half_at, codes, scales, rows_b_at, stage,
+                                parity, stages_at, advance, own_steps, leader,
+                            ));
                         }
-                        write_tile::<S>(
-                            sums,
-                            row,
-                            end,
-                            at.column,
-                            group,
-                            a_amax,
-                            b_amax,
-                            bias,
-                            before,
-                            out,
-                            amax,
-                            n,
-                            a_range,
-                            b_range,
-                            unit_of_sums,
-                            staging_at,
-                            strip,
-                            consumer,
-                            here,
-                            tile_shape,
-                            kind,
-                        );
                     }
+                    write_tile::<S>(
+                        sums,
+                        row,
+                        end,
+                        at.column,
+                        group,
+                        a_amax,
+                        b_amax,
+                        bias,
+                        before,
+                        out,
+                        amax,
+                        n,
+                        a_range,
+                        b_range,
+                        unit_of_sums,
+                        staging_at,
+                        strip,
+                        consumer,
+                        here,
+                        tile_shape,
+                        kind,
+                    );
                 }
-                used += steps;
-                tile += CUBE_COUNT as u32;
-            } else {
-                passed += tiles_m * tiles_n;
-                group += 1u32;
+            }
+            used += steps;
+            tile += CUBE_COUNT as u32;
+        }
+    }
+}
+
+/// Rows of `a` that make a row of tiles.
+#[derive(CubeType, Clone, Copy)]
+struct Strip {
+    /// Their group.
+    group: u32,
+    /// The first of them.
+    row: u32,
+    /// The row behind the last of the group.
+    end: u32,
+}
+
+/// Row `number` of tiles.
+#[cube]
+fn strip_at(
+    schedule: &[Vector<u32, Const<4>>],
+    number: u32,
+    m: u32,
+    #[comptime] grouping: Grouping,
+    #[comptime] tile: FusedTile,
+) -> Strip {
+    if comptime!(grouping == Grouping::Rows) {
+        let entry = schedule[number as usize + 1usize];
+        Strip {
+            group: entry.extract(0usize),
+            row: entry.extract(1usize),
+            end: entry.extract(2usize),
+        }
+    } else {
+        Strip {
+            group: 0u32,
+            row: number * comptime!(tile.rows_a as u32),
+            end: m,
+        }
+    }
+}
+
+/// How many widths of `tile` are wider than what `rows` rows of `a` need.
+#[cube]
+fn class_of(rows: u32, #[comptime] tile: FusedTile) -> u32 {
+    let last = comptime!(tile.widths().len() - 1);
+    let mut class = 0u32;
+    #[unroll]
+    for i in 1..comptime!(last + 1) {
+        if rows <= comptime!(tile.widths()[last - i] as u32) {
+            class = comptime!(i as u32).runtime();
+        }
+    }
+    class
+}
+
+/// Writes the rows of tiles of all groups, those with the widest instructions first: group, first row, and the
+/// row behind the last of the group, from entry 1 on; entry 0 has their number. Tiles of unequal groups take
+/// unequal times, and cubes take every `CUBE_COUNT`th: in this order those that run side by side take equally
+/// long, and what is left at the end is short. Any cube of [`workspace::arrange_kernel`] can do it.
+#[cube]
+pub(super) fn schedule_groups(
+    offsets: &[u32],
+    schedule: &mut [Vector<u32, Const<4>>],
+    groups: u32,
+    #[comptime] tile: FusedTile,
+) {
+    let classes = comptime!(tile.widths().len());
+    let rows_a = comptime!(tile.rows_a as u32);
+    let mut group = UNIT_POS;
+    while group < groups {
+        // Rows of tiles in each class: of all groups, and of those before this one.
+        let mut all = Array::<u32>::new(classes);
+        let mut next = Array::<u32>::new(classes);
+        #[unroll]
+        for c in 0..classes {
+            all[c] = 0u32;
+            next[c] = 0u32;
+        }
+        for other in 0..groups {
+            let rows = offsets[other as usize + 1usize] - offsets[other as usize];
+            let rest = rows % rows_a;
+            let class = class_of(rest, tile);
+            #[unroll]
+            for c in 0..classes {
+                let mut count = u32::cast_from(rest > 0u32 && class == comptime!(c as u32));
+                if comptime!(c == 0) {
+                    count += rows / rows_a;
+                }
+                all[c] += count;
+                if other < group {
+                    next[c] += count;
+                }
             }
         }
+        let mut begin = 1u32;
+        #[unroll]
+        for c in 0..classes {
+            next[c] += begin;
+            begin += all[c];
+        }
+        let end = offsets[group as usize + 1usize];
+        let mut row = offsets[group as usize];
+        let mut entry = Vector::<u32, Const<4>>::new(0u32);
+        entry.insert(0usize, group);
+        entry.insert(2usize, end);
+        let mut at = next[0usize];
+        while end - row >= rows_a {
+            entry.insert(1usize, row);
+            schedule[at as usize] = entry;
+            at += 1u32;
+            row += rows_a;
+        }
+        if row < end {
+            let class = class_of(end - row, tile);
+            #[unroll]
+            for c in 1..classes {
+                if class == comptime!(c as u32) {
+                    at = next[c];
+                }
+            }
+            entry.insert(1usize, row);
+            schedule[at as usize] = entry;
+        }
+        if group == 0u32 {
+            let mut head = Vector::<u32, Const<4>>::new(0u32);
+            head.insert(0usize, begin - 1u32);
+            schedule[0] = head;
+        }
+        group += CUBE_DIM;
     }
 }
 
@@ -700,19 +798,20 @@ pub(super) fn launch(
     let tiles = rows * n.div_ceil(tile.rows_b());
     let processors = client.properties().hardware.num_streaming_multiprocessors;
     let cubes = tiles.min(processors.unwrap_or(132) as usize);
+    // One more, with their number.
+    let entries = match groups.grouping {
+        Grouping::Rows => rows + 1,
+        Grouping::Dense | Grouping::Depth => 1,
+    };
+    let (arranged, schedule) = workspace::arrange(client, a, groups, entries, tile);
     let unit_of_sums = match a.elements {
         Elements::Packed(_) => 65536.0,
         Elements::Bf16(_) => 256.0,
     };
     let width = k.next_multiple_of(workspace::SPAN);
     // SAFETY: the memory was allocated for `m` x `width` elements.
-    let a_tensor = unsafe {
-        TensorArg::from_raw_parts(
-            workspace::arrange(client, a),
-            [width, 1].into(),
-            [m, width].into(),
-        )
-    };
+    let a_tensor =
+        unsafe { TensorArg::from_raw_parts(arranged, [width, 1].into(), [m, width].into()) };
     let a_map = TensorMapArg::new(
         TiledArgs {
             tile_size: [tile.rows_of_copy(), HALF].into(),
@@ -756,7 +855,7 @@ pub(super) fn launch(
             memory(&epilogue.a_amax, m),
             memory(&epilogue.b_amax, b.outer()),
             memory(&epilogue.bias, b.outer()),
-            memory(&groups.offsets, groups.groups + 1),
+            memory(&schedule, entries),
             memory(out, bytes / 4),
             memory(out, bytes / 16),
             memory(&epilogue.amax, 1),

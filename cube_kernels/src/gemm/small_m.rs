@@ -16,19 +16,23 @@ use super::{
 };
 use crate::{
     BLOCK,
-    cube::ptx_sm90::{
-        decode_e2m1x8_pairs, decode_e4m3x2, interleave_pairs, mma_16x8x16, pack_bf16, pack_f16,
+    cube::{
+        ptx_sm80::global_address,
+        ptx_sm90::{
+            decode_e2m1x8_pairs, decode_e4m3x2, interleave_pairs, load_once_4, load_u16,
+            mma_16x8x16, pack_bf16, pack_f16,
+        },
     },
     device::{DevicePacked, FloatKind, address_type},
 };
 
+/// Columns that a warp takes at a time.
+const CHUNK: usize = 128;
 /// Most rows of `a`.
 ///
 /// Measured (H100, N = K = 8192, microseconds, this kernel / tiles of the fused one, before the last
 /// version of either): 1 row 19.7 / 33.2, 16 rows 22.6 / 38.0, 32 rows 33.7 / 30.8.
 pub const MAX_ROWS: usize = 16;
-/// Columns that a warp takes at a time.
-const CHUNK: usize = 128;
 
 /// How the rows of `a` are read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -49,6 +53,8 @@ pub struct Shape {
     pub strips: usize,
     /// Groups of 8 rows of `a`.
     pub columns: usize,
+    /// Chunks of a warp that are on the way at a time.
+    pub ahead: usize,
     /// The contraction is no multiple of `CHUNK`.
     pub tail: bool,
     /// How `a` is read.
@@ -73,15 +79,27 @@ impl Shape {
     }
 }
 
+/// Vector number `index` of the codes at `from`.
+#[cube]
+fn load_codes(from: u64, index: usize) -> Vector<u32, Const<4>> {
+    load_once_4(from + u64::cast_from(index) * 16u64)
+}
+
+/// The two scales of [`load_codes`]'s vector.
+#[cube]
+fn load_scales(from: u64, index: usize) -> u16 {
+    u16::cast_from(load_u16(from + u64::cast_from(index) * 2u64))
+}
+
 /// `out[m, n] = α_a · α_b · Σ a[m, k] · b[n, k] (+ bias[n]) (+ out[m, n])` for the rows of `b` of one
-/// cube. `codes` are in units of 32, `scales` of two, and `a`, where it is bf16, of eight elements.
+/// cube. `a`, where it is bf16, is in units of eight elements.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn small_m_kernel(
     a: &[Vector<u32, Const<4>>],
-    a_codes: &[Vector<u32, Const<4>>],
-    a_scales: &[u16],
-    codes: &[Vector<u32, Const<4>>],
-    scales: &[u16],
+    a_codes: &[u32],
+    a_scales: &[u8],
+    codes: &[u32],
+    scales: &[u8],
     a_amax: &[f32],
     b_amax: &[f32],
     bias: &[f32],
@@ -97,6 +115,7 @@ pub fn small_m_kernel(
 ) {
     let strips = comptime!(shape.strips);
     let columns = comptime!(shape.columns);
+    let is_packed = comptime!(shape.left == Left::Packed);
     let mut exchange: Shared<[f32]> =
         Shared::new_aligned_slice(comptime!(shape.warps * shape.sums()), 16usize);
     let unit = UNIT_POS;
@@ -107,7 +126,7 @@ pub fn small_m_kernel(
     let row0 = CUBE_POS as u32 * comptime!(shape.rows() as u32);
     // Vectors of 32 codes in a row.
     let width = k / 32u32;
-    let chunks = k.div_ceil(comptime!(CHUNK as u32));
+    let chunks = width.div_ceil(4u32);
 
     // Rows outside read the last one, and are not written.
     let mut rows = Array::<usize>::new(comptime!(2 * shape.strips));
@@ -128,138 +147,164 @@ pub fn small_m_kernel(
         sums[i] = Vector::new(0.0f32);
     }
 
-    let mut next = Array::<Vector<u32, Const<4>>>::new(comptime!(2 * shape.strips));
-    let mut next_scales = Array::<u16>::new(comptime!(2 * shape.strips));
-    let mut words = Array::<Vector<u32, Const<4>>>::new(comptime!(2 * shape.strips));
-    let mut word_scales = Array::<u16>::new(comptime!(2 * shape.strips));
-    let mut chunk = warp;
+    let b_codes = global_address::<u32>(codes.as_ptr());
+    let b_scales = global_address::<u8>(scales.as_ptr());
+    let left_codes = global_address::<u32>(a_codes.as_ptr());
+    let left_scales = global_address::<u8>(a_scales.as_ptr());
+    // Of each chunk that is on the way.
+    let mut words = Array::<Vector<u32, Const<4>>>::new(comptime!(shape.ahead * 2 * shape.strips));
+    let mut word_scales = Array::<u16>::new(comptime!(shape.ahead * 2 * shape.strips));
+    let mut line_words =
+        Array::<Vector<u32, Const<4>>>::new(comptime!(shape.ahead * shape.columns));
+    let mut line_scales = Array::<u16>::new(comptime!(shape.ahead * shape.columns));
     #[unroll]
-    for i in 0..comptime!(2 * strips) {
+    for set in 0..comptime!(shape.ahead) {
+        let chunk = warp + comptime!((set * shape.warps) as u32);
         let at = min(chunk * 4u32 + quarter, width - 1u32) as usize;
-        next[i] = codes[rows[i] + at];
-        next_scales[i] = scales[rows[i] + at];
-    }
-    let is_packed = comptime!(shape.left == Left::Packed);
-    let mut next_lines = Array::<Vector<u32, Const<4>>>::new(comptime!(shape.columns));
-    let mut next_line_scales = Array::<u16>::new(comptime!(shape.columns));
-    let mut line_words = Array::<Vector<u32, Const<4>>>::new(comptime!(shape.columns));
-    let mut line_scales = Array::<u16>::new(comptime!(shape.columns));
-    if comptime!(is_packed) {
-        #[unroll]
-        for j in 0..columns {
-            let at = min(chunk * 4u32 + quarter, width - 1u32) as usize;
-            next_lines[j] = a_codes[lines[j] + at];
-            next_line_scales[j] = a_scales[lines[j] + at];
-        }
-    }
-    while chunk < chunks {
-        let at = chunk * 4u32 + quarter;
-        #[unroll]
-        for i in 0..comptime!(2 * strips) {
-            words[i] = next[i];
-            word_scales[i] = next_scales[i];
-            if comptime!(shape.tail) {
-                // Beyond the end nothing is added: zeros on both sides, since one of them may be
-                // infinite.
-                if at >= width {
-                    words[i] = Vector::new(0u32);
-                    word_scales[i] = 0u16;
-                }
-            }
-        }
-        let column = min(at, width - 1u32) as usize;
         if comptime!(is_packed) {
             #[unroll]
             for j in 0..columns {
-                line_words[j] = next_lines[j];
-                line_scales[j] = next_line_scales[j];
-            }
-        }
-        // The next chunk is under way while this one is multiplied.
-        chunk += comptime!(shape.warps as u32);
-        if chunk < chunks {
-            #[unroll]
-            for i in 0..comptime!(2 * strips) {
-                let ahead = min(chunk * 4u32 + quarter, width - 1u32) as usize;
-                next[i] = codes[rows[i] + ahead];
-                next_scales[i] = scales[rows[i] + ahead];
-            }
-            if comptime!(is_packed) {
-                #[unroll]
-                for j in 0..columns {
-                    let ahead = min(chunk * 4u32 + quarter, width - 1u32) as usize;
-                    next_lines[j] = a_codes[lines[j] + ahead];
-                    next_line_scales[j] = a_scales[lines[j] + ahead];
-                }
+                let to = comptime!(set * columns + j);
+                line_words[to] = load_codes(left_codes, lines[j] + at);
+                line_scales[to] = load_scales(left_scales, lines[j] + at);
             }
         }
         #[unroll]
-        for half in 0..2usize {
-            // One block of 16 is two words.
-            let mut factors = Array::<u32>::new(comptime!(2 * shape.strips));
-            #[unroll]
-            for i in 0..comptime!(2 * strips) {
-                let both = decode_e4m3x2(u16::reinterpret(word_scales[i]));
-                factors[i] = both.extract(half);
-            }
-            #[unroll]
-            for part in 0..2usize {
-                let word = comptime!(2 * half + part);
-                let mut others = Array::<Vector<u32, Const<4>>>::new(comptime!(shape.columns));
+        for i in 0..comptime!(2 * strips) {
+            let to = comptime!(set * 2 * strips + i);
+            words[to] = load_codes(b_codes, rows[i] + at);
+            word_scales[to] = load_scales(b_scales, rows[i] + at);
+        }
+    }
+    let mut first = warp;
+    while first < chunks {
+        #[unroll]
+        for set in 0..comptime!(shape.ahead) {
+            let chunk = first + comptime!((set * shape.warps) as u32);
+            if chunk < chunks {
+                let at = chunk * 4u32 + quarter;
+                // Beyond the end nothing is added: zeros on both sides, since one of them may be infinite.
+                let inside = at < width;
+                let column = min(at, width - 1u32) as usize;
+                let next = chunk + comptime!((shape.ahead * shape.warps) as u32);
+                let ahead = min(next * 4u32 + quarter, width - 1u32) as usize;
                 #[unroll]
-                for j in 0..columns {
-                    if comptime!(is_packed) {
-                        let both = decode_e4m3x2(u16::reinterpret(line_scales[j]));
-                        others[j] =
-                            decode_e2m1x8_pairs(line_words[j].extract(word), both.extract(half));
-                    } else {
-                        others[j] = interleave_pairs(a[(lines[j] + column) * 4usize + word]);
-                    }
-                    // Two conditions, of which only the inner one is left to the kernel.
-                    #[allow(clippy::collapsible_if)]
-                    if comptime!(shape.tail) {
-                        if at >= width {
-                            others[j] = Vector::new(0u32);
-                        }
-                    }
-                }
-                #[unroll]
-                for i in 0..strips {
-                    let (low, high) = (comptime!(2 * i), comptime!(2 * i + 1));
-                    let upper = decode_e2m1x8_pairs(
-                        words[low].extract(word),
-                        u32::reinterpret(factors[low]),
-                    );
-                    let lower = decode_e2m1x8_pairs(
-                        words[high].extract(word),
-                        u32::reinterpret(factors[high]),
-                    );
+                for half in 0..2usize {
+                    // One block of 16 is two words.
+                    let mut others =
+                        Array::<Vector<u32, Const<4>>>::new(comptime!(2 * shape.columns));
                     #[unroll]
                     for j in 0..columns {
-                        let at = comptime!(i * columns + j);
-                        let other = others[j];
-                        let sum = mma_16x8x16(
-                            sums[at],
-                            upper.extract(0usize),
-                            lower.extract(0usize),
-                            upper.extract(1usize),
-                            lower.extract(1usize),
-                            other.extract(0usize),
-                            other.extract(1usize),
-                        );
-                        sums[at] = mma_16x8x16(
-                            sum,
-                            upper.extract(2usize),
-                            lower.extract(2usize),
-                            upper.extract(3usize),
-                            lower.extract(3usize),
-                            other.extract(2usize),
-                            other.extract(3usize),
-                        );
+                        let line = comptime!(set * columns + j);
+                        #[unroll]
+                        for part in 0..2usize {
+                            let word = comptime!(2 * half + part);
+                            let to = comptime!(2 * j + part);
+                            if comptime!(is_packed) {
+                                let factors = decode_e4m3x2(u16::reinterpret(line_scales[line]));
+                                others[to] = decode_e2m1x8_pairs(
+                                    line_words[line].extract(word),
+                                    factors.extract(half),
+                                );
+                            } else {
+                                others[to] =
+                                    interleave_pairs(a[(lines[j] + column) * 4usize + word]);
+                            }
+                            // Two conditions, of which only the inner one is left to the kernel.
+                            #[allow(clippy::collapsible_if)]
+                            if comptime!(shape.tail) {
+                                if !inside {
+                                    others[to] = Vector::new(0u32);
+                                }
+                            }
+                        }
+                    }
+                    // As above.
+                    #[allow(clippy::collapsible_if)]
+                    if comptime!(is_packed && half == 1) {
+                        if next < chunks {
+                            #[unroll]
+                            for j in 0..columns {
+                                let to = comptime!(set * columns + j);
+                                line_words[to] = load_codes(left_codes, lines[j] + ahead);
+                                line_scales[to] = load_scales(left_scales, lines[j] + ahead);
+                            }
+                        }
+                    }
+                    #[unroll]
+                    for i in 0..strips {
+                        let low = comptime!(set * 2 * strips + 2 * i);
+                        let high = comptime!(set * 2 * strips + 2 * i + 1);
+                        let low_factor = decode_e4m3x2(u16::reinterpret(word_scales[low]));
+                        let high_factor = decode_e4m3x2(u16::reinterpret(word_scales[high]));
+                        #[unroll]
+                        for part in 0..2usize {
+                            let word = comptime!(2 * half + part);
+                            let mut low_word = words[low].extract(word);
+                            let mut high_word = words[high].extract(word);
+                            let mut low_scale = low_factor.extract(half);
+                            let mut high_scale = high_factor.extract(half);
+                            // As above.
+                            #[allow(clippy::collapsible_if)]
+                            if comptime!(shape.tail) {
+                                if !inside {
+                                    low_word = 0u32;
+                                    high_word = 0u32;
+                                    low_scale = 0u32;
+                                    high_scale = 0u32;
+                                }
+                            }
+                            let upper = decode_e2m1x8_pairs(
+                                u32::reinterpret(low_word),
+                                u32::reinterpret(low_scale),
+                            );
+                            let lower = decode_e2m1x8_pairs(
+                                u32::reinterpret(high_word),
+                                u32::reinterpret(high_scale),
+                            );
+                            #[unroll]
+                            for j in 0..columns {
+                                let at = comptime!(i * columns + j);
+                                let other = others[comptime!(2 * j + part)];
+                                let sum = mma_16x8x16(
+                                    sums[at],
+                                    upper.extract(0usize),
+                                    lower.extract(0usize),
+                                    upper.extract(1usize),
+                                    lower.extract(1usize),
+                                    other.extract(0usize),
+                                    other.extract(1usize),
+                                );
+                                sums[at] = mma_16x8x16(
+                                    sum,
+                                    upper.extract(2usize),
+                                    lower.extract(2usize),
+                                    upper.extract(3usize),
+                                    lower.extract(3usize),
+                                    other.extract(2usize),
+                                    other.extract(3usize),
+                                );
+                            }
+                        }
+                        // What the lane held of these rows is multiplied: the next is under way while
+                        // the other strips are.
+                        #[allow(clippy::collapsible_if)]
+                        if comptime!(half == 1) {
+                            if next < chunks {
+                                #[unroll]
+                                for row in 0..2usize {
+                                    let from = rows[comptime!(2 * i + row)] + ahead;
+                                    let to = comptime!(set * 2 * strips + 2 * i + row);
+                                    words[to] = load_codes(b_codes, from);
+                                    word_scales[to] = load_scales(b_scales, from);
+                                }
+                            }
+                        }
                     }
                 }
             }
         }
+        first += comptime!((shape.ahead * shape.warps) as u32);
     }
 
     // A lane has rows `group` and 8 below of a strip, for two neighbouring rows of `a`.
@@ -344,23 +389,20 @@ pub fn small_m_kernel(
     }
 }
 
-/// The shape for `m` rows of `a` and `n` of `b`: as many strips as keep all processors busy.
-fn shape(client: &Client, m: usize, n: usize, k: usize) -> Shape {
+/// The shape for `m` rows of `a` and `n` of `b`: as many strips as keep all processors busy, and as many warps
+/// and chunks under way as registers allow.
+fn shape(client: &Client, m: usize, n: usize, k: usize, left: Left) -> Shape {
     let processors = client.properties().hardware.num_streaming_multiprocessors;
     let enough = processors.unwrap_or(132) as usize * 3 / 4;
     let columns = m.div_ceil(8).next_power_of_two();
-    // More strips share the decoding of `a`, fewer let two cubes run on a processor.
-    let most = if columns == 1 { 2 } else { 4 };
-    let strips = [4, 2, 1]
-        .into_iter()
-        .find(|&strips| strips <= most && n.div_ceil(16 * strips) >= enough)
-        .unwrap_or(1);
+    let (warps, ahead) = if columns == 1 { (16, 1) } else { (8, 2) };
     Shape {
-        warps: 8,
-        strips,
+        warps,
+        strips: if n.div_ceil(32) >= enough { 2 } else { 1 },
         columns,
+        ahead,
         tail: !k.is_multiple_of(CHUNK),
-        left: Left::Bf16,
+        left,
     }
 }
 
@@ -382,13 +424,12 @@ pub(super) fn launch(
     // SAFETY (of every argument): the caller checked the operands against their shapes. What the
     // kernel does not read of `a` is any memory.
     let buffer = |handle: &Handle, len| unsafe { BufferArg::from_raw_parts(handle.clone(), len) };
-    let shape = shape(client, m, n, k);
     let unread = out;
     let (a_codes, a_scales, dense, left) = match a.elements {
         Elements::Packed(packed) => (&packed.codes, &packed.scales, unread, Left::Packed),
         Elements::Bf16(matrix) => (unread, unread, &matrix.handle, Left::Bf16),
     };
-    let shape = Shape { left, ..shape };
+    let shape = shape(client, m, n, k, left);
     let words = m * n * epilogue.kind.out.size() / 4;
     // SAFETY: rows and columns outside are clamped where they are read and not written.
     unsafe {
@@ -398,10 +439,10 @@ pub(super) fn launch(
             CubeDim::new_1d(32 * shape.warps as u32),
             address_type((n * k).max(m * n)),
             buffer(dense, m * k / 8),
-            buffer(a_codes, m * k / 32),
-            buffer(a_scales, m * k / 32),
-            buffer(&b.codes, n * k / 32),
-            buffer(&b.scales, n * k / 32),
+            buffer(a_codes, m * k / 8),
+            buffer(a_scales, m * k / BLOCK),
+            buffer(&b.codes, n * k / 8),
+            buffer(&b.scales, n * k / BLOCK),
             buffer(&epilogue.a_amax, m),
             buffer(&epilogue.b_amax, n),
             buffer(&epilogue.bias, n),

@@ -2,7 +2,11 @@
 
 use cubecl::{prelude::*, server::Handle};
 
-use super::product::{Elements, Operand};
+use super::{
+    product::{Elements, Operand},
+    sm90::{GroupArgs, Grouping},
+    sm90_fused::{FusedTile, schedule_groups},
+};
 use crate::{
     BLOCK,
     cube::{
@@ -82,16 +86,26 @@ const VECTORS: usize = 2;
 /// `a` as the fused product reads it ([`ptx_sm90_fused`](crate::cube::ptx_sm90_fused)): rows of
 /// whole `SPAN`s, zeros beyond `words` words of eight columns, packed elements times 2^-8. In a span vector
 /// `8 h + 4 w + j` holds, for `q` from 0 to 3, columns `c + j` and `c + j + 4` with `c = 32 q + 16 h + 8 w`.
+/// The first cube also writes the [schedule](schedule_groups()) of a product in groups with such tiles.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn arrange_kernel(
     codes: &[u32],
     scales: &[u8],
     dense: &[u16],
     out: &mut [Vector<u32, Const<4>>],
+    offsets: &[u32],
+    schedule: &mut [Vector<u32, Const<4>>],
     words: u32,
     vectors: u32,
+    groups: u32,
     #[comptime] packed: bool,
+    #[comptime] grouped: Option<FusedTile>,
 ) {
+    if comptime!(grouped.is_some()) {
+        if CUBE_POS == 0 {
+            schedule_groups(offsets, schedule, groups, comptime!(grouped.unwrap()));
+        }
+    }
     let first = CUBE_POS as u32 * comptime!((UNITS * VECTORS) as u32) + UNIT_POS;
     // Vectors of a row.
     let width = words.div_ceil(comptime!(SPAN as u32 / 8)) * comptime!(SPAN as u32 / 8);
@@ -149,22 +163,30 @@ pub fn arrange_kernel(
     }
 }
 
-/// `operand` in bf16 in the order of [`arrange_kernel`], rows padded to whole [`SPAN`]s. It lives until the last
-/// product that reads it has run.
-pub fn arrange(client: &Client, operand: &Operand) -> Handle {
+/// `operand` in bf16 in the order of [`arrange_kernel`], rows padded to whole [`SPAN`]s. With it the schedule of
+/// `entries` of a product in `groups` with such tiles, where those are groups of rows. Both live until the last
+/// product that reads them has run. There are rows, and columns.
+pub(super) fn arrange(
+    client: &Client,
+    operand: &Operand,
+    groups: &GroupArgs,
+    entries: usize,
+    tile: FusedTile,
+) -> (Handle, Handle) {
     let words = operand.stored() / 8;
     let vectors = operand.outer() * words.next_multiple_of(SPAN / 8);
-    let out = allocate(client, vectors * 16);
-    if vectors == 0 {
-        return out;
-    }
+    let (out, schedule) = (
+        allocate(client, vectors * 16),
+        allocate(client, entries * 16),
+    );
     let unread = &out;
     let (codes, scales, dense, packed) = match operand.elements {
         Elements::Packed(packed) => (&packed.codes, &packed.scales, unread, true),
         Elements::Bf16(matrix) => (unread, unread, &matrix.handle, false),
     };
     let read = operand.outer() * words;
-    // SAFETY: the operand was checked against its shape, and the kernel masks what it reads and writes.
+    // SAFETY: the operand was checked against its shape, there are entries for a tile at the end of each group,
+    // and the kernel masks what it reads and writes.
     unsafe {
         arrange_kernel::launch_unchecked(
             client,
@@ -175,10 +197,14 @@ pub fn arrange(client: &Client, operand: &Operand) -> Handle {
             BufferArg::from_raw_parts(scales.clone(), read / 2),
             BufferArg::from_raw_parts(dense.clone(), read * 8),
             BufferArg::from_raw_parts(out.clone(), vectors),
+            BufferArg::from_raw_parts(groups.offsets.clone(), groups.groups + 1),
+            BufferArg::from_raw_parts(schedule.clone(), entries),
             words as u32,
             vectors as u32,
+            groups.groups as u32,
             packed,
+            (groups.grouping == Grouping::Rows).then_some(tile),
         );
     }
-    out
+    (out, schedule)
 }

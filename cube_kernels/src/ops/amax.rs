@@ -4,9 +4,9 @@
 use cubecl::{prelude::*, server::Handle};
 
 use super::{
-    launch::{Words, buffer, computed_tile_cubes, grid, per_word, signs_of, tile_cubes},
+    launch::{Words, buffer, computed_tile_cubes, grid, per_word, signs_of, tile_cubes, tile_runs},
     produce::{self, Input, Producer, Sink, SinkArgs, Source, produce},
-    tile::{self, Grouping, Shape, ShapeLaunch},
+    tile::{self, Grouping, Shape, ShapeLaunch, Tile},
 };
 use crate::{
     Hadamard, HadamardSize, Nvfp4Error,
@@ -130,11 +130,11 @@ fn find(
     }
     let hadamard = request.cols.and_then(|(_, hadamard)| hadamard);
     let tile_cols = x.cols.div_ceil(tile::cols(x.dtype));
-    let tiles = groups.units(x.rows, tile::ROWS) * tile_cols;
-    let (count, dim) = if input.is_plain() {
-        tile_cubes(client, tiles)
-    } else {
-        computed_tile_cubes(client, tiles)
+    let row_tiles = groups.units(x.rows, tile::ROWS);
+    let (count, dim) = match groups {
+        Groups::One if input.is_plain() => tile_cubes(client, row_tiles * tile_cols),
+        Groups::One => computed_tile_cubes(client, row_tiles * tile_cols),
+        _ => tile_runs(client, row_tiles, tile_cols),
     };
     let plan = AmaxPlan {
         rows: request.rows,
@@ -154,9 +154,14 @@ fn find(
         .or(found.cols.as_ref())
         .expect("one is asked for");
     let cols = found.cols.as_ref().unwrap_or(rows);
-    let offsets = match groups {
-        // SAFETY: checked above.
-        Groups::Offsets { offsets, count } => unsafe { buffer(offsets, count + 1) },
+    let map = match groups {
+        Groups::Offsets { offsets, count } => {
+            // SAFETY: checked above.
+            let offsets = unsafe { buffer(offsets, count + 1) };
+            let span = tile::span(plan.hadamard);
+            tile::map_tiles(client, offsets, (x.rows, x.cols), groups, row_tiles, span)
+        }
+        // SAFETY: one maximum at least was allocated; the kernel does not read it as a map.
         _ => unsafe { buffer(rows, 1) },
     };
     // SAFETY: the kernel masks every access by the shapes it is given.
@@ -170,8 +175,9 @@ fn find(
             words.arg(),
             input.producer(),
             written.map_or(SinkArgs::None, |out| SinkArgs::Matrix(Words::of(out).arg())),
-            offsets,
+            map,
             ShapeLaunch::new(x.rows, x.cols, groups.count(), tile_cols),
+            row_tiles,
             buffer(rows, rows_len.max(1)),
             buffer(cols, cols_len.max(1)),
             signs_of(hadamard),
@@ -412,14 +418,19 @@ pub struct AmaxPlan {
 }
 
 /// One cube folds one tile at a time, while the next is on its way. Units that share an entry meet in
-/// shared memory first; a maximum of a whole group leaves the cube when the cube leaves the group.
+/// shared memory first; a maximum of a whole group leaves the cube at its end.
+///
+/// Without groups a cube takes every `CUBE_COUNT`th tile, in bands; with groups every `CUBE_COUNT_X`th of one
+/// of `row_tiles` rows of tiles, so that it stays in one group. `map` is what
+/// [`map_tiles()`](tile::map_tiles) wrote.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn amax_tiles_kernel<F: Numeric, N: Size>(
     x: &[Vector<F, N>],
     producer: Producer,
     mut sink: Sink,
-    offsets: &[u32],
+    map: &[Vector<u32, Const<4>>],
     shape: Shape,
+    row_tiles: usize,
     rows_out: &mut [Atomic<u32>],
     cols_out: &mut [Atomic<u32>],
     signs: Signs,
@@ -448,30 +459,38 @@ pub fn amax_tiles_kernel<F: Numeric, N: Size>(
         } else {
             1
         }));
-    let groups = tile::plan_groups(offsets, &shape, span, grouping);
-    let tiles = groups.row_tiles(&shape, grouping) * shape.tile_cols;
-
-    // Of the group that the cube is in.
+    // The row of tiles that the cube stays in, where there are groups.
+    let run = (CUBE_POS_Z * CUBE_COUNT_Y + CUBE_POS_Y) as usize;
+    let mut index = CUBE_POS;
+    let mut stride = CUBE_COUNT;
+    let mut end = row_tiles * shape.tile_cols;
+    if comptime!(grouping != Grouping::One) {
+        index = CUBE_POS_X as usize;
+        stride = CUBE_COUNT_X as usize;
+        end = if run < row_tiles {
+            shape.tile_cols
+        } else {
+            0usize.runtime()
+        };
+    }
     let mut row_bits = 0u32;
     let mut col_bits = 0u32;
     let mut group = 0usize;
-    let mut index = CUBE_POS;
-    if index < tiles {
-        let tile = groups.locate(index, &shape, span, grouping, kind);
-        produce::start_load::<F, N>(
-            x, &producer, &mut sink, &mut data, &tile, &shape, true, elements, units, conversion,
-            kind,
-        );
+    if index < end {
+        let tile = tile_of(map, run, index, row_tiles, &shape, span, grouping, kind);
         group = tile.group;
-    }
-    while index < tiles {
-        let tile = groups.locate(index, &shape, span, grouping, kind);
-        if tile.group != group {
-            leave_group(rows_out, cols_out, group, row_bits, col_bits, plan);
-            row_bits = 0u32;
-            col_bits = 0u32;
-            group = tile.group;
+        if tile.row0 < tile.row_end {
+            produce::start_load::<F, N>(
+                x, &producer, &mut sink, &mut data, &tile, &shape, true, elements, units,
+                conversion, kind,
+            );
+        } else {
+            end = 0usize;
         }
+    }
+    let first = index;
+    while index < end {
+        let tile = tile_of(map, run, index, row_tiles, &shape, span, grouping, kind);
         tile::finish_load(asynchronous);
         if comptime!(plan.rows == Some(AmaxScope::Outer)) {
             for turn in 0..comptime!(tile::blocks(kind) / units) {
@@ -482,15 +501,16 @@ pub fn amax_tiles_kernel<F: Numeric, N: Size>(
             }
         }
         if comptime!(plan.cols.is_some() || plan.rows == Some(AmaxScope::Group)) {
-            let bits = fold_columns(&data, &mut col_maxima, &signs, plan, kind);
+            let rows = tile.row_end - tile.row0;
+            let bits = fold_columns(&data, &mut col_maxima, &signs, rows, plan, kind);
             row_bits = max(row_bits, bits.rows);
             col_bits = max(col_bits, bits.cols);
         }
         sync_cube();
 
-        index += CUBE_COUNT;
-        if index < tiles {
-            let next = groups.locate(index, &shape, span, grouping, kind);
+        index += stride;
+        if index < end {
+            let next = tile_of(map, run, index, row_tiles, &shape, span, grouping, kind);
             produce::start_load::<F, N>(
                 x, &producer, &mut sink, &mut data, &next, &shape, true, elements, units,
                 conversion, kind,
@@ -530,8 +550,28 @@ pub fn amax_tiles_kernel<F: Numeric, N: Size>(
             }
         }
     }
-    if CUBE_POS < tiles {
+    if first < end {
         leave_group(rows_out, cols_out, group, row_bits, col_bits, plan);
+    }
+}
+
+/// The tile of a cube: number `index` in bands, or with groups the one in column `index` of row `run` of tiles.
+#[cube]
+fn tile_of(
+    map: &[Vector<u32, Const<4>>],
+    run: usize,
+    index: usize,
+    row_tiles: usize,
+    shape: &Shape,
+    #[comptime] span: usize,
+    #[comptime] grouping: Grouping,
+    #[comptime] kind: FloatKind,
+) -> Tile {
+    if comptime!(grouping == Grouping::One) {
+        let place = tile::in_bands(index, row_tiles, shape.tile_cols, tile::BAND);
+        tile::tile_at(map, place.row, place.col, shape, span, grouping, kind)
+    } else {
+        tile::tile_at(map, run, index, shape, span, grouping, kind)
     }
 }
 
@@ -586,12 +626,14 @@ struct Maxima {
 }
 
 /// Folds the columns of a tile, and all of its elements as they stand where the maximum of whole groups
-/// of rows is asked for. Columns beyond the matrix are zeros.
+/// of rows is asked for. Columns beyond the matrix are zeros, as are rows beyond the tile's `rows`, which
+/// groups that are short have in many tiles, and whose blocks are left out there.
 #[cube]
 fn fold_columns(
     data: &Shared<[u32]>,
     col_maxima: &mut Shared<[u32]>,
     signs: &Signs,
+    rows: usize,
     #[comptime] plan: AmaxPlan,
     #[comptime] kind: FloatKind,
 ) -> Maxima {
@@ -602,8 +644,16 @@ fn fold_columns(
     let mut row_bits = 0u32;
     let mut col_bits = 0u32;
     let count = comptime!(span / tile::lanes(plan.hadamard, conversion));
+    let mut end = comptime!(tile::column_items(plan.hadamard, conversion)).runtime();
+    if comptime!(plan.grouping != Grouping::One && plan.cols != Some(AmaxScope::Outer)) {
+        let spans = rows.div_ceil(span);
+        end = min(
+            end,
+            spans * comptime!(tile::WORDS * tile::lanes(plan.hadamard, conversion)),
+        );
+    }
     let mut item = UNIT_POS as usize;
-    while item < comptime!(tile::column_items(plan.hadamard, conversion)) {
+    while item < end {
         let at = tile::column_item(item, plan.units, plan.hadamard, conversion);
         let word = at.word;
         let words = tile::load_words(data, at.block * 16usize, word, count, conversion);

@@ -75,8 +75,34 @@ pub(crate) fn computed_tile_cubes(client: &Client, tiles: usize) -> (CubeCount, 
     }
 }
 
-/// Tiles that a cube of a kernel of computed tiles takes one after another.
+/// Tiles that a cube takes one after another in kernels whose cubes are many and short.
 const TILES_PER_CUBE: usize = 4;
+
+/// The same where a cube stays in one row of tiles: along the first axis of the grid the cubes of a row, along
+/// the others the rows.
+pub(crate) fn tile_runs(
+    client: &Client,
+    row_tiles: usize,
+    tile_cols: usize,
+) -> (CubeCount, CubeDim) {
+    let (units, along) = if is_cpu(client) {
+        (1, 1)
+    } else {
+        (UNITS, tile_cols.div_ceil(TILES_PER_CUBE))
+    };
+    let (y, z) = two_axes(row_tiles);
+    (
+        CubeCount::Static(along as u32, y, z),
+        CubeDim::new_1d(units as u32),
+    )
+}
+
+/// A number of cubes along the second axis of a grid, which is short, and the third.
+fn two_axes(count: usize) -> (u32, u32) {
+    let highest = usize::from(u16::MAX);
+    let count = count.max(1);
+    (count.min(highest) as u32, count.div_ceil(highest) as u32)
+}
 
 /// Cubes and units for a kernel that makes copies of tiles, one to a cube: along the first axis of the
 /// grid the tiles of a band of rows of tiles, down first, along the others the bands. On a GPU cubes are
@@ -88,14 +114,9 @@ pub(crate) fn tile_bands(
     tile_cols: usize,
 ) -> (CubeCount, CubeDim) {
     let units = if is_cpu(client) { 1 } else { UNITS };
-    let bands = row_tiles.div_ceil(BAND).max(1);
-    let highest = usize::from(u16::MAX);
+    let (y, z) = two_axes(row_tiles.div_ceil(BAND));
     (
-        CubeCount::Static(
-            (tile_cols * BAND) as u32,
-            bands.min(highest) as u32,
-            bands.div_ceil(highest) as u32,
-        ),
+        CubeCount::Static((tile_cols * BAND) as u32, y, z),
         CubeDim::new_1d(units as u32),
     )
 }

@@ -8,6 +8,7 @@ use cubecl::{prelude::*, server::Handle};
 use super::{
     groups::check_bytes,
     launch::{grid, vector_size},
+    tile::in_bands,
     tiles::tile_grid,
 };
 use crate::{
@@ -163,6 +164,7 @@ pub fn mx_quantize(client: &Client, x: &Matrix, axis: PackedAxis) -> Result<Devi
                     scales,
                     x.rows,
                     x.cols,
+                    band_of(x.cols),
                     hardware,
                     x.dtype,
                     x.dtype.storage_type(),
@@ -246,6 +248,7 @@ pub fn mx_requantize(
                 outer,
                 inner,
                 packed.scaling.range(),
+                band_of(inner),
                 hardware,
                 via,
                 via.storage_type(),
@@ -326,6 +329,14 @@ pub fn mx_dequantize(
 /// Rows and columns of the tile that one cube turns into columns.
 const TILE_ROWS: usize = 128;
 const TILE_COLS: usize = 64;
+/// Rows of tiles that cubes work on together where `cols` columns of tiles lie between one tile and the
+/// next below: the scale bytes of a column from eight tiles make a sector of memory. Where rows are short all
+/// eight are in the L2 cache together anyway, and tiles in rows are faster (H100: 78 us instead of 92 for
+/// 8192 x 8192, but 371 instead of 313 for 16384 x 16384).
+fn band_of(cols: usize) -> usize {
+    if cols > 12288 { 8 } else { 1 }
+}
+
 /// Words from one column's codes to the next in shared memory: 128 bytes, and one word against bank
 /// conflicts.
 const STAGE: usize = TILE_ROWS / 4 + 1;
@@ -511,7 +522,7 @@ fn quantize_tile_columns<F: Numeric>(
 }
 
 /// One cube makes the column blocks of every `cubes`-th tile of 128 x 64; neighbouring cubes take
-/// tiles of the same rows.
+/// tiles of a band of rows.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn mx_quantize_col_kernel<F: Numeric, N: Size>(
     x: &[Vector<F, N>],
@@ -519,6 +530,7 @@ pub fn mx_quantize_col_kernel<F: Numeric, N: Size>(
     scales: &mut [u8],
     rows: usize,
     cols: usize,
+    band: usize,
     #[comptime] hardware: bool,
     #[comptime] kind: FloatKind,
     #[define(F)] _storage: ElemType,
@@ -531,12 +543,14 @@ pub fn mx_quantize_col_kernel<F: Numeric, N: Size>(
     let mut stage = Shared::<[u32]>::new_slice(comptime!(TILE_COLS * STAGE));
     let mut bytes = Shared::<[u32]>::new_slice(comptime!((TILE_COLS + 1) * TILE_ROWS / 32));
     let tile_cols = cols.div_ceil(TILE_COLS);
-    let tiles = rows.div_ceil(TILE_ROWS) * tile_cols;
+    let tile_rows = rows.div_ceil(TILE_ROWS);
+    let tiles = tile_rows * tile_cols;
     let vectors = cols / width;
     let mut index = CUBE_POS;
     while index < tiles {
-        let row0 = (index / tile_cols) * comptime!(TILE_ROWS);
-        let col0 = (index % tile_cols) * comptime!(TILE_COLS);
+        let place = in_bands(index, tile_rows, tile_cols, band);
+        let row0 = place.row * comptime!(TILE_ROWS);
+        let col0 = place.col * comptime!(TILE_COLS);
         let wide = tile.as_mut_slice().with_vector_size_mut::<N>();
         let mut item = UNIT_POS as usize;
         while item < comptime!(TILE_ROWS * TILE_COLS / width) {
@@ -556,8 +570,8 @@ pub fn mx_quantize_col_kernel<F: Numeric, N: Size>(
             bytes.as_mut_slice(),
             codes,
             scales,
-            index / tile_cols,
-            index % tile_cols,
+            place.row,
+            place.col,
             rows,
             cols,
             hardware,
@@ -699,6 +713,7 @@ pub fn mx_requantize_across_kernel<F: Numeric, N: Size>(
     outer: usize,
     inner: usize,
     range: f32,
+    band: usize,
     #[comptime] hardware: bool,
     #[comptime] via: FloatKind,
     #[define(F)] _storage: ElemType,
@@ -713,11 +728,13 @@ pub fn mx_requantize_across_kernel<F: Numeric, N: Size>(
     let nv_blocks = inner.div_ceil(16);
     let factor = amax[0] / range;
     let tile_cols = inner.div_ceil(TILE_COLS);
-    let tiles = outer.div_ceil(TILE_ROWS) * tile_cols;
+    let tile_rows = outer.div_ceil(TILE_ROWS);
+    let tiles = tile_rows * tile_cols;
     let mut index = CUBE_POS;
     while index < tiles {
-        let row0 = (index / tile_cols) * comptime!(TILE_ROWS);
-        let block0 = (index % tile_cols) * comptime!(TILE_COLS / 16);
+        let place = in_bands(index, tile_rows, tile_cols, band);
+        let row0 = place.row * comptime!(TILE_ROWS);
+        let block0 = place.col * comptime!(TILE_COLS / 16);
         let wide = tile.as_mut_slice().with_vector_size_mut::<N>();
         let mut item = UNIT_POS as usize;
         while item < comptime!(TILE_ROWS * TILE_COLS / 16) {
@@ -754,8 +771,8 @@ pub fn mx_requantize_across_kernel<F: Numeric, N: Size>(
             bytes.as_mut_slice(),
             codes,
             scales,
-            index / tile_cols,
-            index % tile_cols,
+            place.row,
+            place.col,
             outer,
             inner,
             hardware,

@@ -20,7 +20,7 @@ use crate::{
         codec::{Conversion, canonical, magnitude_bits},
         hadamard::Signs,
         philox::Random,
-        scale::GlobalScale,
+        scale::{GlobalScale, swizzled_at},
         words::{block_words, load_block_words, unpack_block},
     },
     device::{
@@ -522,10 +522,7 @@ fn kept_block(kept: &Array<u32>, #[comptime] k: usize, #[comptime] kind: FloatKi
 #[cube]
 fn scale_place(row: usize, block: usize, blocks: usize, #[comptime] plan: CopyPlan) -> usize {
     if comptime!(plan.swizzled) {
-        ((row / 128usize) * blocks.div_ceil(4) + block / 4usize) * 512usize
-            + (row % 32usize) * 16usize
-            + ((row % 128usize) / 32usize) * 4usize
-            + block % 4usize
+        swizzled_at(row, block, blocks.div_ceil(4))
     } else {
         row * blocks + block
     }

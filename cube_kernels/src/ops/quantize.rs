@@ -19,7 +19,7 @@ use crate::{
         codec::{Conversion, magnitude_bits},
         hadamard::{Signs, butterfly, normalize, normalized_pairs, unpack_pairs},
         philox::Random,
-        scale::GlobalScale,
+        scale::{GlobalScale, swizzled_at},
         words::{block_words, load_block_words, unpack_block},
     },
     device::{
@@ -263,8 +263,6 @@ fn quantize_rows(
         x.rows * blocks
     };
     let (count, dim) = grid(client, items);
-    let whole_tiles = matches!(count, CubeCount::Static(cubes, ..)
-        if (cubes * dim.x).is_multiple_of(512));
     // SAFETY: the kernel stays below the number of blocks, and the buffers were checked for it.
     unsafe {
         quantize_row_kernel::launch_unchecked(
@@ -282,7 +280,6 @@ fn quantize_rows(
             args.signs(),
             x.rows,
             blocks,
-            whole_tiles,
             args.plan,
             x.dtype,
         );
@@ -446,9 +443,9 @@ impl TilePlan {
     }
 }
 
-/// One unit quantizes every `units`-th block. Blocks go in the order of the scales: row by row, or
-/// 128x4 tile by tile, so that scale bytes are written side by side in both layouts. `whole_tiles`: the
-/// grid's units are a multiple of the 512 of such a tile.
+/// One unit quantizes every `units`-th block, row by row whatever the layout of the scales is: rows are read
+/// and codes written as they lie in memory, and the bytes of a 128x4 tile of scales meet in the L2 cache, since
+/// the grid goes through its 128 rows at about the same time.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn quantize_row_kernel<N: Size>(
     x: &[Vector<u32, N>],
@@ -460,7 +457,6 @@ pub fn quantize_row_kernel<N: Size>(
     signs: Signs,
     rows: usize,
     blocks: usize,
-    #[comptime] whole_tiles: bool,
     #[comptime] plan: CopyPlan,
     #[comptime] kind: FloatKind,
 ) {
@@ -470,48 +466,43 @@ pub fn quantize_row_kernel<N: Size>(
     let width = N::value();
     let per_block = comptime!(block_words(kind) / width);
     let padded_blocks = blocks.div_ceil(4);
+    // Of the swizzled scales: padding, too.
+    let row_items = if comptime!(plan.swizzled) {
+        padded_blocks * 4usize
+    } else {
+        blocks
+    };
     let items = if comptime!(plan.swizzled) {
-        rows.div_ceil(128) * padded_blocks * 512usize
+        rows.div_ceil(128) * 128usize * row_items
     } else {
         rows * blocks
     };
-    // Swizzled: the 128x4 tile of an item, kept up to date without a division for each.
-    let position = ABSOLUTE_POS / 512usize;
     let stride = CUBE_COUNT * CUBE_DIM as usize;
-    let whole = comptime!(plan.swizzled && whole_tiles);
-    let mut tile_row = 0usize;
-    let mut tile_col = 0usize;
+    // Swizzled: the place of an item, kept up to date without a division for each.
+    let mut row = 0usize;
+    let mut block = 0usize;
     let mut row_step = 0usize;
-    let mut col_step = 0usize;
-    if comptime!(whole) {
-        tile_row = position / padded_blocks;
-        tile_col = position - tile_row * padded_blocks;
-        row_step = (stride / 512usize) / padded_blocks;
-        col_step = stride / 512usize - row_step * padded_blocks;
+    let mut block_step = 0usize;
+    if comptime!(plan.swizzled) {
+        row = ABSOLUTE_POS / row_items;
+        block = ABSOLUTE_POS - row * row_items;
+        row_step = stride / row_items;
+        block_step = stride - row_step * row_items;
     }
     let mut item = ABSOLUTE_POS;
     while item < items {
         let mut index = item;
+        let mut target = item;
         let mut inside = true;
         if comptime!(plan.swizzled) {
-            let place = item % 512usize;
-            if comptime!(!whole) {
-                let tile = item / 512usize;
-                tile_row = tile / padded_blocks;
-                tile_col = tile % padded_blocks;
-            }
-            let row =
-                tile_row * 128usize + (place / 16usize) + ((place / 4usize) % 4usize) * 32usize;
-            let block = tile_col * 4usize + place % 4usize;
             inside = row < rows && block < blocks;
             index = row * blocks + block;
-            if comptime!(whole) {
-                tile_row += row_step;
-                tile_col += col_step;
-                if tile_col >= padded_blocks {
-                    tile_col -= padded_blocks;
-                    tile_row += 1usize;
-                }
+            target = swizzled_at(row, block, padded_blocks);
+            row += row_step;
+            block += block_step;
+            if block >= row_items {
+                block -= row_items;
+                row += 1usize;
             }
         }
         if inside {
@@ -527,9 +518,9 @@ pub fn quantize_row_kernel<N: Size>(
             let encoded =
                 quantize_with_amax(&block, 0usize, largest, &global, logical, &random, policy);
             codes[index] = encoded.codes;
-            scales[item] = u8::cast_from(encoded.scale);
+            scales[target] = u8::cast_from(encoded.scale);
         } else {
-            scales[item] = 0u8;
+            scales[target] = 0u8;
         }
         item += stride;
     }
@@ -926,10 +917,7 @@ fn quantize_rows_of_tile(
         if comptime!(plan.swizzled) {
             // Columns of tiles beyond these pad a column-wise copy only.
             if block_index < padded_blocks * 4usize {
-                let target = (tile.row_tile * padded_blocks + block_index / 4usize) * 512usize
-                    + (r % 32usize) * 16usize
-                    + (r / 32usize) * 4usize
-                    + block_index % 4usize;
+                let target = swizzled_at(tile.row_tile * 128usize + r, block_index, padded_blocks);
                 scales[target] = u8::cast_from(scale);
             }
         } else if inside {
@@ -1186,11 +1174,7 @@ fn write_columns(
         }
         if comptime!(plan.swizzled) {
             if block < padded_group * 4usize {
-                let target = padded_base
-                    + ((column / 128usize) * padded_group + block / 4usize) * 512usize
-                    + (column % 32usize) * 16usize
-                    + ((column % 128usize) / 32usize) * 4usize
-                    + block % 4usize;
+                let target = padded_base + swizzled_at(column, block, padded_group);
                 scales[target] = u8::cast_from(scale);
             }
         } else if inside {

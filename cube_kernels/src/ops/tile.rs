@@ -8,8 +8,8 @@
 //!
 //! Tiles restart at every group of rows. Where the groups' offsets are in device memory, a small kernel
 //! sums up the tiles of the groups, finds the group of each tile by bisection, and leaves a record for
-//! each row of tiles ([`map_tiles()`]); kernels with a fixed grid do the same in each cube. Nothing is read
-//! back to the host, and the grid does not depend on the groups.
+//! each row of tiles ([`map_tiles()`]). Nothing is read back to the host, and the grid does not depend on
+//! the groups.
 
 use cubecl::prelude::*;
 
@@ -240,39 +240,8 @@ pub fn plan_groups(
 
 #[cube]
 impl Plan {
-    /// Tiles of 128 rows, over all groups.
-    pub fn row_tiles(&self, shape: &Shape, #[comptime] grouping: Grouping) -> usize {
-        match comptime!(grouping) {
-            Grouping::One => shape.rows.div_ceil(128),
-            Grouping::Batch => shape.groups * (shape.rows / shape.groups).div_ceil(128),
-            Grouping::Offsets(_) => self.tiles[shape.groups] as usize,
-        }
-    }
-
-    /// Tile number `index`. Neighbouring numbers go down a band of [`BAND`] rows of tiles, then to the
-    /// next column of tiles, whatever groups the rows belong to.
-    pub fn locate(
-        &self,
-        index: usize,
-        shape: &Shape,
-        #[comptime] unit: usize,
-        #[comptime] grouping: Grouping,
-        #[comptime] kind: FloatKind,
-    ) -> Tile {
-        let per_band = shape.tile_cols * BAND;
-        let first = index / per_band * BAND;
-        let height = min(self.row_tiles(shape, grouping) - first, BAND);
-        let within = index - first * shape.tile_cols;
-        let tile_col = within / height;
-        let row_tile = first + within - tile_col * height;
-        match comptime!(grouping) {
-            Grouping::Offsets(_) => self.find(row_tile, tile_col * comptime!(cols(kind))),
-            _ => even_tile(row_tile, tile_col, shape, unit, grouping, kind),
-        }
-    }
-
-    /// A tile of row `row_tile` of tiles, from column `col0` on.
-    fn find(&self, row_tile: usize, col0: usize) -> Tile {
+    /// The first tile of row `row_tile` of tiles.
+    fn find(&self, row_tile: usize) -> Tile {
         // The last group whose tiles start at or before this one; it is not empty, for the next one
         // starts behind it.
         let group = find_group(self.tiles.as_slice(), self.count, row_tile);
@@ -282,11 +251,35 @@ impl Plan {
             row0: group_row0 + (row_tile - self.tiles[group] as usize) * 128usize,
             row_end: self.rows[group + 1usize] as usize,
             group_row0,
-            col0,
+            col0: 0usize,
             row_tile,
             units_before: self.units[group] as usize,
             padded_before: self.padded[group] as usize,
         }
+    }
+}
+
+/// A row and a column of tiles.
+#[derive(CubeType, Clone, Copy)]
+pub struct TilePlace {
+    /// The row of tiles.
+    pub row: usize,
+    /// The column of tiles.
+    pub col: usize,
+}
+
+/// Tile number `index` of `rows` x `cols` tiles: neighbouring numbers go down a band of `band` rows of tiles,
+/// then to the next column, so that tiles which write parts of the same sectors are worked on together.
+#[cube]
+pub fn in_bands(index: usize, rows: usize, cols: usize, band: usize) -> TilePlace {
+    let per_band = cols * band;
+    let first = index / per_band * band;
+    let height = min(rows - first, band);
+    let within = index - first * cols;
+    let col = within / height;
+    TilePlace {
+        row: first + within - col * height,
+        col,
     }
 }
 
@@ -380,8 +373,8 @@ pub fn map_tiles_kernel(
     while row_tile < row_tiles {
         let mut place = Vector::<u32, Const<4>>::new(0u32);
         let mut group = Vector::<u32, Const<4>>::new(0u32);
-        if row_tile < groups.row_tiles(&shape, grouping) {
-            let tile = groups.find(row_tile, 0usize);
+        if row_tile < groups.tiles[shape.groups] as usize {
+            let tile = groups.find(row_tile);
             place.insert(0usize, tile.row0 as u32);
             place.insert(1usize, tile.row_end as u32);
             place.insert(2usize, tile.group_row0 as u32);

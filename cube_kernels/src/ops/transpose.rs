@@ -7,7 +7,10 @@ use super::{
     launch::CopyPlan,
     tile::{self, ROWS, Shape, Tile},
 };
-use crate::{cube::codec::Conversion, cube::ptx, device::FloatKind};
+use crate::{
+    cube::{codec::Conversion, ptx, scale::swizzled_at},
+    device::FloatKind,
+};
 
 /// Words of codes from one row of a tile to the next: 16, and two that spread rows over banks.
 const PITCH: usize = 18;
@@ -81,11 +84,7 @@ pub fn write_transposed(
             if comptime!(plan.swizzled) {
                 // Columns behind the last one and blocks behind the last one pad the layout with zeros.
                 if block < padded_group * 4usize {
-                    let target = padded_start
-                        + ((column / 128usize) * padded_group + block / 4usize) * 512usize
-                        + (column % 32usize) * 16usize
-                        + ((column % 128usize) / 32usize) * 4usize
-                        + block % 4usize;
+                    let target = padded_start + swizzled_at(column, block, padded_group);
                     let byte = select(column < shape.cols, scale, 0u32);
                     scales[target] = u8::cast_from(byte);
                 }
