@@ -4,7 +4,10 @@
 use cubecl::{prelude::*, server::Handle};
 
 use super::{
-    launch::{Words, buffer, computed_tile_cubes, grid, per_word, signs_of, tile_cubes, tile_runs},
+    launch::{
+        Words, buffer, computed_tile_cubes, grid, per_word, resident_grid, signs_of, tile_cubes,
+        tile_runs,
+    },
     produce::{self, Input, Producer, Sink, SinkArgs, Source, produce},
     tile::{self, Grouping, Shape, ShapeLaunch, Tile},
 };
@@ -203,7 +206,7 @@ fn amax_of_matrix(client: &Client, x: &Matrix) -> Result<Handle, Nvfp4Error> {
     };
     let words = Words::of(&flat);
     let vectors = x.len() * x.dtype.size() / (words.elem.size() * words.width);
-    let (count, dim) = grid(client, vectors.div_ceil(AMAX_UNROLL));
+    let (count, dim) = resident_grid(client, vectors.div_ceil(AMAX_UNROLL));
     // SAFETY: the kernel stays below the number of vectors, and the memory was checked.
     unsafe {
         amax_kernel::launch_unchecked(

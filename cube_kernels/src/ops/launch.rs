@@ -16,33 +16,48 @@ use crate::{
 /// Units of a cube on a GPU.
 pub(crate) const UNITS: usize = 256;
 
-/// Cubes of 256 units that stay on the device together, for kernels that stride over the grid: what
-/// each unit computes once is then spread over many items.
-const CUBES_PER_MULTIPROCESSOR: usize = 8;
+/// Cubes of 256 units that stay on a multiprocessor together, where 32 registers a unit suffice.
+const RESIDENT_CUBES: usize = 8;
+
+/// Cubes for each multiprocessor in kernels that stride over the grid: what a unit computes once is still spread
+/// over many items, and there are enough that the hardware evens out what does not fit together. With eight,
+/// a kernel of 40 registers, of which six fit, takes a third longer: two wait until the six have ended.
+const CUBES_PER_MULTIPROCESSOR: usize = 32;
 
 /// Cubes with a tile of 128 rows in shared memory that fit into a multiprocessor of an H100.
 const TILES_PER_MULTIPROCESSOR: usize = 4;
 
 /// Cubes and units for `items` independent pieces of work, in a kernel that strides over the grid.
 pub(crate) fn grid(client: &Client, items: usize) -> (CubeCount, CubeDim) {
-    if is_cpu(client) {
-        return cubes(client, items);
-    }
-    cubes(client, items.div_ceil(UNITS))
+    strided(client, items, CUBES_PER_MULTIPROCESSOR)
 }
 
-/// The same for work that a whole cube shares.
+/// [`grid`] where each cube ends in atomic operations: no more cubes than run at once.
+pub(crate) fn resident_grid(client: &Client, items: usize) -> (CubeCount, CubeDim) {
+    strided(client, items, RESIDENT_CUBES)
+}
+
+fn strided(client: &Client, items: usize, per_multiprocessor: usize) -> (CubeCount, CubeDim) {
+    let units = if is_cpu(client) { 1 } else { UNITS };
+    spread(client, items.div_ceil(units), per_multiprocessor)
+}
+
+/// Cubes and units for `items` pieces of work that a whole cube shares.
 pub(crate) fn cubes(client: &Client, items: usize) -> (CubeCount, CubeDim) {
+    spread(client, items, RESIDENT_CUBES)
+}
+
+fn spread(client: &Client, items: usize, per_multiprocessor: usize) -> (CubeCount, CubeDim) {
     let hardware = &client.properties().hardware;
-    let (units, resident) = if is_cpu(client) {
+    let (units, most) = if is_cpu(client) {
         // One unit a cube, and as many cubes as cores have any use for: each costs a call.
         (1, 4 * hardware.num_cpu_cores.unwrap_or(1) as usize)
     } else {
         let multiprocessors = hardware.num_streaming_multiprocessors.unwrap_or(128) as usize;
-        (UNITS, CUBES_PER_MULTIPROCESSOR * multiprocessors)
+        (UNITS, per_multiprocessor * multiprocessors)
     };
     (
-        CubeCount::Static(items.clamp(1, resident) as u32, 1, 1),
+        CubeCount::Static(items.clamp(1, most) as u32, 1, 1),
         CubeDim::new_1d(units as u32),
     )
 }
