@@ -8,8 +8,8 @@ use burn_core::backend::Dispatch;
 use burn_core::tensor::{DType, Int, Tensor};
 use nvfp4_kernels::Nvfp4Error;
 
-use crate::functions::or_panic;
-use crate::ops::{Bias, LinearSpec, Nvfp4GroupedOps};
+use crate::functions::{into_bias, or_panic};
+use crate::ops::{LinearContext, LinearSpec, Nvfp4GroupedOps};
 use crate::validate;
 
 /// The most experts of one layer: what the kernels keep of each fits shared memory.
@@ -113,17 +113,10 @@ pub fn try_grouped_linear(
 ) -> Result<Tensor<2>, Nvfp4Error> {
     check_grouped_linear(&x, &weight, bias.as_ref(), experts)?;
     spec.check()?;
-    let bias = match bias {
-        Some(bias) => Bias::Vector(bias.into_dispatch()),
-        None => Bias::Absent,
-    };
-    Ok(Tensor::from_dispatch(Dispatch::nvfp4_grouped_linear(
-        x.into_dispatch(),
-        weight.into_dispatch(),
-        bias,
-        experts.offsets.clone().into_dispatch(),
-        spec,
-    )))
+    let context = LinearContext::default();
+    Ok(grouped_linear_unchecked(
+        x, weight, bias, experts, spec, context,
+    ))
 }
 
 /// [`try_grouped_linear`], panicking where it fails.
@@ -140,7 +133,27 @@ pub fn grouped_linear(
     )
 }
 
-fn check_grouped_linear(
+/// The product, after [`check_grouped_linear`].
+pub(crate) fn grouped_linear_unchecked(
+    x: Tensor<2>,
+    weight: Tensor<3>,
+    bias: Option<Tensor<2>>,
+    experts: &ExpertOffsets,
+    spec: LinearSpec,
+    context: LinearContext,
+) -> Tensor<2> {
+    Tensor::from_dispatch(Dispatch::nvfp4_grouped_linear(
+        x.into_dispatch(),
+        weight.into_dispatch(),
+        into_bias(bias),
+        experts.offsets.clone().into_dispatch(),
+        spec,
+        context,
+    ))
+}
+
+/// Fail unless the arguments of a product in groups fit each other.
+pub(crate) fn check_grouped_linear(
     x: &Tensor<2>,
     weight: &Tensor<3>,
     bias: Option<&Tensor<2>>,

@@ -291,7 +291,7 @@ pub(crate) fn linear_unchecked<const D: usize>(
     Tensor::<2>::from_dispatch(y).reshape(dims)
 }
 
-fn into_bias(bias: Option<Tensor<1>>) -> Bias<Dispatch> {
+pub(crate) fn into_bias<const D: usize>(bias: Option<Tensor<D>>) -> Bias<Dispatch> {
     match bias {
         Some(bias) => Bias::Vector(bias.into_dispatch()),
         None => Bias::Absent,

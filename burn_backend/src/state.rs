@@ -19,9 +19,9 @@ use burn_core::tensor::{Device, Tensor};
 use nvfp4_kernels::Nvfp4Error;
 use serde::{Deserialize, Serialize};
 
-use crate::ops::WeightCache;
+use crate::ops::{LinearContext, LinearSpec, WeightCache};
 use crate::parameterless::{Parameterless, parameterless_module};
-use crate::recipe::LayerMode;
+use crate::recipe::{LayerMode, Nvfp4Recipe};
 use crate::telemetry::Probe;
 
 /// Role of a stream: the row-wise copy of the output's gradient, for dgrad.
@@ -264,6 +264,26 @@ impl LayerState {
         }
     }
 
+    /// What the layer's next forward computes by `recipe`, and what it brings along. If it `draws`, being
+    /// a training forward, it takes the current offset.
+    pub(crate) fn for_forward(
+        &self,
+        recipe: &Nvfp4Recipe,
+        draws: bool,
+    ) -> (LinearSpec, LinearContext) {
+        let mode = self.mode();
+        let randomness = if draws && mode != LayerMode::HighPrecision {
+            self.advance()
+        } else {
+            self.randomness()
+        };
+        let context = LinearContext {
+            weights: (recipe.cache_weights).then(|| self.shared.weights.clone()),
+            probe: self.probe(),
+        };
+        (mode.of(recipe.spec(&randomness)), context)
+    }
+
     /// Where the layer leaves what it sees of its operands, while someone looks.
     pub(crate) fn probe(&self) -> Option<Probe> {
         let probe = self.shared.probe.lock().expect("no panic while it is held");
@@ -272,11 +292,6 @@ impl LayerState {
 
     pub(crate) fn set_probe(&self, probe: Option<Probe>) {
         *self.shared.probe.lock().expect("no panic while it is held") = probe;
-    }
-
-    /// What the layer keeps of its packed weight.
-    pub(crate) fn weights(&self) -> &WeightCache {
-        &self.shared.weights
     }
 }
 

@@ -8,7 +8,7 @@ use burn_cubecl::{CubeBackend, tensor::CubeTensor};
 use serde::{Deserialize, Serialize};
 
 use crate::ops::LinearSpec;
-use crate::ops::autodiff::Saved;
+use crate::ops::product::Saved;
 use crate::telemetry::Probe;
 
 /// What [`Decorator`](super::Decorator) does about a product that it could not take.

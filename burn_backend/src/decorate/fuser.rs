@@ -31,8 +31,9 @@ use burn_ir::{FloatOperationIr, MatmulOpIr, TensorStatus};
 use super::call::{BiasState, Call, count, lock};
 use super::ops::placeholder;
 use super::tracker::{Role, tracker};
-use crate::ops::autodiff::{GradientsOf, Tracked, forward};
-use crate::ops::{Bias, float_dtype};
+use crate::ops::autodiff::{GradientsOf, Tracked};
+use crate::ops::product::{Product, Ungrouped};
+use crate::ops::{Bias, LinearContext, float_dtype};
 
 /// Name of the optimization in Burn's registry and logs.
 pub(super) const NAME: &str = "Nvfp4Products";
@@ -378,8 +379,21 @@ fn run_forward(call: &Call, x: CubeTensor, operands: &mut Operands<'_>) -> Optio
         w: call.training && call.weight_tracked,
         bias: bias_dtype,
     };
-    let probe = call.probe.clone();
-    let (y, saved) = forward::<CubeBackend>(x, weight, bias, call.spec, tracked, probe);
+    let product = Product::<CubeBackend, _> {
+        x,
+        w: weight,
+        bias,
+        spec: call.spec,
+        // The weight is not kept, so it needs no identity.
+        context: LinearContext {
+            weights: None,
+            probe: call.probe.clone(),
+        },
+        w_node: 0,
+        tracked,
+        grouping: Ungrouped,
+    };
+    let (y, saved) = product.forward();
     state.forward = true;
     state.saved = call.training.then_some(saved);
     count(&call.layer.counters.forward_nvfp4);

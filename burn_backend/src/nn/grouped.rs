@@ -8,9 +8,11 @@ use burn_core::tensor::{Device, Tensor};
 use burn_nn::{Initializer, Linear};
 use nvfp4_kernels::Nvfp4Error;
 
-use crate::experts::{ExpertOffsets, check_experts, try_grouped_linear};
+use crate::experts::{
+    ExpertOffsets, check_experts, check_grouped_linear, grouped_linear_unchecked,
+};
 use crate::functions::or_panic;
-use crate::recipe::{LayerMode, Nvfp4Recipe};
+use crate::recipe::Nvfp4Recipe;
 use crate::state::{LayerRandomness, LayerState};
 use crate::validate;
 
@@ -79,7 +81,8 @@ impl Nvfp4GroupedLinearConfig {
 /// It takes every recipe that [`Nvfp4Linear`](crate::Nvfp4Linear) takes. Parameters stay in high
 /// precision. What a training forward is, and how it draws, is as for
 /// [`Nvfp4Linear`](crate::Nvfp4Linear); so are recipes, modes, high-precision layers and
-/// [`Nvfp4State`](crate::Nvfp4State). Packed weights are not kept between forwards.
+/// [`Nvfp4State`](crate::Nvfp4State). So is what is packed of the weights: it is kept until they change, and
+/// the micro-batches of gradient accumulation quantize them once.
 #[derive(Module, Debug)]
 #[module(custom_display)]
 pub struct Nvfp4GroupedLinear {
@@ -186,15 +189,12 @@ impl Nvfp4GroupedLinear {
     ) -> Result<Tensor<2>, Nvfp4Error> {
         let weight = self.weight.val();
         let bias = self.bias.as_ref().map(|bias| bias.val());
-        let mode = self.state.mode();
+        check_grouped_linear(&input, &weight, bias.as_ref(), experts)?;
         let draws = input.is_tracked() || weight.is_tracked();
-        let randomness = if draws && mode != LayerMode::HighPrecision {
-            self.state.advance()
-        } else {
-            self.state.randomness()
-        };
-        let spec = mode.of(self.recipe.spec(&randomness));
-        try_grouped_linear(input, weight, bias, experts, spec)
+        let (spec, context) = self.state.for_forward(&self.recipe, draws);
+        Ok(grouped_linear_unchecked(
+            input, weight, bias, experts, spec, context,
+        ))
     }
 
     /// [`try_forward`](Self::try_forward), panicking where it fails.

@@ -9,8 +9,8 @@ use burn_nn::{Initializer, Linear, LinearConfig};
 use nvfp4_kernels::Nvfp4Error;
 
 use crate::functions::{linear_unchecked, or_panic};
-use crate::ops::{LinearContext, WeightCache};
-use crate::recipe::{LayerMode, Nvfp4Recipe};
+use crate::ops::LinearContext;
+use crate::recipe::Nvfp4Recipe;
 use crate::state::{LayerRandomness, LayerState};
 use crate::validate;
 
@@ -136,32 +136,21 @@ impl Nvfp4Linear {
     /// type is not supported, or its last axis is not `d_input`.
     pub fn try_forward<const D: usize>(&self, input: Tensor<D>) -> Result<Tensor<D>, Nvfp4Error> {
         let bias = self.bias.as_ref().map(|bias| bias.val());
-        let cache = (self.recipe.cache_weights).then(|| self.state.weights().clone());
-        self.forward_with(self.weight.val(), bias, input, cache)
+        self.forward_with(self.weight.val(), bias, input, |context| context)
     }
 
-    /// The layer with another `weight` and `bias`; `weights` keeps what is packed of the weight.
+    /// The layer with another `weight` and `bias`, and with what `bring` makes of its context.
     fn forward_with<const D: usize>(
         &self,
         weight: Tensor<2>,
         bias: Option<Tensor<1>>,
         input: Tensor<D>,
-        weights: Option<WeightCache>,
+        bring: impl FnOnce(LinearContext) -> LinearContext,
     ) -> Result<Tensor<D>, Nvfp4Error> {
         validate::linear(&input, &weight, bias.as_ref())?;
-        let mode = self.state.mode();
         let draws = input.is_tracked() || weight.is_tracked();
-        let randomness = if draws && mode != LayerMode::HighPrecision {
-            self.state.advance()
-        } else {
-            self.state.randomness()
-        };
-        let spec = mode.of(self.recipe.spec(&randomness));
-        let context = LinearContext {
-            weights,
-            probe: self.state.probe(),
-        };
-        Ok(linear_unchecked(input, weight, bias, spec, context))
+        let (spec, context) = self.state.for_forward(&self.recipe, draws);
+        Ok(linear_unchecked(input, weight, bias, spec, bring(context)))
     }
 
     /// [`try_forward`](Self::try_forward), panicking where it fails.
@@ -199,7 +188,8 @@ impl Nvfp4Linear {
             .collect();
         let biases: Vec<_> = biases.into_iter().map(|bias| bias.val()).collect();
         let bias = (!biases.is_empty()).then(|| Tensor::cat(biases, 0));
-        let together = first.forward_with(Tensor::cat(weights, 1), bias, input, None)?;
+        let weight = Tensor::cat(weights, 1);
+        let together = first.forward_with(weight, bias, input, LinearContext::without_weights)?;
         Ok(together.split_with_sizes(widths, D - 1))
     }
 

@@ -12,32 +12,14 @@ use burn_core::backend::{
     },
     tensor::FloatTensor,
 };
-use burn_core::tensor::{FloatDType, Shape};
+use burn_core::tensor::FloatDType;
 use nvfp4_kernels::PackedAxis;
 
-use super::context::WeightKey;
+use super::product::{Product, Ungrouped};
 use super::{
-    BackwardSource, Bias, EdenSpec, LinearContext, LinearSpec, MxPacked, Nvfp4Ops, Operand,
-    OperandSpec, Packed, PackedPair, PairSpec, QuantizeSpec, float_dtype,
-    operands::{again, both, cast, one},
+    Bias, EdenSpec, LinearContext, LinearSpec, MxPacked, Nvfp4Ops, Operand, Packed, PackedPair,
+    PairSpec, QuantizeSpec, float_dtype,
 };
-use crate::telemetry::Probe;
-
-/// What a tracked product keeps until its backward: the operands of the backward's products, in
-/// their formats, and nothing else.
-#[derive(Clone, Debug)]
-pub(crate) struct Saved<B: Backend> {
-    /// `x` for wgrad, if the weight needs a gradient.
-    x: Option<Operand<B>>,
-    /// `w` for dgrad, if the input needs a gradient.
-    pub(crate) w: Option<Operand<B>>,
-    x_dtype: FloatDType,
-    w_dtype: FloatDType,
-    /// Type of the bias, if there is one and it needs a gradient.
-    bias_dtype: Option<FloatDType>,
-    spec: LinearSpec,
-    probe: Option<Probe>,
-}
 
 /// Gradients of `x`, `w` and the bias: those that were asked for.
 pub(crate) struct LinearGrads<B: Backend> {
@@ -50,56 +32,6 @@ pub(crate) struct LinearGrads<B: Backend> {
 pub(crate) trait GradientsOf<B: Backend>: Clone + Send + std::fmt::Debug + 'static {
     /// The gradients, from the gradient `dy` of the output (`[m, d_out]`).
     fn backward(self, dy: FloatTensor<B>) -> LinearGrads<B>;
-}
-
-impl<B: Nvfp4Ops> GradientsOf<B> for Saved<B> {
-    fn backward(self, dy: FloatTensor<B>) -> LinearGrads<B> {
-        let bias = self
-            .bias_dtype
-            .map(|dtype| bias_grad::<B>(dy.clone(), dtype));
-        let (spec, dtype) = (self.spec, self.x_dtype);
-        let (row, col) = (spec.dgrad_dy, spec.wgrad_dy);
-        let probed = self.probe.as_ref().map(|probe| (probe, dy.clone()));
-        let (dy_row, dy_col) = match (&self.w, &self.x) {
-            (Some(_), Some(_)) => {
-                let (row, col) = both::<B>(dy, &row, &col, dtype);
-                (Some(row), Some(col))
-            }
-            (Some(_), None) => (Some(one::<B>(dy, &row, PackedAxis::Cols, dtype)), None),
-            (None, Some(_)) => (None, Some(one::<B>(dy, &col, PackedAxis::Rows, dtype))),
-            (None, None) => (None, None),
-        };
-        if let (Some((probe, dy)), Some(operand)) = (probed, &dy_row) {
-            probe.look("dgrad.dy", &dy, operand, &spec.dgrad_dy);
-        }
-        let x = dy_row
-            .zip(self.w)
-            .map(|(dy, w)| B::nvfp4_product(dy, w, Bias::Absent, self.x_dtype));
-        let w = self
-            .x
-            .zip(dy_col)
-            .map(|(x, dy)| B::nvfp4_product(x, dy, Bias::Absent, self.w_dtype));
-        LinearGrads { x, w, bias }
-    }
-}
-
-/// The sum of `dy` over its rows, in `f32`, rounded once to the type of the bias.
-///
-/// One sum for each feature leaves a GPU idle. The rows are summed in two steps: the first has up to 256
-/// times as many sums.
-fn bias_grad<B: Nvfp4Ops>(dy: FloatTensor<B>, dtype: FloatDType) -> FloatTensor<B> {
-    let [rows, features] = [dy.shape()[0], dy.shape()[1]];
-    let dy = cast::<B>(dy, FloatDType::F32);
-    let parts = 1 << rows.trailing_zeros().min(8);
-    let sums = match rows {
-        0 => dy,
-        _ => {
-            let dy = B::float_reshape(dy, Shape::new([rows / parts, parts, features]));
-            B::float_reshape(B::float_sum_dim(dy, 0), Shape::new([parts, features]))
-        }
-    };
-    let sum = B::float_reshape(B::float_sum_dim(sums, 0), Shape::new([features]));
-    cast::<B>(sum, dtype)
 }
 
 /// Hand the gradients that were found to the nodes that are tracked.
@@ -214,162 +146,6 @@ where
     }
 }
 
-/// The output of a product whose weight is not kept, and what its backward needs of `x` and `w`, of which
-/// `tracked` says whether gradients will be asked for.
-#[cfg(any(feature = "cpu", feature = "cuda"))]
-pub(crate) fn forward<B: Nvfp4Ops>(
-    x: FloatTensor<B>,
-    w: FloatTensor<B>,
-    bias: Bias<B>,
-    spec: LinearSpec,
-    tracked: Tracked,
-    probe: Option<Probe>,
-) -> (FloatTensor<B>, Saved<B>) {
-    let product = Product {
-        x,
-        w,
-        bias,
-        spec,
-        context: LinearContext {
-            weights: None,
-            probe,
-        },
-        w_node: 0,
-        tracked,
-    };
-    product.forward()
-}
-
-/// A product to compute, with what decides what else is kept of it.
-struct Product<B: Nvfp4Ops> {
-    x: FloatTensor<B>,
-    w: FloatTensor<B>,
-    bias: Bias<B>,
-    spec: LinearSpec,
-    context: LinearContext,
-    /// Identity of `w`.
-    w_node: u64,
-    /// An operand that only an unwanted gradient would read is not made.
-    tracked: Tracked,
-}
-
-impl<B: Nvfp4Ops> Product<B> {
-    /// The output, and what its backward needs of `x` and `w`.
-    fn forward(self) -> (FloatTensor<B>, Saved<B>) {
-        let x_dtype = float_dtype(self.x.dtype());
-        let w_dtype = float_dtype(self.w.dtype());
-        let spec = self.spec;
-        let (w, saved_w) = self.weight(x_dtype);
-        let probe = self.context.probe.clone();
-        let probed = probe.as_ref().map(|probe| (probe, self.x.clone()));
-        if let Some(probe) = &probe {
-            probe.look("fprop.w", &self.w, &w, &spec.fprop_w);
-        }
-        let (x, saved_x) = match (self.tracked.w, spec.source) {
-            (false, _) => (
-                one::<B>(self.x, &spec.fprop_x, PackedAxis::Cols, x_dtype),
-                None,
-            ),
-            (true, BackwardSource::Original) => {
-                let (x, saved) = both::<B>(self.x, &spec.fprop_x, &spec.wgrad_x, x_dtype);
-                (x, Some(saved))
-            }
-            (true, BackwardSource::Forward) => {
-                let x = one::<B>(self.x, &spec.fprop_x, PackedAxis::Cols, x_dtype);
-                let saved = again::<B>(x.clone(), &spec.wgrad_x, PackedAxis::Rows, x_dtype);
-                (x, Some(saved))
-            }
-        };
-        if let Some((probe, source)) = probed {
-            probe.look("fprop.x", &source, &x, &spec.fprop_x);
-        }
-        let y = B::nvfp4_product(x, w, self.bias, x_dtype);
-        let saved = Saved {
-            x: saved_x,
-            w: saved_w,
-            x_dtype,
-            w_dtype,
-            bias_dtype: self.tracked.bias,
-            spec,
-            probe,
-        };
-        (y, saved)
-    }
-
-    /// `w` for the forward, and for dgrad if that will be asked for.
-    fn weight(&self, dtype: FloatDType) -> (Operand<B>, Option<Operand<B>>) {
-        let LinearSpec {
-            fprop_w,
-            dgrad_w,
-            source,
-            ..
-        } = self.spec;
-        // What is not quantized is not worth keeping, and what is drawn is drawn afresh.
-        let cache = self
-            .context
-            .weights
-            .as_ref()
-            .filter(|_| fprop_w.is_deterministic() && fprop_w != OperandSpec::HighPrecision);
-        let device = cache.map(|_| format!("{:?}", self.w.device()));
-        let key = WeightKey {
-            node: self.w_node,
-            dtype,
-            spec: LinearSpec {
-                fprop_w,
-                dgrad_w,
-                source,
-                ..LinearSpec::high_precision()
-            },
-        };
-        type Kept<B> = (Operand<B>, Option<Operand<B>>);
-        let kept: Option<Kept<B>> = cache
-            .zip(device.as_deref())
-            .and_then(|(cache, device)| cache.get(device, &key));
-        let (forward, backward) = match kept {
-            Some((forward, Some(backward))) => (forward, Some(backward)),
-            Some((forward, None)) if !self.tracked.x => (forward, None),
-            Some((forward, None)) if !dgrad_w.is_deterministic() => {
-                let backward = self.dgrad_weight(&forward, dtype);
-                return (forward, Some(backward));
-            }
-            _ => {
-                let is_twin = source == BackwardSource::Original
-                    || matches!((fprop_w, dgrad_w),
-                        (OperandSpec::Tiles(a), OperandSpec::Tiles(b)) if a == b);
-                let made = if !self.tracked.x {
-                    (
-                        one::<B>(self.w.clone(), &fprop_w, PackedAxis::Rows, dtype),
-                        None,
-                    )
-                } else if is_twin {
-                    let (row, col) = both::<B>(self.w.clone(), &dgrad_w, &fprop_w, dtype);
-                    (col, Some(row))
-                } else {
-                    let forward = one::<B>(self.w.clone(), &fprop_w, PackedAxis::Rows, dtype);
-                    let backward = self.dgrad_weight(&forward, dtype);
-                    (forward, Some(backward))
-                };
-                if let Some((cache, device)) = cache.zip(device) {
-                    let (forward, backward) = made.clone();
-                    let backward = backward.filter(|_| dgrad_w.is_deterministic());
-                    cache.put(&device, key, (forward, backward));
-                }
-                made
-            }
-        };
-        (forward, backward.filter(|_| self.tracked.x))
-    }
-
-    /// `w` for dgrad, given what the forward multiplies.
-    fn dgrad_weight(&self, forward: &Operand<B>, dtype: FloatDType) -> Operand<B> {
-        let (spec, axis) = (&self.spec.dgrad_w, PackedAxis::Cols);
-        match self.spec.source {
-            BackwardSource::Original => one::<B>(self.w.clone(), spec, axis, dtype),
-            BackwardSource::Forward => again::<B>(forward.clone(), spec, axis, dtype),
-        }
-    }
-}
-
 impl<B: Nvfp4Ops, C: CheckpointStrategy> Nvfp4Ops for Autodiff<B, C> {
     fn nvfp4_quantize(x: FloatTensor<Self>, spec: QuantizeSpec) -> Packed<Self> {
         constant(B::nvfp4_quantize(x.into_primitive(), spec))
@@ -430,7 +206,7 @@ impl<B: Nvfp4Ops, C: CheckpointStrategy> Nvfp4Ops for Autodiff<B, C> {
     ) -> FloatTensor<Self> {
         let w_node = w.id().value;
         linear(x, w, bias, |x, w, bias, tracked| {
-            let product = Product::<B> {
+            let product = Product {
                 x,
                 w,
                 bias,
@@ -438,6 +214,7 @@ impl<B: Nvfp4Ops, C: CheckpointStrategy> Nvfp4Ops for Autodiff<B, C> {
                 context,
                 w_node,
                 tracked,
+                grouping: Ungrouped,
             };
             product.forward()
         })

@@ -18,6 +18,16 @@ pub struct LinearContext {
     pub(crate) probe: Option<Probe>,
 }
 
+impl LinearContext {
+    /// The same for a weight that is not kept.
+    pub(crate) fn without_weights(self) -> Self {
+        Self {
+            weights: None,
+            ..self
+        }
+    }
+}
+
 /// The packed operands of a layer's weight, kept for as long as the weight stays the same tensor: the
 /// micro-batches of gradient accumulation quantize a weight once.
 ///

@@ -12,6 +12,7 @@ mod flex;
 mod grouped;
 mod operands;
 mod packed;
+pub(crate) mod product;
 mod spec;
 
 use burn_core as burn;

@@ -1,8 +1,12 @@
 //! What quantization does to a run, layer by layer: sampled from real steps, cheap enough to leave on
 //! every so many.
 //!
-//! A sample looks at a slab of each operand: as many stored rows as hold about 256 Ki elements. Those are
-//! read back, so a sampled step waits for the device; other steps pay nothing.
+//! A sample looks at a part of each operand: as many stored rows, evenly spaced, as hold about 256 Ki
+//! elements. Those are read back, so a sampled step waits for the device; other steps pay nothing.
+//!
+//! Of a layer of experts it looks at the tokens and at the weights of all of them together, each value
+//! against what the global scale of its own expert made of it: an expert has as much of a share in the
+//! sample as it has tokens, and the weights of all have the same.
 //!
 //! ```
 //! # #[cfg(feature = "flex")] {
@@ -26,18 +30,19 @@ pub mod metrics;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
-use burn_core::backend::tensor::FloatTensor;
+use burn_core::backend::tensor::{FloatTensor, IntTensor};
+use burn_core::backend::{Backend, TensorMetadata};
 use burn_core::module::Module;
-use burn_core::tensor::{Device, FloatDType, Slice, TensorData};
+use burn_core::tensor::{Device, FloatDType, Shape, Slice, TensorData};
 use futures_lite::future::block_on;
 use nvfp4_kernels::format::{e2m1, e4m3};
 use nvfp4_kernels::{BLOCK, PackedAxis};
 use serde::Serialize;
 
-use crate::ops::{Nvfp4Ops, Operand, OperandSpec};
+use crate::ops::{GlobalScaling, Nvfp4Ops, Operand, OperandSpec};
 use crate::state::{self, LayerState};
 
-/// Elements of an operand that a sample reads, about.
+/// Elements of an operand that a sample reads, about; at least one row of each matrix.
 const SLAB: usize = 1 << 18;
 
 /// What was seen of one operand of one layer in one step.
@@ -58,7 +63,7 @@ pub struct OperandSample {
     pub saturated: f64,
     /// Share of the blocks with a value that is not zero and a scale that is.
     pub underflowed_blocks: f64,
-    /// Largest magnitude of the operand, all of it; of the first row where each has its own.
+    /// Largest magnitude of the operand, all of it.
     pub amax: f32,
     /// Whether it was rounded stochastically.
     pub stochastic: bool,
@@ -123,9 +128,9 @@ impl TelemetrySampler {
     }
 }
 
-/// Looks at every NVFP4 operand of a model's linear layers, explicit or decorated, from
+/// Looks at every NVFP4 operand of a model's linear layers, explicit, decorated or of experts, from
 /// [`start`](Self::start) to [`finish`](Self::finish): put one forward and backward between them. Operands
-/// in other formats, those after a transform, and those of experts are not looked at.
+/// in other formats, and those after a transform, are not looked at.
 #[derive(Debug)]
 pub struct Telemetry {
     layers: Vec<(String, LayerState, Probe)>,
@@ -183,12 +188,51 @@ pub(crate) struct Probe {
     seen: Arc<Mutex<Vec<OperandSample>>>,
 }
 
+/// What an operand was made of.
+pub(crate) struct Source<'a, B: Backend> {
+    /// Name of the operand.
+    name: &'static str,
+    /// The values: `[rows, cols]`, or `[experts, rows, cols]` of a stack.
+    values: FloatTensor<B>,
+    /// The axis of the matrix, or of each, along which it was packed.
+    axis: PackedAxis,
+    /// Where each expert's rows begin, if it has maxima of its own.
+    offsets: Option<&'a IntTensor<B>>,
+}
+
+impl<'a, B: Backend> Source<'a, B> {
+    /// Rows of an input or of a gradient, packed row by row; those of each expert for themselves where
+    /// there are `offsets`.
+    pub(crate) fn rows(
+        name: &'static str,
+        values: FloatTensor<B>,
+        offsets: Option<&'a IntTensor<B>>,
+    ) -> Self {
+        Self {
+            name,
+            values,
+            axis: PackedAxis::Cols,
+            offsets,
+        }
+    }
+
+    /// A weight, or a stack of them, as the forward packs it.
+    pub(crate) fn weight(name: &'static str, values: FloatTensor<B>) -> Self {
+        Self {
+            name,
+            values,
+            axis: PackedAxis::Rows,
+            offsets: None,
+        }
+    }
+}
+
 impl Probe {
-    /// Look at `operand`, made of `x` as `spec` asks.
+    /// Look at `operand`, made of `source` as `spec` asks: at rows that lie evenly among all that are
+    /// stored, so that every expert has its share of them.
     pub(crate) fn look<B: Nvfp4Ops>(
         &self,
-        name: &'static str,
-        x: &FloatTensor<B>,
+        source: Source<'_, B>,
         operand: &Operand<B>,
         spec: &OperandSpec,
     ) {
@@ -196,51 +240,111 @@ impl Probe {
             return;
         };
         let layout = packed.layout;
-        let (outer, inner) = (layout.outer(), layout.inner());
-        if layout.hadamard.is_some() || outer * inner == 0 {
+        let Source {
+            name,
+            values: x,
+            axis,
+            offsets,
+        } = source;
+        let shape = x.shape();
+        let (count, rows, cols) = match shape.num_dims() {
+            2 => (1, shape[0], shape[1]),
+            _ => (shape[0], shape[1], shape[2]),
+        };
+        let (outer, inner) = axis.stored_shape(rows, cols);
+        if layout.hadamard.is_some() || count * outer * inner == 0 {
             return;
         }
-        let rows = (SLAB / inner).clamp(1, outer);
-        let slices = match layout.axis {
-            PackedAxis::Cols => [Slice::from(0..rows), Slice::from(0..inner)],
-            PackedAxis::Rows => [Slice::from(0..inner), Slice::from(0..rows)],
+        let step = (count * outer * inner).div_ceil(SLAB).clamp(1, outer);
+        let every = Slice::new(0, Some(outer as isize), step as isize);
+        let all = |len: usize| Slice::from(0..len);
+        let x = B::float_reshape(x, Shape::new([count, rows, cols]));
+        let x = match axis {
+            PackedAxis::Cols => B::float_slice(x, &[all(count), every, all(cols)]),
+            PackedAxis::Rows => {
+                let x = B::float_slice(x, &[all(count), all(rows), every]);
+                B::float_swap_dims(x, 1, 2)
+            }
         };
-        let x = B::float_cast(B::float_slice(x.clone(), &slices), FloatDType::F32);
-        let x = match layout.axis {
-            PackedAxis::Cols => x,
-            PackedAxis::Rows => B::float_swap_dims(x, 0, 1),
+        let part = |tensor: &IntTensor<B>, width: usize| {
+            let tensor = B::int_reshape(tensor.clone(), Shape::new([count, outer, width]));
+            B::int_slice(tensor, &[all(count), every, all(width)])
         };
-        let part = |width: usize| [Slice::from(0..rows), Slice::from(0..width)];
-        let codes = B::int_slice(packed.codes.clone(), &part(layout.blocks() * 2));
-        let scales = B::int_slice(packed.scales.clone(), &part(layout.blocks()));
+        let blocks = layout.blocks();
         let read = (
-            block_on(B::float_into_data(x)),
-            block_on(B::int_into_data(codes)),
-            block_on(B::int_into_data(scales)),
+            block_on(B::float_into_data(B::float_cast(x, FloatDType::F32))),
+            block_on(B::int_into_data(part(&packed.codes, blocks * 2))),
+            block_on(B::int_into_data(part(&packed.scales, blocks))),
             block_on(B::float_into_data(packed.amax.clone())),
+            offsets
+                .map(|offsets| block_on(B::int_into_data(offsets.clone())))
+                .transpose(),
         );
-        let (Ok(x), Ok(codes), Ok(scales), Ok(amax)) = read else {
+        let (Ok(x), Ok(codes), Ok(scales), Ok(amax), Ok(offsets)) = read else {
             tracing::warn!(name, "telemetry: the operand could not be read");
             return;
         };
-        let amax = values(&amax);
-        let factors: Vec<f32> = (0..rows)
-            .map(|row| amax[row.min(amax.len() - 1)] / layout.scaling.range())
+        let maxima = Maxima {
+            values: values(&amax),
+            of_rows: layout.global == GlobalScaling::PerToken,
+            matrix_rows: outer,
+            offsets: offsets.map(|offsets| offsets.iter::<u32>().collect()),
+        };
+        let picked = (0..count)
+            .flat_map(|matrix| (0..outer).step_by(step).map(move |row| matrix * outer + row));
+        let factors: Vec<Option<f32>> = picked
+            .map(|row| maxima.of(row).map(|amax| amax / layout.scaling.range()))
             .collect();
         let slab = Slab {
             x: values(&x),
             codes: codes.iter::<u32>().collect(),
             scales: scales.iter::<u8>().collect(),
             inner,
-            blocks: layout.blocks(),
+            blocks,
         };
-        let mut sample = slab.sample(name, &factors);
-        sample.amax = amax[0];
+        let Some(mut sample) = slab.sample(name, &factors) else {
+            return;
+        };
+        sample.amax = maxima.largest();
         sample.stochastic = !spec.is_deterministic();
         self.seen
             .lock()
             .expect("no panic while it is held")
             .push(sample);
+    }
+}
+
+/// The maxima of an operand, and what each is the maximum of.
+struct Maxima {
+    values: Vec<f32>,
+    /// Each stored row has its own; else each expert, or all rows share one.
+    of_rows: bool,
+    /// Stored rows of one matrix.
+    matrix_rows: usize,
+    /// Where each expert's rows begin, for rows that are sorted by expert.
+    offsets: Option<Vec<u32>>,
+}
+
+impl Maxima {
+    /// The maximum that the stored row `row` was packed with; none for a row of no expert.
+    fn of(&self, row: usize) -> Option<f32> {
+        let group = match &self.offsets {
+            Some(offsets) => {
+                let begun = offsets.partition_point(|&offset| offset as usize <= row);
+                // As many have begun as there are offsets: the last of them has ended.
+                (1..offsets.len()).contains(&begun).then(|| begun - 1)?
+            }
+            None => row / self.matrix_rows,
+        };
+        self.values
+            .get(if self.of_rows { row } else { group })
+            .copied()
+    }
+
+    /// The largest; NaN if any is.
+    fn largest(&self) -> f32 {
+        let larger = |a: f32, b: f32| if b > a || b.is_nan() { b } else { a };
+        self.values.iter().copied().fold(0.0, larger)
     }
 }
 
@@ -261,12 +365,16 @@ struct Slab {
 }
 
 impl Slab {
-    /// What is seen with the global scale of each row.
-    fn sample(&self, operand: &'static str, factors: &[f32]) -> OperandSample {
-        let (mut signal, mut noise) = (0.0, 0.0);
+    /// What is seen with the global scale of each row, of rows that have one; nothing if none has.
+    fn sample(&self, operand: &'static str, factors: &[Option<f32>]) -> Option<OperandSample> {
+        let (mut elements, mut signal, mut noise) = (0usize, 0.0, 0.0);
         let (mut nonzero, mut zeros, mut saturated) = (0usize, 0usize, 0usize);
         let (mut full_blocks, mut underflowed) = (0usize, 0usize);
         for (row, x) in self.x.chunks_exact(self.inner).enumerate() {
+            let Some(factor) = factors[row] else {
+                continue;
+            };
+            elements += x.len();
             for (block, x) in x.chunks(BLOCK).enumerate() {
                 let index = row * self.blocks + block;
                 let scale = e4m3::decode(self.scales[index]);
@@ -276,7 +384,7 @@ impl Slab {
                 }
                 for (i, &value) in x.iter().enumerate() {
                     let code = (self.codes[2 * index + i / 8] >> (4 * (i % 8)) & 15) as u8;
-                    let decoded = e2m1::decode(code) * scale * factors[row];
+                    let decoded = e2m1::decode(code) * scale * factor;
                     signal += f64::from(value).powi(2);
                     noise += (f64::from(value) - f64::from(decoded)).powi(2);
                     nonzero += usize::from(value != 0.0);
@@ -286,16 +394,16 @@ impl Slab {
             }
         }
         let share = |count: usize, of: usize| count as f64 / of.max(1) as f64;
-        OperandSample {
+        (elements > 0).then(|| OperandSample {
             layer: String::new(),
             operand,
             sqnr_db: 10.0 * (signal / noise).log10(),
             signal_to_noise: (signal / noise).sqrt(),
             zeros: share(zeros, nonzero),
-            saturated: share(saturated, self.x.len()),
+            saturated: share(saturated, elements),
             underflowed_blocks: share(underflowed, full_blocks),
             amax: 0.0,
             stochastic: false,
-        }
+        })
     }
 }

@@ -1,12 +1,18 @@
 //! What telemetry sees is what the oracle computes.
 
-use burn_core::tensor::DType;
-use burn_nvfp4::telemetry::Telemetry;
-use burn_nvfp4::{Nvfp4LinearConfig, Nvfp4Recipe, PackedAxis, Rounding};
+use burn_core::tensor::{DType, Int, Tensor, TensorData};
+use burn_nvfp4::ops::OperandSpec;
+use burn_nvfp4::telemetry::{OperandSample, Telemetry};
+use burn_nvfp4::{
+    ExpertOffsets, LayerRandomness, Nvfp4GroupedLinearConfig, Nvfp4LinearConfig, Nvfp4Recipe,
+    PackedAxis, Rounding,
+};
 use nvfp4_kernels::format::e2m1;
-use nvfp4_kernels::reference;
+use nvfp4_kernels::{BLOCK, PackedTensor, reference};
 
-use crate::common::{Matrix, activation, device, sqnr, values};
+use crate::common::{
+    Matrix, Operand, activation, device, skip_where_small_only, sqnr, values,
+};
 
 const WIDTHS: [usize; 2] = [64, 48];
 
@@ -22,6 +28,156 @@ fn input(dtype: DType) -> Matrix {
     }
     let values = std::mem::take(&mut x.values);
     Matrix::new(values, x.rows, x.cols, dtype)
+}
+
+/// `found` must be what is seen of the whole of `parts`, each a matrix and what the oracle packed it to.
+fn assert_sample(found: &OperandSample, parts: &[(Matrix, PackedTensor)]) {
+    let exact: Vec<f32> = parts.iter().flat_map(|(x, _)| x.values.clone()).collect();
+    let decoded: Vec<f32> = parts
+        .iter()
+        .flat_map(|(_, packed)| reference::dequantize(packed))
+        .collect();
+    let expected = sqnr(&exact, &decoded);
+    assert!(
+        (found.sqnr_db - expected).abs() < 1e-6,
+        "{found:?}, {expected}"
+    );
+    let ratio = 10f64.powf(expected / 20.0);
+    assert!((found.signal_to_noise / ratio - 1.0).abs() < 1e-6);
+    let pairs = || exact.iter().zip(&decoded);
+    let lost = pairs().filter(|(x, d)| **x != 0.0 && **d == 0.0).count();
+    let nonzero = exact.iter().filter(|x| **x != 0.0).count();
+    assert_eq!(found.zeros, lost as f64 / nonzero as f64);
+    let (mut largest, mut full, mut underflowed) = (0usize, 0usize, 0usize);
+    for (_, packed) in parts {
+        let codes = || {
+            let bytes = packed.codes().iter();
+            bytes.flat_map(|byte| [byte & 15, byte >> 4])
+        };
+        largest += codes()
+            .filter(|code| e2m1::decode(*code).abs() == e2m1::MAX)
+            .count();
+    }
+    assert_eq!(found.saturated, largest as f64 / exact.len() as f64);
+    for (x, packed) in parts {
+        let (outer, inner) = packed.axis().stored_shape(x.rows, x.cols);
+        for block in 0..outer * inner / BLOCK {
+            let own = (0..BLOCK).map(|i| {
+                let (row, col) = (block * BLOCK / inner, block * BLOCK % inner + i);
+                match packed.axis() {
+                    PackedAxis::Cols => x.values[row * x.cols + col],
+                    PackedAxis::Rows => x.values[col * x.cols + row],
+                }
+            });
+            if own.into_iter().any(|value| value != 0.0) {
+                full += 1;
+                underflowed += usize::from(packed.scales()[block] == 0);
+            }
+        }
+    }
+    assert_eq!(found.underflowed_blocks, underflowed as f64 / full as f64);
+    let largest = |packed: &PackedTensor| {
+        let own = (0..packed.outer()).map(|outer| packed.amax().of(outer));
+        own.fold(0f32, f32::max)
+    };
+    let amax = parts.iter().map(|(_, packed)| largest(packed));
+    assert_eq!(found.amax, amax.fold(0f32, f32::max));
+}
+
+/// Of experts: each one's tokens and weights against what its own global scale made of them, an expert
+/// without tokens and tokens without an expert included.
+#[test]
+fn samples_of_experts_are_the_oracles() {
+    let device = device().autodiff();
+    let sizes = [9usize, 0, 4];
+    let (tokens, experts) = (16, sizes.len());
+    // The experts' inputs differ in size, so that another one's scale would show.
+    let mut x = input(activation());
+    x.rows = tokens;
+    x.values.truncate(tokens * WIDTHS[0]);
+    let scales = [1.0, 64.0, 1024.0];
+    let starts = [0, 9, 13, tokens];
+    for (row, values) in x.values.chunks_exact_mut(WIDTHS[0]).enumerate() {
+        let scale = scales[starts[1..].iter().position(|&end| row < end).unwrap()];
+        values.iter_mut().for_each(|value| *value *= scale);
+    }
+    let counts = sizes.map(|size| size as i64);
+    let counts = Tensor::<1, Int>::from_data(TensorData::from(counts), &device);
+    let groups = ExpertOffsets::from_counts(counts, tokens);
+    let part = |rows: std::ops::Range<usize>| Matrix {
+        values: x.values[rows.start * WIDTHS[0]..rows.end * WIDTHS[0]].to_vec(),
+        rows: rows.len(),
+        ..x
+    };
+    for preset in ["nvidia", "per_token"] {
+        let recipe = Nvfp4Recipe::preset(preset).unwrap();
+        let spec = recipe.spec(&LayerRandomness {
+            seed: 0,
+            layer: 0,
+            offset: 0,
+            rht_signs: recipe.rht_signs,
+        });
+        let layer = Nvfp4GroupedLinearConfig::new(experts, WIDTHS[0], WIDTHS[1])
+            .with_recipe(recipe)
+            .init(&device);
+        let telemetry = Telemetry::start(&layer);
+        let y = layer.forward(x.tensor(&device).require_grad(), &groups);
+        y.cast(DType::F32).square().sum().backward();
+        let samples = telemetry.finish();
+        let names: Vec<&str> = samples.iter().map(|sample| sample.operand).collect();
+        assert_eq!(names, ["fprop.w", "fprop.x", "dgrad.dy"], "{preset}");
+        let packed = |matrix: Matrix, operand: &OperandSpec, axis| {
+            match matrix.operand(operand, axis, activation()) {
+                Operand::Nvfp4(packed) => (matrix, packed),
+                _ => panic!("{preset}: {operand:?}"),
+            }
+        };
+        let mut end = 0;
+        let tokens: Vec<_> = sizes
+            .iter()
+            .map(|size| {
+                end += size;
+                packed(part(end - size..end), &spec.fprop_x, PackedAxis::Cols)
+            })
+            .collect();
+        assert_sample(&samples[1], &tokens);
+        let weights = values(layer.weight.val().inner());
+        let weights: Vec<_> = weights
+            .chunks_exact(WIDTHS[0] * WIDTHS[1])
+            .map(|weight| {
+                let matrix = Matrix::new(weight.to_vec(), WIDTHS[0], WIDTHS[1], DType::F32);
+                packed(matrix, &spec.fprop_w, PackedAxis::Rows)
+            })
+            .collect();
+        assert_sample(&samples[0], &weights);
+        assert!(samples[2].stochastic, "{preset}: {:?}", samples[2]);
+        assert!(samples[2].sqnr_db > 10.0, "{preset}: {:?}", samples[2]);
+    }
+}
+
+/// Of more than a sample reads, rows that lie evenly among all: every expert has a share.
+#[test]
+fn samples_are_of_all_rows() {
+    skip_where_small_only!();
+    let device = device().autodiff();
+    let (tokens, width) = (4096, 256);
+    // Only the second half of the tokens, the second expert's, loses values to zero.
+    let mut x = Matrix::gaussian(tokens, width, DType::F32, 3);
+    for values in x.values[tokens / 2 * width..].chunks_exact_mut(BLOCK) {
+        values.iter_mut().for_each(|value| *value = 1e-3);
+        values[0] = 1.0;
+    }
+    let counts = [tokens as i64 / 2; 2];
+    let counts = Tensor::<1, Int>::from_data(TensorData::from(counts), &device);
+    let layer = Nvfp4GroupedLinearConfig::new(2, width, 16).init(&device);
+    let telemetry = Telemetry::start(&layer);
+    let groups = ExpertOffsets::from_counts(counts, tokens);
+    let y = layer.forward(x.tensor(&device).require_grad(), &groups);
+    y.sum().backward();
+    let samples = telemetry.finish();
+    // 15 of 16 values in one half, and few of the normal ones in the other.
+    let zeros = samples[1].zeros;
+    assert!((0.46..0.56).contains(&zeros), "{:?}", samples[1]);
 }
 
 #[test]
@@ -45,38 +201,13 @@ fn samples_are_the_oracles() {
         [false, false, true]
     );
 
-    let packed = x.row(Rounding::Nearest);
-    let decoded = reference::dequantize(&packed);
-    let found = &samples[1];
-    let expected = sqnr(&x.values, &decoded);
-    assert!(
-        (found.sqnr_db - expected).abs() < 1e-6,
-        "{found:?}, {expected}"
-    );
-    let ratio = 10f64.powf(expected / 20.0);
-    assert!((found.signal_to_noise / ratio - 1.0).abs() < 1e-6);
-    let pairs = || x.values.iter().zip(&decoded);
-    let lost = pairs().filter(|(x, d)| **x != 0.0 && **d == 0.0).count();
-    let nonzero = x.values.iter().filter(|x| **x != 0.0).count();
-    assert!(lost >= 16);
-    assert_eq!(found.zeros, lost as f64 / nonzero as f64);
-    let codes = packed
-        .codes()
-        .iter()
-        .flat_map(|byte| [byte & 15, byte >> 4]);
-    let largest = codes
-        .filter(|code| e2m1::decode(*code).abs() == e2m1::MAX)
-        .count();
-    assert_eq!(found.saturated, largest as f64 / x.values.len() as f64);
-    assert_eq!(found.underflowed_blocks, 1.0 / packed.scales().len() as f64);
-    assert_eq!(found.amax, packed.amax().of(0));
-
+    assert_sample(&samples[1], &[(x.clone(), x.row(Rounding::Nearest))]);
+    assert_eq!(samples[1].underflowed_blocks, 1.0 / (20.0 * 4.0));
     let weight = layer.weight.val().inner();
     let weight = Matrix::new(values(weight), WIDTHS[0], WIDTHS[1], DType::F32);
     let (_, col) = weight.tiles(Default::default());
     assert_eq!(col.axis(), PackedAxis::Rows);
-    let expected = sqnr(&weight.values, &reference::dequantize(&col));
-    assert!((samples[0].sqnr_db - expected).abs() < 1e-6);
+    assert_sample(&samples[0], &[(weight, col)]);
     assert!(samples[2].sqnr_db > 10.0, "{:?}", samples[2]);
     let line = samples[1].csv();
     assert_eq!(

@@ -2,13 +2,18 @@
 
 use std::sync::{Mutex, MutexGuard, Once};
 
-use burn_core::tensor::{DType, Tensor};
+use burn_core::module::Module;
+use burn_core::tensor::{DType, Gradients, Int, Tensor, TensorData};
 use burn_nvfp4::functions::linear;
 use burn_nvfp4::ops::LinearSpec;
+use burn_nvfp4::{
+    ExpertOffsets, LayerMode, Nvfp4GroupedLinearConfig, Nvfp4LinearConfig, Nvfp4Recipe, set_mode,
+};
+use burn_optim::{GradientsParams, SgdConfig};
 use tracing::field::{Field, Visit};
 use tracing::span;
 
-use crate::common::{Matrix, device, flex_only, one_by_16, skip_where_small_only, spec};
+use crate::common::{Matrix, device, flex_only, one_by_16, skip_where_small_only, spec, values};
 
 /// One unit of work that a backend reported.
 #[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
@@ -187,69 +192,72 @@ fn a_gradient_that_nobody_asks_for_costs_nothing() {
     assert_eq!(work(false, false, false, blocks), forward);
 }
 
-/// The micro-batches of gradient accumulation quantize a weight once; a changed weight, another mode or
-/// a recipe that says so, again. The results are the same either way.
-#[test]
-fn a_weight_is_quantized_once_until_it_changes() {
-    use burn_core::module::Module;
-    use burn_nvfp4::{LayerMode, Nvfp4Linear, Nvfp4LinearConfig, Nvfp4Recipe, set_mode};
-    use burn_optim::{GradientsParams, SgdConfig};
+/// What a forward and backward of a layer gave.
+struct Step {
+    output: Vec<f32>,
+    /// The gradient of the weight.
+    gradient: Vec<f32>,
+    grads: Gradients,
+}
 
-    flex_only!();
-    let _alone = collect();
-    const WIDTHS: [usize; 2] = [80, 176];
-    let device = device().autodiff();
-    let layer = |recipe: Nvfp4Recipe| {
-        let config = Nvfp4LinearConfig::new(WIDTHS[0], WIDTHS[1]).with_recipe(recipe);
-        config.with_layer(Some(5)).init(&device)
+/// How often a matrix, or a stack of them one below the other, of this size was quantized since the last
+/// call.
+fn quantized([rows, cols]: [usize; 2]) -> usize {
+    let is_one = |work: &&Work| {
+        work.op == "quantize" && [work.rows as usize, work.cols as usize] == [rows, cols]
     };
-    let weights = || {
-        let quantized = |work: &&Work| {
-            work.op == "quantize" && [work.rows as usize, work.cols as usize] == WIDTHS
-        };
-        let mut all = WORK.lock().unwrap();
-        let count = all.iter().filter(quantized).count();
-        all.clear();
-        count
+    let mut all = WORK.lock().unwrap();
+    let count = all.iter().filter(is_one).count();
+    all.clear();
+    count
+}
+
+/// The micro-batches of gradient accumulation quantize a weight once; a changed weight, another mode or
+/// a recipe that says so, again. The results are the same either way. `weight` is the size of the weight,
+/// `layer` a layer number 5 for a recipe, `step` a step of one on a batch.
+fn is_quantized_once_until_it_changes<L: Module>(
+    weight: [usize; 2],
+    layer: impl Fn(Nvfp4Recipe) -> L,
+    step: impl Fn(&L, u64) -> Step,
+) {
+    let weights = || quantized(weight);
+    let both = |recipe: Nvfp4Recipe| {
+        let cached = layer(recipe.clone());
+        let plain = layer(recipe.with_cache_weights(false));
+        let plain = plain.load_record(cached.clone().into_record());
+        (cached, plain)
     };
-    let step = |layer: &Nvfp4Linear, batch: u64| {
-        let x = Matrix::gaussian(24, WIDTHS[0], DType::F32, batch).tensor(&device);
-        let y = layer.forward(x.require_grad());
-        let output = crate::common::values(y.clone().inner());
-        (output, y.square().sum().backward())
-    };
-    let cached = layer(Nvfp4Recipe::new());
-    let plain = layer(Nvfp4Recipe::new().with_cache_weights(false));
-    let plain = plain.load_record(cached.clone().into_record());
+    let (cached, plain) = both(Nvfp4Recipe::new());
     weights();
     for batch in 0..3 {
-        let (output, grads) = step(&cached, batch);
+        let found = step(&cached, batch);
         assert_eq!(weights(), usize::from(batch == 0), "batch {batch}");
-        let (expected, plain_grads) = step(&plain, batch);
+        let expected = step(&plain, batch);
         assert_eq!(weights(), 1, "without the cache");
-        assert_eq!(output, expected);
-        let gradient =
-            |layer: &Nvfp4Linear, grads| crate::common::values(layer.weight.grad(grads).unwrap());
-        assert_eq!(gradient(&cached, &grads), gradient(&plain, &plain_grads));
+        assert_eq!(found.output, expected.output);
+        assert_eq!(found.gradient, expected.gradient);
     }
     // A clone is the same layer with the same weight.
     step(&cached.clone(), 3);
     assert_eq!(weights(), 0);
-    // What the forward alone needs is part of it, under `valid()` there is no tensor to know it by.
-    let (_, grads) = step(&cached, 4);
+    // Without autodiff there is no tensor to know the weight by.
+    let grads = step(&cached, 4).grads;
     weights();
     let grads = GradientsParams::from_grads(grads, &cached);
     let before = cached.clone();
     let cached = SgdConfig::new().init().step(0.1, cached, grads);
-    let (changed, _) = step(&cached, 4);
+    let changed = step(&cached, 4);
     assert_eq!(weights(), 1, "the optimizer changed the weight");
-    let (old, _) = step(&before, 4);
+    let old = step(&before, 4);
     assert_eq!(
         weights(),
         1,
         "its predecessor was dropped, and is another weight"
     );
-    assert_ne!(changed, old);
+    assert_ne!(changed.output, old.output);
+    let loaded = cached.clone().load_record(plain.clone().into_record());
+    assert_eq!(step(&loaded, 4).output, old.output, "what was loaded");
+    assert_eq!(weights(), 1, "a record was loaded");
     // Another mode needs other operands, or none.
     step(&cached, 5);
     weights();
@@ -259,6 +267,72 @@ fn a_weight_is_quantized_once_until_it_changes() {
     set_mode(&cached, LayerMode::Recipe);
     step(&cached, 5);
     assert_eq!(weights(), 1);
+
+    // What is drawn for the backward is drawn afresh, and what is not is kept: results show neither.
+    for preset in ["quartet2", "per_token", "fwd_nvfp4_bwd_mxfp8"] {
+        let (cached, plain) = both(Nvfp4Recipe::preset(preset).unwrap());
+        for batch in 0..2 {
+            let [found, expected] = [&cached, &plain].map(|layer| step(layer, batch));
+            assert_eq!(found.output, expected.output, "{preset}");
+            assert_eq!(found.gradient, expected.gradient, "{preset}");
+        }
+    }
+}
+
+#[test]
+fn a_weight_is_quantized_once_until_it_changes() {
+    flex_only!();
+    let _alone = collect();
+    const WIDTHS: [usize; 2] = [80, 176];
+    let device = device().autodiff();
+    is_quantized_once_until_it_changes(
+        WIDTHS,
+        |recipe| {
+            let config = Nvfp4LinearConfig::new(WIDTHS[0], WIDTHS[1]).with_recipe(recipe);
+            config.with_layer(Some(5)).init(&device)
+        },
+        |layer, batch| {
+            let x = Matrix::gaussian(24, WIDTHS[0], DType::F32, batch).tensor(&device);
+            let y = layer.forward(x.require_grad());
+            let output = values(y.clone().inner());
+            let grads = y.square().sum().backward();
+            Step {
+                output,
+                gradient: values(layer.weight.grad(&grads).unwrap()),
+                grads,
+            }
+        },
+    );
+}
+
+/// All experts' weights together; one of the experts has no tokens.
+#[test]
+fn experts_are_quantized_once_until_they_change() {
+    flex_only!();
+    let _alone = collect();
+    const SIZES: [usize; 3] = [3, 48, 112];
+    let [experts, d_in, d_out] = SIZES;
+    let device = device().autodiff();
+    let counts = Tensor::<1, Int>::from_data(TensorData::from([9i64, 0, 14]), &device);
+    let groups = ExpertOffsets::from_counts(counts, 24);
+    is_quantized_once_until_it_changes(
+        [experts * d_in, d_out],
+        |recipe| {
+            let config = Nvfp4GroupedLinearConfig::new(experts, d_in, d_out).with_recipe(recipe);
+            config.with_layer(Some(5)).init(&device)
+        },
+        |layer, batch| {
+            let x = Matrix::gaussian(24, d_in, DType::F32, batch).tensor(&device);
+            let y = layer.forward(x.require_grad(), &groups);
+            let output = values(y.clone().inner());
+            let grads = y.square().sum().backward();
+            Step {
+                output,
+                gradient: values(layer.weight.grad(&grads).unwrap()),
+                grads,
+            }
+        },
+    );
 }
 
 /// A kept weight belongs to the type of the activations too: operands in high precision have it.

@@ -15,132 +15,104 @@ use burn_core::tensor::{FloatDType, Shape};
 
 use nvfp4_kernels::PackedAxis;
 
-use super::super::autodiff::{
-    GradientsOf, LinearGrads, Tracked, constant, inner_bias, inner_operand, linear, register,
-};
+use super::super::autodiff::{constant, inner_bias, inner_operand, linear, register};
 use super::super::operands::cast;
+use super::super::product::{Grouping, Product};
 use super::super::{
-    BackwardSource, Bias, LinearSpec, Operand, OperandSpec, Packed, PackedPair, PairSpec,
+    Bias, LinearContext, LinearSpec, Operand, OperandSpec, Packed, PackedPair, PairSpec,
     QuantizeSpec, float_dtype,
 };
 use super::operands::{stack, stack_again, stack_both, tokens, tokens_again, tokens_both};
 use super::{GroupPairSpec, Nvfp4GroupedOps, rows_at};
 
-/// What a tracked product keeps until its backward: the operands of the backward's products, in
-/// their formats, and nothing else.
+/// A weight of its own for each group of `tokens` rows in all.
 #[derive(Clone, Debug)]
-struct Saved<B: Backend> {
-    /// `x` for wgrad, if the weight needs a gradient.
-    x: Option<Operand<B>>,
-    /// `w` for dgrad, if the input needs a gradient.
-    w: Option<Operand<B>>,
+struct Groups<B: Backend> {
     offsets: IntTensor<B>,
     tokens: usize,
-    x_dtype: FloatDType,
-    w_dtype: FloatDType,
-    /// Type of the bias, if there is one and it needs a gradient.
-    bias_dtype: Option<FloatDType>,
-    spec: LinearSpec,
 }
 
-impl<B: Nvfp4GroupedOps> GradientsOf<B> for Saved<B> {
-    fn backward(self, dy: FloatTensor<B>) -> LinearGrads<B> {
-        let Self {
-            x,
-            w,
-            offsets,
-            x_dtype,
-            w_dtype,
-            ..
-        } = self;
-        let bias = self
-            .bias_dtype
-            .map(|dtype| cast::<B>(B::nvfp4_group_sums(dy.clone(), offsets.clone()), dtype));
-        let (row, col) = (self.spec.dgrad_dy, self.spec.wgrad_dy);
-        let one = |dy, spec, axis| tokens::<B>(dy, &offsets, spec, axis, x_dtype);
-        let (dy_row, dy_col) = match (&w, &x) {
-            (Some(_), Some(_)) => {
-                let (row, col) = tokens_both::<B>(dy, &offsets, &row, &col, x_dtype);
-                (Some(row), Some(col))
-            }
-            (Some(_), None) => (Some(one(dy, &row, PackedAxis::Cols)), None),
-            (None, Some(_)) => (None, Some(one(dy, &col, PackedAxis::Rows))),
-            (None, None) => (None, None),
-        };
-        let dx = dy_row
-            .zip(w)
-            .map(|(dy, w)| B::nvfp4_group_rows(dy, w, Bias::Absent, offsets.clone(), x_dtype));
-        let dw = x
-            .zip(dy_col)
-            .map(|(x, dy)| B::nvfp4_group_depth(x, dy, offsets, self.tokens, w_dtype));
-        LinearGrads { x: dx, w: dw, bias }
+impl<B: Nvfp4GroupedOps> Grouping<B> for Groups<B> {
+    fn rows(
+        &self,
+        x: FloatTensor<B>,
+        spec: &OperandSpec,
+        axis: PackedAxis,
+        dtype: FloatDType,
+    ) -> Operand<B> {
+        tokens::<B>(x, &self.offsets, spec, axis, dtype)
     }
-}
 
-/// The output, and what its backward needs of `x` and `w`.
-fn forward<B: Nvfp4GroupedOps>(
-    x: FloatTensor<B>,
-    w: FloatTensor<B>,
-    bias: Bias<B>,
-    offsets: IntTensor<B>,
-    spec: LinearSpec,
-    tracked: Tracked,
-) -> (FloatTensor<B>, Saved<B>) {
-    let x_dtype = float_dtype(x.dtype());
-    let w_dtype = float_dtype(w.dtype());
-    let count = x.shape()[0];
-    let (x, saved_x) = match (tracked.w, spec.source) {
-        (false, _) => (
-            tokens::<B>(x, &offsets, &spec.fprop_x, PackedAxis::Cols, x_dtype),
-            None,
-        ),
-        (true, BackwardSource::Original) => {
-            let (row, col) = (spec.fprop_x, spec.wgrad_x);
-            let (x, saved) = tokens_both::<B>(x, &offsets, &row, &col, x_dtype);
-            (x, Some(saved))
-        }
-        (true, BackwardSource::Forward) => {
-            let x = tokens::<B>(x, &offsets, &spec.fprop_x, PackedAxis::Cols, x_dtype);
-            let saved = tokens_again::<B>(x.clone(), &offsets, &spec.wgrad_x, x_dtype);
-            (x, Some(saved))
-        }
-    };
-    let (w, saved_w) = weight::<B>(w, &spec, tracked.x, x_dtype);
-    let y = B::nvfp4_group_rows(x, w, bias, offsets.clone(), x_dtype);
-    let saved = Saved {
-        x: saved_x,
-        w: saved_w,
-        offsets,
-        tokens: count,
-        x_dtype,
-        w_dtype,
-        bias_dtype: tracked.bias,
-        spec,
-    };
-    (y, saved)
-}
+    fn rows_both(
+        &self,
+        x: FloatTensor<B>,
+        row: &OperandSpec,
+        col: &OperandSpec,
+        dtype: FloatDType,
+    ) -> (Operand<B>, Operand<B>) {
+        tokens_both::<B>(x, &self.offsets, row, col, dtype)
+    }
 
-/// The stack for the forward, and for dgrad if `x_tracked` says that it will be asked for.
-fn weight<B: Nvfp4GroupedOps>(
-    w: FloatTensor<B>,
-    spec: &LinearSpec,
-    x_tracked: bool,
-    dtype: FloatDType,
-) -> (Operand<B>, Option<Operand<B>>) {
-    let (fprop, dgrad) = (&spec.fprop_w, &spec.dgrad_w);
-    if !x_tracked {
-        return (stack::<B>(w, fprop, PackedAxis::Rows, dtype), None);
+    fn rows_again(
+        &self,
+        forward: Operand<B>,
+        spec: &OperandSpec,
+        dtype: FloatDType,
+    ) -> Operand<B> {
+        tokens_again::<B>(forward, &self.offsets, spec, dtype)
     }
-    let is_twin = spec.source == BackwardSource::Original
-        || matches!((fprop, dgrad), (OperandSpec::Tiles(a), OperandSpec::Tiles(b)) if a == b);
-    if is_twin {
-        let (row, col) = stack_both::<B>(w, dgrad, fprop, dtype);
-        return (col, Some(row));
+
+    fn weight(
+        &self,
+        w: FloatTensor<B>,
+        spec: &OperandSpec,
+        axis: PackedAxis,
+        dtype: FloatDType,
+    ) -> Operand<B> {
+        stack::<B>(w, spec, axis, dtype)
     }
-    let experts = w.shape()[0];
-    let forward = stack::<B>(w, fprop, PackedAxis::Rows, dtype);
-    let backward = stack_again::<B>(forward.clone(), experts, dgrad, dtype);
-    (forward, Some(backward))
+
+    fn weight_both(
+        &self,
+        w: FloatTensor<B>,
+        row: &OperandSpec,
+        col: &OperandSpec,
+        dtype: FloatDType,
+    ) -> (Operand<B>, Operand<B>) {
+        stack_both::<B>(w, row, col, dtype)
+    }
+
+    fn weight_again(
+        &self,
+        forward: Operand<B>,
+        spec: &OperandSpec,
+        dtype: FloatDType,
+    ) -> Operand<B> {
+        let experts = self.offsets.shape()[0] - 1;
+        stack_again::<B>(forward, experts, spec, dtype)
+    }
+
+    fn product(
+        &self,
+        x: Operand<B>,
+        w: Operand<B>,
+        bias: Bias<B>,
+        dtype: FloatDType,
+    ) -> FloatTensor<B> {
+        B::nvfp4_group_rows(x, w, bias, self.offsets.clone(), dtype)
+    }
+
+    fn weight_grad(&self, x: Operand<B>, dy: Operand<B>, dtype: FloatDType) -> FloatTensor<B> {
+        B::nvfp4_group_depth(x, dy, self.offsets.clone(), self.tokens, dtype)
+    }
+
+    fn bias_grad(&self, dy: FloatTensor<B>) -> FloatTensor<B> {
+        B::nvfp4_group_sums(dy, self.offsets.clone())
+    }
+
+    fn offsets(&self) -> Option<&IntTensor<B>> {
+        Some(&self.offsets)
+    }
 }
 
 /// What a gather keeps until its backward.
@@ -318,9 +290,21 @@ impl<B: Nvfp4GroupedOps, C: CheckpointStrategy> Nvfp4GroupedOps for Autodiff<B, 
         bias: Bias<Self>,
         offsets: IntTensor<Self>,
         spec: LinearSpec,
+        context: LinearContext,
     ) -> FloatTensor<Self> {
+        let (w_node, tokens) = (w.id().value, x.shape()[0]);
         linear(x, w, bias, |x, w, bias, tracked| {
-            forward::<B>(x, w, bias, offsets, spec, tracked)
+            let product = Product {
+                x,
+                w,
+                bias,
+                spec,
+                context,
+                w_node,
+                tracked,
+                grouping: Groups { offsets, tokens },
+            };
+            product.forward()
         })
     }
 

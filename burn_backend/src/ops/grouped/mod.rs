@@ -46,8 +46,8 @@ use nvfp4_kernels::{BLOCK, Hadamard, PackedAxis};
 
 use super::operands::cast;
 use super::{
-    Bias, CopySpec, LinearSpec, Nvfp4Ops, Operand, Packed, PackedPair, PairSpec, QuantizeSpec,
-    float_dtype,
+    Bias, CopySpec, LinearContext, LinearSpec, Nvfp4Ops, Operand, Packed, PackedPair, PairSpec,
+    QuantizeSpec, float_dtype,
 };
 
 #[cfg(any(feature = "flex", feature = "cubecl-backend"))]
@@ -177,7 +177,9 @@ pub trait Nvfp4GroupedOps: Nvfp4Ops {
         #[extension_type] bias: Bias<Self>,
         offsets: IntTensor<Self>,
         spec: LinearSpec,
+        context: LinearContext,
     ) -> FloatTensor<Self> {
+        let _ = context;
         let dtype = float_dtype(x.dtype());
         let x = operands::tokens::<Self>(x, &offsets, &spec.fprop_x, PackedAxis::Cols, dtype);
         let w = operands::stack::<Self>(w, &spec.fprop_w, PackedAxis::Rows, dtype);

@@ -1,0 +1,383 @@
+//! What a linear layer computes when gradients will be asked for: the operands of its three products, made
+//! once each, kept until the backward, and, for the weight, until it changes.
+//!
+//! One implementation for a weight that multiplies all rows and for a stack of them, one for each group of
+//! rows: a [`Grouping`] makes the operands and multiplies them.
+
+use burn_core::backend::{Backend, TensorMetadata, tensor::FloatTensor, tensor::IntTensor};
+use burn_core::tensor::{FloatDType, Shape};
+use nvfp4_kernels::PackedAxis;
+
+use super::autodiff::{GradientsOf, LinearGrads, Tracked};
+use super::context::WeightKey;
+use super::operands::{again, both, cast, one};
+use super::{
+    BackwardSource, Bias, LinearContext, LinearSpec, Nvfp4Ops, Operand, OperandSpec, float_dtype,
+};
+use crate::telemetry::{Probe, Source};
+
+/// Which rows of the input a weight multiplies, and with what operations.
+///
+/// `dtype` is the type of the activations, which operands that are not quantized have.
+pub(crate) trait Grouping<B: Nvfp4Ops>: Clone + Send + std::fmt::Debug + 'static {
+    /// The operand of `x`, or of its gradient, contracted along `axis`.
+    fn rows(
+        &self,
+        x: FloatTensor<B>,
+        spec: &OperandSpec,
+        axis: PackedAxis,
+        dtype: FloatDType,
+    ) -> Operand<B>;
+
+    /// Both of them: row-wise, column-wise.
+    fn rows_both(
+        &self,
+        x: FloatTensor<B>,
+        row: &OperandSpec,
+        col: &OperandSpec,
+        dtype: FloatDType,
+    ) -> (Operand<B>, Operand<B>);
+
+    /// The operand along the rows, of the values that the row-wise operand `forward` stands for.
+    fn rows_again(
+        &self,
+        forward: Operand<B>,
+        spec: &OperandSpec,
+        dtype: FloatDType,
+    ) -> Operand<B>;
+
+    /// The operand of the weight, contracted along `axis`.
+    fn weight(
+        &self,
+        w: FloatTensor<B>,
+        spec: &OperandSpec,
+        axis: PackedAxis,
+        dtype: FloatDType,
+    ) -> Operand<B>;
+
+    /// Both of them: row-wise, column-wise.
+    fn weight_both(
+        &self,
+        w: FloatTensor<B>,
+        row: &OperandSpec,
+        col: &OperandSpec,
+        dtype: FloatDType,
+    ) -> (Operand<B>, Operand<B>);
+
+    /// The row-wise operand, of the values that the column-wise operand `forward` stands for.
+    fn weight_again(
+        &self,
+        forward: Operand<B>,
+        spec: &OperandSpec,
+        dtype: FloatDType,
+    ) -> Operand<B>;
+
+    /// The product of rows with the weight.
+    fn product(&self, x: Operand<B>, w: Operand<B>, bias: Bias<B>, dtype: FloatDType)
+    -> FloatTensor<B>;
+
+    /// The product along the rows: the gradient of the weight.
+    fn weight_grad(&self, x: Operand<B>, dy: Operand<B>, dtype: FloatDType) -> FloatTensor<B>;
+
+    /// The sum of `dy` over the rows of each bias, in `f32`.
+    fn bias_grad(&self, dy: FloatTensor<B>) -> FloatTensor<B>;
+
+    /// Where each group of rows begins, if there are groups.
+    fn offsets(&self) -> Option<&IntTensor<B>>;
+}
+
+/// One weight for all rows.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Ungrouped;
+
+impl<B: Nvfp4Ops> Grouping<B> for Ungrouped {
+    fn rows(
+        &self,
+        x: FloatTensor<B>,
+        spec: &OperandSpec,
+        axis: PackedAxis,
+        dtype: FloatDType,
+    ) -> Operand<B> {
+        one::<B>(x, spec, axis, dtype)
+    }
+
+    fn rows_both(
+        &self,
+        x: FloatTensor<B>,
+        row: &OperandSpec,
+        col: &OperandSpec,
+        dtype: FloatDType,
+    ) -> (Operand<B>, Operand<B>) {
+        both::<B>(x, row, col, dtype)
+    }
+
+    fn rows_again(
+        &self,
+        forward: Operand<B>,
+        spec: &OperandSpec,
+        dtype: FloatDType,
+    ) -> Operand<B> {
+        again::<B>(forward, spec, PackedAxis::Rows, dtype)
+    }
+
+    fn weight(
+        &self,
+        w: FloatTensor<B>,
+        spec: &OperandSpec,
+        axis: PackedAxis,
+        dtype: FloatDType,
+    ) -> Operand<B> {
+        one::<B>(w, spec, axis, dtype)
+    }
+
+    fn weight_both(
+        &self,
+        w: FloatTensor<B>,
+        row: &OperandSpec,
+        col: &OperandSpec,
+        dtype: FloatDType,
+    ) -> (Operand<B>, Operand<B>) {
+        both::<B>(w, row, col, dtype)
+    }
+
+    fn weight_again(
+        &self,
+        forward: Operand<B>,
+        spec: &OperandSpec,
+        dtype: FloatDType,
+    ) -> Operand<B> {
+        again::<B>(forward, spec, PackedAxis::Cols, dtype)
+    }
+
+    fn product(
+        &self,
+        x: Operand<B>,
+        w: Operand<B>,
+        bias: Bias<B>,
+        dtype: FloatDType,
+    ) -> FloatTensor<B> {
+        B::nvfp4_product(x, w, bias, dtype)
+    }
+
+    fn weight_grad(&self, x: Operand<B>, dy: Operand<B>, dtype: FloatDType) -> FloatTensor<B> {
+        B::nvfp4_product(x, dy, Bias::Absent, dtype)
+    }
+
+    /// One sum for each feature leaves a GPU idle. The rows are summed in two steps: the first has up to
+    /// 256 times as many sums.
+    fn bias_grad(&self, dy: FloatTensor<B>) -> FloatTensor<B> {
+        let [rows, features] = [dy.shape()[0], dy.shape()[1]];
+        let dy = cast::<B>(dy, FloatDType::F32);
+        let parts = 1 << rows.trailing_zeros().min(8);
+        let sums = match rows {
+            0 => dy,
+            _ => {
+                let dy = B::float_reshape(dy, Shape::new([rows / parts, parts, features]));
+                B::float_reshape(B::float_sum_dim(dy, 0), Shape::new([parts, features]))
+            }
+        };
+        B::float_reshape(B::float_sum_dim(sums, 0), Shape::new([features]))
+    }
+
+    fn offsets(&self) -> Option<&IntTensor<B>> {
+        None
+    }
+}
+
+/// What a tracked product keeps until its backward: the operands of the backward's products, in
+/// their formats, and nothing else.
+#[derive(Clone, Debug)]
+pub(crate) struct Saved<B: Backend, G = Ungrouped> {
+    /// `x` for wgrad, if the weight needs a gradient.
+    x: Option<Operand<B>>,
+    /// `w` for dgrad, if the input needs a gradient.
+    pub(crate) w: Option<Operand<B>>,
+    x_dtype: FloatDType,
+    w_dtype: FloatDType,
+    /// Type of the bias, if there is one and it needs a gradient.
+    bias_dtype: Option<FloatDType>,
+    spec: LinearSpec,
+    probe: Option<Probe>,
+    grouping: G,
+}
+
+impl<B: Nvfp4Ops, G: Grouping<B>> GradientsOf<B> for Saved<B, G> {
+    fn backward(self, dy: FloatTensor<B>) -> LinearGrads<B> {
+        let (spec, dtype, grouping) = (self.spec, self.x_dtype, &self.grouping);
+        let bias = self
+            .bias_dtype
+            .map(|dtype| cast::<B>(grouping.bias_grad(dy.clone()), dtype));
+        let (row, col) = (spec.dgrad_dy, spec.wgrad_dy);
+        let probed = self.probe.as_ref().map(|probe| (probe, dy.clone()));
+        let (dy_row, dy_col) = match (&self.w, &self.x) {
+            (Some(_), Some(_)) => {
+                let (row, col) = grouping.rows_both(dy, &row, &col, dtype);
+                (Some(row), Some(col))
+            }
+            (Some(_), None) => (
+                Some(grouping.rows(dy, &row, PackedAxis::Cols, dtype)),
+                None,
+            ),
+            (None, Some(_)) => (
+                None,
+                Some(grouping.rows(dy, &col, PackedAxis::Rows, dtype)),
+            ),
+            (None, None) => (None, None),
+        };
+        if let (Some((probe, dy)), Some(operand)) = (probed, &dy_row) {
+            let source = Source::rows("dgrad.dy", dy, grouping.offsets());
+            probe.look(source, operand, &row);
+        }
+        let x = dy_row
+            .zip(self.w)
+            .map(|(dy, w)| grouping.product(dy, w, Bias::Absent, self.x_dtype));
+        let w = self
+            .x
+            .zip(dy_col)
+            .map(|(x, dy)| grouping.weight_grad(x, dy, self.w_dtype));
+        LinearGrads { x, w, bias }
+    }
+}
+
+/// A product to compute, with what decides what else is kept of it.
+pub(crate) struct Product<B: Nvfp4Ops, G> {
+    pub(crate) x: FloatTensor<B>,
+    pub(crate) w: FloatTensor<B>,
+    pub(crate) bias: Bias<B>,
+    pub(crate) spec: LinearSpec,
+    pub(crate) context: LinearContext,
+    /// Identity of `w`, of which something may be kept.
+    pub(crate) w_node: u64,
+    /// An operand that only an unwanted gradient would read is not made.
+    pub(crate) tracked: Tracked,
+    pub(crate) grouping: G,
+}
+
+impl<B: Nvfp4Ops, G: Grouping<B>> Product<B, G> {
+    /// The output, and what its backward needs of `x` and `w`.
+    pub(crate) fn forward(self) -> (FloatTensor<B>, Saved<B, G>) {
+        let x_dtype = float_dtype(self.x.dtype());
+        let w_dtype = float_dtype(self.w.dtype());
+        let (spec, grouping) = (self.spec, &self.grouping);
+        let (w, saved_w) = self.weight(x_dtype);
+        let probe = self.context.probe.clone();
+        let probed = probe.as_ref().map(|probe| (probe, self.x.clone()));
+        if let Some(probe) = &probe {
+            let source = Source::weight("fprop.w", self.w.clone());
+            probe.look(source, &w, &spec.fprop_w);
+        }
+        let (x, saved_x) = match (self.tracked.w, spec.source) {
+            (false, _) => (
+                grouping.rows(self.x, &spec.fprop_x, PackedAxis::Cols, x_dtype),
+                None,
+            ),
+            (true, BackwardSource::Original) => {
+                let (row, col) = (&spec.fprop_x, &spec.wgrad_x);
+                let (x, saved) = grouping.rows_both(self.x, row, col, x_dtype);
+                (x, Some(saved))
+            }
+            (true, BackwardSource::Forward) => {
+                let x = grouping.rows(self.x, &spec.fprop_x, PackedAxis::Cols, x_dtype);
+                let saved = grouping.rows_again(x.clone(), &spec.wgrad_x, x_dtype);
+                (x, Some(saved))
+            }
+        };
+        if let Some((probe, x_source)) = probed {
+            let source = Source::rows("fprop.x", x_source, grouping.offsets());
+            probe.look(source, &x, &spec.fprop_x);
+        }
+        let y = grouping.product(x, w, self.bias, x_dtype);
+        let saved = Saved {
+            x: saved_x,
+            w: saved_w,
+            x_dtype,
+            w_dtype,
+            bias_dtype: self.tracked.bias,
+            spec,
+            probe,
+            grouping: self.grouping,
+        };
+        (y, saved)
+    }
+
+    /// `w` for the forward, and for dgrad if that will be asked for.
+    fn weight(&self, dtype: FloatDType) -> (Operand<B>, Option<Operand<B>>) {
+        let LinearSpec {
+            fprop_w,
+            dgrad_w,
+            source,
+            ..
+        } = self.spec;
+        // What is not quantized is not worth keeping, and what is drawn is drawn afresh.
+        let cache = self
+            .context
+            .weights
+            .as_ref()
+            .filter(|_| fprop_w.is_deterministic() && fprop_w != OperandSpec::HighPrecision);
+        let device = cache.map(|_| format!("{:?}", self.w.device()));
+        let key = WeightKey {
+            node: self.w_node,
+            dtype,
+            spec: LinearSpec {
+                fprop_w,
+                dgrad_w,
+                source,
+                ..LinearSpec::high_precision()
+            },
+        };
+        type Kept<B> = (Operand<B>, Option<Operand<B>>);
+        let kept: Option<Kept<B>> = cache
+            .zip(device.as_deref())
+            .and_then(|(cache, device)| cache.get(device, &key));
+        let (forward, backward) = match kept {
+            Some((forward, Some(backward))) => (forward, Some(backward)),
+            Some((forward, None)) if !self.tracked.x => (forward, None),
+            Some((forward, None)) if !dgrad_w.is_deterministic() => {
+                let backward = self.dgrad_weight(&forward, dtype);
+                return (forward, Some(backward));
+            }
+            _ => {
+                let made = self.fresh_weight(dtype);
+                if let Some((cache, device)) = cache.zip(device) {
+                    let (forward, backward) = made.clone();
+                    let backward = backward.filter(|_| dgrad_w.is_deterministic());
+                    cache.put(&device, key, (forward, backward));
+                }
+                made
+            }
+        };
+        (forward, backward.filter(|_| self.tracked.x))
+    }
+
+    /// `w` for the forward, and for dgrad if that will be asked for, of which nothing is kept.
+    fn fresh_weight(&self, dtype: FloatDType) -> (Operand<B>, Option<Operand<B>>) {
+        let LinearSpec {
+            fprop_w,
+            dgrad_w,
+            source,
+            ..
+        } = &self.spec;
+        let is_twin = *source == BackwardSource::Original
+            || matches!((fprop_w, dgrad_w),
+                (OperandSpec::Tiles(a), OperandSpec::Tiles(b)) if a == b);
+        let w = self.w.clone();
+        if self.tracked.x && is_twin {
+            let (row, col) = self.grouping.weight_both(w, dgrad_w, fprop_w, dtype);
+            return (col, Some(row));
+        }
+        let forward = self.grouping.weight(w, fprop_w, PackedAxis::Rows, dtype);
+        let backward = (self.tracked.x).then(|| self.dgrad_weight(&forward, dtype));
+        (forward, backward)
+    }
+
+    /// `w` for dgrad, given what the forward multiplies.
+    fn dgrad_weight(&self, forward: &Operand<B>, dtype: FloatDType) -> Operand<B> {
+        let (spec, grouping) = (&self.spec.dgrad_w, &self.grouping);
+        match self.spec.source {
+            BackwardSource::Original => {
+                grouping.weight(self.w.clone(), spec, PackedAxis::Cols, dtype)
+            }
+            BackwardSource::Forward => grouping.weight_again(forward.clone(), spec, dtype),
+        }
+    }
+}
