@@ -2,6 +2,7 @@
 
 use std::path::PathBuf;
 use std::process::ExitCode;
+use std::time::Instant;
 
 use anyhow::{Result, ensure};
 use burn::tensor::Device;
@@ -101,7 +102,15 @@ impl CostOfSteps {
         let mut results = Vec::new();
         println!("{}", header());
         for recipe in recipes {
+            let started = Instant::now();
             let figure = figure(&config, recipe, &device, effort)?;
+            let Cost { built, warmed, .. } = figure.cost;
+            let measured = started.elapsed().as_secs_f64() - built - warmed;
+            eprintln!(
+                "{}: built in {built:.1} s, warmed up (kernels compiled) in {warmed:.1} s, measured in \
+                 {measured:.1} s",
+                figure.recipe
+            );
             println!("{}", line(&figure));
             results.push(figure);
             release(&device);

@@ -33,6 +33,10 @@ pub struct Effort {
 pub struct Cost {
     /// Bytes of text in a step.
     pub tokens: usize,
+    /// Seconds that the model took to build, its weights drawn on the host.
+    pub built: f64,
+    /// Seconds of the steps before the first round: most of them are spent compiling kernels.
+    pub warmed: f64,
     /// Seconds of a step, the mean of each round.
     pub seconds: Vec<f64>,
     /// Device memory of a step, where it is known.
@@ -204,7 +208,9 @@ pub fn measure<M: LanguageModel>(
         ensure!(value > 0, "{name} is 0, but it must be at least 1");
     }
     config.check()?;
+    let started = Instant::now();
     let model = M::build(config, recipe, &device.clone().autodiff())?;
+    let built = started.elapsed().as_secs_f64();
     let optimizer = AdamW::new(config.weight_decay, config.grad_clip);
     let mut rank = Rank::new(device.clone().autodiff(), model, optimizer);
     let mut number = 0;
@@ -219,7 +225,9 @@ pub fn measure<M: LanguageModel>(
         let losses = rank.losses();
         (started.elapsed().as_secs_f64() / count as f64, losses)
     };
+    let started = Instant::now();
     take(effort.warm);
+    let warmed = started.elapsed().as_secs_f64();
     let mut seconds = Vec::with_capacity(effort.rounds);
     for _ in 0..effort.rounds {
         let (each, losses) = take(effort.steps);
@@ -234,6 +242,8 @@ pub fn measure<M: LanguageModel>(
     });
     Ok(Cost {
         tokens: config.batch * config.context,
+        built,
+        warmed,
         seconds,
         memory,
         kernels,
@@ -459,6 +469,8 @@ mod tests {
         };
         let cost = Cost {
             tokens: 100,
+            built: 0.5,
+            warmed: 9.0,
             seconds: vec![4.0, 1.0, 2.0],
             memory: None,
             kernels: vec![

@@ -197,10 +197,7 @@ impl Nvfp4Moe {
             .matmul(router.unsqueeze::<3>())
             .reshape([tokens, experts]);
         let probabilities = softmax(logits.clone(), 1);
-        let (_, chosen) = probabilities
-            .clone()
-            .detach()
-            .topk_with_indices(self.top_k, 1);
+        let chosen = most_probable(probabilities.clone(), self.top_k);
         let mut weights = probabilities.clone().gather(1, chosen.clone());
         if self.normalize && self.top_k > 1 {
             weights = weights.clone() / weights.sum_dim(1);
@@ -234,6 +231,20 @@ impl Nvfp4Moe {
     pub fn forward<const D: usize>(&self, x: Tensor<D>) -> MoeOutput<D> {
         or_panic("Nvfp4Moe::forward", self.try_forward(x))
     }
+}
+
+/// The `count` experts of each token with the largest probabilities (`[tokens, experts]`), the largest
+/// first: `[tokens, count]`. All of them come in their own order.
+///
+/// Only their numbers are asked for: with the values, or under autodiff, Burn reads the probabilities back
+/// and sorts them on the host, and the device waits. That kernel leaves at least one out.
+fn most_probable(probabilities: Tensor<2>, count: usize) -> Tensor<2, Int> {
+    let [tokens, experts] = probabilities.dims();
+    if count == experts {
+        let all = Tensor::<1, Int>::arange(0..experts as i64, &probabilities.device());
+        return all.reshape([1, experts]).expand([tokens, experts]);
+    }
+    probabilities.detach().argtopk(count, 1)
 }
 
 /// A power of two, at most `2^log`, that divides `rows`.

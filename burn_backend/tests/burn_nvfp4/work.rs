@@ -281,7 +281,6 @@ fn is_quantized_once_until_it_changes<L: Module>(
 
 #[test]
 fn a_weight_is_quantized_once_until_it_changes() {
-    flex_only!();
     let _alone = collect();
     const WIDTHS: [usize; 2] = [80, 176];
     let device = device().autodiff();
@@ -308,7 +307,6 @@ fn a_weight_is_quantized_once_until_it_changes() {
 /// All experts' weights together; one of the experts has no tokens.
 #[test]
 fn experts_are_quantized_once_until_they_change() {
-    flex_only!();
     let _alone = collect();
     const SIZES: [usize; 3] = [3, 48, 112];
     let [experts, d_in, d_out] = SIZES;
