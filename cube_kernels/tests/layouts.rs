@@ -9,7 +9,8 @@ mod device;
 use common::Generator;
 use cubecl::prelude::*;
 use device::{
-    DeviceElement, assert_bytes, read_bytes, read_matrix, read_u32, upload, upload_bytes,
+    DeviceElement, assert_bytes, assert_floats, read_bytes, read_matrix, read_u32, upload,
+    upload_bytes,
 };
 use half::{bf16, f16};
 use nvfp4_kernels::{
@@ -300,6 +301,98 @@ fn padding_f16() {
     check_padding::<f16>(&client!("padding_f16"));
 }
 
+/// Rows by number, added up with weights and without, and the gradients. Values and weights have so few
+/// digits that products are exact: sums in the order of the specification have its bits.
+fn check_rows_by_number<T: DeviceElement>(client: &Client) {
+    for (tokens, copies, cols) in [(37, 2, 64), (5, 1, 6), (9, 3, 2072), (0, 2, 16)] {
+        let what = format!("{tokens} x {copies} rows of {cols} {:?}", T::KIND);
+        let slots = tokens * copies;
+        let mut random = Generator::new(slots as u32);
+        let mut matrix = |rows: usize| -> Vec<T> {
+            let values = (0..rows * cols).map(|_| bf16::from_f32(random.normal()));
+            values.map(|value| T::from_f32(value.to_f32())).collect()
+        };
+        let (x, grad) = (matrix(slots), matrix(tokens));
+        let weights: Vec<f32> = (0..slots).map(|i| (i % 13) as f32 / 16.0 - 0.25).collect();
+        // A permutation: 5 divides none of the numbers of rows but 5, which is left as it is.
+        let step = if slots == 5 { 1 } else { 5 };
+        let places: Vec<u32> = (0..slots).map(|i| (i * step % slots) as u32).collect();
+        let mut choices = vec![0u32; slots];
+        for (choice, &place) in places.iter().enumerate() {
+            choices[place as usize] = choice as u32;
+        }
+        let x_there = upload(client, &x, slots, cols);
+        let handle = |words: &[u32]| upload_bytes(client, bytemuck::cast_slice(words));
+        let weights_there = upload_bytes(client, bytemuck::cast_slice(&weights));
+        let row = |matrix: &[T], row: usize| -> Vec<f32> {
+            let row = &matrix[row * cols..(row + 1) * cols];
+            row.iter().map(|value| value.to_f32()).collect()
+        };
+        for weighted in [false, true] {
+            // A number too large names no row.
+            let mut places = places.clone();
+            if let Some(place) = places.last_mut() {
+                *place = u32::MAX;
+            }
+            let weights_there = weighted.then_some(&weights_there);
+            let shape = (tokens, copies);
+            let found = ops::combine_rows(client, &x_there, &handle(&places), weights_there, shape)
+                .unwrap();
+            assert_eq!((found.rows, found.cols), (tokens, cols), "{what}");
+            let mut expected = Vec::with_capacity(tokens * cols);
+            for token in 0..tokens {
+                let mut sums = vec![-0f32; cols];
+                for choice in token * copies..(token + 1) * copies {
+                    if let Some(place) = Some(places[choice] as usize).filter(|p| *p < slots) {
+                        let weight = if weighted { weights[choice] } else { 1.0 };
+                        for (sum, value) in sums.iter_mut().zip(row(&x, place)) {
+                            *sum += weight * value;
+                        }
+                    }
+                }
+                expected.extend(sums.into_iter().map(T::from_f32));
+            }
+            assert_floats(&read_matrix::<T>(client, &found), &expected, &what);
+        }
+        let (by_rows, by_weights) = ops::combine_rows_backward(
+            client,
+            &upload(client, &grad, tokens, cols),
+            &x_there,
+            &handle(&choices),
+            &weights_there,
+            copies,
+        )
+        .unwrap();
+        let by_rows = read_matrix::<T>(client, &by_rows);
+        let by_weights = read_u32(client, &by_weights, slots);
+        for (choice, &place) in places.iter().enumerate() {
+            let (grad, own) = (row(&grad, choice / copies), row(&x, place as usize));
+            let scaled = grad
+                .iter()
+                .map(|value| T::from_f32(weights[choice] * value));
+            let found = &by_rows[place as usize * cols..][..cols];
+            assert_floats(found, &scaled.collect::<Vec<_>>(), &what);
+            let terms = || grad.iter().zip(&own).map(|(g, x)| f64::from(g * x));
+            let (sum, size) = (terms().sum::<f64>(), terms().map(f64::abs).sum::<f64>());
+            let found = f64::from(f32::from_bits(by_weights[choice]));
+            // Any order of the additions.
+            let bound = cols as f64 * 2f64.powi(-24) * size;
+            assert!(
+                (found - sum).abs() <= bound,
+                "{what}: {choice}: {found}, expected {sum}"
+            );
+        }
+    }
+}
+
+#[test]
+fn rows_by_number() {
+    let client = client!("rows_by_number");
+    check_rows_by_number::<f32>(&client);
+    check_rows_by_number::<bf16>(&client);
+    check_rows_by_number::<f16>(&client);
+}
+
 /// More than 2^31 bytes, on a GPU: there and back, and the last tile by the formula.
 #[test]
 fn more_bytes_than_32_bits_index() {
@@ -390,4 +483,12 @@ fn errors_name_the_argument() {
     assert!(error.contains("padded") && error.contains("16"), "{error}");
     let error = name(ops::swizzle_block_groups(&client, &small, 8, 8, 0, &groups).unwrap_err());
     assert!(error.contains("elements"), "{error}");
+    let odd = Matrix::empty(&client, 4, 7, FloatKind::Bf16);
+    let error = name(ops::combine_rows(&client, &odd, &small, None, (1, 1)).unwrap_err());
+    assert!(error.contains("`x`") && error.contains("even"), "{error}");
+    let error = name(ops::combine_rows(&client, &x, &small, None, (2, 2)).unwrap_err());
+    assert!(error.contains("places") && error.contains("16"), "{error}");
+    let error = ops::combine_rows_backward(&client, &x, &x, &small, &small, 2).unwrap_err();
+    let error = name(error);
+    assert!(error.contains("`x`") && error.contains("8 x 8"), "{error}");
 }

@@ -105,6 +105,47 @@ fn sources(conversion: Conversion) -> Vec<Source> {
             kind,
             elem
         );
+        for (address, width) in [(AddressType::U32, 4), (AddressType::U64, 1)] {
+            for weighted in [false, true] {
+                add!(
+                    format!("{tag}-{address:?}-{width}-{weighted}"),
+                    NONE,
+                    combine_rows_kernel,
+                    address,
+                    width,
+                    b(n),
+                    b(n),
+                    b(n),
+                    b(n),
+                    rows,
+                    rows,
+                    cols,
+                    2,
+                    weighted,
+                    kind,
+                    conversion,
+                );
+            }
+            add!(
+                format!("{tag}-{address:?}-{width}"),
+                NONE,
+                combine_rows_backward_kernel,
+                address,
+                width,
+                b(n),
+                b(n),
+                b(n),
+                b(n),
+                b(n),
+                b(n),
+                rows,
+                cols,
+                2,
+                true,
+                kind,
+                conversion,
+            );
+        }
     }
     for address in [AddressType::U32, AddressType::U64] {
         let tag = format!("{address:?}");

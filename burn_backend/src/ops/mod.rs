@@ -23,7 +23,9 @@ use nvfp4_kernels::PackedAxis;
 
 pub use context::LinearContext;
 pub(crate) use context::WeightCache;
-pub use grouped::{GroupPairSpec, Nvfp4GroupedOps};
+#[cfg(feature = "cubecl-backend")]
+pub use grouped::RowGradientsMetadata;
+pub use grouped::{GroupPairSpec, Nvfp4GroupedOps, RowGradients};
 pub use packed::{
     Bias, GlobalScaling, MxLayout, MxPacked, Operand, Packed, PackedLayout, PackedPair,
 };

@@ -39,12 +39,7 @@ pub(crate) trait Grouping<B: Nvfp4Ops>: Clone + Send + std::fmt::Debug + 'static
     ) -> (Operand<B>, Operand<B>);
 
     /// The operand along the rows, of the values that the row-wise operand `forward` stands for.
-    fn rows_again(
-        &self,
-        forward: Operand<B>,
-        spec: &OperandSpec,
-        dtype: FloatDType,
-    ) -> Operand<B>;
+    fn rows_again(&self, forward: Operand<B>, spec: &OperandSpec, dtype: FloatDType) -> Operand<B>;
 
     /// The operand of the weight, contracted along `axis`.
     fn weight(
@@ -73,8 +68,13 @@ pub(crate) trait Grouping<B: Nvfp4Ops>: Clone + Send + std::fmt::Debug + 'static
     ) -> Operand<B>;
 
     /// The product of rows with the weight.
-    fn product(&self, x: Operand<B>, w: Operand<B>, bias: Bias<B>, dtype: FloatDType)
-    -> FloatTensor<B>;
+    fn product(
+        &self,
+        x: Operand<B>,
+        w: Operand<B>,
+        bias: Bias<B>,
+        dtype: FloatDType,
+    ) -> FloatTensor<B>;
 
     /// The product along the rows: the gradient of the weight.
     fn weight_grad(&self, x: Operand<B>, dy: Operand<B>, dtype: FloatDType) -> FloatTensor<B>;
@@ -111,12 +111,7 @@ impl<B: Nvfp4Ops> Grouping<B> for Ungrouped {
         both::<B>(x, row, col, dtype)
     }
 
-    fn rows_again(
-        &self,
-        forward: Operand<B>,
-        spec: &OperandSpec,
-        dtype: FloatDType,
-    ) -> Operand<B> {
+    fn rows_again(&self, forward: Operand<B>, spec: &OperandSpec, dtype: FloatDType) -> Operand<B> {
         again::<B>(forward, spec, PackedAxis::Rows, dtype)
     }
 
@@ -214,14 +209,8 @@ impl<B: Nvfp4Ops, G: Grouping<B>> GradientsOf<B> for Saved<B, G> {
                 let (row, col) = grouping.rows_both(dy, &row, &col, dtype);
                 (Some(row), Some(col))
             }
-            (Some(_), None) => (
-                Some(grouping.rows(dy, &row, PackedAxis::Cols, dtype)),
-                None,
-            ),
-            (None, Some(_)) => (
-                None,
-                Some(grouping.rows(dy, &col, PackedAxis::Rows, dtype)),
-            ),
+            (Some(_), None) => (Some(grouping.rows(dy, &row, PackedAxis::Cols, dtype)), None),
+            (None, Some(_)) => (None, Some(grouping.rows(dy, &col, PackedAxis::Rows, dtype))),
             (None, None) => (None, None),
         };
         if let (Some((probe, dy)), Some(operand)) = (probed, &dy_row) {

@@ -290,8 +290,11 @@ impl Probe {
             matrix_rows: outer,
             offsets: offsets.map(|offsets| offsets.iter::<u32>().collect()),
         };
-        let picked = (0..count)
-            .flat_map(|matrix| (0..outer).step_by(step).map(move |row| matrix * outer + row));
+        let picked = (0..count).flat_map(|matrix| {
+            (0..outer)
+                .step_by(step)
+                .map(move |row| matrix * outer + row)
+        });
         let factors: Vec<Option<f32>> = picked
             .map(|row| maxima.of(row).map(|amax| amax / layout.scaling.range()))
             .collect();

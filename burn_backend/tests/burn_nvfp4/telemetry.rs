@@ -10,9 +10,7 @@ use burn_nvfp4::{
 use nvfp4_kernels::format::e2m1;
 use nvfp4_kernels::{BLOCK, PackedTensor, reference};
 
-use crate::common::{
-    Matrix, Operand, activation, device, skip_where_small_only, sqnr, values,
-};
+use crate::common::{Matrix, Operand, activation, device, skip_where_small_only, sqnr, values};
 
 const WIDTHS: [usize; 2] = [64, 48];
 
@@ -126,11 +124,13 @@ fn samples_of_experts_are_the_oracles() {
         let samples = telemetry.finish();
         let names: Vec<&str> = samples.iter().map(|sample| sample.operand).collect();
         assert_eq!(names, ["fprop.w", "fprop.x", "dgrad.dy"], "{preset}");
-        let packed = |matrix: Matrix, operand: &OperandSpec, axis| {
-            match matrix.operand(operand, axis, activation()) {
-                Operand::Nvfp4(packed) => (matrix, packed),
-                _ => panic!("{preset}: {operand:?}"),
-            }
+        let packed = |matrix: Matrix, operand: &OperandSpec, axis| match matrix.operand(
+            operand,
+            axis,
+            activation(),
+        ) {
+            Operand::Nvfp4(packed) => (matrix, packed),
+            _ => panic!("{preset}: {operand:?}"),
         };
         let mut end = 0;
         let tokens: Vec<_> = sizes

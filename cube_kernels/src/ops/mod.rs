@@ -31,6 +31,8 @@ mod quantize;
 #[allow(missing_docs)]
 mod random_bits;
 #[allow(missing_docs)]
+mod rows;
+#[allow(missing_docs)]
 mod swizzle;
 #[allow(missing_docs)]
 mod tile;
@@ -58,6 +60,7 @@ pub use quantize::{
     quantize_tile_with,
 };
 pub use random_bits::{answer_random_bits, has_stochastic_instruction};
+pub use rows::{combine_rows, combine_rows_backward};
 pub use swizzle::{
     swizzle, swizzle_batch, swizzle_block_groups, swizzle_row_groups, unswizzle, unswizzle_batch,
     unswizzle_block_groups, unswizzle_row_groups,
@@ -88,6 +91,7 @@ pub mod kernels {
         },
         quantize::{TilePlan, quantize_row_kernel, quantize_tiles_kernel},
         random_bits::random_bits_kernel,
+        rows::{combine_rows_backward_kernel, combine_rows_kernel},
         swizzle::{
             swizzle_block_groups_kernel, swizzle_kernel, unswizzle_block_groups_kernel,
             unswizzle_kernel,

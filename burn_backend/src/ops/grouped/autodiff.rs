@@ -3,7 +3,7 @@
 //! [`nvfp4_combine_rows`](Nvfp4GroupedOps::nvfp4_combine_rows).
 
 use burn_core::backend::{
-    Autodiff, AutodiffBackend, Backend, Scalar, TensorMetadata,
+    Autodiff, AutodiffBackend, Backend, TensorMetadata,
     autodiff::{
         checkpoint::{base::Checkpointer, strategy::CheckpointStrategy},
         grads::Gradients,
@@ -11,7 +11,7 @@ use burn_core::backend::{
     },
     tensor::{FloatTensor, IntTensor},
 };
-use burn_core::tensor::{FloatDType, Shape};
+use burn_core::tensor::FloatDType;
 
 use nvfp4_kernels::PackedAxis;
 
@@ -23,7 +23,7 @@ use super::super::{
     QuantizeSpec, float_dtype,
 };
 use super::operands::{stack, stack_again, stack_both, tokens, tokens_again, tokens_both};
-use super::{GroupPairSpec, Nvfp4GroupedOps, rows_at};
+use super::{GroupPairSpec, Nvfp4GroupedOps, RowGradients};
 
 /// A weight of its own for each group of `tokens` rows in all.
 #[derive(Clone, Debug)]
@@ -53,12 +53,7 @@ impl<B: Nvfp4GroupedOps> Grouping<B> for Groups<B> {
         tokens_both::<B>(x, &self.offsets, row, col, dtype)
     }
 
-    fn rows_again(
-        &self,
-        forward: Operand<B>,
-        spec: &OperandSpec,
-        dtype: FloatDType,
-    ) -> Operand<B> {
+    fn rows_again(&self, forward: Operand<B>, spec: &OperandSpec, dtype: FloatDType) -> Operand<B> {
         tokens_again::<B>(forward, &self.offsets, spec, dtype)
     }
 
@@ -136,11 +131,7 @@ impl<B: Nvfp4GroupedOps> Backward<B, 1> for GatherRows {
     ) {
         let dy = grads.consume::<B>(&ops.node);
         let inverse = ops.state.inverse;
-        let dtype = float_dtype(dy.dtype());
-        let dx = (0..inverse.shape()[1])
-            .map(|copy| rows_at::<B>(dy.clone(), inverse.clone(), copy))
-            .reduce(B::float_add)
-            .map(|sum| cast::<B>(sum, dtype));
+        let dx = Some(B::nvfp4_add_rows(dy, inverse));
         register::<B, _>(
             ops.parents.map(|node| node.map(|node| node.id)),
             [dx],
@@ -152,13 +143,10 @@ impl<B: Nvfp4GroupedOps> Backward<B, 1> for GatherRows {
 /// What a combination keeps until its backward.
 #[derive(Clone, Debug)]
 struct Combined<B: Backend> {
-    /// The rows, if the weights need a gradient.
-    y: Option<FloatTensor<B>>,
-    /// The weights, if the rows need a gradient.
-    weights: Option<FloatTensor<B>>,
+    y: FloatTensor<B>,
+    weights: FloatTensor<B>,
     places: IntTensor<B>,
     choices: IntTensor<B>,
-    y_dtype: FloatDType,
 }
 
 /// A weighted sum of rows: parents `[y, weights]`.
@@ -174,31 +162,15 @@ impl<B: Nvfp4GroupedOps> Backward<B, 2> for CombineRows {
         grads: &mut Gradients,
         _checkpointer: &mut Checkpointer,
     ) {
-        let dout = cast::<B>(grads.consume::<B>(&ops.node), FloatDType::F32);
         let Combined {
             y,
             weights,
             places,
             choices,
-            y_dtype,
         } = ops.state;
-        let [tokens, copies] = [places.shape()[0], places.shape()[1]];
-        let slots = tokens * copies;
-        // Each slot went to one token, with one weight.
-        let dy = weights.map(|weights| {
-            let weights = B::float_reshape(weights, Shape::new([slots, 1]));
-            let weights = B::float_select(weights, 0, choices.clone());
-            let token = B::int_div_scalar(choices, Scalar::from(copies as i64));
-            let rows = B::float_select(dout.clone(), 0, token);
-            cast::<B>(B::float_mul(rows, weights), y_dtype)
-        });
-        let dweights = y.map(|y| {
-            let columns = (0..copies).map(|copy| {
-                let picked = rows_at::<B>(y.clone(), places.clone(), copy);
-                B::float_sum_dim(B::float_mul(picked, dout.clone()), 1)
-            });
-            B::float_cat(columns.collect(), 1)
-        });
+        let dout = cast::<B>(grads.consume::<B>(&ops.node), float_dtype(y.dtype()));
+        let found = B::nvfp4_weigh_rows_backward(dout, y, weights, places, choices);
+        let (dy, dweights) = (Some(found.rows), Some(found.weights));
         register::<B, _>(
             ops.parents.map(|node| node.map(|node| node.id)),
             [dy, dweights],
@@ -329,24 +301,51 @@ impl<B: Nvfp4GroupedOps, C: CheckpointStrategy> Nvfp4GroupedOps for Autodiff<B, 
         places: IntTensor<Self>,
         choices: IntTensor<Self>,
     ) -> FloatTensor<Self> {
-        let (y_tracked, weights_tracked) = (y.is_tracked(), weights.is_tracked());
         let (y, y_node) = y.into_parts();
         let (weights, weights_node) = weights.into_parts();
         let nodes = [y_node, weights_node];
         match CombineRows.prepare::<C>(nodes).compute_bound().stateful() {
             OpsKind::Tracked(prep) => {
                 let saved = Combined {
-                    y: weights_tracked.then(|| y.clone()),
-                    weights: y_tracked.then(|| weights.clone()),
+                    y: y.clone(),
+                    weights: weights.clone(),
                     places: places.clone(),
                     choices: choices.clone(),
-                    y_dtype: float_dtype(y.dtype()),
                 };
                 prep.finish(saved, B::nvfp4_combine_rows(y, weights, places, choices))
             }
             OpsKind::UnTracked(prep) => {
                 prep.finish(B::nvfp4_combine_rows(y, weights, places, choices))
             }
+        }
+    }
+
+    fn nvfp4_add_rows(x: FloatTensor<Self>, places: IntTensor<Self>) -> FloatTensor<Self> {
+        Self::from_inner(B::nvfp4_add_rows(x.into_primitive(), places))
+    }
+
+    fn nvfp4_weigh_rows(
+        x: FloatTensor<Self>,
+        weights: FloatTensor<Self>,
+        places: IntTensor<Self>,
+    ) -> FloatTensor<Self> {
+        let (x, weights) = (x.into_primitive(), weights.into_primitive());
+        Self::from_inner(B::nvfp4_weigh_rows(x, weights, places))
+    }
+
+    fn nvfp4_weigh_rows_backward(
+        dout: FloatTensor<Self>,
+        y: FloatTensor<Self>,
+        weights: FloatTensor<Self>,
+        places: IntTensor<Self>,
+        choices: IntTensor<Self>,
+    ) -> RowGradients<Self> {
+        let (dout, y) = (dout.into_primitive(), y.into_primitive());
+        let weights = weights.into_primitive();
+        let found = B::nvfp4_weigh_rows_backward(dout, y, weights, places, choices);
+        RowGradients {
+            rows: Self::from_inner(found.rows),
+            weights: Self::from_inner(found.weights),
         }
     }
 }

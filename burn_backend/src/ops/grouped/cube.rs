@@ -26,7 +26,7 @@ use super::super::{
     copy_name, float_dtype, trace_op,
 };
 use super::operands::{stack_values, tokens_values, unit};
-use super::{GroupPairSpec, Nvfp4GroupedOps, maxima};
+use super::{GroupPairSpec, Nvfp4GroupedOps, RowGradients, maxima, rows};
 
 impl Nvfp4GroupedOps for CubeBackend {
     fn nvfp4_quantize_stack(w: FloatTensor<Self>, spec: QuantizeSpec) -> Packed<Self> {
@@ -242,6 +242,84 @@ impl Nvfp4GroupedOps for CubeBackend {
         let sums = launched(ops::group_sums(client, &tokens.matrix, &tokens.groups));
         result(&tokens.tensor, sums)
     }
+
+    fn nvfp4_add_rows(x: FloatTensor<Self>, places: IntTensor<Self>) -> FloatTensor<Self> {
+        if !has_whole_words(&x) {
+            return rows::add::<Self>(x, places);
+        }
+        combined(x, None, places)
+    }
+
+    fn nvfp4_weigh_rows(
+        x: FloatTensor<Self>,
+        weights: FloatTensor<Self>,
+        places: IntTensor<Self>,
+    ) -> FloatTensor<Self> {
+        if !has_whole_words(&x) {
+            return rows::weigh::<Self>(x, weights, places);
+        }
+        combined(x, Some(weights), places)
+    }
+
+    fn nvfp4_weigh_rows_backward(
+        dout: FloatTensor<Self>,
+        y: FloatTensor<Self>,
+        weights: FloatTensor<Self>,
+        places: IntTensor<Self>,
+        choices: IntTensor<Self>,
+    ) -> RowGradients<Self> {
+        if !has_whole_words(&y) {
+            return rows::weigh_backward::<Self>(dout, y, weights, places, choices);
+        }
+        let [dout, y, weights] = [dout, y, weights].map(into_contiguous);
+        let choices = numbers(choices);
+        let shape = weights.meta.shape().clone();
+        let (by_rows, by_weights) = launched(ops::combine_rows_backward(
+            &y.client,
+            &matrix(&dout),
+            &matrix(&y),
+            &choices.handle,
+            &weights.handle,
+            shape[1],
+        ));
+        RowGradients {
+            rows: result(&y, by_rows),
+            weights: new_tensor(&y, by_weights, shape, DType::F32),
+        }
+    }
+}
+
+/// Whether the rows of `x` are whole words, as the kernels that move rows want them.
+fn has_whole_words(x: &CubeTensor) -> bool {
+    (x.meta.shape()[1] * x.dtype.size()).is_multiple_of(4)
+}
+
+/// Numbers of rows, as the kernels take them.
+fn numbers(tensor: CubeTensor) -> CubeTensor {
+    let tensor = match tensor.dtype {
+        // The same bits: no number is negative.
+        DType::I32 | DType::U32 => tensor,
+        _ => CubeBackend::int_cast(tensor, IntDType::U32),
+    };
+    into_contiguous(tensor)
+}
+
+/// The rows of `x` at `places`, added up, with `weights` if there are any.
+fn combined(x: CubeTensor, weights: Option<CubeTensor>, places: CubeTensor) -> CubeTensor {
+    let (x, weights, places) = (
+        into_contiguous(x),
+        weights.map(into_contiguous),
+        numbers(places),
+    );
+    let shape = places.meta.shape();
+    let found = launched(ops::combine_rows(
+        &x.client,
+        &matrix(&x),
+        &places.handle,
+        weights.as_ref().map(|weights| &weights.handle),
+        (shape[0], shape[1]),
+    ));
+    result(&x, found)
 }
 
 /// Tokens in groups: Burn's tensor, and the kernels' view of it and of its groups.

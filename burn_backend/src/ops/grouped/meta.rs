@@ -9,7 +9,7 @@ use super::super::packed::{
     BiasMetadata, OperandMetadata, PackedMetadata, PackedPairMetadata, stored_rows,
 };
 use super::super::{CopySpec, PackedLayout, PairSpec, QuantizeSpec};
-use super::{GroupPairSpec, maxima, side_by_side_rows};
+use super::{GroupPairSpec, RowGradientsMetadata, maxima, side_by_side_rows};
 
 fn packed(layout: PackedLayout, groups: usize) -> PackedMetadata {
     let (outer, blocks) = (layout.outer(), layout.blocks());
@@ -105,4 +105,29 @@ pub(super) fn depth_meta(
 
 pub(super) fn sums_meta(x: &TensorSpec, offsets: &TensorSpec) -> TensorSpec {
     TensorSpec::new(Shape::new([offsets.shape[0] - 1, x.shape[1]]), DType::F32)
+}
+
+pub(super) fn add_rows_meta(x: &TensorSpec, places: &TensorSpec) -> TensorSpec {
+    TensorSpec::new(Shape::new([places.shape[0], x.shape[1]]), x.dtype)
+}
+
+pub(super) fn weigh_rows_meta(
+    x: &TensorSpec,
+    _weights: &TensorSpec,
+    places: &TensorSpec,
+) -> TensorSpec {
+    add_rows_meta(x, places)
+}
+
+pub(super) fn weigh_rows_backward_meta(
+    _dout: &TensorSpec,
+    y: &TensorSpec,
+    weights: &TensorSpec,
+    _places: &TensorSpec,
+    _choices: &TensorSpec,
+) -> RowGradientsMetadata {
+    RowGradientsMetadata {
+        rows: TensorSpec::new(y.shape.clone(), y.dtype),
+        weights: TensorSpec::new(weights.shape.clone(), DType::F32),
+    }
 }

@@ -33,18 +33,18 @@ mod flex;
 #[cfg(feature = "cubecl-backend")]
 mod meta;
 mod operands;
+mod rows;
 
 use burn_core as burn;
 
 use burn_core::backend::{
-    Backend, TensorMetadata, backend_extension,
+    TensorMetadata, backend_extension,
     tensor::{FloatTensor, IntTensor},
 };
-use burn_core::tensor::{FloatDType, Shape, Slice};
+use burn_core::tensor::{FloatDType, Shape};
 use nvfp4_kernels::reference::padding::padded_bound;
 use nvfp4_kernels::{BLOCK, Hadamard, PackedAxis};
 
-use super::operands::cast;
 use super::{
     Bias, CopySpec, LinearContext, LinearSpec, Nvfp4Ops, Operand, Packed, PackedPair, PairSpec,
     QuantizeSpec, float_dtype,
@@ -54,9 +54,12 @@ use super::{
 use super::{GlobalScaling, PackedLayout};
 #[cfg(feature = "cubecl-backend")]
 use meta::{
-    depth_meta, group_meta, group_pair_meta, pad_meta, rows_meta, spread_meta, stack_meta,
-    stack_pair_meta, sums_meta,
+    add_rows_meta, depth_meta, group_meta, group_pair_meta, pad_meta, rows_meta, spread_meta,
+    stack_meta, stack_pair_meta, sums_meta, weigh_rows_backward_meta, weigh_rows_meta,
 };
+pub use rows::RowGradients;
+#[cfg(feature = "cubecl-backend")]
+pub use rows::RowGradientsMetadata;
 
 /// How to make both copies of the groups of a matrix, in 1x16 blocks, each group with global scales of
 /// its own.
@@ -198,7 +201,8 @@ pub trait Nvfp4GroupedOps: Nvfp4Ops {
         index: IntTensor<Self>,
         _inverse: IntTensor<Self>,
     ) -> FloatTensor<Self> {
-        Self::float_select(x, 0, index)
+        let slots = index.shape()[0];
+        Self::nvfp4_add_rows(x, Self::int_reshape(index, Shape::new([slots, 1])))
     }
 
     /// `out[t] = Σⱼ weights[t, j] · y[places[t, j]]`, in `f32`, rounded once to the type of `y`: for
@@ -213,30 +217,38 @@ pub trait Nvfp4GroupedOps: Nvfp4Ops {
         places: IntTensor<Self>,
         _choices: IntTensor<Self>,
     ) -> FloatTensor<Self> {
-        let dtype = float_dtype(y.dtype());
-        let sum = (0..places.shape()[1])
-            .map(|copy| {
-                let picked = rows_at::<Self>(y.clone(), places.clone(), copy);
-                Self::float_mul(picked, column::<Self>(weights.clone(), copy))
-            })
-            .reduce(Self::float_add)
-            .expect("a token has a copy");
-        cast::<Self>(sum, dtype)
+        Self::nvfp4_weigh_rows(y, weights, places)
     }
-}
 
-/// The rows of `x` at column `copy` of `places` (`[tokens, copies]`), in `f32`.
-fn rows_at<B: Backend>(x: FloatTensor<B>, places: IntTensor<B>, copy: usize) -> FloatTensor<B> {
-    let tokens = places.shape()[0];
-    let slices = [Slice::from(0..tokens), Slice::from(copy..copy + 1)];
-    let places = B::int_reshape(B::int_slice(places, &slices), Shape::new([tokens]));
-    cast::<B>(B::float_select(x, 0, places), FloatDType::F32)
-}
+    /// `out[i] = Σⱼ x[places[i, j]]` for `x` (`[rows, width]`) and `places` (`[n, copies]`), numbers of rows,
+    /// at least one of them: in `f32`, in the order of `j`, rounded once to the type of `x`.
+    #[fusion(meta = add_rows_meta)]
+    fn nvfp4_add_rows(x: FloatTensor<Self>, places: IntTensor<Self>) -> FloatTensor<Self> {
+        rows::add::<Self>(x, places)
+    }
 
-/// Column `index` of a matrix, `[rows, 1]`.
-fn column<B: Backend>(x: FloatTensor<B>, index: usize) -> FloatTensor<B> {
-    let rows = x.shape()[0];
-    B::float_slice(x, &[Slice::from(0..rows), Slice::from(index..index + 1)])
+    /// The same with factors: `out[i] = Σⱼ weights[i, j] · x[places[i, j]]`, `weights` `f32[n, copies]`.
+    #[fusion(meta = weigh_rows_meta)]
+    fn nvfp4_weigh_rows(
+        x: FloatTensor<Self>,
+        weights: FloatTensor<Self>,
+        places: IntTensor<Self>,
+    ) -> FloatTensor<Self> {
+        rows::weigh::<Self>(x, weights, places)
+    }
+
+    /// The gradients of [`nvfp4_combine_rows`](Self::nvfp4_combine_rows), given that of its output (`[tokens,
+    /// width]`), which has the type of `y`.
+    #[fusion(meta = weigh_rows_backward_meta)]
+    fn nvfp4_weigh_rows_backward(
+        dout: FloatTensor<Self>,
+        y: FloatTensor<Self>,
+        weights: FloatTensor<Self>,
+        places: IntTensor<Self>,
+        choices: IntTensor<Self>,
+    ) -> RowGradients<Self> {
+        rows::weigh_backward::<Self>(dout, y, weights, places, choices)
+    }
 }
 
 /// Columns that the groups take side by side in a column-wise copy of `tokens` tokens, at most.
