@@ -594,10 +594,27 @@ fn the_cost_of_every_recipe_is_measured() {
         ("--recipe nvidia", ["--recipes", "recipe"]),
         ("--recipes fp8", ["fp8", "nvidia_4over6"]),
         ("--rounds 0 --recipes f32", ["rounds", "at least 1"]),
+        ("--recipes f32 --lock no/such", ["lock", "no/such"]),
     ] {
         let more: Vec<&str> = more.split_whitespace().collect();
         fails(nvfp4(&format!("cost {SMALL}"), &more), &names);
     }
+}
+
+/// What shares a lock measures when its turn has come.
+#[test]
+fn measurements_take_turns() {
+    let path = folder("cost").with_extension("lock");
+    let lock = std::fs::File::create(&path).unwrap();
+    lock.lock().unwrap();
+    let waiting = std::thread::spawn(move || {
+        let run = format!("cost {SMALL} --rounds 1 --round-steps 1 --warm 1 --recipes f32");
+        succeeds(nvfp4(&run, &["--lock", path.to_str().unwrap()]))
+    });
+    std::thread::sleep(std::time::Duration::from_secs(3));
+    assert!(!waiting.is_finished());
+    lock.unlock().unwrap();
+    assert!(waiting.join().unwrap().contains("f32"));
 }
 
 /// A study in two parts and two sittings is the study in one.

@@ -1,10 +1,11 @@
 //! `nvfp4 cost`.
 
+use std::fs::{File, OpenOptions};
+use std::io;
 use std::path::PathBuf;
 use std::process::ExitCode;
-use std::time::Instant;
 
-use anyhow::{Result, ensure};
+use anyhow::{Context, Result, ensure};
 use burn::tensor::Device;
 use clap::Args;
 use nvfp4::Nvfp4Recipe;
@@ -42,6 +43,10 @@ pub(crate) struct CostOfSteps {
     /// Write all figures to this file
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
+    /// Hold a lock on this file while measuring: commands that share it compile their kernels side by side
+    /// and take turns on the device
+    #[arg(long, value_name = "FILE")]
+    lock: Option<PathBuf>,
     #[command(flatten)]
     options: Options,
 }
@@ -102,13 +107,10 @@ impl CostOfSteps {
         let mut results = Vec::new();
         println!("{}", header());
         for recipe in recipes {
-            let started = Instant::now();
-            let figure = figure(&config, recipe, &device, effort)?;
+            let figure = figure(&config, recipe, &device, effort, || self.turn())?;
             let Cost { built, warmed, .. } = figure.cost;
-            let measured = started.elapsed().as_secs_f64() - built - warmed;
             eprintln!(
-                "{}: built in {built:.1} s, warmed up (kernels compiled) in {warmed:.1} s, measured in \
-                 {measured:.1} s",
+                "{}: built in {built:.1} s, warmed up in {warmed:.1} s, most of it to compile kernels",
                 figure.recipe
             );
             println!("{}", line(&figure));
@@ -138,6 +140,21 @@ impl CostOfSteps {
         Ok(ExitCode::SUCCESS)
     }
 
+    /// The lock on the file of `--lock`, once no other command has it.
+    fn turn(&self) -> Result<Option<File>> {
+        let Some(path) = &self.lock else {
+            return Ok(None);
+        };
+        let open = || -> io::Result<File> {
+            let file = OpenOptions::new().create(true).append(true).open(path)?;
+            file.lock()?;
+            Ok(file)
+        };
+        let file = open()
+            .with_context(|| format!("lock is {}, but it cannot be locked", path.display()))?;
+        Ok(Some(file))
+    }
+
     /// The recipes to measure.
     fn chosen(&self, config: &RunConfig) -> Vec<String> {
         if !self.recipes.is_empty() {
@@ -154,8 +171,14 @@ impl CostOfSteps {
     }
 }
 
-/// Measure one recipe.
-fn figure(config: &RunConfig, name: String, device: &Device, effort: Effort) -> Result<Figure> {
+/// Measure one recipe, once it is warm and has got its `turn`.
+fn figure<T>(
+    config: &RunConfig,
+    name: String,
+    device: &Device,
+    effort: Effort,
+    turn: impl FnOnce() -> Result<T>,
+) -> Result<Figure> {
     let is_burn = name == BURN;
     let recipe = match is_burn {
         true => config.baseline(),
@@ -165,10 +188,10 @@ fn figure(config: &RunConfig, name: String, device: &Device, effort: Effort) -> 
     };
     let model = config.model();
     let (weights, cost) = if is_burn || config.decorate.is_some() {
-        let cost = measure::<EncoderModel>(config, &recipe, device, effort)?;
+        let cost = measure::<EncoderModel, _>(config, &recipe, device, effort, turn)?;
         (EncoderModel::weights_of_a_byte(&model), cost)
     } else {
-        let cost = measure::<Transformer>(config, &recipe, device, effort)?;
+        let cost = measure::<Transformer, _>(config, &recipe, device, effort, turn)?;
         (model.weights_of_a_byte(), cost)
     };
     Ok(Figure {

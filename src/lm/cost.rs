@@ -192,13 +192,17 @@ impl Cost {
 /// Measure the model `M` of the run `config` with `recipe` on `device`. It is trained on random bytes: what
 /// they are costs nothing.
 ///
+/// `turn` is called when the model is warm; what it gives is dropped when all is measured. With it, processes
+/// that compile side by side can take turns on the device.
+///
 /// # Errors
-/// When the effort is none, or the configuration does not fit the device.
-pub fn measure<M: LanguageModel>(
+/// When the effort is none, the configuration does not fit the device, or `turn` fails.
+pub fn measure<M: LanguageModel, T>(
     config: &RunConfig,
     recipe: &Recipe,
     device: &Device,
     effort: Effort,
+    turn: impl FnOnce() -> Result<T>,
 ) -> Result<Cost> {
     for (name, value) in [
         ("warm", effort.warm),
@@ -228,6 +232,7 @@ pub fn measure<M: LanguageModel>(
     let started = Instant::now();
     take(effort.warm);
     let warmed = started.elapsed().as_secs_f64();
+    let _turn = turn()?;
     let mut seconds = Vec::with_capacity(effort.rounds);
     for _ in 0..effort.rounds {
         let (each, losses) = take(effort.steps);
