@@ -328,6 +328,214 @@ fn packed_and_bf16_operands_agree() {
     }
 }
 
+/// `x`, which is `rows` x `cols`, stored the other way round.
+fn transposed<T: Copy>(x: &[T], rows: usize, cols: usize) -> Vec<T> {
+    (0..cols * rows)
+        .map(|i| x[i % rows * cols + i / rows])
+        .collect()
+}
+
+/// Random bf16 values, `rows` rows along a contraction of `k`, on the device: in rows, and in columns.
+fn both_ways(client: &Client, rows: usize, k: usize, seed: u32) -> (Vec<bf16>, Matrix, Matrix) {
+    let mut random = Generator::new(seed);
+    let x: Vec<bf16> = (0..rows * k)
+        .map(|_| bf16::from_f32(random.normal()))
+        .collect();
+    let in_rows = upload(client, &x, rows, k, FloatKind::Bf16);
+    let in_columns = transposed(&x, rows, k);
+    let in_columns = upload(client, &in_columns, k, rows, FloatKind::Bf16);
+    (x, in_rows, in_columns)
+}
+
+fn unscaled(elements: Elements) -> Operand {
+    Operand {
+        elements,
+        scale: Scale::One,
+    }
+}
+
+/// The paths that take bf16 operands here.
+fn bf16_paths(client: &Client) -> Vec<GemmPath> {
+    match Capabilities::of(client).gemm {
+        GemmPath::Scalar => vec![GemmPath::Scalar],
+        GemmPath::Hopper => vec![
+            GemmPath::Hopper,
+            GemmPath::MatrixInstructions,
+            GemmPath::Scalar,
+        ],
+        _ => vec![GemmPath::MatrixInstructions, GemmPath::Scalar],
+    }
+}
+
+/// Operands in columns, either or both, have the bits of the product of the same operands in rows, on every
+/// path and with every tile: tails of `m`, `n` and the contraction, and rows that the copy engine cannot
+/// read (an `m` or a contraction that is no multiple of 8), which are transposed before or take another
+/// path.
+#[test]
+fn columns_equal_rows() {
+    let client = client!("columns_equal_rows");
+    let shapes: &[_] = if on_gpu(&client) {
+        &[
+            (64, 64, 64),
+            (8, 8, 16),
+            (128, 256, 128),
+            (200, 264, 336),
+            (520, 1000, 1024),
+            (72, 136, 8),
+            (1, 8, 24),
+            (129, 520, 40),
+            (130, 72, 65),
+            (3001, 1544, 88),
+            (24, 2112, 520),
+        ]
+    } else {
+        &[(5, 24, 48), (67, 9, 70), (8, 16, 16)]
+    };
+    for &(m, n, k) in shapes {
+        let (x, a, a_columns) = both_ways(&client, m, k, 11);
+        let (y, b, b_columns) = both_ways(&client, n, k, 12);
+        let (a, b) = (Elements::Bf16(&a), Elements::Bf16(&b));
+        let (a_columns, b_columns) = (
+            Elements::Bf16Columns(&a_columns),
+            Elements::Bf16Columns(&b_columns),
+        );
+        for path in bf16_paths(&client) {
+            let hopper = path == GemmPath::Hopper;
+            if hopper && gemm::path_of(&Capabilities::of(&client), n, k) != path {
+                continue;
+            }
+            let run = |a, b, plan| {
+                let (a, b) = (unscaled(a), unscaled(b));
+                let new = Target::New(FloatKind::F32);
+                let out = product_with(&client, Some(path), &a, &b, None, new, plan);
+                read::<f32>(&client, &out.unwrap())
+            };
+            let expected = run(a, b, None);
+            assert!(expected.iter().any(|value| *value != 0.0));
+            let mut plans = vec![None];
+            if hopper {
+                plans.extend(Tile::ALL.map(|tile| Some(Plan::Decoded(tile, 4))));
+            }
+            for plan in plans {
+                for (left, right) in [(a_columns, b), (a, b_columns), (a_columns, b_columns)] {
+                    let narrow = matches!(plan, Some(Plan::Decoded(Tile::N176, _)));
+                    if narrow && matches!(right, Elements::Bf16Columns(_)) {
+                        continue;
+                    }
+                    let what = format!("{path:?}, {plan:?}, {m} x {n} x {k}, {left:?} {right:?}");
+                    assert_same(&run(left, right, plan), &expected, &what);
+                }
+            }
+            // And they are the right ones.
+            for (row, col) in [(0, 0), (m - 1, n - 1), (m / 2, n / 3), (m / 3, n - 1)] {
+                let terms = x[row * k..][..k].iter().zip(&y[col * k..][..k]);
+                let (sum, magnitude) = terms.fold((0.0, 0.0), |(sum, magnitude), (x, y)| {
+                    let term = x.to_f64() * y.to_f64();
+                    (sum + term, magnitude + term.abs())
+                });
+                let bound = 2.0 * (k as f64 + 2.0) * f32::EPSILON as f64 * magnitude;
+                let found = expected[row * n + col] as f64;
+                assert!(
+                    (found - sum).abs() <= bound,
+                    "{path:?}, {m} x {n} x {k}: ({row}, {col}): {found} instead of {sum}"
+                );
+            }
+        }
+    }
+}
+
+/// An operand in columns beside a packed one, and every part of the epilogue.
+#[test]
+fn columns_with_packed_operands_and_epilogues() {
+    let client = client!("columns_with_packed_operands_and_epilogues");
+    let shapes: &[_] = if on_gpu(&client) {
+        &[
+            (200, 72, 64),
+            (1000, 904, 96),
+            (16, 520, 256),
+            (320, 264, 80),
+        ]
+    } else {
+        &[(8, 24, 48)]
+    };
+    for &(m, n, k) in shapes {
+        let mut random = Generator::new(7);
+        let mut floats = |len: usize| -> Vec<f32> { (0..len).map(|_| random.normal()).collect() };
+        let (rows, cols, bias, held) = (floats(m), floats(n), floats(n), floats(m * n));
+        let handle = |x: &[f32]| client.create_from_slice(bytemuck::cast_slice(x));
+        let (rows, cols) = (handle(&rows), handle(&cols));
+        let bias = upload(&client, &bias, 1, n, FloatKind::F32);
+        let (_, a, a_columns) = both_ways(&client, m, k, 21);
+        let (_, b, b_columns) = both_ways(&client, n, k, 22);
+        let packed_a = Packed::random(m, k, 5).device(&client);
+        let packed_b = Packed::random(n, k, 6).device(&client);
+        // The kernel that decodes a packed `b` in registers adds in another order.
+        let hopper = Capabilities::of(&client).gemm == GemmPath::Hopper;
+        let plan = hopper.then_some(Plan::Decoded(Tile::N128, 8));
+        for (name, [left, right], [in_rows_left, in_rows_right]) in [
+            (
+                "both",
+                [
+                    Elements::Bf16Columns(&a_columns),
+                    Elements::Bf16Columns(&b_columns),
+                ],
+                [Elements::Bf16(&a), Elements::Bf16(&b)],
+            ),
+            (
+                "packed left",
+                [
+                    Elements::Packed(&packed_a),
+                    Elements::Bf16Columns(&b_columns),
+                ],
+                [Elements::Packed(&packed_a), Elements::Bf16(&b)],
+            ),
+            (
+                "packed right",
+                [
+                    Elements::Bf16Columns(&a_columns),
+                    Elements::Packed(&packed_b),
+                ],
+                [Elements::Bf16(&a), Elements::Packed(&packed_b)],
+            ),
+        ] {
+            let run = |left, right, out, plan| {
+                let a = Operand {
+                    elements: left,
+                    scale: Scale::PerRow(&rows, 2688.0),
+                };
+                let b = Operand {
+                    elements: right,
+                    scale: Scale::PerRow(&cols, 1536.0),
+                };
+                let fresh = upload(&client, &held, m, n, FloatKind::F32);
+                let target = match out {
+                    Some(out) => Target::New(out),
+                    None => Target::Accumulate(&fresh),
+                };
+                let out = product_with(&client, None, &a, &b, Some(&bias), target, plan).unwrap();
+                let bytes = client.read_one(out.handle.clone()).unwrap();
+                bytes[..out.len() * out.dtype.size()].to_vec()
+            };
+            for out in [
+                Some(FloatKind::F32),
+                Some(FloatKind::Bf16),
+                Some(FloatKind::F16),
+                None,
+            ] {
+                let expected = run(in_rows_left, in_rows_right, out, plan);
+                let what = format!("{name}, {m} x {n} x {k}, {out:?}");
+                assert!(run(left, right, out, plan) == expected, "{what}");
+                if !matches!(right, Elements::Packed(_)) {
+                    assert!(
+                        run(left, right, out, None) == expected,
+                        "{what}, its own plan"
+                    );
+                }
+            }
+        }
+    }
+}
+
 /// `packed` in bf16, its columns in the order in which the kernel that decodes `b` in registers adds: in each 128,
 /// zeros beyond the end, four lanes have 32 consecutive columns each, and of these an instruction takes
 /// two pairs, whose columns are four apart.
@@ -767,6 +975,10 @@ fn arguments_are_named() {
     let error = gemm::gemm(&client, &a, &b, None, FloatKind::F32).unwrap_err();
     assert!(error.to_string().contains("`b`"), "{error}");
     let x = Matrix::empty(&client, 8, 32, FloatKind::F32);
+    let columns = unscaled(Elements::Bf16Columns(&x));
+    let new = Target::New(FloatKind::F32);
+    let error = gemm::product(&client, None, &(&a).into(), &columns, None, new).unwrap_err();
+    assert!(error.to_string().contains("`b`"), "{error}");
     let error = gemm::gemm_bf16(&client, &x, &x, None, FloatKind::F32).unwrap_err();
     assert!(error.to_string().contains("`a`"), "{error}");
     let c = Matrix::empty(&client, 8, 9, FloatKind::F32);

@@ -267,15 +267,28 @@ fn sm90_kernel_uses_the_tensor_cores_and_spills_nothing() {
         }
     }
     for tile in Tile::ALL {
-        for (grouping, kind, out) in [
-            (Grouping::Dense, plain_epilogue, FloatKind::Bf16),
-            (Grouping::Dense, plain_epilogue, FloatKind::F16),
-            (Grouping::Rows, plain_epilogue, FloatKind::Bf16),
-            (Grouping::Depth, plain_epilogue, FloatKind::F32),
-            (Grouping::Dense, all, FloatKind::F32),
-        ] {
+        let rows = [false; 2];
+        let mut instances = vec![
+            (Grouping::Dense, plain_epilogue, FloatKind::Bf16, rows),
+            (Grouping::Dense, plain_epilogue, FloatKind::F16, rows),
+            (Grouping::Rows, plain_epilogue, FloatKind::Bf16, rows),
+            (Grouping::Depth, plain_epilogue, FloatKind::F32, rows),
+            (Grouping::Dense, all, FloatKind::F32, rows),
+        ];
+        for columns in [[false, true], [true, false], [true, true]] {
+            if tile.takes_columns() || !columns[1] {
+                instances.extend([
+                    (Grouping::Dense, plain_epilogue, FloatKind::Bf16, columns),
+                    (Grouping::Depth, plain_epilogue, FloatKind::F32, columns),
+                    (Grouping::Dense, all, FloatKind::F32, columns),
+                ]);
+            }
+        }
+        for (grouping, kind, out, columns) in instances {
             let kind = EpilogueKind { out, ..kind };
-            let name = format!("sm90-{tile:?}-{grouping:?}-{}-{out:?}", kind.accumulate);
+            let accumulate = kind.accumulate;
+            let name = format!("sm90-{tile:?}-{grouping:?}-{accumulate}-{out:?}-{columns:?}");
+            let operand = |rows, in_columns| map(if in_columns { 64 } else { rows });
             // SAFETY: nothing is launched.
             #[allow(unused_unsafe)]
             let kernel = unsafe {
@@ -285,8 +298,8 @@ fn sm90_kernel_uses_the_tensor_cores_and_spills_nothing() {
                     CubeCount::Static(1, 1, 1),
                     CubeDim::new_1d(SM90_UNITS),
                     AddressType::U32,
-                    map(128),
-                    map(tile.n()),
+                    operand(128, columns[0]),
+                    operand(tile.n(), columns[1]),
                     buffer(256),
                     buffer(256),
                     buffer(256),
@@ -303,6 +316,7 @@ fn sm90_kernel_uses_the_tensor_cores_and_spills_nothing() {
                     8,
                     grouping,
                     tile,
+                    columns,
                     kind,
                 )
             };
@@ -318,6 +332,12 @@ fn sm90_kernel_uses_the_tensor_cores_and_spills_nothing() {
             );
             // Four in the loop, one in the tail.
             assert_eq!(count(&sass, "HGMMA"), 5, "{name}");
+            // The operands that the instruction transposes.
+            let transposed = [(".tnspA", columns[0]), (".tnspB", columns[1])];
+            for (which, is_transposed) in transposed {
+                let expected = if is_transposed { 5 } else { 0 };
+                assert_eq!(sass.matches(which).count(), expected, "{name}: {which}");
+            }
             // With every part of the epilogue, the widest tile keeps one register of it in memory.
             let most = if kind == all && tile == Tile::N256 {
                 2
@@ -331,7 +351,9 @@ fn sm90_kernel_uses_the_tensor_cores_and_spills_nothing() {
             let last = lines.iter().rposition(is_product).unwrap();
             let loops = lines[first..last].join("\n");
             assert_eq!(spills(&loops), 0, "{name} spills in its main loop");
-            assert!(count(&sass, "UTMALDG") >= 2, "{name}");
+            let boxes = |rows: usize, in_columns| if in_columns { rows / 64 } else { 1 };
+            let boxes = boxes(128, columns[0]) + boxes(tile.n(), columns[1]);
+            assert!(count(&sass, "UTMALDG") >= boxes, "{name}");
         }
     }
 }

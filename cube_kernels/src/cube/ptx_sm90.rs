@@ -21,17 +21,33 @@ pub fn shared_address<T: CubePrimitive>(pointer: *const T) -> u32 {
     u32::reinterpret(address)
 }
 
-/// The wgmma descriptor of a K-major tile in shared memory with the 128-byte swizzle ("Matrix
-/// Descriptor Format"): the address in bits 0-13 and the distance between groups of eight rows
-/// (1024 bytes) in bits 32-45, both in units of 16 bytes; the leading distance, unused in this
-/// layout, in bits 16-29; swizzle mode 1 (128 bytes) in bits 62-63. The tile is aligned to 1024
-/// bytes.
+/// The wgmma descriptor of a tile in shared memory with the 128-byte swizzle ("Matrix Descriptor
+/// Format"): the address in bits 0-13 and the distance between groups of eight rows (1024 bytes) in
+/// bits 32-45, both in units of 16 bytes; swizzle mode 1 (128 bytes) in bits 62-63. The tile is aligned
+/// to 1024 bytes.
+///
+/// Rows are 128 bytes either way. Of a K-major tile they are along the contraction, and bits 16-29, the
+/// leading distance, are not used. Of an MN-major one (`in_columns`) they are across it: 64 rows or
+/// columns of the product at one place of the contraction. The next 64 of these lie a leading distance
+/// further, behind the 64 rows (8192 bytes) that a stage of the [main loops](main_loop_64x256()) has of
+/// the first.
 #[cube]
-pub fn descriptor(address: u32) -> u64 {
+pub fn descriptor(address: u32, #[comptime] in_columns: bool) -> u64 {
     u64::cast_from((address & 0x3_ffffu32) >> 4u32)
-        | (1u64 << 16u64)
+        | (comptime!(leading_distance(in_columns)) << 16u64)
         | (64u64 << 32u64)
         | (1u64 << 62u64)
+}
+
+/// The leading distance of a [`descriptor()`], in units of 16 bytes.
+const fn leading_distance(in_columns: bool) -> u64 {
+    if in_columns { 512 } else { 1 }
+}
+
+/// How far the 16 columns of the contraction that one instruction takes are from the next 16, in units
+/// of 16 bytes: 32 bytes along a row, or 16 rows of 128 bytes.
+const fn advance(in_columns: bool) -> u64 {
+    if in_columns { 128 } else { 2 }
 }
 
 /// Waits until the phase of `parity` of the barrier at `barrier` is complete:
@@ -182,10 +198,12 @@ pub fn decode_e2m1x8(codes: u32, scale: u32) -> Vector<u32, Const<4>> {
 ///
 /// - `full`, `empty`: the barriers of the stages, eight bytes each;
 /// - `a`, `b`: [`descriptor`]s of stage 0, advanced by a stage's size / 16 (`$a_step`, `$b_step`);
-///   within a stage 32 bytes, the width of one instruction, are 2;
+///   within a stage [`advance`] brings them to the columns of the next instruction;
 /// - `stage`, `parity`: where the ring stands;
 /// - `tail`: after `steps` whole stages, instructions of 16 columns each in one more stage, 0 to 3;
-/// - `leader`: nonzero in the one unit that arrives for its warpgroup.
+/// - `leader`: nonzero in the one unit that arrives for its warpgroup;
+/// - `in_columns`: whether `a` and whether `b` is MN-major, which the last two operands of the
+///   instruction say.
 macro_rules! main_loop {
     ($name:ident, $accumulators:literal, $wgmma:tt, $stages:tt, $a_step:tt, $b_step:tt) => {
         main_loop!($name, $accumulators, $wgmma, "{d}", $stages, $a_step, $b_step);
@@ -204,6 +222,7 @@ macro_rules! main_loop {
             steps: u32,
             tail: u32,
             leader: u32,
+            #[comptime] in_columns: [bool; 2],
         ) -> Vector<f32, Const<$accumulators>> {
             let sums: Vector<f32, Const<$accumulators>>;
             gpu_asm!(
@@ -222,13 +241,13 @@ macro_rules! main_loop {
                 "@!q bra WAIT;",
                 "wgmma.fence.sync.aligned;",
                 // The first product of a tile replaces the accumulators instead of adding to them.
-                $wgmma, $sums, ", a, b, add, 1, 1, 0, 0;",
-                "add.s64 c, a, 2; add.s64 d, b, 2;",
-                $wgmma, $sums, ", c, d, 1, 1, 1, 0, 0;",
-                "add.s64 c, a, 4; add.s64 d, b, 4;",
-                $wgmma, $sums, ", c, d, 1, 1, 1, 0, 0;",
-                "add.s64 c, a, 6; add.s64 d, b, 6;",
-                $wgmma, $sums, ", c, d, 1, 1, 1, 0, 0;",
+                $wgmma, $sums, ", a, b, add, 1, 1, {a_columns}, {b_columns};",
+                "add.s64 c, a, {a_1}; add.s64 d, b, {b_1};",
+                $wgmma, $sums, ", c, d, 1, 1, 1, {a_columns}, {b_columns};",
+                "add.s64 c, a, {a_2}; add.s64 d, b, {b_2};",
+                $wgmma, $sums, ", c, d, 1, 1, 1, {a_columns}, {b_columns};",
+                "add.s64 c, a, {a_3}; add.s64 d, b, {b_3};",
+                $wgmma, $sums, ", c, d, 1, 1, 1, {a_columns}, {b_columns};",
                 "wgmma.commit_group.sync.aligned;",
                 "wgmma.wait_group.sync.aligned 1;",
                 "setp.ne.u32 q, release, 0xffffffff; and.pred q, q, lead;",
@@ -249,10 +268,10 @@ macro_rules! main_loop {
                 "@!q bra LAST;",
                 "MORE:",
                 "wgmma.fence.sync.aligned;",
-                $wgmma, $sums, ", a, b, add, 1, 1, 0, 0;",
+                $wgmma, $sums, ", a, b, add, 1, 1, {a_columns}, {b_columns};",
                 "wgmma.commit_group.sync.aligned;",
                 "wgmma.wait_group.sync.aligned 0;",
-                "add.s64 a, a, 2; add.s64 b, b, 2; setp.eq.u32 add, left, left;",
+                "add.s64 a, a, {a_1}; add.s64 b, b, {b_1}; setp.eq.u32 add, left, left;",
                 "sub.u32 left, left, 1; setp.ne.u32 q, left, 0; @q bra.uni MORE;",
                 "mad.lo.u32 release, stage, 8, {empty};",
                 "@lead mbarrier.arrive.shared::cta.b64 token, [release];",
@@ -260,7 +279,12 @@ macro_rules! main_loop {
                 d = out(_) sums,
                 full = in(_) full, empty = in(_) empty, a = in(_) a, b = in(_) b,
                 stage = in(_) stage, parity = in(_) parity, steps = in(_) steps,
-                tail = in(_) tail, leader = in(_) leader
+                tail = in(_) tail, leader = in(_) leader,
+                a_columns = const u32::from(in_columns[0]),
+                b_columns = const u32::from(in_columns[1]),
+                a_1 = const advance(in_columns[0]), b_1 = const advance(in_columns[1]),
+                a_2 = const 2 * advance(in_columns[0]), b_2 = const 2 * advance(in_columns[1]),
+                a_3 = const 3 * advance(in_columns[0]), b_3 = const 3 * advance(in_columns[1])
             );
             sums
         }

@@ -10,7 +10,7 @@ use cubecl::{prelude::*, server::Handle};
 use super::{
     epilogue::{EpilogueKind, factor, finish_on},
     matrix,
-    product::{Operand, Output, Scale, Target, launch_plan, missing, possible_path},
+    product::{Operand, Output, Scale, Target, bring, launch_plan, missing, possible_path},
     select::{self, Plan},
     sm90::{EpilogueArgs, GroupArgs, Grouping},
 };
@@ -202,12 +202,16 @@ fn grouped(
     };
     let shape = (m, n, k);
     let possible = possible_path(&capabilities, plan, a, b, &result, shape, grouping);
+    let path = path.unwrap_or(possible);
     let args = GroupArgs {
         grouping,
         offsets: groups.offsets.clone(),
         groups: groups.count,
     };
-    match path.unwrap_or(possible) {
+    let [a_brought, b_brought] = [a, b].map(|operand| bring(client, operand, path, false));
+    let (a_brought, b_brought) = (a_brought?, b_brought?);
+    let (a, b) = (&a.with_elements(&a_brought), &b.with_elements(&b_brought));
+    match path {
         path @ (GemmPath::Hopper | GemmPath::BlockScaled) if path == possible => {
             let plan = match plan {
                 Some(plan) => plan,

@@ -28,6 +28,28 @@ pub enum Elements<'a> {
     Packed(&'a DevicePacked),
     /// A bf16 matrix, its columns being the contraction.
     Bf16(&'a Matrix),
+    /// A bf16 matrix whose *rows* are the contraction: the transpose of what [`Self::Bf16`] takes, with
+    /// the same product, bit for bit. Hopper's kernel reads it as it is, if it has a multiple of 8 columns.
+    /// Elsewhere a transposed copy is made first, which a tracing event says.
+    Bf16Columns(&'a Matrix),
+}
+
+/// How the elements of an operand are stored.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Storage {
+    /// Codes and block scales, in rows along the contraction.
+    Packed,
+    /// bf16, in rows along the contraction.
+    Rows,
+    /// bf16, in columns down the contraction.
+    Columns,
+}
+
+impl Storage {
+    /// Of an operand in rows.
+    pub const fn in_rows(packed: bool) -> Self {
+        if packed { Self::Packed } else { Self::Rows }
+    }
 }
 
 /// The factor `amax / range` of an operand, which the epilogue multiplies sums by.
@@ -82,6 +104,7 @@ impl Operand<'_> {
         match self.elements {
             Elements::Packed(packed) => packed.outer(),
             Elements::Bf16(matrix) => matrix.rows,
+            Elements::Bf16Columns(matrix) => matrix.cols,
         }
     }
 
@@ -90,6 +113,7 @@ impl Operand<'_> {
         match self.elements {
             Elements::Packed(packed) => packed.inner(),
             Elements::Bf16(matrix) => matrix.cols,
+            Elements::Bf16Columns(matrix) => matrix.rows,
         }
     }
 
@@ -97,7 +121,7 @@ impl Operand<'_> {
     pub(super) fn stored(&self) -> usize {
         match self.elements {
             Elements::Packed(packed) => packed.blocks() * BLOCK,
-            Elements::Bf16(matrix) => matrix.cols,
+            Elements::Bf16(_) | Elements::Bf16Columns(_) => self.inner(),
         }
     }
 
@@ -116,7 +140,7 @@ impl Operand<'_> {
                     _ => packed.check_compact(argument)?,
                 }
             }
-            Elements::Bf16(matrix) => {
+            Elements::Bf16(matrix) | Elements::Bf16Columns(matrix) => {
                 matrix.check(argument)?;
                 if matrix.dtype != FloatKind::Bf16 {
                     return Err(Nvfp4Error::DType {
@@ -153,10 +177,14 @@ impl Operand<'_> {
         Ok(())
     }
 
-    /// The operand with other packed elements, where there are any.
-    fn with_elements<'a>(&'a self, packed: &'a Option<DevicePacked>) -> Operand<'a> {
+    /// The operand with other elements, where there are any.
+    pub(super) fn with_elements<'a>(&'a self, other: &'a Option<Brought>) -> Operand<'a> {
         Operand {
-            elements: packed.as_ref().map_or(self.elements, Elements::Packed),
+            elements: match other {
+                None => self.elements,
+                Some(Brought::Packed(packed)) => Elements::Packed(packed),
+                Some(Brought::Bf16(matrix)) => Elements::Bf16(matrix),
+            },
             scale: self.scale,
         }
     }
@@ -166,7 +194,7 @@ impl Operand<'_> {
     pub(super) fn is_aligned(&self) -> bool {
         match self.elements {
             Elements::Packed(packed) => is_aligned(&packed.codes) && is_aligned(&packed.scales),
-            Elements::Bf16(matrix) => is_aligned(&matrix.handle),
+            Elements::Bf16(matrix) | Elements::Bf16Columns(matrix) => is_aligned(&matrix.handle),
         }
     }
 
@@ -174,15 +202,24 @@ impl Operand<'_> {
         matches!(self.elements, Elements::Packed(_))
     }
 
+    pub(super) fn storage(&self) -> Storage {
+        match self.elements {
+            Elements::Packed(_) => Storage::Packed,
+            Elements::Bf16(_) => Storage::Rows,
+            Elements::Bf16Columns(_) => Storage::Columns,
+        }
+    }
+
     /// Some memory of it.
     pub(super) fn memory(&self) -> &Handle {
         match self.elements {
             Elements::Packed(packed) => &packed.codes,
-            Elements::Bf16(matrix) => &matrix.handle,
+            Elements::Bf16(matrix) | Elements::Bf16Columns(matrix) => &matrix.handle,
         }
     }
 
-    /// Its memory, for kernels that take either kind of elements. What they do not read is `unread`.
+    /// Its memory, for kernels that take either kind of elements in rows. What they do not read is
+    /// `unread`.
     pub(super) fn parts(&self, unread: &Handle) -> Parts {
         match self.elements {
             Elements::Packed(packed) => Parts {
@@ -197,6 +234,7 @@ impl Operand<'_> {
                 dense: matrix.handle.clone(),
                 packed: false,
             },
+            Elements::Bf16Columns(_) => unreachable!("was brought into rows before: `bring`"),
         }
     }
 
@@ -213,11 +251,12 @@ impl Operand<'_> {
     pub(super) fn decoded(&self, client: &Client) -> sm90::Operand {
         let handle = match self.elements {
             Elements::Packed(packed) => workspace::decode(client, packed),
-            Elements::Bf16(matrix) => matrix.handle.clone(),
+            Elements::Bf16(matrix) | Elements::Bf16Columns(matrix) => matrix.handle.clone(),
         };
         sm90::Operand {
             handle,
             rows: self.outer(),
+            in_columns: self.storage() == Storage::Columns,
         }
     }
 }
@@ -618,16 +657,9 @@ fn run(
         None => possible,
     };
     let tiles_are_read = path == GemmPath::CublasLt && a.is_packed() && b.is_packed();
-    let rows = |operand: &Operand| match operand.elements {
-        Elements::Packed(packed)
-            if packed.layout == ScaleLayout::Swizzled128x4 && !tiles_are_read =>
-        {
-            in_rows(client, packed).map(Some)
-        }
-        _ => Ok(None),
-    };
-    let (a_rows, b_rows) = (rows(a)?, rows(b)?);
-    let (a, b) = (&a.with_elements(&a_rows), &b.with_elements(&b_rows));
+    let [a_brought, b_brought] = [a, b].map(|operand| bring(client, operand, path, tiles_are_read));
+    let (a_brought, b_brought) = (a_brought?, b_brought?);
+    let (a, b) = (&a.with_elements(&a_brought), &b.with_elements(&b_brought));
     let ((a_kind, a_amax, a_range), (b_kind, b_amax, b_range)) = (a.factor(), b.factor());
     // What the epilogue does not read may be any memory.
     let unread = a.memory();
@@ -722,15 +754,42 @@ fn run(
     Ok((result.into_matrix(), amax))
 }
 
-/// The same operand with its block scales in rows instead of 128x4 tiles.
-fn in_rows(client: &Client, packed: &DevicePacked) -> Result<DevicePacked, Nvfp4Error> {
-    let (outer, blocks) = (packed.outer(), packed.blocks());
-    tracing::debug!(outer, blocks, "gemm: block scales from tiles to rows");
-    Ok(DevicePacked {
-        scales: ops::unswizzle(client, &packed.scales, outer, blocks)?,
-        layout: ScaleLayout::Compact,
-        ..packed.clone()
-    })
+/// Elements that a product made of those it was given.
+pub(super) enum Brought {
+    Packed(DevicePacked),
+    Bf16(Matrix),
+}
+
+/// The elements of `operand` as the kernels of `path` take them, where it has others: block scales in rows
+/// instead of 128x4 tiles, unless `tiles_are_read`, and bf16 elements in rows instead of columns, which only
+/// the copy engine of Hopper reads, where a stored row is a multiple of 16 bytes.
+pub(super) fn bring(
+    client: &Client,
+    operand: &Operand,
+    path: GemmPath,
+    tiles_are_read: bool,
+) -> Result<Option<Brought>, Nvfp4Error> {
+    match operand.elements {
+        Elements::Packed(packed)
+            if packed.layout == ScaleLayout::Swizzled128x4 && !tiles_are_read =>
+        {
+            let (outer, blocks) = (packed.outer(), packed.blocks());
+            tracing::debug!(outer, blocks, "gemm: block scales from tiles to rows");
+            Ok(Some(Brought::Packed(DevicePacked {
+                scales: ops::unswizzle(client, &packed.scales, outer, blocks)?,
+                layout: ScaleLayout::Compact,
+                ..packed.clone()
+            })))
+        }
+        Elements::Bf16Columns(matrix)
+            if path != GemmPath::Hopper || !matrix.cols.is_multiple_of(8) =>
+        {
+            let (rows, cols) = (matrix.rows, matrix.cols);
+            tracing::debug!(rows, cols, ?path, "gemm: a transposed copy of an operand");
+            Ok(Some(Brought::Bf16(workspace::transposed(client, matrix))))
+        }
+        _ => Ok(None),
+    }
 }
 
 /// The maximum of what a kernel wrote that does not find it.
@@ -760,7 +819,15 @@ pub(super) fn launch_plan(
     result: &Output,
 ) -> Result<(), Nvfp4Error> {
     let shape = (m, n, k);
+    let columns = [a, b].map(|operand| operand.storage() == Storage::Columns);
     match (plan, b.elements) {
+        (plan, _) if !plan.takes_columns(columns) => {
+            return Err(Nvfp4Error::value(
+                "plan",
+                format!("{plan} and bf16 operands in columns, a and b: {columns:?}"),
+                "one that takes them so",
+            ));
+        }
         (Plan::Fused(tile, band), Elements::Packed(b))
             if sm90_fused::takes(k) && groups.grouping != Grouping::Depth =>
         {

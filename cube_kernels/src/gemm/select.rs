@@ -11,7 +11,7 @@ use crate::{
 
 use super::{
     cublaslt::{self, Format, Problem},
-    product::Operand,
+    product::{Operand, Storage},
     sm90::{Grouping, TILE_M, Tile},
     sm90_fused::{self, FusedTile},
     sm120::{self, BlockScaledShape, Multiply},
@@ -37,6 +37,14 @@ impl Plan {
         match self {
             Self::Fused(..) | Self::FewRows | Self::Decoded(..) => GemmPath::Hopper,
             Self::BlockScaled(_) => GemmPath::BlockScaled,
+        }
+    }
+
+    /// Whether its kernel reads bf16 operands in columns, where `a` and where `b` is stored so.
+    pub(super) fn takes_columns(self, [a, b]: [bool; 2]) -> bool {
+        match self {
+            Self::Decoded(tile, _) => !b || tile.takes_columns(),
+            Self::Fused(..) | Self::FewRows | Self::BlockScaled(_) => !a && !b,
         }
     }
 
@@ -126,7 +134,7 @@ pub fn plan(
 ) -> Plan {
     plan_of(
         processors(client),
-        (a.is_packed(), b.is_packed()),
+        [a.storage(), b.storage()],
         (m, n, k),
         grouping,
         groups,
@@ -181,20 +189,18 @@ pub(super) fn block_scaled(
     }
 }
 
-/// [`plan`] from what decides it: the number of processors, and which operands are packed.
+/// [`plan`] from what decides it: the number of processors, and how the operands are stored. A packed
+/// `b` beside an `a` in columns is decoded before, whatever the shape: no other kernel reads columns.
 pub(super) fn plan_of(
     processors: usize,
-    (a_packed, b_packed): (bool, bool),
+    [a, b]: [Storage; 2],
     (m, n, k): (usize, usize, usize),
     grouping: Grouping,
     groups: usize,
 ) -> Plan {
-    let decode = |packed: bool, rows: usize| {
-        if packed {
-            rows as f64 * DECODE_ROW
-        } else {
-            0.0
-        }
+    let decode = |operand: Storage, rows: usize| match operand {
+        Storage::Packed => rows as f64 * DECODE_ROW,
+        Storage::Rows | Storage::Columns => 0.0,
     };
     // Along the contraction every group has an output of its own.
     let outputs = match grouping {
@@ -204,23 +210,23 @@ pub(super) fn plan_of(
     let waves = |tiles: usize| tiles.div_ceil(processors) as f64;
     let decoded = DECODED.map(|(tile, cost)| {
         let tiles = outputs * m.div_ceil(TILE_M) * n.div_ceil(tile.n());
-        let before = decode(a_packed, m) + decode(b_packed, n * groups);
+        let before = decode(a, m) + decode(b, n * groups);
         (Plan::Decoded(tile, BAND), waves(tiles) * cost + before)
     });
     let fused = FUSED.map(|(rows_a, ways, cost)| {
         let tile = FusedTile { rows_a, ways };
         let tiles = m.div_ceil(rows_a) * n.div_ceil(tile.rows_b());
-        (
-            Plan::Fused(tile, BAND),
-            waves(tiles) * cost + decode(a_packed, m),
-        )
+        (Plan::Fused(tile, BAND), waves(tiles) * cost + decode(a, m))
     });
+    let columns = [a, b].map(|operand| operand == Storage::Columns);
     let cheapest = |plans: &[(Plan, f64)]| {
-        let best = plans.iter().min_by(|x, y| x.1.total_cmp(&y.1));
+        let possible = plans.iter().filter(|plan| plan.0.takes_columns(columns));
+        let best = possible.min_by(|x, y| x.1.total_cmp(&y.1));
         best.expect("there are tiles").0
     };
+    let decoded_only = b != Storage::Packed || a == Storage::Columns || !sm90_fused::takes(k);
     match grouping {
-        _ if !b_packed || !sm90_fused::takes(k) => cheapest(&decoded),
+        _ if decoded_only => cheapest(&decoded),
         Grouping::Depth => cheapest(&decoded),
         // A tile at the end of a group is as narrow as its rows.
         Grouping::Rows => {
@@ -289,7 +295,10 @@ pub fn kernel_for(
     let shape = (m, n, k);
     let path = super::path_of(capabilities, n, k);
     let plan = match path {
-        GemmPath::Hopper => Some(plan_of(processors, packed, shape, grouping, groups)),
+        GemmPath::Hopper => {
+            let stored = [packed.0, packed.1].map(Storage::in_rows);
+            Some(plan_of(processors, stored, shape, grouping, groups))
+        }
         GemmPath::BlockScaled => block_scaled(processors, packed, shape, grouping),
         GemmPath::CublasLt | GemmPath::MatrixInstructions | GemmPath::Scalar => None,
     };
@@ -332,7 +341,7 @@ mod tests {
     use super::*;
 
     fn dense(m: usize, n: usize, k: usize) -> Plan {
-        plan_of(132, (true, true), (m, n, k), Grouping::Dense, 1)
+        plan_of(132, [Storage::Packed; 2], (m, n, k), Grouping::Dense, 1)
     }
 
     /// The plans that were measured to be the fastest, on an H100.
@@ -413,20 +422,26 @@ mod tests {
     fn plans_of_other_operands() {
         let is_decoded = |plan| matches!(plan, Plan::Decoded(..));
         assert!(is_decoded(dense(64, 8192, 48)));
-        let bf16 = plan_of(132, (true, false), (64, 8192, 8192), Grouping::Dense, 1);
+        let (packed, columns) = (Storage::Packed, Storage::Columns);
+        let shape = (64, 8192, 8192);
+        let bf16 = plan_of(132, [packed, Storage::Rows], shape, Grouping::Dense, 1);
         assert!(is_decoded(bf16));
-        let depth = plan_of(132, (true, true), (4096, 4096, 8192), Grouping::Depth, 8);
+        assert!(is_decoded(plan_of(
+            132,
+            [columns, packed],
+            shape,
+            Grouping::Dense,
+            1
+        )));
+        let depth = (4096, 4096, 8192);
+        let depth = plan_of(132, [packed; 2], depth, Grouping::Depth, 8);
         assert!(is_decoded(depth));
-        let rows = plan_of(132, (true, true), (8192, 4096, 7168), Grouping::Rows, 64);
-        assert_eq!(
-            rows,
-            Plan::Fused(
-                FusedTile {
-                    rows_a: 128,
-                    ways: 1
-                },
-                1
-            )
-        );
+        let rows = (8192, 4096, 7168);
+        let rows = plan_of(132, [packed; 2], rows, Grouping::Rows, 64);
+        assert_eq!(rows, Plan::Fused(FusedTile { rows_a: 128, ways: 1 }, 1));
+        // 176 columns are no multiple of 64.
+        let narrow = (8192, 2112, 7168);
+        let narrow = plan_of(132, [columns; 2], narrow, Grouping::Dense, 1);
+        assert_eq!(narrow, Plan::Decoded(Tile::N256, BAND));
     }
 }

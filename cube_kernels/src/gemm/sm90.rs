@@ -5,6 +5,10 @@
 //! of 128 rows of `a` and of `tile_n` rows of `b`; the other two multiply 64 rows of `a` each. The
 //! ring runs on across tiles: while the consumers write one tile, the first stages of the next
 //! arrive. What lies outside the operands is read as zeros by the copy engine and never written.
+//!
+//! Either operand may be stored the other way round, the contraction down its columns ("in columns"): its
+//! part of a stage is then boxes of 64 stored rows of 64 elements, one for each 64 rows of the tile, which
+//! the instruction transposes as it reads them (MN-major). Sums are the same, bit for bit.
 
 use cubecl::{
     prelude::{barrier::Barrier, *},
@@ -27,6 +31,8 @@ use crate::{
 pub const TILE_M: usize = 128;
 /// Columns of both operands in a stage: the 128 bytes that the swizzle spans.
 pub const TILE_K: usize = 64;
+/// Rows of a tile in one box of an operand in columns: the 128 bytes that the swizzle spans.
+const BOX: usize = 64;
 /// One producer and two consumer warpgroups.
 pub const UNITS: u32 = 384;
 /// Bytes between the 16 rows that a warp stages for its stores: 128 of data, and 16 that spread rows
@@ -60,6 +66,11 @@ impl Tile {
             Self::N128 => 128,
             Self::N64 => 64,
         }
+    }
+
+    /// Whether `b` may be stored in columns: in boxes of 64 rows of the tile.
+    pub const fn takes_columns(self) -> bool {
+        self.n().is_multiple_of(BOX)
     }
 
     /// Stages of the ring, as many as shared memory holds beside the staging; the main loops of
@@ -165,13 +176,41 @@ fn depth_of(offsets: &[u32], group: u32, k: u32, #[comptime] grouping: Grouping)
     depth(columns)
 }
 
+/// Lets the copy engine bring `rows` rows of a tile, from `row` on, and 64 columns from `depth` on, to
+/// `stage`, and `ready` know: one box of rows, or boxes of 64 columns of an operand that is stored
+/// `in_columns`.
+#[cube]
+fn load_stage(
+    operand: &TensorMap<bf16, Tiled>,
+    stage: &mut [Vector<bf16, Const<8>>],
+    ready: &Barrier,
+    row: u32,
+    depth: u32,
+    #[comptime] rows: usize,
+    #[comptime] in_columns: bool,
+) {
+    if comptime!(in_columns) {
+        #[unroll]
+        for i in 0..comptime!(rows / BOX) {
+            ready.tma_load_2d(
+                operand,
+                &mut stage[comptime!(i * BOX * 8)..comptime!((i + 1) * BOX * 8)],
+                depth as i32,
+                (row + comptime!((i * BOX) as u32)) as i32,
+            );
+        }
+    } else {
+        ready.tma_load_2d(operand, stage, row as i32, depth as i32);
+    }
+}
+
 /// `out[m, n] = α_a · α_b · Σ a[m, k] · b[n, k] (+ bias[n]) (+ out[m, n])`, for each group.
 ///
 /// Tiles are numbered through all groups, and a cube takes every `CUBE_COUNT`th: the grid depends on
 /// nothing that is in device memory. The bias has a row for each group.
 ///
 /// `out` is in units of 16 bytes, and `before` the same memory in words, read where the epilogue
-/// accumulates.
+/// accumulates. `in_columns` says of `a` and of `b` whether the contraction is down its columns.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn sm90_kernel(
     a: &TensorMap<bf16, Tiled>,
@@ -192,6 +231,7 @@ pub fn sm90_kernel(
     band: u32,
     #[comptime] grouping: Grouping,
     #[comptime] shape: Tile,
+    #[comptime] in_columns: [bool; 2],
     #[comptime] kind: EpilogueKind,
 ) {
     let stages = comptime!(shape.stages());
@@ -261,19 +301,25 @@ pub fn sm90_kernel(
                             comptime!(((TILE_M + tile_n) * TILE_K * 2) as u32),
                         );
                         let s = stage as usize;
-                        let k0 = (from + step * comptime!(TILE_K as u32)) as i32;
+                        let depth = from + step * comptime!(TILE_K as u32);
                         let ready = &barriers[s];
-                        ready.tma_load_2d(
+                        load_stage(
                             a,
                             &mut a_tiles[s * a_stage..(s + 1) * a_stage],
-                            row as i32,
-                            k0,
+                            ready,
+                            row,
+                            depth,
+                            TILE_M,
+                            comptime!(in_columns[0]),
                         );
-                        ready.tma_load_2d(
+                        load_stage(
                             b,
                             &mut b_tiles[s * b_stage..(s + 1) * b_stage],
-                            column as i32,
-                            k0,
+                            ready,
+                            column,
+                            depth,
+                            tile_n,
+                            comptime!(in_columns[1]),
                         );
                         used += 1u32;
                     }
@@ -287,13 +333,11 @@ pub fn sm90_kernel(
     } else {
         let consumer = unit / 128u32 - 1u32;
         let leader = u32::cast_from((unit & 127u32) == 0u32);
-        // 64 rows of 128 bytes, in units of 16.
-        let a_tile = descriptor(shared_address::<Vector<bf16, Const<8>>>(
-            a_tiles.as_slice().as_ptr(),
-        )) + u64::cast_from(consumer * 512u32);
-        let b_tile = descriptor(shared_address::<Vector<bf16, Const<8>>>(
-            b_tiles.as_slice().as_ptr(),
-        ));
+        let a_at = shared_address::<Vector<bf16, Const<8>>>(a_tiles.as_slice().as_ptr());
+        let b_at = shared_address::<Vector<bf16, Const<8>>>(b_tiles.as_slice().as_ptr());
+        // Its 64 rows, or its box, are 64 times 128 bytes, in units of 16.
+        let a_tile = descriptor(a_at, comptime!(in_columns[0])) + u64::cast_from(consumer * 512u32);
+        let b_tile = descriptor(b_at, comptime!(in_columns[1]));
         let warp = (unit - 128u32) / 32u32;
         let stage_at = shared_address::<Vector<u32, Const<4>>>(staging.as_slice().as_ptr())
             + warp * comptime!(STAGING as u32);
@@ -329,6 +373,7 @@ pub fn sm90_kernel(
                     if steps + tail > 0u32 {
                         sums = main_loop_64x256(
                             full, empty, a_tile, b_tile, stage, parity, steps, tail, leader,
+                            in_columns,
                         );
                     }
                     write_tile::<Const<128>>(
@@ -341,6 +386,7 @@ pub fn sm90_kernel(
                     if steps + tail > 0u32 {
                         sums = main_loop_64x176(
                             full, empty, a_tile, b_tile, stage, parity, steps, tail, leader,
+                            in_columns,
                         );
                     }
                     write_tile::<Const<128>>(
@@ -352,6 +398,7 @@ pub fn sm90_kernel(
                     if steps + tail > 0u32 {
                         sums = main_loop_64x128(
                             full, empty, a_tile, b_tile, stage, parity, steps, tail, leader,
+                            in_columns,
                         );
                     }
                     write_tile::<Const<64>>(
@@ -363,6 +410,7 @@ pub fn sm90_kernel(
                     if steps + tail > 0u32 {
                         sums = main_loop_64x64(
                             full, empty, a_tile, b_tile, stage, parity, steps, tail, leader,
+                            in_columns,
                         );
                     }
                     write_tile::<Const<32>>(
@@ -510,10 +558,12 @@ pub(super) fn write_tile<N: Size>(
     }
 }
 
-/// A bf16 matrix in device memory, row-major, `rows` x `cols`.
+/// A bf16 operand in device memory: a row-major matrix of `rows` rows along the contraction, or of as many
+/// columns down it.
 pub(super) struct Operand {
     pub handle: Handle,
     pub rows: usize,
+    pub in_columns: bool,
 }
 
 /// What the epilogue reads. Handles that `kind` does not ask for are any other.
@@ -536,7 +586,9 @@ pub(super) struct GroupArgs {
 }
 
 /// Queues the product of `a` and `b`, both `k` long in memory, into `out`: `m` rows (all of them, or
-/// those of one group's output) of `n`.
+/// those of one group's output) of `n`. The copy engine reads rows of whole 16 bytes: what is stored in rows
+/// has `k` a multiple of 8, what is stored in columns has as many of those; and a `b` in columns takes a
+/// tile that does.
 pub(super) fn launch(
     client: &Client,
     a: &Operand,
@@ -560,19 +612,20 @@ pub(super) fn launch(
         Grouping::Dense | Grouping::Rows => m * n,
     };
     // A map may not be empty; with no contraction, none of it is read.
-    let width = if k == 0 { TILE_K } else { k };
+    let depth = if k == 0 { TILE_K } else { k };
     let map = |operand: &Operand, rows: usize| {
-        // SAFETY: the caller checked that the memory holds `rows` x `k` elements.
+        let (shape, tile_size) = if operand.in_columns {
+            ([depth, operand.rows], [TILE_K, BOX])
+        } else {
+            ([operand.rows, depth], [rows, TILE_K])
+        };
+        // SAFETY: the caller checked that the memory holds so many elements.
         let tensor = unsafe {
-            TensorArg::from_raw_parts(
-                operand.handle.clone(),
-                [width, 1].into(),
-                [operand.rows, width].into(),
-            )
+            TensorArg::from_raw_parts(operand.handle.clone(), [shape[1], 1].into(), shape.into())
         };
         TensorMapArg::new(
             TiledArgs {
-                tile_size: [rows, TILE_K].into(),
+                tile_size: tile_size.into(),
             },
             tensor,
             bf16::elem_type_native(),
@@ -610,6 +663,7 @@ pub(super) fn launch(
             band as u32,
             groups.grouping,
             tile,
+            [a.in_columns, b.in_columns],
             epilogue.kind,
         );
     }

@@ -19,7 +19,7 @@ use half::bf16;
 
 use super::{
     epilogue::{EpilogueKind, Factor, factor, finish, held, pack_pair, raise, rounded_magnitude},
-    product::{Elements, Operand},
+    product::Operand,
     sm90::{EpilogueArgs, GroupArgs, Grouping, place},
     workspace,
 };
@@ -379,7 +379,7 @@ pub fn fused_kernel(
         let local = strip * comptime!(STRIP as u32) + warp * 16u32 + lane / 4u32;
         let codes = codes_at + local * 64u32 + (lane % 4u32) * 16u32;
         let scales = scales_at + local * 8u32 + (lane % 4u32) * 2u32;
-        let a_tile = descriptor(a_at);
+        let a_tile = descriptor(a_at, false);
         // Numbers of the tile, as the main loops take them.
         let a_half_at = comptime!(tile_shape.a_half() as u64).runtime();
         let rows_b_at = rows_b.runtime();
@@ -804,10 +804,7 @@ pub(super) fn launch(
         Grouping::Dense | Grouping::Depth => 1,
     };
     let (arranged, schedule) = workspace::arrange(client, a, groups, entries, tile);
-    let unit_of_sums = match a.elements {
-        Elements::Packed(_) => 65536.0,
-        Elements::Bf16(_) => 256.0,
-    };
+    let unit_of_sums = if a.is_packed() { 65536.0 } else { 256.0 };
     let width = k.next_multiple_of(workspace::SPAN);
     // SAFETY: the memory was allocated for `m` x `width` elements.
     let a_tensor =

@@ -11,7 +11,7 @@ use cubecl::{prelude::*, server::Handle};
 
 use super::{
     epilogue::{EpilogueKind, Factor, factor, finish, held},
-    product::{Elements, Operand},
+    product::Operand,
     sm90::EpilogueArgs,
 };
 use crate::{
@@ -424,10 +424,11 @@ pub(super) fn launch(
     // SAFETY (of every argument): the caller checked the operands against their shapes. What the
     // kernel does not read of `a` is any memory.
     let buffer = |handle: &Handle, len| unsafe { BufferArg::from_raw_parts(handle.clone(), len) };
-    let unread = out;
-    let (a_codes, a_scales, dense, left) = match a.elements {
-        Elements::Packed(packed) => (&packed.codes, &packed.scales, unread, Left::Packed),
-        Elements::Bf16(matrix) => (unread, unread, &matrix.handle, Left::Bf16),
+    let parts = a.parts(out);
+    let left = if parts.packed {
+        Left::Packed
+    } else {
+        Left::Bf16
     };
     let shape = shape(client, m, n, k, left);
     let words = m * n * epilogue.kind.out.size() / 4;
@@ -438,9 +439,9 @@ pub(super) fn launch(
             CubeCount::Static(n.div_ceil(shape.rows()) as u32, 1, 1),
             CubeDim::new_1d(32 * shape.warps as u32),
             address_type((n * k).max(m * n)),
-            buffer(dense, m * k / 8),
-            buffer(a_codes, m * k / 8),
-            buffer(a_scales, m * k / BLOCK),
+            buffer(&parts.dense, m * k / 8),
+            buffer(&parts.codes, m * k / 8),
+            buffer(&parts.scales, m * k / BLOCK),
             buffer(&b.codes, n * k / 8),
             buffer(&b.scales, n * k / BLOCK),
             buffer(&epilogue.a_amax, m),

@@ -1,9 +1,10 @@
-//! Packed operands as bf16, exactly and without the factor of the tensor.
+//! Operands as kernels want them: packed ones as bf16, exactly and without the factor of the tensor, and
+//! bf16 ones transposed.
 
 use cubecl::{prelude::*, server::Handle};
 
 use super::{
-    product::{Elements, Operand},
+    product::Operand,
     sm90::{GroupArgs, Grouping},
     sm90_fused::{FusedTile, schedule_groups},
 };
@@ -13,7 +14,8 @@ use crate::{
         codec::decode_e4m3,
         ptx_sm90::{decode_e2m1x8, decode_e4m3x2, scaled_pair},
     },
-    device::{DevicePacked, address_type, allocate},
+    device::{DevicePacked, Matrix, address_type, allocate, is_aligned},
+    ops::tiles::tile_grid,
 };
 
 /// Units of a cube.
@@ -179,11 +181,7 @@ pub(super) fn arrange(
         allocate(client, vectors * 16),
         allocate(client, entries * 16),
     );
-    let unread = &out;
-    let (codes, scales, dense, packed) = match operand.elements {
-        Elements::Packed(packed) => (&packed.codes, &packed.scales, unread, true),
-        Elements::Bf16(matrix) => (unread, unread, &matrix.handle, false),
-    };
+    let parts = operand.parts(&out);
     let read = operand.outer() * words;
     // SAFETY: the operand was checked against its shape, there are entries for a tile at the end of each group,
     // and the kernel masks what it reads and writes.
@@ -193,18 +191,127 @@ pub(super) fn arrange(
             CubeCount::Static(vectors.div_ceil(UNITS * VECTORS) as u32, 1, 1),
             CubeDim::new_1d(UNITS as u32),
             address_type(vectors * 8),
-            BufferArg::from_raw_parts(codes.clone(), read),
-            BufferArg::from_raw_parts(scales.clone(), read / 2),
-            BufferArg::from_raw_parts(dense.clone(), read * 8),
+            BufferArg::from_raw_parts(parts.codes, read),
+            BufferArg::from_raw_parts(parts.scales, read / 2),
+            BufferArg::from_raw_parts(parts.dense, read * 8),
             BufferArg::from_raw_parts(out.clone(), vectors),
             BufferArg::from_raw_parts(groups.offsets.clone(), groups.groups + 1),
             BufferArg::from_raw_parts(schedule.clone(), entries),
             words as u32,
             vectors as u32,
             groups.groups as u32,
-            packed,
+            parts.packed,
             (groups.grouping == Grouping::Rows).then_some(tile),
         );
     }
     (out, schedule)
+}
+
+/// Rows and columns of a tile that [`transpose_kernel`] transposes at a time.
+const SIDE: usize = 64;
+/// Words from one column of the tile to the next in shared memory: a word for each two rows, and one that
+/// spreads columns over the banks.
+const PITCH: usize = SIDE / 2 + 1;
+
+/// `out[j, i] = x[i, j]` for elements of 16 bits, `x` being `rows` x `cols`. Vectors divide the rows of either
+/// matrix. A tile at a time waits in shared memory, two rows of a column in a word: 128 bytes of a row are
+/// read side by side, and as many written.
+#[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
+pub fn transpose_kernel<R: Size, W: Size>(
+    x: &[Vector<u16, R>],
+    out: &mut [Vector<u16, W>],
+    rows: usize,
+    cols: usize,
+) {
+    let (read, written) = (R::value().comptime(), W::value().comptime());
+    let mut words: Shared<[u32]> = Shared::new_slice(comptime!(SIDE * PITCH));
+    let across = cols.div_ceil(SIDE);
+    let tiles = rows.div_ceil(SIDE) * across;
+    let mut tile = CUBE_POS;
+    while tile < tiles {
+        let (row0, col0) = (tile / across * SIDE, tile % across * SIDE);
+        // Eight columns of two rows.
+        let mut item = UNIT_POS as usize;
+        while item < comptime!(SIDE / 2 * (SIDE / 8)) {
+            let (pair, eight) = (item / 8usize, item % 8usize);
+            let row = row0 + 2usize * pair;
+            #[unroll]
+            for i in 0..comptime!(8 / read) {
+                let within = 8usize * eight + comptime!(i * read);
+                let col = col0 + within;
+                let mut upper = Vector::<u16, R>::new(0u16);
+                let mut lower = Vector::<u16, R>::new(0u16);
+                if col < cols && row < rows {
+                    upper = x[(row * cols + col) / read];
+                }
+                if col < cols && row + 1usize < rows {
+                    lower = x[((row + 1usize) * cols + col) / read];
+                }
+                #[unroll]
+                for j in 0..read {
+                    words[(within + j) * PITCH + pair] = u32::cast_from(upper.extract(j))
+                        | (u32::cast_from(lower.extract(j)) << 16u32);
+                }
+            }
+            item += CUBE_DIM as usize;
+        }
+        sync_cube();
+        // Eight rows of a column.
+        let mut item = UNIT_POS as usize;
+        while item < comptime!(SIDE * (SIDE / 8)) {
+            let (column, eight) = (item / 8usize, item % 8usize);
+            let col = col0 + column;
+            #[unroll]
+            for i in 0..comptime!(8 / written) {
+                let row = row0 + 8usize * eight + comptime!(i * written);
+                if col < cols && row < rows {
+                    let mut vector = Vector::<u16, W>::empty();
+                    #[unroll]
+                    for j in 0..written {
+                        let element = comptime!(i * written + j);
+                        let word = words[column * PITCH + 4usize * eight + comptime!(element / 2)];
+                        let bits = (word >> comptime!(element as u32 % 2 * 16)) & 0xFFFFu32;
+                        vector.insert(j, u16::cast_from(bits));
+                    }
+                    out[(col * rows + row) / written] = vector;
+                }
+            }
+            item += CUBE_DIM as usize;
+        }
+        sync_cube();
+        tile += CUBE_COUNT;
+    }
+}
+
+/// A transposed copy of a bf16 matrix. It lives until the last product that reads it has run.
+pub fn transposed(client: &Client, matrix: &Matrix) -> Matrix {
+    let Matrix {
+        rows, cols, dtype, ..
+    } = *matrix;
+    let out = Matrix::empty(client, cols, rows, dtype);
+    if out.is_empty() {
+        return out;
+    }
+    let width = |len: usize, aligned: bool| match aligned {
+        true => 1 << len.trailing_zeros().min(3),
+        false => 1,
+    };
+    let (read, written) = (width(cols, is_aligned(&matrix.handle)), width(rows, true));
+    let (count, dim) = tile_grid(client, rows.div_ceil(SIDE) * cols.div_ceil(SIDE));
+    // SAFETY: the caller checked the memory against the shape, and the kernel masks by it.
+    unsafe {
+        transpose_kernel::launch_unchecked(
+            client,
+            count,
+            dim,
+            address_type(matrix.len()),
+            read,
+            written,
+            BufferArg::from_raw_parts(matrix.handle.clone(), matrix.len() / read),
+            BufferArg::from_raw_parts(out.handle.clone(), matrix.len() / written),
+            rows,
+            cols,
+        );
+    }
+    out
 }

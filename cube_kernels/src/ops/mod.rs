@@ -37,7 +37,7 @@ mod swizzle;
 #[allow(missing_docs)]
 mod tile;
 #[allow(missing_docs)]
-mod tiles;
+pub(crate) mod tiles;
 #[allow(missing_docs)]
 mod transpose;
 

@@ -7,7 +7,7 @@ use crate::device::is_cpu;
 /// Cubes and units for `tiles` tiles, one to a cube at a time, in a kernel that strides over the
 /// grid. On the CPU one unit does the work of a cube: barriers between more units than cores are
 /// thousands of times slower there.
-pub(super) fn tile_grid(client: &Client, tiles: usize) -> (CubeCount, CubeDim) {
+pub(crate) fn tile_grid(client: &Client, tiles: usize) -> (CubeCount, CubeDim) {
     let hardware = &client.properties().hardware;
     if is_cpu(client) {
         let cores = hardware.num_cpu_cores.unwrap_or(1) as usize;
