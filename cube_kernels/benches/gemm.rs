@@ -18,9 +18,9 @@ use nvfp4_kernels::{
     Hadamard, PackedAxis, RandomStream, cubecl,
     device::{AmaxScope, DeviceCopy, DevicePacked, DeviceRounding, FloatKind, Groups, Matrix},
     gemm::{
-        self, Operand, Target,
+        self, Elements, Operand, Scale, Target,
         cublaslt::{self, Format, Product, Side},
-        kernels::decode,
+        kernels::{decode, transposed},
     },
     ops::{self, AmaxRequest, CopyRequest, GroupOffsets},
 };
@@ -268,6 +268,30 @@ fn dense(criterion: &mut Criterion, client: &Client, noise: &Noise) {
         run("bf16", &|i| {
             let (x, y) = (&x[i % plain], &y[i % plain]);
             gemm::gemm_bf16(client, x, y, None, FloatKind::Bf16).unwrap();
+        });
+        let columns = |matrices: &[Matrix]| -> Vec<_> {
+            let matrices = matrices.iter();
+            matrices.map(|matrix| transposed(client, matrix)).collect()
+        };
+        let (x_columns, y_columns) = (columns(&x), columns(&y));
+        let product = |a: Elements, b: Elements| {
+            let [a, b] = [a, b].map(|elements| Operand {
+                elements,
+                scale: Scale::One,
+            });
+            gemm::product(client, None, &a, &b, None, Target::New(FloatKind::Bf16)).unwrap();
+        };
+        // As a layer's forward and its weight gradient have them.
+        run("bf16, b in columns", &|i| {
+            let (x, y) = (&x[i % plain], &y_columns[i % plain]);
+            product(Elements::Bf16(x), Elements::Bf16Columns(y));
+        });
+        run("bf16, both in columns", &|i| {
+            let (x, y) = (&x_columns[i % plain], &y_columns[i % plain]);
+            product(Elements::Bf16Columns(x), Elements::Bf16Columns(y));
+        });
+        run("a transposed copy of a", &|i| {
+            transposed(client, &x[i % plain]);
         });
         match cublas(client, &x[0], &y[0]) {
             Ok(_) => run(CUBLAS, &|i| {

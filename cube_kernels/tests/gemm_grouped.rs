@@ -21,7 +21,7 @@ use nvfp4_kernels::{
     },
     ops::GroupOffsets,
 };
-use packed::Packed;
+use packed::{Packed, both_ways, unscaled};
 use proptest::prelude::*;
 
 /// The paths that the device has.
@@ -290,6 +290,58 @@ fn fused_tiles_in_groups_equal_the_loop() {
                     &expected,
                     &format!("{tile:?}, n {n}, k {k}: group {g}"),
                 );
+            }
+        }
+    }
+}
+
+/// bf16 operands in columns have the bits of those in rows: the contraction in groups, each followed by zeros
+/// up to a multiple of 16, and rows in groups.
+#[test]
+fn columns_equal_rows_in_groups() {
+    let client = client!("columns_equal_rows_in_groups");
+    for path in paths(&client) {
+        let large = Capabilities::of(&client).gemm != GemmPath::Scalar;
+        for sizes in sizes(large) {
+            let (m, n) = if large { (136, 264) } else { (6, 8) };
+            let new = Target::New(FloatKind::F32);
+            let name = format!("{path:?}, {:?}..", &sizes[..sizes.len().min(8)]);
+            let blocks: Vec<usize> = sizes.iter().map(|size| size.div_ceil(16)).collect();
+            let columns: Vec<usize> = offsets(&blocks).iter().map(|start| 16 * start).collect();
+            let k = *columns.last().unwrap();
+            let (_, a, a_columns) = both_ways(&client, m, k, 1);
+            let (_, b, b_columns) = both_ways(&client, n, k, 2);
+            let depth = |a, b| {
+                let (a, b) = (unscaled(a), unscaled(b));
+                let groups = groups(&client, &columns);
+                let found = gemm::gemm_grouped_depth(&client, Some(path), &a, &b, &groups, new);
+                read(&client, &found.unwrap())
+            };
+            let (x, y) = (Elements::Bf16(&a), Elements::Bf16(&b));
+            let x_columns = Elements::Bf16Columns(&a_columns);
+            let y_columns = Elements::Bf16Columns(&b_columns);
+            let expected = depth(x, y);
+            for (a, b) in [(x_columns, y), (x, y_columns), (x_columns, y_columns)] {
+                assert_same(&depth(a, b), &expected, &format!("{name}, depth"));
+            }
+
+            let rows = offsets(&sizes);
+            let (m, k) = (*rows.last().unwrap(), 48);
+            let (_, a, a_columns) = both_ways(&client, m, k, 3);
+            let (_, b, b_columns) = both_ways(&client, sizes.len() * n, k, 4);
+            let by_rows = |a, b| {
+                let (a, b) = (unscaled(a), unscaled(b));
+                let groups = groups(&client, &rows);
+                let path = Some(path);
+                let found = gemm::gemm_grouped_rows(&client, path, &a, &b, &groups, None, new);
+                read(&client, &found.unwrap())
+            };
+            let (x, y) = (Elements::Bf16(&a), Elements::Bf16(&b));
+            let x_columns = Elements::Bf16Columns(&a_columns);
+            let y_columns = Elements::Bf16Columns(&b_columns);
+            let expected = by_rows(x, y);
+            for (a, b) in [(x_columns, y), (x, y_columns), (x_columns, y_columns)] {
+                assert_same(&by_rows(a, b), &expected, &format!("{name}, rows"));
             }
         }
     }

@@ -15,7 +15,7 @@ use nvfp4_kernels::{
     device::FloatKind,
     gemm::kernels::{
         EpilogueKind, Factor, FusedTile, Grouping, Left, SM90_UNITS, Shape, Tile, arrange_kernel,
-        decode_kernel, fused_kernel, sm90_kernel, small_m_kernel,
+        decode_kernel, fused_kernel, sm90_kernel, small_m_kernel, transpose_kernel,
     },
 };
 use nvrtc::CudaTools;
@@ -79,6 +79,29 @@ fn sm90_kernel_uses_the_tensor_cores_and_spills_nothing() {
     if let Some(sass) = compile(&tools, "decode", &cuda_source("decode", kernel)) {
         assert_eq!(count(&sass, "STG.E.128"), 4);
         assert_eq!(spills(&sass), 0, "decode spills");
+    }
+    // SAFETY: nothing is launched.
+    #[allow(unused_unsafe)]
+    let kernel = unsafe {
+        transpose_kernel::create_dummy_kernel(
+            properties.clone(),
+            target.clone(),
+            CubeCount::Static(1, 1, 1),
+            CubeDim::new_1d(256),
+            AddressType::U32,
+            8,
+            8,
+            buffer(1024),
+            buffer(1024),
+            128,
+            64,
+        )
+    };
+    if let Some(sass) = compile(&tools, "transpose", &cuda_source("transpose", kernel)) {
+        println!("transpose: {} lines", sass.lines().count());
+        assert!(count(&sass, "LDG.E.128") >= 2);
+        assert!(count(&sass, "STG.E.128") >= 1);
+        assert_eq!(spills(&sass), 0, "transpose spills");
     }
     for (warps, strips, columns, ahead, tail, left, plain) in [
         (16, 2, 1, 1, false, Left::Packed, true),

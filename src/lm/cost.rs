@@ -124,7 +124,7 @@ impl KernelClass {
     /// The class of the kernel called `name`, the path of its type.
     pub fn of(name: &str) -> Self {
         // The first that fits: names of ours hold several of these words.
-        const OURS: [(&str, KernelClass); 13] = [
+        const OURS: [(&str, KernelClass); 14] = [
             ("amax", KernelClass::Amax),
             ("zero_kernel", KernelClass::Amax),
             ("dequantize", KernelClass::Decode),
@@ -132,6 +132,7 @@ impl KernelClass {
             ("::per_token", KernelClass::Quantize),
             ("::ms_eden", KernelClass::Quantize),
             ("::mxfp8", KernelClass::Quantize),
+            ("::workspace::transpose", KernelClass::Move),
             ("::workspace", KernelClass::Decode),
             ("::swizzle", KernelClass::Move),
             ("::padding", KernelClass::Move),

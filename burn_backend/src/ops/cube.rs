@@ -11,7 +11,7 @@ use cubecl::server::Handle;
 use nvfp4_kernels::device::{
     AmaxScope, Capabilities, DeviceCopy, DevicePacked, FloatKind, GemmPath, Groups, Matrix,
 };
-use nvfp4_kernels::gemm::{self, Target, path_of};
+use nvfp4_kernels::gemm::{self, Elements, Scale, Target, path_of};
 use nvfp4_kernels::ops::{AmaxRequest, CopyRequest, DeviceMx, EdenSource};
 use nvfp4_kernels::reference::EdenTarget;
 use nvfp4_kernels::{BLOCK, MX_BLOCK, Nvfp4Error, PackedAxis, ScaleLayout, ops};
@@ -238,7 +238,8 @@ fn transposed_to_rows(operand: Operand<CubeBackend>, dtype: FloatDType) -> CubeT
 /// An operand as the GEMM kernels take it, holding its memory.
 pub(super) enum Stored {
     Packed(Box<DevicePacked>),
-    Bf16(Matrix),
+    /// Contracted along its columns or, for [`PackedAxis::Rows`], its rows.
+    Bf16(Matrix, PackedAxis),
 }
 
 impl Stored {
@@ -256,14 +257,12 @@ impl Stored {
                     ..mx_device(packed)
                 };
                 // E4M3 times a power of two is exact in bf16.
-                Self::Bf16(launched(ops::mx_dequantize(
-                    &client,
-                    &stored,
-                    FloatKind::Bf16,
-                )))
+                let matrix = launched(ops::mx_dequantize(&client, &stored, FloatKind::Bf16));
+                Self::Bf16(matrix, PackedAxis::Cols)
             }
-            Operand::Float(..) => {
-                Self::Bf16(Source::new(transposed_to_rows(operand, FloatDType::BF16)).matrix)
+            Operand::Float(x, axis) => {
+                let (x, axis) = as_in_memory(cast(x, DType::BF16), axis);
+                Self::Bf16(Source::new(x).matrix, axis)
             }
         }
     }
@@ -271,8 +270,26 @@ impl Stored {
     pub(super) fn operand(&self) -> gemm::Operand<'_> {
         match self {
             Self::Packed(packed) => (&**packed).into(),
-            Self::Bf16(matrix) => matrix.into(),
+            Self::Bf16(matrix, PackedAxis::Cols) => matrix.into(),
+            Self::Bf16(matrix, PackedAxis::Rows) => gemm::Operand {
+                elements: Elements::Bf16Columns(matrix),
+                scale: Scale::One,
+            },
         }
+    }
+}
+
+/// `x` and the axis of its contraction; of a view that transposes a contiguous matrix, that matrix and the
+/// other axis.
+fn as_in_memory(x: CubeTensor, axis: PackedAxis) -> (CubeTensor, PackedAxis) {
+    if x.is_contiguous() {
+        return (x, axis);
+    }
+    let transposed = CubeBackend::float_swap_dims(x.clone(), 0, 1);
+    if transposed.is_contiguous() {
+        (transposed, axis.transposed())
+    } else {
+        (x, axis)
     }
 }
 

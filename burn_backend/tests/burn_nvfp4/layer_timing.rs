@@ -1,10 +1,14 @@
-//! What a linear layer takes beside Burn's own, on a GPU; `--ignored --nocapture` prints it.
+//! What a linear layer takes beside Burn's own, on a GPU; `--ignored --nocapture` prints it. The variable
+//! `NVFP4_ONLY` names the presets to time, with commas between them; without it all are.
 
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
 use burn_core::tensor::{DType, Device, Tensor};
 use burn_nn::{Linear, LinearConfig};
 use burn_nvfp4::{Nvfp4Linear, Nvfp4Recipe};
+use nvfp4_kernels::cubecl::logging::{LaunchObservation, LaunchObserver};
 
 use crate::common::{Matrix, activation, device, small_only};
 
@@ -26,6 +30,31 @@ fn backward(x: &Tensor<2>, layer: impl Fn(Tensor<2>) -> Tensor<2>) {
     drop(layer(x.clone()).sum_dim(1).sum().backward());
 }
 
+/// The kernels that were launched, and how often.
+#[derive(Default)]
+struct Launched(Mutex<BTreeMap<&'static str, usize>>);
+
+impl LaunchObserver for Launched {
+    fn launched(&self, kernel: &'static str) {
+        *self.0.lock().unwrap().entry(kernel).or_default() += 1;
+    }
+}
+
+/// The kernels of a step. Of a kernel's name, what lies between the last `::` and its parameters.
+fn kernels(device: &Device, step: impl FnOnce()) -> String {
+    let launched = Arc::new(Launched::default());
+    let observation = LaunchObservation::new(launched.clone());
+    step();
+    device.sync().unwrap();
+    drop(observation);
+    let launched = launched.0.lock().unwrap();
+    let names = launched.iter().map(|(name, count)| {
+        let path = name.split('<').next().unwrap();
+        format!("{count} {}", path.rsplit("::").next().unwrap())
+    });
+    names.collect::<Vec<_>>().join(", ")
+}
+
 /// Forward and backward of a layer: 8192 tokens, 4096 inputs, 4096 and 14336 outputs.
 #[test]
 #[ignore = "a measurement, for a GPU"]
@@ -34,6 +63,11 @@ fn layer_beside_burns() {
         eprintln!("skipped: a measurement for a GPU");
         return;
     }
+    let only = std::env::var("NVFP4_ONLY").ok();
+    let is_wanted = |preset: &str| match &only {
+        Some(only) => only.split(',').any(|name| name == preset),
+        None => true,
+    };
     let device = device().autodiff();
     let (tokens, inputs) = (8192, 4096);
     println!("milliseconds of forward and backward, {tokens} tokens, {inputs} inputs");
@@ -61,10 +95,12 @@ fn layer_beside_burns() {
         let plain = linear();
         let burns = time(&device, || backward(&x, |x| plain.forward(x)));
         print("Burn's Linear in bf16", burns);
-        for preset in Nvfp4Recipe::preset_names() {
+        for preset in Nvfp4Recipe::preset_names().filter(|preset| is_wanted(preset)) {
             let recipe = Nvfp4Recipe::preset(preset).unwrap();
             let layer = Nvfp4Linear::from_linear(linear(), &recipe).unwrap();
-            print(preset, time(&device, || backward(&x, |x| layer.forward(x))));
+            let step = || backward(&x, |x| layer.forward(x));
+            print(preset, time(&device, step));
+            println!("    {}", kernels(&device, step));
         }
     }
 }

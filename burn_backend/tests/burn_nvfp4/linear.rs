@@ -218,6 +218,44 @@ fn leading_axes_are_rows() {
     );
 }
 
+/// Operands that stay in bf16 may be views that transpose what is in memory: the same bits as of a copy of what
+/// they show.
+#[test]
+fn transposed_views_are_multiplied_as_what_they_show() {
+    skip_where_small_only!();
+    let device = device().autodiff();
+    let randomness = LayerRandomness {
+        seed: 5,
+        layer: 3,
+        offset: 9,
+        rht_signs: Hadamard::DEFAULT_SIGNS,
+    };
+    let spec = Nvfp4Recipe::bf16().spec(&randomness);
+    let tensor = |rows, cols, seed| {
+        let matrix = Matrix::gaussian(rows, cols, DType::BF16, seed).tensor(&device);
+        // Its transpose, in memory.
+        let copy = TensorData::new(
+            values(matrix.clone().transpose()),
+            [matrix.dims()[1], matrix.dims()[0]],
+        );
+        let copy: Tensor<2> = Tensor::from_data(copy, (&device, DType::BF16));
+        (matrix, copy)
+    };
+    let ((x, x_copy), (w, w_copy)) = (tensor(136, 72, 61), tensor(200, 136, 62));
+    let run = |x: Tensor<2>, w: Tensor<2>| {
+        let (x, w) = (x.require_grad(), w.require_grad());
+        let y = linear(x.clone(), w.clone(), None, spec);
+        let grads = (y.clone() * y.clone()).sum().backward();
+        let (dx, dw) = (x.grad(&grads).unwrap(), w.grad(&grads).unwrap());
+        [values(y), values(dx), values(dw)]
+    };
+    // 72 x 136 times 136 x 200.
+    let expected = run(x_copy.clone(), w_copy.clone());
+    assert!(expected.iter().flatten().any(|value| *value != 0.0));
+    assert_eq!(run(x.transpose(), w_copy), expected);
+    assert_eq!(run(x_copy, w.transpose()), expected);
+}
+
 #[test]
 fn no_rows_give_no_outputs_and_zero_gradients() {
     skip_where_small_only!();

@@ -14,6 +14,14 @@ pub enum PackedAxis {
 }
 
 impl PackedAxis {
+    /// The same axis of the transposed matrix.
+    pub const fn transposed(self) -> Self {
+        match self {
+            Self::Cols => Self::Rows,
+            Self::Rows => Self::Cols,
+        }
+    }
+
     /// `(outer, inner)` of a packed `rows` x `cols` matrix: stored rows, and the length of the
     /// packed axis before padding.
     pub const fn stored_shape(self, rows: usize, cols: usize) -> (usize, usize) {

@@ -51,6 +51,6 @@ pub mod kernels {
         sm90_fused::{FusedTile, fused_kernel},
         sm120::{BlockScaledShape, Multiply, Pieces, sm120_kernel},
         small_m::{Left, Shape, small_m_kernel},
-        workspace::{arrange_kernel, decode, decode_kernel},
+        workspace::{arrange_kernel, decode, decode_kernel, transpose_kernel, transposed},
     };
 }

@@ -1,10 +1,14 @@
-//! Packed operands for products.
+//! Operands for products.
 #![allow(dead_code)] // Each binary uses its own part.
 
 use super::common::Generator;
 use cubecl::prelude::*;
+use half::bf16;
 use nvfp4_kernels::{
-    Amax, Origin, PackedAxis, PackedTensor, Rounding, ScaleLayout, device::DevicePacked, reference,
+    Amax, Origin, PackedAxis, PackedTensor, Rounding, ScaleLayout,
+    device::{DevicePacked, FloatKind, Matrix},
+    gemm::{Elements, Operand, Scale},
+    reference,
 };
 use std::ops::Range;
 
@@ -98,6 +102,30 @@ impl Packed {
             scales: pick(&self.scales, 1),
             amax: self.amax,
         }
+    }
+}
+
+/// Random bf16 values, `rows` rows along a contraction of `k`: on the host, and on the device in rows and
+/// in columns.
+pub fn both_ways(client: &Client, rows: usize, k: usize, seed: u32) -> (Vec<bf16>, Matrix, Matrix) {
+    let mut random = Generator::new(seed);
+    let x: Vec<bf16> = (0..rows * k)
+        .map(|_| bf16::from_f32(random.normal()))
+        .collect();
+    let transposed: Vec<bf16> = (0..k * rows).map(|i| x[i % rows * k + i / rows]).collect();
+    let upload = |x: &[bf16], rows: usize, cols: usize| {
+        let handle = client.create_from_slice(bytemuck::cast_slice(x));
+        Matrix::new(handle, rows, cols, FloatKind::Bf16).unwrap()
+    };
+    let (in_rows, in_columns) = (upload(&x, rows, k), upload(&transposed, k, rows));
+    (x, in_rows, in_columns)
+}
+
+/// Elements as they are.
+pub fn unscaled(elements: Elements) -> Operand {
+    Operand {
+        elements,
+        scale: Scale::One,
     }
 }
 
