@@ -238,6 +238,15 @@ fn cublas(client: &Client, a: &Matrix, b: &Matrix) -> Result<Matrix, nvfp4_kerne
     Ok(out)
 }
 
+/// Our product of two bf16 matrices.
+fn bf16(client: &Client, a: Elements, b: Elements) -> Matrix {
+    let [a, b] = [a, b].map(|elements| Operand {
+        elements,
+        scale: Scale::One,
+    });
+    gemm::product(client, None, &a, &b, None, Target::New(FloatKind::Bf16)).unwrap()
+}
+
 fn dense(criterion: &mut Criterion, client: &Client, noise: &Noise) {
     let mut all = |name: String, (m, n, k): (usize, usize, usize)| {
         if !is_wanted(&name) {
@@ -274,24 +283,14 @@ fn dense(criterion: &mut Criterion, client: &Client, noise: &Noise) {
             matrices.map(|matrix| transposed(client, matrix)).collect()
         };
         let (x_columns, y_columns) = (columns(&x), columns(&y));
-        let product = |a: Elements, b: Elements| {
-            let [a, b] = [a, b].map(|elements| Operand {
-                elements,
-                scale: Scale::One,
-            });
-            gemm::product(client, None, &a, &b, None, Target::New(FloatKind::Bf16)).unwrap();
-        };
         // As a layer's forward and its weight gradient have them.
-        run("bf16, b in columns", &|i| {
+        run("bf16 with b in columns", &|i| {
             let (x, y) = (&x[i % plain], &y_columns[i % plain]);
-            product(Elements::Bf16(x), Elements::Bf16Columns(y));
+            bf16(client, Elements::Bf16(x), Elements::Bf16Columns(y));
         });
-        run("bf16, both in columns", &|i| {
+        run("bf16 in columns", &|i| {
             let (x, y) = (&x_columns[i % plain], &y_columns[i % plain]);
-            product(Elements::Bf16Columns(x), Elements::Bf16Columns(y));
-        });
-        run("a transposed copy of a", &|i| {
-            transposed(client, &x[i % plain]);
+            bf16(client, Elements::Bf16Columns(x), Elements::Bf16Columns(y));
         });
         match cublas(client, &x[0], &y[0]) {
             Ok(_) => run(CUBLAS, &|i| {
@@ -428,7 +427,8 @@ fn grouped(criterion: &mut Criterion, client: &Client, noise: &Noise) {
 
 /// A linear layer as the `nvfp4` recipe trains it: every maximum, copy and product of forward and backward
 /// pass, weights in 16x16 tiles, gradients rounded stochastically, both operands of the weight gradient
-/// transformed.
+/// transformed. And the three products of a bf16 layer, whose weight is `inputs` x `outputs`: on matrices as they
+/// are, and on copies that have every contraction along rows.
 fn linear(criterion: &mut Criterion, client: &Client, noise: &Noise) {
     for (tokens, inputs, outputs) in [(8192, 4096, 4096), (8192, 4096, 14336)] {
         let x = noise.matrix(client, tokens, inputs, 1);
@@ -460,13 +460,39 @@ fn linear(criterion: &mut Criterion, client: &Client, noise: &Noise) {
         let nearest = || DeviceRounding::Nearest;
         let stochastic = |stream| DeviceRounding::Stochastic(RandomStream::new(1, stream, 3));
         let operations = 6.0 * (tokens * inputs * outputs) as f64;
-        let name = format!("linear/{tokens} x {inputs} x {outputs}, NVFP4");
+        let shape = format!("linear/{tokens} x {inputs} x {outputs}");
+        let stored = transposed(client, &w);
+        let (stored, x, dy) = (&stored, &x, &dy);
+        time_on_device(
+            criterion,
+            client,
+            format!("{shape}, bf16"),
+            operations,
+            |_| {
+                use Elements::{Bf16, Bf16Columns};
+                bf16(client, Bf16(x), Bf16Columns(stored));
+                bf16(client, Bf16(dy), Bf16(stored));
+                bf16(client, Bf16Columns(x), Bf16Columns(dy));
+            },
+        );
+        let name = format!("{shape}, bf16 after transposing");
+        time_on_device(criterion, client, name, operations, |_| {
+            use Elements::Bf16;
+            let [w, x_rows, dy_rows] = [stored, x, dy].map(|matrix| transposed(client, matrix));
+            bf16(client, Bf16(x), Bf16(&w));
+            bf16(client, Bf16(dy), Bf16(stored));
+            bf16(client, Bf16(&x_rows), Bf16(&dy_rows));
+        });
+        let name = format!("{shape}, NVFP4");
+        if !is_wanted(&name) {
+            continue;
+        }
         time(criterion, client, name, operations, |_| {
-            let (x_row, x_col) = both(&x, nearest(), nearest());
+            let (x_row, x_col) = both(x, nearest(), nearest());
             let w_amax = ops::amax(client, &w, None).unwrap();
             let (w_row, w_col) = ops::quantize_tile(client, &w, &w_amax).unwrap();
             gemm::gemm(client, &x_row, &w_row, None, FloatKind::Bf16).unwrap();
-            let (dy_row, dy_col) = both(&dy, stochastic(2), stochastic(4));
+            let (dy_row, dy_col) = both(dy, stochastic(2), stochastic(4));
             gemm::gemm(client, &dy_row, &w_col, None, FloatKind::Bf16).unwrap();
             gemm::gemm(client, &dy_col, &x_col, None, FloatKind::F32).unwrap();
         });

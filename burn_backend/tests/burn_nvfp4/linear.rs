@@ -241,7 +241,7 @@ fn transposed_views_are_multiplied_as_what_they_show() {
         let copy: Tensor<2> = Tensor::from_data(copy, (&device, DType::BF16));
         (matrix, copy)
     };
-    let ((x, x_copy), (w, w_copy)) = (tensor(136, 72, 61), tensor(200, 136, 62));
+    let ((x, x_copy), (w, w_copy)) = (tensor(144, 72, 61), tensor(208, 144, 62));
     let run = |x: Tensor<2>, w: Tensor<2>| {
         let (x, w) = (x.require_grad(), w.require_grad());
         let y = linear(x.clone(), w.clone(), None, spec);
@@ -249,7 +249,7 @@ fn transposed_views_are_multiplied_as_what_they_show() {
         let (dx, dw) = (x.grad(&grads).unwrap(), w.grad(&grads).unwrap());
         [values(y), values(dx), values(dw)]
     };
-    // 72 x 136 times 136 x 200.
+    // 72 x 144 times 144 x 208.
     let expected = run(x_copy.clone(), w_copy.clone());
     assert!(expected.iter().flatten().any(|value| *value != 0.0));
     assert_eq!(run(x.transpose(), w_copy), expected);

@@ -756,7 +756,7 @@ fn run(
 
 /// Elements that a product made of those it was given.
 pub(super) enum Brought {
-    Packed(DevicePacked),
+    Packed(Box<DevicePacked>),
     Bf16(Matrix),
 }
 
@@ -775,11 +775,11 @@ pub(super) fn bring(
         {
             let (outer, blocks) = (packed.outer(), packed.blocks());
             tracing::debug!(outer, blocks, "gemm: block scales from tiles to rows");
-            Ok(Some(Brought::Packed(DevicePacked {
+            Ok(Some(Brought::Packed(Box::new(DevicePacked {
                 scales: ops::unswizzle(client, &packed.scales, outer, blocks)?,
                 layout: ScaleLayout::Compact,
                 ..packed.clone()
-            })))
+            }))))
         }
         Elements::Bf16Columns(matrix)
             if path != GemmPath::Hopper || !matrix.cols.is_multiple_of(8) =>
