@@ -353,6 +353,7 @@ fn columns_equal_rows() {
             (200, 264, 336),
             (1, 8, 24),
             (129, 520, 40),
+            (72, 264, 67),
         ]
     } else {
         &[(5, 24, 48), (67, 9, 70), (8, 16, 16)]
@@ -367,7 +368,8 @@ fn columns_equal_rows_of_large_products() {
         (128, 256, 128),
         (520, 1000, 1024),
         (72, 136, 8),
-        (130, 72, 65),
+        (136, 72, 65),
+        (64, 200, 333),
         (3001, 1544, 88),
         (24, 2112, 520),
     ];
@@ -387,16 +389,31 @@ fn columns_equal_rows_for(client: &Client, shapes: &[(usize, usize, usize)]) {
         );
         for path in bf16_paths(client) {
             let hopper = path == GemmPath::Hopper;
-            if hopper && gemm::path_of(&Capabilities::of(client), n, k) != path {
-                continue;
-            }
-            let run = |a, b, plan| {
+            let run = |a: Elements, b: Elements, plan| {
                 let (a, b) = (unscaled(a), unscaled(b));
                 let new = Target::New(FloatKind::F32);
                 let out = product_with(client, Some(path), &a, &b, None, new, plan);
                 read::<f32>(client, &out.unwrap())
             };
-            let expected = run(a, b, None);
+            let capabilities = Capabilities::of(client);
+            let reads_rows = !hopper || gemm::path_of(&capabilities, n, k) == path;
+            if !reads_rows && gemm::path_of_columns(&capabilities, m, n, k) != path {
+                continue;
+            }
+            let expected = if reads_rows {
+                run(a, b, None)
+            } else {
+                // Zeros at the end of the contraction change nothing.
+                let width = k.next_multiple_of(8);
+                let [a, b] = [&x, &y].map(|x| {
+                    let rows = x
+                        .chunks(k)
+                        .map(|row| [row, &vec![bf16::ZERO; width - k]].concat());
+                    let padded: Vec<bf16> = rows.flatten().collect();
+                    upload(client, &padded, x.len() / k, width, FloatKind::Bf16)
+                });
+                run(Elements::Bf16(&a), Elements::Bf16(&b), None)
+            };
             assert!(expected.iter().any(|value| *value != 0.0));
             let mut plans = vec![None];
             if hopper {
@@ -406,6 +423,11 @@ fn columns_equal_rows_for(client: &Client, shapes: &[(usize, usize, usize)]) {
                 for (left, right) in [(a_columns, b), (a, b_columns), (a_columns, b_columns)] {
                     let narrow = matches!(plan, Some(Plan::Decoded(Tile::N176, _)));
                     if narrow && matches!(right, Elements::Bf16Columns(_)) {
+                        continue;
+                    }
+                    let one_in_rows =
+                        matches!(left, Elements::Bf16(_)) || matches!(right, Elements::Bf16(_));
+                    if one_in_rows && !reads_rows {
                         continue;
                     }
                     let what = format!("{path:?}, {plan:?}, {m} x {n} x {k}, {left:?} {right:?}");
@@ -936,11 +958,22 @@ fn paths_of_shapes() {
     ] {
         assert_eq!(gemm::path_of(&hopper, n, k), path, "{n} x {k}");
     }
+    for (m, n, k, path) in [
+        (8, 16, 33, GemmPath::Hopper),
+        (8, 16, 0, GemmPath::Hopper),
+        (9, 16, 32, GemmPath::Hopper),
+        (9, 16, 33, GemmPath::MatrixInstructions),
+        (8, 15, 32, GemmPath::MatrixInstructions),
+    ] {
+        let found = gemm::path_of_columns(&hopper, m, n, k);
+        assert_eq!(found, path, "{m} x {n} x {k}");
+    }
     let scalar = Capabilities {
         gemm: GemmPath::Scalar,
         ..hopper
     };
     assert_eq!(gemm::path_of(&scalar, 8, 16), GemmPath::Scalar);
+    assert_eq!(gemm::path_of_columns(&scalar, 8, 16, 33), GemmPath::Scalar);
 }
 
 #[test]

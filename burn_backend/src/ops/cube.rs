@@ -11,7 +11,7 @@ use cubecl::server::Handle;
 use nvfp4_kernels::device::{
     AmaxScope, Capabilities, DeviceCopy, DevicePacked, FloatKind, GemmPath, Groups, Matrix,
 };
-use nvfp4_kernels::gemm::{self, Elements, Scale, Target, path_of};
+use nvfp4_kernels::gemm::{self, Elements, Scale, Target, path_of, path_of_columns};
 use nvfp4_kernels::ops::{AmaxRequest, CopyRequest, DeviceMx, EdenSource};
 use nvfp4_kernels::reference::EdenTarget;
 use nvfp4_kernels::{BLOCK, MX_BLOCK, Nvfp4Error, PackedAxis, ScaleLayout, ops};
@@ -148,7 +148,13 @@ impl Nvfp4Ops for CubeBackend {
         let like = beside(&a);
         let packed = matches!((&a, &b), (Operand::Nvfp4(_), Operand::Nvfp4(_)));
         let capabilities = Capabilities::of(&like.client);
-        let hopper = path_of(&capabilities, n, k) == GemmPath::Hopper;
+        let path = match (&a, &b) {
+            (Operand::Float(_, PackedAxis::Rows), Operand::Float(_, PackedAxis::Rows)) => {
+                path_of_columns(&capabilities, m, n, k)
+            }
+            _ => path_of(&capabilities, n, k),
+        };
+        let hopper = path == GemmPath::Hopper;
         let bf16 = |operand: &Operand<Self>| match operand {
             Operand::Float(x, _) => x.dtype == DType::BF16,
             _ => true,

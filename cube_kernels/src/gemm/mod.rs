@@ -32,7 +32,8 @@ mod workspace;
 
 pub use grouped::{gemm_grouped_depth, gemm_grouped_rows};
 pub use product::{
-    Elements, Operand, Scale, Target, gemm, gemm_bf16, gemm_on, path_of, product, product_amax,
+    Elements, Operand, Scale, Target, gemm, gemm_bf16, gemm_on, path_of, path_of_columns, product,
+    product_amax,
 };
 pub use select::kernel_of;
 

@@ -434,6 +434,15 @@ pub fn path_of(capabilities: &Capabilities, n: usize, k: usize) -> GemmPath {
     }
 }
 
+/// [`path_of`] two bf16 operands in columns ([`Elements::Bf16Columns`]). No stored row is along the contraction
+/// then, and Hopper's kernel takes any length of it, where `m` is a multiple of 8 as `n` is.
+pub fn path_of_columns(capabilities: &Capabilities, m: usize, n: usize, k: usize) -> GemmPath {
+    match capabilities.gemm {
+        GemmPath::Hopper if m.is_multiple_of(8) => path_of(capabilities, n, 0),
+        _ => path_of(capabilities, n, k),
+    }
+}
+
 /// The path of these operands, and of this plan where one is given: [`Plan::is_emulated`] ones run on
 /// CUDA devices that lack their instruction.
 pub(super) fn possible_path(
@@ -452,7 +461,11 @@ pub(super) fn possible_path(
     }
     let packed = (a.is_packed(), b.is_packed());
     let aligned = are_aligned(a, b, result);
-    match path_of(&capabilities, n, k) {
+    let path = match [a, b].map(|operand| operand.storage()) {
+        [Storage::Columns, Storage::Columns] => path_of_columns(&capabilities, m, n, k),
+        _ => path_of(&capabilities, n, k),
+    };
+    match path {
         GemmPath::Hopper if !aligned => GemmPath::MatrixInstructions,
         // cuBLASLt's own grouped products are not used: see docs/gemm.md.
         GemmPath::CublasLt if grouping != Grouping::Dense => GemmPath::MatrixInstructions,
