@@ -443,6 +443,10 @@ mod tests {
                 KernelClass::Decode,
             ),
             (
+                "nvfp4_kernels::gemm::workspace::transpose_kernel::X",
+                KernelClass::Move,
+            ),
+            (
                 "cubek_matmul::components::Matmul<f32>",
                 KernelClass::BurnProduct,
             ),
