@@ -90,11 +90,11 @@ pub fn grouped_rows_with(
 /// The contraction in groups (an expert's weight gradient): `out[g · M + m, n] = α · Σ a[m, k] ·
 /// b[n, k]` over the columns `k` of group `g`, one M x N output after another.
 ///
-/// GroupOffsets begin at multiples of 16 along the contraction (columns of the operands; rows of a bf16 one
-/// [in columns](super::Elements::Bf16Columns)), and what lies between the end of a group's data and the next group is zero: what
-/// quantizing each group by itself leaves. An empty group gives zeros. Factors may be one for the
-/// tensor, for each group, or for each stored row of each group: `groups x M` of `a`, `groups x N` of
-/// `b`, one group after another.
+/// Groups begin at multiples of 16 along the contraction (columns of an operand, rows of a bf16 one
+/// [in columns](super::Elements::Bf16Columns)), and what lies between the end of a group's data and the
+/// next group is zero: what quantizing each group by itself leaves. An empty group gives zeros. Factors may
+/// be one for the tensor, for each group, or for each stored row of each group: `groups x M` of `a`,
+/// `groups x N` of `b`, one group after another.
 ///
 /// # Errors
 /// As [`gemm_grouped_rows`].
