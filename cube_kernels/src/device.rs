@@ -106,6 +106,67 @@ impl Matrix {
     }
 }
 
+/// What the codes and block scales of an NVFP4 matrix stand for, without the factor of the tensor: code
+/// times block scale, exact in bf16. It has four times the bytes of a [`DevicePacked`], and saves a
+/// product that decodes its operands the work, once.
+#[derive(Debug, Clone)]
+pub struct DeviceDecoded {
+    /// The values in stored orientation, bf16: a row for each stored row, as long as the packed axis
+    /// with its padding, which is zeros.
+    pub values: Matrix,
+    /// The largest magnitudes: `f32`, as many as `scope` says.
+    pub amax: Handle,
+    /// What one of them stands for.
+    pub scope: AmaxScope,
+    /// How block scales were found, which decides the range that an amax stands for.
+    pub scaling: BlockScaling,
+}
+
+impl DeviceDecoded {
+    /// The copy that `packed` describes, whose codes are the memory of values.
+    pub(crate) fn of(packed: DevicePacked) -> Self {
+        let (rows, cols) = (packed.outer(), packed.blocks() * BLOCK);
+        Self {
+            values: Matrix {
+                handle: packed.codes,
+                rows,
+                cols,
+                dtype: FloatKind::Bf16,
+            },
+            amax: packed.amax,
+            scope: packed.scope,
+            scaling: packed.scaling,
+        }
+    }
+}
+
+/// A quantized copy in either form.
+#[derive(Debug, Clone)]
+pub enum DeviceOperand {
+    /// Codes and scales.
+    Packed(DevicePacked),
+    /// Their values.
+    Decoded(DeviceDecoded),
+}
+
+impl DeviceOperand {
+    /// The copy, if it is codes and scales.
+    pub fn into_packed(self) -> Option<DevicePacked> {
+        match self {
+            Self::Packed(packed) => Some(packed),
+            Self::Decoded(_) => None,
+        }
+    }
+
+    /// The copy, if it is values.
+    pub fn into_decoded(self) -> Option<DeviceDecoded> {
+        match self {
+            Self::Packed(_) => None,
+            Self::Decoded(decoded) => Some(decoded),
+        }
+    }
+}
+
 /// Which rows of a matrix belong together: they share maxima and blocks, and their copies lie one
 /// after another.
 #[derive(Debug, Clone, Default)]

@@ -31,7 +31,7 @@ pub use error::Nvfp4Error;
 pub use format::mx::{MX_BLOCK, MxPacked};
 pub use format::packed::{Amax, Origin, PackedAxis, PackedTensor, ScaleLayout};
 pub use policy::{
-    BlockScaling, CopyPolicy, ErrorNorm, Hadamard, HadamardSize, RandomStream, Rounding,
+    BlockScaling, CopyPolicy, ErrorNorm, Form, Hadamard, HadamardSize, RandomStream, Rounding,
 };
 
 /// Elements that share one block scale.

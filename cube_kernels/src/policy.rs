@@ -13,6 +13,17 @@ pub enum Rounding {
     Stochastic(RandomStream),
 }
 
+/// What a copy is kept as.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub enum Form {
+    /// Codes and scales.
+    #[default]
+    Packed,
+    /// What they stand for but for the factor of the tensor, in bf16, for a product that would decode
+    /// them first and nobody else.
+    Decoded,
+}
+
 /// Where stochastic rounding takes its bits from.
 ///
 /// The bits of one block are a pure function of these three numbers and of the block's index in

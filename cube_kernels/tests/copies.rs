@@ -888,6 +888,7 @@ fn launch_geometry_does_not_matter() {
                 CubeDim::new_1d(units),
                 Default::default(),
                 4,
+                2,
                 BufferArg::from_raw_parts(matrix.handle.clone(), matrix.len() / 4),
                 BufferArg::from_raw_parts(amax.clone(), 1),
                 BufferArg::from_raw_parts(found.codes.clone(), blocks),
@@ -913,6 +914,7 @@ fn launch_geometry_does_not_matter() {
                     default_signs: false,
                     swizzled: false,
                     per_outer: false,
+                    decoded: false,
                 },
                 FloatKind::F32,
             );

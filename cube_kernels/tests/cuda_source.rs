@@ -294,6 +294,7 @@ fn sources(conversion: Conversion) -> Vec<Source> {
                 default_signs: hadamard == Some(HadamardSize::H16) && !device_offset,
                 swizzled: device_offset,
                 per_outer: hadamard.is_some() && device_offset,
+                decoded: false,
             };
             let standard = BlockScaling::Standard;
             let four_over_six = BlockScaling::FourOverSix(ErrorNorm::Mse);
@@ -321,6 +322,7 @@ fn sources(conversion: Conversion) -> Vec<Source> {
                     ops::kernels::quantize_row_kernel::create_dummy_kernel,
                     address,
                     4,
+                    2,
                     buffer(words / 4),
                     buffer(1),
                     buffer(blocks),
@@ -446,6 +448,8 @@ fn sources(conversion: Conversion) -> Vec<Source> {
                     ops::kernels::quantize_tiles_kernel::create_dummy_kernel,
                     address,
                     4,
+                    2,
+                    2,
                     buffer(words / 4),
                     producer(computed),
                     buffer(4),

@@ -13,12 +13,12 @@ use burn_core::backend::{
     tensor::FloatTensor,
 };
 use burn_core::tensor::FloatDType;
-use nvfp4_kernels::PackedAxis;
+use nvfp4_kernels::{Form, PackedAxis};
 
 use super::product::{Product, Ungrouped};
 use super::{
-    Bias, EdenSpec, LinearContext, LinearSpec, MxPacked, Nvfp4Ops, Operand, Packed, PackedPair,
-    PairSpec, QuantizeSpec, float_dtype,
+    Bias, CopySpec, Decoded, EdenSpec, LinearContext, LinearSpec, MxPacked, Nvfp4Ops, Operand,
+    OperandPair, Packed, PackedPair, PairSpec, QuantizeSpec, float_dtype,
 };
 
 /// Gradients of `x`, `w` and the bias: those that were asked for.
@@ -159,6 +159,22 @@ impl<B: Nvfp4Ops, C: CheckpointStrategy> Nvfp4Ops for Autodiff<B, C> {
         }
     }
 
+    fn nvfp4_quantize_decoded(x: FloatTensor<Self>, spec: QuantizeSpec) -> Decoded<Self> {
+        decoded_constant(B::nvfp4_quantize_decoded(x.into_primitive(), spec))
+    }
+
+    fn nvfp4_quantize_forms(
+        x: FloatTensor<Self>,
+        row: (CopySpec, Form),
+        col: (CopySpec, Form),
+    ) -> OperandPair<Self> {
+        let OperandPair { row, col } = B::nvfp4_quantize_forms(x.into_primitive(), row, col);
+        OperandPair {
+            row: operand_constant(row),
+            col: operand_constant(col),
+        }
+    }
+
     fn nvfp4_eden(x: FloatTensor<Self>, spec: EdenSpec) -> Packed<Self> {
         constant(B::nvfp4_eden(x.into_primitive(), spec))
     }
@@ -233,6 +249,31 @@ pub(super) fn constant<B: Nvfp4Ops, C: CheckpointStrategy>(
     }
 }
 
+/// Values as a constant of the autodiff backend.
+fn decoded_constant<B: Nvfp4Ops, C: CheckpointStrategy>(
+    decoded: Decoded<B>,
+) -> Decoded<Autodiff<B, C>> {
+    Decoded {
+        values: <Autodiff<B, C> as AutodiffBackend>::from_inner(decoded.values),
+        amax: <Autodiff<B, C> as AutodiffBackend>::from_inner(decoded.amax),
+        layout: decoded.layout,
+    }
+}
+
+/// An operand as a constant of the autodiff backend.
+fn operand_constant<B: Nvfp4Ops, C: CheckpointStrategy>(
+    operand: Operand<B>,
+) -> Operand<Autodiff<B, C>> {
+    match operand {
+        Operand::Nvfp4(packed) => Operand::Nvfp4(constant(packed)),
+        Operand::Decoded(decoded) => Operand::Decoded(decoded_constant(decoded)),
+        Operand::Mxfp8(packed) => Operand::Mxfp8(mx_constant(packed)),
+        Operand::Float(x, axis) => {
+            Operand::Float(<Autodiff<B, C> as AutodiffBackend>::from_inner(x), axis)
+        }
+    }
+}
+
 /// A packed matrix of the backend that does the work.
 pub(super) fn inner<B: Nvfp4Ops, C: CheckpointStrategy>(
     packed: Packed<Autodiff<B, C>>,
@@ -271,6 +312,11 @@ pub(super) fn inner_operand<B: Nvfp4Ops, C: CheckpointStrategy>(
 ) -> Operand<B> {
     match operand {
         Operand::Nvfp4(packed) => Operand::Nvfp4(inner(packed)),
+        Operand::Decoded(decoded) => Operand::Decoded(Decoded {
+            values: decoded.values.into_primitive(),
+            amax: decoded.amax.into_primitive(),
+            layout: decoded.layout,
+        }),
         Operand::Mxfp8(packed) => Operand::Mxfp8(mx_inner(packed)),
         Operand::Float(x, axis) => Operand::Float(x.into_primitive(), axis),
     }

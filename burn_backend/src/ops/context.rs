@@ -6,6 +6,7 @@ use std::fmt;
 use std::sync::{Arc, Mutex};
 
 use burn_core::tensor::FloatDType;
+use nvfp4_kernels::Form;
 
 use super::LinearSpec;
 use crate::telemetry::Probe;
@@ -16,9 +17,23 @@ pub struct LinearContext {
     pub(crate) weights: Option<WeightCache>,
     /// Where to leave what is seen of the operands, while someone looks.
     pub(crate) probe: Option<Probe>,
+    /// What operands are made as that one product reads and nothing else; where it is open, what that
+    /// product takes fastest.
+    pub(crate) form: Option<Form>,
 }
 
 impl LinearContext {
+    /// The form of an operand that one product reads and nothing else, which takes it fastest in the form
+    /// `fastest`.
+    pub(super) fn form(&self, fastest: impl FnOnce() -> Form) -> Form {
+        match (&self.probe, self.form) {
+            // Who looks, looks at codes.
+            (Some(_), _) => Form::Packed,
+            (None, Some(form)) => form,
+            (None, None) => fastest(),
+        }
+    }
+
     /// The same for a weight that is not kept.
     pub(crate) fn without_weights(self) -> Self {
         Self {

@@ -9,16 +9,18 @@ use burn_cubecl::{
 };
 use cubecl::server::Handle;
 use nvfp4_kernels::device::{
-    AmaxScope, Capabilities, DeviceCopy, DevicePacked, FloatKind, GemmPath, Groups, Matrix,
+    AmaxScope, Capabilities, DeviceCopy, DeviceDecoded, DeviceOperand, DevicePacked, FloatKind,
+    GemmPath, Groups, Matrix,
 };
 use nvfp4_kernels::gemm::{self, Elements, Scale, Target, path_of, path_of_columns};
 use nvfp4_kernels::ops::{AmaxRequest, CopyRequest, DeviceMx, EdenSource};
 use nvfp4_kernels::reference::EdenTarget;
-use nvfp4_kernels::{BLOCK, MX_BLOCK, Nvfp4Error, PackedAxis, ScaleLayout, ops};
+use nvfp4_kernels::{BLOCK, Form, MX_BLOCK, Nvfp4Error, PackedAxis, ScaleLayout, ops};
 
 use super::{
-    Bias, CopySpec, EdenSpec, GlobalScaling, MxLayout, MxPacked, Nvfp4Ops, Operand, Packed,
-    PackedLayout, PackedPair, PairSpec, QuantizeSpec, copy_name, trace_op,
+    Bias, CopySpec, Decoded, EdenSpec, GlobalScaling, MxLayout, MxPacked, Nvfp4Ops, Operand,
+    OperandPair, Packed, PackedLayout, PackedPair, PairSpec, QuantizeSpec, copy_name,
+    operands::dequantized, trace_op,
 };
 
 impl Nvfp4Ops for CubeBackend {
@@ -69,6 +71,57 @@ impl Nvfp4Ops for CubeBackend {
         PackedPair {
             row: x.packed(row, row_copy.layout(rows, cols, PackedAxis::Cols)),
             col: x.packed(col, col_copy.layout(rows, cols, PackedAxis::Rows)),
+        }
+    }
+
+    fn nvfp4_quantize_decoded(x: FloatTensor<Self>, spec: QuantizeSpec) -> Decoded<Self> {
+        let x = Source::new(x);
+        let (rows, cols) = (x.matrix.rows, x.matrix.cols);
+        let QuantizeSpec { axis, copy } = spec;
+        trace_op("quantize", copy_name(axis), rows, cols);
+        let amax = x.amax(&copy, axis);
+        let request = request(&copy, &amax);
+        let asked = Some((&request, Form::Decoded));
+        let (row, col) = match axis {
+            PackedAxis::Cols => (asked, None),
+            PackedAxis::Rows => (None, asked),
+        };
+        let (client, matrix) = (&x.tensor.client, &x.matrix);
+        let (row, col) = launched(ops::quantize_operands(client, matrix, row, col));
+        let made = row.or(col).and_then(DeviceOperand::into_decoded);
+        let layout = copy.layout(rows, cols, axis);
+        decoded_tensor(&x.tensor, made.expect("values were asked for"), layout)
+    }
+
+    fn nvfp4_quantize_forms(
+        x: FloatTensor<Self>,
+        row: (CopySpec, Form),
+        col: (CopySpec, Form),
+    ) -> OperandPair<Self> {
+        let x = Source::new(x);
+        let (rows, cols) = (x.matrix.rows, x.matrix.cols);
+        trace_op("quantize", "pair", rows, cols);
+        let ((row, row_form), (col, col_form)) = (row, col);
+        let (row_amax, col_amax) = x.pair_amax(&row, &col);
+        let (for_row, for_col) = (request(&row, &row_amax), request(&col, &col_amax));
+        let made = launched(ops::quantize_operands(
+            &x.tensor.client,
+            &x.matrix,
+            Some((&for_row, row_form)),
+            Some((&for_col, col_form)),
+        ));
+        let operand = |made: Option<DeviceOperand>, copy: &CopySpec, axis| {
+            let layout = copy.layout(rows, cols, axis);
+            match made.expect("both copies were asked for") {
+                DeviceOperand::Packed(packed) => Operand::Nvfp4(x.packed(packed, layout)),
+                DeviceOperand::Decoded(decoded) => {
+                    Operand::Decoded(decoded_tensor(&x.tensor, decoded, layout))
+                }
+            }
+        };
+        OperandPair {
+            row: operand(made.0, &row, PackedAxis::Cols),
+            col: operand(made.1, &col, PackedAxis::Rows),
         }
     }
 
@@ -146,7 +199,9 @@ impl Nvfp4Ops for CubeBackend {
         let ((m, k), n) = (stored_shape(&a), stored_shape(&b).0);
         trace_op("matmul", "", m, n);
         let like = beside(&a);
-        let packed = matches!((&a, &b), (Operand::Nvfp4(_), Operand::Nvfp4(_)));
+        let is_nvfp4 =
+            |operand: &_| matches!(operand, Operand::Nvfp4(_) | Operand::<Self>::Decoded(_));
+        let packed = is_nvfp4(&a) && is_nvfp4(&b);
         let capabilities = Capabilities::of(&like.client);
         let path = match (&a, &b) {
             (Operand::Float(_, PackedAxis::Rows), Operand::Float(_, PackedAxis::Rows)) => {
@@ -208,6 +263,7 @@ impl Nvfp4Ops for CubeBackend {
 pub(super) fn beside(operand: &Operand<CubeBackend>) -> CubeTensor {
     match operand {
         Operand::Nvfp4(packed) => packed.codes.clone(),
+        Operand::Decoded(decoded) => decoded.values.clone(),
         Operand::Mxfp8(packed) => packed.codes.clone(),
         Operand::Float(x, _) => x.clone(),
     }
@@ -216,7 +272,9 @@ pub(super) fn beside(operand: &Operand<CubeBackend>) -> CubeTensor {
 /// Stored rows and the length of the contraction in memory.
 pub(super) fn stored_shape(operand: &Operand<CubeBackend>) -> (usize, usize) {
     match operand {
-        Operand::Nvfp4(packed) => (packed.layout.outer(), packed.layout.blocks() * BLOCK),
+        Operand::Nvfp4(Packed { layout, .. }) | Operand::Decoded(Decoded { layout, .. }) => {
+            (layout.outer(), layout.blocks() * BLOCK)
+        }
         Operand::Mxfp8(packed) => (packed.layout.outer(), packed.layout.blocks() * MX_BLOCK),
         Operand::Float(x, axis) => axis.stored_shape(x.meta.shape()[0], x.meta.shape()[1]),
     }
@@ -228,6 +286,10 @@ fn transposed_to_rows(operand: Operand<CubeBackend>, dtype: FloatDType) -> CubeT
         Operand::Nvfp4(packed) => {
             let axis = packed.layout.axis;
             (CubeBackend::nvfp4_dequantize(packed, dtype), axis)
+        }
+        Operand::Decoded(decoded) => {
+            let axis = decoded.layout.axis;
+            (dequantized::<CubeBackend>(decoded, dtype), axis)
         }
         Operand::Mxfp8(packed) => {
             let axis = packed.layout.axis;
@@ -244,6 +306,7 @@ fn transposed_to_rows(operand: Operand<CubeBackend>, dtype: FloatDType) -> CubeT
 /// An operand as the GEMM kernels take it, holding its memory.
 pub(super) enum Stored {
     Packed(Box<DevicePacked>),
+    Decoded(Box<DeviceDecoded>),
     /// Contracted along its columns or, for [`PackedAxis::Rows`], its rows.
     Bf16(Matrix, PackedAxis),
 }
@@ -252,6 +315,12 @@ impl Stored {
     pub(super) fn new(operand: Operand<CubeBackend>) -> Self {
         match operand {
             Operand::Nvfp4(packed) => Self::Packed(Box::new(device(packed))),
+            Operand::Decoded(decoded) => Self::Decoded(Box::new(DeviceDecoded {
+                values: Source::new(decoded.values).matrix,
+                amax: into_contiguous(decoded.amax).handle,
+                scope: scope(decoded.layout.global),
+                scaling: decoded.layout.scaling,
+            })),
             Operand::Mxfp8(packed) => {
                 // In stored orientation, padding included: each row is one of a row-wise matrix.
                 let client = packed.codes.client.clone();
@@ -276,6 +345,7 @@ impl Stored {
     pub(super) fn operand(&self) -> gemm::Operand<'_> {
         match self {
             Self::Packed(packed) => (&**packed).into(),
+            Self::Decoded(decoded) => (&**decoded).into(),
             Self::Bf16(matrix, PackedAxis::Cols) => matrix.into(),
             Self::Bf16(matrix, PackedAxis::Rows) => gemm::Operand {
                 elements: Elements::Bf16Columns(matrix),
@@ -423,6 +493,20 @@ pub(super) fn packed_tensor(
         codes: new_tensor(like, packed.codes, codes, DType::U32),
         scales: new_tensor(like, packed.scales, scales, DType::U8),
         amax: new_tensor(like, packed.amax, amax, DType::F32),
+        layout,
+    }
+}
+
+/// What a kernel wrote as values, as tensors beside `like`.
+fn decoded_tensor(
+    like: &CubeTensor,
+    decoded: DeviceDecoded,
+    layout: PackedLayout,
+) -> Decoded<CubeBackend> {
+    let amax = Shape::new([layout.amax_len()]);
+    Decoded {
+        amax: new_tensor(like, decoded.amax, amax, DType::F32),
+        values: result(like, decoded.values),
         layout,
     }
 }

@@ -12,14 +12,15 @@ use burn_flex::FlexTensor;
 use half::{bf16, f16};
 use nvfp4_kernels::reference::{self, EdenTarget, Element};
 use nvfp4_kernels::{
-    Amax, BLOCK, CopyPolicy, MX_BLOCK, MxPacked as HostMx, Nvfp4Error, Origin, PackedAxis,
+    Amax, BLOCK, CopyPolicy, Form, MX_BLOCK, MxPacked as HostMx, Nvfp4Error, Origin, PackedAxis,
     PackedTensor, Rounding, ScaleLayout,
 };
 use rayon::prelude::*;
 
 use super::{
-    Bias, CopySpec, EdenSpec, GlobalScaling, MxLayout, MxPacked, Nvfp4Ops, Operand, Packed,
-    PackedLayout, PackedPair, PairSpec, QuantizeSpec, copy_name, float_dtype, trace_op,
+    Bias, CopySpec, Decoded, EdenSpec, GlobalScaling, MxLayout, MxPacked, Nvfp4Ops, Operand,
+    OperandPair, Packed, PackedLayout, PackedPair, PairSpec, QuantizeSpec, copy_name, float_dtype,
+    trace_op,
 };
 
 /// Run `$body` with `$values` bound to the contiguous elements of the float tensor `$x`.
@@ -87,6 +88,26 @@ impl Nvfp4Ops for Flex {
         PackedPair {
             row: upload(&row),
             col: upload(&col),
+        }
+    }
+
+    fn nvfp4_quantize_decoded(x: FloatTensor<Self>, spec: QuantizeSpec) -> Decoded<Self> {
+        decoded(Self::nvfp4_quantize(x, spec))
+    }
+
+    fn nvfp4_quantize_forms(
+        x: FloatTensor<Self>,
+        (row, row_form): (CopySpec, Form),
+        (col, col_form): (CopySpec, Form),
+    ) -> OperandPair<Self> {
+        let pair = Self::nvfp4_quantize_pair(x, PairSpec::Blocks { row, col });
+        let operand = |packed, form| match form {
+            Form::Packed => Operand::Nvfp4(packed),
+            Form::Decoded => Operand::Decoded(decoded(packed)),
+        };
+        OperandPair {
+            row: operand(pair.row, row_form),
+            col: operand(pair.col, col_form),
         }
     }
 
@@ -296,6 +317,17 @@ enum Factors {
 }
 
 impl Factors {
+    /// Those of a packed matrix with the maxima `amax`.
+    fn new(amax: FlexTensor, layout: &PackedLayout) -> Self {
+        let (amax, range) = (amax.to_contiguous(), layout.scaling.range());
+        let factors = amax.storage::<f32>().iter().map(|amax| amax / range);
+        let factors: Vec<f32> = factors.collect();
+        match layout.global {
+            GlobalScaling::PerTensor => Self::Tensor(factors[0]),
+            GlobalScaling::PerToken => Self::PerRow(factors),
+        }
+    }
+
     fn of(&self, outer: usize) -> f32 {
         match self {
             Self::One => 1.0,
@@ -308,24 +340,19 @@ impl Factors {
 impl Stored {
     fn new(operand: Operand<Flex>) -> Self {
         match operand {
-            Operand::Nvfp4(packed) => {
-                let range = packed.layout.scaling.range();
-                let amax = packed.amax.to_contiguous();
-                let factors = amax.storage::<f32>().iter().map(|amax| amax / range);
-                let factors: Vec<f32> = factors.collect();
-                Self {
-                    outer: packed.layout.outer(),
-                    depth: packed.layout.blocks() * BLOCK,
-                    factors: match packed.layout.global {
-                        GlobalScaling::PerTensor => Factors::Tensor(factors[0]),
-                        GlobalScaling::PerToken => Factors::PerRow(factors),
-                    },
-                    elements: Elements::Nvfp4 {
-                        codes: packed.codes.to_contiguous(),
-                        scales: packed.scales.to_contiguous(),
-                    },
-                }
-            }
+            Operand::Nvfp4(packed) => Self {
+                outer: packed.layout.outer(),
+                depth: packed.layout.blocks() * BLOCK,
+                factors: Factors::new(packed.amax, &packed.layout),
+                elements: Elements::Nvfp4 {
+                    codes: packed.codes.to_contiguous(),
+                    scales: packed.scales.to_contiguous(),
+                },
+            },
+            Operand::Decoded(decoded) => Self {
+                factors: Factors::new(decoded.amax, &decoded.layout),
+                ..Self::new(Operand::Float(decoded.values, PackedAxis::Cols))
+            },
             Operand::Mxfp8(packed) => Self {
                 outer: packed.layout.outer(),
                 depth: packed.layout.blocks() * MX_BLOCK,
@@ -458,6 +485,18 @@ fn download(packed: Packed<Flex>) -> PackedTensor {
         amax,
         origin,
     ))
+}
+
+/// The values of a packed matrix.
+fn decoded(packed: Packed<Flex>) -> Decoded<Flex> {
+    let (amax, layout) = (packed.amax.clone(), packed.layout);
+    let stored = Stored::new(Operand::Nvfp4(packed));
+    let values = stored.rows(&(0..layout.outer()));
+    Decoded {
+        values: narrow(values, FloatDType::BF16),
+        amax,
+        layout,
+    }
 }
 
 fn mx_upload(packed: &HostMx) -> MxPacked<Flex> {

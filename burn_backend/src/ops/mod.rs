@@ -19,7 +19,7 @@ use burn_core as burn;
 
 use burn_core::backend::{Backend, TensorMetadata, backend_extension, tensor::FloatTensor};
 use burn_core::tensor::{DType, FloatDType};
-use nvfp4_kernels::PackedAxis;
+use nvfp4_kernels::{Form, PackedAxis};
 
 pub use context::LinearContext;
 pub(crate) use context::WeightCache;
@@ -27,16 +27,18 @@ pub(crate) use context::WeightCache;
 pub use grouped::RowGradientsMetadata;
 pub use grouped::{GroupPairSpec, Nvfp4GroupedOps, RowGradients};
 pub use packed::{
-    Bias, GlobalScaling, MxLayout, MxPacked, Operand, Packed, PackedLayout, PackedPair,
+    Bias, Decoded, GlobalScaling, MxLayout, MxPacked, Operand, OperandPair, Packed, PackedLayout,
+    PackedPair,
 };
 #[cfg(feature = "cubecl-backend")]
 pub use packed::{
-    BiasMetadata, MxPackedMetadata, OperandMetadata, PackedMetadata, PackedPairMetadata,
+    BiasMetadata, DecodedMetadata, MxPackedMetadata, OperandMetadata, OperandPairMetadata,
+    PackedMetadata, PackedPairMetadata,
 };
 #[cfg(feature = "cubecl-backend")]
 use packed::{
-    dequantize_meta, eden_meta, eden_packed_meta, matmul_meta, mx_dequantize_meta, mx_meta,
-    mx_packed_meta, packed_meta, pair_meta, product_meta,
+    decoded_meta, dequantize_meta, eden_meta, eden_packed_meta, forms_meta, matmul_meta,
+    mx_dequantize_meta, mx_meta, mx_packed_meta, packed_meta, pair_meta, product_meta,
 };
 pub use spec::{
     BackwardSource, CopySpec, EdenSpec, LinearSpec, OperandSpec, PairSpec, QuantizeSpec,
@@ -66,6 +68,22 @@ pub trait Nvfp4Ops: Backend {
     /// `cols` must be a multiple of 16; for tiles, `rows` as well.
     #[fusion(meta = pair_meta)]
     fn nvfp4_quantize_pair(x: FloatTensor<Self>, spec: PairSpec) -> PackedPair<Self>;
+
+    /// [`nvfp4_quantize`](Self::nvfp4_quantize), but for what the codes stand for instead of them: the
+    /// operand of one product, and of nothing else.
+    #[fusion(meta = decoded_meta)]
+    fn nvfp4_quantize_decoded(x: FloatTensor<Self>, spec: QuantizeSpec) -> Decoded<Self>;
+
+    /// Both copies of `x` (`[rows, cols]`) in 1x16 blocks in one pass, each in its form, row-wise and
+    /// column-wise.
+    ///
+    /// `cols` must be a multiple of 16.
+    #[fusion(meta = forms_meta)]
+    fn nvfp4_quantize_forms(
+        x: FloatTensor<Self>,
+        row: (CopySpec, Form),
+        col: (CopySpec, Form),
+    ) -> OperandPair<Self>;
 
     /// `x` (`[rows, cols]`) by MS-EDEN: the transformed matrix, its contraction padded to a multiple
     /// of 128.
@@ -141,10 +159,12 @@ pub trait Nvfp4Ops: Backend {
         spec: LinearSpec,
         context: LinearContext,
     ) -> FloatTensor<Self> {
-        let _ = context;
         let dtype = float_dtype(x.dtype());
-        let x = operands::one::<Self>(x, &spec.fprop_x, PackedAxis::Cols, dtype);
-        let w = operands::one::<Self>(w, &spec.fprop_w, PackedAxis::Rows, dtype);
+        let shape = (x.shape()[0], w.shape()[1], x.shape()[1]);
+        let (device, specs) = (x.device(), [&spec.fprop_x, &spec.fprop_w]);
+        let form = context.form(|| operands::form_of::<Self>(&device, specs, shape));
+        let x = operands::one::<Self>(x, &spec.fprop_x, PackedAxis::Cols, dtype, form);
+        let w = operands::one::<Self>(w, &spec.fprop_w, PackedAxis::Rows, dtype, Form::Packed);
         Self::nvfp4_product(x, w, bias, dtype)
     }
 }

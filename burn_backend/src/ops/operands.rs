@@ -1,27 +1,61 @@
 //! From a matrix to the operands of products.
 
 use burn_core::backend::{Backend, TensorMetadata, tensor::FloatTensor};
-use burn_core::tensor::FloatDType;
-use nvfp4_kernels::PackedAxis;
+use burn_core::tensor::{FloatDType, Shape, Slice};
+use nvfp4_kernels::{BLOCK, Form, PackedAxis};
 
 use super::{
-    EdenSpec, GlobalScaling, Nvfp4Ops, Operand, OperandSpec, Packed, PackedPair, PairSpec,
-    QuantizeSpec, float_dtype,
+    Decoded, EdenSpec, GlobalScaling, Nvfp4Ops, Operand, OperandPair, OperandSpec, Packed,
+    PackedPair, PairSpec, QuantizeSpec, float_dtype,
 };
 
-/// The operand that `spec` makes of `x`, contracted along `axis`. Without quantization it has the
-/// type `dtype`, that of the activations.
+/// The form in which an operand in 1x16 blocks is made that nothing reads but one product, `m` x `n`
+/// with a contraction of `k`, of what `specs` make: values, where that product decodes what is packed.
+pub(super) fn form_of<B: Backend>(
+    device: &B::Device,
+    specs: [&OperandSpec; 2],
+    (m, n, k): (usize, usize, usize),
+) -> Form {
+    let unit = specs[0].unit().max(specs[1].unit());
+    let shape = (m, n, k.next_multiple_of(unit));
+    match specs.iter().all(|spec| spec.is_nvfp4()) && decodes::<B>(device, shape) {
+        true => Form::Decoded,
+        false => Form::Packed,
+    }
+}
+
+/// Whether products of packed operands of this shape decode both.
+#[cfg(any(feature = "cpu", feature = "cuda"))]
+fn decodes<B: Backend>(device: &B::Device, shape: (usize, usize, usize)) -> bool {
+    let device: &dyn std::any::Any = device;
+    let device = device.downcast_ref::<burn_cubecl::CubeDevice>();
+    device.is_some_and(|device| nvfp4_kernels::gemm::decodes(&device.client(), shape))
+}
+
+/// Whether products of packed operands of this shape decode both: Flex does so panel by panel.
+#[cfg(not(any(feature = "cpu", feature = "cuda")))]
+fn decodes<B: Backend>(_: &B::Device, _: (usize, usize, usize)) -> bool {
+    false
+}
+
+/// The operand that `spec` makes of `x`, contracted along `axis`; in 1x16 blocks it has the form `form`.
+/// Without quantization it has the type `dtype`, that of the activations.
 pub(super) fn one<B: Nvfp4Ops>(
     x: FloatTensor<B>,
     spec: &OperandSpec,
     axis: PackedAxis,
     dtype: FloatDType,
+    form: Form,
 ) -> Operand<B> {
     match *spec {
         OperandSpec::HighPrecision => Operand::Float(cast::<B>(x, dtype), axis),
         OperandSpec::Mxfp8 => Operand::Mxfp8(B::nvfp4_mx_quantize(x, axis)),
         OperandSpec::Blocks(copy) => {
-            Operand::Nvfp4(B::nvfp4_quantize(x, QuantizeSpec { axis, copy }))
+            let spec = QuantizeSpec { axis, copy };
+            match form {
+                Form::Packed => Operand::Nvfp4(B::nvfp4_quantize(x, spec)),
+                Form::Decoded => Operand::Decoded(B::nvfp4_quantize_decoded(x, spec)),
+            }
         }
         OperandSpec::Tiles(scaling) => {
             let PackedPair { row, col } = B::nvfp4_quantize_pair(x, PairSpec::Tile(scaling));
@@ -41,21 +75,29 @@ pub(super) fn one<B: Nvfp4Ops>(
     }
 }
 
-/// The operands along both axes: row-wise, column-wise. From one read of `x` where one kernel makes
-/// both.
+/// The operands along both axes: row-wise, column-wise, in 1x16 blocks in the form `forms` of each. From
+/// one read of `x` where one kernel makes both.
 pub(super) fn both<B: Nvfp4Ops>(
     x: FloatTensor<B>,
     row: &OperandSpec,
     col: &OperandSpec,
     dtype: FloatDType,
+    forms: [Form; 2],
 ) -> (Operand<B>, Operand<B>) {
     let pair = match (*row, *col) {
         (OperandSpec::Tiles(row), OperandSpec::Tiles(col)) if row == col => PairSpec::Tile(row),
-        (OperandSpec::Blocks(row), OperandSpec::Blocks(col)) => PairSpec::Blocks { row, col },
+        (OperandSpec::Blocks(row), OperandSpec::Blocks(col)) if forms == [Form::Packed; 2] => {
+            PairSpec::Blocks { row, col }
+        }
+        (OperandSpec::Blocks(row), OperandSpec::Blocks(col)) => {
+            let OperandPair { row, col } =
+                B::nvfp4_quantize_forms(x, (row, forms[0]), (col, forms[1]));
+            return (row, col);
+        }
         _ => {
             return (
-                one::<B>(x.clone(), row, PackedAxis::Cols, dtype),
-                one::<B>(x, col, PackedAxis::Rows, dtype),
+                one::<B>(x.clone(), row, PackedAxis::Cols, dtype, forms[0]),
+                one::<B>(x, col, PackedAxis::Rows, dtype, forms[1]),
             );
         }
     };
@@ -84,14 +126,41 @@ pub(super) fn again<B: Nvfp4Ops>(
         (Operand::Nvfp4(packed), OperandSpec::Mxfp8) if one_scale(&packed) => {
             Operand::Mxfp8(B::nvfp4_mx_requantize(packed, axis, dtype))
         }
-        (Operand::Nvfp4(packed), spec) => {
-            one::<B>(B::nvfp4_dequantize(packed, dtype), &spec, axis, dtype)
+        (forward, spec) => {
+            let x = match forward {
+                Operand::Nvfp4(packed) => B::nvfp4_dequantize(packed, dtype),
+                Operand::Decoded(decoded) => dequantized::<B>(decoded, dtype),
+                Operand::Mxfp8(packed) => B::nvfp4_mx_dequantize(packed, dtype),
+                Operand::Float(x, _) => x,
+            };
+            one::<B>(x, &spec, axis, dtype, Form::Packed)
         }
-        (Operand::Mxfp8(packed), spec) => {
-            one::<B>(B::nvfp4_mx_dequantize(packed, dtype), &spec, axis, dtype)
-        }
-        (Operand::Float(x, _), spec) => one::<B>(x, &spec, axis, dtype),
     }
+}
+
+/// What [`nvfp4_dequantize`](Nvfp4Ops::nvfp4_dequantize) makes of the packed matrix that `decoded` is the
+/// values of.
+pub(super) fn dequantized<B: Backend>(decoded: Decoded<B>, dtype: FloatDType) -> FloatTensor<B> {
+    let Decoded {
+        values,
+        amax,
+        layout,
+    } = decoded;
+    let factors = B::float_div_scalar(amax, layout.scaling.range().into());
+    let factors = B::float_reshape(factors, Shape::new([layout.amax_len(), 1]));
+    let x = B::float_mul(cast::<B>(values, FloatDType::F32), factors);
+    let x = B::float_slice(
+        x,
+        &[
+            Slice::from(0..layout.outer()),
+            Slice::from(0..layout.inner()),
+        ],
+    );
+    let x = match layout.axis {
+        PackedAxis::Cols => x,
+        PackedAxis::Rows => B::float_swap_dims(x, 0, 1),
+    };
+    cast::<B>(x, dtype)
 }
 
 fn one_scale<B: Nvfp4Ops>(packed: &Packed<B>) -> bool {

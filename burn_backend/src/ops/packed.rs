@@ -6,6 +6,8 @@ use burn_core::backend::{
     Backend, ExtensionType,
     tensor::{FloatTensor, IntTensor},
 };
+#[cfg(feature = "cubecl-backend")]
+use nvfp4_kernels::Form;
 use nvfp4_kernels::{BLOCK, BlockScaling, Hadamard, MX_BLOCK, PackedAxis};
 use serde::{Deserialize, Serialize};
 
@@ -115,6 +117,20 @@ pub struct PackedPair<B: Backend> {
     pub col: Packed<B>,
 }
 
+/// What an NVFP4 matrix stands for but for its global scales: code times block scale, which is exact in
+/// bf16. Products of a GPU without FP4 instructions multiply these; a copy that is multiplied once need
+/// not be packed before.
+#[derive(ExtensionType, Clone, Debug)]
+#[extension_type(fusion: cfg(feature = "cubecl-backend"))]
+pub struct Decoded<B: Backend> {
+    /// The values in stored orientation, `bf16[outer, blocks * 16]`.
+    pub values: FloatTensor<B>,
+    /// The maxima, as those of [`Packed`].
+    pub amax: FloatTensor<B>,
+    /// What the packed matrix would be.
+    pub layout: PackedLayout,
+}
+
 /// What the buffers of an MXFP8 matrix mean.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct MxLayout {
@@ -161,10 +177,24 @@ pub struct MxPacked<B: Backend> {
 pub enum Operand<B: Backend> {
     /// 4-bit codes.
     Nvfp4(#[extension_type] Packed<B>),
+    /// What they stand for; in dense products only.
+    Decoded(#[extension_type] Decoded<B>),
     /// 8-bit codes.
     Mxfp8(#[extension_type] MxPacked<B>),
     /// The matrix itself, contracted along this axis of it.
     Float(FloatTensor<B>, PackedAxis),
+}
+
+/// The two copies of one matrix, each in the form that was asked for.
+#[derive(ExtensionType, Clone, Debug)]
+#[extension_type(fusion: cfg(feature = "cubecl-backend"))]
+pub struct OperandPair<B: Backend> {
+    /// The row-wise copy.
+    #[extension_type]
+    pub row: Operand<B>,
+    /// The column-wise copy, stored transposed.
+    #[extension_type]
+    pub col: Operand<B>,
 }
 
 /// A bias, or none.
@@ -179,8 +209,8 @@ pub enum Bias<B: Backend> {
 
 #[cfg(feature = "cubecl-backend")]
 pub(super) use meta::{
-    dequantize_meta, eden_meta, eden_packed_meta, matmul_meta, mx_dequantize_meta, mx_meta,
-    mx_packed_meta, packed_meta, pair_meta, product_meta, stored_rows,
+    decoded_meta, dequantize_meta, eden_meta, eden_packed_meta, forms_meta, matmul_meta,
+    mx_dequantize_meta, mx_meta, mx_packed_meta, packed_meta, pair_meta, product_meta, stored_rows,
 };
 
 /// Shapes and types of the results, for Fusion, which needs them before anything runs.
@@ -191,8 +221,9 @@ mod meta {
 
     use super::super::{CopySpec, EdenSpec, PairSpec, QuantizeSpec};
     use super::{
-        BiasMetadata, MX_BLOCK, MxLayout, MxPackedMetadata, OperandMetadata, PackedAxis,
-        PackedLayout, PackedMetadata, PackedPairMetadata,
+        BLOCK, BiasMetadata, DecodedMetadata, Form, MX_BLOCK, MxLayout, MxPackedMetadata,
+        OperandMetadata, OperandPairMetadata, PackedAxis, PackedLayout, PackedMetadata,
+        PackedPairMetadata,
     };
 
     pub(in crate::ops) fn packed_meta(x: &TensorSpec, spec: &QuantizeSpec) -> PackedMetadata {
@@ -205,6 +236,28 @@ mod meta {
         PackedPairMetadata {
             row: copy(row, PackedAxis::Cols),
             col: copy(col, PackedAxis::Rows),
+        }
+    }
+
+    pub(in crate::ops) fn decoded_meta(x: &TensorSpec, spec: &QuantizeSpec) -> DecodedMetadata {
+        decoded(spec.copy.layout(x.shape[0], x.shape[1], spec.axis))
+    }
+
+    pub(in crate::ops) fn forms_meta(
+        x: &TensorSpec,
+        row: &(CopySpec, Form),
+        col: &(CopySpec, Form),
+    ) -> OperandPairMetadata {
+        let operand = |(copy, form): &(CopySpec, Form), axis| {
+            let layout = copy.layout(x.shape[0], x.shape[1], axis);
+            match form {
+                Form::Packed => OperandMetadata::Nvfp4(packed(layout)),
+                Form::Decoded => OperandMetadata::Decoded(decoded(layout)),
+            }
+        };
+        OperandPairMetadata {
+            row: operand(row, PackedAxis::Cols),
+            col: operand(col, PackedAxis::Rows),
         }
     }
 
@@ -273,6 +326,7 @@ mod meta {
     pub(in crate::ops) fn stored_rows(operand: &OperandMetadata) -> usize {
         match operand {
             OperandMetadata::Nvfp4(packed) => packed.layout.outer(),
+            OperandMetadata::Decoded(decoded) => decoded.layout.outer(),
             OperandMetadata::Mxfp8(packed) => packed.layout.outer(),
             OperandMetadata::Float(tensor, axis) => {
                 axis.stored_shape(tensor.shape[0], tensor.shape[1]).0
@@ -295,6 +349,15 @@ mod meta {
         PackedMetadata {
             codes: TensorSpec::new(Shape::new([outer, blocks * 2]), DType::U32),
             scales: TensorSpec::new(Shape::new([outer, blocks]), DType::U8),
+            amax: TensorSpec::new(Shape::new([layout.amax_len()]), DType::F32),
+            layout,
+        }
+    }
+
+    fn decoded(layout: PackedLayout) -> DecodedMetadata {
+        let values = Shape::new([layout.outer(), layout.blocks() * BLOCK]);
+        DecodedMetadata {
+            values: TensorSpec::new(values, DType::BF16),
             amax: TensorSpec::new(Shape::new([layout.amax_len()]), DType::F32),
             layout,
         }

@@ -6,36 +6,47 @@
 
 use burn_core::backend::{Backend, TensorMetadata, tensor::FloatTensor, tensor::IntTensor};
 use burn_core::tensor::{FloatDType, Shape};
-use nvfp4_kernels::PackedAxis;
+use nvfp4_kernels::{Form, PackedAxis};
 
 use super::autodiff::{GradientsOf, LinearGrads, Tracked};
 use super::context::WeightKey;
-use super::operands::{again, both, cast, one};
+use super::operands::{again, both, cast, form_of, one};
 use super::{
     BackwardSource, Bias, LinearContext, LinearSpec, Nvfp4Ops, Operand, OperandSpec, float_dtype,
 };
-use crate::telemetry::{Probe, Source};
+use crate::telemetry::Source;
 
 /// Which rows of the input a weight multiplies, and with what operations.
 ///
 /// `dtype` is the type of the activations, which operands that are not quantized have.
 pub(crate) trait Grouping<B: Nvfp4Ops>: Clone + Send + std::fmt::Debug + 'static {
-    /// The operand of `x`, or of its gradient, contracted along `axis`.
+    /// The form in which a product of what `specs` make, `m` x `n` with a contraction of `k`, takes an operand of
+    /// rows fastest.
+    fn form(
+        &self,
+        device: &B::Device,
+        specs: [&OperandSpec; 2],
+        shape: (usize, usize, usize),
+    ) -> Form;
+
+    /// The operand of `x`, or of its gradient, contracted along `axis`, in 1x16 blocks in the form `form`.
     fn rows(
         &self,
         x: FloatTensor<B>,
         spec: &OperandSpec,
         axis: PackedAxis,
         dtype: FloatDType,
+        form: Form,
     ) -> Operand<B>;
 
-    /// Both of them: row-wise, column-wise.
+    /// Both of them: row-wise, column-wise, each in its form.
     fn rows_both(
         &self,
         x: FloatTensor<B>,
         row: &OperandSpec,
         col: &OperandSpec,
         dtype: FloatDType,
+        forms: [Form; 2],
     ) -> (Operand<B>, Operand<B>);
 
     /// The operand along the rows, of the values that the row-wise operand `forward` stands for.
@@ -91,14 +102,24 @@ pub(crate) trait Grouping<B: Nvfp4Ops>: Clone + Send + std::fmt::Debug + 'static
 pub(crate) struct Ungrouped;
 
 impl<B: Nvfp4Ops> Grouping<B> for Ungrouped {
+    fn form(
+        &self,
+        device: &B::Device,
+        specs: [&OperandSpec; 2],
+        shape: (usize, usize, usize),
+    ) -> Form {
+        form_of::<B>(device, specs, shape)
+    }
+
     fn rows(
         &self,
         x: FloatTensor<B>,
         spec: &OperandSpec,
         axis: PackedAxis,
         dtype: FloatDType,
+        form: Form,
     ) -> Operand<B> {
-        one::<B>(x, spec, axis, dtype)
+        one::<B>(x, spec, axis, dtype, form)
     }
 
     fn rows_both(
@@ -107,8 +128,9 @@ impl<B: Nvfp4Ops> Grouping<B> for Ungrouped {
         row: &OperandSpec,
         col: &OperandSpec,
         dtype: FloatDType,
+        forms: [Form; 2],
     ) -> (Operand<B>, Operand<B>) {
-        both::<B>(x, row, col, dtype)
+        both::<B>(x, row, col, dtype, forms)
     }
 
     fn rows_again(&self, forward: Operand<B>, spec: &OperandSpec, dtype: FloatDType) -> Operand<B> {
@@ -122,7 +144,7 @@ impl<B: Nvfp4Ops> Grouping<B> for Ungrouped {
         axis: PackedAxis,
         dtype: FloatDType,
     ) -> Operand<B> {
-        one::<B>(w, spec, axis, dtype)
+        one::<B>(w, spec, axis, dtype, Form::Packed)
     }
 
     fn weight_both(
@@ -132,7 +154,7 @@ impl<B: Nvfp4Ops> Grouping<B> for Ungrouped {
         col: &OperandSpec,
         dtype: FloatDType,
     ) -> (Operand<B>, Operand<B>) {
-        both::<B>(w, row, col, dtype)
+        both::<B>(w, row, col, dtype, [Form::Packed; 2])
     }
 
     fn weight_again(
@@ -187,12 +209,15 @@ pub(crate) struct Saved<B: Backend, G = Ungrouped> {
     x: Option<Operand<B>>,
     /// `w` for dgrad, if the input needs a gradient.
     pub(crate) w: Option<Operand<B>>,
+    /// Columns of `x`, rows of `w`.
+    d_in: usize,
     x_dtype: FloatDType,
     w_dtype: FloatDType,
     /// Type of the bias, if there is one and it needs a gradient.
     bias_dtype: Option<FloatDType>,
     spec: LinearSpec,
-    probe: Option<Probe>,
+    /// Without the weight's operands.
+    context: LinearContext,
     grouping: G,
 }
 
@@ -203,14 +228,26 @@ impl<B: Nvfp4Ops, G: Grouping<B>> GradientsOf<B> for Saved<B, G> {
             .bias_dtype
             .map(|dtype| cast::<B>(grouping.bias_grad(dy.clone()), dtype));
         let (row, col) = (spec.dgrad_dy, spec.wgrad_dy);
-        let probed = self.probe.as_ref().map(|probe| (probe, dy.clone()));
+        let probe = self.context.probe.as_ref();
+        let probed = probe.map(|probe| (probe, dy.clone()));
+        let (device, tokens, d_out) = (dy.device(), dy.shape()[0], dy.shape()[1]);
+        let form = |specs, shape| self.context.form(|| grouping.form(&device, specs, shape));
+        let row_form = form([&row, &spec.dgrad_w], (tokens, self.d_in, d_out));
+        let col_form = form([&spec.wgrad_x, &col], (self.d_in, d_out, tokens));
         let (dy_row, dy_col) = match (&self.w, &self.x) {
             (Some(_), Some(_)) => {
-                let (row, col) = grouping.rows_both(dy, &row, &col, dtype);
+                let forms = [row_form, col_form];
+                let (row, col) = grouping.rows_both(dy, &row, &col, dtype, forms);
                 (Some(row), Some(col))
             }
-            (Some(_), None) => (Some(grouping.rows(dy, &row, PackedAxis::Cols, dtype)), None),
-            (None, Some(_)) => (None, Some(grouping.rows(dy, &col, PackedAxis::Rows, dtype))),
+            (Some(_), None) => {
+                let row = grouping.rows(dy, &row, PackedAxis::Cols, dtype, row_form);
+                (Some(row), None)
+            }
+            (None, Some(_)) => {
+                let col = grouping.rows(dy, &col, PackedAxis::Rows, dtype, col_form);
+                (None, Some(col))
+            }
             (None, None) => (None, None),
         };
         if let (Some((probe, dy)), Some(operand)) = (probed, &dy_row) {
@@ -249,24 +286,31 @@ impl<B: Nvfp4Ops, G: Grouping<B>> Product<B, G> {
         let w_dtype = float_dtype(self.w.dtype());
         let (spec, grouping) = (self.spec, &self.grouping);
         let (w, saved_w) = self.weight(x_dtype);
-        let probe = self.context.probe.clone();
-        let probed = probe.as_ref().map(|probe| (probe, self.x.clone()));
-        if let Some(probe) = &probe {
+        let context = self.context.without_weights();
+        let probe = context.probe.as_ref();
+        let probed = probe.map(|probe| (probe, self.x.clone()));
+        let (device, tokens, d_in) = (self.x.device(), self.x.shape()[0], self.x.shape()[1]);
+        let shape = (tokens, *self.w.shape().last().expect("a matrix"), d_in);
+        let specs = [&spec.fprop_x, &spec.fprop_w];
+        let form = || context.form(|| grouping.form(&device, specs, shape));
+        if let Some(probe) = probe {
             let source = Source::weight("fprop.w", self.w.clone());
             probe.look(source, &w, &spec.fprop_w);
         }
         let (x, saved_x) = match (self.tracked.w, spec.source) {
             (false, _) => (
-                grouping.rows(self.x, &spec.fprop_x, PackedAxis::Cols, x_dtype),
+                grouping.rows(self.x, &spec.fprop_x, PackedAxis::Cols, x_dtype, form()),
                 None,
             ),
             (true, BackwardSource::Original) => {
                 let (row, col) = (&spec.fprop_x, &spec.wgrad_x);
-                let (x, saved) = grouping.rows_both(self.x, row, col, x_dtype);
+                let forms = [form(), Form::Packed];
+                let (x, saved) = grouping.rows_both(self.x, row, col, x_dtype, forms);
                 (x, Some(saved))
             }
             (true, BackwardSource::Forward) => {
-                let x = grouping.rows(self.x, &spec.fprop_x, PackedAxis::Cols, x_dtype);
+                let (row, form) = (&spec.fprop_x, Form::Packed);
+                let x = grouping.rows(self.x, row, PackedAxis::Cols, x_dtype, form);
                 let saved = grouping.rows_again(x.clone(), &spec.wgrad_x, x_dtype);
                 (x, Some(saved))
             }
@@ -279,11 +323,12 @@ impl<B: Nvfp4Ops, G: Grouping<B>> Product<B, G> {
         let saved = Saved {
             x: saved_x,
             w: saved_w,
+            d_in,
             x_dtype,
             w_dtype,
             bias_dtype: self.tracked.bias,
             spec,
-            probe,
+            context,
             grouping: self.grouping,
         };
         (y, saved)

@@ -3,7 +3,8 @@
 #[cfg(feature = "cubecl-backend")]
 use nvfp4_kernels::reference::EDEN_GROUP;
 use nvfp4_kernels::{
-    BlockScaling, Hadamard, HadamardSize, Nvfp4Error, PackedAxis, RandomStream, Rounding,
+    BLOCK, BlockScaling, Hadamard, HadamardSize, MX_BLOCK, Nvfp4Error, PackedAxis, RandomStream,
+    Rounding,
 };
 
 use serde::{Deserialize, Serialize};
@@ -153,6 +154,20 @@ impl OperandSpec {
     /// NVFP4 in plain 1x16 blocks.
     pub const fn blocks(rounding: Rounding) -> Self {
         Self::Blocks(CopySpec::new(rounding))
+    }
+
+    /// Whether it is 4-bit codes.
+    pub(super) fn is_nvfp4(&self) -> bool {
+        !matches!(self, Self::HighPrecision | Self::Mxfp8)
+    }
+
+    /// Elements to whose multiple the contraction is padded.
+    pub(super) fn unit(&self) -> usize {
+        match self {
+            Self::HighPrecision => 1,
+            Self::Mxfp8 => MX_BLOCK,
+            _ => (self.hadamard()).map_or(BLOCK, |hadamard| hadamard.size().elements()),
+        }
     }
 
     /// Whether two uses of one matrix give the same operand: nothing is drawn.

@@ -9,6 +9,7 @@
 pub mod activation;
 pub mod block;
 pub mod codec;
+pub mod decoded;
 pub mod eden;
 pub mod exact;
 pub mod hadamard;

@@ -153,41 +153,53 @@ pub fn unpack_f16(word: u32) -> f32 {
 }
 
 /// Eight E2M1 codes, element 0 in the lowest nibble, times the bf16 in both halves of `scale`, as
-/// eight bf16 in order.
+/// eight bf16 in order: `$multiply p, p, scale$end` is the multiplication of a pair.
 ///
 /// The two bytes of a bf16 magnitude are looked up separately (`prmt` takes the lower three bits of
 /// each of four nibbles as an index into eight bytes): 0, .5, 1, 1.5, 2, 3, 4, 6 are 0x0000, 0x3f00,
 /// 0x3f80, 0x3fc0, 0x4000, 0x4040, 0x4080, 0x40c0. The product of a code and an E4M3 scale has at
-/// most six significant bits, so `mul.rn.bf16x2` is exact.
-#[cube]
-pub fn decode_e2m1x8(codes: u32, scale: u32) -> Vector<u32, Const<4>> {
-    let pairs: Vector<u32, Const<4>>;
-    gpu_asm!(
-        "{{ .reg .b32 m, u, h0, l0, h1, l1, s, p<4>;",
-        "and.b32 m, {c}, 0x77777777; shr.u32 u, m, 16;",
-        "prmt.b32 h0, 0x3f3f3f00, 0x40404040, m; prmt.b32 l0, 0xc0800000, 0xc0804000, m;",
-        "prmt.b32 h1, 0x3f3f3f00, 0x40404040, u; prmt.b32 l1, 0xc0800000, 0xc0804000, u;",
-        "prmt.b32 p0, l0, h0, 0x5140; prmt.b32 p1, l0, h0, 0x7362;",
-        "prmt.b32 p2, l1, h1, 0x5140; prmt.b32 p3, l1, h1, 0x7362;",
-        "shl.b32 s, {c}, 12; and.b32 s, s, 0x8000; or.b32 p0, p0, s;",
-        "shl.b32 s, {c}, 24; and.b32 s, s, 0x80000000; or.b32 p0, p0, s;",
-        "shl.b32 s, {c}, 4; and.b32 s, s, 0x8000; or.b32 p1, p1, s;",
-        "shl.b32 s, {c}, 16; and.b32 s, s, 0x80000000; or.b32 p1, p1, s;",
-        "shr.u32 s, {c}, 4; and.b32 s, s, 0x8000; or.b32 p2, p2, s;",
-        "shl.b32 s, {c}, 8; and.b32 s, s, 0x80000000; or.b32 p2, p2, s;",
-        "shr.u32 s, {c}, 12; and.b32 s, s, 0x8000; or.b32 p3, p3, s;",
-        "and.b32 s, {c}, 0x80000000; or.b32 p3, p3, s;",
-        "mul.rn.bf16x2 p0, p0, {s}; mul.rn.bf16x2 p1, p1, {s};",
-        "mul.rn.bf16x2 p2, p2, {s}; mul.rn.bf16x2 p3, p3, {s};",
-        "mov.b32 %0, p0; mov.b32 %1, p1; mov.b32 %2, p2; mov.b32 %3, p3;",
-        // Every operand must be named; the results were, by number.
-        "// {o}",
-        "}}",
-        o = out(_) pairs, c = in(_) codes, s = in(_) scale,
-        options(pure, nomem)
-    );
-    Vector::<u32, Const<4>>::reinterpret(pairs)
+/// most six significant bits, so the multiplication is exact.
+macro_rules! decode_codes {
+    ($name:ident, $multiply:literal, $end:literal) => {
+        #[cube]
+        pub fn $name(codes: u32, scale: u32) -> Vector<u32, Const<4>> {
+            let pairs: Vector<u32, Const<4>>;
+            gpu_asm!(
+                "{{ .reg .b32 m, u, h0, l0, h1, l1, s, p<4>;",
+                "and.b32 m, {c}, 0x77777777; shr.u32 u, m, 16;",
+                "prmt.b32 h0, 0x3f3f3f00, 0x40404040, m; prmt.b32 l0, 0xc0800000, 0xc0804000, m;",
+                "prmt.b32 h1, 0x3f3f3f00, 0x40404040, u; prmt.b32 l1, 0xc0800000, 0xc0804000, u;",
+                "prmt.b32 p0, l0, h0, 0x5140; prmt.b32 p1, l0, h0, 0x7362;",
+                "prmt.b32 p2, l1, h1, 0x5140; prmt.b32 p3, l1, h1, 0x7362;",
+                "shl.b32 s, {c}, 12; and.b32 s, s, 0x8000; or.b32 p0, p0, s;",
+                "shl.b32 s, {c}, 24; and.b32 s, s, 0x80000000; or.b32 p0, p0, s;",
+                "shl.b32 s, {c}, 4; and.b32 s, s, 0x8000; or.b32 p1, p1, s;",
+                "shl.b32 s, {c}, 16; and.b32 s, s, 0x80000000; or.b32 p1, p1, s;",
+                "shr.u32 s, {c}, 4; and.b32 s, s, 0x8000; or.b32 p2, p2, s;",
+                "shl.b32 s, {c}, 8; and.b32 s, s, 0x80000000; or.b32 p2, p2, s;",
+                "shr.u32 s, {c}, 12; and.b32 s, s, 0x8000; or.b32 p3, p3, s;",
+                "and.b32 s, {c}, 0x80000000; or.b32 p3, p3, s;",
+                $multiply, "p0, p0, {s}", $end, $multiply, "p1, p1, {s}", $end,
+                $multiply, "p2, p2, {s}", $end, $multiply, "p3, p3, {s}", $end,
+                "mov.b32 %0, p0; mov.b32 %1, p1; mov.b32 %2, p2; mov.b32 %3, p3;",
+                // Every operand must be named; the results were, by number.
+                "// {o}",
+                "}}",
+                o = out(_) pairs, c = in(_) codes, s = in(_) scale,
+                options(pure, nomem)
+            );
+            Vector::<u32, Const<4>>::reinterpret(pairs)
+        }
+    };
 }
+
+// The multiplication of pairs is an instruction of sm_90; where it is missing, a sum with -0 does.
+decode_codes!(decode_e2m1x8, "mul.rn.bf16x2", ";");
+decode_codes!(
+    decode_e2m1x8_sm80,
+    "mov.b32 m, 0x80008000; fma.rn.bf16x2",
+    ", m;"
+);
 
 /// The main loop of one consumer warpgroup: `steps` stages of 64 along the contraction, 64 rows of
 /// `a` times `$columns` of `b`.

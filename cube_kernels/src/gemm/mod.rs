@@ -35,7 +35,7 @@ pub use product::{
     Elements, Operand, Scale, Target, gemm, gemm_bf16, gemm_on, path_of, path_of_columns, product,
     product_amax,
 };
-pub use select::kernel_of;
+pub use select::{decodes, kernel_of};
 
 /// The kernels themselves, for tests that compile them without launching.
 #[doc(hidden)]

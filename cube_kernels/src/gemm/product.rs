@@ -14,7 +14,10 @@ use super::{
 };
 use crate::{
     BLOCK, Nvfp4Error, ScaleLayout,
-    device::{AmaxScope, Capabilities, DevicePacked, FloatKind, GemmPath, Matrix, is_aligned},
+    device::{
+        AmaxScope, Capabilities, DeviceDecoded, DeviceOperand, DevicePacked, FloatKind, GemmPath,
+        Matrix, is_aligned,
+    },
     ops,
 };
 
@@ -26,7 +29,8 @@ const SCALE_RANGE: f32 = 2688.0;
 pub enum Elements<'a> {
     /// Codes and block scales.
     Packed(&'a DevicePacked),
-    /// A bf16 matrix, its columns being the contraction.
+    /// A bf16 matrix, its columns being the contraction, as long as that of the other operand is in
+    /// memory: where a packed one pads it with zeros, columns of anything finite.
     Bf16(&'a Matrix),
     /// A bf16 matrix whose *rows* are the contraction: the transpose of what [`Self::Bf16`] takes, with
     /// the same product, bit for bit. Hopper's kernel reads it as it is, if it has a multiple of 8 columns.
@@ -84,6 +88,29 @@ impl<'a> From<&'a DevicePacked> for Operand<'a> {
                 AmaxScope::Group => Scale::Tensor(&packed.amax, packed.scaling.range()),
                 AmaxScope::Outer => Scale::PerRow(&packed.amax, packed.scaling.range()),
             },
+        }
+    }
+}
+
+impl<'a> From<&'a DeviceDecoded> for Operand<'a> {
+    /// The values of a packed tensor with the maxima and the range of that: the product has its bits.
+    fn from(decoded: &'a DeviceDecoded) -> Self {
+        Self {
+            elements: Elements::Bf16(&decoded.values),
+            scale: match decoded.scope {
+                AmaxScope::Group => Scale::Tensor(&decoded.amax, decoded.scaling.range()),
+                AmaxScope::Outer => Scale::PerRow(&decoded.amax, decoded.scaling.range()),
+            },
+        }
+    }
+}
+
+impl<'a> From<&'a DeviceOperand> for Operand<'a> {
+    /// A copy in either form.
+    fn from(copy: &'a DeviceOperand) -> Self {
+        match copy {
+            DeviceOperand::Packed(packed) => packed.into(),
+            DeviceOperand::Decoded(decoded) => decoded.into(),
         }
     }
 }
@@ -626,7 +653,9 @@ fn run(
 ) -> Result<(Matrix, Option<Handle>), Nvfp4Error> {
     a.check("a", None)?;
     b.check("b", None)?;
-    if a.inner() != b.inner() || a.stored() != b.stored() {
+    // What is not packed does not say how much of it is padding.
+    let same = a.inner() == b.inner() || !(a.is_packed() && b.is_packed());
+    if !same || a.stored() != b.stored() {
         return Err(Nvfp4Error::shape(
             "b",
             format!("{} x {} (stored)", b.outer(), b.inner()),

@@ -141,6 +141,20 @@ pub fn plan(
     )
 }
 
+/// Whether [`product`](super::product()) of two packed operands, `m` x `n` with a contraction of `k` as
+/// stored, decodes both to bf16 before it multiplies: then an operand that nothing else reads may as well
+/// be quantized to values ([`Form::Decoded`](crate::Form::Decoded)). The product has the same bits.
+pub fn decodes(client: &Client, (m, n, k): (usize, usize, usize)) -> bool {
+    let path = super::path_of(&Capabilities::of(client), n, k);
+    path == GemmPath::Hopper && decodes_on(processors(client), (m, n, k))
+}
+
+/// [`decodes`] on Hopper with this many processors.
+fn decodes_on(processors: usize, shape: (usize, usize, usize)) -> bool {
+    let plan = plan_of(processors, (true, true), shape, Grouping::Dense, 1);
+    matches!(plan, Plan::Decoded(..))
+}
+
 /// [`plan`] on either path that has plans.
 ///
 /// # Errors
@@ -360,6 +374,27 @@ mod tests {
         assert_eq!(dense(2048, 2048, 2048), fused(256, 1));
         assert_eq!(dense(8192, 8192, 8192), Plan::Decoded(Tile::N256, BAND));
         assert_eq!(dense(8192, 2112, 7168), Plan::Decoded(Tile::N176, BAND));
+    }
+
+    /// Where both operands are decoded, the kernel behind that is the same for values of either of them.
+    #[test]
+    fn values_change_no_plan() {
+        for shape in [
+            (8192, 4096, 4096),
+            (4096, 4096, 8192),
+            (8192, 14336, 4096),
+            (8192, 2112, 7168),
+        ] {
+            assert!(decodes_on(132, shape), "{shape:?}");
+            for packed in [(false, true), (true, false), (false, false)] {
+                let plan = plan_of(132, packed, shape, Grouping::Dense, 1);
+                let (m, n, k) = shape;
+                assert_eq!(plan, dense(m, n, k), "{shape:?}, packed {packed:?}");
+            }
+        }
+        for shape in [(16, 4096, 4096), (512, 8192, 8192)] {
+            assert!(!decodes_on(132, shape), "{shape:?}");
+        }
     }
 
     /// Consumer Blackwell: codes go to the instruction, few rows of a packed weight have their own kernel,

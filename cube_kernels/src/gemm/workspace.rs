@@ -11,7 +11,7 @@ use super::{
 use crate::{
     BLOCK,
     cube::{
-        codec::decode_e4m3,
+        decoded::scale_pair,
         ptx_sm90::{decode_e2m1x8, decode_e4m3x2, scaled_pair},
     },
     device::{DevicePacked, Matrix, address_type, allocate, is_aligned},
@@ -46,9 +46,7 @@ pub fn decode_kernel(
     #[unroll]
     for i in 0..WORDS {
         let word = first + comptime!(i * UNITS);
-        // An E4M3 value is exact in bf16, the upper half of an f32.
-        let scale = u32::reinterpret(decode_e4m3(bytes[i])) >> 16u32;
-        let scale = scale | (scale << 16u32);
+        let scale = scale_pair(bytes[i]);
         if word < words {
             out[word] = decode_e2m1x8(u32::reinterpret(loaded[i]), scale);
         }

@@ -4,11 +4,11 @@ use cubecl::{prelude::*, server::Handle};
 
 use super::tile::BAND;
 use crate::{
-    BLOCK, Hadamard, HadamardSize, Nvfp4Error, ScaleLayout,
+    BLOCK, Form, Hadamard, HadamardSize, Nvfp4Error, ScaleLayout,
     cube::{block::BlockPolicy, codec::Conversion, hadamard::SignsLaunch, philox::RandomLaunch},
     device::{
-        AmaxScope, DeviceCopy, DevicePacked, DeviceRounding, FloatKind, Groups, Matrix,
-        check_memory, is_cpu,
+        AmaxScope, DeviceCopy, DeviceDecoded, DeviceOperand, DevicePacked, DeviceRounding,
+        FloatKind, Groups, Matrix, allocate, check_memory, is_cpu,
     },
     policy::BlockScaling,
 };
@@ -202,6 +202,15 @@ pub struct CopyPlan {
     pub swizzled: bool,
     /// Whether each stored row has its own amax.
     pub per_outer: bool,
+    /// Whether values are written, and neither codes nor scales.
+    pub decoded: bool,
+}
+
+impl CopyPlan {
+    /// Units that write one block, side by side: one its 8 bytes of codes, or two its 32 of values.
+    pub(crate) const fn writers(&self) -> usize {
+        if self.decoded { 2 } else { 1 }
+    }
 }
 
 /// What a copy is made from and how: the amax, what it stands for, and the policy.
@@ -236,6 +245,7 @@ impl CopyArgs {
         groups: &Groups,
         axis: crate::PackedAxis,
         request: &CopyRequest<'_>,
+        form: Form,
         conversion: Conversion,
     ) -> Result<Self, Nvfp4Error> {
         let CopyRequest { amax, scope, copy } = request;
@@ -269,6 +279,21 @@ impl CopyArgs {
         };
         let maxima = out.amax_len();
         check_memory("amax", amax, maxima * 4)?;
+        let decoded = form == Form::Decoded;
+        if decoded && copy.layout != ScaleLayout::Compact {
+            return Err(Nvfp4Error::value(
+                "layout",
+                format!("{:?} for decoded values", copy.layout),
+                "Compact: there are no scales to swizzle",
+            ));
+        }
+        let out = match form {
+            Form::Packed => out.allocated(client),
+            Form::Decoded => DevicePacked {
+                codes: allocate(client, out.code_blocks() * BLOCK * FloatKind::Bf16.size()),
+                ..out
+            },
+        };
         Ok(Self {
             maxima,
             plan: CopyPlan {
@@ -282,8 +307,9 @@ impl CopyArgs {
                 default_signs: copy.hadamard == Some(Hadamard::default()),
                 swizzled: copy.layout == ScaleLayout::Swizzled128x4,
                 per_outer: *scope == AmaxScope::Outer,
+                decoded,
             },
-            out: out.allocated(client),
+            out,
             key: stream.map_or([0; 2], |stream| stream.key()),
             offset: stream.map_or(0, |stream| stream.offset),
             device_offset,
@@ -298,15 +324,34 @@ impl CopyArgs {
         unsafe { buffer(&self.out.amax, self.maxima) }
     }
 
-    /// The codes, a block to an item.
+    /// The codes, a block to an item, or the values, half a block.
     pub fn codes(&self) -> BufferArg {
+        let items = self.out.code_blocks() * self.plan.writers();
         // SAFETY: allocated for it.
-        unsafe { buffer(&self.out.codes, self.out.code_blocks()) }
+        unsafe { buffer(&self.out.codes, items) }
     }
 
+    /// Words of an item of [`Self::codes`].
+    pub fn width(&self) -> usize {
+        if self.plan.decoded { 4 } else { 2 }
+    }
+
+    /// The scales; where there are none the amax, which the kernel does not write.
     pub fn scales(&self) -> BufferArg {
-        // SAFETY: allocated for it.
-        unsafe { buffer(&self.out.scales, self.out.scale_bytes()) }
+        let len = match self.plan.decoded {
+            true => 1,
+            false => self.out.scale_bytes(),
+        };
+        // SAFETY: allocated for it; there is at least one amax.
+        unsafe { buffer(&self.out.scales, len) }
+    }
+
+    /// The copy, once its kernel is queued.
+    pub fn into_operand(self) -> DeviceOperand {
+        match self.plan.decoded {
+            true => DeviceOperand::Decoded(DeviceDecoded::of(self.out)),
+            false => DeviceOperand::Packed(self.out),
+        }
     }
 
     pub fn random(&self) -> RandomLaunch {

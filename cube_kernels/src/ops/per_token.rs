@@ -13,7 +13,7 @@ use super::{
     quantize::{quantize, quantize_both, row_amax_of, row_block},
 };
 use crate::{
-    BLOCK, Nvfp4Error, PackedAxis,
+    BLOCK, Form, Nvfp4Error, PackedAxis,
     cube::{
         activation::SquareSum,
         block::{quantize_with_amax, resolve_offset},
@@ -97,6 +97,7 @@ fn launch(
         &Groups::One,
         PackedAxis::Cols,
         &request,
+        Form::Packed,
         conversion,
     )?;
     if x.is_empty() {

@@ -4,27 +4,30 @@ use cubecl::{prelude::*, server::Handle};
 
 use super::{
     groups::GroupOffsets,
-    launch::{CopyArgs, CopyPlan, CopyRequest, Words, buffer, check_packed_cols, grid, tile_bands},
+    launch::{
+        CopyArgs, CopyPlan, CopyRequest, Words, buffer, check_packed_cols, grid, tile_bands,
+    },
     produce::{self, Input, Producer, Sink, Source},
     tile::{self, BAND, Grouping, Shape, ShapeLaunch, Tile},
     transpose,
 };
 use crate::{
-    BLOCK, BlockScaling, ErrorNorm, Hadamard, HadamardSize, Nvfp4Error, PackedAxis, ScaleLayout,
+    BLOCK, BlockScaling, ErrorNorm, Form, Hadamard, HadamardSize, Nvfp4Error, PackedAxis, ScaleLayout,
     cube::{
         block::{
             BlockPolicy, Encoded, block_amax, candidate, candidate_scales, encode_block,
             max_of_pairs, pairs_amax, quantize_with_amax, resolve_offset, stays_below_7,
         },
         codec::{Conversion, magnitude_bits},
+        decoded::{scale_pair, store_decoded, store_word},
         hadamard::{Signs, butterfly, normalize, normalized_pairs, unpack_pairs},
         philox::Random,
         scale::{GlobalScale, swizzled_at},
         words::{block_words, load_block_words, unpack_block},
     },
     device::{
-        AmaxScope, DeviceCopy, DevicePacked, DeviceRounding, FloatKind, Groups, Matrix,
-        address_type, conversion_of,
+        AmaxScope, DeviceCopy, DeviceOperand, DevicePacked, DeviceRounding, FloatKind, Groups,
+        Matrix, address_type, conversion_of,
     },
     reference::padding::padded_bound,
 };
@@ -99,15 +102,48 @@ pub fn quantize<'a>(
     request: &CopyRequest<'_>,
 ) -> Result<DevicePacked, Nvfp4Error> {
     let source = x.into();
+    let request = (request, Form::Packed);
     if let (Source::Plain(x), PackedAxis::Cols, Groups::One) = (source, axis, groups) {
-        return quantize_rows(client, x, request);
+        return Ok(packed(quantize_rows(client, x, request)?));
     }
     let (row, col) = match axis {
         PackedAxis::Cols => (Some(request), None),
         PackedAxis::Rows => (None, Some(request)),
     };
     let (row, col) = launch_tiles(client, source, groups, row, col, Kind::Blocks)?;
-    Ok(row.or(col).expect("one copy was asked for"))
+    Ok(packed(row.or(col).expect("one copy was asked for")))
+}
+
+/// The copies of `x` that are asked for, `(row-wise, column-wise)`, from one read of it, each as
+/// [`quantize`] makes it and in the form that is asked for: what a product multiplies next, and once, may
+/// be written as values.
+///
+/// # Errors
+/// As [`quantize`], and when scales of values are to be swizzled.
+pub fn quantize_operands<'a>(
+    client: &Client,
+    x: impl Into<Source<'a>>,
+    row: Option<(&CopyRequest<'_>, Form)>,
+    col: Option<(&CopyRequest<'_>, Form)>,
+) -> Result<(Option<DeviceOperand>, Option<DeviceOperand>), Nvfp4Error> {
+    match (x.into(), row, col) {
+        (_, None, None) => Ok((None, None)),
+        (Source::Plain(x), Some(row), None) => Ok((Some(quantize_rows(client, x, row)?), None)),
+        (source, row, col) => launch_tiles(client, source, &Groups::One, row, col, Kind::Blocks),
+    }
+}
+
+/// A copy that was made as codes and scales.
+fn packed(copy: DeviceOperand) -> DevicePacked {
+    copy.into_packed().expect("codes and scales were asked for")
+}
+
+/// Two copies that were made as codes and scales.
+fn both_packed(
+    (row, col): (Option<DeviceOperand>, Option<DeviceOperand>),
+) -> (DevicePacked, DevicePacked) {
+    let [row, col] = [row, col].map(|copy| packed(copy.expect("asked for")));
+    (row, col)
 }
 
 /// Both copies of `x` from one read of it: `(row-wise, column-wise)`, each as [`quantize`] makes it.
@@ -121,8 +157,9 @@ pub fn quantize_both<'a>(
     row: &CopyRequest<'_>,
     col: &CopyRequest<'_>,
 ) -> Result<(DevicePacked, DevicePacked), Nvfp4Error> {
-    let (row, col) = launch_tiles(client, x.into(), groups, Some(row), Some(col), Kind::Blocks)?;
-    Ok((row.expect("asked for"), col.expect("asked for")))
+    let [row, col] = [row, col].map(|request| Some((request, Form::Packed)));
+    let copies = launch_tiles(client, x.into(), groups, row, col, Kind::Blocks)?;
+    Ok(both_packed(copies))
 }
 
 /// The copies of `x` that are asked for, `(row-wise, column-wise)`, each as [`quantize`] makes it of
@@ -161,12 +198,13 @@ pub fn quantize_side_by_side<'a>(
     if row.is_none() && col.is_none() {
         return Ok((None, None));
     }
+    let [row, col] = [row, col].map(|request| request.map(|request| (request, Form::Packed)));
     let (row, col) = launch_tiles(client, x.into(), &groups, row, col, Kind::SideBySide)?;
     let row = row.map(|row| DevicePacked {
         groups: Groups::One,
-        ..row
+        ..packed(row)
     });
-    Ok((row, col))
+    Ok((row, col.map(packed)))
 }
 
 /// Both copies of `x` in 16x16 tiles, rounded to nearest: `(row-wise, column-wise)`, the second the
@@ -213,15 +251,9 @@ pub fn quantize_tile_with(
             ..DeviceCopy::new(DeviceRounding::Nearest)
         },
     });
-    let (row, col) = launch_tiles(
-        client,
-        x.into(),
-        groups,
-        Some(&row),
-        Some(&col),
-        Kind::Tiles,
-    )?;
-    Ok((row.expect("asked for"), col.expect("asked for")))
+    let [row, col] = [&row, &col].map(|request| Some((request, Form::Packed)));
+    let copies = launch_tiles(client, x.into(), groups, row, col, Kind::Tiles)?;
+    Ok(both_packed(copies))
 }
 
 fn check_row_transform(copy: &DeviceCopy) -> Result<(), Nvfp4Error> {
@@ -238,8 +270,8 @@ fn check_row_transform(copy: &DeviceCopy) -> Result<(), Nvfp4Error> {
 fn quantize_rows(
     client: &Client,
     x: &Matrix,
-    request: &CopyRequest<'_>,
-) -> Result<DevicePacked, Nvfp4Error> {
+    (request, form): (&CopyRequest<'_>, Form),
+) -> Result<DeviceOperand, Nvfp4Error> {
     x.check("x")?;
     check_packed_cols(x)?;
     check_row_transform(&request.copy)?;
@@ -250,10 +282,11 @@ fn quantize_rows(
         &Groups::One,
         PackedAxis::Cols,
         request,
+        form,
         conversion,
     )?;
     if x.is_empty() {
-        return Ok(args.out);
+        return Ok(args.into_operand());
     }
     let words = Words::of(x);
     let blocks = x.cols / BLOCK;
@@ -271,6 +304,7 @@ fn quantize_rows(
             dim,
             address_type(x.len().max(items)),
             words.width,
+            args.width(),
             words.arg(),
             args.amax(),
             args.codes(),
@@ -284,7 +318,7 @@ fn quantize_rows(
             x.dtype,
         );
     }
-    Ok(args.out)
+    Ok(args.into_operand())
 }
 
 /// What [`launch_tiles`] makes.
@@ -302,23 +336,25 @@ fn launch_tiles(
     client: &Client,
     source: Source<'_>,
     groups: &Groups,
-    row: Option<&CopyRequest<'_>>,
-    col: Option<&CopyRequest<'_>>,
+    row: Option<(&CopyRequest<'_>, Form)>,
+    col: Option<(&CopyRequest<'_>, Form)>,
     kind: Kind,
-) -> Result<(Option<DevicePacked>, Option<DevicePacked>), Nvfp4Error> {
+) -> Result<(Option<DeviceOperand>, Option<DeviceOperand>), Nvfp4Error> {
     let input = Input::new(source)?;
     let Input {
         matrix: x, words, ..
     } = &input;
     groups.check(x.rows)?;
-    if let Some(row) = row {
+    if let Some((row, _)) = row {
         check_packed_cols(x)?;
         check_row_transform(&row.copy)?;
     }
     let conversion = conversion_of(client);
-    let args = |axis, request: Option<&CopyRequest<'_>>| {
+    let args = |axis, request: Option<(&CopyRequest<'_>, Form)>| {
         request
-            .map(|request| CopyArgs::new(client, x, groups, axis, request, conversion))
+            .map(|(request, form)| {
+                CopyArgs::new(client, x, groups, axis, request, form, conversion)
+            })
             .transpose()
     };
     let row = args(PackedAxis::Cols, row)?;
@@ -342,7 +378,8 @@ fn launch_tiles(
     let tile_cols = x.cols.next_multiple_of(unit) / width;
     let row_tiles = groups.units(x.rows, tile::ROWS);
     if x.is_empty() {
-        return Ok((row.map(|row| row.out), col.map(|col| col.out)));
+        let [row, col] = [row, col].map(|copy| copy.map(CopyArgs::into_operand));
+        return Ok((row, col));
     }
     let (count, dim) = tile_bands(client, row_tiles, tile_cols);
     let plan = TilePlan {
@@ -380,6 +417,8 @@ fn launch_tiles(
             dim,
             address_type(elements),
             words.width,
+            r.width(),
+            c.width(),
             words.arg(),
             input.producer(),
             map,
@@ -403,7 +442,8 @@ fn launch_tiles(
             words.elem,
         );
     }
-    Ok((row.map(|row| row.out), col.map(|col| col.out)))
+    let [row, col] = [row, col].map(|copy| copy.map(CopyArgs::into_operand));
+    Ok((row, col))
 }
 
 /// The comptime choices of `quantize_tiles_kernel`.
@@ -445,12 +485,13 @@ impl TilePlan {
 
 /// One unit quantizes every `units`-th block, row by row whatever the layout of the scales is: rows are read
 /// and codes written as they lie in memory, and the bytes of a 128x4 tile of scales meet in the L2 cache, since
-/// the grid goes through its 128 rows at about the same time.
+/// the grid goes through its 128 rows at about the same time. `codes` are two words (`C`) a block, or values
+/// of four words each.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
-pub fn quantize_row_kernel<N: Size>(
+pub fn quantize_row_kernel<N: Size, C: Size>(
     x: &[Vector<u32, N>],
     amax: &[f32],
-    codes: &mut [Vector<u32, Const<2>>],
+    codes: &mut [Vector<u32, C>],
     scales: &mut [u8],
     offset: &[u32],
     random: Random,
@@ -489,11 +530,22 @@ pub fn quantize_row_kernel<N: Size>(
         row_step = stride / row_items;
         block_step = stride - row_step * row_items;
     }
+    // Units that exchange halves of blocks go on together.
+    let end = if comptime!(plan.decoded) {
+        items.div_ceil(32) * 32usize
+    } else {
+        items
+    };
     let mut item = ABSOLUTE_POS;
-    while item < items {
+    while item < end {
         let mut index = item;
         let mut target = item;
         let mut inside = true;
+        if comptime!(plan.decoded) {
+            inside = item < items;
+        }
+        let mut block_codes = Vector::<u32, Const<2>>::new(0u32);
+        let mut scale = 0u32;
         if comptime!(plan.swizzled) {
             inside = row < rows && block < blocks;
             index = row * blocks + block;
@@ -517,13 +569,30 @@ pub fn quantize_row_kernel<N: Size>(
             let largest = row_amax_of(&words, &block, false, plan, kind);
             let encoded =
                 quantize_with_amax(&block, 0usize, largest, &global, logical, &random, policy);
-            codes[index] = encoded.codes;
-            scales[target] = u8::cast_from(encoded.scale);
-        } else {
+            if comptime!(plan.decoded) {
+                block_codes = encoded.codes;
+                scale = encoded.scale;
+            } else {
+                store_codes(codes, index, encoded.codes);
+                scales[target] = u8::cast_from(encoded.scale);
+            }
+        } else if comptime!(!plan.decoded) {
             scales[target] = 0u8;
+        }
+        if comptime!(plan.decoded) {
+            store_decoded(codes, index, block_codes, scale, inside, policy.conversion);
         }
         item += stride;
     }
+}
+
+/// Writes the codes of block `at`; `C` is 2.
+#[cube]
+fn store_codes<C: Size>(out: &mut [Vector<u32, C>], at: usize, codes: Vector<u32, Const<2>>) {
+    let mut pair = Vector::<u32, C>::empty();
+    pair.insert(0usize, codes.extract(0usize));
+    pair.insert(1usize, codes.extract(1usize));
+    out[at] = pair;
 }
 
 /// The scale that governs stored row `outer`: its own, where each has one, or the one for all.
@@ -671,9 +740,9 @@ fn quantize_by_table(
 /// written side by side. Other cubes of the multiprocessor compute while one waits. `map` holds a record
 /// for each row of tiles where groups are in device memory, `row_tiles` is the number of rows of tiles that
 /// there may be, `row_blocks` the length of a stored row of the column-wise copy where the groups lie side
-/// by side.
+/// by side. Codes of either copy are two words (`R`, `C`) a block, or values of four words each.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
-pub fn quantize_tiles_kernel<F: Numeric, N: Size>(
+pub fn quantize_tiles_kernel<F: Numeric, N: Size, R: Size, C: Size>(
     x: &[Vector<F, N>],
     producer: Producer,
     map: &[Vector<u32, Const<4>>],
@@ -681,13 +750,13 @@ pub fn quantize_tiles_kernel<F: Numeric, N: Size>(
     row_tiles: usize,
     row_blocks: usize,
     row_amax: &[f32],
-    row_codes: &mut [Vector<u32, Const<2>>],
+    row_codes: &mut [Vector<u32, R>],
     row_scales: &mut [u8],
     row_offset: &[u32],
     row_random: Random,
     row_signs: Signs,
     col_amax: &[f32],
-    col_codes: &mut [Vector<u32, Const<2>>],
+    col_codes: &mut [Vector<u32, C>],
     col_scales: &mut [u8],
     col_offset: &[u32],
     col_random: Random,
@@ -847,14 +916,14 @@ pub fn quantize_tiles_kernel<F: Numeric, N: Size>(
 /// Quantizes the blocks along the rows of a tile. Codes of 16x16 tiles go to `copy`, too, where they wait
 /// for being transposed: those of rows behind the last one as well, which pad blocks of columns.
 #[cube]
-fn quantize_rows_of_tile(
+fn quantize_rows_of_tile<C: Size>(
     data: &Shared<[u32]>,
     tile_scales: &Shared<[u32]>,
     copy: &mut Shared<[u32]>,
     tile: &Tile,
     shape: &Shape,
     amax: &[f32],
-    codes: &mut [Vector<u32, Const<2>>],
+    codes: &mut [Vector<u32, C>],
     scales: &mut [u8],
     table: &ScaleTable,
     random: &Random,
@@ -875,6 +944,7 @@ fn quantize_rows_of_tile(
         let block_index = tile.col0 / 16usize + place.block;
         let inside = row_index < tile.row_end && block_index < blocks;
         let stored = row_index * blocks + block_index;
+        let mut block_codes = Vector::<u32, Const<2>>::new(0u32);
         let mut scale = 0u32;
         if tiles || inside {
             let words = tile::load_row_block(data, r, place.block, conversion, kind);
@@ -910,11 +980,15 @@ fn quantize_rows_of_tile(
                 copy[at] = encoded.codes.extract(0usize);
                 copy[at + 1usize] = encoded.codes.extract(1usize);
             }
-            if inside {
-                codes[stored] = encoded.codes;
+            if comptime!(plan.decoded) {
+                block_codes = encoded.codes;
+            } else if inside {
+                store_codes(codes, stored, encoded.codes);
             }
         }
-        if comptime!(plan.swizzled) {
+        if comptime!(plan.decoded) {
+            store_decoded(codes, stored, block_codes, scale, inside, conversion);
+        } else if comptime!(plan.swizzled) {
             // Columns of tiles beyond these pad a column-wise copy only.
             if block_index < padded_blocks * 4usize {
                 let target = swizzled_at(tile.row_tile * 128usize + r, block_index, padded_blocks);
@@ -1052,7 +1126,12 @@ fn quantize_columns(
                             let slot = stage_slot(word, half as usize);
                             stage[slot + place * 2usize] = encoded.codes.extract(0usize);
                             stage[slot + place * 2usize + 1usize] = encoded.codes.extract(1usize);
-                            stage_scales[scale_slot(word, half as usize, place)] = encoded.scale;
+                            let scale = if comptime!(plan.decoded) {
+                                scale_pair(encoded.scale)
+                            } else {
+                                encoded.scale
+                            };
+                            stage_scales[scale_slot(word, half as usize, place)] = scale;
                         }
                     }
                 }
@@ -1102,15 +1181,15 @@ fn scale_slot(word: usize, half: usize, place: usize) -> usize {
     place * SCALE_PITCH + half * comptime!(tile::WORDS + 2) + word
 }
 
-/// Writes the codes and scales that wait in `stage`.
+/// Writes the codes and scales that wait in `stage`, or the values that they stand for.
 #[cube]
-fn write_columns(
+fn write_columns<C: Size>(
     stage: &Shared<[u32]>,
     stage_scales: &Shared<[u32]>,
     tile: &Tile,
     shape: &Shape,
     row_blocks: usize,
-    codes: &mut [Vector<u32, Const<2>>],
+    codes: &mut [Vector<u32, C>],
     scales: &mut [u8],
     #[comptime] side_by_side: bool,
     #[comptime] units: usize,
@@ -1136,43 +1215,55 @@ fn write_columns(
         * tile.padded_before
         * comptime!(if span < 64 { 4 } else { span / 16 });
     // With units for several whole columns, turn by turn the same place of columns further on.
-    let whole = comptime!(units.is_multiple_of(16));
-    let step = comptime!(units / 8);
+    let writers = comptime!(plan.writers());
+    let across = comptime!(8 * writers);
+    let whole = comptime!(units.is_multiple_of(2 * across));
+    let step = comptime!(units / across);
     #[unroll(whole)]
-    for turn in 0..comptime!(tile::cols(kind) * 8 / units) {
+    for turn in 0..comptime!(tile::cols(kind) * across / units) {
         let c = if comptime!(whole) {
-            UNIT_POS as usize / 8usize + turn * step
+            UNIT_POS as usize / across + turn * step
         } else {
-            (UNIT_POS as usize + turn * units) / 8usize
+            (UNIT_POS as usize + turn * units) / across
         };
-        let place = if comptime!(whole) {
-            UNIT_POS as usize % 8usize
+        let part = if comptime!(whole) {
+            UNIT_POS as usize % across
         } else {
-            (UNIT_POS as usize + turn * units) % 8usize
+            (UNIT_POS as usize + turn * units) % across
         };
+        let place = part / writers;
         let column = tile.col0 + c;
         let block = block0 + place;
         let inside = column < shape.cols && block < group_blocks;
         let word = if comptime!(whole) {
-            UNIT_POS as usize / 8usize / per_word + turn * comptime!(step / per_word)
+            UNIT_POS as usize / across / per_word + turn * comptime!(step / per_word)
         } else {
             c / per_word
         };
         let half = if comptime!(whole) {
-            (UNIT_POS as usize / 8usize) % per_word
+            (UNIT_POS as usize / across) % per_word
         } else {
             c % per_word
         };
         let slot = stage_slot(word, half);
         let mut scale = 0u32;
         if inside {
-            let mut pair = Vector::<u32, Const<2>>::empty();
-            pair.insert(0usize, stage[slot + place * 2usize]);
-            pair.insert(1usize, stage[slot + place * 2usize + 1usize]);
+            let at = start + column * row_pitch + block;
             scale = stage_scales[scale_slot(word, half, place)];
-            codes[start + column * row_pitch + block] = pair;
+            if comptime!(plan.decoded) {
+                // A unit for each word of codes.
+                let vector = at * writers + part % writers;
+                let conversion = comptime!(plan.policy.conversion);
+                store_word(codes, vector, stage[slot + part], scale, conversion);
+            } else {
+                let mut pair = Vector::<u32, C>::empty();
+                pair.insert(0usize, stage[slot + place * 2usize]);
+                pair.insert(1usize, stage[slot + place * 2usize + 1usize]);
+                codes[at] = pair;
+            }
         }
-        if comptime!(plan.swizzled) {
+        if comptime!(plan.decoded) {
+        } else if comptime!(plan.swizzled) {
             if block < padded_group * 4usize {
                 let target = padded_base + swizzled_at(column, block, padded_group);
                 scales[target] = u8::cast_from(scale);

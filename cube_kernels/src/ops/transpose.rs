@@ -28,12 +28,12 @@ pub fn code_at(row: usize, block: usize) -> usize {
 /// Writes the transposed codes of a tile, and the scales of its 16x16 tiles for each of their columns. A
 /// unit takes 16 rows of eight columns at a time.
 #[cube]
-pub fn write_transposed(
+pub fn write_transposed<C: Size>(
     copy: &Shared<[u32]>,
     tile_scales: &Shared<[u32]>,
     tile: &Tile,
     shape: &Shape,
-    codes: &mut [Vector<u32, Const<2>>],
+    codes: &mut [Vector<u32, C>],
     scales: &mut [u8],
     #[comptime] units: usize,
     #[comptime] plan: CopyPlan,
@@ -73,7 +73,7 @@ pub fn write_transposed(
         for j in 0..8usize {
             let column = column0 + j;
             if inside && column < shape.cols {
-                let mut pair = Vector::<u32, Const<2>>::empty();
+                let mut pair = Vector::<u32, C>::empty();
                 pair.insert(0usize, low[j]);
                 pair.insert(1usize, high[j]);
                 codes[start + column * group_blocks + block] = pair;

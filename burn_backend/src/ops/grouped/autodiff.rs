@@ -13,7 +13,7 @@ use burn_core::backend::{
 };
 use burn_core::tensor::FloatDType;
 
-use nvfp4_kernels::PackedAxis;
+use nvfp4_kernels::{Form, PackedAxis};
 
 use super::super::autodiff::{constant, inner_bias, inner_operand, linear, register};
 use super::super::operands::cast;
@@ -33,12 +33,23 @@ struct Groups<B: Backend> {
 }
 
 impl<B: Nvfp4GroupedOps> Grouping<B> for Groups<B> {
+    /// Values are made for dense products alone.
+    fn form(
+        &self,
+        _: &B::Device,
+        _: [&OperandSpec; 2],
+        _: (usize, usize, usize),
+    ) -> Form {
+        Form::Packed
+    }
+
     fn rows(
         &self,
         x: FloatTensor<B>,
         spec: &OperandSpec,
         axis: PackedAxis,
         dtype: FloatDType,
+        _: Form,
     ) -> Operand<B> {
         tokens::<B>(x, &self.offsets, spec, axis, dtype)
     }
@@ -49,6 +60,7 @@ impl<B: Nvfp4GroupedOps> Grouping<B> for Groups<B> {
         row: &OperandSpec,
         col: &OperandSpec,
         dtype: FloatDType,
+        _: [Form; 2],
     ) -> (Operand<B>, Operand<B>) {
         tokens_both::<B>(x, &self.offsets, row, col, dtype)
     }

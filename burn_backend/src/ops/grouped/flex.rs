@@ -18,7 +18,7 @@ use super::super::{
     Bias, CopySpec, GlobalScaling, MxLayout, MxPacked, Nvfp4Ops, Operand, Packed, PackedLayout,
     PackedPair, PairSpec, QuantizeSpec, copy_name, float_dtype, trace_op,
 };
-use super::operands::unit;
+use super::operands::{NO_VALUES, unit};
 use super::{GroupPairSpec, Nvfp4GroupedOps, side_by_side_rows};
 
 impl Nvfp4GroupedOps for Flex {
@@ -351,6 +351,7 @@ fn stored_outer(operand: &Operand<Flex>) -> usize {
             let (rows, cols) = matrix(x);
             axis.stored_shape(rows, cols).0
         }
+        Operand::Decoded(_) => unreachable!("{NO_VALUES}"),
     }
 }
 
@@ -385,6 +386,7 @@ fn stored_rows(operand: &Operand<Flex>, rows: Range<usize>, group: usize) -> Ope
             })
         }
         Operand::Float(x, axis) => Operand::Float(rows_of(x.clone(), rows), *axis),
+        Operand::Decoded(_) => unreachable!("{NO_VALUES}"),
     }
 }
 
@@ -422,6 +424,7 @@ fn stored_columns(operand: &Operand<Flex>, place: &Range<usize>, group: usize) -
             })
         }
         Operand::Float(x, axis) => Operand::Float(rows_of(x.clone(), place.clone()), *axis),
+        Operand::Decoded(_) => unreachable!("{NO_VALUES}"),
     }
 }
 

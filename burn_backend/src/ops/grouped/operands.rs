@@ -18,6 +18,9 @@ use super::super::{
 };
 use super::{GroupPairSpec, Nvfp4GroupedOps};
 
+/// Values are made for dense products alone.
+pub(super) const NO_VALUES: &str = "an operand in groups is packed, or a float";
+
 /// Elements that the groups of an operand are padded to where they lie side by side along the
 /// contraction.
 pub(super) fn unit<B: Nvfp4GroupedOps>(operand: &Operand<B>) -> usize {
@@ -29,6 +32,7 @@ pub(super) fn unit<B: Nvfp4GroupedOps>(operand: &Operand<B>) -> usize {
         Operand::Mxfp8(_) => MX_BLOCK,
         // Not padded yet.
         Operand::Float(..) => BLOCK,
+        Operand::Decoded(_) => unreachable!("{NO_VALUES}"),
     }
 }
 
@@ -227,6 +231,7 @@ fn values<B: Nvfp4GroupedOps>(
         }
         Operand::Mxfp8(packed) => B::nvfp4_mx_dequantize(packed, dtype),
         Operand::Float(x, _) => cast::<B>(x, dtype),
+        Operand::Decoded(_) => unreachable!("{NO_VALUES}"),
     }
 }
 
