@@ -309,11 +309,21 @@ fn sources(conversion: Conversion) -> Vec<Source> {
                     plans.any(stochastic) && conversion == Conversion::Hardware,
                 ))
             };
+            let values = |plan| CopyPlan {
+                decoded: true,
+                ..plan
+            };
+            // Words that are stored at a time.
+            let width = |plan: Option<CopyPlan>| match plan {
+                Some(plan) if plan.decoded => 4,
+                _ => 2,
+            };
             let row_plans = [
                 copy(false, false, standard, None),
                 copy(true, false, standard, None),
                 copy(true, true, BlockScaling::Headroom, None),
                 copy(false, false, four_over_six, None),
+                values(copy(false, false, standard, None)),
             ];
             for (i, plan) in row_plans.into_iter().enumerate() {
                 add!(
@@ -322,7 +332,7 @@ fn sources(conversion: Conversion) -> Vec<Source> {
                     ops::kernels::quantize_row_kernel::create_dummy_kernel,
                     address,
                     4,
-                    2,
+                    width(Some(plan)),
                     buffer(words / 4),
                     buffer(1),
                     buffer(blocks),
@@ -429,8 +439,19 @@ fn sources(conversion: Conversion) -> Vec<Source> {
                     false,
                 ),
             ];
-            let plain = tile_plans
-                .into_iter()
+            let of_values = [
+                (
+                    Some(row_plans[4]),
+                    Some(copy(false, false, standard, h16)),
+                    false,
+                ),
+                (
+                    Some(values(row_plans[1])),
+                    Some(values(copy(true, false, standard, h16))),
+                    false,
+                ),
+            ];
+            let plain = (tile_plans.into_iter().chain(of_values))
                 .enumerate()
                 .map(|(i, plan)| (i, plan, "Plain"));
             let both = tile_plans[6];
@@ -448,8 +469,8 @@ fn sources(conversion: Conversion) -> Vec<Source> {
                     ops::kernels::quantize_tiles_kernel::create_dummy_kernel,
                     address,
                     4,
-                    2,
-                    2,
+                    width(row),
+                    width(col),
                     buffer(words / 4),
                     producer(computed),
                     buffer(4),

@@ -110,3 +110,138 @@ impl fmt::Debug for WeightCache {
         write!(f, "WeightCache({entries} weights)")
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::time::Instant;
+
+    use burn_core::tensor::{DType, Device, Distribution, Tensor};
+
+    use super::*;
+    use crate::functions::linear_unchecked;
+    use crate::{LayerRandomness, Nvfp4Recipe};
+
+    /// The device that `NVFP4_TEST_DEVICE` names, the type of its activations (CubeCL's CPU runtime has no
+    /// arithmetic in bf16), and whether it is a GPU.
+    fn device() -> (Device, DType, bool) {
+        match std::env::var("NVFP4_TEST_DEVICE").as_deref() {
+            #[cfg(feature = "cpu")]
+            Ok("cpu") => (Device::cpu(), DType::F32, false),
+            #[cfg(feature = "cuda")]
+            Ok("cuda") => (Device::cuda(0), DType::BF16, true),
+            #[cfg(feature = "flex")]
+            Ok("flex") | Err(_) => (Device::flex(), DType::BF16, false),
+            other => panic!("NVFP4_TEST_DEVICE={other:?}: not a device of this build"),
+        }
+    }
+
+    /// A layer's input, weight and output gradient.
+    struct Case {
+        x: Tensor<2>,
+        w: Tensor<2>,
+        dy: Tensor<2>,
+    }
+
+    impl Case {
+        fn new(tokens: usize, d_in: usize, d_out: usize, device: &Device, dtype: DType) -> Self {
+            let device = device.clone().autodiff();
+            let random = |rows, cols| {
+                let normal = Distribution::Normal(0.0, 1.0);
+                let tensor = Tensor::<2>::random([rows, cols], normal, (&device, DType::F32));
+                tensor.cast(dtype).detach()
+            };
+            Self {
+                x: random(tokens, d_in).require_grad(),
+                w: random(d_in, d_out).require_grad(),
+                dy: random(tokens, d_out),
+            }
+        }
+
+        /// `y`, `dx` and `dw` of the product with `spec`.
+        fn run(&self, spec: LinearSpec, form: Option<Form>) -> [Tensor<2>; 3] {
+            let context = LinearContext {
+                form,
+                ..LinearContext::default()
+            };
+            let y = linear_unchecked(self.x.clone(), self.w.clone(), None, spec, context);
+            let sum = (y.clone() * self.dy.clone()).sum_dim(1).sum();
+            let grads = sum.backward();
+            let [dx, dw] = [&self.x, &self.w].map(|leaf| leaf.grad(&grads).expect("a gradient"));
+            [y.inner(), dx, dw]
+        }
+    }
+
+    fn spec(preset: &str) -> LinearSpec {
+        let recipe = Nvfp4Recipe::preset(preset).expect("a preset");
+        recipe.spec(&LayerRandomness {
+            seed: 1,
+            layer: 2,
+            offset: 3,
+            rht_signs: 0x1234,
+        })
+    }
+
+    /// Whatever operands are made as, and where that is left to the device, outputs and gradients keep
+    /// their bits; tokens that fill no block of 16 among them.
+    #[test]
+    fn the_form_of_operands_changes_no_bit() {
+        let (device, dtype, gpu) = device();
+        let shapes: &[[usize; 3]] = match gpu {
+            // By the kernel that decodes, and by those for fewer tokens.
+            true => &[[4096, 4096, 4096], [8200, 2048, 4096], [72, 128, 256]],
+            false => &[[72, 64, 32], [24, 48, 80]],
+        };
+        for &[tokens, d_in, d_out] in shapes {
+            let case = Case::new(tokens, d_in, d_out, &device, dtype);
+            for preset in Nvfp4Recipe::preset_names() {
+                let spec = spec(preset);
+                let bytes = |form| {
+                    case.run(spec, form)
+                        .map(|x| x.into_data().as_bytes().to_vec())
+                };
+                let expected = bytes(Some(Form::Packed));
+                for form in [Some(Form::Decoded), None] {
+                    assert!(
+                        bytes(form) == expected,
+                        "{preset}, {form:?}, {tokens} x {d_in} x {d_out}"
+                    );
+                }
+            }
+        }
+    }
+
+    /// Milliseconds of forward and backward by the form of operands; `--ignored --nocapture` prints them.
+    #[test]
+    #[ignore = "a measurement, for a GPU"]
+    fn times_by_form() {
+        let (device, dtype, gpu) = device();
+        let (tokens, d_in) = if gpu { (8192, 4096) } else { (64, 64) };
+        for d_out in [d_in, 7 * d_in / 2] {
+            let case = Case::new(tokens, d_in, d_out, &device, dtype);
+            for preset in ["nvidia", "nvidia_4over6", "per_token"] {
+                let spec = spec(preset);
+                let run = |form, steps: usize| {
+                    device.sync().expect("a device");
+                    let start = Instant::now();
+                    (0..steps).for_each(|_| drop(case.run(spec, form)));
+                    device.sync().expect("a device");
+                    start.elapsed().as_secs_f64() * 1e3 / steps as f64
+                };
+                let forms = [Some(Form::Packed), None];
+                let mut best = forms.map(|form| {
+                    run(form, 3);
+                    f64::INFINITY
+                });
+                for _ in 0..5 {
+                    for (best, form) in best.iter_mut().zip(forms) {
+                        *best = best.min(run(form, 10));
+                    }
+                }
+                println!(
+                    "{d_out} outputs, {preset}: packed {:.3}, chosen {:.3}",
+                    best[0], best[1]
+                );
+            }
+        }
+    }
+}

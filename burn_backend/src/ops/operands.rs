@@ -2,7 +2,7 @@
 
 use burn_core::backend::{Backend, TensorMetadata, tensor::FloatTensor};
 use burn_core::tensor::{FloatDType, Shape, Slice};
-use nvfp4_kernels::{BLOCK, Form, PackedAxis};
+use nvfp4_kernels::{Form, PackedAxis};
 
 use super::{
     Decoded, EdenSpec, GlobalScaling, Nvfp4Ops, Operand, OperandPair, OperandSpec, Packed,

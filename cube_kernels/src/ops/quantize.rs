@@ -4,15 +4,14 @@ use cubecl::{prelude::*, server::Handle};
 
 use super::{
     groups::GroupOffsets,
-    launch::{
-        CopyArgs, CopyPlan, CopyRequest, Words, buffer, check_packed_cols, grid, tile_bands,
-    },
+    launch::{CopyArgs, CopyPlan, CopyRequest, Words, buffer, check_packed_cols, grid, tile_bands},
     produce::{self, Input, Producer, Sink, Source},
     tile::{self, BAND, Grouping, Shape, ShapeLaunch, Tile},
     transpose,
 };
 use crate::{
-    BLOCK, BlockScaling, ErrorNorm, Form, Hadamard, HadamardSize, Nvfp4Error, PackedAxis, ScaleLayout,
+    BLOCK, BlockScaling, ErrorNorm, Form, Hadamard, HadamardSize, Nvfp4Error, PackedAxis,
+    ScaleLayout,
     cube::{
         block::{
             BlockPolicy, Encoded, block_amax, candidate, candidate_scales, encode_block,
@@ -1248,18 +1247,18 @@ fn write_columns<C: Size>(
         let slot = stage_slot(word, half);
         let mut scale = 0u32;
         if inside {
-            let at = start + column * row_pitch + block;
-            scale = stage_scales[scale_slot(word, half, place)];
             if comptime!(plan.decoded) {
                 // A unit for each word of codes.
-                let vector = at * writers + part % writers;
+                let vector = (start + column * row_pitch + block) * writers + part % writers;
+                let pair = stage_scales[scale_slot(word, half, place)];
                 let conversion = comptime!(plan.policy.conversion);
-                store_word(codes, vector, stage[slot + part], scale, conversion);
+                store_word(codes, vector, stage[slot + part], pair, conversion);
             } else {
                 let mut pair = Vector::<u32, C>::empty();
                 pair.insert(0usize, stage[slot + place * 2usize]);
                 pair.insert(1usize, stage[slot + place * 2usize + 1usize]);
-                codes[at] = pair;
+                scale = stage_scales[scale_slot(word, half, place)];
+                codes[start + column * row_pitch + block] = pair;
             }
         }
         if comptime!(plan.decoded) {
