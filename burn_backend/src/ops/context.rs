@@ -183,32 +183,56 @@ mod tests {
 
     /// Whatever operands are made as, and where that is left to the device, outputs and gradients keep
     /// their bits; tokens that fill no block of 16 among them.
-    #[test]
-    fn the_form_of_operands_changes_no_bit() {
+    fn the_form_changes_no_bit(preset: &str) {
         let (device, dtype, gpu) = device();
         let shapes: &[[usize; 3]] = match gpu {
             // By the kernel that decodes, and by those for fewer tokens.
             true => &[[4096, 4096, 4096], [8200, 2048, 4096], [72, 128, 256]],
             false => &[[72, 64, 32], [24, 48, 80]],
         };
+        let spec = spec(preset);
         for &[tokens, d_in, d_out] in shapes {
             let case = Case::new(tokens, d_in, d_out, &device, dtype);
-            for preset in Nvfp4Recipe::preset_names() {
-                let spec = spec(preset);
-                let bytes = |form| {
-                    case.run(spec, form)
-                        .map(|x| x.into_data().as_bytes().to_vec())
-                };
-                let expected = bytes(Some(Form::Packed));
-                for form in [Some(Form::Decoded), None] {
-                    assert!(
-                        bytes(form) == expected,
-                        "{preset}, {form:?}, {tokens} x {d_in} x {d_out}"
-                    );
-                }
+            let bytes = |form| (case.run(spec, form)).map(|x| x.into_data().as_bytes().to_vec());
+            let expected = bytes(Some(Form::Packed));
+            for form in [Some(Form::Decoded), None] {
+                let same = bytes(form) == expected;
+                assert!(same, "{form:?}, {tokens} x {d_in} x {d_out}");
             }
         }
     }
+
+    /// A test for each preset, and one that none is missing.
+    macro_rules! presets {
+        ($($preset:ident),*) => {
+            mod the_form_changes_no_bit {
+                $(#[test]
+                fn $preset() {
+                    super::the_form_changes_no_bit(stringify!($preset));
+                })*
+
+                #[test]
+                fn every_preset_is_here() {
+                    let here = [$(stringify!($preset)),*];
+                    assert!(super::Nvfp4Recipe::preset_names().eq(here));
+                }
+            }
+        };
+    }
+
+    presets!(
+        nvidia,
+        nvidia_4over6,
+        nvidia_headroom,
+        quartet2,
+        per_token,
+        fwd_nvfp4_bwd_mxfp8,
+        fwd_nvfp4_bwd_mxfp8_dequantized,
+        fwd_nvfp4_bwd_bf16,
+        weight_only_qat,
+        mxfp8,
+        bf16
+    );
 
     /// Milliseconds of forward and backward by the form of operands; `--ignored --nocapture` prints them.
     #[test]
@@ -216,10 +240,10 @@ mod tests {
     fn times_by_form() {
         let (device, dtype, gpu) = device();
         let (tokens, d_in) = if gpu { (8192, 4096) } else { (64, 64) };
-        for d_out in [d_in, 7 * d_in / 2] {
-            let case = Case::new(tokens, d_in, d_out, &device, dtype);
-            for preset in ["nvidia", "nvidia_4over6", "per_token"] {
-                let spec = spec(preset);
+        for preset in ["nvidia", "per_token", "nvidia_4over6"] {
+            let spec = spec(preset);
+            for d_out in [d_in, 7 * d_in / 2] {
+                let case = Case::new(tokens, d_in, d_out, &device, dtype);
                 let run = |form, steps: usize| {
                     device.sync().expect("a device");
                     let start = Instant::now();

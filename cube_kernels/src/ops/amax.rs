@@ -558,7 +558,9 @@ pub fn amax_tiles_kernel<F: Numeric, N: Size>(
     }
 }
 
-/// The tile of a cube: number `index` in bands, or with groups the one in column `index` of row `run` of tiles.
+/// The tile of a cube: number `index` in bands, or with groups the one in column `index` of row `run` of tiles. Both
+/// count from the end of the matrix: what quantizes it next begins at its beginning, which the L2 cache then
+/// still holds.
 #[cube]
 fn tile_of(
     map: &[Vector<u32, Const<4>>],
@@ -571,10 +573,11 @@ fn tile_of(
     #[comptime] kind: FloatKind,
 ) -> Tile {
     if comptime!(grouping == Grouping::One) {
+        let index = row_tiles * shape.tile_cols - 1usize - index;
         let place = tile::in_bands(index, row_tiles, shape.tile_cols, tile::BAND);
         tile::tile_at(map, place.row, place.col, shape, span, grouping, kind)
     } else {
-        tile::tile_at(map, run, index, shape, span, grouping, kind)
+        tile::tile_at(map, row_tiles - 1usize - run, index, shape, span, grouping, kind)
     }
 }
 
