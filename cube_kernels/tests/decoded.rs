@@ -424,7 +424,8 @@ fn times() {
                 let forms = [Some((&row, Form::Decoded)), Some((&col, col_form))];
                 drop(copies(&client, x, forms[0], forms[1]));
             };
-            let ways: [(&str, &dyn Fn(&Matrix)); 3] = [
+            type Way<'a> = (&'a str, &'a dyn Fn(&Matrix));
+            let ways: [Way<'_>; 3] = [
                 ("codes", &|x| packed(x, false)),
                 ("codes, decoded", &|x| packed(x, true)),
                 ("values", &values),
