@@ -280,6 +280,7 @@ impl LayerState {
         let context = LinearContext {
             weights: (recipe.cache_weights).then(|| self.shared.weights.clone()),
             probe: self.probe(),
+            form: None,
         };
         (mode.of(recipe.spec(&randomness)), context)
     }

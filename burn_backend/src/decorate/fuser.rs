@@ -388,6 +388,7 @@ fn run_forward(call: &Call, x: CubeTensor, operands: &mut Operands<'_>) -> Optio
         context: LinearContext {
             weights: None,
             probe: call.probe.clone(),
+            form: None,
         },
         w_node: 0,
         tracked,

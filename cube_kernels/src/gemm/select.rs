@@ -151,7 +151,7 @@ pub fn decodes(client: &Client, (m, n, k): (usize, usize, usize)) -> bool {
 
 /// [`decodes`] on Hopper with this many processors.
 fn decodes_on(processors: usize, shape: (usize, usize, usize)) -> bool {
-    let plan = plan_of(processors, (true, true), shape, Grouping::Dense, 1);
+    let plan = plan_of(processors, [Storage::Packed; 2], shape, Grouping::Dense, 1);
     matches!(plan, Plan::Decoded(..))
 }
 
@@ -386,10 +386,11 @@ mod tests {
             (8192, 2112, 7168),
         ] {
             assert!(decodes_on(132, shape), "{shape:?}");
-            for packed in [(false, true), (true, false), (false, false)] {
-                let plan = plan_of(132, packed, shape, Grouping::Dense, 1);
+            let (packed, values) = (Storage::Packed, Storage::Rows);
+            for storages in [[values, packed], [packed, values], [values; 2]] {
+                let plan = plan_of(132, storages, shape, Grouping::Dense, 1);
                 let (m, n, k) = shape;
-                assert_eq!(plan, dense(m, n, k), "{shape:?}, packed {packed:?}");
+                assert_eq!(plan, dense(m, n, k), "{shape:?}, {storages:?}");
             }
         }
         for shape in [(16, 4096, 4096), (512, 8192, 8192)] {
@@ -473,7 +474,16 @@ mod tests {
         assert!(is_decoded(depth));
         let rows = (8192, 4096, 7168);
         let rows = plan_of(132, [packed; 2], rows, Grouping::Rows, 64);
-        assert_eq!(rows, Plan::Fused(FusedTile { rows_a: 128, ways: 1 }, 1));
+        assert_eq!(
+            rows,
+            Plan::Fused(
+                FusedTile {
+                    rows_a: 128,
+                    ways: 1
+                },
+                1
+            )
+        );
         // 176 columns are no multiple of 64.
         let narrow = (8192, 2112, 7168);
         let narrow = plan_of(132, [columns; 2], narrow, Grouping::Dense, 1);

@@ -577,7 +577,15 @@ fn tile_of(
         let place = tile::in_bands(index, row_tiles, shape.tile_cols, tile::BAND);
         tile::tile_at(map, place.row, place.col, shape, span, grouping, kind)
     } else {
-        tile::tile_at(map, row_tiles - 1usize - run, index, shape, span, grouping, kind)
+        tile::tile_at(
+            map,
+            row_tiles - 1usize - run,
+            index,
+            shape,
+            span,
+            grouping,
+            kind,
+        )
     }
 }
 

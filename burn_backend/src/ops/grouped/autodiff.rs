@@ -34,12 +34,7 @@ struct Groups<B: Backend> {
 
 impl<B: Nvfp4GroupedOps> Grouping<B> for Groups<B> {
     /// Values are made for dense products alone.
-    fn form(
-        &self,
-        _: &B::Device,
-        _: [&OperandSpec; 2],
-        _: (usize, usize, usize),
-    ) -> Form {
+    fn form(&self, _: &B::Device, _: [&OperandSpec; 2], _: (usize, usize, usize)) -> Form {
         Form::Packed
     }
 
