@@ -462,13 +462,8 @@ mod tests {
         let shape = (64, 8192, 8192);
         let bf16 = plan_of(132, [packed, Storage::Rows], shape, Grouping::Dense, 1);
         assert!(is_decoded(bf16));
-        assert!(is_decoded(plan_of(
-            132,
-            [columns, packed],
-            shape,
-            Grouping::Dense,
-            1
-        )));
+        let beside = plan_of(132, [columns, packed], shape, Grouping::Dense, 1);
+        assert!(is_decoded(beside));
         let depth = (4096, 4096, 8192);
         let depth = plan_of(132, [packed; 2], depth, Grouping::Depth, 8);
         assert!(is_decoded(depth));
@@ -484,9 +479,9 @@ mod tests {
                 1
             )
         );
-        // 176 columns are no multiple of 64.
-        let narrow = (8192, 2112, 7168);
-        let narrow = plan_of(132, [columns; 2], narrow, Grouping::Dense, 1);
-        assert_eq!(narrow, Plan::Decoded(Tile::N256, BAND));
+        // 176 columns are no multiple of 64: those tiles are for a `b` in rows.
+        let narrow = |b| plan_of(132, [columns, b], (8192, 2112, 7168), Grouping::Dense, 1);
+        assert_eq!(narrow(Storage::Rows), Plan::Decoded(Tile::N176, BAND));
+        assert_eq!(narrow(columns), Plan::Decoded(Tile::N128, BAND));
     }
 }
