@@ -1261,15 +1261,15 @@ fn write_columns<C: Size>(
                 codes[start + column * row_pitch + block] = pair;
             }
         }
-        if comptime!(plan.swizzled) {
+        if comptime!(plan.decoded) {
+            // Values have no scales.
+        } else if comptime!(plan.swizzled) {
             if block < padded_group * 4usize {
                 let target = padded_base + swizzled_at(column, block, padded_group);
                 scales[target] = u8::cast_from(scale);
             }
-        } else if comptime!(!plan.decoded) {
-            if inside {
-                scales[start + column * row_pitch + block] = u8::cast_from(scale);
-            }
+        } else if inside {
+            scales[start + column * row_pitch + block] = u8::cast_from(scale);
         }
     }
 }
