@@ -55,10 +55,13 @@ impl<M: LanguageModel> Rank<M> {
         self.pending.push(loss.clone().without_autodiff());
         let mut gradients = GradientsParams::from_grads(loss.backward(), &self.model);
         if !self.peers.is_empty() {
-            self.model.visit(&mut Average {
+            let mut average = Average {
                 gradients: &mut gradients,
                 devices: &self.peers,
-            });
+                under_way: Vec::new(),
+            };
+            self.model.visit(&mut average);
+            average.finish();
         }
         self.model = self.optimizer.step(lr, self.model.clone(), gradients);
     }
@@ -92,17 +95,33 @@ impl<M: LanguageModel> Rank<M> {
 }
 
 /// Replaces the gradient of each parameter by its mean over the ranks. All of them visit the same
-/// parameters in the same order.
+/// parameters in the same order. All means are under way before the first is waited for: waiting empties the
+/// device's queues.
 struct Average<'a> {
     gradients: &'a mut GradientsParams,
     devices: &'a [Device],
+    under_way: Vec<Mean>,
+}
+
+/// Waits for a mean, and hands it over as the gradient of its parameter.
+type Mean = Box<dyn FnOnce(&mut GradientsParams)>;
+
+impl Average<'_> {
+    fn finish(self) {
+        for mean in self.under_way {
+            mean(self.gradients);
+        }
+    }
 }
 
 impl ModuleVisitor for Average<'_> {
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
         if let Some(gradient) = self.gradients.remove::<D>(param.id) {
             let mean = all_reduce(gradient, ReduceOperation::Mean, self.devices.to_vec());
-            self.gradients.register(param.id, mean.resolve());
+            let id = param.id;
+            self.under_way.push(Box::new(move |gradients| {
+                gradients.register(id, mean.resolve());
+            }));
         }
     }
 }

@@ -7,12 +7,12 @@ use cubecl::MemoryScope;
 
 use crate::common::{Matrix, device};
 
-/// Bytes in use on the device when nothing is under way.
+/// Bytes in use on the stream of this test when nothing is under way: other tests run beside it.
 fn in_use(device: &Device) -> u64 {
     device.sync().unwrap();
     match device.as_dispatch() {
         DispatchDevice::Cube(device) => {
-            let report = device.client().memory_report(MemoryScope::Device);
+            let report = device.client().memory_report(MemoryScope::CurrentStream);
             report.usage().bytes_in_use
         }
         _ => panic!("not a CubeCL device"),

@@ -519,7 +519,7 @@ fn class_of(rows: u32, #[comptime] tile: FusedTile) -> u32 {
 /// Writes the rows of tiles of all groups, those with the widest instructions first: group, first row, and the
 /// row behind the last of the group, from entry 1 on; entry 0 has their number. Tiles of unequal groups take
 /// unequal times, and cubes take every `CUBE_COUNT`th: in this order those that run side by side take equally
-/// long, and what is left at the end is short. Any cube of [`workspace::arrange_kernel`] can do it.
+/// long, and what is left at the end is short.
 #[cube]
 pub(super) fn schedule_groups(
     offsets: &[u32],
@@ -529,7 +529,8 @@ pub(super) fn schedule_groups(
 ) {
     let classes = comptime!(tile.widths().len());
     let rows_a = comptime!(tile.rows_a as u32);
-    let mut group = UNIT_POS;
+    // The first cube does it.
+    let mut group = select(CUBE_POS == 0, UNIT_POS, groups);
     while group < groups {
         // Rows of tiles in each class: of all groups, and of those before this one.
         let mut all = Array::<u32>::new(classes);

@@ -102,9 +102,7 @@ pub fn arrange_kernel(
     #[comptime] grouped: Option<FusedTile>,
 ) {
     if comptime!(grouped.is_some()) {
-        if CUBE_POS == 0 {
-            schedule_groups(offsets, schedule, groups, comptime!(grouped.unwrap()));
-        }
+        schedule_groups(offsets, schedule, groups, comptime!(grouped.unwrap()));
     }
     let first = CUBE_POS as u32 * comptime!((UNITS * VECTORS) as u32) + UNIT_POS;
     // Vectors of a row.

@@ -425,7 +425,7 @@ pub struct AmaxPlan {
 ///
 /// Without groups a cube takes every `CUBE_COUNT`th tile, in bands; with groups every `CUBE_COUNT_X`th of one
 /// of `row_tiles` rows of tiles, so that it stays in one group. `map` is what
-/// [`map_tiles()`](tile::map_tiles) wrote.
+/// `tile::map_tiles` wrote.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn amax_tiles_kernel<F: Numeric, N: Size>(
     x: &[Vector<F, N>],

@@ -197,8 +197,8 @@ pub fn combine_rows_kernel<N: Size>(
         let mut sums = Array::<f32>::new(elements);
         #[unroll]
         for i in 0..elements {
-            // What is added to -0 stays as it is, zeros included.
-            sums[i] = -0.0f32;
+            // What is added to -0 stays as it is, zeros included. (CubeCL writes the literal as an integer, 0.)
+            sums[i] = f32::reinterpret(0x8000_0000u32);
         }
         for copy in 0..copies {
             let place = row * copies + copy;
