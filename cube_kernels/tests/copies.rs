@@ -903,6 +903,8 @@ fn launch_geometry_does_not_matter() {
                 SignsLaunch::new(0, 0, 0, 0),
                 rows,
                 cols / 16,
+                1,
+                false,
                 CopyPlan {
                     policy: BlockPolicy {
                         stochastic: true,

@@ -342,6 +342,8 @@ fn sources(conversion: Conversion) -> Vec<Source> {
                     signs(),
                     rows,
                     cols / 16,
+                    2,
+                    true,
                     plan,
                     dtype,
                 );

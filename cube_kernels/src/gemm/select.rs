@@ -381,7 +381,7 @@ mod tests {
     fn values_change_no_plan() {
         for shape in [
             (8192, 4096, 4096),
-            (4096, 4096, 8192),
+            (8192, 8192, 8192),
             (8192, 14336, 4096),
             (8192, 2112, 7168),
         ] {
@@ -393,7 +393,8 @@ mod tests {
                 assert_eq!(plan, dense(m, n, k), "{shape:?}, {storages:?}");
             }
         }
-        for shape in [(16, 4096, 4096), (512, 8192, 8192)] {
+        // The last is a weight gradient of few tiles, where decoding both operands costs more than it gains.
+        for shape in [(16, 4096, 4096), (512, 8192, 8192), (4096, 4096, 8192)] {
             assert!(!decodes_on(132, shape), "{shape:?}");
         }
     }

@@ -176,7 +176,7 @@ fn load_scales(pairs: &[u16], row: u32, step: u32, k: u32) -> Vector<u32, Const<
 ///
 /// Arguments are those of `sm90_kernel`, but for an `a` in the order of `workspace::arrange`, the codes of `b`
 /// (a map of words, eight codes each), and its scales in twos. Rows of tiles in groups are those of `schedule`
-/// (see [`schedule_groups()`]); a cube takes every `CUBE_COUNT`th tile.
+/// (`schedule_groups` writes it); a cube takes every `CUBE_COUNT`th tile.
 /// `unit_of_sums` is what sums have to be multiplied by: decoded elements are 2^-8 times what they stand
 /// for, those of `b` alone or of both operands. `amax` is raised to the largest magnitude of the output where the
 /// epilogue says so.

@@ -86,7 +86,7 @@ const VECTORS: usize = 2;
 /// `a` as the fused product reads it ([`ptx_sm90_fused`](crate::cube::ptx_sm90_fused)): rows of
 /// whole `SPAN`s, zeros beyond `words` words of eight columns, packed elements times 2^-8. In a span vector
 /// `8 h + 4 w + j` holds, for `q` from 0 to 3, columns `c + j` and `c + j + 4` with `c = 32 q + 16 h + 8 w`.
-/// The first cube also writes the [schedule](schedule_groups()) of a product in groups with such tiles.
+/// The first cube also writes the schedule of a product in groups with such tiles (`sm90_fused::schedule_groups`).
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn arrange_kernel(
     codes: &[u32],

@@ -295,6 +295,13 @@ fn quantize_rows(
         x.rows * blocks
     };
     let (count, dim) = grid(client, items);
+    let across = if args.plan.swizzled && blocks.div_ceil(4).is_multiple_of(ACROSS) {
+        ACROSS
+    } else {
+        1
+    };
+    let whole_tiles = matches!(count, CubeCount::Static(cubes, ..)
+        if (cubes * dim.x).is_multiple_of(512 * across as u32));
     // SAFETY: the kernel stays below the number of blocks, and the buffers were checked for it.
     unsafe {
         quantize_row_kernel::launch_unchecked(
@@ -313,6 +320,8 @@ fn quantize_rows(
             args.signs(),
             x.rows,
             blocks,
+            across,
+            whole_tiles,
             args.plan,
             x.dtype,
         );
@@ -482,10 +491,14 @@ impl TilePlan {
     }
 }
 
-/// One unit quantizes every `units`-th block, row by row whatever the layout of the scales is: rows are read
-/// and codes written as they lie in memory, and the bytes of a 128x4 tile of scales meet in the L2 cache, since
-/// the grid goes through its 128 rows at about the same time. `codes` are two words (`C`) a block, or values
-/// of four words each.
+/// Scale tiles of 128x4 side by side that are quantized together, where rows have a multiple of them: their
+/// blocks of a row are 256 bytes of `x`, those of one tile 128.
+const ACROSS: usize = 2;
+
+/// One unit quantizes every `units`-th block. Blocks go row by row, or by `across` 128x4 tiles of scales
+/// that lie side by side, so that scale bytes are written side by side in both layouts. `whole_tiles`: the
+/// grid's units are a multiple of the `512 across` of such tiles. `codes` are two words (`C`) a block, or values of
+/// four words each.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn quantize_row_kernel<N: Size, C: Size>(
     x: &[Vector<u32, N>],
@@ -497,6 +510,8 @@ pub fn quantize_row_kernel<N: Size, C: Size>(
     signs: Signs,
     rows: usize,
     blocks: usize,
+    #[comptime] across: usize,
+    #[comptime] whole_tiles: bool,
     #[comptime] plan: CopyPlan,
     #[comptime] kind: FloatKind,
 ) {
@@ -506,28 +521,26 @@ pub fn quantize_row_kernel<N: Size, C: Size>(
     let width = N::value();
     let per_block = comptime!(block_words(kind) / width);
     let padded_blocks = blocks.div_ceil(4);
-    // Of the swizzled scales: padding, too.
-    let row_items = if comptime!(plan.swizzled) {
-        padded_blocks * 4usize
-    } else {
-        blocks
-    };
     let items = if comptime!(plan.swizzled) {
-        rows.div_ceil(128) * 128usize * row_items
+        rows.div_ceil(128) * padded_blocks * 512usize
     } else {
         rows * blocks
     };
+    // Swizzled: the place of an item's tiles, kept up to date without a division for each.
+    let tile_items = comptime!(512 * across);
+    let tile_cols = padded_blocks / across;
+    let position = ABSOLUTE_POS / tile_items;
     let stride = CUBE_COUNT * CUBE_DIM as usize;
-    // Swizzled: the place of an item, kept up to date without a division for each.
-    let mut row = 0usize;
-    let mut block = 0usize;
+    let whole = comptime!(plan.swizzled && whole_tiles);
+    let mut tile_row = 0usize;
+    let mut tile_col = 0usize;
     let mut row_step = 0usize;
-    let mut block_step = 0usize;
-    if comptime!(plan.swizzled) {
-        row = ABSOLUTE_POS / row_items;
-        block = ABSOLUTE_POS - row * row_items;
-        row_step = stride / row_items;
-        block_step = stride - row_step * row_items;
+    let mut col_step = 0usize;
+    if comptime!(whole) {
+        tile_row = position / tile_cols;
+        tile_col = position - tile_row * tile_cols;
+        row_step = (stride / tile_items) / tile_cols;
+        col_step = stride / tile_items - row_step * tile_cols;
     }
     // Units that exchange halves of blocks go on together.
     let end = if comptime!(plan.decoded) {
@@ -546,14 +559,30 @@ pub fn quantize_row_kernel<N: Size, C: Size>(
         let mut block_codes = Vector::<u32, Const<2>>::new(0u32);
         let mut scale = 0u32;
         if comptime!(plan.swizzled) {
+            let place = item % tile_items;
+            if comptime!(!whole) {
+                let tiles = item / tile_items;
+                tile_row = tiles / tile_cols;
+                tile_col = tiles % tile_cols;
+            }
+            // Rows 32 apart are neighbours in a tile.
+            let place_row = place / comptime!(4 * across);
+            let place_block = place % comptime!(4 * across);
+            let row = tile_row * 128usize + place_row / 4usize + (place_row % 4usize) * 32usize;
+            let block = tile_col * comptime!(4 * across) + place_block;
             inside = row < rows && block < blocks;
             index = row * blocks + block;
-            target = swizzled_at(row, block, padded_blocks);
-            row += row_step;
-            block += block_step;
-            if block >= row_items {
-                block -= row_items;
-                row += 1usize;
+            target = item - place
+                + (place_block / 4usize) * 512usize
+                + place_row * 4usize
+                + place_block % 4usize;
+            if comptime!(whole) {
+                tile_row += row_step;
+                tile_col += col_step;
+                if tile_col >= tile_cols {
+                    tile_col -= tile_cols;
+                    tile_row += 1usize;
+                }
             }
         }
         if inside {
