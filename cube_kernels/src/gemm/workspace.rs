@@ -15,7 +15,7 @@ use crate::{
         ptx_sm90::{decode_e2m1x8, decode_e4m3x2, scaled_pair},
     },
     device::{DevicePacked, Matrix, address_type, allocate, is_aligned},
-    ops::tiles::tile_grid,
+    ops::launch::tile_grid,
 };
 
 /// Units of a cube.

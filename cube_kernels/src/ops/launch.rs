@@ -47,10 +47,17 @@ pub(crate) fn cubes(client: &Client, items: usize) -> (CubeCount, CubeDim) {
     spread(client, items, RESIDENT_CUBES)
 }
 
+/// [`cubes`] that are many and short: what a cube does before its first tile is a tenth of the work on one, so
+/// that it should have several, and several times more cubes than run at once even out their ends.
+pub(crate) fn tile_grid(client: &Client, tiles: usize) -> (CubeCount, CubeDim) {
+    spread(client, tiles, CUBES_PER_MULTIPROCESSOR)
+}
+
 fn spread(client: &Client, items: usize, per_multiprocessor: usize) -> (CubeCount, CubeDim) {
     let hardware = &client.properties().hardware;
     let (units, most) = if is_cpu(client) {
-        // One unit a cube, and as many cubes as cores have any use for: each costs a call.
+        // One unit a cube, since barriers between more units than cores are thousands of times slower, and as
+        // many cubes as cores have any use for: each costs a call.
         (1, 4 * hardware.num_cpu_cores.unwrap_or(1) as usize)
     } else {
         let multiprocessors = hardware.num_streaming_multiprocessors.unwrap_or(128) as usize;
@@ -62,7 +69,7 @@ fn spread(client: &Client, items: usize, per_multiprocessor: usize) -> (CubeCoun
     )
 }
 
-/// The same for tiles in shared memory, of which four fit into a multiprocessor: as many cubes as run at
+/// [`cubes`] for tiles in shared memory, of which four fit into a multiprocessor: as many cubes as run at
 /// once, since what a cube does before its first tile is a good part of a tile's work.
 pub(crate) fn tile_cubes(client: &Client, tiles: usize) -> (CubeCount, CubeDim) {
     let (count, dim) = cubes(client, tiles);

@@ -37,8 +37,6 @@ mod swizzle;
 #[allow(missing_docs)]
 mod tile;
 #[allow(missing_docs)]
-pub(crate) mod tiles;
-#[allow(missing_docs)]
 mod transpose;
 
 pub use amax::{AmaxRequest, Amaxes, amax, amaxes, produce_with_amaxes};

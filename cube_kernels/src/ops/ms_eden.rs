@@ -7,7 +7,10 @@
 
 use cubecl::{prelude::*, server::Handle};
 
-use super::{groups::check_bytes, launch::vector_size, tiles::tile_grid};
+use super::{
+    groups::check_bytes,
+    launch::{tile_grid, vector_size},
+};
 use crate::{
     Hadamard, Nvfp4Error, PackedAxis, RandomStream,
     cube::{

@@ -7,9 +7,8 @@ use cubecl::{prelude::*, server::Handle};
 
 use super::{
     groups::check_bytes,
-    launch::{grid, vector_size},
+    launch::{grid, tile_grid, vector_size},
     tile::in_bands,
-    tiles::tile_grid,
 };
 use crate::{
     MX_BLOCK, MxPacked, Nvfp4Error, PackedAxis,
