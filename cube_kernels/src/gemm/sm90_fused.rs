@@ -270,10 +270,11 @@ pub fn fused_kernel(
         }
         if lane == 0u32 {
             while tile < tiles {
-                let at = place(tile, tiles_m, tiles_n, band, 1u32, rows_b);
-                let strip = strip_at(schedule, at.row, m, grouping, tile_shape);
-                let column = strip.group * n + at.column;
-                let width = width_of(strip.end - strip.row, tile_shape);
+                let at = place_of(
+                    schedule, tile, tiles_m, tiles_n, band, m, grouping, tile_shape,
+                );
+                let column = at.group * n + at.column;
+                let width = width_of(at.end - at.row, tile_shape);
                 for step in 0..steps {
                     let stage = used % comptime!(stages as u32);
                     let parity = ((used / comptime!(stages as u32)) & 1u32) ^ 1u32;
@@ -306,7 +307,7 @@ pub fn fused_kernel(
                                 ready.tma_load_2d(
                                     a,
                                     &mut a_tiles[first..first + comptime!(rows * 8)],
-                                    (strip.row + ahead) as i32,
+                                    (at.row + ahead) as i32,
                                     (step * comptime!(workspace::SPAN as u32)
                                         + comptime!((half * HALF) as u32))
                                         as i32,
@@ -329,9 +330,10 @@ pub fn fused_kernel(
         let is_whole = k & comptime!(workspace::SPAN as u32 - 1) == 0u32;
         let scales_from = global_address::<u16>(b_scales.as_ptr());
         while tile < tiles {
-            let at = place(tile, tiles_m, tiles_n, band, 1u32, rows_b);
-            let strip = strip_at(schedule, at.row, m, grouping, tile_shape);
-            let column = strip.group * n + at.column;
+            let at = place_of(
+                schedule, tile, tiles_m, tiles_n, band, m, grouping, tile_shape,
+            );
+            let column = at.group * n + at.column;
             // Rows outside read the last one; what comes of them is not written.
             let last_row = groups * n - 1u32;
             for step in 0..steps {
@@ -386,9 +388,10 @@ pub fn fused_kernel(
         let stages_at = comptime!(stages as u32).runtime();
         let advance = comptime!(tile_shape.ways as u32).runtime();
         while tile < tiles {
-            let at = place(tile, tiles_m, tiles_n, band, 1u32, rows_b);
-            let Strip { group, row, end } = strip_at(schedule, at.row, m, grouping, tile_shape);
-            let width = width_of(end - row, tile_shape);
+            let at = place_of(
+                schedule, tile, tiles_m, tiles_n, band, m, grouping, tile_shape,
+            );
+            let width = width_of(at.end - at.row, tile_shape);
             let mut begin = used;
             let mut own_steps = steps;
             if comptime!(tile_shape.ways > 1) {
@@ -437,10 +440,10 @@ pub fn fused_kernel(
                     }
                     write_tile::<S>(
                         sums,
-                        row,
-                        end,
+                        at.row,
+                        at.end,
                         at.column,
-                        group,
+                        at.group,
                         a_amax,
                         b_amax,
                         bias,
@@ -466,38 +469,47 @@ pub fn fused_kernel(
     }
 }
 
-/// Rows of `a` that make a row of tiles.
+/// Where a tile lies.
 #[derive(CubeType, Clone, Copy)]
-struct Strip {
-    /// Their group.
+struct TilePlace {
+    /// The group of its rows of `a`.
     group: u32,
     /// The first of them.
     row: u32,
     /// The row behind the last of the group.
     end: u32,
+    /// Its first row of `b`, of those of the group.
+    column: u32,
 }
 
-/// Row `number` of tiles.
+/// Tile number `number` of `tiles_m` x `tiles_n`.
 #[cube]
-fn strip_at(
+fn place_of(
     schedule: &[Vector<u32, Const<4>>],
     number: u32,
+    tiles_m: u32,
+    tiles_n: u32,
+    band: u32,
     m: u32,
     #[comptime] grouping: Grouping,
     #[comptime] tile: FusedTile,
-) -> Strip {
+) -> TilePlace {
+    let rows_b = comptime!(tile.rows_b() as u32);
+    let at = place(number, tiles_m, tiles_n, band, 1u32, rows_b);
     if comptime!(grouping == Grouping::Rows) {
-        let entry = schedule[number as usize + 1usize];
-        Strip {
+        let entry = schedule[at.row as usize + 1usize];
+        TilePlace {
             group: entry.extract(0usize),
             row: entry.extract(1usize),
             end: entry.extract(2usize),
+            column: at.column,
         }
     } else {
-        Strip {
+        TilePlace {
             group: 0u32,
-            row: number * comptime!(tile.rows_a as u32),
+            row: at.row * comptime!(tile.rows_a as u32),
             end: m,
+            column: at.column,
         }
     }
 }
