@@ -1,5 +1,7 @@
 //! Models of `Nvfp4Linear` in burn-train's loop, on Flex.
 
+mod common;
+
 use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -8,11 +10,10 @@ use burn_core as burn;
 use burn_core::data::dataloader::{DataLoader, DataLoaderBuilder, batcher::Batcher};
 use burn_core::data::dataset::InMemDataset;
 use burn_core::module::Module;
-use burn_core::tensor::{Device, ExecutionError, Tensor, TensorData, activation::gelu};
-use burn_nvfp4::state::number_layers;
+use burn_core::tensor::{Device, ExecutionError};
+use burn_nvfp4::Nvfp4State;
 use burn_nvfp4::telemetry::metrics::{Statistic, TelemetryInput, TelemetryMetric};
 use burn_nvfp4::telemetry::{Telemetry, TelemetrySampler};
-use burn_nvfp4::{Nvfp4Linear, Nvfp4LinearConfig, Nvfp4Recipe, Nvfp4State};
 use burn_optim::{AdamWConfig, GradientsAccumulator, GradientsParams};
 use burn_train::metric::{Adaptor, LossInput, LossMetric};
 use burn_train::{
@@ -20,106 +21,9 @@ use burn_train::{
     TrainOutput, TrainStep,
 };
 
-const WIDTH: usize = 32;
-const BATCH: usize = 16;
+use common::{BATCH, Net, RATE, RowBatcher, Rows};
+
 const STEPS: usize = 6;
-const RATE: f64 = 0.01;
-
-#[derive(Module, Debug)]
-struct Net {
-    up: Nvfp4Linear,
-    down: Nvfp4Linear,
-}
-
-impl Net {
-    fn new(device: &Device) -> Self {
-        let layer = || {
-            Nvfp4LinearConfig::new(WIDTH, WIDTH)
-                .with_recipe(Nvfp4Recipe::new().with_seed(5))
-                .init(device)
-        };
-        let net = Self {
-            up: layer(),
-            down: layer(),
-        };
-        number_layers(&net);
-        net
-    }
-
-    /// The same parameters in a model that counts its forwards itself.
-    fn copy(&self, device: &Device) -> Self {
-        let copy = Self::new(device).load_record(self.clone().into_record());
-        Nvfp4State::collect(self).apply(&copy).unwrap();
-        copy
-    }
-
-    fn forward(&self, x: Tensor<2>) -> Tensor<2> {
-        self.down.forward(gelu(self.up.forward(x)))
-    }
-
-    fn regression(&self, Rows { x, target }: Rows) -> RegressionOutput {
-        let output = self.forward(x);
-        let loss = (output.clone() - target.clone()).powi_scalar(2).mean();
-        RegressionOutput::new(loss, output, target)
-    }
-
-    fn bits(&self) -> Vec<Vec<u32>> {
-        [&self.up, &self.down]
-            .into_iter()
-            .flat_map(|layer| {
-                [
-                    layer.weight.val().into_data(),
-                    layer.bias.as_ref().unwrap().val().into_data(),
-                ]
-            })
-            .map(|data| data.iter::<f32>().map(f32::to_bits).collect())
-            .collect()
-    }
-}
-
-impl TrainStep for Net {
-    type Input = Rows;
-    type Output = RegressionOutput;
-
-    fn step(&self, rows: Rows) -> TrainOutput<RegressionOutput> {
-        let output = self.regression(rows);
-        TrainOutput::new(self, output.loss.backward(), output)
-    }
-}
-
-impl InferenceStep for Net {
-    type Input = Rows;
-    type Output = RegressionOutput;
-
-    fn step(&self, rows: Rows) -> RegressionOutput {
-        self.regression(rows)
-    }
-}
-
-#[derive(Clone, Debug)]
-struct Rows {
-    x: Tensor<2>,
-    target: Tensor<2>,
-}
-
-/// Row number `index`: a wave. What is learned is the row, backwards.
-fn row(index: usize) -> Vec<f32> {
-    (0..WIDTH)
-        .map(|column| ((index * 7 + column * (1 + index % 5)) as f32 * 0.37).sin())
-        .collect()
-}
-
-#[derive(Clone)]
-struct RowBatcher;
-
-impl Batcher<usize, Rows> for RowBatcher {
-    fn batch(&self, items: Vec<usize>, device: &Device) -> Rows {
-        let values: Vec<f32> = items.iter().flat_map(|&index| row(index)).collect();
-        let x = Tensor::from_data(TensorData::new(values, [items.len(), WIDTH]), device);
-        let target = x.clone().flip([1]);
-        Rows { x, target }
-    }
-}
 
 fn loader(device: &Device) -> Arc<dyn DataLoader<Rows>> {
     DataLoaderBuilder::new(RowBatcher)
