@@ -1,6 +1,7 @@
 //! burn-train's data-parallel training on two GPUs. It skips itself, and says so, where there are fewer.
 #![cfg(feature = "cuda")]
 
+#[allow(dead_code, reason = "the other tests' part")]
 mod common;
 
 use std::sync::Arc;
