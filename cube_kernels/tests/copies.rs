@@ -8,7 +8,7 @@ mod device;
 
 use common::{ALL_KINDS, Kind, convert, values};
 use cubecl::{prelude::*, server::Handle};
-use device::{DeviceElement, upload, upload_bytes};
+use device::{DeviceElement, offsets, upload, upload_bytes};
 use half::{bf16, f16};
 use nvfp4_kernels::{
     Amax, BlockScaling, CopyPolicy, ErrorNorm, Hadamard, HadamardSize, PackedAxis, PackedTensor,
@@ -350,18 +350,6 @@ fn odd_columns() {
                 Some(col),
             );
         }
-    }
-}
-
-fn offsets(client: &Client, sizes: &[usize]) -> Groups {
-    let mut offsets = vec![0u32];
-    offsets.extend(sizes.iter().scan(0, |sum, &size| {
-        *sum += size as u32;
-        Some(*sum)
-    }));
-    Groups::Offsets {
-        offsets: client.create_from_slice(bytemuck::cast_slice(&offsets)),
-        count: sizes.len(),
     }
 }
 

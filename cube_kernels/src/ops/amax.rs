@@ -157,16 +157,8 @@ fn find(
         .or(found.cols.as_ref())
         .expect("one is asked for");
     let cols = found.cols.as_ref().unwrap_or(rows);
-    let map = match groups {
-        Groups::Offsets { offsets, count } => {
-            // SAFETY: checked above.
-            let offsets = unsafe { buffer(offsets, count + 1) };
-            let span = tile::span(plan.hadamard);
-            tile::map_tiles(client, offsets, (x.rows, x.cols), groups, row_tiles, span)
-        }
-        // SAFETY: one maximum at least was allocated; the kernel does not read it as a map.
-        _ => unsafe { buffer(rows, 1) },
-    };
+    let span = tile::span(plan.hadamard);
+    let map = tile::map_tiles(client, (x.rows, x.cols), groups, row_tiles, span, rows);
     // SAFETY: the kernel masks every access by the shapes it is given.
     unsafe {
         amax_tiles_kernel::launch_unchecked(
@@ -228,8 +220,8 @@ fn amax_of_matrix(client: &Client, x: &Matrix) -> Result<Handle, Nvfp4Error> {
     Ok(out)
 }
 
-/// `count` zeros.
-fn zeros(client: &Client, count: usize) -> Handle {
+/// `count` zeros. A kernel and not a copy from the host, so that a graph can capture it.
+pub(super) fn zeros(client: &Client, count: usize) -> Handle {
     let out = allocate(client, count * 4);
     if count > 0 {
         let (cube_count, dim) = grid(client, count);

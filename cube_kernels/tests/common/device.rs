@@ -6,7 +6,7 @@ use cubecl::{prelude::*, server::Handle};
 use half::{bf16, f16};
 use nvfp4_kernels::{
     Amax, PackedTensor,
-    device::{DevicePacked, FloatKind, Matrix},
+    device::{DevicePacked, FloatKind, Groups, Matrix},
 };
 
 /// The device that `NVFP4_TEST_DEVICE` names (`cpu`, the default, or `cuda`), or `None` (after saying
@@ -106,6 +106,19 @@ pub fn upload<T: DeviceElement>(client: &Client, x: &[T], rows: usize, cols: usi
     assert_eq!(x.len(), rows * cols);
     let handle = upload_bytes(client, bytemuck::cast_slice(x));
     Matrix::new(handle, rows, cols, T::KIND).unwrap()
+}
+
+/// Groups of `sizes` rows, with offsets on the device.
+pub fn offsets(client: &Client, sizes: &[usize]) -> Groups {
+    let mut offsets = vec![0u32];
+    offsets.extend(sizes.iter().scan(0, |sum, &size| {
+        *sum += size as u32;
+        Some(*sum)
+    }));
+    Groups::Offsets {
+        offsets: client.create_from_slice(bytemuck::cast_slice(&offsets)),
+        count: sizes.len(),
+    }
 }
 
 pub fn read_bytes(client: &Client, handle: &Handle, len: usize) -> Vec<u8> {
