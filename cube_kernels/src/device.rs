@@ -618,13 +618,14 @@ fn gemm_path(
 }
 
 fn conversion(compute_capability: Option<u32>) -> Conversion {
-    match compute_capability {
+    let conversion = match compute_capability {
         Some(100 | 103) => Conversion::Hardware,
         Some(101 | 110 | 120 | 121) => Conversion::HardwareNearest,
         Some(89 | 90) => Conversion::Sm89,
         Some(80..) => Conversion::Sm80,
         _ => Conversion::Software,
-    }
+    };
+    conversion.or_emulated()
 }
 
 /// Who converts on the device behind `client`: [`Capabilities::conversion`] without the rest, which

@@ -57,6 +57,11 @@ fn source(name: String, kernel: impl CubeKernel, conversions: Option<(bool, bool
     }
 }
 
+/// Whether there is an instruction, emulated ones left out.
+fn has_nearest(conversion: Conversion) -> bool {
+    conversion.has_nearest() && conversion != Conversion::Emulated
+}
+
 /// Every kernel in every policy that a device with `conversion` uses.
 fn sources(conversion: Conversion) -> Vec<Source> {
     let Fake {
@@ -99,6 +104,20 @@ fn sources(conversion: Conversion) -> Vec<Source> {
         buffer(64),
         64,
         conversion,
+    );
+    add!(
+        "zero".into(),
+        None,
+        ops::kernels::zero_kernel::create_dummy_kernel,
+        buffer(64),
+        64,
+    );
+    add!(
+        "advance_offset".into(),
+        None,
+        ops::kernels::advance_offset_kernel::create_dummy_kernel,
+        buffer(2),
+        1,
     );
     add!(
         "map_tiles".into(),
@@ -325,7 +344,7 @@ fn sources(conversion: Conversion) -> Vec<Source> {
                 let mut plans = plans.iter().filter(counts);
                 let nearest = plans.clone().any(|plan| !stochastic(plan));
                 Some((
-                    nearest && conversion.has_nearest(),
+                    nearest && has_nearest(conversion),
                     plans.any(stochastic) && conversion == Conversion::Hardware,
                 ))
             };
@@ -481,7 +500,7 @@ fn sources(conversion: Conversion) -> Vec<Source> {
             for (i, (row, col, tiles), computed) in plain.chain(computed) {
                 // With a scale for the whole tile the codes of four over six need no errors.
                 let expected = if tiles {
-                    Some((conversion.has_nearest(), false))
+                    Some((has_nearest(conversion), false))
                 } else {
                     conversions(&row.into_iter().chain(col).collect::<Vec<_>>())
                 };
@@ -533,9 +552,10 @@ fn sources(conversion: Conversion) -> Vec<Source> {
     sources
 }
 
-fn check_target(arch: &str, conversion: Conversion) {
+fn check_target(arch: &str, conversion: Conversion, chosen: impl Fn(&Source) -> bool) {
     let tools = tools!(format!("compiles_for_{arch}"));
-    let sources = sources(conversion);
+    let mut sources = sources(conversion);
+    sources.retain(chosen);
     println!("{arch}: {} kernels", sources.len());
     for source in sources {
         let Source {
@@ -565,22 +585,31 @@ fn check_target(arch: &str, conversion: Conversion) {
 
 #[test]
 fn compiles_for_sm_90a() {
-    check_target(TARGETS[0].0, TARGETS[0].1);
+    check_target(TARGETS[0].0, TARGETS[0].1, |_| true);
 }
 
 #[test]
 fn compiles_for_sm_100a() {
-    check_target(TARGETS[1].0, TARGETS[1].1);
+    check_target(TARGETS[1].0, TARGETS[1].1, |_| true);
 }
 
 #[test]
 fn compiles_for_sm_103a() {
-    check_target(TARGETS[2].0, TARGETS[2].1);
+    check_target(TARGETS[2].0, TARGETS[2].1, |_| true);
 }
 
 #[test]
 fn compiles_for_sm_120a() {
-    check_target(TARGETS[3].0, TARGETS[3].1);
+    check_target(TARGETS[3].0, TARGETS[3].1, |_| true);
+}
+
+/// With the instructions of Blackwell emulated its kernels compile for a Hopper: those that convert, with
+/// one type of element.
+#[test]
+fn emulated_compiles_for_sm_90a() {
+    check_target("sm_90a", Conversion::Emulated, |source| {
+        source.conversions.is_some() && source.name.contains("Bf16-U32")
+    });
 }
 
 /// The compilation can fail: the stochastic conversion does not exist for sm_120a.

@@ -222,6 +222,10 @@ fn cube(device: &Device) -> Vec<CodePath> {
             "cvt.rn.satfinite.e2m1x2 to nearest, in software stochastically",
             format!("{target} has only the instruction that rounds to nearest"),
         ),
+        Conversion::Emulated => (
+            "the instructions for E2M1 emulated, one by one",
+            "this process was asked to, for a test".into(),
+        ),
         Conversion::Sm80 | Conversion::Sm89 => (
             "E2M1 conversion by arithmetic on f32, with fma.rz and max.NaN",
             format!("{target} has no E2M1 conversion"),

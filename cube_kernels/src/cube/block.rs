@@ -5,7 +5,7 @@ use cubecl::prelude::*;
 use super::{
     codec::{
         Conversion, binade_bits, clamp_to_six, code_of, decode_e4m3, magnitude_bits, nearest_bits,
-        nearest_word, round_nearest, round_stochastic, sign_nibbles, sign_nibbles_of_pairs,
+        nearest_codes, nearest_word, sign_nibbles, sign_nibbles_of_pairs, stochastic_codes,
         stochastic_word,
     },
     philox::{Random, block_words},
@@ -164,7 +164,7 @@ pub fn encode_block(
 ) -> Vector<u32, Const<2>> {
     let conversion = comptime!(policy.conversion);
     let native = comptime!(if policy.stochastic {
-        conversion == Conversion::Hardware
+        conversion.has_stochastic()
     } else {
         conversion.has_nearest()
     });
@@ -222,27 +222,12 @@ pub fn encode_block(
         #[unroll]
         for half in 0..2usize {
             let first = comptime!(half * 8);
-            let word = if comptime!(native && policy.stochastic) {
+            let word = if comptime!(policy.stochastic) {
                 let low = words[comptime!(half * 2)];
                 let high = words[comptime!(half * 2 + 1)];
-                ptx::cvt_rs_e2m1x8(&scaled, first, low, high)
-            } else if comptime!(native) {
-                ptx::cvt_rn_e2m1x8(&scaled, first)
+                stochastic_codes(&scaled, first, low, high, conversion)
             } else {
-                let mut word = 0u32;
-                #[unroll]
-                for i in 0..8usize {
-                    let element = comptime!(first + 7 - i);
-                    let code = if comptime!(policy.stochastic) {
-                        let random = words[comptime!(element / 4)];
-                        let byte = comptime!(element as u32 % 4);
-                        round_stochastic(scaled[element], random, byte, conversion)
-                    } else {
-                        round_nearest(scaled[element], conversion)
-                    };
-                    word = word * 16u32 + code;
-                }
-                word
+                nearest_codes(&scaled, first, conversion)
             };
             codes.insert(half, word);
         }

@@ -1,5 +1,7 @@
 //! The two codecs in software: E2M1 elements and E4M3 scales.
 
+use std::sync::atomic::{AtomicBool, Ordering};
+
 use cubecl::prelude::*;
 
 use super::ptx;
@@ -39,6 +41,23 @@ pub enum Conversion {
     HardwareNearest,
     /// The same with `cvt.rs.satfinite.e2m1x4` too: sm_100a and sm_103a.
     Hardware,
+    /// [`Hardware`](Self::Hardware) with each of its two E2M1 instructions replaced by the operations of
+    /// its software form on the same operands, in which byte `i` of a random word rounds element `i`:
+    /// what surrounds the instructions, on any CUDA device of sm_89 and later. For tests; see
+    /// [`emulate_e2m1_instructions`].
+    Emulated,
+}
+
+/// Set by [`emulate_e2m1_instructions`].
+static EMULATE: AtomicBool = AtomicBool::new(false);
+
+/// From now on devices that have, in hardware, everything but E2M1 instructions are given kernels with
+/// [`Conversion::Emulated`], and so are those that have them. Elsewhere nothing changes: there
+/// [`Conversion::Software`] surrounds the same operations with the same ones. For tests, in a process of
+/// their own.
+#[doc(hidden)]
+pub fn emulate_e2m1_instructions() {
+    EMULATE.store(true, Ordering::Relaxed);
 }
 
 impl Conversion {
@@ -54,7 +73,24 @@ impl Conversion {
 
     /// Whether there is an instruction for `f32` to E2M1, to nearest.
     pub const fn has_nearest(self) -> bool {
-        matches!(self, Self::HardwareNearest | Self::Hardware)
+        matches!(
+            self,
+            Self::HardwareNearest | Self::Hardware | Self::Emulated
+        )
+    }
+
+    /// Whether there is one that rounds stochastically.
+    pub const fn has_stochastic(self) -> bool {
+        matches!(self, Self::Hardware | Self::Emulated)
+    }
+
+    /// This one, or [`Emulated`](Self::Emulated) where that was asked for and can be.
+    pub(crate) fn or_emulated(self) -> Self {
+        if self.has_e4m3() && EMULATE.load(Ordering::Relaxed) {
+            Self::Emulated
+        } else {
+            self
+        }
     }
 }
 
@@ -146,6 +182,53 @@ fn dither(random: u32, #[comptime] byte: u32) -> f32 {
         f32::reinterpret((half & 0xFFu32) | (141u32 << 23u32)) - 16384.0f32
     } else {
         f32::reinterpret((half & 0xFF00u32) | (133u32 << 23u32)) - 64.0f32
+    }
+}
+
+/// The codes of eight values from element `first` on, rounded to nearest, the first in the lowest nibble:
+/// by [`ptx::cvt_rn_e2m1x8()`], or by its software form.
+#[cube]
+pub fn nearest_codes(
+    values: &Array<f32>,
+    #[comptime] first: usize,
+    #[comptime] conversion: Conversion,
+) -> u32 {
+    if comptime!(conversion.has_nearest() && conversion != Conversion::Emulated) {
+        ptx::cvt_rn_e2m1x8(values, first)
+    } else {
+        let mut word = 0u32;
+        #[unroll]
+        for i in 0..8usize {
+            let code = round_nearest(values[comptime!(first + 7 - i)], conversion);
+            word = word * 16u32 + code;
+        }
+        word
+    }
+}
+
+/// The codes of eight values from element `first` on, rounded by `low` (elements 0 to 3) and `high` (4 to
+/// 7): by [`ptx::cvt_rs_e2m1x8()`], or by its software form.
+#[cube]
+pub fn stochastic_codes(
+    values: &Array<f32>,
+    #[comptime] first: usize,
+    low: u32,
+    high: u32,
+    #[comptime] conversion: Conversion,
+) -> u32 {
+    if comptime!(conversion == Conversion::Hardware) {
+        ptx::cvt_rs_e2m1x8(values, first, low, high)
+    } else {
+        let mut word = 0u32;
+        #[unroll]
+        for i in 0..8usize {
+            let element = comptime!(7 - i);
+            let random = if comptime!(element < 4) { low } else { high };
+            let value = values[comptime!(first + element)];
+            let byte = comptime!(element as u32 % 4);
+            word = word * 16u32 + round_stochastic(value, random, byte, conversion);
+        }
+        word
     }
 }
 

@@ -9,7 +9,7 @@ use cubecl::prelude::*;
 use crate::HadamardSize;
 
 use super::{
-    codec::{Conversion, decode_e4m3, encode_e4m3, magnitude_bits, round_to_bf16},
+    codec::{Conversion, decode_e4m3, encode_e4m3, magnitude_bits, nearest_codes, round_to_bf16},
     philox::{Random, block_words},
     ptx,
 };
@@ -309,7 +309,10 @@ pub fn quantize_block(
             // A value is NaN where the multiplier is, and then all are: 6 without a sign.
             codes.insert(half, select(multiplier.is_nan(), 0x7777_7777u32, word));
         } else {
-            codes.insert(half, ptx::cvt_rn_e2m1x8(&scaled, comptime!(half * 8)));
+            codes.insert(
+                half,
+                nearest_codes(&scaled, comptime!(half * 8), conversion),
+            );
         }
     }
     EdenBlock { codes, xx, xq }

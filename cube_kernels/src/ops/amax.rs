@@ -233,8 +233,9 @@ pub(super) fn zeros(client: &Client, count: usize) -> Handle {
     out
 }
 
-#[cube(launch_unchecked)]
-fn zero_kernel(out: &mut [u32], count: usize) {
+/// One unit clears every `units`-th word.
+#[cube(launch_unchecked, create_dummy_kernel)]
+pub fn zero_kernel(out: &mut [u32], count: usize) {
     let mut i = ABSOLUTE_POS;
     while i < count {
         out[i] = 0u32;

@@ -70,7 +70,7 @@ pub use swizzle::{
 #[doc(hidden)]
 pub mod kernels {
     pub use super::{
-        amax::{AmaxPlan, amax_kernel, amax_tiles_kernel},
+        amax::{AmaxPlan, amax_kernel, amax_tiles_kernel, zero_kernel},
         dequantize::{dequantize_col_pairs_kernel, dequantize_cols_kernel, dequantize_rows_kernel},
         group_rows::{clear_rest_kernel, group_sums_kernel, spread_groups_kernel},
         groups::rescale_kernel,
@@ -83,6 +83,7 @@ pub mod kernels {
             mx_dequantize_col_kernel, mx_dequantize_row_kernel, mx_quantize_col_kernel,
             mx_quantize_row_kernel, mx_requantize_across_kernel, mx_requantize_along_kernel,
         },
+        offset::advance_offset_kernel,
         packed_source::SourcePlan,
         padding::move_groups_kernel,
         per_token::{FoundNormLaunch, RowNormArgs, quantize_per_token_kernel},

@@ -26,8 +26,9 @@ pub fn advance_offset(client: &Client, offset: &Handle, step: u32) -> Result<(),
     Ok(())
 }
 
-#[cube(launch_unchecked)]
-fn advance_offset_kernel(offset: &mut [u32], step: u32) {
+/// One unit adds `step`.
+#[cube(launch_unchecked, create_dummy_kernel)]
+pub fn advance_offset_kernel(offset: &mut [u32], step: u32) {
     let low = offset[0] + step;
     // Unsigned addition wrapped exactly when the sum is below a summand.
     let carry = u32::cast_from(low < step);

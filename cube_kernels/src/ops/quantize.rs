@@ -997,6 +997,8 @@ fn quantize_rows_of_tile<C: Size>(
             );
             scale = encoded.scale;
             if comptime!(tiles) {
+                // A tile that the last row cuts: below it is padding, whose scales are zero.
+                scale = select(inside, scale, 0u32);
                 let at = transpose::code_at(r, place.block);
                 copy[at] = encoded.codes.extract(0usize);
                 copy[at + 1usize] = encoded.codes.extract(1usize);

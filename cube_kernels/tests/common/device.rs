@@ -6,12 +6,17 @@ use cubecl::{prelude::*, server::Handle};
 use half::{bf16, f16};
 use nvfp4_kernels::{
     Amax, PackedTensor,
+    cube::codec::emulate_e2m1_instructions,
     device::{DevicePacked, FloatKind, Groups, Matrix},
 };
 
 /// The device that `NVFP4_TEST_DEVICE` names (`cpu`, the default, or `cuda`), or `None` (after saying
-/// so) where it cannot be had.
+/// so) where it cannot be had. With `NVFP4_TEST_EMULATED` its kernels are those of Blackwell, the
+/// instructions for E2M1 emulated.
 pub fn client(test: &str) -> Option<Client> {
+    if std::env::var_os("NVFP4_TEST_EMULATED").is_some() {
+        emulate_e2m1_instructions();
+    }
     match std::env::var("NVFP4_TEST_DEVICE").as_deref() {
         #[cfg(feature = "cuda")]
         Ok("cuda") => Some(cubecl::Device::Cuda(Default::default()).client()),

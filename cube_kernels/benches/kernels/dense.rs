@@ -1,0 +1,343 @@
+//! Kernels that read one matrix.
+
+use nvfp4_kernels::{
+    BlockScaling, ErrorNorm, Form, Hadamard, HadamardSize, PackedAxis, ScaleLayout,
+    device::{AmaxScope, DeviceCopy, DeviceRounding, FloatKind, Groups},
+    ops::{self, AmaxRequest, CopyRequest},
+};
+
+use crate::{
+    harness::Section,
+    inputs::{Inputs, MX, NEAREST, copy_of, plain_and_transformed, rht, stochastic, words},
+};
+
+const ONE: &Groups = &Groups::One;
+const MAE: BlockScaling = BlockScaling::FourOverSix(ErrorNorm::Mae);
+const MSE: BlockScaling = BlockScaling::FourOverSix(ErrorNorm::Mse);
+const SWIZZLED: ScaleLayout = ScaleLayout::Swizzled128x4;
+
+pub fn copy(section: &mut Section<'_>, inputs: &Inputs) {
+    let bytes = inputs.rows * inputs.cols * inputs.dtype.size();
+    section.copy(bytes, |i| &inputs.get(i).handle);
+}
+
+/// What training does to activations and gradients.
+pub fn activations(section: &mut Section<'_>, inputs: &Inputs) {
+    let client = section.client();
+    section.time("amax", inputs.bytes(0.0), |i| {
+        ops::amax(&client, inputs.get(i), None).unwrap();
+    });
+    amax_pair(section, "", inputs, ONE);
+    for (name, rounding, hadamard) in [
+        ("row RN + col RN, one read", NEAREST, None),
+        ("row RN + col RHT RN, one read", NEAREST, rht()),
+        ("row RN + col RHT SR, one read", stochastic(), rht()),
+    ] {
+        let copies = [copy_of(NEAREST, None), copy_of(rounding, hadamard)];
+        pair_of(section, name, inputs, copies);
+    }
+    for (name, rounding) in [("row RN", NEAREST), ("row SR", stochastic())] {
+        row(section, name, inputs, DeviceCopy::new(rounding));
+    }
+    for (name, rounding) in [("per token RN", NEAREST), ("per token SR", stochastic())] {
+        per_token(section, name, inputs, DeviceCopy::new(rounding));
+    }
+}
+
+/// The two maxima that training asks for, of each group.
+pub fn amax_pair(section: &mut Section<'_>, suffix: &str, inputs: &Inputs, groups: &Groups) {
+    let client = section.client();
+    let name = format!("amax plain + RHT, one read{suffix}");
+    section.time(&name, inputs.bytes(0.0), |i| {
+        ops::amaxes(&client, inputs.get(i), groups, &plain_and_transformed()).unwrap();
+    });
+}
+
+/// Both copies of each group, as `requests` says.
+pub fn pair<'a>(
+    section: &mut Section<'_>,
+    name: &str,
+    inputs: &Inputs,
+    groups: &Groups,
+    requests: impl Fn() -> [CopyRequest<'a>; 2],
+) {
+    let client = section.client();
+    section.time(name, inputs.bytes(2.0), |i| {
+        let [row, col] = requests();
+        ops::quantize_both(&client, inputs.get(i), groups, &row, &col).unwrap();
+    });
+}
+
+/// One copy of each group, as `request` says.
+pub fn single<'a>(
+    section: &mut Section<'_>,
+    name: &str,
+    inputs: &Inputs,
+    groups: &Groups,
+    axis: PackedAxis,
+    request: impl Fn() -> CopyRequest<'a>,
+) {
+    let client = section.client();
+    section.time(name, inputs.bytes(1.0), |i| {
+        ops::quantize(&client, inputs.get(i), groups, axis, &request()).unwrap();
+    });
+}
+
+fn pair_of(section: &mut Section<'_>, name: &str, inputs: &Inputs, copies: [DeviceCopy; 2]) {
+    pair(section, name, inputs, ONE, || {
+        copies.clone().map(|copy| inputs.with(copy))
+    });
+}
+
+fn row(section: &mut Section<'_>, name: &str, inputs: &Inputs, copy: DeviceCopy) {
+    single(section, name, inputs, ONE, PackedAxis::Cols, || {
+        inputs.with(copy.clone())
+    });
+}
+
+fn col(section: &mut Section<'_>, name: &str, inputs: &Inputs, copy: DeviceCopy) {
+    single(section, name, inputs, ONE, PackedAxis::Rows, || {
+        inputs.with(copy.clone())
+    });
+}
+
+fn per_token(section: &mut Section<'_>, name: &str, inputs: &Inputs, copy: DeviceCopy) {
+    let client = section.client();
+    section.time(name, inputs.bytes(1.0), |i| {
+        ops::quantize_per_token(&client, inputs.get(i), &copy).unwrap();
+    });
+}
+
+/// What training does to weights, of each group.
+pub fn tiles(section: &mut Section<'_>, suffix: &str, inputs: &Inputs, groups: &Groups) {
+    for (policy, scaling) in [("", BlockScaling::Standard), (", 4/6", MAE)] {
+        let name = format!("16x16 tiles{policy}, both copies{suffix}");
+        tiles_with(
+            section,
+            &name,
+            inputs,
+            groups,
+            (scaling, ScaleLayout::Compact),
+        );
+    }
+}
+
+fn tiles_with(
+    section: &mut Section<'_>,
+    name: &str,
+    inputs: &Inputs,
+    groups: &Groups,
+    (scaling, layout): (BlockScaling, ScaleLayout),
+) {
+    let client = section.client();
+    let amax = words(&client, (0..groups.count()).map(|_| 1.0f32.to_bits()));
+    section.time(name, inputs.bytes(2.0), |i| {
+        let x = inputs.get(i);
+        ops::quantize_tile_with(&client, x, groups, &amax, scaling, [layout; 2]).unwrap();
+    });
+}
+
+/// Everything else that is made of one matrix.
+pub fn policies(section: &mut Section<'_>, inputs: &Inputs) {
+    let other_maxima = [
+        ("amax of rows", Some(AmaxScope::Outer), None),
+        ("amax of columns", None, Some((AmaxScope::Outer, None))),
+        (
+            "amax of rows + columns, one read",
+            Some(AmaxScope::Outer),
+            Some((AmaxScope::Outer, None)),
+        ),
+        (
+            "amax RHT-128",
+            None,
+            Some((AmaxScope::Group, rht_of(HadamardSize::H128))),
+        ),
+    ];
+    let client = section.client();
+    for (name, rows, cols) in other_maxima {
+        section.time(name, inputs.bytes(0.0), |i| {
+            let request = AmaxRequest { rows, cols };
+            ops::amaxes(&client, inputs.get(i), ONE, &request).unwrap();
+        });
+    }
+    let nearest = || DeviceCopy::new(NEAREST);
+    let swizzled = |copy| DeviceCopy {
+        layout: SWIZZLED,
+        ..copy
+    };
+    let headroom = || scaled(stochastic(), BlockScaling::Headroom);
+    four_over_six(section, inputs);
+    let rows = [
+        ("row RN, 128x4 scales", swizzled(nearest())),
+        ("row SR, headroom", headroom()),
+        ("row RHT SR", copy_of(stochastic(), rht())),
+    ];
+    for (name, copy) in rows {
+        row(section, name, inputs, copy);
+    }
+    let cols = [
+        ("col RN", nearest()),
+        ("col RN, 128x4 scales", swizzled(nearest())),
+        ("col 4/6 MAE", scaled(NEAREST, MAE)),
+        ("col SR", copy_of(stochastic(), None)),
+        ("col SR, headroom", headroom()),
+        ("col RHT RN", copy_of(NEAREST, rht())),
+        ("col RHT SR", copy_of(stochastic(), rht())),
+    ];
+    for (name, copy) in cols {
+        col(section, name, inputs, copy);
+    }
+    for size in [HadamardSize::H32, HadamardSize::H64, HadamardSize::H128] {
+        let name = format!("col RHT-{} SR", size.elements());
+        col(section, &name, inputs, copy_of(stochastic(), rht_of(size)));
+    }
+    let transformed = |hadamard| [nearest(), copy_of(stochastic(), hadamard)];
+    let pairs = [
+        (
+            "row RN + col RN, 128x4 scales",
+            [nearest(), nearest()].map(swizzled),
+        ),
+        (
+            "row RN + col RHT SR, 128x4 scales",
+            transformed(rht()).map(swizzled),
+        ),
+        (
+            "row RN + col RHT-128 SR",
+            transformed(rht_of(HadamardSize::H128)),
+        ),
+        ("row SR + col SR, headroom", [headroom(), headroom()]),
+        (
+            "row 4/6 MAE + col 4/6 MAE",
+            [MAE; 2].map(|scaling| scaled(NEAREST, scaling)),
+        ),
+    ];
+    for (name, copies) in pairs {
+        pair_of(section, &format!("{name}, one read"), inputs, copies);
+    }
+    let tiles = [
+        (
+            "16x16 tiles, 4/6 MSE, both copies",
+            (MSE, ScaleLayout::Compact),
+        ),
+        (
+            "16x16 tiles, 128x4 scales, both copies",
+            (BlockScaling::Standard, SWIZZLED),
+        ),
+    ];
+    for (name, policy) in tiles {
+        tiles_with(section, name, inputs, ONE, policy);
+    }
+    per_token(
+        section,
+        "per token RN, 128x4 scales",
+        inputs,
+        swizzled(nearest()),
+    );
+    per_token(section, "per token 4/6 MAE", inputs, scaled(NEAREST, MAE));
+    columns_per_token(section, inputs);
+    values(section, inputs);
+    mxfp8(section, "", inputs);
+}
+
+/// Four over six along rows.
+pub fn four_over_six(section: &mut Section<'_>, inputs: &Inputs) {
+    for (name, scaling) in [("row 4/6 MAE", MAE), ("row 4/6 MSE", MSE)] {
+        row(section, name, inputs, scaled(NEAREST, scaling));
+    }
+}
+
+fn scaled(rounding: DeviceRounding, scaling: BlockScaling) -> DeviceCopy {
+    DeviceCopy {
+        scaling,
+        ..DeviceCopy::new(rounding)
+    }
+}
+
+fn rht_of(size: HadamardSize) -> Option<Hadamard> {
+    Some(Hadamard::seeded_with_size(size, 1))
+}
+
+/// With an amax for each column, which takes two passes in one call.
+fn columns_per_token(section: &mut Section<'_>, inputs: &Inputs) {
+    let client = section.client();
+    for (name, copy) in [
+        ("per token columns RN", copy_of(NEAREST, None)),
+        ("per token columns RHT SR", copy_of(stochastic(), rht())),
+    ] {
+        section.time(name, inputs.bytes(1.0), |i| {
+            ops::quantize_per_token_cols(&client, inputs.get(i), ONE, &copy).unwrap();
+        });
+    }
+    let copies = [copy_of(NEAREST, None), copy_of(stochastic(), rht())];
+    section.time(
+        "per token rows RN + columns RHT SR",
+        inputs.bytes(2.0),
+        |i| {
+            let [row, col] = &copies;
+            ops::quantize_per_token_both(&client, inputs.get(i), ONE, row, col).unwrap();
+        },
+    );
+}
+
+/// Copies that are written as values of two bytes, for products that would decode them.
+fn values(section: &mut Section<'_>, inputs: &Inputs) {
+    let client = section.client();
+    for (name, wanted) in [
+        ("row RN, as values", [true, false]),
+        ("col RHT SR, as values", [false, true]),
+        ("row RN + col RHT SR, as values, one read", [true; 2]),
+    ] {
+        let copies = wanted.iter().filter(|&&wanted| wanted).count();
+        let bytes = inputs.elements() * (inputs.dtype.size() + 2 * copies) as f64;
+        section.time(name, bytes, |i| {
+            let requests = [
+                inputs.request(NEAREST, None),
+                inputs.request(stochastic(), rht()),
+            ];
+            let [row, col] =
+                [0, 1].map(|copy| wanted[copy].then_some((&requests[copy], Form::Decoded)));
+            ops::quantize_operands(&client, inputs.get(i), row, col).unwrap();
+        });
+    }
+}
+
+fn mxfp8(section: &mut Section<'_>, suffix: &str, inputs: &Inputs) {
+    let client = section.client();
+    let bytes = inputs.elements() * (inputs.dtype.size() as f64 + MX);
+    for (name, axis) in [
+        ("MXFP8 row", PackedAxis::Cols),
+        ("MXFP8 col", PackedAxis::Rows),
+    ] {
+        section.time(&format!("{name}{suffix}"), bytes, |i| {
+            ops::mx_quantize(&client, inputs.get(i), axis).unwrap();
+        });
+    }
+}
+
+/// The commonest kernels with elements of the other types.
+pub fn types(section: &mut Section<'_>, (rows, cols): (usize, usize)) {
+    let client = section.client();
+    for (dtype, suffix) in [(FloatKind::F16, ", f16"), (FloatKind::F32, ", f32")] {
+        let inputs = &Inputs::new(&client, rows, cols, dtype);
+        let plain = |rounding| DeviceCopy::new(rounding);
+        amax_pair(section, suffix, inputs, ONE);
+        row(section, &format!("row RN{suffix}"), inputs, plain(NEAREST));
+        row(
+            section,
+            &format!("row SR{suffix}"),
+            inputs,
+            plain(stochastic()),
+        );
+        let name = format!("row RN + col RHT SR, one read{suffix}");
+        let copies = [plain(NEAREST), copy_of(stochastic(), rht())];
+        pair_of(section, &name, inputs, copies);
+        per_token(
+            section,
+            &format!("per token RN{suffix}"),
+            inputs,
+            plain(NEAREST),
+        );
+        tiles(section, suffix, inputs, ONE);
+        mxfp8(section, suffix, inputs);
+    }
+}

@@ -1,0 +1,164 @@
+//! Tokens sorted by expert, the experts' weights, and what is done with rows around them.
+
+use std::cell::LazyCell;
+
+use nvfp4_kernels::{
+    BlockScaling, ErrorNorm, PackedAxis,
+    device::{DeviceCopy, Groups, Matrix},
+    ops::{self, AmaxRequest},
+};
+
+use crate::{
+    dense,
+    harness::Section,
+    inputs::{
+        Inputs, NEAREST, copy_of, equal_groups, groups_of, plain_and_transformed, rht, stochastic,
+        with_amax, words,
+    },
+};
+
+/// Rows that grouped products want in multiples.
+const ALIGNMENT: usize = 32;
+
+/// Tokens in groups of about equally many rows, with offsets in device memory.
+pub fn tokens(section: &mut Section<'_>, inputs: &Inputs) {
+    for count in [1usize, 8, 32, 64, 128, 256] {
+        let groups = groups_of(&equal_groups(&section.client(), inputs.rows, count));
+        copies(section, inputs, &groups);
+        if [8, 64, 256].contains(&count) {
+            other_copies(&mut section.brief(), inputs, &groups);
+        }
+    }
+}
+
+/// The weights of experts: matrices of the same size, one below the other.
+pub fn experts(section: &mut Section<'_>, inputs: &Inputs, count: usize) {
+    let groups = Groups::Batch(count);
+    dense::tiles(section, "", inputs, &groups);
+    copies(section, inputs, &groups);
+}
+
+/// What training does to the rows of all groups.
+fn copies(section: &mut Section<'_>, inputs: &Inputs, groups: &Groups) {
+    let client = section.client();
+    let suffix = format!(", {} groups", groups.count());
+    dense::amax_pair(section, &suffix, inputs, groups);
+    let found = LazyCell::new(|| {
+        let request = plain_and_transformed();
+        let found = ops::amaxes(&client, inputs.get(0), groups, &request).unwrap();
+        [found.rows.unwrap(), found.cols.unwrap()]
+    });
+    let name = format!("row RN + col RHT SR, one read{suffix}");
+    dense::pair(section, &name, inputs, groups, || {
+        let copies = [copy_of(NEAREST, None), copy_of(stochastic(), rht())];
+        let [row, col] = copies;
+        [with_amax(&found[0], row), with_amax(&found[1], col)]
+    });
+}
+
+/// What is done with rows of groups less often.
+fn other_copies(section: &mut Section<'_>, inputs: &Inputs, groups: &Groups) {
+    let client = section.client();
+    let suffix = format!(", {} groups", groups.count());
+    let found = LazyCell::new(|| {
+        let request = AmaxRequest {
+            cols: None,
+            ..plain_and_transformed()
+        };
+        let found = ops::amaxes(&client, inputs.get(0), groups, &request).unwrap();
+        found.rows.unwrap()
+    });
+    let scaled = |scaling| DeviceCopy {
+        scaling,
+        ..DeviceCopy::new(NEAREST)
+    };
+    for (name, copy) in [
+        ("row RN", scaled(BlockScaling::Standard)),
+        ("row SR", DeviceCopy::new(stochastic())),
+        (
+            "row 4/6 MAE",
+            scaled(BlockScaling::FourOverSix(ErrorNorm::Mae)),
+        ),
+    ] {
+        let name = format!("{name}{suffix}");
+        dense::single(section, &name, inputs, groups, PackedAxis::Cols, || {
+            with_amax(&found, copy.clone())
+        });
+    }
+    dense::tiles(section, &suffix, inputs, groups);
+}
+
+/// Rows on their way to the experts and back.
+pub fn rows(section: &mut Section<'_>, inputs: &Inputs) {
+    let client = section.client();
+    let (count, bytes) = (inputs.rows, inputs.bytes(0.0));
+    let groups = equal_groups(&client, count, 8);
+    // As a router would leave them: in no order, each row once.
+    let places = words(
+        &client,
+        (0..count as u32).map(|row| row.wrapping_mul(40_503) % count as u32),
+    );
+    let weights = words(&client, (0..count).map(|_| 0.5f32.to_bits()));
+    let half = count / 2;
+    section.time("rows gathered", 2.0 * bytes, |i| {
+        ops::combine_rows(&client, inputs.get(i), &places, None, (count, 1)).unwrap();
+    });
+    section.time("rows combined, 2 to 1", 1.5 * bytes, |i| {
+        let weights = Some(&weights);
+        ops::combine_rows(&client, inputs.get(i), &places, weights, (half, 2)).unwrap();
+    });
+    section.time("rows combined, 2 to 1, backward", 2.5 * bytes, |i| {
+        let grad = Matrix {
+            rows: half,
+            ..inputs.get(i + 1).clone()
+        };
+        let x = inputs.get(i);
+        ops::combine_rows_backward(&client, &grad, x, &places, &weights, 2).unwrap();
+    });
+    section.time("sums of groups", bytes, |i| {
+        ops::group_sums(&client, inputs.get(i), &groups).unwrap();
+    });
+    section.time("rows of no group cleared", 0.0, |i| {
+        ops::clear_rest(&client, inputs.get(i), &groups).unwrap();
+    });
+    section.time("maxima of groups for each row", 4.0 * count as f64, |_| {
+        ops::spread_groups(&client, &weights, &groups, count).unwrap();
+    });
+    for groups in [1, 8, 16] {
+        let offsets = equal_groups(&client, count, groups);
+        section.time(&format!("padded, {groups} groups"), 2.0 * bytes, |i| {
+            ops::pad_groups(&client, inputs.get(i), &offsets, ALIGNMENT).unwrap();
+        });
+        let padded = LazyCell::new(|| {
+            let rows = ops::pad_groups(&client, inputs.get(0), &offsets, ALIGNMENT)
+                .unwrap()
+                .0
+                .rows;
+            Inputs::bf16(&client, rows, inputs.cols)
+        });
+        section.time(&format!("unpadded, {groups} groups"), 2.0 * bytes, |i| {
+            ops::unpad_groups(&client, padded.get(i), count, &offsets, ALIGNMENT).unwrap();
+        });
+    }
+    side_by_side(section, inputs);
+}
+
+/// Copies of groups as operands of grouped products.
+fn side_by_side(section: &mut Section<'_>, inputs: &Inputs) {
+    let client = section.client();
+    for count in [8, 64] {
+        let offsets = equal_groups(&client, inputs.rows, count);
+        let groups = groups_of(&offsets);
+        let found = LazyCell::new(|| {
+            let request = plain_and_transformed();
+            ops::amaxes(&client, inputs.get(0), &groups, &request).unwrap()
+        });
+        let name = format!("row RN + col RHT SR, side by side, one read, {count} groups");
+        section.time(&name, inputs.bytes(2.0), |i| {
+            let row = with_amax(found.rows.as_ref().unwrap(), copy_of(NEAREST, None));
+            let col = with_amax(found.cols.as_ref().unwrap(), copy_of(stochastic(), rht()));
+            let x = inputs.get(i);
+            ops::quantize_side_by_side(&client, x, &offsets, Some(&row), Some(&col)).unwrap();
+        });
+    }
+}

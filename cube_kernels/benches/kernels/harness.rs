@@ -1,0 +1,353 @@
+//! Timing with device events inside criterion, and the summary.
+
+use std::{
+    collections::BTreeMap,
+    path::{Path, PathBuf},
+    time::{Duration, Instant},
+};
+
+use criterion::{Criterion, SamplingMode, Throughput};
+use cubecl::{prelude::*, server::Handle};
+use futures_lite::future::block_on;
+use nvfp4_kernels::device::Capabilities;
+
+/// The kernel whose rate is 100 %.
+const COPY: &str = "copy";
+/// The kernel whose time is that of a launch.
+const EMPTY: &str = "empty kernel";
+
+#[cube(launch_unchecked)]
+fn copy_kernel(from: &[Vector<u32, Const<4>>], to: &mut [Vector<u32, Const<4>>]) {
+    let i = ABSOLUTE_POS;
+    if i < to.len() {
+        to[i] = from[i];
+    }
+}
+
+#[cube(launch_unchecked)]
+fn empty_kernel(out: &mut [u32], limit: u32) {
+    // Never true: a kernel without a use of its arguments has none.
+    if UNIT_POS >= limit {
+        out[0] = limit;
+    }
+}
+
+/// What one launch does.
+#[derive(Clone, Copy)]
+pub enum Work {
+    /// Compulsory bytes.
+    Bytes(f64),
+    /// Floating-point operations.
+    Operations(f64),
+}
+
+impl Work {
+    fn amount(self) -> f64 {
+        match self {
+            Self::Bytes(amount) | Self::Operations(amount) => amount,
+        }
+    }
+}
+
+/// How much time a measurement may take.
+#[derive(Clone, Copy)]
+pub enum Effort {
+    /// What bars are set for.
+    Full,
+    /// Everything else.
+    Brief,
+}
+
+impl Effort {
+    /// Time to warm up, and time to measure.
+    fn windows(self) -> [Duration; 2] {
+        match self {
+            Self::Full => [60, 250],
+            Self::Brief => [5, 40],
+        }
+        .map(Duration::from_millis)
+    }
+}
+
+/// What one benchmark gave.
+struct Record {
+    shape: String,
+    kernel: String,
+    work: Work,
+    /// Seconds for each launch, a batch to an entry.
+    seconds: Vec<f64>,
+}
+
+impl Record {
+    fn median(&self) -> f64 {
+        let mut seconds = self.seconds.clone();
+        seconds.sort_by(f64::total_cmp);
+        seconds[seconds.len() / 2]
+    }
+
+    /// Amount a second, in units of 10⁹.
+    fn rate(&self) -> f64 {
+        self.work.amount() / self.median() / 1e9
+    }
+}
+
+pub struct Bench {
+    criterion: Criterion,
+    client: Client,
+    records: Vec<Record>,
+    started: Instant,
+}
+
+impl Bench {
+    pub fn new(client: &Client) -> Self {
+        Self {
+            // Ten samples need no hundred thousand resamples; an argument asks for them.
+            criterion: Criterion::default()
+                .nresamples(2000)
+                .configure_from_args()
+                .without_plots(),
+            client: client.clone(),
+            records: Vec::new(),
+            started: Instant::now(),
+        }
+    }
+
+    /// `measure` under the name of a shape, unless `NVFP4_BENCH_SHAPES` is set and not a part of it.
+    pub fn at(&mut self, shape: String, effort: Effort, measure: impl FnOnce(&mut Section<'_>)) {
+        if std::env::var("NVFP4_BENCH_SHAPES").is_ok_and(|part| !shape.contains(&part)) {
+            return;
+        }
+        measure(&mut Section {
+            bench: self,
+            shape,
+            effort,
+            captured: false,
+        });
+    }
+
+    /// The record of `kernel` at `shape`.
+    fn find(&self, shape: &str, kernel: &str) -> Option<&Record> {
+        let is_it = |record: &&Record| record.shape == shape && record.kernel == kernel;
+        self.records.iter().find(is_it)
+    }
+
+    /// Prints the table, and writes the same as JSON.
+    pub fn report(self) -> std::io::Result<()> {
+        self.criterion.final_summary();
+        let device = Capabilities::of(&self.client);
+        println!("\n{} (CubeCL {})", device.device, device.runtime);
+        println!(
+            "| shape | kernel | us | GB/s | % of copy | launches |\n|---|---|---|---|---|---|"
+        );
+        let mut shapes: BTreeMap<&str, Vec<serde_json::Value>> = BTreeMap::new();
+        for record in &self.records {
+            let Record { shape, kernel, .. } = record;
+            let (us, rate) = (record.median() * 1e6, record.rate());
+            // Where a launch that does nothing was timed: how many of them this takes.
+            let launches = self.find(shape, EMPTY).map(|one| us / (one.median() * 1e6));
+            let shown = |value: Option<f64>, digits| {
+                value.map_or(String::new(), |value| format!("{value:.digits$}"))
+            };
+            let mut entry = serde_json::json!({
+                "kernel": kernel, "us": us, "launches": launches, "batches": record.seconds.len()
+            });
+            let (rate, share) = match record.work {
+                Work::Operations(_) => {
+                    entry["tflops"] = (rate / 1e3).into();
+                    (format!("{:.1} TFLOP/s", rate / 1e3), None)
+                }
+                Work::Bytes(bytes) => {
+                    let share = self
+                        .find(shape, COPY)
+                        .map(|copy| 100.0 * rate / copy.rate());
+                    entry["bytes"] = bytes.into();
+                    entry["gbps"] = rate.into();
+                    entry["percent_of_copy"] = share.into();
+                    (format!("{rate:.0}"), share)
+                }
+            };
+            let (share, launches) = (shown(share, 0), shown(launches, 1));
+            println!("| {shape} | {kernel} | {us:.1} | {rate} | {share} | {launches} |");
+            shapes.entry(shape).or_default().push(entry);
+        }
+        let summary = serde_json::json!({
+            "device": device.device,
+            "runtime": device.runtime,
+            "version": env!("CARGO_PKG_VERSION"),
+            "timing": "device events around batches of launches; medians",
+            "seconds": self.started.elapsed().as_secs_f64(),
+            "shapes": shapes,
+        });
+        let path = summary_path();
+        if let Some(folder) = path.parent() {
+            std::fs::create_dir_all(folder)?;
+        }
+        std::fs::write(&path, serde_json::to_string_pretty(&summary)?)?;
+        println!("\n{}", path.display());
+        Ok(())
+    }
+}
+
+/// Where the summary goes: the file that `NVFP4_BENCH_JSON` names, or `nvfp4-bench.json` in the target
+/// folder.
+fn summary_path() -> PathBuf {
+    // A folder in the target folder, wherever Cargo was told to have that; the working directory of a
+    // benchmark is that of its package.
+    let target = Path::new(env!("CARGO_TARGET_TMPDIR")).parent();
+    std::env::var_os("NVFP4_BENCH_JSON").map_or_else(
+        || {
+            target
+                .expect("the folder is in another")
+                .join("nvfp4-bench.json")
+        },
+        PathBuf::from,
+    )
+}
+
+/// Measurements under the name of a shape.
+pub struct Section<'a> {
+    bench: &'a mut Bench,
+    shape: String,
+    effort: Effort,
+    captured: bool,
+}
+
+impl Section<'_> {
+    pub fn client(&self) -> Client {
+        self.bench.client.clone()
+    }
+
+    /// The same shape with less effort.
+    pub fn brief(&mut self) -> Section<'_> {
+        Section {
+            effort: Effort::Brief,
+            shape: self.shape.clone(),
+            bench: &mut *self.bench,
+            captured: self.captured,
+        }
+    }
+
+    /// The same with launches captured into a graph that is replayed, so that the host does not count
+    /// however short they are.
+    pub fn captured(&mut self) -> Section<'_> {
+        Section {
+            captured: true,
+            ..self.brief()
+        }
+    }
+
+    /// Times `launch(i)`, which moves `bytes`.
+    pub fn time(&mut self, kernel: &str, bytes: f64, launch: impl FnMut(usize)) {
+        self.time_work(kernel, Work::Bytes(bytes), launch);
+    }
+
+    /// Times `launch(i)`, which does `work`.
+    pub fn time_work(&mut self, kernel: &str, work: Work, mut launch: impl FnMut(usize)) {
+        let client = self.client();
+        if !self.captured {
+            return self.sample(kernel, work, &mut |launches| {
+                (0..launches).for_each(&mut launch);
+                launches
+            });
+        }
+        let mut graph = None;
+        self.sample(kernel, work, &mut |launches| {
+            const CAPTURED: usize = 64;
+            let graph = graph.get_or_insert_with(|| {
+                client.graph_prepare().expect("a graph");
+                (0..2).for_each(&mut launch);
+                block_on(client.sync()).expect("a kernel failed");
+                client.start_capture().expect("a graph");
+                (0..CAPTURED).for_each(&mut launch);
+                client.stop_capture().expect("a graph")
+            });
+            let replays = launches.div_ceil(CAPTURED);
+            for _ in 0..replays {
+                // SAFETY: the operands are alive, and nothing else runs on this stream.
+                unsafe { graph.replay() }.expect("a graph");
+            }
+            replays * CAPTURED
+        });
+    }
+
+    /// Samples of `run(count)`, which launches at least `count` times and says how often.
+    fn sample(&mut self, kernel: &str, work: Work, run: &mut dyn FnMut(usize) -> usize) {
+        let client = self.client();
+        let mut seconds: Vec<f64> = Vec::new();
+        let mut warm = false;
+        let [warm_up, measurement] = self.effort.windows();
+        let mut group = self.bench.criterion.benchmark_group(&self.shape);
+        if let Work::Bytes(bytes) = work {
+            group.throughput(Throughput::Bytes(bytes as u64));
+        }
+        group.sample_size(10);
+        group.sampling_mode(SamplingMode::Flat);
+        group.warm_up_time(warm_up);
+        group.measurement_time(measurement);
+        group.bench_function(kernel, |bencher| {
+            bencher.iter_custom(|iterations| {
+                if !warm {
+                    // Compilation and the memory pool's growth stay out of the samples.
+                    run(4);
+                    block_on(client.sync()).expect("a kernel failed");
+                    warm = true;
+                }
+                // Batches of less than 3 ms measure what goes before and after.
+                let least = seconds.last().map_or(8.0, |each| 3e-3 / each);
+                let window = client.profile_start().expect("profiling");
+                let launches = run((iterations as usize).max(least.clamp(4.0, 32.0) as usize));
+                let profile = client.profile_end(window).expect("profiling");
+                let ticks = block_on(profile.resolve()).expect("a measurement");
+                let each = ticks.duration().as_secs_f64() / launches as f64;
+                seconds.push(each);
+                Duration::from_secs_f64(each * iterations as f64)
+            });
+        });
+        group.finish();
+        if !seconds.is_empty() {
+            self.bench.records.push(Record {
+                shape: self.shape.clone(),
+                kernel: kernel.into(),
+                work,
+                seconds,
+            });
+        }
+    }
+
+    /// Times the copy of `bytes` from `source(i)`, what the other kernels of the shape are compared to.
+    pub fn copy<'h>(&mut self, bytes: usize, source: impl Fn(usize) -> &'h Handle) {
+        let client = self.client();
+        let out = client.empty(bytes);
+        let vectors = bytes / 16;
+        self.time(COPY, 2.0 * bytes as f64, |i| {
+            // SAFETY: both buffers hold `vectors` vectors.
+            unsafe {
+                copy_kernel::launch_unchecked(
+                    &client,
+                    CubeCount::Static(vectors.div_ceil(256) as u32, 1, 1),
+                    CubeDim::new_1d(256),
+                    BufferArg::from_raw_parts(source(i).clone(), vectors),
+                    BufferArg::from_raw_parts(out.clone(), vectors),
+                );
+            }
+        });
+    }
+
+    /// Times a launch that does nothing, of which others of the shape are then multiples.
+    pub fn empty(&mut self) {
+        let client = self.client();
+        let out = client.empty(4);
+        self.time(EMPTY, 0.0, |_| {
+            // SAFETY: nothing is written.
+            unsafe {
+                empty_kernel::launch_unchecked(
+                    &client,
+                    CubeCount::Static(1, 1, 1),
+                    CubeDim::new_1d(32),
+                    BufferArg::from_raw_parts(out.clone(), 1),
+                    32,
+                );
+            }
+        });
+    }
+}

@@ -1,0 +1,170 @@
+//! Every kernel of `ops` on a GPU: bytes a second against a copy timed in the same process.
+//! `cargo bench -p nvfp4-kernels --features cuda --bench kernels`; a filter is the usual one of criterion,
+//! a regular expression for `shape/kernel`.
+//!
+//! A sample is a batch of launches between two events of the device, so that the host does not count as
+//! long as it keeps up. Inputs rotate among sets that together exceed the L2 cache, packed ones too. Bytes are
+//! compulsory ones: every input read once, every output written once. The shapes are those of the peers:
+//! squares, Llama 3's activations and weights, DeepSeek-V3's tokens in groups and experts. At 1024x1024, where a
+//! launch is what counts, an empty kernel is timed beside the others, launched one by one, and replayed from
+//! a graph.
+//!
+//! `NVFP4_BENCH_SHAPES` takes a part of the names of shapes, and leaves out all others.
+//! A table goes to standard output, and the same as JSON to `nvfp4-bench.json` in the target folder (or the
+//! file that `NVFP4_BENCH_JSON` names).
+//!
+//! Not here: products, and the decoding and transposing that goes with them (`benches/gemm.rs`); the
+//! diagnostics of `cvt.rs`, and the kernels of one cube that advance a random offset or add up the sizes of
+//! groups (part of what is padded and swizzled here).
+
+mod dense;
+mod grouped;
+mod harness;
+mod inputs;
+mod packed;
+mod producers;
+mod scales;
+
+use harness::{
+    Bench,
+    Effort::{self, Brief, Full},
+    Section,
+};
+use inputs::Inputs;
+use nvfp4_kernels::device::Groups;
+
+/// The shapes at which all kernels of matrices are timed, but for one.
+fn squares(bench: &mut Bench) {
+    for side in [1024, 4096, 8192, 16384] {
+        matrix(
+            bench,
+            format!("{side}x{side}"),
+            Full,
+            (side, side),
+            |section, inputs| {
+                if side == 1024 {
+                    section.empty();
+                }
+                dense::activations(section, inputs);
+                dense::tiles(section, "", inputs, &Groups::One);
+                let section = &mut section.brief();
+                if side != 4096 {
+                    dense::policies(section, inputs);
+                    packed::packed(section, inputs);
+                }
+                if side == 8192 {
+                    dense::types(section, (side, side));
+                }
+            },
+        );
+    }
+    let small = (1024, 1024);
+    bench.at("1024x1024 in a graph".into(), Full, |section| {
+        let inputs = &Inputs::bf16(&section.client(), small.0, small.1);
+        let section = &mut section.captured();
+        section.empty();
+        dense::copy(section, inputs);
+        dense::activations(section, inputs);
+        dense::tiles(section, "", inputs, &Groups::One);
+    });
+}
+
+fn llama(bench: &mut Bench) {
+    for (rows, cols) in [(8192, 4096), (8192, 8192), (16384, 8192)] {
+        bench.at(format!("producers {rows}x{cols}"), Full, |section| {
+            producers::producers(section, (rows, cols));
+        });
+    }
+    for cols in [4096, 8192, 14336, 28672] {
+        let name = format!("Llama 2048x{cols}");
+        matrix(bench, name, Full, (2048, cols), dense::activations);
+    }
+    for (rows, cols) in [(14336, 4096), (4096, 14336), (28672, 8192), (8192, 28672)] {
+        let name = format!("Llama weight {rows}x{cols}");
+        matrix(bench, name, Full, (rows, cols), |section, inputs| {
+            dense::tiles(section, "", inputs, &Groups::One);
+        });
+    }
+}
+
+fn deepseek(bench: &mut Bench) {
+    let name = "DeepSeek tokens 16384x7168".into();
+    matrix(bench, name, Full, (16384, 7168), |section, inputs| {
+        dense::activations(section, inputs);
+        // Without groups, beside those with them.
+        dense::tiles(&mut section.brief(), "", inputs, &Groups::One);
+        dense::four_over_six(&mut section.brief(), inputs);
+        grouped::tokens(section, inputs);
+    });
+    for cols in [2048, 7168] {
+        let name = format!("DeepSeek rows 16384x{cols}");
+        matrix(bench, name, Brief, (16384, cols), grouped::rows);
+    }
+    let experts = [
+        (8, 256, 256),
+        (8, 1408, 2048),
+        (8, 2048, 1408),
+        (8, 2048, 7168),
+        (8, 7168, 2048),
+        (128, 2048, 7168),
+        (128, 7168, 2048),
+    ];
+    for (count, rows, cols) in experts {
+        let name = format!("DeepSeek experts {count}x{rows}x{cols}");
+        matrix(
+            bench,
+            name,
+            Full,
+            (count * rows, cols),
+            |section, inputs| {
+                grouped::experts(section, inputs, count);
+            },
+        );
+    }
+}
+
+fn swizzled(bench: &mut Bench) {
+    for (count, rows, cols) in [(1, 8192, 8192), (1, 16384, 16384), (8, 8192, 5120)] {
+        bench.at(format!("scales {count}x{rows}x{cols}"), Brief, |section| {
+            scales::copy(section, count * rows * cols);
+            scales::batch(section, count, (rows, cols));
+        });
+    }
+    for (tokens, cols) in [(32768, 2048), (131_072, 7168)] {
+        bench.at(
+            format!("scales of tokens {tokens}x{cols}"),
+            Brief,
+            |section| {
+                scales::copy(section, tokens * cols);
+                for count in [4, 8] {
+                    scales::grouped(section, (tokens, cols), count);
+                }
+            },
+        );
+    }
+}
+
+/// `measure` of bf16 matrices, behind the copy of one.
+fn matrix(
+    bench: &mut Bench,
+    name: String,
+    effort: Effort,
+    (rows, cols): (usize, usize),
+    measure: impl FnOnce(&mut Section<'_>, &Inputs),
+) {
+    bench.at(name, effort, |section| {
+        let inputs = Inputs::bf16(&section.client(), rows, cols);
+        dense::copy(section, &inputs);
+        measure(section, &inputs);
+    });
+}
+
+fn main() {
+    let client = cubecl::Device::Cuda(Default::default()).client();
+    let mut bench = Bench::new(&client);
+    squares(&mut bench);
+    llama(&mut bench);
+    deepseek(&mut bench);
+    swizzled(&mut bench);
+    bench.report().expect("the summary could not be written");
+}

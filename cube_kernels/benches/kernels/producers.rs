@@ -1,0 +1,162 @@
+//! What stands before a product, fused with quantization and one operation after the other.
+
+use cubecl::prelude::Client;
+use nvfp4_kernels::{
+    device::{DeviceCopy, DeviceRounding, Groups},
+    ops::{self, Amaxes, Gated, Source},
+};
+
+use crate::{
+    dense::copy,
+    harness::Section,
+    inputs::{
+        Inputs, NEAREST, PACKED, copy_of, plain_and_transformed, rht, stochastic, with_amax, words,
+    },
+};
+
+const EPSILON: f32 = 1e-6;
+
+/// A producer, by the name of its operation.
+struct Producer<'a> {
+    name: &'a str,
+    source: &'a dyn Fn(usize) -> Source<'a>,
+    /// What has to be found before it.
+    factors: &'a dyn Fn(usize),
+    /// Bytes that it reads, and elements that it makes.
+    sizes: [f64; 2],
+    /// How its copies are rounded.
+    rounding: DeviceRounding,
+}
+
+/// All producers of `rows` x `cols` values. Rates of chains count the bytes of the fused form, so that
+/// their times compare.
+pub fn producers(section: &mut Section<'_>, (rows, cols): (usize, usize)) {
+    let client = section.client();
+    let (x, gate_up) = (
+        Inputs::bf16(&client, rows, cols),
+        Inputs::bf16(&client, rows, 2 * cols),
+    );
+    copy(section, &x);
+    let gain = words(&client, (0..cols).map(|_| 1.0f32.to_bits()));
+    let rstd = ops::rms_norm_rstd(&client, x.get(0), EPSILON).unwrap();
+    let norm = |i| Source::RmsNorm {
+        x: x.get(i),
+        rstd: &rstd,
+        gain: &gain,
+    };
+    let gated = |i| Source::SwiGlu(Gated::SideBySide(gate_up.get(i)));
+    let backward = |i| Source::SwiGluBackward {
+        grad: x.get(i),
+        inputs: Gated::SideBySide(gate_up.get(i)),
+    };
+    let n = x.elements();
+    let copy = DeviceCopy::new(NEAREST);
+    let factors = |i| {
+        ops::rms_norm_rstd(&client, x.get(i), EPSILON).unwrap();
+    };
+    section.time("row factors of RMSNorm", 2.0 * n, factors);
+    section.time("RMSNorm per token RN, one read", (2.0 + PACKED) * n, |i| {
+        ops::quantize_per_token_rms_norm(&client, x.get(i), &gain, EPSILON, &copy).unwrap();
+    });
+    section.time("RMSNorm, then per token RN", (2.0 + PACKED) * n, |i| {
+        factors(i);
+        let y = ops::produce(&client, norm(i)).unwrap();
+        ops::quantize_per_token(&client, &y, &copy).unwrap();
+    });
+    section.time("SwiGLU per token RN, one read", (4.0 + PACKED) * n, |i| {
+        ops::quantize_per_token(&client, gated(i), &copy).unwrap();
+    });
+    section.time("SwiGLU, then per token RN", (4.0 + PACKED) * n, |i| {
+        let y = ops::produce(&client, gated(i)).unwrap();
+        ops::quantize_per_token(&client, &y, &copy).unwrap();
+    });
+    let all = [
+        Producer {
+            name: "RMSNorm",
+            source: &norm,
+            factors: &factors,
+            sizes: [2.0 * n, n],
+            rounding: NEAREST,
+        },
+        Producer {
+            name: "SwiGLU",
+            source: &gated,
+            factors: &|_| (),
+            sizes: [4.0 * n, n],
+            rounding: NEAREST,
+        },
+        Producer {
+            name: "SwiGLU backward",
+            source: &backward,
+            factors: &|_| (),
+            sizes: [6.0 * n, 2.0 * n],
+            rounding: stochastic(),
+        },
+    ];
+    for producer in &all {
+        both(section, producer);
+    }
+}
+
+/// The maxima and both copies of what is produced, in every way to them.
+fn both(section: &mut Section<'_>, producer: &Producer<'_>) {
+    let client = section.client();
+    let Producer {
+        name,
+        source,
+        factors,
+        sizes: [read, out],
+        ref rounding,
+    } = *producer;
+    let one = &Groups::One;
+    let request = plain_and_transformed();
+    let written = read + 2.0 * out;
+    section.time(name, written, |i| {
+        ops::produce(&client, source(i)).unwrap();
+    });
+    let amaxes = "amax plain + RHT";
+    section.time(&format!("{name}: {amaxes}"), read, |i| {
+        ops::amaxes(&client, source(i), one, &request).unwrap();
+    });
+    section.time(&format!("{name} written, {amaxes}"), written, |i| {
+        ops::produce_with_amaxes(&client, source(i), one, &request).unwrap();
+    });
+    let quantized = read + 2.0 * PACKED * out;
+    let found =
+        std::cell::LazyCell::new(|| ops::amaxes(&client, source(0), one, &request).unwrap());
+    section.time(&format!("{name}: row + col RHT"), quantized, |i| {
+        copies(&client, source(i), &found, rounding);
+    });
+    // All that stands between the inputs and both copies, in three ways.
+    section.time(&format!("{name}, all: computed twice"), quantized, |i| {
+        factors(i);
+        let found = ops::amaxes(&client, source(i), one, &request).unwrap();
+        copies(&client, source(i), &found, rounding);
+    });
+    let kernel = format!("{name}, all: written with maxima");
+    section.time(&kernel, quantized, |i| {
+        factors(i);
+        let (y, found) = ops::produce_with_amaxes(&client, source(i), one, &request).unwrap();
+        copies(&client, &y, &found, rounding);
+    });
+    let kernel = format!("{name}, all: one after the other");
+    section.time(&kernel, quantized, |i| {
+        factors(i);
+        let y = ops::produce(&client, source(i)).unwrap();
+        let found = ops::amaxes(&client, &y, one, &request).unwrap();
+        copies(&client, &y, &found, rounding);
+    });
+}
+
+/// The row-wise copy and the transformed column-wise one, in one read.
+fn copies<'a>(
+    client: &Client,
+    x: impl Into<Source<'a>>,
+    found: &Amaxes,
+    rounding: &DeviceRounding,
+) {
+    let copy = |hadamard| copy_of(rounding.clone(), hadamard);
+    let row = with_amax(found.rows.as_ref().unwrap(), copy(None));
+    let col = with_amax(found.cols.as_ref().unwrap(), copy(rht()));
+    ops::quantize_both(client, x, &Groups::One, &row, &col).unwrap();
+}

@@ -1,0 +1,78 @@
+//! Block scales into the 128x4 tiles of FP4 tensor cores, and back. Bytes are those of the scales, without
+//! padding.
+
+use cubecl::{prelude::*, server::Handle};
+use nvfp4_kernels::{BLOCK, ops};
+
+use crate::{
+    harness::Section,
+    inputs::{Rotated, bytes, equal_groups},
+};
+
+/// The copy of as many bytes as `elements` have scales.
+pub fn copy(section: &mut Section<'_>, elements: usize) {
+    let len = elements / BLOCK;
+    let client = section.client();
+    let scales = bytes(&client, len);
+    section.copy(len, |i| &scales[i]);
+}
+
+/// `count` matrices of `rows` x `cols` values.
+pub fn batch(section: &mut Section<'_>, count: usize, (rows, cols): (usize, usize)) {
+    let blocks = cols / BLOCK;
+    both(
+        section,
+        "",
+        count * rows * blocks,
+        |client, scales| ops::swizzle_batch(client, scales, count, rows, blocks).unwrap(),
+        |client, tiles| ops::unswizzle_batch(client, tiles, count, rows, blocks).unwrap(),
+    );
+}
+
+/// `tokens` tokens of `cols` values in `count` groups, in both orientations.
+pub fn grouped(section: &mut Section<'_>, (tokens, cols): (usize, usize), count: usize) {
+    let groups = &equal_groups(&section.client(), tokens, count);
+    let blocks = cols / BLOCK;
+    both(
+        section,
+        &format!(", {count} groups of rows"),
+        tokens * blocks,
+        |client, scales| {
+            let swizzled = ops::swizzle_row_groups(client, scales, tokens, blocks, groups);
+            swizzled.unwrap().0
+        },
+        |client, tiles| ops::unswizzle_row_groups(client, tiles, tokens, blocks, groups).unwrap(),
+    );
+    both(
+        section,
+        &format!(", {count} groups of blocks"),
+        // Each group may end with a block that is not full.
+        cols * (tokens / BLOCK + count),
+        |client, scales| {
+            let swizzled = ops::swizzle_block_groups(client, scales, cols, tokens, BLOCK, groups);
+            swizzled.unwrap().0
+        },
+        |client, tiles| {
+            ops::unswizzle_block_groups(client, tiles, cols, tokens, BLOCK, groups).unwrap()
+        },
+    );
+}
+
+/// Both directions, from `len` bytes of scales.
+fn both(
+    section: &mut Section<'_>,
+    name: &str,
+    len: usize,
+    into: impl Fn(&Client, &Handle) -> Handle,
+    back: impl Fn(&Client, &Handle) -> Handle,
+) {
+    let client = section.client();
+    let scales = bytes(&client, len.next_multiple_of(4));
+    section.time(&format!("swizzle{name}"), 2.0 * len as f64, |i| {
+        into(&client, &scales[i]);
+    });
+    let tiles = Rotated::new(len as f64, |i| into(&client, &scales[i]));
+    section.time(&format!("unswizzle{name}"), 2.0 * len as f64, |i| {
+        back(&client, &tiles[i]);
+    });
+}

@@ -1,0 +1,339 @@
+//! `cargo xtask sanitize`: the tests of the kernels under compute-sanitizer.
+
+use std::collections::VecDeque;
+use std::env;
+use std::path::{Path, PathBuf};
+use std::process::{Command, ExitCode, Stdio};
+use std::sync::Mutex;
+use std::thread;
+use std::time::Instant;
+
+use anyhow::{Context, Result, ensure};
+
+use crate::{test::FEATURES, workspace};
+
+/// The package whose tests run.
+const PACKAGE: &str = "nvfp4-kernels";
+
+/// Parts of names of tests that say nothing more here and would take hours: those of large matrices, and of
+/// many launches.
+const LEFT_OUT: [&str; 6] = [
+    "beyond_two",
+    "more_elements",
+    "large",
+    "shapes_of",
+    "shapes_per",
+    "hundred",
+];
+
+/// Test binaries that launch no kernel, or launch each a hundred times.
+const NOT_RUN: [&str; 10] = [
+    "cuda_source",
+    "decode",
+    "gemm_source",
+    "golden",
+    "layouts_source",
+    "mma_source",
+    "nvfp4_kernels",
+    "oracle",
+    "repeated",
+    "shapes",
+];
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+enum Tool {
+    /// Accesses outside of memory, and leaks
+    Memcheck,
+    /// Races in shared memory
+    Racecheck,
+    /// Reads of memory that was not written
+    Initcheck,
+}
+
+impl Tool {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Memcheck => "memcheck",
+            Self::Racecheck => "racecheck",
+            Self::Initcheck => "initcheck",
+        }
+    }
+}
+
+/// Options of `cargo xtask sanitize`.
+#[derive(clap::Args)]
+pub struct Args {
+    /// Tools to run (default: all three)
+    #[arg(long, value_delimiter = ',')]
+    tool: Vec<Tool>,
+    /// Test binaries by name, such as `copies` (default: all that launch kernels)
+    #[arg(long, short, value_name = "NAME")]
+    test: Vec<String>,
+    /// A test binary that is built already; cargo is then not needed
+    #[arg(long, value_name = "FILE", conflicts_with = "test")]
+    binary: Vec<PathBuf>,
+    /// Processes at a time, all on one GPU
+    #[arg(long, short, default_value_t = 4, value_name = "N")]
+    jobs: usize,
+    /// Arguments for the test binaries, for example a part of a test's name
+    #[arg(last = true, value_name = "ARGUMENTS")]
+    rest: Vec<String>,
+}
+
+/// What one tool found in one test binary.
+struct Finding {
+    test: String,
+    tool: Tool,
+    summary: Summary,
+    seconds: f64,
+    output: String,
+}
+
+/// What stands in the output of compute-sanitizer and of the test binary below it.
+#[derive(Debug, Default, PartialEq, Eq)]
+struct Summary {
+    /// Errors that the tool counted; `None` if it did not come to its end.
+    errors: Option<usize>,
+    /// Tests that passed; `None` if one failed, or there is no result.
+    passed: Option<usize>,
+}
+
+impl Summary {
+    fn read(output: &str) -> Self {
+        let mut summary = Self::default();
+        for line in output.lines() {
+            if let Some(rest) = line.strip_prefix("test result: ok. ") {
+                summary.passed = first_number(rest);
+            } else if let Some((_, rest)) = line.split_once("ERROR SUMMARY: ") {
+                summary.errors = first_number(rest);
+            } else if let Some((_, rest)) = line.split_once("RACECHECK SUMMARY: ") {
+                // Hazards of all severities.
+                summary.errors = first_number(rest);
+            }
+        }
+        summary
+    }
+
+    fn is_good(&self) -> bool {
+        self.errors == Some(0) && self.passed.is_some()
+    }
+}
+
+fn first_number(text: &str) -> Option<usize> {
+    text.split_whitespace().next()?.parse().ok()
+}
+
+/// Runs the tests under each tool; prints a table of errors.
+///
+/// Fails when a tool found an error or did not come to its end, and when a test failed. Where there is no GPU
+/// or no compute-sanitizer it says so and succeeds.
+pub fn run(args: &Args) -> Result<ExitCode> {
+    let Some(sanitizer) = sanitizer() else {
+        println!("SKIPPED: no compute-sanitizer on PATH, in CUDA_PATH or in /usr/local/cuda");
+        return Ok(ExitCode::SUCCESS);
+    };
+    if !has_gpu() {
+        println!("SKIPPED: nvidia-smi lists no GPU");
+        return Ok(ExitCode::SUCCESS);
+    }
+    let binaries = if args.binary.is_empty() {
+        build(&args.test)?
+    } else {
+        args.binary
+            .iter()
+            .map(|path| (stem(path), path.clone()))
+            .collect()
+    };
+    ensure!(
+        !binaries.is_empty(),
+        "no test binary of {PACKAGE} is called one of {:?}",
+        args.test
+    );
+    let tools = match args.tool.as_slice() {
+        [] => &[Tool::Memcheck, Tool::Racecheck, Tool::Initcheck],
+        tools => tools,
+    };
+    let queue: VecDeque<(&str, &Path, Tool)> = tools
+        .iter()
+        .flat_map(|&tool| {
+            (binaries.iter()).map(move |(name, path)| (name.as_str(), path.as_path(), tool))
+        })
+        .collect();
+    let queue = Mutex::new(queue);
+    let findings = Mutex::new(Vec::new());
+    thread::scope(|scope| {
+        for _ in 0..args.jobs.max(1) {
+            scope.spawn(|| {
+                loop {
+                    let next = queue.lock().expect("not poisoned").pop_front();
+                    let Some((test, path, tool)) = next else {
+                        return;
+                    };
+                    let finding = check(&sanitizer, test, path, tool, &args.rest);
+                    findings.lock().expect("not poisoned").push(finding);
+                }
+            });
+        }
+    });
+    let findings: Vec<Finding> = findings
+        .into_inner()
+        .expect("not poisoned")
+        .into_iter()
+        .collect::<Result<_>>()?;
+    Ok(report(&findings))
+}
+
+fn check(
+    sanitizer: &Path,
+    test: &str,
+    binary: &Path,
+    tool: Tool,
+    rest: &[String],
+) -> Result<Finding> {
+    let start = Instant::now();
+    let mut command = Command::new(sanitizer);
+    command
+        .args(["--tool", tool.name(), "--print-limit", "20"])
+        .arg(binary)
+        .arg("--test-threads=1")
+        .args(LEFT_OUT.iter().flat_map(|name| ["--skip", name]))
+        .args(rest)
+        .env("NVFP4_TEST_DEVICE", "cuda");
+    let output = command
+        .output()
+        .with_context(|| format!("cannot start {}", sanitizer.display()))?;
+    let output = [output.stdout, output.stderr].concat();
+    let output = String::from_utf8_lossy(&output).into_owned();
+    let finding = Finding {
+        test: test.into(),
+        tool,
+        summary: Summary::read(&output),
+        seconds: start.elapsed().as_secs_f64(),
+        output,
+    };
+    println!("{test}, {}: {:.0} s", tool.name(), finding.seconds);
+    Ok(finding)
+}
+
+/// The output of what was not clean, then the table.
+fn report(findings: &[Finding]) -> ExitCode {
+    for finding in findings.iter().filter(|finding| !finding.summary.is_good()) {
+        println!("\n=== {} under {}", finding.test, finding.tool.name());
+        println!("{}", finding.output);
+    }
+    let shown = |number: Option<usize>| number.map_or("-".into(), |number| number.to_string());
+    println!("\n| tests | tool | errors | tests passed | seconds |\n|---|---|---|---|---|");
+    for finding in findings {
+        let Summary { errors, passed } = &finding.summary;
+        println!(
+            "| {} | {} | {} | {} | {:.0} |",
+            finding.test,
+            finding.tool.name(),
+            shown(*errors),
+            shown(*passed),
+            finding.seconds
+        );
+    }
+    let bad = findings
+        .iter()
+        .filter(|finding| !finding.summary.is_good())
+        .count();
+    println!("{} runs, {bad} with errors", findings.len());
+    if bad == 0 {
+        ExitCode::SUCCESS
+    } else {
+        ExitCode::FAILURE
+    }
+}
+
+/// The test binaries of the kernels that are asked for, by name, built.
+fn build(wanted: &[String]) -> Result<Vec<(String, PathBuf)>> {
+    let mut command = workspace::cargo();
+    command
+        .args(["test", "--no-run", "--package", PACKAGE])
+        .args(["--features", FEATURES, "--message-format=json"]);
+    if wanted.is_empty() {
+        command.arg("--tests");
+    }
+    for name in wanted {
+        command.args(["--test", name]);
+    }
+    println!("$ {}", workspace::shown(&command));
+    let output = command
+        .stderr(Stdio::inherit())
+        .output()
+        .context("cannot start cargo")?;
+    ensure!(
+        output.status.success(),
+        "cargo test ended with {}",
+        output.status
+    );
+    let mut binaries = Vec::new();
+    for line in String::from_utf8_lossy(&output.stdout).lines() {
+        let message: serde_json::Value = serde_json::from_str(line).context("cargo's messages")?;
+        let name = message["target"]["name"].as_str().unwrap_or_default();
+        let Some(path) = message["executable"].as_str() else {
+            continue;
+        };
+        if !wanted.is_empty() || !NOT_RUN.contains(&name) {
+            binaries.push((name.to_owned(), PathBuf::from(path)));
+        }
+    }
+    Ok(binaries)
+}
+
+/// The name of a test binary, without the hash that cargo adds.
+fn stem(path: &Path) -> String {
+    let name = path.file_name().unwrap_or_default().to_string_lossy();
+    match name.rsplit_once('-') {
+        Some((name, _)) => name.into(),
+        None => name.into_owned(),
+    }
+}
+
+fn sanitizer() -> Option<PathBuf> {
+    const NAME: &str = "compute-sanitizer";
+    let path = env::var_os("PATH").unwrap_or_default();
+    let toolkit = env::var_os("CUDA_PATH").map(|path| PathBuf::from(path).join("bin"));
+    env::split_paths(&path)
+        .chain(toolkit)
+        .chain([PathBuf::from("/usr/local/cuda/bin")])
+        .map(|folder| folder.join(NAME))
+        .find(|file| file.is_file())
+}
+
+fn has_gpu() -> bool {
+    let output = Command::new("nvidia-smi").arg("-L").output();
+    output.is_ok_and(|output| output.status.success() && !output.stdout.is_empty())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn summaries_of_all_tools() {
+        let of = |tail: &str| {
+            let head = "========= COMPUTE-SANITIZER\nrunning 3 tests\n\
+                        test result: ok. 3 passed; 0 failed; 0 ignored; 0 measured\n";
+            Summary::read(&format!("{head}{tail}"))
+        };
+        let clean = of("========= ERROR SUMMARY: 0 errors\n");
+        assert_eq!((clean.errors, clean.passed), (Some(0), Some(3)));
+        assert!(clean.is_good());
+        assert!(!of("========= ERROR SUMMARY: 2 errors\n").is_good());
+        let races = of("========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)\n");
+        assert_eq!(races.errors, Some(1));
+        let none = of("========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)\n");
+        assert!(none.is_good());
+        assert!(!of("").is_good(), "the tool died");
+        let failed = "test result: FAILED. 1 passed; 1 failed\n========= ERROR SUMMARY: 0 errors";
+        assert!(!Summary::read(failed).is_good());
+    }
+
+    #[test]
+    fn names_lose_their_hash() {
+        assert_eq!(stem(Path::new("/x/deps/copies-314a348c6f8156f8")), "copies");
+        assert_eq!(stem(Path::new("ms_eden")), "ms_eden");
+    }
+}
