@@ -21,9 +21,12 @@ use cubecl_server::runtime::Runtime;
 use kernel_sources::{Fake, count, cuda_source, disassembled, spills};
 use nvfp4_kernels::{
     device::FloatKind,
-    gemm::kernels::{
-        BlockScaledShape, EpilogueKind, Factor, Grouping, Left, MATRIX_UNITS, MatrixTile, Multiply,
-        Pieces, Shape, matrix_kernel, sm120_kernel, small_m_kernel,
+    gemm::{
+        OutputAmax,
+        kernels::{
+            BlockScaledShape, EpilogueKind, Factor, Grouping, Left, MATRIX_UNITS, MatrixTile,
+            Multiply, Pieces, Shape, matrix_kernel, sm120_kernel, small_m_kernel,
+        },
     },
 };
 use nvrtc::CudaTools;
@@ -37,7 +40,7 @@ const PLAIN: EpilogueKind = EpilogueKind {
     bias: false,
     accumulate: false,
     out: FloatKind::Bf16,
-    amax: false,
+    amax: None,
 };
 
 const ALL: EpilogueKind = EpilogueKind {
@@ -46,7 +49,7 @@ const ALL: EpilogueKind = EpilogueKind {
     bias: true,
     accumulate: true,
     out: FloatKind::F32,
-    amax: true,
+    amax: Some(OutputAmax::Whole),
 };
 
 /// The device that kernels are asked of, and its kernels.
@@ -152,6 +155,7 @@ impl Kernels {
                 self.buffer(64),
                 self.buffer(2),
                 self.buffer(1024),
+                self.buffer(1),
                 64,
                 64,
                 64,
@@ -176,6 +180,7 @@ impl Kernels {
             columns: 2,
             ahead: 2,
             tail: true,
+            halves: false,
             left: Left::Packed,
         };
         // SAFETY: nothing is launched.
@@ -197,6 +202,7 @@ impl Kernels {
                 self.buffer(64),
                 self.buffer(64),
                 self.buffer(64),
+                self.buffer(1),
                 8,
                 64,
                 256,
@@ -272,7 +278,7 @@ fn block_scaled_instructions() {
 fn few_rows_on_other_devices() {
     let tools = tools!("few_rows_on_other_devices");
     let kernels = Kernels::new();
-    for kind in [PLAIN, EpilogueKind { amax: false, ..ALL }] {
+    for kind in [PLAIN, ALL] {
         let name = format!("few_rows-{:?}", kind.out);
         let text = kernels.few_rows(kind);
         for arch in ["sm_90", "sm_100a", "sm_120a", "sm_121a"] {
@@ -291,7 +297,10 @@ fn portable_matrix_instructions() {
     let kernels = Kernels::new();
     let out = |out, kind: EpilogueKind| EpilogueKind { out, ..kind };
     let (short, long) = (AddressType::U32, AddressType::U64);
-    let all = EpilogueKind { amax: false, ..ALL };
+    let all = EpilogueKind {
+        amax: Some(OutputAmax::PerGroup),
+        ..ALL
+    };
     for (address, width, grouping, shape, packed, kind) in [
         (
             short,

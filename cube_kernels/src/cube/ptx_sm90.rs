@@ -108,6 +108,25 @@ pub fn load_once_4(address: u64) -> Vector<u32, Const<4>> {
     Vector::<u32, Const<4>>::reinterpret(words)
 }
 
+/// Loads 8 bytes of device memory that nobody writes, aligned to as many, as [`load_once_4()`] does.
+#[cube]
+pub fn load_once_2(address: u64) -> Vector<u32, Const<2>> {
+    let words: Vector<u32, Const<2>>;
+    gpu_asm!(
+        "ld.global.nc.L1::no_allocate.L2::256B.v2.b32 {w}, [{a}];",
+        w = out(_) words, a = in(_) address
+    );
+    Vector::<u32, Const<2>>::reinterpret(words)
+}
+
+/// Loads one byte of device memory that nobody writes: `ld.global.nc`.
+#[cube]
+pub fn load_u8(address: u64) -> u32 {
+    let value: u32;
+    gpu_asm!("ld.global.nc.u8 {v}, [{a}];", v = out(_) value, a = in(_) address);
+    u32::reinterpret(value)
+}
+
 /// Loads two bytes of device memory that nobody writes, aligned to two: `ld.global.nc`.
 #[cube]
 pub fn load_u16(address: u64) -> u32 {

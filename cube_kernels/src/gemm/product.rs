@@ -6,7 +6,7 @@ use cubecl::{client::Client, server::Handle};
 
 use super::{
     cublaslt,
-    epilogue::{EpilogueKind, Factor},
+    epilogue::{EpilogueKind, Factor, OutputAmax},
     grouped, matrix, portable,
     select::{self, Plan},
     sm90::{self, Grouping},
@@ -18,7 +18,7 @@ use crate::{
         AmaxScope, Capabilities, DeviceDecoded, DeviceOperand, DevicePacked, FloatKind, GemmPath,
         Matrix, is_aligned,
     },
-    ops,
+    ops::{self, amax::zeros},
 };
 
 /// What the maximum of a tensor with block scales up to 448 stands for: 6 · 448.
@@ -570,8 +570,8 @@ pub fn product(
 /// (what [`ops::amax`](crate::ops::amax) of the result would find): quantizing the result next needs
 /// no pass over it. NaN and infinity survive.
 ///
-/// The kernels of Hopper and consumer Blackwell for many rows find it while they write; after the others a
-/// second kernel reads the result, which a tracing event says.
+/// All kernels of this crate find it while they write; after cuBLASLt a second kernel reads the result, which a
+/// tracing event says.
 ///
 /// # Errors
 /// As [`product`].
@@ -675,15 +675,7 @@ fn run(
     }
     let result = Output::new(client, target, m, n)?;
     let accumulate = result.accumulates();
-    let amax = match find_amax {
-        // That of no elements: a zero.
-        true => Some(ops::amax(
-            client,
-            &Matrix::empty(client, 0, 0, FloatKind::F32),
-            None,
-        )?),
-        false => None,
-    };
+    let amax = find_amax.then(|| zeros(client, 1));
     if result.is_empty() {
         return Ok((result.into_matrix(), amax));
     }
@@ -712,7 +704,7 @@ fn run(
             bias: bias.is_some(),
             accumulate,
             out: result.dtype(),
-            amax: find_amax,
+            amax: find_amax.then_some(OutputAmax::Whole),
         },
         a_amax: a_amax.unwrap_or_else(|| unread.clone()),
         b_amax: b_amax.unwrap_or_else(|| unread.clone()),
@@ -725,8 +717,6 @@ fn run(
         offsets: unread.clone(),
         groups: 1,
     };
-    // Whether the kernel has found the maximum of what it wrote.
-    let mut found = false;
     match path {
         GemmPath::CublasLt => {
             let kernel = match tiles_are_read {
@@ -743,7 +733,6 @@ fn run(
             };
             trace(shape, path, &plan.to_string());
             launch_plan(client, plan, a, b, shape, &groups, &epilogue, &result)?;
-            found = plan != Plan::FewRows;
         }
         GemmPath::MatrixInstructions if capabilities.gemm != GemmPath::Scalar => {
             let plan = match asked || !are_aligned(a, b, &result) {
@@ -770,7 +759,7 @@ fn run(
                 }
                 _ => None,
             };
-            if let (Some(a), Some(b), false) = (plain(a), plain(b), accumulate) {
+            if let (Some(a), Some(b), false) = (plain(a), plain(b), accumulate || find_amax) {
                 portable::launch(client, &capabilities, &a, &b, bias, result.matrix());
             } else {
                 grouped::scalar(
@@ -789,9 +778,11 @@ fn run(
         _ => return Err(missing(path, &capabilities, shape)),
     }
     let amax = match amax {
-        Some(amax) if found => Some(amax),
-        Some(_) => Some(amax_of(client, shape, path, result.matrix())?),
-        None => None,
+        // The library does not find it while it writes.
+        Some(_) if path == GemmPath::CublasLt => {
+            Some(amax_of(client, shape, path, result.matrix())?)
+        }
+        amax => amax,
     };
     Ok((result.into_matrix(), amax))
 }

@@ -238,9 +238,10 @@ pub(super) fn plan_of(
         let best = possible.min_by(|x, y| x.1.total_cmp(&y.1));
         best.expect("there are tiles").0
     };
-    let decoded_only = b != Storage::Packed || a == Storage::Columns || !sm90_fused::takes(k);
+    let in_registers = b == Storage::Packed && a != Storage::Columns;
     match grouping {
-        _ if decoded_only => cheapest(&decoded),
+        Grouping::Dense if in_registers && small_m::takes(m, k) => Plan::FewRows,
+        _ if !in_registers || !sm90_fused::takes(k) => cheapest(&decoded),
         Grouping::Depth => cheapest(&decoded),
         // A tile at the end of a group is as narrow as its rows.
         Grouping::Rows => {
@@ -251,7 +252,6 @@ pub(super) fn plan_of(
             let band = (m / (groups * rows_a)).clamp(1, BAND);
             Plan::Fused(FusedTile { rows_a, ways: 1 }, band)
         }
-        Grouping::Dense if small_m::takes(m, k) => Plan::FewRows,
         Grouping::Dense => cheapest(&[fused.as_slice(), decoded.as_slice()].concat()),
     }
 }
@@ -364,6 +364,7 @@ mod tests {
         let fused = |rows_a, ways| Plan::Fused(FusedTile { rows_a, ways }, BAND);
         assert_eq!(dense(1, 8192, 8192), Plan::FewRows);
         assert_eq!(dense(16, 4096, 14336), Plan::FewRows);
+        assert_eq!(dense(16, 4096, 14352), Plan::FewRows);
         assert_eq!(dense(32, 8192, 8192), fused(32, 4));
         assert_eq!(dense(64, 8192, 8192), fused(64, 2));
         assert_eq!(dense(96, 8192, 8192), fused(128, 2));
@@ -419,7 +420,7 @@ mod tests {
             plan((false, true), (8, 8192, 8192), dense),
             Some(Plan::FewRows)
         );
-        assert_eq!(plan(both, (8, 8192, 48), dense), tile(1));
+        assert_eq!(plan(both, (8, 8192, 48), dense), Some(Plan::FewRows));
         assert_eq!(plan((false, true), (64, 8192, 8192), dense), None);
         assert_eq!(plan(both, (64, 8192, 8192), Grouping::Depth), None);
     }
@@ -440,7 +441,7 @@ mod tests {
         assert_eq!(portable(&datacenter, true, (1, 8192, 8192), dense), few);
         assert_eq!(portable(&datacenter, true, (16, 10, 96), dense), few);
         assert_eq!(portable(&datacenter, true, (17, 8192, 8192), dense), None);
-        assert_eq!(portable(&datacenter, true, (1, 8192, 48), dense), None);
+        assert_eq!(portable(&datacenter, true, (1, 8192, 48), dense), few);
         assert_eq!(portable(&datacenter, true, (1, 9, 8192), dense), None);
         assert_eq!(portable(&datacenter, false, (1, 8192, 8192), dense), None);
         assert_eq!(

@@ -228,8 +228,8 @@ fn amax_of_matrix(client: &Client, x: &Matrix) -> Result<Handle, Nvfp4Error> {
     Ok(out)
 }
 
-/// `count` zeros.
-fn zeros(client: &Client, count: usize) -> Handle {
+/// `count` words of zeros, which kernels may raise.
+pub(crate) fn zeros(client: &Client, count: usize) -> Handle {
     let out = allocate(client, count * 4);
     if count > 0 {
         let (cube_count, dim) = grid(client, count);
