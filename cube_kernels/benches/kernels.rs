@@ -12,6 +12,8 @@
 
 use std::{collections::BTreeMap, time::Duration};
 
+mod common;
+
 use criterion::{Criterion, Throughput};
 use cubecl::prelude::*;
 use futures_lite::future::block_on;
@@ -21,14 +23,6 @@ use nvfp4_kernels::{
     gemm,
     ops::{self, AmaxRequest, Amaxes, CopyRequest, Gated, Source},
 };
-
-#[cube(launch_unchecked)]
-fn copy_kernel(from: &[Vector<u32, Const<4>>], to: &mut [Vector<u32, Const<4>>]) {
-    let i = ABSOLUTE_POS;
-    if i < to.len() {
-        to[i] = from[i];
-    }
-}
 
 /// What one benchmark gave.
 struct Record {
@@ -186,17 +180,7 @@ fn copy(bench: &mut Bench, shape: &str, inputs: &Inputs) {
     let bytes = inputs.get(0).len() * 2;
     let out = client.empty(bytes);
     bench.time(shape, "copy", 4.0 * inputs.elements, &mut |i| {
-        let vectors = bytes / 16;
-        // SAFETY: both buffers hold `vectors` vectors.
-        unsafe {
-            copy_kernel::launch_unchecked(
-                &client,
-                CubeCount::Static(vectors.div_ceil(256) as u32, 1, 1),
-                CubeDim::new_1d(256),
-                BufferArg::from_raw_parts(inputs.get(i).handle.clone(), vectors),
-                BufferArg::from_raw_parts(out.clone(), vectors),
-            );
-        }
+        common::copy(&client, &inputs.get(i).handle, &out, bytes);
     });
 }
 

@@ -15,7 +15,7 @@ mod packed;
 use common::Generator;
 use cubecl::prelude::*;
 use device::{DeviceElement, read_f32s, read_matrix};
-use epilogue::check_epilogues;
+use epilogue::{Epilogue, check_epilogues};
 use half::{bf16, f16};
 use nvfp4_kernels::{
     device::{Capabilities, FloatKind, GemmPath, Matrix},
@@ -457,10 +457,14 @@ fn epilogues_of_groups() {
         let groups = sizes.iter().enumerate();
         groups.flat_map(|(g, &size)| vec![g; size]).collect()
     };
+    // Every second one: each part, and each type.
+    let (all, some) = (Epilogue::all(), Epilogue::all().into_iter().step_by(2));
+    let some: Vec<Epilogue> = some.collect();
     for (path, k) in paths(&client)
         .into_iter()
         .flat_map(|path| [(path, 64), (path, 48)])
     {
+        let epilogues = if k == 64 { &all } else { &some };
         let (mut a, b) = (Packed::random(m, k, 1), Packed::random(count * n, k, 2));
         let row = starts[2] + 1;
         a.scales[row * a.blocks + 2] = 0x7f;
@@ -472,7 +476,7 @@ fn epilogues_of_groups() {
             &client,
             n,
             &group_of(&sizes),
-            true,
+            epilogues,
             &what,
             &|a_scale, b_scale, bias, target| {
                 let a = scaled(Elements::Packed(&left), a_scale);
@@ -487,12 +491,17 @@ fn epilogues_of_groups() {
         let m = if large { 72 } else { 5 };
         let (a, b) = (Packed::random(m, 112, 3), Packed::random(n, 112, 4));
         let (left, right) = (a.device(&client), b.device(&client));
+        // A contraction in groups takes none.
+        let mut without_bias = some.clone();
+        without_bias
+            .iter_mut()
+            .for_each(|epilogue| epilogue.bias = false);
         let what = format!("{path:?}, depth");
         check_epilogues(
             &client,
             n,
             &group_of(&[m; 4]),
-            false,
+            &without_bias,
             &what,
             &|a_scale, b_scale, _, target| {
                 let a = scaled(Elements::Packed(&left), a_scale);

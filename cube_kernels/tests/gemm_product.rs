@@ -16,7 +16,7 @@ mod packed;
 
 use common::Generator;
 use cubecl::{prelude::*, server::Handle};
-use epilogue::check_epilogues;
+use epilogue::{Epilogue, check_epilogues};
 use half::bf16;
 use nvfp4_kernels::{
     device::{Capabilities, DevicePacked, FloatKind, GemmPath, Matrix},
@@ -891,19 +891,31 @@ fn epilogues() {
         &[(5, 24, 48)]
     };
     for &shape in shapes {
-        check_epilogues_of(&client, shape, None, false);
+        check_epilogues_of(&client, shape, None, false, &Epilogue::all());
     }
 }
 
-/// The same on the kernel that reads bf16, which large products take, with every tile.
+/// The same on the kernel that reads bf16, which large products take: tiles of one and of several chunks, and
+/// one whose last chunk is narrower.
 #[test]
-fn epilogues_of_decoded_tiles() {
-    let client = hopper!("epilogues_of_decoded_tiles");
-    for tile in Tile::ALL {
-        let plan = Some(Plan::Decoded(tile, 4));
-        check_epilogues_of(&client, (200, 72, 64), plan, false);
-        check_epilogues_of(&client, (300, 2112, 112), plan, true);
-    }
+fn epilogues_of_decoded_tiles_64() {
+    check_decoded_tile(&hopper!("epilogues_of_decoded_tiles_64"), Tile::N64);
+}
+
+#[test]
+fn epilogues_of_decoded_tiles_176() {
+    check_decoded_tile(&hopper!("epilogues_of_decoded_tiles_176"), Tile::N176);
+}
+
+#[test]
+fn epilogues_of_decoded_tiles_256() {
+    check_decoded_tile(&hopper!("epilogues_of_decoded_tiles_256"), Tile::N256);
+}
+
+fn check_decoded_tile(client: &Client, tile: Tile) {
+    let plan = Some(Plan::Decoded(tile, 4));
+    check_epilogues_of(client, (200, 72, 64), plan, false, &Epilogue::all());
+    check_epilogues_of(client, (300, 2112, 112), plan, true, &Epilogue::all());
 }
 
 /// The epilogues of a product of `m` x `n` x `k` with random operands, the left one bf16 or packed.
@@ -912,6 +924,7 @@ fn check_epilogues_of(
     (m, n, k): (usize, usize, usize),
     plan: Option<Plan>,
     bf16_left: bool,
+    epilogues: &[Epilogue],
 ) {
     let (a, b) = (Packed::random(m, k, 5), Packed::random(n, k, 6));
     let (left, right) = (a.device(client), b.device(client));
@@ -925,7 +938,7 @@ fn check_epilogues_of(
         client,
         n,
         &vec![0; m],
-        true,
+        epilogues,
         &what,
         &|a_scale, b_scale, bias, target| {
             let a = scaled(left, a_scale);
@@ -1086,8 +1099,8 @@ proptest! {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 16, failure_persistence: None, ..Default::default() })]
 
-    /// Every part of the epilogue and every output type in any shape, few rows in every second one, with a
-    /// packed and with a bf16 operand.
+    /// Any shape, few rows in every second one, with any epilogue, a packed or a bf16 operand, and any type of
+    /// output.
     #[test]
     fn random_epilogues(
         m in 1usize..700,
@@ -1095,6 +1108,7 @@ proptest! {
         n in 1usize..90,
         blocks in 1usize..60,
         bf16_left: bool,
+        epilogue in prop::sample::select(Epilogue::all()),
     ) {
         let Some(client) = device::client("random_epilogues") else { return Ok(()) };
         let m = if few { m % 16 + 1 } else { m };
@@ -1102,6 +1116,6 @@ proptest! {
             true => (m, 8 * n, blocks),
             false => (m % 9 + 1, n % 9 + 1, blocks % 5 + 1),
         };
-        check_epilogues_of(&client, (m, n, 16 * blocks), None, bf16_left);
+        check_epilogues_of(&client, (m, n, 16 * blocks), None, bf16_left, &[epilogue]);
     }
 }
