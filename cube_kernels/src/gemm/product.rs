@@ -445,7 +445,7 @@ pub fn gemm_bf16(
 ///
 /// The kernels of Hopper and of consumer Blackwell write 16 bytes and read rows of whole 16 bytes: `n`
 /// and `k` must be multiples of 8. cuBLASLt wants rows of 16 bytes too, of FP4 codes: `n` a multiple of 8
-/// and `k` of 32. Other shapes take the portable kernels, and so do operands whose memory
+/// and `k` of 32. Other shapes take the portable kernels, and so do few bf16 rows with a packed `b` there, operands whose memory
 /// does not begin at a multiple of 16 bytes, and on consumer Blackwell products with a bf16 operand (but
 /// for few rows of it with a packed `b`) and contractions in groups.
 pub fn path_of(capabilities: &Capabilities, n: usize, k: usize) -> GemmPath {
@@ -683,8 +683,16 @@ fn run(
     let (shape, dense) = ((m, n, k), Grouping::Dense);
     let asked = path.is_some();
     let possible = possible_path(&capabilities, plan, a, b, &result, shape, dense);
+    let few_rows = match are_aligned(a, b, &result) {
+        true => select::portable(&capabilities, b.is_packed(), shape, dense),
+        false => None,
+    };
     let path = match path {
         Some(path) => path,
+        // The library would have all of the weight decoded for a few rows.
+        None if possible == GemmPath::CublasLt && !a.is_packed() && few_rows.is_some() => {
+            GemmPath::MatrixInstructions
+        }
         None if possible == GemmPath::CublasLt => {
             cublaslt::or_portable(client, a, b, bias, result.matrix(), accumulate)
         }
@@ -735,11 +743,7 @@ fn run(
             launch_plan(client, plan, a, b, shape, &groups, &epilogue, &result)?;
         }
         GemmPath::MatrixInstructions if capabilities.gemm != GemmPath::Scalar => {
-            let plan = match asked || !are_aligned(a, b, &result) {
-                true => None,
-                false => select::portable(&capabilities, b.is_packed(), shape, dense),
-            };
-            if let Some(plan) = plan {
+            if let (Some(plan), false) = (few_rows, asked) {
                 trace(shape, path, &plan.to_string());
                 launch_plan(client, plan, a, b, shape, &groups, &epilogue, &result)?;
             } else {

@@ -322,11 +322,11 @@ pub fn kernel_for(
     if path == GemmPath::Scalar {
         return (path, "one unit for each output element".into());
     }
-    let other = match portable(capabilities, packed.1, shape, grouping) {
-        Some(plan) => plan.to_string(),
-        None => TILES.into(),
-    };
-    if path != GemmPath::CublasLt || groups > 1 {
+    let few_rows = portable(capabilities, packed.1, shape, grouping);
+    let other = few_rows.map_or(TILES.into(), |plan| plan.to_string());
+    // The library would have all of a packed `b` decoded for few bf16 rows.
+    let is_weight_only = packed == (false, true) && few_rows.is_some();
+    if path != GemmPath::CublasLt || groups > 1 || is_weight_only {
         return (GemmPath::MatrixInstructions, other);
     }
     let (format, kernel) = match packed {
