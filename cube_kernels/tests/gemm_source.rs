@@ -127,6 +127,7 @@ fn sm90_kernel_uses_the_tensor_cores_and_spills_nothing() {
             tail,
             halves,
             left,
+            converts: true,
         };
         // SAFETY: nothing is launched.
         #[allow(unused_unsafe)]

@@ -173,7 +173,7 @@ impl Kernels {
         cuda_source("matrix", kernel)
     }
 
-    fn few_rows(&self, kind: EpilogueKind) -> String {
+    fn few_rows(&self, kind: EpilogueKind, converts: bool) -> String {
         let shape = Shape {
             warps: 8,
             strips: 2,
@@ -182,6 +182,7 @@ impl Kernels {
             tail: true,
             halves: false,
             left: Left::Packed,
+            converts,
         };
         // SAFETY: nothing is launched.
         #[allow(unused_unsafe)]
@@ -273,21 +274,28 @@ fn block_scaled_instructions() {
     }
 }
 
-/// Few rows: the instructions of the kernel of Hopper all exist from sm_90 on.
+/// Few rows: the instructions of the kernel of Hopper all exist from sm_89 on, and on sm_80 all but the conversion
+/// of scales.
 #[test]
 fn few_rows_on_other_devices() {
     let tools = tools!("few_rows_on_other_devices");
     let kernels = Kernels::new();
-    for kind in [PLAIN, ALL] {
-        let name = format!("few_rows-{:?}", kind.out);
-        let text = kernels.few_rows(kind);
-        for arch in ["sm_90", "sm_100a", "sm_120a", "sm_121a"] {
+    for (kind, converts, targets) in [
+        (PLAIN, true, &["sm_89", "sm_100a", "sm_120a"][..]),
+        (ALL, true, &["sm_90", "sm_121a"]),
+        (PLAIN, false, &["sm_80"]),
+        (ALL, false, &["sm_86"]),
+    ] {
+        let name = format!("few_rows-{:?}-{converts}", kind.out);
+        let text = kernels.few_rows(kind, converts);
+        for arch in targets {
             let sass = compile(&tools, &name, &text, arch);
             // Eight for each strip, group of columns and chunk ahead.
             assert_eq!(count(&sass, "HMMA"), 8 * 2 * 2 * 2, "{name} for {arch}");
         }
-        // The multiplication of bf16 pairs begins there.
-        assert!(tools.compile(&text, "sm_89").is_err(), "{name}");
+        if converts {
+            assert!(tools.compile(&text, "sm_86").is_err(), "{name}");
+        }
     }
 }
 

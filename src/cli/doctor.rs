@@ -248,8 +248,8 @@ fn cube(device: &Device) -> Vec<CodePath> {
             "the device has block-scaled FP4 instructions; this kernel has not run on one yet (--shape says more)",
         ),
         GemmPath::MatrixInstructions => (
-            "tiles decoded to bf16 in shared memory (exact), 16x16x16 matrix instructions, f32 sums; from \
-             sm_90 on up to 16 rows with a packed weight decode it in registers",
+            "tiles decoded to bf16 in shared memory (exact), 16x16x16 matrix instructions, f32 sums; up \
+             to 16 rows with a packed weight decode it in registers",
             "the device has them for bf16, in planes of 32, and no FP4 instructions that are used yet",
         ),
         GemmPath::Scalar => (

@@ -287,7 +287,8 @@ fn grouped(
                 None => select::plan_on(client, path, a, b, shape, grouping, groups.count)?,
             };
             trace(path, &plan.to_string());
-            launch_plan(client, plan, a, b, shape, &args, &epilogue, &result)?;
+            let device = &capabilities;
+            launch_plan(client, device, plan, a, b, shape, &args, &epilogue, &result)?;
         }
         GemmPath::MatrixInstructions if capabilities.gemm != GemmPath::Scalar => {
             trace(GemmPath::MatrixInstructions, select::TILES);

@@ -540,7 +540,7 @@ pub(super) fn missing(
 
 /// `a · bᵀ` with the whole epilogue: `fl(fl(sum · fl(α_a · α_b)) + bias)`, plus what the output
 /// held, rounded once. `path` overrides [`path_of`]; without it few rows with a packed `b` have their own
-/// kernel on every CUDA device from sm_90 on, and with it only on those of [`GemmPath::Hopper`] and
+/// kernel on every CUDA device from sm_80 on, and with it only on those of [`GemmPath::Hopper`] and
 /// [`GemmPath::BlockScaled`].
 ///
 /// A tracing event says which kernel a product takes.
@@ -740,12 +740,18 @@ fn run(
                 None => select::plan_on(client, path, a, b, shape, dense, 1)?,
             };
             trace(shape, path, &plan.to_string());
-            launch_plan(client, plan, a, b, shape, &groups, &epilogue, &result)?;
+            let device = &capabilities;
+            launch_plan(
+                client, device, plan, a, b, shape, &groups, &epilogue, &result,
+            )?;
         }
         GemmPath::MatrixInstructions if capabilities.gemm != GemmPath::Scalar => {
             if let (Some(plan), false) = (few_rows, asked) {
                 trace(shape, path, &plan.to_string());
-                launch_plan(client, plan, a, b, shape, &groups, &epilogue, &result)?;
+                let device = &capabilities;
+                launch_plan(
+                    client, device, plan, a, b, shape, &groups, &epilogue, &result,
+                )?;
             } else {
                 trace(shape, path, select::TILES);
                 let (device, out) = (&capabilities, result.matrix());
@@ -847,6 +853,7 @@ fn amax_of(
 /// Queues the kernels of a plan, dense or in groups.
 pub(super) fn launch_plan(
     client: &Client,
+    capabilities: &Capabilities,
     plan: Plan,
     a: &Operand,
     b: &Operand,
@@ -887,7 +894,8 @@ pub(super) fn launch_plan(
         (Plan::FewRows, Elements::Packed(b))
             if small_m::takes(m, k) && groups.grouping == Grouping::Dense =>
         {
-            small_m::launch(client, a, b, k, epilogue, &result.matrix().handle);
+            let out = &result.matrix().handle;
+            small_m::launch(client, capabilities, a, b, k, epilogue, out);
         }
         (Plan::Decoded(tile, band), _) => {
             let (left, right) = (a.decoded(client), b.decoded(client));

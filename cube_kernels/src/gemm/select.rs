@@ -257,17 +257,16 @@ pub(super) fn plan_of(
 }
 
 /// The plan of other CUDA devices, or `None` where a product takes tiles ([`TILES`]): few rows with a packed
-/// `b` have their own kernel where there are its instructions, the multiplication of bf16 pairs being the last
-/// of them, from sm_90 on. The memory of the operands begins at multiples of 16 bytes.
+/// `b` have their own kernel where there are its instructions, from sm_80 on. The memory of the operands begins at multiples of 16 bytes.
 pub(super) fn portable(
     capabilities: &Capabilities,
     b_packed: bool,
     (m, n, k): (usize, usize, usize),
     grouping: Grouping,
 ) -> Option<Plan> {
-    let multiplies = capabilities.compute_capability.is_some_and(|sm| sm >= 90);
+    let has_instructions = capabilities.compute_capability.is_some_and(|sm| sm >= 80);
     let takes = b_packed && n.is_multiple_of(2) && small_m::takes(m, k);
-    (multiplies && takes && grouping == Grouping::Dense).then_some(Plan::FewRows)
+    (has_instructions && takes && grouping == Grouping::Dense).then_some(Plan::FewRows)
 }
 
 /// The path and the kernels that [`product`](super::product()) takes on this device for an `m` x `n` output
@@ -425,7 +424,7 @@ mod tests {
         assert_eq!(plan(both, (64, 8192, 8192), Grouping::Depth), None);
     }
 
-    /// Other CUDA devices: few rows of a packed weight from sm_90 on, tiles otherwise.
+    /// Other CUDA devices: few rows of a packed weight from sm_80 on, tiles otherwise.
     #[test]
     fn plans_of_other_devices() {
         let device = |compute_capability| Capabilities {
@@ -449,7 +448,11 @@ mod tests {
             None
         );
         assert_eq!(
-            portable(&device(Some(89)), true, (1, 8192, 8192), dense),
+            portable(&device(Some(80)), true, (1, 8192, 8192), dense),
+            few
+        );
+        assert_eq!(
+            portable(&device(Some(75)), true, (1, 8192, 8192), dense),
             None
         );
         assert_eq!(portable(&device(None), true, (1, 8192, 8192), dense), None);

@@ -19,11 +19,11 @@ use crate::{
     cube::{
         ptx_sm80::global_address,
         ptx_sm90::{
-            decode_e2m1x8_pairs, decode_e4m3x2, interleave_pairs, load_once_2, load_once_4,
-            load_u8, load_u16, mma_16x8x16, pack_bf16, pack_f16,
+            decode_e2m1x8_pairs, decode_e4m3x2, decode_e4m3x2_sm80, interleave_pairs, load_once_2,
+            load_once_4, load_u8, load_u16, mma_16x8x16, pack_bf16, pack_f16,
         },
     },
-    device::{DevicePacked, FloatKind, address_type},
+    device::{Capabilities, DevicePacked, FloatKind, address_type},
 };
 
 /// Columns that a warp takes at a time.
@@ -62,6 +62,8 @@ pub struct Shape {
     pub halves: bool,
     /// How `a` is read.
     pub left: Left,
+    /// The device has an instruction that converts E4M3.
+    pub converts: bool,
 }
 
 impl Shape {
@@ -120,6 +122,16 @@ fn load_scales(from: u64, first: usize, index: u32, blocks: u32, #[comptime] hal
         u16::cast_from(load_u8(address) | (high << 8u32))
     } else {
         u16::cast_from(load_u16(address))
+    }
+}
+
+/// Two scales as [`decode_e2m1x8_pairs()`] takes them.
+#[cube]
+fn decode_scales(bytes: u16, #[comptime] shape: Shape) -> Vector<u32, Const<2>> {
+    if comptime!(shape.converts) {
+        decode_e4m3x2(bytes)
+    } else {
+        decode_e4m3x2_sm80(bytes)
     }
 }
 
@@ -236,7 +248,8 @@ pub fn small_m_kernel(
                             let word = comptime!(2 * half + part);
                             let to = comptime!(2 * j + part);
                             if comptime!(is_packed) {
-                                let factors = decode_e4m3x2(u16::reinterpret(line_scales[line]));
+                                let factors =
+                                    decode_scales(u16::reinterpret(line_scales[line]), shape);
                                 others[to] = decode_e2m1x8_pairs(
                                     line_words[line].extract(word),
                                     factors.extract(half),
@@ -277,8 +290,8 @@ pub fn small_m_kernel(
                     for i in 0..strips {
                         let low = comptime!(set * 2 * strips + 2 * i);
                         let high = comptime!(set * 2 * strips + 2 * i + 1);
-                        let low_factor = decode_e4m3x2(u16::reinterpret(word_scales[low]));
-                        let high_factor = decode_e4m3x2(u16::reinterpret(word_scales[high]));
+                        let low_factor = decode_scales(u16::reinterpret(word_scales[low]), shape);
+                        let high_factor = decode_scales(u16::reinterpret(word_scales[high]), shape);
                         #[unroll]
                         for part in 0..2usize {
                             let word = comptime!(2 * half + part);
@@ -441,7 +454,12 @@ pub fn small_m_kernel(
 
 /// The shape for `m` rows of `a` and `n` of `b`: as many strips as keep all processors busy, and as many warps
 /// and chunks under way as registers allow.
-fn shape(client: &Client, m: usize, n: usize, k: usize, left: Left) -> Shape {
+fn shape(
+    client: &Client,
+    capabilities: &Capabilities,
+    (m, n, k): (usize, usize, usize),
+    left: Left,
+) -> Shape {
     let processors = client.properties().hardware.num_streaming_multiprocessors;
     let enough = processors.unwrap_or(132) as usize * 3 / 4;
     let columns = m.div_ceil(8).next_power_of_two();
@@ -454,6 +472,7 @@ fn shape(client: &Client, m: usize, n: usize, k: usize, left: Left) -> Shape {
         tail: !k.is_multiple_of(CHUNK),
         halves: !k.is_multiple_of(2 * BLOCK),
         left,
+        converts: capabilities.compute_capability >= Some(89),
     }
 }
 
@@ -465,6 +484,7 @@ pub(super) fn takes(m: usize, k: usize) -> bool {
 /// Queues the product of `a` and the packed `b`, both `k` long, into `out`.
 pub(super) fn launch(
     client: &Client,
+    capabilities: &Capabilities,
     a: &Operand,
     b: &DevicePacked,
     k: usize,
@@ -481,7 +501,7 @@ pub(super) fn launch(
     } else {
         Left::Bf16
     };
-    let shape = shape(client, m, n, k, left);
+    let shape = shape(client, capabilities, (m, n, k), left);
     let words = m * n * epilogue.kind.out.size() / 4;
     // SAFETY: rows and columns outside are clamped where they are read and not written.
     unsafe {
