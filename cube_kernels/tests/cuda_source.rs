@@ -110,6 +110,8 @@ fn sources(conversion: Conversion) -> Vec<Source> {
         None,
         ops::kernels::zero_kernel::create_dummy_kernel,
         buffer(64),
+        buffer(64),
+        64,
         64,
     );
     add!(

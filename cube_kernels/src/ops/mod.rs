@@ -6,7 +6,7 @@
 
 // `#[cube]` generates public items that cannot carry documentation.
 #[allow(missing_docs)]
-mod amax;
+pub(crate) mod amax;
 #[allow(missing_docs)]
 mod dequantize;
 #[allow(missing_docs)]

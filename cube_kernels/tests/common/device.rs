@@ -142,7 +142,12 @@ pub fn read_u32(client: &Client, handle: &Handle, len: usize) -> Vec<u32> {
 }
 
 pub fn read_f32(client: &Client, handle: &Handle) -> f32 {
-    f32::from_bits(read_u32(client, handle, 1)[0])
+    read_f32s(client, handle, 1)[0]
+}
+
+pub fn read_f32s(client: &Client, handle: &Handle, len: usize) -> Vec<f32> {
+    let bits = read_u32(client, handle, len);
+    bits.into_iter().map(f32::from_bits).collect()
 }
 
 pub fn read_matrix<T: DeviceElement>(client: &Client, matrix: &Matrix) -> Vec<T> {
