@@ -3,8 +3,9 @@
 use cubecl::{prelude::*, server::Handle};
 
 use super::{
+    group_rows::spread_groups,
     groups::GroupOffsets,
-    launch::{CopyArgs, CopyPlan, CopyRequest, Words, check_packed_cols, grid, tile_bands},
+    launch::{CopyArgs, CopyPlan, CopyRequest, Words, buffer, check_packed_cols, grid, tile_bands},
     produce::{self, Input, Producer, Sink, Source},
     tile::{self, BAND, Grouping, Shape, ShapeLaunch, Tile},
     transpose,
@@ -102,8 +103,10 @@ pub fn quantize<'a>(
 ) -> Result<DevicePacked, Nvfp4Error> {
     let source = x.into();
     let request = (request, Form::Packed);
-    if let (Source::Plain(x), PackedAxis::Cols, Groups::One) = (source, axis, groups) {
-        return Ok(packed(quantize_rows(client, x, request)?));
+    if let (Source::Plain(x), PackedAxis::Cols) = (source, axis)
+        && by_rows(groups, &request.0.copy)
+    {
+        return Ok(packed(quantize_rows(client, x, groups, request)?));
     }
     let (row, col) = match axis {
         PackedAxis::Cols => (Some(request), None),
@@ -127,7 +130,9 @@ pub fn quantize_operands<'a>(
 ) -> Result<(Option<DeviceOperand>, Option<DeviceOperand>), Nvfp4Error> {
     match (x.into(), row, col) {
         (_, None, None) => Ok((None, None)),
-        (Source::Plain(x), Some(row), None) => Ok((Some(quantize_rows(client, x, row)?), None)),
+        (Source::Plain(x), Some(row), None) => {
+            Ok((Some(quantize_rows(client, x, &Groups::One, row)?), None))
+        }
         (source, row, col) => launch_tiles(client, source, &Groups::One, row, col, Kind::Blocks),
     }
 }
@@ -198,7 +203,12 @@ pub fn quantize_side_by_side<'a>(
         return Ok((None, None));
     }
     let [row, col] = [row, col].map(|request| request.map(|request| (request, Form::Packed)));
-    let (row, col) = launch_tiles(client, x.into(), &groups, row, col, Kind::SideBySide)?;
+    let (row, col) = match (x.into(), row, col) {
+        (Source::Plain(x), Some(row), None) => {
+            (Some(quantize_rows(client, x, &groups, row)?), None)
+        }
+        (source, row, col) => launch_tiles(client, source, &groups, row, col, Kind::SideBySide)?,
+    };
     let row = row.map(|row| DevicePacked {
         groups: Groups::One,
         ..packed(row)
@@ -266,19 +276,33 @@ fn check_row_transform(copy: &DeviceCopy) -> Result<(), Nvfp4Error> {
     }
 }
 
+/// Whether [`quantize_rows`] makes the row-wise copy of these groups.
+fn by_rows(groups: &Groups, copy: &DeviceCopy) -> bool {
+    match groups {
+        Groups::One => true,
+        Groups::Offsets { .. } => copy.layout == ScaleLayout::Compact,
+        Groups::Batch(_) => false,
+    }
+}
+
+/// The row-wise copy of a matrix, or of groups ([`by_rows`]). A row of a group is quantized as any other, but
+/// from the amax of its group, which is spread over its rows before: that takes less than tiles, whose elements
+/// go through shared memory.
 fn quantize_rows(
     client: &Client,
     x: &Matrix,
+    groups: &Groups,
     (request, form): (&CopyRequest<'_>, Form),
 ) -> Result<DeviceOperand, Nvfp4Error> {
     x.check("x")?;
+    groups.check(x.rows)?;
     check_packed_cols(x)?;
     check_row_transform(&request.copy)?;
     let conversion = conversion_of(client);
     let args = CopyArgs::new(
         client,
         x,
-        &Groups::One,
+        groups,
         PackedAxis::Cols,
         request,
         form,
@@ -287,15 +311,24 @@ fn quantize_rows(
     if x.is_empty() {
         return Ok(args.into_operand());
     }
+    let mut plan = args.plan;
+    let mut amax = args.amax();
+    if let (Groups::Offsets { offsets, count }, false) = (groups, plan.per_outer) {
+        let groups = GroupOffsets::new(offsets.clone(), *count)?;
+        let spread = spread_groups(client, request.amax, &groups, x.rows)?;
+        // SAFETY: allocated for it.
+        amax = unsafe { buffer(&spread, x.rows) };
+        plan.per_outer = true;
+    }
     let words = Words::of(x);
     let blocks = x.cols / BLOCK;
-    let items = if args.plan.swizzled {
+    let items = if plan.swizzled {
         args.out.scale_bytes()
     } else {
         x.rows * blocks
     };
     let (count, dim) = grid(client, items);
-    let across = if args.plan.swizzled && blocks.div_ceil(4).is_multiple_of(ACROSS) {
+    let across = if plan.swizzled && blocks.div_ceil(4).is_multiple_of(ACROSS) {
         ACROSS
     } else {
         1
@@ -312,7 +345,7 @@ fn quantize_rows(
             words.width,
             args.width(),
             words.arg(),
-            args.amax(),
+            amax,
             args.codes(),
             args.scales(),
             args.offset(),
@@ -322,7 +355,7 @@ fn quantize_rows(
             blocks,
             across,
             whole_tiles,
-            args.plan,
+            plan,
             x.dtype,
         );
     }
