@@ -20,6 +20,7 @@ use nvfp4_kernels::{
     device::{AmaxScope, Capabilities, DeviceCopy, DeviceRounding, FloatKind, Groups, Matrix},
     gemm,
     ops::{self, AmaxRequest, Amaxes, CopyRequest, Gated, Source},
+    reference::EdenTarget,
 };
 
 #[cube(launch_unchecked)]
@@ -569,6 +570,23 @@ fn grouped(bench: &mut Bench, shape: &str, inputs: &Inputs) {
                 cols: Some((AmaxScope::Group, rht())),
             };
             ops::amaxes(&client, inputs.get(i), &groups, &request).unwrap();
+        });
+        let mut request = inputs.request(NEAREST, None);
+        request.amax = &amax;
+        let (x, axis) = (inputs.get(0), PackedAxis::Rows);
+        let packed = ops::quantize(&client, x, &groups, PackedAxis::Cols, &request).unwrap();
+        let name = format!("NVFP4 row to MXFP8 col, {count} groups");
+        let bytes = inputs.elements * (0.5 + 1.0 / 16.0 + 1.0 + 1.0 / 32.0);
+        bench.time(shape, &name, bytes, &mut |_| {
+            ops::mx_requantize(&client, &packed, axis, FloatKind::Bf16).unwrap();
+        });
+        let hadamard = Hadamard::seeded_with_size(HadamardSize::H128, 1);
+        let amax = ops::ms_eden_amax(&client, &packed, axis, &hadamard).unwrap();
+        let (target, stream) = (EdenTarget::Backward, RandomStream::new(1, 2, 0));
+        let name = format!("MS-EDEN col of NVFP4 row, {count} groups");
+        let bytes = inputs.elements * 2.0 * (0.5 + 1.0 / 16.0);
+        bench.time(shape, &name, bytes, &mut |_| {
+            ops::ms_eden(&client, &packed, axis, &amax, &hadamard, target, stream).unwrap();
         });
     }
 }
