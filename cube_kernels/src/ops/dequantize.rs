@@ -341,8 +341,8 @@ fn column_block(
 }
 
 /// One unit decodes every `units`-th block of a transposed copy, the `numbers` of a column of which are those
-/// of [`column_block()`]; neighbours take neighbouring stored rows, which are neighbouring columns of the
-/// result. `span` is the unit of rows to which the copy is padded, `map` what [`map_tiles()`] wrote for it.
+/// of `column_block`; neighbours take neighbouring stored rows, which are neighbouring columns of the
+/// result. `span` is the unit of rows to which the copy is padded, `map` what `tile::map_tiles` wrote for it.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn dequantize_cols_kernel<F: Numeric>(
     codes: &[Vector<u32, Const<2>>],

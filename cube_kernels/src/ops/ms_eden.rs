@@ -36,7 +36,7 @@ pub enum EdenSource<'a> {
     Matrix(&'a Matrix),
     /// A matrix whose rows are in groups.
     Grouped(&'a Matrix, &'a Groups),
-    /// The values that an NVFP4 matrix, or a group of them, stands for: an operand of the forward product,
+    /// The values that an NVFP4 matrix, or groups of them, stand for: an operand of the forward product,
     /// packed along either axis.
     Packed(&'a DevicePacked),
 }
@@ -177,7 +177,7 @@ pub fn ms_eden_amax<'a>(
                     result,
                     signs,
                     geometry.shape(),
-                    geometry.tiles,
+                    geometry.tile_rows,
                     geometry.policy,
                     matrix.dtype,
                     matrix.dtype.storage_type(),
@@ -199,7 +199,7 @@ pub fn ms_eden_amax<'a>(
                     result,
                     signs,
                     geometry.shape(),
-                    geometry.tiles,
+                    geometry.tile_rows,
                     packed.blocks,
                     packed.range(),
                     geometry.policy,
@@ -289,7 +289,7 @@ pub fn ms_eden<'a>(
                     stream,
                     signs,
                     geometry.shape(),
-                    geometry.tiles,
+                    geometry.tile_rows,
                     row_groups,
                     target.amax_factor(),
                     target.block_factor(),
@@ -319,7 +319,7 @@ pub fn ms_eden<'a>(
                     stream,
                     signs,
                     geometry.shape(),
-                    geometry.tiles,
+                    geometry.tile_rows,
                     row_groups,
                     packed.blocks,
                     packed.range(),
@@ -372,7 +372,9 @@ fn signs(hadamard: &Hadamard) -> SignsLaunch {
 struct Geometry<'a> {
     source: Stored<'a>,
     policy: EdenPolicy,
-    row_tiles: usize,
+    /// Tiles of 128 rows that restart at every group: those of the map.
+    map_rows: usize,
+    tile_rows: usize,
     tile_cols: usize,
     tiles: usize,
     count: CubeCount,
@@ -398,13 +400,12 @@ impl<'a> Geometry<'a> {
             check_bytes("random", offset, 8)?;
         }
         let (rows, cols) = source.shape();
-        // Rows of 128 rows restart at every group; cut along the rows without groups, tiles need not.
-        let row_tiles = source.groups().units(rows, ROWS);
+        let map_rows = source.groups().units(rows, ROWS);
         let plan = source.plan();
         let (tile_rows, tile_cols) = match (across, plan.grouping) {
-            (true, _) => (row_tiles, cols.div_ceil(LINES)),
+            (true, _) => (map_rows, cols.div_ceil(LINES)),
             (false, Grouping::One) => (rows.div_ceil(LINES), cols.div_ceil(EDEN_GROUP)),
-            (false, _) => (row_tiles * (ROWS / LINES), cols.div_ceil(EDEN_GROUP)),
+            (false, _) => (map_rows * (ROWS / LINES), cols.div_ceil(EDEN_GROUP)),
         };
         let tiles = match rows * cols {
             0 => 0,
@@ -421,7 +422,8 @@ impl<'a> Geometry<'a> {
                 cuda: is_sm80(&capabilities),
                 conversion: capabilities.conversion,
             },
-            row_tiles,
+            map_rows,
+            tile_rows,
             tile_cols,
             tiles,
             count,
@@ -441,7 +443,7 @@ impl<'a> Geometry<'a> {
 
     fn map(&self, client: &Client, unread: &Handle) -> BufferArg {
         let (shape, groups) = (self.source.shape(), self.source.groups());
-        map_tiles(client, shape, groups, self.row_tiles, EDEN_GROUP, unread)
+        map_tiles(client, shape, groups, self.map_rows, EDEN_GROUP, unread)
     }
 }
 
@@ -922,7 +924,7 @@ pub fn ms_eden_amax_kernel<F: Numeric, N: Size>(
     out: &mut [Atomic<u32>],
     signs: Signs,
     shape: Shape,
-    tiles: usize,
+    row_tiles: usize,
     #[comptime] policy: EdenPolicy,
     #[comptime] kind: FloatKind,
     #[define(F)] _storage: ElemType,
@@ -931,7 +933,7 @@ pub fn ms_eden_amax_kernel<F: Numeric, N: Size>(
     let mut tile = Shared::<[f32]>::new_slice(comptime!(TILE));
     let mut bits = 0u32;
     let mut index = CUBE_POS;
-    while index < tiles {
+    while index < row_tiles * shape.tile_cols {
         let at = tile_position(index, map, &shape, 0usize, policy);
         if comptime!(policy.plain()) || is_filled(&at) {
             load_matrix::<F, N>(x, &mut tile, &at, &signs, shape.cols, across, kind);
@@ -962,7 +964,7 @@ pub fn ms_eden_amax_packed_kernel(
     out: &mut [Atomic<u32>],
     signs: Signs,
     shape: Shape,
-    tiles: usize,
+    row_tiles: usize,
     blocks: usize,
     range: f32,
     #[comptime] policy: EdenPolicy,
@@ -972,7 +974,7 @@ pub fn ms_eden_amax_packed_kernel(
     let factor = source_amax[0] / range;
     let mut bits = 0u32;
     let mut index = CUBE_POS;
-    while index < tiles {
+    while index < row_tiles * shape.tile_cols {
         let at = tile_position(index, map, &shape, 0usize, policy);
         if comptime!(policy.plain()) || is_filled(&at) {
             let own = factor_of(factor, source_amax, range, &at, policy.source);
@@ -1019,7 +1021,7 @@ pub fn ms_eden_kernel<F: Numeric, N: Size>(
     random: Random,
     signs: Signs,
     shape: Shape,
-    tiles: usize,
+    row_tiles: usize,
     row_groups: usize,
     amax_factor: f32,
     block_factor: f32,
@@ -1045,7 +1047,7 @@ pub fn ms_eden_kernel<F: Numeric, N: Size>(
         policy,
     );
     let mut index = CUBE_POS;
-    while index < tiles {
+    while index < row_tiles * shape.tile_cols {
         let at = tile_position(index, map, &shape, row_groups, policy);
         if comptime!(policy.plain()) || is_filled(&at) {
             load_matrix::<F, N>(x, &mut tile, &at, &signs, shape.cols, across, kind);
@@ -1076,7 +1078,7 @@ pub fn ms_eden_packed_kernel(
     random: Random,
     signs: Signs,
     shape: Shape,
-    tiles: usize,
+    row_tiles: usize,
     row_groups: usize,
     blocks: usize,
     range: f32,
@@ -1103,7 +1105,7 @@ pub fn ms_eden_packed_kernel(
         policy,
     );
     let mut index = CUBE_POS;
-    while index < tiles {
+    while index < row_tiles * shape.tile_cols {
         let at = tile_position(index, map, &shape, row_groups, policy);
         if comptime!(policy.plain()) || is_filled(&at) {
             let own = factor_of(factor, source_amax, range, &at, policy.source);

@@ -617,7 +617,7 @@ fn quantize_tile_columns<F: Numeric>(
 }
 
 /// One cube makes the column blocks of every `cubes`-th tile of 128 x 64, of `row_tiles` rows of them;
-/// neighbouring cubes take tiles of a band of rows. `map` is what [`map_tiles()`] wrote, `row_blocks` the
+/// neighbouring cubes take tiles of a band of rows. `map` is what `tile::map_tiles` wrote, `row_blocks` the
 /// length of a stored row where groups lie side by side.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn mx_quantize_col_kernel<F: Numeric, N: Size>(
@@ -754,12 +754,12 @@ pub fn mx_requantize_along_kernel<F: Numeric>(
         let item = base + UNIT_POS as usize;
         let block = item / lanes;
         let inside = item < items;
-        let mut factor = shared;
-        if comptime!(maxima) {
-            if inside {
-                factor = amax[block / amax_blocks] / range;
-            }
-        }
+        let factor = if comptime!(maxima) {
+            // Units behind the last block go along with the others.
+            amax[min(block, outer * blocks - 1usize) / amax_blocks] / range
+        } else {
+            shared
+        };
         let mut values = Array::<f32>::new(comptime!(16 * halves));
         #[unroll]
         for half in 0..halves {
