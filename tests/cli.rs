@@ -521,6 +521,30 @@ fn doctor_names_the_paths() {
     assert!(said.contains("64 x 128, contraction 256"), "{said}");
 }
 
+/// The kernels of a shape, dense and in groups, by name: CubeCL's CPU runtime has one, whatever is packed.
+#[cfg(feature = "cpu")]
+#[test]
+fn doctor_names_the_kernels_of_a_shape() {
+    for (more, groups) in [
+        (vec![], "1 group(s)"),
+        (vec!["--groups", "8"], "8 group(s)"),
+    ] {
+        let arguments = [vec!["--shape", "64,128,256"], more].concat();
+        let said = succeeds(nvfp4("doctor", &arguments));
+        let (_, cpu) = said
+            .split_once("\ncpu\n")
+            .expect("a section of the CPU runtime");
+        let mut lines = cpu.lines().map(str::trim);
+        let shape = format!("64 x 128, contraction 256, {groups}");
+        assert!(lines.any(|line| line == shape), "{shape}: {said}");
+        for operands in ["both packed", "b packed   ", "both bf16  "] {
+            let kernel = format!("{operands} Scalar: one unit for each output element");
+            assert_eq!(lines.next(), Some(kernel.as_str()), "{said}");
+        }
+    }
+    fails(nvfp4("doctor", &["--shape", "64,128"]), &["64,128"]);
+}
+
 /// Several recipes side by side, one of them healed, a mixture of experts, and telemetry.
 #[test]
 fn recipes_are_compared_on_the_same_batches() {

@@ -9,6 +9,7 @@
 //! - [`functions`] are the same operations on plain tensors, and [`experts`] those on tokens sorted
 //!   by expert.
 //! - `decorate` (features `cpu` and `cuda`) routes the linear layers of unmodified models.
+//! - `checkpoint` (feature `train`) has burn-train save that state too.
 //! - [`ops`] is the extension trait, implemented by the Flex backend (pure Rust, on the oracle's
 //!   arithmetic), the Cube backend (CubeCL kernels), `Fusion` and `Autodiff`.
 //!
@@ -56,6 +57,8 @@
 //! round once to the output's type: `y` and `dx` have the type of `x`, `dw` that of `w`. The gradient
 //! of a bias is the `f32` sum of `dy`, in the bias's type.
 
+#[cfg(feature = "train")]
+pub mod checkpoint;
 #[cfg(any(feature = "cpu", feature = "cuda"))]
 pub mod decorate;
 pub mod experts;

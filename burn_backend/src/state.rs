@@ -190,6 +190,20 @@ impl LayerState {
         }
     }
 
+    /// Where the rank that has drawn most draws from next. (Ranks take their steps together.)
+    #[cfg(any(feature = "train", test))]
+    fn furthest(&self) -> LayerRandomness {
+        let offset = {
+            let offsets = self.offsets();
+            let counts = offsets.next.values().copied();
+            counts.max().unwrap_or(offsets.start)
+        };
+        LayerRandomness {
+            offset,
+            ..self.randomness()
+        }
+    }
+
     /// Draw from `randomness` next, in this layer, all its clones and forks.
     ///
     /// # Errors
@@ -339,6 +353,7 @@ thread_local! {
 }
 
 /// One layer of a model, found by [`layers`].
+#[derive(Debug)]
 pub(crate) struct FoundLayer {
     /// Path of the layer in the model, `""` for the model itself.
     pub path: String,
@@ -493,15 +508,25 @@ pub struct Nvfp4State {
 impl Nvfp4State {
     /// The state of every NVFP4 layer of `model`.
     pub fn collect<M: Module>(model: &M) -> Self {
-        let found = layers(model);
+        Self::of_ranks(&layers(model), LayerState::randomness)
+    }
+
+    /// The state of `layers`, on the rank that has come furthest: forks count for themselves, and who
+    /// holds the layers need not be the one that trains.
+    #[cfg(feature = "train")]
+    pub(crate) fn of(layers: &[FoundLayer]) -> Self {
+        Self::of_ranks(layers, LayerState::furthest)
+    }
+
+    fn of_ranks(found: &[FoundLayer], randomness: impl Fn(&LayerState) -> LayerRandomness) -> Self {
         let modes = found
             .iter()
             .map(|layer| (layer.path.clone(), layer.state.asked_mode()))
             .filter(|(_, mode)| *mode != LayerMode::Recipe)
             .collect();
         let layers = found
-            .into_iter()
-            .map(|layer| (layer.path, layer.state.randomness()))
+            .iter()
+            .map(|layer| (layer.path.clone(), randomness(&layer.state)))
             .collect();
         Self { layers, modes }
     }
@@ -512,7 +537,11 @@ impl Nvfp4State {
     /// When a layer of the model is missing here, or one named here is missing in the model;
     /// nothing has been changed then.
     pub fn apply<M: Module>(&self, model: &M) -> Result<(), Nvfp4Error> {
-        let found = layers(model);
+        self.apply_to(&layers(model))
+    }
+
+    /// Put `found`, the layers of a model, into this state.
+    pub(crate) fn apply_to(&self, found: &[FoundLayer]) -> Result<(), Nvfp4Error> {
         let missing: Vec<&str> = found
             .iter()
             .map(|layer| layer.path.as_str())
@@ -533,7 +562,7 @@ impl Nvfp4State {
             ));
         }
         self.layers.values().try_for_each(LayerRandomness::check)?;
-        for layer in &found {
+        for layer in found {
             layer.state.set_randomness(self.layers[&layer.path])?;
             let mode = self.modes.get(&layer.path).copied();
             layer.state.set_mode(mode.unwrap_or_default());
@@ -574,6 +603,7 @@ mod tests {
         assert!(drawn.iter().all(|one| one.rht_signs == 3 && one.layer == 2));
         assert_eq!(main.randomness().offset, 7);
         assert_eq!(one.randomness().offset, 8, "a count, without the rank");
+        assert_eq!(main.furthest().offset, 8, "that of the other rank");
 
         let saved = main.randomness();
         main.set_randomness(saved).unwrap();

@@ -5,7 +5,13 @@
 //! `-- few`. The bf16 product of cuBLAS (its cuBLASLt) is timed beside ours in the same process, on the same
 //! values and the same stream: the clock follows the temperature. Random operands, since zeros draw less
 //! power, rotate among sets that together exceed the L2 cache. Products are captured into a graph that is
-//! replayed, so that the host does not count; what a call costs the host is `calls`.
+//! replayed, so that the host does not count; what a call costs the host is `calls`. Products that packed bytes
+//! bound, few rows and groups, are compared with a copy of the same process, groups with the dense product of the
+//! same operations too.
+//!
+//! With `NVFP4_BENCH_ONCE` set everything runs once and nothing is timed: for a profiler.
+
+mod common;
 
 use std::{
     sync::Mutex,
@@ -20,7 +26,7 @@ use nvfp4_kernels::{
     gemm::{
         self, Elements, Operand, Scale, Target,
         cublaslt::{self, Format, Product, Side},
-        kernels::{decode, transposed},
+        kernels::{FusedTile, Plan, decode, product_with, transposed},
     },
     ops::{self, AmaxRequest, CopyRequest, GroupOffsets},
 };
@@ -28,8 +34,52 @@ use nvfp4_kernels::{
 /// What cuBLAS's products are called.
 const CUBLAS: &str = "cuBLAS bf16";
 
-/// What was timed: name, floating-point operations, seconds of each batch.
-static RECORDS: Mutex<Vec<(String, f64, Vec<f64>)>> = Mutex::new(Vec::new());
+/// What the copy is called.
+const COPY: &str = "copy";
+
+/// What was timed.
+#[derive(Clone)]
+struct Record {
+    name: String,
+    /// Floating-point operations.
+    operations: f64,
+    /// Bytes of packed weights, where they are what bounds the product; of a copy all that it moves.
+    bytes: Option<f64>,
+    /// Seconds of each batch, for each launch.
+    seconds: Vec<f64>,
+}
+
+impl Record {
+    fn new(name: String, operations: f64) -> Self {
+        Self {
+            name,
+            operations,
+            bytes: None,
+            seconds: Vec::new(),
+        }
+    }
+
+    /// A product with a packed weight of `rows` x `k`.
+    fn of_weight(name: String, operations: f64, rows: usize, k: usize) -> Self {
+        Self {
+            bytes: Some((rows * k) as f64 * 9.0 / 16.0),
+            ..Self::new(name, operations)
+        }
+    }
+
+    fn median(&self) -> f64 {
+        let mut seconds = self.seconds.clone();
+        seconds.sort_by(f64::total_cmp);
+        seconds[seconds.len() / 2]
+    }
+}
+
+static RECORDS: Mutex<Vec<Record>> = Mutex::new(Vec::new());
+
+/// Whether a profiler looks on.
+fn is_run_once() -> bool {
+    std::env::var_os("NVFP4_BENCH_ONCE").is_some()
+}
 
 fn sync(client: &Client) {
     futures_lite::future::block_on(client.sync()).expect("a kernel failed");
@@ -37,16 +87,10 @@ fn sync(client: &Client) {
 
 /// Times `launch(i)` under `name`, in batches between two synchronisations, each after a pause in which
 /// the chip cools down.
-fn time(
-    criterion: &mut Criterion,
-    client: &Client,
-    name: String,
-    operations: f64,
-    mut launch: impl FnMut(usize),
-) {
+fn time(criterion: &mut Criterion, client: &Client, record: Record, mut launch: impl FnMut(usize)) {
     // Kernels are compiled and memory pools grow outside of the samples.
     (0..2).for_each(&mut launch);
-    sample(criterion, client, name, operations, |launches| {
+    sample(criterion, client, record, |launches| {
         (0..launches).for_each(&mut launch);
         launches
     });
@@ -56,19 +100,26 @@ fn time(
 fn time_on_device(
     criterion: &mut Criterion,
     client: &Client,
-    name: String,
-    operations: f64,
+    record: Record,
     mut launch: impl FnMut(usize),
 ) {
+    if is_run_once() {
+        if is_wanted(&record.name) {
+            println!("{}", record.name);
+            launch(0);
+            sync(client);
+        }
+        return;
+    }
     client.graph_prepare().expect("a graph");
     (0..2).for_each(&mut launch);
     sync(client);
     // Two milliseconds at a petaflop a second: short products come in numbers that hide what a replay costs.
-    let count = ((2e12 / operations) as usize).clamp(2, 32);
+    let count = ((2e12 / record.operations) as usize).clamp(2, 32);
     client.start_capture().expect("a graph");
     (0..count).for_each(&mut launch);
     let graph = client.stop_capture().expect("a graph");
-    sample(criterion, client, name, operations, |launches| {
+    sample(criterion, client, record, |launches| {
         let replays = launches.div_ceil(count);
         for _ in 0..replays {
             // SAFETY: the operands are alive, and nothing else runs on this stream.
@@ -82,15 +133,16 @@ fn time_on_device(
 fn sample(
     criterion: &mut Criterion,
     client: &Client,
-    name: String,
-    operations: f64,
+    record: Record,
     mut launch: impl FnMut(usize) -> usize,
 ) {
     let mut group = criterion.benchmark_group("gemm");
     group.sample_size(10);
+    // The table below has medians; criterion's own intervals are not worth seconds for each product.
+    group.nresamples(1001);
     group.warm_up_time(Duration::from_millis(50));
     group.measurement_time(Duration::from_millis(200));
-    group.bench_function(&name, |bencher| {
+    group.bench_function(&record.name, |bencher| {
         bencher.iter_custom(|iterations| {
             std::thread::sleep(Duration::from_millis(20));
             // The clock rises first.
@@ -104,10 +156,12 @@ fn sample(
             // Short batches measure the synchronisation.
             if elapsed > Duration::from_micros(500) {
                 let mut records = RECORDS.lock().unwrap();
-                match records.iter_mut().find(|record| record.0 == name) {
-                    Some(record) => record.2.push(seconds),
-                    None => records.push((name.clone(), operations, vec![seconds])),
-                }
+                let known = records.iter().position(|other| other.name == record.name);
+                let at = known.unwrap_or_else(|| {
+                    records.push(record.clone());
+                    records.len() - 1
+                });
+                records[at].seconds.push(seconds);
             }
             Duration::from_secs_f64(seconds * iterations as f64)
         });
@@ -141,9 +195,16 @@ impl Noise {
     }
 
     /// `count` values from the word at `seed` on.
-    fn fill<T>(&self, seed: usize, count: usize, value: impl Fn(u32) -> T) -> Vec<T> {
-        let words = self.0.iter().cycle().skip(seed * 65_537 % self.0.len());
-        words.take(count).map(|&word| value(word)).collect()
+    fn fill<T: Copy>(&self, seed: usize, count: usize, value: impl Fn(u32) -> T) -> Vec<T> {
+        let stretch: Vec<T> = self.0.iter().map(|&word| value(word)).collect();
+        let mut filled = Vec::with_capacity(count);
+        let mut from = seed * 65_537 % stretch.len();
+        while filled.len() < count {
+            let to = stretch.len().min(from + count - filled.len());
+            filled.extend_from_slice(&stretch[from..to]);
+            from = 0;
+        }
+        filled
     }
 
     /// Any codes, block scales between 2^-2 and 2^3.
@@ -268,7 +329,11 @@ fn dense(criterion: &mut Criterion, client: &Client, noise: &Noise) {
             .unzip();
         let mut run = |kind: &str, launch: &dyn Fn(usize)| {
             let name = format!("{name}, {kind}");
-            time_on_device(criterion, client, name, operations, launch);
+            let record = match kind {
+                "NVFP4" => Record::of_weight(name, operations, n, k),
+                _ => Record::new(name, operations),
+            };
+            time_on_device(criterion, client, record, launch);
         };
         run("NVFP4", &|i| {
             let (a, b) = (&a[i % packed], &b[i % packed]);
@@ -326,7 +391,7 @@ fn calls(criterion: &mut Criterion, client: &Client, noise: &Noise) {
     let mut run = |kind: &str, launch: &dyn Fn()| {
         let name = format!("calls/{CALLS} of {m} x {n} x {k}, {kind}");
         let operations = (CALLS * 2 * m * n * k) as f64;
-        time(criterion, client, name, operations, |_| {
+        time(criterion, client, Record::new(name, operations), |_| {
             (0..CALLS).for_each(|_| launch());
         });
     };
@@ -365,7 +430,70 @@ fn view(matrix: &Matrix, first: usize, rows: usize) -> Matrix {
     Matrix::new(handle, rows, matrix.cols, matrix.dtype).unwrap()
 }
 
+/// Times a copy of more than the L2 cache holds, all of whose bytes are read and written. Whatever the filter is:
+/// products are compared with it.
+fn copy(client: &Client) {
+    const COPIES: usize = 8;
+    let bytes = 1 << 29;
+    let (from, to) = (client.empty(bytes), client.empty(bytes));
+    let batch = |_| {
+        sync(client);
+        let start = Instant::now();
+        (0..COPIES).for_each(|_| common::copy(client, &from, &to, bytes));
+        sync(client);
+        start.elapsed().as_secs_f64() / COPIES as f64
+    };
+    // The first compiles the kernel.
+    let seconds = (0..6).map(batch).skip(1).collect();
+    RECORDS.lock().unwrap().push(Record {
+        name: COPY.into(),
+        operations: 0.0,
+        bytes: Some(2.0 * bytes as f64),
+        seconds,
+    });
+}
+
+/// The dense product with as many operations as groups of `rows` rows have, by the kernel that it takes and by that
+/// of groups.
+fn ungrouped(
+    criterion: &mut Criterion,
+    client: &Client,
+    noise: &Noise,
+    (rows, n, k): (usize, usize, usize),
+) {
+    let name = dense_of(rows, n, k);
+    if !is_wanted(&name) {
+        return;
+    }
+    let (a, b) = (
+        noise.packed(client, rows, k, 1),
+        noise.packed(client, n, k, 2),
+    );
+    let fused = Plan::Fused(FusedTile::ALL[0], 16);
+    for (kind, plan) in [
+        ("NVFP4", None),
+        ("NVFP4 by the kernel of groups", Some(fused)),
+    ] {
+        let record = Record::new(format!("{name}, {kind}"), 2.0 * (rows * n * k) as f64);
+        time_on_device(criterion, client, record, |_| {
+            let (a, b) = ((&a).into(), (&b).into());
+            let target = Target::New(FloatKind::Bf16);
+            product_with(client, None, &a, &b, None, target, plan).unwrap();
+        });
+    }
+}
+
+/// What the dense product of groups is called.
+fn dense_of(rows: usize, n: usize, k: usize) -> String {
+    format!("grouped/{rows} x {n} x {k}, dense")
+}
+
 fn grouped(criterion: &mut Criterion, client: &Client, noise: &Noise) {
+    let mut shapes = EXPERTS.map(|(rows, n, k, _)| (rows, n, k)).to_vec();
+    shapes.dedup();
+    for shape in shapes {
+        ungrouped(criterion, client, noise, shape);
+    }
     for (rows, n, k, groups) in EXPERTS {
         if !is_wanted(&format!("grouped/{rows} x {n} x {k}, {groups} ")) {
             continue;
@@ -387,17 +515,12 @@ fn grouped(criterion: &mut Criterion, client: &Client, noise: &Noise) {
             let kind = if skewed { "skewed" } else { "balanced" };
             let name = format!("grouped/{rows} x {n} x {k}, {groups} {kind}");
             let operations = 2.0 * (rows * n * k) as f64;
-            time_on_device(
-                criterion,
-                client,
-                format!("{name}, NVFP4"),
-                operations,
-                |_| {
-                    let (a, b): (Operand, Operand) = ((&a).into(), (&b).into());
-                    let target = Target::New(FloatKind::Bf16);
-                    gemm::gemm_grouped_rows(client, None, &a, &b, &offsets, None, target).unwrap();
-                },
-            );
+            let record = Record::of_weight(format!("{name}, NVFP4"), operations, groups * n, k);
+            time_on_device(criterion, client, record, |_| {
+                let (a, b): (Operand, Operand) = ((&a).into(), (&b).into());
+                let target = Target::New(FloatKind::Bf16);
+                gemm::gemm_grouped_rows(client, None, &a, &b, &offsets, None, target).unwrap();
+            });
             // A call of cuBLAS for each expert, which needs to know the sizes.
             let mut first = 0;
             let experts: Vec<_> = sizes(rows, groups, skewed)
@@ -412,8 +535,8 @@ fn grouped(criterion: &mut Criterion, client: &Client, noise: &Noise) {
                 .collect();
             match cublas(client, &experts[0].0, &experts[0].1) {
                 Ok(_) => {
-                    let name = format!("{name}, {CUBLAS}");
-                    time_on_device(criterion, client, name, operations, |_| {
+                    let record = Record::new(format!("{name}, {CUBLAS}"), operations);
+                    time_on_device(criterion, client, record, |_| {
                         for (x, y) in &experts {
                             cublas(client, x, y).unwrap();
                         }
@@ -463,31 +586,25 @@ fn linear(criterion: &mut Criterion, client: &Client, noise: &Noise) {
         let shape = format!("linear/{tokens} x {inputs} x {outputs}");
         let stored = transposed(client, &w);
         let (stored, x, dy) = (&stored, &x, &dy);
-        time_on_device(
-            criterion,
-            client,
-            format!("{shape}, bf16"),
-            operations,
-            |_| {
-                use Elements::{Bf16, Bf16Columns};
-                bf16(client, Bf16(x), Bf16Columns(stored));
-                bf16(client, Bf16(dy), Bf16(stored));
-                bf16(client, Bf16Columns(x), Bf16Columns(dy));
-            },
-        );
-        let name = format!("{shape}, bf16 after transposing");
-        time_on_device(criterion, client, name, operations, |_| {
+        let record = |kind: &str| Record::new(format!("{shape}, {kind}"), operations);
+        time_on_device(criterion, client, record("bf16"), |_| {
+            use Elements::{Bf16, Bf16Columns};
+            bf16(client, Bf16(x), Bf16Columns(stored));
+            bf16(client, Bf16(dy), Bf16(stored));
+            bf16(client, Bf16Columns(x), Bf16Columns(dy));
+        });
+        time_on_device(criterion, client, record("bf16 after transposing"), |_| {
             use Elements::Bf16;
             let [w, x_rows, dy_rows] = [stored, x, dy].map(|matrix| transposed(client, matrix));
             bf16(client, Bf16(x), Bf16(&w));
             bf16(client, Bf16(dy), Bf16(stored));
             bf16(client, Bf16(&x_rows), Bf16(&dy_rows));
         });
-        let name = format!("{shape}, NVFP4");
-        if !is_wanted(&name) {
+        let record = record("NVFP4");
+        if !is_wanted(&record.name) {
             continue;
         }
-        time(criterion, client, name, operations, |_| {
+        time(criterion, client, record, |_| {
             let (x_row, x_col) = both(x, nearest(), nearest());
             let w_amax = ops::amax(client, &w, None).unwrap();
             let (w_row, w_col) = ops::quantize_tile(client, &w, &w_amax).unwrap();
@@ -503,6 +620,9 @@ fn main() {
     let client = cubecl::Device::Cuda(Default::default()).client();
     let mut criterion = Criterion::default().configure_from_args().without_plots();
     let noise = Noise::new();
+    if !is_run_once() && (is_wanted("few") || is_wanted("grouped")) {
+        copy(&client);
+    }
     dense(&mut criterion, &client, &noise);
     if is_wanted("grouped") {
         grouped(&mut criterion, &client, &noise);
@@ -513,25 +633,33 @@ fn main() {
     if is_wanted("calls") {
         calls(&mut criterion, &client, &noise);
     }
-    let mut records = RECORDS.lock().unwrap();
-    let times: Vec<(&str, f64, f64)> = records
-        .iter_mut()
-        .map(|(name, operations, seconds)| {
-            seconds.sort_by(f64::total_cmp);
-            (name.as_str(), *operations, seconds[seconds.len() / 2])
-        })
-        .collect();
-    println!("| product | us | TFLOP/s | of cuBLAS bf16 |\n|---|---|---|---|");
-    for &(name, operations, median) in &times {
+    print(&RECORDS.lock().unwrap());
+}
+
+/// The table of all that was timed.
+fn print(records: &[Record]) {
+    let find = |name: &str| records.iter().find(|record| record.name == name);
+    let copy = find(COPY).map(|copy| copy.bytes.unwrap() / copy.median());
+    let share =
+        |share: Option<f64>| share.map_or("-".into(), |share| format!("{:.1} %", 100.0 * share));
+    println!("| product | us | TFLOP/s | of cuBLAS bf16 | of dense | packed bytes, of a copy |");
+    println!("|---|---|---|---|---|---|");
+    for record in records {
+        let (name, median) = (record.name.as_str(), record.median());
         let product = name.rsplit_once(", ").map_or(name, |(product, _)| product);
-        let baseline = times.iter().find(|(other, ..)| {
-            let suffix = other.strip_prefix(product);
-            suffix.and_then(|suffix| suffix.strip_prefix(", ")) == Some(CUBLAS)
-        });
-        let share = baseline.map_or("-".into(), |(_, _, seconds)| {
-            format!("{:.1} %", 100.0 * seconds / median)
-        });
-        let rate = operations / median / 1e12;
-        println!("| {name} | {:.1} | {rate:.1} | {share} |", median * 1e6);
+        let faster = |name: String| find(&name).map(|other| other.median() / median);
+        let cublas = share(faster(format!("{product}, {CUBLAS}")));
+        // Its shape, without the groups.
+        let shape = product
+            .rsplit_once(", ")
+            .map_or(product, |(shape, _)| shape);
+        let dense = share(faster(format!("{shape}, dense, NVFP4")));
+        let bytes = record
+            .bytes
+            .zip(copy)
+            .map(|(bytes, rate)| bytes / rate / median);
+        let (rate, bytes) = (record.operations / median / 1e12, share(bytes));
+        let us = median * 1e6;
+        println!("| {name} | {us:.1} | {rate:.1} | {cublas} | {dense} | {bytes} |");
     }
 }

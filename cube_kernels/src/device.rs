@@ -405,20 +405,6 @@ impl DevicePacked {
         ))
     }
 
-    /// An error unless the copy has compact scales, one amax and no groups: what operations take that
-    /// know nothing of groups, per-token scales or swizzled scales.
-    pub(crate) fn check_one_amax(&self, argument: &'static str) -> Result<(), Nvfp4Error> {
-        self.check_compact(argument)?;
-        match self.scope {
-            AmaxScope::Group => Ok(()),
-            AmaxScope::Outer => Err(Nvfp4Error::value(
-                argument,
-                "one amax for each stored row",
-                "one amax",
-            )),
-        }
-    }
-
     /// Copies a host tensor to the device.
     pub fn from_host(client: &Client, packed: &PackedTensor) -> Self {
         let (scope, amax) = match packed.amax() {

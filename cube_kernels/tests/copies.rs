@@ -12,10 +12,10 @@ use common::{ALL_KINDS, Kind, convert, values};
 use copies::{
     COMPACT, MAE, MSE, NEAREST, STOCHASTIC, STREAM, SWIZZLED, assert_bytes, assert_copies, check,
     check_per_token, check_policies, check_tiles, col_policies, device_amax, expected_copies,
-    floats, host_amax, offsets, per_token_policies, policy, read, row_policies, split, transformed,
+    floats, host_amax, per_token_policies, policy, read, row_policies, split, transformed,
 };
 use cubecl::prelude::*;
-use device::{DeviceElement, upload, upload_bytes};
+use device::{DeviceElement, offsets, upload, upload_bytes};
 use half::{bf16, f16};
 use nvfp4_kernels::{
     Amax, BlockScaling, CopyPolicy, Hadamard, HadamardSize, PackedAxis,

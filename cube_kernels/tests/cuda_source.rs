@@ -110,6 +110,8 @@ fn sources(conversion: Conversion) -> Vec<Source> {
         None,
         ops::kernels::zero_kernel::create_dummy_kernel,
         buffer(64),
+        buffer(64),
+        64,
         64,
     );
     add!(
@@ -211,39 +213,59 @@ fn sources(conversion: Conversion) -> Vec<Source> {
                     word,
                 );
             }
-            add!(
-                format!("dequantize_rows-{tag}"),
-                None,
-                ops::kernels::dequantize_rows_kernel::create_dummy_kernel,
-                address,
-                buffer(blocks * 2),
-                buffer(blocks),
-                buffer(1),
-                buffer(blocks * 2),
-                blocks * 2,
-                cols / 8,
-                2688.0,
-                false,
-                dtype,
-                elem,
-            );
-            add!(
-                format!("dequantize_cols-{tag}"),
-                None,
-                ops::kernels::dequantize_cols_kernel::create_dummy_kernel,
-                address,
-                buffer(blocks),
-                buffer(blocks),
-                buffer(1),
-                buffer(rows * cols),
-                rows,
-                cols,
-                cols / 16,
-                2688.0,
-                true,
-                dtype,
-                elem,
-            );
+            for (name, maxima, swizzled) in [
+                ("", false, false),
+                ("-rows", true, false),
+                ("-swizzled", true, true),
+            ] {
+                add!(
+                    format!("dequantize_rows-{tag}{name}"),
+                    None,
+                    ops::kernels::dequantize_rows_kernel::create_dummy_kernel,
+                    address,
+                    buffer(blocks * 2),
+                    buffer(blocks),
+                    buffer(rows),
+                    buffer(blocks * 2),
+                    blocks * 2,
+                    cols / 8,
+                    cols / 8,
+                    2688.0,
+                    maxima,
+                    swizzled,
+                    dtype,
+                    elem,
+                );
+            }
+            for (name, per_outer, swizzled, grouping) in [
+                ("", true, false, Grouping::One),
+                ("-groups", false, false, Grouping::Offsets(16)),
+                ("-batch", true, true, Grouping::Batch),
+            ] {
+                add!(
+                    format!("dequantize_cols-{tag}{name}"),
+                    None,
+                    ops::kernels::dequantize_cols_kernel::create_dummy_kernel,
+                    address,
+                    buffer(blocks),
+                    buffer(blocks),
+                    buffer(rows),
+                    buffer(8),
+                    buffer(rows * cols),
+                    ShapeLaunch::new(rows, cols, 2, 1),
+                    rows / 16,
+                    rows / 16,
+                    2688.0,
+                    16,
+                    ops::kernels::SourcePlan {
+                        per_outer,
+                        swizzled,
+                        grouping,
+                    },
+                    dtype,
+                    elem,
+                );
+            }
             add!(
                 format!("dequantize_col_pairs-{tag}"),
                 None,

@@ -1,6 +1,6 @@
 //! What reads packed operands reads every scaling: dequantize, NVFP4 to MXFP8 and MS-EDEN take copies
-//! made with four over six, dequantize also copies with one maximum for each stored row. On CubeCL's
-//! CPU runtime or on a GPU (`NVFP4_TEST_DEVICE`).
+//! made with four over six, and copies with one maximum for each stored row. On CubeCL's CPU runtime or on a
+//! GPU (`NVFP4_TEST_DEVICE`).
 #![cfg(feature = "cube")]
 
 mod common;
@@ -11,8 +11,8 @@ use common::{Kind, convert, values};
 use device::{assert_bytes, assert_floats, read_f32, read_matrix};
 use half::bf16;
 use nvfp4_kernels::{
-    Amax, BlockScaling, CopyPolicy, ErrorNorm, Hadamard, HadamardSize, Nvfp4Error, PackedAxis,
-    PackedTensor, RandomStream, Rounding,
+    Amax, BlockScaling, CopyPolicy, ErrorNorm, Hadamard, HadamardSize, PackedAxis, PackedTensor,
+    RandomStream, Rounding,
     device::{DevicePacked, FloatKind},
     ops,
     reference::{self, EdenTarget},
@@ -58,18 +58,22 @@ fn dequantize_reads_every_scaling_and_scope() {
     }
 }
 
+/// By their own range and, per token, by the maximum of each row.
 #[test]
-fn four_over_six_operands_are_requantized_by_their_own_range() {
-    let client = client!("four_over_six_operands_are_requantized_by_their_own_range");
+fn operands_are_requantized_by_what_scales_them() {
+    let client = client!("operands_are_requantized_by_what_scales_them");
     let (rows, cols) = SHAPE;
     let hadamard = Hadamard::seeded_with_size(HadamardSize::H128, 9);
     let (target, stream) = (EdenTarget::Backward, RandomStream::new(1, 2, 3));
-    for from in AXES {
-        let packed = copy(from, FOUR_OVER_SIX, false);
+    for (from, per_outer) in AXES
+        .into_iter()
+        .flat_map(|axis| [(axis, false), (axis, true)])
+    {
+        let packed = copy(from, FOUR_OVER_SIX, per_outer);
         let device = DevicePacked::from_host(&client, &packed);
         let values = reference::dequantize(&packed);
         for to in AXES {
-            let what = format!("{from:?} to {to:?}");
+            let what = format!("{from:?} to {to:?}, per outer {per_outer}");
             let expected =
                 reference::mx_quantize(&convert::<bf16>(&values), rows, cols, to).unwrap();
             let found = ops::mx_requantize(&client, &device, to, FloatKind::Bf16).unwrap();
@@ -89,21 +93,6 @@ fn four_over_six_operands_are_requantized_by_their_own_range() {
             assert_bytes(found.codes(), expected.codes(), &what);
             assert_bytes(found.scales(), expected.scales(), &what);
         }
-    }
-}
-
-#[test]
-fn per_token_operands_are_not_requantized_by_one_amax() {
-    let client = client!("per_token_operands_are_not_requantized_by_one_amax");
-    let packed = copy(PackedAxis::Cols, BlockScaling::Standard, true);
-    let device = DevicePacked::from_host(&client, &packed);
-    let hadamard = Hadamard::seeded_with_size(HadamardSize::H128, 9);
-    let refused = [
-        ops::mx_requantize(&client, &device, PackedAxis::Cols, FloatKind::Bf16).err(),
-        ops::ms_eden_amax(&client, &device, PackedAxis::Cols, &hadamard).err(),
-    ];
-    for error in refused {
-        assert!(matches!(error, Some(Nvfp4Error::Value { .. })), "{error:?}");
     }
 }
 

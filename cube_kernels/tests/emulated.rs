@@ -16,10 +16,10 @@ mod device;
 use common::{ALL_KINDS, Kind, convert, values};
 use copies::{
     COMPACT, MAE, MSE, STREAM, SWIZZLED, check, check_per_token, check_policies, check_tiles,
-    col_policies, offsets, per_token_policies, row_policies,
+    col_policies, per_token_policies, row_policies,
 };
 use cubecl::prelude::*;
-use device::{DeviceElement, assert_packed, read_f32, upload};
+use device::{DeviceElement, assert_packed, offsets, read_f32, upload};
 use half::{bf16, f16};
 use nvfp4_kernels::{
     Amax, BlockScaling, Hadamard, HadamardSize, PackedAxis, Rounding,

@@ -341,6 +341,16 @@ fn choice_on_blackwell() {
                 assert_eq!(asked.lock().unwrap().pop().unwrap().format, format);
             }
         }
+        // A packed weight beside bf16 rows is read as it is where they are few, else decoded for the library.
+        let weight_only = (false, true);
+        for m in [1, 16] {
+            let (path, kernel) = of(weight_only, (m, 4096, 14336), 1);
+            assert_eq!(path, GemmPath::MatrixInstructions);
+            assert!(kernel.starts_with("few rows"), "{kernel}");
+        }
+        assert!(asked.lock().unwrap().is_empty());
+        assert_eq!(of(weight_only, (17, 4096, 14336), 1).0, GemmPath::CublasLt);
+        assert_eq!(asked.lock().unwrap().pop().unwrap().format, Format::Bf16);
         // Codes whose rows are no multiple of 16 bytes, outputs likewise, and groups: the portable path.
         let portable = GemmPath::MatrixInstructions;
         assert_eq!(of(both, (64, 4096, 48), 1).0, portable);
@@ -931,6 +941,30 @@ fn fp4_is_refused_visibly() {
             .iter()
             .all(|&x| x == k as f32)
     );
+    // But few bf16 rows with a packed operand have a kernel that does not decode it.
+    let few = upload(&client, &vec![bf16::ONE; 8 * k], 8, k);
+    let events = Arc::new(Mutex::new(Vec::new()));
+    let found = tracing::subscriber::with_default(Events(events.clone()), || {
+        product_as(&client, &pretended, &(&few).into(), &(&b).into(), None, new).unwrap()
+    });
+    let events = events.lock().unwrap().join("\n");
+    assert!(events.contains("few rows"), "{events}");
+    let (path, few, b) = (Some(portable), (&few).into(), (&b).into());
+    let expected = gemm::product(&client, path, &few, &b, None, new).unwrap();
+    let (found, expected): (Vec<f32>, Vec<f32>) = (
+        read_matrix(&client, &found),
+        read_matrix(&client, &expected),
+    );
+    // In another order: of 320 terms, a few units in the last place of the largest.
+    let largest = expected
+        .iter()
+        .fold(0.0f32, |largest, x| largest.max(x.abs()));
+    for (found, expected) in found.iter().zip(&expected) {
+        assert!(
+            (found - expected).abs() <= 1e-5 * largest,
+            "{found} {expected}"
+        );
+    }
 }
 
 /// Writes `value` to all of `out`.

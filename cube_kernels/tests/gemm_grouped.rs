@@ -7,21 +7,25 @@ mod common;
 #[macro_use]
 #[path = "common/device.rs"]
 mod device;
+#[path = "common/epilogue.rs"]
+mod epilogue;
 #[path = "common/packed.rs"]
 mod packed;
 
 use common::Generator;
 use cubecl::prelude::*;
-use half::bf16;
+use device::{DeviceElement, read_f32s, read_matrix};
+use epilogue::{Epilogue, check_epilogues};
+use half::{bf16, f16};
 use nvfp4_kernels::{
     device::{Capabilities, FloatKind, GemmPath, Matrix},
     gemm::{
-        self, Elements, Operand, Scale, Target,
+        self, Elements, Operand, OutputAmax, Scale, Target,
         kernels::{FusedTile, Grouping, Plan, Tile, grouped_rows_with, plan, product_with},
     },
     ops::GroupOffsets,
 };
-use packed::{Packed, both_ways, unscaled};
+use packed::{Packed, both_ways, scaled, unscaled};
 use proptest::prelude::*;
 
 /// The paths that the device has.
@@ -354,13 +358,7 @@ fn factors_of_groups_and_bf16_operands() {
     let (sizes, n, k) = ([3, 0, 20, 9], 16, 64);
     let offsets = offsets(&sizes);
     let m = *offsets.last().unwrap();
-    let integers = |rows: usize, seed| {
-        let mut packed = Packed::random(rows, k, seed);
-        packed.codes.iter_mut().for_each(|byte| *byte &= 0xcc);
-        packed.scales.iter_mut().for_each(|byte| *byte = 0x38);
-        packed
-    };
-    let (a, b) = (integers(m, 1), integers(4 * n, 2));
+    let (a, b) = (Packed::integers(m, k, 1), Packed::integers(4 * n, k, 2));
     let (x, y) = (a.decoded(), b.decoded());
     let amax = [2.0f32, 3.0, 5.0, 7.0];
     let b_amax = client.create_from_slice(bytemuck::cast_slice(&amax));
@@ -442,6 +440,151 @@ fn factors_of_the_rows_of_contractions() {
     }
 }
 
+/// Every part of the epilogue of rows in groups and of contractions in groups, by both kernels that Hopper has
+/// for rows in groups, with a row that is NaN and a group that is zero.
+#[test]
+fn epilogues_of_groups() {
+    let client = client!("epilogues_of_groups");
+    let large = Capabilities::of(&client).gemm != GemmPath::Scalar;
+    let (sizes, n) = if large {
+        ([100, 0, 129, 31, 5], 136)
+    } else {
+        ([3, 0, 4, 2, 1], 8)
+    };
+    let starts = offsets(&sizes);
+    let (m, count) = (*starts.last().unwrap(), sizes.len());
+    let group_of = |sizes: &[usize]| -> Vec<usize> {
+        let groups = sizes.iter().enumerate();
+        groups.flat_map(|(g, &size)| vec![g; size]).collect()
+    };
+    // Every second one: each part, and each type.
+    let (all, some) = (Epilogue::all(), Epilogue::all().into_iter().step_by(2));
+    let some: Vec<Epilogue> = some.collect();
+    for (path, k) in paths(&client)
+        .into_iter()
+        .flat_map(|path| [(path, 64), (path, 48)])
+    {
+        let epilogues = if k == 64 { &all } else { &some };
+        let (mut a, b) = (Packed::random(m, k, 1), Packed::random(count * n, k, 2));
+        let row = starts[2] + 1;
+        a.scales[row * a.blocks + 2] = 0x7f;
+        a.codes[starts[3] * a.blocks * 8..starts[4] * a.blocks * 8].fill(0);
+        let (left, right) = (a.device(&client), b.device(&client));
+        let by_rows = groups(&client, &starts);
+        let what = format!("{path:?}, rows, k {k}");
+        check_epilogues(
+            &client,
+            n,
+            &group_of(&sizes),
+            epilogues,
+            &what,
+            &|a_scale, b_scale, bias, target| {
+                let a = scaled(Elements::Packed(&left), a_scale);
+                let b = scaled(Elements::Packed(&right), b_scale);
+                gemm::gemm_grouped_rows(&client, Some(path), &a, &b, &by_rows, bias, target)
+                    .unwrap()
+            },
+        );
+
+        // Groups of one, no, four and two blocks.
+        let columns = groups(&client, &[0, 16, 16, 80, 112]);
+        let m = if large { 72 } else { 5 };
+        let (a, b) = (Packed::random(m, 112, 3), Packed::random(n, 112, 4));
+        let (left, right) = (a.device(&client), b.device(&client));
+        // A contraction in groups takes none.
+        let mut without_bias = some.clone();
+        without_bias
+            .iter_mut()
+            .for_each(|epilogue| epilogue.bias = false);
+        let what = format!("{path:?}, depth");
+        check_epilogues(
+            &client,
+            n,
+            &group_of(&[m; 4]),
+            &without_bias,
+            &what,
+            &|a_scale, b_scale, _, target| {
+                let a = scaled(Elements::Packed(&left), a_scale);
+                let b = scaled(Elements::Packed(&right), b_scale);
+                gemm::gemm_grouped_depth(&client, Some(path), &a, &b, &columns, target).unwrap()
+            },
+        );
+    }
+}
+
+/// The maxima that products in groups find while they write are those of what they wrote: of all groups, of each,
+/// and zero for a group without rows.
+#[test]
+fn maxima_of_groups() {
+    let client = client!("maxima_of_groups");
+    check_maxima::<f32>(&client);
+    check_maxima::<bf16>(&client);
+    check_maxima::<f16>(&client);
+}
+
+fn check_maxima<T: DeviceElement>(client: &Client) {
+    let large = Capabilities::of(client).gemm != GemmPath::Scalar;
+    let (sizes, n) = if large {
+        ([0, 100, 1, 0, 200], 264)
+    } else {
+        ([0, 3, 1, 0, 2], 8)
+    };
+    let starts = offsets(&sizes);
+    let (m, count) = (*starts.last().unwrap(), sizes.len());
+    // The magnitude bits of the largest element, as NaN if there is one.
+    let largest = |values: &[T]| {
+        values.iter().fold(0.0f32, |largest, value| {
+            let value = value.to_f32().abs();
+            if value.is_nan() || value > largest {
+                value
+            } else {
+                largest
+            }
+        })
+    };
+    for (path, k) in paths(client)
+        .into_iter()
+        .flat_map(|path| [(path, 64), (path, 48)])
+    {
+        for poison in [false, true] {
+            let (mut a, b) = (Packed::random(m, k, 1), Packed::random(count * n, k, 2));
+            if poison {
+                a.scales[(starts[2] * a.blocks)..][..a.blocks].fill(0x7f);
+            }
+            let (left, right) = (a.device(client), b.device(client));
+            let (x, y): (Operand, Operand) = ((&left).into(), (&right).into());
+            let rows = groups(client, &starts);
+            let blocks: Vec<usize> = sizes.iter().map(|size| 16 * (size % 3)).collect();
+            let columns = groups(client, &offsets(&blocks));
+            let k = blocks.iter().sum();
+            let (a, b) = (Packed::random(9, k, 3), Packed::random(n, k, 4));
+            let (tall, wide) = (a.device(client), b.device(client));
+            let (u, v): (Operand, Operand) = ((&tall).into(), (&wide).into());
+            let depth: Vec<usize> = (0..=count).map(|g| 9 * g).collect();
+            let (path, new) = (Some(path), Target::New(T::KIND));
+            for of in [OutputAmax::Whole, OutputAmax::PerGroup] {
+                let by_rows =
+                    gemm::gemm_grouped_rows_amax(client, path, &x, &y, &rows, None, new, of);
+                let by_depth =
+                    gemm::gemm_grouped_depth_amax(client, path, &u, &v, &columns, new, of);
+                for (found, starts) in [(by_rows.unwrap(), &starts), (by_depth.unwrap(), &depth)] {
+                    let values: Vec<T> = read_matrix(client, &found.0);
+                    let groups = starts.windows(2);
+                    let groups = groups.map(|ends| largest(&values[ends[0] * n..ends[1] * n]));
+                    let expected: Vec<f32> = match of {
+                        OutputAmax::Whole => vec![largest(&values)],
+                        OutputAmax::PerGroup => groups.collect(),
+                    };
+                    let maxima = read_f32s(client, &found.1, expected.len());
+                    let what = format!("{path:?}, {of:?}, {:?}, NaN {poison}", T::KIND);
+                    device::assert_floats(&maxima, &expected, &what);
+                    assert!(maxima.iter().any(|value| *value != 0.0), "{what}");
+                }
+            }
+        }
+    }
+}
+
 proptest! {
     #![proptest_config(ProptestConfig { cases: 24, failure_persistence: None, ..Default::default() })]
 
@@ -468,16 +611,19 @@ proptest! {
 }
 
 /// Offsets beyond the rows or columns count as their end, and groups that end before they start are empty:
-/// the portable paths read and write nothing outside the buffers.
+/// nothing outside the buffers is read or written. A contraction of 64 and one of 48 have kernels of their own.
 #[test]
 fn offsets_beyond_the_end() {
     let client = client!("offsets_beyond_the_end");
-    let (m, n, k) = (40, 16, 64);
-    let portable = |path: &GemmPath| *path != GemmPath::Hopper;
-    for path in paths(&client).into_iter().filter(portable) {
-        let (a, b) = (Packed::random(m, k, 1), Packed::random(3 * n, k, 2));
-        let (left, right) = (a.device(&client), b.device(&client));
+    let (m, n) = (40, 16);
+    for (path, k) in paths(&client)
+        .into_iter()
+        .flat_map(|path| [(path, 64), (path, 48)])
+    {
+        let (a, b) = (Packed::random(m, k, 1), Packed::random(64 * n, k, 2));
         let run = |offsets: &[usize]| {
+            let b = b.rows(0..(offsets.len() - 1) * n);
+            let (left, right) = (a.device(&client), b.device(&client));
             // What lies behind the output keeps its contents.
             let held = floats(&client, &vec![0.5; (m + 100) * n], m + 100);
             let target = Matrix::new(held.handle.clone(), m, n, FloatKind::F32).unwrap();
@@ -487,9 +633,17 @@ fn offsets_beyond_the_end() {
             read(&client, &held)
         };
         let found = run(&[0, 33, 90, 70]);
-        assert_same(&found, &run(&[0, 33, 40, 40]), &format!("{path:?}: rows"));
-        assert!(found[m * n..].iter().all(|value| *value == 0.5));
+        let expected = run(&[0, 33, 40, 40]);
+        assert_same(&found, &expected, &format!("{path:?}, k {k}: rows"));
+        // Groups that overlap, and as many rows of tiles as no schedule has place for: what lies inside is not
+        // specified.
+        let descending = (0..65).map(|i| if i % 2 == 0 { 0 } else { 40 });
+        let descending: Vec<usize> = descending.collect();
+        for found in [found, run(&[0, 40, 10, 70]), run(&descending)] {
+            assert!(found[m * n..].iter().all(|value| *value == 0.5));
+        }
 
+        let k = 64;
         let (a, b) = (Packed::random(9, k, 3), Packed::random(8, k, 4));
         let (left, right) = (a.device(&client), b.device(&client));
         let run = |offsets: &[usize]| {

@@ -9,12 +9,15 @@ mod common;
 #[macro_use]
 #[path = "common/device.rs"]
 mod device;
+#[path = "common/epilogue.rs"]
+mod epilogue;
 #[path = "common/packed.rs"]
 mod packed;
 
 use common::Generator;
 use cubecl::{prelude::*, server::Handle};
-use half::{bf16, f16};
+use epilogue::{Epilogue, check_epilogues};
+use half::bf16;
 use nvfp4_kernels::{
     device::{Capabilities, DevicePacked, FloatKind, GemmPath, Matrix},
     gemm::{
@@ -23,7 +26,7 @@ use nvfp4_kernels::{
     },
     ops, reference,
 };
-use packed::{Packed, assert_bound, both_ways, unscaled};
+use packed::{Packed, assert_bound, both_ways, scaled, unscaled};
 use proptest::prelude::*;
 
 /// The client of a Hopper GPU, or an early return.
@@ -128,15 +131,7 @@ fn integers_are_exact() {
         &[(33, 24, 64)]
     };
     for &(m, n, k) in shapes {
-        let integers = |rows: usize, seed| {
-            let mut packed = Packed::random(rows, k, seed);
-            // 0, 2, 4 and 6 of either sign: even multiples of the smallest step.
-            packed.codes.iter_mut().for_each(|byte| *byte &= 0xcc);
-            packed.scales.iter_mut().for_each(|byte| *byte = 0x38);
-            packed.amax = 2688.0;
-            packed
-        };
-        let (a, b) = (integers(m, 3), integers(n, 4));
+        let (a, b) = (Packed::integers(m, k, 3), Packed::integers(n, k, 4));
         let (x, y) = (a.decoded(), b.decoded());
         let found = gemm::gemm(
             &client,
@@ -640,48 +635,174 @@ fn fused_tiles() {
     }
 }
 
-/// Block scales at both ends of E4M3, subnormal ones among them, and NaN in either operand.
+/// Every kernel of Hopper for packed operands that takes `m` rows.
+fn packed_plans(m: usize) -> Vec<Plan> {
+    let fused = FusedTile::ALL.map(|tile| Plan::Fused(tile, 4));
+    let decoded = Tile::ALL.map(|tile| Plan::Decoded(tile, 4));
+    let few = (m <= 16).then_some(Plan::FewRows);
+    few.into_iter().chain(fused).chain(decoded).collect()
+}
+
+/// Block scales at both ends of E4M3, subnormal ones among them, zeros, and NaN in either operand.
 #[test]
-fn fused_tiles_and_extreme_scales() {
-    let client = hopper!("fused_tiles_and_extreme_scales");
-    let (m, n, k) = (40, 136, 192);
-    let mut a = Packed::random(m, k, 1);
-    let mut b = Packed::random(n, k, 2);
-    let mut random = Generator::new(3);
-    for (i, scale) in b.scales.iter_mut().enumerate() {
-        // 0 to 2^-6 in the even rows, 224 to 448 in the odd ones.
-        let any = random.next_u32() as u8;
-        *scale = if (i / b.blocks).is_multiple_of(2) {
-            any % 9
-        } else {
-            0x76 + any % 9
-        };
-    }
-    a.scales[..a.blocks].fill(1);
-    a.scales[a.blocks..2 * a.blocks].fill(0x7e);
-    let run = |tile, a: &Packed, b: &Packed| {
+fn extreme_scales() {
+    let client = hopper!("extreme_scales");
+    let run = |plan, a: &Packed, b: &Packed| {
         let (a, b) = (a.device(&client), b.device(&client));
         let (path, new) = (Some(GemmPath::Hopper), Target::New(FloatKind::F32));
-        let plan = Some(Plan::Fused(tile, 4));
-        let found = product_with(&client, path, &(&a).into(), &(&b).into(), None, new, plan);
+        let (a, b) = ((&a).into(), (&b).into());
+        read::<f32>(
+            &client,
+            &product_with(&client, path, &a, &b, None, new, Some(plan)).unwrap(),
+        )
+    };
+    for (m, n, k) in [(40, 136, 192), (13, 136, 192), (5, 72, 176)] {
+        let mut a = Packed::random(m, k, 1);
+        let mut b = Packed::random(n, k, 2);
+        let mut random = Generator::new(3);
+        for (i, scale) in b.scales.iter_mut().enumerate() {
+            // 0 to 2^-6 in the even rows, 224 to 448 in the odd ones.
+            let any = random.next_u32() as u8;
+            *scale = if (i / b.blocks).is_multiple_of(2) {
+                any % 9
+            } else {
+                0x76 + any % 9
+            };
+        }
+        a.scales[..a.blocks].fill(1);
+        a.scales[a.blocks..2 * a.blocks].fill(0x7e);
+        a.scales[2 * a.blocks..3 * a.blocks].fill(0);
+        // One NaN scale each, in the last block too: its row and its column, and nothing else.
+        let (mut x, mut y) = (Packed::random(m, k, 1), Packed::random(n, k, 2));
+        x.scales[3 * x.blocks + 5] = 0x7f;
+        y.scales[11 * y.blocks + 2] = 0x7f;
+        y.scales[14 * y.blocks - 1] = 0x7f;
+        for plan in packed_plans(m) {
+            if matches!(plan, Plan::Fused(..)) && !k.is_multiple_of(32) {
+                continue;
+            }
+            let what = format!("{plan:?}, {m} x {n} x {k}");
+            let found = run(plan, &a, &b);
+            assert_bound(&found, &a, &b, &what);
+            assert!(
+                found[2 * n..3 * n].iter().all(|value| *value == 0.0),
+                "{what}"
+            );
+            assert!(found.iter().any(|value| *value != 0.0), "{what}");
+            for (i, value) in run(plan, &x, &y).iter().enumerate() {
+                let (row, col) = (i / n, i % n);
+                let expected = row == 3 || col == 11 || col == 13;
+                assert_eq!(value.is_nan(), expected, "{what}: ({row}, {col})");
+            }
+        }
+    }
+}
+
+/// NaN and infinities inside a bf16 operand reach all of its row of the output, and nothing else: on every path,
+/// beside a bf16 and beside a packed operand.
+#[test]
+fn nan_and_infinity_in_bf16_operands() {
+    let client = client!("nan_and_infinity_in_bf16_operands");
+    for (m, n, k) in [(13, 40, 96), (16, 24, 80)] {
+        let (x, finite, _) = both_ways(&client, m, k, 1);
+        let (y, _, _) = both_ways(&client, n, k, 2);
+        let poisoned = |mut x: Vec<bf16>| {
+            x[3 * k + 37] = bf16::INFINITY;
+            x[5 * k + 79] = bf16::NEG_INFINITY;
+            x[7 * k + 1] = bf16::NAN;
+            let rows = x.len() / k;
+            upload(&client, &x, rows, k, FloatKind::Bf16)
+        };
+        let is_poisoned = |index: usize| matches!(index, 3 | 5 | 7);
+        let (a, b) = (poisoned(x), poisoned(y));
+        let packed = Packed::random(n, k, 3).device(&client);
+        for path in bf16_paths(&client) {
+            let hopper = path == GemmPath::Hopper;
+            let plans = match hopper {
+                true => packed_plans(m).into_iter().map(Some).collect(),
+                false => vec![None],
+            };
+            for plan in plans {
+                let what = format!("{path:?}, {plan:?}, {m} x {n} x {k}");
+                if matches!(plan, Some(Plan::Fused(..))) && !k.is_multiple_of(32) {
+                    continue;
+                }
+                let run = |a, b| {
+                    let (a, b) = (unscaled(a), unscaled(b));
+                    let new = Target::New(FloatKind::F32);
+                    let out = product_with(&client, Some(path), &a, &b, None, new, plan);
+                    read::<f32>(&client, &out.unwrap())
+                };
+                let beside = run(Elements::Bf16(&a), Elements::Packed(&packed));
+                let plain = run(Elements::Bf16(&finite), Elements::Packed(&packed));
+                for (i, (value, plain)) in beside.iter().zip(&plain).enumerate() {
+                    let (row, col) = (i / n, i % n);
+                    let what = format!("{what}, packed right: ({row}, {col})");
+                    match is_poisoned(row) {
+                        true => assert!(!value.is_finite(), "{what}: {value}"),
+                        false => assert_eq!(value.to_bits(), plain.to_bits(), "{what}"),
+                    }
+                    assert!(row != 7 || value.is_nan(), "{what}: {value}");
+                }
+                if matches!(plan, Some(Plan::Fused(..) | Plan::FewRows)) {
+                    continue;
+                }
+                let both = run(Elements::Bf16(&a), Elements::Bf16(&b));
+                for (i, value) in both.iter().enumerate() {
+                    let (row, col) = (i / n, i % n);
+                    let expected = !is_poisoned(row) && !is_poisoned(col);
+                    assert_eq!(
+                        value.is_finite(),
+                        expected,
+                        "{what}: ({row}, {col}): {value}"
+                    );
+                }
+            }
+        }
+    }
+}
+
+/// Several tiles for each cube, so that the ring runs on from one into the next and wraps: integers, whose sums
+/// are exact in any order, have the bits of the portable kernel with every tile.
+#[test]
+fn tiles_follow_each_other() {
+    let client = hopper!("tiles_follow_each_other");
+    let (m, n, k) = (2100, 4104, 1184);
+    let (a, b) = (Packed::integers(m, k, 3), Packed::integers(n, k, 4));
+    let (left, right) = (a.device(&client), b.device(&client));
+    let run = |path, plan| {
+        let (a, b) = ((&left).into(), (&right).into());
+        let new = Target::New(FloatKind::F32);
+        let found = product_with(&client, Some(path), &a, &b, None, new, plan);
         read::<f32>(&client, &found.unwrap())
     };
-    for tile in FusedTile::ALL {
-        let found = run(tile, &a, &b);
-        assert_bound(&found, &a, &b, &format!("{tile:?}"));
-        assert!(found.iter().any(|value| *value != 0.0));
-        // One NaN scale each: its row and its column, and nothing else.
-        let (mut x, mut y) = (Packed::random(m, k, 1), Packed::random(n, k, 2));
-        x.scales[7 * x.blocks + 5] = 0x7f;
-        y.scales[11 * y.blocks + 2] = 0x7f;
-        for (i, value) in run(tile, &x, &y).iter().enumerate() {
-            let (row, col) = (i / n, i % n);
-            assert_eq!(
-                value.is_nan(),
-                row == 7 || col == 11,
-                "{tile:?}: ({row}, {col})"
-            );
-        }
+    let expected = run(GemmPath::MatrixInstructions, None);
+    assert_bound(&expected, &a, &b, "portable");
+    for plan in packed_plans(m) {
+        let found = run(GemmPath::Hopper, Some(plan));
+        assert_same(&found, &expected, &format!("{plan:?}"));
+    }
+}
+
+/// Contractions of 65536 against the oracle, by kernels that shapes so small would not choose.
+#[test]
+fn long_contractions() {
+    let client = hopper!("long_contractions");
+    let (m, n, k) = (130, 136, 65536);
+    let (a, b) = (Packed::random(m, k, 1), Packed::random(n, k, 2));
+    let (left, right) = (a.device(&client), b.device(&client));
+    let tile = |rows_a, ways| Plan::Fused(FusedTile { rows_a, ways }, 4);
+    let decoded = |tile| Plan::Decoded(tile, 4);
+    for plan in [
+        decoded(Tile::N256),
+        decoded(Tile::N64),
+        tile(256, 1),
+        tile(32, 4),
+    ] {
+        let (x, y) = ((&left).into(), (&right).into());
+        let (path, new) = (Some(GemmPath::Hopper), Target::New(FloatKind::F32));
+        let found = product_with(&client, path, &x, &y, None, new, Some(plan)).unwrap();
+        assert_bound(&read::<f32>(&client, &found), &a, &b, &format!("{plan:?}"));
     }
 }
 
@@ -750,133 +871,81 @@ fn packed_and_bf16_operands_agree_on_the_scalar_path() {
     assert!(expected.iter().any(|value| *value != 0.0));
 }
 
-/// Bias, accumulation, factors for each row and column and the output types, each from the plain sums
-/// by one more rounding.
+/// Every part of the epilogue, on the kernel that the shape takes: tiles of each width with tails, few rows of
+/// one and of two groups of eight, and few rows that end in half a vector.
 #[test]
 fn epilogues() {
     let client = client!("epilogues");
-    // One shape for each tile width, with tails; and one for the path of few rows.
     let shapes: &[_] = if on_gpu(&client) {
         &[
             (200, 72, 64),
             (1000, 904, 96),
             (2100, 4104, 64),
             (3, 520, 256),
+            (9, 264, 96),
+            (13, 264, 112),
+            (16, 520, 256),
             (35, 264, 96),
         ]
     } else {
         &[(5, 24, 48)]
     };
-    for &(m, n, k) in shapes {
-        let (a, b) = (Packed::random(m, k, 5), Packed::random(n, k, 6));
-        let (left, right) = (a.device(&client), b.device(&client));
-        let what = format!("{m} x {n} x {k}");
-        let mut random = Generator::new(7);
-        let mut vector = |len: usize| -> Vec<f32> { (0..len).map(|_| random.normal()).collect() };
-        let (bias, rows, cols) = (vector(n), vector(m), vector(n));
-        let floats = |x: &[f32]| -> Handle { client.create_from_slice(bytemuck::cast_slice(x)) };
-        let (row_amax, col_amax) = (floats(&rows), floats(&cols));
-        let bias_matrix = upload(&client, &bias, 1, n, FloatKind::F32);
-        let run = |a_scale, b_scale, bias: Option<&Matrix>, target| {
-            let operand = |packed, scale| Operand {
-                elements: Elements::Packed(packed),
-                scale,
-            };
-            let (a, b) = (operand(&left, a_scale), operand(&right, b_scale));
-            gemm::product(&client, None, &a, &b, bias, target).unwrap()
-        };
-        let new = Target::New(FloatKind::F32);
-        let sums = read::<f32>(&client, &run(Scale::One, Scale::One, None, new));
-        let at = |f: &dyn Fn(usize, usize, f32) -> f32| -> Vec<f32> {
-            (0..m * n).map(|i| f(i / n, i % n, sums[i])).collect()
-        };
-
-        let found = run(
-            Scale::PerRow(&row_amax, 2688.0),
-            Scale::PerRow(&col_amax, 1536.0),
-            Some(&bias_matrix),
-            new,
-        );
-        let expected =
-            at(&|row, col, sum| sum * ((rows[row] / 2688.0) * (cols[col] / 1536.0)) + bias[col]);
-        assert_same(
-            &read::<f32>(&client, &found),
-            &expected,
-            &format!("{what}: rows"),
-        );
-
-        let found = run(
-            Scale::PerRow(&row_amax, 2688.0),
-            Scale::Tensor(&right.amax, 1536.0),
-            None,
-            new,
-        );
-        let expected = at(&|row, _, sum| sum * ((rows[row] / 2688.0) * (b.amax / 1536.0)));
-        assert_same(
-            &read::<f32>(&client, &found),
-            &expected,
-            &format!("{what}: mixed"),
-        );
-
-        // Output types, with and without accumulation.
-        let alpha = (a.amax / 2688.0) * (b.amax / 2688.0);
-        let scaled = at(&|_, col, sum| sum * alpha + bias[col]);
-        let held: Vec<f32> = vector(m * n);
-        let (by_tensor, other) = (
-            Scale::Tensor(&left.amax, 2688.0),
-            Scale::Tensor(&right.amax, 2688.0),
-        );
-        let run = |target| run(by_tensor, other, Some(&bias_matrix), target);
-        let found = run(Target::New(FloatKind::Bf16));
-        let found: Vec<f32> = read::<bf16>(&client, &found)
-            .iter()
-            .map(|x| x.to_f32())
-            .collect();
-        let expected: Vec<f32> = scaled.iter().map(|&x| bf16::from_f32(x).to_f32()).collect();
-        assert_same(&found, &expected, &format!("{what}: bf16"));
-        let found = run(Target::New(FloatKind::F16));
-        let found: Vec<f32> = read::<f16>(&client, &found)
-            .iter()
-            .map(|x| x.to_f32())
-            .collect();
-        let expected: Vec<f32> = scaled.iter().map(|&x| f16::from_f32(x).to_f32()).collect();
-        assert_same(&found, &expected, &format!("{what}: f16"));
-
-        let matrix = upload(&client, &held, m, n, FloatKind::F32);
-        let found = run(Target::Accumulate(&matrix));
-        let expected: Vec<f32> = scaled.iter().zip(&held).map(|(x, y)| x + y).collect();
-        assert_same(
-            &read::<f32>(&client, &found),
-            &expected,
-            &format!("{what}: += f32"),
-        );
-        let half: Vec<bf16> = held.iter().map(|&x| bf16::from_f32(x)).collect();
-        let matrix = upload(&client, &half, m, n, FloatKind::Bf16);
-        let found = run(Target::Accumulate(&matrix));
-        let found: Vec<f32> = read::<bf16>(&client, &found)
-            .iter()
-            .map(|x| x.to_f32())
-            .collect();
-        let expected: Vec<f32> = scaled
-            .iter()
-            .zip(&half)
-            .map(|(x, y)| bf16::from_f32(x + y.to_f32()).to_f32())
-            .collect();
-        assert_same(&found, &expected, &format!("{what}: += bf16"));
-        let half: Vec<f16> = held.iter().map(|&x| f16::from_f32(x)).collect();
-        let matrix = upload(&client, &half, m, n, FloatKind::F16);
-        let found = run(Target::Accumulate(&matrix));
-        let found: Vec<f32> = read::<f16>(&client, &found)
-            .iter()
-            .map(|x| x.to_f32())
-            .collect();
-        let expected: Vec<f32> = scaled
-            .iter()
-            .zip(&half)
-            .map(|(x, y)| f16::from_f32(x + y.to_f32()).to_f32())
-            .collect();
-        assert_same(&found, &expected, &format!("{what}: += f16"));
+    for &shape in shapes {
+        check_epilogues_of(&client, shape, None, false, &Epilogue::all());
     }
+}
+
+/// The same on the kernel that reads bf16, which large products take: tiles of one and of several chunks, and
+/// one whose last chunk is narrower.
+#[test]
+fn epilogues_of_decoded_tiles_64() {
+    check_decoded_tile(&hopper!("epilogues_of_decoded_tiles_64"), Tile::N64);
+}
+
+#[test]
+fn epilogues_of_decoded_tiles_176() {
+    check_decoded_tile(&hopper!("epilogues_of_decoded_tiles_176"), Tile::N176);
+}
+
+#[test]
+fn epilogues_of_decoded_tiles_256() {
+    check_decoded_tile(&hopper!("epilogues_of_decoded_tiles_256"), Tile::N256);
+}
+
+fn check_decoded_tile(client: &Client, tile: Tile) {
+    let plan = Some(Plan::Decoded(tile, 4));
+    check_epilogues_of(client, (200, 72, 64), plan, false, &Epilogue::all());
+    check_epilogues_of(client, (300, 2112, 112), plan, true, &Epilogue::all());
+}
+
+/// The epilogues of a product of `m` x `n` x `k` with random operands, the left one bf16 or packed.
+fn check_epilogues_of(
+    client: &Client,
+    (m, n, k): (usize, usize, usize),
+    plan: Option<Plan>,
+    bf16_left: bool,
+    epilogues: &[Epilogue],
+) {
+    let (a, b) = (Packed::random(m, k, 5), Packed::random(n, k, 6));
+    let (left, right) = (a.device(client), b.device(client));
+    let (_, dense, _) = both_ways(client, m, k, 7);
+    let left = match bf16_left {
+        true => Elements::Bf16(&dense),
+        false => Elements::Packed(&left),
+    };
+    let what = format!("{m} x {n} x {k}, {plan:?}, bf16 left {bf16_left}");
+    check_epilogues(
+        client,
+        n,
+        &vec![0; m],
+        epilogues,
+        &what,
+        &|a_scale, b_scale, bias, target| {
+            let a = scaled(left, a_scale);
+            let b = scaled(Elements::Packed(&right), b_scale);
+            product_with(client, None, &a, &b, bias, target, plan).unwrap()
+        },
+    );
 }
 
 /// Nothing outside the product is written: the memory behind it keeps its contents.
@@ -1014,12 +1083,39 @@ proptest! {
 
     /// Any shape.
     #[test]
-    fn random_shapes(m in 1usize..400, n in 1usize..90, blocks in 1usize..40, seed: u32) {
+    fn random_shapes(m in 1usize..1200, n in 1usize..300, blocks in 1usize..130, seed: u32) {
         let Some(client) = device::client("random_shapes") else { return Ok(()) };
-        let (m, n) = if on_gpu(&client) { (m, 8 * n) } else { (m % 20 + 1, n % 20 + 1) };
+        let (m, n, blocks) = match on_gpu(&client) {
+            true => (m, 8 * n, blocks),
+            false => (m % 20 + 1, n % 20 + 1, blocks % 40 + 1),
+        };
         let (a, b) = (Packed::random(m, blocks * 16, seed), Packed::random(n, blocks * 16, !seed));
         let (left, right) = (a.device(&client), b.device(&client));
         let found = gemm::gemm(&client, &left, &right, None, FloatKind::F32).unwrap();
         assert_bound(&read::<f32>(&client, &found), &a, &b, &format!("{m} x {n}, {blocks} blocks"));
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 16, failure_persistence: None, ..Default::default() })]
+
+    /// Any shape, few rows in every second one, with any epilogue, a packed or a bf16 operand, and any type of
+    /// output.
+    #[test]
+    fn random_epilogues(
+        m in 1usize..700,
+        few: bool,
+        n in 1usize..90,
+        blocks in 1usize..60,
+        bf16_left: bool,
+        epilogue in prop::sample::select(Epilogue::all()),
+    ) {
+        let Some(client) = device::client("random_epilogues") else { return Ok(()) };
+        let m = if few { m % 16 + 1 } else { m };
+        let (m, n, blocks) = match on_gpu(&client) {
+            true => (m, 8 * n, blocks),
+            false => (m % 9 + 1, n % 9 + 1, blocks % 5 + 1),
+        };
+        check_epilogues_of(&client, (m, n, 16 * blocks), None, bf16_left, &[epilogue]);
     }
 }

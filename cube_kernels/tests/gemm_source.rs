@@ -13,9 +13,13 @@ use half::bf16;
 use kernel_sources::{count, cuda_source, disassembled, is_left_out, spills};
 use nvfp4_kernels::{
     device::FloatKind,
-    gemm::kernels::{
-        EpilogueKind, Factor, FusedTile, Grouping, Left, SM90_UNITS, Shape, Tile, arrange_kernel,
-        decode_kernel, fused_kernel, sm90_kernel, small_m_kernel, transpose_kernel,
+    gemm::{
+        OutputAmax,
+        kernels::{
+            EpilogueKind, Factor, FusedTile, Grouping, Left, SM90_UNITS, Schedule, Shape, Tile,
+            arrange_kernel, decode_kernel, fused_kernel, sm90_kernel, small_m_kernel,
+            transpose_kernel,
+        },
     },
 };
 use nvrtc::CudaTools;
@@ -51,7 +55,7 @@ fn sm90_kernel_uses_the_tensor_cores_and_spills_nothing() {
         bias: false,
         accumulate: false,
         out: FloatKind::Bf16,
-        amax: false,
+        amax: None,
     };
     let all = EpilogueKind {
         a: Factor::PerRow,
@@ -59,7 +63,7 @@ fn sm90_kernel_uses_the_tensor_cores_and_spills_nothing() {
         bias: true,
         accumulate: true,
         out: FloatKind::F32,
-        amax: true,
+        amax: Some(OutputAmax::Whole),
     };
     // SAFETY: nothing is launched.
     #[allow(unused_unsafe)]
@@ -103,14 +107,17 @@ fn sm90_kernel_uses_the_tensor_cores_and_spills_nothing() {
         assert!(count(&sass, "STG.E.128") >= 1);
         assert_eq!(spills(&sass), 0, "transpose spills");
     }
-    for (warps, strips, columns, ahead, tail, left, plain) in [
-        (16, 2, 1, 1, false, Left::Packed, true),
-        (16, 1, 1, 1, true, Left::Packed, false),
-        (16, 2, 1, 1, false, Left::Bf16, true),
-        (8, 2, 2, 2, true, Left::Bf16, false),
-        (8, 2, 2, 2, false, Left::Packed, true),
-        (8, 1, 2, 2, false, Left::Packed, true),
-        (16, 2, 1, 2, false, Left::Packed, true),
+    let (whole, tail, halves) = ((false, false), (true, false), (true, true));
+    for (warps, strips, columns, ahead, (tail, halves), left, plain) in [
+        (16, 2, 1, 1, whole, Left::Packed, true),
+        (16, 1, 1, 1, tail, Left::Packed, false),
+        (16, 2, 1, 1, whole, Left::Bf16, true),
+        (8, 2, 2, 2, tail, Left::Bf16, false),
+        (8, 2, 2, 2, whole, Left::Packed, true),
+        (8, 1, 2, 2, whole, Left::Packed, true),
+        (16, 2, 1, 2, whole, Left::Packed, true),
+        (8, 2, 2, 2, halves, Left::Bf16, false),
+        (16, 2, 1, 1, halves, Left::Packed, true),
     ] {
         let shape = Shape {
             warps,
@@ -118,7 +125,9 @@ fn sm90_kernel_uses_the_tensor_cores_and_spills_nothing() {
             columns,
             ahead,
             tail,
+            halves,
             left,
+            converts: true,
         };
         // SAFETY: nothing is launched.
         #[allow(unused_unsafe)]
@@ -139,6 +148,7 @@ fn sm90_kernel_uses_the_tensor_cores_and_spills_nothing() {
                 buffer(64),
                 buffer(64),
                 buffer(64),
+                buffer(1),
                 8,
                 64,
                 256,
@@ -148,7 +158,7 @@ fn sm90_kernel_uses_the_tensor_cores_and_spills_nothing() {
                 if plain { plain_epilogue } else { all },
             )
         };
-        let name = format!("small_m-{warps}-{strips}-{columns}-{ahead}-{tail}-{left:?}");
+        let name = format!("small_m-{warps}-{strips}-{columns}-{ahead}-{tail}-{halves}-{left:?}");
         let Some(sass) = compile(&tools, &name, &cuda_source(&name, kernel)) else {
             continue;
         };
@@ -162,11 +172,13 @@ fn sm90_kernel_uses_the_tensor_cores_and_spills_nothing() {
         assert_eq!(count(&sass, "HMMA"), 8 * ahead * strips * columns, "{name}");
         assert_eq!(spills(&sass), 0, "{name} spills");
     }
+    let order = |tile, by_width| Some(Schedule { tile, by_width });
     for (packed, grouped) in [
         (true, None),
         (false, None),
-        (true, Some(FusedTile::ALL[0])),
-        (true, Some(FusedTile::ALL[1])),
+        (true, order(FusedTile::ALL[0], true)),
+        (true, order(FusedTile::ALL[1], true)),
+        (true, order(FusedTile::ALL[1], false)),
     ] {
         // SAFETY: nothing is launched.
         #[allow(unused_unsafe)]

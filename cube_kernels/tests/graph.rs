@@ -3,34 +3,44 @@
 #![cfg(feature = "cuda")]
 
 mod common;
+#[macro_use]
+#[path = "common/device.rs"]
+mod device;
+#[path = "common/packed.rs"]
+mod packed;
 
 use common::{Kind, convert, values};
-use cubecl::{prelude::*, server::Handle};
+use cubecl::{MemoryScope, prelude::*, server::Handle};
+use device::{assert_floats, read_f32s, read_matrix};
 use half::bf16;
 use nvfp4_kernels::{
     Amax, CopyPolicy, Hadamard, HadamardSize, PackedAxis, RandomStream, Rounding,
     device::{
-        AmaxScope, DeviceCopy, DevicePacked, DeviceRounding, FloatKind, GemmPath, Groups, Matrix,
+        AmaxScope, Capabilities, DeviceCopy, DevicePacked, DeviceRounding, FloatKind, GemmPath,
+        Groups, Matrix,
     },
     gemm::{
-        self, Elements, Operand, Scale, Target,
+        self, Elements, Operand, OutputAmax, Scale, Target,
         cublaslt::{self, Format, Problem},
+        kernels::{FusedTile, Plan, Tile, product_with},
     },
-    ops::{self, CopyRequest, EdenRandom},
+    ops::{self, CopyRequest, EdenRandom, GroupOffsets},
     reference::{self, EdenTarget},
 };
-use std::sync::Mutex;
+use packed::Packed;
+use std::sync::{Mutex, MutexGuard};
 
 /// Held by the test that runs.
 static ALONE: Mutex<()> = Mutex::new(());
 
-/// The device, or `None` (after saying so) where graphs cannot be captured.
-fn cuda(test: &str) -> Option<Client> {
-    if std::env::var("NVFP4_TEST_DEVICE").as_deref() == Ok("cuda") {
-        return Some(cubecl::Device::Cuda(Default::default()).client());
+/// The client of the GPU and the lock of the test that runs, or `None` (after saying so) without one.
+fn alone(test: &str) -> Option<(Client, MutexGuard<'static, ()>)> {
+    if std::env::var("NVFP4_TEST_DEVICE").as_deref() != Ok("cuda") {
+        println!("SKIPPED: {test}: only CUDA captures graphs");
+        return None;
     }
-    println!("SKIPPED: {test}: only CUDA captures graphs");
-    None
+    let guard = ALONE.lock().unwrap_or_else(|held| held.into_inner());
+    Some((cubecl::Device::Cuda(Default::default()).client(), guard))
 }
 
 const STREAM: RandomStream = RandomStream::new(1, 2, 100);
@@ -108,10 +118,9 @@ fn policy_at(value: u64) -> CopyPolicy {
 /// Both copies with a given amax, which are the oracle's, too.
 #[test]
 fn graph_replays_draw_fresh_bits() {
-    let Some(client) = cuda("graph_replays_draw_fresh_bits") else {
+    let Some((client, _guard)) = alone("graph_replays_draw_fresh_bits") else {
         return;
     };
-    let _alone = ALONE.lock().unwrap_or_else(|held| held.into_inner());
     let ((rows, cols), x) = (SHAPE, elements());
     let matrix = upload(&client, &x);
     let amax = reference::amax(&x);
@@ -146,10 +155,9 @@ fn graph_replays_draw_fresh_bits() {
 /// Copies with an amax for each row and column, in one read and in two.
 #[test]
 fn graph_replays_per_token() {
-    let Some(client) = cuda("graph_replays_per_token") else {
+    let Some((client, _guard)) = alone("graph_replays_per_token") else {
         return;
     };
-    let _alone = ALONE.lock().unwrap_or_else(|held| held.into_inner());
     let ((rows, cols), x) = (SHAPE, elements());
     let matrix = upload(&client, &x);
     let replays = replay(&client, |offset| {
@@ -183,10 +191,9 @@ fn graph_replays_per_token() {
 /// MS-EDEN along both axes, with its maximum found in the graph: the scale bytes are fresh.
 #[test]
 fn graph_replays_ms_eden() {
-    let Some(client) = cuda("graph_replays_ms_eden") else {
+    let Some((client, _guard)) = alone("graph_replays_ms_eden") else {
         return;
     };
-    let _alone = ALONE.lock().unwrap_or_else(|held| held.into_inner());
     let ((rows, cols), x) = (SHAPE, elements());
     let matrix = upload(&client, &x);
     let hadamard = Hadamard::seeded_with_size(HadamardSize::H128, 7);
@@ -222,10 +229,9 @@ fn graph_replays_ms_eden() {
 #[test]
 fn graph_replays_products_of_cublaslt() {
     let test = "graph_replays_products_of_cublaslt";
-    let Some(client) = cuda(test) else {
+    let Some((client, _guard)) = alone(test) else {
         return;
     };
-    let _alone = ALONE.lock().unwrap_or_else(|held| held.into_inner());
     let (m, n, k) = (64, 128, 256);
     let problem = Problem {
         format: Format::Bf16,
@@ -276,5 +282,126 @@ fn graph_replays_products_of_cublaslt() {
             "{expected}, {:?}",
             &found[..4]
         );
+    }
+}
+
+#[cube(launch_unchecked)]
+fn copy_words(from: &[u32], to: &mut [u32]) {
+    to[UNIT_POS as usize] = from[UNIT_POS as usize];
+}
+
+/// A captured product in groups reads its offsets at every replay: whoever changes them on the device gets the
+/// product and the maxima of an ordinary call with those, by both kernels that Hopper has for rows in groups.
+#[test]
+fn graph_replays_products_in_groups() {
+    let Some((client, _guard)) = alone("graph_replays_products_in_groups") else {
+        return;
+    };
+    let (m, n, groups) = (400, 136, 5);
+    let upload = |offsets: &[u32]| client.create_from_slice(bytemuck::cast_slice(offsets));
+    for k in [64, 48] {
+        let (a, b) = (Packed::random(m, k, 1), Packed::random(groups * n, k, 2));
+        let (left, right) = (a.device(&client), b.device(&client));
+        let run = |offsets: &Handle| {
+            let offsets = GroupOffsets::new(offsets.clone(), groups).unwrap();
+            let (a, b): (Operand, Operand) = ((&left).into(), (&right).into());
+            let (new, of) = (Target::New(FloatKind::F32), OutputAmax::PerGroup);
+            gemm::gemm_grouped_rows_amax(&client, None, &a, &b, &offsets, None, new, of).unwrap()
+        };
+        let offsets = upload(&[0, 80, 160, 240, 320, 400]);
+        client.graph_prepare().unwrap();
+        drop(run(&offsets));
+        client.start_capture().unwrap();
+        let (product, amax) = run(&offsets);
+        let graph = client.stop_capture().unwrap();
+        for changed in [
+            [0, 0, 129, 256, 256, 400],
+            [0, 400, 400, 400, 400, 400],
+            [7, 8, 9, 136, 300, 301],
+        ] {
+            let from = upload(&changed);
+            // SAFETY: both buffers hold six words.
+            unsafe {
+                copy_words::launch_unchecked(
+                    &client,
+                    CubeCount::Static(1, 1, 1),
+                    CubeDim::new_1d(6),
+                    BufferArg::from_raw_parts(from.clone(), 6),
+                    BufferArg::from_raw_parts(offsets.clone(), 6),
+                );
+                // Every buffer of the graph is alive, and nothing else runs on this stream.
+                graph.replay().unwrap();
+            }
+            let found: Vec<f32> = read_matrix(&client, &product);
+            let maxima = read_f32s(&client, &amax, groups);
+            let (product, amax) = run(&from);
+            let expected: Vec<f32> = read_matrix(&client, &product);
+            // Rows outside all groups are not written.
+            let rows = changed[0] as usize * n..changed[5] as usize * n;
+            let what = format!("{changed:?}, k {k}");
+            assert!(expected[rows.clone()].iter().any(|value| *value != 0.0));
+            assert_floats(&found[rows.clone()], &expected[rows], &what);
+            assert_floats(&maxima, &read_f32s(&client, &amax, groups), &what);
+        }
+    }
+}
+
+/// What a product decodes or brings into another order is memory of the product alone: behind it there is the
+/// output and nothing else.
+#[test]
+fn workspaces_are_released() {
+    let Some((client, _guard)) = alone("workspaces_are_released") else {
+        return;
+    };
+    let in_use = || {
+        futures_lite::future::block_on(client.sync()).unwrap();
+        let report = client.memory_report(MemoryScope::CurrentStream);
+        report.usage().bytes_in_use
+    };
+    let (m, n, k) = (1024, 1024, 2048);
+    let (a, b) = (Packed::random(m, k, 1), Packed::random(4 * n, k, 2));
+    let b_dense = b.rows(0..n).device(&client);
+    let (a, b) = (a.device(&client), b.device(&client));
+    let starts: [u32; 5] = [0, 100, 100, 700, 1024];
+    let offsets = client.create_from_slice(bytemuck::cast_slice(&starts));
+    let offsets = GroupOffsets::new(offsets, 4).unwrap();
+    let dense = |plan| {
+        let (a, b) = ((&a).into(), (&b_dense).into());
+        let new = Target::New(FloatKind::Bf16);
+        product_with(&client, None, &a, &b, None, new, plan).unwrap()
+    };
+    let grouped = || {
+        let (a, b): (Operand, Operand) = ((&a).into(), (&b).into());
+        let new = Target::New(FloatKind::Bf16);
+        gemm::gemm_grouped_rows(&client, None, &a, &b, &offsets, None, new).unwrap()
+    };
+    let mut products: Vec<(&str, Box<dyn Fn() -> Matrix + '_>)> = vec![
+        ("its own", Box::new(|| dense(None))),
+        ("groups", Box::new(grouped)),
+    ];
+    if Capabilities::of(&client).gemm == GemmPath::Hopper {
+        // Two operands of four megabytes in bf16.
+        products.push((
+            "decoded",
+            Box::new(|| dense(Some(Plan::Decoded(Tile::N256, 8)))),
+        ));
+        products.push((
+            "fused",
+            Box::new(|| dense(Some(Plan::Fused(FusedTile::ALL[0], 8)))),
+        ));
+    }
+    for (what, product) in products {
+        // The first call compiles, and may keep memory for good.
+        drop(product());
+        let before = in_use();
+        let out = product();
+        let kept = in_use() - before;
+        let bytes = (m * n * 2) as u64;
+        assert!(
+            (bytes..bytes + 4096).contains(&kept),
+            "{what}: {kept} bytes"
+        );
+        drop(out);
+        assert_eq!(in_use(), before, "{what}");
     }
 }

@@ -16,7 +16,7 @@ use kernel_sources::{Fake, cuda_source, disassembled, is_left_out, spills};
 use nvfp4_kernels::{
     cube::{codec::Conversion, eden::SignsLaunch, philox::RandomLaunch},
     device::FloatKind,
-    ops::kernels,
+    ops::kernels::{self, Grouping, ShapeLaunch, SourcePlan},
 };
 
 /// One kernel of the crate, as source.
@@ -57,6 +57,31 @@ fn sources(conversion: Conversion) -> Vec<Source> {
     let b = |len: usize| unsafe { BufferArg::from_raw_parts(memory.clone(), len) };
     let random = || RandomLaunch::new(1, 2, 3, 4);
     let signs = || SignsLaunch::new(1, 2, 3, 4);
+    let shape = || ShapeLaunch::new(rows, cols, 8, 4);
+    // As most kernels are launched, and with all that they can be asked for.
+    let plain = SourcePlan {
+        per_outer: false,
+        swizzled: false,
+        grouping: Grouping::One,
+    };
+    let plans = [
+        ("", plain),
+        (
+            "-groups",
+            SourcePlan {
+                grouping: Grouping::Offsets(16),
+                ..plain
+            },
+        ),
+        (
+            "-batch",
+            SourcePlan {
+                per_outer: true,
+                swizzled: true,
+                grouping: Grouping::Batch,
+            },
+        ),
+    ];
     // The lengths of buffers do not matter.
     let n = rows * cols / 16;
     let e2m1 = [false, conversion.has_nearest()];
@@ -246,14 +271,18 @@ fn sources(conversion: Conversion) -> Vec<Source> {
                 );
             }
         }
-        for across in [false, true] {
+        for (across, (name, source)) in [false, true]
+            .into_iter()
+            .flat_map(|across| plans.map(|plan| (across, plan)))
+        {
             let policy = kernels::EdenPolicy {
                 across,
+                source,
                 device_offset: across,
                 cuda: true,
                 conversion,
             };
-            let tag = format!("{tag}-{across}");
+            let tag = format!("{tag}-{across}{name}");
             add!(
                 tag,
                 NONE,
@@ -261,14 +290,15 @@ fn sources(conversion: Conversion) -> Vec<Source> {
                 address,
                 b(n),
                 b(n),
-                b(1),
-                b(1),
+                b(8),
+                b(8),
+                b(8),
                 signs(),
-                rows,
-                cols,
+                shape(),
+                16,
+                cols / 16,
                 2688.0,
-                across,
-                true,
+                policy,
             );
             add!(
                 tag,
@@ -277,16 +307,19 @@ fn sources(conversion: Conversion) -> Vec<Source> {
                 address,
                 b(n),
                 b(n),
-                b(1),
-                b(1),
+                b(8),
+                b(8),
+                b(8),
                 b(n),
                 b(n),
-                b(1),
+                b(8),
                 b(2),
                 random(),
                 signs(),
-                rows,
-                cols,
+                shape(),
+                16,
+                16,
+                cols / 16,
                 2688.0,
                 1.0,
                 1.0,
@@ -353,69 +386,97 @@ fn sources(conversion: Conversion) -> Vec<Source> {
                     kind,
                     elem,
                 );
-                add!(
-                    tag,
-                    e4m3,
-                    mx_quantize_col_kernel,
-                    address,
-                    width,
-                    b(n),
-                    b(n),
-                    b(n),
-                    rows,
-                    cols,
-                    1,
-                    hardware,
-                    kind,
-                    elem,
-                );
-                add!(
-                    tag,
-                    e4m3,
-                    mx_requantize_along_kernel,
-                    address,
-                    b(n),
-                    b(n),
-                    b(1),
-                    b(n),
-                    b(n),
-                    rows,
-                    cols,
-                    2688.0,
-                    true,
-                    2,
-                    hardware,
-                    kind,
-                    elem,
-                );
-                add!(
-                    tag,
-                    e4m3,
-                    mx_requantize_across_kernel,
-                    address,
-                    width,
-                    b(n),
-                    b(n),
-                    b(1),
-                    b(n),
-                    b(n),
-                    rows,
-                    cols,
-                    2688.0,
-                    1,
-                    hardware,
-                    kind,
-                    elem,
-                );
+                for (name, plan) in plans {
+                    add!(
+                        format!("{tag}{name}"),
+                        e4m3,
+                        mx_quantize_col_kernel,
+                        address,
+                        width,
+                        b(n),
+                        b(8),
+                        b(n),
+                        b(n),
+                        shape(),
+                        2,
+                        8,
+                        1,
+                        plan.grouping,
+                        hardware,
+                        kind,
+                        elem,
+                    );
+                    add!(
+                        format!("{tag}{name}"),
+                        e4m3,
+                        mx_requantize_across_kernel,
+                        address,
+                        width,
+                        b(n),
+                        b(n),
+                        b(8),
+                        b(8),
+                        b(n),
+                        b(n),
+                        shape(),
+                        2,
+                        cols / 16,
+                        8,
+                        2688.0,
+                        1,
+                        plan,
+                        hardware,
+                        kind,
+                        elem,
+                    );
+                }
+                for (name, dense, maxima, swizzled) in [
+                    ("", true, false, false),
+                    ("-rows", false, true, false),
+                    ("-swizzled", false, true, true),
+                ] {
+                    add!(
+                        format!("{tag}{name}"),
+                        e4m3,
+                        mx_requantize_along_kernel,
+                        address,
+                        b(n),
+                        b(n),
+                        b(rows),
+                        b(n),
+                        b(n),
+                        rows,
+                        cols,
+                        cols / 16,
+                        cols / 32,
+                        2688.0,
+                        dense,
+                        maxima,
+                        swizzled,
+                        2,
+                        hardware,
+                        kind,
+                        elem,
+                    );
+                }
             }
-            for across in [false, true] {
+            for (across, (name, source)) in [false, true]
+                .into_iter()
+                .flat_map(|across| plans.map(|plan| (across, plan)))
+            {
+                // A matrix has neither maxima nor scales.
+                let source = SourcePlan {
+                    grouping: source.grouping,
+                    ..plain
+                };
                 let policy = kernels::EdenPolicy {
                     across,
+                    source,
                     device_offset: across,
                     cuda: true,
                     conversion,
                 };
-                let tag = format!("{tag}-{across}");
+                let tag = format!("{tag}-{across}{name}");
                 add!(
                     tag,
                     NONE,
@@ -423,12 +484,12 @@ fn sources(conversion: Conversion) -> Vec<Source> {
                     address,
                     width,
                     b(n),
-                    b(1),
+                    b(8),
+                    b(8),
                     signs(),
-                    rows,
-                    cols,
-                    across,
-                    true,
+                    shape(),
+                    16,
+                    policy,
                     kind,
                     elem,
                 );
@@ -439,15 +500,17 @@ fn sources(conversion: Conversion) -> Vec<Source> {
                     address,
                     width,
                     b(n),
-                    b(1),
+                    b(8),
+                    b(8),
                     b(n),
                     b(n),
-                    b(1),
+                    b(8),
                     b(2),
                     random(),
                     signs(),
-                    rows,
-                    cols,
+                    shape(),
+                    16,
+                    16,
                     1.0,
                     1.0,
                     policy,

@@ -21,9 +21,12 @@ use cubecl_server::runtime::Runtime;
 use kernel_sources::{Fake, count, cuda_source, disassembled, spills};
 use nvfp4_kernels::{
     device::FloatKind,
-    gemm::kernels::{
-        BlockScaledShape, EpilogueKind, Factor, Grouping, Left, MATRIX_UNITS, MatrixTile, Multiply,
-        Pieces, Shape, matrix_kernel, sm120_kernel, small_m_kernel,
+    gemm::{
+        OutputAmax,
+        kernels::{
+            BlockScaledShape, EpilogueKind, Factor, Grouping, Left, MATRIX_UNITS, MatrixTile,
+            Multiply, Pieces, Shape, matrix_kernel, sm120_kernel, small_m_kernel,
+        },
     },
 };
 use nvrtc::CudaTools;
@@ -37,7 +40,7 @@ const PLAIN: EpilogueKind = EpilogueKind {
     bias: false,
     accumulate: false,
     out: FloatKind::Bf16,
-    amax: false,
+    amax: None,
 };
 
 const ALL: EpilogueKind = EpilogueKind {
@@ -46,7 +49,7 @@ const ALL: EpilogueKind = EpilogueKind {
     bias: true,
     accumulate: true,
     out: FloatKind::F32,
-    amax: true,
+    amax: Some(OutputAmax::Whole),
 };
 
 /// The device that kernels are asked of, and its kernels.
@@ -152,6 +155,7 @@ impl Kernels {
                 self.buffer(64),
                 self.buffer(2),
                 self.buffer(1024),
+                self.buffer(1),
                 64,
                 64,
                 64,
@@ -169,14 +173,16 @@ impl Kernels {
         cuda_source("matrix", kernel)
     }
 
-    fn few_rows(&self, kind: EpilogueKind) -> String {
+    fn few_rows(&self, kind: EpilogueKind, converts: bool) -> String {
         let shape = Shape {
             warps: 8,
             strips: 2,
             columns: 2,
             ahead: 2,
             tail: true,
+            halves: false,
             left: Left::Packed,
+            converts,
         };
         // SAFETY: nothing is launched.
         #[allow(unused_unsafe)]
@@ -197,6 +203,7 @@ impl Kernels {
                 self.buffer(64),
                 self.buffer(64),
                 self.buffer(64),
+                self.buffer(1),
                 8,
                 64,
                 256,
@@ -267,21 +274,28 @@ fn block_scaled_instructions() {
     }
 }
 
-/// Few rows: the instructions of the kernel of Hopper all exist from sm_90 on.
+/// Few rows: the instructions of the kernel of Hopper all exist from sm_89 on, and on sm_80 all but the conversion
+/// of scales.
 #[test]
 fn few_rows_on_other_devices() {
     let tools = tools!("few_rows_on_other_devices");
     let kernels = Kernels::new();
-    for kind in [PLAIN, EpilogueKind { amax: false, ..ALL }] {
-        let name = format!("few_rows-{:?}", kind.out);
-        let text = kernels.few_rows(kind);
-        for arch in ["sm_90", "sm_100a", "sm_120a", "sm_121a"] {
+    for (kind, converts, targets) in [
+        (PLAIN, true, &["sm_89", "sm_100a", "sm_120a"][..]),
+        (ALL, true, &["sm_90", "sm_121a"]),
+        (PLAIN, false, &["sm_80"]),
+        (ALL, false, &["sm_86"]),
+    ] {
+        let name = format!("few_rows-{:?}-{converts}", kind.out);
+        let text = kernels.few_rows(kind, converts);
+        for arch in targets {
             let sass = compile(&tools, &name, &text, arch);
             // Eight for each strip, group of columns and chunk ahead.
             assert_eq!(count(&sass, "HMMA"), 8 * 2 * 2 * 2, "{name} for {arch}");
         }
-        // The multiplication of bf16 pairs begins there.
-        assert!(tools.compile(&text, "sm_89").is_err(), "{name}");
+        if converts {
+            assert!(tools.compile(&text, "sm_86").is_err(), "{name}");
+        }
     }
 }
 
@@ -291,7 +305,10 @@ fn portable_matrix_instructions() {
     let kernels = Kernels::new();
     let out = |out, kind: EpilogueKind| EpilogueKind { out, ..kind };
     let (short, long) = (AddressType::U32, AddressType::U64);
-    let all = EpilogueKind { amax: false, ..ALL };
+    let all = EpilogueKind {
+        amax: Some(OutputAmax::PerGroup),
+        ..ALL
+    };
     for (address, width, grouping, shape, packed, kind) in [
         (
             short,

@@ -10,11 +10,11 @@ mod device;
 
 use common::{Kind, convert, values};
 use copies::{
-    COMPACT, MAE, NEAREST, STOCHASTIC, STREAM, SWIZZLED, col_policies, offsets, per_token_policies,
-    policy, row_policies, transformed,
+    COMPACT, MAE, NEAREST, STOCHASTIC, STREAM, SWIZZLED, col_policies, per_token_policies, policy,
+    row_policies, transformed,
 };
 use cubecl::{prelude::*, server::Handle};
-use device::{upload, upload_bytes};
+use device::{offsets, upload, upload_bytes};
 use half::bf16;
 use nvfp4_kernels::{
     BlockScaling, CopyPolicy, Hadamard, HadamardSize, PackedAxis,

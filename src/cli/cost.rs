@@ -11,7 +11,7 @@ use clap::Args;
 use nvfp4::Nvfp4Recipe;
 use nvfp4::lm::checkpoint::write_json;
 use nvfp4::lm::config::{Recipe, RunConfig};
-use nvfp4::lm::cost::{Cost, Effort, KernelClass, measure, release};
+use nvfp4::lm::cost::{Cost, Effort, KernelClass, Turn, measure, release};
 use nvfp4::lm::encoder::EncoderModel;
 use nvfp4::lm::model::Transformer;
 use serde::Serialize;
@@ -43,8 +43,8 @@ pub(crate) struct CostOfSteps {
     /// Write all figures to this file
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
-    /// Hold a lock on this file while measuring: commands that share it compile their kernels side by side
-    /// and take turns on the device
+    /// Hold a lock on this file while measuring: commands with the same one compile their kernels and warm
+    /// up side by side, and are measured one after the other
     #[arg(long, value_name = "FILE")]
     lock: Option<PathBuf>,
     #[command(flatten)]
@@ -107,7 +107,7 @@ impl CostOfSteps {
         let mut results = Vec::new();
         println!("{}", header());
         for recipe in recipes {
-            let figure = figure(&config, recipe, &device, effort, || self.turn())?;
+            let figure = figure(&config, recipe, &device, effort, |turn| self.turn(turn))?;
             let Cost { built, warmed, .. } = figure.cost;
             eprintln!(
                 "{}: built in {built:.1} s, warmed up in {warmed:.1} s, most of it to compile kernels",
@@ -140,14 +140,17 @@ impl CostOfSteps {
         Ok(ExitCode::SUCCESS)
     }
 
-    /// The lock on the file of `--lock`, once no other command has it.
-    fn turn(&self) -> Result<Option<File>> {
+    /// The lock on the file of `--lock`, once no other command has it, or only such as share it.
+    fn turn(&self, turn: Turn) -> Result<Option<File>> {
         let Some(path) = &self.lock else {
             return Ok(None);
         };
         let open = || -> io::Result<File> {
             let file = OpenOptions::new().create(true).append(true).open(path)?;
-            file.lock()?;
+            match turn {
+                Turn::Shared => file.lock_shared()?,
+                Turn::Alone => file.lock()?,
+            }
             Ok(file)
         };
         let file = open()
@@ -171,13 +174,13 @@ impl CostOfSteps {
     }
 }
 
-/// Measure one recipe, once it is warm and has got its `turn`.
+/// Measure one recipe, whenever it gets its `turn`.
 fn figure<T>(
     config: &RunConfig,
     name: String,
     device: &Device,
     effort: Effort,
-    turn: impl FnOnce() -> Result<T>,
+    turn: impl Fn(Turn) -> Result<T>,
 ) -> Result<Figure> {
     let is_burn = name == BURN;
     let recipe = match is_burn {

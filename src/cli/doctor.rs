@@ -241,16 +241,19 @@ fn cube(device: &Device) -> Vec<CodePath> {
             "the device has compute capability 9.0; FP4 tensor cores begin at 10.0 (--shape says more)",
         ),
         GemmPath::CublasLt => (
-            "FP4 tensor cores through cuBLASLt, operands as they are; groups by the portable kernels",
+            "FP4 tensor cores through cuBLASLt, operands as they are; few bf16 rows with a packed weight \
+             decode it in registers; groups by tiles decoded in shared memory",
             "the device has compute capability 10.0 or 10.3 (--shape says whether the library takes one)",
         ),
         GemmPath::BlockScaled => (
-            "packed operands: block-scaled mma.sync on codes and scales, or few rows with the weight \
-             decoded in registers; others: tiles decoded to bf16 in shared memory; f32 sums",
+            "packed operands: block-scaled mma.sync on codes and scales; up to 16 rows, packed or bf16, \
+             with a packed weight: it is decoded in registers; others: tiles decoded to bf16 in shared \
+             memory; f32 sums",
             "the device has block-scaled FP4 instructions; this kernel has not run on one yet (--shape says more)",
         ),
         GemmPath::MatrixInstructions => (
-            "tiles decoded to bf16 in shared memory (exact), 16x16x16 matrix instructions, f32 sums",
+            "tiles decoded to bf16 in shared memory (exact), 16x16x16 matrix instructions, f32 sums; up \
+             to 16 rows with a packed weight decode it in registers",
             "the device has them for bf16, in planes of 32, and no FP4 instructions that are used yet",
         ),
         GemmPath::Scalar => (

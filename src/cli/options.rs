@@ -5,7 +5,6 @@ use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
 use anyhow::{Context, Result, ensure};
-use burn::config::Config;
 use clap::{ArgAction, Args};
 use nvfp4::Nvfp4Recipe;
 use nvfp4::lm::config::{
@@ -38,6 +37,7 @@ pub(crate) struct Options {
     )]
     compare: Option<Compare>,
     /// Stop quantizing after this share of the steps: 0.9, or 0.9:forward for the forward alone
+    /// [default: what the recipe's file says]
     #[arg(long, value_name = "SHARE[:forward]")]
     healing: Option<HealingOption>,
     /// Train a model of Burn's own layers through the decorator (docs/decorator.md), on device cpu or
@@ -114,7 +114,7 @@ pub(crate) struct Options {
     /// Largest global norm of the gradients
     #[arg(long, allow_negative_numbers = true)]
     grad_clip: Option<f64>,
-    /// Seed of weights, batches and stochastic rounding
+    /// Seed of weights, batches and stochastic rounding [default: that of the recipe's file, else 0]
     #[arg(long)]
     seed: Option<u64>,
     /// Steps between evaluations
@@ -142,11 +142,11 @@ pub(crate) struct Options {
     /// Scale weights in 16x16 tiles, not 1x16 blocks [default: true]
     #[arg(long, value_name = "BOOL")]
     weight_2d: Option<bool>,
-    /// Signs of the Hadamard transform, 16 bits
+    /// Signs of the Hadamard transform, 16 bits [default: the recipe's]
     #[arg(long, value_name = "BITS")]
     rht_signs: Option<u16>,
     /// Projections whose path matches this regular expression stay in high precision, for example
-    /// 'blocks\.0\.'; may be given several times
+    /// 'blocks\.0\.'; may be given several times; in place of the recipe's own
     #[arg(long, value_name = "REGEX")]
     high_precision: Option<Vec<String>>,
 }
@@ -316,9 +316,9 @@ impl Options {
             rht,
             stochastic_rounding,
             weight_2d,
-            rht_signs,
             high_precision
         );
+        config.rht_signs = self.rht_signs;
         ensure!(
             self.experts.is_none() || self.model != Some(ModelKind::Dense),
             "experts is {}, but model is dense: leave one of them out",
@@ -331,6 +331,9 @@ impl Options {
         config.recipes = self.recipes;
         if let Some(name) = &self.recipe {
             config.recipe = named(name, "recipe", &mut config.recipes)?;
+        }
+        if let (None, Some(own)) = (self.seed, config.recipes.get(config.recipe.name())) {
+            config.seed = own.seed;
         }
         config.compare = match self.compare {
             Some(Compare::Baseline(false)) => Vec::new(),
@@ -357,8 +360,7 @@ fn named(name: &str, option: &str, recipes: &mut BTreeMap<String, Nvfp4Recipe>) 
             .parse()
             .map_err(|error| anyhow::anyhow!("{option} is {name}, but {error}"));
     }
-    let recipe = Nvfp4Recipe::load(path)
-        .map_err(|error| anyhow::anyhow!("{option} {name} is no recipe: {error}"))?;
+    let recipe = read_recipe(path).with_context(|| format!("{option} {name} is no recipe"))?;
     let stem = path.file_stem().unwrap_or_default().to_string_lossy();
     let found: Recipe = stem
         .parse()
@@ -373,6 +375,22 @@ fn named(name: &str, option: &str, recipes: &mut BTreeMap<String, Nvfp4Recipe>) 
     Ok(found)
 }
 
+/// The recipe in the JSON file `path`. What it leaves out is that of [`Nvfp4Recipe::new`].
+fn read_recipe(path: &Path) -> Result<Nvfp4Recipe> {
+    let mut recipe = serde_json::to_value(Nvfp4Recipe::new())?;
+    let known = recipe.as_object_mut().context("a recipe has fields")?;
+    let given: serde_json::Map<_, _> = serde_json::from_slice(&std::fs::read(path)?)?;
+    for (name, value) in given {
+        let fields: Vec<&str> = known.keys().map(String::as_str).collect();
+        let fields = fields.join(", ");
+        *known
+            .get_mut(&name)
+            .with_context(|| format!("{name} is no field of a recipe, which has {fields}"))? =
+            value;
+    }
+    Ok(serde_json::from_value(recipe)?)
+}
+
 fn parse_device(name: &str) -> Result<DeviceName> {
     name.parse()
         .map_err(|error| anyhow::anyhow!("device is {name:?}, but {error}"))
@@ -381,6 +399,9 @@ fn parse_device(name: &str) -> Result<DeviceName> {
 #[cfg(all(test, feature = "flex"))]
 mod tests {
     use super::*;
+    use burn::config::Config;
+    use burn::module::ParamGroup;
+    use nvfp4::recipe::{Healing, LayerPolicy};
 
     fn parse(json: &str) -> Options {
         serde_json::from_str(json).unwrap()
@@ -432,8 +453,9 @@ mod tests {
         let found: Vec<&str> = config.all_recipes().map(Recipe::name).collect();
         assert_eq!(found, ["mine", "f32", "per_token"]);
         let recipe = config.nvfp4_recipe(&config.recipe).unwrap();
-        assert_eq!(recipe, mine.with_seed(config.seed));
-        assert!(config.healing_of(&config.recipe).unwrap().forward_only);
+        let healing = config.healing_of(&config.recipe);
+        assert!(healing.unwrap().forward_only);
+        assert_eq!(recipe, mine.with_healing(healing));
         assert!(config.healing_of(&Recipe::f32()).is_none());
         // The file is not needed again.
         std::fs::remove_dir_all(&folder).unwrap();
@@ -454,6 +476,90 @@ mod tests {
         }
         for text in ["1.5", "x", "0.5:backward"] {
             assert!(text.parse::<HealingOption>().unwrap_err().contains(text));
+        }
+    }
+
+    /// The configuration of a run with a recipe's file that says `text`, and flags.
+    fn with_file(name: &str, text: &str, flags: Options) -> Result<RunConfig> {
+        let folder = std::env::temp_dir().join(format!("nvfp4-{name}-{}", std::process::id()));
+        std::fs::create_dir_all(&folder).unwrap();
+        let path = folder.join("own.json");
+        std::fs::write(&path, text).unwrap();
+        let flags = Options {
+            device: Some("flex".into()),
+            recipe: Some(path.display().to_string()),
+            ..flags
+        };
+        let resolved = flags.resolve();
+        std::fs::remove_dir_all(&folder).unwrap();
+        let config = resolved?.0;
+        // A run that is gone on with reads the same from what was written.
+        let written = serde_json::to_string(&config).unwrap();
+        assert_eq!(parse(&written).resolve().unwrap().0, config);
+        Ok(config)
+    }
+
+    #[test]
+    fn the_file_of_a_recipe_holds_unless_a_flag_is_given() {
+        let own = Nvfp4Recipe::quartet2()
+            .with_seed(7)
+            .with_rht_signs(0x1234)
+            .with_rht_seeded(true)
+            .with_high_precision(Some(ParamGroup::from_regex("own").unwrap()))
+            .with_layers(LayerPolicy::FirstLast { first: 1, last: 0 })
+            .with_healing(Some(Healing {
+                at_fraction: 0.25,
+                forward_only: true,
+            }))
+            .with_cache_weights(false);
+        let text = serde_json::to_string(&own).unwrap();
+        let config = with_file("holds", &text, Options::default()).unwrap();
+        assert_eq!(config.seed, 7);
+        assert_eq!(config.healing_of(&config.recipe), own.healing);
+        assert_eq!(config.nvfp4_recipe(&config.recipe).unwrap(), own);
+
+        let flags = Options {
+            seed: Some(3),
+            rht_signs: Some(0x00FF),
+            high_precision: Some(vec!["flag".into()]),
+            healing: Some("0.5".parse().unwrap()),
+            ..Options::default()
+        };
+        let config = with_file("flags", &text, flags).unwrap();
+        let healing = Healing {
+            at_fraction: 0.5,
+            forward_only: false,
+        };
+        assert_eq!(config.healing_of(&config.recipe), Some(healing));
+        let expected = own
+            .with_seed(3)
+            .with_rht_signs(0x00FF)
+            .with_rht_seeded(false)
+            .with_high_precision(Some(ParamGroup::from_any_regexes(vec!["flag"]).unwrap()))
+            .with_healing(Some(healing));
+        assert_eq!(config.nvfp4_recipe(&config.recipe).unwrap(), expected);
+    }
+
+    #[test]
+    fn what_the_file_of_a_recipe_leaves_out_is_the_default() {
+        let text = r#"{"rht_signs": 5, "layers": {"keep": "keep_last", "fraction": 0.5}}"#;
+        let config = with_file("left-out", text, Options::default()).unwrap();
+        let expected = Nvfp4Recipe::new()
+            .with_rht_signs(5)
+            .with_layers(LayerPolicy::KeepLast { fraction: 0.5 });
+        assert_eq!(config.nvfp4_recipe(&config.recipe).unwrap(), expected);
+        assert_eq!(config.healing_of(&config.recipe), None);
+
+        for (text, part) in [
+            (r#"{"rht_sings": 5}"#, "rht_sings is no field"),
+            (r#"{"fprop": {"x": "Mxfp8"}}"#, "missing field `w`"),
+        ] {
+            let error = with_file("wrong", text, Options::default()).unwrap_err();
+            let error = format!("{error:#}");
+            assert!(
+                error.contains(part) && error.contains("own.json"),
+                "{error}"
+            );
         }
     }
 

@@ -7,8 +7,8 @@ use nvfp4::lm::train::Row;
 use plotters::prelude::*;
 
 const SIZE: (u32, u32) = (960, 540);
-/// One per recipe, from the first again where there are more.
-const COLORS: [RGBColor; 10] = [
+/// One per curve. Where there are more curves, the dots of the next round are hollow.
+const COLORS: [RGBColor; 16] = [
     RGBColor(31, 119, 180),
     RGBColor(214, 69, 65),
     RGBColor(44, 140, 80),
@@ -19,6 +19,12 @@ const COLORS: [RGBColor; 10] = [
     RGBColor(227, 119, 194),
     RGBColor(90, 90, 90),
     RGBColor(188, 189, 34),
+    RGBColor(20, 30, 110),
+    RGBColor(124, 214, 60),
+    RGBColor(173, 20, 117),
+    RGBColor(0, 95, 90),
+    RGBColor(250, 160, 140),
+    RGBColor(170, 140, 95),
 ];
 const GRAY: RGBColor = RGBColor(110, 110, 110);
 
@@ -44,6 +50,16 @@ pub(crate) fn validation(path: &Path, curves: &[(&str, &[Row])]) -> Result<()> {
         .collect();
     let curves: Vec<(&str, &[Row])> = late.iter().map(|(name, rows)| (*name, &rows[..])).collect();
     write(path, &curves, None)
+}
+
+/// The colour of curve number `index`, and how its dots are drawn: no two of the first 32 look alike.
+fn style(index: usize) -> (RGBColor, ShapeStyle) {
+    let color = COLORS[index % COLORS.len()];
+    let dot = match (index / COLORS.len()).is_multiple_of(2) {
+        true => color.filled(),
+        false => color.stroke_width(1),
+    };
+    (color, dot)
 }
 
 fn write(path: &Path, curves: &[(&str, &[Row])], unigram: Option<f64>) -> Result<()> {
@@ -97,7 +113,8 @@ fn draw(
             .label("unigram entropy")
             .legend(|(x, y)| PathElement::new([(x, y), (x + 22, y)], BLACK.stroke_width(2)));
     }
-    for ((name, rows), color) in curves.iter().zip(COLORS.into_iter().cycle()) {
+    for (index, (name, rows)) in curves.iter().enumerate() {
+        let (color, dot) = style(index);
         let points = |value: fn(&Row) -> Option<f64>| {
             rows.iter()
                 .filter_map(move |row| Some((row.step as f64, value(row)?)))
@@ -114,9 +131,7 @@ fn draw(
             .draw_series(LineSeries::new(points(|row| row.valid_loss), thick))?
             .label(format!("{name}, validation"))
             .legend(move |(x, y)| PathElement::new([(x, y), (x + 22, y)], thick));
-        chart.draw_series(
-            points(|row| row.valid_loss).map(|point| Circle::new(point, 3, color.filled())),
-        )?;
+        chart.draw_series(points(|row| row.valid_loss).map(|point| Circle::new(point, 3, dot)))?;
     }
     chart
         .configure_series_labels()
@@ -129,4 +144,44 @@ fn draw(
         .draw()?;
     root.present()?;
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn curves_can_be_told_apart() {
+        let row = |step, loss| Row {
+            step,
+            tokens: 0,
+            train_loss: None,
+            valid_loss: Some(loss),
+            lr: 0.0,
+            tokens_per_s: None,
+        };
+        let rows = [row(0, 2.0), row(10, 1.0)];
+        let names: Vec<String> = (0..20).map(|index| format!("curve {index}")).collect();
+        let curves: Vec<(&str, &[Row])> = names
+            .iter()
+            .map(|name| (name.as_str(), &rows[..]))
+            .collect();
+        let mut svg = String::new();
+        draw(&mut svg, &curves, None).unwrap();
+        // What a curve looks like: the line, and the dots after it.
+        let lines: Vec<&str> = svg.lines().collect();
+        let mut looks: Vec<(String, bool)> = lines
+            .windows(2)
+            .filter(|pair| pair[0].starts_with("<polyline") && pair[1].starts_with("<circle"))
+            .map(|pair| {
+                let stroke = pair[0].split("stroke=\"").nth(1).unwrap();
+                let color = stroke.split('"').next().unwrap();
+                (color.to_string(), pair[1].contains("fill=\"none\""))
+            })
+            .collect();
+        assert_eq!(looks.len(), names.len());
+        looks.sort();
+        looks.dedup();
+        assert_eq!(looks.len(), names.len(), "{looks:?}");
+    }
 }

@@ -275,6 +275,12 @@ impl Study {
                      the runs between processes with --part I/N",
                     path.display()
                 );
+                ensure!(
+                    healing.is_empty() || config.healing_of(&config.recipe).is_none(),
+                    "healing is given in study {} for recipe {recipe}, whose file has one: leave out \
+                     one of them",
+                    path.display()
+                );
                 device = Some(name);
                 let healed = |healing| {
                     Planned::new(RunConfig {

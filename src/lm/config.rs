@@ -7,7 +7,6 @@ use std::str::FromStr;
 
 use anyhow::{Context, Result, bail, ensure};
 use burn::module::ParamGroup;
-use burn_nvfp4::Hadamard;
 use burn_nvfp4::experts::MAX_EXPERTS;
 use burn_nvfp4::recipe::Healing;
 use serde::{Deserialize, Serialize};
@@ -402,7 +401,7 @@ pub struct RunConfig {
     /// Recipes of the run's own, by name.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub recipes: BTreeMap<String, Nvfp4Recipe>,
-    /// When the quantized recipes stop quantizing.
+    /// When the quantized recipes stop quantizing, whatever a recipe of the run's own says of it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub healing: Option<HealingOption>,
     /// Train a model of Burn's own layers, decorated where the recipe quantizes, in place of one of
@@ -469,9 +468,11 @@ pub struct RunConfig {
     pub stochastic_rounding: bool,
     /// See [`Nvfp4Recipe::with_weight_2d`]; of the recipe `nvfp4`.
     pub weight_2d: bool,
-    /// See [`Nvfp4Recipe::rht_signs`].
-    pub rht_signs: u16,
-    /// Regular expressions: projections whose weight's path matches one stay in high precision.
+    /// In place of the recipe's [`Nvfp4Recipe::rht_signs`], and of signs that it draws.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub rht_signs: Option<u16>,
+    /// Regular expressions: projections whose weight's path matches one stay in high precision. If there
+    /// are any, they stand in place of the recipe's [`Nvfp4Recipe::high_precision`].
     pub high_precision: Vec<String>,
 }
 
@@ -521,7 +522,7 @@ impl RunConfig {
             rht: true,
             stochastic_rounding: true,
             weight_2d: true,
-            rht_signs: Hadamard::DEFAULT_SIGNS,
+            rht_signs: None,
             high_precision: Vec::new(),
         };
         let large = Self {
@@ -660,6 +661,7 @@ impl RunConfig {
             );
         }
         self.check_devices()?;
+        self.check_switches()?;
         let all: Vec<&Recipe> = self.all_recipes().collect();
         for (index, recipe) in all.iter().enumerate() {
             ensure!(
@@ -681,6 +683,28 @@ impl RunConfig {
                 );
             }
             self.nvfp4_recipe(recipe)?;
+        }
+        Ok(())
+    }
+
+    /// A switch that no recipe of the run has would do nothing.
+    fn check_switches(&self) -> Result<()> {
+        let has_them = |recipe: &Recipe| {
+            recipe.is_high_precision()
+                || *recipe == Recipe::nvfp4() && !self.recipes.contains_key(recipe.name())
+        };
+        let switches = [
+            ("rht", self.rht),
+            ("stochastic-rounding", self.stochastic_rounding),
+            ("weight-2d", self.weight_2d),
+        ];
+        for (name, _) in switches.into_iter().filter(|(_, on)| !on) {
+            ensure!(
+                self.all_recipes().any(has_them),
+                "{name} is false, but it is a switch of recipe nvfp4 and recipe is {}: leave it out, or \
+                 say so in the file of a recipe",
+                self.recipe
+            );
         }
         Ok(())
     }
@@ -738,14 +762,17 @@ impl RunConfig {
         }
     }
 
-    /// When a run with `recipe` stops quantizing.
+    /// When a run with `recipe` stops quantizing: as the run says, or else as the recipe does.
     pub fn healing_of(&self, recipe: &Recipe) -> Option<Healing> {
+        let own = || self.recipes.get(recipe.name())?.healing;
         self.healing
             .map(|HealingOption(healing)| healing)
+            .or_else(own)
             .filter(|_| !recipe.is_high_precision())
     }
 
-    /// What the projections of the blocks are told under `recipe`.
+    /// What the projections of the blocks are told under `recipe`: the recipe's own values, but for those
+    /// that the run gives.
     ///
     /// # Errors
     /// When there is no such recipe, it does not pass [`Nvfp4Recipe::check`], or a pattern of
@@ -763,7 +790,13 @@ impl RunConfig {
                 format!("recipe is {name}, but it must be nvfp4, f32, a file, or a preset")
             })?,
         };
-        let found = found.with_rht_signs(self.rht_signs).with_seed(self.seed);
+        let found = match self.rht_signs {
+            Some(signs) => found.with_rht_signs(signs).with_rht_seeded(false),
+            None => found,
+        };
+        let found = found
+            .with_seed(self.seed)
+            .with_healing(self.healing_of(recipe));
         let found = if recipe.is_high_precision() || self.high_precision.is_empty() {
             found
         } else {
@@ -843,7 +876,7 @@ mod tests {
     fn errors_name_the_value() {
         let good = RunConfig::preset(Preset::Tiny, "flex");
         type Spoil = fn(&mut RunConfig);
-        let cases: [(&str, Spoil); 17] = [
+        let cases: [(&str, Spoil); 18] = [
             ("width", |c| c.width = 100),
             ("hidden", |c| c.hidden = 0),
             ("heads", |c| c.heads = 3),
@@ -861,6 +894,11 @@ mod tests {
             }),
             ("recipe", |c| c.recipe = "fp8".parse().unwrap()),
             ("compare", |c| c.recipe = Recipe::f32()),
+            ("rht", |c| {
+                c.recipe = "nvidia".parse().unwrap();
+                c.compare = Vec::new();
+                c.rht = false;
+            }),
             ("decorate", |c| c.decorate = Some(Decoration::Strict)),
             ("decorate", |c| {
                 c.device = "cpu".into();

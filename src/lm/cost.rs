@@ -190,11 +190,20 @@ impl Cost {
     }
 }
 
+/// What a model wants of the device.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Turn {
+    /// To warm up beside others that do.
+    Shared,
+    /// To be measured.
+    Alone,
+}
+
 /// Measure the model `M` of the run `config` with `recipe` on `device`. It is trained on random bytes: what
 /// they are costs nothing.
 ///
-/// `turn` is called when the model is warm; what it gives is dropped when all is measured. With it, processes
-/// that compile side by side can take turns on the device.
+/// `turn` is asked for the device before the model warms up and, when what it gave has been dropped, again
+/// before it is measured. With it, processes that compile side by side can take turns on the device.
 ///
 /// # Errors
 /// When the effort is none, the configuration does not fit the device, or `turn` fails.
@@ -203,7 +212,7 @@ pub fn measure<M: LanguageModel, T>(
     recipe: &Recipe,
     device: &Device,
     effort: Effort,
-    turn: impl FnOnce() -> Result<T>,
+    turn: impl Fn(Turn) -> Result<T>,
 ) -> Result<Cost> {
     for (name, value) in [
         ("warm", effort.warm),
@@ -231,9 +240,11 @@ pub fn measure<M: LanguageModel, T>(
         (started.elapsed().as_secs_f64() / count as f64, losses)
     };
     let started = Instant::now();
+    let shared = turn(Turn::Shared)?;
     take(effort.warm);
     let warmed = started.elapsed().as_secs_f64();
-    let _turn = turn()?;
+    drop(shared);
+    let _alone = turn(Turn::Alone)?;
     let mut seconds = Vec::with_capacity(effort.rounds);
     for _ in 0..effort.rounds {
         let (each, losses) = take(effort.steps);

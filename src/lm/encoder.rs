@@ -139,11 +139,7 @@ impl LanguageModel for EncoderModel {
     }
 }
 
-/// The parameters that are no layers of the blocks: heads stay in high precision.
-#[cfg(any(feature = "cpu", feature = "cuda"))]
-const HEAD: &str = r"^head\.";
-
-/// `model` with the linear layers of its blocks in NVFP4.
+/// `model` with the linear layers of its blocks in NVFP4. Its head is one by its name, and stays as it is.
 #[cfg(any(feature = "cpu", feature = "cuda"))]
 fn decorate(
     model: EncoderModel,
@@ -151,11 +147,9 @@ fn decorate(
     recipe: &Recipe,
     decoration: Decoration,
 ) -> Result<EncoderModel> {
-    use burn::module::ParamGroup;
     use burn_nvfp4::state::number_layers;
 
-    let head = ParamGroup::from_regex(HEAD).expect("the pattern is valid");
-    let decorator = crate::Decorator::new(&config.nvfp4_recipe(recipe)?).exclude(head);
+    let decorator = crate::Decorator::new(&config.nvfp4_recipe(recipe)?);
     let decorator = match decoration {
         Decoration::Strict => decorator,
         Decoration::Lenient => decorator.lenient(),

@@ -5,20 +5,22 @@
 //! by the same gradients, and stay equal.
 //!
 //! Gradients are averaged behind the backward, by the thread that computed them, and not within it
-//! (`Tensor::set_distributed`): see docs/data-parallel.md for why.
+//! (`Tensor::set_distributed`), and ranks meet before and after: see docs/data-parallel.md for why.
 
 use std::any::Any;
+use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::mpsc::{Sender, channel};
+use std::sync::{Arc, Barrier};
 use std::thread::{self, JoinHandle};
 
 use anyhow::{Context, Result, bail};
 use burn::module::{ModuleVisitor, Param};
 use burn::optim::GradientsParams;
 use burn::tensor::distributed::{
-    DistributedConfig, DistributedContext, ReduceOperation, all_reduce,
+    CollectiveTensor, DistributedConfig, DistributedContext, ReduceOperation, all_reduce,
 };
-use burn::tensor::{Bytes, Device, Tensor};
+use burn::tensor::{Bytes, DType, Device, Tensor};
 
 use super::data::Batch;
 use super::model::LanguageModel;
@@ -33,8 +35,8 @@ pub(super) struct Rank<M> {
     pub optimizer: AdamW,
     /// Losses of steps that are still on the device.
     pending: Vec<Tensor<1>>,
-    /// All devices of the run, if they are several.
-    peers: Vec<Device>,
+    /// The devices of the run, if they are several.
+    peers: Option<Peers>,
 }
 
 impl<M: LanguageModel> Rank<M> {
@@ -44,7 +46,7 @@ impl<M: LanguageModel> Rank<M> {
             model,
             optimizer,
             pending: Vec::new(),
-            peers: Vec::new(),
+            peers: None,
         }
     }
 
@@ -54,14 +56,8 @@ impl<M: LanguageModel> Rank<M> {
         let loss = self.model.training_loss(inputs, targets);
         self.pending.push(loss.clone().without_autodiff());
         let mut gradients = GradientsParams::from_grads(loss.backward(), &self.model);
-        if !self.peers.is_empty() {
-            let mut average = Average {
-                gradients: &mut gradients,
-                devices: &self.peers,
-                under_way: Vec::new(),
-            };
-            self.model.visit(&mut average);
-            average.finish();
+        if let Some(peers) = &self.peers {
+            peers.average(&self.model, &mut gradients, &self.device);
         }
         self.model = self.optimizer.step(lr, self.model.clone(), gradients);
     }
@@ -82,47 +78,144 @@ impl<M: LanguageModel> Rank<M> {
         digests.0
     }
 
-    /// The copy of this rank for data-parallel training on `device`, one of `devices`: it has the same
+    /// The copy of this rank for data-parallel training on `device`, one of `peers`: it has the same
     /// weights, draws random bits of its own, and averages its gradients with the other ranks.
-    fn fork(&self, device: &Device, optimizer: AdamW, devices: &[Device]) -> Self {
+    fn fork(&self, device: &Device, optimizer: AdamW, peers: Peers) -> Self {
         let model = self.model.clone().fork(device);
-        let plain = devices.iter().cloned().map(Device::without_autodiff);
+        // The copy travels by a collective of both devices.
+        for device in [&self.device, device] {
+            device.sync().expect(OBEYS);
+        }
         Self {
-            peers: plain.collect(),
+            peers: Some(peers),
             ..Self::new(device.clone(), model, optimizer)
         }
     }
 }
 
-/// Replaces the gradient of each parameter by its mean over the ranks. All of them visit the same
-/// parameters in the same order. All means are under way before the first is waited for: waiting empties the
-/// device's queues.
-struct Average<'a> {
-    gradients: &'a mut GradientsParams,
-    devices: &'a [Device],
-    under_way: Vec<Mean>,
+/// Wait until all that this thread asked of `device` has been compiled and is on its way to it. The device
+/// may not have done it yet.
+fn hand_over(device: &Device) {
+    device.flush().expect(OBEYS);
 }
 
-/// Waits for a mean, and hands it over as the gradient of its parameter.
-type Mean = Box<dyn FnOnce(&mut GradientsParams)>;
+/// Why a device takes orders: operations on it fail before.
+const OBEYS: &str = "a device that trains takes its work";
 
-impl Average<'_> {
-    fn finish(self) {
-        for mean in self.under_way {
-            mean(self.gradients);
+/// All devices of a run, and where their ranks meet.
+#[derive(Clone)]
+struct Peers {
+    devices: Vec<Device>,
+    meeting: Arc<Barrier>,
+}
+
+impl Peers {
+    fn new(devices: &[Device]) -> Self {
+        let plain = devices.iter().cloned().map(Device::without_autodiff);
+        Self {
+            devices: plain.collect(),
+            meeting: Arc::new(Barrier::new(devices.len())),
+        }
+    }
+
+    /// Replace the gradients of `model`, computed on `device`, by their means over the ranks, all of which
+    /// have to call this.
+    ///
+    /// A collective holds its device until all others have begun it. So nothing else may be asked of any
+    /// device in between: what waits for a device, as loading a kernel or freeing memory can, would wait
+    /// for ranks that may wait for it. Ranks meet when all that comes before has been handed over to
+    /// their devices, begin the same few collectives, and meet again when these have been handed over.
+    fn average<M: LanguageModel>(
+        &self,
+        model: &M,
+        gradients: &mut GradientsParams,
+        device: &Device,
+    ) {
+        let mut buckets = Buckets {
+            gradients,
+            buckets: Vec::new(),
+        };
+        model.visit(&mut buckets);
+        let buckets = buckets.buckets.into_iter().map(Bucket::join);
+        let (sums, parts): (Vec<_>, Vec<_>) = buckets.unzip();
+        hand_over(device);
+        self.meeting.wait();
+        let means = sums
+            .into_iter()
+            .map(|sum| all_reduce(sum, ReduceOperation::Mean, self.devices.clone()))
+            .collect::<Vec<_>>();
+        let means = means.into_iter().map(CollectiveTensor::resolve);
+        let means = means.collect::<Vec<_>>();
+        hand_over(device);
+        self.meeting.wait();
+        for (mean, parts) in means.into_iter().zip(parts) {
+            for part in parts {
+                part(gradients, &mean);
+            }
         }
     }
 }
 
-impl ModuleVisitor for Average<'_> {
-    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        if let Some(gradient) = self.gradients.remove::<D>(param.id) {
-            let mean = all_reduce(gradient, ReduceOperation::Mean, self.devices.to_vec());
-            let id = param.id;
-            self.under_way.push(Box::new(move |gradients| {
-                gradients.register(id, mean.resolve());
-            }));
+/// Sorts the gradients of a module into one [`Bucket`] for each element type: a collective of many elements
+/// costs little more than one of few. All ranks visit the same parameters in the same order.
+struct Buckets<'a> {
+    gradients: &'a mut GradientsParams,
+    buckets: Vec<Bucket>,
+}
+
+/// Gradients of one element type, side by side.
+struct Bucket {
+    dtype: DType,
+    flat: Vec<Tensor<1>>,
+    elements: usize,
+    parts: Vec<Part>,
+}
+
+/// Takes the mean of one gradient from that of its bucket.
+type Part = Box<dyn FnOnce(&mut GradientsParams, &Tensor<1>)>;
+
+impl Bucket {
+    fn new(dtype: DType) -> Self {
+        Self {
+            dtype,
+            flat: Vec::new(),
+            elements: 0,
+            parts: Vec::new(),
         }
+    }
+
+    /// Append a tensor of `elements` elements; returns where it lies.
+    fn push(&mut self, tensor: Tensor<1>, elements: usize) -> Range<usize> {
+        let start = self.elements;
+        self.elements += elements;
+        self.flat.push(tensor);
+        start..self.elements
+    }
+
+    fn join(self) -> (Tensor<1>, Vec<Part>) {
+        (Tensor::cat(self.flat, 0), self.parts)
+    }
+}
+
+impl ModuleVisitor for Buckets<'_> {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        let id = param.id;
+        let Some(gradient) = self.gradients.remove::<D>(id) else {
+            return;
+        };
+        let (shape, dtype) = (gradient.shape(), gradient.dtype());
+        let place = self.buckets.iter().position(|b| b.dtype == dtype);
+        let place = place.unwrap_or_else(|| {
+            self.buckets.push(Bucket::new(dtype));
+            self.buckets.len() - 1
+        });
+        let bucket = &mut self.buckets[place];
+        let elements = shape.num_elements();
+        let range = bucket.push(gradient.reshape([elements]), elements);
+        bucket.parts.push(Box::new(move |gradients, mean| {
+            let mean = mean.clone().slice(range).reshape::<D, _>(shape);
+            gradients.register(id, mean);
+        }));
     }
 }
 
@@ -200,18 +293,19 @@ impl Others {
             all_reduce_op: ReduceOperation::Mean,
         };
         let context = DistributedContext::init(devices.to_vec(), config);
+        let peers = Peers::new(devices);
         let state = first.optimizer.to_bytes()?;
         let workers = devices[1..]
             .iter()
             .map(|device| {
                 let mut optimizer = first.optimizer.fresh();
                 optimizer.load(Bytes::from_bytes_vec(state.to_vec()), device)?;
-                worker(first.fork(device, optimizer, devices))
+                worker(first.fork(device, optimizer, peers.clone()))
             })
             .collect::<Result<_>>()?;
         let device = first.device.clone();
         let optimizer = std::mem::replace(&mut first.optimizer, AdamW::new(0.0, 1.0));
-        *first = first.fork(&device, optimizer, devices);
+        *first = first.fork(&device, optimizer, peers);
         Ok(Self {
             workers,
             _context: context,

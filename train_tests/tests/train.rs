@@ -1,5 +1,7 @@
 //! Models of `Nvfp4Linear` in burn-train's loop, on Flex.
 
+mod common;
+
 use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -8,118 +10,22 @@ use burn_core as burn;
 use burn_core::data::dataloader::{DataLoader, DataLoaderBuilder, batcher::Batcher};
 use burn_core::data::dataset::InMemDataset;
 use burn_core::module::Module;
-use burn_core::tensor::{Device, ExecutionError, Tensor, TensorData, activation::gelu};
-use burn_nvfp4::state::number_layers;
+use burn_core::tensor::{Device, ExecutionError};
+use burn_nvfp4::checkpoint::Nvfp4Checkpoints;
 use burn_nvfp4::telemetry::metrics::{Statistic, TelemetryInput, TelemetryMetric};
 use burn_nvfp4::telemetry::{Telemetry, TelemetrySampler};
-use burn_nvfp4::{Nvfp4Linear, Nvfp4LinearConfig, Nvfp4Recipe, Nvfp4State};
+use burn_nvfp4::{LayerMode, Nvfp4State, set_mode};
 use burn_optim::{AdamWConfig, GradientsAccumulator, GradientsParams};
+use burn_train::checkpoint::KeepLastNCheckpoints;
 use burn_train::metric::{Adaptor, LossInput, LossMetric};
 use burn_train::{
     ExecutionStrategy, InferenceStep, ItemLazy, Learner, RegressionOutput, SupervisedTraining,
     TrainOutput, TrainStep,
 };
 
-const WIDTH: usize = 32;
-const BATCH: usize = 16;
+use common::{BATCH, Net, RATE, RowBatcher, Rows};
+
 const STEPS: usize = 6;
-const RATE: f64 = 0.01;
-
-#[derive(Module, Debug)]
-struct Net {
-    up: Nvfp4Linear,
-    down: Nvfp4Linear,
-}
-
-impl Net {
-    fn new(device: &Device) -> Self {
-        let layer = || {
-            Nvfp4LinearConfig::new(WIDTH, WIDTH)
-                .with_recipe(Nvfp4Recipe::new().with_seed(5))
-                .init(device)
-        };
-        let net = Self {
-            up: layer(),
-            down: layer(),
-        };
-        number_layers(&net);
-        net
-    }
-
-    /// The same parameters in a model that counts its forwards itself.
-    fn copy(&self, device: &Device) -> Self {
-        let copy = Self::new(device).load_record(self.clone().into_record());
-        Nvfp4State::collect(self).apply(&copy).unwrap();
-        copy
-    }
-
-    fn forward(&self, x: Tensor<2>) -> Tensor<2> {
-        self.down.forward(gelu(self.up.forward(x)))
-    }
-
-    fn regression(&self, Rows { x, target }: Rows) -> RegressionOutput {
-        let output = self.forward(x);
-        let loss = (output.clone() - target.clone()).powi_scalar(2).mean();
-        RegressionOutput::new(loss, output, target)
-    }
-
-    fn bits(&self) -> Vec<Vec<u32>> {
-        [&self.up, &self.down]
-            .into_iter()
-            .flat_map(|layer| {
-                [
-                    layer.weight.val().into_data(),
-                    layer.bias.as_ref().unwrap().val().into_data(),
-                ]
-            })
-            .map(|data| data.iter::<f32>().map(f32::to_bits).collect())
-            .collect()
-    }
-}
-
-impl TrainStep for Net {
-    type Input = Rows;
-    type Output = RegressionOutput;
-
-    fn step(&self, rows: Rows) -> TrainOutput<RegressionOutput> {
-        let output = self.regression(rows);
-        TrainOutput::new(self, output.loss.backward(), output)
-    }
-}
-
-impl InferenceStep for Net {
-    type Input = Rows;
-    type Output = RegressionOutput;
-
-    fn step(&self, rows: Rows) -> RegressionOutput {
-        self.regression(rows)
-    }
-}
-
-#[derive(Clone, Debug)]
-struct Rows {
-    x: Tensor<2>,
-    target: Tensor<2>,
-}
-
-/// Row number `index`: a wave. What is learned is the row, backwards.
-fn row(index: usize) -> Vec<f32> {
-    (0..WIDTH)
-        .map(|column| ((index * 7 + column * (1 + index % 5)) as f32 * 0.37).sin())
-        .collect()
-}
-
-#[derive(Clone)]
-struct RowBatcher;
-
-impl Batcher<usize, Rows> for RowBatcher {
-    fn batch(&self, items: Vec<usize>, device: &Device) -> Rows {
-        let values: Vec<f32> = items.iter().flat_map(|&index| row(index)).collect();
-        let x = Tensor::from_data(TensorData::new(values, [items.len(), WIDTH]), device);
-        let target = x.clone().flip([1]);
-        Rows { x, target }
-    }
-}
 
 fn loader(device: &Device) -> Arc<dyn DataLoader<Rows>> {
     DataLoaderBuilder::new(RowBatcher)
@@ -235,6 +141,90 @@ fn records_and_state_continue() {
     let one = by_burn_train("one", net.copy(&device), &device, |training| training);
     let two = by_burn_train("two", other, &device, |training| training);
     assert_eq!(one.bits(), two.bits());
+}
+
+/// Training in `directory` up to the end of epoch `epochs`, by burn-train's own resumption where there
+/// is a checkpoint to go on from.
+fn with_checkpoints(
+    directory: &Path,
+    net: Net,
+    device: &Device,
+    epochs: usize,
+    resume: Option<usize>,
+    checkpoints: Option<&Nvfp4Checkpoints>,
+) -> Net {
+    let _guard = one_at_a_time();
+    let training =
+        SupervisedTraining::new(directory, loader(device), loader(&device.clone().inner()))
+            .metrics((LossMetric::new(),))
+            .with_application_logger(None)
+            .with_training_strategy(ExecutionStrategy::single(device.clone()).into())
+            .num_epochs(epochs);
+    let training = match checkpoints {
+        Some(checkpoints) => checkpoints.register(training, KeepLastNCheckpoints::new(1)),
+        None => training.with_default_checkpointers(),
+    };
+    let training = match resume {
+        Some(epoch) => training.checkpoint(epoch),
+        None => training,
+    };
+    let result = training.launch(Learner::new(net, AdamWConfig::new().init(), RATE));
+    assert!(result.error.is_none(), "{:?}", result.error);
+    result.model
+}
+
+/// A run that was stopped after its first epoch and went on in another process, by burn-train's own
+/// checkpoints, ends where the uninterrupted one does: weights, offsets and modes. With burn-train's
+/// default checkpointers it does not, which is what ours are for.
+#[test]
+fn burn_trains_checkpoints_resume_to_the_bit() {
+    let device = Device::flex().autodiff();
+    let net = Net::new(&device);
+    let root = std::env::temp_dir().join(format!("nvfp4-{}-resume", std::process::id()));
+    let folder = |name: &str| root.join(name);
+    let run = |name: &str, net: &Net, epochs, resume, ours: bool| {
+        let directory = folder(name);
+        let checkpoints = Nvfp4Checkpoints::new(net, directory.join("checkpoint"));
+        let checkpoints = ours.then_some(&checkpoints);
+        with_checkpoints(
+            &directory,
+            net.clone(),
+            &device,
+            epochs,
+            resume,
+            checkpoints,
+        )
+    };
+    // A mode is part of the state, too.
+    let start = || {
+        let net = net.copy(&device);
+        set_mode(&net.down, LayerMode::HighPrecisionForward);
+        net
+    };
+    let whole = run("whole", &start(), 2, None, true);
+    let state = Nvfp4State::collect(&whole);
+    assert_eq!(state.layers["up"].offset, 2 * STEPS as u64);
+
+    let first = run("parts", &start(), 1, None, true);
+    assert_ne!(first.bits(), whole.bits());
+    // What a new process has: other weights, offsets 0, no modes.
+    let other = Net::new(&device);
+    let resumed = run("parts", &other, 2, Some(1), true);
+    assert_eq!(resumed.bits(), whole.bits());
+    assert_eq!(Nvfp4State::collect(&resumed), state);
+    // The strategy keeps the last checkpoint only.
+    let exists = |epoch| {
+        folder("parts")
+            .join(format!("checkpoint/nvfp4-{epoch}.json"))
+            .exists()
+    };
+    assert_eq!([1, 2].map(exists), [false, true]);
+
+    run("default", &start(), 1, None, false);
+    let other = Net::new(&device);
+    let forgetful = run("default", &other, 2, Some(1), false);
+    assert_ne!(forgetful.bits(), whole.bits());
+    let _ = std::fs::remove_dir_all(root);
 }
 
 /// A model whose every other step is sampled.

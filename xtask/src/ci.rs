@@ -1,7 +1,7 @@
 //! `cargo xtask ci`: everything that a change must pass.
 //!
 //! All stages run even when one fails, so that one run tells everything. The last line is the one
-//! of `cargo xtask test`.
+//! of `cargo xtask test`; that of the tests with burn-train stands before it.
 
 use std::ffi::OsString;
 use std::fs;
@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail, ensure};
 
 use crate::counts::is_counts_line;
-use crate::test::FEATURES;
+use crate::test::{FEATURES, TRAIN_TESTS};
 use crate::{licenses, workspace};
 
 /// The version that `deny.toml` was written for; another one on PATH is used as it is.
@@ -31,7 +31,7 @@ const RUNTIMES: [&str; 6] = [
 
 /// Runs all stages; prints how long each took.
 pub fn run() -> Result<ExitCode> {
-    let mut counts = None;
+    let (mut counts, mut train_counts) = (None, None);
     let mut stages: Vec<Stage> = Vec::new();
     let mut stage = |name: &'static str, work: &mut dyn FnMut() -> Result<()>| {
         println!("\n=== {name}");
@@ -49,8 +49,14 @@ pub fn run() -> Result<ExitCode> {
         });
     };
 
-    stage("tests", &mut || tests(&mut counts));
-    stage("format", &mut || cargo(&["fmt", "--all", "--check"]));
+    stage("tests", &mut || tests(&["xtask", "test"], &mut counts));
+    stage("tests with burn-train", &mut || {
+        tests(&["xtask", "test", "--train"], &mut train_counts)
+    });
+    stage("format", &mut || {
+        cargo(&["fmt", "--all", "--check"])?;
+        cargo(&["fmt", "--manifest-path", TRAIN_TESTS, "--check"])
+    });
     stage("clippy, all features", &mut || {
         cargo(&[
             "clippy",
@@ -90,6 +96,9 @@ pub fn run() -> Result<ExitCode> {
         "{:>11}  together",
         shown(stages.iter().map(|stage| stage.took).sum())
     );
+    if let Some(counts) = train_counts {
+        println!("with burn-train: {counts}");
+    }
     if let Some(counts) = counts {
         println!("{counts}");
     }
@@ -133,10 +142,10 @@ fn spawn(command: &mut Command) -> Result<()> {
     Ok(())
 }
 
-/// The README's test command, as a user types it; keeps its last line.
-fn tests(counts: &mut Option<String>) -> Result<()> {
+/// A test command, as a user types it; keeps its last line.
+fn tests(arguments: &[&str], counts: &mut Option<String>) -> Result<()> {
     let mut command = workspace::cargo();
-    command.args(["xtask", "test"]).stdout(Stdio::piped());
+    command.args(arguments).stdout(Stdio::piped());
     println!("$ {}", workspace::shown(&command));
     let mut child = command.spawn().context("cannot start cargo")?;
     let mut output = BufReader::new(child.stdout.take().context("cargo's output is not piped")?);
@@ -150,8 +159,9 @@ fn tests(counts: &mut Option<String>) -> Result<()> {
         bytes.clear();
     }
     let status = child.wait()?;
-    ensure!(status.success(), "`cargo xtask test` ended with {status}");
-    ensure!(counts.is_some(), "`cargo xtask test` printed no counts");
+    let shown = workspace::shown(&command);
+    ensure!(status.success(), "`{shown}` ended with {status}");
+    ensure!(counts.is_some(), "`{shown}` printed no counts");
     Ok(())
 }
 

@@ -4,6 +4,7 @@
 //! | --- | --- |
 //! | `cargo xtask setup` | makes sure of LLVM for CubeCL and of the CUDA compiler for the Blackwell test |
 //! | `cargo xtask test` | `setup`, then every test of the workspace, then the summed counts |
+//! | `cargo xtask test --train` | the tests with burn-train, which build Burn once more (5 minutes) |
 //! | `cargo xtask sanitize` | the tests of the kernels under compute-sanitizer, on a GPU |
 //! | `cargo xtask licenses` | checks licences and origin of all dependencies against `deny.toml` |
 //! | `cargo xtask ci` | everything that a change must pass, with the time each stage took |

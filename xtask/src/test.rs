@@ -1,7 +1,7 @@
 //! `cargo xtask test`: set-up, every test, the summed counts.
 
 use std::io::{self, BufRead, BufReader, Write};
-use std::process::{ExitCode, Stdio};
+use std::process::{Command, ExitCode, Stdio};
 
 use anyhow::{Context, Result};
 
@@ -10,6 +10,9 @@ use crate::{setup, workspace};
 
 /// The features that the tests are built with: all backends in one binary.
 pub const FEATURES: &str = "cpu,cuda";
+
+/// The tests with burn-train, from the root: see there why they are a workspace of their own.
+pub const TRAIN_TESTS: &str = "train_tests/Cargo.toml";
 
 /// Options of `cargo xtask test`.
 #[derive(clap::Args)]
@@ -20,6 +23,9 @@ pub struct Args {
     /// Test only this package (may be given several times; default: all of the workspace)
     #[arg(long, short, value_name = "NAME")]
     package: Vec<String>,
+    /// Test burn-train's loops in place of the workspace: `train_tests`, a workspace of its own
+    #[arg(long, conflicts_with = "package")]
+    train: bool,
     /// Arguments for the test binaries, for example a part of a test's name
     #[arg(last = true, value_name = "ARGUMENTS")]
     rest: Vec<String>,
@@ -29,19 +35,14 @@ pub struct Args {
 ///
 /// Fails when a test failed, when something did not compile, and when no test ran at all.
 pub fn run(args: &Args) -> Result<ExitCode> {
-    setup::run(&setup::Args::default())?;
-
     let mut command = workspace::cargo();
     command.args(["test", "--no-fail-fast"]);
-    if args.package.is_empty() {
-        command.arg("--workspace");
-    }
-    for package in &args.package {
-        command.args(["--package", package]);
-    }
-    // xtask alone has no such features, and cargo refuses features that no selected package has.
-    if args.package.iter().any(|package| package != "xtask") || args.package.is_empty() {
-        command.args(["--features", FEATURES]);
+    if args.train {
+        // On Flex, which needs none of what set-up brings.
+        command.args(["--manifest-path", TRAIN_TESTS]);
+    } else {
+        setup::run(&setup::Args::default())?;
+        select_packages(&mut command, &args.package);
     }
     if args.release {
         command.arg("--release");
@@ -84,4 +85,18 @@ pub fn run(args: &Args) -> Result<ExitCode> {
     } else {
         ExitCode::FAILURE
     })
+}
+
+/// The packages to test, or all of them, with the features that they have.
+fn select_packages(command: &mut Command, packages: &[String]) {
+    if packages.is_empty() {
+        command.arg("--workspace");
+    }
+    for package in packages {
+        command.args(["--package", package]);
+    }
+    // xtask alone has no such features, and cargo refuses features that no selected package has.
+    if packages.iter().any(|package| package != "xtask") || packages.is_empty() {
+        command.args(["--features", FEATURES]);
+    }
 }

@@ -1,12 +1,12 @@
-//! One use of a decorated weight, and what is counted about it.
+//! One use of a decorated weight, and what all uses share.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use burn_core::backend::fusion::custom::{TensorId, TensorIr};
 use burn_cubecl::{CubeBackend, tensor::CubeTensor};
-use serde::{Deserialize, Serialize};
 
+use super::report::Counters;
 use crate::ops::LinearSpec;
 use crate::ops::product::Saved;
 use crate::telemetry::Probe;
@@ -25,13 +25,16 @@ pub(super) enum Mode {
 #[derive(Debug)]
 pub(super) struct Group {
     pub mode: Mode,
+    /// Paths of the linear layers of the model that are not decorated.
+    pub left_alone: Vec<String>,
     failures: Mutex<Vec<String>>,
 }
 
 impl Group {
-    pub fn new(mode: Mode) -> Self {
+    pub fn new(mode: Mode, left_alone: Vec<String>) -> Self {
         Self {
             mode,
+            left_alone,
             failures: Mutex::default(),
         }
     }
@@ -66,54 +69,6 @@ impl Layer {
     pub fn is_strict(&self) -> bool {
         self.group.mode == Mode::Strict
     }
-}
-
-macro_rules! counters {
-    ($($(#[$doc:meta])* $name:ident,)*) => {
-        /// How often each thing happened in one layer.
-        #[derive(Debug, Default)]
-        pub(super) struct Counters {
-            $(pub $name: AtomicU64,)*
-        }
-
-        /// Where the products of one layer ran, since the model was decorated.
-        #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
-        pub struct LayerReport {
-            /// Whether the layer stays in high precision; nothing is counted then.
-            pub high_precision: bool,
-            $($(#[$doc])* pub $name: u64,)*
-        }
-
-        impl Counters {
-            pub fn report(&self, high_precision: bool) -> LayerReport {
-                LayerReport {
-                    high_precision,
-                    $($name: self.$name.load(Ordering::Relaxed),)*
-                }
-            }
-        }
-    };
-}
-
-counters! {
-    /// Forward products in NVFP4.
-    forward_nvfp4,
-    /// Forward products in the type of the input.
-    forward_missed,
-    /// Products for the gradient of the input in NVFP4.
-    dgrad_nvfp4,
-    /// Products for the gradient of the input in its own type.
-    dgrad_missed,
-    /// Gradients of the weight computed in NVFP4.
-    wgrad_nvfp4,
-    /// Gradients of the weight computed in high precision.
-    wgrad_missed,
-    /// High-precision weight gradients that Burn computed besides and that were thrown away. They
-    /// cost time and change nothing.
-    wgrad_wasted,
-    /// Biases that were added after the product had been rounded, and not before as
-    /// [`Nvfp4Linear`](crate::Nvfp4Linear) does.
-    bias_after,
 }
 
 pub(super) fn count(counter: &AtomicU64) {

@@ -33,7 +33,7 @@ use super::ops::placeholder;
 use super::tracker::{Role, tracker};
 use crate::ops::autodiff::{GradientsOf, Tracked};
 use crate::ops::product::{Product, Ungrouped};
-use crate::ops::{Bias, LinearContext, float_dtype};
+use crate::ops::{Bias, LinearContext, LinearSpec, float_dtype};
 
 /// Name of the optimization in Burn's registry and logs.
 pub(super) const NAME: &str = "Nvfp4Products";
@@ -301,13 +301,17 @@ fn run_product(
             let x = operands.left();
             match run_forward(&call, x, &mut operands) {
                 Some(y) => operands.finish(y),
-                None => plain(context),
+                None => {
+                    // The weight's mark has failed, so that the product has no weight either.
+                    call.layer.counters.forward.missed();
+                    plain(context);
+                }
             }
         }
         Role::Dgrad(call) => {
             let Some(saved) = call.state().saved.take() else {
                 // Its forward was missed, which has been said.
-                count(&call.layer.counters.dgrad_missed);
+                call.layer.counters.dgrad.missed();
                 return plain(context);
             };
             let grads = saved.backward(operands.left());
@@ -316,7 +320,10 @@ fn run_product(
                 state.weight_grad = grads.w;
                 state.bias_grad = grads.bias;
             }
-            count(&call.layer.counters.dgrad_nvfp4);
+            let LinearSpec {
+                dgrad_dy, dgrad_w, ..
+            } = call.spec;
+            call.layer.counters.dgrad.taken([dgrad_dy, dgrad_w]);
             operands.finish(
                 grads
                     .x
@@ -397,7 +404,10 @@ fn run_forward(call: &Call, x: CubeTensor, operands: &mut Operands<'_>) -> Optio
     let (y, saved) = product.forward();
     state.forward = true;
     state.saved = call.training.then_some(saved);
-    count(&call.layer.counters.forward_nvfp4);
+    let LinearSpec {
+        fprop_x, fprop_w, ..
+    } = call.spec;
+    call.layer.counters.forward.taken([fprop_x, fprop_w]);
     Some(y)
 }
 

@@ -33,34 +33,37 @@ mod call;
 mod fuser;
 mod mark;
 mod ops;
+mod report;
+mod survey;
 mod tracker;
 
-use std::collections::{BTreeMap, HashMap, HashSet};
-use std::fmt;
+use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
 
 use burn_core::backend::DispatchDevice;
-use burn_core::module::{Module, ModuleVisitor, Param, ParamGroup, ParamId, Reparameterizer};
+use burn_core::module::{Module, Param, ParamGroup, ParamId, Reparameterizer};
 use burn_core::tensor::{Device, Tensor};
 use burn_cubecl::fusion::RegistryError;
 use burn_cubecl::{CubeDevice, fusion};
 use nvfp4_kernels::Nvfp4Error;
-use serde::{Deserialize, Serialize};
 
-pub use call::LayerReport;
+pub use report::{LayerReport, Nvfp4Report, ProductFormat, RoleReport, report};
 
 use crate::recipe::Nvfp4Recipe;
 use crate::state::{LayerRandomness, LayerState};
 use crate::validate;
-use call::{Counters, Group, Layer, Mode, lock};
+use call::{Group, Layer, Mode, lock};
 use mark::{Kind, Mark, collect};
+use report::Counters;
+use survey::{Survey, Surveyed};
 
 /// Burn's own fusion of a product with what follows it. It would never win against ours.
 const BURN_MATMUL: &str = burn_cubecl_fusion::optim::matmul::NAME;
 
 /// Route the linear layers of `model` through NVFP4, as [`Nvfp4Linear`](crate::Nvfp4Linear) would.
 ///
-/// Layers in the recipe's `high_precision` group are left alone. In each other one the products of
+/// Output heads and routers, known by their names ([`Decorator::new`]), and layers in the recipe's
+/// `high_precision` group are left alone. In each other one the products of
 /// forward, input gradient and weight gradient are those of `Nvfp4Linear` with the same recipe,
 /// layer number and offset, bit for bit. A product that cannot be taken is an error: its result is
 /// NaN, and the next use of the model panics with the name of the layer (see [`Decorator::lenient`]
@@ -89,7 +92,14 @@ pub struct Decorator {
 }
 
 impl Decorator {
-    /// A strict decorator of `burn_nn::Linear` layers.
+    /// A strict decorator of all `burn_nn::Linear` layers but output heads and routers.
+    ///
+    /// A layer is taken for one by its name, or by that of a module that it is in: `head`,
+    /// `classifier`, `logits`, `unembed`, `unembedding` and whatever ends in `_head` (`lm_head`),
+    /// `router` and whatever ends in `_router`, and `gate` beside a module called `experts` (the gate
+    /// of a SwiGLU is no router). They stay Burn's own, in high precision, and the [`report`] says
+    /// so. [`include`](Self::include) decorates them all the same; a head of another name is
+    /// decorated unless it is in [`exclude`](Self::exclude).
     pub fn new(recipe: &Nvfp4Recipe) -> Self {
         Self {
             recipe: recipe.clone(),
@@ -108,15 +118,17 @@ impl Decorator {
         self
     }
 
-    /// Decorate the weights in `group` as well: parameters of rank 2 called `weight` of modules other
-    /// than `burn_nn::Linear`, which use them as `x.matmul(weight)` with `[d_in, d_out]`.
+    /// Decorate the weights in `group` as well: those of heads and routers, and parameters of rank 2
+    /// called `weight` of modules other than `burn_nn::Linear`, which use them as `x.matmul(weight)`
+    /// with `[d_in, d_out]`.
     pub fn include(mut self, group: ParamGroup) -> Self {
         self.include = Some(group);
         self
     }
 
-    /// Leave the layers alone whose weight is in `group`, such as a model's head or router: they are
-    /// not decorated at all, whatever the recipe says. It wins over [`include`](Self::include).
+    /// Leave the layers alone whose weight is in `group`, such as a head that its name does not tell:
+    /// they are not decorated at all, whatever the recipe says. It wins over
+    /// [`include`](Self::include).
     ///
     /// Layers in the recipe's `high_precision` group are decorated ones that do nothing, and are in
     /// the [`report`].
@@ -136,13 +148,9 @@ impl Decorator {
         }
         install()?;
         self.recipe.check()?;
-        let mut survey = Survey {
-            include: self.include.as_ref(),
-            exclude: self.exclude.as_ref(),
-            ..Survey::default()
-        };
+        let mut survey = Survey::new(self.include.as_ref(), self.exclude.as_ref());
         model.visit(&mut survey);
-        let marker = self.marker(survey)?;
+        let marker = self.marker(survey.finish())?;
         let model = model.apply_reparameterization(marker);
         self.recipe.apply(&model)?;
         for mark in collect(&model) {
@@ -151,13 +159,13 @@ impl Decorator {
         Ok(model)
     }
 
-    fn marker(&self, survey: Survey<'_>) -> Result<Marker, Nvfp4Error> {
-        let Survey {
+    fn marker(&self, survey: Surveyed) -> Result<Marker, Nvfp4Error> {
+        let Surveyed {
             layers,
-            reparameterized,
+            left_alone,
             included,
             excluded,
-            ..
+            reparameterized,
         } = survey;
         if let Some(path) = reparameterized {
             return Err(Nvfp4Error::value(
@@ -166,20 +174,13 @@ impl Decorator {
                 "a model without any: neither decorated nor with LoRA adapters",
             ));
         }
-        if layers.is_empty() {
-            return Err(Nvfp4Error::value(
-                "model",
-                "no linear layer",
-                "a model with at least one",
-            ));
-        }
         if let Some(group) = &self.include
             && !included
         {
             return Err(Nvfp4Error::value(
                 "include",
                 format!("{group:?}, which contains no rank 2 parameter called `weight`"),
-                "a group with at least one that is not in a Linear",
+                "a group with at least one that is not in a Linear, or in a head or router",
             ));
         }
         if let Some(group) = &self.exclude
@@ -191,7 +192,18 @@ impl Decorator {
                 "a group with at least one",
             ));
         }
-        let group = Arc::new(Group::new(self.mode));
+        if layers.is_empty() {
+            let found = match &left_alone[..] {
+                [] => "no linear layer".into(),
+                paths => format!("no linear layer to decorate besides {}", paths.join(", ")),
+            };
+            return Err(Nvfp4Error::value(
+                "model",
+                found,
+                "a model with at least one, or a head or router in `include`",
+            ));
+        }
+        let group = Arc::new(Group::new(self.mode, left_alone));
         let recipe = Arc::new(self.recipe.clone());
         let mut marks = HashMap::new();
         for found in layers {
@@ -264,112 +276,6 @@ pub fn undecorate<M: Module>(model: M) -> M {
     mark::bypassed(|| model.materialize())
 }
 
-/// Wait for the devices of `model`, and say what ran where in its decorated layers.
-///
-/// # Errors
-/// When an operation failed, or when the model has no decorated layer. A broken guarantee is no
-/// error here; see [`Nvfp4Report::check`].
-pub fn report<M: Module>(model: &M) -> Result<Nvfp4Report, Nvfp4Error> {
-    for device in model.devices() {
-        device
-            .sync()
-            .map_err(|error| Nvfp4Error::value("model", error.to_string(), "no failure"))?;
-    }
-    let marks = collect(model);
-    let Some(first) = marks.first() else {
-        return Err(Nvfp4Error::value(
-            "model",
-            "no decorated layer",
-            "a model that `decorate` returned",
-        ));
-    };
-    let failures = first.layer.group.failures();
-    let layers = marks
-        .iter()
-        .map(|mark| {
-            let high_precision = mark.state.is_high_precision();
-            let report = mark.layer.counters.report(high_precision);
-            (mark.layer.path.clone(), report)
-        })
-        .collect();
-    Ok(Nvfp4Report { layers, failures })
-}
-
-/// What ran where in a decorated model, since it was decorated.
-#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Nvfp4Report {
-    /// The layers, by path.
-    pub layers: BTreeMap<String, LayerReport>,
-    /// Broken guarantees, each with the name of its layer.
-    pub failures: Vec<String>,
-}
-
-impl Nvfp4Report {
-    /// Products that ran in high precision though they should not have.
-    pub fn missed(&self) -> u64 {
-        let missed =
-            |layer: &LayerReport| layer.forward_missed + layer.dgrad_missed + layer.wgrad_missed;
-        self.layers.values().map(missed).sum()
-    }
-
-    /// Fail unless every product of every layer ran in NVFP4.
-    ///
-    /// # Errors
-    /// With the layers where it did not.
-    pub fn check(&self) -> Result<(), Nvfp4Error> {
-        let found = failure_message(&self.failures)
-            .or_else(|| (self.missed() > 0).then(|| format!("products missed:\n{self}")));
-        match found {
-            Some(found) => Err(Nvfp4Error::value(
-                "model",
-                found,
-                "every product of a decorated layer in NVFP4",
-            )),
-            None => Ok(()),
-        }
-    }
-}
-
-impl fmt::Display for Nvfp4Report {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let width = self
-            .layers
-            .keys()
-            .map(String::len)
-            .max()
-            .unwrap_or(0)
-            .max(5);
-        writeln!(
-            f,
-            "{:width$} {:>18} {:>18} {:>18} {:>7} {:>10}",
-            "layer", "forward", "dgrad", "wgrad", "wasted", "late bias"
-        )?;
-        for (path, layer) in &self.layers {
-            if layer.high_precision {
-                writeln!(f, "{path:width$} {:>18}", "high precision")?;
-                continue;
-            }
-            let ran = |nvfp4: u64, missed: u64| match missed {
-                0 => nvfp4.to_string(),
-                _ => format!("{nvfp4} ({missed} missed)"),
-            };
-            writeln!(
-                f,
-                "{path:width$} {:>18} {:>18} {:>18} {:>7} {:>10}",
-                ran(layer.forward_nvfp4, layer.forward_missed),
-                ran(layer.dgrad_nvfp4, layer.dgrad_missed),
-                ran(layer.wgrad_nvfp4, layer.wgrad_missed),
-                layer.wgrad_wasted,
-                layer.bias_after,
-            )?;
-        }
-        for failure in &self.failures {
-            writeln!(f, "{failure}")?;
-        }
-        Ok(())
-    }
-}
-
 /// One message for all of `failures`, if there are any.
 fn failure_message(failures: &[String]) -> Option<String> {
     (!failures.is_empty()).then(|| failures.join("; "))
@@ -421,84 +327,6 @@ fn check_layer(mark: &Mark, recipe: &Nvfp4Recipe) -> Result<(), Nvfp4Error> {
             recipe.high_precision
         ),
     ))
-}
-
-/// A linear layer of the model.
-struct Found {
-    path: String,
-    weight: ParamId,
-    bias: Option<ParamId>,
-    dims: [usize; 2],
-}
-
-/// Finds the linear layers.
-#[derive(Default)]
-struct Survey<'a> {
-    include: Option<&'a ParamGroup>,
-    included: bool,
-    exclude: Option<&'a ParamGroup>,
-    excluded: bool,
-    path: Vec<String>,
-    containers: Vec<String>,
-    layers: Vec<Found>,
-    reparameterized: Option<String>,
-    seen: HashSet<ParamId>,
-}
-
-impl ModuleVisitor for Survey<'_> {
-    fn enter_module(&mut self, name: &str, container_type: &str) {
-        if container_type == "Reparameterization" && self.reparameterized.is_none() {
-            self.reparameterized = Some(self.path.join("."));
-        }
-        self.path.push(name.into());
-        self.containers.push(container_type.into());
-    }
-
-    fn exit_module(&mut self, _name: &str, _container_type: &str) {
-        self.path.pop();
-        self.containers.pop();
-    }
-
-    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        let Some((name, owner)) = self.path.split_last() else {
-            return;
-        };
-        let is_linear = self
-            .containers
-            .last()
-            .is_some_and(|container| container == "Struct:Linear");
-        let owner = owner.join(".");
-        match (name.as_str(), D) {
-            ("weight", 2) => {
-                let path = self.path.join(".");
-                let is_in = |group: Option<&ParamGroup>| {
-                    group.is_some_and(|group| group.matches(&param.id, Some(&path)))
-                };
-                let included = !is_linear && is_in(self.include);
-                self.included |= included;
-                let wanted = is_linear || included;
-                let excluded = wanted && is_in(self.exclude);
-                self.excluded |= excluded;
-                if wanted && !excluded && self.seen.insert(param.id) {
-                    let shape = param.lazy_shape();
-                    self.layers.push(Found {
-                        path: owner,
-                        weight: param.id,
-                        bias: None,
-                        dims: [shape[0], shape[1]],
-                    });
-                }
-            }
-            ("bias", 1) if is_linear => {
-                if let Some(layer) = self.layers.last_mut()
-                    && layer.path == owner
-                {
-                    layer.bias = Some(param.id);
-                }
-            }
-            _ => {}
-        }
-    }
 }
 
 /// Puts the marks on.

@@ -27,6 +27,7 @@ use cubecl::prelude::InputScalar;
 
 use super::call::{BiasState, CallRef, count, lock};
 use super::fuser;
+use crate::ops::LinearSpec;
 
 /// Where parameters of decorated layers enter the graph, and where their gradients leave it.
 ///
@@ -98,11 +99,14 @@ impl MarkOps for CubeBackend {
     ) -> FloatTensor<Self> {
         match fuser::weight_grad(&call, &grad) {
             Ok(grad) => {
-                count(&call.layer.counters.wgrad_nvfp4);
+                let LinearSpec {
+                    wgrad_x, wgrad_dy, ..
+                } = call.spec;
+                call.layer.counters.wgrad.taken([wgrad_x, wgrad_dy]);
                 grad
             }
             Err(why) => {
-                count(&call.layer.counters.wgrad_missed);
+                call.layer.counters.wgrad.missed();
                 if call.layer.is_strict() {
                     call.fail(&why);
                     // Caught by the fusion server, which leaves the message in the gradient.

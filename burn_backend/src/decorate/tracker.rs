@@ -17,7 +17,7 @@ use burn_ir::{
     BaseOperationIr, FloatOperationIr, MatmulOpIr, NumericOperationIr, ScalarIr, TensorStatus,
 };
 
-use super::call::{BiasState, Call, CallRef, GradProduct, count, lock};
+use super::call::{BiasState, Call, CallRef, GradProduct, lock};
 
 /// What a product is.
 #[derive(Debug, Clone)]
@@ -45,13 +45,13 @@ impl Role {
         const WHY: &str = "fusion ran it as a plain operation, because its exploration limit \
             (BURN_FUSION_MAX_EXPLORATIONS) is used up, because a cached plan did not fit, or \
             because an operation before it failed";
-        let (call, counter, name) = match self {
-            Self::Forward(call) => (call, &call.layer.counters.forward_missed, "forward"),
-            Self::Dgrad(call) => (call, &call.layer.counters.dgrad_missed, "input gradient"),
+        let (call, counters, name) = match self {
+            Self::Forward(call) => (call, &call.layer.counters.forward, "forward"),
+            Self::Dgrad(call) => (call, &call.layer.counters.dgrad, "input gradient"),
             // What became of these shows when the gradient is taken.
             Self::Wgrad { .. } | Self::WgradOnly(_) | Self::Candidate(_) => return,
         };
-        count(counter);
+        counters.missed();
         if call.layer.is_strict() {
             call.fail(&format!("the {name} product was not taken by NVFP4: {WHY}"));
         }
@@ -455,7 +455,12 @@ impl State {
                 .filter(|call| call.dims == [d_in, d_out] && call.training && call.weight_tracked)
                 .collect()
         };
-        let sole = input_of.len() == 1;
+        // Calls that are gone, of another model with the same input say, have no gradients to come.
+        let sole = input_of
+            .iter()
+            .filter(|call| call.strong_count() > 0)
+            .count()
+            == 1;
         let by_input = alive(input_of);
         let by_grad = alive(self.output_grads.get(&rhs.id).map_or(&[], Vec::as_slice));
         let grad = Arc::new(GradProduct {

@@ -3,14 +3,15 @@
 use burn_core as burn;
 
 use burn_core::config::Config;
-use burn_core::module::{Module, Param};
+use burn_core::module::Module;
 use burn_core::tensor::activation::{quiet_softmax, softmax};
 use burn_core::tensor::{Bool, Device, FloatDType, Tensor, TensorData};
 use burn_nn::activation::Gelu;
 use burn_nn::attention::MultiHeadAttention;
-use burn_nn::{Dropout, DropoutConfig, Initializer, Linear};
+use burn_nn::{Dropout, DropoutConfig, Initializer};
 use nvfp4_kernels::Nvfp4Error;
 
+use super::parts::{PartIds, parts, side_by_side};
 use super::{Nvfp4Linear, Nvfp4LinearConfig, cast};
 use crate::functions::or_panic;
 use crate::recipe::Nvfp4Recipe;
@@ -222,6 +223,7 @@ impl Nvfp4AttentionConfig {
             heads: self.heads,
             kv_heads,
             quiet_softmax: self.quiet_softmax,
+            ids: None,
         })
     }
 
@@ -284,6 +286,9 @@ pub struct Nvfp4Attention {
     kv_heads: usize,
     #[module(skip)]
     quiet_softmax: bool,
+    /// Of the queries', keys' and values' projections that it was made of.
+    #[module(skip)]
+    ids: Option<Vec<PartIds>>,
 }
 
 impl Nvfp4Attention {
@@ -399,7 +404,8 @@ impl Nvfp4Attention {
     /// Take over the parameters of `attention`.
     ///
     /// The output projection keeps its parameters and their ids. The three others become one, with new
-    /// ids; where only some of them have a bias, that of the others is zero. The result attends within
+    /// ids ([`into_multi_head_attention`](Self::into_multi_head_attention) gives the old ones back);
+    /// where only some of them have a bias, that of the others is zero. The result attends within
     /// one sequence (`MhaInput::self_attn`): separate sequences for queries and keys, arbitrary masks
     /// and caches have no counterpart, and `min_float` is not needed, as masked positions get a weight
     /// of zero. Give it [`Positions`] without rotations, causal or not.
@@ -422,18 +428,21 @@ impl Nvfp4Attention {
             ..
         } = attention;
         check_heads(d_model, n_heads, n_heads)?;
+        let projections = [query, key, value];
         Ok(Self {
-            qkv: Nvfp4Linear::from_linear(side_by_side(&[query, key, value]), recipe)?,
+            qkv: Nvfp4Linear::from_linear(side_by_side(&projections), recipe)?,
             out: Nvfp4Linear::from_linear(output, recipe)?,
             dropout: (dropout.prob > 0.0).then_some(dropout),
             heads: n_heads,
             kv_heads: n_heads,
             quiet_softmax,
+            ids: Some(PartIds::of(&projections)),
         })
     }
 
     /// Hand the parameters over to a `burn_nn` attention: the output projection with its ids, the
-    /// parts of the fused one with new ids.
+    /// parts of the fused one with those that they had in the attention that this one was made of, or
+    /// with new ones if it was made of none. (A bias that was not there then has a new id, too.)
     ///
     /// # Errors
     /// When keys and values have fewer heads than queries, which `burn_nn`'s attention cannot have.
@@ -446,7 +455,7 @@ impl Nvfp4Attention {
             ));
         }
         let [d_model, _] = self.out.weight.dims();
-        let [query, key, value] = parts(self.qkv.into_linear());
+        let [query, key, value] = parts(self.qkv.into_linear(), self.ids.as_deref());
         Ok(MultiHeadAttention {
             query,
             key,
@@ -463,38 +472,4 @@ impl Nvfp4Attention {
             quiet_softmax: self.quiet_softmax,
         })
     }
-}
-
-/// Layers of one input as one layer, their outputs side by side. A missing bias is zero if another
-/// layer has one.
-pub(super) fn side_by_side(linears: &[Linear]) -> Linear {
-    let weights = linears.iter().map(|linear| linear.weight.val().detach());
-    let weight = Tensor::cat(weights.collect(), 1);
-    let biased = linears.iter().any(|linear| linear.bias.is_some());
-    let biases = linears.iter().map(|linear| match &linear.bias {
-        Some(bias) => bias.val().detach(),
-        None => {
-            let [_, d_out] = linear.weight.dims();
-            Tensor::zeros([d_out], (&weight.device(), weight.dtype()))
-        }
-    });
-    let bias = biased.then(|| Param::from_tensor(Tensor::cat(biases.collect(), 0)));
-    Linear {
-        weight: Param::from_tensor(weight),
-        bias,
-    }
-}
-
-/// A layer as `N` layers of equal outputs: the inverse of [`side_by_side`].
-pub(super) fn parts<const N: usize>(linear: Linear) -> [Linear; N] {
-    let [_, d_out] = linear.weight.dims();
-    let width = d_out / N;
-    let weight = linear.weight.val().detach();
-    let bias = linear.bias.map(|bias| bias.val().detach());
-    std::array::from_fn(|index| Linear {
-        weight: Param::from_tensor(weight.clone().narrow(1, index * width, width)),
-        bias: bias
-            .as_ref()
-            .map(|bias| Param::from_tensor(bias.clone().narrow(0, index * width, width))),
-    })
 }

@@ -11,7 +11,7 @@ use burn_nn::transformer::PositionWiseFeedForward;
 use burn_nn::{Dropout, Initializer, Linear};
 use nvfp4_kernels::Nvfp4Error;
 
-use super::attention::{parts, side_by_side};
+use super::parts::{PartIds, parts, side_by_side};
 use super::{Nvfp4Linear, Nvfp4LinearConfig, rows};
 use crate::functions::or_panic;
 use crate::recipe::Nvfp4Recipe;
@@ -50,6 +50,7 @@ impl Nvfp4SwiGluConfig {
         Ok(Nvfp4SwiGlu {
             gate_up: linear(self.d_model, 2 * self.d_hidden)?,
             down: linear(self.d_hidden, self.d_model)?,
+            ids: None,
         })
     }
 
@@ -68,6 +69,9 @@ pub struct Nvfp4SwiGlu {
     pub gate_up: Nvfp4Linear,
     /// `D`, `[d_hidden, d_model]`.
     pub down: Nvfp4Linear,
+    /// Of the layers that `gate_up` was made of.
+    #[module(skip)]
+    ids: Option<Vec<PartIds>>,
 }
 
 impl Nvfp4SwiGlu {
@@ -87,7 +91,8 @@ impl Nvfp4SwiGlu {
     }
 
     /// Take over the parameters of `swiglu`, burn-nn's gated activation, and of the projection `down`
-    /// behind it, which keeps its ids. The two layers of `swiglu` become one, with new ids.
+    /// behind it, which keeps its ids. The two layers of `swiglu` become one, with new ids
+    /// ([`into_swiglu`](Self::into_swiglu) gives the old ones back).
     ///
     /// # Errors
     /// When the shapes do not fit each other, or a width is no positive multiple of 16.
@@ -109,17 +114,18 @@ impl Nvfp4SwiGlu {
                 format!("{hidden}, the d_output of the gated activation"),
             ));
         }
-        let gate_up = side_by_side(&[linear_inner, linear_outer]);
+        let both = [linear_inner, linear_outer];
         Ok(Self {
-            gate_up: Nvfp4Linear::from_linear(gate_up, recipe)?,
+            gate_up: Nvfp4Linear::from_linear(side_by_side(&both), recipe)?,
             down: Nvfp4Linear::from_linear(down, recipe)?,
+            ids: Some(PartIds::of(&both)),
         })
     }
 
-    /// Hand the parameters over to burn-nn's gated activation, with new ids, and to the projection
-    /// behind it, with its ids.
+    /// Hand the parameters over to burn-nn's gated activation, with the ids of the one that this was
+    /// made of, or with new ones if it was made of none, and to the projection behind it, with its ids.
     pub fn into_swiglu(self) -> (SwiGlu, Linear) {
-        let [linear_inner, linear_outer] = parts(self.gate_up.into_linear());
+        let [linear_inner, linear_outer] = parts(self.gate_up.into_linear(), self.ids.as_deref());
         let swiglu = SwiGlu {
             linear_inner,
             linear_outer,

@@ -8,6 +8,7 @@ use burn_core::tensor::{Device, Tensor};
 use burn_nn::{Initializer, Linear};
 use nvfp4_kernels::Nvfp4Error;
 
+use super::parts::{PartIds, apart};
 use crate::experts::{
     ExpertOffsets, check_experts, check_grouped_linear, grouped_linear_unchecked,
 };
@@ -95,6 +96,9 @@ pub struct Nvfp4GroupedLinear {
     /// What is quantized, and how. Its seed and signs are only where `state` started.
     #[module(skip)]
     recipe: Nvfp4Recipe,
+    /// Of the layers that it was made of.
+    #[module(skip)]
+    ids: Option<Vec<PartIds>>,
 }
 
 impl Nvfp4GroupedLinear {
@@ -116,11 +120,13 @@ impl Nvfp4GroupedLinear {
             bias,
             state,
             recipe: recipe.clone(),
+            ids: None,
         })
     }
 
     /// The experts `linears`, in order, as one layer. Their parameters become parts of new ones, so
-    /// these have new ids. The layer gets the next number of the process.
+    /// these have new ids ([`into_linears`](Self::into_linears) gives the old ones back). The layer gets
+    /// the next number of the process.
     ///
     /// # Errors
     /// When there is no expert or more than 512, shapes differ, only some have a bias, or a dimension
@@ -149,19 +155,24 @@ impl Nvfp4GroupedLinear {
         let biases = linears.iter().filter_map(|linear| linear.bias.as_ref());
         let biases: Vec<_> = biases.map(|bias| bias.val().detach()).collect();
         let bias = biased.then(|| Param::from_tensor(Tensor::stack::<2>(biases, 0)));
-        Self::new(Param::from_tensor(weight), bias, recipe, None)
+        let layer = Self::new(Param::from_tensor(weight), bias, recipe, None)?;
+        Ok(Self {
+            ids: Some(PartIds::of(&linears)),
+            ..layer
+        })
     }
 
-    /// The experts as layers of their own, with new ids.
+    /// The experts as layers of their own, with the ids of those that this layer was made of, or with
+    /// new ones if it was made of none.
     pub fn into_linears(self) -> Vec<Linear> {
         let [experts, d_in, d_out] = self.weight.dims();
         let weight = self.weight.val().detach();
         let bias = self.bias.map(|bias| bias.val().detach());
-        let part = |expert: usize| Linear {
-            weight: Param::from_tensor(weight.clone().narrow(0, expert, 1).reshape([d_in, d_out])),
-            bias: bias
-                .as_ref()
-                .map(|bias| Param::from_tensor(bias.clone().narrow(0, expert, 1).reshape([d_out]))),
+        let part = |expert: usize| {
+            let weight = weight.clone().narrow(0, expert, 1).reshape([d_in, d_out]);
+            let bias = bias.clone();
+            let bias = bias.map(|bias| bias.narrow(0, expert, 1).reshape([d_out]));
+            apart(self.ids.as_deref(), expert, weight, bias)
         };
         (0..experts).map(part).collect()
     }

@@ -13,6 +13,7 @@ mod grouped;
 mod linear;
 mod moe;
 mod norm;
+mod parts;
 mod routing;
 
 pub use attention::{Nvfp4Attention, Nvfp4AttentionConfig, Positions, PositionsConfig};

@@ -12,7 +12,7 @@ use nvfp4_kernels::device::{
     AmaxScope, Capabilities, DeviceCopy, DeviceDecoded, DeviceOperand, DevicePacked, FloatKind,
     GemmPath, Groups, Matrix,
 };
-use nvfp4_kernels::gemm::{self, Elements, Scale, Target, path_of, path_of_columns};
+use nvfp4_kernels::gemm::{self, Scale, Target, path_of, path_of_columns};
 use nvfp4_kernels::ops::{AmaxRequest, CopyRequest, DeviceMx, EdenSource};
 use nvfp4_kernels::reference::EdenTarget;
 use nvfp4_kernels::{BLOCK, Form, MX_BLOCK, Nvfp4Error, PackedAxis, ScaleLayout, ops};
@@ -199,9 +199,6 @@ impl Nvfp4Ops for CubeBackend {
         let ((m, k), n) = (stored_shape(&a), stored_shape(&b).0);
         trace_op("matmul", "", m, n);
         let like = beside(&a);
-        let is_nvfp4 =
-            |operand: &_| matches!(operand, Operand::Nvfp4(_) | Operand::<Self>::Decoded(_));
-        let packed = is_nvfp4(&a) && is_nvfp4(&b);
         let capabilities = Capabilities::of(&like.client);
         let path = match (&a, &b) {
             (Operand::Float(_, PackedAxis::Rows), Operand::Float(_, PackedAxis::Rows)) => {
@@ -209,12 +206,18 @@ impl Nvfp4Ops for CubeBackend {
             }
             _ => path_of(&capabilities, n, k),
         };
-        let hopper = path == GemmPath::Hopper;
-        let bf16 = |operand: &Operand<Self>| match operand {
-            Operand::Float(x, _) => x.dtype == DType::BF16,
-            _ => true,
+        // Burn's own product has a result of the type of its operands. It is rounded once, to the type
+        // that was asked for: so in f32 where that is wider, or where a bias comes after.
+        let inner = match (&a, &b, &bias) {
+            (Operand::Float(x, _), Operand::Float(y, _), Bias::Absent)
+                if x.dtype == DType::from(dtype) && y.dtype == x.dtype =>
+            {
+                dtype
+            }
+            // Exact for what was packed, and for narrower floats.
+            _ => FloatDType::F32,
         };
-        if packed || (hopper && bf16(&a) && bf16(&b)) {
+        if is_ours(path, [Elements::of(&a), Elements::of(&b)], inner) {
             let bias = match bias {
                 Bias::Absent => None,
                 Bias::Vector(bias) => {
@@ -234,17 +237,6 @@ impl Nvfp4Ops for CubeBackend {
             );
             return result(&like, launched(out));
         }
-        // Burn's own product, whose result has the type of its operands. It is rounded once, to the type
-        // that was asked for: so in f32 where that is wider, or where a bias comes after.
-        let inner = match (&a, &b, &bias) {
-            (Operand::Float(x, _), Operand::Float(y, _), Bias::Absent)
-                if x.dtype == DType::from(dtype) && y.dtype == x.dtype =>
-            {
-                dtype
-            }
-            // Exact for what was packed, and for narrower floats.
-            _ => FloatDType::F32,
-        };
         tracing::debug!(m, n, k, ?inner, "product by Burn's matmul");
         let (a, b) = (transposed_to_rows(a, inner), transposed_to_rows(b, inner));
         let out = Self::float_matmul(a, Self::float_swap_dims(b, 0, 1));
@@ -256,6 +248,49 @@ impl Nvfp4Ops for CubeBackend {
             }
         };
         cast(out, dtype.into())
+    }
+}
+
+/// What decides who multiplies an operand.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Elements {
+    /// NVFP4 codes, or the values that they stand for.
+    Nvfp4,
+    /// MXFP8, which is exact in bf16.
+    Mxfp8,
+    Bf16,
+    /// Floats that bf16 does not hold.
+    Wide,
+}
+
+impl Elements {
+    fn of(operand: &Operand<CubeBackend>) -> Self {
+        match operand {
+            Operand::Nvfp4(_) | Operand::Decoded(_) => Self::Nvfp4,
+            Operand::Mxfp8(_) => Self::Mxfp8,
+            Operand::Float(x, _) if x.dtype == DType::BF16 => Self::Bf16,
+            Operand::Float(..) => Self::Wide,
+        }
+    }
+}
+
+/// Whether a product that would take `path` runs on the kernels of [`gemm`], instead of Burn's own product in the
+/// type `inner`.
+///
+/// Two NVFP4 operands always do, and on Hopper and by cuBLASLt everything that bf16 holds. On other GPUs two bf16
+/// matrices go to Burn where it multiplies in bf16 (8192³ on an H100: 255 TFLOP/s autotuned, the tiles of that path
+/// 151); where it would multiply in `f32`, for a bias or because one of the operands is packed and all of it
+/// decoded before, they do not: few rows of a packed weight then have their kernel. CubeCL's CPU runtime, which is
+/// for tests, leaves to Burn what is not NVFP4.
+fn is_ours(path: GemmPath, operands: [Elements; 2], inner: FloatDType) -> bool {
+    if operands == [Elements::Nvfp4; 2] {
+        return true;
+    }
+    match path {
+        _ if operands.contains(&Elements::Wide) => false,
+        GemmPath::Hopper | GemmPath::CublasLt => true,
+        GemmPath::BlockScaled | GemmPath::MatrixInstructions => inner == FloatDType::F32,
+        GemmPath::Scalar => false,
     }
 }
 
@@ -348,7 +383,7 @@ impl Stored {
             Self::Decoded(decoded) => (&**decoded).into(),
             Self::Bf16(matrix, PackedAxis::Cols) => matrix.into(),
             Self::Bf16(matrix, PackedAxis::Rows) => gemm::Operand {
-                elements: Elements::Bf16Columns(matrix),
+                elements: gemm::Elements::Bf16Columns(matrix),
                 scale: Scale::One,
             },
         }
@@ -597,4 +632,34 @@ pub(super) fn float_kind(dtype: FloatDType) -> FloatKind {
 /// is the runtime itself; fusion hands the panic to whoever reads the result.
 pub(super) fn launched<T>(result: Result<T, Nvfp4Error>) -> T {
     result.unwrap_or_else(|error| panic!("nvfp4 on CubeCL: {error}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Who multiplies on each path.
+    #[test]
+    fn products_go_to_whom_they_suit() {
+        use Elements::{Bf16, Mxfp8, Nvfp4, Wide};
+        let (bf16, f32) = (FloatDType::BF16, FloatDType::F32);
+        let gpus = [
+            GemmPath::Hopper,
+            GemmPath::CublasLt,
+            GemmPath::BlockScaled,
+            GemmPath::MatrixInstructions,
+        ];
+        for path in gpus {
+            for operands in [[Bf16, Nvfp4], [Nvfp4, Bf16], [Bf16, Mxfp8], [Bf16, Bf16]] {
+                assert!(is_ours(path, operands, f32), "{path:?}, {operands:?}");
+            }
+            assert!(!is_ours(path, [Wide, Nvfp4], f32), "{path:?}");
+            let library = matches!(path, GemmPath::Hopper | GemmPath::CublasLt);
+            assert_eq!(is_ours(path, [Bf16, Bf16], bf16), library, "{path:?}");
+        }
+        for operands in [[Bf16, Nvfp4], [Bf16, Bf16], [Mxfp8, Mxfp8]] {
+            assert!(!is_ours(GemmPath::Scalar, operands, f32), "{operands:?}");
+        }
+        assert!(is_ours(GemmPath::Scalar, [Nvfp4; 2], f32));
+    }
 }

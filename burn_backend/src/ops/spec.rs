@@ -157,7 +157,7 @@ impl OperandSpec {
     }
 
     /// Whether it is 4-bit codes.
-    pub(super) fn is_nvfp4(&self) -> bool {
+    pub(crate) fn is_nvfp4(&self) -> bool {
         !matches!(self, Self::HighPrecision | Self::Mxfp8)
     }
 

@@ -16,6 +16,10 @@ pub enum LayerMode {
     Recipe,
     /// Forward in high precision, backward by the recipe, from the original tensors.
     HighPrecisionForward,
+    /// Forward by the recipe, backward in high precision, of the values that the forward multiplied,
+    /// as `fwd_nvfp4_bwd_bf16` does it: where 4-bit gradients no longer help (see
+    /// [`OperandSample::signal_to_noise`](crate::telemetry::OperandSample::signal_to_noise)).
+    HighPrecisionBackward,
     /// Everything in high precision.
     HighPrecision,
 }
@@ -30,6 +34,12 @@ impl LayerMode {
                 fprop_w: OperandSpec::HighPrecision,
                 source: BackwardSource::Original,
                 ..spec
+            },
+            Self::HighPrecisionBackward => LinearSpec {
+                fprop_x: spec.fprop_x,
+                fprop_w: spec.fprop_w,
+                source: BackwardSource::Forward,
+                ..LinearSpec::high_precision()
             },
             Self::HighPrecision => LinearSpec::high_precision(),
         }

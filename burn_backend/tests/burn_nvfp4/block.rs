@@ -2,13 +2,14 @@
 
 use burn_core::module::{Module, ModuleVisitor, Param, ParamGroup};
 use burn_core::tensor::{Bool, DType, Device, Tensor, TensorData};
+use burn_nn::activation::{SwiGlu, SwiGluConfig};
 use burn_nn::attention::{MhaInput, MultiHeadAttention, MultiHeadAttentionConfig};
 use burn_nn::transformer::PositionWiseFeedForwardConfig;
-use burn_nn::{LinearConfig, RmsNormConfig, activation::SwiGluConfig};
+use burn_nn::{Linear, LinearConfig, RmsNormConfig};
 use burn_nvfp4::nn::{PositionsConfig, RmsNorm};
 use burn_nvfp4::{
-    Nvfp4Attention, Nvfp4AttentionConfig, Nvfp4FeedForward, Nvfp4Recipe, Nvfp4SwiGlu,
-    Nvfp4TransformerBlockConfig,
+    Nvfp4Attention, Nvfp4AttentionConfig, Nvfp4FeedForward, Nvfp4Linear, Nvfp4Recipe, Nvfp4SwiGlu,
+    Nvfp4SwiGluConfig, Nvfp4TransformerBlockConfig,
 };
 
 use crate::common::{Matrix, device, gaussian, skip_where_small_only, values};
@@ -54,6 +55,16 @@ fn attention_is_burn_nns() {
         }
         let expected = values(burn.forward(arguments).context);
         let ids = (burn.output.weight.id, burn.output.bias.as_ref().unwrap().id);
+        let parts = |attention: &MultiHeadAttention| {
+            let MultiHeadAttention {
+                query, key, value, ..
+            } = attention;
+            [query, key, value].map(|linear| {
+                let bias = linear.bias.as_ref().map(|bias| bias.id);
+                (linear.weight.id, bias)
+            })
+        };
+        let part_ids = parts(&burn);
         let key = values(burn.key.weight.val());
         let ours = Nvfp4Attention::from_multi_head_attention(burn, &exempt()).unwrap();
         exempt().apply(&ours).unwrap();
@@ -66,9 +77,14 @@ fn attention_is_burn_nns() {
         assert_close("attention", &values(found), &expected);
         let back: MultiHeadAttention = ours.into_multi_head_attention().unwrap();
         assert_eq!(back.output.weight.id, ids.0);
-        assert_eq!(back.output.bias.unwrap().id, ids.1);
+        assert_eq!(back.output.bias.as_ref().unwrap().id, ids.1);
         assert_eq!(values(back.key.weight.val()), key);
         assert_eq!(back.quiet_softmax, quiet);
+        for (found, expected) in parts(&back).into_iter().zip(part_ids) {
+            assert_eq!(found.0, expected.0);
+            // One that was not there is zero now, and new.
+            assert!(found.1 == expected.1 || expected.1.is_none());
+        }
         if !query_bias {
             let bias = values(back.query.bias.unwrap().val());
             assert!(bias.iter().all(|v| *v == 0.0));
@@ -175,6 +191,11 @@ fn feed_forwards_are_burn_nns() {
     let down = LinearConfig::new(48, 32).init(&device);
     let expected = values(down.forward(swiglu.forward(x.clone())));
     let id = down.weight.id;
+    let ids = |swiglu: &SwiGlu| {
+        [&swiglu.linear_inner, &swiglu.linear_outer]
+            .map(|linear| (linear.weight.id, linear.bias.as_ref().map(|bias| bias.id)))
+    };
+    let part_ids = ids(&swiglu);
     let outer = values(swiglu.linear_outer.weight.val());
     let ours = Nvfp4SwiGlu::from_swiglu(swiglu, down, &exempt()).unwrap();
     exempt().apply(&ours).unwrap();
@@ -182,6 +203,7 @@ fn feed_forwards_are_burn_nns() {
     assert_eq!(ours.down.weight.id, id);
     let (swiglu, down) = ours.into_swiglu();
     assert_eq!(down.weight.id, id);
+    assert_eq!(ids(&swiglu), part_ids);
     assert_eq!(values(swiglu.linear_outer.weight.val()), outer);
     assert_close(
         "back",
@@ -197,16 +219,57 @@ fn feed_forwards_are_burn_nns() {
     assert_eq!(ours.into_rms_norm().gamma.id, id);
 }
 
-/// Fused weights are one tensor to the quantizer: one global scale for gate and up.
+/// Fused projections have one global scale: where one part of the weight is eight times as large as the
+/// others, the layer's output is that of all of them quantized together, and not that of each quantized
+/// for itself. In the layers themselves, so that one that split its product would be noticed.
 #[test]
 fn fused_weights_share_a_global_scale() {
     let device = device();
-    let gate = Matrix::gaussian(32, 16, DType::F32, 1).tensor(&device);
-    let up = Matrix::gaussian(32, 16, DType::F32, 2).tensor(&device) * 8.0;
-    let amax = |w: Tensor<2>| values(burn_nvfp4::functions::quantize_tiles(w).1.amax().clone())[0];
-    let fused = amax(Tensor::cat(vec![gate.clone(), up.clone()], 1));
-    assert_eq!(fused, amax(up));
-    assert!(fused > amax(gate));
+    let recipe = Nvfp4Recipe::new();
+    let part =
+        |seed, factor: f32| Matrix::gaussian(32, 32, DType::F32, seed).tensor(&device) * factor;
+    let x = input(1, 6, 32, &device);
+    let rows = x.clone().reshape([6, 32]);
+    let plain = |w: Tensor<2>| {
+        let linear = Linear {
+            weight: Param::from_tensor(w),
+            bias: None,
+        };
+        Nvfp4Linear::from_linear(linear, &recipe).unwrap()
+    };
+    let product = |w: Tensor<2>| plain(w).forward(rows.clone());
+    let together = |parts: &[Tensor<2>]| product(Tensor::cat(parts.to_vec(), 1));
+    let apart = |parts: &[Tensor<2>]| Tensor::cat(parts.iter().cloned().map(product).collect(), 1);
+
+    let parts = [part(1, 1.0), part(2, 8.0)];
+    let identity = Tensor::<2>::eye(32, &device);
+    let mut swiglu = Nvfp4SwiGluConfig::new(32, 32)
+        .with_recipe(recipe.clone())
+        .init(&device);
+    swiglu.gate_up.weight = Param::from_tensor(Tensor::cat(parts.to_vec(), 1));
+    swiglu.down.weight = Param::from_tensor(identity.clone());
+    let down = plain(identity.clone());
+    let expected = |both: Tensor<2>| {
+        let gate = burn_core::tensor::activation::silu(both.clone().narrow(1, 0, 32));
+        values(down.forward(gate * both.narrow(1, 32, 32)))
+    };
+    let found = values(swiglu.forward(rows.clone()));
+    assert_eq!(found, expected(together(&parts)));
+    assert_ne!(found, expected(apart(&parts)));
+
+    // One position attends to itself alone: what comes out is its value.
+    let parts = [part(3, 1.0), part(4, 8.0), part(5, 1.0)];
+    let mut attention = Nvfp4AttentionConfig::new(32, 2)
+        .with_recipe(recipe.clone())
+        .init(&device);
+    attention.qkv.weight = Param::from_tensor(Tensor::cat(parts.to_vec(), 1));
+    attention.out.weight = Param::from_tensor(identity);
+    let positions = PositionsConfig::new(1, 16).init(&device);
+    let found = attention.forward(x.reshape([6, 1, 32]), &positions);
+    let found = values(found.reshape([6, 32]));
+    let expected = |qkv: Tensor<2>| values(down.forward(qkv.narrow(1, 64, 32)));
+    assert_eq!(found, expected(together(&parts)));
+    assert_ne!(found, expected(apart(&parts)));
 }
 
 struct Gradients<'a>(&'a burn_optim::GradientsParams, Vec<String>, Vec<String>);

@@ -20,7 +20,8 @@ fn in_use(device: &Device) -> u64 {
 }
 
 /// Between forward and backward an NVFP4 layer holds no more than 0.6 bytes for each element of its input:
-/// one copy of 4-bit codes and a scale for each 16. `bf16` would hold two, `f32` four.
+/// one copy of 4-bit codes and a scale for each 16. One that is multiplied in MXFP8 holds a byte and a scale for
+/// each 32. `bf16` would hold two, `f32` four.
 #[test]
 fn saved_activations_take_their_packed_size() {
     let device = device();
@@ -28,15 +29,25 @@ fn saved_activations_take_their_packed_size() {
         eprintln!("skipped: Flex has no memory pools to ask");
         return;
     }
-    let (tokens, d_in, d_out) = (1024, 256, 128);
-    let elements = (tokens * d_in) as f64;
-    for preset in [
-        "nvidia",
-        "nvidia_4over6",
-        "nvidia_headroom",
-        "per_token",
-        "quartet2",
-    ] {
+    let (nvfp4, mxfp8) = (0.6, 33.0 / 32.0);
+    // What is kept of the input and of the weight, in bytes for each element.
+    let presets = [
+        ("nvidia", nvfp4, nvfp4),
+        ("nvidia_4over6", nvfp4, nvfp4),
+        ("nvidia_headroom", nvfp4, nvfp4),
+        ("per_token", nvfp4, nvfp4),
+        ("quartet2", nvfp4, nvfp4),
+        ("fwd_nvfp4_bwd_mxfp8", mxfp8, mxfp8),
+        ("fwd_nvfp4_bwd_mxfp8_dequantized", nvfp4, nvfp4),
+        ("fwd_nvfp4_bwd_bf16", nvfp4, nvfp4),
+        ("mxfp8", mxfp8, mxfp8),
+    ];
+    let shapes = [(1024, 256, 128), (512, 128, 768)];
+    for ((preset, most, of_weight), (tokens, d_in, d_out)) in presets
+        .into_iter()
+        .flat_map(|preset| shapes.map(|shape| (preset, shape)))
+    {
+        let elements = (tokens * d_in) as f64;
         let recipe = Nvfp4Recipe::preset(preset)
             .unwrap()
             .with_cache_weights(false);
@@ -55,11 +66,12 @@ fn saved_activations_take_their_packed_size() {
         let kept = in_use(&device) - before;
         let output = (tokens * d_out * 4) as u64;
         // The packed weight for dgrad, and what a few allocations are rounded up to.
-        let other = (d_in * d_out * 9 / 16) as u64 + 2048;
-        let each = (kept.saturating_sub(output) as f64 - other as f64) / elements;
-        eprintln!("{preset}: {kept} bytes kept, {each:.3} for each element of the input");
-        assert!(kept > output, "{preset}: the output alone takes {output}");
-        assert!(each <= 0.6, "{preset}: {each} bytes for each element");
+        let other = (d_in * d_out) as f64 * of_weight + 2048.0;
+        let each = (kept.saturating_sub(output) as f64 - other) / elements;
+        let what = format!("{preset}, {tokens} x {d_in} x {d_out}");
+        eprintln!("{what}: {kept} bytes kept, {each:.3} for each element of the input");
+        assert!(kept > output, "{what}: the output alone takes {output}");
+        assert!(each <= most, "{what}: {each} bytes for each element");
         let grads = y.sum().backward();
         assert!(layer.weight.grad(&grads).is_some());
         drop(grads);

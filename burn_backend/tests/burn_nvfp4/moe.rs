@@ -375,6 +375,11 @@ fn experts_come_from_plain_layers_and_go_back() {
         .iter()
         .map(|l| values(l.bias.as_ref().unwrap().val()))
         .collect();
+    let ids = |linears: &[burn_nn::Linear]| -> Vec<_> {
+        let ids = |l: &burn_nn::Linear| (l.weight.id, l.bias.as_ref().unwrap().id);
+        linears.iter().map(ids).collect()
+    };
+    let expert_ids = ids(&linears);
     let recipe = Nvfp4Recipe::new();
     let grouped = Nvfp4GroupedLinear::from_linears(linears, &recipe).unwrap();
     let counts = Tensor::<1, Int>::from_data(TensorData::new(vec![2i64, 0, 3], [3]), &device);
@@ -382,6 +387,7 @@ fn experts_come_from_plain_layers_and_go_back() {
     let y = grouped.forward(x, &ExpertOffsets::from_counts(counts, 5));
     assert_eq!(y.dims(), [5, 16]);
     let back = grouped.into_linears();
+    assert_eq!(ids(&back), expert_ids);
     for (i, linear) in back.iter().enumerate() {
         assert_eq!(values(linear.weight.val()), weights[i]);
         assert_eq!(values(linear.bias.as_ref().unwrap().val()), biases[i]);

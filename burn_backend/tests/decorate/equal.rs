@@ -1,43 +1,15 @@
 //! A decorated model computes what a model of explicit layers computes, bit for bit.
 
 use burn_core::module::{Module, ParamGroup};
-use burn_core::tensor::{DType, Device, Gradients, Tensor};
+use burn_core::tensor::{DType, Device, Tensor};
+use burn_nvfp4::decorate::ProductFormat;
 use burn_nvfp4::telemetry::{OperandSample, Telemetry};
 use burn_nvfp4::{Nvfp4Recipe, Nvfp4State, decorate};
 use burn_optim::{GradientsAccumulator, GradientsParams, SgdConfig};
 
-use crate::models::{Explicit, Plain, bits, device, pair, small_only, tensor};
-
-/// The gradients of the parameters, in the order first, second.
-fn plain_grads(model: &Plain, grads: &Gradients) -> Vec<Vec<u32>> {
-    [&model.first, &model.second]
-        .into_iter()
-        .flat_map(|layer| {
-            let weight = bits(layer.weight.base().grad(grads).unwrap());
-            let bias = layer.bias.as_ref();
-            [
-                Some(weight),
-                bias.map(|bias| bits(bias.base().grad(grads).unwrap())),
-            ]
-        })
-        .flatten()
-        .collect()
-}
-
-fn explicit_grads(model: &Explicit, grads: &Gradients) -> Vec<Vec<u32>> {
-    [&model.first, &model.second]
-        .into_iter()
-        .flat_map(|layer| {
-            let weight = bits(layer.weight.val().grad(grads).unwrap());
-            let bias = layer.bias.as_ref();
-            [
-                Some(weight),
-                bias.map(|bias| bits(bias.val().grad(grads).unwrap())),
-            ]
-        })
-        .flatten()
-        .collect()
-}
+use crate::models::{
+    Plain, assert_same_step, bits, device, explicit_grads, pair, plain_grads, small_only, tensor,
+};
 
 /// `steps` of training on inputs of `shape`; every number of both models must be the same.
 fn assert_equal<const D: usize>(
@@ -52,41 +24,11 @@ fn assert_equal<const D: usize>(
     let plain = Plain::new(biases, device).typed(dtype);
     let (mut decorated, mut explicit) = pair(plain, &Nvfp4Recipe::new().with_seed(3));
     let (mut one, mut other) = (SgdConfig::new().init(), SgdConfig::new().init());
-    let mut out = shape;
-    out[D - 1] = 16;
     for step in 0..steps {
-        let seed = 10 + step as u64;
-        let x = tensor(shape, seed, dtype, device);
-        let target = tensor(out, 100 + seed, dtype, device);
-        let leaf = |x: &Tensor<D>| {
-            if tracked {
-                x.clone().require_grad()
-            } else {
-                x.clone()
-            }
-        };
-        let (x1, x2) = (leaf(&x), leaf(&x));
-        let y1 = decorated.forward(x1.clone());
-        let y2 = explicit.forward(x2.clone());
-        assert_eq!(
-            bits(y1.clone().inner()),
-            bits(y2.clone().inner()),
-            "{what}: y, step {step}"
-        );
-        let g1 = (y1 * target.clone()).sum().backward();
-        let g2 = (y2 * target).sum().backward();
-        if tracked {
-            assert_eq!(
-                bits(x1.grad(&g1).unwrap()),
-                bits(x2.grad(&g2).unwrap()),
-                "{what}: dx, step {step}"
-            );
-        }
-        assert_eq!(
-            plain_grads(&decorated, &g1),
-            explicit_grads(&explicit, &g2),
-            "{what}: parameters' gradients, step {step}"
-        );
+        let what = format!("{what}, step {step}");
+        let x = tensor(shape, 10 + step as u64, dtype, device);
+        let (g1, g2) = assert_same_step(&what, &decorated, &explicit, x, tracked);
+        assert!(plain_grads(&decorated, &g1).iter().all(Option::is_some));
         let g1 = GradientsParams::from_grads(g1, &decorated);
         let g2 = GradientsParams::from_grads(g2, &explicit);
         decorated = one.step(0.05, decorated, g1);
@@ -95,11 +37,12 @@ fn assert_equal<const D: usize>(
     let report = decorate::report(&decorated).unwrap();
     eprintln!("{what}\n{report}");
     report.check().unwrap();
+    assert!(report.is_all(ProductFormat::Nvfp4), "{what}: {report}");
     let steps = steps as u64;
     for layer in ["first", "second"] {
         let ran = &report.layers[layer];
-        assert_eq!(ran.forward_nvfp4, steps, "{what}: {layer}");
-        assert_eq!(ran.wgrad_nvfp4, steps, "{what}: {layer}");
+        assert_eq!(ran.forward.nvfp4, steps, "{what}: {layer}");
+        assert_eq!(ran.wgrad.nvfp4, steps, "{what}: {layer}");
         assert_eq!(ran.wgrad_wasted, 0, "{what}: {layer}");
         assert_eq!(ran.bias_after, 0, "{what}: {layer}");
         let dgrads = if tracked || layer == "second" {
@@ -107,7 +50,7 @@ fn assert_equal<const D: usize>(
         } else {
             0
         };
-        assert_eq!(ran.dgrad_nvfp4, dgrads, "{what}: {layer}");
+        assert_eq!(ran.dgrad.nvfp4, dgrads, "{what}: {layer}");
     }
     assert_eq!(
         Nvfp4State::collect(&decorated),
@@ -284,8 +227,8 @@ fn high_precision_layers_are_left_alone() {
     let report = decorate::report(&decorated).unwrap();
     report.check().unwrap();
     assert!(report.layers["first"].high_precision);
-    assert_eq!(report.layers["first"].forward_nvfp4, 0);
-    assert_eq!(report.layers["second"].forward_nvfp4, 1);
+    assert_eq!(report.layers["first"].forward.taken(), 0);
+    assert_eq!(report.layers["second"].forward.nvfp4, 1);
 }
 
 /// Records are those of the undecorated model, both ways, and so is the model after `undecorate`.

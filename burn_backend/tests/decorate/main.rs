@@ -4,8 +4,10 @@
 #![cfg(any(feature = "cpu", feature = "cuda"))]
 
 mod equal;
+mod formats;
 mod misuse;
 mod models;
 mod refuse;
 mod timing;
 mod transformer;
+mod uses;

@@ -3,8 +3,8 @@
 use burn_core as burn;
 
 use burn_core::module::Module;
-use burn_core::tensor::{DType, Device, Tensor, TensorData, activation::gelu};
-use burn_nn::{Linear, LinearConfig};
+use burn_core::tensor::{DType, Device, Gradients, Tensor, TensorData, activation::gelu};
+use burn_nn::{Linear, LinearConfig, LinearLayout};
 use burn_nvfp4::state::number_layers;
 use burn_nvfp4::{Nvfp4Linear, Nvfp4Recipe, decorate};
 
@@ -74,9 +74,14 @@ pub struct Plain {
 
 impl Plain {
     pub fn new(biases: bool, device: &Device) -> Self {
+        Self::with_layout(biases, LinearLayout::Row, device)
+    }
+
+    pub fn with_layout(biases: bool, layout: LinearLayout, device: &Device) -> Self {
         let linear = |d_in, d_out| {
             LinearConfig::new(d_in, d_out)
                 .with_bias(biases)
+                .with_layout(layout)
                 .init(device)
         };
         Self {
@@ -126,4 +131,80 @@ pub fn pair(plain: Plain, recipe: &Nvfp4Recipe) -> (Plain, Explicit) {
     number_layers(&explicit);
     number_layers(&decorated);
     (decorated, explicit)
+}
+
+/// The gradients of the parameters that have one, in the order first, second, weights before biases.
+pub fn plain_grads(model: &Plain, grads: &Gradients) -> Vec<Option<Vec<u32>>> {
+    grads_of(
+        [&model.first, &model.second].map(|layer| {
+            let bias = layer.bias.as_ref().map(|bias| bias.base());
+            (layer.weight.base(), bias)
+        }),
+        grads,
+    )
+}
+
+/// Those of the explicit model.
+pub fn explicit_grads(model: &Explicit, grads: &Gradients) -> Vec<Option<Vec<u32>>> {
+    grads_of(
+        [&model.first, &model.second].map(|layer| {
+            let bias = layer.bias.as_ref().map(|bias| bias.val());
+            (layer.weight.val(), bias)
+        }),
+        grads,
+    )
+}
+
+fn grads_of(
+    layers: [(Tensor<2>, Option<Tensor<1>>); 2],
+    grads: &Gradients,
+) -> Vec<Option<Vec<u32>>> {
+    let mut found = Vec::new();
+    for (weight, bias) in layers {
+        found.push(weight.grad(grads).map(bits));
+        found.extend(bias.map(|bias| bias.grad(grads).map(bits)));
+    }
+    found
+}
+
+/// One forward and backward of both models on `x`; every number must be the same. The gradients are
+/// those of the decorated model, and of the explicit one.
+pub fn assert_same_step<const D: usize>(
+    what: &str,
+    decorated: &Plain,
+    explicit: &Explicit,
+    x: Tensor<D>,
+    tracked: bool,
+) -> (Gradients, Gradients) {
+    let leaf = || {
+        let x = x.clone().detach();
+        if tracked { x.require_grad() } else { x }
+    };
+    let (x1, x2) = (leaf(), leaf());
+    let (y1, y2) = (decorated.forward(x1.clone()), explicit.forward(x2.clone()));
+    assert_eq!(
+        bits(y1.clone().inner()),
+        bits(y2.clone().inner()),
+        "{what}: y"
+    );
+    let target = tensor(y1.dims(), 100, y1.dtype(), &x.device());
+    let g1 = (y1 * target.clone()).sum().backward();
+    let g2 = (y2 * target).sum().backward();
+    if tracked {
+        assert_eq!(
+            bits(x1.grad(&g1).unwrap()),
+            bits(x2.grad(&g2).unwrap()),
+            "{what}: dx"
+        );
+    }
+    let found = plain_grads(decorated, &g1);
+    let expected = explicit_grads(explicit, &g2);
+    assert_eq!(found.len(), expected.len());
+    for (index, (found, expected)) in found.into_iter().zip(expected).enumerate() {
+        assert!(
+            found == expected,
+            "{what}: the gradient of parameter {index}"
+        );
+    }
+    (g1, g2)
 }

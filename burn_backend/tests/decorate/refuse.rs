@@ -98,7 +98,7 @@ fn own_layers_are_included_on_request() {
         head: LinearConfig::new(32, 16).init(&device),
     };
     let model = Decorator::new(&Nvfp4Recipe::new())
-        .include(ParamGroup::from_regex("^weight").unwrap())
+        .include(ParamGroup::from_regex("^(weight|head)").unwrap())
         .decorate(own)
         .unwrap();
     let x = tensor::<2>([32, 32], 1, DType::F32, &device);
@@ -107,9 +107,9 @@ fn own_layers_are_included_on_request() {
     bits(model.weight.base().grad(&grads).unwrap());
     let report = decorate::report(&model).unwrap();
     report.check().unwrap();
-    assert_eq!(report.layers[""].forward_nvfp4, 1);
-    assert_eq!(report.layers[""].wgrad_nvfp4, 1);
-    assert_eq!(report.layers["head"].dgrad_nvfp4, 1);
+    assert_eq!(report.layers[""].forward.nvfp4, 1);
+    assert_eq!(report.layers[""].wgrad.nvfp4, 1);
+    assert_eq!(report.layers["head"].dgrad.nvfp4, 1);
 }
 
 #[test]
@@ -131,4 +131,86 @@ fn excluded_layers_are_not_decorated() {
     report.check().unwrap();
     let layers: Vec<&str> = report.layers.keys().map(String::as_str).collect();
     assert_eq!(layers, ["first"]);
+    assert_eq!(report.left_alone, ["second"]);
+}
+
+/// One expert, with the gate of a SwiGLU.
+#[derive(Module, Debug)]
+struct Expert {
+    gate: Linear,
+    up: Linear,
+}
+
+/// A mixture of experts whose router has the name of one in its module, and an odd size.
+#[derive(Module, Debug)]
+struct Mixture {
+    gate: Linear,
+    experts: Vec<Expert>,
+}
+
+#[derive(Module, Debug)]
+struct Headed {
+    mixture: Mixture,
+    router: Linear,
+    lm_head: Linear,
+}
+
+/// Heads and routers are Burn's own unless they are asked for; the gates of SwiGLUs are not routers.
+#[test]
+fn heads_and_routers_stay_in_high_precision() {
+    let device = device().autodiff();
+    let linear = |d_out| LinearConfig::new(32, d_out).init(&device);
+    let model = Headed {
+        mixture: Mixture {
+            gate: linear(5),
+            experts: (0..2)
+                .map(|_| Expert {
+                    gate: linear(16),
+                    up: linear(16),
+                })
+                .collect(),
+        },
+        router: linear(5),
+        lm_head: linear(48),
+    };
+    let x = tensor::<2>([32, 32], 1, DType::F32, &device);
+    let logits = bits(model.lm_head.forward(x.clone()));
+
+    let decorated = decorate(model.clone(), &Nvfp4Recipe::new()).unwrap();
+    assert_eq!(bits(decorated.lm_head.forward(x.clone())), logits);
+    bits(decorated.mixture.experts[0].gate.forward(x.clone()));
+    let report = decorate::report(&decorated).unwrap();
+    report.check().unwrap();
+    assert_eq!(report.left_alone, ["mixture.gate", "router", "lm_head"]);
+    let paths: Vec<&str> = report.layers.keys().map(String::as_str).collect();
+    let experts = [0, 1].map(|i| ["gate", "up"].map(|name| format!("mixture.experts.{i}.{name}")));
+    assert_eq!(paths, experts.concat());
+    assert_eq!(report.layers["mixture.experts.0.gate"].forward.nvfp4, 1);
+    let text = report.to_string();
+    let line = text.lines().find(|line| line.starts_with("lm_head"));
+    assert!(line.unwrap().contains("not decorated"), "{text}");
+
+    let head = ParamGroup::from_regex("^lm_head").unwrap();
+    let asked = Decorator::new(&Nvfp4Recipe::new())
+        .include(head)
+        .decorate(model.clone())
+        .unwrap();
+    assert_ne!(bits(asked.lm_head.forward(x)), logits);
+    let report = decorate::report(&asked).unwrap();
+    assert_eq!(report.layers["lm_head"].forward.nvfp4, 1);
+    assert_eq!(report.left_alone, ["mixture.gate", "router"]);
+}
+
+#[derive(Module, Debug)]
+struct OnlyHead {
+    head: Linear,
+}
+
+#[test]
+fn a_model_of_heads_alone_is_refused() {
+    let head = LinearConfig::new(32, 16).init(&device());
+    refused(
+        decorate(OnlyHead { head }, &Nvfp4Recipe::new()),
+        &["no linear layer to decorate besides head", "include"],
+    );
 }

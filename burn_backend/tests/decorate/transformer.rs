@@ -52,10 +52,10 @@ fn encoder_attention_and_feed_forward() {
     report.check().unwrap();
     assert_eq!(report.layers.len(), 6 * layers);
     for (path, layer) in &report.layers {
-        assert_eq!(layer.forward_nvfp4, steps as u64, "{path}");
-        assert_eq!(layer.wgrad_nvfp4, steps as u64, "{path}");
+        assert_eq!(layer.forward.nvfp4, steps as u64, "{path}");
+        assert_eq!(layer.wgrad.nvfp4, steps as u64, "{path}");
         // Three projections of one constant input: which gradient is whose, the tracker cannot know.
-        let shared_constant = layer.dgrad_nvfp4 == 0;
+        let shared_constant = layer.dgrad.nvfp4 == 0;
         assert!(layer.wgrad_wasted == 0 || shared_constant, "{path}");
         assert_eq!(
             shared_constant,
@@ -88,8 +88,5 @@ fn feed_forward() {
     eprintln!("{report}");
     report.check().unwrap();
     let layer = report.layers["linear_inner"];
-    assert_eq!(
-        (layer.forward_nvfp4, layer.dgrad_nvfp4, layer.wgrad_nvfp4),
-        (1, 1, 1)
-    );
+    assert_eq!(layer.roles().map(|role| role.nvfp4), [1; 3]);
 }

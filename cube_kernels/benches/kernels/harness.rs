@@ -11,18 +11,12 @@ use cubecl::{prelude::*, server::Handle};
 use futures_lite::future::block_on;
 use nvfp4_kernels::device::Capabilities;
 
+use crate::common;
+
 /// The kernel whose rate is 100 %.
 const COPY: &str = "copy";
 /// The kernel whose time is that of a launch.
 const EMPTY: &str = "empty kernel";
-
-#[cube(launch_unchecked)]
-fn copy_kernel(from: &[Vector<u32, Const<4>>], to: &mut [Vector<u32, Const<4>>]) {
-    let i = ABSOLUTE_POS;
-    if i < to.len() {
-        to[i] = from[i];
-    }
-}
 
 #[cube(launch_unchecked)]
 fn empty_kernel(out: &mut [u32], limit: u32) {
@@ -318,18 +312,8 @@ impl Section<'_> {
     pub fn copy<'h>(&mut self, bytes: usize, source: impl Fn(usize) -> &'h Handle) {
         let client = self.client();
         let out = client.empty(bytes);
-        let vectors = bytes / 16;
         self.time(COPY, 2.0 * bytes as f64, |i| {
-            // SAFETY: both buffers hold `vectors` vectors.
-            unsafe {
-                copy_kernel::launch_unchecked(
-                    &client,
-                    CubeCount::Static(vectors.div_ceil(256) as u32, 1, 1),
-                    CubeDim::new_1d(256),
-                    BufferArg::from_raw_parts(source(i).clone(), vectors),
-                    BufferArg::from_raw_parts(out.clone(), vectors),
-                );
-            }
+            common::copy(&client, source(i), &out, bytes);
         });
     }
 

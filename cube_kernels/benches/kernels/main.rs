@@ -17,6 +17,8 @@
 //! diagnostics of `cvt.rs`, and the kernels of one cube that advance a random offset or add up the sizes of
 //! groups (part of what is padded and swizzled here).
 
+#[path = "../common/mod.rs"]
+mod common;
 mod dense;
 mod grouped;
 mod harness;

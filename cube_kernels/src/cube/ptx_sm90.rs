@@ -108,6 +108,25 @@ pub fn load_once_4(address: u64) -> Vector<u32, Const<4>> {
     Vector::<u32, Const<4>>::reinterpret(words)
 }
 
+/// Loads 8 bytes of device memory that nobody writes, aligned to as many, as [`load_once_4()`] does.
+#[cube]
+pub fn load_once_2(address: u64) -> Vector<u32, Const<2>> {
+    let words: Vector<u32, Const<2>>;
+    gpu_asm!(
+        "ld.global.nc.L1::no_allocate.L2::256B.v2.b32 {w}, [{a}];",
+        w = out(_) words, a = in(_) address
+    );
+    Vector::<u32, Const<2>>::reinterpret(words)
+}
+
+/// Loads one byte of device memory that nobody writes: `ld.global.nc`.
+#[cube]
+pub fn load_u8(address: u64) -> u32 {
+    let value: u32;
+    gpu_asm!("ld.global.nc.u8 {v}, [{a}];", v = out(_) value, a = in(_) address);
+    u32::reinterpret(value)
+}
+
 /// Loads two bytes of device memory that nobody writes, aligned to two: `ld.global.nc`.
 #[cube]
 pub fn load_u16(address: u64) -> u32 {
@@ -363,6 +382,31 @@ pub fn decode_e4m3x2(bytes: u16) -> Vector<u32, Const<2>> {
     Vector::<u32, Const<2>>::reinterpret(scales)
 }
 
+/// [`decode_e4m3x2()`] for devices without that conversion, which is one of sm_89: exponent and mantissa of a byte
+/// are put where a bf16 has its lowest exponent bits, which makes the scale times 2^-120 (its bias is 7, a bf16's
+/// 127; a byte without an exponent lands on a subnormal), and multiplied by 2^119 twice, exactly. The one byte
+/// that is NaN would be a number.
+#[cube]
+pub fn decode_e4m3x2_sm80(bytes: u16) -> Vector<u32, Const<2>> {
+    let scales: Vector<u32, Const<2>>;
+    gpu_asm!(
+        "{{ .reg .b32 v, w, s, c, m; .reg .pred p; cvt.u32.u16 v, {b};",
+        "mov.b32 c, 0x7B007B00; mov.b32 m, 0x80008000;",
+        "and.b32 w, v, 0x7f; setp.eq.u32 p, w, 0x7f; mul.lo.u32 w, w, 0x00100010;",
+        "and.b32 s, v, 0x80; mul.lo.u32 s, s, 0x01000100; or.b32 w, w, s;",
+        "fma.rn.bf16x2 w, w, c, m; fma.rn.bf16x2 w, w, c, m; selp.b32 %0, 0x7fff7fff, w, p;",
+        "shr.u32 v, v, 8;",
+        "and.b32 w, v, 0x7f; setp.eq.u32 p, w, 0x7f; mul.lo.u32 w, w, 0x00100010;",
+        "and.b32 s, v, 0x80; mul.lo.u32 s, s, 0x01000100; or.b32 w, w, s;",
+        "fma.rn.bf16x2 w, w, c, m; fma.rn.bf16x2 w, w, c, m; selp.b32 %1, 0x7fff7fff, w, p;",
+        "// {o}",
+        "}}",
+        o = out(_) scales, b = in(_) bytes,
+        options(pure, nomem)
+    );
+    Vector::<u32, Const<2>>::reinterpret(scales)
+}
+
 /// Eight E2M1 codes times `scale` of [`decode_e4m3x2()`], as pairs of bf16: codes (0, 4), (1, 5),
 /// (2, 6), (3, 7), each 2^-8 times what it stands for.
 ///
@@ -376,14 +420,15 @@ pub fn decode_e4m3x2(bytes: u16) -> Vector<u32, Const<2>> {
 pub fn decode_e2m1x8_pairs(codes: u32, scale: u32) -> Vector<u32, Const<4>> {
     let pairs: Vector<u32, Const<4>>;
     gpu_asm!(
-        "{{ .reg .b32 u, p<4>;",
+        "{{ .reg .b32 u, m, p<4>; mov.b32 m, 0x80008000;",
         "and.b32 p0, {c}, 0x000f000f; mul.lo.u32 p0, p0, 0x1040; and.b32 p0, p0, 0x81c081c0;",
         "and.b32 p1, {c}, 0x00f000f0; mul.lo.u32 p1, p1, 0x104; and.b32 p1, p1, 0x81c081c0;",
         "shr.u32 u, {c}, 8;",
         "and.b32 p2, u, 0x000f000f; mul.lo.u32 p2, p2, 0x1040; and.b32 p2, p2, 0x81c081c0;",
         "and.b32 p3, u, 0x00f000f0; mul.lo.u32 p3, p3, 0x104; and.b32 p3, p3, 0x81c081c0;",
-        "mul.rn.bf16x2 %0, p0, {s}; mul.rn.bf16x2 %1, p1, {s};",
-        "mul.rn.bf16x2 %2, p2, {s}; mul.rn.bf16x2 %3, p3, {s};",
+        // A multiplication of pairs is an instruction of sm_90; a sum with -0 is one of sm_80.
+        "fma.rn.bf16x2 %0, p0, {s}, m; fma.rn.bf16x2 %1, p1, {s}, m;",
+        "fma.rn.bf16x2 %2, p2, {s}, m; fma.rn.bf16x2 %3, p3, {s}, m;",
         "// {o}",
         "}}",
         o = out(_) pairs, c = in(_) codes, s = in(_) scale,

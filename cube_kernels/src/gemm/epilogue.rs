@@ -35,6 +35,15 @@ impl Factor {
     }
 }
 
+/// Which maxima of its output a product finds while it writes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum OutputAmax {
+    /// One, of all that it writes.
+    Whole,
+    /// One for each group of a grouped product; that of a group without elements is zero.
+    PerGroup,
+}
+
 /// The comptime choices of an epilogue.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct EpilogueKind {
@@ -48,8 +57,8 @@ pub struct EpilogueKind {
     pub accumulate: bool,
     /// Type of the output.
     pub out: FloatKind,
-    /// Find the largest magnitude of the output, as it is stored.
-    pub amax: bool,
+    /// Find the largest magnitudes of the output, as it is stored.
+    pub amax: Option<OutputAmax>,
 }
 
 /// `α` of one stored row: `fl(amax / range)`.
@@ -161,12 +170,28 @@ pub fn rounded_magnitude(even: f32, odd: f32, #[comptime] out: FloatKind) -> u32
     max(low, high)
 }
 
-/// Raises `amax` to the largest `bits` of the plane. The magnitude bits of floats are in the order of
-/// the floats, with NaN above infinity, and a maximum does not depend on the order of its arguments.
+/// Raises the maximum of the output, or of `group`, to the largest `bits` of the plane, all of one group. The
+/// magnitude bits of floats are in the order of the floats, with NaN above infinity, and a maximum does not
+/// depend on the order of its arguments.
 #[cube]
-pub fn raise(amax: &mut [Atomic<u32>], bits: u32) {
+pub fn raise(amax: &mut [Atomic<u32>], group: u32, bits: u32, #[comptime] kind: EpilogueKind) {
     let plane = plane_max(bits);
     if UNIT_POS_PLANE == 0u32 {
-        amax[0].fetch_max(canonical(plane));
+        raise_alone(amax, group, plane, kind);
     }
+}
+
+/// [`raise()`] by one unit.
+#[cube]
+pub fn raise_alone(
+    amax: &mut [Atomic<u32>],
+    group: u32,
+    bits: u32,
+    #[comptime] kind: EpilogueKind,
+) {
+    let mut index = 0u32;
+    if comptime!(kind.amax == Some(OutputAmax::PerGroup)) {
+        index = group;
+    }
+    amax[index as usize].fetch_max(canonical(bits));
 }

@@ -8,7 +8,7 @@
 use cubecl::{prelude::*, server::Handle};
 
 use super::{
-    epilogue::{EpilogueKind, factor, finish_on},
+    epilogue::{EpilogueKind, OutputAmax, factor, finish_on, raise_alone},
     matrix,
     product::{Operand, Output, Scale, Target, bring, launch_plan, missing, possible_path},
     select::{self, Plan},
@@ -16,10 +16,11 @@ use super::{
 };
 use crate::{
     BLOCK, Nvfp4Error,
-    cube::codec::{decode_e2m1, decode_e4m3, load, store},
+    cube::codec::{decode_e2m1, decode_e4m3, load, magnitude_bits, store},
     device::{Capabilities, FloatKind, GemmPath, Matrix, address_type},
     ops::{
         GroupOffsets,
+        amax::zeros,
         groups::{check_bytes, span},
         launch::grid,
     },
@@ -44,6 +45,58 @@ pub fn gemm_grouped_rows(
     bias: Option<&Matrix>,
     target: Target,
 ) -> Result<Matrix, Nvfp4Error> {
+    let found = rows_in_groups(client, path, a, b, groups, bias, target, None, None);
+    found.map(|(result, _)| result)
+}
+
+/// [`gemm_grouped_rows`], and the largest magnitude of what it writes as it is stored, of all groups or of each
+/// (`f32` in device memory: one, or one for each group), which the kernels find while they write: quantizing the
+/// result next needs no pass over it. NaN and infinity survive; a group without rows has a zero.
+///
+/// # Errors
+/// As [`gemm_grouped_rows`].
+pub fn gemm_grouped_rows_amax(
+    client: &Client,
+    path: Option<GemmPath>,
+    a: &Operand,
+    b: &Operand,
+    groups: &GroupOffsets,
+    bias: Option<&Matrix>,
+    target: Target,
+    of: OutputAmax,
+) -> Result<(Matrix, Handle), Nvfp4Error> {
+    rows_in_groups(client, path, a, b, groups, bias, target, Some(of), None)
+}
+
+/// [`gemm_grouped_rows`] with a given kernel and tile, for measurements and tests.
+///
+/// # Errors
+/// As [`gemm_grouped_rows`], and when the plan does not fit the operands.
+#[doc(hidden)]
+pub fn grouped_rows_with(
+    client: &Client,
+    a: &Operand,
+    b: &Operand,
+    groups: &GroupOffsets,
+    target: Target,
+    plan: Plan,
+) -> Result<Matrix, Nvfp4Error> {
+    let (path, plan) = (Some(plan.path()), Some(plan));
+    let found = rows_in_groups(client, path, a, b, groups, None, target, None, plan);
+    found.map(|(result, _)| result)
+}
+
+fn rows_in_groups(
+    client: &Client,
+    path: Option<GemmPath>,
+    a: &Operand,
+    b: &Operand,
+    groups: &GroupOffsets,
+    bias: Option<&Matrix>,
+    target: Target,
+    amax: Option<OutputAmax>,
+    plan: Option<Plan>,
+) -> Result<(Matrix, Handle), Nvfp4Error> {
     if groups.count == 0 || !b.outer().is_multiple_of(groups.count) {
         return Err(Nvfp4Error::shape(
             "b",
@@ -62,28 +115,8 @@ pub fn gemm_grouped_rows(
         shape,
         bias,
         target,
-        None,
-    )
-}
-
-/// [`gemm_grouped_rows`] with a given kernel and tile, for measurements and tests.
-///
-/// # Errors
-/// As [`gemm_grouped_rows`], and when the plan does not fit the operands.
-#[doc(hidden)]
-pub fn grouped_rows_with(
-    client: &Client,
-    a: &Operand,
-    b: &Operand,
-    groups: &GroupOffsets,
-    target: Target,
-    plan: Plan,
-) -> Result<Matrix, Nvfp4Error> {
-    let shape = (a.outer(), b.outer() / groups.count.max(1));
-    let (path, plan) = (Some(plan.path()), Some(plan));
-    let grouping = Grouping::Rows;
-    grouped(
-        client, path, grouping, a, b, groups, shape, None, target, plan,
+        amax,
+        plan,
     )
 }
 
@@ -106,6 +139,34 @@ pub fn gemm_grouped_depth(
     groups: &GroupOffsets,
     target: Target,
 ) -> Result<Matrix, Nvfp4Error> {
+    depth_in_groups(client, path, a, b, groups, target, None).map(|(result, _)| result)
+}
+
+/// [`gemm_grouped_depth`], and the largest magnitude of what it writes, as [`gemm_grouped_rows_amax`] has it.
+///
+/// # Errors
+/// As [`gemm_grouped_rows`].
+pub fn gemm_grouped_depth_amax(
+    client: &Client,
+    path: Option<GemmPath>,
+    a: &Operand,
+    b: &Operand,
+    groups: &GroupOffsets,
+    target: Target,
+    of: OutputAmax,
+) -> Result<(Matrix, Handle), Nvfp4Error> {
+    depth_in_groups(client, path, a, b, groups, target, Some(of))
+}
+
+fn depth_in_groups(
+    client: &Client,
+    path: Option<GemmPath>,
+    a: &Operand,
+    b: &Operand,
+    groups: &GroupOffsets,
+    target: Target,
+    amax: Option<OutputAmax>,
+) -> Result<(Matrix, Handle), Nvfp4Error> {
     for (argument, operand) in [("a", a), ("b", b)] {
         if let Scale::PerRow(amax, _) = operand.scale {
             let needed = 4 * groups.count * operand.outer();
@@ -123,10 +184,12 @@ pub fn gemm_grouped_depth(
         shape,
         None,
         target,
+        amax,
         None,
     )
 }
 
+/// The product in groups, and the maxima that `amax` asks for, or any memory where it asks for none.
 fn grouped(
     client: &Client,
     path: Option<GemmPath>,
@@ -137,8 +200,9 @@ fn grouped(
     (m, n): (usize, usize),
     bias: Option<&Matrix>,
     target: Target,
+    amax: Option<OutputAmax>,
     plan: Option<Plan>,
-) -> Result<Matrix, Nvfp4Error> {
+) -> Result<(Matrix, Handle), Nvfp4Error> {
     a.check("a", Some(groups.count))?;
     b.check("b", Some(groups.count))?;
     groups.check("groups")?;
@@ -165,12 +229,17 @@ fn grouped(
         Grouping::Dense | Grouping::Rows => m,
     };
     let result = Output::new(client, target, rows, n)?;
-    if result.is_empty() {
-        return Ok(result.into_matrix());
-    }
-    let ((a_kind, a_amax, a_range), (b_kind, b_amax, b_range)) = (a.factor(), b.factor());
     // What the epilogue does not read may be any memory.
     let unread = a.memory();
+    let maxima = match amax {
+        Some(OutputAmax::Whole) => zeros(client, 1),
+        Some(OutputAmax::PerGroup) => zeros(client, groups.count),
+        None => unread.clone(),
+    };
+    if result.is_empty() {
+        return Ok((result.into_matrix(), maxima));
+    }
+    let ((a_kind, a_amax, a_range), (b_kind, b_amax, b_range)) = (a.factor(), b.factor());
     let epilogue = EpilogueArgs {
         kind: EpilogueKind {
             a: a_kind,
@@ -178,13 +247,13 @@ fn grouped(
             bias: bias.is_some(),
             accumulate: result.accumulates(),
             out: result.dtype(),
-            amax: false,
+            amax,
         },
         a_amax: a_amax.unwrap_or_else(|| unread.clone()),
         b_amax: b_amax.unwrap_or_else(|| unread.clone()),
         ranges: [a_range, b_range],
         bias: bias.map_or(unread, |bias| &bias.handle).clone(),
-        amax: unread.clone(),
+        amax: maxima.clone(),
     };
     let capabilities = Capabilities::of(client);
     let count = groups.count;
@@ -218,7 +287,8 @@ fn grouped(
                 None => select::plan_on(client, path, a, b, shape, grouping, groups.count)?,
             };
             trace(path, &plan.to_string());
-            launch_plan(client, plan, a, b, shape, &args, &epilogue, &result)?;
+            let device = &capabilities;
+            launch_plan(client, device, plan, a, b, shape, &args, &epilogue, &result)?;
         }
         GemmPath::MatrixInstructions if capabilities.gemm != GemmPath::Scalar => {
             trace(GemmPath::MatrixInstructions, select::TILES);
@@ -249,7 +319,7 @@ fn grouped(
         }
         path => return Err(missing(path, &capabilities, shape)),
     }
-    Ok(result.into_matrix())
+    Ok((result.into_matrix(), maxima))
 }
 
 /// Queues the portable kernel. A dense product has no groups and reads no offsets.
@@ -292,6 +362,7 @@ pub(super) fn scalar(
             memory(&epilogue.bias, b.outer()),
             memory(offsets, count_of_groups + 1),
             memory(&result.handle, result.len()),
+            memory(&epilogue.amax, epilogue.maxima(count_of_groups)),
             m,
             n,
             k,
@@ -338,6 +409,7 @@ pub fn grouped_kernel<F: Numeric>(
     bias: &[f32],
     offsets: &[u32],
     out: &mut [F],
+    amax: &mut [Atomic<u32>],
     m: usize,
     n: usize,
     k: usize,
@@ -354,6 +426,9 @@ pub fn grouped_kernel<F: Numeric>(
     if comptime!(grouping == Grouping::Depth) {
         outputs = m * n * groups;
     }
+    // Of what the unit wrote, and the group of it.
+    let mut largest = 0u32;
+    let mut group_of_largest = 0usize;
     let mut item = ABSOLUTE_POS;
     while item < outputs {
         let row = item / n;
@@ -420,8 +495,20 @@ pub fn grouped_kernel<F: Numeric>(
             }
             let alpha = a_factor * b_factor;
             let value = finish_on(sum, alpha, addend, before, ordered_add, kind);
-            out[item] = store::<F>(value, kind.out);
+            let stored = store::<F>(value, kind.out);
+            out[item] = stored;
+            if comptime!(kind.amax.is_some()) {
+                if group != group_of_largest {
+                    raise_alone(amax, group_of_largest as u32, largest, kind);
+                    largest = 0u32;
+                    group_of_largest = group;
+                }
+                largest = max(largest, magnitude_bits(load::<F>(stored, kind.out)));
+            }
         }
         item += CUBE_COUNT * CUBE_DIM as usize;
+    }
+    if comptime!(kind.amax.is_some()) {
+        raise_alone(amax, group_of_largest as u32, largest, kind);
     }
 }

@@ -13,13 +13,13 @@ use cubecl::{
 use half::bf16;
 
 use super::{
-    epilogue::{EpilogueKind, Factor, factor, finish_on},
+    epilogue::{EpilogueKind, Factor, factor, finish_on, raise},
     product::Operand,
     sm90::{EpilogueArgs, GroupArgs, Grouping, place},
 };
 use crate::{
     BLOCK,
-    cube::codec::{decode_e2m1, decode_e4m3, load, store},
+    cube::codec::{decode_e2m1, decode_e4m3, load, magnitude_bits, store},
     device::{Capabilities, Matrix, address_type},
     ops::groups::span,
 };
@@ -161,6 +161,7 @@ pub fn matrix_kernel<F: Numeric, W: Size>(
     bias: &[f32],
     offsets: &[u32],
     out: &mut [F],
+    amax: &mut [Atomic<u32>],
     m: usize,
     n: usize,
     k: usize,
@@ -319,6 +320,7 @@ pub fn matrix_kernel<F: Numeric, W: Size>(
                 b_range,
                 comptime!(kind.b.of_tile()),
             );
+            let mut largest = 0u32;
             #[unroll]
             for i in 0..comptime!(shape.strips()) {
                 #[unroll]
@@ -374,11 +376,19 @@ pub fn matrix_kernel<F: Numeric, W: Size>(
                                 ordered_add,
                                 kind,
                             );
-                            out[item] = store::<F>(value, kind.out);
+                            let stored = store::<F>(value, kind.out);
+                            out[item] = stored;
+                            if comptime!(kind.amax.is_some()) {
+                                let bits = magnitude_bits(load::<F>(stored, kind.out));
+                                largest = max(largest, bits);
+                            }
                         }
                     }
                     sync_cube();
                 }
+            }
+            if comptime!(kind.amax.is_some()) {
+                raise(amax, group as u32, largest, kind);
             }
             tile += CUBE_COUNT as u32;
         } else {
@@ -452,6 +462,7 @@ pub(super) fn launch(
             memory(&epilogue.bias, b_rows),
             memory(&groups.offsets, count + 1),
             memory(&result.handle, result.len()),
+            memory(&epilogue.amax, epilogue.maxima(count)),
             m,
             n,
             k,

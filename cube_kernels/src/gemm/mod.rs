@@ -30,7 +30,10 @@ mod small_m;
 #[allow(missing_docs)]
 mod workspace;
 
-pub use grouped::{gemm_grouped_depth, gemm_grouped_rows};
+pub use epilogue::OutputAmax;
+pub use grouped::{
+    gemm_grouped_depth, gemm_grouped_depth_amax, gemm_grouped_rows, gemm_grouped_rows_amax,
+};
 pub use product::{
     Elements, Operand, Scale, Target, gemm, gemm_bf16, gemm_on, path_of, path_of_columns, product,
     product_amax,
@@ -49,7 +52,7 @@ pub mod kernels {
         product::{product_amax_with, product_as, product_with},
         select::{Plan, kernel_for, plan},
         sm90::{Grouping, Tile, UNITS as SM90_UNITS, sm90_kernel},
-        sm90_fused::{FusedTile, fused_kernel},
+        sm90_fused::{FusedTile, Schedule, fused_kernel},
         sm120::{BlockScaledShape, Multiply, Pieces, sm120_kernel},
         small_m::{Left, Shape, small_m_kernel},
         workspace::{arrange_kernel, decode, decode_kernel, transpose_kernel, transposed},

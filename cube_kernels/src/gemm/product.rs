@@ -6,7 +6,7 @@ use cubecl::{client::Client, server::Handle};
 
 use super::{
     cublaslt,
-    epilogue::{EpilogueKind, Factor},
+    epilogue::{EpilogueKind, Factor, OutputAmax},
     grouped, matrix, portable,
     select::{self, Plan},
     sm90::{self, Grouping},
@@ -18,7 +18,7 @@ use crate::{
         AmaxScope, Capabilities, DeviceDecoded, DeviceOperand, DevicePacked, FloatKind, GemmPath,
         Matrix, is_aligned,
     },
-    ops,
+    ops::{self, amax::zeros},
 };
 
 /// What the maximum of a tensor with block scales up to 448 stands for: 6 · 448.
@@ -445,7 +445,7 @@ pub fn gemm_bf16(
 ///
 /// The kernels of Hopper and of consumer Blackwell write 16 bytes and read rows of whole 16 bytes: `n`
 /// and `k` must be multiples of 8. cuBLASLt wants rows of 16 bytes too, of FP4 codes: `n` a multiple of 8
-/// and `k` of 32. Other shapes take the portable kernels, and so do operands whose memory
+/// and `k` of 32. Other shapes take the portable kernels, and so do few bf16 rows with a packed `b` there, operands whose memory
 /// does not begin at a multiple of 16 bytes, and on consumer Blackwell products with a bf16 operand (but
 /// for few rows of it with a packed `b`) and contractions in groups.
 pub fn path_of(capabilities: &Capabilities, n: usize, k: usize) -> GemmPath {
@@ -540,7 +540,7 @@ pub(super) fn missing(
 
 /// `a · bᵀ` with the whole epilogue: `fl(fl(sum · fl(α_a · α_b)) + bias)`, plus what the output
 /// held, rounded once. `path` overrides [`path_of`]; without it few rows with a packed `b` have their own
-/// kernel on every CUDA device from sm_90 on, and with it only on those of [`GemmPath::Hopper`] and
+/// kernel on every CUDA device from sm_80 on, and with it only on those of [`GemmPath::Hopper`] and
 /// [`GemmPath::BlockScaled`].
 ///
 /// A tracing event says which kernel a product takes.
@@ -570,8 +570,8 @@ pub fn product(
 /// (what [`ops::amax`](crate::ops::amax) of the result would find): quantizing the result next needs
 /// no pass over it. NaN and infinity survive.
 ///
-/// The kernels of Hopper and consumer Blackwell for many rows find it while they write; after the others a
-/// second kernel reads the result, which a tracing event says.
+/// All kernels of this crate find it while they write; after cuBLASLt a second kernel reads the result, which a
+/// tracing event says.
 ///
 /// # Errors
 /// As [`product`].
@@ -675,15 +675,7 @@ fn run(
     }
     let result = Output::new(client, target, m, n)?;
     let accumulate = result.accumulates();
-    let amax = match find_amax {
-        // That of no elements: a zero.
-        true => Some(ops::amax(
-            client,
-            &Matrix::empty(client, 0, 0, FloatKind::F32),
-            None,
-        )?),
-        false => None,
-    };
+    let amax = find_amax.then(|| zeros(client, 1));
     if result.is_empty() {
         return Ok((result.into_matrix(), amax));
     }
@@ -691,8 +683,16 @@ fn run(
     let (shape, dense) = ((m, n, k), Grouping::Dense);
     let asked = path.is_some();
     let possible = possible_path(&capabilities, plan, a, b, &result, shape, dense);
+    let few_rows = match are_aligned(a, b, &result) {
+        true => select::portable(&capabilities, b.is_packed(), shape, dense),
+        false => None,
+    };
     let path = match path {
         Some(path) => path,
+        // The library would have all of the weight decoded for a few rows.
+        None if possible == GemmPath::CublasLt && !a.is_packed() && few_rows.is_some() => {
+            GemmPath::MatrixInstructions
+        }
         None if possible == GemmPath::CublasLt => {
             cublaslt::or_portable(client, a, b, bias, result.matrix(), accumulate)
         }
@@ -712,7 +712,7 @@ fn run(
             bias: bias.is_some(),
             accumulate,
             out: result.dtype(),
-            amax: find_amax,
+            amax: find_amax.then_some(OutputAmax::Whole),
         },
         a_amax: a_amax.unwrap_or_else(|| unread.clone()),
         b_amax: b_amax.unwrap_or_else(|| unread.clone()),
@@ -725,8 +725,6 @@ fn run(
         offsets: unread.clone(),
         groups: 1,
     };
-    // Whether the kernel has found the maximum of what it wrote.
-    let mut found = false;
     match path {
         GemmPath::CublasLt => {
             let kernel = match tiles_are_read {
@@ -742,17 +740,18 @@ fn run(
                 None => select::plan_on(client, path, a, b, shape, dense, 1)?,
             };
             trace(shape, path, &plan.to_string());
-            launch_plan(client, plan, a, b, shape, &groups, &epilogue, &result)?;
-            found = plan != Plan::FewRows;
+            let device = &capabilities;
+            launch_plan(
+                client, device, plan, a, b, shape, &groups, &epilogue, &result,
+            )?;
         }
         GemmPath::MatrixInstructions if capabilities.gemm != GemmPath::Scalar => {
-            let plan = match asked || !are_aligned(a, b, &result) {
-                true => None,
-                false => select::portable(&capabilities, b.is_packed(), shape, dense),
-            };
-            if let Some(plan) = plan {
+            if let (Some(plan), false) = (few_rows, asked) {
                 trace(shape, path, &plan.to_string());
-                launch_plan(client, plan, a, b, shape, &groups, &epilogue, &result)?;
+                let device = &capabilities;
+                launch_plan(
+                    client, device, plan, a, b, shape, &groups, &epilogue, &result,
+                )?;
             } else {
                 trace(shape, path, select::TILES);
                 let (device, out) = (&capabilities, result.matrix());
@@ -770,7 +769,7 @@ fn run(
                 }
                 _ => None,
             };
-            if let (Some(a), Some(b), false) = (plain(a), plain(b), accumulate) {
+            if let (Some(a), Some(b), false) = (plain(a), plain(b), accumulate || find_amax) {
                 portable::launch(client, &capabilities, &a, &b, bias, result.matrix());
             } else {
                 grouped::scalar(
@@ -789,9 +788,11 @@ fn run(
         _ => return Err(missing(path, &capabilities, shape)),
     }
     let amax = match amax {
-        Some(amax) if found => Some(amax),
-        Some(_) => Some(amax_of(client, shape, path, result.matrix())?),
-        None => None,
+        // The library does not find it while it writes.
+        Some(_) if path == GemmPath::CublasLt => {
+            Some(amax_of(client, shape, path, result.matrix())?)
+        }
+        amax => amax,
     };
     Ok((result.into_matrix(), amax))
 }
@@ -852,6 +853,7 @@ fn amax_of(
 /// Queues the kernels of a plan, dense or in groups.
 pub(super) fn launch_plan(
     client: &Client,
+    capabilities: &Capabilities,
     plan: Plan,
     a: &Operand,
     b: &Operand,
@@ -892,7 +894,8 @@ pub(super) fn launch_plan(
         (Plan::FewRows, Elements::Packed(b))
             if small_m::takes(m, k) && groups.grouping == Grouping::Dense =>
         {
-            small_m::launch(client, a, b, k, epilogue, &result.matrix().handle);
+            let out = &result.matrix().handle;
+            small_m::launch(client, capabilities, a, b, k, epilogue, out);
         }
         (Plan::Decoded(tile, band), _) => {
             let (left, right) = (a.decoded(client), b.decoded(client));

@@ -238,9 +238,10 @@ pub(super) fn plan_of(
         let best = possible.min_by(|x, y| x.1.total_cmp(&y.1));
         best.expect("there are tiles").0
     };
-    let decoded_only = b != Storage::Packed || a == Storage::Columns || !sm90_fused::takes(k);
+    let in_registers = b == Storage::Packed && a != Storage::Columns;
     match grouping {
-        _ if decoded_only => cheapest(&decoded),
+        Grouping::Dense if in_registers && small_m::takes(m, k) => Plan::FewRows,
+        _ if !in_registers || !sm90_fused::takes(k) => cheapest(&decoded),
         Grouping::Depth => cheapest(&decoded),
         // A tile at the end of a group is as narrow as its rows.
         Grouping::Rows => {
@@ -251,23 +252,21 @@ pub(super) fn plan_of(
             let band = (m / (groups * rows_a)).clamp(1, BAND);
             Plan::Fused(FusedTile { rows_a, ways: 1 }, band)
         }
-        Grouping::Dense if small_m::takes(m, k) => Plan::FewRows,
         Grouping::Dense => cheapest(&[fused.as_slice(), decoded.as_slice()].concat()),
     }
 }
 
 /// The plan of other CUDA devices, or `None` where a product takes tiles ([`TILES`]): few rows with a packed
-/// `b` have their own kernel where there are its instructions, the multiplication of bf16 pairs being the last
-/// of them, from sm_90 on. The memory of the operands begins at multiples of 16 bytes.
+/// `b` have their own kernel where there are its instructions, from sm_80 on. The memory of the operands begins at multiples of 16 bytes.
 pub(super) fn portable(
     capabilities: &Capabilities,
     b_packed: bool,
     (m, n, k): (usize, usize, usize),
     grouping: Grouping,
 ) -> Option<Plan> {
-    let multiplies = capabilities.compute_capability.is_some_and(|sm| sm >= 90);
+    let has_instructions = capabilities.compute_capability.is_some_and(|sm| sm >= 80);
     let takes = b_packed && n.is_multiple_of(2) && small_m::takes(m, k);
-    (multiplies && takes && grouping == Grouping::Dense).then_some(Plan::FewRows)
+    (has_instructions && takes && grouping == Grouping::Dense).then_some(Plan::FewRows)
 }
 
 /// The path and the kernels that [`product`](super::product()) takes on this device for an `m` x `n` output
@@ -322,11 +321,11 @@ pub fn kernel_for(
     if path == GemmPath::Scalar {
         return (path, "one unit for each output element".into());
     }
-    let other = match portable(capabilities, packed.1, shape, grouping) {
-        Some(plan) => plan.to_string(),
-        None => TILES.into(),
-    };
-    if path != GemmPath::CublasLt || groups > 1 {
+    let few_rows = portable(capabilities, packed.1, shape, grouping);
+    let other = few_rows.map_or(TILES.into(), |plan| plan.to_string());
+    // The library would have all of a packed `b` decoded for few bf16 rows.
+    let is_weight_only = packed == (false, true) && few_rows.is_some();
+    if path != GemmPath::CublasLt || groups > 1 || is_weight_only {
         return (GemmPath::MatrixInstructions, other);
     }
     let (format, kernel) = match packed {
@@ -364,6 +363,7 @@ mod tests {
         let fused = |rows_a, ways| Plan::Fused(FusedTile { rows_a, ways }, BAND);
         assert_eq!(dense(1, 8192, 8192), Plan::FewRows);
         assert_eq!(dense(16, 4096, 14336), Plan::FewRows);
+        assert_eq!(dense(16, 4096, 14352), Plan::FewRows);
         assert_eq!(dense(32, 8192, 8192), fused(32, 4));
         assert_eq!(dense(64, 8192, 8192), fused(64, 2));
         assert_eq!(dense(96, 8192, 8192), fused(128, 2));
@@ -419,12 +419,12 @@ mod tests {
             plan((false, true), (8, 8192, 8192), dense),
             Some(Plan::FewRows)
         );
-        assert_eq!(plan(both, (8, 8192, 48), dense), tile(1));
+        assert_eq!(plan(both, (8, 8192, 48), dense), Some(Plan::FewRows));
         assert_eq!(plan((false, true), (64, 8192, 8192), dense), None);
         assert_eq!(plan(both, (64, 8192, 8192), Grouping::Depth), None);
     }
 
-    /// Other CUDA devices: few rows of a packed weight from sm_90 on, tiles otherwise.
+    /// Other CUDA devices: few rows of a packed weight from sm_80 on, tiles otherwise.
     #[test]
     fn plans_of_other_devices() {
         let device = |compute_capability| Capabilities {
@@ -440,7 +440,7 @@ mod tests {
         assert_eq!(portable(&datacenter, true, (1, 8192, 8192), dense), few);
         assert_eq!(portable(&datacenter, true, (16, 10, 96), dense), few);
         assert_eq!(portable(&datacenter, true, (17, 8192, 8192), dense), None);
-        assert_eq!(portable(&datacenter, true, (1, 8192, 48), dense), None);
+        assert_eq!(portable(&datacenter, true, (1, 8192, 48), dense), few);
         assert_eq!(portable(&datacenter, true, (1, 9, 8192), dense), None);
         assert_eq!(portable(&datacenter, false, (1, 8192, 8192), dense), None);
         assert_eq!(
@@ -448,7 +448,11 @@ mod tests {
             None
         );
         assert_eq!(
-            portable(&device(Some(89)), true, (1, 8192, 8192), dense),
+            portable(&device(Some(80)), true, (1, 8192, 8192), dense),
+            few
+        );
+        assert_eq!(
+            portable(&device(Some(75)), true, (1, 8192, 8192), dense),
             None
         );
         assert_eq!(portable(&device(None), true, (1, 8192, 8192), dense), None);

@@ -29,7 +29,7 @@ use crate::{
         ptx_sm90::{shared_address, store_shared_2},
     },
     device::{DevicePacked, address_type},
-    ops::groups::span,
+    ops::groups::extent,
 };
 
 /// Columns of both operands in a stage: two instructions.
@@ -549,9 +549,9 @@ pub fn sm120_kernel(
         let mut first = 0u32;
         let mut end = m;
         if comptime!(grouping == Grouping::Rows) {
-            let rows = span(offsets, group as usize, m as usize);
-            first = rows.start as u32;
-            end = max(rows.start, rows.end) as u32;
+            let rows = extent(offsets, group, m);
+            first = rows.start;
+            end = rows.end;
         }
         let tiles_m = (end - first).div_ceil(tile_m);
         if tile - passed < tiles_m * tiles_n {
@@ -676,7 +676,7 @@ pub(super) fn launch(
             memory(&groups.offsets, groups.groups + 1),
             memory(out, bytes / 4),
             memory(out, bytes / 16),
-            memory(&epilogue.amax, 1),
+            memory(&epilogue.amax, epilogue.maxima(groups.groups)),
             m as u32,
             n as u32,
             k as u32,

@@ -17,7 +17,7 @@ use cubecl::{
 use half::bf16;
 
 use super::epilogue::{
-    EpilogueKind, Factor, factor, finish, held, pack_pair, raise, rounded_magnitude,
+    EpilogueKind, Factor, OutputAmax, factor, finish, held, pack_pair, raise, rounded_magnitude,
 };
 use crate::{
     cube::ptx_sm90::{
@@ -25,6 +25,7 @@ use crate::{
         main_loop_64x176, main_loop_64x256, shared_address, store_shared, store_shared_2,
     },
     device::{FloatKind, address_type},
+    ops::groups::extent,
 };
 
 /// Rows of `a` in a tile: 64 for each consumer warpgroup.
@@ -142,7 +143,7 @@ fn depth(k: u32) -> Depth {
 
 /// Tiles along `m` of group `group`.
 #[cube]
-pub(super) fn tiles_along_m(
+fn tiles_along_m(
     offsets: &[u32],
     group: u32,
     m: u32,
@@ -151,19 +152,10 @@ pub(super) fn tiles_along_m(
 ) -> u32 {
     let mut rows = m;
     if comptime!(grouping == Grouping::Rows) {
-        rows = offsets[(group + 1u32) as usize] - offsets[group as usize];
+        let own = extent(offsets, group, m);
+        rows = own.end - own.start;
     }
     rows.div_ceil(tile_m)
-}
-
-/// Where group `group` begins along what is grouped.
-#[cube]
-pub(super) fn start_of(offsets: &[u32], group: u32, #[comptime] grouping: Grouping) -> u32 {
-    let mut start = 0u32;
-    if comptime!(grouping != Grouping::Dense) {
-        start = offsets[group as usize];
-    }
-    start
 }
 
 /// The columns of group `group`.
@@ -171,7 +163,8 @@ pub(super) fn start_of(offsets: &[u32], group: u32, #[comptime] grouping: Groupi
 fn depth_of(offsets: &[u32], group: u32, k: u32, #[comptime] grouping: Grouping) -> Depth {
     let mut columns = k;
     if comptime!(grouping == Grouping::Depth) {
-        columns = offsets[(group + 1u32) as usize] - offsets[group as usize];
+        let own = extent(offsets, group, k);
+        columns = own.end - own.start;
     }
     depth(columns)
 }
@@ -284,11 +277,11 @@ pub fn sm90_kernel(
                     let mut column = at.column;
                     let mut from = 0u32;
                     if comptime!(grouping == Grouping::Rows) {
-                        row += start_of(offsets, group, grouping);
+                        row += extent(offsets, group, m).start;
                         column += group * n;
                     }
                     if comptime!(grouping == Grouping::Depth) {
-                        from = start_of(offsets, group, grouping);
+                        from = extent(offsets, group, k).start;
                     }
                     let depth = depth_of(offsets, group, k, grouping);
                     let stages_here = depth.steps + u32::cast_from(depth.tail > 0u32);
@@ -355,8 +348,9 @@ pub fn sm90_kernel(
                 let mut first = 0u32;
                 let mut end = m;
                 if comptime!(grouping == Grouping::Rows) {
-                    first = start_of(offsets, group, grouping);
-                    end = start_of(offsets, group + 1u32, grouping);
+                    let own = extent(offsets, group, m);
+                    first = own.start;
+                    end = own.end;
                 }
                 if comptime!(grouping == Grouping::Depth) {
                     first = group * m;
@@ -526,7 +520,7 @@ pub(super) fn write_tile<N: Size>(
                 } else {
                     store_shared(target, pack_pair(even, odd, comptime!(kind.out)));
                 }
-                if comptime!(kind.amax) {
+                if comptime!(kind.amax.is_some()) {
                     let row = if comptime!(half == 0) { upper } else { lower };
                     if inside && row < end {
                         largest = max(largest, rounded_magnitude(even, odd, comptime!(kind.out)));
@@ -553,8 +547,8 @@ pub(super) fn write_tile<N: Size>(
             }
         }
     }
-    if comptime!(kind.amax) {
-        raise(amax, largest);
+    if comptime!(kind.amax.is_some()) {
+        raise(amax, group, largest, kind);
     }
 }
 
@@ -573,8 +567,19 @@ pub(super) struct EpilogueArgs {
     pub b_amax: Handle,
     pub ranges: [f32; 2],
     pub bias: Handle,
-    /// One `f32`, which the output's largest magnitude raises.
+    /// As many `f32` as `kind.amax` asks for, which the output's largest magnitudes raise.
     pub amax: Handle,
+}
+
+impl EpilogueArgs {
+    /// How many maxima `kind.amax` asks for, of a product in `groups` groups; at least one, which no kernel
+    /// reads where it asks for none.
+    pub fn maxima(&self, groups: usize) -> usize {
+        match self.kind.amax {
+            Some(OutputAmax::PerGroup) => groups,
+            Some(OutputAmax::Whole) | None => 1,
+        }
+    }
 }
 
 /// The groups of a product, in device memory.
@@ -653,7 +658,7 @@ pub(super) fn launch(
             memory(&groups.offsets, groups.groups + 1),
             memory(out, bytes / 4),
             memory(out, bytes / 16),
-            memory(&epilogue.amax, 1),
+            memory(&epilogue.amax, epilogue.maxima(groups.groups)),
             m as u32,
             n as u32,
             k as u32,

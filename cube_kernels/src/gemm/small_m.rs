@@ -10,7 +10,7 @@
 use cubecl::{prelude::*, server::Handle};
 
 use super::{
-    epilogue::{EpilogueKind, Factor, factor, finish, held},
+    epilogue::{EpilogueKind, Factor, factor, finish, held, raise, rounded_magnitude},
     product::Operand,
     sm90::EpilogueArgs,
 };
@@ -19,11 +19,11 @@ use crate::{
     cube::{
         ptx_sm80::global_address,
         ptx_sm90::{
-            decode_e2m1x8_pairs, decode_e4m3x2, interleave_pairs, load_once_4, load_u16,
-            mma_16x8x16, pack_bf16, pack_f16,
+            decode_e2m1x8_pairs, decode_e4m3x2, decode_e4m3x2_sm80, interleave_pairs, load_once_2,
+            load_once_4, load_u8, load_u16, mma_16x8x16, pack_bf16, pack_f16,
         },
     },
-    device::{DevicePacked, FloatKind, address_type},
+    device::{Capabilities, DevicePacked, FloatKind, address_type},
 };
 
 /// Columns that a warp takes at a time.
@@ -57,8 +57,13 @@ pub struct Shape {
     pub ahead: usize,
     /// The contraction is no multiple of `CHUNK`.
     pub tail: bool,
+    /// It is an odd number of blocks, so that rows do not begin at multiples of 16 bytes and end in half a
+    /// vector.
+    pub halves: bool,
     /// How `a` is read.
     pub left: Left,
+    /// The device has an instruction that converts E4M3.
+    pub converts: bool,
 }
 
 impl Shape {
@@ -79,16 +84,55 @@ impl Shape {
     }
 }
 
-/// Vector number `index` of the codes at `from`.
+/// Vector number `index` of the codes of a row, whose first block is number `first` of those at `from`. Where
+/// rows end in half a vector, the last block stands for the one behind it.
 #[cube]
-fn load_codes(from: u64, index: usize) -> Vector<u32, Const<4>> {
-    load_once_4(from + u64::cast_from(index) * 16u64)
+fn load_codes(
+    from: u64,
+    first: usize,
+    index: u32,
+    blocks: u32,
+    #[comptime] halves: bool,
+) -> Vector<u32, Const<4>> {
+    let block = first + 2usize * index as usize;
+    let address = from + u64::cast_from(block) * 8u64;
+    if comptime!(halves) {
+        let second = first + min(2u32 * index + 1u32, blocks - 1u32) as usize;
+        let low = load_once_2(address);
+        let high = load_once_2(from + u64::cast_from(second) * 8u64);
+        let mut words = Vector::<u32, Const<4>>::new(0u32);
+        words.insert(0usize, low.extract(0usize));
+        words.insert(1usize, low.extract(1usize));
+        words.insert(2usize, high.extract(0usize));
+        words.insert(3usize, high.extract(1usize));
+        words
+    } else {
+        load_once_4(address)
+    }
 }
 
-/// The two scales of [`load_codes`]'s vector.
+/// The two scales of [`load_codes()`]'s vector.
 #[cube]
-fn load_scales(from: u64, index: usize) -> u16 {
-    u16::cast_from(load_u16(from + u64::cast_from(index) * 2u64))
+fn load_scales(from: u64, first: usize, index: u32, blocks: u32, #[comptime] halves: bool) -> u16 {
+    let block = first + 2usize * index as usize;
+    let address = from + u64::cast_from(block);
+    if comptime!(halves) {
+        let second = first + min(2u32 * index + 1u32, blocks - 1u32) as usize;
+        let high = load_u8(from + u64::cast_from(second));
+        u16::cast_from(load_u8(address) | (high << 8u32))
+    } else {
+        u16::cast_from(load_u16(address))
+    }
+}
+
+/// Two scales as [`decode_e2m1x8_pairs()`] takes them.
+#[cube]
+fn decode_scales(bytes: u16, #[comptime] shape: Shape) -> Vector<u32, Const<2>> {
+    if comptime!(shape.converts) {
+        decode_e4m3x2(bytes)
+    } else {
+        decode_e4m3x2_sm80(bytes)
+    }
 }
 
 /// `out[m, n] = α_a · α_b · Σ a[m, k] · b[n, k] (+ bias[n]) (+ out[m, n])` for the rows of `b` of one
@@ -105,6 +149,7 @@ pub fn small_m_kernel(
     bias: &[f32],
     before: &[u32],
     out: &mut [u32],
+    amax: &mut [Atomic<u32>],
     m: u32,
     n: u32,
     k: u32,
@@ -124,8 +169,10 @@ pub fn small_m_kernel(
     let group = lane / 4u32;
     let quarter = lane % 4u32;
     let row0 = CUBE_POS as u32 * comptime!(shape.rows() as u32);
-    // Vectors of 32 codes in a row.
-    let width = k / 32u32;
+    let halves = comptime!(shape.halves);
+    // Blocks in a row, and vectors of two of them.
+    let blocks = k / 16u32;
+    let width = blocks.div_ceil(2u32);
     let chunks = width.div_ceil(4u32);
 
     // Rows outside read the last one, and are not written.
@@ -133,13 +180,13 @@ pub fn small_m_kernel(
     #[unroll]
     for i in 0..comptime!(2 * strips) {
         let row = row0 + comptime!(i as u32 * 8) + group;
-        rows[i] = (min(row, n - 1u32) * width) as usize;
+        rows[i] = (min(row, n - 1u32) * blocks) as usize;
     }
     let mut lines = Array::<usize>::new(comptime!(shape.columns));
     #[unroll]
     for i in 0..columns {
         let line = comptime!(i as u32 * 8) + group;
-        lines[i] = (min(line, m - 1u32) * width) as usize;
+        lines[i] = (min(line, m - 1u32) * blocks) as usize;
     }
     let mut sums = Array::<Vector<f32, Const<4>>>::new(comptime!(shape.strips * shape.columns));
     #[unroll]
@@ -160,20 +207,20 @@ pub fn small_m_kernel(
     #[unroll]
     for set in 0..comptime!(shape.ahead) {
         let chunk = warp + comptime!((set * shape.warps) as u32);
-        let at = min(chunk * 4u32 + quarter, width - 1u32) as usize;
+        let at = min(chunk * 4u32 + quarter, width - 1u32);
         if comptime!(is_packed) {
             #[unroll]
             for j in 0..columns {
                 let to = comptime!(set * columns + j);
-                line_words[to] = load_codes(left_codes, lines[j] + at);
-                line_scales[to] = load_scales(left_scales, lines[j] + at);
+                line_words[to] = load_codes(left_codes, lines[j], at, blocks, halves);
+                line_scales[to] = load_scales(left_scales, lines[j], at, blocks, halves);
             }
         }
         #[unroll]
         for i in 0..comptime!(2 * strips) {
             let to = comptime!(set * 2 * strips + i);
-            words[to] = load_codes(b_codes, rows[i] + at);
-            word_scales[to] = load_scales(b_scales, rows[i] + at);
+            words[to] = load_codes(b_codes, rows[i], at, blocks, halves);
+            word_scales[to] = load_scales(b_scales, rows[i], at, blocks, halves);
         }
     }
     let mut first = warp;
@@ -183,13 +230,13 @@ pub fn small_m_kernel(
             let chunk = first + comptime!((set * shape.warps) as u32);
             if chunk < chunks {
                 let at = chunk * 4u32 + quarter;
-                // Beyond the end nothing is added: zeros on both sides, since one of them may be infinite.
-                let inside = at < width;
-                let column = min(at, width - 1u32) as usize;
+                let column = min(at, width - 1u32);
                 let next = chunk + comptime!((shape.ahead * shape.warps) as u32);
-                let ahead = min(next * 4u32 + quarter, width - 1u32) as usize;
+                let ahead = min(next * 4u32 + quarter, width - 1u32);
                 #[unroll]
                 for half in 0..2usize {
+                    // Beyond the end nothing is added: zeros on both sides, since one of them may be infinite.
+                    let inside = at * 2u32 + comptime!(half as u32) < blocks;
                     // One block of 16 is two words.
                     let mut others =
                         Array::<Vector<u32, Const<4>>>::new(comptime!(2 * shape.columns));
@@ -201,14 +248,20 @@ pub fn small_m_kernel(
                             let word = comptime!(2 * half + part);
                             let to = comptime!(2 * j + part);
                             if comptime!(is_packed) {
-                                let factors = decode_e4m3x2(u16::reinterpret(line_scales[line]));
+                                let factors =
+                                    decode_scales(u16::reinterpret(line_scales[line]), shape);
                                 others[to] = decode_e2m1x8_pairs(
                                     line_words[line].extract(word),
                                     factors.extract(half),
                                 );
                             } else {
-                                others[to] =
-                                    interleave_pairs(a[(lines[j] + column) * 4usize + word]);
+                                // Two to a block; those behind the last block read its last.
+                                let mut vector = column * 4u32 + comptime!(word as u32);
+                                if comptime!(halves) {
+                                    vector = min(vector, 2u32 * blocks - 1u32);
+                                }
+                                let vector = lines[j] * 2usize + vector as usize;
+                                others[to] = interleave_pairs(a[vector]);
                             }
                             // Two conditions, of which only the inner one is left to the kernel.
                             #[allow(clippy::collapsible_if)]
@@ -226,8 +279,10 @@ pub fn small_m_kernel(
                             #[unroll]
                             for j in 0..columns {
                                 let to = comptime!(set * columns + j);
-                                line_words[to] = load_codes(left_codes, lines[j] + ahead);
-                                line_scales[to] = load_scales(left_scales, lines[j] + ahead);
+                                line_words[to] =
+                                    load_codes(left_codes, lines[j], ahead, blocks, halves);
+                                line_scales[to] =
+                                    load_scales(left_scales, lines[j], ahead, blocks, halves);
                             }
                         }
                     }
@@ -235,8 +290,8 @@ pub fn small_m_kernel(
                     for i in 0..strips {
                         let low = comptime!(set * 2 * strips + 2 * i);
                         let high = comptime!(set * 2 * strips + 2 * i + 1);
-                        let low_factor = decode_e4m3x2(u16::reinterpret(word_scales[low]));
-                        let high_factor = decode_e4m3x2(u16::reinterpret(word_scales[high]));
+                        let low_factor = decode_scales(u16::reinterpret(word_scales[low]), shape);
+                        let high_factor = decode_scales(u16::reinterpret(word_scales[high]), shape);
                         #[unroll]
                         for part in 0..2usize {
                             let word = comptime!(2 * half + part);
@@ -293,10 +348,11 @@ pub fn small_m_kernel(
                             if next < chunks {
                                 #[unroll]
                                 for row in 0..2usize {
-                                    let from = rows[comptime!(2 * i + row)] + ahead;
+                                    let from = rows[comptime!(2 * i + row)];
                                     let to = comptime!(set * 2 * strips + 2 * i + row);
-                                    words[to] = load_codes(b_codes, from);
-                                    word_scales[to] = load_scales(b_scales, from);
+                                    words[to] = load_codes(b_codes, from, ahead, blocks, halves);
+                                    word_scales[to] =
+                                        load_scales(b_scales, from, ahead, blocks, halves);
                                 }
                             }
                         }
@@ -328,6 +384,7 @@ pub fn small_m_kernel(
 
     let whole_factor = factor(b_amax, 0u32, 0u32, b_range, comptime!(kind.b.of_tile()));
     let pairs = comptime!(shape.rows() as u32 / 2);
+    let mut largest = 0u32;
     let mut item = unit;
     while item < m * pairs {
         let line = item / pairs;
@@ -384,14 +441,25 @@ pub fn small_m_kernel(
             } else {
                 out[pair / 2usize] = pack_f16(f32::reinterpret(even), f32::reinterpret(odd));
             }
+            if comptime!(kind.amax.is_some()) {
+                largest = max(largest, rounded_magnitude(even, odd, comptime!(kind.out)));
+            }
         }
         item += CUBE_DIM;
+    }
+    if comptime!(kind.amax.is_some()) {
+        raise(amax, 0u32, largest, kind);
     }
 }
 
 /// The shape for `m` rows of `a` and `n` of `b`: as many strips as keep all processors busy, and as many warps
 /// and chunks under way as registers allow.
-fn shape(client: &Client, m: usize, n: usize, k: usize, left: Left) -> Shape {
+fn shape(
+    client: &Client,
+    capabilities: &Capabilities,
+    (m, n, k): (usize, usize, usize),
+    left: Left,
+) -> Shape {
     let processors = client.properties().hardware.num_streaming_multiprocessors;
     let enough = processors.unwrap_or(132) as usize * 3 / 4;
     let columns = m.div_ceil(8).next_power_of_two();
@@ -402,18 +470,21 @@ fn shape(client: &Client, m: usize, n: usize, k: usize, left: Left) -> Shape {
         columns,
         ahead,
         tail: !k.is_multiple_of(CHUNK),
+        halves: !k.is_multiple_of(2 * BLOCK),
         left,
+        converts: capabilities.compute_capability >= Some(89),
     }
 }
 
 /// Whether this kernel takes a product of `m` rows with a contraction of `k` (as stored).
 pub(super) fn takes(m: usize, k: usize) -> bool {
-    m <= MAX_ROWS && k > 0 && k.is_multiple_of(2 * BLOCK)
+    m <= MAX_ROWS && k > 0 && k.is_multiple_of(BLOCK)
 }
 
 /// Queues the product of `a` and the packed `b`, both `k` long, into `out`.
 pub(super) fn launch(
     client: &Client,
+    capabilities: &Capabilities,
     a: &Operand,
     b: &DevicePacked,
     k: usize,
@@ -430,7 +501,7 @@ pub(super) fn launch(
     } else {
         Left::Bf16
     };
-    let shape = shape(client, m, n, k, left);
+    let shape = shape(client, capabilities, (m, n, k), left);
     let words = m * n * epilogue.kind.out.size() / 4;
     // SAFETY: rows and columns outside are clamped where they are read and not written.
     unsafe {
@@ -449,6 +520,7 @@ pub(super) fn launch(
             buffer(&epilogue.bias, n),
             buffer(out, words),
             buffer(out, words),
+            buffer(&epilogue.amax, epilogue.maxima(1)),
             m as u32,
             n as u32,
             k as u32,

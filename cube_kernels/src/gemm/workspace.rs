@@ -5,8 +5,8 @@ use cubecl::{prelude::*, server::Handle};
 
 use super::{
     product::Operand,
-    sm90::{GroupArgs, Grouping},
-    sm90_fused::{FusedTile, schedule_groups},
+    sm90::GroupArgs,
+    sm90_fused::{Schedule, schedule_groups},
 };
 use crate::{
     BLOCK,
@@ -86,7 +86,7 @@ const VECTORS: usize = 2;
 /// `a` as the fused product reads it ([`ptx_sm90_fused`](crate::cube::ptx_sm90_fused)): rows of
 /// whole `SPAN`s, zeros beyond `words` words of eight columns, packed elements times 2^-8. In a span vector
 /// `8 h + 4 w + j` holds, for `q` from 0 to 3, columns `c + j` and `c + j + 4` with `c = 32 q + 16 h + 8 w`.
-/// The first cube also writes the schedule of a product in groups with such tiles (`sm90_fused::schedule_groups`).
+/// The first cube also writes the schedule of a product in groups (`sm90_fused::schedule_groups`).
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn arrange_kernel(
     codes: &[u32],
@@ -99,14 +99,15 @@ pub fn arrange_kernel(
     vectors: u32,
     groups: u32,
     #[comptime] packed: bool,
-    #[comptime] grouped: Option<FusedTile>,
+    #[comptime] grouped: Option<Schedule>,
 ) {
-    if comptime!(grouped.is_some()) {
-        schedule_groups(offsets, schedule, groups, comptime!(grouped.unwrap()));
-    }
     let first = CUBE_POS as u32 * comptime!((UNITS * VECTORS) as u32) + UNIT_POS;
     // Vectors of a row.
     let width = words.div_ceil(comptime!(SPAN as u32 / 8)) * comptime!(SPAN as u32 / 8);
+    if comptime!(grouped.is_some()) {
+        let rows = vectors / width;
+        schedule_groups(offsets, schedule, groups, rows, comptime!(grouped.unwrap()));
+    }
     let mut pairs = Array::<u32>::new(comptime!(4 * VECTORS));
     let mut bytes = Array::<u32>::new(comptime!(4 * VECTORS));
     #[unroll]
@@ -161,15 +162,15 @@ pub fn arrange_kernel(
     }
 }
 
-/// `operand` in bf16 in the order of [`arrange_kernel`], rows padded to whole [`SPAN`]s. With it the schedule of
-/// `entries` of a product in `groups` with such tiles, where those are groups of rows. Both live until the last
+/// `operand` in bf16 in the order of [`arrange_kernel`], rows padded to whole [`SPAN`]s. With it, where there is
+/// one, the schedule of `entries` of a product in `groups` of rows. Both live until the last
 /// product that reads them has run. There are rows, and columns.
 pub(super) fn arrange(
     client: &Client,
     operand: &Operand,
     groups: &GroupArgs,
     entries: usize,
-    tile: FusedTile,
+    order: Option<Schedule>,
 ) -> (Handle, Handle) {
     let words = operand.stored() / 8;
     let vectors = operand.outer() * words.next_multiple_of(SPAN / 8);
@@ -197,7 +198,7 @@ pub(super) fn arrange(
             vectors as u32,
             groups.groups as u32,
             parts.packed,
-            (groups.grouping == Grouping::Rows).then_some(tile),
+            order,
         );
     }
     (out, schedule)

@@ -123,10 +123,11 @@ fn find(
     let cols_len = request
         .cols
         .map_or(0, |(scope, _)| len(scope, groups.count() * x.cols));
-    let zeroed = |count: usize| (count > 0).then(|| zeros(client, count));
+    let [rows, cols] = [rows_len, cols_len].map(|count| allocate(client, count * 4));
+    zero(client, [(&rows, rows_len), (&cols, cols_len)]);
     let found = Amaxes {
-        rows: request.rows.map(|_| zeros(client, rows_len)),
-        cols: zeroed(cols_len).or_else(|| request.cols.map(|_| allocate(client, 0))),
+        rows: request.rows.map(|_| rows),
+        cols: request.cols.map(|_| cols),
     };
     if x.is_empty() || (request.rows.is_none() && request.cols.is_none()) {
         return Ok(found);
@@ -157,16 +158,8 @@ fn find(
         .or(found.cols.as_ref())
         .expect("one is asked for");
     let cols = found.cols.as_ref().unwrap_or(rows);
-    let map = match groups {
-        Groups::Offsets { offsets, count } => {
-            // SAFETY: checked above.
-            let offsets = unsafe { buffer(offsets, count + 1) };
-            let span = tile::span(plan.hadamard);
-            tile::map_tiles(client, offsets, (x.rows, x.cols), groups, row_tiles, span)
-        }
-        // SAFETY: one maximum at least was allocated; the kernel does not read it as a map.
-        _ => unsafe { buffer(rows, 1) },
-    };
+    let span = tile::span(plan.hadamard);
+    let map = tile::map_tiles(client, (x.rows, x.cols), groups, row_tiles, span, rows);
     // SAFETY: the kernel masks every access by the shapes it is given.
     unsafe {
         amax_tiles_kernel::launch_unchecked(
@@ -228,25 +221,49 @@ fn amax_of_matrix(client: &Client, x: &Matrix) -> Result<Handle, Nvfp4Error> {
     Ok(out)
 }
 
-/// `count` zeros.
-fn zeros(client: &Client, count: usize) -> Handle {
+/// `count` words of zeros, which kernels may raise. A kernel and not a copy from the host, so that a graph can
+/// capture it.
+pub(crate) fn zeros(client: &Client, count: usize) -> Handle {
     let out = allocate(client, count * 4);
-    if count > 0 {
-        let (cube_count, dim) = grid(client, count);
-        // SAFETY: the kernel stays below the number of words.
-        unsafe {
-            zero_kernel::launch_unchecked(client, cube_count, dim, buffer(&out, count), count);
-        }
-    }
+    zero(client, [(&out, count), (&out, 0)]);
     out
 }
 
-/// One unit clears every `units`-th word.
+/// Clears the first words of two buffers, as many as stand beside them, in one launch.
+fn zero(client: &Client, buffers: [(&Handle, usize); 2]) {
+    let Some(some) = buffers.iter().find(|(_, words)| *words > 0) else {
+        return;
+    };
+    let [(first, words), (second, others)] = buffers.map(|(handle, words)| match words {
+        0 => (some.0, 0),
+        _ => (handle, words),
+    });
+    let (cube_count, dim) = grid(client, words.max(others));
+    // SAFETY: the kernel stays below the numbers of words.
+    unsafe {
+        zero_kernel::launch_unchecked(
+            client,
+            cube_count,
+            dim,
+            buffer(first, words.max(1)),
+            buffer(second, others.max(1)),
+            words,
+            others,
+        );
+    }
+}
+
+/// One unit clears every `units`-th word of both.
 #[cube(launch_unchecked, create_dummy_kernel)]
-pub fn zero_kernel(out: &mut [u32], count: usize) {
+pub fn zero_kernel(first: &mut [u32], second: &mut [u32], words: usize, others: usize) {
     let mut i = ABSOLUTE_POS;
-    while i < count {
-        out[i] = 0u32;
+    while i < max(words, others) {
+        if i < words {
+            first[i] = 0u32;
+        }
+        if i < others {
+            second[i] = 0u32;
+        }
         i += CUBE_COUNT * CUBE_DIM as usize;
     }
 }

@@ -145,6 +145,26 @@ pub fn span(offsets: &[u32], group: usize, rows: usize) -> Span {
     }
 }
 
+/// The rows of a group in 32 bits, which no group ends before it starts in.
+#[derive(CubeType, Clone, Copy)]
+pub struct Extent {
+    /// First row.
+    pub start: u32,
+    /// One past the last row.
+    pub end: u32,
+}
+
+/// The rows of group `group`, within `rows` rows; none where it ends before it starts.
+#[cube]
+pub fn extent(offsets: &[u32], group: u32, rows: u32) -> Extent {
+    let start = min(offsets[group as usize], rows);
+    let end = min(offsets[group as usize + 1usize], rows);
+    Extent {
+        start,
+        end: max(start, end),
+    }
+}
+
 /// The last of `groups` groups that starts at or before `position`; the first where none does.
 #[cube]
 pub fn find_group(starts: &[u32], groups: usize, position: usize) -> usize {
@@ -214,9 +234,8 @@ pub fn rescale_kernel(
 
 #[cube]
 fn rescaled_size(offsets: &[u32], group: usize, rows: u32, unit: u32, scale: u32) -> u32 {
-    let start = min(offsets[group], rows);
-    let end = min(offsets[group + 1usize], rows);
-    let size = select(end > start, end - start, 0u32);
+    let own = extent(offsets, group as u32, rows);
+    let size = own.end - own.start;
     // Not `size + unit - 1`, which may not fit.
     (size / unit + min(size % unit, 1u32)) * scale
 }

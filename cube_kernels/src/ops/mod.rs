@@ -6,7 +6,7 @@
 
 // `#[cube]` generates public items that cannot carry documentation.
 #[allow(missing_docs)]
-mod amax;
+pub(crate) mod amax;
 #[allow(missing_docs)]
 mod dequantize;
 #[allow(missing_docs)]
@@ -20,6 +20,8 @@ mod ms_eden;
 mod mxfp8;
 #[allow(missing_docs)]
 mod offset;
+#[allow(missing_docs)]
+mod packed_source;
 #[allow(missing_docs)]
 mod padding;
 #[allow(missing_docs)]
@@ -45,7 +47,7 @@ pub use group_rows::{clear_rest, group_sums, spread_groups};
 pub use groups::GroupOffsets;
 pub use launch::CopyRequest;
 pub use ms_eden::{EdenRandom, EdenSource, ms_eden, ms_eden_amax};
-pub use mxfp8::{DeviceMx, mx_dequantize, mx_quantize, mx_requantize};
+pub use mxfp8::{DeviceMx, mx_dequantize, mx_quantize, mx_quantize_groups, mx_requantize};
 pub use offset::advance_offset;
 pub use padding::{pad_groups, unpad_groups};
 pub use per_token::{
@@ -82,6 +84,7 @@ pub mod kernels {
             mx_quantize_row_kernel, mx_requantize_across_kernel, mx_requantize_along_kernel,
         },
         offset::advance_offset_kernel,
+        packed_source::SourcePlan,
         padding::move_groups_kernel,
         per_token::{FoundNormLaunch, RowNormArgs, quantize_per_token_kernel},
         produce::{

@@ -8,11 +8,14 @@
 use cubecl::{prelude::*, server::Handle};
 
 use super::{
+    amax::zeros,
     groups::check_bytes,
-    launch::{tile_grid, vector_size},
+    launch::{buffer, tile_grid, vector_size},
+    packed_source::{PackedSource, SourcePlan, scale_at},
+    tile::{Grouping, ROWS, Shape, ShapeLaunch, group_place, map_tiles, tile_from},
 };
 use crate::{
-    Hadamard, Nvfp4Error, PackedAxis, RandomStream,
+    BLOCK, Hadamard, Nvfp4Error, PackedAxis, RandomStream,
     cube::{
         codec::{BlockFactors, Conversion, canonical, load},
         eden::{
@@ -22,8 +25,8 @@ use crate::{
         },
         philox::{Random, RandomLaunch},
     },
-    device::{Capabilities, DevicePacked, FloatKind, Matrix, address_type, allocate},
-    reference::{EDEN_GROUP, EdenTarget, check_eden_hadamard},
+    device::{Capabilities, DevicePacked, FloatKind, Groups, Matrix, address_type, allocate},
+    reference::{EDEN_GROUP, EdenTarget, check_eden_hadamard, padding::padded_bound},
 };
 
 /// What MS-EDEN quantizes.
@@ -31,8 +34,10 @@ use crate::{
 pub enum EdenSource<'a> {
     /// A matrix: the gradient of an output.
     Matrix(&'a Matrix),
-    /// The values that an NVFP4 matrix stands for: an operand of the forward product, packed along
-    /// either axis.
+    /// A matrix whose rows are in groups.
+    Grouped(&'a Matrix, &'a Groups),
+    /// The values that an NVFP4 matrix, or a group of them, stands for: an operand of the forward product,
+    /// packed along either axis.
     Packed(&'a DevicePacked),
 }
 
@@ -51,33 +56,63 @@ impl<'a> From<&'a DevicePacked> for EdenSource<'a> {
 impl EdenSource<'_> {
     fn shape(&self) -> (usize, usize) {
         match self {
-            Self::Matrix(matrix) => (matrix.rows, matrix.cols),
+            Self::Matrix(matrix) | Self::Grouped(matrix, _) => (matrix.rows, matrix.cols),
             Self::Packed(packed) => (packed.rows, packed.cols),
         }
     }
 
-    fn check(&self) -> Result<(), Nvfp4Error> {
+    /// Which of its rows belong together.
+    fn groups(&self) -> &Groups {
         match self {
-            Self::Matrix(matrix) => matrix.check("source"),
-            Self::Packed(packed) => packed
-                .check("source")
-                .and_then(|()| packed.check_one_amax("source")),
+            Self::Matrix(_) => &Groups::One,
+            Self::Grouped(_, groups) => groups,
+            Self::Packed(packed) => &packed.groups,
+        }
+    }
+}
+
+/// A source as it is stored.
+enum Stored<'a> {
+    Matrix(&'a Matrix, Groups),
+    Packed(PackedSource<'a>),
+}
+
+impl<'a> Stored<'a> {
+    fn new(source: EdenSource<'a>) -> Result<Self, Nvfp4Error> {
+        Ok(match source {
+            EdenSource::Matrix(matrix) | EdenSource::Grouped(matrix, _) => {
+                matrix.check("source")?;
+                source.groups().check(matrix.rows)?;
+                Self::Matrix(matrix, source.groups().clone())
+            }
+            EdenSource::Packed(packed) => Self::Packed(PackedSource::even("source", packed)?),
+        })
+    }
+
+    /// Stored rows and their length.
+    fn shape(&self) -> (usize, usize) {
+        match self {
+            Self::Matrix(matrix, _) => (matrix.rows, matrix.cols),
+            Self::Packed(packed) => (packed.rows, packed.cols),
         }
     }
 
-    /// Rows and columns as they are stored.
-    fn stored(&self) -> (usize, usize) {
+    /// Which stored rows belong together.
+    fn groups(&self) -> &Groups {
         match self {
-            Self::Matrix(matrix) => (matrix.rows, matrix.cols),
-            Self::Packed(packed) => (packed.outer(), packed.inner()),
+            Self::Matrix(_, groups) => groups,
+            Self::Packed(packed) => &packed.groups,
         }
     }
 
-    /// Whether a contraction along `axis` runs across the stored rows.
-    fn across(&self, axis: PackedAxis) -> bool {
+    fn plan(&self) -> SourcePlan {
         match self {
-            Self::Matrix(_) => axis == PackedAxis::Rows,
-            Self::Packed(packed) => axis != packed.axis,
+            Self::Matrix(_, groups) => SourcePlan {
+                per_outer: false,
+                swizzled: false,
+                grouping: Grouping::of(groups),
+            },
+            Self::Packed(packed) => packed.plan,
         }
     }
 }
@@ -101,12 +136,13 @@ impl From<RandomStream> for EdenRandom {
     }
 }
 
-/// The largest magnitude of `source` after the transform of 128 along `axis`, one `f32` in device
-/// memory; 0 for an empty matrix. See
+/// The largest magnitude of `source` after the transform of 128 along `axis`, in device memory: one `f32`, or
+/// one for each group of rows; 0 for an empty one. See
 /// [`reference::ms_eden_amax`](crate::reference::ms_eden_amax).
 ///
 /// # Errors
-/// When a buffer is smaller than its shape, or the transform does not mix 128.
+/// When a buffer is smaller than its shape, the groups do not fit, or the transform does not mix 128; for
+/// groups with offsets that are packed along their rows.
 pub fn ms_eden_amax<'a>(
     client: &Client,
     source: impl Into<EdenSource<'a>>,
@@ -114,62 +150,59 @@ pub fn ms_eden_amax<'a>(
     hadamard: &Hadamard,
 ) -> Result<Handle, Nvfp4Error> {
     let source = source.into();
-    let geometry = Geometry::new(client, source, axis, hadamard)?;
-    let out = allocate(client, 4);
-    // SAFETY (of every argument): checked against, or allocated for, the shape.
-    let result = || unsafe { BufferArg::from_raw_parts(out.clone(), 1) };
-    // A kernel and not a copy from the host, so that a graph can capture it.
-    let (one_cube, one_unit) = (CubeCount::Static(1, 1, 1), CubeDim::new_1d(1));
-    // SAFETY: the buffer holds one word.
-    unsafe { zero_kernel::launch_unchecked(client, one_cube, one_unit, result()) };
+    let geometry = Geometry::new(client, source, axis, hadamard, None)?;
+    let maxima = source.groups().count();
+    let out = zeros(client, maxima);
     if geometry.tiles == 0 {
         return Ok(out);
     }
-    let Geometry { count, dim, .. } = geometry.clone();
+    // SAFETY: as many were allocated.
+    let result = unsafe { buffer(&out, maxima) };
+    let map = geometry.map(client, &out);
+    let (count, dim, address) = geometry.launch();
     let signs = signs(hadamard);
-    let cuda = is_sm80(&Capabilities::of(client));
-    match source {
-        EdenSource::Matrix(matrix) => {
-            let width = geometry.width(matrix);
+    match &geometry.source {
+        Stored::Matrix(matrix, _) => {
+            let width = vector_size(matrix.dtype, matrix.cols);
             // SAFETY: the kernel masks every access by the shape.
             unsafe {
                 ms_eden_amax_kernel::launch_unchecked(
                     client,
                     count,
                     dim,
-                    geometry.address,
+                    address,
                     width,
-                    BufferArg::from_raw_parts(matrix.handle.clone(), matrix.len() / width),
-                    result(),
+                    buffer(&matrix.handle, matrix.len() / width),
+                    map,
+                    result,
                     signs,
-                    geometry.rows,
-                    geometry.cols,
-                    geometry.across,
-                    cuda,
+                    geometry.shape(),
+                    geometry.tiles,
+                    geometry.policy,
                     matrix.dtype,
                     matrix.dtype.storage_type(),
                 );
             }
         }
-        EdenSource::Packed(packed) => {
-            let blocks = packed.outer() * packed.blocks();
+        Stored::Packed(packed) => {
             // SAFETY: as above.
             unsafe {
                 ms_eden_amax_packed_kernel::launch_unchecked(
                     client,
                     count,
                     dim,
-                    geometry.address,
-                    BufferArg::from_raw_parts(packed.codes.clone(), blocks),
-                    BufferArg::from_raw_parts(packed.scales.clone(), blocks),
-                    BufferArg::from_raw_parts(packed.amax.clone(), 1),
-                    result(),
+                    address,
+                    packed.codes(),
+                    packed.scales(),
+                    packed.amax(),
+                    map,
+                    result,
                     signs,
-                    geometry.rows,
-                    geometry.cols,
-                    packed.scaling.range(),
-                    geometry.across,
-                    cuda,
+                    geometry.shape(),
+                    geometry.tiles,
+                    packed.blocks,
+                    packed.range(),
+                    geometry.policy,
                 );
             }
         }
@@ -184,8 +217,17 @@ pub fn ms_eden_amax<'a>(
 /// pass, the same for both operands of a product. See
 /// [`reference::ms_eden`](crate::reference::ms_eden).
 ///
+/// Each group of rows is a matrix of its own, with an amax of its own, but for the indices of random bits,
+/// which go on from group to group
+/// ([`reference::ms_eden_at`](crate::reference::ms_eden_at)). Along [`PackedAxis::Rows`] it is padded to a
+/// multiple of 128 rows. Copies of [`Groups::Batch`] then are such a batch again; those of
+/// [`Groups::Offsets`] lie side by side, as
+/// [`quantize_side_by_side`](super::quantize_side_by_side) leaves them: group `g` takes the elements from entry `g`
+/// of [`GroupOffsets::aligned`](super::GroupOffsets::aligned)`(client, rows, 128)` on, there is room for
+/// [`padded_bound`]`(rows, count, 128)`, and those behind the last group are not written.
+///
 /// # Errors
-/// When a buffer is smaller than its shape, or the transform does not mix 128.
+/// As [`ms_eden_amax`].
 pub fn ms_eden<'a>(
     client: &Client,
     source: impl Into<EdenSource<'a>>,
@@ -196,31 +238,25 @@ pub fn ms_eden<'a>(
     random: impl Into<EdenRandom>,
 ) -> Result<DevicePacked, Nvfp4Error> {
     let (source, random) = (source.into(), random.into());
-    let geometry = Geometry::new(client, source, axis, hadamard)?;
-    check_bytes("amax", amax, 4)?;
-    if let Some(offset) = &random.offset {
-        check_bytes("random", offset, 8)?;
-    }
-    let (rows, cols) = source.shape();
-    let shape = match axis {
-        PackedAxis::Cols => (rows, cols.next_multiple_of(EDEN_GROUP)),
-        PackedAxis::Rows => (rows.next_multiple_of(EDEN_GROUP), cols),
-    };
+    let geometry = Geometry::new(client, source, axis, hadamard, Some(&random))?;
+    let maxima = source.groups().count();
+    check_bytes("amax", amax, maxima * 4)?;
     if geometry.tiles == 0 {
-        // An empty matrix: its amax is 0, and so is the one to decode with.
-        return Ok(DevicePacked::undefined(client, shape, axis, amax));
+        // Empty matrices: their amax is 0, and so is the one to decode with.
+        return Ok(result(client, &source, axis, amax));
     }
-    let out = DevicePacked::undefined(client, shape, axis, &allocate(client, 4));
-    let blocks = out.outer() * out.blocks();
+    let out = result(client, &source, axis, &allocate(client, maxima * 4));
+    let blocks = out.code_blocks();
     // SAFETY (of every argument): checked against, or allocated for, the shape.
-    let amax_arg = unsafe { BufferArg::from_raw_parts(amax.clone(), 1) };
-    let codes = unsafe { BufferArg::from_raw_parts(out.codes.clone(), blocks) };
-    let scales = unsafe { BufferArg::from_raw_parts(out.scales.clone(), blocks / 8) };
-    let out_amax = unsafe { BufferArg::from_raw_parts(out.amax.clone(), 1) };
+    let amax_arg = unsafe { buffer(amax, maxima) };
+    let map = geometry.map(client, amax);
+    let codes = unsafe { buffer(&out.codes, blocks) };
+    let scales = unsafe { buffer(&out.scales, blocks / 8) };
+    let out_amax = unsafe { buffer(&out.amax, maxima) };
     let offset = match &random.offset {
-        Some(offset) => unsafe { BufferArg::from_raw_parts(offset.clone(), 2) },
+        Some(offset) => unsafe { buffer(offset, 2) },
         // Not read.
-        None => unsafe { BufferArg::from_raw_parts(amax.clone(), 1) },
+        None => unsafe { buffer(amax, 1) },
     };
     let key = random.stream.key();
     let stream = RandomLaunch::new(
@@ -229,27 +265,22 @@ pub fn ms_eden<'a>(
         random.stream.offset as u32,
         (random.stream.offset >> 32) as u32,
     );
-    let capabilities = Capabilities::of(client);
-    let policy = EdenPolicy {
-        across: geometry.across,
-        device_offset: random.offset.is_some(),
-        cuda: is_sm80(&capabilities),
-        conversion: capabilities.conversion,
-    };
-    let Geometry { count, dim, .. } = geometry.clone();
+    let row_groups = out.blocks() * BLOCK / EDEN_GROUP;
+    let (count, dim, address) = geometry.launch();
     let signs = signs(hadamard);
-    match source {
-        EdenSource::Matrix(matrix) => {
-            let width = geometry.width(matrix);
+    match &geometry.source {
+        Stored::Matrix(matrix, _) => {
+            let width = vector_size(matrix.dtype, matrix.cols);
             // SAFETY: the kernel masks every access by the shape.
             unsafe {
                 ms_eden_kernel::launch_unchecked(
                     client,
                     count,
                     dim,
-                    geometry.address,
+                    address,
                     width,
-                    BufferArg::from_raw_parts(matrix.handle.clone(), matrix.len() / width),
+                    buffer(&matrix.handle, matrix.len() / width),
+                    map,
                     amax_arg,
                     codes,
                     scales,
@@ -257,28 +288,29 @@ pub fn ms_eden<'a>(
                     offset,
                     stream,
                     signs,
-                    geometry.rows,
-                    geometry.cols,
+                    geometry.shape(),
+                    geometry.tiles,
+                    row_groups,
                     target.amax_factor(),
                     target.block_factor(),
-                    policy,
+                    geometry.policy,
                     matrix.dtype,
                     matrix.dtype.storage_type(),
                 );
             }
         }
-        EdenSource::Packed(packed) => {
-            let blocks = packed.outer() * packed.blocks();
+        Stored::Packed(packed) => {
             // SAFETY: as above.
             unsafe {
                 ms_eden_packed_kernel::launch_unchecked(
                     client,
                     count,
                     dim,
-                    geometry.address,
-                    BufferArg::from_raw_parts(packed.codes.clone(), blocks),
-                    BufferArg::from_raw_parts(packed.scales.clone(), blocks),
-                    BufferArg::from_raw_parts(packed.amax.clone(), 1),
+                    address,
+                    packed.codes(),
+                    packed.scales(),
+                    packed.amax(),
+                    map,
                     amax_arg,
                     codes,
                     scales,
@@ -286,17 +318,44 @@ pub fn ms_eden<'a>(
                     offset,
                     stream,
                     signs,
-                    geometry.rows,
-                    geometry.cols,
-                    packed.scaling.range(),
+                    geometry.shape(),
+                    geometry.tiles,
+                    row_groups,
+                    packed.blocks,
+                    packed.range(),
                     target.amax_factor(),
                     target.block_factor(),
-                    policy,
+                    geometry.policy,
                 );
             }
         }
     }
     Ok(out)
+}
+
+/// The result of [`ms_eden`], with undefined contents.
+fn result(
+    client: &Client,
+    source: &EdenSource<'_>,
+    axis: PackedAxis,
+    amax: &Handle,
+) -> DevicePacked {
+    let (rows, cols) = source.shape();
+    let padded = |len: usize| len.next_multiple_of(EDEN_GROUP);
+    let (shape, groups) = match (axis, source.groups()) {
+        (PackedAxis::Cols, groups) => ((rows, padded(cols)), groups.clone()),
+        (PackedAxis::Rows, Groups::One) => ((padded(rows), cols), Groups::One),
+        (PackedAxis::Rows, &Groups::Batch(count)) => {
+            ((count * padded(rows / count), cols), Groups::Batch(count))
+        }
+        (PackedAxis::Rows, Groups::Offsets { count, .. }) => {
+            ((padded_bound(rows, *count, EDEN_GROUP), cols), Groups::One)
+        }
+    };
+    DevicePacked {
+        groups,
+        ..DevicePacked::undefined(client, shape, axis, amax)
+    }
 }
 
 fn is_sm80(capabilities: &Capabilities) -> bool {
@@ -310,45 +369,79 @@ fn signs(hadamard: &Hadamard) -> SignsLaunch {
 }
 
 /// The launch of either kernel.
-#[derive(Clone)]
-struct Geometry {
-    rows: usize,
-    cols: usize,
-    across: bool,
+struct Geometry<'a> {
+    source: Stored<'a>,
+    policy: EdenPolicy,
+    row_tiles: usize,
+    tile_cols: usize,
     tiles: usize,
     count: CubeCount,
     dim: CubeDim,
-    address: AddressType,
 }
 
-impl Geometry {
+impl<'a> Geometry<'a> {
     fn new(
         client: &Client,
-        source: EdenSource,
+        source: EdenSource<'a>,
         axis: PackedAxis,
         hadamard: &Hadamard,
+        random: Option<&EdenRandom>,
     ) -> Result<Self, Nvfp4Error> {
-        source.check()?;
+        let across = match source {
+            EdenSource::Packed(packed) => axis != packed.axis,
+            _ => axis == PackedAxis::Rows,
+        };
+        let source = Stored::new(source)?;
         check_eden_hadamard(hadamard)?;
-        let (rows, cols) = source.stored();
-        let across = source.across(axis);
-        let (lines, length) = if across { (cols, rows) } else { (rows, cols) };
-        let tiles = lines.div_ceil(LINES) * length.div_ceil(EDEN_GROUP);
+        let offset = random.and_then(|random| random.offset.as_ref());
+        if let Some(offset) = offset {
+            check_bytes("random", offset, 8)?;
+        }
+        let (rows, cols) = source.shape();
+        // Rows of 128 rows restart at every group; cut along the rows without groups, tiles need not.
+        let row_tiles = source.groups().units(rows, ROWS);
+        let plan = source.plan();
+        let (tile_rows, tile_cols) = match (across, plan.grouping) {
+            (true, _) => (row_tiles, cols.div_ceil(LINES)),
+            (false, Grouping::One) => (rows.div_ceil(LINES), cols.div_ceil(EDEN_GROUP)),
+            (false, _) => (row_tiles * (ROWS / LINES), cols.div_ceil(EDEN_GROUP)),
+        };
+        let tiles = match rows * cols {
+            0 => 0,
+            _ => tile_rows * tile_cols,
+        };
         let (count, dim) = tile_grid(client, tiles);
+        let capabilities = Capabilities::of(client);
         Ok(Self {
-            rows,
-            cols,
-            across,
+            source,
+            policy: EdenPolicy {
+                across,
+                source: plan,
+                device_offset: offset.is_some(),
+                cuda: is_sm80(&capabilities),
+                conversion: capabilities.conversion,
+            },
+            row_tiles,
+            tile_cols,
             tiles,
             count,
             dim,
-            address: address_type(tiles * LINES * EDEN_GROUP),
         })
     }
 
-    /// Elements of one load: what divides the columns, and a segment.
-    fn width(&self, matrix: &Matrix) -> usize {
-        vector_size(matrix.dtype, matrix.cols)
+    fn launch(&self) -> (CubeCount, CubeDim, AddressType) {
+        let address = address_type(self.tiles * LINES * EDEN_GROUP);
+        (self.count.clone(), self.dim, address)
+    }
+
+    fn shape(&self) -> ShapeLaunch {
+        let (rows, cols) = self.source.shape();
+        ShapeLaunch::new(rows, cols, self.source.groups().count(), self.tile_cols)
+    }
+
+    fn map(&self, client: &Client, unread: &Handle) -> BufferArg {
+        let (shape, groups) = (self.source.shape(), self.source.groups());
+        map_tiles(client, shape, groups, self.row_tiles, EDEN_GROUP, unread)
     }
 }
 
@@ -357,6 +450,8 @@ impl Geometry {
 pub struct EdenPolicy {
     /// The contraction runs across the stored rows.
     pub across: bool,
+    /// How the source is stored; of one that is not packed, how its groups are given.
+    pub source: SourcePlan,
     /// The random offset has a part in device memory.
     pub device_offset: bool,
     /// The device is a CUDA GPU of sm_80 or later: it rounds to bf16 itself.
@@ -365,47 +460,105 @@ pub struct EdenPolicy {
     pub conversion: Conversion,
 }
 
-/// The tile at `index` of a stored matrix: its first line and its group. Neighbouring cubes read
-/// neighbouring memory.
+impl EdenPolicy {
+    /// Whether there are no groups.
+    fn plain(self) -> bool {
+        self.source.grouping == Grouping::One
+    }
+}
+
+/// A tile of a stored matrix, and its place in the result.
 #[derive(CubeType, Clone, Copy)]
 struct Position {
+    /// Its first line.
     line0: usize,
-    group: usize,
+    /// The line behind the last one.
     lines: usize,
-    length: usize,
-    groups: usize,
+    /// Its first position along the contraction.
+    start: usize,
+    /// The position behind the last one.
+    end: usize,
+    /// The number of its rotation group on line 0 in the result.
+    first: usize,
+    /// Rotation groups from one line to the next.
+    pitch: usize,
+    /// The same in the order in which random bits are drawn: one group of rows after another.
+    drawn_first: usize,
+    /// The pitch of that.
+    drawn_pitch: usize,
+    /// The group of rows.
+    part: usize,
+    /// What padding every group of rows to 128 adds to the numbers of the tile's stored rows.
+    padding: usize,
 }
 
+/// Tile number `index`. Neighbouring cubes read neighbouring memory. `map` is what [`map_tiles()`] wrote,
+/// `row_groups` the length of a line of the result where groups lie side by side.
 #[cube]
-fn tile_position(index: usize, rows: usize, cols: usize, #[comptime] across: bool) -> Position {
-    if comptime!(across) {
-        let columns = cols.div_ceil(LINES);
+fn tile_position(
+    index: usize,
+    map: &[Vector<u32, Const<4>>],
+    shape: &Shape,
+    row_groups: usize,
+    #[comptime] policy: EdenPolicy,
+) -> Position {
+    let grouping = comptime!(policy.source.grouping);
+    let row = index / shape.tile_cols;
+    let column = index % shape.tile_cols;
+    if comptime!(policy.across) {
+        let line0 = column * comptime!(LINES);
+        let tile = tile_from(map, row, line0, shape, 128usize, grouping);
+        let side_by_side = comptime!(grouping.side_by_side());
+        let place = group_place(&tile, shape.cols, row_groups, 128usize, side_by_side);
+        let drawn = group_place(&tile, shape.cols, row_groups, 128usize, false);
         Position {
-            line0: (index % columns) * comptime!(LINES),
-            group: index / columns,
-            lines: cols,
-            length: rows,
-            groups: rows.div_ceil(128),
+            line0,
+            lines: shape.cols,
+            start: tile.row0,
+            end: tile.row_end,
+            first: place.first + place.unit0,
+            pitch: place.pitch,
+            drawn_first: drawn.first + drawn.unit0,
+            drawn_pitch: drawn.pitch,
+            part: tile.group,
+            padding: row * 128usize - tile.row0,
+        }
+    } else if comptime!(policy.plain()) {
+        Position {
+            line0: row * comptime!(LINES),
+            lines: shape.rows,
+            start: column * 128usize,
+            end: shape.cols,
+            first: column,
+            pitch: shape.tile_cols,
+            drawn_first: column,
+            drawn_pitch: shape.tile_cols,
+            part: 0usize,
+            padding: 0usize,
         }
     } else {
-        let groups = cols.div_ceil(128);
+        let parts = comptime!(ROWS / LINES);
+        let row_tile = row / parts;
+        let tile = tile_from(map, row_tile, 0usize, shape, 128usize, grouping);
         Position {
-            line0: (index / groups) * comptime!(LINES),
-            group: index % groups,
-            lines: rows,
-            length: cols,
-            groups,
+            line0: tile.row0 + (row - row_tile * parts) * comptime!(LINES),
+            lines: tile.row_end,
+            start: column * 128usize,
+            end: shape.cols,
+            first: column,
+            pitch: shape.tile_cols,
+            drawn_first: column,
+            drawn_pitch: shape.tile_cols,
+            part: tile.group,
+            padding: row_tile * 128usize - tile.row0,
         }
     }
 }
 
+/// Whether there is anything in a tile: where rows are in groups, not in all.
 #[cube]
-fn tile_count(rows: usize, cols: usize, #[comptime] across: bool) -> usize {
-    if comptime!(across) {
-        cols.div_ceil(LINES) * rows.div_ceil(128)
-    } else {
-        rows.div_ceil(LINES) * cols.div_ceil(128)
-    }
+fn is_filled(at: &Position) -> bool {
+    at.line0 < at.lines && at.start < at.end
 }
 
 /// Loads a tile of a matrix and transforms its segments; ends at a barrier.
@@ -426,10 +579,10 @@ fn load_matrix<F: Numeric, N: Size>(
         while item < comptime!(LINES * 128 / width) {
             let k = item / comptime!(LINES / width);
             let line = (item % comptime!(LINES / width)) * width;
-            let row = at.group * 128usize + k;
+            let row = at.start + k;
             let col = at.line0 + line;
             let mut vector = Vector::<F, N>::new(F::from_int(0));
-            if row < at.length && col < at.lines {
+            if row < at.end && col < at.lines {
                 vector = x[row * vectors + col / width];
             }
             let base = slot(k, line, across);
@@ -447,13 +600,13 @@ fn load_matrix<F: Numeric, N: Size>(
             let segment = segment_of(task);
             let line = line_of(task);
             let row = at.line0 + line;
-            let first = at.group * 128usize + segment * 16usize;
+            let first = at.start + segment * 16usize;
             let mut block = Array::<f32>::new(16usize);
             #[unroll]
             for v in 0..comptime!(16 / width) {
                 let col = first + comptime!(v * width);
                 let mut vector = Vector::<F, N>::new(F::from_int(0));
-                if row < at.lines && col < at.length {
+                if row < at.lines && col < at.end {
                     vector = x[row * vectors + col / width];
                 }
                 #[unroll]
@@ -469,21 +622,32 @@ fn load_matrix<F: Numeric, N: Size>(
     sync_cube();
 }
 
-/// The values of an NVFP4 block, zero where `inside` is false.
+/// The values of block `block` of stored row `row`, which has `blocks`; zero where `inside` is false. The factor
+/// of the tile is `own`, unless each stored row has its amax.
 #[cube]
 fn decode_block(
     codes: &[Vector<u32, Const<2>>],
     scales: &[u8],
-    index: usize,
-    factor: f32,
+    amax: &[f32],
+    range: f32,
+    own: f32,
+    row: usize,
+    block: usize,
+    blocks: usize,
+    at: &Position,
     inside: bool,
+    #[comptime] plan: SourcePlan,
 ) -> Array<f32> {
     let mut words = Vector::<u32, Const<2>>::new(0u32);
     let mut scale = 0u32;
-    let mut factor = factor;
+    let mut factor = own;
     if inside {
-        words = codes[index];
-        scale = u32::cast_from(scales[index]);
+        words = codes[row * blocks + block];
+        let byte = scale_at(row, row + at.padding, block, blocks, plan.swizzled);
+        scale = u32::cast_from(scales[byte]);
+        if comptime!(plan.per_outer) {
+            factor = amax[row] / range;
+        }
     } else {
         // The factor may be infinite or NaN.
         factor = 0.0f32;
@@ -510,29 +674,43 @@ fn mask_block(block: &mut Array<f32>, first: usize, end: usize) {
     }
 }
 
-/// Loads a tile of an NVFP4 matrix and transforms its segments; ends at a barrier.
+/// Loads a tile of an NVFP4 matrix and transforms its segments; ends at a barrier. Arguments are those of
+/// [`decode_block()`].
 #[cube]
 fn load_packed(
     codes: &[Vector<u32, Const<2>>],
     scales: &[u8],
-    factor: f32,
+    amax: &[f32],
+    range: f32,
+    own: f32,
+    blocks: usize,
     tile: &mut [f32],
     at: &Position,
     signs: &Signs,
-    cols: usize,
     #[comptime] across: bool,
+    #[comptime] plan: SourcePlan,
 ) {
-    let blocks = cols.div_ceil(16);
     if comptime!(across) {
         let mut item = UNIT_POS as usize;
         while item < comptime!(TASKS) {
             let k = item / 2usize;
             let line = (item % 2usize) * 16usize;
-            let row = at.group * 128usize + k;
+            let row = at.start + k;
             let col = at.line0 + line;
-            let inside = row < at.length && col < at.lines;
-            let index = row * blocks + col / 16usize;
-            let mut block = decode_block(codes, scales, index, factor, inside);
+            let inside = row < at.end && col < at.lines;
+            let mut block = decode_block(
+                codes,
+                scales,
+                amax,
+                range,
+                own,
+                row,
+                col / 16usize,
+                blocks,
+                at,
+                inside,
+                plan,
+            );
             mask_block(&mut block, col, at.lines);
             let base = slot(k, line, across);
             #[unroll]
@@ -549,17 +727,89 @@ fn load_packed(
             let segment = segment_of(task);
             let line = line_of(task);
             let row = at.line0 + line;
-            let first = at.group * 128usize + segment * 16usize;
-            let inside = row < at.lines && first < at.length;
-            let index = row * blocks + first / 16usize;
-            let mut block = decode_block(codes, scales, index, factor, inside);
-            mask_block(&mut block, first, at.length);
+            let first = at.start + segment * 16usize;
+            let inside = row < at.lines && first < at.end;
+            let mut block = decode_block(
+                codes,
+                scales,
+                amax,
+                range,
+                own,
+                row,
+                first / 16usize,
+                blocks,
+                at,
+                inside,
+                plan,
+            );
+            mask_block(&mut block, first, at.end);
             transform_segment(&mut block, signs, segment);
             store_segment(&block, tile, segment, line, across);
             task += CUBE_DIM as usize;
         }
     }
     sync_cube();
+}
+
+/// The factor of a packed source's tile: `all`, where there is one amax, or that of its group of rows.
+#[cube]
+fn factor_of(
+    all: f32,
+    amax: &[f32],
+    range: f32,
+    at: &Position,
+    #[comptime] plan: SourcePlan,
+) -> f32 {
+    if comptime!(plan.grouping == Grouping::One || plan.per_outer) {
+        all
+    } else {
+        amax[at.part] / range
+    }
+}
+
+/// The scale of a tile: `all`, where there is one amax, or that of its group of rows.
+#[cube]
+fn scale_of(
+    all: &EdenScale,
+    amax: &[f32],
+    amax_factor: f32,
+    block_factor: f32,
+    at: &Position,
+    #[comptime] policy: EdenPolicy,
+) -> EdenScale {
+    if comptime!(policy.plain()) {
+        EdenScale {
+            amax: all.amax,
+            block: all.block,
+            decode: all.decode,
+        }
+    } else {
+        EdenScale::from_amax(amax[at.part], amax_factor, block_factor)
+    }
+}
+
+/// Writes the maxima from which the result decodes: `all`, where there is one, or those of `groups` groups.
+#[cube]
+fn write_maxima(
+    all: &EdenScale,
+    amax: &[f32],
+    amax_factor: f32,
+    block_factor: f32,
+    groups: usize,
+    out: &mut [f32],
+    #[comptime] policy: EdenPolicy,
+) {
+    if comptime!(policy.plain()) {
+        if ABSOLUTE_POS == 0usize {
+            out[0] = all.amax;
+        }
+    } else {
+        let mut group = ABSOLUTE_POS;
+        while group < groups {
+            out[group] = EdenScale::from_amax(amax[group], amax_factor, block_factor).amax;
+            group += CUBE_COUNT * CUBE_DIM as usize;
+        }
+    }
 }
 
 #[cube]
@@ -587,18 +837,18 @@ fn tile_amax(tile: &[f32], #[comptime] across: bool) -> u32 {
     bits
 }
 
-/// Raises `out` to `bits`, compared as integers: the order of arrival does not matter. Once for each
-/// plane on CUDA, and only where it is not as high already: atomics on one address take turns.
+/// Raises entry `index` of `out` to `bits`, compared as integers: the order of arrival does not matter. Once
+/// for each plane on CUDA, and only where it is not as high already: atomics on one address take turns.
 #[cube]
-fn raise(out: &mut [Atomic<u32>], bits: u32, #[comptime] cuda: bool) {
+fn raise(out: &mut [Atomic<u32>], index: usize, bits: u32, #[comptime] cuda: bool) {
     let bits = canonical(bits);
     if comptime!(cuda) {
         let plane = plane_max(bits);
-        if UNIT_POS_PLANE == 0u32 && plane > out[0].load() {
-            out[0].fetch_max(plane);
+        if UNIT_POS_PLANE == 0u32 && plane > out[index].load() {
+            out[index].fetch_max(plane);
         }
     } else {
-        out[0].fetch_max(bits);
+        out[index].fetch_max(bits);
     }
 }
 
@@ -629,7 +879,7 @@ fn quantize_tile(
         sums_xq[slot] = result.xq;
         bytes[slot] = scale;
         if at.line0 + line < at.lines {
-            let group = (at.line0 + line) * at.groups + at.group;
+            let group = (at.line0 + line) * at.pitch + at.first;
             codes[group * 8usize + segment] = result.codes;
         }
         task += CUBE_DIM as usize;
@@ -638,8 +888,8 @@ fn quantize_tile(
     let mut line = UNIT_POS as usize;
     while line < comptime!(LINES) {
         if at.line0 + line < at.lines {
-            let group = (at.line0 + line) * at.groups + at.group;
-            let index = u64::cast_from(group);
+            let group = (at.line0 + line) * at.pitch + at.first;
+            let index = u64::cast_from((at.line0 + line) * at.drawn_pitch + at.drawn_first);
             scales[group] = correct_group(&*sums_xx, &*sums_xq, &*bytes, line, index, random);
         }
         line += CUBE_DIM as usize;
@@ -664,82 +914,103 @@ fn resolve(random: &Random, offset: &[u32], #[comptime] device_offset: bool) -> 
     }
 }
 
-#[cube(launch_unchecked)]
-fn zero_kernel(out: &mut [u32]) {
-    out[0] = 0u32;
-}
-
-/// The amax of the transformed values of a matrix.
+/// The amax of the transformed values of a matrix, or of each of its groups of rows.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn ms_eden_amax_kernel<F: Numeric, N: Size>(
     x: &[Vector<F, N>],
+    map: &[Vector<u32, Const<4>>],
     out: &mut [Atomic<u32>],
     signs: Signs,
-    rows: usize,
-    cols: usize,
-    #[comptime] across: bool,
-    #[comptime] cuda: bool,
+    shape: Shape,
+    tiles: usize,
+    #[comptime] policy: EdenPolicy,
     #[comptime] kind: FloatKind,
     #[define(F)] _storage: ElemType,
 ) {
+    let across = comptime!(policy.across);
     let mut tile = Shared::<[f32]>::new_slice(comptime!(TILE));
     let mut bits = 0u32;
     let mut index = CUBE_POS;
-    while index < tile_count(rows, cols, across) {
-        let at = tile_position(index, rows, cols, across);
-        load_matrix::<F, N>(x, &mut tile, &at, &signs, cols, across, kind);
-        transform_between_segments(&mut tile, across, cuda);
-        sync_cube();
-        bits = max(bits, tile_amax(&tile, across));
-        sync_cube();
+    while index < tiles {
+        let at = tile_position(index, map, &shape, 0usize, policy);
+        if comptime!(policy.plain()) || is_filled(&at) {
+            load_matrix::<F, N>(x, &mut tile, &at, &signs, shape.cols, across, kind);
+            transform_between_segments(&mut tile, across, policy.cuda);
+            sync_cube();
+            let found = tile_amax(&tile, across);
+            if comptime!(policy.plain()) {
+                bits = max(bits, found);
+            } else {
+                raise(out, at.part, found, policy.cuda);
+            }
+            sync_cube();
+        }
         index += CUBE_COUNT;
     }
-    raise(out, bits, cuda);
+    if comptime!(policy.plain()) {
+        raise(out, 0usize, bits, policy.cuda);
+    }
 }
 
-/// The amax of the transformed values of an NVFP4 matrix.
+/// The amax of the transformed values of an NVFP4 matrix, or of each of its groups of rows.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn ms_eden_amax_packed_kernel(
     source_codes: &[Vector<u32, Const<2>>],
     source_scales: &[u8],
     source_amax: &[f32],
+    map: &[Vector<u32, Const<4>>],
     out: &mut [Atomic<u32>],
     signs: Signs,
-    rows: usize,
-    cols: usize,
+    shape: Shape,
+    tiles: usize,
+    blocks: usize,
     range: f32,
-    #[comptime] across: bool,
-    #[comptime] cuda: bool,
+    #[comptime] policy: EdenPolicy,
 ) {
+    let across = comptime!(policy.across);
     let mut tile = Shared::<[f32]>::new_slice(comptime!(TILE));
     let factor = source_amax[0] / range;
     let mut bits = 0u32;
     let mut index = CUBE_POS;
-    while index < tile_count(rows, cols, across) {
-        let at = tile_position(index, rows, cols, across);
-        load_packed(
-            source_codes,
-            source_scales,
-            factor,
-            &mut tile,
-            &at,
-            &signs,
-            cols,
-            across,
-        );
-        transform_between_segments(&mut tile, across, cuda);
-        sync_cube();
-        bits = max(bits, tile_amax(&tile, across));
-        sync_cube();
+    while index < tiles {
+        let at = tile_position(index, map, &shape, 0usize, policy);
+        if comptime!(policy.plain()) || is_filled(&at) {
+            let own = factor_of(factor, source_amax, range, &at, policy.source);
+            load_packed(
+                source_codes,
+                source_scales,
+                source_amax,
+                range,
+                own,
+                blocks,
+                &mut tile,
+                &at,
+                &signs,
+                across,
+                policy.source,
+            );
+            transform_between_segments(&mut tile, across, policy.cuda);
+            sync_cube();
+            let found = tile_amax(&tile, across);
+            if comptime!(policy.plain()) {
+                bits = max(bits, found);
+            } else {
+                raise(out, at.part, found, policy.cuda);
+            }
+            sync_cube();
+        }
         index += CUBE_COUNT;
     }
-    raise(out, bits, cuda);
+    if comptime!(policy.plain()) {
+        raise(out, 0usize, bits, policy.cuda);
+    }
 }
 
-/// MS-EDEN of a matrix.
+/// MS-EDEN of a matrix, or of each of its groups of rows.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn ms_eden_kernel<F: Numeric, N: Size>(
     x: &[Vector<F, N>],
+    map: &[Vector<u32, Const<4>>],
     amax: &[f32],
     codes: &mut [Vector<u32, Const<2>>],
     scales: &mut [Vector<u32, Const<2>>],
@@ -747,43 +1018,56 @@ pub fn ms_eden_kernel<F: Numeric, N: Size>(
     offset: &[u32],
     random: Random,
     signs: Signs,
-    rows: usize,
-    cols: usize,
+    shape: Shape,
+    tiles: usize,
+    row_groups: usize,
     amax_factor: f32,
     block_factor: f32,
     #[comptime] policy: EdenPolicy,
     #[comptime] kind: FloatKind,
     #[define(F)] _storage: ElemType,
 ) {
+    let across = comptime!(policy.across);
     let mut tile = Shared::<[f32]>::new_slice(comptime!(TILE));
     let mut xx = Shared::<[f32]>::new_slice(comptime!(LINES * SUMS));
     let mut xq = Shared::<[f32]>::new_slice(comptime!(LINES * SUMS));
     let mut bytes = Shared::<[u32]>::new_slice(comptime!(LINES * SUMS));
-    let global = EdenScale::from_amax(amax[0], amax_factor, block_factor);
+    let all = EdenScale::from_amax(amax[0], amax_factor, block_factor);
     let random = resolve(&random, offset, policy.device_offset);
-    if ABSOLUTE_POS == 0usize {
-        out_amax[0] = global.amax;
-    }
+    let groups = shape.groups;
+    write_maxima(
+        &all,
+        amax,
+        amax_factor,
+        block_factor,
+        groups,
+        out_amax,
+        policy,
+    );
     let mut index = CUBE_POS;
-    while index < tile_count(rows, cols, policy.across) {
-        let at = tile_position(index, rows, cols, policy.across);
-        load_matrix::<F, N>(x, &mut tile, &at, &signs, cols, policy.across, kind);
-        transform_between_segments(&mut tile, policy.across, policy.cuda);
-        sync_cube();
-        quantize_tile(
-            &tile, &mut xx, &mut xq, &mut bytes, codes, scales, &at, &global, &random, policy,
-        );
-        sync_cube();
+    while index < tiles {
+        let at = tile_position(index, map, &shape, row_groups, policy);
+        if comptime!(policy.plain()) || is_filled(&at) {
+            load_matrix::<F, N>(x, &mut tile, &at, &signs, shape.cols, across, kind);
+            transform_between_segments(&mut tile, across, policy.cuda);
+            sync_cube();
+            let global = scale_of(&all, amax, amax_factor, block_factor, &at, policy);
+            quantize_tile(
+                &tile, &mut xx, &mut xq, &mut bytes, codes, scales, &at, &global, &random, policy,
+            );
+            sync_cube();
+        }
         index += CUBE_COUNT;
     }
 }
 
-/// MS-EDEN of an NVFP4 matrix.
+/// MS-EDEN of an NVFP4 matrix, or of each of its groups of rows.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn ms_eden_packed_kernel(
     source_codes: &[Vector<u32, Const<2>>],
     source_scales: &[u8],
     source_amax: &[f32],
+    map: &[Vector<u32, Const<4>>],
     amax: &[f32],
     codes: &mut [Vector<u32, Const<2>>],
     scales: &mut [Vector<u32, Const<2>>],
@@ -791,42 +1075,59 @@ pub fn ms_eden_packed_kernel(
     offset: &[u32],
     random: Random,
     signs: Signs,
-    rows: usize,
-    cols: usize,
+    shape: Shape,
+    tiles: usize,
+    row_groups: usize,
+    blocks: usize,
     range: f32,
     amax_factor: f32,
     block_factor: f32,
     #[comptime] policy: EdenPolicy,
 ) {
+    let across = comptime!(policy.across);
     let mut tile = Shared::<[f32]>::new_slice(comptime!(TILE));
     let mut xx = Shared::<[f32]>::new_slice(comptime!(LINES * SUMS));
     let mut xq = Shared::<[f32]>::new_slice(comptime!(LINES * SUMS));
     let mut bytes = Shared::<[u32]>::new_slice(comptime!(LINES * SUMS));
-    let global = EdenScale::from_amax(amax[0], amax_factor, block_factor);
+    let all = EdenScale::from_amax(amax[0], amax_factor, block_factor);
     let random = resolve(&random, offset, policy.device_offset);
     let factor = source_amax[0] / range;
-    if ABSOLUTE_POS == 0usize {
-        out_amax[0] = global.amax;
-    }
+    let groups = shape.groups;
+    write_maxima(
+        &all,
+        amax,
+        amax_factor,
+        block_factor,
+        groups,
+        out_amax,
+        policy,
+    );
     let mut index = CUBE_POS;
-    while index < tile_count(rows, cols, policy.across) {
-        let at = tile_position(index, rows, cols, policy.across);
-        load_packed(
-            source_codes,
-            source_scales,
-            factor,
-            &mut tile,
-            &at,
-            &signs,
-            cols,
-            policy.across,
-        );
-        transform_between_segments(&mut tile, policy.across, policy.cuda);
-        sync_cube();
-        quantize_tile(
-            &tile, &mut xx, &mut xq, &mut bytes, codes, scales, &at, &global, &random, policy,
-        );
-        sync_cube();
+    while index < tiles {
+        let at = tile_position(index, map, &shape, row_groups, policy);
+        if comptime!(policy.plain()) || is_filled(&at) {
+            let own = factor_of(factor, source_amax, range, &at, policy.source);
+            load_packed(
+                source_codes,
+                source_scales,
+                source_amax,
+                range,
+                own,
+                blocks,
+                &mut tile,
+                &at,
+                &signs,
+                across,
+                policy.source,
+            );
+            transform_between_segments(&mut tile, across, policy.cuda);
+            sync_cube();
+            let global = scale_of(&all, amax, amax_factor, block_factor, &at, policy);
+            quantize_tile(
+                &tile, &mut xx, &mut xq, &mut bytes, codes, scales, &at, &global, &random, policy,
+            );
+            sync_cube();
+        }
         index += CUBE_COUNT;
     }
 }

@@ -8,18 +8,21 @@ use cubecl::{prelude::*, server::Handle};
 use super::{
     groups::check_bytes,
     launch::{grid, tile_grid, vector_size},
-    tile::in_bands,
+    packed_source::{PackedSource, SourcePlan, scale_at},
+    tile::{GroupPlace, Grouping, Shape, ShapeLaunch, group_place, in_bands, map_tiles, tile_from},
 };
 use crate::{
-    MX_BLOCK, MxPacked, Nvfp4Error, PackedAxis,
+    BLOCK, MX_BLOCK, MxPacked, Nvfp4Error, PackedAxis,
     cube::{
         codec::{BlockFactors, decode_e4m3_element, load, magnitude_bits, store},
         mx::{decode_ue8m0, decode_ue8m0_reciprocal, encode_e4m3x4, mx_scale},
         ptx,
     },
     device::{
-        Capabilities, DevicePacked, FloatKind, Matrix, address_type, allocate, download, is_cpu,
+        Capabilities, DevicePacked, FloatKind, Groups, Matrix, address_type, allocate, download,
+        is_cpu,
     },
+    reference::padding::padded_bound,
 };
 
 /// An MXFP8 matrix in device memory; the layout is that of [`MxPacked`].
@@ -62,6 +65,24 @@ impl DeviceMx {
             rows,
             cols,
             axis,
+        }
+    }
+
+    /// The plain matrix that holds the copies of groups; see [`mx_quantize_groups`].
+    fn of_groups(
+        client: &Client,
+        (rows, cols): (usize, usize),
+        groups: &Groups,
+        axis: PackedAxis,
+    ) -> Self {
+        match (groups, axis) {
+            (Groups::Batch(count), PackedAxis::Rows) => {
+                Self::empty(client, (count * cols, rows / count), PackedAxis::Cols)
+            }
+            (Groups::Offsets { count, .. }, PackedAxis::Rows) => {
+                Self::empty(client, (padded_bound(rows, *count, MX_BLOCK), cols), axis)
+            }
+            _ => Self::empty(client, (rows, cols), axis),
         }
     }
 
@@ -108,14 +129,37 @@ impl DeviceMx {
 /// # Errors
 /// When the memory of `x` is smaller than its shape.
 pub fn mx_quantize(client: &Client, x: &Matrix, axis: PackedAxis) -> Result<DeviceMx, Nvfp4Error> {
+    mx_quantize_groups(client, x, &Groups::One, axis)
+}
+
+/// [`mx_quantize`] of each group of rows as a matrix of its own, as operands of grouped products take them:
+/// in one plain matrix.
+///
+/// Along [`PackedAxis::Cols`] that is the copy of all rows. Along [`PackedAxis::Rows`]
+/// - copies of [`Groups::Batch`] lie one below the other. They are row-wise copies of the transposed matrices, and
+///   so the result says: `count * x.cols` rows of `x.rows / count`, packed along [`PackedAxis::Cols`].
+/// - copies of [`Groups::Offsets`] lie side by side: `x.cols` stored rows, in each of which group `g` takes the
+///   elements from entry `g` of
+///   [`GroupOffsets::aligned`](super::GroupOffsets::aligned)`(client, x.rows, 32)` on. There is room for
+///   [`padded_bound`]`(x.rows, count, 32)` of them; blocks behind the last group are not written.
+///
+/// # Errors
+/// When the groups do not fit, or the memory of `x` is smaller than its shape.
+pub fn mx_quantize_groups(
+    client: &Client,
+    x: &Matrix,
+    groups: &Groups,
+    axis: PackedAxis,
+) -> Result<DeviceMx, Nvfp4Error> {
     x.check("x")?;
-    let out = DeviceMx::empty(client, (x.rows, x.cols), axis);
+    groups.check(x.rows)?;
+    let out = DeviceMx::of_groups(client, (x.rows, x.cols), groups, axis);
     if x.is_empty() {
         return Ok(out);
     }
     let hardware = has_e4m3(client);
     let (outer, blocks) = (out.outer(), out.blocks());
-    let address = address_type(outer * blocks * MX_BLOCK);
+    let address = address_type(x.len().max(outer * blocks * MX_BLOCK));
     // SAFETY (of every argument): checked against, or allocated for, the shape.
     let scales = unsafe { BufferArg::from_raw_parts(out.scales.clone(), outer * blocks) };
     match axis {
@@ -148,22 +192,24 @@ pub fn mx_quantize(client: &Client, x: &Matrix, axis: PackedAxis) -> Result<Devi
         }
         PackedAxis::Rows => {
             let width = vector_size(x.dtype, x.cols);
-            let tiles = x.rows.div_ceil(TILE_ROWS) * x.cols.div_ceil(TILE_COLS);
-            let (count, dim) = tile_grid(client, tiles);
+            let tiles = Tiles::new(client, (x.rows, x.cols), groups);
             // SAFETY: the kernel masks every access by the shape.
             unsafe {
                 mx_quantize_col_kernel::launch_unchecked(
                     client,
-                    count,
-                    dim,
+                    tiles.count.clone(),
+                    tiles.dim,
                     address,
                     width,
                     BufferArg::from_raw_parts(x.handle.clone(), x.len() / width),
+                    tiles.map(client, &out.scales),
                     BufferArg::from_raw_parts(out.codes.clone(), outer * blocks * 2),
                     scales,
-                    x.rows,
-                    x.cols,
-                    band_of(x.cols),
+                    tiles.shape(),
+                    tiles.rows,
+                    blocks,
+                    tiles.band,
+                    Grouping::of(groups),
                     hardware,
                     x.dtype,
                     x.dtype.storage_type(),
@@ -175,34 +221,34 @@ pub fn mx_quantize(client: &Client, x: &Matrix, axis: PackedAxis) -> Result<Devi
 }
 
 /// The NVFP4 matrix `packed` in MXFP8 with blocks along `axis` of its source, which may be the axis
-/// it is packed along or the other one, in one kernel: the bytes of [`dequantize`](super::dequantize)
-/// to `via` followed by [`mx_quantize`], without the matrix between them in memory. `via` is the
+/// it is packed along or the other one, in one kernel: the bytes of [`dequantize`](super::dequantize())
+/// to `via` followed by [`mx_quantize_groups`], without the matrix between them in memory. `via` is the
 /// element type that the dequantized values are rounded to, that of the training as a rule.
 ///
 /// # Errors
-/// When a buffer is smaller than its shape.
+/// When a buffer is smaller than its shape; for groups with offsets that are packed along their rows, and
+/// for groups with swizzled scales where the axis stays the same.
 pub fn mx_requantize(
     client: &Client,
     packed: &DevicePacked,
     axis: PackedAxis,
     via: FloatKind,
 ) -> Result<DeviceMx, Nvfp4Error> {
-    packed.check("packed")?;
-    packed.check_one_amax("packed")?;
-    let out = DeviceMx::empty(client, (packed.rows, packed.cols), axis);
-    let (outer, inner) = (packed.outer(), packed.inner());
-    if outer * inner == 0 {
+    let source = PackedSource::even("packed", packed)?;
+    let shape = (packed.rows, packed.cols);
+    let out = DeviceMx::of_groups(client, shape, &packed.groups, axis);
+    if source.rows * source.cols == 0 {
         return Ok(out);
     }
     let hardware = has_e4m3(client);
-    let nv_blocks = outer * packed.blocks();
     let mx_blocks = out.outer() * out.blocks();
-    let address = address_type(mx_blocks * MX_BLOCK);
+    let address = address_type(mx_blocks.max(source.rows * source.blocks) * MX_BLOCK);
     // SAFETY (of every argument): checked against, or allocated for, the shape.
-    let nv_scales = unsafe { BufferArg::from_raw_parts(packed.scales.clone(), nv_blocks) };
-    let amax = unsafe { BufferArg::from_raw_parts(packed.amax.clone(), 1) };
+    let codes = unsafe { BufferArg::from_raw_parts(out.codes.clone(), mx_blocks * 2) };
     let scales = unsafe { BufferArg::from_raw_parts(out.scales.clone(), mx_blocks) };
     if axis == packed.axis {
+        source.check_flat("packed")?;
+        let maxima = source.row_maxima(client)?;
         // A unit takes an NVFP4 block on a GPU, both on the CPU.
         let lanes = if is_cpu(client) { 1 } else { 2 };
         let (count, dim) = grid(client, mx_blocks * lanes);
@@ -213,15 +259,19 @@ pub fn mx_requantize(
                 count,
                 dim,
                 address,
-                BufferArg::from_raw_parts(packed.codes.clone(), nv_blocks),
-                nv_scales,
-                amax,
-                BufferArg::from_raw_parts(out.codes.clone(), mx_blocks * 2),
+                source.codes(),
+                source.scales(),
+                maxima.arg(),
+                codes,
                 scales,
-                outer,
-                inner,
-                packed.scaling.range(),
-                inner.is_multiple_of(MX_BLOCK),
+                source.rows,
+                source.cols,
+                source.blocks,
+                maxima.items(source.cols.div_ceil(MX_BLOCK)),
+                source.range(),
+                source.blocks * BLOCK == source.cols && source.cols.is_multiple_of(MX_BLOCK),
+                maxima.rows.is_some(),
+                source.plan.swizzled,
                 lanes,
                 hardware,
                 via,
@@ -229,25 +279,28 @@ pub fn mx_requantize(
             );
         }
     } else {
-        let tiles = outer.div_ceil(TILE_ROWS) * inner.div_ceil(TILE_COLS);
-        let (count, dim) = tile_grid(client, tiles);
+        let tiles = Tiles::new(client, (source.rows, source.cols), &source.groups);
         // SAFETY: the kernel masks every access by the shape.
         unsafe {
             mx_requantize_across_kernel::launch_unchecked(
                 client,
-                count,
-                dim,
+                tiles.count.clone(),
+                tiles.dim,
                 address,
                 16 / via.size(),
-                BufferArg::from_raw_parts(packed.codes.clone(), nv_blocks),
-                nv_scales,
-                amax,
-                BufferArg::from_raw_parts(out.codes.clone(), mx_blocks * 2),
+                source.codes(),
+                source.scales(),
+                source.amax(),
+                tiles.map(client, source.unread()),
+                codes,
                 scales,
-                outer,
-                inner,
-                packed.scaling.range(),
-                band_of(inner),
+                tiles.shape(),
+                tiles.rows,
+                source.blocks,
+                out.blocks(),
+                source.range(),
+                tiles.band,
+                source.plan,
                 hardware,
                 via,
                 via.storage_type(),
@@ -255,6 +308,50 @@ pub fn mx_requantize(
         }
     }
     Ok(out)
+}
+
+/// The launch of a kernel over tiles of rows in groups.
+struct Tiles<'a> {
+    matrix: (usize, usize),
+    groups: &'a Groups,
+    rows: usize,
+    cols: usize,
+    band: usize,
+    count: CubeCount,
+    dim: CubeDim,
+}
+
+impl<'a> Tiles<'a> {
+    fn new(client: &Client, (rows, cols): (usize, usize), groups: &'a Groups) -> Self {
+        let tile_rows = groups.units(rows, TILE_ROWS);
+        let tile_cols = cols.div_ceil(TILE_COLS);
+        let (count, dim) = tile_grid(client, tile_rows * tile_cols);
+        Self {
+            matrix: (rows, cols),
+            groups,
+            rows: tile_rows,
+            cols: tile_cols,
+            band: band_of(cols),
+            count,
+            dim,
+        }
+    }
+
+    fn shape(&self) -> ShapeLaunch {
+        let (rows, cols) = self.matrix;
+        ShapeLaunch::new(rows, cols, self.groups.count(), self.cols)
+    }
+
+    fn map(&self, client: &Client, unread: &Handle) -> BufferArg {
+        map_tiles(
+            client,
+            self.matrix,
+            self.groups,
+            self.rows,
+            MX_BLOCK,
+            unread,
+        )
+    }
 }
 
 /// The matrix that `packed` stands for, in the orientation of its source, rounded once to `out`. See
@@ -451,8 +548,9 @@ pub fn mx_quantize_row_kernel<F: Numeric, N: Size, M: Size>(
     }
 }
 
-/// The columns of a tile in shared memory become blocks: one unit takes 32 rows of one column; the
-/// codes gather in shared memory and leave as runs of 128 bytes.
+/// The columns of a tile in shared memory become blocks, those of `place`: one unit takes 32 rows of one
+/// column; the codes gather in shared memory and leave as runs of 128 bytes. The first column is `col0` of
+/// `cols`.
 #[cube]
 fn quantize_tile_columns<F: Numeric>(
     tile: &[Vector<F, Const<1>>],
@@ -460,16 +558,13 @@ fn quantize_tile_columns<F: Numeric>(
     bytes: &mut [u32],
     codes: &mut [Vector<u32, Const<4>>],
     scales: &mut [u8],
-    tile_row: usize,
-    tile_col: usize,
-    rows: usize,
+    place: &GroupPlace,
+    col0: usize,
     cols: usize,
     #[comptime] hardware: bool,
     #[comptime] kind: FloatKind,
 ) {
-    let blocks = rows.div_ceil(32);
-    let col0 = tile_col * comptime!(TILE_COLS);
-    let block0 = tile_row * comptime!(TILE_ROWS / 32);
+    let (block0, blocks) = (place.unit0, place.units);
     let mut task = UNIT_POS as usize;
     while task < comptime!(TILE_COLS * TILE_ROWS / 32) {
         let col = task % comptime!(TILE_COLS);
@@ -498,7 +593,8 @@ fn quantize_tile_columns<F: Numeric>(
         let block = item % comptime!(TILE_ROWS / 32);
         if col0 + col < cols && block0 + block < blocks {
             let scale = bytes[block * comptime!(TILE_COLS + 1) + col];
-            scales[(col0 + col) * blocks + block0 + block] = u8::cast_from(scale);
+            let at = place.first + (col0 + col) * place.pitch + block0 + block;
+            scales[at] = u8::cast_from(scale);
         }
         item += CUBE_DIM as usize;
     }
@@ -514,22 +610,26 @@ fn quantize_tile_columns<F: Numeric>(
             for w in 0..4usize {
                 words.insert(w, stage[col * comptime!(STAGE) + position * 4usize + w]);
             }
-            codes[(col0 + col) * blocks * 2usize + at] = words;
+            codes[(place.first + (col0 + col) * place.pitch) * 2usize + at] = words;
         }
         item += CUBE_DIM as usize;
     }
 }
 
-/// One cube makes the column blocks of every `cubes`-th tile of 128 x 64; neighbouring cubes take
-/// tiles of a band of rows.
+/// One cube makes the column blocks of every `cubes`-th tile of 128 x 64, of `row_tiles` rows of them;
+/// neighbouring cubes take tiles of a band of rows. `map` is what [`map_tiles()`] wrote, `row_blocks` the
+/// length of a stored row where groups lie side by side.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn mx_quantize_col_kernel<F: Numeric, N: Size>(
     x: &[Vector<F, N>],
+    map: &[Vector<u32, Const<4>>],
     codes: &mut [Vector<u32, Const<4>>],
     scales: &mut [u8],
-    rows: usize,
-    cols: usize,
+    shape: Shape,
+    row_tiles: usize,
+    row_blocks: usize,
     band: usize,
+    #[comptime] grouping: Grouping,
     #[comptime] hardware: bool,
     #[comptime] kind: FloatKind,
     #[define(F)] _storage: ElemType,
@@ -541,43 +641,44 @@ pub fn mx_quantize_col_kernel<F: Numeric, N: Size>(
     );
     let mut stage = Shared::<[u32]>::new_slice(comptime!(TILE_COLS * STAGE));
     let mut bytes = Shared::<[u32]>::new_slice(comptime!((TILE_COLS + 1) * TILE_ROWS / 32));
-    let tile_cols = cols.div_ceil(TILE_COLS);
-    let tile_rows = rows.div_ceil(TILE_ROWS);
-    let tiles = tile_rows * tile_cols;
+    let cols = shape.cols;
     let vectors = cols / width;
     let mut index = CUBE_POS;
-    while index < tiles {
-        let place = in_bands(index, tile_rows, tile_cols, band);
-        let row0 = place.row * comptime!(TILE_ROWS);
+    while index < row_tiles * shape.tile_cols {
+        let place = in_bands(index, row_tiles, shape.tile_cols, band);
         let col0 = place.col * comptime!(TILE_COLS);
-        let wide = tile.as_mut_slice().with_vector_size_mut::<N>();
-        let mut item = UNIT_POS as usize;
-        while item < comptime!(TILE_ROWS * TILE_COLS / width) {
-            let row = row0 + item / comptime!(TILE_COLS / width);
-            let col = col0 + (item % comptime!(TILE_COLS / width)) * width;
-            let mut vector = Vector::<F, N>::new(F::from_int(0));
-            if row < rows && col < cols {
-                vector = x[row * vectors + col / width];
+        let at = tile_from(map, place.row, col0, &shape, 32usize, grouping);
+        if comptime!(grouping == Grouping::One) || at.row0 < at.row_end {
+            let wide = tile.as_mut_slice().with_vector_size_mut::<N>();
+            let mut item = UNIT_POS as usize;
+            while item < comptime!(TILE_ROWS * TILE_COLS / width) {
+                let row = at.row0 + item / comptime!(TILE_COLS / width);
+                let col = col0 + (item % comptime!(TILE_COLS / width)) * width;
+                let mut vector = Vector::<F, N>::new(F::from_int(0));
+                if row < at.row_end && col < cols {
+                    vector = x[row * vectors + col / width];
+                }
+                wide[item] = vector;
+                item += CUBE_DIM as usize;
             }
-            wide[item] = vector;
-            item += CUBE_DIM as usize;
+            sync_cube();
+            let side_by_side = comptime!(grouping.side_by_side());
+            let place = group_place(&at, cols, row_blocks, 32usize, side_by_side);
+            quantize_tile_columns::<F>(
+                tile.as_slice(),
+                stage.as_mut_slice(),
+                bytes.as_mut_slice(),
+                codes,
+                scales,
+                &place,
+                col0,
+                cols,
+                hardware,
+                kind,
+            );
+            // The next tile overwrites what slower units still read.
+            sync_cube();
         }
-        sync_cube();
-        quantize_tile_columns::<F>(
-            tile.as_slice(),
-            stage.as_mut_slice(),
-            bytes.as_mut_slice(),
-            codes,
-            scales,
-            place.row,
-            place.col,
-            rows,
-            cols,
-            hardware,
-            kind,
-        );
-        // The next tile overwrites what slower units still read.
-        sync_cube();
         index += CUBE_COUNT;
     }
 }
@@ -621,8 +722,9 @@ fn stored<F: Numeric>(value: f32, #[comptime] via: FloatKind) -> F {
     }
 }
 
-/// `lanes` neighbouring units turn two NVFP4 blocks of a stored row into one of MXFP8, `dense` where
-/// rows are whole MXFP8 blocks.
+/// `lanes` neighbouring units turn two NVFP4 blocks of a stored row, which has `nv_blocks`, into one of MXFP8,
+/// `dense` where rows are whole MXFP8 blocks. With `maxima` an amax stands for `amax_blocks` MXFP8 blocks, and
+/// for all otherwise.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn mx_requantize_along_kernel<F: Numeric>(
     nv_codes: &[Vector<u32, Const<2>>],
@@ -632,23 +734,32 @@ pub fn mx_requantize_along_kernel<F: Numeric>(
     scales: &mut [u8],
     outer: usize,
     inner: usize,
+    nv_blocks: usize,
+    amax_blocks: usize,
     range: f32,
     #[comptime] dense: bool,
+    #[comptime] maxima: bool,
+    #[comptime] swizzled: bool,
     #[comptime] lanes: usize,
     #[comptime] hardware: bool,
     #[comptime] via: FloatKind,
     #[define(F)] _storage: ElemType,
 ) {
     let halves = comptime!(2 / lanes);
-    let nv_blocks = inner.div_ceil(16);
     let blocks = inner.div_ceil(32);
-    let factor = amax[0] / range;
+    let shared = amax[0] / range;
     let items = outer * blocks * lanes;
     let mut base = CUBE_POS * CUBE_DIM as usize;
     while base < items {
         let item = base + UNIT_POS as usize;
         let block = item / lanes;
         let inside = item < items;
+        let mut factor = shared;
+        if comptime!(maxima) {
+            if inside {
+                factor = amax[block / amax_blocks] / range;
+            }
+        }
         let mut values = Array::<f32>::new(comptime!(16 * halves));
         #[unroll]
         for half in 0..halves {
@@ -664,7 +775,13 @@ pub fn mx_requantize_along_kernel<F: Numeric>(
             let mut scale = 0u32;
             if inside && present > 0usize {
                 words = nv_codes[index];
-                scale = u32::cast_from(nv_scales[index]);
+                let at = if comptime!(swizzled) {
+                    let row = index / nv_blocks;
+                    scale_at(row, row, index - row * nv_blocks, nv_blocks, true)
+                } else {
+                    index
+                };
+                scale = u32::cast_from(nv_scales[at]);
             }
             let factors = BlockFactors::new(scale, factor);
             let decoded = decode_block::<F>(words, factors, hardware, via);
@@ -700,19 +817,24 @@ pub fn mx_requantize_along_kernel<F: Numeric>(
     }
 }
 
-/// One cube decodes every `cubes`-th tile of 128 stored rows x 64 and makes MXFP8 blocks down its
-/// columns. `F` is the storage type of `via`, `N` elements of it are 16 bytes.
+/// One cube decodes every `cubes`-th tile of 128 stored rows x 64, of `row_tiles` rows of them, and makes MXFP8
+/// blocks down its columns. A stored row has `nv_blocks` blocks; `map` and `row_blocks` are as for
+/// [`mx_quantize_col_kernel()`]. `F` is the storage type of `via`, `N` elements of it are 16 bytes.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn mx_requantize_across_kernel<F: Numeric, N: Size>(
     nv_codes: &[Vector<u32, Const<2>>],
     nv_scales: &[u8],
     amax: &[f32],
+    map: &[Vector<u32, Const<4>>],
     codes: &mut [Vector<u32, Const<4>>],
     scales: &mut [u8],
-    outer: usize,
-    inner: usize,
+    shape: Shape,
+    row_tiles: usize,
+    nv_blocks: usize,
+    row_blocks: usize,
     range: f32,
     band: usize,
+    #[comptime] plan: SourcePlan,
     #[comptime] hardware: bool,
     #[comptime] via: FloatKind,
     #[define(F)] _storage: ElemType,
@@ -724,60 +846,72 @@ pub fn mx_requantize_across_kernel<F: Numeric, N: Size>(
     );
     let mut stage = Shared::<[u32]>::new_slice(comptime!(TILE_COLS * STAGE));
     let mut bytes = Shared::<[u32]>::new_slice(comptime!((TILE_COLS + 1) * TILE_ROWS / 32));
-    let nv_blocks = inner.div_ceil(16);
-    let factor = amax[0] / range;
-    let tile_cols = inner.div_ceil(TILE_COLS);
-    let tile_rows = outer.div_ceil(TILE_ROWS);
-    let tiles = tile_rows * tile_cols;
+    let grouping = comptime!(plan.grouping);
+    let shared = amax[0] / range;
     let mut index = CUBE_POS;
-    while index < tiles {
-        let place = in_bands(index, tile_rows, tile_cols, band);
-        let row0 = place.row * comptime!(TILE_ROWS);
+    while index < row_tiles * shape.tile_cols {
+        let place = in_bands(index, row_tiles, shape.tile_cols, band);
+        let col0 = place.col * comptime!(TILE_COLS);
         let block0 = place.col * comptime!(TILE_COLS / 16);
-        let wide = tile.as_mut_slice().with_vector_size_mut::<N>();
-        let mut item = UNIT_POS as usize;
-        while item < comptime!(TILE_ROWS * TILE_COLS / 16) {
-            let row = row0 + item / comptime!(TILE_COLS / 16);
-            let block = block0 + item % comptime!(TILE_COLS / 16);
-            let mut words = Vector::<u32, Const<2>>::new(0u32);
-            let mut scale = 0u32;
-            let mut factor = factor;
-            if row < outer && block < nv_blocks {
-                words = nv_codes[row * nv_blocks + block];
-                scale = u32::cast_from(nv_scales[row * nv_blocks + block]);
+        let at = tile_from(map, place.row, col0, &shape, 32usize, grouping);
+        if comptime!(grouping == Grouping::One) || at.row0 < at.row_end {
+            let own = if comptime!(grouping == Grouping::One || plan.per_outer) {
+                shared
             } else {
-                // Zero where there is no element, also where the factor is NaN or infinite.
-                factor = 0.0f32;
-            }
-            let factors = BlockFactors::new(scale, factor);
-            let values = decode_block::<F>(words, factors, hardware, via);
-            #[unroll]
-            for v in 0..comptime!(16 / width) {
-                let mut vector = Vector::<F, N>::empty();
-                #[unroll]
-                for i in 0..width {
-                    let value = values[comptime!(v * width + i)];
-                    vector.insert(i, stored::<F>(value, via));
+                amax[at.group] / range
+            };
+            let wide = tile.as_mut_slice().with_vector_size_mut::<N>();
+            let mut item = UNIT_POS as usize;
+            while item < comptime!(TILE_ROWS * TILE_COLS / 16) {
+                let r = item / comptime!(TILE_COLS / 16);
+                let row = at.row0 + r;
+                let block = block0 + item % comptime!(TILE_COLS / 16);
+                let mut words = Vector::<u32, Const<2>>::new(0u32);
+                let mut scale = 0u32;
+                let mut factor = own;
+                if row < at.row_end && block < nv_blocks {
+                    words = nv_codes[row * nv_blocks + block];
+                    let tiled = at.row_tile * 128usize + r;
+                    let byte = scale_at(row, tiled, block, nv_blocks, plan.swizzled);
+                    scale = u32::cast_from(nv_scales[byte]);
+                    if comptime!(plan.per_outer) {
+                        factor = amax[row] / range;
+                    }
+                } else {
+                    // Zero where there is no element, also where the factor is NaN or infinite.
+                    factor = 0.0f32;
                 }
-                wide[item * comptime!(16 / width) + v] = vector;
+                let factors = BlockFactors::new(scale, factor);
+                let values = decode_block::<F>(words, factors, hardware, via);
+                #[unroll]
+                for v in 0..comptime!(16 / width) {
+                    let mut vector = Vector::<F, N>::empty();
+                    #[unroll]
+                    for i in 0..width {
+                        let value = values[comptime!(v * width + i)];
+                        vector.insert(i, stored::<F>(value, via));
+                    }
+                    wide[item * comptime!(16 / width) + v] = vector;
+                }
+                item += CUBE_DIM as usize;
             }
-            item += CUBE_DIM as usize;
+            sync_cube();
+            let side_by_side = comptime!(grouping.side_by_side());
+            let place = group_place(&at, shape.cols, row_blocks, 32usize, side_by_side);
+            quantize_tile_columns::<F>(
+                tile.as_slice(),
+                stage.as_mut_slice(),
+                bytes.as_mut_slice(),
+                codes,
+                scales,
+                &place,
+                col0,
+                shape.cols,
+                hardware,
+                via,
+            );
+            sync_cube();
         }
-        sync_cube();
-        quantize_tile_columns::<F>(
-            tile.as_slice(),
-            stage.as_mut_slice(),
-            bytes.as_mut_slice(),
-            codes,
-            scales,
-            place.row,
-            place.col,
-            outer,
-            inner,
-            hardware,
-            via,
-        );
-        sync_cube();
         index += CUBE_COUNT;
     }
 }

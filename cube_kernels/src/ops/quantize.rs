@@ -4,7 +4,7 @@ use cubecl::{prelude::*, server::Handle};
 
 use super::{
     groups::GroupOffsets,
-    launch::{CopyArgs, CopyPlan, CopyRequest, Words, buffer, check_packed_cols, grid, tile_bands},
+    launch::{CopyArgs, CopyPlan, CopyRequest, Words, check_packed_cols, grid, tile_bands},
     produce::{self, Input, Producer, Sink, Source},
     tile::{self, BAND, Grouping, Shape, ShapeLaunch, Tile},
     transpose,
@@ -405,15 +405,8 @@ fn launch_tiles(
         (Some(copy), None) | (None, Some(copy)) => (copy, copy),
         (None, None) => unreachable!("a copy was asked for"),
     };
-    let map = match groups {
-        Groups::Offsets { offsets, count } => {
-            // SAFETY: checked above.
-            let offsets = unsafe { buffer(offsets, count + 1) };
-            let shape = (x.rows, x.cols);
-            tile::map_tiles(client, offsets, shape, groups, row_tiles, plan.span())
-        }
-        _ => r.amax(),
-    };
+    let shape = (x.rows, x.cols);
+    let map = tile::map_tiles(client, shape, groups, row_tiles, plan.span(), &r.out.amax);
     let elements = (x.len())
         .max(c.out.code_blocks() * BLOCK)
         .max(r.out.code_blocks() * BLOCK);

@@ -11,7 +11,7 @@
 //! each row of tiles ([`map_tiles()`]). Nothing is read back to the host, and the grid does not depend on
 //! the groups.
 
-use cubecl::prelude::*;
+use cubecl::{prelude::*, server::Handle};
 
 use crate::{
     Hadamard, HadamardSize,
@@ -98,6 +98,12 @@ impl Grouping {
             Self::Offsets(count) => count + 1,
             _ => 1,
         }
+    }
+
+    /// How column-wise results that are operands of grouped products lie: those of groups of any sizes side
+    /// by side in one matrix, those of equally many rows one below the other.
+    pub(crate) const fn side_by_side(self) -> bool {
+        matches!(self, Self::Offsets(_))
     }
 }
 
@@ -287,13 +293,11 @@ pub fn in_bands(index: usize, rows: usize, cols: usize, band: usize) -> TilePlac
 #[cube]
 fn even_tile(
     row_tile: usize,
-    tile_col: usize,
+    col0: usize,
     shape: &Shape,
     #[comptime] unit: usize,
     #[comptime] grouping: Grouping,
-    #[comptime] kind: FloatKind,
 ) -> Tile {
-    let col0 = tile_col * comptime!(cols(kind));
     if comptime!(grouping == Grouping::One) {
         Tile {
             group: 0usize,
@@ -338,6 +342,20 @@ pub fn tile_at(
     #[comptime] grouping: Grouping,
     #[comptime] kind: FloatKind,
 ) -> Tile {
+    let col0 = tile_col * comptime!(cols(kind));
+    tile_from(map, row_tile, col0, shape, unit, grouping)
+}
+
+/// [`tile_at()`] by its first column, for tiles of any width.
+#[cube]
+pub fn tile_from(
+    map: &[Vector<u32, Const<4>>],
+    row_tile: usize,
+    col0: usize,
+    shape: &Shape,
+    #[comptime] unit: usize,
+    #[comptime] grouping: Grouping,
+) -> Tile {
     if comptime!(matches!(grouping, Grouping::Offsets(_))) {
         let place = map[row_tile * RECORD];
         let group = map[row_tile * RECORD + 1usize];
@@ -346,13 +364,57 @@ pub fn tile_at(
             row0: place.extract(0usize) as usize,
             row_end: place.extract(1usize) as usize,
             group_row0: place.extract(2usize) as usize,
-            col0: tile_col * comptime!(cols(kind)),
+            col0,
             row_tile,
             units_before: group.extract(1usize) as usize,
             padded_before: group.extract(2usize) as usize,
         }
     } else {
-        even_tile(row_tile, tile_col, shape, unit, grouping, kind)
+        even_tile(row_tile, col0, shape, unit, grouping)
+    }
+}
+
+/// Where the copy of a tile's group lies among column-wise ones, in units of some number of rows: unit `u`
+/// of column `c` has number `first + c * pitch + u`.
+#[derive(CubeType, Clone, Copy)]
+pub struct GroupPlace {
+    /// The number of its first unit.
+    pub first: usize,
+    /// Units from one column to the next.
+    pub pitch: usize,
+    /// Units of one of its columns.
+    pub units: usize,
+    /// The first of them in this tile.
+    pub unit0: usize,
+}
+
+/// The place of the copy of the group of `tile`, of `cols` columns: the copies one after another, or with
+/// `side_by_side` in columns of `row_units` units, in each of which one group follows the other. `unit` is
+/// that of the tile.
+#[cube]
+pub fn group_place(
+    tile: &Tile,
+    cols: usize,
+    row_units: usize,
+    #[comptime] unit: usize,
+    #[comptime] side_by_side: bool,
+) -> GroupPlace {
+    let units = (tile.row_end - tile.group_row0).div_ceil(unit);
+    let unit0 = (tile.row0 - tile.group_row0) / unit;
+    if comptime!(side_by_side) {
+        GroupPlace {
+            first: tile.units_before,
+            pitch: row_units,
+            units,
+            unit0,
+        }
+    } else {
+        GroupPlace {
+            first: cols * tile.units_before,
+            pitch: units,
+            units,
+            unit0,
+        }
     }
 }
 
@@ -388,30 +450,37 @@ pub fn map_tiles_kernel(
     }
 }
 
-/// The records of the rows of tiles of `rows` rows in groups, in device memory; `unit` as for
-/// [`plan_groups()`].
+/// What a kernel reads of the rows of tiles of `rows` rows in groups: their records in device memory, where
+/// the groups' offsets are there; `unit` as for [`plan_groups()`]. Otherwise one word at least of any
+/// memory, `unread`.
 pub(crate) fn map_tiles(
     client: &Client,
-    offsets: BufferArg,
     (rows, cols): (usize, usize),
     groups: &Groups,
     row_tiles: usize,
     unit: usize,
+    unread: &Handle,
 ) -> BufferArg {
+    let Groups::Offsets { offsets, count } = groups else {
+        // SAFETY: not read.
+        return unsafe { buffer(unread, 1) };
+    };
+    // SAFETY: groups were checked to have one offset more than their number.
+    let offsets = unsafe { buffer(offsets, count + 1) };
     let bytes = row_tiles * RECORD * 16;
     let map = allocate(client, bytes);
     // SAFETY: allocated for it.
     let arg = || unsafe { buffer(&map, row_tiles * RECORD) };
-    let (count, dim) = grid(client, row_tiles);
+    let (cubes, dim) = grid(client, row_tiles);
     // SAFETY: the offsets are one more than the groups, and the kernel stays below the rows of tiles.
     unsafe {
         map_tiles_kernel::launch_unchecked(
             client,
-            count,
+            cubes,
             dim,
             offsets,
             arg(),
-            ShapeLaunch::new(rows, cols, groups.count(), 1),
+            ShapeLaunch::new(rows, cols, *count, 1),
             row_tiles,
             unit,
             Grouping::of(groups),
@@ -421,7 +490,7 @@ pub(crate) fn map_tiles(
 }
 
 /// Rows to which a group is padded in swizzled scales of a column-wise copy whose unit spans `unit` rows.
-const fn padded_unit(unit: usize) -> usize {
+pub(crate) const fn padded_unit(unit: usize) -> usize {
     if unit < 64 { 64 } else { unit }
 }
 

@@ -151,6 +151,27 @@ pub fn ms_eden<T: Element>(
     target: EdenTarget,
     stream: &RandomStream,
 ) -> Result<PackedTensor, Nvfp4Error> {
+    ms_eden_at(x, rows, cols, axis, amax, hadamard, target, stream, 0)
+}
+
+/// [`ms_eden`] of one of several matrices that share a stream, its rotation groups numbered from `first_group`
+/// on. In groups of rows each follows the one before: `rows · ceil(cols / 128)` rotation groups along
+/// [`PackedAxis::Cols`], `cols · ceil(rows / 128)` along [`PackedAxis::Rows`].
+///
+/// # Errors
+/// As [`ms_eden`].
+#[allow(clippy::too_many_arguments)] // What a matrix, a transform and a draw are.
+pub fn ms_eden_at<T: Element>(
+    x: &[T],
+    rows: usize,
+    cols: usize,
+    axis: PackedAxis,
+    amax: f32,
+    hadamard: &Hadamard,
+    target: EdenTarget,
+    stream: &RandomStream,
+    first_group: u64,
+) -> Result<PackedTensor, Nvfp4Error> {
     check_matrix(x.len(), rows, cols)?;
     check_hadamard(hadamard)?;
     let (outer, inner) = axis.stored_shape(rows, cols);
@@ -167,7 +188,7 @@ pub fn ms_eden<T: Element>(
         .for_each(|(index, (codes, scales))| {
             let at = (index / groups, index % groups);
             let values = load_group(x, cols, at, inner, axis, hadamard);
-            let random = philox::block_bytes(stream, index as u64);
+            let random = philox::block_bytes(stream, first_group + index as u64);
             quantize_group(&values, &global, block_factor, random, codes, scales);
         });
     let shape = match axis {

@@ -251,19 +251,6 @@ pub fn col_policies() -> Vec<(CopyPolicy, AmaxScope)> {
     ]
 }
 
-/// Groups of these sizes, with their offsets in device memory.
-pub fn offsets(client: &Client, sizes: &[usize]) -> Groups {
-    let mut offsets = vec![0u32];
-    offsets.extend(sizes.iter().scan(0, |sum, &size| {
-        *sum += size as u32;
-        Some(*sum)
-    }));
-    Groups::Offsets {
-        offsets: client.create_from_slice(bytemuck::cast_slice(&offsets)),
-        count: sizes.len(),
-    }
-}
-
 /// Every policy of either copy, and of both, at `shapes`.
 pub fn check_policies<T: DeviceElement>(client: &Client, shapes: &[(usize, usize)]) {
     for (i, &(rows, cols)) in shapes.iter().enumerate() {

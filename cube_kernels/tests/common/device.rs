@@ -7,7 +7,7 @@ use half::{bf16, f16};
 use nvfp4_kernels::{
     Amax, PackedTensor,
     cube::codec::emulate_e2m1_instructions,
-    device::{DevicePacked, FloatKind, Matrix},
+    device::{DevicePacked, FloatKind, Groups, Matrix},
 };
 
 /// The device that `NVFP4_TEST_DEVICE` names (`cpu`, the default, or `cuda`), or `None` (after saying
@@ -113,6 +113,19 @@ pub fn upload<T: DeviceElement>(client: &Client, x: &[T], rows: usize, cols: usi
     Matrix::new(handle, rows, cols, T::KIND).unwrap()
 }
 
+/// Groups of `sizes` rows, with offsets on the device.
+pub fn offsets(client: &Client, sizes: &[usize]) -> Groups {
+    let mut offsets = vec![0u32];
+    offsets.extend(sizes.iter().scan(0, |sum, &size| {
+        *sum += size as u32;
+        Some(*sum)
+    }));
+    Groups::Offsets {
+        offsets: client.create_from_slice(bytemuck::cast_slice(&offsets)),
+        count: sizes.len(),
+    }
+}
+
 pub fn read_bytes(client: &Client, handle: &Handle, len: usize) -> Vec<u8> {
     if len == 0 {
         return Vec::new();
@@ -129,7 +142,12 @@ pub fn read_u32(client: &Client, handle: &Handle, len: usize) -> Vec<u32> {
 }
 
 pub fn read_f32(client: &Client, handle: &Handle) -> f32 {
-    f32::from_bits(read_u32(client, handle, 1)[0])
+    read_f32s(client, handle, 1)[0]
+}
+
+pub fn read_f32s(client: &Client, handle: &Handle, len: usize) -> Vec<f32> {
+    let bits = read_u32(client, handle, len);
+    bits.into_iter().map(f32::from_bits).collect()
 }
 
 pub fn read_matrix<T: DeviceElement>(client: &Client, matrix: &Matrix) -> Vec<T> {

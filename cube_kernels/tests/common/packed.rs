@@ -47,6 +47,15 @@ impl Packed {
         }
     }
 
+    /// Codes of 0, 2, 4 and 6 of either sign, times one: sums of their products are exact in any order.
+    pub fn integers(rows: usize, k: usize, seed: u32) -> Self {
+        let mut packed = Self::random(rows, k, seed);
+        packed.codes.iter_mut().for_each(|byte| *byte &= 0xcc);
+        packed.scales.fill(0x38);
+        packed.amax = 2688.0;
+        packed
+    }
+
     pub fn host(&self, rows: &[usize]) -> PackedTensor {
         let pick = |bytes: &[u8], width: usize| -> Vec<u8> {
             rows.iter()
@@ -127,6 +136,11 @@ pub fn unscaled(elements: Elements) -> Operand {
         elements,
         scale: Scale::One,
     }
+}
+
+/// Elements with a factor.
+pub fn scaled<'a>(elements: Elements<'a>, scale: Scale<'a>) -> Operand<'a> {
+    Operand { elements, scale }
 }
 
 /// All of them, or the ends and some between.

@@ -170,6 +170,7 @@ impl Nvfp4GroupedOps for CubeBackend {
         trace_op("matmul", "", rows, columns);
         let out = if is_wide(&a) || is_wide(&b) {
             let inner = type_of_product(&a, &b, dtype);
+            trace_masked(rows, columns, groups.count, inner);
             let x = tokens_values::<Self>(a, &offsets, inner);
             let w = stack_values::<Self>(b, groups.count, inner);
             let out = masked_rows(x, w, bias, offsets);
@@ -209,6 +210,8 @@ impl Nvfp4GroupedOps for CubeBackend {
         let (a, b) = match (a, b) {
             // Burn's own floats, of one type: every other type is one of the kernels'.
             (Operand::Float(x, _), Operand::Float(dy, _)) if x.dtype != DType::BF16 => {
+                let groups = offsets.meta.shape()[0] - 1;
+                trace_masked(m, n, groups, float_dtype(x.dtype));
                 return masked_depth(x, dy, offsets, dtype);
             }
             operands => operands,
@@ -470,6 +473,18 @@ fn type_of_product(
     } else {
         FloatDType::F32
     }
+}
+
+/// Says that experts are multiplied by Burn, in the type `inner`: all tokens by every expert, so as many times the
+/// operations as there are groups.
+fn trace_masked(m: usize, n: usize, groups: usize, inner: FloatDType) {
+    tracing::debug!(
+        m,
+        n,
+        groups,
+        ?inner,
+        "product by Burn's matmul, all tokens for every group"
+    );
 }
 
 /// 1 for the tokens of group `group` and 0 for others, `[tokens, 1]` of type `dtype`.

@@ -1,0 +1,215 @@
+//! Which parameters of a model are linear layers, and which of those are heads and routers.
+
+use std::collections::HashSet;
+
+use burn_core::module::{ModuleVisitor, Param, ParamGroup, ParamId};
+use burn_core::tensor::Tensor;
+
+/// Names of modules whose linear layers give a model's output. So do those that end in `_head`.
+const HEADS: [&str; 5] = ["head", "classifier", "logits", "unembed", "unembedding"];
+/// A module called `gate` is a router where it has a neighbour of this name, and else the gate of a
+/// SwiGLU.
+const EXPERTS: &str = "experts";
+
+/// A linear layer to decorate.
+pub(super) struct Found {
+    pub path: String,
+    pub weight: ParamId,
+    pub bias: Option<ParamId>,
+    /// Shape of the weight.
+    pub dims: [usize; 2],
+}
+
+/// Finds the linear layers.
+#[derive(Default)]
+pub(super) struct Survey<'a> {
+    include: Option<&'a ParamGroup>,
+    exclude: Option<&'a ParamGroup>,
+    path: Vec<String>,
+    containers: Vec<String>,
+    candidates: Vec<Candidate>,
+    reparameterized: Option<String>,
+    seen: HashSet<ParamId>,
+    /// Paths of all modules.
+    modules: HashSet<String>,
+}
+
+/// A weight that may be that of a layer to decorate.
+struct Candidate {
+    layer: Found,
+    is_linear: bool,
+    in_include: bool,
+    in_exclude: bool,
+}
+
+/// What a survey found.
+pub(super) struct Surveyed {
+    pub layers: Vec<Found>,
+    /// Paths of the linear layers that are not to be decorated.
+    pub left_alone: Vec<String>,
+    /// Whether `include` had anything to add, and `exclude` anything to take away.
+    pub included: bool,
+    pub excluded: bool,
+    /// The first parameter that has a reparameterization.
+    pub reparameterized: Option<String>,
+}
+
+impl<'a> Survey<'a> {
+    /// A survey of what the groups of a decorator ask for.
+    pub fn new(include: Option<&'a ParamGroup>, exclude: Option<&'a ParamGroup>) -> Self {
+        Self {
+            include,
+            exclude,
+            ..Self::default()
+        }
+    }
+
+    /// Decide what becomes of each layer, now that the whole model is known.
+    pub fn finish(self) -> Surveyed {
+        let Self {
+            candidates,
+            reparameterized,
+            modules,
+            ..
+        } = self;
+        let mut found = Surveyed {
+            layers: Vec::new(),
+            left_alone: Vec::new(),
+            included: false,
+            excluded: false,
+            reparameterized,
+        };
+        for candidate in candidates {
+            let Candidate {
+                layer,
+                is_linear,
+                in_include,
+                in_exclude,
+            } = candidate;
+            let by_default = is_linear && !is_head_or_router(&layer.path, &modules);
+            let included = in_include && !by_default;
+            found.included |= included;
+            found.excluded |= (is_linear || included) && in_exclude;
+            if (by_default || included) && !in_exclude {
+                found.layers.push(layer);
+            } else if is_linear {
+                found.left_alone.push(layer.path);
+            }
+        }
+        found
+    }
+}
+
+/// Whether the layer at `path` is, or is part of, an output head or a router. `modules` are the paths of
+/// all modules.
+fn is_head_or_router(path: &str, modules: &HashSet<String>) -> bool {
+    let by_name = |name: &str| {
+        HEADS.contains(&name)
+            || name.ends_with("_head")
+            || name == "router"
+            || name.ends_with("_router")
+    };
+    let gates_experts = || {
+        let neighbour = match path.rsplit_once('.') {
+            Some((parent, "gate")) => format!("{parent}.{EXPERTS}"),
+            None if path == "gate" => EXPERTS.into(),
+            _ => return false,
+        };
+        modules.contains(&neighbour)
+    };
+    path.split('.').any(by_name) || gates_experts()
+}
+
+impl ModuleVisitor for Survey<'_> {
+    fn enter_module(&mut self, name: &str, container_type: &str) {
+        if container_type == "Reparameterization" && self.reparameterized.is_none() {
+            self.reparameterized = Some(self.path.join("."));
+        }
+        self.path.push(name.into());
+        self.containers.push(container_type.into());
+        self.modules.insert(self.path.join("."));
+    }
+
+    fn exit_module(&mut self, _name: &str, _container_type: &str) {
+        self.path.pop();
+        self.containers.pop();
+    }
+
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        let Some((name, owner)) = self.path.split_last() else {
+            return;
+        };
+        let is_linear = self
+            .containers
+            .last()
+            .is_some_and(|container| container == "Struct:Linear");
+        let owner = owner.join(".");
+        match (name.as_str(), D) {
+            ("weight", 2) => {
+                let path = self.path.join(".");
+                let is_in = |group: Option<&ParamGroup>| {
+                    group.is_some_and(|group| group.matches(&param.id, Some(&path)))
+                };
+                let (in_include, in_exclude) = (is_in(self.include), is_in(self.exclude));
+                if (is_linear || in_include) && self.seen.insert(param.id) {
+                    let shape = param.lazy_shape();
+                    self.candidates.push(Candidate {
+                        layer: Found {
+                            path: owner,
+                            weight: param.id,
+                            bias: None,
+                            dims: [shape[0], shape[1]],
+                        },
+                        is_linear,
+                        in_include,
+                        in_exclude,
+                    });
+                }
+            }
+            ("bias", 1) if is_linear => {
+                if let Some(Candidate { layer, .. }) = self.candidates.last_mut()
+                    && layer.path == owner
+                {
+                    layer.bias = Some(param.id);
+                }
+            }
+            _ => {}
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn heads_and_routers_are_known_by_their_names() {
+        let modules: HashSet<String> = ["moe.experts", "moe.experts.0.up", "ffn.up"]
+            .map(String::from)
+            .into();
+        for path in [
+            "head",
+            "lm_head",
+            "model.lm_head",
+            "classification_head.linear",
+            "classifier",
+            "blocks.3.moe.router",
+            "expert_router",
+            "moe.gate",
+        ] {
+            assert!(is_head_or_router(path, &modules), "{path}");
+        }
+        for path in [
+            "",
+            "gate",
+            "ffn.gate",
+            "moe.experts.0.gate",
+            "blocks.0.mha.output",
+            "heads",
+            "header",
+            "up",
+        ] {
+            assert!(!is_head_or_router(path, &modules), "{path}");
+        }
+    }
+}

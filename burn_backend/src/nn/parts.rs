@@ -1,0 +1,78 @@
+//! Layers that become one layer, and come apart again with the ids that they had.
+
+use burn_core::module::{Param, ParamId};
+use burn_core::tensor::Tensor;
+use burn_nn::Linear;
+
+/// The ids of the parameters of a layer that is part of another.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct PartIds {
+    weight: ParamId,
+    bias: Option<ParamId>,
+}
+
+impl PartIds {
+    /// Those of each of `linears`.
+    pub fn of(linears: &[Linear]) -> Vec<Self> {
+        let ids = |linear: &Linear| Self {
+            weight: linear.weight.id,
+            bias: linear.bias.as_ref().map(|bias| bias.id),
+        };
+        linears.iter().map(ids).collect()
+    }
+}
+
+/// A layer of its own, number `index` of those that `ids` are of; with new ids where there are none.
+pub(super) fn apart(
+    ids: Option<&[PartIds]>,
+    index: usize,
+    weight: Tensor<2>,
+    bias: Option<Tensor<1>>,
+) -> Linear {
+    let ids = ids.map(|ids| ids[index]);
+    Linear {
+        weight: param(ids.map(|ids| ids.weight), weight),
+        bias: bias.map(|bias| param(ids.and_then(|ids| ids.bias), bias)),
+    }
+}
+
+fn param<const D: usize>(id: Option<ParamId>, value: Tensor<D>) -> Param<Tensor<D>> {
+    let mut param = Param::from_tensor(value);
+    if let Some(id) = id {
+        param.id = id;
+    }
+    param
+}
+
+/// Layers of one input as one layer, their outputs side by side. A missing bias is zero if another
+/// layer has one.
+pub(super) fn side_by_side(linears: &[Linear]) -> Linear {
+    let weights = linears.iter().map(|linear| linear.weight.val().detach());
+    let weight = Tensor::cat(weights.collect(), 1);
+    let biased = linears.iter().any(|linear| linear.bias.is_some());
+    let biases = linears.iter().map(|linear| match &linear.bias {
+        Some(bias) => bias.val().detach(),
+        None => {
+            let [_, d_out] = linear.weight.dims();
+            Tensor::zeros([d_out], (&weight.device(), weight.dtype()))
+        }
+    });
+    let bias = biased.then(|| Param::from_tensor(Tensor::cat(biases.collect(), 0)));
+    Linear {
+        weight: Param::from_tensor(weight),
+        bias,
+    }
+}
+
+/// A layer as `N` layers of equal outputs: the inverse of [`side_by_side`].
+pub(super) fn parts<const N: usize>(linear: Linear, ids: Option<&[PartIds]>) -> [Linear; N] {
+    let [_, d_out] = linear.weight.dims();
+    let width = d_out / N;
+    let weight = linear.weight.val().detach();
+    let bias = linear.bias.map(|bias| bias.val().detach());
+    std::array::from_fn(|index| {
+        let first = index * width;
+        let bias = bias.clone().map(|bias| bias.narrow(0, first, width));
+        apart(ids, index, weight.clone().narrow(1, first, width), bias)
+    })
+}

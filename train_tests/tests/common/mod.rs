@@ -1,0 +1,115 @@
+//! The model that is trained, and its data.
+
+use burn_core as burn;
+
+use burn_core::data::dataloader::batcher::Batcher;
+use burn_core::module::Module;
+use burn_core::tensor::{Device, Tensor, TensorData, activation::gelu};
+use burn_nvfp4::state::number_layers;
+use burn_nvfp4::{Nvfp4Linear, Nvfp4LinearConfig, Nvfp4Recipe, Nvfp4State};
+use burn_train::{InferenceStep, RegressionOutput, TrainOutput, TrainStep};
+
+pub const WIDTH: usize = 32;
+pub const BATCH: usize = 16;
+pub const RATE: f64 = 0.01;
+
+#[derive(Module, Debug)]
+pub struct Net {
+    pub up: Nvfp4Linear,
+    pub down: Nvfp4Linear,
+}
+
+impl Net {
+    pub fn new(device: &Device) -> Self {
+        Self::of(&Nvfp4Recipe::new(), device)
+    }
+
+    pub fn of(recipe: &Nvfp4Recipe, device: &Device) -> Self {
+        let recipe = recipe.clone().with_seed(5);
+        let layer = || {
+            Nvfp4LinearConfig::new(WIDTH, WIDTH)
+                .with_recipe(recipe.clone())
+                .init(device)
+        };
+        let net = Self {
+            up: layer(),
+            down: layer(),
+        };
+        number_layers(&net);
+        net
+    }
+
+    /// The same parameters in a model that counts its forwards itself.
+    pub fn copy(&self, device: &Device) -> Self {
+        let copy = Self::new(device).load_record(self.clone().into_record());
+        Nvfp4State::collect(self).apply(&copy).unwrap();
+        copy
+    }
+
+    pub fn forward(&self, x: Tensor<2>) -> Tensor<2> {
+        self.down.forward(gelu(self.up.forward(x)))
+    }
+
+    pub fn regression(&self, Rows { x, target }: Rows) -> RegressionOutput {
+        let output = self.forward(x);
+        let loss = (output.clone() - target.clone()).powi_scalar(2).mean();
+        RegressionOutput::new(loss, output, target)
+    }
+
+    pub fn bits(&self) -> Vec<Vec<u32>> {
+        [&self.up, &self.down]
+            .into_iter()
+            .flat_map(|layer| {
+                [
+                    layer.weight.val().into_data(),
+                    layer.bias.as_ref().unwrap().val().into_data(),
+                ]
+            })
+            .map(|data| data.iter::<f32>().map(f32::to_bits).collect())
+            .collect()
+    }
+}
+
+impl TrainStep for Net {
+    type Input = Rows;
+    type Output = RegressionOutput;
+
+    fn step(&self, rows: Rows) -> TrainOutput<RegressionOutput> {
+        let output = self.regression(rows);
+        TrainOutput::new(self, output.loss.backward(), output)
+    }
+}
+
+impl InferenceStep for Net {
+    type Input = Rows;
+    type Output = RegressionOutput;
+
+    fn step(&self, rows: Rows) -> RegressionOutput {
+        self.regression(rows)
+    }
+}
+
+#[derive(Clone, Debug)]
+pub struct Rows {
+    pub x: Tensor<2>,
+    pub target: Tensor<2>,
+}
+
+/// Row number `index`: a wave. What is learned is the row, backwards.
+pub fn row(index: usize) -> Vec<f32> {
+    (0..WIDTH)
+        .map(|column| ((index * 7 + column * (1 + index % 5)) as f32 * 0.37).sin())
+        .collect()
+}
+
+#[derive(Clone)]
+pub struct RowBatcher;
+
+impl Batcher<usize, Rows> for RowBatcher {
+    fn batch(&self, items: Vec<usize>, device: &Device) -> Rows {
+        let values: Vec<f32> = items.iter().flat_map(|&index| row(index)).collect();
+        let x = Tensor::from_data(TensorData::new(values, [items.len(), WIDTH]), device);
+        let target = x.clone().flip([1]);
+        Rows { x, target }
+    }
+}
