@@ -861,7 +861,7 @@ fn repeated_launches_are_identical() {
             )
         };
         let first = run();
-        for _ in 0..10 {
+        for _ in 0..100 {
             assert!(run() == first, "{}", case.name);
         }
     }

@@ -40,7 +40,7 @@ const NOT_RUN: [&str; 10] = [
     "shapes",
 ];
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, clap::ValueEnum)]
 enum Tool {
     /// Accesses outside of memory, and leaks
     Memcheck,
@@ -175,11 +175,9 @@ pub fn run(args: &Args) -> Result<ExitCode> {
             });
         }
     });
-    let findings: Vec<Finding> = findings
-        .into_inner()
-        .expect("not poisoned")
-        .into_iter()
-        .collect::<Result<_>>()?;
+    let findings = findings.into_inner().expect("not poisoned").into_iter();
+    let mut findings: Vec<Finding> = findings.collect::<Result<_>>()?;
+    findings.sort_by(|a, b| (a.tool, &a.test).cmp(&(b.tool, &b.test)));
     Ok(report(&findings))
 }
 

@@ -15,6 +15,7 @@ use crate::{
         Inputs, NEAREST, copy_of, equal_groups, groups_of, plain_and_transformed, rht, stochastic,
         with_amax, words,
     },
+    packed,
 };
 
 /// Rows that grouped products want in multiples.
@@ -86,6 +87,7 @@ fn other_copies(section: &mut Section<'_>, inputs: &Inputs, groups: &Groups) {
         });
     }
     dense::tiles(section, &suffix, inputs, groups);
+    packed::grouped(section, inputs, groups, &found);
 }
 
 /// Rows on their way to the experts and back.

@@ -1,8 +1,9 @@
 //! Kernels whose input is packed already, and MS-EDEN, which takes both.
 
+use cubecl::server::Handle;
 use nvfp4_kernels::{
     Hadamard, HadamardSize, PackedAxis, RandomStream,
-    device::FloatKind,
+    device::{FloatKind, Groups},
     gemm,
     ops::{self, EdenSource},
     reference::EdenTarget,
@@ -10,7 +11,7 @@ use nvfp4_kernels::{
 
 use crate::{
     harness::{Section, Work},
-    inputs::{Inputs, MX, NEAREST, PACKED, Rotated},
+    inputs::{Inputs, MX, NEAREST, PACKED, Rotated, copy_of, with_amax},
 };
 
 const AXES: [(&str, PackedAxis); 2] = [("row", PackedAxis::Cols), ("col", PackedAxis::Rows)];
@@ -49,10 +50,18 @@ pub fn packed(section: &mut Section<'_>, inputs: &Inputs) {
             ops::mx_dequantize(&client, &packed[i], FloatKind::Bf16).unwrap();
         });
     }
-    eden(section, "bf16", n * 2.0, inputs, |i| inputs.get(i).into());
-    for (name, packed) in &quantized {
-        let name = format!("NVFP4 {name}");
-        eden(section, &name, n * PACKED, inputs, |i| (&packed[i]).into());
+    for (to, axis) in AXES {
+        let amax = || inputs.amax();
+        let name = format!("bf16 to {to}");
+        eden(section, &name, [2.0 * n, n * PACKED], axis, amax, |i| {
+            inputs.get(i).into()
+        });
+        for (from, packed) in &quantized {
+            let name = format!("NVFP4 {from} to {to}");
+            eden(section, &name, [n * PACKED; 2], axis, amax, |i| {
+                (&packed[i]).into()
+            });
+        }
     }
     let [(_, a), (_, b)] = &quantized;
     if n < 1e8 {
@@ -63,26 +72,65 @@ pub fn packed(section: &mut Section<'_>, inputs: &Inputs) {
     }
 }
 
-/// MS-EDEN of `source(i)`, which has `bytes`, along both axes.
+/// What the backward pass makes of tokens in groups, with `amax` for each: along the tokens.
+pub fn grouped(section: &mut Section<'_>, inputs: &Inputs, groups: &Groups, amax: &Handle) {
+    let client = section.client();
+    let n = inputs.elements();
+    let suffix = format!("{} groups", groups.count());
+    let axis = PackedAxis::Rows;
+    section.time(&format!("MXFP8 col, {suffix}"), n * (2.0 + MX), |i| {
+        ops::mx_quantize_groups(&client, inputs.get(i), groups, axis).unwrap();
+    });
+    let quantized = Rotated::new(n * PACKED, |i| {
+        let request = with_amax(amax, copy_of(NEAREST, None));
+        ops::quantize(&client, inputs.get(i), groups, PackedAxis::Cols, &request).unwrap()
+    });
+    let name = format!("dequantize row, {suffix}");
+    section.time(&name, n * (PACKED + 2.0), |i| {
+        ops::dequantize(&client, &quantized[i], FloatKind::Bf16).unwrap();
+    });
+    let name = format!("NVFP4 row to MXFP8 col, {suffix}");
+    section.time(&name, n * (PACKED + MX), |i| {
+        ops::mx_requantize(&client, &quantized[i], axis, FloatKind::Bf16).unwrap();
+    });
+    let name = format!("bf16 to col, {suffix}");
+    let bytes = [2.0 * n, n * PACKED];
+    eden(
+        section,
+        &name,
+        bytes,
+        axis,
+        || amax,
+        |i| EdenSource::Grouped(inputs.get(i), groups),
+    );
+    let name = format!("NVFP4 row to col, {suffix}");
+    eden(
+        section,
+        &name,
+        [n * PACKED; 2],
+        axis,
+        || amax,
+        |i| (&quantized[i]).into(),
+    );
+}
+
+/// MS-EDEN of `source(i)` along `axis`, and its maxima, of which those of the values before the transform are
+/// about as large. `bytes` are read and written.
 fn eden<'a>(
     section: &mut Section<'_>,
-    from: &str,
-    bytes: f64,
-    inputs: &Inputs,
+    name: &str,
+    [read, written]: [f64; 2],
+    axis: PackedAxis,
+    amax: impl Fn() -> &'a Handle,
     source: impl Fn(usize) -> EdenSource<'a>,
 ) {
     let client = section.client();
     let hadamard = Hadamard::seeded_with_size(HadamardSize::H128, 1);
-    for (to, axis) in AXES {
-        section.time(&format!("MS-EDEN amax, {from} to {to}"), bytes, |i| {
-            ops::ms_eden_amax(&client, source(i), axis, &hadamard).unwrap();
-        });
-        let written = inputs.elements() * PACKED;
-        section.time(&format!("MS-EDEN, {from} to {to}"), bytes + written, |i| {
-            let (target, random) = (EdenTarget::Backward, RandomStream::new(1, 2, 3));
-            // That of the values before the transform is about as large.
-            let amax = inputs.amax();
-            ops::ms_eden(&client, source(i), axis, amax, &hadamard, target, random).unwrap();
-        });
-    }
+    section.time(&format!("MS-EDEN amax, {name}"), read, |i| {
+        ops::ms_eden_amax(&client, source(i), axis, &hadamard).unwrap();
+    });
+    section.time(&format!("MS-EDEN, {name}"), read + written, |i| {
+        let (target, random) = (EdenTarget::Backward, RandomStream::new(1, 2, 3));
+        ops::ms_eden(&client, source(i), axis, amax(), &hadamard, target, random).unwrap();
+    });
 }
