@@ -22,7 +22,8 @@ use nvfp4_kernels::{
     gemm::{
         self, Elements, Operand, Scale, Target,
         kernels::{
-            BlockScaledShape, Multiply, Plan, grouped_rows_with, product_amax_with, product_with,
+            BlockScaledShape, Multiply, Plan, grouped_rows_with, product_amax_with, product_as,
+            product_with,
         },
     },
     ops::{self, GroupOffsets},
@@ -488,22 +489,31 @@ fn bf16_operands() {
     }
 }
 
-/// Few rows on the path of other devices, which on Hopper is that of rows of `b` that are no multiple of 8.
+/// Few rows on the path of other devices, which on Hopper is that of rows of `b` that are no multiple of 8; with
+/// scales of all bytes, and as on a device that cannot convert them, bit for bit.
 #[test]
 fn few_rows_without_a_path_of_their_own() {
     let client = gpu!("few_rows_without_a_path_of_their_own");
-    if Capabilities::of(&client).compute_capability < Some(90) {
-        println!("SKIPPED: few_rows_without_a_path_of_their_own: needs sm_90");
+    let here = Capabilities::of(&client);
+    if here.compute_capability < Some(80) {
+        println!("SKIPPED: few_rows_without_a_path_of_their_own: needs sm_80");
         return;
     }
+    let old = Capabilities {
+        compute_capability: Some(80),
+        gemm: GemmPath::MatrixInstructions,
+        ..here
+    };
     for (m, n, k) in [
         (1, 2, 32),
         (5, 10, 96),
         (16, 1002, 1024),
         (13, 76, 160),
         (9, 20, 2048),
+        (11, 12, 48),
+        (2, 130, 1040),
     ] {
-        let (a, b) = (Packed::random(m, k, 5), Packed::random(n, k, 6));
+        let (a, mut b) = (Packed::random(m, k, 5), Packed::random(n, k, 6));
         let what = format!("{m} x {n} x {k}");
         let (path, kernel) = gemm::kernel_of(&client, (true, true), (m, n, k), 1);
         assert_eq!(path, GemmPath::MatrixInstructions, "{what}");
@@ -511,6 +521,20 @@ fn few_rows_without_a_path_of_their_own() {
         let (left, right) = (a.device(&client), b.device(&client));
         let found = gemm::gemm(&client, &left, &right, None, FloatKind::F32).unwrap();
         assert_bound(&read_matrix::<f32>(&client, &found), &a, &b, &what);
+        // NaN, zero and subnormal ones among them.
+        for (i, scale) in b.scales.iter_mut().enumerate() {
+            *scale = (i % 128) as u8;
+        }
+        let right = b.device(&client);
+        let new = Target::New(FloatKind::F32);
+        let expected = gemm::gemm(&client, &left, &right, None, FloatKind::F32).unwrap();
+        let (left, right) = ((&left).into(), (&right).into());
+        let found = product_as(&client, &old, &left, &right, None, new).unwrap();
+        let (found, expected): (Vec<f32>, Vec<f32>) = (
+            read_matrix(&client, &found),
+            read_matrix(&client, &expected),
+        );
+        assert_floats(&found, &expected, &format!("{what}, sm_80"));
     }
 }
 

@@ -346,6 +346,9 @@ fn graph_replays_products_in_groups() {
     }
 }
 
+/// A call, and what it gives.
+type Product<'a> = Box<dyn Fn() -> Matrix + 'a>;
+
 /// What a product decodes or brings into another order is memory of the product alone: behind it there is the
 /// output and nothing else.
 #[test]
@@ -375,7 +378,7 @@ fn workspaces_are_released() {
         let new = Target::New(FloatKind::Bf16);
         gemm::gemm_grouped_rows(&client, None, &a, &b, &offsets, None, new).unwrap()
     };
-    let mut products: Vec<(&str, Box<dyn Fn() -> Matrix + '_>)> = vec![
+    let mut products: Vec<(&str, Product)> = vec![
         ("its own", Box::new(|| dense(None))),
         ("groups", Box::new(grouped)),
     ];

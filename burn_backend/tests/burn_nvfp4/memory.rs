@@ -5,7 +5,7 @@ use burn_core::tensor::{DType, Device, Tensor};
 use burn_nvfp4::{Nvfp4LinearConfig, Nvfp4Recipe};
 use cubecl::MemoryScope;
 
-use crate::common::{Matrix, device};
+use crate::common::{Matrix, device, small_only};
 
 /// Bytes in use on the stream of this test when nothing is under way: other tests run beside it.
 fn in_use(device: &Device) -> u64 {
@@ -42,11 +42,10 @@ fn saved_activations_take_their_packed_size() {
         ("fwd_nvfp4_bwd_bf16", nvfp4, nvfp4),
         ("mxfp8", mxfp8, mxfp8),
     ];
-    let shapes = [(1024, 256, 128), (512, 128, 768)];
-    for ((preset, most, of_weight), (tokens, d_in, d_out)) in presets
-        .into_iter()
-        .flat_map(|preset| shapes.map(|shape| (preset, shape)))
-    {
+    let usual = presets.map(|preset| (preset, (1024, 256, 128)));
+    // And a weight larger than the input.
+    let wide = [presets[0], presets[8]].map(|preset| (preset, (256, 128, 512)));
+    for ((preset, most, of_weight), (tokens, d_in, d_out)) in usual.into_iter().chain(wide) {
         let elements = (tokens * d_in) as f64;
         let recipe = Nvfp4Recipe::preset(preset)
             .unwrap()
@@ -72,6 +71,10 @@ fn saved_activations_take_their_packed_size() {
         eprintln!("{what}: {kept} bytes kept, {each:.3} for each element of the input");
         assert!(kept > output, "{what}: the output alone takes {output}");
         assert!(each <= most, "{what}: {each} bytes for each element");
+        // Where the backward is not NVFP4 Burn multiplies on CubeCL's CPU runtime, for minutes.
+        if small_only() && (preset.contains("bwd") || preset == "mxfp8") {
+            continue;
+        }
         let grads = y.sum().backward();
         assert!(layer.weight.grad(&grads).is_some());
         drop(grads);
