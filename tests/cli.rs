@@ -545,7 +545,8 @@ fn recipes_are_compared_on_the_same_batches() {
     assert!(lines[0].starts_with("step,layer,operand,sqnr_db"));
     // Two sampled steps of eight layers. In the second the forward has healed, and MS-EDEN's operands
     // are transformed: nothing is left to look at.
-    assert_eq!(lines.len(), 1 + 8 * 2, "{telemetry}");
+    // Five operands of two plain layers, three of two layers of experts; twice.
+    assert_eq!(lines.len(), 1 + 16 * 2, "{telemetry}");
     assert!(lines[1..].iter().all(|line| line.starts_with("0,blocks.")));
     let state = json(&checkpoint(&out.join("quartet2")).join("state.json"));
     let modes = state["nvfp4"]["modes"].as_object().unwrap();

@@ -552,7 +552,7 @@ mod tests {
 
         for (text, part) in [
             (r#"{"rht_sings": 5}"#, "rht_sings is no field"),
-            (r#"{"fprop": {"x": "Mxfp8"}}"#, "missing field `w`"),
+            (r#"{"fprop": {}}"#, "missing field `x`"),
         ] {
             let error = with_file("wrong", text, Options::default()).unwrap_err();
             let error = format!("{error:#}");
