@@ -19,7 +19,7 @@ use super::device::DeviceName;
 #[derive(Args, Debug, Clone, Default, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub(crate) struct Options {
-    /// Sizes to start from: tiny, small, 10m, 30m or 125m [default: tiny]
+    /// Sizes to start from: tiny, small, 10m, moe-10m, 30m or 125m [default: tiny]
     #[arg(long, value_name = "NAME")]
     preset: Option<Preset>,
     /// What the products are computed in: nvfp4, bf16, f32, a preset (see docs/recipes.md), or the
@@ -81,6 +81,9 @@ pub(crate) struct Options {
     /// Experts that each byte is sent to [default: 2]
     #[arg(long)]
     top_k: Option<usize>,
+    /// Share of each block's load-balancing loss in the training loss [default: 0.01]
+    #[arg(long, value_name = "SHARE")]
+    balance_loss: Option<f64>,
     /// Width of the model, a multiple of 16
     #[arg(long)]
     width: Option<usize>,
@@ -255,6 +258,7 @@ impl Options {
             model,
             experts,
             top_k,
+            balance_loss,
             steps,
             batch,
             lr,
@@ -324,7 +328,14 @@ impl Options {
             "experts is {}, but model is dense: leave one of them out",
             self.experts.unwrap_or_default()
         );
-        config.experts = self.experts.or(self.model.and_then(ModelKind::experts));
+        let preset = config.preset;
+        ensure!(
+            config.experts.is_none() || self.model != Some(ModelKind::Dense),
+            "model is dense, but preset {preset} has experts: leave one of them out"
+        );
+        let by_default = config.experts.or(self.model.and_then(ModelKind::experts));
+        config.experts = self.experts.or(by_default);
+        config.balance_loss = self.balance_loss;
         config.healing = self.healing;
         config.decorate = self.decorate;
         config.devices = devices.iter().map(DeviceName::to_string).collect();
@@ -552,7 +563,7 @@ mod tests {
 
         for (text, part) in [
             (r#"{"rht_sings": 5}"#, "rht_sings is no field"),
-            (r#"{"fprop": {"x": "Mxfp8"}}"#, "missing field `w`"),
+            (r#"{"fprop": {}}"#, "missing field `x`"),
         ] {
             let error = with_file("wrong", text, Options::default()).unwrap_err();
             let error = format!("{error:#}");
@@ -572,6 +583,23 @@ mod tests {
             error.contains("widht") && error.contains("width"),
             "{error}"
         );
+    }
+
+    #[test]
+    fn presets_have_experts_unless_others_are_asked_for() {
+        let resolve = |json: &str| parse(json).resolve().map(|(config, _)| config);
+        let moe =
+            resolve(r#"{"device": "flex", "preset": "moe-10m", "balance_loss": 0.05}"#).unwrap();
+        assert_eq!((moe.experts, moe.balance_loss), (Some(8), Some(0.05)));
+        let four = resolve(r#"{"device": "flex", "preset": "moe-10m", "experts": 4}"#).unwrap();
+        assert_eq!(four.experts, Some(4));
+        for config in [moe, four] {
+            let written = serde_json::to_string(&config).unwrap();
+            assert_eq!(resolve(&written).unwrap(), config);
+        }
+        let error = resolve(r#"{"device": "flex", "preset": "moe-10m", "model": "dense"}"#);
+        let error = error.unwrap_err().to_string();
+        assert!(error.contains("preset moe-10m has experts"), "{error}");
     }
 
     #[test]

@@ -17,6 +17,9 @@ use crate::Nvfp4Recipe;
 /// Number of symbols: the model reads and writes bytes.
 pub const VOCABULARY: usize = 256;
 
+/// Share of a block's load-balancing loss in the training loss.
+pub const BALANCE_SHARE: f64 = 0.01;
+
 /// Sizes of the model, all in elements.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ModelConfig {
@@ -344,6 +347,9 @@ pub enum Preset {
     /// 10 M parameters, 25 bytes of text for each: what the recipes are compared on, on a GPU.
     #[serde(rename = "10m")]
     M10,
+    /// 10 M parameters in mixtures of 8 experts, 2 for each byte, which so is multiplied with 3.2 M.
+    #[serde(rename = "moe-10m")]
+    Moe10M,
     /// 30 M parameters, for GPUs.
     #[serde(rename = "30m")]
     M30,
@@ -354,7 +360,14 @@ pub enum Preset {
 
 impl Preset {
     /// All presets, smallest first.
-    pub const ALL: [Self; 5] = [Self::Tiny, Self::Small, Self::M10, Self::M30, Self::M125];
+    pub const ALL: [Self; 6] = [
+        Self::Tiny,
+        Self::Small,
+        Self::M10,
+        Self::Moe10M,
+        Self::M30,
+        Self::M125,
+    ];
 
     /// The name that the command and the files use.
     pub fn name(self) -> &'static str {
@@ -362,6 +375,7 @@ impl Preset {
             Self::Tiny => "tiny",
             Self::Small => "small",
             Self::M10 => "10m",
+            Self::Moe10M => "moe-10m",
             Self::M30 => "30m",
             Self::M125 => "125m",
         }
@@ -436,6 +450,10 @@ pub struct RunConfig {
     /// See [`ModelConfig::top_k`].
     #[serde(default = "top_2")]
     pub top_k: usize,
+    /// Share of each block's load-balancing loss in the training loss, where there are experts; without
+    /// one it is [`BALANCE_SHARE`].
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub balance_loss: Option<f64>,
     /// Optimizer steps.
     pub steps: u64,
     /// Sequences of `context` bytes in a step.
@@ -507,6 +525,7 @@ impl RunConfig {
             context: 128,
             experts: None,
             top_k: top_2(),
+            balance_loss: None,
             steps: 300,
             batch: 8,
             lr: 4e-3,
@@ -556,6 +575,20 @@ impl RunConfig {
                 heads: 4,
                 hidden: 1216,
                 context: 256,
+                batch: 328,
+                steps: 3_000,
+                lr: 2e-3,
+                warmup: 300,
+                eval_batches: 16,
+                ..large
+            },
+            Preset::Moe10M => Self {
+                width: 256,
+                layers: 4,
+                heads: 4,
+                hidden: 352,
+                context: 256,
+                experts: ModelKind::Moe.experts(),
                 batch: 328,
                 steps: 3_000,
                 lr: 2e-3,
@@ -648,6 +681,17 @@ impl RunConfig {
             "weight-decay is {}, but it must be zero or a positive number",
             self.weight_decay
         );
+        if let Some(share) = self.balance_loss {
+            ensure!(
+                share.is_finite() && share >= 0.0,
+                "balance-loss is {share}, but it must be zero or a positive number"
+            );
+            ensure!(
+                self.experts.is_some(),
+                "balance-loss is {share}, but the model has no experts to balance: leave it out, or give \
+                 --model moe"
+            );
+        }
         if self.decorate.is_some() {
             ensure!(
                 self.experts.is_none(),
@@ -830,6 +874,7 @@ mod tests {
             (Preset::Tiny, 0.8e6, 1.0e6),
             (Preset::Small, 6e6, 8e6),
             (Preset::M10, 9.5e6, 10.5e6),
+            (Preset::Moe10M, 9.5e6, 10.5e6),
             (Preset::M30, 28e6, 32e6),
             (Preset::M125, 115e6, 130e6),
         ] {
@@ -845,6 +890,13 @@ mod tests {
 
     #[test]
     fn experts_are_checked_and_counted() {
+        let moe = RunConfig::preset(Preset::Moe10M, "flex").model();
+        assert_eq!((moe.experts, moe.top_k), (Some(8), 2));
+        assert_eq!(
+            moe.weights_of_a_byte(),
+            3_211_264,
+            "what its description says"
+        );
         let dense = RunConfig::preset(Preset::Tiny, "flex").model();
         let experts = |experts, top_k| ModelConfig {
             experts: Some(experts),
@@ -876,13 +928,18 @@ mod tests {
     fn errors_name_the_value() {
         let good = RunConfig::preset(Preset::Tiny, "flex");
         type Spoil = fn(&mut RunConfig);
-        let cases: [(&str, Spoil); 18] = [
+        let cases: [(&str, Spoil); 20] = [
             ("width", |c| c.width = 100),
             ("hidden", |c| c.hidden = 0),
             ("heads", |c| c.heads = 3),
             ("batch", |c| c.batch = 0),
             ("warmup", |c| c.warmup = c.steps),
             ("lr", |c| c.lr = f64::NAN),
+            ("balance-loss", |c| c.balance_loss = Some(0.1)),
+            ("balance-loss", |c| {
+                c.experts = Some(4);
+                c.balance_loss = Some(-0.1);
+            }),
             ("activation", |c| {
                 c.device = "cpu".into();
                 c.activation = Activation::Bf16;

@@ -16,7 +16,7 @@ use burn_nvfp4::nn::{
 };
 use burn_nvfp4::state::number_layers;
 
-use super::config::{Activation, ModelConfig, Recipe, RunConfig, VOCABULARY};
+use super::config::{Activation, BALANCE_SHARE, ModelConfig, Recipe, RunConfig, VOCABULARY};
 use super::random::{Stream, hash};
 use crate::Nvfp4Recipe;
 
@@ -24,8 +24,6 @@ use crate::Nvfp4Recipe;
 const EMBEDDING_DEVIATION: f64 = 0.1;
 /// Scale of the initial head: the untrained model's prediction is close to uniform.
 const HEAD_SCALE: f64 = 0.25;
-/// Share of each block's load-balancing loss in the training loss.
-const BALANCE_SHARE: f64 = 0.01;
 /// Share of each block's router z-loss in the training loss.
 const Z_SHARE: f64 = 0.001;
 
@@ -99,6 +97,9 @@ pub struct Transformer {
     positions: Positions,
     #[module(skip)]
     activation: Activation,
+    /// Share of each block's load-balancing loss in the training loss.
+    #[module(skip)]
+    balance_share: f64,
 }
 
 impl Transformer {
@@ -140,6 +141,7 @@ impl Transformer {
             head: zeros([width, VOCABULARY]),
             positions: PositionsConfig::new(context, width / heads).try_init(device)?,
             activation,
+            balance_share: BALANCE_SHARE,
         };
         let model = initialise(model, seed, layers, FloatDType::F32);
         number_layers(&model);
@@ -150,13 +152,17 @@ impl Transformer {
 
 impl LanguageModel for Transformer {
     fn build(config: &RunConfig, recipe: &Recipe, device: &Device) -> Result<Self> {
-        Self::new(
+        let model = Self::new(
             &config.model(),
             config.activation_of(recipe),
             &config.nvfp4_recipe(recipe)?,
             config.seed,
             device,
-        )
+        )?;
+        Ok(Self {
+            balance_share: config.balance_loss.unwrap_or(BALANCE_SHARE),
+            ..model
+        })
     }
 
     fn context(&self) -> usize {
@@ -177,7 +183,7 @@ impl LanguageModel for Transformer {
                 z_loss,
             } = block.forward(x, &self.positions);
             x = output;
-            for (loss, share) in [(balance_loss, BALANCE_SHARE), (z_loss, Z_SHARE)] {
+            for (loss, share) in [(balance_loss, self.balance_share), (z_loss, Z_SHARE)] {
                 if let Some(loss) = loss {
                     let loss = loss.mul_scalar(share);
                     routers = Some(match routers {

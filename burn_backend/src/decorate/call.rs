@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use burn_core::backend::fusion::custom::{TensorId, TensorIr};
 use burn_cubecl::{CubeBackend, tensor::CubeTensor};
 
-use super::report::Counters;
+use super::account::Counters;
 use crate::ops::LinearSpec;
 use crate::ops::product::Saved;
 use crate::telemetry::Probe;

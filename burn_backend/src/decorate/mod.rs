@@ -29,11 +29,11 @@
 //! whether it was taken. What the graph sees of a marked weight is NaN, so a product that was not
 //! taken can give no number.
 
+mod account;
 mod call;
 mod fuser;
 mod mark;
 mod ops;
-mod report;
 mod survey;
 mod tracker;
 
@@ -47,14 +47,14 @@ use burn_cubecl::fusion::RegistryError;
 use burn_cubecl::{CubeDevice, fusion};
 use nvfp4_kernels::Nvfp4Error;
 
-pub use report::{LayerReport, Nvfp4Report, ProductFormat, RoleReport, report};
+pub use account::{LayerReport, Nvfp4Report, ProductFormat, RoleReport, report};
 
 use crate::recipe::Nvfp4Recipe;
 use crate::state::{LayerRandomness, LayerState};
 use crate::validate;
+use account::Counters;
 use call::{Group, Layer, Mode, lock};
 use mark::{Kind, Mark, collect};
-use report::Counters;
 use survey::{Survey, Surveyed};
 
 /// Burn's own fusion of a product with what follows it. It would never win against ours.

@@ -250,9 +250,14 @@ impl<B: Nvfp4Ops, G: Grouping<B>> GradientsOf<B> for Saved<B, G> {
             }
             (None, None) => (None, None),
         };
-        if let (Some((probe, dy)), Some(operand)) = (probed, &dy_row) {
-            let source = Source::rows("dgrad.dy", dy, grouping.offsets());
-            probe.look(source, operand, &row);
+        if let Some((probe, dy)) = probed {
+            if let Some(operand) = &dy_row {
+                let source = Source::rows("dgrad.dy", dy.clone(), grouping.offsets());
+                probe.look(source, operand, &row);
+            }
+            if let (Some(operand), None) = (&dy_col, grouping.offsets()) {
+                probe.look(Source::columns("wgrad.dy", dy), operand, &col);
+            }
         }
         let x = dy_row
             .zip(self.w)
@@ -316,8 +321,11 @@ impl<B: Nvfp4Ops, G: Grouping<B>> Product<B, G> {
             }
         };
         if let Some((probe, x_source)) = probed {
-            let source = Source::rows("fprop.x", x_source, grouping.offsets());
+            let source = Source::rows("fprop.x", x_source.clone(), grouping.offsets());
             probe.look(source, &x, &spec.fprop_x);
+            if let (Some(operand), None) = (&saved_x, grouping.offsets()) {
+                probe.look(Source::columns("wgrad.x", x_source), operand, &spec.wgrad_x);
+            }
         }
         let y = grouping.product(x, w, self.bias, x_dtype);
         let saved = Saved {

@@ -187,7 +187,7 @@ impl TelemetryMetric {
             .collect()
     }
 
-    /// Look at operands of this name alone: `fprop.x`, `fprop.w` or `dgrad.dy`.
+    /// Look at operands of this name alone, one of those in [`OperandSample::operand`].
     pub fn of_operand(self, operand: &str) -> Self {
         Self::new(self.statistic, Some(operand.into()), self.layer)
     }

@@ -4,6 +4,9 @@
 //! A sample looks at a part of each operand: as many stored rows, evenly spaced, as hold about 256 Ki
 //! elements. Those are read back, so a sampled step waits for the device; other steps pay nothing.
 //!
+//! Operands after a transform (those of wgrad by most recipes, and all by MS-EDEN) are measured in the basis
+//! that they are multiplied in: what their codes stand for, against the transform of what they were made of.
+//!
 //! Of a layer of experts it looks at the tokens and at the weights of all of them together, each value
 //! against what the global scale of its own expert made of it: an expert has as much of a share in the
 //! sample as it has tokens, and the weights of all have the same.
@@ -36,7 +39,7 @@ use burn_core::module::Module;
 use burn_core::tensor::{Device, FloatDType, Shape, Slice, TensorData};
 use futures_lite::future::block_on;
 use nvfp4_kernels::format::{e2m1, e4m3};
-use nvfp4_kernels::{BLOCK, PackedAxis};
+use nvfp4_kernels::{BLOCK, Hadamard, PackedAxis, reference};
 use serde::Serialize;
 
 use crate::ops::{GlobalScaling, Nvfp4Ops, Operand, OperandSpec};
@@ -50,7 +53,7 @@ const SLAB: usize = 1 << 18;
 pub struct OperandSample {
     /// Path of the layer in the model.
     pub layer: String,
-    /// `fprop.x`, `fprop.w` or `dgrad.dy`.
+    /// `fprop.w`, `fprop.x`, `wgrad.x`, `dgrad.dy` or `wgrad.dy`.
     pub operand: &'static str,
     /// Signal over quantization noise, in decibel; infinite where nothing was lost.
     pub sqnr_db: f64,
@@ -130,7 +133,7 @@ impl TelemetrySampler {
 
 /// Looks at every NVFP4 operand of a model's linear layers, explicit, decorated or of experts, from
 /// [`start`](Self::start) to [`finish`](Self::finish): put one forward and backward between them. Operands
-/// in other formats, and those after a transform, are not looked at.
+/// in other formats are not looked at, nor those of experts along the tokens (wgrad).
 #[derive(Debug)]
 pub struct Telemetry {
     layers: Vec<(String, LayerState, Probe)>,
@@ -216,6 +219,16 @@ impl<'a, B: Backend> Source<'a, B> {
         }
     }
 
+    /// Rows of an input or of a gradient, packed along the tokens, as wgrad takes them.
+    pub(crate) fn columns(name: &'static str, values: FloatTensor<B>) -> Self {
+        Self {
+            name,
+            values,
+            axis: PackedAxis::Rows,
+            offsets: None,
+        }
+    }
+
     /// A weight, or a stack of them, as the forward packs it.
     pub(crate) fn weight(name: &'static str, values: FloatTensor<B>) -> Self {
         Self {
@@ -252,7 +265,7 @@ impl Probe {
             _ => (shape[0], shape[1], shape[2]),
         };
         let (outer, inner) = axis.stored_shape(rows, cols);
-        if layout.hadamard.is_some() || count * outer * inner == 0 {
+        if count * outer * inner == 0 {
             return;
         }
         let step = (count * outer * inner).div_ceil(SLAB).clamp(1, outer);
@@ -298,8 +311,15 @@ impl Probe {
         let factors: Vec<Option<f32>> = picked
             .map(|row| maxima.of(row).map(|amax| amax / layout.scaling.range()))
             .collect();
+        let (x, inner) = match &layout.hadamard {
+            Some(hadamard) => {
+                let padded = blocks * BLOCK;
+                (transformed(&values(&x), inner, padded, hadamard), padded)
+            }
+            None => (values(&x), inner),
+        };
         let slab = Slab {
-            x: values(&x),
+            x,
             codes: codes.iter::<u32>().collect(),
             scales: scales.iter::<u8>().collect(),
             inner,
@@ -320,7 +340,7 @@ impl Probe {
 /// The maxima of an operand, and what each is the maximum of.
 struct Maxima {
     values: Vec<f32>,
-    /// Each stored row has its own; else each expert, or all rows share one.
+    /// Each stored row has its own; else each expert, or each matrix, or all share one.
     of_rows: bool,
     /// Stored rows of one matrix.
     matrix_rows: usize,
@@ -339,9 +359,13 @@ impl Maxima {
             }
             None => row / self.matrix_rows,
         };
-        self.values
-            .get(if self.of_rows { row } else { group })
-            .copied()
+        let index = match self.values.len() {
+            // Also for experts, if MS-EDEN packed them: they share one.
+            1 => 0,
+            _ if self.of_rows => row,
+            _ => group,
+        };
+        self.values.get(index).copied()
     }
 
     /// The largest; NaN if any is.
@@ -349,6 +373,18 @@ impl Maxima {
         let larger = |a: f32, b: f32| if b > a || b.is_nan() { b } else { a };
         self.values.iter().copied().fold(0.0, larger)
     }
+}
+
+/// Stored rows of `inner` values, padded with zeros to `padded`, after the transform.
+fn transformed(x: &[f32], inner: usize, padded: usize, hadamard: &Hadamard) -> Vec<f32> {
+    let mut rows = vec![0.0; x.len() / inner * padded];
+    for (row, x) in rows.chunks_exact_mut(padded).zip(x.chunks_exact(inner)) {
+        row[..inner].copy_from_slice(x);
+        for group in row.chunks_exact_mut(hadamard.size().elements()) {
+            reference::transform(group, hadamard);
+        }
+    }
+    rows
 }
 
 fn values(data: &TensorData) -> Vec<f32> {

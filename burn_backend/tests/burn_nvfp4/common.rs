@@ -63,6 +63,17 @@ macro_rules! flex_only {
 }
 pub(crate) use flex_only;
 
+/// Skip the test except on CUDA.
+macro_rules! cuda_only {
+    () => {
+        if std::env::var("NVFP4_TEST_DEVICE").as_deref() != Ok("cuda") {
+            eprintln!("skipped: this test is about a device that works beside the host");
+            return;
+        }
+    };
+}
+pub(crate) use cuda_only;
+
 /// `len` values of a normal distribution, the same on every machine.
 pub fn gaussian(len: usize, seed: u64) -> Vec<f32> {
     let mut state = seed

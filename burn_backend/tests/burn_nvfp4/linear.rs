@@ -2,9 +2,10 @@
 
 use burn_core::tensor::{DType, Device, Tensor, TensorData};
 use burn_nvfp4::functions::linear;
-use burn_nvfp4::ops::{BackwardSource, LinearSpec};
+use burn_nvfp4::ops::{BackwardSource, LinearSpec, OperandSpec};
 use burn_nvfp4::state::LayerRandomness;
-use burn_nvfp4::{Hadamard, Nvfp4Recipe, PackedAxis, RandomStream, Rounding};
+use burn_nvfp4::{Hadamard, Nvfp4LinearConfig, Nvfp4Recipe, PackedAxis, RandomStream, Rounding};
+use nvfp4_kernels::HadamardSize;
 
 use crate::common::{
     Matrix, activation, assert_operands, device, one_by_16, skip_where_small_only, small_only,
@@ -168,6 +169,62 @@ fn every_preset_is_the_oracles_composition() {
         assert_oracle(shape, dtypes, spec, &device);
         if !small_only() {
             assert_oracle(shape, (DType::F32, DType::F32, DType::F32), spec, &device);
+        }
+    }
+}
+
+/// A transform of every size, with signs of the recipe and with signs drawn from its seed: the products are
+/// those of the oracle's operands, and a layer with such a recipe computes them.
+#[test]
+fn transforms_of_every_size_are_the_oracles_composition() {
+    skip_where_small_only!();
+    let device = device().autodiff();
+    let (seed, rht_signs) = (5, 0x35C9);
+    let (tokens, d_in, d_out) = (40, 64, 96);
+    for (size, elements) in [
+        (HadamardSize::H16, 16),
+        (HadamardSize::H32, 32),
+        (HadamardSize::H64, 64),
+        (HadamardSize::H128, 128),
+    ] {
+        for seeded in [false, true] {
+            let mut recipe = Nvfp4Recipe::new()
+                .with_seed(seed)
+                .with_rht_signs(rht_signs)
+                .with_rht_seeded(seeded);
+            for operand in [&mut recipe.wgrad.x, &mut recipe.wgrad.dy] {
+                *operand = operand.rht(elements);
+            }
+            recipe.check().unwrap();
+            let layer = Nvfp4LinearConfig::new(d_in, d_out)
+                .with_bias(false)
+                .with_recipe(recipe.clone())
+                .init(&device);
+            let spec = recipe.spec(&layer.state.randomness());
+            let expected = if seeded {
+                Hadamard::seeded_with_size(size, seed)
+            } else {
+                let word = u64::from(rht_signs) * 0x0001_0001_0001_0001;
+                Hadamard::new(size, [word; 2])
+            };
+            for operand in [spec.wgrad_x, spec.wgrad_dy] {
+                let OperandSpec::Blocks(copy) = operand else {
+                    panic!("{operand:?}");
+                };
+                assert_eq!(copy.hadamard, Some(expected), "{elements}, {seeded}");
+            }
+            let f32 = DType::F32;
+            assert_oracle((tokens, d_in, d_out), (f32, f32, f32), spec, &device);
+
+            let x = Matrix::gaussian(tokens, d_in, f32, 21);
+            let dy = Matrix::gaussian(tokens, d_out, f32, 24);
+            let w = Matrix::new(values(layer.weight.val().inner()), d_in, d_out, f32);
+            let product = step(&x, &w, None, &dy, spec, &device);
+            let y = layer.forward(x.tensor(&device).require_grad());
+            let grads = (y.clone() * dy.tensor(&device)).sum().backward();
+            let dw = layer.weight.grad(&grads).unwrap();
+            assert_eq!(values(y.inner()), values(product.y), "{elements}, {seeded}");
+            assert_eq!(values(dw), values(product.dw), "{elements}, {seeded}");
         }
     }
 }

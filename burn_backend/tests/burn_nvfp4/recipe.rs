@@ -330,6 +330,13 @@ fn healing_changes_the_forward_the_backward_or_both() {
     let grads = plain.forward(x.clone()).square().sum().backward();
     assert_eq!(exact_dw, values(plain.weight.grad(&grads).unwrap()));
 
+    set_mode(&model, LayerMode::HighPrecisionBackward);
+    let (y, _, dw) = step();
+    assert_eq!(y, quantized.0, "the forward follows the recipe");
+    let qat = Nvfp4Linear::from_linear(plain.clone(), &Nvfp4Recipe::fwd_nvfp4_bwd_bf16()).unwrap();
+    let grads = qat.forward(x.clone()).square().sum().backward();
+    assert_eq!(dw, values(qat.weight.grad(&grads).unwrap()));
+
     // A checkpoint brings the mode back.
     let json = serde_json::to_string(&state).unwrap();
     number_layers(&model);

@@ -1,7 +1,7 @@
 //! What telemetry sees is what the oracle computes.
 
 use burn_core::tensor::{DType, Int, Tensor, TensorData};
-use burn_nvfp4::ops::OperandSpec;
+use burn_nvfp4::ops::{BackwardSource, OperandSpec};
 use burn_nvfp4::telemetry::{OperandSample, Telemetry};
 use burn_nvfp4::{
     ExpertOffsets, Nvfp4GroupedLinearConfig, Nvfp4LinearConfig, Nvfp4Recipe, PackedAxis, Rounding,
@@ -12,6 +12,9 @@ use nvfp4_kernels::{BLOCK, PackedTensor, reference};
 use crate::common::{Matrix, Operand, activation, device, skip_where_small_only, sqnr, values};
 
 const WIDTHS: [usize; 2] = [64, 48];
+
+/// What is looked at in a step of a plain layer.
+const OPERANDS: [&str; 5] = ["fprop.w", "fprop.x", "wgrad.x", "dgrad.dy", "wgrad.dy"];
 
 /// Normal values, with zeros, and one block so small beside the rest that its scale underflows.
 fn input(dtype: DType) -> Matrix {
@@ -192,10 +195,10 @@ fn samples_are_the_oracles() {
     let samples = telemetry.finish();
     step();
     let names: Vec<&str> = samples.iter().map(|sample| sample.operand).collect();
-    assert_eq!(names, ["fprop.w", "fprop.x", "dgrad.dy"]);
+    assert_eq!(names, OPERANDS);
     assert_eq!(
         samples.iter().map(|s| s.stochastic).collect::<Vec<_>>(),
-        [false, false, true]
+        [false, false, false, true, true]
     );
 
     assert_sample(&samples[1], &[(x.clone(), x.row(Rounding::Nearest))]);
@@ -205,7 +208,9 @@ fn samples_are_the_oracles() {
     let (_, col) = weight.tiles(Default::default());
     assert_eq!(col.axis(), PackedAxis::Rows);
     assert_sample(&samples[0], &[(weight, col)]);
-    assert!(samples[2].sqnr_db > 10.0, "{:?}", samples[2]);
+    for sample in &samples[2..] {
+        assert!(sample.sqnr_db > 10.0, "{sample:?}");
+    }
     let line = samples[1].csv();
     assert_eq!(
         line.split(',').count(),
@@ -224,5 +229,85 @@ fn other_formats_are_not_looked_at() {
         let y = layer.forward(input(activation()).tensor(&device));
         y.cast(DType::F32).sum().backward();
         assert_eq!(telemetry.finish(), []);
+    }
+}
+
+/// Operands of the weight's gradient, and those by MS-EDEN, are what the oracle makes of the transformed
+/// values, padding included, and are measured against those.
+#[test]
+fn transformed_operands_are_measured_in_their_basis() {
+    skip_where_small_only!();
+    let device = device().autodiff();
+    // Tokens that fill no block of any size.
+    let tokens = 40;
+    let x = Matrix::gaussian(tokens, WIDTHS[0], DType::F32, 5);
+    let dy = Matrix::gaussian(tokens, WIDTHS[1], DType::F32, 6);
+    for preset in ["nvidia", "per_token", "quartet2"] {
+        let recipe = Nvfp4Recipe::preset(preset).unwrap().with_seed(3);
+        let layer = Nvfp4LinearConfig::new(WIDTHS[0], WIDTHS[1])
+            .with_recipe(recipe.clone())
+            .init(&device);
+        let spec = recipe.spec(&layer.state.randomness());
+        let telemetry = Telemetry::start(&layer);
+        let y = layer.forward(x.tensor(&device).require_grad());
+        (y * dy.tensor(&device)).sum().backward();
+        let samples = telemetry.finish();
+        let names: Vec<&str> = samples.iter().map(|sample| sample.operand).collect();
+        assert_eq!(names, OPERANDS, "{preset}");
+        let (rows, cols) = (PackedAxis::Rows, PackedAxis::Cols);
+        let wgrad_x = match spec.source {
+            BackwardSource::Original => x.operand(&spec.wgrad_x, rows, DType::F32),
+            BackwardSource::Forward => {
+                x.operand(&spec.fprop_x, cols, DType::F32)
+                    .again(&spec.wgrad_x, rows, DType::F32)
+            }
+        };
+        let dgrad_dy = dy.operand(&spec.dgrad_dy, cols, DType::F32);
+        let wgrad_dy = dy.operand(&spec.wgrad_dy, rows, DType::F32);
+        for (found, exact, spec, operand) in [
+            (&samples[2], &x, spec.wgrad_x, wgrad_x),
+            (&samples[3], &dy, spec.dgrad_dy, dgrad_dy),
+            (&samples[4], &dy, spec.wgrad_dy, wgrad_dy),
+        ] {
+            let hadamard = match spec {
+                OperandSpec::Blocks(copy) => copy.hadamard,
+                OperandSpec::Eden { hadamard, .. } => Some(hadamard),
+                _ => panic!("{preset}: {spec:?}"),
+            };
+            let Operand::Nvfp4(packed) = operand else {
+                panic!("{preset}: {} is no NVFP4", found.operand);
+            };
+            // Stored rows, padded and after the transform, and what is stored of them.
+            let width = packed.blocks() * BLOCK;
+            let (outer, inner) = packed.axis().stored_shape(exact.rows, exact.cols);
+            let mut stored = vec![0.0; outer * width];
+            for (row, stored) in stored.chunks_exact_mut(width).enumerate() {
+                for (i, value) in stored[..inner].iter_mut().enumerate() {
+                    *value = match packed.axis() {
+                        PackedAxis::Cols => exact.values[row * exact.cols + i],
+                        PackedAxis::Rows => exact.values[i * exact.cols + row],
+                    };
+                }
+                if let Some(hadamard) = &hadamard {
+                    for group in stored.chunks_exact_mut(hadamard.size().elements()) {
+                        reference::transform(group, hadamard);
+                    }
+                }
+            }
+            let range = packed.origin().scaling.range();
+            let mut decoded = reference::decode_blocks(&packed);
+            for (row, decoded) in decoded.chunks_exact_mut(width).enumerate() {
+                let scale = packed.amax().of(row) / range;
+                decoded.iter_mut().for_each(|value| *value *= scale);
+            }
+            let expected = sqnr(&stored, &decoded);
+            assert!(
+                (found.sqnr_db - expected).abs() < 1e-4,
+                "{preset}: {found:?}, expected {expected} dB"
+            );
+            let largest = (0..packed.outer()).map(|outer| packed.amax().of(outer));
+            assert_eq!(found.amax, largest.fold(0f32, f32::max), "{preset}");
+        }
+        assert!(samples[3].stochastic && samples[4].stochastic, "{preset}");
     }
 }

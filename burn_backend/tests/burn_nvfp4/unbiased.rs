@@ -4,6 +4,7 @@
 use burn_core::tensor::{DType, Device, FloatDType, Tensor};
 use burn_nvfp4::functions::{dequantize, linear, quantize_tiles};
 use burn_nvfp4::ops::OperandSpec;
+use burn_nvfp4::recipe::{BlockScale, DgradRecipe, FpropRecipe, OperandRecipe, WgradRecipe};
 use burn_nvfp4::state::LayerRandomness;
 use burn_nvfp4::{Hadamard, Nvfp4Recipe, PackedAxis};
 use nvfp4_kernels::reference;
@@ -124,4 +125,34 @@ fn ms_eden_gradients_are_unbiased() {
     let dw = x.transpose().matmul(dy);
     assert_converges("dx", errors(&found, 0, dx));
     assert_converges("dw", errors(&found, 1, dw));
+}
+
+/// The statement itself, where a recipe allows it: with everything that is not drawn in high precision, both
+/// gradients converge to those of the high-precision product. That of the input has its weight as it is;
+/// that of the weight, whose operands have one format, has both of them drawn, after the transform.
+#[test]
+fn gradients_converge_to_those_of_high_precision() {
+    flex_only!();
+    let device = device();
+    let high = OperandRecipe::HighPrecision;
+    let drawn = OperandRecipe::PLAIN
+        .stochastic()
+        .scale(BlockScale::Headroom);
+    let recipe = Nvfp4Recipe {
+        fprop: FpropRecipe { x: high, w: high },
+        dgrad: DgradRecipe { dy: drawn, w: high },
+        wgrad: WgradRecipe {
+            x: drawn.rht(16),
+            dy: drawn.rht(16),
+        },
+        ..Nvfp4Recipe::new()
+    };
+    recipe.check().unwrap();
+    let found = means(&recipe, &device.clone().autodiff());
+    let x = Matrix::gaussian(ROWS, D_IN, DType::F32, 1).tensor(&device);
+    let w = Matrix::gaussian(D_IN, D_OUT, DType::F32, 2).tensor(&device);
+    let dy = Matrix::gaussian(ROWS, D_OUT, DType::F32, 3).tensor(&device);
+    let dx = dy.clone().matmul(w.transpose());
+    assert_converges("dx", errors(&found, 0, dx));
+    assert_converges("dw", errors(&found, 1, x.transpose().matmul(dy)));
 }

@@ -273,7 +273,7 @@ fn telemetry_is_that_of_explicit_layers() {
     step(decorated.forward(x.clone().require_grad()));
     let found = telemetry.finish();
     step(decorated.forward(x.require_grad()));
-    assert_eq!(found.len(), 6, "{found:?}");
+    assert_eq!(found.len(), 10, "{found:?}");
     for (found, expected) in found.into_iter().zip(expected) {
         assert!(
             found.layer.starts_with(&expected.layer),
