@@ -93,7 +93,7 @@ impl FusedTile {
     /// Rows of `a` that instructions may span, ascending: a tile takes the first that holds its rows.
     pub const fn widths(self) -> &'static [usize] {
         match (self.rows_a, self.ways) {
-            (256, _) => &[64, 128, 256],
+            (256, _) => &[128, 256],
             (128, 1) => &[32, 64, 96, 128],
             (128, _) => &[96, 128],
             (64, _) => &[64],
@@ -104,7 +104,8 @@ impl FusedTile {
     /// Rows of `a` that one instruction of the copy engine brings: they divide all widths.
     pub const fn rows_of_copy(self) -> usize {
         match self.rows_a {
-            256 | 64 => 64,
+            256 => 128,
+            64 => 64,
             _ => 32,
         }
     }
