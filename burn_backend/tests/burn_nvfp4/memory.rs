@@ -20,7 +20,7 @@ fn in_use(device: &Device) -> u64 {
 }
 
 /// Between forward and backward an NVFP4 layer holds no more than 0.6 bytes for each element of its input:
-/// one copy of 4-bit codes and a scale for each 16. One that is multiplied in MXFP8 holds a byte and a scale for
+/// one copy of 4-bit codes and a scale for each 16. One whose backward is in MXFP8 holds a byte and a scale for
 /// each 32. `bf16` would hold two, `f32` four.
 #[test]
 fn saved_activations_take_their_packed_size() {
