@@ -4,16 +4,22 @@
 #[allow(dead_code, reason = "the other tests' part")]
 mod common;
 
-use std::sync::Arc;
+use std::sync::{Arc, Barrier};
+
+use burn_core as burn;
 
 use burn_core::data::dataloader::{DataLoader, DataLoaderBuilder, batcher::Batcher};
 use burn_core::data::dataset::InMemDataset;
+use burn_core::module::Module;
 use burn_core::tensor::distributed::{DistributedConfig, ReduceOperation};
 use burn_core::tensor::{Device, DeviceType};
 use burn_nvfp4::{Nvfp4Recipe, Nvfp4State};
 use burn_optim::{AdamWConfig, GradientsParams};
 use burn_train::metric::LossMetric;
-use burn_train::{ExecutionStrategy, Learner, SupervisedTraining};
+use burn_train::{
+    ExecutionStrategy, InferenceStep, Learner, RegressionOutput, SupervisedTraining, TrainOutput,
+    TrainStep,
+};
 
 use common::{BATCH, Net, RATE, RowBatcher, Rows};
 
@@ -21,6 +27,37 @@ use common::{BATCH, Net, RATE, RowBatcher, Rows};
 const STEPS: usize = 40;
 /// Rows of each worker: burn-train gives it one half of the data.
 const HALF: usize = BATCH * STEPS;
+
+/// Where the workers meet behind each backward. Without it training stands still after some steps, with any
+/// layers: see docs/data-parallel.md.
+static BACKWARD_ENDED: Barrier = Barrier::new(2);
+
+/// A model whose workers wait for each other.
+#[derive(Module, Debug)]
+struct Meeting {
+    net: Net,
+}
+
+impl TrainStep for Meeting {
+    type Input = Rows;
+    type Output = RegressionOutput;
+
+    fn step(&self, rows: Rows) -> TrainOutput<RegressionOutput> {
+        let output = self.net.regression(rows);
+        let grads = output.loss.backward();
+        BACKWARD_ENDED.wait();
+        TrainOutput::new(self, grads, output)
+    }
+}
+
+impl InferenceStep for Meeting {
+    type Input = Rows;
+    type Output = RegressionOutput;
+
+    fn step(&self, rows: Rows) -> RegressionOutput {
+        self.net.regression(rows)
+    }
+}
 
 fn devices() -> Option<Vec<Device>> {
     if std::env::var("NVFP4_TEST_DEVICE").as_deref() != Ok("cuda") {
@@ -71,10 +108,11 @@ fn by_burn_train(name: &str, net: Net, devices: &[Device]) -> Net {
     .with_application_logger(None)
     .with_training_strategy(strategy.into())
     .num_epochs(1);
-    let result = training.launch(Learner::new(net, AdamWConfig::new().init(), RATE));
+    let model = Meeting { net };
+    let result = training.launch(Learner::new(model, AdamWConfig::new().init(), RATE));
     assert!(result.error.is_none());
     let _ = std::fs::remove_dir_all(directory);
-    result.model
+    result.model.net
 }
 
 /// Loss on rows of both workers.
