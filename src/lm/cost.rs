@@ -193,7 +193,7 @@ impl Cost {
 /// What a model wants of the device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Turn {
-    /// To warm up beside others that do.
+    /// To be built and to warm up beside others.
     Shared,
     /// To be measured.
     Alone,
@@ -202,7 +202,7 @@ pub enum Turn {
 /// Measure the model `M` of the run `config` with `recipe` on `device`. It is trained on random bytes: what
 /// they are costs nothing.
 ///
-/// `turn` is asked for the device before the model warms up and, when what it gave has been dropped, again
+/// `turn` is asked for the device before the model is built and warms up and, when what it gave has been dropped, again
 /// before it is measured. With it, processes that compile side by side can take turns on the device.
 ///
 /// # Errors
@@ -222,6 +222,7 @@ pub fn measure<M: LanguageModel, T>(
         ensure!(value > 0, "{name} is 0, but it must be at least 1");
     }
     config.check()?;
+    let shared = turn(Turn::Shared)?;
     let started = Instant::now();
     let model = M::build(config, recipe, &device.clone().autodiff())?;
     let built = started.elapsed().as_secs_f64();
@@ -240,7 +241,6 @@ pub fn measure<M: LanguageModel, T>(
         (started.elapsed().as_secs_f64() / count as f64, losses)
     };
     let started = Instant::now();
-    let shared = turn(Turn::Shared)?;
     take(effort.warm);
     let warmed = started.elapsed().as_secs_f64();
     drop(shared);

@@ -219,6 +219,17 @@ fn feed_forwards_are_burn_nns() {
     assert_eq!(ours.into_rms_norm().gamma.id, id);
 }
 
+/// `found` is `expected` but for rounding, which the largest input of the last layer and so its global scale are
+/// subject to: it is ten times as near as `other`.
+fn assert_nearer(found: &[f32], expected: &[f32], other: &[f32]) {
+    let distance = |to: &[f32]| -> f32 {
+        let squares = found.iter().zip(to).map(|(a, b)| (a - b) * (a - b));
+        squares.sum::<f32>().sqrt()
+    };
+    let (near, far) = (distance(expected), distance(other));
+    assert!(near < 0.1 * far, "{near} and {far}");
+}
+
 /// Fused projections have one global scale: where one part of the weight is eight times as large as the
 /// others, the layer's output is that of all of them quantized together, and not that of each quantized
 /// for itself. In the layers themselves, so that one that split its product would be noticed.
@@ -254,8 +265,11 @@ fn fused_weights_share_a_global_scale() {
         values(down.forward(gate * both.narrow(1, 32, 32)))
     };
     let found = values(swiglu.forward(rows.clone()));
-    assert_eq!(found, expected(together(&parts)));
-    assert_ne!(found, expected(apart(&parts)));
+    assert_nearer(
+        &found,
+        &expected(together(&parts)),
+        &expected(apart(&parts)),
+    );
 
     // One position attends to itself alone: what comes out is its value.
     let parts = [part(3, 1.0), part(4, 8.0), part(5, 1.0)];
@@ -268,8 +282,11 @@ fn fused_weights_share_a_global_scale() {
     let found = attention.forward(x.reshape([6, 1, 32]), &positions);
     let found = values(found.reshape([6, 32]));
     let expected = |qkv: Tensor<2>| values(down.forward(qkv.narrow(1, 64, 32)));
-    assert_eq!(found, expected(together(&parts)));
-    assert_ne!(found, expected(apart(&parts)));
+    assert_nearer(
+        &found,
+        &expected(together(&parts)),
+        &expected(apart(&parts)),
+    );
 }
 
 struct Gradients<'a>(&'a burn_optim::GradientsParams, Vec<String>, Vec<String>);
