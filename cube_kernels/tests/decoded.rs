@@ -80,17 +80,8 @@ struct Copy {
 
 impl Copy {
     fn new(client: &Client, x: &Matrix, axis: PackedAxis, (policy, scope): Policy) -> Self {
-        let request = match axis {
-            // A row-wise transform has no kernel for its maxima: any that bound the values will do.
-            PackedAxis::Cols => AmaxRequest {
-                rows: Some(scope),
-                cols: None,
-            },
-            PackedAxis::Rows => AmaxRequest {
-                rows: None,
-                cols: Some((scope, policy.hadamard)),
-            },
-        };
+        // A row-wise transform has no kernel for its maxima: any that bound the values will do.
+        let request = AmaxRequest::along(axis, scope, policy.hadamard);
         let found = ops::amaxes(client, x, &Groups::One, &request).unwrap();
         Self {
             policy,

@@ -243,16 +243,7 @@ impl Request {
         let amax = match given {
             Some(amax) => device_amax(client, &[Amax::Tensor(amax)]),
             None => {
-                let request = match axis {
-                    PackedAxis::Cols => AmaxRequest {
-                        rows: Some(scope),
-                        cols: None,
-                    },
-                    PackedAxis::Rows => AmaxRequest {
-                        rows: None,
-                        cols: Some((scope, policy.hadamard)),
-                    },
-                };
+                let request = AmaxRequest::along(axis, scope, policy.hadamard);
                 let found = ops::amaxes(client, &sample.matrix, ONE, &request).unwrap();
                 found.rows.or(found.cols).unwrap()
             }

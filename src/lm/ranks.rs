@@ -184,10 +184,10 @@ impl Bucket {
         }
     }
 
-    /// Append a tensor of `elements` elements; returns where it lies.
-    fn push(&mut self, tensor: Tensor<1>, elements: usize) -> Range<usize> {
+    /// Append a tensor; returns where it lies.
+    fn push(&mut self, tensor: Tensor<1>) -> Range<usize> {
         let start = self.elements;
-        self.elements += elements;
+        self.elements += tensor.shape().num_elements();
         self.flat.push(tensor);
         start..self.elements
     }
@@ -210,8 +210,7 @@ impl ModuleVisitor for Buckets<'_> {
             self.buckets.len() - 1
         });
         let bucket = &mut self.buckets[place];
-        let elements = shape.num_elements();
-        let range = bucket.push(gradient.reshape([elements]), elements);
+        let range = bucket.push(gradient.reshape([shape.num_elements()]));
         bucket.parts.push(Box::new(move |gradients, mean| {
             let mean = mean.clone().slice(range).reshape::<D, _>(shape);
             gradients.register(id, mean);

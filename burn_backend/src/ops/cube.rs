@@ -474,16 +474,7 @@ impl Source {
             return launched(ops::amax(client, matrix, copy.hadamard));
         }
         let scope = scope(copy.global);
-        let request = match axis {
-            PackedAxis::Cols => AmaxRequest {
-                rows: Some(scope),
-                cols: None,
-            },
-            PackedAxis::Rows => AmaxRequest {
-                rows: None,
-                cols: Some((scope, copy.hadamard)),
-            },
-        };
+        let request = AmaxRequest::along(axis, scope, copy.hadamard);
         let found = launched(ops::amaxes(client, matrix, &Groups::One, &request));
         found.rows.or(found.cols).expect("asked for")
     }

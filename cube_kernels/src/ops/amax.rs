@@ -12,7 +12,7 @@ use super::{
     tile::{self, Grouping, Shape, ShapeLaunch, Tile},
 };
 use crate::{
-    Hadamard, HadamardSize, Nvfp4Error,
+    Hadamard, HadamardSize, Nvfp4Error, PackedAxis,
     cube::{
         block::{block_amax, max_of_pairs},
         codec::{Conversion, canonical, magnitude_bits, round_to_bf16},
@@ -51,6 +51,23 @@ pub struct AmaxRequest {
     /// Those for column-wise copies: of each group, or of each column of each group; of the
     /// transformed values where there is a transform.
     pub cols: Option<(AmaxScope, Option<Hadamard>)>,
+}
+
+impl AmaxRequest {
+    /// Those for a copy along `axis` alone; `hadamard` is that of a column-wise copy, and of no effect on a
+    /// row-wise one.
+    pub fn along(axis: PackedAxis, scope: AmaxScope, hadamard: Option<Hadamard>) -> Self {
+        match axis {
+            PackedAxis::Cols => Self {
+                rows: Some(scope),
+                cols: None,
+            },
+            PackedAxis::Rows => Self {
+                rows: None,
+                cols: Some((scope, hadamard)),
+            },
+        }
+    }
 }
 
 /// What [`amaxes`] found: `f32` values in device memory.
