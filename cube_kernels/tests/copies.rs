@@ -479,6 +479,7 @@ fn launch_geometry_does_not_matter() {
                 2,
                 BufferArg::from_raw_parts(matrix.handle.clone(), matrix.len() / 4),
                 BufferArg::from_raw_parts(amax.clone(), 1),
+                BufferArg::from_raw_parts(amax.clone(), 1),
                 BufferArg::from_raw_parts(found.codes.clone(), blocks),
                 BufferArg::from_raw_parts(found.scales.clone(), blocks),
                 BufferArg::from_raw_parts(amax.clone(), 1),
@@ -492,6 +493,8 @@ fn launch_geometry_does_not_matter() {
                 rows,
                 cols / 16,
                 1,
+                1,
+                false,
                 false,
                 CopyPlan {
                     policy: BlockPolicy {

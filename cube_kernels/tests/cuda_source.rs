@@ -366,7 +366,11 @@ fn sources(conversion: Conversion) -> Vec<Source> {
                 copy(false, false, four_over_six, None),
                 values(copy(false, false, standard, None)),
             ];
-            for (i, plan) in row_plans.into_iter().enumerate() {
+            let grouped = [(5, row_plans[0], true), (6, row_plans[1], true)];
+            let alone = row_plans.into_iter().enumerate();
+            for (i, plan, find_groups) in
+                alone.map(|(i, plan)| (i, plan, false)).chain(grouped)
+            {
                 add!(
                     format!("quantize_row-{tag}-{i}"),
                     conversions(&[plan]),
@@ -375,7 +379,8 @@ fn sources(conversion: Conversion) -> Vec<Source> {
                     4,
                     width(Some(plan)),
                     buffer(words / 4),
-                    buffer(1),
+                    buffer(8),
+                    buffer(9),
                     buffer(blocks),
                     buffer(blocks),
                     buffer(2),
@@ -383,8 +388,10 @@ fn sources(conversion: Conversion) -> Vec<Source> {
                     signs(),
                     rows,
                     cols / 16,
+                    8,
                     2,
                     true,
+                    find_groups,
                     plan,
                     dtype,
                 );

@@ -3,8 +3,7 @@
 use cubecl::{prelude::*, server::Handle};
 
 use super::{
-    group_rows::spread_groups,
-    groups::GroupOffsets,
+    groups::{GroupOffsets, find_group},
     launch::{CopyArgs, CopyPlan, CopyRequest, Words, buffer, check_packed_cols, grid, tile_bands},
     produce::{self, Input, Producer, Sink, Source},
     tile::{self, BAND, Grouping, Shape, ShapeLaunch, Tile},
@@ -290,8 +289,8 @@ fn by_rows(groups: &Groups, copy: &DeviceCopy) -> bool {
 }
 
 /// The row-wise copy of a matrix, or of groups ([`by_rows`]). A row of a group is quantized as any other, but
-/// from the amax of its group, which is spread over its rows before: that takes less than tiles, whose elements
-/// go through shared memory.
+/// from the amax of its group, which each unit finds by bisection while its block is loaded: that takes less than
+/// tiles, whose elements go through shared memory.
 fn quantize_rows(
     client: &Client,
     x: &Matrix,
@@ -315,15 +314,14 @@ fn quantize_rows(
     if x.is_empty() {
         return Ok(args.into_operand());
     }
-    let mut plan = args.plan;
-    let mut amax = args.amax();
-    if let (Groups::Offsets { offsets, count }, false) = (groups, plan.per_outer) {
-        let groups = GroupOffsets::new(offsets.clone(), *count)?;
-        let spread = spread_groups(client, request.amax, &groups, x.rows)?;
-        // SAFETY: allocated for it.
-        amax = unsafe { buffer(&spread, x.rows) };
-        plan.per_outer = true;
-    }
+    let plan = args.plan;
+    let (group_offsets, group_count) = match groups {
+        // SAFETY: groups were checked to have one offset more than their number.
+        Groups::Offsets { offsets, count } => (unsafe { buffer(offsets, count + 1) }, *count),
+        // SAFETY: not read; there is at least one amax.
+        _ => (unsafe { buffer(&args.out.amax, 1) }, 1),
+    };
+    let find_groups = matches!(groups, Groups::Offsets { .. }) && !plan.per_outer;
     let words = Words::of(x);
     let blocks = x.cols / BLOCK;
     let items = if plan.swizzled {
@@ -349,7 +347,8 @@ fn quantize_rows(
             words.width,
             args.width(),
             words.arg(),
-            amax,
+            args.amax(),
+            group_offsets,
             args.codes(),
             args.scales(),
             args.offset(),
@@ -357,8 +356,10 @@ fn quantize_rows(
             args.signs(),
             x.rows,
             blocks,
+            group_count,
             across,
             whole_tiles,
+            find_groups,
             plan,
             x.dtype,
         );
@@ -528,11 +529,13 @@ const ACROSS: usize = 2;
 /// One unit quantizes every `units`-th block. Blocks go row by row, or by `across` 128x4 tiles of scales
 /// that lie side by side, so that scale bytes are written side by side in both layouts. `whole_tiles`: the
 /// grid's units are a multiple of the `512 across` of such tiles. `codes` are two words (`C`) a block, or values of
-/// four words each.
+/// four words each. With `find_groups` the amax of a row is that of its group, of `groups` that begin at
+/// `group_offsets`; rows behind the last are not written.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn quantize_row_kernel<N: Size, C: Size>(
     x: &[Vector<u32, N>],
     amax: &[f32],
+    group_offsets: &[u32],
     codes: &mut [Vector<u32, C>],
     scales: &mut [u8],
     offset: &[u32],
@@ -540,8 +543,10 @@ pub fn quantize_row_kernel<N: Size, C: Size>(
     signs: Signs,
     rows: usize,
     blocks: usize,
+    groups: usize,
     #[comptime] across: usize,
     #[comptime] whole_tiles: bool,
+    #[comptime] find_groups: bool,
     #[comptime] plan: CopyPlan,
     #[comptime] kind: FloatKind,
 ) {
@@ -553,6 +558,8 @@ pub fn quantize_row_kernel<N: Size, C: Size>(
     let padded_blocks = blocks.div_ceil(4);
     let items = if comptime!(plan.swizzled) {
         rows.div_ceil(128) * padded_blocks * 512usize
+    } else if comptime!(find_groups) {
+        min(group_offsets[groups] as usize, rows) * blocks
     } else {
         rows * blocks
     };
@@ -616,12 +623,16 @@ pub fn quantize_row_kernel<N: Size, C: Size>(
             }
         }
         if inside {
-            let global = if comptime!(plan.per_outer) {
+            // Loaded first: what comes before the first use of it costs nothing.
+            let words = load_block_words::<N>(x, index * per_block, kind);
+            let global = if comptime!(find_groups) {
+                let group = find_group(group_offsets, groups, index / blocks);
+                GlobalScale::from_amax(amax[group], policy.scaling)
+            } else if comptime!(plan.per_outer) {
                 scale_of(&shared_scale, amax, index / blocks, plan)
             } else {
                 scale_of(&shared_scale, amax, 0usize, plan)
             };
-            let words = load_block_words::<N>(x, index * per_block, kind);
             let block = row_block(&words, &signs, plan, kind);
             let logical = u64::cast_from(index);
             let largest = row_amax_of(&words, &block, false, plan, kind);
