@@ -425,6 +425,11 @@ pub fn mx_dequantize(
 /// Rows and columns of the tile that one cube turns into columns.
 const TILE_ROWS: usize = 128;
 const TILE_COLS: usize = 64;
+/// Blocks of NVFP4 of a tile.
+const TILE_BLOCKS: usize = TILE_ROWS * TILE_COLS / 16;
+/// Blocks of NVFP4 that a unit loads before it decodes the first: a cube of 256 all of a tile.
+const IN_FLIGHT: usize = 2;
+
 /// Rows of tiles that cubes work on together where `cols` columns of tiles lie between one tile and the
 /// next below: the scale bytes of a column from eight tiles make a sector of memory. Where rows are short all
 /// eight are in the L2 cache together anyway, and tiles in rows are faster (H100: 78 us instead of 92 for
@@ -861,39 +866,53 @@ pub fn mx_requantize_across_kernel<F: Numeric, N: Size>(
                 amax[at.group] / range
             };
             let wide = tile.as_mut_slice().with_vector_size_mut::<N>();
-            let mut item = UNIT_POS as usize;
-            while item < comptime!(TILE_ROWS * TILE_COLS / 16) {
-                let r = item / comptime!(TILE_COLS / 16);
-                let row = at.row0 + r;
-                let block = block0 + item % comptime!(TILE_COLS / 16);
-                let mut words = Vector::<u32, Const<2>>::new(0u32);
-                let mut scale = 0u32;
-                let mut factor = own;
-                if row < at.row_end && block < nv_blocks {
-                    words = nv_codes[row * nv_blocks + block];
-                    let tiled = at.row_tile * 128usize + r;
-                    let byte = scale_at(row, tiled, block, nv_blocks, plan.swizzled);
-                    scale = u32::cast_from(nv_scales[byte]);
-                    if comptime!(plan.per_outer) {
-                        factor = amax[row] / range;
-                    }
-                } else {
-                    // Zero where there is no element, also where the factor is NaN or infinite.
-                    factor = 0.0f32;
-                }
-                let factors = BlockFactors::new(scale, factor);
-                let values = decode_block::<F>(words, factors, hardware, via);
+            let mut first = UNIT_POS as usize;
+            while first < comptime!(TILE_BLOCKS) {
+                // All loads of a turn are under way before the first is waited for.
+                let mut words = Array::<Vector<u32, Const<2>>>::new(IN_FLIGHT);
+                let mut scales = Array::<u32>::new(IN_FLIGHT);
+                let mut factors = Array::<f32>::new(IN_FLIGHT);
                 #[unroll]
-                for v in 0..comptime!(16 / width) {
-                    let mut vector = Vector::<F, N>::empty();
-                    #[unroll]
-                    for i in 0..width {
-                        let value = values[comptime!(v * width + i)];
-                        vector.insert(i, stored::<F>(value, via));
+                for j in 0..IN_FLIGHT {
+                    let item = first + j * CUBE_DIM as usize;
+                    let r = item / comptime!(TILE_COLS / 16);
+                    let row = at.row0 + r;
+                    let block = block0 + item % comptime!(TILE_COLS / 16);
+                    words[j] = Vector::<u32, Const<2>>::new(0u32);
+                    scales[j] = 0u32;
+                    // Zero where there is no element, also where the factor is NaN or infinite.
+                    factors[j] = 0.0f32;
+                    if item < comptime!(TILE_BLOCKS) && row < at.row_end && block < nv_blocks {
+                        words[j] = nv_codes[row * nv_blocks + block];
+                        let tiled = at.row_tile * 128usize + r;
+                        let byte = scale_at(row, tiled, block, nv_blocks, plan.swizzled);
+                        scales[j] = u32::cast_from(nv_scales[byte]);
+                        factors[j] = if comptime!(plan.per_outer) {
+                            amax[row] / range
+                        } else {
+                            own
+                        };
                     }
-                    wide[item * comptime!(16 / width) + v] = vector;
                 }
-                item += CUBE_DIM as usize;
+                #[unroll]
+                for j in 0..IN_FLIGHT {
+                    let item = first + j * CUBE_DIM as usize;
+                    if item < comptime!(TILE_BLOCKS) {
+                        let factors = BlockFactors::new(scales[j], factors[j]);
+                        let values = decode_block::<F>(words[j], factors, hardware, via);
+                        #[unroll]
+                        for v in 0..comptime!(16 / width) {
+                            let mut vector = Vector::<F, N>::empty();
+                            #[unroll]
+                            for i in 0..width {
+                                let value = values[comptime!(v * width + i)];
+                                vector.insert(i, stored::<F>(value, via));
+                            }
+                            wide[item * comptime!(16 / width) + v] = vector;
+                        }
+                    }
+                }
+                first += IN_FLIGHT * CUBE_DIM as usize;
             }
             sync_cube();
             let side_by_side = comptime!(grouping.side_by_side());

@@ -289,8 +289,7 @@ fn by_rows(groups: &Groups, copy: &DeviceCopy) -> bool {
 }
 
 /// The row-wise copy of a matrix, or of groups ([`by_rows`]). A row of a group is quantized as any other, but
-/// from the amax of its group, which each unit finds by bisection while its block is loaded: that takes less than
-/// tiles, whose elements go through shared memory.
+/// from the amax of its group: that takes less than tiles, whose elements go through shared memory.
 fn quantize_rows(
     client: &Client,
     x: &Matrix,
@@ -530,7 +529,8 @@ const ACROSS: usize = 2;
 /// that lie side by side, so that scale bytes are written side by side in both layouts. `whole_tiles`: the
 /// grid's units are a multiple of the `512 across` of such tiles. `codes` are two words (`C`) a block, or values of
 /// four words each. With `find_groups` the amax of a row is that of its group, of `groups` that begin at
-/// `group_offsets`; rows behind the last are not written.
+/// `group_offsets`; rows behind the last are not written. A cube then has neighbouring rows, so that its units
+/// seldom come to another group, which they look for by bisection and whose scale they compute.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn quantize_row_kernel<N: Size, C: Size>(
     x: &[Vector<u32, N>],
@@ -580,12 +580,24 @@ pub fn quantize_row_kernel<N: Size, C: Size>(
         col_step = stride / tile_items - row_step * tile_cols;
     }
     // Units that exchange halves of blocks go on together.
-    let end = if comptime!(plan.decoded) {
-        items.div_ceil(32) * 32usize
-    } else {
-        items
-    };
+    let mut end = items;
     let mut item = ABSOLUTE_POS;
+    let mut step = stride;
+    if comptime!(plan.decoded) {
+        end = items.div_ceil(32) * 32usize;
+    }
+    if comptime!(find_groups) {
+        step = CUBE_DIM as usize;
+        let share = items.div_ceil(stride) * step;
+        item = CUBE_POS * share + UNIT_POS as usize;
+        end = min(items, (CUBE_POS + 1usize) * share);
+    }
+    // The scale of the last group that was looked for, and the item behind its last.
+    let mut group_amax = shared_scale.amax;
+    let mut group_encode = shared_scale.encode;
+    let mut group_block = shared_scale.block;
+    let mut group_decode = shared_scale.decode;
+    let mut group_end = 0usize;
     while item < end {
         let mut index = item;
         let mut target = item;
@@ -623,11 +635,26 @@ pub fn quantize_row_kernel<N: Size, C: Size>(
             }
         }
         if inside {
-            // Loaded first: what comes before the first use of it costs nothing.
+            // Loaded first: it takes long.
             let words = load_block_words::<N>(x, index * per_block, kind);
+            if comptime!(find_groups) {
+                if index >= group_end {
+                    let group = find_group(group_offsets, groups, index / blocks);
+                    let scale = GlobalScale::from_amax(amax[group], policy.scaling);
+                    group_amax = scale.amax;
+                    group_encode = scale.encode;
+                    group_block = scale.block;
+                    group_decode = scale.decode;
+                    group_end = group_offsets[group + 1usize] as usize * blocks;
+                }
+            }
             let global = if comptime!(find_groups) {
-                let group = find_group(group_offsets, groups, index / blocks);
-                GlobalScale::from_amax(amax[group], policy.scaling)
+                GlobalScale {
+                    amax: group_amax,
+                    encode: group_encode,
+                    block: group_block,
+                    decode: group_decode,
+                }
             } else if comptime!(plan.per_outer) {
                 scale_of(&shared_scale, amax, index / blocks, plan)
             } else {
@@ -651,7 +678,7 @@ pub fn quantize_row_kernel<N: Size, C: Size>(
         if comptime!(plan.decoded) {
             store_decoded(codes, index, block_codes, scale, inside, policy.conversion);
         }
-        item += stride;
+        item += step;
     }
 }
 
