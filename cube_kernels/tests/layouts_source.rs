@@ -82,6 +82,8 @@ fn sources(conversion: Conversion) -> Vec<Source> {
             },
         ),
     ];
+    // Scales that MS-EDEN stores together: a tile of 128x4 has four blocks of a row.
+    let words_of_scales = |swizzled: bool| if swizzled { 1 } else { 2 };
     // The lengths of buffers do not matter.
     let n = rows * cols / 16;
     let e2m1 = [false, conversion.has_nearest()];
@@ -275,9 +277,11 @@ fn sources(conversion: Conversion) -> Vec<Source> {
             .into_iter()
             .flat_map(|across| plans.map(|plan| (across, plan)))
         {
+            let swizzled = source.swizzled;
             let policy = kernels::EdenPolicy {
                 across,
                 source,
+                swizzled,
                 device_offset: across,
                 cuda: true,
                 conversion,
@@ -305,6 +309,7 @@ fn sources(conversion: Conversion) -> Vec<Source> {
                 e2m1,
                 ms_eden_packed_kernel,
                 address,
+                words_of_scales(swizzled),
                 b(n),
                 b(n),
                 b(8),
@@ -464,6 +469,7 @@ fn sources(conversion: Conversion) -> Vec<Source> {
                 .into_iter()
                 .flat_map(|across| plans.map(|plan| (across, plan)))
             {
+                let swizzled = source.swizzled;
                 // A matrix has neither maxima nor scales.
                 let source = SourcePlan {
                     grouping: source.grouping,
@@ -472,6 +478,7 @@ fn sources(conversion: Conversion) -> Vec<Source> {
                 let policy = kernels::EdenPolicy {
                     across,
                     source,
+                    swizzled,
                     device_offset: across,
                     cuda: true,
                     conversion,
@@ -499,6 +506,7 @@ fn sources(conversion: Conversion) -> Vec<Source> {
                     ms_eden_kernel,
                     address,
                     width,
+                    words_of_scales(swizzled),
                     b(n),
                     b(8),
                     b(8),

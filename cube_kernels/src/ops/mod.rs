@@ -46,7 +46,7 @@ pub use dequantize::dequantize;
 pub use group_rows::{clear_rest, group_sums, spread_groups};
 pub use groups::GroupOffsets;
 pub use launch::CopyRequest;
-pub use ms_eden::{EdenRandom, EdenSource, ms_eden, ms_eden_amax};
+pub use ms_eden::{EdenRandom, EdenSource, ms_eden, ms_eden_amax, ms_eden_with};
 pub use mxfp8::{DeviceMx, mx_dequantize, mx_quantize, mx_quantize_groups, mx_requantize};
 pub use offset::advance_offset;
 pub use padding::{pad_groups, unpad_groups};
