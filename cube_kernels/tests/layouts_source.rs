@@ -16,7 +16,7 @@ use kernel_sources::{Fake, cuda_source, disassembled, is_left_out, spills};
 use nvfp4_kernels::{
     cube::{codec::Conversion, eden::SignsLaunch, philox::RandomLaunch},
     device::FloatKind,
-    ops::kernels::{self, Grouping, ShapeLaunch, SourcePlan},
+    ops::kernels::{self, Grouping, PackedRowsLaunch, ShapeLaunch, SourcePlan},
 };
 
 /// One kernel of the crate, as source.
@@ -86,6 +86,7 @@ fn sources(conversion: Conversion) -> Vec<Source> {
     let words_of_scales = |swizzled: bool| if swizzled { 1 } else { 2 };
     // The lengths of buffers do not matter.
     let n = rows * cols / 16;
+    let packed = || PackedRowsLaunch::new(b(n), b(n), b(8), cols / 16, 2688.0);
     let e2m1 = [false, conversion.has_nearest()];
     let mut sources = Vec::new();
     macro_rules! add {
@@ -292,16 +293,12 @@ fn sources(conversion: Conversion) -> Vec<Source> {
                 NONE,
                 ms_eden_amax_packed_kernel,
                 address,
-                b(n),
-                b(n),
-                b(8),
+                packed(),
                 b(8),
                 b(8),
                 signs(),
                 shape(),
                 16,
-                cols / 16,
-                2688.0,
                 policy,
             );
             add!(
@@ -310,9 +307,7 @@ fn sources(conversion: Conversion) -> Vec<Source> {
                 ms_eden_packed_kernel,
                 address,
                 words_of_scales(swizzled),
-                b(n),
-                b(n),
-                b(8),
+                packed(),
                 b(8),
                 b(8),
                 b(n),
@@ -324,8 +319,6 @@ fn sources(conversion: Conversion) -> Vec<Source> {
                 shape(),
                 16,
                 16,
-                cols / 16,
-                2688.0,
                 1.0,
                 1.0,
                 policy,
@@ -417,17 +410,13 @@ fn sources(conversion: Conversion) -> Vec<Source> {
                         mx_requantize_across_kernel,
                         address,
                         width,
-                        b(n),
-                        b(n),
-                        b(8),
+                        packed(),
                         b(8),
                         b(n),
                         b(n),
                         shape(),
                         2,
-                        cols / 16,
                         8,
-                        2688.0,
                         1,
                         plan,
                         hardware,

@@ -84,7 +84,7 @@ pub mod kernels {
             mx_quantize_row_kernel, mx_requantize_across_kernel, mx_requantize_along_kernel,
         },
         offset::advance_offset_kernel,
-        packed_source::SourcePlan,
+        packed_source::{PackedRowsLaunch, SourcePlan},
         padding::move_groups_kernel,
         per_token::{FoundNormLaunch, RowNormArgs, quantize_per_token_kernel},
         produce::{

@@ -11,13 +11,13 @@ use super::{
     amax::zeros,
     groups::check_bytes,
     launch::{buffer, tile_grid, vector_size},
-    packed_source::{PackedSource, SourcePlan, scale_at},
+    packed_source::{PackedRows, PackedSource, SourcePlan},
     tile::{Grouping, ROWS, Shape, ShapeLaunch, group_place, map_tiles, tile_from},
 };
 use crate::{
     BLOCK, Hadamard, Nvfp4Error, PackedAxis, RandomStream, ScaleLayout,
     cube::{
-        codec::{BlockFactors, Conversion, canonical, load},
+        codec::{Conversion, canonical, load},
         eden::{
             EdenScale, LINES, SUMS, Signs, SignsLaunch, TASKS, TILE, correct_group, line_of,
             load_segment, quantize_block, segment_amax, segment_of, slot, store_segment,
@@ -193,16 +193,12 @@ pub fn ms_eden_amax<'a>(
                     count,
                     dim,
                     address,
-                    packed.codes(),
-                    packed.scales(),
-                    packed.amax(),
+                    packed.arg(),
                     map,
                     result,
                     signs,
                     geometry.shape(),
                     geometry.tile_rows,
-                    packed.blocks,
-                    packed.range(),
                     geometry.policy,
                 );
             }
@@ -332,9 +328,7 @@ pub fn ms_eden_with<'a>(
                     dim,
                     address,
                     stored,
-                    packed.codes(),
-                    packed.scales(),
-                    packed.amax(),
+                    packed.arg(),
                     map,
                     amax_arg,
                     codes,
@@ -346,8 +340,6 @@ pub fn ms_eden_with<'a>(
                     geometry.shape(),
                     geometry.tile_rows,
                     row_groups,
-                    packed.blocks,
-                    packed.range(),
                     target.amax_factor(),
                     target.block_factor(),
                     geometry.policy,
@@ -700,44 +692,26 @@ fn load_matrix<F: Numeric, N: Size>(
     sync_cube();
 }
 
-/// The values of block `block` of stored row `row`, which has `blocks`; zero where `inside` is false. The factor
-/// of the tile is `own`, unless each stored row has its amax.
+/// The values of block `block` of stored row `row`; zero where `inside` is false. The factor of the tile is
+/// `own`.
 #[cube]
 fn decode_block(
-    codes: &[Vector<u32, Const<2>>],
-    scales: &[u8],
-    amax: &[f32],
-    range: f32,
+    source: &PackedRows,
     own: f32,
     row: usize,
     block: usize,
-    blocks: usize,
     at: &Position,
     inside: bool,
     #[comptime] plan: SourcePlan,
 ) -> Array<f32> {
-    let mut words = Vector::<u32, Const<2>>::new(0u32);
-    let mut scale = 0u32;
-    let mut factor = own;
-    if inside {
-        words = codes[row * blocks + block];
-        let byte = scale_at(row, row + at.padding, block, blocks, plan.swizzled);
-        scale = u32::cast_from(scales[byte]);
-        if comptime!(plan.per_outer) {
-            factor = amax[row] / range;
-        }
-    } else {
-        // The factor may be infinite or NaN.
-        factor = 0.0f32;
-    }
-    let factors = BlockFactors::new(scale, factor);
-    let mut block = Array::<f32>::new(16usize);
+    let packed = source.load(row, row + at.padding, block, own, inside, plan);
+    let mut values = Array::<f32>::new(16usize);
     #[unroll]
     for i in 0..16usize {
-        let code = words.extract(comptime!(i / 8)) >> comptime!(4 * (i as u32 % 8));
-        block[i] = factors.decode(code);
+        let code = packed.words.extract(comptime!(i / 8)) >> comptime!(4 * (i as u32 % 8));
+        values[i] = packed.factors.decode(code);
     }
-    block
+    values
 }
 
 /// Zero from position `end` on: what pads the last block of a stored row is no part of the matrix,
@@ -752,16 +726,11 @@ fn mask_block(block: &mut Array<f32>, first: usize, end: usize) {
     }
 }
 
-/// Loads a tile of an NVFP4 matrix and transforms its segments; ends at a barrier. Arguments are those of
-/// [`decode_block()`].
+/// Loads a tile of an NVFP4 matrix, whose factor is `own`, and transforms its segments; ends at a barrier.
 #[cube]
 fn load_packed(
-    codes: &[Vector<u32, Const<2>>],
-    scales: &[u8],
-    amax: &[f32],
-    range: f32,
+    source: &PackedRows,
     own: f32,
-    blocks: usize,
     tile: &mut [f32],
     at: &Position,
     signs: &Signs,
@@ -776,19 +745,7 @@ fn load_packed(
             let row = at.start + k;
             let col = at.line0 + line;
             let inside = row < at.end && col < at.lines;
-            let mut block = decode_block(
-                codes,
-                scales,
-                amax,
-                range,
-                own,
-                row,
-                col / 16usize,
-                blocks,
-                at,
-                inside,
-                plan,
-            );
+            let mut block = decode_block(source, own, row, col / 16usize, at, inside, plan);
             mask_block(&mut block, col, at.lines);
             let base = slot(k, line, across);
             #[unroll]
@@ -807,19 +764,7 @@ fn load_packed(
             let row = at.line0 + line;
             let first = at.start + segment * 16usize;
             let inside = row < at.lines && first < at.end;
-            let mut block = decode_block(
-                codes,
-                scales,
-                amax,
-                range,
-                own,
-                row,
-                first / 16usize,
-                blocks,
-                at,
-                inside,
-                plan,
-            );
+            let mut block = decode_block(source, own, row, first / 16usize, at, inside, plan);
             mask_block(&mut block, first, at.end);
             transform_segment(&mut block, signs, segment);
             store_segment(&block, tile, segment, line, across);
@@ -827,22 +772,6 @@ fn load_packed(
         }
     }
     sync_cube();
-}
-
-/// The factor of a packed source's tile: `all`, where there is one amax, or that of its group of rows.
-#[cube]
-fn factor_of(
-    all: f32,
-    amax: &[f32],
-    range: f32,
-    at: &Position,
-    #[comptime] plan: SourcePlan,
-) -> f32 {
-    if comptime!(plan.grouping == Grouping::One || plan.per_outer) {
-        all
-    } else {
-        amax[at.part] / range
-    }
 }
 
 /// The scale of a tile: `all`, where there is one amax, or that of its group of rows.
@@ -1057,40 +986,25 @@ pub fn ms_eden_amax_kernel<F: Numeric, N: Size>(
 /// The amax of the transformed values of an NVFP4 matrix, or of each of its groups of rows.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn ms_eden_amax_packed_kernel(
-    source_codes: &[Vector<u32, Const<2>>],
-    source_scales: &[u8],
-    source_amax: &[f32],
+    source: PackedRows,
     map: &[Vector<u32, Const<4>>],
     out: &mut [Atomic<u32>],
     signs: Signs,
     shape: Shape,
     row_tiles: usize,
-    blocks: usize,
-    range: f32,
     #[comptime] policy: EdenPolicy,
 ) {
     let across = comptime!(policy.across);
     let mut tile = Shared::<[f32]>::new_slice(comptime!(TILE));
-    let factor = source_amax[0] / range;
+    let factor = source.factor();
     let mut bits = 0u32;
     let mut index = CUBE_POS;
     while index < row_tiles * shape.tile_cols {
         let at = tile_position(index, map, &shape, 0usize, policy);
         if comptime!(policy.plain()) || is_filled(&at, policy) {
-            let own = factor_of(factor, source_amax, range, &at, policy.source);
-            load_packed(
-                source_codes,
-                source_scales,
-                source_amax,
-                range,
-                own,
-                blocks,
-                &mut tile,
-                &at,
-                &signs,
-                across,
-                policy.source,
-            );
+            let plan = comptime!(policy.source);
+            let own = source.factor_of(at.part, factor, plan);
+            load_packed(&source, own, &mut tile, &at, &signs, across, plan);
             transform_between_segments(&mut tile, across, policy.cuda);
             sync_cube();
             let found = tile_amax(&tile, across);
@@ -1166,9 +1080,7 @@ pub fn ms_eden_kernel<F: Numeric, N: Size, W: Size>(
 /// MS-EDEN of an NVFP4 matrix, or of each of its groups of rows.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn ms_eden_packed_kernel<W: Size>(
-    source_codes: &[Vector<u32, Const<2>>],
-    source_scales: &[u8],
-    source_amax: &[f32],
+    source: PackedRows,
     map: &[Vector<u32, Const<4>>],
     amax: &[f32],
     codes: &mut [Vector<u32, Const<2>>],
@@ -1180,8 +1092,6 @@ pub fn ms_eden_packed_kernel<W: Size>(
     shape: Shape,
     row_tiles: usize,
     row_groups: usize,
-    blocks: usize,
-    range: f32,
     amax_factor: f32,
     block_factor: f32,
     #[comptime] policy: EdenPolicy,
@@ -1193,7 +1103,7 @@ pub fn ms_eden_packed_kernel<W: Size>(
     let mut bytes = Shared::<[u32]>::new_slice(comptime!(LINES * SUMS));
     let all = EdenScale::from_amax(amax[0], amax_factor, block_factor);
     let random = resolve(&random, offset, policy.device_offset);
-    let factor = source_amax[0] / range;
+    let factor = source.factor();
     let groups = shape.groups;
     write_maxima(
         &all,
@@ -1208,20 +1118,9 @@ pub fn ms_eden_packed_kernel<W: Size>(
     while index < row_tiles * shape.tile_cols {
         let at = tile_position(index, map, &shape, row_groups, policy);
         if comptime!(policy.plain()) || is_filled(&at, policy) {
-            let own = factor_of(factor, source_amax, range, &at, policy.source);
-            load_packed(
-                source_codes,
-                source_scales,
-                source_amax,
-                range,
-                own,
-                blocks,
-                &mut tile,
-                &at,
-                &signs,
-                across,
-                policy.source,
-            );
+            let plan = comptime!(policy.source);
+            let own = source.factor_of(at.part, factor, plan);
+            load_packed(&source, own, &mut tile, &at, &signs, across, plan);
             transform_between_segments(&mut tile, across, policy.cuda);
             sync_cube();
             let global = scale_of(&all, amax, amax_factor, block_factor, &at, policy);

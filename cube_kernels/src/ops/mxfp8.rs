@@ -8,7 +8,7 @@ use cubecl::{prelude::*, server::Handle};
 use super::{
     groups::check_bytes,
     launch::{grid, tile_grid, vector_size},
-    packed_source::{PackedSource, SourcePlan, scale_at},
+    packed_source::{PackedRows, PackedSource, SourcePlan, scale_at},
     tile::{GroupPlace, Grouping, Shape, ShapeLaunch, group_place, in_bands, map_tiles, tile_from},
 };
 use crate::{
@@ -288,17 +288,13 @@ pub fn mx_requantize(
                 tiles.dim,
                 address,
                 16 / via.size(),
-                source.codes(),
-                source.scales(),
-                source.amax(),
+                source.arg(),
                 tiles.map(client, source.unread()),
                 codes,
                 scales,
                 tiles.shape(),
                 tiles.rows,
-                source.blocks,
                 out.blocks(),
-                source.range(),
                 tiles.band,
                 source.plan,
                 hardware,
@@ -818,21 +814,17 @@ pub fn mx_requantize_along_kernel<F: Numeric>(
 }
 
 /// One cube decodes every `cubes`-th tile of 128 stored rows x 64, of `row_tiles` rows of them, and makes MXFP8
-/// blocks down its columns. A stored row has `nv_blocks` blocks; `map` and `row_blocks` are as for
+/// blocks down its columns. `map` and `row_blocks` are as for
 /// [`mx_quantize_col_kernel()`]. `F` is the storage type of `via`, `N` elements of it are 16 bytes.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn mx_requantize_across_kernel<F: Numeric, N: Size>(
-    nv_codes: &[Vector<u32, Const<2>>],
-    nv_scales: &[u8],
-    amax: &[f32],
+    source: PackedRows,
     map: &[Vector<u32, Const<4>>],
     codes: &mut [Vector<u32, Const<4>>],
     scales: &mut [u8],
     shape: Shape,
     row_tiles: usize,
-    nv_blocks: usize,
     row_blocks: usize,
-    range: f32,
     band: usize,
     #[comptime] plan: SourcePlan,
     #[comptime] hardware: bool,
@@ -847,7 +839,7 @@ pub fn mx_requantize_across_kernel<F: Numeric, N: Size>(
     let mut stage = Shared::<[u32]>::new_slice(comptime!(TILE_COLS * STAGE));
     let mut bytes = Shared::<[u32]>::new_slice(comptime!((TILE_COLS + 1) * TILE_ROWS / 32));
     let grouping = comptime!(plan.grouping);
-    let shared = amax[0] / range;
+    let shared = source.factor();
     let mut index = CUBE_POS;
     while index < row_tiles * shape.tile_cols {
         let place = in_bands(index, row_tiles, shape.tile_cols, band);
@@ -855,34 +847,17 @@ pub fn mx_requantize_across_kernel<F: Numeric, N: Size>(
         let block0 = place.col * comptime!(TILE_COLS / 16);
         let at = tile_from(map, place.row, col0, &shape, 32usize, grouping);
         if comptime!(grouping == Grouping::One) || at.row0 < at.row_end {
-            let own = if comptime!(grouping == Grouping::One || plan.per_outer) {
-                shared
-            } else {
-                amax[at.group] / range
-            };
+            let own = source.factor_of(at.group, shared, plan);
             let wide = tile.as_mut_slice().with_vector_size_mut::<N>();
             let mut item = UNIT_POS as usize;
             while item < comptime!(TILE_ROWS * TILE_COLS / 16) {
                 let r = item / comptime!(TILE_COLS / 16);
                 let row = at.row0 + r;
                 let block = block0 + item % comptime!(TILE_COLS / 16);
-                let mut words = Vector::<u32, Const<2>>::new(0u32);
-                let mut scale = 0u32;
-                let mut factor = own;
-                if row < at.row_end && block < nv_blocks {
-                    words = nv_codes[row * nv_blocks + block];
-                    let tiled = at.row_tile * 128usize + r;
-                    let byte = scale_at(row, tiled, block, nv_blocks, plan.swizzled);
-                    scale = u32::cast_from(nv_scales[byte]);
-                    if comptime!(plan.per_outer) {
-                        factor = amax[row] / range;
-                    }
-                } else {
-                    // Zero where there is no element, also where the factor is NaN or infinite.
-                    factor = 0.0f32;
-                }
-                let factors = BlockFactors::new(scale, factor);
-                let values = decode_block::<F>(words, factors, hardware, via);
+                let inside = row < at.row_end && block < source.blocks;
+                let tiled = at.row_tile * 128usize + r;
+                let packed = source.load(row, tiled, block, own, inside, plan);
+                let values = decode_block::<F>(packed.words, packed.factors, hardware, via);
                 #[unroll]
                 for v in 0..comptime!(16 / width) {
                     let mut vector = Vector::<F, N>::empty();
