@@ -357,17 +357,6 @@ impl DevicePacked {
         }
     }
 
-    /// A plain copy with undefined contents; the maximum is shared.
-    pub(crate) fn undefined(
-        client: &Client,
-        shape: (usize, usize),
-        axis: PackedAxis,
-        amax: &Handle,
-    ) -> Self {
-        let parts = (amax.clone(), amax.clone(), amax.clone());
-        Self::plain(parts, shape, axis, None).allocated(client)
-    }
-
     /// Gives `codes` and `scales` memory with undefined contents.
     pub(crate) fn allocated(mut self, client: &Client) -> Self {
         self.codes = allocate(client, self.code_blocks() * 8);

@@ -368,9 +368,7 @@ fn sources(conversion: Conversion) -> Vec<Source> {
             ];
             let grouped = [(5, row_plans[0], true), (6, row_plans[1], true)];
             let alone = row_plans.into_iter().enumerate();
-            for (i, plan, find_groups) in
-                alone.map(|(i, plan)| (i, plan, false)).chain(grouped)
-            {
+            for (i, plan, find_groups) in alone.map(|(i, plan)| (i, plan, false)).chain(grouped) {
                 add!(
                     format!("quantize_row-{tag}-{i}"),
                     conversions(&[plan]),

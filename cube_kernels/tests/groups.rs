@@ -115,6 +115,7 @@ fn cases(client: &Client) -> Vec<Case> {
         Case::new(client, &[1, 1, 1], 0, 144),
         Case::new(client, &[0, 0, 0], 3, 32),
         Case::new(client, &[300], 0, 128),
+        Case::one(150, 144),
         Case::batch(3, 16, 32),
         Case::batch(2, 33, 80),
         Case::batch(4, 130, 48),
@@ -205,6 +206,24 @@ fn assert_eden<'a, T: Element>(
         .iter()
         .map(|amax| reference::eden_amax(*amax, TARGET))
         .collect();
+    assert_floats(&read_floats(client, &found.amax, count), &decoding, &what);
+
+    let layout = ScaleLayout::Swizzled128x4;
+    let (signs, random) = (&hadamard, STREAM);
+    let found = ops::ms_eden_with(client, source, axis, &amax, signs, TARGET, random, layout);
+    if matches!(case.groups, Groups::Offsets { .. }) && axis == PackedAxis::Rows {
+        return assert_refused(found, "layout");
+    }
+    let found = found.unwrap();
+    let scales = expected.iter().map(|packed| {
+        reference::swizzle::swizzle(packed.scales(), packed.outer(), packed.blocks())
+    });
+    let scales = scales.collect::<Vec<_>>().concat();
+    let read = read_bytes(client, &found.scales, found.scale_bytes());
+    let what = format!("{what} swizzled");
+    assert_bytes(&read[..scales.len()], &scales, &format!("{what}: scales"));
+    let read = read_bytes(client, &found.codes, found.code_blocks() * 8);
+    case.assert_lie(&read, &codes, axis, &format!("{what}: codes"));
     assert_floats(&read_floats(client, &found.amax, count), &decoding, &what);
 }
 

@@ -16,7 +16,7 @@ use kernel_sources::{Fake, cuda_source, disassembled, is_left_out, spills};
 use nvfp4_kernels::{
     cube::{codec::Conversion, eden::SignsLaunch, philox::RandomLaunch},
     device::FloatKind,
-    ops::kernels::{self, Grouping, ShapeLaunch, SourcePlan},
+    ops::kernels::{self, Grouping, PackedRowsLaunch, ShapeLaunch, SourcePlan},
 };
 
 /// One kernel of the crate, as source.
@@ -82,8 +82,11 @@ fn sources(conversion: Conversion) -> Vec<Source> {
             },
         ),
     ];
+    // Scales that MS-EDEN stores together: a tile of 128x4 has four blocks of a row.
+    let words_of_scales = |swizzled: bool| if swizzled { 1 } else { 2 };
     // The lengths of buffers do not matter.
     let n = rows * cols / 16;
+    let packed = || PackedRowsLaunch::new(b(n), b(n), b(8), cols / 16, 2688.0);
     let e2m1 = [false, conversion.has_nearest()];
     let mut sources = Vec::new();
     macro_rules! add {
@@ -275,9 +278,11 @@ fn sources(conversion: Conversion) -> Vec<Source> {
             .into_iter()
             .flat_map(|across| plans.map(|plan| (across, plan)))
         {
+            let swizzled = source.swizzled;
             let policy = kernels::EdenPolicy {
                 across,
                 source,
+                swizzled,
                 device_offset: across,
                 cuda: true,
                 conversion,
@@ -288,16 +293,12 @@ fn sources(conversion: Conversion) -> Vec<Source> {
                 NONE,
                 ms_eden_amax_packed_kernel,
                 address,
-                b(n),
-                b(n),
-                b(8),
+                packed(),
                 b(8),
                 b(8),
                 signs(),
                 shape(),
                 16,
-                cols / 16,
-                2688.0,
                 policy,
             );
             add!(
@@ -305,9 +306,8 @@ fn sources(conversion: Conversion) -> Vec<Source> {
                 e2m1,
                 ms_eden_packed_kernel,
                 address,
-                b(n),
-                b(n),
-                b(8),
+                words_of_scales(swizzled),
+                packed(),
                 b(8),
                 b(8),
                 b(n),
@@ -319,8 +319,6 @@ fn sources(conversion: Conversion) -> Vec<Source> {
                 shape(),
                 16,
                 16,
-                cols / 16,
-                2688.0,
                 1.0,
                 1.0,
                 policy,
@@ -412,17 +410,13 @@ fn sources(conversion: Conversion) -> Vec<Source> {
                         mx_requantize_across_kernel,
                         address,
                         width,
-                        b(n),
-                        b(n),
-                        b(8),
+                        packed(),
                         b(8),
                         b(n),
                         b(n),
                         shape(),
                         2,
-                        cols / 16,
                         8,
-                        2688.0,
                         1,
                         plan,
                         hardware,
@@ -464,6 +458,7 @@ fn sources(conversion: Conversion) -> Vec<Source> {
                 .into_iter()
                 .flat_map(|across| plans.map(|plan| (across, plan)))
             {
+                let swizzled = source.swizzled;
                 // A matrix has neither maxima nor scales.
                 let source = SourcePlan {
                     grouping: source.grouping,
@@ -472,6 +467,7 @@ fn sources(conversion: Conversion) -> Vec<Source> {
                 let policy = kernels::EdenPolicy {
                     across,
                     source,
+                    swizzled,
                     device_offset: across,
                     cuda: true,
                     conversion,
@@ -499,6 +495,7 @@ fn sources(conversion: Conversion) -> Vec<Source> {
                     ms_eden_kernel,
                     address,
                     width,
+                    words_of_scales(swizzled),
                     b(n),
                     b(8),
                     b(8),

@@ -76,8 +76,7 @@ impl Nvfp4GroupedLinearConfig {
 /// Tokens come sorted by expert, with [`ExpertOffsets`] on the device; the host never learns how many
 /// tokens an expert has. Each expert's tokens and weight are quantized for themselves, with global
 /// scales of their own, so the layer computes what a loop of [`Nvfp4Linear`](crate::Nvfp4Linear) over
-/// the experts computes. Two things are shared by the experts: random bits go on from expert to expert,
-/// and an operand by MS-EDEN has one global scale (see [`ops`](crate::ops::Nvfp4GroupedOps)).
+/// the experts computes, but for random bits, which go on from expert to expert.
 ///
 /// It takes every recipe that [`Nvfp4Linear`](crate::Nvfp4Linear) takes. Parameters stay in high
 /// precision. What a training forward is, and how it draws, is as for

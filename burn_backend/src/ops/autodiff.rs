@@ -287,7 +287,7 @@ pub(super) fn inner<B: Nvfp4Ops, C: CheckpointStrategy>(
 }
 
 /// An MXFP8 matrix as a constant of the autodiff backend.
-fn mx_constant<B: Nvfp4Ops, C: CheckpointStrategy>(
+pub(super) fn mx_constant<B: Nvfp4Ops, C: CheckpointStrategy>(
     packed: MxPacked<B>,
 ) -> MxPacked<Autodiff<B, C>> {
     MxPacked {

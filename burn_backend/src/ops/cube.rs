@@ -129,20 +129,17 @@ impl Nvfp4Ops for CubeBackend {
         let x = Source::new(x);
         let (rows, cols) = (x.matrix.rows, x.matrix.cols);
         trace_op("ms_eden", copy_name(spec.axis), rows, cols);
-        eden(&x.tensor, EdenSource::Matrix(&x.matrix), &spec, rows, cols)
+        let source = EdenSource::Matrix(&x.matrix);
+        eden(&x.tensor, source, &spec, spec.layout(rows, cols), 1)
     }
 
     fn nvfp4_eden_packed(packed: Packed<Self>, spec: EdenSpec) -> Packed<Self> {
         let PackedLayout { rows, cols, .. } = packed.layout;
         trace_op("ms_eden", copy_name(spec.axis), rows, cols);
         let like = packed.codes.clone();
-        eden(
-            &like,
-            EdenSource::Packed(&device(packed)),
-            &spec,
-            rows,
-            cols,
-        )
+        let source = device(packed);
+        let layout = spec.layout(rows, cols);
+        eden(&like, EdenSource::Packed(&source), &spec, layout, 1)
     }
 
     fn nvfp4_mx_quantize(x: FloatTensor<Self>, axis: PackedAxis) -> MxPacked<Self> {
@@ -404,12 +401,13 @@ fn as_in_memory(x: CubeTensor, axis: PackedAxis) -> (CubeTensor, PackedAxis) {
     }
 }
 
-fn eden(
+/// `source` by MS-EDEN, with `maxima` maxima, as tensors beside `like`.
+pub(super) fn eden(
     like: &CubeTensor,
     source: EdenSource<'_>,
     spec: &EdenSpec,
-    rows: usize,
-    cols: usize,
+    layout: PackedLayout,
+    maxima: usize,
 ) -> Packed<CubeBackend> {
     let EdenSpec {
         axis,
@@ -422,7 +420,7 @@ fn eden(
     let packed = launched(ops::ms_eden(
         client, source, *axis, &amax, hadamard, target, *stream,
     ));
-    packed_tensor(like, packed, spec.layout(rows, cols), 1)
+    packed_tensor(like, packed, layout, maxima)
 }
 
 /// How the kernels are told to make a copy.
@@ -556,7 +554,7 @@ pub(super) fn device(packed: Packed<CubeBackend>) -> DevicePacked {
 }
 
 /// What a kernel packed in MXFP8, as tensors beside `like`.
-fn mx_packed(like: &CubeTensor, mx: DeviceMx) -> MxPacked<CubeBackend> {
+pub(super) fn mx_packed(like: &CubeTensor, mx: DeviceMx) -> MxPacked<CubeBackend> {
     let layout = MxLayout {
         rows: mx.rows,
         cols: mx.cols,

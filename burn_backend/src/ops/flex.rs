@@ -115,7 +115,7 @@ impl Nvfp4Ops for Flex {
         let (rows, cols) = matrix(&x);
         trace_op("ms_eden", copy_name(spec.axis), rows, cols);
         upload(&trusted(with_elements!(x, |values| eden(
-            values, rows, cols, &spec
+            values, rows, cols, &spec, 0
         ))))
     }
 
@@ -123,7 +123,7 @@ impl Nvfp4Ops for Flex {
         let PackedLayout { rows, cols, .. } = packed.layout;
         trace_op("ms_eden", copy_name(spec.axis), rows, cols);
         let values = reference::dequantize(&download(packed));
-        upload(&trusted(eden(&values, rows, cols, &spec)))
+        upload(&trusted(eden(&values, rows, cols, &spec, 0)))
     }
 
     fn nvfp4_mx_quantize(x: FloatTensor<Self>, axis: PackedAxis) -> MxPacked<Self> {
@@ -229,11 +229,13 @@ pub(super) fn policy(copy: &CopySpec) -> CopyPolicy {
     }
 }
 
-fn eden<T: Element>(
+/// A matrix by MS-EDEN, its groups of 128 numbered from `first` on.
+pub(super) fn eden<T: Element>(
     values: &[T],
     rows: usize,
     cols: usize,
     spec: &EdenSpec,
+    first: u64,
 ) -> Result<PackedTensor, Nvfp4Error> {
     let EdenSpec {
         axis,
@@ -242,7 +244,9 @@ fn eden<T: Element>(
     } = spec;
     let amax = reference::ms_eden_amax(values, rows, cols, *axis, hadamard)?;
     let target = EdenTarget::Backward;
-    reference::ms_eden(values, rows, cols, *axis, amax, hadamard, target, stream)
+    reference::ms_eden_at(
+        values, rows, cols, *axis, amax, hadamard, target, stream, first,
+    )
 }
 
 /// The products of all rows of `a` and `b`, without factors: `f32[a.outer, b.outer]`.
@@ -441,16 +445,25 @@ fn upload(packed: &PackedTensor) -> Packed<Flex> {
             Amax::PerOuter(_) => GlobalScaling::PerToken,
         },
     };
-    let (outer, blocks) = (packed.outer(), packed.blocks());
-    let words: Vec<u32> = packed
-        .codes()
+    upload_parts(packed.codes(), packed.scales().to_vec(), amax, layout)
+}
+
+/// A packed matrix of these bytes and maxima.
+pub(super) fn upload_parts(
+    codes: &[u8],
+    scales: Vec<u8>,
+    amax: Vec<f32>,
+    layout: PackedLayout,
+) -> Packed<Flex> {
+    let (outer, blocks) = (layout.outer(), layout.blocks());
+    let words: Vec<u32> = codes
         .chunks_exact(4)
         .map(|bytes| u32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]))
         .collect();
     let maxima = amax.len();
     Packed {
         codes: FlexTensor::from_data(TensorData::new(words, [outer, blocks * 2])),
-        scales: FlexTensor::from_data(TensorData::new(packed.scales().to_vec(), [outer, blocks])),
+        scales: FlexTensor::from_data(TensorData::new(scales, [outer, blocks])),
         amax: FlexTensor::from_data(TensorData::new(amax, [maxima])),
         layout,
     }
@@ -505,12 +518,17 @@ fn mx_upload(packed: &HostMx) -> MxPacked<Flex> {
         cols: packed.cols(),
         axis: packed.axis(),
     };
-    let bytes = |bytes: &[u8], width| {
-        FlexTensor::from_data(TensorData::new(bytes.to_vec(), [layout.outer(), width]))
+    mx_upload_parts(packed.codes().to_vec(), packed.scales().to_vec(), layout)
+}
+
+/// A matrix in MXFP8 of these bytes.
+pub(super) fn mx_upload_parts(codes: Vec<u8>, scales: Vec<u8>, layout: MxLayout) -> MxPacked<Flex> {
+    let bytes = |bytes: Vec<u8>, width| {
+        FlexTensor::from_data(TensorData::new(bytes, [layout.outer(), width]))
     };
     MxPacked {
-        codes: bytes(packed.codes(), layout.blocks() * MX_BLOCK),
-        scales: bytes(packed.scales(), layout.blocks()),
+        codes: bytes(codes, layout.blocks() * MX_BLOCK),
+        scales: bytes(scales, layout.blocks()),
         layout,
     }
 }

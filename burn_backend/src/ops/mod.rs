@@ -23,9 +23,9 @@ use nvfp4_kernels::{Form, PackedAxis};
 
 pub use context::LinearContext;
 pub(crate) use context::WeightCache;
+pub use grouped::{GroupPairSpec, Nvfp4GroupedOps, RowGradients, RowGroups};
 #[cfg(feature = "cubecl-backend")]
-pub use grouped::RowGradientsMetadata;
-pub use grouped::{GroupPairSpec, Nvfp4GroupedOps, RowGradients};
+pub use grouped::{RowGradientsMetadata, RowGroupsMetadata};
 pub use packed::{
     Bias, Decoded, GlobalScaling, MxLayout, MxPacked, Operand, OperandPair, Packed, PackedLayout,
     PackedPair,
@@ -90,8 +90,7 @@ pub trait Nvfp4Ops: Backend {
     #[fusion(meta = eden_meta)]
     fn nvfp4_eden(x: FloatTensor<Self>, spec: EdenSpec) -> Packed<Self>;
 
-    /// The values of `packed`, which has one global scale and is not transformed, by MS-EDEN, along
-    /// its own axis or the other one.
+    /// The values of `packed`, which is not transformed, by MS-EDEN, along its own axis or the other one.
     #[fusion(meta = eden_packed_meta)]
     fn nvfp4_eden_packed(#[extension_type] packed: Packed<Self>, spec: EdenSpec) -> Packed<Self>;
 
@@ -99,8 +98,7 @@ pub trait Nvfp4Ops: Backend {
     #[fusion(meta = mx_meta)]
     fn nvfp4_mx_quantize(x: FloatTensor<Self>, axis: PackedAxis) -> MxPacked<Self>;
 
-    /// The values of `packed`, which has one global scale, rounded to `via`, in MXFP8 with blocks
-    /// along `axis`.
+    /// The values of `packed` rounded to `via`, in MXFP8 with blocks along `axis`.
     #[fusion(meta = mx_packed_meta)]
     fn nvfp4_mx_requantize(
         #[extension_type] packed: Packed<Self>,

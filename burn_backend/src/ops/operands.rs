@@ -5,8 +5,8 @@ use burn_core::tensor::{FloatDType, Shape, Slice};
 use nvfp4_kernels::{Form, PackedAxis};
 
 use super::{
-    Decoded, EdenSpec, GlobalScaling, Nvfp4Ops, Operand, OperandPair, OperandSpec, Packed,
-    PackedPair, PairSpec, QuantizeSpec, float_dtype,
+    Decoded, EdenSpec, Nvfp4Ops, Operand, OperandPair, OperandSpec, PackedPair, PairSpec,
+    QuantizeSpec, float_dtype,
 };
 
 /// The form in which an operand in 1x16 blocks is made that nothing reads but one product, `m` x `n`
@@ -113,7 +113,7 @@ pub(super) fn again<B: Nvfp4Ops>(
     dtype: FloatDType,
 ) -> Operand<B> {
     match (forward, *spec) {
-        (Operand::Nvfp4(packed), OperandSpec::Eden { hadamard, stream }) if one_scale(&packed) => {
+        (Operand::Nvfp4(packed), OperandSpec::Eden { hadamard, stream }) => {
             Operand::Nvfp4(B::nvfp4_eden_packed(
                 packed,
                 EdenSpec {
@@ -123,14 +123,15 @@ pub(super) fn again<B: Nvfp4Ops>(
                 },
             ))
         }
-        (Operand::Nvfp4(packed), OperandSpec::Mxfp8) if one_scale(&packed) => {
+        (Operand::Nvfp4(packed), OperandSpec::Mxfp8) => {
             Operand::Mxfp8(B::nvfp4_mx_requantize(packed, axis, dtype))
         }
         (forward, spec) => {
+            let via = read_as(&spec, dtype);
             let x = match forward {
-                Operand::Nvfp4(packed) => B::nvfp4_dequantize(packed, dtype),
-                Operand::Decoded(decoded) => dequantized::<B>(decoded, dtype),
-                Operand::Mxfp8(packed) => B::nvfp4_mx_dequantize(packed, dtype),
+                Operand::Nvfp4(packed) => B::nvfp4_dequantize(packed, via),
+                Operand::Decoded(decoded) => dequantized::<B>(decoded, via),
+                Operand::Mxfp8(packed) => B::nvfp4_mx_dequantize(packed, via),
                 Operand::Float(x, _) => x,
             };
             one::<B>(x, &spec, axis, dtype, Form::Packed)
@@ -163,8 +164,13 @@ pub(super) fn dequantized<B: Backend>(decoded: Decoded<B>, dtype: FloatDType) ->
     cast::<B>(x, dtype)
 }
 
-fn one_scale<B: Nvfp4Ops>(packed: &Packed<B>) -> bool {
-    packed.layout.global == GlobalScaling::PerTensor
+/// In which type the values of a forward operand are read again: MS-EDEN takes them exactly, everything
+/// else as activations.
+pub(super) fn read_as(spec: &OperandSpec, dtype: FloatDType) -> FloatDType {
+    match spec {
+        OperandSpec::Eden { .. } => FloatDType::F32,
+        _ => dtype,
+    }
 }
 
 /// `tensor` as `dtype`; no operation when it is already.

@@ -75,9 +75,7 @@ impl PackedLayout {
 
     /// Blocks in one stored row.
     pub fn blocks(&self) -> usize {
-        let unit = self
-            .hadamard
-            .map_or(BLOCK, |hadamard| hadamard.size().elements());
+        let unit = unit_of(self.hadamard);
         self.inner().div_ceil(unit) * (unit / BLOCK)
     }
 
@@ -88,6 +86,11 @@ impl PackedLayout {
             GlobalScaling::PerToken => self.outer(),
         }
     }
+}
+
+/// Elements to whose multiple a copy with this transform is padded along its blocks.
+pub(super) fn unit_of(hadamard: Option<Hadamard>) -> usize {
+    hadamard.map_or(BLOCK, |hadamard| hadamard.size().elements())
 }
 
 /// A packed matrix on a backend.
@@ -210,7 +213,8 @@ pub enum Bias<B: Backend> {
 #[cfg(feature = "cubecl-backend")]
 pub(super) use meta::{
     decoded_meta, dequantize_meta, eden_meta, eden_packed_meta, forms_meta, matmul_meta,
-    mx_dequantize_meta, mx_meta, mx_packed_meta, packed_meta, pair_meta, product_meta, stored_rows,
+    mx_dequantize_meta, mx_meta, mx_packed_meta, mx_with, packed_meta, pair_meta, product_meta,
+    stored_rows,
 };
 
 /// Shapes and types of the results, for Fusion, which needs them before anything runs.
@@ -273,7 +277,11 @@ mod meta {
     }
 
     pub(in crate::ops) fn mx_meta(x: &TensorSpec, axis: &PackedAxis) -> MxPackedMetadata {
-        mx(x.shape[0], x.shape[1], *axis)
+        mx_with(MxLayout {
+            rows: x.shape[0],
+            cols: x.shape[1],
+            axis: *axis,
+        })
     }
 
     pub(in crate::ops) fn mx_packed_meta(
@@ -281,7 +289,11 @@ mod meta {
         axis: &PackedAxis,
         _via: &FloatDType,
     ) -> MxPackedMetadata {
-        mx(packed.layout.rows, packed.layout.cols, *axis)
+        mx_with(MxLayout {
+            rows: packed.layout.rows,
+            cols: packed.layout.cols,
+            axis: *axis,
+        })
     }
 
     pub(in crate::ops) fn dequantize_meta(
@@ -334,8 +346,8 @@ mod meta {
         }
     }
 
-    fn mx(rows: usize, cols: usize, axis: PackedAxis) -> MxPackedMetadata {
-        let layout = MxLayout { rows, cols, axis };
+    /// A matrix in MXFP8 of this layout.
+    pub(in crate::ops) fn mx_with(layout: MxLayout) -> MxPackedMetadata {
         let (outer, blocks) = (layout.outer(), layout.blocks());
         MxPackedMetadata {
             codes: TensorSpec::new(Shape::new([outer, blocks * MX_BLOCK]), DType::U8),

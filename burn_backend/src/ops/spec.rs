@@ -1,17 +1,16 @@
 //! What an operation does beyond its shapes: policies with every random choice already made.
 
-#[cfg(feature = "cubecl-backend")]
+#[cfg(any(feature = "flex", feature = "cubecl-backend"))]
 use nvfp4_kernels::reference::EDEN_GROUP;
 use nvfp4_kernels::{
-    BLOCK, BlockScaling, Hadamard, HadamardSize, MX_BLOCK, Nvfp4Error, PackedAxis, RandomStream,
-    Rounding,
+    BlockScaling, Hadamard, HadamardSize, MX_BLOCK, Nvfp4Error, PackedAxis, RandomStream, Rounding,
 };
 
 use serde::{Deserialize, Serialize};
 
-use super::packed::GlobalScaling;
 #[cfg(any(feature = "flex", feature = "cubecl-backend"))]
 use super::packed::PackedLayout;
+use super::packed::{GlobalScaling, unit_of};
 
 /// How one packed copy of a matrix is made, whichever axis it is packed along.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -117,7 +116,7 @@ pub struct EdenSpec {
 impl EdenSpec {
     /// The layout of a `rows` x `cols` matrix after it: that of the transformed matrix, padded along
     /// the contraction.
-    #[cfg(feature = "cubecl-backend")]
+    #[cfg(any(feature = "flex", feature = "cubecl-backend"))]
     pub(crate) fn layout(&self, rows: usize, cols: usize) -> PackedLayout {
         let (rows, cols) = match self.axis {
             PackedAxis::Cols => (rows, cols.next_multiple_of(EDEN_GROUP)),
@@ -166,7 +165,7 @@ impl OperandSpec {
         match self {
             Self::HighPrecision => 1,
             Self::Mxfp8 => MX_BLOCK,
-            _ => (self.hadamard()).map_or(BLOCK, |hadamard| hadamard.size().elements()),
+            _ => unit_of(self.hadamard()),
         }
     }
 

@@ -340,7 +340,7 @@ impl Probe {
 /// The maxima of an operand, and what each is the maximum of.
 struct Maxima {
     values: Vec<f32>,
-    /// Each stored row has its own; else each expert, or each matrix, or all share one.
+    /// Each stored row has its own; else each expert, or each matrix.
     of_rows: bool,
     /// Stored rows of one matrix.
     matrix_rows: usize,
@@ -359,12 +359,7 @@ impl Maxima {
             }
             None => row / self.matrix_rows,
         };
-        let index = match self.values.len() {
-            // Also for experts, if MS-EDEN packed them: they share one.
-            1 => 0,
-            _ if self.of_rows => row,
-            _ => group,
-        };
+        let index = if self.of_rows { row } else { group };
         self.values.get(index).copied()
     }
 

@@ -1,7 +1,7 @@
 //! Devices, data and the oracle's composition of a linear layer.
 
 use burn_core::tensor::{DType, Device, Tensor, TensorData};
-use burn_nvfp4::ops::{CopySpec, GlobalScaling, LinearSpec, OperandSpec};
+use burn_nvfp4::ops::{CopySpec, EdenSpec, GlobalScaling, LinearSpec, OperandSpec};
 use burn_nvfp4::{Hadamard, PackedAxis, RandomStream, Rounding};
 use half::{bf16, f16};
 use nvfp4_kernels::reference::{self, EdenTarget, Element};
@@ -218,27 +218,33 @@ impl Matrix {
         in_dtype!(self, |values| run(values, self.rows, self.cols, scaling))
     }
 
-    fn mx(&self, axis: PackedAxis) -> MxPacked {
+    pub fn mx(&self, axis: PackedAxis) -> MxPacked {
         in_dtype!(self, |values| reference::mx_quantize(
             values, self.rows, self.cols, axis
         )
         .unwrap())
     }
 
-    fn eden(&self, axis: PackedAxis, hadamard: &Hadamard, stream: &RandomStream) -> PackedTensor {
+    /// The copy by MS-EDEN, its groups of 128 numbered from `first`.
+    pub fn eden_from(&self, spec: &EdenSpec, first: usize) -> PackedTensor {
         fn run<T: Element>(
             x: &[T],
             (rows, cols): (usize, usize),
-            axis: PackedAxis,
-            hadamard: &Hadamard,
-            stream: &RandomStream,
+            spec: &EdenSpec,
+            first: usize,
         ) -> PackedTensor {
-            let amax = reference::ms_eden_amax(x, rows, cols, axis, hadamard).unwrap();
-            let target = EdenTarget::Backward;
-            reference::ms_eden(x, rows, cols, axis, amax, hadamard, target, stream).unwrap()
+            let EdenSpec {
+                axis,
+                hadamard,
+                stream,
+            } = spec;
+            let amax = reference::ms_eden_amax(x, rows, cols, *axis, hadamard).unwrap();
+            let (target, first) = (EdenTarget::Backward, first as u64);
+            reference::ms_eden_at(x, rows, cols, *axis, amax, hadamard, target, stream, first)
+                .unwrap()
         }
         let shape = (self.rows, self.cols);
-        in_dtype!(self, |values| run(values, shape, axis, hadamard, stream))
+        in_dtype!(self, |values| run(values, shape, spec, first))
     }
 
     /// The operand that `spec` asks for, contracted along `axis`; `dtype` is the type of the
@@ -258,8 +264,13 @@ impl Matrix {
                     PackedAxis::Rows => col,
                 })
             }
-            OperandSpec::Eden { hadamard, stream } => {
-                Operand::Nvfp4(self.eden(axis, hadamard, stream))
+            &OperandSpec::Eden { hadamard, stream } => {
+                let spec = EdenSpec {
+                    axis,
+                    hadamard,
+                    stream,
+                };
+                Operand::Nvfp4(self.eden_from(&spec, 0))
             }
         }
     }

@@ -2,20 +2,21 @@
 //! loop of the plain product over experts.
 
 use burn_core::backend::Dispatch;
-use burn_core::tensor::{DType, Device, Int, Tensor, TensorData};
+use burn_core::tensor::{DType, Device, FloatDType, Int, Tensor, TensorData};
 use burn_nvfp4::experts::{gather_rows, grouped_linear, try_grouped_linear};
 use burn_nvfp4::functions::linear;
 use burn_nvfp4::ops::{
-    CopySpec, GlobalScaling, GroupPairSpec, LinearSpec, Nvfp4GroupedOps, OperandSpec, Packed,
-    PairSpec, QuantizeSpec,
+    CopySpec, EdenSpec, GlobalScaling, GroupPairSpec, LinearSpec, MxPacked, Nvfp4GroupedOps,
+    Nvfp4Ops, OperandSpec, Packed, PairSpec, QuantizeSpec, RowGroups,
 };
-use burn_nvfp4::{ExpertOffsets, Hadamard, LayerRandomness, Nvfp4Recipe, PackedAxis, Rounding};
+use burn_nvfp4::{
+    ExpertOffsets, Hadamard, LayerRandomness, Nvfp4Recipe, PackedAxis, RandomStream, Rounding,
+};
 use nvfp4_kernels::reference::{self, EDEN_GROUP, padding};
-use nvfp4_kernels::{Amax, BLOCK, BlockScaling, Origin, PackedTensor, ScaleLayout};
+use nvfp4_kernels::{Amax, BlockScaling, HadamardSize, PackedTensor};
 
 use crate::common::{
-    Matrix, Operand, activation, assert_product, device, gaussian, one_by_16, small_only, spec,
-    values,
+    Matrix, activation, assert_product, device, gaussian, one_by_16, small_only, spec, values,
 };
 
 /// Sizes of groups, and tokens that belong to none.
@@ -29,8 +30,16 @@ fn groupings() -> Vec<(Vec<usize>, usize)> {
             (vec![33], 0),
             (vec![0, 0], 0),
             (vec![20, 3, 0, 130], 7),
+            (vec![0, 1, 127, 0, 128, 129, 0], 0),
         ]
     }
+}
+
+/// Types of tokens.
+fn dtypes() -> Vec<DType> {
+    let mut dtypes = vec![DType::F32, activation()];
+    dtypes.dedup();
+    dtypes
 }
 
 fn experts(sizes: &[usize], rest: usize, device: &Device) -> ExpertOffsets {
@@ -49,6 +58,21 @@ fn ranges(sizes: &[usize]) -> Vec<std::ops::Range<usize>> {
             end - size..end
         })
         .collect()
+}
+
+/// One group's values become this many times as large as the others': a maximum of all groups is none of theirs.
+const LOUD: f32 = 1000.0;
+
+impl Matrix {
+    /// With the rows of the last group that is not empty, if there is another, `LOUD` times as large.
+    fn with_loud_group(mut self, sizes: &[usize]) -> Self {
+        let filled = ranges(sizes).into_iter().filter(|range| !range.is_empty());
+        if let [.., _, loud] = filled.collect::<Vec<_>>().as_slice() {
+            let values = &mut self.values[loud.start * self.cols..loud.end * self.cols];
+            values.iter_mut().for_each(|value| *value *= LOUD);
+        }
+        Self::new(self.values, self.rows, self.cols, self.dtype)
+    }
 }
 
 fn stack(matrices: &[Matrix], device: &Device) -> Tensor<3> {
@@ -90,7 +114,7 @@ fn parts(packed: Packed<Dispatch>) -> (Vec<u8>, Vec<u8>, Vec<f32>) {
 fn tokens_are_packed_group_by_group() {
     let device = device();
     for (sizes, rest) in groupings() {
-        for dtype in [DType::F32, activation()] {
+        for dtype in dtypes() {
             let (row, col) = copies_of_dy(&spec(3, 5));
             for (row, col) in [
                 (row, col),
@@ -106,7 +130,7 @@ fn tokens_are_packed_group_by_group() {
             ] {
                 let what = format!("{sizes:?} + {rest}, {dtype:?}, {col:?}");
                 let (tokens, cols) = (sizes.iter().sum::<usize>() + rest, 48);
-                let x = Matrix::gaussian(tokens, cols, dtype, 7);
+                let x = Matrix::gaussian(tokens, cols, dtype, 7).with_loud_group(&sizes);
                 let groups = experts(&sizes, rest, &device);
                 let offsets = || groups.offsets().clone().into_dispatch();
                 let both = Dispatch::nvfp4_quantize_groups_pair(
@@ -131,55 +155,81 @@ fn tokens_are_packed_group_by_group() {
                     padding::padded_bound(tokens, sizes.len(), 16),
                     "{what}"
                 );
-                for (packed_row, packed_col) in [(both.row, both.col), (row_alone, col_alone)] {
-                    let (codes, scales, amax) = parts(packed_row);
-                    let blocks = cols / 16;
-                    for (g, range) in ranges(&sizes).into_iter().enumerate() {
-                        let first = range.start * blocks;
-                        let group = rows(&x, range.clone());
-                        let expected = group.copy_from(PackedAxis::Cols, &row, first);
-                        let len = group.rows * blocks;
-                        let own = match row.global {
-                            GlobalScaling::PerTensor => &amax[g..g + 1],
-                            GlobalScaling::PerToken => &amax[range],
-                        };
-                        assert_eq!(own, maxima(&expected), "{what}: row amax {g}");
-                        assert_eq!(&scales[first..][..len], expected.scales(), "{what}: {g}");
-                        assert_eq!(
-                            &codes[first * 8..][..len * 8],
-                            expected.codes(),
-                            "{what}: row codes {g}"
-                        );
+                let mut numbers = [0; 2];
+                let mut expected = [Copies::default(), Copies::default()];
+                for range in ranges(&sizes) {
+                    let group = rows(&x, range);
+                    for (i, (axis, copy)) in [(PackedAxis::Cols, row), (PackedAxis::Rows, col)]
+                        .into_iter()
+                        .enumerate()
+                    {
+                        let packed = group.copy_from(axis, &copy, numbers[i]);
+                        numbers[i] += packed.scales().len();
+                        expected[i].push(&packed);
                     }
-                    let (codes, scales, amax) = parts(packed_col);
-                    let mut start = 0;
-                    for (g, range) in ranges(&sizes).into_iter().enumerate() {
-                        let group = rows(&x, range);
-                        let blocks = group.rows.div_ceil(16);
-                        let expected = group.copy_from(PackedAxis::Rows, &col, cols * start);
-                        let own = match col.global {
-                            GlobalScaling::PerTensor => &amax[g..g + 1],
-                            GlobalScaling::PerToken => &amax[g * cols..(g + 1) * cols],
-                        };
-                        assert_eq!(own, maxima(&expected), "{what}: col amax {g}");
-                        for column in 0..cols {
-                            let (from, to) = (column * blocks, column * pitch + start);
-                            assert_eq!(
-                                &scales[to..][..blocks],
-                                &expected.scales()[from..][..blocks],
-                                "{what}: col scales {g}, {column}"
-                            );
-                            assert_eq!(
-                                &codes[to * 8..][..blocks * 8],
-                                &expected.codes()[from * 8..][..blocks * 8],
-                                "{what}: col codes {g}, {column}"
-                            );
-                        }
-                        start += blocks;
-                    }
+                }
+                let [expected_row, expected_col] = &expected;
+                for (row, col) in [(both.row, both.col), (row_alone, col_alone)] {
+                    expected_row.assert_are(&format!("{what}: row"), row, None);
+                    expected_col.assert_are(&format!("{what}: col"), col, Some(cols));
                 }
             }
         }
+    }
+}
+
+/// The copies of groups, and their maxima.
+#[derive(Default)]
+struct Copies {
+    codes: Vec<Vec<u8>>,
+    scales: Vec<Vec<u8>>,
+    amax: Vec<f32>,
+}
+
+impl Copies {
+    fn push(&mut self, packed: &PackedTensor) {
+        self.codes.push(packed.codes().to_vec());
+        self.scales.push(packed.scales().to_vec());
+        match packed.amax() {
+            Amax::Tensor(amax) => self.amax.push(*amax),
+            Amax::PerOuter(amax) => self.amax.extend(amax),
+        }
+    }
+
+    /// The copies lie in `found` one after another, or side by side in that many stored rows.
+    fn assert_are(&self, what: &str, found: Packed<Dispatch>, side_by_side: Option<usize>) {
+        let (codes, scales, amax) = parts(found);
+        assert_eq!(amax[..self.amax.len()], self.amax, "{what}: maxima");
+        assert_lie(&format!("{what}: codes"), &codes, &self.codes, side_by_side);
+        let what = format!("{what}: scales");
+        assert_lie(&what, &scales, &self.scales, side_by_side);
+    }
+
+    /// The same in MXFP8.
+    fn assert_mx(&self, what: &str, found: MxPacked<Dispatch>, side_by_side: Option<usize>) {
+        let bytes = |tensor| -> Vec<u8> {
+            let tensor = Tensor::<2, Int>::from_dispatch(tensor);
+            tensor.into_data().try_to_vec().unwrap()
+        };
+        let (codes, scales) = (bytes(found.codes), bytes(found.scales));
+        assert_lie(&format!("{what}: codes"), &codes, &self.codes, side_by_side);
+        let what = format!("{what}: scales");
+        assert_lie(&what, &scales, &self.scales, side_by_side);
+    }
+}
+
+/// The bytes of copies lie in `found` one after another, or in that many stored rows, in each of them side by side.
+fn assert_lie(what: &str, found: &[u8], copies: &[Vec<u8>], side_by_side: Option<usize>) {
+    let rows = side_by_side.unwrap_or(1);
+    let pitch = found.len() / rows;
+    for row in 0..rows {
+        let parts = copies.iter().map(|copy| {
+            let width = copy.len() / rows;
+            &copy[row * width..][..width]
+        });
+        let expected = parts.collect::<Vec<_>>().concat();
+        let found = &found[row * pitch..][..expected.len()];
+        assert_eq!(found, expected, "{what}, stored row {row}");
     }
 }
 
@@ -190,56 +240,175 @@ fn per_token(copy: CopySpec) -> CopySpec {
     }
 }
 
-/// The maxima of a copy: one, or one for each stored row.
-fn maxima(packed: &PackedTensor) -> Vec<f32> {
-    match packed.amax() {
-        Amax::Tensor(amax) => vec![*amax],
-        Amax::PerOuter(amax) => amax.clone(),
+/// Rows in groups, as an operation takes them and as the oracle does.
+struct Grouped<'a> {
+    what: String,
+    x: Matrix,
+    parts: Vec<Matrix>,
+    groups: &'a dyn Fn() -> RowGroups<Dispatch>,
+    /// Column-wise copies lie side by side, and not one below the other.
+    side_by_side: bool,
+    /// The row-wise copy in 1x16 blocks.
+    packed: &'a dyn Fn(CopySpec) -> Packed<Dispatch>,
+}
+
+impl Grouped<'_> {
+    /// By MS-EDEN and in MXFP8, of the matrix and of what its NVFP4 copies stand for: each group is the oracle's,
+    /// with its own maximum, and random bits that go on where those of the group before ended.
+    fn check(&self, device: &Device) {
+        let x = || self.x.tensor(device).into_dispatch();
+        for axis in [PackedAxis::Cols, PackedAxis::Rows] {
+            let spec = EdenSpec {
+                axis,
+                hadamard: Hadamard::seeded_with_size(HadamardSize::H128, 5),
+                stream: RandomStream::new(6, 7, 8),
+            };
+            let what = format!("{}, {:?}, along {axis:?}", self.what, self.x.dtype);
+            let eden = Dispatch::nvfp4_eden_groups(x(), (self.groups)(), spec);
+            self.check_eden(&what, eden, &self.parts, &spec);
+            let mx = Dispatch::nvfp4_mx_quantize_groups(x(), (self.groups)(), axis);
+            self.check_mx(&what, mx, &self.parts, axis);
+
+            let copy = CopySpec::new(Rounding::Nearest);
+            for copy in [copy, per_token(copy)] {
+                let what = format!("{what}, packed {:?}", copy.global);
+                let again = |dtype| -> Vec<Matrix> {
+                    let parts = self.parts.iter().map(|part| {
+                        let packed = part.copy(PackedAxis::Cols, &copy);
+                        let values = reference::dequantize(&packed);
+                        Matrix::new(values, part.rows, part.cols, dtype)
+                    });
+                    parts.collect()
+                };
+                let (source, groups) = ((self.packed)(copy), (self.groups)());
+                let eden = Dispatch::nvfp4_eden_groups_packed(source, groups, spec);
+                self.check_eden(&what, eden, &again(DType::F32), &spec);
+                let (source, groups) = ((self.packed)(copy), (self.groups)());
+                let via = FloatDType::BF16;
+                let mx = Dispatch::nvfp4_mx_requantize_groups(source, groups, axis, via);
+                self.check_mx(&what, mx, &again(DType::BF16), axis);
+            }
+        }
+    }
+
+    fn rows_beside(&self, axis: PackedAxis) -> Option<usize> {
+        (self.side_by_side && axis == PackedAxis::Rows).then_some(self.x.cols)
+    }
+
+    fn check_eden(&self, what: &str, found: Packed<Dispatch>, parts: &[Matrix], spec: &EdenSpec) {
+        let (mut expected, mut first) = (Copies::default(), 0);
+        for part in parts {
+            let packed = part.eden_from(spec, first);
+            first += packed.scales().len() / 8;
+            expected.push(&packed);
+        }
+        let layout = found.layout;
+        assert_eq!(layout.hadamard, Some(spec.hadamard), "{what}");
+        expected.assert_are(
+            &format!("{what}, MS-EDEN"),
+            found,
+            self.rows_beside(spec.axis),
+        );
+    }
+
+    fn check_mx(&self, what: &str, found: MxPacked<Dispatch>, parts: &[Matrix], axis: PackedAxis) {
+        let mut expected = Copies::default();
+        for part in parts {
+            let packed = part.mx(axis);
+            expected.codes.push(packed.codes().to_vec());
+            expected.scales.push(packed.scales().to_vec());
+        }
+        let what = format!("{what}, MXFP8");
+        expected.assert_mx(&what, found, self.rows_beside(axis));
     }
 }
 
-/// Groups move to multiples of a unit with zeros behind them, and a value of each group goes to its rows.
 #[test]
-fn groups_are_padded_and_spread() {
+fn tokens_by_ms_eden_and_in_mxfp8() {
+    let device = device();
+    let mut cases = groupings();
+    if small_only() {
+        cases.push((vec![0, 1, 127, 0, 128, 129, 0], 2));
+    }
+    for (sizes, rest) in cases {
+        for dtype in dtypes() {
+            let tokens = sizes.iter().sum::<usize>() + rest;
+            let x = Matrix::gaussian(tokens, 48, dtype, 7).with_loud_group(&sizes);
+            let groups = experts(&sizes, rest, &device);
+            let offsets = || groups.offsets().clone().into_dispatch();
+            let packed = |copy| {
+                Dispatch::nvfp4_quantize_groups(
+                    x.tensor(&device).into_dispatch(),
+                    offsets(),
+                    QuantizeSpec {
+                        axis: PackedAxis::Cols,
+                        copy,
+                    },
+                )
+            };
+            let grouped = Grouped {
+                what: format!("{sizes:?} + {rest}"),
+                parts: ranges(&sizes).into_iter().map(|r| rows(&x, r)).collect(),
+                x: x.clone(),
+                groups: &|| RowGroups::Offsets(offsets()),
+                side_by_side: true,
+                packed: &packed,
+            };
+            grouped.check(&device);
+        }
+    }
+}
+
+#[test]
+fn stacks_by_ms_eden_and_in_mxfp8() {
+    let device = device();
+    for (count, each) in [(3, 32), (2, 144), (1, 16)] {
+        let sizes = vec![each; count];
+        let x = Matrix::gaussian(count * each, 48, DType::F32, 7).with_loud_group(&sizes);
+        let parts: Vec<Matrix> = ranges(&sizes).into_iter().map(|r| rows(&x, r)).collect();
+        let packed = |copy: CopySpec| {
+            let spec = QuantizeSpec {
+                axis: PackedAxis::Cols,
+                copy,
+            };
+            match copy.global {
+                GlobalScaling::PerTensor => {
+                    let w = stack(&parts, &device).into_dispatch();
+                    Dispatch::nvfp4_quantize_stack(w, spec)
+                }
+                GlobalScaling::PerToken => {
+                    Dispatch::nvfp4_quantize(x.tensor(&device).into_dispatch(), spec)
+                }
+            }
+        };
+        let grouped = Grouped {
+            what: format!("{count} x {each}"),
+            x: x.clone(),
+            parts: parts.clone(),
+            groups: &|| RowGroups::Batch(count),
+            side_by_side: false,
+            packed: &packed,
+        };
+        grouped.check(&device);
+    }
+}
+
+/// A value of each group goes to its rows.
+#[test]
+fn values_of_groups_are_spread() {
     let device = device();
     for (sizes, rest) in groupings() {
-        let (tokens, cols) = (sizes.iter().sum::<usize>() + rest, 16);
-        let x = Matrix::gaussian(tokens, cols, DType::F32, 7);
+        let tokens = sizes.iter().sum::<usize>() + rest;
         let groups = experts(&sizes, rest, &device);
-        let offsets = || groups.offsets().clone().into_dispatch();
-        for unit in [16, 32, EDEN_GROUP] {
-            let padded =
-                Dispatch::nvfp4_pad_groups(x.tensor(&device).into_dispatch(), offsets(), unit);
-            let expected = padded_tokens(&x, &sizes, unit);
-            let padded = Tensor::<2>::from_dispatch(padded);
-            assert_eq!(padded.dims(), [expected.rows, cols]);
-            assert_eq!(values(padded), expected.values, "{sizes:?}, {unit}");
-        }
         let own: Vec<f32> = (0..sizes.len()).map(|g| g as f32 + 1.0).collect();
         let own = Tensor::<1>::from_data(TensorData::new(own, [sizes.len()]), &device);
-        let spread = Dispatch::nvfp4_spread_groups(own.into_dispatch(), offsets(), tokens);
+        let offsets = groups.offsets().clone().into_dispatch();
+        let spread = Dispatch::nvfp4_spread_groups(own.into_dispatch(), offsets, tokens);
         let mut expected = vec![0.0; tokens];
         for (g, range) in ranges(&sizes).into_iter().enumerate() {
             expected[range].fill(g as f32 + 1.0);
         }
         assert_eq!(values(Tensor::<1>::from_dispatch(spread)), expected);
-    }
-}
-
-/// The tokens of the groups side by side, each group padded with zeros to a multiple of `unit`.
-fn padded_tokens(x: &Matrix, sizes: &[usize], unit: usize) -> Matrix {
-    let bound = padding::padded_bound(x.rows, sizes.len(), unit);
-    let mut values = Vec::with_capacity(bound * x.cols);
-    for range in ranges(sizes) {
-        let padded = values.len() + range.len().next_multiple_of(unit) * x.cols;
-        values.extend_from_slice(&rows(x, range).values);
-        values.resize(padded, 0.0);
-    }
-    values.resize(bound * x.cols, 0.0);
-    Matrix {
-        values,
-        rows: bound,
-        ..*x
     }
 }
 
@@ -284,6 +453,18 @@ fn stacks_are_packed_matrix_by_matrix() {
     assert_eq!(parts(blocks.col), col, "blocks, col");
     let alone = QuantizeSpec::new(PackedAxis::Rows, nearest);
     assert_eq!(parts(Dispatch::nvfp4_quantize_stack(w(), alone)), col);
+    // Random bits go on from matrix to matrix.
+    let drawn = CopySpec::new(Rounding::Stochastic(RandomStream::new(1, 2, 3)));
+    for axis in [PackedAxis::Cols, PackedAxis::Rows] {
+        let mut expected = Copies::default();
+        for (number, weight) in weights.iter().enumerate() {
+            let first = number * 32 * 48 / 16;
+            expected.push(&weight.copy_from(axis, &drawn, first));
+        }
+        let spec = QuantizeSpec { axis, copy: drawn };
+        let found = Dispatch::nvfp4_quantize_stack(w(), spec);
+        expected.assert_are(&format!("drawn along {axis:?}"), found, None);
+    }
 }
 
 /// Outputs and gradients of one grouped product, or of a loop.
@@ -307,15 +488,42 @@ impl Case {
     fn new(sizes: &[usize], rest: usize, dtype: DType) -> Self {
         let (d_in, d_out) = (32, 48);
         let tokens = sizes.iter().sum::<usize>() + rest;
-        let weight = |seed| Matrix::gaussian(d_in, d_out, DType::F32, 100 + seed as u64);
+        let weight = |group| {
+            let factor = if group + 1 < sizes.len() { 1.0 } else { LOUD };
+            let values = gaussian(d_in * d_out, 100 + group as u64);
+            let values = values.into_iter().map(|value| value * factor).collect();
+            Matrix::new(values, d_in, d_out, DType::F32)
+        };
         Self {
             sizes: sizes.to_vec(),
             rest,
-            x: Matrix::gaussian(tokens, d_in, dtype, 1),
+            x: Matrix::gaussian(tokens, d_in, dtype, 1).with_loud_group(sizes),
             weights: (0..sizes.len()).map(weight).collect(),
             bias: gaussian(sizes.len() * d_out, 3),
-            dy: Matrix::gaussian(tokens, d_out, dtype, 4),
+            dy: Matrix::gaussian(tokens, d_out, dtype, 4).with_loud_group(sizes),
         }
+    }
+
+    /// Each group's share of what was found: the name of the tensor, the number of the group, and its values.
+    /// Behind the last one the rows of none.
+    fn shares<'a>(&self, found: &'a Found) -> Vec<(&'static str, usize, &'a [f32])> {
+        let (count, d_in, d_out) = (self.sizes.len(), self.x.cols, self.dy.cols);
+        let mut shares = Vec::new();
+        let mut rows = ranges(&self.sizes);
+        rows.push(self.x.rows - self.rest..self.x.rows);
+        for (group, rows) in rows.into_iter().enumerate() {
+            shares.push(("y", group, &found.y[rows.start * d_out..rows.end * d_out]));
+            shares.push(("dx", group, &found.dx[rows.start * d_in..rows.end * d_in]));
+        }
+        for group in 0..count {
+            shares.push((
+                "dw",
+                group,
+                &found.dw[group * d_in * d_out..][..d_in * d_out],
+            ));
+            shares.push(("db", group, &found.db[group * d_out..][..d_out]));
+        }
+        shares
     }
 
     fn leaves(&self, device: &Device) -> (Tensor<2>, Tensor<3>, Tensor<2>) {
@@ -438,14 +646,10 @@ fn has(spec: &LinearSpec, kind: impl Fn(&OperandSpec) -> bool) -> bool {
         .any(kind)
 }
 
-fn by_eden(spec: &LinearSpec) -> bool {
-    has(spec, |operand| matches!(operand, OperandSpec::Eden { .. }))
-}
-
-/// Every preset without random bits is the loop of the plain layer over the experts, forward, dgrad and
-/// wgrad: bit by bit where the same code multiplies groups and matrices. (MS-EDEN always draws, and has
-/// one maximum for all experts: see [`ms_eden_is_the_oracles`]). A test for each, since a GPU compiles
-/// many kernels for them.
+/// Every preset without stochastic rounding is the loop of the plain layer over the experts, forward, dgrad and
+/// wgrad: bit by bit where the same code multiplies groups and matrices. MS-EDEN always draws, so only the
+/// gradients whose operands come first draw the bits of the loop; the others are [`ms_eden_is_the_oracles`]'.
+/// A test for each, since a GPU compiles many kernels for them.
 mod the_loop_over_experts {
     use super::*;
 
@@ -468,6 +672,7 @@ mod the_loop_over_experts {
         fwd_nvfp4_bwd_mxfp8_dequantized,
         fwd_nvfp4_bwd_bf16,
         weight_only_qat,
+        quartet2,
         mxfp8,
         bf16,
     );
@@ -475,8 +680,7 @@ mod the_loop_over_experts {
     #[test]
     fn has_every_preset() {
         for name in Nvfp4Recipe::preset_names() {
-            let eden = by_eden(&preset(name, false));
-            assert_ne!(NAMES.contains(&name), eden, "{name}");
+            assert!(NAMES.contains(&name), "{name}");
         }
     }
 
@@ -485,10 +689,27 @@ mod the_loop_over_experts {
         is_the_loop("1x16 blocks of w", one_by_16(preset("nvidia", false)));
     }
 
+    /// Backwards of what a forward multiplied whose operands have a global scale for each stored row.
+    #[test]
+    fn backwards_of_per_token_forwards() {
+        let rows = OperandSpec::Blocks(super::per_token(CopySpec::new(Rounding::Nearest)));
+        for name in ["quartet2", "fwd_nvfp4_bwd_mxfp8_dequantized"] {
+            let spec = LinearSpec {
+                fprop_x: rows,
+                fprop_w: rows,
+                ..preset(name, false)
+            };
+            is_the_loop(name, spec);
+        }
+    }
+
     fn is_the_loop(name: &str, plain: LinearSpec) {
         let device = device().autodiff();
         let float = has(&plain, |operand| *operand == OperandSpec::HighPrecision);
         let mx = has(&plain, |operand| *operand == OperandSpec::Mxfp8);
+        let eden = has(&plain, |operand| {
+            matches!(operand, OperandSpec::Eden { .. })
+        });
         // Flex multiplies a float stack, which the grouped product copies, by other loops than a view; on
         // CubeCL's CPU runtime only products of two NVFP4 operands are of one kernel.
         let copied = plain.fprop_w == OperandSpec::HighPrecision;
@@ -497,7 +718,7 @@ mod the_loop_over_experts {
             if sizes.iter().all(|&size| size == 0) {
                 continue;
             }
-            for dtype in [DType::F32, activation()] {
+            for dtype in dtypes() {
                 let what = format!("{sizes:?} + {rest}, {name}, {dtype:?}");
                 let case = Case::new(&sizes, rest, dtype);
                 let found = case.grouped(&device, plain);
@@ -509,16 +730,27 @@ mod the_loop_over_experts {
                     // One rounding to the type, which sums in two orders may take to neighbours.
                     _ => (1e-5, 1e-2),
                 };
-                let parts = [
-                    ("y", &found.y, &expected.y, exact, narrow),
-                    ("dx", &found.dx, &expected.dx, exact, narrow),
-                    ("dw", &found.dw, &expected.dw, exact, sums),
-                    // The plain layer sums its bias' gradient in two steps, the grouped one group by
-                    // group.
-                    ("db", &found.db, &expected.db, false, 1e-5),
-                ];
-                for (part, found, expected, exact, bound) in parts {
-                    assert_same(&format!("{what}: {part}"), found, expected, exact, bound);
+                let first = sizes.iter().position(|&size| size > 0);
+                let shares = case.shares(&found).into_iter().zip(case.shares(&expected));
+                for ((part, group, found), (_, _, expected)) in shares {
+                    // Whose tokens, and for dx whose weight, draw the first bits, as in the loop.
+                    let same_bits = match part {
+                        "dx" => group == 0 || group == sizes.len(),
+                        "dw" => Some(group) == first || sizes[group] == 0,
+                        _ => true,
+                    };
+                    if eden && !same_bits {
+                        continue;
+                    }
+                    let what = format!("{what}: {part} of group {group}");
+                    let (exact, bound) = match part {
+                        // The plain layer sums its bias' gradient in two steps, the grouped one group by
+                        // group.
+                        "db" => (false, 1e-5),
+                        "dw" => (exact, sums),
+                        _ => (exact, narrow),
+                    };
+                    assert_same(&what, found, expected, exact, bound);
                 }
             }
         }
@@ -579,97 +811,60 @@ fn stochastic_gradients_are_the_oracles() {
     }
 }
 
-/// Some stored rows of a packed matrix, and some blocks of each.
-fn part(
-    packed: &PackedTensor,
-    rows: std::ops::Range<usize>,
-    blocks: std::ops::Range<usize>,
-) -> PackedTensor {
-    let pitch = packed.blocks();
-    let of = |bytes: &[u8], size: usize| -> Vec<u8> {
-        rows.clone()
-            .flat_map(|row| {
-                let at = |block| (row * pitch + block) * size;
-                bytes[at(blocks.start)..at(blocks.end)].to_vec()
-            })
-            .collect()
-    };
-    PackedTensor::from_parts(
-        (rows.len(), blocks.len() * BLOCK),
-        PackedAxis::Cols,
-        of(packed.codes(), 8),
-        (ScaleLayout::Compact, of(packed.scales(), 1)),
-        packed.amax().clone(),
-        Origin::one_by_16(Rounding::Nearest, None),
-    )
-    .unwrap()
-}
-
-/// Quartet II: the forward is that of each expert, and the backward's operands are those that the oracle
-/// makes, by MS-EDEN, of all tokens and of all weights, with one maximum each: tokens in groups that are
-/// padded to 128 where they are contracted.
+/// Quartet II: the forward is that of each expert, and the backward's operands are those that the oracle makes
+/// of it by MS-EDEN, expert by expert, with random bits that go on from one to the next.
 #[test]
 fn ms_eden_is_the_oracles() {
     let device = device().autodiff();
     let spec = preset("quartet2", true);
-    let eden = |matrix: &Matrix, operand: &OperandSpec, axis| match matrix.operand(
-        operand,
-        axis,
-        DType::F32,
-    ) {
-        Operand::Nvfp4(packed) => packed,
-        _ => panic!("{operand:?} is not MS-EDEN"),
+    let eden = |matrix: &Matrix, operand: &OperandSpec, axis, first| match *operand {
+        OperandSpec::Eden { hadamard, stream } => {
+            let spec = EdenSpec {
+                axis,
+                hadamard,
+                stream,
+            };
+            matrix.eden_from(&spec, first)
+        }
+        other => panic!("{other:?} is not MS-EDEN"),
     };
     let forward = |matrix: &Matrix, operand: &OperandSpec, axis| match operand {
         OperandSpec::Blocks(copy) => matrix.copy(axis, copy),
         other => panic!("{other:?}"),
     };
+    let decoded = |packed: &PackedTensor| {
+        let values = reference::dequantize(packed);
+        Matrix::new(values, packed.rows(), packed.cols(), DType::F32)
+    };
+    let (rows_of, cols_of) = (PackedAxis::Rows, PackedAxis::Cols);
     for (sizes, rest) in groupings() {
         let case = Case::new(&sizes, rest, DType::F32);
         let found = case.grouped(&device, spec);
         let (d_in, d_out) = (case.x.cols, case.dy.cols);
-        let mut x_values = Vec::new();
-        let mut w_values = Vec::new();
-        for (g, range) in ranges(&sizes).into_iter().enumerate() {
-            let x = forward(
-                &rows(&case.x, range.clone()),
-                &spec.fprop_x,
-                PackedAxis::Cols,
-            );
-            let w = forward(&case.weights[g], &spec.fprop_w, PackedAxis::Rows);
-            let y = &found.y[range.start * d_out..range.end * d_out];
-            let bias = &case.bias[g * d_out..][..d_out];
-            assert_product("y", y, &x, &w, Some(bias), DType::F32);
-            x_values.extend(reference::dequantize(&x));
-            w_values.extend(reference::dequantize(&w));
-        }
-        x_values.resize(case.x.values.len(), 0.0);
-        let x = Matrix::new(x_values, case.x.rows, d_in, DType::F32);
-        let w = Matrix::new(w_values, sizes.len() * d_in, d_out, DType::F32);
-        let w = eden(&w, &spec.dgrad_w, PackedAxis::Cols);
-        let dy_row = eden(&case.dy, &spec.dgrad_dy, PackedAxis::Cols);
-        let side_by_side = |matrix, operand| {
-            let padded = padded_tokens(matrix, &sizes, EDEN_GROUP);
-            eden(&padded, operand, PackedAxis::Rows)
-        };
-        let x_col = side_by_side(&x, &spec.wgrad_x);
-        let dy_col = side_by_side(&case.dy, &spec.wgrad_dy);
-        let mut start = 0;
+        let across = d_out.div_ceil(EDEN_GROUP);
+        // Groups of 128 tokens before.
+        let mut before = 0;
         for (g, range) in ranges(&sizes).into_iter().enumerate() {
             let what = format!("{sizes:?}: group {g}");
+            let x = rows(&case.x, range.clone());
+            let x = forward(&x, &spec.fprop_x, cols_of);
+            let w = forward(&case.weights[g], &spec.fprop_w, rows_of);
+            let y = &found.y[range.start * d_out..range.end * d_out];
+            let bias = &case.bias[g * d_out..][..d_out];
+            assert_product(&format!("{what}: y"), y, &x, &w, Some(bias), DType::F32);
+
+            let (x, w) = (decoded(&x), decoded(&w));
+            let dy = rows(&case.dy, range.clone());
+            let dy_row = eden(&dy, &spec.dgrad_dy, cols_of, range.start * across);
+            let w = eden(&w, &spec.dgrad_w, cols_of, g * d_in * across);
             let dx = &found.dx[range.start * d_in..range.end * d_in];
-            let dy = part(&dy_row, range.clone(), 0..dy_row.blocks());
-            let own = part(&w, g * d_in..(g + 1) * d_in, 0..w.blocks());
-            assert_product(&format!("{what}: dx"), dx, &dy, &own, None, DType::F32);
-            let blocks = range.len().div_ceil(EDEN_GROUP) * (EDEN_GROUP / BLOCK);
-            let place = start..start + blocks;
+            assert_product(&format!("{what}: dx"), dx, &dy_row, &w, None, DType::F32);
+
+            let dy_col = eden(&dy, &spec.wgrad_dy, rows_of, d_out * before);
+            let x = eden(&x, &spec.wgrad_x, rows_of, d_in * before);
             let dw = &found.dw[g * d_in * d_out..][..d_in * d_out];
-            let [x, dy] = [&x_col, &dy_col].map(|packed| {
-                let outer = packed.outer();
-                part(packed, 0..outer, place.clone())
-            });
-            assert_product(&format!("{what}: dw"), dw, &x, &dy, None, DType::F32);
-            start += blocks;
+            assert_product(&format!("{what}: dw"), dw, &x, &dy_col, None, DType::F32);
+            before += range.len().div_ceil(EDEN_GROUP);
         }
     }
 }
@@ -704,7 +899,7 @@ fn high_precision_is_the_loop_over_experts() {
         if sizes.iter().all(|&size| size == 0) {
             continue;
         }
-        for dtype in [DType::F32, activation()] {
+        for dtype in dtypes() {
             let what = format!("{sizes:?} + {rest}, {dtype:?}");
             let case = Case::new(&sizes, rest, dtype);
             let found = case.grouped(&device, LinearSpec::high_precision());
@@ -713,13 +908,10 @@ fn high_precision_is_the_loop_over_experts() {
                 x.matmul(w.cast(dtype)) + b.cast(dtype).unsqueeze()
             });
             let bound = if dtype == DType::F32 { 2e-3 } else { 2e-2 };
-            for (part, found, expected) in [
-                ("y", &found.y, &expected.y),
-                ("dx", &found.dx, &expected.dx),
-                ("dw", &found.dw, &expected.dw),
-                ("db", &found.db, &expected.db),
-            ] {
-                assert_same(&format!("{what}: {part}"), found, expected, false, bound);
+            let shares = case.shares(&found).into_iter().zip(case.shares(&expected));
+            for ((part, group, found), (_, _, expected)) in shares {
+                let what = format!("{what}: {part} of group {group}");
+                assert_same(&what, found, expected, false, bound);
             }
         }
     }

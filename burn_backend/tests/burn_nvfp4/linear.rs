@@ -2,7 +2,7 @@
 
 use burn_core::tensor::{DType, Device, Tensor, TensorData};
 use burn_nvfp4::functions::linear;
-use burn_nvfp4::ops::{BackwardSource, LinearSpec, OperandSpec};
+use burn_nvfp4::ops::{BackwardSource, CopySpec, GlobalScaling, LinearSpec, OperandSpec};
 use burn_nvfp4::state::LayerRandomness;
 use burn_nvfp4::{Hadamard, Nvfp4LinearConfig, Nvfp4Recipe, PackedAxis, RandomStream, Rounding};
 use nvfp4_kernels::HadamardSize;
@@ -169,6 +169,33 @@ fn every_preset_is_the_oracles_composition() {
         assert_oracle(shape, dtypes, spec, &device);
         if !small_only() {
             assert_oracle(shape, (DType::F32, DType::F32, DType::F32), spec, &device);
+        }
+    }
+}
+
+/// Backwards by MS-EDEN and in MXFP8 of what a forward multiplied whose operands have a global scale for each
+/// stored row.
+#[test]
+fn backwards_of_per_token_forwards_are_the_oracles_composition() {
+    skip_where_small_only!();
+    let device = device().autodiff();
+    let rows = OperandSpec::Blocks(CopySpec {
+        global: GlobalScaling::PerToken,
+        ..CopySpec::new(Rounding::Nearest)
+    });
+    for name in ["quartet2", "fwd_nvfp4_bwd_mxfp8_dequantized"] {
+        let spec = LinearSpec {
+            fprop_x: rows,
+            fprop_w: rows,
+            ..Nvfp4Recipe::preset(name).unwrap().spec(&LayerRandomness {
+                seed: 5,
+                layer: 3,
+                offset: 9,
+                rht_signs: Hadamard::DEFAULT_SIGNS,
+            })
+        };
+        for dtype in [DType::F32, DType::BF16] {
+            assert_oracle((33, 64, 96), (dtype, DType::F32, DType::F32), spec, &device);
         }
     }
 }

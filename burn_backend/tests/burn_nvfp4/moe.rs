@@ -132,6 +132,8 @@ fn in_nvfp4_it_is_the_loop_of_plain_layers() {
             ("per_token", 2),
             ("fwd_nvfp4_bwd_bf16", 2),
             ("fwd_nvfp4_bwd_mxfp8", 2),
+            ("fwd_nvfp4_bwd_mxfp8_dequantized", 2),
+            ("mxfp8", 2),
         ],
     };
     for (preset, top_k) in presets {

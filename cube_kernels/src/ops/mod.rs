@@ -46,7 +46,7 @@ pub use dequantize::dequantize;
 pub use group_rows::{clear_rest, group_sums, spread_groups};
 pub use groups::GroupOffsets;
 pub use launch::CopyRequest;
-pub use ms_eden::{EdenRandom, EdenSource, ms_eden, ms_eden_amax};
+pub use ms_eden::{EdenRandom, EdenSource, ms_eden, ms_eden_amax, ms_eden_with};
 pub use mxfp8::{DeviceMx, mx_dequantize, mx_quantize, mx_quantize_groups, mx_requantize};
 pub use offset::advance_offset;
 pub use padding::{pad_groups, unpad_groups};
@@ -84,7 +84,7 @@ pub mod kernels {
             mx_quantize_row_kernel, mx_requantize_across_kernel, mx_requantize_along_kernel,
         },
         offset::advance_offset_kernel,
-        packed_source::SourcePlan,
+        packed_source::{PackedRowsLaunch, SourcePlan},
         padding::move_groups_kernel,
         per_token::{FoundNormLaunch, RowNormArgs, quantize_per_token_kernel},
         produce::{

@@ -11,19 +11,20 @@ use super::{
     amax::zeros,
     groups::check_bytes,
     launch::{buffer, tile_grid, vector_size},
-    packed_source::{PackedSource, SourcePlan, scale_at},
+    packed_source::{PackedRows, PackedSource, SourcePlan},
     tile::{Grouping, ROWS, Shape, ShapeLaunch, group_place, map_tiles, tile_from},
 };
 use crate::{
-    BLOCK, Hadamard, Nvfp4Error, PackedAxis, RandomStream,
+    BLOCK, Hadamard, Nvfp4Error, PackedAxis, RandomStream, ScaleLayout,
     cube::{
-        codec::{BlockFactors, Conversion, canonical, load},
+        codec::{Conversion, canonical, load},
         eden::{
             EdenScale, LINES, SUMS, Signs, SignsLaunch, TASKS, TILE, correct_group, line_of,
             load_segment, quantize_block, segment_amax, segment_of, slot, store_segment,
             transform_between_segments, transform_segment,
         },
         philox::{Random, RandomLaunch},
+        scale::swizzled_at,
     },
     device::{Capabilities, DevicePacked, FloatKind, Groups, Matrix, address_type, allocate},
     reference::{EDEN_GROUP, EdenTarget, check_eden_hadamard, padding::padded_bound},
@@ -192,16 +193,12 @@ pub fn ms_eden_amax<'a>(
                     count,
                     dim,
                     address,
-                    packed.codes(),
-                    packed.scales(),
-                    packed.amax(),
+                    packed.arg(),
                     map,
                     result,
                     signs,
                     geometry.shape(),
                     geometry.tile_rows,
-                    packed.blocks,
-                    packed.range(),
                     geometry.policy,
                 );
             }
@@ -237,21 +234,43 @@ pub fn ms_eden<'a>(
     target: EdenTarget,
     random: impl Into<EdenRandom>,
 ) -> Result<DevicePacked, Nvfp4Error> {
+    let layout = ScaleLayout::Compact;
+    ms_eden_with(client, source, axis, amax, hadamard, target, random, layout)
+}
+
+/// [`ms_eden`] with scales in `layout`. In 128x4 tiles those of every group of rows begin anew, and rows that pad
+/// a tile are written, as zeros.
+///
+/// # Errors
+/// As [`ms_eden_amax`], and for scales in 128x4 tiles of copies that lie side by side.
+pub fn ms_eden_with<'a>(
+    client: &Client,
+    source: impl Into<EdenSource<'a>>,
+    axis: PackedAxis,
+    amax: &Handle,
+    hadamard: &Hadamard,
+    target: EdenTarget,
+    random: impl Into<EdenRandom>,
+    layout: ScaleLayout,
+) -> Result<DevicePacked, Nvfp4Error> {
     let (source, random) = (source.into(), random.into());
-    let geometry = Geometry::new(client, source, axis, hadamard, Some(&random))?;
+    let geometry = Geometry::new(client, source, axis, hadamard, Some((&random, layout)))?;
     let maxima = source.groups().count();
     check_bytes("amax", amax, maxima * 4)?;
     if geometry.tiles == 0 {
         // Empty matrices: their amax is 0, and so is the one to decode with.
-        return Ok(result(client, &source, axis, amax));
+        return Ok(result(client, &source, axis, amax, layout));
     }
-    let out = result(client, &source, axis, &allocate(client, maxima * 4));
+    let out_amax = allocate(client, maxima * 4);
+    let out = result(client, &source, axis, &out_amax, layout);
     let blocks = out.code_blocks();
+    // Words of scales that are stored together.
+    let stored = if geometry.policy.swizzled { 1 } else { 2 };
     // SAFETY (of every argument): checked against, or allocated for, the shape.
     let amax_arg = unsafe { buffer(amax, maxima) };
     let map = geometry.map(client, amax);
     let codes = unsafe { buffer(&out.codes, blocks) };
-    let scales = unsafe { buffer(&out.scales, blocks / 8) };
+    let scales = unsafe { buffer(&out.scales, out.scale_bytes() / 4 / stored) };
     let out_amax = unsafe { buffer(&out.amax, maxima) };
     let offset = match &random.offset {
         Some(offset) => unsafe { buffer(offset, 2) },
@@ -279,6 +298,7 @@ pub fn ms_eden<'a>(
                     dim,
                     address,
                     width,
+                    stored,
                     buffer(&matrix.handle, matrix.len() / width),
                     map,
                     amax_arg,
@@ -307,9 +327,8 @@ pub fn ms_eden<'a>(
                     count,
                     dim,
                     address,
-                    packed.codes(),
-                    packed.scales(),
-                    packed.amax(),
+                    stored,
+                    packed.arg(),
                     map,
                     amax_arg,
                     codes,
@@ -321,8 +340,6 @@ pub fn ms_eden<'a>(
                     geometry.shape(),
                     geometry.tile_rows,
                     row_groups,
-                    packed.blocks,
-                    packed.range(),
                     target.amax_factor(),
                     target.block_factor(),
                     geometry.policy,
@@ -339,6 +356,7 @@ fn result(
     source: &EdenSource<'_>,
     axis: PackedAxis,
     amax: &Handle,
+    layout: ScaleLayout,
 ) -> DevicePacked {
     let (rows, cols) = source.shape();
     let padded = |len: usize| len.next_multiple_of(EDEN_GROUP);
@@ -352,10 +370,14 @@ fn result(
             ((padded_bound(rows, *count, EDEN_GROUP), cols), Groups::One)
         }
     };
-    DevicePacked {
+    // Replaced by memory of their own but for the last.
+    let parts = (amax.clone(), amax.clone(), amax.clone());
+    let packed = DevicePacked {
+        layout,
         groups,
-        ..DevicePacked::undefined(client, shape, axis, amax)
-    }
+        ..DevicePacked::plain(parts, shape, axis, None)
+    };
+    packed.allocated(client)
 }
 
 fn is_sm80(capabilities: &Capabilities) -> bool {
@@ -387,7 +409,7 @@ impl<'a> Geometry<'a> {
         source: EdenSource<'a>,
         axis: PackedAxis,
         hadamard: &Hadamard,
-        random: Option<&EdenRandom>,
+        quantize: Option<(&EdenRandom, ScaleLayout)>,
     ) -> Result<Self, Nvfp4Error> {
         let across = match source {
             EdenSource::Packed(packed) => axis != packed.axis,
@@ -395,16 +417,29 @@ impl<'a> Geometry<'a> {
         };
         let source = Stored::new(source)?;
         check_eden_hadamard(hadamard)?;
-        let offset = random.and_then(|random| random.offset.as_ref());
+        let offset = quantize.and_then(|(random, _)| random.offset.as_ref());
+        let swizzled = quantize.is_some_and(|(_, layout)| layout == ScaleLayout::Swizzled128x4);
         if let Some(offset) = offset {
             check_bytes("random", offset, 8)?;
         }
         let (rows, cols) = source.shape();
         let map_rows = source.groups().units(rows, ROWS);
         let plan = source.plan();
+        if swizzled && across && plan.grouping.side_by_side() {
+            return Err(Nvfp4Error::value(
+                "layout",
+                "Swizzled128x4, of groups with offsets along their rows",
+                "Compact: such copies lie side by side",
+            ));
+        }
+        // Scales in 128x4 tiles are written for lines that pad a tile, too.
+        let tiles_of = |lines: usize| match swizzled {
+            true => lines.div_ceil(ROWS) * (ROWS / LINES),
+            false => lines.div_ceil(LINES),
+        };
         let (tile_rows, tile_cols) = match (across, plan.grouping) {
-            (true, _) => (map_rows, cols.div_ceil(LINES)),
-            (false, Grouping::One) => (rows.div_ceil(LINES), cols.div_ceil(EDEN_GROUP)),
+            (true, _) => (map_rows, tiles_of(cols)),
+            (false, Grouping::One) => (tiles_of(rows), cols.div_ceil(EDEN_GROUP)),
             (false, _) => (map_rows * (ROWS / LINES), cols.div_ceil(EDEN_GROUP)),
         };
         let tiles = match rows * cols {
@@ -418,6 +453,7 @@ impl<'a> Geometry<'a> {
             policy: EdenPolicy {
                 across,
                 source: plan,
+                swizzled,
                 device_offset: offset.is_some(),
                 cuda: is_sm80(&capabilities),
                 conversion: capabilities.conversion,
@@ -454,6 +490,8 @@ pub struct EdenPolicy {
     pub across: bool,
     /// How the source is stored; of one that is not packed, how its groups are given.
     pub source: SourcePlan,
+    /// Scales are written in 128x4 tiles.
+    pub swizzled: bool,
     /// The random offset has a part in device memory.
     pub device_offset: bool,
     /// The device is a CUDA GPU of sm_80 or later: it rounds to bf16 itself.
@@ -490,6 +528,8 @@ struct Position {
     drawn_pitch: usize,
     /// The group of rows.
     part: usize,
+    /// Rotation groups of one line in the copies of earlier groups of rows, where these lie along the contraction.
+    units_before: usize,
     /// What padding every group of rows to 128 adds to the numbers of the tile's stored rows.
     padding: usize,
 }
@@ -523,6 +563,7 @@ fn tile_position(
             drawn_first: drawn.first + drawn.unit0,
             drawn_pitch: drawn.pitch,
             part: tile.group,
+            units_before: tile.units_before,
             padding: row * 128usize - tile.row0,
         }
     } else if comptime!(policy.plain()) {
@@ -536,6 +577,7 @@ fn tile_position(
             drawn_first: column,
             drawn_pitch: shape.tile_cols,
             part: 0usize,
+            units_before: 0usize,
             padding: 0usize,
         }
     } else {
@@ -552,16 +594,42 @@ fn tile_position(
             drawn_first: column,
             drawn_pitch: shape.tile_cols,
             part: tile.group,
+            units_before: 0usize,
             padding: row_tile * 128usize - tile.row0,
         }
     }
 }
 
-/// Whether there is anything in a tile: where rows are in groups, not in all.
+/// Whether there is anything to do in a tile: where rows are in groups, not in all.
 #[cube]
-fn is_filled(at: &Position) -> bool {
-    at.line0 < at.lines && at.start < at.end
+fn is_filled(at: &Position, #[comptime] policy: EdenPolicy) -> bool {
+    if comptime!(!policy.swizzled) {
+        at.line0 < at.lines && at.start < at.end
+    } else if comptime!(policy.across) {
+        at.start < at.end
+    } else {
+        // Lines that pad 128 of them have scales, too.
+        at.line0 - (at.line0 + at.padding) % 128usize < at.lines
+    }
 }
+
+/// The word, in scales in 128x4 tiles, of a tile's rotation group on line `line`: the bytes of its first four
+/// blocks. Those of the others are [`TILE_OF_SCALES`] words behind.
+#[cube]
+fn swizzled_word(at: &Position, line: usize, #[comptime] across: bool) -> usize {
+    let row = if comptime!(across) {
+        line
+    } else {
+        line + at.padding
+    };
+    // Eight bytes for each rotation group, in tiles of four blocks.
+    let before = at.lines.div_ceil(128) * 128usize * at.units_before * 2usize;
+    let group = at.first - at.lines * at.units_before;
+    before + swizzled_at(row, group * 8usize, at.pitch * 2usize) / 4usize
+}
+
+/// Words of a 128x4 tile of scales.
+const TILE_OF_SCALES: usize = 128;
 
 /// Loads a tile of a matrix and transforms its segments; ends at a barrier.
 #[cube]
@@ -624,44 +692,26 @@ fn load_matrix<F: Numeric, N: Size>(
     sync_cube();
 }
 
-/// The values of block `block` of stored row `row`, which has `blocks`; zero where `inside` is false. The factor
-/// of the tile is `own`, unless each stored row has its amax.
+/// The values of block `block` of stored row `row`; zero where `inside` is false. The factor of the tile is
+/// `own`.
 #[cube]
 fn decode_block(
-    codes: &[Vector<u32, Const<2>>],
-    scales: &[u8],
-    amax: &[f32],
-    range: f32,
+    source: &PackedRows,
     own: f32,
     row: usize,
     block: usize,
-    blocks: usize,
     at: &Position,
     inside: bool,
     #[comptime] plan: SourcePlan,
 ) -> Array<f32> {
-    let mut words = Vector::<u32, Const<2>>::new(0u32);
-    let mut scale = 0u32;
-    let mut factor = own;
-    if inside {
-        words = codes[row * blocks + block];
-        let byte = scale_at(row, row + at.padding, block, blocks, plan.swizzled);
-        scale = u32::cast_from(scales[byte]);
-        if comptime!(plan.per_outer) {
-            factor = amax[row] / range;
-        }
-    } else {
-        // The factor may be infinite or NaN.
-        factor = 0.0f32;
-    }
-    let factors = BlockFactors::new(scale, factor);
-    let mut block = Array::<f32>::new(16usize);
+    let packed = source.load(row, row + at.padding, block, own, inside, plan);
+    let mut values = Array::<f32>::new(16usize);
     #[unroll]
     for i in 0..16usize {
-        let code = words.extract(comptime!(i / 8)) >> comptime!(4 * (i as u32 % 8));
-        block[i] = factors.decode(code);
+        let code = packed.words.extract(comptime!(i / 8)) >> comptime!(4 * (i as u32 % 8));
+        values[i] = packed.factors.decode(code);
     }
-    block
+    values
 }
 
 /// Zero from position `end` on: what pads the last block of a stored row is no part of the matrix,
@@ -676,16 +726,11 @@ fn mask_block(block: &mut Array<f32>, first: usize, end: usize) {
     }
 }
 
-/// Loads a tile of an NVFP4 matrix and transforms its segments; ends at a barrier. Arguments are those of
-/// [`decode_block()`].
+/// Loads a tile of an NVFP4 matrix, whose factor is `own`, and transforms its segments; ends at a barrier.
 #[cube]
 fn load_packed(
-    codes: &[Vector<u32, Const<2>>],
-    scales: &[u8],
-    amax: &[f32],
-    range: f32,
+    source: &PackedRows,
     own: f32,
-    blocks: usize,
     tile: &mut [f32],
     at: &Position,
     signs: &Signs,
@@ -700,19 +745,7 @@ fn load_packed(
             let row = at.start + k;
             let col = at.line0 + line;
             let inside = row < at.end && col < at.lines;
-            let mut block = decode_block(
-                codes,
-                scales,
-                amax,
-                range,
-                own,
-                row,
-                col / 16usize,
-                blocks,
-                at,
-                inside,
-                plan,
-            );
+            let mut block = decode_block(source, own, row, col / 16usize, at, inside, plan);
             mask_block(&mut block, col, at.lines);
             let base = slot(k, line, across);
             #[unroll]
@@ -731,19 +764,7 @@ fn load_packed(
             let row = at.line0 + line;
             let first = at.start + segment * 16usize;
             let inside = row < at.lines && first < at.end;
-            let mut block = decode_block(
-                codes,
-                scales,
-                amax,
-                range,
-                own,
-                row,
-                first / 16usize,
-                blocks,
-                at,
-                inside,
-                plan,
-            );
+            let mut block = decode_block(source, own, row, first / 16usize, at, inside, plan);
             mask_block(&mut block, first, at.end);
             transform_segment(&mut block, signs, segment);
             store_segment(&block, tile, segment, line, across);
@@ -751,22 +772,6 @@ fn load_packed(
         }
     }
     sync_cube();
-}
-
-/// The factor of a packed source's tile: `all`, where there is one amax, or that of its group of rows.
-#[cube]
-fn factor_of(
-    all: f32,
-    amax: &[f32],
-    range: f32,
-    at: &Position,
-    #[comptime] plan: SourcePlan,
-) -> f32 {
-    if comptime!(plan.grouping == Grouping::One || plan.per_outer) {
-        all
-    } else {
-        amax[at.part] / range
-    }
 }
 
 /// The scale of a tile: `all`, where there is one amax, or that of its group of rows.
@@ -856,13 +861,13 @@ fn raise(out: &mut [Atomic<u32>], index: usize, bits: u32, #[comptime] cuda: boo
 
 /// Quantizes a transformed tile: codes and sums by blocks, then scale bytes by groups.
 #[cube]
-fn quantize_tile(
+fn quantize_tile<W: Size>(
     tile: &[f32],
     sums_xx: &mut [f32],
     sums_xq: &mut [f32],
     bytes: &mut [u32],
     codes: &mut [Vector<u32, Const<2>>],
-    scales: &mut [Vector<u32, Const<2>>],
+    scales: &mut [Vector<u32, W>],
     at: &Position,
     global: &EdenScale,
     random: &Random,
@@ -889,12 +894,36 @@ fn quantize_tile(
     sync_cube();
     let mut line = UNIT_POS as usize;
     while line < comptime!(LINES) {
-        if at.line0 + line < at.lines {
-            let group = (at.line0 + line) * at.pitch + at.first;
-            let index = u64::cast_from((at.line0 + line) * at.drawn_pitch + at.drawn_first);
-            scales[group] = correct_group(&*sums_xx, &*sums_xq, &*bytes, line, index, random);
+        let row = at.line0 + line;
+        if row < at.lines {
+            let index = u64::cast_from(row * at.drawn_pitch + at.drawn_first);
+            let found = correct_group(&*sums_xx, &*sums_xq, &*bytes, line, index, random);
+            store_scales::<W>(found, scales, at, row, policy);
+        } else if comptime!(policy.swizzled) {
+            store_scales::<W>(Vector::new(0u32), scales, at, row, policy);
         }
         line += CUBE_DIM as usize;
+    }
+}
+
+/// Stores the eight scale bytes of a tile's rotation group on line `line`: as they are, or in two 128x4 tiles.
+#[cube]
+fn store_scales<W: Size>(
+    bytes: Vector<u32, Const<2>>,
+    scales: &mut [Vector<u32, W>],
+    at: &Position,
+    line: usize,
+    #[comptime] policy: EdenPolicy,
+) {
+    if comptime!(policy.swizzled) {
+        let word = swizzled_word(at, line, policy.across);
+        scales[word] = Vector::new(bytes.extract(0usize));
+        scales[word + TILE_OF_SCALES] = Vector::new(bytes.extract(1usize));
+    } else {
+        let mut pair = Vector::<u32, W>::empty();
+        pair.insert(0usize, bytes.extract(0usize));
+        pair.insert(1usize, bytes.extract(1usize));
+        scales[line * at.pitch + at.first] = pair;
     }
 }
 
@@ -935,7 +964,7 @@ pub fn ms_eden_amax_kernel<F: Numeric, N: Size>(
     let mut index = CUBE_POS;
     while index < row_tiles * shape.tile_cols {
         let at = tile_position(index, map, &shape, 0usize, policy);
-        if comptime!(policy.plain()) || is_filled(&at) {
+        if comptime!(policy.plain()) || is_filled(&at, policy) {
             load_matrix::<F, N>(x, &mut tile, &at, &signs, shape.cols, across, kind);
             transform_between_segments(&mut tile, across, policy.cuda);
             sync_cube();
@@ -957,40 +986,25 @@ pub fn ms_eden_amax_kernel<F: Numeric, N: Size>(
 /// The amax of the transformed values of an NVFP4 matrix, or of each of its groups of rows.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn ms_eden_amax_packed_kernel(
-    source_codes: &[Vector<u32, Const<2>>],
-    source_scales: &[u8],
-    source_amax: &[f32],
+    source: PackedRows,
     map: &[Vector<u32, Const<4>>],
     out: &mut [Atomic<u32>],
     signs: Signs,
     shape: Shape,
     row_tiles: usize,
-    blocks: usize,
-    range: f32,
     #[comptime] policy: EdenPolicy,
 ) {
     let across = comptime!(policy.across);
     let mut tile = Shared::<[f32]>::new_slice(comptime!(TILE));
-    let factor = source_amax[0] / range;
+    let factor = source.factor();
     let mut bits = 0u32;
     let mut index = CUBE_POS;
     while index < row_tiles * shape.tile_cols {
         let at = tile_position(index, map, &shape, 0usize, policy);
-        if comptime!(policy.plain()) || is_filled(&at) {
-            let own = factor_of(factor, source_amax, range, &at, policy.source);
-            load_packed(
-                source_codes,
-                source_scales,
-                source_amax,
-                range,
-                own,
-                blocks,
-                &mut tile,
-                &at,
-                &signs,
-                across,
-                policy.source,
-            );
+        if comptime!(policy.plain()) || is_filled(&at, policy) {
+            let plan = comptime!(policy.source);
+            let own = source.factor_of(at.part, factor, plan);
+            load_packed(&source, own, &mut tile, &at, &signs, across, plan);
             transform_between_segments(&mut tile, across, policy.cuda);
             sync_cube();
             let found = tile_amax(&tile, across);
@@ -1010,12 +1024,12 @@ pub fn ms_eden_amax_packed_kernel(
 
 /// MS-EDEN of a matrix, or of each of its groups of rows.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
-pub fn ms_eden_kernel<F: Numeric, N: Size>(
+pub fn ms_eden_kernel<F: Numeric, N: Size, W: Size>(
     x: &[Vector<F, N>],
     map: &[Vector<u32, Const<4>>],
     amax: &[f32],
     codes: &mut [Vector<u32, Const<2>>],
-    scales: &mut [Vector<u32, Const<2>>],
+    scales: &mut [Vector<u32, W>],
     out_amax: &mut [f32],
     offset: &[u32],
     random: Random,
@@ -1049,12 +1063,12 @@ pub fn ms_eden_kernel<F: Numeric, N: Size>(
     let mut index = CUBE_POS;
     while index < row_tiles * shape.tile_cols {
         let at = tile_position(index, map, &shape, row_groups, policy);
-        if comptime!(policy.plain()) || is_filled(&at) {
+        if comptime!(policy.plain()) || is_filled(&at, policy) {
             load_matrix::<F, N>(x, &mut tile, &at, &signs, shape.cols, across, kind);
             transform_between_segments(&mut tile, across, policy.cuda);
             sync_cube();
             let global = scale_of(&all, amax, amax_factor, block_factor, &at, policy);
-            quantize_tile(
+            quantize_tile::<W>(
                 &tile, &mut xx, &mut xq, &mut bytes, codes, scales, &at, &global, &random, policy,
             );
             sync_cube();
@@ -1065,14 +1079,12 @@ pub fn ms_eden_kernel<F: Numeric, N: Size>(
 
 /// MS-EDEN of an NVFP4 matrix, or of each of its groups of rows.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
-pub fn ms_eden_packed_kernel(
-    source_codes: &[Vector<u32, Const<2>>],
-    source_scales: &[u8],
-    source_amax: &[f32],
+pub fn ms_eden_packed_kernel<W: Size>(
+    source: PackedRows,
     map: &[Vector<u32, Const<4>>],
     amax: &[f32],
     codes: &mut [Vector<u32, Const<2>>],
-    scales: &mut [Vector<u32, Const<2>>],
+    scales: &mut [Vector<u32, W>],
     out_amax: &mut [f32],
     offset: &[u32],
     random: Random,
@@ -1080,8 +1092,6 @@ pub fn ms_eden_packed_kernel(
     shape: Shape,
     row_tiles: usize,
     row_groups: usize,
-    blocks: usize,
-    range: f32,
     amax_factor: f32,
     block_factor: f32,
     #[comptime] policy: EdenPolicy,
@@ -1093,7 +1103,7 @@ pub fn ms_eden_packed_kernel(
     let mut bytes = Shared::<[u32]>::new_slice(comptime!(LINES * SUMS));
     let all = EdenScale::from_amax(amax[0], amax_factor, block_factor);
     let random = resolve(&random, offset, policy.device_offset);
-    let factor = source_amax[0] / range;
+    let factor = source.factor();
     let groups = shape.groups;
     write_maxima(
         &all,
@@ -1107,25 +1117,14 @@ pub fn ms_eden_packed_kernel(
     let mut index = CUBE_POS;
     while index < row_tiles * shape.tile_cols {
         let at = tile_position(index, map, &shape, row_groups, policy);
-        if comptime!(policy.plain()) || is_filled(&at) {
-            let own = factor_of(factor, source_amax, range, &at, policy.source);
-            load_packed(
-                source_codes,
-                source_scales,
-                source_amax,
-                range,
-                own,
-                blocks,
-                &mut tile,
-                &at,
-                &signs,
-                across,
-                policy.source,
-            );
+        if comptime!(policy.plain()) || is_filled(&at, policy) {
+            let plan = comptime!(policy.source);
+            let own = source.factor_of(at.part, factor, plan);
+            load_packed(&source, own, &mut tile, &at, &signs, across, plan);
             transform_between_segments(&mut tile, across, policy.cuda);
             sync_cube();
             let global = scale_of(&all, amax, amax_factor, block_factor, &at, policy);
-            quantize_tile(
+            quantize_tile::<W>(
                 &tile, &mut xx, &mut xq, &mut bytes, codes, scales, &at, &global, &random, policy,
             );
             sync_cube();

@@ -8,7 +8,7 @@ use cubecl::{prelude::*, server::Handle};
 use super::{
     groups::check_bytes,
     launch::{grid, tile_grid, vector_size},
-    packed_source::{PackedSource, SourcePlan, scale_at},
+    packed_source::{PackedBlock, PackedRows, PackedSource, SourcePlan, scale_at},
     tile::{GroupPlace, Grouping, Shape, ShapeLaunch, group_place, in_bands, map_tiles, tile_from},
 };
 use crate::{
@@ -288,17 +288,13 @@ pub fn mx_requantize(
                 tiles.dim,
                 address,
                 16 / via.size(),
-                source.codes(),
-                source.scales(),
-                source.amax(),
+                source.arg(),
                 tiles.map(client, source.unread()),
                 codes,
                 scales,
                 tiles.shape(),
                 tiles.rows,
-                source.blocks,
                 out.blocks(),
-                source.range(),
                 tiles.band,
                 source.plan,
                 hardware,
@@ -691,8 +687,7 @@ pub fn mx_quantize_col_kernel<F: Numeric, N: Size>(
 /// The 16 values of an NVFP4 block, rounded to `via` by the instruction where there is one.
 #[cube]
 fn decode_block<F: Numeric>(
-    words: Vector<u32, Const<2>>,
-    factors: BlockFactors,
+    block: &PackedBlock,
     #[comptime] hardware: bool,
     #[comptime] via: FloatKind,
 ) -> Array<f32> {
@@ -700,11 +695,11 @@ fn decode_block<F: Numeric>(
     #[unroll]
     for pair in 0..8usize {
         let at = comptime!(pair * 2);
-        let word = words.extract(comptime!(at / 8));
+        let word = block.words.extract(comptime!(at / 8));
         let low = word >> comptime!(4 * (at as u32 % 8));
         let high = word >> comptime!(4 * (at as u32 % 8) + 4);
-        let low = factors.decode(low);
-        let high = factors.decode(high);
+        let low = block.factors.decode(low);
+        let high = block.factors.decode(high);
         if comptime!(hardware && via == FloatKind::Bf16) {
             let both = ptx::cvt_rn_bf16x2(low, high);
             values[at] = f32::reinterpret(both << 16u32);
@@ -788,8 +783,11 @@ pub fn mx_requantize_along_kernel<F: Numeric>(
                 };
                 scale = u32::cast_from(nv_scales[at]);
             }
-            let factors = BlockFactors::new(scale, factor);
-            let decoded = decode_block::<F>(words, factors, hardware, via);
+            let block = PackedBlock {
+                words,
+                factors: BlockFactors::new(scale, factor),
+            };
+            let decoded = decode_block::<F>(&block, hardware, via);
             #[unroll]
             for i in 0..16usize {
                 let mut value = decoded[i];
@@ -823,21 +821,17 @@ pub fn mx_requantize_along_kernel<F: Numeric>(
 }
 
 /// One cube decodes every `cubes`-th tile of 128 stored rows x 64, of `row_tiles` rows of them, and makes MXFP8
-/// blocks down its columns. A stored row has `nv_blocks` blocks; `map` and `row_blocks` are as for
+/// blocks down its columns. `map` and `row_blocks` are as for
 /// [`mx_quantize_col_kernel()`]. `F` is the storage type of `via`, `N` elements of it are 16 bytes.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn mx_requantize_across_kernel<F: Numeric, N: Size>(
-    nv_codes: &[Vector<u32, Const<2>>],
-    nv_scales: &[u8],
-    amax: &[f32],
+    source: PackedRows,
     map: &[Vector<u32, Const<4>>],
     codes: &mut [Vector<u32, Const<4>>],
     scales: &mut [u8],
     shape: Shape,
     row_tiles: usize,
-    nv_blocks: usize,
     row_blocks: usize,
-    range: f32,
     band: usize,
     #[comptime] plan: SourcePlan,
     #[comptime] hardware: bool,
@@ -852,7 +846,7 @@ pub fn mx_requantize_across_kernel<F: Numeric, N: Size>(
     let mut stage = Shared::<[u32]>::new_slice(comptime!(TILE_COLS * STAGE));
     let mut bytes = Shared::<[u32]>::new_slice(comptime!((TILE_COLS + 1) * TILE_ROWS / 32));
     let grouping = comptime!(plan.grouping);
-    let shared = amax[0] / range;
+    let shared = source.factor();
     let mut index = CUBE_POS;
     while index < row_tiles * shape.tile_cols {
         let place = in_bands(index, row_tiles, shape.tile_cols, band);
@@ -860,46 +854,28 @@ pub fn mx_requantize_across_kernel<F: Numeric, N: Size>(
         let block0 = place.col * comptime!(TILE_COLS / 16);
         let at = tile_from(map, place.row, col0, &shape, 32usize, grouping);
         if comptime!(grouping == Grouping::One) || at.row0 < at.row_end {
-            let own = if comptime!(grouping == Grouping::One || plan.per_outer) {
-                shared
-            } else {
-                amax[at.group] / range
-            };
+            let own = source.factor_of(at.group, shared, plan);
             let wide = tile.as_mut_slice().with_vector_size_mut::<N>();
             let mut first = UNIT_POS as usize;
             while first < comptime!(TILE_BLOCKS) {
                 // All loads of a turn are under way before the first is waited for.
-                let mut words = Array::<Vector<u32, Const<2>>>::new(IN_FLIGHT);
-                let mut scales = Array::<u32>::new(IN_FLIGHT);
-                let mut factors = Array::<f32>::new(IN_FLIGHT);
+                let mut loaded = Sequence::<PackedBlock>::new();
                 #[unroll]
                 for j in 0..IN_FLIGHT {
                     let item = first + j * CUBE_DIM as usize;
                     let r = item / comptime!(TILE_COLS / 16);
                     let row = at.row0 + r;
                     let block = block0 + item % comptime!(TILE_COLS / 16);
-                    words[j] = Vector::<u32, Const<2>>::new(0u32);
-                    scales[j] = 0u32;
-                    // Zero where there is no element, also where the factor is NaN or infinite.
-                    factors[j] = 0.0f32;
-                    if item < comptime!(TILE_BLOCKS) && row < at.row_end && block < nv_blocks {
-                        words[j] = nv_codes[row * nv_blocks + block];
-                        let tiled = at.row_tile * 128usize + r;
-                        let byte = scale_at(row, tiled, block, nv_blocks, plan.swizzled);
-                        scales[j] = u32::cast_from(nv_scales[byte]);
-                        factors[j] = if comptime!(plan.per_outer) {
-                            amax[row] / range
-                        } else {
-                            own
-                        };
-                    }
+                    let tiled = at.row_tile * 128usize + r;
+                    let in_tile = item < comptime!(TILE_BLOCKS);
+                    let inside = in_tile && row < at.row_end && block < source.blocks;
+                    loaded.push(source.load(row, tiled, block, own, inside, plan));
                 }
                 #[unroll]
                 for j in 0..IN_FLIGHT {
                     let item = first + j * CUBE_DIM as usize;
                     if item < comptime!(TILE_BLOCKS) {
-                        let factors = BlockFactors::new(scales[j], factors[j]);
-                        let values = decode_block::<F>(words[j], factors, hardware, via);
+                        let values = decode_block::<F>(loaded.index(j), hardware, via);
                         #[unroll]
                         for v in 0..comptime!(16 / width) {
                             let mut vector = Vector::<F, N>::empty();

@@ -5,7 +5,7 @@ use cubecl::{prelude::*, server::Handle};
 use super::{GroupOffsets, group_rows::spread_groups, launch::buffer, tile::Grouping};
 use crate::{
     Nvfp4Error, PackedAxis, ScaleLayout,
-    cube::scale::swizzled_at,
+    cube::{codec::BlockFactors, scale::swizzled_at},
     device::{AmaxScope, DevicePacked, Groups},
 };
 
@@ -100,6 +100,12 @@ impl<'a> PackedSource<'a> {
         ))
     }
 
+    /// The argument of kernels that read whole blocks.
+    pub fn arg(&self) -> PackedRowsLaunch {
+        let (codes, scales, amax) = (self.codes(), self.scales(), self.amax());
+        PackedRowsLaunch::new(codes, scales, amax, self.blocks, self.range())
+    }
+
     /// The codes, a block to an item.
     pub fn codes(&self) -> BufferArg {
         // SAFETY: checked in `new`.
@@ -185,5 +191,77 @@ pub fn scale_at(
         swizzled_at(tiled, block, blocks.div_ceil(4))
     } else {
         row * blocks + block
+    }
+}
+
+/// Stored rows of an NVFP4 matrix in a kernel that reads whole blocks.
+#[derive(CubeType, CubeLaunch)]
+pub struct PackedRows {
+    /// The codes, a block to an item.
+    pub codes: Box<[Vector<u32, Const<2>>]>,
+    /// The scale bytes.
+    pub scales: Box<[u8]>,
+    /// The maxima.
+    pub amax: Box<[f32]>,
+    /// Blocks of a stored row, with padding.
+    pub blocks: usize,
+    /// What an amax is divided by.
+    pub range: f32,
+}
+
+/// The codes of a block, and what they are multiplied by.
+#[derive(CubeType)]
+pub struct PackedBlock {
+    /// The codes, eight to a word.
+    pub words: Vector<u32, Const<2>>,
+    /// The factors of the block and of the tensor.
+    pub factors: BlockFactors,
+}
+
+#[cube]
+impl PackedRows {
+    /// The factor of the first amax, which is that of all rows where there is one.
+    pub fn factor(&self) -> f32 {
+        self.amax[0] / self.range
+    }
+
+    /// The factor of the rows of group `group`: `all`, where there is one, or each row has its own.
+    pub fn factor_of(&self, group: usize, all: f32, #[comptime] plan: SourcePlan) -> f32 {
+        if comptime!(plan.grouping == Grouping::One || plan.per_outer) {
+            all
+        } else {
+            self.amax[group] / self.range
+        }
+    }
+
+    /// Block `block` of stored row `row`, which is row `tiled` among those padded to 128 in every group; zeros
+    /// where `inside` is false. The factor of its group is `own`.
+    pub fn load(
+        &self,
+        row: usize,
+        tiled: usize,
+        block: usize,
+        own: f32,
+        inside: bool,
+        #[comptime] plan: SourcePlan,
+    ) -> PackedBlock {
+        let mut words = Vector::<u32, Const<2>>::new(0u32);
+        let mut scale = 0u32;
+        let mut factor = own;
+        if inside {
+            words = self.codes[row * self.blocks + block];
+            let byte = scale_at(row, tiled, block, self.blocks, plan.swizzled);
+            scale = u32::cast_from(self.scales[byte]);
+            if comptime!(plan.per_outer) {
+                factor = self.amax[row] / self.range;
+            }
+        } else {
+            // Zero where there is no element, also where the factor is NaN or infinite.
+            factor = 0.0f32;
+        }
+        PackedBlock {
+            words,
+            factors: BlockFactors::new(scale, factor),
+        }
     }
 }

@@ -15,15 +15,17 @@ use burn_core::tensor::FloatDType;
 
 use nvfp4_kernels::{Form, PackedAxis};
 
-use super::super::autodiff::{constant, inner_bias, inner_operand, linear, register};
+use super::super::autodiff::{
+    constant, inner, inner_bias, inner_operand, linear, mx_constant, register,
+};
 use super::super::operands::cast;
 use super::super::product::{Grouping, Product};
 use super::super::{
-    Bias, LinearContext, LinearSpec, Operand, OperandSpec, Packed, PackedPair, PairSpec,
-    QuantizeSpec, float_dtype,
+    Bias, EdenSpec, LinearContext, LinearSpec, MxPacked, Operand, OperandSpec, Packed, PackedPair,
+    PairSpec, QuantizeSpec, float_dtype,
 };
 use super::operands::{stack, stack_again, stack_both, tokens, tokens_again, tokens_both};
-use super::{GroupPairSpec, Nvfp4GroupedOps, RowGradients};
+use super::{GroupPairSpec, Nvfp4GroupedOps, RowGradients, RowGroups};
 
 /// A weight of its own for each group of `tokens` rows in all.
 #[derive(Clone, Debug)]
@@ -186,6 +188,16 @@ impl<B: Nvfp4GroupedOps> Backward<B, 2> for CombineRows {
     }
 }
 
+/// Groups of the backend that does the work.
+fn inner_groups<B: Backend, C: CheckpointStrategy>(
+    groups: RowGroups<Autodiff<B, C>>,
+) -> RowGroups<B> {
+    match groups {
+        RowGroups::Batch(count) => RowGroups::Batch(count),
+        RowGroups::Offsets(offsets) => RowGroups::Offsets(offsets),
+    }
+}
+
 impl<B: Nvfp4GroupedOps, C: CheckpointStrategy> Nvfp4GroupedOps for Autodiff<B, C> {
     fn nvfp4_quantize_stack(w: FloatTensor<Self>, spec: QuantizeSpec) -> Packed<Self> {
         constant(B::nvfp4_quantize_stack(w.into_primitive(), spec))
@@ -220,12 +232,45 @@ impl<B: Nvfp4GroupedOps, C: CheckpointStrategy> Nvfp4GroupedOps for Autodiff<B, 
         }
     }
 
-    fn nvfp4_pad_groups(
+    fn nvfp4_eden_groups(
         x: FloatTensor<Self>,
-        offsets: IntTensor<Self>,
-        unit: usize,
-    ) -> FloatTensor<Self> {
-        Self::from_inner(B::nvfp4_pad_groups(x.into_primitive(), offsets, unit))
+        groups: RowGroups<Self>,
+        spec: EdenSpec,
+    ) -> Packed<Self> {
+        let groups = inner_groups(groups);
+        constant(B::nvfp4_eden_groups(x.into_primitive(), groups, spec))
+    }
+
+    fn nvfp4_eden_groups_packed(
+        packed: Packed<Self>,
+        groups: RowGroups<Self>,
+        spec: EdenSpec,
+    ) -> Packed<Self> {
+        let (packed, groups) = (inner(packed), inner_groups(groups));
+        constant(B::nvfp4_eden_groups_packed(packed, groups, spec))
+    }
+
+    fn nvfp4_mx_quantize_groups(
+        x: FloatTensor<Self>,
+        groups: RowGroups<Self>,
+        axis: PackedAxis,
+    ) -> MxPacked<Self> {
+        let groups = inner_groups(groups);
+        mx_constant(B::nvfp4_mx_quantize_groups(
+            x.into_primitive(),
+            groups,
+            axis,
+        ))
+    }
+
+    fn nvfp4_mx_requantize_groups(
+        packed: Packed<Self>,
+        groups: RowGroups<Self>,
+        axis: PackedAxis,
+        via: FloatDType,
+    ) -> MxPacked<Self> {
+        let (packed, groups) = (inner(packed), inner_groups(groups));
+        mx_constant(B::nvfp4_mx_requantize_groups(packed, groups, axis, via))
     }
 
     fn nvfp4_spread_groups(

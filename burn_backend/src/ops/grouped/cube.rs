@@ -14,19 +14,19 @@ use burn_cubecl::{
 use cubecl::server::Handle;
 use nvfp4_kernels::device::{AmaxScope, DevicePacked, Groups, Matrix};
 use nvfp4_kernels::gemm::{self, Scale, Target};
-use nvfp4_kernels::ops::{AmaxRequest, CopyRequest, GroupOffsets};
+use nvfp4_kernels::ops::{AmaxRequest, CopyRequest, EdenSource, GroupOffsets};
 use nvfp4_kernels::{PackedAxis, ScaleLayout, ops};
 
 use super::super::cube::{
-    Stored, beside, float_kind, launched, new_tensor, packed_tensor, request, result, scope,
-    stored_shape,
+    Stored, beside, device, eden, float_kind, launched, mx_packed, new_tensor, packed_tensor,
+    request, result, scope, stored_shape,
 };
 use super::super::{
-    Bias, GlobalScaling, Operand, Packed, PackedLayout, PackedPair, PairSpec, QuantizeSpec,
-    copy_name, float_dtype, trace_op,
+    Bias, EdenSpec, GlobalScaling, MxPacked, Operand, Packed, PackedLayout, PackedPair, PairSpec,
+    QuantizeSpec, copy_name, float_dtype, trace_op,
 };
-use super::operands::{stack_values, tokens_values, unit};
-use super::{GroupPairSpec, Nvfp4GroupedOps, RowGradients, maxima, rows};
+use super::operands::{stack_values, unit, values};
+use super::{GroupPairSpec, Nvfp4GroupedOps, RowGradients, RowGroups, maxima, rows};
 
 impl Nvfp4GroupedOps for CubeBackend {
     fn nvfp4_quantize_stack(w: FloatTensor<Self>, spec: QuantizeSpec) -> Packed<Self> {
@@ -134,15 +134,59 @@ impl Nvfp4GroupedOps for CubeBackend {
         }
     }
 
-    fn nvfp4_pad_groups(
+    fn nvfp4_eden_groups(
         x: FloatTensor<Self>,
-        offsets: IntTensor<Self>,
-        unit: usize,
-    ) -> FloatTensor<Self> {
-        let tokens = Tokens::new(x, offsets);
-        let (client, matrix) = (&tokens.tensor.client, &tokens.matrix);
-        let (padded, _) = launched(ops::pad_groups(client, matrix, &tokens.groups, unit));
-        result(&tokens.tensor, padded)
+        groups: RowGroups<Self>,
+        spec: EdenSpec,
+    ) -> Packed<Self> {
+        let x = into_contiguous(x);
+        let (matrix, arrangement) = (matrix(&x), groups.arrangement());
+        trace_op("ms_eden", copy_name(spec.axis), matrix.rows, matrix.cols);
+        let groups = device_groups(groups);
+        let source = EdenSource::Grouped(&matrix, &groups);
+        let layout = arrangement.eden((matrix.rows, matrix.cols), &spec);
+        eden(&x, source, &spec, layout, arrangement.count())
+    }
+
+    fn nvfp4_eden_groups_packed(
+        packed: Packed<Self>,
+        groups: RowGroups<Self>,
+        spec: EdenSpec,
+    ) -> Packed<Self> {
+        let PackedLayout { rows, cols, .. } = packed.layout;
+        trace_op("ms_eden", copy_name(spec.axis), rows, cols);
+        let (like, arrangement) = (packed.codes.clone(), groups.arrangement());
+        let source = in_groups(packed, groups);
+        let layout = arrangement.eden((rows, cols), &spec);
+        let source = EdenSource::Packed(&source);
+        eden(&like, source, &spec, layout, arrangement.count())
+    }
+
+    fn nvfp4_mx_quantize_groups(
+        x: FloatTensor<Self>,
+        groups: RowGroups<Self>,
+        axis: PackedAxis,
+    ) -> MxPacked<Self> {
+        let x = into_contiguous(x);
+        let matrix = matrix(&x);
+        trace_op("mx_quantize", copy_name(axis), matrix.rows, matrix.cols);
+        let groups = device_groups(groups);
+        let mx = ops::mx_quantize_groups(&x.client, &matrix, &groups, axis);
+        mx_packed(&x, launched(mx))
+    }
+
+    fn nvfp4_mx_requantize_groups(
+        packed: Packed<Self>,
+        groups: RowGroups<Self>,
+        axis: PackedAxis,
+        via: FloatDType,
+    ) -> MxPacked<Self> {
+        let PackedLayout { rows, cols, .. } = packed.layout;
+        trace_op("mx_requantize", copy_name(axis), rows, cols);
+        let like = packed.codes.clone();
+        let source = in_groups(packed, groups);
+        let mx = ops::mx_requantize(&like.client, &source, axis, float_kind(via));
+        mx_packed(&like, launched(mx))
     }
 
     fn nvfp4_spread_groups(
@@ -171,7 +215,7 @@ impl Nvfp4GroupedOps for CubeBackend {
         let out = if is_wide(&a) || is_wide(&b) {
             let inner = type_of_product(&a, &b, dtype);
             trace_masked(rows, columns, groups.count, inner);
-            let x = tokens_values::<Self>(a, &offsets, inner);
+            let x = values::<Self>(a, &RowGroups::Offsets(offsets.clone()), inner);
             let w = stack_values::<Self>(b, groups.count, inner);
             let out = masked_rows(x, w, bias, offsets);
             let out = into_contiguous(cast(out, dtype.into()));
@@ -222,7 +266,9 @@ impl Nvfp4GroupedOps for CubeBackend {
         let [a, b] = [a, b].map(|operand| {
             GroupOperand::new(match operand {
                 Operand::Float(x, axis) => {
-                    Operand::Float(Self::nvfp4_pad_groups(x, offsets.clone(), unit), axis)
+                    let x = Tokens::new(x, offsets.clone());
+                    let padded = ops::pad_groups(&like.client, &x.matrix, &x.groups, unit);
+                    Operand::Float(result(&x.tensor, launched(padded).0), axis)
                 }
                 packed => packed,
             })
@@ -345,10 +391,7 @@ impl Tokens {
 
     /// The maxima of each group: for row-wise copies and for column-wise ones.
     fn amaxes(&self, request: &AmaxRequest) -> (Option<Handle>, Option<Handle>) {
-        let groups = Groups::Offsets {
-            offsets: self.groups.offsets.clone(),
-            count: self.groups.count,
-        };
+        let groups = with_offsets(self.groups.clone());
         let found = launched(ops::amaxes(
             &self.tensor.client,
             &self.matrix,
@@ -422,18 +465,38 @@ fn group_offsets(offsets: CubeTensor) -> GroupOffsets {
     launched(GroupOffsets::new(offsets.handle, count))
 }
 
+fn with_offsets(groups: GroupOffsets) -> Groups {
+    let GroupOffsets { offsets, count } = groups;
+    Groups::Offsets { offsets, count }
+}
+
+/// Groups as the kernels take them.
+fn device_groups(groups: RowGroups<CubeBackend>) -> Groups {
+    match groups {
+        RowGroups::Batch(count) => Groups::Batch(count),
+        RowGroups::Offsets(offsets) => with_offsets(group_offsets(offsets)),
+    }
+}
+
+/// The kernels' view of a row-wise packed matrix, and of its groups.
+fn in_groups(packed: Packed<CubeBackend>, groups: RowGroups<CubeBackend>) -> DevicePacked {
+    DevicePacked {
+        groups: device_groups(groups),
+        ..device(packed)
+    }
+}
+
 /// An operand of a grouped product as the kernels take it, holding its memory.
 struct GroupOperand {
     stored: Stored,
-    /// Whether each group has a maximum of its own.
+    /// Whether each group has a maximum of its own, and not each stored row.
     per_group: bool,
 }
 
 impl GroupOperand {
     fn new(operand: Operand<CubeBackend>) -> Self {
         let per_group = matches!(&operand, Operand::Nvfp4(packed)
-            if packed.layout.global == GlobalScaling::PerTensor
-                && packed.amax.meta.shape()[0] > 1);
+            if packed.layout.global == GlobalScaling::PerTensor);
         Self {
             stored: Stored::new(operand),
             per_group,

@@ -10,68 +10,36 @@ use burn_core::backend::{
 use burn_core::tensor::{DType, FloatDType, Shape, Slice, TensorData};
 use burn_flex::FlexTensor;
 use half::{bf16, f16};
-use nvfp4_kernels::reference::{self, Element, padding::padded_bound};
-use nvfp4_kernels::{Amax, BLOCK, MX_BLOCK, PackedAxis, PackedTensor, ScaleLayout};
+use nvfp4_kernels::reference::{self, EDEN_GROUP, Element};
+use nvfp4_kernels::{Amax, BLOCK, BlockScaling, MX_BLOCK, PackedAxis, Rounding, ScaleLayout};
 
-use super::super::flex::{matrix, maxima, narrow, policy, trusted, with_elements};
-use super::super::{
-    Bias, CopySpec, GlobalScaling, MxLayout, MxPacked, Nvfp4Ops, Operand, Packed, PackedLayout,
-    PackedPair, PairSpec, QuantizeSpec, copy_name, float_dtype, trace_op,
+use super::super::flex::{
+    eden, matrix, maxima, mx_upload_parts, narrow, policy, trusted, upload_parts, with_elements,
 };
-use super::operands::{NO_VALUES, unit};
-use super::{GroupPairSpec, Nvfp4GroupedOps, side_by_side_rows};
+use super::super::packed::unit_of;
+use super::super::{
+    Bias, CopySpec, EdenSpec, GlobalScaling, MxLayout, MxPacked, Nvfp4Ops, Operand, Packed,
+    PackedLayout, PackedPair, PairSpec, QuantizeSpec, copy_name, trace_op,
+};
+use super::arrangement::Arrangement;
+use super::operands::{NO_VALUES, unit, values};
+use super::{GroupPairSpec, Nvfp4GroupedOps, RowGroups};
 
 impl Nvfp4GroupedOps for Flex {
     fn nvfp4_quantize_stack(w: FloatTensor<Self>, spec: QuantizeSpec) -> Packed<Self> {
-        let dims = stack(&w);
-        trace_op("quantize", copy_name(spec.axis), dims[0] * dims[1], dims[2]);
-        let copies = with_elements!(w, |values| each_matrix(
-            values,
-            dims,
-            |values, rows, cols| {
-                let amax = Amax::Tensor(reference::amax(values));
-                let policy = policy(&spec.copy);
-                trusted(reference::quantize(
-                    values, rows, cols, spec.axis, &amax, &policy, 0,
-                ))
-            }
-        ));
-        one_below_the_other(
-            &copies,
-            PackedLayout::stack(dims, spec.axis, spec.copy.scaling),
-        )
+        let groups = Grouped::stack(&w);
+        let QuantizeSpec { axis, copy } = spec;
+        trace_op("quantize", copy_name(axis), groups.rows, groups.cols);
+        with_elements!(w, |values| quantize(values, &groups, axis, &copy))
     }
 
     fn nvfp4_quantize_stack_pair(w: FloatTensor<Self>, spec: PairSpec) -> PackedPair<Self> {
-        let dims = stack(&w);
-        trace_op("quantize", "pair", dims[0] * dims[1], dims[2]);
-        let copies = with_elements!(w, |values| each_matrix(
-            values,
-            dims,
-            |values, rows, cols| {
-                let amax = Amax::Tensor(reference::amax(values));
-                trusted(match spec {
-                    PairSpec::Tile(scaling) => {
-                        let compact = [ScaleLayout::Compact; 2];
-                        reference::quantize_tile(values, rows, cols, &amax, scaling, compact)
-                    }
-                    PairSpec::Blocks { row, col } => {
-                        let copy = |axis, copy: &CopySpec| {
-                            let policy = policy(copy);
-                            reference::quantize(values, rows, cols, axis, &amax, &policy, 0)
-                        };
-                        copy(PackedAxis::Cols, &row)
-                            .and_then(|row| Ok((row, copy(PackedAxis::Rows, &col)?)))
-                    }
-                })
-            }
-        ));
-        let (rows, cols): (Vec<_>, Vec<_>) = copies.into_iter().unzip();
-        let [row, col] = spec.copies().map(|copy| copy.scaling);
-        PackedPair {
-            row: one_below_the_other(&rows, PackedLayout::stack(dims, PackedAxis::Cols, row)),
-            col: one_below_the_other(&cols, PackedLayout::stack(dims, PackedAxis::Rows, col)),
-        }
+        let groups = Grouped::stack(&w);
+        trace_op("quantize", "pair", groups.rows, groups.cols);
+        with_elements!(w, |values| match &spec {
+            PairSpec::Tile(scaling) => quantize_tiles(values, &groups, *scaling),
+            PairSpec::Blocks { row, col } => quantize_both(values, &groups, row, col),
+        })
     }
 
     fn nvfp4_quantize_groups(
@@ -79,13 +47,10 @@ impl Nvfp4GroupedOps for Flex {
         offsets: IntTensor<Self>,
         spec: QuantizeSpec,
     ) -> Packed<Self> {
-        let (rows, cols) = matrix(&x);
-        trace_op("quantize", copy_name(spec.axis), rows, cols);
-        let groups = ranges(&offsets, rows);
-        with_elements!(x, |values| match spec.axis {
-            PackedAxis::Cols => quantize_rows(values, (rows, cols), &groups, &spec.copy),
-            PackedAxis::Rows => quantize_columns(values, (rows, cols), &groups, &spec.copy),
-        })
+        let groups = Grouped::new(&RowGroups::Offsets(offsets), matrix(&x));
+        let QuantizeSpec { axis, copy } = spec;
+        trace_op("quantize", copy_name(axis), groups.rows, groups.cols);
+        with_elements!(x, |values| quantize(values, &groups, axis, &copy))
     }
 
     fn nvfp4_quantize_groups_pair(
@@ -93,36 +58,49 @@ impl Nvfp4GroupedOps for Flex {
         offsets: IntTensor<Self>,
         spec: GroupPairSpec,
     ) -> PackedPair<Self> {
-        let (rows, cols) = matrix(&x);
-        trace_op("quantize", "pair", rows, cols);
-        let groups = ranges(&offsets, rows);
+        let groups = Grouped::new(&RowGroups::Offsets(offsets), matrix(&x));
+        trace_op("quantize", "pair", groups.rows, groups.cols);
         let GroupPairSpec { row, col } = &spec;
-        with_elements!(x, |values| PackedPair {
-            row: quantize_rows(values, (rows, cols), &groups, row),
-            col: quantize_columns(values, (rows, cols), &groups, col),
-        })
+        with_elements!(x, |values| quantize_both(values, &groups, row, col))
     }
 
-    fn nvfp4_pad_groups(
+    fn nvfp4_eden_groups(
         x: FloatTensor<Self>,
-        offsets: IntTensor<Self>,
-        unit: usize,
-    ) -> FloatTensor<Self> {
-        let (rows, cols) = matrix(&x);
-        let groups = ranges(&offsets, rows);
-        let bound = padded_bound(rows, groups.len(), unit);
-        let mut out = vec![0f32; bound * cols];
-        let dtype = float_dtype(x.dtype());
-        let x = in_type(x, FloatDType::F32).to_contiguous();
-        let values: &[f32] = x.storage();
-        for (group, place) in groups.iter().zip(places(&groups, unit)) {
-            out[place.start * cols..][..group.len() * cols]
-                .copy_from_slice(&values[group.start * cols..group.end * cols]);
-        }
-        narrow(
-            FlexTensor::from_data(TensorData::new(out, [bound, cols])),
-            dtype,
-        )
+        groups: RowGroups<Self>,
+        spec: EdenSpec,
+    ) -> Packed<Self> {
+        let groups = Grouped::new(&groups, matrix(&x));
+        trace_op("ms_eden", copy_name(spec.axis), groups.rows, groups.cols);
+        with_elements!(x, |values| eden_groups(values, &groups, &spec))
+    }
+
+    fn nvfp4_eden_groups_packed(
+        packed: Packed<Self>,
+        groups: RowGroups<Self>,
+        spec: EdenSpec,
+    ) -> Packed<Self> {
+        let x = values::<Self>(Operand::Nvfp4(packed), &groups, FloatDType::F32);
+        Self::nvfp4_eden_groups(x, groups, spec)
+    }
+
+    fn nvfp4_mx_quantize_groups(
+        x: FloatTensor<Self>,
+        groups: RowGroups<Self>,
+        axis: PackedAxis,
+    ) -> MxPacked<Self> {
+        let groups = Grouped::new(&groups, matrix(&x));
+        trace_op("mx_quantize", copy_name(axis), groups.rows, groups.cols);
+        with_elements!(x, |values| mx_groups(values, &groups, axis))
+    }
+
+    fn nvfp4_mx_requantize_groups(
+        packed: Packed<Self>,
+        groups: RowGroups<Self>,
+        axis: PackedAxis,
+        via: FloatDType,
+    ) -> MxPacked<Self> {
+        let x = values::<Self>(Operand::Nvfp4(packed), &groups, via);
+        Self::nvfp4_mx_quantize_groups(x, groups, axis)
     }
 
     fn nvfp4_spread_groups(
@@ -172,7 +150,7 @@ impl Nvfp4GroupedOps for Flex {
         let places = match &a {
             // Not padded.
             Operand::Float(..) => groups,
-            packed => places(&groups, unit(packed)),
+            packed => side_by_side(&groups, unit(packed)),
         };
         let parts = places.iter().enumerate().map(|(group, place)| {
             let [a, b] = [&a, &b].map(|operand| stored_columns(operand, place, group));
@@ -209,7 +187,7 @@ fn ranges(offsets: &FlexTensor, rows: usize) -> Vec<Range<usize>> {
 }
 
 /// Where the groups lie side by side, each padded to a multiple of `unit`.
-fn places(groups: &[Range<usize>], unit: usize) -> Vec<Range<usize>> {
+fn side_by_side(groups: &[Range<usize>], unit: usize) -> Vec<Range<usize>> {
     let mut end = 0;
     groups
         .iter()
@@ -221,125 +199,227 @@ fn places(groups: &[Range<usize>], unit: usize) -> Vec<Range<usize>> {
         .collect()
 }
 
-/// `[count, rows, cols]` of a stack.
-fn stack(w: &FlexTensor) -> [usize; 3] {
-    let shape = w.layout().shape();
-    [shape[0], shape[1], shape[2]]
+/// The groups of the rows of a `rows` x `cols` matrix.
+struct Grouped {
+    rows: usize,
+    cols: usize,
+    /// The rows of each group.
+    ranges: Vec<Range<usize>>,
+    arrangement: Arrangement,
 }
 
-fn each_matrix<T: Element, R>(
+impl Grouped {
+    fn new(groups: &RowGroups<Flex>, (rows, cols): (usize, usize)) -> Self {
+        let ranges = match groups {
+            RowGroups::Batch(count) => {
+                let each = rows / count;
+                (0..*count).map(|g| g * each..(g + 1) * each).collect()
+            }
+            RowGroups::Offsets(offsets) => ranges(offsets, rows),
+        };
+        Self {
+            rows,
+            cols,
+            ranges,
+            arrangement: groups.arrangement(),
+        }
+    }
+
+    /// Those of the stack `w`, its matrices one below the other.
+    fn stack(w: &FlexTensor) -> Self {
+        let shape = w.layout().shape();
+        let groups = RowGroups::Batch(shape[0]);
+        Self::new(&groups, (shape[0] * shape[1], shape[2]))
+    }
+
+    fn shape(&self) -> (usize, usize) {
+        (self.rows, self.cols)
+    }
+
+    /// The copies along `axis` of all groups, in blocks of `block` elements and padded to a multiple of `unit`.
+    fn places(&self, axis: PackedAxis, unit: usize, block: usize) -> Vec<Place> {
+        let padded = side_by_side(&self.ranges, unit);
+        let groups = self.ranges.iter().zip(padded).enumerate();
+        let places = groups.map(|(group, (rows, padded))| {
+            let (row, start, len) = match (axis, self.arrangement) {
+                (PackedAxis::Cols, _) => (rows.start, 0, self.cols.next_multiple_of(unit)),
+                (PackedAxis::Rows, Arrangement::Batch(_)) => (group * self.cols, 0, padded.len()),
+                (PackedAxis::Rows, Arrangement::Offsets(_)) => (0, padded.start, padded.len()),
+            };
+            let before = match axis {
+                PackedAxis::Cols => rows.start * len,
+                PackedAxis::Rows => self.cols * padded.start,
+            };
+            Place {
+                rows: rows.clone(),
+                row,
+                block: start / block,
+                blocks: len / block,
+                number: before / block,
+            }
+        });
+        places.collect()
+    }
+}
+
+/// A group, and where its copy lies among those of all groups.
+struct Place {
+    /// The rows of the group.
+    rows: Range<usize>,
+    /// The first stored row of the copy.
+    row: usize,
+    /// The first block of it in a stored row.
+    block: usize,
+    /// Blocks of it in a stored row.
+    blocks: usize,
+    /// The number of its first block in the order in which random bits are drawn: one group after another.
+    number: usize,
+}
+
+impl Place {
+    /// The elements of the group, in a matrix of `cols` columns, and its rows.
+    fn part<'a, T>(&self, values: &'a [T], cols: usize) -> (&'a [T], usize) {
+        let part = &values[self.rows.start * cols..self.rows.end * cols];
+        (part, self.rows.len())
+    }
+}
+
+/// The copies of groups in one matrix, zeros where there is none.
+struct Copies {
+    codes: Vec<u8>,
+    scales: Vec<u8>,
+    /// Blocks of a stored row.
+    blocks: usize,
+    /// Bytes of the codes of a block.
+    block_bytes: usize,
+}
+
+impl Copies {
+    fn new(rows: usize, blocks: usize, block_bytes: usize) -> Self {
+        Self {
+            codes: vec![0; rows * blocks * block_bytes],
+            scales: vec![0; rows * blocks],
+            blocks,
+            block_bytes,
+        }
+    }
+
+    /// Puts the copy with these bytes where it belongs.
+    fn put(&mut self, codes: &[u8], scales: &[u8], place: &Place) {
+        let (width, bytes) = (place.blocks, self.block_bytes);
+        let rows = scales.chunks_exact(width.max(1));
+        let rows = rows.zip(codes.chunks_exact((width * bytes).max(1)));
+        for (row, (scales, codes)) in rows.enumerate() {
+            let at = (place.row + row) * self.blocks + place.block;
+            self.scales[at..][..width].copy_from_slice(scales);
+            self.codes[at * bytes..][..width * bytes].copy_from_slice(codes);
+        }
+    }
+}
+
+/// The copy along `axis` of each group, in 1x16 blocks.
+fn quantize<T: Element>(
     values: &[T],
-    [count, rows, cols]: [usize; 3],
-    pack: impl Fn(&[T], usize, usize) -> R,
-) -> Vec<R> {
-    (0..count)
-        .map(|index| pack(&values[index * rows * cols..][..rows * cols], rows, cols))
-        .collect()
-}
-
-/// Stacked copies as one packed matrix with an amax for each.
-fn one_below_the_other(copies: &[PackedTensor], layout: PackedLayout) -> Packed<Flex> {
-    let codes = copies.iter().flat_map(|copy| copy.codes()).copied();
-    let scales = copies.iter().flat_map(|copy| copy.scales()).copied();
-    let amax = copies.iter().map(|copy| copy.amax().of(0));
-    upload(codes.collect(), scales.collect(), amax.collect(), layout)
-}
-
-/// The row-wise copy of each group; zeros for the rows of none.
-fn quantize_rows<T: Element>(
-    values: &[T],
-    (rows, cols): (usize, usize),
-    groups: &[Range<usize>],
+    groups: &Grouped,
+    axis: PackedAxis,
     copy: &CopySpec,
 ) -> Packed<Flex> {
-    let axis = PackedAxis::Cols;
-    let layout = copy.layout(rows, cols, axis);
-    let blocks = layout.blocks();
-    let mut codes = vec![0; rows * blocks * 8];
-    let mut scales = vec![0; rows * blocks];
-    let mut all = vec![0.0; super::maxima(&layout, groups.len())];
-    let policy = policy(copy);
-    for (index, group) in groups.iter().enumerate() {
-        let part = &values[group.start * cols..group.end * cols];
-        let amax = maxima(part, group.len(), cols, axis, copy);
-        match &amax {
-            Amax::Tensor(amax) => all[index] = *amax,
-            Amax::PerOuter(amax) => all[group.clone()].copy_from_slice(amax),
+    let layout = groups.arrangement.copy(groups.shape(), axis, copy);
+    let mut copies = Copies::new(layout.outer(), layout.blocks(), BLOCK / 2);
+    let mut all = vec![0.0; super::maxima(&layout, groups.ranges.len())];
+    let (cols, policy) = (groups.cols, policy(copy));
+    let places = groups.places(axis, unit_of(copy.hadamard), BLOCK);
+    for (group, place) in places.iter().enumerate() {
+        let (part, rows) = place.part(values, cols);
+        let amax = maxima(part, rows, cols, axis, copy);
+        match (&amax, axis) {
+            (Amax::Tensor(amax), _) => all[group] = *amax,
+            (Amax::PerOuter(amax), PackedAxis::Cols) => {
+                all[place.rows.clone()].copy_from_slice(amax);
+            }
+            (Amax::PerOuter(amax), PackedAxis::Rows) => {
+                all[group * cols..][..cols].copy_from_slice(amax);
+            }
         }
-        let first = group.start * blocks;
-        let packed = trusted(reference::quantize(
-            part,
-            group.len(),
-            cols,
-            axis,
-            &amax,
-            &policy,
-            first as u64,
-        ));
-        codes[first * 8..][..packed.codes().len()].copy_from_slice(packed.codes());
-        scales[first..][..packed.scales().len()].copy_from_slice(packed.scales());
+        let first = place.number as u64;
+        let packed = reference::quantize(part, rows, cols, axis, &amax, &policy, first);
+        let packed = trusted(packed);
+        copies.put(packed.codes(), packed.scales(), place);
     }
-    upload(codes, scales, all, layout)
+    upload_parts(&copies.codes, copies.scales, all, layout)
 }
 
-/// The column-wise copies of the groups side by side; zeros behind the last.
-fn quantize_columns<T: Element>(
+fn quantize_both<T: Element>(
     values: &[T],
-    (rows, cols): (usize, usize),
-    groups: &[Range<usize>],
-    copy: &CopySpec,
-) -> Packed<Flex> {
-    let axis = PackedAxis::Rows;
-    let pitch = side_by_side_rows(rows, groups.len(), copy.hadamard);
-    let layout = copy.layout(pitch, cols, axis);
-    let pitch = layout.blocks();
-    let mut codes = vec![0; cols * pitch * 8];
-    let mut scales = vec![0; cols * pitch];
-    let mut all = Vec::with_capacity(super::maxima(&layout, groups.len()));
-    let unit = copy
-        .hadamard
-        .map_or(BLOCK, |hadamard| hadamard.size().elements());
-    let policy = policy(copy);
-    for (group, place) in groups.iter().zip(places(groups, unit)) {
-        let part = &values[group.start * cols..group.end * cols];
-        let amax = maxima(part, group.len(), cols, axis, copy);
-        match &amax {
-            Amax::Tensor(amax) => all.push(*amax),
-            Amax::PerOuter(amax) => all.extend_from_slice(amax),
-        }
-        let (start, blocks) = (place.start / BLOCK, place.len() / BLOCK);
-        let packed = trusted(reference::quantize(
-            part,
-            group.len(),
-            cols,
-            axis,
-            &amax,
-            &policy,
-            (cols * start) as u64,
-        ));
-        for column in 0..cols {
-            let (from, to) = (column * blocks, column * pitch + start);
-            codes[to * 8..][..blocks * 8]
-                .copy_from_slice(&packed.codes()[from * 8..][..blocks * 8]);
-            scales[to..][..blocks].copy_from_slice(&packed.scales()[from..][..blocks]);
-        }
+    groups: &Grouped,
+    row: &CopySpec,
+    col: &CopySpec,
+) -> PackedPair<Flex> {
+    PackedPair {
+        row: quantize(values, groups, PackedAxis::Cols, row),
+        col: quantize(values, groups, PackedAxis::Rows, col),
     }
-    upload(codes, scales, all, layout)
 }
 
-fn upload(codes: Vec<u8>, scales: Vec<u8>, amax: Vec<f32>, layout: PackedLayout) -> Packed<Flex> {
-    let (outer, blocks) = (layout.outer(), layout.blocks());
-    let maxima = amax.len();
-    let words: Vec<u32> = codes
-        .chunks_exact(4)
-        .map(|bytes| u32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]))
-        .collect();
-    Packed {
-        codes: FlexTensor::from_data(TensorData::new(words, [outer, blocks * 2])),
-        scales: FlexTensor::from_data(TensorData::new(scales, [outer, blocks])),
-        amax: FlexTensor::from_data(TensorData::new(amax, [maxima])),
-        layout,
+/// Both copies of each group, in 16x16 tiles.
+fn quantize_tiles<T: Element>(
+    values: &[T],
+    groups: &Grouped,
+    scaling: BlockScaling,
+) -> PackedPair<Flex> {
+    let copy = CopySpec {
+        scaling,
+        ..CopySpec::new(Rounding::Nearest)
+    };
+    let axes = [PackedAxis::Cols, PackedAxis::Rows];
+    let layouts = axes.map(|axis| groups.arrangement.copy(groups.shape(), axis, &copy));
+    let mut copies = layouts.map(|layout| Copies::new(layout.outer(), layout.blocks(), BLOCK / 2));
+    let [rows, cols] = axes.map(|axis| groups.places(axis, BLOCK, BLOCK));
+    let mut all = Vec::with_capacity(groups.ranges.len());
+    for places in rows.iter().zip(&cols) {
+        let (part, rows) = places.0.part(values, groups.cols);
+        let amax = reference::amax(part);
+        all.push(amax);
+        let (amax, compact) = (Amax::Tensor(amax), [ScaleLayout::Compact; 2]);
+        let pair = reference::quantize_tile(part, rows, groups.cols, &amax, scaling, compact);
+        let pair = trusted(pair);
+        copies[0].put(pair.0.codes(), pair.0.scales(), places.0);
+        copies[1].put(pair.1.codes(), pair.1.scales(), places.1);
     }
+    let upload =
+        |copies: Copies, layout| upload_parts(&copies.codes, copies.scales, all.clone(), layout);
+    let [row, col] = copies;
+    PackedPair {
+        row: upload(row, layouts[0]),
+        col: upload(col, layouts[1]),
+    }
+}
+
+/// Each group by MS-EDEN.
+fn eden_groups<T: Element>(values: &[T], groups: &Grouped, spec: &EdenSpec) -> Packed<Flex> {
+    let layout = groups.arrangement.eden(groups.shape(), spec);
+    let mut copies = Copies::new(layout.outer(), layout.blocks(), BLOCK / 2);
+    let mut all = Vec::with_capacity(groups.ranges.len());
+    for place in groups.places(spec.axis, EDEN_GROUP, BLOCK) {
+        let (part, rows) = place.part(values, groups.cols);
+        let first = place.number / (EDEN_GROUP / BLOCK);
+        let packed = trusted(eden(part, rows, groups.cols, spec, first as u64));
+        all.push(packed.amax().of(0));
+        copies.put(packed.codes(), packed.scales(), &place);
+    }
+    upload_parts(&copies.codes, copies.scales, all, layout)
+}
+
+/// Each group in MXFP8.
+fn mx_groups<T: Element>(values: &[T], groups: &Grouped, axis: PackedAxis) -> MxPacked<Flex> {
+    let layout = groups.arrangement.mx(groups.shape(), axis);
+    let mut copies = Copies::new(layout.outer(), layout.blocks(), MX_BLOCK);
+    for place in groups.places(axis, MX_BLOCK, MX_BLOCK) {
+        let (part, rows) = place.part(values, groups.cols);
+        let packed = trusted(reference::mx_quantize(part, rows, groups.cols, axis));
+        copies.put(packed.codes(), packed.scales(), &place);
+    }
+    mx_upload_parts(copies.codes, copies.scales, layout)
 }
 
 /// Stored rows of an operand.
@@ -362,7 +442,7 @@ fn stored_rows(operand: &Operand<Flex>, rows: Range<usize>, group: usize) -> Ope
             let blocks = packed.layout.blocks();
             let own = match packed.layout.global {
                 GlobalScaling::PerToken => rows.clone(),
-                GlobalScaling::PerTensor => own_amax(packed, group),
+                GlobalScaling::PerTensor => group..group + 1,
             };
             Operand::Nvfp4(Packed {
                 codes: int_part(&packed.codes, rows.clone(), 0..blocks * 2),
@@ -399,7 +479,7 @@ fn stored_columns(operand: &Operand<Flex>, place: &Range<usize>, group: usize) -
             let blocks = place.start / BLOCK..place.end / BLOCK;
             let own = match packed.layout.global {
                 GlobalScaling::PerToken => group * outer..(group + 1) * outer,
-                GlobalScaling::PerTensor => own_amax(packed, group),
+                GlobalScaling::PerTensor => group..group + 1,
             };
             Operand::Nvfp4(Packed {
                 codes: int_part(&packed.codes, 0..outer, blocks.start * 2..blocks.end * 2),
@@ -428,14 +508,6 @@ fn stored_columns(operand: &Operand<Flex>, place: &Range<usize>, group: usize) -
     }
 }
 
-/// Where the amax of a group is: its own, or that of all groups.
-fn own_amax(packed: &Packed<Flex>, group: usize) -> Range<usize> {
-    match packed.amax.layout().shape()[0] {
-        1 => 0..1,
-        _ => group..group + 1,
-    }
-}
-
 fn int_part(tensor: &FlexTensor, rows: Range<usize>, cols: Range<usize>) -> FlexTensor {
     let slices = [Slice::from(rows), Slice::from(cols)];
     Flex::int_slice(tensor.clone(), &slices).to_contiguous()
@@ -455,14 +527,6 @@ fn rows_of(x: FlexTensor, rows: Range<usize>) -> FlexTensor {
 /// Row `index` of a matrix of `columns` columns, as a vector.
 fn row(x: FlexTensor, index: usize, columns: usize) -> FlexTensor {
     Flex::float_reshape(rows_of(x, index..index + 1), Shape::new([columns]))
-}
-
-fn in_type(x: FlexTensor, dtype: FloatDType) -> FlexTensor {
-    if float_dtype(x.dtype()) == dtype {
-        x
-    } else {
-        Flex::float_cast(x, dtype)
-    }
 }
 
 /// The rows of the groups one after another, and zeros up to `tokens`.

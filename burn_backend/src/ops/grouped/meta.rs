@@ -3,13 +3,14 @@
 use burn_core::backend::fusion::custom::TensorSpec;
 use burn_core::tensor::{DType, FloatDType, Shape};
 use nvfp4_kernels::PackedAxis;
-use nvfp4_kernels::reference::padding::padded_bound;
 
 use super::super::packed::{
-    BiasMetadata, OperandMetadata, PackedMetadata, PackedPairMetadata, stored_rows,
+    BiasMetadata, MxPackedMetadata, OperandMetadata, PackedMetadata, PackedPairMetadata, mx_with,
+    stored_rows,
 };
-use super::super::{CopySpec, PackedLayout, PairSpec, QuantizeSpec};
-use super::{GroupPairSpec, RowGradientsMetadata, maxima, side_by_side_rows};
+use super::super::{CopySpec, EdenSpec, PackedLayout, PairSpec, QuantizeSpec};
+use super::arrangement::Arrangement;
+use super::{GroupPairSpec, RowGradientsMetadata, RowGroupsMetadata, maxima};
 
 fn packed(layout: PackedLayout, groups: usize) -> PackedMetadata {
     let (outer, blocks) = (layout.outer(), layout.blocks());
@@ -33,12 +34,9 @@ fn groups(
     axis: PackedAxis,
     copy: &CopySpec,
 ) -> PackedMetadata {
-    let (rows, count) = (x.shape[0], offsets.shape[0] - 1);
-    let rows = match axis {
-        PackedAxis::Cols => rows,
-        PackedAxis::Rows => side_by_side_rows(rows, count, copy.hadamard),
-    };
-    packed(copy.layout(rows, x.shape[1], axis), count)
+    let arrangement = Arrangement::Offsets(offsets.shape[0] - 1);
+    let layout = arrangement.copy((x.shape[0], x.shape[1]), axis, copy);
+    packed(layout, arrangement.count())
 }
 
 pub(super) fn stack_meta(w: &TensorSpec, spec: &QuantizeSpec) -> PackedMetadata {
@@ -72,9 +70,42 @@ pub(super) fn group_pair_meta(
     }
 }
 
-pub(super) fn pad_meta(x: &TensorSpec, offsets: &TensorSpec, unit: &usize) -> TensorSpec {
-    let rows = padded_bound(x.shape[0], offsets.shape[0] - 1, *unit);
-    TensorSpec::new(Shape::new([rows, x.shape[1]]), x.dtype)
+pub(super) fn eden_groups_meta(
+    x: &TensorSpec,
+    groups: &RowGroupsMetadata,
+    spec: &EdenSpec,
+) -> PackedMetadata {
+    let arrangement = groups.arrangement();
+    let layout = arrangement.eden((x.shape[0], x.shape[1]), spec);
+    packed(layout, arrangement.count())
+}
+
+pub(super) fn eden_groups_packed_meta(
+    source: &PackedMetadata,
+    groups: &RowGroupsMetadata,
+    spec: &EdenSpec,
+) -> PackedMetadata {
+    let PackedLayout { rows, cols, .. } = source.layout;
+    let arrangement = groups.arrangement();
+    packed(arrangement.eden((rows, cols), spec), arrangement.count())
+}
+
+pub(super) fn mx_groups_meta(
+    x: &TensorSpec,
+    groups: &RowGroupsMetadata,
+    axis: &PackedAxis,
+) -> MxPackedMetadata {
+    mx_with(groups.arrangement().mx((x.shape[0], x.shape[1]), *axis))
+}
+
+pub(super) fn mx_groups_packed_meta(
+    source: &PackedMetadata,
+    groups: &RowGroupsMetadata,
+    axis: &PackedAxis,
+    _via: &FloatDType,
+) -> MxPackedMetadata {
+    let PackedLayout { rows, cols, .. } = source.layout;
+    mx_with(groups.arrangement().mx((rows, cols), *axis))
 }
 
 pub(super) fn spread_meta(_values: &TensorSpec, _offsets: &TensorSpec, rows: &usize) -> TensorSpec {

@@ -9,22 +9,19 @@
 //! The operands are those of [`LinearSpec`], and what is computed is what the plain layer computes for
 //! each expert's tokens and weight:
 //!
-//! - In 1x16 blocks and 16x16 tiles each group is quantized as a matrix of its own: it has its own
-//!   maximum, before and after the transform, or one for each of its stored rows (per token), and its
-//!   blocks along the tokens begin at its first token, the last one padded with zeros. So has each
-//!   expert's weight (specification, section 4).
+//! - In NVFP4, by MS-EDEN too, each group is quantized as a matrix of its own: it has its own maximum,
+//!   before and after the transform, or one for each of its stored rows (per token), and its blocks
+//!   along the tokens begin at its first token, the last one, or the last transform, padded with zeros.
+//!   So has each expert's weight (specification, sections 4 and 9).
 //! - MXFP8 has no maxima beyond its blocks of 32, which begin at the first token of each group.
 //! - High precision, of the original tensors or of dequantized ones, is multiplied as it is.
 //!
-//! Two things the experts share:
-//!
-//! - the random streams of the layer. Block numbers go on from group to group: `first_row · blocks` for
-//!   a row-wise copy, `columns · (blocks of the earlier groups along the tokens)` for a column-wise
-//!   one, so that no two experts draw the same bits;
-//! - the maximum of an operand by MS-EDEN: one, of all experts' tokens or weights after the transform.
-//!   Its groups of 128 along the tokens begin at each expert's first token, and are numbered as those of
-//!   the one matrix that the padded tokens are.
+//! The experts share the random streams of the layer. Block numbers, and those of MS-EDEN's groups of 128,
+//! go on from group to group: from `first_row · blocks` on in a row-wise copy, from `columns · (blocks of
+//! the earlier groups along the tokens)` on in a column-wise one, so that no two experts draw the same bits.
 
+#[cfg(any(feature = "flex", feature = "cubecl-backend"))]
+mod arrangement;
 mod autodiff;
 #[cfg(any(feature = "cpu", feature = "cuda"))]
 mod cube;
@@ -38,24 +35,24 @@ mod rows;
 use burn_core as burn;
 
 use burn_core::backend::{
-    TensorMetadata, backend_extension,
+    Backend, ExtensionType, TensorMetadata, backend_extension,
     tensor::{FloatTensor, IntTensor},
 };
 use burn_core::tensor::{FloatDType, Shape};
-use nvfp4_kernels::reference::padding::padded_bound;
-use nvfp4_kernels::{BLOCK, Hadamard, PackedAxis};
+use nvfp4_kernels::PackedAxis;
 
 use super::{
-    Bias, CopySpec, LinearContext, LinearSpec, Nvfp4Ops, Operand, Packed, PackedPair, PairSpec,
-    QuantizeSpec, float_dtype,
+    Bias, CopySpec, EdenSpec, LinearContext, LinearSpec, MxPacked, Nvfp4Ops, Operand, Packed,
+    PackedPair, PairSpec, QuantizeSpec, float_dtype,
 };
 
 #[cfg(any(feature = "flex", feature = "cubecl-backend"))]
 use super::{GlobalScaling, PackedLayout};
 #[cfg(feature = "cubecl-backend")]
 use meta::{
-    add_rows_meta, depth_meta, group_meta, group_pair_meta, pad_meta, rows_meta, spread_meta,
-    stack_meta, stack_pair_meta, sums_meta, weigh_rows_backward_meta, weigh_rows_meta,
+    add_rows_meta, depth_meta, eden_groups_meta, eden_groups_packed_meta, group_meta,
+    group_pair_meta, mx_groups_meta, mx_groups_packed_meta, rows_meta, spread_meta, stack_meta,
+    stack_pair_meta, sums_meta, weigh_rows_backward_meta, weigh_rows_meta,
 };
 pub use rows::RowGradients;
 #[cfg(feature = "cubecl-backend")]
@@ -71,6 +68,17 @@ pub struct GroupPairSpec {
     pub col: CopySpec,
 }
 
+/// Which rows of a matrix belong together.
+#[derive(ExtensionType, Clone, Debug)]
+#[extension_type(fusion: cfg(feature = "cubecl-backend"))]
+pub enum RowGroups<B: Backend> {
+    /// This many matrices of equally many rows, one below the other: a stack of weights.
+    Batch(usize),
+    /// Groups of any sizes, 0 included: tokens. `u32[groups + 1]`, ascending from 0: where each group begins, and
+    /// where the last ends.
+    Offsets(IntTensor<B>),
+}
+
 /// Grouped operations on the primitives of a backend.
 ///
 /// Only [`nvfp4_grouped_linear`](Self::nvfp4_grouped_linear),
@@ -78,15 +86,16 @@ pub struct GroupPairSpec {
 /// [`nvfp4_combine_rows`](Self::nvfp4_combine_rows) are differentiable; under `Autodiff` the results
 /// of the others are constants.
 ///
-/// A packed stack or matrix of groups is a [`Packed`] whose `amax` has one value for all groups (MS-EDEN),
-/// one for each group, or, per token, one for each stored row, of each group in the column-wise copy
-/// (`groups x cols`):
+/// A packed stack or matrix of groups is a [`Packed`] whose `amax` has one value for each group, or, per token,
+/// one for each stored row, of each group in the column-wise copy (`groups x cols`); or it is an
+/// [`MxPacked`]:
 ///
 /// - the copies of a stack of weights are row-wise ones ([`PackedAxis::Cols`]) of
 ///   `[experts * d_in, d_out]` and of the transposed weights, `[experts * d_out, d_in]`;
-/// - the row-wise copy of tokens is that of `[tokens, cols]`;
+/// - the row-wise copy of tokens is that of `[tokens, cols]`; rows of no group are undefined;
 /// - in the column-wise copy of tokens the groups lie side by side, each padded to whole blocks (or
-///   transforms), so that `rows` of its layout is what they take at most.
+///   transforms), so that `rows` of its layout is what they take at most; what lies behind the last of
+///   them is undefined.
 #[backend_extension(
     Flex: cfg(feature = "flex"),
     Cube: cfg(any(feature = "cpu", feature = "cuda")),
@@ -119,14 +128,41 @@ pub trait Nvfp4GroupedOps: Nvfp4Ops {
         spec: GroupPairSpec,
     ) -> PackedPair<Self>;
 
-    /// `x` (`[tokens, cols]`) with each group padded by zero rows to a multiple of `unit`, without the
-    /// rows of no group: as many rows as groups can take, those behind the last group zero.
-    #[fusion(meta = pad_meta)]
-    fn nvfp4_pad_groups(
+    /// Each group of rows of `x` (`[rows, cols]`) by MS-EDEN along `spec.axis`, as
+    /// [`nvfp4_eden`](Nvfp4Ops::nvfp4_eden) but for the numbers of its groups of 128, which go on.
+    #[fusion(meta = eden_groups_meta)]
+    fn nvfp4_eden_groups(
         x: FloatTensor<Self>,
-        offsets: IntTensor<Self>,
-        unit: usize,
-    ) -> FloatTensor<Self>;
+        #[extension_type] groups: RowGroups<Self>,
+        spec: EdenSpec,
+    ) -> Packed<Self>;
+
+    /// [`nvfp4_eden_groups`](Self::nvfp4_eden_groups) of the values of `packed`, whose groups `groups` are, which
+    /// is row-wise and not transformed.
+    #[fusion(meta = eden_groups_packed_meta)]
+    fn nvfp4_eden_groups_packed(
+        #[extension_type] packed: Packed<Self>,
+        #[extension_type] groups: RowGroups<Self>,
+        spec: EdenSpec,
+    ) -> Packed<Self>;
+
+    /// Each group of rows of `x` (`[rows, cols]`) in MXFP8 with blocks along `axis`.
+    #[fusion(meta = mx_groups_meta)]
+    fn nvfp4_mx_quantize_groups(
+        x: FloatTensor<Self>,
+        #[extension_type] groups: RowGroups<Self>,
+        axis: PackedAxis,
+    ) -> MxPacked<Self>;
+
+    /// [`nvfp4_mx_quantize_groups`](Self::nvfp4_mx_quantize_groups) of the values of `packed`, whose groups
+    /// `groups` are, rounded to `via`; `packed` is row-wise.
+    #[fusion(meta = mx_groups_packed_meta)]
+    fn nvfp4_mx_requantize_groups(
+        #[extension_type] packed: Packed<Self>,
+        #[extension_type] groups: RowGroups<Self>,
+        axis: PackedAxis,
+        via: FloatDType,
+    ) -> MxPacked<Self>;
 
     /// The value of its group for each of `rows` rows, from `values`, `f32[groups]`; 0 for rows of no
     /// group.
@@ -249,13 +285,6 @@ pub trait Nvfp4GroupedOps: Nvfp4Ops {
     ) -> RowGradients<Self> {
         rows::weigh_backward::<Self>(dout, y, weights, places, choices)
     }
-}
-
-/// Columns that the groups take side by side in a column-wise copy of `tokens` tokens, at most.
-#[cfg(any(feature = "flex", feature = "cubecl-backend"))]
-fn side_by_side_rows(tokens: usize, groups: usize, hadamard: Option<Hadamard>) -> usize {
-    let unit = hadamard.map_or(BLOCK, |hadamard| hadamard.size().elements());
-    padded_bound(tokens, groups, unit)
 }
 
 /// Number of maxima of the copy of `groups` groups that `layout` describes.

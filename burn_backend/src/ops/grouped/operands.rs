@@ -1,22 +1,23 @@
 //! From tokens in groups, and from stacks of weights, to the operands of grouped products.
 //!
-//! What is made row by row, and has no maximum of a group, is what the plain layer makes of all rows. Along
-//! the tokens, formats without a grouped kernel get their groups padded to whole blocks first.
+//! What is made row by row, and has no maximum of a group, is what the plain layer makes of all rows. What is
+//! made of a forward operand is made of its codes, without a matrix of its values between, but for NVFP4 in
+//! blocks.
 
 use burn_core::backend::{
     TensorMetadata,
     tensor::{FloatTensor, IntTensor},
 };
 use burn_core::tensor::{FloatDType, Shape};
-use nvfp4_kernels::reference::EDEN_GROUP;
 use nvfp4_kernels::{BLOCK, MX_BLOCK, PackedAxis};
 
-use super::super::operands::cast;
+use super::super::operands::{cast, read_as};
+use super::super::packed::unit_of;
 use super::super::{
     CopySpec, EdenSpec, GlobalScaling, Operand, OperandSpec, Packed, PackedLayout, PackedPair,
     PairSpec, QuantizeSpec,
 };
-use super::{GroupPairSpec, Nvfp4GroupedOps};
+use super::{GroupPairSpec, Nvfp4GroupedOps, RowGroups};
 
 /// Values are made for dense products alone.
 pub(super) const NO_VALUES: &str = "an operand in groups is packed, or a float";
@@ -25,10 +26,7 @@ pub(super) const NO_VALUES: &str = "an operand in groups is packed, or a float";
 /// contraction.
 pub(super) fn unit<B: Nvfp4GroupedOps>(operand: &Operand<B>) -> usize {
     match operand {
-        Operand::Nvfp4(packed) => packed
-            .layout
-            .hadamard
-            .map_or(BLOCK, |hadamard| hadamard.size().elements()),
+        Operand::Nvfp4(packed) => unit_of(packed.layout.hadamard),
         Operand::Mxfp8(_) => MX_BLOCK,
         // Not padded yet.
         Operand::Float(..) => BLOCK,
@@ -45,13 +43,12 @@ pub(super) fn tokens<B: Nvfp4GroupedOps>(
     axis: PackedAxis,
     dtype: FloatDType,
 ) -> Operand<B> {
-    let padded = |x, unit| match axis {
-        PackedAxis::Cols => x,
-        PackedAxis::Rows => B::nvfp4_pad_groups(x, offsets.clone(), unit),
-    };
     match *spec {
         OperandSpec::HighPrecision => Operand::Float(cast::<B>(x, dtype), axis),
-        OperandSpec::Mxfp8 => Operand::Mxfp8(B::nvfp4_mx_quantize(padded(x, MX_BLOCK), axis)),
+        OperandSpec::Mxfp8 => {
+            let groups = RowGroups::Offsets(offsets.clone());
+            Operand::Mxfp8(B::nvfp4_mx_quantize_groups(x, groups, axis))
+        }
         OperandSpec::Blocks(copy) => {
             let spec = QuantizeSpec { axis, copy };
             Operand::Nvfp4(match (axis, copy.global) {
@@ -60,14 +57,15 @@ pub(super) fn tokens<B: Nvfp4GroupedOps>(
             })
         }
         OperandSpec::Tiles(_) => unreachable!("refused for tokens before anything is queued"),
-        OperandSpec::Eden { hadamard, stream } => Operand::Nvfp4(B::nvfp4_eden(
-            padded(x, EDEN_GROUP),
-            EdenSpec {
+        OperandSpec::Eden { hadamard, stream } => {
+            let groups = RowGroups::Offsets(offsets.clone());
+            let spec = EdenSpec {
                 axis,
                 hadamard,
                 stream,
-            },
-        )),
+            };
+            Operand::Nvfp4(B::nvfp4_eden_groups(x, groups, spec))
+        }
     }
 }
 
@@ -99,20 +97,14 @@ pub(super) fn tokens_again<B: Nvfp4GroupedOps>(
     spec: &OperandSpec,
     dtype: FloatDType,
 ) -> Operand<B> {
-    let values = tokens_values::<B>(forward, offsets, read_as(spec, dtype));
-    tokens::<B>(values, offsets, spec, PackedAxis::Rows, dtype)
-}
-
-/// The values of a row-wise operand of tokens, `[tokens, cols]`, rounded to `dtype`; undefined for rows
-/// of no group.
-pub(super) fn tokens_values<B: Nvfp4GroupedOps>(
-    operand: Operand<B>,
-    offsets: &IntTensor<B>,
-    dtype: FloatDType,
-) -> FloatTensor<B> {
-    values::<B>(operand, dtype, |amax, rows| {
-        B::nvfp4_spread_groups(amax, offsets.clone(), rows)
-    })
+    let groups = RowGroups::Offsets(offsets.clone());
+    match again_from_codes(forward, &groups, spec, dtype) {
+        Ok(operand) => operand,
+        Err(forward) => {
+            let values = values::<B>(forward, &groups, read_as(spec, dtype));
+            tokens::<B>(values, offsets, spec, PackedAxis::Rows, dtype)
+        }
+    }
 }
 
 /// The operand that `spec` makes of the stack `w` (`[experts, d_in, d_out]`), contracted along `axis` of
@@ -127,7 +119,10 @@ pub(super) fn stack<B: Nvfp4GroupedOps>(
     let rows = PackedAxis::Cols;
     match *spec {
         OperandSpec::HighPrecision => Operand::Float(flat::<B>(cast::<B>(w, dtype), axis), rows),
-        OperandSpec::Mxfp8 => Operand::Mxfp8(B::nvfp4_mx_quantize(flat::<B>(w, axis), rows)),
+        OperandSpec::Mxfp8 => {
+            let (w, groups) = batch::<B>(w);
+            Operand::Mxfp8(B::nvfp4_mx_quantize_groups(w, groups, axis))
+        }
         OperandSpec::Blocks(copy) => Operand::Nvfp4(match copy.global {
             GlobalScaling::PerTensor => B::nvfp4_quantize_stack(w, QuantizeSpec { axis, copy }),
             GlobalScaling::PerToken => {
@@ -141,14 +136,15 @@ pub(super) fn stack<B: Nvfp4GroupedOps>(
                 PackedAxis::Rows => col,
             })
         }
-        OperandSpec::Eden { hadamard, stream } => Operand::Nvfp4(B::nvfp4_eden(
-            flat::<B>(w, axis),
-            EdenSpec {
-                axis: rows,
+        OperandSpec::Eden { hadamard, stream } => {
+            let (w, groups) = batch::<B>(w);
+            let spec = EdenSpec {
+                axis,
                 hadamard,
                 stream,
-            },
-        )),
+            };
+            Operand::Nvfp4(B::nvfp4_eden_groups(w, groups, spec))
+        }
     }
 }
 
@@ -185,9 +181,41 @@ pub(super) fn stack_again<B: Nvfp4GroupedOps>(
     spec: &OperandSpec,
     dtype: FloatDType,
 ) -> Operand<B> {
-    let values = stack_values::<B>(forward, experts, read_as(spec, dtype));
-    let w = B::float_swap_dims(values, 1, 2);
-    stack::<B>(w, spec, PackedAxis::Cols, dtype)
+    match again_from_codes(forward, &RowGroups::Batch(experts), spec, dtype) {
+        Ok(operand) => operand,
+        Err(forward) => {
+            let values = stack_values::<B>(forward, experts, read_as(spec, dtype));
+            let w = B::float_swap_dims(values, 1, 2);
+            stack::<B>(w, spec, PackedAxis::Cols, dtype)
+        }
+    }
+}
+
+/// The operand that `spec` makes, along the rows of each group, of the values that the row-wise operand
+/// `forward` stands for, if it is made of codes; or `forward`.
+fn again_from_codes<B: Nvfp4GroupedOps>(
+    forward: Operand<B>,
+    groups: &RowGroups<B>,
+    spec: &OperandSpec,
+    dtype: FloatDType,
+) -> Result<Operand<B>, Operand<B>> {
+    let (groups, axis) = (groups.clone(), PackedAxis::Rows);
+    match (forward, *spec) {
+        (Operand::Nvfp4(packed), OperandSpec::Eden { hadamard, stream }) => {
+            let spec = EdenSpec {
+                axis,
+                hadamard,
+                stream,
+            };
+            let again = B::nvfp4_eden_groups_packed(packed, groups, spec);
+            Ok(Operand::Nvfp4(again))
+        }
+        (Operand::Nvfp4(packed), OperandSpec::Mxfp8) => {
+            let again = B::nvfp4_mx_requantize_groups(packed, groups, axis, dtype);
+            Ok(Operand::Mxfp8(again))
+        }
+        (forward, _) => Err(forward),
+    }
 }
 
 /// The values of the operand of a stack of `experts` matrices, as it is stored, `[experts, n, k]`, rounded
@@ -197,21 +225,17 @@ pub(super) fn stack_values<B: Nvfp4GroupedOps>(
     experts: usize,
     dtype: FloatDType,
 ) -> FloatTensor<B> {
-    let stored = values::<B>(operand, dtype, |amax, rows| {
-        let amax = B::float_reshape(amax, Shape::new([experts, 1]));
-        let amax = B::float_expand(amax, Shape::new([experts, rows / experts]));
-        B::float_reshape(amax, Shape::new([rows]))
-    });
+    let stored = values::<B>(operand, &RowGroups::Batch(experts), dtype);
     let [rows, k] = [stored.shape()[0], stored.shape()[1]];
     B::float_reshape(stored, Shape::new([experts, rows / experts, k]))
 }
 
-/// The values of a row-wise operand, rounded to `dtype`. `spread` makes maxima of groups those of that
-/// many rows.
-fn values<B: Nvfp4GroupedOps>(
+/// The values of a row-wise operand with the groups `groups`, `[rows, cols]`, rounded to `dtype`; undefined
+/// for rows of no group.
+pub(super) fn values<B: Nvfp4GroupedOps>(
     operand: Operand<B>,
+    groups: &RowGroups<B>,
     dtype: FloatDType,
-    spread: impl FnOnce(FloatTensor<B>, usize) -> FloatTensor<B>,
 ) -> FloatTensor<B> {
     match operand {
         Operand::Nvfp4(packed) => {
@@ -219,7 +243,7 @@ fn values<B: Nvfp4GroupedOps>(
             let packed = match layout.global {
                 GlobalScaling::PerToken => packed,
                 GlobalScaling::PerTensor => Packed {
-                    amax: spread(packed.amax, layout.rows),
+                    amax: spread::<B>(packed.amax, groups, layout.rows),
                     layout: PackedLayout {
                         global: GlobalScaling::PerToken,
                         ..layout
@@ -235,13 +259,26 @@ fn values<B: Nvfp4GroupedOps>(
     }
 }
 
-/// In which type the values of a forward operand are read again: MS-EDEN takes them exactly, everything
-/// else as activations.
-fn read_as(spec: &OperandSpec, dtype: FloatDType) -> FloatDType {
-    match spec {
-        OperandSpec::Eden { .. } => FloatDType::F32,
-        _ => dtype,
+/// The maximum of its group for each of `rows` rows.
+fn spread<B: Nvfp4GroupedOps>(
+    amax: FloatTensor<B>,
+    groups: &RowGroups<B>,
+    rows: usize,
+) -> FloatTensor<B> {
+    match groups {
+        RowGroups::Offsets(offsets) => B::nvfp4_spread_groups(amax, offsets.clone(), rows),
+        RowGroups::Batch(count) => {
+            let amax = B::float_reshape(amax, Shape::new([*count, 1]));
+            let amax = B::float_expand(amax, Shape::new([*count, rows / count]));
+            B::float_reshape(amax, Shape::new([rows]))
+        }
     }
+}
+
+/// A stack as one matrix, the matrices one below the other, and as groups of its rows.
+fn batch<B: Nvfp4GroupedOps>(w: FloatTensor<B>) -> (FloatTensor<B>, RowGroups<B>) {
+    let count = w.shape()[0];
+    (flat::<B>(w, PackedAxis::Cols), RowGroups::Batch(count))
 }
 
 /// A stack as one matrix, whose rows are contracted: those of the matrices, or of the transposed ones.
