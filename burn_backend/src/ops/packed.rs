@@ -73,11 +73,15 @@ impl PackedLayout {
         self.axis.stored_shape(self.rows, self.cols).1
     }
 
+    /// Elements to whose multiple the packed axis is padded: those of a block, or of a transform.
+    pub fn unit(&self) -> usize {
+        self.hadamard
+            .map_or(BLOCK, |hadamard| hadamard.size().elements())
+    }
+
     /// Blocks in one stored row.
     pub fn blocks(&self) -> usize {
-        let unit = self
-            .hadamard
-            .map_or(BLOCK, |hadamard| hadamard.size().elements());
+        let unit = self.unit();
         self.inner().div_ceil(unit) * (unit / BLOCK)
     }
 

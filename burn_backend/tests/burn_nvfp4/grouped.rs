@@ -227,7 +227,7 @@ fn groups_are_padded_and_spread() {
 }
 
 /// The tokens of the groups side by side, each group padded with zeros to a multiple of `unit`.
-fn padded_tokens(x: &Matrix, sizes: &[usize], unit: usize) -> Matrix {
+pub fn padded_tokens(x: &Matrix, sizes: &[usize], unit: usize) -> Matrix {
     let bound = padding::padded_bound(x.rows, sizes.len(), unit);
     let mut values = Vec::with_capacity(bound * x.cols);
     for range in ranges(sizes) {

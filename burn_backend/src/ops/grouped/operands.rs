@@ -25,10 +25,7 @@ pub(super) const NO_VALUES: &str = "an operand in groups is packed, or a float";
 /// contraction.
 pub(super) fn unit<B: Nvfp4GroupedOps>(operand: &Operand<B>) -> usize {
     match operand {
-        Operand::Nvfp4(packed) => packed
-            .layout
-            .hadamard
-            .map_or(BLOCK, |hadamard| hadamard.size().elements()),
+        Operand::Nvfp4(packed) => packed.layout.unit(),
         Operand::Mxfp8(_) => MX_BLOCK,
         // Not padded yet.
         Operand::Float(..) => BLOCK,
