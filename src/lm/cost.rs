@@ -42,6 +42,8 @@ pub struct Cost {
     pub seconds: Vec<f64>,
     /// Seconds of a step that telemetry samples, the mean of each round; empty for a run without telemetry.
     pub sampled: Vec<f64>,
+    /// Operands that telemetry looks at in such a step.
+    pub sampled_operands: usize,
     /// Device memory of a step, where it is known.
     pub memory: Option<Memory>,
     /// The kernels of one step, the costliest first; empty where launches are not known.
@@ -248,14 +250,16 @@ pub fn measure<M: LanguageModel, T>(
     let built = started.elapsed().as_secs_f64();
     let optimizer = AdamW::new(config.weight_decay, config.grad_clip);
     let mut rank = Rank::new(device.clone().autodiff(), model, optimizer);
-    let mut number = 0;
+    let (mut number, mut sampled_operands) = (0, 0);
     let mut take = |count: usize, sampled: bool| {
         let started = Instant::now();
         for _ in 0..count {
             let batch = Batch::random(config.seed, number, config.batch, config.context);
             let telemetry = sampled.then(|| Telemetry::start(&rank.model));
             rank.step(batch, config.lr);
-            drop(telemetry.map(Telemetry::finish));
+            if let Some(telemetry) = telemetry {
+                sampled_operands = telemetry.finish().len();
+            }
             number += 1;
         }
         // Waits for the device.
@@ -297,6 +301,7 @@ pub fn measure<M: LanguageModel, T>(
         warmed,
         seconds,
         sampled,
+        sampled_operands,
         memory,
         kernels,
     })

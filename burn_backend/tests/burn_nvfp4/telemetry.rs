@@ -4,8 +4,8 @@ use burn_core::tensor::{DType, Int, Tensor, TensorData};
 use burn_nvfp4::ops::{BackwardSource, CopySpec, LinearSpec, OperandSpec};
 use burn_nvfp4::telemetry::{OperandSample, Telemetry};
 use burn_nvfp4::{
-    ExpertOffsets, Hadamard, Nvfp4GroupedLinearConfig, Nvfp4LinearConfig, Nvfp4Recipe, PackedAxis,
-    Rounding,
+    ExpertOffsets, Hadamard, Nvfp4GroupedLinearConfig, Nvfp4LinearConfig, Nvfp4MoeConfig,
+    Nvfp4Recipe, PackedAxis, Rounding,
 };
 use nvfp4_kernels::format::e2m1;
 use nvfp4_kernels::reference::EDEN_GROUP;
@@ -277,6 +277,24 @@ fn samples_of_experts_along_the_tokens_are_the_oracles() {
             assert_transformed_sample(&samples[4], &[(&padded, packed)], Some(hadamard));
         }
         _ => panic!("{:?}", spec.wgrad_dy),
+    }
+}
+
+/// Both layers of a mixture's experts, in a step that sends each token to two of them.
+#[test]
+fn a_mixture_is_looked_at_layer_by_layer() {
+    let device = device().autodiff();
+    let moe = Nvfp4MoeConfig::new(WIDTHS[0], WIDTHS[1], 4).init(&device);
+    let telemetry = Telemetry::start(&moe);
+    let x = input(activation()).tensor(&device).require_grad();
+    let y = moe.forward(x).output;
+    y.cast(DType::F32).square().sum().backward();
+    let samples = telemetry.finish();
+    let found = samples.iter().map(|s| (s.layer.as_str(), s.operand));
+    let expected = ["gate_up", "down"].map(|layer| OPERANDS.map(|operand| (layer, operand)));
+    assert!(found.eq(expected.into_iter().flatten()), "{samples:?}");
+    for sample in samples {
+        assert!(sample.sqnr_db > 10.0, "{sample:?}");
     }
 }
 
