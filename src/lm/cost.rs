@@ -533,6 +533,8 @@ mod tests {
             built: 0.5,
             warmed: 9.0,
             seconds: vec![4.0, 1.0, 2.0],
+            sampled: vec![9.0, 5.0, 3.0],
+            sampled_operands: 40,
             memory: None,
             kernels: vec![
                 kernel(KernelClass::Product, 0.5),
@@ -543,5 +545,13 @@ mod tests {
         assert_eq!((cost.median(), cost.tokens_per_s()), (2.0, 50.0));
         assert_eq!(cost.of(KernelClass::Product), 0.625);
         assert_eq!(cost.of(KernelClass::Reduce), 0.0);
+        // Three seconds more for one step in ten, of two seconds each.
+        assert_eq!(cost.median_sampled(), Some(5.0));
+        assert_eq!(cost.telemetry_share(10), Some(0.15));
+        let without = Cost {
+            sampled: Vec::new(),
+            ..cost
+        };
+        assert_eq!(without.telemetry_share(10), None);
     }
 }
