@@ -64,7 +64,7 @@ impl WeightIdentity {
 
 /// The autodiff node of `tensor`, if it is one of a backend that has kernels here.
 fn node<const D: usize>(tensor: &Tensor<D>) -> Option<u64> {
-    #[cfg(any(feature = "flex", feature = "cubecl-backend"))]
+    #[cfg(any(feature = "flex", feature = "cpu", feature = "cuda"))]
     fn of<B: backend::BackendTypes>(tensor: backend::BackendTensor<B>) -> Option<u64> {
         match tensor {
             backend::BackendTensor::Autodiff(tensor) => Some(tensor.id().value),
