@@ -633,6 +633,42 @@ fn the_cost_of_every_recipe_is_measured() {
     }
 }
 
+/// A step that telemetry samples beside one that it does not, and what that makes of one in five.
+#[test]
+fn the_cost_of_telemetry_is_measured() {
+    let path = folder("cost-of-telemetry").with_extension("json");
+    let run = "--rounds 2 --round-steps 1 --warm 1 --recipes f32,nvidia --telemetry-every 5 --json";
+    let run = format!("cost {SMALL} {run}");
+    let said = succeeds(nvfp4(&run, &[path.to_str().unwrap()]));
+    let header = said.lines().next().unwrap();
+    for column in ["sampled ms", "1 in 5"] {
+        assert!(header.contains(column), "{column}: {said}");
+    }
+    let figures = json(&path);
+    for result in figures["results"].as_array().unwrap() {
+        let median = |key: &str| {
+            let rounds = result[key].as_array().unwrap().iter();
+            let rounds: Vec<f64> = rounds.map(|each| each.as_f64().unwrap()).collect();
+            assert_eq!(rounds.len(), 2, "{key}: a figure for each round");
+            rounds[0].max(rounds[1])
+        };
+        let (plain, sampled) = (median("seconds"), median("sampled"));
+        let share = 100.0 * (sampled / plain - 1.0) / 5.0;
+        let name = result["recipe"].as_str().unwrap();
+        let line = said.lines().find(|line| line.starts_with(name)).unwrap();
+        let printed = line.trim_end_matches(" %").rsplit(' ').next().unwrap();
+        let printed: f64 = printed.parse().unwrap();
+        assert!((printed - share).abs() < 0.006, "{line}, {share}");
+        let operands = result["sampled_operands"].as_u64().unwrap();
+        assert_eq!(operands, if name == "f32" { 0 } else { 5 * 8 }, "{name}");
+    }
+    let said = succeeds(nvfp4(
+        &format!("cost {SMALL} --rounds 1 --round-steps 1 --warm 1 --recipes f32"),
+        &[],
+    ));
+    assert!(!said.contains("sampled"), "{said}");
+}
+
 /// What shares a lock measures when its turn has come.
 #[test]
 fn measurements_take_turns() {
@@ -740,6 +776,103 @@ fn a_decorated_model_trains_and_resumes() {
         nvfp4("sample --device flex", &checkpoint),
         &["CubeCL CPU or CUDA"],
     );
+}
+
+/// A study of decorated models, stopped after a step and gone on with.
+#[cfg(feature = "cpu")]
+#[test]
+fn a_study_decorates() {
+    let folder = folder("decorated-study");
+    let plan = folder.join("plan.json");
+    let written = serde_json::json!({
+        "options": {
+            "decorate": "strict", "device": "cpu", "data": [text()], "width": 16, "layers": 1, "heads": 1,
+            "hidden": 32, "context": 8, "batch": 2, "lr": 0.01, "steps": 2, "log_every": 1,
+            "eval_every": 2, "eval_batches": 1, "checkpoint_every": 2
+        },
+        "runs": [{"recipe": "nvidia", "healing": ["0.5"]}]
+    });
+    fs::write(&plan, written.to_string()).unwrap();
+    let out = folder.join("out");
+    let study = |more: &[&str]| {
+        let arguments = [plan.to_str().unwrap(), "--out", out.to_str().unwrap()];
+        nvfp4("study", &[&arguments, more].concat())
+    };
+    let stopped = study(&["--seconds", "0"]);
+    assert!(String::from_utf8_lossy(&stopped.stderr).contains("goes on"));
+    succeeds(stopped);
+    let plain = out.join("nvidia-seed0");
+    assert!(checkpoint(&plain).ends_with("checkpoint-00000001"));
+    let said = succeeds(study(&[]));
+    for part in [
+        "nvidia-seed0: what ran where",
+        "encoder.layers.0.mha.query",
+        "nvidia+healing-0.5-seed0: what ran where",
+        "1 blocks of Burn's own layers",
+        "| `nvidia+healing-0.5` | 1 |",
+    ] {
+        assert!(said.contains(part), "{part}: {said}");
+    }
+    let rows = |name: &str| metrics(&out.join(name).join("metrics.csv"));
+    let (plain, healed) = (rows("nvidia-seed0"), rows("nvidia+healing-0.5-seed0"));
+    assert_eq!((plain.len(), healed.len()), (3, 3));
+    assert_eq!(plain[..2], healed[..2], "up to where it heals");
+    assert_ne!(plain[2][3], healed[2][3]);
+}
+
+/// What cannot be combined is said before anything is trained.
+#[test]
+fn a_study_refuses_what_cannot_be() {
+    let folder = folder("refused-study");
+    let plan = folder.join("plan.json");
+    let out = folder.join("out");
+    let cases: [(Value, &[&str], &[&str]); 7] = [
+        (
+            serde_json::json!({"decorate": "strict", "device": "flex"}),
+            &[],
+            &["decorate on device flex", "cpu and cuda:N"],
+        ),
+        (
+            serde_json::json!({"decorate": "lenient", "device": "cpu", "model": "moe"}),
+            &[],
+            &["decorate is given and experts is 8"],
+        ),
+        (
+            serde_json::json!({"decorate": "perhaps", "device": "cpu"}),
+            &[],
+            &["perhaps", "strict", "lenient"],
+        ),
+        (
+            serde_json::json!({"devices": ["flex", "cpu"]}),
+            &[],
+            &["devices is flex,cpu", "at least two different GPUs"],
+        ),
+        (
+            serde_json::json!({"devices": ["cuda:98", "cuda:99"], "batch": 3}),
+            &[],
+            &["batch is 3", "number of devices (2)"],
+        ),
+        (
+            serde_json::json!({"devices": ["cuda:98", "cuda:99"]}),
+            &["--device", "flex"],
+            &["device is flex", "the first of devices (cuda:98,cuda:99)"],
+        ),
+        (
+            serde_json::json!({"devices": ["cuda:98", "cuda:99"]}),
+            &[],
+            &["device cuda:98"],
+        ),
+    ];
+    for (options, more, names) in cases {
+        let mut options = options;
+        options["data"] = serde_json::json!([text()]);
+        let written = serde_json::json!({"options": options, "runs": [{"recipe": "nvidia"}]});
+        fs::write(&plan, written.to_string()).unwrap();
+        let arguments = [plan.to_str().unwrap(), "--out", out.to_str().unwrap()];
+        fails(nvfp4("study", &[&arguments, more].concat()), names);
+        let trained = out.join("nvidia-seed0");
+        assert!(!trained.exists(), "{names:?}");
+    }
 }
 
 #[cfg(feature = "cpu")]

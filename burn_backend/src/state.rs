@@ -19,7 +19,7 @@ use burn_core::tensor::{Device, Tensor};
 use nvfp4_kernels::Nvfp4Error;
 use serde::{Deserialize, Serialize};
 
-use crate::ops::{LinearContext, LinearSpec, WeightCache};
+use crate::ops::{KeptWeight, LinearContext, LinearSpec, WeightCache, WeightIdentity};
 use crate::parameterless::{Parameterless, parameterless_module};
 use crate::recipe::{LayerMode, Nvfp4Recipe};
 use crate::telemetry::Probe;
@@ -278,11 +278,12 @@ impl LayerState {
         }
     }
 
-    /// What the layer's next forward computes by `recipe`, and what it brings along. If it `draws`, being
-    /// a training forward, it takes the current offset.
+    /// What the layer's next forward with the weight `weight` computes by `recipe`, and what it brings
+    /// along. If it `draws`, being a training forward, it takes the current offset.
     pub(crate) fn for_forward(
         &self,
         recipe: &Nvfp4Recipe,
+        weight: Option<WeightIdentity>,
         draws: bool,
     ) -> (LinearSpec, LinearContext) {
         let mode = self.mode();
@@ -292,7 +293,12 @@ impl LayerState {
             self.randomness()
         };
         let context = LinearContext {
-            weights: (recipe.cache_weights).then(|| self.shared.weights.clone()),
+            weight: weight
+                .filter(|_| recipe.cache_weights)
+                .map(|identity| KeptWeight {
+                    cache: self.shared.weights.clone(),
+                    identity,
+                }),
             probe: self.probe(),
             form: None,
         };

@@ -105,7 +105,8 @@ impl CostOfSteps {
             steps: self.round_steps,
         };
         let mut results = Vec::new();
-        println!("{}", header());
+        let every = config.telemetry_every;
+        println!("{}", header(every));
         for recipe in recipes {
             let figure = figure(&config, recipe, &device, effort, |turn| self.turn(turn))?;
             let Cost { built, warmed, .. } = figure.cost;
@@ -113,7 +114,7 @@ impl CostOfSteps {
                 "{}: built in {built:.1} s, warmed up in {warmed:.1} s, most of it to compile kernels",
                 figure.recipe
             );
-            println!("{}", line(&figure));
+            println!("{}", line(&figure, every));
             results.push(figure);
             release(&device);
         }
@@ -204,7 +205,8 @@ fn figure<T>(
     })
 }
 
-fn header() -> String {
+/// The columns of the table, those of telemetry among them if it samples a step in `every`, not 0.
+fn header(every: u64) -> String {
     let mut text = format!(
         "{:<32} {:>9} {:>9} {:>7} {:>8} {:>9} {:>8}",
         "recipe", "tokens/s", "ms/step", "TFLOP/s", "peak MB", "pools MB", "kernels"
@@ -212,10 +214,13 @@ fn header() -> String {
     for class in KernelClass::ALL {
         text += &format!(" {:>14}", class.name());
     }
+    if every > 0 {
+        text += &format!(" {:>14} {:>14}", "sampled ms", format!("1 in {every}"));
+    }
     text
 }
 
-fn line(figure: &Figure) -> String {
+fn line(figure: &Figure, every: u64) -> String {
     let cost = &figure.cost;
     let megabytes = |bytes: Option<u64>| match bytes {
         Some(bytes) => format!("{:.0}", bytes as f64 / 1e6),
@@ -238,6 +243,10 @@ fn line(figure: &Figure) -> String {
     );
     for class in KernelClass::ALL {
         text += &format!(" {:>14}", of(cost.of(class)));
+    }
+    if let Some((sampled, share)) = cost.median_sampled().zip(cost.telemetry_share(every)) {
+        let share = format!("{:+.2} %", 100.0 * share);
+        text += &format!(" {:>14.3} {share:>14}", 1e3 * sampled);
     }
     text
 }

@@ -35,6 +35,9 @@ enum Task {
     Study(study::Study),
     /// Measure what training steps cost with each recipe: bytes a second, memory, and which kernels take
     /// the time.
+    ///
+    /// With --telemetry-every N also what a step costs that telemetry samples, and what sampling one step in
+    /// N adds to the mean step.
     Cost(Box<cost::CostOfSteps>),
     /// Ask a device what it does where documents do not say, beside what the oracle says.
     Oracle(oracle::Oracle),

@@ -11,18 +11,20 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
+use burn::tensor::Device;
 use clap::Args;
 use nvfp4::lm::checkpoint::{self, CONFIG, Checkpoint, write_json};
 use nvfp4::lm::config::{HealingOption, RunConfig};
 use nvfp4::lm::data::Corpus;
-use nvfp4::lm::model::Transformer;
+use nvfp4::lm::encoder::EncoderModel;
+use nvfp4::lm::model::{LanguageModel, Transformer};
 use nvfp4::lm::train::{METRICS, Observer, Outcome, Row, Run, read_metrics};
 use serde::{Deserialize, Serialize};
 
-use super::device::DeviceName;
+use super::device::{DeviceName, install_decorator};
 use super::options::Options;
 use super::plot;
-use super::train::gap;
+use super::train::{gap, open_all};
 
 #[derive(Args)]
 pub(crate) struct Study {
@@ -32,7 +34,7 @@ pub(crate) struct Study {
     /// Folder for the results; what is there is gone on with
     #[arg(long, value_name = "DIR")]
     out: PathBuf,
-    /// flex, cpu or cuda:N, in place of what the file says
+    /// flex, cpu or cuda:N, in place of the file's `device`
     #[arg(long, value_name = "DEVICE")]
     device: Option<String>,
     /// Do only part I of N of the runs, to share them between processes and devices
@@ -137,12 +139,48 @@ impl Planned {
     }
 }
 
+/// What the runs that one process does share.
+struct Sitting<'a> {
+    out: &'a Path,
+    corpus: &'a Corpus,
+    devices: &'a [Device],
+    until: Option<Instant>,
+    interrupt: &'a AtomicBool,
+}
+
+impl Sitting<'_> {
+    /// Whether no more is to be trained.
+    fn is_over(&self) -> bool {
+        self.until.is_some_and(|until| Instant::now() >= until)
+            || self.interrupt.load(Ordering::Relaxed)
+    }
+
+    /// Start a run, or go on with it, to its end or to step `stop_at`. Where the model keeps account of what
+    /// ran where, that is printed.
+    fn train<M: LanguageModel>(&self, planned: &Planned, stop_at: Option<u64>) -> Result<Outcome> {
+        let Planned { name, config, .. } = planned;
+        let folder = self.out.join(name);
+        let recipe = config.recipe.clone();
+        let mut run = Run::<M>::open(config, recipe, self.corpus, self.devices, &folder)?;
+        write_json(&folder.join(CONFIG), config)?;
+        let mut watch = Watch {
+            name,
+            steps: config.steps,
+            sitting: self,
+        };
+        let outcome = run.train(stop_at, &mut watch)?;
+        if let Some(account) = run.model().account()? {
+            println!("{name}: what ran where\n{account}");
+        }
+        Ok(outcome)
+    }
+}
+
 /// Stops a run when its time is over, or at Ctrl-C, and says how far it is.
 struct Watch<'a> {
     name: &'a str,
     steps: u64,
-    until: Option<Instant>,
-    interrupt: &'a AtomicBool,
+    sitting: &'a Sitting<'a>,
 }
 
 impl Observer for Watch<'_> {
@@ -157,8 +195,7 @@ impl Observer for Watch<'_> {
     }
 
     fn interrupted(&mut self) -> bool {
-        self.interrupt.load(Ordering::Relaxed)
-            || self.until.is_some_and(|until| Instant::now() >= until)
+        self.sitting.is_over()
     }
 }
 
@@ -181,36 +218,28 @@ impl Study {
                 .context("runs is empty, but a study has some")?
                 .plain
                 .config;
+            if first.decorate.is_some() {
+                install_decorator()?;
+            }
             let corpus = Corpus::load(&first.data, first.data_bytes)?;
             corpus.check(first.context)?;
             let until = self
                 .seconds
                 .map(|s| Instant::now() + Duration::from_secs(s));
-            let device = device.open()?;
+            let devices = open_all(first, device)?;
+            let sitting = Sitting {
+                out: &self.out,
+                corpus: &corpus,
+                devices: &devices,
+                until,
+                interrupt: &interrupt,
+            };
+            let is_over = || sitting.is_over();
             let mine = jobs.iter().skip(self.part.index).step_by(self.part.of);
             for job in mine {
-                let train = |planned: &Planned, stop_at: Option<u64>| -> Result<Outcome> {
-                    let folder = self.out.join(&planned.name);
-                    let config = &planned.config;
-                    let mut run = Run::<Transformer>::open(
-                        config,
-                        config.recipe.clone(),
-                        &corpus,
-                        std::slice::from_ref(&device),
-                        &folder,
-                    )?;
-                    write_json(&folder.join(CONFIG), config)?;
-                    let mut watch = Watch {
-                        name: &planned.name,
-                        steps: config.steps,
-                        until,
-                        interrupt: &interrupt,
-                    };
-                    run.train(stop_at, &mut watch)
-                };
-                let is_over = || {
-                    until.is_some_and(|until| Instant::now() >= until)
-                        || interrupt.load(Ordering::Relaxed)
+                let train = |planned, stop_at| match first.decorate {
+                    Some(_) => sitting.train::<EncoderModel>(planned, stop_at),
+                    None => sitting.train::<Transformer>(planned, stop_at),
                 };
                 for healed in &job.healed {
                     if checkpoint::latest(&self.out.join(&healed.name))
@@ -263,18 +292,6 @@ impl Study {
                     .clone()
                     .for_run(&recipe, seed, self.device.as_deref());
                 let (config, name) = options.resolve().with_context(context)?;
-                ensure!(
-                    config.decorate.is_none(),
-                    "decorate is given in study {}, but a study trains models of this crate's \
-                     layers: use nvfp4 train --decorate --compare A,B",
-                    path.display()
-                );
-                ensure!(
-                    config.devices.is_empty(),
-                    "devices is given in study {}, but each run of a study has one device: share \
-                     the runs between processes with --part I/N",
-                    path.display()
-                );
                 ensure!(
                     healing.is_empty() || config.healing_of(&config.recipe).is_none(),
                     "healing is given in study {} for recipe {recipe}, whose file has one: leave out \
@@ -414,11 +431,12 @@ fn report(out: &Path, all: &[&Planned]) -> Result<()> {
 
     let config = &all[0].config;
     let mut text = format!(
-        "# Study\n\n{:.2} M parameters ({} blocks of width {}), context {}, {} steps of {} bytes: \
+        "# Study\n\n{:.2} M parameters ({} blocks{} of width {}), context {}, {} steps of {} bytes: \
          {:.1} bytes for each parameter. Losses are in nats per byte of validation text; a gap is to \
          the high-precision run with the same seed, weights and batches.\n\n",
         config.parameters() as f64 / 1e6,
         config.layers,
+        config.decorate.map_or("", |_| " of Burn's own layers"),
         config.width,
         config.context,
         config.steps,

@@ -223,7 +223,7 @@ impl Train {
 }
 
 /// The devices of the run: `device`, or all of `devices`.
-fn open_all(config: &RunConfig, device: DeviceName) -> Result<Vec<Device>> {
+pub(super) fn open_all(config: &RunConfig, device: DeviceName) -> Result<Vec<Device>> {
     if config.devices.is_empty() {
         return Ok(vec![device.open()?]);
     }

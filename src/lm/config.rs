@@ -553,6 +553,19 @@ impl RunConfig {
             checkpoint_every: 500,
             ..tiny.clone()
         };
+        let ten = Self {
+            width: 448,
+            layers: 4,
+            heads: 4,
+            hidden: 1216,
+            context: 256,
+            batch: 328,
+            steps: 3_000,
+            lr: 2e-3,
+            warmup: 300,
+            eval_batches: 16,
+            ..large.clone()
+        };
         match preset {
             Preset::Tiny => tiny,
             Preset::Small => Self {
@@ -569,32 +582,12 @@ impl RunConfig {
                 eval_every: 100,
                 ..tiny
             },
-            Preset::M10 => Self {
-                width: 448,
-                layers: 4,
-                heads: 4,
-                hidden: 1216,
-                context: 256,
-                batch: 328,
-                steps: 3_000,
-                lr: 2e-3,
-                warmup: 300,
-                eval_batches: 16,
-                ..large
-            },
+            Preset::M10 => ten,
             Preset::Moe10M => Self {
                 width: 256,
-                layers: 4,
-                heads: 4,
                 hidden: 352,
-                context: 256,
                 experts: ModelKind::Moe.experts(),
-                batch: 328,
-                steps: 3_000,
-                lr: 2e-3,
-                warmup: 300,
-                eval_batches: 16,
-                ..large
+                ..ten
             },
             Preset::M30 => Self {
                 width: 512,

@@ -1,14 +1,15 @@
 //! What a training step costs: time, memory, and the kernels that take it.
 //!
-//! A step is measured in three ways, one after the other, since each would disturb the others: as it runs
-//! (rounds of steps between two waits for the device), with its memory looked at all the time, and with
-//! every launch timed on the device. CubeCL reports launches and memory itself, so that memory and kernels
+//! A step is measured in several ways, one after the other, since each would disturb the others: as it runs
+//! (rounds of steps between two waits for the device), if asked for as it runs when telemetry samples it, with
+//! its memory looked at all the time, and with every launch timed on the device. CubeCL reports launches and memory itself, so that memory and kernels
 //! are known on its runtimes only.
 
 use std::time::Instant;
 
 use anyhow::{Result, ensure};
 use burn::tensor::Device;
+use burn_nvfp4::telemetry::Telemetry;
 use serde::Serialize;
 
 use super::config::{Recipe, RunConfig};
@@ -39,6 +40,10 @@ pub struct Cost {
     pub warmed: f64,
     /// Seconds of a step, the mean of each round.
     pub seconds: Vec<f64>,
+    /// Seconds of a step that telemetry samples, the mean of each round; empty for a run without telemetry.
+    pub sampled: Vec<f64>,
+    /// Operands that telemetry looks at in such a step.
+    pub sampled_operands: usize,
     /// Device memory of a step, where it is known.
     pub memory: Option<Memory>,
     /// The kernels of one step, the costliest first; empty where launches are not known.
@@ -173,9 +178,19 @@ impl KernelClass {
 impl Cost {
     /// Seconds of a step: the median of the rounds.
     pub fn median(&self) -> f64 {
-        let mut seconds = self.seconds.clone();
-        seconds.sort_by(f64::total_cmp);
-        seconds[seconds.len() / 2]
+        median(&self.seconds).expect("there is a round")
+    }
+
+    /// Seconds of a step that telemetry samples: the median of the rounds, if there are any.
+    pub fn median_sampled(&self) -> Option<f64> {
+        median(&self.sampled)
+    }
+
+    /// How much longer steps take, on average, if telemetry samples one in `every`: in shares of a step
+    /// without it.
+    pub fn telemetry_share(&self, every: u64) -> Option<f64> {
+        let more = self.median_sampled()? - self.median();
+        Some(more / (every as f64 * self.median()))
     }
 
     /// Bytes of text in a second.
@@ -190,6 +205,13 @@ impl Cost {
     }
 }
 
+/// The median, of two in the middle the larger; none of nothing.
+fn median(values: &[f64]) -> Option<f64> {
+    let mut values = values.to_vec();
+    values.sort_by(f64::total_cmp);
+    values.get(values.len() / 2).copied()
+}
+
 /// What a model wants of the device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Turn {
@@ -200,7 +222,7 @@ pub enum Turn {
 }
 
 /// Measure the model `M` of the run `config` with `recipe` on `device`. It is trained on random bytes: what
-/// they are costs nothing.
+/// they are costs nothing. If the run has telemetry, steps that it samples are measured too.
 ///
 /// `turn` is asked for the device before the model is built and warms up and, when what it gave has been dropped, again
 /// before it is measured. With it, processes that compile side by side can take turns on the device.
@@ -228,12 +250,16 @@ pub fn measure<M: LanguageModel, T>(
     let built = started.elapsed().as_secs_f64();
     let optimizer = AdamW::new(config.weight_decay, config.grad_clip);
     let mut rank = Rank::new(device.clone().autodiff(), model, optimizer);
-    let mut number = 0;
-    let mut take = |count: usize| {
+    let (mut number, mut sampled_operands) = (0, 0);
+    let mut take = |count: usize, sampled: bool| {
         let started = Instant::now();
         for _ in 0..count {
             let batch = Batch::random(config.seed, number, config.batch, config.context);
+            let telemetry = sampled.then(|| Telemetry::start(&rank.model));
             rank.step(batch, config.lr);
+            if let Some(telemetry) = telemetry {
+                sampled_operands = telemetry.finish().len();
+            }
             number += 1;
         }
         // Waits for the device.
@@ -241,27 +267,41 @@ pub fn measure<M: LanguageModel, T>(
         (started.elapsed().as_secs_f64() / count as f64, losses)
     };
     let started = Instant::now();
-    take(effort.warm);
+    take(effort.warm, false);
+    let has_telemetry = config.telemetry_every > 0;
+    if has_telemetry {
+        take(1, true);
+    }
     let warmed = started.elapsed().as_secs_f64();
     drop(shared);
     let _alone = turn(Turn::Alone)?;
-    let mut seconds = Vec::with_capacity(effort.rounds);
-    for _ in 0..effort.rounds {
-        let (each, losses) = take(effort.steps);
-        ensure!(
-            losses.iter().all(|loss| loss.is_finite()),
-            "the {recipe} loss is {losses:?} on random bytes: try a lower --lr"
-        );
-        seconds.push(each);
-    }
+    let mut rounds = |sampled: bool| -> Result<Vec<f64>> {
+        let mut seconds = Vec::with_capacity(effort.rounds);
+        for _ in 0..effort.rounds {
+            let (each, losses) = take(effort.steps, sampled);
+            ensure!(
+                losses.iter().all(|loss| loss.is_finite()),
+                "the {recipe} loss is {losses:?} on random bytes: try a lower --lr"
+            );
+            seconds.push(each);
+        }
+        Ok(seconds)
+    };
+    let seconds = rounds(false)?;
+    let sampled = match has_telemetry {
+        true => rounds(true)?,
+        false => Vec::new(),
+    };
     let (memory, kernels) = observe::step(device, || {
-        take(1);
+        take(1, false);
     });
     Ok(Cost {
         tokens: config.batch * config.context,
         built,
         warmed,
         seconds,
+        sampled,
+        sampled_operands,
         memory,
         kernels,
     })
@@ -493,6 +533,8 @@ mod tests {
             built: 0.5,
             warmed: 9.0,
             seconds: vec![4.0, 1.0, 2.0],
+            sampled: vec![9.0, 5.0, 3.0],
+            sampled_operands: 40,
             memory: None,
             kernels: vec![
                 kernel(KernelClass::Product, 0.5),
@@ -503,5 +545,13 @@ mod tests {
         assert_eq!((cost.median(), cost.tokens_per_s()), (2.0, 50.0));
         assert_eq!(cost.of(KernelClass::Product), 0.625);
         assert_eq!(cost.of(KernelClass::Reduce), 0.0);
+        // Three seconds more for one step in ten, of two seconds each.
+        assert_eq!(cost.median_sampled(), Some(5.0));
+        assert_eq!(cost.telemetry_share(10), Some(0.15));
+        let without = Cost {
+            sampled: Vec::new(),
+            ..cost
+        };
+        assert_eq!(without.telemetry_share(10), None);
     }
 }

@@ -7,9 +7,8 @@ use burn_core::backend::fusion::custom::{TensorId, TensorIr};
 use burn_cubecl::{CubeBackend, tensor::CubeTensor};
 
 use super::account::Counters;
-use crate::ops::LinearSpec;
 use crate::ops::product::Saved;
-use crate::telemetry::Probe;
+use crate::ops::{LinearContext, LinearSpec};
 
 /// What [`Decorator`](super::Decorator) does about a product that it could not take.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -88,8 +87,7 @@ pub(super) struct Call {
     pub training: bool,
     /// Whether the weight needs a gradient.
     pub weight_tracked: bool,
-    /// Where to leave what is seen of the operands, while someone looks.
-    pub probe: Option<Probe>,
+    pub context: LinearContext,
     state: Mutex<CallState>,
 }
 
@@ -144,10 +142,9 @@ impl Call {
     pub fn new(
         layer: Arc<Layer>,
         dims: [usize; 2],
-        spec: LinearSpec,
+        (spec, context): (LinearSpec, LinearContext),
         training: bool,
         weight_tracked: bool,
-        probe: Option<Probe>,
     ) -> Self {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         Self {
@@ -157,7 +154,7 @@ impl Call {
             spec,
             training,
             weight_tracked,
-            probe,
+            context,
             state: Mutex::default(),
         }
     }

@@ -33,7 +33,7 @@ use super::ops::placeholder;
 use super::tracker::{Role, tracker};
 use crate::ops::autodiff::{GradientsOf, Tracked};
 use crate::ops::product::{Product, Ungrouped};
-use crate::ops::{Bias, LinearContext, LinearSpec, float_dtype};
+use crate::ops::{Bias, LinearSpec, float_dtype};
 
 /// Name of the optimization in Burn's registry and logs.
 pub(super) const NAME: &str = "Nvfp4Products";
@@ -391,13 +391,7 @@ fn run_forward(call: &Call, x: CubeTensor, operands: &mut Operands<'_>) -> Optio
         w: weight,
         bias,
         spec: call.spec,
-        // The weight is not kept, so it needs no identity.
-        context: LinearContext {
-            weights: None,
-            probe: call.probe.clone(),
-            form: None,
-        },
-        w_node: 0,
+        context: call.context.clone(),
         tracked,
         grouping: Ungrouped,
     };

@@ -11,8 +11,9 @@ use super::call::{Call, CallRef, Layer};
 use super::ops::MarkOps;
 use super::tracker::tracker;
 use super::{check_device, failure_message};
+use crate::ops::WeightIdentity;
 use crate::parameterless::{Parameterless, parameterless_module};
-use crate::recipe::{LayerMode, Nvfp4Recipe};
+use crate::recipe::Nvfp4Recipe;
 use crate::state::LayerState;
 
 /// Which parameter of its layer a [`Mark`] is on.
@@ -73,21 +74,15 @@ pub(super) fn collect<M: Module>(model: &M) -> Vec<Mark> {
 }
 
 impl Mark {
-    fn weight(&self, base: Tensor<2>) -> Tensor<2> {
+    /// The mark of `base`, which is the weight known by `identity`, or a view of it.
+    fn weight(&self, base: Tensor<2>, identity: Option<WeightIdentity>) -> Tensor<2> {
         let training = base.is_autodiff();
-        let mode = self.state.mode();
-        let randomness = if training && mode != LayerMode::HighPrecision {
-            self.state.advance()
-        } else {
-            self.state.randomness()
-        };
         let call = Arc::new(Call::new(
             self.layer.clone(),
             base.dims(),
-            mode.of(self.recipe.spec(&randomness)),
+            self.state.for_forward(&self.recipe, identity, training),
             training,
             base.is_tracked(),
-            self.state.probe(),
         ));
         LAST.set(Arc::downgrade(&call));
         let (id, call) = (call.id, CallRef(call));
@@ -130,9 +125,11 @@ impl Reparameterization for Mark {
         }
         let marked = match self.kind {
             Kind::Weight => {
+                // The view is a node of its own in each call.
+                let identity = WeightIdentity::of([&base]);
                 let dims = base.dims();
                 let base: Tensor<2> = base.reshape([dims[0], dims[D - 1]]);
-                self.weight(base).into_dispatch()
+                self.weight(base, identity).into_dispatch()
             }
             Kind::Bias if self.layer.is_strict() => {
                 let length = base.dims()[0];

@@ -13,6 +13,7 @@ use crate::experts::{
     ExpertOffsets, check_experts, check_grouped_linear, grouped_linear_unchecked,
 };
 use crate::functions::or_panic;
+use crate::ops::WeightIdentity;
 use crate::recipe::Nvfp4Recipe;
 use crate::state::{LayerRandomness, LayerState};
 use crate::validate;
@@ -201,7 +202,8 @@ impl Nvfp4GroupedLinear {
         let bias = self.bias.as_ref().map(|bias| bias.val());
         check_grouped_linear(&input, &weight, bias.as_ref(), experts)?;
         let draws = input.is_tracked() || weight.is_tracked();
-        let (spec, context) = self.state.for_forward(&self.recipe, draws);
+        let identity = WeightIdentity::of([&weight]);
+        let (spec, context) = self.state.for_forward(&self.recipe, identity, draws);
         Ok(grouped_linear_unchecked(
             input, weight, bias, experts, spec, context,
         ))

@@ -9,7 +9,7 @@ use burn_nn::{Initializer, Linear, LinearConfig};
 use nvfp4_kernels::Nvfp4Error;
 
 use crate::functions::{linear_unchecked, or_panic};
-use crate::ops::LinearContext;
+use crate::ops::WeightIdentity;
 use crate::recipe::Nvfp4Recipe;
 use crate::state::{LayerRandomness, LayerState};
 use crate::validate;
@@ -135,22 +135,24 @@ impl Nvfp4Linear {
     /// When the device has no implementation, the input is on another device than the weight, its
     /// type is not supported, or its last axis is not `d_input`.
     pub fn try_forward<const D: usize>(&self, input: Tensor<D>) -> Result<Tensor<D>, Nvfp4Error> {
+        let weight = self.weight.val();
         let bias = self.bias.as_ref().map(|bias| bias.val());
-        self.forward_with(self.weight.val(), bias, input, |context| context)
+        let identity = WeightIdentity::of([&weight]);
+        self.forward_with(weight, identity, bias, input)
     }
 
-    /// The layer with another `weight` and `bias`, and with what `bring` makes of its context.
+    /// The layer with another `weight`, known by `identity`, and another `bias`.
     fn forward_with<const D: usize>(
         &self,
         weight: Tensor<2>,
+        identity: Option<WeightIdentity>,
         bias: Option<Tensor<1>>,
         input: Tensor<D>,
-        bring: impl FnOnce(LinearContext) -> LinearContext,
     ) -> Result<Tensor<D>, Nvfp4Error> {
         validate::linear(&input, &weight, bias.as_ref())?;
         let draws = input.is_tracked() || weight.is_tracked();
-        let (spec, context) = self.state.for_forward(&self.recipe, draws);
-        Ok(linear_unchecked(input, weight, bias, spec, bring(context)))
+        let (spec, context) = self.state.for_forward(&self.recipe, identity, draws);
+        Ok(linear_unchecked(input, weight, bias, spec, context))
     }
 
     /// [`try_forward`](Self::try_forward), panicking where it fails.
@@ -164,8 +166,9 @@ impl Nvfp4Linear {
     /// The weights share one global scale, from the largest magnitude in any of them, as inference
     /// engines that fuse queries, keys and values, or gate and up, ask of a checkpoint. The input is
     /// quantized once. Random bits are the first layer's, whose count of forwards goes on; those of the
-    /// others stay. The weights are put together anew in each forward, and what is packed of them is
-    /// not kept.
+    /// others stay. What is packed of the weights is kept by the first layer until one of them changes, or
+    /// until it is computed alone or with others; in high precision they are put together anew in each
+    /// forward.
     ///
     /// # Errors
     /// As [`try_forward`](Self::try_forward), and when there is no layer, or when layers differ in
@@ -181,7 +184,8 @@ impl Nvfp4Linear {
             other.check_beside(first, index)?;
         }
         let widths: Vec<usize> = layers.iter().map(|layer| layer.weight.dims()[1]).collect();
-        let weights = layers.iter().map(|layer| layer.weight.val()).collect();
+        let weights: Vec<_> = layers.iter().map(|layer| layer.weight.val()).collect();
+        let identity = WeightIdentity::of(&weights);
         let biases: Vec<_> = layers
             .iter()
             .filter_map(|layer| layer.bias.as_ref())
@@ -189,7 +193,7 @@ impl Nvfp4Linear {
         let biases: Vec<_> = biases.into_iter().map(|bias| bias.val()).collect();
         let bias = (!biases.is_empty()).then(|| Tensor::cat(biases, 0));
         let weight = Tensor::cat(weights, 1);
-        let together = first.forward_with(weight, bias, input, LinearContext::without_weights)?;
+        let together = first.forward_with(weight, identity, bias, input)?;
         Ok(together.split_with_sizes(widths, D - 1))
     }
 

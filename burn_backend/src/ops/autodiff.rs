@@ -220,7 +220,6 @@ impl<B: Nvfp4Ops, C: CheckpointStrategy> Nvfp4Ops for Autodiff<B, C> {
         spec: LinearSpec,
         context: LinearContext,
     ) -> FloatTensor<Self> {
-        let w_node = w.id().value;
         linear(x, w, bias, |x, w, bias, tracked| {
             let product = Product {
                 x,
@@ -228,7 +227,6 @@ impl<B: Nvfp4Ops, C: CheckpointStrategy> Nvfp4Ops for Autodiff<B, C> {
                 bias,
                 spec,
                 context,
-                w_node,
                 tracked,
                 grouping: Ungrouped,
             };

@@ -5,7 +5,8 @@ use std::any::Any;
 use std::fmt;
 use std::sync::{Arc, Mutex};
 
-use burn_core::tensor::FloatDType;
+use burn_core::backend::{self, DispatchTensorKind};
+use burn_core::tensor::{FloatDType, Tensor};
 use nvfp4_kernels::Form;
 
 use super::LinearSpec;
@@ -14,7 +15,7 @@ use crate::telemetry::Probe;
 /// What a layer keeps from one product to the next. The default keeps nothing.
 #[derive(Clone, Debug, Default)]
 pub struct LinearContext {
-    pub(crate) weights: Option<WeightCache>,
+    pub(crate) weight: Option<KeptWeight>,
     /// Where to leave what is seen of the operands, while someone looks.
     pub(crate) probe: Option<Probe>,
     /// What operands are made as that one product reads and nothing else; where it is open, what that
@@ -35,10 +36,73 @@ impl LinearContext {
     }
 
     /// The same for a weight that is not kept.
-    pub(crate) fn without_weights(self) -> Self {
+    pub(crate) fn without_weight(self) -> Self {
         Self {
-            weights: None,
+            weight: None,
             ..self
+        }
+    }
+}
+
+/// What a weight is told from its successors by: the autodiff node of the tensor, or the nodes of those
+/// that it was put together of, in their order.
+///
+/// A node is made with a tensor, has a number that is never used again, and keeps the one value that it
+/// was made with: every optimizer step, load, cast and copy makes another, in the same memory or not.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct WeightIdentity(Vec<u64>);
+
+impl WeightIdentity {
+    /// The identity of the weight that `parts` make; none if autodiff does not know one of them.
+    pub(crate) fn of<'a, const D: usize>(
+        parts: impl IntoIterator<Item = &'a Tensor<D>>,
+    ) -> Option<Self> {
+        let nodes: Option<Vec<u64>> = parts.into_iter().map(node).collect();
+        nodes.map(Self)
+    }
+}
+
+/// The autodiff node of `tensor`, if it is one of a backend that has kernels here.
+fn node<const D: usize>(tensor: &Tensor<D>) -> Option<u64> {
+    #[cfg(any(feature = "flex", feature = "cpu", feature = "cuda"))]
+    fn of<B: backend::BackendTypes>(tensor: backend::BackendTensor<B>) -> Option<u64> {
+        match tensor {
+            backend::BackendTensor::Autodiff(tensor) => Some(tensor.id().value),
+            _ => None,
+        }
+    }
+    let DispatchTensorKind::Autodiff(tensor) = tensor.clone().into_dispatch().kind else {
+        return None;
+    };
+    match *tensor {
+        #[cfg(feature = "flex")]
+        DispatchTensorKind::Flex(tensor) => of(tensor),
+        #[cfg(any(feature = "cpu", feature = "cuda"))]
+        DispatchTensorKind::Cube(tensor) => of(tensor),
+        #[allow(unreachable_patterns)]
+        _ => None,
+    }
+}
+
+/// Where the operands of a weight are kept, and what it is known by there.
+#[derive(Clone, Debug)]
+pub(crate) struct KeptWeight {
+    pub(crate) cache: WeightCache,
+    pub(crate) identity: WeightIdentity,
+}
+
+impl KeptWeight {
+    /// The place on `device`, by its text, of the operands that `spec` makes of the weight beside
+    /// activations of type `dtype`.
+    pub(crate) fn place(&self, device: String, dtype: FloatDType, spec: LinearSpec) -> Place<'_> {
+        Place {
+            cache: &self.cache,
+            device,
+            key: WeightKey {
+                identity: self.identity.clone(),
+                dtype,
+                spec,
+            },
         }
     }
 }
@@ -46,24 +110,22 @@ impl LinearContext {
 /// The packed operands of a layer's weight, kept for as long as the weight stays the same tensor: the
 /// micro-batches of gradient accumulation quantize a weight once.
 ///
-/// A weight is told from its successor by the autodiff node of the tensor, which every optimizer
-/// step, load and cast replaces. What was kept of the last weight is dropped when the next one is
-/// quantized. There is one entry for each device, so that replicas of data-parallel training, which
-/// share the cache as they share the rest of a layer's state, do not evict each other's.
+/// What was kept of the last weight is dropped when the next one is quantized. There is one entry for
+/// each device, so that replicas of data-parallel training, which share the cache as they share the rest
+/// of a layer's state, do not evict each other's.
 #[derive(Clone, Default)]
 pub(crate) struct WeightCache {
     entries: Arc<Mutex<Vec<Entry>>>,
 }
 
 /// What the operands of a weight were made of, and how.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub(crate) struct WeightKey {
-    /// Identity of the weight.
-    pub node: u64,
+#[derive(Debug, Clone, PartialEq)]
+struct WeightKey {
+    identity: WeightIdentity,
     /// Type of the activations, which operands in high precision have too.
-    pub dtype: FloatDType,
+    dtype: FloatDType,
     /// The recipe, without what does not concern the weight.
-    pub spec: LinearSpec,
+    spec: LinearSpec,
 }
 
 struct Entry {
@@ -74,27 +136,38 @@ struct Entry {
     operands: Box<dyn Any + Send>,
 }
 
-impl WeightCache {
-    /// What was kept on `device` for `key`.
-    pub(crate) fn get<T: Clone + 'static>(&self, device: &str, key: &WeightKey) -> Option<T> {
-        let entries = self.entries.lock().expect("no panic while it is held");
+/// Where the operands of one weight are, or will be.
+pub(crate) struct Place<'a> {
+    cache: &'a WeightCache,
+    device: String,
+    key: WeightKey,
+}
+
+impl Place<'_> {
+    /// What was kept here.
+    pub(crate) fn get<T: Clone + 'static>(&self) -> Option<T> {
+        let entries = self.cache.entries.lock();
+        let entries = entries.expect("no panic while it is held");
         let entry = entries
             .iter()
-            .find(|entry| entry.device == device && entry.key == *key)?;
+            .find(|entry| entry.device == self.device && entry.key == self.key)?;
         entry.operands.downcast_ref().cloned()
     }
 
-    /// Keep `operands` on `device`, in place of what was kept there before.
-    pub(crate) fn put<T: Send + 'static>(&self, device: &str, key: WeightKey, operands: T) {
-        let mut entries = self.entries.lock().expect("no panic while it is held");
+    /// Keep `operands`, in place of what was kept on the device before.
+    pub(crate) fn put<T: Send + 'static>(self, operands: T) {
+        let Self { cache, device, key } = self;
+        let mut entries = cache.entries.lock().expect("no panic while it is held");
         entries.retain(|entry| entry.device != device);
         entries.push(Entry {
             key,
-            device: device.into(),
+            device,
             operands: Box::new(operands),
         });
     }
+}
 
+impl WeightCache {
     /// Forget everything.
     pub(crate) fn clear(&self) {
         self.entries

@@ -22,7 +22,7 @@ use burn_core::tensor::{DType, FloatDType};
 use nvfp4_kernels::{Form, PackedAxis};
 
 pub use context::LinearContext;
-pub(crate) use context::WeightCache;
+pub(crate) use context::{KeptWeight, WeightCache, WeightIdentity};
 pub use grouped::{GroupPairSpec, Nvfp4GroupedOps, RowGradients, RowGroups};
 #[cfg(feature = "cubecl-backend")]
 pub use grouped::{RowGradientsMetadata, RowGroupsMetadata};

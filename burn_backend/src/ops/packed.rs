@@ -73,9 +73,14 @@ impl PackedLayout {
         self.axis.stored_shape(self.rows, self.cols).1
     }
 
+    /// Elements to whose multiple the packed axis is padded: those of a block, or of a transform.
+    pub fn unit(&self) -> usize {
+        unit_of(self.hadamard)
+    }
+
     /// Blocks in one stored row.
     pub fn blocks(&self) -> usize {
-        let unit = unit_of(self.hadamard);
+        let unit = self.unit();
         self.inner().div_ceil(unit) * (unit / BLOCK)
     }
 

@@ -9,7 +9,7 @@ use burn_core::tensor::{FloatDType, Shape};
 use nvfp4_kernels::{Form, PackedAxis};
 
 use super::autodiff::{GradientsOf, LinearGrads, Tracked};
-use super::context::WeightKey;
+use super::context::Place;
 use super::operands::{again, both, cast, form_of, one};
 use super::{
     BackwardSource, Bias, LinearContext, LinearSpec, Nvfp4Ops, Operand, OperandSpec, float_dtype,
@@ -255,8 +255,9 @@ impl<B: Nvfp4Ops, G: Grouping<B>> GradientsOf<B> for Saved<B, G> {
                 let source = Source::rows("dgrad.dy", dy.clone(), grouping.offsets());
                 probe.look(source, operand, &row);
             }
-            if let (Some(operand), None) = (&dy_col, grouping.offsets()) {
-                probe.look(Source::columns("wgrad.dy", dy), operand, &col);
+            if let Some(operand) = &dy_col {
+                let source = Source::columns("wgrad.dy", dy, grouping.offsets());
+                probe.look(source, operand, &col);
             }
         }
         let x = dy_row
@@ -277,8 +278,6 @@ pub(crate) struct Product<B: Nvfp4Ops, G> {
     pub(crate) bias: Bias<B>,
     pub(crate) spec: LinearSpec,
     pub(crate) context: LinearContext,
-    /// Identity of `w`, of which something may be kept.
-    pub(crate) w_node: u64,
     /// An operand that only an unwanted gradient would read is not made.
     pub(crate) tracked: Tracked,
     pub(crate) grouping: G,
@@ -291,7 +290,7 @@ impl<B: Nvfp4Ops, G: Grouping<B>> Product<B, G> {
         let w_dtype = float_dtype(self.w.dtype());
         let (spec, grouping) = (self.spec, &self.grouping);
         let (w, saved_w) = self.weight(x_dtype);
-        let context = self.context.without_weights();
+        let context = self.context.without_weight();
         let probe = context.probe.as_ref();
         let probed = probe.map(|probe| (probe, self.x.clone()));
         let (device, tokens, d_in) = (self.x.device(), self.x.shape()[0], self.x.shape()[1]);
@@ -323,8 +322,9 @@ impl<B: Nvfp4Ops, G: Grouping<B>> Product<B, G> {
         if let Some((probe, x_source)) = probed {
             let source = Source::rows("fprop.x", x_source.clone(), grouping.offsets());
             probe.look(source, &x, &spec.fprop_x);
-            if let (Some(operand), None) = (&saved_x, grouping.offsets()) {
-                probe.look(Source::columns("wgrad.x", x_source), operand, &spec.wgrad_x);
+            if let Some(operand) = &saved_x {
+                let source = Source::columns("wgrad.x", x_source, grouping.offsets());
+                probe.look(source, operand, &spec.wgrad_x);
             }
         }
         let y = grouping.product(x, w, self.bias, x_dtype);
@@ -351,26 +351,19 @@ impl<B: Nvfp4Ops, G: Grouping<B>> Product<B, G> {
             ..
         } = self.spec;
         // What is not quantized is not worth keeping, and what is drawn is drawn afresh.
-        let cache = self
-            .context
-            .weights
-            .as_ref()
-            .filter(|_| fprop_w.is_deterministic() && fprop_w != OperandSpec::HighPrecision);
-        let device = cache.map(|_| format!("{:?}", self.w.device()));
-        let key = WeightKey {
-            node: self.w_node,
-            dtype,
-            spec: LinearSpec {
+        let is_kept = fprop_w.is_deterministic() && fprop_w != OperandSpec::HighPrecision;
+        let weight = self.context.weight.as_ref().filter(|_| is_kept);
+        let place = weight.map(|weight| {
+            let spec = LinearSpec {
                 fprop_w,
                 dgrad_w,
                 source,
                 ..LinearSpec::high_precision()
-            },
-        };
+            };
+            weight.place(format!("{:?}", self.w.device()), dtype, spec)
+        });
         type Kept<B> = (Operand<B>, Option<Operand<B>>);
-        let kept: Option<Kept<B>> = cache
-            .zip(device.as_deref())
-            .and_then(|(cache, device)| cache.get(device, &key));
+        let kept: Option<Kept<B>> = place.as_ref().and_then(Place::get);
         let (forward, backward) = match kept {
             Some((forward, Some(backward))) => (forward, Some(backward)),
             Some((forward, None)) if !self.tracked.x => (forward, None),
@@ -380,10 +373,10 @@ impl<B: Nvfp4Ops, G: Grouping<B>> Product<B, G> {
             }
             _ => {
                 let made = self.fresh_weight(dtype);
-                if let Some((cache, device)) = cache.zip(device) {
+                if let Some(place) = place {
                     let (forward, backward) = made.clone();
                     let backward = backward.filter(|_| dgrad_w.is_deterministic());
-                    cache.put(&device, key, (forward, backward));
+                    place.put((forward, backward));
                 }
                 made
             }

@@ -30,6 +30,8 @@
 #[cfg(feature = "train")]
 pub mod metrics;
 
+use std::borrow::Cow;
+use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
@@ -39,6 +41,7 @@ use burn_core::module::Module;
 use burn_core::tensor::{Device, FloatDType, Shape, Slice, TensorData};
 use futures_lite::future::block_on;
 use nvfp4_kernels::format::{e2m1, e4m3};
+use nvfp4_kernels::reference::padding::padded_offsets;
 use nvfp4_kernels::{BLOCK, Hadamard, PackedAxis, reference};
 use serde::Serialize;
 
@@ -133,7 +136,7 @@ impl TelemetrySampler {
 
 /// Looks at every NVFP4 operand of a model's linear layers, explicit, decorated or of experts, from
 /// [`start`](Self::start) to [`finish`](Self::finish): put one forward and backward between them. Operands
-/// in other formats are not looked at, nor those of experts along the tokens (wgrad).
+/// in other formats are not looked at.
 #[derive(Debug)]
 pub struct Telemetry {
     layers: Vec<(String, LayerState, Probe)>,
@@ -199,7 +202,7 @@ pub(crate) struct Source<'a, B: Backend> {
     values: FloatTensor<B>,
     /// The axis of the matrix, or of each, along which it was packed.
     axis: PackedAxis,
-    /// Where each expert's rows begin, if it has maxima of its own.
+    /// Where each expert's rows begin, if there are experts.
     offsets: Option<&'a IntTensor<B>>,
 }
 
@@ -219,13 +222,18 @@ impl<'a, B: Backend> Source<'a, B> {
         }
     }
 
-    /// Rows of an input or of a gradient, packed along the tokens, as wgrad takes them.
-    pub(crate) fn columns(name: &'static str, values: FloatTensor<B>) -> Self {
+    /// Rows of an input or of a gradient, packed along the tokens, as wgrad takes them; along those of each
+    /// expert for themselves where there are `offsets`.
+    pub(crate) fn columns(
+        name: &'static str,
+        values: FloatTensor<B>,
+        offsets: Option<&'a IntTensor<B>>,
+    ) -> Self {
         Self {
             name,
             values,
             axis: PackedAxis::Rows,
-            offsets: None,
+            offsets,
         }
     }
 
@@ -297,35 +305,40 @@ impl Probe {
             tracing::warn!(name, "telemetry: the operand could not be read");
             return;
         };
+        let offsets: Option<Vec<u32>> = offsets.map(|offsets| offsets.iter::<u32>().collect());
+        let (spans, groups) = match (offsets, axis) {
+            (None, _) => (Span::whole(inner), Groups::Matrices { rows: outer }),
+            (Some(offsets), PackedAxis::Cols) => (Span::whole(inner), Groups::Rows { offsets }),
+            (Some(offsets), PackedAxis::Rows) => (
+                Span::of_groups(&offsets, inner, layout.unit()),
+                Groups::Spans,
+            ),
+        };
         let maxima = Maxima {
             values: values(&amax),
-            of_rows: layout.global == GlobalScaling::PerToken,
-            matrix_rows: outer,
-            offsets: offsets.map(|offsets| offsets.iter::<u32>().collect()),
-        };
-        let picked = (0..count).flat_map(|matrix| {
-            (0..outer)
-                .step_by(step)
-                .map(move |row| matrix * outer + row)
-        });
-        let factors: Vec<Option<f32>> = picked
-            .map(|row| maxima.of(row).map(|amax| amax / layout.scaling.range()))
-            .collect();
-        let (x, inner) = match &layout.hadamard {
-            Some(hadamard) => {
-                let padded = blocks * BLOCK;
-                (transformed(&values(&x), inner, padded, hadamard), padded)
-            }
-            None => (values(&x), inner),
+            of_rows: (layout.global == GlobalScaling::PerToken).then_some(outer),
+            groups,
         };
         let slab = Slab {
-            x,
+            x: values(&x),
+            inner,
+            spans,
+            hadamard: layout.hadamard,
             codes: codes.iter::<u32>().collect(),
             scales: scales.iter::<u8>().collect(),
-            inner,
             blocks,
         };
-        let Some(mut sample) = slab.sample(name, &factors) else {
+        let picked: Vec<usize> = (0..count)
+            .flat_map(|matrix| {
+                let rows = (0..outer).step_by(step);
+                rows.map(move |row| matrix * outer + row)
+            })
+            .collect();
+        let factor = |row: usize, span| {
+            let amax = maxima.of(picked[row], span)?;
+            Some(amax / layout.scaling.range())
+        };
+        let Some(mut sample) = slab.sample(name, factor) else {
             return;
         };
         sample.amax = maxima.largest();
@@ -340,26 +353,36 @@ impl Probe {
 /// The maxima of an operand, and what each is the maximum of.
 struct Maxima {
     values: Vec<f32>,
-    /// Each stored row has its own; else each expert, or each matrix.
-    of_rows: bool,
-    /// Stored rows of one matrix.
-    matrix_rows: usize,
-    /// Where each expert's rows begin, for rows that are sorted by expert.
-    offsets: Option<Vec<u32>>,
+    /// Each stored row has its own, in each span; then the stored rows of one span.
+    of_rows: Option<usize>,
+    /// What has one else.
+    groups: Groups,
+}
+
+/// What belongs to one expert.
+enum Groups {
+    /// Each matrix, of so many stored rows, of a stack; or there is one.
+    Matrices { rows: usize },
+    /// The stored rows from an offset to the next.
+    Rows { offsets: Vec<u32> },
+    /// A span of all stored rows.
+    Spans,
 }
 
 impl Maxima {
-    /// The maximum that the stored row `row` was packed with; none for a row of no expert.
-    fn of(&self, row: usize) -> Option<f32> {
-        let group = match &self.offsets {
-            Some(offsets) => {
+    /// The maximum that span number `span` of the stored row `row` was packed with; none for a row of no
+    /// expert.
+    fn of(&self, row: usize, span: usize) -> Option<f32> {
+        let group = match &self.groups {
+            Groups::Matrices { rows } => row / rows,
+            Groups::Rows { offsets } => {
                 let begun = offsets.partition_point(|&offset| offset as usize <= row);
                 // As many have begun as there are offsets: the last of them has ended.
                 (1..offsets.len()).contains(&begun).then(|| begun - 1)?
             }
-            None => row / self.matrix_rows,
+            Groups::Spans => span,
         };
-        let index = if self.of_rows { row } else { group };
+        let index = self.of_rows.map_or(group, |rows| span * rows + row);
         self.values.get(index).copied()
     }
 
@@ -370,16 +393,33 @@ impl Maxima {
     }
 }
 
-/// Stored rows of `inner` values, padded with zeros to `padded`, after the transform.
-fn transformed(x: &[f32], inner: usize, padded: usize, hadamard: &Hadamard) -> Vec<f32> {
-    let mut rows = vec![0.0; x.len() / inner * padded];
-    for (row, x) in rows.chunks_exact_mut(padded).zip(x.chunks_exact(inner)) {
-        row[..inner].copy_from_slice(x);
-        for group in row.chunks_exact_mut(hadamard.size().elements()) {
-            reference::transform(group, hadamard);
-        }
+/// Values of each stored row that are packed, and transformed, for themselves: all, or those of one expert.
+struct Span {
+    values: Range<usize>,
+    /// The first of their blocks.
+    block: usize,
+}
+
+impl Span {
+    /// All of `inner` values.
+    fn whole(inner: usize) -> Vec<Self> {
+        vec![Self {
+            values: 0..inner,
+            block: 0,
+        }]
     }
-    rows
+
+    /// Those of each expert, of `tokens` in all, padded to a multiple of `unit`.
+    fn of_groups(offsets: &[u32], tokens: usize, unit: usize) -> Vec<Self> {
+        let starts = padded_offsets(offsets, tokens, unit);
+        let ranges = offsets.windows(2).zip(starts);
+        ranges
+            .map(|(range, start)| Self {
+                values: range[0] as usize..range[1] as usize,
+                block: start as usize / BLOCK,
+            })
+            .collect()
+    }
 }
 
 fn values(data: &TensorData) -> Vec<f32> {
@@ -388,42 +428,66 @@ fn values(data: &TensorData) -> Vec<f32> {
 
 /// Stored rows of an operand, and the values that they were made of.
 struct Slab {
-    /// `[rows, inner]`.
+    /// `[rows, inner]`, before the transform.
     x: Vec<f32>,
+    inner: usize,
+    spans: Vec<Span>,
+    hadamard: Option<Hadamard>,
     /// `[rows, blocks * 2]`.
     codes: Vec<u32>,
     /// `[rows, blocks]`.
     scales: Vec<u8>,
-    inner: usize,
     blocks: usize,
 }
 
 impl Slab {
-    /// What is seen with the global scale of each row, of rows that have one; nothing if none has.
-    fn sample(&self, operand: &'static str, factors: &[Option<f32>]) -> Option<OperandSample> {
+    /// What was packed of `x`, the values of one span: with a transform those behind it, padding included.
+    fn packed<'a>(&self, x: &'a [f32]) -> Cow<'a, [f32]> {
+        let Some(hadamard) = &self.hadamard else {
+            return x.into();
+        };
+        let size = hadamard.size().elements();
+        let mut values = vec![0.0; x.len().next_multiple_of(size)];
+        values[..x.len()].copy_from_slice(x);
+        for group in values.chunks_exact_mut(size) {
+            reference::transform(group, hadamard);
+        }
+        values.into()
+    }
+
+    /// What is seen with the global scale of each row and span, of those that have one; nothing if none
+    /// has.
+    fn sample(
+        &self,
+        operand: &'static str,
+        factor: impl Fn(usize, usize) -> Option<f32>,
+    ) -> Option<OperandSample> {
         let (mut elements, mut signal, mut noise) = (0usize, 0.0, 0.0);
         let (mut nonzero, mut zeros, mut saturated) = (0usize, 0usize, 0usize);
         let (mut full_blocks, mut underflowed) = (0usize, 0usize);
         for (row, x) in self.x.chunks_exact(self.inner).enumerate() {
-            let Some(factor) = factors[row] else {
-                continue;
-            };
-            elements += x.len();
-            for (block, x) in x.chunks(BLOCK).enumerate() {
-                let index = row * self.blocks + block;
-                let scale = e4m3::decode(self.scales[index]);
-                if x.iter().any(|value| *value != 0.0) {
-                    full_blocks += 1;
-                    underflowed += usize::from(scale == 0.0);
-                }
-                for (i, &value) in x.iter().enumerate() {
-                    let code = (self.codes[2 * index + i / 8] >> (4 * (i % 8)) & 15) as u8;
-                    let decoded = e2m1::decode(code) * scale * factor;
-                    signal += f64::from(value).powi(2);
-                    noise += (f64::from(value) - f64::from(decoded)).powi(2);
-                    nonzero += usize::from(value != 0.0);
-                    zeros += usize::from(value != 0.0 && decoded == 0.0);
-                    saturated += usize::from(code & 7 == 7);
+            for (number, span) in self.spans.iter().enumerate() {
+                let Some(factor) = factor(row, number) else {
+                    continue;
+                };
+                let x = self.packed(&x[span.values.clone()]);
+                elements += x.len();
+                for (block, x) in x.chunks(BLOCK).enumerate() {
+                    let index = row * self.blocks + span.block + block;
+                    let scale = e4m3::decode(self.scales[index]);
+                    if x.iter().any(|value| *value != 0.0) {
+                        full_blocks += 1;
+                        underflowed += usize::from(scale == 0.0);
+                    }
+                    for (i, &value) in x.iter().enumerate() {
+                        let code = (self.codes[2 * index + i / 8] >> (4 * (i % 8)) & 15) as u8;
+                        let decoded = e2m1::decode(code) * scale * factor;
+                        signal += f64::from(value).powi(2);
+                        noise += (f64::from(value) - f64::from(decoded)).powi(2);
+                        nonzero += usize::from(value != 0.0);
+                        zeros += usize::from(value != 0.0 && decoded == 0.0);
+                        saturated += usize::from(code & 7 == 7);
+                    }
                 }
             }
         }

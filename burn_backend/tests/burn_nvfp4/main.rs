@@ -23,3 +23,6 @@ mod telemetry;
 mod training;
 mod unbiased;
 mod work;
+
+#[path = "../shared/counted.rs"]
+mod counted;

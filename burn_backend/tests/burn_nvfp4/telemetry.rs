@@ -1,15 +1,19 @@
 //! What telemetry sees is what the oracle computes.
 
 use burn_core::tensor::{DType, Int, Tensor, TensorData};
-use burn_nvfp4::ops::{BackwardSource, OperandSpec};
+use burn_nvfp4::ops::{BackwardSource, CopySpec, EdenSpec, LinearSpec, OperandSpec};
 use burn_nvfp4::telemetry::{OperandSample, Telemetry};
 use burn_nvfp4::{
-    ExpertOffsets, Nvfp4GroupedLinearConfig, Nvfp4LinearConfig, Nvfp4Recipe, PackedAxis, Rounding,
+    ExpertOffsets, Hadamard, Nvfp4GroupedLinearConfig, Nvfp4LinearConfig, Nvfp4MoeConfig,
+    Nvfp4Recipe, PackedAxis, Rounding,
 };
 use nvfp4_kernels::format::e2m1;
+use nvfp4_kernels::reference::EDEN_GROUP;
 use nvfp4_kernels::{BLOCK, PackedTensor, reference};
 
-use crate::common::{Matrix, Operand, activation, device, skip_where_small_only, sqnr, values};
+use crate::common::{
+    Matrix, Operand, activation, device, skip_where_small_only, small_only, sqnr, values,
+};
 
 const WIDTHS: [usize; 2] = [64, 48];
 
@@ -84,63 +88,143 @@ fn assert_sample(found: &OperandSample, parts: &[(Matrix, PackedTensor)]) {
     assert_eq!(found.amax, amax.fold(0f32, f32::max));
 }
 
-/// Of experts: each one's tokens and weights against what its own global scale made of them, an expert
-/// without tokens and tokens without an expert included.
-#[test]
-fn samples_of_experts_are_the_oracles() {
-    let device = device().autodiff();
-    let sizes = [9usize, 0, 4];
-    let (tokens, experts) = (16, sizes.len());
-    // The experts' inputs differ in size, so that another one's scale would show.
-    let mut x = input(activation());
-    x.rows = tokens;
-    x.values.truncate(tokens * WIDTHS[0]);
-    let scales = [1.0, 8.0, 64.0, 1024.0];
-    let starts = [0, 9, 9, 13, tokens];
-    for (row, values) in x.values.chunks_exact_mut(WIDTHS[0]).enumerate() {
-        let scale = scales[starts[1..].iter().position(|&end| row < end).unwrap()];
-        values.iter_mut().for_each(|value| *value *= scale);
+/// `found` must be what is seen of `parts` after `hadamard`, padding included: each a matrix and what the
+/// oracle packed its transform to.
+fn assert_transformed_sample(
+    found: &OperandSample,
+    parts: &[(&Matrix, PackedTensor)],
+    hadamard: Option<Hadamard>,
+) {
+    let (mut stored, mut decoded, mut largest) = (Vec::new(), Vec::new(), 0f32);
+    for (exact, packed) in parts {
+        let width = packed.blocks() * BLOCK;
+        let (outer, inner) = packed.axis().stored_shape(exact.rows, exact.cols);
+        let mut own = vec![0.0; outer * width];
+        for (row, own) in own.chunks_exact_mut(width).enumerate() {
+            for (i, value) in own[..inner].iter_mut().enumerate() {
+                *value = match packed.axis() {
+                    PackedAxis::Cols => exact.values[row * exact.cols + i],
+                    PackedAxis::Rows => exact.values[i * exact.cols + row],
+                };
+            }
+            if let Some(hadamard) = &hadamard {
+                for group in own.chunks_exact_mut(hadamard.size().elements()) {
+                    reference::transform(group, hadamard);
+                }
+            }
+        }
+        stored.extend(own);
+        let range = packed.origin().scaling.range();
+        let mut own = reference::decode_blocks(packed);
+        for (row, own) in own.chunks_exact_mut(width).enumerate() {
+            let amax = packed.amax().of(row);
+            own.iter_mut().for_each(|value| *value *= amax / range);
+            largest = largest.max(amax);
+        }
+        decoded.extend(own);
     }
-    let counts = sizes.map(|size| size as i64);
-    let counts = Tensor::<1, Int>::from_data(TensorData::from(counts), &device);
-    let groups = ExpertOffsets::from_counts(counts, tokens);
-    let dy = Matrix::gaussian(tokens, WIDTHS[1], activation(), 6);
-    for preset in ["nvidia", "per_token"] {
+    let expected = sqnr(&stored, &decoded);
+    assert!(
+        (found.sqnr_db - expected).abs() < 1e-4,
+        "{found:?}, expected {expected} dB"
+    );
+    assert_eq!(found.amax, largest, "{found:?}");
+}
+
+/// Tokens of three experts, one of which has none, and tokens of no expert.
+struct Experts {
+    x: Matrix,
+    dy: Matrix,
+}
+
+impl Experts {
+    const SIZES: [usize; 3] = [9, 0, 4];
+    const TOKENS: usize = 16;
+    /// Where each begins, those of no expert last.
+    const STARTS: [usize; 5] = [0, 9, 9, 13, Self::TOKENS];
+
+    /// Inputs that differ in size, so that another expert's scale would show.
+    fn new() -> Self {
+        let mut x = input(activation());
+        x.rows = Self::TOKENS;
+        x.values.truncate(Self::TOKENS * WIDTHS[0]);
+        let scales = [1.0, 8.0, 64.0, 1024.0];
+        for (row, values) in x.values.chunks_exact_mut(WIDTHS[0]).enumerate() {
+            let expert = Self::STARTS[1..].iter().position(|&end| row < end);
+            let scale = scales[expert.unwrap()];
+            values.iter_mut().for_each(|value| *value *= scale);
+        }
+        Self {
+            x,
+            dy: Matrix::gaussian(Self::TOKENS, WIDTHS[1], activation(), 6),
+        }
+    }
+
+    /// The operands of a step by `preset`, what is seen of them, and the weights.
+    fn step(&self, preset: &str) -> (LinearSpec, Vec<OperandSample>, Vec<f32>) {
+        let device = device().autodiff();
+        let counts = Self::SIZES.map(|size| size as i64);
+        let counts = Tensor::<1, Int>::from_data(TensorData::from(counts), &device);
+        let groups = ExpertOffsets::from_counts(counts, Self::TOKENS);
         let recipe = Nvfp4Recipe::preset(preset).unwrap();
-        let layer = Nvfp4GroupedLinearConfig::new(experts, WIDTHS[0], WIDTHS[1])
+        let layer = Nvfp4GroupedLinearConfig::new(Self::SIZES.len(), WIDTHS[0], WIDTHS[1])
             .with_recipe(recipe.clone())
             .init(&device);
         let spec = recipe.spec(&layer.state.randomness());
         let telemetry = Telemetry::start(&layer);
-        let y = layer.forward(x.tensor(&device).require_grad(), &groups);
-        (y * dy.tensor(&device)).sum().backward();
+        let y = layer.forward(self.x.tensor(&device).require_grad(), &groups);
+        (y * self.dy.tensor(&device)).sum().backward();
         let samples = telemetry.finish();
         let names: Vec<&str> = samples.iter().map(|sample| sample.operand).collect();
-        assert_eq!(names, ["fprop.w", "fprop.x", "dgrad.dy"], "{preset}");
+        assert_eq!(names, OPERANDS, "{preset}");
+        (spec, samples, values(layer.weight.val().inner()))
+    }
+
+    /// The rows of each expert in `matrix`, as a matrix of their own, and where they begin.
+    fn apart(matrix: &Matrix) -> Vec<(usize, Matrix)> {
+        let ranges = Self::STARTS.windows(2).take(Self::SIZES.len());
+        ranges
+            .map(|range| {
+                let (start, end) = (range[0] * matrix.cols, range[1] * matrix.cols);
+                let own = Matrix {
+                    values: matrix.values[start..end].to_vec(),
+                    rows: range[1] - range[0],
+                    ..*matrix
+                };
+                (range[0], own)
+            })
+            .collect()
+    }
+}
+
+/// The copy that `operand` is in a recipe whose operands of tokens are all in 1x16 blocks.
+fn copy_of(operand: OperandSpec) -> CopySpec {
+    match operand {
+        OperandSpec::Blocks(copy) => copy,
+        _ => panic!("{operand:?}"),
+    }
+}
+
+/// Of experts: each one's tokens and weights against what its own global scale made of them, an expert
+/// without tokens and tokens without an expert included.
+#[test]
+fn samples_of_experts_are_the_oracles() {
+    let experts = Experts::new();
+    for preset in ["nvidia", "per_token"] {
+        let (spec, samples, weights) = experts.step(preset);
         let stochastic: Vec<bool> = samples.iter().map(|sample| sample.stochastic).collect();
-        assert_eq!(stochastic, [false, false, true], "{preset}");
+        assert_eq!(stochastic, [false, false, false, true, true], "{preset}");
         // Each expert's rows are a matrix; blocks, and so random bits, are numbered through.
-        let by_expert = |matrix: &Matrix, operand: &OperandSpec| -> Vec<_> {
-            let OperandSpec::Blocks(copy) = operand else {
-                panic!("{preset}: {operand:?}");
+        let by_expert = |matrix: &Matrix, operand: OperandSpec| -> Vec<_> {
+            let packed = |(start, own): (usize, Matrix)| {
+                let first = start * matrix.cols / BLOCK;
+                let packed = own.copy_from(PackedAxis::Cols, &copy_of(operand), first);
+                (own, packed)
             };
-            let ranges = starts.windows(2).take(experts);
-            ranges
-                .map(|range| {
-                    let (start, end) = (range[0] * matrix.cols, range[1] * matrix.cols);
-                    let own = Matrix {
-                        values: matrix.values[start..end].to_vec(),
-                        rows: range[1] - range[0],
-                        ..*matrix
-                    };
-                    let packed = own.copy_from(PackedAxis::Cols, copy, start / BLOCK);
-                    (own, packed)
-                })
-                .collect()
+            Experts::apart(matrix).into_iter().map(packed).collect()
         };
-        assert_sample(&samples[1], &by_expert(&x, &spec.fprop_x));
-        assert_sample(&samples[2], &by_expert(&dy, &spec.dgrad_dy));
-        let weights = values(layer.weight.val().inner());
+        assert_sample(&samples[1], &by_expert(&experts.x, spec.fprop_x));
+        assert_sample(&samples[3], &by_expert(&experts.dy, spec.dgrad_dy));
         let weights: Vec<_> = weights
             .chunks_exact(WIDTHS[0] * WIDTHS[1])
             .map(|weight| {
@@ -152,6 +236,70 @@ fn samples_of_experts_are_the_oracles() {
             })
             .collect();
         assert_sample(&samples[0], &weights);
+    }
+}
+
+/// The operands of the weights' gradients: each expert's tokens are padded, transformed and packed for
+/// themselves, in blocks that begin behind those of the expert before.
+#[test]
+fn samples_of_experts_along_the_tokens_are_the_oracles() {
+    let experts = Experts::new();
+    for preset in ["nvidia", "per_token"] {
+        let (spec, samples, _) = experts.step(preset);
+        for (sample, matrix, operand) in [
+            (&samples[2], &experts.x, spec.wgrad_x),
+            (&samples[4], &experts.dy, spec.wgrad_dy),
+        ] {
+            let copy = copy_of(operand);
+            let apart = Experts::apart(matrix);
+            let mut blocks = 0;
+            let mut parts = Vec::new();
+            for (_, own) in apart.iter().filter(|(_, own)| own.rows > 0) {
+                let packed = own.copy_from(PackedAxis::Rows, &copy, matrix.cols * blocks);
+                blocks += packed.blocks();
+                parts.push((own, packed));
+            }
+            assert_transformed_sample(sample, &parts, copy.hadamard);
+            assert!(sample.sqnr_db > 10.0, "{preset}: {sample:?}");
+        }
+    }
+    if small_only() {
+        return;
+    }
+    let (spec, samples, _) = experts.step("quartet2");
+    let OperandSpec::Eden { hadamard, stream } = spec.wgrad_dy else {
+        panic!("{:?}", spec.wgrad_dy);
+    };
+    let eden = EdenSpec {
+        axis: PackedAxis::Rows,
+        hadamard,
+        stream,
+    };
+    let apart = Experts::apart(&experts.dy);
+    let (mut first, mut parts) = (0, Vec::new());
+    for (_, own) in apart.iter().filter(|(_, own)| own.rows > 0) {
+        let packed = own.eden_from(&eden, first);
+        first += packed.scales().len() / (EDEN_GROUP / BLOCK);
+        parts.push((own, packed));
+    }
+    assert_transformed_sample(&samples[4], &parts, Some(hadamard));
+}
+
+/// Both layers of a mixture's experts, in a step that sends each token to two of them.
+#[test]
+fn a_mixture_is_looked_at_layer_by_layer() {
+    let device = device().autodiff();
+    let moe = Nvfp4MoeConfig::new(WIDTHS[0], WIDTHS[1], 4).init(&device);
+    let telemetry = Telemetry::start(&moe);
+    let x = input(activation()).tensor(&device).require_grad();
+    let y = moe.forward(x).output;
+    y.cast(DType::F32).square().sum().backward();
+    let samples = telemetry.finish();
+    let found = samples.iter().map(|s| (s.layer.as_str(), s.operand));
+    let expected = ["gate_up", "down"].map(|layer| OPERANDS.map(|operand| (layer, operand)));
+    assert!(found.eq(expected.into_iter().flatten()), "{samples:?}");
+    for sample in samples {
+        assert!(sample.sqnr_db > 10.0, "{sample:?}");
     }
 }
 
@@ -277,36 +425,7 @@ fn transformed_operands_are_measured_in_their_basis() {
             let Operand::Nvfp4(packed) = operand else {
                 panic!("{preset}: {} is no NVFP4", found.operand);
             };
-            // Stored rows, padded and after the transform, and what is stored of them.
-            let width = packed.blocks() * BLOCK;
-            let (outer, inner) = packed.axis().stored_shape(exact.rows, exact.cols);
-            let mut stored = vec![0.0; outer * width];
-            for (row, stored) in stored.chunks_exact_mut(width).enumerate() {
-                for (i, value) in stored[..inner].iter_mut().enumerate() {
-                    *value = match packed.axis() {
-                        PackedAxis::Cols => exact.values[row * exact.cols + i],
-                        PackedAxis::Rows => exact.values[i * exact.cols + row],
-                    };
-                }
-                if let Some(hadamard) = &hadamard {
-                    for group in stored.chunks_exact_mut(hadamard.size().elements()) {
-                        reference::transform(group, hadamard);
-                    }
-                }
-            }
-            let range = packed.origin().scaling.range();
-            let mut decoded = reference::decode_blocks(&packed);
-            for (row, decoded) in decoded.chunks_exact_mut(width).enumerate() {
-                let scale = packed.amax().of(row) / range;
-                decoded.iter_mut().for_each(|value| *value *= scale);
-            }
-            let expected = sqnr(&stored, &decoded);
-            assert!(
-                (found.sqnr_db - expected).abs() < 1e-4,
-                "{preset}: {found:?}, expected {expected} dB"
-            );
-            let largest = (0..packed.outer()).map(|outer| packed.amax().of(outer));
-            assert_eq!(found.amax, largest.fold(0f32, f32::max), "{preset}");
+            assert_transformed_sample(found, &[(exact, packed)], hadamard);
         }
         assert!(samples[3].stochastic && samples[4].stochastic, "{preset}");
     }

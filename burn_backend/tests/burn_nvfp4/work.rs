@@ -1,90 +1,17 @@
 //! What is computed, and what is kept: nothing that no gradient asks for.
 
-use std::sync::{Mutex, MutexGuard, Once};
+use burn_core as burn;
 
 use burn_core::module::Module;
-use burn_core::tensor::{DType, Gradients, Int, Tensor, TensorData};
+use burn_core::tensor::{DType, Int, Tensor, TensorData};
 use burn_nvfp4::functions::linear;
 use burn_nvfp4::ops::LinearSpec;
 use burn_nvfp4::{
-    ExpertOffsets, LayerMode, Nvfp4GroupedLinearConfig, Nvfp4LinearConfig, Nvfp4Recipe, set_mode,
+    ExpertOffsets, Nvfp4GroupedLinearConfig, Nvfp4Linear, Nvfp4LinearConfig, Nvfp4Recipe,
 };
-use burn_optim::{GradientsParams, SgdConfig};
-use tracing::field::{Field, Visit};
-use tracing::span;
 
 use crate::common::{Matrix, device, flex_only, one_by_16, skip_where_small_only, spec, values};
-
-/// One unit of work that a backend reported.
-#[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
-struct Work {
-    op: String,
-    copy: String,
-    rows: u64,
-    cols: u64,
-}
-
-impl Visit for Work {
-    fn record_debug(&mut self, _field: &Field, _value: &dyn std::fmt::Debug) {}
-
-    fn record_str(&mut self, field: &Field, value: &str) {
-        match field.name() {
-            "op" => self.op = value.into(),
-            "copy" => self.copy = value.into(),
-            _ => {}
-        }
-    }
-
-    fn record_u64(&mut self, field: &Field, value: u64) {
-        match field.name() {
-            "rows" => self.rows = value,
-            "cols" => self.cols = value,
-            _ => {}
-        }
-    }
-}
-
-/// Collects the work of the whole process: backends run on threads of their own.
-struct Collector;
-
-static WORK: Mutex<Vec<Work>> = Mutex::new(Vec::new());
-
-impl tracing::Subscriber for Collector {
-    fn enabled(&self, metadata: &tracing::Metadata<'_>) -> bool {
-        metadata.target() == "burn_nvfp4::ops"
-    }
-
-    fn new_span(&self, _span: &span::Attributes<'_>) -> span::Id {
-        span::Id::from_u64(1)
-    }
-
-    fn record(&self, _span: &span::Id, _values: &span::Record<'_>) {}
-
-    fn record_follows_from(&self, _span: &span::Id, _follows: &span::Id) {}
-
-    fn event(&self, event: &tracing::Event<'_>) {
-        let mut work = Work::default();
-        event.record(&mut work);
-        WORK.lock().unwrap().push(work);
-    }
-
-    fn enter(&self, _span: &span::Id) {}
-
-    fn exit(&self, _span: &span::Id) {}
-}
-
-/// Start to collect, for one test at a time.
-fn collect() -> MutexGuard<'static, ()> {
-    static ALONE: Mutex<()> = Mutex::new(());
-    static ONCE: Once = Once::new();
-    let alone = ALONE
-        .lock()
-        .unwrap_or_else(|poisoned| poisoned.into_inner());
-    ONCE.call_once(|| {
-        tracing::subscriber::set_global_default(Collector).expect("no other subscriber");
-    });
-    alone
-}
+use crate::counted::{Step, collect, is_quantized_once_until_it_changes, quantized, taken};
 
 /// Sizes that no other test uses, by which this test tells its own work from that of others.
 const ROWS: usize = 21;
@@ -101,7 +28,7 @@ fn work(x_grad: bool, w_grad: bool, bias_grad: bool, spec: LinearSpec) -> Vec<St
         .tensor(&device)
         .set_require_grad(w_grad);
     let bias = Tensor::<1>::zeros([D_OUT], &device).set_require_grad(bias_grad);
-    WORK.lock().unwrap().clear();
+    taken();
     let y = linear(x.clone(), w.clone(), Some(bias.clone()), spec);
     if y.is_tracked() {
         let output = y.clone().inner();
@@ -122,9 +49,7 @@ fn work(x_grad: bool, w_grad: bool, bias_grad: bool, spec: LinearSpec) -> Vec<St
         (ROWS, D_OUT) => Some("y"),
         _ => None,
     };
-    let mut found: Vec<String> = WORK
-        .lock()
-        .unwrap()
+    let mut found: Vec<String> = taken()
         .iter()
         .filter_map(|work| {
             name(work.rows, work.cols).map(|name| format!("{} {name} {}", work.op, work.copy))
@@ -192,93 +117,6 @@ fn a_gradient_that_nobody_asks_for_costs_nothing() {
     assert_eq!(work(false, false, false, blocks), forward);
 }
 
-/// What a forward and backward of a layer gave.
-struct Step {
-    output: Vec<f32>,
-    /// The gradient of the weight.
-    gradient: Vec<f32>,
-    grads: Gradients,
-}
-
-/// How often a matrix, or a stack of them one below the other, of this size was quantized since the last
-/// call.
-fn quantized([rows, cols]: [usize; 2]) -> usize {
-    let is_one = |work: &&Work| {
-        work.op == "quantize" && [work.rows as usize, work.cols as usize] == [rows, cols]
-    };
-    let mut all = WORK.lock().unwrap();
-    let count = all.iter().filter(is_one).count();
-    all.clear();
-    count
-}
-
-/// The micro-batches of gradient accumulation quantize a weight once; a changed weight, another mode or
-/// a recipe that says so, again. The results are the same either way. `weight` is the size of the weight,
-/// `layer` a layer number 5 for a recipe, `step` a step of one on a batch.
-fn is_quantized_once_until_it_changes<L: Module>(
-    weight: [usize; 2],
-    layer: impl Fn(Nvfp4Recipe) -> L,
-    step: impl Fn(&L, u64) -> Step,
-) {
-    let weights = || quantized(weight);
-    let both = |recipe: Nvfp4Recipe| {
-        let cached = layer(recipe.clone());
-        let plain = layer(recipe.with_cache_weights(false));
-        let plain = plain.load_record(cached.clone().into_record());
-        (cached, plain)
-    };
-    let (cached, plain) = both(Nvfp4Recipe::new());
-    weights();
-    for batch in 0..3 {
-        let found = step(&cached, batch);
-        assert_eq!(weights(), usize::from(batch == 0), "batch {batch}");
-        let expected = step(&plain, batch);
-        assert_eq!(weights(), 1, "without the cache");
-        assert_eq!(found.output, expected.output);
-        assert_eq!(found.gradient, expected.gradient);
-    }
-    // A clone is the same layer with the same weight.
-    step(&cached.clone(), 3);
-    assert_eq!(weights(), 0);
-    // Without autodiff there is no tensor to know the weight by.
-    let grads = step(&cached, 4).grads;
-    weights();
-    let grads = GradientsParams::from_grads(grads, &cached);
-    let before = cached.clone();
-    let cached = SgdConfig::new().init().step(0.1, cached, grads);
-    let changed = step(&cached, 4);
-    assert_eq!(weights(), 1, "the optimizer changed the weight");
-    let old = step(&before, 4);
-    assert_eq!(
-        weights(),
-        1,
-        "its predecessor was dropped, and is another weight"
-    );
-    assert_ne!(changed.output, old.output);
-    let loaded = cached.clone().load_record(plain.clone().into_record());
-    assert_eq!(step(&loaded, 4).output, old.output, "what was loaded");
-    assert_eq!(weights(), 1, "a record was loaded");
-    // Another mode needs other operands, or none.
-    step(&cached, 5);
-    weights();
-    set_mode(&cached, LayerMode::HighPrecision);
-    step(&cached, 5);
-    assert_eq!(weights(), 0);
-    set_mode(&cached, LayerMode::Recipe);
-    step(&cached, 5);
-    assert_eq!(weights(), 1);
-
-    // What is drawn for the backward is drawn afresh, and what is not is kept: results show neither.
-    for preset in ["quartet2", "per_token", "fwd_nvfp4_bwd_mxfp8"] {
-        let (cached, plain) = both(Nvfp4Recipe::preset(preset).unwrap());
-        for batch in 0..2 {
-            let [found, expected] = [&cached, &plain].map(|layer| step(layer, batch));
-            assert_eq!(found.output, expected.output, "{preset}");
-            assert_eq!(found.gradient, expected.gradient, "{preset}");
-        }
-    }
-}
-
 #[test]
 fn a_weight_is_quantized_once_until_it_changes() {
     let _alone = collect();
@@ -333,12 +171,96 @@ fn experts_are_quantized_once_until_they_change() {
     );
 }
 
+/// Layers that are computed together.
+#[derive(Module, Debug)]
+struct Together {
+    layers: Vec<Nvfp4Linear>,
+}
+
+impl Together {
+    const D_IN: usize = 80;
+    const WIDTHS: [usize; 3] = [48, 16, 80];
+    /// Of all weights side by side.
+    const SIZE: [usize; 2] = [Self::D_IN, 48 + 16 + 80];
+
+    /// Layers number 5, 6, ... for `recipe`.
+    fn new(recipe: Nvfp4Recipe) -> Self {
+        let device = device().autodiff();
+        let layer = |(number, width)| {
+            let config = Nvfp4LinearConfig::new(Self::D_IN, width).with_recipe(recipe.clone());
+            config.with_layer(Some(number)).init(&device)
+        };
+        Self {
+            layers: (5..).zip(Self::WIDTHS).map(layer).collect(),
+        }
+    }
+
+    fn step(&self, batch: u64) -> Step {
+        let x = Matrix::gaussian(24, Self::D_IN, DType::F32, batch).tensor(&device().autodiff());
+        let layers: Vec<&Nvfp4Linear> = self.layers.iter().collect();
+        let y = Tensor::cat(Nvfp4Linear::forward_together(&layers, x.require_grad()), 1);
+        let output = values(y.clone().inner());
+        let grads = y.square().sum().backward();
+        let own = layers
+            .iter()
+            .map(|layer| layer.weight.grad(&grads).unwrap());
+        Step {
+            output,
+            gradient: values(Tensor::cat(own.collect(), 1)),
+            grads,
+        }
+    }
+}
+
+#[test]
+fn weights_side_by_side_are_quantized_once_until_they_change() {
+    let _alone = collect();
+    is_quantized_once_until_it_changes(Together::SIZE, Together::new, Together::step);
+}
+
+/// Any of them: the others keep their values, and the whole is another weight.
+#[test]
+fn weights_side_by_side_are_quantized_anew_when_one_of_them_changes() {
+    let _alone = collect();
+    let mut kept = Together::new(Nvfp4Recipe::new());
+    let fresh = Together::new(Nvfp4Recipe::new().with_cache_weights(false));
+    kept.step(0);
+    for index in 0..kept.layers.len() {
+        let before = kept.step(1).output;
+        quantized(Together::SIZE);
+        let layer = &mut kept.layers[index];
+        let changed = layer.weight.clone();
+        layer.weight = changed.map(|weight| (weight * 1.5).detach().require_grad());
+        let found = kept.step(1);
+        assert_eq!(quantized(Together::SIZE), 1, "layer {index}");
+        let fresh = fresh.clone().load_record(kept.clone().into_record());
+        assert_eq!(found.output, fresh.step(1).output, "layer {index}");
+        assert_ne!(found.output, before, "layer {index}");
+    }
+    // Fewer of them, or the same in another order, are another weight.
+    let [one, two] = [[0, 1], [1, 0]].map(|order| Together {
+        layers: order.map(|index| kept.layers[index].clone()).into(),
+    });
+    kept.step(2);
+    for part in [one, two] {
+        let fresh = Together {
+            layers: (part.layers.iter())
+                .map(|layer| {
+                    let linear = layer.clone().into_linear();
+                    let recipe = layer.recipe().clone().with_cache_weights(false);
+                    Nvfp4Linear::from_linear(linear, &recipe).unwrap()
+                })
+                .collect(),
+        };
+        for batch in 0..2 {
+            assert_eq!(part.step(batch).output, fresh.step(batch).output);
+        }
+    }
+}
+
 /// A kept weight belongs to the type of the activations too: operands in high precision have it.
 #[test]
 fn a_kept_weight_has_the_type_of_the_activations() {
-    use burn_core::module::Module;
-    use burn_nvfp4::{Nvfp4Linear, Nvfp4LinearConfig, Nvfp4Recipe};
-
     flex_only!();
     let device = device().autodiff();
     let recipe = Nvfp4Recipe::preset("fwd_nvfp4_bwd_bf16").unwrap();

@@ -3,6 +3,7 @@
 //! takes a provider for the whole process, and only before the first tensor.
 #![cfg(any(feature = "cpu", feature = "cuda"))]
 
+mod cache;
 mod equal;
 mod formats;
 mod misuse;
@@ -11,3 +12,6 @@ mod refuse;
 mod timing;
 mod transformer;
 mod uses;
+
+#[path = "../shared/counted.rs"]
+mod counted;

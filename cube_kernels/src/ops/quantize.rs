@@ -637,7 +637,7 @@ pub fn quantize_row_kernel<N: Size, C: Size>(
         if inside {
             // Loaded first: it takes long.
             let words = load_block_words::<N>(x, index * per_block, kind);
-            if comptime!(find_groups) {
+            let global = if comptime!(find_groups) {
                 if index >= group_end {
                     let group = find_group(group_offsets, groups, index / blocks);
                     let scale = GlobalScale::from_amax(amax[group], policy.scaling);
@@ -647,8 +647,6 @@ pub fn quantize_row_kernel<N: Size, C: Size>(
                     group_decode = scale.decode;
                     group_end = group_offsets[group + 1usize] as usize * blocks;
                 }
-            }
-            let global = if comptime!(find_groups) {
                 GlobalScale {
                     amax: group_amax,
                     encode: group_encode,

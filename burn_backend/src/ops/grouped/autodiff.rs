@@ -316,7 +316,7 @@ impl<B: Nvfp4GroupedOps, C: CheckpointStrategy> Nvfp4GroupedOps for Autodiff<B, 
         spec: LinearSpec,
         context: LinearContext,
     ) -> FloatTensor<Self> {
-        let (w_node, tokens) = (w.id().value, x.shape()[0]);
+        let tokens = x.shape()[0];
         linear(x, w, bias, |x, w, bias, tracked| {
             let product = Product {
                 x,
@@ -324,7 +324,6 @@ impl<B: Nvfp4GroupedOps, C: CheckpointStrategy> Nvfp4GroupedOps for Autodiff<B, 
                 bias,
                 spec,
                 context,
-                w_node,
                 tracked,
                 grouping: Groups { offsets, tokens },
             };

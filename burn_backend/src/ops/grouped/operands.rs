@@ -12,7 +12,6 @@ use burn_core::tensor::{FloatDType, Shape};
 use nvfp4_kernels::{BLOCK, MX_BLOCK, PackedAxis};
 
 use super::super::operands::{cast, read_as};
-use super::super::packed::unit_of;
 use super::super::{
     CopySpec, EdenSpec, GlobalScaling, Operand, OperandSpec, Packed, PackedLayout, PackedPair,
     PairSpec, QuantizeSpec,
@@ -26,7 +25,7 @@ pub(super) const NO_VALUES: &str = "an operand in groups is packed, or a float";
 /// contraction.
 pub(super) fn unit<B: Nvfp4GroupedOps>(operand: &Operand<B>) -> usize {
     match operand {
-        Operand::Nvfp4(packed) => unit_of(packed.layout.hadamard),
+        Operand::Nvfp4(packed) => packed.layout.unit(),
         Operand::Mxfp8(_) => MX_BLOCK,
         // Not padded yet.
         Operand::Float(..) => BLOCK,
