@@ -207,6 +207,8 @@ macro_rules! fused_loop {
                     )*
                     "wgmma.commit_group.sync.aligned;",
                     "wgmma.wait_group.sync.aligned 1;",
+                    // What all lanes read comes before what one arrives for.
+                    "bar.warp.sync 0xffffffff;",
                     $release,
                     $next,
                 )*
@@ -214,6 +216,7 @@ macro_rules! fused_loop {
                 "@q sub.u32 stage, stage, {stages}; @q xor.b32 parity, parity, 1;",
                 "sub.u32 left, left, 1; setp.ne.u32 q, left, 0; @q bra.uni NEXT;",
                 "wgmma.wait_group.sync.aligned 0;",
+                "bar.warp.sync 0xffffffff;",
                 "@lead mbarrier.arrive.shared::cta.b64 token, [release];",
                 "}}",
                 d = out(_) sums,
