@@ -87,7 +87,7 @@ pub enum PairSpec {
 
 impl PairSpec {
     /// What each copy is: row-wise, column-wise.
-    #[cfg(any(feature = "flex", feature = "cubecl-backend"))]
+    #[cfg(feature = "cubecl-backend")]
     pub(crate) fn copies(&self) -> [CopySpec; 2] {
         match *self {
             Self::Tile(scaling) => {

@@ -21,6 +21,7 @@ pub(super) enum Arrangement {
 
 impl Arrangement {
     /// Number of groups.
+    #[cfg(feature = "cubecl-backend")]
     pub(super) fn count(self) -> usize {
         match self {
             Self::Batch(count) | Self::Offsets(count) => count,
