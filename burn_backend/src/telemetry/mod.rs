@@ -2,7 +2,8 @@
 //! every so many.
 //!
 //! A sample looks at a part of each operand: as many stored rows, evenly spaced, as hold about 256 Ki
-//! elements. Those are read back, so a sampled step waits for the device; other steps pay nothing.
+//! elements. The step copies them aside on its device, some 1.5 MB an operand, and waits for nothing; at its end
+//! they are read and looked at by all cores. Other steps pay nothing.
 //!
 //! Operands after a transform (those of wgrad by most recipes, and all by MS-EDEN) are measured in the basis
 //! that they are multiplied in: what their codes stand for, against the transform of what they were made of.
@@ -43,9 +44,10 @@ use futures_lite::future::block_on;
 use nvfp4_kernels::format::{e2m1, e4m3};
 use nvfp4_kernels::reference::padding::padded_offsets;
 use nvfp4_kernels::{BLOCK, Hadamard, PackedAxis, reference};
+use rayon::prelude::*;
 use serde::Serialize;
 
-use crate::ops::{GlobalScaling, Nvfp4Ops, Operand, OperandSpec};
+use crate::ops::{GlobalScaling, Nvfp4Ops, Operand, OperandSpec, PackedLayout};
 use crate::state::{self, LayerState};
 
 /// Elements of an operand that a sample reads, about; at least one row of each matrix.
@@ -168,15 +170,19 @@ impl Telemetry {
                 tracing::warn!(?error, "telemetry: the step failed");
             }
         }
-        let mut samples = Vec::new();
+        let mut parts = Vec::new();
         for (path, _, probe) in &self.layers {
             let mut seen = probe.seen.lock().expect("no panic while it is held");
-            for mut sample in seen.drain(..) {
-                sample.layer.clone_from(path);
-                samples.push(sample);
-            }
+            parts.extend(seen.drain(..).filter_map(|read| Some((path, read()?))));
         }
-        samples
+        let sample = |(path, part): (&String, Part)| {
+            let layer = path.clone();
+            Some(OperandSample {
+                layer,
+                ..part.sample()?
+            })
+        };
+        parts.into_par_iter().filter_map(sample).collect()
     }
 }
 
@@ -189,9 +195,18 @@ impl Drop for Telemetry {
 }
 
 /// Where a layer leaves what it sees of its operands.
-#[derive(Debug, Clone, Default)]
+#[derive(Clone, Default)]
 pub(crate) struct Probe {
-    seen: Arc<Mutex<Vec<OperandSample>>>,
+    seen: Arc<Mutex<Vec<Copied>>>,
+}
+
+/// A part of an operand on its device, and how to read it; nothing if that fails.
+type Copied = Box<dyn FnOnce() -> Option<Part> + Send>;
+
+impl std::fmt::Debug for Probe {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Probe").finish_non_exhaustive()
+    }
 }
 
 /// What an operand was made of.
@@ -292,20 +307,79 @@ impl Probe {
             B::int_slice(tensor, &[all(count), every, all(width)])
         };
         let blocks = layout.blocks();
-        let read = (
-            block_on(B::float_into_data(B::float_cast(x, FloatDType::F32))),
-            block_on(B::int_into_data(part(&packed.codes, blocks * 2))),
-            block_on(B::int_into_data(part(&packed.scales, blocks))),
-            block_on(B::float_into_data(packed.amax.clone())),
-            offsets
-                .map(|offsets| block_on(B::int_into_data(offsets.clone())))
-                .transpose(),
+        let x = B::float_cast(x, FloatDType::F32);
+        let (codes, scales) = (
+            part(&packed.codes, blocks * 2),
+            part(&packed.scales, blocks),
         );
-        let (Ok(x), Ok(codes), Ok(scales), Ok(amax), Ok(offsets)) = read else {
-            tracing::warn!(name, "telemetry: the operand could not be read");
-            return;
+        let (amax, offsets) = (packed.amax.clone(), offsets.cloned());
+        let stochastic = !spec.is_deterministic();
+        let read = move || {
+            let offsets = offsets.map(|offsets| block_on(B::int_into_data(offsets)));
+            let read = (
+                block_on(B::float_into_data(x)),
+                block_on(B::int_into_data(codes)),
+                block_on(B::int_into_data(scales)),
+                block_on(B::float_into_data(amax)),
+                offsets.transpose(),
+            );
+            let (Ok(x), Ok(codes), Ok(scales), Ok(amax), Ok(offsets)) = read else {
+                tracing::warn!(name, "telemetry: the operand could not be read");
+                return None;
+            };
+            Some(Part {
+                name,
+                axis,
+                layout,
+                matrices: count,
+                outer,
+                inner,
+                step,
+                stochastic,
+                x,
+                codes,
+                scales,
+                amax,
+                offsets,
+            })
         };
-        let offsets: Option<Vec<u32>> = offsets.map(|offsets| offsets.iter::<u32>().collect());
+        self.seen
+            .lock()
+            .expect("no panic while it is held")
+            .push(Box::new(read));
+    }
+}
+
+/// What was read of an operand: every `step`-th of the stored rows of each matrix.
+struct Part {
+    name: &'static str,
+    axis: PackedAxis,
+    layout: PackedLayout,
+    /// As many as there are in a stack, of `outer` stored rows of `inner` values.
+    matrices: usize,
+    outer: usize,
+    inner: usize,
+    step: usize,
+    stochastic: bool,
+    x: TensorData,
+    codes: TensorData,
+    scales: TensorData,
+    amax: TensorData,
+    offsets: Option<TensorData>,
+}
+
+impl Part {
+    /// What is seen, of a layer without a name; nothing of rows that are no expert's.
+    fn sample(&self) -> Option<OperandSample> {
+        let &Self {
+            axis,
+            layout,
+            outer,
+            inner,
+            ..
+        } = self;
+        let offsets = self.offsets.as_ref();
+        let offsets = offsets.map(|offsets| offsets.iter::<u32>().collect::<Vec<_>>());
         let (spans, groups) = match (offsets, axis) {
             (None, _) => (Span::whole(inner), Groups::Matrices { rows: outer }),
             (Some(offsets), PackedAxis::Cols) => (Span::whole(inner), Groups::Rows { offsets }),
@@ -315,22 +389,22 @@ impl Probe {
             ),
         };
         let maxima = Maxima {
-            values: values(&amax),
+            values: values(&self.amax),
             of_rows: (layout.global == GlobalScaling::PerToken).then_some(outer),
             groups,
         };
         let slab = Slab {
-            x: values(&x),
+            x: values(&self.x),
             inner,
             spans,
             hadamard: layout.hadamard,
-            codes: codes.iter::<u32>().collect(),
-            scales: scales.iter::<u8>().collect(),
-            blocks,
+            codes: self.codes.iter::<u32>().collect(),
+            scales: self.scales.iter::<u8>().collect(),
+            blocks: layout.blocks(),
         };
-        let picked: Vec<usize> = (0..count)
+        let picked: Vec<usize> = (0..self.matrices)
             .flat_map(|matrix| {
-                let rows = (0..outer).step_by(step);
+                let rows = (0..outer).step_by(self.step);
                 rows.map(move |row| matrix * outer + row)
             })
             .collect();
@@ -338,15 +412,12 @@ impl Probe {
             let amax = maxima.of(picked[row], span)?;
             Some(amax / layout.scaling.range())
         };
-        let Some(mut sample) = slab.sample(name, factor) else {
-            return;
-        };
-        sample.amax = maxima.largest();
-        sample.stochastic = !spec.is_deterministic();
-        self.seen
-            .lock()
-            .expect("no panic while it is held")
-            .push(sample);
+        let sample = slab.sample(self.name, factor)?;
+        Some(OperandSample {
+            amax: maxima.largest(),
+            stochastic: self.stochastic,
+            ..sample
+        })
     }
 }
 

@@ -23,6 +23,8 @@ const ALIGNMENT: usize = 32;
 
 /// Tokens in groups of about equally many rows, with offsets in device memory.
 pub fn tokens(section: &mut Section<'_>, inputs: &Inputs) {
+    // What groups are compared with.
+    packed::grouped(&mut section.brief(), inputs, &Groups::One, inputs.amax());
     for count in [1usize, 8, 32, 64, 128, 256] {
         let groups = groups_of(&equal_groups(&section.client(), inputs.rows, count));
         copies(section, inputs, &groups);

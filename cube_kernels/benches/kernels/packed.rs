@@ -76,7 +76,10 @@ pub fn packed(section: &mut Section<'_>, inputs: &Inputs) {
 pub fn grouped(section: &mut Section<'_>, inputs: &Inputs, groups: &Groups, amax: &Handle) {
     let client = section.client();
     let n = inputs.elements();
-    let suffix = format!("{} groups", groups.count());
+    let suffix = match groups {
+        Groups::One => "no groups".into(),
+        _ => format!("{} groups", groups.count()),
+    };
     let axis = PackedAxis::Rows;
     section.time(&format!("MXFP8 col, {suffix}"), n * (2.0 + MX), |i| {
         ops::mx_quantize_groups(&client, inputs.get(i), groups, axis).unwrap();

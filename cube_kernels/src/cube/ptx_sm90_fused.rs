@@ -93,7 +93,8 @@ pub fn arrive_after_copies(barrier: u32) {
 ///
 /// The fragments of 64 columns are decoded into one of two sets of registers while the products of the
 /// other set are in flight. When those of this set are queued, a wait for the other's says that its half
-/// of a stage may go back to the producer.
+/// of a stage may go back to the producer. Every unit arrives for itself: what each has read is ordered before the
+/// next copy without a meeting of its warp (and is as fast as one arrival a warp).
 ///
 /// - `full`, `empty`: the barriers of the stages, two to a stage (one for each 64 columns of `a`), eight bytes
 ///   each; codes and scales are there with the first;
@@ -102,8 +103,7 @@ pub fn arrive_after_copies(barrier: u32) {
 /// - `codes`, `scales`: addresses in stage 0 of this lane's upper row, 64 and 8 bytes to a row;
 /// - `rows`: rows of codes and scales in a stage;
 /// - `stage`, `parity`: where the ring of `stages` stands; `advance`: stages from one to the next of this
-///   warpgroup; `steps`: stages to multiply, at least one;
-/// - `leader`: nonzero in the one unit that arrives for its warp.
+///   warpgroup; `steps`: stages to multiply, at least one.
 macro_rules! fused_loop {
     ($name:ident, $accumulators:literal, $wgmma:tt) => {
         fused_loop!($name, $accumulators, $wgmma, "{d}");
@@ -129,8 +129,8 @@ macro_rules! fused_loop {
                 ["w3" "f1" "y8" "y10" "y12" "y14"] ["w7" "f3" "y9" "y11" "y13" "y15"];
                 ["{{y0, y1, y2, y3}}" "1"] ["{{y4, y5, y6, y7}}" "1"]
                 ["{{y8, y9, y10, y11}}" "1"] ["{{y12, y13, y14, y15}}" "1"];
-                "@lead mbarrier.arrive.shared::cta.b64 token, [release];"
-                "add.u32 release, release, 8; and.pred given, lead, add;"
+                "mbarrier.arrive.shared::cta.b64 token, [release];"
+                "add.u32 release, release, 8; setp.eq.u32 given, left, left;"
             ]
         );
     };
@@ -157,16 +157,15 @@ macro_rules! fused_loop {
             stages: u32,
             advance: u32,
             steps: u32,
-            leader: u32,
         ) -> Vector<f32, Const<$accumulators>> {
             let sums: Vector<f32, Const<$accumulators>>;
             gpu_asm!(
-                "{{ .reg .pred q, lead, add, given;",
+                "{{ .reg .pred q, add, given;",
                 ".reg .b32 stage, parity, left, full, release, at, t, u;",
                 ".reg .b32 w<8>, f<4>, x<16>, y<16>; .reg .b16 s, r, l, h; .reg .f32 g, i;",
                 ".reg .b64 a, c, token;",
                 "mov.b32 stage, {stage}; mov.b32 parity, {parity}; mov.b32 left, {steps};",
-                "mov.b32 release, 0; setp.ne.u32 lead, {leader}, 0;",
+                "mov.b32 release, 0;",
                 "setp.ne.u32 add, left, left; setp.ne.u32 given, left, left;",
                 "NEXT:",
                 "mad.lo.u32 full, stage, 16, {full};",
@@ -207,8 +206,6 @@ macro_rules! fused_loop {
                     )*
                     "wgmma.commit_group.sync.aligned;",
                     "wgmma.wait_group.sync.aligned 1;",
-                    // What all lanes read comes before what one arrives for.
-                    "bar.warp.sync 0xffffffff;",
                     $release,
                     $next,
                 )*
@@ -216,14 +213,13 @@ macro_rules! fused_loop {
                 "@q sub.u32 stage, stage, {stages}; @q xor.b32 parity, parity, 1;",
                 "sub.u32 left, left, 1; setp.ne.u32 q, left, 0; @q bra.uni NEXT;",
                 "wgmma.wait_group.sync.aligned 0;",
-                "bar.warp.sync 0xffffffff;",
-                "@lead mbarrier.arrive.shared::cta.b64 token, [release];",
+                "mbarrier.arrive.shared::cta.b64 token, [release];",
                 "}}",
                 d = out(_) sums,
                 full = in(_) full, empty = in(_) empty, a = in(_) a, a_half = in(_) a_half,
                 codes = in(_) codes, scales = in(_) scales, rows = in(_) rows,
                 stage = in(_) stage, parity = in(_) parity, stages = in(_) stages,
-                advance = in(_) advance, steps = in(_) steps, leader = in(_) leader
+                advance = in(_) advance, steps = in(_) steps
             );
             sums
         }

@@ -241,12 +241,12 @@ pub fn fused_kernel(
     if unit == 0 {
         #[unroll]
         for s in 0..comptime!(2 * stages) {
-            // The copy engine, and each unit that copies scales; the warps that consume a stage.
+            // The copy engine, and each unit that copies scales; the units that consume a stage.
             barriers[s].init_manual(comptime!(if s % 2 == 0 { 1 + CARRIERS as u32 } else { 1 }));
             barriers[s + comptime!(2 * stages)].init_manual(comptime!(if tile_shape.ways == 1 {
-                8
+                256
             } else {
-                4
+                128
             }));
         }
     }
@@ -372,7 +372,6 @@ pub fn fused_kernel(
             take_224_registers();
         }
         let consumer = unit / 128u32 - 1u32;
-        let leader = u32::cast_from(lane == 0u32);
         let warp = (unit % 128u32) / 32u32;
         let mut strip = consumer;
         if comptime!(tile_shape.ways > 1) {
@@ -415,27 +414,27 @@ pub fn fused_kernel(
                         if comptime!(here == 256) {
                             sums = Vector::<f32, S>::reinterpret(fused_loop_256(
                                 full, empty, a_tile, a_half_at, codes, scales, rows_b_at, stage,
-                                parity, stages_at, advance, own_steps, leader,
+                                parity, stages_at, advance, own_steps,
                             ));
                         } else if comptime!(here == 128) {
                             sums = Vector::<f32, S>::reinterpret(fused_loop_128(
                                 full, empty, a_tile, a_half_at, codes, scales, rows_b_at, stage,
-                                parity, stages_at, advance, own_steps, leader,
+                                parity, stages_at, advance, own_steps,
                             ));
                         } else if comptime!(here == 96) {
                             sums = Vector::<f32, S>::reinterpret(fused_loop_96(
                                 full, empty, a_tile, a_half_at, codes, scales, rows_b_at, stage,
-                                parity, stages_at, advance, own_steps, leader,
+                                parity, stages_at, advance, own_steps,
                             ));
                         } else if comptime!(here == 64) {
                             sums = Vector::<f32, S>::reinterpret(fused_loop_64(
                                 full, empty, a_tile, a_half_at, codes, scales, rows_b_at, stage,
-                                parity, stages_at, advance, own_steps, leader,
+                                parity, stages_at, advance, own_steps,
                             ));
                         } else {
                             sums = Vector::<f32, S>::reinterpret(fused_loop_32(
                                 full, empty, a_tile, a_half_at, codes, scales, rows_b_at, stage,
-                                parity, stages_at, advance, own_steps, leader,
+                                parity, stages_at, advance, own_steps,
                             ));
                         }
                     }

@@ -774,27 +774,6 @@ fn load_packed(
     sync_cube();
 }
 
-/// The scale of a tile: `all`, where there is one amax, or that of its group of rows.
-#[cube]
-fn scale_of(
-    all: &EdenScale,
-    amax: &[f32],
-    amax_factor: f32,
-    block_factor: f32,
-    at: &Position,
-    #[comptime] policy: EdenPolicy,
-) -> EdenScale {
-    if comptime!(policy.plain()) {
-        EdenScale {
-            amax: all.amax,
-            block: all.block,
-            decode: all.decode,
-        }
-    } else {
-        EdenScale::from_amax(amax[at.part], amax_factor, block_factor)
-    }
-}
-
 /// Writes the maxima from which the result decodes: `all`, where there is one, or those of `groups` groups.
 #[cube]
 fn write_maxima(
@@ -960,7 +939,9 @@ pub fn ms_eden_amax_kernel<F: Numeric, N: Size>(
 ) {
     let across = comptime!(policy.across);
     let mut tile = Shared::<[f32]>::new_slice(comptime!(TILE));
+    // Of the group that the cube's last tile was in.
     let mut bits = 0u32;
+    let mut part = 0usize;
     let mut index = CUBE_POS;
     while index < row_tiles * shape.tile_cols {
         let at = tile_position(index, map, &shape, 0usize, policy);
@@ -968,19 +949,20 @@ pub fn ms_eden_amax_kernel<F: Numeric, N: Size>(
             load_matrix::<F, N>(x, &mut tile, &at, &signs, shape.cols, across, kind);
             transform_between_segments(&mut tile, across, policy.cuda);
             sync_cube();
-            let found = tile_amax(&tile, across);
-            if comptime!(policy.plain()) {
-                bits = max(bits, found);
-            } else {
-                raise(out, at.part, found, policy.cuda);
+            if comptime!(!policy.plain()) {
+                let next = at.part;
+                if next != part {
+                    raise(out, part, bits, policy.cuda);
+                    bits = 0u32;
+                    part = next;
+                }
             }
+            bits = max(bits, tile_amax(&tile, across));
             sync_cube();
         }
         index += CUBE_COUNT;
     }
-    if comptime!(policy.plain()) {
-        raise(out, 0usize, bits, policy.cuda);
-    }
+    raise(out, part, bits, policy.cuda);
 }
 
 /// The amax of the transformed values of an NVFP4 matrix, or of each of its groups of rows.
@@ -997,7 +979,9 @@ pub fn ms_eden_amax_packed_kernel(
     let across = comptime!(policy.across);
     let mut tile = Shared::<[f32]>::new_slice(comptime!(TILE));
     let factor = source.factor();
+    // Of the group that the cube's last tile was in.
     let mut bits = 0u32;
+    let mut part = 0usize;
     let mut index = CUBE_POS;
     while index < row_tiles * shape.tile_cols {
         let at = tile_position(index, map, &shape, 0usize, policy);
@@ -1007,19 +991,20 @@ pub fn ms_eden_amax_packed_kernel(
             load_packed(&source, own, &mut tile, &at, &signs, across, plan);
             transform_between_segments(&mut tile, across, policy.cuda);
             sync_cube();
-            let found = tile_amax(&tile, across);
-            if comptime!(policy.plain()) {
-                bits = max(bits, found);
-            } else {
-                raise(out, at.part, found, policy.cuda);
+            if comptime!(!policy.plain()) {
+                let next = at.part;
+                if next != part {
+                    raise(out, part, bits, policy.cuda);
+                    bits = 0u32;
+                    part = next;
+                }
             }
+            bits = max(bits, tile_amax(&tile, across));
             sync_cube();
         }
         index += CUBE_COUNT;
     }
-    if comptime!(policy.plain()) {
-        raise(out, 0usize, bits, policy.cuda);
-    }
+    raise(out, part, bits, policy.cuda);
 }
 
 /// MS-EDEN of a matrix, or of each of its groups of rows.
@@ -1060,6 +1045,11 @@ pub fn ms_eden_kernel<F: Numeric, N: Size, W: Size>(
         out_amax,
         policy,
     );
+    // Of the group that the cube's last tile was in.
+    let mut stored = all.amax;
+    let mut block = all.block;
+    let mut decode = all.decode;
+    let mut part = 0usize;
     let mut index = CUBE_POS;
     while index < row_tiles * shape.tile_cols {
         let at = tile_position(index, map, &shape, row_groups, policy);
@@ -1067,7 +1057,21 @@ pub fn ms_eden_kernel<F: Numeric, N: Size, W: Size>(
             load_matrix::<F, N>(x, &mut tile, &at, &signs, shape.cols, across, kind);
             transform_between_segments(&mut tile, across, policy.cuda);
             sync_cube();
-            let global = scale_of(&all, amax, amax_factor, block_factor, &at, policy);
+            if comptime!(!policy.plain()) {
+                let next = at.part;
+                if next != part {
+                    let found = EdenScale::from_amax(amax[next], amax_factor, block_factor);
+                    stored = found.amax;
+                    block = found.block;
+                    decode = found.decode;
+                    part = next;
+                }
+            }
+            let global = EdenScale {
+                amax: stored,
+                block,
+                decode,
+            };
             quantize_tile::<W>(
                 &tile, &mut xx, &mut xq, &mut bytes, codes, scales, &at, &global, &random, policy,
             );
@@ -1114,6 +1118,11 @@ pub fn ms_eden_packed_kernel<W: Size>(
         out_amax,
         policy,
     );
+    // Of the group that the cube's last tile was in.
+    let mut stored = all.amax;
+    let mut block = all.block;
+    let mut decode = all.decode;
+    let mut part = 0usize;
     let mut index = CUBE_POS;
     while index < row_tiles * shape.tile_cols {
         let at = tile_position(index, map, &shape, row_groups, policy);
@@ -1123,7 +1132,21 @@ pub fn ms_eden_packed_kernel<W: Size>(
             load_packed(&source, own, &mut tile, &at, &signs, across, plan);
             transform_between_segments(&mut tile, across, policy.cuda);
             sync_cube();
-            let global = scale_of(&all, amax, amax_factor, block_factor, &at, policy);
+            if comptime!(!policy.plain()) {
+                let next = at.part;
+                if next != part {
+                    let found = EdenScale::from_amax(amax[next], amax_factor, block_factor);
+                    stored = found.amax;
+                    block = found.block;
+                    decode = found.decode;
+                    part = next;
+                }
+            }
+            let global = EdenScale {
+                amax: stored,
+                block,
+                decode,
+            };
             quantize_tile::<W>(
                 &tile, &mut xx, &mut xq, &mut bytes, codes, scales, &at, &global, &random, policy,
             );
