@@ -838,6 +838,67 @@ fn raise(out: &mut [Atomic<u32>], index: usize, bits: u32, #[comptime] cuda: boo
     }
 }
 
+/// The amax, as bits, of the group that the cube's last tile was in. A cube's tiles follow each other through
+/// the groups, so that one atomic operation for each group it leaves is enough.
+#[derive(CubeType)]
+struct KeptAmax {
+    bits: u32,
+    part: usize,
+}
+
+#[cube]
+impl KeptAmax {
+    /// Includes the amax of a tile of group `part`, after giving `out` that of the group which it leaves.
+    fn include(
+        &mut self,
+        bits: u32,
+        part: usize,
+        out: &mut [Atomic<u32>],
+        #[comptime] policy: EdenPolicy,
+    ) {
+        if comptime!(!policy.plain()) {
+            let next = part;
+            if next != self.part {
+                raise(out, self.part, self.bits, policy.cuda);
+                self.bits = 0u32;
+                self.part = next;
+            }
+        }
+        self.bits = max(self.bits, bits);
+    }
+}
+
+/// The scale of the group that the cube's last tile was in: it costs divisions, so once for each group.
+#[derive(CubeType)]
+struct KeptScale {
+    scale: EdenScale,
+    part: usize,
+}
+
+#[cube]
+impl KeptScale {
+    /// Makes it the scale of group `part`.
+    fn turn_to(
+        &mut self,
+        part: usize,
+        amax: &[f32],
+        amax_factor: f32,
+        block_factor: f32,
+        #[comptime] policy: EdenPolicy,
+    ) {
+        if comptime!(!policy.plain()) {
+            let next = part;
+            if next != self.part {
+                let found = EdenScale::from_amax(amax[next], amax_factor, block_factor);
+                self.scale.amax = found.amax;
+                self.scale.block = found.block;
+                self.scale.decode = found.decode;
+                self.part = next;
+            }
+        }
+    }
+}
+
 /// Quantizes a transformed tile: codes and sums by blocks, then scale bytes by groups.
 #[cube]
 fn quantize_tile<W: Size>(
@@ -939,9 +1000,10 @@ pub fn ms_eden_amax_kernel<F: Numeric, N: Size>(
 ) {
     let across = comptime!(policy.across);
     let mut tile = Shared::<[f32]>::new_slice(comptime!(TILE));
-    // Of the group that the cube's last tile was in.
-    let mut bits = 0u32;
-    let mut part = 0usize;
+    let mut kept = KeptAmax {
+        bits: 0u32,
+        part: 0usize,
+    };
     let mut index = CUBE_POS;
     while index < row_tiles * shape.tile_cols {
         let at = tile_position(index, map, &shape, 0usize, policy);
@@ -949,20 +1011,12 @@ pub fn ms_eden_amax_kernel<F: Numeric, N: Size>(
             load_matrix::<F, N>(x, &mut tile, &at, &signs, shape.cols, across, kind);
             transform_between_segments(&mut tile, across, policy.cuda);
             sync_cube();
-            if comptime!(!policy.plain()) {
-                let next = at.part;
-                if next != part {
-                    raise(out, part, bits, policy.cuda);
-                    bits = 0u32;
-                    part = next;
-                }
-            }
-            bits = max(bits, tile_amax(&tile, across));
+            kept.include(tile_amax(&tile, across), at.part, out, policy);
             sync_cube();
         }
         index += CUBE_COUNT;
     }
-    raise(out, part, bits, policy.cuda);
+    raise(out, kept.part, kept.bits, policy.cuda);
 }
 
 /// The amax of the transformed values of an NVFP4 matrix, or of each of its groups of rows.
@@ -979,9 +1033,10 @@ pub fn ms_eden_amax_packed_kernel(
     let across = comptime!(policy.across);
     let mut tile = Shared::<[f32]>::new_slice(comptime!(TILE));
     let factor = source.factor();
-    // Of the group that the cube's last tile was in.
-    let mut bits = 0u32;
-    let mut part = 0usize;
+    let mut kept = KeptAmax {
+        bits: 0u32,
+        part: 0usize,
+    };
     let mut index = CUBE_POS;
     while index < row_tiles * shape.tile_cols {
         let at = tile_position(index, map, &shape, 0usize, policy);
@@ -991,20 +1046,12 @@ pub fn ms_eden_amax_packed_kernel(
             load_packed(&source, own, &mut tile, &at, &signs, across, plan);
             transform_between_segments(&mut tile, across, policy.cuda);
             sync_cube();
-            if comptime!(!policy.plain()) {
-                let next = at.part;
-                if next != part {
-                    raise(out, part, bits, policy.cuda);
-                    bits = 0u32;
-                    part = next;
-                }
-            }
-            bits = max(bits, tile_amax(&tile, across));
+            kept.include(tile_amax(&tile, across), at.part, out, policy);
             sync_cube();
         }
         index += CUBE_COUNT;
     }
-    raise(out, part, bits, policy.cuda);
+    raise(out, kept.part, kept.bits, policy.cuda);
 }
 
 /// MS-EDEN of a matrix, or of each of its groups of rows.
@@ -1045,11 +1092,10 @@ pub fn ms_eden_kernel<F: Numeric, N: Size, W: Size>(
         out_amax,
         policy,
     );
-    // Of the group that the cube's last tile was in.
-    let mut stored = all.amax;
-    let mut block = all.block;
-    let mut decode = all.decode;
-    let mut part = 0usize;
+    let mut kept = KeptScale {
+        scale: all,
+        part: 0usize,
+    };
     let mut index = CUBE_POS;
     while index < row_tiles * shape.tile_cols {
         let at = tile_position(index, map, &shape, row_groups, policy);
@@ -1057,23 +1103,18 @@ pub fn ms_eden_kernel<F: Numeric, N: Size, W: Size>(
             load_matrix::<F, N>(x, &mut tile, &at, &signs, shape.cols, across, kind);
             transform_between_segments(&mut tile, across, policy.cuda);
             sync_cube();
-            if comptime!(!policy.plain()) {
-                let next = at.part;
-                if next != part {
-                    let found = EdenScale::from_amax(amax[next], amax_factor, block_factor);
-                    stored = found.amax;
-                    block = found.block;
-                    decode = found.decode;
-                    part = next;
-                }
-            }
-            let global = EdenScale {
-                amax: stored,
-                block,
-                decode,
-            };
+            kept.turn_to(at.part, amax, amax_factor, block_factor, policy);
             quantize_tile::<W>(
-                &tile, &mut xx, &mut xq, &mut bytes, codes, scales, &at, &global, &random, policy,
+                &tile,
+                &mut xx,
+                &mut xq,
+                &mut bytes,
+                codes,
+                scales,
+                &at,
+                &kept.scale,
+                &random,
+                policy,
             );
             sync_cube();
         }
@@ -1118,11 +1159,10 @@ pub fn ms_eden_packed_kernel<W: Size>(
         out_amax,
         policy,
     );
-    // Of the group that the cube's last tile was in.
-    let mut stored = all.amax;
-    let mut block = all.block;
-    let mut decode = all.decode;
-    let mut part = 0usize;
+    let mut kept = KeptScale {
+        scale: all,
+        part: 0usize,
+    };
     let mut index = CUBE_POS;
     while index < row_tiles * shape.tile_cols {
         let at = tile_position(index, map, &shape, row_groups, policy);
@@ -1132,23 +1172,18 @@ pub fn ms_eden_packed_kernel<W: Size>(
             load_packed(&source, own, &mut tile, &at, &signs, across, plan);
             transform_between_segments(&mut tile, across, policy.cuda);
             sync_cube();
-            if comptime!(!policy.plain()) {
-                let next = at.part;
-                if next != part {
-                    let found = EdenScale::from_amax(amax[next], amax_factor, block_factor);
-                    stored = found.amax;
-                    block = found.block;
-                    decode = found.decode;
-                    part = next;
-                }
-            }
-            let global = EdenScale {
-                amax: stored,
-                block,
-                decode,
-            };
+            kept.turn_to(at.part, amax, amax_factor, block_factor, policy);
             quantize_tile::<W>(
-                &tile, &mut xx, &mut xq, &mut bytes, codes, scales, &at, &global, &random, policy,
+                &tile,
+                &mut xx,
+                &mut xq,
+                &mut bytes,
+                codes,
+                scales,
+                &at,
+                &kept.scale,
+                &random,
+                policy,
             );
             sync_cube();
         }
