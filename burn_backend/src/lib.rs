@@ -10,6 +10,7 @@
 //!   by expert.
 //! - `decorate` (features `cpu` and `cuda`) routes the linear layers of unmodified models.
 //! - `checkpoint` (feature `train`) has burn-train save that state too.
+//! - [`ranks`] averages gradients over the devices of a data-parallel run.
 //! - [`ops`] is the extension trait, implemented by the Flex backend (pure Rust, on the oracle's
 //!   arithmetic), the Cube backend (CubeCL kernels), `Fusion` and `Autodiff`.
 //!
@@ -65,6 +66,7 @@ pub mod experts;
 pub mod functions;
 pub mod nn;
 pub mod ops;
+pub mod ranks;
 pub mod recipe;
 pub mod state;
 pub mod telemetry;
@@ -82,5 +84,6 @@ pub use nn::{
     Nvfp4SwiGlu, Nvfp4SwiGluConfig, Nvfp4TransformerBlock, Nvfp4TransformerBlockConfig,
 };
 pub use nvfp4_kernels::{Hadamard, Nvfp4Error, PackedAxis, RandomStream, Rounding};
+pub use ranks::Ranks;
 pub use recipe::{LayerMode, Nvfp4Recipe, set_mode};
 pub use state::{LayerRandomness, Nvfp4State};

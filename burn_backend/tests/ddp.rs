@@ -1,5 +1,5 @@
-//! Data-parallel training on two GPUs, as `burn_train`'s `ExecutionStrategy::ddp` does it: a thread
-//! and a fork of the model for each device, gradients averaged by NCCL during the backward.
+//! Data-parallel training on two GPUs: a thread and a fork of the model for each device, gradients averaged
+//! by [`Ranks`]. (With burn-train: train_tests/tests/ddp.rs.)
 //!
 //! Skips itself, and says so, unless `NVFP4_TEST_DEVICE=cuda` and there are two CUDA devices. Run it
 //! with `--nocapture` to see the losses, step by step.
@@ -7,19 +7,18 @@
 
 use burn_core as burn;
 
-use std::{sync::Barrier, thread};
+use std::thread;
 
-use burn_core::module::{Module, ModuleMapper, Param};
-use burn_core::tensor::distributed::{DistributedConfig, DistributedContext, ReduceOperation};
+use burn_core::module::Module;
 use burn_core::tensor::{
     DType, Device, DeviceType, FloatDType, Tensor, TensorData, activation::gelu,
 };
 use burn_nn::{Linear, LinearConfig};
 use burn_nvfp4::state::number_layers;
 use burn_nvfp4::{
-    LayerRandomness, Nvfp4Linear, Nvfp4LinearConfig, Nvfp4Recipe, Nvfp4State, decorate,
+    LayerRandomness, Nvfp4Linear, Nvfp4LinearConfig, Nvfp4Recipe, Nvfp4State, Ranks, decorate,
 };
-use burn_optim::{AdamWConfig, GradientsParams};
+use burn_optim::AdamWConfig;
 
 const WIDTH: usize = 128;
 /// Rows of the global batch; each of two devices takes half.
@@ -96,34 +95,19 @@ fn loss<M: Model>(model: &M, step: usize, part: usize, parts: usize, device: &De
     (model.run(x) - target).powi_scalar(2).mean()
 }
 
-/// Marks parameters for the averaging of their gradients, as `burn_train` does.
-struct Distributed;
-
-impl ModuleMapper for Distributed {
-    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
-        let (id, tensor, mapper) = param.consume();
-        Param::from_mapped_value(id, tensor.set_distributed(id), mapper)
-    }
-}
-
-/// Where both workers meet behind each backward: see docs/data-parallel.md.
-static BACKWARD_ENDED: Barrier = Barrier::new(2);
-
 /// The losses of one worker.
-fn work<M: Model>(model: M, part: usize, parts: usize, device: &Device) -> (Vec<f32>, M) {
-    let mut model = model.fork(device);
-    if parts > 1 {
-        model = model.map(&mut Distributed);
-    }
+fn work<M: Model>(model: M, part: usize, ranks: &Ranks) -> (Vec<f32>, M) {
+    let device = ranks.devices()[part].clone().autodiff();
+    let parts = ranks.devices().len();
+    let mut model = model.fork(&device);
     let mut optimizer = AdamWConfig::new().init();
     let mut losses = Vec::new();
     for step in 0..STEPS {
-        let loss = loss(&model, step, part, parts, device);
-        losses.push(loss.clone().into_scalar::<f32>());
-        let grads = GradientsParams::from_grads(loss.backward(), &model);
-        if parts > 1 {
-            BACKWARD_ENDED.wait();
-        }
+        let (grads, loss) = ranks.step(&model, |model| {
+            let loss = loss(model, step, part, parts, &device);
+            (loss.clone(), loss.inner())
+        });
+        losses.push(loss.into_scalar::<f32>());
         model = optimizer.step(3e-3, model, grads);
     }
     (losses, model)
@@ -132,20 +116,15 @@ fn work<M: Model>(model: M, part: usize, parts: usize, device: &Device) -> (Vec<
 /// Train on one device, and on two with the same global batch. Returns both runs' losses, and
 /// what the two workers' weights are.
 fn compare<M: Model>(what: &str, model: M, devices: &[Device; 2]) -> (Vec<f32>, Vec<f32>, [M; 2]) {
-    let devices = devices.clone().map(Device::autodiff);
     let state = Nvfp4State::collect(&model);
-    let (single, _) = work(model.clone(), 0, 1, &devices[0]);
+    let (single, _) = work(model.clone(), 0, &Ranks::new(&devices[..1]).unwrap());
     state.apply(&model).unwrap();
-    let config = DistributedConfig {
-        all_reduce_op: ReduceOperation::Mean,
-    };
-    let context = DistributedContext::init(devices.to_vec(), config);
+    let ranks = Ranks::new(devices).unwrap();
     let workers = [0, 1].map(|part| {
-        let (model, device) = (model.clone(), devices[part].clone());
-        thread::spawn(move || work(model, part, 2, &device))
+        let (model, ranks) = (model.clone(), ranks.clone());
+        thread::spawn(move || work(model, part, &ranks))
     });
     let [(one, first), (two, second)] = workers.map(|worker| worker.join().unwrap());
-    drop(context);
     let double: Vec<f32> = one
         .iter()
         .zip(&two)

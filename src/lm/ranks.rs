@@ -1,26 +1,19 @@
 //! The devices of a run: one rank for each, with a model and an optimizer of its own.
 //!
 //! Ranks take their steps together. Each computes the gradients of its part of the batch; then they make the
-//! mean over all ranks (`burn::tensor::distributed::all_reduce`), so that all of them update the same weights
-//! by the same gradients, and stay equal.
-//!
-//! Gradients are averaged behind the backward, by the thread that computed them, and not within it
-//! (`Tensor::set_distributed`), and ranks meet before and after: see docs/data-parallel.md for why.
+//! mean over all ranks ([`Ranks`]), so that all of them update the same weights by the same gradients, and
+//! stay equal.
 
 use std::any::Any;
-use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::mpsc::{Sender, channel};
-use std::sync::{Arc, Barrier};
 use std::thread::{self, JoinHandle};
 
 use anyhow::{Context, Result, bail};
 use burn::module::{ModuleVisitor, Param};
 use burn::optim::GradientsParams;
-use burn::tensor::distributed::{
-    CollectiveTensor, DistributedConfig, DistributedContext, ReduceOperation, all_reduce,
-};
-use burn::tensor::{Bytes, DType, Device, Tensor};
+use burn::tensor::{Bytes, Device, Tensor};
+use burn_nvfp4::Ranks;
 
 use super::data::Batch;
 use super::model::LanguageModel;
@@ -35,8 +28,8 @@ pub(super) struct Rank<M> {
     pub optimizer: AdamW,
     /// Losses of steps that are still on the device.
     pending: Vec<Tensor<1>>,
-    /// The devices of the run, if they are several.
-    peers: Option<Peers>,
+    /// All ranks of the run, if they are several.
+    ranks: Option<Ranks>,
 }
 
 impl<M: LanguageModel> Rank<M> {
@@ -46,7 +39,7 @@ impl<M: LanguageModel> Rank<M> {
             model,
             optimizer,
             pending: Vec::new(),
-            peers: None,
+            ranks: None,
         }
     }
 
@@ -56,8 +49,8 @@ impl<M: LanguageModel> Rank<M> {
         let loss = self.model.training_loss(inputs, targets);
         self.pending.push(loss.clone().without_autodiff());
         let mut gradients = GradientsParams::from_grads(loss.backward(), &self.model);
-        if let Some(peers) = &self.peers {
-            peers.average(&self.model, &mut gradients, &self.device);
+        if let Some(ranks) = &self.ranks {
+            ranks.average(&self.model, &mut gradients, &self.device);
         }
         self.model = self.optimizer.step(lr, self.model.clone(), gradients);
     }
@@ -78,143 +71,20 @@ impl<M: LanguageModel> Rank<M> {
         digests.0
     }
 
-    /// The copy of this rank for data-parallel training on `device`, one of `peers`: it has the same
+    /// The copy of this rank for data-parallel training on `device`, one of those of `ranks`: it has the same
     /// weights, draws random bits of its own, and averages its gradients with the other ranks.
-    fn fork(&self, device: &Device, optimizer: AdamW, peers: Peers) -> Self {
+    fn fork(&self, device: &Device, optimizer: AdamW, ranks: Ranks) -> Self {
         let model = self.model.clone().fork(device);
         // The copy travels by a collective of both devices.
         for device in [&self.device, device] {
-            device.sync().expect(OBEYS);
+            device
+                .sync()
+                .expect("a device that trains takes its work: operations on it fail before");
         }
         Self {
-            peers: Some(peers),
+            ranks: Some(ranks),
             ..Self::new(device.clone(), model, optimizer)
         }
-    }
-}
-
-/// Wait until all that this thread asked of `device` has been compiled and is on its way to it. The device
-/// may not have done it yet.
-fn hand_over(device: &Device) {
-    device.flush().expect(OBEYS);
-}
-
-/// Why a device takes orders: operations on it fail before.
-const OBEYS: &str = "a device that trains takes its work";
-
-/// All devices of a run, and where their ranks meet.
-#[derive(Clone)]
-struct Peers {
-    devices: Vec<Device>,
-    meeting: Arc<Barrier>,
-}
-
-impl Peers {
-    fn new(devices: &[Device]) -> Self {
-        let plain = devices.iter().cloned().map(Device::without_autodiff);
-        Self {
-            devices: plain.collect(),
-            meeting: Arc::new(Barrier::new(devices.len())),
-        }
-    }
-
-    /// Replace the gradients of `model`, computed on `device`, by their means over the ranks, all of which
-    /// have to call this.
-    ///
-    /// A collective holds its device until all others have begun it. So nothing else may be asked of any
-    /// device in between: what waits for a device, as loading a kernel or freeing memory can, would wait
-    /// for ranks that may wait for it. Ranks meet when all that comes before has been handed over to
-    /// their devices, begin the same few collectives, and meet again when these have been handed over.
-    fn average<M: LanguageModel>(
-        &self,
-        model: &M,
-        gradients: &mut GradientsParams,
-        device: &Device,
-    ) {
-        let mut buckets = Buckets {
-            gradients,
-            buckets: Vec::new(),
-        };
-        model.visit(&mut buckets);
-        let buckets = buckets.buckets.into_iter().map(Bucket::join);
-        let (sums, parts): (Vec<_>, Vec<_>) = buckets.unzip();
-        hand_over(device);
-        self.meeting.wait();
-        let means = sums
-            .into_iter()
-            .map(|sum| all_reduce(sum, ReduceOperation::Mean, self.devices.clone()))
-            .collect::<Vec<_>>();
-        let means = means.into_iter().map(CollectiveTensor::resolve);
-        let means = means.collect::<Vec<_>>();
-        hand_over(device);
-        self.meeting.wait();
-        for (mean, parts) in means.into_iter().zip(parts) {
-            for part in parts {
-                part(gradients, &mean);
-            }
-        }
-    }
-}
-
-/// Sorts the gradients of a module into one [`Bucket`] for each element type: a collective of many elements
-/// costs little more than one of few. All ranks visit the same parameters in the same order.
-struct Buckets<'a> {
-    gradients: &'a mut GradientsParams,
-    buckets: Vec<Bucket>,
-}
-
-/// Gradients of one element type, side by side.
-struct Bucket {
-    dtype: DType,
-    flat: Vec<Tensor<1>>,
-    elements: usize,
-    parts: Vec<Part>,
-}
-
-/// Takes the mean of one gradient from that of its bucket.
-type Part = Box<dyn FnOnce(&mut GradientsParams, &Tensor<1>)>;
-
-impl Bucket {
-    fn new(dtype: DType) -> Self {
-        Self {
-            dtype,
-            flat: Vec::new(),
-            elements: 0,
-            parts: Vec::new(),
-        }
-    }
-
-    /// Append a tensor; returns where it lies.
-    fn push(&mut self, tensor: Tensor<1>) -> Range<usize> {
-        let start = self.elements;
-        self.elements += tensor.shape().num_elements();
-        self.flat.push(tensor);
-        start..self.elements
-    }
-
-    fn join(self) -> (Tensor<1>, Vec<Part>) {
-        (Tensor::cat(self.flat, 0), self.parts)
-    }
-}
-
-impl ModuleVisitor for Buckets<'_> {
-    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        let id = param.id;
-        let Some(gradient) = self.gradients.remove::<D>(id) else {
-            return;
-        };
-        let (shape, dtype) = (gradient.shape(), gradient.dtype());
-        let place = self.buckets.iter().position(|b| b.dtype == dtype);
-        let place = place.unwrap_or_else(|| {
-            self.buckets.push(Bucket::new(dtype));
-            self.buckets.len() - 1
-        });
-        let bucket = &mut self.buckets[place];
-        let range = bucket.push(gradient.reshape([shape.num_elements()]));
-        bucket.parts.push(Box::new(move |gradients, mean| {
-            let mean = mean.clone().slice(range).reshape::<D, _>(shape);
-            gradients.register(id, mean);
-        }));
     }
 }
 
@@ -277,8 +147,6 @@ struct Worker {
 /// The other ranks of a run, beside the first one. They end with it.
 pub(super) struct Others {
     workers: Vec<Worker>,
-    /// Tears the communication down when it is dropped.
-    _context: DistributedContext,
 }
 
 impl Others {
@@ -286,29 +154,23 @@ impl Others {
     /// them, and each other device gets a copy of it.
     ///
     /// # Errors
-    /// When the optimizer's state cannot be copied or a thread cannot be started.
+    /// When gradients cannot be averaged over `devices`, the optimizer's state cannot be copied or a thread
+    /// cannot be started.
     pub fn start<M: LanguageModel>(first: &mut Rank<M>, devices: &[Device]) -> Result<Self> {
-        let config = DistributedConfig {
-            all_reduce_op: ReduceOperation::Mean,
-        };
-        let context = DistributedContext::init(devices.to_vec(), config);
-        let peers = Peers::new(devices);
+        let ranks = Ranks::new(devices)?;
         let state = first.optimizer.to_bytes()?;
         let workers = devices[1..]
             .iter()
             .map(|device| {
                 let mut optimizer = first.optimizer.fresh();
                 optimizer.load(Bytes::from_bytes_vec(state.to_vec()), device)?;
-                worker(first.fork(device, optimizer, peers.clone()))
+                worker(first.fork(device, optimizer, ranks.clone()))
             })
             .collect::<Result<_>>()?;
         let device = first.device.clone();
         let optimizer = std::mem::replace(&mut first.optimizer, AdamW::new(0.0, 1.0));
-        *first = first.fork(&device, optimizer, peers);
-        Ok(Self {
-            workers,
-            _context: context,
-        })
+        *first = first.fork(&device, optimizer, ranks);
+        Ok(Self { workers })
     }
 
     /// Have each of the others do its part of a step; the first rank has to do its own now.

@@ -21,11 +21,10 @@ pub struct Net {
 
 impl Net {
     pub fn new(device: &Device) -> Self {
-        Self::of(&Nvfp4Recipe::new(), device)
+        Self::of(&Nvfp4Recipe::new().with_seed(5), device)
     }
 
     pub fn of(recipe: &Nvfp4Recipe, device: &Device) -> Self {
-        let recipe = recipe.clone().with_seed(5);
         let layer = || {
             Nvfp4LinearConfig::new(WIDTH, WIDTH)
                 .with_recipe(recipe.clone())
@@ -39,11 +38,16 @@ impl Net {
         net
     }
 
-    /// The same parameters in a model that counts its forwards itself.
+    /// The same parameters and recipe in a model that counts its forwards itself.
     pub fn copy(&self, device: &Device) -> Self {
-        let copy = Self::new(device).load_record(self.clone().into_record());
+        let copy = self.with_recipe(self.up.recipe(), device);
         Nvfp4State::collect(self).apply(&copy).unwrap();
         copy
+    }
+
+    /// The same parameters under another recipe, or with another seed, of which nothing is drawn yet.
+    pub fn with_recipe(&self, recipe: &Nvfp4Recipe, device: &Device) -> Self {
+        Self::of(recipe, device).load_record(self.clone().into_record())
     }
 
     pub fn forward(&self, x: Tensor<2>) -> Tensor<2> {

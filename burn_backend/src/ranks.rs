@@ -1,0 +1,384 @@
+//! Data-parallel training: one rank for each device, with a copy of the model, and gradients that are
+//! averaged over all of them.
+//!
+//! Burn can average gradients while the backward still runs (`Tensor::set_distributed`, which burn-train's
+//! `ExecutionStrategy::ddp` uses). In Burn 0.22.1 such training stands still sooner or later, for reasons that
+//! docs/data-parallel.md goes into. [`Ranks`] averages behind the backward, in the thread that computed the
+//! gradients, and does not stand still; it works inside burn-train's strategy as well.
+
+use std::ops::Range;
+use std::sync::{Arc, Barrier};
+
+use burn_core::backend::DispatchDevice;
+use burn_core::module::{Module, ModuleMapper, ModuleVisitor, Param};
+use burn_core::tensor::distributed::{CollectiveTensor, ReduceOperation, all_reduce};
+use burn_core::tensor::{DType, Device, Tensor};
+use burn_optim::GradientsParams;
+use nvfp4_kernels::Nvfp4Error;
+
+/// The ranks of a data-parallel run: their devices, and where they meet. Clones are of the same run.
+///
+/// Each rank is a thread with a copy of the model on its device (`Module::fork`). All of them take their steps
+/// together; one that does not come keeps the others waiting.
+///
+/// With burn-train, a model carries it beside its layers:
+///
+/// ```
+/// # use burn_core as burn;
+/// use burn::module::Module;
+/// use burn::tensor::Tensor;
+/// use burn_nvfp4::{Nvfp4Linear, Ranks};
+///
+/// #[derive(Module, Debug)]
+/// struct Model {
+///     layer: Nvfp4Linear,
+///     #[module(skip)]
+///     ranks: Ranks,
+/// }
+///
+/// # struct TrainOutput<T> { grads: burn_optim::GradientsParams, item: T }
+/// # trait TrainStep { type Input; type Output; fn step(&self, x: Self::Input) -> TrainOutput<Self::Output>; }
+/// impl TrainStep for Model {
+/// #   type Input = Tensor<2>;
+/// #   type Output = Tensor<1>;
+///     fn step(&self, x: Tensor<2>) -> TrainOutput<Tensor<1>> {
+///         let (grads, item) = self.ranks.step(self, |model| {
+///             let loss = model.layer.forward(x).powi_scalar(2).mean();
+///             (loss.clone(), loss)
+///         });
+///         TrainOutput { grads, item }
+///     }
+/// }
+/// ```
+#[derive(Clone, Debug)]
+pub struct Ranks {
+    /// Without autodiff.
+    devices: Vec<Device>,
+    meeting: Arc<Barrier>,
+}
+
+impl Ranks {
+    /// Of a run on `devices`, one rank for each.
+    ///
+    /// # Errors
+    /// When there is none, when one is named twice, or when several are not CUDA devices: Burn averages over
+    /// no others.
+    pub fn new(devices: &[Device]) -> Result<Self, Nvfp4Error> {
+        let devices: Vec<_> = devices
+            .iter()
+            .cloned()
+            .map(Device::without_autodiff)
+            .collect();
+        let distinct = (1..devices.len()).all(|end| !devices[..end].contains(&devices[end]));
+        let average = devices.len() == 1 || devices.iter().all(|d| averages(d.as_dispatch()));
+        if devices.is_empty() || !distinct || !average {
+            return Err(Nvfp4Error::Device {
+                argument: "devices",
+                found: format!("{devices:?}"),
+                expected: "one device, or several different CUDA devices".into(),
+            });
+        }
+        Ok(Self {
+            meeting: Arc::new(Barrier::new(devices.len())),
+            devices,
+        })
+    }
+
+    /// The devices, without autodiff.
+    pub fn devices(&self) -> &[Device] {
+        &self.devices
+    }
+
+    /// Forward, backward and average: the mean gradients of `model`'s parameters over all ranks, every one of
+    /// which has to call this, and the second of what `forward` returns, the first being the loss.
+    ///
+    /// `forward` gets a copy of `model` whose gradients Burn does not average within the backward, whether or
+    /// not `model` is marked for that, as burn-train marks it.
+    ///
+    /// # Panics
+    /// When the loss is on a device that is not one of the ranks'.
+    pub fn step<M: Module, T>(
+        &self,
+        model: &M,
+        forward: impl FnOnce(&M) -> (Tensor<1>, T),
+    ) -> (GradientsParams, T) {
+        let model = model.clone().map(&mut Apart);
+        let (loss, output) = forward(&model);
+        let device = loss.device();
+        self.check(&device);
+        let mut gradients = GradientsParams::from_grads(loss.backward(), &model);
+        self.average(&model, &mut gradients, &device);
+        (gradients, output)
+    }
+
+    /// Replace the gradients of `model`, computed on `device`, by their means over the ranks, all of which
+    /// have to call this with gradients of the same parameters.
+    ///
+    /// A collective holds its device until all others have begun it. So nothing else may be asked of any
+    /// device in between: what waits for a device, as loading a kernel or freeing memory can, would wait
+    /// for ranks that may wait for it. Ranks meet when all that comes before has been handed over to
+    /// their devices, begin the same few collectives, and meet again when these have been handed over.
+    ///
+    /// # Panics
+    /// When `device` is not one of the ranks'.
+    pub fn average<M: Module>(&self, model: &M, gradients: &mut GradientsParams, device: &Device) {
+        self.check(device);
+        if self.devices.len() == 1 {
+            return;
+        }
+        let mut buckets = Buckets {
+            gradients,
+            buckets: Vec::new(),
+        };
+        model.visit(&mut buckets);
+        let buckets = buckets.buckets.into_iter().map(Bucket::join);
+        let (sums, parts): (Vec<_>, Vec<_>) = buckets.unzip();
+        hand_over(device);
+        self.meeting.wait();
+        let means = sums
+            .into_iter()
+            .map(|sum| all_reduce(sum, ReduceOperation::Mean, self.devices.clone()))
+            .collect::<Vec<_>>();
+        let means = means.into_iter().map(CollectiveTensor::resolve);
+        let means = means.collect::<Vec<_>>();
+        hand_over(device);
+        self.meeting.wait();
+        for (mean, parts) in means.into_iter().zip(parts) {
+            for part in parts {
+                part(gradients, &mean);
+            }
+        }
+    }
+
+    fn check(&self, device: &Device) {
+        assert!(
+            self.devices.contains(&device.clone().without_autodiff()),
+            "device is {device:?}, but the ranks are on {:?}",
+            self.devices
+        );
+    }
+}
+
+/// Whether Burn averages over devices of this kind.
+fn averages(device: &DispatchDevice) -> bool {
+    match device {
+        DispatchDevice::Autodiff(device) => averages(device),
+        #[cfg(feature = "cuda")]
+        DispatchDevice::Cube(burn_cubecl::CubeDevice::Cuda(_)) => true,
+        _ => false,
+    }
+}
+
+/// Wait until all that this thread asked of `device` has been compiled and is on its way to it. The device
+/// may not have done it yet.
+fn hand_over(device: &Device) {
+    device
+        .flush()
+        .expect("a device that trains takes its work: operations on it fail before");
+}
+
+/// Takes the mark off parameters that has Burn average their gradients within the backward.
+struct Apart;
+
+impl ModuleMapper for Apart {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        let (id, tensor, mapper) = param.consume();
+        // Detaching would keep the mark.
+        let tensor = match tensor.gradient_checkpointing_strategy() {
+            Some(strategy) if tensor.is_distributed() => {
+                let learns = tensor.is_require_grad();
+                let plain = tensor.without_autodiff().autodiff();
+                let plain = plain.with_gradient_checkpointing_strategy(strategy);
+                plain.set_require_grad(learns)
+            }
+            _ => tensor,
+        };
+        Param::from_mapped_value(id, tensor, mapper)
+    }
+}
+
+/// Sorts the gradients of a module into one [`Bucket`] for each element type: a collective of many elements
+/// costs little more than one of few. All ranks visit the same parameters in the same order.
+struct Buckets<'a> {
+    gradients: &'a mut GradientsParams,
+    buckets: Vec<Bucket>,
+}
+
+/// Gradients of one element type, side by side.
+struct Bucket {
+    dtype: DType,
+    flat: Vec<Tensor<1>>,
+    elements: usize,
+    parts: Vec<Part>,
+}
+
+/// Takes the mean of one gradient from that of its bucket.
+type Part = Box<dyn FnOnce(&mut GradientsParams, &Tensor<1>)>;
+
+impl Bucket {
+    fn new(dtype: DType) -> Self {
+        Self {
+            dtype,
+            flat: Vec::new(),
+            elements: 0,
+            parts: Vec::new(),
+        }
+    }
+
+    /// Append a tensor; returns where it lies.
+    fn push(&mut self, tensor: Tensor<1>) -> Range<usize> {
+        let start = self.elements;
+        self.elements += tensor.shape().num_elements();
+        self.flat.push(tensor);
+        start..self.elements
+    }
+
+    fn join(self) -> (Tensor<1>, Vec<Part>) {
+        (Tensor::cat(self.flat, 0), self.parts)
+    }
+}
+
+impl ModuleVisitor for Buckets<'_> {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        let id = param.id;
+        let Some(gradient) = self.gradients.remove::<D>(id) else {
+            return;
+        };
+        let (shape, dtype) = (gradient.shape(), gradient.dtype());
+        let place = self.buckets.iter().position(|b| b.dtype == dtype);
+        let place = place.unwrap_or_else(|| {
+            self.buckets.push(Bucket::new(dtype));
+            self.buckets.len() - 1
+        });
+        let bucket = &mut self.buckets[place];
+        let range = bucket.push(gradient.reshape([shape.num_elements()]));
+        bucket.parts.push(Box::new(move |gradients, mean| {
+            let mean = mean.clone().slice(range).reshape::<D, _>(shape);
+            gradients.register(id, mean);
+        }));
+    }
+}
+
+#[cfg(all(test, feature = "flex"))]
+mod tests {
+    use burn_core as burn;
+
+    use burn_core::tensor::{Distribution, FloatDType, TensorData};
+    use burn_nn::{Linear, LinearConfig};
+
+    use super::*;
+
+    #[derive(Module, Debug)]
+    struct Two {
+        first: Linear,
+        frozen: Linear,
+    }
+
+    fn two(device: &Device) -> Two {
+        let layer = || LinearConfig::new(16, 32).init(device);
+        Two {
+            first: layer(),
+            frozen: layer().no_grad(),
+        }
+    }
+
+    /// Marks every parameter, as burn-train does.
+    #[cfg(feature = "cpu")]
+    struct Mark;
+
+    #[cfg(feature = "cpu")]
+    impl ModuleMapper for Mark {
+        fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+            let (id, tensor, mapper) = param.consume();
+            Param::from_mapped_value(id, tensor.set_distributed(id), mapper)
+        }
+    }
+
+    /// The gradients of `model`, all of whose parameters are unmarked in the forward.
+    fn weight_gradient(ranks: &Ranks, model: &Two, x: &Tensor<2>) -> TensorData {
+        let (gradients, seen) = ranks.step(model, |model| {
+            assert!(!model.first.weight.val().is_distributed());
+            assert!(!model.frozen.weight.val().is_require_grad());
+            let y = model.first.forward(x.clone()) * model.frozen.forward(x.clone());
+            (y.powi_scalar(2).mean(), 7)
+        });
+        assert_eq!((seen, gradients.len()), (7, 2));
+        let gradient: Tensor<2> = gradients.get(model.first.weight.id).unwrap();
+        gradient.into_data()
+    }
+
+    #[test]
+    fn one_rank_has_its_own_gradients() {
+        for device in [
+            Device::flex().autodiff(),
+            Device::flex().autodiff().gradient_checkpointing(),
+        ] {
+            let model = two(&device);
+            let x = Tensor::random([4, 16], Distribution::Default, &device);
+            let ranks = Ranks::new(&[device]).unwrap();
+            let gradient = weight_gradient(&ranks, &model, &x);
+            assert!(gradient.iter::<f32>().any(|g| g != 0.0));
+        }
+    }
+
+    /// Flex has no marks.
+    #[test]
+    #[cfg(feature = "cpu")]
+    fn what_is_marked_is_computed_apart() {
+        let plain = Device::cpu().autodiff();
+        for device in [plain.clone(), plain.gradient_checkpointing()] {
+            let model = two(&device);
+            let marked = model.clone().map(&mut Mark);
+            assert!(marked.first.weight.val().is_distributed());
+            let x = Tensor::random([4, 16], Distribution::Default, &device);
+            let ranks = Ranks::new(&[device]).unwrap();
+            let [one, other] = [model, marked].map(|model| weight_gradient(&ranks, &model, &x));
+            assert_eq!(one, other);
+        }
+    }
+
+    /// The gradients of a module side by side, by type, and back.
+    #[test]
+    fn buckets_hold_every_gradient() {
+        let device = Device::flex().autodiff();
+        let model = two(&device);
+        let mut gradients = GradientsParams::new();
+        let plain = device.without_autodiff();
+        let weight = Tensor::<2>::random([16, 32], Distribution::Default, &plain);
+        gradients.register(model.first.weight.id, weight.clone());
+        let bias = model.first.bias.as_ref().unwrap().id;
+        let ones = Tensor::<1>::ones([32], &plain).cast(FloatDType::F16);
+        gradients.register(bias, ones.clone());
+        let mut buckets = Buckets {
+            gradients: &mut gradients,
+            buckets: Vec::new(),
+        };
+        model.visit(&mut buckets);
+        let buckets: Vec<_> = buckets.buckets.into_iter().map(Bucket::join).collect();
+        assert!(gradients.is_empty());
+        let sizes: Vec<_> = buckets
+            .iter()
+            .map(|(flat, _)| (flat.dtype(), flat.dims()))
+            .collect();
+        assert_eq!(sizes, [(DType::F32, [512]), (DType::F16, [32])]);
+        for (flat, parts) in buckets {
+            for part in parts {
+                part(&mut gradients, &(flat.clone() * 2));
+            }
+        }
+        let back: Tensor<2> = gradients.get(model.first.weight.id).unwrap();
+        assert_eq!(back.into_data(), (weight * 2).into_data());
+        let back: Tensor<1> = gradients.get(bias).unwrap();
+        assert_eq!(back.into_data(), (ones * 2).into_data());
+        assert_eq!(gradients.len(), 2);
+    }
+
+    #[test]
+    fn devices_that_burn_does_not_average_over() {
+        let device = Device::flex();
+        for devices in [vec![], vec![device.clone(), device]] {
+            let error = Ranks::new(&devices).unwrap_err().to_string();
+            assert!(error.contains("devices"), "{error}");
+        }
+    }
+}
