@@ -171,7 +171,7 @@ fn two_gpus_train_as_one() {
         let [two, turns] = [trained, turns].map(|net| loss(&net, device));
         let one = loss(&in_one_batch(net.copy(device), device), device);
         eprintln!(
-            "{name}: loss {before:.5}; after {STEPS} steps on two GPUs {two:.6}, on one in turns {turns:.6} \
+            "{name}: loss {before:.5}; after {STEPS} steps on two GPUs {two:.6}, on one in turns {turns:.6}, \
              in one batch {one:.6}"
         );
         assert!(two < 0.8 * before, "{name}: two GPUs learn");
