@@ -774,27 +774,32 @@ fn load_packed(
     sync_cube();
 }
 
-/// Writes the maxima from which the result decodes: `all`, where there is one, or those of `groups` groups.
+/// Writes the maxima from which the result decodes: the one, where there is one, or those of the groups. Returns
+/// the scale of the first group, or of all.
 #[cube]
 fn write_maxima(
-    all: &EdenScale,
     amax: &[f32],
     amax_factor: f32,
     block_factor: f32,
-    groups: usize,
+    shape: &Shape,
     out: &mut [f32],
     #[comptime] policy: EdenPolicy,
-) {
+) -> KeptScale {
+    let first = EdenScale::from_amax(amax[0], amax_factor, block_factor);
     if comptime!(policy.plain()) {
         if ABSOLUTE_POS == 0usize {
-            out[0] = all.amax;
+            out[0] = first.amax;
         }
     } else {
         let mut group = ABSOLUTE_POS;
-        while group < groups {
+        while group < shape.groups {
             out[group] = EdenScale::from_amax(amax[group], amax_factor, block_factor).amax;
             group += CUBE_COUNT * CUBE_DIM as usize;
         }
+    }
+    KeptScale {
+        scale: first,
+        part: 0usize,
     }
 }
 
@@ -1080,22 +1085,8 @@ pub fn ms_eden_kernel<F: Numeric, N: Size, W: Size>(
     let mut xx = Shared::<[f32]>::new_slice(comptime!(LINES * SUMS));
     let mut xq = Shared::<[f32]>::new_slice(comptime!(LINES * SUMS));
     let mut bytes = Shared::<[u32]>::new_slice(comptime!(LINES * SUMS));
-    let all = EdenScale::from_amax(amax[0], amax_factor, block_factor);
     let random = resolve(&random, offset, policy.device_offset);
-    let groups = shape.groups;
-    write_maxima(
-        &all,
-        amax,
-        amax_factor,
-        block_factor,
-        groups,
-        out_amax,
-        policy,
-    );
-    let mut kept = KeptScale {
-        scale: all,
-        part: 0usize,
-    };
+    let mut kept = write_maxima(amax, amax_factor, block_factor, &shape, out_amax, policy);
     let mut index = CUBE_POS;
     while index < row_tiles * shape.tile_cols {
         let at = tile_position(index, map, &shape, row_groups, policy);
@@ -1146,23 +1137,9 @@ pub fn ms_eden_packed_kernel<W: Size>(
     let mut xx = Shared::<[f32]>::new_slice(comptime!(LINES * SUMS));
     let mut xq = Shared::<[f32]>::new_slice(comptime!(LINES * SUMS));
     let mut bytes = Shared::<[u32]>::new_slice(comptime!(LINES * SUMS));
-    let all = EdenScale::from_amax(amax[0], amax_factor, block_factor);
     let random = resolve(&random, offset, policy.device_offset);
     let factor = source.factor();
-    let groups = shape.groups;
-    write_maxima(
-        &all,
-        amax,
-        amax_factor,
-        block_factor,
-        groups,
-        out_amax,
-        policy,
-    );
-    let mut kept = KeptScale {
-        scale: all,
-        part: 0usize,
-    };
+    let mut kept = write_maxima(amax, amax_factor, block_factor, &shape, out_amax, policy);
     let mut index = CUBE_POS;
     while index < row_tiles * shape.tile_cols {
         let at = tile_position(index, map, &shape, row_groups, policy);
