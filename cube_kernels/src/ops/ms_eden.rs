@@ -904,13 +904,31 @@ impl KeptScale {
     }
 }
 
+/// What the correction of a rotation group asks of the blocks of a tile.
+#[derive(CubeType)]
+struct BlockSums {
+    xx: Shared<[f32]>,
+    xq: Shared<[f32]>,
+    /// Scale bytes before the correction.
+    scales: Shared<[u32]>,
+}
+
+#[cube]
+impl BlockSums {
+    fn new() -> BlockSums {
+        BlockSums {
+            xx: Shared::new_slice(comptime!(LINES * SUMS)),
+            xq: Shared::new_slice(comptime!(LINES * SUMS)),
+            scales: Shared::new_slice(comptime!(LINES * SUMS)),
+        }
+    }
+}
+
 /// Quantizes a transformed tile: codes and sums by blocks, then scale bytes by groups.
 #[cube]
 fn quantize_tile<W: Size>(
     tile: &[f32],
-    sums_xx: &mut [f32],
-    sums_xq: &mut [f32],
-    bytes: &mut [u32],
+    sums: &mut BlockSums,
     codes: &mut [Vector<u32, Const<2>>],
     scales: &mut [Vector<u32, W>],
     at: &Position,
@@ -927,9 +945,9 @@ fn quantize_tile<W: Size>(
         let multiplier = global.encode_multiplier(scale);
         let result = quantize_block(&block, multiplier, policy.conversion);
         let slot = line * comptime!(SUMS) + segment;
-        sums_xx[slot] = result.xx;
-        sums_xq[slot] = result.xq;
-        bytes[slot] = scale;
+        sums.xx[slot] = result.xx;
+        sums.xq[slot] = result.xq;
+        sums.scales[slot] = scale;
         if at.line0 + line < at.lines {
             let group = (at.line0 + line) * at.pitch + at.first;
             codes[group * 8usize + segment] = result.codes;
@@ -942,7 +960,7 @@ fn quantize_tile<W: Size>(
         let row = at.line0 + line;
         if row < at.lines {
             let index = u64::cast_from(row * at.drawn_pitch + at.drawn_first);
-            let found = correct_group(&*sums_xx, &*sums_xq, &*bytes, line, index, random);
+            let found = correct_group(&sums.xx, &sums.xq, &sums.scales, line, index, random);
             store_scales::<W>(found, scales, at, row, policy);
         } else if comptime!(policy.swizzled) {
             store_scales::<W>(Vector::new(0u32), scales, at, row, policy);
@@ -1082,9 +1100,7 @@ pub fn ms_eden_kernel<F: Numeric, N: Size, W: Size>(
 ) {
     let across = comptime!(policy.across);
     let mut tile = Shared::<[f32]>::new_slice(comptime!(TILE));
-    let mut xx = Shared::<[f32]>::new_slice(comptime!(LINES * SUMS));
-    let mut xq = Shared::<[f32]>::new_slice(comptime!(LINES * SUMS));
-    let mut bytes = Shared::<[u32]>::new_slice(comptime!(LINES * SUMS));
+    let mut sums = BlockSums::new();
     let random = resolve(&random, offset, policy.device_offset);
     let mut kept = write_maxima(amax, amax_factor, block_factor, &shape, out_amax, policy);
     let mut index = CUBE_POS;
@@ -1097,9 +1113,7 @@ pub fn ms_eden_kernel<F: Numeric, N: Size, W: Size>(
             kept.turn_to(at.part, amax, amax_factor, block_factor, policy);
             quantize_tile::<W>(
                 &tile,
-                &mut xx,
-                &mut xq,
-                &mut bytes,
+                &mut sums,
                 codes,
                 scales,
                 &at,
@@ -1134,9 +1148,7 @@ pub fn ms_eden_packed_kernel<W: Size>(
 ) {
     let across = comptime!(policy.across);
     let mut tile = Shared::<[f32]>::new_slice(comptime!(TILE));
-    let mut xx = Shared::<[f32]>::new_slice(comptime!(LINES * SUMS));
-    let mut xq = Shared::<[f32]>::new_slice(comptime!(LINES * SUMS));
-    let mut bytes = Shared::<[u32]>::new_slice(comptime!(LINES * SUMS));
+    let mut sums = BlockSums::new();
     let random = resolve(&random, offset, policy.device_offset);
     let factor = source.factor();
     let mut kept = write_maxima(amax, amax_factor, block_factor, &shape, out_amax, policy);
@@ -1152,9 +1164,7 @@ pub fn ms_eden_packed_kernel<W: Size>(
             kept.turn_to(at.part, amax, amax_factor, block_factor, policy);
             quantize_tile::<W>(
                 &tile,
-                &mut xx,
-                &mut xq,
-                &mut bytes,
+                &mut sums,
                 codes,
                 scales,
                 &at,
