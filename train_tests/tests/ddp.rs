@@ -175,6 +175,7 @@ fn two_gpus_train_as_one() {
              in one batch {one:.6}"
         );
         assert!(two < 0.8 * before, "{name}: two GPUs learn");
+        assert!(one < 0.8 * before, "{name}: one GPU learns");
         assert!(
             (turns - two).abs() < 1e-3 * turns,
             "{name}: two GPUs are one"

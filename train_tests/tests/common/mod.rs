@@ -40,14 +40,9 @@ impl Net {
 
     /// The same parameters and recipe in a model that counts its forwards itself.
     pub fn copy(&self, device: &Device) -> Self {
-        let copy = self.with_recipe(self.up.recipe(), device);
+        let copy = Self::of(self.up.recipe(), device).load_record(self.clone().into_record());
         Nvfp4State::collect(self).apply(&copy).unwrap();
         copy
-    }
-
-    /// The same parameters under another recipe, or with another seed, of which nothing is drawn yet.
-    pub fn with_recipe(&self, recipe: &Nvfp4Recipe, device: &Device) -> Self {
-        Self::of(recipe, device).load_record(self.clone().into_record())
     }
 
     pub fn forward(&self, x: Tensor<2>) -> Tensor<2> {
