@@ -12,6 +12,7 @@ use cubecl::{
 use crate::{
     Amax, BLOCK, Nvfp4Error, Origin, PackedAxis, PackedTensor, RandomStream, ScaleLayout,
     cube::codec::Conversion,
+    format::check_extent,
     policy::{BlockScaling, CopyPolicy, Hadamard, Rounding},
 };
 
@@ -102,6 +103,7 @@ impl Matrix {
     }
 
     pub(crate) fn check(&self, argument: &'static str) -> Result<(), Nvfp4Error> {
+        check_extent(argument, self.rows, self.cols)?;
         check_memory(argument, &self.handle, self.len() * self.dtype.size())
     }
 }
@@ -365,6 +367,7 @@ impl DevicePacked {
     }
 
     pub(crate) fn check(&self, argument: &'static str) -> Result<(), Nvfp4Error> {
+        check_extent(argument, self.rows, self.cols)?;
         check_memory(argument, &self.codes, self.code_blocks() * 8)?;
         check_memory(argument, &self.scales, self.scale_bytes())?;
         check_memory(argument, &self.amax, self.amax_len() * 4)
@@ -419,11 +422,23 @@ impl DevicePacked {
     /// device memory does not record.
     ///
     /// # Errors
-    /// When a queued kernel failed, the buffers do not fit the shape, or there are groups: their
-    /// parts are read from [`Self::codes`] and [`Self::scales`].
+    /// When a queued kernel failed, the buffers do not fit the shape, `origin` has another transform or
+    /// other block scales than the tensor, or there are groups: their parts are read from
+    /// [`Self::codes`] and [`Self::scales`].
     pub fn to_host(&self, client: &Client, origin: Origin) -> Result<PackedTensor, Nvfp4Error> {
         if !matches!(self.groups, Groups::One) {
             return Err(Nvfp4Error::value("groups", "several", "one matrix"));
+        }
+        self.check("packed")?;
+        if (origin.hadamard, origin.scaling) != (self.hadamard, self.scaling) {
+            return Err(Nvfp4Error::value(
+                "origin",
+                format!("{:?}, {:?}", origin.hadamard, origin.scaling),
+                format!(
+                    "{:?}, {:?}, those of the tensor",
+                    self.hadamard, self.scaling
+                ),
+            ));
         }
         let amax = download(client, &self.amax, self.amax_len() * 4)?;
         let amax: Vec<f32> = amax
@@ -657,7 +672,8 @@ pub(crate) fn allocate(client: &Client, bytes: usize) -> Handle {
     client.empty(bytes.max(1))
 }
 
-fn upload(client: &Client, bytes: &[u8]) -> Handle {
+/// A copy of `bytes` on the device.
+pub(crate) fn upload(client: &Client, bytes: &[u8]) -> Handle {
     if bytes.is_empty() {
         allocate(client, 0)
     } else {
@@ -677,7 +693,14 @@ pub(crate) fn download(
     let bytes = client
         .read_one(handle.clone())
         .map_err(|error| Nvfp4Error::Launch(format!("{error:?}")))?;
-    Ok(bytes[..len].to_vec())
+    match bytes.get(..len) {
+        Some(bytes) => Ok(bytes.to_vec()),
+        None => Err(Nvfp4Error::shape(
+            "handle",
+            format!("{} bytes of memory", bytes.len()),
+            format!("at least {len}"),
+        )),
+    }
 }
 
 /// Whether vectors of 16 bytes may be loaded from the start of the buffer.

@@ -28,14 +28,6 @@ use nvfp4_kernels::{
 };
 use std::sync::Arc;
 
-/// What NVRTC is asked for, and how the kernels convert there.
-const TARGETS: [(&str, Conversion); 4] = [
-    ("sm_90a", Conversion::Sm89),
-    ("sm_100a", Conversion::Hardware),
-    ("sm_103a", Conversion::Hardware),
-    ("sm_120a", Conversion::HardwareNearest),
-];
-
 /// `cvt.rn.satfinite.e2m1x2` and `cvt.rs.satfinite.e2m1x4` in SASS.
 const NEAREST: &str = "F2FP.SATFINITE.E2M1.F32.PACK_AB_MERGE_C";
 const STOCHASTIC: &str = "F2FP.SATFINITE.E2M1.F32.PACK_AB_MERGE_C.RS";
@@ -559,62 +551,72 @@ fn sources(conversion: Conversion) -> Vec<Source> {
     sources
 }
 
-fn check_target(arch: &str, conversion: Conversion, chosen: impl Fn(&Source) -> bool) {
-    let tools = tools!(format!("compiles_for_{arch}"));
+/// Compiles the chosen kernels of a device with `conversion` for each of `archs`.
+fn check(test: &str, archs: &[&str], conversion: Conversion, is_chosen: impl Fn(&Source) -> bool) {
+    let tools = tools!(test);
     let mut sources = sources(conversion);
-    sources.retain(chosen);
-    println!("{arch}: {} kernels", sources.len());
-    for source in sources {
-        let Source {
+    sources.retain(|source| is_chosen(source) && !is_left_out(&source.name));
+    for arch in archs {
+        println!("{arch}: {} kernels", sources.len());
+        for Source {
             name,
             text,
             conversions,
-        } = source;
-        if is_left_out(&name) {
-            continue;
+        } in &sources
+        {
+            let code = machine_code(&tools, name, text, arch);
+            let Some(expected) = *conversions else {
+                continue;
+            };
+            let sass = tools.disassemble(&code, &format!("{name}-{arch}"));
+            let stochastic = sass.contains(STOCHASTIC);
+            let nearest = sass
+                .lines()
+                .any(|line| line.contains(NEAREST) && !line.contains(STOCHASTIC));
+            assert_eq!(
+                (nearest, stochastic),
+                expected,
+                "(nearest, stochastic) in {name} for {arch}"
+            );
         }
-        let code = machine_code(&tools, &name, &text, arch);
-        let Some(expected) = conversions else {
-            continue;
-        };
-        let sass = tools.disassemble(&code, &format!("{name}-{arch}"));
-        let stochastic = sass.contains(STOCHASTIC);
-        let nearest = sass
-            .lines()
-            .any(|line| line.contains(NEAREST) && !line.contains(STOCHASTIC));
-        assert_eq!(
-            (nearest, stochastic),
-            expected,
-            "(nearest, stochastic) in {name} for {arch}"
-        );
     }
 }
 
 #[test]
 fn compiles_for_sm_90a() {
-    check_target(TARGETS[0].0, TARGETS[0].1, |_| true);
+    check("compiles_for_sm_90a", &["sm_90a"], Conversion::Sm89, |_| {
+        true
+    });
 }
 
+/// The two have the same source.
 #[test]
-fn compiles_for_sm_100a() {
-    check_target(TARGETS[1].0, TARGETS[1].1, |_| true);
-}
-
-#[test]
-fn compiles_for_sm_103a() {
-    check_target(TARGETS[2].0, TARGETS[2].1, |_| true);
+fn compiles_for_sm_100a_and_sm_103a() {
+    let archs = ["sm_100a", "sm_103a"];
+    check(
+        "compiles_for_sm_100a_and_sm_103a",
+        &archs,
+        Conversion::Hardware,
+        |_| true,
+    );
 }
 
 #[test]
 fn compiles_for_sm_120a() {
-    check_target(TARGETS[3].0, TARGETS[3].1, |_| true);
+    check(
+        "compiles_for_sm_120a",
+        &["sm_120a"],
+        Conversion::HardwareNearest,
+        |_| true,
+    );
 }
 
 /// With the instructions of Blackwell emulated its kernels compile for a Hopper: those that convert, with
 /// one type of element.
 #[test]
 fn emulated_compiles_for_sm_90a() {
-    check_target("sm_90a", Conversion::Emulated, |source| {
+    let test = "emulated_compiles_for_sm_90a";
+    check(test, &["sm_90a"], Conversion::Emulated, |source| {
         source.conversions.is_some() && source.name.contains("Bf16-U32")
     });
 }

@@ -613,6 +613,7 @@ proptest! {
     fn random_shapes(m in 1usize..400, n in 1usize..90, blocks in 1usize..40, seed: u32) {
         let Some(client) = device::client("random_shapes") else { return Ok(()) };
         if !has_matrix_instructions(&client) {
+            println!("SKIPPED: random_shapes: no matrix instructions");
             return Ok(());
         }
         let n = 8 * n;
@@ -630,6 +631,7 @@ proptest! {
     fn random_contractions(m in 1usize..40, n in 1usize..6, blocks in 1usize..4097, seed: u32) {
         let Some(client) = device::client("random_contractions") else { return Ok(()) };
         if !has_matrix_instructions(&client) {
+            println!("SKIPPED: random_contractions: no matrix instructions");
             return Ok(());
         }
         let n = 8 * n;

@@ -1,5 +1,7 @@
 //! Every byte of TransformerEngine's reference quantizer, except the sign of exact zeros.
 
+use std::{cell::RefCell, collections::BTreeSet};
+
 use half::bf16;
 use nvfp4_kernels::{
     Amax, BlockScaling, CopyPolicy, ErrorNorm, Hadamard, PackedAxis, PackedTensor, Rounding,
@@ -16,10 +18,13 @@ struct Case<'a> {
     x: Vec<bf16>,
     rows: usize,
     cols: usize,
+    /// What was asked for, without the name.
+    read: RefCell<BTreeSet<String>>,
 }
 
 impl Case<'_> {
     fn bytes(&self, key: &str) -> &[u8] {
+        self.read.borrow_mut().insert(key.to_owned());
         self.file
             .tensor(&format!("{}.{key}", self.name))
             .unwrap()
@@ -34,9 +39,14 @@ impl Case<'_> {
             .collect()
     }
 
-    /// Compares codes and scales; the reference drops the sign of zeros.
+    /// Compares maxima, codes and scales; the reference drops the sign of zeros.
     fn check(&self, mode: &str, side: &str, packed: &PackedTensor) {
         let what = format!("{}.{mode}.{side}", self.name);
+        let ours = match packed.amax() {
+            Amax::Tensor(amax) => std::slice::from_ref(amax),
+            Amax::PerOuter(amax) => amax,
+        };
+        assert_eq!(ours, self.amax(mode, side), "{what}: amax");
         let expected = self.bytes(&format!("{mode}.{side}.scales"));
         assert_eq!(packed.scales(), expected, "{what}: scales");
         let expected = self.bytes(&format!("{mode}.{side}.codes"));
@@ -57,8 +67,21 @@ impl Case<'_> {
     }
 }
 
-/// Runs `check` on every input; at least the twelve that the file is known to hold.
-fn for_each_case(check: impl Fn(&Case)) {
+/// What the file holds of each input.
+const MODES: [&str; 8] = [
+    "1x16",
+    "16x16",
+    "token",
+    "rht",
+    "4over6_mae_1x16",
+    "4over6_mse_1x16",
+    "4over6_mae_16x16",
+    "4over6_mse_16x16",
+];
+
+/// Runs `check` on every input, which must read all that the file holds of `modes`; the inputs are the
+/// twelve that the file is known to hold.
+fn for_each_case(modes: &[&str], check: impl Fn(&Case)) {
     let file = SafeTensors::deserialize(DATA).unwrap();
     let mut seen = 0;
     for (name, tensor) in file.tensors() {
@@ -76,25 +99,29 @@ fn for_each_case(check: impl Fn(&Case)) {
                 .collect(),
             rows: tensor.shape()[0],
             cols: tensor.shape()[1],
+            read: RefCell::default(),
         };
         check(&case);
+        let all = file.names().into_iter().filter_map(|key| {
+            let key = key.strip_prefix(&format!("{name}."))?;
+            let (mode, _) = key.split_once('.')?;
+            assert!(MODES.contains(&mode), "no test reads {key}");
+            modes.contains(&mode).then(|| key.to_owned())
+        });
+        assert_eq!(case.read.into_inner(), all.collect(), "read of {name}");
         seen += 1;
     }
     assert_eq!(seen, 12, "inputs in the file");
 }
 
-fn tensor_amax(values: &[f32]) -> Amax {
-    assert_eq!(values.len(), 1);
-    Amax::Tensor(values[0])
+fn tensor_amax(case: &Case) -> Amax {
+    Amax::Tensor(reference::amax(&case.x))
 }
 
 #[test]
 fn one_by_16() {
-    for_each_case(|case| {
-        let amax = reference::amax(&case.x);
-        assert_eq!(vec![amax], case.amax("1x16", "row"));
-        assert_eq!(vec![amax], case.amax("1x16", "col"));
-        let amax = Amax::Tensor(amax);
+    for_each_case(&["1x16"], |case| {
+        let amax = tensor_amax(case);
         let (rows, cols, nearest) = (case.rows, case.cols, Rounding::Nearest);
         let row = reference::quantize_row(&case.x, rows, cols, &amax, &nearest).unwrap();
         case.check("1x16", "row", &row);
@@ -110,8 +137,8 @@ fn tiles_of(case: &Case, amax: &Amax, scaling: BlockScaling) -> (PackedTensor, P
 
 #[test]
 fn tiles() {
-    for_each_case(|case| {
-        let amax = tensor_amax(&case.amax("16x16", "row"));
+    for_each_case(&["16x16"], |case| {
+        let amax = tensor_amax(case);
         let (row, col) = tiles_of(case, &amax, BlockScaling::Standard);
         case.check("16x16", "row", &row);
         case.check("16x16", "col", &col);
@@ -120,15 +147,13 @@ fn tiles() {
 
 #[test]
 fn per_token() {
-    for_each_case(|case| {
+    for_each_case(&["token"], |case| {
         let (rows, cols, nearest) = (case.rows, case.cols, Rounding::Nearest);
         let amax = reference::amax_rows(&case.x, rows, cols);
-        assert_eq!(amax, case.amax("token", "row"));
         let amax = Amax::PerOuter(amax);
         let row = reference::quantize_row(&case.x, rows, cols, &amax, &nearest).unwrap();
         case.check("token", "row", &row);
         let amax = reference::amax_cols(&case.x, rows, cols);
-        assert_eq!(amax, case.amax("token", "col"));
         let amax = Amax::PerOuter(amax);
         let col = reference::quantize_col(&case.x, rows, cols, &amax, &nearest, None).unwrap();
         case.check("token", "col", &col);
@@ -137,16 +162,15 @@ fn per_token() {
 
 #[test]
 fn hadamard() {
-    for_each_case(|case| {
+    for_each_case(&["rht"], |case| {
         let (rows, cols, nearest) = (case.rows, case.cols, Rounding::Nearest);
         let hadamard = Hadamard::default();
         let amax = reference::amax_rht(&case.x, rows, cols, &hadamard);
-        assert_eq!(vec![amax], case.amax("rht", "col"));
         let amax = Amax::Tensor(amax);
         let col =
             reference::quantize_col(&case.x, rows, cols, &amax, &nearest, Some(&hadamard)).unwrap();
         case.check("rht", "col", &col);
-        let amax = tensor_amax(&case.amax("rht", "row"));
+        let amax = tensor_amax(case);
         let row = reference::quantize_row(&case.x, rows, cols, &amax, &nearest).unwrap();
         case.check("rht", "row", &row);
     });
@@ -154,13 +178,13 @@ fn hadamard() {
 
 #[test]
 fn four_over_six() {
-    for_each_case(|case| {
+    for_each_case(&MODES[4..], |case| {
         for (norm, name) in [(ErrorNorm::Mae, "mae"), (ErrorNorm::Mse, "mse")] {
             let scaling = BlockScaling::FourOverSix(norm);
             let (rows, cols) = (case.rows, case.cols);
 
             let mode = format!("4over6_{name}_1x16");
-            let amax = tensor_amax(&case.amax(&mode, "row"));
+            let amax = tensor_amax(case);
             let policy = CopyPolicy {
                 scaling,
                 ..CopyPolicy::new(Rounding::Nearest)
@@ -171,7 +195,7 @@ fn four_over_six() {
             // Of tiles the file holds the row-wise copy; the other is its transpose, which the
             // oracle's own tests check.
             let mode = format!("4over6_{name}_16x16");
-            let amax = tensor_amax(&case.amax(&mode, "row"));
+            let amax = tensor_amax(case);
             let (row, _) = tiles_of(case, &amax, scaling);
             case.check(&mode, "row", &row);
         }

@@ -1,6 +1,7 @@
-//! The CUDA source of the products with warp-level matrix instructions, compiled on a machine without a
-//! GPU, and their machine code read: the block-scaled instructions of consumer Blackwell, one for each
-//! 16 x 8 x 64, the bf16 ones of the portable kernel, and no memory traffic for spilled registers.
+//! The CUDA source of the products with warp-level matrix instructions, and of the kernels that serve
+//! products everywhere, compiled on a machine without a GPU, and their machine code read: the block-scaled
+//! instructions of consumer Blackwell, one for each 16 x 8 x 64, the bf16 ones of the portable kernel, and
+//! no memory traffic for spilled registers.
 #![cfg(all(feature = "cpu", feature = "cuda"))]
 
 #[path = "common/nvrtc.rs"]
@@ -25,7 +26,8 @@ use nvfp4_kernels::{
         OutputAmax,
         kernels::{
             BlockScaledShape, EpilogueKind, Factor, Grouping, Left, MATRIX_UNITS, MatrixTile,
-            Multiply, Pieces, Shape, matrix_kernel, sm120_kernel, small_m_kernel,
+            Multiply, Pieces, Shape, decode_kernel, grouped_kernel, matrix_kernel, sm120_kernel,
+            small_m_kernel, transpose_kernel,
         },
     },
 };
@@ -33,6 +35,9 @@ use nvrtc::CudaTools;
 
 /// `mma.sync.m16n8k64` with E2M1 operands and E4M3 scales for 16 elements, in SASS.
 const BLOCK_SCALED: &str = "OMMA.SF.16864.F32.E2M1.E2M1.UE4M3.4X";
+
+/// Where kernels that are not Hopper's alone must compile: the architectures that the project names.
+const NAMED: [&str; 4] = ["sm_90a", "sm_100a", "sm_103a", "sm_120a"];
 
 const PLAIN: EpilogueKind = EpilogueKind {
     a: Factor::Tensor,
@@ -173,6 +178,85 @@ impl Kernels {
         cuda_source("matrix", kernel)
     }
 
+    fn grouped(&self, grouping: Grouping, packed: [bool; 2], kind: EpilogueKind) -> String {
+        // SAFETY: nothing is launched.
+        #[allow(unused_unsafe)]
+        let kernel = unsafe {
+            grouped_kernel::create_dummy_kernel(
+                self.properties.clone(),
+                self.target.clone(),
+                CubeCount::Static(1, 1, 1),
+                CubeDim::new_1d(256),
+                AddressType::U64,
+                self.buffer(512),
+                self.buffer(512),
+                self.buffer(512),
+                self.buffer(512),
+                self.buffer(512),
+                self.buffer(512),
+                self.buffer(64),
+                self.buffer(64),
+                self.buffer(64),
+                self.buffer(3),
+                self.buffer(1024),
+                self.buffer(2),
+                64,
+                64,
+                64,
+                2,
+                2688.0,
+                2688.0,
+                grouping,
+                packed,
+                true,
+                kind,
+                kind.out.storage_type(),
+            )
+        };
+        cuda_source("grouped", kernel)
+    }
+
+    fn decode(&self) -> String {
+        // SAFETY: nothing is launched.
+        #[allow(unused_unsafe)]
+        let kernel = unsafe {
+            decode_kernel::create_dummy_kernel(
+                self.properties.clone(),
+                self.target.clone(),
+                CubeCount::Static(1, 1, 1),
+                CubeDim::new_1d(256),
+                AddressType::U32,
+                self.buffer(2048),
+                self.buffer(1024),
+                self.buffer(2048),
+                2048,
+            )
+        };
+        cuda_source("decode", kernel)
+    }
+
+    /// Reads `read` and writes `written` elements at a time.
+    fn transpose(&self, read: usize, written: usize) -> String {
+        // SAFETY: nothing is launched.
+        #[allow(unused_unsafe)]
+        let kernel = unsafe {
+            transpose_kernel::create_dummy_kernel(
+                self.properties.clone(),
+                self.target.clone(),
+                CubeCount::Static(1, 1, 1),
+                CubeDim::new_1d(256),
+                AddressType::U32,
+                read,
+                written,
+                self.buffer(1024),
+                self.buffer(1024),
+                128,
+                64,
+            )
+        };
+        cuda_source("transpose", kernel)
+    }
+
     fn few_rows(&self, kind: EpilogueKind, converts: bool) -> String {
         let shape = Shape {
             warps: 8,
@@ -281,8 +365,12 @@ fn few_rows_on_other_devices() {
     let tools = tools!("few_rows_on_other_devices");
     let kernels = Kernels::new();
     for (kind, converts, targets) in [
-        (PLAIN, true, &["sm_89", "sm_100a", "sm_120a"][..]),
-        (ALL, true, &["sm_90", "sm_121a"]),
+        (PLAIN, true, &["sm_89", "sm_100a", "sm_103a", "sm_120a"][..]),
+        (
+            ALL,
+            true,
+            &["sm_90", "sm_100a", "sm_103a", "sm_120a", "sm_121a"],
+        ),
         (PLAIN, false, &["sm_80"]),
         (ALL, false, &["sm_86"]),
     ] {
@@ -373,7 +461,7 @@ fn portable_matrix_instructions() {
             kind.out, kind.accumulate
         );
         let text = kernels.matrix(address, width, grouping, shape, packed, kind);
-        for arch in ["sm_80", "sm_89", "sm_90a", "sm_120a"] {
+        for arch in ["sm_80", "sm_89"].into_iter().chain(NAMED) {
             let sass = compile(&tools, &name, &text, arch);
             // A step of 16 takes two instructions for 16 x 16, and 32 columns are decoded at a time.
             let instructions = match shape {
@@ -382,6 +470,42 @@ fn portable_matrix_instructions() {
             };
             let found = count(&sass, "HMMA.16816.F32.BF16");
             assert_eq!(found, 2 * 2 * instructions, "{name} for {arch}");
+        }
+    }
+}
+
+/// What prepares operands, and the product of one unit for an element, on every architecture.
+#[test]
+fn kernels_around_products() {
+    let tools = tools!("kernels_around_products");
+    let kernels = Kernels::new();
+    let mut sources = vec![
+        ("decode".to_owned(), kernels.decode()),
+        ("transpose-8".to_owned(), kernels.transpose(8, 8)),
+        ("transpose-1".to_owned(), kernels.transpose(1, 1)),
+    ];
+    let whole = EpilogueKind {
+        amax: Some(OutputAmax::PerGroup),
+        ..ALL
+    };
+    for (grouping, packed, kind) in [
+        (Grouping::Dense, [true, false], ALL),
+        (Grouping::Rows, [true, true], whole),
+        (Grouping::Depth, [false, true], PLAIN),
+    ] {
+        sources.push((
+            format!("grouped-{grouping:?}-{packed:?}"),
+            kernels.grouped(grouping, packed, kind),
+        ));
+    }
+    for (name, text) in sources {
+        for arch in NAMED {
+            let sass = compile(&tools, &name, &text, arch);
+            assert_eq!(count(&sass, "HMMA"), 0, "{name} for {arch}");
+            // Vectors of eight bf16 are stored whole.
+            if matches!(name.as_str(), "decode" | "transpose-8") {
+                assert!(count(&sass, "STG.E.128") > 0, "{name} for {arch}");
+            }
         }
     }
 }

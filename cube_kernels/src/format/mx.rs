@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::{Nvfp4Error, PackedAxis};
+use crate::{Nvfp4Error, PackedAxis, format::check_extent};
 
 /// Elements that share one UE8M0 scale.
 pub const MX_BLOCK: usize = 32;
@@ -14,12 +14,37 @@ pub const MX_BLOCK: usize = 32;
 /// 32, the last block is padded with zeros. An element decodes to `e4m3(code) · 2^(scale - 127)`
 /// (specification, section 10).
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(try_from = "Parts")]
 pub struct MxPacked {
     rows: usize,
     cols: usize,
     axis: PackedAxis,
     codes: Vec<u8>,
     scales: Vec<u8>,
+}
+
+/// An [`MxPacked`] as it is read, before it is checked.
+#[derive(Deserialize)]
+#[serde(rename = "MxPacked")]
+struct Parts {
+    rows: usize,
+    cols: usize,
+    axis: PackedAxis,
+    codes: Vec<u8>,
+    scales: Vec<u8>,
+}
+
+impl TryFrom<Parts> for MxPacked {
+    type Error = Nvfp4Error;
+
+    fn try_from(parts: Parts) -> Result<Self, Nvfp4Error> {
+        Self::from_parts(
+            (parts.rows, parts.cols),
+            parts.axis,
+            parts.codes,
+            parts.scales,
+        )
+    }
 }
 
 impl MxPacked {
@@ -33,6 +58,7 @@ impl MxPacked {
         codes: Vec<u8>,
         scales: Vec<u8>,
     ) -> Result<Self, Nvfp4Error> {
+        check_extent("rows, cols", rows, cols)?;
         let (outer, inner) = axis.stored_shape(rows, cols);
         let blocks = outer * inner.div_ceil(MX_BLOCK);
         let check = |argument, found: usize, expected: usize| {
@@ -94,5 +120,31 @@ impl MxPacked {
     /// The UE8M0 scales: `[outer, blocks]`.
     pub fn scales(&self) -> &[u8] {
         &self.scales
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_wrong_part_is_named() {
+        let build = |shape, codes, scales| {
+            MxPacked::from_parts(shape, PackedAxis::Rows, vec![1; codes], vec![2; scales])
+        };
+        let good = build((40, 3), 192, 6).unwrap();
+        let text = serde_json::to_string(&good).unwrap();
+        assert_eq!(serde_json::from_str::<MxPacked>(&text).unwrap(), good);
+        for (shape, codes, scales, parts) in [
+            ((40, 3), 191, 6, ["`codes`", "found 191"]),
+            ((40, 3), 192, 5, ["`scales`", "found 5"]),
+            ((64, 1 << 62), 0, 0, ["`rows, cols`", "64 x 4611"]),
+        ] {
+            let error = build(shape, codes, scales).unwrap_err().to_string();
+            assert!(parts.iter().all(|part| error.contains(part)), "{error}");
+        }
+        let torn = text.replace("\"rows\":40", "\"rows\":400");
+        let error = serde_json::from_str::<MxPacked>(&torn).unwrap_err();
+        assert!(error.to_string().contains("`codes`"), "{error}");
     }
 }

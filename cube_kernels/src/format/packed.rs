@@ -2,7 +2,10 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::{BLOCK, BlockScaling, CopyPolicy, Hadamard, Nvfp4Error, Rounding, reference::swizzle};
+use crate::{
+    BLOCK, BlockScaling, CopyPolicy, Hadamard, Nvfp4Error, Rounding, format::check_extent,
+    reference::swizzle,
+};
 
 /// The axis of the source matrix along which blocks of 16 lie.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -120,6 +123,33 @@ impl Origin {
         self.scaling.bound()
     }
 
+    /// Fails for what no quantizer makes: stochastic rounding with four over six, and 16x16 tiles
+    /// that are rounded stochastically, transformed or scaled by stored rows, because then their two
+    /// copies are not each other's transpose.
+    fn check(&self, amax: &Amax) -> Result<(), Nvfp4Error> {
+        let is_stochastic = matches!(self.rounding, Rounding::Stochastic(_));
+        let refused = match (self.block, self.scaling) {
+            (BlockShape::OneBy16, BlockScaling::FourOverSix(_)) => is_stochastic,
+            (BlockShape::OneBy16, _) => false,
+            (BlockShape::Tile16x16, _) => {
+                is_stochastic || self.hadamard.is_some() || matches!(amax, Amax::PerOuter(_))
+            }
+        };
+        if !refused {
+            return Ok(());
+        }
+        let scope = match amax {
+            Amax::Tensor(_) => "one amax",
+            Amax::PerOuter(_) => "one amax for each stored row",
+        };
+        Err(Nvfp4Error::value(
+            "origin",
+            format!("{self:?} with {scope}"),
+            "rounding to nearest with four over six and for 16x16 tiles, which also have no transform \
+             and one amax",
+        ))
+    }
+
     /// Blocks in a stored row whose packed axis has `inner` elements: it is padded with zeros to a
     /// multiple of 16, or of the transform's size, because a transform spreads values over all of
     /// its group.
@@ -142,6 +172,7 @@ impl Origin {
 /// An element decodes to `e2m1(code) · e4m3(scale) · amax / range`, `range` being
 /// [`BlockScaling::range`], 2688 or 1536.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(try_from = "Parts")]
 pub struct PackedTensor {
     rows: usize,
     cols: usize,
@@ -153,6 +184,35 @@ pub struct PackedTensor {
     origin: Origin,
 }
 
+/// A [`PackedTensor`] as it is read, before it is checked.
+#[derive(Deserialize)]
+#[serde(rename = "PackedTensor")]
+struct Parts {
+    rows: usize,
+    cols: usize,
+    axis: PackedAxis,
+    codes: Vec<u8>,
+    scales: Vec<u8>,
+    scale_layout: ScaleLayout,
+    amax: Amax,
+    origin: Origin,
+}
+
+impl TryFrom<Parts> for PackedTensor {
+    type Error = Nvfp4Error;
+
+    fn try_from(parts: Parts) -> Result<Self, Nvfp4Error> {
+        Self::from_parts(
+            (parts.rows, parts.cols),
+            parts.axis,
+            parts.codes,
+            (parts.scale_layout, parts.scales),
+            parts.amax,
+            parts.origin,
+        )
+    }
+}
+
 impl PackedTensor {
     /// A packed tensor from its parts.
     ///
@@ -160,7 +220,9 @@ impl PackedTensor {
     /// layout or the padded number of the swizzled one, `blocks` being [`Origin::blocks`] of `inner`.
     ///
     /// # Errors
-    /// When a length does not fit the shape, or when a scale has its sign bit set.
+    /// When a length does not fit the shape, a scale has its sign bit set, a byte of the swizzled
+    /// layout's padding is not zero, an amax is negative, or `origin` is a combination that no
+    /// quantizer makes. Maxima and scales may be infinite or NaN: those survive quantization.
     pub fn from_parts(
         (rows, cols): (usize, usize),
         axis: PackedAxis,
@@ -169,6 +231,8 @@ impl PackedTensor {
         amax: Amax,
         origin: Origin,
     ) -> Result<Self, Nvfp4Error> {
+        check_extent("rows, cols", rows, cols)?;
+        origin.check(&amax)?;
         let (outer, inner) = axis.stored_shape(rows, cols);
         let blocks = origin.blocks(inner);
         let check = |argument, found: usize, expected: usize, why: &str| {
@@ -198,8 +262,20 @@ impl PackedTensor {
             scale_count,
             "one byte for each block",
         )?;
-        if let Amax::PerOuter(values) = &amax {
-            check("amax", values.len(), outer, "one value for each stored row")?;
+        let maxima = match &amax {
+            Amax::Tensor(value) => std::slice::from_ref(value),
+            Amax::PerOuter(values) => {
+                check("amax", values.len(), outer, "one value for each stored row")?;
+                values
+            }
+        };
+        let is_negative = |value: &f32| value.is_sign_negative() && !value.is_nan();
+        if let Some(position) = maxima.iter().position(is_negative) {
+            return Err(Nvfp4Error::value(
+                "amax",
+                format!("{} at {position}", maxima[position]),
+                "magnitudes, 0 or more",
+            ));
         }
         // All bits together first: that vectorises, a search does not.
         if scales.iter().fold(0, |all, scale| all | scale) & 0x80 != 0
@@ -209,6 +285,18 @@ impl PackedTensor {
                 "scales",
                 format!("byte {:#04x} at {position}", scales[position]),
                 "E4M3 bytes without a sign, 0x00 to 0x7f",
+            ));
+        }
+        if scale_layout == ScaleLayout::Swizzled128x4
+            && let Some((row, block)) = swizzle::first_unclean_padding(&scales, outer, blocks)
+        {
+            return Err(Nvfp4Error::value(
+                "scales",
+                format!(
+                    "byte {:#04x} in the padding, at row {row}, block {block}",
+                    scales[swizzle::offset(row, block, blocks)]
+                ),
+                "zeros there",
             ));
         }
         Ok(Self {
@@ -292,5 +380,139 @@ impl PackedTensor {
         };
         self.scale_layout = layout;
         self
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{ErrorNorm, RandomStream};
+
+    /// Parts of a packed tensor, and one way in which they are wrong.
+    struct Case {
+        shape: (usize, usize),
+        codes: usize,
+        layout: ScaleLayout,
+        scales: Vec<u8>,
+        amax: Amax,
+        origin: Origin,
+    }
+
+    impl Case {
+        /// 16 x 32, in order.
+        fn good() -> Self {
+            Self {
+                shape: (16, 32),
+                codes: 256,
+                layout: ScaleLayout::Compact,
+                scales: vec![0x38; 32],
+                amax: Amax::Tensor(1.0),
+                origin: Origin::one_by_16(Rounding::Nearest, None),
+            }
+        }
+
+        fn swizzled() -> Self {
+            Self {
+                layout: ScaleLayout::Swizzled128x4,
+                scales: swizzle::swizzle(&[0x38; 32], 16, 2),
+                ..Self::good()
+            }
+        }
+
+        fn build(self) -> Result<PackedTensor, Nvfp4Error> {
+            PackedTensor::from_parts(
+                self.shape,
+                PackedAxis::Cols,
+                vec![0x21; self.codes],
+                (self.layout, self.scales),
+                self.amax,
+                self.origin,
+            )
+        }
+
+        /// The same parts as a file would hold them.
+        fn read(self) -> Result<PackedTensor, String> {
+            let value = serde_json::json!({
+                "rows": self.shape.0,
+                "cols": self.shape.1,
+                "axis": PackedAxis::Cols,
+                "codes": vec![0x21; self.codes],
+                "scales": self.scales,
+                "scale_layout": self.layout,
+                "amax": self.amax,
+                "origin": self.origin,
+            });
+            serde_json::from_value(value).map_err(|error| error.to_string())
+        }
+    }
+
+    #[test]
+    fn whole_parts_are_taken_and_read_back() {
+        for case in [Case::good, Case::swizzled] {
+            let built = case().build().unwrap();
+            assert_eq!(case().read().unwrap(), built);
+            let text = serde_json::to_string(&built).unwrap();
+            assert_eq!(serde_json::from_str::<PackedTensor>(&text).unwrap(), built);
+        }
+        // What survives quantization is not refused.
+        for amax in [f32::NAN, -f32::NAN, f32::INFINITY, 0.0] {
+            let amax = Amax::Tensor(amax);
+            let case = Case {
+                amax,
+                scales: vec![0x7f; 32],
+                ..Case::good()
+            };
+            case.build().unwrap();
+        }
+    }
+
+    #[test]
+    fn every_wrong_part_is_named() {
+        let stochastic = Rounding::Stochastic(RandomStream::new(1, 2, 3));
+        let four_over_six = BlockScaling::FourOverSix(ErrorNorm::Mae);
+        let mut signed = vec![0x38; 32];
+        signed[7] = 0x81;
+        let mut unclean = Case::swizzled().scales;
+        // Row 16 is the first behind the matrix, and block 2 of row 3 lies behind its two blocks.
+        for (row, block) in [(16, 0), (3, 2)] {
+            unclean[swizzle::offset(row, block, 2)] = 1;
+        }
+        let per_row = |len| Amax::PerOuter(vec![1.0; len]);
+        let with_origin = |origin, amax| Case {
+            origin,
+            amax,
+            ..Case::good()
+        };
+        let tile = Origin::tile();
+        #[rustfmt::skip]
+        let cases: Vec<(Case, [&str; 2])> = vec![
+            (Case { codes: 255, ..Case::good() }, ["`codes`", "found 255"]),
+            (Case { scales: vec![0; 31], ..Case::good() }, ["`scales`", "found 31"]),
+            (Case { layout: ScaleLayout::Swizzled128x4, ..Case::good() }, ["`scales`", "expected 512"]),
+            (Case { scales: signed, ..Case::good() }, ["`scales`", "0x81 at 7"]),
+            (Case { scales: unclean, ..Case::swizzled() }, ["`scales`", "row 3, block 2"]),
+            (Case { amax: per_row(15), ..Case::good() }, ["`amax`", "found 15"]),
+            (Case { amax: Amax::Tensor(-1.0), ..Case::good() }, ["`amax`", "-1 at 0"]),
+            (Case { shape: (1 << 62, 64), codes: 0, ..Case::good() }, ["`rows, cols`", "4611686018427387904 x 64"]),
+            (Case { shape: (usize::MAX, usize::MAX), ..Case::good() }, ["`rows, cols`", "at most"]),
+            (with_origin(Origin { rounding: stochastic, scaling: four_over_six, ..Case::good().origin }, Amax::Tensor(1.0)),
+                ["`origin`", "FourOverSix"]),
+            (with_origin(Origin { rounding: stochastic, ..tile }, Amax::Tensor(1.0)), ["`origin`", "Stochastic"]),
+            (with_origin(Origin { hadamard: Some(Hadamard::default()), ..tile }, Amax::Tensor(1.0)), ["`origin`", "Hadamard"]),
+            (with_origin(tile, per_row(16)), ["`origin`", "each stored row"]),
+        ];
+        for (case, parts) in cases {
+            let again = Case {
+                scales: case.scales.clone(),
+                amax: case.amax.clone(),
+                ..case
+            };
+            let read = again.read().unwrap_err();
+            let built = case.build().unwrap_err().to_string();
+            for part in parts {
+                assert!(built.contains(part), "{part}: {built}");
+                assert!(read.contains(part), "{part}: {read}");
+            }
+        }
     }
 }

@@ -17,13 +17,8 @@ use super::{
 use crate::{
     BLOCK, Nvfp4Error,
     cube::codec::{decode_e2m1, decode_e4m3, load, magnitude_bits, store},
-    device::{Capabilities, FloatKind, GemmPath, Matrix, address_type},
-    ops::{
-        GroupOffsets,
-        amax::zeros,
-        groups::{check_bytes, span},
-        launch::grid,
-    },
+    device::{Capabilities, FloatKind, GemmPath, Matrix, address_type, check_memory},
+    ops::{GroupOffsets, amax::zeros, groups::span, launch::grid},
 };
 
 /// Rows of `a` in groups, each with its own `b` (an expert's forward pass and its input gradient):
@@ -170,7 +165,7 @@ fn depth_in_groups(
     for (argument, operand) in [("a", a), ("b", b)] {
         if let Scale::PerRow(amax, _) = operand.scale {
             let needed = 4 * groups.count * operand.outer();
-            check_bytes(argument, amax, needed)?;
+            check_memory(argument, amax, needed)?;
         }
     }
     let shape = (a.outer(), b.outer());
@@ -213,6 +208,7 @@ fn grouped(
             format!("a contraction of {}, that of `a`", a.inner()),
         ));
     }
+    Operand::check_same_transform(a, b)?;
     let k = a.stored();
     if let Some(bias) = bias {
         bias.check("bias")?;

@@ -152,6 +152,21 @@ impl Operand<'_> {
         }
     }
 
+    /// Fails where `a` and `b`, the sides of a product, are packed after different transforms: those do
+    /// not cancel. What is not packed does not say how it was made.
+    pub(super) fn check_same_transform(a: &Self, b: &Self) -> Result<(), Nvfp4Error> {
+        match (a.elements, b.elements) {
+            (Elements::Packed(a), Elements::Packed(b)) if a.hadamard != b.hadamard => {
+                Err(Nvfp4Error::value(
+                    "b",
+                    format!("{:?}", b.hadamard),
+                    format!("the transform of `a`, {:?}", a.hadamard),
+                ))
+            }
+            _ => Ok(()),
+        }
+    }
+
     /// Checks elements and factors against the shape, for a product of `groups` groups, or none.
     pub(super) fn check(
         &self,
@@ -662,6 +677,7 @@ fn run(
             format!("a contraction of {}, that of `a`", a.inner()),
         ));
     }
+    Operand::check_same_transform(a, b)?;
     let (m, n, k) = (a.outer(), b.outer(), a.stored());
     if let Some(bias) = bias {
         bias.check("bias")?;

@@ -4,13 +4,13 @@
 use cubecl::{prelude::*, server::Handle};
 
 use super::{
-    groups::{GroupOffsets, check_bytes, find_group, span, to_u32},
+    groups::{GroupOffsets, find_group, span, to_u32},
     launch::grid,
 };
 use crate::{
     Nvfp4Error,
     cube::codec::{load, store},
-    device::{FloatKind, Matrix, address_type, allocate, is_cpu},
+    device::{FloatKind, Matrix, address_type, allocate, check_memory, is_cpu},
 };
 
 /// Partial sums of a column: rows of a group are dealt out to them in turn.
@@ -106,7 +106,7 @@ pub fn spread_groups(
     rows: usize,
 ) -> Result<Handle, Nvfp4Error> {
     groups.check("groups")?;
-    check_bytes("values", values, groups.count * 4)?;
+    check_memory("values", values, groups.count * 4)?;
     to_u32("rows", rows)?;
     let out = allocate(client, rows * 4);
     if rows == 0 {

@@ -4,7 +4,7 @@ use cubecl::{prelude::*, server::Handle};
 
 use crate::{
     Nvfp4Error,
-    device::{allocate, is_cpu},
+    device::{allocate, check_memory, is_cpu},
 };
 
 /// GroupOffsets of consecutive rows: group `g` is rows `offsets[g]..offsets[g + 1]`.
@@ -37,7 +37,7 @@ impl GroupOffsets {
         if self.count == 0 {
             return Err(Nvfp4Error::value(argument, "no group", "at least one"));
         }
-        check_bytes(argument, &self.offsets, (self.count + 1) * 4)
+        check_memory(argument, &self.offsets, (self.count + 1) * 4)
     }
 
     pub(super) fn arg(&self) -> BufferArg {
@@ -99,22 +99,6 @@ impl GroupOffsets {
 
 /// Units of the one cube that adds group sizes.
 const UNITS: usize = 256;
-
-pub(crate) fn check_bytes(
-    argument: &'static str,
-    handle: &Handle,
-    needed: usize,
-) -> Result<(), Nvfp4Error> {
-    let found = handle.size_in_used() as usize;
-    if found >= needed {
-        return Ok(());
-    }
-    Err(Nvfp4Error::shape(
-        argument,
-        format!("{found} bytes of memory"),
-        format!("at least {needed}"),
-    ))
-}
 
 /// Offsets are 32 bits wide.
 pub(super) fn to_u32(argument: &'static str, value: usize) -> Result<u32, Nvfp4Error> {

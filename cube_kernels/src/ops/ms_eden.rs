@@ -9,7 +9,6 @@ use cubecl::{prelude::*, server::Handle};
 
 use super::{
     amax::zeros,
-    groups::check_bytes,
     launch::{buffer, tile_grid, vector_size},
     packed_source::{PackedRows, PackedSource, SourcePlan},
     tile::{Grouping, ROWS, Shape, ShapeLaunch, group_place, map_tiles, tile_from},
@@ -26,7 +25,9 @@ use crate::{
         philox::{Random, RandomLaunch},
         scale::swizzled_at,
     },
-    device::{Capabilities, DevicePacked, FloatKind, Groups, Matrix, address_type, allocate},
+    device::{
+        Capabilities, DevicePacked, FloatKind, Groups, Matrix, address_type, allocate, check_memory,
+    },
     reference::{EDEN_GROUP, EdenTarget, check_eden_hadamard, padding::padded_bound},
 };
 
@@ -256,7 +257,7 @@ pub fn ms_eden_with<'a>(
     let (source, random) = (source.into(), random.into());
     let geometry = Geometry::new(client, source, axis, hadamard, Some((&random, layout)))?;
     let maxima = source.groups().count();
-    check_bytes("amax", amax, maxima * 4)?;
+    check_memory("amax", amax, maxima * 4)?;
     if geometry.tiles == 0 {
         // Empty matrices: their amax is 0, and so is the one to decode with.
         return Ok(result(client, &source, axis, amax, layout));
@@ -420,7 +421,7 @@ impl<'a> Geometry<'a> {
         let offset = quantize.and_then(|(random, _)| random.offset.as_ref());
         let swizzled = quantize.is_some_and(|(_, layout)| layout == ScaleLayout::Swizzled128x4);
         if let Some(offset) = offset {
-            check_bytes("random", offset, 8)?;
+            check_memory("random", offset, 8)?;
         }
         let (rows, cols) = source.shape();
         let map_rows = source.groups().units(rows, ROWS);

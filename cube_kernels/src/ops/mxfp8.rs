@@ -6,7 +6,6 @@
 use cubecl::{prelude::*, server::Handle};
 
 use super::{
-    groups::check_bytes,
     launch::{grid, tile_grid, vector_size},
     packed_source::{PackedBlock, PackedRows, PackedSource, SourcePlan, scale_at},
     tile::{GroupPlace, Grouping, Shape, ShapeLaunch, group_place, in_bands, map_tiles, tile_from},
@@ -19,9 +18,10 @@ use crate::{
         ptx,
     },
     device::{
-        Capabilities, DevicePacked, FloatKind, Groups, Matrix, address_type, allocate, download,
-        is_cpu,
+        Capabilities, DevicePacked, FloatKind, Groups, Matrix, address_type, allocate,
+        check_memory, download, is_cpu, upload,
     },
+    format::check_extent,
     reference::padding::padded_bound,
 };
 
@@ -87,20 +87,17 @@ impl DeviceMx {
     }
 
     fn check(&self, argument: &'static str) -> Result<(), Nvfp4Error> {
+        check_extent(argument, self.rows, self.cols)?;
         let blocks = self.outer() * self.blocks();
-        check_bytes(argument, &self.codes, blocks * MX_BLOCK)?;
-        check_bytes(argument, &self.scales, blocks)
+        check_memory(argument, &self.codes, blocks * MX_BLOCK)?;
+        check_memory(argument, &self.scales, blocks)
     }
 
     /// Copies a host matrix to the device.
     pub fn from_host(client: &Client, packed: &MxPacked) -> Self {
-        let upload = |bytes: &[u8]| match bytes {
-            [] => allocate(client, 0),
-            _ => client.create_from_slice(bytes),
-        };
         Self {
-            codes: upload(packed.codes()),
-            scales: upload(packed.scales()),
+            codes: upload(client, packed.codes()),
+            scales: upload(client, packed.scales()),
             rows: packed.rows(),
             cols: packed.cols(),
             axis: packed.axis(),

@@ -117,7 +117,8 @@ fn launch(
             client,
             count,
             dim,
-            address_type(x.len()),
+            // The padding of swizzled scales makes them more than elements where rows are few and long.
+            address_type(x.len().max(args.out.scale_bytes())),
             words.width,
             words.arg(),
             input.producer(),

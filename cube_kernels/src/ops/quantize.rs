@@ -446,7 +446,10 @@ fn launch_tiles(
     let map = tile::map_tiles(client, shape, groups, row_tiles, plan.span(), &r.out.amax);
     let elements = (x.len())
         .max(c.out.code_blocks() * BLOCK)
-        .max(r.out.code_blocks() * BLOCK);
+        .max(r.out.code_blocks() * BLOCK)
+        // The padding of swizzled scales makes them more than elements where rows are few and long.
+        .max(c.out.scale_bytes())
+        .max(r.out.scale_bytes());
     // SAFETY: the kernel masks every access by the shapes it is given.
     unsafe {
         quantize_tiles_kernel::launch_unchecked(

@@ -7,7 +7,7 @@
 use cubecl::{prelude::*, server::Handle};
 
 use super::{
-    groups::{check_bytes, to_u32},
+    groups::to_u32,
     launch::{Words, buffer, cubes, grid, per_word},
 };
 use crate::{
@@ -16,7 +16,7 @@ use crate::{
         codec::Conversion,
         words::{pack, unpack},
     },
-    device::{FloatKind, Matrix, address_type, allocate, conversion_of, is_cpu},
+    device::{FloatKind, Matrix, address_type, allocate, check_memory, conversion_of, is_cpu},
 };
 
 /// Units that share a row of the backward's sums, where there are planes.
@@ -40,9 +40,9 @@ pub fn combine_rows(
 ) -> Result<Matrix, Nvfp4Error> {
     check_words("x", x)?;
     to_u32("rows", rows * copies)?;
-    check_bytes("places", places, rows * copies * 4)?;
+    check_memory("places", places, rows * copies * 4)?;
     if let Some(weights) = weights {
-        check_bytes("weights", weights, rows * copies * 4)?;
+        check_memory("weights", weights, rows * copies * 4)?;
     }
     let out = Matrix::empty(client, rows, x.cols, x.dtype);
     if out.is_empty() {
@@ -108,8 +108,8 @@ pub fn combine_rows_backward(
         ));
     }
     to_u32("x", slots)?;
-    check_bytes("choices", choices, slots * 4)?;
-    check_bytes("weights", weights, slots * 4)?;
+    check_memory("choices", choices, slots * 4)?;
+    check_memory("weights", weights, slots * 4)?;
     let out = Matrix::empty(client, slots, x.cols, x.dtype);
     let by_weights = allocate(client, slots * 4);
     if slots == 0 {

@@ -11,12 +11,12 @@
 use cubecl::{prelude::*, server::Handle};
 
 use super::{
-    groups::{GroupOffsets, check_bytes, find_group, span, to_u32},
+    groups::{GroupOffsets, find_group, span, to_u32},
     launch::grid,
 };
 use crate::{
     Nvfp4Error,
-    device::{address_type, allocate},
+    device::{address_type, allocate, check_memory},
     reference::swizzle::{block_group_blocks, block_group_tiles, padded_len, row_group_tiles},
 };
 
@@ -59,7 +59,7 @@ pub fn swizzle_batch(
     rows: usize,
     blocks: usize,
 ) -> Result<Handle, Nvfp4Error> {
-    check_bytes("scales", scales, batch * rows * blocks)?;
+    check_memory("scales", scales, batch * rows * blocks)?;
     let out = allocate(client, batch * padded_len(rows, blocks));
     let tiles = batch * rows.div_ceil(128);
     launch_swizzle(
@@ -84,7 +84,7 @@ pub fn unswizzle_batch(
     rows: usize,
     blocks: usize,
 ) -> Result<Handle, Nvfp4Error> {
-    check_bytes("swizzled", swizzled, batch * padded_len(rows, blocks))?;
+    check_memory("swizzled", swizzled, batch * padded_len(rows, blocks))?;
     let out = allocate(client, batch * rows * blocks);
     let tiles = batch * rows.div_ceil(128);
     launch_unswizzle(
@@ -113,7 +113,7 @@ pub fn swizzle_row_groups(
     groups: &GroupOffsets,
 ) -> Result<(Handle, GroupOffsets), Nvfp4Error> {
     groups.check("groups")?;
-    check_bytes("scales", scales, rows * blocks)?;
+    check_memory("scales", scales, rows * blocks)?;
     let tiles = row_group_tiles(rows, groups.count);
     to_u32("rows", tiles * 128)?;
     let padded = groups.rescaled(client, rows, 128, 128)?;
@@ -137,7 +137,7 @@ pub fn unswizzle_row_groups(
     groups.check("groups")?;
     let tiles = row_group_tiles(rows, groups.count);
     to_u32("rows", tiles * 128)?;
-    check_bytes("swizzled", swizzled, tiles * padded_len(1, blocks))?;
+    check_memory("swizzled", swizzled, tiles * padded_len(1, blocks))?;
     let padded = groups.rescaled(client, rows, 128, 128)?;
     let out = allocate(client, rows * blocks);
     let grouping = Some((groups, &padded));
@@ -175,7 +175,7 @@ pub fn swizzle_block_groups(
     groups: &GroupOffsets,
 ) -> Result<(Handle, GroupOffsets), Nvfp4Error> {
     let counts = BlockGroups::new(client, outer, tokens, elements, groups)?;
-    check_bytes("scales", scales, outer * counts.blocks)?;
+    check_memory("scales", scales, outer * counts.blocks)?;
     let out = allocate(client, counts.row_tiles * counts.tiles * 512);
     let items = counts.row_tiles * counts.tiles * 32;
     if items > 0 {
@@ -217,7 +217,7 @@ pub fn unswizzle_block_groups(
 ) -> Result<Handle, Nvfp4Error> {
     let counts = BlockGroups::new(client, outer, tokens, elements, groups)?;
     let tiles = counts.row_tiles * counts.tiles;
-    check_bytes("swizzled", swizzled, tiles * 512)?;
+    check_memory("swizzled", swizzled, tiles * 512)?;
     // Whole words are written.
     let items = (outer * counts.blocks).div_ceil(4);
     let out = allocate(client, items * 4);

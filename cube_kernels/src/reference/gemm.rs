@@ -115,7 +115,7 @@ fn check(
             format!("a contraction of {}, that of `a`", a.inner()),
         ));
     }
-    if a.blocks() != b.blocks() {
+    if a.origin().hadamard != b.origin().hadamard {
         return Err(Nvfp4Error::value(
             "b",
             format!("{:?}", b.origin().hadamard),

@@ -31,6 +31,19 @@ pub const fn padded_len(rows: usize, blocks: usize) -> usize {
     rows.div_ceil(128) * 128 * blocks.div_ceil(4) * 4
 }
 
+/// Row and block of the first padding byte of `swizzled` that is not zero, if there is one.
+pub(crate) fn first_unclean_padding(
+    swizzled: &[u8],
+    rows: usize,
+    blocks: usize,
+) -> Option<(usize, usize)> {
+    let padded_blocks = blocks.next_multiple_of(4);
+    let behind = |row| if row < rows { blocks } else { 0 };
+    (0..rows.next_multiple_of(128))
+        .flat_map(|row| (behind(row)..padded_blocks).map(move |block| (row, block)))
+        .find(|&(row, block)| swizzled[offset(row, block, blocks)] != 0)
+}
+
 /// Compact `[rows, blocks]` scales in the swizzled layout.
 ///
 /// # Panics
