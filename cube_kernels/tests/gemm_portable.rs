@@ -28,7 +28,7 @@ use nvfp4_kernels::{
     },
     ops::{self, GroupOffsets},
 };
-use packed::{Packed, assert_bound};
+use packed::{Packed, TE_PRODUCTS, assert_bound};
 use proptest::prelude::*;
 
 /// The client of a CUDA device, or an early return.
@@ -141,7 +141,10 @@ fn large_products_are_within_the_bound() {
         (130, 8, 65536),
         (1008, 3072, 992),
         (4096, 512, 3072),
-    ] {
+    ]
+    .into_iter()
+    .chain(TE_PRODUCTS)
+    {
         let (a, b) = (Packed::random(m, k, 1), Packed::random(n, k, 2));
         let mut kernels = vec![Kernel::Matrix];
         if m < 1000 {

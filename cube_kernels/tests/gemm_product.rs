@@ -26,7 +26,7 @@ use nvfp4_kernels::{
     },
     ops, reference,
 };
-use packed::{Packed, assert_bound, both_ways, scaled, unscaled};
+use packed::{Packed, TE_PRODUCTS, assert_bound, assert_rows_bound, both_ways, scaled, unscaled};
 use proptest::prelude::*;
 
 /// The client of a Hopper GPU, or an early return.
@@ -83,9 +83,10 @@ fn assert_same(found: &[f32], expected: &[f32], what: &str) {
 fn within_the_bound() {
     let client = client!("within_the_bound");
     let mut shapes = vec![(128, 128, 112), (112, 128, 96), (1, 8, 16), (5, 24, 48)];
-    if on_gpu(&client) {
+    let on_gpu = on_gpu(&client);
+    shapes.extend((TE_PRODUCTS.into_iter()).filter(|(m, n, k)| on_gpu || m * n * k <= 1 << 22));
+    if on_gpu {
         shapes.extend([
-            (128, 128, 128),
             (4096, 512, 3072),
             (304, 640, 304),
             (1008, 3072, 992),
@@ -112,6 +113,40 @@ fn within_the_bound() {
         let found = gemm::gemm(&client, &left, &right, None, FloatKind::F32).unwrap();
         let what = format!("{m} x {n} x {k}");
         assert_bound(&read::<f32>(&client, &found), &a, &b, &what);
+    }
+}
+
+/// More than 2^31 elements in the result, in `b` or in `a`, on every path: indices beyond 32 bits.
+#[test]
+fn beyond_two_to_the_31_elements() {
+    let client = hopper!("beyond_two_to_the_31_elements");
+    let plan = |plan| (Some(GemmPath::Hopper), Some(plan));
+    let (wide, long) = ((1 << 15) + 8, 1 << 16);
+    for (m, n, k) in [(long + 24, wide, 16), (24, wide, long), (wide, 24, long)] {
+        let (a, b) = (Packed::random(m, k, 1), Packed::random(n, k, 2));
+        let (left, right) = (a.device(&client), b.device(&client));
+        for (path, plan) in [
+            (None, None),
+            plan(Plan::Decoded(Tile::N128, 8)),
+            plan(Plan::Fused(FusedTile::ALL[0], 8)),
+            (Some(GemmPath::MatrixInstructions), None),
+            (Some(GemmPath::Scalar), None),
+        ] {
+            let what = format!("{m} x {n} x {k} by {path:?}, {plan:?}");
+            let new = Target::New(FloatKind::F32);
+            let operands = ((&left).into(), (&right).into());
+            let found = product_with(&client, path, &operands.0, &operands.1, None, new, plan);
+            let found = found.unwrap_or_else(|error| panic!("{what}: {error}"));
+            let row = |row: usize| {
+                let end = found.handle.size_in_used() - (4 * n * (row + 1)) as u64;
+                let part = found.handle.clone().offset_start((4 * n * row) as u64);
+                let bytes = client.read_one(part.offset_end(end)).unwrap();
+                bytemuck::pod_collect_to_vec(&bytes)
+            };
+            assert_rows_bound(row, &a, &b, &what);
+            drop(found);
+            client.memory_cleanup().unwrap();
+        }
     }
 }
 

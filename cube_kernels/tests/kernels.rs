@@ -521,5 +521,6 @@ proptest! {
             .collect();
         check_matrix(&client, &x, rows, cols, "arbitrary");
         check_matrix(&client, &convert::<bf16>(&x), rows, cols, "arbitrary");
+        check_matrix(&client, &convert::<f16>(&x), rows, cols, "arbitrary");
     }
 }

@@ -1,7 +1,5 @@
 //! The shapes of TransformerEngine's quantization tests, and one of more than 2^31 elements, in every
-//! policy: dense copies, tiles, per token, MXFP8, what goes back to values, and what is computed while it is
-//! read. Bands of 32 rows or columns are compared with the oracle, byte for byte: all of them in small
-//! matrices, some in large ones, which are for a GPU.
+//! policy; large ones are for a GPU.
 #![cfg(feature = "cube")]
 
 mod common;
@@ -9,22 +7,17 @@ mod common;
 mod copies;
 #[path = "common/device.rs"]
 mod device;
+#[path = "common/samples.rs"]
+mod samples;
 
-use common::{Kind, convert, values};
-use copies::{
-    COMPACT, MAE, MSE, NEAREST, STOCHASTIC, STREAM, SWIZZLED, assert_bytes, col_policies,
-    device_amax, per_token_policies, policy, row_policies, transformed,
-};
-use cubecl::{prelude::*, server::Handle};
-use device::{read_f32, upload};
-use half::bf16;
+use device::read_f32;
 use nvfp4_kernels::{
-    Amax, BlockScaling, CopyPolicy, Hadamard, HadamardSize, PackedAxis, PackedTensor, ScaleLayout,
-    device::{AmaxScope, DevicePacked, FloatKind, Groups, Matrix},
-    ops::{self, AmaxRequest, CopyRequest, DeviceMx, EdenSource, Gated, Source},
-    reference::{self, EDEN_GROUP, EdenTarget, swizzle},
+    Hadamard,
+    device::AmaxScope,
+    ops::{self, AmaxRequest},
+    reference,
 };
-use std::{borrow::Cow, ops::Range};
+use samples::{ONE, Sample};
 
 const SMALL: [(usize, usize); 7] = [
     (128, 128),
@@ -35,575 +28,62 @@ const SMALL: [(usize, usize); 7] = [
     (1024, 256),
     (256, 1024),
 ];
-const LARGE: [(usize, usize); 4] = [(1024, 2048), (2048, 2048), (8192, 8192), (14336, 16384)];
+const LARGE: [(usize, usize); 5] = [
+    (1024, 2048),
+    (2048, 1024),
+    (2048, 2048),
+    (8192, 8192),
+    (14336, 16384),
+];
 const HUGE: (usize, usize) = ((1 << 17) + 24, 16384);
 
-/// Rows or columns that are compared together: a multiple of every block, so that they are quantized alike
-/// alone.
-const BAND: usize = 32;
-const ONE: &Groups = &Groups::One;
-const AXES: [PackedAxis; 2] = [PackedAxis::Cols, PackedAxis::Rows];
-
-/// A matrix on both sides.
-struct Sample {
-    x: Vec<bf16>,
-    matrix: Matrix,
-    amax: f32,
-}
-
-impl Sample {
-    fn new(client: &Client, (rows, cols): (usize, usize)) -> Self {
-        // A period that divides no row makes every row different.
-        let period = convert::<bf16>(&values(Kind::Heavy, 1_000_003.min(rows * cols), 1));
-        let mut x = Vec::with_capacity(rows * cols);
-        while x.len() < rows * cols {
-            x.extend_from_slice(&period[..period.len().min(rows * cols - x.len())]);
+/// The client, or an early return where large matrices take too long.
+macro_rules! gpu {
+    ($test:expr) => {{
+        let client = client!($test);
+        if client.name() != "cuda" {
+            println!("SKIPPED: {}: large matrices are for a GPU", $test);
+            return;
         }
-        Self {
-            matrix: upload(client, &x, rows, cols),
-            amax: reference::amax(&period),
-            x,
-        }
-    }
-
-    fn shape(&self) -> (usize, usize) {
-        (self.matrix.rows, self.matrix.cols)
-    }
-
-    /// Bands of stored lines along `axis` that are compared.
-    fn bands(&self, axis: PackedAxis) -> Vec<Band> {
-        let (rows, cols) = self.shape();
-        let (outer, inner) = axis.stored_shape(rows, cols);
-        let count = outer.div_ceil(BAND);
-        let chosen: Vec<usize> = if rows * cols <= 1 << 19 {
-            (0..count).collect()
-        } else {
-            (0..5).map(|i| i * (count - 1) / 4).collect()
-        };
-        let band = |index: usize| {
-            let first = index * BAND;
-            let lines = BAND.min(outer - first);
-            let x = match axis {
-                PackedAxis::Cols => self.x[first * cols..][..lines * cols].to_vec(),
-                PackedAxis::Rows => (self.x.chunks_exact(cols))
-                    .flat_map(|row| row[first..first + lines].iter().copied())
-                    .collect(),
-            };
-            let (rows, cols) = axis.stored_shape(lines, inner);
-            Band {
-                axis,
-                first,
-                x,
-                rows,
-                cols,
-            }
-        };
-        chosen.into_iter().map(band).collect()
-    }
+        client
+    }};
 }
 
-/// Some stored lines of a matrix: rows, or columns.
-struct Band {
-    axis: PackedAxis,
-    /// The first of them.
-    first: usize,
-    x: Vec<bf16>,
-    rows: usize,
-    cols: usize,
-}
-
-impl Band {
-    /// Its copy by the oracle, scales compact; without `amax` each line has its own.
-    fn quantize(&self, amax: Option<f32>, policy: &CopyPolicy) -> PackedTensor {
-        let compact = CopyPolicy {
-            layout: COMPACT,
-            ..*policy
-        };
-        let (rows, cols, axis) = (self.rows, self.cols, self.axis);
-        let amax = match (amax, axis, &policy.hadamard) {
-            (Some(amax), ..) => Amax::Tensor(amax),
-            (None, PackedAxis::Cols, _) => {
-                Amax::PerOuter(reference::amax_rows(&self.x, rows, cols))
-            }
-            (None, PackedAxis::Rows, None) => {
-                Amax::PerOuter(reference::amax_cols(&self.x, rows, cols))
-            }
-            (None, PackedAxis::Rows, Some(hadamard)) => {
-                Amax::PerOuter(reference::amax_rht_cols(&self.x, rows, cols, hadamard))
-            }
-        };
-        let (_, inner) = axis.stored_shape(rows, cols);
-        let unit = (policy.hadamard).map_or(16, |hadamard| hadamard.size().elements());
-        let blocks = inner.div_ceil(unit) * (unit / 16);
-        let first = (self.first * blocks) as u64;
-        reference::quantize(&self.x, rows, cols, axis, &amax, &compact, first).unwrap()
-    }
-}
-
-/// Device memory of which parts are read: all at once, if it is little.
-struct Memory<'a> {
-    client: &'a Client,
-    handle: &'a Handle,
-    all: Option<Vec<u8>>,
-}
-
-impl<'a> Memory<'a> {
-    fn new(client: &'a Client, handle: &'a Handle) -> Self {
-        let all = (handle.size_in_used() < 1 << 25).then(|| copies::read(client, handle));
-        Self {
-            client,
-            handle,
-            all,
-        }
-    }
-
-    fn get(&self, range: Range<usize>) -> Cow<'_, [u8]> {
-        match &self.all {
-            Some(all) => Cow::Borrowed(&all[range]),
-            None => {
-                let end = self.handle.size_in_used() - range.end as u64;
-                let part = self.handle.clone().offset_start(range.start as u64);
-                Cow::Owned(copies::read(self.client, &part.offset_end(end)))
+/// A test of each of the `check`s at each of `shapes`.
+macro_rules! shape_tests {
+    ($($test:ident, $large:ident: $check:ident;)*) => {$(
+        #[test]
+        fn $test() {
+            let client = client!(stringify!($test));
+            for shape in SMALL {
+                samples::$check(&client, &Sample::new(&client, shape));
             }
         }
-    }
-}
 
-/// The stored lines of `found` from `first` on are those of `expected`, whose scales are compact.
-fn assert_lines(
-    client: &Client,
-    found: &DevicePacked,
-    first: usize,
-    expected: &PackedTensor,
-    what: &str,
-) {
-    let blocks = expected.blocks();
-    assert_eq!(found.blocks(), blocks, "{what}");
-    let lines = first..first + expected.outer();
-    let what = format!("{what}, lines from {first}");
-    let codes = Memory::new(client, &found.codes);
-    let range = lines.start * blocks * 8..lines.end * blocks * 8;
-    assert_bytes(
-        &codes.get(range),
-        expected.codes(),
-        &format!("{what}: codes"),
-    );
-    let scales = Memory::new(client, &found.scales);
-    let place = |line, block| match found.layout {
-        ScaleLayout::Compact => line * blocks + block,
-        ScaleLayout::Swizzled128x4 => swizzle::offset(line, block, blocks),
-    };
-    // Both layouts keep bands of rows of 128x4 tiles together.
-    let start = place(lines.start / 128 * 128, 0);
-    let end = match found.layout {
-        ScaleLayout::Compact => lines.end * blocks,
-        ScaleLayout::Swizzled128x4 => start + swizzle::padded_len(128, blocks),
-    };
-    let bytes = scales.get(start..end);
-    let scales: Vec<u8> = lines
-        .flat_map(|line| (0..blocks).map(move |block| (line, block)))
-        .map(|(line, block)| bytes[place(line, block) - start])
-        .collect();
-    assert_bytes(&scales, expected.scales(), &format!("{what}: scales"));
-}
-
-/// Rows of a matrix from `first` on.
-fn assert_rows(client: &Client, found: &Matrix, first: usize, expected: &[bf16], what: &str) {
-    assert_eq!(found.dtype, FloatKind::Bf16);
-    let memory = Memory::new(client, &found.handle);
-    let start = first * found.cols * 2;
-    let bytes = memory.get(start..start + expected.len() * 2);
-    let expected = bytemuck::cast_slice(expected);
-    assert_bytes(&bytes, expected, &format!("{what}, rows from {first}"));
-}
-
-/// What a copy along `axis` is made with: an amax for all of it, or one for each line.
-struct Request {
-    axis: PackedAxis,
-    policy: CopyPolicy,
-    scope: AmaxScope,
-    given: Option<f32>,
-    amax: Handle,
-}
-
-impl Request {
-    fn new(
-        client: &Client,
-        sample: &Sample,
-        axis: PackedAxis,
-        copy: (CopyPolicy, AmaxScope),
-    ) -> Self {
-        let (policy, scope) = copy;
-        let given = match scope {
-            // What is transformed has another maximum; any will do.
-            AmaxScope::Group if policy.hadamard.is_some() => Some(2.0 * sample.amax),
-            AmaxScope::Group => Some(sample.amax),
-            AmaxScope::Outer => None,
-        };
-        let amax = match given {
-            Some(amax) => device_amax(client, &[Amax::Tensor(amax)]),
-            None => {
-                let request = AmaxRequest::along(axis, scope, policy.hadamard);
-                let found = ops::amaxes(client, &sample.matrix, ONE, &request).unwrap();
-                found.rows.or(found.cols).unwrap()
-            }
-        };
-        Self {
-            axis,
-            policy,
-            scope,
-            given,
-            amax,
-        }
-    }
-
-    fn copy(&self) -> CopyRequest<'_> {
-        CopyRequest {
-            amax: &self.amax,
-            scope: self.scope,
-            copy: self.policy.into(),
-        }
-    }
-
-    fn compare(&self, client: &Client, sample: &Sample, found: &DevicePacked) {
-        let what = format!(
-            "{:?} {:?} {:?} {:?}",
-            sample.shape(),
-            self.axis,
-            self.scope,
-            self.policy
-        );
-        for band in sample.bands(self.axis) {
-            let expected = band.quantize(self.given, &self.policy);
-            assert_lines(client, found, band.first, &expected, &what);
-        }
-    }
-}
-
-/// Blocks along rows and columns, in one read where both are made.
-fn blocks(client: &Client, sample: &Sample) {
-    let training = (
-        (CopyPolicy::new(NEAREST), AmaxScope::Group),
-        (transformed(HadamardSize::H16, STOCHASTIC), AmaxScope::Group),
-    );
-    let pairs = row_policies().into_iter().zip(col_policies());
-    for (row, col) in pairs.chain([training]) {
-        let row = Request::new(client, sample, PackedAxis::Cols, row);
-        let col = Request::new(client, sample, PackedAxis::Rows, col);
-        let found =
-            ops::quantize_both(client, &sample.matrix, ONE, &row.copy(), &col.copy()).unwrap();
-        row.compare(client, sample, &found.0);
-        col.compare(client, sample, &found.1);
-    }
-    let rows = [STOCHASTIC, NEAREST].map(|rounding| {
-        let copy = (CopyPolicy::new(rounding), AmaxScope::Group);
-        Request::new(client, sample, PackedAxis::Cols, copy)
-    });
-    let cols = (col_policies().into_iter().skip(row_policies().len()))
-        .map(|col| Request::new(client, sample, PackedAxis::Rows, col));
-    for request in rows.into_iter().chain(cols) {
-        let copy = request.copy();
-        let found = ops::quantize(client, &sample.matrix, ONE, request.axis, &copy).unwrap();
-        request.compare(client, sample, &found);
-    }
-}
-
-fn tiles(client: &Client, sample: &Sample) {
-    let amax = Amax::Tensor(sample.amax);
-    let handle = device_amax(client, std::slice::from_ref(&amax));
-    for scaling in [BlockScaling::Standard, BlockScaling::Headroom, MAE, MSE] {
-        let layouts = [COMPACT, SWIZZLED];
-        let found = ops::quantize_tile_with(client, &sample.matrix, ONE, &handle, scaling, layouts);
-        let (row, col) = found.unwrap();
-        let what = format!("{:?} tiles {scaling:?}", sample.shape());
-        for (axis, found) in AXES.into_iter().zip([row, col]) {
-            for band in sample.bands(axis) {
-                let (rows, cols) = (band.rows, band.cols);
-                let copies =
-                    reference::quantize_tile(&band.x, rows, cols, &amax, scaling, [COMPACT; 2]);
-                let (row, col) = copies.unwrap();
-                let expected = match axis {
-                    PackedAxis::Cols => row,
-                    PackedAxis::Rows => col,
-                };
-                assert_lines(client, &found, band.first, &expected, &what);
+        #[test]
+        fn $large() {
+            let client = gpu!(stringify!($large));
+            for shape in LARGE {
+                samples::$check(&client, &Sample::new(&client, shape));
             }
         }
-    }
+    )*};
 }
 
-fn per_token(client: &Client, sample: &Sample) {
-    let x = &sample.matrix;
-    let compare = |axis, policy: CopyPolicy, found: &DevicePacked| {
-        for band in sample.bands(axis) {
-            let expected = band.quantize(None, &policy);
-            let what = format!("{:?} per token {axis:?} {policy:?}", sample.shape());
-            assert_lines(client, found, band.first, &expected, &what);
-            let Amax::PerOuter(maxima) = expected.amax() else {
-                unreachable!()
-            };
-            let maxima: &[u8] = bytemuck::cast_slice(maxima);
-            let start = band.first * 4;
-            let found = Memory::new(client, &found.amax);
-            assert_bytes(&found.get(start..start + maxima.len()), maxima, &what);
-        }
-    };
-    for policy in per_token_policies() {
-        let found = ops::quantize_per_token(client, x, &policy.into()).unwrap();
-        compare(PackedAxis::Cols, policy, &found);
-    }
-    let row = policy(STOCHASTIC, BlockScaling::Standard, COMPACT);
-    for col in [
-        policy(NEAREST, MAE, COMPACT),
-        transformed(HadamardSize::H16, STOCHASTIC),
-    ] {
-        let copies =
-            ops::quantize_per_token_both(client, x, ONE, &row.into(), &col.into()).unwrap();
-        compare(PackedAxis::Cols, row, &copies.0);
-        compare(PackedAxis::Rows, col, &copies.1);
-    }
-}
-
-/// MXFP8 along both axes, from values and from NVFP4 along both, and all of them back to values.
-fn mxfp8(client: &Client, sample: &Sample) {
-    let assert_mx = |found: &DeviceMx, band: &Band, x: &[bf16], what: &str| {
-        let expected = reference::mx_quantize(x, band.rows, band.cols, band.axis).unwrap();
-        let (first, blocks) = (band.first, expected.blocks());
-        let what = format!(
-            "{:?} {what} to MXFP8 {:?} from {first}",
-            sample.shape(),
-            band.axis
-        );
-        for (found, expected, size) in [
-            (&found.codes, expected.codes(), blocks * 32),
-            (&found.scales, expected.scales(), blocks),
-        ] {
-            let start = first * size;
-            let found = Memory::new(client, found);
-            assert_bytes(&found.get(start..start + expected.len()), expected, &what);
-        }
-    };
-    for axis in AXES {
-        let found = ops::mx_quantize(client, &sample.matrix, axis).unwrap();
-        for band in sample.bands(axis) {
-            assert_mx(&found, &band, &band.x, "values");
-        }
-        let back = ops::mx_dequantize(client, &found, FloatKind::Bf16).unwrap();
-        for band in sample.bands(PackedAxis::Cols) {
-            let packed = reference::mx_quantize(&band.x, band.rows, band.cols, axis).unwrap();
-            let expected = convert::<bf16>(&reference::mx_dequantize(&packed));
-            let what = format!("{:?} from MXFP8 {axis:?}", sample.shape());
-            assert_rows(client, &back, band.first, &expected, &what);
-        }
-    }
-    let amax = Amax::Tensor(sample.amax);
-    let plain = CopyPolicy::new(NEAREST);
-    for from in AXES {
-        let request = Request::new(client, sample, from, (plain, AmaxScope::Group));
-        let packed = ops::quantize(client, &sample.matrix, ONE, from, &request.copy()).unwrap();
-        let values = |band: &Band| {
-            let (rows, cols) = (band.rows, band.cols);
-            let packed = reference::quantize(&band.x, rows, cols, from, &amax, &plain, 0).unwrap();
-            convert::<bf16>(&reference::dequantize(&packed))
-        };
-        for to in AXES {
-            let found = ops::mx_requantize(client, &packed, to, FloatKind::Bf16).unwrap();
-            for band in sample.bands(to) {
-                assert_mx(&found, &band, &values(&band), &format!("NVFP4 {from:?}"));
-            }
-        }
-        let back = ops::dequantize(client, &packed, FloatKind::Bf16).unwrap();
-        for band in sample.bands(PackedAxis::Cols) {
-            let what = format!("{:?} from NVFP4 {from:?}", sample.shape());
-            assert_rows(client, &back, band.first, &values(&band), &what);
-        }
-    }
-}
-
-/// MS-EDEN along both axes, of values and of NVFP4, with any amax; the maxima of small matrices.
-fn ms_eden(client: &Client, sample: &Sample) {
-    let (rows, cols) = sample.shape();
-    let hadamard = Hadamard::seeded_with_size(HadamardSize::H128, 5);
-    let target = EdenTarget::Backward;
-    let plain = CopyPolicy::new(NEAREST);
-    let axis = PackedAxis::Cols;
-    let request = Request::new(client, sample, axis, (plain, AmaxScope::Group));
-    let packed = ops::quantize(client, &sample.matrix, ONE, axis, &request.copy()).unwrap();
-    let dequantized = |x: &[bf16], rows: usize, cols: usize| {
-        let amax = Amax::Tensor(sample.amax);
-        let packed = reference::quantize_row(x, rows, cols, &amax, &NEAREST).unwrap();
-        reference::dequantize(&packed)
-    };
-    let given = 2.0 * sample.amax;
-    let handle = device_amax(client, &[Amax::Tensor(given)]);
-    for (axis, of_packed) in AXES
-        .into_iter()
-        .flat_map(|axis| [(axis, false), (axis, true)])
-    {
-        let what = format!("{rows}x{cols} MS-EDEN {axis:?}, packed: {of_packed}");
-        let values = |x: &[bf16], rows, cols| match of_packed {
-            true => dequantized(x, rows, cols),
-            false => x.iter().map(|value| value.to_f32()).collect(),
-        };
-        let source: EdenSource<'_> = match of_packed {
-            true => (&packed).into(),
-            false => (&sample.matrix).into(),
-        };
-        let amax = ops::ms_eden_amax(client, source, axis, &hadamard).unwrap();
-        if rows * cols <= 1 << 22 {
-            let x = values(&sample.x, rows, cols);
-            let expected = reference::ms_eden_amax(&x, rows, cols, axis, &hadamard).unwrap();
-            assert_eq!(read_f32(client, &amax), expected, "{what}");
-        }
-        let found = ops::ms_eden(client, source, axis, &handle, &hadamard, target, STREAM).unwrap();
-        for band in sample.bands(axis) {
-            let (rows, cols) = (band.rows, band.cols);
-            let groups = axis.stored_shape(rows, cols).1.div_ceil(EDEN_GROUP);
-            let x = values(&band.x, rows, cols);
-            let first = (band.first * groups) as u64;
-            let expected = reference::ms_eden_at(
-                &x, rows, cols, axis, given, &hadamard, target, &STREAM, first,
-            )
-            .unwrap();
-            assert_lines(client, &found, band.first, &expected, &what);
-            let amax = Amax::Tensor(read_f32(client, &found.amax));
-            assert_eq!(&amax, expected.amax(), "{what}");
-        }
-    }
-}
-
-/// What is computed while its inputs are read: written, quantized per token, and in both copies. The
-/// matrix is the input of RMS normalisation, and gate and up of SwiGLU side by side.
-fn producers(client: &Client, sample: &Sample) {
-    let (_, cols) = sample.shape();
-    let (width, epsilon) = (cols / 2, 1e-6);
-    if !width.is_multiple_of(16) {
-        return;
-    }
-    let x = &sample.matrix;
-    let gain = values(Kind::Normal, cols, 3);
-    let gain_handle = client.create_from_slice(bytemuck::cast_slice(&gain));
-    let rstd = ops::rms_norm_rstd(client, x, epsilon).unwrap();
-    let grad = Matrix {
-        cols: width,
-        ..x.clone()
-    };
-    let norm = Source::RmsNorm {
-        x,
-        rstd: &rstd,
-        gain: &gain_handle,
-    };
-    let gated = Gated::SideBySide(x);
-    let backward = Source::SwiGluBackward {
-        grad: &grad,
-        inputs: gated,
-    };
-    let amax = 3.0 * sample.amax;
-    let policy = CopyPolicy::new(STOCHASTIC);
-    for (name, source, cols) in [
-        ("RMSNorm", norm, cols),
-        ("SwiGLU", Source::SwiGlu(gated), width),
-        ("SwiGLU backward", backward, cols),
-    ] {
-        let what = format!("{:?} {name}", sample.shape());
-        let written = ops::produce(client, source).unwrap();
-        let handle = device_amax(client, &[Amax::Tensor(amax)]);
-        let request = CopyRequest {
-            amax: &handle,
-            scope: AmaxScope::Group,
-            copy: policy.into(),
-        };
-        let (row, _) = ops::quantize_both(client, source, ONE, &request, &request).unwrap();
-        let per_token = ops::quantize_per_token(client, source, &policy.into()).unwrap();
-        for band in sample.bands(PackedAxis::Cols) {
-            let first = band.first;
-            let produced = match name {
-                "RMSNorm" => {
-                    let rstd = reference::rms_norm_rstd(&band.x, band.rows, band.cols, epsilon);
-                    reference::rms_norm(&band.x, &rstd, &gain)
-                }
-                "SwiGLU" => reference::swiglu(&band.x, band.rows, width),
-                _ => {
-                    let grad = &sample.x[first * width..][..band.rows * width];
-                    reference::swiglu_backward(grad, &band.x, band.rows, width)
-                }
-            };
-            assert_rows(client, &written, first, &produced, &what);
-            let produced = Band {
-                x: produced,
-                cols,
-                ..band
-            };
-            let expected = produced.quantize(Some(amax), &policy);
-            assert_lines(client, &row, first, &expected, &format!("{what}: row"));
-            let expected = produced.quantize(None, &policy);
-            assert_lines(
-                client,
-                &per_token,
-                first,
-                &expected,
-                &format!("{what} per token"),
-            );
-        }
-    }
-}
-
-/// `check` at all shapes that the device is for.
-fn at_all_shapes(test: &str, check: fn(&Client, &Sample)) {
-    let Some(client) = device::client(test) else {
-        return;
-    };
-    for shape in SMALL {
-        check(&client, &Sample::new(&client, shape));
-    }
-    if client.name() != "cuda" {
-        println!("SKIPPED: {test} at {LARGE:?}: for a GPU");
-        return;
-    }
-    for shape in LARGE {
-        check(&client, &Sample::new(&client, shape));
-    }
-}
-
-#[test]
-fn shapes_of_blocks() {
-    at_all_shapes("shapes_of_blocks", blocks);
-}
-
-#[test]
-fn shapes_of_tiles() {
-    at_all_shapes("shapes_of_tiles", tiles);
-}
-
-#[test]
-fn shapes_per_token() {
-    at_all_shapes("shapes_per_token", per_token);
-}
-
-#[test]
-fn shapes_of_mxfp8_and_values() {
-    at_all_shapes("shapes_of_mxfp8_and_values", mxfp8);
-}
-
-#[test]
-fn shapes_of_ms_eden() {
-    at_all_shapes("shapes_of_ms_eden", ms_eden);
-}
-
-#[test]
-fn shapes_of_producers() {
-    at_all_shapes("shapes_of_producers", producers);
+shape_tests! {
+    shapes_of_blocks, large_shapes_of_blocks: blocks;
+    shapes_of_tiles, large_shapes_of_tiles: tiles;
+    shapes_per_token, large_shapes_per_token: per_token;
+    shapes_of_mxfp8_and_values, large_shapes_of_mxfp8_and_values: mxfp8;
+    shapes_of_ms_eden, large_shapes_of_ms_eden: ms_eden;
+    shapes_of_producers, large_shapes_of_producers: producers;
 }
 
 /// The maxima of a large matrix, of each row and column and of all.
 #[test]
 fn maxima_of_a_large_matrix() {
-    let client = client!("maxima_of_a_large_matrix");
-    if client.name() != "cuda" {
-        println!("SKIPPED: maxima_of_a_large_matrix: for a GPU");
-        return;
-    }
-    let sample = Sample::new(&client, LARGE[2]);
+    let client = gpu!("maxima_of_a_large_matrix");
+    let sample = Sample::new(&client, (8192, 8192));
     let (rows, cols) = sample.shape();
     let hadamard = Hadamard::default();
     let request = AmaxRequest {
@@ -622,13 +102,9 @@ fn maxima_of_a_large_matrix() {
 /// One pass of every kind over more than 2^31 elements: indices beyond 32 bits.
 #[test]
 fn beyond_two_to_the_31_elements() {
-    let client = client!("beyond_two_to_the_31_elements");
-    if client.name() != "cuda" {
-        println!("SKIPPED: beyond_two_to_the_31_elements: needs 20 GB of GPU memory");
-        return;
-    }
+    let client = gpu!("beyond_two_to_the_31_elements");
     let sample = Sample::new(&client, HUGE);
-    for check in [blocks, tiles, per_token, mxfp8, ms_eden, producers] {
+    for check in samples::CHECKS {
         check(&client, &sample);
         client.memory_cleanup().unwrap();
     }

@@ -23,7 +23,8 @@ fn codes(packed: &nvfp4_kernels::PackedTensor) -> Vec<u8> {
 }
 
 /// The mean of `n` draws differs from the value by no more than the truncation of eight bits (1/256
-/// of a step, downward in magnitude) and six standard errors, wherever the value does not clip.
+/// of a step, downward in magnitude) and six standard errors, wherever the value does not clip; and so
+/// does the mean over all elements, whose standard error is a hundredth of one element's.
 #[test]
 fn unbiased_within_its_law() {
     let x = values(Kind::Normal, ROWS * COLS, 1);
@@ -35,6 +36,8 @@ fn unbiased_within_its_law() {
         .collect();
     let scales = draw(&x, RandomStream::new(5, 0, 0));
     let mut checked = 0;
+    // How far means lie outside their values, in steps: away from zero, or upward.
+    let (mut outward, mut upward) = (0f64, 0f64);
     for i in 0..x.len() {
         let multiplier = reference::encode_multiplier(scales.scales()[i / 16], &global);
         let y = x[i] * multiplier;
@@ -59,11 +62,21 @@ fn unbiased_within_its_law() {
             (mean - y).abs() <= step / 256.0 + 6.0 * standard_error,
             "element {i}: {y} became {mean}"
         );
+        let off = ((mean - y) / step) as f64;
+        upward += off;
+        outward += off * y.signum() as f64;
         for codes in &draws {
             assert!((e2m1::decode(codes[i]) - y).abs() < step + 1e-6);
         }
     }
     assert!(checked > x.len() * 9 / 10);
+    let (outward, upward) = (outward / checked as f64, upward / checked as f64);
+    let noise = 6.0 * 0.5 / ((n as usize * checked) as f64).sqrt();
+    assert!(
+        (-1.0 / 256.0 - noise..noise).contains(&outward),
+        "{outward}, noise {noise}"
+    );
+    assert!(upward.abs() < noise, "{upward}, noise {noise}");
 }
 
 #[test]

@@ -2,9 +2,10 @@
 
 use cubecl::{prelude::*, server::Handle};
 
+use super::launch::units;
 use crate::{
     Nvfp4Error,
-    device::{allocate, check_memory, is_cpu},
+    device::{allocate, check_memory},
 };
 
 /// GroupOffsets of consecutive rows: group `g` is rows `offsets[g]..offsets[g + 1]`.
@@ -73,7 +74,7 @@ impl GroupOffsets {
         scale: usize,
     ) -> Result<Self, Nvfp4Error> {
         let out = allocate(client, (self.count + 1) * 4);
-        let units = if is_cpu(client) { 1 } else { UNITS };
+        let units = units(client);
         let rescaled = Self {
             offsets: out,
             count: self.count,
@@ -96,9 +97,6 @@ impl GroupOffsets {
         Ok(rescaled)
     }
 }
-
-/// Units of the one cube that adds group sizes.
-const UNITS: usize = 256;
 
 /// Offsets are 32 bits wide.
 pub(super) fn to_u32(argument: &'static str, value: usize) -> Result<u32, Nvfp4Error> {

@@ -1,5 +1,7 @@
 //! What the launches share: geometry, words, random arguments.
 
+use std::sync::atomic::{AtomicUsize, Ordering};
+
 use cubecl::{prelude::*, server::Handle};
 
 use super::tile::BAND;
@@ -14,7 +16,28 @@ use crate::{
 };
 
 /// Units of a cube on a GPU.
-pub(crate) const UNITS: usize = 256;
+const UNITS: usize = 256;
+
+/// Set by [`set_units`]; 0 leaves the choice to the device.
+static ASKED_UNITS: AtomicUsize = AtomicUsize::new(0);
+
+/// From now on the kernels of [`ops`](crate::ops) run with this many units in a cube, or as many as the
+/// device is given otherwise for 0. On a GPU it is a multiple of 32, at most 256. For tests, in a process of
+/// their own: no result depends on it.
+#[doc(hidden)]
+pub fn set_units(units: usize) {
+    ASKED_UNITS.store(units, Ordering::Relaxed);
+}
+
+/// Units of a cube: one on the CPU, where barriers between more of them than cores are thousands of times
+/// slower.
+pub(crate) fn units(client: &Client) -> usize {
+    match ASKED_UNITS.load(Ordering::Relaxed) {
+        0 if is_cpu(client) => 1,
+        0 => UNITS,
+        asked => asked,
+    }
+}
 
 /// Cubes of 256 units that stay on a multiprocessor together, where 32 registers a unit suffice.
 const RESIDENT_CUBES: usize = 8;
@@ -38,8 +61,7 @@ pub(crate) fn resident_grid(client: &Client, items: usize) -> (CubeCount, CubeDi
 }
 
 fn strided(client: &Client, items: usize, per_multiprocessor: usize) -> (CubeCount, CubeDim) {
-    let units = if is_cpu(client) { 1 } else { UNITS };
-    spread(client, items.div_ceil(units), per_multiprocessor)
+    spread(client, items.div_ceil(units(client)), per_multiprocessor)
 }
 
 /// Cubes and units for `items` pieces of work that a whole cube shares.
@@ -55,17 +77,15 @@ pub(crate) fn tile_grid(client: &Client, tiles: usize) -> (CubeCount, CubeDim) {
 
 fn spread(client: &Client, items: usize, per_multiprocessor: usize) -> (CubeCount, CubeDim) {
     let hardware = &client.properties().hardware;
-    let (units, most) = if is_cpu(client) {
-        // One unit a cube, since barriers between more units than cores are thousands of times slower, and as
-        // many cubes as cores have any use for: each costs a call.
-        (1, 4 * hardware.num_cpu_cores.unwrap_or(1) as usize)
+    let most = if is_cpu(client) {
+        // As many cubes as cores have any use for: each costs a call.
+        4 * hardware.num_cpu_cores.unwrap_or(1) as usize
     } else {
-        let multiprocessors = hardware.num_streaming_multiprocessors.unwrap_or(128) as usize;
-        (UNITS, per_multiprocessor * multiprocessors)
+        per_multiprocessor * hardware.num_streaming_multiprocessors.unwrap_or(128) as usize
     };
     (
         CubeCount::Static(items.clamp(1, most) as u32, 1, 1),
-        CubeDim::new_1d(units as u32),
+        CubeDim::new_1d(units(client) as u32),
     )
 }
 
@@ -107,15 +127,15 @@ pub(crate) fn tile_runs(
     row_tiles: usize,
     tile_cols: usize,
 ) -> (CubeCount, CubeDim) {
-    let (units, along) = if is_cpu(client) {
-        (1, 1)
+    let along = if is_cpu(client) {
+        1
     } else {
-        (UNITS, tile_cols.div_ceil(TILES_PER_CUBE))
+        tile_cols.div_ceil(TILES_PER_CUBE)
     };
     let (y, z) = two_axes(row_tiles);
     (
         CubeCount::Static(along as u32, y, z),
-        CubeDim::new_1d(units as u32),
+        CubeDim::new_1d(units(client) as u32),
     )
 }
 
@@ -135,11 +155,10 @@ pub(crate) fn tile_bands(
     row_tiles: usize,
     tile_cols: usize,
 ) -> (CubeCount, CubeDim) {
-    let units = if is_cpu(client) { 1 } else { UNITS };
     let (y, z) = two_axes(row_tiles.div_ceil(BAND));
     (
         CubeCount::Static((tile_cols * BAND) as u32, y, z),
-        CubeDim::new_1d(units as u32),
+        CubeDim::new_1d(units(client) as u32),
     )
 }
 

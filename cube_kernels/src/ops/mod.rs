@@ -74,7 +74,7 @@ pub mod kernels {
         dequantize::{dequantize_col_pairs_kernel, dequantize_cols_kernel, dequantize_rows_kernel},
         group_rows::{clear_rest_kernel, group_sums_kernel, spread_groups_kernel},
         groups::rescale_kernel,
-        launch::CopyPlan,
+        launch::{CopyPlan, set_units},
         ms_eden::{
             EdenPolicy, ms_eden_amax_kernel, ms_eden_amax_packed_kernel, ms_eden_kernel,
             ms_eden_packed_kernel,

@@ -8,14 +8,18 @@ use nvfp4_kernels::{
     Amax, PackedTensor,
     cube::codec::emulate_e2m1_instructions,
     device::{DevicePacked, FloatKind, Groups, Matrix},
+    ops::kernels::set_units,
 };
 
 /// The device that `NVFP4_TEST_DEVICE` names (`cpu`, the default, or `cuda`), or `None` (after saying
 /// so) where it cannot be had. With `NVFP4_TEST_EMULATED` its kernels are those of Blackwell, the
-/// instructions for E2M1 emulated.
+/// instructions for E2M1 emulated; `NVFP4_TEST_UNITS` is a number of units for each cube.
 pub fn client(test: &str) -> Option<Client> {
     if std::env::var_os("NVFP4_TEST_EMULATED").is_some() {
         emulate_e2m1_instructions();
+    }
+    if let Ok(units) = std::env::var("NVFP4_TEST_UNITS") {
+        set_units(units.parse().expect("NVFP4_TEST_UNITS is a number"));
     }
     match std::env::var("NVFP4_TEST_DEVICE").as_deref() {
         #[cfg(feature = "cuda")]

@@ -153,9 +153,29 @@ fn sample(len: usize, random: &mut Generator) -> Vec<usize> {
     rows
 }
 
+/// The shapes of TransformerEngine's products of packed operands, as `(m, n, k)`.
+pub const TE_PRODUCTS: [(usize, usize, usize); 11] = [
+    (128, 128, 128),
+    (256, 256, 128),
+    (256, 256, 256),
+    (256, 256, 1024),
+    (1024, 1024, 1024),
+    (4096, 3072, 512),
+    (112, 96, 128),
+    (304, 304, 640),
+    (1008, 992, 3072),
+    (256, 256, 64),
+    (128, 112, 128),
+];
+
 /// `found`, the product of `a` and `b`, within the bound of f32 accumulation in any order,
 /// `2 (k + 2) eps · alpha · Σ |a b|`, at sampled rows and columns.
 pub fn assert_bound(found: &[f32], a: &Packed, b: &Packed, what: &str) {
+    assert_rows_bound(|row| found[row * b.rows..][..b.rows].to_vec(), a, b, what);
+}
+
+/// The same for a product of which `found` gives a row.
+pub fn assert_rows_bound(found: impl Fn(usize) -> Vec<f32>, a: &Packed, b: &Packed, what: &str) {
     let mut random = Generator::new(99);
     let (rows, cols) = (sample(a.rows, &mut random), sample(b.rows, &mut random));
     let (left, right) = (a.host(&rows), b.host(&cols));
@@ -167,11 +187,12 @@ pub fn assert_bound(found: &[f32], a: &Packed, b: &Packed, what: &str) {
     let k = a.blocks * 16;
     let alpha = reference::alpha(a.amax, b.amax) as f64;
     for (i, &row) in rows.iter().enumerate() {
+        let found = found(row);
         for (j, &col) in cols.iter().enumerate() {
             let terms = left[i * k..][..k].iter().zip(&right[j * k..][..k]);
             let magnitude: f64 = terms.map(|(a, b)| (a * b).abs() as f64).sum();
             let bound = 2.0 * (k as f64 + 2.0) * f32::EPSILON as f64 * alpha * magnitude;
-            let (found, expected) = (found[row * b.rows + col], expected[i * cols.len() + j]);
+            let (found, expected) = (found[col], expected[i * cols.len() + j]);
             assert!(
                 (found as f64 - expected).abs() <= bound,
                 "{what}: ({row}, {col}): {found} instead of {expected}, bound {bound:e}"
