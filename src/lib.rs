@@ -1,4 +1,4 @@
-//! NVFP4 training and inference for [Burn](burn) models.
+//! NVFP4 training for [Burn](burn) models.
 //!
 //! NVFP4 stores a tensor in 4-bit floating-point numbers with an 8-bit scale for each block of 16 and
 //! one global scale. This crate trains with it: the products of linear layers, forward and backward,
@@ -39,9 +39,10 @@ pub use nvfp4_kernels as kernels;
 
 pub mod lm;
 
-/// The examples of the documents compile and run.
+/// The examples of the documents compile and run: those of the decorator with a Cube device alone.
 #[cfg(all(doctest, feature = "flex"))]
 mod documents {
+    #[cfg(any(feature = "cpu", feature = "cuda"))]
     #[doc = include_str!("../README.md")]
     struct Readme;
     #[doc = include_str!("../docs/recipes.md")]

@@ -3,7 +3,7 @@
 //! All stages run even when one fails, so that one run tells everything. The last line is the one
 //! of `cargo xtask test`; that of the tests with burn-train stands before it.
 
-use std::ffi::OsString;
+use std::ffi::{OsStr, OsString};
 use std::fs;
 use std::io::{self, BufRead, BufReader, Write};
 use std::path::PathBuf;
@@ -13,7 +13,8 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail, ensure};
 
 use crate::counts::is_counts_line;
-use crate::test::{FEATURES, TRAIN_TESTS};
+use crate::test::FEATURES;
+use crate::workspace::TRAIN_TESTS;
 use crate::{licenses, workspace};
 
 /// The version that `deny.toml` was written for; another one on PATH is used as it is.
@@ -79,10 +80,30 @@ pub fn run() -> Result<ExitCode> {
             "warnings",
         ])
     });
+    // What the workspace's features leave out: that of burn-train.
+    stage("clippy, with burn-train", &mut || {
+        cargo(&[
+            "clippy",
+            "--manifest-path",
+            TRAIN_TESTS,
+            "--package",
+            "burn-nvfp4",
+            "--package",
+            "nvfp4-train-tests",
+            "--tests",
+            "--",
+            "-D",
+            "warnings",
+        ])
+    });
     stage("documentation", &mut || {
-        let mut command = workspace::cargo();
-        command.args(["doc", "--workspace", "--no-deps", "--features", FEATURES]);
-        spawn(command.env("RUSTDOCFLAGS", "-D warnings"))
+        let doc = |arguments: &[&str]| {
+            let mut command = workspace::cargo();
+            command.args(["doc", "--no-deps"]).args(arguments);
+            spawn(command.env("RUSTDOCFLAGS", "-D warnings"))
+        };
+        doc(&["--workspace", "--features", FEATURES])?;
+        doc(&["--manifest-path", TRAIN_TESTS, "--package", "burn-nvfp4"])
     });
     stage("feature boundaries", &mut feature_boundaries);
     stage("licences", &mut licenses::run);
@@ -216,14 +237,24 @@ fn absent(package: &str, beginnings: &[&str]) -> Result<()> {
 ///
 /// Not being able to install it is no failure: the stage before has checked licences and origin.
 fn cargo_deny() -> Result<()> {
-    let arguments = ["check", "licenses", "bans", "sources"];
+    let check = |program: &OsStr| {
+        for manifest in workspace::MANIFESTS {
+            let mut command = Command::new(program);
+            command.args([
+                "--manifest-path",
+                manifest,
+                "check",
+                "--config",
+                "deny.toml",
+            ]);
+            command.args(["licenses", "bans", "sources"]);
+            spawn(command.current_dir(workspace::root()))?;
+        }
+        Ok(())
+    };
     let on_path = Command::new("cargo-deny").arg("--version").output();
     if on_path.is_ok_and(|output| output.status.success()) {
-        return spawn(
-            Command::new("cargo-deny")
-                .args(arguments)
-                .current_dir(workspace::root()),
-        );
+        return check(OsStr::new("cargo-deny"));
     }
 
     let tools = target_folder()?.join("tools");
@@ -233,9 +264,11 @@ fn cargo_deny() -> Result<()> {
     if !program.exists() {
         let build: OsString = tools.join("build").into();
         let mut install = workspace::cargo();
+        // Unoptimised: it reads two lists, and takes a third of the time to compile.
         install.args([
             "install",
             "--quiet",
+            "--debug",
             "--locked",
             "cargo-deny",
             "--version",
@@ -254,11 +287,7 @@ fn cargo_deny() -> Result<()> {
             return Ok(());
         }
     }
-    spawn(
-        Command::new(program)
-            .args(arguments)
-            .current_dir(workspace::root()),
-    )
+    check(program.as_os_str())
 }
 
 fn target_folder() -> Result<PathBuf> {

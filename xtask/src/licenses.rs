@@ -18,9 +18,18 @@ pub fn run() -> Result<()> {
     let text = fs::read_to_string(workspace::root().join("deny.toml")).context("deny.toml")?;
     let policy = Policy::parse(&text).context("deny.toml")?;
 
+    for manifest in workspace::MANIFESTS {
+        check(manifest, &policy)?;
+    }
+    Ok(())
+}
+
+fn check(manifest: &str, policy: &Policy) -> Result<()> {
     let mut command = workspace::cargo();
     command.args([
         "metadata",
+        "--manifest-path",
+        manifest,
         "--locked",
         "--format-version",
         "1",
@@ -51,7 +60,7 @@ pub fn run() -> Result<()> {
         );
     }
     println!(
-        "licences and origin of {} packages are allowed by deny.toml",
+        "{manifest}: licences and origin of {} packages are allowed by deny.toml",
         packages.len()
     );
     Ok(())

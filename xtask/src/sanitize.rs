@@ -27,9 +27,10 @@ const LEFT_OUT: [&str; 6] = [
 ];
 
 /// Test binaries that launch no kernel, or launch each a hundred times.
-const NOT_RUN: [&str; 10] = [
+const NOT_RUN: [&str; 11] = [
     "cuda_source",
     "decode",
+    "every_kernel",
     "gemm_source",
     "golden",
     "layouts_source",

@@ -1,18 +1,19 @@
 //! `cargo xtask test`: set-up, every test, the summed counts.
 
 use std::io::{self, BufRead, BufReader, Write};
-use std::process::{Command, ExitCode, Stdio};
+use std::process::{Command, ExitCode, ExitStatus, Stdio};
 
 use anyhow::{Context, Result};
 
 use crate::counts::Reader;
+use crate::workspace::TRAIN_TESTS;
 use crate::{setup, workspace};
 
 /// The features that the tests are built with: all backends in one binary.
 pub const FEATURES: &str = "cpu,cuda";
 
-/// The tests with burn-train, from the root: see there why they are a workspace of their own.
-pub const TRAIN_TESTS: &str = "train_tests/Cargo.toml";
+/// The package with Burn's layers.
+const LAYERS: &str = "burn-nvfp4";
 
 /// Options of `cargo xtask test`.
 #[derive(clap::Args)]
@@ -35,33 +36,24 @@ pub struct Args {
 ///
 /// Fails when a test failed, when something did not compile, and when no test ran at all.
 pub fn run(args: &Args) -> Result<ExitCode> {
-    let mut command = workspace::cargo();
-    command.args(["test", "--no-fail-fast"]);
-    if args.train {
-        // On Flex, which needs none of what set-up brings.
-        command.args(["--manifest-path", TRAIN_TESTS]);
-    } else {
+    if !args.train {
         setup::run(&setup::Args::default())?;
-        select_packages(&mut command, &args.package);
     }
-    if args.release {
-        command.arg("--release");
-    }
-    command.args(["--", "--show-output"]).args(&args.rest);
-    command.stdout(Stdio::piped());
-
-    println!("$ {}", workspace::shown(&command));
-    let mut child = command.spawn().context("cannot start cargo")?;
     let mut reader = Reader::new();
-    let mut output = BufReader::new(child.stdout.take().context("cargo's output is not piped")?);
-    let mut bytes = Vec::new();
-    // Whole bytes, not `lines()`: a test may print what is not UTF-8.
-    while output.read_until(b'\n', &mut bytes)? > 0 {
-        io::stdout().write_all(&bytes)?;
-        reader.line(String::from_utf8_lossy(&bytes).trim_end_matches(['\n', '\r']));
-        bytes.clear();
+    let mut broken = Vec::new();
+    for mut command in commands(args) {
+        if args.release {
+            command.arg("--release");
+        }
+        command.args(["--", "--show-output"]).args(&args.rest);
+        let status = read(&mut command, &mut reader)?;
+        if !status.success() {
+            broken.push(format!(
+                "`{}` ended with {status}",
+                workspace::shown(&command)
+            ));
+        }
     }
-    let status = child.wait()?;
     let (counts, skips, failures) = reader.finish();
 
     println!();
@@ -75,16 +67,61 @@ pub fn run(args: &Args) -> Result<ExitCode> {
     if nothing_ran {
         println!("FAILED: no test ran");
     }
-    if !status.success() && counts.failed == 0 {
-        println!("FAILED: cargo test ended with {status}");
+    if counts.failed == 0 {
+        for command in &broken {
+            println!("FAILED: {command}");
+        }
     }
     println!("{counts}");
-    let good = status.success() && counts.failed == 0 && !nothing_ran;
+    let good = broken.is_empty() && counts.failed == 0 && !nothing_ran;
     Ok(if good {
         ExitCode::SUCCESS
     } else {
         ExitCode::FAILURE
     })
+}
+
+/// What is run, one after another.
+fn commands(args: &Args) -> Vec<Command> {
+    let test = || {
+        let mut command = workspace::cargo();
+        command.args(["test", "--no-fail-fast"]);
+        command
+    };
+    let mut all = test();
+    if args.train {
+        // On Flex, which needs none of what set-up brings.
+        all.args(["--manifest-path", TRAIN_TESTS]);
+        return vec![all];
+    }
+    select_packages(&mut all, &args.package);
+    let mut commands = vec![all];
+    if args.package.is_empty() || args.package.iter().any(|package| package == LAYERS) {
+        // The layers run on Flex where nothing else is asked for: here, what is small enough of them, on
+        // the backend that GPUs have too.
+        let mut cube = test();
+        select_packages(&mut cube, &args.package);
+        cube.args(["--test", "burn_nvfp4"]);
+        cube.env("NVFP4_TEST_DEVICE", "cpu");
+        commands.push(cube);
+    }
+    commands
+}
+
+/// Runs `command`, whose output goes to `reader` too.
+fn read(command: &mut Command, reader: &mut Reader) -> Result<ExitStatus> {
+    command.stdout(Stdio::piped());
+    println!("$ {}", workspace::shown(command));
+    let mut child = command.spawn().context("cannot start cargo")?;
+    let mut output = BufReader::new(child.stdout.take().context("cargo's output is not piped")?);
+    let mut bytes = Vec::new();
+    // Whole bytes, not `lines()`: a test may print what is not UTF-8.
+    while output.read_until(b'\n', &mut bytes)? > 0 {
+        io::stdout().write_all(&bytes)?;
+        reader.line(String::from_utf8_lossy(&bytes).trim_end_matches(['\n', '\r']));
+        bytes.clear();
+    }
+    Ok(child.wait()?)
 }
 
 /// The packages to test, or all of them, with the features that they have.

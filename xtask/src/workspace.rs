@@ -4,6 +4,12 @@ use std::env;
 use std::path::PathBuf;
 use std::process::Command;
 
+/// The tests with burn-train, from the root: see there why they are a workspace of their own.
+pub const TRAIN_TESTS: &str = "train_tests/Cargo.toml";
+
+/// Both workspaces, from the root.
+pub const MANIFESTS: [&str; 2] = ["Cargo.toml", TRAIN_TESTS];
+
 /// The workspace's root folder.
 ///
 /// Read when the command runs, not when it was compiled: two checkouts may share a target folder.
