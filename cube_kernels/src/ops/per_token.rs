@@ -11,6 +11,7 @@ use super::{
         row_cubes,
     },
     quantize::{quantize, quantize_both, row_amax_of, row_block},
+    tile::MAX_UNITS,
 };
 use crate::{
     BLOCK, Form, Nvfp4Error, PackedAxis,
@@ -405,9 +406,10 @@ pub fn quantize_per_token_kernel<N: Size>(
     let units = CUBE_DIM as usize;
     let unit = UNIT_POS as usize;
     let padded_blocks = blocks.div_ceil(4);
-    // One slot for each plane, or for the one unit of a cube; two sets, used in turn, so that one
-    // barrier for each row is enough.
-    let mut partial: Shared<[u32]> = Shared::new_slice(16usize);
+    // One slot for each plane, or for each unit; two sets, used in turn, so that one barrier for each row
+    // is enough.
+    let slots = comptime!(if planes { MAX_UNITS / 32 } else { MAX_UNITS });
+    let mut partial: Shared<[u32]> = Shared::new_slice(comptime!(2 * slots));
     let mut turn = 0usize;
     let mut row = CUBE_POS;
     while row < padded_rows {
@@ -444,12 +446,19 @@ pub fn quantize_per_token_kernel<N: Size>(
             if comptime!(planes) {
                 let plane = plane_max(bits);
                 if UNIT_POS_PLANE == 0u32 {
-                    partial[turn * 8usize + unit / 32usize] = plane;
+                    partial[turn * slots + unit / 32usize] = plane;
                 }
                 sync_cube();
                 bits = 0u32;
                 for p in 0..units / 32usize {
-                    bits = max(bits, partial[turn * 8usize + p]);
+                    bits = max(bits, partial[turn * slots + p]);
+                }
+                turn = 1usize - turn;
+            } else if units > 1usize {
+                partial[turn * slots + unit] = bits;
+                sync_cube();
+                for p in 0..units {
+                    bits = max(bits, partial[turn * slots + p]);
                 }
                 turn = 1usize - turn;
             }

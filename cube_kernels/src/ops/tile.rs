@@ -107,8 +107,8 @@ impl Grouping {
     }
 }
 
-/// The most units of a cube that adds up groups.
-const MAX_UNITS: usize = 256;
+/// The most units of a cube.
+pub(crate) const MAX_UNITS: usize = 256;
 
 /// The run-time side: the shape of the matrix and of its groups.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
