@@ -217,7 +217,7 @@ mod cubecl {
             code_path(
                 EDEN,
                 format!(
-                    "{kernel}s, two: the maximum of the rotated values, then codes and scales; a packed \
+                    "{kernel}, twice: the maximum of the rotated values, then codes and scales; a packed \
                          operand is decoded on the way"
                 ),
                 "codes depend on the maximum, and nothing between the two kernels is in memory",
@@ -302,8 +302,8 @@ mod cubecl {
         };
         let wide = code_path(
             WIDE,
-            "Burn's matmul in f32, a packed operand dequantized before; in groups all tokens by every \
-             expert, and zeros for those of others",
+            "Burn's matmul, in f32 unless operands and result are f16, a packed operand dequantized before; in \
+             groups all tokens by every expert, and zeros for those of others",
             "the kernels multiply what bf16 holds: codes and bf16",
         );
         let [packed, one_packed, bf16, grouped] = [

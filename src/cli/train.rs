@@ -92,6 +92,13 @@ pub(super) fn gap(loss: f64, baseline: f64) -> f64 {
     100.0 * (loss - baseline) / baseline
 }
 
+/// The median of the speeds that `rows` have.
+pub(super) fn median_speed(rows: &[Row]) -> Option<f64> {
+    let mut speeds: Vec<f64> = rows.iter().filter_map(|row| row.tokens_per_s).collect();
+    speeds.sort_by(f64::total_cmp);
+    speeds.get(speeds.len() / 2).copied()
+}
+
 /// What is left of the run of one recipe.
 struct Trained {
     recipe: Recipe,
@@ -106,13 +113,7 @@ impl Trained {
     }
 
     fn tokens_per_s(&self) -> Option<f64> {
-        let mut speeds: Vec<f64> = self
-            .rows
-            .iter()
-            .filter_map(|row| row.tokens_per_s)
-            .collect();
-        speeds.sort_by(f64::total_cmp);
-        speeds.get(speeds.len() / 2).copied()
+        median_speed(&self.rows)
     }
 }
 
