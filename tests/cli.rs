@@ -1,4 +1,7 @@
 //! The command, end to end, with models that train in a second.
+//!
+//! Runs that are resumed are on the device that `NVFP4_TEST_DEVICE` names: `flex` (the default), `cpu` or
+//! `cuda`. All others are on Flex, but for those of what another device has.
 
 #![cfg(feature = "flex")]
 
@@ -74,12 +77,26 @@ fn fails(output: Output, names: &[&str]) -> String {
 }
 
 fn train(out: &Path, more: &str) -> Output {
+    train_on("flex", out, more)
+}
+
+fn train_on(device: &str, out: &Path, more: &str) -> Output {
+    let sizes = SMALL.replace("--device flex", &format!("--device {device}"));
     let out = out.to_str().unwrap();
     let more: Vec<&str> = more.split_whitespace().collect();
     nvfp4(
-        &format!("train {SMALL}"),
+        &format!("train {sizes}"),
         &[&["--data", text(), "--out", out], &more[..]].concat(),
     )
+}
+
+/// The device of runs that are resumed.
+fn device() -> String {
+    match std::env::var("NVFP4_TEST_DEVICE").as_deref() {
+        Ok("cuda") => "cuda:0".into(),
+        Ok(name) => name.into(),
+        Err(_) => "flex".into(),
+    }
 }
 
 /// Twelve steps, with and without interruption, are the same run.
@@ -91,6 +108,19 @@ fn finished() -> &'static Path {
     RUN_FOLDER.get_or_init(|| {
         let out = folder("finished");
         succeeds(train(&out, RUN));
+        out
+    })
+}
+
+/// The same run on [`device`].
+fn finished_on_device() -> &'static Path {
+    static RUN_FOLDER: OnceLock<PathBuf> = OnceLock::new();
+    if device() == "flex" {
+        return finished();
+    }
+    RUN_FOLDER.get_or_init(|| {
+        let out = folder("finished-on-device");
+        succeeds(train_on(&device(), &out, RUN));
         out
     })
 }
@@ -185,7 +215,10 @@ fn a_comparison_writes_its_files() {
 
 /// Everything that a resumed run must share with an uninterrupted one.
 fn assert_same_run(left: &Path, right: &Path) {
-    for recipe in ["nvfp4", "f32"] {
+    let config = json(&left.join("config.json"));
+    let compared = config["compare"].as_array().unwrap();
+    for recipe in std::iter::once(&config["recipe"]).chain(compared) {
+        let recipe = recipe.as_str().unwrap();
         let (left, right) = (left.join(recipe), right.join(recipe));
         for file in ["model.bpk", "optimizer.bpk", "state.json"] {
             let read = |folder: &Path| fs::read(checkpoint(folder).join(file)).unwrap();
@@ -209,29 +242,178 @@ fn a_resumed_run_reaches_the_same_bytes() {
     // Between two checkpoints, two rows and two evaluations.
     for stop in ["5", "6"] {
         let out = folder(&format!("resumed-{stop}"));
-        let said = succeeds(train(&out, &format!("{RUN} --stop-at {stop}")));
-        assert!(said.contains("--resume"), "{said}");
+        let said = succeeds(train_on(
+            &device(),
+            &out,
+            &format!("{RUN} --stop-at {stop}"),
+        ));
         assert!(!out.join("summary.json").exists());
+        // What it says to go on by can be pasted.
         let path = out.to_str().unwrap();
+        let program = env!("CARGO_BIN_EXE_nvfp4");
+        let hint = format!("to go on: {program} train --resume {path}");
+        assert!(said.lines().any(|line| line.ends_with(&hint)), "{said}");
         succeeds(nvfp4("train", &["--resume", path]));
-        assert_same_run(finished(), &out);
+        assert_same_run(finished_on_device(), &out);
     }
+}
+
+/// The same of a model with experts: routing, rows that are sent to experts and back, losses of balance.
+#[test]
+fn a_resumed_mixture_reaches_the_same_bytes() {
+    let run = format!("{RUN} --no-compare --model moe --experts 4 --top-k 2");
+    let [whole, resumed] = ["mixture", "mixture-resumed"].map(folder);
+    succeeds(train_on(&device(), &whole, &run));
+    succeeds(train_on(&device(), &resumed, &format!("{run} --stop-at 5")));
+    succeeds(nvfp4("train", &["--resume", resumed.to_str().unwrap()]));
+    assert_same_run(&whole, &resumed);
 }
 
 #[test]
 fn a_crash_loses_only_what_came_after_the_checkpoint() {
     let out = folder("crashed");
-    succeeds(train(&out, &format!("{RUN} --stop-at 7")));
+    succeeds(train_on(&device(), &out, &format!("{RUN} --stop-at 7")));
     let nvfp4_folder = out.join("nvfp4");
-    // As a crash would leave it: half a checkpoint, and a row that the checkpoint does not know.
+    // As a crash would leave it: half a checkpoint, a row that the checkpoint does not know, and half of
+    // another.
     let half = nvfp4_folder.join("checkpoint-00000008.unfinished");
     fs::create_dir(&half).unwrap();
     fs::write(half.join("model.bpk"), "half").unwrap();
     let csv = nvfp4_folder.join("metrics.csv");
-    let rows = fs::read_to_string(&csv).unwrap() + "9,1152,1.0,,0.001,5.0\n";
-    fs::write(&csv, rows).unwrap();
-    succeeds(nvfp4("train", &["--resume", out.to_str().unwrap()]));
-    assert_same_run(finished(), &out);
+    let whole = fs::read_to_string(&csv).unwrap();
+    let resume = ["--resume", out.to_str().unwrap()];
+    // What the checkpoint does know must be there.
+    let gap: String = whole
+        .split_inclusive('\n')
+        .filter(|line| !line.starts_with("3,"))
+        .collect();
+    fs::write(&csv, gap).unwrap();
+    fails(
+        nvfp4("train", &resume),
+        &["metrics.csv is damaged", "the row of step 3"],
+    );
+    fs::write(&csv, whole + "9,1152,1.0,,0.001,5.0\n12,11").unwrap();
+    succeeds(nvfp4("train", &resume));
+    assert_same_run(finished_on_device(), &out);
+}
+
+/// A sample is in telemetry.csv once, however often its step was done.
+#[test]
+fn a_crash_repeats_no_sample() {
+    let run = format!("{RUN} --no-compare --telemetry-every 2");
+    let [whole, crashed] = ["sampled", "sampled-crashed"].map(folder);
+    succeeds(train(&whole, &run));
+    succeeds(train(&crashed, &format!("{run} --stop-at 7")));
+    let [expected, csv] = [&whole, &crashed].map(|out| out.join("nvfp4/telemetry.csv"));
+    // As a crash after step 11 would leave it.
+    let mut torn = fs::read_to_string(&expected).unwrap();
+    assert!(torn.contains("\n10,blocks."));
+    torn.truncate(torn.len() - 20);
+    fs::write(&csv, torn).unwrap();
+    succeeds(nvfp4("train", &["--resume", crashed.to_str().unwrap()]));
+    let [expected, found] = [&expected, &csv].map(|path| fs::read_to_string(path).unwrap());
+    assert!(found == expected, "{found}");
+}
+
+/// A run that cannot start leaves nothing, so that the corrected command can have its folder.
+#[test]
+fn a_failed_start_leaves_nothing() {
+    let out = folder("failed-start");
+    fs::remove_dir(&out).unwrap();
+    fails(
+        train(&out, "--high-precision typo"),
+        &["high_precision", "typo"],
+    );
+    let long = SMALL.replace("--context 32", "--context 100000");
+    let paths = ["--data", text(), "--out", out.to_str().unwrap()];
+    fails(
+        nvfp4(&format!("train {long}"), &paths),
+        &["context of 100000"],
+    );
+    fails(
+        nvfp4(
+            "train --data typo --device flex --out",
+            &[out.to_str().unwrap()],
+        ),
+        &["data typo does not exist"],
+    );
+    assert!(!out.exists());
+    succeeds(train(&out, "--steps 1 --no-compare"));
+}
+
+/// What is not on a terminal gets a line for each row.
+#[test]
+fn progress_is_logged() {
+    let run = "--steps 4 --log-every 2 --eval-every 4 --no-compare";
+    let output = train(&folder("logged"), run);
+    let error = String::from_utf8_lossy(&output.stderr).into_owned();
+    succeeds(output);
+    let lines: Vec<Vec<&str>> = error
+        .lines()
+        .map(|line| line.trim().split("  ").collect())
+        .filter(|parts: &Vec<&str>| parts.len() > 1 && parts[1].starts_with("step "))
+        .collect();
+    let number = |text: &str, before: &str, after: &str| {
+        let number = text
+            .strip_prefix(before)
+            .and_then(|t| t.strip_suffix(after));
+        let number = number.unwrap_or_else(|| panic!("{text:?}: {error}"));
+        assert!(number.parse::<f64>().unwrap() > 0.0, "{text}");
+    };
+    let [start, middle, end] = &lines[..] else {
+        panic!("not three lines: {error}");
+    };
+    assert_eq!(start[..2], ["nvfp4", "step 0/4"]);
+    number(start[2], "valid ", "");
+    assert_eq!(start[3..], ["ETA ?"]);
+    assert_eq!(middle[..2], ["nvfp4", "step 2/4"]);
+    number(middle[2], "loss ", "");
+    number(middle[3], "", " tokens/s");
+    assert!(middle[4].starts_with("ETA ") && middle[4].contains("second"));
+    assert_eq!(end[..2], ["nvfp4", "step 4/4"]);
+    number(end[3], "valid ", "");
+    assert_eq!(end[5..], ["ETA 0 seconds"]);
+}
+
+/// The default model, on real text: this crate's sources.
+#[test]
+fn tiny_learns_more_than_the_frequencies_of_bytes() {
+    let out = folder("learns");
+    let run = "train --device flex --preset tiny --context 64 --batch 4 --steps 40 --eval-every 40 \
+               --eval-batches 4 --no-compare";
+    let sources = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
+    let paths = [
+        "--data",
+        sources.to_str().unwrap(),
+        "--out",
+        out.to_str().unwrap(),
+    ];
+    succeeds(nvfp4(run, &paths));
+    let summary = json(&out.join("summary.json"));
+    let [loss, unigram] =
+        ["final_valid_loss", "unigram_entropy"].map(|key| summary[key].as_f64().unwrap());
+    assert!(
+        loss < unigram - 0.1,
+        "{loss}, and without context {unigram}"
+    );
+}
+
+/// Paths of text are stored so that they hold anywhere.
+#[test]
+fn a_run_goes_on_from_another_folder() {
+    let here = folder("relative");
+    fs::create_dir(here.join("words")).unwrap();
+    write_text(&here.join("words"), 20);
+    let command = |folder: &Path, arguments: &str| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_nvfp4"));
+        command
+            .args(arguments.split_whitespace())
+            .current_dir(folder);
+        command.output().unwrap()
+    };
+    let run = format!("train {SMALL} --steps 2 --no-compare --stop-at 1 --data words --out run");
+    succeeds(command(&here, &run));
+    succeeds(command(&here.join("words"), "train --resume ../run"));
 }
 
 #[cfg(unix)]
@@ -408,6 +590,10 @@ fn bad_arguments_are_named() {
         }
         given.extend(["--out", out.to_str().unwrap()]);
         fails(nvfp4("train", &given), names);
+        assert!(
+            fs::read_dir(&out).unwrap().next().is_none(),
+            "{arguments} left something behind"
+        );
     }
     let path = finished().to_str().unwrap();
     let sample = ["--checkpoint", path, "--prompt", "let", "--device", "flex"];
@@ -453,23 +639,18 @@ fn folders_and_files_are_checked() {
         &[config_name, "line 1"],
     );
 
-    // A file of options, and a flag that wins over it.
+    // A file of options, and flags that win over it.
     let out = folder("from-config");
     let values = format!(
-        r#"{{"device": "flex", "width": 16, "layers": 1, "heads": 1, "hidden": 16, "context": 16,
-            "batch": 2, "steps": 2, "eval_batches": 1, "compare": false, "data": [{:?}]}}"#,
+        r#"{{"devices": ["cuda:0", "cuda:1"], "decorate": "strict", "experts": 4, "width": 16, "layers": 1,
+            "heads": 1, "hidden": 16, "context": 16, "batch": 2, "steps": 2, "eval_batches": 1,
+            "compare": false, "data": [{:?}]}}"#,
         text()
     );
     fs::write(&config, values).unwrap();
-    let arguments = [
-        "--config",
-        config_name,
-        "--steps",
-        "3",
-        "--out",
-        out.to_str().unwrap(),
-    ];
-    succeeds(nvfp4("train", &arguments));
+    let arguments = ["--config", config_name, "--out", out.to_str().unwrap()];
+    let flags = "train --steps 3 --device flex --decorate false --model dense";
+    succeeds(nvfp4(flags, &arguments));
     let summary = json(&out.join("summary.json"));
     assert_eq!(
         (summary["steps"].as_u64(), summary["gap_percent"].as_f64()),
@@ -495,7 +676,6 @@ fn the_default_text_is_cargos_registry() {
         command.env("CARGO_HOME", home).output().unwrap()
     };
     fails(train(&home), &["no Rust sources", "--data", "cargo fetch"]);
-    fs::remove_dir_all(&out).unwrap();
     for name in ["one-1.0.0", "two-2.0.0"] {
         let sources = home.join("registry/src/index-0123").join(name).join("src");
         fs::create_dir_all(&sources).unwrap();
@@ -514,8 +694,42 @@ fn the_default_text_is_cargos_registry() {
 #[test]
 fn doctor_names_the_paths() {
     let said = succeeds(nvfp4("doctor", &[]));
-    for part in ["flex", "quantize", "gemm", "because", "types: f32"] {
-        assert!(said.contains(part), "{part}: {said}");
+    let operations = [
+        "amax",
+        "quantize rows, 1x16",
+        "quantize columns, 16x1",
+        "quantize tiles, 16x16",
+        "quantize per token",
+        "random Hadamard transform",
+        "rounding to nearest",
+        "stochastic rounding",
+        "MS-EDEN",
+        "MXFP8",
+        "128x4 scale layout",
+        "dequantize",
+        "product, both packed",
+        "product, packed and bf16",
+        "product, both bf16",
+        "product with f32 or f16",
+        "product in groups",
+        "RMSNorm, SwiGLU",
+    ];
+    // A section for each device, and in it each operation with its path, and the reason below.
+    let devices = [("flex", true), ("cpu", cfg!(feature = "cpu"))];
+    for (device, _) in devices.into_iter().filter(|(_, is_there)| *is_there) {
+        let mut sections = said.split("\n\n");
+        let heading = format!("{device}\n");
+        let section = sections.find(|section| section.starts_with(&heading));
+        let lines: Vec<&str> = section.expect(device).lines().map(str::trim).collect();
+        assert!(lines.iter().any(|line| line.starts_with("types: f32")));
+        for operation in operations {
+            let line = lines.iter().position(|line| {
+                let path = line.strip_prefix(operation);
+                path.is_some_and(|path| path.starts_with(' ') && !path.trim().is_empty())
+            });
+            let line = line.unwrap_or_else(|| panic!("{operation} on {device}: {said}"));
+            assert!(lines[line + 1].starts_with("because "), "{said}");
+        }
     }
     let said = succeeds(nvfp4("doctor", &["--shape", "64,128,256"]));
     assert!(said.contains("64 x 128, contraction 256"), "{said}");
@@ -873,6 +1087,20 @@ fn a_study_refuses_what_cannot_be() {
         let trained = out.join("nvidia-seed0");
         assert!(!trained.exists(), "{names:?}");
     }
+}
+
+/// CubeCL's CPU runtime has no bf16: text from a bf16 run would be noise there.
+#[cfg(feature = "cpu")]
+#[test]
+fn a_device_without_bf16_samples_none() {
+    let out = folder("bf16");
+    succeeds(train(&out, "--steps 1 --no-compare --recipe bf16"));
+    let sample = ["--checkpoint", out.to_str().unwrap(), "--prompt", "let"];
+    fails(
+        nvfp4("sample --tokens 2 --device cpu", &sample),
+        &["BF16 on device cpu", "flex or cuda:N"],
+    );
+    succeeds(nvfp4("sample --tokens 2 --device flex", &sample));
 }
 
 #[cfg(feature = "cpu")]

@@ -5,22 +5,8 @@ use std::str::FromStr;
 use anyhow::{Result, bail};
 use burn::tensor::{Device, FloatDType};
 
+use super::code_paths::{self, CodePath};
 use super::device::{DeviceName, cuda_count, hardware};
-
-/// How one operation runs on a device.
-struct CodePath {
-    operation: &'static str,
-    path: String,
-    why: String,
-}
-
-fn code_path(operation: &'static str, path: impl Into<String>, why: impl Into<String>) -> CodePath {
-    CodePath {
-        operation,
-        path: path.into(),
-        why: why.into(),
-    }
-}
 
 /// Options of `nvfp4 doctor`.
 #[derive(clap::Args)]
@@ -158,119 +144,27 @@ fn show(name: DeviceName, paths: fn(&Device) -> Vec<CodePath>) -> Result<()> {
         why,
     } in paths(&device)
     {
-        println!("  {operation:<10} {path}");
-        println!("  {:<10} because {why}", "");
+        println!("  {operation:<26} {path}");
+        println!("  {:<26} because {why}", "");
     }
     Ok(())
 }
 
-/// Flex has one path for everything.
+/// The paths of Flex.
 fn flex(_device: &Device) -> Vec<CodePath> {
-    vec![
-        code_path(
-            "amax",
-            "reference arithmetic, vectorised, all threads",
-            "Flex tensors are host memory: the operations run the oracle itself",
-        ),
-        code_path(
-            "quantize",
-            "reference arithmetic; E2M1 conversion in software; Philox4x32-10 in software",
-            "CPUs have no E2M1 conversion",
-        ),
-        code_path(
-            "dequantize",
-            "reference arithmetic, all threads",
-            "as for amax",
-        ),
-        code_path(
-            "gemm",
-            "operands decoded to f32 (exact), then Flex's f32 matrix product",
-            "CPUs have no 4-bit matrix instructions; decoding costs little beside the product",
-        ),
-    ]
+    code_paths::flex()
 }
 
-/// The paths of a CubeCL device, as the kernels crate chooses them.
+/// The paths of a CubeCL device.
 #[cfg(any(feature = "cpu", feature = "cuda"))]
 fn cube(device: &Device) -> Vec<CodePath> {
     use burn::backend::DispatchDevice;
-    use nvfp4::kernels::cube::codec::Conversion;
-    use nvfp4::kernels::device::{Capabilities, GemmPath};
+    use nvfp4::kernels::device::Capabilities;
 
     let DispatchDevice::Cube(device) = device.as_dispatch() else {
         return Vec::new();
     };
-    let capabilities = Capabilities::of(&device.client());
-    let target = match capabilities.compute_capability {
-        Some(capability) => format!("sm_{capability}"),
-        None => format!("CubeCL's {} runtime", capabilities.runtime),
-    };
-    let units = format!(
-        "CubeCL kernel, {} unit(s) in a cube",
-        capabilities.units_per_cube
-    );
-    let why_units = match capabilities.units_per_cube {
-        1 => "units of this runtime are threads: more of them than cores only wait for each other",
-        _ => "this keeps the memory busy without a barrier",
-    };
-    let (conversion, why_conversion) = match capabilities.conversion {
-        Conversion::Hardware => (
-            "cvt.rn.satfinite.e2m1x2 to nearest, cvt.rs.satfinite.e2m1x4 stochastically",
-            format!("{target} has both instructions"),
-        ),
-        Conversion::HardwareNearest => (
-            "cvt.rn.satfinite.e2m1x2 to nearest, in software stochastically",
-            format!("{target} has only the instruction that rounds to nearest"),
-        ),
-        Conversion::Emulated => (
-            "the instructions for E2M1 emulated, one by one",
-            "this process was asked to, for a test".into(),
-        ),
-        Conversion::Sm80 | Conversion::Sm89 => (
-            "E2M1 conversion by arithmetic on f32, with fma.rz and max.NaN",
-            format!("{target} has no E2M1 conversion"),
-        ),
-        Conversion::Software => (
-            "E2M1 conversion in software",
-            format!("{target} has no E2M1 conversion"),
-        ),
-    };
-    let (gemm, why_gemm) = match capabilities.gemm {
-        GemmPath::Hopper => (
-            "wgmma, f32 sums; operands decoded to bf16 (exact) in registers or before, by shape",
-            "the device has compute capability 9.0; FP4 tensor cores begin at 10.0 (--shape says more)",
-        ),
-        GemmPath::CublasLt => (
-            "FP4 tensor cores through cuBLASLt, operands as they are; few bf16 rows with a packed weight \
-             decode it in registers; groups by tiles decoded in shared memory",
-            "the device has compute capability 10.0 or 10.3 (--shape says whether the library takes one)",
-        ),
-        GemmPath::BlockScaled => (
-            "packed operands: block-scaled mma.sync on codes and scales; up to 16 rows, packed or bf16, \
-             with a packed weight: it is decoded in registers; others: tiles decoded to bf16 in shared \
-             memory; f32 sums",
-            "the device has block-scaled FP4 instructions; this kernel has not run on one yet (--shape says more)",
-        ),
-        GemmPath::MatrixInstructions => (
-            "tiles decoded to bf16 in shared memory (exact), 16x16x16 matrix instructions, f32 sums; up \
-             to 16 rows with a packed weight decode it in registers",
-            "the device has them for bf16, in planes of 32, and no FP4 instructions that are used yet",
-        ),
-        GemmPath::Scalar => (
-            "one unit for each output element, f32 sums in order",
-            "the device reports no 16x16x16 bf16 matrix instructions in planes of 32",
-        ),
-    };
-    vec![
-        code_path("amax", &units, why_units),
-        code_path(
-            "quantize",
-            format!("{units}; {conversion}; Philox4x32-10"),
-            why_conversion,
-        ),
-        code_path("dequantize", &units, why_units),
-        code_path("gemm", gemm, why_gemm),
-    ]
+    code_paths::of_capabilities(&Capabilities::of(&device.client()))
 }
 
 /// Which kernels the shape that was asked for takes on a CubeCL device.

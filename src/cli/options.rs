@@ -42,9 +42,9 @@ pub(crate) struct Options {
     healing: Option<HealingOption>,
     /// Train a model of Burn's own layers through the decorator (docs/decorator.md), on device cpu or
     /// cuda:N: strict, where a product that does not run in NVFP4 is an error, or lenient, where it is
-    /// counted [default: no; strict without a value]
-    #[arg(long, value_name = "HOW", num_args = 0..=1, default_missing_value = "strict")]
-    decorate: Option<Decoration>,
+    /// counted [default: false; strict without a value]
+    #[arg(long, value_name = "HOW|BOOL", num_args = 0..=1, default_missing_value = "true")]
+    decorate: Option<Decorate>,
     /// Recipes of a written configuration
     #[arg(skip)]
     recipes: BTreeMap<String, Nvfp4Recipe>,
@@ -69,7 +69,8 @@ pub(crate) struct Options {
     /// Files and folders of text [default: the Rust sources in cargo's registry]
     #[arg(long, value_name = "PATH", num_args = 1..)]
     data: Option<Vec<PathBuf>>,
-    /// Read no more than this many bytes of text, 0 for all
+    /// Stop reading text after the file that reaches this many bytes, but not before the second; 0 for
+    /// all [default: the preset's]
     #[arg(long, value_name = "BYTES")]
     data_bytes: Option<u64>,
     /// dense, or moe for a mixture of experts in each block [default: dense]
@@ -176,6 +177,43 @@ impl FromStr for Compare {
     }
 }
 
+/// What `--decorate` takes.
+#[derive(Debug, Clone, Copy, PartialEq, Deserialize)]
+#[serde(try_from = "serde_json::Value")]
+struct Decorate(Option<Decoration>);
+
+impl From<bool> for Decorate {
+    fn from(on: bool) -> Self {
+        Self(on.then_some(Decoration::Strict))
+    }
+}
+
+impl FromStr for Decorate {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        if let Ok(on) = text.parse::<bool>() {
+            return Ok(on.into());
+        }
+        let how = text.parse().map(|how| Self(Some(how)));
+        how.map_err(|_| {
+            format!("decorate is {text:?}, but it must be strict, lenient, true (strict) or false")
+        })
+    }
+}
+
+impl TryFrom<serde_json::Value> for Decorate {
+    type Error = String;
+
+    fn try_from(value: serde_json::Value) -> Result<Self, String> {
+        match value {
+            serde_json::Value::Bool(on) => Ok(on.into()),
+            serde_json::Value::String(text) => text.parse(),
+            other => other.to_string().parse(),
+        }
+    }
+}
+
 impl Options {
     /// Read a `--config` file.
     pub(crate) fn read(path: &Path) -> Result<Self> {
@@ -219,8 +257,23 @@ impl Options {
         self
     }
 
-    /// Put these options over those of `below`.
-    pub(crate) fn over(self, below: Self) -> Self {
+    /// Put these options over those of `below`. What is given here takes away what it leaves no room
+    /// for there: `device` the `devices`, and `model` dense the experts; and the other way round.
+    pub(crate) fn over(self, mut below: Self) -> Self {
+        if self.device.is_some() {
+            below.devices = None;
+        }
+        if self.devices.is_some() {
+            below.device = None;
+        }
+        if self.model == Some(ModelKind::Dense) {
+            below.experts = None;
+            below.top_k = None;
+            below.balance_loss = None;
+        }
+        if self.experts.is_some() && below.model == Some(ModelKind::Dense) {
+            below.model = None;
+        }
         let compare = if self.no_compare {
             Some(Compare::Baseline(false))
         } else {
@@ -331,13 +384,14 @@ impl Options {
         let preset = config.preset;
         ensure!(
             config.experts.is_none() || self.model != Some(ModelKind::Dense),
-            "model is dense, but preset {preset} has experts: leave one of them out"
+            "model is dense, but preset {preset} has experts: leave one of them out, or give another \
+             preset"
         );
         let by_default = config.experts.or(self.model.and_then(ModelKind::experts));
         config.experts = self.experts.or(by_default);
         config.balance_loss = self.balance_loss;
         config.healing = self.healing;
-        config.decorate = self.decorate;
+        config.decorate = self.decorate.and_then(|Decorate(how)| how);
         config.devices = devices.iter().map(DeviceName::to_string).collect();
         config.recipes = self.recipes;
         if let Some(name) = &self.recipe {
@@ -434,6 +488,68 @@ mod tests {
         assert_eq!(
             config.layers,
             RunConfig::preset(Preset::Tiny, "flex").layers
+        );
+    }
+
+    /// The configuration of the flags `flags` (as keys of a file) over the file `file`.
+    fn over(flags: &str, file: &str) -> RunConfig {
+        let resolved = parse(flags).over(parse(file)).resolve();
+        resolved
+            .unwrap_or_else(|error| panic!("{flags} over {file}: {error:#}"))
+            .0
+    }
+
+    #[test]
+    fn a_flag_takes_the_other_of_its_pair_out_of_the_file() {
+        let two = r#"{"device": "cuda:0", "devices": ["cuda:0", "cuda:1"]}"#;
+        let config = over(r#"{"device": "flex"}"#, two);
+        assert_eq!((config.device.as_str(), config.devices.len()), ("flex", 0));
+        for device in ["flex", "cuda:7"] {
+            let file = format!(r#"{{"device": "{device}"}}"#);
+            let config = over(r#"{"devices": ["cuda:0", "cuda:1"]}"#, &file);
+            assert_eq!(
+                (config.device.as_str(), config.devices.len()),
+                ("cuda:0", 2)
+            );
+        }
+
+        let experts = r#"{"device": "flex", "experts": 4, "top_k": 1, "balance_loss": 0.05}"#;
+        let of_preset = r#"{"device": "flex", "preset": "moe-10m", "experts": 8, "width": 64}"#;
+        for (flags, file) in [
+            (r#"{"model": "dense"}"#, experts),
+            (r#"{"model": "dense", "preset": "10m"}"#, of_preset),
+        ] {
+            let config = over(flags, file);
+            assert_eq!((config.experts, config.balance_loss), (None, None));
+        }
+        let config = over(
+            r#"{"experts": 4}"#,
+            r#"{"device": "flex", "model": "dense"}"#,
+        );
+        assert_eq!(config.experts, Some(4));
+        assert_eq!(
+            over(r#"{"balance_loss": 0.0}"#, experts).balance_loss,
+            Some(0.0)
+        );
+    }
+
+    #[test]
+    fn decoration_can_be_switched_off_again() {
+        let decorated = r#"{"device": "cpu", "decorate": "lenient"}"#;
+        assert_eq!(over("{}", decorated).decorate, Some(Decoration::Lenient));
+        assert_eq!(over(r#"{"decorate": false}"#, decorated).decorate, None);
+        for (text, expected) in [
+            ("true", Some(Decoration::Strict)),
+            ("strict", Some(Decoration::Strict)),
+            ("lenient", Some(Decoration::Lenient)),
+            ("false", None),
+        ] {
+            assert_eq!(text.parse(), Ok(Decorate(expected)));
+        }
+        assert!(
+            "1".parse::<Decorate>()
+                .unwrap_err()
+                .contains("strict, lenient")
         );
     }
 
@@ -600,6 +716,12 @@ mod tests {
         let error = resolve(r#"{"device": "flex", "preset": "moe-10m", "model": "dense"}"#);
         let error = error.unwrap_err().to_string();
         assert!(error.contains("preset moe-10m has experts"), "{error}");
+        let both = resolve(r#"{"device": "flex", "experts": 4, "model": "dense"}"#);
+        let error = both.unwrap_err().to_string();
+        assert!(
+            error.contains("experts is 4, but model is dense"),
+            "{error}"
+        );
     }
 
     #[test]

@@ -24,7 +24,7 @@ use serde::{Deserialize, Serialize};
 use super::device::{DeviceName, install_decorator};
 use super::options::Options;
 use super::plot;
-use super::train::{gap, open_all};
+use super::train::{gap, median_speed, open_all};
 
 #[derive(Args)]
 pub(crate) struct Study {
@@ -402,8 +402,6 @@ fn report(out: &Path, all: &[&Planned]) -> Result<()> {
         .filter_map(|planned| {
             let rows = rows.get(planned.name.as_str())?;
             let final_valid_loss = loss(planned)?;
-            let mut speeds: Vec<f64> = rows.iter().filter_map(|row| row.tokens_per_s).collect();
-            speeds.sort_by(f64::total_cmp);
             let seed = planned.config.seed;
             Some(Finished {
                 name: planned.name.clone(),
@@ -413,7 +411,7 @@ fn report(out: &Path, all: &[&Planned]) -> Result<()> {
                 tokens: rows.last()?.tokens,
                 final_valid_loss,
                 gap_percent: baseline(seed).map(|baseline| gap(final_valid_loss, baseline)),
-                tokens_per_s: speeds.get(speeds.len() / 2).copied(),
+                tokens_per_s: median_speed(rows),
             })
         })
         .collect();

@@ -20,6 +20,7 @@ use super::device::{DeviceName, hardware, install_decorator};
 use super::options::Options;
 use super::plot;
 use super::progress::Progress;
+use super::{program, quoted};
 
 /// Folder in which runs without `--out` get theirs.
 const DEFAULT_OUT: &str = "nvfp4-out";
@@ -68,6 +69,7 @@ struct Summary {
     /// Median over the rows of metrics.csv.
     tokens_per_s: Option<f64>,
     baseline_tokens_per_s: Option<f64>,
+    /// All of them, with commas between.
     device: String,
     /// How the hardware calls itself.
     hardware: Option<String>,
@@ -90,6 +92,13 @@ pub(super) fn gap(loss: f64, baseline: f64) -> f64 {
     100.0 * (loss - baseline) / baseline
 }
 
+/// The median of the speeds that `rows` have.
+pub(super) fn median_speed(rows: &[Row]) -> Option<f64> {
+    let mut speeds: Vec<f64> = rows.iter().filter_map(|row| row.tokens_per_s).collect();
+    speeds.sort_by(f64::total_cmp);
+    speeds.get(speeds.len() / 2).copied()
+}
+
 /// What is left of the run of one recipe.
 struct Trained {
     recipe: Recipe,
@@ -104,19 +113,14 @@ impl Trained {
     }
 
     fn tokens_per_s(&self) -> Option<f64> {
-        let mut speeds: Vec<f64> = self
-            .rows
-            .iter()
-            .filter_map(|row| row.tokens_per_s)
-            .collect();
-        speeds.sort_by(f64::total_cmp);
-        speeds.get(speeds.len() / 2).copied()
+        median_speed(&self.rows)
     }
 }
 
 impl Train {
     pub(crate) fn run(self) -> Result<ExitCode> {
-        let (config, device_name, folder) = self.prepare()?;
+        let (mut config, device_name) = self.configuration()?;
+        let folder = self.folder(config.preset)?;
         if config.decorate.is_some() {
             install_decorator()?;
         }
@@ -124,6 +128,17 @@ impl Train {
         eprintln!("reading text ...");
         let corpus = Corpus::load(&config.data, config.data_bytes)?;
         corpus.check(config.context)?;
+        if self.resume.is_none() {
+            check_models(&config, &devices[0])?;
+            // The run can be gone on with from another folder.
+            for path in &mut config.data {
+                *path = std::path::absolute(&path)
+                    .with_context(|| format!("data {}", path.display()))?;
+            }
+            std::fs::create_dir_all(&folder)
+                .with_context(|| format!("out {} cannot be made", folder.display()))?;
+            write_json(&folder.join(CONFIG), &config)?;
+        }
         describe(&config, &corpus, &folder);
 
         let interrupt = Arc::new(AtomicBool::new(false));
@@ -159,17 +174,18 @@ impl Train {
         if stopped || !results.iter().all(finished) {
             let interrupted = if stopped { INTERRUPTED } else { 0 };
             println!(
-                "stopped; to go on: nvfp4 train --resume {}",
-                folder.display()
+                "stopped; to go on: {} train --resume {}",
+                program(),
+                quoted(&folder.to_string_lossy())
             );
             return Ok(ExitCode::from(interrupted));
         }
-        report(&config, &corpus, &folder, &results, hardware(&devices[0]))?;
+        report(&config, &corpus, &folder, &results, all_hardware(&devices))?;
         Ok(ExitCode::SUCCESS)
     }
 
-    /// The configuration, the device, and the folder, which exists and holds the configuration.
-    fn prepare(&self) -> Result<(RunConfig, DeviceName, PathBuf)> {
+    /// The configuration, of the run that is gone on with or of a new one, and its (first) device.
+    fn configuration(&self) -> Result<(RunConfig, DeviceName)> {
         if let Some(folder) = &self.resume {
             let path = folder.join(CONFIG);
             ensure!(
@@ -195,18 +211,24 @@ impl Train {
                     config.device
                 )
             })?;
-            return Ok((config, device, folder.clone()));
+            return Ok((config, device));
         }
         let file = match &self.config {
             Some(path) => Options::read(path)?,
             None => Options::default(),
         };
-        let (config, device) = self.options.clone().over(file).resolve()?;
-        // Before the folder is made: a device that is not there should leave no trace.
-        open_all(&config, device)?;
+        self.options.clone().over(file).resolve()
+    }
+
+    /// The folder of the run. That of a new one holds none, and need not exist yet: a run that cannot
+    /// start leaves nothing behind.
+    fn folder(&self, preset: Preset) -> Result<PathBuf> {
+        if let Some(folder) = &self.resume {
+            return Ok(folder.clone());
+        }
         let folder = match &self.out {
             Some(folder) => folder.clone(),
-            None => unused_folder(config.preset)?,
+            None => unused_folder(preset)?,
         };
         if folder.join(CONFIG).exists() {
             bail!(
@@ -215,11 +237,26 @@ impl Train {
                 folder.display()
             );
         }
-        std::fs::create_dir_all(&folder)
-            .with_context(|| format!("out {} cannot be made", folder.display()))?;
-        write_json(&folder.join(CONFIG), &config)?;
-        Ok((config, device, folder))
+        Ok(folder)
     }
+}
+
+/// Fail unless the model can be built with every recipe: what a recipe names may not be in it.
+fn check_models(config: &RunConfig, device: &Device) -> Result<()> {
+    for recipe in config.all_recipes() {
+        match config.decorate {
+            Some(_) => drop(EncoderModel::build(config, recipe, device)?),
+            None => drop(Transformer::build(config, recipe, device)?),
+        }
+    }
+    Ok(())
+}
+
+/// How the devices call themselves, each name once.
+fn all_hardware(devices: &[Device]) -> Option<String> {
+    let mut names: Vec<String> = devices.iter().filter_map(hardware).collect();
+    names.dedup();
+    (!names.is_empty()).then(|| names.join(", "))
 }
 
 /// The devices of the run: `device`, or all of `devices`.
@@ -337,10 +374,7 @@ fn describe(config: &RunConfig, corpus: &Corpus, folder: &Path) {
         config.recipe,
         config.steps,
         config.batch * config.context,
-        match config.devices.is_empty() {
-            true => config.device.clone(),
-            false => config.devices.join(", "),
-        },
+        config.all_devices(),
         folder.display()
     );
 }
@@ -390,7 +424,7 @@ fn report(
         baseline_seconds: baseline.map(|result| result.seconds),
         tokens_per_s: main.tokens_per_s(),
         baseline_tokens_per_s: baseline.and_then(Trained::tokens_per_s),
-        device: config.device.clone(),
+        device: config.all_devices(),
         hardware,
         train_bytes: corpus.fingerprint().train_bytes,
         valid_bytes: corpus.fingerprint().valid_bytes,
@@ -421,8 +455,9 @@ fn report(
     }
     println!("wrote {0}/summary.json, {0}/loss.svg", folder.display());
     println!(
-        "sample with: nvfp4 sample --checkpoint {} --prompt 'pub fn '",
-        folder.display()
+        "sample with: {} sample --checkpoint {} --prompt 'pub fn '",
+        program(),
+        quoted(&folder.to_string_lossy())
     );
     Ok(())
 }

@@ -432,7 +432,7 @@ pub struct RunConfig {
     pub activation: Activation,
     /// Files and folders of text; empty for the Rust sources of cargo's registry.
     pub data: Vec<PathBuf>,
-    /// Read no more than this many bytes of text; 0 for no limit.
+    /// Read no further file of text once so many bytes are read; 0 for no limit.
     pub data_bytes: u64,
     /// See [`ModelConfig::width`].
     pub width: usize,
@@ -777,6 +777,14 @@ impl RunConfig {
         Ok(())
     }
 
+    /// The names of all devices of the run, as `--devices` has them.
+    pub fn all_devices(&self) -> String {
+        match self.devices.is_empty() {
+            true => self.device.clone(),
+            false => self.devices.join(","),
+        }
+    }
+
     /// The recipes that the run trains with, in their order.
     pub fn all_recipes(&self) -> impl Iterator<Item = &Recipe> {
         std::iter::once(&self.recipe).chain(&self.compare)
@@ -915,6 +923,15 @@ mod tests {
             let error = config.check().unwrap_err().to_string();
             assert!(error.starts_with(name), "{name}: {error}");
         }
+    }
+
+    #[test]
+    fn a_run_names_all_its_devices() {
+        let mut config = RunConfig::preset(Preset::Tiny, "cuda:2");
+        assert_eq!(config.all_devices(), "cuda:2");
+        config.devices = ["cuda:2", "cuda:5"].map(String::from).into();
+        config.check().unwrap();
+        assert_eq!(config.all_devices(), "cuda:2,cuda:5");
     }
 
     #[test]

@@ -16,6 +16,8 @@ use super::random::{Fnv, Stream, hash};
 pub const END_OF_FILE: u8 = 0;
 /// One file in so many goes to validation.
 const VALIDATION_SHARE: u64 = 10;
+/// The split into training and validation is by file.
+const FEWEST_FILES: usize = 2;
 /// Larger Rust sources of the registry are left out: they are generated tables and bindings.
 const REGISTRY_FILE_LIMIT: u64 = 256 << 10;
 
@@ -59,7 +61,8 @@ pub struct Corpus {
 
 impl Corpus {
     /// Read the files and folders `paths`, or the Rust sources of cargo's registry if there are
-    /// none, up to `limit` bytes (0 for no limit).
+    /// none, until `limit` bytes are read (0 for no limit): files are read whole, so the last one may
+    /// go beyond it, and at least two are read whatever the limit is.
     ///
     /// Folders are walked in the order of their names, without entries that start with a dot; a file
     /// or folder that links lead to twice is read once. Files that are not UTF-8 text, and empty
@@ -79,7 +82,7 @@ impl Corpus {
         let limit = if limit == 0 { u64::MAX } else { limit };
         let (mut kept, mut skipped, mut total) = (Vec::new(), 0, 0u64);
         for file in files {
-            if total >= limit {
+            if total >= limit && kept.len() >= FEWEST_FILES {
                 break;
             }
             let bytes = fs::read(&file.path)
@@ -109,9 +112,9 @@ impl Corpus {
 
     fn from_files(mut files: Vec<(Found, Vec<u8>)>, skipped: usize) -> Result<Self> {
         ensure!(
-            files.len() >= 2,
+            files.len() >= FEWEST_FILES,
             "{} file(s) of text ({skipped} left out because they are empty or not UTF-8), but at \
-             least 2 are needed: the split into training and validation is by file",
+             least {FEWEST_FILES} are needed: the split into training and validation is by file",
             files.len()
         );
         files.sort_by(|(a, _), (b, _)| a.cmp(b));
@@ -172,7 +175,7 @@ impl Corpus {
             ensure!(
                 part.len() > context,
                 "the {name} files have {} bytes, but a context of {context} needs at least {}: \
-                 give more text, or a smaller --context",
+                 give more text (--data, or a higher --data-bytes), or a smaller --context",
                 part.len(),
                 context + 1
             );
@@ -551,6 +554,19 @@ mod tests {
             error.contains("missing") && error.contains("does not exist"),
             "{error}"
         );
+    }
+
+    #[test]
+    fn a_limit_leaves_both_sides_a_file() {
+        let folder = Folder::new("limit");
+        for i in 0..20 {
+            folder.write(&format!("{i}.txt"), "as long as the limit, or longer");
+        }
+        for limit in [1, 30] {
+            let corpus = Corpus::load(std::slice::from_ref(&folder.0), limit).unwrap();
+            let found = corpus.fingerprint();
+            assert_eq!((found.train_files, found.valid_files), (1, 1), "{limit}");
+        }
     }
 
     #[test]

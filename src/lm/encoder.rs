@@ -15,7 +15,7 @@ use burn::nn::{Embedding, EmbeddingConfig, LayerNorm, LayerNormConfig, Linear, L
 use burn::tensor::{Device, FloatDType, Int, Tensor};
 
 use super::config::{Decoration, ModelConfig, Recipe, RunConfig, VOCABULARY};
-use super::model::{LanguageModel, cast, embed, initialise};
+use super::model::{LanguageModel, cast, check_dtype, embed, initialise};
 
 /// A language model of Burn's own layers.
 ///
@@ -42,7 +42,7 @@ impl EncoderModel {
     ///
     /// # Errors
     /// When the sizes do not pass [`ModelConfig::check`], or have experts, which Burn has no layer
-    /// for.
+    /// for, or the device does not compute in `dtype`.
     pub fn new(
         config: &ModelConfig,
         dtype: FloatDType,
@@ -50,6 +50,7 @@ impl EncoderModel {
         device: &Device,
     ) -> Result<Self> {
         config.check()?;
+        check_dtype(dtype, device)?;
         let ModelConfig {
             width,
             layers,

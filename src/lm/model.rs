@@ -6,7 +6,7 @@
 //! what flows between the layers has the type [`Activation`], except that norms, rotations, softmax,
 //! routers and loss are computed in f32.
 
-use anyhow::Result;
+use anyhow::{Result, ensure};
 use burn::module::{Module, ModuleMapper, Param, ParamId};
 use burn::tensor::activation::log_softmax;
 use burn::tensor::{DType, Device, FloatDType, Int, Tensor, TensorData};
@@ -74,6 +74,33 @@ pub trait LanguageModel: Module + 'static {
     }
 }
 
+/// Fail unless `device` computes in `dtype`.
+///
+/// CubeCL's CPU runtime says that it does in bf16, but its operations lack a library function, and then
+/// do nothing instead of failing.
+pub(super) fn check_dtype(dtype: FloatDType, device: &Device) -> Result<()> {
+    ensure!(
+        dtype == FloatDType::F32 || !is_cubecl_cpu(device),
+        "{dtype:?} on device cpu is not possible: CubeCL's CPU runtime computes in F32 only; use \
+         device flex or cuda:N"
+    );
+    ensure!(
+        device.supports_dtype(dtype),
+        "{dtype:?} on device {device:?} is not possible: it does not compute in that type"
+    );
+    Ok(())
+}
+
+fn is_cubecl_cpu(device: &Device) -> bool {
+    #[cfg(feature = "cpu")]
+    return *device == Device::cpu();
+    #[cfg(not(feature = "cpu"))]
+    {
+        let _ = device;
+        false
+    }
+}
+
 /// `x` in type `dtype`; no operation when it is already.
 pub(super) fn cast<const D: usize>(x: Tensor<D>, dtype: FloatDType) -> Tensor<D> {
     if x.dtype() == DType::from(dtype) {
@@ -81,6 +108,13 @@ pub(super) fn cast<const D: usize>(x: Tensor<D>, dtype: FloatDType) -> Tensor<D>
     } else {
         x.cast(dtype)
     }
+}
+
+/// The sum of all elements, axis by axis: `[1]`. Burn's `sum` adds with atomics on a GPU, in an order that
+/// changes: losses would not repeat, nor would the factor of clipped gradients, and equal gradients
+/// would no longer make equal weights.
+pub(super) fn sum<const D: usize>(x: Tensor<D>) -> Tensor<1> {
+    (0..D).rev().fold(x, |x, axis| x.sum_dim(axis)).reshape([1])
 }
 
 /// The language model.
@@ -107,8 +141,8 @@ impl Transformer {
     /// device, nor on the recipe.
     ///
     /// # Errors
-    /// When the sizes do not pass [`ModelConfig::check`], the device has no NVFP4 implementation,
-    /// or the recipe's group of high-precision layers matches none of the model's.
+    /// When the sizes do not pass [`ModelConfig::check`], the device has no NVFP4 implementation or
+    /// does not compute in the activation's type, or the recipe's group of high-precision layers matches none of the model's.
     pub fn new(
         config: &ModelConfig,
         activation: Activation,
@@ -117,6 +151,7 @@ impl Transformer {
         device: &Device,
     ) -> Result<Self> {
         config.check()?;
+        check_dtype(activation.into(), device)?;
         let ModelConfig {
             width,
             layers,
@@ -204,9 +239,8 @@ impl LanguageModel for Transformer {
 fn cross_entropy(logits: Tensor<2>, targets: Tensor<2, Int>) -> Tensor<1> {
     let [batch, time] = targets.dims();
     let rows = batch * time;
-    (log_softmax(logits, 1) * one_hot(targets.reshape([rows])))
-        .sum()
-        .div_scalar(-(rows as f64))
+    let likelihoods = log_softmax(logits, 1) * one_hot(targets.reshape([rows]));
+    sum(likelihoods).div_scalar(-(rows as f64))
 }
 
 /// The rows of `embedding` (`[256, width]`) for `tokens` (`[batch, time]`): `[batch, time, width]`.

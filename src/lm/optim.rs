@@ -13,7 +13,7 @@ use burn::optim::GradientsParams;
 use burn::tensor::{Bytes, DType, Device, FloatDType, Tensor, TensorData};
 use burn_pack::{Reader, Writer};
 
-use super::model::cast;
+use super::model::{cast, sum};
 
 /// Decay of the first moment.
 const BETA_1: f64 = 0.9;
@@ -68,13 +68,6 @@ const WEIGHT: &str = "weight";
 fn flat<const D: usize>(x: Tensor<D>) -> Tensor<1> {
     let elements = x.dims().iter().product::<usize>();
     cast(x.reshape([elements]), FloatDType::F32)
-}
-
-/// The sum of all elements, axis by axis: `[1]`. Burn's `sum` adds with atomics on a GPU, in an order that
-/// changes, and with it would the factor of clipped gradients: equal gradients would no longer make
-/// equal weights.
-fn sum<const D: usize>(x: Tensor<D>) -> Tensor<1> {
-    (0..D).rev().fold(x, |x, axis| x.sum_dim(axis)).reshape([1])
 }
 
 /// The optimizer, with its state.

@@ -83,25 +83,32 @@ impl Row {
     }
 }
 
-/// The rows of a `metrics.csv`.
+/// The rows of a `metrics.csv`, up to the first line that is none: rows are appended, so when the power
+/// fails the last of them may be there in part.
 ///
 /// # Errors
-/// When it cannot be read, or a line is not a row.
+/// When it cannot be read, or has another header.
 pub fn read_metrics(path: &Path) -> Result<Vec<Row>> {
-    let text =
-        fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?;
-    let mut lines = text.lines();
+    let text = read_lossy(path)?;
+    let mut lines = whole_lines(&text);
     ensure!(
         lines.next() == Some(METRICS_HEADER),
         "{} does not start with the line {METRICS_HEADER}",
         path.display()
     );
-    lines
-        .map(|line| {
-            Row::parse(line)
-                .with_context(|| format!("{} has a line that is no row: {line}", path.display()))
-        })
-        .collect()
+    Ok(lines.map_while(Row::parse).collect())
+}
+
+/// The text of a file whose end may be anything.
+fn read_lossy(path: &Path) -> Result<String> {
+    let bytes = fs::read(path).with_context(|| format!("cannot read {}", path.display()))?;
+    Ok(String::from_utf8_lossy(&bytes).into_owned())
+}
+
+/// The lines that have their end.
+fn whole_lines(text: &str) -> impl Iterator<Item = &str> {
+    text.split_inclusive('\n')
+        .map_while(|line| line.strip_suffix('\n'))
 }
 
 /// Who watches a run.
@@ -228,16 +235,60 @@ impl<'a, M: LanguageModel> Run<'a, M> {
         rank.model = rank.model.clone().try_load_record(record)?;
         state.nvfp4.apply(&rank.model)?;
         rank.optimizer.load(optimizer, &rank.device)?;
-        let metrics = self.folder.join(METRICS);
-        self.rows = read_metrics(&metrics)?;
         // A crash loses what came after the checkpoint.
-        self.rows.retain(|row| row.step <= state.step);
+        self.rows = self.rows_until(state.step)?;
         self.write_metrics()?;
+        self.trim_telemetry(state.step)?;
         self.step = state.step;
         self.losses = state.losses;
         self.earlier = timing.seconds;
         self.saved = Some(state.step);
         Ok(())
+    }
+
+    /// The rows of `metrics.csv` up to step `step`, none of which may be missing.
+    fn rows_until(&self, step: u64) -> Result<Vec<Row>> {
+        let path = self.folder.join(METRICS);
+        let mut rows = read_metrics(&path)?;
+        rows.retain(|row| row.step <= step);
+        let mut found = rows.iter().map(|row| row.step);
+        for expected in (0..=step).filter(|step| self.has_row(*step)) {
+            ensure!(
+                found.next() == Some(expected),
+                "{} is damaged: the row of step {expected} is not where it should be",
+                path.display()
+            );
+        }
+        Ok(rows)
+    }
+
+    /// Take the samples of step `step` and of later ones out of [`TELEMETRY`].
+    fn trim_telemetry(&self, step: u64) -> Result<()> {
+        let path = self.folder.join(TELEMETRY);
+        if !path.exists() {
+            return Ok(());
+        }
+        let text = read_lossy(&path)?;
+        let mut lines = whole_lines(&text);
+        let mut kept = String::new();
+        let header = lines.next();
+        for line in header.into_iter().chain(lines.take_while(|line| {
+            let sampled = line.split(',').next().and_then(|field| field.parse().ok());
+            sampled.is_some_and(|sampled: u64| sampled < step)
+        })) {
+            let _ = writeln!(kept, "{line}");
+        }
+        checkpoint::replace(&path, kept.as_bytes())
+    }
+
+    /// Whether something is done after step `step` that is done every `every` steps.
+    fn is_due(&self, every: u64, step: u64) -> bool {
+        step.is_multiple_of(every) || step == self.config.steps
+    }
+
+    /// Whether `metrics.csv` has a row of step `step`.
+    fn has_row(&self, step: u64) -> bool {
+        self.is_due(self.config.eval_every, step) || self.is_due(self.config.log_every, step)
     }
 
     /// Steps done.
@@ -314,10 +365,9 @@ impl<'a, M: LanguageModel> Run<'a, M> {
                 clock.steps += 1;
             }
             observer.step(self.step);
-            let due = |every: u64| self.step.is_multiple_of(every) || self.step == steps;
-            let evaluates = due(self.config.eval_every);
-            let saves = due(self.config.checkpoint_every);
-            if evaluates || due(self.config.log_every) {
+            let evaluates = self.is_due(self.config.eval_every, self.step);
+            let saves = self.is_due(self.config.checkpoint_every, self.step);
+            if self.has_row(self.step) {
                 self.read_losses()?;
                 let speed = clock.speed(self.tokens_per_step());
                 clock.pause();
@@ -477,9 +527,20 @@ impl<'a, M: LanguageModel> Run<'a, M> {
         checkpoint::replace(&self.folder.join(METRICS), text.as_bytes())
     }
 
+    fn sync_telemetry(&self) -> Result<()> {
+        let path = self.folder.join(TELEMETRY);
+        if !path.exists() {
+            return Ok(());
+        }
+        let open = fs::OpenOptions::new().append(true).open(&path);
+        open.and_then(|file| file.sync_all())
+            .with_context(|| format!("cannot write {}", path.display()))
+    }
+
     fn save(&mut self, observer: &mut impl Observer) -> Result<()> {
-        // The rows reach the disk before the checkpoint that relies on them.
+        // Rows and samples reach the disk before the checkpoint that relies on them.
         self.write_metrics()?;
+        self.sync_telemetry()?;
         if let Some(others) = &self.others {
             others.check(&self.rank, self.step)?;
         }
