@@ -533,8 +533,6 @@ pub struct Capabilities {
     pub conversion: Conversion,
     /// How packed operands are multiplied.
     pub gemm: GemmPath,
-    /// Units that a kernel without barriers is launched with in each cube.
-    pub units_per_cube: u32,
 }
 
 /// How packed operands are multiplied.
@@ -600,7 +598,6 @@ impl Capabilities {
             compute_capability,
             conversion: conversion(compute_capability),
             gemm: gemm_path(has_matrix, has_block_scaled, compute_capability),
-            units_per_cube: if is_cpu(client) { 1 } else { 256 },
         }
     }
 }

@@ -731,7 +731,7 @@ fn run_exact(client: &Client, x: &[f32], count: usize, operation: u32) -> Vec<f3
         exact_kernel::launch_unchecked(
             client,
             CubeCount::Static(64, 1, 1),
-            CubeDim::new_1d(Capabilities::of(client).units_per_cube),
+            CubeDim::new_1d(if client.name() == "cuda" { 256 } else { 1 }),
             BufferArg::from_raw_parts(input, x.len()),
             BufferArg::from_raw_parts(out.clone(), count),
             count,

@@ -50,7 +50,7 @@ pub(super) fn flex() -> Vec<CodePath> {
         ),
         code_path(
             TILES,
-            format!("{oracle}; both copies from one pass over the tiles"),
+            format!("{oracle}; each copy in its own pass"),
             "the column-wise copy of a tile is the exact transpose of the row-wise one",
         ),
         code_path(
@@ -442,7 +442,6 @@ mod cubecl {
                 compute_capability: capability,
                 conversion,
                 gemm,
-                units_per_cube: 1,
             }
         }
 

@@ -433,7 +433,6 @@ mod tests {
             compute_capability,
             conversion: crate::cube::codec::Conversion::Sm80,
             gemm: GemmPath::MatrixInstructions,
-            units_per_cube: 256,
         };
         let (few, dense) = (Some(Plan::FewRows), Grouping::Dense);
         let datacenter = device(Some(100));
