@@ -192,15 +192,10 @@ pub fn is_quantized_once_until_it_changes<L: Module>(
     }
 
     // What is drawn for the backward is drawn afresh, and what is not is kept: results show neither.
-    for preset in [
-        "quartet2",
-        "per_token",
-        "fwd_nvfp4_bwd_mxfp8",
-        "weight_only_qat",
-    ] {
+    for preset in ["quartet2", "per_token", "fwd_nvfp4_bwd_mxfp8"] {
         let (cached, plain) = both(Nvfp4Recipe::preset(preset).unwrap());
         weights();
-        for batch in 0..3 {
+        for batch in 0..2 {
             let found = step(&cached, batch);
             assert_eq!(
                 weights(),
