@@ -5,7 +5,7 @@
 //! anything are all as good as others.
 
 use burn_core::backend::Dispatch;
-use burn_core::tensor::{DType, Int, Tensor};
+use burn_core::tensor::{DType, Device, Int, Tensor};
 use nvfp4_kernels::Nvfp4Error;
 
 use crate::functions::{into_bias, or_panic};
@@ -160,12 +160,10 @@ pub(crate) fn check_grouped_linear(
     experts: &ExpertOffsets,
 ) -> Result<(), Nvfp4Error> {
     validate::operand("x", x)?;
-    validate::operand("weight", weight)?;
     let device = x.device();
-    validate::same_device(("x", &device), ("weight", &weight.device()))?;
+    check_grouped_parameters(&device, ["weight", "bias"], weight, bias)?;
+    validate::same_device(("x", &device), ("experts", &experts.offsets.device()))?;
     let [count, d_in, d_out] = weight.dims();
-    validate::blocks("weight", "d_in", d_in)?;
-    validate::blocks("weight", "d_out", d_out)?;
     if experts.experts() != count {
         return Err(Nvfp4Error::shape(
             "experts",
@@ -183,16 +181,27 @@ pub(crate) fn check_grouped_linear(
             ),
         ));
     }
+    Ok(())
+}
+
+/// What a product in groups asks of its weight and bias, called `names`, for an `x` on `device`.
+pub(crate) fn check_grouped_parameters(
+    device: &Device,
+    names: [&'static str; 2],
+    weight: &Tensor<3>,
+    bias: Option<&Tensor<2>>,
+) -> Result<(), Nvfp4Error> {
+    let [weight_name, bias_name] = names;
+    validate::operand(weight_name, weight)?;
+    validate::same_device(("x", device), (weight_name, &weight.device()))?;
+    let [count, d_in, d_out] = weight.dims();
+    validate::blocks(weight_name, "d_in", d_in)?;
+    validate::blocks(weight_name, "d_out", d_out)?;
     if let Some(bias) = bias {
-        validate::operand("bias", bias)?;
-        validate::same_device(("x", &device), ("bias", &bias.device()))?;
-        if bias.dims() != [count, d_out] {
-            return Err(Nvfp4Error::shape(
-                "bias",
-                format!("{:?}", bias.dims()),
-                format!("[{count}, {d_out}], the experts and the d_out of the weight"),
-            ));
-        }
+        validate::operand(bias_name, bias)?;
+        validate::same_device(("x", device), (bias_name, &bias.device()))?;
+        let why = || "the experts and the d_out of the weight".into();
+        validate::shape(bias_name, bias.dims(), [count, d_out], why)?;
     }
     Ok(())
 }
@@ -207,13 +216,15 @@ pub(crate) fn check_grouped_linear(
 /// What `index` and `inverse` hold is not checked: that would wait for the device.
 ///
 /// # Errors
-/// When the device has no implementation or a shape does not fit.
+/// When the device has no implementation, devices differ or a shape does not fit.
 pub fn try_gather_rows(
     x: Tensor<2>,
     index: Tensor<1, Int>,
     inverse: Tensor<2, Int>,
 ) -> Result<Tensor<2>, Nvfp4Error> {
     validate::operand("x", &x)?;
+    validate::same_device(("x", &x.device()), ("index", &index.device()))?;
+    validate::same_device(("x", &x.device()), ("inverse", &inverse.device()))?;
     let ([tokens, _], [slots]) = (x.dims(), index.dims());
     let [rows, copies] = inverse.dims();
     if rows != tokens || rows * copies != slots {
@@ -242,7 +253,8 @@ pub fn gather_rows(x: Tensor<2>, index: Tensor<1, Int>, inverse: Tensor<2, Int>)
 /// `choices[places[t, j]] = t * copies + j`. Neither is checked: that would wait for the device.
 ///
 /// # Errors
-/// When the device has no implementation, a type is not supported, or a shape does not fit.
+/// When the device has no implementation, devices differ, a type is not supported, or a shape does not
+/// fit.
 pub fn try_combine_rows(
     y: Tensor<2>,
     weights: Tensor<2>,
@@ -251,6 +263,10 @@ pub fn try_combine_rows(
 ) -> Result<Tensor<2>, Nvfp4Error> {
     validate::operand("y", &y)?;
     validate::operand("weights", &weights)?;
+    let device = y.device();
+    validate::same_device(("y", &device), ("weights", &weights.device()))?;
+    validate::same_device(("y", &device), ("places", &places.device()))?;
+    validate::same_device(("y", &device), ("choices", &choices.device()))?;
     if weights.dtype() != DType::F32 {
         return Err(Nvfp4Error::DType {
             argument: "weights",

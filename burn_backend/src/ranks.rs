@@ -7,7 +7,7 @@
 //! gradients, and does not stand still; it works inside burn-train's strategy as well.
 
 use std::ops::Range;
-use std::sync::{Arc, Barrier};
+use std::sync::{Arc, Barrier, Once};
 
 use burn_core::backend::DispatchDevice;
 use burn_core::module::{Module, ModuleMapper, ModuleVisitor, Param};
@@ -177,6 +177,20 @@ fn hand_over(device: &Device) {
         .expect("a device that trains takes its work: operations on it fail before");
 }
 
+/// Say once, in a training forward with `weight`, that Burn averages its gradient within the backward: it is not
+/// trained by [`Ranks::step`], which takes the mark off.
+pub(crate) fn warn_of_burns_average<const D: usize>(weight: &Tensor<D>) {
+    static SAID: Once = Once::new();
+    if weight.is_distributed() {
+        SAID.call_once(|| {
+            tracing::warn!(
+                "gradients are averaged by Burn within the backward, where training can stand still; \
+                 `burn_nvfp4::Ranks` averages them behind it"
+            );
+        });
+    }
+}
+
 /// Takes the mark off parameters that has Burn average their gradients within the backward.
 struct Apart;
 
@@ -263,10 +277,15 @@ impl ModuleVisitor for Buckets<'_> {
 mod tests {
     use burn_core as burn;
 
+    #[cfg(feature = "cpu")]
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
     use burn_core::tensor::{Distribution, FloatDType, TensorData};
     use burn_nn::{Linear, LinearConfig};
 
     use super::*;
+    #[cfg(feature = "cpu")]
+    use crate::{Nvfp4Linear, Nvfp4LinearConfig};
 
     #[derive(Module, Debug)]
     struct Two {
@@ -335,6 +354,57 @@ mod tests {
             let [one, other] = [model, marked].map(|model| weight_gradient(&ranks, &model, &x));
             assert_eq!(one, other);
         }
+    }
+
+    /// Counts warnings.
+    #[cfg(feature = "cpu")]
+    struct Warnings(Arc<AtomicUsize>);
+
+    #[cfg(feature = "cpu")]
+    impl tracing::Subscriber for Warnings {
+        fn enabled(&self, metadata: &tracing::Metadata<'_>) -> bool {
+            metadata.target() == "burn_nvfp4::ranks" && *metadata.level() == tracing::Level::WARN
+        }
+
+        fn new_span(&self, _span: &tracing::span::Attributes<'_>) -> tracing::span::Id {
+            tracing::span::Id::from_u64(1)
+        }
+
+        fn record(&self, _span: &tracing::span::Id, _values: &tracing::span::Record<'_>) {}
+
+        fn record_follows_from(&self, _span: &tracing::span::Id, _follows: &tracing::span::Id) {}
+
+        fn event(&self, _event: &tracing::Event<'_>) {
+            self.0.fetch_add(1, Ordering::Relaxed);
+        }
+
+        fn enter(&self, _span: &tracing::span::Id) {}
+
+        fn exit(&self, _span: &tracing::span::Id) {}
+    }
+
+    #[test]
+    #[cfg(feature = "cpu")]
+    fn a_layer_says_once_that_burn_averages_its_gradient() {
+        let device = Device::cpu().autodiff();
+        let plain = Nvfp4LinearConfig::new(16, 16).init(&device);
+        let marked = plain.clone().map(&mut Mark);
+        let x = Tensor::<2>::zeros([16, 16], &device);
+        let count = Arc::new(AtomicUsize::new(0));
+        tracing::subscriber::with_default(Warnings(count.clone()), || {
+            let warnings = |layer: &Nvfp4Linear| {
+                layer.forward(x.clone());
+                count.load(Ordering::Relaxed)
+            };
+            assert_eq!(warnings(&plain), 0);
+            let ranks = Ranks::new(std::slice::from_ref(&device)).unwrap();
+            ranks.step(&marked, |layer| {
+                assert_eq!(warnings(layer), 0);
+                (layer.forward(x.clone()).sum(), ())
+            });
+            assert_eq!(warnings(&marked), 1);
+            assert_eq!(warnings(&marked), 1);
+        });
     }
 
     /// The gradients of a module side by side, by type, and back.

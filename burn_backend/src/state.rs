@@ -173,6 +173,19 @@ impl LayerState {
         })
     }
 
+    /// The state of a new layer with `recipe`: number `layer`, or the next one of the process.
+    ///
+    /// # Errors
+    /// When the layer number is 2^56 or more.
+    pub(crate) fn for_recipe(recipe: &Nvfp4Recipe, layer: Option<u64>) -> Result<Self, Nvfp4Error> {
+        Self::new(LayerRandomness {
+            seed: recipe.seed,
+            layer: layer.unwrap_or_else(Self::next_layer),
+            offset: 0,
+            rht_signs: recipe.rht_signs,
+        })
+    }
+
     /// The next number that no layer of this process was built with.
     pub(crate) fn next_layer() -> u64 {
         static NEXT: AtomicU64 = AtomicU64::new(0);
@@ -259,10 +272,10 @@ impl LayerState {
 
     /// What the layer does with its recipe.
     pub fn mode(&self) -> LayerMode {
-        if self.is_high_precision() {
-            return LayerMode::HighPrecision;
+        match self.is_high_precision() {
+            true => LayerMode::HighPrecision,
+            false => self.asked_mode(),
         }
-        *self.shared.mode.lock().expect("no panic while it is held")
     }
 
     /// What was last asked of the layer, whether or not it stays in high precision.

@@ -1,6 +1,7 @@
 //! Checks that run before an operation is queued.
 
 use burn_core::backend::DispatchDevice;
+use burn_core::module::Param;
 use burn_core::tensor::{DType, Device, Shape, Tensor, kind::Basic};
 use nvfp4_kernels::{BLOCK, Nvfp4Error};
 
@@ -118,11 +119,8 @@ pub(crate) fn linear<const D: usize>(
 ) -> Result<(), Nvfp4Error> {
     const { assert!(D > 0, "the input needs at least one axis") };
     operand("x", x)?;
-    operand("weight", weight)?;
-    same_device(("x", &x.device()), ("weight", &weight.device()))?;
+    linear_parameters(&x.device(), ["weight", "bias"], weight, bias)?;
     let [d_in, d_out] = weight.dims();
-    blocks("weight", "d_in", d_in)?;
-    blocks("weight", "d_out", d_out)?;
     let dims = x.dims();
     if dims[D - 1] != d_in {
         return Err(Nvfp4Error::shape(
@@ -131,18 +129,53 @@ pub(crate) fn linear<const D: usize>(
             format!("a last axis of {d_in}, the d_in of the weight [{d_in}, {d_out}]"),
         ));
     }
+    Ok(())
+}
+
+/// What a linear product asks of its weight and bias, called `names`, for an `x` on `device`.
+pub(crate) fn linear_parameters(
+    device: &Device,
+    names: [&'static str; 2],
+    weight: &Tensor<2>,
+    bias: Option<&Tensor<1>>,
+) -> Result<(), Nvfp4Error> {
+    let [weight_name, bias_name] = names;
+    operand(weight_name, weight)?;
+    same_device(("x", device), (weight_name, &weight.device()))?;
+    let [d_in, d_out] = weight.dims();
+    blocks(weight_name, "d_in", d_in)?;
+    blocks(weight_name, "d_out", d_out)?;
     if let Some(bias) = bias {
-        operand("bias", bias)?;
-        same_device(("x", &x.device()), ("bias", &bias.device()))?;
-        if bias.dims() != [d_out] {
-            return Err(Nvfp4Error::shape(
-                "bias",
-                format!("{:?}", bias.dims()),
-                format!("[{d_out}], the d_out of the weight [{d_in}, {d_out}]"),
-            ));
-        }
+        operand(bias_name, bias)?;
+        same_device(("x", device), (bias_name, &bias.device()))?;
+        let why = || format!("the d_out of the weight [{d_in}, {d_out}]");
+        shape(bias_name, bias.dims(), [d_out], why)?;
     }
     Ok(())
+}
+
+/// Fail unless a parameter is on the device of `x`, or will be: one without a value yet is not asked for it, which
+/// would make it there.
+pub(crate) fn parameter<const D: usize>(
+    device: &Device,
+    name: &'static str,
+    parameter: &Param<Tensor<D>>,
+) -> Result<(), Nvfp4Error> {
+    same_device(("x", device), (name, &parameter.lazy_device()))
+}
+
+/// Fail unless a shape is the one that is wanted, which is `why`.
+pub(crate) fn shape<const D: usize>(
+    argument: &'static str,
+    found: [usize; D],
+    wanted: [usize; D],
+    why: impl FnOnce() -> String,
+) -> Result<(), Nvfp4Error> {
+    if found == wanted {
+        return Ok(());
+    }
+    let expected = format!("{wanted:?}, {}", why());
+    Err(Nvfp4Error::shape(argument, format!("{found:?}"), expected))
 }
 
 /// Shape and type of one buffer of a packed matrix.

@@ -20,6 +20,11 @@ use burn_nvfp4::{
 };
 use burn_optim::AdamWConfig;
 
+#[path = "shared/skip.rs"]
+mod skip;
+
+use skip::skip;
+
 const WIDTH: usize = 128;
 /// Rows of the global batch; each of two devices takes half.
 const ROWS: usize = 256;
@@ -53,19 +58,17 @@ impl Model for Plain {
     }
 }
 
-/// The first two CUDA devices.
-fn devices() -> Option<[Device; 2]> {
+/// The first two CUDA devices, or why there are none.
+fn devices() -> Result<[Device; 2], String> {
     if std::env::var("NVFP4_TEST_DEVICE").as_deref() != Ok("cuda") {
-        eprintln!("skipped: NVFP4_TEST_DEVICE is not cuda");
-        return None;
+        return Err("NVFP4_TEST_DEVICE is not cuda".into());
     }
     decorate::install().unwrap();
     let count = Device::enumerate(DeviceType::Cuda).len();
     if count < 2 {
-        eprintln!("skipped: {count} CUDA devices, two are needed");
-        return None;
+        return Err(format!("{count} CUDA devices, two are needed"));
     }
-    Some([Device::cuda(0), Device::cuda(1)])
+    Ok([Device::cuda(0), Device::cuda(1)])
 }
 
 /// `rows` rows of noise; the same for the same seed.
@@ -176,8 +179,9 @@ fn net(recipe: &Nvfp4Recipe, device: &Device) -> Net {
 /// All in one test: NCCL has one communicator for each device and process.
 #[test]
 fn two_devices_train_as_one() {
-    let Some(devices) = devices() else {
-        return;
+    let devices = match devices() {
+        Ok(devices) => devices,
+        Err(reason) => skip!("{reason}"),
     };
     let device = devices[0].clone().autodiff();
 

@@ -3,6 +3,8 @@
 
 #[allow(dead_code, reason = "the other tests' part")]
 mod common;
+#[path = "../../burn_backend/tests/shared/skip.rs"]
+mod skip;
 
 use std::sync::Arc;
 
@@ -22,6 +24,7 @@ use burn_train::{
 };
 
 use common::{BATCH, Net, RATE, RowBatcher, Rows};
+use skip::skip;
 
 /// Of each worker.
 const STEPS: usize = 40;
@@ -60,17 +63,16 @@ impl InferenceStep for Parallel {
     }
 }
 
-fn devices() -> Option<Vec<Device>> {
+/// The first two CUDA devices, or why there are none.
+fn devices() -> Result<Vec<Device>, String> {
     if std::env::var("NVFP4_TEST_DEVICE").as_deref() != Ok("cuda") {
-        eprintln!("skipped: NVFP4_TEST_DEVICE is not cuda");
-        return None;
+        return Err("NVFP4_TEST_DEVICE is not cuda".into());
     }
     let count = Device::enumerate(DeviceType::Cuda).len();
     if count < 2 {
-        eprintln!("skipped: {count} CUDA devices, two are needed");
-        return None;
+        return Err(format!("{count} CUDA devices, two are needed"));
     }
-    Some([0, 1].map(|index| Device::cuda(index).autodiff()).into())
+    Ok([0, 1].map(|index| Device::cuda(index).autodiff()).into())
 }
 
 fn loader(rows: usize, device: &Device) -> Arc<dyn DataLoader<Rows>> {
@@ -148,8 +150,9 @@ fn loss(net: &Net, device: &Device) -> f32 {
 /// In one test: NCCL has one communicator for each device and process.
 #[test]
 fn two_gpus_train_as_one() {
-    let Some(devices) = devices() else {
-        return;
+    let devices = match devices() {
+        Ok(devices) => devices,
+        Err(reason) => skip!("{reason}"),
     };
     let device = &devices[0];
     device.seed(1);

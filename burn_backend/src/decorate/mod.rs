@@ -50,7 +50,7 @@ use nvfp4_kernels::Nvfp4Error;
 pub use account::{LayerReport, Nvfp4Report, ProductFormat, RoleReport, report};
 
 use crate::recipe::Nvfp4Recipe;
-use crate::state::{LayerRandomness, LayerState};
+use crate::state::LayerState;
 use crate::validate;
 use account::Counters;
 use call::{Group, Layer, Mode, lock};
@@ -207,12 +207,7 @@ impl Decorator {
         let recipe = Arc::new(self.recipe.clone());
         let mut marks = HashMap::new();
         for found in layers {
-            let state = LayerState::new(LayerRandomness {
-                seed: recipe.seed,
-                layer: LayerState::next_layer(),
-                offset: 0,
-                rht_signs: recipe.rht_signs,
-            })?;
+            let state = LayerState::for_recipe(&recipe, None)?;
             let mark = Mark {
                 kind: Kind::Weight,
                 layer: Arc::new(Layer {

@@ -15,6 +15,7 @@ use super::parts::{PartIds, parts, side_by_side};
 use super::{Nvfp4Linear, Nvfp4LinearConfig, cast};
 use crate::functions::or_panic;
 use crate::recipe::Nvfp4Recipe;
+use crate::validate;
 
 /// Score of a key that a query must not see. `exp` of it is zero next to any real score.
 const MASKED: f32 = -1e30;
@@ -152,8 +153,11 @@ impl Positions {
         Some(mask.narrow(2, 0, time).narrow(3, 0, time))
     }
 
-    /// Fail where `time` positions of heads of size `head` do not fit.
-    fn check(&self, time: usize, head: usize) -> Result<(), Nvfp4Error> {
+    /// Fail where `time` positions of heads of size `head` on `device` do not fit.
+    fn check(&self, time: usize, head: usize, device: &Device) -> Result<(), Nvfp4Error> {
+        for table in [&self.cos, &self.sin, &self.mask].into_iter().flatten() {
+            validate::same_device(("x", device), ("positions", &table.device()))?;
+        }
         if time > self.context {
             return Err(Nvfp4Error::shape(
                 "x",
@@ -319,27 +323,10 @@ impl Nvfp4Attention {
         positions: &Positions,
         padding: Option<Tensor<2, Bool>>,
     ) -> Result<Tensor<3>, Nvfp4Error> {
+        self.check(&x, positions, padding.as_ref())?;
         let [batch, time, width] = x.dims();
-        let [d_model, _] = self.out.weight.dims();
-        if width != d_model {
-            return Err(Nvfp4Error::shape(
-                "x",
-                format!("{:?}", x.dims()),
-                format!("[batch, time, {d_model}]"),
-            ));
-        }
-        if let Some(padding) = &padding
-            && padding.dims() != [batch, time]
-        {
-            return Err(Nvfp4Error::shape(
-                "padding",
-                format!("{:?}", padding.dims()),
-                format!("[{batch}, {time}], the positions of `x`"),
-            ));
-        }
         let (heads, kv_heads) = (self.heads, self.kv_heads);
-        let head = d_model / heads;
-        positions.check(time, head)?;
+        let head = width / heads;
         let activation: FloatDType = x.dtype().into();
         let rows = batch * time;
         let qkv = self.qkv.try_forward(x.reshape([rows, width]))?;
@@ -379,6 +366,33 @@ impl Nvfp4Attention {
         let mixed = mixed.swap_dims(1, 2).reshape([rows, width]);
         let out = self.out.try_forward(mixed)?;
         Ok(out.reshape([batch, time, width]))
+    }
+
+    /// Fail unless [`try_forward`](Self::try_forward) takes these arguments.
+    pub(super) fn check(
+        &self,
+        x: &Tensor<3>,
+        positions: &Positions,
+        padding: Option<&Tensor<2, Bool>>,
+    ) -> Result<(), Nvfp4Error> {
+        let [batch, time, width] = x.dims();
+        let [d_model, _] = self.out.weight.lazy_shape().dims();
+        let why = || "with the d_model of the attention".into();
+        validate::shape("x", x.dims(), [batch, time, d_model], why)?;
+        validate::operand("x", x)?;
+        let device = x.device();
+        if let Some(padding) = padding {
+            let why = || "the positions of `x`".into();
+            validate::shape("padding", padding.dims(), [batch, time], why)?;
+            validate::same_device(("x", &device), ("padding", &padding.device()))?;
+        }
+        let head = width / self.heads;
+        positions.check(time, head, &device)?;
+        let qkv = [width, (self.heads + 2 * self.kv_heads) * head];
+        let names = ["qkv.weight", "qkv.bias"];
+        self.qkv.check_part(names, &device, qkv)?;
+        let names = ["out.weight", "out.bias"];
+        self.out.check_part(names, &device, [width, width])
     }
 
     /// [`try_forward`](Self::try_forward) without padding, panicking where it fails.

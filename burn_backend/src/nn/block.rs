@@ -131,6 +131,7 @@ impl Nvfp4TransformerBlock {
         positions: &Positions,
         padding: Option<Tensor<2, Bool>>,
     ) -> Result<BlockOutput, Nvfp4Error> {
+        self.check(&x, positions, padding.as_ref())?;
         let activation: FloatDType = x.dtype().into();
         let normed = self.attention_norm.forward(x.clone(), activation);
         let x = x + self.attention.try_forward(normed, positions, padding)?;
@@ -154,12 +155,33 @@ impl Nvfp4TransformerBlock {
                     z_loss: Some(z_loss),
                 })
             }
-            (dense, experts) => Err(Nvfp4Error::value(
-                "feed_forward",
-                format!("dense: {}, experts: {}", dense.is_some(), experts.is_some()),
-                "exactly one of the two",
-            )),
+            _ => unreachable!("checked"),
         }
+    }
+
+    /// Fail unless [`try_forward`](Self::try_forward) takes these arguments.
+    fn check(
+        &self,
+        x: &Tensor<3>,
+        positions: &Positions,
+        padding: Option<&Tensor<2, Bool>>,
+    ) -> Result<(), Nvfp4Error> {
+        self.attention.check(x, positions, padding)?;
+        match (&self.feed_forward, &self.moe) {
+            (Some(feed_forward), None) => feed_forward.check(x)?,
+            (None, Some(moe)) => moe.check(x)?,
+            (dense, experts) => {
+                return Err(Nvfp4Error::value(
+                    "feed_forward",
+                    format!("dense: {}, experts: {}", dense.is_some(), experts.is_some()),
+                    "exactly one of the two",
+                ));
+            }
+        }
+        let (device, [_, _, width]) = (x.device(), x.dims());
+        let (first, second) = (&self.attention_norm, &self.feed_forward_norm);
+        first.check_part("attention_norm.gain", &device, width)?;
+        second.check_part("feed_forward_norm.gain", &device, width)
     }
 
     /// [`try_forward`](Self::try_forward) without padding, panicking where it fails.

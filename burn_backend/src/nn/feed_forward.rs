@@ -78,11 +78,20 @@ impl Nvfp4SwiGlu {
     /// Apply the layer: `[..., d_model]` to the same shape and type.
     ///
     /// # Errors
-    /// As [`Nvfp4Linear::try_forward`].
+    /// As [`Nvfp4Linear::try_forward`], and when the two layers do not fit each other.
     pub fn try_forward<const D: usize>(&self, x: Tensor<D>) -> Result<Tensor<D>, Nvfp4Error> {
+        self.check(&x)?;
         let (x, dims) = rows(x);
         let hidden = swiglu(self.gate_up.try_forward(x)?);
         Ok(self.down.try_forward(hidden)?.reshape(dims))
+    }
+
+    /// Fail unless [`try_forward`](Self::try_forward) takes `x`.
+    pub(super) fn check<const D: usize>(&self, x: &Tensor<D>) -> Result<(), Nvfp4Error> {
+        self.gate_up.check(x)?;
+        let [d_model, both] = self.gate_up.weight.dims();
+        let (names, shape) = (["down.weight", "down.bias"], [both / 2, d_model]);
+        self.down.check_part(names, &x.device(), shape)
     }
 
     /// [`try_forward`](Self::try_forward), panicking where it fails.
@@ -186,8 +195,13 @@ impl Nvfp4FeedForward {
     /// Apply the layer: `[..., d_model]` to the same shape and type.
     ///
     /// # Errors
-    /// As [`Nvfp4Linear::try_forward`].
+    /// As [`Nvfp4Linear::try_forward`], and when the two layers do not fit each other.
     pub fn try_forward<const D: usize>(&self, x: Tensor<D>) -> Result<Tensor<D>, Nvfp4Error> {
+        self.linear_inner.check(&x)?;
+        let [d_model, d_ff] = self.linear_inner.weight.dims();
+        let names = ["linear_outer.weight", "linear_outer.bias"];
+        let (device, shape) = (x.device(), [d_ff, d_model]);
+        self.linear_outer.check_part(names, &device, shape)?;
         let x = self.activation.forward(self.linear_inner.try_forward(x)?);
         self.linear_outer.try_forward(self.dropout.forward(x))
     }

@@ -10,12 +10,14 @@ use nvfp4_kernels::Nvfp4Error;
 
 use super::parts::{PartIds, apart};
 use crate::experts::{
-    ExpertOffsets, check_experts, check_grouped_linear, grouped_linear_unchecked,
+    ExpertOffsets, check_experts, check_grouped_linear, check_grouped_parameters,
+    grouped_linear_unchecked,
 };
 use crate::functions::or_panic;
 use crate::ops::WeightIdentity;
+use crate::ranks::warn_of_burns_average;
 use crate::recipe::Nvfp4Recipe;
-use crate::state::{LayerRandomness, LayerState};
+use crate::state::LayerState;
 use crate::validate;
 
 /// Configuration of an [`Nvfp4GroupedLinear`].
@@ -109,12 +111,7 @@ impl Nvfp4GroupedLinear {
         layer: Option<u64>,
     ) -> Result<Self, Nvfp4Error> {
         recipe.check()?;
-        let state = LayerState::new(LayerRandomness {
-            seed: recipe.seed,
-            layer: layer.unwrap_or_else(LayerState::next_layer),
-            offset: 0,
-            rht_signs: recipe.rht_signs,
-        })?;
+        let state = LayerState::for_recipe(recipe, layer)?;
         Ok(Self {
             weight,
             bias,
@@ -190,23 +187,41 @@ impl Nvfp4GroupedLinear {
     /// - output: `[tokens, d_output]`, of the type of the input; zero for tokens of no expert
     ///
     /// # Errors
-    /// When the device has no implementation, the input is on another device than the weight, its
-    /// type is not supported, or its shape is not `[experts.tokens(), d_input]`, or `experts` are not
-    /// as many as the layer's.
+    /// When the device has no implementation, the input is on another device than the weight or
+    /// `experts`, its type is not supported, or its shape is not `[experts.tokens(), d_input]`, or
+    /// `experts` are not as many as the layer's.
     pub fn try_forward(
         &self,
         input: Tensor<2>,
         experts: &ExpertOffsets,
     ) -> Result<Tensor<2>, Nvfp4Error> {
+        validate::parameter(&input.device(), "weight", &self.weight)?;
         let weight = self.weight.val();
         let bias = self.bias.as_ref().map(|bias| bias.val());
         check_grouped_linear(&input, &weight, bias.as_ref(), experts)?;
         let draws = input.is_tracked() || weight.is_tracked();
+        if draws {
+            warn_of_burns_average(&weight);
+        }
         let identity = WeightIdentity::of([&weight]);
         let (spec, context) = self.state.for_forward(&self.recipe, identity, draws);
         Ok(grouped_linear_unchecked(
             input, weight, bias, experts, spec, context,
         ))
+    }
+
+    /// Fail unless the layer, its parameters called `names` in the module that it is part of, multiplies what comes
+    /// from an input on `device` by matrices of `shape`.
+    pub(super) fn check_part(
+        &self,
+        names: [&'static str; 2],
+        device: &Device,
+        shape: [usize; 3],
+    ) -> Result<(), Nvfp4Error> {
+        validate::parameter(device, names[0], &self.weight)?;
+        let why = || "as the layers around it have it".into();
+        validate::shape(names[0], self.weight.dims(), shape, why)?;
+        check_grouped_parameters(device, names, &self.weight, self.bias.as_deref())
     }
 
     /// [`try_forward`](Self::try_forward), panicking where it fails.

@@ -10,8 +10,9 @@ use nvfp4_kernels::Nvfp4Error;
 
 use crate::functions::{linear_unchecked, or_panic};
 use crate::ops::WeightIdentity;
+use crate::ranks::warn_of_burns_average;
 use crate::recipe::Nvfp4Recipe;
-use crate::state::{LayerRandomness, LayerState};
+use crate::state::LayerState;
 use crate::validate;
 
 /// Configuration of an [`Nvfp4Linear`].
@@ -87,12 +88,7 @@ impl Nvfp4Linear {
         let [d_in, d_out] = linear.weight.lazy_shape().dims();
         validate::blocks("weight", "d_input", d_in)?;
         validate::blocks("weight", "d_output", d_out)?;
-        let state = LayerState::new(LayerRandomness {
-            seed: recipe.seed,
-            layer: layer.unwrap_or_else(LayerState::next_layer),
-            offset: 0,
-            rht_signs: recipe.rht_signs,
-        })?;
+        let state = LayerState::for_recipe(recipe, layer)?;
         Ok(Self {
             weight: linear.weight,
             bias: linear.bias,
@@ -135,24 +131,47 @@ impl Nvfp4Linear {
     /// When the device has no implementation, the input is on another device than the weight, its
     /// type is not supported, or its last axis is not `d_input`.
     pub fn try_forward<const D: usize>(&self, input: Tensor<D>) -> Result<Tensor<D>, Nvfp4Error> {
+        self.check(&input)?;
         let weight = self.weight.val();
         let bias = self.bias.as_ref().map(|bias| bias.val());
         let identity = WeightIdentity::of([&weight]);
-        self.forward_with(weight, identity, bias, input)
+        Ok(self.forward_with(weight, identity, bias, input))
     }
 
-    /// The layer with another `weight`, known by `identity`, and another `bias`.
+    /// Fail unless [`try_forward`](Self::try_forward) takes `input`.
+    pub(super) fn check<const D: usize>(&self, input: &Tensor<D>) -> Result<(), Nvfp4Error> {
+        validate::parameter(&input.device(), "weight", &self.weight)?;
+        validate::linear(input, &self.weight, self.bias.as_deref())
+    }
+
+    /// Fail unless the layer, its parameters called `names` in the module that it is part of, multiplies what comes
+    /// from an input on `device` by a matrix of `shape`.
+    pub(super) fn check_part(
+        &self,
+        names: [&'static str; 2],
+        device: &Device,
+        shape: [usize; 2],
+    ) -> Result<(), Nvfp4Error> {
+        validate::parameter(device, names[0], &self.weight)?;
+        let why = || "as the layers around it have it".into();
+        validate::shape(names[0], self.weight.dims(), shape, why)?;
+        validate::linear_parameters(device, names, &self.weight, self.bias.as_deref())
+    }
+
+    /// The layer with another `weight`, known by `identity`, and another `bias`, after [`validate::linear`].
     fn forward_with<const D: usize>(
         &self,
         weight: Tensor<2>,
         identity: Option<WeightIdentity>,
         bias: Option<Tensor<1>>,
         input: Tensor<D>,
-    ) -> Result<Tensor<D>, Nvfp4Error> {
-        validate::linear(&input, &weight, bias.as_ref())?;
+    ) -> Tensor<D> {
         let draws = input.is_tracked() || weight.is_tracked();
+        if draws {
+            warn_of_burns_average(&weight);
+        }
         let (spec, context) = self.state.for_forward(&self.recipe, identity, draws);
-        Ok(linear_unchecked(input, weight, bias, spec, context))
+        linear_unchecked(input, weight, bias, spec, context)
     }
 
     /// [`try_forward`](Self::try_forward), panicking where it fails.
@@ -172,7 +191,8 @@ impl Nvfp4Linear {
     ///
     /// # Errors
     /// As [`try_forward`](Self::try_forward), and when there is no layer, or when layers differ in
-    /// their input features, their recipe, what they do with it, or whether they have a bias.
+    /// their device, the types of their parameters, their input features, their recipe, what they do
+    /// with it, or whether they have a bias.
     pub fn try_forward_together<const D: usize>(
         layers: &[&Self],
         input: Tensor<D>,
@@ -180,20 +200,21 @@ impl Nvfp4Linear {
         let [first, others @ ..] = layers else {
             return Err(Nvfp4Error::value("layers", "none", "at least one"));
         };
+        first.check(&input)?;
         for (index, other) in (1..).zip(others) {
             other.check_beside(first, index)?;
+            other.check(&input)?;
         }
-        let widths: Vec<usize> = layers.iter().map(|layer| layer.weight.dims()[1]).collect();
         let weights: Vec<_> = layers.iter().map(|layer| layer.weight.val()).collect();
+        let widths = weights.iter().map(|weight| weight.dims()[1]).collect();
         let identity = WeightIdentity::of(&weights);
-        let biases: Vec<_> = layers
+        let biases = layers
             .iter()
-            .filter_map(|layer| layer.bias.as_ref())
-            .collect();
-        let biases: Vec<_> = biases.into_iter().map(|bias| bias.val()).collect();
-        let bias = (!biases.is_empty()).then(|| Tensor::cat(biases, 0));
+            .map(|layer| layer.bias.as_ref().map(|bias| bias.val()));
+        let biases: Option<Vec<_>> = biases.collect();
+        let bias = biases.map(|biases| Tensor::cat(biases, 0));
         let weight = Tensor::cat(weights, 1);
-        let together = first.forward_with(weight, identity, bias, input)?;
+        let together = first.forward_with(weight, identity, bias, input);
         Ok(together.split_with_sizes(widths, D - 1))
     }
 
@@ -214,6 +235,25 @@ impl Nvfp4Linear {
                 format!("{what} {expected}, as number 0"),
             )
         };
+        let [own, other] = [self, first].map(|layer| layer.weight.lazy_device());
+        if own != other {
+            return Err(Nvfp4Error::Device {
+                argument: "layers",
+                found: format!("number {index} on {:?}", own.as_dispatch()),
+                expected: format!("{:?}, as number 0", other.as_dispatch()),
+            });
+        }
+        let [own, other] = [self, first].map(|layer| {
+            let bias = layer.bias.as_ref().map(|bias| bias.dtype());
+            (layer.weight.dtype(), bias)
+        });
+        if own.0 != other.0 || own.1.zip(other.1).is_some_and(|(own, other)| own != other) {
+            return Err(Nvfp4Error::DType {
+                argument: "layers",
+                found: format!("number {index} with weight and bias {own:?}"),
+                expected: format!("{other:?}, as number 0"),
+            });
+        }
         let [own, other] = [self, first].map(|layer| layer.weight.dims()[0]);
         if own != other {
             return Err(differs("d_input", own.to_string(), other.to_string()));

@@ -14,8 +14,10 @@ use super::{
     Nvfp4GroupedLinear, Nvfp4GroupedLinearConfig, Nvfp4SwiGlu, Nvfp4SwiGluConfig, Routing, cast,
     rows,
 };
+use crate::experts::check_experts;
 use crate::functions::or_panic;
 use crate::recipe::Nvfp4Recipe;
+use crate::validate;
 
 /// Configuration of an [`Nvfp4Moe`].
 #[derive(Config, Debug)]
@@ -175,19 +177,13 @@ impl Nvfp4Moe {
     /// - output: see [`MoeOutput`]
     ///
     /// # Errors
-    /// When there is no token, the last axis is not `d_model`, devices differ, or a type is not
-    /// supported.
+    /// When there is no token, the last axis is not `d_model`, devices differ, a type is not supported,
+    /// or the parts do not fit each other.
     pub fn try_forward<const D: usize>(&self, x: Tensor<D>) -> Result<MoeOutput<D>, Nvfp4Error> {
+        self.check(&x)?;
         let (x, dims) = rows(x);
         let [d_model, experts] = self.router.weight.dims();
-        let [tokens, width] = x.dims();
-        if width != d_model || tokens == 0 {
-            return Err(Nvfp4Error::shape(
-                "x",
-                format!("{dims:?}"),
-                format!("at least one token, and a last axis of {d_model}"),
-            ));
-        }
+        let [tokens, _] = x.dims();
         let router = cast(self.router.weight.val(), FloatDType::F32);
         // As a batch of products: the gradient of the router has few elements and a contraction as long as
         // there are tokens, which one product would leave most of a GPU idle with.
@@ -225,6 +221,32 @@ impl Nvfp4Moe {
             z_loss: column_means(log_sums.square()),
             counts,
         })
+    }
+
+    /// Fail unless [`try_forward`](Self::try_forward) takes `x`.
+    pub(super) fn check<const D: usize>(&self, x: &Tensor<D>) -> Result<(), Nvfp4Error> {
+        let (dims, device) = (x.dims(), x.device());
+        let router = &self.router.weight;
+        let [d_model, experts] = router.lazy_shape().dims();
+        if dims.last() != Some(&d_model) || dims.contains(&0) {
+            return Err(Nvfp4Error::shape(
+                "x",
+                format!("{dims:?}"),
+                format!("at least one token, and a last axis of {d_model}"),
+            ));
+        }
+        validate::operand("x", x)?;
+        validate::parameter(&device, "router.weight", router)?;
+        validate::operand("router.weight", router)?;
+        check_experts("router.weight", experts)?;
+        let [_, _, both] = self.gate_up.weight.lazy_shape().dims();
+        let names = ["gate_up.weight", "gate_up.bias"];
+        let shape = [experts, d_model, both];
+        self.gate_up.check_part(names, &device, shape)?;
+        let names = ["down.weight", "down.bias"];
+        let shape = [experts, both / 2, d_model];
+        self.down.check_part(names, &device, shape)?;
+        self.shared.iter().try_for_each(|shared| shared.check(x))
     }
 
     /// [`try_forward`](Self::try_forward), panicking where it fails.

@@ -5,8 +5,10 @@ use burn_core as burn;
 use burn_core::module::{Module, Param};
 use burn_core::tensor::{Device, FloatDType, Tensor};
 use burn_nn::RmsNorm as BurnRmsNorm;
+use nvfp4_kernels::Nvfp4Error;
 
 use super::{cast, rows};
+use crate::validate;
 
 /// `x / sqrt(mean(x²) + ε) · gain` over the last axis, computed in `f32` whatever the types of its
 /// input and output.
@@ -47,6 +49,20 @@ impl RmsNorm {
             gamma: self.gain,
             epsilon: self.epsilon,
         }
+    }
+
+    /// Fail unless the norm, its gain called `name` in the module that it is part of, takes rows of `width` on
+    /// `device`.
+    pub(super) fn check_part(
+        &self,
+        name: &'static str,
+        device: &Device,
+        width: usize,
+    ) -> Result<(), Nvfp4Error> {
+        validate::parameter(device, name, &self.gain)?;
+        validate::shape(name, self.gain.dims(), [width], || {
+            "the last axis of `x`".into()
+        })
     }
 
     /// Normalise `x`, `[..., width]`, to the same shape in type `dtype`.

@@ -9,7 +9,7 @@ use burn_core::backend::{self, DispatchTensorKind};
 use burn_core::tensor::{FloatDType, Tensor};
 use nvfp4_kernels::Form;
 
-use super::LinearSpec;
+use super::{BackwardSource, LinearSpec, OperandSpec};
 use crate::telemetry::Probe;
 
 /// What a layer keeps from one product to the next. The default keeps nothing.
@@ -94,14 +94,16 @@ pub(crate) struct KeptWeight {
 impl KeptWeight {
     /// The place on `device`, by its text, of the operands that `spec` makes of the weight beside
     /// activations of type `dtype`.
-    pub(crate) fn place(&self, device: String, dtype: FloatDType, spec: LinearSpec) -> Place<'_> {
+    pub(crate) fn place(&self, device: String, dtype: FloatDType, spec: &LinearSpec) -> Place<'_> {
         Place {
             cache: &self.cache,
             device,
             key: WeightKey {
                 identity: self.identity.clone(),
                 dtype,
-                spec,
+                fprop: spec.fprop_w,
+                dgrad: Some(spec.dgrad_w).filter(OperandSpec::is_deterministic),
+                source: spec.source,
             },
         }
     }
@@ -124,8 +126,11 @@ struct WeightKey {
     identity: WeightIdentity,
     /// Type of the activations, which operands in high precision have too.
     dtype: FloatDType,
-    /// The recipe, without what does not concern the weight.
-    spec: LinearSpec,
+    fprop: OperandSpec,
+    /// `None` for an operand that is drawn: it is not kept, and its draw, another one in each forward, must not
+    /// part the forward's operand from those who look for it.
+    dgrad: Option<OperandSpec>,
+    source: BackwardSource,
 }
 
 struct Entry {

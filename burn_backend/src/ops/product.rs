@@ -345,23 +345,13 @@ impl<B: Nvfp4Ops, G: Grouping<B>> Product<B, G> {
     /// `w` for the forward, and for dgrad if that will be asked for.
     fn weight(&self, dtype: FloatDType) -> (Operand<B>, Option<Operand<B>>) {
         let LinearSpec {
-            fprop_w,
-            dgrad_w,
-            source,
-            ..
+            fprop_w, dgrad_w, ..
         } = self.spec;
         // What is not quantized is not worth keeping, and what is drawn is drawn afresh.
         let is_kept = fprop_w.is_deterministic() && fprop_w != OperandSpec::HighPrecision;
         let weight = self.context.weight.as_ref().filter(|_| is_kept);
-        let place = weight.map(|weight| {
-            let spec = LinearSpec {
-                fprop_w,
-                dgrad_w,
-                source,
-                ..LinearSpec::high_precision()
-            };
-            weight.place(format!("{:?}", self.w.device()), dtype, spec)
-        });
+        let place =
+            weight.map(|weight| weight.place(format!("{:?}", self.w.device()), dtype, &self.spec));
         type Kept<B> = (Operand<B>, Option<Operand<B>>);
         let kept: Option<Kept<B>> = place.as_ref().and_then(Place::get);
         let (forward, backward) = match kept {

@@ -45,8 +45,7 @@ pub fn activation() -> DType {
 macro_rules! skip_where_small_only {
     () => {
         if crate::common::small_only() {
-            eprintln!("skipped: CubeCL's CPU runtime runs the small tests only");
-            return;
+            crate::skip::skip!("CubeCL's CPU runtime runs the small tests only");
         }
     };
 }
@@ -56,8 +55,7 @@ pub(crate) use skip_where_small_only;
 macro_rules! flex_only {
     () => {
         if std::env::var("NVFP4_TEST_DEVICE").is_ok_and(|name| name != "flex") {
-            eprintln!("skipped: this test is about Flex or about no device at all");
-            return;
+            crate::skip::skip!("it is about Flex or about no device at all, and ran there");
         }
     };
 }
@@ -67,8 +65,7 @@ pub(crate) use flex_only;
 macro_rules! cuda_only {
     () => {
         if std::env::var("NVFP4_TEST_DEVICE").as_deref() != Ok("cuda") {
-            eprintln!("skipped: this test is about a device that works beside the host");
-            return;
+            crate::skip::skip!("it is about a device that works beside the host: CUDA");
         }
     };
 }

@@ -149,25 +149,223 @@ fn layer_numbers_have_a_limit() {
 
 /// Two devices in one process: only a build with a CubeCL runtime has a second one. Nothing runs.
 #[cfg(all(feature = "flex", feature = "cpu"))]
+mod on_different_devices {
+    use burn_core::module::Param;
+    use burn_core::tensor::{Device, Int};
+    use burn_nvfp4::experts::{try_combine_rows, try_gather_rows};
+    use burn_nvfp4::nn::PositionsConfig;
+    use burn_nvfp4::{
+        ExpertOffsets, Nvfp4AttentionConfig, Nvfp4GroupedLinearConfig, Nvfp4MoeConfig,
+        Nvfp4SwiGluConfig, Nvfp4TransformerBlockConfig,
+    };
+
+    use super::*;
+
+    fn elsewhere<const D: usize>(shape: [usize; D]) -> Tensor<D> {
+        Tensor::empty(shape, &Device::cpu())
+    }
+
+    fn param<const D: usize>(shape: [usize; D]) -> Param<Tensor<D>> {
+        Param::from_tensor(elsewhere(shape))
+    }
+
+    #[test]
+    fn operands() {
+        flex_only!();
+        let weight = elsewhere([32, 32]);
+        let result = try_linear(zeros(4, 32), weight, None, spec(0, 0));
+        assert_error!(result, Device, "weight", "Cpu", "the device of `x`");
+        let bias = elsewhere([32]);
+        let result = try_linear(zeros(4, 32), zeros(32, 32), Some(bias), spec(0, 0));
+        assert_error!(result, Device, "bias", "Cpu", "the device of `x`");
+    }
+
+    #[test]
+    fn layers_that_are_computed_together() {
+        flex_only!();
+        let layer = || Nvfp4LinearConfig::new(32, 16).init(&device());
+        let (first, mut second) = (layer(), layer());
+        second.weight = param([32, 16]);
+        let run = |x| Nvfp4Linear::try_forward_together(&[&first, &second], x);
+        assert_error!(run(zeros(4, 32)), Device, "layers", "number 1 on", "Flex");
+        let mut second = layer();
+        second.bias = Some(param([16]));
+        let result = Nvfp4Linear::try_forward_together(&[&first, &second], zeros(4, 32));
+        assert_error!(result, Device, "bias", "Cpu", "the device of `x`");
+        let result = Nvfp4Linear::try_forward_together(&[&first, &layer()], elsewhere([4, 32]));
+        assert_error!(result, Device, "weight", "Flex", "the device of `x`");
+    }
+
+    #[test]
+    fn parts_of_a_feed_forward() {
+        flex_only!();
+        let mut swiglu = Nvfp4SwiGluConfig::new(32, 48).init(&device());
+        swiglu.down.weight = param([48, 32]);
+        let result = swiglu.try_forward(zeros(4, 32));
+        assert_error!(result, Device, "down.weight", "Cpu", "the device of `x`");
+    }
+
+    #[test]
+    fn parts_of_an_attention_and_a_block() {
+        flex_only!();
+        let x = || Tensor::<3>::zeros([1, 4, 32], &device());
+        let positions = PositionsConfig::new(4, 16).init(&device());
+        let mut attention = Nvfp4AttentionConfig::new(32, 2).init(&device());
+        let other = PositionsConfig::new(4, 16).init(&Device::cpu());
+        let result = attention.try_forward(x(), &other, None);
+        assert_error!(result, Device, "positions", "Cpu", "the device of `x`");
+        attention.out.weight = param([32, 32]);
+        let result = attention.try_forward(x(), &positions, None);
+        assert_error!(result, Device, "out.weight", "Cpu", "the device of `x`");
+        let mut block = Nvfp4TransformerBlockConfig::new(32, 2, 48).init(&device());
+        let result = block.try_forward(elsewhere([1, 4, 32]), &other, None);
+        assert_error!(result, Device, "qkv.weight", "Flex", "the device of `x`");
+        block.feed_forward_norm.gain = param([32]);
+        let result = block.try_forward(x(), &positions, None);
+        let name = "feed_forward_norm.gain";
+        match result {
+            Err(Nvfp4Error::Device { argument, .. }) => assert_eq!(argument, name),
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[test]
+    fn experts() {
+        flex_only!();
+        let moe = || {
+            let config = Nvfp4MoeConfig::new(32, 48, 4).with_shared_hidden(Some(16));
+            config.init(&device())
+        };
+        let result = moe().try_forward(elsewhere([4, 32]));
+        assert_error!(result, Device, "router.weight", "Flex", "the device of `x`");
+        let mut other = moe();
+        other.down.weight = param([4, 48, 32]);
+        let result = other.try_forward(zeros(4, 32));
+        assert_error!(result, Device, "down.weight", "Cpu", "the device of `x`");
+        let mut other = moe();
+        other.shared.as_mut().unwrap().gate_up.weight = param([32, 32]);
+        let result = other.try_forward(zeros(4, 32));
+        assert_error!(result, Device, "weight", "Cpu", "the device of `x`");
+
+        let layer = Nvfp4GroupedLinearConfig::new(2, 32, 16).init(&device());
+        let counts = |device| Tensor::<1, Int>::zeros([2], device);
+        let offsets = ExpertOffsets::from_counts(counts(&Device::cpu()), 4);
+        let result = layer.try_forward(zeros(4, 32), &offsets);
+        assert_error!(result, Device, "experts", "Cpu", "the device of `x`");
+        let index = |shape: [usize; 2]| Tensor::<2, Int>::zeros(shape, &device());
+        let far = |len: usize| Tensor::<1, Int>::zeros([len], &Device::cpu());
+        let result = try_gather_rows(zeros(4, 32), far(4), index([4, 1]));
+        assert_error!(result, Device, "index", "Cpu", "the device of `x`");
+        let result = try_combine_rows(zeros(4, 32), zeros(4, 1), index([4, 1]), far(4));
+        assert_error!(result, Device, "choices", "Cpu", "the device of `y`");
+    }
+}
+
+/// Parts of modules are checked with their input, before the first of them runs.
 #[test]
-fn operands_on_different_devices() {
-    use burn_core::tensor::Device;
+fn parts_that_do_not_fit_each_other() {
+    use burn_core::module::Param;
+    use burn_nvfp4::nn::PositionsConfig;
+    use burn_nvfp4::{Nvfp4MoeConfig, Nvfp4SwiGluConfig, Nvfp4TransformerBlockConfig};
     flex_only!();
-    let weight = Tensor::<2>::empty([32, 32], &Device::cpu());
-    let result = try_linear(zeros(4, 32), weight, None, spec(0, 0));
-    assert_error!(result, Device, "weight", "Cpu", "the device of `x`");
+    let double = zeros(4, 32).cast(FloatDType::F64);
+    let layer = || Nvfp4LinearConfig::new(32, 16).init(&device());
+    let (first, mut second) = (layer(), layer());
+    let result = Nvfp4Linear::try_forward_together(&[&first, &second], double.clone());
+    assert_error!(result, DType, "x", "F64", "F32, BF16 or F16");
+    let result = Nvfp4Linear::try_forward_together(&[&first, &second], zeros(4, 48));
+    assert_error!(result, Shape, "x", "[4, 48]", "last axis of 32");
+    second.weight = second.weight.map(|weight| weight.cast(FloatDType::BF16));
+    let result = Nvfp4Linear::try_forward_together(&[&first, &second], zeros(4, 32));
+    assert_error!(result, DType, "layers", "number 1", "F32");
+
+    let weight = |shape: [usize; 2]| Param::from_tensor(zeros(shape[0], shape[1]));
+    let mut swiglu = Nvfp4SwiGluConfig::new(32, 48).init(&device());
+    swiglu.down.weight = weight([64, 32]);
+    let result = swiglu.try_forward(zeros(4, 32));
+    assert_error!(result, Shape, "down.weight", "[64, 32]", "[48, 32]");
+
+    let config = Nvfp4MoeConfig::new(32, 48, 4);
+    let mut moe = config.init(&device());
+    let result = moe.try_forward(double);
+    assert_error!(result, DType, "x", "F64", "F32, BF16 or F16");
+    let result = moe.try_forward(zeros(0, 32));
+    assert_error!(result, Shape, "x", "[0, 32]", "at least one token");
+    moe.router.weight = weight([32, 5]);
+    let result = moe.try_forward(zeros(4, 32));
+    assert_error!(
+        result,
+        Shape,
+        "gate_up.weight",
+        "[4, 32, 96]",
+        "[5, 32, 96]"
+    );
+    let mut moe = config.init(&device());
+    moe.down.weight = Param::from_tensor(Tensor::zeros([4, 64, 32], &device()));
+    let result = moe.try_forward(zeros(4, 32));
+    assert_error!(result, Shape, "down.weight", "[4, 64, 32]", "[4, 48, 32]");
+
+    let positions = PositionsConfig::new(4, 16).init(&device());
+    let mut block = Nvfp4TransformerBlockConfig::new(32, 2, 48).init(&device());
+    let result = block.try_forward(Tensor::zeros([1, 4, 48], &device()), &positions, None);
+    assert_error!(result, Shape, "x", "[1, 4, 48]", "[1, 4, 32]");
+    let x = || Tensor::<3>::zeros([1, 4, 32], &device());
+    let result = block.try_forward(x().cast(FloatDType::F64), &positions, None);
+    assert_error!(result, DType, "x", "F64", "F32, BF16 or F16");
+    block.attention.out.weight = weight([32, 16]);
+    let result = block.try_forward(x(), &positions, None);
+    assert_error!(result, Shape, "out.weight", "[32, 16]", "[32, 32]");
+    block.feed_forward = None;
+    block.attention.out.weight = weight([32, 32]);
+    let result = block.try_forward(x(), &positions, None);
+    assert_error!(result, Value, "feed_forward", "dense: false", "exactly one");
 }
 
 /// A device that Burn can name in this build, but for which there are no kernels here. Naming it
-/// opens nothing.
+/// opens nothing: there is no tensor on it, only layers whose parameters have no values yet. None of
+/// them may be asked for one, which would open it.
 #[cfg(any(feature = "cpu", feature = "cuda"))]
 #[test]
 fn a_device_without_an_implementation() {
     use burn_core::{backend::DispatchDevice, tensor::Device};
+    use burn_nvfp4::{
+        Nvfp4AttentionConfig, Nvfp4GroupedLinearConfig, Nvfp4MoeConfig, Nvfp4SwiGluConfig,
+        Nvfp4TransformerBlockConfig,
+    };
     let wgpu = burn_cubecl::CubeDevice::Wgpu(Default::default());
-    let device = Device::new(DispatchDevice::Cube(wgpu));
-    let layer = Nvfp4LinearConfig::new(16, 16).try_init(&device);
+    let wgpu = Device::new(DispatchDevice::Cube(wgpu));
+    let layer = Nvfp4LinearConfig::new(16, 16).try_init(&wgpu);
     assert_error!(layer, Device, "device", "Wgpu", "device");
+    let layer = Nvfp4GroupedLinearConfig::new(2, 16, 16).try_init(&wgpu);
+    assert_error!(layer, Device, "device", "Wgpu", "device");
+    let layer = Nvfp4SwiGluConfig::new(16, 16).try_init(&wgpu);
+    assert_error!(layer, Device, "device", "Wgpu", "device");
+    let layer = Nvfp4AttentionConfig::new(16, 1).try_init(&wgpu);
+    assert_error!(layer, Device, "device", "Wgpu", "device");
+    let layer = Nvfp4MoeConfig::new(16, 16, 2).try_init(&wgpu);
+    assert_error!(layer, Device, "device", "Wgpu", "device");
+    let block = Nvfp4TransformerBlockConfig::new(16, 1, 16).try_init(&wgpu);
+    assert_error!(block, Device, "device", "Wgpu", "device");
+
+    let recipe = Nvfp4Recipe::new();
+    let there = || {
+        let linear = LinearConfig::new(32, 32).init(&wgpu);
+        Nvfp4Linear::from_linear(linear, &recipe).unwrap()
+    };
+    let here = Nvfp4LinearConfig::new(32, 32).init(&device());
+    let result = there().try_forward(zeros(4, 32));
+    assert_error!(result, Device, "weight", "Wgpu", "the device of `x`");
+    let layers = [&here, &there()];
+    let result = Nvfp4Linear::try_forward_together(&layers, zeros(4, 32));
+    assert_error!(result, Device, "layers", "Wgpu", "number 0");
+    let mut swiglu = Nvfp4SwiGluConfig::new(32, 32).init(&device());
+    swiglu.down = there();
+    let result = swiglu.try_forward(zeros(4, 32));
+    assert_error!(result, Device, "down.weight", "Wgpu", "the device of `x`");
+    let mut moe = Nvfp4MoeConfig::new(32, 48, 4).init(&device());
+    moe.router = LinearConfig::new(32, 4).with_bias(false).init(&wgpu);
+    let result = moe.try_forward(zeros(4, 32));
+    assert_error!(result, Device, "router.weight", "Wgpu", "the device of `x`");
 }
 
 #[test]

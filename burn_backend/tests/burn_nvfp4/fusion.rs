@@ -8,6 +8,7 @@ use burn_nvfp4::functions::linear;
 use burn_nvfp4::ops::{Bias, LinearContext, Nvfp4Ops};
 
 use crate::common::{Matrix, activation, device, spec, values};
+use crate::skip::skip;
 
 type Backend = Autodiff<CubeBackend>;
 
@@ -15,8 +16,7 @@ type Backend = Autodiff<CubeBackend>;
 fn a_step_without_fusion_is_the_step_with_it() {
     let device = device();
     let DispatchDevice::Cube(cube) = device.as_dispatch() else {
-        eprintln!("skipped: Flex has no fusion");
-        return;
+        skip!("Flex has no fusion");
     };
     let x = Matrix::gaussian(24, 32, activation(), 111);
     let w = Matrix::gaussian(32, 32, DType::F32, 112);

@@ -16,13 +16,15 @@ use nvfp4_kernels::reference::{self, EDEN_GROUP, padding};
 use nvfp4_kernels::{Amax, BlockScaling, HadamardSize, PackedTensor};
 
 use crate::common::{
-    Matrix, activation, assert_product, device, gaussian, one_by_16, small_only, spec, values,
+    Matrix, activation, assert_product, device, gaussian, one_by_16, skip_where_small_only,
+    small_only, spec, values,
 };
+use crate::skip::skip;
 
 /// Sizes of groups, and tokens that belong to none.
 fn groupings() -> Vec<(Vec<usize>, usize)> {
     if small_only() {
-        vec![(vec![0, 5, 18], 0), (vec![3, 0], 2)]
+        vec![(vec![0, 5, 18, 0], 2)]
     } else {
         vec![
             (vec![0, 1, 15, 16, 17, 0, 40], 0),
@@ -653,10 +655,16 @@ fn has(spec: &LinearSpec, kind: impl Fn(&OperandSpec) -> bool) -> bool {
 mod the_loop_over_experts {
     use super::*;
 
+    /// Presets whose products are Burn's own on CubeCL's CPU runtime, but for one with a forward in NVFP4.
+    const BY_BURN: [&str; 3] = ["weight_only_qat", "mxfp8", "bf16"];
+
     macro_rules! presets {
         ($($name:ident),* $(,)?) => {
             $(#[test]
             fn $name() {
+                if small_only() && BY_BURN.contains(&stringify!($name)) {
+                    skip!("CubeCL's CPU runtime takes long for Burn's own products");
+                }
                 is_the_loop(stringify!($name), preset(stringify!($name), false));
             })*
 
@@ -894,6 +902,7 @@ fn one_expert_is_the_plain_layer() {
 
 #[test]
 fn high_precision_is_the_loop_over_experts() {
+    skip_where_small_only!();
     let device = device().autodiff();
     for (sizes, rest) in groupings() {
         if sizes.iter().all(|&size| size == 0) {
@@ -920,7 +929,7 @@ fn high_precision_is_the_loop_over_experts() {
 /// What no gradient asks for is not there, and constants stay constants.
 #[test]
 fn only_asked_gradients_come() {
-    crate::common::skip_where_small_only!();
+    skip_where_small_only!();
     let device = device().autodiff();
     let case = Case::new(&[4, 0, 9], 0, DType::F32);
     let groups = experts(&case.sizes, 0, &device);

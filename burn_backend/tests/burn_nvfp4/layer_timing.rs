@@ -11,6 +11,7 @@ use burn_nvfp4::{Nvfp4Linear, Nvfp4Recipe};
 use nvfp4_kernels::cubecl::logging::{LaunchObservation, LaunchObserver};
 
 use crate::common::{Matrix, activation, device, small_only};
+use crate::skip::skip;
 
 /// Milliseconds of a step, after warm-up: the smallest of three means.
 fn time(device: &Device, mut step: impl FnMut()) -> f64 {
@@ -60,8 +61,7 @@ fn kernels(device: &Device, step: impl FnOnce()) -> String {
 #[ignore = "a measurement, for a GPU"]
 fn layer_beside_burns() {
     if small_only() {
-        eprintln!("skipped: a measurement for a GPU");
-        return;
+        skip!("a measurement for a GPU");
     }
     let only = std::env::var("NVFP4_ONLY").ok();
     let is_wanted = |preset: &str| match &only {

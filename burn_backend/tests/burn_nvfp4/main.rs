@@ -5,6 +5,7 @@
 
 mod block;
 mod common;
+mod draws;
 mod errors;
 #[cfg(any(feature = "cpu", feature = "cuda"))]
 mod fusion;
@@ -26,3 +27,5 @@ mod work;
 
 #[path = "../shared/counted.rs"]
 mod counted;
+#[path = "../shared/skip.rs"]
+mod skip;

@@ -119,6 +119,7 @@ fn a_gradient_that_nobody_asks_for_costs_nothing() {
 
 #[test]
 fn a_weight_is_quantized_once_until_it_changes() {
+    skip_where_small_only!();
     let _alone = collect();
     const WIDTHS: [usize; 2] = [80, 176];
     let device = device().autodiff();
@@ -145,6 +146,7 @@ fn a_weight_is_quantized_once_until_it_changes() {
 /// All experts' weights together; one of the experts has no tokens.
 #[test]
 fn experts_are_quantized_once_until_they_change() {
+    skip_where_small_only!();
     let _alone = collect();
     const SIZES: [usize; 3] = [3, 48, 112];
     let [experts, d_in, d_out] = SIZES;
@@ -214,6 +216,7 @@ impl Together {
 
 #[test]
 fn weights_side_by_side_are_quantized_once_until_they_change() {
+    skip_where_small_only!();
     let _alone = collect();
     is_quantized_once_until_it_changes(Together::SIZE, Together::new, Together::step);
 }
@@ -221,6 +224,7 @@ fn weights_side_by_side_are_quantized_once_until_they_change() {
 /// Any of them: the others keep their values, and the whole is another weight.
 #[test]
 fn weights_side_by_side_are_quantized_anew_when_one_of_them_changes() {
+    skip_where_small_only!();
     let _alone = collect();
     let mut kept = Together::new(Nvfp4Recipe::new());
     let fresh = Together::new(Nvfp4Recipe::new().with_cache_weights(false));

@@ -15,3 +15,5 @@ mod uses;
 
 #[path = "../shared/counted.rs"]
 mod counted;
+#[path = "../shared/skip.rs"]
+mod skip;

@@ -8,6 +8,7 @@ use burn_nn::{Linear, LinearConfig};
 use burn_nvfp4::{Nvfp4Linear, Nvfp4Recipe, decorate};
 
 use crate::models::{device, leaf, noise, small_only};
+use crate::skip::skip;
 
 /// Milliseconds of a step, after warm-up; the smallest of three.
 fn time(device: &Device, mut step: impl FnMut()) -> f64 {
@@ -28,8 +29,7 @@ fn time(device: &Device, mut step: impl FnMut()) -> f64 {
 #[ignore = "a measurement, for a GPU"]
 fn four_layers() {
     if small_only() {
-        eprintln!("skipped: a measurement for a GPU");
-        return;
+        skip!("a measurement for a GPU");
     }
     let device = device().autodiff();
     println!("four layers of width x width, 3-D input; milliseconds of forward and backward");

@@ -4,6 +4,7 @@ use std::sync::{Mutex, MutexGuard, Once};
 
 use burn_core::module::Module;
 use burn_core::tensor::Gradients;
+use burn_nvfp4::ops::BackwardSource;
 use burn_nvfp4::{LayerMode, Nvfp4Recipe, set_mode};
 use burn_optim::{GradientsAccumulator, GradientsParams, SgdConfig};
 use tracing::field::{Field, Visit};
@@ -193,10 +194,32 @@ pub fn is_quantized_once_until_it_changes<L: Module>(
     // What is drawn for the backward is drawn afresh, and what is not is kept: results show neither.
     for preset in ["quartet2", "per_token", "fwd_nvfp4_bwd_mxfp8"] {
         let (cached, plain) = both(Nvfp4Recipe::preset(preset).unwrap());
+        weights();
         for batch in 0..2 {
-            let [found, expected] = [&cached, &plain].map(|layer| step(layer, batch));
+            let found = step(&cached, batch);
+            assert_eq!(
+                weights(),
+                usize::from(batch == 0),
+                "{preset}, batch {batch}"
+            );
+            let expected = step(&plain, batch);
+            assert_eq!(weights(), 1, "{preset}, without the cache");
             assert_eq!(found.output, expected.output, "{preset}");
             assert_eq!(found.gradient, expected.gradient, "{preset}");
         }
+    }
+
+    // By MS-EDEN of the weight itself, which no preset does: the kept operand is not read for it.
+    let mut recipe = Nvfp4Recipe::quartet2();
+    recipe.source = BackwardSource::Original;
+    let (cached, plain) = both(recipe);
+    weights();
+    for batch in 0..2 {
+        let found = step(&cached, batch);
+        assert_eq!(weights(), usize::from(batch == 0), "originals, {batch}");
+        let expected = step(&plain, batch);
+        assert_eq!(weights(), 1, "originals, without the cache");
+        assert_eq!(found.output, expected.output, "originals");
+        assert_eq!(found.gradient, expected.gradient, "originals");
     }
 }
