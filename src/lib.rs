@@ -45,6 +45,9 @@ mod documents {
     #[cfg(any(feature = "cpu", feature = "cuda"))]
     #[doc = include_str!("../README.md")]
     struct Readme;
+    #[cfg(any(feature = "cpu", feature = "cuda"))]
+    #[doc = include_str!("../docs/decorator.md")]
+    struct Decorator;
     #[doc = include_str!("../docs/recipes.md")]
     struct Recipes;
 }
