@@ -13,7 +13,7 @@ use burn_core::backend::{
     tensor::FloatTensor,
 };
 use burn_core::tensor::FloatDType;
-use nvfp4_kernels::{Form, PackedAxis};
+use nvfp4_kernels::{BlockScaling, Form, PackedAxis};
 
 use super::product::{Product, Ungrouped};
 use super::{
@@ -149,6 +149,14 @@ where
 impl<B: Nvfp4Ops, C: CheckpointStrategy> Nvfp4Ops for Autodiff<B, C> {
     fn nvfp4_quantize(x: FloatTensor<Self>, spec: QuantizeSpec) -> Packed<Self> {
         constant(B::nvfp4_quantize(x.into_primitive(), spec))
+    }
+
+    fn nvfp4_quantize_tiles(
+        x: FloatTensor<Self>,
+        axis: PackedAxis,
+        scaling: BlockScaling,
+    ) -> Packed<Self> {
+        constant(B::nvfp4_quantize_tiles(x.into_primitive(), axis, scaling))
     }
 
     fn nvfp4_quantize_pair(x: FloatTensor<Self>, spec: PairSpec) -> PackedPair<Self> {

@@ -15,7 +15,9 @@ use nvfp4_kernels::device::{
 use nvfp4_kernels::gemm::{self, Scale, Target, path_of, path_of_columns};
 use nvfp4_kernels::ops::{AmaxRequest, CopyRequest, DeviceMx, EdenSource};
 use nvfp4_kernels::reference::EdenTarget;
-use nvfp4_kernels::{BLOCK, Form, MX_BLOCK, Nvfp4Error, PackedAxis, ScaleLayout, ops};
+use nvfp4_kernels::{
+    BLOCK, BlockScaling, Form, MX_BLOCK, Nvfp4Error, PackedAxis, ScaleLayout, ops,
+};
 
 use super::{
     Bias, CopySpec, Decoded, EdenSpec, GlobalScaling, MxLayout, MxPacked, Nvfp4Ops, Operand,
@@ -40,6 +42,24 @@ impl Nvfp4Ops for CubeBackend {
             launched(ops::quantize(client, matrix, &Groups::One, axis, &request))
         };
         x.packed(packed, copy.layout(x.matrix.rows, x.matrix.cols, axis))
+    }
+
+    fn nvfp4_quantize_tiles(
+        x: FloatTensor<Self>,
+        axis: PackedAxis,
+        scaling: BlockScaling,
+    ) -> Packed<Self> {
+        let x = Source::new(x);
+        let (rows, cols) = (x.matrix.rows, x.matrix.cols);
+        trace_op("quantize", copy_name(axis), rows, cols);
+        let copy = CopySpec::of_tiles(scaling);
+        let amax = x.amax(&copy, PackedAxis::Cols);
+        let (client, matrix, one) = (&x.tensor.client, &x.matrix, &Groups::One);
+        let compact = ScaleLayout::Compact;
+        let packed = launched(ops::quantize_tile_copy(
+            client, matrix, one, axis, &amax, scaling, compact,
+        ));
+        x.packed(packed, copy.layout(rows, cols, axis))
     }
 
     fn nvfp4_quantize_pair(x: FloatTensor<Self>, spec: PairSpec) -> PackedPair<Self> {

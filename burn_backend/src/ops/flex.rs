@@ -12,8 +12,8 @@ use burn_flex::FlexTensor;
 use half::{bf16, f16};
 use nvfp4_kernels::reference::{self, EdenTarget, Element};
 use nvfp4_kernels::{
-    Amax, BLOCK, CopyPolicy, Form, MX_BLOCK, MxPacked as HostMx, Nvfp4Error, Origin, PackedAxis,
-    PackedTensor, Rounding, ScaleLayout,
+    Amax, BLOCK, BlockScaling, CopyPolicy, Form, MX_BLOCK, MxPacked as HostMx, Nvfp4Error, Origin,
+    PackedAxis, PackedTensor, Rounding, ScaleLayout,
 };
 use rayon::prelude::*;
 
@@ -54,6 +54,21 @@ impl Nvfp4Ops for Flex {
         let packed = with_elements!(x, |values| {
             let amax = maxima(values, rows, cols, axis, &copy);
             reference::quantize(values, rows, cols, axis, &amax, &policy(&copy), 0)
+        });
+        upload(&trusted(packed))
+    }
+
+    fn nvfp4_quantize_tiles(
+        x: FloatTensor<Self>,
+        axis: PackedAxis,
+        scaling: BlockScaling,
+    ) -> Packed<Self> {
+        let (rows, cols) = matrix(&x);
+        trace_op("quantize", copy_name(axis), rows, cols);
+        let packed = with_elements!(x, |values| {
+            let amax = Amax::Tensor(reference::amax(values));
+            let compact = ScaleLayout::Compact;
+            reference::quantize_tile_copy(values, rows, cols, axis, &amax, scaling, compact)
         });
         upload(&trusted(packed))
     }

@@ -19,7 +19,7 @@ use burn_core as burn;
 
 use burn_core::backend::{Backend, TensorMetadata, backend_extension, tensor::FloatTensor};
 use burn_core::tensor::{DType, FloatDType};
-use nvfp4_kernels::{Form, PackedAxis};
+use nvfp4_kernels::{BlockScaling, Form, PackedAxis};
 
 pub use context::LinearContext;
 pub(crate) use context::{KeptWeight, WeightCache, WeightIdentity};
@@ -38,7 +38,7 @@ pub use packed::{
 #[cfg(feature = "cubecl-backend")]
 use packed::{
     decoded_meta, dequantize_meta, eden_meta, eden_packed_meta, forms_meta, matmul_meta,
-    mx_dequantize_meta, mx_meta, mx_packed_meta, packed_meta, pair_meta, product_meta,
+    mx_dequantize_meta, mx_meta, mx_packed_meta, packed_meta, pair_meta, product_meta, tiles_meta,
 };
 pub use spec::{
     BackwardSource, CopySpec, EdenSpec, LinearSpec, OperandSpec, PairSpec, QuantizeSpec,
@@ -68,6 +68,14 @@ pub trait Nvfp4Ops: Backend {
     /// `cols` must be a multiple of 16; for tiles, `rows` as well.
     #[fusion(meta = pair_meta)]
     fn nvfp4_quantize_pair(x: FloatTensor<Self>, spec: PairSpec) -> PackedPair<Self>;
+
+    /// One of the two copies of `x` (`[rows, cols]`, both multiples of 16) in 16x16 tiles, without the other.
+    #[fusion(meta = tiles_meta)]
+    fn nvfp4_quantize_tiles(
+        x: FloatTensor<Self>,
+        axis: PackedAxis,
+        scaling: BlockScaling,
+    ) -> Packed<Self>;
 
     /// [`nvfp4_quantize`](Self::nvfp4_quantize), but for what the codes stand for instead of them: the
     /// operand of one product, and of nothing else.

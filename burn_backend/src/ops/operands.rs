@@ -57,13 +57,7 @@ pub(super) fn one<B: Nvfp4Ops>(
                 Form::Decoded => Operand::Decoded(B::nvfp4_quantize_decoded(x, spec)),
             }
         }
-        OperandSpec::Tiles(scaling) => {
-            let PackedPair { row, col } = B::nvfp4_quantize_pair(x, PairSpec::Tile(scaling));
-            Operand::Nvfp4(match axis {
-                PackedAxis::Cols => row,
-                PackedAxis::Rows => col,
-            })
-        }
+        OperandSpec::Tiles(scaling) => Operand::Nvfp4(B::nvfp4_quantize_tiles(x, axis, scaling)),
         OperandSpec::Eden { hadamard, stream } => Operand::Nvfp4(B::nvfp4_eden(
             x,
             EdenSpec {

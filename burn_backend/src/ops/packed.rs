@@ -219,7 +219,7 @@ pub enum Bias<B: Backend> {
 pub(super) use meta::{
     decoded_meta, dequantize_meta, eden_meta, eden_packed_meta, forms_meta, matmul_meta,
     mx_dequantize_meta, mx_meta, mx_packed_meta, mx_with, packed_meta, pair_meta, product_meta,
-    stored_rows,
+    stored_rows, tiles_meta,
 };
 
 /// Shapes and types of the results, for Fusion, which needs them before anything runs.
@@ -230,9 +230,9 @@ mod meta {
 
     use super::super::{CopySpec, EdenSpec, PairSpec, QuantizeSpec};
     use super::{
-        BLOCK, BiasMetadata, DecodedMetadata, Form, MX_BLOCK, MxLayout, MxPackedMetadata,
-        OperandMetadata, OperandPairMetadata, PackedAxis, PackedLayout, PackedMetadata,
-        PackedPairMetadata,
+        BLOCK, BiasMetadata, BlockScaling, DecodedMetadata, Form, MX_BLOCK, MxLayout,
+        MxPackedMetadata, OperandMetadata, OperandPairMetadata, PackedAxis, PackedLayout,
+        PackedMetadata, PackedPairMetadata,
     };
 
     pub(in crate::ops) fn packed_meta(x: &TensorSpec, spec: &QuantizeSpec) -> PackedMetadata {
@@ -246,6 +246,14 @@ mod meta {
             row: copy(row, PackedAxis::Cols),
             col: copy(col, PackedAxis::Rows),
         }
+    }
+
+    pub(in crate::ops) fn tiles_meta(
+        x: &TensorSpec,
+        axis: &PackedAxis,
+        scaling: &BlockScaling,
+    ) -> PackedMetadata {
+        packed(CopySpec::of_tiles(*scaling).layout(x.shape[0], x.shape[1], *axis))
     }
 
     pub(in crate::ops) fn decoded_meta(x: &TensorSpec, spec: &QuantizeSpec) -> DecodedMetadata {

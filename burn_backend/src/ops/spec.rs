@@ -37,6 +37,14 @@ impl CopySpec {
         }
     }
 
+    /// The copies of 16x16 tiles are made so, but for the shape of their blocks.
+    pub(crate) const fn of_tiles(scaling: BlockScaling) -> Self {
+        Self {
+            scaling,
+            ..Self::new(Rounding::Nearest)
+        }
+    }
+
     /// The layout of the copy of a `rows` x `cols` matrix along `axis`.
     #[cfg(any(feature = "flex", feature = "cubecl-backend"))]
     pub(crate) fn layout(&self, rows: usize, cols: usize, axis: PackedAxis) -> PackedLayout {
@@ -90,12 +98,7 @@ impl PairSpec {
     #[cfg(feature = "cubecl-backend")]
     pub(crate) fn copies(&self) -> [CopySpec; 2] {
         match *self {
-            Self::Tile(scaling) => {
-                [CopySpec {
-                    scaling,
-                    ..CopySpec::new(Rounding::Nearest)
-                }; 2]
-            }
+            Self::Tile(scaling) => [CopySpec::of_tiles(scaling); 2],
             Self::Blocks { row, col } => [row, col],
         }
     }

@@ -57,7 +57,7 @@ pub use per_token::{
 pub use produce::{Gated, Source, produce, rms_norm_rstd};
 pub use quantize::{
     quantize, quantize_both, quantize_col, quantize_operands, quantize_row, quantize_side_by_side,
-    quantize_tile, quantize_tile_with,
+    quantize_tile, quantize_tile_copy, quantize_tile_with,
 };
 pub use random_bits::{answer_random_bits, has_stochastic_instruction};
 pub use rows::{combine_rows, combine_rows_backward};

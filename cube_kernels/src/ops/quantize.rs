@@ -250,7 +250,38 @@ pub fn quantize_tile_with(
     scaling: BlockScaling,
     layouts: [ScaleLayout; 2],
 ) -> Result<(DevicePacked, DevicePacked), Nvfp4Error> {
-    let [row, col] = layouts.map(|layout| CopyRequest {
+    let [row, col] = layouts.map(|layout| of_tiles(amax, scaling, layout));
+    let [row, col] = [&row, &col].map(|request| Some((request, Form::Packed)));
+    let copies = launch_tiles(client, x.into(), groups, row, col, Kind::Tiles)?;
+    Ok(both_packed(copies))
+}
+
+/// One of the two copies of [`quantize_tile_with`], that along `axis`, without the bytes of the other.
+///
+/// # Errors
+/// As [`quantize_tile_with`].
+pub fn quantize_tile_copy(
+    client: &Client,
+    x: &Matrix,
+    groups: &Groups,
+    axis: PackedAxis,
+    amax: &Handle,
+    scaling: BlockScaling,
+    layout: ScaleLayout,
+) -> Result<DevicePacked, Nvfp4Error> {
+    let request = of_tiles(amax, scaling, layout);
+    let request = Some((&request, Form::Packed));
+    let (row, col) = match axis {
+        PackedAxis::Cols => (request, None),
+        PackedAxis::Rows => (None, request),
+    };
+    let (row, col) = launch_tiles(client, x.into(), groups, row, col, Kind::Tiles)?;
+    Ok(packed(row.or(col).expect("asked for")))
+}
+
+/// A copy of 16x16 tiles.
+fn of_tiles(amax: &Handle, scaling: BlockScaling, layout: ScaleLayout) -> CopyRequest<'_> {
+    CopyRequest {
         amax,
         scope: AmaxScope::Group,
         copy: DeviceCopy {
@@ -258,10 +289,7 @@ pub fn quantize_tile_with(
             layout,
             ..DeviceCopy::new(DeviceRounding::Nearest)
         },
-    });
-    let [row, col] = [&row, &col].map(|request| Some((request, Form::Packed)));
-    let copies = launch_tiles(client, x.into(), groups, row, col, Kind::Tiles)?;
-    Ok(both_packed(copies))
+    }
 }
 
 fn check_row_transform(copy: &DeviceCopy) -> Result<(), Nvfp4Error> {
@@ -390,8 +418,10 @@ fn launch_tiles(
         matrix: x, words, ..
     } = &input;
     groups.check(x.rows)?;
-    if let Some((row, _)) = row {
+    if row.is_some() || kind == Kind::Tiles {
         check_packed_cols(x)?;
+    }
+    if let Some((row, _)) = row {
         check_row_transform(&row.copy)?;
     }
     let conversion = conversion_of(client);
@@ -515,12 +545,15 @@ impl TilePlan {
         }
     }
 
+    /// The row-wise copy, or else the column-wise one: blocks of 16x16 tiles are quantized along rows for
+    /// either.
+    fn either(&self) -> CopyPlan {
+        self.row.or(self.col).expect("a copy is made")
+    }
+
     /// Who converts.
-    const fn conversion(&self) -> Conversion {
-        match (self.row, self.col) {
-            (Some(copy), _) | (None, Some(copy)) => copy.policy.conversion,
-            (None, None) => Conversion::Software,
-        }
+    fn conversion(&self) -> Conversion {
+        self.either().policy.conversion
     }
 }
 
@@ -896,7 +929,7 @@ pub fn quantize_tiles_kernel<F: Numeric, N: Size, R: Size, C: Size>(
                 conversion, kind,
             );
             // Half of the units for each table, where there are two to fill.
-            let row_tabled = comptime!(plan.row.is_some_and(|row| !row.per_outer));
+            let row_tabled = comptime!(plan.tiles || plan.row.is_some_and(|row| !row.per_outer));
             let col_tabled = comptime!(plan.col.is_some_and(|col| !col.per_outer) && !plan.tiles);
             let halves = comptime!(row_tabled && col_tabled && units == 256);
             let count = comptime!(if halves {
@@ -905,7 +938,7 @@ pub fn quantize_tiles_kernel<F: Numeric, N: Size, R: Size, C: Size>(
                 units as u32
             });
             if comptime!(row_tabled) {
-                let row = comptime!(plan.row.unwrap());
+                let row = comptime!(plan.either());
                 if UNIT_POS < count {
                     row_table.fill(row_amax[tile.group], UNIT_POS, count, row.policy);
                 }
@@ -924,7 +957,7 @@ pub fn quantize_tiles_kernel<F: Numeric, N: Size, R: Size, C: Size>(
             tile::finish_load(asynchronous);
 
             if comptime!(plan.tiles) {
-                let row = comptime!(plan.row.unwrap());
+                let row = comptime!(plan.either());
                 let global = row_table.global();
                 choose_tile_scales(
                     &data,
@@ -955,8 +988,8 @@ pub fn quantize_tiles_kernel<F: Numeric, N: Size, R: Size, C: Size>(
                     kind,
                 );
             }
-            if comptime!(plan.row.is_some()) {
-                let row = comptime!(plan.row.unwrap());
+            if comptime!(plan.tiles || plan.row.is_some()) {
+                let row = comptime!(plan.either());
                 let random = resolve_offset(&row_random, row_offset, row.policy);
                 quantize_rows_of_tile(
                     &data,
@@ -970,14 +1003,13 @@ pub fn quantize_tiles_kernel<F: Numeric, N: Size, R: Size, C: Size>(
                     &row_table,
                     &random,
                     &row_signs,
-                    plan.tiles,
-                    units,
+                    plan,
                     row,
                     kind,
                 );
             }
             sync_cube();
-            if comptime!(plan.tiles) {
+            if comptime!(plan.tiles && plan.col.is_some()) {
                 let col = comptime!(plan.col.unwrap());
                 transpose::write_transposed(
                     &partial,
@@ -1010,8 +1042,9 @@ pub fn quantize_tiles_kernel<F: Numeric, N: Size, R: Size, C: Size>(
     }
 }
 
-/// Quantizes the blocks along the rows of a tile. Codes of 16x16 tiles go to `copy`, too, where they wait
-/// for being transposed: those of rows behind the last one as well, which pad blocks of columns.
+/// Quantizes the blocks along the rows of a tile by `plan`, for the row-wise copy, if it is made. Codes of
+/// 16x16 tiles go to `copy`, too, if there is a column-wise one, where they wait for being transposed: those of
+/// rows behind the last one as well, which pad blocks of columns.
 #[cube]
 fn quantize_rows_of_tile<C: Size>(
     data: &Shared<[u32]>,
@@ -1025,11 +1058,13 @@ fn quantize_rows_of_tile<C: Size>(
     table: &ScaleTable,
     random: &Random,
     signs: &Signs,
-    #[comptime] tiles: bool,
-    #[comptime] units: usize,
+    #[comptime] copies: TilePlan,
     #[comptime] plan: CopyPlan,
     #[comptime] kind: FloatKind,
 ) {
+    let (tiles, units) = comptime!((copies.tiles, copies.units));
+    let stores = comptime!(copies.row.is_some());
+    let transposes = comptime!(tiles && copies.col.is_some());
     let conversion = comptime!(plan.policy.conversion);
     let blocks = shape.cols / 16usize;
     let padded_blocks = blocks.div_ceil(4);
@@ -1075,26 +1110,31 @@ fn quantize_rows_of_tile<C: Size>(
             if comptime!(tiles) {
                 // A tile that the last row cuts: below it is padding, whose scales are zero.
                 scale = select(inside, scale, 0u32);
+            }
+            if comptime!(transposes) {
                 let at = transpose::code_at(r, place.block);
                 copy[at] = encoded.codes.extract(0usize);
                 copy[at + 1usize] = encoded.codes.extract(1usize);
             }
             if comptime!(plan.decoded) {
                 block_codes = encoded.codes;
-            } else if inside {
+            } else if stores && inside {
                 store_codes(codes, stored, encoded.codes);
             }
         }
-        if comptime!(plan.decoded) {
-            store_decoded(codes, stored, block_codes, scale, inside, conversion);
-        } else if comptime!(plan.swizzled) {
-            // Columns of tiles beyond these pad a column-wise copy only.
-            if block_index < padded_blocks * 4usize {
-                let target = swizzled_at(tile.row_tile * 128usize + r, block_index, padded_blocks);
-                scales[target] = u8::cast_from(scale);
+        if comptime!(stores) {
+            if comptime!(plan.decoded) {
+                store_decoded(codes, stored, block_codes, scale, inside, conversion);
+            } else if comptime!(plan.swizzled) {
+                // Columns of tiles beyond these pad a column-wise copy only.
+                if block_index < padded_blocks * 4usize {
+                    let row = tile.row_tile * 128usize + r;
+                    let target = swizzled_at(row, block_index, padded_blocks);
+                    scales[target] = u8::cast_from(scale);
+                }
+            } else if inside {
+                scales[stored] = u8::cast_from(scale);
             }
-        } else if inside {
-            scales[stored] = u8::cast_from(scale);
         }
     }
 }

@@ -45,7 +45,7 @@ pub use ms_eden::{
 };
 pub use mxfp8::{mx_dequantize, mx_quantize};
 pub use panels::{PANEL_BYTES, PANEL_ROWS, panels};
-pub use quantize::{quantize, quantize_col, quantize_row, quantize_tile};
+pub use quantize::{quantize, quantize_col, quantize_row, quantize_tile, quantize_tile_copy};
 pub use random_bits::{BitComparison, Question, RandomBits, compare_random_bits, read_random_bits};
 pub use rounding::{round_nearest, round_stochastic};
 pub use scaling::{GlobalScale, block_scale, encode_multiplier};

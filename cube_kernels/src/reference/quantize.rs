@@ -110,6 +110,28 @@ pub fn quantize_tile<T: Element>(
     scaling: BlockScaling,
     layouts: [ScaleLayout; 2],
 ) -> Result<(PackedTensor, PackedTensor), Nvfp4Error> {
+    // Each copy is written by its own pass over disjoint slices; the second pass reads the matrix
+    // again, which costs less than a transposition of nibbles across threads.
+    let copy = |axis, layout| quantize_tile_copy(x, rows, cols, axis, amax, scaling, layout);
+    Ok((
+        copy(PackedAxis::Cols, layouts[0])?,
+        copy(PackedAxis::Rows, layouts[1])?,
+    ))
+}
+
+/// One of the two copies of [`quantize_tile`], that along `axis`.
+///
+/// # Errors
+/// As [`quantize_tile`].
+pub fn quantize_tile_copy<T: Element>(
+    x: &[T],
+    rows: usize,
+    cols: usize,
+    axis: PackedAxis,
+    amax: &Amax,
+    scaling: BlockScaling,
+    layout: ScaleLayout,
+) -> Result<PackedTensor, Nvfp4Error> {
     check_matrix(x.len(), rows, cols)?;
     check_packed_cols(cols)?;
     if matches!(amax, Amax::PerOuter(_)) {
@@ -129,12 +151,7 @@ pub fn quantize_tile<T: Element>(
         },
         first_block: 0,
     };
-    // Each copy is written by its own pass over disjoint slices; the second pass reads the matrix
-    // again, which costs less than a transposition of nibbles across threads.
-    Ok((
-        source.pack(PackedAxis::Cols, layouts[0])?,
-        source.pack(PackedAxis::Rows, layouts[1])?,
-    ))
+    source.pack(axis, layout)
 }
 
 /// A matrix and how it is to be packed: what all tasks of one copy share.

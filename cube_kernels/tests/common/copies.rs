@@ -303,6 +303,18 @@ pub fn check_tiles<T: DeviceElement>(
     );
     assert_copies(client, &row, &rows, &format!("{what}: row"));
     assert_copies(client, &col, &columns, &format!("{what}: col"));
+    // One of the two alone.
+    let axes = [PackedAxis::Cols, PackedAxis::Rows];
+    for ((axis, layout), expected) in axes.into_iter().zip(layouts).zip([&rows, &columns]) {
+        let alone =
+            ops::quantize_tile_copy(client, &matrix, groups, axis, &handle, scaling, layout);
+        assert_copies(
+            client,
+            &alone.unwrap(),
+            expected,
+            &format!("{what}: {axis:?} alone"),
+        );
+    }
 }
 
 /// The row-wise copy with a maximum for each row, and the maxima, both from one read.

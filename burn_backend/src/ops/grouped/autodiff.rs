@@ -13,7 +13,7 @@ use burn_core::backend::{
 };
 use burn_core::tensor::FloatDType;
 
-use nvfp4_kernels::{Form, PackedAxis};
+use nvfp4_kernels::{BlockScaling, Form, PackedAxis};
 
 use super::super::autodiff::{
     constant, inner, inner_bias, inner_operand, linear, mx_constant, register,
@@ -201,6 +201,18 @@ fn inner_groups<B: Backend, C: CheckpointStrategy>(
 impl<B: Nvfp4GroupedOps, C: CheckpointStrategy> Nvfp4GroupedOps for Autodiff<B, C> {
     fn nvfp4_quantize_stack(w: FloatTensor<Self>, spec: QuantizeSpec) -> Packed<Self> {
         constant(B::nvfp4_quantize_stack(w.into_primitive(), spec))
+    }
+
+    fn nvfp4_quantize_stack_tiles(
+        w: FloatTensor<Self>,
+        axis: PackedAxis,
+        scaling: BlockScaling,
+    ) -> Packed<Self> {
+        constant(B::nvfp4_quantize_stack_tiles(
+            w.into_primitive(),
+            axis,
+            scaling,
+        ))
     }
 
     fn nvfp4_quantize_stack_pair(w: FloatTensor<Self>, spec: PairSpec) -> PackedPair<Self> {

@@ -15,7 +15,7 @@ use cubecl::server::Handle;
 use nvfp4_kernels::device::{AmaxScope, DevicePacked, Groups, Matrix};
 use nvfp4_kernels::gemm::{self, Scale, Target};
 use nvfp4_kernels::ops::{AmaxRequest, CopyRequest, EdenSource, GroupOffsets};
-use nvfp4_kernels::{PackedAxis, ScaleLayout, ops};
+use nvfp4_kernels::{BlockScaling, PackedAxis, ScaleLayout, ops};
 
 use super::super::cube::{
     Stored, beside, device, eden, float_kind, launched, mx_packed, new_tensor, packed_tensor,
@@ -44,6 +44,27 @@ impl Nvfp4GroupedOps for CubeBackend {
             &request,
         ));
         packed_tensor(&like, copy, layout, dims[0])
+    }
+
+    fn nvfp4_quantize_stack_tiles(
+        w: FloatTensor<Self>,
+        axis: PackedAxis,
+        scaling: BlockScaling,
+    ) -> Packed<Self> {
+        let (like, matrix, dims) = stack(w);
+        trace_op("quantize", copy_name(axis), matrix.rows, matrix.cols);
+        let groups = Groups::Batch(dims[0]);
+        let amax = group_amax(&like, &matrix, &groups);
+        let (client, compact) = (&like.client, ScaleLayout::Compact);
+        let copy = launched(ops::quantize_tile_copy(
+            client, &matrix, &groups, axis, &amax, scaling, compact,
+        ));
+        packed_tensor(
+            &like,
+            copy,
+            PackedLayout::stack(dims, axis, scaling),
+            dims[0],
+        )
     }
 
     fn nvfp4_quantize_stack_pair(w: FloatTensor<Self>, spec: PairSpec) -> PackedPair<Self> {

@@ -11,7 +11,7 @@ use burn_core::tensor::{DType, FloatDType, Shape, Slice, TensorData};
 use burn_flex::FlexTensor;
 use half::{bf16, f16};
 use nvfp4_kernels::reference::{self, EDEN_GROUP, Element};
-use nvfp4_kernels::{Amax, BLOCK, BlockScaling, MX_BLOCK, PackedAxis, Rounding, ScaleLayout};
+use nvfp4_kernels::{Amax, BLOCK, BlockScaling, MX_BLOCK, PackedAxis, ScaleLayout};
 
 use super::super::flex::{
     eden, matrix, maxima, mx_upload_parts, narrow, policy, trusted, upload_parts, with_elements,
@@ -33,11 +33,24 @@ impl Nvfp4GroupedOps for Flex {
         with_elements!(w, |values| quantize(values, &groups, axis, &copy))
     }
 
+    fn nvfp4_quantize_stack_tiles(
+        w: FloatTensor<Self>,
+        axis: PackedAxis,
+        scaling: BlockScaling,
+    ) -> Packed<Self> {
+        let groups = Grouped::stack(&w);
+        trace_op("quantize", copy_name(axis), groups.rows, groups.cols);
+        with_elements!(w, |values| quantize_tiles(values, &groups, axis, scaling))
+    }
+
     fn nvfp4_quantize_stack_pair(w: FloatTensor<Self>, spec: PairSpec) -> PackedPair<Self> {
         let groups = Grouped::stack(&w);
         trace_op("quantize", "pair", groups.rows, groups.cols);
         with_elements!(w, |values| match &spec {
-            PairSpec::Tile(scaling) => quantize_tiles(values, &groups, *scaling),
+            PairSpec::Tile(scaling) => PackedPair {
+                row: quantize_tiles(values, &groups, PackedAxis::Cols, *scaling),
+                col: quantize_tiles(values, &groups, PackedAxis::Rows, *scaling),
+            },
             PairSpec::Blocks { row, col } => quantize_both(values, &groups, row, col),
         })
     }
@@ -361,38 +374,28 @@ fn quantize_both<T: Element>(
     }
 }
 
-/// Both copies of each group, in 16x16 tiles.
+/// One copy of each group, in 16x16 tiles.
 fn quantize_tiles<T: Element>(
     values: &[T],
     groups: &Grouped,
+    axis: PackedAxis,
     scaling: BlockScaling,
-) -> PackedPair<Flex> {
-    let copy = CopySpec {
-        scaling,
-        ..CopySpec::new(Rounding::Nearest)
-    };
-    let axes = [PackedAxis::Cols, PackedAxis::Rows];
-    let layouts = axes.map(|axis| groups.arrangement.copy(groups.shape(), axis, &copy));
-    let mut copies = layouts.map(|layout| Copies::new(layout.outer(), layout.blocks(), BLOCK / 2));
-    let [rows, cols] = axes.map(|axis| groups.places(axis, BLOCK, BLOCK));
+) -> Packed<Flex> {
+    let copy = CopySpec::of_tiles(scaling);
+    let layout = groups.arrangement.copy(groups.shape(), axis, &copy);
+    let mut copies = Copies::new(layout.outer(), layout.blocks(), BLOCK / 2);
     let mut all = Vec::with_capacity(groups.ranges.len());
-    for places in rows.iter().zip(&cols) {
-        let (part, rows) = places.0.part(values, groups.cols);
+    for place in &groups.places(axis, BLOCK, BLOCK) {
+        let (part, rows) = place.part(values, groups.cols);
         let amax = reference::amax(part);
         all.push(amax);
-        let (amax, compact) = (Amax::Tensor(amax), [ScaleLayout::Compact; 2]);
-        let pair = reference::quantize_tile(part, rows, groups.cols, &amax, scaling, compact);
-        let pair = trusted(pair);
-        copies[0].put(pair.0.codes(), pair.0.scales(), places.0);
-        copies[1].put(pair.1.codes(), pair.1.scales(), places.1);
+        let (amax, compact) = (Amax::Tensor(amax), ScaleLayout::Compact);
+        let packed =
+            reference::quantize_tile_copy(part, rows, groups.cols, axis, &amax, scaling, compact);
+        let packed = trusted(packed);
+        copies.put(packed.codes(), packed.scales(), place);
     }
-    let upload =
-        |copies: Copies, layout| upload_parts(&copies.codes, copies.scales, all.clone(), layout);
-    let [row, col] = copies;
-    PackedPair {
-        row: upload(row, layouts[0]),
-        col: upload(col, layouts[1]),
-    }
+    upload_parts(&copies.codes, copies.scales, all, layout)
 }
 
 /// Each group by MS-EDEN.

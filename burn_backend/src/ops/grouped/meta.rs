@@ -2,7 +2,7 @@
 
 use burn_core::backend::fusion::custom::TensorSpec;
 use burn_core::tensor::{DType, FloatDType, Shape};
-use nvfp4_kernels::PackedAxis;
+use nvfp4_kernels::{BlockScaling, PackedAxis};
 
 use super::super::packed::{
     BiasMetadata, MxPackedMetadata, OperandMetadata, PackedMetadata, PackedPairMetadata, mx_with,
@@ -41,6 +41,14 @@ fn groups(
 
 pub(super) fn stack_meta(w: &TensorSpec, spec: &QuantizeSpec) -> PackedMetadata {
     stack(w, spec.axis, &spec.copy)
+}
+
+pub(super) fn stack_tiles_meta(
+    w: &TensorSpec,
+    axis: &PackedAxis,
+    scaling: &BlockScaling,
+) -> PackedMetadata {
+    stack(w, *axis, &CopySpec::of_tiles(*scaling))
 }
 
 pub(super) fn stack_pair_meta(w: &TensorSpec, spec: &PairSpec) -> PackedPairMetadata {

@@ -39,7 +39,7 @@ use burn_core::backend::{
     tensor::{FloatTensor, IntTensor},
 };
 use burn_core::tensor::{FloatDType, Shape};
-use nvfp4_kernels::PackedAxis;
+use nvfp4_kernels::{BlockScaling, PackedAxis};
 
 use super::{
     Bias, CopySpec, EdenSpec, LinearContext, LinearSpec, MxPacked, Nvfp4Ops, Operand, Packed,
@@ -52,7 +52,7 @@ use super::{GlobalScaling, PackedLayout};
 use meta::{
     add_rows_meta, depth_meta, eden_groups_meta, eden_groups_packed_meta, group_meta,
     group_pair_meta, mx_groups_meta, mx_groups_packed_meta, rows_meta, spread_meta, stack_meta,
-    stack_pair_meta, sums_meta, weigh_rows_backward_meta, weigh_rows_meta,
+    stack_pair_meta, stack_tiles_meta, sums_meta, weigh_rows_backward_meta, weigh_rows_meta,
 };
 pub use rows::RowGradients;
 #[cfg(feature = "cubecl-backend")]
@@ -107,6 +107,14 @@ pub trait Nvfp4GroupedOps: Nvfp4Ops {
     /// `spec.axis`, without a transform.
     #[fusion(meta = stack_meta)]
     fn nvfp4_quantize_stack(w: FloatTensor<Self>, spec: QuantizeSpec) -> Packed<Self>;
+
+    /// One of the two copies of each matrix of the stack `w` (`[experts, d_in, d_out]`) in 16x16 tiles.
+    #[fusion(meta = stack_tiles_meta)]
+    fn nvfp4_quantize_stack_tiles(
+        w: FloatTensor<Self>,
+        axis: PackedAxis,
+        scaling: BlockScaling,
+    ) -> Packed<Self>;
 
     /// Both copies of each matrix of the stack `w` (`[experts, d_in, d_out]`), without a transform.
     #[fusion(meta = stack_pair_meta)]

@@ -129,11 +129,7 @@ pub(super) fn stack<B: Nvfp4GroupedOps>(
             }
         }),
         OperandSpec::Tiles(scaling) => {
-            let PackedPair { row, col } = B::nvfp4_quantize_stack_pair(w, PairSpec::Tile(scaling));
-            Operand::Nvfp4(match axis {
-                PackedAxis::Cols => row,
-                PackedAxis::Rows => col,
-            })
+            Operand::Nvfp4(B::nvfp4_quantize_stack_tiles(w, axis, scaling))
         }
         OperandSpec::Eden { hadamard, stream } => {
             let (w, groups) = batch::<B>(w);
