@@ -478,6 +478,8 @@ fn sources(conversion: Conversion) -> Vec<Source> {
                     Some(copy(true, false, standard, h16)),
                     false,
                 ),
+                (Some(row_plans[0]), None, true),
+                (None, Some(row_plans[0]), true),
             ];
             let of_values = [
                 (
