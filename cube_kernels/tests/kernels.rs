@@ -396,7 +396,8 @@ fn repeated_launches_are_identical() {
             ops::quantize_col(&client, &matrix, &amax, rounding, Some(Hadamard::default()))
                 .unwrap();
         let product = gemm::gemm(&client, &packed, &packed, None, FloatKind::F32).unwrap();
-        let host = packed.to_host(&client, Origin::tile()).unwrap();
+        let origin = Origin::one_by_16(Rounding::Stochastic(STREAM), Some(Hadamard::default()));
+        let host = packed.to_host(&client, origin).unwrap();
         let bits: Vec<u32> = read_matrix::<f32>(&client, &product)
             .iter()
             .map(|value| value.to_bits())
