@@ -82,19 +82,13 @@ pub fn run() -> Result<ExitCode> {
     });
     // What the workspace's features leave out: that of burn-train.
     stage("clippy, with burn-train", &mut || {
-        cargo(&[
-            "clippy",
-            "--manifest-path",
-            TRAIN_TESTS,
-            "--package",
-            "burn-nvfp4",
-            "--package",
-            "nvfp4-train-tests",
-            "--tests",
-            "--",
-            "-D",
-            "warnings",
-        ])
+        let clippy = |arguments: &[&str]| {
+            let mut command = workspace::cargo();
+            command.args(["clippy", "--manifest-path", TRAIN_TESTS]);
+            spawn(command.args(arguments).args(["--", "-D", "warnings"]))
+        };
+        clippy(&["--tests"])?;
+        clippy(&["--package", "burn-nvfp4"])
     });
     stage("documentation", &mut || {
         let doc = |arguments: &[&str]| {
@@ -240,14 +234,8 @@ fn cargo_deny() -> Result<()> {
     let check = |program: &OsStr| {
         for manifest in workspace::MANIFESTS {
             let mut command = Command::new(program);
-            command.args([
-                "--manifest-path",
-                manifest,
-                "check",
-                "--config",
-                "deny.toml",
-            ]);
-            command.args(["licenses", "bans", "sources"]);
+            command.args(["--manifest-path", manifest, "--config", "deny.toml"]);
+            command.args(["check", "licenses", "bans", "sources"]);
             spawn(command.current_dir(workspace::root()))?;
         }
         Ok(())
