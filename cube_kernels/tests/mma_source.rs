@@ -303,10 +303,16 @@ impl Kernels {
 
 /// The machine code of `text`, which must not spill.
 fn compile(tools: &CudaTools, name: &str, text: &str, arch: &str) -> String {
+    compile_with(tools, name, text, arch, 0)
+}
+
+/// The machine code of `text`, in which at most `most` instructions may keep registers in memory.
+fn compile_with(tools: &CudaTools, name: &str, text: &str, arch: &str, most: usize) -> String {
     let sass = disassembled(tools, name, text, arch);
-    assert_eq!(spills(&sass), 0, "{name} for {arch} spills");
+    let spilled = spills(&sass);
+    assert!(spilled <= most, "{name} for {arch} spills {spilled}");
     println!(
-        "{name} for {arch}: {} OMMA, {} HMMA, {} LDSM, {} LDGSTS, {} lines",
+        "{name} for {arch}: {} OMMA, {} HMMA, {} LDSM, {} LDGSTS, {spilled} LDL and STL, {} lines",
         count(&sass, "OMMA"),
         count(&sass, "HMMA"),
         count(&sass, "LDSM"),
@@ -462,7 +468,12 @@ fn portable_matrix_instructions() {
         );
         let text = kernels.matrix(address, width, grouping, shape, packed, kind);
         for arch in ["sm_80", "sm_89"].into_iter().chain(NAMED) {
-            let sass = compile(&tools, &name, &text, arch);
+            // For matrices of more than 2^31 elements: one register, stored and loaded once.
+            let most = match (address, arch) {
+                (AddressType::U64, "sm_100a" | "sm_103a") => 2,
+                _ => 0,
+            };
+            let sass = compile_with(&tools, &name, &text, arch, most);
             // A step of 16 takes two instructions for 16 x 16, and 32 columns are decoded at a time.
             let instructions = match shape {
                 MatrixTile::M128 => 4 * 2,
