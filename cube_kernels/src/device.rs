@@ -422,15 +422,17 @@ impl DevicePacked {
     /// device memory does not record.
     ///
     /// # Errors
-    /// When a queued kernel failed, the buffers do not fit the shape, `origin` has another transform or
-    /// other block scales than the tensor, or there are groups: their parts are read from
+    /// When a queued kernel failed, the buffers do not fit the shape, `origin` has another transform (than
+    /// one that the tensor records) or other block scales than the tensor, or there are groups: their parts are read from
     /// [`Self::codes`] and [`Self::scales`].
     pub fn to_host(&self, client: &Client, origin: Origin) -> Result<PackedTensor, Nvfp4Error> {
         if !matches!(self.groups, Groups::One) {
             return Err(Nvfp4Error::value("groups", "several", "one matrix"));
         }
         self.check("packed")?;
-        if (origin.hadamard, origin.scaling) != (self.hadamard, self.scaling) {
+        // MS-EDEN's copies do not record their transform, which `origin` may have.
+        let other_transform = self.hadamard.is_some() && origin.hadamard != self.hadamard;
+        if other_transform || origin.scaling != self.scaling {
             return Err(Nvfp4Error::value(
                 "origin",
                 format!("{:?}, {:?}", origin.hadamard, origin.scaling),
