@@ -39,7 +39,8 @@ pub use error::Nvfp4Error;
 pub use format::mx::{MX_BLOCK, MxPacked};
 pub use format::packed::{Amax, Origin, QuantizedTensor, ScaleLayout, Usage};
 pub use policy::{
-    BlockScaling, ErrorNorm, Hadamard, HadamardSize, QuantParams, RandomStream, Rounding, Storage,
+    AmaxGranularity, BlockScaling, ErrorNorm, Hadamard, HadamardSize, QuantParams, RandomStream,
+    Rounding, Storage,
 };
 
 /// Elements that share one block scale.

@@ -20,7 +20,8 @@ use half::{bf16, f16};
 use nvfp4_kernels::{
     Amax, BlockScaling, Hadamard, HadamardSize, QuantParams, Usage,
     cube::{block::BlockPlan, codec::Conversion, hadamard::SignsLaunch, philox::RandomLaunch},
-    quantize::{self, AmaxRequest, GroupOffsets, QuantRequest, kernels::QuantPlan},
+    moe::GroupOffsets,
+    quantize::{self, AmaxRequest, QuantRequest, kernels::QuantPlan},
     reference::{self, padding, swizzle},
     tensor::{AmaxGranularity, DeviceQuantized, FloatKind, Groups, Matrix},
 };

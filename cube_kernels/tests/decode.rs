@@ -12,7 +12,7 @@ use device::{assert_bytes, assert_floats, read_f32, read_matrix};
 use half::bf16;
 use nvfp4_kernels::{
     Amax, BlockScaling, ErrorNorm, Hadamard, HadamardSize, QuantParams, QuantizedTensor,
-    RandomStream, Rounding, Usage, ops,
+    RandomStream, Rounding, Usage, quantize,
     reference::{self, EdenTarget},
     tensor::{DeviceQuantized, FloatKind},
 };
@@ -40,7 +40,7 @@ const FOUR_OVER_SIX: BlockScaling = BlockScaling::FourOverSix(ErrorNorm::Mae);
 #[test]
 fn dequantize_reads_every_scaling_and_scope() {
     let client = client!("dequantize_reads_every_scaling_and_scope");
-    for axis in AXES {
+    for usage in AXES {
         for scaling in [BlockScaling::Standard, FOUR_OVER_SIX] {
             for per_row in [false, true] {
                 let packed = copy(usage, scaling, per_row);

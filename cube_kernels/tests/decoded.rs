@@ -47,12 +47,12 @@ fn policies() -> Vec<Policy> {
     use AmaxGranularity::{PerRow, PerTensor};
     let [mae, mse] = [ErrorNorm::Mae, ErrorNorm::Mse].map(BlockScaling::FourOverSix);
     vec![
-        (policy(NEAREST, BlockScaling::Standard), Group),
-        (policy(STOCHASTIC, BlockScaling::Standard), Group),
-        (policy(NEAREST, BlockScaling::Headroom), Outer),
-        (policy(NEAREST, mae), Group),
-        (policy(NEAREST, mse), Outer),
-        (transformed(HadamardSize::H16, STOCHASTIC), Group),
+        (policy(NEAREST, BlockScaling::Standard), PerTensor),
+        (policy(STOCHASTIC, BlockScaling::Standard), PerTensor),
+        (policy(NEAREST, BlockScaling::Headroom), PerRow),
+        (policy(NEAREST, mae), PerTensor),
+        (policy(NEAREST, mse), PerRow),
+        (transformed(HadamardSize::H16, STOCHASTIC), PerTensor),
     ]
 }
 
@@ -144,18 +144,18 @@ fn check<T: DeviceElement>(
     let x = upload(client, x, rows, cols);
     let row = &Copy::new(client, &x, Usage::Rowwise, row);
     let col = &Copy::new(client, &x, Usage::Columnwise, col);
-    use Storage::{Decoded, Packed};
+    use Storage::{Bf16Unscaled, Packed};
     // The row-wise kernel, the other one with values of both, and of the first policy all forms.
     let mut forms = vec![
         (Some(Packed), Some(Packed)),
-        (Some(Decoded), None),
-        (Some(Decoded), Some(Decoded)),
+        (Some(Bf16Unscaled), None),
+        (Some(Bf16Unscaled), Some(Bf16Unscaled)),
     ];
     if row.policy == policies()[0].0 {
         forms.extend([
-            (None, Some(Decoded)),
-            (Some(Decoded), Some(Packed)),
-            (Some(Packed), Some(Decoded)),
+            (None, Some(Bf16Unscaled)),
+            (Some(Bf16Unscaled), Some(Packed)),
+            (Some(Packed), Some(Bf16Unscaled)),
         ]);
     }
     let mut made = forms.iter().map(|(for_row, for_col)| {
@@ -169,7 +169,7 @@ fn check<T: DeviceElement>(
             let expected = packed[i].clone().unwrap();
             let what = format!("{what}: {forms:?}, copy {i}");
             match (found, form) {
-                (Some(found), Some(Decoded)) => assert_values(client, expected, found, &what),
+                (Some(found), Some(Bf16Unscaled)) => assert_values(client, expected, found, &what),
                 (Some(found), Some(Packed)) => {
                     let [found, expected] = [found, expected].map(|copy| {
                         let copy = copy.into_packed().unwrap();

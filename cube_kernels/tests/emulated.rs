@@ -173,7 +173,7 @@ fn eden<T: reference::Element>(
         Hadamard::seeded_with_size(HadamardSize::H128, 7),
         EdenTarget::Backward,
     );
-    for axis in [Usage::Rowwise, Usage::Columnwise] {
+    for usage in [Usage::Rowwise, Usage::Columnwise] {
         let found = quantize::ms_eden_amax(client, source, usage, &hadamard).unwrap();
         let amax = read_f32(client, &found);
         let expected =

@@ -25,7 +25,7 @@ use nvfp4_kernels::{
         cublaslt::{self, Format, Problem, Product, Side},
         kernels::{add_rows_kernel, factors_kernel, kernel_for, product_as},
     },
-    ops, reference,
+    quantize, reference,
     tensor::{DeviceQuantized, FloatKind, Matrix},
 };
 use packed::Packed;

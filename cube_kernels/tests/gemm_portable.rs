@@ -26,7 +26,8 @@ use nvfp4_kernels::{
             product_with,
         },
     },
-    quantize::{self, GroupOffsets},
+    moe::GroupOffsets,
+    quantize::{self},
     tensor::{FloatKind, Matrix},
 };
 use packed::{Packed, TE_PRODUCTS, assert_bound};

@@ -24,7 +24,7 @@ use nvfp4_kernels::{
         self, Elements, Operand, Scale, Target,
         kernels::{FusedTile, Plan, Tile, product_with},
     },
-    ops, reference,
+    quantize, reference,
     tensor::{DeviceQuantized, FloatKind, Matrix},
 };
 use packed::{Packed, TE_PRODUCTS, assert_bound, assert_rows_bound, both_ways, scaled, unscaled};

@@ -21,7 +21,8 @@ use nvfp4_kernels::{
         cublaslt::{self, Format, Problem},
         kernels::{FusedTile, Plan, Tile, product_with},
     },
-    quantize::{self, EdenRandom, GroupOffsets, QuantRequest},
+    moe::GroupOffsets,
+    quantize::{self, EdenRandom, QuantRequest},
     reference::{self, EdenTarget},
     tensor::{
         AmaxGranularity, DeviceQuantParams, DeviceQuantized, DeviceRounding, FloatKind, Groups,
@@ -199,7 +200,7 @@ fn graph_replays_ms_eden() {
     let matrix = upload(&client, &x);
     let hadamard = Hadamard::seeded_with_size(HadamardSize::H128, 7);
     let target = EdenTarget::Backward;
-    for axis in [Usage::Rowwise, Usage::Columnwise] {
+    for usage in [Usage::Rowwise, Usage::Columnwise] {
         let replays = replay(&client, |offset| {
             let random = EdenRandom {
                 stream: STREAM,

@@ -232,7 +232,7 @@ fn check_matrices<T: DeviceElement>(client: &Client) {
         let x = convert::<T>(&case.values(Kind::Heavy));
         let matrix = upload(client, &x, case.rows(), case.cols);
         let parts = case.split(&x);
-        for axis in AXES {
+        for usage in AXES {
             let what = format!("{:?}", T::KIND);
             let found = quantize::mx_quantize_groups(client, &matrix, &case.groups, usage).unwrap();
             assert_mx(client, &found, &case, &parts, usage, &what);
@@ -453,7 +453,7 @@ fn other_scales() {
         Case::new(&client, &[0, 40, 129, 0], 0, 80),
         Case::batch(2, 33, 48),
     ] {
-        for axis in AXES {
+        for usage in AXES {
             for copy in [
                 (
                     scaled(four_over_six, ScaleLayout::Compact),
@@ -484,7 +484,7 @@ fn special_values_stay_in_their_group() {
         Kind::Huge,
     ] {
         let case = Case::new(&client, &[20, 0, 31, 40], 0, 48);
-        for axis in AXES {
+        for usage in AXES {
             for scope in [AmaxGranularity::PerTensor, AmaxGranularity::PerRow] {
                 check_packed(&client, &case, kind, usage, (PLAIN, scope));
             }

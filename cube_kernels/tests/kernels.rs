@@ -15,7 +15,7 @@ use nvfp4_kernels::{
     Amax, BlockScaling, Hadamard, Nvfp4Error, Origin, QuantizedTensor, RandomStream, Rounding,
     ScaleLayout,
     capabilities::{Capabilities, GemmBackend},
-    gemm, ops, reference,
+    gemm, quantize, reference,
     tensor::{DeviceQuantized, DeviceRounding, FloatKind, Matrix},
 };
 use proptest::prelude::*;

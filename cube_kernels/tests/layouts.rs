@@ -14,7 +14,8 @@ use device::{
 };
 use half::{bf16, f16};
 use nvfp4_kernels::{
-    quantize::{self, GroupOffsets},
+    moe::{self, GroupOffsets},
+    quantize::{self},
     reference::{padding, swizzle},
     tensor::{FloatKind, Matrix},
 };

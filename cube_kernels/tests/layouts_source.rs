@@ -15,6 +15,7 @@ use cubecl::{ir::ElemType, prelude::*};
 use kernel_sources::{Fake, cuda_source, disassembled, is_left_out, spills};
 use nvfp4_kernels::{
     cube::{codec::Conversion, eden::SignsLaunch, philox::RandomLaunch},
+    moe,
     quantize::kernels::{self, Grouping, PackedRowsLaunch, ShapeLaunch, SourcePlan},
     tensor::FloatKind,
 };

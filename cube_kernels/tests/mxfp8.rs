@@ -27,7 +27,7 @@ fn assert_same(client: &Client, found: &DeviceMx, expected: &MxPacked, what: &st
 /// Both orientations of one matrix, and back.
 fn check_matrix<T: DeviceElement>(client: &Client, x: &[T], rows: usize, cols: usize, what: &str) {
     let matrix = upload(client, x, rows, cols);
-    for axis in AXES {
+    for usage in AXES {
         let what = format!("{what} {rows}x{cols} {:?} {usage:?}", T::KIND);
         let expected = reference::mx_quantize(x, rows, cols, usage).unwrap();
         let found = quantize::mx_quantize(client, &matrix, usage).unwrap();
@@ -117,7 +117,7 @@ fn empty() {
 fn check_requantize<V: DeviceElement>(client: &Client, packed: &QuantizedTensor, what: &str) {
     let device = DeviceQuantized::from_host(client, packed);
     let dequantized = convert::<V>(&reference::dequantize(packed));
-    for axis in AXES {
+    for usage in AXES {
         let what = format!(
             "{what} {}x{} {:?} to {usage:?} via {:?}",
             packed.rows(),
@@ -222,7 +222,7 @@ fn more_elements_than_32_bits_index() {
     let matrix = upload(&client, &x, rows, cols);
     drop(x);
     let small = upload(&client, &tail, 128, cols);
-    for axis in AXES {
+    for usage in AXES {
         let large = quantize::mx_quantize(&client, &matrix, usage).unwrap();
         let large = large.to_host(&client).unwrap();
         let small = quantize::mx_quantize(&client, &small, usage).unwrap();

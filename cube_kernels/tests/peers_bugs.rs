@@ -232,7 +232,7 @@ fn padding_of_scales_is_written() {
                 ..DeviceQuantParams::new(DeviceRounding::Nearest)
             },
         };
-        for axis in [Usage::Rowwise, Usage::Columnwise] {
+        for usage in [Usage::Rowwise, Usage::Columnwise] {
             let (outer, blocks) = match usage {
                 Usage::Rowwise => (rows, cols / 16),
                 Usage::Columnwise => (cols, rows.div_ceil(16)),

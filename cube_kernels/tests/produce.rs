@@ -21,7 +21,8 @@ use nvfp4_kernels::{
         codec::Conversion,
         exact::{fma, reciprocal_of_1_to_2, sqrt},
     },
-    quantize::{self, AmaxRequest, Amaxes, Gated, GroupOffsets, QuantRequest, Source},
+    moe::GroupOffsets,
+    quantize::{self, AmaxRequest, Amaxes, Gated, QuantRequest, Source},
     reference,
     tensor::{AmaxGranularity, DeviceQuantized, Groups, Matrix},
 };

@@ -18,7 +18,8 @@ use device::{offsets, upload, upload_bytes};
 use half::bf16;
 use nvfp4_kernels::{
     BlockScaling, Hadamard, HadamardSize, QuantParams, Usage,
-    quantize::{self, AmaxRequest, DeviceMx, Gated, GroupOffsets, QuantRequest, Source},
+    moe::{self, GroupOffsets},
+    quantize::{self, AmaxRequest, DeviceMx, Gated, QuantRequest, Source},
     reference::EdenTarget,
     tensor::{AmaxGranularity, DeviceQuantized, FloatKind, Groups, Matrix},
 };
@@ -217,7 +218,7 @@ fn mxfp8_and_values() {
     let x = matrix(&client);
     let amax = amax(&client, 1);
     let plain = request(&amax, QuantParams::new(NEAREST), AmaxGranularity::PerTensor);
-    for axis in AXES {
+    for usage in AXES {
         repeat(&client, &format!("MXFP8 {usage:?}"), || {
             of_mx(quantize::mx_quantize(&client, &x, usage).unwrap())
         });

@@ -7,11 +7,13 @@
 //! | `cargo xtask test --train` | the tests with burn-train, which build Burn once more (5 minutes) |
 //! | `cargo xtask sanitize` | the tests of the kernels under compute-sanitizer, on a GPU |
 //! | `cargo xtask licenses` | checks licences and origin of all dependencies against `deny.toml` |
+//! | `cargo xtask results` | writes the tables of the performance page from `results/*.json` |
 //! | `cargo xtask ci` | everything that a change must pass, with the time each stage took |
 
 mod ci;
 mod counts;
 mod licenses;
+mod results;
 mod sanitize;
 mod setup;
 mod spdx;
@@ -45,6 +47,8 @@ enum Command {
     Sanitize(sanitize::Args),
     /// Check the licence and the origin of every dependency against deny.toml
     Licenses,
+    /// Write the tables of the performance page (docs/src/performance.md) from results/*.json
+    Results(results::Args),
     /// Run everything that a change must pass
     Ci,
 }
@@ -55,6 +59,7 @@ fn main() -> ExitCode {
         Command::Test(args) => test::run(&args),
         Command::Sanitize(args) => sanitize::run(&args),
         Command::Licenses => licenses::run().map(|()| ExitCode::SUCCESS),
+        Command::Results(args) => results::run(&args).map(|()| ExitCode::SUCCESS),
         Command::Ci => ci::run(),
     };
     outcome.unwrap_or_else(|error| {

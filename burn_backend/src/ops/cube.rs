@@ -13,10 +13,11 @@ use nvfp4_kernels::gemm::{self, Scale, Target, path_of, path_of_columns};
 use nvfp4_kernels::quantize::{AmaxRequest, DeviceMx, EdenSource, QuantRequest};
 use nvfp4_kernels::reference::EdenTarget;
 use nvfp4_kernels::tensor::{
-    AmaxGranularity, DeviceOperand, DeviceQuantParams, DeviceQuantized, DeviceUnscaled, FloatKind,
-    Groups, Matrix,
+    DeviceOperand, DeviceQuantParams, DeviceQuantized, DeviceUnscaled, FloatKind, Groups, Matrix,
 };
-use nvfp4_kernels::{BLOCK, BlockScaling, MX_BLOCK, Nvfp4Error, ScaleLayout, Storage, Usage, ops};
+use nvfp4_kernels::{
+    BLOCK, BlockScaling, MX_BLOCK, Nvfp4Error, ScaleLayout, Storage, Usage, quantize,
+};
 
 use super::{
     AmaxGranularity, Bias, CopySpec, Decoded, EdenSpec, MxLayout, MxPacked, Nvfp4Ops, Operand,
@@ -384,7 +385,7 @@ impl Stored {
             Operand::Decoded(decoded) => Self::Decoded(Box::new(DeviceUnscaled {
                 values: Source::new(decoded.values).matrix,
                 amax: into_contiguous(decoded.amax).handle,
-                scope: scope(decoded.layout.global),
+                scope: decoded.layout.global,
                 scaling: decoded.layout.scaling,
             })),
             Operand::Mxfp8(packed) => {
@@ -466,17 +467,10 @@ fn device_copy(copy: &CopySpec) -> DeviceQuantParams {
     }
 }
 
-pub(super) fn scope(global: AmaxGranularity) -> AmaxGranularity {
-    match global {
-        AmaxGranularity::PerTensor => AmaxGranularity::PerTensor,
-        AmaxGranularity::PerRow => AmaxGranularity::PerRow,
-    }
-}
-
 pub(super) fn request<'a>(copy: &CopySpec, amax: &'a Handle) -> QuantRequest<'a> {
     QuantRequest {
         amax,
-        scope: scope(copy.global),
+        scope: copy.global,
         copy: device_copy(copy),
     }
 }
@@ -505,7 +499,7 @@ impl Source {
         if copy.global == AmaxGranularity::PerTensor {
             return launched(quantize::amax(client, matrix, copy.hadamard));
         }
-        let scope = scope(copy.global);
+        let scope = copy.global;
         let request = AmaxRequest::along(usage, scope, copy.hadamard);
         let found = launched(quantize::amaxes(client, matrix, &Groups::One, &request));
         found.rows.or(found.cols).expect("asked for")
@@ -522,8 +516,8 @@ impl Source {
             return (amax.clone(), amax);
         }
         let request = AmaxRequest {
-            rows: Some(scope(row.global)),
-            cols: Some((scope(col.global), col.hadamard)),
+            rows: Some(row.global),
+            cols: Some((col.global, col.hadamard)),
         };
         let (client, matrix) = (&self.tensor.client, &self.matrix);
         let found = launched(quantize::amaxes(client, matrix, &Groups::One, &request));
@@ -582,7 +576,7 @@ pub(super) fn device(packed: Packed<CubeBackend>) -> DeviceQuantized {
     let parts = [packed.codes, packed.scales, packed.amax].map(|part| into_contiguous(part).handle);
     DeviceQuantized {
         scaling,
-        scope: scope(global),
+        scope: global,
         ..DeviceQuantized::plain(parts.into(), (rows, cols), usage, hadamard)
     }
 }

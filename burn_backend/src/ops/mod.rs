@@ -26,9 +26,9 @@ pub(crate) use context::{KeptWeight, WeightCache, WeightIdentity};
 pub use grouped::{GroupPairSpec, Nvfp4GroupedOps, RowGradients, RowGroups};
 #[cfg(feature = "cubecl-backend")]
 pub use grouped::{RowGradientsMetadata, RowGroupsMetadata};
+pub use nvfp4_kernels::AmaxGranularity;
 pub use packed::{
-    AmaxGranularity, Bias, Decoded, MxLayout, MxPacked, Operand, OperandPair, Packed, PackedLayout,
-    PackedPair,
+    Bias, Decoded, MxLayout, MxPacked, Operand, OperandPair, Packed, PackedLayout, PackedPair,
 };
 #[cfg(feature = "cubecl-backend")]
 pub use packed::{

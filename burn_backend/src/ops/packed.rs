@@ -7,21 +7,8 @@ use burn_core::backend::{
     tensor::{FloatTensor, IntTensor},
 };
 #[cfg(feature = "cubecl-backend")]
-use nvfp4_kernels::Storage;
+use nvfp4_kernels::{AmaxGranularity, Storage};
 use nvfp4_kernels::{BLOCK, BlockScaling, Hadamard, MX_BLOCK, Usage};
-use serde::{Deserialize, Serialize};
-
-/// What one maximum, and so one global scale, stands for.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum AmaxGranularity {
-    /// The whole matrix.
-    #[default]
-    PerTensor,
-    /// One stored row: a row of the source in the row-wise copy (a token), a column in the
-    /// column-wise one (a feature).
-    PerToken,
-}
 
 /// What the buffers of a packed matrix mean.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -3,14 +3,15 @@
 #[cfg(any(feature = "flex", feature = "cubecl-backend"))]
 use nvfp4_kernels::reference::EDEN_GROUP;
 use nvfp4_kernels::{
-    BlockScaling, Hadamard, HadamardSize, MX_BLOCK, Nvfp4Error, RandomStream, Rounding, Usage,
+    AmaxGranularity, BlockScaling, Hadamard, HadamardSize, MX_BLOCK, Nvfp4Error, RandomStream,
+    Rounding, Usage,
 };
 
 use serde::{Deserialize, Serialize};
 
 #[cfg(any(feature = "flex", feature = "cubecl-backend"))]
 use super::packed::PackedLayout;
-use super::packed::{AmaxGranularity, unit_of};
+use super::packed::unit_of;
 
 /// How one packed copy of a matrix is made, whichever axis it is packed along.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

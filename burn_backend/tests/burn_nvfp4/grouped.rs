@@ -259,7 +259,7 @@ impl Grouped<'_> {
     /// with its own maximum, and random bits that go on where those of the group before ended.
     fn check(&self, device: &Device) {
         let x = || self.x.tensor(device).into_dispatch();
-        for axis in [Usage::Rowwise, Usage::Columnwise] {
+        for usage in [Usage::Rowwise, Usage::Columnwise] {
             let spec = EdenSpec {
                 usage,
                 hadamard: Hadamard::seeded_with_size(HadamardSize::H128, 5),
@@ -457,7 +457,7 @@ fn stacks_are_packed_matrix_by_matrix() {
     assert_eq!(parts(Dispatch::nvfp4_quantize_stack(w(), alone)), col);
     // Random bits go on from matrix to matrix.
     let drawn = CopySpec::new(Rounding::Stochastic(RandomStream::new(1, 2, 3)));
-    for axis in [Usage::Rowwise, Usage::Columnwise] {
+    for usage in [Usage::Rowwise, Usage::Columnwise] {
         let mut expected = Copies::default();
         for (number, weight) in weights.iter().enumerate() {
             let first = number * 32 * 48 / 16;

@@ -3,7 +3,7 @@
 use std::cell::LazyCell;
 
 use nvfp4_kernels::{
-    BlockScaling, ErrorNorm, Usage,
+    BlockScaling, ErrorNorm, Usage, moe,
     quantize::{self, AmaxRequest},
     tensor::{DeviceQuantParams, Groups, Matrix},
 };

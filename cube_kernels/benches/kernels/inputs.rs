@@ -8,7 +8,8 @@ use std::{
 use cubecl::{prelude::*, server::Handle};
 use nvfp4_kernels::{
     Hadamard, RandomStream,
-    quantize::{self, AmaxRequest, Amaxes, GroupOffsets, QuantRequest},
+    moe::GroupOffsets,
+    quantize::{self, AmaxRequest, Amaxes, QuantRequest},
     tensor::{AmaxGranularity, DeviceQuantParams, DeviceRounding, FloatKind, Groups, Matrix},
 };
 

@@ -2,7 +2,7 @@
 //! padding.
 
 use cubecl::{prelude::*, server::Handle};
-use nvfp4_kernels::{BLOCK, ops};
+use nvfp4_kernels::{BLOCK, quantize};
 
 use crate::{
     harness::Section,

@@ -483,7 +483,7 @@ mod tests {
             }
         }
         for origin in origins {
-            for axis in [Usage::Rowwise, Usage::Columnwise] {
+            for usage in [Usage::Rowwise, Usage::Columnwise] {
                 let source = Source {
                     x: &x,
                     shape: (rows, cols),

@@ -236,12 +236,15 @@ pub const SWIZZLED: ScaleLayout = ScaleLayout::Swizzled128x4;
 pub fn row_policies() -> Vec<(QuantParams, AmaxGranularity)> {
     use AmaxGranularity::{PerRow, PerTensor};
     vec![
-        (policy(NEAREST, BlockScaling::Standard, SWIZZLED), Group),
-        (policy(STOCHASTIC, BlockScaling::Headroom, COMPACT), Group),
-        (policy(NEAREST, MAE, COMPACT), Group),
-        (policy(NEAREST, MSE, SWIZZLED), Outer),
-        (policy(STOCHASTIC, BlockScaling::Standard, COMPACT), Outer),
-        (transformed(HadamardSize::H16, STOCHASTIC), Group),
+        (policy(NEAREST, BlockScaling::Standard, SWIZZLED), PerTensor),
+        (
+            policy(STOCHASTIC, BlockScaling::Headroom, COMPACT),
+            PerTensor,
+        ),
+        (policy(NEAREST, MAE, COMPACT), PerTensor),
+        (policy(NEAREST, MSE, SWIZZLED), PerRow),
+        (policy(STOCHASTIC, BlockScaling::Standard, COMPACT), PerRow),
+        (transformed(HadamardSize::H16, STOCHASTIC), PerTensor),
     ]
 }
 
@@ -253,14 +256,20 @@ pub fn col_policies() -> Vec<(QuantParams, AmaxGranularity)> {
         ..copy
     };
     vec![
-        (policy(NEAREST, BlockScaling::Standard, SWIZZLED), Group),
-        (policy(STOCHASTIC, BlockScaling::Headroom, COMPACT), Outer),
-        (policy(NEAREST, MAE, COMPACT), Group),
-        (policy(NEAREST, MSE, SWIZZLED), Outer),
-        (swizzled(transformed(HadamardSize::H16, STOCHASTIC)), Group),
-        (transformed(HadamardSize::H32, NEAREST), Outer),
-        (swizzled(transformed(HadamardSize::H64, STOCHASTIC)), Group),
-        (transformed(HadamardSize::H128, STOCHASTIC), Group),
+        (policy(NEAREST, BlockScaling::Standard, SWIZZLED), PerTensor),
+        (policy(STOCHASTIC, BlockScaling::Headroom, COMPACT), PerRow),
+        (policy(NEAREST, MAE, COMPACT), PerTensor),
+        (policy(NEAREST, MSE, SWIZZLED), PerRow),
+        (
+            swizzled(transformed(HadamardSize::H16, STOCHASTIC)),
+            PerTensor,
+        ),
+        (transformed(HadamardSize::H32, NEAREST), PerRow),
+        (
+            swizzled(transformed(HadamardSize::H64, STOCHASTIC)),
+            PerTensor,
+        ),
+        (transformed(HadamardSize::H128, STOCHASTIC), PerTensor),
     ]
 }
 

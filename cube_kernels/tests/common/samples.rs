@@ -369,7 +369,7 @@ pub fn mxfp8(client: &Client, sample: &Sample) {
             assert_bytes(&found.get(start..start + expected.len()), expected, &what);
         }
     };
-    for axis in AXES {
+    for usage in AXES {
         let found = quantize::mx_quantize(client, &sample.matrix, usage).unwrap();
         for band in sample.bands(usage) {
             assert_mx(&found, &band, &band.x, "values");
@@ -423,7 +423,7 @@ pub fn ms_eden(client: &Client, sample: &Sample) {
     };
     let given = 2.0 * sample.amax;
     let handle = device_amax(client, &[Amax::Tensor(given)]);
-    for (axis, of_packed) in AXES
+    for (usage, of_packed) in AXES
         .into_iter()
         .flat_map(|usage| [(usage, false), (usage, true)])
     {

@@ -13,13 +13,14 @@ use burn_cubecl::{
 };
 use cubecl::server::Handle;
 use nvfp4_kernels::gemm::{self, Scale, Target};
-use nvfp4_kernels::quantize::{AmaxRequest, EdenSource, GroupOffsets, QuantRequest};
-use nvfp4_kernels::tensor::{AmaxGranularity, DeviceQuantized, Groups, Matrix};
-use nvfp4_kernels::{BlockScaling, ScaleLayout, Usage, ops};
+use nvfp4_kernels::moe::GroupOffsets;
+use nvfp4_kernels::quantize::{AmaxRequest, EdenSource, QuantRequest};
+use nvfp4_kernels::tensor::{DeviceQuantized, Groups, Matrix};
+use nvfp4_kernels::{BlockScaling, ScaleLayout, Usage, moe, quantize};
 
 use super::super::cube::{
     Stored, beside, device, eden, float_kind, launched, mx_packed, new_tensor, packed_tensor,
-    request, result, scope, stored_shape,
+    request, result, stored_shape,
 };
 use super::super::{
     AmaxGranularity, Bias, EdenSpec, MxPacked, Operand, Packed, PackedLayout, PackedPair, PairSpec,
@@ -107,7 +108,7 @@ impl Nvfp4GroupedOps for CubeBackend {
             tokens.matrix.rows,
             tokens.matrix.cols,
         );
-        let scope = scope(copy.global);
+        let scope = copy.global;
         let amaxes = tokens.amaxes(&match usage {
             Usage::Rowwise => AmaxRequest {
                 rows: Some(scope),
@@ -140,8 +141,8 @@ impl Nvfp4GroupedOps for CubeBackend {
             .iter()
             .all(|copy| copy.global == AmaxGranularity::PerTensor && copy.hadamard.is_none());
         let (row_amax, col_amax) = tokens.amaxes(&AmaxRequest {
-            rows: Some(scope(row.global)),
-            cols: (!one).then(|| (scope(col.global), col.hadamard)),
+            rows: Some(row.global),
+            cols: (!one).then(|| (col.global, col.hadamard)),
         });
         let row_amax = row_amax.expect("asked for");
         let col_amax = col_amax.unwrap_or_else(|| row_amax.clone());
@@ -439,10 +440,7 @@ impl Tokens {
             let layout = PackedLayout {
                 hadamard: copy.hadamard,
                 scaling: copy.scaling,
-                global: match copy.scope {
-                    AmaxGranularity::PerTensor => AmaxGranularity::PerTensor,
-                    AmaxGranularity::PerRow => AmaxGranularity::PerRow,
-                },
+                global: copy.scope,
                 ..PackedLayout::plain(copy.rows, copy.cols, copy.usage)
             };
             let maxima = maxima(&layout, groups.count);

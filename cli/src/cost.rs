@@ -1,0 +1,252 @@
+//! `nvfp4 cost`.
+
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use anyhow::{Context, Result, ensure};
+use burn::tensor::Device;
+use clap::Args;
+use nvfp4::Nvfp4Recipe;
+use nvfp4_lm::checkpoint::write_json;
+use nvfp4_lm::config::{Recipe, RunConfig};
+use nvfp4_lm::cost::{Cost, Effort, KernelClass, Turn, measure, release};
+use nvfp4_lm::encoder::EncoderModel;
+use nvfp4_lm::model::Transformer;
+use serde::Serialize;
+
+use crate::device::{hardware, install_decorator};
+use crate::options::Options;
+
+/// What the command calls the model of Burn's own layers, in high precision.
+const BURN: &str = "burn";
+
+#[derive(Args)]
+pub(crate) struct CostOfSteps {
+    /// Recipes to measure: names, and `burn` for the model of Burn's own layers, whose products are
+    /// Burn's [default: burn, the baseline, and every preset that quantizes]
+    #[arg(long, value_name = "A,B,..", value_delimiter = ',')]
+    recipes: Vec<String>,
+    /// Rounds of steps; the median round counts
+    #[arg(long, default_value_t = 5)]
+    rounds: usize,
+    /// Steps of a round
+    #[arg(long, default_value_t = 10)]
+    round_steps: usize,
+    /// Steps before the first round
+    #[arg(long, default_value_t = 5)]
+    warm: usize,
+    /// Print the costliest kernels of each recipe too
+    #[arg(long, value_name = "COUNT", default_value_t = 0)]
+    kernels: usize,
+    /// Write all figures to this file
+    #[arg(long, value_name = "FILE")]
+    json: Option<PathBuf>,
+    /// Hold a lock on this file while measuring: commands with the same one compile their kernels and warm
+    /// up side by side, and are measured one after the other
+    #[arg(long, value_name = "FILE")]
+    lock: Option<PathBuf>,
+    #[command(flatten)]
+    options: Options,
+}
+
+/// What the file of `--json` holds.
+#[derive(Serialize)]
+struct Figures {
+    config: RunConfig,
+    hardware: Option<String>,
+    results: Vec<Figure>,
+}
+
+/// A recipe, and what it costs.
+#[derive(Serialize)]
+struct Figure {
+    recipe: String,
+    /// Weights that each byte is multiplied with, without the head.
+    weights: usize,
+    #[serde(flatten)]
+    cost: Cost,
+}
+
+impl Figure {
+    /// Operations of the linear layers in a second, forward and backward: six for each weight and byte.
+    fn tera(&self) -> f64 {
+        6.0 * self.weights as f64 * self.cost.tokens_per_s() / 1e12
+    }
+}
+
+impl CostOfSteps {
+    pub(crate) fn run(self) -> Result<ExitCode> {
+        ensure!(
+            self.options.recipe_is_unset(),
+            "recipe and compare are of `nvfp4 train`: name what to measure with --recipes"
+        );
+        let (config, name) = self.options.clone().resolve()?;
+        if config.decorate.is_some() {
+            install_decorator()?;
+        }
+        let device = name.open()?;
+        let recipes = self.chosen(&config);
+        let hardware = hardware(&device);
+        eprintln!(
+            "{} blocks of width {}, {} bytes a step, on {}{}",
+            config.layers,
+            config.width,
+            config.batch * config.context,
+            config.device,
+            hardware
+                .as_ref()
+                .map_or(String::new(), |name| format!(" ({name})"))
+        );
+        let effort = Effort {
+            warm: self.warm,
+            rounds: self.rounds,
+            steps: self.round_steps,
+        };
+        let mut results = Vec::new();
+        let every = config.telemetry_every;
+        println!("{}", header(every));
+        for recipe in recipes {
+            let figure = figure(&config, recipe, &device, effort, |turn| self.turn(turn))?;
+            let Cost { built, warmed, .. } = figure.cost;
+            eprintln!(
+                "{}: built in {built:.1} s, warmed up in {warmed:.1} s, most of it to compile kernels",
+                figure.recipe
+            );
+            println!("{}", line(&figure, every));
+            results.push(figure);
+            release(&device);
+        }
+        for figure in &results {
+            for kernel in figure.cost.kernels.iter().take(self.kernels) {
+                println!(
+                    "{:<32} {:>9.3} ms {:>5} x {:<14} {}",
+                    figure.recipe,
+                    1e3 * kernel.seconds,
+                    kernel.launches,
+                    kernel.class.name(),
+                    kernel.name
+                );
+            }
+        }
+        if let Some(path) = &self.json {
+            let figures = Figures {
+                config,
+                hardware,
+                results,
+            };
+            write_json(path, &figures)?;
+        }
+        Ok(ExitCode::SUCCESS)
+    }
+
+    /// The lock on the file of `--lock`, once no other command has it, or only such as share it.
+    fn turn(&self, turn: Turn) -> Result<Option<File>> {
+        let Some(path) = &self.lock else {
+            return Ok(None);
+        };
+        let open = || -> io::Result<File> {
+            let file = OpenOptions::new().create(true).append(true).open(path)?;
+            match turn {
+                Turn::Shared => file.lock_shared()?,
+                Turn::Alone => file.lock()?,
+            }
+            Ok(file)
+        };
+        let file = open()
+            .with_context(|| format!("lock is {}, but it cannot be locked", path.display()))?;
+        Ok(Some(file))
+    }
+
+    /// The recipes to measure.
+    fn chosen(&self, config: &RunConfig) -> Vec<String> {
+        if !self.recipes.is_empty() {
+            return self.recipes.clone();
+        }
+        let mut names = vec![config.baseline().to_string()];
+        // Burn has no experts, and a decorated model is compared with itself.
+        if config.experts.is_none() && config.decorate.is_none() {
+            names.insert(0, BURN.into());
+        }
+        let presets = Nvfp4Recipe::preset_names().filter(|name| *name != Recipe::bf16().name());
+        names.extend(presets.map(String::from));
+        names
+    }
+}
+
+/// Measure one recipe, whenever it gets its `turn`.
+fn figure<T>(
+    config: &RunConfig,
+    name: String,
+    device: &Device,
+    effort: Effort,
+    turn: impl Fn(Turn) -> Result<T>,
+) -> Result<Figure> {
+    let is_burn = name == BURN;
+    let recipe = match is_burn {
+        true => config.baseline(),
+        false => name
+            .parse()
+            .map_err(|error| anyhow::anyhow!("recipes has {name}, but {error}"))?,
+    };
+    let model = config.model();
+    let (weights, cost) = if is_burn || config.decorate.is_some() {
+        let cost = measure::<EncoderModel, _>(config, &recipe, device, effort, turn)?;
+        (EncoderModel::weights_of_a_byte(&model), cost)
+    } else {
+        let cost = measure::<Transformer, _>(config, &recipe, device, effort, turn)?;
+        (model.weights_of_a_byte(), cost)
+    };
+    Ok(Figure {
+        recipe: name,
+        weights,
+        cost,
+    })
+}
+
+/// The columns of the table, those of telemetry among them if it samples a step in `every`, not 0.
+fn header(every: u64) -> String {
+    let mut text = format!(
+        "{:<32} {:>9} {:>9} {:>7} {:>8} {:>9} {:>8}",
+        "recipe", "tokens/s", "ms/step", "TFLOP/s", "peak MB", "pools MB", "kernels"
+    );
+    for class in KernelClass::ALL {
+        text += &format!(" {:>14}", class.name());
+    }
+    if every > 0 {
+        text += &format!(" {:>14} {:>14}", "sampled ms", format!("1 in {every}"));
+    }
+    text
+}
+
+fn line(figure: &Figure, every: u64) -> String {
+    let cost = &figure.cost;
+    let megabytes = |bytes: Option<u64>| match bytes {
+        Some(bytes) => format!("{:.0}", bytes as f64 / 1e6),
+        None => "-".into(),
+    };
+    let of = |seconds: f64| match cost.kernels.is_empty() {
+        true => "-".to_string(),
+        false => format!("{:.3}", 1e3 * seconds),
+    };
+    let all: f64 = KernelClass::ALL.map(|class| cost.of(class)).iter().sum();
+    let mut text = format!(
+        "{:<32} {:>9.0} {:>9.3} {:>7.1} {:>8} {:>9} {:>8}",
+        figure.recipe,
+        cost.tokens_per_s(),
+        1e3 * cost.median(),
+        figure.tera(),
+        megabytes(cost.memory.map(|memory| memory.peak)),
+        megabytes(cost.memory.map(|memory| memory.reserved)),
+        of(all),
+    );
+    for class in KernelClass::ALL {
+        text += &format!(" {:>14}", of(cost.of(class)));
+    }
+    if let Some((sampled, share)) = cost.median_sampled().zip(cost.telemetry_share(every)) {
+        let share = format!("{:+.2} %", 100.0 * share);
+        text += &format!(" {:>14.3} {share:>14}", 1e3 * sampled);
+    }
+    text
+}

@@ -1,0 +1,229 @@
+//! `nvfp4 doctor`: the devices, what they support, and which code path each operation takes there.
+
+use std::str::FromStr;
+
+use anyhow::{Result, bail};
+use burn::tensor::{Device, FloatDType};
+
+use crate::code_paths::{self, CodePath};
+use crate::device::{DeviceName, cuda_count, hardware};
+
+/// Options of `nvfp4 doctor`.
+#[derive(clap::Args)]
+pub(crate) struct Doctor {
+    /// Say too which kernel a product of this shape takes on each GPU: rows and columns of the output and
+    /// length of the contraction, such as `64,8192,8192`.
+    #[arg(long, value_name = "M,N,K")]
+    shape: Option<Shape>,
+    /// Groups (experts) that the rows of the shape are divided into.
+    #[arg(long, value_name = "COUNT", default_value_t = 1, requires = "shape",
+          value_parser = clap::value_parser!(u32).range(1..))]
+    groups: u32,
+}
+
+/// The shape of a product.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Shape {
+    m: usize,
+    n: usize,
+    k: usize,
+}
+
+impl FromStr for Shape {
+    type Err = anyhow::Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        let sizes: Vec<usize> = text
+            .split(',')
+            .map(|size| size.trim().parse())
+            .collect::<Result<_, _>>()?;
+        match sizes[..] {
+            [m, n, k] if m > 0 && n > 0 && k > 0 => Ok(Self { m, n, k }),
+            _ => bail!("`{text}` is not three positive sizes M,N,K"),
+        }
+    }
+}
+
+impl Doctor {
+    /// Prints the report.
+    pub(crate) fn run(self) -> Result<()> {
+        run(&self)
+    }
+}
+
+fn run(options: &Doctor) -> Result<()> {
+    println!("nvfp4 {}", env!("CARGO_PKG_VERSION"));
+    let compiled: Vec<&str> = [
+        ("flex", cfg!(feature = "flex")),
+        ("cpu", cfg!(feature = "cpu")),
+        ("cuda", cfg!(feature = "cuda")),
+    ]
+    .into_iter()
+    .filter_map(|(name, on)| on.then_some(name))
+    .collect();
+    let missing: Vec<&str> = ["flex", "cpu", "cuda"]
+        .into_iter()
+        .filter(|name| !compiled.contains(name))
+        .collect();
+    println!("backends compiled in: {}", list(&compiled));
+    if !missing.is_empty() {
+        println!(
+            "not compiled in: {} (build with --features {})",
+            list(&missing),
+            missing.join(",")
+        );
+    }
+    match DeviceName::best() {
+        Ok(best) => println!("default device: {best}"),
+        Err(error) => println!("no default device: {error}"),
+    }
+    if cfg!(feature = "cuda") && cuda_count() == 0 {
+        println!("no CUDA device: no NVIDIA driver was found, or it reports no GPU");
+    }
+
+    if cfg!(feature = "flex") {
+        show(DeviceName::Flex, flex)?;
+        if let Some(Shape { m, n, k }) = options.shape {
+            println!("  {m} x {n}, contraction {k}: as every shape");
+        }
+    }
+    if cfg!(feature = "cpu") {
+        show(DeviceName::Cpu, cube)?;
+        show_shape(DeviceName::Cpu, options)?;
+    }
+    for index in 0..cuda_count() {
+        show(DeviceName::Cuda(index), cube)?;
+        show_shape(DeviceName::Cuda(index), options)?;
+    }
+    Ok(())
+}
+
+fn list(names: &[&str]) -> String {
+    if names.is_empty() {
+        "none".into()
+    } else {
+        names.join(", ")
+    }
+}
+
+fn show(name: DeviceName, paths: fn(&Device) -> Vec<CodePath>) -> Result<()> {
+    let device = name.open()?;
+    println!("\n{name}");
+    match name {
+        DeviceName::Flex => {
+            let threads = std::thread::available_parallelism().map_or(1, usize::from);
+            println!("  Burn's pure-Rust CPU backend, {threads} threads");
+        }
+        DeviceName::Cpu => {
+            println!("  CubeCL's CPU runtime; for checking kernels, slow to train on")
+        }
+        DeviceName::Cuda(_) => println!("  NVIDIA GPU, CubeCL's CUDA runtime"),
+    }
+    if let Some(hardware) = hardware(&device) {
+        println!("  hardware: {hardware}");
+    }
+    #[cfg(any(feature = "cpu", feature = "cuda"))]
+    if let Some(identity) = device.as_dispatch().identity() {
+        println!("  kernels are compiled for: {}", identity.fingerprint);
+    }
+    let types: Vec<&str> = [
+        ("f32", FloatDType::F32),
+        ("bf16", FloatDType::BF16),
+        ("f16", FloatDType::F16),
+    ]
+    .into_iter()
+    .filter_map(|(name, dtype)| device.supports_dtype(dtype).then_some(name))
+    .collect();
+    println!("  types: {}", list(&types));
+    if name == DeviceName::Cpu {
+        println!("  train in f32: Burn's own bf16 operations do not link on this runtime");
+    }
+    for CodePath {
+        operation,
+        path,
+        why,
+    } in paths(&device)
+    {
+        println!("  {operation:<26} {path}");
+        println!("  {:<26} because {why}", "");
+    }
+    Ok(())
+}
+
+/// The paths of Flex.
+fn flex(_device: &Device) -> Vec<CodePath> {
+    code_paths::flex()
+}
+
+/// The paths of a CubeCL device.
+#[cfg(any(feature = "cpu", feature = "cuda"))]
+fn cube(device: &Device) -> Vec<CodePath> {
+    use burn::backend::DispatchDevice;
+    use nvfp4::kernels::capabilities::Capabilities;
+
+    let DispatchDevice::Cube(device) = device.as_dispatch() else {
+        return Vec::new();
+    };
+    code_paths::of_capabilities(&Capabilities::of(&device.client()))
+}
+
+/// Which kernels the shape that was asked for takes on a CubeCL device.
+#[cfg(any(feature = "cpu", feature = "cuda"))]
+fn show_shape(name: DeviceName, options: &Doctor) -> Result<()> {
+    use burn::backend::DispatchDevice;
+    use nvfp4::kernels::gemm;
+
+    let Some(Shape { m, n, k }) = options.shape else {
+        return Ok(());
+    };
+    let device = name.open()?;
+    let DispatchDevice::Cube(device) = device.as_dispatch() else {
+        return Ok(());
+    };
+    let groups = options.groups as usize;
+    println!("  {m} x {n}, contraction {k}, {groups} group(s)");
+    for (what, packed) in [
+        ("both packed", (true, true)),
+        ("b packed", (false, true)),
+        ("both bf16", (false, false)),
+    ] {
+        // Packed operands are padded to whole blocks.
+        let stored = match packed.1 {
+            true => k.next_multiple_of(16),
+            false => k,
+        };
+        let (path, kernel) = gemm::kernel_of(&device.client(), packed, (m, n, stored), groups);
+        println!("  {what:<11} {path:?}: {kernel}");
+    }
+    Ok(())
+}
+
+/// Without CubeCL there are no such devices.
+#[cfg(not(any(feature = "cpu", feature = "cuda")))]
+fn show_shape(_name: DeviceName, _options: &Doctor) -> Result<()> {
+    Ok(())
+}
+
+/// Without CubeCL no such device can be opened.
+#[cfg(not(any(feature = "cpu", feature = "cuda")))]
+fn cube(_device: &Device) -> Vec<CodePath> {
+    Vec::new()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn shapes_are_three_sizes() {
+        let shape = Shape {
+            m: 64,
+            n: 8192,
+            k: 4096,
+        };
+        assert_eq!("64, 8192,4096".parse::<Shape>().unwrap(), shape);
+        for wrong in ["", "64", "64,8192", "64,0,8", "64,8,8,8", "a,b,c"] {
+            assert!(wrong.parse::<Shape>().is_err(), "{wrong}");
+        }
+    }
+}

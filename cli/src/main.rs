@@ -1,0 +1,35 @@
+//! The command `nvfp4`: train a language model in NVFP4, sample from it, and look at the machine.
+
+mod code_paths;
+mod command;
+mod cost;
+mod device;
+mod doctor;
+mod options;
+mod oracle;
+mod plot;
+mod progress;
+mod sample;
+mod shell;
+mod study;
+mod train;
+
+use std::process::ExitCode;
+
+use clap::Parser;
+
+fn main() -> ExitCode {
+    let filter = tracing_subscriber::EnvFilter::try_from_default_env()
+        .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new("warn"));
+    tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(std::io::stderr)
+        .init();
+    match command::Command::parse().run() {
+        Ok(code) => code,
+        Err(error) => {
+            eprintln!("error: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}

@@ -1,0 +1,117 @@
+//! `nvfp4 oracle`: what a device does, beside what the oracle says.
+
+use anyhow::Result;
+use clap::{Args, Subcommand};
+
+#[derive(Args)]
+pub(crate) struct Oracle {
+    #[command(subcommand)]
+    question: Question,
+}
+
+#[derive(Subcommand)]
+enum Question {
+    /// Which random bit each operand of the stochastic conversion uses (`cvt.rs.satfinite.e2m1x4`, on
+    /// B200 and B300), and whether the software form under that order has the same bits.
+    ///
+    /// On other devices the software form answers for itself.
+    CvtRs(CvtRs),
+}
+
+#[derive(Args)]
+struct CvtRs {
+    /// cpu or cuda:N [default: cuda:0 if there is one, else cpu]
+    #[arg(long, value_name = "DEVICE")]
+    device: Option<String>,
+    /// Random questions for the comparison
+    #[arg(long, default_value_t = 1 << 20)]
+    count: usize,
+}
+
+impl Oracle {
+    pub(crate) fn run(self) -> Result<()> {
+        match self.question {
+            Question::CvtRs(question) => question.run(),
+        }
+    }
+}
+
+#[cfg(not(any(feature = "cpu", feature = "cuda")))]
+impl CvtRs {
+    fn run(self) -> Result<()> {
+        let Self { device, count } = self;
+        anyhow::bail!(
+            "device is {}, and count {count}, but this build has no CubeCL runtime: build with --features \
+             cuda (or cpu)",
+            device.as_deref().unwrap_or("not given")
+        )
+    }
+}
+
+#[cfg(any(feature = "cpu", feature = "cuda"))]
+impl CvtRs {
+    fn run(self) -> Result<()> {
+        use anyhow::{Context, ensure};
+        use burn::backend::DispatchDevice;
+        use nvfp4::kernels::{quantize, reference};
+
+        use crate::device::{DeviceName, cuda_count, hardware};
+
+        let name: DeviceName = match &self.device {
+            Some(name) => name
+                .parse()
+                .map_err(|error| anyhow::anyhow!("device is {name:?}, but {error}"))?,
+            None if cuda_count() > 0 => DeviceName::Cuda(0),
+            None => DeviceName::Cpu,
+        };
+        let device = name.open()?;
+        let DispatchDevice::Cube(cube) = device.as_dispatch() else {
+            anyhow::bail!("device is {name}, but it must be cpu or cuda:N: Flex has no kernels");
+        };
+        let client = cube.client();
+        let instruction = quantize::has_stochastic_instruction(&client);
+        let who = hardware(&device).unwrap_or_else(|| name.to_string());
+        println!("device  {who}");
+        println!(
+            "rounds  {}",
+            if instruction {
+                "by cvt.rs.satfinite.e2m1x4.f32"
+            } else {
+                "in software: this device has no stochastic conversion"
+            }
+        );
+        let ask =
+            |questions: &[reference::Question]| quantize::answer_random_bits(&client, questions);
+        let bits = reference::read_random_bits(ask)
+            .context("the bits of the device are in no order of eight for each element")?;
+        println!("element random bits, the most significant first");
+        for (element, positions) in bits.positions.iter().enumerate() {
+            let positions: Vec<String> = positions.iter().rev().map(u8::to_string).collect();
+            println!("{element:>7} {}", positions.join(" "));
+        }
+        let software = bits == reference::RandomBits::software();
+        println!(
+            "{} the order of the software form (byte i rounds element i)",
+            if software { "this is" } else { "this is not" }
+        );
+        let found = reference::compare_random_bits(&bits, self.count, ask)?;
+        println!(
+            "{} of {} random questions answered as the oracle does in this order",
+            found.questions - found.different,
+            found.questions
+        );
+        if let Some(((values, word), answer, expected)) = found.first {
+            println!(
+                "first difference: {values:?} by {word:#010x} gave {answer:#06x}, the oracle \
+                 {expected:#06x}"
+            );
+        }
+        ensure!(
+            found.different == 0,
+            "the device differs from the oracle in {} of {} answers",
+            found.different,
+            found.questions
+        );
+        Ok(())
+    }
+}

@@ -1,0 +1,212 @@
+//! What a run shows while it trains: a bar on a terminal, else a line now and then.
+
+use std::io::IsTerminal;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Instant;
+
+use indicatif::{HumanDuration, ProgressBar, ProgressDrawTarget, ProgressStyle};
+use nvfp4_lm::config::{Recipe, RunConfig};
+use nvfp4_lm::train::{Observer, Row};
+
+/// What the bar shows; the message is [`figures`].
+const TEMPLATE: &str = "{prefix:>6} {wide_bar:.cyan/blue} {pos}/{len}  {msg}  ETA {eta}";
+
+/// Shows the progress of one recipe, and passes on that the user wants to stop.
+pub(crate) struct Progress {
+    recipe: Recipe,
+    steps: u64,
+    /// Steps that were done when the bar was made.
+    first: u64,
+    /// On a terminal.
+    bar: Option<ProgressBar>,
+    started: Instant,
+    valid_loss: Option<f64>,
+    interrupt: Arc<AtomicBool>,
+}
+
+impl Progress {
+    pub(crate) fn new(
+        recipe: Recipe,
+        config: &RunConfig,
+        first: u64,
+        interrupt: Arc<AtomicBool>,
+    ) -> Self {
+        let bar = std::io::stderr().is_terminal().then(|| {
+            let bar = bar(&recipe, config.steps, first, ProgressDrawTarget::stderr());
+            bar.enable_steady_tick(std::time::Duration::from_millis(200));
+            bar
+        });
+        let started = Instant::now();
+        Self {
+            recipe,
+            steps: config.steps,
+            first,
+            bar,
+            started,
+            valid_loss: None,
+            interrupt,
+        }
+    }
+
+    /// Take the bar away.
+    pub(crate) fn finish(self) {
+        if let Some(bar) = self.bar {
+            bar.finish();
+        }
+    }
+
+    /// Time to the end, if the rest goes as the steps so far.
+    fn remaining(&self, step: u64) -> String {
+        let done = step.saturating_sub(self.first);
+        if done == 0 {
+            return "?".into();
+        }
+        let left = self
+            .started
+            .elapsed()
+            .mul_f64((self.steps - step) as f64 / done as f64);
+        HumanDuration(left).to_string()
+    }
+}
+
+/// A bar that stands at step `first` of `steps`.
+fn bar(recipe: &Recipe, steps: u64, first: u64, target: ProgressDrawTarget) -> ProgressBar {
+    let style = ProgressStyle::with_template(TEMPLATE).expect("the template is valid");
+    let bar = ProgressBar::with_draw_target(Some(steps), target)
+        .with_style(style)
+        .with_prefix(recipe.name().to_string());
+    bar.set_position(first);
+    bar.reset_eta();
+    bar
+}
+
+/// The losses and the speed of `row`, with `valid_loss` for that on the validation text.
+fn figures(row: &Row, valid_loss: Option<f64>) -> String {
+    let parts = [
+        row.train_loss.map(|loss| format!("loss {loss:.4}")),
+        valid_loss.map(|loss| format!("valid {loss:.4}")),
+        row.tokens_per_s.map(|speed| format!("{speed:.0} tokens/s")),
+    ];
+    let parts: Vec<String> = parts.into_iter().flatten().collect();
+    parts.join("  ")
+}
+
+impl Observer for Progress {
+    fn step(&mut self, step: u64) {
+        if let Some(bar) = &self.bar {
+            bar.set_position(step);
+        }
+    }
+
+    fn row(&mut self, row: &Row) {
+        self.valid_loss = row.valid_loss.or(self.valid_loss);
+        match &self.bar {
+            Some(bar) => bar.set_message(figures(row, self.valid_loss)),
+            // Only what this very row has measured.
+            None => eprintln!(
+                "{:>6}  step {}/{}  {}  ETA {}",
+                self.recipe.name(),
+                row.step,
+                self.steps,
+                figures(row, row.valid_loss),
+                self.remaining(row.step)
+            ),
+        }
+    }
+
+    fn checkpoint(&mut self, path: &Path) {
+        tracing::debug!("wrote {}", path.display());
+    }
+
+    fn interrupted(&mut self) -> bool {
+        self.interrupt.load(Ordering::Relaxed)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io;
+    use std::sync::Mutex;
+
+    use indicatif::TermLike;
+
+    use super::*;
+
+    /// A terminal of 120 columns that keeps what is written to it.
+    #[derive(Debug, Clone, Default)]
+    struct Screen(Arc<Mutex<String>>);
+
+    impl Screen {
+        fn push(&self, text: &str) -> io::Result<()> {
+            self.0.lock().unwrap().push_str(text);
+            Ok(())
+        }
+    }
+
+    impl TermLike for Screen {
+        fn width(&self) -> u16 {
+            120
+        }
+        fn move_cursor_up(&self, _n: usize) -> io::Result<()> {
+            Ok(())
+        }
+        fn move_cursor_down(&self, _n: usize) -> io::Result<()> {
+            Ok(())
+        }
+        fn move_cursor_right(&self, _n: usize) -> io::Result<()> {
+            Ok(())
+        }
+        fn move_cursor_left(&self, _n: usize) -> io::Result<()> {
+            Ok(())
+        }
+        fn write_line(&self, text: &str) -> io::Result<()> {
+            self.push(text)?;
+            self.push("\n")
+        }
+        fn write_str(&self, text: &str) -> io::Result<()> {
+            self.push(text)
+        }
+        fn clear_line(&self) -> io::Result<()> {
+            self.push("\n")
+        }
+        fn flush(&self) -> io::Result<()> {
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn the_bar_shows_loss_speed_and_eta() {
+        let screen = Screen::default();
+        let target = ProgressDrawTarget::term_like(Box::new(screen.clone()));
+        let recipe = Recipe::nvfp4();
+        let mut progress = Progress {
+            bar: Some(bar(&recipe, 20, 4, target)),
+            recipe,
+            steps: 20,
+            first: 4,
+            started: Instant::now(),
+            valid_loss: Some(2.5),
+            interrupt: Arc::default(),
+        };
+        progress.step(8);
+        progress.row(&Row {
+            step: 8,
+            tokens: 1024,
+            train_loss: Some(1.25),
+            valid_loss: None,
+            lr: 1e-3,
+            tokens_per_s: Some(512.4),
+        });
+        progress.finish();
+        let shown = screen.0.lock().unwrap().clone();
+        let last = shown.lines().last().unwrap_or_default();
+        for part in [
+            " nvfp4 ",
+            "/20  loss 1.2500  valid 2.5000  512 tokens/s  ETA ",
+        ] {
+            assert!(last.contains(part), "{part}: {shown:?}");
+        }
+    }
+}

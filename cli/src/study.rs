@@ -1,0 +1,521 @@
+//! `nvfp4 study`: one experiment, several recipes and seeds, and what came of it.
+
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::str::FromStr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, ensure};
+use burn::tensor::Device;
+use clap::Args;
+use nvfp4_lm::checkpoint::{self, CONFIG, Checkpoint, write_json};
+use nvfp4_lm::config::{HealingOption, RunConfig};
+use nvfp4_lm::data::Corpus;
+use nvfp4_lm::encoder::EncoderModel;
+use nvfp4_lm::model::{LanguageModel, Transformer};
+use nvfp4_lm::train::{METRICS, Observer, Outcome, Row, Run, read_metrics};
+use serde::{Deserialize, Serialize};
+
+use crate::device::{DeviceName, install_decorator};
+use crate::options::Options;
+use crate::plot;
+use crate::train::{gap, median_speed, open_all};
+
+#[derive(Args)]
+pub(crate) struct Study {
+    /// JSON file of the study: `options` as in a --config file of `train`, and `runs`, each with a
+    /// `recipe`, `seeds` and `healing`
+    file: PathBuf,
+    /// Folder for the results; what is there is gone on with
+    #[arg(long, value_name = "DIR")]
+    out: PathBuf,
+    /// flex, cpu or cuda:N, in place of the file's `device`
+    #[arg(long, value_name = "DEVICE")]
+    device: Option<String>,
+    /// Do only part I of N of the runs, to share them between processes and devices
+    #[arg(long, value_name = "I/N", default_value = "1/1")]
+    part: Part,
+    /// Stop after this many seconds, with checkpoints to go on from
+    #[arg(long, value_name = "SECONDS")]
+    seconds: Option<u64>,
+    /// Train nothing; write the report of what is there
+    #[arg(long)]
+    report: bool,
+}
+
+/// Which of the runs a process does: every `of`-th, from the `index`-th.
+#[derive(Debug, Clone, Copy, PartialEq)]
+struct Part {
+    index: usize,
+    of: usize,
+}
+
+impl FromStr for Part {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let error = || format!("part is {text:?}, but it must be I/N with I from 1 to N");
+        let (index, of) = text.split_once('/').ok_or_else(error)?;
+        let number = |text: &str| text.parse::<usize>().map_err(|_| error());
+        let (index, of) = (number(index)?, number(of)?);
+        if index == 0 || index > of {
+            return Err(error());
+        }
+        Ok(Self {
+            index: index - 1,
+            of,
+        })
+    }
+}
+
+/// The file of a study.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Plan {
+    /// What all runs share.
+    options: Options,
+    runs: Vec<PlannedRuns>,
+}
+
+/// The runs of one recipe.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct PlannedRuns {
+    recipe: String,
+    #[serde(default = "one_seed")]
+    seeds: Vec<u64>,
+    /// Runs that share the first part of the plain one, and stop quantizing then.
+    #[serde(default)]
+    healing: Vec<HealingOption>,
+}
+
+fn one_seed() -> Vec<u64> {
+    vec![0]
+}
+
+/// A plain run and those that branch off it.
+struct Job {
+    plain: Planned,
+    healed: Vec<Planned>,
+}
+
+/// One run.
+#[derive(Clone)]
+struct Planned {
+    /// Name of its folder.
+    name: String,
+    /// What is compared: the recipe, with its healing.
+    group: String,
+    config: RunConfig,
+}
+
+impl Planned {
+    fn new(config: RunConfig) -> Self {
+        let healing = config.healing.map(|healing| {
+            let text = healing.to_string().replace(':', "-");
+            format!("+healing-{text}")
+        });
+        let group = format!("{}{}", config.recipe, healing.unwrap_or_default());
+        Self {
+            name: format!("{group}-seed{}", config.seed),
+            group,
+            config,
+        }
+    }
+
+    /// The first step that is not quantized.
+    fn heals_at(&self) -> u64 {
+        let steps = self.config.steps;
+        let share = self
+            .config
+            .healing
+            .map_or(1.0, |healing| healing.0.at_fraction);
+        (share * steps as f64).ceil() as u64
+    }
+}
+
+/// What the runs that one process does share.
+struct Sitting<'a> {
+    out: &'a Path,
+    corpus: &'a Corpus,
+    devices: &'a [Device],
+    until: Option<Instant>,
+    interrupt: &'a AtomicBool,
+}
+
+impl Sitting<'_> {
+    /// Whether no more is to be trained.
+    fn is_over(&self) -> bool {
+        self.until.is_some_and(|until| Instant::now() >= until)
+            || self.interrupt.load(Ordering::Relaxed)
+    }
+
+    /// Start a run, or go on with it, to its end or to step `stop_at`. Where the model keeps account of what
+    /// ran where, that is printed.
+    fn train<M: LanguageModel>(&self, planned: &Planned, stop_at: Option<u64>) -> Result<Outcome> {
+        let Planned { name, config, .. } = planned;
+        let folder = self.out.join(name);
+        let recipe = config.recipe.clone();
+        let mut run = Run::<M>::open(config, recipe, self.corpus, self.devices, &folder)?;
+        write_json(&folder.join(CONFIG), config)?;
+        let mut watch = Watch {
+            name,
+            steps: config.steps,
+            sitting: self,
+        };
+        let outcome = run.train(stop_at, &mut watch)?;
+        if let Some(account) = run.model().account()? {
+            println!("{name}: what ran where\n{account}");
+        }
+        Ok(outcome)
+    }
+}
+
+/// Stops a run when its time is over, or at Ctrl-C, and says how far it is.
+struct Watch<'a> {
+    name: &'a str,
+    steps: u64,
+    sitting: &'a Sitting<'a>,
+}
+
+impl Observer for Watch<'_> {
+    fn row(&mut self, row: &Row) {
+        if let Some(loss) = row.valid_loss {
+            let speed = row.tokens_per_s.unwrap_or_default();
+            eprintln!(
+                "{} step {}/{}: validation loss {loss:.4}, {speed:.0} tokens/s",
+                self.name, row.step, self.steps
+            );
+        }
+    }
+
+    fn interrupted(&mut self) -> bool {
+        self.sitting.is_over()
+    }
+}
+
+impl Study {
+    pub(crate) fn run(self) -> Result<ExitCode> {
+        let (jobs, device) = self.jobs()?;
+        fs::create_dir_all(&self.out)
+            .with_context(|| format!("out {} cannot be made", self.out.display()))?;
+        let all: Vec<&Planned> = jobs
+            .iter()
+            .flat_map(|job| std::iter::once(&job.plain).chain(&job.healed))
+            .collect();
+        if !self.report {
+            let interrupt = Arc::new(AtomicBool::new(false));
+            let flag = interrupt.clone();
+            ctrlc::set_handler(move || flag.store(true, Ordering::Relaxed))
+                .context("cannot watch for Ctrl-C")?;
+            let first = &jobs
+                .first()
+                .context("runs is empty, but a study has some")?
+                .plain
+                .config;
+            if first.decorate.is_some() {
+                install_decorator()?;
+            }
+            let corpus = Corpus::load(&first.data, first.data_bytes)?;
+            corpus.check(first.context)?;
+            let until = self
+                .seconds
+                .map(|s| Instant::now() + Duration::from_secs(s));
+            let devices = open_all(first, device)?;
+            let sitting = Sitting {
+                out: &self.out,
+                corpus: &corpus,
+                devices: &devices,
+                until,
+                interrupt: &interrupt,
+            };
+            let is_over = || sitting.is_over();
+            let mine = jobs.iter().skip(self.part.index).step_by(self.part.of);
+            for job in mine {
+                let train = |planned, stop_at| match first.decorate {
+                    Some(_) => sitting.train::<EncoderModel>(planned, stop_at),
+                    None => sitting.train::<Transformer>(planned, stop_at),
+                };
+                for healed in &job.healed {
+                    if checkpoint::latest(&self.out.join(&healed.name))
+                        .ok()
+                        .flatten()
+                        .is_none()
+                    {
+                        train(&job.plain, Some(healed.heals_at()))?;
+                        if is_over() {
+                            break;
+                        }
+                        self.branch(&job.plain, healed)?;
+                    }
+                }
+                for planned in std::iter::once(&job.plain).chain(&job.healed) {
+                    if is_over() {
+                        break;
+                    }
+                    train(planned, None)?;
+                }
+                if is_over() {
+                    eprintln!("stopped; the same command goes on");
+                    return Ok(ExitCode::SUCCESS);
+                }
+            }
+        }
+        if self.part.of == 1 || self.report {
+            report(&self.out, &all)?;
+        }
+        Ok(ExitCode::SUCCESS)
+    }
+
+    /// The runs, and the device for them.
+    fn jobs(&self) -> Result<(Vec<Job>, DeviceName)> {
+        let path = &self.file;
+        let context = || format!("study {} is not valid", path.display());
+        let text =
+            fs::read(path).with_context(|| format!("study {} cannot be read", path.display()))?;
+        let Plan { options, runs } = serde_json::from_slice(&text).with_context(context)?;
+        let mut jobs = Vec::new();
+        let mut device = None;
+        for PlannedRuns {
+            recipe,
+            seeds,
+            healing,
+        } in runs
+        {
+            for &seed in &seeds {
+                let options = options
+                    .clone()
+                    .for_run(&recipe, seed, self.device.as_deref());
+                let (config, name) = options.resolve().with_context(context)?;
+                ensure!(
+                    healing.is_empty() || config.healing_of(&config.recipe).is_none(),
+                    "healing is given in study {} for recipe {recipe}, whose file has one: leave out \
+                     one of them",
+                    path.display()
+                );
+                device = Some(name);
+                let healed = |healing| {
+                    Planned::new(RunConfig {
+                        healing: Some(healing),
+                        ..config.clone()
+                    })
+                };
+                jobs.push(Job {
+                    healed: healing.iter().copied().map(healed).collect(),
+                    plain: Planned::new(config),
+                });
+            }
+        }
+        let device = device.context("runs is empty, but a study has some")?;
+        let mut names: Vec<&str> = jobs
+            .iter()
+            .flat_map(|job| std::iter::once(&job.plain).chain(&job.healed))
+            .map(|planned| planned.name.as_str())
+            .collect();
+        names.sort_unstable();
+        if let Some(twice) = names.windows(2).find(|pair| pair[0] == pair[1]) {
+            anyhow::bail!("runs has {} twice, but each may be there once", twice[0]);
+        }
+        Ok((jobs, device))
+    }
+
+    /// Start `healed` from where `plain` is: up to there the two are one run.
+    fn branch(&self, plain: &Planned, healed: &Planned) -> Result<()> {
+        let (from, to) = (self.out.join(&plain.name), self.out.join(&healed.name));
+        let Some(path) = checkpoint::latest(&from)? else {
+            return Ok(());
+        };
+        let checkpoint = Checkpoint::load(&path)?;
+        if checkpoint.state.step > healed.heals_at() {
+            // The plain run is past the branch: this one starts anew.
+            return Ok(());
+        }
+        fs::create_dir_all(&to).with_context(|| format!("cannot make {}", to.display()))?;
+        fs::copy(from.join(METRICS), to.join(METRICS))
+            .with_context(|| format!("cannot write to {}", to.display()))?;
+        let recipe = healed.config.recipe.clone();
+        checkpoint.fork(healed.config.clone(), recipe).save(&to)?;
+        Ok(())
+    }
+}
+
+/// What came of one run.
+#[derive(Debug, Serialize)]
+struct Finished {
+    name: String,
+    group: String,
+    seed: u64,
+    steps: u64,
+    tokens: u64,
+    final_valid_loss: f64,
+    gap_percent: Option<f64>,
+    /// Median over the rows of metrics.csv.
+    tokens_per_s: Option<f64>,
+}
+
+/// Write `report.md`, `results.json` and `loss.svg` from the runs that are finished.
+fn report(out: &Path, all: &[&Planned]) -> Result<()> {
+    let mut rows: BTreeMap<&str, Vec<Row>> = BTreeMap::new();
+    let mut unfinished = Vec::new();
+    for planned in all {
+        let metrics = out.join(&planned.name).join(METRICS);
+        let found = if metrics.exists() {
+            read_metrics(&metrics)?
+        } else {
+            Vec::new()
+        };
+        let is_finished = found
+            .last()
+            .is_some_and(|row| row.step == planned.config.steps && row.valid_loss.is_some());
+        if is_finished {
+            rows.insert(&planned.name, found);
+        } else {
+            let step = found.last().map_or(0, |row| row.step);
+            unfinished.push(format!("{} ({step} steps)", planned.name));
+        }
+    }
+    let loss = |planned: &Planned| {
+        let rows = rows.get(planned.name.as_str())?;
+        rows.last()?.valid_loss
+    };
+    // The baseline of a seed is the high-precision run with the same seed: the same weights and
+    // batches. Without one, the mean of those that there are.
+    let baselines: Vec<(u64, f64)> = all
+        .iter()
+        .filter(|planned| planned.config.recipe.is_high_precision())
+        .filter_map(|planned| Some((planned.config.seed, loss(planned)?)))
+        .collect();
+    let mean = |values: &[f64]| values.iter().sum::<f64>() / values.len() as f64;
+    let baseline = |seed: u64| {
+        let same = baselines.iter().find(|(other, _)| *other == seed);
+        let losses: Vec<f64> = baselines.iter().map(|(_, loss)| *loss).collect();
+        same.map(|(_, loss)| *loss)
+            .or_else(|| (!losses.is_empty()).then(|| mean(&losses)))
+    };
+    let finished: Vec<Finished> = all
+        .iter()
+        .filter_map(|planned| {
+            let rows = rows.get(planned.name.as_str())?;
+            let final_valid_loss = loss(planned)?;
+            let seed = planned.config.seed;
+            Some(Finished {
+                name: planned.name.clone(),
+                group: planned.group.clone(),
+                seed,
+                steps: planned.config.steps,
+                tokens: rows.last()?.tokens,
+                final_valid_loss,
+                gap_percent: baseline(seed).map(|baseline| gap(final_valid_loss, baseline)),
+                tokens_per_s: median_speed(rows),
+            })
+        })
+        .collect();
+    ensure!(
+        !finished.is_empty(),
+        "{} has no finished run to report",
+        out.display()
+    );
+    write_json(&out.join("results.json"), &finished)?;
+    let curves: Vec<(&str, &[Row])> = finished
+        .iter()
+        .map(|run| (run.name.as_str(), &rows[run.name.as_str()][..]))
+        .collect();
+    plot::validation(&out.join("loss.svg"), &curves)?;
+
+    let config = &all[0].config;
+    let mut text = format!(
+        "# Study\n\n{:.2} M parameters ({} blocks{} of width {}), context {}, {} steps of {} bytes: \
+         {:.1} bytes for each parameter. Losses are in nats per byte of validation text; a gap is to \
+         the high-precision run with the same seed, weights and batches.\n\n",
+        config.parameters() as f64 / 1e6,
+        config.layers,
+        config.decorate.map_or("", |_| " of Burn's own layers"),
+        config.width,
+        config.context,
+        config.steps,
+        config.batch * config.context,
+        (config.steps as usize * config.batch * config.context) as f64 / config.parameters() as f64,
+    );
+    text.push_str("| recipe | seeds | validation loss | gap | tokens/s |\n|---|---|---|---|---|\n");
+    let mut groups: Vec<&str> = Vec::new();
+    for run in &finished {
+        if !groups.contains(&run.group.as_str()) {
+            groups.push(&run.group);
+        }
+    }
+    let mut lines: Vec<(f64, String)> = groups
+        .iter()
+        .map(|group| {
+            let runs: Vec<&Finished> = finished.iter().filter(|r| r.group == *group).collect();
+            let losses: Vec<f64> = runs.iter().map(|run| run.final_valid_loss).collect();
+            let gaps: Vec<f64> = runs.iter().filter_map(|run| run.gap_percent).collect();
+            let speeds: Vec<f64> = runs.iter().filter_map(|run| run.tokens_per_s).collect();
+            let list = |values: &[f64], digits: usize, sign: bool| {
+                let texts: Vec<String> = values
+                    .iter()
+                    .map(|value| match sign {
+                        true => format!("{value:+.digits$}"),
+                        false => format!("{value:.digits$}"),
+                    })
+                    .collect();
+                texts.join(", ")
+            };
+            let gap = match gaps.is_empty() {
+                true => "—".into(),
+                false => format!("{} %", list(&gaps, 2, true)),
+            };
+            let line = format!(
+                "| `{group}` | {} | {} | {gap} | {:.0} |\n",
+                runs.len(),
+                list(&losses, 4, false),
+                if speeds.is_empty() {
+                    0.0
+                } else {
+                    mean(&speeds)
+                },
+            );
+            (mean(&losses), line)
+        })
+        .collect();
+    lines.sort_by(|a, b| a.0.total_cmp(&b.0));
+    lines.iter().for_each(|(_, line)| text.push_str(line));
+    if baselines.len() > 1 {
+        let losses: Vec<f64> = baselines.iter().map(|(_, loss)| *loss).collect();
+        let spread = losses.iter().copied().fold(f64::MIN, f64::max)
+            - losses.iter().copied().fold(f64::MAX, f64::min);
+        let _ = writeln!(
+            text,
+            "\nSeeds alone move the high-precision loss by {:.2} %.",
+            100.0 * spread / mean(&losses)
+        );
+    }
+    if !unfinished.is_empty() {
+        let _ = writeln!(text, "\nNot finished: {}.", unfinished.join(", "));
+    }
+    text.push_str("\n![Validation losses](loss.svg)\n");
+    checkpoint::replace(&out.join("report.md"), text.as_bytes())?;
+    print!("{text}");
+    println!(
+        "\nwrote {0}/report.md, {0}/results.json, {0}/loss.svg",
+        out.display()
+    );
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parts_are_counted_from_one() {
+        assert_eq!("2/3".parse(), Ok(Part { index: 1, of: 3 }));
+        for text in ["0/3", "4/3", "3", "a/b", "1/0"] {
+            assert!(text.parse::<Part>().unwrap_err().contains(text));
+        }
+    }
+}

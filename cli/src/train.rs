@@ -1,0 +1,463 @@
+//! `nvfp4 train`.
+
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use anyhow::{Context, Result, bail, ensure};
+use burn::tensor::Device;
+use clap::Args;
+use nvfp4_lm::checkpoint::{CONFIG, read_json, write_json};
+use nvfp4_lm::config::{Preset, Recipe, RunConfig};
+use nvfp4_lm::data::Corpus;
+use nvfp4_lm::encoder::EncoderModel;
+use nvfp4_lm::model::{LanguageModel, Transformer};
+use nvfp4_lm::train::{Outcome, Row, Run};
+use serde::Serialize;
+
+use crate::device::{DeviceName, hardware, install_decorator};
+use crate::options::Options;
+use crate::plot;
+use crate::progress::Progress;
+use crate::shell::{program, quoted};
+
+/// Folder in which runs without `--out` get theirs.
+const DEFAULT_OUT: &str = "nvfp4-out";
+/// Exit code after an interrupt, as shells have it for SIGINT.
+const INTERRUPTED: u8 = 130;
+
+#[derive(Args)]
+pub(crate) struct Train {
+    /// New folder for the results [default: nvfp4-out/PRESET-N]
+    #[arg(long, value_name = "DIR", conflicts_with = "resume")]
+    out: Option<PathBuf>,
+    /// Go on with the run in this folder
+    #[arg(long, value_name = "DIR", conflicts_with = "config")]
+    resume: Option<PathBuf>,
+    /// JSON file with options; flags win over it
+    #[arg(long, value_name = "FILE")]
+    config: Option<PathBuf>,
+    /// Stop after this step as if interrupted, with a checkpoint to resume from
+    #[arg(long, value_name = "STEP")]
+    stop_at: Option<u64>,
+    #[command(flatten)]
+    options: Options,
+}
+
+/// What `summary.json` holds. Losses are in nats per byte.
+#[derive(Debug, Serialize)]
+struct Summary {
+    recipe: Recipe,
+    final_valid_loss: f64,
+    baseline_recipe: Option<Recipe>,
+    baseline_valid_loss: Option<f64>,
+    /// How much higher the loss is than the baseline's, in percent of it.
+    gap_percent: Option<f64>,
+    /// Every recipe that was trained.
+    results: Vec<RecipeResult>,
+    /// Loss of the best model that looks at no context.
+    unigram_entropy: f64,
+    preset: Preset,
+    parameters: usize,
+    steps: u64,
+    /// Bytes of text that the model was trained on.
+    tokens: u64,
+    /// Seconds of the run with `recipe`, with its evaluations and checkpoints.
+    seconds: f64,
+    baseline_seconds: Option<f64>,
+    /// Median over the rows of metrics.csv.
+    tokens_per_s: Option<f64>,
+    baseline_tokens_per_s: Option<f64>,
+    /// All of them, with commas between.
+    device: String,
+    /// How the hardware calls itself.
+    hardware: Option<String>,
+    train_bytes: usize,
+    valid_bytes: usize,
+}
+
+/// What `summary.json` holds of each recipe.
+#[derive(Debug, Serialize)]
+struct RecipeResult {
+    recipe: Recipe,
+    final_valid_loss: f64,
+    gap_percent: Option<f64>,
+    seconds: f64,
+    tokens_per_s: Option<f64>,
+}
+
+/// How much higher a loss is than the baseline's, in percent of it.
+pub(crate) fn gap(loss: f64, baseline: f64) -> f64 {
+    100.0 * (loss - baseline) / baseline
+}
+
+/// The median of the speeds that `rows` have.
+pub(crate) fn median_speed(rows: &[Row]) -> Option<f64> {
+    let mut speeds: Vec<f64> = rows.iter().filter_map(|row| row.tokens_per_s).collect();
+    speeds.sort_by(f64::total_cmp);
+    speeds.get(speeds.len() / 2).copied()
+}
+
+/// What is left of the run of one recipe.
+struct Trained {
+    recipe: Recipe,
+    rows: Vec<Row>,
+    seconds: f64,
+}
+
+impl Trained {
+    fn valid_loss(&self) -> Result<f64> {
+        let loss = self.rows.iter().rev().find_map(|row| row.valid_loss);
+        loss.context("the run has no validation loss")
+    }
+
+    fn tokens_per_s(&self) -> Option<f64> {
+        median_speed(&self.rows)
+    }
+}
+
+impl Train {
+    pub(crate) fn run(self) -> Result<ExitCode> {
+        let (mut config, device_name) = self.configuration()?;
+        let folder = self.folder(config.preset)?;
+        if config.decorate.is_some() {
+            install_decorator()?;
+        }
+        let devices = open_all(&config, device_name)?;
+        eprintln!("reading text ...");
+        let corpus = Corpus::load(&config.data, config.data_bytes)?;
+        corpus.check(config.context)?;
+        if self.resume.is_none() {
+            check_models(&config, &devices[0])?;
+            // The run can be gone on with from another folder.
+            for path in &mut config.data {
+                *path = std::path::absolute(&path)
+                    .with_context(|| format!("data {}", path.display()))?;
+            }
+            std::fs::create_dir_all(&folder)
+                .with_context(|| format!("out {} cannot be made", folder.display()))?;
+            write_json(&folder.join(CONFIG), &config)?;
+        }
+        describe(&config, &corpus, &folder);
+
+        let interrupt = Arc::new(AtomicBool::new(false));
+        let flag = interrupt.clone();
+        ctrlc::set_handler(move || {
+            if flag.swap(true, Ordering::Relaxed) {
+                // The second time it is meant at once. Checkpoints are whole or not there.
+                std::process::exit(INTERRUPTED.into());
+            }
+            eprintln!("\nstopping after this step; once more to stop at once");
+        })
+        .context("cannot watch for Ctrl-C")?;
+
+        let training = Training {
+            config: &config,
+            corpus: &corpus,
+            devices: &devices,
+            folder: &folder,
+            stop_at: self.stop_at,
+            interrupt: &interrupt,
+        };
+        let results = match config.decorate {
+            Some(_) => training.all::<EncoderModel>()?,
+            None => training.all::<Transformer>()?,
+        };
+        let stopped = interrupt.load(Ordering::Relaxed);
+        let finished = |result: &Trained| {
+            result
+                .rows
+                .last()
+                .is_some_and(|row| row.step == config.steps)
+        };
+        if stopped || !results.iter().all(finished) {
+            let interrupted = if stopped { INTERRUPTED } else { 0 };
+            println!(
+                "stopped; to go on: {} train --resume {}",
+                program(),
+                quoted(&folder.to_string_lossy())
+            );
+            return Ok(ExitCode::from(interrupted));
+        }
+        report(&config, &corpus, &folder, &results, all_hardware(&devices))?;
+        Ok(ExitCode::SUCCESS)
+    }
+
+    /// The configuration, of the run that is gone on with or of a new one, and its (first) device.
+    fn configuration(&self) -> Result<(RunConfig, DeviceName)> {
+        if let Some(folder) = &self.resume {
+            let path = folder.join(CONFIG);
+            ensure!(
+                path.exists(),
+                "resume {} is not the folder of a run: it has no {CONFIG}",
+                folder.display()
+            );
+            let mut config: RunConfig = read_json(&path)?;
+            if let Some(device) = self.options.clone().only_device()? {
+                ensure!(
+                    config.devices.is_empty(),
+                    "device is {device}, but the run in {} is on {}: leave --device out",
+                    folder.display(),
+                    config.devices.join(",")
+                );
+                config.device = device.to_string();
+            }
+            config.check().with_context(|| path.display().to_string())?;
+            let device = config.device.parse().map_err(|error| {
+                anyhow::anyhow!(
+                    "device in {} is {:?}, but {error}",
+                    path.display(),
+                    config.device
+                )
+            })?;
+            return Ok((config, device));
+        }
+        let file = match &self.config {
+            Some(path) => Options::read(path)?,
+            None => Options::default(),
+        };
+        self.options.clone().over(file).resolve()
+    }
+
+    /// The folder of the run. That of a new one holds none, and need not exist yet: a run that cannot
+    /// start leaves nothing behind.
+    fn folder(&self, preset: Preset) -> Result<PathBuf> {
+        if let Some(folder) = &self.resume {
+            return Ok(folder.clone());
+        }
+        let folder = match &self.out {
+            Some(folder) => folder.clone(),
+            None => unused_folder(preset)?,
+        };
+        if folder.join(CONFIG).exists() {
+            bail!(
+                "out {} already holds a run: go on with it by --resume {0}, or choose another \
+                 folder",
+                folder.display()
+            );
+        }
+        Ok(folder)
+    }
+}
+
+/// Fail unless the model can be built with every recipe: what a recipe names may not be in it.
+fn check_models(config: &RunConfig, device: &Device) -> Result<()> {
+    for recipe in config.all_recipes() {
+        match config.decorate {
+            Some(_) => drop(EncoderModel::build(config, recipe, device)?),
+            None => drop(Transformer::build(config, recipe, device)?),
+        }
+    }
+    Ok(())
+}
+
+/// How the devices call themselves, each name once.
+fn all_hardware(devices: &[Device]) -> Option<String> {
+    let mut names: Vec<String> = devices.iter().filter_map(hardware).collect();
+    names.dedup();
+    (!names.is_empty()).then(|| names.join(", "))
+}
+
+/// The devices of the run: `device`, or all of `devices`.
+pub(crate) fn open_all(config: &RunConfig, device: DeviceName) -> Result<Vec<Device>> {
+    if config.devices.is_empty() {
+        return Ok(vec![device.open()?]);
+    }
+    config
+        .devices
+        .iter()
+        .map(|name| {
+            let name: DeviceName = name
+                .parse()
+                .map_err(|error| anyhow::anyhow!("devices has {name:?}, but {error}"))?;
+            name.open()
+        })
+        .collect()
+}
+
+/// What the runs of all recipes share.
+struct Training<'a> {
+    config: &'a RunConfig,
+    corpus: &'a Corpus,
+    devices: &'a [Device],
+    folder: &'a Path,
+    stop_at: Option<u64>,
+    interrupt: &'a Arc<AtomicBool>,
+}
+
+impl Training<'_> {
+    /// Train a model with each recipe, one after the other, until the last step or an interrupt.
+    fn all<M: LanguageModel>(&self) -> Result<Vec<Trained>> {
+        let mut results = Vec::new();
+        for recipe in self.config.all_recipes() {
+            let path = self.folder.join(recipe.name());
+            let mut run = Run::<M>::open(
+                self.config,
+                recipe.clone(),
+                self.corpus,
+                self.devices,
+                &path,
+            )?;
+            let mut progress = Progress::new(
+                recipe.clone(),
+                self.config,
+                run.step(),
+                self.interrupt.clone(),
+            );
+            let outcome = run.train(self.stop_at, &mut progress);
+            progress.finish();
+            let outcome = outcome?;
+            if let Some(account) = run.model().account()? {
+                println!("{recipe}: what ran where\n{account}");
+            }
+            match outcome {
+                Outcome::Finished => {}
+                // With --stop-at every recipe goes that far.
+                Outcome::Stopped if !self.interrupt.load(Ordering::Relaxed) => {}
+                Outcome::Stopped => break,
+            }
+            results.push(Trained {
+                recipe: recipe.clone(),
+                rows: run.rows().to_vec(),
+                seconds: run.seconds(),
+            });
+        }
+        Ok(results)
+    }
+}
+
+fn unused_folder(preset: Preset) -> Result<PathBuf> {
+    (1..10_000)
+        .map(|number| Path::new(DEFAULT_OUT).join(format!("{preset}-{number}")))
+        .find(|path| !path.exists())
+        .with_context(|| format!("{DEFAULT_OUT} is full: choose a folder with --out"))
+}
+
+fn describe(config: &RunConfig, corpus: &Corpus, folder: &Path) {
+    let text = corpus.fingerprint();
+    let source = match config.data.is_empty() {
+        true => "Rust sources of cargo's registry",
+        false => "text",
+    };
+    let skipped = match corpus.skipped() {
+        0 => String::new(),
+        count => format!(", {count} files left out that are empty or not UTF-8 text"),
+    };
+    eprintln!(
+        "data    {source}: {:.1} MB in {} files to train, {:.1} MB in {} to validate{skipped}",
+        text.train_bytes as f64 / 1e6,
+        text.train_files,
+        text.valid_bytes as f64 / 1e6,
+        text.valid_files
+    );
+    eprintln!(
+        "model   {}: {:.2} M parameters, {} blocks of width {}{}, context {}",
+        config.preset,
+        config.parameters() as f64 / 1e6,
+        config.layers,
+        config.width,
+        match (config.experts, config.decorate) {
+            (Some(experts), _) => format!(" with {experts} experts, {} for a byte", config.top_k),
+            (None, Some(_)) => " of Burn's own layers".into(),
+            (None, None) => String::new(),
+        },
+        config.context
+    );
+    let others: Vec<&str> = config.compare.iter().map(Recipe::name).collect();
+    let baseline = match others.is_empty() {
+        true => String::new(),
+        false => format!(", then {} to compare", others.join(", ")),
+    };
+    eprintln!(
+        "run     {}{baseline}: {} steps of {} bytes on {}, into {}",
+        config.recipe,
+        config.steps,
+        config.batch * config.context,
+        config.all_devices(),
+        folder.display()
+    );
+}
+
+/// Write `summary.json` and `loss.svg`, and print the outcome.
+fn report(
+    config: &RunConfig,
+    corpus: &Corpus,
+    folder: &Path,
+    results: &[Trained],
+    hardware: Option<String>,
+) -> Result<()> {
+    let main = results.first().context("nothing was trained")?;
+    // Gaps are those to high precision, where it was trained, else to the recipe that came last.
+    let baseline = results[1..]
+        .iter()
+        .find(|result| result.recipe.is_high_precision())
+        .or(results[1..].last());
+    let final_valid_loss = main.valid_loss()?;
+    let baseline_valid_loss = baseline.map(Trained::valid_loss).transpose()?;
+    let unigram_entropy = corpus.unigram_entropy();
+    let summary = Summary {
+        recipe: main.recipe.clone(),
+        final_valid_loss,
+        baseline_recipe: baseline.map(|result| result.recipe.clone()),
+        baseline_valid_loss,
+        gap_percent: baseline_valid_loss.map(|loss| gap(final_valid_loss, loss)),
+        results: results
+            .iter()
+            .map(|result| {
+                let loss = result.valid_loss()?;
+                Ok(RecipeResult {
+                    recipe: result.recipe.clone(),
+                    final_valid_loss: loss,
+                    gap_percent: baseline_valid_loss.map(|baseline| gap(loss, baseline)),
+                    seconds: result.seconds,
+                    tokens_per_s: result.tokens_per_s(),
+                })
+            })
+            .collect::<Result<_>>()?,
+        unigram_entropy,
+        preset: config.preset,
+        parameters: config.parameters(),
+        steps: config.steps,
+        tokens: main.rows.last().map_or(0, |row| row.tokens),
+        seconds: main.seconds,
+        baseline_seconds: baseline.map(|result| result.seconds),
+        tokens_per_s: main.tokens_per_s(),
+        baseline_tokens_per_s: baseline.and_then(Trained::tokens_per_s),
+        device: config.all_devices(),
+        hardware,
+        train_bytes: corpus.fingerprint().train_bytes,
+        valid_bytes: corpus.fingerprint().valid_bytes,
+    };
+    write_json(&folder.join("summary.json"), &summary)?;
+    let curves: Vec<(&str, &[Row])> = results
+        .iter()
+        .map(|result| (result.recipe.name(), &result.rows[..]))
+        .collect();
+    plot::loss(&folder.join("loss.svg"), &curves, unigram_entropy)?;
+
+    println!("validation loss   tokens/s   seconds  recipe");
+    for result in results {
+        println!(
+            "{:>15.4} {:>10.0} {:>9.1}  {}",
+            result.valid_loss()?,
+            result.tokens_per_s().unwrap_or_default(),
+            result.seconds,
+            result.recipe.name(),
+        );
+    }
+    println!("{unigram_entropy:>15.4}   (nats per byte; a model that ignores context)");
+    if let Some(baseline) = &summary.baseline_recipe {
+        for result in summary.results.iter().filter(|r| r.recipe != *baseline) {
+            let gap = result.gap_percent.unwrap_or_default();
+            println!("gap of {} to {baseline}: {gap:+.2} %", result.recipe);
+        }
+    }
+    println!("wrote {0}/summary.json, {0}/loss.svg", folder.display());
+    println!(
+        "sample with: {} sample --checkpoint {} --prompt 'pub fn '",
+        program(),
+        quoted(&folder.to_string_lossy())
+    );
+    Ok(())
+}

@@ -1,0 +1,423 @@
+//! A run on disk.
+//!
+//! A checkpoint is a folder `checkpoint-STEP` with
+//!
+//! - `model.bpk`: the parameters, a Burn record;
+//! - `optimizer.bpk`: the moments of AdamW, and f32 copies of parameters of another type;
+//! - `state.json`: [`State`], everything else that decides how the run goes on;
+//! - `timing.json`: how long it has taken, apart because it is never the same twice;
+//! - `manifest.json`: length and check sum of the other four.
+//!
+//! It is written under another name, forced to the disk, and renamed; only then are older ones
+//! removed. So there is always a whole one, and the one with the highest step is whole.
+
+use std::collections::BTreeMap;
+use std::fs::{self, File};
+use std::io::Write;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, bail, ensure};
+use burn::tensor::Bytes;
+use burn_nvfp4::Nvfp4State;
+use serde::{Deserialize, Serialize};
+
+use crate::config::{Recipe, RunConfig};
+use crate::data::Fingerprint;
+use crate::random::hash;
+
+/// Version of the format; others are refused.
+const FORMAT: u32 = 1;
+const PREFIX: &str = "checkpoint-";
+const UNFINISHED: &str = ".unfinished";
+const MANIFEST: &str = "manifest.json";
+/// Name of the file with the run's configuration, in the folder of a run.
+pub const CONFIG: &str = "config.json";
+
+/// What decides how a run goes on, beside the parameters and the optimizer's moments.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct State {
+    format: u32,
+    /// The run's configuration.
+    pub config: RunConfig,
+    /// Which of its recipes this is.
+    pub recipe: Recipe,
+    /// The text that it reads.
+    pub corpus: Fingerprint,
+    /// Steps done: also the position in the data.
+    pub step: u64,
+    /// Losses of the steps since the last row of `metrics.csv`.
+    pub losses: Vec<f32>,
+    /// Where each layer draws its random bits from next.
+    pub nvfp4: Nvfp4State,
+}
+
+impl State {
+    /// The state after `step` steps.
+    pub fn new(
+        config: RunConfig,
+        recipe: Recipe,
+        corpus: Fingerprint,
+        step: u64,
+        losses: Vec<f32>,
+        nvfp4: Nvfp4State,
+    ) -> Self {
+        Self {
+            format: FORMAT,
+            config,
+            recipe,
+            corpus,
+            step,
+            losses,
+            nvfp4,
+        }
+    }
+}
+
+/// The wall-clock side of a run.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub struct Timing {
+    /// Seconds spent on training and evaluation so far.
+    pub seconds: f64,
+}
+
+/// The content of a checkpoint.
+pub struct Checkpoint {
+    /// See [`State`].
+    pub state: State,
+    /// See [`Timing`].
+    pub timing: Timing,
+    /// Burnpack container of the parameters.
+    pub model: Bytes,
+    /// Burnpack container of the optimizer's state.
+    pub optimizer: Bytes,
+}
+
+#[derive(Serialize, Deserialize, PartialEq)]
+struct Entry {
+    bytes: usize,
+    checksum: String,
+}
+
+impl Entry {
+    fn of(content: &[u8]) -> Self {
+        Self {
+            bytes: content.len(),
+            checksum: format!("{:016x}", hash(content)),
+        }
+    }
+}
+
+impl Checkpoint {
+    /// The same point of a run that differs in what comes after it: `config` and `recipe`.
+    pub fn fork(mut self, config: RunConfig, recipe: Recipe) -> Self {
+        self.state.config = config;
+        self.state.recipe = recipe;
+        self
+    }
+
+    /// Write the checkpoint into `folder`, then remove the older ones there. Returns its path.
+    ///
+    /// # Errors
+    /// When something cannot be written; the older ones are still there then.
+    pub fn save(&self, folder: &Path) -> Result<PathBuf> {
+        let path = folder.join(format!("{PREFIX}{:08}", self.state.step));
+        let unfinished = path.with_extension(&UNFINISHED[1..]);
+        let context = || format!("cannot write checkpoint {}", path.display());
+        remove_folder(&unfinished).with_context(context)?;
+        fs::create_dir_all(&unfinished).with_context(context)?;
+        let state = pretty(&self.state)?;
+        let timing = pretty(&self.timing)?;
+        let files: [(&str, &[u8]); 4] = [
+            ("model.bpk", &self.model),
+            ("optimizer.bpk", &self.optimizer),
+            ("state.json", &state),
+            ("timing.json", &timing),
+        ];
+        let manifest: BTreeMap<&str, Entry> = files
+            .iter()
+            .map(|(name, content)| (*name, Entry::of(content)))
+            .collect();
+        let manifest = pretty(&manifest)?;
+        for (name, content) in files.into_iter().chain([(MANIFEST, &*manifest)]) {
+            write_durably(&unfinished.join(name), content).with_context(context)?;
+        }
+        sync_folder(&unfinished).with_context(context)?;
+        // Only a run that was resumed at this very step finds one with this name: the same content.
+        remove_folder(&path).with_context(context)?;
+        fs::rename(&unfinished, &path).with_context(context)?;
+        sync_folder(folder).with_context(context)?;
+        for (_, older) in list(folder)? {
+            if older != path {
+                remove_folder(&older).with_context(context)?;
+            }
+        }
+        Ok(path)
+    }
+
+    /// Read the checkpoint at `path`.
+    ///
+    /// # Errors
+    /// When a file is missing, damaged, or of another version of the format; says which.
+    pub fn load(path: &Path) -> Result<Self> {
+        let context = || format!("cannot load checkpoint {}", path.display());
+        Self::try_load(path).with_context(context)
+    }
+
+    fn try_load(path: &Path) -> Result<Self> {
+        let read = |name: &str| {
+            fs::read(path.join(name)).with_context(|| format!("{name} cannot be read"))
+        };
+        let manifest: BTreeMap<String, Entry> =
+            serde_json::from_slice(&read(MANIFEST)?).context("manifest.json is damaged")?;
+        let verified = |name: &str| -> Result<Vec<u8>> {
+            let content = read(name)?;
+            let entry = manifest
+                .get(name)
+                .with_context(|| format!("manifest.json is damaged: it has no entry for {name}"))?;
+            ensure!(
+                Entry::of(&content) == *entry,
+                "{name} is damaged: it has {} bytes with check sum {:016x}, but {} bytes with check \
+                 sum {} were written",
+                content.len(),
+                hash(&content),
+                entry.bytes,
+                entry.checksum
+            );
+            Ok(content)
+        };
+        let state = verified("state.json")?;
+        #[derive(Deserialize)]
+        struct Version {
+            format: u32,
+        }
+        let version: Version = serde_json::from_slice(&state).context("state.json")?;
+        ensure!(
+            version.format == FORMAT,
+            "its format is {}, but this version reads format {FORMAT}",
+            version.format
+        );
+        Ok(Self {
+            state: serde_json::from_slice(&state).context("state.json")?,
+            timing: serde_json::from_slice(&verified("timing.json")?).context("timing.json")?,
+            model: Bytes::from_bytes_vec(verified("model.bpk")?),
+            optimizer: Bytes::from_bytes_vec(verified("optimizer.bpk")?),
+        })
+    }
+}
+
+/// The latest checkpoint in `folder`, if there is one.
+///
+/// # Errors
+/// When the folder cannot be read.
+pub fn latest(folder: &Path) -> Result<Option<PathBuf>> {
+    Ok(list(folder)?.pop().map(|(_, path)| path))
+}
+
+/// The checkpoint that `path` means: itself, the latest of a recipe's folder, or the latest of the
+/// main recipe of a run's folder.
+///
+/// # Errors
+/// When there is none.
+pub fn resolve(path: &Path) -> Result<PathBuf> {
+    ensure!(
+        path.is_dir(),
+        "checkpoint {} is not a folder",
+        path.display()
+    );
+    if path.join(MANIFEST).exists() {
+        return Ok(path.into());
+    }
+    if let Some(latest) = latest(path)? {
+        return Ok(latest);
+    }
+    let config = path.join(CONFIG);
+    if config.exists() {
+        let config: RunConfig = read_json(&config)?;
+        let folder = path.join(config.recipe.name());
+        if folder.is_dir()
+            && let Some(latest) = latest(&folder)?
+        {
+            return Ok(latest);
+        }
+    }
+    bail!(
+        "there is no checkpoint in {}: give the folder of a run, of one of its recipes, or of a \
+         checkpoint",
+        path.display()
+    )
+}
+
+/// Parse the JSON file at `path`.
+///
+/// # Errors
+/// When it cannot be read or parsed; names it.
+pub fn read_json<T: serde::de::DeserializeOwned>(path: &Path) -> Result<T> {
+    let text = fs::read(path).with_context(|| format!("cannot read {}", path.display()))?;
+    serde_json::from_slice(&text).with_context(|| format!("{} is not valid", path.display()))
+}
+
+/// Write `value` to `path` as JSON, replacing the file in one go.
+///
+/// # Errors
+/// When it cannot be written; the old file is still there then.
+pub fn write_json(path: &Path, value: &impl Serialize) -> Result<()> {
+    replace(path, &pretty(value)?)
+}
+
+/// Replace the file at `path` by `content`, in one go.
+///
+/// # Errors
+/// When it cannot be written; the old file is still there then.
+pub fn replace(path: &Path, content: &[u8]) -> Result<()> {
+    let context = || format!("cannot write {}", path.display());
+    let mut unfinished = path.as_os_str().to_owned();
+    unfinished.push(UNFINISHED);
+    write_durably(Path::new(&unfinished), content).with_context(context)?;
+    fs::rename(&unfinished, path).with_context(context)
+}
+
+fn pretty(value: &impl Serialize) -> Result<Vec<u8>> {
+    let mut text = serde_json::to_vec_pretty(value)?;
+    text.push(b'\n');
+    Ok(text)
+}
+
+fn write_durably(path: &Path, content: &[u8]) -> std::io::Result<()> {
+    let mut file = File::create(path)?;
+    file.write_all(content)?;
+    file.sync_all()
+}
+
+/// Force the names in a folder to the disk, where the system has a call for that.
+fn sync_folder(path: &Path) -> std::io::Result<()> {
+    if cfg!(unix) {
+        File::open(path)?.sync_all()
+    } else {
+        Ok(())
+    }
+}
+
+fn remove_folder(path: &Path) -> std::io::Result<()> {
+    match fs::remove_dir_all(path) {
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(()),
+        result => result,
+    }
+}
+
+/// The finished checkpoints in `folder`, lowest step first.
+fn list(folder: &Path) -> Result<Vec<(u64, PathBuf)>> {
+    let context = || format!("cannot read {}", folder.display());
+    let mut found = Vec::new();
+    for entry in fs::read_dir(folder).with_context(context)? {
+        let path = entry.with_context(context)?.path();
+        let step = path
+            .file_name()
+            .and_then(|name| name.to_str())
+            .and_then(|name| name.strip_prefix(PREFIX))
+            .and_then(|step| step.parse().ok());
+        if let Some(step) = step {
+            found.push((step, path));
+        }
+    }
+    found.sort();
+    Ok(found)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::Preset;
+
+    fn checkpoint(step: u64) -> Checkpoint {
+        let corpus = Fingerprint {
+            train_files: 1,
+            train_bytes: 2,
+            valid_files: 3,
+            valid_bytes: 4,
+            checksum: "5".into(),
+        };
+        let config = RunConfig::preset(Preset::Tiny, "flex");
+        let losses = vec![1.25, 0.1 + 0.2];
+        Checkpoint {
+            state: State::new(
+                config,
+                Recipe::nvfp4(),
+                corpus,
+                step,
+                losses,
+                Nvfp4State::default(),
+            ),
+            timing: Timing { seconds: 1.5 },
+            model: Bytes::from_bytes_vec(vec![7; 1000]),
+            optimizer: Bytes::from_bytes_vec(vec![8; 2000]),
+        }
+    }
+
+    fn folder(name: &str) -> PathBuf {
+        let path =
+            std::env::temp_dir().join(format!("nvfp4-checkpoint-{name}-{}", std::process::id()));
+        let _ = fs::remove_dir_all(&path);
+        fs::create_dir_all(&path).unwrap();
+        path
+    }
+
+    #[test]
+    fn the_newest_whole_one_stays() {
+        let folder = folder("newest");
+        let first = checkpoint(5).save(&folder).unwrap();
+        let second = checkpoint(100).save(&folder).unwrap();
+        assert!(!first.exists());
+        assert_eq!(latest(&folder).unwrap(), Some(second.clone()));
+        assert_eq!(resolve(&folder).unwrap(), second);
+
+        // A crash while the next one is written leaves a folder of another name behind.
+        let crashed = folder.join(format!("{PREFIX}{:08}{UNFINISHED}", 200));
+        fs::create_dir(&crashed).unwrap();
+        fs::write(crashed.join("model.bpk"), [1, 2, 3]).unwrap();
+        assert_eq!(latest(&folder).unwrap(), Some(second.clone()));
+
+        let loaded = Checkpoint::load(&second).unwrap();
+        assert_eq!(loaded.state, checkpoint(100).state);
+        assert_eq!(loaded.model.to_vec(), vec![7; 1000]);
+        assert_eq!(loaded.optimizer.to_vec(), vec![8; 2000]);
+        assert_eq!(
+            checkpoint(200).save(&folder).unwrap(),
+            crashed.with_extension("")
+        );
+        assert!(!crashed.exists());
+        fs::remove_dir_all(folder).unwrap();
+    }
+
+    #[test]
+    fn damage_is_an_error_that_names_the_file() {
+        let folder = folder("damage");
+        for name in [
+            "model.bpk",
+            "optimizer.bpk",
+            "state.json",
+            "timing.json",
+            MANIFEST,
+        ] {
+            let path = checkpoint(1).save(&folder).unwrap();
+            assert!(Checkpoint::load(&path).is_ok());
+            let file = path.join(name);
+            let whole = fs::read(&file).unwrap();
+            let mut flipped = whole.clone();
+            flipped[whole.len() / 2] ^= 1;
+            for content in [&flipped[..], &whole[..whole.len() - 5], &[]] {
+                fs::write(&file, content).unwrap();
+                let Err(error) = Checkpoint::load(&path) else {
+                    panic!("{name} loaded")
+                };
+                let error = format!("{error:#}");
+                assert!(error.contains("damaged"), "{name}: {error}");
+            }
+            fs::remove_file(&file).unwrap();
+            let Err(error) = Checkpoint::load(&path) else {
+                panic!("{name} loaded")
+            };
+            assert!(format!("{error:#}").contains(name), "{error:#}");
+        }
+        fs::remove_dir_all(folder).unwrap();
+    }
+}

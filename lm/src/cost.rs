@@ -1,0 +1,557 @@
+//! What a training step costs: time, memory, and the kernels that take it.
+//!
+//! A step is measured in several ways, one after the other, since each would disturb the others: as it runs
+//! (rounds of steps between two waits for the device), if asked for as it runs when telemetry samples it, with
+//! its memory looked at all the time, and with every launch timed on the device. CubeCL reports launches and memory itself, so that memory and kernels
+//! are known on its runtimes only.
+
+use std::time::Instant;
+
+use anyhow::{Result, ensure};
+use burn::tensor::Device;
+use burn_nvfp4::telemetry::Telemetry;
+use serde::Serialize;
+
+use crate::config::{Recipe, RunConfig};
+use crate::data::Batch;
+use crate::model::LanguageModel;
+use crate::optim::AdamW;
+use crate::ranks::Rank;
+
+/// How much to measure.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Effort {
+    /// Steps before the first measurement, which compile kernels and fill memory pools; at least one.
+    pub warm: usize,
+    /// Rounds of steps, each a figure of its own; at least one.
+    pub rounds: usize,
+    /// Steps of a round; at least one.
+    pub steps: usize,
+}
+
+/// What the steps of a recipe cost.
+#[derive(Debug, Clone, Serialize)]
+pub struct Cost {
+    /// Bytes of text in a step.
+    pub tokens: usize,
+    /// Seconds that the model took to build, its weights drawn on the host.
+    pub built: f64,
+    /// Seconds of the steps before the first round: most of them are spent compiling kernels.
+    pub warmed: f64,
+    /// Seconds of a step, the mean of each round.
+    pub seconds: Vec<f64>,
+    /// Seconds of a step that telemetry samples, the mean of each round; empty for a run without telemetry.
+    pub sampled: Vec<f64>,
+    /// Operands that telemetry looks at in such a step.
+    pub sampled_operands: usize,
+    /// Device memory of a step, where it is known.
+    pub memory: Option<Memory>,
+    /// The kernels of one step, the costliest first; empty where launches are not known.
+    pub kernels: Vec<Kernel>,
+}
+
+/// Device memory, in bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+pub struct Memory {
+    /// The most that tensors took at once: weights, optimizer, what is kept for the backward, and what is
+    /// on its way.
+    pub peak: u64,
+    /// What the memory pools hold in the end, to serve that.
+    pub reserved: u64,
+}
+
+/// All launches of one kernel in a step.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Kernel {
+    /// As the kernel calls itself.
+    pub name: String,
+    /// What it is for.
+    pub class: KernelClass,
+    /// Number of launches.
+    pub launches: usize,
+    /// Seconds of all of them on the device.
+    pub seconds: f64,
+}
+
+/// What a kernel is for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum KernelClass {
+    /// Products of linear layers, by the kernels of this crate.
+    Product,
+    /// From values to codes and scales: NVFP4, MS-EDEN, MXFP8.
+    Quantize,
+    /// Maxima for global scales.
+    Amax,
+    /// From codes to values, and operands brought into a kernel's order.
+    Decode,
+    /// Products by Burn: attention, head, embedding, and layers that are Burn's own.
+    BurnProduct,
+    /// Sums, means and other reductions.
+    Reduce,
+    /// What is computed element by element, fused or not.
+    Elementwise,
+    /// What only moves elements.
+    Move,
+    /// Everything else.
+    Other,
+}
+
+impl KernelClass {
+    /// All classes, in the order of a table.
+    pub const ALL: [Self; 9] = [
+        Self::Product,
+        Self::Quantize,
+        Self::Amax,
+        Self::Decode,
+        Self::BurnProduct,
+        Self::Reduce,
+        Self::Elementwise,
+        Self::Move,
+        Self::Other,
+    ];
+
+    /// What a table calls it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Product => "product",
+            Self::Quantize => "quantize",
+            Self::Amax => "amax",
+            Self::Decode => "decode",
+            Self::BurnProduct => "Burn's product",
+            Self::Reduce => "reduce",
+            Self::Elementwise => "elementwise",
+            Self::Move => "move",
+            Self::Other => "other",
+        }
+    }
+
+    /// The class of the kernel called `name`, the path of its type.
+    pub fn of(name: &str) -> Self {
+        // The first that fits: names of ours hold several of these words.
+        const OURS: [(&str, KernelClass); 14] = [
+            ("amax", KernelClass::Amax),
+            ("zero_kernel", KernelClass::Amax),
+            ("dequantize", KernelClass::Decode),
+            ("::quantize", KernelClass::Quantize),
+            ("::per_token", KernelClass::Quantize),
+            ("::ms_eden", KernelClass::Quantize),
+            ("::mxfp8", KernelClass::Quantize),
+            ("::workspace::transpose", KernelClass::Move),
+            ("::workspace", KernelClass::Decode),
+            ("::swizzle", KernelClass::Move),
+            ("::padding", KernelClass::Move),
+            ("segment_sum", KernelClass::Reduce),
+            ("::ops::", KernelClass::Move),
+            ("::gemm::", KernelClass::Product),
+        ];
+        const BURNS: [(&str, KernelClass); 17] = [
+            ("matmul", KernelClass::BurnProduct),
+            ("gemm", KernelClass::BurnProduct),
+            ("gemv", KernelClass::BurnProduct),
+            ("attention", KernelClass::BurnProduct),
+            ("reduce", KernelClass::Reduce),
+            ("cumulative", KernelClass::Reduce),
+            ("sort", KernelClass::Reduce),
+            ("elemwise", KernelClass::Elementwise),
+            ("::index::", KernelClass::Move),
+            ("contiguous", KernelClass::Move),
+            ("copy", KernelClass::Move),
+            ("unary", KernelClass::Elementwise),
+            ("::binary::", KernelClass::Elementwise),
+            ("::cast::", KernelClass::Elementwise),
+            ("::mask::", KernelClass::Elementwise),
+            ("::comparison::", KernelClass::Elementwise),
+            ("full_kernel", KernelClass::Elementwise),
+        ];
+        let find = |classes: &[(&str, Self)], name: &str| {
+            let found = classes.iter().find(|(word, _)| name.contains(word));
+            found.map_or(Self::Other, |(_, class)| *class)
+        };
+        match name.contains("nvfp4_kernels::") {
+            true => find(&OURS, name),
+            false => find(&BURNS, &name.to_lowercase()),
+        }
+    }
+}
+
+impl Cost {
+    /// Seconds of a step: the median of the rounds.
+    pub fn median(&self) -> f64 {
+        median(&self.seconds).expect("there is a round")
+    }
+
+    /// Seconds of a step that telemetry samples: the median of the rounds, if there are any.
+    pub fn median_sampled(&self) -> Option<f64> {
+        median(&self.sampled)
+    }
+
+    /// How much longer steps take, on average, if telemetry samples one in `every`: in shares of a step
+    /// without it.
+    pub fn telemetry_share(&self, every: u64) -> Option<f64> {
+        let more = self.median_sampled()? - self.median();
+        Some(more / (every as f64 * self.median()))
+    }
+
+    /// Bytes of text in a second.
+    pub fn tokens_per_s(&self) -> f64 {
+        self.tokens as f64 / self.median()
+    }
+
+    /// Seconds of a step in kernels of a class.
+    pub fn of(&self, class: KernelClass) -> f64 {
+        let own = self.kernels.iter().filter(|kernel| kernel.class == class);
+        own.fold(0.0, |sum, kernel| sum + kernel.seconds)
+    }
+}
+
+/// The median, of two in the middle the larger; none of nothing.
+fn median(values: &[f64]) -> Option<f64> {
+    let mut values = values.to_vec();
+    values.sort_by(f64::total_cmp);
+    values.get(values.len() / 2).copied()
+}
+
+/// What a model wants of the device.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Turn {
+    /// To be built and to warm up beside others.
+    Shared,
+    /// To be measured.
+    Alone,
+}
+
+/// Measure the model `M` of the run `config` with `recipe` on `device`. It is trained on random bytes: what
+/// they are costs nothing. If the run has telemetry, steps that it samples are measured too.
+///
+/// `turn` is asked for the device before the model is built and warms up and, when what it gave has been dropped, again
+/// before it is measured. With it, processes that compile side by side can take turns on the device.
+///
+/// # Errors
+/// When the effort is none, the configuration does not fit the device, or `turn` fails.
+pub fn measure<M: LanguageModel, T>(
+    config: &RunConfig,
+    recipe: &Recipe,
+    device: &Device,
+    effort: Effort,
+    turn: impl Fn(Turn) -> Result<T>,
+) -> Result<Cost> {
+    for (name, value) in [
+        ("warm", effort.warm),
+        ("rounds", effort.rounds),
+        ("steps", effort.steps),
+    ] {
+        ensure!(value > 0, "{name} is 0, but it must be at least 1");
+    }
+    config.check()?;
+    let shared = turn(Turn::Shared)?;
+    let started = Instant::now();
+    let model = M::build(config, recipe, &device.clone().autodiff())?;
+    let built = started.elapsed().as_secs_f64();
+    let optimizer = AdamW::new(config.weight_decay, config.grad_clip);
+    let mut rank = Rank::new(device.clone().autodiff(), model, optimizer);
+    let (mut number, mut sampled_operands) = (0, 0);
+    let mut take = |count: usize, sampled: bool| {
+        let started = Instant::now();
+        for _ in 0..count {
+            let batch = Batch::random(config.seed, number, config.batch, config.context);
+            let telemetry = sampled.then(|| Telemetry::start(&rank.model));
+            rank.step(batch, config.lr);
+            if let Some(telemetry) = telemetry {
+                sampled_operands = telemetry.finish().len();
+            }
+            number += 1;
+        }
+        // Waits for the device.
+        let losses = rank.losses();
+        (started.elapsed().as_secs_f64() / count as f64, losses)
+    };
+    let started = Instant::now();
+    take(effort.warm, false);
+    let has_telemetry = config.telemetry_every > 0;
+    if has_telemetry {
+        take(1, true);
+    }
+    let warmed = started.elapsed().as_secs_f64();
+    drop(shared);
+    let _alone = turn(Turn::Alone)?;
+    let mut rounds = |sampled: bool| -> Result<Vec<f64>> {
+        let mut seconds = Vec::with_capacity(effort.rounds);
+        for _ in 0..effort.rounds {
+            let (each, losses) = take(effort.steps, sampled);
+            ensure!(
+                losses.iter().all(|loss| loss.is_finite()),
+                "the {recipe} loss is {losses:?} on random bytes: try a lower --lr"
+            );
+            seconds.push(each);
+        }
+        Ok(seconds)
+    };
+    let seconds = rounds(false)?;
+    let sampled = match has_telemetry {
+        true => rounds(true)?,
+        false => Vec::new(),
+    };
+    let (memory, kernels) = observe::step(device, || {
+        take(1, false);
+    });
+    Ok(Cost {
+        tokens: config.batch * config.context,
+        built,
+        warmed,
+        seconds,
+        sampled,
+        sampled_operands,
+        memory,
+        kernels,
+    })
+}
+
+/// Give what nobody uses any more back to the device, so that the next measurement starts as the first
+/// did.
+pub fn release(device: &Device) {
+    observe::release(device);
+}
+
+#[cfg(not(any(feature = "cpu", feature = "cuda")))]
+mod observe {
+    use burn::tensor::Device;
+
+    use super::{Kernel, Memory};
+
+    pub(crate) fn step(_: &Device, _: impl FnMut()) -> (Option<Memory>, Vec<Kernel>) {
+        (None, Vec::new())
+    }
+
+    pub(crate) fn release(_: &Device) {}
+}
+
+/// What CubeCL tells of memory and launches.
+#[cfg(any(feature = "cpu", feature = "cuda"))]
+mod observe {
+    use std::collections::BTreeMap;
+    use std::sync::atomic::{AtomicBool, Ordering};
+    use std::sync::{Arc, Mutex};
+    use std::thread;
+
+    use burn::backend::DispatchDevice;
+    use burn::tensor::Device;
+    use nvfp4_kernels::cubecl::future::block_on;
+    use nvfp4_kernels::cubecl::logging::{
+        Duration, LaunchObservation, LaunchObserver, ProfileDuration, TimingMethod, TimingRequest,
+    };
+    use nvfp4_kernels::cubecl::prelude::Client;
+    use nvfp4_kernels::cubecl::{MemoryScope, MemoryUsage};
+
+    use super::{Kernel, KernelClass, Memory};
+
+    fn client(device: &Device) -> Option<Client> {
+        match device.as_dispatch() {
+            DispatchDevice::Cube(device) => Some(device.client()),
+            _ => None,
+        }
+    }
+
+    fn usage(client: &Client) -> MemoryUsage {
+        client.memory_report(MemoryScope::Device).usage()
+    }
+
+    pub(crate) fn release(device: &Device) {
+        if let Some(client) = client(device) {
+            // What is left then is only held longer.
+            let _ = device.sync();
+            let _ = client.memory_cleanup();
+        }
+    }
+
+    /// The memory of one step, and the kernels of another.
+    pub(crate) fn step(device: &Device, mut step: impl FnMut()) -> (Option<Memory>, Vec<Kernel>) {
+        let Some(client) = client(device) else {
+            return (None, Vec::new());
+        };
+        let peak = peak(&client, &mut step);
+        let memory = Memory {
+            peak,
+            reserved: usage(&client).bytes_reserved,
+        };
+        let watch = Arc::new(Watch::default());
+        let observation = LaunchObservation::new(watch.clone());
+        step();
+        drop(observation);
+        (Some(memory), watch.kernels())
+    }
+
+    /// Between two looks: each takes the device's thread from the step for a moment.
+    const PAUSE: std::time::Duration = std::time::Duration::from_micros(100);
+
+    /// The most memory in use that a thread sees that does nothing but look.
+    fn peak(client: &Client, step: &mut impl FnMut()) -> u64 {
+        let done = AtomicBool::new(false);
+        thread::scope(|scope| {
+            let looks = scope.spawn(|| {
+                let mut peak = 0;
+                while !done.load(Ordering::Relaxed) {
+                    peak = peak.max(usage(client).bytes_in_use);
+                    thread::sleep(PAUSE);
+                }
+                peak
+            });
+            step();
+            done.store(true, Ordering::Relaxed);
+            looks.join().expect("it only looks")
+        })
+    }
+
+    /// Keeps the measurement of every launch, unread, so that kernels run as they do without.
+    #[derive(Default)]
+    struct Watch {
+        unread: Mutex<Vec<(&'static str, ProfileDuration)>>,
+        /// Those that a profiling logger, if one is on, has read already.
+        read: Mutex<Vec<(&'static str, Duration)>>,
+    }
+
+    impl LaunchObserver for Watch {
+        fn launched(&self, _kernel: &'static str) {}
+
+        fn timing(&self) -> TimingRequest {
+            TimingRequest::Deferred
+        }
+
+        fn profiled(&self, kernel: &'static str, profile: ProfileDuration) {
+            let mut unread = self.unread.lock().expect("no panic while it is held");
+            unread.push((kernel, profile));
+        }
+
+        fn timed(&self, kernel: &'static str, duration: Duration, _method: TimingMethod) {
+            let mut read = self.read.lock().expect("no panic while it is held");
+            read.push((kernel, duration));
+        }
+    }
+
+    impl Watch {
+        /// What was measured, kernel by kernel, the costliest first. Waits for the device.
+        fn kernels(&self) -> Vec<Kernel> {
+            let unread = std::mem::take(&mut *self.unread.lock().expect("nobody panics"));
+            let read = std::mem::take(&mut *self.read.lock().expect("nobody panics"));
+            let resolved = unread.into_iter().filter_map(|(kernel, profile)| {
+                let ticks = block_on(profile.resolve())?;
+                Some((kernel, ticks.duration()))
+            });
+            let mut all: BTreeMap<&str, (usize, f64)> = BTreeMap::new();
+            for (kernel, duration) in resolved.chain(read) {
+                let (launches, seconds) = all.entry(kernel).or_default();
+                *launches += 1;
+                *seconds += duration.as_secs_f64();
+            }
+            let mut kernels: Vec<Kernel> = all
+                .into_iter()
+                .map(|(name, (launches, seconds))| Kernel {
+                    name: name.into(),
+                    class: KernelClass::of(name),
+                    launches,
+                    seconds,
+                })
+                .collect();
+            kernels.sort_by(|a, b| b.seconds.total_cmp(&a.seconds));
+            kernels
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn kernels_have_classes() {
+        let ours = "nvfp4_kernels::quantize::";
+        for (name, class) in [
+            (
+                "amax::amax_tiles_kernel::AmaxTilesKernel",
+                KernelClass::Amax,
+            ),
+            ("ms_eden::ms_eden_amax_kernel::X<f32>", KernelClass::Amax),
+            ("ms_eden::ms_eden_kernel::X", KernelClass::Quantize),
+            ("quantize::quantize_tiles_kernel::X", KernelClass::Quantize),
+            ("dequantize::dequantize_rows_kernel::X", KernelClass::Decode),
+            ("mxfp8::mx_dequantize_row_kernel::X", KernelClass::Decode),
+            (
+                "mxfp8::mx_requantize_along_kernel::X",
+                KernelClass::Quantize,
+            ),
+            ("padding::move_groups_kernel::X", KernelClass::Move),
+            ("group_rows::segment_sum_kernel::X", KernelClass::Reduce),
+        ] {
+            assert_eq!(KernelClass::of(&format!("{ours}{name}")), class, "{name}");
+        }
+        for (name, class) in [
+            (
+                "nvfp4_kernels::gemm::sm90::sm90_kernel::X",
+                KernelClass::Product,
+            ),
+            (
+                "nvfp4_kernels::gemm::workspace::decode_kernel::X",
+                KernelClass::Decode,
+            ),
+            (
+                "nvfp4_kernels::gemm::workspace::transpose_kernel::X",
+                KernelClass::Move,
+            ),
+            (
+                "cubek_matmul::components::Matmul<f32>",
+                KernelClass::BurnProduct,
+            ),
+            ("cubek_reduce::launch::ReduceKernel", KernelClass::Reduce),
+            (
+                "burn_cubecl::kernel::index::slice::SliceKernel",
+                KernelClass::Move,
+            ),
+            (
+                "burn_cubecl::kernel::binary::KernelBinop",
+                KernelClass::Elementwise,
+            ),
+            (
+                "burn_cubecl_fusion::optim::elemwise::ElemwiseFuse",
+                KernelClass::Elementwise,
+            ),
+            ("something::else", KernelClass::Other),
+        ] {
+            assert_eq!(KernelClass::of(name), class, "{name}");
+        }
+    }
+
+    #[test]
+    fn the_median_round_counts() {
+        let kernel = |class, seconds| Kernel {
+            name: String::new(),
+            class,
+            launches: 1,
+            seconds,
+        };
+        let cost = Cost {
+            tokens: 100,
+            built: 0.5,
+            warmed: 9.0,
+            seconds: vec![4.0, 1.0, 2.0],
+            sampled: vec![9.0, 5.0, 3.0],
+            sampled_operands: 40,
+            memory: None,
+            kernels: vec![
+                kernel(KernelClass::Product, 0.5),
+                kernel(KernelClass::Amax, 0.25),
+                kernel(KernelClass::Product, 0.125),
+            ],
+        };
+        assert_eq!((cost.median(), cost.tokens_per_s()), (2.0, 50.0));
+        assert_eq!(cost.of(KernelClass::Product), 0.625);
+        assert_eq!(cost.of(KernelClass::Reduce), 0.0);
+        // Three seconds more for one step in ten, of two seconds each.
+        assert_eq!(cost.median_sampled(), Some(5.0));
+        assert_eq!(cost.telemetry_share(10), Some(0.15));
+        let without = Cost {
+            sampled: Vec::new(),
+            ..cost
+        };
+        assert_eq!(without.telemetry_share(10), None);
+    }
+}

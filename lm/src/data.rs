@@ -1,0 +1,623 @@
+//! Text files to a corpus, its split into training and validation, and batches.
+
+use std::collections::{BTreeMap, HashSet};
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, bail, ensure};
+use burn::tensor::{Device, Int, Tensor, TensorData};
+use serde::{Deserialize, Serialize};
+
+use crate::config::VOCABULARY;
+use crate::random::{Fnv, Stream, hash};
+
+/// Byte between two files, and after the last. Text has none, so that a model can learn where a file
+/// ends.
+pub const END_OF_FILE: u8 = 0;
+/// One file in so many goes to validation.
+const VALIDATION_SHARE: u64 = 10;
+/// The split into training and validation is by file.
+const FEWEST_FILES: usize = 2;
+/// Larger Rust sources of the registry are left out: they are generated tables and bindings.
+const REGISTRY_FILE_LIMIT: u64 = 256 << 10;
+
+/// One file of text that was found.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+struct Found {
+    /// Path below the folder that was given, with `/` between its parts: what the split depends on.
+    key: String,
+    path: PathBuf,
+}
+
+impl Found {
+    fn in_validation(&self) -> bool {
+        hash(self.key.as_bytes()).is_multiple_of(VALIDATION_SHARE)
+    }
+}
+
+/// What identifies a corpus, to notice that the files have changed since a checkpoint.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Fingerprint {
+    /// Files of the training part.
+    pub train_files: usize,
+    /// Bytes of the training part.
+    pub train_bytes: usize,
+    /// Files of the validation part.
+    pub valid_files: usize,
+    /// Bytes of the validation part.
+    pub valid_bytes: usize,
+    /// Of all bytes.
+    pub checksum: String,
+}
+
+/// The text of a run.
+#[derive(Debug)]
+pub struct Corpus {
+    train: Vec<u8>,
+    valid: Vec<u8>,
+    fingerprint: Fingerprint,
+    skipped: usize,
+}
+
+impl Corpus {
+    /// Read the files and folders `paths`, or the Rust sources of cargo's registry if there are
+    /// none, until `limit` bytes are read (0 for no limit): files are read whole, so the last one may
+    /// go beyond it, and at least two are read whatever the limit is.
+    ///
+    /// Folders are walked in the order of their names, without entries that start with a dot; a file
+    /// or folder that links lead to twice is read once. Files that are not UTF-8 text, and empty
+    /// ones, are left out and [counted](Self::skipped). A file belongs to validation if the hash of
+    /// its path below the given folder says so, about one in ten; so it stays on its side when other
+    /// files come and go. With few files one side may come out empty: then the file with the lowest
+    /// hash, or the highest, changes sides.
+    ///
+    /// # Errors
+    /// When a path does not exist or cannot be read, or when there are fewer than two files of text.
+    pub fn load(paths: &[PathBuf], limit: u64) -> Result<Self> {
+        let files = if paths.is_empty() {
+            registry_files()?
+        } else {
+            given_files(paths)?
+        };
+        let limit = if limit == 0 { u64::MAX } else { limit };
+        let (mut kept, mut skipped, mut total) = (Vec::new(), 0, 0u64);
+        for file in files {
+            if total >= limit && kept.len() >= FEWEST_FILES {
+                break;
+            }
+            let bytes = fs::read(&file.path)
+                .with_context(|| format!("cannot read {}", file.path.display()))?;
+            let text = !bytes.is_empty()
+                && !bytes.contains(&END_OF_FILE)
+                && std::str::from_utf8(&bytes).is_ok();
+            if text {
+                total += bytes.len() as u64;
+                kept.push((file, bytes));
+            } else {
+                skipped += 1;
+            }
+        }
+        Self::from_files(kept, skipped).with_context(|| {
+            if paths.is_empty() {
+                "the Rust sources of cargo's registry".into()
+            } else {
+                let names: Vec<String> = paths
+                    .iter()
+                    .map(|path| path.display().to_string())
+                    .collect();
+                format!("data {}", names.join(", "))
+            }
+        })
+    }
+
+    fn from_files(mut files: Vec<(Found, Vec<u8>)>, skipped: usize) -> Result<Self> {
+        ensure!(
+            files.len() >= FEWEST_FILES,
+            "{} file(s) of text ({skipped} left out because they are empty or not UTF-8), but at \
+             least {FEWEST_FILES} are needed: the split into training and validation is by file",
+            files.len()
+        );
+        files.sort_by(|(a, _), (b, _)| a.cmp(b));
+        let mut valid: Vec<bool> = files.iter().map(|(file, _)| file.in_validation()).collect();
+        let count = valid.iter().filter(|valid| **valid).count();
+        if count == 0 || count == files.len() {
+            let by_hash = |i: &usize| hash(files[*i].0.key.as_bytes());
+            let changed = if count == 0 {
+                (0..files.len()).min_by_key(by_hash)
+            } else {
+                (0..files.len()).max_by_key(by_hash)
+            };
+            let changed = changed.expect("there are files");
+            valid[changed] = !valid[changed];
+        }
+        let mut parts: [(Vec<u8>, usize); 2] = Default::default();
+        for ((_, bytes), valid) in files.iter().zip(valid) {
+            let (part, count) = &mut parts[usize::from(valid)];
+            part.extend_from_slice(bytes);
+            part.push(END_OF_FILE);
+            *count += 1;
+        }
+        let [(train, train_files), (valid, valid_files)] = parts;
+        let mut checksum = Fnv::new();
+        checksum.update(&train);
+        checksum.update(&valid);
+        let fingerprint = Fingerprint {
+            train_files,
+            train_bytes: train.len(),
+            valid_files,
+            valid_bytes: valid.len(),
+            checksum: format!("{:016x}", checksum.value()),
+        };
+        Ok(Self {
+            train,
+            valid,
+            fingerprint,
+            skipped,
+        })
+    }
+
+    /// What identifies this corpus.
+    pub fn fingerprint(&self) -> &Fingerprint {
+        &self.fingerprint
+    }
+
+    /// Files that were left out because they are empty or not UTF-8 text.
+    pub fn skipped(&self) -> usize {
+        self.skipped
+    }
+
+    /// Check that sequences of `context` bytes can be drawn from both parts.
+    ///
+    /// # Errors
+    /// When one of them is shorter than `context + 1` bytes.
+    pub fn check(&self, context: usize) -> Result<()> {
+        for (name, part) in [("training", &self.train), ("validation", &self.valid)] {
+            ensure!(
+                part.len() > context,
+                "the {name} files have {} bytes, but a context of {context} needs at least {}: \
+                 give more text (--data, or a higher --data-bytes), or a smaller --context",
+                part.len(),
+                context + 1
+            );
+        }
+        Ok(())
+    }
+
+    /// Nats per byte of the validation text under the frequencies of bytes in the training text: the
+    /// loss of the best model that looks at no context.
+    ///
+    /// Every byte counts once more than it occurs, so that the result is finite.
+    pub fn unigram_entropy(&self) -> f64 {
+        let count = |bytes: &[u8]| {
+            let mut counts = [0u64; VOCABULARY];
+            bytes
+                .iter()
+                .for_each(|byte| counts[usize::from(*byte)] += 1);
+            counts
+        };
+        let total = (self.train.len() + VOCABULARY) as f64;
+        let nats: f64 = count(&self.train)
+            .into_iter()
+            .zip(count(&self.valid))
+            .map(|(train, valid)| -(valid as f64) * ((train + 1) as f64 / total).ln())
+            .sum();
+        nats / self.valid.len() as f64
+    }
+
+    /// The training batch of step `step`: a function of the seed and the step, so that a run can be
+    /// resumed anywhere. Sequences start at random bytes.
+    pub fn train_batch(&self, seed: u64, step: u64, batch: usize, context: usize) -> Batch {
+        let starts = (self.train.len() - context) as u64;
+        let mut stream = Stream::new(seed, hash(b"batches")).at(step * batch as u64);
+        Batch::new(
+            &self.train,
+            (0..batch).map(|_| stream.below(starts) as usize),
+            context,
+        )
+    }
+
+    /// Batch number `index` of the `count` that an evaluation consists of: sequences at even
+    /// distances over the validation text, always the same.
+    pub fn valid_batch(&self, index: usize, count: usize, batch: usize, context: usize) -> Batch {
+        let last = (self.valid.len() - context - 1) as u128;
+        let sequences = (count * batch) as u128;
+        let starts = (0..batch).map(|row| {
+            let sequence = (index * batch + row) as u128;
+            (last * sequence / (sequences - 1).max(1)) as usize
+        });
+        Batch::new(&self.valid, starts, context)
+    }
+}
+
+/// Sequences of bytes, and the byte that follows each of them.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Batch {
+    /// Row after row.
+    inputs: Vec<i32>,
+    targets: Vec<i32>,
+    rows: usize,
+}
+
+impl Batch {
+    fn new(text: &[u8], starts: impl Iterator<Item = usize>, context: usize) -> Self {
+        let (mut inputs, mut targets, mut rows) = (Vec::new(), Vec::new(), 0);
+        for start in starts {
+            let bytes = &text[start..start + context + 1];
+            inputs.extend(bytes[..context].iter().map(|byte| i32::from(*byte)));
+            targets.extend(bytes[1..].iter().map(|byte| i32::from(*byte)));
+            rows += 1;
+        }
+        Self {
+            inputs,
+            targets,
+            rows,
+        }
+    }
+
+    /// Batch `number` of random bytes: `rows` sequences of `context`.
+    pub(crate) fn random(seed: u64, number: u64, rows: usize, context: usize) -> Self {
+        let mut stream = Stream::new(seed, number);
+        let length = context + 1;
+        let text: Vec<u8> = (0..rows * length).map(|_| stream.next() as u8).collect();
+        Self::new(&text, (0..rows).map(|row| row * length), context)
+    }
+
+    /// Number of sequences.
+    pub fn rows(&self) -> usize {
+        self.rows
+    }
+
+    /// The batch in `parts` of equal length, in order.
+    ///
+    /// # Panics
+    /// When `parts` does not divide the number of sequences.
+    pub fn split(self, parts: usize) -> Vec<Self> {
+        assert!(
+            parts > 0 && self.rows.is_multiple_of(parts),
+            "{} sequences in {parts} parts",
+            self.rows
+        );
+        let rows = self.rows / parts;
+        let length = self.inputs.len() / parts;
+        self.inputs
+            .chunks(length)
+            .zip(self.targets.chunks(length))
+            .map(|(inputs, targets)| Self {
+                inputs: inputs.to_vec(),
+                targets: targets.to_vec(),
+                rows,
+            })
+            .collect()
+    }
+
+    /// Inputs and targets, `[batch, context]`, on `device`.
+    pub fn tensors(self, device: &Device) -> (Tensor<2, Int>, Tensor<2, Int>) {
+        let shape = [self.rows, self.inputs.len() / self.rows];
+        let tensor = |values| Tensor::from_data(TensorData::new(values, shape), device);
+        (tensor(self.inputs), tensor(self.targets))
+    }
+}
+
+/// The files of `paths`, ordered by the hash of their keys, so that a limit takes a sample.
+fn given_files(paths: &[PathBuf]) -> Result<Vec<Found>> {
+    let mut walk = Walk::default();
+    for path in paths {
+        ensure!(path.exists(), "data {} does not exist", path.display());
+        if path.is_dir() {
+            walk.folder(path, "", &|_| true)?;
+        } else {
+            let name = path.file_name().unwrap_or(path.as_os_str());
+            walk.file(path.clone(), name.to_string_lossy().into_owned())?;
+        }
+    }
+    let mut files = walk.files;
+    files.sort_by_cached_key(|file| (hash(file.key.as_bytes()), file.clone()));
+    Ok(files)
+}
+
+/// The Rust sources that cargo has downloaded, ordered so that a limit takes a few files of every
+/// crate and not all files of a few.
+fn registry_files() -> Result<Vec<Found>> {
+    let home = std::env::var_os("CARGO_HOME")
+        .map(PathBuf::from)
+        .or_else(|| std::env::home_dir().map(|home| home.join(".cargo")));
+    let advice = "give files or folders of text with --data PATH, or run `cargo fetch` in a Rust \
+                  project, which fills it";
+    let Some(home) = home else {
+        bail!(
+            "cannot find cargo's folder, as neither CARGO_HOME nor a home folder is set: {advice}"
+        );
+    };
+    let sources = home.join("registry").join("src");
+    // One folder per registry, in it one folder per crate. A crate that several registries have is
+    // taken once.
+    let mut crates = BTreeMap::new();
+    for registry in folders(&sources) {
+        for folder in folders(&registry) {
+            let name = folder
+                .file_name()
+                .map(|name| name.to_string_lossy().into_owned());
+            crates.entry(name.unwrap_or_default()).or_insert(folder);
+        }
+    }
+    let mut ranked = Vec::new();
+    for (name, folder) in crates {
+        let mut walk = Walk::default();
+        walk.folder(&folder, &name, &|path| {
+            path.extension().is_some_and(|extension| extension == "rs")
+                && fs::metadata(path).is_ok_and(|file| file.len() <= REGISTRY_FILE_LIMIT)
+        })?;
+        walk.files
+            .sort_by_cached_key(|file| hash(file.key.as_bytes()));
+        ranked.extend(walk.files.into_iter().enumerate());
+    }
+    ensure!(
+        !ranked.is_empty(),
+        "there are no Rust sources in {}: {advice}",
+        sources.display()
+    );
+    ranked.sort_by_cached_key(|(rank, file)| (*rank, hash(file.key.as_bytes()), file.clone()));
+    Ok(ranked.into_iter().map(|(_, file)| file).collect())
+}
+
+/// The folders in `path`, in the order of their names; none if it does not exist.
+fn folders(path: &Path) -> Vec<PathBuf> {
+    let Ok(entries) = fs::read_dir(path) else {
+        return Vec::new();
+    };
+    let mut folders: Vec<PathBuf> = entries
+        .flatten()
+        .map(|entry| entry.path())
+        .filter(|path| path.is_dir())
+        .collect();
+    folders.sort();
+    folders
+}
+
+#[derive(Default)]
+struct Walk {
+    files: Vec<Found>,
+    /// Real paths of the files and folders seen: links can lead to them again, or round in circles.
+    seen: HashSet<PathBuf>,
+}
+
+impl Walk {
+    fn folder(&mut self, path: &Path, key: &str, wanted: &dyn Fn(&Path) -> bool) -> Result<()> {
+        let context = || format!("cannot read {}", path.display());
+        if !self.seen.insert(path.canonicalize().with_context(context)?) {
+            return Ok(());
+        }
+        let mut entries: Vec<PathBuf> = fs::read_dir(path)
+            .with_context(context)?
+            .map(|entry| Ok(entry?.path()))
+            .collect::<Result<_>>()
+            .with_context(context)?;
+        entries.sort();
+        for entry in entries {
+            let name = entry
+                .file_name()
+                .unwrap_or_default()
+                .to_string_lossy()
+                .into_owned();
+            // A link that leads nowhere is no text.
+            if name.starts_with('.') || !entry.exists() {
+                continue;
+            }
+            let key = if key.is_empty() {
+                name
+            } else {
+                format!("{key}/{name}")
+            };
+            if entry.is_dir() {
+                self.folder(&entry, &key, wanted)?;
+            } else if entry.is_file() && wanted(&entry) {
+                self.file(entry, key)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn file(&mut self, path: PathBuf, key: String) -> Result<()> {
+        let real = path
+            .canonicalize()
+            .with_context(|| format!("cannot read {}", path.display()))?;
+        if self.seen.insert(real) {
+            self.files.push(Found { key, path });
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A folder that is removed at the end.
+    struct Folder(PathBuf);
+
+    impl Folder {
+        fn new(name: &str) -> Self {
+            let path =
+                std::env::temp_dir().join(format!("nvfp4-data-{name}-{}", std::process::id()));
+            let _ = fs::remove_dir_all(&path);
+            fs::create_dir_all(&path).unwrap();
+            Self(path)
+        }
+
+        fn write(&self, name: &str, content: impl AsRef<[u8]>) {
+            let path = self.0.join(name);
+            fs::create_dir_all(path.parent().unwrap()).unwrap();
+            fs::write(path, content).unwrap();
+        }
+
+        fn load(&self) -> Result<Corpus> {
+            Corpus::load(std::slice::from_ref(&self.0), 0)
+        }
+    }
+
+    impl Drop for Folder {
+        fn drop(&mut self) {
+            let _ = fs::remove_dir_all(&self.0);
+        }
+    }
+
+    #[test]
+    fn a_batch_is_split_into_equal_parts() {
+        let text: Vec<u8> = (0..100).collect();
+        let starts = [0, 7, 40, 61];
+        let whole = Batch::new(&text, starts.into_iter(), 5);
+        assert_eq!(whole.rows(), 4);
+        let parts = whole.clone().split(2);
+        assert_eq!(
+            parts,
+            [
+                Batch::new(&text, starts[..2].iter().copied(), 5),
+                Batch::new(&text, starts[2..].iter().copied(), 5)
+            ]
+        );
+        assert_eq!(whole.clone().split(1), [whole]);
+    }
+
+    #[test]
+    fn the_split_is_by_path_and_stays() {
+        let folder = Folder::new("split");
+        for i in 0..200 {
+            folder.write(&format!("{}/{i}.txt", i % 7), format!("file number {i}\n"));
+        }
+        let first = folder.load().unwrap();
+        assert_eq!(first.fingerprint(), folder.load().unwrap().fingerprint());
+        assert_eq!(
+            first.fingerprint().train_files + first.fingerprint().valid_files,
+            200
+        );
+        assert!((5..40).contains(&first.fingerprint().valid_files));
+
+        // The same files elsewhere split the same; one file more moves none of the others.
+        let copy = Folder::new("split-copy");
+        for i in (0..200).rev() {
+            copy.write(&format!("{}/{i}.txt", i % 7), format!("file number {i}\n"));
+        }
+        assert_eq!(copy.load().unwrap().fingerprint(), first.fingerprint());
+        copy.write("another.txt", "another file\n");
+        let more = String::from_utf8(copy.load().unwrap().valid).unwrap();
+        let valid = String::from_utf8(first.valid.clone()).unwrap();
+        assert!(valid.split('\0').all(|file| more.contains(file)));
+
+        // A limit takes a part of them, always the same.
+        let part = |limit| Corpus::load(std::slice::from_ref(&folder.0), limit).unwrap();
+        assert_eq!(part(1000).fingerprint(), part(1000).fingerprint());
+        let files = part(1000).fingerprint().train_files + part(1000).fingerprint().valid_files;
+        assert!((50..80).contains(&files), "{files} files of about 15 bytes");
+    }
+
+    #[test]
+    fn what_is_not_text_is_left_out_and_counted() {
+        let folder = Folder::new("text");
+        folder.write("a.txt", "alpha");
+        folder.write("b/b.md", "beta, größer");
+        folder.write("empty", "");
+        folder.write("zero", b"a\0b");
+        folder.write("latin1", b"gr\xf6\xdfer");
+        folder.write(".hidden", "not read");
+        #[cfg(unix)]
+        {
+            std::os::unix::fs::symlink(&folder.0, folder.0.join("circle")).unwrap();
+            std::os::unix::fs::symlink(folder.0.join("a.txt"), folder.0.join("again")).unwrap();
+            std::os::unix::fs::symlink("nowhere", folder.0.join("broken")).unwrap();
+        }
+        let corpus = folder.load().unwrap();
+        assert_eq!(corpus.skipped(), 3);
+        // Two files: one on each side, whatever their hashes.
+        let fingerprint = corpus.fingerprint();
+        assert_eq!((fingerprint.train_files, fingerprint.valid_files), (1, 1));
+        let mut parts = [corpus.train.clone(), corpus.valid.clone()];
+        parts.sort();
+        assert_eq!(
+            parts,
+            [b"alpha\0".to_vec(), "beta, größer\0".as_bytes().to_vec()]
+        );
+        let error = corpus.check(100).unwrap_err().to_string();
+        assert!(error.contains("context of 100"), "{error}");
+    }
+
+    #[test]
+    fn too_little_data_is_an_error() {
+        let folder = Folder::new("little");
+        folder.write("only.txt", "one file");
+        let error = format!("{:#}", folder.load().unwrap_err());
+        assert!(error.contains("at least 2"), "{error}");
+        let missing = folder.0.join("missing");
+        let error = Corpus::load(std::slice::from_ref(&missing), 0)
+            .unwrap_err()
+            .to_string();
+        assert!(
+            error.contains("missing") && error.contains("does not exist"),
+            "{error}"
+        );
+    }
+
+    #[test]
+    fn a_limit_leaves_both_sides_a_file() {
+        let folder = Folder::new("limit");
+        for i in 0..20 {
+            folder.write(&format!("{i}.txt"), "as long as the limit, or longer");
+        }
+        for limit in [1, 30] {
+            let corpus = Corpus::load(std::slice::from_ref(&folder.0), limit).unwrap();
+            let found = corpus.fingerprint();
+            assert_eq!((found.train_files, found.valid_files), (1, 1), "{limit}");
+        }
+    }
+
+    #[test]
+    fn batches_depend_on_seed_and_step() {
+        let folder = Folder::new("batches");
+        for i in 0..20 {
+            let text: String = (0..200)
+                .map(|j| char::from(b' ' + ((i * j) % 90) as u8))
+                .collect();
+            folder.write(&format!("{i}"), text);
+        }
+        let corpus = folder.load().unwrap();
+        let batch = |seed, step| corpus.train_batch(seed, step, 4, 16);
+        assert_eq!(batch(1, 5), batch(1, 5));
+        assert_ne!(batch(1, 5), batch(1, 6));
+        assert_ne!(batch(1, 5), batch(2, 5));
+        let Batch {
+            inputs,
+            targets,
+            rows,
+        } = batch(1, 5);
+        assert_eq!(rows, 4);
+        for row in 0..4 {
+            assert_eq!(
+                inputs[row * 16 + 1..row * 16 + 16],
+                targets[row * 16..row * 16 + 15]
+            );
+        }
+        // The evaluation reaches from the first byte to the last.
+        let first = corpus.valid_batch(0, 3, 4, 16);
+        let last = corpus.valid_batch(2, 3, 4, 16);
+        assert_eq!(first.inputs[0], i32::from(corpus.valid[0]));
+        assert_eq!(last.targets[63], i32::from(*corpus.valid.last().unwrap()));
+    }
+
+    #[test]
+    fn unigram_entropy_of_known_text() {
+        let files = ["aaab", "aabb"].map(|text| {
+            let key = text.to_string();
+            (
+                Found {
+                    path: PathBuf::from(&key),
+                    key,
+                },
+                text.as_bytes().to_vec(),
+            )
+        });
+        let corpus = Corpus::from_files(files.to_vec(), 0).unwrap();
+        let train = |byte| corpus.train.iter().filter(|b| **b == byte).count() as f64;
+        let nats = |byte| -((train(byte) + 1.0) / 261.0).ln();
+        let expected = corpus.valid.iter().map(|byte| nats(*byte)).sum::<f64>() / 5.0;
+        assert!((corpus.unigram_entropy() - expected).abs() < 1e-12);
+    }
+}

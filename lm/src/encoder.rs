@@ -1,0 +1,187 @@
+//! The same kind of model from Burn's own layers, unmodified, for
+//! [`decorate`](burn_nvfp4::Decorator): what a user brings who has a model already.
+//!
+//! Embeddings of bytes and of positions, `burn_nn`'s `TransformerEncoder` with a causal mask
+//! (LayerNorm, softmax attention, GELU), LayerNorm, and a head. For a recipe that quantizes it is
+//! decorated; `bf16` and `f32` are Burn's own arithmetic, with nothing of ours in it.
+
+use anyhow::{Result, ensure};
+use burn::module::Module;
+use burn::nn::attention::generate_autoregressive_mask;
+use burn::nn::transformer::{
+    TransformerEncoder, TransformerEncoderConfig, TransformerEncoderInput,
+};
+use burn::nn::{Embedding, EmbeddingConfig, LayerNorm, LayerNormConfig, Linear, LinearConfig};
+use burn::tensor::{Device, FloatDType, Int, Tensor};
+
+use crate::config::{Decoration, ModelConfig, Recipe, RunConfig, VOCABULARY};
+use crate::model::{LanguageModel, cast, check_dtype, embed, initialise};
+
+/// A language model of Burn's own layers.
+///
+/// All parameters have the type of the activations, as Burn's layers want it; the optimizer keeps
+/// f32 copies of those in bf16.
+#[derive(Module, Debug)]
+pub struct EncoderModel {
+    /// One row per byte, `[256, width]`.
+    pub embedding: Embedding,
+    /// One row per position, `[context, width]`.
+    pub positions: Embedding,
+    /// The blocks.
+    pub encoder: TransformerEncoder,
+    /// Before the head.
+    pub norm: LayerNorm,
+    /// From features to the logits of the next byte.
+    pub head: Linear,
+    #[module(skip)]
+    decoration: Option<Decoration>,
+}
+
+impl EncoderModel {
+    /// The model without decoration, its parameters in `dtype`.
+    ///
+    /// # Errors
+    /// When the sizes do not pass [`ModelConfig::check`], or have experts, which Burn has no layer
+    /// for, or the device does not compute in `dtype`.
+    pub fn new(
+        config: &ModelConfig,
+        dtype: FloatDType,
+        seed: u64,
+        device: &Device,
+    ) -> Result<Self> {
+        config.check()?;
+        check_dtype(dtype, device)?;
+        let ModelConfig {
+            width,
+            layers,
+            heads,
+            hidden,
+            context,
+            experts,
+            ..
+        } = *config;
+        ensure!(
+            experts.is_none(),
+            "experts is {}, but a model of Burn's own layers has none: leave out model moe, or \
+             decorate",
+            experts.unwrap_or_default()
+        );
+        let model = Self {
+            embedding: EmbeddingConfig::new(VOCABULARY, width).init(device),
+            positions: EmbeddingConfig::new(context, width).init(device),
+            encoder: TransformerEncoderConfig::new(width, hidden, heads, layers)
+                .with_dropout(0.0)
+                .with_norm_first(true)
+                .init(device),
+            norm: LayerNormConfig::new(width).init(device),
+            head: LinearConfig::new(width, VOCABULARY)
+                .with_bias(false)
+                .init(device),
+            decoration: None,
+        };
+        Ok(initialise(model, seed, layers, dtype))
+    }
+
+    /// Weights of the blocks' linear layers, with all of which each byte is multiplied.
+    pub fn weights_of_a_byte(config: &ModelConfig) -> usize {
+        config.layers * (4 * config.width * config.width + 2 * config.width * config.hidden)
+    }
+
+    /// Number of trained parameters of a model of these sizes.
+    pub fn parameters(config: &ModelConfig) -> usize {
+        let &ModelConfig {
+            width,
+            layers,
+            hidden,
+            context,
+            ..
+        } = config;
+        let attention = 4 * (width + 1) * width;
+        let feed_forward = 2 * width * hidden + hidden + width;
+        let norm = 2 * width;
+        layers * (attention + feed_forward + 2 * norm) + norm + (2 * VOCABULARY + context) * width
+    }
+}
+
+impl LanguageModel for EncoderModel {
+    fn build(config: &RunConfig, recipe: &Recipe, device: &Device) -> Result<Self> {
+        let dtype = config.activation_of(recipe).into();
+        let model = Self::new(&config.model(), dtype, config.seed, device)?;
+        match config.decorate {
+            Some(decoration) if !recipe.is_high_precision() => {
+                decorate(model, config, recipe, decoration)
+            }
+            _ => Ok(model),
+        }
+    }
+
+    fn context(&self) -> usize {
+        self.positions.weight.shape()[0]
+    }
+
+    fn predict(&self, tokens: Tensor<2, Int>) -> (Tensor<2>, Option<Tensor<1>>) {
+        let [batch, time] = tokens.dims();
+        let device = tokens.device();
+        let positions = self.positions.weight.val().narrow(0, 0, time);
+        let x = embed(tokens, self.embedding.weight.val()) + positions.unsqueeze();
+        let mask = generate_autoregressive_mask(batch, time, &device.without_autodiff());
+        let x = self
+            .encoder
+            .forward(TransformerEncoderInput::new(x).mask_attn(mask));
+        let logits = self.head.forward(self.norm.forward(x));
+        let logits = cast(logits, FloatDType::F32);
+        (logits.reshape([batch * time, VOCABULARY]), None)
+    }
+
+    fn account(&self) -> Result<Option<String>> {
+        self.decoration
+            .map(|decoration| account(self, decoration))
+            .transpose()
+    }
+}
+
+/// `model` with the linear layers of its blocks in NVFP4. Its head is one by its name, and stays as it is.
+#[cfg(any(feature = "cpu", feature = "cuda"))]
+fn decorate(
+    model: EncoderModel,
+    config: &RunConfig,
+    recipe: &Recipe,
+    decoration: Decoration,
+) -> Result<EncoderModel> {
+    use burn_nvfp4::state::number_layers;
+
+    let decorator = burn_nvfp4::Decorator::new(&config.nvfp4_recipe(recipe)?);
+    let decorator = match decoration {
+        Decoration::Strict => decorator,
+        Decoration::Lenient => decorator.lenient(),
+    };
+    let mut model = decorator.decorate(model)?;
+    model.decoration = Some(decoration);
+    number_layers(&model);
+    Ok(model)
+}
+
+#[cfg(not(any(feature = "cpu", feature = "cuda")))]
+fn decorate(
+    _model: EncoderModel,
+    _config: &RunConfig,
+    recipe: &Recipe,
+    _decoration: Decoration,
+) -> Result<EncoderModel> {
+    anyhow::bail!("decorate with recipe {recipe} needs a build with --features cpu or cuda")
+}
+
+/// What ran where in a decorated model.
+#[cfg(any(feature = "cpu", feature = "cuda"))]
+fn account(model: &EncoderModel, decoration: Decoration) -> Result<String> {
+    let report = burn_nvfp4::decorate::report(model)?;
+    if decoration == Decoration::Strict {
+        report.check()?;
+    }
+    Ok(report.to_string())
+}
+
+#[cfg(not(any(feature = "cpu", feature = "cuda")))]
+fn account(_model: &EncoderModel, _decoration: Decoration) -> Result<String> {
+    unreachable!("nothing is decorated in this build")
+}

@@ -1,0 +1,29 @@
+//! A small language model and its training, on which the command `nvfp4 train` is built.
+//!
+//! - [`config`]: what to train; presets, and the checks on their values.
+//! - [`model`]: a decoder-only transformer over bytes whose block projections are
+//!   [`Nvfp4Linear`](burn_nvfp4::Nvfp4Linear) layers, and what a model is to the others.
+//! - [`encoder`]: a model of Burn's own layers, unmodified, which is decorated.
+//! - [`data`]: text files to a corpus, its split, and batches that depend on seed and step alone.
+//! - [`optim`]: AdamW with global-norm clipping, and the learning-rate schedule.
+//! - [`train`]: one training run as a state machine: step, evaluate, save, resume.
+//! - [`checkpoint`]: a run on disk, whole or not at all.
+//! - [`sample`]: text from a trained model.
+//! - [`cost`]: time, memory and kernels of a training step.
+//!
+//! Everything that a run computes is a function of its configuration and its data, on a given device
+//! and number of threads: no clock, no address and no global counter enters. That is what lets a
+//! resumed run reach the same bytes as an uninterrupted one.
+
+pub mod checkpoint;
+pub mod config;
+pub mod cost;
+pub mod data;
+pub mod encoder;
+pub mod model;
+pub mod optim;
+pub mod sample;
+pub mod train;
+
+mod random;
+mod ranks;

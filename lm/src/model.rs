@@ -1,0 +1,532 @@
+//! The model: a decoder-only transformer over bytes.
+//!
+//! Blocks of [`burn_nvfp4::nn`]: RMSNorm before each half, rotary positions, causal attention, and a
+//! SwiGLU feed-forward or a mixture of SwiGLU experts. The projections of a block are NVFP4 layers;
+//! the embedding, the routers and the head stay in high precision. Parameters are f32 master weights;
+//! what flows between the layers has the type [`Activation`], except that norms, rotations, softmax,
+//! routers and loss are computed in f32.
+
+use anyhow::{Result, ensure};
+use burn::module::{Module, ModuleMapper, Param, ParamId};
+use burn::tensor::activation::log_softmax;
+use burn::tensor::{DType, Device, FloatDType, Int, Tensor, TensorData};
+use burn_nvfp4::nn::{
+    BlockOutput, Nvfp4TransformerBlock, Nvfp4TransformerBlockConfig, Positions, PositionsConfig,
+    RmsNorm,
+};
+use burn_nvfp4::state::number_layers;
+
+use crate::config::{Activation, BALANCE_SHARE, ModelConfig, Recipe, RunConfig, VOCABULARY};
+use crate::random::{Stream, hash};
+use burn_nvfp4::Nvfp4Recipe;
+
+/// Standard deviation of the initial embedding.
+const EMBEDDING_DEVIATION: f64 = 0.1;
+/// Scale of the initial head: the untrained model's prediction is close to uniform.
+const HEAD_SCALE: f64 = 0.25;
+/// Share of each block's router z-loss in the training loss.
+const Z_SHARE: f64 = 0.001;
+
+/// A model of the next byte, as [`Run`](crate::train::Run) trains it.
+pub trait LanguageModel: Module + 'static {
+    /// The untrained model of the run `config`, for `recipe`, on `device`. Its weights depend on the
+    /// run's seed and sizes alone: not on the device, nor on the recipe.
+    ///
+    /// # Errors
+    /// When the sizes do not fit, or the device cannot compute what the recipe asks for.
+    fn build(config: &RunConfig, recipe: &Recipe, device: &Device) -> Result<Self>;
+
+    /// Longest sequence that the model takes.
+    fn context(&self) -> usize;
+
+    /// The logits of the byte after each byte of `tokens` (`[batch, time]`), f32
+    /// `[batch * time, 256]`, and what the model adds to the training loss.
+    fn predict(&self, tokens: Tensor<2, Int>) -> (Tensor<2>, Option<Tensor<1>>);
+
+    /// Logits of the byte after each byte of `tokens`, `[batch, time]`: f32
+    /// `[batch * time, 256]`.
+    fn forward(&self, tokens: Tensor<2, Int>) -> Tensor<2> {
+        self.predict(tokens).0
+    }
+
+    /// Mean cross entropy, in nats per byte, of `targets` under the prediction from `tokens`; both
+    /// are `[batch, time]`.
+    fn loss(&self, tokens: Tensor<2, Int>, targets: Tensor<2, Int>) -> Tensor<1> {
+        cross_entropy(self.forward(tokens), targets)
+    }
+
+    /// What training minimises: [`loss`](Self::loss), and what the model adds to it.
+    fn training_loss(&self, tokens: Tensor<2, Int>, targets: Tensor<2, Int>) -> Tensor<1> {
+        let (logits, more) = self.predict(tokens);
+        let loss = cross_entropy(logits, targets);
+        match more {
+            Some(more) => loss + more,
+            None => loss,
+        }
+    }
+
+    /// What ran where since the model was built, for the user to read, if it keeps account of it.
+    ///
+    /// # Errors
+    /// When the account shows that the model did not compute what its recipe asks for.
+    fn account(&self) -> Result<Option<String>> {
+        Ok(None)
+    }
+}
+
+/// Fail unless `device` computes in `dtype`.
+///
+/// CubeCL's CPU runtime says that it does in bf16, but its operations lack a library function, and then
+/// do nothing instead of failing.
+pub(crate) fn check_dtype(dtype: FloatDType, device: &Device) -> Result<()> {
+    ensure!(
+        dtype == FloatDType::F32 || !is_cubecl_cpu(device),
+        "{dtype:?} on device cpu is not possible: CubeCL's CPU runtime computes in F32 only; use \
+         device flex or cuda:N"
+    );
+    ensure!(
+        device.supports_dtype(dtype),
+        "{dtype:?} on device {device:?} is not possible: it does not compute in that type"
+    );
+    Ok(())
+}
+
+fn is_cubecl_cpu(device: &Device) -> bool {
+    #[cfg(feature = "cpu")]
+    return *device == Device::cpu();
+    #[cfg(not(feature = "cpu"))]
+    {
+        let _ = device;
+        false
+    }
+}
+
+/// `x` in type `dtype`; no operation when it is already.
+pub(crate) fn cast<const D: usize>(x: Tensor<D>, dtype: FloatDType) -> Tensor<D> {
+    if x.dtype() == DType::from(dtype) {
+        x
+    } else {
+        x.cast(dtype)
+    }
+}
+
+/// The sum of all elements, axis by axis: `[1]`. Burn's `sum` adds with atomics on a GPU, in an order that
+/// changes: losses would not repeat, nor would the factor of clipped gradients, and equal gradients
+/// would no longer make equal weights.
+pub(crate) fn sum<const D: usize>(x: Tensor<D>) -> Tensor<1> {
+    (0..D).rev().fold(x, |x, axis| x.sum_dim(axis)).reshape([1])
+}
+
+/// The language model.
+#[derive(Module, Debug)]
+pub struct Transformer {
+    /// One row per byte, f32 `[256, width]`.
+    pub embedding: Param<Tensor<2>>,
+    /// The layers, in order.
+    pub blocks: Vec<Nvfp4TransformerBlock>,
+    /// Before the head.
+    pub norm: RmsNorm,
+    /// From features to the logits of the next byte, f32 `[width, 256]`.
+    pub head: Param<Tensor<2>>,
+    positions: Positions,
+    #[module(skip)]
+    activation: Activation,
+    /// Share of each block's load-balancing loss in the training loss.
+    #[module(skip)]
+    balance_share: f64,
+}
+
+impl Transformer {
+    /// A new model on `device`, with weights that depend on `seed` and the sizes alone: not on the
+    /// device, nor on the recipe.
+    ///
+    /// # Errors
+    /// When the sizes do not pass [`ModelConfig::check`], the device has no NVFP4 implementation or
+    /// does not compute in the activation's type, or the recipe's group of high-precision layers matches none of the model's.
+    pub fn new(
+        config: &ModelConfig,
+        activation: Activation,
+        recipe: &Nvfp4Recipe,
+        seed: u64,
+        device: &Device,
+    ) -> Result<Self> {
+        config.check()?;
+        check_dtype(activation.into(), device)?;
+        let ModelConfig {
+            width,
+            layers,
+            heads,
+            hidden,
+            context,
+            experts,
+            top_k,
+        } = *config;
+        let block = Nvfp4TransformerBlockConfig::new(width, heads, hidden)
+            .with_experts(experts)
+            .with_top_k(top_k)
+            .with_recipe(recipe.clone());
+        let blocks = (0..layers)
+            .map(|_| Ok(block.try_init(device)?))
+            .collect::<Result<Vec<Nvfp4TransformerBlock>>>()?;
+        let zeros = |shape: [usize; 2]| Param::from_tensor(Tensor::<2>::zeros(shape, device));
+        let model = Self {
+            embedding: zeros([VOCABULARY, width]),
+            blocks,
+            norm: RmsNorm::new(width, device),
+            head: zeros([width, VOCABULARY]),
+            positions: PositionsConfig::new(context, width / heads).try_init(device)?,
+            activation,
+            balance_share: BALANCE_SHARE,
+        };
+        let model = initialise(model, seed, layers, FloatDType::F32);
+        number_layers(&model);
+        recipe.apply(&model)?;
+        Ok(model)
+    }
+}
+
+impl LanguageModel for Transformer {
+    fn build(config: &RunConfig, recipe: &Recipe, device: &Device) -> Result<Self> {
+        let model = Self::new(
+            &config.model(),
+            config.activation_of(recipe),
+            &config.nvfp4_recipe(recipe)?,
+            config.seed,
+            device,
+        )?;
+        Ok(Self {
+            balance_share: config.balance_loss.unwrap_or(BALANCE_SHARE),
+            ..model
+        })
+    }
+
+    fn context(&self) -> usize {
+        self.positions.context()
+    }
+
+    /// The routers add small shares of their balance and z-losses, where blocks have experts.
+    fn predict(&self, tokens: Tensor<2, Int>) -> (Tensor<2>, Option<Tensor<1>>) {
+        let [batch, time] = tokens.dims();
+        let rows = batch * time;
+        let activation = self.activation.into();
+        let mut x = embed(tokens, cast(self.embedding.val(), activation));
+        let mut routers: Option<Tensor<1>> = None;
+        for block in &self.blocks {
+            let BlockOutput {
+                output,
+                balance_loss,
+                z_loss,
+            } = block.forward(x, &self.positions);
+            x = output;
+            for (loss, share) in [(balance_loss, self.balance_share), (z_loss, Z_SHARE)] {
+                if let Some(loss) = loss {
+                    let loss = loss.mul_scalar(share);
+                    routers = Some(match routers {
+                        Some(sum) => sum + loss,
+                        None => loss,
+                    });
+                }
+            }
+        }
+        let x = self.norm.forward(x, activation);
+        let logits = x.matmul(cast(self.head.val(), activation).unsqueeze());
+        let logits = cast(logits, FloatDType::F32);
+        (logits.reshape([rows, VOCABULARY]), routers)
+    }
+}
+
+/// Mean cross entropy of `targets` (`[batch, time]`) under `logits` (`[batch * time, 256]`).
+fn cross_entropy(logits: Tensor<2>, targets: Tensor<2, Int>) -> Tensor<1> {
+    let [batch, time] = targets.dims();
+    let rows = batch * time;
+    let likelihoods = log_softmax(logits, 1) * one_hot(targets.reshape([rows]));
+    sum(likelihoods).div_scalar(-(rows as f64))
+}
+
+/// The rows of `embedding` (`[256, width]`) for `tokens` (`[batch, time]`): `[batch, time, width]`.
+///
+/// A product with a one-hot matrix: its gradient is a product too. The gradient of a look-up is a
+/// scatter, which GPUs add up in an order that is not the same from run to run. As a batch of
+/// products, so that their gradients, whose contraction is the tokens, are too.
+pub(crate) fn embed(tokens: Tensor<2, Int>, embedding: Tensor<2>) -> Tensor<3> {
+    let [batch, time] = tokens.dims();
+    let symbols: Tensor<3> =
+        one_hot(tokens.reshape([batch * time])).reshape([batch, time, VOCABULARY]);
+    cast(symbols, embedding.dtype().into()).matmul(embedding.unsqueeze())
+}
+
+/// f32 `[rows, 256]`: 1 in the column of each byte, else 0.
+fn one_hot(bytes: Tensor<1, Int>) -> Tensor<2> {
+    let device = bytes.device();
+    let dtype = bytes.dtype();
+    let columns = Tensor::<1, Int>::arange(0..VOCABULARY as i64, (&device, dtype));
+    let [rows] = bytes.dims();
+    let bytes = bytes.reshape([rows, 1]).expand([rows, VOCABULARY]);
+    cast(
+        bytes
+            .equal(columns.unsqueeze::<2>().expand([rows, VOCABULARY]))
+            .float(),
+        FloatDType::F32,
+    )
+}
+
+/// `model` with initial values and stable ids for all its parameters, both from their paths; the
+/// parameters become tensors of type `dtype`. `layers` is the depth of the model.
+///
+/// Burn's own initialisers draw from the device's generator, and its ids from the process: a run
+/// could not be repeated.
+pub(crate) fn initialise<M: Module>(model: M, seed: u64, layers: usize, dtype: FloatDType) -> M {
+    model.map(&mut Initialise {
+        seed,
+        layers,
+        dtype,
+        path: Vec::new(),
+    })
+}
+
+struct Initialise {
+    seed: u64,
+    layers: usize,
+    dtype: FloatDType,
+    path: Vec<String>,
+}
+
+impl Initialise {
+    /// Value `index` from the end of the path.
+    fn name(&self, index: usize) -> &str {
+        self.path.iter().rev().nth(index).map_or("", String::as_str)
+    }
+
+    /// Whether the parameter is the embedding, the head or another of this name: itself, or the
+    /// weight of a layer.
+    fn is(&self, names: &[&str]) -> bool {
+        names.contains(&self.name(0)) || names.contains(&self.name(1))
+    }
+}
+
+impl ModuleMapper for Initialise {
+    fn enter_module(&mut self, name: &str, _container_type: &str) {
+        self.path.push(name.into());
+    }
+
+    fn exit_module(&mut self, _name: &str, _container_type: &str) {
+        self.path.pop();
+    }
+
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        let path = self.path.join(".");
+        let shape = param.lazy_shape();
+        let count = shape.num_elements();
+        let id = hash(path.as_bytes());
+        let mut stream = Stream::new(self.seed, id);
+        let values = match self.name(0) {
+            "gain" | "gamma" => vec![1.0; count],
+            "bias" | "beta" => vec![0.0; count],
+            _ if self.is(&["embedding", "positions"]) => stream.normal(count, EMBEDDING_DEVIATION),
+            _ => {
+                // Of experts' weights, `[experts, d_in, d_out]`, as of others, the features that a
+                // product adds up.
+                let mut deviation = (shape.dims::<D>()[D.saturating_sub(2)] as f64).powf(-0.5);
+                // What is added to the residual stream starts smaller in a deeper model.
+                if ["out", "down", "output", "linear_outer"].contains(&self.name(1)) {
+                    deviation *= (2.0 * self.layers as f64).powf(-0.5);
+                }
+                if self.is(&["head"]) {
+                    deviation *= HEAD_SCALE;
+                }
+                stream.normal(count, deviation)
+            }
+        };
+        let device = param.lazy_device();
+        let dtype = DType::from(self.dtype);
+        let data = TensorData::new(values, shape).convert_dtype(dtype);
+        let tensor = Tensor::from_data(data, (&device, dtype));
+        let tensor = if device.is_autodiff() {
+            tensor.require_grad()
+        } else {
+            tensor
+        };
+        Param::initialized(ParamId::from(id), tensor)
+    }
+}
+
+#[cfg(all(test, feature = "flex"))]
+mod tests {
+    use super::*;
+    use crate::config::{Preset, Recipe, RunConfig};
+
+    const SIZES: ModelConfig = ModelConfig {
+        width: 32,
+        layers: 2,
+        heads: 2,
+        hidden: 48,
+        context: 24,
+        experts: None,
+        top_k: 2,
+    };
+
+    const EXPERTS: ModelConfig = ModelConfig {
+        experts: Some(4),
+        ..SIZES
+    };
+
+    fn model(recipe: Recipe, device: &Device) -> Transformer {
+        sized(&SIZES, recipe, device)
+    }
+
+    fn sized(sizes: &ModelConfig, recipe: Recipe, device: &Device) -> Transformer {
+        let config = RunConfig::preset(Preset::Tiny, "flex");
+        let nvfp4 = config.nvfp4_recipe(&recipe).unwrap();
+        Transformer::new(sizes, Activation::F32, &nvfp4, 7, device).unwrap()
+    }
+
+    fn tokens(bytes: &[i64], device: &Device) -> Tensor<2, Int> {
+        Tensor::from_data(TensorData::new(bytes.to_vec(), [1, bytes.len()]), device)
+    }
+
+    fn values<const D: usize>(tensor: Tensor<D>) -> Vec<f32> {
+        tensor.into_data().iter::<f32>().collect()
+    }
+
+    #[test]
+    fn later_bytes_do_not_change_earlier_logits() {
+        let device = Device::flex();
+        let model = model(Recipe::f32(), &device);
+        let text: Vec<i64> = (0..24).map(|i| (i * 37 + 5) % 256).collect();
+        let whole = values(model.forward(tokens(&text, &device)));
+        for changed in [1, 11, 23] {
+            let mut other = text.clone();
+            other[changed] = (other[changed] + 1) % 256;
+            let logits = values(model.forward(tokens(&other, &device)));
+            let same = changed * VOCABULARY;
+            assert_eq!(whole[..same], logits[..same], "byte {changed} reached back");
+            assert_ne!(
+                whole[same..same + VOCABULARY],
+                logits[same..same + VOCABULARY]
+            );
+        }
+        // A prefix on its own: the same values up to the order in which products are summed.
+        let prefix = values(model.forward(tokens(&text[..9], &device)));
+        let difference = prefix
+            .iter()
+            .zip(&whole)
+            .map(|(a, b)| (a - b).abs())
+            .fold(0f32, f32::max);
+        assert!(difference < 1e-4, "prefix differs by {difference}");
+    }
+
+    #[test]
+    fn weights_depend_on_the_seed_alone() {
+        let device = Device::flex();
+        let weight = |model: &Transformer, block: usize| {
+            let feed_forward = model.blocks[block].feed_forward.as_ref().unwrap();
+            values(feed_forward.gate_up.weight.val())
+        };
+        let (nvfp4, f32) = (
+            model(Recipe::nvfp4(), &device),
+            model(Recipe::f32(), &device),
+        );
+        assert_eq!(weight(&nvfp4, 1), weight(&f32, 1));
+        assert_eq!(nvfp4.head.id, f32.head.id);
+        assert_ne!(weight(&nvfp4, 1), weight(&nvfp4, 0));
+        assert_eq!(nvfp4.num_params(), SIZES.parameters());
+        let experts = sized(&EXPERTS, Recipe::nvfp4(), &device);
+        assert_eq!(experts.num_params(), EXPERTS.parameters());
+    }
+
+    /// The names under which checkpoints hold the parameters of a block.
+    #[test]
+    fn parameters_keep_their_paths() {
+        struct Paths(Vec<String>, Vec<String>);
+        impl burn::module::ModuleVisitor for Paths {
+            fn enter_module(&mut self, name: &str, _container_type: &str) {
+                self.0.push(name.into());
+            }
+            fn exit_module(&mut self, _name: &str, _container_type: &str) {
+                self.0.pop();
+            }
+            fn visit_float<const D: usize>(&mut self, _param: &Param<Tensor<D>>) {
+                self.1.push(self.0.join("."));
+            }
+        }
+        let mut paths = Paths(Vec::new(), Vec::new());
+        model(Recipe::f32(), &Device::flex()).visit(&mut paths);
+        let block = |index: usize| {
+            [
+                "attention_norm.gain",
+                "attention.qkv.weight",
+                "attention.out.weight",
+                "feed_forward_norm.gain",
+                "feed_forward.gate_up.weight",
+                "feed_forward.down.weight",
+            ]
+            .map(|name| format!("blocks.{index}.{name}"))
+        };
+        let others = ["embedding", "norm.gain", "head"].map(String::from);
+        let expected = [&others[..1], &block(0), &block(1), &others[1..]].concat();
+        assert_eq!(paths.1, expected);
+    }
+
+    /// Experts that all hold the weights of the dense model: its feed-forward, whatever the router
+    /// says.
+    #[test]
+    fn equal_experts_are_the_dense_model() {
+        let device = Device::flex();
+        let dense = model(Recipe::f32(), &device);
+        let mut experts = sized(&EXPERTS, Recipe::f32(), &device);
+        experts.embedding = dense.embedding.clone();
+        experts.head = dense.head.clone();
+        for (own, block) in experts.blocks.iter_mut().zip(&dense.blocks) {
+            own.attention = block.attention.clone();
+            let (moe, feed_forward) = (
+                own.moe.as_mut().unwrap(),
+                block.feed_forward.as_ref().unwrap(),
+            );
+            let copies = |weight: &Param<Tensor<2>>| {
+                Param::from_tensor(Tensor::stack(vec![weight.val(); 4], 0))
+            };
+            moe.gate_up.weight = copies(&feed_forward.gate_up.weight);
+            moe.down.weight = copies(&feed_forward.down.weight);
+        }
+        let text: Vec<i64> = (0..24).map(|i| (i * 37 + 5) % 256).collect();
+        let expected = values(dense.forward(tokens(&text, &device)));
+        let found = values(experts.forward(tokens(&text, &device)));
+        for (found, expected) in found.iter().zip(&expected) {
+            assert!((found - expected).abs() < 1e-4, "{found}, not {expected}");
+        }
+    }
+
+    #[test]
+    fn every_parameter_gets_a_gradient() {
+        struct Check<'a>(&'a burn::optim::GradientsParams, usize);
+        impl burn::module::ModuleVisitor for Check<'_> {
+            fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+                let gradient = self.0.get::<D>(param.id).expect("a gradient");
+                assert_eq!(gradient.dtype(), DType::F32);
+                assert!(values(gradient).iter().any(|v| *v != 0.0));
+                self.1 += 1;
+            }
+        }
+        let device = Device::flex().autodiff();
+        for (sizes, recipe, parameters) in [
+            (&SIZES, Recipe::nvfp4(), 2 * 6 + 3),
+            (&SIZES, Recipe::f32(), 2 * 6 + 3),
+            (&EXPERTS, Recipe::nvfp4(), 2 * 7 + 3),
+            (&EXPERTS, Recipe::f32(), 2 * 7 + 3),
+        ] {
+            let model = sized(sizes, recipe.clone(), &device);
+            let text: Vec<i64> = (0..20).map(|i| (i * 31) % 256).collect();
+            let loss = model.training_loss(tokens(&text, &device), tokens(&text, &device));
+            let uniform = (VOCABULARY as f32).ln();
+            let value = loss.clone().into_scalar::<f32>();
+            assert!(
+                (value - uniform).abs() < 0.3,
+                "{recipe} starts at {value}, not {uniform}"
+            );
+            let gradients = burn::optim::GradientsParams::from_grads(loss.backward(), &model);
+            let mut check = Check(&gradients, 0);
+            model.visit(&mut check);
+            assert_eq!(check.1, parameters);
+        }
+    }
+}

@@ -1,0 +1,311 @@
+//! The devices of a run: one rank for each, with a model and an optimizer of its own.
+//!
+//! Ranks take their steps together. Each computes the gradients of its part of the batch; then they make the
+//! mean over all ranks ([`Ranks`]), so that all of them update the same weights by the same gradients, and
+//! stay equal.
+
+use std::any::Any;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::mpsc::{Sender, channel};
+use std::thread::{self, JoinHandle};
+
+use anyhow::{Context, Result, bail};
+use burn::module::{ModuleVisitor, Param};
+use burn::optim::GradientsParams;
+use burn::tensor::{Bytes, Device, Tensor};
+use burn_nvfp4::Ranks;
+
+use crate::data::Batch;
+use crate::model::LanguageModel;
+use crate::optim::AdamW;
+use crate::random::mix;
+
+/// A model that is trained on one device.
+pub(crate) struct Rank<M> {
+    /// With autodiff.
+    pub device: Device,
+    pub model: M,
+    pub optimizer: AdamW,
+    /// Losses of steps that are still on the device.
+    pending: Vec<Tensor<1>>,
+    /// All ranks of the run, if they are several.
+    ranks: Option<Ranks>,
+}
+
+impl<M: LanguageModel> Rank<M> {
+    pub fn new(device: Device, model: M, optimizer: AdamW) -> Self {
+        Self {
+            device,
+            model,
+            optimizer,
+            pending: Vec::new(),
+            ranks: None,
+        }
+    }
+
+    /// One step. Nothing is read back from the device.
+    pub fn step(&mut self, batch: Batch, lr: f64) {
+        let (inputs, targets) = batch.tensors(&self.device);
+        let loss = self.model.training_loss(inputs, targets);
+        self.pending.push(loss.clone().without_autodiff());
+        let mut gradients = GradientsParams::from_grads(loss.backward(), &self.model);
+        if let Some(ranks) = &self.ranks {
+            ranks.average(&self.model, &mut gradients, &self.device);
+        }
+        self.model = self.optimizer.step(lr, self.model.clone(), gradients);
+    }
+
+    /// The losses of the steps since the last call; waits for the device.
+    pub fn losses(&mut self) -> Vec<f32> {
+        if self.pending.is_empty() {
+            return Vec::new();
+        }
+        let losses = Tensor::cat(std::mem::take(&mut self.pending), 0).into_data();
+        losses.iter::<f32>().collect()
+    }
+
+    /// What [`Others::check`] compares of each parameter.
+    fn digest(&self) -> Vec<Digest> {
+        let mut digests = Digests(Vec::new());
+        self.model.visit(&mut digests);
+        digests.0
+    }
+
+    /// The copy of this rank for data-parallel training on `device`, one of those of `ranks`: it has the same
+    /// weights, draws random bits of its own, and averages its gradients with the other ranks.
+    fn fork(&self, device: &Device, optimizer: AdamW, ranks: Ranks) -> Self {
+        let model = self.model.clone().fork(device);
+        // The copy travels by a collective of both devices.
+        for device in [&self.device, device] {
+            device
+                .sync()
+                .expect("a device that trains takes its work: operations on it fail before");
+        }
+        Self {
+            ranks: Some(ranks),
+            ..Self::new(device.clone(), model, optimizer)
+        }
+    }
+}
+
+/// One parameter: the sum of its elements with signs that change irregularly, and its norm.
+#[derive(Debug, Clone, Copy, PartialEq)]
+struct Digest {
+    projection: f64,
+    norm: f64,
+}
+
+impl Digest {
+    fn of(values: impl Iterator<Item = f32>) -> Self {
+        let (mut projection, mut squares) = (0.0, 0.0);
+        for (i, value) in values.map(f64::from).enumerate() {
+            let sign = match mix(i as u64) & 1 {
+                0 => 1.0,
+                _ => -1.0,
+            };
+            projection += sign * value;
+            squares += value * value;
+        }
+        Self {
+            projection,
+            norm: squares.sqrt(),
+        }
+    }
+
+    /// Whether two parameters may differ by rounding alone. Elements that differ by `d` at random differ in
+    /// projection by the norm of `d`. A thousandth is less than a step or two of separate training makes.
+    fn is_near(self, other: Self) -> bool {
+        let allowed = 1e-3 * self.norm.max(other.norm);
+        (self.projection - other.projection).abs() <= allowed
+            && (self.norm - other.norm).abs() <= allowed
+    }
+}
+
+/// Visits weights.
+struct Digests(Vec<Digest>);
+
+impl ModuleVisitor for Digests {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        let data = param.val().without_autodiff().into_data();
+        self.0.push(Digest::of(data.iter::<f32>()));
+    }
+}
+
+/// What the first rank asks of another.
+enum Job {
+    Step { batch: Batch, lr: f64 },
+    Losses(Sender<Vec<f32>>),
+    Digest(Sender<Vec<Digest>>),
+}
+
+/// A rank in a thread of its own.
+struct Worker {
+    jobs: Sender<Job>,
+    thread: JoinHandle<()>,
+}
+
+/// The other ranks of a run, beside the first one. They end with it.
+pub(crate) struct Others {
+    workers: Vec<Worker>,
+}
+
+impl Others {
+    /// Start training `first` on `devices`, the first of which is its own. It becomes a rank among
+    /// them, and each other device gets a copy of it.
+    ///
+    /// # Errors
+    /// When gradients cannot be averaged over `devices`, the optimizer's state cannot be copied or a thread
+    /// cannot be started.
+    pub fn start<M: LanguageModel>(first: &mut Rank<M>, devices: &[Device]) -> Result<Self> {
+        let ranks = Ranks::new(devices)?;
+        let state = first.optimizer.to_bytes()?;
+        let workers = devices[1..]
+            .iter()
+            .map(|device| {
+                let mut optimizer = first.optimizer.fresh();
+                optimizer.load(Bytes::from_bytes_vec(state.to_vec()), device)?;
+                worker(first.fork(device, optimizer, ranks.clone()))
+            })
+            .collect::<Result<_>>()?;
+        let device = first.device.clone();
+        let optimizer = std::mem::replace(&mut first.optimizer, AdamW::new(0.0, 1.0));
+        *first = first.fork(&device, optimizer, ranks);
+        Ok(Self { workers })
+    }
+
+    /// Have each of the others do its part of a step; the first rank has to do its own now.
+    pub fn step(&self, batches: impl Iterator<Item = Batch>, lr: f64) {
+        for (worker, batch) in self.workers.iter().zip(batches) {
+            worker.send(Job::Step { batch, lr });
+        }
+    }
+
+    /// The mean over all ranks of the losses of each step, `first` being those of the first one.
+    pub fn mean_losses(&self, first: Vec<f32>) -> Vec<f32> {
+        let mut sums = first;
+        for worker in &self.workers {
+            let losses = worker.ask(Job::Losses);
+            sums.iter_mut()
+                .zip(losses)
+                .for_each(|(sum, loss)| *sum += loss);
+        }
+        let count = (self.workers.len() + 1) as f32;
+        sums.into_iter().map(|sum| sum / count).collect()
+    }
+
+    /// Fail unless all ranks have the weights of `first`, but for rounding. Waits for all devices.
+    ///
+    /// # Errors
+    /// When one has others: its gradients were not averaged with the others' at some step.
+    pub fn check<M: LanguageModel>(&self, first: &Rank<M>, step: u64) -> Result<()> {
+        let expected = first.digest();
+        for (worker, rank) in self.workers.iter().zip(1..) {
+            let found = worker.ask(Job::Digest);
+            let far = expected
+                .iter()
+                .zip(&found)
+                .position(|(expected, found)| !expected.is_near(*found));
+            if let Some(parameter) = far {
+                bail!(
+                    "at step {step} parameter {parameter} of rank {rank} is {:?} and that of rank 0 \
+                     {:?}, but gradients that are averaged keep all ranks equal: train on one device",
+                    found[parameter],
+                    expected[parameter]
+                );
+            }
+        }
+        Ok(())
+    }
+
+    /// Wait for the other ranks to end.
+    pub fn stop(self) {
+        for Worker { jobs, thread } in self.workers {
+            drop(jobs);
+            thread.join().expect(RUNNING);
+        }
+    }
+}
+
+/// Why a worker is there: it ends the process if it fails.
+const RUNNING: &str = "a rank runs as long as the first one";
+
+impl Worker {
+    fn send(&self, job: Job) {
+        self.jobs.send(job).expect(RUNNING);
+    }
+
+    /// What the rank answers to `job`.
+    fn ask<T>(&self, job: impl FnOnce(Sender<T>) -> Job) -> T {
+        let (reply, answer) = channel();
+        self.send(job(reply));
+        answer.recv().expect(RUNNING)
+    }
+}
+
+/// Start the thread of `rank`.
+fn worker<M: LanguageModel>(mut rank: Rank<M>) -> Result<Worker> {
+    let (jobs, received) = channel();
+    let body = move || {
+        for job in received {
+            match job {
+                Job::Step { batch, lr } => rank.step(batch, lr),
+                // The first rank has gone if no one listens.
+                Job::Losses(reply) => drop(reply.send(rank.losses())),
+                Job::Digest(reply) => drop(reply.send(rank.digest())),
+            }
+        }
+    };
+    let thread = thread::Builder::new()
+        .name("rank".into())
+        .spawn(move || {
+            if let Err(cause) = catch_unwind(AssertUnwindSafe(body)) {
+                // The other ranks wait for this one's gradients, and would do so for ever.
+                eprintln!("error: a rank of the run failed: {}", message(&*cause));
+                std::process::exit(1);
+            }
+        })
+        .context("starting the thread of a rank")?;
+    Ok(Worker { jobs, thread })
+}
+
+/// What a panic said.
+fn message(cause: &(dyn Any + Send)) -> &str {
+    cause
+        .downcast_ref::<String>()
+        .map(String::as_str)
+        .or_else(|| cause.downcast_ref::<&str>().copied())
+        .unwrap_or("for a reason that it did not say")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Rounding passes, a step of training does not.
+    #[test]
+    fn ranks_that_came_apart_are_seen() {
+        let weights: Vec<f32> = (0..4096)
+            .map(|i| ((i * 37 % 101) as f32 - 50.0) * 1e-3)
+            .collect();
+        let digest = |change: &dyn Fn(usize, f32) -> f32| {
+            Digest::of(weights.iter().enumerate().map(|(i, &w)| change(i, w)))
+        };
+        let own = digest(&|_, w| w);
+        assert!(own.is_near(digest(&|_, w| w)));
+        assert!(own.is_near(digest(&|i, w| if i % 7 == 0 {
+            w * (1.0 + 1e-4)
+        } else {
+            w
+        })));
+        // Adam's steps are about as large as the learning rate, each element's in a direction of its own.
+        let step = |i: usize| {
+            if (i * i / 3).is_multiple_of(2) {
+                1e-3
+            } else {
+                -1e-3
+            }
+        };
+        assert!(!own.is_near(digest(&|i, w| w + step(i))));
+        assert!(!own.is_near(digest(&|_, w| w * 0.9)));
+    }
+}

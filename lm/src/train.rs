@@ -1,0 +1,641 @@
+//! One training run: step, evaluate, record, save, resume.
+
+use std::fmt::Write as _;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::time::Instant;
+
+use anyhow::{Context, Result, bail, ensure};
+use burn::store::ModuleRecord;
+use burn::tensor::{Bytes, Device, Tensor};
+use burn_nvfp4::telemetry::{CSV_HEADER, Telemetry};
+use burn_nvfp4::{Nvfp4State, set_mode};
+
+use crate::checkpoint::{self, Checkpoint, State, Timing};
+use crate::config::{Recipe, RunConfig};
+use crate::data::Corpus;
+use crate::model::LanguageModel;
+use crate::optim::{AdamW, learning_rate};
+use crate::ranks::{Others, Rank};
+
+/// First line of `metrics.csv`.
+pub const METRICS_HEADER: &str = "step,tokens,train_loss,valid_loss,lr,tokens_per_s";
+/// Name of the file with one [`Row`] per line.
+pub const METRICS: &str = "metrics.csv";
+
+/// Name of the file with one line per sampled operand; see [`burn_nvfp4::telemetry`].
+pub const TELEMETRY: &str = "telemetry.csv";
+
+/// One line of `metrics.csv`.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Row {
+    /// Steps done.
+    pub step: u64,
+    /// Bytes of text that the model was trained on so far.
+    pub tokens: u64,
+    /// Mean loss of the steps since the last row, in nats per byte; none at step 0.
+    pub train_loss: Option<f64>,
+    /// Loss on the validation text, if this step has an evaluation.
+    pub valid_loss: Option<f64>,
+    /// Learning rate of the step.
+    pub lr: f64,
+    /// Bytes per second since the last row, without evaluations and checkpoints.
+    pub tokens_per_s: Option<f64>,
+}
+
+impl Row {
+    fn to_line(self) -> String {
+        let Self {
+            step,
+            tokens,
+            train_loss,
+            valid_loss,
+            lr,
+            tokens_per_s,
+        } = self;
+        let field = |value: Option<f64>, digits: usize| {
+            value
+                .map(|value| format!("{value:.digits$}"))
+                .unwrap_or_default()
+        };
+        let [train, valid] = [train_loss, valid_loss].map(|loss| field(loss, 6));
+        let speed = field(tokens_per_s, 1);
+        format!("{step},{tokens},{train},{valid},{lr:e},{speed}\n")
+    }
+
+    fn parse(line: &str) -> Option<Self> {
+        let fields: Vec<&str> = line.split(',').collect();
+        let [step, tokens, train, valid, lr, speed] = fields[..] else {
+            return None;
+        };
+        let optional = |text: &str| match text {
+            "" => Some(None),
+            text => text.parse().ok().map(Some),
+        };
+        Some(Self {
+            step: step.parse().ok()?,
+            tokens: tokens.parse().ok()?,
+            train_loss: optional(train)?,
+            valid_loss: optional(valid)?,
+            lr: lr.parse().ok()?,
+            tokens_per_s: optional(speed)?,
+        })
+    }
+}
+
+/// The rows of a `metrics.csv`, up to the first line that is none: rows are appended, so when the power
+/// fails the last of them may be there in part.
+///
+/// # Errors
+/// When it cannot be read, or has another header.
+pub fn read_metrics(path: &Path) -> Result<Vec<Row>> {
+    let text = read_lossy(path)?;
+    let mut lines = whole_lines(&text);
+    ensure!(
+        lines.next() == Some(METRICS_HEADER),
+        "{} does not start with the line {METRICS_HEADER}",
+        path.display()
+    );
+    Ok(lines.map_while(Row::parse).collect())
+}
+
+/// The text of a file whose end may be anything.
+fn read_lossy(path: &Path) -> Result<String> {
+    let bytes = fs::read(path).with_context(|| format!("cannot read {}", path.display()))?;
+    Ok(String::from_utf8_lossy(&bytes).into_owned())
+}
+
+/// The lines that have their end.
+fn whole_lines(text: &str) -> impl Iterator<Item = &str> {
+    text.split_inclusive('\n')
+        .map_while(|line| line.strip_suffix('\n'))
+}
+
+/// Who watches a run.
+pub trait Observer {
+    /// A step was done.
+    fn step(&mut self, _step: u64) {}
+    /// A row was recorded.
+    fn row(&mut self, _row: &Row) {}
+    /// A checkpoint was written.
+    fn checkpoint(&mut self, _path: &Path) {}
+    /// Whether the run should stop after the current step.
+    fn interrupted(&mut self) -> bool {
+        false
+    }
+}
+
+/// An observer that watches nothing.
+impl Observer for () {}
+
+/// How [`Run::train`] ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Outcome {
+    /// All steps are done.
+    Finished,
+    /// It was told to stop; the checkpoint is written.
+    Stopped,
+}
+
+/// A run with one recipe: the model, its optimizer, and how far it is.
+pub struct Run<'a, M> {
+    config: &'a RunConfig,
+    recipe: Recipe,
+    corpus: &'a Corpus,
+    /// All devices, with autodiff.
+    devices: Vec<Device>,
+    folder: PathBuf,
+    /// The rank on the first device, with which everything but steps is done.
+    rank: Rank<M>,
+    /// Those on the other devices, while steps are taken.
+    others: Option<Others>,
+    step: u64,
+    /// Losses since the last row.
+    losses: Vec<f32>,
+    rows: Vec<Row>,
+    /// Seconds before this process.
+    earlier: f64,
+    started: Instant,
+    /// Step of the last checkpoint.
+    saved: Option<u64>,
+}
+
+impl<'a, M: LanguageModel> Run<'a, M> {
+    /// Start the run `config` with `recipe`, or go on with it if `folder` has a checkpoint of it. With
+    /// several `devices`, each takes its part of every batch.
+    ///
+    /// # Errors
+    /// When there is no device, the batch cannot be shared equally, the configuration does not fit
+    /// the device or the text, or the checkpoint is damaged or belongs to another run.
+    pub fn open(
+        config: &'a RunConfig,
+        recipe: Recipe,
+        corpus: &'a Corpus,
+        devices: &[Device],
+        folder: &Path,
+    ) -> Result<Self> {
+        config.check()?;
+        ensure!(!devices.is_empty(), "devices is empty, but a run has one");
+        check_share(config.batch, devices.len())?;
+        corpus.check(config.context)?;
+        fs::create_dir_all(folder).with_context(|| format!("cannot make {}", folder.display()))?;
+        let devices: Vec<Device> = devices.iter().cloned().map(Device::autodiff).collect();
+        let model = M::build(config, &recipe, &devices[0])?;
+        let optimizer = AdamW::new(config.weight_decay, config.grad_clip);
+        let mut run = Self {
+            config,
+            recipe,
+            corpus,
+            rank: Rank::new(devices[0].clone(), model, optimizer),
+            others: None,
+            devices,
+            folder: folder.into(),
+            step: 0,
+            losses: Vec::new(),
+            rows: Vec::new(),
+            earlier: 0.0,
+            started: Instant::now(),
+            saved: None,
+        };
+        match checkpoint::latest(folder)? {
+            Some(path) => {
+                let checkpoint = Checkpoint::load(&path)?;
+                run.restore(checkpoint)
+                    .with_context(|| format!("cannot resume from {}", path.display()))?;
+            }
+            None => run.write_metrics()?,
+        }
+        Ok(run)
+    }
+
+    fn restore(&mut self, checkpoint: Checkpoint) -> Result<()> {
+        let Checkpoint {
+            state,
+            timing,
+            model,
+            optimizer,
+        } = checkpoint;
+        // The same run may go on on another device.
+        let config = RunConfig {
+            device: self.config.device.clone(),
+            ..state.config
+        };
+        ensure!(
+            config == *self.config && state.recipe == self.recipe,
+            "it belongs to a run with another configuration"
+        );
+        ensure!(
+            state.corpus == *self.corpus.fingerprint(),
+            "the text has changed since: it was {:?} and is {:?}",
+            state.corpus,
+            self.corpus.fingerprint()
+        );
+        let record = ModuleRecord::from_bytes(model)?;
+        let rank = &mut self.rank;
+        rank.model = rank.model.clone().try_load_record(record)?;
+        state.nvfp4.apply(&rank.model)?;
+        rank.optimizer.load(optimizer, &rank.device)?;
+        // A crash loses what came after the checkpoint.
+        self.rows = self.rows_until(state.step)?;
+        self.write_metrics()?;
+        self.trim_telemetry(state.step)?;
+        self.step = state.step;
+        self.losses = state.losses;
+        self.earlier = timing.seconds;
+        self.saved = Some(state.step);
+        Ok(())
+    }
+
+    /// The rows of `metrics.csv` up to step `step`, none of which may be missing.
+    fn rows_until(&self, step: u64) -> Result<Vec<Row>> {
+        let path = self.folder.join(METRICS);
+        let mut rows = read_metrics(&path)?;
+        rows.retain(|row| row.step <= step);
+        let mut found = rows.iter().map(|row| row.step);
+        for expected in (0..=step).filter(|step| self.has_row(*step)) {
+            ensure!(
+                found.next() == Some(expected),
+                "{} is damaged: the row of step {expected} is not where it should be",
+                path.display()
+            );
+        }
+        Ok(rows)
+    }
+
+    /// Take the samples of step `step` and of later ones out of [`TELEMETRY`].
+    fn trim_telemetry(&self, step: u64) -> Result<()> {
+        let path = self.folder.join(TELEMETRY);
+        if !path.exists() {
+            return Ok(());
+        }
+        let text = read_lossy(&path)?;
+        let mut lines = whole_lines(&text);
+        let mut kept = String::new();
+        let header = lines.next();
+        for line in header.into_iter().chain(lines.take_while(|line| {
+            let sampled = line.split(',').next().and_then(|field| field.parse().ok());
+            sampled.is_some_and(|sampled: u64| sampled < step)
+        })) {
+            let _ = writeln!(kept, "{line}");
+        }
+        checkpoint::replace(&path, kept.as_bytes())
+    }
+
+    /// Whether something is done after step `step` that is done every `every` steps.
+    fn is_due(&self, every: u64, step: u64) -> bool {
+        step.is_multiple_of(every) || step == self.config.steps
+    }
+
+    /// Whether `metrics.csv` has a row of step `step`.
+    fn has_row(&self, step: u64) -> bool {
+        self.is_due(self.config.eval_every, step) || self.is_due(self.config.log_every, step)
+    }
+
+    /// Steps done.
+    pub fn step(&self) -> u64 {
+        self.step
+    }
+
+    /// The recorded rows.
+    pub fn rows(&self) -> &[Row] {
+        &self.rows
+    }
+
+    /// The model.
+    pub fn model(&self) -> &M {
+        &self.rank.model
+    }
+
+    /// Seconds spent so far, in all processes that worked on the run.
+    pub fn seconds(&self) -> f64 {
+        self.earlier + self.started.elapsed().as_secs_f64()
+    }
+
+    /// Go on to the last step, or to step `stop_at` if that comes first, or until the observer says
+    /// so. Writes a checkpoint at the end in any case.
+    ///
+    /// # Errors
+    /// When the loss is no longer finite, the weights of the devices are not equal at a checkpoint,
+    /// or a file cannot be written.
+    pub fn train(&mut self, stop_at: Option<u64>, observer: &mut impl Observer) -> Result<Outcome> {
+        if self.devices.len() > 1 {
+            self.others = Some(Others::start(&mut self.rank, &self.devices)?);
+        }
+        let outcome = self.train_ranks(stop_at, observer);
+        if let Some(others) = self.others.take() {
+            others.stop();
+        }
+        outcome
+    }
+
+    fn train_ranks(
+        &mut self,
+        stop_at: Option<u64>,
+        observer: &mut impl Observer,
+    ) -> Result<Outcome> {
+        let steps = self.config.steps;
+        let end = stop_at.unwrap_or(steps).min(steps);
+        if self.step == 0 && self.rows.is_empty() {
+            let lr = learning_rate(0, steps, self.config.warmup, self.config.lr);
+            let valid_loss = Some(self.evaluate()?);
+            let row = Row {
+                step: 0,
+                tokens: 0,
+                train_loss: None,
+                valid_loss,
+                lr,
+                tokens_per_s: None,
+            };
+            self.record(row, observer)?;
+        }
+        let mut clock = Clock::start();
+        let mut interrupted = false;
+        while self.step < end && !interrupted {
+            let lr = learning_rate(self.step, steps, self.config.warmup, self.config.lr);
+            if let Some(healing) = self.config.healing_of(&self.recipe) {
+                set_mode(&self.rank.model, healing.mode(self.step, steps));
+            }
+            let every = self.config.telemetry_every;
+            if every > 0 && self.step.is_multiple_of(every) {
+                clock.pause();
+                self.sampled_step(lr)?;
+                clock.resume();
+            } else {
+                self.train_step(lr);
+                clock.steps += 1;
+            }
+            observer.step(self.step);
+            let evaluates = self.is_due(self.config.eval_every, self.step);
+            let saves = self.is_due(self.config.checkpoint_every, self.step);
+            if self.has_row(self.step) {
+                self.read_losses()?;
+                let speed = clock.speed(self.tokens_per_step());
+                clock.pause();
+                let valid_loss = if evaluates {
+                    Some(self.evaluate()?)
+                } else {
+                    None
+                };
+                let losses = std::mem::take(&mut self.losses);
+                let sum: f64 = losses.iter().map(|loss| f64::from(*loss)).sum();
+                let row = Row {
+                    step: self.step,
+                    tokens: self.step * self.tokens_per_step(),
+                    train_loss: Some(sum / losses.len() as f64),
+                    valid_loss,
+                    lr,
+                    tokens_per_s: Some(speed),
+                };
+                self.record(row, observer)?;
+                clock = Clock::start();
+            }
+            interrupted = observer.interrupted();
+            if saves && !interrupted {
+                self.read_losses()?;
+                clock.pause();
+                self.save(observer)?;
+                clock.resume();
+            }
+        }
+        if self.saved != Some(self.step) {
+            self.read_losses()?;
+            self.save(observer)?;
+        }
+        Ok(if self.step == steps {
+            Outcome::Finished
+        } else {
+            Outcome::Stopped
+        })
+    }
+
+    fn tokens_per_step(&self) -> u64 {
+        (self.config.batch * self.config.context) as u64
+    }
+
+    fn train_step(&mut self, lr: f64) {
+        let &RunConfig {
+            seed,
+            batch,
+            context,
+            ..
+        } = self.config;
+        let batch = self.corpus.train_batch(seed, self.step, batch, context);
+        let mut parts = batch.split(self.devices.len()).into_iter();
+        let own = parts.next().expect("a run has a device");
+        if let Some(others) = &self.others {
+            others.step(parts, lr);
+        }
+        self.rank.step(own, lr);
+        self.step += 1;
+    }
+
+    /// A step whose operands are looked at; what is seen goes to [`TELEMETRY`].
+    fn sampled_step(&mut self, lr: f64) -> Result<()> {
+        use std::io::Write as _;
+        let step = self.step;
+        let telemetry = Telemetry::start(&self.rank.model);
+        self.train_step(lr);
+        let samples = telemetry.finish();
+        let path = self.folder.join(TELEMETRY);
+        let mut text = String::new();
+        if step == 0 || !path.exists() {
+            let _ = writeln!(text, "step,{CSV_HEADER}");
+        }
+        for sample in &samples {
+            let _ = writeln!(text, "{step},{}", sample.csv());
+        }
+        let mut options = fs::OpenOptions::new();
+        let file = if step == 0 {
+            options.write(true).truncate(true).create(true)
+        } else {
+            options.append(true).create(true)
+        };
+        file.open(&path)
+            .and_then(|mut file| file.write_all(text.as_bytes()))
+            .with_context(|| format!("cannot write {}", path.display()))
+    }
+
+    /// Fetch the losses that are still on the device, which waits for it.
+    fn read_losses(&mut self) -> Result<()> {
+        let losses = self.rank.losses();
+        let losses = match &self.others {
+            Some(others) if !losses.is_empty() => others.mean_losses(losses),
+            _ => losses,
+        };
+        let first = self.step + 1 - losses.len() as u64;
+        for (step, loss) in (first..).zip(losses) {
+            if !loss.is_finite() {
+                bail!(
+                    "the {} loss of step {step} is {loss}: try a lower --lr, or a longer --warmup",
+                    self.recipe
+                );
+            }
+            self.losses.push(loss);
+        }
+        Ok(())
+    }
+
+    /// Loss on the validation text, in nats per byte.
+    ///
+    /// # Errors
+    /// When it is not finite.
+    pub fn evaluate(&self) -> Result<f64> {
+        let &RunConfig {
+            eval_batches,
+            batch,
+            context,
+            ..
+        } = self.config;
+        let model = self.rank.model.valid();
+        let device = self.rank.device.clone().without_autodiff();
+        let losses = (0..eval_batches)
+            .map(|index| {
+                let batch = self.corpus.valid_batch(index, eval_batches, batch, context);
+                let (inputs, targets) = batch.tensors(&device);
+                model.loss(inputs, targets)
+            })
+            .collect();
+        let losses = Tensor::cat(losses, 0).into_data();
+        let sum: f64 = losses.iter::<f32>().map(f64::from).sum();
+        let loss = sum / eval_batches as f64;
+        ensure!(
+            loss.is_finite(),
+            "the {} validation loss at step {} is {loss}",
+            self.recipe,
+            self.step
+        );
+        Ok(loss)
+    }
+
+    fn record(&mut self, row: Row, observer: &mut impl Observer) -> Result<()> {
+        use std::io::Write as _;
+        self.rows.push(row);
+        let path = self.folder.join(METRICS);
+        let append = || fs::OpenOptions::new().append(true).open(&path);
+        append()
+            .and_then(|mut file| file.write_all(row.to_line().as_bytes()))
+            .with_context(|| format!("cannot write {}", path.display()))?;
+        observer.row(&row);
+        Ok(())
+    }
+
+    fn write_metrics(&self) -> Result<()> {
+        let mut text = format!("{METRICS_HEADER}\n");
+        for row in &self.rows {
+            let _ = write!(text, "{}", row.to_line());
+        }
+        checkpoint::replace(&self.folder.join(METRICS), text.as_bytes())
+    }
+
+    fn sync_telemetry(&self) -> Result<()> {
+        let path = self.folder.join(TELEMETRY);
+        if !path.exists() {
+            return Ok(());
+        }
+        let open = fs::OpenOptions::new().append(true).open(&path);
+        open.and_then(|file| file.sync_all())
+            .with_context(|| format!("cannot write {}", path.display()))
+    }
+
+    fn save(&mut self, observer: &mut impl Observer) -> Result<()> {
+        // Rows and samples reach the disk before the checkpoint that relies on them.
+        self.write_metrics()?;
+        self.sync_telemetry()?;
+        if let Some(others) = &self.others {
+            others.check(&self.rank, self.step)?;
+        }
+        let model: Bytes = self.rank.model.valid().into_record().into_bytes()?;
+        let checkpoint = Checkpoint {
+            state: State::new(
+                self.config.clone(),
+                self.recipe.clone(),
+                self.corpus.fingerprint().clone(),
+                self.step,
+                self.losses.clone(),
+                Nvfp4State::collect(&self.rank.model),
+            ),
+            timing: Timing {
+                seconds: self.seconds(),
+            },
+            model,
+            optimizer: self.rank.optimizer.to_bytes()?,
+        };
+        let path = checkpoint.save(&self.folder)?;
+        self.saved = Some(self.step);
+        observer.checkpoint(&path);
+        Ok(())
+    }
+}
+
+/// Fail unless `devices` devices can take equal parts of a batch of `batch` sequences.
+fn check_share(batch: usize, devices: usize) -> Result<()> {
+    ensure!(
+        batch.is_multiple_of(devices),
+        "batch is {batch}, but it must be a multiple of the number of devices ({devices}), which take \
+         equal parts of it"
+    );
+    Ok(())
+}
+
+/// Time spent on steps since the last row.
+struct Clock {
+    running: Option<Instant>,
+    seconds: f64,
+    steps: u64,
+}
+
+impl Clock {
+    fn start() -> Self {
+        Self {
+            running: Some(Instant::now()),
+            seconds: 0.0,
+            steps: 0,
+        }
+    }
+
+    fn pause(&mut self) {
+        if let Some(since) = self.running.take() {
+            self.seconds += since.elapsed().as_secs_f64();
+        }
+    }
+
+    fn resume(&mut self) {
+        self.running = Some(Instant::now());
+    }
+
+    fn speed(&mut self, tokens_per_step: u64) -> f64 {
+        self.pause();
+        (self.steps * tokens_per_step) as f64 / self.seconds.max(1e-9)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rows_survive_their_file() {
+        let first = Row {
+            step: 0,
+            tokens: 0,
+            train_loss: None,
+            valid_loss: Some(5.5),
+            lr: 1e-4,
+            tokens_per_s: None,
+        };
+        let second = Row {
+            step: 10,
+            tokens: 20480,
+            train_loss: Some(3.25),
+            valid_loss: None,
+            lr: 0.0029,
+            tokens_per_s: Some(1234.5),
+        };
+        assert_eq!(first.to_line(), "0,0,,5.500000,1e-4,\n");
+        for row in [first, second] {
+            assert_eq!(Row::parse(row.to_line().trim_end()), Some(row));
+        }
+        assert_eq!(Row::parse("1,2,3"), None);
+        assert_eq!(Row::parse("1,2,x,,0.1,"), None);
+    }
+}
