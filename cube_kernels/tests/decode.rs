@@ -17,7 +17,7 @@ use nvfp4_kernels::{
     tensor::{DeviceQuantized, FloatKind},
 };
 
-const AXES: [Usage; 2] = [Usage::Rowwise, Usage::Columnwise];
+const USAGES: [Usage; 2] = [Usage::Rowwise, Usage::Columnwise];
 const SHAPE: (usize, usize) = (40, 48);
 
 fn copy(usage: Usage, scaling: BlockScaling, per_row: bool) -> QuantizedTensor {
@@ -40,7 +40,7 @@ const FOUR_OVER_SIX: BlockScaling = BlockScaling::FourOverSix(ErrorNorm::Mae);
 #[test]
 fn dequantize_reads_every_scaling_and_scope() {
     let client = client!("dequantize_reads_every_scaling_and_scope");
-    for usage in AXES {
+    for usage in USAGES {
         for scaling in [BlockScaling::Standard, FOUR_OVER_SIX] {
             for per_row in [false, true] {
                 let packed = copy(usage, scaling, per_row);
@@ -64,14 +64,14 @@ fn operands_are_requantized_by_what_scales_them() {
     let (rows, cols) = SHAPE;
     let hadamard = Hadamard::seeded_with_size(HadamardSize::H128, 9);
     let (target, stream) = (EdenTarget::Backward, RandomStream::new(1, 2, 3));
-    for (from, per_row) in AXES
+    for (from, per_row) in USAGES
         .into_iter()
         .flat_map(|usage| [(usage, false), (usage, true)])
     {
         let packed = copy(from, FOUR_OVER_SIX, per_row);
         let device = DeviceQuantized::from_host(&client, &packed);
         let values = reference::dequantize(&packed);
-        for to in AXES {
+        for to in USAGES {
             let what = format!("{from:?} to {to:?}, per outer {per_row}");
             let expected =
                 reference::mx_quantize(&convert::<bf16>(&values), rows, cols, to).unwrap();

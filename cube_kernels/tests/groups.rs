@@ -22,7 +22,7 @@ use nvfp4_kernels::{
     tensor::{AmaxGranularity, DeviceQuantized, FloatKind, Groups},
 };
 
-const AXES: [Usage; 2] = [Usage::Rowwise, Usage::Columnwise];
+const USAGES: [Usage; 2] = [Usage::Rowwise, Usage::Columnwise];
 const STREAM: RandomStream = RandomStream::new(0x1234_5678_9abc_def0, 3, 0xffff_fffe);
 const TARGET: EdenTarget = EdenTarget::Backward;
 
@@ -232,7 +232,7 @@ fn check_matrices<T: DeviceElement>(client: &Client) {
         let x = convert::<T>(&case.values(Kind::Heavy));
         let matrix = upload(client, &x, case.rows(), case.cols);
         let parts = case.split(&x);
-        for usage in AXES {
+        for usage in USAGES {
             let what = format!("{:?}", T::KIND);
             let found = quantize::mx_quantize_groups(client, &matrix, &case.groups, usage).unwrap();
             assert_mx(client, &found, &case, &parts, usage, &what);
@@ -343,7 +343,7 @@ fn check_packed(
         .zip(&case.sizes)
         .map(|(x, rows)| (x, *rows))
         .collect();
-    for to in AXES {
+    for to in USAGES {
         let found = quantize::mx_requantize(client, &packed, to, FloatKind::Bf16);
         if ragged || (tiled && to == usage) {
             assert_refused(found, "packed");
@@ -453,7 +453,7 @@ fn other_scales() {
         Case::new(&client, &[0, 40, 129, 0], 0, 80),
         Case::batch(2, 33, 48),
     ] {
-        for usage in AXES {
+        for usage in USAGES {
             for copy in [
                 (
                     scaled(four_over_six, ScaleLayout::Compact),
@@ -484,7 +484,7 @@ fn special_values_stay_in_their_group() {
         Kind::Huge,
     ] {
         let case = Case::new(&client, &[20, 0, 31, 40], 0, 48);
-        for usage in AXES {
+        for usage in USAGES {
             for scope in [AmaxGranularity::PerTensor, AmaxGranularity::PerRow] {
                 check_packed(&client, &case, kind, usage, (PLAIN, scope));
             }

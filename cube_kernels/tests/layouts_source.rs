@@ -15,10 +15,14 @@ use cubecl::{ir::ElemType, prelude::*};
 use kernel_sources::{Fake, cuda_source, disassembled, is_left_out, spills};
 use nvfp4_kernels::{
     cube::{codec::Conversion, eden::SignsLaunch, philox::RandomLaunch},
-    moe,
-    quantize::kernels::{self, Grouping, PackedRowsLaunch, ShapeLaunch, SourcePlan},
+    quantize::kernels::{Grouping, PackedRowsLaunch, ShapeLaunch, SourcePlan},
     tensor::FloatKind,
 };
+
+/// All kernels of the crate.
+mod kernels {
+    pub use nvfp4_kernels::{moe::kernels::*, quantize::kernels::*};
+}
 
 /// One kernel of the crate, as source.
 struct Source {

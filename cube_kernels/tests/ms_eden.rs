@@ -17,7 +17,7 @@ use nvfp4_kernels::{
     tensor::{DeviceQuantized, FloatKind, Matrix},
 };
 
-const AXES: [Usage; 2] = [Usage::Rowwise, Usage::Columnwise];
+const USAGES: [Usage; 2] = [Usage::Rowwise, Usage::Columnwise];
 const STREAM: RandomStream = RandomStream::new(0x1234_5678_9abc_def0, 3, 0xffff_fffe);
 
 fn hadamard() -> Hadamard {
@@ -33,7 +33,7 @@ fn check<T: Element>(
     target: EdenTarget,
     what: &str,
 ) {
-    for usage in AXES {
+    for usage in USAGES {
         let what = format!("{what} {rows}x{cols} along {usage:?} {target:?}");
         let amax = reference::ms_eden_amax(x, rows, cols, usage, &hadamard()).unwrap();
         let found = quantize::ms_eden_amax(client, source, usage, &hadamard()).unwrap();
@@ -260,7 +260,7 @@ fn more_elements_than_32_bits_index() {
     let matrix = upload(&client, &x, rows, cols);
     drop(x);
     let small = upload(&client, &tail, 128, cols);
-    for usage in AXES {
+    for usage in USAGES {
         let codes = |matrix: &Matrix| {
             let amax = quantize::ms_eden_amax(&client, matrix, usage, &hadamard()).unwrap();
             let target = EdenTarget::Backward;

@@ -17,7 +17,7 @@ use nvfp4_kernels::{
     tensor::{DeviceQuantized, FloatKind, Matrix},
 };
 
-const AXES: [Usage; 2] = [Usage::Rowwise, Usage::Columnwise];
+const USAGES: [Usage; 2] = [Usage::Rowwise, Usage::Columnwise];
 
 fn assert_same(client: &Client, found: &DeviceMx, expected: &MxPacked, what: &str) {
     let found = found.to_host(client).unwrap();
@@ -27,7 +27,7 @@ fn assert_same(client: &Client, found: &DeviceMx, expected: &MxPacked, what: &st
 /// Both orientations of one matrix, and back.
 fn check_matrix<T: DeviceElement>(client: &Client, x: &[T], rows: usize, cols: usize, what: &str) {
     let matrix = upload(client, x, rows, cols);
-    for usage in AXES {
+    for usage in USAGES {
         let what = format!("{what} {rows}x{cols} {:?} {usage:?}", T::KIND);
         let expected = reference::mx_quantize(x, rows, cols, usage).unwrap();
         let found = quantize::mx_quantize(client, &matrix, usage).unwrap();
@@ -117,7 +117,7 @@ fn empty() {
 fn check_requantize<V: DeviceElement>(client: &Client, packed: &QuantizedTensor, what: &str) {
     let device = DeviceQuantized::from_host(client, packed);
     let dequantized = convert::<V>(&reference::dequantize(packed));
-    for usage in AXES {
+    for usage in USAGES {
         let what = format!(
             "{what} {}x{} {:?} to {usage:?} via {:?}",
             packed.rows(),
@@ -222,7 +222,7 @@ fn more_elements_than_32_bits_index() {
     let matrix = upload(&client, &x, rows, cols);
     drop(x);
     let small = upload(&client, &tail, 128, cols);
-    for usage in AXES {
+    for usage in USAGES {
         let large = quantize::mx_quantize(&client, &matrix, usage).unwrap();
         let large = large.to_host(&client).unwrap();
         let small = quantize::mx_quantize(&client, &small, usage).unwrap();
@@ -255,7 +255,7 @@ fn errors_name_the_argument() {
     let error = Matrix::new(client.empty(4), 8, 8, FloatKind::Bf16).unwrap_err();
     assert!(error.to_string().contains("handle"));
     let zeros = upload::<f32>(&client, &[0.0; 128], 4, 32);
-    let mut packed = quantize::mx_quantize(&client, &zeros, AXES[0]).unwrap();
+    let mut packed = quantize::mx_quantize(&client, &zeros, USAGES[0]).unwrap();
     packed.rows = 5;
     let error = quantize::mx_dequantize(&client, &packed, FloatKind::F32).unwrap_err();
     assert!(error.to_string().contains("packed") && error.to_string().contains("160"));

@@ -20,7 +20,7 @@ const SCALINGS: [BlockScaling; 4] = [
     BlockScaling::FourOverSix(ErrorNorm::Mae),
     BlockScaling::FourOverSix(ErrorNorm::Mse),
 ];
-const AXES: [Usage; 2] = [Usage::Rowwise, Usage::Columnwise];
+const USAGES: [Usage; 2] = [Usage::Rowwise, Usage::Columnwise];
 const SHAPES: [(usize, usize); 10] = [
     (0, 16),
     (0, 48),
@@ -105,7 +105,7 @@ fn every_combination<T: TestElement>(kinds: &[Kind]) {
         for &kind in kinds {
             let x: Vec<T> = convert(&values(kind, rows * cols, seed as u32));
             let exact: Vec<f32> = x.iter().map(|value| value.to_f32()).collect();
-            for usage in AXES {
+            for usage in USAGES {
                 for policy in policies() {
                     let hadamard = policy.hadamard.as_ref();
                     let stored = literal::stored_rows(&exact, (rows, cols), usage, hadamard);
@@ -166,7 +166,7 @@ fn every_combination_f16() {
 fn matrices_of_several_tasks() {
     for (rows, cols) in [(150, 400), (1100, 32), (20, 1040)] {
         let x = values(Kind::Heavy, rows * cols, 21);
-        for usage in AXES {
+        for usage in USAGES {
             for hadamard in [None, Some(Hadamard::seeded_with_size(HadamardSize::H64, 2))] {
                 let policy = QuantParams {
                     hadamard,
@@ -466,7 +466,7 @@ fn dequantization_divides_by_the_range_of_the_scaling() {
     let x = values(Kind::Normal, rows * cols, 12);
     for scaling in SCALINGS {
         for per_row in [false, true] {
-            for usage in AXES {
+            for usage in USAGES {
                 let stored = literal::stored_rows(&x, (rows, cols), usage, None);
                 let amax = maxima(&stored, per_row);
                 let policy = QuantParams {
@@ -552,7 +552,7 @@ fn arguments_that_cannot_be_are_refused() {
         Nvfp4Error::Shape { argument, .. } | Nvfp4Error::Value { argument, .. } => argument,
         other => panic!("{other}"),
     };
-    let [by_cols, by_rows] = AXES;
+    let [by_cols, by_rows] = USAGES;
     assert_eq!(refused(32, 47, by_cols, &tensor, &nearest), "x");
     assert_eq!(refused(usize::MAX, 2, by_cols, &tensor, &nearest), "x");
     assert_eq!(refused(64, 24, by_cols, &tensor, &nearest), "cols");

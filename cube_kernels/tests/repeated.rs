@@ -28,7 +28,7 @@ const ROWS: usize = 200;
 const COLS: usize = 160;
 /// Groups end within tiles, and one is empty; all rows belong to one.
 const SIZES: [usize; 4] = [70, 0, 113, 17];
-const AXES: [Usage; 2] = [Usage::Rowwise, Usage::Columnwise];
+const USAGES: [Usage; 2] = [Usage::Rowwise, Usage::Columnwise];
 
 /// Results: memory, and how many bytes of it are written whatever the groups are.
 type Results = Vec<(Handle, usize)>;
@@ -218,7 +218,7 @@ fn mxfp8_and_values() {
     let x = matrix(&client);
     let amax = amax(&client, 1);
     let plain = request(&amax, QuantParams::new(NEAREST), AmaxGranularity::PerTensor);
-    for usage in AXES {
+    for usage in USAGES {
         repeat(&client, &format!("MXFP8 {usage:?}"), || {
             of_mx(quantize::mx_quantize(&client, &x, usage).unwrap())
         });
@@ -230,7 +230,7 @@ fn mxfp8_and_values() {
         repeat(&client, &format!("NVFP4 {usage:?} to values"), || {
             of_matrix(quantize::dequantize(&client, &packed, FloatKind::Bf16).unwrap())
         });
-        for to in AXES {
+        for to in USAGES {
             repeat(&client, &format!("NVFP4 {usage:?} to MXFP8 {to:?}"), || {
                 of_mx(quantize::mx_requantize(&client, &packed, to, FloatKind::Bf16).unwrap())
             });

@@ -13,13 +13,13 @@ use crate::{
     inputs::{Inputs, MX, NEAREST, PACKED, Rotated, copy_of, with_amax},
 };
 
-const AXES: [(&str, Usage); 2] = [("row", Usage::Rowwise), ("col", Usage::Columnwise)];
+const USAGES: [(&str, Usage); 2] = [("row", Usage::Rowwise), ("col", Usage::Columnwise)];
 
 pub fn packed(section: &mut Section<'_>, inputs: &Inputs) {
     let client = section.client();
     let n = inputs.elements();
     let one_size = n * PACKED;
-    let quantized = AXES.map(|(name, usage)| {
+    let quantized = USAGES.map(|(name, usage)| {
         let client = client.clone();
         let make = move |i| {
             let x = inputs.get(i);
@@ -37,21 +37,21 @@ pub fn packed(section: &mut Section<'_>, inputs: &Inputs) {
         section.time(&format!("dequantize {from}"), n * (PACKED + 2.0), |i| {
             quantize::dequantize(&client, &packed[i], FloatKind::Bf16).unwrap();
         });
-        for (to, usage) in AXES {
+        for (to, usage) in USAGES {
             let name = format!("NVFP4 {from} to MXFP8 {to}");
             section.time(&name, n * (PACKED + MX), |i| {
                 quantize::mx_requantize(&client, &packed[i], usage, FloatKind::Bf16).unwrap();
             });
         }
     }
-    for (name, usage) in AXES {
+    for (name, usage) in USAGES {
         let make = |i| quantize::mx_quantize(&client, inputs.get(i), usage).unwrap();
         let packed = Rotated::new(n * MX, make);
         section.time(&format!("MXFP8 {name} dequantized"), n * (MX + 2.0), |i| {
             quantize::mx_dequantize(&client, &packed[i], FloatKind::Bf16).unwrap();
         });
     }
-    for (to, usage) in AXES {
+    for (to, usage) in USAGES {
         let amax = || inputs.amax();
         let name = format!("bf16 to {to}");
         eden(section, &name, [2.0 * n, n * PACKED], usage, amax, |i| {

@@ -23,7 +23,7 @@ use std::{borrow::Cow, ops::Range};
 /// alone.
 const BAND: usize = 32;
 pub const ONE: &Groups = &Groups::One;
-const AXES: [Usage; 2] = [Usage::Rowwise, Usage::Columnwise];
+const USAGES: [Usage; 2] = [Usage::Rowwise, Usage::Columnwise];
 
 /// A matrix on both sides.
 pub struct Sample {
@@ -302,7 +302,7 @@ pub fn tiles(client: &Client, sample: &Sample) {
             quantize::quantize_tile_with(client, &sample.matrix, ONE, &handle, scaling, layouts);
         let (row, col) = found.unwrap();
         let what = format!("{:?} tiles {scaling:?}", sample.shape());
-        for (usage, found) in AXES.into_iter().zip([row, col]) {
+        for (usage, found) in USAGES.into_iter().zip([row, col]) {
             for band in sample.bands(usage) {
                 let (rows, cols) = (band.rows, band.cols);
                 let copies =
@@ -369,7 +369,7 @@ pub fn mxfp8(client: &Client, sample: &Sample) {
             assert_bytes(&found.get(start..start + expected.len()), expected, &what);
         }
     };
-    for usage in AXES {
+    for usage in USAGES {
         let found = quantize::mx_quantize(client, &sample.matrix, usage).unwrap();
         for band in sample.bands(usage) {
             assert_mx(&found, &band, &band.x, "values");
@@ -384,7 +384,7 @@ pub fn mxfp8(client: &Client, sample: &Sample) {
     }
     let amax = Amax::Tensor(sample.amax);
     let plain = QuantParams::new(NEAREST);
-    for from in AXES {
+    for from in USAGES {
         let request = Request::new(client, sample, from, (plain, AmaxGranularity::PerTensor));
         let packed =
             quantize::quantize(client, &sample.matrix, ONE, from, &request.copy()).unwrap();
@@ -393,7 +393,7 @@ pub fn mxfp8(client: &Client, sample: &Sample) {
             let packed = reference::quantize(&band.x, rows, cols, from, &amax, &plain, 0).unwrap();
             convert::<bf16>(&reference::dequantize(&packed))
         };
-        for to in AXES {
+        for to in USAGES {
             let found = quantize::mx_requantize(client, &packed, to, FloatKind::Bf16).unwrap();
             for band in sample.bands(to) {
                 assert_mx(&found, &band, &values(&band), &format!("NVFP4 {from:?}"));
@@ -423,7 +423,7 @@ pub fn ms_eden(client: &Client, sample: &Sample) {
     };
     let given = 2.0 * sample.amax;
     let handle = device_amax(client, &[Amax::Tensor(given)]);
-    for (usage, of_packed) in AXES
+    for (usage, of_packed) in USAGES
         .into_iter()
         .flat_map(|usage| [(usage, false), (usage, true)])
     {
