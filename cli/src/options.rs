@@ -22,7 +22,7 @@ pub(crate) struct Options {
     /// Sizes to start from: tiny, small, 10m, moe-10m, 30m or 125m [default: tiny]
     #[arg(long, value_name = "NAME")]
     preset: Option<Preset>,
-    /// What the products are computed in: nvfp4, bf16, f32, a preset (see docs/recipes.md), or the
+    /// What the products are computed in: nvfp4, bf16, f32, a preset (see docs/src/recipes.md), or the
     /// JSON file of a recipe [default: nvfp4]
     #[arg(long, value_name = "NAME|FILE")]
     recipe: Option<String>,
@@ -40,7 +40,7 @@ pub(crate) struct Options {
     /// [default: what the recipe's file says]
     #[arg(long, value_name = "SHARE[:forward]")]
     healing: Option<HealingOption>,
-    /// Train a model of Burn's own layers through the decorator (docs/decorator.md), on device cpu or
+    /// Train a model of Burn's own layers through the decorator (docs/src/decorator.md), on device cpu or
     /// cuda:N: strict, where a product that does not run in NVFP4 is an error, or lenient, where it is
     /// counted [default: false; strict without a value]
     #[arg(long, value_name = "HOW|BOOL", num_args = 0..=1, default_missing_value = "true")]

@@ -509,7 +509,7 @@ pub(super) fn possible_path(
     };
     match path {
         GemmPath::Hopper if !aligned => GemmPath::MatrixInstructions,
-        // cuBLASLt's own grouped products are not used: see docs/gemm.md.
+        // cuBLASLt's own grouped products are not used: see docs/src/gemm.md.
         GemmPath::CublasLt if grouping != Grouping::Dense => GemmPath::MatrixInstructions,
         GemmPath::BlockScaled
             if !aligned || select::block_scaled(1, packed, (m, n, k), grouping).is_none() =>
