@@ -2,8 +2,8 @@
 
 mod cuda_tools;
 mod llvm;
-mod pypi;
 mod staging;
+pub mod wheels;
 
 use std::fs;
 use std::path::Path;
