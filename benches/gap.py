@@ -29,7 +29,7 @@ import torch.nn.functional as F
 
 from nvfp4_emulated import Linear, check, expect, hadamard
 
-# ---- Random numbers and text of `nvfp4 train` (src/lm/random.rs, src/lm/data.rs).
+# ---- Random numbers and text of `nvfp4 train` (lm/src/random.rs, lm/src/data.rs).
 
 
 def mix(z):
@@ -105,7 +105,7 @@ def valid_batch(text, index, count, batch, context):
     return windows(text, (len(text) - context - 1) * sequence // max(count * batch - 1, 1), context)
 
 
-# ---- The model (src/lm/model.rs) and its optimizer (src/lm/optim.rs).
+# ---- The model (lm/src/model.rs) and its optimizer (lm/src/optim.rs).
 
 
 @torch.compile(dynamic=False)

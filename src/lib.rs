@@ -9,8 +9,10 @@
 //! - at its root, everything of [`burn_nvfp4`]: [`Nvfp4Linear`], which stands in for Burn's `Linear`,
 //!   and [`Nvfp4Recipe`], which says what is quantized and how;
 //! - [`kernels`], the formats, the reference numerics on the host and the CubeCL kernels, for use
-//!   without Burn;
-//! - [`lm`], the language model that the command `nvfp4 train` trains.
+//!   without Burn.
+//!
+//! The language model that the command `nvfp4 train` trains is the crate `nvfp4-lm`, and the command
+//! itself the crate `nvfp4-cli`: neither comes with this one.
 //!
 //! # Example
 //!
@@ -36,8 +38,6 @@ pub use burn_nvfp4::*;
 
 /// Formats, reference numerics and CubeCL kernels; independent of Burn.
 pub use nvfp4_kernels as kernels;
-
-pub mod lm;
 
 /// The examples of the documents compile and run: those of the decorator with a Cube device alone.
 #[cfg(all(doctest, feature = "flex"))]

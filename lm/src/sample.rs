@@ -4,10 +4,10 @@ use anyhow::{Result, ensure};
 use burn::store::ModuleRecord;
 use burn::tensor::{Device, Int, Tensor, TensorData};
 
-use super::checkpoint::Checkpoint;
-use super::data::END_OF_FILE;
-use super::model::LanguageModel;
-use super::random::{Stream, hash};
+use crate::checkpoint::Checkpoint;
+use crate::data::END_OF_FILE;
+use crate::model::LanguageModel;
+use crate::random::{Stream, hash};
 
 /// The model of a checkpoint, on `device`, for inference.
 ///

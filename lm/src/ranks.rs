@@ -15,13 +15,13 @@ use burn::optim::GradientsParams;
 use burn::tensor::{Bytes, Device, Tensor};
 use burn_nvfp4::Ranks;
 
-use super::data::Batch;
-use super::model::LanguageModel;
-use super::optim::AdamW;
-use super::random::mix;
+use crate::data::Batch;
+use crate::model::LanguageModel;
+use crate::optim::AdamW;
+use crate::random::mix;
 
 /// A model that is trained on one device.
-pub(super) struct Rank<M> {
+pub(crate) struct Rank<M> {
     /// With autodiff.
     pub device: Device,
     pub model: M,
@@ -145,7 +145,7 @@ struct Worker {
 }
 
 /// The other ranks of a run, beside the first one. They end with it.
-pub(super) struct Others {
+pub(crate) struct Others {
     workers: Vec<Worker>,
 }
 

@@ -16,9 +16,9 @@ use burn_nvfp4::nn::{
 };
 use burn_nvfp4::state::number_layers;
 
-use super::config::{Activation, BALANCE_SHARE, ModelConfig, Recipe, RunConfig, VOCABULARY};
-use super::random::{Stream, hash};
-use crate::Nvfp4Recipe;
+use crate::config::{Activation, BALANCE_SHARE, ModelConfig, Recipe, RunConfig, VOCABULARY};
+use crate::random::{Stream, hash};
+use burn_nvfp4::Nvfp4Recipe;
 
 /// Standard deviation of the initial embedding.
 const EMBEDDING_DEVIATION: f64 = 0.1;
@@ -27,7 +27,7 @@ const HEAD_SCALE: f64 = 0.25;
 /// Share of each block's router z-loss in the training loss.
 const Z_SHARE: f64 = 0.001;
 
-/// A model of the next byte, as [`Run`](super::train::Run) trains it.
+/// A model of the next byte, as [`Run`](crate::train::Run) trains it.
 pub trait LanguageModel: Module + 'static {
     /// The untrained model of the run `config`, for `recipe`, on `device`. Its weights depend on the
     /// run's seed and sizes alone: not on the device, nor on the recipe.
@@ -78,7 +78,7 @@ pub trait LanguageModel: Module + 'static {
 ///
 /// CubeCL's CPU runtime says that it does in bf16, but its operations lack a library function, and then
 /// do nothing instead of failing.
-pub(super) fn check_dtype(dtype: FloatDType, device: &Device) -> Result<()> {
+pub(crate) fn check_dtype(dtype: FloatDType, device: &Device) -> Result<()> {
     ensure!(
         dtype == FloatDType::F32 || !is_cubecl_cpu(device),
         "{dtype:?} on device cpu is not possible: CubeCL's CPU runtime computes in F32 only; use \
@@ -102,7 +102,7 @@ fn is_cubecl_cpu(device: &Device) -> bool {
 }
 
 /// `x` in type `dtype`; no operation when it is already.
-pub(super) fn cast<const D: usize>(x: Tensor<D>, dtype: FloatDType) -> Tensor<D> {
+pub(crate) fn cast<const D: usize>(x: Tensor<D>, dtype: FloatDType) -> Tensor<D> {
     if x.dtype() == DType::from(dtype) {
         x
     } else {
@@ -113,7 +113,7 @@ pub(super) fn cast<const D: usize>(x: Tensor<D>, dtype: FloatDType) -> Tensor<D>
 /// The sum of all elements, axis by axis: `[1]`. Burn's `sum` adds with atomics on a GPU, in an order that
 /// changes: losses would not repeat, nor would the factor of clipped gradients, and equal gradients
 /// would no longer make equal weights.
-pub(super) fn sum<const D: usize>(x: Tensor<D>) -> Tensor<1> {
+pub(crate) fn sum<const D: usize>(x: Tensor<D>) -> Tensor<1> {
     (0..D).rev().fold(x, |x, axis| x.sum_dim(axis)).reshape([1])
 }
 
@@ -248,7 +248,7 @@ fn cross_entropy(logits: Tensor<2>, targets: Tensor<2, Int>) -> Tensor<1> {
 /// A product with a one-hot matrix: its gradient is a product too. The gradient of a look-up is a
 /// scatter, which GPUs add up in an order that is not the same from run to run. As a batch of
 /// products, so that their gradients, whose contraction is the tokens, are too.
-pub(super) fn embed(tokens: Tensor<2, Int>, embedding: Tensor<2>) -> Tensor<3> {
+pub(crate) fn embed(tokens: Tensor<2, Int>, embedding: Tensor<2>) -> Tensor<3> {
     let [batch, time] = tokens.dims();
     let symbols: Tensor<3> =
         one_hot(tokens.reshape([batch * time])).reshape([batch, time, VOCABULARY]);
@@ -275,7 +275,7 @@ fn one_hot(bytes: Tensor<1, Int>) -> Tensor<2> {
 ///
 /// Burn's own initialisers draw from the device's generator, and its ids from the process: a run
 /// could not be repeated.
-pub(super) fn initialise<M: Module>(model: M, seed: u64, layers: usize, dtype: FloatDType) -> M {
+pub(crate) fn initialise<M: Module>(model: M, seed: u64, layers: usize, dtype: FloatDType) -> M {
     model.map(&mut Initialise {
         seed,
         layers,
@@ -353,7 +353,7 @@ impl ModuleMapper for Initialise {
 #[cfg(all(test, feature = "flex"))]
 mod tests {
     use super::*;
-    use crate::lm::config::{Preset, Recipe, RunConfig};
+    use crate::config::{Preset, Recipe, RunConfig};
 
     const SIZES: ModelConfig = ModelConfig {
         width: 32,

@@ -13,7 +13,7 @@ use burn::optim::GradientsParams;
 use burn::tensor::{Bytes, DType, Device, FloatDType, Tensor, TensorData};
 use burn_pack::{Reader, Writer};
 
-use super::model::{cast, sum};
+use crate::model::{cast, sum};
 
 /// Decay of the first moment.
 const BETA_1: f64 = 0.9;
@@ -93,7 +93,7 @@ impl AdamW {
     }
 
     /// An optimizer with the same settings that has taken no step.
-    pub(super) fn fresh(&self) -> Self {
+    pub(crate) fn fresh(&self) -> Self {
         Self::new(self.weight_decay, self.grad_clip)
     }
 

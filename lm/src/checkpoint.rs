@@ -21,9 +21,9 @@ use burn::tensor::Bytes;
 use burn_nvfp4::Nvfp4State;
 use serde::{Deserialize, Serialize};
 
-use super::config::{Recipe, RunConfig};
-use super::data::Fingerprint;
-use super::random::hash;
+use crate::config::{Recipe, RunConfig};
+use crate::data::Fingerprint;
+use crate::random::hash;
 
 /// Version of the format; others are refused.
 const FORMAT: u32 = 1;
@@ -326,7 +326,7 @@ fn list(folder: &Path) -> Result<Vec<(u64, PathBuf)>> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::lm::config::Preset;
+    use crate::config::Preset;
 
     fn checkpoint(step: u64) -> Checkpoint {
         let corpus = Fingerprint {

@@ -6,12 +6,12 @@ use std::path::PathBuf;
 use anyhow::{Context, Result};
 use burn::tensor::Device;
 use clap::Args;
-use nvfp4::lm::checkpoint::{Checkpoint, resolve};
-use nvfp4::lm::encoder::EncoderModel;
-use nvfp4::lm::model::{LanguageModel, Transformer};
-use nvfp4::lm::sample::{generate, load};
+use nvfp4_lm::checkpoint::{Checkpoint, resolve};
+use nvfp4_lm::encoder::EncoderModel;
+use nvfp4_lm::model::{LanguageModel, Transformer};
+use nvfp4_lm::sample::{generate, load};
 
-use super::device::{DeviceName, install_decorator};
+use crate::device::{DeviceName, install_decorator};
 
 #[derive(Args)]
 pub(crate) struct Sample {

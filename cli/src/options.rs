@@ -7,12 +7,12 @@ use std::str::FromStr;
 use anyhow::{Context, Result, ensure};
 use clap::{ArgAction, Args};
 use nvfp4::Nvfp4Recipe;
-use nvfp4::lm::config::{
+use nvfp4_lm::config::{
     Activation, Decoration, HealingOption, ModelKind, Preset, Recipe, RunConfig,
 };
 use serde::Deserialize;
 
-use super::device::DeviceName;
+use crate::device::DeviceName;
 
 /// What can be set about a run, by a flag or by a key of the `--config` file. The two have the same
 /// names, with `_` for `-` in the file.

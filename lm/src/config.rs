@@ -11,8 +11,8 @@ use burn_nvfp4::experts::MAX_EXPERTS;
 use burn_nvfp4::recipe::Healing;
 use serde::{Deserialize, Serialize};
 
-use super::encoder::EncoderModel;
-use crate::Nvfp4Recipe;
+use crate::encoder::EncoderModel;
+use burn_nvfp4::Nvfp4Recipe;
 
 /// Number of symbols: the model reads and writes bytes.
 pub const VOCABULARY: usize = 256;

@@ -11,12 +11,12 @@ use burn::tensor::{Bytes, Device, Tensor};
 use burn_nvfp4::telemetry::{CSV_HEADER, Telemetry};
 use burn_nvfp4::{Nvfp4State, set_mode};
 
-use super::checkpoint::{self, Checkpoint, State, Timing};
-use super::config::{Recipe, RunConfig};
-use super::data::Corpus;
-use super::model::LanguageModel;
-use super::optim::{AdamW, learning_rate};
-use super::ranks::{Others, Rank};
+use crate::checkpoint::{self, Checkpoint, State, Timing};
+use crate::config::{Recipe, RunConfig};
+use crate::data::Corpus;
+use crate::model::LanguageModel;
+use crate::optim::{AdamW, learning_rate};
+use crate::ranks::{Others, Rank};
 
 /// First line of `metrics.csv`.
 pub const METRICS_HEADER: &str = "step,tokens,train_loss,valid_loss,lr,tokens_per_s";

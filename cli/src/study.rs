@@ -13,18 +13,18 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, ensure};
 use burn::tensor::Device;
 use clap::Args;
-use nvfp4::lm::checkpoint::{self, CONFIG, Checkpoint, write_json};
-use nvfp4::lm::config::{HealingOption, RunConfig};
-use nvfp4::lm::data::Corpus;
-use nvfp4::lm::encoder::EncoderModel;
-use nvfp4::lm::model::{LanguageModel, Transformer};
-use nvfp4::lm::train::{METRICS, Observer, Outcome, Row, Run, read_metrics};
+use nvfp4_lm::checkpoint::{self, CONFIG, Checkpoint, write_json};
+use nvfp4_lm::config::{HealingOption, RunConfig};
+use nvfp4_lm::data::Corpus;
+use nvfp4_lm::encoder::EncoderModel;
+use nvfp4_lm::model::{LanguageModel, Transformer};
+use nvfp4_lm::train::{METRICS, Observer, Outcome, Row, Run, read_metrics};
 use serde::{Deserialize, Serialize};
 
-use super::device::{DeviceName, install_decorator};
-use super::options::Options;
-use super::plot;
-use super::train::{gap, median_speed, open_all};
+use crate::device::{DeviceName, install_decorator};
+use crate::options::Options;
+use crate::plot;
+use crate::train::{gap, median_speed, open_all};
 
 #[derive(Args)]
 pub(crate) struct Study {

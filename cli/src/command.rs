@@ -1,21 +1,11 @@
 //! The command line.
 
-mod code_paths;
-mod cost;
-mod device;
-mod doctor;
-mod options;
-mod oracle;
-mod plot;
-mod progress;
-mod sample;
-mod study;
-mod train;
-
 use std::process::ExitCode;
 
 use anyhow::Result;
 use clap::{Parser, Subcommand};
+
+use crate::{cost, doctor, oracle, sample, study, train};
 
 /// NVFP4 training and inference for Burn models.
 #[derive(Parser)]
@@ -48,25 +38,6 @@ enum Task {
     Doctor(doctor::Doctor),
 }
 
-/// How this program was called, as the first word of a command to paste into a shell.
-fn program() -> String {
-    let name = std::env::args_os().next();
-    quoted(&name.map_or_else(
-        || "nvfp4".into(),
-        |name| name.to_string_lossy().into_owned(),
-    ))
-}
-
-/// `text` as one word of a shell.
-fn quoted(text: &str) -> String {
-    let plain = |c: char| c.is_ascii_alphanumeric() || "/\\._-:+=,@".contains(c);
-    if !text.is_empty() && text.chars().all(plain) {
-        text.into()
-    } else {
-        format!("'{}'", text.replace('\'', r"'\''"))
-    }
-}
-
 impl Command {
     pub(crate) fn run(self) -> Result<ExitCode> {
         match self.task {
@@ -76,23 +47,6 @@ impl Command {
             Task::Oracle(oracle) => oracle.run().map(|()| ExitCode::SUCCESS),
             Task::Sample(sample) => sample.run().map(|()| ExitCode::SUCCESS),
             Task::Doctor(doctor) => doctor.run().map(|()| ExitCode::SUCCESS),
-        }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::quoted;
-
-    #[test]
-    fn words_of_a_shell_are_quoted_where_they_must_be() {
-        for (text, expected) in [
-            ("target/release/nvfp4", "target/release/nvfp4"),
-            ("my runs/tiny-1", "'my runs/tiny-1'"),
-            ("it's", r"'it'\''s'"),
-            ("", "''"),
-        ] {
-            assert_eq!(quoted(text), expected);
         }
     }
 }

@@ -8,19 +8,19 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use anyhow::{Context, Result, bail, ensure};
 use burn::tensor::Device;
 use clap::Args;
-use nvfp4::lm::checkpoint::{CONFIG, read_json, write_json};
-use nvfp4::lm::config::{Preset, Recipe, RunConfig};
-use nvfp4::lm::data::Corpus;
-use nvfp4::lm::encoder::EncoderModel;
-use nvfp4::lm::model::{LanguageModel, Transformer};
-use nvfp4::lm::train::{Outcome, Row, Run};
+use nvfp4_lm::checkpoint::{CONFIG, read_json, write_json};
+use nvfp4_lm::config::{Preset, Recipe, RunConfig};
+use nvfp4_lm::data::Corpus;
+use nvfp4_lm::encoder::EncoderModel;
+use nvfp4_lm::model::{LanguageModel, Transformer};
+use nvfp4_lm::train::{Outcome, Row, Run};
 use serde::Serialize;
 
-use super::device::{DeviceName, hardware, install_decorator};
-use super::options::Options;
-use super::plot;
-use super::progress::Progress;
-use super::{program, quoted};
+use crate::device::{DeviceName, hardware, install_decorator};
+use crate::options::Options;
+use crate::plot;
+use crate::progress::Progress;
+use crate::shell::{program, quoted};
 
 /// Folder in which runs without `--out` get theirs.
 const DEFAULT_OUT: &str = "nvfp4-out";
@@ -88,12 +88,12 @@ struct RecipeResult {
 }
 
 /// How much higher a loss is than the baseline's, in percent of it.
-pub(super) fn gap(loss: f64, baseline: f64) -> f64 {
+pub(crate) fn gap(loss: f64, baseline: f64) -> f64 {
     100.0 * (loss - baseline) / baseline
 }
 
 /// The median of the speeds that `rows` have.
-pub(super) fn median_speed(rows: &[Row]) -> Option<f64> {
+pub(crate) fn median_speed(rows: &[Row]) -> Option<f64> {
     let mut speeds: Vec<f64> = rows.iter().filter_map(|row| row.tokens_per_s).collect();
     speeds.sort_by(f64::total_cmp);
     speeds.get(speeds.len() / 2).copied()
@@ -260,7 +260,7 @@ fn all_hardware(devices: &[Device]) -> Option<String> {
 }
 
 /// The devices of the run: `device`, or all of `devices`.
-pub(super) fn open_all(config: &RunConfig, device: DeviceName) -> Result<Vec<Device>> {
+pub(crate) fn open_all(config: &RunConfig, device: DeviceName) -> Result<Vec<Device>> {
     if config.devices.is_empty() {
         return Ok(vec![device.open()?]);
     }

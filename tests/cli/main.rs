@@ -381,7 +381,7 @@ fn tiny_learns_more_than_the_frequencies_of_bytes() {
     let out = folder("learns");
     let run = "train --device flex --preset tiny --context 64 --batch 4 --steps 40 --eval-every 40 \
                --eval-batches 4 --no-compare";
-    let sources = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
+    let sources = Path::new(env!("CARGO_MANIFEST_DIR")).join("../lm/src");
     let paths = [
         "--data",
         sources.to_str().unwrap(),

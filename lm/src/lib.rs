@@ -2,7 +2,7 @@
 //!
 //! - [`config`]: what to train; presets, and the checks on their values.
 //! - [`model`]: a decoder-only transformer over bytes whose block projections are
-//!   [`Nvfp4Linear`](crate::Nvfp4Linear) layers, and what a model is to the others.
+//!   [`Nvfp4Linear`](burn_nvfp4::Nvfp4Linear) layers, and what a model is to the others.
 //! - [`encoder`]: a model of Burn's own layers, unmodified, which is decorated.
 //! - [`data`]: text files to a corpus, its split, and batches that depend on seed and step alone.
 //! - [`optim`]: AdamW with global-norm clipping, and the learning-rate schedule.

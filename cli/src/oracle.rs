@@ -55,7 +55,7 @@ impl CvtRs {
         use burn::backend::DispatchDevice;
         use nvfp4::kernels::{ops, reference};
 
-        use super::device::{DeviceName, cuda_count, hardware};
+        use crate::device::{DeviceName, cuda_count, hardware};
 
         let name: DeviceName = match &self.device {
             Some(name) => name

@@ -9,15 +9,15 @@ use anyhow::{Context, Result, ensure};
 use burn::tensor::Device;
 use clap::Args;
 use nvfp4::Nvfp4Recipe;
-use nvfp4::lm::checkpoint::write_json;
-use nvfp4::lm::config::{Recipe, RunConfig};
-use nvfp4::lm::cost::{Cost, Effort, KernelClass, Turn, measure, release};
-use nvfp4::lm::encoder::EncoderModel;
-use nvfp4::lm::model::Transformer;
+use nvfp4_lm::checkpoint::write_json;
+use nvfp4_lm::config::{Recipe, RunConfig};
+use nvfp4_lm::cost::{Cost, Effort, KernelClass, Turn, measure, release};
+use nvfp4_lm::encoder::EncoderModel;
+use nvfp4_lm::model::Transformer;
 use serde::Serialize;
 
-use super::device::{hardware, install_decorator};
-use super::options::Options;
+use crate::device::{hardware, install_decorator};
+use crate::options::Options;
 
 /// What the command calls the model of Burn's own layers, in high precision.
 const BURN: &str = "burn";

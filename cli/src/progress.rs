@@ -7,8 +7,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
 use indicatif::{HumanDuration, ProgressBar, ProgressDrawTarget, ProgressStyle};
-use nvfp4::lm::config::{Recipe, RunConfig};
-use nvfp4::lm::train::{Observer, Row};
+use nvfp4_lm::config::{Recipe, RunConfig};
+use nvfp4_lm::train::{Observer, Row};
 
 /// What the bar shows; the message is [`figures`].
 const TEMPLATE: &str = "{prefix:>6} {wide_bar:.cyan/blue} {pos}/{len}  {msg}  ETA {eta}";

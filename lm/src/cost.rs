@@ -12,11 +12,11 @@ use burn::tensor::Device;
 use burn_nvfp4::telemetry::Telemetry;
 use serde::Serialize;
 
-use super::config::{Recipe, RunConfig};
-use super::data::Batch;
-use super::model::LanguageModel;
-use super::optim::AdamW;
-use super::ranks::Rank;
+use crate::config::{Recipe, RunConfig};
+use crate::data::Batch;
+use crate::model::LanguageModel;
+use crate::optim::AdamW;
+use crate::ranks::Rank;
 
 /// How much to measure.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -319,11 +319,11 @@ mod observe {
 
     use super::{Kernel, Memory};
 
-    pub(super) fn step(_: &Device, _: impl FnMut()) -> (Option<Memory>, Vec<Kernel>) {
+    pub(crate) fn step(_: &Device, _: impl FnMut()) -> (Option<Memory>, Vec<Kernel>) {
         (None, Vec::new())
     }
 
-    pub(super) fn release(_: &Device) {}
+    pub(crate) fn release(_: &Device) {}
 }
 
 /// What CubeCL tells of memory and launches.
@@ -356,7 +356,7 @@ mod observe {
         client.memory_report(MemoryScope::Device).usage()
     }
 
-    pub(super) fn release(device: &Device) {
+    pub(crate) fn release(device: &Device) {
         if let Some(client) = client(device) {
             // What is left then is only held longer.
             let _ = device.sync();
@@ -365,7 +365,7 @@ mod observe {
     }
 
     /// The memory of one step, and the kernels of another.
-    pub(super) fn step(device: &Device, mut step: impl FnMut()) -> (Option<Memory>, Vec<Kernel>) {
+    pub(crate) fn step(device: &Device, mut step: impl FnMut()) -> (Option<Memory>, Vec<Kernel>) {
         let Some(client) = client(device) else {
             return (None, Vec::new());
         };

@@ -1,5 +1,5 @@
 //! The same kind of model from Burn's own layers, unmodified, for
-//! [`decorate`](crate::Decorator): what a user brings who has a model already.
+//! [`decorate`](burn_nvfp4::Decorator): what a user brings who has a model already.
 //!
 //! Embeddings of bytes and of positions, `burn_nn`'s `TransformerEncoder` with a causal mask
 //! (LayerNorm, softmax attention, GELU), LayerNorm, and a head. For a recipe that quantizes it is
@@ -14,8 +14,8 @@ use burn::nn::transformer::{
 use burn::nn::{Embedding, EmbeddingConfig, LayerNorm, LayerNormConfig, Linear, LinearConfig};
 use burn::tensor::{Device, FloatDType, Int, Tensor};
 
-use super::config::{Decoration, ModelConfig, Recipe, RunConfig, VOCABULARY};
-use super::model::{LanguageModel, cast, check_dtype, embed, initialise};
+use crate::config::{Decoration, ModelConfig, Recipe, RunConfig, VOCABULARY};
+use crate::model::{LanguageModel, cast, check_dtype, embed, initialise};
 
 /// A language model of Burn's own layers.
 ///
@@ -150,7 +150,7 @@ fn decorate(
 ) -> Result<EncoderModel> {
     use burn_nvfp4::state::number_layers;
 
-    let decorator = crate::Decorator::new(&config.nvfp4_recipe(recipe)?);
+    let decorator = burn_nvfp4::Decorator::new(&config.nvfp4_recipe(recipe)?);
     let decorator = match decoration {
         Decoration::Strict => decorator,
         Decoration::Lenient => decorator.lenient(),
@@ -174,7 +174,7 @@ fn decorate(
 /// What ran where in a decorated model.
 #[cfg(any(feature = "cpu", feature = "cuda"))]
 fn account(model: &EncoderModel, decoration: Decoration) -> Result<String> {
-    let report = crate::decorate::report(model)?;
+    let report = burn_nvfp4::decorate::report(model)?;
     if decoration == Decoration::Strict {
         report.check()?;
     }

@@ -1,10 +1,10 @@
 //! Which code path each operation takes on a device, and why, for `nvfp4 doctor`.
 
 /// How one operation runs on a device.
-pub(super) struct CodePath {
-    pub(super) operation: &'static str,
-    pub(super) path: String,
-    pub(super) why: String,
+pub(crate) struct CodePath {
+    pub(crate) operation: &'static str,
+    pub(crate) path: String,
+    pub(crate) why: String,
 }
 
 fn code_path(operation: &'static str, path: impl Into<String>, why: impl Into<String>) -> CodePath {
@@ -35,7 +35,7 @@ const GROUPED: &str = "product in groups";
 const PRODUCERS: &str = "RMSNorm, SwiGLU";
 
 /// The paths of Flex: it has one for everything.
-pub(super) fn flex() -> Vec<CodePath> {
+pub(crate) fn flex() -> Vec<CodePath> {
     let oracle = "reference arithmetic, vectorised (AVX2 where the CPU has it), all threads";
     let host = "Flex tensors are host memory: operations run the oracle itself";
     let decoded = "packed operands decoded to f32 (exact), a panel of rows at a time, then Flex's f32 \
@@ -123,7 +123,7 @@ pub(super) fn flex() -> Vec<CodePath> {
 }
 
 #[cfg(any(feature = "cpu", feature = "cuda"))]
-pub(super) use cubecl::of_capabilities;
+pub(crate) use cubecl::of_capabilities;
 
 #[cfg(any(feature = "cpu", feature = "cuda"))]
 mod cubecl {
@@ -133,7 +133,7 @@ mod cubecl {
     use super::*;
 
     /// The paths of a CubeCL device, as the kernels crate and the Burn operations choose them.
-    pub(in super::super) fn of_capabilities(capabilities: &Capabilities) -> Vec<CodePath> {
+    pub(crate) fn of_capabilities(capabilities: &Capabilities) -> Vec<CodePath> {
         let mut paths = quantization(capabilities);
         paths.extend(products(capabilities));
         paths.push(code_path(

@@ -1,6 +1,18 @@
 //! The command `nvfp4`: train a language model in NVFP4, sample from it, and look at the machine.
 
-mod cli;
+mod code_paths;
+mod command;
+mod cost;
+mod device;
+mod doctor;
+mod options;
+mod oracle;
+mod plot;
+mod progress;
+mod sample;
+mod shell;
+mod study;
+mod train;
 
 use std::process::ExitCode;
 
@@ -13,7 +25,7 @@ fn main() -> ExitCode {
         .with_env_filter(filter)
         .with_writer(std::io::stderr)
         .init();
-    match cli::Command::parse().run() {
+    match command::Command::parse().run() {
         Ok(code) => code,
         Err(error) => {
             eprintln!("error: {error:#}");

@@ -8,8 +8,8 @@ use anyhow::{Context, Result, bail, ensure};
 use burn::tensor::{Device, Int, Tensor, TensorData};
 use serde::{Deserialize, Serialize};
 
-use super::config::VOCABULARY;
-use super::random::{Fnv, Stream, hash};
+use crate::config::VOCABULARY;
+use crate::random::{Fnv, Stream, hash};
 
 /// Byte between two files, and after the last. Text has none, so that a model can learn where a file
 /// ends.
@@ -255,7 +255,7 @@ impl Batch {
     }
 
     /// Batch `number` of random bytes: `rows` sequences of `context`.
-    pub(super) fn random(seed: u64, number: u64, rows: usize, context: usize) -> Self {
+    pub(crate) fn random(seed: u64, number: u64, rows: usize, context: usize) -> Self {
         let mut stream = Stream::new(seed, number);
         let length = context + 1;
         let text: Vec<u8> = (0..rows * length).map(|_| stream.next() as u8).collect();

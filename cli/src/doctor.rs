@@ -5,8 +5,8 @@ use std::str::FromStr;
 use anyhow::{Result, bail};
 use burn::tensor::{Device, FloatDType};
 
-use super::code_paths::{self, CodePath};
-use super::device::{DeviceName, cuda_count, hardware};
+use crate::code_paths::{self, CodePath};
+use crate::device::{DeviceName, cuda_count, hardware};
 
 /// Options of `nvfp4 doctor`.
 #[derive(clap::Args)]
