@@ -49,7 +49,9 @@ pub fn require_pip() -> Result<()> {
 ///
 /// A file with another hash than the pinned one is an error, never a reason to go on without it.
 pub fn unpack(requirements: &Requirements, folder: &Path) -> Result<Download> {
-    let file = workspace::root().join("xtask/requirements").join(requirements.name);
+    let file = workspace::root()
+        .join("xtask/requirements")
+        .join(requirements.name);
     let downloads = folder.join("downloads");
     let output = download(&file, &downloads, &[])?;
     if !output.status.success() {
@@ -70,9 +72,17 @@ pub fn unpack(requirements: &Requirements, folder: &Path) -> Result<Download> {
 /// Runs pip on a requirements file; files without a matching hash are refused.
 fn download(requirements: &Path, folder: &Path, arguments: &[&str]) -> Result<Output> {
     let mut pip = python(&["-m", "pip", "download", "--require-hashes", "--no-deps"]);
-    pip.args(["--only-binary=:all:", "--quiet", "--disable-pip-version-check"]);
-    pip.args(["--retries", "2", "--timeout", "60"]).args(arguments);
-    pip.arg("--dest").arg(folder).arg("--requirement").arg(requirements);
+    pip.args([
+        "--only-binary=:all:",
+        "--quiet",
+        "--disable-pip-version-check",
+    ]);
+    pip.args(["--retries", "2", "--timeout", "60"])
+        .args(arguments);
+    pip.arg("--dest")
+        .arg(folder)
+        .arg("--requirement")
+        .arg(requirements);
     pip.output().context("cannot run `python3 -m pip download`")
 }
 
@@ -81,7 +91,10 @@ fn refused(output: &Output) -> Result<Download> {
     let stderr = String::from_utf8_lossy(&output.stderr);
     // pip's own words ("THESE PACKAGES DO NOT MATCH THE HASHES FROM THE REQUIREMENTS FILE").
     if stderr.contains("DO NOT MATCH THE HASHES") {
-        bail!("a package is not the pinned one; nothing was installed\n{}", stderr.trim());
+        bail!(
+            "a package is not the pinned one; nothing was installed\n{}",
+            stderr.trim()
+        );
     }
     Ok(Download::OutOfReach(stderr.trim().to_owned()))
 }
@@ -149,7 +162,11 @@ print(hashlib.sha256(open(path, "rb").read()).hexdigest())
         };
 
         let pinned = get(&format!("pinned==1 --hash=sha256:{}", hash.trim()));
-        assert!(pinned.status.success(), "{}", String::from_utf8_lossy(&pinned.stderr));
+        assert!(
+            pinned.status.success(),
+            "{}",
+            String::from_utf8_lossy(&pinned.stderr)
+        );
         let downloaded = wheels(&folder.join("downloads")).unwrap();
         assert_eq!(downloaded.len(), 1);
         unzip(&downloaded[0], &folder).unwrap();
@@ -157,7 +174,12 @@ print(hashlib.sha256(open(path, "rb").read()).hexdigest())
         fs::remove_dir_all(folder.join("downloads")).unwrap();
 
         let other = get(&format!("pinned==1 --hash=sha256:{}", "0".repeat(64)));
-        assert!(refused(&other).unwrap_err().to_string().contains("not the pinned one"));
+        assert!(
+            refused(&other)
+                .unwrap_err()
+                .to_string()
+                .contains("not the pinned one")
+        );
         let unpinned = get("pinned==1");
         assert!(!unpinned.status.success());
         let absent = get(&format!("absent==1 --hash=sha256:{}", hash.trim()));
