@@ -9,6 +9,9 @@
 //! bound, few rows and groups, are compared with a copy of the same process, groups with the dense product of the
 //! same operations too.
 //!
+//! A table goes to standard output, and the same as a results file, which `cargo xtask results` reads, to
+//! `nvfp4-bench-gemm.json` in the target folder (or the file that `NVFP4_BENCH_JSON` names).
+//!
 //! With `NVFP4_BENCH_ONCE` set everything runs once and nothing is timed: for a profiler.
 
 mod common;
@@ -18,11 +21,15 @@ use std::{
     time::{Duration, Instant},
 };
 
+use common::results::{Results, Row};
 use criterion::Criterion;
 use cubecl::prelude::*;
 use nvfp4_kernels::{
     Hadamard, PackedAxis, RandomStream, cubecl,
-    device::{AmaxScope, DeviceCopy, DevicePacked, DeviceRounding, FloatKind, Groups, Matrix},
+    device::{
+        AmaxScope, Capabilities, DeviceCopy, DevicePacked, DeviceRounding, FloatKind, Groups,
+        Matrix,
+    },
     gemm::{
         self, Elements, Operand, Scale, Target,
         cublaslt::{self, Format, Product, Side},
@@ -633,33 +640,63 @@ fn main() {
     if is_wanted("calls") {
         calls(&mut criterion, &client, &noise);
     }
-    print(&RECORDS.lock().unwrap());
+    let rows = print(&RECORDS.lock().unwrap());
+    if !is_run_once() {
+        write(&client, rows);
+    }
 }
 
-/// The table of all that was timed.
-fn print(records: &[Record]) {
+/// The results file.
+fn write(client: &Client, rows: Vec<Row>) {
+    let results = Results {
+        bench: "gemm",
+        gpu: Capabilities::of(client).device,
+        question: "How fast are GEMMs beside cuBLAS in bf16?",
+        method: "captured graphs, medians; cuBLAS in the same process",
+        row: "GEMM",
+        units: &[
+            ("µs", 1),
+            ("TFLOP/s", 1),
+            ("% of cuBLAS bf16", 1),
+            ("% of dense", 1),
+            ("packed bytes, % of copy", 1),
+        ],
+        rows,
+    };
+    results.write().expect("the results could not be written");
+}
+
+/// Prints the table of all that was timed; returns its rows.
+fn print(records: &[Record]) -> Vec<Row> {
     let find = |name: &str| records.iter().find(|record| record.name == name);
     let copy = find(COPY).map(|copy| copy.bytes.unwrap() / copy.median());
-    let share =
-        |share: Option<f64>| share.map_or("-".into(), |share| format!("{:.1} %", 100.0 * share));
+    let shown = |percent: &Option<f64>| percent.map_or("-".into(), |share| format!("{share:.1} %"));
     println!("| product | us | TFLOP/s | of cuBLAS bf16 | of dense | packed bytes, of a copy |");
     println!("|---|---|---|---|---|---|");
+    let mut rows = Vec::new();
     for record in records {
         let (name, median) = (record.name.as_str(), record.median());
         let product = name.rsplit_once(", ").map_or(name, |(product, _)| product);
-        let faster = |name: String| find(&name).map(|other| other.median() / median);
-        let cublas = share(faster(format!("{product}, {CUBLAS}")));
+        let faster = |name: String| find(&name).map(|other| 100.0 * other.median() / median);
+        let cublas = faster(format!("{product}, {CUBLAS}"));
         // Its shape, without the groups.
         let shape = product
             .rsplit_once(", ")
             .map_or(product, |(shape, _)| shape);
-        let dense = share(faster(format!("{shape}, dense, NVFP4")));
+        let dense = faster(format!("{shape}, dense, NVFP4"));
         let bytes = record
             .bytes
             .zip(copy)
-            .map(|(bytes, rate)| bytes / rate / median);
-        let (rate, bytes) = (record.operations / median / 1e12, share(bytes));
-        let us = median * 1e6;
-        println!("| {name} | {us:.1} | {rate:.1} | {cublas} | {dense} | {bytes} |");
+            .map(|(bytes, rate)| 100.0 * bytes / rate / median);
+        let (us, rate) = (median * 1e6, record.operations / median / 1e12);
+        let shares = [cublas, dense, bytes];
+        let [of_cublas, of_dense, of_copy] = shares.each_ref().map(shown);
+        println!("| {name} | {us:.1} | {rate:.1} | {of_cublas} | {of_dense} | {of_copy} |");
+        rows.push(Row {
+            name: name.to_owned(),
+            at: None,
+            values: [&[Some(us), Some(rate)][..], &shares].concat(),
+        });
     }
+    rows
 }

@@ -11,7 +11,7 @@ use anyhow::{Context, Result, ensure};
 
 use crate::counts::is_counts_line;
 use crate::workspace::{self, FEATURES};
-use crate::{book, packages, setup, tools, unified};
+use crate::{book, packages, results, setup, tools, unified};
 
 /// Runs all stages; prints how long each took.
 pub fn run() -> Result<ExitCode> {
@@ -50,7 +50,10 @@ pub fn run() -> Result<ExitCode> {
     stage("clippy, default features", &mut || clippy(&[]));
     stage("packages", &mut packages::run);
     stage("licences", &mut licences);
-    stage("book", &mut book::run);
+    stage("book", &mut || {
+        results::run(&results::Args { check: true })?;
+        book::run()
+    });
 
     println!();
     for Stage { name, good, took } in &stages {

@@ -10,12 +10,14 @@
 //! | `cargo xtask package` | makes the packages for crates.io and checks them; publishes nothing |
 //! | `cargo xtask licenses` | checks licences and origin of all dependencies against `deny.toml` |
 //! | `cargo xtask book` | builds the book and checks the links of all documents |
+//! | `cargo xtask results` | writes the tables of the performance page from `results/*.json` |
 //! | `cargo xtask ci` | everything that a change must pass, with the time each stage took |
 
 mod book;
 mod ci;
 mod counts;
 mod packages;
+mod results;
 mod sanitize;
 mod setup;
 mod test;
@@ -55,6 +57,8 @@ enum Command {
     Licenses,
     /// Build the book into the target folder and check the links of all documents
     Book,
+    /// Write the tables of the performance page (docs/src/performance.md) from results/*.json
+    Results(results::Args),
     /// Run everything that a change must pass
     Ci,
 }
@@ -69,6 +73,7 @@ fn main() -> ExitCode {
         Command::Package => packages::run().map(done),
         Command::Licenses => ci::licences().map(done),
         Command::Book => book::run().map(done),
+        Command::Results(args) => results::run(&args).map(done),
         Command::Ci => ci::run(),
     };
     outcome.unwrap_or_else(|error| {
