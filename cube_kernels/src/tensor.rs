@@ -1,19 +1,17 @@
-//! Tensors on a device, and what the device can do.
+//! Matrices and quantized tensors in device memory.
 
 use cubecl::{
     client::Client,
-    ir::{
-        AddressType, ElemType, FloatKind as CubeFloat, UIntKind,
-        features::{MmaConfig, ScaledMmaConfig},
-    },
+    ir::{ElemType, FloatKind as CubeFloat, UIntKind},
     server::Handle,
 };
 
+pub use crate::policy::AmaxGranularity;
 use crate::{
-    Amax, BLOCK, Nvfp4Error, Origin, PackedAxis, PackedTensor, RandomStream, ScaleLayout,
-    cube::codec::Conversion,
+    Amax, BLOCK, Nvfp4Error, Origin, QuantizedTensor, RandomStream, ScaleLayout, Usage,
     format::check_extent,
-    policy::{BlockScaling, CopyPolicy, Hadamard, Rounding},
+    memory::{allocate, check_memory, download, upload},
+    policy::{BlockScaling, Hadamard, QuantParams, Rounding},
 };
 
 /// Element types of matrices that kernels read and write.
@@ -109,24 +107,24 @@ impl Matrix {
 }
 
 /// What the codes and block scales of an NVFP4 matrix stand for, without the factor of the tensor: code
-/// times block scale, exact in bf16. It has four times the bytes of a [`DevicePacked`], and saves a
+/// times block scale, exact in bf16. It has four times the bytes of a [`DeviceQuantized`], and saves a
 /// product that decodes its operands the work, once.
 #[derive(Debug, Clone)]
-pub struct DeviceDecoded {
+pub struct DeviceUnscaled {
     /// The values in stored orientation, bf16: a row for each stored row, as long as the packed axis
     /// with its padding, which is zeros.
     pub values: Matrix,
     /// The largest magnitudes: `f32`, as many as `scope` says.
     pub amax: Handle,
     /// What one of them stands for.
-    pub scope: AmaxScope,
+    pub scope: AmaxGranularity,
     /// How block scales were found, which decides the range that an amax stands for.
     pub scaling: BlockScaling,
 }
 
-impl DeviceDecoded {
+impl DeviceUnscaled {
     /// The copy that `packed` describes, whose codes are the memory of values.
-    pub(crate) fn of(packed: DevicePacked) -> Self {
+    pub(crate) fn of(packed: DeviceQuantized) -> Self {
         let (rows, cols) = (packed.outer(), packed.blocks() * BLOCK);
         Self {
             values: Matrix {
@@ -146,14 +144,14 @@ impl DeviceDecoded {
 #[derive(Debug, Clone)]
 pub enum DeviceOperand {
     /// Codes and scales.
-    Packed(DevicePacked),
+    Packed(DeviceQuantized),
     /// Their values.
-    Decoded(DeviceDecoded),
+    Decoded(DeviceUnscaled),
 }
 
 impl DeviceOperand {
     /// The copy, if it is codes and scales.
-    pub fn into_packed(self) -> Option<DevicePacked> {
+    pub fn into_packed(self) -> Option<DeviceQuantized> {
         match self {
             Self::Packed(packed) => Some(packed),
             Self::Decoded(_) => None,
@@ -161,7 +159,7 @@ impl DeviceOperand {
     }
 
     /// The copy, if it is values.
-    pub fn into_decoded(self) -> Option<DeviceDecoded> {
+    pub fn into_decoded(self) -> Option<DeviceUnscaled> {
         match self {
             Self::Packed(_) => None,
             Self::Decoded(decoded) => Some(decoded),
@@ -237,26 +235,15 @@ impl Groups {
 /// The most groups with offsets in device memory: their starts are kept in shared memory.
 pub const MAX_GROUPS: usize = 512;
 
-/// What one amax in device memory stands for.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
-pub enum AmaxScope {
-    /// Each group of rows has one; so has a matrix that is one group.
-    #[default]
-    Group,
-    /// Each stored row has one: a row of the source in the row-wise copy (per token), a column of
-    /// each group in the column-wise one.
-    Outer,
-}
-
 /// An NVFP4 matrix in device memory.
 ///
-/// Without groups the layout is that of [`PackedTensor`]: `outer` stored rows of `blocks` blocks.
+/// Without groups the layout is that of [`QuantizedTensor`]: `outer` stored rows of `blocks` blocks.
 /// With groups the copies of the groups lie one after another, each in that layout: the row-wise
 /// codes and compact scales are then those of the whole matrix, a column-wise copy starts anew in
 /// every group, and so does the 128x4 tiling of swizzled scales. Buffers are as large as the groups
 /// may need ([`Self::code_blocks`], [`Self::scale_bytes`]).
 #[derive(Debug, Clone)]
-pub struct DevicePacked {
+pub struct DeviceQuantized {
     /// The codes, eight to a `u32`, two words to a block.
     pub codes: Handle,
     /// The block scales, E4M3 bytes.
@@ -268,25 +255,25 @@ pub struct DevicePacked {
     /// Columns of the source matrix.
     pub cols: usize,
     /// The axis of the source along which it is packed.
-    pub axis: PackedAxis,
+    pub usage: Usage,
     /// Order of the block scales.
     pub layout: ScaleLayout,
     /// How block scales were found, which decides how an amax decodes.
     pub scaling: BlockScaling,
     /// What one amax stands for.
-    pub scope: AmaxScope,
+    pub scope: AmaxGranularity,
     /// The transform along the packed axis, which is padded to a multiple of its size.
     pub hadamard: Option<Hadamard>,
     /// Which rows of the source belong together.
     pub groups: Groups,
 }
 
-impl DevicePacked {
+impl DeviceQuantized {
     /// A plain copy over existing memory: compact scales, one amax, no groups.
     pub fn plain(
         (codes, scales, amax): (Handle, Handle, Handle),
         (rows, cols): (usize, usize),
-        axis: PackedAxis,
+        usage: Usage,
         hadamard: Option<Hadamard>,
     ) -> Self {
         Self {
@@ -295,10 +282,10 @@ impl DevicePacked {
             amax,
             rows,
             cols,
-            axis,
+            usage,
             layout: ScaleLayout::Compact,
             scaling: BlockScaling::Standard,
-            scope: AmaxScope::Group,
+            scope: AmaxGranularity::PerTensor,
             hadamard,
             groups: Groups::One,
         }
@@ -306,12 +293,12 @@ impl DevicePacked {
 
     /// Stored rows; of one group where there are several.
     pub fn outer(&self) -> usize {
-        self.axis.stored_shape(self.rows, self.cols).0
+        self.usage.stored_shape(self.rows, self.cols).0
     }
 
     /// Length of the packed axis, without padding.
     pub fn inner(&self) -> usize {
-        self.axis.stored_shape(self.rows, self.cols).1
+        self.usage.stored_shape(self.rows, self.cols).1
     }
 
     /// Elements to whose multiple the packed axis is padded.
@@ -324,9 +311,9 @@ impl DevicePacked {
     /// most, for a column-wise copy with groups.
     pub fn blocks(&self) -> usize {
         let unit = self.unit();
-        match self.axis {
-            PackedAxis::Cols => self.cols.div_ceil(unit) * (unit / BLOCK),
-            PackedAxis::Rows => self.groups.units(self.rows, unit) * (unit / BLOCK),
+        match self.usage {
+            Usage::Rowwise => self.cols.div_ceil(unit) * (unit / BLOCK),
+            Usage::Columnwise => self.groups.units(self.rows, unit) * (unit / BLOCK),
         }
     }
 
@@ -337,12 +324,12 @@ impl DevicePacked {
 
     /// Bytes that the scales have room for, in their layout.
     pub fn scale_bytes(&self) -> usize {
-        match (self.layout, self.axis) {
+        match (self.layout, self.usage) {
             (ScaleLayout::Compact, _) => self.code_blocks(),
-            (ScaleLayout::Swizzled128x4, PackedAxis::Cols) => {
+            (ScaleLayout::Swizzled128x4, Usage::Rowwise) => {
                 self.groups.units(self.rows, 128) * 128 * self.blocks().next_multiple_of(4)
             }
-            (ScaleLayout::Swizzled128x4, PackedAxis::Rows) => {
+            (ScaleLayout::Swizzled128x4, Usage::Columnwise) => {
                 let unit = self.unit().max(4 * BLOCK);
                 let blocks = self.groups.units(self.rows, unit) * (unit / BLOCK);
                 self.cols.next_multiple_of(128) * blocks
@@ -352,10 +339,10 @@ impl DevicePacked {
 
     /// Values of `amax`.
     pub fn amax_len(&self) -> usize {
-        match (self.scope, self.axis) {
-            (AmaxScope::Group, _) => self.groups.count(),
-            (AmaxScope::Outer, PackedAxis::Cols) => self.rows,
-            (AmaxScope::Outer, PackedAxis::Rows) => self.groups.count() * self.cols,
+        match (self.scope, self.usage) {
+            (AmaxGranularity::PerTensor, _) => self.groups.count(),
+            (AmaxGranularity::PerRow, Usage::Rowwise) => self.rows,
+            (AmaxGranularity::PerRow, Usage::Columnwise) => self.groups.count() * self.cols,
         }
     }
 
@@ -398,10 +385,10 @@ impl DevicePacked {
     }
 
     /// Copies a host tensor to the device.
-    pub fn from_host(client: &Client, packed: &PackedTensor) -> Self {
+    pub fn from_host(client: &Client, packed: &QuantizedTensor) -> Self {
         let (scope, amax) = match packed.amax() {
-            Amax::Tensor(amax) => (AmaxScope::Group, amax.to_ne_bytes().to_vec()),
-            Amax::PerOuter(amax) => (AmaxScope::Outer, bytemuck::cast_slice(amax).to_vec()),
+            Amax::Tensor(amax) => (AmaxGranularity::PerTensor, amax.to_ne_bytes().to_vec()),
+            Amax::PerRow(amax) => (AmaxGranularity::PerRow, bytemuck::cast_slice(amax).to_vec()),
         };
         Self {
             codes: upload(client, packed.codes()),
@@ -409,7 +396,7 @@ impl DevicePacked {
             amax: upload(client, &amax),
             rows: packed.rows(),
             cols: packed.cols(),
-            axis: packed.axis(),
+            usage: packed.usage(),
             layout: packed.scale_layout(),
             scaling: packed.origin().scaling,
             scope,
@@ -425,7 +412,7 @@ impl DevicePacked {
     /// When a queued kernel failed, the buffers do not fit the shape, `origin` has another transform (than
     /// one that the tensor records) or other block scales than the tensor, or there are groups: their parts are read from
     /// [`Self::codes`] and [`Self::scales`].
-    pub fn to_host(&self, client: &Client, origin: Origin) -> Result<PackedTensor, Nvfp4Error> {
+    pub fn to_host(&self, client: &Client, origin: Origin) -> Result<QuantizedTensor, Nvfp4Error> {
         if !matches!(self.groups, Groups::One) {
             return Err(Nvfp4Error::value("groups", "several", "one matrix"));
         }
@@ -447,17 +434,17 @@ impl DevicePacked {
             .chunks_exact(4)
             .map(bytemuck::pod_read_unaligned)
             .collect();
-        PackedTensor::from_parts(
+        QuantizedTensor::from_parts(
             (self.rows, self.cols),
-            self.axis,
+            self.usage,
             download(client, &self.codes, self.code_blocks() * 8)?,
             (
                 self.layout,
                 download(client, &self.scales, self.scale_bytes())?,
             ),
             match self.scope {
-                AmaxScope::Group => Amax::Tensor(amax[0]),
-                AmaxScope::Outer => Amax::PerOuter(amax),
+                AmaxGranularity::PerTensor => Amax::Tensor(amax[0]),
+                AmaxGranularity::PerRow => Amax::PerRow(amax),
             },
             origin,
         )
@@ -485,10 +472,10 @@ impl From<Rounding> for DeviceRounding {
     }
 }
 
-/// How one packed copy is made on a device: [`CopyPolicy`], with the random offset
+/// How one packed copy is made on a device: [`QuantParams`], with the random offset
 /// on either side.
 #[derive(Debug, Clone)]
-pub struct DeviceCopy {
+pub struct DeviceQuantParams {
     /// How elements are rounded. Four over six rounds to nearest only.
     pub rounding: DeviceRounding,
     /// The transform along the packed axis first, if any; column-wise copies only.
@@ -499,7 +486,7 @@ pub struct DeviceCopy {
     pub layout: ScaleLayout,
 }
 
-impl DeviceCopy {
+impl DeviceQuantParams {
     /// Rounding by `rounding`, and everything else plain: no transform, standard scales, compact.
     pub fn new(rounding: impl Into<DeviceRounding>) -> Self {
         Self {
@@ -511,241 +498,13 @@ impl DeviceCopy {
     }
 }
 
-impl From<CopyPolicy> for DeviceCopy {
-    fn from(policy: CopyPolicy) -> Self {
+impl From<QuantParams> for DeviceQuantParams {
+    fn from(policy: QuantParams) -> Self {
         Self {
             rounding: policy.rounding.into(),
             hadamard: policy.hadamard,
             scaling: policy.scaling,
             layout: policy.layout,
         }
-    }
-}
-
-/// What decides which code path an operation takes on a device.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Capabilities {
-    /// The runtime's name for the device.
-    pub device: String,
-    /// The runtime: "cpu", "cuda" or another of CubeCL's.
-    pub runtime: &'static str,
-    /// CUDA compute capability as major * 10 + minor, where the device is a CUDA GPU.
-    pub compute_capability: Option<u32>,
-    /// How scaled values become codes.
-    pub conversion: Conversion,
-    /// How packed operands are multiplied.
-    pub gemm: GemmPath,
-}
-
-/// How packed operands are multiplied.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum GemmPath {
-    /// Compute capability 9.0: operands decoded to bf16 in a workspace and multiplied by `wgmma`, or
-    /// few rows with a packed weight that is decoded in registers.
-    Hopper,
-    /// Compute capability 10.0 and 10.3: FP4 tensor cores through cuBLASLt
-    /// ([`gemm::cublaslt`](crate::gemm::cublaslt)). Never run on hardware.
-    CublasLt,
-    /// Compute capability 12.0 and 12.1: codes and block scales go to block-scaled matrix instructions as
-    /// they are (never run on hardware), or few rows are multiplied with a packed weight that is decoded in
-    /// registers.
-    BlockScaled,
-    /// Tiles decoded to bf16 in shared memory, multiplied by 16x16x16 matrix instructions; few rows with a
-    /// packed weight, where the device can, by a kernel of their own.
-    MatrixInstructions,
-    /// One unit for each output element.
-    Scalar,
-}
-
-impl Capabilities {
-    /// Asks the device behind `client`.
-    pub fn of(client: &Client) -> Self {
-        let properties = client.properties();
-        let runtime = client.name();
-        let is_cuda = runtime == "cuda";
-        let compute_capability = if is_cuda {
-            compute_capability(&properties.identity.fingerprint)
-        } else {
-            None
-        };
-        let matrix = MmaConfig {
-            a_type: ElemType::Float(CubeFloat::BF16),
-            b_type: ElemType::Float(CubeFloat::BF16),
-            cd_type: ElemType::Float(CubeFloat::F32),
-            m: 16,
-            n: 16,
-            k: 16,
-        };
-        let has_matrix = properties.features.matmul.cmma.contains(&matrix)
-            && properties.hardware.plane_size_min == 32
-            && properties.hardware.plane_size_max == 32;
-        let block_scaled = ScaledMmaConfig {
-            a_type: ElemType::Float(CubeFloat::E2M1x2),
-            b_type: ElemType::Float(CubeFloat::E2M1x2),
-            cd_type: ElemType::Float(CubeFloat::F32),
-            scales_type: ElemType::Float(CubeFloat::E4M3),
-            m: 16,
-            n: 8,
-            k: 64,
-            scales_factor: 4,
-        };
-        let has_block_scaled = properties
-            .features
-            .matmul
-            .scaled_mma
-            .contains(&block_scaled);
-        Self {
-            device: properties.identity.name.clone(),
-            runtime,
-            compute_capability,
-            conversion: conversion(compute_capability),
-            gemm: gemm_path(has_matrix, has_block_scaled, compute_capability),
-        }
-    }
-}
-
-/// How packed operands are multiplied on a device with or without 16x16x16 bf16 matrix instructions (in
-/// planes of 32) and block-scaled ones.
-fn gemm_path(
-    has_matrix: bool,
-    has_block_scaled: bool,
-    compute_capability: Option<u32>,
-) -> GemmPath {
-    match compute_capability {
-        Some(90) if has_matrix => GemmPath::Hopper,
-        Some(100 | 103) if has_matrix => GemmPath::CublasLt,
-        Some(120..130) if has_matrix && has_block_scaled => GemmPath::BlockScaled,
-        _ if has_matrix => GemmPath::MatrixInstructions,
-        _ => GemmPath::Scalar,
-    }
-}
-
-fn conversion(compute_capability: Option<u32>) -> Conversion {
-    let conversion = match compute_capability {
-        Some(100 | 103) => Conversion::Hardware,
-        Some(101 | 110 | 120 | 121) => Conversion::HardwareNearest,
-        Some(89 | 90) => Conversion::Sm89,
-        Some(80..) => Conversion::Sm80,
-        _ => Conversion::Software,
-    };
-    conversion.or_emulated()
-}
-
-/// Who converts on the device behind `client`: [`Capabilities::conversion`] without the rest, which
-/// costs an allocation.
-pub(crate) fn conversion_of(client: &Client) -> Conversion {
-    if client.name() != "cuda" {
-        return Conversion::Software;
-    }
-    conversion(compute_capability(
-        &client.properties().identity.fingerprint,
-    ))
-}
-
-/// The number behind `sm` in CubeCL's name for what it compiles to, such as `ptx_sm90`.
-fn compute_capability(fingerprint: &str) -> Option<u32> {
-    let (_, rest) = fingerprint.rsplit_once("sm")?;
-    let digits: String = rest
-        .trim_start_matches('_')
-        .chars()
-        .take_while(char::is_ascii_digit)
-        .collect();
-    digits.parse().ok()
-}
-
-pub(crate) fn is_cpu(client: &Client) -> bool {
-    client.properties().hardware.num_cpu_cores.is_some()
-}
-
-/// Index width for kernels that address up to `elements` elements: 64 bits from 2^31 on.
-pub(crate) fn address_type(elements: usize) -> AddressType {
-    if elements > i32::MAX as usize {
-        AddressType::U64
-    } else {
-        AddressType::U32
-    }
-}
-
-/// Memory of `bytes`, or one byte: an empty tensor has a valid handle too.
-pub(crate) fn allocate(client: &Client, bytes: usize) -> Handle {
-    client.empty(bytes.max(1))
-}
-
-/// A copy of `bytes` on the device.
-pub(crate) fn upload(client: &Client, bytes: &[u8]) -> Handle {
-    if bytes.is_empty() {
-        allocate(client, 0)
-    } else {
-        client.create_from_slice(bytes)
-    }
-}
-
-/// The first `len` bytes of `handle`, waiting for the device.
-pub(crate) fn download(
-    client: &Client,
-    handle: &Handle,
-    len: usize,
-) -> Result<Vec<u8>, Nvfp4Error> {
-    if len == 0 {
-        return Ok(Vec::new());
-    }
-    let bytes = client
-        .read_one(handle.clone())
-        .map_err(|error| Nvfp4Error::Launch(format!("{error:?}")))?;
-    match bytes.get(..len) {
-        Some(bytes) => Ok(bytes.to_vec()),
-        None => Err(Nvfp4Error::shape(
-            "handle",
-            format!("{} bytes of memory", bytes.len()),
-            format!("at least {len}"),
-        )),
-    }
-}
-
-/// Whether vectors of 16 bytes may be loaded from the start of the buffer.
-pub(crate) fn is_aligned(handle: &Handle) -> bool {
-    handle.offset_start.unwrap_or(0).is_multiple_of(16)
-}
-
-pub(crate) fn check_memory(
-    argument: &'static str,
-    handle: &Handle,
-    needed: usize,
-) -> Result<(), Nvfp4Error> {
-    let found = handle.size_in_used() as usize;
-    if found < needed {
-        return Err(Nvfp4Error::shape(
-            argument,
-            format!("{found} bytes of memory"),
-            format!("at least {needed}"),
-        ));
-    }
-    Ok(())
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn paths_of_devices() {
-        let path = |capability| gemm_path(true, (120..130).contains(&capability), Some(capability));
-        assert_eq!(path(90), GemmPath::Hopper);
-        assert_eq!(path(120), GemmPath::BlockScaled);
-        assert_eq!(path(121), GemmPath::BlockScaled);
-        assert_eq!(path(100), GemmPath::CublasLt);
-        assert_eq!(path(103), GemmPath::CublasLt);
-        for capability in [80, 86, 89, 110] {
-            assert_eq!(
-                path(capability),
-                GemmPath::MatrixInstructions,
-                "{capability}"
-            );
-        }
-        // CubeCL's LLVM path has matrix instructions and no block-scaled ones.
-        let llvm = gemm_path(true, false, Some(120));
-        assert_eq!(llvm, GemmPath::MatrixInstructions);
-        assert_eq!(gemm_path(false, false, Some(75)), GemmPath::Scalar);
-        assert_eq!(gemm_path(false, false, None), GemmPath::Scalar);
     }
 }

@@ -9,12 +9,13 @@ use cubecl::{prelude::*, server::Handle};
 
 use super::{
     amax::zeros,
-    launch::{buffer, tile_grid, vector_size},
     packed_source::{PackedRows, PackedSource, SourcePlan},
     tile::{Grouping, ROWS, Shape, ShapeLaunch, group_place, map_tiles, tile_from},
 };
+use crate::launch::{buffer, tile_grid, vector_size};
 use crate::{
-    BLOCK, Hadamard, Nvfp4Error, PackedAxis, RandomStream, ScaleLayout,
+    BLOCK, Hadamard, Nvfp4Error, RandomStream, ScaleLayout, Usage,
+    capabilities::Capabilities,
     cube::{
         codec::{Conversion, canonical, load},
         eden::{
@@ -25,10 +26,9 @@ use crate::{
         philox::{Random, RandomLaunch},
         scale::swizzled_at,
     },
-    device::{
-        Capabilities, DevicePacked, FloatKind, Groups, Matrix, address_type, allocate, check_memory,
-    },
+    memory::{address_type, allocate, check_memory},
     reference::{EDEN_GROUP, EdenTarget, check_eden_hadamard, padding::padded_bound},
+    tensor::{DeviceQuantized, FloatKind, Groups, Matrix},
 };
 
 /// What MS-EDEN quantizes.
@@ -40,7 +40,7 @@ pub enum EdenSource<'a> {
     Grouped(&'a Matrix, &'a Groups),
     /// The values that an NVFP4 matrix, or groups of them, stand for: an operand of the forward product,
     /// packed along either axis.
-    Packed(&'a DevicePacked),
+    Packed(&'a DeviceQuantized),
 }
 
 impl<'a> From<&'a Matrix> for EdenSource<'a> {
@@ -49,8 +49,8 @@ impl<'a> From<&'a Matrix> for EdenSource<'a> {
     }
 }
 
-impl<'a> From<&'a DevicePacked> for EdenSource<'a> {
-    fn from(packed: &'a DevicePacked) -> Self {
+impl<'a> From<&'a DeviceQuantized> for EdenSource<'a> {
+    fn from(packed: &'a DeviceQuantized) -> Self {
         Self::Packed(packed)
     }
 }
@@ -110,7 +110,7 @@ impl<'a> Stored<'a> {
     fn plan(&self) -> SourcePlan {
         match self {
             Self::Matrix(_, groups) => SourcePlan {
-                per_outer: false,
+                per_row: false,
                 swizzled: false,
                 grouping: Grouping::of(groups),
             },
@@ -138,7 +138,7 @@ impl From<RandomStream> for EdenRandom {
     }
 }
 
-/// The largest magnitude of `source` after the transform of 128 along `axis`, in device memory: one `f32`, or
+/// The largest magnitude of `source` after the transform of 128 along `usage`, in device memory: one `f32`, or
 /// one for each group of rows; 0 for an empty one. See
 /// [`reference::ms_eden_amax`](crate::reference::ms_eden_amax).
 ///
@@ -148,11 +148,11 @@ impl From<RandomStream> for EdenRandom {
 pub fn ms_eden_amax<'a>(
     client: &Client,
     source: impl Into<EdenSource<'a>>,
-    axis: PackedAxis,
+    usage: Usage,
     hadamard: &Hadamard,
 ) -> Result<Handle, Nvfp4Error> {
     let source = source.into();
-    let geometry = Geometry::new(client, source, axis, hadamard, None)?;
+    let geometry = Geometry::new(client, source, usage, hadamard, None)?;
     let maxima = source.groups().count();
     let out = zeros(client, maxima);
     if geometry.tiles == 0 {
@@ -208,7 +208,7 @@ pub fn ms_eden_amax<'a>(
     Ok(out)
 }
 
-/// `source` by MS-EDEN along `axis`, given the `amax` of its transformed values ([`ms_eden_amax`]).
+/// `source` by MS-EDEN along `usage`, given the `amax` of its transformed values ([`ms_eden_amax`]).
 ///
 /// The result is the transformed matrix: its contraction is padded to a multiple of 128, and its
 /// `amax` is the one from which it decodes. Draw the signs of `hadamard` afresh for each backward
@@ -217,7 +217,7 @@ pub fn ms_eden_amax<'a>(
 ///
 /// Each group of rows is a matrix of its own, with an amax of its own, but for the indices of random bits,
 /// which go on from group to group
-/// ([`reference::ms_eden_at`](crate::reference::ms_eden_at)). Along [`PackedAxis::Rows`] it is padded to a
+/// ([`reference::ms_eden_at`](crate::reference::ms_eden_at)). Along [`Usage::Columnwise`] it is padded to a
 /// multiple of 128 rows. Copies of [`Groups::Batch`] then are such a batch again; those of
 /// [`Groups::Offsets`] lie side by side, as
 /// [`quantize_side_by_side`](super::quantize_side_by_side) leaves them: group `g` takes the elements from entry `g`
@@ -229,14 +229,16 @@ pub fn ms_eden_amax<'a>(
 pub fn ms_eden<'a>(
     client: &Client,
     source: impl Into<EdenSource<'a>>,
-    axis: PackedAxis,
+    usage: Usage,
     amax: &Handle,
     hadamard: &Hadamard,
     target: EdenTarget,
     random: impl Into<EdenRandom>,
-) -> Result<DevicePacked, Nvfp4Error> {
+) -> Result<DeviceQuantized, Nvfp4Error> {
     let layout = ScaleLayout::Compact;
-    ms_eden_with(client, source, axis, amax, hadamard, target, random, layout)
+    ms_eden_with(
+        client, source, usage, amax, hadamard, target, random, layout,
+    )
 }
 
 /// [`ms_eden`] with scales in `layout`. In 128x4 tiles those of every group of rows begin anew, and rows that pad
@@ -247,23 +249,23 @@ pub fn ms_eden<'a>(
 pub fn ms_eden_with<'a>(
     client: &Client,
     source: impl Into<EdenSource<'a>>,
-    axis: PackedAxis,
+    usage: Usage,
     amax: &Handle,
     hadamard: &Hadamard,
     target: EdenTarget,
     random: impl Into<EdenRandom>,
     layout: ScaleLayout,
-) -> Result<DevicePacked, Nvfp4Error> {
+) -> Result<DeviceQuantized, Nvfp4Error> {
     let (source, random) = (source.into(), random.into());
-    let geometry = Geometry::new(client, source, axis, hadamard, Some((&random, layout)))?;
+    let geometry = Geometry::new(client, source, usage, hadamard, Some((&random, layout)))?;
     let maxima = source.groups().count();
     check_memory("amax", amax, maxima * 4)?;
     if geometry.tiles == 0 {
         // Empty matrices: their amax is 0, and so is the one to decode with.
-        return Ok(result(client, &source, axis, amax, layout));
+        return Ok(result(client, &source, usage, amax, layout));
     }
     let out_amax = allocate(client, maxima * 4);
-    let out = result(client, &source, axis, &out_amax, layout);
+    let out = result(client, &source, usage, &out_amax, layout);
     let blocks = out.code_blocks();
     // Words of scales that are stored together.
     let stored = if geometry.policy.swizzled { 1 } else { 2 };
@@ -355,28 +357,28 @@ pub fn ms_eden_with<'a>(
 fn result(
     client: &Client,
     source: &EdenSource<'_>,
-    axis: PackedAxis,
+    usage: Usage,
     amax: &Handle,
     layout: ScaleLayout,
-) -> DevicePacked {
+) -> DeviceQuantized {
     let (rows, cols) = source.shape();
     let padded = |len: usize| len.next_multiple_of(EDEN_GROUP);
-    let (shape, groups) = match (axis, source.groups()) {
-        (PackedAxis::Cols, groups) => ((rows, padded(cols)), groups.clone()),
-        (PackedAxis::Rows, Groups::One) => ((padded(rows), cols), Groups::One),
-        (PackedAxis::Rows, &Groups::Batch(count)) => {
+    let (shape, groups) = match (usage, source.groups()) {
+        (Usage::Rowwise, groups) => ((rows, padded(cols)), groups.clone()),
+        (Usage::Columnwise, Groups::One) => ((padded(rows), cols), Groups::One),
+        (Usage::Columnwise, &Groups::Batch(count)) => {
             ((count * padded(rows / count), cols), Groups::Batch(count))
         }
-        (PackedAxis::Rows, Groups::Offsets { count, .. }) => {
+        (Usage::Columnwise, Groups::Offsets { count, .. }) => {
             ((padded_bound(rows, *count, EDEN_GROUP), cols), Groups::One)
         }
     };
     // Replaced by memory of their own but for the last.
     let parts = (amax.clone(), amax.clone(), amax.clone());
-    let packed = DevicePacked {
+    let packed = DeviceQuantized {
         layout,
         groups,
-        ..DevicePacked::plain(parts, shape, axis, None)
+        ..DeviceQuantized::plain(parts, shape, usage, None)
     };
     packed.allocated(client)
 }
@@ -408,13 +410,13 @@ impl<'a> Geometry<'a> {
     fn new(
         client: &Client,
         source: EdenSource<'a>,
-        axis: PackedAxis,
+        usage: Usage,
         hadamard: &Hadamard,
         quantize: Option<(&EdenRandom, ScaleLayout)>,
     ) -> Result<Self, Nvfp4Error> {
         let across = match source {
-            EdenSource::Packed(packed) => axis != packed.axis,
-            _ => axis == PackedAxis::Rows,
+            EdenSource::Packed(packed) => usage != packed.usage,
+            _ => usage == Usage::Columnwise,
         };
         let source = Stored::new(source)?;
         check_eden_hadamard(hadamard)?;

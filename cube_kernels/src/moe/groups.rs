@@ -2,10 +2,10 @@
 
 use cubecl::{prelude::*, server::Handle};
 
-use super::launch::units;
+use crate::launch::units;
 use crate::{
     Nvfp4Error,
-    device::{allocate, check_memory},
+    memory::{allocate, check_memory},
 };
 
 /// GroupOffsets of consecutive rows: group `g` is rows `offsets[g]..offsets[g + 1]`.
@@ -41,7 +41,7 @@ impl GroupOffsets {
         check_memory(argument, &self.offsets, (self.count + 1) * 4)
     }
 
-    pub(super) fn arg(&self) -> BufferArg {
+    pub(crate) fn arg(&self) -> BufferArg {
         // SAFETY: checked to hold one offset more than there are groups.
         unsafe { BufferArg::from_raw_parts(self.offsets.clone(), self.count + 1) }
     }
@@ -66,7 +66,7 @@ impl GroupOffsets {
 
     /// The groups with each size divided by `unit`, rounded up, and multiplied by `scale`: with
     /// `unit == scale` each group is padded to a multiple of it.
-    pub(super) fn rescaled(
+    pub(crate) fn rescaled(
         &self,
         client: &Client,
         rows: usize,
@@ -99,7 +99,7 @@ impl GroupOffsets {
 }
 
 /// Offsets are 32 bits wide.
-pub(super) fn to_u32(argument: &'static str, value: usize) -> Result<u32, Nvfp4Error> {
+pub(crate) fn to_u32(argument: &'static str, value: usize) -> Result<u32, Nvfp4Error> {
     u32::try_from(value).map_err(|_| {
         Nvfp4Error::value(
             argument,

@@ -4,15 +4,16 @@
 use cubecl::{prelude::*, server::Handle};
 
 use super::{
-    launch::{
-        Words, buffer, computed_tile_cubes, grid, per_word, resident_grid, signs_of, tile_cubes,
-        tile_runs,
-    },
-    produce::{self, Input, Producer, Sink, SinkArgs, Source, produce},
+    plan::signs_of,
+    prologue::{self, Input, Producer, Sink, SinkArgs, Source, produce},
     tile::{self, Grouping, Shape, ShapeLaunch, Tile},
 };
+use crate::launch::{
+    Words, buffer, computed_tile_cubes, grid, per_word, resident_grid, tile_cubes, tile_runs,
+};
 use crate::{
-    Hadamard, HadamardSize, Nvfp4Error, PackedAxis,
+    Hadamard, HadamardSize, Nvfp4Error, Usage,
+    capabilities::{conversion_of, is_cpu},
     cube::{
         block::{block_amax, max_of_pairs},
         codec::{Conversion, canonical, magnitude_bits, round_to_bf16},
@@ -20,7 +21,8 @@ use crate::{
         ptx,
         words::{block_words, unpack},
     },
-    device::{AmaxScope, FloatKind, Groups, Matrix, address_type, allocate, conversion_of, is_cpu},
+    memory::{address_type, allocate},
+    tensor::{AmaxGranularity, FloatKind, Groups, Matrix},
 };
 
 /// The largest magnitude in `x`, one `f32` in device memory; 0 for an empty matrix. With `hadamard`
@@ -34,7 +36,7 @@ pub fn amax(client: &Client, x: &Matrix, hadamard: Option<Hadamard>) -> Result<H
         None => amax_of_matrix(client, x),
         Some(hadamard) => {
             let request = AmaxRequest {
-                cols: Some((AmaxScope::Group, Some(hadamard))),
+                cols: Some((AmaxGranularity::PerTensor, Some(hadamard))),
                 ..AmaxRequest::default()
             };
             let found = amaxes(client, x, &Groups::One, &request)?;
@@ -47,22 +49,22 @@ pub fn amax(client: &Client, x: &Matrix, hadamard: Option<Hadamard>) -> Result<H
 #[derive(Debug, Clone, Copy, Default)]
 pub struct AmaxRequest {
     /// Those for row-wise copies: of each group, or of each row (per token).
-    pub rows: Option<AmaxScope>,
+    pub rows: Option<AmaxGranularity>,
     /// Those for column-wise copies: of each group, or of each column of each group; of the
     /// transformed values where there is a transform.
-    pub cols: Option<(AmaxScope, Option<Hadamard>)>,
+    pub cols: Option<(AmaxGranularity, Option<Hadamard>)>,
 }
 
 impl AmaxRequest {
-    /// Those for a copy along `axis` alone; `hadamard` is that of a column-wise copy, and of no effect on a
+    /// Those for a copy along `usage` alone; `hadamard` is that of a column-wise copy, and of no effect on a
     /// row-wise one.
-    pub fn along(axis: PackedAxis, scope: AmaxScope, hadamard: Option<Hadamard>) -> Self {
-        match axis {
-            PackedAxis::Cols => Self {
+    pub fn along(usage: Usage, scope: AmaxGranularity, hadamard: Option<Hadamard>) -> Self {
+        match usage {
+            Usage::Rowwise => Self {
                 rows: Some(scope),
                 cols: None,
             },
-            PackedAxis::Rows => Self {
+            Usage::Columnwise => Self {
                 rows: None,
                 cols: Some((scope, hadamard)),
             },
@@ -133,8 +135,8 @@ fn find(
     } = input;
     groups.check(x.rows)?;
     let len = |scope, outer| match scope {
-        AmaxScope::Group => groups.count(),
-        AmaxScope::Outer => outer,
+        AmaxGranularity::PerTensor => groups.count(),
+        AmaxGranularity::PerRow => outer,
     };
     let rows_len = request.rows.map_or(0, |scope| len(scope, x.rows));
     let cols_len = request
@@ -436,9 +438,9 @@ pub fn amax_kernel<F: Numeric, N: Size>(
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct AmaxPlan {
     /// Maxima for row-wise copies.
-    pub rows: Option<AmaxScope>,
+    pub rows: Option<AmaxGranularity>,
     /// Maxima for column-wise copies.
-    pub cols: Option<AmaxScope>,
+    pub cols: Option<AmaxGranularity>,
     /// The transform of the columns.
     pub hadamard: Option<HadamardSize>,
     /// Whether its signs are the default ones, which are then built in.
@@ -486,13 +488,13 @@ pub fn amax_tiles_kernel<F: Numeric, N: Size>(
     let mut data: Shared<[u32]> = Shared::new_aligned_slice(tile::LEN, 16usize);
     // One entry for each block: along rows, and down columns.
     let mut row_maxima: Shared<[u32]> =
-        Shared::new_slice(comptime!(if plan.rows == Some(AmaxScope::Outer) {
+        Shared::new_slice(comptime!(if plan.rows == Some(AmaxGranularity::PerRow) {
             tile::blocks(kind)
         } else {
             1
         }));
     let mut col_maxima: Shared<[u32]> =
-        Shared::new_slice(comptime!(if plan.cols == Some(AmaxScope::Outer) {
+        Shared::new_slice(comptime!(if plan.cols == Some(AmaxGranularity::PerRow) {
             tile::cols(kind) * 8
         } else {
             1
@@ -518,7 +520,7 @@ pub fn amax_tiles_kernel<F: Numeric, N: Size>(
         let tile = tile_of(map, run, index, row_tiles, &shape, span, grouping, kind);
         group = tile.group;
         if tile.row0 < tile.row_end {
-            produce::start_load::<F, N>(
+            prologue::start_load::<F, N>(
                 x, &producer, &mut sink, &mut data, &tile, &shape, true, elements, units,
                 conversion, kind,
             );
@@ -530,7 +532,7 @@ pub fn amax_tiles_kernel<F: Numeric, N: Size>(
     while index < end {
         let tile = tile_of(map, run, index, row_tiles, &shape, span, grouping, kind);
         tile::finish_load(asynchronous);
-        if comptime!(plan.rows == Some(AmaxScope::Outer)) {
+        if comptime!(plan.rows == Some(AmaxGranularity::PerRow)) {
             for turn in 0..comptime!(tile::blocks(kind) / units) {
                 let place = tile::row_place(turn, units, kind);
                 let words = tile::load_row_block(&data, place.row, place.block, conversion, kind);
@@ -538,7 +540,7 @@ pub fn amax_tiles_kernel<F: Numeric, N: Size>(
                     words_amax(&words, comptime!(block_words(kind)), conversion, kind);
             }
         }
-        if comptime!(plan.cols.is_some() || plan.rows == Some(AmaxScope::Group)) {
+        if comptime!(plan.cols.is_some() || plan.rows == Some(AmaxGranularity::PerTensor)) {
             let rows = tile.row_end - tile.row0;
             let bits = fold_columns(&data, &mut col_maxima, &signs, rows, plan, kind);
             row_bits = max(row_bits, bits.rows);
@@ -549,12 +551,12 @@ pub fn amax_tiles_kernel<F: Numeric, N: Size>(
         index += stride;
         if index < end {
             let next = tile_of(map, run, index, row_tiles, &shape, span, grouping, kind);
-            produce::start_load::<F, N>(
+            prologue::start_load::<F, N>(
                 x, &producer, &mut sink, &mut data, &next, &shape, true, elements, units,
                 conversion, kind,
             );
         }
-        if comptime!(plan.rows == Some(AmaxScope::Outer)) {
+        if comptime!(plan.rows == Some(AmaxGranularity::PerRow)) {
             let per_row = comptime!(tile::row_blocks(kind));
             let mut r = UNIT_POS as usize;
             while r < tile::ROWS {
@@ -569,7 +571,7 @@ pub fn amax_tiles_kernel<F: Numeric, N: Size>(
                 r += CUBE_DIM as usize;
             }
         }
-        if comptime!(plan.cols == Some(AmaxScope::Outer)) {
+        if comptime!(plan.cols == Some(AmaxGranularity::PerRow)) {
             // Blocks of 16 rows that have an entry.
             let step = comptime!(span / tile::lanes(plan.hadamard, conversion) / 16);
             let mut c = UNIT_POS as usize;
@@ -634,10 +636,10 @@ fn leave_group(
     col_bits: u32,
     #[comptime] plan: AmaxPlan,
 ) {
-    if comptime!(plan.rows == Some(AmaxScope::Group)) {
+    if comptime!(plan.rows == Some(AmaxGranularity::PerTensor)) {
         raise(rows_out, group, canonical(row_bits), plan.planes);
     }
-    if comptime!(plan.cols == Some(AmaxScope::Group)) {
+    if comptime!(plan.cols == Some(AmaxGranularity::PerTensor)) {
         raise(cols_out, group, canonical(col_bits), plan.planes);
     }
 }
@@ -694,7 +696,7 @@ fn fold_columns(
     let mut col_bits = 0u32;
     let count = comptime!(span / tile::lanes(plan.hadamard, conversion));
     let mut end = comptime!(tile::column_items(plan.hadamard, conversion)).runtime();
-    if comptime!(plan.grouping != Grouping::One && plan.cols != Some(AmaxScope::Outer)) {
+    if comptime!(plan.grouping != Grouping::One && plan.cols != Some(AmaxGranularity::PerRow)) {
         let spans = rows.div_ceil(span);
         end = min(
             end,
@@ -706,7 +708,7 @@ fn fold_columns(
         let at = tile::column_item(item, plan.units, plan.hadamard, conversion);
         let word = at.word;
         let words = tile::load_words(data, at.block * 16usize, word, count, conversion);
-        if comptime!(plan.rows == Some(AmaxScope::Group)) {
+        if comptime!(plan.rows == Some(AmaxGranularity::PerTensor)) {
             row_bits = max(row_bits, words_amax(&words, count, conversion, kind));
         }
         if comptime!(plan.cols.is_some()) {
@@ -734,7 +736,7 @@ fn fold_columns(
                     );
                     column_amax(&mut values, at.lane, count, plan)
                 };
-                if comptime!(plan.cols == Some(AmaxScope::Outer)) {
+                if comptime!(plan.cols == Some(AmaxGranularity::PerRow)) {
                     col_maxima[at.block * comptime!(tile::cols(kind))
                         + word * per_word
                         + half as usize] = here;

@@ -2,18 +2,20 @@
 
 use cubecl::{prelude::*, server::Handle};
 
-use super::{GroupOffsets, group_rows::spread_groups, launch::buffer, tile::Grouping};
+use super::tile::Grouping;
+use crate::launch::buffer;
+use crate::moe::{groups::GroupOffsets, segments::broadcast_group_values};
 use crate::{
-    Nvfp4Error, PackedAxis, ScaleLayout,
+    Nvfp4Error, ScaleLayout, Usage,
     cube::{codec::BlockFactors, scale::swizzled_at},
-    device::{AmaxScope, DevicePacked, Groups},
+    tensor::{AmaxGranularity, DeviceQuantized, Groups},
 };
 
 /// The comptime side of a packed source.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct SourcePlan {
     /// Whether each stored row has its own amax.
-    pub per_outer: bool,
+    pub per_row: bool,
     /// Whether scales lie in 128x4 tiles.
     pub swizzled: bool,
     /// How groups of stored rows are given.
@@ -25,7 +27,7 @@ pub struct SourcePlan {
 /// Matrices of equally many rows that are packed along them are stored as their transposes, one below the
 /// other, which makes them groups of stored rows, too.
 pub(crate) struct PackedSource<'a> {
-    packed: &'a DevicePacked,
+    packed: &'a DeviceQuantized,
     /// Stored rows, of all groups.
     pub rows: usize,
     /// Elements of a stored row, without padding.
@@ -43,14 +45,14 @@ impl<'a> PackedSource<'a> {
     /// along their rows: these have stored rows of different lengths.
     pub fn new(
         argument: &'static str,
-        packed: &'a DevicePacked,
+        packed: &'a DeviceQuantized,
     ) -> Result<Option<Self>, Nvfp4Error> {
         packed.check(argument)?;
         packed.groups.check(packed.rows)?;
         let (outer, inner) = (packed.outer(), packed.inner());
-        let (rows, cols, blocks, groups) = match (&packed.groups, packed.axis) {
-            (Groups::Offsets { .. }, PackedAxis::Rows) => return Ok(None),
-            (&Groups::Batch(count), PackedAxis::Rows) => (
+        let (rows, cols, blocks, groups) = match (&packed.groups, packed.usage) {
+            (Groups::Offsets { .. }, Usage::Columnwise) => return Ok(None),
+            (&Groups::Batch(count), Usage::Columnwise) => (
                 outer * count,
                 inner / count,
                 packed.blocks() / count,
@@ -59,7 +61,7 @@ impl<'a> PackedSource<'a> {
             (groups, _) => (outer, inner, packed.blocks(), groups.clone()),
         };
         let plan = SourcePlan {
-            per_outer: packed.scope == AmaxScope::Outer,
+            per_row: packed.scope == AmaxGranularity::PerRow,
             swizzled: packed.layout == ScaleLayout::Swizzled128x4,
             grouping: Grouping::of(&groups),
         };
@@ -74,12 +76,12 @@ impl<'a> PackedSource<'a> {
     }
 
     /// [`Self::new`] for kernels that need stored rows of one length.
-    pub fn even(argument: &'static str, packed: &'a DevicePacked) -> Result<Self, Nvfp4Error> {
+    pub fn even(argument: &'static str, packed: &'a DeviceQuantized) -> Result<Self, Nvfp4Error> {
         Self::new(argument, packed)?.ok_or_else(|| {
             Nvfp4Error::value(
                 argument,
-                "groups with offsets, packed along PackedAxis::Rows",
-                "such groups packed along PackedAxis::Cols, or Groups::Batch",
+                "groups with offsets, packed along Usage::Columnwise",
+                "such groups packed along Usage::Rowwise, or Groups::Batch",
             )
         })
     }
@@ -143,13 +145,15 @@ impl<'a> PackedSource<'a> {
             rows,
         };
         Ok(match (packed.scope, &self.groups) {
-            (AmaxScope::Outer, _) => own(Some(1)),
-            (AmaxScope::Group, Groups::One) => own(None),
-            (AmaxScope::Group, Groups::Batch(count)) => own(Some((self.rows / count).max(1))),
-            (AmaxScope::Group, Groups::Offsets { offsets, count }) => {
+            (AmaxGranularity::PerRow, _) => own(Some(1)),
+            (AmaxGranularity::PerTensor, Groups::One) => own(None),
+            (AmaxGranularity::PerTensor, Groups::Batch(count)) => {
+                own(Some((self.rows / count).max(1)))
+            }
+            (AmaxGranularity::PerTensor, Groups::Offsets { offsets, count }) => {
                 let groups = GroupOffsets::new(offsets.clone(), *count)?;
                 RowMaxima {
-                    amax: spread_groups(client, &packed.amax, &groups, self.rows)?,
+                    amax: broadcast_group_values(client, &packed.amax, &groups, self.rows)?,
                     len: self.rows,
                     rows: Some(1),
                 }
@@ -227,7 +231,7 @@ impl PackedRows {
 
     /// The factor of the rows of group `group`: `all`, where there is one, or each row has its own.
     pub fn factor_of(&self, group: usize, all: f32, #[comptime] plan: SourcePlan) -> f32 {
-        if comptime!(plan.grouping == Grouping::One || plan.per_outer) {
+        if comptime!(plan.grouping == Grouping::One || plan.per_row) {
             all
         } else {
             self.amax[group] / self.range
@@ -252,7 +256,7 @@ impl PackedRows {
             words = self.codes[row * self.blocks + block];
             let byte = scale_at(row, tiled, block, self.blocks, plan.swizzled);
             scale = u32::cast_from(self.scales[byte]);
-            if comptime!(plan.per_outer) {
+            if comptime!(plan.per_row) {
                 factor = self.amax[row] / self.range;
             }
         } else {

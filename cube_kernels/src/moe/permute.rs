@@ -6,17 +6,17 @@
 
 use cubecl::{prelude::*, server::Handle};
 
-use super::{
-    groups::to_u32,
-    launch::{Words, buffer, cubes, grid, per_word},
-};
+use super::groups::to_u32;
+use crate::launch::{Words, buffer, cubes, grid, per_word};
 use crate::{
     Nvfp4Error,
+    capabilities::{conversion_of, is_cpu},
     cube::{
         codec::Conversion,
         words::{pack, unpack},
     },
-    device::{FloatKind, Matrix, address_type, allocate, check_memory, conversion_of, is_cpu},
+    memory::{address_type, allocate, check_memory},
+    tensor::{FloatKind, Matrix},
 };
 
 /// Units that share a row of the backward's sums, where there are planes.
@@ -31,7 +31,7 @@ const PLANES_PER_CUBE: usize = 8;
 /// # Errors
 /// When a buffer is smaller than its shape, the rows of `x` are not whole words of 32 bits, or a size does
 /// not fit 32 bits.
-pub fn combine_rows(
+pub fn moe_unpermute(
     client: &Client,
     x: &Matrix,
     places: &Handle,
@@ -54,7 +54,7 @@ pub fn combine_rows(
     let weighted = weights.is_some();
     // SAFETY: `places` and `weights` were checked; the kernel stays below the rows of both matrices.
     unsafe {
-        combine_rows_kernel::launch_unchecked(
+        moe_unpermute_kernel::launch_unchecked(
             client,
             count,
             dim,
@@ -76,7 +76,7 @@ pub fn combine_rows(
     Ok(out)
 }
 
-/// The gradients of [`combine_rows`] with weights, given that of its output, `grad` (`[tokens, cols]`), in
+/// The gradients of [`moe_unpermute`] with weights, given that of its output, `grad` (`[tokens, cols]`), in
 /// one read: by the rows of `x`, `choice = choices[s]` being the place `t * copies + j` that names row `s`,
 /// `dx[s] = weights[choice] · grad[t]`, rounded to the type of `x`; and by the weights,
 /// `f32[tokens, copies]`, `dw[choice] = Σ grad[t] · x[s]`.
@@ -86,7 +86,7 @@ pub fn combine_rows(
 /// # Errors
 /// When a buffer is smaller than its shape, `grad` has other columns or another type than `x`, `x` has not
 /// `tokens * copies` rows, rows are not whole words of 32 bits, or a size does not fit 32 bits.
-pub fn combine_rows_backward(
+pub fn moe_unpermute_backward(
     client: &Client,
     grad: &Matrix,
     x: &Matrix,
@@ -121,7 +121,7 @@ pub fn combine_rows_backward(
     let (count, dim) = cubes(client, slots.div_ceil(PLANES_PER_CUBE));
     // SAFETY: the buffers were checked; the kernel stays below the rows of the matrices.
     unsafe {
-        combine_rows_backward_kernel::launch_unchecked(
+        moe_unpermute_backward_kernel::launch_unchecked(
             client,
             count,
             dim,
@@ -175,7 +175,7 @@ fn per_row(words: &Words, x: &Matrix) -> usize {
 
 /// One unit adds up every `units`-th vector of the result.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
-pub fn combine_rows_kernel<N: Size>(
+pub fn moe_unpermute_kernel<N: Size>(
     x: &[Vector<u32, N>],
     places: &[u32],
     weights: &[f32],
@@ -227,7 +227,7 @@ pub fn combine_rows_kernel<N: Size>(
 
 /// One plane, or one unit where there are none, makes every `planes`-th row of `x_grad`.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
-pub fn combine_rows_backward_kernel<N: Size>(
+pub fn moe_unpermute_backward_kernel<N: Size>(
     grad: &[Vector<u32, N>],
     x: &[Vector<u32, N>],
     choices: &[u32],

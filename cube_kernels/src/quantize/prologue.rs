@@ -7,20 +7,18 @@
 
 use cubecl::{prelude::*, server::Handle};
 
-use super::{
-    launch::{Words, buffer, cubes, grid},
-    tile::{self, Shape, Tile},
-};
+use super::tile::{self, Shape, Tile};
+use crate::launch::{Words, buffer, cubes, grid};
 use crate::{
     BLOCK, Nvfp4Error,
+    capabilities::{conversion_of, is_cpu},
     cube::{
         activation::{SquareSum, swiglu, swiglu_backward},
         codec::Conversion,
         words::{block_words, load_block_words, pack, unpack, unpack_block},
     },
-    device::{
-        FloatKind, Matrix, address_type, allocate, check_memory, conversion_of, is_aligned, is_cpu,
-    },
+    memory::{address_type, allocate, check_memory, is_aligned},
+    tensor::{FloatKind, Matrix},
 };
 
 /// Where a gated activation has its two inputs, both `rows` x `width`.

@@ -3,17 +3,18 @@
 use cubecl::prelude::*;
 
 use super::{
-    launch::{buffer, grid},
     packed_source::{PackedSource, SourcePlan, scale_at},
     tile::{Grouping, ROWS, Shape, ShapeLaunch, group_place, map_tiles, padded_unit, tile_from},
 };
+use crate::launch::{buffer, grid};
 use crate::{
-    BLOCK, Nvfp4Error, PackedAxis, ScaleLayout,
+    BLOCK, Nvfp4Error, ScaleLayout, Usage,
     cube::{
         codec::{BlockFactors, store},
         scale::swizzled_at,
     },
-    device::{AmaxScope, DevicePacked, FloatKind, Groups, Matrix, address_type, is_aligned},
+    memory::{address_type, is_aligned},
+    tensor::{AmaxGranularity, DeviceQuantized, FloatKind, Groups, Matrix},
 };
 
 /// The matrix that `packed` stands for, `rows` x `cols` in the orientation of its source, rounded
@@ -24,16 +25,16 @@ use crate::{
 /// When a buffer is smaller than its shape, or when row-wise copies of groups have swizzled scales.
 pub fn dequantize(
     client: &Client,
-    packed: &DevicePacked,
+    packed: &DeviceQuantized,
     out: FloatKind,
 ) -> Result<Matrix, Nvfp4Error> {
     packed.check("packed")?;
     packed.groups.check(packed.rows)?;
     let result = Matrix::empty(client, packed.rows, packed.cols, out);
-    match packed.axis {
+    match packed.usage {
         _ if result.is_empty() => {}
-        PackedAxis::Cols => dequantize_rows(client, packed, &result)?,
-        PackedAxis::Rows => dequantize_cols(client, packed, &result),
+        Usage::Rowwise => dequantize_rows(client, packed, &result)?,
+        Usage::Columnwise => dequantize_cols(client, packed, &result),
     }
     Ok(result)
 }
@@ -41,7 +42,7 @@ pub fn dequantize(
 /// The launch for a copy in the orientation of its source.
 fn dequantize_rows(
     client: &Client,
-    packed: &DevicePacked,
+    packed: &DeviceQuantized,
     result: &Matrix,
 ) -> Result<(), Nvfp4Error> {
     let source = PackedSource::even("packed", packed)?;
@@ -83,12 +84,12 @@ fn dequantize_rows(
 }
 
 /// The launch for a copy that is stored transposed, or for such copies of groups.
-fn dequantize_cols(client: &Client, packed: &DevicePacked, result: &Matrix) {
+fn dequantize_cols(client: &Client, packed: &DeviceQuantized, result: &Matrix) {
     let out = result.dtype;
     let blocks = packed.code_blocks();
     let address = address_type(blocks * BLOCK);
     let plan = SourcePlan {
-        per_outer: packed.scope == AmaxScope::Outer,
+        per_row: packed.scope == AmaxGranularity::PerRow,
         swizzled: packed.layout == ScaleLayout::Swizzled128x4,
         grouping: Grouping::of(&packed.groups),
     };
@@ -117,7 +118,7 @@ fn dequantize_cols(client: &Client, packed: &DevicePacked, result: &Matrix) {
                 packed.inner(),
                 packed.blocks(),
                 packed.scaling.range(),
-                plan.per_outer,
+                plan.per_row,
                 out,
                 out.storage_type(),
             );
@@ -218,7 +219,7 @@ pub fn dequantize_col_pairs_kernel<F: Numeric>(
     inner: usize,
     blocks: usize,
     range: f32,
-    #[comptime] per_outer: bool,
+    #[comptime] per_row: bool,
     #[comptime] kind: FloatKind,
     #[define(F)] _storage: ElemType,
 ) {
@@ -231,7 +232,7 @@ pub fn dequantize_col_pairs_kernel<F: Numeric>(
         let pair = item - quad * pairs;
         let mut low_factor = tensor;
         let mut high_factor = tensor;
-        if comptime!(per_outer) {
+        if comptime!(per_row) {
             low_factor = amax[2usize * pair] / range;
             high_factor = amax[2usize * pair + 1usize] / range;
         }
@@ -329,7 +330,7 @@ fn column_block(
         ColumnBlock {
             index,
             scale,
-            amax: if comptime!(plan.per_outer) {
+            amax: if comptime!(plan.per_row) {
                 tile.group * shape.cols + column
             } else {
                 tile.group
@@ -367,7 +368,7 @@ pub fn dequantize_cols_kernel<F: Numeric>(
         let column = item % outer;
         let at = column_block(map, &shape, column, item / outer, blocks, span, plan);
         if comptime!(!grouped) || at.first < at.end {
-            let factor = if comptime!(grouped || plan.per_outer) {
+            let factor = if comptime!(grouped || plan.per_row) {
                 amax[at.amax] / range
             } else {
                 tensor

@@ -4,12 +4,12 @@
 use cubecl::prelude::*;
 
 use super::{
-    launch::CopyPlan,
+    plan::QuantPlan,
     tile::{self, ROWS, Shape, Tile},
 };
 use crate::{
     cube::{codec::Conversion, ptx, scale::swizzled_at},
-    device::FloatKind,
+    tensor::FloatKind,
 };
 
 /// Words of codes from one row of a tile to the next: 16, and two that spread rows over banks.
@@ -36,7 +36,7 @@ pub fn write_transposed<C: Size>(
     codes: &mut [Vector<u32, C>],
     scales: &mut [u8],
     #[comptime] units: usize,
-    #[comptime] plan: CopyPlan,
+    #[comptime] plan: QuantPlan,
     #[comptime] kind: FloatKind,
 ) {
     let conversion = comptime!(plan.policy.conversion);

@@ -10,13 +10,11 @@
 
 use cubecl::{prelude::*, server::Handle};
 
-use super::{
-    groups::{GroupOffsets, find_group, span, to_u32},
-    launch::grid,
-};
+use crate::launch::grid;
+use crate::moe::groups::{GroupOffsets, find_group, span, to_u32};
 use crate::{
     Nvfp4Error,
-    device::{address_type, allocate, check_memory},
+    memory::{address_type, allocate, check_memory},
     reference::swizzle::{block_group_blocks, block_group_tiles, padded_len, row_group_tiles},
 };
 

@@ -6,23 +6,22 @@
 use cubecl::{prelude::*, server::Handle};
 
 use super::{
-    launch::{grid, tile_grid, vector_size},
     packed_source::{PackedBlock, PackedRows, PackedSource, SourcePlan, scale_at},
     tile::{GroupPlace, Grouping, Shape, ShapeLaunch, group_place, in_bands, map_tiles, tile_from},
 };
+use crate::launch::{grid, tile_grid, vector_size};
 use crate::{
-    BLOCK, MX_BLOCK, MxPacked, Nvfp4Error, PackedAxis,
+    BLOCK, MX_BLOCK, MxPacked, Nvfp4Error, Usage,
+    capabilities::{Capabilities, is_cpu},
     cube::{
         codec::{BlockFactors, decode_e4m3_element, load, magnitude_bits, store},
         mx::{decode_ue8m0, decode_ue8m0_reciprocal, encode_e4m3x4, mx_scale},
         ptx,
     },
-    device::{
-        Capabilities, DevicePacked, FloatKind, Groups, Matrix, address_type, allocate,
-        check_memory, download, is_cpu, upload,
-    },
     format::check_extent,
+    memory::{address_type, allocate, check_memory, download, upload},
     reference::padding::padded_bound,
+    tensor::{DeviceQuantized, FloatKind, Groups, Matrix},
 };
 
 /// An MXFP8 matrix in device memory; the layout is that of [`MxPacked`].
@@ -37,18 +36,18 @@ pub struct DeviceMx {
     /// Columns of the source matrix.
     pub cols: usize,
     /// The axis of the source along which it is packed.
-    pub axis: PackedAxis,
+    pub usage: Usage,
 }
 
 impl DeviceMx {
     /// Stored rows.
     pub fn outer(&self) -> usize {
-        self.axis.stored_shape(self.rows, self.cols).0
+        self.usage.stored_shape(self.rows, self.cols).0
     }
 
     /// Length of the packed axis, without padding.
     pub fn inner(&self) -> usize {
-        self.axis.stored_shape(self.rows, self.cols).1
+        self.usage.stored_shape(self.rows, self.cols).1
     }
 
     /// Blocks in one stored row.
@@ -56,15 +55,15 @@ impl DeviceMx {
         self.inner().div_ceil(MX_BLOCK)
     }
 
-    fn empty(client: &Client, (rows, cols): (usize, usize), axis: PackedAxis) -> Self {
-        let (outer, inner) = axis.stored_shape(rows, cols);
+    fn empty(client: &Client, (rows, cols): (usize, usize), usage: Usage) -> Self {
+        let (outer, inner) = usage.stored_shape(rows, cols);
         let blocks = outer * inner.div_ceil(MX_BLOCK);
         Self {
             codes: allocate(client, blocks * MX_BLOCK),
             scales: allocate(client, blocks),
             rows,
             cols,
-            axis,
+            usage,
         }
     }
 
@@ -73,16 +72,16 @@ impl DeviceMx {
         client: &Client,
         (rows, cols): (usize, usize),
         groups: &Groups,
-        axis: PackedAxis,
+        usage: Usage,
     ) -> Self {
-        match (groups, axis) {
-            (Groups::Batch(count), PackedAxis::Rows) => {
-                Self::empty(client, (count * cols, rows / count), PackedAxis::Cols)
+        match (groups, usage) {
+            (Groups::Batch(count), Usage::Columnwise) => {
+                Self::empty(client, (count * cols, rows / count), Usage::Rowwise)
             }
-            (Groups::Offsets { count, .. }, PackedAxis::Rows) => {
-                Self::empty(client, (padded_bound(rows, *count, MX_BLOCK), cols), axis)
+            (Groups::Offsets { count, .. }, Usage::Columnwise) => {
+                Self::empty(client, (padded_bound(rows, *count, MX_BLOCK), cols), usage)
             }
-            _ => Self::empty(client, (rows, cols), axis),
+            _ => Self::empty(client, (rows, cols), usage),
         }
     }
 
@@ -100,7 +99,7 @@ impl DeviceMx {
             scales: upload(client, packed.scales()),
             rows: packed.rows(),
             cols: packed.cols(),
-            axis: packed.axis(),
+            usage: packed.usage(),
         }
     }
 
@@ -113,28 +112,28 @@ impl DeviceMx {
         let blocks = self.outer() * self.blocks();
         MxPacked::from_parts(
             (self.rows, self.cols),
-            self.axis,
+            self.usage,
             download(client, &self.codes, blocks * MX_BLOCK)?,
             download(client, &self.scales, blocks)?,
         )
     }
 }
 
-/// `x` in MXFP8 with blocks along `axis`: row-wise for [`PackedAxis::Cols`]; column-wise, stored
-/// transposed, for [`PackedAxis::Rows`]. The last block of a row is padded with zeros.
+/// `x` in MXFP8 with blocks along `usage`: row-wise for [`Usage::Rowwise`]; column-wise, stored
+/// transposed, for [`Usage::Columnwise`]. The last block of a row is padded with zeros.
 ///
 /// # Errors
 /// When the memory of `x` is smaller than its shape.
-pub fn mx_quantize(client: &Client, x: &Matrix, axis: PackedAxis) -> Result<DeviceMx, Nvfp4Error> {
-    mx_quantize_groups(client, x, &Groups::One, axis)
+pub fn mx_quantize(client: &Client, x: &Matrix, usage: Usage) -> Result<DeviceMx, Nvfp4Error> {
+    mx_quantize_groups(client, x, &Groups::One, usage)
 }
 
 /// [`mx_quantize`] of each group of rows as a matrix of its own, as operands of grouped products take them:
 /// in one plain matrix.
 ///
-/// Along [`PackedAxis::Cols`] that is the copy of all rows. Along [`PackedAxis::Rows`]
+/// Along [`Usage::Rowwise`] that is the copy of all rows. Along [`Usage::Columnwise`]
 /// - copies of [`Groups::Batch`] lie one below the other. They are row-wise copies of the transposed matrices, and
-///   so the result says: `count * x.cols` rows of `x.rows / count`, packed along [`PackedAxis::Cols`].
+///   so the result says: `count * x.cols` rows of `x.rows / count`, packed along [`Usage::Rowwise`].
 /// - copies of [`Groups::Offsets`] lie side by side: `x.cols` stored rows, in each of which group `g` takes the
 ///   elements from entry `g` of
 ///   [`GroupOffsets::aligned`](super::GroupOffsets::aligned)`(client, x.rows, 32)` on. There is room for
@@ -146,11 +145,11 @@ pub fn mx_quantize_groups(
     client: &Client,
     x: &Matrix,
     groups: &Groups,
-    axis: PackedAxis,
+    usage: Usage,
 ) -> Result<DeviceMx, Nvfp4Error> {
     x.check("x")?;
     groups.check(x.rows)?;
-    let out = DeviceMx::of_groups(client, (x.rows, x.cols), groups, axis);
+    let out = DeviceMx::of_groups(client, (x.rows, x.cols), groups, usage);
     if x.is_empty() {
         return Ok(out);
     }
@@ -159,8 +158,8 @@ pub fn mx_quantize_groups(
     let address = address_type(x.len().max(outer * blocks * MX_BLOCK));
     // SAFETY (of every argument): checked against, or allocated for, the shape.
     let scales = unsafe { BufferArg::from_raw_parts(out.scales.clone(), outer * blocks) };
-    match axis {
-        PackedAxis::Cols => {
+    match usage {
+        Usage::Rowwise => {
             let width = vector_size(x.dtype, x.cols);
             let lanes = lanes(client, x.dtype);
             let stored = 2.min(8 / lanes);
@@ -187,7 +186,7 @@ pub fn mx_quantize_groups(
                 );
             }
         }
-        PackedAxis::Rows => {
+        Usage::Columnwise => {
             let width = vector_size(x.dtype, x.cols);
             let tiles = Tiles::new(client, (x.rows, x.cols), groups);
             // SAFETY: the kernel masks every access by the shape.
@@ -217,7 +216,7 @@ pub fn mx_quantize_groups(
     Ok(out)
 }
 
-/// The NVFP4 matrix `packed` in MXFP8 with blocks along `axis` of its source, which may be the axis
+/// The NVFP4 matrix `packed` in MXFP8 with blocks along `usage` of its source, which may be the axis
 /// it is packed along or the other one, in one kernel: the bytes of [`dequantize`](super::dequantize())
 /// to `via` followed by [`mx_quantize_groups`], without the matrix between them in memory. `via` is the
 /// element type that the dequantized values are rounded to, that of the training as a rule.
@@ -227,13 +226,13 @@ pub fn mx_quantize_groups(
 /// for groups with swizzled scales where the axis stays the same.
 pub fn mx_requantize(
     client: &Client,
-    packed: &DevicePacked,
-    axis: PackedAxis,
+    packed: &DeviceQuantized,
+    usage: Usage,
     via: FloatKind,
 ) -> Result<DeviceMx, Nvfp4Error> {
     let source = PackedSource::even("packed", packed)?;
     let shape = (packed.rows, packed.cols);
-    let out = DeviceMx::of_groups(client, shape, &packed.groups, axis);
+    let out = DeviceMx::of_groups(client, shape, &packed.groups, usage);
     if source.rows * source.cols == 0 {
         return Ok(out);
     }
@@ -243,7 +242,7 @@ pub fn mx_requantize(
     // SAFETY (of every argument): checked against, or allocated for, the shape.
     let codes = unsafe { BufferArg::from_raw_parts(out.codes.clone(), mx_blocks * 2) };
     let scales = unsafe { BufferArg::from_raw_parts(out.scales.clone(), mx_blocks) };
-    if axis == packed.axis {
+    if usage == packed.usage {
         source.check_flat("packed")?;
         let maxima = source.row_maxima(client)?;
         // A unit takes an NVFP4 block on a GPU, both on the CPU.
@@ -367,8 +366,8 @@ pub fn mx_dequantize(
     // SAFETY (of every argument): checked against, or allocated for, the shape.
     let codes = unsafe { BufferArg::from_raw_parts(packed.codes.clone(), outer * blocks * 8) };
     let scales = unsafe { BufferArg::from_raw_parts(packed.scales.clone(), outer * blocks) };
-    match packed.axis {
-        PackedAxis::Cols => {
+    match packed.usage {
+        Usage::Rowwise => {
             let width = vector_size(out, inner);
             let (count, dim) = grid(client, result.len() / width);
             // SAFETY: the kernel stays below the shape of the result.
@@ -389,7 +388,7 @@ pub fn mx_dequantize(
                 );
             }
         }
-        PackedAxis::Rows => {
+        Usage::Columnwise => {
             let width = vector_size(out, outer);
             let tiles = inner.div_ceil(TILE_ROWS) * outer.div_ceil(TILE_COLS);
             let (count, dim) = tile_grid(client, tiles);

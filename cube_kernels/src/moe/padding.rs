@@ -6,14 +6,13 @@
 
 use cubecl::{prelude::*, server::Handle};
 
-use super::{
-    groups::{GroupOffsets, find_group, span, to_u32},
-    launch::grid,
-};
+use super::groups::{GroupOffsets, find_group, span, to_u32};
+use crate::launch::grid;
 use crate::{
     Nvfp4Error,
-    device::{FloatKind, Matrix, address_type},
+    memory::address_type,
     reference::padding::padded_bound,
+    tensor::{FloatKind, Matrix},
 };
 
 /// The rows of `x` with each group padded by zero rows to a multiple of `alignment`; and where the

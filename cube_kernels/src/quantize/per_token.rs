@@ -5,16 +5,18 @@ use cubecl::{prelude::*, server::Handle};
 
 use super::{
     amax::{AmaxRequest, amaxes},
-    launch::{CopyArgs, CopyPlan, CopyRequest, buffer, check_packed_cols},
-    produce::{
+    plan::{QuantArgs, QuantPlan, QuantRequest, check_packed_cols},
+    prologue::{
         self, Input, Producer, ProducerExpand, Source, check_gain, gain_arg, normalized_block,
         row_cubes,
     },
     quantize::{quantize, quantize_both, row_amax_of, row_block},
     tile::MAX_UNITS,
 };
+use crate::launch::buffer;
 use crate::{
-    BLOCK, Form, Nvfp4Error, PackedAxis,
+    BLOCK, Nvfp4Error, Storage, Usage,
+    capabilities::{conversion_of, is_cpu},
     cube::{
         activation::SquareSum,
         block::{quantize_with_amax, resolve_offset},
@@ -24,10 +26,8 @@ use crate::{
         scale::{GlobalScale, swizzled_at},
         words::{block_words, load_block_words, unpack_block},
     },
-    device::{
-        AmaxScope, DeviceCopy, DevicePacked, FloatKind, Groups, Matrix, address_type, allocate,
-        conversion_of, is_cpu,
-    },
+    memory::{address_type, allocate},
+    tensor::{AmaxGranularity, DeviceQuantParams, DeviceQuantized, FloatKind, Groups, Matrix},
 };
 
 /// The most blocks of a row that each unit keeps in registers between finding the maximum and
@@ -45,8 +45,8 @@ const KEPT: usize = 4;
 pub fn quantize_per_token<'a>(
     client: &Client,
     x: impl Into<Source<'a>>,
-    copy: &DeviceCopy,
-) -> Result<DevicePacked, Nvfp4Error> {
+    copy: &DeviceQuantParams,
+) -> Result<DeviceQuantized, Nvfp4Error> {
     launch(client, &Input::new(x.into())?, copy, RowNormArgs::None)
 }
 
@@ -60,8 +60,8 @@ pub fn quantize_per_token_rms_norm(
     x: &Matrix,
     gain: &Handle,
     epsilon: f32,
-    copy: &DeviceCopy,
-) -> Result<(DevicePacked, Handle), Nvfp4Error> {
+    copy: &DeviceQuantParams,
+) -> Result<(DeviceQuantized, Handle), Nvfp4Error> {
     let input = Input::new(Source::Plain(x))?;
     check_gain(gain, x.cols)?;
     let rstd = allocate(client, x.rows * 4);
@@ -77,28 +77,28 @@ pub fn quantize_per_token_rms_norm(
 fn launch(
     client: &Client,
     input: &Input,
-    copy: &DeviceCopy,
+    copy: &DeviceQuantParams,
     norm: RowNormArgs,
-) -> Result<DevicePacked, Nvfp4Error> {
+) -> Result<DeviceQuantized, Nvfp4Error> {
     let Input {
         matrix: x, words, ..
     } = input;
     check_packed_cols(x)?;
     check_no_transform(copy)?;
     let amax = allocate(client, x.rows * 4);
-    let request = CopyRequest {
+    let request = QuantRequest {
         amax: &amax,
-        scope: AmaxScope::Outer,
+        scope: AmaxGranularity::PerRow,
         copy: copy.clone(),
     };
     let conversion = conversion_of(client);
-    let args = CopyArgs::new(
+    let args = QuantArgs::new(
         client,
         x,
         &Groups::One,
-        PackedAxis::Cols,
+        Usage::Rowwise,
         &request,
-        Form::Packed,
+        Storage::Packed,
         conversion,
     )?;
     if x.is_empty() {
@@ -157,20 +157,20 @@ pub fn quantize_per_token_cols<'a>(
     client: &Client,
     x: impl Into<Source<'a>>,
     groups: &Groups,
-    copy: &DeviceCopy,
-) -> Result<DevicePacked, Nvfp4Error> {
+    copy: &DeviceQuantParams,
+) -> Result<DeviceQuantized, Nvfp4Error> {
     let request = AmaxRequest {
         rows: None,
-        cols: Some((AmaxScope::Outer, copy.hadamard)),
+        cols: Some((AmaxGranularity::PerRow, copy.hadamard)),
     };
     let x = x.into();
     let found = amaxes(client, x, groups, &request)?;
-    let request = CopyRequest {
+    let request = QuantRequest {
         amax: &found.cols.expect("asked for"),
-        scope: AmaxScope::Outer,
+        scope: AmaxGranularity::PerRow,
         copy: copy.clone(),
     };
-    quantize(client, x, groups, PackedAxis::Rows, &request)
+    quantize(client, x, groups, Usage::Columnwise, &request)
 }
 
 /// Both copies of `x` with one amax for each row, and for each column of each group:
@@ -182,29 +182,29 @@ pub fn quantize_per_token_both<'a>(
     client: &Client,
     x: impl Into<Source<'a>>,
     groups: &Groups,
-    row: &DeviceCopy,
-    col: &DeviceCopy,
-) -> Result<(DevicePacked, DevicePacked), Nvfp4Error> {
+    row: &DeviceQuantParams,
+    col: &DeviceQuantParams,
+) -> Result<(DeviceQuantized, DeviceQuantized), Nvfp4Error> {
     check_no_transform(row)?;
     let x = x.into();
     let request = AmaxRequest {
-        rows: Some(AmaxScope::Outer),
-        cols: Some((AmaxScope::Outer, col.hadamard)),
+        rows: Some(AmaxGranularity::PerRow),
+        cols: Some((AmaxGranularity::PerRow, col.hadamard)),
     };
     let found = amaxes(client, x, groups, &request)?;
     let (rows, cols) = (
         found.rows.expect("asked for"),
         found.cols.expect("asked for"),
     );
-    let [row, col] = [(&rows, row), (&cols, col)].map(|(amax, copy)| CopyRequest {
+    let [row, col] = [(&rows, row), (&cols, col)].map(|(amax, copy)| QuantRequest {
         amax,
-        scope: AmaxScope::Outer,
+        scope: AmaxGranularity::PerRow,
         copy: copy.clone(),
     });
     quantize_both(client, x, groups, &row, &col)
 }
 
-fn check_no_transform(copy: &DeviceCopy) -> Result<(), Nvfp4Error> {
+fn check_no_transform(copy: &DeviceQuantParams) -> Result<(), Nvfp4Error> {
     if copy.hadamard.is_none() {
         return Ok(());
     }
@@ -323,7 +323,7 @@ impl RowNorm {
         #[comptime] conversion: Conversion,
         #[comptime] kind: FloatKind,
     ) -> Array<u32> {
-        let words = produce::load_block::<N>(x, producer, row, block, blocks, conversion, kind);
+        let words = prologue::load_block::<N>(x, producer, row, block, blocks, conversion, kind);
         #[comptime]
         match self {
             RowNorm::None => words,
@@ -370,7 +370,8 @@ fn keep_block<N: Size>(
             // The last one again, without a branch, which would keep loads apart.
             let inside = block < blocks;
             let block = min(block, blocks - 1usize);
-            let words = produce::load_block::<N>(x, producer, row, block, blocks, conversion, kind);
+            let words =
+                prologue::load_block::<N>(x, producer, row, block, blocks, conversion, kind);
             #[unroll]
             for w in 0..count {
                 kept[comptime!(k * count + w)] = select(inside, words[w], 0u32);
@@ -394,7 +395,7 @@ pub fn quantize_per_token_kernel<N: Size>(
     rows: usize,
     padded_rows: usize,
     blocks: usize,
-    #[comptime] plan: CopyPlan,
+    #[comptime] plan: QuantPlan,
     #[comptime] kept_blocks: usize,
     #[comptime] planes: bool,
     #[comptime] kind: FloatKind,
@@ -531,7 +532,7 @@ fn kept_block(kept: &Array<u32>, #[comptime] k: usize, #[comptime] kind: FloatKi
 
 /// Where the scale of a block of a row-wise copy stands.
 #[cube]
-fn scale_place(row: usize, block: usize, blocks: usize, #[comptime] plan: CopyPlan) -> usize {
+fn scale_place(row: usize, block: usize, blocks: usize, #[comptime] plan: QuantPlan) -> usize {
     if comptime!(plan.swizzled) {
         swizzled_at(row, block, blocks.div_ceil(4))
     } else {

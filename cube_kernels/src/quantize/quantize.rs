@@ -3,18 +3,20 @@
 use cubecl::{prelude::*, server::Handle};
 
 use super::{
-    groups::{GroupOffsets, find_group},
-    launch::{CopyArgs, CopyPlan, CopyRequest, Words, buffer, check_packed_cols, grid, tile_bands},
-    produce::{self, Input, Producer, Sink, Source},
+    plan::{QuantArgs, QuantPlan, QuantRequest, check_packed_cols},
+    prologue::{self, Input, Producer, Sink, Source},
     tile::{self, BAND, Grouping, Shape, ShapeLaunch, Tile},
     transpose,
 };
+use crate::launch::{Words, buffer, grid, tile_bands};
+use crate::moe::groups::{GroupOffsets, find_group};
 use crate::{
-    BLOCK, BlockScaling, ErrorNorm, Form, Hadamard, HadamardSize, Nvfp4Error, PackedAxis,
-    ScaleLayout,
+    BLOCK, BlockScaling, ErrorNorm, Hadamard, HadamardSize, Nvfp4Error, ScaleLayout, Storage,
+    Usage,
+    capabilities::conversion_of,
     cube::{
         block::{
-            BlockPolicy, Encoded, block_amax, candidate, candidate_scales, encode_block,
+            BlockPlan, Encoded, block_amax, candidate, candidate_scales, encode_block,
             max_of_pairs, pairs_amax, quantize_with_amax, resolve_offset, stays_below_7,
         },
         codec::{Conversion, magnitude_bits},
@@ -24,11 +26,12 @@ use crate::{
         scale::{GlobalScale, swizzled_at},
         words::{block_words, load_block_words, unpack_block},
     },
-    device::{
-        AmaxScope, DeviceCopy, DeviceOperand, DevicePacked, DeviceRounding, FloatKind, Groups,
-        Matrix, address_type, conversion_of,
-    },
+    memory::address_type,
     reference::padding::padded_bound,
+    tensor::{
+        AmaxGranularity, DeviceOperand, DeviceQuantParams, DeviceQuantized, DeviceRounding,
+        FloatKind, Groups, Matrix,
+    },
 };
 
 /// The row-wise copy of `x` with one amax and compact scales: 1x16 blocks along each row. See
@@ -41,12 +44,12 @@ pub fn quantize_row(
     x: &Matrix,
     amax: &Handle,
     rounding: DeviceRounding,
-) -> Result<DevicePacked, Nvfp4Error> {
+) -> Result<DeviceQuantized, Nvfp4Error> {
     quantize(
         client,
         x,
         &Groups::One,
-        PackedAxis::Cols,
+        Usage::Rowwise,
         &plain(amax, rounding, None),
     )
 }
@@ -64,28 +67,28 @@ pub fn quantize_col(
     amax: &Handle,
     rounding: DeviceRounding,
     hadamard: Option<Hadamard>,
-) -> Result<DevicePacked, Nvfp4Error> {
+) -> Result<DeviceQuantized, Nvfp4Error> {
     quantize(
         client,
         x,
         &Groups::One,
-        PackedAxis::Rows,
+        Usage::Columnwise,
         &plain(amax, rounding, hadamard),
     )
 }
 
-fn plain(amax: &Handle, rounding: DeviceRounding, hadamard: Option<Hadamard>) -> CopyRequest<'_> {
-    CopyRequest {
+fn plain(amax: &Handle, rounding: DeviceRounding, hadamard: Option<Hadamard>) -> QuantRequest<'_> {
+    QuantRequest {
         amax,
-        scope: AmaxScope::Group,
-        copy: DeviceCopy {
+        scope: AmaxGranularity::PerTensor,
+        copy: DeviceQuantParams {
             hadamard,
-            ..DeviceCopy::new(rounding)
+            ..DeviceQuantParams::new(rounding)
         },
     }
 }
 
-/// One copy of `x` (or of what is computed from its inputs), along `axis`. See [`reference::quantize`](crate::reference::quantize); with
+/// One copy of `x` (or of what is computed from its inputs), along `usage`. See [`reference::quantize`](crate::reference::quantize); with
 /// groups, each group is quantized as a matrix of its own, but for the block indices of stochastic
 /// rounding, which go on from group to group.
 ///
@@ -97,19 +100,19 @@ pub fn quantize<'a>(
     client: &Client,
     x: impl Into<Source<'a>>,
     groups: &Groups,
-    axis: PackedAxis,
-    request: &CopyRequest<'_>,
-) -> Result<DevicePacked, Nvfp4Error> {
+    usage: Usage,
+    request: &QuantRequest<'_>,
+) -> Result<DeviceQuantized, Nvfp4Error> {
     let source = x.into();
-    let request = (request, Form::Packed);
-    if let (Source::Plain(x), PackedAxis::Cols) = (source, axis)
+    let request = (request, Storage::Packed);
+    if let (Source::Plain(x), Usage::Rowwise) = (source, usage)
         && by_rows(groups, &request.0.copy)
     {
         return Ok(packed(quantize_rows(client, x, groups, request)?));
     }
-    let (row, col) = match axis {
-        PackedAxis::Cols => (Some(request), None),
-        PackedAxis::Rows => (None, Some(request)),
+    let (row, col) = match usage {
+        Usage::Rowwise => (Some(request), None),
+        Usage::Columnwise => (None, Some(request)),
     };
     let (row, col) = launch_tiles(client, source, groups, row, col, Kind::Blocks)?;
     Ok(packed(row.or(col).expect("one copy was asked for")))
@@ -124,8 +127,8 @@ pub fn quantize<'a>(
 pub fn quantize_operands<'a>(
     client: &Client,
     x: impl Into<Source<'a>>,
-    row: Option<(&CopyRequest<'_>, Form)>,
-    col: Option<(&CopyRequest<'_>, Form)>,
+    row: Option<(&QuantRequest<'_>, Storage)>,
+    col: Option<(&QuantRequest<'_>, Storage)>,
 ) -> Result<(Option<DeviceOperand>, Option<DeviceOperand>), Nvfp4Error> {
     match (x.into(), row, col) {
         (_, None, None) => Ok((None, None)),
@@ -137,14 +140,14 @@ pub fn quantize_operands<'a>(
 }
 
 /// A copy that was made as codes and scales.
-fn packed(copy: DeviceOperand) -> DevicePacked {
+fn packed(copy: DeviceOperand) -> DeviceQuantized {
     copy.into_packed().expect("codes and scales were asked for")
 }
 
 /// Two copies that were made as codes and scales.
 fn both_packed(
     (row, col): (Option<DeviceOperand>, Option<DeviceOperand>),
-) -> (DevicePacked, DevicePacked) {
+) -> (DeviceQuantized, DeviceQuantized) {
     let [row, col] = [row, col].map(|copy| packed(copy.expect("asked for")));
     (row, col)
 }
@@ -157,10 +160,10 @@ pub fn quantize_both<'a>(
     client: &Client,
     x: impl Into<Source<'a>>,
     groups: &Groups,
-    row: &CopyRequest<'_>,
-    col: &CopyRequest<'_>,
-) -> Result<(DevicePacked, DevicePacked), Nvfp4Error> {
-    let [row, col] = [row, col].map(|request| Some((request, Form::Packed)));
+    row: &QuantRequest<'_>,
+    col: &QuantRequest<'_>,
+) -> Result<(DeviceQuantized, DeviceQuantized), Nvfp4Error> {
+    let [row, col] = [row, col].map(|request| Some((request, Storage::Packed)));
     let copies = launch_tiles(client, x.into(), groups, row, col, Kind::Blocks)?;
     Ok(both_packed(copies))
 }
@@ -182,9 +185,9 @@ pub fn quantize_side_by_side<'a>(
     client: &Client,
     x: impl Into<Source<'a>>,
     groups: &GroupOffsets,
-    row: Option<&CopyRequest<'_>>,
-    col: Option<&CopyRequest<'_>>,
-) -> Result<(Option<DevicePacked>, Option<DevicePacked>), Nvfp4Error> {
+    row: Option<&QuantRequest<'_>>,
+    col: Option<&QuantRequest<'_>>,
+) -> Result<(Option<DeviceQuantized>, Option<DeviceQuantized>), Nvfp4Error> {
     for request in [row, col].into_iter().flatten() {
         if request.copy.layout != ScaleLayout::Compact {
             return Err(Nvfp4Error::value(
@@ -201,14 +204,14 @@ pub fn quantize_side_by_side<'a>(
     if row.is_none() && col.is_none() {
         return Ok((None, None));
     }
-    let [row, col] = [row, col].map(|request| request.map(|request| (request, Form::Packed)));
+    let [row, col] = [row, col].map(|request| request.map(|request| (request, Storage::Packed)));
     let (row, col) = match (x.into(), row, col) {
         (Source::Plain(x), Some(row), None) if by_rows(&groups, &row.0.copy) => {
             (Some(quantize_rows(client, x, &groups, row)?), None)
         }
         (source, row, col) => launch_tiles(client, source, &groups, row, col, Kind::SideBySide)?,
     };
-    let row = row.map(|row| DevicePacked {
+    let row = row.map(|row| DeviceQuantized {
         groups: Groups::One,
         ..packed(row)
     });
@@ -225,7 +228,7 @@ pub fn quantize_tile(
     client: &Client,
     x: &Matrix,
     amax: &Handle,
-) -> Result<(DevicePacked, DevicePacked), Nvfp4Error> {
+) -> Result<(DeviceQuantized, DeviceQuantized), Nvfp4Error> {
     let layouts = [ScaleLayout::Compact; 2];
     quantize_tile_with(
         client,
@@ -249,14 +252,14 @@ pub fn quantize_tile_with(
     amax: &Handle,
     scaling: BlockScaling,
     layouts: [ScaleLayout; 2],
-) -> Result<(DevicePacked, DevicePacked), Nvfp4Error> {
+) -> Result<(DeviceQuantized, DeviceQuantized), Nvfp4Error> {
     let [row, col] = layouts.map(|layout| of_tiles(amax, scaling, layout));
-    let [row, col] = [&row, &col].map(|request| Some((request, Form::Packed)));
+    let [row, col] = [&row, &col].map(|request| Some((request, Storage::Packed)));
     let copies = launch_tiles(client, x.into(), groups, row, col, Kind::Tiles)?;
     Ok(both_packed(copies))
 }
 
-/// One of the two copies of [`quantize_tile_with`], that along `axis`, without the bytes of the other.
+/// One of the two copies of [`quantize_tile_with`], that along `usage`, without the bytes of the other.
 ///
 /// # Errors
 /// As [`quantize_tile_with`].
@@ -264,35 +267,35 @@ pub fn quantize_tile_copy(
     client: &Client,
     x: &Matrix,
     groups: &Groups,
-    axis: PackedAxis,
+    usage: Usage,
     amax: &Handle,
     scaling: BlockScaling,
     layout: ScaleLayout,
-) -> Result<DevicePacked, Nvfp4Error> {
+) -> Result<DeviceQuantized, Nvfp4Error> {
     let request = of_tiles(amax, scaling, layout);
-    let request = Some((&request, Form::Packed));
-    let (row, col) = match axis {
-        PackedAxis::Cols => (request, None),
-        PackedAxis::Rows => (None, request),
+    let request = Some((&request, Storage::Packed));
+    let (row, col) = match usage {
+        Usage::Rowwise => (request, None),
+        Usage::Columnwise => (None, request),
     };
     let (row, col) = launch_tiles(client, x.into(), groups, row, col, Kind::Tiles)?;
     Ok(packed(row.or(col).expect("asked for")))
 }
 
 /// A copy of 16x16 tiles.
-fn of_tiles(amax: &Handle, scaling: BlockScaling, layout: ScaleLayout) -> CopyRequest<'_> {
-    CopyRequest {
+fn of_tiles(amax: &Handle, scaling: BlockScaling, layout: ScaleLayout) -> QuantRequest<'_> {
+    QuantRequest {
         amax,
-        scope: AmaxScope::Group,
-        copy: DeviceCopy {
+        scope: AmaxGranularity::PerTensor,
+        copy: DeviceQuantParams {
             scaling,
             layout,
-            ..DeviceCopy::new(DeviceRounding::Nearest)
+            ..DeviceQuantParams::new(DeviceRounding::Nearest)
         },
     }
 }
 
-fn check_row_transform(copy: &DeviceCopy) -> Result<(), Nvfp4Error> {
+fn check_row_transform(copy: &DeviceQuantParams) -> Result<(), Nvfp4Error> {
     match copy.hadamard {
         Some(hadamard) if hadamard.size() != HadamardSize::H16 => Err(Nvfp4Error::value(
             "hadamard",
@@ -305,7 +308,7 @@ fn check_row_transform(copy: &DeviceCopy) -> Result<(), Nvfp4Error> {
 
 /// Whether [`quantize_rows`] makes the row-wise copy of these groups. Not four over six: its candidates follow from
 /// the amax, which a row of a group has to itself there (16384 x 7168 in 8 groups, H100: 260 us, and 222 by tiles).
-fn by_rows(groups: &Groups, copy: &DeviceCopy) -> bool {
+fn by_rows(groups: &Groups, copy: &DeviceQuantParams) -> bool {
     match groups {
         Groups::One => true,
         Groups::Offsets { .. } => {
@@ -322,22 +325,14 @@ fn quantize_rows(
     client: &Client,
     x: &Matrix,
     groups: &Groups,
-    (request, form): (&CopyRequest<'_>, Form),
+    (request, form): (&QuantRequest<'_>, Storage),
 ) -> Result<DeviceOperand, Nvfp4Error> {
     x.check("x")?;
     groups.check(x.rows)?;
     check_packed_cols(x)?;
     check_row_transform(&request.copy)?;
     let conversion = conversion_of(client);
-    let args = CopyArgs::new(
-        client,
-        x,
-        groups,
-        PackedAxis::Cols,
-        request,
-        form,
-        conversion,
-    )?;
+    let args = QuantArgs::new(client, x, groups, Usage::Rowwise, request, form, conversion)?;
     if x.is_empty() {
         return Ok(args.into_operand());
     }
@@ -348,7 +343,7 @@ fn quantize_rows(
         // SAFETY: not read; there is at least one amax.
         _ => (unsafe { buffer(&args.out.amax, 1) }, 1),
     };
-    let find_groups = matches!(groups, Groups::Offsets { .. }) && !plan.per_outer;
+    let find_groups = matches!(groups, Groups::Offsets { .. }) && !plan.per_row;
     let words = Words::of(x);
     let blocks = x.cols / BLOCK;
     let items = if plan.swizzled {
@@ -409,8 +404,8 @@ fn launch_tiles(
     client: &Client,
     source: Source<'_>,
     groups: &Groups,
-    row: Option<(&CopyRequest<'_>, Form)>,
-    col: Option<(&CopyRequest<'_>, Form)>,
+    row: Option<(&QuantRequest<'_>, Storage)>,
+    col: Option<(&QuantRequest<'_>, Storage)>,
     kind: Kind,
 ) -> Result<(Option<DeviceOperand>, Option<DeviceOperand>), Nvfp4Error> {
     let input = Input::new(source)?;
@@ -425,17 +420,17 @@ fn launch_tiles(
         check_row_transform(&row.copy)?;
     }
     let conversion = conversion_of(client);
-    let args = |axis, request: Option<(&CopyRequest<'_>, Form)>| {
+    let args = |usage, request: Option<(&QuantRequest<'_>, Storage)>| {
         request
             .map(|(request, form)| {
-                CopyArgs::new(client, x, groups, axis, request, form, conversion)
+                QuantArgs::new(client, x, groups, usage, request, form, conversion)
             })
             .transpose()
     };
-    let row = args(PackedAxis::Cols, row)?;
-    let mut col = args(PackedAxis::Rows, col)?;
+    let row = args(Usage::Rowwise, row)?;
+    let mut col = args(Usage::Columnwise, col)?;
     if let (Kind::SideBySide, Some(col)) = (kind, &mut col) {
-        let out = DevicePacked {
+        let out = DeviceQuantized {
             groups: Groups::One,
             rows: padded_bound(x.rows, groups.count(), col.out.unit()),
             ..col.out.clone()
@@ -453,7 +448,7 @@ fn launch_tiles(
     let tile_cols = x.cols.next_multiple_of(unit) / width;
     let row_tiles = groups.units(x.rows, tile::ROWS);
     if x.is_empty() {
-        let [row, col] = [row, col].map(|copy| copy.map(CopyArgs::into_operand));
+        let [row, col] = [row, col].map(|copy| copy.map(QuantArgs::into_operand));
         return Ok((row, col));
     }
     let (count, dim) = tile_bands(client, row_tiles, tile_cols);
@@ -513,7 +508,7 @@ fn launch_tiles(
             words.elem,
         );
     }
-    let [row, col] = [row, col].map(|copy| copy.map(CopyArgs::into_operand));
+    let [row, col] = [row, col].map(|copy| copy.map(QuantArgs::into_operand));
     Ok((row, col))
 }
 
@@ -521,9 +516,9 @@ fn launch_tiles(
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct TilePlan {
     /// The row-wise copy, if it is made.
-    pub row: Option<CopyPlan>,
+    pub row: Option<QuantPlan>,
     /// The column-wise copy, if it is made.
-    pub col: Option<CopyPlan>,
+    pub col: Option<QuantPlan>,
     /// Whether 16x16 tiles share a scale.
     pub tiles: bool,
     /// Whether the column-wise copies of groups lie side by side.
@@ -547,7 +542,7 @@ impl TilePlan {
 
     /// The row-wise copy, or else the column-wise one: blocks of 16x16 tiles are quantized along rows for
     /// either.
-    fn either(&self) -> CopyPlan {
+    fn either(&self) -> QuantPlan {
         self.row.or(self.col).expect("a copy is made")
     }
 
@@ -583,7 +578,7 @@ pub fn quantize_row_kernel<N: Size, C: Size>(
     #[comptime] across: usize,
     #[comptime] whole_tiles: bool,
     #[comptime] find_groups: bool,
-    #[comptime] plan: CopyPlan,
+    #[comptime] plan: QuantPlan,
     #[comptime] kind: FloatKind,
 ) {
     let policy = comptime!(plan.policy);
@@ -689,7 +684,7 @@ pub fn quantize_row_kernel<N: Size, C: Size>(
                     block: group_block,
                     decode: group_decode,
                 }
-            } else if comptime!(plan.per_outer) {
+            } else if comptime!(plan.per_row) {
                 scale_of(&shared_scale, amax, index / blocks, plan)
             } else {
                 scale_of(&shared_scale, amax, 0usize, plan)
@@ -731,9 +726,9 @@ fn scale_of(
     all: &GlobalScale,
     amax: &[f32],
     outer: usize,
-    #[comptime] plan: CopyPlan,
+    #[comptime] plan: QuantPlan,
 ) -> GlobalScale {
-    if comptime!(plan.per_outer) {
+    if comptime!(plan.per_row) {
         GlobalScale::from_amax(amax[outer], plan.policy.scaling)
     } else {
         GlobalScale {
@@ -750,7 +745,7 @@ fn scale_of(
 pub(super) fn row_block(
     words: &Array<u32>,
     signs: &Signs,
-    #[comptime] plan: CopyPlan,
+    #[comptime] plan: QuantPlan,
     #[comptime] kind: FloatKind,
 ) -> Array<f32> {
     let mut block = unpack_block(words, kind);
@@ -793,7 +788,7 @@ impl ScaleTable {
     }
 
     /// Filled by `count` units, of which this is number `unit`. The caller synchronises before and after.
-    fn fill(&mut self, amax: f32, unit: u32, count: u32, #[comptime] policy: BlockPolicy) {
+    fn fill(&mut self, amax: f32, unit: u32, count: u32, #[comptime] policy: BlockPlan) {
         let global = GlobalScale::from_amax(amax, policy.scaling);
         let mut byte = unit;
         while byte < 128u32 {
@@ -835,7 +830,7 @@ fn quantize_by_table(
     random: &Random,
     #[comptime] tiles: bool,
     #[comptime] in_pairs: bool,
-    #[comptime] plan: CopyPlan,
+    #[comptime] plan: QuantPlan,
 ) -> Encoded {
     let policy = comptime!(plan.policy);
     if comptime!(!tiles && matches!(policy.scaling, BlockScaling::FourOverSix(_))) {
@@ -846,7 +841,7 @@ fn quantize_by_table(
         } else {
             global.block_scale(amax, policy.scaling, policy.conversion)
         };
-        let multiplier = if comptime!(plan.per_outer) {
+        let multiplier = if comptime!(plan.per_row) {
             global.encode_multiplier(scale, policy.conversion)
         } else {
             table.multipliers[scale as usize]
@@ -924,13 +919,13 @@ pub fn quantize_tiles_kernel<F: Numeric, N: Size, R: Size, C: Size>(
         let tile = tile::tile_at(map, row_tile, tile_col, &shape, span, grouping, kind);
         if tile.row0 < tile.row_end {
             let mut sink = Sink::new_None();
-            produce::start_load::<F, N>(
+            prologue::start_load::<F, N>(
                 x, &producer, &mut sink, &mut data, &tile, &shape, false, elements, units,
                 conversion, kind,
             );
             // Half of the units for each table, where there are two to fill.
-            let row_tabled = comptime!(plan.tiles || plan.row.is_some_and(|row| !row.per_outer));
-            let col_tabled = comptime!(plan.col.is_some_and(|col| !col.per_outer) && !plan.tiles);
+            let row_tabled = comptime!(plan.tiles || plan.row.is_some_and(|row| !row.per_row));
+            let col_tabled = comptime!(plan.col.is_some_and(|col| !col.per_row) && !plan.tiles);
             let halves = comptime!(row_tabled && col_tabled && units == 256);
             let count = comptime!(if halves {
                 units as u32 / 2
@@ -1059,7 +1054,7 @@ fn quantize_rows_of_tile<C: Size>(
     random: &Random,
     signs: &Signs,
     #[comptime] copies: TilePlan,
-    #[comptime] plan: CopyPlan,
+    #[comptime] plan: QuantPlan,
     #[comptime] kind: FloatKind,
 ) {
     let (tiles, units) = comptime!((copies.tiles, copies.units));
@@ -1145,7 +1140,7 @@ pub(super) fn row_amax_of(
     words: &Array<u32>,
     block: &Array<f32>,
     #[comptime] tiles: bool,
-    #[comptime] plan: CopyPlan,
+    #[comptime] plan: QuantPlan,
     #[comptime] kind: FloatKind,
 ) -> f32 {
     let conversion = comptime!(plan.policy.conversion);
@@ -1173,7 +1168,7 @@ fn quantize_columns(
     random: &Random,
     signs: &Signs,
     #[comptime] units: usize,
-    #[comptime] plan: CopyPlan,
+    #[comptime] plan: QuantPlan,
     #[comptime] kind: FloatKind,
 ) {
     let policy = comptime!(plan.policy);
@@ -1287,7 +1282,7 @@ fn transform_column(
     values: &mut Array<f32>,
     lane: usize,
     #[comptime] count: usize,
-    #[comptime] plan: CopyPlan,
+    #[comptime] plan: QuantPlan,
 ) -> Array<u32> {
     let conversion = comptime!(plan.policy.conversion);
     if comptime!(plan.hadamard.is_some()) {
@@ -1332,7 +1327,7 @@ fn write_columns<C: Size>(
     scales: &mut [u8],
     #[comptime] side_by_side: bool,
     #[comptime] units: usize,
-    #[comptime] plan: CopyPlan,
+    #[comptime] plan: QuantPlan,
     #[comptime] kind: FloatKind,
 ) {
     let per_word = comptime!(4 / kind.size());
@@ -1429,7 +1424,7 @@ fn choose_tile_scales(
     global: &GlobalScale,
     table: &ScaleTable,
     #[comptime] units: usize,
-    #[comptime] plan: CopyPlan,
+    #[comptime] plan: QuantPlan,
     #[comptime] kind: FloatKind,
 ) {
     let conversion = comptime!(plan.policy.conversion);

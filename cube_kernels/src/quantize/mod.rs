@@ -10,57 +10,45 @@ pub(crate) mod amax;
 #[allow(missing_docs)]
 mod dequantize;
 #[allow(missing_docs)]
-mod group_rows;
-#[allow(missing_docs)]
-pub(crate) mod groups;
-pub(crate) mod launch;
-#[allow(missing_docs)]
 mod ms_eden;
 #[allow(missing_docs)]
-mod mxfp8;
+mod mx;
 #[allow(missing_docs)]
 mod offset;
 #[allow(missing_docs)]
 mod packed_source;
 #[allow(missing_docs)]
-mod padding;
-#[allow(missing_docs)]
 mod per_token;
+pub(crate) mod plan;
 #[allow(missing_docs)]
-mod produce;
+mod prologue;
 #[allow(missing_docs)]
 mod quantize;
 #[allow(missing_docs)]
 mod random_bits;
 #[allow(missing_docs)]
-mod rows;
-#[allow(missing_docs)]
 mod swizzle;
 #[allow(missing_docs)]
-mod tile;
+pub(crate) mod tile;
 #[allow(missing_docs)]
 mod transpose;
 
 pub use amax::{AmaxRequest, Amaxes, amax, amaxes, produce_with_amaxes};
 pub use dequantize::dequantize;
-pub use group_rows::{clear_rest, group_sums, spread_groups};
-pub use groups::GroupOffsets;
-pub use launch::CopyRequest;
 pub use ms_eden::{EdenRandom, EdenSource, ms_eden, ms_eden_amax, ms_eden_with};
-pub use mxfp8::{DeviceMx, mx_dequantize, mx_quantize, mx_quantize_groups, mx_requantize};
+pub use mx::{DeviceMx, mx_dequantize, mx_quantize, mx_quantize_groups, mx_requantize};
 pub use offset::advance_offset;
-pub use padding::{pad_groups, unpad_groups};
 pub use per_token::{
     quantize_per_token, quantize_per_token_both, quantize_per_token_cols,
     quantize_per_token_rms_norm,
 };
-pub use produce::{Gated, Source, produce, rms_norm_rstd};
+pub use plan::QuantRequest;
+pub use prologue::{Gated, Source, produce, rms_norm_rstd};
 pub use quantize::{
     quantize, quantize_both, quantize_col, quantize_operands, quantize_row, quantize_side_by_side,
     quantize_tile, quantize_tile_copy, quantize_tile_with,
 };
 pub use random_bits::{answer_random_bits, has_stochastic_instruction};
-pub use rows::{combine_rows, combine_rows_backward};
 pub use swizzle::{
     swizzle, swizzle_batch, swizzle_block_groups, swizzle_row_groups, unswizzle, unswizzle_batch,
     unswizzle_block_groups, unswizzle_row_groups,
@@ -72,32 +60,29 @@ pub mod kernels {
     pub use super::{
         amax::{AmaxPlan, amax_kernel, amax_tiles_kernel, zero_kernel},
         dequantize::{dequantize_col_pairs_kernel, dequantize_cols_kernel, dequantize_rows_kernel},
-        group_rows::{clear_rest_kernel, group_sums_kernel, spread_groups_kernel},
-        groups::rescale_kernel,
-        launch::{CopyPlan, set_units},
         ms_eden::{
             EdenPolicy, ms_eden_amax_kernel, ms_eden_amax_packed_kernel, ms_eden_kernel,
             ms_eden_packed_kernel,
         },
-        mxfp8::{
+        mx::{
             mx_dequantize_col_kernel, mx_dequantize_row_kernel, mx_quantize_col_kernel,
             mx_quantize_row_kernel, mx_requantize_across_kernel, mx_requantize_along_kernel,
         },
         offset::advance_offset_kernel,
         packed_source::{PackedRowsLaunch, SourcePlan},
-        padding::move_groups_kernel,
         per_token::{FoundNormLaunch, RowNormArgs, quantize_per_token_kernel},
-        produce::{
+        plan::QuantPlan,
+        prologue::{
             GateInputsLaunch, NormInputsLaunch, ProducerArgs, SinkArgs, produce_kernel,
             rms_norm_rstd_kernel,
         },
         quantize::{TilePlan, quantize_row_kernel, quantize_tiles_kernel},
         random_bits::random_bits_kernel,
-        rows::{combine_rows_backward_kernel, combine_rows_kernel},
         swizzle::{
             swizzle_block_groups_kernel, swizzle_kernel, unswizzle_block_groups_kernel,
             unswizzle_kernel,
         },
         tile::{Grouping, ShapeLaunch, map_tiles_kernel},
     };
+    pub use crate::launch::set_units;
 }

@@ -23,11 +23,10 @@ use crate::{
         ptx_sm90::{load_shared_4, shared_address},
         words::{block_words, flip_signs, unpack},
     },
-    device::{FloatKind, Groups, allocate},
-    ops::{
-        groups::find_group,
-        launch::{buffer, grid},
-    },
+    launch::{buffer, grid},
+    memory::allocate,
+    moe::groups::find_group,
+    tensor::{FloatKind, Groups},
 };
 
 /// Rows of a tile.

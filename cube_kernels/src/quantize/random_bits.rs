@@ -3,14 +3,15 @@
 
 use cubecl::prelude::*;
 
-use super::launch::{buffer, grid};
+use crate::launch::{buffer, grid};
 use crate::{
     Nvfp4Error,
+    capabilities::{Capabilities, conversion_of},
     cube::{
         codec::{Conversion, INFINITY, MAGNITUDE, QUIET_NAN, round_stochastic},
         ptx,
     },
-    device::{Capabilities, allocate, conversion_of, download},
+    memory::{allocate, download},
     reference::Question,
 };
 

@@ -3,14 +3,14 @@
 
 use cubecl::{prelude::*, server::Handle};
 
-use super::{
-    groups::{GroupOffsets, find_group, span, to_u32},
-    launch::grid,
-};
+use super::groups::{GroupOffsets, find_group, span, to_u32};
+use crate::launch::grid;
 use crate::{
     Nvfp4Error,
+    capabilities::is_cpu,
     cube::codec::{load, store},
-    device::{FloatKind, Matrix, address_type, allocate, check_memory, is_cpu},
+    memory::{address_type, allocate, check_memory},
+    tensor::{FloatKind, Matrix},
 };
 
 /// Partial sums of a column: rows of a group are dealt out to them in turn.
@@ -23,7 +23,7 @@ const LANES: usize = 8;
 ///
 /// # Errors
 /// When a buffer is smaller than its shape.
-pub fn group_sums(
+pub fn segment_sum(
     client: &Client,
     x: &Matrix,
     groups: &GroupOffsets,
@@ -38,7 +38,7 @@ pub fn group_sums(
     let (count, dim) = grid(client, out.len());
     // SAFETY: the kernel stays below the sums, and below the rows of `x` whatever the offsets are.
     unsafe {
-        group_sums_kernel::launch_unchecked(
+        segment_sum_kernel::launch_unchecked(
             client,
             count,
             dim,
@@ -61,7 +61,11 @@ pub fn group_sums(
 ///
 /// # Errors
 /// When a buffer is smaller than its shape.
-pub fn clear_rest(client: &Client, x: &Matrix, groups: &GroupOffsets) -> Result<(), Nvfp4Error> {
+pub fn zero_padding_rows(
+    client: &Client,
+    x: &Matrix,
+    groups: &GroupOffsets,
+) -> Result<(), Nvfp4Error> {
     x.check("x")?;
     groups.check("groups")?;
     to_u32("rows", x.rows)?;
@@ -77,7 +81,7 @@ pub fn clear_rest(client: &Client, x: &Matrix, groups: &GroupOffsets) -> Result<
     let (count, dim) = grid(client, items);
     // SAFETY: the kernel stays below the elements of `x`.
     unsafe {
-        clear_rest_kernel::launch_unchecked(
+        zero_padding_rows_kernel::launch_unchecked(
             client,
             count,
             dim,
@@ -99,7 +103,7 @@ pub fn clear_rest(client: &Client, x: &Matrix, groups: &GroupOffsets) -> Result<
 ///
 /// # Errors
 /// When `values` is smaller than the number of groups, or there are more than 2^32 rows.
-pub fn spread_groups(
+pub fn broadcast_group_values(
     client: &Client,
     values: &Handle,
     groups: &GroupOffsets,
@@ -115,7 +119,7 @@ pub fn spread_groups(
     let (count, dim) = grid(client, rows);
     // SAFETY: the kernel stays below the rows, and reads the values of groups that there are.
     unsafe {
-        spread_groups_kernel::launch_unchecked(
+        broadcast_group_values_kernel::launch_unchecked(
             client,
             count,
             dim,
@@ -131,7 +135,7 @@ pub fn spread_groups(
 
 /// One unit adds up every `units`-th column of a group.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
-pub fn group_sums_kernel<F: Numeric>(
+pub fn segment_sum_kernel<F: Numeric>(
     x: &[F],
     offsets: &[u32],
     out: &mut [f32],
@@ -176,7 +180,7 @@ pub fn group_sums_kernel<F: Numeric>(
 
 /// Units write zeros from the end of the last group on.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
-pub fn clear_rest_kernel<F: Numeric>(
+pub fn zero_padding_rows_kernel<F: Numeric>(
     offsets: &[u32],
     x: &mut [F],
     rows: usize,
@@ -195,7 +199,7 @@ pub fn clear_rest_kernel<F: Numeric>(
 
 /// One unit finds the group of every `units`-th row.
 #[cube(launch_unchecked, create_dummy_kernel)]
-pub fn spread_groups_kernel(
+pub fn broadcast_group_values_kernel(
     values: &[f32],
     offsets: &[u32],
     out: &mut [f32],

@@ -2,12 +2,12 @@
 
 use cubecl::{prelude::*, server::Handle};
 
-use super::launch::buffer;
-use crate::{Nvfp4Error, device::check_memory};
+use crate::launch::buffer;
+use crate::{Nvfp4Error, memory::check_memory};
 
 /// Advances a random offset in device memory (two `u32`, low word first) by `step`, wrapping at 2^64,
 /// after the kernels that were queued before. A captured graph that ends with it draws fresh bits at
-/// every replay of its [`StochasticAt`](crate::device::DeviceRounding::StochasticAt) copies.
+/// every replay of its [`StochasticAt`](crate::tensor::DeviceRounding::StochasticAt) copies.
 ///
 /// # Errors
 /// When `offset` does not hold two words.
