@@ -5,7 +5,7 @@ use std::time::Duration;
 use criterion::{Criterion, SamplingMode, Throughput};
 use cubecl::{prelude::*, server::Handle};
 use futures_lite::future::block_on;
-use nvfp4_kernels::device::Capabilities;
+use nvfp4_kernels::capabilities::Capabilities;
 
 use crate::common::{
     self,

@@ -33,7 +33,7 @@ use harness::{
     Section,
 };
 use inputs::Inputs;
-use nvfp4_kernels::device::Groups;
+use nvfp4_kernels::tensor::Groups;
 
 /// The shapes at which all kernels of matrices are timed, but for one.
 fn squares(bench: &mut Bench) {
