@@ -12,7 +12,7 @@ use burn::tensor::Device;
 use burn_nvfp4::telemetry::Telemetry;
 use serde::Serialize;
 
-use crate::config::{Recipe, RunConfig};
+use crate::config::{RecipeName, RunConfig};
 use crate::data::Batch;
 use crate::model::LanguageModel;
 use crate::optim::AdamW;
@@ -231,7 +231,7 @@ pub enum Turn {
 /// When the effort is none, the configuration does not fit the device, or `turn` fails.
 pub fn measure<M: LanguageModel, T>(
     config: &RunConfig,
-    recipe: &Recipe,
+    recipe: &RecipeName,
     device: &Device,
     effort: Effort,
     turn: impl Fn(Turn) -> Result<T>,
@@ -254,7 +254,7 @@ pub fn measure<M: LanguageModel, T>(
     let mut take = |count: usize, sampled: bool| {
         let started = Instant::now();
         for _ in 0..count {
-            let batch = Batch::random(config.seed, number, config.batch, config.context);
+            let batch = Batch::random(config.seed, number, config.batch, config.model.context);
             let telemetry = sampled.then(|| Telemetry::start(&rank.model));
             rank.step(batch, config.lr);
             if let Some(telemetry) = telemetry {
@@ -296,7 +296,7 @@ pub fn measure<M: LanguageModel, T>(
         take(1, false);
     });
     Ok(Cost {
-        tokens: config.batch * config.context,
+        tokens: config.batch * config.model.context,
         built,
         warmed,
         seconds,
