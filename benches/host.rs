@@ -10,8 +10,8 @@ use std::{
 use burn::tensor::bf16;
 use criterion::{Criterion, Throughput};
 use nvfp4::kernels::{
-    Amax, BlockScaling, CopyPolicy, ErrorNorm, Hadamard, HadamardSize, PackedAxis, RandomStream,
-    Rounding, ScaleLayout,
+    Amax, BlockScaling, ErrorNorm, Hadamard, HadamardSize, QuantParams, RandomStream, Rounding,
+    ScaleLayout, Usage,
     reference::{self, Element},
 };
 
@@ -110,13 +110,13 @@ fn bench<T: Element>(criterion: &mut Criterion, kind: &str, x: &[T]) {
             });
         }
     }
-    let policy = CopyPolicy {
+    let policy = QuantParams {
         scaling: BlockScaling::FourOverSix(ErrorNorm::Mae),
-        ..CopyPolicy::new(nearest)
+        ..QuantParams::new(nearest)
     };
     run("row 4/6", read + PACKED, &mut || {
-        let axis = PackedAxis::Cols;
-        black_box(reference::quantize(x, SIDE, SIDE, axis, &plain, &policy, 0).unwrap());
+        let usage = Usage::Rowwise;
+        black_box(reference::quantize(x, SIDE, SIDE, usage, &plain, &policy, 0).unwrap());
     });
     // Each of the two copies reads the input.
     run("tile 16x16, both", 2.0 * (read + PACKED), &mut || {

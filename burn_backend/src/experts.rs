@@ -217,7 +217,7 @@ pub(crate) fn check_grouped_parameters(
 ///
 /// # Errors
 /// When the device has no implementation, devices differ or a shape does not fit.
-pub fn try_gather_rows(
+pub fn try_moe_permute(
     x: Tensor<2>,
     index: Tensor<1, Int>,
     inverse: Tensor<2, Int>,
@@ -234,16 +234,16 @@ pub fn try_gather_rows(
             format!("[{tokens}, copies] with {slots} elements: rows of `x`, slots of `index`"),
         ));
     }
-    Ok(Tensor::from_dispatch(Dispatch::nvfp4_gather_rows(
+    Ok(Tensor::from_dispatch(Dispatch::nvfp4_moe_permute(
         x.into_dispatch(),
         index.into_dispatch(),
         inverse.into_dispatch(),
     )))
 }
 
-/// [`try_gather_rows`], panicking where it fails.
-pub fn gather_rows(x: Tensor<2>, index: Tensor<1, Int>, inverse: Tensor<2, Int>) -> Tensor<2> {
-    or_panic("gather_rows", try_gather_rows(x, index, inverse))
+/// [`try_moe_permute`], panicking where it fails.
+pub fn moe_permute(x: Tensor<2>, index: Tensor<1, Int>, inverse: Tensor<2, Int>) -> Tensor<2> {
+    or_panic("moe_permute", try_moe_permute(x, index, inverse))
 }
 
 /// `out[t] = Σⱼ weights[t, j] · y[places[t, j]]`, computed in `f32` and rounded once to the type of
@@ -255,7 +255,7 @@ pub fn gather_rows(x: Tensor<2>, index: Tensor<1, Int>, inverse: Tensor<2, Int>)
 /// # Errors
 /// When the device has no implementation, devices differ, a type is not supported, or a shape does not
 /// fit.
-pub fn try_combine_rows(
+pub fn try_moe_unpermute(
     y: Tensor<2>,
     weights: Tensor<2>,
     places: Tensor<2, Int>,
@@ -289,7 +289,7 @@ pub fn try_combine_rows(
             format!("[{tokens}, {copies}], choices [{slots}]"),
         ));
     }
-    Ok(Tensor::from_dispatch(Dispatch::nvfp4_combine_rows(
+    Ok(Tensor::from_dispatch(Dispatch::nvfp4_moe_unpermute(
         y.into_dispatch(),
         weights.into_dispatch(),
         places.into_dispatch(),
@@ -297,15 +297,15 @@ pub fn try_combine_rows(
     )))
 }
 
-/// [`try_combine_rows`], panicking where it fails.
-pub fn combine_rows(
+/// [`try_moe_unpermute`], panicking where it fails.
+pub fn moe_unpermute(
     y: Tensor<2>,
     weights: Tensor<2>,
     places: Tensor<2, Int>,
     choices: Tensor<1, Int>,
 ) -> Tensor<2> {
     or_panic(
-        "combine_rows",
-        try_combine_rows(y, weights, places, choices),
+        "moe_unpermute",
+        try_moe_unpermute(y, weights, places, choices),
     )
 }

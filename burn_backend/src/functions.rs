@@ -6,7 +6,7 @@
 
 use burn_core::backend::Dispatch;
 use burn_core::tensor::{DType, FloatDType, Int, Tensor};
-use nvfp4_kernels::{BlockScaling, Hadamard, Nvfp4Error, PackedAxis, Rounding};
+use nvfp4_kernels::{BlockScaling, Hadamard, Nvfp4Error, Rounding, Usage};
 
 use crate::ops::{
     Bias, CopySpec, LinearContext, LinearSpec, Nvfp4Ops, Packed, PackedLayout, PairSpec,
@@ -91,35 +91,35 @@ impl Nvfp4Tensor {
     }
 }
 
-/// Pack the matrix `x` (`[rows, cols]`, `f32`, `bf16` or `f16`) in 1x16 blocks along `axis`, after
+/// Pack the matrix `x` (`[rows, cols]`, `f32`, `bf16` or `f16`) in 1x16 blocks along `usage`, after
 /// `hadamard` along the same axis if there is one.
 ///
 /// # Errors
 /// When the device or the type is not supported, when `cols` is no multiple of 16 for
-/// [`PackedAxis::Cols`], or when a transform is asked for along [`PackedAxis::Cols`].
+/// [`Usage::Rowwise`], or when a transform is asked for along [`Usage::Rowwise`].
 pub fn try_quantize(
     x: Tensor<2>,
-    axis: PackedAxis,
+    usage: Usage,
     rounding: Rounding,
     hadamard: Option<Hadamard>,
 ) -> Result<Nvfp4Tensor, Nvfp4Error> {
     validate::operand("x", &x)?;
-    match (axis, hadamard) {
-        (PackedAxis::Cols, Some(_)) => {
+    match (usage, hadamard) {
+        (Usage::Rowwise, Some(_)) => {
             return Err(Nvfp4Error::value(
                 "hadamard",
                 "a transform for the row-wise copy",
                 "none: the transform belongs to column-wise copies",
             ));
         }
-        (PackedAxis::Cols, None) => validate::blocks("x", "cols", x.dims()[1])?,
-        (PackedAxis::Rows, _) => {}
+        (Usage::Rowwise, None) => validate::blocks("x", "cols", x.dims()[1])?,
+        (Usage::Columnwise, _) => {}
     }
     let copy = CopySpec {
         hadamard,
         ..CopySpec::new(rounding)
     };
-    let spec = QuantizeSpec { axis, copy };
+    let spec = QuantizeSpec { usage, copy };
     Ok(Nvfp4Tensor::from_dispatch(Dispatch::nvfp4_quantize(
         x.into_dispatch(),
         spec,
@@ -129,11 +129,11 @@ pub fn try_quantize(
 /// [`try_quantize`], panicking where it fails.
 pub fn quantize(
     x: Tensor<2>,
-    axis: PackedAxis,
+    usage: Usage,
     rounding: Rounding,
     hadamard: Option<Hadamard>,
 ) -> Nvfp4Tensor {
-    or_panic("quantize", try_quantize(x, axis, rounding, hadamard))
+    or_panic("quantize", try_quantize(x, usage, rounding, hadamard))
 }
 
 /// Pack the matrix `x` (`[rows, cols]`) in 16x16 tiles, rounded to nearest: the row-wise copy and

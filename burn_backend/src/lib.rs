@@ -83,7 +83,7 @@ pub use nn::{
     Nvfp4GroupedLinearConfig, Nvfp4Linear, Nvfp4LinearConfig, Nvfp4Moe, Nvfp4MoeConfig,
     Nvfp4SwiGlu, Nvfp4SwiGluConfig, Nvfp4TransformerBlock, Nvfp4TransformerBlockConfig,
 };
-pub use nvfp4_kernels::{Hadamard, Nvfp4Error, PackedAxis, RandomStream, Rounding};
+pub use nvfp4_kernels::{Hadamard, Nvfp4Error, RandomStream, Rounding, Usage};
 pub use ranks::Ranks;
 pub use recipe::{LayerMode, Nvfp4Recipe, set_mode};
 pub use state::{LayerRandomness, Nvfp4State};

@@ -127,8 +127,8 @@ pub(crate) use cubecl::of_capabilities;
 
 #[cfg(any(feature = "cpu", feature = "cuda"))]
 mod cubecl {
+    use nvfp4::kernels::capabilities::{Capabilities, GemmBackend};
     use nvfp4::kernels::cube::codec::Conversion;
-    use nvfp4::kernels::device::{Capabilities, GemmPath};
 
     use super::*;
 
@@ -231,7 +231,7 @@ mod cubecl {
                 e4m3.1,
             ),
             match capabilities.gemm {
-                GemmPath::CublasLt => code_path(
+                GemmBackend::CublasLt => code_path(
                     LAYOUT,
                     "CubeCL kernel, before each product of packed operands",
                     "cuBLASLt reads 128x4 tiles of scales, and copies are kept with scales in rows",
@@ -294,11 +294,11 @@ mod cubecl {
 
     fn products(capabilities: &Capabilities) -> Vec<CodePath> {
         let [packed, one_packed, bf16, grouped] = match capabilities.gemm {
-            GemmPath::Hopper => hopper(),
-            GemmPath::CublasLt => cublaslt(),
-            GemmPath::BlockScaled => block_scaled(),
-            GemmPath::MatrixInstructions => matrix_instructions(),
-            GemmPath::Scalar => scalar(),
+            GemmBackend::Sm90Wgmma => hopper(),
+            GemmBackend::CublasLt => cublaslt(),
+            GemmBackend::Sm120BlockScaled => block_scaled(),
+            GemmBackend::Cmma => matrix_instructions(),
+            GemmBackend::Scalar => scalar(),
         };
         let wide = code_path(
             WIDE,
@@ -435,7 +435,11 @@ mod cubecl {
     mod tests {
         use super::*;
 
-        fn device(capability: Option<u32>, conversion: Conversion, gemm: GemmPath) -> Capabilities {
+        fn device(
+            capability: Option<u32>,
+            conversion: Conversion,
+            gemm: GemmBackend,
+        ) -> Capabilities {
             Capabilities {
                 device: "a test".into(),
                 runtime: if capability.is_some() { "cuda" } else { "cpu" },
@@ -462,29 +466,29 @@ mod cubecl {
                 (
                     None,
                     Software,
-                    GemmPath::Scalar,
+                    GemmBackend::Scalar,
                     "plain arithmetic",
                     "one unit for each",
                 ),
                 (
                     Some(80),
                     Sm80,
-                    GemmPath::MatrixInstructions,
+                    GemmBackend::Cmma,
                     "in PTX",
                     "matrix instructions",
                 ),
-                (Some(90), Sm89, GemmPath::Hopper, "in PTX", "wgmma"),
+                (Some(90), Sm89, GemmBackend::Sm90Wgmma, "in PTX", "wgmma"),
                 (
                     Some(100),
                     Hardware,
-                    GemmPath::CublasLt,
+                    GemmBackend::CublasLt,
                     "cvt.rn",
                     "cuBLASLt",
                 ),
                 (
                     Some(120),
                     HardwareNearest,
-                    GemmPath::BlockScaled,
+                    GemmBackend::Sm120BlockScaled,
                     "cvt.rn",
                     "block-scaled",
                 ),
@@ -507,7 +511,7 @@ mod cubecl {
                 let layout = &find(&paths, LAYOUT).path;
                 assert_eq!(
                     layout.starts_with("not used"),
-                    gemm != GemmPath::CublasLt,
+                    gemm != GemmBackend::CublasLt,
                     "{layout}"
                 );
             }

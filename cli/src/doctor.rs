@@ -159,7 +159,7 @@ fn flex(_device: &Device) -> Vec<CodePath> {
 #[cfg(any(feature = "cpu", feature = "cuda"))]
 fn cube(device: &Device) -> Vec<CodePath> {
     use burn::backend::DispatchDevice;
-    use nvfp4::kernels::device::Capabilities;
+    use nvfp4::kernels::capabilities::Capabilities;
 
     let DispatchDevice::Cube(device) = device.as_dispatch() else {
         return Vec::new();

@@ -53,7 +53,7 @@ impl CvtRs {
     fn run(self) -> Result<()> {
         use anyhow::{Context, ensure};
         use burn::backend::DispatchDevice;
-        use nvfp4::kernels::{ops, reference};
+        use nvfp4::kernels::{quantize, reference};
 
         use crate::device::{DeviceName, cuda_count, hardware};
 
@@ -69,7 +69,7 @@ impl CvtRs {
             anyhow::bail!("device is {name}, but it must be cpu or cuda:N: Flex has no kernels");
         };
         let client = cube.client();
-        let instruction = ops::has_stochastic_instruction(&client);
+        let instruction = quantize::has_stochastic_instruction(&client);
         let who = hardware(&device).unwrap_or_else(|| name.to_string());
         println!("device  {who}");
         println!(
@@ -80,7 +80,8 @@ impl CvtRs {
                 "in software: this device has no stochastic conversion"
             }
         );
-        let ask = |questions: &[reference::Question]| ops::answer_random_bits(&client, questions);
+        let ask =
+            |questions: &[reference::Question]| quantize::answer_random_bits(&client, questions);
         let bits = reference::read_random_bits(ask)
             .context("the bits of the device are in no order of eight for each element")?;
         println!("element random bits, the most significant first");

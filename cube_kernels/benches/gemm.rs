@@ -9,6 +9,9 @@
 //! bound, few rows and groups, are compared with a copy of the same process, groups with the dense product of the
 //! same operations too.
 //!
+//! A table goes to standard output, and the same as a results file, which `cargo xtask results` reads, to
+//! `nvfp4-bench-gemm.json` in the target folder (or the file that `NVFP4_BENCH_JSON` names).
+//!
 //! With `NVFP4_BENCH_ONCE` set everything runs once and nothing is timed: for a profiler.
 
 mod common;
@@ -18,17 +21,24 @@ use std::{
     time::{Duration, Instant},
 };
 
+use common::results::{Results, Row};
 use criterion::Criterion;
 use cubecl::prelude::*;
 use nvfp4_kernels::{
-    Hadamard, PackedAxis, RandomStream, cubecl,
-    device::{AmaxScope, DeviceCopy, DevicePacked, DeviceRounding, FloatKind, Groups, Matrix},
+    Hadamard, RandomStream, Usage,
+    capabilities::Capabilities,
+    cubecl,
     gemm::{
         self, Elements, Operand, Scale, Target,
         cublaslt::{self, Format, Product, Side},
         kernels::{FusedTile, Plan, decode, product_with, transposed},
     },
-    ops::{self, AmaxRequest, CopyRequest, GroupOffsets},
+    moe::GroupOffsets,
+    quantize::{self, AmaxRequest, QuantRequest},
+    tensor::{
+        AmaxGranularity, DeviceQuantParams, DeviceQuantized, DeviceRounding, FloatKind, Groups,
+        Matrix,
+    },
 };
 
 /// What cuBLAS's products are called.
@@ -208,7 +218,7 @@ impl Noise {
     }
 
     /// Any codes, block scales between 2^-2 and 2^3.
-    fn packed(&self, client: &Client, rows: usize, k: usize, seed: usize) -> DevicePacked {
+    fn packed(&self, client: &Client, rows: usize, k: usize, seed: usize) -> DeviceQuantized {
         let codes = self.fill(seed, rows * k / 8, |word| word);
         let scales = self.fill(seed + 1, rows * k / 16, |word| {
             0x28 + (word >> 9 & 0x1f) as u8
@@ -216,7 +226,7 @@ impl Noise {
         let upload = |bytes: &[u8]| client.create_from_slice(bytes);
         let amax = upload(&1000.0f32.to_ne_bytes());
         let parts = (upload(bytemuck::cast_slice(&codes)), upload(&scales), amax);
-        DevicePacked::plain(parts, (rows, k), PackedAxis::Cols, None)
+        DeviceQuantized::plain(parts, (rows, k), Usage::Rowwise, None)
     }
 
     /// Sums of two uniform values, between -1 and 1, as bf16.
@@ -272,7 +282,7 @@ const EXPERTS: [(usize, usize, usize, usize); 7] = [
 ];
 
 /// The elements of a packed operand in bf16, without the factor of the tensor.
-fn decoded(client: &Client, packed: &DevicePacked) -> Matrix {
+fn decoded(client: &Client, packed: &DeviceQuantized) -> Matrix {
     let (rows, cols) = (packed.outer(), packed.inner());
     Matrix::new(decode(client, packed), rows, cols, FloatKind::Bf16).unwrap()
 }
@@ -351,11 +361,11 @@ fn dense(criterion: &mut Criterion, client: &Client, noise: &Noise) {
         // As a layer's forward and its weight gradient have them.
         run("bf16 with b in columns", &|i| {
             let (x, y) = (&x[i % plain], &y_columns[i % plain]);
-            bf16(client, Elements::Bf16(x), Elements::Bf16Columns(y));
+            bf16(client, Elements::Bf16(x), Elements::Bf16MnMajor(y));
         });
         run("bf16 in columns", &|i| {
             let (x, y) = (&x_columns[i % plain], &y_columns[i % plain]);
-            bf16(client, Elements::Bf16Columns(x), Elements::Bf16Columns(y));
+            bf16(client, Elements::Bf16MnMajor(x), Elements::Bf16MnMajor(y));
         });
         match cublas(client, &x[0], &y[0]) {
             Ok(_) => run(CUBLAS, &|i| {
@@ -469,7 +479,7 @@ fn ungrouped(
         noise.packed(client, rows, k, 1),
         noise.packed(client, n, k, 2),
     );
-    let fused = Plan::Fused(FusedTile::ALL[0], 16);
+    let fused = Plan::W4a16(FusedTile::ALL[0], 16);
     for (kind, plan) in [
         ("NVFP4", None),
         ("NVFP4 by the kernel of groups", Some(fused)),
@@ -560,25 +570,25 @@ fn linear(criterion: &mut Criterion, client: &Client, noise: &Noise) {
         let rht = Some(Hadamard::default());
         let both = |matrix: &Matrix, row: DeviceRounding, col: DeviceRounding| {
             let request = AmaxRequest {
-                rows: Some(AmaxScope::Group),
-                cols: Some((AmaxScope::Group, rht)),
+                rows: Some(AmaxGranularity::PerTensor),
+                cols: Some((AmaxGranularity::PerTensor, rht)),
             };
-            let found = ops::amaxes(client, matrix, &Groups::One, &request).unwrap();
+            let found = quantize::amaxes(client, matrix, &Groups::One, &request).unwrap();
             let (row_amax, col_amax) = (found.rows.unwrap(), found.cols.unwrap());
-            let row = CopyRequest {
+            let row = QuantRequest {
                 amax: &row_amax,
-                scope: AmaxScope::Group,
-                copy: DeviceCopy::new(row),
+                scope: AmaxGranularity::PerTensor,
+                copy: DeviceQuantParams::new(row),
             };
-            let col = CopyRequest {
+            let col = QuantRequest {
                 amax: &col_amax,
-                scope: AmaxScope::Group,
-                copy: DeviceCopy {
+                scope: AmaxGranularity::PerTensor,
+                copy: DeviceQuantParams {
                     hadamard: rht,
-                    ..DeviceCopy::new(col)
+                    ..DeviceQuantParams::new(col)
                 },
             };
-            ops::quantize_both(client, matrix, &Groups::One, &row, &col).unwrap()
+            quantize::quantize_both(client, matrix, &Groups::One, &row, &col).unwrap()
         };
         let nearest = || DeviceRounding::Nearest;
         let stochastic = |stream| DeviceRounding::Stochastic(RandomStream::new(1, stream, 3));
@@ -588,10 +598,10 @@ fn linear(criterion: &mut Criterion, client: &Client, noise: &Noise) {
         let (stored, x, dy) = (&stored, &x, &dy);
         let record = |kind: &str| Record::new(format!("{shape}, {kind}"), operations);
         time_on_device(criterion, client, record("bf16"), |_| {
-            use Elements::{Bf16, Bf16Columns};
-            bf16(client, Bf16(x), Bf16Columns(stored));
+            use Elements::{Bf16, Bf16MnMajor};
+            bf16(client, Bf16(x), Bf16MnMajor(stored));
             bf16(client, Bf16(dy), Bf16(stored));
-            bf16(client, Bf16Columns(x), Bf16Columns(dy));
+            bf16(client, Bf16MnMajor(x), Bf16MnMajor(dy));
         });
         time_on_device(criterion, client, record("bf16 after transposing"), |_| {
             use Elements::Bf16;
@@ -606,8 +616,8 @@ fn linear(criterion: &mut Criterion, client: &Client, noise: &Noise) {
         }
         time(criterion, client, record, |_| {
             let (x_row, x_col) = both(x, nearest(), nearest());
-            let w_amax = ops::amax(client, &w, None).unwrap();
-            let (w_row, w_col) = ops::quantize_tile(client, &w, &w_amax).unwrap();
+            let w_amax = quantize::amax(client, &w, None).unwrap();
+            let (w_row, w_col) = quantize::quantize_tile(client, &w, &w_amax).unwrap();
             gemm::gemm(client, &x_row, &w_row, None, FloatKind::Bf16).unwrap();
             let (dy_row, dy_col) = both(dy, stochastic(2), stochastic(4));
             gemm::gemm(client, &dy_row, &w_col, None, FloatKind::Bf16).unwrap();
@@ -633,33 +643,63 @@ fn main() {
     if is_wanted("calls") {
         calls(&mut criterion, &client, &noise);
     }
-    print(&RECORDS.lock().unwrap());
+    let rows = print(&RECORDS.lock().unwrap());
+    if !is_run_once() {
+        write(&client, rows);
+    }
 }
 
-/// The table of all that was timed.
-fn print(records: &[Record]) {
+/// The results file.
+fn write(client: &Client, rows: Vec<Row>) {
+    let results = Results {
+        bench: "gemm",
+        gpu: Capabilities::of(client).device,
+        question: "How fast are GEMMs beside cuBLAS in bf16?",
+        method: "captured graphs, medians; cuBLAS in the same process",
+        row: "GEMM",
+        units: &[
+            ("µs", 1),
+            ("TFLOP/s", 1),
+            ("% of cuBLAS bf16", 1),
+            ("% of dense", 1),
+            ("packed bytes, % of copy", 1),
+        ],
+        rows,
+    };
+    results.write().expect("the results could not be written");
+}
+
+/// Prints the table of all that was timed; returns its rows.
+fn print(records: &[Record]) -> Vec<Row> {
     let find = |name: &str| records.iter().find(|record| record.name == name);
     let copy = find(COPY).map(|copy| copy.bytes.unwrap() / copy.median());
-    let share =
-        |share: Option<f64>| share.map_or("-".into(), |share| format!("{:.1} %", 100.0 * share));
+    let shown = |percent: &Option<f64>| percent.map_or("-".into(), |share| format!("{share:.1} %"));
     println!("| product | us | TFLOP/s | of cuBLAS bf16 | of dense | packed bytes, of a copy |");
     println!("|---|---|---|---|---|---|");
+    let mut rows = Vec::new();
     for record in records {
         let (name, median) = (record.name.as_str(), record.median());
         let product = name.rsplit_once(", ").map_or(name, |(product, _)| product);
-        let faster = |name: String| find(&name).map(|other| other.median() / median);
-        let cublas = share(faster(format!("{product}, {CUBLAS}")));
+        let faster = |name: String| find(&name).map(|other| 100.0 * other.median() / median);
+        let cublas = faster(format!("{product}, {CUBLAS}"));
         // Its shape, without the groups.
         let shape = product
             .rsplit_once(", ")
             .map_or(product, |(shape, _)| shape);
-        let dense = share(faster(format!("{shape}, dense, NVFP4")));
+        let dense = faster(format!("{shape}, dense, NVFP4"));
         let bytes = record
             .bytes
             .zip(copy)
-            .map(|(bytes, rate)| bytes / rate / median);
-        let (rate, bytes) = (record.operations / median / 1e12, share(bytes));
-        let us = median * 1e6;
-        println!("| {name} | {us:.1} | {rate:.1} | {cublas} | {dense} | {bytes} |");
+            .map(|(bytes, rate)| 100.0 * bytes / rate / median);
+        let (us, rate) = (median * 1e6, record.operations / median / 1e12);
+        let shares = [cublas, dense, bytes];
+        let [of_cublas, of_dense, of_copy] = shares.each_ref().map(shown);
+        println!("| {name} | {us:.1} | {rate:.1} | {of_cublas} | {of_dense} | {of_copy} |");
+        rows.push(Row {
+            name: name.to_owned(),
+            at: None,
+            values: [&[Some(us), Some(rate)][..], &shares].concat(),
+        });
     }
+    rows
 }

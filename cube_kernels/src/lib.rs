@@ -3,7 +3,7 @@
 //! NVFP4 stores a tensor as 4-bit E2M1 codes, one E4M3 scale for each block of 16 codes along the
 //! contraction axis, and one `f32` maximum (`amax`) from which the global scale derives.
 //!
-//! - [`format`](mod@format) names the bits: the two codecs, and [`PackedTensor`], a packed matrix on the host.
+//! - [`format`](mod@format) names the bits: the two codecs, and [`QuantizedTensor`], a packed matrix on the host.
 //! - [`policy`] names the choices: how to round, which bits to draw, which transform to apply.
 //! - [`reference`](mod@reference) computes everything on the CPU, without CubeCL. It is the oracle
 //!   to which every kernel is compared byte for byte, and what CPU training runs on.
@@ -17,21 +17,30 @@ pub mod policy;
 pub mod reference;
 
 #[cfg(feature = "cube")]
-pub mod cube;
+pub mod capabilities;
 #[cfg(feature = "cube")]
-pub mod device;
+pub mod cube;
 #[cfg(feature = "cube")]
 pub mod gemm;
 #[cfg(feature = "cube")]
-pub mod ops;
+pub(crate) mod launch;
+#[cfg(feature = "cube")]
+pub(crate) mod memory;
+#[cfg(feature = "cube")]
+pub mod moe;
+#[cfg(feature = "cube")]
+pub mod quantize;
+#[cfg(feature = "cube")]
+pub mod tensor;
 
 #[cfg(feature = "cube")]
 pub use cubecl;
 pub use error::Nvfp4Error;
 pub use format::mx::{MX_BLOCK, MxPacked};
-pub use format::packed::{Amax, Origin, PackedAxis, PackedTensor, ScaleLayout};
+pub use format::packed::{Amax, Origin, QuantizedTensor, ScaleLayout, Usage};
 pub use policy::{
-    BlockScaling, CopyPolicy, ErrorNorm, Form, Hadamard, HadamardSize, RandomStream, Rounding,
+    AmaxGranularity, BlockScaling, ErrorNorm, Hadamard, HadamardSize, QuantParams, RandomStream,
+    Rounding, Storage,
 };
 
 /// Elements that share one block scale.

@@ -13,15 +13,28 @@ pub enum Rounding {
     Stochastic(RandomStream),
 }
 
-/// What a copy is kept as.
+/// What a quantized tensor is stored as.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
-pub enum Form {
-    /// Codes and scales.
+pub enum Storage {
+    /// Codes and block scales.
     #[default]
     Packed,
-    /// What they stand for but for the factor of the tensor, in bf16, for a product that would decode
-    /// them first and nobody else.
-    Decoded,
+    /// Code times block scale in bf16, which holds it exactly; not yet multiplied by the global scale.
+    /// For a GEMM that would dequantize a packed operand to bf16 first.
+    Bf16Unscaled,
+}
+
+/// How many elements share one amax, and so one global scale.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum AmaxGranularity {
+    /// The tensor has one amax; with groups, each group of rows has one.
+    #[default]
+    PerTensor,
+    /// Each stored row has one: a row of the source in the rowwise quantized tensor (a token), a
+    /// column of each group in the columnwise one.
+    #[serde(alias = "per_token")]
+    PerRow,
 }
 
 /// Where stochastic rounding takes its bits from.
@@ -223,7 +236,7 @@ impl BlockScaling {
 
 /// How one packed copy of a matrix is made.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub struct CopyPolicy {
+pub struct QuantParams {
     /// How elements are rounded. Four over six rounds to nearest only.
     pub rounding: Rounding,
     /// The transform along the packed axis before quantization, if any.
@@ -234,7 +247,7 @@ pub struct CopyPolicy {
     pub layout: ScaleLayout,
 }
 
-impl CopyPolicy {
+impl QuantParams {
     /// Rounding by `rounding`, and everything else plain: no transform, standard scales, compact.
     pub const fn new(rounding: Rounding) -> Self {
         Self {

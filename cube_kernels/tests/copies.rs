@@ -18,11 +18,12 @@ use cubecl::prelude::*;
 use device::{DeviceElement, offsets, upload, upload_bytes};
 use half::{bf16, f16};
 use nvfp4_kernels::{
-    Amax, BlockScaling, CopyPolicy, Hadamard, HadamardSize, PackedAxis,
-    cube::{block::BlockPolicy, codec::Conversion, hadamard::SignsLaunch, philox::RandomLaunch},
-    device::{AmaxScope, DevicePacked, FloatKind, Groups, Matrix},
-    ops::{self, AmaxRequest, CopyRequest, GroupOffsets, kernels::CopyPlan},
+    Amax, BlockScaling, Hadamard, HadamardSize, QuantParams, Usage,
+    cube::{block::BlockPlan, codec::Conversion, hadamard::SignsLaunch, philox::RandomLaunch},
+    moe::GroupOffsets,
+    quantize::{self, AmaxRequest, QuantRequest, kernels::QuantPlan},
     reference::{self, padding, swizzle},
+    tensor::{AmaxGranularity, DeviceQuantized, FloatKind, Groups, Matrix},
 };
 
 const SCALINGS: [BlockScaling; 4] = [BlockScaling::Standard, BlockScaling::Headroom, MAE, MSE];
@@ -77,9 +78,12 @@ fn odd_columns() {
         for col in [
             (
                 policy(STOCHASTIC, BlockScaling::Standard, SWIZZLED),
-                AmaxScope::Group,
+                AmaxGranularity::PerTensor,
             ),
-            (transformed(HadamardSize::H16, NEAREST), AmaxScope::Outer),
+            (
+                transformed(HadamardSize::H16, NEAREST),
+                AmaxGranularity::PerRow,
+            ),
         ] {
             check(
                 &client,
@@ -174,21 +178,21 @@ fn groups_lie_side_by_side() {
             transformed(HadamardSize::H128, STOCHASTIC),
         ] {
             let what = format!("{sizes:?}, {copy:?}");
-            let request = |hadamard| CopyRequest {
+            let request = |hadamard| QuantRequest {
                 amax: &amax,
-                scope: AmaxScope::Group,
-                copy: CopyPolicy { hadamard, ..copy }.into(),
+                scope: AmaxGranularity::PerTensor,
+                copy: QuantParams { hadamard, ..copy }.into(),
             };
             let (row, col) = (request(None), request(copy.hadamard));
             let (expected_row, expected) =
-                ops::quantize_both(&client, &matrix, &groups, &row, &col).unwrap();
+                quantize::quantize_both(&client, &matrix, &groups, &row, &col).unwrap();
             let (found_row, found) =
-                ops::quantize_side_by_side(&client, &matrix, &ends, Some(&row), Some(&col))
+                quantize::quantize_side_by_side(&client, &matrix, &ends, Some(&row), Some(&col))
                     .unwrap();
             let (found_row, found) = (found_row.unwrap(), found.unwrap());
             let (_, alone) =
-                ops::quantize_side_by_side(&client, &matrix, &ends, None, Some(&col)).unwrap();
-            let bytes = |packed: &DevicePacked, len: usize| {
+                quantize::quantize_side_by_side(&client, &matrix, &ends, None, Some(&col)).unwrap();
+            let bytes = |packed: &DeviceQuantized, len: usize| {
                 (
                     read(&client, &packed.codes)[..len * 8].to_vec(),
                     read(&client, &packed.scales)[..len].to_vec(),
@@ -241,20 +245,20 @@ fn swizzle_tiling_restarts_at_groups() {
     let groups = offsets(&client, &sizes);
     let plain = policy(NEAREST, BlockScaling::Standard, SWIZZLED);
     let amax = device_amax(&client, &[Amax::Tensor(4.0), Amax::Tensor(5.0)]);
-    let request = CopyRequest {
+    let request = QuantRequest {
         amax: &amax,
-        scope: AmaxScope::Group,
+        scope: AmaxGranularity::PerTensor,
         copy: plain.into(),
     };
     let matrix = upload(&client, &x, 160, cols);
-    let found = ops::quantize(&client, &matrix, &groups, PackedAxis::Cols, &request).unwrap();
+    let found = quantize::quantize(&client, &matrix, &groups, Usage::Rowwise, &request).unwrap();
     let found = read(&client, &found.scales);
     let compact = policy(NEAREST, BlockScaling::Standard, COMPACT);
     let second = reference::quantize(
         &x[100 * cols..],
         60,
         cols,
-        PackedAxis::Cols,
+        Usage::Rowwise,
         &Amax::Tensor(5.0),
         &compact,
         0,
@@ -332,31 +336,31 @@ fn maxima_of_rows_columns_and_groups() {
             for size in sizes_of_transforms.into_iter().chain([None]) {
                 let hadamard = size.map(|size| Hadamard::seeded_with_size(size, 3));
                 for (row_scope, col_scope) in [
-                    (AmaxScope::Group, AmaxScope::Outer),
-                    (AmaxScope::Outer, AmaxScope::Group),
+                    (AmaxGranularity::PerTensor, AmaxGranularity::PerRow),
+                    (AmaxGranularity::PerRow, AmaxGranularity::PerTensor),
                 ] {
                     let request = AmaxRequest {
                         rows: Some(row_scope),
                         cols: Some((col_scope, hadamard)),
                     };
-                    let found = ops::amaxes(&client, &matrix, &groups, &request).unwrap();
+                    let found = quantize::amaxes(&client, &matrix, &groups, &request).unwrap();
                     let what = format!("{sizes:?} {kind:?} {size:?} {row_scope:?} {col_scope:?}");
-                    for (handle, axis, scope, hadamard) in [
-                        (found.rows, PackedAxis::Cols, row_scope, None),
-                        (found.cols, PackedAxis::Rows, col_scope, hadamard),
+                    for (handle, usage, scope, hadamard) in [
+                        (found.rows, Usage::Rowwise, row_scope, None),
+                        (found.cols, Usage::Columnwise, col_scope, hadamard),
                     ] {
                         let expected: Vec<f32> =
-                            host_amax(&parts, cols, axis, scope, hadamard.as_ref())
+                            host_amax(&parts, cols, usage, scope, hadamard.as_ref())
                                 .into_iter()
                                 .flat_map(|amax| match amax {
                                     Amax::Tensor(amax) => vec![amax],
-                                    Amax::PerOuter(amax) => amax,
+                                    Amax::PerRow(amax) => amax,
                                 })
                                 .collect();
                         let found = floats(&read(&client, &handle.unwrap()));
                         for (i, (found, expected)) in found.iter().zip(&expected).enumerate() {
                             let same = found.to_bits() == expected.to_bits();
-                            assert!(same, "{what} {axis:?} {i}: {found:e} != {expected:e}");
+                            assert!(same, "{what} {usage:?} {i}: {found:e} != {expected:e}");
                         }
                         assert!(found.len() >= expected.len());
                     }
@@ -400,7 +404,7 @@ fn per_token_of_columns() {
         let parts = split(&x, &sizes, cols);
         for col in [
             policy(NEAREST, BlockScaling::Standard, COMPACT),
-            CopyPolicy {
+            QuantParams {
                 rounding: STOCHASTIC,
                 hadamard: Some(Hadamard::default()),
                 ..policy(NEAREST, BlockScaling::Headroom, SWIZZLED)
@@ -408,20 +412,25 @@ fn per_token_of_columns() {
             transformed(HadamardSize::H64, STOCHASTIC),
         ] {
             let row = policy(STOCHASTIC, BlockScaling::Standard, COMPACT);
-            let expected = |axis, copy: &CopyPolicy| {
+            let expected = |usage, copy: &QuantParams| {
                 let hadamard = copy.hadamard.as_ref();
-                let amax = host_amax(&parts, cols, axis, AmaxScope::Outer, hadamard);
-                expected_copies(&parts, cols, axis, &amax, copy)
+                let amax = host_amax(&parts, cols, usage, AmaxGranularity::PerRow, hadamard);
+                expected_copies(&parts, cols, usage, &amax, copy)
             };
             let what = format!("{rows}x{cols} {sizes:?} {col:?}");
-            let expected_col = expected(PackedAxis::Rows, &col);
+            let expected_col = expected(Usage::Columnwise, &col);
             let alone =
-                ops::quantize_per_token_cols(&client, &matrix, &groups, &col.into()).unwrap();
+                quantize::quantize_per_token_cols(&client, &matrix, &groups, &col.into()).unwrap();
             assert_copies(&client, &alone, &expected_col, &format!("{what}: alone"));
-            let (row_found, col_found) =
-                ops::quantize_per_token_both(&client, &matrix, &groups, &row.into(), &col.into())
-                    .unwrap();
-            let expected_row = expected(PackedAxis::Cols, &row);
+            let (row_found, col_found) = quantize::quantize_per_token_both(
+                &client,
+                &matrix,
+                &groups,
+                &row.into(),
+                &col.into(),
+            )
+            .unwrap();
+            let expected_row = expected(Usage::Rowwise, &row);
             assert_copies(&client, &row_found, &expected_row, &format!("{what}: row"));
             assert_copies(&client, &col_found, &expected_col, &format!("{what}: col"));
         }
@@ -440,7 +449,7 @@ fn device_offsets_advance() {
     ] {
         let words = [start as u32, (start >> 32) as u32];
         let offset = client.create_from_slice(bytemuck::cast_slice(&words));
-        ops::advance_offset(&client, &offset, step).unwrap();
+        quantize::advance_offset(&client, &offset, step).unwrap();
         let expected = start.wrapping_add(step as u64).to_le_bytes();
         assert_bytes(&read(&client, &offset), &expected, "offset");
     }
@@ -455,22 +464,22 @@ fn launch_geometry_does_not_matter() {
     let matrix = upload(&client, &x, rows, cols);
     let host_amax = Amax::Tensor(reference::amax(&x));
     let amax = device_amax(&client, std::slice::from_ref(&host_amax));
-    let policy = CopyPolicy::new(STOCHASTIC);
+    let policy = QuantParams::new(STOCHASTIC);
     let expected =
-        reference::quantize(&x, rows, cols, PackedAxis::Cols, &host_amax, &policy, 0).unwrap();
-    let request = CopyRequest {
+        reference::quantize(&x, rows, cols, Usage::Rowwise, &host_amax, &policy, 0).unwrap();
+    let request = QuantRequest {
         amax: &amax,
-        scope: AmaxScope::Group,
-        copy: CopyPolicy::new(NEAREST).into(),
+        scope: AmaxGranularity::PerTensor,
+        copy: QuantParams::new(NEAREST).into(),
     };
     let key = STREAM.key();
     for (cubes, units) in [(1, 1), (3, 1), (2, 2), (5, 32), (1, 64), (7, 96)] {
         let found =
-            ops::quantize(&client, &matrix, &Groups::One, PackedAxis::Cols, &request).unwrap();
+            quantize::quantize(&client, &matrix, &Groups::One, Usage::Rowwise, &request).unwrap();
         let blocks = found.code_blocks();
         // SAFETY: the buffers hold what the counts say.
         unsafe {
-            ops::kernels::quantize_row_kernel::launch_unchecked(
+            quantize::kernels::quantize_row_kernel::launch_unchecked(
                 &client,
                 CubeCount::Static(cubes, 1, 1),
                 CubeDim::new_1d(units),
@@ -496,8 +505,8 @@ fn launch_geometry_does_not_matter() {
                 1,
                 false,
                 false,
-                CopyPlan {
-                    policy: BlockPolicy {
+                QuantPlan {
+                    policy: BlockPlan {
                         stochastic: true,
                         device_offset: false,
                         scaling: BlockScaling::Standard,
@@ -506,7 +515,7 @@ fn launch_geometry_does_not_matter() {
                     hadamard: None,
                     default_signs: false,
                     swizzled: false,
-                    per_outer: false,
+                    per_row: false,
                     decoded: false,
                 },
                 FloatKind::F32,
@@ -522,21 +531,21 @@ fn bad_requests_are_named() {
     let client = client!("bad_requests_are_named");
     let matrix = Matrix::empty(&client, 6, 32, FloatKind::Bf16);
     let amax = device_amax(&client, &[Amax::Tensor(1.0)]);
-    let request = |copy: CopyPolicy, scope| CopyRequest {
+    let request = |copy: QuantParams, scope| QuantRequest {
         amax: &amax,
         scope,
         copy: copy.into(),
     };
-    let quantize = |groups: Groups, axis, request: CopyRequest<'_>| {
-        ops::quantize(&client, &matrix, &groups, axis, &request)
+    let quantize = |groups: Groups, usage, request: QuantRequest<'_>| {
+        quantize::quantize(&client, &matrix, &groups, usage, &request)
             .unwrap_err()
             .to_string()
     };
-    let plain = CopyPolicy::new(NEAREST);
+    let plain = QuantParams::new(NEAREST);
     let error = quantize(
         Groups::One,
-        PackedAxis::Cols,
-        request(policy(STOCHASTIC, MAE, COMPACT), AmaxScope::Group),
+        Usage::Rowwise,
+        request(policy(STOCHASTIC, MAE, COMPACT), AmaxGranularity::PerTensor),
     );
     assert!(
         error.contains("rounding") && error.contains("four over six"),
@@ -544,20 +553,23 @@ fn bad_requests_are_named() {
     );
     let error = quantize(
         Groups::One,
-        PackedAxis::Cols,
-        request(plain, AmaxScope::Outer),
+        Usage::Rowwise,
+        request(plain, AmaxGranularity::PerRow),
     );
     assert!(error.contains("amax"), "{error}");
     let error = quantize(
         Groups::Batch(4),
-        PackedAxis::Rows,
-        request(plain, AmaxScope::Group),
+        Usage::Columnwise,
+        request(plain, AmaxGranularity::PerTensor),
     );
     assert!(error.contains("groups"), "{error}");
     let error = quantize(
         Groups::One,
-        PackedAxis::Cols,
-        request(transformed(HadamardSize::H32, NEAREST), AmaxScope::Group),
+        Usage::Rowwise,
+        request(
+            transformed(HadamardSize::H32, NEAREST),
+            AmaxGranularity::PerTensor,
+        ),
     );
     assert!(error.contains("hadamard"), "{error}");
 }

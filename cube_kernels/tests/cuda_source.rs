@@ -15,16 +15,16 @@ use cubecl::{
 use kernel_sources::{Fake, cuda_source, is_left_out, machine_code};
 use nvfp4_kernels::{
     BlockScaling, ErrorNorm, HadamardSize,
-    cube::{block::BlockPolicy, codec::Conversion, hadamard::SignsLaunch, philox::RandomLaunch},
-    device::{AmaxScope, FloatKind},
+    cube::{block::BlockPlan, codec::Conversion, hadamard::SignsLaunch, philox::RandomLaunch},
     gemm,
-    ops::{
+    quantize::{
         self,
         kernels::{
-            AmaxPlan, CopyPlan, FoundNormLaunch, GateInputsLaunch, Grouping, NormInputsLaunch,
-            ProducerArgs, RowNormArgs, ShapeLaunch, SinkArgs, TilePlan,
+            AmaxPlan, FoundNormLaunch, GateInputsLaunch, Grouping, NormInputsLaunch, ProducerArgs,
+            QuantPlan, RowNormArgs, ShapeLaunch, SinkArgs, TilePlan,
         },
     },
+    tensor::{AmaxGranularity, FloatKind},
 };
 use std::sync::Arc;
 
@@ -90,7 +90,7 @@ fn sources(conversion: Conversion) -> Vec<Source> {
     add!(
         "random_bits".into(),
         (conversion == Conversion::Hardware).then_some((false, true)),
-        ops::kernels::random_bits_kernel::create_dummy_kernel,
+        quantize::kernels::random_bits_kernel::create_dummy_kernel,
         buffer(256),
         buffer(64),
         buffer(64),
@@ -100,7 +100,7 @@ fn sources(conversion: Conversion) -> Vec<Source> {
     add!(
         "zero".into(),
         None,
-        ops::kernels::zero_kernel::create_dummy_kernel,
+        quantize::kernels::zero_kernel::create_dummy_kernel,
         buffer(64),
         buffer(64),
         64,
@@ -109,14 +109,14 @@ fn sources(conversion: Conversion) -> Vec<Source> {
     add!(
         "advance_offset".into(),
         None,
-        ops::kernels::advance_offset_kernel::create_dummy_kernel,
+        quantize::kernels::advance_offset_kernel::create_dummy_kernel,
         buffer(2),
         1,
     );
     add!(
         "map_tiles".into(),
         None,
-        ops::kernels::map_tiles_kernel::create_dummy_kernel,
+        quantize::kernels::map_tiles_kernel::create_dummy_kernel,
         buffer(3),
         buffer(8),
         ShapeLaunch::new(rows, cols, 2, 4),
@@ -151,7 +151,7 @@ fn sources(conversion: Conversion) -> Vec<Source> {
             add!(
                 format!("amax-{tag}"),
                 None,
-                ops::kernels::amax_kernel::create_dummy_kernel,
+                quantize::kernels::amax_kernel::create_dummy_kernel,
                 address,
                 4,
                 buffer(words / 4),
@@ -178,7 +178,7 @@ fn sources(conversion: Conversion) -> Vec<Source> {
                 add!(
                     format!("amax_tiles-{tag}-{hadamard:?}-{computed}"),
                     None,
-                    ops::kernels::amax_tiles_kernel::create_dummy_kernel,
+                    quantize::kernels::amax_tiles_kernel::create_dummy_kernel,
                     address,
                     4,
                     buffer(words / 4),
@@ -191,8 +191,8 @@ fn sources(conversion: Conversion) -> Vec<Source> {
                     buffer(1),
                     signs(),
                     AmaxPlan {
-                        rows: Some(AmaxScope::Group),
-                        cols: Some(AmaxScope::Outer),
+                        rows: Some(AmaxGranularity::PerTensor),
+                        cols: Some(AmaxGranularity::PerRow),
                         hadamard,
                         default_signs: hadamard == Some(HadamardSize::H16),
                         grouping,
@@ -213,7 +213,7 @@ fn sources(conversion: Conversion) -> Vec<Source> {
                 add!(
                     format!("dequantize_rows-{tag}{name}"),
                     None,
-                    ops::kernels::dequantize_rows_kernel::create_dummy_kernel,
+                    quantize::kernels::dequantize_rows_kernel::create_dummy_kernel,
                     address,
                     buffer(blocks * 2),
                     buffer(blocks),
@@ -229,7 +229,7 @@ fn sources(conversion: Conversion) -> Vec<Source> {
                     elem,
                 );
             }
-            for (name, per_outer, swizzled, grouping) in [
+            for (name, per_row, swizzled, grouping) in [
                 ("", true, false, Grouping::One),
                 ("-groups", false, false, Grouping::Offsets(16)),
                 ("-batch", true, true, Grouping::Batch),
@@ -237,7 +237,7 @@ fn sources(conversion: Conversion) -> Vec<Source> {
                 add!(
                     format!("dequantize_cols-{tag}{name}"),
                     None,
-                    ops::kernels::dequantize_cols_kernel::create_dummy_kernel,
+                    quantize::kernels::dequantize_cols_kernel::create_dummy_kernel,
                     address,
                     buffer(blocks),
                     buffer(blocks),
@@ -249,8 +249,8 @@ fn sources(conversion: Conversion) -> Vec<Source> {
                     rows / 16,
                     2688.0,
                     16,
-                    ops::kernels::SourcePlan {
-                        per_outer,
+                    quantize::kernels::SourcePlan {
+                        per_row,
                         swizzled,
                         grouping,
                     },
@@ -261,7 +261,7 @@ fn sources(conversion: Conversion) -> Vec<Source> {
             add!(
                 format!("dequantize_col_pairs-{tag}"),
                 None,
-                ops::kernels::dequantize_col_pairs_kernel::create_dummy_kernel,
+                quantize::kernels::dequantize_col_pairs_kernel::create_dummy_kernel,
                 address,
                 buffer(blocks / 2),
                 buffer(blocks / 4),
@@ -316,8 +316,8 @@ fn sources(conversion: Conversion) -> Vec<Source> {
                     elem,
                 );
             }
-            let copy = |stochastic, device_offset, scaling, hadamard| CopyPlan {
-                policy: BlockPolicy {
+            let copy = |stochastic, device_offset, scaling, hadamard| QuantPlan {
+                policy: BlockPlan {
                     stochastic,
                     device_offset,
                     scaling,
@@ -326,15 +326,15 @@ fn sources(conversion: Conversion) -> Vec<Source> {
                 hadamard,
                 default_signs: hadamard == Some(HadamardSize::H16) && !device_offset,
                 swizzled: device_offset,
-                per_outer: hadamard.is_some() && device_offset,
+                per_row: hadamard.is_some() && device_offset,
                 decoded: false,
             };
             let standard = BlockScaling::Standard;
             let four_over_six = BlockScaling::FourOverSix(ErrorNorm::Mse);
-            let conversions = |plans: &[CopyPlan]| {
+            let conversions = |plans: &[QuantPlan]| {
                 // Four over six measures errors, for which it needs the rounded values themselves.
-                let counts = |plan: &&CopyPlan| plan.policy.scaling != four_over_six;
-                let stochastic = |plan: &CopyPlan| plan.policy.stochastic;
+                let counts = |plan: &&QuantPlan| plan.policy.scaling != four_over_six;
+                let stochastic = |plan: &QuantPlan| plan.policy.stochastic;
                 let mut plans = plans.iter().filter(counts);
                 let nearest = plans.clone().any(|plan| !stochastic(plan));
                 Some((
@@ -342,12 +342,12 @@ fn sources(conversion: Conversion) -> Vec<Source> {
                     plans.any(stochastic) && conversion == Conversion::Hardware,
                 ))
             };
-            let values = |plan| CopyPlan {
+            let values = |plan| QuantPlan {
                 decoded: true,
                 ..plan
             };
             // Words that are stored at a time.
-            let width = |plan: Option<CopyPlan>| match plan {
+            let width = |plan: Option<QuantPlan>| match plan {
                 Some(plan) if plan.decoded => 4,
                 _ => 2,
             };
@@ -364,7 +364,7 @@ fn sources(conversion: Conversion) -> Vec<Source> {
                 add!(
                     format!("quantize_row-{tag}-{i}"),
                     conversions(&[plan]),
-                    ops::kernels::quantize_row_kernel::create_dummy_kernel,
+                    quantize::kernels::quantize_row_kernel::create_dummy_kernel,
                     address,
                     4,
                     width(Some(plan)),
@@ -405,7 +405,7 @@ fn sources(conversion: Conversion) -> Vec<Source> {
                 add!(
                     format!("quantize_per_token-{tag}-{i}-{computed}"),
                     conversions(&[plan]),
-                    ops::kernels::quantize_per_token_kernel::create_dummy_kernel,
+                    quantize::kernels::quantize_per_token_kernel::create_dummy_kernel,
                     address,
                     4,
                     buffer(words / 4),
@@ -429,7 +429,7 @@ fn sources(conversion: Conversion) -> Vec<Source> {
             add!(
                 format!("rms_norm_rstd-{tag}"),
                 None,
-                ops::kernels::rms_norm_rstd_kernel::create_dummy_kernel,
+                quantize::kernels::rms_norm_rstd_kernel::create_dummy_kernel,
                 address,
                 4,
                 buffer(words / 4),
@@ -445,7 +445,7 @@ fn sources(conversion: Conversion) -> Vec<Source> {
                 add!(
                     format!("produce-{tag}-{computed}"),
                     None,
-                    ops::kernels::produce_kernel::create_dummy_kernel,
+                    quantize::kernels::produce_kernel::create_dummy_kernel,
                     address,
                     4,
                     buffer(words / 4),
@@ -508,7 +508,7 @@ fn sources(conversion: Conversion) -> Vec<Source> {
                 add!(
                     format!("quantize_tiles-{tag}-{i}-{computed}"),
                     expected,
-                    ops::kernels::quantize_tiles_kernel::create_dummy_kernel,
+                    quantize::kernels::quantize_tiles_kernel::create_dummy_kernel,
                     address,
                     4,
                     width(row),

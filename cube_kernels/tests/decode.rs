@@ -11,29 +11,28 @@ use common::{Kind, convert, values};
 use device::{assert_bytes, assert_floats, read_f32, read_matrix};
 use half::bf16;
 use nvfp4_kernels::{
-    Amax, BlockScaling, CopyPolicy, ErrorNorm, Hadamard, HadamardSize, PackedAxis, PackedTensor,
-    RandomStream, Rounding,
-    device::{DevicePacked, FloatKind},
-    ops,
+    Amax, BlockScaling, ErrorNorm, Hadamard, HadamardSize, QuantParams, QuantizedTensor,
+    RandomStream, Rounding, Usage, quantize,
     reference::{self, EdenTarget},
+    tensor::{DeviceQuantized, FloatKind},
 };
 
-const AXES: [PackedAxis; 2] = [PackedAxis::Cols, PackedAxis::Rows];
+const USAGES: [Usage; 2] = [Usage::Rowwise, Usage::Columnwise];
 const SHAPE: (usize, usize) = (40, 48);
 
-fn copy(axis: PackedAxis, scaling: BlockScaling, per_outer: bool) -> PackedTensor {
+fn copy(usage: Usage, scaling: BlockScaling, per_row: bool) -> QuantizedTensor {
     let (rows, cols) = SHAPE;
     let x: Vec<f32> = values(Kind::Normal, rows * cols, 5);
-    let amax = match (per_outer, axis) {
+    let amax = match (per_row, usage) {
         (false, _) => Amax::Tensor(reference::amax(&x)),
-        (true, PackedAxis::Cols) => Amax::PerOuter(reference::amax_rows(&x, rows, cols)),
-        (true, PackedAxis::Rows) => Amax::PerOuter(reference::amax_cols(&x, rows, cols)),
+        (true, Usage::Rowwise) => Amax::PerRow(reference::amax_rows(&x, rows, cols)),
+        (true, Usage::Columnwise) => Amax::PerRow(reference::amax_cols(&x, rows, cols)),
     };
-    let policy = CopyPolicy {
+    let policy = QuantParams {
         scaling,
-        ..CopyPolicy::new(Rounding::Nearest)
+        ..QuantParams::new(Rounding::Nearest)
     };
-    reference::quantize(&x, rows, cols, axis, &amax, &policy, 0).unwrap()
+    reference::quantize(&x, rows, cols, usage, &amax, &policy, 0).unwrap()
 }
 
 const FOUR_OVER_SIX: BlockScaling = BlockScaling::FourOverSix(ErrorNorm::Mae);
@@ -41,16 +40,16 @@ const FOUR_OVER_SIX: BlockScaling = BlockScaling::FourOverSix(ErrorNorm::Mae);
 #[test]
 fn dequantize_reads_every_scaling_and_scope() {
     let client = client!("dequantize_reads_every_scaling_and_scope");
-    for axis in AXES {
+    for usage in USAGES {
         for scaling in [BlockScaling::Standard, FOUR_OVER_SIX] {
-            for per_outer in [false, true] {
-                let packed = copy(axis, scaling, per_outer);
-                let device = DevicePacked::from_host(&client, &packed);
+            for per_row in [false, true] {
+                let packed = copy(usage, scaling, per_row);
+                let device = DeviceQuantized::from_host(&client, &packed);
                 let expected = reference::dequantize(&packed);
-                let what = format!("{axis:?} {scaling:?} per outer {per_outer}");
-                let found = ops::dequantize(&client, &device, FloatKind::F32).unwrap();
+                let what = format!("{usage:?} {scaling:?} per outer {per_row}");
+                let found = quantize::dequantize(&client, &device, FloatKind::F32).unwrap();
                 assert_floats(&read_matrix::<f32>(&client, &found), &expected, &what);
-                let found = ops::dequantize(&client, &device, FloatKind::Bf16).unwrap();
+                let found = quantize::dequantize(&client, &device, FloatKind::Bf16).unwrap();
                 let expected = convert::<bf16>(&expected);
                 assert_floats(&read_matrix::<bf16>(&client, &found), &expected, &what);
             }
@@ -65,30 +64,30 @@ fn operands_are_requantized_by_what_scales_them() {
     let (rows, cols) = SHAPE;
     let hadamard = Hadamard::seeded_with_size(HadamardSize::H128, 9);
     let (target, stream) = (EdenTarget::Backward, RandomStream::new(1, 2, 3));
-    for (from, per_outer) in AXES
+    for (from, per_row) in USAGES
         .into_iter()
-        .flat_map(|axis| [(axis, false), (axis, true)])
+        .flat_map(|usage| [(usage, false), (usage, true)])
     {
-        let packed = copy(from, FOUR_OVER_SIX, per_outer);
-        let device = DevicePacked::from_host(&client, &packed);
+        let packed = copy(from, FOUR_OVER_SIX, per_row);
+        let device = DeviceQuantized::from_host(&client, &packed);
         let values = reference::dequantize(&packed);
-        for to in AXES {
-            let what = format!("{from:?} to {to:?}, per outer {per_outer}");
+        for to in USAGES {
+            let what = format!("{from:?} to {to:?}, per outer {per_row}");
             let expected =
                 reference::mx_quantize(&convert::<bf16>(&values), rows, cols, to).unwrap();
-            let found = ops::mx_requantize(&client, &device, to, FloatKind::Bf16).unwrap();
+            let found = quantize::mx_requantize(&client, &device, to, FloatKind::Bf16).unwrap();
             let found = found.to_host(&client).unwrap();
             assert_bytes(found.codes(), expected.codes(), &what);
             assert_bytes(found.scales(), expected.scales(), &what);
 
             let amax = reference::ms_eden_amax(&values, rows, cols, to, &hadamard).unwrap();
-            let found = ops::ms_eden_amax(&client, &device, to, &hadamard).unwrap();
+            let found = quantize::ms_eden_amax(&client, &device, to, &hadamard).unwrap();
             assert_eq!(read_f32(&client, &found), amax, "{what}");
             let expected =
                 reference::ms_eden(&values, rows, cols, to, amax, &hadamard, target, &stream)
                     .unwrap();
             let found =
-                ops::ms_eden(&client, &device, to, &found, &hadamard, target, stream).unwrap();
+                quantize::ms_eden(&client, &device, to, &found, &hadamard, target, stream).unwrap();
             let found = found.to_host(&client, *expected.origin()).unwrap();
             assert_bytes(found.codes(), expected.codes(), &what);
             assert_bytes(found.scales(), expected.scales(), &what);
@@ -101,12 +100,16 @@ fn operands_are_requantized_by_what_scales_them() {
 #[test]
 fn random_bits_are_read_off_the_device() {
     let client = client!("random_bits_are_read_off_the_device");
-    let ask = |questions: &[reference::Question]| ops::answer_random_bits(&client, questions);
+    let ask = |questions: &[reference::Question]| quantize::answer_random_bits(&client, questions);
     let bits = reference::read_random_bits(ask).unwrap();
-    if !ops::has_stochastic_instruction(&client) {
+    if !quantize::has_stochastic_instruction(&client) {
         assert_eq!(bits, reference::RandomBits::software());
     }
     let found = reference::compare_random_bits(&bits, 1 << 14, ask).unwrap();
     assert_eq!(found.different, 0, "{found:?}");
-    assert!(ops::answer_random_bits(&client, &[]).unwrap().is_empty());
+    assert!(
+        quantize::answer_random_bits(&client, &[])
+            .unwrap()
+            .is_empty()
+    );
 }

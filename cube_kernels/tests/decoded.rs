@@ -11,47 +11,48 @@ use cubecl::{prelude::*, server::Handle};
 use device::{DeviceElement, assert_floats, read_bytes, read_matrix, upload};
 use half::{bf16, f16};
 use nvfp4_kernels::{
-    BLOCK, BlockScaling, CopyPolicy, ErrorNorm, Form, Hadamard, HadamardSize, Nvfp4Error,
-    PackedAxis, RandomStream, Rounding, ScaleLayout,
-    device::{AmaxScope, Capabilities, DeviceOperand, FloatKind, GemmPath, Groups, Matrix},
+    BLOCK, BlockScaling, ErrorNorm, Hadamard, HadamardSize, Nvfp4Error, QuantParams, RandomStream,
+    Rounding, ScaleLayout, Storage, Usage,
+    capabilities::{Capabilities, GemmBackend},
     gemm::{
         Target,
         kernels::{Plan, Tile, decode, product_with},
     },
-    ops::{self, AmaxRequest, CopyRequest},
+    quantize::{self, AmaxRequest, QuantRequest},
     reference,
+    tensor::{AmaxGranularity, DeviceOperand, FloatKind, Groups, Matrix},
 };
 
 const NEAREST: Rounding = Rounding::Nearest;
 const STOCHASTIC: Rounding = Rounding::Stochastic(RandomStream::new(0x0123_4567, 5, 0xffff_ffff));
 
-type Policy = (CopyPolicy, AmaxScope);
+type Policy = (QuantParams, AmaxGranularity);
 
-fn policy(rounding: Rounding, scaling: BlockScaling) -> CopyPolicy {
-    CopyPolicy {
+fn policy(rounding: Rounding, scaling: BlockScaling) -> QuantParams {
+    QuantParams {
         scaling,
-        ..CopyPolicy::new(rounding)
+        ..QuantParams::new(rounding)
     }
 }
 
-fn transformed(size: HadamardSize, rounding: Rounding) -> CopyPolicy {
-    CopyPolicy {
+fn transformed(size: HadamardSize, rounding: Rounding) -> QuantParams {
+    QuantParams {
         hadamard: Some(Hadamard::seeded_with_size(size, 11)),
-        ..CopyPolicy::new(rounding)
+        ..QuantParams::new(rounding)
     }
 }
 
 /// Policies that a row-wise and a column-wise copy can both have.
 fn policies() -> Vec<Policy> {
-    use AmaxScope::{Group, Outer};
+    use AmaxGranularity::{PerRow, PerTensor};
     let [mae, mse] = [ErrorNorm::Mae, ErrorNorm::Mse].map(BlockScaling::FourOverSix);
     vec![
-        (policy(NEAREST, BlockScaling::Standard), Group),
-        (policy(STOCHASTIC, BlockScaling::Standard), Group),
-        (policy(NEAREST, BlockScaling::Headroom), Outer),
-        (policy(NEAREST, mae), Group),
-        (policy(NEAREST, mse), Outer),
-        (transformed(HadamardSize::H16, STOCHASTIC), Group),
+        (policy(NEAREST, BlockScaling::Standard), PerTensor),
+        (policy(STOCHASTIC, BlockScaling::Standard), PerTensor),
+        (policy(NEAREST, BlockScaling::Headroom), PerRow),
+        (policy(NEAREST, mae), PerTensor),
+        (policy(NEAREST, mse), PerRow),
+        (transformed(HadamardSize::H16, STOCHASTIC), PerTensor),
     ]
 }
 
@@ -59,30 +60,30 @@ fn policies() -> Vec<Policy> {
 fn col_policies() -> Vec<Policy> {
     let mut all = policies();
     all.push((
-        CopyPolicy {
+        QuantParams {
             hadamard: Some(Hadamard::default()),
-            ..CopyPolicy::new(NEAREST)
+            ..QuantParams::new(NEAREST)
         },
-        AmaxScope::Group,
+        AmaxGranularity::PerTensor,
     ));
     for size in [HadamardSize::H32, HadamardSize::H128] {
-        all.push((transformed(size, STOCHASTIC), AmaxScope::Group));
+        all.push((transformed(size, STOCHASTIC), AmaxGranularity::PerTensor));
     }
     all
 }
 
 /// A policy with the maxima that it needs.
 struct Copy {
-    policy: CopyPolicy,
-    scope: AmaxScope,
+    policy: QuantParams,
+    scope: AmaxGranularity,
     amax: Handle,
 }
 
 impl Copy {
-    fn new(client: &Client, x: &Matrix, axis: PackedAxis, (policy, scope): Policy) -> Self {
+    fn new(client: &Client, x: &Matrix, usage: Usage, (policy, scope): Policy) -> Self {
         // A row-wise transform has no kernel for its maxima: any that bound the values will do.
-        let request = AmaxRequest::along(axis, scope, policy.hadamard);
-        let found = ops::amaxes(client, x, &Groups::One, &request).unwrap();
+        let request = AmaxRequest::along(usage, scope, policy.hadamard);
+        let found = quantize::amaxes(client, x, &Groups::One, &request).unwrap();
         Self {
             policy,
             scope,
@@ -90,8 +91,8 @@ impl Copy {
         }
     }
 
-    fn request(&self) -> CopyRequest<'_> {
-        CopyRequest {
+    fn request(&self) -> QuantRequest<'_> {
+        QuantRequest {
             amax: &self.amax,
             scope: self.scope,
             copy: self.policy.into(),
@@ -103,14 +104,14 @@ impl Copy {
 fn copies(
     client: &Client,
     x: &Matrix,
-    row: Option<(&Copy, Form)>,
-    col: Option<(&Copy, Form)>,
+    row: Option<(&Copy, Storage)>,
+    col: Option<(&Copy, Storage)>,
 ) -> [Option<DeviceOperand>; 2] {
     let requests = [row, col].map(|copy| copy.map(|(copy, form)| (copy.request(), form)));
     let [row, col] = requests
         .each_ref()
         .map(|copy| copy.as_ref().map(|(request, form)| (request, *form)));
-    let (row, col) = ops::quantize_operands(client, x, row, col).unwrap();
+    let (row, col) = quantize::quantize_operands(client, x, row, col).unwrap();
     [row, col]
 }
 
@@ -141,20 +142,20 @@ fn check<T: DeviceElement>(
 ) {
     let what = format!("{rows}x{cols} {:?} row {row:?} col {col:?}", T::KIND);
     let x = upload(client, x, rows, cols);
-    let row = &Copy::new(client, &x, PackedAxis::Cols, row);
-    let col = &Copy::new(client, &x, PackedAxis::Rows, col);
-    use Form::{Decoded, Packed};
+    let row = &Copy::new(client, &x, Usage::Rowwise, row);
+    let col = &Copy::new(client, &x, Usage::Columnwise, col);
+    use Storage::{Bf16Unscaled, Packed};
     // The row-wise kernel, the other one with values of both, and of the first policy all forms.
     let mut forms = vec![
         (Some(Packed), Some(Packed)),
-        (Some(Decoded), None),
-        (Some(Decoded), Some(Decoded)),
+        (Some(Bf16Unscaled), None),
+        (Some(Bf16Unscaled), Some(Bf16Unscaled)),
     ];
     if row.policy == policies()[0].0 {
         forms.extend([
-            (None, Some(Decoded)),
-            (Some(Decoded), Some(Packed)),
-            (Some(Packed), Some(Decoded)),
+            (None, Some(Bf16Unscaled)),
+            (Some(Bf16Unscaled), Some(Packed)),
+            (Some(Packed), Some(Bf16Unscaled)),
         ]);
     }
     let mut made = forms.iter().map(|(for_row, for_col)| {
@@ -168,7 +169,7 @@ fn check<T: DeviceElement>(
             let expected = packed[i].clone().unwrap();
             let what = format!("{what}: {forms:?}, copy {i}");
             match (found, form) {
-                (Some(found), Some(Decoded)) => assert_values(client, expected, found, &what),
+                (Some(found), Some(Bf16Unscaled)) => assert_values(client, expected, found, &what),
                 (Some(found), Some(Packed)) => {
                     let [found, expected] = [found, expected].map(|copy| {
                         let copy = copy.into_packed().unwrap();
@@ -250,29 +251,29 @@ fn bits(client: &Client, matrix: &Matrix) -> Vec<u8> {
 #[test]
 fn products_have_the_same_bits() {
     let client = client!("products_have_the_same_bits");
-    let hopper = Capabilities::of(&client).gemm == GemmPath::Hopper;
+    let hopper = Capabilities::of(&client).gemm == GemmBackend::Sm90Wgmma;
     let shapes = match hopper {
         true => vec![(1024, 512, 1024), (200, 136, 77), (4096, 4096, 2048)],
         false => vec![(40, 24, 64), (24, 16, 37)],
     };
-    let scopes = [AmaxScope::Group, AmaxScope::Outer];
+    let scopes = [AmaxGranularity::PerTensor, AmaxGranularity::PerRow];
     for (i, (m, n, k)) in shapes.into_iter().enumerate() {
-        for (scope, axis) in scopes.into_iter().zip([PackedAxis::Rows, PackedAxis::Cols]) {
+        for (scope, usage) in scopes.into_iter().zip([Usage::Columnwise, Usage::Rowwise]) {
             // Padding is a matter of column-wise copies.
-            let k = match axis {
-                PackedAxis::Cols => usize::next_multiple_of(k, 16),
-                PackedAxis::Rows => k,
+            let k = match usage {
+                Usage::Rowwise => usize::next_multiple_of(k, 16),
+                Usage::Columnwise => k,
             };
             let operand = |outer: usize, rounding, seed| {
-                let (rows, cols) = axis.stored_shape(outer, k);
+                let (rows, cols) = usage.stored_shape(outer, k);
                 let x = convert::<bf16>(&values(Kind::Normal, outer * k, seed));
                 let x = upload(&client, &x, rows, cols);
-                let copy = Copy::new(&client, &x, axis, (CopyPolicy::new(rounding), scope));
-                [Form::Packed, Form::Decoded].map(|form| {
+                let copy = Copy::new(&client, &x, usage, (QuantParams::new(rounding), scope));
+                [Storage::Packed, Storage::Bf16Unscaled].map(|form| {
                     let asked = Some((&copy, form));
-                    let [row, col] = match axis {
-                        PackedAxis::Cols => copies(&client, &x, asked, None),
-                        PackedAxis::Rows => copies(&client, &x, None, asked),
+                    let [row, col] = match usage {
+                        Usage::Rowwise => copies(&client, &x, asked, None),
+                        Usage::Columnwise => copies(&client, &x, None, asked),
                     };
                     row.or(col).unwrap()
                 })
@@ -281,14 +282,14 @@ fn products_have_the_same_bits() {
             let [b, b_values] = operand(n, STOCHASTIC, 70 + i as u32);
             let plans = match hopper {
                 true => vec![
-                    Some(Plan::Decoded(Tile::N256, 16)),
-                    Some(Plan::Decoded(Tile::N64, 16)),
+                    Some(Plan::DequantThenBf16(Tile::N256, 16)),
+                    Some(Plan::DequantThenBf16(Tile::N64, 16)),
                 ],
                 false => vec![None],
             };
             for plan in plans {
                 let run = |a: &DeviceOperand, b: &DeviceOperand| {
-                    let path = plan.map(|_| GemmPath::Hopper);
+                    let path = plan.map(|_| GemmBackend::Sm90Wgmma);
                     let target = Target::New(FloatKind::F32);
                     let (a, b) = (a.into(), b.into());
                     let out = product_with(&client, path, &a, &b, None, target, plan).unwrap();
@@ -308,7 +309,7 @@ fn products_have_the_same_bits() {
 #[test]
 fn values_are_those_of_the_workspace() {
     let client = client!("values_are_those_of_the_workspace");
-    if Capabilities::of(&client).gemm != GemmPath::Hopper {
+    if Capabilities::of(&client).gemm != GemmBackend::Sm90Wgmma {
         println!("SKIPPED: values_are_those_of_the_workspace: only Hopper decodes to a workspace");
         return;
     }
@@ -317,15 +318,18 @@ fn values_are_those_of_the_workspace() {
         let x = convert::<bf16>(&values(kind, rows * cols, i as u32));
         let x = upload(&client, &x, rows, cols);
         for (row, col) in policies().into_iter().zip(policies()) {
-            let row = &Copy::new(&client, &x, PackedAxis::Cols, row);
-            let col = &Copy::new(&client, &x, PackedAxis::Rows, col);
+            let row = &Copy::new(&client, &x, Usage::Rowwise, row);
+            let col = &Copy::new(&client, &x, Usage::Columnwise, col);
             let made = |form| copies(&client, &x, Some((row, form)), Some((col, form)));
-            for (packed, decoded) in made(Form::Packed).into_iter().zip(made(Form::Decoded)) {
+            for (packed, decoded) in made(Storage::Packed)
+                .into_iter()
+                .zip(made(Storage::Bf16Unscaled))
+            {
                 let packed = packed.unwrap().into_packed().unwrap();
                 let decoded = decoded.unwrap().into_decoded().unwrap();
                 let len = decoded.values.len() * 2;
                 let expected = read_bytes(&client, &decode(&client, &packed), len);
-                let what = format!("{kind:?} {:?} {:?}", packed.axis, row.policy);
+                let what = format!("{kind:?} {:?} {:?}", packed.usage, row.policy);
                 device::assert_bytes(&bits(&client, &decoded.values), &expected, &what);
             }
         }
@@ -336,17 +340,18 @@ fn values_are_those_of_the_workspace() {
 fn swizzled_values_are_refused() {
     let client = client!("swizzled_values_are_refused");
     let x = upload(&client, &vec![1.0f32; 256], 16, 16);
-    let amax = ops::amax(&client, &x, None).unwrap();
-    let request = CopyRequest {
+    let amax = quantize::amax(&client, &x, None).unwrap();
+    let request = QuantRequest {
         amax: &amax,
-        scope: AmaxScope::Group,
-        copy: CopyPolicy {
+        scope: AmaxGranularity::PerTensor,
+        copy: QuantParams {
             layout: ScaleLayout::Swizzled128x4,
-            ..CopyPolicy::new(NEAREST)
+            ..QuantParams::new(NEAREST)
         }
         .into(),
     };
-    let found = ops::quantize_operands(&client, &x, Some((&request, Form::Decoded)), None);
+    let found =
+        quantize::quantize_operands(&client, &x, Some((&request, Storage::Bf16Unscaled)), None);
     let Err(Nvfp4Error::Value { argument, .. }) = found else {
         panic!("{found:?}");
     };
@@ -363,13 +368,13 @@ fn times() {
         _ => &[(256, 256)],
     };
     let default = Some(Hadamard::default());
-    let gradient = |hadamard| CopyPolicy {
+    let gradient = |hadamard| QuantParams {
         hadamard,
-        ..CopyPolicy::new(STOCHASTIC)
+        ..QuantParams::new(STOCHASTIC)
     };
-    let activation = |hadamard| CopyPolicy {
+    let activation = |hadamard| QuantParams {
         hadamard,
-        ..CopyPolicy::new(NEAREST)
+        ..QuantParams::new(NEAREST)
     };
     println!("microseconds");
     for &(rows, cols) in shapes {
@@ -396,12 +401,21 @@ fn times() {
             ),
         ] {
             let [row, col] =
-                [(row, PackedAxis::Cols), (col, PackedAxis::Rows)].map(|(policy, axis)| {
-                    Copy::new(&client, &inputs[0], axis, (policy, AmaxScope::Group))
+                [(row, Usage::Rowwise), (col, Usage::Columnwise)].map(|(policy, usage)| {
+                    Copy::new(
+                        &client,
+                        &inputs[0],
+                        usage,
+                        (policy, AmaxGranularity::PerTensor),
+                    )
                 });
-            let col_form = if saved { Form::Packed } else { Form::Decoded };
+            let col_form = if saved {
+                Storage::Packed
+            } else {
+                Storage::Bf16Unscaled
+            };
             let packed = |x: &Matrix, decoding: bool| {
-                let both = [Some((&row, Form::Packed)), Some((&col, Form::Packed))];
+                let both = [Some((&row, Storage::Packed)), Some((&col, Storage::Packed))];
                 let made = copies(&client, x, both[0], both[1]).map(|copy| copy.unwrap());
                 let [row, col] = made.map(|copy| copy.into_packed().unwrap());
                 if decoding {
@@ -412,7 +426,7 @@ fn times() {
                 }
             };
             let values = |x: &Matrix| {
-                let forms = [Some((&row, Form::Decoded)), Some((&col, col_form))];
+                let forms = [Some((&row, Storage::Bf16Unscaled)), Some((&col, col_form))];
                 drop(copies(&client, x, forms[0], forms[1]));
             };
             type Way<'a> = (&'a str, &'a dyn Fn(&Matrix));

@@ -22,11 +22,12 @@ use cubecl::prelude::*;
 use device::{DeviceElement, assert_packed, offsets, read_f32, upload};
 use half::{bf16, f16};
 use nvfp4_kernels::{
-    Amax, BlockScaling, Hadamard, HadamardSize, PackedAxis, Rounding,
+    Amax, BlockScaling, Hadamard, HadamardSize, Rounding, Usage,
+    capabilities::Capabilities,
     cube::codec::{Conversion, emulate_e2m1_instructions},
-    device::{Capabilities, DevicePacked, Groups},
-    ops::{self, EdenSource, Gated, Source},
+    quantize::{self, EdenSource, Gated, Source},
     reference::{self, EdenTarget},
+    tensor::{DeviceQuantized, Groups},
 };
 
 /// The device under test, with the instructions emulated if it can.
@@ -130,12 +131,12 @@ fn producers() {
     let gate_up = convert::<bf16>(&values(Kind::Normal, rows * 2 * cols, 4));
     let matrix = upload(&client, &gate_up, rows, 2 * cols);
     let x = reference::swiglu(&gate_up, rows, cols);
-    let amax = Amax::PerOuter(reference::amax_rows(&x, rows, cols));
+    let amax = Amax::PerRow(reference::amax_rows(&x, rows, cols));
     for copy in per_token_policies() {
         let source = Source::SwiGlu(Gated::SideBySide(&matrix));
-        let found = ops::quantize_per_token(&client, source, &copy.into()).unwrap();
+        let found = quantize::quantize_per_token(&client, source, &copy.into()).unwrap();
         let expected =
-            reference::quantize(&x, rows, cols, PackedAxis::Cols, &amax, &copy, 0).unwrap();
+            reference::quantize(&x, rows, cols, Usage::Rowwise, &amax, &copy, 0).unwrap();
         assert_packed(&client, &found, &expected, "SwiGLU per token");
     }
 }
@@ -157,7 +158,7 @@ fn check_eden<T: DeviceElement>(client: &Client, x: &[T], (rows, cols): (usize, 
     let amax = Amax::Tensor(reference::amax(x));
     let nearest = Rounding::Nearest;
     let packed = reference::quantize_col(x, rows, cols, &amax, &nearest, None).unwrap();
-    let device = DevicePacked::from_host(client, &packed);
+    let device = DeviceQuantized::from_host(client, &packed);
     let dequantized = reference::dequantize(&packed);
     eden(client, (&device).into(), &dequantized, (rows, cols));
 }
@@ -172,17 +173,18 @@ fn eden<T: reference::Element>(
         Hadamard::seeded_with_size(HadamardSize::H128, 7),
         EdenTarget::Backward,
     );
-    for axis in [PackedAxis::Cols, PackedAxis::Rows] {
-        let found = ops::ms_eden_amax(client, source, axis, &hadamard).unwrap();
+    for usage in [Usage::Rowwise, Usage::Columnwise] {
+        let found = quantize::ms_eden_amax(client, source, usage, &hadamard).unwrap();
         let amax = read_f32(client, &found);
         let expected =
-            reference::ms_eden(x, rows, cols, axis, amax, &hadamard, target, &STREAM).unwrap();
-        let found = ops::ms_eden(client, source, axis, &found, &hadamard, target, STREAM).unwrap();
+            reference::ms_eden(x, rows, cols, usage, amax, &hadamard, target, &STREAM).unwrap();
+        let found =
+            quantize::ms_eden(client, source, usage, &found, &hadamard, target, STREAM).unwrap();
         assert_packed(
             client,
             &found,
             &expected,
-            &format!("{rows}x{cols} {axis:?}"),
+            &format!("{rows}x{cols} {usage:?}"),
         );
     }
 }

@@ -18,14 +18,15 @@ use device::{read_matrix, read_u32, upload};
 use half::{bf16, f16};
 use nvfp4_kernels::{
     Nvfp4Error, ScaleLayout,
-    device::{Capabilities, DevicePacked, FloatKind, GemmPath, Matrix},
+    capabilities::{Capabilities, GemmBackend},
     format::e4m3,
     gemm::{
         self, Elements, Operand, Scale, Target,
         cublaslt::{self, Format, Problem, Product, Side},
         kernels::{add_rows_kernel, factors_kernel, kernel_for, product_as},
     },
-    ops, reference,
+    quantize, reference,
+    tensor::{DeviceQuantized, FloatKind, Matrix},
 };
 use packed::Packed;
 use std::{
@@ -294,7 +295,7 @@ fn no_library_is_an_error() {
         "{error}"
     );
     let a = Packed::random(64, 64, 1).device(&client);
-    let path = GemmPath::CublasLt;
+    let path = GemmBackend::CublasLt;
     let error = gemm::gemm_on(&client, path, &a, &a, None, FloatKind::Bf16).unwrap_err();
     assert!(matches!(error, Nvfp4Error::Unsupported { .. }), "{error}");
 }
@@ -325,8 +326,8 @@ fn choice_on_blackwell() {
     };
     let (both, mixed, bf16) = ((true, true), (true, false), (false, false));
     for blackwell in [
-        device(100, GemmPath::CublasLt),
-        device(103, GemmPath::CublasLt),
+        device(100, GemmBackend::CublasLt),
+        device(103, GemmBackend::CublasLt),
     ] {
         let of = |packed, shape, groups| kernel_for(&blackwell, 148, packed, shape, groups, &yes);
         for (packed, format) in [
@@ -336,7 +337,7 @@ fn choice_on_blackwell() {
         ] {
             for m in [1, 64, 8192] {
                 let (path, kernel) = of(packed, (m, 4096, 14336), 1);
-                assert_eq!(path, GemmPath::CublasLt);
+                assert_eq!(path, GemmBackend::CublasLt);
                 assert!(kernel.starts_with("cuBLASLt"), "{kernel}");
                 assert_eq!(asked.lock().unwrap().pop().unwrap().format, format);
             }
@@ -345,14 +346,17 @@ fn choice_on_blackwell() {
         let weight_only = (false, true);
         for m in [1, 16] {
             let (path, kernel) = of(weight_only, (m, 4096, 14336), 1);
-            assert_eq!(path, GemmPath::MatrixInstructions);
+            assert_eq!(path, GemmBackend::Cmma);
             assert!(kernel.starts_with("few rows"), "{kernel}");
         }
         assert!(asked.lock().unwrap().is_empty());
-        assert_eq!(of(weight_only, (17, 4096, 14336), 1).0, GemmPath::CublasLt);
+        assert_eq!(
+            of(weight_only, (17, 4096, 14336), 1).0,
+            GemmBackend::CublasLt
+        );
         assert_eq!(asked.lock().unwrap().pop().unwrap().format, Format::Bf16);
         // Codes whose rows are no multiple of 16 bytes, outputs likewise, and groups: the portable path.
-        let portable = GemmPath::MatrixInstructions;
+        let portable = GemmBackend::Cmma;
         assert_eq!(of(both, (64, 4096, 48), 1).0, portable);
         assert_eq!(of(both, (64, 4100, 64), 1).0, portable);
         for (packed, shape, groups) in [
@@ -361,7 +365,7 @@ fn choice_on_blackwell() {
             (both, (8192, 4096, 7168), 8),
         ] {
             let (path, kernel) = of(packed, shape, groups);
-            assert_ne!(path, GemmPath::CublasLt);
+            assert_ne!(path, GemmBackend::CublasLt);
             assert!(!kernel.contains("cuBLASLt"), "{kernel}");
         }
         assert!(asked.lock().unwrap().is_empty());
@@ -370,9 +374,9 @@ fn choice_on_blackwell() {
         assert!(kernel.contains("NOT_SUPPORTED"), "{kernel}");
     }
     for (capability, gemm) in [
-        (80, GemmPath::MatrixInstructions),
-        (90, GemmPath::Hopper),
-        (120, GemmPath::MatrixInstructions),
+        (80, GemmBackend::Cmma),
+        (90, GemmBackend::Sm90Wgmma),
+        (120, GemmBackend::Cmma),
     ] {
         let other = device(capability, gemm);
         let shape = (64, 4096, 4096);
@@ -382,10 +386,10 @@ fn choice_on_blackwell() {
 }
 
 /// The same operand with its block scales in 128x4 tiles.
-fn swizzled(client: &Client, packed: &DevicePacked) -> DevicePacked {
+fn swizzled(client: &Client, packed: &DeviceQuantized) -> DeviceQuantized {
     let (outer, blocks) = (packed.outer(), packed.blocks());
-    DevicePacked {
-        scales: ops::swizzle(client, &packed.scales, outer, blocks).unwrap(),
+    DeviceQuantized {
+        scales: quantize::swizzle(client, &packed.scales, outer, blocks).unwrap(),
         layout: ScaleLayout::Swizzled128x4,
         ..packed.clone()
     }
@@ -792,7 +796,7 @@ fn products_of_operands() {
         (scaled(Elements::Bf16(&a_dense)), (&b_packed).into(), 0.0625),
         (scaled(Elements::Bf16(&a_dense)), (&b_dense).into(), 0.25),
     ];
-    let path = Some(GemmPath::CublasLt);
+    let path = Some(GemmBackend::CublasLt);
     for (case, (a, b, alpha)) in cases.iter().enumerate() {
         for out in [FloatKind::F32, FloatKind::Bf16] {
             for (biased, accumulate) in [(false, false), (true, false), (false, true), (true, true)]
@@ -894,7 +898,7 @@ fn fp4_is_refused_visibly() {
     let (m, n, k) = (128, 256, 320);
     let (a, b) = (Packed::random(m, k, 1), Packed::random(n, k, 2));
     let (a, b) = (a.device(&client), b.device(&client));
-    let path = GemmPath::CublasLt;
+    let path = GemmBackend::CublasLt;
     let error = gemm::gemm_on(&client, path, &a, &b, None, FloatKind::Bf16).unwrap_err();
     println!("{error}");
     assert!(
@@ -925,7 +929,7 @@ fn fp4_is_refused_visibly() {
     println!("{events}");
     assert!(events.contains("gemm without cuBLASLt"), "{events}");
     assert!(events.contains("MatrixInstructions"), "{events}");
-    let portable = GemmPath::MatrixInstructions;
+    let portable = GemmBackend::Cmma;
     let expected = gemm::gemm_on(&client, portable, &a, &b, None, FloatKind::F32).unwrap();
     let (found, expected) = (
         read_matrix(&client, &found),
@@ -1044,7 +1048,7 @@ impl Chain {
 
     fn product(&self, a: &Matrix, b: &Matrix) -> Matrix {
         let new = Target::New(FloatKind::F32);
-        let path = Some(GemmPath::CublasLt);
+        let path = Some(GemmBackend::CublasLt);
         gemm::product(&self.client, path, &a.into(), &b.into(), None, new).unwrap()
     }
 

@@ -18,29 +18,30 @@ use device::{DeviceElement, read_f32s, read_matrix};
 use epilogue::{Epilogue, check_epilogues};
 use half::{bf16, f16};
 use nvfp4_kernels::{
-    device::{Capabilities, FloatKind, GemmPath, Matrix},
+    capabilities::{Capabilities, GemmBackend},
     gemm::{
         self, Elements, Operand, OutputAmax, Scale, Target,
         kernels::{FusedTile, Grouping, Plan, Tile, grouped_rows_with, plan, product_with},
     },
-    ops::GroupOffsets,
+    moe::GroupOffsets,
+    tensor::{FloatKind, Matrix},
 };
 use packed::{Packed, both_ways, scaled, unscaled};
 use proptest::prelude::*;
 
 /// The paths that the device has.
-fn paths(client: &Client) -> Vec<GemmPath> {
+fn paths(client: &Client) -> Vec<GemmBackend> {
     match Capabilities::of(client).gemm {
-        GemmPath::Scalar => vec![GemmPath::Scalar],
+        GemmBackend::Scalar => vec![GemmBackend::Scalar],
         // cuBLASLt takes no groups. The block-scaled kernel takes no contractions in groups and no bf16
         // operands; its groups of rows are tested beside it.
-        GemmPath::MatrixInstructions | GemmPath::BlockScaled | GemmPath::CublasLt => {
-            vec![GemmPath::MatrixInstructions, GemmPath::Scalar]
+        GemmBackend::Cmma | GemmBackend::Sm120BlockScaled | GemmBackend::CublasLt => {
+            vec![GemmBackend::Cmma, GemmBackend::Scalar]
         }
-        GemmPath::Hopper => vec![
-            GemmPath::Hopper,
-            GemmPath::MatrixInstructions,
-            GemmPath::Scalar,
+        GemmBackend::Sm90Wgmma => vec![
+            GemmBackend::Sm90Wgmma,
+            GemmBackend::Cmma,
+            GemmBackend::Scalar,
         ],
     }
 }
@@ -81,14 +82,14 @@ fn offsets(sizes: &[usize]) -> Vec<usize> {
 /// One group as a product of its own, on Hopper with the kernel that the groups take.
 fn alone(
     client: &Client,
-    path: GemmPath,
+    path: GemmBackend,
     a: &Packed,
     b: &Packed,
     bias: Option<&Matrix>,
     plan: Plan,
 ) -> Vec<f32> {
     let (a, b) = (a.device(client), b.device(client));
-    let plan = (path == GemmPath::Hopper).then_some(plan);
+    let plan = (path == GemmBackend::Sm90Wgmma).then_some(plan);
     let new = Target::New(FloatKind::F32);
     let (a, b) = ((&a).into(), (&b).into());
     let found = product_with(client, Some(path), &a, &b, bias, new, plan);
@@ -126,7 +127,7 @@ fn sizes(large: bool) -> Vec<Vec<usize>> {
 fn rows_in_groups_equal_the_loop() {
     let client = client!("rows_in_groups_equal_the_loop");
     for path in paths(&client) {
-        let large = Capabilities::of(&client).gemm != GemmPath::Scalar;
+        let large = Capabilities::of(&client).gemm != GemmBackend::Scalar;
         for sizes in sizes(large) {
             let shapes: &[_] = if large {
                 &[(264, 208), (128, 128)]
@@ -143,7 +144,7 @@ fn rows_in_groups_equal_the_loop() {
 /// Rows in groups of these sizes, `n` rows of `b` for each, with a bias.
 fn rows_equal_the_loop(
     client: &Client,
-    path: GemmPath,
+    path: GemmBackend,
     sizes: &[usize],
     (n, k): (usize, usize),
     seed: u32,
@@ -198,7 +199,7 @@ fn rows_equal_the_loop(
 fn contractions_in_groups_equal_the_loop() {
     let client = client!("contractions_in_groups_equal_the_loop");
     for path in paths(&client) {
-        let large = Capabilities::of(&client).gemm != GemmPath::Scalar;
+        let large = Capabilities::of(&client).gemm != GemmBackend::Scalar;
         let mut sizes = sizes(large);
         if large {
             // 65536 columns in all.
@@ -219,7 +220,7 @@ fn contractions_in_groups_equal_the_loop() {
 /// stage: new outputs, and outputs that are added to.
 fn contractions_equal_the_loop(
     client: &Client,
-    path: GemmPath,
+    path: GemmBackend,
     sizes: &[usize],
     (m, n): (usize, usize),
     seed: u32,
@@ -249,7 +250,14 @@ fn contractions_equal_the_loop(
             vec![0.0; m * n]
         } else {
             let (a, b) = (a.columns(part.clone()), b.columns(part));
-            alone(client, path, &a, &b, None, Plan::Decoded(Tile::N128, 8))
+            alone(
+                client,
+                path,
+                &a,
+                &b,
+                None,
+                Plan::DequantThenBf16(Tile::N128, 8),
+            )
         };
         let what = format!("{what}: group {g}");
         assert_same(&found[g * m * n..][..m * n], &expected, &what);
@@ -263,7 +271,7 @@ fn contractions_equal_the_loop(
 #[test]
 fn fused_tiles_in_groups_equal_the_loop() {
     let client = client!("fused_tiles_in_groups_equal_the_loop");
-    if Capabilities::of(&client).gemm != GemmPath::Hopper {
+    if Capabilities::of(&client).gemm != GemmBackend::Sm90Wgmma {
         println!("SKIPPED: fused_tiles_in_groups_equal_the_loop: needs compute capability 9.0");
         return;
     }
@@ -276,7 +284,7 @@ fn fused_tiles_in_groups_equal_the_loop() {
             let (a, b) = (Packed::random(m, k, 1), Packed::random(count * n, k, 2));
             let (left, right) = (a.device(&client), b.device(&client));
             let groups = groups(&client, &offsets);
-            let plan = Plan::Fused(tile, 8);
+            let plan = Plan::W4a16(tile, 8);
             let new = Target::New(FloatKind::F32);
             let (x, y) = ((&left).into(), (&right).into());
             let found = grouped_rows_with(&client, &x, &y, &groups, new, plan);
@@ -287,7 +295,7 @@ fn fused_tiles_in_groups_equal_the_loop() {
                     continue;
                 }
                 let (a, b) = (a.rows(part.clone()), b.rows(g * n..(g + 1) * n));
-                let expected = alone(&client, GemmPath::Hopper, &a, &b, None, plan);
+                let expected = alone(&client, GemmBackend::Sm90Wgmma, &a, &b, None, plan);
                 let found = &found[part.start * n..part.end * n];
                 assert_same(
                     found,
@@ -305,7 +313,7 @@ fn fused_tiles_in_groups_equal_the_loop() {
 fn columns_equal_rows_in_groups() {
     let client = client!("columns_equal_rows_in_groups");
     for path in paths(&client) {
-        let large = Capabilities::of(&client).gemm != GemmPath::Scalar;
+        let large = Capabilities::of(&client).gemm != GemmBackend::Scalar;
         for sizes in sizes(large) {
             let (m, n) = if large { (136, 264) } else { (6, 8) };
             let new = Target::New(FloatKind::F32);
@@ -322,8 +330,8 @@ fn columns_equal_rows_in_groups() {
                 read(&client, &found.unwrap())
             };
             let (x, y) = (Elements::Bf16(&a), Elements::Bf16(&b));
-            let x_columns = Elements::Bf16Columns(&a_columns);
-            let y_columns = Elements::Bf16Columns(&b_columns);
+            let x_columns = Elements::Bf16MnMajor(&a_columns);
+            let y_columns = Elements::Bf16MnMajor(&b_columns);
             let expected = depth(x, y);
             for (a, b) in [(x_columns, y), (x, y_columns), (x_columns, y_columns)] {
                 assert_same(&depth(a, b), &expected, &format!("{name}, depth"));
@@ -341,8 +349,8 @@ fn columns_equal_rows_in_groups() {
                 read(&client, &found.unwrap())
             };
             let (x, y) = (Elements::Bf16(&a), Elements::Bf16(&b));
-            let x_columns = Elements::Bf16Columns(&a_columns);
-            let y_columns = Elements::Bf16Columns(&b_columns);
+            let x_columns = Elements::Bf16MnMajor(&a_columns);
+            let y_columns = Elements::Bf16MnMajor(&b_columns);
             let expected = by_rows(x, y);
             for (a, b) in [(x_columns, y), (x, y_columns), (x_columns, y_columns)] {
                 assert_same(&by_rows(a, b), &expected, &format!("{name}, rows"));
@@ -445,7 +453,7 @@ fn factors_of_the_rows_of_contractions() {
 #[test]
 fn epilogues_of_groups() {
     let client = client!("epilogues_of_groups");
-    let large = Capabilities::of(&client).gemm != GemmPath::Scalar;
+    let large = Capabilities::of(&client).gemm != GemmBackend::Scalar;
     let (sizes, n) = if large {
         ([100, 0, 129, 31, 5], 136)
     } else {
@@ -523,7 +531,7 @@ fn maxima_of_groups() {
 }
 
 fn check_maxima<T: DeviceElement>(client: &Client) {
-    let large = Capabilities::of(client).gemm != GemmPath::Scalar;
+    let large = Capabilities::of(client).gemm != GemmBackend::Scalar;
     let (sizes, n) = if large {
         ([0, 100, 1, 0, 200], 264)
     } else {
@@ -598,7 +606,7 @@ proptest! {
         seed: u32,
     ) {
         let Some(client) = device::client("random_groups") else { return Ok(()) };
-        let large = Capabilities::of(&client).gemm != GemmPath::Scalar;
+        let large = Capabilities::of(&client).gemm != GemmBackend::Scalar;
         let (sizes, n, blocks) = match large {
             true => (sizes, 8 * n, blocks),
             false => (sizes.iter().map(|size| size % 5).collect(), n % 5 + 1, blocks % 3 + 1),

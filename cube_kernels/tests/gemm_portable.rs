@@ -18,7 +18,7 @@ use cubecl::{prelude::*, server::Handle};
 use device::{DeviceElement, assert_floats, read_f32, read_matrix, upload};
 use half::{bf16, f16};
 use nvfp4_kernels::{
-    device::{Capabilities, FloatKind, GemmPath, Matrix},
+    capabilities::{Capabilities, GemmBackend},
     gemm::{
         self, Elements, Operand, Scale, Target,
         kernels::{
@@ -26,7 +26,9 @@ use nvfp4_kernels::{
             product_with,
         },
     },
-    ops::{self, GroupOffsets},
+    moe::GroupOffsets,
+    quantize::{self},
+    tensor::{FloatKind, Matrix},
 };
 use packed::{Packed, TE_PRODUCTS, assert_bound};
 use proptest::prelude::*;
@@ -44,7 +46,7 @@ macro_rules! gpu {
 }
 
 fn has_matrix_instructions(client: &Client) -> bool {
-    Capabilities::of(client).gemm != GemmPath::Scalar
+    Capabilities::of(client).gemm != GemmBackend::Scalar
 }
 
 /// The block-scaled kernel in software, with tiles of `64 * strips` rows.
@@ -79,9 +81,9 @@ impl Kernel {
         target: Target,
     ) -> Matrix {
         let (path, plan) = match self {
-            Self::Matrix => (GemmPath::MatrixInstructions, None),
-            Self::BlockScaled(strips) => (GemmPath::BlockScaled, Some(software(strips))),
-            Self::Scalar => (GemmPath::Scalar, None),
+            Self::Matrix => (GemmBackend::Cmma, None),
+            Self::BlockScaled(strips) => (GemmBackend::Sm120BlockScaled, Some(software(strips))),
+            Self::Scalar => (GemmBackend::Scalar, None),
         };
         product_with(client, Some(path), a, b, bias, target, plan).unwrap()
     }
@@ -357,10 +359,10 @@ fn maximum_of_the_output() {
             }
             let (left, right) = (a.device(&client), Packed::random(n, k, 6).device(&client));
             let (x, y) = ((&left).into(), (&right).into());
-            let (path, new) = (Some(GemmPath::BlockScaled), Target::New(out));
+            let (path, new) = (Some(GemmBackend::Sm120BlockScaled), Target::New(out));
             let plan = Some(software(2));
             let (found, amax) = product_amax_with(&client, path, &x, &y, new, plan).unwrap();
-            let expected = read_f32(&client, &ops::amax(&client, &found, None).unwrap());
+            let expected = read_f32(&client, &quantize::amax(&client, &found, None).unwrap());
             let amax = read_f32(&client, &amax);
             assert_eq!(amax.to_bits(), expected.to_bits(), "{out:?}, NaN {poison}");
             assert_eq!(amax.is_nan(), poison);
@@ -504,7 +506,7 @@ fn few_rows_without_a_path_of_their_own() {
     }
     let old = Capabilities {
         compute_capability: Some(80),
-        gemm: GemmPath::MatrixInstructions,
+        gemm: GemmBackend::Cmma,
         ..here
     };
     for (m, n, k) in [
@@ -519,7 +521,7 @@ fn few_rows_without_a_path_of_their_own() {
         let (a, mut b) = (Packed::random(m, k, 5), Packed::random(n, k, 6));
         let what = format!("{m} x {n} x {k}");
         let (path, kernel) = gemm::kernel_of(&client, (true, true), (m, n, k), 1);
-        assert_eq!(path, GemmPath::MatrixInstructions, "{what}");
+        assert_eq!(path, GemmBackend::Cmma, "{what}");
         assert!(kernel.starts_with("few rows"), "{what}: {kernel}");
         let (left, right) = (a.device(&client), b.device(&client));
         let found = gemm::gemm(&client, &left, &right, None, FloatKind::F32).unwrap();
@@ -571,7 +573,7 @@ fn block_scaled_rows_in_groups() {
             let (x, y) = ((&left).into(), (&right).into());
             let target = upload(&client, &held, m, n);
             let target = Target::Accumulate(&target);
-            let path = Some(GemmPath::Scalar);
+            let path = Some(GemmBackend::Scalar);
             let expected = gemm::gemm_grouped_rows(&client, path, &x, &y, &groups, None, target);
             let expected: Vec<f32> = read_matrix(&client, &expected.unwrap());
             let target = upload(&client, &held, m, n);
@@ -596,8 +598,8 @@ fn errors_name_what_is_missing() {
             .unwrap_err()
             .to_string()
     };
-    let path = Some(GemmPath::BlockScaled);
-    if Capabilities::of(&client).gemm != GemmPath::BlockScaled {
+    let path = Some(GemmBackend::Sm120BlockScaled);
+    if Capabilities::of(&client).gemm != GemmBackend::Sm120BlockScaled {
         let error = run((&a).into(), path, None);
         assert!(error.contains("compute capability 12.0"), "{error}");
     }

@@ -19,12 +19,13 @@ use cubecl::{prelude::*, server::Handle};
 use epilogue::{Epilogue, check_epilogues};
 use half::bf16;
 use nvfp4_kernels::{
-    device::{Capabilities, DevicePacked, FloatKind, GemmPath, Matrix},
+    capabilities::{Capabilities, GemmBackend},
     gemm::{
         self, Elements, Operand, Scale, Target,
         kernels::{FusedTile, Plan, Tile, product_with},
     },
-    ops, reference,
+    quantize, reference,
+    tensor::{DeviceQuantized, FloatKind, Matrix},
 };
 use packed::{Packed, TE_PRODUCTS, assert_bound, assert_rows_bound, both_ways, scaled, unscaled};
 use proptest::prelude::*;
@@ -33,7 +34,7 @@ use proptest::prelude::*;
 macro_rules! hopper {
     ($test:literal) => {{
         let client = client!($test);
-        if Capabilities::of(&client).gemm != GemmPath::Hopper {
+        if Capabilities::of(&client).gemm != GemmBackend::Sm90Wgmma {
             println!("SKIPPED: {}: needs compute capability 9.0", $test);
             return;
         }
@@ -42,7 +43,7 @@ macro_rules! hopper {
 }
 
 fn on_gpu(client: &Client) -> bool {
-    Capabilities::of(client).gemm != GemmPath::Scalar
+    Capabilities::of(client).gemm != GemmBackend::Scalar
 }
 
 fn read<T: bytemuck::Pod>(client: &Client, matrix: &Matrix) -> Vec<T> {
@@ -120,20 +121,20 @@ fn within_the_bound() {
 #[test]
 fn beyond_two_to_the_31_elements() {
     let client = hopper!("beyond_two_to_the_31_elements");
-    let plan = |plan| (Some(GemmPath::Hopper), Some(plan));
+    let plan = |plan| (Some(GemmBackend::Sm90Wgmma), Some(plan));
     let (wide, long) = ((1 << 15) + 8, 1 << 16);
     for (m, n, k) in [(long + 24, wide, 16), (24, wide, long), (wide, 24, long)] {
         let (a, b) = (Packed::random(m, k, 1), Packed::random(n, k, 2));
         let (left, right) = (a.device(&client), b.device(&client));
         let mut plans = vec![
             (None, None),
-            plan(Plan::Decoded(Tile::N128, 8)),
-            (Some(GemmPath::MatrixInstructions), None),
-            (Some(GemmPath::Scalar), None),
+            plan(Plan::DequantThenBf16(Tile::N128, 8)),
+            (Some(GemmBackend::Cmma), None),
+            (Some(GemmBackend::Scalar), None),
         ];
         // Its copies of `a` are longer than 16 elements.
         if k > 16 {
-            plans.push(plan(Plan::Fused(FusedTile::ALL[0], 8)));
+            plans.push(plan(Plan::W4a16(FusedTile::ALL[0], 8)));
         }
         for (path, plan) in plans {
             let what = format!("{m} x {n} x {k} by {path:?}, {plan:?}");
@@ -295,8 +296,8 @@ fn packed_and_bf16_operands_agree() {
         };
         let (x, y) = (dense(&a), dense(&b));
         // The kernel that decodes `b` in registers adds in another order.
-        let plan = (m > 64).then_some(Plan::Decoded(Tile::N128, 8));
-        let one = |operand: &DevicePacked| {
+        let plan = (m > 64).then_some(Plan::DequantThenBf16(Tile::N128, 8));
+        let one = |operand: &DeviceQuantized| {
             let operand = operand.clone();
             move |client: &Client, other: &Operand, packed_is_left: bool| {
                 let operand = Operand {
@@ -308,14 +309,14 @@ fn packed_and_bf16_operands_agree() {
                 } else {
                     (other, &operand)
                 };
-                let (path, new) = (Some(GemmPath::Hopper), Target::New(FloatKind::F32));
+                let (path, new) = (Some(GemmBackend::Sm90Wgmma), Target::New(FloatKind::F32));
                 let out = product_with(client, path, a, b, None, new, plan);
                 read::<f32>(client, &out.unwrap())
             }
         };
         let expected = gemm::product(
             &client,
-            Some(GemmPath::Hopper),
+            Some(GemmBackend::Sm90Wgmma),
             &(&x).into(),
             &(&y).into(),
             None,
@@ -353,7 +354,7 @@ fn packed_and_bf16_operands_agree() {
             continue;
         }
         // The factors of both maxima, in the order that the specification states.
-        let (path, new) = (Some(GemmPath::Hopper), Target::New(FloatKind::F32));
+        let (path, new) = (Some(GemmBackend::Sm90Wgmma), Target::New(FloatKind::F32));
         let operands = ((&left).into(), (&right).into());
         let both = product_with(&client, path, &operands.0, &operands.1, None, new, plan);
         let alpha = reference::alpha(a.amax, b.amax);
@@ -363,15 +364,15 @@ fn packed_and_bf16_operands_agree() {
 }
 
 /// The paths that take bf16 operands here.
-fn bf16_paths(client: &Client) -> Vec<GemmPath> {
+fn bf16_paths(client: &Client) -> Vec<GemmBackend> {
     match Capabilities::of(client).gemm {
-        GemmPath::Scalar => vec![GemmPath::Scalar],
-        GemmPath::Hopper => vec![
-            GemmPath::Hopper,
-            GemmPath::MatrixInstructions,
-            GemmPath::Scalar,
+        GemmBackend::Scalar => vec![GemmBackend::Scalar],
+        GemmBackend::Sm90Wgmma => vec![
+            GemmBackend::Sm90Wgmma,
+            GemmBackend::Cmma,
+            GemmBackend::Scalar,
         ],
-        _ => vec![GemmPath::MatrixInstructions, GemmPath::Scalar],
+        _ => vec![GemmBackend::Cmma, GemmBackend::Scalar],
     }
 }
 
@@ -418,11 +419,11 @@ fn columns_equal_rows_for(client: &Client, shapes: &[(usize, usize, usize)]) {
         let (y, b, b_columns) = both_ways(client, n, k, 12);
         let (a, b) = (Elements::Bf16(&a), Elements::Bf16(&b));
         let (a_columns, b_columns) = (
-            Elements::Bf16Columns(&a_columns),
-            Elements::Bf16Columns(&b_columns),
+            Elements::Bf16MnMajor(&a_columns),
+            Elements::Bf16MnMajor(&b_columns),
         );
         for path in bf16_paths(client) {
-            let hopper = path == GemmPath::Hopper;
+            let hopper = path == GemmBackend::Sm90Wgmma;
             let run = |a: Elements, b: Elements, plan| {
                 let (a, b) = (unscaled(a), unscaled(b));
                 let new = Target::New(FloatKind::F32);
@@ -451,12 +452,12 @@ fn columns_equal_rows_for(client: &Client, shapes: &[(usize, usize, usize)]) {
             assert!(expected.iter().any(|value| *value != 0.0));
             let mut plans = vec![None];
             if hopper {
-                plans.extend(Tile::ALL.map(|tile| Some(Plan::Decoded(tile, 4))));
+                plans.extend(Tile::ALL.map(|tile| Some(Plan::DequantThenBf16(tile, 4))));
             }
             for plan in plans {
                 for (left, right) in [(a_columns, b), (a, b_columns), (a_columns, b_columns)] {
-                    let narrow = matches!(plan, Some(Plan::Decoded(Tile::N176, _)));
-                    if narrow && matches!(right, Elements::Bf16Columns(_)) {
+                    let narrow = matches!(plan, Some(Plan::DequantThenBf16(Tile::N176, _)));
+                    if narrow && matches!(right, Elements::Bf16MnMajor(_)) {
                         continue;
                     }
                     let one_in_rows =
@@ -507,14 +508,14 @@ fn columns_with_packed_operands_and_epilogues() {
         let packed_a = Packed::random(m, k, 5).device(&client);
         let packed_b = Packed::random(n, k, 6).device(&client);
         // The kernel that decodes a packed `b` in registers adds in another order.
-        let hopper = Capabilities::of(&client).gemm == GemmPath::Hopper;
-        let plan = hopper.then_some(Plan::Decoded(Tile::N128, 8));
+        let hopper = Capabilities::of(&client).gemm == GemmBackend::Sm90Wgmma;
+        let plan = hopper.then_some(Plan::DequantThenBf16(Tile::N128, 8));
         for (name, [left, right], [in_rows_left, in_rows_right]) in [
             (
                 "both",
                 [
-                    Elements::Bf16Columns(&a_columns),
-                    Elements::Bf16Columns(&b_columns),
+                    Elements::Bf16MnMajor(&a_columns),
+                    Elements::Bf16MnMajor(&b_columns),
                 ],
                 [Elements::Bf16(&a), Elements::Bf16(&b)],
             ),
@@ -522,14 +523,14 @@ fn columns_with_packed_operands_and_epilogues() {
                 "packed left",
                 [
                     Elements::Packed(&packed_a),
-                    Elements::Bf16Columns(&b_columns),
+                    Elements::Bf16MnMajor(&b_columns),
                 ],
                 [Elements::Packed(&packed_a), Elements::Bf16(&b)],
             ),
             (
                 "packed right",
                 [
-                    Elements::Bf16Columns(&a_columns),
+                    Elements::Bf16MnMajor(&a_columns),
                     Elements::Packed(&packed_b),
                 ],
                 [Elements::Bf16(&a), Elements::Packed(&packed_b)],
@@ -604,8 +605,8 @@ fn decoded_tiles() {
         let (a, b) = (Packed::random(m, k, 7), Packed::random(n, k, 8));
         let (left, right) = (a.device(&client), b.device(&client));
         let run = |tile, kind| {
-            let (path, new) = (Some(GemmPath::Hopper), Target::New(kind));
-            let plan = Some(Plan::Decoded(tile, 4));
+            let (path, new) = (Some(GemmBackend::Sm90Wgmma), Target::New(kind));
+            let plan = Some(Plan::DequantThenBf16(tile, 4));
             let (x, y) = ((&left).into(), (&right).into());
             product_with(&client, path, &x, &y, None, new, plan).unwrap()
         };
@@ -652,11 +653,11 @@ fn fused_tiles() {
                     elements: b,
                     scale: Scale::Tensor(&right.amax, 2688.0),
                 };
-                let (path, new) = (Some(GemmPath::Hopper), Target::New(FloatKind::F32));
+                let (path, new) = (Some(GemmBackend::Sm90Wgmma), Target::New(FloatKind::F32));
                 let found = product_with(&client, path, &a, &b, None, new, Some(plan));
                 read::<f32>(&client, &found.unwrap())
             };
-            let plan = Plan::Fused(tile, 4);
+            let plan = Plan::W4a16(tile, 4);
             let what = format!("{tile:?}, {m} x {n} x {k}");
             let packed = Elements::Packed(&right);
             let found = run(Elements::Packed(&left), packed, plan);
@@ -664,7 +665,7 @@ fn fused_tiles() {
             let from_bf16 = run(Elements::Bf16(&dense), packed, plan);
             assert_same(&from_bf16, &found, &format!("{what}, bf16 left"));
             if tile.ways == 1 {
-                let decoded = Plan::Decoded(Tile::N128, 8);
+                let decoded = Plan::DequantThenBf16(Tile::N128, 8);
                 let ordered = [&a, &b].map(|packed| in_order_of_sums(&client, packed));
                 let [x, y] = ordered.each_ref().map(Elements::Bf16);
                 let expected = run(x, y, decoded);
@@ -676,9 +677,9 @@ fn fused_tiles() {
 
 /// Every kernel of Hopper for packed operands that takes `m` rows.
 fn packed_plans(m: usize) -> Vec<Plan> {
-    let fused = FusedTile::ALL.map(|tile| Plan::Fused(tile, 4));
-    let decoded = Tile::ALL.map(|tile| Plan::Decoded(tile, 4));
-    let few = (m <= 16).then_some(Plan::FewRows);
+    let fused = FusedTile::ALL.map(|tile| Plan::W4a16(tile, 4));
+    let decoded = Tile::ALL.map(|tile| Plan::DequantThenBf16(tile, 4));
+    let few = (m <= 16).then_some(Plan::SmallM);
     few.into_iter().chain(fused).chain(decoded).collect()
 }
 
@@ -688,7 +689,7 @@ fn extreme_scales() {
     let client = hopper!("extreme_scales");
     let run = |plan, a: &Packed, b: &Packed| {
         let (a, b) = (a.device(&client), b.device(&client));
-        let (path, new) = (Some(GemmPath::Hopper), Target::New(FloatKind::F32));
+        let (path, new) = (Some(GemmBackend::Sm90Wgmma), Target::New(FloatKind::F32));
         let (a, b) = ((&a).into(), (&b).into());
         read::<f32>(
             &client,
@@ -717,7 +718,7 @@ fn extreme_scales() {
         y.scales[11 * y.blocks + 2] = 0x7f;
         y.scales[14 * y.blocks - 1] = 0x7f;
         for plan in packed_plans(m) {
-            if matches!(plan, Plan::Fused(..)) && !k.is_multiple_of(32) {
+            if matches!(plan, Plan::W4a16(..)) && !k.is_multiple_of(32) {
                 continue;
             }
             let what = format!("{plan:?}, {m} x {n} x {k}");
@@ -756,14 +757,14 @@ fn nan_and_infinity_in_bf16_operands() {
         let (a, b) = (poisoned(x), poisoned(y));
         let packed = Packed::random(n, k, 3).device(&client);
         for path in bf16_paths(&client) {
-            let hopper = path == GemmPath::Hopper;
+            let hopper = path == GemmBackend::Sm90Wgmma;
             let plans = match hopper {
                 true => packed_plans(m).into_iter().map(Some).collect(),
                 false => vec![None],
             };
             for plan in plans {
                 let what = format!("{path:?}, {plan:?}, {m} x {n} x {k}");
-                if matches!(plan, Some(Plan::Fused(..))) && !k.is_multiple_of(32) {
+                if matches!(plan, Some(Plan::W4a16(..))) && !k.is_multiple_of(32) {
                     continue;
                 }
                 let run = |a, b| {
@@ -783,7 +784,7 @@ fn nan_and_infinity_in_bf16_operands() {
                     }
                     assert!(row != 7 || value.is_nan(), "{what}: {value}");
                 }
-                if matches!(plan, Some(Plan::Fused(..) | Plan::FewRows)) {
+                if matches!(plan, Some(Plan::W4a16(..) | Plan::SmallM)) {
                     continue;
                 }
                 let both = run(Elements::Bf16(&a), Elements::Bf16(&b));
@@ -815,10 +816,10 @@ fn tiles_follow_each_other() {
         let found = product_with(&client, Some(path), &a, &b, None, new, plan);
         read::<f32>(&client, &found.unwrap())
     };
-    let expected = run(GemmPath::MatrixInstructions, None);
+    let expected = run(GemmBackend::Cmma, None);
     assert_bound(&expected, &a, &b, "portable");
     for plan in packed_plans(m) {
-        let found = run(GemmPath::Hopper, Some(plan));
+        let found = run(GemmBackend::Sm90Wgmma, Some(plan));
         assert_same(&found, &expected, &format!("{plan:?}"));
     }
 }
@@ -830,8 +831,8 @@ fn long_contractions() {
     let (m, n, k) = (130, 136, 65536);
     let (a, b) = (Packed::random(m, k, 1), Packed::random(n, k, 2));
     let (left, right) = (a.device(&client), b.device(&client));
-    let tile = |rows_a, ways| Plan::Fused(FusedTile { rows_a, ways }, 4);
-    let decoded = |tile| Plan::Decoded(tile, 4);
+    let tile = |rows_a, ways| Plan::W4a16(FusedTile { rows_a, ways }, 4);
+    let decoded = |tile| Plan::DequantThenBf16(tile, 4);
     for plan in [
         decoded(Tile::N256),
         decoded(Tile::N64),
@@ -839,7 +840,7 @@ fn long_contractions() {
         tile(32, 4),
     ] {
         let (x, y) = ((&left).into(), (&right).into());
-        let (path, new) = (Some(GemmPath::Hopper), Target::New(FloatKind::F32));
+        let (path, new) = (Some(GemmBackend::Sm90Wgmma), Target::New(FloatKind::F32));
         let found = product_with(&client, path, &x, &y, None, new, Some(plan)).unwrap();
         assert_bound(&read::<f32>(&client, &found), &a, &b, &format!("{plan:?}"));
     }
@@ -872,7 +873,7 @@ fn maximum_of_the_output() {
                 let (x, y) = ((&left).into(), (&right).into());
                 let new = Target::New(out);
                 let (found, amax) = gemm::product_amax(&client, None, &x, &y, None, new).unwrap();
-                let expected = ops::amax(&client, &found, None).unwrap();
+                let expected = quantize::amax(&client, &found, None).unwrap();
                 let bits = |handle: Handle| -> u32 {
                     bytemuck::pod_read_unaligned(&client.read_one(handle).unwrap()[..4])
                 };
@@ -894,7 +895,7 @@ fn packed_and_bf16_operands_agree_on_the_scalar_path() {
     let (left, right) = (a.device(&client), b.device(&client));
     let half: Vec<bf16> = a.decoded().into_iter().map(bf16::from_f32).collect();
     let half = upload(&client, &half, m, k, FloatKind::Bf16);
-    let (path, new) = (GemmPath::Scalar, Target::New(FloatKind::F32));
+    let (path, new) = (GemmBackend::Scalar, Target::New(FloatKind::F32));
     let dense = Operand {
         elements: Elements::Bf16(&half),
         scale: Scale::Tensor(&left.amax, 2688.0),
@@ -952,7 +953,7 @@ fn epilogues_of_decoded_tiles_256() {
 }
 
 fn check_decoded_tile(client: &Client, tile: Tile) {
-    let plan = Some(Plan::Decoded(tile, 4));
+    let plan = Some(Plan::DequantThenBf16(tile, 4));
     check_epilogues_of(client, (200, 72, 64), plan, false, &Epilogue::all());
     check_epilogues_of(client, (300, 2112, 112), plan, true, &Epilogue::all());
 }
@@ -1055,33 +1056,36 @@ fn views_into_memory() {
 fn paths_of_shapes() {
     let client = client!("paths_of_shapes");
     let hopper = Capabilities {
-        gemm: GemmPath::Hopper,
+        gemm: GemmBackend::Sm90Wgmma,
         ..Capabilities::of(&client)
     };
     for (n, k, path) in [
-        (8, 16, GemmPath::Hopper),
-        (4104, 65536, GemmPath::Hopper),
-        (12, 16, GemmPath::MatrixInstructions),
-        (8, 20, GemmPath::MatrixInstructions),
+        (8, 16, GemmBackend::Sm90Wgmma),
+        (4104, 65536, GemmBackend::Sm90Wgmma),
+        (12, 16, GemmBackend::Cmma),
+        (8, 20, GemmBackend::Cmma),
     ] {
         assert_eq!(gemm::path_of(&hopper, n, k), path, "{n} x {k}");
     }
     for (m, n, k, path) in [
-        (8, 16, 33, GemmPath::Hopper),
-        (8, 16, 0, GemmPath::Hopper),
-        (9, 16, 32, GemmPath::Hopper),
-        (9, 16, 33, GemmPath::MatrixInstructions),
-        (8, 15, 32, GemmPath::MatrixInstructions),
+        (8, 16, 33, GemmBackend::Sm90Wgmma),
+        (8, 16, 0, GemmBackend::Sm90Wgmma),
+        (9, 16, 32, GemmBackend::Sm90Wgmma),
+        (9, 16, 33, GemmBackend::Cmma),
+        (8, 15, 32, GemmBackend::Cmma),
     ] {
         let found = gemm::path_of_columns(&hopper, m, n, k);
         assert_eq!(found, path, "{m} x {n} x {k}");
     }
     let scalar = Capabilities {
-        gemm: GemmPath::Scalar,
+        gemm: GemmBackend::Scalar,
         ..hopper
     };
-    assert_eq!(gemm::path_of(&scalar, 8, 16), GemmPath::Scalar);
-    assert_eq!(gemm::path_of_columns(&scalar, 8, 16, 33), GemmPath::Scalar);
+    assert_eq!(gemm::path_of(&scalar, 8, 16), GemmBackend::Scalar);
+    assert_eq!(
+        gemm::path_of_columns(&scalar, 8, 16, 33),
+        GemmBackend::Scalar
+    );
 }
 
 #[test]
@@ -1092,7 +1096,7 @@ fn arguments_are_named() {
     let error = gemm::gemm(&client, &a, &b, None, FloatKind::F32).unwrap_err();
     assert!(error.to_string().contains("`b`"), "{error}");
     let x = Matrix::empty(&client, 8, 32, FloatKind::F32);
-    let columns = unscaled(Elements::Bf16Columns(&x));
+    let columns = unscaled(Elements::Bf16MnMajor(&x));
     let new = Target::New(FloatKind::F32);
     let error = gemm::product(&client, None, &(&a).into(), &columns, None, new).unwrap_err();
     assert!(error.to_string().contains("`b`"), "{error}");
@@ -1110,8 +1114,8 @@ fn arguments_are_named() {
     let new = Target::New(FloatKind::F32);
     let error = gemm::product(&client, None, &operand, &(&a).into(), None, new).unwrap_err();
     assert!(error.to_string().contains("`a`"), "{error}");
-    if Capabilities::of(&client).gemm != GemmPath::Hopper {
-        let path = GemmPath::Hopper;
+    if Capabilities::of(&client).gemm != GemmBackend::Sm90Wgmma {
+        let path = GemmBackend::Sm90Wgmma;
         let error = gemm::gemm_on(&client, path, &a, &a, None, FloatKind::F32).unwrap_err();
         assert!(error.to_string().contains("9.0"), "{error}");
     }

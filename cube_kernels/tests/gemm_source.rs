@@ -12,7 +12,6 @@ use cubecl::prelude::*;
 use half::bf16;
 use kernel_sources::{count, cuda_source, disassembled, is_left_out, spills};
 use nvfp4_kernels::{
-    device::FloatKind,
     gemm::{
         OutputAmax,
         kernels::{
@@ -21,6 +20,7 @@ use nvfp4_kernels::{
             transpose_kernel,
         },
     },
+    tensor::FloatKind,
 };
 use nvrtc::CudaTools;
 

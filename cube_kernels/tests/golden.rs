@@ -4,8 +4,8 @@ use std::{cell::RefCell, collections::BTreeSet};
 
 use half::bf16;
 use nvfp4_kernels::{
-    Amax, BlockScaling, CopyPolicy, ErrorNorm, Hadamard, PackedAxis, PackedTensor, Rounding,
-    ScaleLayout, reference,
+    Amax, BlockScaling, ErrorNorm, Hadamard, QuantParams, QuantizedTensor, Rounding, ScaleLayout,
+    Usage, reference,
 };
 use safetensors::{Dtype, SafeTensors};
 
@@ -40,11 +40,11 @@ impl Case<'_> {
     }
 
     /// Compares maxima, codes and scales; the reference drops the sign of zeros.
-    fn check(&self, mode: &str, side: &str, packed: &PackedTensor) {
+    fn check(&self, mode: &str, side: &str, packed: &QuantizedTensor) {
         let what = format!("{}.{mode}.{side}", self.name);
         let ours = match packed.amax() {
             Amax::Tensor(amax) => std::slice::from_ref(amax),
-            Amax::PerOuter(amax) => amax,
+            Amax::PerRow(amax) => amax,
         };
         assert_eq!(ours, self.amax(mode, side), "{what}: amax");
         let expected = self.bytes(&format!("{mode}.{side}.scales"));
@@ -130,7 +130,7 @@ fn one_by_16() {
     });
 }
 
-fn tiles_of(case: &Case, amax: &Amax, scaling: BlockScaling) -> (PackedTensor, PackedTensor) {
+fn tiles_of(case: &Case, amax: &Amax, scaling: BlockScaling) -> (QuantizedTensor, QuantizedTensor) {
     let compact = [ScaleLayout::Compact; 2];
     reference::quantize_tile(&case.x, case.rows, case.cols, amax, scaling, compact).unwrap()
 }
@@ -150,11 +150,11 @@ fn per_token() {
     for_each_case(&["token"], |case| {
         let (rows, cols, nearest) = (case.rows, case.cols, Rounding::Nearest);
         let amax = reference::amax_rows(&case.x, rows, cols);
-        let amax = Amax::PerOuter(amax);
+        let amax = Amax::PerRow(amax);
         let row = reference::quantize_row(&case.x, rows, cols, &amax, &nearest).unwrap();
         case.check("token", "row", &row);
         let amax = reference::amax_cols(&case.x, rows, cols);
-        let amax = Amax::PerOuter(amax);
+        let amax = Amax::PerRow(amax);
         let col = reference::quantize_col(&case.x, rows, cols, &amax, &nearest, None).unwrap();
         case.check("token", "col", &col);
     });
@@ -185,11 +185,11 @@ fn four_over_six() {
 
             let mode = format!("4over6_{name}_1x16");
             let amax = tensor_amax(case);
-            let policy = CopyPolicy {
+            let policy = QuantParams {
                 scaling,
-                ..CopyPolicy::new(Rounding::Nearest)
+                ..QuantParams::new(Rounding::Nearest)
             };
-            let row = reference::quantize(&case.x, rows, cols, PackedAxis::Cols, &amax, &policy, 0);
+            let row = reference::quantize(&case.x, rows, cols, Usage::Rowwise, &amax, &policy, 0);
             case.check(&mode, "row", &row.unwrap());
 
             // Of tiles the file holds the row-wise copy; the other is its transpose, which the

@@ -14,18 +14,20 @@ use cubecl::{MemoryScope, prelude::*, server::Handle};
 use device::{assert_floats, read_f32s, read_matrix};
 use half::bf16;
 use nvfp4_kernels::{
-    Amax, CopyPolicy, Hadamard, HadamardSize, PackedAxis, RandomStream, Rounding,
-    device::{
-        AmaxScope, Capabilities, DeviceCopy, DevicePacked, DeviceRounding, FloatKind, GemmPath,
-        Groups, Matrix,
-    },
+    Amax, Hadamard, HadamardSize, QuantParams, RandomStream, Rounding, Usage,
+    capabilities::{Capabilities, GemmBackend},
     gemm::{
         self, Elements, Operand, OutputAmax, Scale, Target,
         cublaslt::{self, Format, Problem},
         kernels::{FusedTile, Plan, Tile, product_with},
     },
-    ops::{self, CopyRequest, EdenRandom, GroupOffsets},
+    moe::GroupOffsets,
+    quantize::{self, EdenRandom, QuantRequest},
     reference::{self, EdenTarget},
+    tensor::{
+        AmaxGranularity, DeviceQuantParams, DeviceQuantized, DeviceRounding, FloatKind, Groups,
+        Matrix,
+    },
 };
 use packed::Packed;
 use std::sync::{Mutex, MutexGuard};
@@ -72,7 +74,7 @@ fn replay(client: &Client, run: impl Fn(&Handle) -> Vec<(Handle, usize)>) -> Vec
     let advancing = offset(client, 0);
     let captured = || {
         let results = run(&advancing);
-        ops::advance_offset(client, &advancing, 1).unwrap();
+        quantize::advance_offset(client, &advancing, 1).unwrap();
         results
     };
     client.graph_prepare().unwrap();
@@ -96,7 +98,7 @@ fn replay(client: &Client, run: impl Fn(&Handle) -> Vec<(Handle, usize)>) -> Vec
     replayed
 }
 
-fn written(packed: &DevicePacked) -> Vec<(Handle, usize)> {
+fn written(packed: &DeviceQuantized) -> Vec<(Handle, usize)> {
     let (codes, scales) = (packed.code_blocks() * 8, packed.scale_bytes());
     vec![
         (packed.codes.clone(), codes),
@@ -105,14 +107,14 @@ fn written(packed: &DevicePacked) -> Vec<(Handle, usize)> {
 }
 
 /// How copies round, with a part of their offset in device memory.
-fn at(offset: &Handle) -> DeviceCopy {
-    DeviceCopy::new(DeviceRounding::StochasticAt(STREAM, offset.clone()))
+fn at(offset: &Handle) -> DeviceQuantParams {
+    DeviceQuantParams::new(DeviceRounding::StochasticAt(STREAM, offset.clone()))
 }
 
 /// The policy of copies at offset `value`, for the oracle.
-fn policy_at(value: u64) -> CopyPolicy {
+fn policy_at(value: u64) -> QuantParams {
     let stream = RandomStream::new(1, 2, STREAM.offset + value);
-    CopyPolicy::new(Rounding::Stochastic(stream))
+    QuantParams::new(Rounding::Stochastic(stream))
 }
 
 /// Both copies with a given amax, which are the oracle's, too.
@@ -126,27 +128,27 @@ fn graph_replays_draw_fresh_bits() {
     let amax = reference::amax(&x);
     let handle = client.create_from_slice(&amax.to_ne_bytes());
     let replays = replay(&client, |offset| {
-        let request = CopyRequest {
+        let request = QuantRequest {
             amax: &handle,
-            scope: AmaxScope::Group,
+            scope: AmaxGranularity::PerTensor,
             copy: at(offset),
         };
         let (row, col) =
-            ops::quantize_both(&client, &matrix, &Groups::One, &request, &request).unwrap();
+            quantize::quantize_both(&client, &matrix, &Groups::One, &request, &request).unwrap();
         [written(&row), written(&col)].concat()
     });
     let amax = Amax::Tensor(amax);
     for (i, found) in replays.iter().enumerate() {
         let policy = policy_at(1 + i as u64);
-        for (axis, found) in [PackedAxis::Cols, PackedAxis::Rows]
+        for (usage, found) in [Usage::Rowwise, Usage::Columnwise]
             .into_iter()
             .zip(found.chunks(2))
         {
-            let expected = reference::quantize(&x, rows, cols, axis, &amax, &policy, 0).unwrap();
-            assert!(found[0] == expected.codes(), "replay {i}, {axis:?}: codes");
+            let expected = reference::quantize(&x, rows, cols, usage, &amax, &policy, 0).unwrap();
+            assert!(found[0] == expected.codes(), "replay {i}, {usage:?}: codes");
             assert!(
                 found[1] == expected.scales(),
-                "replay {i}, {axis:?}: scales"
+                "replay {i}, {usage:?}: scales"
             );
         }
     }
@@ -161,14 +163,14 @@ fn graph_replays_per_token() {
     let ((rows, cols), x) = (SHAPE, elements());
     let matrix = upload(&client, &x);
     let replays = replay(&client, |offset| {
-        let row = ops::quantize_per_token(&client, &matrix, &at(offset)).unwrap();
-        let col = DeviceCopy {
+        let row = quantize::quantize_per_token(&client, &matrix, &at(offset)).unwrap();
+        let col = DeviceQuantParams {
             hadamard: Some(Hadamard::default()),
             ..at(offset)
         };
         let one = &Groups::One;
         let (both_row, both_col) =
-            ops::quantize_per_token_both(&client, &matrix, one, &at(offset), &col).unwrap();
+            quantize::quantize_per_token_both(&client, &matrix, one, &at(offset), &col).unwrap();
         let maxima = vec![(row.amax.clone(), rows * 4)];
         [
             written(&row),
@@ -178,11 +180,11 @@ fn graph_replays_per_token() {
         ]
         .concat()
     });
-    let amax = Amax::PerOuter(reference::amax_rows(&x, rows, cols));
+    let amax = Amax::PerRow(reference::amax_rows(&x, rows, cols));
     for (i, found) in replays.iter().enumerate() {
-        let axis = PackedAxis::Cols;
+        let usage = Usage::Rowwise;
         let policy = policy_at(1 + i as u64);
-        let expected = reference::quantize(&x, rows, cols, axis, &amax, &policy, 0).unwrap();
+        let expected = reference::quantize(&x, rows, cols, usage, &amax, &policy, 0).unwrap();
         assert!(found[0] == expected.codes(), "replay {i}: codes");
         assert!(found[1] == expected.scales(), "replay {i}: scales");
     }
@@ -198,27 +200,28 @@ fn graph_replays_ms_eden() {
     let matrix = upload(&client, &x);
     let hadamard = Hadamard::seeded_with_size(HadamardSize::H128, 7);
     let target = EdenTarget::Backward;
-    for axis in [PackedAxis::Cols, PackedAxis::Rows] {
+    for usage in [Usage::Rowwise, Usage::Columnwise] {
         let replays = replay(&client, |offset| {
             let random = EdenRandom {
                 stream: STREAM,
                 offset: Some(offset.clone()),
             };
-            let amax = ops::ms_eden_amax(&client, &matrix, axis, &hadamard).unwrap();
+            let amax = quantize::ms_eden_amax(&client, &matrix, usage, &hadamard).unwrap();
             let packed =
-                ops::ms_eden(&client, &matrix, axis, &amax, &hadamard, target, random).unwrap();
+                quantize::ms_eden(&client, &matrix, usage, &amax, &hadamard, target, random)
+                    .unwrap();
             written(&packed)
         });
-        let amax = reference::ms_eden_amax(&x, rows, cols, axis, &hadamard).unwrap();
+        let amax = reference::ms_eden_amax(&x, rows, cols, usage, &hadamard).unwrap();
         for (i, found) in replays.iter().enumerate() {
             let stream = RandomStream::new(1, 2, STREAM.offset + 1 + i as u64);
             let expected =
-                reference::ms_eden(&x, rows, cols, axis, amax, &hadamard, target, &stream);
+                reference::ms_eden(&x, rows, cols, usage, amax, &hadamard, target, &stream);
             let expected = expected.unwrap();
-            assert!(found[0] == expected.codes(), "replay {i}, {axis:?}: codes");
+            assert!(found[0] == expected.codes(), "replay {i}, {usage:?}: codes");
             assert!(
                 found[1] == expected.scales(),
-                "replay {i}, {axis:?}: scales"
+                "replay {i}, {usage:?}: scales"
             );
         }
     }
@@ -263,7 +266,7 @@ fn graph_replays_products_of_cublaslt() {
             elements: Elements::Bf16(&a),
             scale: Scale::Tensor(&amax, 2688.0),
         };
-        let (path, target) = (Some(GemmPath::CublasLt), Target::Accumulate(&sum));
+        let (path, target) = (Some(GemmBackend::CublasLt), Target::Accumulate(&sum));
         gemm::product(&client, path, &a, &(&b).into(), None, target).unwrap();
     };
     client.graph_prepare().unwrap();
@@ -382,15 +385,15 @@ fn workspaces_are_released() {
         ("its own", Box::new(|| dense(None))),
         ("groups", Box::new(grouped)),
     ];
-    if Capabilities::of(&client).gemm == GemmPath::Hopper {
+    if Capabilities::of(&client).gemm == GemmBackend::Sm90Wgmma {
         // Two operands of four megabytes in bf16.
         products.push((
             "decoded",
-            Box::new(|| dense(Some(Plan::Decoded(Tile::N256, 8)))),
+            Box::new(|| dense(Some(Plan::DequantThenBf16(Tile::N256, 8)))),
         ));
         products.push((
             "fused",
-            Box::new(|| dense(Some(Plan::Fused(FusedTile::ALL[0], 8)))),
+            Box::new(|| dense(Some(Plan::W4a16(FusedTile::ALL[0], 8)))),
         ));
     }
     for (what, product) in products {

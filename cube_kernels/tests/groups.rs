@@ -15,14 +15,14 @@ use device::{
 };
 use half::{bf16, f16};
 use nvfp4_kernels::{
-    Amax, BlockScaling, CopyPolicy, ErrorNorm, Hadamard, HadamardSize, Nvfp4Error, PackedAxis,
-    RandomStream, Rounding, ScaleLayout,
-    device::{AmaxScope, DevicePacked, FloatKind, Groups},
-    ops::{self, CopyRequest, DeviceMx, EdenSource},
+    Amax, BlockScaling, ErrorNorm, Hadamard, HadamardSize, Nvfp4Error, QuantParams, RandomStream,
+    Rounding, ScaleLayout, Usage,
+    quantize::{self, DeviceMx, EdenSource, QuantRequest},
     reference::{self, EdenTarget, Element},
+    tensor::{AmaxGranularity, DeviceQuantized, FloatKind, Groups},
 };
 
-const AXES: [PackedAxis; 2] = [PackedAxis::Cols, PackedAxis::Rows];
+const USAGES: [Usage; 2] = [Usage::Rowwise, Usage::Columnwise];
 const STREAM: RandomStream = RandomStream::new(0x1234_5678_9abc_def0, 3, 0xffff_fffe);
 const TARGET: EdenTarget = EdenTarget::Backward;
 
@@ -87,8 +87,8 @@ impl Case {
 
     /// Copies of groups, in bytes, lie in `found` as results do: side by side where they have offsets and are
     /// column-wise, one after another otherwise.
-    fn assert_lie(&self, found: &[u8], copies: &[Vec<u8>], axis: PackedAxis, what: &str) {
-        if matches!(self.groups, Groups::Offsets { .. }) && axis == PackedAxis::Rows {
+    fn assert_lie(&self, found: &[u8], copies: &[Vec<u8>], usage: Usage, what: &str) {
+        if matches!(self.groups, Groups::Offsets { .. }) && usage == Usage::Columnwise {
             let pitch = found.len() / self.cols;
             for (col, row) in found.chunks(pitch.max(1)).enumerate() {
                 let parts = copies.iter().map(|copy| {
@@ -127,12 +127,12 @@ fn assert_mx<T: Element>(
     found: &DeviceMx,
     case: &Case,
     parts: &[(&[T], usize)],
-    axis: PackedAxis,
+    usage: Usage,
     what: &str,
 ) {
     let expected: Vec<_> = parts
         .iter()
-        .map(|(part, rows)| reference::mx_quantize(part, *rows, case.cols, axis).unwrap())
+        .map(|(part, rows)| reference::mx_quantize(part, *rows, case.cols, usage).unwrap())
         .collect();
     let blocks = found.outer() * found.blocks();
     for (name, handle, len, copies) in [
@@ -152,8 +152,8 @@ fn assert_mx<T: Element>(
                 .collect::<Vec<_>>(),
         ),
     ] {
-        let what = format!("{what} {:?} along {axis:?}: {name}", case.sizes);
-        case.assert_lie(&read_bytes(client, handle, len), &copies, axis, &what);
+        let what = format!("{what} {:?} along {usage:?}: {name}", case.sizes);
+        case.assert_lie(&read_bytes(client, handle, len), &copies, usage, &what);
     }
 }
 
@@ -167,17 +167,17 @@ fn assert_eden<'a, T: Element>(
     source: impl Into<EdenSource<'a>>,
     case: &Case,
     parts: &[(&[T], usize)],
-    axis: PackedAxis,
+    usage: Usage,
     what: &str,
 ) {
     let (source, hadamard) = (source.into(), hadamard());
-    let what = format!("{what} {:?} along {axis:?}", case.sizes);
+    let what = format!("{what} {:?} along {usage:?}", case.sizes);
     let count = case.sizes.len();
     let maxima: Vec<f32> = parts
         .iter()
-        .map(|(x, rows)| reference::ms_eden_amax(x, *rows, case.cols, axis, &hadamard).unwrap())
+        .map(|(x, rows)| reference::ms_eden_amax(x, *rows, case.cols, usage, &hadamard).unwrap())
         .collect();
-    let amax = ops::ms_eden_amax(client, source, axis, &hadamard).unwrap();
+    let amax = quantize::ms_eden_amax(client, source, usage, &hadamard).unwrap();
     assert_floats(&read_floats(client, &amax, count), &maxima, &what);
     let mut first = 0;
     let expected: Vec<_> = parts
@@ -185,23 +185,23 @@ fn assert_eden<'a, T: Element>(
         .zip(&maxima)
         .map(|((x, rows), amax)| {
             let packed = reference::ms_eden_at(
-                x, *rows, case.cols, axis, *amax, &hadamard, TARGET, &STREAM, first,
+                x, *rows, case.cols, usage, *amax, &hadamard, TARGET, &STREAM, first,
             )
             .unwrap();
             first += (packed.scales().len() / 8) as u64;
             packed
         })
         .collect();
-    let found = ops::ms_eden(client, source, axis, &amax, &hadamard, TARGET, STREAM).unwrap();
+    let found = quantize::ms_eden(client, source, usage, &amax, &hadamard, TARGET, STREAM).unwrap();
     let blocks = found.code_blocks();
     let codes = expected.iter().map(|packed| packed.codes().to_vec());
     let codes: Vec<_> = codes.collect();
     let scales = expected.iter().map(|packed| packed.scales().to_vec());
     let scales: Vec<_> = scales.collect();
     let read = read_bytes(client, &found.codes, blocks * 8);
-    case.assert_lie(&read, &codes, axis, &format!("{what}: codes"));
+    case.assert_lie(&read, &codes, usage, &format!("{what}: codes"));
     let read = read_bytes(client, &found.scales, blocks);
-    case.assert_lie(&read, &scales, axis, &format!("{what}: scales"));
+    case.assert_lie(&read, &scales, usage, &format!("{what}: scales"));
     let decoding: Vec<f32> = maxima
         .iter()
         .map(|amax| reference::eden_amax(*amax, TARGET))
@@ -210,8 +210,8 @@ fn assert_eden<'a, T: Element>(
 
     let layout = ScaleLayout::Swizzled128x4;
     let (signs, random) = (&hadamard, STREAM);
-    let found = ops::ms_eden_with(client, source, axis, &amax, signs, TARGET, random, layout);
-    if matches!(case.groups, Groups::Offsets { .. }) && axis == PackedAxis::Rows {
+    let found = quantize::ms_eden_with(client, source, usage, &amax, signs, TARGET, random, layout);
+    if matches!(case.groups, Groups::Offsets { .. }) && usage == Usage::Columnwise {
         return assert_refused(found, "layout");
     }
     let found = found.unwrap();
@@ -223,7 +223,7 @@ fn assert_eden<'a, T: Element>(
     let what = format!("{what} swizzled");
     assert_bytes(&read[..scales.len()], &scales, &format!("{what}: scales"));
     let read = read_bytes(client, &found.codes, found.code_blocks() * 8);
-    case.assert_lie(&read, &codes, axis, &format!("{what}: codes"));
+    case.assert_lie(&read, &codes, usage, &format!("{what}: codes"));
     assert_floats(&read_floats(client, &found.amax, count), &decoding, &what);
 }
 
@@ -232,12 +232,12 @@ fn check_matrices<T: DeviceElement>(client: &Client) {
         let x = convert::<T>(&case.values(Kind::Heavy));
         let matrix = upload(client, &x, case.rows(), case.cols);
         let parts = case.split(&x);
-        for axis in AXES {
+        for usage in USAGES {
             let what = format!("{:?}", T::KIND);
-            let found = ops::mx_quantize_groups(client, &matrix, &case.groups, axis).unwrap();
-            assert_mx(client, &found, &case, &parts, axis, &what);
+            let found = quantize::mx_quantize_groups(client, &matrix, &case.groups, usage).unwrap();
+            assert_mx(client, &found, &case, &parts, usage, &what);
             let source = EdenSource::Grouped(&matrix, &case.groups);
-            assert_eden(client, source, &case, &parts, axis, &what);
+            assert_eden(client, source, &case, &parts, usage, &what);
         }
     }
 }
@@ -246,11 +246,15 @@ element_tests! {
     check_matrices: matrices_f32, matrices_bf16, matrices_f16;
 }
 
-fn host_amax(x: &[f32], rows: usize, cols: usize, axis: PackedAxis, scope: AmaxScope) -> Amax {
-    match (scope, axis) {
-        (AmaxScope::Group, _) => Amax::Tensor(reference::amax(x)),
-        (AmaxScope::Outer, PackedAxis::Cols) => Amax::PerOuter(reference::amax_rows(x, rows, cols)),
-        (AmaxScope::Outer, PackedAxis::Rows) => Amax::PerOuter(reference::amax_cols(x, rows, cols)),
+fn host_amax(x: &[f32], rows: usize, cols: usize, usage: Usage, scope: AmaxGranularity) -> Amax {
+    match (scope, usage) {
+        (AmaxGranularity::PerTensor, _) => Amax::Tensor(reference::amax(x)),
+        (AmaxGranularity::PerRow, Usage::Rowwise) => {
+            Amax::PerRow(reference::amax_rows(x, rows, cols))
+        }
+        (AmaxGranularity::PerRow, Usage::Columnwise) => {
+            Amax::PerRow(reference::amax_cols(x, rows, cols))
+        }
     }
 }
 
@@ -264,31 +268,31 @@ fn packed(
     client: &Client,
     case: &Case,
     x: &[f32],
-    axis: PackedAxis,
-    (policy, scope): (CopyPolicy, AmaxScope),
-) -> (DevicePacked, Vec<Vec<f32>>) {
+    usage: Usage,
+    (policy, scope): (QuantParams, AmaxGranularity),
+) -> (DeviceQuantized, Vec<Vec<f32>>) {
     let matrix = upload(client, x, case.rows(), case.cols);
     let mut all = Vec::new();
     let mut decoded = Vec::new();
     for (part, rows) in case.split(x) {
-        let amax = host_amax(part, rows, case.cols, axis, scope);
+        let amax = host_amax(part, rows, case.cols, usage, scope);
         match &amax {
             Amax::Tensor(amax) => all.push(*amax),
-            Amax::PerOuter(amax) => all.extend(amax),
+            Amax::PerRow(amax) => all.extend(amax),
         }
-        let packed = reference::quantize(part, rows, case.cols, axis, &amax, &policy, 0).unwrap();
+        let packed = reference::quantize(part, rows, case.cols, usage, &amax, &policy, 0).unwrap();
         decoded.push(reference::dequantize(&packed));
     }
-    if (scope, axis) == (AmaxScope::Outer, PackedAxis::Cols) {
+    if (scope, usage) == (AmaxGranularity::PerRow, Usage::Rowwise) {
         all.resize(case.rows(), 1.0);
     }
     let amax = upload_bytes(client, bytemuck::cast_slice(&all));
-    let request = CopyRequest {
+    let request = QuantRequest {
         amax: &amax,
         scope,
         copy: policy.into(),
     };
-    let mut packed = ops::quantize(client, &matrix, &case.groups, axis, &request).unwrap();
+    let mut packed = quantize::quantize(client, &matrix, &case.groups, usage, &request).unwrap();
     // Nothing writes rows of no group, and what dequantizes whole matrices reads them: initcheck shall find
     // no other such read.
     packed.codes = written(client, &packed.codes);
@@ -301,26 +305,26 @@ fn check_packed(
     client: &Client,
     case: &Case,
     kind: Kind,
-    axis: PackedAxis,
-    copy: (CopyPolicy, AmaxScope),
+    usage: Usage,
+    copy: (QuantParams, AmaxGranularity),
 ) {
     let x = case.values(kind);
-    let (packed, decoded) = packed(client, case, &x, axis, copy);
-    let what = format!("{kind:?} {copy:?} packed along {axis:?},");
+    let (packed, decoded) = packed(client, case, &x, usage, copy);
+    let what = format!("{kind:?} {copy:?} packed along {usage:?},");
     let grouped = !matches!(case.groups, Groups::One);
-    let ragged = matches!(case.groups, Groups::Offsets { .. }) && axis == PackedAxis::Rows;
+    let ragged = matches!(case.groups, Groups::Offsets { .. }) && usage == Usage::Columnwise;
     // What would have to be looked up by rows is refused.
     let tiled = grouped && copy.0.layout == ScaleLayout::Swizzled128x4;
 
     let expected = decoded.concat();
-    let found = ops::dequantize(client, &packed, FloatKind::F32);
-    if tiled && axis == PackedAxis::Cols {
+    let found = quantize::dequantize(client, &packed, FloatKind::F32);
+    if tiled && usage == Usage::Rowwise {
         assert_refused(found, "packed");
     } else {
         let found = read_matrix::<f32>(client, &found.unwrap());
         let what = format!("{what} {:?}", case.sizes);
         assert_floats(&found[..expected.len()], &expected, &what);
-        let found = ops::dequantize(client, &packed, FloatKind::Bf16).unwrap();
+        let found = quantize::dequantize(client, &packed, FloatKind::Bf16).unwrap();
         let found = read_matrix::<bf16>(client, &found);
         assert_floats(&found[..expected.len()], &convert::<bf16>(&expected), &what);
     }
@@ -339,16 +343,16 @@ fn check_packed(
         .zip(&case.sizes)
         .map(|(x, rows)| (x, *rows))
         .collect();
-    for to in AXES {
-        let found = ops::mx_requantize(client, &packed, to, FloatKind::Bf16);
-        if ragged || (tiled && to == axis) {
+    for to in USAGES {
+        let found = quantize::mx_requantize(client, &packed, to, FloatKind::Bf16);
+        if ragged || (tiled && to == usage) {
             assert_refused(found, "packed");
         } else {
             assert_mx(client, &found.unwrap(), case, &rounded, to, &what);
         }
         if ragged {
             assert_refused(
-                ops::ms_eden_amax(client, &packed, to, &hadamard()),
+                quantize::ms_eden_amax(client, &packed, to, &hadamard()),
                 "source",
             );
         } else {
@@ -363,18 +367,18 @@ fn assert_refused<T>(found: Result<T, Nvfp4Error>, argument: &str) {
     assert!(error.to_string().contains(argument), "{error}");
 }
 
-const PLAIN: CopyPolicy = CopyPolicy::new(Rounding::Nearest);
+const PLAIN: QuantParams = QuantParams::new(Rounding::Nearest);
 
-fn scaled(scaling: BlockScaling, layout: ScaleLayout) -> CopyPolicy {
-    CopyPolicy {
+fn scaled(scaling: BlockScaling, layout: ScaleLayout) -> QuantParams {
+    QuantParams {
         scaling,
         layout,
         ..PLAIN
     }
 }
 
-fn transformed(size: HadamardSize) -> CopyPolicy {
-    CopyPolicy {
+fn transformed(size: HadamardSize) -> QuantParams {
+    QuantParams {
         hadamard: Some(Hadamard::seeded_with_size(size, 11)),
         ..PLAIN
     }
@@ -388,15 +392,15 @@ fn packed_along_rows() {
             &client,
             &case,
             Kind::Heavy,
-            PackedAxis::Cols,
-            (PLAIN, AmaxScope::Group),
+            Usage::Rowwise,
+            (PLAIN, AmaxGranularity::PerTensor),
         );
         check_packed(
             &client,
             &case,
             Kind::Heavy,
-            PackedAxis::Cols,
-            (PLAIN, AmaxScope::Outer),
+            Usage::Rowwise,
+            (PLAIN, AmaxGranularity::PerRow),
         );
     }
 }
@@ -409,15 +413,15 @@ fn packed_along_columns() {
             &client,
             &case,
             Kind::Heavy,
-            PackedAxis::Rows,
-            (PLAIN, AmaxScope::Group),
+            Usage::Columnwise,
+            (PLAIN, AmaxGranularity::PerTensor),
         );
         check_packed(
             &client,
             &case,
             Kind::Heavy,
-            PackedAxis::Rows,
-            (PLAIN, AmaxScope::Outer),
+            Usage::Columnwise,
+            (PLAIN, AmaxGranularity::PerRow),
         );
     }
 }
@@ -432,8 +436,8 @@ fn padding_of_transforms() {
         Case::new(&client, &[0, 33, 129, 0, 1], 2, 32),
     ] {
         for size in [HadamardSize::H16, HadamardSize::H64] {
-            let copy = (transformed(size), AmaxScope::Group);
-            check_packed(&client, &case, Kind::Normal, PackedAxis::Rows, copy);
+            let copy = (transformed(size), AmaxGranularity::PerTensor);
+            check_packed(&client, &case, Kind::Normal, Usage::Columnwise, copy);
         }
     }
 }
@@ -449,20 +453,20 @@ fn other_scales() {
         Case::new(&client, &[0, 40, 129, 0], 0, 80),
         Case::batch(2, 33, 48),
     ] {
-        for axis in AXES {
+        for usage in USAGES {
             for copy in [
                 (
                     scaled(four_over_six, ScaleLayout::Compact),
-                    AmaxScope::Outer,
+                    AmaxGranularity::PerRow,
                 ),
                 (
                     scaled(four_over_six, ScaleLayout::Compact),
-                    AmaxScope::Group,
+                    AmaxGranularity::PerTensor,
                 ),
-                (swizzled, AmaxScope::Group),
-                (swizzled, AmaxScope::Outer),
+                (swizzled, AmaxGranularity::PerTensor),
+                (swizzled, AmaxGranularity::PerRow),
             ] {
-                check_packed(&client, &case, Kind::Normal, axis, copy);
+                check_packed(&client, &case, Kind::Normal, usage, copy);
             }
         }
     }
@@ -480,9 +484,9 @@ fn special_values_stay_in_their_group() {
         Kind::Huge,
     ] {
         let case = Case::new(&client, &[20, 0, 31, 40], 0, 48);
-        for axis in AXES {
-            for scope in [AmaxScope::Group, AmaxScope::Outer] {
-                check_packed(&client, &case, kind, axis, (PLAIN, scope));
+        for usage in USAGES {
+            for scope in [AmaxGranularity::PerTensor, AmaxGranularity::PerRow] {
+                check_packed(&client, &case, kind, usage, (PLAIN, scope));
             }
         }
         let case = Case::batch(3, 31, 48);
@@ -490,8 +494,8 @@ fn special_values_stay_in_their_group() {
             &client,
             &case,
             kind,
-            PackedAxis::Rows,
-            (PLAIN, AmaxScope::Group),
+            Usage::Columnwise,
+            (PLAIN, AmaxGranularity::PerTensor),
         );
     }
 }
@@ -500,12 +504,12 @@ fn special_values_stay_in_their_group() {
 fn repeated_launches_agree() {
     let client = client!("repeated_launches_agree");
     let case = Case::new(&client, &[0, 37, 128, 5, 0], 0, 80);
-    let copy = (PLAIN, AmaxScope::Group);
+    let copy = (PLAIN, AmaxGranularity::PerTensor);
     let (packed, decoded) = packed(
         &client,
         &case,
         &case.values(Kind::Heavy),
-        PackedAxis::Cols,
+        Usage::Rowwise,
         copy,
     );
     let parts: Vec<(&[f32], usize)> = decoded
@@ -519,7 +523,7 @@ fn repeated_launches_agree() {
             &packed,
             &case,
             &parts,
-            PackedAxis::Rows,
+            Usage::Columnwise,
             "repeated",
         );
     }
@@ -530,15 +534,17 @@ fn errors_name_the_argument() {
     let client = client!("errors_name_the_argument");
     let x = upload::<f32>(&client, &[0.0; 160], 5, 32);
     let groups = Groups::Batch(2);
-    let error = ops::mx_quantize_groups(&client, &x, &groups, PackedAxis::Rows).unwrap_err();
+    let error = quantize::mx_quantize_groups(&client, &x, &groups, Usage::Columnwise).unwrap_err();
     assert!(error.to_string().contains("groups"), "{error}");
     let source = EdenSource::Grouped(&x, &groups);
-    let error = ops::ms_eden_amax(&client, source, PackedAxis::Rows, &hadamard()).unwrap_err();
+    let error =
+        quantize::ms_eden_amax(&client, source, Usage::Columnwise, &hadamard()).unwrap_err();
     assert!(error.to_string().contains("groups"), "{error}");
     let groups = offsets(&client, &[2, 3]);
     let source = EdenSource::Grouped(&x, &groups);
     let one = upload_bytes(&client, &[0; 4]);
-    let axis = PackedAxis::Rows;
-    let error = ops::ms_eden(&client, source, axis, &one, &hadamard(), TARGET, STREAM).unwrap_err();
+    let usage = Usage::Columnwise;
+    let error =
+        quantize::ms_eden(&client, source, usage, &one, &hadamard(), TARGET, STREAM).unwrap_err();
     assert!(error.to_string().contains("amax"), "{error}");
 }

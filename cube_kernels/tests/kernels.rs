@@ -12,10 +12,11 @@ use cubecl::{prelude::*, server::Handle};
 use device::{DeviceElement, assert_packed, read_f32, read_matrix, upload};
 use half::{bf16, f16};
 use nvfp4_kernels::{
-    Amax, BlockScaling, Hadamard, Nvfp4Error, Origin, PackedTensor, RandomStream, Rounding,
+    Amax, BlockScaling, Hadamard, Nvfp4Error, Origin, QuantizedTensor, RandomStream, Rounding,
     ScaleLayout,
-    device::{Capabilities, DevicePacked, DeviceRounding, FloatKind, GemmPath, Matrix},
-    gemm, ops, reference,
+    capabilities::{Capabilities, GemmBackend},
+    gemm, quantize, reference,
+    tensor::{DeviceQuantized, DeviceRounding, FloatKind, Matrix},
 };
 use proptest::prelude::*;
 
@@ -45,7 +46,7 @@ fn check_uploaded<T: DeviceElement>(
 ) {
     let what = format!("{what} {rows}x{cols} {:?}", T::KIND);
 
-    let amax = ops::amax(client, matrix, None).unwrap();
+    let amax = quantize::amax(client, matrix, None).unwrap();
     let expected = reference::amax(x);
     assert_eq!(
         read_f32(client, &amax).to_bits(),
@@ -54,7 +55,7 @@ fn check_uploaded<T: DeviceElement>(
     );
     let host_amax = Amax::Tensor(expected);
     let hadamard = Hadamard::from_signs(0x5a3c);
-    let rht_amax = ops::amax(client, matrix, Some(hadamard)).unwrap();
+    let rht_amax = quantize::amax(client, matrix, Some(hadamard)).unwrap();
     let expected = reference::amax_rht(x, rows, cols, &hadamard);
     assert_eq!(
         read_f32(client, &rht_amax).to_bits(),
@@ -64,7 +65,7 @@ fn check_uploaded<T: DeviceElement>(
     let host_rht_amax = Amax::Tensor(expected);
 
     for rounding in roundings() {
-        let found = ops::quantize_row(client, matrix, &amax, rounding.into()).unwrap();
+        let found = quantize::quantize_row(client, matrix, &amax, rounding.into()).unwrap();
         let expected = reference::quantize_row(x, rows, cols, &host_amax, &rounding).unwrap();
         assert_packed(
             client,
@@ -73,7 +74,7 @@ fn check_uploaded<T: DeviceElement>(
             &format!("{what}: row, {rounding:?}"),
         );
 
-        let found = ops::quantize_col(client, matrix, &amax, rounding.into(), None).unwrap();
+        let found = quantize::quantize_col(client, matrix, &amax, rounding.into(), None).unwrap();
         let expected = reference::quantize_col(x, rows, cols, &host_amax, &rounding, None).unwrap();
         assert_packed(
             client,
@@ -83,7 +84,8 @@ fn check_uploaded<T: DeviceElement>(
         );
 
         let found =
-            ops::quantize_col(client, matrix, &rht_amax, rounding.into(), Some(hadamard)).unwrap();
+            quantize::quantize_col(client, matrix, &rht_amax, rounding.into(), Some(hadamard))
+                .unwrap();
         let expected =
             reference::quantize_col(x, rows, cols, &host_rht_amax, &rounding, Some(&hadamard))
                 .unwrap();
@@ -95,7 +97,7 @@ fn check_uploaded<T: DeviceElement>(
         );
     }
 
-    let (row, col) = ops::quantize_tile(client, matrix, &amax).unwrap();
+    let (row, col) = quantize::quantize_tile(client, matrix, &amax).unwrap();
     let (expected_row, expected_col) = reference::quantize_tile(
         x,
         rows,
@@ -110,9 +112,9 @@ fn check_uploaded<T: DeviceElement>(
 
     for (device, host) in [(&row, &expected_row), (&col, &expected_col)] {
         let expected = reference::dequantize(host);
-        let found = ops::dequantize(client, device, FloatKind::F32).unwrap();
+        let found = quantize::dequantize(client, device, FloatKind::F32).unwrap();
         assert_floats(&read_matrix::<f32>(client, &found), &expected, &what);
-        let found = ops::dequantize(client, device, T::KIND).unwrap();
+        let found = quantize::dequantize(client, device, T::KIND).unwrap();
         assert_floats(
             &read_matrix::<T>(client, &found),
             &convert::<T>(&expected),
@@ -196,14 +198,14 @@ fn empty() {
     let client = client!("empty");
     check_matrix::<bf16>(&client, &[], 0, 32, "empty");
     let row = Matrix::empty(&client, 0, 32, FloatKind::F32);
-    let amax = ops::amax(&client, &row, None).unwrap();
+    let amax = quantize::amax(&client, &row, None).unwrap();
     assert_eq!(read_f32(&client, &amax), 0.0);
-    let a = ops::quantize_row(&client, &row, &amax, DeviceRounding::Nearest).unwrap();
+    let a = quantize::quantize_row(&client, &row, &amax, DeviceRounding::Nearest).unwrap();
     let out = gemm::gemm(&client, &a, &a, None, FloatKind::F32).unwrap();
     assert_eq!((out.rows, out.cols), (0, 0));
     // No tokens: the weight gradient is a product over nothing, and must be zeros.
     let x = Matrix::empty(&client, 0, 48, FloatKind::F32);
-    let a = ops::quantize_col(&client, &x, &amax, DeviceRounding::Nearest, None).unwrap();
+    let a = quantize::quantize_col(&client, &x, &amax, DeviceRounding::Nearest, None).unwrap();
     let out = gemm::gemm(&client, &a, &a, None, FloatKind::F32).unwrap();
     assert_eq!(read_matrix::<f32>(&client, &out), vec![0.0; 48 * 48]);
 }
@@ -215,7 +217,7 @@ fn device_offset_equals_plain_offset() {
     let (rows, cols) = (33, 64);
     let x = values(Kind::Normal, rows * cols, 5);
     let matrix = upload(&client, &x, rows, cols);
-    let amax = ops::amax(&client, &matrix, None).unwrap();
+    let amax = quantize::amax(&client, &matrix, None).unwrap();
     for (plain, on_device) in [
         (0u64, 7u64),
         (5, 0xffff_ffff),
@@ -228,7 +230,7 @@ fn device_offset_equals_plain_offset() {
         ]));
         let stream = RandomStream::new(9, 1, plain);
         let rounding = DeviceRounding::StochasticAt(stream, offset);
-        let found = ops::quantize_row(&client, &matrix, &amax, rounding).unwrap();
+        let found = quantize::quantize_row(&client, &matrix, &amax, rounding).unwrap();
         let total = RandomStream::new(9, 1, plain + on_device);
         let host_amax = Amax::Tensor(reference::amax(&x));
         let expected =
@@ -242,13 +244,13 @@ fn operands(
     client: &Client,
     (m, n, k): (usize, usize, usize),
     kind: Kind,
-) -> [(DevicePacked, PackedTensor); 2] {
+) -> [(DeviceQuantized, QuantizedTensor); 2] {
     [(m, 1), (n, 2)].map(|(rows, seed)| {
         let x = values(kind, rows * k, seed);
         let amax = reference::amax(&x);
         let host = reference::quantize_row(&x, rows, k, &Amax::Tensor(amax), &Rounding::Nearest);
         let host = host.unwrap();
-        (DevicePacked::from_host(client, &host), host)
+        (DeviceQuantized::from_host(client, &host), host)
     })
 }
 
@@ -264,7 +266,7 @@ fn scalar_gemm_equals_the_oracle() {
             let expected = reference::gemm_f32(&host_a, &host_b, bias.map(|b| b.0)).unwrap();
             let run = |out| {
                 let bias = bias.map(|b| b.1);
-                gemm::gemm_on(&client, GemmPath::Scalar, &a, &b, bias, out).unwrap()
+                gemm::gemm_on(&client, GemmBackend::Scalar, &a, &b, bias, out).unwrap()
             };
             let what = format!("gemm {shape:?}");
             let found = run(FloatKind::F32);
@@ -284,7 +286,7 @@ fn scalar_gemm_equals_the_oracle() {
 #[test]
 fn gemm_is_within_the_bound_of_any_order() {
     let client = client!("gemm_is_within_the_bound_of_any_order");
-    let on_gpu = Capabilities::of(&client).gemm != GemmPath::Scalar;
+    let on_gpu = Capabilities::of(&client).gemm != GemmBackend::Scalar;
     let mut shapes = vec![
         (1, 8, 16),
         (128, 128, 128),
@@ -364,7 +366,7 @@ fn gemm_of_integers_is_exact() {
             .iter()
             .map(|&value| value as f32)
             .collect();
-        let device = |packed| DevicePacked::from_host(&client, packed);
+        let device = |packed| DeviceQuantized::from_host(&client, packed);
         let found = gemm::gemm(&client, &device(&a), &device(&b), None, FloatKind::F32).unwrap();
         assert_floats(&read_matrix::<f32>(&client, &found), &expected, "integers");
         assert!(expected.iter().any(|value| *value != 0.0));
@@ -390,10 +392,10 @@ fn repeated_launches_are_identical() {
     let (rows, cols) = (200, 160);
     let matrix = upload(&client, &values(Kind::Heavy, rows * cols, 8), rows, cols);
     let run = || {
-        let amax = ops::amax(&client, &matrix, Some(Hadamard::default())).unwrap();
+        let amax = quantize::amax(&client, &matrix, Some(Hadamard::default())).unwrap();
         let rounding = DeviceRounding::Stochastic(STREAM);
         let packed =
-            ops::quantize_col(&client, &matrix, &amax, rounding, Some(Hadamard::default()))
+            quantize::quantize_col(&client, &matrix, &amax, rounding, Some(Hadamard::default()))
                 .unwrap();
         let product = gemm::gemm(&client, &packed, &packed, None, FloatKind::F32).unwrap();
         let origin = Origin::one_by_16(Rounding::Stochastic(STREAM), Some(Hadamard::default()));
@@ -426,14 +428,14 @@ fn beyond_two_to_the_31_elements() {
     let period: Vec<bf16> = convert(&period);
     let x: Vec<bf16> = (0..rows * cols).map(|i| period[i % period.len()]).collect();
     let matrix = upload(&client, &x, rows, cols);
-    let amax = ops::amax(&client, &matrix, None).unwrap();
+    let amax = quantize::amax(&client, &matrix, None).unwrap();
     let host_amax = Amax::Tensor(reference::amax(&x));
     let rounding = Rounding::Stochastic(STREAM);
-    let found = ops::quantize_row(&client, &matrix, &amax, rounding.into()).unwrap();
+    let found = quantize::quantize_row(&client, &matrix, &amax, rounding.into()).unwrap();
     let expected = reference::quantize_row(&x, rows, cols, &host_amax, &rounding).unwrap();
     assert_packed(&client, &found, &expected, "row");
     drop((found, expected));
-    let found = ops::quantize_col(&client, &matrix, &amax, rounding.into(), None).unwrap();
+    let found = quantize::quantize_col(&client, &matrix, &amax, rounding.into(), None).unwrap();
     let expected = reference::quantize_col(&x, rows, cols, &host_amax, &rounding, None).unwrap();
     assert_packed(&client, &found, &expected, "col");
 }
@@ -443,12 +445,12 @@ fn bad_arguments_are_named() {
     let client = client!("bad_arguments_are_named");
     let x = Matrix::empty(&client, 4, 24, FloatKind::F32);
     let amax = amax_handle(&client, 1.0);
-    let error = ops::quantize_row(&client, &x, &amax, DeviceRounding::Nearest).unwrap_err();
+    let error = quantize::quantize_row(&client, &x, &amax, DeviceRounding::Nearest).unwrap_err();
     assert!(
         error.to_string().contains("`x`") && error.to_string().contains("16"),
         "{error}"
     );
-    assert!(ops::quantize_tile(&client, &x, &amax).is_err());
+    assert!(quantize::quantize_tile(&client, &x, &amax).is_err());
     let error = Matrix::new(amax.clone(), 100, 100, FloatKind::Bf16).unwrap_err();
     assert!(
         matches!(
@@ -462,7 +464,7 @@ fn bad_arguments_are_named() {
     );
     let pack = |rows, cols| {
         let x = upload(&client, &vec![0f32; rows * cols], rows, cols);
-        ops::quantize_row(&client, &x, &amax, DeviceRounding::Nearest).unwrap()
+        quantize::quantize_row(&client, &x, &amax, DeviceRounding::Nearest).unwrap()
     };
     let error = gemm::gemm(&client, &pack(2, 32), &pack(2, 48), None, FloatKind::F32).unwrap_err();
     assert!(
@@ -490,7 +492,7 @@ fn bad_arguments_are_named() {
     );
     let rounding = DeviceRounding::StochasticAt(STREAM, client.create_from_slice(&[0; 4]));
     let x = Matrix::empty(&client, 4, 16, FloatKind::F32);
-    let error = ops::quantize_row(&client, &x, &amax, rounding).unwrap_err();
+    let error = quantize::quantize_row(&client, &x, &amax, rounding).unwrap_err();
     assert!(
         matches!(
             error,

@@ -14,9 +14,10 @@ use device::{
 };
 use half::{bf16, f16};
 use nvfp4_kernels::{
-    device::{FloatKind, Matrix},
-    ops::{self, GroupOffsets},
+    moe::{self, GroupOffsets},
+    quantize::{self},
     reference::{padding, swizzle},
+    tensor::{FloatKind, Matrix},
 };
 
 /// Scales without a zero byte, so that padding shows.
@@ -80,22 +81,22 @@ fn swizzle_2d_and_3d() {
         let handle = upload_bytes(&client, &bytes);
         let expected = swizzle::swizzle_batch(&bytes, batch, rows, blocks);
         dirty_pool(&client, expected.len());
-        let found = ops::swizzle_batch(&client, &handle, batch, rows, blocks).unwrap();
+        let found = quantize::swizzle_batch(&client, &handle, batch, rows, blocks).unwrap();
         assert_bytes(
             &read_bytes(&client, &found, expected.len()),
             &expected,
             &what,
         );
-        let back = ops::unswizzle_batch(&client, &found, batch, rows, blocks).unwrap();
+        let back = quantize::unswizzle_batch(&client, &found, batch, rows, blocks).unwrap();
         assert_bytes(&read_bytes(&client, &back, bytes.len()), &bytes, &what);
         if batch == 1 {
-            let found = ops::swizzle(&client, &handle, rows, blocks).unwrap();
+            let found = quantize::swizzle(&client, &handle, rows, blocks).unwrap();
             assert_bytes(
                 &read_bytes(&client, &found, expected.len()),
                 &expected,
                 &what,
             );
-            let back = ops::unswizzle(&client, &found, rows, blocks).unwrap();
+            let back = quantize::unswizzle(&client, &found, rows, blocks).unwrap();
             assert_bytes(&read_bytes(&client, &back, bytes.len()), &bytes, &what);
         }
     }
@@ -121,14 +122,15 @@ fn swizzle_groups_of_rows() {
             let (expected, starts) = swizzle::swizzle_row_groups(&bytes, rows, blocks, &offsets);
             dirty_pool(&client, expected.len());
             let (found, padded) =
-                ops::swizzle_row_groups(&client, &handle, rows, blocks, &groups).unwrap();
+                quantize::swizzle_row_groups(&client, &handle, rows, blocks, &groups).unwrap();
             assert_bytes(
                 &read_bytes(&client, &found, expected.len()),
                 &expected,
                 &what,
             );
             assert_eq!(read_u32(&client, &padded.offsets, starts.len()), starts);
-            let back = ops::unswizzle_row_groups(&client, &found, rows, blocks, &groups).unwrap();
+            let back =
+                quantize::unswizzle_row_groups(&client, &found, rows, blocks, &groups).unwrap();
             let expected = swizzle::unswizzle_row_groups(&expected, rows, blocks, &offsets);
             assert_bytes(
                 &read_bytes(&client, &back, expected.len()),
@@ -162,7 +164,7 @@ fn swizzle_groups_of_blocks() {
                 swizzle::swizzle_block_groups(&bytes, outer, tokens, elements, &offsets);
             dirty_pool(&client, expected.len());
             let (found, tiles) =
-                ops::swizzle_block_groups(&client, &handle, outer, tokens, elements, &groups)
+                quantize::swizzle_block_groups(&client, &handle, outer, tokens, elements, &groups)
                     .unwrap();
             assert_bytes(
                 &read_bytes(&client, &found, expected.len()),
@@ -175,7 +177,7 @@ fn swizzle_groups_of_blocks() {
                 "{what}"
             );
             let back =
-                ops::unswizzle_block_groups(&client, &found, outer, tokens, elements, &groups)
+                quantize::unswizzle_block_groups(&client, &found, outer, tokens, elements, &groups)
                     .unwrap();
             let expected =
                 swizzle::unswizzle_block_groups(&expected, outer, tokens, elements, &offsets);
@@ -188,7 +190,7 @@ fn swizzle_groups_of_blocks() {
     }
 }
 
-/// The sum of each group, in the order of the specification of [`ops::group_sums`], and zeros behind
+/// The sum of each group, in the order of the specification of [`moe::segment_sum`], and zeros behind
 /// the last group.
 fn check_group_rows<T: DeviceElement>(client: &Client) {
     for (rows, cols) in [(300, 16), (77, 3), (1, 1), (0, 8)] {
@@ -201,7 +203,7 @@ fn check_group_rows<T: DeviceElement>(client: &Client) {
             let groups = groups(client, &offsets);
             let matrix = upload(client, &x, rows, cols);
             dirty_pool(client, groups.count * cols * 4);
-            let found = ops::group_sums(client, &matrix, &groups).unwrap();
+            let found = moe::segment_sum(client, &matrix, &groups).unwrap();
             assert_eq!((found.rows, found.cols), (groups.count, cols), "{what}");
             let found = read_matrix::<f32>(client, &found);
             for (g, group) in offsets.windows(2).enumerate() {
@@ -219,7 +221,7 @@ fn check_group_rows<T: DeviceElement>(client: &Client) {
                     assert_eq!(found.to_bits(), sums[0].to_bits(), "{what}: {g}, {column}");
                 }
             }
-            ops::clear_rest(client, &matrix, &groups).unwrap();
+            moe::zero_padding_rows(client, &matrix, &groups).unwrap();
             let mut expected = x.clone();
             let end = *offsets.last().unwrap() as usize * cols;
             expected[end..].fill(T::from_f32(0.0));
@@ -261,7 +263,7 @@ fn check_padding<T: DeviceElement>(client: &Client) {
                 let what = format!("{rows} x {cols} {:?} to {alignment} {offsets:?}", T::KIND);
                 let (expected, starts) = padding::pad_groups(&x, rows, cols, &offsets, alignment);
                 dirty_pool(client, size_of_val(expected.as_slice()));
-                let (found, padded) = ops::pad_groups(client, &matrix, &groups, alignment).unwrap();
+                let (found, padded) = moe::pad_groups(client, &matrix, &groups, alignment).unwrap();
                 assert_eq!(found.len(), expected.len(), "{what}");
                 let as_bytes = |x: &[T]| bytemuck::cast_slice(x).to_vec();
                 assert_bytes(
@@ -274,7 +276,7 @@ fn check_padding<T: DeviceElement>(client: &Client) {
                     starts,
                     "{what}"
                 );
-                let back = ops::unpad_groups(client, &found, rows, &groups, alignment).unwrap();
+                let back = moe::unpad_groups(client, &found, rows, &groups, alignment).unwrap();
                 let expected = padding::unpad_groups(&expected, rows, cols, &offsets, alignment);
                 assert_bytes(
                     &as_bytes(&read_matrix::<T>(client, &back)),
@@ -336,8 +338,9 @@ fn check_rows_by_number<T: DeviceElement>(client: &Client) {
             }
             let weights_there = weighted.then_some(&weights_there);
             let shape = (tokens, copies);
-            let found = ops::combine_rows(client, &x_there, &handle(&places), weights_there, shape)
-                .unwrap();
+            let found =
+                moe::moe_unpermute(client, &x_there, &handle(&places), weights_there, shape)
+                    .unwrap();
             assert_eq!((found.rows, found.cols), (tokens, cols), "{what}");
             let mut expected = Vec::with_capacity(tokens * cols);
             for token in 0..tokens {
@@ -354,7 +357,7 @@ fn check_rows_by_number<T: DeviceElement>(client: &Client) {
             }
             assert_floats(&read_matrix::<T>(client, &found), &expected, &what);
         }
-        let (by_rows, by_weights) = ops::combine_rows_backward(
+        let (by_rows, by_weights) = moe::moe_unpermute_backward(
             client,
             &upload(client, &grad, tokens, cols),
             &x_there,
@@ -405,8 +408,9 @@ fn more_bytes_than_32_bits_index() {
     let bytes: Vec<u8> = (0..rows * blocks).map(|i| (i % 251) as u8 + 1).collect();
     let handle = upload_bytes(&client, &bytes);
     let groups = groups(&client, &[0, 1 << 15, rows as u32]);
-    let (swizzled, _) = ops::swizzle_row_groups(&client, &handle, rows, blocks, &groups).unwrap();
-    let back = ops::unswizzle_row_groups(&client, &swizzled, rows, blocks, &groups).unwrap();
+    let (swizzled, _) =
+        quantize::swizzle_row_groups(&client, &handle, rows, blocks, &groups).unwrap();
+    let back = quantize::unswizzle_row_groups(&client, &swizzled, rows, blocks, &groups).unwrap();
     assert!(read_bytes(&client, &back, bytes.len()) == bytes);
     drop(back);
     // Both groups are whole tiles: what is swizzled is the matrix.
@@ -440,21 +444,23 @@ fn wrong_offsets_stay_inside_the_buffers() {
     ] {
         let groups = groups(&client, &offsets);
         let (swizzled, _) =
-            ops::swizzle_row_groups(&client, &handle, rows, blocks, &groups).unwrap();
-        let back = ops::unswizzle_row_groups(&client, &swizzled, rows, blocks, &groups).unwrap();
+            quantize::swizzle_row_groups(&client, &handle, rows, blocks, &groups).unwrap();
+        let back =
+            quantize::unswizzle_row_groups(&client, &swizzled, rows, blocks, &groups).unwrap();
         read_bytes(&client, &back, rows * blocks);
-        let (padded, _) = ops::pad_groups(&client, &x, &groups, 32).unwrap();
-        let back = ops::unpad_groups(&client, &padded, rows, &groups, 32).unwrap();
+        let (padded, _) = moe::pad_groups(&client, &x, &groups, 32).unwrap();
+        let back = moe::unpad_groups(&client, &padded, rows, &groups, 32).unwrap();
         read_matrix::<bf16>(&client, &back);
-        let sums = ops::group_sums(&client, &x, &groups).unwrap();
+        let sums = moe::segment_sum(&client, &x, &groups).unwrap();
         read_matrix::<f32>(&client, &sums);
-        ops::clear_rest(&client, &x, &groups).unwrap();
+        moe::zero_padding_rows(&client, &x, &groups).unwrap();
         read_matrix::<bf16>(&client, &x);
         let room = swizzle::block_group_blocks(rows, groups.count, 16);
         let bytes = upload_bytes(&client, &scales(32 * room, 2));
         let (swizzled, _) =
-            ops::swizzle_block_groups(&client, &bytes, 32, rows, 16, &groups).unwrap();
-        let back = ops::unswizzle_block_groups(&client, &swizzled, 32, rows, 16, &groups).unwrap();
+            quantize::swizzle_block_groups(&client, &bytes, 32, rows, 16, &groups).unwrap();
+        let back =
+            quantize::unswizzle_block_groups(&client, &swizzled, 32, rows, 16, &groups).unwrap();
         read_bytes(&client, &back, 32 * room);
     }
 }
@@ -468,27 +474,28 @@ fn errors_name_the_argument() {
     assert!(error.contains("offsets") && error.contains("24"), "{error}");
     let error = name(GroupOffsets::new(small.clone(), 0).unwrap_err());
     assert!(error.contains("at least one"), "{error}");
-    let error = name(ops::swizzle(&client, &small, 8, 8).unwrap_err());
+    let error = name(quantize::swizzle(&client, &small, 8, 8).unwrap_err());
     assert!(error.contains("scales") && error.contains("64"), "{error}");
-    let error = name(ops::unswizzle(&client, &small, 8, 8).unwrap_err());
+    let error = name(quantize::unswizzle(&client, &small, 8, 8).unwrap_err());
     assert!(
         error.contains("swizzled") && error.contains("1024"),
         "{error}"
     );
     let groups = groups(&client, &[0, 4]);
     let x = Matrix::empty(&client, 4, 8, FloatKind::Bf16);
-    let error = name(ops::pad_groups(&client, &x, &groups, 0).unwrap_err());
+    let error = name(moe::pad_groups(&client, &x, &groups, 0).unwrap_err());
     assert!(error.contains("alignment"), "{error}");
-    let error = name(ops::unpad_groups(&client, &x, 4, &groups, 16).unwrap_err());
+    let error = name(moe::unpad_groups(&client, &x, 4, &groups, 16).unwrap_err());
     assert!(error.contains("padded") && error.contains("16"), "{error}");
-    let error = name(ops::swizzle_block_groups(&client, &small, 8, 8, 0, &groups).unwrap_err());
+    let error =
+        name(quantize::swizzle_block_groups(&client, &small, 8, 8, 0, &groups).unwrap_err());
     assert!(error.contains("elements"), "{error}");
     let odd = Matrix::empty(&client, 4, 7, FloatKind::Bf16);
-    let error = name(ops::combine_rows(&client, &odd, &small, None, (1, 1)).unwrap_err());
+    let error = name(moe::moe_unpermute(&client, &odd, &small, None, (1, 1)).unwrap_err());
     assert!(error.contains("`x`") && error.contains("even"), "{error}");
-    let error = name(ops::combine_rows(&client, &x, &small, None, (2, 2)).unwrap_err());
+    let error = name(moe::moe_unpermute(&client, &x, &small, None, (2, 2)).unwrap_err());
     assert!(error.contains("places") && error.contains("16"), "{error}");
-    let error = ops::combine_rows_backward(&client, &x, &x, &small, &small, 2).unwrap_err();
+    let error = moe::moe_unpermute_backward(&client, &x, &x, &small, &small, 2).unwrap_err();
     let error = name(error);
     assert!(error.contains("`x`") && error.contains("8 x 8"), "{error}");
 }

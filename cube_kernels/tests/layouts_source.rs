@@ -15,9 +15,14 @@ use cubecl::{ir::ElemType, prelude::*};
 use kernel_sources::{Fake, cuda_source, disassembled, is_left_out, spills};
 use nvfp4_kernels::{
     cube::{codec::Conversion, eden::SignsLaunch, philox::RandomLaunch},
-    device::FloatKind,
-    ops::kernels::{self, Grouping, PackedRowsLaunch, ShapeLaunch, SourcePlan},
+    quantize::kernels::{Grouping, PackedRowsLaunch, ShapeLaunch, SourcePlan},
+    tensor::FloatKind,
 };
+
+/// All kernels of the crate.
+mod kernels {
+    pub use nvfp4_kernels::{moe::kernels::*, quantize::kernels::*};
+}
 
 /// One kernel of the crate, as source.
 struct Source {
@@ -60,7 +65,7 @@ fn sources(conversion: Conversion) -> Vec<Source> {
     let shape = || ShapeLaunch::new(rows, cols, 8, 4);
     // As most kernels are launched, and with all that they can be asked for.
     let plain = SourcePlan {
-        per_outer: false,
+        per_row: false,
         swizzled: false,
         grouping: Grouping::One,
     };
@@ -76,7 +81,7 @@ fn sources(conversion: Conversion) -> Vec<Source> {
         (
             "-batch",
             SourcePlan {
-                per_outer: true,
+                per_row: true,
                 swizzled: true,
                 grouping: Grouping::Batch,
             },
@@ -103,13 +108,22 @@ fn sources(conversion: Conversion) -> Vec<Source> {
         }};
     }
     add!("", NONE, rescale_kernel, b(9), b(9), 8, 256, 16, 16, 256);
-    add!("", NONE, spread_groups_kernel, b(8), b(9), b(rows), rows, 8);
+    add!(
+        "",
+        NONE,
+        broadcast_group_values_kernel,
+        b(8),
+        b(9),
+        b(rows),
+        rows,
+        8
+    );
     for kind in [FloatKind::F32, FloatKind::F16, FloatKind::Bf16] {
         let (tag, wide, elem) = (format!("{kind:?}"), AddressType::U64, kind.storage_type());
         add!(
             tag,
             NONE,
-            group_sums_kernel,
+            segment_sum_kernel,
             wide,
             b(n),
             b(9),
@@ -123,7 +137,7 @@ fn sources(conversion: Conversion) -> Vec<Source> {
         add!(
             tag,
             NONE,
-            clear_rest_kernel,
+            zero_padding_rows_kernel,
             wide,
             b(9),
             b(n),
@@ -138,7 +152,7 @@ fn sources(conversion: Conversion) -> Vec<Source> {
                 add!(
                     format!("{tag}-{address:?}-{width}-{weighted}"),
                     NONE,
-                    combine_rows_kernel,
+                    moe_unpermute_kernel,
                     address,
                     width,
                     b(n),
@@ -157,7 +171,7 @@ fn sources(conversion: Conversion) -> Vec<Source> {
             add!(
                 format!("{tag}-{address:?}-{width}"),
                 NONE,
-                combine_rows_backward_kernel,
+                moe_unpermute_backward_kernel,
                 address,
                 width,
                 b(n),

@@ -21,7 +21,6 @@ use cubecl::{
 use cubecl_server::runtime::Runtime;
 use kernel_sources::{Fake, count, cuda_source, disassembled, spills};
 use nvfp4_kernels::{
-    device::FloatKind,
     gemm::{
         OutputAmax,
         kernels::{
@@ -30,6 +29,7 @@ use nvfp4_kernels::{
             small_m_kernel, transpose_kernel,
         },
     },
+    tensor::FloatKind,
 };
 use nvrtc::CudaTools;
 

@@ -11,13 +11,13 @@ use cubecl::{prelude::*, server::Handle};
 use device::{DeviceElement, assert_bytes, assert_packed, read_f32, upload};
 use half::{bf16, f16};
 use nvfp4_kernels::{
-    Amax, Hadamard, HadamardSize, PackedAxis, RandomStream, Rounding,
-    device::{DevicePacked, FloatKind, Matrix},
-    ops::{self, EdenRandom, EdenSource},
+    Amax, Hadamard, HadamardSize, RandomStream, Rounding, Usage,
+    quantize::{self, EdenRandom, EdenSource},
     reference::{self, EdenTarget, Element},
+    tensor::{DeviceQuantized, FloatKind, Matrix},
 };
 
-const AXES: [PackedAxis; 2] = [PackedAxis::Cols, PackedAxis::Rows];
+const USAGES: [Usage; 2] = [Usage::Rowwise, Usage::Columnwise];
 const STREAM: RandomStream = RandomStream::new(0x1234_5678_9abc_def0, 3, 0xffff_fffe);
 
 fn hadamard() -> Hadamard {
@@ -33,19 +33,19 @@ fn check<T: Element>(
     target: EdenTarget,
     what: &str,
 ) {
-    for axis in AXES {
-        let what = format!("{what} {rows}x{cols} along {axis:?} {target:?}");
-        let amax = reference::ms_eden_amax(x, rows, cols, axis, &hadamard()).unwrap();
-        let found = ops::ms_eden_amax(client, source, axis, &hadamard()).unwrap();
+    for usage in USAGES {
+        let what = format!("{what} {rows}x{cols} along {usage:?} {target:?}");
+        let amax = reference::ms_eden_amax(x, rows, cols, usage, &hadamard()).unwrap();
+        let found = quantize::ms_eden_amax(client, source, usage, &hadamard()).unwrap();
         let read = read_f32(client, &found);
         assert!(
             read.to_bits() == amax.to_bits() || (read.is_nan() && amax.is_nan()),
             "{what}: amax {read:e} != {amax:e}"
         );
         let expected =
-            reference::ms_eden(x, rows, cols, axis, amax, &hadamard(), target, &STREAM).unwrap();
+            reference::ms_eden(x, rows, cols, usage, amax, &hadamard(), target, &STREAM).unwrap();
         let found =
-            ops::ms_eden(client, source, axis, &found, &hadamard(), target, STREAM).unwrap();
+            quantize::ms_eden(client, source, usage, &found, &hadamard(), target, STREAM).unwrap();
         assert_packed(client, &found, &expected, &what);
     }
 }
@@ -77,9 +77,9 @@ fn check_packed(client: &Client, rows: usize, cols: usize, kind: Kind) {
         packed.push(reference::quantize_row(&x, rows, cols, &amax, &Rounding::Nearest).unwrap());
     }
     for packed in &packed {
-        let device = DevicePacked::from_host(client, packed);
+        let device = DeviceQuantized::from_host(client, packed);
         let x = reference::dequantize(packed);
-        let what = format!("{kind:?} packed along {:?}", packed.axis());
+        let what = format!("{kind:?} packed along {:?}", packed.usage());
         check(
             client,
             (&device).into(),
@@ -156,12 +156,12 @@ fn device_offset() {
     let (rows, cols) = (40, 256);
     let x = convert::<bf16>(&values(Kind::Normal, rows * cols, 2));
     let matrix = upload(&client, &x, rows, cols);
-    let axis = PackedAxis::Cols;
-    let amax = ops::ms_eden_amax(&client, &matrix, axis, &hadamard()).unwrap();
+    let usage = Usage::Rowwise;
+    let amax = quantize::ms_eden_amax(&client, &matrix, usage, &hadamard()).unwrap();
     let offset: Handle = client.create_from_slice(bytemuck::cast_slice(&[5u32, 7]));
     let quantize = |random: EdenRandom| {
         let target = EdenTarget::Backward;
-        ops::ms_eden(&client, &matrix, axis, &amax, &hadamard(), target, random).unwrap()
+        quantize::ms_eden(&client, &matrix, usage, &amax, &hadamard(), target, random).unwrap()
     };
     let found = quantize(EdenRandom {
         stream: STREAM,
@@ -173,7 +173,7 @@ fn device_offset() {
         &x,
         rows,
         cols,
-        axis,
+        usage,
         read_f32(&client, &amax),
         &hadamard(),
         EdenTarget::Backward,
@@ -198,11 +198,11 @@ fn products_survive_the_rotation() {
     let b = values(Kind::Normal, n * k, 2);
     let quantize = |x: &[f32], rows: usize, stream: u64| {
         let matrix = upload(&client, x, rows, k);
-        let axis = PackedAxis::Cols;
-        let amax = ops::ms_eden_amax(&client, &matrix, axis, &hadamard()).unwrap();
+        let usage = Usage::Rowwise;
+        let amax = quantize::ms_eden_amax(&client, &matrix, usage, &hadamard()).unwrap();
         let random = RandomStream::new(1, stream, 0);
         let target = EdenTarget::Backward;
-        ops::ms_eden(&client, &matrix, axis, &amax, &hadamard(), target, random).unwrap()
+        quantize::ms_eden(&client, &matrix, usage, &amax, &hadamard(), target, random).unwrap()
     };
     let product = nvfp4_kernels::gemm::gemm(
         &client,
@@ -231,15 +231,15 @@ fn repeated_launches_agree() {
     let (rows, cols) = (300, 200);
     let x = convert::<bf16>(&values(Kind::Heavy, rows * cols, 5));
     let matrix = upload(&client, &x, rows, cols);
-    let axis = PackedAxis::Rows;
+    let usage = Usage::Columnwise;
     let target = EdenTarget::Backward;
-    let amax = reference::ms_eden_amax(&x, rows, cols, axis, &hadamard()).unwrap();
+    let amax = reference::ms_eden_amax(&x, rows, cols, usage, &hadamard()).unwrap();
     let expected =
-        reference::ms_eden(&x, rows, cols, axis, amax, &hadamard(), target, &STREAM).unwrap();
+        reference::ms_eden(&x, rows, cols, usage, amax, &hadamard(), target, &STREAM).unwrap();
     for _ in 0..100 {
-        let amax = ops::ms_eden_amax(&client, &matrix, axis, &hadamard()).unwrap();
+        let amax = quantize::ms_eden_amax(&client, &matrix, usage, &hadamard()).unwrap();
         let found =
-            ops::ms_eden(&client, &matrix, axis, &amax, &hadamard(), target, STREAM).unwrap();
+            quantize::ms_eden(&client, &matrix, usage, &amax, &hadamard(), target, STREAM).unwrap();
         assert_packed(&client, &found, &expected, "repeated");
     }
 }
@@ -260,28 +260,29 @@ fn more_elements_than_32_bits_index() {
     let matrix = upload(&client, &x, rows, cols);
     drop(x);
     let small = upload(&client, &tail, 128, cols);
-    for axis in AXES {
+    for usage in USAGES {
         let codes = |matrix: &Matrix| {
-            let amax = ops::ms_eden_amax(&client, matrix, axis, &hadamard()).unwrap();
+            let amax = quantize::ms_eden_amax(&client, matrix, usage, &hadamard()).unwrap();
             let target = EdenTarget::Backward;
             let packed =
-                ops::ms_eden(&client, matrix, axis, &amax, &hadamard(), target, STREAM).unwrap();
+                quantize::ms_eden(&client, matrix, usage, &amax, &hadamard(), target, STREAM)
+                    .unwrap();
             device::read_bytes(&client, &packed.codes, packed.outer() * packed.blocks() * 8)
         };
         let (large, small) = (codes(&matrix), codes(&small));
         // Stored rows of the large matrix end in those of the small one; all else is zero.
-        let (outer, length) = match axis {
-            PackedAxis::Cols => (1, small.len()),
-            PackedAxis::Rows => (cols, 64),
+        let (outer, length) = match usage {
+            Usage::Rowwise => (1, small.len()),
+            Usage::Columnwise => (cols, 64),
         };
         let rows = large.chunks(large.len() / outer).zip(small.chunks(length));
         for (row, (large, small)) in rows.enumerate() {
             let (zeros, tail) = large.split_at(large.len() - length);
-            assert_bytes(tail, small, &format!("{axis:?}, stored row {row}"));
+            assert_bytes(tail, small, &format!("{usage:?}, stored row {row}"));
             // Differences of zeros are zeros of either sign.
             assert!(
                 zeros.iter().all(|&byte| byte & 0x77 == 0),
-                "{axis:?}, stored row {row}"
+                "{usage:?}, stored row {row}"
             );
         }
     }
@@ -291,18 +292,20 @@ fn more_elements_than_32_bits_index() {
 fn errors_name_the_argument() {
     let client = client!("errors_name_the_argument");
     let x = upload::<f32>(&client, &[0.0; 128], 1, 128);
-    let axis = PackedAxis::Cols;
-    let error = ops::ms_eden_amax(&client, &x, axis, &Hadamard::default()).unwrap_err();
+    let usage = Usage::Rowwise;
+    let error = quantize::ms_eden_amax(&client, &x, usage, &Hadamard::default()).unwrap_err();
     assert!(error.to_string().contains("hadamard") && error.to_string().contains("128"));
     let small = client.create_from_slice(&[0u8; 2]);
     let target = EdenTarget::Backward;
-    let error = ops::ms_eden(&client, &x, axis, &small, &hadamard(), target, STREAM).unwrap_err();
+    let error =
+        quantize::ms_eden(&client, &x, usage, &small, &hadamard(), target, STREAM).unwrap_err();
     assert!(error.to_string().contains("amax"), "{error}");
-    let amax = ops::ms_eden_amax(&client, &x, axis, &hadamard()).unwrap();
+    let amax = quantize::ms_eden_amax(&client, &x, usage, &hadamard()).unwrap();
     let random = EdenRandom {
         stream: STREAM,
         offset: Some(small),
     };
-    let error = ops::ms_eden(&client, &x, axis, &amax, &hadamard(), target, random).unwrap_err();
+    let error =
+        quantize::ms_eden(&client, &x, usage, &amax, &hadamard(), target, random).unwrap_err();
     assert!(error.to_string().contains("random"), "{error}");
 }

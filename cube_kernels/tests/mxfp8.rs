@@ -11,13 +11,13 @@ use cubecl::prelude::*;
 use device::{DeviceElement, assert_bytes, assert_floats, read_matrix, upload};
 use half::{bf16, f16};
 use nvfp4_kernels::{
-    Amax, BlockScaling, Hadamard, MxPacked, PackedAxis, PackedTensor, Rounding, ScaleLayout,
-    device::{DevicePacked, FloatKind, Matrix},
-    ops::{self, DeviceMx},
+    Amax, BlockScaling, Hadamard, MxPacked, QuantizedTensor, Rounding, ScaleLayout, Usage,
+    quantize::{self, DeviceMx},
     reference,
+    tensor::{DeviceQuantized, FloatKind, Matrix},
 };
 
-const AXES: [PackedAxis; 2] = [PackedAxis::Cols, PackedAxis::Rows];
+const USAGES: [Usage; 2] = [Usage::Rowwise, Usage::Columnwise];
 
 fn assert_same(client: &Client, found: &DeviceMx, expected: &MxPacked, what: &str) {
     let found = found.to_host(client).unwrap();
@@ -27,15 +27,15 @@ fn assert_same(client: &Client, found: &DeviceMx, expected: &MxPacked, what: &st
 /// Both orientations of one matrix, and back.
 fn check_matrix<T: DeviceElement>(client: &Client, x: &[T], rows: usize, cols: usize, what: &str) {
     let matrix = upload(client, x, rows, cols);
-    for axis in AXES {
-        let what = format!("{what} {rows}x{cols} {:?} {axis:?}", T::KIND);
-        let expected = reference::mx_quantize(x, rows, cols, axis).unwrap();
-        let found = ops::mx_quantize(client, &matrix, axis).unwrap();
+    for usage in USAGES {
+        let what = format!("{what} {rows}x{cols} {:?} {usage:?}", T::KIND);
+        let expected = reference::mx_quantize(x, rows, cols, usage).unwrap();
+        let found = quantize::mx_quantize(client, &matrix, usage).unwrap();
         assert_same(client, &found, &expected, &what);
         let expected = reference::mx_dequantize(&expected);
-        let exact = ops::mx_dequantize(client, &found, FloatKind::F32).unwrap();
+        let exact = quantize::mx_dequantize(client, &found, FloatKind::F32).unwrap();
         assert_floats(&read_matrix::<f32>(client, &exact), &expected, &what);
-        let rounded = ops::mx_dequantize(client, &found, T::KIND).unwrap();
+        let rounded = quantize::mx_dequantize(client, &found, T::KIND).unwrap();
         assert_floats(
             &read_matrix::<T>(client, &rounded),
             &convert::<T>(&expected),
@@ -114,24 +114,24 @@ fn empty() {
 }
 
 /// The bytes of a NVFP4 operand dequantized, rounded to `V`, and quantized to MXFP8.
-fn check_requantize<V: DeviceElement>(client: &Client, packed: &PackedTensor, what: &str) {
-    let device = DevicePacked::from_host(client, packed);
+fn check_requantize<V: DeviceElement>(client: &Client, packed: &QuantizedTensor, what: &str) {
+    let device = DeviceQuantized::from_host(client, packed);
     let dequantized = convert::<V>(&reference::dequantize(packed));
-    for axis in AXES {
+    for usage in USAGES {
         let what = format!(
-            "{what} {}x{} {:?} to {axis:?} via {:?}",
+            "{what} {}x{} {:?} to {usage:?} via {:?}",
             packed.rows(),
             packed.cols(),
-            packed.axis(),
+            packed.usage(),
             V::KIND
         );
         let expected =
-            reference::mx_quantize(&dequantized, packed.rows(), packed.cols(), axis).unwrap();
-        let found = ops::mx_requantize(client, &device, axis, V::KIND).unwrap();
+            reference::mx_quantize(&dequantized, packed.rows(), packed.cols(), usage).unwrap();
+        let found = quantize::mx_requantize(client, &device, usage, V::KIND).unwrap();
         assert_same(client, &found, &expected, &what);
         // And it is what the kernels do one after another.
-        let dense = ops::dequantize(client, &device, V::KIND).unwrap();
-        let found = ops::mx_quantize(client, &dense, axis).unwrap();
+        let dense = quantize::dequantize(client, &device, V::KIND).unwrap();
+        let found = quantize::mx_quantize(client, &dense, usage).unwrap();
         assert_same(client, &found, &expected, &what);
     }
 }
@@ -199,9 +199,9 @@ fn repeated_launches_agree() {
     let (rows, cols) = (300, 200);
     let x = convert::<bf16>(&values(Kind::Heavy, rows * cols, 5));
     let matrix = upload(&client, &x, rows, cols);
-    let expected = reference::mx_quantize(&x, rows, cols, PackedAxis::Rows).unwrap();
+    let expected = reference::mx_quantize(&x, rows, cols, Usage::Columnwise).unwrap();
     for _ in 0..100 {
-        let found = ops::mx_quantize(&client, &matrix, PackedAxis::Rows).unwrap();
+        let found = quantize::mx_quantize(&client, &matrix, Usage::Columnwise).unwrap();
         assert_same(&client, &found, &expected, "repeated");
     }
 }
@@ -222,15 +222,15 @@ fn more_elements_than_32_bits_index() {
     let matrix = upload(&client, &x, rows, cols);
     drop(x);
     let small = upload(&client, &tail, 128, cols);
-    for axis in AXES {
-        let large = ops::mx_quantize(&client, &matrix, axis).unwrap();
+    for usage in USAGES {
+        let large = quantize::mx_quantize(&client, &matrix, usage).unwrap();
         let large = large.to_host(&client).unwrap();
-        let small = ops::mx_quantize(&client, &small, axis).unwrap();
+        let small = quantize::mx_quantize(&client, &small, usage).unwrap();
         let small = small.to_host(&client).unwrap();
         // Stored rows of the large matrix end in those of the small one; all else is zero.
-        let (outer, length) = match axis {
-            PackedAxis::Cols => (1, 128 * cols),
-            PackedAxis::Rows => (cols, 128),
+        let (outer, length) = match usage {
+            Usage::Rowwise => (1, 128 * cols),
+            Usage::Columnwise => (cols, 128),
         };
         for (large, small, length) in [
             (large.codes(), small.codes(), length),
@@ -239,10 +239,10 @@ fn more_elements_than_32_bits_index() {
             let rows = large.chunks(large.len() / outer).zip(small.chunks(length));
             for (row, (large, small)) in rows.enumerate() {
                 let (zeros, tail) = large.split_at(large.len() - length);
-                assert_bytes(tail, small, &format!("{axis:?}, stored row {row}"));
+                assert_bytes(tail, small, &format!("{usage:?}, stored row {row}"));
                 assert!(
                     zeros.iter().all(|&byte| byte == 0),
-                    "{axis:?}, stored row {row}"
+                    "{usage:?}, stored row {row}"
                 );
             }
         }
@@ -255,8 +255,8 @@ fn errors_name_the_argument() {
     let error = Matrix::new(client.empty(4), 8, 8, FloatKind::Bf16).unwrap_err();
     assert!(error.to_string().contains("handle"));
     let zeros = upload::<f32>(&client, &[0.0; 128], 4, 32);
-    let mut packed = ops::mx_quantize(&client, &zeros, AXES[0]).unwrap();
+    let mut packed = quantize::mx_quantize(&client, &zeros, USAGES[0]).unwrap();
     packed.rows = 5;
-    let error = ops::mx_dequantize(&client, &packed, FloatKind::F32).unwrap_err();
+    let error = quantize::mx_dequantize(&client, &packed, FloatKind::F32).unwrap_err();
     assert!(error.to_string().contains("packed") && error.to_string().contains("160"));
 }

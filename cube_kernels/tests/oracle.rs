@@ -8,8 +8,8 @@ mod literal;
 use common::{ALL_KINDS, Kind, TestElement, convert, values};
 use half::{bf16, f16};
 use nvfp4_kernels::{
-    Amax, BlockScaling, CopyPolicy, ErrorNorm, Hadamard, HadamardSize, Nvfp4Error, PackedAxis,
-    PackedTensor, RandomStream, Rounding, ScaleLayout,
+    Amax, BlockScaling, ErrorNorm, Hadamard, HadamardSize, Nvfp4Error, QuantParams,
+    QuantizedTensor, RandomStream, Rounding, ScaleLayout, Usage,
     format::{e2m1, packed::BlockShape},
     reference,
 };
@@ -20,7 +20,7 @@ const SCALINGS: [BlockScaling; 4] = [
     BlockScaling::FourOverSix(ErrorNorm::Mae),
     BlockScaling::FourOverSix(ErrorNorm::Mse),
 ];
-const AXES: [PackedAxis; 2] = [PackedAxis::Cols, PackedAxis::Rows];
+const USAGES: [Usage; 2] = [Usage::Rowwise, Usage::Columnwise];
 const SHAPES: [(usize, usize); 10] = [
     (0, 16),
     (0, 48),
@@ -46,7 +46,7 @@ fn transforms() -> impl Iterator<Item = Option<Hadamard>> {
 }
 
 /// Every policy that the oracle takes, with compact scales.
-fn policies() -> Vec<CopyPolicy> {
+fn policies() -> Vec<QuantParams> {
     let mut policies = Vec::new();
     for hadamard in transforms() {
         for scaling in SCALINGS {
@@ -54,10 +54,10 @@ fn policies() -> Vec<CopyPolicy> {
                 let refused = matches!(scaling, BlockScaling::FourOverSix(_))
                     && rounding != Rounding::Nearest;
                 if !refused {
-                    policies.push(CopyPolicy {
+                    policies.push(QuantParams {
                         hadamard,
                         scaling,
-                        ..CopyPolicy::new(rounding)
+                        ..QuantParams::new(rounding)
                     });
                 }
             }
@@ -67,10 +67,10 @@ fn policies() -> Vec<CopyPolicy> {
 }
 
 /// The maxima of stored rows, by the literal definition.
-fn maxima(stored: &[Vec<f32>], per_outer: bool) -> Amax {
+fn maxima(stored: &[Vec<f32>], per_row: bool) -> Amax {
     let all = |rows: &[Vec<f32>]| reference::amax(&rows.concat());
-    if per_outer {
-        Amax::PerOuter(
+    if per_row {
+        Amax::PerRow(
             stored
                 .iter()
                 .map(|row| all(std::slice::from_ref(row)))
@@ -81,12 +81,12 @@ fn maxima(stored: &[Vec<f32>], per_outer: bool) -> Amax {
     }
 }
 
-fn codes(packed: &PackedTensor) -> Vec<u8> {
+fn codes(packed: &QuantizedTensor) -> Vec<u8> {
     let halves = packed.codes().iter().map(|byte| [byte & 15, byte >> 4]);
     halves.flatten().collect()
 }
 
-fn assert_is(found: &PackedTensor, expected: &literal::Copy, what: &str) {
+fn assert_is(found: &QuantizedTensor, expected: &literal::Copy, what: &str) {
     let found = found.clone().with_scale_layout(ScaleLayout::Compact);
     assert_eq!(found.scales(), expected.scales, "{what}: scales");
     assert_eq!(codes(&found), expected.codes, "{what}: codes");
@@ -105,20 +105,20 @@ fn every_combination<T: TestElement>(kinds: &[Kind]) {
         for &kind in kinds {
             let x: Vec<T> = convert(&values(kind, rows * cols, seed as u32));
             let exact: Vec<f32> = x.iter().map(|value| value.to_f32()).collect();
-            for axis in AXES {
+            for usage in USAGES {
                 for policy in policies() {
                     let hadamard = policy.hadamard.as_ref();
-                    let stored = literal::stored_rows(&exact, (rows, cols), axis, hadamard);
-                    for per_outer in [false, true] {
+                    let stored = literal::stored_rows(&exact, (rows, cols), usage, hadamard);
+                    for per_row in [false, true] {
                         let what = format!(
-                            "{} {kind:?} {rows}x{cols} {axis:?} per_outer={per_outer} {policy:?}",
+                            "{} {kind:?} {rows}x{cols} {usage:?} per_row={per_row} {policy:?}",
                             std::any::type_name::<T>()
                         );
-                        let amax = maxima(&stored, per_outer);
+                        let amax = maxima(&stored, per_row);
                         let first = (1 << 32) - 2;
                         let expected = literal::quantize(&stored, &amax, &policy, first);
                         let found =
-                            reference::quantize(&x, rows, cols, axis, &amax, &policy, first)
+                            reference::quantize(&x, rows, cols, usage, &amax, &policy, first)
                                 .unwrap();
                         assert_is(&found, &expected, &what);
                         assert_eq!(found.origin().scaling, policy.scaling);
@@ -126,15 +126,15 @@ fn every_combination<T: TestElement>(kinds: &[Kind]) {
                         assert_eq!(found.origin().scale_bound(), policy.scaling.bound());
                         assert_eq!(found.origin().block, BlockShape::OneBy16);
                         let group = hadamard.map_or(16, |h| h.size().elements());
-                        let inner = axis.stored_shape(rows, cols).1;
+                        let inner = usage.stored_shape(rows, cols).1;
                         assert_eq!(found.blocks() * 16, inner.next_multiple_of(group));
 
-                        let swizzled = CopyPolicy {
+                        let swizzled = QuantParams {
                             layout: ScaleLayout::Swizzled128x4,
                             ..policy
                         };
                         let swizzled =
-                            reference::quantize(&x, rows, cols, axis, &amax, &swizzled, first)
+                            reference::quantize(&x, rows, cols, usage, &amax, &swizzled, first)
                                 .unwrap();
                         assert_eq!(swizzled.scale_layout(), ScaleLayout::Swizzled128x4);
                         assert!(swizzled.scales().len().is_multiple_of(512), "{what}");
@@ -166,22 +166,22 @@ fn every_combination_f16() {
 fn matrices_of_several_tasks() {
     for (rows, cols) in [(150, 400), (1100, 32), (20, 1040)] {
         let x = values(Kind::Heavy, rows * cols, 21);
-        for axis in AXES {
+        for usage in USAGES {
             for hadamard in [None, Some(Hadamard::seeded_with_size(HadamardSize::H64, 2))] {
-                let policy = CopyPolicy {
+                let policy = QuantParams {
                     hadamard,
-                    ..CopyPolicy::new(stochastic(4))
+                    ..QuantParams::new(stochastic(4))
                 };
-                let stored = literal::stored_rows(&x, (rows, cols), axis, hadamard.as_ref());
-                for per_outer in [false, true] {
-                    let amax = maxima(&stored, per_outer);
+                let stored = literal::stored_rows(&x, (rows, cols), usage, hadamard.as_ref());
+                for per_row in [false, true] {
+                    let amax = maxima(&stored, per_row);
                     let expected = literal::quantize(&stored, &amax, &policy, 3);
                     let found =
-                        reference::quantize(&x, rows, cols, axis, &amax, &policy, 3).unwrap();
+                        reference::quantize(&x, rows, cols, usage, &amax, &policy, 3).unwrap();
                     assert_is(
                         &found,
                         &expected,
-                        &format!("{rows}x{cols} {axis:?} {per_outer}"),
+                        &format!("{rows}x{cols} {usage:?} {per_row}"),
                     );
                 }
             }
@@ -194,14 +194,14 @@ fn transformed_maxima_are_those_of_what_is_stored() {
     for (rows, cols) in SHAPES {
         let x = values(Kind::Heavy, rows * cols, 3);
         for hadamard in transforms().flatten() {
-            let axis = PackedAxis::Rows;
-            let stored = literal::stored_rows(&x, (rows, cols), axis, Some(&hadamard));
+            let usage = Usage::Columnwise;
+            let stored = literal::stored_rows(&x, (rows, cols), usage, Some(&hadamard));
             assert_eq!(
                 Amax::Tensor(reference::amax_rht(&x, rows, cols, &hadamard)),
                 maxima(&stored, false)
             );
             assert_eq!(
-                Amax::PerOuter(reference::amax_rht_cols(&x, rows, cols, &hadamard)),
+                Amax::PerRow(reference::amax_rht_cols(&x, rows, cols, &hadamard)),
                 maxima(&stored, true)
             );
         }
@@ -219,15 +219,19 @@ fn the_column_copy_is_the_row_copy_of_the_transpose() {
             let mut tall = x.clone();
             tall.resize(padded * cols, 0.0);
             let wide = transpose(&tall, padded, cols);
-            let stored =
-                literal::stored_rows(&x, (rows, cols), PackedAxis::Rows, policy.hadamard.as_ref());
-            for per_outer in [false, true] {
-                let amax = maxima(&stored, per_outer);
-                let copy = |x: &[f32], rows, cols, axis| {
-                    reference::quantize(x, rows, cols, axis, &amax, &policy, 77).unwrap()
+            let stored = literal::stored_rows(
+                &x,
+                (rows, cols),
+                Usage::Columnwise,
+                policy.hadamard.as_ref(),
+            );
+            for per_row in [false, true] {
+                let amax = maxima(&stored, per_row);
+                let copy = |x: &[f32], rows, cols, usage| {
+                    reference::quantize(x, rows, cols, usage, &amax, &policy, 77).unwrap()
                 };
-                let col = copy(&x, rows, cols, PackedAxis::Rows);
-                let row = copy(&wide, cols, padded, PackedAxis::Cols);
+                let col = copy(&x, rows, cols, Usage::Columnwise);
+                let row = copy(&wide, cols, padded, Usage::Rowwise);
                 assert_eq!(col.codes(), row.codes(), "{rows}x{cols} {policy:?}");
                 assert_eq!(col.scales(), row.scales(), "{rows}x{cols} {policy:?}");
             }
@@ -240,10 +244,10 @@ fn groups_of_a_buffer_draw_the_bits_of_the_whole() {
     let (rows, cols, split) = (40, 48, 23);
     let x = values(Kind::Normal, rows * cols, 4);
     let amax = Amax::Tensor(reference::amax(&x));
-    let policy = CopyPolicy::new(stochastic(9));
+    let policy = QuantParams::new(stochastic(9));
     let copy = |x: &[f32], first| {
         let rows = x.len() / cols;
-        reference::quantize(x, rows, cols, PackedAxis::Cols, &amax, &policy, first).unwrap()
+        reference::quantize(x, rows, cols, Usage::Rowwise, &amax, &policy, first).unwrap()
     };
     let whole = copy(&x, 0);
     let (head, tail) = x.split_at(split * cols);
@@ -263,7 +267,7 @@ fn tiles_are_literal_and_their_copies_transposes() {
     for (rows, cols) in SHAPES.into_iter().chain([(150, 400)]) {
         for kind in ALL_KINDS {
             let x = values(kind, rows * cols, 6);
-            let stored = literal::stored_rows(&x, (rows, cols), PackedAxis::Cols, None);
+            let stored = literal::stored_rows(&x, (rows, cols), Usage::Rowwise, None);
             let amax = reference::amax(&x);
             for scaling in SCALINGS {
                 let what = format!("{kind:?} {rows}x{cols} {scaling:?}");
@@ -305,12 +309,12 @@ fn tiles_are_literal_and_their_copies_transposes() {
 /// Largest scaled magnitude of each block whose scale byte is a normal number.
 fn largest_scaled(x: &[f32], scaling: BlockScaling) -> f32 {
     let amax = reference::amax(x);
-    let policy = CopyPolicy {
+    let policy = QuantParams {
         scaling,
-        ..CopyPolicy::new(Rounding::Nearest)
+        ..QuantParams::new(Rounding::Nearest)
     };
-    let (rows, axis) = (x.len() / 16, PackedAxis::Cols);
-    let packed = reference::quantize(x, rows, 16, axis, &Amax::Tensor(amax), &policy, 0).unwrap();
+    let (rows, usage) = (x.len() / 16, Usage::Rowwise);
+    let packed = reference::quantize(x, rows, 16, usage, &Amax::Tensor(amax), &policy, 0).unwrap();
     let global = reference::GlobalScale::from_amax(amax);
     let mut largest = 0f32;
     for (block, &byte) in x.chunks(16).zip(packed.scales()) {
@@ -349,11 +353,11 @@ fn headroom_ends_at_subnormal_scales() {
     // 2.35 · 17/16 units of 2^-9 round to 2 units.
     let x = [2.35 * 6.0 / 512.0; 16];
     let amax = Amax::Tensor(2688.0);
-    let policy = CopyPolicy {
+    let policy = QuantParams {
         scaling: BlockScaling::Headroom,
-        ..CopyPolicy::new(Rounding::Nearest)
+        ..QuantParams::new(Rounding::Nearest)
     };
-    let packed = reference::quantize(&x, 1, 16, PackedAxis::Cols, &amax, &policy, 0).unwrap();
+    let packed = reference::quantize(&x, 1, 16, Usage::Rowwise, &amax, &policy, 0).unwrap();
     assert_eq!(packed.scales(), [2]);
     assert!(x[0] * 512.0 / 2.0 > 6.5);
 }
@@ -366,16 +370,16 @@ fn headroom_makes_stochastic_rounding_unbiased() {
     let block: Vec<f32> = (0..16)
         .map(|i| 6.375 * [1.0, 0.9, -0.41, 0.3][i % 4])
         .collect();
-    let (draws, axis) = (8192usize, PackedAxis::Cols);
+    let (draws, usage) = (8192usize, Usage::Rowwise);
     // 2688 makes S = 1.
     let amax = Amax::Tensor(2688.0);
     let x = block.repeat(draws);
     let bias = |scaling: BlockScaling| -> Vec<f32> {
-        let policy = CopyPolicy {
+        let policy = QuantParams {
             scaling,
-            ..CopyPolicy::new(stochastic(1))
+            ..QuantParams::new(stochastic(1))
         };
-        let packed = reference::quantize(&x, draws, 16, axis, &amax, &policy, 0).unwrap();
+        let packed = reference::quantize(&x, draws, 16, usage, &amax, &policy, 0).unwrap();
         let decoded = reference::dequantize(&packed);
         (0..16)
             .map(|i| {
@@ -423,14 +427,15 @@ fn four_over_six_is_never_worse_than_six() {
         let x = values(kind, rows * cols, 8);
         for norm in [ErrorNorm::Mae, ErrorNorm::Mse] {
             let scaling = BlockScaling::FourOverSix(norm);
-            let policy = CopyPolicy {
+            let policy = QuantParams {
                 scaling,
-                ..CopyPolicy::new(Rounding::Nearest)
+                ..QuantParams::new(Rounding::Nearest)
             };
             let amax = reference::amax(&x);
-            let axis = PackedAxis::Cols;
+            let usage = Usage::Rowwise;
             let packed =
-                reference::quantize(&x, rows, cols, axis, &Amax::Tensor(amax), &policy, 0).unwrap();
+                reference::quantize(&x, rows, cols, usage, &Amax::Tensor(amax), &policy, 0)
+                    .unwrap();
             let (mut fours, mut better) = (0, 0);
             for (block, &byte) in x.chunks(16).zip(packed.scales()) {
                 let block = [block.to_vec()];
@@ -460,20 +465,20 @@ fn dequantization_divides_by_the_range_of_the_scaling() {
     let (rows, cols) = (33, 48);
     let x = values(Kind::Normal, rows * cols, 12);
     for scaling in SCALINGS {
-        for per_outer in [false, true] {
-            for axis in AXES {
-                let stored = literal::stored_rows(&x, (rows, cols), axis, None);
-                let amax = maxima(&stored, per_outer);
-                let policy = CopyPolicy {
+        for per_row in [false, true] {
+            for usage in USAGES {
+                let stored = literal::stored_rows(&x, (rows, cols), usage, None);
+                let amax = maxima(&stored, per_row);
+                let policy = QuantParams {
                     scaling,
-                    ..CopyPolicy::new(Rounding::Nearest)
+                    ..QuantParams::new(Rounding::Nearest)
                 };
-                let packed = reference::quantize(&x, rows, cols, axis, &amax, &policy, 0).unwrap();
+                let packed = reference::quantize(&x, rows, cols, usage, &amax, &policy, 0).unwrap();
                 let decoded = reference::dequantize(&packed);
                 let error: f32 = x.iter().zip(&decoded).map(|(a, b)| (a - b).powi(2)).sum();
                 let power: f32 = x.iter().map(|a| a * a).sum();
                 let relative = (error / power).sqrt();
-                assert!(relative < 0.11, "{axis:?} {policy:?}: {relative}");
+                assert!(relative < 0.11, "{usage:?} {policy:?}: {relative}");
             }
         }
     }
@@ -499,18 +504,18 @@ fn products_survive_transforms_and_scalings() {
     let norm = |x: &[f64]| x.iter().map(|v| v * v).sum::<f64>().sqrt();
     for hadamard in transforms() {
         for scaling in SCALINGS {
-            for per_outer in [false, true] {
-                let policy = CopyPolicy {
+            for per_row in [false, true] {
+                let policy = QuantParams {
                     hadamard,
                     scaling,
-                    ..CopyPolicy::new(Rounding::Nearest)
+                    ..QuantParams::new(Rounding::Nearest)
                 };
                 let pack = |x: &[f32], cols| {
-                    let axis = PackedAxis::Rows;
+                    let usage = Usage::Columnwise;
                     let stored =
-                        literal::stored_rows(x, (tokens, cols), axis, policy.hadamard.as_ref());
-                    let amax = maxima(&stored, per_outer);
-                    reference::quantize(x, tokens, cols, axis, &amax, &policy, 0).unwrap()
+                        literal::stored_rows(x, (tokens, cols), usage, policy.hadamard.as_ref());
+                    let amax = maxima(&stored, per_row);
+                    reference::quantize(x, tokens, cols, usage, &amax, &policy, 0).unwrap()
                 };
                 let (a, b) = (pack(&a, m), pack(&b, n));
                 let found = reference::gemm_f64(&a, &b, None).unwrap();
@@ -538,30 +543,30 @@ fn products_survive_transforms_and_scalings() {
 fn arguments_that_cannot_be_are_refused() {
     let x = vec![1f32; 32 * 48];
     let tensor = Amax::Tensor(1.0);
-    let nearest = CopyPolicy::new(Rounding::Nearest);
-    let refused = |rows, cols, axis, amax: &Amax, policy: &CopyPolicy| match reference::quantize(
-        &x, rows, cols, axis, amax, policy, 0,
+    let nearest = QuantParams::new(Rounding::Nearest);
+    let refused = |rows, cols, usage, amax: &Amax, policy: &QuantParams| match reference::quantize(
+        &x, rows, cols, usage, amax, policy, 0,
     )
     .unwrap_err()
     {
         Nvfp4Error::Shape { argument, .. } | Nvfp4Error::Value { argument, .. } => argument,
         other => panic!("{other}"),
     };
-    let [by_cols, by_rows] = AXES;
+    let [by_cols, by_rows] = USAGES;
     assert_eq!(refused(32, 47, by_cols, &tensor, &nearest), "x");
     assert_eq!(refused(usize::MAX, 2, by_cols, &tensor, &nearest), "x");
     assert_eq!(refused(64, 24, by_cols, &tensor, &nearest), "cols");
-    for (axis, len) in [(by_cols, 48), (by_rows, 32)] {
-        let amax = Amax::PerOuter(vec![1.0; len]);
-        assert_eq!(refused(32, 48, axis, &amax, &nearest), "amax");
+    for (usage, len) in [(by_cols, 48), (by_rows, 32)] {
+        let amax = Amax::PerRow(vec![1.0; len]);
+        assert_eq!(refused(32, 48, usage, &amax, &nearest), "amax");
     }
-    let policy = CopyPolicy {
+    let policy = QuantParams {
         scaling: BlockScaling::FourOverSix(ErrorNorm::Mae),
-        ..CopyPolicy::new(stochastic(0))
+        ..QuantParams::new(stochastic(0))
     };
     assert_eq!(refused(32, 48, by_rows, &tensor, &policy), "policy");
     let layouts = [ScaleLayout::Compact; 2];
-    let rows = Amax::PerOuter(vec![1.0; 32]);
+    let rows = Amax::PerRow(vec![1.0; 32]);
     for scaling in SCALINGS {
         assert!(reference::quantize_tile(&x, 32, 48, &rows, scaling, layouts).is_err());
         assert!(reference::quantize_tile(&x, 64, 24, &tensor, scaling, layouts).is_err());

@@ -14,11 +14,11 @@ use cubecl::prelude::*;
 use device::{read_bytes, read_f32, upload};
 use half::bf16;
 use nvfp4_kernels::{
-    Amax, CopyPolicy, PackedAxis, RandomStream, Rounding, ScaleLayout,
-    device::{AmaxScope, DeviceCopy, DeviceRounding, Groups},
+    Amax, QuantParams, RandomStream, Rounding, ScaleLayout, Usage,
     format::{e2m1, e4m3},
-    ops::{self, AmaxRequest, CopyRequest},
+    quantize::{self, AmaxRequest, QuantRequest},
     reference::{self, GlobalScale, swizzle},
+    tensor::{AmaxGranularity, DeviceQuantParams, DeviceRounding, Groups},
 };
 
 fn codes(bytes: &[u8]) -> Vec<u8> {
@@ -31,14 +31,14 @@ fn codes(bytes: &[u8]) -> Vec<u8> {
 /// Codes of the row-wise and of the column-wise copy of `x`, each rounded by a stream of its own.
 fn both(client: &Client, x: &[f32], rows: usize, cols: usize, amax: f32) -> [Vec<u8>; 2] {
     let handle = client.create_from_slice(&amax.to_le_bytes());
-    let request = |stream| CopyRequest {
+    let request = |stream| QuantRequest {
         amax: &handle,
-        scope: AmaxScope::Group,
-        copy: DeviceCopy::new(DeviceRounding::Stochastic(RandomStream::new(11, stream, 0))),
+        scope: AmaxGranularity::PerTensor,
+        copy: DeviceQuantParams::new(DeviceRounding::Stochastic(RandomStream::new(11, stream, 0))),
     };
     let x = upload(client, x, rows, cols);
     let (row, col) =
-        ops::quantize_both(client, &x, &Groups::One, &request(0), &request(1)).unwrap();
+        quantize::quantize_both(client, &x, &Groups::One, &request(0), &request(1)).unwrap();
     let len = rows * cols / 2;
     [row, col].map(|copy| codes(&read_bytes(client, &copy.codes, len)))
 }
@@ -56,7 +56,7 @@ fn seeds_of_wide_rows_do_not_collide() {
         .collect();
     let amax = client.create_from_slice(&1.0f32.to_le_bytes());
     let stream = DeviceRounding::Stochastic(RandomStream::new(1, 0, 0));
-    let packed = ops::quantize_row(&client, &upload(&client, &x, rows, cols), &amax, stream);
+    let packed = quantize::quantize_row(&client, &upload(&client, &x, rows, cols), &amax, stream);
     let bytes = read_bytes(&client, &packed.unwrap().codes, rows * cols / 2);
     let blocks: HashSet<&[u8]> = bytes.chunks_exact(8).collect();
     assert!(blocks.len() > 3000, "{} distinct blocks", blocks.len());
@@ -128,7 +128,7 @@ fn scale_bytes_come_from_the_specifications_order() {
         .collect();
     let amax = client.create_from_slice(&tensor.to_le_bytes());
     let matrix = upload(&client, &x, maxima.len(), 16);
-    let packed = ops::quantize_row(&client, &matrix, &amax, DeviceRounding::Nearest).unwrap();
+    let packed = quantize::quantize_row(&client, &matrix, &amax, DeviceRounding::Nearest).unwrap();
     let found = read_bytes(&client, &packed.scales, maxima.len());
     for (&a, &byte) in maxima.iter().zip(&found) {
         assert_eq!(byte, of(a, tensor), "{a} of {tensor}");
@@ -174,7 +174,7 @@ fn multipliers_are_not_the_fast_ones() {
         .collect();
     let amax = client.create_from_slice(&tensor.to_le_bytes());
     let matrix = upload(&client, &x, blocks.len(), 16);
-    let packed = ops::quantize_row(&client, &matrix, &amax, DeviceRounding::Nearest).unwrap();
+    let packed = quantize::quantize_row(&client, &matrix, &amax, DeviceRounding::Nearest).unwrap();
     let found = codes(&read_bytes(&client, &packed.codes, blocks.len() * 8));
     for (row, &(a, x, expected)) in found.chunks_exact(16).zip(&blocks) {
         assert_eq!(e2m1::decode(row[1]), expected, "{x} beside {a}");
@@ -196,11 +196,11 @@ fn nan_survives_every_maximum() {
             x[place] = bf16::from_f32(special);
             let matrix = upload(&client, &x, rows, cols);
             let request = AmaxRequest {
-                rows: Some(AmaxScope::Group),
-                cols: Some((AmaxScope::Group, Some(Default::default()))),
+                rows: Some(AmaxGranularity::PerTensor),
+                cols: Some((AmaxGranularity::PerTensor, Some(Default::default()))),
             };
-            let found = ops::amaxes(&client, &matrix, &Groups::One, &request).unwrap();
-            let whole = read_f32(&client, &ops::amax(&client, &matrix, None).unwrap());
+            let found = quantize::amaxes(&client, &matrix, &Groups::One, &request).unwrap();
+            let whole = read_f32(&client, &quantize::amax(&client, &matrix, None).unwrap());
             let plain = read_f32(&client, &found.rows.unwrap());
             let transformed = read_f32(&client, &found.cols.unwrap());
             for found in [whole, plain] {
@@ -224,33 +224,34 @@ fn padding_of_scales_is_written() {
         let x = values(Kind::Normal, rows * cols, 7);
         let matrix = upload(&client, &x, rows, cols);
         let amax = client.create_from_slice(&reference::amax(&x).to_le_bytes());
-        let request = CopyRequest {
+        let request = QuantRequest {
             amax: &amax,
-            scope: AmaxScope::Group,
-            copy: DeviceCopy {
+            scope: AmaxGranularity::PerTensor,
+            copy: DeviceQuantParams {
                 layout: ScaleLayout::Swizzled128x4,
-                ..DeviceCopy::new(DeviceRounding::Nearest)
+                ..DeviceQuantParams::new(DeviceRounding::Nearest)
             },
         };
-        for axis in [PackedAxis::Cols, PackedAxis::Rows] {
-            let (outer, blocks) = match axis {
-                PackedAxis::Cols => (rows, cols / 16),
-                PackedAxis::Rows => (cols, rows.div_ceil(16)),
+        for usage in [Usage::Rowwise, Usage::Columnwise] {
+            let (outer, blocks) = match usage {
+                Usage::Rowwise => (rows, cols / 16),
+                Usage::Columnwise => (cols, rows.div_ceil(16)),
             };
             let len = swizzle::padded_len(outer, blocks);
             // What the pool hands out next has been used, and by this.
             for size in [len, 512 * 4, 512 * 64] {
                 drop(client.create_from_slice(&vec![0xFFu8; size]));
             }
-            let packed = ops::quantize(&client, &matrix, &Groups::One, axis, &request).unwrap();
+            let packed =
+                quantize::quantize(&client, &matrix, &Groups::One, usage, &request).unwrap();
             let found = read_bytes(&client, &packed.scales, len);
-            let policy = CopyPolicy {
+            let policy = QuantParams {
                 layout: ScaleLayout::Swizzled128x4,
-                ..CopyPolicy::new(Rounding::Nearest)
+                ..QuantParams::new(Rounding::Nearest)
             };
             let amax = Amax::Tensor(reference::amax(&x));
-            let expected = reference::quantize(&x, rows, cols, axis, &amax, &policy, 0).unwrap();
-            assert_eq!(found, expected.scales(), "{rows}x{cols} {axis:?}");
+            let expected = reference::quantize(&x, rows, cols, usage, &amax, &policy, 0).unwrap();
+            assert_eq!(found, expected.scales(), "{rows}x{cols} {usage:?}");
             assert!(found.len() > outer * blocks, "nothing is padded here");
         }
     }

@@ -14,15 +14,17 @@ use device::{
 };
 use half::{bf16, f16};
 use nvfp4_kernels::{
-    Amax, BlockScaling, CopyPolicy, ErrorNorm, Hadamard, HadamardSize, PackedAxis, RandomStream,
-    Rounding, ScaleLayout,
+    Amax, BlockScaling, ErrorNorm, Hadamard, HadamardSize, QuantParams, RandomStream, Rounding,
+    ScaleLayout, Usage,
+    capabilities::Capabilities,
     cube::{
         codec::Conversion,
         exact::{fma, reciprocal_of_1_to_2, sqrt},
     },
-    device::{AmaxScope, Capabilities, DevicePacked, Groups, Matrix},
-    ops::{self, AmaxRequest, Amaxes, CopyRequest, Gated, GroupOffsets, Source},
+    moe::GroupOffsets,
+    quantize::{self, AmaxRequest, Amaxes, Gated, QuantRequest, Source},
     reference,
+    tensor::{AmaxGranularity, DeviceQuantized, Groups, Matrix},
 };
 
 const EPSILON: f32 = 1e-6;
@@ -69,7 +71,7 @@ impl<T: DeviceElement> Case<T> {
 
     /// The produced matrix in memory, by an operation of its own.
     fn unfused(&self, client: &Client) -> Matrix {
-        ops::produce(client, self.source()).unwrap()
+        quantize::produce(client, self.source()).unwrap()
     }
 }
 
@@ -194,7 +196,7 @@ fn row_factors_are_the_oracles() {
                 let x = convert::<T>(&values(kind, rows * cols, cols as u32));
                 let expected = reference::rms_norm_rstd(&x, rows, cols, EPSILON);
                 let matrix = upload(client, &x, rows, cols);
-                let found = ops::rms_norm_rstd(client, &matrix, EPSILON).unwrap();
+                let found = quantize::rms_norm_rstd(client, &matrix, EPSILON).unwrap();
                 let what = format!("{rows}x{cols} {kind:?} {:?}", T::KIND);
                 assert_floats(&read_floats(client, &found, rows), &expected, &what);
             }
@@ -217,13 +219,13 @@ fn read_floats(client: &Client, handle: &Handle, len: usize) -> Vec<f32> {
 /// any sizes; only what these fill is compared.
 fn assert_copies(
     client: &Client,
-    found: &DevicePacked,
-    expected: &DevicePacked,
+    found: &DeviceQuantized,
+    expected: &DeviceQuantized,
     sizes: &[usize],
     what: &str,
 ) {
-    let blocks = match (found.axis, found.layout) {
-        (PackedAxis::Rows, ScaleLayout::Compact) if sizes.len() > 1 => {
+    let blocks = match (found.usage, found.layout) {
+        (Usage::Columnwise, ScaleLayout::Compact) if sizes.len() > 1 => {
             let unit = found.unit();
             let units: usize = sizes.iter().map(|size| size.div_ceil(unit)).sum();
             units * (unit / 16) * found.cols
@@ -234,7 +236,7 @@ fn assert_copies(
         ScaleLayout::Compact => blocks,
         ScaleLayout::Swizzled128x4 => found.scale_bytes(),
     };
-    let parts = |packed: &DevicePacked| {
+    let parts = |packed: &DeviceQuantized| {
         [
             read_bytes(client, &packed.scales, scales),
             read_bytes(client, &packed.codes, blocks * 8),
@@ -251,41 +253,41 @@ fn assert_copies(
 }
 
 /// Copies with a row-wise policy, a column-wise one, and what an amax stands for.
-fn policies() -> Vec<(CopyPolicy, CopyPolicy, AmaxScope)> {
-    let nearest = CopyPolicy::new(Rounding::Nearest);
-    let stochastic = CopyPolicy::new(STOCHASTIC);
-    let transformed = |size, copy: CopyPolicy| CopyPolicy {
+fn policies() -> Vec<(QuantParams, QuantParams, AmaxGranularity)> {
+    let nearest = QuantParams::new(Rounding::Nearest);
+    let stochastic = QuantParams::new(STOCHASTIC);
+    let transformed = |size, copy: QuantParams| QuantParams {
         hadamard: Some(Hadamard::seeded_with_size(size, 3)),
         ..copy
     };
-    let default = |copy: CopyPolicy| CopyPolicy {
+    let default = |copy: QuantParams| QuantParams {
         hadamard: Some(Hadamard::default()),
         ..copy
     };
-    let swizzled = |copy: CopyPolicy| CopyPolicy {
+    let swizzled = |copy: QuantParams| QuantParams {
         layout: ScaleLayout::Swizzled128x4,
         ..copy
     };
-    let scaled = |scaling, copy: CopyPolicy| CopyPolicy { scaling, ..copy };
+    let scaled = |scaling, copy: QuantParams| QuantParams { scaling, ..copy };
     let four_over_six = BlockScaling::FourOverSix(ErrorNorm::Mae);
     vec![
         // What training does to activations, and to gradients.
-        (nearest, default(nearest), AmaxScope::Group),
-        (stochastic, default(stochastic), AmaxScope::Group),
+        (nearest, default(nearest), AmaxGranularity::PerTensor),
+        (stochastic, default(stochastic), AmaxGranularity::PerTensor),
         (
             swizzled(nearest),
             swizzled(transformed(HadamardSize::H128, stochastic)),
-            AmaxScope::Group,
+            AmaxGranularity::PerTensor,
         ),
         (
             scaled(four_over_six, nearest),
             scaled(BlockScaling::Headroom, stochastic),
-            AmaxScope::Group,
+            AmaxGranularity::PerTensor,
         ),
         (
             stochastic,
             transformed(HadamardSize::H16, nearest),
-            AmaxScope::Outer,
+            AmaxGranularity::PerRow,
         ),
     ]
 }
@@ -294,14 +296,14 @@ fn maxima<'a>(
     client: &Client,
     source: impl Into<Source<'a>>,
     groups: &Groups,
-    scope: AmaxScope,
+    scope: AmaxGranularity,
     hadamard: Option<Hadamard>,
 ) -> Amaxes {
     let request = AmaxRequest {
         rows: Some(scope),
         cols: Some((scope, hadamard)),
     };
-    ops::amaxes(client, source, groups, &request).unwrap()
+    quantize::amaxes(client, source, groups, &request).unwrap()
 }
 
 /// Maxima, copies together and alone, and copies beside a written matrix: all of them once computed on
@@ -310,7 +312,7 @@ fn check_fused<T: DeviceElement>(
     client: &Client,
     case: &Case<T>,
     (groups, sizes): (&Groups, &[usize]),
-    policies: &[(CopyPolicy, CopyPolicy, AmaxScope)],
+    policies: &[(QuantParams, QuantParams, AmaxGranularity)],
     what: &str,
 ) {
     let unfused = case.unfused(client);
@@ -323,13 +325,13 @@ fn check_fused<T: DeviceElement>(
             cols: Some((scope, col.hadamard)),
         };
         let (written, beside) =
-            ops::produce_with_amaxes(client, case.source(), groups, &request).unwrap();
+            quantize::produce_with_amaxes(client, case.source(), groups, &request).unwrap();
         if matches!(groups, Groups::One) {
             assert_floats(&read_matrix::<T>(client, &written), &case.expected, &what);
         }
         let (rows_len, cols_len) = match scope {
-            AmaxScope::Group => (groups.count(), groups.count()),
-            AmaxScope::Outer => (case.rows, groups.count() * case.cols),
+            AmaxGranularity::PerTensor => (groups.count(), groups.count()),
+            AmaxGranularity::PerRow => (case.rows, groups.count() * case.cols),
         };
         for found in [&found, &beside] {
             for (found, expected, len) in [
@@ -342,16 +344,16 @@ fn check_fused<T: DeviceElement>(
             }
         }
         let (row_amax, col_amax) = (expected.rows.unwrap(), expected.cols.unwrap());
-        let request = |amax, copy: CopyPolicy| CopyRequest {
+        let request = |amax, copy: QuantParams| QuantRequest {
             amax,
             scope,
             copy: copy.into(),
         };
         let (row, col) = (request(&row_amax, row), request(&col_amax, col));
         let (expected_row, expected_col) =
-            ops::quantize_both(client, &unfused, groups, &row, &col).unwrap();
+            quantize::quantize_both(client, &unfused, groups, &row, &col).unwrap();
         let (found_row, found_col) =
-            ops::quantize_both(client, case.source(), groups, &row, &col).unwrap();
+            quantize::quantize_both(client, case.source(), groups, &row, &col).unwrap();
         assert_copies(
             client,
             &found_row,
@@ -366,17 +368,17 @@ fn check_fused<T: DeviceElement>(
             sizes,
             &format!("{what}: col"),
         );
-        for (axis, request, expected) in [
-            (PackedAxis::Cols, &row, &expected_row),
-            (PackedAxis::Rows, &col, &expected_col),
+        for (usage, request, expected) in [
+            (Usage::Rowwise, &row, &expected_row),
+            (Usage::Columnwise, &col, &expected_col),
         ] {
-            let alone = ops::quantize(client, case.source(), groups, axis, request).unwrap();
+            let alone = quantize::quantize(client, case.source(), groups, usage, request).unwrap();
             assert_copies(
                 client,
                 &alone,
                 expected,
                 sizes,
-                &format!("{what}: {axis:?} alone"),
+                &format!("{what}: {usage:?} alone"),
             );
         }
     }
@@ -455,15 +457,15 @@ fn groups_fused_are_unfused() {
             check_fused(&client, &case, (&groups, sizes), &policies()[1..2], &what);
             let ends = GroupOffsets::new(offsets.clone(), sizes.len()).unwrap();
             let amax = upload_bytes(&client, bytemuck::cast_slice(&vec![3f32; sizes.len()]));
-            let request = CopyRequest {
+            let request = QuantRequest {
                 amax: &amax,
-                scope: AmaxScope::Group,
-                copy: CopyPolicy::new(STOCHASTIC).into(),
+                scope: AmaxGranularity::PerTensor,
+                copy: QuantParams::new(STOCHASTIC).into(),
             };
             let unfused = case.unfused(&client);
             let side = |source| {
                 let (_, col) =
-                    ops::quantize_side_by_side(&client, source, &ends, None, Some(&request))
+                    quantize::quantize_side_by_side(&client, source, &ends, None, Some(&request))
                         .unwrap();
                 let col = col.unwrap();
                 // Blocks behind the last group are not written.
@@ -495,7 +497,7 @@ fn fused_copies_are_the_oracles() {
                 client,
                 case.source(),
                 &Groups::One,
-                AmaxScope::Group,
+                AmaxGranularity::PerTensor,
                 Some(hadamard),
             );
             let (row_amax, col_amax) = (found.rows.unwrap(), found.cols.unwrap());
@@ -505,17 +507,17 @@ fn fused_copies_are_the_oracles() {
             ];
             let maxima = [&row_amax, &col_amax].map(|handle| read_floats(client, handle, 1)[0]);
             assert_eq!(maxima, expected, "{what}");
-            let row = CopyPolicy::new(Rounding::Nearest);
-            let col = CopyPolicy {
+            let row = QuantParams::new(Rounding::Nearest);
+            let col = QuantParams {
                 hadamard: Some(hadamard),
-                ..CopyPolicy::new(STOCHASTIC)
+                ..QuantParams::new(STOCHASTIC)
             };
-            let request = |amax, copy: CopyPolicy| CopyRequest {
+            let request = |amax, copy: QuantParams| QuantRequest {
                 amax,
-                scope: AmaxScope::Group,
+                scope: AmaxGranularity::PerTensor,
                 copy: copy.into(),
             };
-            let (found_row, found_col) = ops::quantize_both(
+            let (found_row, found_col) = quantize::quantize_both(
                 client,
                 case.source(),
                 &Groups::One,
@@ -523,17 +525,18 @@ fn fused_copies_are_the_oracles() {
                 &request(&col_amax, col),
             )
             .unwrap();
-            for (found, axis, amax, policy) in [
-                (found_row, PackedAxis::Cols, expected[0], row),
-                (found_col, PackedAxis::Rows, expected[1], col),
+            for (found, usage, amax, policy) in [
+                (found_row, Usage::Rowwise, expected[0], row),
+                (found_col, Usage::Columnwise, expected[1], col),
             ] {
                 let amax = Amax::Tensor(amax);
-                let host = reference::quantize(&case.expected, rows, cols, axis, &amax, &policy, 0)
-                    .unwrap();
+                let host =
+                    reference::quantize(&case.expected, rows, cols, usage, &amax, &policy, 0)
+                        .unwrap();
                 let codes = read_bytes(client, &found.codes, host.codes().len());
                 let scales = read_bytes(client, &found.scales, host.scales().len());
-                assert_bytes(&codes, host.codes(), &format!("{what} {axis:?}: codes"));
-                assert_bytes(&scales, host.scales(), &format!("{what} {axis:?}: scales"));
+                assert_bytes(&codes, host.codes(), &format!("{what} {usage:?}: codes"));
+                assert_bytes(&scales, host.scales(), &format!("{what} {usage:?}: scales"));
             }
         }
     }
@@ -546,23 +549,30 @@ fn fused_copies_are_the_oracles() {
 fn check_per_token(client: &Client, part: u32) {
     fn check<T: DeviceElement>(client: &Client, kind: Kind, shape: (usize, usize), count: usize) {
         let copies = &[
-            CopyPolicy::new(Rounding::Nearest),
-            CopyPolicy {
+            QuantParams::new(Rounding::Nearest),
+            QuantParams {
                 layout: ScaleLayout::Swizzled128x4,
-                ..CopyPolicy::new(STOCHASTIC)
+                ..QuantParams::new(STOCHASTIC)
             },
         ];
         for &copy in &copies[..count] {
             for case in cases::<T>(client, kind, shape, 40) {
                 let what = format!("{} {shape:?} {:?} {kind:?} {copy:?}", case.name, T::KIND);
                 let unfused = case.unfused(client);
-                let expected = ops::quantize_per_token(client, &unfused, &copy.into()).unwrap();
-                let found = ops::quantize_per_token(client, case.source(), &copy.into()).unwrap();
+                let expected =
+                    quantize::quantize_per_token(client, &unfused, &copy.into()).unwrap();
+                let found =
+                    quantize::quantize_per_token(client, case.source(), &copy.into()).unwrap();
                 assert_copies(client, &found, &expected, &[], &what);
                 if let Inputs::RmsNorm { x, rstd, gain } = &case.inputs {
-                    let (found, factors) =
-                        ops::quantize_per_token_rms_norm(client, x, gain, EPSILON, &copy.into())
-                            .unwrap();
+                    let (found, factors) = quantize::quantize_per_token_rms_norm(
+                        client,
+                        x,
+                        gain,
+                        EPSILON,
+                        &copy.into(),
+                    )
+                    .unwrap();
                     assert_copies(client, &found, &expected, &[], &format!("{what}, one read"));
                     let [factors, rstd] =
                         [&factors, rstd].map(|handle| read_floats(client, handle, case.rows));
@@ -608,22 +618,23 @@ fn per_token_f32_and_f16() {
 #[test]
 fn per_token_both_axes() {
     let client = client!("per_token_both_axes");
-    let row = CopyPolicy::new(Rounding::Nearest).into();
-    let col = CopyPolicy {
+    let row = QuantParams::new(Rounding::Nearest).into();
+    let col = QuantParams {
         hadamard: Some(Hadamard::default()),
-        ..CopyPolicy::new(STOCHASTIC)
+        ..QuantParams::new(STOCHASTIC)
     }
     .into();
     for case in cases::<bf16>(&client, Kind::Heavy, (50, 48), 41) {
         let unfused = case.unfused(&client);
         let (row_found, col_found) =
-            ops::quantize_per_token_both(&client, case.source(), &Groups::One, &row, &col).unwrap();
+            quantize::quantize_per_token_both(&client, case.source(), &Groups::One, &row, &col)
+                .unwrap();
         let (row_expected, col_expected) =
-            ops::quantize_per_token_both(&client, &unfused, &Groups::One, &row, &col).unwrap();
+            quantize::quantize_per_token_both(&client, &unfused, &Groups::One, &row, &col).unwrap();
         assert_copies(&client, &row_found, &row_expected, &[], case.name);
         assert_copies(&client, &col_found, &col_expected, &[], case.name);
         let alone =
-            ops::quantize_per_token_cols(&client, case.source(), &Groups::One, &col).unwrap();
+            quantize::quantize_per_token_cols(&client, case.source(), &Groups::One, &col).unwrap();
         assert_copies(&client, &alone, &col_expected, &[], case.name);
     }
 }
@@ -809,7 +820,7 @@ fn launch_geometry_does_not_matter() {
             let out = client.empty(rows * 4);
             // SAFETY: the kernel stays below the shape.
             unsafe {
-                ops::kernels::rms_norm_rstd_kernel::launch_unchecked(
+                quantize::kernels::rms_norm_rstd_kernel::launch_unchecked(
                     &client,
                     CubeCount::Static(cubes, 1, 1),
                     CubeDim::new_1d(units),
@@ -840,21 +851,22 @@ fn repeated_launches_are_identical() {
                 &client,
                 case.source(),
                 &Groups::One,
-                AmaxScope::Group,
+                AmaxGranularity::PerTensor,
                 Some(Hadamard::default()),
             );
-            let copy = CopyPolicy {
+            let copy = QuantParams {
                 hadamard: Some(Hadamard::default()),
-                ..CopyPolicy::new(STOCHASTIC)
+                ..QuantParams::new(STOCHASTIC)
             };
             let amax = found.cols.unwrap();
-            let request = CopyRequest {
+            let request = QuantRequest {
                 amax: &amax,
-                scope: AmaxScope::Group,
+                scope: AmaxGranularity::PerTensor,
                 copy: copy.into(),
             };
-            let axis = PackedAxis::Rows;
-            let copy = ops::quantize(&client, case.source(), &Groups::One, axis, &request).unwrap();
+            let usage = Usage::Columnwise;
+            let copy =
+                quantize::quantize(&client, case.source(), &Groups::One, usage, &request).unwrap();
             (
                 read_bytes(&client, &copy.codes, copy.code_blocks() * 8),
                 read_bytes(&client, &copy.scales, copy.scale_bytes()),
@@ -872,7 +884,7 @@ fn bad_sources_are_named() {
     let client = client!("bad_sources_are_named");
     let matrix = |rows, cols| Matrix::empty(&client, rows, cols, bf16::KIND);
     let handle = |len: usize| client.empty(len * 4);
-    let error = |source: Source<'_>| ops::produce(&client, source).unwrap_err().to_string();
+    let error = |source: Source<'_>| quantize::produce(&client, source).unwrap_err().to_string();
     let norm = |x: &Matrix, rstd: &Handle, gain: &Handle| error(Source::RmsNorm { x, rstd, gain });
     let found = norm(&matrix(4, 24), &handle(4), &handle(24));
     assert!(

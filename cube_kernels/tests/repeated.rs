@@ -17,22 +17,23 @@ use cubecl::{prelude::*, server::Handle};
 use device::{offsets, upload, upload_bytes};
 use half::bf16;
 use nvfp4_kernels::{
-    BlockScaling, CopyPolicy, Hadamard, HadamardSize, PackedAxis,
-    device::{AmaxScope, DevicePacked, FloatKind, Groups, Matrix},
-    ops::{self, AmaxRequest, CopyRequest, DeviceMx, Gated, GroupOffsets, Source},
+    BlockScaling, Hadamard, HadamardSize, QuantParams, Usage,
+    moe::{self, GroupOffsets},
+    quantize::{self, AmaxRequest, DeviceMx, Gated, QuantRequest, Source},
     reference::EdenTarget,
+    tensor::{AmaxGranularity, DeviceQuantized, FloatKind, Groups, Matrix},
 };
 
 const ROWS: usize = 200;
 const COLS: usize = 160;
 /// Groups end within tiles, and one is empty; all rows belong to one.
 const SIZES: [usize; 4] = [70, 0, 113, 17];
-const AXES: [PackedAxis; 2] = [PackedAxis::Cols, PackedAxis::Rows];
+const USAGES: [Usage; 2] = [Usage::Rowwise, Usage::Columnwise];
 
 /// Results: memory, and how many bytes of it are written whatever the groups are.
 type Results = Vec<(Handle, usize)>;
 
-fn of_packed(packed: DevicePacked) -> Results {
+fn of_packed(packed: DeviceQuantized) -> Results {
     let (codes, scales) = (packed.code_blocks() * 8, packed.scale_bytes());
     vec![(packed.codes, codes), (packed.scales, scales)]
 }
@@ -47,7 +48,7 @@ fn of_matrix(matrix: Matrix) -> Results {
     vec![(matrix.handle, bytes)]
 }
 
-fn of_two((row, col): (DevicePacked, DevicePacked)) -> Results {
+fn of_two((row, col): (DeviceQuantized, DeviceQuantized)) -> Results {
     of_packed(row).into_iter().chain(of_packed(col)).collect()
 }
 
@@ -80,8 +81,8 @@ fn amax(client: &Client, count: usize) -> Handle {
     upload_bytes(client, bytemuck::cast_slice(&vec![90.0f32; count]))
 }
 
-fn request(amax: &Handle, copy: CopyPolicy, scope: AmaxScope) -> CopyRequest<'_> {
-    CopyRequest {
+fn request(amax: &Handle, copy: QuantParams, scope: AmaxGranularity) -> QuantRequest<'_> {
+    QuantRequest {
         amax,
         scope,
         copy: copy.into(),
@@ -93,20 +94,20 @@ fn maxima() {
     let client = client!("maxima");
     let x = matrix(&client);
     for (scope, groups) in [
-        (AmaxScope::Group, Groups::One),
-        (AmaxScope::Outer, Groups::One),
-        (AmaxScope::Outer, offsets(&client, &SIZES)),
+        (AmaxGranularity::PerTensor, Groups::One),
+        (AmaxGranularity::PerRow, Groups::One),
+        (AmaxGranularity::PerRow, offsets(&client, &SIZES)),
     ] {
         let request = AmaxRequest {
             rows: Some(scope),
             cols: Some((scope, Some(Hadamard::default()))),
         };
         let [rows, cols] = match scope {
-            AmaxScope::Group => [groups.count(); 2],
-            AmaxScope::Outer => [ROWS, groups.count() * COLS],
+            AmaxGranularity::PerTensor => [groups.count(); 2],
+            AmaxGranularity::PerRow => [ROWS, groups.count() * COLS],
         };
         repeat(&client, "maxima", || {
-            let found = ops::amaxes(&client, &x, &groups, &request).unwrap();
+            let found = quantize::amaxes(&client, &x, &groups, &request).unwrap();
             vec![
                 (found.rows.unwrap(), rows * 4),
                 (found.cols.unwrap(), cols * 4),
@@ -122,17 +123,20 @@ fn copies_of_every_policy() {
     let amax = amax(&client, ROWS + COLS);
     let one = Groups::One;
     let training = (
-        (CopyPolicy::new(NEAREST), AmaxScope::Group),
-        (transformed(HadamardSize::H16, STOCHASTIC), AmaxScope::Group),
+        (QuantParams::new(NEAREST), AmaxGranularity::PerTensor),
+        (
+            transformed(HadamardSize::H16, STOCHASTIC),
+            AmaxGranularity::PerTensor,
+        ),
     );
     let pairs = row_policies().into_iter().zip(col_policies());
     for (row, col) in pairs.chain([training]) {
         let [row, col] = [row, col].map(|(copy, scope)| request(&amax, copy, scope));
         repeat(&client, &format!("{row:?} {col:?}"), || {
-            of_two(ops::quantize_both(&client, &x, &one, &row, &col).unwrap())
+            of_two(quantize::quantize_both(&client, &x, &one, &row, &col).unwrap())
         });
         repeat(&client, &format!("{row:?}"), || {
-            of_packed(ops::quantize(&client, &x, &one, PackedAxis::Cols, &row).unwrap())
+            of_packed(quantize::quantize(&client, &x, &one, Usage::Rowwise, &row).unwrap())
         });
     }
 }
@@ -145,7 +149,9 @@ fn tiles() {
     for scaling in [BlockScaling::Standard, MAE] {
         repeat(&client, &format!("tiles {scaling:?}"), || {
             let (one, layouts) = (Groups::One, [COMPACT, SWIZZLED]);
-            of_two(ops::quantize_tile_with(&client, &x, &one, &amax, scaling, layouts).unwrap())
+            of_two(
+                quantize::quantize_tile_with(&client, &x, &one, &amax, scaling, layouts).unwrap(),
+            )
         });
     }
 }
@@ -156,7 +162,7 @@ fn per_token() {
     let x = matrix(&client);
     for copy in per_token_policies() {
         repeat(&client, &format!("per token {copy:?}"), || {
-            of_packed(ops::quantize_per_token(&client, &x, &copy.into()).unwrap())
+            of_packed(quantize::quantize_per_token(&client, &x, &copy.into()).unwrap())
         });
     }
     let (row, col) = (
@@ -165,7 +171,9 @@ fn per_token() {
     );
     repeat(&client, "per token, both", || {
         let one = &Groups::One;
-        of_two(ops::quantize_per_token_both(&client, &x, one, &row.into(), &col.into()).unwrap())
+        of_two(
+            quantize::quantize_per_token_both(&client, &x, one, &row.into(), &col.into()).unwrap(),
+        )
     });
 }
 
@@ -175,25 +183,31 @@ fn groups() {
     let x = matrix(&client);
     let amax = amax(&client, SIZES.len());
     let groups = offsets(&client, &SIZES);
-    let row = request(&amax, policy(NEAREST, MAE, COMPACT), AmaxScope::Group);
+    let row = request(
+        &amax,
+        policy(NEAREST, MAE, COMPACT),
+        AmaxGranularity::PerTensor,
+    );
     let col = request(
         &amax,
         transformed(HadamardSize::H16, STOCHASTIC),
-        AmaxScope::Group,
+        AmaxGranularity::PerTensor,
     );
     // What the groups take of a column-wise copy, which has room for the worst split.
     let blocks: usize = SIZES.iter().map(|rows| rows.div_ceil(16)).sum::<usize>() * COLS;
-    let written = |(row, col): (DevicePacked, DevicePacked)| {
+    let written = |(row, col): (DeviceQuantized, DeviceQuantized)| {
         let mut results = of_packed(row);
         results.extend([(col.codes, blocks * 8), (col.scales, blocks)]);
         results
     };
     repeat(&client, "groups", || {
-        written(ops::quantize_both(&client, &x, &groups, &row, &col).unwrap())
+        written(quantize::quantize_both(&client, &x, &groups, &row, &col).unwrap())
     });
     repeat(&client, "tiles of groups", || {
         let (scaling, layouts) = (BlockScaling::Standard, [COMPACT; 2]);
-        written(ops::quantize_tile_with(&client, &x, &groups, &amax, scaling, layouts).unwrap())
+        written(
+            quantize::quantize_tile_with(&client, &x, &groups, &amax, scaling, layouts).unwrap(),
+        )
     });
 }
 
@@ -203,30 +217,31 @@ fn mxfp8_and_values() {
     let client = client!("mxfp8_and_values");
     let x = matrix(&client);
     let amax = amax(&client, 1);
-    let plain = request(&amax, CopyPolicy::new(NEAREST), AmaxScope::Group);
-    for axis in AXES {
-        repeat(&client, &format!("MXFP8 {axis:?}"), || {
-            of_mx(ops::mx_quantize(&client, &x, axis).unwrap())
+    let plain = request(&amax, QuantParams::new(NEAREST), AmaxGranularity::PerTensor);
+    for usage in USAGES {
+        repeat(&client, &format!("MXFP8 {usage:?}"), || {
+            of_mx(quantize::mx_quantize(&client, &x, usage).unwrap())
         });
-        let mx = ops::mx_quantize(&client, &x, axis).unwrap();
-        repeat(&client, &format!("MXFP8 {axis:?} to values"), || {
-            of_matrix(ops::mx_dequantize(&client, &mx, FloatKind::Bf16).unwrap())
+        let mx = quantize::mx_quantize(&client, &x, usage).unwrap();
+        repeat(&client, &format!("MXFP8 {usage:?} to values"), || {
+            of_matrix(quantize::mx_dequantize(&client, &mx, FloatKind::Bf16).unwrap())
         });
-        let packed = ops::quantize(&client, &x, &Groups::One, axis, &plain).unwrap();
-        repeat(&client, &format!("NVFP4 {axis:?} to values"), || {
-            of_matrix(ops::dequantize(&client, &packed, FloatKind::Bf16).unwrap())
+        let packed = quantize::quantize(&client, &x, &Groups::One, usage, &plain).unwrap();
+        repeat(&client, &format!("NVFP4 {usage:?} to values"), || {
+            of_matrix(quantize::dequantize(&client, &packed, FloatKind::Bf16).unwrap())
         });
-        for to in AXES {
-            repeat(&client, &format!("NVFP4 {axis:?} to MXFP8 {to:?}"), || {
-                of_mx(ops::mx_requantize(&client, &packed, to, FloatKind::Bf16).unwrap())
+        for to in USAGES {
+            repeat(&client, &format!("NVFP4 {usage:?} to MXFP8 {to:?}"), || {
+                of_mx(quantize::mx_requantize(&client, &packed, to, FloatKind::Bf16).unwrap())
             });
         }
         let hadamard = Hadamard::seeded_with_size(HadamardSize::H128, 7);
-        repeat(&client, &format!("MS-EDEN of NVFP4 {axis:?}"), || {
+        repeat(&client, &format!("MS-EDEN of NVFP4 {usage:?}"), || {
             let target = EdenTarget::Backward;
-            let amax = ops::ms_eden_amax(&client, &packed, axis, &hadamard).unwrap();
+            let amax = quantize::ms_eden_amax(&client, &packed, usage, &hadamard).unwrap();
             let found =
-                ops::ms_eden(&client, &packed, axis, &amax, &hadamard, target, STREAM).unwrap();
+                quantize::ms_eden(&client, &packed, usage, &amax, &hadamard, target, STREAM)
+                    .unwrap();
             [vec![(amax, 4)], of_packed(found)].concat()
         });
     }
@@ -249,34 +264,37 @@ fn layouts() {
         let len = handle.size_in_used() as usize;
         vec![(handle, len)]
     };
-    let plain = || ops::swizzle_batch(&client, &scales, 2, ROWS / 2, blocks).unwrap();
+    let plain = || quantize::swizzle_batch(&client, &scales, 2, ROWS / 2, blocks).unwrap();
     let rows = || {
-        ops::swizzle_row_groups(&client, &scales, tokens, blocks, &groups)
+        quantize::swizzle_row_groups(&client, &scales, tokens, blocks, &groups)
             .unwrap()
             .0
     };
     let of_blocks = || {
-        ops::swizzle_block_groups(&client, &scales, outer, tokens, 16, &groups)
+        quantize::swizzle_block_groups(&client, &scales, outer, tokens, 16, &groups)
             .unwrap()
             .0
     };
-    let padded = || ops::pad_groups(&client, &x, &groups, 32).unwrap().0;
+    let padded = || moe::pad_groups(&client, &x, &groups, 32).unwrap().0;
     repeat(&client, "swizzle", || all(plain()));
     repeat(&client, "swizzle of groups of rows", || all(rows()));
     repeat(&client, "swizzle of groups of blocks", || all(of_blocks()));
     repeat(&client, "padding", || of_matrix(padded()));
     let (plain, rows, of_blocks, padded) = (plain(), rows(), of_blocks(), padded());
     repeat(&client, "unswizzle", || {
-        all(ops::unswizzle_batch(&client, &plain, 2, ROWS / 2, blocks).unwrap())
+        all(quantize::unswizzle_batch(&client, &plain, 2, ROWS / 2, blocks).unwrap())
     });
     repeat(&client, "unswizzle of groups of rows", || {
-        all(ops::unswizzle_row_groups(&client, &rows, tokens, blocks, &groups).unwrap())
+        all(quantize::unswizzle_row_groups(&client, &rows, tokens, blocks, &groups).unwrap())
     });
     repeat(&client, "unswizzle of groups of blocks", || {
-        all(ops::unswizzle_block_groups(&client, &of_blocks, outer, tokens, 16, &groups).unwrap())
+        all(
+            quantize::unswizzle_block_groups(&client, &of_blocks, outer, tokens, 16, &groups)
+                .unwrap(),
+        )
     });
     repeat(&client, "unpadding", || {
-        of_matrix(ops::unpad_groups(&client, &padded, ROWS, &groups, 32).unwrap())
+        of_matrix(moe::unpad_groups(&client, &padded, ROWS, &groups, 32).unwrap())
     });
 }
 
@@ -285,28 +303,31 @@ fn producers() {
     let client = client!("producers");
     let x = matrix(&client);
     let gain = amax(&client, COLS);
-    let rstd = ops::rms_norm_rstd(&client, &x, 1e-6).unwrap();
+    let rstd = quantize::rms_norm_rstd(&client, &x, 1e-6).unwrap();
     let norm = Source::RmsNorm {
         x: &x,
         rstd: &rstd,
         gain: &gain,
     };
     repeat(&client, "row factors", || {
-        vec![(ops::rms_norm_rstd(&client, &x, 1e-6).unwrap(), ROWS * 4)]
+        vec![(
+            quantize::rms_norm_rstd(&client, &x, 1e-6).unwrap(),
+            ROWS * 4,
+        )]
     });
-    let per_token = CopyPolicy::new(STOCHASTIC);
+    let per_token = QuantParams::new(STOCHASTIC);
     for (name, source) in [
         ("RMSNorm", norm),
         ("SwiGLU", Source::SwiGlu(Gated::SideBySide(&x))),
     ] {
         repeat(&client, name, || {
             let maxima = AmaxRequest {
-                rows: Some(AmaxScope::Group),
-                cols: Some((AmaxScope::Group, Some(Hadamard::default()))),
+                rows: Some(AmaxGranularity::PerTensor),
+                cols: Some((AmaxGranularity::PerTensor, Some(Hadamard::default()))),
             };
             let (written, found) =
-                ops::produce_with_amaxes(&client, source, &Groups::One, &maxima).unwrap();
-            let copy = ops::quantize_per_token(&client, source, &per_token.into()).unwrap();
+                quantize::produce_with_amaxes(&client, source, &Groups::One, &maxima).unwrap();
+            let copy = quantize::quantize_per_token(&client, source, &per_token.into()).unwrap();
             let maxima = vec![(found.rows.unwrap(), 4), (found.cols.unwrap(), 4)];
             [of_matrix(written), maxima, of_packed(copy)].concat()
         });

@@ -13,9 +13,9 @@ mod samples;
 use device::read_f32;
 use nvfp4_kernels::{
     Hadamard,
-    device::AmaxScope,
-    ops::{self, AmaxRequest},
+    quantize::{self, AmaxRequest},
     reference,
+    tensor::AmaxGranularity,
 };
 use samples::{ONE, Sample};
 
@@ -87,10 +87,10 @@ fn maxima_of_a_large_matrix() {
     let (rows, cols) = sample.shape();
     let hadamard = Hadamard::default();
     let request = AmaxRequest {
-        rows: Some(AmaxScope::Group),
-        cols: Some((AmaxScope::Group, Some(hadamard))),
+        rows: Some(AmaxGranularity::PerTensor),
+        cols: Some((AmaxGranularity::PerTensor, Some(hadamard))),
     };
-    let found = ops::amaxes(&client, &sample.matrix, ONE, &request).unwrap();
+    let found = quantize::amaxes(&client, &sample.matrix, ONE, &request).unwrap();
     assert_eq!(
         read_f32(&client, &found.rows.unwrap()),
         reference::amax(&sample.x)

@@ -9,12 +9,12 @@ use nvfp4_kernels::{Amax, RandomStream, Rounding, format::e2m1, reference};
 const ROWS: usize = 64;
 const COLS: usize = 128;
 
-fn draw(x: &[f32], stream: RandomStream) -> nvfp4_kernels::PackedTensor {
+fn draw(x: &[f32], stream: RandomStream) -> nvfp4_kernels::QuantizedTensor {
     let amax = Amax::Tensor(reference::amax(x));
     reference::quantize_row(x, ROWS, COLS, &amax, &Rounding::Stochastic(stream)).unwrap()
 }
 
-fn codes(packed: &nvfp4_kernels::PackedTensor) -> Vec<u8> {
+fn codes(packed: &nvfp4_kernels::QuantizedTensor) -> Vec<u8> {
     packed
         .codes()
         .iter()

@@ -11,7 +11,7 @@ mod device;
 #[path = "common/samples.rs"]
 mod samples;
 
-use nvfp4_kernels::ops::kernels::set_units;
+use nvfp4_kernels::quantize::kernels::set_units;
 use samples::{CHECKS, Sample};
 
 #[test]

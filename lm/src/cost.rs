@@ -141,7 +141,7 @@ impl KernelClass {
             ("::workspace", KernelClass::Decode),
             ("::swizzle", KernelClass::Move),
             ("::padding", KernelClass::Move),
-            ("group_sums", KernelClass::Reduce),
+            ("segment_sum", KernelClass::Reduce),
             ("::ops::", KernelClass::Move),
             ("::gemm::", KernelClass::Product),
         ];
@@ -464,7 +464,7 @@ mod tests {
 
     #[test]
     fn kernels_have_classes() {
-        let ours = "nvfp4_kernels::ops::";
+        let ours = "nvfp4_kernels::quantize::";
         for (name, class) in [
             (
                 "amax::amax_tiles_kernel::AmaxTilesKernel",
@@ -480,7 +480,7 @@ mod tests {
                 KernelClass::Quantize,
             ),
             ("padding::move_groups_kernel::X", KernelClass::Move),
-            ("group_rows::group_sums_kernel::X", KernelClass::Reduce),
+            ("group_rows::segment_sum_kernel::X", KernelClass::Reduce),
         ] {
             assert_eq!(KernelClass::of(&format!("{ours}{name}")), class, "{name}");
         }

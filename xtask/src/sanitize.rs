@@ -10,7 +10,7 @@ use std::time::Instant;
 
 use anyhow::{Context, Result, ensure};
 
-use crate::{test::FEATURES, workspace};
+use crate::workspace::{self, FEATURES};
 
 /// The package whose tests run.
 const PACKAGE: &str = "nvfp4-kernels";

@@ -3,7 +3,7 @@
 use burn_core::tensor::{DType, IndexingUpdateOp, Int, Tensor};
 use nvfp4_kernels::Nvfp4Error;
 
-use crate::experts::{ExpertOffsets, check_experts, combine_rows, gather_rows};
+use crate::experts::{ExpertOffsets, check_experts, moe_permute, moe_unpermute};
 
 /// The sums of each column of `x` (`[rows, columns]`) up to and with each row.
 ///
@@ -123,13 +123,13 @@ impl Routing {
         } else {
             self.choices.clone().div_scalar(top_k as i64)
         };
-        gather_rows(x, token, self.places.clone())
+        moe_permute(x, token, self.places.clone())
     }
 
     /// The results `y` (`[tokens * top_k, width]`, sorted by expert) of each token, added up with the
     /// weights of its choices (`f32[tokens, top_k]`): `[tokens, width]`, in the type of `y`, computed
     /// in `f32`. Differentiable in both.
     pub fn combine(&self, y: Tensor<2>, weights: Tensor<2>) -> Tensor<2> {
-        combine_rows(y, weights, self.places.clone(), self.choices.clone())
+        moe_unpermute(y, weights, self.places.clone(), self.choices.clone())
     }
 }

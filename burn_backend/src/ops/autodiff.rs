@@ -13,7 +13,7 @@ use burn_core::backend::{
     tensor::FloatTensor,
 };
 use burn_core::tensor::FloatDType;
-use nvfp4_kernels::{BlockScaling, Form, PackedAxis};
+use nvfp4_kernels::{BlockScaling, Storage, Usage};
 
 use super::product::{Product, Ungrouped};
 use super::{
@@ -153,10 +153,10 @@ impl<B: Nvfp4Ops, C: CheckpointStrategy> Nvfp4Ops for Autodiff<B, C> {
 
     fn nvfp4_quantize_tiles(
         x: FloatTensor<Self>,
-        axis: PackedAxis,
+        usage: Usage,
         scaling: BlockScaling,
     ) -> Packed<Self> {
-        constant(B::nvfp4_quantize_tiles(x.into_primitive(), axis, scaling))
+        constant(B::nvfp4_quantize_tiles(x.into_primitive(), usage, scaling))
     }
 
     fn nvfp4_quantize_pair(x: FloatTensor<Self>, spec: PairSpec) -> PackedPair<Self> {
@@ -173,8 +173,8 @@ impl<B: Nvfp4Ops, C: CheckpointStrategy> Nvfp4Ops for Autodiff<B, C> {
 
     fn nvfp4_quantize_forms(
         x: FloatTensor<Self>,
-        row: (CopySpec, Form),
-        col: (CopySpec, Form),
+        row: (CopySpec, Storage),
+        col: (CopySpec, Storage),
     ) -> OperandPair<Self> {
         let OperandPair { row, col } = B::nvfp4_quantize_forms(x.into_primitive(), row, col);
         OperandPair {
@@ -191,16 +191,12 @@ impl<B: Nvfp4Ops, C: CheckpointStrategy> Nvfp4Ops for Autodiff<B, C> {
         constant(B::nvfp4_eden_packed(inner(packed), spec))
     }
 
-    fn nvfp4_mx_quantize(x: FloatTensor<Self>, axis: PackedAxis) -> MxPacked<Self> {
-        mx_constant(B::nvfp4_mx_quantize(x.into_primitive(), axis))
+    fn nvfp4_mx_quantize(x: FloatTensor<Self>, usage: Usage) -> MxPacked<Self> {
+        mx_constant(B::nvfp4_mx_quantize(x.into_primitive(), usage))
     }
 
-    fn nvfp4_mx_requantize(
-        packed: Packed<Self>,
-        axis: PackedAxis,
-        via: FloatDType,
-    ) -> MxPacked<Self> {
-        mx_constant(B::nvfp4_mx_requantize(inner(packed), axis, via))
+    fn nvfp4_mx_requantize(packed: Packed<Self>, usage: Usage, via: FloatDType) -> MxPacked<Self> {
+        mx_constant(B::nvfp4_mx_requantize(inner(packed), usage, via))
     }
 
     fn nvfp4_dequantize(packed: Packed<Self>, dtype: FloatDType) -> FloatTensor<Self> {
@@ -274,8 +270,8 @@ fn operand_constant<B: Nvfp4Ops, C: CheckpointStrategy>(
         Operand::Nvfp4(packed) => Operand::Nvfp4(constant(packed)),
         Operand::Decoded(decoded) => Operand::Decoded(decoded_constant(decoded)),
         Operand::Mxfp8(packed) => Operand::Mxfp8(mx_constant(packed)),
-        Operand::Float(x, axis) => {
-            Operand::Float(<Autodiff<B, C> as AutodiffBackend>::from_inner(x), axis)
+        Operand::Float(x, usage) => {
+            Operand::Float(<Autodiff<B, C> as AutodiffBackend>::from_inner(x), usage)
         }
     }
 }
@@ -324,7 +320,7 @@ pub(super) fn inner_operand<B: Nvfp4Ops, C: CheckpointStrategy>(
             layout: decoded.layout,
         }),
         Operand::Mxfp8(packed) => Operand::Mxfp8(mx_inner(packed)),
-        Operand::Float(x, axis) => Operand::Float(x.into_primitive(), axis),
+        Operand::Float(x, usage) => Operand::Float(x.into_primitive(), usage),
     }
 }
 

@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex};
 
 use burn_core::backend::{self, DispatchTensorKind};
 use burn_core::tensor::{FloatDType, Tensor};
-use nvfp4_kernels::Form;
+use nvfp4_kernels::Storage;
 
 use super::{BackwardSource, LinearSpec, OperandSpec};
 use crate::telemetry::Probe;
@@ -20,16 +20,16 @@ pub struct LinearContext {
     pub(crate) probe: Option<Probe>,
     /// What operands are made as that one product reads and nothing else; where it is open, what that
     /// product takes fastest.
-    pub(crate) form: Option<Form>,
+    pub(crate) form: Option<Storage>,
 }
 
 impl LinearContext {
     /// The form of an operand that one product reads and nothing else, which takes it fastest in the form
     /// `fastest`.
-    pub(super) fn form(&self, fastest: impl FnOnce() -> Form) -> Form {
+    pub(super) fn form(&self, fastest: impl FnOnce() -> Storage) -> Storage {
         match (&self.probe, self.form) {
             // Who looks, looks at codes.
-            (Some(_), _) => Form::Packed,
+            (Some(_), _) => Storage::Packed,
             (None, Some(form)) => form,
             (None, None) => fastest(),
         }
@@ -236,7 +236,7 @@ mod tests {
         }
 
         /// `y`, `dx` and `dw` of the product with `spec`.
-        fn run(&self, spec: LinearSpec, form: Option<Form>) -> [Tensor<2>; 3] {
+        fn run(&self, spec: LinearSpec, form: Option<Storage>) -> [Tensor<2>; 3] {
             let context = LinearContext {
                 form,
                 ..LinearContext::default()
@@ -272,8 +272,8 @@ mod tests {
         for &[tokens, d_in, d_out] in shapes {
             let case = Case::new(tokens, d_in, d_out, &device, dtype);
             let bytes = |form| (case.run(spec, form)).map(|x| x.into_data().as_bytes().to_vec());
-            let expected = bytes(Some(Form::Packed));
-            for form in [Some(Form::Decoded), None] {
+            let expected = bytes(Some(Storage::Packed));
+            for form in [Some(Storage::Bf16Unscaled), None] {
                 let same = bytes(form) == expected;
                 assert!(same, "{form:?}, {tokens} x {d_in} x {d_out}");
             }
@@ -329,7 +329,7 @@ mod tests {
                     device.sync().expect("a device");
                     start.elapsed().as_secs_f64() * 1e3 / steps as f64
                 };
-                let forms = [Some(Form::Packed), None];
+                let forms = [Some(Storage::Packed), None];
                 let mut best = forms.map(|form| {
                     run(form, 3);
                     f64::INFINITY

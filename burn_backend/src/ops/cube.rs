@@ -8,19 +8,19 @@ use burn_cubecl::{
     tensor::CubeTensor,
 };
 use cubecl::server::Handle;
-use nvfp4_kernels::device::{
-    AmaxScope, Capabilities, DeviceCopy, DeviceDecoded, DeviceOperand, DevicePacked, FloatKind,
-    GemmPath, Groups, Matrix,
-};
+use nvfp4_kernels::capabilities::{Capabilities, GemmBackend};
 use nvfp4_kernels::gemm::{self, Scale, Target, path_of, path_of_columns};
-use nvfp4_kernels::ops::{AmaxRequest, CopyRequest, DeviceMx, EdenSource};
+use nvfp4_kernels::quantize::{AmaxRequest, DeviceMx, EdenSource, QuantRequest};
 use nvfp4_kernels::reference::EdenTarget;
+use nvfp4_kernels::tensor::{
+    DeviceOperand, DeviceQuantParams, DeviceQuantized, DeviceUnscaled, FloatKind, Groups, Matrix,
+};
 use nvfp4_kernels::{
-    BLOCK, BlockScaling, Form, MX_BLOCK, Nvfp4Error, PackedAxis, ScaleLayout, ops,
+    BLOCK, BlockScaling, MX_BLOCK, Nvfp4Error, ScaleLayout, Storage, Usage, quantize,
 };
 
 use super::{
-    Bias, CopySpec, Decoded, EdenSpec, GlobalScaling, MxLayout, MxPacked, Nvfp4Ops, Operand,
+    AmaxGranularity, Bias, CopySpec, Decoded, EdenSpec, MxLayout, MxPacked, Nvfp4Ops, Operand,
     OperandPair, Packed, PackedLayout, PackedPair, PairSpec, QuantizeSpec, copy_name,
     operands::dequantized, trace_op,
 };
@@ -28,38 +28,48 @@ use super::{
 impl Nvfp4Ops for CubeBackend {
     fn nvfp4_quantize(x: FloatTensor<Self>, spec: QuantizeSpec) -> Packed<Self> {
         let x = Source::new(x);
-        let QuantizeSpec { axis, copy } = spec;
-        trace_op("quantize", copy_name(axis), x.matrix.rows, x.matrix.cols);
+        let QuantizeSpec { usage, copy } = spec;
+        trace_op("quantize", copy_name(usage), x.matrix.rows, x.matrix.cols);
         let (client, matrix) = (&x.tensor.client, &x.matrix);
-        let one_read = axis == PackedAxis::Cols
-            && copy.global == GlobalScaling::PerToken
+        let one_read = usage == Usage::Rowwise
+            && copy.global == AmaxGranularity::PerRow
             && copy.hadamard.is_none();
         let packed = if one_read {
-            launched(ops::quantize_per_token(client, matrix, &device_copy(&copy)))
+            launched(quantize::quantize_per_token(
+                client,
+                matrix,
+                &device_copy(&copy),
+            ))
         } else {
-            let amax = x.amax(&copy, axis);
+            let amax = x.amax(&copy, usage);
             let request = request(&copy, &amax);
-            launched(ops::quantize(client, matrix, &Groups::One, axis, &request))
+            launched(quantize::quantize(
+                client,
+                matrix,
+                &Groups::One,
+                usage,
+                &request,
+            ))
         };
-        x.packed(packed, copy.layout(x.matrix.rows, x.matrix.cols, axis))
+        x.packed(packed, copy.layout(x.matrix.rows, x.matrix.cols, usage))
     }
 
     fn nvfp4_quantize_tiles(
         x: FloatTensor<Self>,
-        axis: PackedAxis,
+        usage: Usage,
         scaling: BlockScaling,
     ) -> Packed<Self> {
         let x = Source::new(x);
         let (rows, cols) = (x.matrix.rows, x.matrix.cols);
-        trace_op("quantize", copy_name(axis), rows, cols);
+        trace_op("quantize", copy_name(usage), rows, cols);
         let copy = CopySpec::of_tiles(scaling);
-        let amax = x.amax(&copy, PackedAxis::Cols);
+        let amax = x.amax(&copy, Usage::Rowwise);
         let (client, matrix, one) = (&x.tensor.client, &x.matrix, &Groups::One);
         let compact = ScaleLayout::Compact;
-        let packed = launched(ops::quantize_tile_copy(
-            client, matrix, one, axis, &amax, scaling, compact,
+        let packed = launched(quantize::quantize_tile_copy(
+            client, matrix, one, usage, &amax, scaling, compact,
         ));
-        x.packed(packed, copy.layout(rows, cols, axis))
+        x.packed(packed, copy.layout(rows, cols, usage))
     }
 
     fn nvfp4_quantize_pair(x: FloatTensor<Self>, spec: PairSpec) -> PackedPair<Self> {
@@ -70,16 +80,16 @@ impl Nvfp4Ops for CubeBackend {
         let [row_copy, col_copy] = spec.copies();
         let (row, col) = match spec {
             PairSpec::Tile(scaling) => {
-                let amax = x.amax(&row_copy, PackedAxis::Cols);
+                let amax = x.amax(&row_copy, Usage::Rowwise);
                 let compact = [ScaleLayout::Compact; 2];
                 let (one, layouts) = (&Groups::One, compact);
-                launched(ops::quantize_tile_with(
+                launched(quantize::quantize_tile_with(
                     client, matrix, one, &amax, scaling, layouts,
                 ))
             }
             PairSpec::Blocks { row, col } => {
                 let (row_amax, col_amax) = x.pair_amax(&row, &col);
-                launched(ops::quantize_both(
+                launched(quantize::quantize_both(
                     client,
                     matrix,
                     &Groups::One,
@@ -89,34 +99,34 @@ impl Nvfp4Ops for CubeBackend {
             }
         };
         PackedPair {
-            row: x.packed(row, row_copy.layout(rows, cols, PackedAxis::Cols)),
-            col: x.packed(col, col_copy.layout(rows, cols, PackedAxis::Rows)),
+            row: x.packed(row, row_copy.layout(rows, cols, Usage::Rowwise)),
+            col: x.packed(col, col_copy.layout(rows, cols, Usage::Columnwise)),
         }
     }
 
     fn nvfp4_quantize_decoded(x: FloatTensor<Self>, spec: QuantizeSpec) -> Decoded<Self> {
         let x = Source::new(x);
         let (rows, cols) = (x.matrix.rows, x.matrix.cols);
-        let QuantizeSpec { axis, copy } = spec;
-        trace_op("quantize", copy_name(axis), rows, cols);
-        let amax = x.amax(&copy, axis);
+        let QuantizeSpec { usage, copy } = spec;
+        trace_op("quantize", copy_name(usage), rows, cols);
+        let amax = x.amax(&copy, usage);
         let request = request(&copy, &amax);
-        let asked = Some((&request, Form::Decoded));
-        let (row, col) = match axis {
-            PackedAxis::Cols => (asked, None),
-            PackedAxis::Rows => (None, asked),
+        let asked = Some((&request, Storage::Bf16Unscaled));
+        let (row, col) = match usage {
+            Usage::Rowwise => (asked, None),
+            Usage::Columnwise => (None, asked),
         };
         let (client, matrix) = (&x.tensor.client, &x.matrix);
-        let (row, col) = launched(ops::quantize_operands(client, matrix, row, col));
+        let (row, col) = launched(quantize::quantize_operands(client, matrix, row, col));
         let made = row.or(col).and_then(DeviceOperand::into_decoded);
-        let layout = copy.layout(rows, cols, axis);
+        let layout = copy.layout(rows, cols, usage);
         decoded_tensor(&x.tensor, made.expect("values were asked for"), layout)
     }
 
     fn nvfp4_quantize_forms(
         x: FloatTensor<Self>,
-        row: (CopySpec, Form),
-        col: (CopySpec, Form),
+        row: (CopySpec, Storage),
+        col: (CopySpec, Storage),
     ) -> OperandPair<Self> {
         let x = Source::new(x);
         let (rows, cols) = (x.matrix.rows, x.matrix.cols);
@@ -124,14 +134,14 @@ impl Nvfp4Ops for CubeBackend {
         let ((row, row_form), (col, col_form)) = (row, col);
         let (row_amax, col_amax) = x.pair_amax(&row, &col);
         let (for_row, for_col) = (request(&row, &row_amax), request(&col, &col_amax));
-        let made = launched(ops::quantize_operands(
+        let made = launched(quantize::quantize_operands(
             &x.tensor.client,
             &x.matrix,
             Some((&for_row, row_form)),
             Some((&for_col, col_form)),
         ));
-        let operand = |made: Option<DeviceOperand>, copy: &CopySpec, axis| {
-            let layout = copy.layout(rows, cols, axis);
+        let operand = |made: Option<DeviceOperand>, copy: &CopySpec, usage| {
+            let layout = copy.layout(rows, cols, usage);
             match made.expect("both copies were asked for") {
                 DeviceOperand::Packed(packed) => Operand::Nvfp4(x.packed(packed, layout)),
                 DeviceOperand::Decoded(decoded) => {
@@ -140,70 +150,75 @@ impl Nvfp4Ops for CubeBackend {
             }
         };
         OperandPair {
-            row: operand(made.0, &row, PackedAxis::Cols),
-            col: operand(made.1, &col, PackedAxis::Rows),
+            row: operand(made.0, &row, Usage::Rowwise),
+            col: operand(made.1, &col, Usage::Columnwise),
         }
     }
 
     fn nvfp4_eden(x: FloatTensor<Self>, spec: EdenSpec) -> Packed<Self> {
         let x = Source::new(x);
         let (rows, cols) = (x.matrix.rows, x.matrix.cols);
-        trace_op("ms_eden", copy_name(spec.axis), rows, cols);
+        trace_op("ms_eden", copy_name(spec.usage), rows, cols);
         let source = EdenSource::Matrix(&x.matrix);
         eden(&x.tensor, source, &spec, spec.layout(rows, cols), 1)
     }
 
     fn nvfp4_eden_packed(packed: Packed<Self>, spec: EdenSpec) -> Packed<Self> {
         let PackedLayout { rows, cols, .. } = packed.layout;
-        trace_op("ms_eden", copy_name(spec.axis), rows, cols);
+        trace_op("ms_eden", copy_name(spec.usage), rows, cols);
         let like = packed.codes.clone();
         let source = device(packed);
         let layout = spec.layout(rows, cols);
         eden(&like, EdenSource::Packed(&source), &spec, layout, 1)
     }
 
-    fn nvfp4_mx_quantize(x: FloatTensor<Self>, axis: PackedAxis) -> MxPacked<Self> {
+    fn nvfp4_mx_quantize(x: FloatTensor<Self>, usage: Usage) -> MxPacked<Self> {
         let x = Source::new(x);
         let (rows, cols) = (x.matrix.rows, x.matrix.cols);
-        trace_op("mx_quantize", copy_name(axis), rows, cols);
-        let mx = launched(ops::mx_quantize(&x.tensor.client, &x.matrix, axis));
+        trace_op("mx_quantize", copy_name(usage), rows, cols);
+        let mx = launched(quantize::mx_quantize(&x.tensor.client, &x.matrix, usage));
         mx_packed(&x.tensor, mx)
     }
 
-    fn nvfp4_mx_requantize(
-        packed: Packed<Self>,
-        axis: PackedAxis,
-        via: FloatDType,
-    ) -> MxPacked<Self> {
+    fn nvfp4_mx_requantize(packed: Packed<Self>, usage: Usage, via: FloatDType) -> MxPacked<Self> {
         let PackedLayout { rows, cols, .. } = packed.layout;
-        trace_op("mx_requantize", copy_name(axis), rows, cols);
+        trace_op("mx_requantize", copy_name(usage), rows, cols);
         let like = packed.codes.clone();
         let via = float_kind(via);
-        let mx = launched(ops::mx_requantize(&like.client, &device(packed), axis, via));
+        let mx = launched(quantize::mx_requantize(
+            &like.client,
+            &device(packed),
+            usage,
+            via,
+        ));
         mx_packed(&like, mx)
     }
 
     fn nvfp4_dequantize(packed: Packed<Self>, dtype: FloatDType) -> FloatTensor<Self> {
         let PackedLayout {
-            rows, cols, axis, ..
+            rows, cols, usage, ..
         } = packed.layout;
-        trace_op("dequantize", copy_name(axis), rows, cols);
+        trace_op("dequantize", copy_name(usage), rows, cols);
         let like = packed.codes.clone();
         let kind = float_kind(dtype);
         result(
             &like,
-            launched(ops::dequantize(&like.client, &device(packed), kind)),
+            launched(quantize::dequantize(&like.client, &device(packed), kind)),
         )
     }
 
     fn nvfp4_mx_dequantize(packed: MxPacked<Self>, dtype: FloatDType) -> FloatTensor<Self> {
-        let MxLayout { rows, cols, axis } = packed.layout;
-        trace_op("mx_dequantize", copy_name(axis), rows, cols);
+        let MxLayout { rows, cols, usage } = packed.layout;
+        trace_op("mx_dequantize", copy_name(usage), rows, cols);
         let like = packed.codes.clone();
         let kind = float_kind(dtype);
         result(
             &like,
-            launched(ops::mx_dequantize(&like.client, &mx_device(packed), kind)),
+            launched(quantize::mx_dequantize(
+                &like.client,
+                &mx_device(packed),
+                kind,
+            )),
         )
     }
 
@@ -218,7 +233,7 @@ impl Nvfp4Ops for CubeBackend {
         let like = beside(&a);
         let capabilities = Capabilities::of(&like.client);
         let path = match (&a, &b) {
-            (Operand::Float(_, PackedAxis::Rows), Operand::Float(_, PackedAxis::Rows)) => {
+            (Operand::Float(_, Usage::Columnwise), Operand::Float(_, Usage::Columnwise)) => {
                 path_of_columns(&capabilities, m, n, k)
             }
             _ => path_of(&capabilities, n, k),
@@ -299,15 +314,15 @@ impl Elements {
 /// 151); where it would multiply in `f32`, for a bias or because one of the operands is packed and all of it
 /// decoded before, they do not: few rows of a packed weight then have their kernel. CubeCL's CPU runtime, which is
 /// for tests, leaves to Burn what is not NVFP4.
-fn is_ours(path: GemmPath, operands: [Elements; 2], inner: FloatDType) -> bool {
+fn is_ours(path: GemmBackend, operands: [Elements; 2], inner: FloatDType) -> bool {
     if operands == [Elements::Nvfp4; 2] {
         return true;
     }
     match path {
         _ if operands.contains(&Elements::Wide) => false,
-        GemmPath::Hopper | GemmPath::CublasLt => true,
-        GemmPath::BlockScaled | GemmPath::MatrixInstructions => inner == FloatDType::F32,
-        GemmPath::Scalar => false,
+        GemmBackend::Sm90Wgmma | GemmBackend::CublasLt => true,
+        GemmBackend::Sm120BlockScaled | GemmBackend::Cmma => inner == FloatDType::F32,
+        GemmBackend::Scalar => false,
     }
 }
 
@@ -328,49 +343,49 @@ pub(super) fn stored_shape(operand: &Operand<CubeBackend>) -> (usize, usize) {
             (layout.outer(), layout.blocks() * BLOCK)
         }
         Operand::Mxfp8(packed) => (packed.layout.outer(), packed.layout.blocks() * MX_BLOCK),
-        Operand::Float(x, axis) => axis.stored_shape(x.meta.shape()[0], x.meta.shape()[1]),
+        Operand::Float(x, usage) => usage.stored_shape(x.meta.shape()[0], x.meta.shape()[1]),
     }
 }
 
 /// The operand as a float matrix, one row for each stored row, in the type `dtype`.
 fn transposed_to_rows(operand: Operand<CubeBackend>, dtype: FloatDType) -> CubeTensor {
-    let (x, axis) = match operand {
+    let (x, usage) = match operand {
         Operand::Nvfp4(packed) => {
-            let axis = packed.layout.axis;
-            (CubeBackend::nvfp4_dequantize(packed, dtype), axis)
+            let usage = packed.layout.usage;
+            (CubeBackend::nvfp4_dequantize(packed, dtype), usage)
         }
         Operand::Decoded(decoded) => {
-            let axis = decoded.layout.axis;
-            (dequantized::<CubeBackend>(decoded, dtype), axis)
+            let usage = decoded.layout.usage;
+            (dequantized::<CubeBackend>(decoded, dtype), usage)
         }
         Operand::Mxfp8(packed) => {
-            let axis = packed.layout.axis;
-            (CubeBackend::nvfp4_mx_dequantize(packed, dtype), axis)
+            let usage = packed.layout.usage;
+            (CubeBackend::nvfp4_mx_dequantize(packed, dtype), usage)
         }
-        Operand::Float(x, axis) => (cast(x, dtype.into()), axis),
+        Operand::Float(x, usage) => (cast(x, dtype.into()), usage),
     };
-    match axis {
-        PackedAxis::Cols => x,
-        PackedAxis::Rows => CubeBackend::float_swap_dims(x, 0, 1),
+    match usage {
+        Usage::Rowwise => x,
+        Usage::Columnwise => CubeBackend::float_swap_dims(x, 0, 1),
     }
 }
 
 /// An operand as the GEMM kernels take it, holding its memory.
 pub(super) enum Stored {
-    Packed(Box<DevicePacked>),
-    Decoded(Box<DeviceDecoded>),
-    /// Contracted along its columns or, for [`PackedAxis::Rows`], its rows.
-    Bf16(Matrix, PackedAxis),
+    Packed(Box<DeviceQuantized>),
+    Decoded(Box<DeviceUnscaled>),
+    /// Contracted along its columns or, for [`Usage::Columnwise`], its rows.
+    Bf16(Matrix, Usage),
 }
 
 impl Stored {
     pub(super) fn new(operand: Operand<CubeBackend>) -> Self {
         match operand {
             Operand::Nvfp4(packed) => Self::Packed(Box::new(device(packed))),
-            Operand::Decoded(decoded) => Self::Decoded(Box::new(DeviceDecoded {
+            Operand::Decoded(decoded) => Self::Decoded(Box::new(DeviceUnscaled {
                 values: Source::new(decoded.values).matrix,
                 amax: into_contiguous(decoded.amax).handle,
-                scope: scope(decoded.layout.global),
+                scope: decoded.layout.global,
                 scaling: decoded.layout.scaling,
             })),
             Operand::Mxfp8(packed) => {
@@ -380,16 +395,16 @@ impl Stored {
                 let stored = DeviceMx {
                     rows: outer,
                     cols: blocks * MX_BLOCK,
-                    axis: PackedAxis::Cols,
+                    usage: Usage::Rowwise,
                     ..mx_device(packed)
                 };
                 // E4M3 times a power of two is exact in bf16.
-                let matrix = launched(ops::mx_dequantize(&client, &stored, FloatKind::Bf16));
-                Self::Bf16(matrix, PackedAxis::Cols)
+                let matrix = launched(quantize::mx_dequantize(&client, &stored, FloatKind::Bf16));
+                Self::Bf16(matrix, Usage::Rowwise)
             }
-            Operand::Float(x, axis) => {
-                let (x, axis) = as_in_memory(cast(x, DType::BF16), axis);
-                Self::Bf16(Source::new(x).matrix, axis)
+            Operand::Float(x, usage) => {
+                let (x, usage) = as_in_memory(cast(x, DType::BF16), usage);
+                Self::Bf16(Source::new(x).matrix, usage)
             }
         }
     }
@@ -398,9 +413,9 @@ impl Stored {
         match self {
             Self::Packed(packed) => (&**packed).into(),
             Self::Decoded(decoded) => (&**decoded).into(),
-            Self::Bf16(matrix, PackedAxis::Cols) => matrix.into(),
-            Self::Bf16(matrix, PackedAxis::Rows) => gemm::Operand {
-                elements: gemm::Elements::Bf16Columns(matrix),
+            Self::Bf16(matrix, Usage::Rowwise) => matrix.into(),
+            Self::Bf16(matrix, Usage::Columnwise) => gemm::Operand {
+                elements: gemm::Elements::Bf16MnMajor(matrix),
                 scale: Scale::One,
             },
         }
@@ -409,15 +424,15 @@ impl Stored {
 
 /// `x` and the axis of its contraction; of a view that transposes a contiguous matrix, that matrix and the
 /// other axis.
-fn as_in_memory(x: CubeTensor, axis: PackedAxis) -> (CubeTensor, PackedAxis) {
+fn as_in_memory(x: CubeTensor, usage: Usage) -> (CubeTensor, Usage) {
     if x.is_contiguous() {
-        return (x, axis);
+        return (x, usage);
     }
     let transposed = CubeBackend::float_swap_dims(x.clone(), 0, 1);
     if transposed.is_contiguous() {
-        (transposed, axis.transposed())
+        (transposed, usage.transposed())
     } else {
-        (x, axis)
+        (x, usage)
     }
 }
 
@@ -430,39 +445,32 @@ pub(super) fn eden(
     maxima: usize,
 ) -> Packed<CubeBackend> {
     let EdenSpec {
-        axis,
+        usage,
         hadamard,
         stream,
     } = spec;
     let client = &like.client;
-    let amax = launched(ops::ms_eden_amax(client, source, *axis, hadamard));
+    let amax = launched(quantize::ms_eden_amax(client, source, *usage, hadamard));
     let target = EdenTarget::Backward;
-    let packed = launched(ops::ms_eden(
-        client, source, *axis, &amax, hadamard, target, *stream,
+    let packed = launched(quantize::ms_eden(
+        client, source, *usage, &amax, hadamard, target, *stream,
     ));
     packed_tensor(like, packed, layout, maxima)
 }
 
 /// How the kernels are told to make a copy.
-fn device_copy(copy: &CopySpec) -> DeviceCopy {
-    DeviceCopy {
+fn device_copy(copy: &CopySpec) -> DeviceQuantParams {
+    DeviceQuantParams {
         hadamard: copy.hadamard,
         scaling: copy.scaling,
-        ..DeviceCopy::new(copy.rounding)
+        ..DeviceQuantParams::new(copy.rounding)
     }
 }
 
-pub(super) fn scope(global: GlobalScaling) -> AmaxScope {
-    match global {
-        GlobalScaling::PerTensor => AmaxScope::Group,
-        GlobalScaling::PerToken => AmaxScope::Outer,
-    }
-}
-
-pub(super) fn request<'a>(copy: &CopySpec, amax: &'a Handle) -> CopyRequest<'a> {
-    CopyRequest {
+pub(super) fn request<'a>(copy: &CopySpec, amax: &'a Handle) -> QuantRequest<'a> {
+    QuantRequest {
         amax,
-        scope: scope(copy.global),
+        scope: copy.global,
         copy: device_copy(copy),
     }
 }
@@ -482,18 +490,18 @@ impl Source {
         Self { tensor, matrix }
     }
 
-    /// The maxima that a copy along `axis` needs: one, or one for each stored row.
-    fn amax(&self, copy: &CopySpec, axis: PackedAxis) -> Handle {
+    /// The maxima that a copy along `usage` needs: one, or one for each stored row.
+    fn amax(&self, copy: &CopySpec, usage: Usage) -> Handle {
         let (client, matrix) = (&self.tensor.client, &self.matrix);
-        if copy.global == GlobalScaling::PerTensor && axis == PackedAxis::Cols {
-            return launched(ops::amax(client, matrix, None));
+        if copy.global == AmaxGranularity::PerTensor && usage == Usage::Rowwise {
+            return launched(quantize::amax(client, matrix, None));
         }
-        if copy.global == GlobalScaling::PerTensor {
-            return launched(ops::amax(client, matrix, copy.hadamard));
+        if copy.global == AmaxGranularity::PerTensor {
+            return launched(quantize::amax(client, matrix, copy.hadamard));
         }
-        let scope = scope(copy.global);
-        let request = AmaxRequest::along(axis, scope, copy.hadamard);
-        let found = launched(ops::amaxes(client, matrix, &Groups::One, &request));
+        let scope = copy.global;
+        let request = AmaxRequest::along(usage, scope, copy.hadamard);
+        let found = launched(quantize::amaxes(client, matrix, &Groups::One, &request));
         found.rows.or(found.cols).expect("asked for")
     }
 
@@ -502,22 +510,22 @@ impl Source {
     fn pair_amax(&self, row: &CopySpec, col: &CopySpec) -> (Handle, Handle) {
         let one = [row, col]
             .iter()
-            .all(|copy| copy.global == GlobalScaling::PerTensor && copy.hadamard.is_none());
+            .all(|copy| copy.global == AmaxGranularity::PerTensor && copy.hadamard.is_none());
         if one {
-            let amax = self.amax(row, PackedAxis::Cols);
+            let amax = self.amax(row, Usage::Rowwise);
             return (amax.clone(), amax);
         }
         let request = AmaxRequest {
-            rows: Some(scope(row.global)),
-            cols: Some((scope(col.global), col.hadamard)),
+            rows: Some(row.global),
+            cols: Some((col.global, col.hadamard)),
         };
         let (client, matrix) = (&self.tensor.client, &self.matrix);
-        let found = launched(ops::amaxes(client, matrix, &Groups::One, &request));
+        let found = launched(quantize::amaxes(client, matrix, &Groups::One, &request));
         let [row, col] = [found.rows, found.cols].map(|amax| amax.expect("asked for"));
         (row, col)
     }
 
-    fn packed(&self, packed: DevicePacked, layout: PackedLayout) -> Packed<CubeBackend> {
+    fn packed(&self, packed: DeviceQuantized, layout: PackedLayout) -> Packed<CubeBackend> {
         packed_tensor(&self.tensor, packed, layout, layout.amax_len())
     }
 }
@@ -525,7 +533,7 @@ impl Source {
 /// What a kernel packed, with `maxima` maxima, as tensors beside `like`.
 pub(super) fn packed_tensor(
     like: &CubeTensor,
-    packed: DevicePacked,
+    packed: DeviceQuantized,
     layout: PackedLayout,
     maxima: usize,
 ) -> Packed<CubeBackend> {
@@ -544,7 +552,7 @@ pub(super) fn packed_tensor(
 /// What a kernel wrote as values, as tensors beside `like`.
 fn decoded_tensor(
     like: &CubeTensor,
-    decoded: DeviceDecoded,
+    decoded: DeviceUnscaled,
     layout: PackedLayout,
 ) -> Decoded<CubeBackend> {
     let amax = Shape::new([layout.amax_len()]);
@@ -556,20 +564,20 @@ fn decoded_tensor(
 }
 
 /// The kernels' view of a packed matrix.
-pub(super) fn device(packed: Packed<CubeBackend>) -> DevicePacked {
+pub(super) fn device(packed: Packed<CubeBackend>) -> DeviceQuantized {
     let PackedLayout {
         rows,
         cols,
-        axis,
+        usage,
         hadamard,
         scaling,
         global,
     } = packed.layout;
     let parts = [packed.codes, packed.scales, packed.amax].map(|part| into_contiguous(part).handle);
-    DevicePacked {
+    DeviceQuantized {
         scaling,
-        scope: scope(global),
-        ..DevicePacked::plain(parts.into(), (rows, cols), axis, hadamard)
+        scope: global,
+        ..DeviceQuantized::plain(parts.into(), (rows, cols), usage, hadamard)
     }
 }
 
@@ -578,7 +586,7 @@ pub(super) fn mx_packed(like: &CubeTensor, mx: DeviceMx) -> MxPacked<CubeBackend
     let layout = MxLayout {
         rows: mx.rows,
         cols: mx.cols,
-        axis: mx.axis,
+        usage: mx.usage,
     };
     let (outer, blocks) = (layout.outer(), layout.blocks());
     let codes = Shape::new([outer, blocks * MX_BLOCK]);
@@ -592,13 +600,13 @@ pub(super) fn mx_packed(like: &CubeTensor, mx: DeviceMx) -> MxPacked<CubeBackend
 
 /// The kernels' view of a matrix in MXFP8.
 fn mx_device(packed: MxPacked<CubeBackend>) -> DeviceMx {
-    let MxLayout { rows, cols, axis } = packed.layout;
+    let MxLayout { rows, cols, usage } = packed.layout;
     DeviceMx {
         codes: into_contiguous(packed.codes).handle,
         scales: into_contiguous(packed.scales).handle,
         rows,
         cols,
-        axis,
+        usage,
     }
 }
 
@@ -653,22 +661,22 @@ mod tests {
         use Elements::{Bf16, Mxfp8, Nvfp4, Wide};
         let (bf16, f32) = (FloatDType::BF16, FloatDType::F32);
         let gpus = [
-            GemmPath::Hopper,
-            GemmPath::CublasLt,
-            GemmPath::BlockScaled,
-            GemmPath::MatrixInstructions,
+            GemmBackend::Sm90Wgmma,
+            GemmBackend::CublasLt,
+            GemmBackend::Sm120BlockScaled,
+            GemmBackend::Cmma,
         ];
         for path in gpus {
             for operands in [[Bf16, Nvfp4], [Nvfp4, Bf16], [Bf16, Mxfp8], [Bf16, Bf16]] {
                 assert!(is_ours(path, operands, f32), "{path:?}, {operands:?}");
             }
             assert!(!is_ours(path, [Wide, Nvfp4], f32), "{path:?}");
-            let library = matches!(path, GemmPath::Hopper | GemmPath::CublasLt);
+            let library = matches!(path, GemmBackend::Sm90Wgmma | GemmBackend::CublasLt);
             assert_eq!(is_ours(path, [Bf16, Bf16], bf16), library, "{path:?}");
         }
         for operands in [[Bf16, Nvfp4], [Bf16, Bf16], [Mxfp8, Mxfp8]] {
-            assert!(!is_ours(GemmPath::Scalar, operands, f32), "{operands:?}");
+            assert!(!is_ours(GemmBackend::Scalar, operands, f32), "{operands:?}");
         }
-        assert!(is_ours(GemmPath::Scalar, [Nvfp4; 2], f32));
+        assert!(is_ours(GemmBackend::Scalar, [Nvfp4; 2], f32));
     }
 }

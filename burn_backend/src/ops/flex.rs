@@ -12,13 +12,13 @@ use burn_flex::FlexTensor;
 use half::{bf16, f16};
 use nvfp4_kernels::reference::{self, EdenTarget, Element};
 use nvfp4_kernels::{
-    Amax, BLOCK, BlockScaling, CopyPolicy, Form, MX_BLOCK, MxPacked as HostMx, Nvfp4Error, Origin,
-    PackedAxis, PackedTensor, Rounding, ScaleLayout,
+    Amax, BLOCK, BlockScaling, MX_BLOCK, MxPacked as HostMx, Nvfp4Error, Origin, QuantParams,
+    QuantizedTensor, Rounding, ScaleLayout, Storage, Usage,
 };
 use rayon::prelude::*;
 
 use super::{
-    Bias, CopySpec, Decoded, EdenSpec, GlobalScaling, MxLayout, MxPacked, Nvfp4Ops, Operand,
+    AmaxGranularity, Bias, CopySpec, Decoded, EdenSpec, MxLayout, MxPacked, Nvfp4Ops, Operand,
     OperandPair, Packed, PackedLayout, PackedPair, PairSpec, QuantizeSpec, copy_name, float_dtype,
     trace_op,
 };
@@ -49,26 +49,26 @@ pub(super) use with_elements;
 impl Nvfp4Ops for Flex {
     fn nvfp4_quantize(x: FloatTensor<Self>, spec: QuantizeSpec) -> Packed<Self> {
         let (rows, cols) = matrix(&x);
-        let QuantizeSpec { axis, copy } = spec;
-        trace_op("quantize", copy_name(axis), rows, cols);
+        let QuantizeSpec { usage, copy } = spec;
+        trace_op("quantize", copy_name(usage), rows, cols);
         let packed = with_elements!(x, |values| {
-            let amax = maxima(values, rows, cols, axis, &copy);
-            reference::quantize(values, rows, cols, axis, &amax, &policy(&copy), 0)
+            let amax = maxima(values, rows, cols, usage, &copy);
+            reference::quantize(values, rows, cols, usage, &amax, &policy(&copy), 0)
         });
         upload(&trusted(packed))
     }
 
     fn nvfp4_quantize_tiles(
         x: FloatTensor<Self>,
-        axis: PackedAxis,
+        usage: Usage,
         scaling: BlockScaling,
     ) -> Packed<Self> {
         let (rows, cols) = matrix(&x);
-        trace_op("quantize", copy_name(axis), rows, cols);
+        trace_op("quantize", copy_name(usage), rows, cols);
         let packed = with_elements!(x, |values| {
             let amax = Amax::Tensor(reference::amax(values));
             let compact = ScaleLayout::Compact;
-            reference::quantize_tile_copy(values, rows, cols, axis, &amax, scaling, compact)
+            reference::quantize_tile_copy(values, rows, cols, usage, &amax, scaling, compact)
         });
         upload(&trusted(packed))
     }
@@ -83,20 +83,20 @@ impl Nvfp4Ops for Flex {
                 reference::quantize_tile(values, rows, cols, &amax, scaling, compact)
             }
             PairSpec::Blocks { row, col } => {
-                let row_amax = maxima(values, rows, cols, PackedAxis::Cols, &row);
+                let row_amax = maxima(values, rows, cols, Usage::Rowwise, &row);
                 let is_one = |copy: &CopySpec| {
-                    copy.global == GlobalScaling::PerTensor && copy.hadamard.is_none()
+                    copy.global == AmaxGranularity::PerTensor && copy.hadamard.is_none()
                 };
                 let col_amax = if is_one(&row) && is_one(&col) {
                     row_amax.clone()
                 } else {
-                    maxima(values, rows, cols, PackedAxis::Rows, &col)
+                    maxima(values, rows, cols, Usage::Columnwise, &col)
                 };
-                let copy = |axis, amax, copy| {
-                    reference::quantize(values, rows, cols, axis, amax, &policy(copy), 0)
+                let copy = |usage, amax, copy| {
+                    reference::quantize(values, rows, cols, usage, amax, &policy(copy), 0)
                 };
-                copy(PackedAxis::Cols, &row_amax, &row)
-                    .and_then(|row| Ok((row, copy(PackedAxis::Rows, &col_amax, &col)?)))
+                copy(Usage::Rowwise, &row_amax, &row)
+                    .and_then(|row| Ok((row, copy(Usage::Columnwise, &col_amax, &col)?)))
             }
         });
         let (row, col) = trusted(pair);
@@ -112,13 +112,13 @@ impl Nvfp4Ops for Flex {
 
     fn nvfp4_quantize_forms(
         x: FloatTensor<Self>,
-        (row, row_form): (CopySpec, Form),
-        (col, col_form): (CopySpec, Form),
+        (row, row_form): (CopySpec, Storage),
+        (col, col_form): (CopySpec, Storage),
     ) -> OperandPair<Self> {
         let pair = Self::nvfp4_quantize_pair(x, PairSpec::Blocks { row, col });
         let operand = |packed, form| match form {
-            Form::Packed => Operand::Nvfp4(packed),
-            Form::Decoded => Operand::Decoded(decoded(packed)),
+            Storage::Packed => Operand::Nvfp4(packed),
+            Storage::Bf16Unscaled => Operand::Decoded(decoded(packed)),
         };
         OperandPair {
             row: operand(pair.row, row_form),
@@ -128,7 +128,7 @@ impl Nvfp4Ops for Flex {
 
     fn nvfp4_eden(x: FloatTensor<Self>, spec: EdenSpec) -> Packed<Self> {
         let (rows, cols) = matrix(&x);
-        trace_op("ms_eden", copy_name(spec.axis), rows, cols);
+        trace_op("ms_eden", copy_name(spec.usage), rows, cols);
         upload(&trusted(with_elements!(x, |values| eden(
             values, rows, cols, &spec, 0
         ))))
@@ -136,30 +136,26 @@ impl Nvfp4Ops for Flex {
 
     fn nvfp4_eden_packed(packed: Packed<Self>, spec: EdenSpec) -> Packed<Self> {
         let PackedLayout { rows, cols, .. } = packed.layout;
-        trace_op("ms_eden", copy_name(spec.axis), rows, cols);
+        trace_op("ms_eden", copy_name(spec.usage), rows, cols);
         let values = reference::dequantize(&download(packed));
         upload(&trusted(eden(&values, rows, cols, &spec, 0)))
     }
 
-    fn nvfp4_mx_quantize(x: FloatTensor<Self>, axis: PackedAxis) -> MxPacked<Self> {
+    fn nvfp4_mx_quantize(x: FloatTensor<Self>, usage: Usage) -> MxPacked<Self> {
         let (rows, cols) = matrix(&x);
-        trace_op("mx_quantize", copy_name(axis), rows, cols);
+        trace_op("mx_quantize", copy_name(usage), rows, cols);
         mx_upload(&trusted(with_elements!(x, |values| {
-            reference::mx_quantize(values, rows, cols, axis)
+            reference::mx_quantize(values, rows, cols, usage)
         })))
     }
 
-    fn nvfp4_mx_requantize(
-        packed: Packed<Self>,
-        axis: PackedAxis,
-        via: FloatDType,
-    ) -> MxPacked<Self> {
-        Self::nvfp4_mx_quantize(Self::nvfp4_dequantize(packed, via), axis)
+    fn nvfp4_mx_requantize(packed: Packed<Self>, usage: Usage, via: FloatDType) -> MxPacked<Self> {
+        Self::nvfp4_mx_quantize(Self::nvfp4_dequantize(packed, via), usage)
     }
 
     fn nvfp4_dequantize(packed: Packed<Self>, dtype: FloatDType) -> FloatTensor<Self> {
         let PackedLayout { rows, cols, .. } = packed.layout;
-        trace_op("dequantize", copy_name(packed.layout.axis), rows, cols);
+        trace_op("dequantize", copy_name(packed.layout.usage), rows, cols);
         let values = reference::dequantize(&download(packed));
         narrow(
             FlexTensor::from_data(TensorData::new(values, [rows, cols])),
@@ -168,8 +164,8 @@ impl Nvfp4Ops for Flex {
     }
 
     fn nvfp4_mx_dequantize(packed: MxPacked<Self>, dtype: FloatDType) -> FloatTensor<Self> {
-        let MxLayout { rows, cols, axis } = packed.layout;
-        trace_op("mx_dequantize", copy_name(axis), rows, cols);
+        let MxLayout { rows, cols, usage } = packed.layout;
+        trace_op("mx_dequantize", copy_name(usage), rows, cols);
         let values = reference::mx_dequantize(&mx_download(packed));
         narrow(
             FlexTensor::from_data(TensorData::new(values, [rows, cols])),
@@ -211,36 +207,36 @@ impl Nvfp4Ops for Flex {
     }
 }
 
-/// The maxima that a copy along `axis` needs.
+/// The maxima that a copy along `usage` needs.
 pub(super) fn maxima<T: Element>(
     values: &[T],
     rows: usize,
     cols: usize,
-    axis: PackedAxis,
+    usage: Usage,
     copy: &CopySpec,
 ) -> Amax {
-    match (copy.global, axis, &copy.hadamard) {
-        (GlobalScaling::PerTensor, PackedAxis::Rows, Some(hadamard)) => {
+    match (copy.global, usage, &copy.hadamard) {
+        (AmaxGranularity::PerTensor, Usage::Columnwise, Some(hadamard)) => {
             Amax::Tensor(reference::amax_rht(values, rows, cols, hadamard))
         }
-        (GlobalScaling::PerTensor, ..) => Amax::Tensor(reference::amax(values)),
-        (GlobalScaling::PerToken, PackedAxis::Cols, _) => {
-            Amax::PerOuter(reference::amax_rows(values, rows, cols))
+        (AmaxGranularity::PerTensor, ..) => Amax::Tensor(reference::amax(values)),
+        (AmaxGranularity::PerRow, Usage::Rowwise, _) => {
+            Amax::PerRow(reference::amax_rows(values, rows, cols))
         }
-        (GlobalScaling::PerToken, PackedAxis::Rows, None) => {
-            Amax::PerOuter(reference::amax_cols(values, rows, cols))
+        (AmaxGranularity::PerRow, Usage::Columnwise, None) => {
+            Amax::PerRow(reference::amax_cols(values, rows, cols))
         }
-        (GlobalScaling::PerToken, PackedAxis::Rows, Some(hadamard)) => {
-            Amax::PerOuter(reference::amax_rht_cols(values, rows, cols, hadamard))
+        (AmaxGranularity::PerRow, Usage::Columnwise, Some(hadamard)) => {
+            Amax::PerRow(reference::amax_rht_cols(values, rows, cols, hadamard))
         }
     }
 }
 
-pub(super) fn policy(copy: &CopySpec) -> CopyPolicy {
-    CopyPolicy {
+pub(super) fn policy(copy: &CopySpec) -> QuantParams {
+    QuantParams {
         hadamard: copy.hadamard,
         scaling: copy.scaling,
-        ..CopyPolicy::new(copy.rounding)
+        ..QuantParams::new(copy.rounding)
     }
 }
 
@@ -251,16 +247,16 @@ pub(super) fn eden<T: Element>(
     cols: usize,
     spec: &EdenSpec,
     first: u64,
-) -> Result<PackedTensor, Nvfp4Error> {
+) -> Result<QuantizedTensor, Nvfp4Error> {
     let EdenSpec {
-        axis,
+        usage,
         hadamard,
         stream,
     } = spec;
-    let amax = reference::ms_eden_amax(values, rows, cols, *axis, hadamard)?;
+    let amax = reference::ms_eden_amax(values, rows, cols, *usage, hadamard)?;
     let target = EdenTarget::Backward;
     reference::ms_eden_at(
-        values, rows, cols, *axis, amax, hadamard, target, stream, first,
+        values, rows, cols, *usage, amax, hadamard, target, stream, first,
     )
 }
 
@@ -342,8 +338,8 @@ impl Factors {
         let factors = amax.storage::<f32>().iter().map(|amax| amax / range);
         let factors: Vec<f32> = factors.collect();
         match layout.global {
-            GlobalScaling::PerTensor => Self::Tensor(factors[0]),
-            GlobalScaling::PerToken => Self::PerRow(factors),
+            AmaxGranularity::PerTensor => Self::Tensor(factors[0]),
+            AmaxGranularity::PerRow => Self::PerRow(factors),
         }
     }
 
@@ -370,7 +366,7 @@ impl Stored {
             },
             Operand::Decoded(decoded) => Self {
                 factors: Factors::new(decoded.amax, &decoded.layout),
-                ..Self::new(Operand::Float(decoded.values, PackedAxis::Cols))
+                ..Self::new(Operand::Float(decoded.values, Usage::Rowwise))
             },
             Operand::Mxfp8(packed) => Self {
                 outer: packed.layout.outer(),
@@ -381,15 +377,15 @@ impl Stored {
                     scales: packed.scales.to_contiguous(),
                 },
             },
-            Operand::Float(x, axis) => {
+            Operand::Float(x, usage) => {
                 let x = if float_dtype(x.dtype()) == FloatDType::F32 {
                     x
                 } else {
                     Flex::float_cast(x, FloatDType::F32)
                 };
-                let x = match axis {
-                    PackedAxis::Cols => x,
-                    PackedAxis::Rows => Flex::float_swap_dims(x, 0, 1),
+                let x = match usage {
+                    Usage::Rowwise => x,
+                    Usage::Columnwise => Flex::float_swap_dims(x, 0, 1),
                 };
                 let (outer, depth) = matrix(&x);
                 Self {
@@ -421,7 +417,7 @@ impl Stored {
                 // Each stored row, padding included, as one of a row-wise matrix.
                 let shape = (rows.len(), self.depth);
                 let (codes, scales) = (part(codes, self.depth), part(scales, blocks));
-                let packed = HostMx::from_parts(shape, PackedAxis::Cols, codes, scales);
+                let packed = HostMx::from_parts(shape, Usage::Rowwise, codes, scales);
                 reference::mx_dequantize(&trusted(packed))
             }
             Elements::Float(x) => {
@@ -444,20 +440,20 @@ pub(super) fn trusted<T>(result: Result<T, Nvfp4Error>) -> T {
     result.unwrap_or_else(|error| panic!("nvfp4 on Flex: {error}"))
 }
 
-fn upload(packed: &PackedTensor) -> Packed<Flex> {
+fn upload(packed: &QuantizedTensor) -> Packed<Flex> {
     let amax = match packed.amax() {
         Amax::Tensor(amax) => vec![*amax],
-        Amax::PerOuter(amax) => amax.clone(),
+        Amax::PerRow(amax) => amax.clone(),
     };
     let layout = PackedLayout {
         rows: packed.rows(),
         cols: packed.cols(),
-        axis: packed.axis(),
+        usage: packed.usage(),
         hadamard: packed.origin().hadamard,
         scaling: packed.origin().scaling,
         global: match packed.amax() {
-            Amax::Tensor(_) => GlobalScaling::PerTensor,
-            Amax::PerOuter(_) => GlobalScaling::PerToken,
+            Amax::Tensor(_) => AmaxGranularity::PerTensor,
+            Amax::PerRow(_) => AmaxGranularity::PerRow,
         },
     };
     upload_parts(packed.codes(), packed.scales().to_vec(), amax, layout)
@@ -484,19 +480,19 @@ pub(super) fn upload_parts(
     }
 }
 
-fn download(packed: Packed<Flex>) -> PackedTensor {
+fn download(packed: Packed<Flex>) -> QuantizedTensor {
     let PackedLayout {
         rows,
         cols,
-        axis,
+        usage,
         hadamard,
         scaling,
         global,
     } = packed.layout;
     let amax = packed.amax.to_contiguous().storage::<f32>().to_vec();
     let amax = match global {
-        GlobalScaling::PerTensor => Amax::Tensor(amax[0]),
-        GlobalScaling::PerToken => Amax::PerOuter(amax),
+        AmaxGranularity::PerTensor => Amax::Tensor(amax[0]),
+        AmaxGranularity::PerRow => Amax::PerRow(amax),
     };
     let codes = code_bytes(&packed.codes);
     let scales = packed.scales.to_contiguous().storage::<u8>().to_vec();
@@ -505,9 +501,9 @@ fn download(packed: Packed<Flex>) -> PackedTensor {
         scaling,
         ..Origin::one_by_16(Rounding::Nearest, hadamard)
     };
-    trusted(PackedTensor::from_parts(
+    trusted(QuantizedTensor::from_parts(
         (rows, cols),
-        axis,
+        usage,
         codes,
         (ScaleLayout::Compact, scales),
         amax,
@@ -531,7 +527,7 @@ fn mx_upload(packed: &HostMx) -> MxPacked<Flex> {
     let layout = MxLayout {
         rows: packed.rows(),
         cols: packed.cols(),
-        axis: packed.axis(),
+        usage: packed.usage(),
     };
     mx_upload_parts(packed.codes().to_vec(), packed.scales().to_vec(), layout)
 }
@@ -549,10 +545,10 @@ pub(super) fn mx_upload_parts(codes: Vec<u8>, scales: Vec<u8>, layout: MxLayout)
 }
 
 fn mx_download(packed: MxPacked<Flex>) -> HostMx {
-    let MxLayout { rows, cols, axis } = packed.layout;
+    let MxLayout { rows, cols, usage } = packed.layout;
     let bytes = |tensor: FlexTensor| tensor.to_contiguous().storage::<u8>().to_vec();
     let (codes, scales) = (bytes(packed.codes), bytes(packed.scales));
-    trusted(HostMx::from_parts((rows, cols), axis, codes, scales))
+    trusted(HostMx::from_parts((rows, cols), usage, codes, scales))
 }
 
 /// The bytes of code words: the first code in the low half of the first byte.
@@ -600,9 +596,9 @@ mod tests {
             .map(|_| next() as f32 / u32::MAX as f32 - 0.5)
             .collect();
         let amax = Amax::Tensor(reference::amax(&values));
-        let policy = CopyPolicy::new(Rounding::Nearest);
-        let axis = PackedAxis::Cols;
-        let packed = reference::quantize(&values, outer, depth, axis, &amax, &policy, 0);
+        let policy = QuantParams::new(Rounding::Nearest);
+        let usage = Usage::Rowwise;
+        let packed = reference::quantize(&values, outer, depth, usage, &amax, &policy, 0);
         Operand::Nvfp4(upload(&trusted(packed)))
     }
 
@@ -660,14 +656,14 @@ mod tests {
         let nvfp4 = |x: FlexTensor| {
             let (outer, depth) = matrix(&x);
             let amax = Amax::Tensor(2688.0);
-            let policy = CopyPolicy::new(Rounding::Nearest);
-            let axis = PackedAxis::Cols;
+            let policy = QuantParams::new(Rounding::Nearest);
+            let usage = Usage::Rowwise;
             let values = x.storage::<f32>();
-            let packed = reference::quantize(values, outer, depth, axis, &amax, &policy, 0);
+            let packed = reference::quantize(values, outer, depth, usage, &amax, &policy, 0);
             Operand::Nvfp4(upload(&trusted(packed)))
         };
-        let mxfp8 = |x| Operand::Mxfp8(Flex::nvfp4_mx_quantize(x, PackedAxis::Cols));
-        let float = |x| Operand::Float(x, PackedAxis::Cols);
+        let mxfp8 = |x| Operand::Mxfp8(Flex::nvfp4_mx_quantize(x, Usage::Rowwise));
+        let float = |x| Operand::Float(x, Usage::Rowwise);
         let kinds: [&dyn Fn(FlexTensor) -> Operand<Flex>; 3] = [&nvfp4, &mxfp8, &float];
         let (x, y) = (values(m, 5), values(n, 3));
         let expected = Flex::float_matmul(x.clone(), Flex::float_swap_dims(y.clone(), 0, 1));

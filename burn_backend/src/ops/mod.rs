@@ -19,16 +19,16 @@ use burn_core as burn;
 
 use burn_core::backend::{Backend, TensorMetadata, backend_extension, tensor::FloatTensor};
 use burn_core::tensor::{DType, FloatDType};
-use nvfp4_kernels::{BlockScaling, Form, PackedAxis};
+use nvfp4_kernels::{BlockScaling, Storage, Usage};
 
 pub use context::LinearContext;
 pub(crate) use context::{KeptWeight, WeightCache, WeightIdentity};
 pub use grouped::{GroupPairSpec, Nvfp4GroupedOps, RowGradients, RowGroups};
 #[cfg(feature = "cubecl-backend")]
 pub use grouped::{RowGradientsMetadata, RowGroupsMetadata};
+pub use nvfp4_kernels::AmaxGranularity;
 pub use packed::{
-    Bias, Decoded, GlobalScaling, MxLayout, MxPacked, Operand, OperandPair, Packed, PackedLayout,
-    PackedPair,
+    Bias, Decoded, MxLayout, MxPacked, Operand, OperandPair, Packed, PackedLayout, PackedPair,
 };
 #[cfg(feature = "cubecl-backend")]
 pub use packed::{
@@ -58,7 +58,7 @@ pub use spec::{
 pub trait Nvfp4Ops: Backend {
     /// Pack `x` (`[rows, cols]`), with the global scale, or scales, of its own maxima.
     ///
-    /// `cols` must be a multiple of 16 for [`PackedAxis::Cols`]; a column-wise copy pads its last
+    /// `cols` must be a multiple of 16 for [`Usage::Rowwise`]; a column-wise copy pads its last
     /// block with zeros.
     #[fusion(meta = packed_meta)]
     fn nvfp4_quantize(x: FloatTensor<Self>, spec: QuantizeSpec) -> Packed<Self>;
@@ -73,7 +73,7 @@ pub trait Nvfp4Ops: Backend {
     #[fusion(meta = tiles_meta)]
     fn nvfp4_quantize_tiles(
         x: FloatTensor<Self>,
-        axis: PackedAxis,
+        usage: Usage,
         scaling: BlockScaling,
     ) -> Packed<Self>;
 
@@ -89,8 +89,8 @@ pub trait Nvfp4Ops: Backend {
     #[fusion(meta = forms_meta)]
     fn nvfp4_quantize_forms(
         x: FloatTensor<Self>,
-        row: (CopySpec, Form),
-        col: (CopySpec, Form),
+        row: (CopySpec, Storage),
+        col: (CopySpec, Storage),
     ) -> OperandPair<Self>;
 
     /// `x` (`[rows, cols]`) by MS-EDEN: the transformed matrix, its contraction padded to a multiple
@@ -102,15 +102,15 @@ pub trait Nvfp4Ops: Backend {
     #[fusion(meta = eden_packed_meta)]
     fn nvfp4_eden_packed(#[extension_type] packed: Packed<Self>, spec: EdenSpec) -> Packed<Self>;
 
-    /// `x` (`[rows, cols]`) in MXFP8 with blocks along `axis`.
+    /// `x` (`[rows, cols]`) in MXFP8 with blocks along `usage`.
     #[fusion(meta = mx_meta)]
-    fn nvfp4_mx_quantize(x: FloatTensor<Self>, axis: PackedAxis) -> MxPacked<Self>;
+    fn nvfp4_mx_quantize(x: FloatTensor<Self>, usage: Usage) -> MxPacked<Self>;
 
-    /// The values of `packed` rounded to `via`, in MXFP8 with blocks along `axis`.
+    /// The values of `packed` rounded to `via`, in MXFP8 with blocks along `usage`.
     #[fusion(meta = mx_packed_meta)]
     fn nvfp4_mx_requantize(
         #[extension_type] packed: Packed<Self>,
-        axis: PackedAxis,
+        usage: Usage,
         via: FloatDType,
     ) -> MxPacked<Self>;
 
@@ -169,8 +169,8 @@ pub trait Nvfp4Ops: Backend {
         let shape = (x.shape()[0], w.shape()[1], x.shape()[1]);
         let (device, specs) = (x.device(), [&spec.fprop_x, &spec.fprop_w]);
         let form = context.form(|| operands::form_of::<Self>(&device, specs, shape));
-        let x = operands::one::<Self>(x, &spec.fprop_x, PackedAxis::Cols, dtype, form);
-        let w = operands::one::<Self>(w, &spec.fprop_w, PackedAxis::Rows, dtype, Form::Packed);
+        let x = operands::one::<Self>(x, &spec.fprop_x, Usage::Rowwise, dtype, form);
+        let w = operands::one::<Self>(w, &spec.fprop_w, Usage::Columnwise, dtype, Storage::Packed);
         Self::nvfp4_product(x, w, bias, dtype)
     }
 }
@@ -193,9 +193,9 @@ fn trace_op(op: &'static str, copy: &'static str, rows: usize, cols: usize) {
 
 /// The name of a copy in traces.
 #[cfg(any(feature = "flex", feature = "cpu", feature = "cuda"))]
-fn copy_name(axis: PackedAxis) -> &'static str {
-    match axis {
-        PackedAxis::Cols => "row",
-        PackedAxis::Rows => "col",
+fn copy_name(usage: Usage) -> &'static str {
+    match usage {
+        Usage::Rowwise => "row",
+        Usage::Columnwise => "col",
     }
 }

@@ -2,7 +2,7 @@
 
 use burn_core::backend::{Backend, TensorMetadata, tensor::FloatTensor};
 use burn_core::tensor::{FloatDType, Shape, Slice};
-use nvfp4_kernels::{Form, PackedAxis};
+use nvfp4_kernels::{Storage, Usage};
 
 use super::{
     Decoded, EdenSpec, Nvfp4Ops, Operand, OperandPair, OperandSpec, PackedPair, PairSpec,
@@ -15,12 +15,12 @@ pub(super) fn form_of<B: Backend>(
     device: &B::Device,
     specs: [&OperandSpec; 2],
     (m, n, k): (usize, usize, usize),
-) -> Form {
+) -> Storage {
     let unit = specs[0].unit().max(specs[1].unit());
     let shape = (m, n, k.next_multiple_of(unit));
     match specs.iter().all(|spec| spec.is_nvfp4()) && decodes::<B>(device, shape) {
-        true => Form::Decoded,
-        false => Form::Packed,
+        true => Storage::Bf16Unscaled,
+        false => Storage::Packed,
     }
 }
 
@@ -38,30 +38,30 @@ fn decodes<B: Backend>(_: &B::Device, _: (usize, usize, usize)) -> bool {
     false
 }
 
-/// The operand that `spec` makes of `x`, contracted along `axis`; in 1x16 blocks it has the form `form`.
+/// The operand that `spec` makes of `x`, contracted along `usage`; in 1x16 blocks it has the form `form`.
 /// Without quantization it has the type `dtype`, that of the activations.
 pub(super) fn one<B: Nvfp4Ops>(
     x: FloatTensor<B>,
     spec: &OperandSpec,
-    axis: PackedAxis,
+    usage: Usage,
     dtype: FloatDType,
-    form: Form,
+    form: Storage,
 ) -> Operand<B> {
     match *spec {
-        OperandSpec::HighPrecision => Operand::Float(cast::<B>(x, dtype), axis),
-        OperandSpec::Mxfp8 => Operand::Mxfp8(B::nvfp4_mx_quantize(x, axis)),
+        OperandSpec::HighPrecision => Operand::Float(cast::<B>(x, dtype), usage),
+        OperandSpec::Mxfp8 => Operand::Mxfp8(B::nvfp4_mx_quantize(x, usage)),
         OperandSpec::Blocks(copy) => {
-            let spec = QuantizeSpec { axis, copy };
+            let spec = QuantizeSpec { usage, copy };
             match form {
-                Form::Packed => Operand::Nvfp4(B::nvfp4_quantize(x, spec)),
-                Form::Decoded => Operand::Decoded(B::nvfp4_quantize_decoded(x, spec)),
+                Storage::Packed => Operand::Nvfp4(B::nvfp4_quantize(x, spec)),
+                Storage::Bf16Unscaled => Operand::Decoded(B::nvfp4_quantize_decoded(x, spec)),
             }
         }
-        OperandSpec::Tiles(scaling) => Operand::Nvfp4(B::nvfp4_quantize_tiles(x, axis, scaling)),
+        OperandSpec::Tiles(scaling) => Operand::Nvfp4(B::nvfp4_quantize_tiles(x, usage, scaling)),
         OperandSpec::Eden { hadamard, stream } => Operand::Nvfp4(B::nvfp4_eden(
             x,
             EdenSpec {
-                axis,
+                usage,
                 hadamard,
                 stream,
             },
@@ -76,11 +76,11 @@ pub(super) fn both<B: Nvfp4Ops>(
     row: &OperandSpec,
     col: &OperandSpec,
     dtype: FloatDType,
-    forms: [Form; 2],
+    forms: [Storage; 2],
 ) -> (Operand<B>, Operand<B>) {
     let pair = match (*row, *col) {
         (OperandSpec::Tiles(row), OperandSpec::Tiles(col)) if row == col => PairSpec::Tile(row),
-        (OperandSpec::Blocks(row), OperandSpec::Blocks(col)) if forms == [Form::Packed; 2] => {
+        (OperandSpec::Blocks(row), OperandSpec::Blocks(col)) if forms == [Storage::Packed; 2] => {
             PairSpec::Blocks { row, col }
         }
         (OperandSpec::Blocks(row), OperandSpec::Blocks(col)) => {
@@ -90,8 +90,8 @@ pub(super) fn both<B: Nvfp4Ops>(
         }
         _ => {
             return (
-                one::<B>(x.clone(), row, PackedAxis::Cols, dtype, forms[0]),
-                one::<B>(x, col, PackedAxis::Rows, dtype, forms[1]),
+                one::<B>(x.clone(), row, Usage::Rowwise, dtype, forms[0]),
+                one::<B>(x, col, Usage::Columnwise, dtype, forms[1]),
             );
         }
     };
@@ -99,11 +99,11 @@ pub(super) fn both<B: Nvfp4Ops>(
     (Operand::Nvfp4(row), Operand::Nvfp4(col))
 }
 
-/// The operand that `spec` makes of the values that `forward` stands for, contracted along `axis`.
+/// The operand that `spec` makes of the values that `forward` stands for, contracted along `usage`.
 pub(super) fn again<B: Nvfp4Ops>(
     forward: Operand<B>,
     spec: &OperandSpec,
-    axis: PackedAxis,
+    usage: Usage,
     dtype: FloatDType,
 ) -> Operand<B> {
     match (forward, *spec) {
@@ -111,14 +111,14 @@ pub(super) fn again<B: Nvfp4Ops>(
             Operand::Nvfp4(B::nvfp4_eden_packed(
                 packed,
                 EdenSpec {
-                    axis,
+                    usage,
                     hadamard,
                     stream,
                 },
             ))
         }
         (Operand::Nvfp4(packed), OperandSpec::Mxfp8) => {
-            Operand::Mxfp8(B::nvfp4_mx_requantize(packed, axis, dtype))
+            Operand::Mxfp8(B::nvfp4_mx_requantize(packed, usage, dtype))
         }
         (forward, spec) => {
             let via = read_as(&spec, dtype);
@@ -128,7 +128,7 @@ pub(super) fn again<B: Nvfp4Ops>(
                 Operand::Mxfp8(packed) => B::nvfp4_mx_dequantize(packed, via),
                 Operand::Float(x, _) => x,
             };
-            one::<B>(x, &spec, axis, dtype, Form::Packed)
+            one::<B>(x, &spec, usage, dtype, Storage::Packed)
         }
     }
 }
@@ -151,9 +151,9 @@ pub(super) fn dequantized<B: Backend>(decoded: Decoded<B>, dtype: FloatDType) ->
             Slice::from(0..layout.inner()),
         ],
     );
-    let x = match layout.axis {
-        PackedAxis::Cols => x,
-        PackedAxis::Rows => B::float_swap_dims(x, 0, 1),
+    let x = match layout.usage {
+        Usage::Rowwise => x,
+        Usage::Columnwise => B::float_swap_dims(x, 0, 1),
     };
     cast::<B>(x, dtype)
 }

@@ -7,21 +7,8 @@ use burn_core::backend::{
     tensor::{FloatTensor, IntTensor},
 };
 #[cfg(feature = "cubecl-backend")]
-use nvfp4_kernels::Form;
-use nvfp4_kernels::{BLOCK, BlockScaling, Hadamard, MX_BLOCK, PackedAxis};
-use serde::{Deserialize, Serialize};
-
-/// What one maximum, and so one global scale, stands for.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum GlobalScaling {
-    /// The whole matrix.
-    #[default]
-    PerTensor,
-    /// One stored row: a row of the source in the row-wise copy (a token), a column in the
-    /// column-wise one (a feature).
-    PerToken,
-}
+use nvfp4_kernels::{AmaxGranularity, Storage};
+use nvfp4_kernels::{BLOCK, BlockScaling, Hadamard, MX_BLOCK, Usage};
 
 /// What the buffers of a packed matrix mean.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -31,46 +18,46 @@ pub struct PackedLayout {
     /// Columns of the source matrix.
     pub cols: usize,
     /// The axis of the source along which blocks of 16 lie.
-    pub axis: PackedAxis,
+    pub usage: Usage,
     /// The transform that was applied along that axis, which is padded to a multiple of its size.
     pub hadamard: Option<Hadamard>,
     /// How block scales were found, which decides how an amax decodes.
     pub scaling: BlockScaling,
     /// What one amax stands for.
-    pub global: GlobalScaling,
+    pub global: AmaxGranularity,
 }
 
 impl PackedLayout {
     /// The layout of a copy with one amax, standard block scales and no transform.
-    pub const fn plain(rows: usize, cols: usize, axis: PackedAxis) -> Self {
+    pub const fn plain(rows: usize, cols: usize, usage: Usage) -> Self {
         Self {
             rows,
             cols,
-            axis,
+            usage,
             hadamard: None,
             scaling: BlockScaling::Standard,
-            global: GlobalScaling::PerTensor,
+            global: AmaxGranularity::PerTensor,
         }
     }
 
     /// The layout of one copy of a stack of matrices, `[count, rows, cols]`: row-wise copies one
-    /// below the other, those of the transposed matrices for [`PackedAxis::Rows`].
-    pub fn stack([count, rows, cols]: [usize; 3], axis: PackedAxis, scaling: BlockScaling) -> Self {
-        let (outer, inner) = axis.stored_shape(rows, cols);
+    /// below the other, those of the transposed matrices for [`Usage::Columnwise`].
+    pub fn stack([count, rows, cols]: [usize; 3], usage: Usage, scaling: BlockScaling) -> Self {
+        let (outer, inner) = usage.stored_shape(rows, cols);
         Self {
             scaling,
-            ..Self::plain(count * outer, inner, PackedAxis::Cols)
+            ..Self::plain(count * outer, inner, Usage::Rowwise)
         }
     }
 
     /// Stored rows: the rows of a row-wise copy, the columns of a column-wise one.
     pub fn outer(&self) -> usize {
-        self.axis.stored_shape(self.rows, self.cols).0
+        self.usage.stored_shape(self.rows, self.cols).0
     }
 
     /// Length of the packed axis, without padding.
     pub fn inner(&self) -> usize {
-        self.axis.stored_shape(self.rows, self.cols).1
+        self.usage.stored_shape(self.rows, self.cols).1
     }
 
     /// Elements to whose multiple the packed axis is padded: those of a block, or of a transform.
@@ -87,8 +74,8 @@ impl PackedLayout {
     /// Number of maxima.
     pub fn amax_len(&self) -> usize {
         match self.global {
-            GlobalScaling::PerTensor => 1,
-            GlobalScaling::PerToken => self.outer(),
+            AmaxGranularity::PerTensor => 1,
+            AmaxGranularity::PerRow => self.outer(),
         }
     }
 }
@@ -147,18 +134,18 @@ pub struct MxLayout {
     /// Columns of the source matrix.
     pub cols: usize,
     /// The axis of the source along which blocks of 32 lie.
-    pub axis: PackedAxis,
+    pub usage: Usage,
 }
 
 impl MxLayout {
     /// Stored rows: the rows of a row-wise copy, the columns of a column-wise one.
     pub fn outer(&self) -> usize {
-        self.axis.stored_shape(self.rows, self.cols).0
+        self.usage.stored_shape(self.rows, self.cols).0
     }
 
     /// Length of the packed axis, without padding.
     pub fn inner(&self) -> usize {
-        self.axis.stored_shape(self.rows, self.cols).1
+        self.usage.stored_shape(self.rows, self.cols).1
     }
 
     /// Blocks in one stored row.
@@ -190,7 +177,7 @@ pub enum Operand<B: Backend> {
     /// 8-bit codes.
     Mxfp8(#[extension_type] MxPacked<B>),
     /// The matrix itself, contracted along this axis of it.
-    Float(FloatTensor<B>, PackedAxis),
+    Float(FloatTensor<B>, Usage),
 }
 
 /// The two copies of one matrix, each in the form that was asked for.
@@ -230,51 +217,51 @@ mod meta {
 
     use super::super::{CopySpec, EdenSpec, PairSpec, QuantizeSpec};
     use super::{
-        BLOCK, BiasMetadata, BlockScaling, DecodedMetadata, Form, MX_BLOCK, MxLayout,
-        MxPackedMetadata, OperandMetadata, OperandPairMetadata, PackedAxis, PackedLayout,
-        PackedMetadata, PackedPairMetadata,
+        BLOCK, BiasMetadata, BlockScaling, DecodedMetadata, MX_BLOCK, MxLayout, MxPackedMetadata,
+        OperandMetadata, OperandPairMetadata, PackedLayout, PackedMetadata, PackedPairMetadata,
+        Storage, Usage,
     };
 
     pub(in crate::ops) fn packed_meta(x: &TensorSpec, spec: &QuantizeSpec) -> PackedMetadata {
-        packed(spec.copy.layout(x.shape[0], x.shape[1], spec.axis))
+        packed(spec.copy.layout(x.shape[0], x.shape[1], spec.usage))
     }
 
     pub(in crate::ops) fn pair_meta(x: &TensorSpec, spec: &PairSpec) -> PackedPairMetadata {
         let [row, col] = spec.copies();
-        let copy = |copy: CopySpec, axis| packed(copy.layout(x.shape[0], x.shape[1], axis));
+        let copy = |copy: CopySpec, usage| packed(copy.layout(x.shape[0], x.shape[1], usage));
         PackedPairMetadata {
-            row: copy(row, PackedAxis::Cols),
-            col: copy(col, PackedAxis::Rows),
+            row: copy(row, Usage::Rowwise),
+            col: copy(col, Usage::Columnwise),
         }
     }
 
     pub(in crate::ops) fn tiles_meta(
         x: &TensorSpec,
-        axis: &PackedAxis,
+        usage: &Usage,
         scaling: &BlockScaling,
     ) -> PackedMetadata {
-        packed(CopySpec::of_tiles(*scaling).layout(x.shape[0], x.shape[1], *axis))
+        packed(CopySpec::of_tiles(*scaling).layout(x.shape[0], x.shape[1], *usage))
     }
 
     pub(in crate::ops) fn decoded_meta(x: &TensorSpec, spec: &QuantizeSpec) -> DecodedMetadata {
-        decoded(spec.copy.layout(x.shape[0], x.shape[1], spec.axis))
+        decoded(spec.copy.layout(x.shape[0], x.shape[1], spec.usage))
     }
 
     pub(in crate::ops) fn forms_meta(
         x: &TensorSpec,
-        row: &(CopySpec, Form),
-        col: &(CopySpec, Form),
+        row: &(CopySpec, Storage),
+        col: &(CopySpec, Storage),
     ) -> OperandPairMetadata {
-        let operand = |(copy, form): &(CopySpec, Form), axis| {
-            let layout = copy.layout(x.shape[0], x.shape[1], axis);
+        let operand = |(copy, form): &(CopySpec, Storage), usage| {
+            let layout = copy.layout(x.shape[0], x.shape[1], usage);
             match form {
-                Form::Packed => OperandMetadata::Nvfp4(packed(layout)),
-                Form::Decoded => OperandMetadata::Decoded(decoded(layout)),
+                Storage::Packed => OperandMetadata::Nvfp4(packed(layout)),
+                Storage::Bf16Unscaled => OperandMetadata::Decoded(decoded(layout)),
             }
         };
         OperandPairMetadata {
-            row: operand(row, PackedAxis::Cols),
-            col: operand(col, PackedAxis::Rows),
+            row: operand(row, Usage::Rowwise),
+            col: operand(col, Usage::Columnwise),
         }
     }
 
@@ -289,23 +276,23 @@ mod meta {
         packed(spec.layout(source.layout.rows, source.layout.cols))
     }
 
-    pub(in crate::ops) fn mx_meta(x: &TensorSpec, axis: &PackedAxis) -> MxPackedMetadata {
+    pub(in crate::ops) fn mx_meta(x: &TensorSpec, usage: &Usage) -> MxPackedMetadata {
         mx_with(MxLayout {
             rows: x.shape[0],
             cols: x.shape[1],
-            axis: *axis,
+            usage: *usage,
         })
     }
 
     pub(in crate::ops) fn mx_packed_meta(
         packed: &PackedMetadata,
-        axis: &PackedAxis,
+        usage: &Usage,
         _via: &FloatDType,
     ) -> MxPackedMetadata {
         mx_with(MxLayout {
             rows: packed.layout.rows,
             cols: packed.layout.cols,
-            axis: *axis,
+            usage: *usage,
         })
     }
 
@@ -353,8 +340,8 @@ mod meta {
             OperandMetadata::Nvfp4(packed) => packed.layout.outer(),
             OperandMetadata::Decoded(decoded) => decoded.layout.outer(),
             OperandMetadata::Mxfp8(packed) => packed.layout.outer(),
-            OperandMetadata::Float(tensor, axis) => {
-                axis.stored_shape(tensor.shape[0], tensor.shape[1]).0
+            OperandMetadata::Float(tensor, usage) => {
+                usage.stored_shape(tensor.shape[0], tensor.shape[1]).0
             }
         }
     }

@@ -6,7 +6,7 @@
 
 use burn_core::backend::{Backend, TensorMetadata, tensor::FloatTensor, tensor::IntTensor};
 use burn_core::tensor::{FloatDType, Shape};
-use nvfp4_kernels::{Form, PackedAxis};
+use nvfp4_kernels::{Storage, Usage};
 
 use super::autodiff::{GradientsOf, LinearGrads, Tracked};
 use super::context::Place;
@@ -27,16 +27,16 @@ pub(crate) trait Grouping<B: Nvfp4Ops>: Clone + Send + std::fmt::Debug + 'static
         device: &B::Device,
         specs: [&OperandSpec; 2],
         shape: (usize, usize, usize),
-    ) -> Form;
+    ) -> Storage;
 
-    /// The operand of `x`, or of its gradient, contracted along `axis`, in 1x16 blocks in the form `form`.
+    /// The operand of `x`, or of its gradient, contracted along `usage`, in 1x16 blocks in the form `form`.
     fn rows(
         &self,
         x: FloatTensor<B>,
         spec: &OperandSpec,
-        axis: PackedAxis,
+        usage: Usage,
         dtype: FloatDType,
-        form: Form,
+        form: Storage,
     ) -> Operand<B>;
 
     /// Both of them: row-wise, column-wise, each in its form.
@@ -46,18 +46,18 @@ pub(crate) trait Grouping<B: Nvfp4Ops>: Clone + Send + std::fmt::Debug + 'static
         row: &OperandSpec,
         col: &OperandSpec,
         dtype: FloatDType,
-        forms: [Form; 2],
+        forms: [Storage; 2],
     ) -> (Operand<B>, Operand<B>);
 
     /// The operand along the rows, of the values that the row-wise operand `forward` stands for.
     fn rows_again(&self, forward: Operand<B>, spec: &OperandSpec, dtype: FloatDType) -> Operand<B>;
 
-    /// The operand of the weight, contracted along `axis`.
+    /// The operand of the weight, contracted along `usage`.
     fn weight(
         &self,
         w: FloatTensor<B>,
         spec: &OperandSpec,
-        axis: PackedAxis,
+        usage: Usage,
         dtype: FloatDType,
     ) -> Operand<B>;
 
@@ -107,7 +107,7 @@ impl<B: Nvfp4Ops> Grouping<B> for Ungrouped {
         device: &B::Device,
         specs: [&OperandSpec; 2],
         shape: (usize, usize, usize),
-    ) -> Form {
+    ) -> Storage {
         form_of::<B>(device, specs, shape)
     }
 
@@ -115,11 +115,11 @@ impl<B: Nvfp4Ops> Grouping<B> for Ungrouped {
         &self,
         x: FloatTensor<B>,
         spec: &OperandSpec,
-        axis: PackedAxis,
+        usage: Usage,
         dtype: FloatDType,
-        form: Form,
+        form: Storage,
     ) -> Operand<B> {
-        one::<B>(x, spec, axis, dtype, form)
+        one::<B>(x, spec, usage, dtype, form)
     }
 
     fn rows_both(
@@ -128,23 +128,23 @@ impl<B: Nvfp4Ops> Grouping<B> for Ungrouped {
         row: &OperandSpec,
         col: &OperandSpec,
         dtype: FloatDType,
-        forms: [Form; 2],
+        forms: [Storage; 2],
     ) -> (Operand<B>, Operand<B>) {
         both::<B>(x, row, col, dtype, forms)
     }
 
     fn rows_again(&self, forward: Operand<B>, spec: &OperandSpec, dtype: FloatDType) -> Operand<B> {
-        again::<B>(forward, spec, PackedAxis::Rows, dtype)
+        again::<B>(forward, spec, Usage::Columnwise, dtype)
     }
 
     fn weight(
         &self,
         w: FloatTensor<B>,
         spec: &OperandSpec,
-        axis: PackedAxis,
+        usage: Usage,
         dtype: FloatDType,
     ) -> Operand<B> {
-        one::<B>(w, spec, axis, dtype, Form::Packed)
+        one::<B>(w, spec, usage, dtype, Storage::Packed)
     }
 
     fn weight_both(
@@ -154,7 +154,7 @@ impl<B: Nvfp4Ops> Grouping<B> for Ungrouped {
         col: &OperandSpec,
         dtype: FloatDType,
     ) -> (Operand<B>, Operand<B>) {
-        both::<B>(w, row, col, dtype, [Form::Packed; 2])
+        both::<B>(w, row, col, dtype, [Storage::Packed; 2])
     }
 
     fn weight_again(
@@ -163,7 +163,7 @@ impl<B: Nvfp4Ops> Grouping<B> for Ungrouped {
         spec: &OperandSpec,
         dtype: FloatDType,
     ) -> Operand<B> {
-        again::<B>(forward, spec, PackedAxis::Cols, dtype)
+        again::<B>(forward, spec, Usage::Rowwise, dtype)
     }
 
     fn product(
@@ -241,11 +241,11 @@ impl<B: Nvfp4Ops, G: Grouping<B>> GradientsOf<B> for Saved<B, G> {
                 (Some(row), Some(col))
             }
             (Some(_), None) => {
-                let row = grouping.rows(dy, &row, PackedAxis::Cols, dtype, row_form);
+                let row = grouping.rows(dy, &row, Usage::Rowwise, dtype, row_form);
                 (Some(row), None)
             }
             (None, Some(_)) => {
-                let col = grouping.rows(dy, &col, PackedAxis::Rows, dtype, col_form);
+                let col = grouping.rows(dy, &col, Usage::Columnwise, dtype, col_form);
                 (None, Some(col))
             }
             (None, None) => (None, None),
@@ -303,18 +303,18 @@ impl<B: Nvfp4Ops, G: Grouping<B>> Product<B, G> {
         }
         let (x, saved_x) = match (self.tracked.w, spec.source) {
             (false, _) => (
-                grouping.rows(self.x, &spec.fprop_x, PackedAxis::Cols, x_dtype, form()),
+                grouping.rows(self.x, &spec.fprop_x, Usage::Rowwise, x_dtype, form()),
                 None,
             ),
             (true, BackwardSource::Original) => {
                 let (row, col) = (&spec.fprop_x, &spec.wgrad_x);
-                let forms = [form(), Form::Packed];
+                let forms = [form(), Storage::Packed];
                 let (x, saved) = grouping.rows_both(self.x, row, col, x_dtype, forms);
                 (x, Some(saved))
             }
             (true, BackwardSource::Forward) => {
-                let (row, form) = (&spec.fprop_x, Form::Packed);
-                let x = grouping.rows(self.x, row, PackedAxis::Cols, x_dtype, form);
+                let (row, form) = (&spec.fprop_x, Storage::Packed);
+                let x = grouping.rows(self.x, row, Usage::Rowwise, x_dtype, form);
                 let saved = grouping.rows_again(x.clone(), &spec.wgrad_x, x_dtype);
                 (x, Some(saved))
             }
@@ -390,7 +390,7 @@ impl<B: Nvfp4Ops, G: Grouping<B>> Product<B, G> {
             let (row, col) = self.grouping.weight_both(w, dgrad_w, fprop_w, dtype);
             return (col, Some(row));
         }
-        let forward = self.grouping.weight(w, fprop_w, PackedAxis::Rows, dtype);
+        let forward = self.grouping.weight(w, fprop_w, Usage::Columnwise, dtype);
         let backward = (self.tracked.x).then(|| self.dgrad_weight(&forward, dtype));
         (forward, backward)
     }
@@ -400,7 +400,7 @@ impl<B: Nvfp4Ops, G: Grouping<B>> Product<B, G> {
         let (spec, grouping) = (&self.spec.dgrad_w, &self.grouping);
         match self.spec.source {
             BackwardSource::Original => {
-                grouping.weight(self.w.clone(), spec, PackedAxis::Cols, dtype)
+                grouping.weight(self.w.clone(), spec, Usage::Rowwise, dtype)
             }
             BackwardSource::Forward => grouping.weight_again(forward.clone(), spec, dtype),
         }

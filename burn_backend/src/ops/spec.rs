@@ -3,26 +3,27 @@
 #[cfg(any(feature = "flex", feature = "cubecl-backend"))]
 use nvfp4_kernels::reference::EDEN_GROUP;
 use nvfp4_kernels::{
-    BlockScaling, Hadamard, HadamardSize, MX_BLOCK, Nvfp4Error, PackedAxis, RandomStream, Rounding,
+    AmaxGranularity, BlockScaling, Hadamard, HadamardSize, MX_BLOCK, Nvfp4Error, RandomStream,
+    Rounding, Usage,
 };
 
 use serde::{Deserialize, Serialize};
 
 #[cfg(any(feature = "flex", feature = "cubecl-backend"))]
 use super::packed::PackedLayout;
-use super::packed::{GlobalScaling, unit_of};
+use super::packed::unit_of;
 
 /// How one packed copy of a matrix is made, whichever axis it is packed along.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct CopySpec {
     /// How elements round.
     pub rounding: Rounding,
-    /// The transform applied along the packed axis first; only for [`PackedAxis::Rows`].
+    /// The transform applied along the packed axis first; only for [`Usage::Columnwise`].
     pub hadamard: Option<Hadamard>,
     /// How block scales are found. Four over six rounds to nearest only.
     pub scaling: BlockScaling,
     /// What one global scale stands for.
-    pub global: GlobalScaling,
+    pub global: AmaxGranularity,
 }
 
 impl CopySpec {
@@ -33,7 +34,7 @@ impl CopySpec {
             rounding,
             hadamard: None,
             scaling: BlockScaling::Standard,
-            global: GlobalScaling::PerTensor,
+            global: AmaxGranularity::PerTensor,
         }
     }
 
@@ -45,13 +46,13 @@ impl CopySpec {
         }
     }
 
-    /// The layout of the copy of a `rows` x `cols` matrix along `axis`.
+    /// The layout of the copy of a `rows` x `cols` matrix along `usage`.
     #[cfg(any(feature = "flex", feature = "cubecl-backend"))]
-    pub(crate) fn layout(&self, rows: usize, cols: usize, axis: PackedAxis) -> PackedLayout {
+    pub(crate) fn layout(&self, rows: usize, cols: usize, usage: Usage) -> PackedLayout {
         PackedLayout {
             rows,
             cols,
-            axis,
+            usage,
             hadamard: self.hadamard,
             scaling: self.scaling,
             global: self.global,
@@ -59,21 +60,21 @@ impl CopySpec {
     }
 }
 
-/// How to make one packed copy of a matrix, in 1x16 blocks along `axis`.
+/// How to make one packed copy of a matrix, in 1x16 blocks along `usage`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct QuantizeSpec {
-    /// The axis along which the blocks lie: along rows ([`PackedAxis::Cols`]), or along columns
-    /// ([`PackedAxis::Rows`], stored transposed).
-    pub axis: PackedAxis,
+    /// The axis along which the blocks lie: along rows ([`Usage::Rowwise`]), or along columns
+    /// ([`Usage::Columnwise`], stored transposed).
+    pub usage: Usage,
     /// How the copy is made.
     pub copy: CopySpec,
 }
 
 impl QuantizeSpec {
-    /// A plain copy along `axis`.
-    pub const fn new(axis: PackedAxis, rounding: Rounding) -> Self {
+    /// A plain copy along `usage`.
+    pub const fn new(usage: Usage, rounding: Rounding) -> Self {
         Self {
-            axis,
+            usage,
             copy: CopySpec::new(rounding),
         }
     }
@@ -104,12 +105,12 @@ impl PairSpec {
     }
 }
 
-/// How to quantize by MS-EDEN along `axis`: a transform of 128, rounding to nearest, and block scales
+/// How to quantize by MS-EDEN along `usage`: a transform of 128, rounding to nearest, and block scales
 /// that are corrected and rounded stochastically.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct EdenSpec {
     /// The contraction.
-    pub axis: PackedAxis,
+    pub usage: Usage,
     /// The transform, of 128; the same for both operands of a product.
     pub hadamard: Hadamard,
     /// Where the scales take their bits from.
@@ -121,13 +122,13 @@ impl EdenSpec {
     /// the contraction.
     #[cfg(any(feature = "flex", feature = "cubecl-backend"))]
     pub(crate) fn layout(&self, rows: usize, cols: usize) -> PackedLayout {
-        let (rows, cols) = match self.axis {
-            PackedAxis::Cols => (rows, cols.next_multiple_of(EDEN_GROUP)),
-            PackedAxis::Rows => (rows.next_multiple_of(EDEN_GROUP), cols),
+        let (rows, cols) = match self.usage {
+            Usage::Rowwise => (rows, cols.next_multiple_of(EDEN_GROUP)),
+            Usage::Columnwise => (rows.next_multiple_of(EDEN_GROUP), cols),
         };
         PackedLayout {
             hadamard: Some(self.hadamard),
-            ..PackedLayout::plain(rows, cols, self.axis)
+            ..PackedLayout::plain(rows, cols, self.usage)
         }
     }
 }

@@ -16,7 +16,7 @@ use crate::ops::LinearSpec;
 use crate::state::{self, LayerRandomness};
 use operand::{Draw, GemmOperands};
 
-pub use crate::ops::{BackwardSource, GlobalScaling};
+pub use crate::ops::{AmaxGranularity, BackwardSource};
 pub use operand::{BlockScale, BlockShape, Nvfp4Format, OperandRecipe, RoundingMode};
 pub use policy::LayerPolicy;
 pub use schedule::{Healing, LayerMode, set_mode};

@@ -5,7 +5,7 @@ use nvfp4_kernels::{
 };
 use serde::{Deserialize, Serialize};
 
-use crate::ops::{CopySpec, GlobalScaling, OperandSpec};
+use crate::ops::{AmaxGranularity, CopySpec, OperandSpec};
 
 /// Which elements share a block scale.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
@@ -68,7 +68,7 @@ pub struct Nvfp4Format {
     pub block: BlockShape,
     /// One global scale for the matrix, or one for each stored row: each token of a row-wise operand,
     /// each feature of a column-wise one.
-    pub global: GlobalScaling,
+    pub global: AmaxGranularity,
     /// How elements are rounded.
     pub rounding: RoundingMode,
     /// Elements that the random Hadamard transform along the contraction mixes: 16, 32, 64 or 128.
@@ -96,7 +96,7 @@ impl OperandRecipe {
     /// NVFP4 in plain 1x16 blocks, to nearest.
     pub const PLAIN: Self = Self::Nvfp4(Nvfp4Format {
         block: BlockShape::OneBy16,
-        global: GlobalScaling::PerTensor,
+        global: AmaxGranularity::PerTensor,
         rounding: RoundingMode::Nearest,
         rht: None,
         scale: BlockScale::Standard,
@@ -105,7 +105,7 @@ impl OperandRecipe {
     /// NVFP4 in plain 16x16 tiles, to nearest.
     pub const TILES: Self = Self::Nvfp4(Nvfp4Format {
         block: BlockShape::Tile16,
-        global: GlobalScaling::PerTensor,
+        global: AmaxGranularity::PerTensor,
         rounding: RoundingMode::Nearest,
         rht: None,
         scale: BlockScale::Standard,
@@ -139,7 +139,7 @@ impl OperandRecipe {
 
     /// With one global scale for each stored row.
     pub fn per_token(self) -> Self {
-        self.map(|format| format.global = GlobalScaling::PerToken)
+        self.map(|format| format.global = AmaxGranularity::PerRow)
     }
 
     pub(super) fn is_quantized(&self) -> bool {
@@ -195,7 +195,7 @@ impl GemmOperands {
                     "in 16x16 tiles with headroom",
                     "standard or four-over-six scales: headroom is for stochastic rounding",
                 )
-            } else if tile && format.global == GlobalScaling::PerToken {
+            } else if tile && format.global == AmaxGranularity::PerRow {
                 (
                     "in 16x16 tiles with a global scale for each row",
                     "one global scale: a tile spans 16 rows",

@@ -43,11 +43,11 @@ use burn_core::tensor::{Device, FloatDType, Shape, Slice, TensorData};
 use futures_lite::future::block_on;
 use nvfp4_kernels::format::{e2m1, e4m3};
 use nvfp4_kernels::reference::padding::padded_offsets;
-use nvfp4_kernels::{BLOCK, Hadamard, PackedAxis, reference};
+use nvfp4_kernels::{BLOCK, Hadamard, Usage, reference};
 use rayon::prelude::*;
 use serde::Serialize;
 
-use crate::ops::{GlobalScaling, Nvfp4Ops, Operand, OperandSpec, PackedLayout};
+use crate::ops::{AmaxGranularity, Nvfp4Ops, Operand, OperandSpec, PackedLayout};
 use crate::state::{self, LayerState};
 
 /// Elements of an operand that a sample reads, about; at least one row of each matrix.
@@ -216,7 +216,7 @@ pub(crate) struct Source<'a, B: Backend> {
     /// The values: `[rows, cols]`, or `[experts, rows, cols]` of a stack.
     values: FloatTensor<B>,
     /// The axis of the matrix, or of each, along which it was packed.
-    axis: PackedAxis,
+    usage: Usage,
     /// Where each expert's rows begin, if there are experts.
     offsets: Option<&'a IntTensor<B>>,
 }
@@ -232,7 +232,7 @@ impl<'a, B: Backend> Source<'a, B> {
         Self {
             name,
             values,
-            axis: PackedAxis::Cols,
+            usage: Usage::Rowwise,
             offsets,
         }
     }
@@ -247,7 +247,7 @@ impl<'a, B: Backend> Source<'a, B> {
         Self {
             name,
             values,
-            axis: PackedAxis::Rows,
+            usage: Usage::Columnwise,
             offsets,
         }
     }
@@ -257,7 +257,7 @@ impl<'a, B: Backend> Source<'a, B> {
         Self {
             name,
             values,
-            axis: PackedAxis::Rows,
+            usage: Usage::Columnwise,
             offsets: None,
         }
     }
@@ -279,7 +279,7 @@ impl Probe {
         let Source {
             name,
             values: x,
-            axis,
+            usage,
             offsets,
         } = source;
         let shape = x.shape();
@@ -287,7 +287,7 @@ impl Probe {
             2 => (1, shape[0], shape[1]),
             _ => (shape[0], shape[1], shape[2]),
         };
-        let (outer, inner) = axis.stored_shape(rows, cols);
+        let (outer, inner) = usage.stored_shape(rows, cols);
         if count * outer * inner == 0 {
             return;
         }
@@ -295,9 +295,9 @@ impl Probe {
         let every = Slice::new(0, Some(outer as isize), step as isize);
         let all = |len: usize| Slice::from(0..len);
         let x = B::float_reshape(x, Shape::new([count, rows, cols]));
-        let x = match axis {
-            PackedAxis::Cols => B::float_slice(x, &[all(count), every, all(cols)]),
-            PackedAxis::Rows => {
+        let x = match usage {
+            Usage::Rowwise => B::float_slice(x, &[all(count), every, all(cols)]),
+            Usage::Columnwise => {
                 let x = B::float_slice(x, &[all(count), all(rows), every]);
                 B::float_swap_dims(x, 1, 2)
             }
@@ -329,7 +329,7 @@ impl Probe {
             };
             Some(Part {
                 name,
-                axis,
+                usage,
                 layout,
                 matrices: count,
                 outer,
@@ -353,7 +353,7 @@ impl Probe {
 /// What was read of an operand: every `step`-th of the stored rows of each matrix.
 struct Part {
     name: &'static str,
-    axis: PackedAxis,
+    usage: Usage,
     layout: PackedLayout,
     /// As many as there are in a stack, of `outer` stored rows of `inner` values.
     matrices: usize,
@@ -372,7 +372,7 @@ impl Part {
     /// What is seen, of a layer without a name; nothing of rows that are no expert's.
     fn sample(&self) -> Option<OperandSample> {
         let &Self {
-            axis,
+            usage,
             layout,
             outer,
             inner,
@@ -380,17 +380,17 @@ impl Part {
         } = self;
         let offsets = self.offsets.as_ref();
         let offsets = offsets.map(|offsets| offsets.iter::<u32>().collect::<Vec<_>>());
-        let (spans, groups) = match (offsets, axis) {
+        let (spans, groups) = match (offsets, usage) {
             (None, _) => (Span::whole(inner), Groups::Matrices { rows: outer }),
-            (Some(offsets), PackedAxis::Cols) => (Span::whole(inner), Groups::Rows { offsets }),
-            (Some(offsets), PackedAxis::Rows) => (
+            (Some(offsets), Usage::Rowwise) => (Span::whole(inner), Groups::Rows { offsets }),
+            (Some(offsets), Usage::Columnwise) => (
                 Span::of_groups(&offsets, inner, layout.unit()),
                 Groups::Spans,
             ),
         };
         let maxima = Maxima {
             values: values(&self.amax),
-            of_rows: (layout.global == GlobalScaling::PerToken).then_some(outer),
+            of_rows: (layout.global == AmaxGranularity::PerRow).then_some(outer),
             groups,
         };
         let slab = Slab {

@@ -1,12 +1,12 @@
 //! Devices, data and the oracle's composition of a linear layer.
 
 use burn_core::tensor::{DType, Device, Tensor, TensorData};
-use burn_nvfp4::ops::{CopySpec, EdenSpec, GlobalScaling, LinearSpec, OperandSpec};
-use burn_nvfp4::{Hadamard, PackedAxis, RandomStream, Rounding};
+use burn_nvfp4::ops::{AmaxGranularity, CopySpec, EdenSpec, LinearSpec, OperandSpec};
+use burn_nvfp4::{Hadamard, RandomStream, Rounding, Usage};
 use half::{bf16, f16};
 use nvfp4_kernels::reference::{self, EdenTarget, Element};
 use nvfp4_kernels::{
-    Amax, BLOCK, BlockScaling, CopyPolicy, MX_BLOCK, MxPacked, PackedTensor, ScaleLayout,
+    Amax, BLOCK, BlockScaling, MX_BLOCK, MxPacked, QuantParams, QuantizedTensor, ScaleLayout,
 };
 
 fn device_name() -> String {
@@ -148,66 +148,66 @@ impl Matrix {
         Tensor::from_data(data, (device, self.dtype))
     }
 
-    pub fn row(&self, rounding: Rounding) -> PackedTensor {
-        self.copy(PackedAxis::Cols, &CopySpec::new(rounding))
+    pub fn row(&self, rounding: Rounding) -> QuantizedTensor {
+        self.copy(Usage::Rowwise, &CopySpec::new(rounding))
     }
 
-    pub fn col(&self, rounding: Rounding, hadamard: Option<Hadamard>) -> PackedTensor {
+    pub fn col(&self, rounding: Rounding, hadamard: Option<Hadamard>) -> QuantizedTensor {
         let copy = CopySpec {
             hadamard,
             ..CopySpec::new(rounding)
         };
-        self.copy(PackedAxis::Rows, &copy)
+        self.copy(Usage::Columnwise, &copy)
     }
 
-    /// The copy along `axis` that `copy` asks for.
-    pub fn copy(&self, axis: PackedAxis, copy: &CopySpec) -> PackedTensor {
-        self.copy_from(axis, copy, 0)
+    /// The copy along `usage` that `copy` asks for.
+    pub fn copy(&self, usage: Usage, copy: &CopySpec) -> QuantizedTensor {
+        self.copy_from(usage, copy, 0)
     }
 
     /// The same with blocks numbered from `first`.
-    pub fn copy_from(&self, axis: PackedAxis, copy: &CopySpec, first: usize) -> PackedTensor {
+    pub fn copy_from(&self, usage: Usage, copy: &CopySpec, first: usize) -> QuantizedTensor {
         fn run<T: Element>(
             x: &[T],
             (rows, cols): (usize, usize),
-            axis: PackedAxis,
+            usage: Usage,
             copy: &CopySpec,
             first: usize,
-        ) -> PackedTensor {
+        ) -> QuantizedTensor {
             let hadamard = copy.hadamard.as_ref();
-            let amax = match (copy.global, axis, hadamard) {
-                (GlobalScaling::PerTensor, _, None) => Amax::Tensor(reference::amax(x)),
-                (GlobalScaling::PerTensor, _, Some(hadamard)) => {
+            let amax = match (copy.global, usage, hadamard) {
+                (AmaxGranularity::PerTensor, _, None) => Amax::Tensor(reference::amax(x)),
+                (AmaxGranularity::PerTensor, _, Some(hadamard)) => {
                     Amax::Tensor(reference::amax_rht(x, rows, cols, hadamard))
                 }
-                (GlobalScaling::PerToken, PackedAxis::Cols, _) => {
-                    Amax::PerOuter(reference::amax_rows(x, rows, cols))
+                (AmaxGranularity::PerRow, Usage::Rowwise, _) => {
+                    Amax::PerRow(reference::amax_rows(x, rows, cols))
                 }
-                (GlobalScaling::PerToken, PackedAxis::Rows, None) => {
-                    Amax::PerOuter(reference::amax_cols(x, rows, cols))
+                (AmaxGranularity::PerRow, Usage::Columnwise, None) => {
+                    Amax::PerRow(reference::amax_cols(x, rows, cols))
                 }
-                (GlobalScaling::PerToken, PackedAxis::Rows, Some(hadamard)) => {
-                    Amax::PerOuter(reference::amax_rht_cols(x, rows, cols, hadamard))
+                (AmaxGranularity::PerRow, Usage::Columnwise, Some(hadamard)) => {
+                    Amax::PerRow(reference::amax_rht_cols(x, rows, cols, hadamard))
                 }
             };
-            let policy = CopyPolicy {
+            let policy = QuantParams {
                 hadamard: copy.hadamard,
                 scaling: copy.scaling,
-                ..CopyPolicy::new(copy.rounding)
+                ..QuantParams::new(copy.rounding)
             };
-            reference::quantize(x, rows, cols, axis, &amax, &policy, first as u64).unwrap()
+            reference::quantize(x, rows, cols, usage, &amax, &policy, first as u64).unwrap()
         }
         let shape = (self.rows, self.cols);
-        in_dtype!(self, |values| run(values, shape, axis, copy, first))
+        in_dtype!(self, |values| run(values, shape, usage, copy, first))
     }
 
-    pub fn tiles(&self, scaling: BlockScaling) -> (PackedTensor, PackedTensor) {
+    pub fn tiles(&self, scaling: BlockScaling) -> (QuantizedTensor, QuantizedTensor) {
         fn run<T: Element>(
             x: &[T],
             rows: usize,
             cols: usize,
             scaling: BlockScaling,
-        ) -> (PackedTensor, PackedTensor) {
+        ) -> (QuantizedTensor, QuantizedTensor) {
             let amax = Amax::Tensor(reference::amax(x));
             let compact = [ScaleLayout::Compact; 2];
             reference::quantize_tile(x, rows, cols, &amax, scaling, compact).unwrap()
@@ -215,55 +215,55 @@ impl Matrix {
         in_dtype!(self, |values| run(values, self.rows, self.cols, scaling))
     }
 
-    pub fn mx(&self, axis: PackedAxis) -> MxPacked {
+    pub fn mx(&self, usage: Usage) -> MxPacked {
         in_dtype!(self, |values| reference::mx_quantize(
-            values, self.rows, self.cols, axis
+            values, self.rows, self.cols, usage
         )
         .unwrap())
     }
 
     /// The copy by MS-EDEN, its groups of 128 numbered from `first`.
-    pub fn eden_from(&self, spec: &EdenSpec, first: usize) -> PackedTensor {
+    pub fn eden_from(&self, spec: &EdenSpec, first: usize) -> QuantizedTensor {
         fn run<T: Element>(
             x: &[T],
             (rows, cols): (usize, usize),
             spec: &EdenSpec,
             first: usize,
-        ) -> PackedTensor {
+        ) -> QuantizedTensor {
             let EdenSpec {
-                axis,
+                usage,
                 hadamard,
                 stream,
             } = spec;
-            let amax = reference::ms_eden_amax(x, rows, cols, *axis, hadamard).unwrap();
+            let amax = reference::ms_eden_amax(x, rows, cols, *usage, hadamard).unwrap();
             let (target, first) = (EdenTarget::Backward, first as u64);
-            reference::ms_eden_at(x, rows, cols, *axis, amax, hadamard, target, stream, first)
+            reference::ms_eden_at(x, rows, cols, *usage, amax, hadamard, target, stream, first)
                 .unwrap()
         }
         let shape = (self.rows, self.cols);
         in_dtype!(self, |values| run(values, shape, spec, first))
     }
 
-    /// The operand that `spec` asks for, contracted along `axis`; `dtype` is the type of the
+    /// The operand that `spec` asks for, contracted along `usage`; `dtype` is the type of the
     /// activations.
-    pub fn operand(&self, spec: &OperandSpec, axis: PackedAxis, dtype: DType) -> Operand {
+    pub fn operand(&self, spec: &OperandSpec, usage: Usage, dtype: DType) -> Operand {
         match spec {
             OperandSpec::HighPrecision => {
                 let cast = Self::new(self.values.clone(), self.rows, self.cols, dtype);
-                Operand::Float(cast, axis)
+                Operand::Float(cast, usage)
             }
-            OperandSpec::Mxfp8 => Operand::Mxfp8(self.mx(axis)),
-            OperandSpec::Blocks(copy) => Operand::Nvfp4(self.copy(axis, copy)),
+            OperandSpec::Mxfp8 => Operand::Mxfp8(self.mx(usage)),
+            OperandSpec::Blocks(copy) => Operand::Nvfp4(self.copy(usage, copy)),
             OperandSpec::Tiles(scaling) => {
                 let (row, col) = self.tiles(*scaling);
-                Operand::Nvfp4(match axis {
-                    PackedAxis::Cols => row,
-                    PackedAxis::Rows => col,
+                Operand::Nvfp4(match usage {
+                    Usage::Rowwise => row,
+                    Usage::Columnwise => col,
                 })
             }
             &OperandSpec::Eden { hadamard, stream } => {
                 let spec = EdenSpec {
-                    axis,
+                    usage,
                     hadamard,
                     stream,
                 };
@@ -275,14 +275,14 @@ impl Matrix {
 
 /// One side of a product, by the oracle.
 pub enum Operand {
-    Nvfp4(PackedTensor),
+    Nvfp4(QuantizedTensor),
     Mxfp8(MxPacked),
-    Float(Matrix, PackedAxis),
+    Float(Matrix, Usage),
 }
 
 impl Operand {
     /// The operand that `spec` makes of the values that this one stands for.
-    pub fn again(&self, spec: &OperandSpec, axis: PackedAxis, dtype: DType) -> Operand {
+    pub fn again(&self, spec: &OperandSpec, usage: Usage, dtype: DType) -> Operand {
         let (values, rows, cols) = match self {
             Self::Nvfp4(packed) => (reference::dequantize(packed), packed.rows(), packed.cols()),
             Self::Mxfp8(packed) => (
@@ -297,7 +297,7 @@ impl Operand {
             OperandSpec::Eden { .. } => DType::F32,
             _ => dtype,
         };
-        Matrix::new(values, rows, cols, via).operand(spec, axis, dtype)
+        Matrix::new(values, rows, cols, via).operand(spec, usage, dtype)
     }
 }
 
@@ -310,8 +310,8 @@ struct Stored {
     factors: Vec<f32>,
 }
 
-impl From<&PackedTensor> for Stored {
-    fn from(packed: &PackedTensor) -> Self {
+impl From<&QuantizedTensor> for Stored {
+    fn from(packed: &QuantizedTensor) -> Self {
         let range = packed.origin().scaling.range();
         Self {
             values: reference::decode_blocks(packed),
@@ -332,7 +332,7 @@ impl From<&Operand> for Stored {
                 let (outer, depth) = (packed.outer(), packed.blocks() * MX_BLOCK);
                 let (codes, scales) = (packed.codes().to_vec(), packed.scales().to_vec());
                 let stored =
-                    MxPacked::from_parts((outer, depth), PackedAxis::Cols, codes, scales).unwrap();
+                    MxPacked::from_parts((outer, depth), Usage::Rowwise, codes, scales).unwrap();
                 Self {
                     values: reference::mx_dequantize(&stored),
                     outer,
@@ -340,12 +340,12 @@ impl From<&Operand> for Stored {
                     factors: vec![1.0; outer],
                 }
             }
-            Operand::Float(matrix, axis) => {
+            Operand::Float(matrix, usage) => {
                 let (rows, cols) = (matrix.rows, matrix.cols);
-                let (outer, depth) = axis.stored_shape(rows, cols);
-                let at = |i: usize, j: usize| match axis {
-                    PackedAxis::Cols => matrix.values[i * cols + j],
-                    PackedAxis::Rows => matrix.values[j * cols + i],
+                let (outer, depth) = usage.stored_shape(rows, cols);
+                let at = |i: usize, j: usize| match usage {
+                    Usage::Rowwise => matrix.values[i * cols + j],
+                    Usage::Columnwise => matrix.values[j * cols + i],
                 };
                 Self {
                     values: (0..outer)
@@ -386,8 +386,8 @@ pub fn values<const D: usize>(tensor: Tensor<D>) -> Vec<f32> {
 pub fn assert_product(
     what: &str,
     out: &[f32],
-    a: &PackedTensor,
-    b: &PackedTensor,
+    a: &QuantizedTensor,
+    b: &QuantizedTensor,
     bias: Option<&[f32]>,
     dtype: DType,
 ) {

@@ -2,9 +2,9 @@
 
 use burn_core::tensor::{DType, Int, Tensor};
 use burn_nvfp4::functions::quantize;
-use burn_nvfp4::ops::{BackwardSource, GlobalScaling, LinearSpec, OperandSpec};
+use burn_nvfp4::ops::{AmaxGranularity, BackwardSource, LinearSpec, OperandSpec};
 use burn_nvfp4::{
-    Hadamard, LayerRandomness, Nvfp4Recipe, Nvfp4Tensor, PackedAxis, RandomStream, Rounding,
+    Hadamard, LayerRandomness, Nvfp4Recipe, Nvfp4Tensor, RandomStream, Rounding, Usage,
 };
 use nvfp4_kernels::{BlockScaling, ErrorNorm};
 
@@ -48,8 +48,8 @@ fn words(operand: &OperandSpec) -> String {
         OperandSpec::Tiles(scaling) => format!("16x16{}", scale(scaling)),
         OperandSpec::Blocks(copy) => {
             let global = match copy.global {
-                GlobalScaling::PerTensor => "",
-                GlobalScaling::PerToken => " per-token",
+                AmaxGranularity::PerTensor => "",
+                AmaxGranularity::PerRow => " per-token",
             };
             let transform = copy.hadamard.map(|h| h.size().elements());
             let transform = transform.map_or(String::new(), |size| format!(" rht{size}"));
@@ -263,10 +263,10 @@ fn the_two_copies_of_a_gradient_are_rounded_apart() {
         panic!("{spec:?}");
     };
     let dy = Matrix::gaussian(64, 128, DType::F32, 5).tensor(&device());
-    let row = |rounding| quantize(dy.clone(), PackedAxis::Cols, rounding, None);
+    let row = |rounding| quantize(dy.clone(), Usage::Rowwise, rounding, None);
     let col = |rounding| {
         let transposed = dy.clone().transpose();
-        quantize(transposed, PackedAxis::Rows, rounding, None)
+        quantize(transposed, Usage::Columnwise, rounding, None)
     };
     let (first, second) = (row(dgrad.rounding), col(wgrad.rounding));
     assert_eq!(scales(&first), scales(&second));

@@ -7,7 +7,7 @@ use burn_nvfp4::functions::{
 };
 use burn_nvfp4::{
     Hadamard, LayerRandomness, Nvfp4Error, Nvfp4Linear, Nvfp4LinearConfig, Nvfp4Recipe,
-    Nvfp4Tensor, PackedAxis, Rounding,
+    Nvfp4Tensor, Rounding, Usage,
 };
 
 use crate::common::{device, flex_only, spec};
@@ -47,15 +47,15 @@ fn dimensions_that_are_no_multiples_of_16() {
         "d_in = 0",
         "positive multiple of 16"
     );
-    let pack = |axis| try_quantize(zeros(20, 20), axis, Rounding::Nearest, None);
+    let pack = |usage| try_quantize(zeros(20, 20), usage, Rounding::Nearest, None);
     assert_error!(
-        pack(PackedAxis::Cols),
+        pack(Usage::Rowwise),
         Shape,
         "x",
         "cols = 20",
         "multiple of 16"
     );
-    assert!(pack(PackedAxis::Rows).is_ok(), "a column-wise copy pads");
+    assert!(pack(Usage::Columnwise).is_ok(), "a column-wise copy pads");
     assert_error!(
         try_quantize_tiles(zeros(20, 32)),
         Shape,
@@ -80,7 +80,7 @@ fn shapes_that_do_not_fit_each_other() {
     let result = try_linear(zeros(4, 32), zeros(32, 32), Some(bias.clone()), spec(0, 0));
     assert_error!(result, Shape, "bias", "[16]", "[32]");
     let pack = |rows, cols| {
-        try_quantize(zeros(rows, cols), PackedAxis::Cols, Rounding::Nearest, None).unwrap()
+        try_quantize(zeros(rows, cols), Usage::Rowwise, Rounding::Nearest, None).unwrap()
     };
     let result = try_matmul(pack(4, 32), pack(4, 48), None, FloatDType::F32);
     assert_error!(result, Shape, "b", "48", "32");
@@ -106,9 +106,9 @@ fn types_that_are_not_supported() {
     assert_error!(result, DType, "x", "F64", "F32, BF16 or F16");
     let result = try_linear(zeros(4, 32), double(32, 32), None, spec(0, 0));
     assert_error!(result, DType, "weight", "F64", "F32, BF16 or F16");
-    let result = try_quantize(double(16, 16), PackedAxis::Cols, Rounding::Nearest, None);
+    let result = try_quantize(double(16, 16), Usage::Rowwise, Rounding::Nearest, None);
     assert_error!(result, DType, "x", "F64", "F32, BF16 or F16");
-    let packed = try_quantize(zeros(16, 16), PackedAxis::Cols, Rounding::Nearest, None).unwrap();
+    let packed = try_quantize(zeros(16, 16), Usage::Rowwise, Rounding::Nearest, None).unwrap();
     let result = try_dequantize(packed.clone(), FloatDType::F64);
     assert_error!(result, DType, "dtype", "F64", "F32, BF16 or F16");
     let scales = packed.scales().clone().cast(DType::I32);
@@ -125,10 +125,16 @@ fn types_that_are_not_supported() {
 fn transforms_that_do_not_fit() {
     flex_only!();
     let signs = Some(Hadamard::default());
-    let result = try_quantize(zeros(16, 16), PackedAxis::Cols, Rounding::Nearest, signs);
+    let result = try_quantize(zeros(16, 16), Usage::Rowwise, Rounding::Nearest, signs);
     assert_error!(result, Value, "hadamard", "row-wise", "none");
     let pack = |hadamard| {
-        try_quantize(zeros(16, 16), PackedAxis::Rows, Rounding::Nearest, hadamard).unwrap()
+        try_quantize(
+            zeros(16, 16),
+            Usage::Columnwise,
+            Rounding::Nearest,
+            hadamard,
+        )
+        .unwrap()
     };
     let result = try_matmul(pack(signs), pack(None), None, FloatDType::F32);
     assert_error!(result, Value, "b", "None", "Hadamard");
@@ -152,7 +158,7 @@ fn layer_numbers_have_a_limit() {
 mod on_different_devices {
     use burn_core::module::Param;
     use burn_core::tensor::{Device, Int};
-    use burn_nvfp4::experts::{try_combine_rows, try_gather_rows};
+    use burn_nvfp4::experts::{try_moe_permute, try_moe_unpermute};
     use burn_nvfp4::nn::PositionsConfig;
     use burn_nvfp4::{
         ExpertOffsets, Nvfp4AttentionConfig, Nvfp4GroupedLinearConfig, Nvfp4MoeConfig,
@@ -254,9 +260,9 @@ mod on_different_devices {
         assert_error!(result, Device, "experts", "Cpu", "the device of `x`");
         let index = |shape: [usize; 2]| Tensor::<2, Int>::zeros(shape, &device());
         let far = |len: usize| Tensor::<1, Int>::zeros([len], &Device::cpu());
-        let result = try_gather_rows(zeros(4, 32), far(4), index([4, 1]));
+        let result = try_moe_permute(zeros(4, 32), far(4), index([4, 1]));
         assert_error!(result, Device, "index", "Cpu", "the device of `x`");
-        let result = try_combine_rows(zeros(4, 32), zeros(4, 1), index([4, 1]), far(4));
+        let result = try_moe_unpermute(zeros(4, 32), zeros(4, 1), index([4, 1]), far(4));
         assert_error!(result, Device, "choices", "Cpu", "the device of `y`");
     }
 }

@@ -3,17 +3,17 @@
 
 use burn_core::backend::Dispatch;
 use burn_core::tensor::{DType, Device, FloatDType, Int, Tensor, TensorData};
-use burn_nvfp4::experts::{gather_rows, grouped_linear, try_grouped_linear};
+use burn_nvfp4::experts::{grouped_linear, moe_permute, try_grouped_linear};
 use burn_nvfp4::functions::linear;
 use burn_nvfp4::ops::{
-    CopySpec, EdenSpec, GlobalScaling, GroupPairSpec, LinearSpec, MxPacked, Nvfp4GroupedOps,
+    AmaxGranularity, CopySpec, EdenSpec, GroupPairSpec, LinearSpec, MxPacked, Nvfp4GroupedOps,
     Nvfp4Ops, OperandSpec, Packed, PairSpec, QuantizeSpec, RowGroups,
 };
 use burn_nvfp4::{
-    ExpertOffsets, Hadamard, LayerRandomness, Nvfp4Recipe, PackedAxis, RandomStream, Rounding,
+    ExpertOffsets, Hadamard, LayerRandomness, Nvfp4Recipe, RandomStream, Rounding, Usage,
 };
 use nvfp4_kernels::reference::{self, EDEN_GROUP, padding};
-use nvfp4_kernels::{Amax, BlockScaling, HadamardSize, PackedTensor};
+use nvfp4_kernels::{Amax, BlockScaling, HadamardSize, QuantizedTensor};
 
 use crate::common::{
     Matrix, activation, assert_product, device, gaussian, one_by_16, skip_where_small_only,
@@ -140,15 +140,15 @@ fn tokens_are_packed_group_by_group() {
                     offsets(),
                     GroupPairSpec { row, col },
                 );
-                let one = |axis, copy| {
+                let one = |usage, copy| {
                     Dispatch::nvfp4_quantize_groups(
                         x.tensor(&device).into_dispatch(),
                         offsets(),
-                        QuantizeSpec { axis, copy },
+                        QuantizeSpec { usage, copy },
                     )
                 };
-                let row_alone = one(PackedAxis::Cols, row);
-                let col_alone = one(PackedAxis::Rows, col);
+                let row_alone = one(Usage::Rowwise, row);
+                let col_alone = one(Usage::Columnwise, col);
                 assert_eq!(both.row.layout, row_alone.layout);
                 assert_eq!(both.col.layout, col_alone.layout);
                 let pitch = col_alone.layout.blocks();
@@ -161,11 +161,11 @@ fn tokens_are_packed_group_by_group() {
                 let mut expected = [Copies::default(), Copies::default()];
                 for range in ranges(&sizes) {
                     let group = rows(&x, range);
-                    for (i, (axis, copy)) in [(PackedAxis::Cols, row), (PackedAxis::Rows, col)]
+                    for (i, (usage, copy)) in [(Usage::Rowwise, row), (Usage::Columnwise, col)]
                         .into_iter()
                         .enumerate()
                     {
-                        let packed = group.copy_from(axis, &copy, numbers[i]);
+                        let packed = group.copy_from(usage, &copy, numbers[i]);
                         numbers[i] += packed.scales().len();
                         expected[i].push(&packed);
                     }
@@ -189,12 +189,12 @@ struct Copies {
 }
 
 impl Copies {
-    fn push(&mut self, packed: &PackedTensor) {
+    fn push(&mut self, packed: &QuantizedTensor) {
         self.codes.push(packed.codes().to_vec());
         self.scales.push(packed.scales().to_vec());
         match packed.amax() {
             Amax::Tensor(amax) => self.amax.push(*amax),
-            Amax::PerOuter(amax) => self.amax.extend(amax),
+            Amax::PerRow(amax) => self.amax.extend(amax),
         }
     }
 
@@ -237,7 +237,7 @@ fn assert_lie(what: &str, found: &[u8], copies: &[Vec<u8>], side_by_side: Option
 
 fn per_token(copy: CopySpec) -> CopySpec {
     CopySpec {
-        global: GlobalScaling::PerToken,
+        global: AmaxGranularity::PerRow,
         ..copy
     }
 }
@@ -259,24 +259,24 @@ impl Grouped<'_> {
     /// with its own maximum, and random bits that go on where those of the group before ended.
     fn check(&self, device: &Device) {
         let x = || self.x.tensor(device).into_dispatch();
-        for axis in [PackedAxis::Cols, PackedAxis::Rows] {
+        for usage in [Usage::Rowwise, Usage::Columnwise] {
             let spec = EdenSpec {
-                axis,
+                usage,
                 hadamard: Hadamard::seeded_with_size(HadamardSize::H128, 5),
                 stream: RandomStream::new(6, 7, 8),
             };
-            let what = format!("{}, {:?}, along {axis:?}", self.what, self.x.dtype);
+            let what = format!("{}, {:?}, along {usage:?}", self.what, self.x.dtype);
             let eden = Dispatch::nvfp4_eden_groups(x(), (self.groups)(), spec);
             self.check_eden(&what, eden, &self.parts, &spec);
-            let mx = Dispatch::nvfp4_mx_quantize_groups(x(), (self.groups)(), axis);
-            self.check_mx(&what, mx, &self.parts, axis);
+            let mx = Dispatch::nvfp4_mx_quantize_groups(x(), (self.groups)(), usage);
+            self.check_mx(&what, mx, &self.parts, usage);
 
             let copy = CopySpec::new(Rounding::Nearest);
             for copy in [copy, per_token(copy)] {
                 let what = format!("{what}, packed {:?}", copy.global);
                 let again = |dtype| -> Vec<Matrix> {
                     let parts = self.parts.iter().map(|part| {
-                        let packed = part.copy(PackedAxis::Cols, &copy);
+                        let packed = part.copy(Usage::Rowwise, &copy);
                         let values = reference::dequantize(&packed);
                         Matrix::new(values, part.rows, part.cols, dtype)
                     });
@@ -287,14 +287,14 @@ impl Grouped<'_> {
                 self.check_eden(&what, eden, &again(DType::F32), &spec);
                 let (source, groups) = ((self.packed)(copy), (self.groups)());
                 let via = FloatDType::BF16;
-                let mx = Dispatch::nvfp4_mx_requantize_groups(source, groups, axis, via);
-                self.check_mx(&what, mx, &again(DType::BF16), axis);
+                let mx = Dispatch::nvfp4_mx_requantize_groups(source, groups, usage, via);
+                self.check_mx(&what, mx, &again(DType::BF16), usage);
             }
         }
     }
 
-    fn rows_beside(&self, axis: PackedAxis) -> Option<usize> {
-        (self.side_by_side && axis == PackedAxis::Rows).then_some(self.x.cols)
+    fn rows_beside(&self, usage: Usage) -> Option<usize> {
+        (self.side_by_side && usage == Usage::Columnwise).then_some(self.x.cols)
     }
 
     fn check_eden(&self, what: &str, found: Packed<Dispatch>, parts: &[Matrix], spec: &EdenSpec) {
@@ -309,19 +309,19 @@ impl Grouped<'_> {
         expected.assert_are(
             &format!("{what}, MS-EDEN"),
             found,
-            self.rows_beside(spec.axis),
+            self.rows_beside(spec.usage),
         );
     }
 
-    fn check_mx(&self, what: &str, found: MxPacked<Dispatch>, parts: &[Matrix], axis: PackedAxis) {
+    fn check_mx(&self, what: &str, found: MxPacked<Dispatch>, parts: &[Matrix], usage: Usage) {
         let mut expected = Copies::default();
         for part in parts {
-            let packed = part.mx(axis);
+            let packed = part.mx(usage);
             expected.codes.push(packed.codes().to_vec());
             expected.scales.push(packed.scales().to_vec());
         }
         let what = format!("{what}, MXFP8");
-        expected.assert_mx(&what, found, self.rows_beside(axis));
+        expected.assert_mx(&what, found, self.rows_beside(usage));
     }
 }
 
@@ -343,7 +343,7 @@ fn tokens_by_ms_eden_and_in_mxfp8() {
                     x.tensor(&device).into_dispatch(),
                     offsets(),
                     QuantizeSpec {
-                        axis: PackedAxis::Cols,
+                        usage: Usage::Rowwise,
                         copy,
                     },
                 )
@@ -370,15 +370,15 @@ fn stacks_by_ms_eden_and_in_mxfp8() {
         let parts: Vec<Matrix> = ranges(&sizes).into_iter().map(|r| rows(&x, r)).collect();
         let packed = |copy: CopySpec| {
             let spec = QuantizeSpec {
-                axis: PackedAxis::Cols,
+                usage: Usage::Rowwise,
                 copy,
             };
             match copy.global {
-                GlobalScaling::PerTensor => {
+                AmaxGranularity::PerTensor => {
                     let w = stack(&parts, &device).into_dispatch();
                     Dispatch::nvfp4_quantize_stack(w, spec)
                 }
-                GlobalScaling::PerToken => {
+                AmaxGranularity::PerRow => {
                     Dispatch::nvfp4_quantize(x.tensor(&device).into_dispatch(), spec)
                 }
             }
@@ -405,7 +405,7 @@ fn values_of_groups_are_spread() {
         let own: Vec<f32> = (0..sizes.len()).map(|g| g as f32 + 1.0).collect();
         let own = Tensor::<1>::from_data(TensorData::new(own, [sizes.len()]), &device);
         let offsets = groups.offsets().clone().into_dispatch();
-        let spread = Dispatch::nvfp4_spread_groups(own.into_dispatch(), offsets, tokens);
+        let spread = Dispatch::nvfp4_broadcast_group_values(own.into_dispatch(), offsets, tokens);
         let mut expected = vec![0.0; tokens];
         for (g, range) in ranges(&sizes).into_iter().enumerate() {
             expected[range].fill(g as f32 + 1.0);
@@ -421,7 +421,7 @@ fn stacks_are_packed_matrix_by_matrix() {
     let weights: Vec<Matrix> = (0..count)
         .map(|seed| Matrix::gaussian(32, 48, DType::F32, seed))
         .collect();
-    let all = |packed: &dyn Fn(&Matrix) -> PackedTensor| {
+    let all = |packed: &dyn Fn(&Matrix) -> QuantizedTensor| {
         let (mut codes, mut scales, mut amax) = (Vec::new(), Vec::new(), Vec::new());
         for weight in &weights {
             let packed = packed(weight);
@@ -453,19 +453,19 @@ fn stacks_are_packed_matrix_by_matrix() {
     assert_eq!(parts(blocks.row), all(&|w| w.row(nearest)), "blocks, row");
     let col = all(&|w| w.col(nearest, None));
     assert_eq!(parts(blocks.col), col, "blocks, col");
-    let alone = QuantizeSpec::new(PackedAxis::Rows, nearest);
+    let alone = QuantizeSpec::new(Usage::Columnwise, nearest);
     assert_eq!(parts(Dispatch::nvfp4_quantize_stack(w(), alone)), col);
     // Random bits go on from matrix to matrix.
     let drawn = CopySpec::new(Rounding::Stochastic(RandomStream::new(1, 2, 3)));
-    for axis in [PackedAxis::Cols, PackedAxis::Rows] {
+    for usage in [Usage::Rowwise, Usage::Columnwise] {
         let mut expected = Copies::default();
         for (number, weight) in weights.iter().enumerate() {
             let first = number * 32 * 48 / 16;
-            expected.push(&weight.copy_from(axis, &drawn, first));
+            expected.push(&weight.copy_from(usage, &drawn, first));
         }
-        let spec = QuantizeSpec { axis, copy: drawn };
+        let spec = QuantizeSpec { usage, copy: drawn };
         let found = Dispatch::nvfp4_quantize_stack(w(), spec);
-        expected.assert_are(&format!("drawn along {axis:?}"), found, None);
+        expected.assert_are(&format!("drawn along {usage:?}"), found, None);
     }
 }
 
@@ -798,16 +798,16 @@ fn stochastic_gradients_are_the_oracles() {
                 }
                 let (w_row, w_col) = case.weights[g].tiles(BlockScaling::Standard);
                 let bias = &case.bias[g * d_out..][..d_out];
-                let x_row = x.copy(PackedAxis::Cols, &x_row);
+                let x_row = x.copy(Usage::Rowwise, &x_row);
                 let y = &found.y[range.start * d_out..range.end * d_out];
                 let what_y = format!("{what}: y");
                 assert_product(&what_y, y, &x_row, &w_col, Some(bias), DType::F32);
-                let dy_row = dy.copy_from(PackedAxis::Cols, &row, range.start * (d_out / 16));
+                let dy_row = dy.copy_from(Usage::Rowwise, &row, range.start * (d_out / 16));
                 let dx = &found.dx[range.start * d_in..range.end * d_in];
                 let what_dx = format!("{what}: dx");
                 assert_product(&what_dx, dx, &dy_row, &w_row, None, DType::F32);
-                let x_col = x.copy(PackedAxis::Rows, &x_col);
-                let dy_col = dy.copy_from(PackedAxis::Rows, &col, d_out * start);
+                let x_col = x.copy(Usage::Columnwise, &x_col);
+                let dy_col = dy.copy_from(Usage::Columnwise, &col, d_out * start);
                 let what_dw = format!("{what}: dw");
                 assert_product(&what_dw, dw, &x_col, &dy_col, None, DType::F32);
                 start += blocks;
@@ -825,10 +825,10 @@ fn stochastic_gradients_are_the_oracles() {
 fn ms_eden_is_the_oracles() {
     let device = device().autodiff();
     let spec = preset("quartet2", true);
-    let eden = |matrix: &Matrix, operand: &OperandSpec, axis, first| match *operand {
+    let eden = |matrix: &Matrix, operand: &OperandSpec, usage, first| match *operand {
         OperandSpec::Eden { hadamard, stream } => {
             let spec = EdenSpec {
-                axis,
+                usage,
                 hadamard,
                 stream,
             };
@@ -836,15 +836,15 @@ fn ms_eden_is_the_oracles() {
         }
         other => panic!("{other:?} is not MS-EDEN"),
     };
-    let forward = |matrix: &Matrix, operand: &OperandSpec, axis| match operand {
-        OperandSpec::Blocks(copy) => matrix.copy(axis, copy),
+    let forward = |matrix: &Matrix, operand: &OperandSpec, usage| match operand {
+        OperandSpec::Blocks(copy) => matrix.copy(usage, copy),
         other => panic!("{other:?}"),
     };
-    let decoded = |packed: &PackedTensor| {
+    let decoded = |packed: &QuantizedTensor| {
         let values = reference::dequantize(packed);
         Matrix::new(values, packed.rows(), packed.cols(), DType::F32)
     };
-    let (rows_of, cols_of) = (PackedAxis::Rows, PackedAxis::Cols);
+    let (rows_of, cols_of) = (Usage::Columnwise, Usage::Rowwise);
     for (sizes, rest) in groupings() {
         let case = Case::new(&sizes, rest, DType::F32);
         let found = case.grouped(&device, spec);
@@ -973,7 +973,7 @@ fn gathers_go_back() {
     // Row 0 goes to slots 5 and 1, row 1 to 0 and 3, row 2 to 2 and 4.
     let (index, inverse) = (ints(&[1, 0, 2, 1, 2, 0]), ints(&[5, 1, 0, 3, 2, 4]));
     let leaf = x.tensor(&device).require_grad();
-    let out = gather_rows(leaf.clone(), index, inverse.reshape([3, 2]));
+    let out = moe_permute(leaf.clone(), index, inverse.reshape([3, 2]));
     let weights = Matrix::gaussian(6, 4, DType::F32, 2);
     let found = values(out.clone());
     for (slot, row) in [1usize, 0, 2, 1, 2, 0].into_iter().enumerate() {

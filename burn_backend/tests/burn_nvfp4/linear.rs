@@ -2,9 +2,9 @@
 
 use burn_core::tensor::{DType, Device, Tensor, TensorData};
 use burn_nvfp4::functions::linear;
-use burn_nvfp4::ops::{BackwardSource, CopySpec, GlobalScaling, LinearSpec, OperandSpec};
+use burn_nvfp4::ops::{AmaxGranularity, BackwardSource, CopySpec, LinearSpec, OperandSpec};
 use burn_nvfp4::state::LayerRandomness;
-use burn_nvfp4::{Hadamard, Nvfp4LinearConfig, Nvfp4Recipe, PackedAxis, RandomStream, Rounding};
+use burn_nvfp4::{Hadamard, Nvfp4LinearConfig, Nvfp4Recipe, RandomStream, Rounding, Usage};
 use nvfp4_kernels::HadamardSize;
 
 use crate::common::{
@@ -64,7 +64,7 @@ fn assert_oracle(
     let db = found.db.expect("a bias was given");
     assert_eq!(db.dtype(), b_dtype, "type of db");
 
-    let (rows, cols) = (PackedAxis::Rows, PackedAxis::Cols);
+    let (rows, cols) = (Usage::Columnwise, Usage::Rowwise);
     let fprop_x = x.operand(&spec.fprop_x, cols, x_dtype);
     let fprop_w = w.operand(&spec.fprop_w, rows, x_dtype);
     let (wgrad_x, dgrad_w) = match spec.source {
@@ -180,7 +180,7 @@ fn backwards_of_per_token_forwards_are_the_oracles_composition() {
     skip_where_small_only!();
     let device = device().autodiff();
     let rows = OperandSpec::Blocks(CopySpec {
-        global: GlobalScaling::PerToken,
+        global: AmaxGranularity::PerRow,
         ..CopySpec::new(Rounding::Nearest)
     });
     for name in ["quartet2", "fwd_nvfp4_bwd_mxfp8_dequantized"] {

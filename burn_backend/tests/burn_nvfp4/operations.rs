@@ -2,20 +2,20 @@
 
 use burn_core::tensor::{DType, FloatDType, Tensor, TensorData};
 use burn_nvfp4::functions::{dequantize, matmul, quantize, quantize_tiles};
-use burn_nvfp4::{Hadamard, Nvfp4Tensor, PackedAxis, RandomStream, Rounding};
-use nvfp4_kernels::{PackedTensor, reference};
+use burn_nvfp4::{Hadamard, Nvfp4Tensor, RandomStream, Rounding, Usage};
+use nvfp4_kernels::{QuantizedTensor, reference};
 
 use crate::common::{Matrix, assert_product, device, gaussian, small_only, values};
 
 /// Every byte of a packed tensor is the oracle's.
-fn assert_same_bytes(what: &str, found: &Nvfp4Tensor, expected: &PackedTensor) {
+fn assert_same_bytes(what: &str, found: &Nvfp4Tensor, expected: &QuantizedTensor) {
     let layout = found.layout();
     assert_eq!(
         (layout.rows, layout.cols),
         (expected.rows(), expected.cols()),
         "{what}: shape"
     );
-    assert_eq!(layout.axis, expected.axis(), "{what}: axis");
+    assert_eq!(layout.usage, expected.usage(), "{what}: usage");
     let amax: Vec<f32> = found.amax().clone().into_data().try_to_vec().unwrap();
     assert_eq!(
         amax[0].to_bits(),
@@ -56,10 +56,10 @@ fn quantize_is_the_oracle_byte_for_byte() {
             let x = matrix.tensor(&device);
             for rounding in [Rounding::Nearest, stochastic] {
                 let what = format!("{rows}x{cols} {dtype:?} {rounding:?}");
-                let row = quantize(x.clone(), PackedAxis::Cols, rounding, None);
+                let row = quantize(x.clone(), Usage::Rowwise, rounding, None);
                 assert_same_bytes(&format!("{what} row"), &row, &matrix.row(rounding));
                 for hadamard in [None, Some(signs)] {
-                    let col = quantize(x.clone(), PackedAxis::Rows, rounding, hadamard);
+                    let col = quantize(x.clone(), Usage::Columnwise, rounding, hadamard);
                     let expected = matrix.col(rounding, hadamard);
                     assert_same_bytes(&format!("{what} col {hadamard:?}"), &col, &expected);
                 }
@@ -103,7 +103,7 @@ fn a_transposed_view_is_quantized_as_what_it_shows() {
     };
     let found = quantize(
         matrix.tensor(&device).transpose(),
-        PackedAxis::Cols,
+        Usage::Rowwise,
         Rounding::Nearest,
         None,
     );
@@ -116,13 +116,13 @@ fn dequantize_is_the_oracle() {
     let matrix = Matrix::gaussian(33, 64, DType::F32, 6);
     let row = quantize(
         matrix.tensor(&device),
-        PackedAxis::Cols,
+        Usage::Rowwise,
         Rounding::Nearest,
         None,
     );
     let col = quantize(
         matrix.tensor(&device),
-        PackedAxis::Rows,
+        Usage::Columnwise,
         Rounding::Nearest,
         None,
     );
@@ -158,7 +158,7 @@ fn matmul_is_the_oracle_up_to_the_order_of_its_sum() {
     let pack = |matrix: &Matrix| {
         quantize(
             matrix.tensor(&device),
-            PackedAxis::Cols,
+            Usage::Rowwise,
             Rounding::Nearest,
             None,
         )

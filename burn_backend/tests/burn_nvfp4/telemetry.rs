@@ -5,11 +5,11 @@ use burn_nvfp4::ops::{BackwardSource, CopySpec, EdenSpec, LinearSpec, OperandSpe
 use burn_nvfp4::telemetry::{OperandSample, Telemetry};
 use burn_nvfp4::{
     ExpertOffsets, Hadamard, Nvfp4GroupedLinearConfig, Nvfp4LinearConfig, Nvfp4MoeConfig,
-    Nvfp4Recipe, PackedAxis, Rounding,
+    Nvfp4Recipe, Rounding, Usage,
 };
 use nvfp4_kernels::format::e2m1;
 use nvfp4_kernels::reference::EDEN_GROUP;
-use nvfp4_kernels::{BLOCK, PackedTensor, reference};
+use nvfp4_kernels::{BLOCK, QuantizedTensor, reference};
 
 use crate::common::{Matrix, Operand, activation, device, skip_where_small_only, sqnr, values};
 
@@ -33,7 +33,7 @@ fn input(dtype: DType) -> Matrix {
 }
 
 /// `found` must be what is seen of the whole of `parts`, each a matrix and what the oracle packed it to.
-fn assert_sample(found: &OperandSample, parts: &[(Matrix, PackedTensor)]) {
+fn assert_sample(found: &OperandSample, parts: &[(Matrix, QuantizedTensor)]) {
     let exact: Vec<f32> = parts.iter().flat_map(|(x, _)| x.values.clone()).collect();
     let decoded: Vec<f32> = parts
         .iter()
@@ -62,13 +62,13 @@ fn assert_sample(found: &OperandSample, parts: &[(Matrix, PackedTensor)]) {
     }
     assert_eq!(found.saturated, largest as f64 / exact.len() as f64);
     for (x, packed) in parts {
-        let (outer, inner) = packed.axis().stored_shape(x.rows, x.cols);
+        let (outer, inner) = packed.usage().stored_shape(x.rows, x.cols);
         for block in 0..outer * inner / BLOCK {
             let own = (0..BLOCK).map(|i| {
                 let (row, col) = (block * BLOCK / inner, block * BLOCK % inner + i);
-                match packed.axis() {
-                    PackedAxis::Cols => x.values[row * x.cols + col],
-                    PackedAxis::Rows => x.values[col * x.cols + row],
+                match packed.usage() {
+                    Usage::Rowwise => x.values[row * x.cols + col],
+                    Usage::Columnwise => x.values[col * x.cols + row],
                 }
             });
             if own.into_iter().any(|value| value != 0.0) {
@@ -78,7 +78,7 @@ fn assert_sample(found: &OperandSample, parts: &[(Matrix, PackedTensor)]) {
         }
     }
     assert_eq!(found.underflowed_blocks, underflowed as f64 / full as f64);
-    let largest = |packed: &PackedTensor| {
+    let largest = |packed: &QuantizedTensor| {
         let own = (0..packed.outer()).map(|outer| packed.amax().of(outer));
         own.fold(0f32, f32::max)
     };
@@ -90,19 +90,19 @@ fn assert_sample(found: &OperandSample, parts: &[(Matrix, PackedTensor)]) {
 /// oracle packed its transform to.
 fn assert_transformed_sample(
     found: &OperandSample,
-    parts: &[(&Matrix, PackedTensor)],
+    parts: &[(&Matrix, QuantizedTensor)],
     hadamard: Option<Hadamard>,
 ) {
     let (mut stored, mut decoded, mut largest) = (Vec::new(), Vec::new(), 0f32);
     for (exact, packed) in parts {
         let width = packed.blocks() * BLOCK;
-        let (outer, inner) = packed.axis().stored_shape(exact.rows, exact.cols);
+        let (outer, inner) = packed.usage().stored_shape(exact.rows, exact.cols);
         let mut own = vec![0.0; outer * width];
         for (row, own) in own.chunks_exact_mut(width).enumerate() {
             for (i, value) in own[..inner].iter_mut().enumerate() {
-                *value = match packed.axis() {
-                    PackedAxis::Cols => exact.values[row * exact.cols + i],
-                    PackedAxis::Rows => exact.values[i * exact.cols + row],
+                *value = match packed.usage() {
+                    Usage::Rowwise => exact.values[row * exact.cols + i],
+                    Usage::Columnwise => exact.values[i * exact.cols + row],
                 };
             }
             if let Some(hadamard) = &hadamard {
@@ -216,7 +216,7 @@ fn samples_of_experts_are_the_oracles() {
         let by_expert = |matrix: &Matrix, operand: OperandSpec| -> Vec<_> {
             let packed = |(start, own): (usize, Matrix)| {
                 let first = start * matrix.cols / BLOCK;
-                let packed = own.copy_from(PackedAxis::Cols, &copy_of(operand), first);
+                let packed = own.copy_from(Usage::Rowwise, &copy_of(operand), first);
                 (own, packed)
             };
             Experts::apart(matrix).into_iter().map(packed).collect()
@@ -227,7 +227,7 @@ fn samples_of_experts_are_the_oracles() {
             .chunks_exact(WIDTHS[0] * WIDTHS[1])
             .map(|weight| {
                 let own = Matrix::new(weight.to_vec(), WIDTHS[0], WIDTHS[1], DType::F32);
-                match own.operand(&spec.fprop_w, PackedAxis::Rows, activation()) {
+                match own.operand(&spec.fprop_w, Usage::Columnwise, activation()) {
                     Operand::Nvfp4(packed) => (own, packed),
                     _ => panic!("{preset}: {:?}", spec.fprop_w),
                 }
@@ -253,7 +253,7 @@ fn samples_of_experts_along_the_tokens_are_the_oracles() {
             let mut blocks = 0;
             let mut parts = Vec::new();
             for (_, own) in apart.iter().filter(|(_, own)| own.rows > 0) {
-                let packed = own.copy_from(PackedAxis::Rows, &copy, matrix.cols * blocks);
+                let packed = own.copy_from(Usage::Columnwise, &copy, matrix.cols * blocks);
                 blocks += packed.blocks();
                 parts.push((own, packed));
             }
@@ -273,7 +273,7 @@ fn samples_of_experts_by_ms_eden_are_the_oracles() {
         panic!("{:?}", spec.wgrad_dy);
     };
     let eden = EdenSpec {
-        axis: PackedAxis::Rows,
+        usage: Usage::Columnwise,
         hadamard,
         stream,
     };
@@ -356,7 +356,7 @@ fn samples_are_the_oracles() {
     let weight = layer.weight.val().inner();
     let weight = Matrix::new(values(weight), WIDTHS[0], WIDTHS[1], DType::F32);
     let (_, col) = weight.tiles(Default::default());
-    assert_eq!(col.axis(), PackedAxis::Rows);
+    assert_eq!(col.usage(), Usage::Columnwise);
     assert_sample(&samples[0], &[(weight, col)]);
     for sample in &samples[2..] {
         assert!(sample.sqnr_db > 10.0, "{sample:?}");
@@ -404,7 +404,7 @@ fn transformed_operands_are_measured_in_their_basis() {
         let samples = telemetry.finish();
         let names: Vec<&str> = samples.iter().map(|sample| sample.operand).collect();
         assert_eq!(names, OPERANDS, "{preset}");
-        let (rows, cols) = (PackedAxis::Rows, PackedAxis::Cols);
+        let (rows, cols) = (Usage::Columnwise, Usage::Rowwise);
         let wgrad_x = match spec.source {
             BackwardSource::Original => x.operand(&spec.wgrad_x, rows, DType::F32),
             BackwardSource::Forward => {

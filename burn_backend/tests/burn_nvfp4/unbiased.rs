@@ -6,7 +6,7 @@ use burn_nvfp4::functions::{dequantize, linear, quantize_tiles};
 use burn_nvfp4::ops::OperandSpec;
 use burn_nvfp4::recipe::{BlockScale, DgradRecipe, FpropRecipe, OperandRecipe, WgradRecipe};
 use burn_nvfp4::state::LayerRandomness;
-use burn_nvfp4::{Hadamard, Nvfp4Recipe, PackedAxis};
+use burn_nvfp4::{Hadamard, Nvfp4Recipe, Usage};
 use nvfp4_kernels::reference;
 
 use crate::common::{Matrix, device, flex_only, values};
@@ -108,19 +108,19 @@ fn ms_eden_gradients_are_unbiased() {
         offset: 0,
         rht_signs: 0,
     });
-    let forward = |matrix: Matrix, spec: &OperandSpec, axis| {
+    let forward = |matrix: Matrix, spec: &OperandSpec, usage| {
         let OperandSpec::Blocks(copy) = spec else {
             panic!("{spec:?}")
         };
         let (rows, cols) = (matrix.rows, matrix.cols);
-        let values = reference::dequantize(&matrix.copy(axis, copy));
+        let values = reference::dequantize(&matrix.copy(usage, copy));
         Matrix::new(values, rows, cols, DType::F32).tensor(&device)
     };
     let x = Matrix::gaussian(ROWS, D_IN, DType::F32, 1);
     let w = Matrix::gaussian(D_IN, D_OUT, DType::F32, 2);
     let dy = Matrix::gaussian(ROWS, D_OUT, DType::F32, 3).tensor(&device);
-    let x = forward(x, &spec.fprop_x, PackedAxis::Cols);
-    let w = forward(w, &spec.fprop_w, PackedAxis::Rows);
+    let x = forward(x, &spec.fprop_x, Usage::Rowwise);
+    let w = forward(w, &spec.fprop_w, Usage::Columnwise);
     let dx = dy.clone().matmul(w.transpose());
     let dw = x.transpose().matmul(dy);
     assert_converges("dx", errors(&found, 0, dx));

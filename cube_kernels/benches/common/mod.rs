@@ -1,4 +1,6 @@
-//! The copy that kernels are measured against.
+//! The copy that kernels are measured against, and the results file.
+
+pub mod results;
 
 use cubecl::{prelude::*, server::Handle};
 

@@ -1,9 +1,9 @@
 //! Kernels that read one matrix.
 
 use nvfp4_kernels::{
-    BlockScaling, ErrorNorm, Form, Hadamard, HadamardSize, PackedAxis, ScaleLayout,
-    device::{AmaxScope, DeviceCopy, DeviceRounding, FloatKind, Groups},
-    ops::{self, AmaxRequest, CopyRequest},
+    BlockScaling, ErrorNorm, Hadamard, HadamardSize, ScaleLayout, Storage, Usage,
+    quantize::{self, AmaxRequest, QuantRequest},
+    tensor::{AmaxGranularity, DeviceQuantParams, DeviceRounding, FloatKind, Groups},
 };
 
 use crate::{
@@ -25,7 +25,7 @@ pub fn copy(section: &mut Section<'_>, inputs: &Inputs) {
 pub fn activations(section: &mut Section<'_>, inputs: &Inputs) {
     let client = section.client();
     section.time("amax", inputs.bytes(0.0), |i| {
-        ops::amax(&client, inputs.get(i), None).unwrap();
+        quantize::amax(&client, inputs.get(i), None).unwrap();
     });
     amax_pair(section, "", inputs, ONE);
     for (name, rounding, hadamard) in [
@@ -37,10 +37,10 @@ pub fn activations(section: &mut Section<'_>, inputs: &Inputs) {
         pair_of(section, name, inputs, copies);
     }
     for (name, rounding) in [("row RN", NEAREST), ("row SR", stochastic())] {
-        row(section, name, inputs, DeviceCopy::new(rounding));
+        row(section, name, inputs, DeviceQuantParams::new(rounding));
     }
     for (name, rounding) in [("per token RN", NEAREST), ("per token SR", stochastic())] {
-        per_token(section, name, inputs, DeviceCopy::new(rounding));
+        per_token(section, name, inputs, DeviceQuantParams::new(rounding));
     }
 }
 
@@ -49,7 +49,7 @@ pub fn amax_pair(section: &mut Section<'_>, suffix: &str, inputs: &Inputs, group
     let client = section.client();
     let name = format!("amax plain + RHT, one read{suffix}");
     section.time(&name, inputs.bytes(0.0), |i| {
-        ops::amaxes(&client, inputs.get(i), groups, &plain_and_transformed()).unwrap();
+        quantize::amaxes(&client, inputs.get(i), groups, &plain_and_transformed()).unwrap();
     });
 }
 
@@ -59,12 +59,12 @@ pub fn pair<'a>(
     name: &str,
     inputs: &Inputs,
     groups: &Groups,
-    requests: impl Fn() -> [CopyRequest<'a>; 2],
+    requests: impl Fn() -> [QuantRequest<'a>; 2],
 ) {
     let client = section.client();
     section.time(name, inputs.bytes(2.0), |i| {
         let [row, col] = requests();
-        ops::quantize_both(&client, inputs.get(i), groups, &row, &col).unwrap();
+        quantize::quantize_both(&client, inputs.get(i), groups, &row, &col).unwrap();
     });
 }
 
@@ -74,37 +74,37 @@ pub fn single<'a>(
     name: &str,
     inputs: &Inputs,
     groups: &Groups,
-    axis: PackedAxis,
-    request: impl Fn() -> CopyRequest<'a>,
+    usage: Usage,
+    request: impl Fn() -> QuantRequest<'a>,
 ) {
     let client = section.client();
     section.time(name, inputs.bytes(1.0), |i| {
-        ops::quantize(&client, inputs.get(i), groups, axis, &request()).unwrap();
+        quantize::quantize(&client, inputs.get(i), groups, usage, &request()).unwrap();
     });
 }
 
-fn pair_of(section: &mut Section<'_>, name: &str, inputs: &Inputs, copies: [DeviceCopy; 2]) {
+fn pair_of(section: &mut Section<'_>, name: &str, inputs: &Inputs, copies: [DeviceQuantParams; 2]) {
     pair(section, name, inputs, ONE, || {
         copies.clone().map(|copy| inputs.with(copy))
     });
 }
 
-fn row(section: &mut Section<'_>, name: &str, inputs: &Inputs, copy: DeviceCopy) {
-    single(section, name, inputs, ONE, PackedAxis::Cols, || {
+fn row(section: &mut Section<'_>, name: &str, inputs: &Inputs, copy: DeviceQuantParams) {
+    single(section, name, inputs, ONE, Usage::Rowwise, || {
         inputs.with(copy.clone())
     });
 }
 
-fn col(section: &mut Section<'_>, name: &str, inputs: &Inputs, copy: DeviceCopy) {
-    single(section, name, inputs, ONE, PackedAxis::Rows, || {
+fn col(section: &mut Section<'_>, name: &str, inputs: &Inputs, copy: DeviceQuantParams) {
+    single(section, name, inputs, ONE, Usage::Columnwise, || {
         inputs.with(copy.clone())
     });
 }
 
-fn per_token(section: &mut Section<'_>, name: &str, inputs: &Inputs, copy: DeviceCopy) {
+fn per_token(section: &mut Section<'_>, name: &str, inputs: &Inputs, copy: DeviceQuantParams) {
     let client = section.client();
     section.time(name, inputs.bytes(1.0), |i| {
-        ops::quantize_per_token(&client, inputs.get(i), &copy).unwrap();
+        quantize::quantize_per_token(&client, inputs.get(i), &copy).unwrap();
     });
 }
 
@@ -133,35 +133,39 @@ fn tiles_with(
     let amax = words(&client, (0..groups.count()).map(|_| 1.0f32.to_bits()));
     section.time(name, inputs.bytes(2.0), |i| {
         let x = inputs.get(i);
-        ops::quantize_tile_with(&client, x, groups, &amax, scaling, [layout; 2]).unwrap();
+        quantize::quantize_tile_with(&client, x, groups, &amax, scaling, [layout; 2]).unwrap();
     });
 }
 
 /// Everything else that is made of one matrix.
 pub fn policies(section: &mut Section<'_>, inputs: &Inputs) {
     let other_maxima = [
-        ("amax of rows", Some(AmaxScope::Outer), None),
-        ("amax of columns", None, Some((AmaxScope::Outer, None))),
+        ("amax of rows", Some(AmaxGranularity::PerRow), None),
+        (
+            "amax of columns",
+            None,
+            Some((AmaxGranularity::PerRow, None)),
+        ),
         (
             "amax of rows + columns, one read",
-            Some(AmaxScope::Outer),
-            Some((AmaxScope::Outer, None)),
+            Some(AmaxGranularity::PerRow),
+            Some((AmaxGranularity::PerRow, None)),
         ),
         (
             "amax RHT-128",
             None,
-            Some((AmaxScope::Group, rht_of(HadamardSize::H128))),
+            Some((AmaxGranularity::PerTensor, rht_of(HadamardSize::H128))),
         ),
     ];
     let client = section.client();
     for (name, rows, cols) in other_maxima {
         section.time(name, inputs.bytes(0.0), |i| {
             let request = AmaxRequest { rows, cols };
-            ops::amaxes(&client, inputs.get(i), ONE, &request).unwrap();
+            quantize::amaxes(&client, inputs.get(i), ONE, &request).unwrap();
         });
     }
-    let nearest = || DeviceCopy::new(NEAREST);
-    let swizzled = |copy| DeviceCopy {
+    let nearest = || DeviceQuantParams::new(NEAREST);
+    let swizzled = |copy| DeviceQuantParams {
         layout: SWIZZLED,
         ..copy
     };
@@ -246,10 +250,10 @@ pub fn four_over_six(section: &mut Section<'_>, inputs: &Inputs) {
     }
 }
 
-fn scaled(rounding: DeviceRounding, scaling: BlockScaling) -> DeviceCopy {
-    DeviceCopy {
+fn scaled(rounding: DeviceRounding, scaling: BlockScaling) -> DeviceQuantParams {
+    DeviceQuantParams {
         scaling,
-        ..DeviceCopy::new(rounding)
+        ..DeviceQuantParams::new(rounding)
     }
 }
 
@@ -265,7 +269,7 @@ fn columns_per_token(section: &mut Section<'_>, inputs: &Inputs) {
         ("per token columns RHT SR", copy_of(stochastic(), rht())),
     ] {
         section.time(name, inputs.bytes(1.0), |i| {
-            ops::quantize_per_token_cols(&client, inputs.get(i), ONE, &copy).unwrap();
+            quantize::quantize_per_token_cols(&client, inputs.get(i), ONE, &copy).unwrap();
         });
     }
     let copies = [copy_of(NEAREST, None), copy_of(stochastic(), rht())];
@@ -274,7 +278,7 @@ fn columns_per_token(section: &mut Section<'_>, inputs: &Inputs) {
         inputs.bytes(2.0),
         |i| {
             let [row, col] = &copies;
-            ops::quantize_per_token_both(&client, inputs.get(i), ONE, row, col).unwrap();
+            quantize::quantize_per_token_both(&client, inputs.get(i), ONE, row, col).unwrap();
         },
     );
 }
@@ -295,8 +299,8 @@ fn values(section: &mut Section<'_>, inputs: &Inputs) {
                 inputs.request(stochastic(), rht()),
             ];
             let [row, col] =
-                [0, 1].map(|copy| wanted[copy].then_some((&requests[copy], Form::Decoded)));
-            ops::quantize_operands(&client, inputs.get(i), row, col).unwrap();
+                [0, 1].map(|copy| wanted[copy].then_some((&requests[copy], Storage::Bf16Unscaled)));
+            quantize::quantize_operands(&client, inputs.get(i), row, col).unwrap();
         });
     }
 }
@@ -304,12 +308,12 @@ fn values(section: &mut Section<'_>, inputs: &Inputs) {
 fn mxfp8(section: &mut Section<'_>, suffix: &str, inputs: &Inputs) {
     let client = section.client();
     let bytes = inputs.elements() * (inputs.dtype.size() as f64 + MX);
-    for (name, axis) in [
-        ("MXFP8 row", PackedAxis::Cols),
-        ("MXFP8 col", PackedAxis::Rows),
+    for (name, usage) in [
+        ("MXFP8 row", Usage::Rowwise),
+        ("MXFP8 col", Usage::Columnwise),
     ] {
         section.time(&format!("{name}{suffix}"), bytes, |i| {
-            ops::mx_quantize(&client, inputs.get(i), axis).unwrap();
+            quantize::mx_quantize(&client, inputs.get(i), usage).unwrap();
         });
     }
 }
@@ -319,7 +323,7 @@ pub fn types(section: &mut Section<'_>, (rows, cols): (usize, usize)) {
     let client = section.client();
     for (dtype, suffix) in [(FloatKind::F16, ", f16"), (FloatKind::F32, ", f32")] {
         let inputs = &Inputs::new(&client, rows, cols, dtype);
-        let plain = |rounding| DeviceCopy::new(rounding);
+        let plain = |rounding| DeviceQuantParams::new(rounding);
         amax_pair(section, suffix, inputs, ONE);
         row(section, &format!("row RN{suffix}"), inputs, plain(NEAREST));
         row(

@@ -3,9 +3,9 @@
 use std::cell::LazyCell;
 
 use nvfp4_kernels::{
-    BlockScaling, ErrorNorm, PackedAxis,
-    device::{DeviceCopy, Groups, Matrix},
-    ops::{self, AmaxRequest},
+    BlockScaling, ErrorNorm, Usage, moe,
+    quantize::{self, AmaxRequest},
+    tensor::{DeviceQuantParams, Groups, Matrix},
 };
 
 use crate::{
@@ -48,7 +48,7 @@ fn copies(section: &mut Section<'_>, inputs: &Inputs, groups: &Groups) {
     dense::amax_pair(section, &suffix, inputs, groups);
     let found = LazyCell::new(|| {
         let request = plain_and_transformed();
-        let found = ops::amaxes(&client, inputs.get(0), groups, &request).unwrap();
+        let found = quantize::amaxes(&client, inputs.get(0), groups, &request).unwrap();
         [found.rows.unwrap(), found.cols.unwrap()]
     });
     let name = format!("row RN + col RHT SR, one read{suffix}");
@@ -68,23 +68,23 @@ fn other_copies(section: &mut Section<'_>, inputs: &Inputs, groups: &Groups) {
             cols: None,
             ..plain_and_transformed()
         };
-        let found = ops::amaxes(&client, inputs.get(0), groups, &request).unwrap();
+        let found = quantize::amaxes(&client, inputs.get(0), groups, &request).unwrap();
         found.rows.unwrap()
     });
-    let scaled = |scaling| DeviceCopy {
+    let scaled = |scaling| DeviceQuantParams {
         scaling,
-        ..DeviceCopy::new(NEAREST)
+        ..DeviceQuantParams::new(NEAREST)
     };
     for (name, copy) in [
         ("row RN", scaled(BlockScaling::Standard)),
-        ("row SR", DeviceCopy::new(stochastic())),
+        ("row SR", DeviceQuantParams::new(stochastic())),
         (
             "row 4/6 MAE",
             scaled(BlockScaling::FourOverSix(ErrorNorm::Mae)),
         ),
     ] {
         let name = format!("{name}{suffix}");
-        dense::single(section, &name, inputs, groups, PackedAxis::Cols, || {
+        dense::single(section, &name, inputs, groups, Usage::Rowwise, || {
             with_amax(&found, copy.clone())
         });
     }
@@ -105,11 +105,11 @@ pub fn rows(section: &mut Section<'_>, inputs: &Inputs) {
     let weights = words(&client, (0..count).map(|_| 0.5f32.to_bits()));
     let half = count / 2;
     section.time("rows gathered", 2.0 * bytes, |i| {
-        ops::combine_rows(&client, inputs.get(i), &places, None, (count, 1)).unwrap();
+        moe::moe_unpermute(&client, inputs.get(i), &places, None, (count, 1)).unwrap();
     });
     section.time("rows combined, 2 to 1", 1.5 * bytes, |i| {
         let weights = Some(&weights);
-        ops::combine_rows(&client, inputs.get(i), &places, weights, (half, 2)).unwrap();
+        moe::moe_unpermute(&client, inputs.get(i), &places, weights, (half, 2)).unwrap();
     });
     section.time("rows combined, 2 to 1, backward", 2.5 * bytes, |i| {
         let grad = Matrix {
@@ -117,31 +117,31 @@ pub fn rows(section: &mut Section<'_>, inputs: &Inputs) {
             ..inputs.get(i + 1).clone()
         };
         let x = inputs.get(i);
-        ops::combine_rows_backward(&client, &grad, x, &places, &weights, 2).unwrap();
+        moe::moe_unpermute_backward(&client, &grad, x, &places, &weights, 2).unwrap();
     });
     section.time("sums of groups", bytes, |i| {
-        ops::group_sums(&client, inputs.get(i), &groups).unwrap();
+        moe::segment_sum(&client, inputs.get(i), &groups).unwrap();
     });
     section.time("rows of no group cleared", 0.0, |i| {
-        ops::clear_rest(&client, inputs.get(i), &groups).unwrap();
+        moe::zero_padding_rows(&client, inputs.get(i), &groups).unwrap();
     });
     section.time("maxima of groups for each row", 4.0 * count as f64, |_| {
-        ops::spread_groups(&client, &weights, &groups, count).unwrap();
+        moe::broadcast_group_values(&client, &weights, &groups, count).unwrap();
     });
     for groups in [1, 8, 16] {
         let offsets = equal_groups(&client, count, groups);
         section.time(&format!("padded, {groups} groups"), 2.0 * bytes, |i| {
-            ops::pad_groups(&client, inputs.get(i), &offsets, ALIGNMENT).unwrap();
+            moe::pad_groups(&client, inputs.get(i), &offsets, ALIGNMENT).unwrap();
         });
         let padded = LazyCell::new(|| {
-            let rows = ops::pad_groups(&client, inputs.get(0), &offsets, ALIGNMENT)
+            let rows = moe::pad_groups(&client, inputs.get(0), &offsets, ALIGNMENT)
                 .unwrap()
                 .0
                 .rows;
             Inputs::bf16(&client, rows, inputs.cols)
         });
         section.time(&format!("unpadded, {groups} groups"), 2.0 * bytes, |i| {
-            ops::unpad_groups(&client, padded.get(i), count, &offsets, ALIGNMENT).unwrap();
+            moe::unpad_groups(&client, padded.get(i), count, &offsets, ALIGNMENT).unwrap();
         });
     }
     side_by_side(section, inputs);
@@ -155,14 +155,14 @@ fn side_by_side(section: &mut Section<'_>, inputs: &Inputs) {
         let groups = groups_of(&offsets);
         let found = LazyCell::new(|| {
             let request = plain_and_transformed();
-            ops::amaxes(&client, inputs.get(0), &groups, &request).unwrap()
+            quantize::amaxes(&client, inputs.get(0), &groups, &request).unwrap()
         });
         let name = format!("row RN + col RHT SR, side by side, one read, {count} groups");
         section.time(&name, inputs.bytes(2.0), |i| {
             let row = with_amax(found.rows.as_ref().unwrap(), copy_of(NEAREST, None));
             let col = with_amax(found.cols.as_ref().unwrap(), copy_of(stochastic(), rht()));
             let x = inputs.get(i);
-            ops::quantize_side_by_side(&client, x, &offsets, Some(&row), Some(&col)).unwrap();
+            quantize::quantize_side_by_side(&client, x, &offsets, Some(&row), Some(&col)).unwrap();
         });
     }
 }

@@ -1,17 +1,16 @@
 //! Timing with device events inside criterion, and the summary.
 
-use std::{
-    collections::BTreeMap,
-    path::{Path, PathBuf},
-    time::{Duration, Instant},
-};
+use std::time::Duration;
 
 use criterion::{Criterion, SamplingMode, Throughput};
 use cubecl::{prelude::*, server::Handle};
 use futures_lite::future::block_on;
-use nvfp4_kernels::device::Capabilities;
+use nvfp4_kernels::capabilities::Capabilities;
 
-use crate::common;
+use crate::common::{
+    self,
+    results::{Results, Row},
+};
 
 /// The kernel whose rate is 100 %.
 const COPY: &str = "copy";
@@ -89,7 +88,6 @@ pub struct Bench {
     criterion: Criterion,
     client: Client,
     records: Vec<Record>,
-    started: Instant,
 }
 
 impl Bench {
@@ -102,7 +100,6 @@ impl Bench {
                 .without_plots(),
             client: client.clone(),
             records: Vec::new(),
-            started: Instant::now(),
         }
     }
 
@@ -125,7 +122,7 @@ impl Bench {
         self.records.iter().find(is_it)
     }
 
-    /// Prints the table, and writes the same as JSON.
+    /// Prints the table, and writes the same as a results file.
     pub fn report(self) -> std::io::Result<()> {
         self.criterion.final_summary();
         let device = Capabilities::of(&self.client);
@@ -133,7 +130,7 @@ impl Bench {
         println!(
             "| shape | kernel | us | GB/s | % of copy | launches |\n|---|---|---|---|---|---|"
         );
-        let mut shapes: BTreeMap<&str, Vec<serde_json::Value>> = BTreeMap::new();
+        let mut rows = Vec::new();
         for record in &self.records {
             let Record { shape, kernel, .. } = record;
             let (us, rate) = (record.median() * 1e6, record.rate());
@@ -142,60 +139,42 @@ impl Bench {
             let shown = |value: Option<f64>, digits| {
                 value.map_or(String::new(), |value| format!("{value:.digits$}"))
             };
-            let mut entry = serde_json::json!({
-                "kernel": kernel, "us": us, "launches": launches, "batches": record.seconds.len()
-            });
-            let (rate, share) = match record.work {
+            let (text, gigabytes, share, teraflops) = match record.work {
                 Work::Operations(_) => {
-                    entry["tflops"] = (rate / 1e3).into();
-                    (format!("{:.1} TFLOP/s", rate / 1e3), None)
+                    let rate = rate / 1e3;
+                    (format!("{rate:.1} TFLOP/s"), None, None, Some(rate))
                 }
-                Work::Bytes(bytes) => {
-                    let share = self
-                        .find(shape, COPY)
-                        .map(|copy| 100.0 * rate / copy.rate());
-                    entry["bytes"] = bytes.into();
-                    entry["gbps"] = rate.into();
-                    entry["percent_of_copy"] = share.into();
-                    (format!("{rate:.0}"), share)
+                Work::Bytes(_) => {
+                    let copy = self.find(shape, COPY);
+                    let share = copy.map(|copy| 100.0 * rate / copy.rate());
+                    (format!("{rate:.0}"), Some(rate), share, None)
                 }
             };
-            let (share, launches) = (shown(share, 0), shown(launches, 1));
-            println!("| {shape} | {kernel} | {us:.1} | {rate} | {share} | {launches} |");
-            shapes.entry(shape).or_default().push(entry);
+            let (percent, multiple) = (shown(share, 0), shown(launches, 1));
+            println!("| {shape} | {kernel} | {us:.1} | {text} | {percent} | {multiple} |");
+            rows.push(Row {
+                name: kernel.clone(),
+                at: Some(shape.clone()),
+                values: vec![Some(us), gigabytes, share, launches, teraflops],
+            });
         }
-        let summary = serde_json::json!({
-            "device": device.device,
-            "runtime": device.runtime,
-            "version": env!("CARGO_PKG_VERSION"),
-            "timing": "device events around batches of launches; medians",
-            "seconds": self.started.elapsed().as_secs_f64(),
-            "shapes": shapes,
-        });
-        let path = summary_path();
-        if let Some(folder) = path.parent() {
-            std::fs::create_dir_all(folder)?;
-        }
-        std::fs::write(&path, serde_json::to_string_pretty(&summary)?)?;
-        println!("\n{}", path.display());
-        Ok(())
+        let results = Results {
+            bench: "kernels",
+            gpu: device.device,
+            question: "How much of a copy's bandwidth does each quantization kernel reach?",
+            method: "device events around batches of launches, medians",
+            row: "kernel",
+            units: &[
+                ("µs", 1),
+                ("GB/s", 0),
+                ("% of copy", 0),
+                ("launches", 1),
+                ("TFLOP/s", 1),
+            ],
+            rows,
+        };
+        results.write()
     }
-}
-
-/// Where the summary goes: the file that `NVFP4_BENCH_JSON` names, or `nvfp4-bench.json` in the target
-/// folder.
-fn summary_path() -> PathBuf {
-    // A folder in the target folder, wherever Cargo was told to have that; the working directory of a
-    // benchmark is that of its package.
-    let target = Path::new(env!("CARGO_TARGET_TMPDIR")).parent();
-    std::env::var_os("NVFP4_BENCH_JSON").map_or_else(
-        || {
-            target
-                .expect("the folder is in another")
-                .join("nvfp4-bench.json")
-        },
-        PathBuf::from,
-    )
 }
 
 /// Measurements under the name of a shape.

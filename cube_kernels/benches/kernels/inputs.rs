@@ -8,8 +8,9 @@ use std::{
 use cubecl::{prelude::*, server::Handle};
 use nvfp4_kernels::{
     Hadamard, RandomStream,
-    device::{AmaxScope, DeviceCopy, DeviceRounding, FloatKind, Groups, Matrix},
-    ops::{self, AmaxRequest, Amaxes, CopyRequest, GroupOffsets},
+    moe::GroupOffsets,
+    quantize::{self, AmaxRequest, Amaxes, QuantRequest},
+    tensor::{AmaxGranularity, DeviceQuantParams, DeviceRounding, FloatKind, Groups, Matrix},
 };
 
 /// Bytes of codes and scales for an element.
@@ -102,25 +103,25 @@ pub fn groups_of(offsets: &GroupOffsets) -> Groups {
 /// Maxima of what both copies of training are made of: the values, and the transformed columns.
 pub fn plain_and_transformed() -> AmaxRequest {
     AmaxRequest {
-        rows: Some(AmaxScope::Group),
-        cols: Some((AmaxScope::Group, rht())),
+        rows: Some(AmaxGranularity::PerTensor),
+        cols: Some((AmaxGranularity::PerTensor, rht())),
     }
 }
 
 /// A copy with one amax for each group.
-pub fn with_amax(amax: &Handle, copy: DeviceCopy) -> CopyRequest<'_> {
-    CopyRequest {
+pub fn with_amax(amax: &Handle, copy: DeviceQuantParams) -> QuantRequest<'_> {
+    QuantRequest {
         amax,
-        scope: AmaxScope::Group,
+        scope: AmaxGranularity::PerTensor,
         copy,
     }
 }
 
 /// A copy with everything plain but rounding and transform.
-pub fn copy_of(rounding: DeviceRounding, hadamard: Option<Hadamard>) -> DeviceCopy {
-    DeviceCopy {
+pub fn copy_of(rounding: DeviceRounding, hadamard: Option<Hadamard>) -> DeviceQuantParams {
+    DeviceQuantParams {
         hadamard,
-        ..DeviceCopy::new(rounding)
+        ..DeviceQuantParams::new(rounding)
     }
 }
 
@@ -178,7 +179,7 @@ impl Inputs {
         self.maxima.get_or_init(|| {
             let x = self.get(0);
             let request = plain_and_transformed();
-            let found = ops::amaxes(&self.client, x, &Groups::One, &request).unwrap();
+            let found = quantize::amaxes(&self.client, x, &Groups::One, &request).unwrap();
             let Amaxes { rows, cols } = found;
             [rows.unwrap(), cols.unwrap()]
         })
@@ -189,13 +190,17 @@ impl Inputs {
     }
 
     /// `copy` with the amax that it takes.
-    pub fn with(&self, copy: DeviceCopy) -> CopyRequest<'_> {
+    pub fn with(&self, copy: DeviceQuantParams) -> QuantRequest<'_> {
         // Larger transforms than that of 16 have maxima of about the same size.
         let transformed = usize::from(copy.hadamard.is_some());
         with_amax(&self.maxima()[transformed], copy)
     }
 
-    pub fn request(&self, rounding: DeviceRounding, hadamard: Option<Hadamard>) -> CopyRequest<'_> {
+    pub fn request(
+        &self,
+        rounding: DeviceRounding,
+        hadamard: Option<Hadamard>,
+    ) -> QuantRequest<'_> {
         self.with(copy_of(rounding, hadamard))
     }
 }

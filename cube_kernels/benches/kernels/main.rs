@@ -10,8 +10,8 @@
 //! a graph.
 //!
 //! `NVFP4_BENCH_SHAPES` takes a part of the names of shapes, and leaves out all others.
-//! A table goes to standard output, and the same as JSON to `nvfp4-bench.json` in the target folder (or the
-//! file that `NVFP4_BENCH_JSON` names).
+//! A table goes to standard output, and the same as a results file, which `cargo xtask results` reads, to
+//! `nvfp4-bench-kernels.json` in the target folder (or the file that `NVFP4_BENCH_JSON` names).
 //!
 //! Not here: products, and the decoding and transposing that goes with them (`benches/gemm.rs`); the
 //! diagnostics of `cvt.rs`, and the kernels of one cube that advance a random offset or add up the sizes of
@@ -33,7 +33,7 @@ use harness::{
     Section,
 };
 use inputs::Inputs;
-use nvfp4_kernels::device::Groups;
+use nvfp4_kernels::tensor::Groups;
 
 /// The shapes at which all kernels of matrices are timed, but for one.
 fn squares(bench: &mut Bench) {

@@ -2,11 +2,10 @@
 
 use cubecl::server::Handle;
 use nvfp4_kernels::{
-    Hadamard, HadamardSize, PackedAxis, RandomStream,
-    device::{FloatKind, Groups},
-    gemm,
-    ops::{self, EdenSource},
+    Hadamard, HadamardSize, RandomStream, Usage, gemm,
+    quantize::{self, EdenSource},
     reference::EdenTarget,
+    tensor::{FloatKind, Groups},
 };
 
 use crate::{
@@ -14,19 +13,21 @@ use crate::{
     inputs::{Inputs, MX, NEAREST, PACKED, Rotated, copy_of, with_amax},
 };
 
-const AXES: [(&str, PackedAxis); 2] = [("row", PackedAxis::Cols), ("col", PackedAxis::Rows)];
+const USAGES: [(&str, Usage); 2] = [("row", Usage::Rowwise), ("col", Usage::Columnwise)];
 
 pub fn packed(section: &mut Section<'_>, inputs: &Inputs) {
     let client = section.client();
     let n = inputs.elements();
     let one_size = n * PACKED;
-    let quantized = AXES.map(|(name, axis)| {
+    let quantized = USAGES.map(|(name, usage)| {
         let client = client.clone();
         let make = move |i| {
             let x = inputs.get(i);
-            match axis {
-                PackedAxis::Cols => ops::quantize_row(&client, x, inputs.amax(), NEAREST),
-                PackedAxis::Rows => ops::quantize_col(&client, x, inputs.amax(), NEAREST, None),
+            match usage {
+                Usage::Rowwise => quantize::quantize_row(&client, x, inputs.amax(), NEAREST),
+                Usage::Columnwise => {
+                    quantize::quantize_col(&client, x, inputs.amax(), NEAREST, None)
+                }
             }
             .unwrap()
         };
@@ -34,31 +35,31 @@ pub fn packed(section: &mut Section<'_>, inputs: &Inputs) {
     });
     for (from, packed) in &quantized {
         section.time(&format!("dequantize {from}"), n * (PACKED + 2.0), |i| {
-            ops::dequantize(&client, &packed[i], FloatKind::Bf16).unwrap();
+            quantize::dequantize(&client, &packed[i], FloatKind::Bf16).unwrap();
         });
-        for (to, axis) in AXES {
+        for (to, usage) in USAGES {
             let name = format!("NVFP4 {from} to MXFP8 {to}");
             section.time(&name, n * (PACKED + MX), |i| {
-                ops::mx_requantize(&client, &packed[i], axis, FloatKind::Bf16).unwrap();
+                quantize::mx_requantize(&client, &packed[i], usage, FloatKind::Bf16).unwrap();
             });
         }
     }
-    for (name, axis) in AXES {
-        let make = |i| ops::mx_quantize(&client, inputs.get(i), axis).unwrap();
+    for (name, usage) in USAGES {
+        let make = |i| quantize::mx_quantize(&client, inputs.get(i), usage).unwrap();
         let packed = Rotated::new(n * MX, make);
         section.time(&format!("MXFP8 {name} dequantized"), n * (MX + 2.0), |i| {
-            ops::mx_dequantize(&client, &packed[i], FloatKind::Bf16).unwrap();
+            quantize::mx_dequantize(&client, &packed[i], FloatKind::Bf16).unwrap();
         });
     }
-    for (to, axis) in AXES {
+    for (to, usage) in USAGES {
         let amax = || inputs.amax();
         let name = format!("bf16 to {to}");
-        eden(section, &name, [2.0 * n, n * PACKED], axis, amax, |i| {
+        eden(section, &name, [2.0 * n, n * PACKED], usage, amax, |i| {
             inputs.get(i).into()
         });
         for (from, packed) in &quantized {
             let name = format!("NVFP4 {from} to {to}");
-            eden(section, &name, [n * PACKED; 2], axis, amax, |i| {
+            eden(section, &name, [n * PACKED; 2], usage, amax, |i| {
                 (&packed[i]).into()
             });
         }
@@ -80,21 +81,21 @@ pub fn grouped(section: &mut Section<'_>, inputs: &Inputs, groups: &Groups, amax
         Groups::One => "no groups".into(),
         _ => format!("{} groups", groups.count()),
     };
-    let axis = PackedAxis::Rows;
+    let usage = Usage::Columnwise;
     section.time(&format!("MXFP8 col, {suffix}"), n * (2.0 + MX), |i| {
-        ops::mx_quantize_groups(&client, inputs.get(i), groups, axis).unwrap();
+        quantize::mx_quantize_groups(&client, inputs.get(i), groups, usage).unwrap();
     });
     let quantized = Rotated::new(n * PACKED, |i| {
         let request = with_amax(amax, copy_of(NEAREST, None));
-        ops::quantize(&client, inputs.get(i), groups, PackedAxis::Cols, &request).unwrap()
+        quantize::quantize(&client, inputs.get(i), groups, Usage::Rowwise, &request).unwrap()
     });
     let name = format!("dequantize row, {suffix}");
     section.time(&name, n * (PACKED + 2.0), |i| {
-        ops::dequantize(&client, &quantized[i], FloatKind::Bf16).unwrap();
+        quantize::dequantize(&client, &quantized[i], FloatKind::Bf16).unwrap();
     });
     let name = format!("NVFP4 row to MXFP8 col, {suffix}");
     section.time(&name, n * (PACKED + MX), |i| {
-        ops::mx_requantize(&client, &quantized[i], axis, FloatKind::Bf16).unwrap();
+        quantize::mx_requantize(&client, &quantized[i], usage, FloatKind::Bf16).unwrap();
     });
     let name = format!("bf16 to col, {suffix}");
     let bytes = [2.0 * n, n * PACKED];
@@ -102,7 +103,7 @@ pub fn grouped(section: &mut Section<'_>, inputs: &Inputs, groups: &Groups, amax
         section,
         &name,
         bytes,
-        axis,
+        usage,
         || amax,
         |i| EdenSource::Grouped(inputs.get(i), groups),
     );
@@ -111,29 +112,29 @@ pub fn grouped(section: &mut Section<'_>, inputs: &Inputs, groups: &Groups, amax
         section,
         &name,
         [n * PACKED; 2],
-        axis,
+        usage,
         || amax,
         |i| (&quantized[i]).into(),
     );
 }
 
-/// MS-EDEN of `source(i)` along `axis`, and its maxima, of which those of the values before the transform are
+/// MS-EDEN of `source(i)` along `usage`, and its maxima, of which those of the values before the transform are
 /// about as large. `bytes` are read and written.
 fn eden<'a>(
     section: &mut Section<'_>,
     name: &str,
     [read, written]: [f64; 2],
-    axis: PackedAxis,
+    usage: Usage,
     amax: impl Fn() -> &'a Handle,
     source: impl Fn(usize) -> EdenSource<'a>,
 ) {
     let client = section.client();
     let hadamard = Hadamard::seeded_with_size(HadamardSize::H128, 1);
     section.time(&format!("MS-EDEN amax, {name}"), read, |i| {
-        ops::ms_eden_amax(&client, source(i), axis, &hadamard).unwrap();
+        quantize::ms_eden_amax(&client, source(i), usage, &hadamard).unwrap();
     });
     section.time(&format!("MS-EDEN, {name}"), read + written, |i| {
         let (target, random) = (EdenTarget::Backward, RandomStream::new(1, 2, 3));
-        ops::ms_eden(&client, source(i), axis, amax(), &hadamard, target, random).unwrap();
+        quantize::ms_eden(&client, source(i), usage, amax(), &hadamard, target, random).unwrap();
     });
 }

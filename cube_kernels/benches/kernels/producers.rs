@@ -2,8 +2,8 @@
 
 use cubecl::prelude::Client;
 use nvfp4_kernels::{
-    device::{DeviceCopy, DeviceRounding, Groups},
-    ops::{self, Amaxes, Gated, Source},
+    quantize::{self, Amaxes, Gated, Source},
+    tensor::{DeviceQuantParams, DeviceRounding, Groups},
 };
 
 use crate::{
@@ -38,7 +38,7 @@ pub fn producers(section: &mut Section<'_>, (rows, cols): (usize, usize)) {
     );
     copy(section, &x);
     let gain = words(&client, (0..cols).map(|_| 1.0f32.to_bits()));
-    let rstd = ops::rms_norm_rstd(&client, x.get(0), EPSILON).unwrap();
+    let rstd = quantize::rms_norm_rstd(&client, x.get(0), EPSILON).unwrap();
     let norm = |i| Source::RmsNorm {
         x: x.get(i),
         rstd: &rstd,
@@ -50,25 +50,25 @@ pub fn producers(section: &mut Section<'_>, (rows, cols): (usize, usize)) {
         inputs: Gated::SideBySide(gate_up.get(i)),
     };
     let n = x.elements();
-    let copy = DeviceCopy::new(NEAREST);
+    let copy = DeviceQuantParams::new(NEAREST);
     let factors = |i| {
-        ops::rms_norm_rstd(&client, x.get(i), EPSILON).unwrap();
+        quantize::rms_norm_rstd(&client, x.get(i), EPSILON).unwrap();
     };
     section.time("row factors of RMSNorm", 2.0 * n, factors);
     section.time("RMSNorm per token RN, one read", (2.0 + PACKED) * n, |i| {
-        ops::quantize_per_token_rms_norm(&client, x.get(i), &gain, EPSILON, &copy).unwrap();
+        quantize::quantize_per_token_rms_norm(&client, x.get(i), &gain, EPSILON, &copy).unwrap();
     });
     section.time("RMSNorm, then per token RN", (2.0 + PACKED) * n, |i| {
         factors(i);
-        let y = ops::produce(&client, norm(i)).unwrap();
-        ops::quantize_per_token(&client, &y, &copy).unwrap();
+        let y = quantize::produce(&client, norm(i)).unwrap();
+        quantize::quantize_per_token(&client, &y, &copy).unwrap();
     });
     section.time("SwiGLU per token RN, one read", (4.0 + PACKED) * n, |i| {
-        ops::quantize_per_token(&client, gated(i), &copy).unwrap();
+        quantize::quantize_per_token(&client, gated(i), &copy).unwrap();
     });
     section.time("SwiGLU, then per token RN", (4.0 + PACKED) * n, |i| {
-        let y = ops::produce(&client, gated(i)).unwrap();
-        ops::quantize_per_token(&client, &y, &copy).unwrap();
+        let y = quantize::produce(&client, gated(i)).unwrap();
+        quantize::quantize_per_token(&client, &y, &copy).unwrap();
     });
     let all = [
         Producer {
@@ -112,38 +112,38 @@ fn both(section: &mut Section<'_>, producer: &Producer<'_>) {
     let request = plain_and_transformed();
     let written = read + 2.0 * out;
     section.time(name, written, |i| {
-        ops::produce(&client, source(i)).unwrap();
+        quantize::produce(&client, source(i)).unwrap();
     });
     let amaxes = "amax plain + RHT";
     section.time(&format!("{name}: {amaxes}"), read, |i| {
-        ops::amaxes(&client, source(i), one, &request).unwrap();
+        quantize::amaxes(&client, source(i), one, &request).unwrap();
     });
     section.time(&format!("{name} written, {amaxes}"), written, |i| {
-        ops::produce_with_amaxes(&client, source(i), one, &request).unwrap();
+        quantize::produce_with_amaxes(&client, source(i), one, &request).unwrap();
     });
     let quantized = read + 2.0 * PACKED * out;
     let found =
-        std::cell::LazyCell::new(|| ops::amaxes(&client, source(0), one, &request).unwrap());
+        std::cell::LazyCell::new(|| quantize::amaxes(&client, source(0), one, &request).unwrap());
     section.time(&format!("{name}: row + col RHT"), quantized, |i| {
         copies(&client, source(i), &found, rounding);
     });
     // All that stands between the inputs and both copies, in three ways.
     section.time(&format!("{name}, all: computed twice"), quantized, |i| {
         factors(i);
-        let found = ops::amaxes(&client, source(i), one, &request).unwrap();
+        let found = quantize::amaxes(&client, source(i), one, &request).unwrap();
         copies(&client, source(i), &found, rounding);
     });
     let kernel = format!("{name}, all: written with maxima");
     section.time(&kernel, quantized, |i| {
         factors(i);
-        let (y, found) = ops::produce_with_amaxes(&client, source(i), one, &request).unwrap();
+        let (y, found) = quantize::produce_with_amaxes(&client, source(i), one, &request).unwrap();
         copies(&client, &y, &found, rounding);
     });
     let kernel = format!("{name}, all: one after the other");
     section.time(&kernel, quantized, |i| {
         factors(i);
-        let y = ops::produce(&client, source(i)).unwrap();
-        let found = ops::amaxes(&client, &y, one, &request).unwrap();
+        let y = quantize::produce(&client, source(i)).unwrap();
+        let found = quantize::amaxes(&client, &y, one, &request).unwrap();
         copies(&client, &y, &found, rounding);
     });
 }
@@ -158,5 +158,5 @@ fn copies<'a>(
     let copy = |hadamard| copy_of(rounding.clone(), hadamard);
     let row = with_amax(found.rows.as_ref().unwrap(), copy(None));
     let col = with_amax(found.cols.as_ref().unwrap(), copy(rht()));
-    ops::quantize_both(client, x, &Groups::One, &row, &col).unwrap();
+    quantize::quantize_both(client, x, &Groups::One, &row, &col).unwrap();
 }

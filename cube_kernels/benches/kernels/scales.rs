@@ -2,7 +2,7 @@
 //! padding.
 
 use cubecl::{prelude::*, server::Handle};
-use nvfp4_kernels::{BLOCK, ops};
+use nvfp4_kernels::{BLOCK, quantize};
 
 use crate::{
     harness::Section,
@@ -24,8 +24,8 @@ pub fn batch(section: &mut Section<'_>, count: usize, (rows, cols): (usize, usiz
         section,
         "",
         count * rows * blocks,
-        |client, scales| ops::swizzle_batch(client, scales, count, rows, blocks).unwrap(),
-        |client, tiles| ops::unswizzle_batch(client, tiles, count, rows, blocks).unwrap(),
+        |client, scales| quantize::swizzle_batch(client, scales, count, rows, blocks).unwrap(),
+        |client, tiles| quantize::unswizzle_batch(client, tiles, count, rows, blocks).unwrap(),
     );
 }
 
@@ -38,10 +38,12 @@ pub fn grouped(section: &mut Section<'_>, (tokens, cols): (usize, usize), count:
         &format!(", {count} groups of rows"),
         tokens * blocks,
         |client, scales| {
-            let swizzled = ops::swizzle_row_groups(client, scales, tokens, blocks, groups);
+            let swizzled = quantize::swizzle_row_groups(client, scales, tokens, blocks, groups);
             swizzled.unwrap().0
         },
-        |client, tiles| ops::unswizzle_row_groups(client, tiles, tokens, blocks, groups).unwrap(),
+        |client, tiles| {
+            quantize::unswizzle_row_groups(client, tiles, tokens, blocks, groups).unwrap()
+        },
     );
     both(
         section,
@@ -49,11 +51,12 @@ pub fn grouped(section: &mut Section<'_>, (tokens, cols): (usize, usize), count:
         // Each group may end with a block that is not full.
         cols * (tokens / BLOCK + count),
         |client, scales| {
-            let swizzled = ops::swizzle_block_groups(client, scales, cols, tokens, BLOCK, groups);
+            let swizzled =
+                quantize::swizzle_block_groups(client, scales, cols, tokens, BLOCK, groups);
             swizzled.unwrap().0
         },
         |client, tiles| {
-            ops::unswizzle_block_groups(client, tiles, cols, tokens, BLOCK, groups).unwrap()
+            quantize::unswizzle_block_groups(client, tiles, cols, tokens, BLOCK, groups).unwrap()
         },
     );
 }

@@ -16,7 +16,7 @@ use crate::{BlockScaling, ErrorNorm};
 
 /// The comptime choices for one quantized copy.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub struct BlockPolicy {
+pub struct BlockPlan {
     /// Round stochastically.
     pub stochastic: bool,
     /// The random offset has a part in device memory.
@@ -29,7 +29,7 @@ pub struct BlockPolicy {
 
 /// The random source with the device-resident part of its offset added, if there is one.
 #[cube]
-pub fn resolve_offset(random: &Random, offset: &[u32], #[comptime] policy: BlockPolicy) -> Random {
+pub fn resolve_offset(random: &Random, offset: &[u32], #[comptime] policy: BlockPlan) -> Random {
     let mut low = random.offset_low;
     let mut high = random.offset_high;
     if comptime!(policy.stochastic && policy.device_offset) {
@@ -113,7 +113,7 @@ pub fn quantize_with_amax(
     global: &GlobalScale,
     index: u64,
     random: &Random,
-    #[comptime] policy: BlockPolicy,
+    #[comptime] policy: BlockPlan,
 ) -> Encoded {
     match comptime!(policy.scaling) {
         BlockScaling::FourOverSix(norm) => four_over_six(block, first, amax, global, norm, policy),
@@ -160,7 +160,7 @@ pub fn encode_block(
     index: u64,
     random: &Random,
     #[comptime] in_pairs: bool,
-    #[comptime] policy: BlockPolicy,
+    #[comptime] policy: BlockPlan,
 ) -> Vector<u32, Const<2>> {
     let conversion = comptime!(policy.conversion);
     let native = comptime!(if policy.stochastic {
@@ -257,7 +257,7 @@ fn four_over_six(
     amax: f32,
     global: &GlobalScale,
     #[comptime] norm: ErrorNorm,
-    #[comptime] policy: BlockPolicy,
+    #[comptime] policy: BlockPlan,
 ) -> Encoded {
     let scales = candidate_scales(amax, global, policy.conversion);
     let six = candidate(

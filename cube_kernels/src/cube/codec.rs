@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use cubecl::prelude::*;
 
 use super::ptx;
-use crate::device::FloatKind;
+use crate::tensor::FloatKind;
 
 /// All bits of an `f32` but the sign.
 pub(crate) const MAGNITUDE: u32 = 0x7FFF_FFFF;

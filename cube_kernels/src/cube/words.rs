@@ -10,7 +10,7 @@ use super::{
     codec::{Conversion, round_to_bf16},
     ptx_sm90::{pack_bf16, pack_f16},
 };
-use crate::device::FloatKind;
+use crate::tensor::FloatKind;
 
 /// Element `half` of a word (0: the lower, earlier one), exactly.
 #[cube]

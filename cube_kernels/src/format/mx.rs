@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::{Nvfp4Error, PackedAxis, format::check_extent};
+use crate::{Nvfp4Error, Usage, format::check_extent};
 
 /// Elements that share one UE8M0 scale.
 pub const MX_BLOCK: usize = 32;
@@ -10,7 +10,7 @@ pub const MX_BLOCK: usize = 32;
 /// A matrix in MXFP8: E4M3 codes, and one UE8M0 scale for each block of 32 along the packed axis.
 ///
 /// The source is `rows` x `cols`; what is stored is `outer` x `inner`, the source for
-/// [`PackedAxis::Cols`] and its transpose for [`PackedAxis::Rows`]. Where `inner` is no multiple of
+/// [`Usage::Rowwise`] and its transpose for [`Usage::Columnwise`]. Where `inner` is no multiple of
 /// 32, the last block is padded with zeros. An element decodes to `e4m3(code) · 2^(scale - 127)`
 /// (specification, section 10).
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -18,7 +18,7 @@ pub const MX_BLOCK: usize = 32;
 pub struct MxPacked {
     rows: usize,
     cols: usize,
-    axis: PackedAxis,
+    usage: Usage,
     codes: Vec<u8>,
     scales: Vec<u8>,
 }
@@ -29,7 +29,7 @@ pub struct MxPacked {
 struct Parts {
     rows: usize,
     cols: usize,
-    axis: PackedAxis,
+    usage: Usage,
     codes: Vec<u8>,
     scales: Vec<u8>,
 }
@@ -40,7 +40,7 @@ impl TryFrom<Parts> for MxPacked {
     fn try_from(parts: Parts) -> Result<Self, Nvfp4Error> {
         Self::from_parts(
             (parts.rows, parts.cols),
-            parts.axis,
+            parts.usage,
             parts.codes,
             parts.scales,
         )
@@ -54,12 +54,12 @@ impl MxPacked {
     /// When a length does not fit the shape.
     pub fn from_parts(
         (rows, cols): (usize, usize),
-        axis: PackedAxis,
+        usage: Usage,
         codes: Vec<u8>,
         scales: Vec<u8>,
     ) -> Result<Self, Nvfp4Error> {
         check_extent("rows, cols", rows, cols)?;
-        let (outer, inner) = axis.stored_shape(rows, cols);
+        let (outer, inner) = usage.stored_shape(rows, cols);
         let blocks = outer * inner.div_ceil(MX_BLOCK);
         let check = |argument, found: usize, expected: usize| {
             if found == expected {
@@ -68,7 +68,7 @@ impl MxPacked {
             Err(Nvfp4Error::shape(
                 argument,
                 format!("{found} bytes"),
-                format!("{expected}, for {rows}x{cols} packed along {axis:?}"),
+                format!("{expected}, for {rows}x{cols} packed along {usage:?}"),
             ))
         };
         check("codes", codes.len(), blocks * MX_BLOCK)?;
@@ -76,7 +76,7 @@ impl MxPacked {
         Ok(Self {
             rows,
             cols,
-            axis,
+            usage,
             codes,
             scales,
         })
@@ -93,18 +93,18 @@ impl MxPacked {
     }
 
     /// The axis of the source along which it is packed.
-    pub fn axis(&self) -> PackedAxis {
-        self.axis
+    pub fn usage(&self) -> Usage {
+        self.usage
     }
 
     /// Stored rows.
     pub fn outer(&self) -> usize {
-        self.axis.stored_shape(self.rows, self.cols).0
+        self.usage.stored_shape(self.rows, self.cols).0
     }
 
     /// Length of the packed axis, without padding.
     pub fn inner(&self) -> usize {
-        self.axis.stored_shape(self.rows, self.cols).1
+        self.usage.stored_shape(self.rows, self.cols).1
     }
 
     /// Blocks in one stored row.
@@ -130,7 +130,7 @@ mod tests {
     #[test]
     fn every_wrong_part_is_named() {
         let build = |shape, codes, scales| {
-            MxPacked::from_parts(shape, PackedAxis::Rows, vec![1; codes], vec![2; scales])
+            MxPacked::from_parts(shape, Usage::Columnwise, vec![1; codes], vec![2; scales])
         };
         let good = build((40, 3), 192, 6).unwrap();
         let text = serde_json::to_string(&good).unwrap();

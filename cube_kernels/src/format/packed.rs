@@ -3,34 +3,35 @@
 use serde::{Deserialize, Serialize};
 
 use crate::{
-    BLOCK, BlockScaling, CopyPolicy, Hadamard, Nvfp4Error, Rounding, format::check_extent,
+    BLOCK, BlockScaling, Hadamard, Nvfp4Error, QuantParams, Rounding, format::check_extent,
     reference::swizzle,
 };
 
-/// The axis of the source matrix along which blocks of 16 lie.
+/// Which operand of a GEMM a quantized tensor is: the axis of its source along which blocks lie.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
-pub enum PackedAxis {
-    /// Along a row: the row-wise copy, stored in the orientation of the source.
-    Cols,
-    /// Along a column: the column-wise copy, stored transposed.
-    Rows,
+#[serde(rename_all = "snake_case")]
+pub enum Usage {
+    /// Blocks along each row; stored in the orientation of the source.
+    Rowwise,
+    /// Blocks down each column; stored transposed.
+    Columnwise,
 }
 
-impl PackedAxis {
-    /// The same axis of the transposed matrix.
+impl Usage {
+    /// The usage with the same blocks of the transposed matrix.
     pub const fn transposed(self) -> Self {
         match self {
-            Self::Cols => Self::Rows,
-            Self::Rows => Self::Cols,
+            Self::Rowwise => Self::Columnwise,
+            Self::Columnwise => Self::Rowwise,
         }
     }
 
-    /// `(outer, inner)` of a packed `rows` x `cols` matrix: stored rows, and the length of the
-    /// packed axis before padding.
+    /// `(outer, inner)` of a quantized `rows` x `cols` matrix: stored rows, and the length of the
+    /// blocked axis before padding.
     pub const fn stored_shape(self, rows: usize, cols: usize) -> (usize, usize) {
         match self {
-            Self::Cols => (rows, cols),
-            Self::Rows => (cols, rows),
+            Self::Rowwise => (rows, cols),
+            Self::Columnwise => (cols, rows),
         }
     }
 }
@@ -51,7 +52,7 @@ pub enum Amax {
     /// One for the tensor.
     Tensor(f32),
     /// One for each stored row (per-token scaling).
-    PerOuter(Vec<f32>),
+    PerRow(Vec<f32>),
 }
 
 impl Amax {
@@ -60,7 +61,7 @@ impl Amax {
     pub fn of(&self, outer: usize) -> f32 {
         match self {
             Self::Tensor(amax) => *amax,
-            Self::PerOuter(amax) => amax[outer],
+            Self::PerRow(amax) => amax[outer],
         }
     }
 }
@@ -89,7 +90,7 @@ pub struct Origin {
 
 impl Origin {
     /// 1x16 blocks made by `policy`.
-    pub const fn copy(policy: &CopyPolicy) -> Self {
+    pub const fn copy(policy: &QuantParams) -> Self {
         Self {
             block: BlockShape::OneBy16,
             rounding: policy.rounding,
@@ -132,7 +133,7 @@ impl Origin {
             (BlockShape::OneBy16, BlockScaling::FourOverSix(_)) => is_stochastic,
             (BlockShape::OneBy16, _) => false,
             (BlockShape::Tile16x16, _) => {
-                is_stochastic || self.hadamard.is_some() || matches!(amax, Amax::PerOuter(_))
+                is_stochastic || self.hadamard.is_some() || matches!(amax, Amax::PerRow(_))
             }
         };
         if !refused {
@@ -140,7 +141,7 @@ impl Origin {
         }
         let scope = match amax {
             Amax::Tensor(_) => "one amax",
-            Amax::PerOuter(_) => "one amax for each stored row",
+            Amax::PerRow(_) => "one amax for each stored row",
         };
         Err(Nvfp4Error::value(
             "origin",
@@ -165,18 +166,18 @@ impl Origin {
 /// A matrix in NVFP4: codes, block scales, maximum, and how they were made.
 ///
 /// The source is `rows` x `cols`; what is stored is `outer` x `inner` with blocks of 16 along
-/// `inner`, `outer` x `inner` being the source for [`PackedAxis::Cols`] and its transpose for
-/// [`PackedAxis::Rows`]. Where `inner` is no multiple of 16, or of the size of the transform that
+/// `inner`, `outer` x `inner` being the source for [`Usage::Rowwise`] and its transpose for
+/// [`Usage::Columnwise`]. Where `inner` is no multiple of 16, or of the size of the transform that
 /// the source went through, it is padded with zeros; see [`Origin::blocks`].
 ///
 /// An element decodes to `e2m1(code) · e4m3(scale) · amax / range`, `range` being
 /// [`BlockScaling::range`], 2688 or 1536.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(try_from = "Parts")]
-pub struct PackedTensor {
+pub struct QuantizedTensor {
     rows: usize,
     cols: usize,
-    axis: PackedAxis,
+    usage: Usage,
     codes: Vec<u8>,
     scales: Vec<u8>,
     scale_layout: ScaleLayout,
@@ -184,13 +185,13 @@ pub struct PackedTensor {
     origin: Origin,
 }
 
-/// A [`PackedTensor`] as it is read, before it is checked.
+/// A [`QuantizedTensor`] as it is read, before it is checked.
 #[derive(Deserialize)]
-#[serde(rename = "PackedTensor")]
+#[serde(rename = "QuantizedTensor")]
 struct Parts {
     rows: usize,
     cols: usize,
-    axis: PackedAxis,
+    usage: Usage,
     codes: Vec<u8>,
     scales: Vec<u8>,
     scale_layout: ScaleLayout,
@@ -198,13 +199,13 @@ struct Parts {
     origin: Origin,
 }
 
-impl TryFrom<Parts> for PackedTensor {
+impl TryFrom<Parts> for QuantizedTensor {
     type Error = Nvfp4Error;
 
     fn try_from(parts: Parts) -> Result<Self, Nvfp4Error> {
         Self::from_parts(
             (parts.rows, parts.cols),
-            parts.axis,
+            parts.usage,
             parts.codes,
             (parts.scale_layout, parts.scales),
             parts.amax,
@@ -213,7 +214,7 @@ impl TryFrom<Parts> for PackedTensor {
     }
 }
 
-impl PackedTensor {
+impl QuantizedTensor {
     /// A packed tensor from its parts.
     ///
     /// `codes` holds `outer * blocks * 8` bytes, `scales` `outer * blocks` bytes in the compact
@@ -225,7 +226,7 @@ impl PackedTensor {
     /// quantizer makes. Maxima and scales may be infinite or NaN: those survive quantization.
     pub fn from_parts(
         (rows, cols): (usize, usize),
-        axis: PackedAxis,
+        usage: Usage,
         codes: Vec<u8>,
         (scale_layout, scales): (ScaleLayout, Vec<u8>),
         amax: Amax,
@@ -233,7 +234,7 @@ impl PackedTensor {
     ) -> Result<Self, Nvfp4Error> {
         check_extent("rows, cols", rows, cols)?;
         origin.check(&amax)?;
-        let (outer, inner) = axis.stored_shape(rows, cols);
+        let (outer, inner) = usage.stored_shape(rows, cols);
         let blocks = origin.blocks(inner);
         let check = |argument, found: usize, expected: usize, why: &str| {
             if found == expected {
@@ -242,7 +243,7 @@ impl PackedTensor {
                 Err(Nvfp4Error::shape(
                     argument,
                     format!("{found}"),
-                    format!("{expected} ({why}, for {rows}x{cols} packed along {axis:?})"),
+                    format!("{expected} ({why}, for {rows}x{cols} packed along {usage:?})"),
                 ))
             }
         };
@@ -264,7 +265,7 @@ impl PackedTensor {
         )?;
         let maxima = match &amax {
             Amax::Tensor(value) => std::slice::from_ref(value),
-            Amax::PerOuter(values) => {
+            Amax::PerRow(values) => {
                 check("amax", values.len(), outer, "one value for each stored row")?;
                 values
             }
@@ -302,7 +303,7 @@ impl PackedTensor {
         Ok(Self {
             rows,
             cols,
-            axis,
+            usage,
             codes,
             scales,
             scale_layout,
@@ -322,18 +323,18 @@ impl PackedTensor {
     }
 
     /// The axis of the source along which it is packed.
-    pub fn axis(&self) -> PackedAxis {
-        self.axis
+    pub fn usage(&self) -> Usage {
+        self.usage
     }
 
     /// Stored rows.
     pub fn outer(&self) -> usize {
-        self.axis.stored_shape(self.rows, self.cols).0
+        self.usage.stored_shape(self.rows, self.cols).0
     }
 
     /// Length of the packed axis, without padding.
     pub fn inner(&self) -> usize {
-        self.axis.stored_shape(self.rows, self.cols).1
+        self.usage.stored_shape(self.rows, self.cols).1
     }
 
     /// Blocks in one stored row, padding included.
@@ -419,10 +420,10 @@ mod tests {
             }
         }
 
-        fn build(self) -> Result<PackedTensor, Nvfp4Error> {
-            PackedTensor::from_parts(
+        fn build(self) -> Result<QuantizedTensor, Nvfp4Error> {
+            QuantizedTensor::from_parts(
                 self.shape,
-                PackedAxis::Cols,
+                Usage::Rowwise,
                 vec![0x21; self.codes],
                 (self.layout, self.scales),
                 self.amax,
@@ -431,11 +432,11 @@ mod tests {
         }
 
         /// The same parts as a file would hold them.
-        fn read(self) -> Result<PackedTensor, String> {
+        fn read(self) -> Result<QuantizedTensor, String> {
             let value = serde_json::json!({
                 "rows": self.shape.0,
                 "cols": self.shape.1,
-                "axis": PackedAxis::Cols,
+                "usage": Usage::Rowwise,
                 "codes": vec![0x21; self.codes],
                 "scales": self.scales,
                 "scale_layout": self.layout,
@@ -452,7 +453,10 @@ mod tests {
             let built = case().build().unwrap();
             assert_eq!(case().read().unwrap(), built);
             let text = serde_json::to_string(&built).unwrap();
-            assert_eq!(serde_json::from_str::<PackedTensor>(&text).unwrap(), built);
+            assert_eq!(
+                serde_json::from_str::<QuantizedTensor>(&text).unwrap(),
+                built
+            );
         }
         // What survives quantization is not refused.
         for amax in [f32::NAN, -f32::NAN, f32::INFINITY, 0.0] {
@@ -477,7 +481,7 @@ mod tests {
         for (row, block) in [(16, 0), (3, 2)] {
             unclean[swizzle::offset(row, block, 2)] = 1;
         }
-        let per_row = |len| Amax::PerOuter(vec![1.0; len]);
+        let per_row = |len| Amax::PerRow(vec![1.0; len]);
         let with_origin = |origin, amax| Case {
             origin,
             amax,

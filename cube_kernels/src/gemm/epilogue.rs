@@ -9,7 +9,7 @@ use crate::{
         ptx,
         ptx_sm90::{pack_bf16, pack_f16, unpack_f16},
     },
-    device::FloatKind,
+    tensor::FloatKind,
 };
 
 /// Where the factor of one operand comes from.

@@ -16,9 +16,13 @@ use super::{
 };
 use crate::{
     BLOCK, Nvfp4Error,
+    capabilities::{Capabilities, GemmBackend},
     cube::codec::{decode_e2m1, decode_e4m3, load, magnitude_bits, store},
-    device::{Capabilities, FloatKind, GemmPath, Matrix, address_type, check_memory},
-    ops::{GroupOffsets, amax::zeros, groups::span, launch::grid},
+    launch::grid,
+    memory::{address_type, check_memory},
+    moe::groups::{GroupOffsets, span},
+    quantize::amax::zeros,
+    tensor::{FloatKind, Matrix},
 };
 
 /// Rows of `a` in groups, each with its own `b` (an expert's forward pass and its input gradient):
@@ -33,7 +37,7 @@ use crate::{
 /// ones take packed and bf16 operands in any combination.
 pub fn gemm_grouped_rows(
     client: &Client,
-    path: Option<GemmPath>,
+    path: Option<GemmBackend>,
     a: &Operand,
     b: &Operand,
     groups: &GroupOffsets,
@@ -52,7 +56,7 @@ pub fn gemm_grouped_rows(
 /// As [`gemm_grouped_rows`].
 pub fn gemm_grouped_rows_amax(
     client: &Client,
-    path: Option<GemmPath>,
+    path: Option<GemmBackend>,
     a: &Operand,
     b: &Operand,
     groups: &GroupOffsets,
@@ -83,7 +87,7 @@ pub fn grouped_rows_with(
 
 fn rows_in_groups(
     client: &Client,
-    path: Option<GemmPath>,
+    path: Option<GemmBackend>,
     a: &Operand,
     b: &Operand,
     groups: &GroupOffsets,
@@ -119,7 +123,7 @@ fn rows_in_groups(
 /// b[n, k]` over the columns `k` of group `g`, one M x N output after another.
 ///
 /// Groups begin at multiples of 16 along the contraction (columns of an operand, rows of a bf16 one
-/// [in columns](super::Elements::Bf16Columns)), and what lies between the end of a group's data and the
+/// [in columns](super::Elements::Bf16MnMajor)), and what lies between the end of a group's data and the
 /// next group is zero: what quantizing each group by itself leaves. An empty group gives zeros. Factors may
 /// be one for the tensor, for each group, or for each stored row of each group: `groups x M` of `a`,
 /// `groups x N` of `b`, one group after another.
@@ -128,7 +132,7 @@ fn rows_in_groups(
 /// As [`gemm_grouped_rows`].
 pub fn gemm_grouped_depth(
     client: &Client,
-    path: Option<GemmPath>,
+    path: Option<GemmBackend>,
     a: &Operand,
     b: &Operand,
     groups: &GroupOffsets,
@@ -143,7 +147,7 @@ pub fn gemm_grouped_depth(
 /// As [`gemm_grouped_rows`].
 pub fn gemm_grouped_depth_amax(
     client: &Client,
-    path: Option<GemmPath>,
+    path: Option<GemmBackend>,
     a: &Operand,
     b: &Operand,
     groups: &GroupOffsets,
@@ -155,7 +159,7 @@ pub fn gemm_grouped_depth_amax(
 
 fn depth_in_groups(
     client: &Client,
-    path: Option<GemmPath>,
+    path: Option<GemmBackend>,
     a: &Operand,
     b: &Operand,
     groups: &GroupOffsets,
@@ -187,7 +191,7 @@ fn depth_in_groups(
 /// The product in groups, and the maxima that `amax` asks for, or any memory where it asks for none.
 fn grouped(
     client: &Client,
-    path: Option<GemmPath>,
+    path: Option<GemmBackend>,
     grouping: Grouping,
     a: &Operand,
     b: &Operand,
@@ -253,7 +257,7 @@ fn grouped(
     };
     let capabilities = Capabilities::of(client);
     let count = groups.count;
-    let trace = |path: GemmPath, kernel: &str| {
+    let trace = |path: GemmBackend, kernel: &str| {
         tracing::debug!(
             m,
             n,
@@ -277,7 +281,7 @@ fn grouped(
     let (a_brought, b_brought) = (a_brought?, b_brought?);
     let (a, b) = (&a.with_elements(&a_brought), &b.with_elements(&b_brought));
     match path {
-        path @ (GemmPath::Hopper | GemmPath::BlockScaled) if path == possible => {
+        path @ (GemmBackend::Sm90Wgmma | GemmBackend::Sm120BlockScaled) if path == possible => {
             let plan = match plan {
                 Some(plan) => plan,
                 None => select::plan_on(client, path, a, b, shape, grouping, groups.count)?,
@@ -286,8 +290,8 @@ fn grouped(
             let device = &capabilities;
             launch_plan(client, device, plan, a, b, shape, &args, &epilogue, &result)?;
         }
-        GemmPath::MatrixInstructions if capabilities.gemm != GemmPath::Scalar => {
-            trace(GemmPath::MatrixInstructions, select::TILES);
+        GemmBackend::Cmma if capabilities.gemm != GemmBackend::Scalar => {
+            trace(GemmBackend::Cmma, select::TILES);
             matrix::launch(
                 client,
                 &capabilities,
@@ -299,8 +303,8 @@ fn grouped(
                 result.matrix(),
             );
         }
-        GemmPath::Scalar => {
-            trace(GemmPath::Scalar, "one unit for each output element");
+        GemmBackend::Scalar => {
+            trace(GemmBackend::Scalar, "one unit for each output element");
             scalar(
                 client,
                 &capabilities,

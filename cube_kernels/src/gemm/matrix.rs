@@ -19,9 +19,11 @@ use super::{
 };
 use crate::{
     BLOCK,
+    capabilities::Capabilities,
     cube::codec::{decode_e2m1, decode_e4m3, load, magnitude_bits, store},
-    device::{Capabilities, Matrix, address_type},
-    ops::groups::span,
+    memory::address_type,
+    moe::groups::span,
+    tensor::Matrix,
 };
 
 /// Columns of a tile: rows of `b`.

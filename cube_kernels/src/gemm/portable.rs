@@ -5,20 +5,22 @@ use cubecl::prelude::*;
 
 use crate::{
     BLOCK,
+    capabilities::Capabilities,
     cube::{
         codec::{decode_e2m1, decode_e4m3, store},
         ptx,
     },
-    device::{Capabilities, DevicePacked, FloatKind, Matrix, address_type},
-    ops::launch::grid,
+    launch::grid,
+    memory::address_type,
+    tensor::{DeviceQuantized, FloatKind, Matrix},
 };
 
 /// Queues the kernel. The caller checked the operands.
 pub(super) fn launch(
     client: &Client,
     capabilities: &Capabilities,
-    a: &DevicePacked,
-    b: &DevicePacked,
+    a: &DeviceQuantized,
+    b: &DeviceQuantized,
     bias: Option<&Matrix>,
     result: &Matrix,
 ) {
@@ -30,13 +32,14 @@ pub(super) fn launch(
     };
     let address = address_type((m.max(n) * blocks * BLOCK).max(result.len()));
     // SAFETY (of every argument): the caller checked the buffers against the shapes.
-    let words = |packed: &DevicePacked| unsafe {
+    let words = |packed: &DeviceQuantized| unsafe {
         BufferArg::from_raw_parts(packed.codes.clone(), packed.outer() * blocks)
     };
-    let scales = |packed: &DevicePacked| unsafe {
+    let scales = |packed: &DeviceQuantized| unsafe {
         BufferArg::from_raw_parts(packed.scales.clone(), packed.outer() * blocks)
     };
-    let amax = |packed: &DevicePacked| unsafe { BufferArg::from_raw_parts(packed.amax.clone(), 1) };
+    let amax =
+        |packed: &DeviceQuantized| unsafe { BufferArg::from_raw_parts(packed.amax.clone(), 1) };
     let bias = match bias {
         Some(bias) => unsafe { BufferArg::from_raw_parts(bias.handle.clone(), n) },
         // Not read without a bias.

@@ -14,11 +14,10 @@ use super::{
 };
 use crate::{
     BLOCK, Nvfp4Error, ScaleLayout,
-    device::{
-        AmaxScope, Capabilities, DeviceDecoded, DeviceOperand, DevicePacked, FloatKind, GemmPath,
-        Matrix, is_aligned,
-    },
-    ops::{self, amax::zeros},
+    capabilities::{Capabilities, GemmBackend},
+    memory::is_aligned,
+    quantize::{self, amax::zeros},
+    tensor::{AmaxGranularity, DeviceOperand, DeviceQuantized, DeviceUnscaled, FloatKind, Matrix},
 };
 
 /// What the maximum of a tensor with block scales up to 448 stands for: 6 · 448.
@@ -28,31 +27,31 @@ const SCALE_RANGE: f32 = 2688.0;
 #[derive(Debug, Clone, Copy)]
 pub enum Elements<'a> {
     /// Codes and block scales.
-    Packed(&'a DevicePacked),
+    Packed(&'a DeviceQuantized),
     /// A bf16 matrix, its columns being the contraction, as long as that of the other operand is in
     /// memory: where a packed one pads it with zeros, columns of anything finite.
     Bf16(&'a Matrix),
     /// A bf16 matrix whose *rows* are the contraction: the transpose of what [`Self::Bf16`] takes, with
     /// the same product, bit for bit. Hopper's kernel reads it as it is, if it has a multiple of 8 columns.
     /// Elsewhere a transposed copy is made first, which a tracing event says.
-    Bf16Columns(&'a Matrix),
+    Bf16MnMajor(&'a Matrix),
 }
 
 /// How the elements of an operand are stored.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Storage {
+pub(super) enum OperandLayout {
     /// Codes and block scales, in rows along the contraction.
     Packed,
     /// bf16, in rows along the contraction.
-    Rows,
+    KMajor,
     /// bf16, in columns down the contraction.
-    Columns,
+    MnMajor,
 }
 
-impl Storage {
+impl OperandLayout {
     /// Of an operand in rows.
     pub const fn in_rows(packed: bool) -> Self {
-        if packed { Self::Packed } else { Self::Rows }
+        if packed { Self::Packed } else { Self::KMajor }
     }
 }
 
@@ -79,27 +78,27 @@ pub struct Operand<'a> {
     pub scale: Scale<'a>,
 }
 
-impl<'a> From<&'a DevicePacked> for Operand<'a> {
+impl<'a> From<&'a DeviceQuantized> for Operand<'a> {
     /// A packed tensor with its own maxima, one or one for each stored row, and its own range.
-    fn from(packed: &'a DevicePacked) -> Self {
+    fn from(packed: &'a DeviceQuantized) -> Self {
         Self {
             elements: Elements::Packed(packed),
             scale: match packed.scope {
-                AmaxScope::Group => Scale::Tensor(&packed.amax, packed.scaling.range()),
-                AmaxScope::Outer => Scale::PerRow(&packed.amax, packed.scaling.range()),
+                AmaxGranularity::PerTensor => Scale::Tensor(&packed.amax, packed.scaling.range()),
+                AmaxGranularity::PerRow => Scale::PerRow(&packed.amax, packed.scaling.range()),
             },
         }
     }
 }
 
-impl<'a> From<&'a DeviceDecoded> for Operand<'a> {
+impl<'a> From<&'a DeviceUnscaled> for Operand<'a> {
     /// The values of a packed tensor with the maxima and the range of that: the product has its bits.
-    fn from(decoded: &'a DeviceDecoded) -> Self {
+    fn from(decoded: &'a DeviceUnscaled) -> Self {
         Self {
             elements: Elements::Bf16(&decoded.values),
             scale: match decoded.scope {
-                AmaxScope::Group => Scale::Tensor(&decoded.amax, decoded.scaling.range()),
-                AmaxScope::Outer => Scale::PerRow(&decoded.amax, decoded.scaling.range()),
+                AmaxGranularity::PerTensor => Scale::Tensor(&decoded.amax, decoded.scaling.range()),
+                AmaxGranularity::PerRow => Scale::PerRow(&decoded.amax, decoded.scaling.range()),
             },
         }
     }
@@ -131,7 +130,7 @@ impl Operand<'_> {
         match self.elements {
             Elements::Packed(packed) => packed.outer(),
             Elements::Bf16(matrix) => matrix.rows,
-            Elements::Bf16Columns(matrix) => matrix.cols,
+            Elements::Bf16MnMajor(matrix) => matrix.cols,
         }
     }
 
@@ -140,7 +139,7 @@ impl Operand<'_> {
         match self.elements {
             Elements::Packed(packed) => packed.inner(),
             Elements::Bf16(matrix) => matrix.cols,
-            Elements::Bf16Columns(matrix) => matrix.rows,
+            Elements::Bf16MnMajor(matrix) => matrix.rows,
         }
     }
 
@@ -148,7 +147,7 @@ impl Operand<'_> {
     pub(super) fn stored(&self) -> usize {
         match self.elements {
             Elements::Packed(packed) => packed.blocks() * BLOCK,
-            Elements::Bf16(_) | Elements::Bf16Columns(_) => self.inner(),
+            Elements::Bf16(_) | Elements::Bf16MnMajor(_) => self.inner(),
         }
     }
 
@@ -182,7 +181,7 @@ impl Operand<'_> {
                     _ => packed.check_compact(argument)?,
                 }
             }
-            Elements::Bf16(matrix) | Elements::Bf16Columns(matrix) => {
+            Elements::Bf16(matrix) | Elements::Bf16MnMajor(matrix) => {
                 matrix.check(argument)?;
                 if matrix.dtype != FloatKind::Bf16 {
                     return Err(Nvfp4Error::DType {
@@ -236,7 +235,7 @@ impl Operand<'_> {
     pub(super) fn is_aligned(&self) -> bool {
         match self.elements {
             Elements::Packed(packed) => is_aligned(&packed.codes) && is_aligned(&packed.scales),
-            Elements::Bf16(matrix) | Elements::Bf16Columns(matrix) => is_aligned(&matrix.handle),
+            Elements::Bf16(matrix) | Elements::Bf16MnMajor(matrix) => is_aligned(&matrix.handle),
         }
     }
 
@@ -244,11 +243,11 @@ impl Operand<'_> {
         matches!(self.elements, Elements::Packed(_))
     }
 
-    pub(super) fn storage(&self) -> Storage {
+    pub(super) fn storage(&self) -> OperandLayout {
         match self.elements {
-            Elements::Packed(_) => Storage::Packed,
-            Elements::Bf16(_) => Storage::Rows,
-            Elements::Bf16Columns(_) => Storage::Columns,
+            Elements::Packed(_) => OperandLayout::Packed,
+            Elements::Bf16(_) => OperandLayout::KMajor,
+            Elements::Bf16MnMajor(_) => OperandLayout::MnMajor,
         }
     }
 
@@ -256,7 +255,7 @@ impl Operand<'_> {
     pub(super) fn memory(&self) -> &Handle {
         match self.elements {
             Elements::Packed(packed) => &packed.codes,
-            Elements::Bf16(matrix) | Elements::Bf16Columns(matrix) => &matrix.handle,
+            Elements::Bf16(matrix) | Elements::Bf16MnMajor(matrix) => &matrix.handle,
         }
     }
 
@@ -276,7 +275,7 @@ impl Operand<'_> {
                 dense: matrix.handle.clone(),
                 packed: false,
             },
-            Elements::Bf16Columns(_) => unreachable!("was brought into rows before: `bring`"),
+            Elements::Bf16MnMajor(_) => unreachable!("was brought into rows before: `bring`"),
         }
     }
 
@@ -293,12 +292,12 @@ impl Operand<'_> {
     pub(super) fn decoded(&self, client: &Client) -> sm90::Operand {
         let handle = match self.elements {
             Elements::Packed(packed) => workspace::decode(client, packed),
-            Elements::Bf16(matrix) | Elements::Bf16Columns(matrix) => matrix.handle.clone(),
+            Elements::Bf16(matrix) | Elements::Bf16MnMajor(matrix) => matrix.handle.clone(),
         };
         sm90::Operand {
             handle,
             rows: self.outer(),
-            in_columns: self.storage() == Storage::Columns,
+            in_columns: self.storage() == OperandLayout::MnMajor,
         }
     }
 }
@@ -402,7 +401,7 @@ impl<'a> Output<'a> {
 /// in stored orientation, `alpha` from their two maxima on the device. `bias`, a 1 x n `f32` matrix,
 /// may be absent.
 ///
-/// The sum is in `f32`. On [`GemmPath::Scalar`] `k` ascends, which is the order of
+/// The sum is in `f32`. On [`GemmBackend::Scalar`] `k` ascends, which is the order of
 /// [`reference::gemm_f32`](crate::reference::gemm_f32), bit for bit; matrix instructions add in
 /// their own order. [`path_of`] says which path a shape takes.
 ///
@@ -411,8 +410,8 @@ impl<'a> Output<'a> {
 /// shape.
 pub fn gemm(
     client: &Client,
-    a: &DevicePacked,
-    b: &DevicePacked,
+    a: &DeviceQuantized,
+    b: &DeviceQuantized,
     bias: Option<&Matrix>,
     out: FloatKind,
 ) -> Result<Matrix, Nvfp4Error> {
@@ -425,9 +424,9 @@ pub fn gemm(
 /// As [`gemm`], and when the device or the shape lacks the path.
 pub fn gemm_on(
     client: &Client,
-    path: GemmPath,
-    a: &DevicePacked,
-    b: &DevicePacked,
+    path: GemmBackend,
+    a: &DeviceQuantized,
+    b: &DeviceQuantized,
     bias: Option<&Matrix>,
     out: FloatKind,
 ) -> Result<Matrix, Nvfp4Error> {
@@ -463,24 +462,26 @@ pub fn gemm_bf16(
 /// and `k` of 32. Other shapes take the portable kernels, and so do few bf16 rows with a packed `b` there, operands whose memory
 /// does not begin at a multiple of 16 bytes, and on consumer Blackwell products with a bf16 operand (but
 /// for few rows of it with a packed `b`) and contractions in groups.
-pub fn path_of(capabilities: &Capabilities, n: usize, k: usize) -> GemmPath {
+pub fn path_of(capabilities: &Capabilities, n: usize, k: usize) -> GemmBackend {
     let takes = match capabilities.gemm {
-        GemmPath::Hopper | GemmPath::BlockScaled => n.is_multiple_of(8) && k.is_multiple_of(8),
-        GemmPath::CublasLt => n.is_multiple_of(8) && k.is_multiple_of(32),
-        GemmPath::MatrixInstructions | GemmPath::Scalar => true,
+        GemmBackend::Sm90Wgmma | GemmBackend::Sm120BlockScaled => {
+            n.is_multiple_of(8) && k.is_multiple_of(8)
+        }
+        GemmBackend::CublasLt => n.is_multiple_of(8) && k.is_multiple_of(32),
+        GemmBackend::Cmma | GemmBackend::Scalar => true,
     };
     if takes {
         capabilities.gemm
     } else {
-        GemmPath::MatrixInstructions
+        GemmBackend::Cmma
     }
 }
 
-/// [`path_of`] two bf16 operands in columns ([`Elements::Bf16Columns`]). No stored row is along the contraction
+/// [`path_of`] two bf16 operands in columns ([`Elements::Bf16MnMajor`]). No stored row is along the contraction
 /// then, and Hopper's kernel takes any length of it, where `m` is a multiple of 8 as `n` is.
-pub fn path_of_columns(capabilities: &Capabilities, m: usize, n: usize, k: usize) -> GemmPath {
+pub fn path_of_columns(capabilities: &Capabilities, m: usize, n: usize, k: usize) -> GemmBackend {
     match capabilities.gemm {
-        GemmPath::Hopper if m.is_multiple_of(8) => path_of(capabilities, n, 0),
+        GemmBackend::Sm90Wgmma if m.is_multiple_of(8) => path_of(capabilities, n, 0),
         _ => path_of(capabilities, n, k),
     }
 }
@@ -495,26 +496,26 @@ pub(super) fn possible_path(
     result: &Output,
     (m, n, k): (usize, usize, usize),
     grouping: Grouping,
-) -> GemmPath {
+) -> GemmBackend {
     let mut capabilities = capabilities.clone();
     let emulated = plan.is_some_and(|plan| plan.is_emulated());
-    if emulated && capabilities.runtime == "cuda" && capabilities.gemm != GemmPath::Scalar {
-        capabilities.gemm = GemmPath::BlockScaled;
+    if emulated && capabilities.runtime == "cuda" && capabilities.gemm != GemmBackend::Scalar {
+        capabilities.gemm = GemmBackend::Sm120BlockScaled;
     }
     let packed = (a.is_packed(), b.is_packed());
     let aligned = are_aligned(a, b, result);
     let path = match [a, b].map(|operand| operand.storage()) {
-        [Storage::Columns, Storage::Columns] => path_of_columns(&capabilities, m, n, k),
+        [OperandLayout::MnMajor, OperandLayout::MnMajor] => path_of_columns(&capabilities, m, n, k),
         _ => path_of(&capabilities, n, k),
     };
     match path {
-        GemmPath::Hopper if !aligned => GemmPath::MatrixInstructions,
+        GemmBackend::Sm90Wgmma if !aligned => GemmBackend::Cmma,
         // cuBLASLt's own grouped products are not used: see docs/gemm.md.
-        GemmPath::CublasLt if grouping != Grouping::Dense => GemmPath::MatrixInstructions,
-        GemmPath::BlockScaled
+        GemmBackend::CublasLt if grouping != Grouping::Dense => GemmBackend::Cmma,
+        GemmBackend::Sm120BlockScaled
             if !aligned || select::block_scaled(1, packed, (m, n, k), grouping).is_none() =>
         {
-            GemmPath::MatrixInstructions
+            GemmBackend::Cmma
         }
         path => path,
     }
@@ -526,25 +527,23 @@ fn are_aligned(a: &Operand, b: &Operand, result: &Output) -> bool {
 
 /// The error of a path that this device or these operands lack.
 pub(super) fn missing(
-    path: GemmPath,
+    path: GemmBackend,
     capabilities: &Capabilities,
     (m, n, k): (usize, usize, usize),
 ) -> Nvfp4Error {
     let expected = match path {
-        GemmPath::Hopper => {
+        GemmBackend::Sm90Wgmma => {
             "compute capability 9.0, n and k multiples of 8, and memory that begins at multiples of \
              16 bytes"
         }
-        GemmPath::CublasLt => "compute capability 10.0 or 10.3 and no groups",
-        GemmPath::BlockScaled => {
+        GemmBackend::CublasLt => "compute capability 10.0 or 10.3 and no groups",
+        GemmBackend::Sm120BlockScaled => {
             "compute capability 12.0 or 12.1, packed operands (or a packed `b` and up to 16 rows), \
              dense or with rows in groups, n a multiple of 8, and memory that begins at multiples of \
              16 bytes"
         }
-        GemmPath::MatrixInstructions => {
-            "a device with 16x16x16 bf16 matrix instructions and planes of 32"
-        }
-        GemmPath::Scalar => "any device",
+        GemmBackend::Cmma => "a device with 16x16x16 bf16 matrix instructions and planes of 32",
+        GemmBackend::Scalar => "any device",
     };
     Nvfp4Error::Device {
         argument: "path",
@@ -555,23 +554,23 @@ pub(super) fn missing(
 
 /// `a · bᵀ` with the whole epilogue: `fl(fl(sum · fl(α_a · α_b)) + bias)`, plus what the output
 /// held, rounded once. `path` overrides [`path_of`]; without it few rows with a packed `b` have their own
-/// kernel on every CUDA device from sm_80 on, and with it only on those of [`GemmPath::Hopper`] and
-/// [`GemmPath::BlockScaled`].
+/// kernel on every CUDA device from sm_80 on, and with it only on those of [`GemmBackend::Sm90Wgmma`] and
+/// [`GemmBackend::Sm120BlockScaled`].
 ///
 /// A tracing event says which kernel a product takes.
 ///
 /// Packed operands may have their block scales in rows or, without groups, in 128x4 tiles, which
-/// [`GemmPath::CublasLt`] reads and the other paths turn into rows before. On that path the library
+/// [`GemmBackend::CublasLt`] reads and the other paths turn into rows before. On that path the library
 /// rounds once more: a bias of an output of 16 bits is rounded to the output's type first, and it adds in
 /// its own order. Where it refuses a product, a tracing event says why and the path is
-/// [`GemmPath::MatrixInstructions`]; a `path` that was asked for is never replaced.
+/// [`GemmBackend::Cmma`]; a `path` that was asked for is never replaced.
 ///
 /// # Errors
 /// When a shape, element type or buffer does not fit, or when the path that was asked for does not
 /// exist on this device or for these operands.
 pub fn product(
     client: &Client,
-    path: Option<GemmPath>,
+    path: Option<GemmBackend>,
     a: &Operand,
     b: &Operand,
     bias: Option<&Matrix>,
@@ -582,7 +581,7 @@ pub fn product(
 }
 
 /// [`product`], and the largest magnitude of the result as it is stored, one `f32` in device memory
-/// (what [`ops::amax`](crate::ops::amax) of the result would find): quantizing the result next needs
+/// (what [`quantize::amax`](crate::quantize::amax) of the result would find): quantizing the result next needs
 /// no pass over it. NaN and infinity survive.
 ///
 /// All kernels of this crate find it while they write; after cuBLASLt a second kernel reads the result, which a
@@ -592,7 +591,7 @@ pub fn product(
 /// As [`product`].
 pub fn product_amax(
     client: &Client,
-    path: Option<GemmPath>,
+    path: Option<GemmBackend>,
     a: &Operand,
     b: &Operand,
     bias: Option<&Matrix>,
@@ -609,7 +608,7 @@ pub fn product_amax(
 #[doc(hidden)]
 pub fn product_with(
     client: &Client,
-    path: Option<GemmPath>,
+    path: Option<GemmBackend>,
     a: &Operand,
     b: &Operand,
     bias: Option<&Matrix>,
@@ -645,7 +644,7 @@ pub fn product_as(
 #[doc(hidden)]
 pub fn product_amax_with(
     client: &Client,
-    path: Option<GemmPath>,
+    path: Option<GemmBackend>,
     a: &Operand,
     b: &Operand,
     target: Target,
@@ -658,7 +657,7 @@ pub fn product_amax_with(
 fn run(
     client: &Client,
     device: Option<&Capabilities>,
-    path: Option<GemmPath>,
+    path: Option<GemmBackend>,
     a: &Operand,
     b: &Operand,
     bias: Option<&Matrix>,
@@ -706,15 +705,15 @@ fn run(
     let path = match path {
         Some(path) => path,
         // The library would have all of the weight decoded for a few rows.
-        None if possible == GemmPath::CublasLt && !a.is_packed() && few_rows.is_some() => {
-            GemmPath::MatrixInstructions
+        None if possible == GemmBackend::CublasLt && !a.is_packed() && few_rows.is_some() => {
+            GemmBackend::Cmma
         }
-        None if possible == GemmPath::CublasLt => {
+        None if possible == GemmBackend::CublasLt => {
             cublaslt::or_portable(client, a, b, bias, result.matrix(), accumulate)
         }
         None => possible,
     };
-    let tiles_are_read = path == GemmPath::CublasLt && a.is_packed() && b.is_packed();
+    let tiles_are_read = path == GemmBackend::CublasLt && a.is_packed() && b.is_packed();
     let [a_brought, b_brought] = [a, b].map(|operand| bring(client, operand, path, tiles_are_read));
     let (a_brought, b_brought) = (a_brought?, b_brought?);
     let (a, b) = (&a.with_elements(&a_brought), &b.with_elements(&b_brought));
@@ -742,7 +741,7 @@ fn run(
         groups: 1,
     };
     match path {
-        GemmPath::CublasLt => {
+        GemmBackend::CublasLt => {
             let kernel = match tiles_are_read {
                 true => cublaslt::NVFP4,
                 false => cublaslt::BF16,
@@ -750,7 +749,7 @@ fn run(
             trace(shape, path, kernel);
             cublaslt::launch(client, a, b, bias, result.matrix(), accumulate)?;
         }
-        GemmPath::Hopper | GemmPath::BlockScaled if path == possible => {
+        GemmBackend::Sm90Wgmma | GemmBackend::Sm120BlockScaled if path == possible => {
             let plan = match plan {
                 Some(plan) => plan,
                 None => select::plan_on(client, path, a, b, shape, dense, 1)?,
@@ -761,7 +760,7 @@ fn run(
                 client, device, plan, a, b, shape, &groups, &epilogue, &result,
             )?;
         }
-        GemmPath::MatrixInstructions if capabilities.gemm != GemmPath::Scalar => {
+        GemmBackend::Cmma if capabilities.gemm != GemmBackend::Scalar => {
             if let (Some(plan), false) = (few_rows, asked) {
                 trace(shape, path, &plan.to_string());
                 let device = &capabilities;
@@ -774,11 +773,11 @@ fn run(
                 matrix::launch(client, device, a, b, shape, &groups, &epilogue, out);
             }
         }
-        GemmPath::Scalar => {
+        GemmBackend::Scalar => {
             trace(shape, path, "one unit for each output element");
             let plain = |operand: &Operand| match (operand.elements, operand.scale) {
                 (Elements::Packed(packed), Scale::Tensor(amax, range)) if range == SCALE_RANGE => {
-                    Some(DevicePacked {
+                    Some(DeviceQuantized {
                         amax: amax.clone(),
                         ..packed.clone()
                     })
@@ -805,7 +804,7 @@ fn run(
     }
     let amax = match amax {
         // The library does not find it while it writes.
-        Some(_) if path == GemmPath::CublasLt => {
+        Some(_) if path == GemmBackend::CublasLt => {
             Some(amax_of(client, shape, path, result.matrix())?)
         }
         amax => amax,
@@ -815,7 +814,7 @@ fn run(
 
 /// Elements that a product made of those it was given.
 pub(super) enum Brought {
-    Packed(Box<DevicePacked>),
+    Packed(Box<DeviceQuantized>),
     Bf16(Matrix),
 }
 
@@ -825,7 +824,7 @@ pub(super) enum Brought {
 pub(super) fn bring(
     client: &Client,
     operand: &Operand,
-    path: GemmPath,
+    path: GemmBackend,
     tiles_are_read: bool,
 ) -> Result<Option<Brought>, Nvfp4Error> {
     match operand.elements {
@@ -834,14 +833,14 @@ pub(super) fn bring(
         {
             let (outer, blocks) = (packed.outer(), packed.blocks());
             tracing::debug!(outer, blocks, "gemm: block scales from tiles to rows");
-            Ok(Some(Brought::Packed(Box::new(DevicePacked {
-                scales: ops::unswizzle(client, &packed.scales, outer, blocks)?,
+            Ok(Some(Brought::Packed(Box::new(DeviceQuantized {
+                scales: quantize::unswizzle(client, &packed.scales, outer, blocks)?,
                 layout: ScaleLayout::Compact,
                 ..packed.clone()
             }))))
         }
-        Elements::Bf16Columns(matrix)
-            if path != GemmPath::Hopper || !matrix.cols.is_multiple_of(8) =>
+        Elements::Bf16MnMajor(matrix)
+            if path != GemmBackend::Sm90Wgmma || !matrix.cols.is_multiple_of(8) =>
         {
             let (rows, cols) = (matrix.rows, matrix.cols);
             tracing::debug!(rows, cols, ?path, "gemm: a transposed copy of an operand");
@@ -855,7 +854,7 @@ pub(super) fn bring(
 fn amax_of(
     client: &Client,
     shape: (usize, usize, usize),
-    path: GemmPath,
+    path: GemmBackend,
     result: &Matrix,
 ) -> Result<Handle, Nvfp4Error> {
     trace(
@@ -863,7 +862,7 @@ fn amax_of(
         path,
         "a second kernel finds the maximum of the output",
     );
-    ops::amax(client, result, None)
+    quantize::amax(client, result, None)
 }
 
 /// Queues the kernels of a plan, dense or in groups.
@@ -879,7 +878,7 @@ pub(super) fn launch_plan(
     result: &Output,
 ) -> Result<(), Nvfp4Error> {
     let shape = (m, n, k);
-    let columns = [a, b].map(|operand| operand.storage() == Storage::Columns);
+    let columns = [a, b].map(|operand| operand.storage() == OperandLayout::MnMajor);
     match (plan, b.elements) {
         (plan, _) if !plan.takes_columns(columns) => {
             return Err(Nvfp4Error::value(
@@ -888,7 +887,7 @@ pub(super) fn launch_plan(
                 "one that takes them so",
             ));
         }
-        (Plan::Fused(tile, band), Elements::Packed(b))
+        (Plan::W4a16(tile, band), Elements::Packed(b))
             if sm90_fused::takes(k) && groups.grouping != Grouping::Depth =>
         {
             let out = &result.matrix().handle;
@@ -907,13 +906,13 @@ pub(super) fn launch_plan(
             let out = &result.matrix().handle;
             sm120::launch(client, left, right, shape, groups, epilogue, out, tile);
         }
-        (Plan::FewRows, Elements::Packed(b))
+        (Plan::SmallM, Elements::Packed(b))
             if small_m::takes(m, k) && groups.grouping == Grouping::Dense =>
         {
             let out = &result.matrix().handle;
             small_m::launch(client, capabilities, a, b, k, epilogue, out);
         }
-        (Plan::Decoded(tile, band), _) => {
+        (Plan::DequantThenBf16(tile, band), _) => {
             let (left, right) = (a.decoded(client), b.decoded(client));
             let out = &result.matrix().handle;
             sm90::launch(
@@ -939,6 +938,6 @@ pub(super) fn launch_plan(
 }
 
 /// Says which kernel a product takes.
-fn trace((m, n, k): (usize, usize, usize), path: GemmPath, kernel: &str) {
+fn trace((m, n, k): (usize, usize, usize), path: GemmBackend, kernel: &str) {
     tracing::debug!(m, n, k, ?path, kernel, "gemm");
 }

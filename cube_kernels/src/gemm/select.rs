@@ -6,12 +6,13 @@ use cubecl::client::Client;
 
 use crate::{
     Nvfp4Error,
-    device::{Capabilities, FloatKind, GemmPath},
+    capabilities::{Capabilities, GemmBackend},
+    tensor::FloatKind,
 };
 
 use super::{
     cublaslt::{self, Format, Problem},
-    product::{Operand, Storage},
+    product::{Operand, OperandLayout},
     sm90::{Grouping, TILE_M, Tile},
     sm90_fused::{self, FusedTile},
     sm120::{self, BlockScaledShape, Multiply},
@@ -22,29 +23,29 @@ use super::{
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Plan {
     /// `b` is decoded in registers; with the height of a band of tiles.
-    Fused(FusedTile, usize),
+    W4a16(FusedTile, usize),
     /// Few rows, `b` decoded in registers by a kernel without the copy engine.
-    FewRows,
+    SmallM,
     /// Packed operands are decoded to bf16 before the product; with the height of a band.
-    Decoded(Tile, usize),
+    DequantThenBf16(Tile, usize),
     /// Codes and scales go to block-scaled matrix instructions.
     BlockScaled(BlockScaledShape),
 }
 
 impl Plan {
     /// The path of devices that it is made for; few rows of a packed `b` have the same kernel on both.
-    pub(super) fn path(self) -> GemmPath {
+    pub(super) fn path(self) -> GemmBackend {
         match self {
-            Self::Fused(..) | Self::FewRows | Self::Decoded(..) => GemmPath::Hopper,
-            Self::BlockScaled(_) => GemmPath::BlockScaled,
+            Self::W4a16(..) | Self::SmallM | Self::DequantThenBf16(..) => GemmBackend::Sm90Wgmma,
+            Self::BlockScaled(_) => GemmBackend::Sm120BlockScaled,
         }
     }
 
     /// Whether its kernel reads bf16 operands in columns, where `a` and where `b` is stored so.
     pub(super) fn takes_columns(self, [a, b]: [bool; 2]) -> bool {
         match self {
-            Self::Decoded(tile, _) => !b || tile.takes_columns(),
-            Self::Fused(..) | Self::FewRows | Self::BlockScaled(_) => !a && !b,
+            Self::DequantThenBf16(tile, _) => !b || tile.takes_columns(),
+            Self::W4a16(..) | Self::SmallM | Self::BlockScaled(_) => !a && !b,
         }
     }
 
@@ -57,15 +58,15 @@ impl Plan {
 impl fmt::Display for Plan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Fused(tile, _) => {
+            Self::W4a16(tile, _) => {
                 let (m, n) = (tile.rows_a, tile.rows_b());
                 write!(
                     f,
                     "wgmma, packed `b` decoded in registers, tiles of {m} x {n}"
                 )
             }
-            Self::FewRows => write!(f, "few rows, packed `b` decoded in registers, mma.sync"),
-            Self::Decoded(tile, _) => {
+            Self::SmallM => write!(f, "few rows, packed `b` decoded in registers, mma.sync"),
+            Self::DequantThenBf16(tile, _) => {
                 let n = tile.n();
                 write!(
                     f,
@@ -119,7 +120,7 @@ const DECODE_ROW: f64 = 0.0078;
 /// 4096 cubed 755 / 762 / 762 / 767, 8192 x 14336 x 4096 705 / 758 / 767 / 771.
 const BAND: usize = 16;
 
-/// What [`GemmPath::MatrixInstructions`] runs.
+/// What [`GemmBackend::Cmma`] runs.
 pub(super) const TILES: &str =
     "tiles decoded to bf16 in shared memory, 16x16x16 matrix instructions";
 
@@ -143,16 +144,22 @@ pub fn plan(
 
 /// Whether [`product`](super::product()) of two packed operands, `m` x `n` with a contraction of `k` as
 /// stored, decodes both to bf16 before it multiplies: then an operand that nothing else reads may as well
-/// be quantized to values ([`Form::Decoded`](crate::Form::Decoded)). The product has the same bits.
+/// be quantized to values ([`Storage::Bf16Unscaled`](crate::Storage::Bf16Unscaled)). The product has the same bits.
 pub fn decodes(client: &Client, (m, n, k): (usize, usize, usize)) -> bool {
     let path = super::path_of(&Capabilities::of(client), n, k);
-    path == GemmPath::Hopper && decodes_on(processors(client), (m, n, k))
+    path == GemmBackend::Sm90Wgmma && decodes_on(processors(client), (m, n, k))
 }
 
 /// [`decodes`] on Hopper with this many processors.
 fn decodes_on(processors: usize, shape: (usize, usize, usize)) -> bool {
-    let plan = plan_of(processors, [Storage::Packed; 2], shape, Grouping::Dense, 1);
-    matches!(plan, Plan::Decoded(..))
+    let plan = plan_of(
+        processors,
+        [OperandLayout::Packed; 2],
+        shape,
+        Grouping::Dense,
+        1,
+    );
+    matches!(plan, Plan::DequantThenBf16(..))
 }
 
 /// [`plan`] on either path that has plans.
@@ -161,14 +168,14 @@ fn decodes_on(processors: usize, shape: (usize, usize, usize)) -> bool {
 /// When the operands do not fit the path.
 pub(super) fn plan_on(
     client: &Client,
-    path: GemmPath,
+    path: GemmBackend,
     a: &Operand,
     b: &Operand,
     shape: (usize, usize, usize),
     grouping: Grouping,
     groups: usize,
 ) -> Result<Plan, Nvfp4Error> {
-    if path != GemmPath::BlockScaled {
+    if path != GemmBackend::Sm120BlockScaled {
         return Ok(plan(client, a, b, shape, grouping, groups));
     }
     let packed = (a.is_packed(), b.is_packed());
@@ -195,7 +202,7 @@ pub(super) fn block_scaled(
     grouping: Grouping,
 ) -> Option<Plan> {
     match grouping {
-        Grouping::Dense if b_packed && small_m::takes(m, k) => Some(Plan::FewRows),
+        Grouping::Dense if b_packed && small_m::takes(m, k) => Some(Plan::SmallM),
         Grouping::Dense | Grouping::Rows if a_packed && b_packed => Some(Plan::BlockScaled(
             BlockScaledShape::of(processors, m, n, Multiply::Instruction),
         )),
@@ -207,14 +214,14 @@ pub(super) fn block_scaled(
 /// `b` beside an `a` in columns is decoded before, whatever the shape: no other kernel reads columns.
 pub(super) fn plan_of(
     processors: usize,
-    [a, b]: [Storage; 2],
+    [a, b]: [OperandLayout; 2],
     (m, n, k): (usize, usize, usize),
     grouping: Grouping,
     groups: usize,
 ) -> Plan {
-    let decode = |operand: Storage, rows: usize| match operand {
-        Storage::Packed => rows as f64 * DECODE_ROW,
-        Storage::Rows | Storage::Columns => 0.0,
+    let decode = |operand: OperandLayout, rows: usize| match operand {
+        OperandLayout::Packed => rows as f64 * DECODE_ROW,
+        OperandLayout::KMajor | OperandLayout::MnMajor => 0.0,
     };
     // Along the contraction every group has an output of its own.
     let outputs = match grouping {
@@ -225,22 +232,25 @@ pub(super) fn plan_of(
     let decoded = DECODED.map(|(tile, cost)| {
         let tiles = outputs * m.div_ceil(TILE_M) * n.div_ceil(tile.n());
         let before = decode(a, m) + decode(b, n * groups);
-        (Plan::Decoded(tile, BAND), waves(tiles) * cost + before)
+        (
+            Plan::DequantThenBf16(tile, BAND),
+            waves(tiles) * cost + before,
+        )
     });
     let fused = FUSED.map(|(rows_a, ways, cost)| {
         let tile = FusedTile { rows_a, ways };
         let tiles = m.div_ceil(rows_a) * n.div_ceil(tile.rows_b());
-        (Plan::Fused(tile, BAND), waves(tiles) * cost + decode(a, m))
+        (Plan::W4a16(tile, BAND), waves(tiles) * cost + decode(a, m))
     });
-    let columns = [a, b].map(|operand| operand == Storage::Columns);
+    let columns = [a, b].map(|operand| operand == OperandLayout::MnMajor);
     let cheapest = |plans: &[(Plan, f64)]| {
         let possible = plans.iter().filter(|plan| plan.0.takes_columns(columns));
         let best = possible.min_by(|x, y| x.1.total_cmp(&y.1));
         best.expect("there are tiles").0
     };
-    let in_registers = b == Storage::Packed && a != Storage::Columns;
+    let in_registers = b == OperandLayout::Packed && a != OperandLayout::MnMajor;
     match grouping {
-        Grouping::Dense if in_registers && small_m::takes(m, k) => Plan::FewRows,
+        Grouping::Dense if in_registers && small_m::takes(m, k) => Plan::SmallM,
         _ if !in_registers || !sm90_fused::takes(k) => cheapest(&decoded),
         Grouping::Depth => cheapest(&decoded),
         // A tile at the end of a group is as narrow as its rows.
@@ -250,7 +260,7 @@ pub(super) fn plan_of(
             // other groups only push each other's rows of `a` out of the cache (H100, bands of 16 instead: 32
             // equal groups 682 us instead of 670, 128 1101 instead of 1055).
             let band = (m / (groups * rows_a)).clamp(1, BAND);
-            Plan::Fused(FusedTile { rows_a, ways: 1 }, band)
+            Plan::W4a16(FusedTile { rows_a, ways: 1 }, band)
         }
         Grouping::Dense => cheapest(&[fused.as_slice(), decoded.as_slice()].concat()),
     }
@@ -266,7 +276,7 @@ pub(super) fn portable(
 ) -> Option<Plan> {
     let has_instructions = capabilities.compute_capability.is_some_and(|sm| sm >= 80);
     let takes = b_packed && n.is_multiple_of(2) && small_m::takes(m, k);
-    (has_instructions && takes && grouping == Grouping::Dense).then_some(Plan::FewRows)
+    (has_instructions && takes && grouping == Grouping::Dense).then_some(Plan::SmallM)
 }
 
 /// The path and the kernels that [`product`](super::product()) takes on this device for an `m` x `n` output
@@ -278,7 +288,7 @@ pub fn kernel_of(
     packed: (bool, bool),
     shape: (usize, usize, usize),
     groups: usize,
-) -> (GemmPath, String) {
+) -> (GemmBackend, String) {
     kernel_for(
         &Capabilities::of(client),
         processors(client),
@@ -299,7 +309,7 @@ pub fn kernel_for(
     (m, n, k): (usize, usize, usize),
     groups: usize,
     supports: &dyn Fn(&Problem) -> Result<(), Nvfp4Error>,
-) -> (GemmPath, String) {
+) -> (GemmBackend, String) {
     let grouping = if groups > 1 {
         Grouping::Rows
     } else {
@@ -308,25 +318,25 @@ pub fn kernel_for(
     let shape = (m, n, k);
     let path = super::path_of(capabilities, n, k);
     let plan = match path {
-        GemmPath::Hopper => {
-            let stored = [packed.0, packed.1].map(Storage::in_rows);
+        GemmBackend::Sm90Wgmma => {
+            let stored = [packed.0, packed.1].map(OperandLayout::in_rows);
             Some(plan_of(processors, stored, shape, grouping, groups))
         }
-        GemmPath::BlockScaled => block_scaled(processors, packed, shape, grouping),
-        GemmPath::CublasLt | GemmPath::MatrixInstructions | GemmPath::Scalar => None,
+        GemmBackend::Sm120BlockScaled => block_scaled(processors, packed, shape, grouping),
+        GemmBackend::CublasLt | GemmBackend::Cmma | GemmBackend::Scalar => None,
     };
     if let Some(plan) = plan {
         return (path, plan.to_string());
     }
-    if path == GemmPath::Scalar {
+    if path == GemmBackend::Scalar {
         return (path, "one unit for each output element".into());
     }
     let few_rows = portable(capabilities, packed.1, shape, grouping);
     let other = few_rows.map_or(TILES.into(), |plan| plan.to_string());
     // The library would have all of a packed `b` decoded for few bf16 rows.
     let is_weight_only = packed == (false, true) && few_rows.is_some();
-    if path != GemmPath::CublasLt || groups > 1 || is_weight_only {
-        return (GemmPath::MatrixInstructions, other);
+    if path != GemmBackend::CublasLt || groups > 1 || is_weight_only {
+        return (GemmBackend::Cmma, other);
     }
     let (format, kernel) = match packed {
         (true, true) => (Format::Nvfp4, cublaslt::NVFP4),
@@ -345,7 +355,7 @@ pub fn kernel_for(
     };
     match supports(&problem) {
         Ok(()) => (path, kernel.into()),
-        Err(refusal) => (GemmPath::MatrixInstructions, format!("{other} ({refusal})")),
+        Err(refusal) => (GemmBackend::Cmma, format!("{other} ({refusal})")),
     }
 }
 
@@ -354,16 +364,22 @@ mod tests {
     use super::*;
 
     fn dense(m: usize, n: usize, k: usize) -> Plan {
-        plan_of(132, [Storage::Packed; 2], (m, n, k), Grouping::Dense, 1)
+        plan_of(
+            132,
+            [OperandLayout::Packed; 2],
+            (m, n, k),
+            Grouping::Dense,
+            1,
+        )
     }
 
     /// The plans that were measured to be the fastest, on an H100.
     #[test]
     fn plans_of_measured_shapes() {
-        let fused = |rows_a, ways| Plan::Fused(FusedTile { rows_a, ways }, BAND);
-        assert_eq!(dense(1, 8192, 8192), Plan::FewRows);
-        assert_eq!(dense(16, 4096, 14336), Plan::FewRows);
-        assert_eq!(dense(16, 4096, 14352), Plan::FewRows);
+        let fused = |rows_a, ways| Plan::W4a16(FusedTile { rows_a, ways }, BAND);
+        assert_eq!(dense(1, 8192, 8192), Plan::SmallM);
+        assert_eq!(dense(16, 4096, 14336), Plan::SmallM);
+        assert_eq!(dense(16, 4096, 14352), Plan::SmallM);
         assert_eq!(dense(32, 8192, 8192), fused(32, 4));
         assert_eq!(dense(64, 8192, 8192), fused(64, 2));
         assert_eq!(dense(96, 8192, 8192), fused(128, 2));
@@ -372,8 +388,14 @@ mod tests {
         assert_eq!(dense(256, 8192, 8192), fused(128, 1));
         assert_eq!(dense(512, 8192, 8192), fused(256, 1));
         assert_eq!(dense(2048, 2048, 2048), fused(256, 1));
-        assert_eq!(dense(8192, 8192, 8192), Plan::Decoded(Tile::N256, BAND));
-        assert_eq!(dense(8192, 2112, 7168), Plan::Decoded(Tile::N176, BAND));
+        assert_eq!(
+            dense(8192, 8192, 8192),
+            Plan::DequantThenBf16(Tile::N256, BAND)
+        );
+        assert_eq!(
+            dense(8192, 2112, 7168),
+            Plan::DequantThenBf16(Tile::N176, BAND)
+        );
     }
 
     /// Where both operands are decoded, the kernel behind that is the same for values of either of them.
@@ -386,7 +408,7 @@ mod tests {
             (8192, 2112, 7168),
         ] {
             assert!(decodes_on(132, shape), "{shape:?}");
-            let (packed, values) = (Storage::Packed, Storage::Rows);
+            let (packed, values) = (OperandLayout::Packed, OperandLayout::KMajor);
             for storages in [[values, packed], [packed, values], [values; 2]] {
                 let plan = plan_of(132, storages, shape, Grouping::Dense, 1);
                 let (m, n, k) = shape;
@@ -414,12 +436,12 @@ mod tests {
         assert_eq!(plan(both, (4096, 4096, 4096), dense), tile(2));
         assert_eq!(plan(both, (64, 8192, 8192), dense), tile(1));
         assert_eq!(plan(both, (4096, 4096, 4096), Grouping::Rows), tile(2));
-        assert_eq!(plan(both, (8, 8192, 8192), dense), Some(Plan::FewRows));
+        assert_eq!(plan(both, (8, 8192, 8192), dense), Some(Plan::SmallM));
         assert_eq!(
             plan((false, true), (8, 8192, 8192), dense),
-            Some(Plan::FewRows)
+            Some(Plan::SmallM)
         );
-        assert_eq!(plan(both, (8, 8192, 48), dense), Some(Plan::FewRows));
+        assert_eq!(plan(both, (8, 8192, 48), dense), Some(Plan::SmallM));
         assert_eq!(plan((false, true), (64, 8192, 8192), dense), None);
         assert_eq!(plan(both, (64, 8192, 8192), Grouping::Depth), None);
     }
@@ -432,9 +454,9 @@ mod tests {
             runtime: "cuda",
             compute_capability,
             conversion: crate::cube::codec::Conversion::Sm80,
-            gemm: GemmPath::MatrixInstructions,
+            gemm: GemmBackend::Cmma,
         };
-        let (few, dense) = (Some(Plan::FewRows), Grouping::Dense);
+        let (few, dense) = (Some(Plan::SmallM), Grouping::Dense);
         let datacenter = device(Some(100));
         assert_eq!(portable(&datacenter, true, (1, 8192, 8192), dense), few);
         assert_eq!(portable(&datacenter, true, (16, 10, 96), dense), few);
@@ -460,11 +482,17 @@ mod tests {
     /// What the fused kernel cannot read takes the other one.
     #[test]
     fn plans_of_other_operands() {
-        let is_decoded = |plan| matches!(plan, Plan::Decoded(..));
+        let is_decoded = |plan| matches!(plan, Plan::DequantThenBf16(..));
         assert!(is_decoded(dense(64, 8192, 48)));
-        let (packed, columns) = (Storage::Packed, Storage::Columns);
+        let (packed, columns) = (OperandLayout::Packed, OperandLayout::MnMajor);
         let shape = (64, 8192, 8192);
-        let bf16 = plan_of(132, [packed, Storage::Rows], shape, Grouping::Dense, 1);
+        let bf16 = plan_of(
+            132,
+            [packed, OperandLayout::KMajor],
+            shape,
+            Grouping::Dense,
+            1,
+        );
         assert!(is_decoded(bf16));
         let beside = plan_of(132, [columns, packed], shape, Grouping::Dense, 1);
         assert!(is_decoded(beside));
@@ -475,7 +503,7 @@ mod tests {
         let rows = plan_of(132, [packed; 2], rows, Grouping::Rows, 64);
         assert_eq!(
             rows,
-            Plan::Fused(
+            Plan::W4a16(
                 FusedTile {
                     rows_a: 128,
                     ways: 1
@@ -485,7 +513,10 @@ mod tests {
         );
         // 176 columns are no multiple of 64: those tiles are for a `b` in rows.
         let narrow = |b| plan_of(132, [columns, b], (8192, 2112, 7168), Grouping::Dense, 1);
-        assert_eq!(narrow(Storage::Rows), Plan::Decoded(Tile::N176, BAND));
-        assert_eq!(narrow(columns), Plan::Decoded(Tile::N128, BAND));
+        assert_eq!(
+            narrow(OperandLayout::KMajor),
+            Plan::DequantThenBf16(Tile::N176, BAND)
+        );
+        assert_eq!(narrow(columns), Plan::DequantThenBf16(Tile::N128, BAND));
     }
 }

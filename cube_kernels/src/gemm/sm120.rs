@@ -28,8 +28,9 @@ use crate::{
         },
         ptx_sm90::{shared_address, store_shared_2},
     },
-    device::{DevicePacked, address_type},
-    ops::groups::extent,
+    memory::address_type,
+    moe::groups::extent,
+    tensor::DeviceQuantized,
 };
 
 /// Columns of both operands in a stage: two instructions.
@@ -635,8 +636,8 @@ pub fn sm120_kernel(
 /// the rows of `a` in groups.
 pub(super) fn launch(
     client: &Client,
-    a: &DevicePacked,
-    b: &DevicePacked,
+    a: &DeviceQuantized,
+    b: &DeviceQuantized,
     (m, n, k): (usize, usize, usize),
     groups: &GroupArgs,
     epilogue: &EpilogueArgs,

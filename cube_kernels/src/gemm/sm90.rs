@@ -24,8 +24,9 @@ use crate::{
         barrier_expect, barrier_wait, descriptor, load_shared_4, main_loop_64x64, main_loop_64x128,
         main_loop_64x176, main_loop_64x256, shared_address, store_shared, store_shared_2,
     },
-    device::{FloatKind, address_type},
-    ops::groups::extent,
+    memory::address_type,
+    moe::groups::extent,
+    tensor::FloatKind,
 };
 
 /// Rows of `a` in a tile: 64 for each consumer warpgroup.

@@ -32,8 +32,9 @@ use crate::{
             load_shared_f32_4, meet, store_shared_f32, take_224_registers,
         },
     },
-    device::{DevicePacked, FloatKind, address_type},
-    ops::groups::extent,
+    memory::address_type,
+    moe::groups::extent,
+    tensor::{DeviceQuantized, FloatKind},
 };
 
 /// Columns of half a stage: the 128 bytes of bf16 that the swizzle spans.
@@ -842,7 +843,7 @@ pub(super) fn takes(k: usize) -> bool {
 pub(super) fn launch(
     client: &Client,
     a: &Operand,
-    b: &DevicePacked,
+    b: &DeviceQuantized,
     (m, n, k): (usize, usize, usize),
     groups: &GroupArgs,
     epilogue: &EpilogueArgs,

@@ -16,6 +16,7 @@ use super::{
 };
 use crate::{
     BLOCK,
+    capabilities::Capabilities,
     cube::{
         ptx_sm80::global_address,
         ptx_sm90::{
@@ -23,7 +24,8 @@ use crate::{
             load_once_4, load_u8, load_u16, mma_16x8x16, pack_bf16, pack_f16,
         },
     },
-    device::{Capabilities, DevicePacked, FloatKind, address_type},
+    memory::address_type,
+    tensor::{DeviceQuantized, FloatKind},
 };
 
 /// Columns that a warp takes at a time.
@@ -486,7 +488,7 @@ pub(super) fn launch(
     client: &Client,
     capabilities: &Capabilities,
     a: &Operand,
-    b: &DevicePacked,
+    b: &DeviceQuantized,
     k: usize,
     epilogue: &EpilogueArgs,
     out: &Handle,

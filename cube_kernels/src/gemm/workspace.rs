@@ -14,8 +14,9 @@ use crate::{
         decoded::scale_pair,
         ptx_sm90::{decode_e2m1x8, decode_e4m3x2, scaled_pair},
     },
-    device::{DevicePacked, Matrix, address_type, allocate, is_aligned},
-    ops::launch::tile_grid,
+    launch::tile_grid,
+    memory::{address_type, allocate, is_aligned},
+    tensor::{DeviceQuantized, Matrix},
 };
 
 /// Units of a cube.
@@ -55,7 +56,7 @@ pub fn decode_kernel(
 
 /// A bf16 copy of `packed`: `outer` rows of `blocks * 16` elements, without the factor of its
 /// maximum. It lives until the last product that reads it has run.
-pub fn decode(client: &Client, packed: &DevicePacked) -> Handle {
+pub fn decode(client: &Client, packed: &DeviceQuantized) -> Handle {
     let words = packed.outer() * packed.blocks() * 2;
     let out = allocate(client, words * 16);
     if words == 0 {

@@ -5,7 +5,7 @@ use std::{borrow::Cow, ops::Range};
 use rayon::prelude::*;
 
 use crate::{
-    BLOCK, PackedAxis, PackedTensor, ScaleLayout,
+    BLOCK, QuantizedTensor, ScaleLayout, Usage,
     format::{e2m1, e4m3},
     reference::{
         gemm::transpose,
@@ -18,7 +18,7 @@ use crate::{
 /// `fl(fl(e2m1 · e4m3) · fl(amax / range))`, with the range of
 /// [`BlockScaling::range`](crate::BlockScaling::range). A copy made with the Hadamard transform
 /// stays transformed, and what its padding holds is dropped.
-pub fn dequantize(packed: &PackedTensor) -> Vec<f32> {
+pub fn dequantize(packed: &QuantizedTensor) -> Vec<f32> {
     let (rows, cols, width) = (packed.rows(), packed.cols(), packed.blocks() * BLOCK);
     let mut stored = decode_blocks(packed);
     stored
@@ -28,13 +28,13 @@ pub fn dequantize(packed: &PackedTensor) -> Vec<f32> {
             let factor = packed.amax().of(outer) / packed.origin().scaling.range();
             row.iter_mut().for_each(|value| *value *= factor);
         });
-    match packed.axis() {
-        PackedAxis::Cols if width == cols => stored,
-        PackedAxis::Cols => {
+    match packed.usage() {
+        Usage::Rowwise if width == cols => stored,
+        Usage::Rowwise => {
             let rows = stored.chunks_exact(width.max(1));
             rows.flat_map(|row| &row[..cols]).copied().collect()
         }
-        PackedAxis::Rows => {
+        Usage::Columnwise => {
             let mut out = transpose(&stored, cols, width);
             out.truncate(rows * cols);
             out
@@ -44,12 +44,12 @@ pub fn dequantize(packed: &PackedTensor) -> Vec<f32> {
 
 /// The operand that a GEMM multiplies, `[outer, blocks * 16]` in stored orientation: `e2m1 · e4m3`
 /// without the global scale. Every value is exact in bf16.
-pub fn decode_blocks(packed: &PackedTensor) -> Vec<f32> {
+pub fn decode_blocks(packed: &QuantizedTensor) -> Vec<f32> {
     decode_rows(packed, &compact_scales(packed), 0..packed.outer())
 }
 
 /// The block scales in the order of the blocks.
-pub(super) fn compact_scales(packed: &PackedTensor) -> Cow<'_, [u8]> {
+pub(super) fn compact_scales(packed: &QuantizedTensor) -> Cow<'_, [u8]> {
     match packed.scale_layout() {
         ScaleLayout::Compact => Cow::Borrowed(packed.scales()),
         ScaleLayout::Swizzled128x4 => Cow::Owned(swizzle::unswizzle(
@@ -61,7 +61,7 @@ pub(super) fn compact_scales(packed: &PackedTensor) -> Cow<'_, [u8]> {
 }
 
 /// Some stored rows of [`decode_blocks`], from the [`compact_scales`] of all.
-pub(super) fn decode_rows(packed: &PackedTensor, scales: &[u8], rows: Range<usize>) -> Vec<f32> {
+pub(super) fn decode_rows(packed: &QuantizedTensor, scales: &[u8], rows: Range<usize>) -> Vec<f32> {
     let blocks = rows.start * packed.blocks()..rows.end * packed.blocks();
     let mut out = vec![0f32; blocks.len() * BLOCK];
     let codes = &packed.codes()[8 * blocks.start..8 * blocks.end];

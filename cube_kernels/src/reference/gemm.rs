@@ -8,7 +8,7 @@ use super::{
     panels::panels,
     scaling::SCALE_RANGE,
 };
-use crate::{BLOCK, Nvfp4Error, PackedTensor};
+use crate::{BLOCK, Nvfp4Error, QuantizedTensor};
 
 /// The factor of a product whose operands have the given maxima and standard scales:
 /// `fl(fl(a / 2688) · fl(b / 2688))`.
@@ -29,8 +29,8 @@ pub fn alpha(amax_a: f32, amax_b: f32) -> f32 {
 /// When the contraction lengths differ, before or after the padding to the size of a transform, or
 /// `bias` does not have one value for each column.
 pub fn gemm_f32(
-    a: &PackedTensor,
-    b: &PackedTensor,
+    a: &QuantizedTensor,
+    b: &QuantizedTensor,
     bias: Option<&[f32]>,
 ) -> Result<Vec<f32>, Nvfp4Error> {
     let (m, n, _) = check(a, b, bias)?;
@@ -49,8 +49,8 @@ pub fn gemm_f32(
 
 /// Adds `a[m, k] · b[n, k]` to each element of `out`, `k` ascending. A panel of `b` is decoded at a time.
 fn add_products<T: Send>(
-    a: &PackedTensor,
-    b: &PackedTensor,
+    a: &QuantizedTensor,
+    b: &QuantizedTensor,
     out: &mut [T],
     add: impl Fn(&mut T, f32, f32) + Sync,
 ) {
@@ -78,13 +78,13 @@ fn add_products<T: Send>(
 /// # Errors
 /// As [`gemm_f32`].
 pub fn gemm_f64(
-    a: &PackedTensor,
-    b: &PackedTensor,
+    a: &QuantizedTensor,
+    b: &QuantizedTensor,
     bias: Option<&[f32]>,
 ) -> Result<Vec<f64>, Nvfp4Error> {
     let (m, n, _) = check(a, b, bias)?;
     let factor =
-        |x: &PackedTensor, outer| x.amax().of(outer) as f64 / x.origin().scaling.range() as f64;
+        |x: &QuantizedTensor, outer| x.amax().of(outer) as f64 / x.origin().scaling.range() as f64;
     let mut out = vec![0f64; m * n];
     add_products(a, b, &mut out, |acc, x, y| *acc += x as f64 * y as f64);
     out.par_chunks_mut(n.max(1))
@@ -99,13 +99,13 @@ pub fn gemm_f64(
 }
 
 /// What stored row `outer` of an operand contributes to `alpha`.
-fn factor(operand: &PackedTensor, outer: usize) -> f32 {
+fn factor(operand: &QuantizedTensor, outer: usize) -> f32 {
     operand.amax().of(outer) / operand.origin().scaling.range()
 }
 
 fn check(
-    a: &PackedTensor,
-    b: &PackedTensor,
+    a: &QuantizedTensor,
+    b: &QuantizedTensor,
     bias: Option<&[f32]>,
 ) -> Result<(usize, usize, usize), Nvfp4Error> {
     if a.inner() != b.inner() {

@@ -6,7 +6,7 @@
 //!
 //! # Order of operations
 //! All in `f32`, one rounding for each operation written; `fma` rounds once. A *line* is a row of the
-//! matrix for [`PackedAxis::Cols`] and a column for [`PackedAxis::Rows`].
+//! matrix for [`Usage::Rowwise`] and a column for [`Usage::Columnwise`].
 //! 1. A line is cut into groups of 128, the last padded with zeros. Each is transformed: signs, a
 //!    butterfly at distances 1, 2, 4, .., 64, one multiplication by [`HadamardSize::factor`], rounding
 //!    to bf16. The result `t` has the contraction padded to a multiple of 128: its packed tensor is
@@ -39,8 +39,8 @@ use super::{
     Element, GlobalScale, encode_multiplier, philox, quantize::check_matrix, round_nearest,
 };
 use crate::{
-    Amax, BLOCK, Hadamard, HadamardSize, Nvfp4Error, Origin, PackedAxis, PackedTensor,
-    RandomStream, Rounding, ScaleLayout,
+    Amax, BLOCK, Hadamard, HadamardSize, Nvfp4Error, Origin, QuantizedTensor, RandomStream,
+    Rounding, ScaleLayout, Usage,
     format::{e2m1, e4m3},
 };
 
@@ -104,7 +104,7 @@ pub fn round_scale_stochastic(value: f32, random: u16) -> u8 {
     }
 }
 
-/// The largest magnitude of a `rows` x `cols` matrix after the transform of 128 along `axis`; NaN and
+/// The largest magnitude of a `rows` x `cols` matrix after the transform of 128 along `usage`; NaN and
 /// infinity survive. 0 for an empty matrix.
 ///
 /// # Errors
@@ -113,18 +113,18 @@ pub fn ms_eden_amax<T: Element>(
     x: &[T],
     rows: usize,
     cols: usize,
-    axis: PackedAxis,
+    usage: Usage,
     hadamard: &Hadamard,
 ) -> Result<f32, Nvfp4Error> {
     check_matrix(x.len(), rows, cols)?;
     check_hadamard(hadamard)?;
-    let (outer, inner) = axis.stored_shape(rows, cols);
+    let (outer, inner) = usage.stored_shape(rows, cols);
     let bits = (0..outer)
         .into_par_iter()
         .map(|line| {
             let groups = 0..inner.div_ceil(EDEN_GROUP);
             let values =
-                groups.flat_map(|group| load_group(x, cols, (line, group), inner, axis, hadamard));
+                groups.flat_map(|group| load_group(x, cols, (line, group), inner, usage, hadamard));
             values.fold(0, |max, value| max.max(value.to_bits() & 0x7FFF_FFFF))
         })
         .max()
@@ -132,7 +132,7 @@ pub fn ms_eden_amax<T: Element>(
     Ok(super::amax(&[f32::from_bits(bits)]))
 }
 
-/// A `rows` x `cols` matrix by MS-EDEN along `axis`, from the `amax` of its transformed values
+/// A `rows` x `cols` matrix by MS-EDEN along `usage`, from the `amax` of its transformed values
 /// ([`ms_eden_amax`]). The packed tensor is that of the transformed matrix, whose contraction is
 /// padded to a multiple of 128.
 ///
@@ -145,18 +145,18 @@ pub fn ms_eden<T: Element>(
     x: &[T],
     rows: usize,
     cols: usize,
-    axis: PackedAxis,
+    usage: Usage,
     amax: f32,
     hadamard: &Hadamard,
     target: EdenTarget,
     stream: &RandomStream,
-) -> Result<PackedTensor, Nvfp4Error> {
-    ms_eden_at(x, rows, cols, axis, amax, hadamard, target, stream, 0)
+) -> Result<QuantizedTensor, Nvfp4Error> {
+    ms_eden_at(x, rows, cols, usage, amax, hadamard, target, stream, 0)
 }
 
 /// [`ms_eden`] of one of several matrices that share a stream, its rotation groups numbered from `first_group`
 /// on. In groups of rows each follows the one before: `rows · ceil(cols / 128)` rotation groups along
-/// [`PackedAxis::Cols`], `cols · ceil(rows / 128)` along [`PackedAxis::Rows`].
+/// [`Usage::Rowwise`], `cols · ceil(rows / 128)` along [`Usage::Columnwise`].
 ///
 /// # Errors
 /// As [`ms_eden`].
@@ -165,16 +165,16 @@ pub fn ms_eden_at<T: Element>(
     x: &[T],
     rows: usize,
     cols: usize,
-    axis: PackedAxis,
+    usage: Usage,
     amax: f32,
     hadamard: &Hadamard,
     target: EdenTarget,
     stream: &RandomStream,
     first_group: u64,
-) -> Result<PackedTensor, Nvfp4Error> {
+) -> Result<QuantizedTensor, Nvfp4Error> {
     check_matrix(x.len(), rows, cols)?;
     check_hadamard(hadamard)?;
-    let (outer, inner) = axis.stored_shape(rows, cols);
+    let (outer, inner) = usage.stored_shape(rows, cols);
     let groups = inner.div_ceil(EDEN_GROUP);
     let amax = eden_amax(amax, target);
     let global = GlobalScale::from_amax(amax);
@@ -187,17 +187,17 @@ pub fn ms_eden_at<T: Element>(
         .enumerate()
         .for_each(|(index, (codes, scales))| {
             let at = (index / groups, index % groups);
-            let values = load_group(x, cols, at, inner, axis, hadamard);
+            let values = load_group(x, cols, at, inner, usage, hadamard);
             let random = philox::block_bytes(stream, first_group + index as u64);
             quantize_group(&values, &global, block_factor, random, codes, scales);
         });
-    let shape = match axis {
-        PackedAxis::Cols => (rows, groups * EDEN_GROUP),
-        PackedAxis::Rows => (groups * EDEN_GROUP, cols),
+    let shape = match usage {
+        Usage::Rowwise => (rows, groups * EDEN_GROUP),
+        Usage::Columnwise => (groups * EDEN_GROUP, cols),
     };
-    PackedTensor::from_parts(
+    QuantizedTensor::from_parts(
         shape,
-        axis,
+        usage,
         codes,
         (ScaleLayout::Compact, scales),
         Amax::Tensor(amax),
@@ -273,15 +273,15 @@ fn load_group<T: Element>(
     cols: usize,
     at: (usize, usize),
     inner: usize,
-    axis: PackedAxis,
+    usage: Usage,
     hadamard: &Hadamard,
 ) -> [f32; EDEN_GROUP] {
     let mut values: [f32; EDEN_GROUP] = std::array::from_fn(|i| {
         let position = at.1 * EDEN_GROUP + i;
-        match axis {
+        match usage {
             _ if position >= inner => 0.0,
-            PackedAxis::Cols => x[at.0 * cols + position].to_f32(),
-            PackedAxis::Rows => x[position * cols + at.0].to_f32(),
+            Usage::Rowwise => x[at.0 * cols + position].to_f32(),
+            Usage::Columnwise => x[position * cols + at.0].to_f32(),
         }
     });
     transform(&mut values, hadamard);
@@ -346,9 +346,9 @@ mod tests {
     fn decoded(x: &[f32], n: usize, target: EdenTarget) -> Vec<f32> {
         let (hadamard, stream) = draw(n);
         let (rows, cols) = (x.len() / EDEN_GROUP, EDEN_GROUP);
-        let axis = PackedAxis::Cols;
-        let amax = ms_eden_amax(x, rows, cols, axis, &hadamard).unwrap();
-        let packed = ms_eden(x, rows, cols, axis, amax, &hadamard, target, &stream).unwrap();
+        let usage = Usage::Rowwise;
+        let amax = ms_eden_amax(x, rows, cols, usage, &hadamard).unwrap();
+        let packed = ms_eden(x, rows, cols, usage, amax, &hadamard, target, &stream).unwrap();
         let mut values = dequantize(&packed);
         for group in values.chunks_exact_mut(EDEN_GROUP) {
             for stage in 0..7 {
@@ -441,13 +441,13 @@ mod tests {
             .map(|i| x[i % rows * cols + i / rows])
             .collect();
         let (hadamard, stream) = draw(0);
-        let quantize = |x: &[f32], rows, cols, axis| {
-            let amax = ms_eden_amax(x, rows, cols, axis, &hadamard).unwrap();
+        let quantize = |x: &[f32], rows, cols, usage| {
+            let amax = ms_eden_amax(x, rows, cols, usage, &hadamard).unwrap();
             let target = EdenTarget::Backward;
-            ms_eden(x, rows, cols, axis, amax, &hadamard, target, &stream).unwrap()
+            ms_eden(x, rows, cols, usage, amax, &hadamard, target, &stream).unwrap()
         };
-        let by_col = quantize(&x, rows, cols, PackedAxis::Rows);
-        let by_row = quantize(&transposed, cols, rows, PackedAxis::Cols);
+        let by_col = quantize(&x, rows, cols, Usage::Columnwise);
+        let by_row = quantize(&transposed, cols, rows, Usage::Rowwise);
         assert_eq!(
             (by_col.rows(), by_col.cols(), by_col.blocks()),
             (256, 37, 16)
@@ -462,10 +462,10 @@ mod tests {
         let (hadamard, stream) = draw(3);
         let quantize = |x: &[f32]| {
             let cols = x.len();
-            let axis = PackedAxis::Cols;
-            let amax = ms_eden_amax(x, 1, cols, axis, &hadamard).unwrap();
+            let usage = Usage::Rowwise;
+            let amax = ms_eden_amax(x, 1, cols, usage, &hadamard).unwrap();
             let target = EdenTarget::Backward;
-            ms_eden(x, 1, cols, axis, amax, &hadamard, target, &stream).unwrap()
+            ms_eden(x, 1, cols, usage, amax, &hadamard, target, &stream).unwrap()
         };
         let zero = quantize(&[0.0; 128]);
         assert!(zero.scales().iter().all(|&scale| scale == ONE));
@@ -501,7 +501,7 @@ mod tests {
 
     #[test]
     fn other_transforms_are_refused() {
-        let error = ms_eden_amax(&[0f32; 16], 1, 16, PackedAxis::Cols, &Hadamard::default());
+        let error = ms_eden_amax(&[0f32; 16], 1, 16, Usage::Rowwise, &Hadamard::default());
         assert!(error.unwrap_err().to_string().contains("hadamard"));
     }
 }

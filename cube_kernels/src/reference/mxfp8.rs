@@ -17,11 +17,11 @@ use rayon::prelude::*;
 
 use super::{Element, quantize::check_matrix};
 use crate::{
-    MX_BLOCK, MxPacked, Nvfp4Error, PackedAxis,
+    MX_BLOCK, MxPacked, Nvfp4Error, Usage,
     format::{e4m3, ue8m0},
 };
 
-/// A `rows` x `cols` matrix in MXFP8, with blocks along `axis`.
+/// A `rows` x `cols` matrix in MXFP8, with blocks along `usage`.
 ///
 /// # Errors
 /// When `x` does not hold `rows * cols` elements.
@@ -29,10 +29,10 @@ pub fn mx_quantize<T: Element>(
     x: &[T],
     rows: usize,
     cols: usize,
-    axis: PackedAxis,
+    usage: Usage,
 ) -> Result<MxPacked, Nvfp4Error> {
     check_matrix(x.len(), rows, cols)?;
-    let (outer, inner) = axis.stored_shape(rows, cols);
+    let (outer, inner) = usage.stored_shape(rows, cols);
     let blocks = inner.div_ceil(MX_BLOCK);
     let mut codes = vec![0u8; outer * blocks * MX_BLOCK];
     let mut scales = vec![0u8; outer * blocks];
@@ -44,10 +44,10 @@ pub fn mx_quantize<T: Element>(
             for (index, (codes, scale)) in codes.chunks_mut(MX_BLOCK).zip(scales).enumerate() {
                 let block: [f32; MX_BLOCK] = std::array::from_fn(|i| {
                     let position = index * MX_BLOCK + i;
-                    match axis {
+                    match usage {
                         _ if position >= inner => 0.0,
-                        PackedAxis::Cols => x[row * cols + position].to_f32(),
-                        PackedAxis::Rows => x[position * cols + row].to_f32(),
+                        Usage::Rowwise => x[row * cols + position].to_f32(),
+                        Usage::Columnwise => x[position * cols + row].to_f32(),
                     }
                 });
                 *scale = mx_scale(&block);
@@ -57,7 +57,7 @@ pub fn mx_quantize<T: Element>(
                 }
             }
         });
-    MxPacked::from_parts((rows, cols), axis, codes, scales)
+    MxPacked::from_parts((rows, cols), usage, codes, scales)
 }
 
 /// The scale byte of a block.
@@ -77,7 +77,7 @@ pub fn mx_dequantize(packed: &MxPacked) -> Vec<f32> {
         .enumerate()
         .for_each(|(row, out)| {
             for (col, value) in out.iter_mut().enumerate() {
-                let (outer, inner) = packed.axis().stored_shape(row, col);
+                let (outer, inner) = packed.usage().stored_shape(row, col);
                 let block = outer * blocks + inner / MX_BLOCK;
                 let code = packed.codes()[block * MX_BLOCK + inner % MX_BLOCK];
                 *value = e4m3::decode_element(code) * ue8m0::decode(packed.scales()[block]);
@@ -95,13 +95,13 @@ mod tests {
         // 448 · 2⁻³ = 56 is the largest value of scale 2⁻³; 57 needs the next one.
         let mut x = [0f32; 32];
         x[..4].copy_from_slice(&[56.0, -1.0, 0.3, -0.0]);
-        let packed = mx_quantize(&x, 1, 32, PackedAxis::Cols).unwrap();
+        let packed = mx_quantize(&x, 1, 32, Usage::Rowwise).unwrap();
         assert_eq!(packed.scales(), [124]);
         // 448, -8, 2.4 -> 2.5 (1.25 · 2), -0.
         assert_eq!(packed.codes()[..4], [0x7E, 0xD0, 0x42, 0x80]);
         assert_eq!(mx_dequantize(&packed)[..4], [56.0, -1.0, 0.3125, 0.0]);
         x[0] = 57.0;
-        let packed = mx_quantize(&x, 1, 32, PackedAxis::Cols).unwrap();
+        let packed = mx_quantize(&x, 1, 32, Usage::Rowwise).unwrap();
         assert_eq!(packed.scales(), [125]);
         assert_eq!(mx_dequantize(&packed)[0], 56.0);
     }
@@ -114,7 +114,7 @@ mod tests {
                 let value = mantissa * 2f64.powi(exponent) as f32;
                 let mut x = [0f32; 32];
                 x[7] = value;
-                let packed = mx_quantize(&x, 32, 1, PackedAxis::Rows).unwrap();
+                let packed = mx_quantize(&x, 32, 1, Usage::Columnwise).unwrap();
                 let back = mx_dequantize(&packed)[7];
                 let error = (back as f64 - value as f64).abs();
                 // Half a unit of a 4-bit significand, or of the smallest scaled subnormal.
@@ -130,7 +130,7 @@ mod tests {
         x[3] = f32::NAN;
         x[40] = f32::NEG_INFINITY;
         x[64..].fill(-0.0);
-        let packed = mx_quantize(&x, 1, 96, PackedAxis::Cols).unwrap();
+        let packed = mx_quantize(&x, 1, 96, Usage::Rowwise).unwrap();
         assert_eq!(packed.scales(), [255, 254, 0]);
         assert!(packed.codes()[..32].iter().all(|&code| code == 0x7F));
         let back = mx_dequantize(&packed);
@@ -148,8 +148,8 @@ mod tests {
         let transposed: Vec<f32> = (0..rows * cols)
             .map(|i| x[i % rows * cols + i / rows])
             .collect();
-        let by_col = mx_quantize(&x, rows, cols, PackedAxis::Rows).unwrap();
-        let by_row = mx_quantize(&transposed, cols, rows, PackedAxis::Cols).unwrap();
+        let by_col = mx_quantize(&x, rows, cols, Usage::Columnwise).unwrap();
+        let by_row = mx_quantize(&transposed, cols, rows, Usage::Rowwise).unwrap();
         assert_eq!(by_col.codes(), by_row.codes());
         assert_eq!(by_col.scales(), by_row.scales());
         // 45 = 32 + 13: the rest of the second block is zeros.

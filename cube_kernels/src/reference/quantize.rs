@@ -12,12 +12,12 @@ use super::{
     simd::{self, Isa, Lanes, Task, Tile, lanes},
 };
 use crate::{
-    Amax, BLOCK, BlockScaling, CopyPolicy, Hadamard, Nvfp4Error, Origin, PackedAxis, PackedTensor,
-    Rounding, ScaleLayout, format::packed::BlockShape,
+    Amax, BLOCK, BlockScaling, Hadamard, Nvfp4Error, Origin, QuantParams, QuantizedTensor,
+    Rounding, ScaleLayout, Usage, format::packed::BlockShape,
 };
 
-/// One packed copy of a `rows` x `cols` matrix: 1x16 blocks along each row ([`PackedAxis::Cols`]),
-/// or 16x1 blocks down each column, stored transposed ([`PackedAxis::Rows`]), made as `policy` says
+/// One packed copy of a `rows` x `cols` matrix: 1x16 blocks along each row ([`Usage::Rowwise`]),
+/// or 16x1 blocks down each column, stored transposed ([`Usage::Columnwise`]), made as `policy` says
 /// (specification, sections 4 to 8).
 ///
 /// With a transform the packed axis is padded with zeros to a multiple of its size, all of which is
@@ -36,14 +36,14 @@ pub fn quantize<T: Element>(
     x: &[T],
     rows: usize,
     cols: usize,
-    axis: PackedAxis,
+    usage: Usage,
     amax: &Amax,
-    policy: &CopyPolicy,
+    policy: &QuantParams,
     first_block: u64,
-) -> Result<PackedTensor, Nvfp4Error> {
-    let (outer, _) = axis.stored_shape(rows, cols);
+) -> Result<QuantizedTensor, Nvfp4Error> {
+    let (outer, _) = usage.stored_shape(rows, cols);
     check_matrix(x.len(), rows, cols)?;
-    if axis == PackedAxis::Cols {
+    if usage == Usage::Rowwise {
         check_packed_cols(cols)?;
     }
     check_amax(amax, outer)?;
@@ -55,11 +55,11 @@ pub fn quantize<T: Element>(
         origin: Origin::copy(policy),
         first_block,
     }
-    .pack(axis, policy.layout)
+    .pack(usage, policy.layout)
 }
 
 /// The row-wise copy of a `rows` x `cols` matrix with standard, compact scales: [`quantize`] along
-/// [`PackedAxis::Cols`].
+/// [`Usage::Rowwise`].
 ///
 /// # Errors
 /// As [`quantize`].
@@ -69,13 +69,13 @@ pub fn quantize_row<T: Element>(
     cols: usize,
     amax: &Amax,
     rounding: &Rounding,
-) -> Result<PackedTensor, Nvfp4Error> {
-    let policy = CopyPolicy::new(*rounding);
-    quantize(x, rows, cols, PackedAxis::Cols, amax, &policy, 0)
+) -> Result<QuantizedTensor, Nvfp4Error> {
+    let policy = QuantParams::new(*rounding);
+    quantize(x, rows, cols, Usage::Rowwise, amax, &policy, 0)
 }
 
 /// The column-wise copy of a `rows` x `cols` matrix with standard, compact scales, transformed by
-/// `hadamard` if there is one: [`quantize`] along [`PackedAxis::Rows`].
+/// `hadamard` if there is one: [`quantize`] along [`Usage::Columnwise`].
 ///
 /// # Errors
 /// As [`quantize`].
@@ -86,12 +86,12 @@ pub fn quantize_col<T: Element>(
     amax: &Amax,
     rounding: &Rounding,
     hadamard: Option<&Hadamard>,
-) -> Result<PackedTensor, Nvfp4Error> {
-    let policy = CopyPolicy {
+) -> Result<QuantizedTensor, Nvfp4Error> {
+    let policy = QuantParams {
         hadamard: hadamard.copied(),
-        ..CopyPolicy::new(*rounding)
+        ..QuantParams::new(*rounding)
     };
-    quantize(x, rows, cols, PackedAxis::Rows, amax, &policy, 0)
+    quantize(x, rows, cols, Usage::Columnwise, amax, &policy, 0)
 }
 
 /// Both copies of a `rows` x `cols` matrix in 16x16 tiles, rounded to nearest: `(row-wise,
@@ -109,17 +109,17 @@ pub fn quantize_tile<T: Element>(
     amax: &Amax,
     scaling: BlockScaling,
     layouts: [ScaleLayout; 2],
-) -> Result<(PackedTensor, PackedTensor), Nvfp4Error> {
+) -> Result<(QuantizedTensor, QuantizedTensor), Nvfp4Error> {
     // Each copy is written by its own pass over disjoint slices; the second pass reads the matrix
     // again, which costs less than a transposition of nibbles across threads.
-    let copy = |axis, layout| quantize_tile_copy(x, rows, cols, axis, amax, scaling, layout);
+    let copy = |usage, layout| quantize_tile_copy(x, rows, cols, usage, amax, scaling, layout);
     Ok((
-        copy(PackedAxis::Cols, layouts[0])?,
-        copy(PackedAxis::Rows, layouts[1])?,
+        copy(Usage::Rowwise, layouts[0])?,
+        copy(Usage::Columnwise, layouts[1])?,
     ))
 }
 
-/// One of the two copies of [`quantize_tile`], that along `axis`.
+/// One of the two copies of [`quantize_tile`], that along `usage`.
 ///
 /// # Errors
 /// As [`quantize_tile`].
@@ -127,14 +127,14 @@ pub fn quantize_tile_copy<T: Element>(
     x: &[T],
     rows: usize,
     cols: usize,
-    axis: PackedAxis,
+    usage: Usage,
     amax: &Amax,
     scaling: BlockScaling,
     layout: ScaleLayout,
-) -> Result<PackedTensor, Nvfp4Error> {
+) -> Result<QuantizedTensor, Nvfp4Error> {
     check_matrix(x.len(), rows, cols)?;
     check_packed_cols(cols)?;
-    if matches!(amax, Amax::PerOuter(_)) {
+    if matches!(amax, Amax::PerRow(_)) {
         return Err(Nvfp4Error::value(
             "amax",
             "one for each row",
@@ -151,7 +151,7 @@ pub fn quantize_tile_copy<T: Element>(
         },
         first_block: 0,
     };
-    source.pack(axis, layout)
+    source.pack(usage, layout)
 }
 
 /// A matrix and how it is to be packed: what all tasks of one copy share.
@@ -174,17 +174,17 @@ const COLUMNS: usize = 256;
 const GATHERED: usize = 8;
 
 impl<T: Element> Source<'_, T> {
-    /// The copy along `axis`.
-    fn pack(&self, axis: PackedAxis, layout: ScaleLayout) -> Result<PackedTensor, Nvfp4Error> {
-        let (outer, inner) = axis.stored_shape(self.shape.0, self.shape.1);
+    /// The copy along `usage`.
+    fn pack(&self, usage: Usage, layout: ScaleLayout) -> Result<QuantizedTensor, Nvfp4Error> {
+        let (outer, inner) = usage.stored_shape(self.shape.0, self.shape.1);
         let blocks = self.origin.blocks(inner);
         let count = outer * blocks;
         let (mut codes, mut scales) = (Vec::with_capacity(count * 8), Vec::with_capacity(count));
         // Blocks of neighbouring stored rows that one task packs.
-        let len = match (axis, self.origin.block) {
-            (PackedAxis::Cols, BlockShape::OneBy16) => RUN,
-            (PackedAxis::Cols, BlockShape::Tile16x16) => BLOCK * blocks,
-            (PackedAxis::Rows, _) => {
+        let len = match (usage, self.origin.block) {
+            (Usage::Rowwise, BlockShape::OneBy16) => RUN,
+            (Usage::Rowwise, BlockShape::Tile16x16) => BLOCK * blocks,
+            (Usage::Columnwise, _) => {
                 // Four tasks for each core, so that none waits long for the last one.
                 let columns = outer.div_ceil(4 * rayon::current_num_threads());
                 columns.next_multiple_of(BLOCK).min(COLUMNS) * blocks
@@ -197,7 +197,7 @@ impl<T: Element> Source<'_, T> {
             .for_each(|(task, (codes, scales))| {
                 simd::run(Part {
                     source: self,
-                    axis,
+                    usage,
                     blocks,
                     first: task * len,
                     codes: zeroed(codes),
@@ -210,7 +210,7 @@ impl<T: Element> Source<'_, T> {
             scales.set_len(count);
         }
         let (amax, scales) = (self.amax.clone(), (ScaleLayout::Compact, scales));
-        PackedTensor::from_parts(self.shape, axis, codes, scales, amax, self.origin)
+        QuantizedTensor::from_parts(self.shape, usage, codes, scales, amax, self.origin)
             .map(|packed| packed.with_scale_layout(layout))
     }
 }
@@ -225,7 +225,7 @@ fn zeroed(bytes: &mut [MaybeUninit<u8>]) -> &mut [u8] {
 /// Neighbouring blocks of a packed copy, which one task fills.
 struct Part<'a, T> {
     source: &'a Source<'a, T>,
-    axis: PackedAxis,
+    usage: Usage,
     /// Blocks in a stored row.
     blocks: usize,
     /// The first block of the part, counted over the whole copy.
@@ -237,10 +237,10 @@ struct Part<'a, T> {
 impl<T: Element> Task for Part<'_, T> {
     #[inline(always)]
     fn compute<I: Isa>(self, isa: I) {
-        match (self.axis, self.source.origin.block) {
-            (PackedAxis::Cols, BlockShape::OneBy16) => self.pack_run(isa),
-            (PackedAxis::Cols, BlockShape::Tile16x16) => self.pack_tiles(isa),
-            (PackedAxis::Rows, _) => self.pack_columns(isa),
+        match (self.usage, self.source.origin.block) {
+            (Usage::Rowwise, BlockShape::OneBy16) => self.pack_run(isa),
+            (Usage::Rowwise, BlockShape::Tile16x16) => self.pack_tiles(isa),
+            (Usage::Columnwise, _) => self.pack_columns(isa),
         }
     }
 }
@@ -382,7 +382,7 @@ impl<T: Element> Source<'_, T> {
     fn scaler(&self, outer: impl Fn(usize) -> usize) -> Scaler {
         let amax = match self.amax {
             Amax::Tensor(amax) => [*amax; BLOCK],
-            Amax::PerOuter(amax) => lanes(|lane| amax[outer(lane)]),
+            Amax::PerRow(amax) => lanes(|lane| amax[outer(lane)]),
         };
         Scaler::new(amax, self.origin.scaling)
     }
@@ -431,7 +431,7 @@ fn check_packed_cols(cols: usize) -> Result<(), Nvfp4Error> {
 
 fn check_amax(amax: &Amax, outer: usize) -> Result<(), Nvfp4Error> {
     match amax {
-        Amax::PerOuter(values) if values.len() != outer => Err(Nvfp4Error::shape(
+        Amax::PerRow(values) if values.len() != outer => Err(Nvfp4Error::shape(
             "amax",
             format!("{} values", values.len()),
             format!("{outer}"),
@@ -440,7 +440,7 @@ fn check_amax(amax: &Amax, outer: usize) -> Result<(), Nvfp4Error> {
     }
 }
 
-fn check_policy(policy: &CopyPolicy) -> Result<(), Nvfp4Error> {
+fn check_policy(policy: &QuantParams) -> Result<(), Nvfp4Error> {
     match (policy.scaling, policy.rounding) {
         (BlockScaling::FourOverSix(_), Rounding::Stochastic(_)) => Err(Nvfp4Error::value(
             "policy",
@@ -483,7 +483,7 @@ mod tests {
             }
         }
         for origin in origins {
-            for axis in [PackedAxis::Cols, PackedAxis::Rows] {
+            for usage in [Usage::Rowwise, Usage::Columnwise] {
                 let source = Source {
                     x: &x,
                     shape: (rows, cols),
@@ -491,7 +491,7 @@ mod tests {
                     origin,
                     first_block: 5,
                 };
-                let packed = source.pack(axis, ScaleLayout::Compact).unwrap();
+                let packed = source.pack(usage, ScaleLayout::Compact).unwrap();
                 // One task after the other, each on its own 16 stored rows.
                 let len = BLOCK * packed.blocks();
                 let mut codes = vec![0; packed.codes().len()];
@@ -500,7 +500,7 @@ mod tests {
                 for (task, (codes, scales)) in parts.enumerate() {
                     Part {
                         source: &source,
-                        axis,
+                        usage,
                         blocks: packed.blocks(),
                         first: task * len,
                         codes,
@@ -508,8 +508,8 @@ mod tests {
                     }
                     .compute(Baseline);
                 }
-                assert_eq!(packed.codes(), codes, "{axis:?} {origin:?}");
-                assert_eq!(packed.scales(), scales, "{axis:?} {origin:?}");
+                assert_eq!(packed.codes(), codes, "{usage:?} {origin:?}");
+                assert_eq!(packed.scales(), scales, "{usage:?} {origin:?}");
             }
         }
     }

@@ -7,11 +7,11 @@ use super::{
 };
 use cubecl::{prelude::*, server::Handle};
 use nvfp4_kernels::{
-    Amax, BlockScaling, CopyPolicy, ErrorNorm, Hadamard, HadamardSize, PackedAxis, PackedTensor,
-    RandomStream, Rounding, ScaleLayout,
-    device::{AmaxScope, DevicePacked, Groups},
-    ops::{self, CopyRequest},
+    Amax, BlockScaling, ErrorNorm, Hadamard, HadamardSize, QuantParams, QuantizedTensor,
+    RandomStream, Rounding, ScaleLayout, Usage,
+    quantize::{self, QuantRequest},
     reference,
+    tensor::{AmaxGranularity, DeviceQuantized, Groups},
 };
 
 pub const STREAM: RandomStream = RandomStream::new(0x0123_4567_89ab_cdef, 5, 0xffff_ffff);
@@ -52,22 +52,22 @@ pub struct Group<'a, T> {
 pub fn host_amax<T: DeviceElement>(
     groups: &[Group<'_, T>],
     cols: usize,
-    axis: PackedAxis,
-    scope: AmaxScope,
+    usage: Usage,
+    scope: AmaxGranularity,
     hadamard: Option<&Hadamard>,
 ) -> Vec<Amax> {
-    let amax = |group: &Group<'_, T>| match (scope, axis, hadamard) {
-        (AmaxScope::Group, PackedAxis::Rows, Some(hadamard)) => {
+    let amax = |group: &Group<'_, T>| match (scope, usage, hadamard) {
+        (AmaxGranularity::PerTensor, Usage::Columnwise, Some(hadamard)) => {
             Amax::Tensor(reference::amax_rht(group.x, group.rows, cols, hadamard))
         }
-        (AmaxScope::Group, _, _) => Amax::Tensor(reference::amax(group.x)),
-        (AmaxScope::Outer, PackedAxis::Cols, _) => {
-            Amax::PerOuter(reference::amax_rows(group.x, group.rows, cols))
+        (AmaxGranularity::PerTensor, _, _) => Amax::Tensor(reference::amax(group.x)),
+        (AmaxGranularity::PerRow, Usage::Rowwise, _) => {
+            Amax::PerRow(reference::amax_rows(group.x, group.rows, cols))
         }
-        (AmaxScope::Outer, PackedAxis::Rows, None) => {
-            Amax::PerOuter(reference::amax_cols(group.x, group.rows, cols))
+        (AmaxGranularity::PerRow, Usage::Columnwise, None) => {
+            Amax::PerRow(reference::amax_cols(group.x, group.rows, cols))
         }
-        (AmaxScope::Outer, PackedAxis::Rows, Some(hadamard)) => Amax::PerOuter(
+        (AmaxGranularity::PerRow, Usage::Columnwise, Some(hadamard)) => Amax::PerRow(
             reference::amax_rht_cols(group.x, group.rows, cols, hadamard),
         ),
     };
@@ -79,7 +79,7 @@ pub fn device_amax(client: &Client, amax: &[Amax]) -> Handle {
         .iter()
         .flat_map(|amax| match amax {
             Amax::Tensor(amax) => vec![*amax],
-            Amax::PerOuter(amax) => amax.clone(),
+            Amax::PerRow(amax) => amax.clone(),
         })
         .collect();
     upload_bytes(client, bytemuck::cast_slice(&values))
@@ -89,24 +89,29 @@ pub fn device_amax(client: &Client, amax: &[Amax]) -> Handle {
 pub fn expected_copies<T: DeviceElement>(
     groups: &[Group<'_, T>],
     cols: usize,
-    axis: PackedAxis,
+    usage: Usage,
     amax: &[Amax],
-    policy: &CopyPolicy,
-) -> Vec<PackedTensor> {
+    policy: &QuantParams,
+) -> Vec<QuantizedTensor> {
     let mut first = 0;
     groups
         .iter()
         .zip(amax)
         .map(|(group, amax)| {
             let packed =
-                reference::quantize(group.x, group.rows, cols, axis, amax, policy, first).unwrap();
+                reference::quantize(group.x, group.rows, cols, usage, amax, policy, first).unwrap();
             first += (packed.codes().len() / 8) as u64;
             packed
         })
         .collect()
 }
 
-pub fn assert_copies(client: &Client, found: &DevicePacked, expected: &[PackedTensor], what: &str) {
+pub fn assert_copies(
+    client: &Client,
+    found: &DeviceQuantized,
+    expected: &[QuantizedTensor],
+    what: &str,
+) {
     let codes: Vec<u8> = expected
         .iter()
         .flat_map(|packed| packed.codes().to_vec())
@@ -149,8 +154,8 @@ pub fn check<T: DeviceElement>(
     (rows, cols): (usize, usize),
     sizes: &[usize],
     groups: &Groups,
-    row: Option<(CopyPolicy, AmaxScope)>,
-    col: Option<(CopyPolicy, AmaxScope)>,
+    row: Option<(QuantParams, AmaxGranularity)>,
+    col: Option<(QuantParams, AmaxGranularity)>,
 ) {
     let what = format!(
         "{rows}x{cols} {:?} groups {sizes:?} row {row:?} col {col:?}",
@@ -158,21 +163,23 @@ pub fn check<T: DeviceElement>(
     );
     let matrix = upload(client, x, rows, cols);
     let parts = split(x, sizes, cols);
-    let prepare = |axis, copy: Option<(CopyPolicy, AmaxScope)>| {
+    let prepare = |usage, copy: Option<(QuantParams, AmaxGranularity)>| {
         copy.map(|(policy, scope)| {
-            let hadamard = (axis == PackedAxis::Rows)
+            let hadamard = (usage == Usage::Columnwise)
                 .then_some(policy.hadamard)
                 .flatten();
-            let amax = host_amax(&parts, cols, axis, scope, hadamard.as_ref());
+            let amax = host_amax(&parts, cols, usage, scope, hadamard.as_ref());
             let handle = device_amax(client, &amax);
-            let expected = expected_copies(&parts, cols, axis, &amax, &policy);
+            let expected = expected_copies(&parts, cols, usage, &amax, &policy);
             (policy, scope, handle, expected)
         })
     };
-    let row = prepare(PackedAxis::Cols, row);
-    let col = prepare(PackedAxis::Rows, col);
-    fn request(copy: &(CopyPolicy, AmaxScope, Handle, Vec<PackedTensor>)) -> CopyRequest<'_> {
-        CopyRequest {
+    let row = prepare(Usage::Rowwise, row);
+    let col = prepare(Usage::Columnwise, col);
+    fn request(
+        copy: &(QuantParams, AmaxGranularity, Handle, Vec<QuantizedTensor>),
+    ) -> QuantRequest<'_> {
+        QuantRequest {
             amax: &copy.2,
             scope: copy.1,
             copy: copy.0.into(),
@@ -181,16 +188,22 @@ pub fn check<T: DeviceElement>(
     let (found_row, found_col) = match (&row, &col) {
         (Some(row), Some(col)) => {
             let (row, col) =
-                ops::quantize_both(client, &matrix, groups, &request(row), &request(col)).unwrap();
+                quantize::quantize_both(client, &matrix, groups, &request(row), &request(col))
+                    .unwrap();
             (Some(row), Some(col))
         }
         (Some(row), None) => (
-            Some(ops::quantize(client, &matrix, groups, PackedAxis::Cols, &request(row)).unwrap()),
+            Some(
+                quantize::quantize(client, &matrix, groups, Usage::Rowwise, &request(row)).unwrap(),
+            ),
             None,
         ),
         (None, Some(col)) => (
             None,
-            Some(ops::quantize(client, &matrix, groups, PackedAxis::Rows, &request(col)).unwrap()),
+            Some(
+                quantize::quantize(client, &matrix, groups, Usage::Columnwise, &request(col))
+                    .unwrap(),
+            ),
         ),
         (None, None) => unreachable!(),
     };
@@ -201,18 +214,18 @@ pub fn check<T: DeviceElement>(
     }
 }
 
-pub fn policy(rounding: Rounding, scaling: BlockScaling, layout: ScaleLayout) -> CopyPolicy {
-    CopyPolicy {
+pub fn policy(rounding: Rounding, scaling: BlockScaling, layout: ScaleLayout) -> QuantParams {
+    QuantParams {
         scaling,
         layout,
-        ..CopyPolicy::new(rounding)
+        ..QuantParams::new(rounding)
     }
 }
 
-pub fn transformed(size: HadamardSize, rounding: Rounding) -> CopyPolicy {
-    CopyPolicy {
+pub fn transformed(size: HadamardSize, rounding: Rounding) -> QuantParams {
+    QuantParams {
         hadamard: Some(Hadamard::seeded_with_size(size, 11)),
-        ..CopyPolicy::new(rounding)
+        ..QuantParams::new(rounding)
     }
 }
 
@@ -220,34 +233,43 @@ pub const COMPACT: ScaleLayout = ScaleLayout::Compact;
 pub const SWIZZLED: ScaleLayout = ScaleLayout::Swizzled128x4;
 
 /// Policies of a row-wise copy.
-pub fn row_policies() -> Vec<(CopyPolicy, AmaxScope)> {
-    use AmaxScope::{Group, Outer};
+pub fn row_policies() -> Vec<(QuantParams, AmaxGranularity)> {
+    use AmaxGranularity::{PerRow, PerTensor};
     vec![
-        (policy(NEAREST, BlockScaling::Standard, SWIZZLED), Group),
-        (policy(STOCHASTIC, BlockScaling::Headroom, COMPACT), Group),
-        (policy(NEAREST, MAE, COMPACT), Group),
-        (policy(NEAREST, MSE, SWIZZLED), Outer),
-        (policy(STOCHASTIC, BlockScaling::Standard, COMPACT), Outer),
-        (transformed(HadamardSize::H16, STOCHASTIC), Group),
+        (policy(NEAREST, BlockScaling::Standard, SWIZZLED), PerTensor),
+        (
+            policy(STOCHASTIC, BlockScaling::Headroom, COMPACT),
+            PerTensor,
+        ),
+        (policy(NEAREST, MAE, COMPACT), PerTensor),
+        (policy(NEAREST, MSE, SWIZZLED), PerRow),
+        (policy(STOCHASTIC, BlockScaling::Standard, COMPACT), PerRow),
+        (transformed(HadamardSize::H16, STOCHASTIC), PerTensor),
     ]
 }
 
 /// Policies of a column-wise copy.
-pub fn col_policies() -> Vec<(CopyPolicy, AmaxScope)> {
-    use AmaxScope::{Group, Outer};
-    let swizzled = |copy: CopyPolicy| CopyPolicy {
+pub fn col_policies() -> Vec<(QuantParams, AmaxGranularity)> {
+    use AmaxGranularity::{PerRow, PerTensor};
+    let swizzled = |copy: QuantParams| QuantParams {
         layout: SWIZZLED,
         ..copy
     };
     vec![
-        (policy(NEAREST, BlockScaling::Standard, SWIZZLED), Group),
-        (policy(STOCHASTIC, BlockScaling::Headroom, COMPACT), Outer),
-        (policy(NEAREST, MAE, COMPACT), Group),
-        (policy(NEAREST, MSE, SWIZZLED), Outer),
-        (swizzled(transformed(HadamardSize::H16, STOCHASTIC)), Group),
-        (transformed(HadamardSize::H32, NEAREST), Outer),
-        (swizzled(transformed(HadamardSize::H64, STOCHASTIC)), Group),
-        (transformed(HadamardSize::H128, STOCHASTIC), Group),
+        (policy(NEAREST, BlockScaling::Standard, SWIZZLED), PerTensor),
+        (policy(STOCHASTIC, BlockScaling::Headroom, COMPACT), PerRow),
+        (policy(NEAREST, MAE, COMPACT), PerTensor),
+        (policy(NEAREST, MSE, SWIZZLED), PerRow),
+        (
+            swizzled(transformed(HadamardSize::H16, STOCHASTIC)),
+            PerTensor,
+        ),
+        (transformed(HadamardSize::H32, NEAREST), PerRow),
+        (
+            swizzled(transformed(HadamardSize::H64, STOCHASTIC)),
+            PerTensor,
+        ),
+        (transformed(HadamardSize::H128, STOCHASTIC), PerTensor),
     ]
 }
 
@@ -287,11 +309,17 @@ pub fn check_tiles<T: DeviceElement>(
     layouts: [ScaleLayout; 2],
 ) {
     let parts = split(x, sizes, cols);
-    let amax = host_amax(&parts, cols, PackedAxis::Cols, AmaxScope::Group, None);
+    let amax = host_amax(
+        &parts,
+        cols,
+        Usage::Rowwise,
+        AmaxGranularity::PerTensor,
+        None,
+    );
     let handle = device_amax(client, &amax);
     let matrix = upload(client, x, sizes.iter().sum(), cols);
     let (row, col) =
-        ops::quantize_tile_with(client, &matrix, groups, &handle, scaling, layouts).unwrap();
+        quantize::quantize_tile_with(client, &matrix, groups, &handle, scaling, layouts).unwrap();
     let (rows, columns): (Vec<_>, Vec<_>) = (parts.iter().zip(&amax))
         .map(|(part, amax)| {
             reference::quantize_tile(part.x, part.rows, cols, amax, scaling, layouts).unwrap()
@@ -304,15 +332,15 @@ pub fn check_tiles<T: DeviceElement>(
     assert_copies(client, &row, &rows, &format!("{what}: row"));
     assert_copies(client, &col, &columns, &format!("{what}: col"));
     // One of the two alone.
-    let axes = [PackedAxis::Cols, PackedAxis::Rows];
-    for ((axis, layout), expected) in axes.into_iter().zip(layouts).zip([&rows, &columns]) {
+    let axes = [Usage::Rowwise, Usage::Columnwise];
+    for ((usage, layout), expected) in axes.into_iter().zip(layouts).zip([&rows, &columns]) {
         let alone =
-            ops::quantize_tile_copy(client, &matrix, groups, axis, &handle, scaling, layout);
+            quantize::quantize_tile_copy(client, &matrix, groups, usage, &handle, scaling, layout);
         assert_copies(
             client,
             &alone.unwrap(),
             expected,
-            &format!("{what}: {axis:?} alone"),
+            &format!("{what}: {usage:?} alone"),
         );
     }
 }
@@ -322,13 +350,13 @@ pub fn check_per_token<T: DeviceElement>(
     client: &Client,
     x: &[T],
     (rows, cols): (usize, usize),
-    copy: &CopyPolicy,
+    copy: &QuantParams,
 ) {
     let matrix = upload(client, x, rows, cols);
     let maxima = reference::amax_rows(x, rows, cols);
-    let amax = Amax::PerOuter(maxima.clone());
-    let found = ops::quantize_per_token(client, &matrix, &(*copy).into()).unwrap();
-    let expected = reference::quantize(x, rows, cols, PackedAxis::Cols, &amax, copy, 0).unwrap();
+    let amax = Amax::PerRow(maxima.clone());
+    let found = quantize::quantize_per_token(client, &matrix, &(*copy).into()).unwrap();
+    let expected = reference::quantize(x, rows, cols, Usage::Rowwise, &amax, copy, 0).unwrap();
     let what = format!("per token {rows}x{cols} {:?} {copy:?}", T::KIND);
     assert_copies(client, &found, &[expected], &what);
     let bytes = bytemuck::cast_slice(&maxima);
@@ -336,7 +364,7 @@ pub fn check_per_token<T: DeviceElement>(
 }
 
 /// The policies of a per-token copy.
-pub fn per_token_policies() -> [CopyPolicy; 3] {
+pub fn per_token_policies() -> [QuantParams; 3] {
     [
         policy(NEAREST, BlockScaling::Standard, COMPACT),
         policy(STOCHASTIC, BlockScaling::Headroom, SWIZZLED),

@@ -5,10 +5,10 @@ use super::common::TestElement;
 use cubecl::{prelude::*, server::Handle};
 use half::{bf16, f16};
 use nvfp4_kernels::{
-    Amax, PackedTensor,
+    Amax, QuantizedTensor,
     cube::codec::emulate_e2m1_instructions,
-    device::{DevicePacked, FloatKind, Groups, Matrix},
-    ops::kernels::set_units,
+    quantize::kernels::set_units,
+    tensor::{DeviceQuantized, FloatKind, Groups, Matrix},
 };
 
 /// The device that `NVFP4_TEST_DEVICE` names (`cpu`, the default, or `cuda`), or `None` (after saying
@@ -196,7 +196,7 @@ macro_rules! assert_blocks {
             (expected.rows(), expected.cols()),
             "{what}"
         );
-        assert_eq!(found.axis(), expected.axis(), "{what}");
+        assert_eq!(found.usage(), expected.usage(), "{what}");
         $crate::device::assert_bytes(
             found.scales(),
             expected.scales(),
@@ -207,12 +207,17 @@ macro_rules! assert_blocks {
 }
 
 /// Codes, scales and maxima are equal, bit for bit, but for NaN, of which there are many.
-pub fn assert_packed(client: &Client, found: &DevicePacked, expected: &PackedTensor, what: &str) {
+pub fn assert_packed(
+    client: &Client,
+    found: &DeviceQuantized,
+    expected: &QuantizedTensor,
+    what: &str,
+) {
     let found = found.to_host(client, *expected.origin()).unwrap();
     assert_blocks!(found, expected, what);
     let maxima = |amax: &Amax| match amax {
         Amax::Tensor(amax) => vec![*amax],
-        Amax::PerOuter(amax) => amax.clone(),
+        Amax::PerRow(amax) => amax.clone(),
     };
     assert_floats(
         &maxima(found.amax()),

@@ -7,8 +7,8 @@ use super::{
 use cubecl::prelude::*;
 use half::{bf16, f16};
 use nvfp4_kernels::{
-    device::{FloatKind, Matrix},
     gemm::{Scale, Target},
+    tensor::{FloatKind, Matrix},
 };
 
 /// A product with these factors of `a` and `b`, bias and target.

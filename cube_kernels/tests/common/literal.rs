@@ -2,7 +2,7 @@
 //! instead of bit tricks, sharing nothing with the oracle but Philox (which has known answers).
 
 use nvfp4_kernels::{
-    Amax, BlockScaling, CopyPolicy, ErrorNorm, Hadamard, PackedAxis, RandomStream, Rounding,
+    Amax, BlockScaling, ErrorNorm, Hadamard, QuantParams, RandomStream, Rounding, Usage,
     reference::philox,
 };
 
@@ -187,17 +187,17 @@ fn transform(group: &mut [f32], hadamard: &Hadamard) {
 pub fn stored_rows(
     x: &[f32],
     (rows, cols): (usize, usize),
-    axis: PackedAxis,
+    usage: Usage,
     hadamard: Option<&Hadamard>,
 ) -> Vec<Vec<f32>> {
-    let (outer, inner) = axis.stored_shape(rows, cols);
+    let (outer, inner) = usage.stored_shape(rows, cols);
     let group = hadamard.map_or(16, |hadamard| hadamard.size().elements());
     (0..outer)
         .map(|o| {
             let mut row: Vec<f32> = (0..inner)
-                .map(|i| match axis {
-                    PackedAxis::Cols => x[o * cols + i],
-                    PackedAxis::Rows => x[i * cols + o],
+                .map(|i| match usage {
+                    Usage::Rowwise => x[o * cols + i],
+                    Usage::Columnwise => x[i * cols + o],
                 })
                 .collect();
             row.resize(inner.div_ceil(group) * group, 0.0);
@@ -220,7 +220,7 @@ fn random_byte(stream: &RandomStream, index: u64, i: usize) -> u8 {
 }
 
 /// One copy in 1x16 blocks.
-pub fn quantize(stored: &[Vec<f32>], amax: &Amax, policy: &CopyPolicy, first_block: u64) -> Copy {
+pub fn quantize(stored: &[Vec<f32>], amax: &Amax, policy: &QuantParams, first_block: u64) -> Copy {
     let (mut codes, mut scales) = (Vec::new(), Vec::new());
     let mut index = first_block;
     for (o, row) in stored.iter().enumerate() {

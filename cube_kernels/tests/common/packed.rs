@@ -5,10 +5,10 @@ use super::common::Generator;
 use cubecl::prelude::*;
 use half::bf16;
 use nvfp4_kernels::{
-    Amax, Origin, PackedAxis, PackedTensor, Rounding, ScaleLayout,
-    device::{DevicePacked, FloatKind, Matrix},
+    Amax, Origin, QuantizedTensor, Rounding, ScaleLayout, Usage,
     gemm::{Elements, Operand, Scale},
     reference,
+    tensor::{DeviceQuantized, FloatKind, Matrix},
 };
 use std::ops::Range;
 
@@ -56,15 +56,15 @@ impl Packed {
         packed
     }
 
-    pub fn host(&self, rows: &[usize]) -> PackedTensor {
+    pub fn host(&self, rows: &[usize]) -> QuantizedTensor {
         let pick = |bytes: &[u8], width: usize| -> Vec<u8> {
             rows.iter()
                 .flat_map(|row| bytes[row * width..][..width].to_vec())
                 .collect()
         };
-        PackedTensor::from_parts(
+        QuantizedTensor::from_parts(
             (rows.len(), self.blocks * 16),
-            PackedAxis::Cols,
+            Usage::Rowwise,
             pick(&self.codes, self.blocks * 8),
             (ScaleLayout::Compact, pick(&self.scales, self.blocks)),
             Amax::Tensor(self.amax),
@@ -73,9 +73,9 @@ impl Packed {
         .unwrap()
     }
 
-    pub fn device(&self, client: &Client) -> DevicePacked {
+    pub fn device(&self, client: &Client) -> DeviceQuantized {
         let all: Vec<usize> = (0..self.rows).collect();
-        DevicePacked::from_host(client, &self.host(&all))
+        DeviceQuantized::from_host(client, &self.host(&all))
     }
 
     /// The elements without the factor of the tensor, exact in bf16.

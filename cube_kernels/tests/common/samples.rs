@@ -12,10 +12,10 @@ use super::device::{read_f32, upload};
 use cubecl::{prelude::*, server::Handle};
 use half::bf16;
 use nvfp4_kernels::{
-    Amax, BlockScaling, CopyPolicy, Hadamard, HadamardSize, PackedAxis, PackedTensor, ScaleLayout,
-    device::{AmaxScope, DevicePacked, FloatKind, Groups, Matrix},
-    ops::{self, AmaxRequest, CopyRequest, DeviceMx, EdenSource, Gated, Source},
+    Amax, BlockScaling, Hadamard, HadamardSize, QuantParams, QuantizedTensor, ScaleLayout, Usage,
+    quantize::{self, AmaxRequest, DeviceMx, EdenSource, Gated, QuantRequest, Source},
     reference::{self, EDEN_GROUP, EdenTarget, swizzle},
+    tensor::{AmaxGranularity, DeviceQuantized, FloatKind, Groups, Matrix},
 };
 use std::{borrow::Cow, ops::Range};
 
@@ -23,7 +23,7 @@ use std::{borrow::Cow, ops::Range};
 /// alone.
 const BAND: usize = 32;
 pub const ONE: &Groups = &Groups::One;
-const AXES: [PackedAxis; 2] = [PackedAxis::Cols, PackedAxis::Rows];
+const USAGES: [Usage; 2] = [Usage::Rowwise, Usage::Columnwise];
 
 /// A matrix on both sides.
 pub struct Sample {
@@ -54,10 +54,10 @@ impl Sample {
         (self.matrix.rows, self.matrix.cols)
     }
 
-    /// Bands of stored lines along `axis` that are compared.
-    fn bands(&self, axis: PackedAxis) -> Vec<Band> {
+    /// Bands of stored lines along `usage` that are compared.
+    fn bands(&self, usage: Usage) -> Vec<Band> {
         let (rows, cols) = self.shape();
-        let (outer, inner) = axis.stored_shape(rows, cols);
+        let (outer, inner) = usage.stored_shape(rows, cols);
         let count = outer.div_ceil(BAND);
         let chosen: Vec<usize> = if rows * cols <= 1 << 19 {
             (0..count).collect()
@@ -67,15 +67,15 @@ impl Sample {
         let band = |index: usize| {
             let first = index * BAND;
             let lines = BAND.min(outer - first);
-            let x = match axis {
-                PackedAxis::Cols => self.x[first * cols..][..lines * cols].to_vec(),
-                PackedAxis::Rows => (self.x.chunks_exact(cols))
+            let x = match usage {
+                Usage::Rowwise => self.x[first * cols..][..lines * cols].to_vec(),
+                Usage::Columnwise => (self.x.chunks_exact(cols))
                     .flat_map(|row| row[first..first + lines].iter().copied())
                     .collect(),
             };
-            let (rows, cols) = axis.stored_shape(lines, inner);
+            let (rows, cols) = usage.stored_shape(lines, inner);
             Band {
-                axis,
+                usage,
                 first,
                 x,
                 rows,
@@ -88,7 +88,7 @@ impl Sample {
 
 /// Some stored lines of a matrix: rows, or columns.
 struct Band {
-    axis: PackedAxis,
+    usage: Usage,
     /// The first of them.
     first: usize,
     x: Vec<bf16>,
@@ -98,29 +98,27 @@ struct Band {
 
 impl Band {
     /// Its copy by the oracle, scales compact; without `amax` each line has its own.
-    fn quantize(&self, amax: Option<f32>, policy: &CopyPolicy) -> PackedTensor {
-        let compact = CopyPolicy {
+    fn quantize(&self, amax: Option<f32>, policy: &QuantParams) -> QuantizedTensor {
+        let compact = QuantParams {
             layout: COMPACT,
             ..*policy
         };
-        let (rows, cols, axis) = (self.rows, self.cols, self.axis);
-        let amax = match (amax, axis, &policy.hadamard) {
+        let (rows, cols, usage) = (self.rows, self.cols, self.usage);
+        let amax = match (amax, usage, &policy.hadamard) {
             (Some(amax), ..) => Amax::Tensor(amax),
-            (None, PackedAxis::Cols, _) => {
-                Amax::PerOuter(reference::amax_rows(&self.x, rows, cols))
+            (None, Usage::Rowwise, _) => Amax::PerRow(reference::amax_rows(&self.x, rows, cols)),
+            (None, Usage::Columnwise, None) => {
+                Amax::PerRow(reference::amax_cols(&self.x, rows, cols))
             }
-            (None, PackedAxis::Rows, None) => {
-                Amax::PerOuter(reference::amax_cols(&self.x, rows, cols))
-            }
-            (None, PackedAxis::Rows, Some(hadamard)) => {
-                Amax::PerOuter(reference::amax_rht_cols(&self.x, rows, cols, hadamard))
+            (None, Usage::Columnwise, Some(hadamard)) => {
+                Amax::PerRow(reference::amax_rht_cols(&self.x, rows, cols, hadamard))
             }
         };
-        let (_, inner) = axis.stored_shape(rows, cols);
+        let (_, inner) = usage.stored_shape(rows, cols);
         let unit = (policy.hadamard).map_or(16, |hadamard| hadamard.size().elements());
         let blocks = inner.div_ceil(unit) * (unit / 16);
         let first = (self.first * blocks) as u64;
-        reference::quantize(&self.x, rows, cols, axis, &amax, &compact, first).unwrap()
+        reference::quantize(&self.x, rows, cols, usage, &amax, &compact, first).unwrap()
     }
 }
 
@@ -156,9 +154,9 @@ impl<'a> Memory<'a> {
 /// The stored lines of `found` from `first` on are those of `expected`, whose scales are compact.
 fn assert_lines(
     client: &Client,
-    found: &DevicePacked,
+    found: &DeviceQuantized,
     first: usize,
-    expected: &PackedTensor,
+    expected: &QuantizedTensor,
     what: &str,
 ) {
     let blocks = expected.blocks();
@@ -201,11 +199,11 @@ fn assert_rows(client: &Client, found: &Matrix, first: usize, expected: &[bf16],
     assert_bytes(&bytes, expected, &format!("{what}, rows from {first}"));
 }
 
-/// What a copy along `axis` is made with: an amax for all of it, or one for each line.
+/// What a copy along `usage` is made with: an amax for all of it, or one for each line.
 struct Request {
-    axis: PackedAxis,
-    policy: CopyPolicy,
-    scope: AmaxScope,
+    usage: Usage,
+    policy: QuantParams,
+    scope: AmaxGranularity,
     given: Option<f32>,
     amax: Handle,
 }
@@ -214,26 +212,26 @@ impl Request {
     fn new(
         client: &Client,
         sample: &Sample,
-        axis: PackedAxis,
-        copy: (CopyPolicy, AmaxScope),
+        usage: Usage,
+        copy: (QuantParams, AmaxGranularity),
     ) -> Self {
         let (policy, scope) = copy;
         let given = match scope {
             // What is transformed has another maximum; any will do.
-            AmaxScope::Group if policy.hadamard.is_some() => Some(2.0 * sample.amax),
-            AmaxScope::Group => Some(sample.amax),
-            AmaxScope::Outer => None,
+            AmaxGranularity::PerTensor if policy.hadamard.is_some() => Some(2.0 * sample.amax),
+            AmaxGranularity::PerTensor => Some(sample.amax),
+            AmaxGranularity::PerRow => None,
         };
         let amax = match given {
             Some(amax) => device_amax(client, &[Amax::Tensor(amax)]),
             None => {
-                let request = AmaxRequest::along(axis, scope, policy.hadamard);
-                let found = ops::amaxes(client, &sample.matrix, ONE, &request).unwrap();
+                let request = AmaxRequest::along(usage, scope, policy.hadamard);
+                let found = quantize::amaxes(client, &sample.matrix, ONE, &request).unwrap();
                 found.rows.or(found.cols).unwrap()
             }
         };
         Self {
-            axis,
+            usage,
             policy,
             scope,
             given,
@@ -241,23 +239,23 @@ impl Request {
         }
     }
 
-    fn copy(&self) -> CopyRequest<'_> {
-        CopyRequest {
+    fn copy(&self) -> QuantRequest<'_> {
+        QuantRequest {
             amax: &self.amax,
             scope: self.scope,
             copy: self.policy.into(),
         }
     }
 
-    fn compare(&self, client: &Client, sample: &Sample, found: &DevicePacked) {
+    fn compare(&self, client: &Client, sample: &Sample, found: &DeviceQuantized) {
         let what = format!(
             "{:?} {:?} {:?} {:?}",
             sample.shape(),
-            self.axis,
+            self.usage,
             self.scope,
             self.policy
         );
-        for band in sample.bands(self.axis) {
+        for band in sample.bands(self.usage) {
             let expected = band.quantize(self.given, &self.policy);
             assert_lines(client, found, band.first, &expected, &what);
         }
@@ -267,27 +265,30 @@ impl Request {
 /// Blocks along rows and columns, in one read where both are made.
 pub fn blocks(client: &Client, sample: &Sample) {
     let training = (
-        (CopyPolicy::new(NEAREST), AmaxScope::Group),
-        (transformed(HadamardSize::H16, STOCHASTIC), AmaxScope::Group),
+        (QuantParams::new(NEAREST), AmaxGranularity::PerTensor),
+        (
+            transformed(HadamardSize::H16, STOCHASTIC),
+            AmaxGranularity::PerTensor,
+        ),
     );
     let pairs = row_policies().into_iter().zip(col_policies());
     for (row, col) in pairs.chain([training]) {
-        let row = Request::new(client, sample, PackedAxis::Cols, row);
-        let col = Request::new(client, sample, PackedAxis::Rows, col);
+        let row = Request::new(client, sample, Usage::Rowwise, row);
+        let col = Request::new(client, sample, Usage::Columnwise, col);
         let found =
-            ops::quantize_both(client, &sample.matrix, ONE, &row.copy(), &col.copy()).unwrap();
+            quantize::quantize_both(client, &sample.matrix, ONE, &row.copy(), &col.copy()).unwrap();
         row.compare(client, sample, &found.0);
         col.compare(client, sample, &found.1);
     }
     let rows = [STOCHASTIC, NEAREST].map(|rounding| {
-        let copy = (CopyPolicy::new(rounding), AmaxScope::Group);
-        Request::new(client, sample, PackedAxis::Cols, copy)
+        let copy = (QuantParams::new(rounding), AmaxGranularity::PerTensor);
+        Request::new(client, sample, Usage::Rowwise, copy)
     });
     let cols = (col_policies().into_iter().skip(row_policies().len()))
-        .map(|col| Request::new(client, sample, PackedAxis::Rows, col));
+        .map(|col| Request::new(client, sample, Usage::Columnwise, col));
     for request in rows.into_iter().chain(cols) {
         let copy = request.copy();
-        let found = ops::quantize(client, &sample.matrix, ONE, request.axis, &copy).unwrap();
+        let found = quantize::quantize(client, &sample.matrix, ONE, request.usage, &copy).unwrap();
         request.compare(client, sample, &found);
     }
 }
@@ -297,18 +298,19 @@ pub fn tiles(client: &Client, sample: &Sample) {
     let handle = device_amax(client, std::slice::from_ref(&amax));
     for scaling in [BlockScaling::Standard, BlockScaling::Headroom, MAE, MSE] {
         let layouts = [COMPACT, SWIZZLED];
-        let found = ops::quantize_tile_with(client, &sample.matrix, ONE, &handle, scaling, layouts);
+        let found =
+            quantize::quantize_tile_with(client, &sample.matrix, ONE, &handle, scaling, layouts);
         let (row, col) = found.unwrap();
         let what = format!("{:?} tiles {scaling:?}", sample.shape());
-        for (axis, found) in AXES.into_iter().zip([row, col]) {
-            for band in sample.bands(axis) {
+        for (usage, found) in USAGES.into_iter().zip([row, col]) {
+            for band in sample.bands(usage) {
                 let (rows, cols) = (band.rows, band.cols);
                 let copies =
                     reference::quantize_tile(&band.x, rows, cols, &amax, scaling, [COMPACT; 2]);
                 let (row, col) = copies.unwrap();
-                let expected = match axis {
-                    PackedAxis::Cols => row,
-                    PackedAxis::Rows => col,
+                let expected = match usage {
+                    Usage::Rowwise => row,
+                    Usage::Columnwise => col,
                 };
                 assert_lines(client, &found, band.first, &expected, &what);
             }
@@ -318,12 +320,12 @@ pub fn tiles(client: &Client, sample: &Sample) {
 
 pub fn per_token(client: &Client, sample: &Sample) {
     let x = &sample.matrix;
-    let compare = |axis, policy: CopyPolicy, found: &DevicePacked| {
-        for band in sample.bands(axis) {
+    let compare = |usage, policy: QuantParams, found: &DeviceQuantized| {
+        for band in sample.bands(usage) {
             let expected = band.quantize(None, &policy);
-            let what = format!("{:?} per token {axis:?} {policy:?}", sample.shape());
+            let what = format!("{:?} per token {usage:?} {policy:?}", sample.shape());
             assert_lines(client, found, band.first, &expected, &what);
-            let Amax::PerOuter(maxima) = expected.amax() else {
+            let Amax::PerRow(maxima) = expected.amax() else {
                 unreachable!()
             };
             let maxima: &[u8] = bytemuck::cast_slice(maxima);
@@ -333,8 +335,8 @@ pub fn per_token(client: &Client, sample: &Sample) {
         }
     };
     for policy in per_token_policies() {
-        let found = ops::quantize_per_token(client, x, &policy.into()).unwrap();
-        compare(PackedAxis::Cols, policy, &found);
+        let found = quantize::quantize_per_token(client, x, &policy.into()).unwrap();
+        compare(Usage::Rowwise, policy, &found);
     }
     let row = policy(STOCHASTIC, BlockScaling::Standard, COMPACT);
     for col in [
@@ -342,21 +344,21 @@ pub fn per_token(client: &Client, sample: &Sample) {
         transformed(HadamardSize::H16, STOCHASTIC),
     ] {
         let copies =
-            ops::quantize_per_token_both(client, x, ONE, &row.into(), &col.into()).unwrap();
-        compare(PackedAxis::Cols, row, &copies.0);
-        compare(PackedAxis::Rows, col, &copies.1);
+            quantize::quantize_per_token_both(client, x, ONE, &row.into(), &col.into()).unwrap();
+        compare(Usage::Rowwise, row, &copies.0);
+        compare(Usage::Columnwise, col, &copies.1);
     }
 }
 
 /// MXFP8 along both axes, from values and from NVFP4 along both, and all of them back to values.
 pub fn mxfp8(client: &Client, sample: &Sample) {
     let assert_mx = |found: &DeviceMx, band: &Band, x: &[bf16], what: &str| {
-        let expected = reference::mx_quantize(x, band.rows, band.cols, band.axis).unwrap();
+        let expected = reference::mx_quantize(x, band.rows, band.cols, band.usage).unwrap();
         let (first, blocks) = (band.first, expected.blocks());
         let what = format!(
             "{:?} {what} to MXFP8 {:?} from {first}",
             sample.shape(),
-            band.axis
+            band.usage
         );
         for (found, expected, size) in [
             (&found.codes, expected.codes(), blocks * 32),
@@ -367,37 +369,38 @@ pub fn mxfp8(client: &Client, sample: &Sample) {
             assert_bytes(&found.get(start..start + expected.len()), expected, &what);
         }
     };
-    for axis in AXES {
-        let found = ops::mx_quantize(client, &sample.matrix, axis).unwrap();
-        for band in sample.bands(axis) {
+    for usage in USAGES {
+        let found = quantize::mx_quantize(client, &sample.matrix, usage).unwrap();
+        for band in sample.bands(usage) {
             assert_mx(&found, &band, &band.x, "values");
         }
-        let back = ops::mx_dequantize(client, &found, FloatKind::Bf16).unwrap();
-        for band in sample.bands(PackedAxis::Cols) {
-            let packed = reference::mx_quantize(&band.x, band.rows, band.cols, axis).unwrap();
+        let back = quantize::mx_dequantize(client, &found, FloatKind::Bf16).unwrap();
+        for band in sample.bands(Usage::Rowwise) {
+            let packed = reference::mx_quantize(&band.x, band.rows, band.cols, usage).unwrap();
             let expected = convert::<bf16>(&reference::mx_dequantize(&packed));
-            let what = format!("{:?} from MXFP8 {axis:?}", sample.shape());
+            let what = format!("{:?} from MXFP8 {usage:?}", sample.shape());
             assert_rows(client, &back, band.first, &expected, &what);
         }
     }
     let amax = Amax::Tensor(sample.amax);
-    let plain = CopyPolicy::new(NEAREST);
-    for from in AXES {
-        let request = Request::new(client, sample, from, (plain, AmaxScope::Group));
-        let packed = ops::quantize(client, &sample.matrix, ONE, from, &request.copy()).unwrap();
+    let plain = QuantParams::new(NEAREST);
+    for from in USAGES {
+        let request = Request::new(client, sample, from, (plain, AmaxGranularity::PerTensor));
+        let packed =
+            quantize::quantize(client, &sample.matrix, ONE, from, &request.copy()).unwrap();
         let values = |band: &Band| {
             let (rows, cols) = (band.rows, band.cols);
             let packed = reference::quantize(&band.x, rows, cols, from, &amax, &plain, 0).unwrap();
             convert::<bf16>(&reference::dequantize(&packed))
         };
-        for to in AXES {
-            let found = ops::mx_requantize(client, &packed, to, FloatKind::Bf16).unwrap();
+        for to in USAGES {
+            let found = quantize::mx_requantize(client, &packed, to, FloatKind::Bf16).unwrap();
             for band in sample.bands(to) {
                 assert_mx(&found, &band, &values(&band), &format!("NVFP4 {from:?}"));
             }
         }
-        let back = ops::dequantize(client, &packed, FloatKind::Bf16).unwrap();
-        for band in sample.bands(PackedAxis::Cols) {
+        let back = quantize::dequantize(client, &packed, FloatKind::Bf16).unwrap();
+        for band in sample.bands(Usage::Rowwise) {
             let what = format!("{:?} from NVFP4 {from:?}", sample.shape());
             assert_rows(client, &back, band.first, &values(&band), &what);
         }
@@ -409,10 +412,10 @@ pub fn ms_eden(client: &Client, sample: &Sample) {
     let (rows, cols) = sample.shape();
     let hadamard = Hadamard::seeded_with_size(HadamardSize::H128, 5);
     let target = EdenTarget::Backward;
-    let plain = CopyPolicy::new(NEAREST);
-    let axis = PackedAxis::Cols;
-    let request = Request::new(client, sample, axis, (plain, AmaxScope::Group));
-    let packed = ops::quantize(client, &sample.matrix, ONE, axis, &request.copy()).unwrap();
+    let plain = QuantParams::new(NEAREST);
+    let usage = Usage::Rowwise;
+    let request = Request::new(client, sample, usage, (plain, AmaxGranularity::PerTensor));
+    let packed = quantize::quantize(client, &sample.matrix, ONE, usage, &request.copy()).unwrap();
     let dequantized = |x: &[bf16], rows: usize, cols: usize| {
         let amax = Amax::Tensor(sample.amax);
         let packed = reference::quantize_row(x, rows, cols, &amax, &NEAREST).unwrap();
@@ -420,11 +423,11 @@ pub fn ms_eden(client: &Client, sample: &Sample) {
     };
     let given = 2.0 * sample.amax;
     let handle = device_amax(client, &[Amax::Tensor(given)]);
-    for (axis, of_packed) in AXES
+    for (usage, of_packed) in USAGES
         .into_iter()
-        .flat_map(|axis| [(axis, false), (axis, true)])
+        .flat_map(|usage| [(usage, false), (usage, true)])
     {
-        let what = format!("{rows}x{cols} MS-EDEN {axis:?}, packed: {of_packed}");
+        let what = format!("{rows}x{cols} MS-EDEN {usage:?}, packed: {of_packed}");
         let values = |x: &[bf16], rows, cols| match of_packed {
             true => dequantized(x, rows, cols),
             false => x.iter().map(|value| value.to_f32()).collect(),
@@ -433,20 +436,21 @@ pub fn ms_eden(client: &Client, sample: &Sample) {
             true => (&packed).into(),
             false => (&sample.matrix).into(),
         };
-        let amax = ops::ms_eden_amax(client, source, axis, &hadamard).unwrap();
+        let amax = quantize::ms_eden_amax(client, source, usage, &hadamard).unwrap();
         if rows * cols <= 1 << 22 {
             let x = values(&sample.x, rows, cols);
-            let expected = reference::ms_eden_amax(&x, rows, cols, axis, &hadamard).unwrap();
+            let expected = reference::ms_eden_amax(&x, rows, cols, usage, &hadamard).unwrap();
             assert_eq!(read_f32(client, &amax), expected, "{what}");
         }
-        let found = ops::ms_eden(client, source, axis, &handle, &hadamard, target, STREAM).unwrap();
-        for band in sample.bands(axis) {
+        let found =
+            quantize::ms_eden(client, source, usage, &handle, &hadamard, target, STREAM).unwrap();
+        for band in sample.bands(usage) {
             let (rows, cols) = (band.rows, band.cols);
-            let groups = axis.stored_shape(rows, cols).1.div_ceil(EDEN_GROUP);
+            let groups = usage.stored_shape(rows, cols).1.div_ceil(EDEN_GROUP);
             let x = values(&band.x, rows, cols);
             let first = (band.first * groups) as u64;
             let expected = reference::ms_eden_at(
-                &x, rows, cols, axis, given, &hadamard, target, &STREAM, first,
+                &x, rows, cols, usage, given, &hadamard, target, &STREAM, first,
             )
             .unwrap();
             assert_lines(client, &found, band.first, &expected, &what);
@@ -467,7 +471,7 @@ pub fn producers(client: &Client, sample: &Sample) {
     let x = &sample.matrix;
     let gain = values(Kind::Normal, cols, 3);
     let gain_handle = client.create_from_slice(bytemuck::cast_slice(&gain));
-    let rstd = ops::rms_norm_rstd(client, x, epsilon).unwrap();
+    let rstd = quantize::rms_norm_rstd(client, x, epsilon).unwrap();
     let grad = Matrix {
         cols: width,
         ..x.clone()
@@ -483,23 +487,23 @@ pub fn producers(client: &Client, sample: &Sample) {
         inputs: gated,
     };
     let amax = 3.0 * sample.amax;
-    let policy = CopyPolicy::new(STOCHASTIC);
+    let policy = QuantParams::new(STOCHASTIC);
     for (name, source, cols) in [
         ("RMSNorm", norm, cols),
         ("SwiGLU", Source::SwiGlu(gated), width),
         ("SwiGLU backward", backward, cols),
     ] {
         let what = format!("{:?} {name}", sample.shape());
-        let written = ops::produce(client, source).unwrap();
+        let written = quantize::produce(client, source).unwrap();
         let handle = device_amax(client, &[Amax::Tensor(amax)]);
-        let request = CopyRequest {
+        let request = QuantRequest {
             amax: &handle,
-            scope: AmaxScope::Group,
+            scope: AmaxGranularity::PerTensor,
             copy: policy.into(),
         };
-        let (row, _) = ops::quantize_both(client, source, ONE, &request, &request).unwrap();
-        let per_token = ops::quantize_per_token(client, source, &policy.into()).unwrap();
-        for band in sample.bands(PackedAxis::Cols) {
+        let (row, _) = quantize::quantize_both(client, source, ONE, &request, &request).unwrap();
+        let per_token = quantize::quantize_per_token(client, source, &policy.into()).unwrap();
+        for band in sample.bands(Usage::Rowwise) {
             let first = band.first;
             let produced = match name {
                 "RMSNorm" => {

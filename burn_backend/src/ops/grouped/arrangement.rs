@@ -2,7 +2,7 @@
 
 use burn_core::backend::{Backend, TensorMetadata};
 use nvfp4_kernels::reference::{EDEN_GROUP, padding::padded_bound};
-use nvfp4_kernels::{MX_BLOCK, PackedAxis};
+use nvfp4_kernels::{MX_BLOCK, Usage};
 
 use super::super::packed::unit_of;
 use super::super::{CopySpec, EdenSpec, MxLayout, PackedLayout};
@@ -28,47 +28,40 @@ impl Arrangement {
         }
     }
 
-    /// The matrix that holds the copies along `axis` of the groups of a `rows` x `cols` matrix, each padded to a
+    /// The matrix that holds the copies along `usage` of the groups of a `rows` x `cols` matrix, each padded to a
     /// multiple of `unit` along its rows: its rows, its columns, and the axis along which it is packed.
     fn holder(
         self,
         (rows, cols): (usize, usize),
-        axis: PackedAxis,
+        usage: Usage,
         unit: usize,
-    ) -> (usize, usize, PackedAxis) {
-        match (axis, self) {
-            (PackedAxis::Cols, _) => (rows, cols, axis),
+    ) -> (usize, usize, Usage) {
+        match (usage, self) {
+            (Usage::Rowwise, _) => (rows, cols, usage),
             // Row-wise copies of the transposed matrices.
-            (PackedAxis::Rows, Self::Batch(count)) => {
-                (count * cols, rows / count, PackedAxis::Cols)
-            }
-            (PackedAxis::Rows, Self::Offsets(count)) => {
-                (padded_bound(rows, count, unit), cols, axis)
+            (Usage::Columnwise, Self::Batch(count)) => (count * cols, rows / count, Usage::Rowwise),
+            (Usage::Columnwise, Self::Offsets(count)) => {
+                (padded_bound(rows, count, unit), cols, usage)
             }
         }
     }
 
     /// The layout of copies in 1x16 blocks.
-    pub(super) fn copy(
-        self,
-        shape: (usize, usize),
-        axis: PackedAxis,
-        copy: &CopySpec,
-    ) -> PackedLayout {
-        let (rows, cols, axis) = self.holder(shape, axis, unit_of(copy.hadamard));
-        copy.layout(rows, cols, axis)
+    pub(super) fn copy(self, shape: (usize, usize), usage: Usage, copy: &CopySpec) -> PackedLayout {
+        let (rows, cols, usage) = self.holder(shape, usage, unit_of(copy.hadamard));
+        copy.layout(rows, cols, usage)
     }
 
     /// The layout of copies by MS-EDEN.
     pub(super) fn eden(self, shape: (usize, usize), spec: &EdenSpec) -> PackedLayout {
-        let (rows, cols, axis) = self.holder(shape, spec.axis, EDEN_GROUP);
-        EdenSpec { axis, ..*spec }.layout(rows, cols)
+        let (rows, cols, usage) = self.holder(shape, spec.usage, EDEN_GROUP);
+        EdenSpec { usage, ..*spec }.layout(rows, cols)
     }
 
     /// The layout of copies in MXFP8.
-    pub(super) fn mx(self, shape: (usize, usize), axis: PackedAxis) -> MxLayout {
-        let (rows, cols, axis) = self.holder(shape, axis, MX_BLOCK);
-        MxLayout { rows, cols, axis }
+    pub(super) fn mx(self, shape: (usize, usize), usage: Usage) -> MxLayout {
+        let (rows, cols, usage) = self.holder(shape, usage, MX_BLOCK);
+        MxLayout { rows, cols, usage }
     }
 }
 

@@ -1,6 +1,6 @@
 //! The backwards of [`nvfp4_grouped_linear`](Nvfp4GroupedOps::nvfp4_grouped_linear),
-//! [`nvfp4_gather_rows`](Nvfp4GroupedOps::nvfp4_gather_rows) and
-//! [`nvfp4_combine_rows`](Nvfp4GroupedOps::nvfp4_combine_rows).
+//! [`nvfp4_moe_permute`](Nvfp4GroupedOps::nvfp4_moe_permute) and
+//! [`nvfp4_moe_unpermute`](Nvfp4GroupedOps::nvfp4_moe_unpermute).
 
 use burn_core::backend::{
     Autodiff, AutodiffBackend, Backend, TensorMetadata,
@@ -13,7 +13,7 @@ use burn_core::backend::{
 };
 use burn_core::tensor::FloatDType;
 
-use nvfp4_kernels::{BlockScaling, Form, PackedAxis};
+use nvfp4_kernels::{BlockScaling, Storage, Usage};
 
 use super::super::autodiff::{
     constant, inner, inner_bias, inner_operand, linear, mx_constant, register,
@@ -36,19 +36,19 @@ struct Groups<B: Backend> {
 
 impl<B: Nvfp4GroupedOps> Grouping<B> for Groups<B> {
     /// Values are made for dense products alone.
-    fn form(&self, _: &B::Device, _: [&OperandSpec; 2], _: (usize, usize, usize)) -> Form {
-        Form::Packed
+    fn form(&self, _: &B::Device, _: [&OperandSpec; 2], _: (usize, usize, usize)) -> Storage {
+        Storage::Packed
     }
 
     fn rows(
         &self,
         x: FloatTensor<B>,
         spec: &OperandSpec,
-        axis: PackedAxis,
+        usage: Usage,
         dtype: FloatDType,
-        _: Form,
+        _: Storage,
     ) -> Operand<B> {
-        tokens::<B>(x, &self.offsets, spec, axis, dtype)
+        tokens::<B>(x, &self.offsets, spec, usage, dtype)
     }
 
     fn rows_both(
@@ -57,7 +57,7 @@ impl<B: Nvfp4GroupedOps> Grouping<B> for Groups<B> {
         row: &OperandSpec,
         col: &OperandSpec,
         dtype: FloatDType,
-        _: [Form; 2],
+        _: [Storage; 2],
     ) -> (Operand<B>, Operand<B>) {
         tokens_both::<B>(x, &self.offsets, row, col, dtype)
     }
@@ -70,10 +70,10 @@ impl<B: Nvfp4GroupedOps> Grouping<B> for Groups<B> {
         &self,
         w: FloatTensor<B>,
         spec: &OperandSpec,
-        axis: PackedAxis,
+        usage: Usage,
         dtype: FloatDType,
     ) -> Operand<B> {
-        stack::<B>(w, spec, axis, dtype)
+        stack::<B>(w, spec, usage, dtype)
     }
 
     fn weight_both(
@@ -111,7 +111,7 @@ impl<B: Nvfp4GroupedOps> Grouping<B> for Groups<B> {
     }
 
     fn bias_grad(&self, dy: FloatTensor<B>) -> FloatTensor<B> {
-        B::nvfp4_group_sums(dy, self.offsets.clone())
+        B::nvfp4_segment_sum(dy, self.offsets.clone())
     }
 
     fn offsets(&self) -> Option<&IntTensor<B>> {
@@ -205,12 +205,12 @@ impl<B: Nvfp4GroupedOps, C: CheckpointStrategy> Nvfp4GroupedOps for Autodiff<B, 
 
     fn nvfp4_quantize_stack_tiles(
         w: FloatTensor<Self>,
-        axis: PackedAxis,
+        usage: Usage,
         scaling: BlockScaling,
     ) -> Packed<Self> {
         constant(B::nvfp4_quantize_stack_tiles(
             w.into_primitive(),
-            axis,
+            usage,
             scaling,
         ))
     }
@@ -265,33 +265,33 @@ impl<B: Nvfp4GroupedOps, C: CheckpointStrategy> Nvfp4GroupedOps for Autodiff<B, 
     fn nvfp4_mx_quantize_groups(
         x: FloatTensor<Self>,
         groups: RowGroups<Self>,
-        axis: PackedAxis,
+        usage: Usage,
     ) -> MxPacked<Self> {
         let groups = inner_groups(groups);
         mx_constant(B::nvfp4_mx_quantize_groups(
             x.into_primitive(),
             groups,
-            axis,
+            usage,
         ))
     }
 
     fn nvfp4_mx_requantize_groups(
         packed: Packed<Self>,
         groups: RowGroups<Self>,
-        axis: PackedAxis,
+        usage: Usage,
         via: FloatDType,
     ) -> MxPacked<Self> {
         let (packed, groups) = (inner(packed), inner_groups(groups));
-        mx_constant(B::nvfp4_mx_requantize_groups(packed, groups, axis, via))
+        mx_constant(B::nvfp4_mx_requantize_groups(packed, groups, usage, via))
     }
 
-    fn nvfp4_spread_groups(
+    fn nvfp4_broadcast_group_values(
         values: FloatTensor<Self>,
         offsets: IntTensor<Self>,
         rows: usize,
     ) -> FloatTensor<Self> {
         let values = values.into_primitive();
-        Self::from_inner(B::nvfp4_spread_groups(values, offsets, rows))
+        Self::from_inner(B::nvfp4_broadcast_group_values(values, offsets, rows))
     }
 
     fn nvfp4_group_rows(
@@ -316,8 +316,8 @@ impl<B: Nvfp4GroupedOps, C: CheckpointStrategy> Nvfp4GroupedOps for Autodiff<B, 
         Self::from_inner(B::nvfp4_group_depth(a, b, offsets, tokens, dtype))
     }
 
-    fn nvfp4_group_sums(x: FloatTensor<Self>, offsets: IntTensor<Self>) -> FloatTensor<Self> {
-        Self::from_inner(B::nvfp4_group_sums(x.into_primitive(), offsets))
+    fn nvfp4_segment_sum(x: FloatTensor<Self>, offsets: IntTensor<Self>) -> FloatTensor<Self> {
+        Self::from_inner(B::nvfp4_segment_sum(x.into_primitive(), offsets))
     }
 
     fn nvfp4_grouped_linear(
@@ -343,7 +343,7 @@ impl<B: Nvfp4GroupedOps, C: CheckpointStrategy> Nvfp4GroupedOps for Autodiff<B, 
         })
     }
 
-    fn nvfp4_gather_rows(
+    fn nvfp4_moe_permute(
         x: FloatTensor<Self>,
         index: IntTensor<Self>,
         inverse: IntTensor<Self>,
@@ -351,14 +351,14 @@ impl<B: Nvfp4GroupedOps, C: CheckpointStrategy> Nvfp4GroupedOps for Autodiff<B, 
         let (x, node) = x.into_parts();
         match GatherRows.prepare::<C>([node]).compute_bound().stateful() {
             OpsKind::Tracked(prep) => {
-                let y = B::nvfp4_gather_rows(x, index, inverse.clone());
+                let y = B::nvfp4_moe_permute(x, index, inverse.clone());
                 prep.finish(Gathered { inverse }, y)
             }
-            OpsKind::UnTracked(prep) => prep.finish(B::nvfp4_gather_rows(x, index, inverse)),
+            OpsKind::UnTracked(prep) => prep.finish(B::nvfp4_moe_permute(x, index, inverse)),
         }
     }
 
-    fn nvfp4_combine_rows(
+    fn nvfp4_moe_unpermute(
         y: FloatTensor<Self>,
         weights: FloatTensor<Self>,
         places: IntTensor<Self>,
@@ -375,10 +375,10 @@ impl<B: Nvfp4GroupedOps, C: CheckpointStrategy> Nvfp4GroupedOps for Autodiff<B, 
                     places: places.clone(),
                     choices: choices.clone(),
                 };
-                prep.finish(saved, B::nvfp4_combine_rows(y, weights, places, choices))
+                prep.finish(saved, B::nvfp4_moe_unpermute(y, weights, places, choices))
             }
             OpsKind::UnTracked(prep) => {
-                prep.finish(B::nvfp4_combine_rows(y, weights, places, choices))
+                prep.finish(B::nvfp4_moe_unpermute(y, weights, places, choices))
             }
         }
     }

@@ -12,17 +12,18 @@ use burn_cubecl::{
     tensor::CubeTensor,
 };
 use cubecl::server::Handle;
-use nvfp4_kernels::device::{AmaxScope, DevicePacked, Groups, Matrix};
 use nvfp4_kernels::gemm::{self, Scale, Target};
-use nvfp4_kernels::ops::{AmaxRequest, CopyRequest, EdenSource, GroupOffsets};
-use nvfp4_kernels::{BlockScaling, PackedAxis, ScaleLayout, ops};
+use nvfp4_kernels::moe::GroupOffsets;
+use nvfp4_kernels::quantize::{AmaxRequest, EdenSource, QuantRequest};
+use nvfp4_kernels::tensor::{DeviceQuantized, Groups, Matrix};
+use nvfp4_kernels::{BlockScaling, ScaleLayout, Usage, moe, quantize};
 
 use super::super::cube::{
     Stored, beside, device, eden, float_kind, launched, mx_packed, new_tensor, packed_tensor,
-    request, result, scope, stored_shape,
+    request, result, stored_shape,
 };
 use super::super::{
-    Bias, EdenSpec, GlobalScaling, MxPacked, Operand, Packed, PackedLayout, PackedPair, PairSpec,
+    AmaxGranularity, Bias, EdenSpec, MxPacked, Operand, Packed, PackedLayout, PackedPair, PairSpec,
     QuantizeSpec, copy_name, float_dtype, trace_op,
 };
 use super::operands::{stack_values, unit, values};
@@ -31,16 +32,16 @@ use super::{GroupPairSpec, Nvfp4GroupedOps, RowGradients, RowGroups, maxima, row
 impl Nvfp4GroupedOps for CubeBackend {
     fn nvfp4_quantize_stack(w: FloatTensor<Self>, spec: QuantizeSpec) -> Packed<Self> {
         let (like, matrix, dims) = stack(w);
-        trace_op("quantize", copy_name(spec.axis), matrix.rows, matrix.cols);
+        trace_op("quantize", copy_name(spec.usage), matrix.rows, matrix.cols);
         let groups = Groups::Batch(dims[0]);
         let amax = group_amax(&like, &matrix, &groups);
         let request = request(&spec.copy, &amax);
-        let layout = PackedLayout::stack(dims, spec.axis, spec.copy.scaling);
-        let copy = launched(ops::quantize(
+        let layout = PackedLayout::stack(dims, spec.usage, spec.copy.scaling);
+        let copy = launched(quantize::quantize(
             &like.client,
             &matrix,
             &groups,
-            spec.axis,
+            spec.usage,
             &request,
         ));
         packed_tensor(&like, copy, layout, dims[0])
@@ -48,21 +49,21 @@ impl Nvfp4GroupedOps for CubeBackend {
 
     fn nvfp4_quantize_stack_tiles(
         w: FloatTensor<Self>,
-        axis: PackedAxis,
+        usage: Usage,
         scaling: BlockScaling,
     ) -> Packed<Self> {
         let (like, matrix, dims) = stack(w);
-        trace_op("quantize", copy_name(axis), matrix.rows, matrix.cols);
+        trace_op("quantize", copy_name(usage), matrix.rows, matrix.cols);
         let groups = Groups::Batch(dims[0]);
         let amax = group_amax(&like, &matrix, &groups);
         let (client, compact) = (&like.client, ScaleLayout::Compact);
-        let copy = launched(ops::quantize_tile_copy(
-            client, &matrix, &groups, axis, &amax, scaling, compact,
+        let copy = launched(quantize::quantize_tile_copy(
+            client, &matrix, &groups, usage, &amax, scaling, compact,
         ));
         packed_tensor(
             &like,
             copy,
-            PackedLayout::stack(dims, axis, scaling),
+            PackedLayout::stack(dims, usage, scaling),
             dims[0],
         )
     }
@@ -76,17 +77,17 @@ impl Nvfp4GroupedOps for CubeBackend {
         let (row, col) = launched(match spec {
             PairSpec::Tile(scaling) => {
                 let compact = [ScaleLayout::Compact; 2];
-                ops::quantize_tile_with(client, &matrix, &groups, &amax, scaling, compact)
+                quantize::quantize_tile_with(client, &matrix, &groups, &amax, scaling, compact)
             }
             PairSpec::Blocks { row, col } => {
                 let [row, col] = [row, col].map(|copy| request(&copy, &amax));
-                ops::quantize_both(client, &matrix, &groups, &row, &col)
+                quantize::quantize_both(client, &matrix, &groups, &row, &col)
             }
         });
-        let layout = |copy: &DevicePacked, axis| PackedLayout::stack(dims, axis, copy.scaling);
+        let layout = |copy: &DeviceQuantized, usage| PackedLayout::stack(dims, usage, copy.scaling);
         let layouts = (
-            layout(&row, PackedAxis::Cols),
-            layout(&col, PackedAxis::Rows),
+            layout(&row, Usage::Rowwise),
+            layout(&col, Usage::Columnwise),
         );
         PackedPair {
             row: packed_tensor(&like, row, layouts.0, dims[0]),
@@ -100,29 +101,29 @@ impl Nvfp4GroupedOps for CubeBackend {
         spec: QuantizeSpec,
     ) -> Packed<Self> {
         let tokens = Tokens::new(x, offsets);
-        let QuantizeSpec { axis, copy } = spec;
+        let QuantizeSpec { usage, copy } = spec;
         trace_op(
             "quantize",
-            copy_name(axis),
+            copy_name(usage),
             tokens.matrix.rows,
             tokens.matrix.cols,
         );
-        let scope = scope(copy.global);
-        let amaxes = tokens.amaxes(&match axis {
-            PackedAxis::Cols => AmaxRequest {
+        let scope = copy.global;
+        let amaxes = tokens.amaxes(&match usage {
+            Usage::Rowwise => AmaxRequest {
                 rows: Some(scope),
                 cols: None,
             },
-            PackedAxis::Rows => AmaxRequest {
+            Usage::Columnwise => AmaxRequest {
                 rows: None,
                 cols: Some((scope, copy.hadamard)),
             },
         });
         let amax = amaxes.0.or(amaxes.1).expect("one was asked for");
         let request = request(&copy, &amax);
-        let (row, col) = match axis {
-            PackedAxis::Cols => tokens.quantize(Some(&request), None),
-            PackedAxis::Rows => tokens.quantize(None, Some(&request)),
+        let (row, col) = match usage {
+            Usage::Rowwise => tokens.quantize(Some(&request), None),
+            Usage::Columnwise => tokens.quantize(None, Some(&request)),
         };
         row.or(col).expect("one was asked for")
     }
@@ -138,10 +139,10 @@ impl Nvfp4GroupedOps for CubeBackend {
         // One maximum of each group serves both copies where neither has a transform or more of them.
         let one = [&row, &col]
             .iter()
-            .all(|copy| copy.global == GlobalScaling::PerTensor && copy.hadamard.is_none());
+            .all(|copy| copy.global == AmaxGranularity::PerTensor && copy.hadamard.is_none());
         let (row_amax, col_amax) = tokens.amaxes(&AmaxRequest {
-            rows: Some(scope(row.global)),
-            cols: (!one).then(|| (scope(col.global), col.hadamard)),
+            rows: Some(row.global),
+            cols: (!one).then(|| (col.global, col.hadamard)),
         });
         let row_amax = row_amax.expect("asked for");
         let col_amax = col_amax.unwrap_or_else(|| row_amax.clone());
@@ -162,7 +163,7 @@ impl Nvfp4GroupedOps for CubeBackend {
     ) -> Packed<Self> {
         let x = into_contiguous(x);
         let (matrix, arrangement) = (matrix(&x), groups.arrangement());
-        trace_op("ms_eden", copy_name(spec.axis), matrix.rows, matrix.cols);
+        trace_op("ms_eden", copy_name(spec.usage), matrix.rows, matrix.cols);
         let groups = device_groups(groups);
         let source = EdenSource::Grouped(&matrix, &groups);
         let layout = arrangement.eden((matrix.rows, matrix.cols), &spec);
@@ -175,7 +176,7 @@ impl Nvfp4GroupedOps for CubeBackend {
         spec: EdenSpec,
     ) -> Packed<Self> {
         let PackedLayout { rows, cols, .. } = packed.layout;
-        trace_op("ms_eden", copy_name(spec.axis), rows, cols);
+        trace_op("ms_eden", copy_name(spec.usage), rows, cols);
         let (like, arrangement) = (packed.codes.clone(), groups.arrangement());
         let source = in_groups(packed, groups);
         let layout = arrangement.eden((rows, cols), &spec);
@@ -186,31 +187,31 @@ impl Nvfp4GroupedOps for CubeBackend {
     fn nvfp4_mx_quantize_groups(
         x: FloatTensor<Self>,
         groups: RowGroups<Self>,
-        axis: PackedAxis,
+        usage: Usage,
     ) -> MxPacked<Self> {
         let x = into_contiguous(x);
         let matrix = matrix(&x);
-        trace_op("mx_quantize", copy_name(axis), matrix.rows, matrix.cols);
+        trace_op("mx_quantize", copy_name(usage), matrix.rows, matrix.cols);
         let groups = device_groups(groups);
-        let mx = ops::mx_quantize_groups(&x.client, &matrix, &groups, axis);
+        let mx = quantize::mx_quantize_groups(&x.client, &matrix, &groups, usage);
         mx_packed(&x, launched(mx))
     }
 
     fn nvfp4_mx_requantize_groups(
         packed: Packed<Self>,
         groups: RowGroups<Self>,
-        axis: PackedAxis,
+        usage: Usage,
         via: FloatDType,
     ) -> MxPacked<Self> {
         let PackedLayout { rows, cols, .. } = packed.layout;
-        trace_op("mx_requantize", copy_name(axis), rows, cols);
+        trace_op("mx_requantize", copy_name(usage), rows, cols);
         let like = packed.codes.clone();
         let source = in_groups(packed, groups);
-        let mx = ops::mx_requantize(&like.client, &source, axis, float_kind(via));
+        let mx = quantize::mx_requantize(&like.client, &source, usage, float_kind(via));
         mx_packed(&like, launched(mx))
     }
 
-    fn nvfp4_spread_groups(
+    fn nvfp4_broadcast_group_values(
         values: FloatTensor<Self>,
         offsets: IntTensor<Self>,
         rows: usize,
@@ -218,7 +219,7 @@ impl Nvfp4GroupedOps for CubeBackend {
         let values = into_contiguous(values);
         let groups = group_offsets(offsets);
         let (client, handle) = (&values.client, &values.handle);
-        let spread = launched(ops::spread_groups(client, handle, &groups, rows));
+        let spread = launched(moe::broadcast_group_values(client, handle, &groups, rows));
         new_tensor(&values, spread, Shape::new([rows]), DType::F32)
     }
 
@@ -258,7 +259,7 @@ impl Nvfp4GroupedOps for CubeBackend {
                 Target::New(float_kind(dtype)),
             ))
         };
-        launched(ops::clear_rest(&like.client, &out, &groups));
+        launched(moe::zero_padding_rows(&like.client, &out, &groups));
         result(&like, out)
     }
 
@@ -286,10 +287,10 @@ impl Nvfp4GroupedOps for CubeBackend {
         let aligned = launched(groups.aligned(&like.client, tokens, unit));
         let [a, b] = [a, b].map(|operand| {
             GroupOperand::new(match operand {
-                Operand::Float(x, axis) => {
+                Operand::Float(x, usage) => {
                     let x = Tokens::new(x, offsets.clone());
-                    let padded = ops::pad_groups(&like.client, &x.matrix, &x.groups, unit);
-                    Operand::Float(result(&x.tensor, launched(padded).0), axis)
+                    let padded = moe::pad_groups(&like.client, &x.matrix, &x.groups, unit);
+                    Operand::Float(result(&x.tensor, launched(padded).0), usage)
                 }
                 packed => packed,
             })
@@ -306,10 +307,10 @@ impl Nvfp4GroupedOps for CubeBackend {
         new_tensor(&like, out.handle, shape, dtype.into())
     }
 
-    fn nvfp4_group_sums(x: FloatTensor<Self>, offsets: IntTensor<Self>) -> FloatTensor<Self> {
+    fn nvfp4_segment_sum(x: FloatTensor<Self>, offsets: IntTensor<Self>) -> FloatTensor<Self> {
         let tokens = Tokens::new(x, offsets);
         let client = &tokens.tensor.client;
-        let sums = launched(ops::group_sums(client, &tokens.matrix, &tokens.groups));
+        let sums = launched(moe::segment_sum(client, &tokens.matrix, &tokens.groups));
         result(&tokens.tensor, sums)
     }
 
@@ -344,7 +345,7 @@ impl Nvfp4GroupedOps for CubeBackend {
         let [dout, y, weights] = [dout, y, weights].map(into_contiguous);
         let choices = numbers(choices);
         let shape = weights.meta.shape().clone();
-        let (by_rows, by_weights) = launched(ops::combine_rows_backward(
+        let (by_rows, by_weights) = launched(moe::moe_unpermute_backward(
             &y.client,
             &matrix(&dout),
             &matrix(&y),
@@ -382,7 +383,7 @@ fn combined(x: CubeTensor, weights: Option<CubeTensor>, places: CubeTensor) -> C
         numbers(places),
     );
     let shape = places.meta.shape();
-    let found = launched(ops::combine_rows(
+    let found = launched(moe::moe_unpermute(
         &x.client,
         &matrix(&x),
         &places.handle,
@@ -413,7 +414,7 @@ impl Tokens {
     /// The maxima of each group: for row-wise copies and for column-wise ones.
     fn amaxes(&self, request: &AmaxRequest) -> (Option<Handle>, Option<Handle>) {
         let groups = with_offsets(self.groups.clone());
-        let found = launched(ops::amaxes(
+        let found = launched(quantize::amaxes(
             &self.tensor.client,
             &self.matrix,
             &groups,
@@ -424,26 +425,23 @@ impl Tokens {
 
     fn quantize(
         &self,
-        row: Option<&CopyRequest<'_>>,
-        col: Option<&CopyRequest<'_>>,
+        row: Option<&QuantRequest<'_>>,
+        col: Option<&QuantRequest<'_>>,
     ) -> (Option<Packed<CubeBackend>>, Option<Packed<CubeBackend>>) {
         let (client, groups) = (&self.tensor.client, &self.groups);
-        let (row, col) = launched(ops::quantize_side_by_side(
+        let (row, col) = launched(quantize::quantize_side_by_side(
             client,
             &self.matrix,
             groups,
             row,
             col,
         ));
-        let tensor = |copy: DevicePacked| {
+        let tensor = |copy: DeviceQuantized| {
             let layout = PackedLayout {
                 hadamard: copy.hadamard,
                 scaling: copy.scaling,
-                global: match copy.scope {
-                    AmaxScope::Group => GlobalScaling::PerTensor,
-                    AmaxScope::Outer => GlobalScaling::PerToken,
-                },
-                ..PackedLayout::plain(copy.rows, copy.cols, copy.axis)
+                global: copy.scope,
+                ..PackedLayout::plain(copy.rows, copy.cols, copy.usage)
             };
             let maxima = maxima(&layout, groups.count);
             packed_tensor(&self.tensor, copy, layout, maxima)
@@ -455,10 +453,10 @@ impl Tokens {
 /// The largest magnitude of each matrix of a stack.
 fn group_amax(like: &CubeTensor, matrix: &Matrix, groups: &Groups) -> Handle {
     let request = AmaxRequest {
-        rows: Some(AmaxScope::Group),
+        rows: Some(AmaxGranularity::PerTensor),
         cols: None,
     };
-    let found = launched(ops::amaxes(&like.client, matrix, groups, &request));
+    let found = launched(quantize::amaxes(&like.client, matrix, groups, &request));
     found.rows.expect("asked for")
 }
 
@@ -500,8 +498,8 @@ fn device_groups(groups: RowGroups<CubeBackend>) -> Groups {
 }
 
 /// The kernels' view of a row-wise packed matrix, and of its groups.
-fn in_groups(packed: Packed<CubeBackend>, groups: RowGroups<CubeBackend>) -> DevicePacked {
-    DevicePacked {
+fn in_groups(packed: Packed<CubeBackend>, groups: RowGroups<CubeBackend>) -> DeviceQuantized {
+    DeviceQuantized {
         groups: device_groups(groups),
         ..device(packed)
     }
@@ -517,7 +515,7 @@ struct GroupOperand {
 impl GroupOperand {
     fn new(operand: Operand<CubeBackend>) -> Self {
         let per_group = matches!(&operand, Operand::Nvfp4(packed)
-            if packed.layout.global == GlobalScaling::PerTensor);
+            if packed.layout.global == AmaxGranularity::PerTensor);
         Self {
             stored: Stored::new(operand),
             per_group,

@@ -11,14 +11,14 @@ use burn_core::tensor::{DType, FloatDType, Shape, Slice, TensorData};
 use burn_flex::FlexTensor;
 use half::{bf16, f16};
 use nvfp4_kernels::reference::{self, EDEN_GROUP, Element};
-use nvfp4_kernels::{Amax, BLOCK, BlockScaling, MX_BLOCK, PackedAxis, ScaleLayout};
+use nvfp4_kernels::{Amax, BLOCK, BlockScaling, MX_BLOCK, ScaleLayout, Usage};
 
 use super::super::flex::{
     eden, matrix, maxima, mx_upload_parts, narrow, policy, trusted, upload_parts, with_elements,
 };
 use super::super::packed::unit_of;
 use super::super::{
-    Bias, CopySpec, EdenSpec, GlobalScaling, MxLayout, MxPacked, Nvfp4Ops, Operand, Packed,
+    AmaxGranularity, Bias, CopySpec, EdenSpec, MxLayout, MxPacked, Nvfp4Ops, Operand, Packed,
     PackedLayout, PackedPair, PairSpec, QuantizeSpec, copy_name, trace_op,
 };
 use super::arrangement::Arrangement;
@@ -28,19 +28,19 @@ use super::{GroupPairSpec, Nvfp4GroupedOps, RowGroups};
 impl Nvfp4GroupedOps for Flex {
     fn nvfp4_quantize_stack(w: FloatTensor<Self>, spec: QuantizeSpec) -> Packed<Self> {
         let groups = Grouped::stack(&w);
-        let QuantizeSpec { axis, copy } = spec;
-        trace_op("quantize", copy_name(axis), groups.rows, groups.cols);
-        with_elements!(w, |values| quantize(values, &groups, axis, &copy))
+        let QuantizeSpec { usage, copy } = spec;
+        trace_op("quantize", copy_name(usage), groups.rows, groups.cols);
+        with_elements!(w, |values| quantize(values, &groups, usage, &copy))
     }
 
     fn nvfp4_quantize_stack_tiles(
         w: FloatTensor<Self>,
-        axis: PackedAxis,
+        usage: Usage,
         scaling: BlockScaling,
     ) -> Packed<Self> {
         let groups = Grouped::stack(&w);
-        trace_op("quantize", copy_name(axis), groups.rows, groups.cols);
-        with_elements!(w, |values| quantize_tiles(values, &groups, axis, scaling))
+        trace_op("quantize", copy_name(usage), groups.rows, groups.cols);
+        with_elements!(w, |values| quantize_tiles(values, &groups, usage, scaling))
     }
 
     fn nvfp4_quantize_stack_pair(w: FloatTensor<Self>, spec: PairSpec) -> PackedPair<Self> {
@@ -48,8 +48,8 @@ impl Nvfp4GroupedOps for Flex {
         trace_op("quantize", "pair", groups.rows, groups.cols);
         with_elements!(w, |values| match &spec {
             PairSpec::Tile(scaling) => PackedPair {
-                row: quantize_tiles(values, &groups, PackedAxis::Cols, *scaling),
-                col: quantize_tiles(values, &groups, PackedAxis::Rows, *scaling),
+                row: quantize_tiles(values, &groups, Usage::Rowwise, *scaling),
+                col: quantize_tiles(values, &groups, Usage::Columnwise, *scaling),
             },
             PairSpec::Blocks { row, col } => quantize_both(values, &groups, row, col),
         })
@@ -61,9 +61,9 @@ impl Nvfp4GroupedOps for Flex {
         spec: QuantizeSpec,
     ) -> Packed<Self> {
         let groups = Grouped::new(&RowGroups::Offsets(offsets), matrix(&x));
-        let QuantizeSpec { axis, copy } = spec;
-        trace_op("quantize", copy_name(axis), groups.rows, groups.cols);
-        with_elements!(x, |values| quantize(values, &groups, axis, &copy))
+        let QuantizeSpec { usage, copy } = spec;
+        trace_op("quantize", copy_name(usage), groups.rows, groups.cols);
+        with_elements!(x, |values| quantize(values, &groups, usage, &copy))
     }
 
     fn nvfp4_quantize_groups_pair(
@@ -83,7 +83,7 @@ impl Nvfp4GroupedOps for Flex {
         spec: EdenSpec,
     ) -> Packed<Self> {
         let groups = Grouped::new(&groups, matrix(&x));
-        trace_op("ms_eden", copy_name(spec.axis), groups.rows, groups.cols);
+        trace_op("ms_eden", copy_name(spec.usage), groups.rows, groups.cols);
         with_elements!(x, |values| eden_groups(values, &groups, &spec))
     }
 
@@ -99,24 +99,24 @@ impl Nvfp4GroupedOps for Flex {
     fn nvfp4_mx_quantize_groups(
         x: FloatTensor<Self>,
         groups: RowGroups<Self>,
-        axis: PackedAxis,
+        usage: Usage,
     ) -> MxPacked<Self> {
         let groups = Grouped::new(&groups, matrix(&x));
-        trace_op("mx_quantize", copy_name(axis), groups.rows, groups.cols);
-        with_elements!(x, |values| mx_groups(values, &groups, axis))
+        trace_op("mx_quantize", copy_name(usage), groups.rows, groups.cols);
+        with_elements!(x, |values| mx_groups(values, &groups, usage))
     }
 
     fn nvfp4_mx_requantize_groups(
         packed: Packed<Self>,
         groups: RowGroups<Self>,
-        axis: PackedAxis,
+        usage: Usage,
         via: FloatDType,
     ) -> MxPacked<Self> {
         let x = values::<Self>(Operand::Nvfp4(packed), &groups, via);
-        Self::nvfp4_mx_quantize_groups(x, groups, axis)
+        Self::nvfp4_mx_quantize_groups(x, groups, usage)
     }
 
-    fn nvfp4_spread_groups(
+    fn nvfp4_broadcast_group_values(
         values: FloatTensor<Self>,
         offsets: IntTensor<Self>,
         rows: usize,
@@ -173,7 +173,7 @@ impl Nvfp4GroupedOps for Flex {
         Flex::float_reshape(stacked, Shape::new([places.len(), m, n]))
     }
 
-    fn nvfp4_group_sums(x: FloatTensor<Self>, offsets: IntTensor<Self>) -> FloatTensor<Self> {
+    fn nvfp4_segment_sum(x: FloatTensor<Self>, offsets: IntTensor<Self>) -> FloatTensor<Self> {
         let (tokens, cols) = matrix(&x);
         let x = Flex::float_cast(x, FloatDType::F32);
         let sums = ranges(&offsets, tokens).into_iter().map(|rows| {
@@ -249,19 +249,19 @@ impl Grouped {
         (self.rows, self.cols)
     }
 
-    /// The copies along `axis` of all groups, in blocks of `block` elements and padded to a multiple of `unit`.
-    fn places(&self, axis: PackedAxis, unit: usize, block: usize) -> Vec<Place> {
+    /// The copies along `usage` of all groups, in blocks of `block` elements and padded to a multiple of `unit`.
+    fn places(&self, usage: Usage, unit: usize, block: usize) -> Vec<Place> {
         let padded = side_by_side(&self.ranges, unit);
         let groups = self.ranges.iter().zip(padded).enumerate();
         let places = groups.map(|(group, (rows, padded))| {
-            let (row, start, len) = match (axis, self.arrangement) {
-                (PackedAxis::Cols, _) => (rows.start, 0, self.cols.next_multiple_of(unit)),
-                (PackedAxis::Rows, Arrangement::Batch(_)) => (group * self.cols, 0, padded.len()),
-                (PackedAxis::Rows, Arrangement::Offsets(_)) => (0, padded.start, padded.len()),
+            let (row, start, len) = match (usage, self.arrangement) {
+                (Usage::Rowwise, _) => (rows.start, 0, self.cols.next_multiple_of(unit)),
+                (Usage::Columnwise, Arrangement::Batch(_)) => (group * self.cols, 0, padded.len()),
+                (Usage::Columnwise, Arrangement::Offsets(_)) => (0, padded.start, padded.len()),
             };
-            let before = match axis {
-                PackedAxis::Cols => rows.start * len,
-                PackedAxis::Rows => self.cols * padded.start,
+            let before = match usage {
+                Usage::Rowwise => rows.start * len,
+                Usage::Columnwise => self.cols * padded.start,
             };
             Place {
                 rows: rows.clone(),
@@ -330,32 +330,32 @@ impl Copies {
     }
 }
 
-/// The copy along `axis` of each group, in 1x16 blocks.
+/// The copy along `usage` of each group, in 1x16 blocks.
 fn quantize<T: Element>(
     values: &[T],
     groups: &Grouped,
-    axis: PackedAxis,
+    usage: Usage,
     copy: &CopySpec,
 ) -> Packed<Flex> {
-    let layout = groups.arrangement.copy(groups.shape(), axis, copy);
+    let layout = groups.arrangement.copy(groups.shape(), usage, copy);
     let mut copies = Copies::new(layout.outer(), layout.blocks(), BLOCK / 2);
     let mut all = vec![0.0; super::maxima(&layout, groups.ranges.len())];
     let (cols, policy) = (groups.cols, policy(copy));
-    let places = groups.places(axis, unit_of(copy.hadamard), BLOCK);
+    let places = groups.places(usage, unit_of(copy.hadamard), BLOCK);
     for (group, place) in places.iter().enumerate() {
         let (part, rows) = place.part(values, cols);
-        let amax = maxima(part, rows, cols, axis, copy);
-        match (&amax, axis) {
+        let amax = maxima(part, rows, cols, usage, copy);
+        match (&amax, usage) {
             (Amax::Tensor(amax), _) => all[group] = *amax,
-            (Amax::PerOuter(amax), PackedAxis::Cols) => {
+            (Amax::PerRow(amax), Usage::Rowwise) => {
                 all[place.rows.clone()].copy_from_slice(amax);
             }
-            (Amax::PerOuter(amax), PackedAxis::Rows) => {
+            (Amax::PerRow(amax), Usage::Columnwise) => {
                 all[group * cols..][..cols].copy_from_slice(amax);
             }
         }
         let first = place.number as u64;
-        let packed = reference::quantize(part, rows, cols, axis, &amax, &policy, first);
+        let packed = reference::quantize(part, rows, cols, usage, &amax, &policy, first);
         let packed = trusted(packed);
         copies.put(packed.codes(), packed.scales(), place);
     }
@@ -369,8 +369,8 @@ fn quantize_both<T: Element>(
     col: &CopySpec,
 ) -> PackedPair<Flex> {
     PackedPair {
-        row: quantize(values, groups, PackedAxis::Cols, row),
-        col: quantize(values, groups, PackedAxis::Rows, col),
+        row: quantize(values, groups, Usage::Rowwise, row),
+        col: quantize(values, groups, Usage::Columnwise, col),
     }
 }
 
@@ -378,20 +378,20 @@ fn quantize_both<T: Element>(
 fn quantize_tiles<T: Element>(
     values: &[T],
     groups: &Grouped,
-    axis: PackedAxis,
+    usage: Usage,
     scaling: BlockScaling,
 ) -> Packed<Flex> {
     let copy = CopySpec::of_tiles(scaling);
-    let layout = groups.arrangement.copy(groups.shape(), axis, &copy);
+    let layout = groups.arrangement.copy(groups.shape(), usage, &copy);
     let mut copies = Copies::new(layout.outer(), layout.blocks(), BLOCK / 2);
     let mut all = Vec::with_capacity(groups.ranges.len());
-    for place in &groups.places(axis, BLOCK, BLOCK) {
+    for place in &groups.places(usage, BLOCK, BLOCK) {
         let (part, rows) = place.part(values, groups.cols);
         let amax = reference::amax(part);
         all.push(amax);
         let (amax, compact) = (Amax::Tensor(amax), ScaleLayout::Compact);
         let packed =
-            reference::quantize_tile_copy(part, rows, groups.cols, axis, &amax, scaling, compact);
+            reference::quantize_tile_copy(part, rows, groups.cols, usage, &amax, scaling, compact);
         let packed = trusted(packed);
         copies.put(packed.codes(), packed.scales(), place);
     }
@@ -403,7 +403,7 @@ fn eden_groups<T: Element>(values: &[T], groups: &Grouped, spec: &EdenSpec) -> P
     let layout = groups.arrangement.eden(groups.shape(), spec);
     let mut copies = Copies::new(layout.outer(), layout.blocks(), BLOCK / 2);
     let mut all = Vec::with_capacity(groups.ranges.len());
-    for place in groups.places(spec.axis, EDEN_GROUP, BLOCK) {
+    for place in groups.places(spec.usage, EDEN_GROUP, BLOCK) {
         let (part, rows) = place.part(values, groups.cols);
         let first = place.number / (EDEN_GROUP / BLOCK);
         let packed = trusted(eden(part, rows, groups.cols, spec, first as u64));
@@ -414,12 +414,12 @@ fn eden_groups<T: Element>(values: &[T], groups: &Grouped, spec: &EdenSpec) -> P
 }
 
 /// Each group in MXFP8.
-fn mx_groups<T: Element>(values: &[T], groups: &Grouped, axis: PackedAxis) -> MxPacked<Flex> {
-    let layout = groups.arrangement.mx(groups.shape(), axis);
+fn mx_groups<T: Element>(values: &[T], groups: &Grouped, usage: Usage) -> MxPacked<Flex> {
+    let layout = groups.arrangement.mx(groups.shape(), usage);
     let mut copies = Copies::new(layout.outer(), layout.blocks(), MX_BLOCK);
-    for place in groups.places(axis, MX_BLOCK, MX_BLOCK) {
+    for place in groups.places(usage, MX_BLOCK, MX_BLOCK) {
         let (part, rows) = place.part(values, groups.cols);
-        let packed = trusted(reference::mx_quantize(part, rows, groups.cols, axis));
+        let packed = trusted(reference::mx_quantize(part, rows, groups.cols, usage));
         copies.put(packed.codes(), packed.scales(), &place);
     }
     mx_upload_parts(copies.codes, copies.scales, layout)
@@ -430,9 +430,9 @@ fn stored_outer(operand: &Operand<Flex>) -> usize {
     match operand {
         Operand::Nvfp4(packed) => packed.layout.outer(),
         Operand::Mxfp8(packed) => packed.layout.outer(),
-        Operand::Float(x, axis) => {
+        Operand::Float(x, usage) => {
             let (rows, cols) = matrix(x);
-            axis.stored_shape(rows, cols).0
+            usage.stored_shape(rows, cols).0
         }
         Operand::Decoded(_) => unreachable!("{NO_VALUES}"),
     }
@@ -444,8 +444,8 @@ fn stored_rows(operand: &Operand<Flex>, rows: Range<usize>, group: usize) -> Ope
         Operand::Nvfp4(packed) => {
             let blocks = packed.layout.blocks();
             let own = match packed.layout.global {
-                GlobalScaling::PerToken => rows.clone(),
-                GlobalScaling::PerTensor => group..group + 1,
+                AmaxGranularity::PerRow => rows.clone(),
+                AmaxGranularity::PerTensor => group..group + 1,
             };
             Operand::Nvfp4(Packed {
                 codes: int_part(&packed.codes, rows.clone(), 0..blocks * 2),
@@ -468,7 +468,7 @@ fn stored_rows(operand: &Operand<Flex>, rows: Range<usize>, group: usize) -> Ope
                 },
             })
         }
-        Operand::Float(x, axis) => Operand::Float(rows_of(x.clone(), rows), *axis),
+        Operand::Float(x, usage) => Operand::Float(rows_of(x.clone(), rows), *usage),
         Operand::Decoded(_) => unreachable!("{NO_VALUES}"),
     }
 }
@@ -481,8 +481,8 @@ fn stored_columns(operand: &Operand<Flex>, place: &Range<usize>, group: usize) -
             let outer = packed.layout.outer();
             let blocks = place.start / BLOCK..place.end / BLOCK;
             let own = match packed.layout.global {
-                GlobalScaling::PerToken => group * outer..(group + 1) * outer,
-                GlobalScaling::PerTensor => group..group + 1,
+                AmaxGranularity::PerRow => group * outer..(group + 1) * outer,
+                AmaxGranularity::PerTensor => group..group + 1,
             };
             Operand::Nvfp4(Packed {
                 codes: int_part(&packed.codes, 0..outer, blocks.start * 2..blocks.end * 2),
@@ -506,7 +506,7 @@ fn stored_columns(operand: &Operand<Flex>, place: &Range<usize>, group: usize) -
                 },
             })
         }
-        Operand::Float(x, axis) => Operand::Float(rows_of(x.clone(), place.clone()), *axis),
+        Operand::Float(x, usage) => Operand::Float(rows_of(x.clone(), place.clone()), *usage),
         Operand::Decoded(_) => unreachable!("{NO_VALUES}"),
     }
 }

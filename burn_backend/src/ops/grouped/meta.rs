@@ -2,7 +2,7 @@
 
 use burn_core::backend::fusion::custom::TensorSpec;
 use burn_core::tensor::{DType, FloatDType, Shape};
-use nvfp4_kernels::{BlockScaling, PackedAxis};
+use nvfp4_kernels::{BlockScaling, Usage};
 
 use super::super::packed::{
     BiasMetadata, MxPackedMetadata, OperandMetadata, PackedMetadata, PackedPairMetadata, mx_with,
@@ -23,39 +23,34 @@ fn packed(layout: PackedLayout, groups: usize) -> PackedMetadata {
     }
 }
 
-fn stack(w: &TensorSpec, axis: PackedAxis, copy: &CopySpec) -> PackedMetadata {
+fn stack(w: &TensorSpec, usage: Usage, copy: &CopySpec) -> PackedMetadata {
     let dims = [w.shape[0], w.shape[1], w.shape[2]];
-    packed(PackedLayout::stack(dims, axis, copy.scaling), dims[0])
+    packed(PackedLayout::stack(dims, usage, copy.scaling), dims[0])
 }
 
-fn groups(
-    x: &TensorSpec,
-    offsets: &TensorSpec,
-    axis: PackedAxis,
-    copy: &CopySpec,
-) -> PackedMetadata {
+fn groups(x: &TensorSpec, offsets: &TensorSpec, usage: Usage, copy: &CopySpec) -> PackedMetadata {
     let arrangement = Arrangement::Offsets(offsets.shape[0] - 1);
-    let layout = arrangement.copy((x.shape[0], x.shape[1]), axis, copy);
+    let layout = arrangement.copy((x.shape[0], x.shape[1]), usage, copy);
     packed(layout, arrangement.count())
 }
 
 pub(super) fn stack_meta(w: &TensorSpec, spec: &QuantizeSpec) -> PackedMetadata {
-    stack(w, spec.axis, &spec.copy)
+    stack(w, spec.usage, &spec.copy)
 }
 
 pub(super) fn stack_tiles_meta(
     w: &TensorSpec,
-    axis: &PackedAxis,
+    usage: &Usage,
     scaling: &BlockScaling,
 ) -> PackedMetadata {
-    stack(w, *axis, &CopySpec::of_tiles(*scaling))
+    stack(w, *usage, &CopySpec::of_tiles(*scaling))
 }
 
 pub(super) fn stack_pair_meta(w: &TensorSpec, spec: &PairSpec) -> PackedPairMetadata {
     let [row, col] = spec.copies();
     PackedPairMetadata {
-        row: stack(w, PackedAxis::Cols, &row),
-        col: stack(w, PackedAxis::Rows, &col),
+        row: stack(w, Usage::Rowwise, &row),
+        col: stack(w, Usage::Columnwise, &col),
     }
 }
 
@@ -64,7 +59,7 @@ pub(super) fn group_meta(
     offsets: &TensorSpec,
     spec: &QuantizeSpec,
 ) -> PackedMetadata {
-    groups(x, offsets, spec.axis, &spec.copy)
+    groups(x, offsets, spec.usage, &spec.copy)
 }
 
 pub(super) fn group_pair_meta(
@@ -73,8 +68,8 @@ pub(super) fn group_pair_meta(
     spec: &GroupPairSpec,
 ) -> PackedPairMetadata {
     PackedPairMetadata {
-        row: groups(x, offsets, PackedAxis::Cols, &spec.row),
-        col: groups(x, offsets, PackedAxis::Rows, &spec.col),
+        row: groups(x, offsets, Usage::Rowwise, &spec.row),
+        col: groups(x, offsets, Usage::Columnwise, &spec.col),
     }
 }
 
@@ -101,19 +96,19 @@ pub(super) fn eden_groups_packed_meta(
 pub(super) fn mx_groups_meta(
     x: &TensorSpec,
     groups: &RowGroupsMetadata,
-    axis: &PackedAxis,
+    usage: &Usage,
 ) -> MxPackedMetadata {
-    mx_with(groups.arrangement().mx((x.shape[0], x.shape[1]), *axis))
+    mx_with(groups.arrangement().mx((x.shape[0], x.shape[1]), *usage))
 }
 
 pub(super) fn mx_groups_packed_meta(
     source: &PackedMetadata,
     groups: &RowGroupsMetadata,
-    axis: &PackedAxis,
+    usage: &Usage,
     _via: &FloatDType,
 ) -> MxPackedMetadata {
     let PackedLayout { rows, cols, .. } = source.layout;
-    mx_with(groups.arrangement().mx((rows, cols), *axis))
+    mx_with(groups.arrangement().mx((rows, cols), *usage))
 }
 
 pub(super) fn spread_meta(_values: &TensorSpec, _offsets: &TensorSpec, rows: &usize) -> TensorSpec {

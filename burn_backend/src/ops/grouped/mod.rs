@@ -39,7 +39,7 @@ use burn_core::backend::{
     tensor::{FloatTensor, IntTensor},
 };
 use burn_core::tensor::{FloatDType, Shape};
-use nvfp4_kernels::{BlockScaling, PackedAxis};
+use nvfp4_kernels::{BlockScaling, Usage};
 
 use super::{
     Bias, CopySpec, EdenSpec, LinearContext, LinearSpec, MxPacked, Nvfp4Ops, Operand, Packed,
@@ -47,7 +47,7 @@ use super::{
 };
 
 #[cfg(any(feature = "flex", feature = "cubecl-backend"))]
-use super::{GlobalScaling, PackedLayout};
+use super::{AmaxGranularity, PackedLayout};
 #[cfg(feature = "cubecl-backend")]
 use meta::{
     add_rows_meta, depth_meta, eden_groups_meta, eden_groups_packed_meta, group_meta,
@@ -82,15 +82,15 @@ pub enum RowGroups<B: Backend> {
 /// Grouped operations on the primitives of a backend.
 ///
 /// Only [`nvfp4_grouped_linear`](Self::nvfp4_grouped_linear),
-/// [`nvfp4_gather_rows`](Self::nvfp4_gather_rows) and
-/// [`nvfp4_combine_rows`](Self::nvfp4_combine_rows) are differentiable; under `Autodiff` the results
+/// [`nvfp4_moe_permute`](Self::nvfp4_moe_permute) and
+/// [`nvfp4_moe_unpermute`](Self::nvfp4_moe_unpermute) are differentiable; under `Autodiff` the results
 /// of the others are constants.
 ///
 /// A packed stack or matrix of groups is a [`Packed`] whose `amax` has one value for each group, or, per token,
 /// one for each stored row, of each group in the column-wise copy (`groups x cols`); or it is an
 /// [`MxPacked`]:
 ///
-/// - the copies of a stack of weights are row-wise ones ([`PackedAxis::Cols`]) of
+/// - the copies of a stack of weights are row-wise ones ([`Usage::Rowwise`]) of
 ///   `[experts * d_in, d_out]` and of the transposed weights, `[experts * d_out, d_in]`;
 /// - the row-wise copy of tokens is that of `[tokens, cols]`; rows of no group are undefined;
 /// - in the column-wise copy of tokens the groups lie side by side, each padded to whole blocks (or
@@ -104,7 +104,7 @@ pub enum RowGroups<B: Backend> {
 )]
 pub trait Nvfp4GroupedOps: Nvfp4Ops {
     /// One copy of each matrix of the stack `w` (`[experts, d_in, d_out]`), in blocks along
-    /// `spec.axis`, without a transform.
+    /// `spec.usage`, without a transform.
     #[fusion(meta = stack_meta)]
     fn nvfp4_quantize_stack(w: FloatTensor<Self>, spec: QuantizeSpec) -> Packed<Self>;
 
@@ -112,7 +112,7 @@ pub trait Nvfp4GroupedOps: Nvfp4Ops {
     #[fusion(meta = stack_tiles_meta)]
     fn nvfp4_quantize_stack_tiles(
         w: FloatTensor<Self>,
-        axis: PackedAxis,
+        usage: Usage,
         scaling: BlockScaling,
     ) -> Packed<Self>;
 
@@ -136,7 +136,7 @@ pub trait Nvfp4GroupedOps: Nvfp4Ops {
         spec: GroupPairSpec,
     ) -> PackedPair<Self>;
 
-    /// Each group of rows of `x` (`[rows, cols]`) by MS-EDEN along `spec.axis`, as
+    /// Each group of rows of `x` (`[rows, cols]`) by MS-EDEN along `spec.usage`, as
     /// [`nvfp4_eden`](Nvfp4Ops::nvfp4_eden) but for the numbers of its groups of 128, which go on.
     #[fusion(meta = eden_groups_meta)]
     fn nvfp4_eden_groups(
@@ -154,12 +154,12 @@ pub trait Nvfp4GroupedOps: Nvfp4Ops {
         spec: EdenSpec,
     ) -> Packed<Self>;
 
-    /// Each group of rows of `x` (`[rows, cols]`) in MXFP8 with blocks along `axis`.
+    /// Each group of rows of `x` (`[rows, cols]`) in MXFP8 with blocks along `usage`.
     #[fusion(meta = mx_groups_meta)]
     fn nvfp4_mx_quantize_groups(
         x: FloatTensor<Self>,
         #[extension_type] groups: RowGroups<Self>,
-        axis: PackedAxis,
+        usage: Usage,
     ) -> MxPacked<Self>;
 
     /// [`nvfp4_mx_quantize_groups`](Self::nvfp4_mx_quantize_groups) of the values of `packed`, whose groups
@@ -168,14 +168,14 @@ pub trait Nvfp4GroupedOps: Nvfp4Ops {
     fn nvfp4_mx_requantize_groups(
         #[extension_type] packed: Packed<Self>,
         #[extension_type] groups: RowGroups<Self>,
-        axis: PackedAxis,
+        usage: Usage,
         via: FloatDType,
     ) -> MxPacked<Self>;
 
     /// The value of its group for each of `rows` rows, from `values`, `f32[groups]`; 0 for rows of no
     /// group.
     #[fusion(meta = spread_meta)]
-    fn nvfp4_spread_groups(
+    fn nvfp4_broadcast_group_values(
         values: FloatTensor<Self>,
         offsets: IntTensor<Self>,
         rows: usize,
@@ -211,7 +211,7 @@ pub trait Nvfp4GroupedOps: Nvfp4Ops {
 
     /// The sum of the rows of each group of `x` (`[tokens, cols]`), `f32[experts, cols]`.
     #[fusion(meta = sums_meta)]
-    fn nvfp4_group_sums(x: FloatTensor<Self>, offsets: IntTensor<Self>) -> FloatTensor<Self>;
+    fn nvfp4_segment_sum(x: FloatTensor<Self>, offsets: IntTensor<Self>) -> FloatTensor<Self>;
 
     /// `y[i] = x[i] w[g] + bias[g]` for the rows `i` of group `g`, for `x` (`[tokens, d_in]`), `w`
     /// (`[experts, d_in, d_out]`) and `bias` (`[experts, d_out]`), with the operands that `spec` asks
@@ -228,8 +228,8 @@ pub trait Nvfp4GroupedOps: Nvfp4Ops {
     ) -> FloatTensor<Self> {
         let _ = context;
         let dtype = float_dtype(x.dtype());
-        let x = operands::tokens::<Self>(x, &offsets, &spec.fprop_x, PackedAxis::Cols, dtype);
-        let w = operands::stack::<Self>(w, &spec.fprop_w, PackedAxis::Rows, dtype);
+        let x = operands::tokens::<Self>(x, &offsets, &spec.fprop_x, Usage::Rowwise, dtype);
+        let w = operands::stack::<Self>(w, &spec.fprop_w, Usage::Columnwise, dtype);
         Self::nvfp4_group_rows(x, w, bias, offsets, dtype)
     }
 
@@ -240,7 +240,7 @@ pub trait Nvfp4GroupedOps: Nvfp4Ops {
     /// `dx[t] = Σⱼ dout[inverse[t, j]]`, in a fixed order and in `f32`, where that of a plain
     /// selection scatters.
     #[fusion(default)]
-    fn nvfp4_gather_rows(
+    fn nvfp4_moe_permute(
         x: FloatTensor<Self>,
         index: IntTensor<Self>,
         _inverse: IntTensor<Self>,
@@ -255,7 +255,7 @@ pub trait Nvfp4GroupedOps: Nvfp4Ops {
     ///
     /// `Autodiff` overrides it with a backward that gathers too.
     #[fusion(default)]
-    fn nvfp4_combine_rows(
+    fn nvfp4_moe_unpermute(
         y: FloatTensor<Self>,
         weights: FloatTensor<Self>,
         places: IntTensor<Self>,
@@ -281,7 +281,7 @@ pub trait Nvfp4GroupedOps: Nvfp4Ops {
         rows::weigh::<Self>(x, weights, places)
     }
 
-    /// The gradients of [`nvfp4_combine_rows`](Self::nvfp4_combine_rows), given that of its output (`[tokens,
+    /// The gradients of [`nvfp4_moe_unpermute`](Self::nvfp4_moe_unpermute), given that of its output (`[tokens,
     /// width]`), which has the type of `y`.
     #[fusion(meta = weigh_rows_backward_meta)]
     fn nvfp4_weigh_rows_backward(
@@ -298,9 +298,9 @@ pub trait Nvfp4GroupedOps: Nvfp4Ops {
 /// Number of maxima of the copy of `groups` groups that `layout` describes.
 #[cfg(any(feature = "flex", feature = "cubecl-backend"))]
 fn maxima(layout: &PackedLayout, groups: usize) -> usize {
-    match (layout.global, layout.axis) {
-        (GlobalScaling::PerTensor, _) => groups,
-        (GlobalScaling::PerToken, PackedAxis::Cols) => layout.rows,
-        (GlobalScaling::PerToken, PackedAxis::Rows) => groups * layout.cols,
+    match (layout.global, layout.usage) {
+        (AmaxGranularity::PerTensor, _) => groups,
+        (AmaxGranularity::PerRow, Usage::Rowwise) => layout.rows,
+        (AmaxGranularity::PerRow, Usage::Columnwise) => groups * layout.cols,
     }
 }

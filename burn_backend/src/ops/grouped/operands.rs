@@ -9,11 +9,11 @@ use burn_core::backend::{
     tensor::{FloatTensor, IntTensor},
 };
 use burn_core::tensor::{FloatDType, Shape};
-use nvfp4_kernels::{BLOCK, MX_BLOCK, PackedAxis};
+use nvfp4_kernels::{BLOCK, MX_BLOCK, Usage};
 
 use super::super::operands::{cast, read_as};
 use super::super::{
-    CopySpec, EdenSpec, GlobalScaling, Operand, OperandSpec, Packed, PackedLayout, PackedPair,
+    AmaxGranularity, CopySpec, EdenSpec, Operand, OperandSpec, Packed, PackedLayout, PackedPair,
     PairSpec, QuantizeSpec,
 };
 use super::{GroupPairSpec, Nvfp4GroupedOps, RowGroups};
@@ -33,25 +33,25 @@ pub(super) fn unit<B: Nvfp4GroupedOps>(operand: &Operand<B>) -> usize {
     }
 }
 
-/// The operand that `spec` makes of tokens `x` (`[tokens, cols]`) in groups, contracted along `axis`.
+/// The operand that `spec` makes of tokens `x` (`[tokens, cols]`) in groups, contracted along `usage`.
 /// Without quantization it has the type `dtype`, that of the activations.
 pub(super) fn tokens<B: Nvfp4GroupedOps>(
     x: FloatTensor<B>,
     offsets: &IntTensor<B>,
     spec: &OperandSpec,
-    axis: PackedAxis,
+    usage: Usage,
     dtype: FloatDType,
 ) -> Operand<B> {
     match *spec {
-        OperandSpec::HighPrecision => Operand::Float(cast::<B>(x, dtype), axis),
+        OperandSpec::HighPrecision => Operand::Float(cast::<B>(x, dtype), usage),
         OperandSpec::Mxfp8 => {
             let groups = RowGroups::Offsets(offsets.clone());
-            Operand::Mxfp8(B::nvfp4_mx_quantize_groups(x, groups, axis))
+            Operand::Mxfp8(B::nvfp4_mx_quantize_groups(x, groups, usage))
         }
         OperandSpec::Blocks(copy) => {
-            let spec = QuantizeSpec { axis, copy };
-            Operand::Nvfp4(match (axis, copy.global) {
-                (PackedAxis::Cols, GlobalScaling::PerToken) => B::nvfp4_quantize(x, spec),
+            let spec = QuantizeSpec { usage, copy };
+            Operand::Nvfp4(match (usage, copy.global) {
+                (Usage::Rowwise, AmaxGranularity::PerRow) => B::nvfp4_quantize(x, spec),
                 _ => B::nvfp4_quantize_groups(x, offsets.clone(), spec),
             })
         }
@@ -59,7 +59,7 @@ pub(super) fn tokens<B: Nvfp4GroupedOps>(
         OperandSpec::Eden { hadamard, stream } => {
             let groups = RowGroups::Offsets(offsets.clone());
             let spec = EdenSpec {
-                axis,
+                usage,
                 hadamard,
                 stream,
             };
@@ -83,8 +83,8 @@ pub(super) fn tokens_both<B: Nvfp4GroupedOps>(
         return (Operand::Nvfp4(row), Operand::Nvfp4(col));
     }
     (
-        tokens::<B>(x.clone(), offsets, row, PackedAxis::Cols, dtype),
-        tokens::<B>(x, offsets, col, PackedAxis::Rows, dtype),
+        tokens::<B>(x.clone(), offsets, row, Usage::Rowwise, dtype),
+        tokens::<B>(x, offsets, col, Usage::Columnwise, dtype),
     )
 }
 
@@ -101,40 +101,40 @@ pub(super) fn tokens_again<B: Nvfp4GroupedOps>(
         Ok(operand) => operand,
         Err(forward) => {
             let values = values::<B>(forward, &groups, read_as(spec, dtype));
-            tokens::<B>(values, offsets, spec, PackedAxis::Rows, dtype)
+            tokens::<B>(values, offsets, spec, Usage::Columnwise, dtype)
         }
     }
 }
 
-/// The operand that `spec` makes of the stack `w` (`[experts, d_in, d_out]`), contracted along `axis` of
+/// The operand that `spec` makes of the stack `w` (`[experts, d_in, d_out]`), contracted along `usage` of
 /// each matrix: row-wise ones, one below the other, of the transposed matrices for
-/// [`PackedAxis::Rows`].
+/// [`Usage::Columnwise`].
 pub(super) fn stack<B: Nvfp4GroupedOps>(
     w: FloatTensor<B>,
     spec: &OperandSpec,
-    axis: PackedAxis,
+    usage: Usage,
     dtype: FloatDType,
 ) -> Operand<B> {
-    let rows = PackedAxis::Cols;
+    let rows = Usage::Rowwise;
     match *spec {
-        OperandSpec::HighPrecision => Operand::Float(flat::<B>(cast::<B>(w, dtype), axis), rows),
+        OperandSpec::HighPrecision => Operand::Float(flat::<B>(cast::<B>(w, dtype), usage), rows),
         OperandSpec::Mxfp8 => {
             let (w, groups) = batch::<B>(w);
-            Operand::Mxfp8(B::nvfp4_mx_quantize_groups(w, groups, axis))
+            Operand::Mxfp8(B::nvfp4_mx_quantize_groups(w, groups, usage))
         }
         OperandSpec::Blocks(copy) => Operand::Nvfp4(match copy.global {
-            GlobalScaling::PerTensor => B::nvfp4_quantize_stack(w, QuantizeSpec { axis, copy }),
-            GlobalScaling::PerToken => {
-                B::nvfp4_quantize(flat::<B>(w, axis), QuantizeSpec { axis: rows, copy })
+            AmaxGranularity::PerTensor => B::nvfp4_quantize_stack(w, QuantizeSpec { usage, copy }),
+            AmaxGranularity::PerRow => {
+                B::nvfp4_quantize(flat::<B>(w, usage), QuantizeSpec { usage: rows, copy })
             }
         }),
         OperandSpec::Tiles(scaling) => {
-            Operand::Nvfp4(B::nvfp4_quantize_stack_tiles(w, axis, scaling))
+            Operand::Nvfp4(B::nvfp4_quantize_stack_tiles(w, usage, scaling))
         }
         OperandSpec::Eden { hadamard, stream } => {
             let (w, groups) = batch::<B>(w);
             let spec = EdenSpec {
-                axis,
+                usage,
                 hadamard,
                 stream,
             };
@@ -151,7 +151,7 @@ pub(super) fn stack_both<B: Nvfp4GroupedOps>(
     col: &OperandSpec,
     dtype: FloatDType,
 ) -> (Operand<B>, Operand<B>) {
-    let whole = |copy: &CopySpec| copy.global == GlobalScaling::PerTensor;
+    let whole = |copy: &CopySpec| copy.global == AmaxGranularity::PerTensor;
     let pair = match (*row, *col) {
         (OperandSpec::Tiles(row), OperandSpec::Tiles(col)) if row == col => PairSpec::Tile(row),
         (OperandSpec::Blocks(row), OperandSpec::Blocks(col)) if whole(&row) && whole(&col) => {
@@ -159,8 +159,8 @@ pub(super) fn stack_both<B: Nvfp4GroupedOps>(
         }
         _ => {
             return (
-                stack::<B>(w.clone(), row, PackedAxis::Cols, dtype),
-                stack::<B>(w, col, PackedAxis::Rows, dtype),
+                stack::<B>(w.clone(), row, Usage::Rowwise, dtype),
+                stack::<B>(w, col, Usage::Columnwise, dtype),
             );
         }
     };
@@ -181,7 +181,7 @@ pub(super) fn stack_again<B: Nvfp4GroupedOps>(
         Err(forward) => {
             let values = stack_values::<B>(forward, experts, read_as(spec, dtype));
             let w = B::float_swap_dims(values, 1, 2);
-            stack::<B>(w, spec, PackedAxis::Cols, dtype)
+            stack::<B>(w, spec, Usage::Rowwise, dtype)
         }
     }
 }
@@ -194,11 +194,11 @@ fn again_from_codes<B: Nvfp4GroupedOps>(
     spec: &OperandSpec,
     dtype: FloatDType,
 ) -> Result<Operand<B>, Operand<B>> {
-    let (groups, axis) = (groups.clone(), PackedAxis::Rows);
+    let (groups, usage) = (groups.clone(), Usage::Columnwise);
     match (forward, *spec) {
         (Operand::Nvfp4(packed), OperandSpec::Eden { hadamard, stream }) => {
             let spec = EdenSpec {
-                axis,
+                usage,
                 hadamard,
                 stream,
             };
@@ -206,7 +206,7 @@ fn again_from_codes<B: Nvfp4GroupedOps>(
             Ok(Operand::Nvfp4(again))
         }
         (Operand::Nvfp4(packed), OperandSpec::Mxfp8) => {
-            let again = B::nvfp4_mx_requantize_groups(packed, groups, axis, dtype);
+            let again = B::nvfp4_mx_requantize_groups(packed, groups, usage, dtype);
             Ok(Operand::Mxfp8(again))
         }
         (forward, _) => Err(forward),
@@ -236,11 +236,11 @@ pub(super) fn values<B: Nvfp4GroupedOps>(
         Operand::Nvfp4(packed) => {
             let layout = packed.layout;
             let packed = match layout.global {
-                GlobalScaling::PerToken => packed,
-                GlobalScaling::PerTensor => Packed {
+                AmaxGranularity::PerRow => packed,
+                AmaxGranularity::PerTensor => Packed {
                     amax: spread::<B>(packed.amax, groups, layout.rows),
                     layout: PackedLayout {
-                        global: GlobalScaling::PerToken,
+                        global: AmaxGranularity::PerRow,
                         ..layout
                     },
                     ..packed
@@ -261,7 +261,7 @@ fn spread<B: Nvfp4GroupedOps>(
     rows: usize,
 ) -> FloatTensor<B> {
     match groups {
-        RowGroups::Offsets(offsets) => B::nvfp4_spread_groups(amax, offsets.clone(), rows),
+        RowGroups::Offsets(offsets) => B::nvfp4_broadcast_group_values(amax, offsets.clone(), rows),
         RowGroups::Batch(count) => {
             let amax = B::float_reshape(amax, Shape::new([*count, 1]));
             let amax = B::float_expand(amax, Shape::new([*count, rows / count]));
@@ -273,14 +273,14 @@ fn spread<B: Nvfp4GroupedOps>(
 /// A stack as one matrix, the matrices one below the other, and as groups of its rows.
 fn batch<B: Nvfp4GroupedOps>(w: FloatTensor<B>) -> (FloatTensor<B>, RowGroups<B>) {
     let count = w.shape()[0];
-    (flat::<B>(w, PackedAxis::Cols), RowGroups::Batch(count))
+    (flat::<B>(w, Usage::Rowwise), RowGroups::Batch(count))
 }
 
 /// A stack as one matrix, whose rows are contracted: those of the matrices, or of the transposed ones.
-fn flat<B: Nvfp4GroupedOps>(w: FloatTensor<B>, axis: PackedAxis) -> FloatTensor<B> {
-    let w = match axis {
-        PackedAxis::Cols => w,
-        PackedAxis::Rows => B::float_swap_dims(w, 1, 2),
+fn flat<B: Nvfp4GroupedOps>(w: FloatTensor<B>, usage: Usage) -> FloatTensor<B> {
+    let w = match usage {
+        Usage::Rowwise => w,
+        Usage::Columnwise => B::float_swap_dims(w, 1, 2),
     };
     let [count, rows, cols] = [w.shape()[0], w.shape()[1], w.shape()[2]];
     B::float_reshape(w, Shape::new([count * rows, cols]))

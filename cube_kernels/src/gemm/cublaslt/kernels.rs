@@ -6,7 +6,7 @@ use cubecl::prelude::*;
 use super::super::epilogue::{Factor, factor};
 use crate::{
     cube::codec::{load, store},
-    device::FloatKind,
+    tensor::FloatKind,
 };
 
 /// `fl(fl(amax_a / range_a) · fl(amax_b / range_b))`, and `before` behind it.

@@ -17,7 +17,7 @@ use cubecl::device::DeviceId;
 use cudarc::cublaslt::sys;
 
 use super::{Format, Problem, WORKSPACE};
-use crate::device::FloatKind;
+use crate::tensor::FloatKind;
 
 type Pointer = *mut c_void;
 type Status = i32;

@@ -11,7 +11,7 @@
 //! |---|---|---|---|
 //! | `Bf16` | bf16 | none | 8 elements |
 //! | `E4m3` | FP8 E4M3 | one `f32` for each operand, on the device, multiplied | 16 |
-//! | `Nvfp4` | E2M1, the lower half of a byte first | an E4M3 byte for each 16 elements, in 128x4 tiles ([`ops::swizzle`](crate::ops::swizzle())) | 32 |
+//! | `Nvfp4` | E2M1, the lower half of a byte first | an E4M3 byte for each 16 elements, in 128x4 tiles ([`quantize::swizzle`](crate::quantize::swizzle())) | 32 |
 //!
 //! Three ways through the same code, so that all of it but the FP4 instruction itself is tested on a
 //! GPU without FP4: descriptors, epilogue arguments, memory, order. **The FP4 product has never run
@@ -48,8 +48,9 @@ use cubecl::{client::Client, server::Handle};
 
 use crate::{
     Nvfp4Error,
-    device::{FloatKind, Matrix, check_memory},
+    memory::check_memory,
     reference::swizzle::padded_len,
+    tensor::{FloatKind, Matrix},
 };
 
 #[allow(missing_docs)]

@@ -5,9 +5,12 @@ use cubecl::{prelude::*, server::Handle};
 use super::{Format, Problem, Product, Side, kernels};
 use crate::{
     Nvfp4Error, ScaleLayout,
-    device::{FloatKind, GemmPath, Matrix, address_type, allocate},
+    capabilities::GemmBackend,
     gemm::product::{Elements, Operand, Scale},
-    ops::{self, launch::grid},
+    launch::grid,
+    memory::{address_type, allocate},
+    quantize,
+    tensor::{FloatKind, Matrix},
 };
 
 /// How a product with this epilogue is put together.
@@ -75,7 +78,7 @@ fn assemble(
     })
 }
 
-/// [`GemmPath::CublasLt`] where the library takes the product; otherwise the portable path, and a tracing
+/// [`GemmBackend::CublasLt`] where the library takes the product; otherwise the portable path, and a tracing
 /// event that says why.
 pub fn or_portable(
     client: &Client,
@@ -84,14 +87,14 @@ pub fn or_portable(
     bias: Option<&Matrix>,
     result: &Matrix,
     accumulate: bool,
-) -> GemmPath {
+) -> GemmBackend {
     let assembly = assemble(a, b, bias, result, accumulate);
     match assembly.and_then(|assembly| super::supports(client, &assembly.problem)) {
-        Ok(()) => GemmPath::CublasLt,
+        Ok(()) => GemmBackend::CublasLt,
         Err(refusal) => {
             let (m, n, k) = (a.outer(), b.outer(), a.stored());
             tracing::warn!(m, n, k, %refusal, "gemm without cuBLASLt");
-            GemmPath::MatrixInstructions
+            GemmBackend::Cmma
         }
     }
 }
@@ -169,7 +172,7 @@ fn stored(
             let scales = match packed.layout {
                 ScaleLayout::Swizzled128x4 => packed.scales.clone(),
                 ScaleLayout::Compact => {
-                    ops::swizzle(client, &packed.scales, packed.outer(), packed.blocks())?
+                    quantize::swizzle(client, &packed.scales, packed.outer(), packed.blocks())?
                 }
             };
             Ok((packed.codes.clone(), Some(scales)))

@@ -31,7 +31,7 @@ use super::{
     Problem, Product,
     library::{Addresses, Algorithm, Answer, Library},
 };
-use crate::{Nvfp4Error, device::allocate};
+use crate::{Nvfp4Error, memory::allocate};
 
 /// The service behind a CUDA client, which alone names its type.
 type CudaServer = <CudaRuntime as Runtime>::Server;

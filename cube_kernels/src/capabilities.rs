@@ -1,0 +1,170 @@
+//! What a device can do, and which backends that selects.
+
+use cubecl::{
+    client::Client,
+    ir::{
+        ElemType, FloatKind as CubeFloat,
+        features::{MmaConfig, ScaledMmaConfig},
+    },
+};
+
+use crate::cube::codec::Conversion;
+
+/// What decides which code path an operation takes on a device.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Capabilities {
+    /// The runtime's name for the device.
+    pub device: String,
+    /// The runtime: "cpu", "cuda" or another of CubeCL's.
+    pub runtime: &'static str,
+    /// CUDA compute capability as major * 10 + minor, where the device is a CUDA GPU.
+    pub compute_capability: Option<u32>,
+    /// How scaled values become codes.
+    pub conversion: Conversion,
+    /// How packed operands are multiplied.
+    pub gemm: GemmBackend,
+}
+
+/// How packed operands are multiplied.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum GemmBackend {
+    /// Compute capability 9.0: operands decoded to bf16 in a workspace and multiplied by `wgmma`, or
+    /// few rows with a packed weight that is decoded in registers.
+    Sm90Wgmma,
+    /// Compute capability 10.0 and 10.3: FP4 tensor cores through cuBLASLt
+    /// ([`gemm::cublaslt`](crate::gemm::cublaslt)). Never run on hardware.
+    CublasLt,
+    /// Compute capability 12.0 and 12.1: codes and block scales go to block-scaled matrix instructions as
+    /// they are (never run on hardware), or few rows are multiplied with a packed weight that is decoded in
+    /// registers.
+    Sm120BlockScaled,
+    /// Tiles decoded to bf16 in shared memory, multiplied by 16x16x16 matrix instructions; few rows with a
+    /// packed weight, where the device can, by a kernel of their own.
+    Cmma,
+    /// One unit for each output element.
+    Scalar,
+}
+
+impl Capabilities {
+    /// Asks the device behind `client`.
+    pub fn of(client: &Client) -> Self {
+        let properties = client.properties();
+        let runtime = client.name();
+        let is_cuda = runtime == "cuda";
+        let compute_capability = if is_cuda {
+            compute_capability(&properties.identity.fingerprint)
+        } else {
+            None
+        };
+        let matrix = MmaConfig {
+            a_type: ElemType::Float(CubeFloat::BF16),
+            b_type: ElemType::Float(CubeFloat::BF16),
+            cd_type: ElemType::Float(CubeFloat::F32),
+            m: 16,
+            n: 16,
+            k: 16,
+        };
+        let has_matrix = properties.features.matmul.cmma.contains(&matrix)
+            && properties.hardware.plane_size_min == 32
+            && properties.hardware.plane_size_max == 32;
+        let block_scaled = ScaledMmaConfig {
+            a_type: ElemType::Float(CubeFloat::E2M1x2),
+            b_type: ElemType::Float(CubeFloat::E2M1x2),
+            cd_type: ElemType::Float(CubeFloat::F32),
+            scales_type: ElemType::Float(CubeFloat::E4M3),
+            m: 16,
+            n: 8,
+            k: 64,
+            scales_factor: 4,
+        };
+        let has_block_scaled = properties
+            .features
+            .matmul
+            .scaled_mma
+            .contains(&block_scaled);
+        Self {
+            device: properties.identity.name.clone(),
+            runtime,
+            compute_capability,
+            conversion: conversion(compute_capability),
+            gemm: gemm_backend(has_matrix, has_block_scaled, compute_capability),
+        }
+    }
+}
+
+/// How packed operands are multiplied on a device with or without 16x16x16 bf16 matrix instructions (in
+/// planes of 32) and block-scaled ones.
+fn gemm_backend(
+    has_matrix: bool,
+    has_block_scaled: bool,
+    compute_capability: Option<u32>,
+) -> GemmBackend {
+    match compute_capability {
+        Some(90) if has_matrix => GemmBackend::Sm90Wgmma,
+        Some(100 | 103) if has_matrix => GemmBackend::CublasLt,
+        Some(120..130) if has_matrix && has_block_scaled => GemmBackend::Sm120BlockScaled,
+        _ if has_matrix => GemmBackend::Cmma,
+        _ => GemmBackend::Scalar,
+    }
+}
+
+fn conversion(compute_capability: Option<u32>) -> Conversion {
+    let conversion = match compute_capability {
+        Some(100 | 103) => Conversion::Hardware,
+        Some(101 | 110 | 120 | 121) => Conversion::HardwareNearest,
+        Some(89 | 90) => Conversion::Sm89,
+        Some(80..) => Conversion::Sm80,
+        _ => Conversion::Software,
+    };
+    conversion.or_emulated()
+}
+
+/// Who converts on the device behind `client`: [`Capabilities::conversion`] without the rest, which
+/// costs an allocation.
+pub(crate) fn conversion_of(client: &Client) -> Conversion {
+    if client.name() != "cuda" {
+        return Conversion::Software;
+    }
+    conversion(compute_capability(
+        &client.properties().identity.fingerprint,
+    ))
+}
+
+/// The number behind `sm` in CubeCL's name for what it compiles to, such as `ptx_sm90`.
+fn compute_capability(fingerprint: &str) -> Option<u32> {
+    let (_, rest) = fingerprint.rsplit_once("sm")?;
+    let digits: String = rest
+        .trim_start_matches('_')
+        .chars()
+        .take_while(char::is_ascii_digit)
+        .collect();
+    digits.parse().ok()
+}
+
+pub(crate) fn is_cpu(client: &Client) -> bool {
+    client.properties().hardware.num_cpu_cores.is_some()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn paths_of_devices() {
+        let path =
+            |capability| gemm_backend(true, (120..130).contains(&capability), Some(capability));
+        assert_eq!(path(90), GemmBackend::Sm90Wgmma);
+        assert_eq!(path(120), GemmBackend::Sm120BlockScaled);
+        assert_eq!(path(121), GemmBackend::Sm120BlockScaled);
+        assert_eq!(path(100), GemmBackend::CublasLt);
+        assert_eq!(path(103), GemmBackend::CublasLt);
+        for capability in [80, 86, 89, 110] {
+            assert_eq!(path(capability), GemmBackend::Cmma, "{capability}");
+        }
+        // CubeCL's LLVM path has matrix instructions and no block-scaled ones.
+        let llvm = gemm_backend(true, false, Some(120));
+        assert_eq!(llvm, GemmBackend::Cmma);
+        assert_eq!(gemm_backend(false, false, Some(75)), GemmBackend::Scalar);
+        assert_eq!(gemm_backend(false, false, None), GemmBackend::Scalar);
+    }
+}

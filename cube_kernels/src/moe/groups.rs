@@ -1,0 +1,223 @@
+//! GroupOffsets of rows, as offsets in device memory.
+
+use cubecl::{prelude::*, server::Handle};
+
+use crate::launch::units;
+use crate::{
+    Nvfp4Error,
+    memory::{allocate, check_memory},
+};
+
+/// GroupOffsets of consecutive rows: group `g` is rows `offsets[g]..offsets[g + 1]`.
+///
+/// The offsets live in device memory and are never read by the host: launches and allocations depend
+/// on the number of groups and on the number of rows. Offsets ascend; a group may be empty, wherever
+/// it stands, and rows behind the last offset belong to no group. Offsets beyond the rows count as
+/// their end, and groups that end before they start are empty: with offsets that do not ascend the
+/// contents of a result are not specified, but nothing outside a buffer is touched.
+#[derive(Debug, Clone)]
+pub struct GroupOffsets {
+    /// `count + 1` offsets, `u32`.
+    pub offsets: Handle,
+    /// GroupOffsets, at least one.
+    pub count: usize,
+}
+
+impl GroupOffsets {
+    /// GroupOffsets over existing memory.
+    ///
+    /// # Errors
+    /// When there is no group, or the memory does not hold `count + 1` words.
+    pub fn new(offsets: Handle, count: usize) -> Result<Self, Nvfp4Error> {
+        let groups = Self { offsets, count };
+        groups.check("offsets")?;
+        Ok(groups)
+    }
+
+    pub(crate) fn check(&self, argument: &'static str) -> Result<(), Nvfp4Error> {
+        if self.count == 0 {
+            return Err(Nvfp4Error::value(argument, "no group", "at least one"));
+        }
+        check_memory(argument, &self.offsets, (self.count + 1) * 4)
+    }
+
+    pub(crate) fn arg(&self) -> BufferArg {
+        // SAFETY: checked to hold one offset more than there are groups.
+        unsafe { BufferArg::from_raw_parts(self.offsets.clone(), self.count + 1) }
+    }
+
+    /// The groups with each size rounded up to a multiple of `alignment`, of `rows` rows in all: where
+    /// padded groups begin ([`pad_groups`](super::pad_groups),
+    /// [`quantize_side_by_side`](super::quantize_side_by_side)).
+    ///
+    /// # Errors
+    /// When `alignment` is zero, or a number does not fit 32 bits.
+    pub fn aligned(
+        &self,
+        client: &Client,
+        rows: usize,
+        alignment: usize,
+    ) -> Result<Self, Nvfp4Error> {
+        if alignment == 0 {
+            return Err(Nvfp4Error::value("alignment", "0", "at least 1"));
+        }
+        self.rescaled(client, rows, alignment, alignment)
+    }
+
+    /// The groups with each size divided by `unit`, rounded up, and multiplied by `scale`: with
+    /// `unit == scale` each group is padded to a multiple of it.
+    pub(crate) fn rescaled(
+        &self,
+        client: &Client,
+        rows: usize,
+        unit: usize,
+        scale: usize,
+    ) -> Result<Self, Nvfp4Error> {
+        let out = allocate(client, (self.count + 1) * 4);
+        let units = units(client);
+        let rescaled = Self {
+            offsets: out,
+            count: self.count,
+        };
+        // SAFETY: one offset more than groups is read, and as many are written.
+        unsafe {
+            rescale_kernel::launch_unchecked(
+                client,
+                CubeCount::Static(1, 1, 1),
+                CubeDim::new_1d(units as u32),
+                self.arg(),
+                rescaled.arg(),
+                self.count,
+                to_u32("rows", rows)?,
+                to_u32("alignment", unit)?,
+                to_u32("alignment", scale)?,
+                units,
+            );
+        }
+        Ok(rescaled)
+    }
+}
+
+/// Offsets are 32 bits wide.
+pub(crate) fn to_u32(argument: &'static str, value: usize) -> Result<u32, Nvfp4Error> {
+    u32::try_from(value).map_err(|_| {
+        Nvfp4Error::value(
+            argument,
+            format!("{value}"),
+            format!("at most {}, the largest offset", u32::MAX),
+        )
+    })
+}
+
+/// The rows of a group.
+#[derive(CubeType, Clone, Copy)]
+pub struct Span {
+    /// First row.
+    pub start: usize,
+    /// One past the last row.
+    pub end: usize,
+}
+
+/// The rows of group `group`, within `rows` rows.
+#[cube]
+pub fn span(offsets: &[u32], group: usize, rows: usize) -> Span {
+    Span {
+        start: min(offsets[group] as usize, rows),
+        end: min(offsets[group + 1usize] as usize, rows),
+    }
+}
+
+/// The rows of a group in 32 bits, which no group ends before it starts in.
+#[derive(CubeType, Clone, Copy)]
+pub struct Extent {
+    /// First row.
+    pub start: u32,
+    /// One past the last row.
+    pub end: u32,
+}
+
+/// The rows of group `group`, within `rows` rows; none where it ends before it starts.
+#[cube]
+pub fn extent(offsets: &[u32], group: u32, rows: u32) -> Extent {
+    let start = min(offsets[group as usize], rows);
+    let end = min(offsets[group as usize + 1usize], rows);
+    Extent {
+        start,
+        end: max(start, end),
+    }
+}
+
+/// The last of `groups` groups that starts at or before `position`; the first where none does.
+#[cube]
+pub fn find_group(starts: &[u32], groups: usize, position: usize) -> usize {
+    let mut low = 0usize;
+    let mut count = groups;
+    while count > 1usize {
+        let half = count / 2usize;
+        if starts[low + half] as usize <= position {
+            low += half;
+            count -= half;
+        } else {
+            count = half;
+        }
+    }
+    low
+}
+
+/// One cube adds the group sizes: each unit those of its share, then the shares.
+#[cube(launch_unchecked, create_dummy_kernel)]
+pub fn rescale_kernel(
+    offsets: &[u32],
+    out: &mut [u32],
+    groups: usize,
+    rows: u32,
+    unit: u32,
+    scale: u32,
+    #[comptime] units: usize,
+) {
+    let mut shares = Shared::<[u32]>::new_slice(units);
+    let share = groups.div_ceil(units);
+    let first = UNIT_POS as usize * share;
+    let last = min(first + share, groups);
+    let mut sum = 0u32;
+    let mut group = first;
+    while group < last {
+        sum += rescaled_size(offsets, group, rows, unit, scale);
+        group += 1usize;
+    }
+    shares[UNIT_POS as usize] = sum;
+    sync_cube();
+    let mut before = 0u32;
+    let mut distance = 1u32;
+    while distance < CUBE_DIM {
+        // Inclusive sums at twice the distance.
+        let mut other = 0u32;
+        if UNIT_POS >= distance {
+            other = shares[(UNIT_POS - distance) as usize];
+        }
+        sync_cube();
+        shares[UNIT_POS as usize] += other;
+        sync_cube();
+        distance *= 2u32;
+    }
+    if UNIT_POS > 0u32 {
+        before = shares[(UNIT_POS - 1u32) as usize];
+    }
+    if UNIT_POS == 0u32 {
+        out[0] = 0u32;
+    }
+    let mut group = first;
+    while group < last {
+        before += rescaled_size(offsets, group, rows, unit, scale);
+        out[group + 1usize] = before;
+        group += 1usize;
+    }
+}
+
+#[cube]
+fn rescaled_size(offsets: &[u32], group: usize, rows: u32, unit: u32, scale: u32) -> u32 {
+    let own = extent(offsets, group as u32, rows);
+    let size = own.end - own.start;
+    // Not `size + unit - 1`, which may not fit.
+    (size / unit + min(size % unit, 1u32)) * scale
+}

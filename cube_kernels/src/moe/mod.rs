@@ -1,0 +1,29 @@
+//! Mixtures of experts: groups of rows (the tokens of an expert), their permutation, padding and sums.
+//!
+//! Groups are named by offsets in device memory ([`GroupOffsets`]), so no launch waits for the device.
+
+// `#[cube]` generates public items that cannot carry documentation.
+#[allow(missing_docs)]
+pub(crate) mod groups;
+#[allow(missing_docs)]
+mod padding;
+#[allow(missing_docs)]
+mod permute;
+#[allow(missing_docs)]
+pub(crate) mod segments;
+
+pub use groups::GroupOffsets;
+pub use padding::{pad_groups, unpad_groups};
+pub use permute::{moe_unpermute, moe_unpermute_backward};
+pub use segments::{broadcast_group_values, segment_sum, zero_padding_rows};
+
+/// The kernels themselves, for tests that compile them without launching.
+#[doc(hidden)]
+pub mod kernels {
+    pub use super::{
+        groups::rescale_kernel,
+        padding::move_groups_kernel,
+        permute::{moe_unpermute_backward_kernel, moe_unpermute_kernel},
+        segments::{broadcast_group_values_kernel, segment_sum_kernel, zero_padding_rows_kernel},
+    };
+}

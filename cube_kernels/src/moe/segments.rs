@@ -1,0 +1,220 @@
+//! What grouped layers need of the rows of groups beside products: their sums, zeros behind the last
+//! group, and the value of its group for each row.
+
+use cubecl::{prelude::*, server::Handle};
+
+use super::groups::{GroupOffsets, find_group, span, to_u32};
+use crate::launch::grid;
+use crate::{
+    Nvfp4Error,
+    capabilities::is_cpu,
+    cube::codec::{load, store},
+    memory::{address_type, allocate, check_memory},
+    tensor::{FloatKind, Matrix},
+};
+
+/// Partial sums of a column: rows of a group are dealt out to them in turn.
+const LANES: usize = 8;
+
+/// The sum of the rows of each group, `count x cols` in `f32`: zeros for an empty group.
+///
+/// Row `r` of a group is added to partial sum `r % 8`, rows ascending, and the partial sums in a tree
+/// (`s += s[i + 4]`, then `+ 2`, then `+ 1`): the same bits on every runtime and from run to run.
+///
+/// # Errors
+/// When a buffer is smaller than its shape.
+pub fn segment_sum(
+    client: &Client,
+    x: &Matrix,
+    groups: &GroupOffsets,
+) -> Result<Matrix, Nvfp4Error> {
+    x.check("x")?;
+    groups.check("groups")?;
+    to_u32("rows", x.rows)?;
+    let out = Matrix::empty(client, groups.count, x.cols, FloatKind::F32);
+    if out.is_empty() {
+        return Ok(out);
+    }
+    let (count, dim) = grid(client, out.len());
+    // SAFETY: the kernel stays below the sums, and below the rows of `x` whatever the offsets are.
+    unsafe {
+        segment_sum_kernel::launch_unchecked(
+            client,
+            count,
+            dim,
+            address_type(x.len().max(out.len())),
+            BufferArg::from_raw_parts(x.handle.clone(), x.len()),
+            groups.arg(),
+            BufferArg::from_raw_parts(out.handle.clone(), out.len()),
+            x.rows,
+            x.cols,
+            groups.count,
+            x.dtype,
+            x.dtype.storage_type(),
+        );
+    }
+    Ok(out)
+}
+
+/// Writes zeros to the rows of `x` behind the last group, which a grouped product leaves as they
+/// were.
+///
+/// # Errors
+/// When a buffer is smaller than its shape.
+pub fn zero_padding_rows(
+    client: &Client,
+    x: &Matrix,
+    groups: &GroupOffsets,
+) -> Result<(), Nvfp4Error> {
+    x.check("x")?;
+    groups.check("groups")?;
+    to_u32("rows", x.rows)?;
+    if x.is_empty() {
+        return Ok(());
+    }
+    // There are few such rows, mostly none: the grid is not made for many.
+    let items = if is_cpu(client) {
+        1
+    } else {
+        x.len().min(1 << 16)
+    };
+    let (count, dim) = grid(client, items);
+    // SAFETY: the kernel stays below the elements of `x`.
+    unsafe {
+        zero_padding_rows_kernel::launch_unchecked(
+            client,
+            count,
+            dim,
+            address_type(x.len()),
+            groups.arg(),
+            BufferArg::from_raw_parts(x.handle.clone(), x.len()),
+            x.rows,
+            x.cols,
+            groups.count,
+            x.dtype,
+            x.dtype.storage_type(),
+        );
+    }
+    Ok(())
+}
+
+/// The value of its group for each of `rows` rows, `f32[rows]` from `values`, `f32[count]`; 0 for rows of
+/// no group. It makes maxima of groups those of their rows, as dense kernels take them.
+///
+/// # Errors
+/// When `values` is smaller than the number of groups, or there are more than 2^32 rows.
+pub fn broadcast_group_values(
+    client: &Client,
+    values: &Handle,
+    groups: &GroupOffsets,
+    rows: usize,
+) -> Result<Handle, Nvfp4Error> {
+    groups.check("groups")?;
+    check_memory("values", values, groups.count * 4)?;
+    to_u32("rows", rows)?;
+    let out = allocate(client, rows * 4);
+    if rows == 0 {
+        return Ok(out);
+    }
+    let (count, dim) = grid(client, rows);
+    // SAFETY: the kernel stays below the rows, and reads the values of groups that there are.
+    unsafe {
+        broadcast_group_values_kernel::launch_unchecked(
+            client,
+            count,
+            dim,
+            BufferArg::from_raw_parts(values.clone(), groups.count),
+            groups.arg(),
+            BufferArg::from_raw_parts(out.clone(), rows),
+            rows,
+            groups.count,
+        );
+    }
+    Ok(out)
+}
+
+/// One unit adds up every `units`-th column of a group.
+#[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
+pub fn segment_sum_kernel<F: Numeric>(
+    x: &[F],
+    offsets: &[u32],
+    out: &mut [f32],
+    rows: usize,
+    cols: usize,
+    groups: usize,
+    #[comptime] kind: FloatKind,
+    #[define(F)] _storage: ElemType,
+) {
+    let mut item = ABSOLUTE_POS;
+    while item < groups * cols {
+        let group = item / cols;
+        let column = item - group * cols;
+        let members = span(offsets, group, rows);
+        let mut sums = Array::<f32>::new(LANES);
+        #[unroll]
+        for lane in 0..LANES {
+            sums[lane] = 0.0f32;
+        }
+        let mut row = members.start;
+        while row < members.end {
+            #[unroll]
+            for lane in 0..LANES {
+                if row + lane < members.end {
+                    sums[lane] += load::<F>(x[(row + lane) * cols + column], kind);
+                }
+            }
+            row += comptime!(LANES);
+        }
+        #[unroll]
+        for stage in 0..3u32 {
+            let width = comptime!(LANES >> (stage + 1));
+            #[unroll]
+            for lane in 0..width {
+                sums[lane] += sums[comptime!(lane + width)];
+            }
+        }
+        out[item] = sums[0];
+        item += CUBE_COUNT * CUBE_DIM as usize;
+    }
+}
+
+/// Units write zeros from the end of the last group on.
+#[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
+pub fn zero_padding_rows_kernel<F: Numeric>(
+    offsets: &[u32],
+    x: &mut [F],
+    rows: usize,
+    cols: usize,
+    groups: usize,
+    #[comptime] kind: FloatKind,
+    #[define(F)] _storage: ElemType,
+) {
+    let end = min(offsets[groups] as usize, rows);
+    let mut item = end * cols + ABSOLUTE_POS;
+    while item < rows * cols {
+        x[item] = store::<F>(0.0f32, kind);
+        item += CUBE_COUNT * CUBE_DIM as usize;
+    }
+}
+
+/// One unit finds the group of every `units`-th row.
+#[cube(launch_unchecked, create_dummy_kernel)]
+pub fn broadcast_group_values_kernel(
+    values: &[f32],
+    offsets: &[u32],
+    out: &mut [f32],
+    rows: usize,
+    groups: usize,
+) {
+    let mut row = ABSOLUTE_POS;
+    while row < rows {
+        let group = find_group(offsets, groups, row);
+        let members = span(offsets, group, rows);
+        let mut value = 0.0f32;
+        if row >= members.start && row < members.end {
+            value = values[group];
+        }
+        out[row] = value;
+        row += CUBE_COUNT * CUBE_DIM as usize;
+    }
+}

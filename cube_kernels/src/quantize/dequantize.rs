@@ -1,0 +1,390 @@
+//! From codes back to values.
+
+use cubecl::prelude::*;
+
+use super::{
+    packed_source::{PackedSource, SourcePlan, scale_at},
+    tile::{Grouping, ROWS, Shape, ShapeLaunch, group_place, map_tiles, padded_unit, tile_from},
+};
+use crate::launch::{buffer, grid};
+use crate::{
+    BLOCK, Nvfp4Error, ScaleLayout, Usage,
+    cube::{
+        codec::{BlockFactors, store},
+        scale::swizzled_at,
+    },
+    memory::{address_type, is_aligned},
+    tensor::{AmaxGranularity, DeviceQuantized, FloatKind, Groups, Matrix},
+};
+
+/// The matrix that `packed` stands for, `rows` x `cols` in the orientation of its source, rounded
+/// once to `out`. See [`reference::dequantize`](crate::reference::dequantize). Values of a transformed
+/// copy stay transformed; rows of no group are undefined.
+///
+/// # Errors
+/// When a buffer is smaller than its shape, or when row-wise copies of groups have swizzled scales.
+pub fn dequantize(
+    client: &Client,
+    packed: &DeviceQuantized,
+    out: FloatKind,
+) -> Result<Matrix, Nvfp4Error> {
+    packed.check("packed")?;
+    packed.groups.check(packed.rows)?;
+    let result = Matrix::empty(client, packed.rows, packed.cols, out);
+    match packed.usage {
+        _ if result.is_empty() => {}
+        Usage::Rowwise => dequantize_rows(client, packed, &result)?,
+        Usage::Columnwise => dequantize_cols(client, packed, &result),
+    }
+    Ok(result)
+}
+
+/// The launch for a copy in the orientation of its source.
+fn dequantize_rows(
+    client: &Client,
+    packed: &DeviceQuantized,
+    result: &Matrix,
+) -> Result<(), Nvfp4Error> {
+    let source = PackedSource::even("packed", packed)?;
+    source.check_flat("packed")?;
+    if source.blocks * BLOCK != source.cols {
+        return Err(Nvfp4Error::shape(
+            "packed",
+            format!("{} columns, packed along them", source.cols),
+            "a multiple of 16",
+        ));
+    }
+    let maxima = source.row_maxima(client)?;
+    // Eight codes make 16 bytes of 16-bit values.
+    let row_words = source.blocks * 2;
+    let words = source.rows * row_words;
+    let (count, dim) = grid(client, words);
+    // SAFETY: the buffers were checked against the shapes.
+    unsafe {
+        dequantize_rows_kernel::launch_unchecked(
+            client,
+            count,
+            dim,
+            address_type(result.len()),
+            buffer(&packed.codes, words),
+            source.scales(),
+            maxima.arg(),
+            buffer(&result.handle, words),
+            words,
+            row_words,
+            maxima.items(row_words),
+            source.range(),
+            maxima.rows.is_some(),
+            source.plan.swizzled,
+            result.dtype,
+            result.dtype.storage_type(),
+        );
+    }
+    Ok(())
+}
+
+/// The launch for a copy that is stored transposed, or for such copies of groups.
+fn dequantize_cols(client: &Client, packed: &DeviceQuantized, result: &Matrix) {
+    let out = result.dtype;
+    let blocks = packed.code_blocks();
+    let address = address_type(blocks * BLOCK);
+    let plan = SourcePlan {
+        per_row: packed.scope == AmaxGranularity::PerRow,
+        swizzled: packed.layout == ScaleLayout::Swizzled128x4,
+        grouping: Grouping::of(&packed.groups),
+    };
+    let whole_sectors = packed.outer().is_multiple_of(2)
+        && packed.blocks().is_multiple_of(BLOCKS)
+        && is_aligned(&packed.codes)
+        && is_aligned(&packed.scales);
+    let plain = plan.grouping == Grouping::One && !plan.swizzled;
+    // SAFETY (of every argument): the buffers were checked against the shapes.
+    let amax = unsafe { buffer(&packed.amax, packed.amax_len()) };
+    if plain && whole_sectors {
+        let items = packed.outer() / 2 * (packed.blocks() / BLOCKS);
+        let (count, dim) = grid(client, items);
+        // SAFETY: as above.
+        unsafe {
+            dequantize_col_pairs_kernel::launch_unchecked(
+                client,
+                count,
+                dim,
+                address,
+                buffer(&packed.codes, blocks / 2),
+                buffer(&packed.scales, blocks / BLOCKS),
+                amax,
+                buffer(&result.handle, result.len() / 2),
+                packed.outer(),
+                packed.inner(),
+                packed.blocks(),
+                packed.scaling.range(),
+                plan.per_row,
+                out,
+                out.storage_type(),
+            );
+        }
+        return;
+    }
+    let (rows, cols, groups) = (packed.rows, packed.cols, &packed.groups);
+    let row_tiles = groups.units(rows, ROWS);
+    let numbers = match groups {
+        Groups::One => packed.blocks(),
+        _ => row_tiles * TILE_BLOCKS,
+    };
+    let (count, dim) = grid(client, cols * numbers);
+    let span = packed.unit();
+    // SAFETY: as above.
+    unsafe {
+        dequantize_cols_kernel::launch_unchecked(
+            client,
+            count,
+            dim,
+            address,
+            buffer(&packed.codes, blocks),
+            buffer(&packed.scales, packed.scale_bytes()),
+            amax,
+            map_tiles(client, (rows, cols), groups, row_tiles, span, &packed.amax),
+            buffer(&result.handle, result.len()),
+            ShapeLaunch::new(rows, cols, groups.count(), 1),
+            packed.blocks(),
+            numbers,
+            packed.scaling.range(),
+            span,
+            plan,
+            out,
+            out.storage_type(),
+        );
+    }
+}
+
+/// One unit decodes every `units`-th word of eight codes into one vector. With `maxima` an amax stands for
+/// `amax_words` words, and for all otherwise.
+#[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
+pub fn dequantize_rows_kernel<F: Numeric>(
+    codes: &[u32],
+    scales: &[u8],
+    amax: &[f32],
+    out: &mut [Vector<F, Const<8>>],
+    words: usize,
+    row_words: usize,
+    amax_words: usize,
+    range: f32,
+    #[comptime] maxima: bool,
+    #[comptime] swizzled: bool,
+    #[comptime] kind: FloatKind,
+    #[define(F)] _storage: ElemType,
+) {
+    let tensor = amax[0] / range;
+    let mut item = ABSOLUTE_POS;
+    while item < words {
+        let factor = if comptime!(maxima) {
+            amax[item / amax_words] / range
+        } else {
+            tensor
+        };
+        let word = codes[item];
+        let at = if comptime!(swizzled) {
+            let row = item / row_words;
+            let block = (item - row * row_words) / 2usize;
+            scale_at(row, row, block, row_words / 2usize, true)
+        } else {
+            item / 2usize
+        };
+        let factors = BlockFactors::new(u32::cast_from(scales[at]), factor);
+        let mut vector = Vector::<F, Const<8>>::empty();
+        #[unroll]
+        for i in 0..8usize {
+            let value = factors.decode(word >> comptime!(4 * i as u32));
+            vector.insert(i, store::<F>(value, kind));
+        }
+        out[item] = vector;
+        item += CUBE_COUNT * CUBE_DIM as usize;
+    }
+}
+
+/// Blocks of a stored row that a unit decodes: 32 bytes of codes, a sector of memory.
+const BLOCKS: usize = 4;
+
+/// One unit decodes `BLOCKS` blocks of each of two stored rows of a transposed copy, and stores pairs of
+/// the result; neighbours take neighbouring stored rows, which are neighbouring columns of the result.
+/// Whole sectors are loaded at once: neighbours' lie in other rows, and would be gone from the cache before
+/// a second load of each.
+#[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
+pub fn dequantize_col_pairs_kernel<F: Numeric>(
+    codes: &[Vector<u32, Const<4>>],
+    scales: &[u32],
+    amax: &[f32],
+    out: &mut [Vector<F, Const<2>>],
+    outer: usize,
+    inner: usize,
+    blocks: usize,
+    range: f32,
+    #[comptime] per_row: bool,
+    #[comptime] kind: FloatKind,
+    #[define(F)] _storage: ElemType,
+) {
+    let tensor = amax[0] / range;
+    let pairs = outer / 2usize;
+    let quads = blocks / BLOCKS;
+    let mut item = ABSOLUTE_POS;
+    while item < pairs * quads {
+        let quad = item / pairs;
+        let pair = item - quad * pairs;
+        let mut low_factor = tensor;
+        let mut high_factor = tensor;
+        if comptime!(per_row) {
+            low_factor = amax[2usize * pair] / range;
+            high_factor = amax[2usize * pair + 1usize] / range;
+        }
+        let low = 2usize * pair * quads + quad;
+        let high = low + quads;
+        let low_scales = scales[low];
+        let high_scales = scales[high];
+        let mut low_codes = Array::<Vector<u32, Const<4>>>::new(2usize);
+        let mut high_codes = Array::<Vector<u32, Const<4>>>::new(2usize);
+        #[unroll]
+        for half in 0..2usize {
+            low_codes[half] = codes[2usize * low + half];
+            high_codes[half] = codes[2usize * high + half];
+        }
+        let start = quad * comptime!(BLOCKS * 16);
+        let mut target = start * pairs + pair;
+        #[unroll]
+        for b in 0..BLOCKS {
+            let shift = comptime!(8 * b as u32);
+            let low_factors = BlockFactors::new((low_scales >> shift) & 0xFFu32, low_factor);
+            let high_factors = BlockFactors::new((high_scales >> shift) & 0xFFu32, high_factor);
+            #[unroll]
+            for i in 0..16usize {
+                let shift = comptime!(4 * (i as u32 % 8));
+                let word = comptime!(2 * (b % 2) + i / 8);
+                let low_code = low_codes[comptime!(b / 2)].extract(word) >> shift;
+                let high_code = high_codes[comptime!(b / 2)].extract(word) >> shift;
+                let mut values = Vector::<F, Const<2>>::empty();
+                values.insert(0usize, store::<F>(low_factors.decode(low_code), kind));
+                values.insert(1usize, store::<F>(high_factors.decode(high_code), kind));
+                if start + comptime!(b * 16 + i) < inner {
+                    out[target] = values;
+                }
+                target += pairs;
+            }
+        }
+        item += CUBE_COUNT * CUBE_DIM as usize;
+    }
+}
+
+/// Blocks down a column of a tile of rows.
+const TILE_BLOCKS: usize = ROWS / BLOCK;
+
+/// A block of a column-wise copy.
+#[derive(CubeType, Clone, Copy)]
+struct ColumnBlock {
+    /// Where its codes are.
+    index: usize,
+    /// Where its scale byte is.
+    scale: usize,
+    /// Where its amax is, if there are several.
+    amax: usize,
+    /// The row of its first element.
+    first: usize,
+    /// The row behind the last of its group.
+    end: usize,
+}
+
+/// Block number `number` of column `column`: of its `blocks`, or with groups of those of its tiles, some of
+/// which end before.
+#[cube]
+fn column_block(
+    map: &[Vector<u32, Const<4>>],
+    shape: &Shape,
+    column: usize,
+    number: usize,
+    blocks: usize,
+    #[comptime] span: usize,
+    #[comptime] plan: SourcePlan,
+) -> ColumnBlock {
+    if comptime!(plan.grouping == Grouping::One) {
+        ColumnBlock {
+            index: column * blocks + number,
+            scale: scale_at(column, column, number, blocks, plan.swizzled),
+            amax: column,
+            first: number * 16usize,
+            end: shape.rows,
+        }
+    } else {
+        let row_tile = number / TILE_BLOCKS;
+        let below = number - row_tile * TILE_BLOCKS;
+        let tile = tile_from(map, row_tile, 0usize, shape, span, plan.grouping);
+        let place = group_place(&tile, shape.cols, 0usize, span, false);
+        let per_unit = comptime!(span / BLOCK);
+        let pitch = place.pitch * per_unit;
+        let block = (tile.row0 - tile.group_row0) / 16usize + below;
+        let index = place.first * per_unit + column * pitch + block;
+        let scale = if comptime!(plan.swizzled) {
+            let padded_blocks = comptime!(padded_unit(span) / BLOCK);
+            shape.cols.div_ceil(128) * 128usize * tile.padded_before * padded_blocks
+                + swizzled_at(column, block, pitch.div_ceil(4))
+        } else {
+            index
+        };
+        ColumnBlock {
+            index,
+            scale,
+            amax: if comptime!(plan.per_row) {
+                tile.group * shape.cols + column
+            } else {
+                tile.group
+            },
+            first: tile.row0 + below * 16usize,
+            end: tile.row_end,
+        }
+    }
+}
+
+/// One unit decodes every `units`-th block of a transposed copy, the `numbers` of a column of which are those
+/// of `column_block`; neighbours take neighbouring stored rows, which are neighbouring columns of the
+/// result. `span` is the unit of rows to which the copy is padded, `map` what `tile::map_tiles` wrote for it.
+#[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
+pub fn dequantize_cols_kernel<F: Numeric>(
+    codes: &[Vector<u32, Const<2>>],
+    scales: &[u8],
+    amax: &[f32],
+    map: &[Vector<u32, Const<4>>],
+    out: &mut [F],
+    shape: Shape,
+    blocks: usize,
+    numbers: usize,
+    range: f32,
+    #[comptime] span: usize,
+    #[comptime] plan: SourcePlan,
+    #[comptime] kind: FloatKind,
+    #[define(F)] _storage: ElemType,
+) {
+    let outer = shape.cols;
+    let grouped = comptime!(plan.grouping != Grouping::One);
+    let tensor = amax[0] / range;
+    let mut item = ABSOLUTE_POS;
+    while item < outer * numbers {
+        let column = item % outer;
+        let at = column_block(map, &shape, column, item / outer, blocks, span, plan);
+        if comptime!(!grouped) || at.first < at.end {
+            let factor = if comptime!(grouped || plan.per_row) {
+                amax[at.amax] / range
+            } else {
+                tensor
+            };
+            let factors = BlockFactors::new(u32::cast_from(scales[at.scale]), factor);
+            let words = codes[at.index];
+            #[unroll]
+            for i in 0..16usize {
+                let word = words.extract(comptime!(i / 8));
+                let value = factors.decode(word >> comptime!(4 * (i as u32 % 8)));
+                let position = at.first + i;
+                if position < at.end {
+                    out[position * outer + column] = store::<F>(value, kind);
+                }
+            }
+        }
+        item += CUBE_COUNT * CUBE_DIM as usize;
+    }
+}

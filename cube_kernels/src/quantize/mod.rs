@@ -1,0 +1,88 @@
+//! Launching the quantization kernels.
+//!
+//! Each function checks its arguments, allocates its output, queues the kernels and returns without
+//! waiting; nothing is read back. All kernels index with 64 bits where a tensor needs it, and are
+//! written for any number of units in a cube.
+
+// `#[cube]` generates public items that cannot carry documentation.
+#[allow(missing_docs)]
+pub(crate) mod amax;
+#[allow(missing_docs)]
+mod dequantize;
+#[allow(missing_docs)]
+mod ms_eden;
+#[allow(missing_docs)]
+mod mx;
+#[allow(missing_docs)]
+mod offset;
+#[allow(missing_docs)]
+mod packed_source;
+#[allow(missing_docs)]
+mod per_token;
+pub(crate) mod plan;
+#[allow(missing_docs)]
+mod prologue;
+#[allow(missing_docs)]
+mod quantize;
+#[allow(missing_docs)]
+mod random_bits;
+#[allow(missing_docs)]
+mod swizzle;
+#[allow(missing_docs)]
+pub(crate) mod tile;
+#[allow(missing_docs)]
+mod transpose;
+
+pub use amax::{AmaxRequest, Amaxes, amax, amaxes, produce_with_amaxes};
+pub use dequantize::dequantize;
+pub use ms_eden::{EdenRandom, EdenSource, ms_eden, ms_eden_amax, ms_eden_with};
+pub use mx::{DeviceMx, mx_dequantize, mx_quantize, mx_quantize_groups, mx_requantize};
+pub use offset::advance_offset;
+pub use per_token::{
+    quantize_per_token, quantize_per_token_both, quantize_per_token_cols,
+    quantize_per_token_rms_norm,
+};
+pub use plan::QuantRequest;
+pub use prologue::{Gated, Source, produce, rms_norm_rstd};
+pub use quantize::{
+    quantize, quantize_both, quantize_col, quantize_operands, quantize_row, quantize_side_by_side,
+    quantize_tile, quantize_tile_copy, quantize_tile_with,
+};
+pub use random_bits::{answer_random_bits, has_stochastic_instruction};
+pub use swizzle::{
+    swizzle, swizzle_batch, swizzle_block_groups, swizzle_row_groups, unswizzle, unswizzle_batch,
+    unswizzle_block_groups, unswizzle_row_groups,
+};
+
+/// The kernels themselves, for tests that compile them without launching.
+#[doc(hidden)]
+pub mod kernels {
+    pub use super::{
+        amax::{AmaxPlan, amax_kernel, amax_tiles_kernel, zero_kernel},
+        dequantize::{dequantize_col_pairs_kernel, dequantize_cols_kernel, dequantize_rows_kernel},
+        ms_eden::{
+            EdenPolicy, ms_eden_amax_kernel, ms_eden_amax_packed_kernel, ms_eden_kernel,
+            ms_eden_packed_kernel,
+        },
+        mx::{
+            mx_dequantize_col_kernel, mx_dequantize_row_kernel, mx_quantize_col_kernel,
+            mx_quantize_row_kernel, mx_requantize_across_kernel, mx_requantize_along_kernel,
+        },
+        offset::advance_offset_kernel,
+        packed_source::{PackedRowsLaunch, SourcePlan},
+        per_token::{FoundNormLaunch, RowNormArgs, quantize_per_token_kernel},
+        plan::QuantPlan,
+        prologue::{
+            GateInputsLaunch, NormInputsLaunch, ProducerArgs, SinkArgs, produce_kernel,
+            rms_norm_rstd_kernel,
+        },
+        quantize::{TilePlan, quantize_row_kernel, quantize_tiles_kernel},
+        random_bits::random_bits_kernel,
+        swizzle::{
+            swizzle_block_groups_kernel, swizzle_kernel, unswizzle_block_groups_kernel,
+            unswizzle_kernel,
+        },
+        tile::{Grouping, ShapeLaunch, map_tiles_kernel},
+    };
+    pub use crate::launch::set_units;
+}

@@ -1,0 +1,271 @@
+//! NVFP4 operands as kernels read them: rows of blocks, whichever axis of the matrix these lie along.
+
+use cubecl::{prelude::*, server::Handle};
+
+use super::tile::Grouping;
+use crate::launch::buffer;
+use crate::moe::{groups::GroupOffsets, segments::broadcast_group_values};
+use crate::{
+    Nvfp4Error, ScaleLayout, Usage,
+    cube::{codec::BlockFactors, scale::swizzled_at},
+    tensor::{AmaxGranularity, DeviceQuantized, Groups},
+};
+
+/// The comptime side of a packed source.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct SourcePlan {
+    /// Whether each stored row has its own amax.
+    pub per_row: bool,
+    /// Whether scales lie in 128x4 tiles.
+    pub swizzled: bool,
+    /// How groups of stored rows are given.
+    pub grouping: Grouping,
+}
+
+/// A packed matrix as `rows` stored rows of `cols` elements, in groups of stored rows.
+///
+/// Matrices of equally many rows that are packed along them are stored as their transposes, one below the
+/// other, which makes them groups of stored rows, too.
+pub(crate) struct PackedSource<'a> {
+    packed: &'a DeviceQuantized,
+    /// Stored rows, of all groups.
+    pub rows: usize,
+    /// Elements of a stored row, without padding.
+    pub cols: usize,
+    /// Blocks of a stored row, with padding.
+    pub blocks: usize,
+    /// Which stored rows belong together.
+    pub groups: Groups,
+    /// The comptime side.
+    pub plan: SourcePlan,
+}
+
+impl<'a> PackedSource<'a> {
+    /// Checks `packed`, which is called `argument` in errors. `None` where groups of different sizes are packed
+    /// along their rows: these have stored rows of different lengths.
+    pub fn new(
+        argument: &'static str,
+        packed: &'a DeviceQuantized,
+    ) -> Result<Option<Self>, Nvfp4Error> {
+        packed.check(argument)?;
+        packed.groups.check(packed.rows)?;
+        let (outer, inner) = (packed.outer(), packed.inner());
+        let (rows, cols, blocks, groups) = match (&packed.groups, packed.usage) {
+            (Groups::Offsets { .. }, Usage::Columnwise) => return Ok(None),
+            (&Groups::Batch(count), Usage::Columnwise) => (
+                outer * count,
+                inner / count,
+                packed.blocks() / count,
+                Groups::Batch(count),
+            ),
+            (groups, _) => (outer, inner, packed.blocks(), groups.clone()),
+        };
+        let plan = SourcePlan {
+            per_row: packed.scope == AmaxGranularity::PerRow,
+            swizzled: packed.layout == ScaleLayout::Swizzled128x4,
+            grouping: Grouping::of(&groups),
+        };
+        Ok(Some(Self {
+            packed,
+            rows,
+            cols,
+            blocks,
+            groups,
+            plan,
+        }))
+    }
+
+    /// [`Self::new`] for kernels that need stored rows of one length.
+    pub fn even(argument: &'static str, packed: &'a DeviceQuantized) -> Result<Self, Nvfp4Error> {
+        Self::new(argument, packed)?.ok_or_else(|| {
+            Nvfp4Error::value(
+                argument,
+                "groups with offsets, packed along Usage::Columnwise",
+                "such groups packed along Usage::Rowwise, or Groups::Batch",
+            )
+        })
+    }
+
+    /// An error where scales in 128x4 tiles, which start anew in every group, would be looked up by rows.
+    pub fn check_flat(&self, argument: &'static str) -> Result<(), Nvfp4Error> {
+        if !self.plan.swizzled || self.plan.grouping == Grouping::One {
+            return Ok(());
+        }
+        Err(Nvfp4Error::value(
+            argument,
+            format!(
+                "{:?} scales of {} groups",
+                self.packed.layout,
+                self.groups.count()
+            ),
+            "compact scales, or no groups",
+        ))
+    }
+
+    /// The argument of kernels that read whole blocks.
+    pub fn arg(&self) -> PackedRowsLaunch {
+        let (codes, scales, amax) = (self.codes(), self.scales(), self.amax());
+        PackedRowsLaunch::new(codes, scales, amax, self.blocks, self.range())
+    }
+
+    /// The codes, a block to an item.
+    pub fn codes(&self) -> BufferArg {
+        // SAFETY: checked in `new`.
+        unsafe { buffer(&self.packed.codes, self.rows * self.blocks) }
+    }
+
+    /// The scale bytes.
+    pub fn scales(&self) -> BufferArg {
+        // SAFETY: checked in `new`.
+        unsafe { buffer(&self.packed.scales, self.packed.scale_bytes()) }
+    }
+
+    /// The maxima, as they are.
+    pub fn amax(&self) -> BufferArg {
+        // SAFETY: checked in `new`.
+        unsafe { buffer(&self.packed.amax, self.packed.amax_len()) }
+    }
+
+    /// Memory that there is, for arguments that are not read.
+    pub fn unread(&self) -> &Handle {
+        &self.packed.amax
+    }
+
+    /// What an amax is divided by.
+    pub fn range(&self) -> f32 {
+        self.packed.scaling.range()
+    }
+
+    /// The maxima for kernels that know of rows and not of groups.
+    pub fn row_maxima(&self, client: &Client) -> Result<RowMaxima, Nvfp4Error> {
+        let packed = self.packed;
+        let own = |rows| RowMaxima {
+            amax: packed.amax.clone(),
+            len: packed.amax_len(),
+            rows,
+        };
+        Ok(match (packed.scope, &self.groups) {
+            (AmaxGranularity::PerRow, _) => own(Some(1)),
+            (AmaxGranularity::PerTensor, Groups::One) => own(None),
+            (AmaxGranularity::PerTensor, Groups::Batch(count)) => {
+                own(Some((self.rows / count).max(1)))
+            }
+            (AmaxGranularity::PerTensor, Groups::Offsets { offsets, count }) => {
+                let groups = GroupOffsets::new(offsets.clone(), *count)?;
+                RowMaxima {
+                    amax: broadcast_group_values(client, &packed.amax, &groups, self.rows)?,
+                    len: self.rows,
+                    rows: Some(1),
+                }
+            }
+        })
+    }
+}
+
+/// Maxima in device memory, and how many rows one of them stands for: all of them where that is `None`.
+pub(crate) struct RowMaxima {
+    amax: Handle,
+    len: usize,
+    pub rows: Option<usize>,
+}
+
+impl RowMaxima {
+    pub fn arg(&self) -> BufferArg {
+        // SAFETY: as many as were checked, or allocated.
+        unsafe { buffer(&self.amax, self.len) }
+    }
+
+    /// What one of them stands for, in items of which a row has `per_row`.
+    pub fn items(&self, per_row: usize) -> usize {
+        (self.rows.unwrap_or(1) * per_row).max(1)
+    }
+}
+
+/// Where the scale byte of block `block` of stored row `row` lies, `blocks` being those of a row. Among rows that
+/// are padded to 128 in every group it is row `tiled`.
+#[cube]
+pub fn scale_at(
+    row: usize,
+    tiled: usize,
+    block: usize,
+    blocks: usize,
+    #[comptime] swizzled: bool,
+) -> usize {
+    if comptime!(swizzled) {
+        swizzled_at(tiled, block, blocks.div_ceil(4))
+    } else {
+        row * blocks + block
+    }
+}
+
+/// Stored rows of an NVFP4 matrix in a kernel that reads whole blocks.
+#[derive(CubeType, CubeLaunch)]
+pub struct PackedRows {
+    /// The codes, a block to an item.
+    pub codes: Box<[Vector<u32, Const<2>>]>,
+    /// The scale bytes.
+    pub scales: Box<[u8]>,
+    /// The maxima.
+    pub amax: Box<[f32]>,
+    /// Blocks of a stored row, with padding.
+    pub blocks: usize,
+    /// What an amax is divided by.
+    pub range: f32,
+}
+
+/// The codes of a block, and what they are multiplied by.
+#[derive(CubeType)]
+pub struct PackedBlock {
+    /// The codes, eight to a word.
+    pub words: Vector<u32, Const<2>>,
+    /// The factors of the block and of the tensor.
+    pub factors: BlockFactors,
+}
+
+#[cube]
+impl PackedRows {
+    /// The factor of the first amax, which is that of all rows where there is one.
+    pub fn factor(&self) -> f32 {
+        self.amax[0] / self.range
+    }
+
+    /// The factor of the rows of group `group`: `all`, where there is one, or each row has its own.
+    pub fn factor_of(&self, group: usize, all: f32, #[comptime] plan: SourcePlan) -> f32 {
+        if comptime!(plan.grouping == Grouping::One || plan.per_row) {
+            all
+        } else {
+            self.amax[group] / self.range
+        }
+    }
+
+    /// Block `block` of stored row `row`, which is row `tiled` among those padded to 128 in every group; zeros
+    /// where `inside` is false. The factor of its group is `own`.
+    pub fn load(
+        &self,
+        row: usize,
+        tiled: usize,
+        block: usize,
+        own: f32,
+        inside: bool,
+        #[comptime] plan: SourcePlan,
+    ) -> PackedBlock {
+        let mut words = Vector::<u32, Const<2>>::new(0u32);
+        let mut scale = 0u32;
+        let mut factor = own;
+        if inside {
+            words = self.codes[row * self.blocks + block];
+            let byte = scale_at(row, tiled, block, self.blocks, plan.swizzled);
+            scale = u32::cast_from(self.scales[byte]);
+            if comptime!(plan.per_row) {
+                factor = self.amax[row] / self.range;
+            }
+        } else {
+            // Zero where there is no element, also where the factor is NaN or infinite.
+            factor = 0.0f32;
+        }
+        PackedBlock {
+            words,
+            factors: BlockFactors::new(scale, factor),
+        }
+    }
+}

@@ -1,0 +1,541 @@
+//! Per-token quantization in one read: a row's maximum is found while the row is loaded, and the row
+//! is quantized from registers.
+
+use cubecl::{prelude::*, server::Handle};
+
+use super::{
+    amax::{AmaxRequest, amaxes},
+    plan::{QuantArgs, QuantPlan, QuantRequest, check_packed_cols},
+    prologue::{
+        self, Input, Producer, ProducerExpand, Source, check_gain, gain_arg, normalized_block,
+        row_cubes,
+    },
+    quantize::{quantize, quantize_both, row_amax_of, row_block},
+    tile::MAX_UNITS,
+};
+use crate::launch::buffer;
+use crate::{
+    BLOCK, Nvfp4Error, Storage, Usage,
+    capabilities::{conversion_of, is_cpu},
+    cube::{
+        activation::SquareSum,
+        block::{quantize_with_amax, resolve_offset},
+        codec::{Conversion, canonical, magnitude_bits},
+        hadamard::Signs,
+        philox::Random,
+        scale::{GlobalScale, swizzled_at},
+        words::{block_words, load_block_words, unpack_block},
+    },
+    memory::{address_type, allocate},
+    tensor::{AmaxGranularity, DeviceQuantParams, DeviceQuantized, FloatKind, Groups, Matrix},
+};
+
+/// The most blocks of a row that each unit keeps in registers between finding the maximum and
+/// quantizing. What exceeds `units * KEPT` blocks of a row is read again.
+const KEPT: usize = 4;
+
+/// The row-wise copy of `x` (or of what is computed from its inputs) with one amax for each row, which it
+/// also finds: rows are tokens. See
+/// [`reference::quantize`](crate::reference::quantize) with the maxima of
+/// [`reference::amax_rows`](crate::reference::amax_rows).
+///
+/// # Errors
+/// When the columns of `x` are no multiple of 16, the copy has a transform or stochastic four over
+/// six, or a buffer is smaller than its shape; for a computed `x` as [`produce`](super::produce()), too.
+pub fn quantize_per_token<'a>(
+    client: &Client,
+    x: impl Into<Source<'a>>,
+    copy: &DeviceQuantParams,
+) -> Result<DeviceQuantized, Nvfp4Error> {
+    launch(client, &Input::new(x.into())?, copy, RowNormArgs::None)
+}
+
+/// [`quantize_per_token`] of `x` after RMS normalisation, and `1 / sqrt(mean(x²) + epsilon)` of each row
+/// (`f32`), which it also finds: one read of `x`. `gain` has an `f32` for each column.
+///
+/// # Errors
+/// As [`quantize_per_token`], and when `gain` is too short or does not start at a multiple of 16 bytes.
+pub fn quantize_per_token_rms_norm(
+    client: &Client,
+    x: &Matrix,
+    gain: &Handle,
+    epsilon: f32,
+    copy: &DeviceQuantParams,
+) -> Result<(DeviceQuantized, Handle), Nvfp4Error> {
+    let input = Input::new(Source::Plain(x))?;
+    check_gain(gain, x.cols)?;
+    let rstd = allocate(client, x.rows * 4);
+    let norm = RowNormArgs::Found(FoundNormLaunch::new(
+        // SAFETY: allocated for it.
+        unsafe { buffer(&rstd, x.rows) },
+        gain_arg(gain, x.cols),
+        epsilon,
+    ));
+    Ok((launch(client, &input, copy, norm)?, rstd))
+}
+
+fn launch(
+    client: &Client,
+    input: &Input,
+    copy: &DeviceQuantParams,
+    norm: RowNormArgs,
+) -> Result<DeviceQuantized, Nvfp4Error> {
+    let Input {
+        matrix: x, words, ..
+    } = input;
+    check_packed_cols(x)?;
+    check_no_transform(copy)?;
+    let amax = allocate(client, x.rows * 4);
+    let request = QuantRequest {
+        amax: &amax,
+        scope: AmaxGranularity::PerRow,
+        copy: copy.clone(),
+    };
+    let conversion = conversion_of(client);
+    let args = QuantArgs::new(
+        client,
+        x,
+        &Groups::One,
+        Usage::Rowwise,
+        &request,
+        Storage::Packed,
+        conversion,
+    )?;
+    if x.is_empty() {
+        return Ok(args.out);
+    }
+    // Swizzled scales are padded to 128 rows, which are written too.
+    let rows = if args.plan.swizzled {
+        x.rows.next_multiple_of(128)
+    } else {
+        x.rows
+    };
+    let blocks = x.cols / BLOCK;
+    let (count, dim) = row_cubes(client, rows, blocks);
+    // SAFETY: the kernel stays below the shapes it is given, and the buffers were checked for them.
+    unsafe {
+        quantize_per_token_kernel::launch_unchecked(
+            client,
+            count,
+            dim,
+            // The padding of swizzled scales makes them more than elements where rows are few and long.
+            address_type(x.len().max(args.out.scale_bytes())),
+            words.width,
+            words.arg(),
+            input.producer(),
+            norm,
+            buffer(&args.out.amax, x.rows),
+            args.codes(),
+            args.scales(),
+            args.offset(),
+            args.random(),
+            args.signs(),
+            x.rows,
+            rows,
+            blocks,
+            args.plan,
+            blocks.div_ceil(dim.x as usize).min(KEPT),
+            !is_cpu(client),
+            x.dtype,
+        );
+    }
+    Ok(args.out)
+}
+
+/// The column-wise copy of `x` with one amax for each column of each group, which it also finds; of the
+/// transformed values where `copy` has a transform. See [`reference::quantize`](crate::reference::quantize)
+/// with the maxima of [`reference::amax_cols`](crate::reference::amax_cols).
+///
+/// Two passes in one call: no code of a column can be written before its last row was seen, and a strip
+/// of 64 columns of 16 bits, the least whose rows are read in whole sectors of memory, fills the shared
+/// memory of an H100 with 1800 rows. Short matrices stay in its L2 cache (50 MB) from one pass to the
+/// other.
+///
+/// # Errors
+/// As [`quantize`].
+pub fn quantize_per_token_cols<'a>(
+    client: &Client,
+    x: impl Into<Source<'a>>,
+    groups: &Groups,
+    copy: &DeviceQuantParams,
+) -> Result<DeviceQuantized, Nvfp4Error> {
+    let request = AmaxRequest {
+        rows: None,
+        cols: Some((AmaxGranularity::PerRow, copy.hadamard)),
+    };
+    let x = x.into();
+    let found = amaxes(client, x, groups, &request)?;
+    let request = QuantRequest {
+        amax: &found.cols.expect("asked for"),
+        scope: AmaxGranularity::PerRow,
+        copy: copy.clone(),
+    };
+    quantize(client, x, groups, Usage::Columnwise, &request)
+}
+
+/// Both copies of `x` with one amax for each row, and for each column of each group:
+/// `(row-wise, column-wise)`. All maxima are found in one read of `x`, both copies are made in another.
+///
+/// # Errors
+/// As [`quantize`], and when the row-wise copy has a transform.
+pub fn quantize_per_token_both<'a>(
+    client: &Client,
+    x: impl Into<Source<'a>>,
+    groups: &Groups,
+    row: &DeviceQuantParams,
+    col: &DeviceQuantParams,
+) -> Result<(DeviceQuantized, DeviceQuantized), Nvfp4Error> {
+    check_no_transform(row)?;
+    let x = x.into();
+    let request = AmaxRequest {
+        rows: Some(AmaxGranularity::PerRow),
+        cols: Some((AmaxGranularity::PerRow, col.hadamard)),
+    };
+    let found = amaxes(client, x, groups, &request)?;
+    let (rows, cols) = (
+        found.rows.expect("asked for"),
+        found.cols.expect("asked for"),
+    );
+    let [row, col] = [(&rows, row), (&cols, col)].map(|(amax, copy)| QuantRequest {
+        amax,
+        scope: AmaxGranularity::PerRow,
+        copy: copy.clone(),
+    });
+    quantize_both(client, x, groups, &row, &col)
+}
+
+fn check_no_transform(copy: &DeviceQuantParams) -> Result<(), Nvfp4Error> {
+    if copy.hadamard.is_none() {
+        return Ok(());
+    }
+    Err(Nvfp4Error::value(
+        "hadamard",
+        "a transform of a per-token copy along rows",
+        "none: the maximum of a row is taken before any transform",
+    ))
+}
+
+/// Whether rows are normalised with a factor that the kernel finds first.
+#[derive(CubeType, CubeLaunch)]
+pub enum RowNorm {
+    /// No.
+    None,
+    /// Yes.
+    Found(FoundNorm),
+}
+
+/// See [`RowNorm`].
+#[derive(CubeType, CubeLaunch)]
+pub struct FoundNorm {
+    /// Where the factors are written.
+    pub rstd: Box<[f32]>,
+    /// A factor for each column.
+    pub gain: Box<[Vector<f32, Const<4>>]>,
+    /// Added to the mean square.
+    pub epsilon: f32,
+}
+
+#[cube]
+impl RowNorm {
+    /// The factor of `row`, whose first blocks are kept; the caller's cube reads the others.
+    fn find<N: Size>(
+        &mut self,
+        x: &[Vector<u32, N>],
+        kept: &Array<u32>,
+        row: usize,
+        blocks: usize,
+        #[comptime] kept_blocks: usize,
+        #[comptime] planes: bool,
+        #[comptime] conversion: Conversion,
+        #[comptime] kind: FloatKind,
+    ) -> f32 {
+        #[comptime]
+        match self {
+            RowNorm::None => 0.0f32.runtime(),
+            RowNorm::Found(norm) => {
+                let mut sum = SquareSum::new(planes);
+                sum.clear(planes);
+                let width = N::value();
+                let per_block = comptime!(block_words(kind) / width);
+                let units = CUBE_DIM as usize;
+                #[unroll]
+                for k in 0..kept_blocks {
+                    let values = unpack_block(&kept_block(kept, k, kind), kind);
+                    // Blocks behind the last are zeros, and add nothing.
+                    sum.add(&values, UNIT_POS as usize + k * units, planes, conversion);
+                }
+                let mut block = UNIT_POS as usize + kept_blocks * units;
+                while block < blocks {
+                    let words = load_block_words::<N>(x, (row * blocks + block) * per_block, kind);
+                    sum.add(&unpack_block(&words, kind), block, planes, conversion);
+                    block += units;
+                }
+                let rstd = sum.rstd(blocks * 16usize, norm.epsilon, planes, conversion);
+                if UNIT_POS == 0u32 {
+                    norm.rstd[row] = rstd;
+                }
+                rstd
+            }
+        }
+    }
+
+    /// Normalises the blocks of a row that are kept.
+    fn apply(
+        &self,
+        kept: &mut Array<u32>,
+        rstd: f32,
+        blocks: usize,
+        #[comptime] kept_blocks: usize,
+        #[comptime] conversion: Conversion,
+        #[comptime] kind: FloatKind,
+    ) {
+        #[comptime]
+        match self {
+            RowNorm::None => {}
+            RowNorm::Found(norm) => {
+                let count = comptime!(block_words(kind));
+                #[unroll]
+                for k in 0..kept_blocks {
+                    let block = UNIT_POS as usize + k * CUBE_DIM as usize;
+                    if block < blocks {
+                        let words = kept_block(&*kept, k, kind);
+                        let words =
+                            normalized_block(&words, &norm.gain, rstd, block, conversion, kind);
+                        #[unroll]
+                        for w in 0..count {
+                            kept[comptime!(k * count + w)] = words[w];
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    /// The words of a block that is not kept.
+    fn load<N: Size>(
+        &self,
+        x: &[Vector<u32, N>],
+        producer: &Producer,
+        rstd: f32,
+        row: usize,
+        block: usize,
+        blocks: usize,
+        #[comptime] conversion: Conversion,
+        #[comptime] kind: FloatKind,
+    ) -> Array<u32> {
+        let words = prologue::load_block::<N>(x, producer, row, block, blocks, conversion, kind);
+        #[comptime]
+        match self {
+            RowNorm::None => words,
+            RowNorm::Found(norm) => {
+                normalized_block(&words, &norm.gain, rstd, block, conversion, kind)
+            }
+        }
+    }
+}
+
+/// Loads block `block` of a row into place `k` of `kept`; zeros behind the last.
+#[cube]
+fn keep_block<N: Size>(
+    x: &[Vector<u32, N>],
+    producer: &Producer,
+    kept: &mut Array<u32>,
+    row: usize,
+    block: usize,
+    blocks: usize,
+    #[comptime] k: usize,
+    #[comptime] conversion: Conversion,
+    #[comptime] kind: FloatKind,
+) {
+    let count = comptime!(block_words(kind));
+    #[comptime]
+    match producer {
+        Producer::Plain => {
+            let width = N::value();
+            let start = (row * blocks + block) * comptime!(count / width);
+            #[unroll]
+            for v in 0..comptime!(count / width) {
+                let vector = if block < blocks {
+                    x[start + v]
+                } else {
+                    Vector::<u32, N>::zero()
+                };
+                #[unroll]
+                for w in 0..width {
+                    kept[comptime!(k * count + v * width + w)] = vector.extract(w);
+                }
+            }
+        }
+        _ => {
+            // The last one again, without a branch, which would keep loads apart.
+            let inside = block < blocks;
+            let block = min(block, blocks - 1usize);
+            let words =
+                prologue::load_block::<N>(x, producer, row, block, blocks, conversion, kind);
+            #[unroll]
+            for w in 0..count {
+                kept[comptime!(k * count + w)] = select(inside, words[w], 0u32);
+            }
+        }
+    }
+}
+
+/// One cube quantizes one row at a time. A unit's first blocks stay in its registers.
+#[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
+pub fn quantize_per_token_kernel<N: Size>(
+    x: &[Vector<u32, N>],
+    producer: Producer,
+    mut norm: RowNorm,
+    amax: &mut [f32],
+    codes: &mut [Vector<u32, Const<2>>],
+    scales: &mut [u8],
+    offset: &[u32],
+    random: Random,
+    signs: Signs,
+    rows: usize,
+    padded_rows: usize,
+    blocks: usize,
+    #[comptime] plan: QuantPlan,
+    #[comptime] kept_blocks: usize,
+    #[comptime] planes: bool,
+    #[comptime] kind: FloatKind,
+) {
+    let policy = comptime!(plan.policy);
+    let random = resolve_offset(&random, offset, policy);
+    let conversion = comptime!(policy.conversion);
+    let words_per_block = comptime!(block_words(kind));
+    let units = CUBE_DIM as usize;
+    let unit = UNIT_POS as usize;
+    let padded_blocks = blocks.div_ceil(4);
+    // One slot for each plane, or for each unit; two sets, used in turn, so that one barrier for each row
+    // is enough.
+    let slots = comptime!(if planes { MAX_UNITS / 32 } else { MAX_UNITS });
+    let mut partial: Shared<[u32]> = Shared::new_slice(comptime!(2 * slots));
+    let mut turn = 0usize;
+    let mut row = CUBE_POS;
+    while row < padded_rows {
+        if row < rows {
+            let mut kept = Array::<u32>::new(comptime!(kept_blocks * words_per_block));
+            let mut bits = 0u32;
+            // All loads are under way before the first is waited for.
+            #[unroll]
+            for k in 0..kept_blocks {
+                let block = unit + k * units;
+                keep_block::<N>(
+                    x, &producer, &mut kept, row, block, blocks, k, conversion, kind,
+                );
+            }
+            let rstd = norm.find::<N>(x, &kept, row, blocks, kept_blocks, planes, conversion, kind);
+            norm.apply(&mut kept, rstd, blocks, kept_blocks, conversion, kind);
+            #[unroll]
+            for k in 0..kept_blocks {
+                let words = kept_block(&kept, k, kind);
+                let values = row_block(&words, &signs, plan, kind);
+                // Blocks behind the last are zeros.
+                let here = row_amax_of(&words, &values, false, plan, kind);
+                bits = max(bits, magnitude_bits(here));
+            }
+            let mut block = unit + kept_blocks * units;
+            while block < blocks {
+                let words =
+                    norm.load::<N>(x, &producer, rstd, row, block, blocks, conversion, kind);
+                let values = row_block(&words, &signs, plan, kind);
+                let here = row_amax_of(&words, &values, false, plan, kind);
+                bits = max(bits, magnitude_bits(here));
+                block += units;
+            }
+            if comptime!(planes) {
+                let plane = plane_max(bits);
+                if UNIT_POS_PLANE == 0u32 {
+                    partial[turn * slots + unit / 32usize] = plane;
+                }
+                sync_cube();
+                bits = 0u32;
+                for p in 0..units / 32usize {
+                    bits = max(bits, partial[turn * slots + p]);
+                }
+                turn = 1usize - turn;
+            } else if units > 1usize {
+                partial[turn * slots + unit] = bits;
+                sync_cube();
+                for p in 0..units {
+                    bits = max(bits, partial[turn * slots + p]);
+                }
+                turn = 1usize - turn;
+            }
+            let row_amax = f32::reinterpret(canonical(bits));
+            if unit == 0usize {
+                amax[row] = row_amax;
+            }
+            let global = GlobalScale::from_amax(row_amax, policy.scaling);
+
+            #[unroll]
+            for k in 0..kept_blocks {
+                let block = unit + k * units;
+                if block < blocks {
+                    let words = kept_block(&kept, k, kind);
+                    let values = row_block(&words, &signs, plan, kind);
+                    let index = row * blocks + block;
+                    let logical = u64::cast_from(index);
+                    let largest = row_amax_of(&words, &values, false, plan, kind);
+                    let encoded = quantize_with_amax(
+                        &values, 0usize, largest, &global, logical, &random, policy,
+                    );
+                    codes[index] = encoded.codes;
+                    let place = scale_place(row, block, blocks, plan);
+                    scales[place] = u8::cast_from(encoded.scale);
+                }
+            }
+            let mut block = unit + kept_blocks * units;
+            while block < blocks {
+                let words =
+                    norm.load::<N>(x, &producer, rstd, row, block, blocks, conversion, kind);
+                let values = row_block(&words, &signs, plan, kind);
+                let index = row * blocks + block;
+                let logical = u64::cast_from(index);
+                let largest = row_amax_of(&words, &values, false, plan, kind);
+                let encoded =
+                    quantize_with_amax(&values, 0usize, largest, &global, logical, &random, policy);
+                codes[index] = encoded.codes;
+                let place = scale_place(row, block, blocks, plan);
+                scales[place] = u8::cast_from(encoded.scale);
+                block += units;
+            }
+        }
+        if comptime!(plan.swizzled) {
+            // Padding: behind the last block of a row, and all of the rows behind the last.
+            let mut block = unit;
+            if row < rows {
+                block += blocks;
+            }
+            while block < padded_blocks * 4usize {
+                let place = scale_place(row, block, blocks, plan);
+                scales[place] = 0u8;
+                block += units;
+            }
+        }
+        row += CUBE_COUNT;
+    }
+}
+
+/// The words of one of the blocks in registers.
+#[cube]
+fn kept_block(kept: &Array<u32>, #[comptime] k: usize, #[comptime] kind: FloatKind) -> Array<u32> {
+    let count = comptime!(block_words(kind));
+    let mut words = Array::<u32>::new(count);
+    #[unroll]
+    for w in 0..count {
+        words[w] = kept[comptime!(k * count + w)];
+    }
+    words
+}
+
+/// Where the scale of a block of a row-wise copy stands.
+#[cube]
+fn scale_place(row: usize, block: usize, blocks: usize, #[comptime] plan: QuantPlan) -> usize {
+    if comptime!(plan.swizzled) {
+        swizzled_at(row, block, blocks.div_ceil(4))
+    } else {
+        row * blocks + block
+    }
+}

@@ -1,0 +1,639 @@
+//! Block scales from rows to the 128x4 tiles of FP4 tensor cores, and back.
+//!
+//! The layouts are those of [`reference::swizzle`](mod@crate::reference::swizzle) (specification,
+//! section 11). Every byte of a result is written, padding with zeros. Any scales of one byte will
+//! do: E4M3 of 16-blocks, UE8M0 of 32-blocks.
+//!
+//! GroupOffsets are given by offsets in device memory ([`GroupOffsets`]); results then have the length of the
+//! worst split, so that neither memory nor launches depend on the offsets and nothing waits for the
+//! device.
+
+use cubecl::{prelude::*, server::Handle};
+
+use crate::launch::grid;
+use crate::moe::groups::{GroupOffsets, find_group, span, to_u32};
+use crate::{
+    Nvfp4Error,
+    memory::{address_type, allocate, check_memory},
+    reference::swizzle::{block_group_blocks, block_group_tiles, padded_len, row_group_tiles},
+};
+
+/// The `[rows, blocks]` bytes of `scales` in 128x4 tiles: `ceil128(rows) * ceil4(blocks)` bytes. See
+/// [`reference::swizzle::swizzle`](crate::reference::swizzle::swizzle).
+///
+/// # Errors
+/// When `scales` is smaller than its shape.
+pub fn swizzle(
+    client: &Client,
+    scales: &Handle,
+    rows: usize,
+    blocks: usize,
+) -> Result<Handle, Nvfp4Error> {
+    swizzle_batch(client, scales, 1, rows, blocks)
+}
+
+/// The inverse of [`swizzle`]: `[rows, blocks]` bytes.
+///
+/// # Errors
+/// When `swizzled` is smaller than its shape.
+pub fn unswizzle(
+    client: &Client,
+    swizzled: &Handle,
+    rows: usize,
+    blocks: usize,
+) -> Result<Handle, Nvfp4Error> {
+    unswizzle_batch(client, swizzled, 1, rows, blocks)
+}
+
+/// [`swizzle`] of each of the `batch` matrices of `[batch, rows, blocks]`: the scales of 3-D expert
+/// weights.
+///
+/// # Errors
+/// When `scales` is smaller than its shape.
+pub fn swizzle_batch(
+    client: &Client,
+    scales: &Handle,
+    batch: usize,
+    rows: usize,
+    blocks: usize,
+) -> Result<Handle, Nvfp4Error> {
+    check_memory("scales", scales, batch * rows * blocks)?;
+    let out = allocate(client, batch * padded_len(rows, blocks));
+    let tiles = batch * rows.div_ceil(128);
+    launch_swizzle(
+        client,
+        scales,
+        (batch * rows, rows, blocks),
+        tiles,
+        None,
+        &out,
+    );
+    Ok(out)
+}
+
+/// The inverse of [`swizzle_batch`].
+///
+/// # Errors
+/// When `swizzled` is smaller than its shape.
+pub fn unswizzle_batch(
+    client: &Client,
+    swizzled: &Handle,
+    batch: usize,
+    rows: usize,
+    blocks: usize,
+) -> Result<Handle, Nvfp4Error> {
+    check_memory("swizzled", swizzled, batch * padded_len(rows, blocks))?;
+    let out = allocate(client, batch * rows * blocks);
+    let tiles = batch * rows.div_ceil(128);
+    launch_unswizzle(
+        client,
+        swizzled,
+        (batch * rows, rows, blocks),
+        tiles,
+        None,
+        &out,
+    );
+    Ok(out)
+}
+
+/// [`swizzle`] of each group of rows (M groups), one after another: `row_group_tiles(rows, groups) *
+/// 128 * ceil4(blocks)` bytes, zero behind the last group; and where the groups start there, in
+/// padded rows. See
+/// [`reference::swizzle::swizzle_row_groups`](crate::reference::swizzle::swizzle_row_groups).
+///
+/// # Errors
+/// When a buffer is smaller than its shape, or there are more than 2^32 rows.
+pub fn swizzle_row_groups(
+    client: &Client,
+    scales: &Handle,
+    rows: usize,
+    blocks: usize,
+    groups: &GroupOffsets,
+) -> Result<(Handle, GroupOffsets), Nvfp4Error> {
+    groups.check("groups")?;
+    check_memory("scales", scales, rows * blocks)?;
+    let tiles = row_group_tiles(rows, groups.count);
+    to_u32("rows", tiles * 128)?;
+    let padded = groups.rescaled(client, rows, 128, 128)?;
+    let out = allocate(client, tiles * padded_len(1, blocks));
+    let grouping = Some((groups, &padded));
+    launch_swizzle(client, scales, (rows, rows, blocks), tiles, grouping, &out);
+    Ok((out, padded))
+}
+
+/// The inverse of [`swizzle_row_groups`]: `[rows, blocks]` bytes, zero in rows of no group.
+///
+/// # Errors
+/// As [`swizzle_row_groups`].
+pub fn unswizzle_row_groups(
+    client: &Client,
+    swizzled: &Handle,
+    rows: usize,
+    blocks: usize,
+    groups: &GroupOffsets,
+) -> Result<Handle, Nvfp4Error> {
+    groups.check("groups")?;
+    let tiles = row_group_tiles(rows, groups.count);
+    to_u32("rows", tiles * 128)?;
+    check_memory("swizzled", swizzled, tiles * padded_len(1, blocks))?;
+    let padded = groups.rescaled(client, rows, 128, 128)?;
+    let out = allocate(client, rows * blocks);
+    let grouping = Some((groups, &padded));
+    launch_unswizzle(
+        client,
+        swizzled,
+        (rows, rows, blocks),
+        tiles,
+        grouping,
+        &out,
+    );
+    Ok(out)
+}
+
+/// [`swizzle`] of each group of blocks (K groups: the column-wise copy of grouped tokens), one after
+/// another.
+///
+/// `groups` counts tokens, `elements` of which share a block (16, or 32 for MXFP8): group `g` has
+/// `ceil(tokens in g / elements)` blocks, and its scales are a compact `[outer, blocks of g]` array
+/// behind that of group `g - 1`. `scales` has room for the worst split,
+/// `outer * block_group_blocks(tokens, groups, elements)` bytes. The result has
+/// `ceil(outer / 128) * block_group_tiles(tokens, groups, elements)` tiles of 512 bytes, those behind
+/// the last group zero; the second result is where the groups start there, in tiles of one row of
+/// tiles: group `g` begins at byte `512 * ceil(outer / 128) * starts[g]`. See
+/// [`reference::swizzle::swizzle_block_groups`](crate::reference::swizzle::swizzle_block_groups).
+///
+/// # Errors
+/// When a buffer is smaller than its shape, `elements` is zero, or there are more than 2^32 tokens.
+pub fn swizzle_block_groups(
+    client: &Client,
+    scales: &Handle,
+    outer: usize,
+    tokens: usize,
+    elements: usize,
+    groups: &GroupOffsets,
+) -> Result<(Handle, GroupOffsets), Nvfp4Error> {
+    let counts = BlockGroups::new(client, outer, tokens, elements, groups)?;
+    check_memory("scales", scales, outer * counts.blocks)?;
+    let out = allocate(client, counts.row_tiles * counts.tiles * 512);
+    let items = counts.row_tiles * counts.tiles * 32;
+    if items > 0 {
+        let (count, dim) = grid(client, items);
+        // SAFETY: the kernel checks each access against these lengths, whatever the offsets are.
+        unsafe {
+            swizzle_block_groups_kernel::launch_unchecked(
+                client,
+                count,
+                dim,
+                address_type(items * 16),
+                BufferArg::from_raw_parts(scales.clone(), outer * counts.blocks / 4),
+                BufferArg::from_raw_parts(scales.clone(), outer * counts.blocks),
+                counts.block_starts.arg(),
+                counts.tile_starts.arg(),
+                BufferArg::from_raw_parts(out.clone(), items),
+                outer,
+                counts.blocks,
+                groups.count,
+                items,
+            );
+        }
+    }
+    Ok((out, counts.tile_starts))
+}
+
+/// The inverse of [`swizzle_block_groups`]: `outer * block_group_blocks(..)` bytes, zero behind the
+/// last group.
+///
+/// # Errors
+/// As [`swizzle_block_groups`].
+pub fn unswizzle_block_groups(
+    client: &Client,
+    swizzled: &Handle,
+    outer: usize,
+    tokens: usize,
+    elements: usize,
+    groups: &GroupOffsets,
+) -> Result<Handle, Nvfp4Error> {
+    let counts = BlockGroups::new(client, outer, tokens, elements, groups)?;
+    let tiles = counts.row_tiles * counts.tiles;
+    check_memory("swizzled", swizzled, tiles * 512)?;
+    // Whole words are written.
+    let items = (outer * counts.blocks).div_ceil(4);
+    let out = allocate(client, items * 4);
+    if items > 0 {
+        let (count, dim) = grid(client, items);
+        // SAFETY: as above.
+        unsafe {
+            unswizzle_block_groups_kernel::launch_unchecked(
+                client,
+                count,
+                dim,
+                address_type(tiles * 512),
+                BufferArg::from_raw_parts(swizzled.clone(), tiles * 128),
+                counts.block_starts.arg(),
+                counts.tile_starts.arg(),
+                BufferArg::from_raw_parts(out.clone(), items),
+                outer,
+                tiles,
+                groups.count,
+                items,
+            );
+        }
+    }
+    Ok(out)
+}
+
+/// What both directions need to know about groups of blocks.
+struct BlockGroups {
+    row_tiles: usize,
+    blocks: usize,
+    tiles: usize,
+    block_starts: GroupOffsets,
+    tile_starts: GroupOffsets,
+}
+
+impl BlockGroups {
+    fn new(
+        client: &Client,
+        outer: usize,
+        tokens: usize,
+        elements: usize,
+        groups: &GroupOffsets,
+    ) -> Result<Self, Nvfp4Error> {
+        groups.check("groups")?;
+        if elements == 0 {
+            return Err(Nvfp4Error::value("elements", "0", "at least 1"));
+        }
+        Ok(Self {
+            row_tiles: outer.div_ceil(128),
+            blocks: block_group_blocks(tokens, groups.count, elements),
+            tiles: block_group_tiles(tokens, groups.count, elements),
+            block_starts: groups.rescaled(client, tokens, elements, 1)?,
+            tile_starts: groups.rescaled(client, tokens, 4 * elements, 1)?,
+        })
+    }
+}
+
+/// Words of one load: as many as divide a row, at most four.
+fn words(blocks: usize) -> usize {
+    match blocks {
+        _ if blocks.is_multiple_of(16) => 4,
+        _ if blocks.is_multiple_of(8) => 2,
+        _ => 1,
+    }
+}
+
+/// `rows` counts all rows, `matrix_rows` those of one matrix of a batch.
+fn launch_swizzle(
+    client: &Client,
+    scales: &Handle,
+    (rows, matrix_rows, blocks): (usize, usize, usize),
+    tiles: usize,
+    grouping: Option<(&GroupOffsets, &GroupOffsets)>,
+    out: &Handle,
+) {
+    let width = words(blocks);
+    let columns = blocks.div_ceil(4);
+    let items = tiles * columns / width * 32;
+    if items == 0 {
+        return;
+    }
+    let (count, dim) = grid(client, items);
+    let (offsets, starts) = groups_args(grouping, scales);
+    // SAFETY: the kernel reads below `rows` rows and writes `tiles * columns` tiles.
+    unsafe {
+        swizzle_kernel::launch_unchecked(
+            client,
+            count,
+            dim,
+            address_type(tiles * columns * 512),
+            width,
+            BufferArg::from_raw_parts(scales.clone(), rows * blocks / 4 / width),
+            BufferArg::from_raw_parts(scales.clone(), rows * blocks),
+            offsets,
+            starts,
+            BufferArg::from_raw_parts(out.clone(), tiles * columns * 32),
+            matrix_rows,
+            blocks,
+            grouping.map_or(0, |(groups, _)| groups.count),
+            items,
+            blocks.is_multiple_of(4),
+            grouping.is_some(),
+        );
+    }
+}
+
+fn launch_unswizzle(
+    client: &Client,
+    swizzled: &Handle,
+    (rows, matrix_rows, blocks): (usize, usize, usize),
+    tiles: usize,
+    grouping: Option<(&GroupOffsets, &GroupOffsets)>,
+    out: &Handle,
+) {
+    let wide = blocks.is_multiple_of(4);
+    let width = words(blocks);
+    let columns = blocks.div_ceil(4);
+    let items = if wide {
+        rows * columns / width
+    } else {
+        rows * blocks
+    };
+    if items == 0 {
+        return;
+    }
+    let (count, dim) = grid(client, items);
+    let (offsets, starts) = groups_args(grouping, swizzled);
+    // SAFETY: the kernel reads below `tiles * columns` tiles and writes `rows` rows.
+    unsafe {
+        unswizzle_kernel::launch_unchecked(
+            client,
+            count,
+            dim,
+            address_type(tiles * columns * 512),
+            width,
+            BufferArg::from_raw_parts(swizzled.clone(), tiles * columns * 128),
+            offsets,
+            starts,
+            BufferArg::from_raw_parts(out.clone(), rows * blocks / 4 / width),
+            BufferArg::from_raw_parts(out.clone(), rows * blocks),
+            rows,
+            matrix_rows,
+            blocks,
+            tiles,
+            grouping.map_or(0, |(groups, _)| groups.count),
+            items,
+            wide,
+            grouping.is_some(),
+        );
+    }
+}
+
+/// The groups' buffers; a placeholder, which the kernel does not read, where there are none.
+fn groups_args(
+    grouping: Option<(&GroupOffsets, &GroupOffsets)>,
+    placeholder: &Handle,
+) -> (BufferArg, BufferArg) {
+    match grouping {
+        Some((groups, padded)) => (groups.arg(), padded.arg()),
+        None => {
+            // SAFETY: not read.
+            let arg = || unsafe { BufferArg::from_raw_parts(placeholder.clone(), 1) };
+            (arg(), arg())
+        }
+    }
+}
+
+/// One unit makes the 16 bytes of line `r % 32` in `N` neighbouring tiles: four rows, 32 apart, four
+/// blocks to a tile. Neighbouring units write neighbouring lines.
+#[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
+pub fn swizzle_kernel<N: Size>(
+    source_words: &[Vector<u32, N>],
+    source: &[u8],
+    offsets: &[u32],
+    starts: &[u32],
+    out: &mut [Vector<u32, Const<4>>],
+    rows: usize,
+    blocks: usize,
+    groups: usize,
+    items: usize,
+    #[comptime] wide: bool,
+    #[comptime] grouped: bool,
+) {
+    let width = N::value();
+    let columns = blocks.div_ceil(4);
+    let vectors = columns / width;
+    let mut item = ABSOLUTE_POS;
+    while item < items {
+        let line = item % 32usize;
+        let column = (item / 32usize) % vectors;
+        let tile = item / 32usize / vectors;
+        let mut first = tile * 128usize;
+        let mut present = 0usize;
+        if comptime!(grouped) {
+            let group = find_group(starts, groups, first);
+            let rows = span(offsets, group, rows);
+            // Behind the last group this lies behind its rows too.
+            first = rows.start + (first - starts[group] as usize);
+            if first < rows.end {
+                present = rows.end - first;
+            }
+        } else {
+            let row_tiles = rows.div_ceil(128);
+            let local = (tile % row_tiles) * 128usize;
+            first = (tile / row_tiles) * rows + local;
+            present = rows - local;
+        }
+        let mut gathered = Array::<u32>::new(comptime!(4 * width));
+        #[unroll]
+        for s in 0..4usize {
+            let row = line + comptime!(s * 32);
+            let mut words = Vector::<u32, N>::new(0u32);
+            if row < present {
+                if comptime!(wide) {
+                    words = source_words[(first + row) * vectors + column];
+                } else {
+                    let start = (first + row) * blocks;
+                    let mut word = 0u32;
+                    #[unroll]
+                    for i in 0..4usize {
+                        let block = column * 4usize + i;
+                        if block < blocks {
+                            let byte = u32::cast_from(source[start + block]);
+                            word |= byte << comptime!(8 * i as u32);
+                        }
+                    }
+                    words.insert(0usize, word);
+                }
+            }
+            #[unroll]
+            for w in 0..width {
+                gathered[comptime!(w * 4 + s)] = words.extract(w);
+            }
+        }
+        #[unroll]
+        for w in 0..width {
+            let mut words = Vector::<u32, Const<4>>::empty();
+            #[unroll]
+            for s in 0..4usize {
+                words.insert(s, gathered[comptime!(w * 4 + s)]);
+            }
+            out[(tile * columns + column * width + w) * 32usize + line] = words;
+        }
+        item += CUBE_COUNT * CUBE_DIM as usize;
+    }
+}
+
+/// One unit makes `N` words of a row, or one byte where rows are no whole words.
+#[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
+pub fn unswizzle_kernel<N: Size>(
+    source: &[u32],
+    offsets: &[u32],
+    starts: &[u32],
+    out_words: &mut [Vector<u32, N>],
+    out: &mut [u8],
+    rows: usize,
+    matrix_rows: usize,
+    blocks: usize,
+    tiles: usize,
+    groups: usize,
+    items: usize,
+    #[comptime] wide: bool,
+    #[comptime] grouped: bool,
+) {
+    let width = N::value();
+    let columns = blocks.div_ceil(4);
+    let mut per_row = blocks;
+    if comptime!(wide) {
+        per_row = columns / width;
+    }
+    let mut item = ABSOLUTE_POS;
+    while item < items {
+        let row = item / per_row;
+        let position = item % per_row;
+        let mut local = 0usize;
+        let mut tile = tiles;
+        if comptime!(grouped) {
+            let group = find_group(offsets, groups, row);
+            let rows = span(offsets, group, rows);
+            if row >= rows.start && row < rows.end {
+                local = row - rows.start;
+                tile = starts[group] as usize / 128usize + local / 128usize;
+            }
+        } else {
+            local = row % matrix_rows;
+            tile = (row / matrix_rows) * matrix_rows.div_ceil(128) + local / 128usize;
+        }
+        // A row of no group has no tile.
+        let inside = tile < tiles;
+        let line = (local % 32usize) * 4usize + (local % 128usize) / 32usize;
+        if comptime!(wide) {
+            let mut words = Vector::<u32, N>::new(0u32);
+            if inside {
+                #[unroll]
+                for w in 0..width {
+                    let column = position * width + w;
+                    words.insert(w, source[(tile * columns + column) * 128usize + line]);
+                }
+            }
+            out_words[item] = words;
+        } else {
+            let mut byte = 0u32;
+            if inside {
+                let word = source[(tile * columns + position / 4usize) * 128usize + line];
+                byte = (word >> (8u32 * (position % 4usize) as u32)) & 0xFFu32;
+            }
+            out[item] = u8::cast_from(byte);
+        }
+        item += CUBE_COUNT * CUBE_DIM as usize;
+    }
+}
+
+/// One unit makes the 16 bytes of one line of one tile.
+#[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
+pub fn swizzle_block_groups_kernel(
+    source_words: &[u32],
+    source: &[u8],
+    block_starts: &[u32],
+    tile_starts: &[u32],
+    out: &mut [Vector<u32, Const<4>>],
+    outer: usize,
+    total_blocks: usize,
+    groups: usize,
+    items: usize,
+) {
+    let row_tiles = outer.div_ceil(128);
+    let mut item = ABSOLUTE_POS;
+    while item < items {
+        let line = item % 32usize;
+        let tile = item / 32usize;
+        // Group g has tiles `row_tiles * tile_starts[g]` and following.
+        let group = find_group(tile_starts, groups, tile / row_tiles);
+        let local = tile - row_tiles * tile_starts[group] as usize;
+        let block_start = block_starts[group] as usize;
+        let blocks = min(block_starts[group + 1usize] as usize, total_blocks)
+            - min(block_start, total_blocks);
+        let columns = blocks.div_ceil(4);
+        let mut words = Vector::<u32, Const<4>>::new(0u32);
+        if local < row_tiles * columns {
+            let row0 = (local / columns) * 128usize + line;
+            let block0 = (local % columns) * 4usize;
+            let start = outer * block_start;
+            let aligned = (start % 4usize) + (blocks % 4usize) == 0usize;
+            #[unroll]
+            for s in 0..4usize {
+                let row = row0 + comptime!(s * 32);
+                if row < outer {
+                    let first = start + row * blocks + block0;
+                    let mut word = 0u32;
+                    if aligned {
+                        word = source_words[first / 4usize];
+                    } else {
+                        #[unroll]
+                        for i in 0..4usize {
+                            if block0 + i < blocks {
+                                let byte = u32::cast_from(source[first + i]);
+                                word |= byte << comptime!(8 * i as u32);
+                            }
+                        }
+                    }
+                    words.insert(s, word);
+                }
+            }
+        }
+        out[item] = words;
+        item += CUBE_COUNT * CUBE_DIM as usize;
+    }
+}
+
+/// One unit makes four bytes, which may lie in several rows and groups.
+#[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
+pub fn unswizzle_block_groups_kernel(
+    source: &[u32],
+    block_starts: &[u32],
+    tile_starts: &[u32],
+    out: &mut [u32],
+    outer: usize,
+    tiles: usize,
+    groups: usize,
+    items: usize,
+) {
+    let row_tiles = outer.div_ceil(128);
+    let mut item = ABSOLUTE_POS;
+    while item < items {
+        let mut result = 0u32;
+        let mut i = 0usize;
+        while i < 4usize {
+            let position = item * 4usize + i;
+            // Group g has bytes `outer * block_starts[g]` and following.
+            let group = find_group(block_starts, groups, position / outer);
+            let block_start = block_starts[group] as usize;
+            let blocks = block_starts[group + 1usize] as usize - block_start;
+            let local = position - outer * block_start;
+            let mut step = 1usize;
+            if local < outer * blocks {
+                let row = local / blocks;
+                let block = local % blocks;
+                let columns = blocks.div_ceil(4);
+                let tile = row_tiles * tile_starts[group] as usize
+                    + (row / 128usize) * columns
+                    + block / 4usize;
+                let mut word = 0u32;
+                if tile < tiles {
+                    let line = (row % 32usize) * 4usize + (row % 128usize) / 32usize;
+                    word = source[tile * 128usize + line];
+                }
+                if i + block % 4usize == 0usize && block + 4usize <= blocks {
+                    // All four are blocks of this row.
+                    result = word;
+                    step = 4usize;
+                } else {
+                    let byte = (word >> (8u32 * (block % 4usize) as u32)) & 0xFFu32;
+                    result |= byte << (8u32 * i as u32);
+                }
+            }
+            i += step;
+        }
+        out[item] = result;
+        item += CUBE_COUNT * CUBE_DIM as usize;
+    }
+}
