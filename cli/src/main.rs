@@ -25,6 +25,7 @@ fn main() -> ExitCode {
         .with_env_filter(filter)
         .with_writer(std::io::stderr)
         .init();
+    nvfp4_lm::memory::mute_memory_panics();
     match command::Command::parse().run() {
         Ok(code) => code,
         Err(error) => {

@@ -12,6 +12,7 @@ use nvfp4_lm::checkpoint::{CONFIG, read_json, write_json};
 use nvfp4_lm::config::{Preset, RecipeName, RunConfig};
 use nvfp4_lm::data::Corpus;
 use nvfp4_lm::encoder::EncoderModel;
+use nvfp4_lm::memory::MemoryBudget;
 use nvfp4_lm::model::{LanguageModel, Transformer};
 use nvfp4_lm::train::{Outcome, Row, Run};
 use serde::Serialize;
@@ -244,6 +245,7 @@ impl Train {
 /// Fail unless the model can be built with every recipe: what a recipe names may not be in it.
 fn check_models(config: &RunConfig, device: &Device) -> Result<()> {
     for recipe in config.all_recipes() {
+        MemoryBudget::new(config, recipe).check(device)?;
         match config.decorate {
             Some(_) => drop(EncoderModel::build(config, recipe, device)?),
             None => drop(Transformer::build(config, recipe, device)?),

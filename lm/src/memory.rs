@@ -194,7 +194,8 @@ impl MemoryBudget {
     /// No larger batch fits into `capacity` beside what does not depend on the batch.
     fn largest_batch(&self, capacity: Option<u64>) -> Option<usize> {
         let left = capacity?.saturating_sub(self.need.fixed());
-        let share = u128::from(left) * self.batch as u128 / u128::from(self.need.activations.max(1));
+        let share =
+            u128::from(left) * self.batch as u128 / u128::from(self.need.activations.max(1));
         let most = share as usize / self.devices * self.devices;
         Some(most)
     }
@@ -366,7 +367,10 @@ mod tests {
         let mut config = RunConfig::preset(Preset::Tiny, "cuda:0");
         let need = MemoryNeed::of(&config, &config.recipe);
         let parameters = config.parameters() as u64;
-        assert_eq!((need.weights, need.optimizer), (4 * parameters, 8 * parameters));
+        assert_eq!(
+            (need.weights, need.optimizer),
+            (4 * parameters, 8 * parameters)
+        );
         let block = 2 * (5 * 128 + 2 * 352);
         assert_eq!(need.activations, 8 * 128 * (4 * block + 256 * 10));
         // In f32 each activation is twice as large; a second GPU takes half of the batch.
@@ -385,7 +389,9 @@ mod tests {
             reserved: Some(71_200_000_000),
         };
         let budget = budget(100_000, "cuda:0");
-        let text = budget.error(false, Some(13_107_200_000), memory).to_string();
+        let text = budget
+            .error(false, Some(13_107_200_000), memory)
+            .to_string();
         for part in [
             "out of device memory on cuda:0: an allocation of 13.1 GB failed",
             "the device has 85.0 GB, of which this process holds 71.2 GB",
@@ -400,7 +406,10 @@ mod tests {
             assert!(text.contains(part), "{part}: {text}");
         }
         let forecast = budget.error(true, None, memory).to_string();
-        assert!(forecast.contains("a step needs at least 170.4 GB"), "{forecast}");
+        assert!(
+            forecast.contains("a step needs at least 170.4 GB"),
+            "{forecast}"
+        );
         let small = DeviceMemory {
             capacity: Some(1 << 20),
             ..memory

@@ -17,7 +17,7 @@ use burn_nvfp4::nn::{
 use burn_nvfp4::state::number_layers;
 
 use crate::config::{Activation, BALANCE_SHARE, ModelConfig, RecipeName, RunConfig, VOCABULARY};
-use crate::random::{Stream, hash};
+use crate::random::{hash, normal};
 use burn_nvfp4::Nvfp4Recipe;
 
 /// Standard deviation of the initial embedding.
@@ -318,11 +318,12 @@ impl ModuleMapper for Initialise {
         let shape = param.lazy_shape();
         let count = shape.num_elements();
         let id = hash(path.as_bytes());
-        let mut stream = Stream::new(self.seed, id);
         let values = match self.name(0) {
             "gain" | "gamma" => vec![1.0; count],
             "bias" | "beta" => vec![0.0; count],
-            _ if self.is(&["embedding", "positions"]) => stream.normal(count, EMBEDDING_DEVIATION),
+            _ if self.is(&["embedding", "positions"]) => {
+                normal(self.seed, &path, count, EMBEDDING_DEVIATION)
+            }
             _ => {
                 // Of experts' weights, `[experts, d_in, d_out]`, as of others, the features that a
                 // product adds up.
@@ -334,7 +335,7 @@ impl ModuleMapper for Initialise {
                 if self.is(&["head"]) {
                     deviation *= HEAD_SCALE;
                 }
-                stream.normal(count, deviation)
+                normal(self.seed, &path, count, deviation)
             }
         };
         let device = param.lazy_device();

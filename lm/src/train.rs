@@ -14,6 +14,7 @@ use burn_nvfp4::{Nvfp4State, set_mode};
 use crate::checkpoint::{self, Checkpoint, State, Timing};
 use crate::config::{ModelConfig, RecipeName, RunConfig};
 use crate::data::Corpus;
+use crate::memory::MemoryBudget;
 use crate::model::LanguageModel;
 use crate::optim::{AdamW, learning_rate};
 use crate::ranks::{Others, Rank};
@@ -178,6 +179,8 @@ impl<'a, M: LanguageModel> Run<'a, M> {
         ensure!(!devices.is_empty(), "devices is empty, but a run has one");
         check_share(config.batch, devices.len())?;
         corpus.check(config.model.context)?;
+        let budget = MemoryBudget::new(config, &recipe);
+        devices.iter().try_for_each(|device| budget.check(device))?;
         fs::create_dir_all(folder).with_context(|| format!("cannot make {}", folder.display()))?;
         let devices: Vec<Device> = devices.iter().cloned().map(Device::autodiff).collect();
         let model = M::build(config, &recipe, &devices[0])?;
@@ -315,17 +318,21 @@ impl<'a, M: LanguageModel> Run<'a, M> {
     /// so. Writes a checkpoint at the end in any case.
     ///
     /// # Errors
-    /// When the loss is no longer finite, the weights of the devices are not equal at a checkpoint,
-    /// or a file cannot be written.
+    /// When the loss is no longer finite, a device runs out of memory, the weights of the devices are
+    /// not equal at a checkpoint, or a file cannot be written.
     pub fn train(&mut self, stop_at: Option<u64>, observer: &mut impl Observer) -> Result<Outcome> {
-        if self.devices.len() > 1 {
-            self.others = Some(Others::start(&mut self.rank, &self.devices)?);
-        }
-        let outcome = self.train_ranks(stop_at, observer);
-        if let Some(others) = self.others.take() {
-            others.stop();
-        }
-        outcome
+        let budget = MemoryBudget::new(self.config, &self.recipe);
+        let device = self.rank.device.clone();
+        budget.guard(&device, || {
+            if self.devices.len() > 1 {
+                self.others = Some(Others::start(&mut self.rank, &self.devices, &budget)?);
+            }
+            let outcome = self.train_ranks(stop_at, observer);
+            if let Some(others) = self.others.take() {
+                others.stop();
+            }
+            outcome
+        })
     }
 
     fn train_ranks(
