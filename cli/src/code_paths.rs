@@ -365,7 +365,7 @@ mod cubecl {
             ),
             (
                 "tiles decoded to bf16 in shared memory, 16x16x16 matrix instructions; one launch for all groups",
-                "the library's own grouped products are not used: docs/gemm.md says why",
+                "the library's own grouped products are not used: docs/src/gemm.md says why",
             ),
         ]
     }
