@@ -21,6 +21,8 @@ pub mod capabilities;
 #[cfg(feature = "cube")]
 pub mod cube;
 #[cfg(feature = "cube")]
+pub mod describe;
+#[cfg(feature = "cube")]
 pub mod gemm;
 #[cfg(feature = "cube")]
 pub(crate) mod launch;

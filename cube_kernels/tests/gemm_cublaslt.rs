@@ -22,7 +22,7 @@ use nvfp4_kernels::{
     format::e4m3,
     gemm::{
         self, Elements, Operand, Scale, Target,
-        cublaslt::{self, Format, Problem, Product, Side},
+        cublaslt::{self, CublasLtFormat, CublasLtGemm, CublasLtOperand, CublasLtProblem},
         kernels::{add_rows_kernel, factors_kernel, kernel_for, product_as},
     },
     quantize, reference,
@@ -48,8 +48,8 @@ macro_rules! cublaslt {
     }};
 }
 
-fn problem(format: Format, (m, n, k): (usize, usize, usize)) -> Problem {
-    Problem {
+fn problem(format: CublasLtFormat, (m, n, k): (usize, usize, usize)) -> CublasLtProblem {
+    CublasLtProblem {
         format,
         m,
         n,
@@ -64,7 +64,7 @@ fn problem(format: Format, (m, n, k): (usize, usize, usize)) -> Problem {
 
 /// Why there is no cuBLASLt here, if there is none. A library that refuses bf16 is a failure.
 fn missing(client: &Client) -> Option<String> {
-    let bf16 = problem(Format::Bf16, (128, 128, 128));
+    let bf16 = problem(CublasLtFormat::Bf16, (128, 128, 128));
     match cublaslt::supports(client, &bf16) {
         Ok(()) => None,
         Err(error) if client.name() == "cuda" && !error.to_string().contains("not found") => {
@@ -84,35 +84,59 @@ fn argument_of(error: Nvfp4Error) -> &'static str {
 #[test]
 fn problems_are_checked() {
     let good = [
-        problem(Format::Bf16, (1, 8, 8)),
-        problem(Format::E4m3, (3, 8, 16)),
-        problem(Format::Nvfp4, (5, 8, 32)),
-        Problem {
+        problem(CublasLtFormat::Bf16, (1, 8, 8)),
+        problem(CublasLtFormat::E4m3, (3, 8, 16)),
+        problem(CublasLtFormat::Nvfp4, (5, 8, 32)),
+        CublasLtProblem {
             out: FloatKind::F32,
             alignment: 16,
-            ..problem(Format::Nvfp4, (7, 4, 96))
+            ..problem(CublasLtFormat::Nvfp4, (7, 4, 96))
         },
     ];
     for problem in good {
         problem.check().unwrap();
     }
-    let f32_out = |n| Problem {
+    let f32_out = |n| CublasLtProblem {
         out: FloatKind::F32,
-        ..problem(Format::Bf16, (1, n, 8))
+        ..problem(CublasLtFormat::Bf16, (1, n, 8))
     };
-    let unaligned = Problem {
+    let unaligned = CublasLtProblem {
         alignment: 8,
         ..good[0]
     };
     let bad = [
-        (problem(Format::Bf16, (1, 8, 12)), "k", "multiple of 8"),
-        (problem(Format::E4m3, (1, 8, 24)), "k", "multiple of 16"),
-        (problem(Format::Nvfp4, (1, 8, 48)), "k", "multiple of 32"),
-        (problem(Format::Nvfp4, (1, 8, 0)), "k", "multiple of 32"),
-        (problem(Format::Bf16, (1, 12, 8)), "n", "multiple of 8"),
+        (
+            problem(CublasLtFormat::Bf16, (1, 8, 12)),
+            "k",
+            "multiple of 8",
+        ),
+        (
+            problem(CublasLtFormat::E4m3, (1, 8, 24)),
+            "k",
+            "multiple of 16",
+        ),
+        (
+            problem(CublasLtFormat::Nvfp4, (1, 8, 48)),
+            "k",
+            "multiple of 32",
+        ),
+        (
+            problem(CublasLtFormat::Nvfp4, (1, 8, 0)),
+            "k",
+            "multiple of 32",
+        ),
+        (
+            problem(CublasLtFormat::Bf16, (1, 12, 8)),
+            "n",
+            "multiple of 8",
+        ),
         (f32_out(6), "n", "multiple of 4"),
-        (problem(Format::Bf16, (0, 8, 8)), "m", "from 1"),
-        (problem(Format::Bf16, (1 << 31, 8, 8)), "m", "to 2^31 - 1"),
+        (problem(CublasLtFormat::Bf16, (0, 8, 8)), "m", "from 1"),
+        (
+            problem(CublasLtFormat::Bf16, (1 << 31, 8, 8)),
+            "m",
+            "to 2^31 - 1",
+        ),
         (unaligned, "alignment", "multiples of 16 bytes"),
     ];
     for (problem, argument, expected) in bad {
@@ -133,15 +157,15 @@ struct Memory {
 }
 
 impl Memory {
-    fn new(client: &Client, problem: &Problem) -> Self {
-        let Problem { m, n, k, .. } = *problem;
+    fn new(client: &Client, problem: &CublasLtProblem) -> Self {
+        let CublasLtProblem { m, n, k, .. } = *problem;
         let bytes = |rows: usize| rows * k * problem.format.bits() / 8;
         let scale = |rows: usize| match problem.format {
-            Format::Bf16 => 0,
-            Format::E4m3 => 4,
-            Format::Nvfp4 => reference::swizzle::padded_len(rows, k / 16),
+            CublasLtFormat::Bf16 => 0,
+            CublasLtFormat::E4m3 => 4,
+            CublasLtFormat::Nvfp4 => reference::swizzle::padded_len(rows, k / 16),
         };
-        let scales = (problem.format != Format::Bf16)
+        let scales = (problem.format != CublasLtFormat::Bf16)
             .then(|| (client.empty(scale(m)), client.empty(scale(n))));
         Self {
             a: client.empty(bytes(m)),
@@ -155,13 +179,13 @@ impl Memory {
         }
     }
 
-    fn product(&self, problem: &Problem) -> Product<'_> {
+    fn product(&self, problem: &CublasLtProblem) -> CublasLtGemm<'_> {
         let (a, b) = match &self.scales {
             Some((a, b)) => (Some(a), Some(b)),
             None => (None, None),
         };
-        let side = |rows, data, scale| Side { rows, data, scale };
-        Product {
+        let side = |rows, data, scale| CublasLtOperand { rows, data, scale };
+        CublasLtGemm {
             format: problem.format,
             k: problem.k,
             a: side(problem.m, &self.a, a),
@@ -177,8 +201,12 @@ impl Memory {
 #[test]
 fn products_are_checked() {
     let client = client!("products_are_checked");
-    for format in [Format::Bf16, Format::E4m3, Format::Nvfp4] {
-        let problem = Problem {
+    for format in [
+        CublasLtFormat::Bf16,
+        CublasLtFormat::E4m3,
+        CublasLtFormat::Nvfp4,
+    ] {
+        let problem = CublasLtProblem {
             alpha: true,
             bias: true,
             ..problem(format, (5, 24, 96))
@@ -192,64 +220,64 @@ fn products_are_checked() {
         let wide = Matrix::empty(&client, 1, 24, FloatKind::F32);
         let flat = Matrix::empty(&client, 24, 5, FloatKind::Bf16);
         let (a, b) = (good.a, good.b);
-        let mut bad: Vec<(Product, &str)> = vec![
+        let mut bad: Vec<(CublasLtGemm, &str)> = vec![
             (
-                Product {
-                    a: Side { data: &small, ..a },
+                CublasLtGemm {
+                    a: CublasLtOperand { data: &small, ..a },
                     ..good
                 },
                 "a",
             ),
             (
-                Product {
-                    b: Side { data: &small, ..b },
+                CublasLtGemm {
+                    b: CublasLtOperand { data: &small, ..b },
                     ..good
                 },
                 "b",
             ),
             (
-                Product {
+                CublasLtGemm {
                     alpha: Some(&small),
                     ..good
                 },
                 "alpha",
             ),
             (
-                Product {
+                CublasLtGemm {
                     bias: Some(&narrow),
                     ..good
                 },
                 "bias",
             ),
             (
-                Product {
+                CublasLtGemm {
                     bias: Some(&wide),
                     ..good
                 },
                 "bias",
             ),
-            (Product { out: &flat, ..good }, "out"),
-            (Product { k: 100, ..good }, "k"),
+            (CublasLtGemm { out: &flat, ..good }, "out"),
+            (CublasLtGemm { k: 100, ..good }, "k"),
         ];
-        if format == Format::Bf16 {
-            let scaled = Side {
+        if format == CublasLtFormat::Bf16 {
+            let scaled = CublasLtOperand {
                 scale: Some(&small),
                 ..a
             };
-            bad.push((Product { a: scaled, ..good }, "a.scale"));
+            bad.push((CublasLtGemm { a: scaled, ..good }, "a.scale"));
         } else {
             bad.push((
-                Product {
-                    a: Side { scale: None, ..a },
+                CublasLtGemm {
+                    a: CublasLtOperand { scale: None, ..a },
                     ..good
                 },
                 "a.scale",
             ));
-            let short = Side {
+            let short = CublasLtOperand {
                 scale: Some(&small),
                 ..b
             };
-            bad.push((Product { b: short, ..good }, "b.scale"));
+            bad.push((CublasLtGemm { b: short, ..good }, "b.scale"));
         }
         for (product, argument) in bad {
             assert_eq!(
@@ -260,8 +288,8 @@ fn products_are_checked() {
         }
         // A view that begins at 8 bytes.
         let view = memory.a.clone().offset_start(8);
-        let product = Product {
-            a: Side {
+        let product = CublasLtGemm {
+            a: CublasLtOperand {
                 rows: 4,
                 data: &view,
                 ..a
@@ -281,7 +309,7 @@ fn no_library_is_an_error() {
         println!("SKIPPED: no_library_is_an_error: the device is a CUDA GPU");
         return;
     }
-    let problem = problem(Format::Nvfp4, (64, 64, 64));
+    let problem = problem(CublasLtFormat::Nvfp4, (64, 64, 64));
     let error = cublaslt::supports(&client, &problem).unwrap_err();
     assert!(matches!(
         error,
@@ -312,12 +340,12 @@ fn choice_on_blackwell() {
         ..Capabilities::of(&client)
     };
     let asked = Mutex::new(Vec::new());
-    let yes = |problem: &Problem| {
+    let yes = |problem: &CublasLtProblem| {
         problem.check()?;
         asked.lock().unwrap().push(*problem);
         Ok(())
     };
-    let no = |problem: &Problem| {
+    let no = |problem: &CublasLtProblem| {
         Err(Nvfp4Error::Unsupported {
             library: "cuBLASLt",
             problem: problem.to_string(),
@@ -331,9 +359,9 @@ fn choice_on_blackwell() {
     ] {
         let of = |packed, shape, groups| kernel_for(&blackwell, 148, packed, shape, groups, &yes);
         for (packed, format) in [
-            (both, Format::Nvfp4),
-            (mixed, Format::Bf16),
-            (bf16, Format::Bf16),
+            (both, CublasLtFormat::Nvfp4),
+            (mixed, CublasLtFormat::Bf16),
+            (bf16, CublasLtFormat::Bf16),
         ] {
             for m in [1, 64, 8192] {
                 let (path, kernel) = of(packed, (m, 4096, 14336), 1);
@@ -354,7 +382,10 @@ fn choice_on_blackwell() {
             of(weight_only, (17, 4096, 14336), 1).0,
             GemmBackend::CublasLt
         );
-        assert_eq!(asked.lock().unwrap().pop().unwrap().format, Format::Bf16);
+        assert_eq!(
+            asked.lock().unwrap().pop().unwrap().format,
+            CublasLtFormat::Bf16
+        );
         // Codes whose rows are no multiple of 16 bytes, outputs likewise, and groups: the portable path.
         let portable = GemmBackend::Cmma;
         assert_eq!(of(both, (64, 4096, 48), 1).0, portable);
@@ -479,7 +510,7 @@ fn factors_and_bias() {
 
 /// One operand on the host, values that its format holds exactly.
 struct Host {
-    format: Format,
+    format: CublasLtFormat,
     rows: usize,
     values: Vec<f32>,
     scale: f32,
@@ -487,34 +518,44 @@ struct Host {
 
 impl Host {
     /// Integers from -2 to 2, and a scale of a power of two.
-    fn integers(format: Format, rows: usize, k: usize, seed: u32) -> Self {
+    fn integers(format: CublasLtFormat, rows: usize, k: usize, seed: u32) -> Self {
         let mut random = Generator::new(seed);
         let mut next = || (random.next_u32() % 5) as f32 - 2.0;
         Self {
             format,
             rows,
             values: (0..rows * k).map(|_| next()).collect(),
-            scale: if format == Format::E4m3 { 0.25 } else { 1.0 },
+            scale: if format == CublasLtFormat::E4m3 {
+                0.25
+            } else {
+                1.0
+            },
         }
     }
 
     /// Normal, rounded to the format.
-    fn normal(format: Format, rows: usize, k: usize, seed: u32) -> Self {
+    fn normal(format: CublasLtFormat, rows: usize, k: usize, seed: u32) -> Self {
         let mut random = Generator::new(seed);
         let mut next = || match format {
-            Format::E4m3 => e4m3::decode_element(e4m3::encode_element(8.0 * random.normal())),
+            CublasLtFormat::E4m3 => {
+                e4m3::decode_element(e4m3::encode_element(8.0 * random.normal()))
+            }
             _ => bf16::from_f32(random.normal()).to_f32(),
         };
         Self {
             format,
             rows,
             values: (0..rows * k).map(|_| next()).collect(),
-            scale: if format == Format::E4m3 { 0.3 } else { 1.0 },
+            scale: if format == CublasLtFormat::E4m3 {
+                0.3
+            } else {
+                1.0
+            },
         }
     }
 
     fn upload(&self, client: &Client) -> (Handle, Option<Handle>) {
-        if self.format == Format::E4m3 {
+        if self.format == CublasLtFormat::E4m3 {
             let bytes: Vec<u8> = self
                 .values
                 .iter()
@@ -604,8 +645,8 @@ fn run(
         client.create_from_slice(bytemuck::cast_slice(&[alpha, before]))
     });
     let ((a_data, a_scale), (b_data, b_scale)) = (a.upload(client), b.upload(client));
-    let side = |rows, data, scale| Side { rows, data, scale };
-    let product = Product {
+    let side = |rows, data, scale| CublasLtOperand { rows, data, scale };
+    let product = CublasLtGemm {
         format: a.format,
         k,
         a: side(m, &a_data, a_scale.as_ref()),
@@ -646,7 +687,7 @@ fn rounded(value: f64, out: FloatKind) -> f32 {
 fn integers_are_exact() {
     let client = cublaslt!("integers_are_exact");
     let mut refused = String::new();
-    for format in [Format::Bf16, Format::E4m3] {
+    for format in [CublasLtFormat::Bf16, CublasLtFormat::E4m3] {
         for (m, n, k) in [
             (1, 16, 16),
             (7, 48, 80),
@@ -668,7 +709,10 @@ fn integers_are_exact() {
                         Err(error) => {
                             assert!(matches!(error, Nvfp4Error::Unsupported { .. }), "{error}");
                             // bf16 operands have no f16 output in the library.
-                            assert!((format, out) == (Format::Bf16, FloatKind::F16), "{error}");
+                            assert!(
+                                (format, out) == (CublasLtFormat::Bf16, FloatKind::F16),
+                                "{error}"
+                            );
                             writeln!(refused, "{error}").unwrap();
                             continue;
                         }
@@ -712,7 +756,7 @@ fn integers_are_exact() {
 #[test]
 fn random_within_the_bound() {
     let client = cublaslt!("random_within_the_bound");
-    for format in [Format::Bf16, Format::E4m3] {
+    for format in [CublasLtFormat::Bf16, CublasLtFormat::E4m3] {
         for (m, n, k) in [(1, 512, 4096), (130, 272, 1040), (64, 128, 16384)] {
             let (a, b) = (Host::normal(format, m, k, 5), Host::normal(format, n, k, 6));
             for out in [FloatKind::F32, FloatKind::Bf16] {
@@ -724,7 +768,9 @@ fn random_within_the_bound() {
                 let found = run(&client, &a, &b, out, epilogue).unwrap().found;
                 let alpha = 0.7f32 as f64 * a.scale as f64 * b.scale as f64;
                 let (relative, unit) = match (format, out) {
-                    (Format::Bf16, _) => (2.0 * (k as f64 + 2.0) * f32::EPSILON as f64, 0.0),
+                    (CublasLtFormat::Bf16, _) => {
+                        (2.0 * (k as f64 + 2.0) * f32::EPSILON as f64, 0.0)
+                    }
                     _ => (2f64.powi(-11), 0.0),
                 };
                 let unit = if out == FloatKind::Bf16 {
