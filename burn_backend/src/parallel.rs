@@ -1,18 +1,11 @@
 //! Data-parallel training: one rank for each device, with a copy of the model, and gradients that
 //! are averaged over all ranks.
 //!
-<<<<<<< HEAD:burn_backend/src/parallel.rs
 //! Burn can average gradients while the backward still runs (`Tensor::set_distributed`, which
 //! burn-train's `ExecutionStrategy::ddp` uses). In Burn 0.22.1 such training deadlocks sooner or
-//! later, for reasons that docs/data-parallel.md goes into. [`DataParallel`] averages after the
+//! later, for reasons that docs/src/data-parallel.md goes into. [`DataParallel`] averages after the
 //! backward, in the thread that computed the gradients, and does not deadlock; it works inside
 //! burn-train's strategy as well.
-=======
-//! Burn can average gradients while the backward still runs (`Tensor::set_distributed`, which burn-train's
-//! `ExecutionStrategy::ddp` uses). In Burn 0.22.1 such training stands still sooner or later, for reasons that
-//! docs/src/data-parallel.md goes into. [`Ranks`] averages behind the backward, in the thread that computed the
-//! gradients, and does not stand still; it works inside burn-train's strategy as well.
->>>>>>> main:burn_backend/src/ranks.rs
 
 use std::ops::Range;
 use std::sync::{Arc, Barrier, Once};
