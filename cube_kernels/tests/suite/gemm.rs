@@ -139,7 +139,9 @@ fn beyond_two_to_the_31_elements() {
                 let end = found.handle.size_in_used() - (4 * n * (row + 1)) as u64;
                 let part = found.handle.clone().offset_start((4 * n * row) as u64);
                 let bytes = client.read_one(part.offset_end(end)).unwrap();
-                bytemuck::pod_collect_to_vec(&bytes)
+                (bytes.chunks_exact(4))
+                    .map(bytemuck::pod_read_unaligned)
+                    .collect()
             };
             assert_rows_bound(row, &a, &b, &what);
             drop(found);
