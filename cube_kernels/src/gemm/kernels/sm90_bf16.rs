@@ -16,115 +16,24 @@ use cubecl::{
 };
 use half::bf16;
 
-use super::epilogue::{
-    EpilogueKind, Factor, OutputAmax, factor, finish, held, pack_pair, raise, rounded_magnitude,
-};
 use crate::{
     cube::ptx_sm90::{
-        barrier_expect, barrier_wait, descriptor, load_shared_4, main_loop_64x64, main_loop_64x128,
-        main_loop_64x176, main_loop_64x256, shared_address, store_shared, store_shared_2,
+        barrier_expect, barrier_wait, descriptor, main_loop_64x64, main_loop_64x128,
+        main_loop_64x176, main_loop_64x256, shared_address,
+    },
+    gemm::{
+        epilogue::{EpilogueArgs, EpilogueKind, STAGING, write_tile},
+        scheduler::{GroupArgs, GroupedDim, place},
+        tiles::{SM90_BOX, SM90_TILE_M, Sm90Tile},
     },
     memory::address_type,
     moe::groups::extent,
-    tensor::FloatKind,
 };
 
-/// Rows of `a` in a tile: 64 for each consumer warpgroup.
-pub const TILE_M: usize = 128;
 /// Columns of both operands in a stage: the 128 bytes that the swizzle spans.
 pub const TILE_K: usize = 64;
-/// Rows of a tile in one box of an operand in columns: the 128 bytes that the swizzle spans.
-const BOX: usize = 64;
 /// One producer and two consumer warpgroups.
 pub const UNITS: u32 = 384;
-/// Bytes between the 16 rows that a warp stages for its stores: 128 of data, and 16 that spread rows
-/// over the banks.
-const STAGING_ROW: usize = 144;
-/// Bytes that a warp stages at a time.
-pub(super) const STAGING: usize = 16 * STAGING_ROW;
-
-/// The shape of a tile and of the ring.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Tile {
-    /// 128 x 256, four stages.
-    N256,
-    /// 128 x 176, five stages: an `n` of 2112, DeepSeek-V3's first projection, is twelve of these.
-    N176,
-    /// 128 x 128, six stages.
-    N128,
-    /// 128 x 64, eight stages.
-    N64,
-}
-
-impl Tile {
-    /// All of them, the widest first.
-    pub const ALL: [Self; 4] = [Self::N256, Self::N176, Self::N128, Self::N64];
-
-    /// Rows of `b` in a tile.
-    pub const fn n(self) -> usize {
-        match self {
-            Self::N256 => 256,
-            Self::N176 => 176,
-            Self::N128 => 128,
-            Self::N64 => 64,
-        }
-    }
-
-    /// Whether `b` may be stored in columns: in boxes of 64 rows of the tile.
-    pub const fn takes_columns(self) -> bool {
-        self.n().is_multiple_of(BOX)
-    }
-
-    /// Stages of the ring, as many as shared memory holds beside the staging; the main loops of
-    /// [`ptx_sm90`](crate::cube::ptx_sm90) count the same.
-    pub const fn stages(self) -> usize {
-        match self {
-            Self::N256 => 4,
-            Self::N176 => 5,
-            Self::N128 => 6,
-            Self::N64 => 8,
-        }
-    }
-}
-
-/// What a grouped product groups. Offsets, one more than groups, say where groups begin.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Grouping {
-    /// Nothing: one product.
-    Dense,
-    /// Rows of `a`; each group has its own `n` rows of `b`.
-    Rows,
-    /// The contraction; each group has its own `m` x `n` output.
-    Depth,
-}
-
-/// Where a tile lies.
-#[derive(CubeType, Clone, Copy)]
-pub(super) struct Place {
-    pub row: u32,
-    pub column: u32,
-}
-
-/// Tile number `tile`, columns of `band` tiles first, so that the tiles that run at the same time
-/// share rows of both operands in the L2 cache.
-#[cube]
-pub(super) fn place(
-    tile: u32,
-    tiles_m: u32,
-    tiles_n: u32,
-    band: u32,
-    #[comptime] tile_m: u32,
-    #[comptime] tile_n: u32,
-) -> Place {
-    let per_band = band * tiles_n;
-    let first = (tile / per_band) * band;
-    let rows = min(band, tiles_m - first);
-    let within = tile % per_band;
-    Place {
-        row: (first + within % rows) * tile_m,
-        column: (within / rows) * tile_n,
-    }
-}
 
 /// Steps of a stage, and instructions of 16 columns in one more, for `k` columns.
 #[derive(CubeType, Clone, Copy)]
@@ -148,11 +57,11 @@ fn tiles_along_m(
     offsets: &[u32],
     group: u32,
     m: u32,
-    #[comptime] grouping: Grouping,
+    #[comptime] grouping: GroupedDim,
     #[comptime] tile_m: u32,
 ) -> u32 {
     let mut rows = m;
-    if comptime!(grouping == Grouping::Rows) {
+    if comptime!(grouping == GroupedDim::M) {
         let own = extent(offsets, group, m);
         rows = own.end - own.start;
     }
@@ -161,9 +70,9 @@ fn tiles_along_m(
 
 /// The columns of group `group`.
 #[cube]
-fn depth_of(offsets: &[u32], group: u32, k: u32, #[comptime] grouping: Grouping) -> Depth {
+fn depth_of(offsets: &[u32], group: u32, k: u32, #[comptime] grouping: GroupedDim) -> Depth {
     let mut columns = k;
-    if comptime!(grouping == Grouping::Depth) {
+    if comptime!(grouping == GroupedDim::K) {
         let own = extent(offsets, group, k);
         columns = own.end - own.start;
     }
@@ -185,12 +94,12 @@ fn load_stage(
 ) {
     if comptime!(in_columns) {
         #[unroll]
-        for i in 0..comptime!(rows / BOX) {
+        for i in 0..comptime!(rows / SM90_BOX) {
             ready.tma_load_2d(
                 operand,
-                &mut stage[comptime!(i * BOX * 8)..comptime!((i + 1) * BOX * 8)],
+                &mut stage[comptime!(i * SM90_BOX * 8)..comptime!((i + 1) * SM90_BOX * 8)],
                 depth as i32,
-                (row + comptime!((i * BOX) as u32)) as i32,
+                (row + comptime!((i * SM90_BOX) as u32)) as i32,
             );
         }
     } else {
@@ -223,18 +132,18 @@ pub fn sm90_kernel(
     a_range: f32,
     b_range: f32,
     band: u32,
-    #[comptime] grouping: Grouping,
-    #[comptime] shape: Tile,
+    #[comptime] grouping: GroupedDim,
+    #[comptime] shape: Sm90Tile,
     #[comptime] in_columns: [bool; 2],
     #[comptime] kind: EpilogueKind,
 ) {
     let stages = comptime!(shape.stages());
     let tile_n = comptime!(shape.n());
     // In vectors of 16 bytes: eight to a row of a stage.
-    let a_stage = comptime!(TILE_M * 8);
+    let a_stage = comptime!(SM90_TILE_M * 8);
     let b_stage = comptime!(shape.n() * 8);
     let mut a_tiles: Shared<[Vector<bf16, Const<8>>]> =
-        Shared::new_aligned_slice(comptime!(shape.stages() * TILE_M * 8), 1024usize);
+        Shared::new_aligned_slice(comptime!(shape.stages() * SM90_TILE_M * 8), 1024usize);
     let mut b_tiles: Shared<[Vector<bf16, Const<8>>]> =
         Shared::new_aligned_slice(comptime!(shape.stages() * shape.n() * 8), 1024usize);
     let staging: Shared<[Vector<u32, Const<4>>]> =
@@ -264,24 +173,25 @@ pub fn sm90_kernel(
     if unit < 128u32 {
         if unit == 0u32 {
             while group < groups {
-                let tiles_m = tiles_along_m(offsets, group, m, grouping, comptime!(TILE_M as u32));
+                let tiles_m =
+                    tiles_along_m(offsets, group, m, grouping, comptime!(SM90_TILE_M as u32));
                 if tile - passed < tiles_m * tiles_n {
                     let at = place(
                         tile - passed,
                         tiles_m,
                         tiles_n,
                         band,
-                        comptime!(TILE_M as u32),
+                        comptime!(SM90_TILE_M as u32),
                         comptime!(tile_n as u32),
                     );
                     let mut row = at.row;
                     let mut column = at.column;
                     let mut from = 0u32;
-                    if comptime!(grouping == Grouping::Rows) {
+                    if comptime!(grouping == GroupedDim::M) {
                         row += extent(offsets, group, m).start;
                         column += group * n;
                     }
-                    if comptime!(grouping == Grouping::Depth) {
+                    if comptime!(grouping == GroupedDim::K) {
                         from = extent(offsets, group, k).start;
                     }
                     let depth = depth_of(offsets, group, k, grouping);
@@ -292,7 +202,7 @@ pub fn sm90_kernel(
                         barrier_wait(empty + stage * 8u32, parity);
                         barrier_expect(
                             full + stage * 8u32,
-                            comptime!(((TILE_M + tile_n) * TILE_K * 2) as u32),
+                            comptime!(((SM90_TILE_M + tile_n) * TILE_K * 2) as u32),
                         );
                         let s = stage as usize;
                         let depth = from + step * comptime!(TILE_K as u32);
@@ -303,7 +213,7 @@ pub fn sm90_kernel(
                             ready,
                             row,
                             depth,
-                            TILE_M,
+                            SM90_TILE_M,
                             comptime!(in_columns[0]),
                         );
                         load_stage(
@@ -336,24 +246,24 @@ pub fn sm90_kernel(
         let stage_at = shared_address::<Vector<u32, Const<4>>>(staging.as_slice().as_ptr())
             + warp * comptime!(STAGING as u32);
         while group < groups {
-            let tiles_m = tiles_along_m(offsets, group, m, grouping, comptime!(TILE_M as u32));
+            let tiles_m = tiles_along_m(offsets, group, m, grouping, comptime!(SM90_TILE_M as u32));
             if tile - passed < tiles_m * tiles_n {
                 let at = place(
                     tile - passed,
                     tiles_m,
                     tiles_n,
                     band,
-                    comptime!(TILE_M as u32),
+                    comptime!(SM90_TILE_M as u32),
                     comptime!(tile_n as u32),
                 );
                 let mut first = 0u32;
                 let mut end = m;
-                if comptime!(grouping == Grouping::Rows) {
+                if comptime!(grouping == GroupedDim::M) {
                     let own = extent(offsets, group, m);
                     first = own.start;
                     end = own.end;
                 }
-                if comptime!(grouping == Grouping::Depth) {
+                if comptime!(grouping == GroupedDim::K) {
                     first = group * m;
                     end = first + m;
                 }
@@ -423,179 +333,19 @@ pub fn sm90_kernel(
     }
 }
 
-/// Finishes the 16 x `tile_n` sums of one warp and writes them: eight columns at a time a thread has
-/// two neighbours in rows `lane / 4` and 8 below ("Register Fragments for wgmma"), which go through
-/// shared memory so that eight threads write 128 bytes of one row.
-#[cube]
-pub(super) fn write_tile<N: Size>(
-    sums: Vector<f32, N>,
-    row0: u32,
-    end: u32,
-    column0: u32,
-    group: u32,
-    a_amax: &[f32],
-    b_amax: &[f32],
-    bias: &[f32],
-    before: &[u32],
-    out: &mut [Vector<u32, Const<4>>],
-    amax: &mut [Atomic<u32>],
-    n: u32,
-    a_range: f32,
-    b_range: f32,
-    stage_at: u32,
-    #[comptime] tile_n: usize,
-    #[comptime] kind: EpilogueKind,
-) {
-    let lane = UNIT_POS % 32u32;
-    let size = comptime!(kind.out.size());
-    // Columns of 128 bytes.
-    let width = comptime!(128 / kind.out.size());
-    let upper = row0 + lane / 4u32;
-    let lower = upper + 8u32;
-    // Rows and columns outside read the factors of row and column 0, and are not written.
-    let upper_in = select(upper < end, upper, 0u32);
-    let lower_in = select(lower < end, lower, 0u32);
-    let upper_factor = factor(a_amax, upper_in, group, a_range, kind.a);
-    let lower_factor = factor(a_amax, lower_in, group, a_range, kind.a);
-    let whole_factor = factor(b_amax, 0u32, group, b_range, comptime!(kind.b.of_tile()));
-    // The last chunk of a tile may be narrower.
-    let right = min(n, column0 + comptime!(tile_n as u32));
-    let mut largest = 0u32;
-    #[unroll]
-    for chunk in 0..comptime!(tile_n.div_ceil(width)) {
-        // The warp has read the chunk before.
-        sync_plane();
-        #[unroll]
-        for j in 0..comptime!(usize::min(width, tile_n - chunk * width) / 8) {
-            let first = comptime!((chunk * width / 8 + j) * 4);
-            let column = column0 + comptime!((chunk * width + j * 8) as u32) + (lane % 4u32) * 2u32;
-            let inside = column < n;
-            let column = select(inside, column, 0u32);
-            // Where the group's own rows of `b` and its bias have this column.
-            let own = group * n + column;
-            let mut even_factor = whole_factor;
-            let mut odd_factor = whole_factor;
-            if comptime!(kind.b == Factor::PerRow) {
-                even_factor = factor(b_amax, own, group, b_range, kind.b);
-                odd_factor = factor(b_amax, own + 1u32, group, b_range, kind.b);
-            }
-            let mut even_bias = 0.0f32;
-            let mut odd_bias = 0.0f32;
-            if comptime!(kind.bias) {
-                even_bias = bias[own as usize];
-                odd_bias = bias[(own + 1u32) as usize];
-            }
-            #[unroll]
-            for half in 0..2usize {
-                let line = if comptime!(half == 0) {
-                    upper_in
-                } else {
-                    lower_in
-                };
-                let line_factor = if comptime!(half == 0) {
-                    upper_factor
-                } else {
-                    lower_factor
-                };
-                let pair = line as usize * n as usize + column as usize;
-                let even = finish(
-                    sums.extract(comptime!(first + 2 * half)),
-                    line_factor * even_factor,
-                    even_bias,
-                    held(before, pair, 0u32, kind),
-                    kind,
-                );
-                let odd = finish(
-                    sums.extract(comptime!(first + 2 * half + 1)),
-                    line_factor * odd_factor,
-                    odd_bias,
-                    held(before, pair, 1u32, kind),
-                    kind,
-                );
-                let target = stage_at
-                    + (lane / 4u32) * comptime!(STAGING_ROW as u32)
-                    + (lane % 4u32) * comptime!(2 * size as u32)
-                    + comptime!((half * 8 * STAGING_ROW + j * 8 * size) as u32);
-                if comptime!(kind.out == FloatKind::F32) {
-                    store_shared_2(target, u32::reinterpret(even), u32::reinterpret(odd));
-                } else {
-                    store_shared(target, pack_pair(even, odd, comptime!(kind.out)));
-                }
-                if comptime!(kind.amax.is_some()) {
-                    let row = if comptime!(half == 0) { upper } else { lower };
-                    if inside && row < end {
-                        largest = max(largest, rounded_magnitude(even, odd, comptime!(kind.out)));
-                    }
-                }
-            }
-        }
-        sync_plane();
-        #[unroll]
-        for i in 0..4u32 {
-            let row = row0 + comptime!(i * 4) + lane / 8u32;
-            let column = column0
-                + comptime!((chunk * width) as u32)
-                + (lane % 8u32) * comptime!(16 / size as u32);
-            let words = load_shared_4(
-                stage_at
-                    + (comptime!(i * 4) + lane / 8u32) * comptime!(STAGING_ROW as u32)
-                    + (lane % 8u32) * 16u32,
-            );
-            if row < end && column < right {
-                let vector = row as usize * (n as usize / comptime!(16 / size))
-                    + column as usize / comptime!(16 / size);
-                out[vector] = words;
-            }
-        }
-    }
-    if comptime!(kind.amax.is_some()) {
-        raise(amax, group, largest, kind);
-    }
-}
-
 /// A bf16 operand in device memory: a row-major matrix of `rows` rows along the contraction, or of as many
 /// columns down it.
-pub(super) struct Operand {
+pub(crate) struct Operand {
     pub handle: Handle,
     pub rows: usize,
     pub in_columns: bool,
-}
-
-/// What the epilogue reads. Handles that `kind` does not ask for are any other.
-pub(super) struct EpilogueArgs {
-    pub kind: EpilogueKind,
-    pub a_amax: Handle,
-    pub b_amax: Handle,
-    pub ranges: [f32; 2],
-    pub bias: Handle,
-    /// As many `f32` as `kind.amax` asks for, which the output's largest magnitudes raise.
-    pub amax: Handle,
-}
-
-impl EpilogueArgs {
-    /// How many maxima `kind.amax` asks for, of a product in `groups` groups; at least one, which no kernel
-    /// reads where it asks for none.
-    pub fn maxima(&self, groups: usize) -> usize {
-        match self.kind.amax {
-            Some(OutputAmax::PerGroup) => groups,
-            Some(OutputAmax::Whole) | None => 1,
-        }
-    }
-}
-
-/// The groups of a product, in device memory.
-pub(super) struct GroupArgs {
-    pub grouping: Grouping,
-    /// `groups + 1` offsets; any memory for a dense product.
-    pub offsets: Handle,
-    pub groups: usize,
 }
 
 /// Queues the product of `a` and `b`, both `k` long in memory, into `out`: `m` rows (all of them, or
 /// those of one group's output) of `n`. The copy engine reads rows of whole 16 bytes: what is stored in rows
 /// has `k` a multiple of 8, what is stored in columns has as many of those; and a `b` in columns takes a
 /// tile that does.
-pub(super) fn launch(
+pub(crate) fn launch(
     client: &Client,
     a: &Operand,
     b: &Operand,
@@ -603,25 +353,25 @@ pub(super) fn launch(
     groups: &GroupArgs,
     epilogue: &EpilogueArgs,
     out: &Handle,
-    (tile, band): (Tile, usize),
+    (tile, band): (Sm90Tile, usize),
 ) {
     let rows = match groups.grouping {
         // Each group may end in a tile of its own.
-        Grouping::Rows => m.div_ceil(TILE_M) + groups.groups,
-        Grouping::Dense | Grouping::Depth => m.div_ceil(TILE_M) * groups.groups,
+        GroupedDim::M => m.div_ceil(SM90_TILE_M) + groups.groups,
+        GroupedDim::None | GroupedDim::K => m.div_ceil(SM90_TILE_M) * groups.groups,
     };
     let tiles = rows * n.div_ceil(tile.n());
     let processors = client.properties().hardware.num_streaming_multiprocessors;
     let cubes = tiles.min(processors.unwrap_or(132) as usize);
     let outputs = match groups.grouping {
-        Grouping::Depth => groups.groups * m * n,
-        Grouping::Dense | Grouping::Rows => m * n,
+        GroupedDim::K => groups.groups * m * n,
+        GroupedDim::None | GroupedDim::M => m * n,
     };
     // A map may not be empty; with no contraction, none of it is read.
     let depth = if k == 0 { TILE_K } else { k };
     let map = |operand: &Operand, rows: usize| {
         let (shape, tile_size) = if operand.in_columns {
-            ([depth, operand.rows], [TILE_K, BOX])
+            ([depth, operand.rows], [TILE_K, SM90_BOX])
         } else {
             ([operand.rows, depth], [rows, TILE_K])
         };
@@ -651,7 +401,7 @@ pub(super) fn launch(
             CubeCount::Static(cubes as u32, 1, 1),
             CubeDim::new_1d(UNITS),
             address_type(outputs),
-            map(a, TILE_M),
+            map(a, SM90_TILE_M),
             map(b, tile.n()),
             memory(&epilogue.a_amax, m),
             memory(&epilogue.b_amax, b.rows),
@@ -659,7 +409,7 @@ pub(super) fn launch(
             memory(&groups.offsets, groups.groups + 1),
             memory(out, bytes / 4),
             memory(out, bytes / 16),
-            memory(&epilogue.amax, epilogue.maxima(groups.groups)),
+            memory(&epilogue.amax, epilogue.amax_len(groups.groups)),
             m as u32,
             n as u32,
             k as u32,

@@ -12,22 +12,21 @@ use cubecl::{
 };
 use half::bf16;
 
-use super::{
-    epilogue::{EpilogueKind, Factor, factor, finish_on, raise},
-    product::Operand,
-    sm90::{EpilogueArgs, GroupArgs, Grouping, place},
-};
 use crate::{
     BLOCK,
     capabilities::Capabilities,
     cube::codec::{decode_e2m1, decode_e4m3, load, magnitude_bits, store},
+    gemm::{
+        epilogue::{EpilogueArgs, EpilogueKind, Factor, factor, finish_on, raise},
+        product::Operand,
+        scheduler::{GroupArgs, GroupedDim, place},
+        tiles::{CMMA_TILE_N, CmmaTile},
+    },
     memory::address_type,
     moe::groups::span,
     tensor::Matrix,
 };
 
-/// Columns of a tile: rows of `b`.
-const TILE_N: usize = 128;
 /// Elements along the contraction that are decoded at a time.
 const DEPTH: usize = 32;
 /// Elements from one tile row to the next in shared memory: padded by 16 bytes against bank
@@ -39,54 +38,6 @@ pub const UNITS: usize = 256;
 const BAND: u32 = 8;
 /// Cubes on a processor that a grid for groups is made for, whose tiles the host does not know.
 const CUBES_PER_PROCESSOR: usize = 4;
-
-/// The shape of a tile, shared by eight planes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum MatrixTile {
-    /// 128 x 128: each plane has 64 x 32.
-    M128,
-    /// 32 x 128, for few rows: each plane has 32 x 16.
-    M32,
-}
-
-impl MatrixTile {
-    /// Rows of `a` in a tile.
-    pub const fn rows(self) -> usize {
-        match self {
-            Self::M128 => 128,
-            Self::M32 => 32,
-        }
-    }
-
-    /// Planes side by side along the rows of `b`.
-    const fn planes_n(self) -> usize {
-        match self {
-            Self::M128 => 4,
-            Self::M32 => 8,
-        }
-    }
-
-    /// Instructions of a plane along the rows of `a`, and of `b`.
-    const fn strips(self) -> usize {
-        match self {
-            Self::M128 => 4,
-            Self::M32 => 2,
-        }
-    }
-
-    const fn columns(self) -> usize {
-        TILE_N / 16 / self.planes_n()
-    }
-
-    /// The narrowest tile that holds `rows` rows.
-    pub(super) const fn of(rows: usize) -> Self {
-        if rows <= Self::M32.rows() {
-            Self::M32
-        } else {
-            Self::M128
-        }
-    }
-}
 
 /// Decodes `tile_rows` stored rows of one operand, two blocks each, into shared memory, a block to a unit
 /// at a time. What lies outside the group becomes zero.
@@ -170,8 +121,8 @@ pub fn matrix_kernel<F: Numeric, W: Size>(
     groups: usize,
     a_range: f32,
     b_range: f32,
-    #[comptime] grouping: Grouping,
-    #[comptime] shape: MatrixTile,
+    #[comptime] grouping: GroupedDim,
+    #[comptime] shape: CmmaTile,
     #[comptime] packed: [bool; 2],
     #[comptime] ordered_add: bool,
     #[comptime] kind: EpilogueKind,
@@ -181,14 +132,14 @@ pub fn matrix_kernel<F: Numeric, W: Size>(
     let mut a_shared: Shared<[bf16]> =
         Shared::new_aligned_slice(comptime!(shape.rows() * STRIDE), 128usize);
     let mut b_shared: Shared<[bf16]> =
-        Shared::new_aligned_slice(comptime!(TILE_N * STRIDE), 128usize);
+        Shared::new_aligned_slice(comptime!(CMMA_TILE_N * STRIDE), 128usize);
     let mut staging: Shared<[f32]> = Shared::new_aligned_slice(comptime!(8usize * 256), 128usize);
     let plane = UNIT_POS as usize / 32usize;
     let lane = UNIT_POS as usize % 32usize;
     let plane_row = (plane / comptime!(shape.planes_n())) * comptime!(16 * shape.strips());
     let plane_col = (plane % comptime!(shape.planes_n())) * comptime!(16 * shape.columns());
     let stage = plane * 256usize;
-    let tiles_n = n.div_ceil(TILE_N) as u32;
+    let tiles_n = n.div_ceil(CMMA_TILE_N) as u32;
 
     let mut tile = CUBE_POS as u32;
     // The group that is looked at, and the tiles before it.
@@ -200,12 +151,12 @@ pub fn matrix_kernel<F: Numeric, W: Size>(
         let mut end = m;
         let mut block = 0usize;
         let mut block_end = k.div_ceil(16usize);
-        if comptime!(grouping == Grouping::Rows) {
+        if comptime!(grouping == GroupedDim::M) {
             let rows = span(offsets, group, m);
             first = rows.start;
             end = max(rows.end, rows.start);
         }
-        if comptime!(grouping == Grouping::Depth) {
+        if comptime!(grouping == GroupedDim::K) {
             let columns = span(offsets, group, k);
             block = columns.start / 16usize;
             block_end = columns.end.div_ceil(16usize);
@@ -218,12 +169,12 @@ pub fn matrix_kernel<F: Numeric, W: Size>(
                 tiles_n,
                 BAND,
                 comptime!(tile_m as u32),
-                comptime!(TILE_N as u32),
+                comptime!(CMMA_TILE_N as u32),
             );
             let row0 = first + at.row as usize;
             let col0 = at.column as usize;
             let mut b_first = 0usize;
-            if comptime!(grouping == Grouping::Rows) {
+            if comptime!(grouping == GroupedDim::M) {
                 b_first = group * n;
             }
 
@@ -263,7 +214,7 @@ pub fn matrix_kernel<F: Numeric, W: Size>(
                     block,
                     block_end,
                     k,
-                    TILE_N,
+                    CMMA_TILE_N,
                     comptime!(packed[1]),
                 );
                 sync_cube();
@@ -280,7 +231,7 @@ pub fn matrix_kernel<F: Numeric, W: Size>(
                             16usize,
                             16usize,
                             MatrixLayout::ColMajor,
-                            &b_shared[start..comptime!(TILE_N * STRIDE)],
+                            &b_shared[start..comptime!(CMMA_TILE_N * STRIDE)],
                             comptime!(STRIDE as u32),
                         ));
                     }
@@ -345,7 +296,7 @@ pub fn matrix_kernel<F: Numeric, W: Size>(
                             // Groups of the contraction have factors of their own.
                             let mut a_first = 0usize;
                             let mut b_own = b_first + col;
-                            if comptime!(grouping == Grouping::Depth) {
+                            if comptime!(grouping == GroupedDim::K) {
                                 a_first = group * m;
                                 b_own += group * n;
                             }
@@ -359,7 +310,7 @@ pub fn matrix_kernel<F: Numeric, W: Size>(
                                 b_factor = factor(b_amax, own, 0u32, b_range, kind.b);
                             }
                             let mut item = row * n + col;
-                            if comptime!(grouping == Grouping::Depth) {
+                            if comptime!(grouping == GroupedDim::K) {
                                 item += group * m * n;
                             }
                             let mut addend = 0.0f32;
@@ -402,7 +353,7 @@ pub fn matrix_kernel<F: Numeric, W: Size>(
 
 /// Queues the product of `a` and `b`, both `k` long in memory, into `result`: `m` rows (all of them, or
 /// those of one group's output) of `n`.
-pub(super) fn launch(
+pub(crate) fn launch(
     client: &Client,
     capabilities: &Capabilities,
     a: &Operand,
@@ -414,20 +365,20 @@ pub(super) fn launch(
 ) {
     let count = groups.groups;
     let rows = match groups.grouping {
-        Grouping::Rows => m.div_ceil(count),
-        Grouping::Dense | Grouping::Depth => m,
+        GroupedDim::M => m.div_ceil(count),
+        GroupedDim::None | GroupedDim::K => m,
     };
-    let shape = MatrixTile::of(rows);
+    let shape = CmmaTile::of(rows);
     let tiles = m.div_ceil(shape.rows());
-    let tiles = n.div_ceil(TILE_N)
+    let tiles = n.div_ceil(CMMA_TILE_N)
         * match groups.grouping {
             // Each group may end in a tile of its own.
-            Grouping::Rows => tiles + count,
-            Grouping::Dense | Grouping::Depth => tiles * count,
+            GroupedDim::M => tiles + count,
+            GroupedDim::None | GroupedDim::K => tiles * count,
         };
     let processors = client.properties().hardware.num_streaming_multiprocessors;
     let cubes = match groups.grouping {
-        Grouping::Dense => tiles,
+        GroupedDim::None => tiles,
         _ => tiles.min(CUBES_PER_PROCESSOR * processors.unwrap_or(132) as usize),
     };
     // SAFETY (of every argument): the caller checked the buffers against the shapes.
@@ -441,8 +392,8 @@ pub(super) fn launch(
     };
     let (a, b) = (a.parts(&result.handle), b.parts(&result.handle));
     let b_rows = match groups.grouping {
-        Grouping::Rows => count * n,
-        Grouping::Dense | Grouping::Depth => n,
+        GroupedDim::M => count * n,
+        GroupedDim::None | GroupedDim::K => n,
     };
     let (a_len, b_len) = (m * k, b_rows * k);
     // SAFETY: the kernel masks every access by the shapes it is given, and offsets by `m` and `k`.
@@ -464,7 +415,7 @@ pub(super) fn launch(
             memory(&epilogue.bias, b_rows),
             memory(&groups.offsets, count + 1),
             memory(&result.handle, result.len()),
-            memory(&epilogue.amax, epilogue.maxima(count)),
+            memory(&epilogue.amax, epilogue.amax_len(count)),
             m,
             n,
             k,

@@ -17,12 +17,6 @@ use cubecl::{
 };
 use half::bf16;
 
-use super::{
-    epilogue::{EpilogueKind, Factor, factor, finish, held, pack_pair, raise, rounded_magnitude},
-    product::Operand,
-    sm90::{EpilogueArgs, GroupArgs, Grouping, place},
-    workspace,
-};
 use crate::{
     cube::{
         ptx_sm90::{barrier_expect, barrier_wait, descriptor, shared_address, store_shared_2},
@@ -32,18 +26,22 @@ use crate::{
             load_shared_f32_4, meet, store_shared_f32, take_224_registers,
         },
     },
+    gemm::{
+        epilogue::{
+            EpilogueArgs, EpilogueKind, Factor, factor, finish, held, pack_pair, raise,
+            rounded_magnitude,
+        },
+        product::Operand,
+        scheduler::{GroupArgs, GroupedDim, Schedule, place},
+        tiles::{W4A16_STRIP, W4a16Tile},
+        workspace,
+    },
     memory::address_type,
-    moe::groups::extent,
     tensor::{DeviceQuantized, FloatKind},
 };
 
 /// Columns of half a stage: the 128 bytes of bf16 that the swizzle spans.
 const HALF: usize = 64;
-/// Rows of `b` of one consumer warpgroup.
-const STRIP: usize = 64;
-/// Floats from one row of the output to the next where warpgroups stage their sums: four more than
-/// there are, so that the lanes of a warp write to different banks.
-const STAGING_ROW: usize = STRIP + 4;
 /// Units that copy scales.
 const CARRIERS: usize = 96;
 /// Words of codes of a row in a stage.
@@ -51,76 +49,10 @@ const ROW_WORDS: usize = workspace::SPAN / 8;
 /// Bytes of scales of a row in a stage.
 const ROW_SCALES: usize = workspace::SPAN / 16;
 
-/// The shape of a tile and of the ring.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub struct FusedTile {
-    /// Rows of `a`: 32, 64, 128 or 256.
-    pub rows_a: usize,
-    /// Consumer warpgroups that have the same 64 rows of `b` and take turns along the contraction: 2 or
-    /// 4; or 1, and two warpgroups have 64 rows each.
-    pub ways: usize,
-}
-
-impl FusedTile {
-    /// The tiles that there are kernels for.
-    pub const ALL: [Self; 5] = {
-        const fn tile(rows_a: usize, ways: usize) -> FusedTile {
-            FusedTile { rows_a, ways }
-        }
-        [
-            tile(256, 1),
-            tile(128, 1),
-            tile(128, 2),
-            tile(64, 2),
-            tile(32, 4),
-        ]
-    };
-
-    /// Consumer warpgroups.
-    pub const fn consumers(self) -> usize {
-        if self.ways == 1 { 2 } else { self.ways }
-    }
-
-    /// Units of a cube: the first warpgroup and the consumers.
-    pub const fn units(self) -> u32 {
-        128 + 128 * self.consumers() as u32
-    }
-
-    /// Rows of `b`.
-    pub const fn rows_b(self) -> usize {
-        if self.ways == 1 { 2 * STRIP } else { STRIP }
-    }
-
-    /// Rows of `a` that instructions may span, ascending: a tile takes the first that holds its rows.
-    pub const fn widths(self) -> &'static [usize] {
-        match (self.rows_a, self.ways) {
-            (256, _) => &[128, 256],
-            (128, 1) => &[32, 64, 96, 128],
-            (128, _) => &[96, 128],
-            (64, _) => &[64],
-            _ => &[32],
-        }
-    }
-
-    /// Rows of `a` that one instruction of the copy engine brings: they divide all widths.
-    pub const fn rows_of_copy(self) -> usize {
-        match self.rows_a {
-            256 => 128,
-            64 => 64,
-            _ => 32,
-        }
-    }
-
-    /// Stages of 128 columns in the ring, about as many as shared memory holds.
-    pub const fn stages(self) -> usize {
-        match self.rows_a {
-            256 => 2,
-            128 => 5,
-            64 => 8,
-            _ => 12,
-        }
-    }
-
+/// Floats from one row of the output to the next where warpgroups stage their sums: four more than
+/// there are, so that the lanes of a warp write to different banks.
+const STAGING_ROW: usize = W4A16_STRIP + 4;
+impl W4a16Tile {
     /// Vectors of 16 bytes of `a` in half a stage.
     const fn a_half(self) -> usize {
         self.rows_a * 8
@@ -139,7 +71,7 @@ impl FusedTile {
 
 /// The instructions' width for `rows` rows of `a`.
 #[cube]
-fn width_of(rows: u32, #[comptime] tile: FusedTile) -> u32 {
+fn width_of(rows: u32, #[comptime] tile: W4a16Tile) -> u32 {
     let count = comptime!(tile.widths().len());
     let mut width = comptime!(tile.rows_a as u32).runtime();
     #[unroll]
@@ -202,8 +134,8 @@ pub fn fused_kernel(
     b_range: f32,
     unit_of_sums: f32,
     band: u32,
-    #[comptime] grouping: Grouping,
-    #[comptime] tile_shape: FusedTile,
+    #[comptime] grouping: GroupedDim,
+    #[comptime] tile_shape: W4a16Tile,
     #[comptime] kind: EpilogueKind,
 ) {
     let stages = comptime!(tile_shape.stages());
@@ -255,7 +187,7 @@ pub fn fused_kernel(
     sync_cube();
 
     let tiles_n = n.div_ceil(rows_b);
-    let tiles_m = if comptime!(grouping == Grouping::Rows) {
+    let tiles_m = if comptime!(grouping == GroupedDim::M) {
         schedule[0].extract(0usize)
     } else {
         m.div_ceil(rows_a)
@@ -379,7 +311,7 @@ pub fn fused_kernel(
             strip = 0u32;
         }
         // This lane's upper row of the strips of `b`, and the place of its codes and scales.
-        let local = strip * comptime!(STRIP as u32) + warp * 16u32 + lane / 4u32;
+        let local = strip * comptime!(W4A16_STRIP as u32) + warp * 16u32 + lane / 4u32;
         let codes = codes_at + local * 64u32 + (lane % 4u32) * 16u32;
         let scales = scales_at + local * 8u32 + (lane % 4u32) * 2u32;
         let a_tile = descriptor(a_at, false);
@@ -483,7 +415,7 @@ struct TilePlace {
     column: u32,
 }
 
-/// Tile number `number` of `tiles_m` x `tiles_n`.
+/// Sm90Tile number `number` of `tiles_m` x `tiles_n`.
 #[cube]
 fn place_of(
     schedule: &[Vector<u32, Const<4>>],
@@ -492,12 +424,12 @@ fn place_of(
     tiles_n: u32,
     band: u32,
     m: u32,
-    #[comptime] grouping: Grouping,
-    #[comptime] tile: FusedTile,
+    #[comptime] grouping: GroupedDim,
+    #[comptime] tile: W4a16Tile,
 ) -> TilePlace {
     let rows_b = comptime!(tile.rows_b() as u32);
     let at = place(number, tiles_m, tiles_n, band, 1u32, rows_b);
-    if comptime!(grouping == Grouping::Rows) {
+    if comptime!(grouping == GroupedDim::M) {
         let entry = schedule[at.row as usize + 1usize];
         TilePlace {
             group: entry.extract(0usize),
@@ -512,144 +444,6 @@ fn place_of(
             end: m,
             column: at.column,
         }
-    }
-}
-
-/// The class of a tile with `rows` rows of `a`: in an order by width, how many widths are wider than they need.
-#[cube]
-fn class_of(rows: u32, #[comptime] order: Schedule) -> u32 {
-    let last = comptime!(order.classes() - 1);
-    let mut class = 0u32;
-    #[unroll]
-    for i in 1..comptime!(last + 1) {
-        if rows <= comptime!(order.tile.widths()[last - i] as u32) {
-            class = comptime!(i as u32).runtime();
-        }
-    }
-    class
-}
-
-/// The order of the rows of tiles of a product in groups.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub struct Schedule {
-    /// Their shape.
-    pub tile: FusedTile,
-    /// Those with the widest instructions first, instead of group after group. Tiles of unequal groups take
-    /// unequal times, and cubes take every `CUBE_COUNT`th: in this order those that run side by side take
-    /// equally long, and what is left at the end is short.
-    pub by_width: bool,
-}
-
-impl Schedule {
-    /// The order for `rows` rows in `groups` groups. Where groups are small, wide tiles are bound by operations
-    /// and narrow ones by bytes, and run better beside each other.
-    ///
-    /// Measured (H100, 8192 rows x 4096 x 7168, microseconds by width / by group, skewed groups): 32 groups
-    /// 866 / 931, 64 998 / 1111, 128 1207 / 1154.
-    fn of(tile: FusedTile, rows: usize, groups: usize) -> Self {
-        Self {
-            tile,
-            by_width: rows >= 128 * groups,
-        }
-    }
-
-    /// Classes of rows of tiles that follow each other.
-    const fn classes(self) -> usize {
-        if self.by_width {
-            self.tile.widths().len()
-        } else {
-            1
-        }
-    }
-
-    /// Entries of a schedule of `rows` rows in `groups` groups: each group may end in a tile of its own.
-    const fn rows_of_tiles(self, rows: usize, groups: usize) -> usize {
-        rows.div_ceil(self.tile.rows_a) + groups
-    }
-}
-
-/// Writes the rows of tiles of all groups, `rows` rows of `a` in all, in the order of `order`: group, first row,
-/// and the row behind the last of the group, from entry 1 on; entry 0 has their number. Groups that overlap, as
-/// those of offsets that do not ascend may, could need more entries than there are: what does not fit is left out.
-#[cube]
-pub(super) fn schedule_groups(
-    offsets: &[u32],
-    schedule: &mut [Vector<u32, Const<4>>],
-    groups: u32,
-    rows: u32,
-    #[comptime] order: Schedule,
-) {
-    let classes = comptime!(order.classes());
-    let rows_a = comptime!(order.tile.rows_a as u32);
-    let entries = rows.div_ceil(rows_a) + groups;
-    // The first cube does it.
-    let mut group = select(CUBE_POS == 0, UNIT_POS, groups);
-    while group < groups {
-        // Rows of tiles in each class: of all groups, and of those before this one.
-        let mut all = Array::<u32>::new(classes);
-        let mut next = Array::<u32>::new(classes);
-        #[unroll]
-        for c in 0..classes {
-            all[c] = 0u32;
-            next[c] = 0u32;
-        }
-        for other in 0..groups {
-            let own = extent(offsets, other, rows);
-            let size = own.end - own.start;
-            let rest = size % rows_a;
-            let class = class_of(rest, order);
-            #[unroll]
-            for c in 0..classes {
-                let mut count = u32::cast_from(rest > 0u32 && class == comptime!(c as u32));
-                if comptime!(c == 0) {
-                    count += size / rows_a;
-                }
-                all[c] += count;
-                if other < group {
-                    next[c] += count;
-                }
-            }
-        }
-        let mut begin = 1u32;
-        #[unroll]
-        for c in 0..classes {
-            next[c] += begin;
-            begin += all[c];
-        }
-        let own = extent(offsets, group, rows);
-        let end = own.end;
-        let mut row = own.start;
-        let mut entry = Vector::<u32, Const<4>>::new(0u32);
-        entry.insert(0usize, group);
-        entry.insert(2usize, end);
-        let mut at = next[0usize];
-        while end - row >= rows_a {
-            entry.insert(1usize, row);
-            if at <= entries {
-                schedule[at as usize] = entry;
-            }
-            at += 1u32;
-            row += rows_a;
-        }
-        if row < end {
-            let class = class_of(end - row, order);
-            #[unroll]
-            for c in 1..classes {
-                if class == comptime!(c as u32) {
-                    at = next[c];
-                }
-            }
-            entry.insert(1usize, row);
-            if at <= entries {
-                schedule[at as usize] = entry;
-            }
-        }
-        if group == 0u32 {
-            let mut head = Vector::<u32, Const<4>>::new(0u32);
-            head.insert(0usize, min(begin - 1u32, entries));
-            schedule[0] = head;
-        }
-        group += CUBE_DIM;
     }
 }
 
@@ -677,7 +471,7 @@ fn write_tile<N: Size>(
     strip: u32,
     consumer: u32,
     #[comptime] width: usize,
-    #[comptime] tile_shape: FusedTile,
+    #[comptime] tile_shape: W4a16Tile,
     #[comptime] kind: EpilogueKind,
 ) {
     let lane = UNIT_POS % 32u32;
@@ -694,12 +488,12 @@ fn write_tile<N: Size>(
     let stage_bytes = comptime!(tile_shape.staging() as u32 * 4);
     let own = staging_at + consumer * stage_bytes;
     let read = staging_at + strip * stage_bytes;
-    let column0 = column0 + strip * comptime!(STRIP as u32);
+    let column0 = column0 + strip * comptime!(W4A16_STRIP as u32);
     // Columns of 16 bytes, and how many of them a row has.
     let vector = comptime!(16 / kind.out.size() as u32);
-    let per_row = comptime!(STRIP as u32 / (16 / kind.out.size() as u32));
+    let per_row = comptime!(W4A16_STRIP as u32 / (16 / kind.out.size() as u32));
     let items =
-        comptime!(tile_shape.chunk() as u32 * (STRIP as u32 / (16 / kind.out.size() as u32)));
+        comptime!(tile_shape.chunk() as u32 * (W4A16_STRIP as u32 / (16 / kind.out.size() as u32)));
     let b_factor = factor(b_amax, 0u32, group, b_range, comptime!(kind.b.of_tile()));
     let mut largest = 0u32;
     #[unroll]
@@ -834,13 +628,13 @@ fn element(
 
 /// Whether this kernel takes a contraction of `k`, as stored: the copy engine reads rows of whole 16
 /// bytes of codes.
-pub(super) fn takes(k: usize) -> bool {
+pub(crate) fn takes(k: usize) -> bool {
     k > 0 && k.is_multiple_of(32)
 }
 
 /// Queues the product of `a` and the packed `b`, both `k` long, into `out`: `m` rows of `n`. Before it `a` is
 /// brought into the order of the kernel, as bf16.
-pub(super) fn launch(
+pub(crate) fn launch(
     client: &Client,
     a: &Operand,
     b: &DeviceQuantized,
@@ -848,11 +642,11 @@ pub(super) fn launch(
     groups: &GroupArgs,
     epilogue: &EpilogueArgs,
     out: &Handle,
-    (tile, band): (FusedTile, usize),
+    (tile, band): (W4a16Tile, usize),
 ) {
     let schedule = match groups.grouping {
-        Grouping::Rows => Some(Schedule::of(tile, m, groups.groups)),
-        Grouping::Dense | Grouping::Depth => None,
+        GroupedDim::M => Some(Schedule::of(tile, m, groups.groups)),
+        GroupedDim::None | GroupedDim::K => None,
     };
     let rows = match schedule {
         Some(schedule) => schedule.rows_of_tiles(m, groups.groups),
@@ -915,7 +709,7 @@ pub(super) fn launch(
             memory(&schedule, entries),
             memory(out, bytes / 4),
             memory(out, bytes / 16),
-            memory(&epilogue.amax, epilogue.maxima(groups.groups)),
+            memory(&epilogue.amax, epilogue.amax_len(groups.groups)),
             m as u32,
             n as u32,
             k as u32,

@@ -14,10 +14,6 @@
 
 use cubecl::{cmma, e2m1x2, e4m3, prelude::*, server::Handle};
 
-use super::{
-    epilogue::EpilogueKind,
-    sm90::{EpilogueArgs, GroupArgs, Grouping, STAGING, place, write_tile},
-};
 use crate::{
     BLOCK,
     cube::{
@@ -27,6 +23,11 @@ use crate::{
             load_shared_2,
         },
         ptx_sm90::{shared_address, store_shared_2},
+    },
+    gemm::{
+        epilogue::{EpilogueArgs, EpilogueKind, STAGING, write_tile},
+        scheduler::{GroupArgs, GroupedDim, place},
+        tiles::{Multiply, SM120_TILE_N, Sm120Tile},
     },
     memory::address_type,
     moe::groups::extent,
@@ -51,19 +52,6 @@ const COLUMNS: usize = 8;
 const BAND: u32 = 8;
 /// Sums of a lane in 16 rows of `a`.
 const SUMS: usize = 4 * COLUMNS;
-/// Rows of `b` in a tile.
-pub const TILE_N: usize = WARPS.1 * COLUMNS * 8;
-
-/// Who multiplies.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Multiply {
-    /// The block-scaled instruction, of sm_120 and sm_121.
-    Instruction,
-    /// The same by exchanges between the lanes and plain arithmetic, from the layout of the
-    /// instruction's operands as it is documented: any GPU with warps of 32, for tests.
-    Software,
-}
-
 /// How much of a row is copied at a time, which its length in memory decides.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Pieces {
@@ -88,24 +76,10 @@ impl Pieces {
     }
 }
 
-/// The shape of a cube's tile, and who multiplies.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub struct BlockScaledShape {
-    /// Groups of 16 rows of `a` in each warp: 1 or 2.
-    pub strips: usize,
-    /// Who multiplies.
-    pub multiply: Multiply,
-}
-
-impl BlockScaledShape {
-    /// Rows of `a` in a tile.
-    pub const fn tile_m(self) -> usize {
-        16 * WARPS.0 * self.strips
-    }
-
+impl Sm120Tile {
     /// Bytes of a stage: codes of `a` and of `b`, scales of `a` and of `b`.
     const fn stage(self) -> usize {
-        (self.tile_m() + TILE_N) * (ROW + SCALES)
+        (self.tile_m() + SM120_TILE_N) * (ROW + SCALES)
     }
 
     /// Where the other parts of a stage begin: codes of `b`, scales of `a`, scales of `b`.
@@ -114,22 +88,11 @@ impl BlockScaledShape {
     }
 
     const fn a_scales(self) -> u32 {
-        ((self.tile_m() + TILE_N) * ROW) as u32
+        ((self.tile_m() + SM120_TILE_N) * ROW) as u32
     }
 
     const fn b_scales(self) -> u32 {
         self.a_scales() + (self.tile_m() * SCALES) as u32
-    }
-
-    /// The widest tile of which there is one for each processor, or the narrowest. Not measured.
-    pub(super) fn of(processors: usize, m: usize, n: usize, multiply: Multiply) -> Self {
-        let wide = Self {
-            strips: 2,
-            multiply,
-        };
-        let tiles = m.div_ceil(wide.tile_m()) * n.div_ceil(TILE_N);
-        let strips = if m > 64 && tiles >= processors { 2 } else { 1 };
-        Self { strips, multiply }
     }
 }
 
@@ -137,11 +100,12 @@ impl BlockScaledShape {
 const MOST_SHARED: usize = 99 << 10;
 
 const _: () = {
-    let widest = BlockScaledShape {
+    let widest = Sm120Tile {
         strips: 2,
         multiply: Multiply::Instruction,
     };
     assert!(STAGES * widest.stage() + UNITS / 32 * STAGING <= MOST_SHARED);
+    assert!(widest.tile_m() == 2 * 16 * WARPS.0 && SM120_TILE_N == WARPS.1 * COLUMNS * 8);
 };
 
 /// Queues copies of the codes of `rows` rows from `row0` on, columns `from` to `from + DEPTH`, into the
@@ -244,7 +208,7 @@ fn copy_scales(
 
 /// Where stage number `step` of the ring begins.
 #[cube]
-fn stage_offset(step: u32, #[comptime] shape: BlockScaledShape) -> u32 {
+fn stage_offset(step: u32, #[comptime] shape: Sm120Tile) -> u32 {
     (step % comptime!(STAGES as u32)) * comptime!(shape.stage() as u32)
 }
 
@@ -262,7 +226,7 @@ fn copy_stage(
     b_row: u32,
     b_end: u32,
     k: u32,
-    #[comptime] shape: BlockScaledShape,
+    #[comptime] shape: Sm120Tile,
     #[comptime] pieces: Pieces,
 ) {
     let stage = ring + stage_offset(step, shape);
@@ -270,7 +234,16 @@ fn copy_stage(
     let tile_m = comptime!(shape.tile_m());
     copy_codes(a_codes, stage, a_row, a_end, from, k, tile_m, pieces.codes);
     let target = stage + comptime!(shape.b_codes());
-    copy_codes(b_codes, target, b_row, b_end, from, k, TILE_N, pieces.codes);
+    copy_codes(
+        b_codes,
+        target,
+        b_row,
+        b_end,
+        from,
+        k,
+        SM120_TILE_N,
+        pieces.codes,
+    );
     let target = stage + comptime!(shape.a_scales());
     copy_scales(
         a_scales,
@@ -290,7 +263,7 @@ fn copy_stage(
         b_end,
         from,
         k,
-        TILE_N,
+        SM120_TILE_N,
         pieces.scales,
     );
 }
@@ -302,7 +275,7 @@ fn multiply_stage(
     warp_row: u32,
     warp_column: u32,
     sums: &mut Array<Vector<f32, Const<4>>>,
-    #[comptime] shape: BlockScaledShape,
+    #[comptime] shape: Sm120Tile,
 ) {
     let lane = UNIT_POS % 32u32;
     // For `ldmatrix` a lane addresses one row of one of four matrices.
@@ -519,13 +492,13 @@ pub fn sm120_kernel(
     a_range: f32,
     b_range: f32,
     band: u32,
-    #[comptime] grouping: Grouping,
-    #[comptime] shape: BlockScaledShape,
+    #[comptime] grouping: GroupedDim,
+    #[comptime] shape: Sm120Tile,
     #[comptime] pieces: Pieces,
     #[comptime] kind: EpilogueKind,
 ) {
     let tile_m = comptime!(shape.tile_m() as u32);
-    let tile_n = comptime!(TILE_N as u32);
+    let tile_n = comptime!(SM120_TILE_N as u32);
     let strips = comptime!(shape.strips);
     let ring: Shared<[Vector<u32, Const<4>>]> =
         Shared::new_aligned_slice(comptime!(STAGES * shape.stage() / 16), 128usize);
@@ -549,7 +522,7 @@ pub fn sm120_kernel(
         // The rows of the group, within those that there are.
         let mut first = 0u32;
         let mut end = m;
-        if comptime!(grouping == Grouping::Rows) {
+        if comptime!(grouping == GroupedDim::M) {
             let rows = extent(offsets, group, m);
             first = rows.start;
             end = rows.end;
@@ -634,7 +607,7 @@ pub fn sm120_kernel(
 
 /// Queues the product of `a` and `b`, both `k` long in memory, into `out`: `m` rows of `n`, dense or with
 /// the rows of `a` in groups.
-pub(super) fn launch(
+pub(crate) fn launch(
     client: &Client,
     a: &DeviceQuantized,
     b: &DeviceQuantized,
@@ -642,14 +615,14 @@ pub(super) fn launch(
     groups: &GroupArgs,
     epilogue: &EpilogueArgs,
     out: &Handle,
-    shape: BlockScaledShape,
+    shape: Sm120Tile,
 ) {
     let rows = match groups.grouping {
         // Each group may end in a tile of its own.
-        Grouping::Rows => m.div_ceil(shape.tile_m()) + groups.groups,
-        Grouping::Dense | Grouping::Depth => m.div_ceil(shape.tile_m()),
+        GroupedDim::M => m.div_ceil(shape.tile_m()) + groups.groups,
+        GroupedDim::None | GroupedDim::K => m.div_ceil(shape.tile_m()),
     };
-    let tiles = rows * n.div_ceil(TILE_N);
+    let tiles = rows * n.div_ceil(SM120_TILE_N);
     // Shared memory holds one cube on a processor.
     let processors = client.properties().hardware.num_streaming_multiprocessors;
     let cubes = tiles.min(processors.unwrap_or(132) as usize);
@@ -677,7 +650,7 @@ pub(super) fn launch(
             memory(&groups.offsets, groups.groups + 1),
             memory(out, bytes / 4),
             memory(out, bytes / 16),
-            memory(&epilogue.amax, epilogue.maxima(groups.groups)),
+            memory(&epilogue.amax, epilogue.amax_len(groups.groups)),
             m as u32,
             n as u32,
             k as u32,

@@ -9,11 +9,6 @@
 
 use cubecl::{prelude::*, server::Handle};
 
-use super::{
-    epilogue::{EpilogueKind, Factor, factor, finish, held, raise, rounded_magnitude},
-    product::Operand,
-    sm90::EpilogueArgs,
-};
 use crate::{
     BLOCK,
     capabilities::Capabilities,
@@ -23,6 +18,12 @@ use crate::{
             decode_e2m1x8_pairs, decode_e4m3x2, decode_e4m3x2_sm80, interleave_pairs, load_once_2,
             load_once_4, load_u8, load_u16, mma_16x8x16, pack_bf16, pack_f16,
         },
+    },
+    gemm::{
+        epilogue::{
+            EpilogueArgs, EpilogueKind, Factor, factor, finish, held, raise, rounded_magnitude,
+        },
+        product::Operand,
     },
     memory::address_type,
     tensor::{DeviceQuantized, FloatKind},
@@ -38,7 +39,7 @@ pub const MAX_ROWS: usize = 16;
 
 /// How the rows of `a` are read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Left {
+pub enum SmallMLeft {
     /// As codes, which every cube decodes for itself. Decoding them once, by a kernel before, was
     /// measured: the second launch and the wider reads cost more.
     Packed,
@@ -48,7 +49,7 @@ pub enum Left {
 
 /// The shape of a cube's work.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub struct Shape {
+pub struct SmallMShape {
     /// Warps of a cube.
     pub warps: usize,
     /// Groups of 16 rows of `b`.
@@ -63,12 +64,12 @@ pub struct Shape {
     /// vector.
     pub halves: bool,
     /// How `a` is read.
-    pub left: Left,
+    pub left: SmallMLeft,
     /// The device has an instruction that converts E4M3.
     pub converts: bool,
 }
 
-impl Shape {
+impl SmallMShape {
     /// Rows of `b`.
     const fn rows(self) -> usize {
         16 * self.strips
@@ -129,7 +130,7 @@ fn load_scales(from: u64, first: usize, index: u32, blocks: u32, #[comptime] hal
 
 /// Two scales as [`decode_e2m1x8_pairs()`] takes them.
 #[cube]
-fn decode_scales(bytes: u16, #[comptime] shape: Shape) -> Vector<u32, Const<2>> {
+fn decode_scales(bytes: u16, #[comptime] shape: SmallMShape) -> Vector<u32, Const<2>> {
     if comptime!(shape.converts) {
         decode_e4m3x2(bytes)
     } else {
@@ -157,12 +158,12 @@ pub fn small_m_kernel(
     k: u32,
     a_range: f32,
     b_range: f32,
-    #[comptime] shape: Shape,
+    #[comptime] shape: SmallMShape,
     #[comptime] kind: EpilogueKind,
 ) {
     let strips = comptime!(shape.strips);
     let columns = comptime!(shape.columns);
-    let is_packed = comptime!(shape.left == Left::Packed);
+    let is_packed = comptime!(shape.left == SmallMLeft::Packed);
     let mut exchange: Shared<[f32]> =
         Shared::new_aligned_slice(comptime!(shape.warps * shape.sums()), 16usize);
     let unit = UNIT_POS;
@@ -416,7 +417,7 @@ pub fn small_m_kernel(
             }
             let pair = line as usize * n as usize + column as usize;
             // Decoded elements were 2^-8 times what they stand for.
-            let unit = comptime!(if shape.left == Left::Packed {
+            let unit = comptime!(if shape.left == SmallMLeft::Packed {
                 65536.0f32
             } else {
                 256.0f32
@@ -460,13 +461,13 @@ fn shape(
     client: &Client,
     capabilities: &Capabilities,
     (m, n, k): (usize, usize, usize),
-    left: Left,
-) -> Shape {
+    left: SmallMLeft,
+) -> SmallMShape {
     let processors = client.properties().hardware.num_streaming_multiprocessors;
     let enough = processors.unwrap_or(132) as usize * 3 / 4;
     let columns = m.div_ceil(8).next_power_of_two();
     let (warps, ahead) = if columns == 1 { (16, 1) } else { (8, 2) };
-    Shape {
+    SmallMShape {
         warps,
         strips: if n.div_ceil(32) >= enough { 2 } else { 1 },
         columns,
@@ -479,12 +480,12 @@ fn shape(
 }
 
 /// Whether this kernel takes a product of `m` rows with a contraction of `k` (as stored).
-pub(super) fn takes(m: usize, k: usize) -> bool {
+pub(crate) fn takes(m: usize, k: usize) -> bool {
     m <= MAX_ROWS && k > 0 && k.is_multiple_of(BLOCK)
 }
 
 /// Queues the product of `a` and the packed `b`, both `k` long, into `out`.
-pub(super) fn launch(
+pub(crate) fn launch(
     client: &Client,
     capabilities: &Capabilities,
     a: &Operand,
@@ -499,9 +500,9 @@ pub(super) fn launch(
     let buffer = |handle: &Handle, len| unsafe { BufferArg::from_raw_parts(handle.clone(), len) };
     let parts = a.parts(out);
     let left = if parts.packed {
-        Left::Packed
+        SmallMLeft::Packed
     } else {
-        Left::Bf16
+        SmallMLeft::Bf16
     };
     let shape = shape(client, capabilities, (m, n, k), left);
     let words = m * n * epilogue.kind.out.size() / 4;
@@ -522,7 +523,7 @@ pub(super) fn launch(
             buffer(&epilogue.bias, n),
             buffer(out, words),
             buffer(out, words),
-            buffer(&epilogue.amax, epilogue.maxima(1)),
+            buffer(&epilogue.amax, epilogue.amax_len(1)),
             m as u32,
             n as u32,
             k as u32,
