@@ -5,6 +5,7 @@
 //! within a bound that each test states.
 
 use crate::support::device::{read_matrix, read_u32, upload};
+use crate::support::gemm::{multiply, multiply_amax};
 use crate::support::inputs::Generator;
 use crate::support::packed::Packed;
 use crate::support::{device, inputs};
@@ -15,9 +16,10 @@ use nvfp4_kernels::{
     capabilities::{Capabilities, GemmBackend},
     format::e4m3,
     gemm::{
-        self, Elements, Operand, Scale, Target,
+        self, Choice, Device, Elements, Gemm, GroupedDim, Operand, OperandLayout, OutputAmax, Plan,
+        Problem, Scale, Target,
         cublaslt::{self, CublasLtFormat, CublasLtGemm, CublasLtOperand, CublasLtProblem},
-        kernels::{add_rows_kernel, factors_kernel, kernel_for, product_as},
+        kernels::{add_rows_kernel, factors_kernel},
     },
     quantize, reference,
     tensor::{DeviceQuantized, FloatKind, Matrix},
@@ -317,7 +319,11 @@ fn no_library_is_an_error() {
     );
     let a = Packed::random(64, 64, 1).device(&client);
     let path = GemmBackend::CublasLt;
-    let error = gemm::gemm_on(&client, path, &a, &a, None, FloatKind::Bf16).unwrap_err();
+    let error = multiply(
+        &client,
+        Gemm::new(&a, &a).out(FloatKind::Bf16).backend(path),
+    )
+    .unwrap_err();
     assert!(matches!(error, Nvfp4Error::Unsupported { .. }), "{error}");
 }
 
@@ -345,34 +351,35 @@ fn choice_on_blackwell() {
             reason: "NOT_SUPPORTED".into(),
         })
     };
-    let (both, mixed, bf16) = ((true, true), (true, false), (false, false));
+    let (packed, dense) = (OperandLayout::Packed, OperandLayout::KMajor);
+    let (both, mixed, bf16) = ([packed; 2], [packed, dense], [dense; 2]);
     for blackwell in [
         device(100, GemmBackend::CublasLt),
         device(103, GemmBackend::CublasLt),
     ] {
-        let of = |packed, shape, groups| kernel_for(&blackwell, 148, packed, shape, groups, &yes);
+        let of = |layouts, shape, groups| chosen(&blackwell, 148, layouts, shape, groups, &yes);
         for (packed, format) in [
             (both, CublasLtFormat::Nvfp4),
             (mixed, CublasLtFormat::Bf16),
             (bf16, CublasLtFormat::Bf16),
         ] {
             for m in [1, 64, 8192] {
-                let (path, kernel) = of(packed, (m, 4096, 14336), 1);
-                assert_eq!(path, GemmBackend::CublasLt);
-                assert!(kernel.starts_with("cuBLASLt"), "{kernel}");
+                let choice = of(packed, (m, 4096, 14336), 1);
+                assert_eq!(choice.backend, GemmBackend::CublasLt);
+                assert_eq!(choice.plan, Plan::CublasLt(format));
                 assert_eq!(asked.lock().unwrap().pop().unwrap().format, format);
             }
         }
         // A packed weight beside bf16 rows is read as it is where they are few, else decoded for the library.
-        let weight_only = (false, true);
+        let weight_only = [dense, packed];
         for m in [1, 16] {
-            let (path, kernel) = of(weight_only, (m, 4096, 14336), 1);
-            assert_eq!(path, GemmBackend::Cmma);
-            assert!(kernel.starts_with("few rows"), "{kernel}");
+            let choice = of(weight_only, (m, 4096, 14336), 1);
+            let found = (choice.backend, choice.plan);
+            assert_eq!(found, (GemmBackend::Cmma, Plan::SmallM));
         }
         assert!(asked.lock().unwrap().is_empty());
         assert_eq!(
-            of(weight_only, (17, 4096, 14336), 1).0,
+            of(weight_only, (17, 4096, 14336), 1).backend,
             GemmBackend::CublasLt
         );
         assert_eq!(
@@ -381,21 +388,26 @@ fn choice_on_blackwell() {
         );
         // Codes whose rows are no multiple of 16 bytes, outputs likewise, and groups: the portable path.
         let portable = GemmBackend::Cmma;
-        assert_eq!(of(both, (64, 4096, 48), 1).0, portable);
-        assert_eq!(of(both, (64, 4100, 64), 1).0, portable);
+        assert_eq!(of(both, (64, 4096, 48), 1).backend, portable);
+        assert_eq!(of(both, (64, 4100, 64), 1).backend, portable);
         for (packed, shape, groups) in [
             (bf16, (64, 4096, 40), 1),
             (mixed, (64, 4100, 64), 1),
             (both, (8192, 4096, 7168), 8),
         ] {
-            let (path, kernel) = of(packed, shape, groups);
-            assert_ne!(path, GemmBackend::CublasLt);
-            assert!(!kernel.contains("cuBLASLt"), "{kernel}");
+            let choice = of(packed, shape, groups);
+            assert_ne!(choice.backend, GemmBackend::CublasLt);
+            assert!(!matches!(choice.plan, Plan::CublasLt(_)), "{choice:?}");
         }
         assert!(asked.lock().unwrap().is_empty());
-        let (path, kernel) = kernel_for(&blackwell, 148, both, (64, 64, 64), 1, &no);
-        assert_eq!(path, portable);
-        assert!(kernel.contains("NOT_SUPPORTED"), "{kernel}");
+        let choice = chosen(&blackwell, 148, both, (64, 64, 64), 1, &no);
+        assert_eq!(choice.backend, portable);
+        let reasons = choice.refusals.iter().map(|refusal| refusal.1.to_string());
+        assert!(
+            reasons
+                .into_iter()
+                .any(|reason| reason.contains("NOT_SUPPORTED"))
+        );
     }
     for (capability, gemm) in [
         (80, GemmBackend::Cmma),
@@ -404,9 +416,32 @@ fn choice_on_blackwell() {
     ] {
         let other = device(capability, gemm);
         let shape = (64, 4096, 4096);
-        assert_eq!(kernel_for(&other, 132, both, shape, 1, &yes).0, gemm);
+        let choice = chosen(&other, 132, both, shape, 1, &yes);
+        assert_eq!(choice.backend, gemm);
     }
     assert!(asked.lock().unwrap().is_empty());
+}
+
+/// The choice on a device with so many SMs, for which cuBLASLt answers by `cublaslt`.
+fn chosen(
+    capabilities: &Capabilities,
+    sms: usize,
+    layouts: [OperandLayout; 2],
+    shape: (usize, usize, usize),
+    groups: usize,
+    cublaslt: &dyn Fn(&CublasLtProblem) -> Result<(), Nvfp4Error>,
+) -> Choice {
+    let device = Device {
+        capabilities,
+        sms,
+        cublaslt,
+    };
+    let problem = Problem::new(layouts, shape);
+    let problem = match groups {
+        1 => problem,
+        groups => problem.grouped(GroupedDim::M, groups),
+    };
+    gemm::plan(&device, &problem).unwrap()
 }
 
 /// The same operand with its block scales in 128x4 tiles.
@@ -426,11 +461,11 @@ fn tiles_of_scales_become_rows() {
     let (m, n, k) = (33, 24, 80);
     let a = Packed::random(m, k, 1).device(&client);
     let b = Packed::random(n, k, 2).device(&client);
-    let expected = gemm::gemm(&client, &a, &b, None, FloatKind::F32).unwrap();
+    let expected = multiply(&client, Gemm::new(&a, &b).out(FloatKind::F32)).unwrap();
     let expected = read_matrix::<f32>(&client, &expected);
     let (a_tiles, b_tiles) = (swizzled(&client, &a), swizzled(&client, &b));
     for (a, b) in [(&a_tiles, &b), (&a, &b_tiles), (&a_tiles, &b_tiles)] {
-        let found = gemm::gemm(&client, a, b, None, FloatKind::F32).unwrap();
+        let found = multiply(&client, Gemm::new(a, b).out(FloatKind::F32)).unwrap();
         device::assert_floats(&read_matrix::<f32>(&client, &found), &expected, "product");
     }
 }
@@ -649,7 +684,7 @@ fn run(
         out: &result,
         accumulate: epilogue.accumulate,
     };
-    cublaslt::product(client, &product)?;
+    cublaslt::gemm(client, &product)?;
     let found = match out {
         FloatKind::F32 => read_matrix::<f32>(client, &result),
         FloatKind::F16 => widen(&read_matrix::<f16>(client, &result)),
@@ -799,7 +834,7 @@ fn random_within_the_bound() {
     }
 }
 
-/// [`gemm::product`] on this path: alpha from maxima on the device, `f32` biases, accumulation, packed
+/// [`gemm::gemm`] on this backend: alpha from maxima on the device, `f32` biases, accumulation, packed
 /// operands decoded, against the exact product.
 #[test]
 fn products_of_operands() {
@@ -829,11 +864,19 @@ fn products_of_operands() {
         scale: Scale::Tensor(&a_packed.amax, 2688.0),
     };
     let cases: [(Operand, Operand, f64); 5] = [
-        ((&a_dense).into(), (&b_dense).into(), 1.0),
-        ((&a_packed).into(), (&b_dense).into(), 0.25),
-        ((&a_dense).into(), (&b_tiles).into(), 0.25),
-        (scaled(Elements::Bf16(&a_dense)), (&b_packed).into(), 0.0625),
-        (scaled(Elements::Bf16(&a_dense)), (&b_dense).into(), 0.25),
+        (Operand::from(&a_dense), Operand::from(&b_dense), 1.0),
+        (Operand::from(&a_packed), Operand::from(&b_dense), 0.25),
+        (Operand::from(&a_dense), Operand::from(&b_tiles), 0.25),
+        (
+            scaled(Elements::Bf16(&a_dense)),
+            Operand::from(&b_packed),
+            0.0625,
+        ),
+        (
+            scaled(Elements::Bf16(&a_dense)),
+            Operand::from(&b_dense),
+            0.25,
+        ),
     ];
     let path = Some(GemmBackend::CublasLt);
     for (case, (a, b, alpha)) in cases.iter().enumerate() {
@@ -851,8 +894,15 @@ fn products_of_operands() {
                     Target::New(out)
                 };
                 let bias_of = biased.then_some(&bias_matrix);
-                let (found, amax) =
-                    gemm::product_amax(&client, path, a, b, bias_of, target).unwrap();
+                let (found, amax) = multiply_amax(
+                    &client,
+                    Gemm::new(a, b)
+                        .bias(bias_of)
+                        .target(target)
+                        .amax(OutputAmax::Whole)
+                        .backend(path),
+                )
+                .unwrap();
                 let found = match out {
                     FloatKind::F32 => read_matrix::<f32>(&client, &found),
                     _ => widen(&read_matrix::<bf16>(&client, &found)),
@@ -893,7 +943,11 @@ fn products_of_operands() {
         scale: Scale::PerRow(&rows, 2688.0),
     };
     let new = Target::New(FloatKind::Bf16);
-    let error = gemm::product(&client, path, &per_row, &(&b_dense).into(), None, new).unwrap_err();
+    let error = multiply(
+        &client,
+        Gemm::new(&per_row, &b_dense).target(new).backend(path),
+    )
+    .unwrap_err();
     assert_eq!(argument_of(error), "a");
 }
 
@@ -938,7 +992,11 @@ fn fp4_is_refused_visibly() {
     let (a, b) = (Packed::random(m, k, 1), Packed::random(n, k, 2));
     let (a, b) = (a.device(&client), b.device(&client));
     let path = GemmBackend::CublasLt;
-    let error = gemm::gemm_on(&client, path, &a, &b, None, FloatKind::Bf16).unwrap_err();
+    let error = multiply(
+        &client,
+        Gemm::new(&a, &b).out(FloatKind::Bf16).backend(path),
+    )
+    .unwrap_err();
     println!("{error}");
     assert!(
         matches!(
@@ -960,16 +1018,24 @@ fn fp4_is_refused_visibly() {
     // remembering that nobody listened.
     let _second = tracing::Dispatch::new(Events(Arc::default()));
     let found = tracing::subscriber::with_default(Events(events.clone()), || {
-        let (a, b) = ((&a).into(), (&b).into());
+        let (a, b) = (Operand::from(&a), Operand::from(&b));
         let new = Target::New(FloatKind::F32);
-        product_as(&client, &pretended, &a, &b, None, new).unwrap()
+        multiply(
+            &client,
+            Gemm::new(&a, &b).target(new).capabilities(&pretended),
+        )
+        .unwrap()
     });
     let events = events.lock().unwrap().join("\n");
     println!("{events}");
     assert!(events.contains("gemm without cuBLASLt"), "{events}");
     assert!(events.contains("MatrixInstructions"), "{events}");
     let portable = GemmBackend::Cmma;
-    let expected = gemm::gemm_on(&client, portable, &a, &b, None, FloatKind::F32).unwrap();
+    let expected = multiply(
+        &client,
+        Gemm::new(&a, &b).out(FloatKind::F32).backend(portable),
+    )
+    .unwrap();
     let (found, expected) = (
         read_matrix(&client, &found),
         read_matrix(&client, &expected),
@@ -978,7 +1044,11 @@ fn fp4_is_refused_visibly() {
     // And a bf16 product is the library's there.
     let x = upload(&client, &vec![bf16::ONE; m * k], m, k);
     let new = Target::New(FloatKind::F32);
-    let found = product_as(&client, &pretended, &(&x).into(), &(&x).into(), None, new).unwrap();
+    let found = multiply(
+        &client,
+        Gemm::new(&x, &x).target(new).capabilities(&pretended),
+    )
+    .unwrap();
     assert!(
         read_matrix::<f32>(&client, &found)
             .iter()
@@ -988,12 +1058,16 @@ fn fp4_is_refused_visibly() {
     let few = upload(&client, &vec![bf16::ONE; 8 * k], 8, k);
     let events = Arc::new(Mutex::new(Vec::new()));
     let found = tracing::subscriber::with_default(Events(events.clone()), || {
-        product_as(&client, &pretended, &(&few).into(), &(&b).into(), None, new).unwrap()
+        multiply(
+            &client,
+            Gemm::new(&few, &b).target(new).capabilities(&pretended),
+        )
+        .unwrap()
     });
     let events = events.lock().unwrap().join("\n");
     assert!(events.contains("few rows"), "{events}");
-    let (path, few, b) = (Some(portable), (&few).into(), (&b).into());
-    let expected = gemm::product(&client, path, &few, &b, None, new).unwrap();
+    let (path, few, b) = (Some(portable), Operand::from(&few), Operand::from(&b));
+    let expected = multiply(&client, Gemm::new(&few, &b).target(new).backend(path)).unwrap();
     let (found, expected): (Vec<f32>, Vec<f32>) = (
         read_matrix(&client, &found),
         read_matrix(&client, &expected),
@@ -1088,7 +1162,7 @@ impl Chain {
     fn product(&self, a: &Matrix, b: &Matrix) -> Matrix {
         let new = Target::New(FloatKind::F32);
         let path = Some(GemmBackend::CublasLt);
-        gemm::product(&self.client, path, &a.into(), &b.into(), None, new).unwrap()
+        multiply(&self.client, Gemm::new(a, b).target(new).backend(path)).unwrap()
     }
 
     fn step(&self, i: usize) {
