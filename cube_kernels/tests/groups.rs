@@ -15,9 +15,9 @@ use device::{
 };
 use half::{bf16, f16};
 use nvfp4_kernels::{
-    Amax, BlockScaling, ErrorNorm, Hadamard, HadamardSize, Nvfp4Error, QuantParams, RandomStream,
-    Rounding, ScaleLayout, Usage,
-    quantize::{self, DeviceMx, EdenSource, QuantRequest},
+    Amax, BlockScaling, ErrorNorm, Format, Hadamard, HadamardSize, Nvfp4Error, QuantParams,
+    RandomStream, Rounding, ScaleLayout, Usage,
+    quantize::{self, EdenSource, QuantRequest},
     reference::{self, EdenTarget, Element},
     tensor::{AmaxGranularity, DeviceQuantized, FloatKind, Groups},
 };
@@ -124,7 +124,7 @@ fn cases(client: &Client) -> Vec<Case> {
 
 fn assert_mx<T: Element>(
     client: &Client,
-    found: &DeviceMx,
+    found: &DeviceQuantized,
     case: &Case,
     parts: &[(&[T], usize)],
     usage: Usage,
@@ -132,7 +132,9 @@ fn assert_mx<T: Element>(
 ) {
     let expected: Vec<_> = parts
         .iter()
-        .map(|(part, rows)| reference::mx_quantize(part, *rows, case.cols, usage).unwrap())
+        .map(|(part, rows)| {
+            reference::mx_quantize(part, *rows, case.cols, usage, Format::Mxfp8).unwrap()
+        })
         .collect();
     let blocks = found.outer() * found.blocks();
     for (name, handle, len, copies) in [
@@ -234,7 +236,9 @@ fn check_matrices<T: DeviceElement>(client: &Client) {
         let parts = case.split(&x);
         for usage in USAGES {
             let what = format!("{:?}", T::KIND);
-            let found = quantize::mx_quantize_groups(client, &matrix, &case.groups, usage).unwrap();
+            let found =
+                quantize::mx_quantize_groups(client, &matrix, &case.groups, usage, Format::Mxfp8)
+                    .unwrap();
             assert_mx(client, &found, &case, &parts, usage, &what);
             let source = EdenSource::Grouped(&matrix, &case.groups);
             assert_eden(client, source, &case, &parts, usage, &what);
@@ -276,10 +280,7 @@ fn packed(
     let mut decoded = Vec::new();
     for (part, rows) in case.split(x) {
         let amax = host_amax(part, rows, case.cols, usage, scope);
-        match &amax {
-            Amax::Tensor(amax) => all.push(*amax),
-            Amax::PerRow(amax) => all.extend(amax),
-        }
+        all.extend(amax.values());
         let packed = reference::quantize(part, rows, case.cols, usage, &amax, &policy, 0).unwrap();
         decoded.push(reference::dequantize(&packed));
     }
@@ -344,7 +345,7 @@ fn check_packed(
         .map(|(x, rows)| (x, *rows))
         .collect();
     for to in USAGES {
-        let found = quantize::mx_requantize(client, &packed, to, FloatKind::Bf16);
+        let found = quantize::mx_requantize(client, &packed, to, Format::Mxfp8, FloatKind::Bf16);
         if ragged || (tiled && to == usage) {
             assert_refused(found, "packed");
         } else {
@@ -534,7 +535,9 @@ fn errors_name_the_argument() {
     let client = client!("errors_name_the_argument");
     let x = upload::<f32>(&client, &[0.0; 160], 5, 32);
     let groups = Groups::Batch(2);
-    let error = quantize::mx_quantize_groups(&client, &x, &groups, Usage::Columnwise).unwrap_err();
+    let error =
+        quantize::mx_quantize_groups(&client, &x, &groups, Usage::Columnwise, Format::Mxfp8)
+            .unwrap_err();
     assert!(error.to_string().contains("groups"), "{error}");
     let source = EdenSource::Grouped(&x, &groups);
     let error =

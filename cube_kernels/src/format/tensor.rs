@@ -430,7 +430,10 @@ mod tests {
         }
         let per_row = |len| Amax::PerRow(vec![1.0; len]);
         let good = Case::good().layout;
-        let rows_of_one = Layout { amax: AmaxGranularity::PerRow, ..good };
+        let rows_of_one = Layout {
+            amax: AmaxGranularity::PerRow,
+            ..good
+        };
         let scaled = |scaling| Layout { scaling, ..good };
         let swizzled = Case::swizzled().layout;
         let shaped = |rows, cols| Layout { rows, cols, ..good };
@@ -442,7 +445,10 @@ mod tests {
         };
         let tile = Origin::block_2d();
         let one = || Amax::Tensor(1.0);
-        let transformed = Layout { hadamard: Some(Hadamard::default()), ..good };
+        let transformed = Layout {
+            hadamard: Some(Hadamard::default()),
+            ..good
+        };
         #[rustfmt::skip]
         let cases: Vec<(Case, [&str; 2])> = vec![
             (Case { codes: 255, ..Case::good() }, ["`codes`", "found 255"]),

@@ -11,8 +11,8 @@ use super::{
 use crate::launch::{Words, buffer, grid, tile_bands};
 use crate::moe::groups::{GroupOffsets, find_group};
 use crate::{
-    BLOCK, BlockScaling, ErrorNorm, Hadamard, HadamardSize, Layout, Nvfp4Error, ScaleLayout, Storage,
-    Usage,
+    BLOCK, BlockScaling, ErrorNorm, Hadamard, HadamardSize, Layout, Nvfp4Error, ScaleLayout,
+    Storage, Usage,
     capabilities::conversion_of,
     cube::{
         block::{
@@ -29,8 +29,8 @@ use crate::{
     memory::address_type,
     reference::padding::padded_bound,
     tensor::{
-        AmaxGranularity, DeviceQuantParams, DeviceQuantized, DeviceRounding,
-        FloatKind, Groups, Matrix,
+        AmaxGranularity, DeviceQuantParams, DeviceQuantized, DeviceRounding, FloatKind, Groups,
+        Matrix,
     },
 };
 

@@ -83,8 +83,7 @@ pub fn gemm_f64(
     bias: Option<&[f32]>,
 ) -> Result<Vec<f64>, Nvfp4Error> {
     let (m, n, _) = check(a, b, bias)?;
-    let factor =
-        |x: &QuantizedTensor, outer| x.amax().of(outer) as f64 / x.range() as f64;
+    let factor = |x: &QuantizedTensor, outer| x.amax().of(outer) as f64 / x.range() as f64;
     let mut out = vec![0f64; m * n];
     add_products(a, b, &mut out, |acc, x, y| *acc += x as f64 * y as f64);
     out.par_chunks_mut(n.max(1))

@@ -24,7 +24,6 @@ mod rounding;
 mod scaling;
 mod simd;
 
-
 pub mod philox;
 pub use crate::format::{padding, swizzle};
 

@@ -39,8 +39,8 @@ use super::{
     Element, GlobalScale, encode_multiplier, philox, quantize::check_matrix, round_nearest,
 };
 use crate::{
-    Amax, BLOCK, Hadamard, HadamardSize, Layout, Nvfp4Error, Origin, QuantizedTensor,
-    RandomStream, Rounding, Usage,
+    Amax, BLOCK, Hadamard, HadamardSize, Layout, Nvfp4Error, Origin, QuantizedTensor, RandomStream,
+    Rounding, Usage,
     format::{e2m1, e4m3},
 };
 

@@ -485,7 +485,10 @@ mod tests {
         let mut kinds = vec![
             (nearest, plain),
             (Origin::block_1d(stochastic), plain),
-            (Origin::block_1d(stochastic), transformed(Hadamard::default())),
+            (
+                Origin::block_1d(stochastic),
+                transformed(Hadamard::default()),
+            ),
             (nearest, transformed(large)),
         ];
         for scaling in [
