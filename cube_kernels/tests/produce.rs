@@ -228,7 +228,7 @@ fn assert_copies(
         (Usage::Columnwise, ScaleLayout::Compact) if sizes.len() > 1 => {
             let unit = found.unit();
             let units: usize = sizes.iter().map(|size| size.div_ceil(unit)).sum();
-            units * (unit / 16) * found.cols
+            units * (unit / 16) * found.cols()
         }
         _ => found.code_blocks(),
     };

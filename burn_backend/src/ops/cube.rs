@@ -557,9 +557,10 @@ fn decoded_tensor(
     layout: PackedLayout,
 ) -> Decoded<CubeBackend> {
     let amax = Shape::new([layout.amax_len()]);
+    let values = decoded.values().expect("values were asked for");
     Decoded {
         amax: new_tensor(like, decoded.amax, amax, DType::F32),
-        values: result(like, decoded.values().expect("values were asked for")),
+        values: result(like, values),
         layout,
     }
 }

@@ -13,7 +13,7 @@ use half::{bf16, f16};
 use nvfp4_kernels::reference::{self, EdenTarget, Element};
 use nvfp4_kernels::{
     Amax, BLOCK, BlockScaling, Format, Layout, MX_BLOCK, Nvfp4Error, Origin, QuantParams,
-    QuantizedTensor, Rounding, ScaleLayout, Storage, Usage,
+    QuantizedTensor, ScaleLayout, Storage, Usage,
 };
 use rayon::prelude::*;
 
@@ -577,6 +577,7 @@ pub(super) fn narrow(x: FlexTensor, dtype: FloatDType) -> FlexTensor {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use nvfp4_kernels::Rounding;
 
     /// `outer` rows of `depth` elements, packed; data that fills the codes.
     fn packed(outer: usize, depth: usize, seed: u32) -> Operand<Flex> {

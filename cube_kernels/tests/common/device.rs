@@ -5,7 +5,7 @@ use super::common::TestElement;
 use cubecl::{prelude::*, server::Handle};
 use half::{bf16, f16};
 use nvfp4_kernels::{
-    Amax, QuantizedTensor,
+    QuantizedTensor,
     cube::codec::emulate_e2m1_instructions,
     quantize::kernels::set_units,
     tensor::{DeviceQuantized, FloatKind, Groups, Matrix},

@@ -84,7 +84,8 @@ impl Nvfp4GroupedOps for CubeBackend {
                 quantize::quantize_both(client, &matrix, &groups, &row, &col)
             }
         });
-        let layout = |copy: &DeviceQuantized, usage| PackedLayout::stack(dims, usage, copy.scaling);
+        let layout =
+            |copy: &DeviceQuantized, usage| PackedLayout::stack(dims, usage, copy.layout.scaling);
         let layouts = (
             layout(&row, Usage::Rowwise),
             layout(&col, Usage::Columnwise),
