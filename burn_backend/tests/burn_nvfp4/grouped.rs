@@ -9,9 +9,7 @@ use burn_nvfp4::ops::{
     AmaxGranularity, CopySpec, EdenSpec, GroupPairSpec, LinearSpec, MxPacked, Nvfp4GroupedOps,
     Nvfp4Ops, OperandSpec, Packed, PairSpec, QuantizeSpec, RowGroups,
 };
-use burn_nvfp4::{
-    ExpertOffsets, Hadamard, LayerRandomness, Nvfp4Recipe, RandomStream, Rounding, Usage,
-};
+use burn_nvfp4::{ExpertOffsets, Hadamard, Nvfp4Recipe, RandomStream, RngState, Rounding, Usage};
 use nvfp4_kernels::reference::{self, EDEN_GROUP, padding};
 use nvfp4_kernels::{BlockScaling, HadamardSize, QuantizedTensor};
 
@@ -621,7 +619,7 @@ fn preset(name: &str, stochastic: bool) -> LinearSpec {
         true => recipe,
         false => recipe.with_stochastic_rounding(false),
     };
-    recipe.spec(&LayerRandomness {
+    recipe.spec(&RngState {
         seed: 1,
         layer: 0,
         offset: 0,
