@@ -89,6 +89,7 @@ pub(crate) fn materialize(
     };
     match operand.elements {
         Elements::Bf16(matrix) => Ok(dense(OperandLayout::KMajor, &matrix.handle)),
+        Elements::Bf16Unscaled(packed) => Ok(dense(OperandLayout::KMajor, &packed.codes)),
         Elements::Bf16MnMajor(matrix) => {
             // TMA reads stored rows of whole 16 bytes.
             if reads.mn_major && operand.layout().as_read(rows) == OperandLayout::MnMajor {
@@ -123,7 +124,7 @@ fn block_scales(
     reads: PackedReads,
 ) -> Result<Handle, Nvfp4Error> {
     let (outer, blocks) = (packed.outer(), packed.blocks());
-    match (packed.layout, reads) {
+    match (packed.layout.scale_layout, reads) {
         (ScaleLayout::Compact, PackedReads::Swizzled) => {
             quantize::swizzle(client, &packed.scales, outer, blocks)
         }

@@ -4,9 +4,9 @@ use cubecl::server::Handle;
 
 use super::epilogue::Factor;
 use crate::{
-    BLOCK, Nvfp4Error, ScaleLayout,
+    BLOCK, Format, Nvfp4Error, ScaleLayout, Storage,
     memory::is_aligned,
-    tensor::{AmaxGranularity, DeviceOperand, DeviceQuantized, DeviceUnscaled, FloatKind, Matrix},
+    tensor::{AmaxGranularity, DeviceQuantized, FloatKind, Matrix},
 };
 
 /// The elements of an operand: `outer` rows along K.
@@ -14,6 +14,9 @@ use crate::{
 pub enum Elements<'a> {
     /// Codes and block scales.
     Packed(&'a DeviceQuantized),
+    /// Code times block scale in bf16, stored in their place. The GEMM has the bits of that of codes and
+    /// scales.
+    Bf16Unscaled(&'a DeviceQuantized),
     /// A K-major bf16 matrix: its columns are K, as long as that of the other operand is in memory.
     /// Where a packed one pads K with zeros, its columns there may hold anything finite.
     Bf16(&'a Matrix),
@@ -75,40 +78,19 @@ impl<'a> From<&Operand<'a>> for Operand<'a> {
 }
 
 impl<'a> From<&'a DeviceQuantized> for Operand<'a> {
-    /// A quantized tensor with its own amax values, one or one for each stored row, and its own range.
+    /// A quantized tensor in either storage with its own amax values, one or one for each stored row, and
+    /// its own range.
     fn from(packed: &'a DeviceQuantized) -> Self {
+        let range = packed.layout.scaling.range();
         Self {
-            elements: Elements::Packed(packed),
-            scale: match packed.scope {
-                AmaxGranularity::PerTensor => Scale::Tensor(&packed.amax, packed.scaling.range()),
-                AmaxGranularity::PerRow => Scale::PerRow(&packed.amax, packed.scaling.range()),
+            elements: match packed.layout.storage {
+                Storage::Packed => Elements::Packed(packed),
+                Storage::Bf16Unscaled => Elements::Bf16Unscaled(packed),
             },
-        }
-    }
-}
-
-impl<'a> From<&'a DeviceUnscaled> for Operand<'a> {
-    /// A dequantized tensor with the amax values and the range of the quantized one: the GEMM has its
-    /// bits.
-    fn from(unscaled: &'a DeviceUnscaled) -> Self {
-        Self {
-            elements: Elements::Bf16(&unscaled.values),
-            scale: match unscaled.scope {
-                AmaxGranularity::PerTensor => {
-                    Scale::Tensor(&unscaled.amax, unscaled.scaling.range())
-                }
-                AmaxGranularity::PerRow => Scale::PerRow(&unscaled.amax, unscaled.scaling.range()),
+            scale: match packed.layout.amax {
+                AmaxGranularity::PerTensor => Scale::Tensor(&packed.amax, range),
+                AmaxGranularity::PerRow => Scale::PerRow(&packed.amax, range),
             },
-        }
-    }
-}
-
-impl<'a> From<&'a DeviceOperand> for Operand<'a> {
-    /// A quantized tensor in either storage.
-    fn from(operand: &'a DeviceOperand) -> Self {
-        match operand {
-            DeviceOperand::Packed(packed) => packed.into(),
-            DeviceOperand::Decoded(unscaled) => unscaled.into(),
         }
     }
 }
@@ -135,7 +117,7 @@ impl<'a> Operand<'a> {
     /// Rows, which become rows or columns of the output.
     pub fn outer(&self) -> usize {
         match self.elements {
-            Elements::Packed(packed) => packed.outer(),
+            Elements::Packed(packed) | Elements::Bf16Unscaled(packed) => packed.outer(),
             Elements::Bf16(matrix) => matrix.rows,
             Elements::Bf16MnMajor(matrix) => matrix.cols,
         }
@@ -145,6 +127,7 @@ impl<'a> Operand<'a> {
     pub fn inner(&self) -> usize {
         match self.elements {
             Elements::Packed(packed) => packed.inner(),
+            Elements::Bf16Unscaled(packed) => packed.blocks() * BLOCK,
             Elements::Bf16(matrix) => matrix.cols,
             Elements::Bf16MnMajor(matrix) => matrix.rows,
         }
@@ -153,7 +136,7 @@ impl<'a> Operand<'a> {
     /// Length of K in memory: packed operands are padded to whole blocks, with zeros.
     pub(crate) fn stored(&self) -> usize {
         match self.elements {
-            Elements::Packed(packed) => packed.blocks() * BLOCK,
+            Elements::Packed(packed) | Elements::Bf16Unscaled(packed) => packed.blocks() * BLOCK,
             Elements::Bf16(_) | Elements::Bf16MnMajor(_) => self.inner(),
         }
     }
@@ -162,7 +145,7 @@ impl<'a> Operand<'a> {
     pub fn layout(&self) -> OperandLayout {
         match self.elements {
             Elements::Packed(_) => OperandLayout::Packed,
-            Elements::Bf16(_) => OperandLayout::KMajor,
+            Elements::Bf16Unscaled(_) | Elements::Bf16(_) => OperandLayout::KMajor,
             Elements::Bf16MnMajor(_) => OperandLayout::MnMajor,
         }
     }
@@ -176,6 +159,7 @@ impl<'a> Operand<'a> {
     pub(crate) fn is_aligned(&self) -> bool {
         match self.elements {
             Elements::Packed(packed) => is_aligned(&packed.codes) && is_aligned(&packed.scales),
+            Elements::Bf16Unscaled(packed) => is_aligned(&packed.codes),
             Elements::Bf16(matrix) | Elements::Bf16MnMajor(matrix) => is_aligned(&matrix.handle),
         }
     }
@@ -183,7 +167,7 @@ impl<'a> Operand<'a> {
     /// Some memory of it.
     pub(crate) fn memory(&self) -> &'a Handle {
         match self.elements {
-            Elements::Packed(packed) => &packed.codes,
+            Elements::Packed(packed) | Elements::Bf16Unscaled(packed) => &packed.codes,
             Elements::Bf16(matrix) | Elements::Bf16MnMajor(matrix) => &matrix.handle,
         }
     }
@@ -202,11 +186,13 @@ impl<'a> Operand<'a> {
     /// not packed does not say how it was made.
     pub(crate) fn check_same_transform(a: &Self, b: &Self) -> Result<(), Nvfp4Error> {
         match (a.elements, b.elements) {
-            (Elements::Packed(a), Elements::Packed(b)) if a.hadamard != b.hadamard => {
+            (Elements::Packed(a), Elements::Packed(b))
+                if a.layout.hadamard != b.layout.hadamard =>
+            {
                 Err(Nvfp4Error::value(
                     "b",
-                    format!("{:?}", b.hadamard),
-                    format!("the transform of `a`, {:?}", a.hadamard),
+                    format!("{:?}", b.layout.hadamard),
+                    format!("the transform of `a`, {:?}", a.layout.hadamard),
                 ))
             }
             _ => Ok(()),
@@ -221,12 +207,17 @@ impl<'a> Operand<'a> {
     ) -> Result<(), Nvfp4Error> {
         match self.elements {
             Elements::Packed(packed) => {
+                packed.check_codes(argument, Format::Nvfp4)?;
                 packed.check(argument)?;
                 // A dense GEMM unswizzles where its kernel wants rows, or takes the tiles.
-                match (groups, packed.layout) {
+                match (groups, packed.layout.scale_layout) {
                     (None, ScaleLayout::Swizzled128x4) => packed.check_no_groups(argument)?,
                     _ => packed.check_compact(argument)?,
                 }
+            }
+            Elements::Bf16Unscaled(packed) => {
+                packed.check(argument)?;
+                packed.check_no_groups(argument)?;
             }
             Elements::Bf16(matrix) | Elements::Bf16MnMajor(matrix) => {
                 matrix.check(argument)?;
