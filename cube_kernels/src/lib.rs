@@ -11,6 +11,7 @@
 //!
 //! Data flows one way: matrix → `amax` → `quantize_*` → packed operand → `gemm` → matrix.
 
+pub mod describe;
 pub mod error;
 pub mod format;
 pub mod policy;
@@ -20,8 +21,6 @@ pub mod reference;
 pub mod capabilities;
 #[cfg(feature = "cube")]
 pub mod cube;
-#[cfg(feature = "cube")]
-pub mod describe;
 #[cfg(feature = "cube")]
 pub mod gemm;
 #[cfg(feature = "cube")]

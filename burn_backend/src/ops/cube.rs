@@ -9,7 +9,7 @@ use burn_cubecl::{
 };
 use cubecl::server::Handle;
 use nvfp4_kernels::capabilities::{Capabilities, GemmBackend};
-use nvfp4_kernels::gemm::{self, Scale, Target, path_of, path_of_columns};
+use nvfp4_kernels::gemm::{self, Gemm, OperandLayout, Problem};
 use nvfp4_kernels::quantize::{AmaxRequest, EdenSource, QuantRequest};
 use nvfp4_kernels::reference::EdenTarget;
 use nvfp4_kernels::tensor::{DeviceQuantParams, DeviceQuantized, FloatKind, Groups, Matrix};
@@ -236,12 +236,8 @@ impl Nvfp4Ops for CubeBackend {
         trace_op("matmul", "", m, n);
         let like = beside(&a);
         let capabilities = Capabilities::of(&like.client);
-        let path = match (&a, &b) {
-            (Operand::Float(_, Usage::Columnwise), Operand::Float(_, Usage::Columnwise)) => {
-                path_of_columns(&capabilities, m, n, k)
-            }
-            _ => path_of(&capabilities, n, k),
-        };
+        let problem = Problem::new([&a, &b].map(operand_layout), (m, n, k));
+        let backend = gemm::backend_of(&capabilities, &problem);
         // Burn's own product has a result of the type of its operands. It is rounded once, to the type
         // that was asked for: so in f32 where that is wider, or where a bias comes after.
         let inner = match (&a, &b, &bias) {
@@ -253,7 +249,7 @@ impl Nvfp4Ops for CubeBackend {
             // Exact for what was packed, and for narrower floats.
             _ => FloatDType::F32,
         };
-        if is_ours(path, [Elements::of(&a), Elements::of(&b)], inner) {
+        if is_ours(backend, [Elements::of(&a), Elements::of(&b)], inner) {
             let bias = match bias {
                 Bias::Absent => None,
                 Bias::Vector(bias) => {
@@ -263,15 +259,10 @@ impl Nvfp4Ops for CubeBackend {
                 }
             };
             let (a, b) = (Stored::new(a), Stored::new(b));
-            let out = gemm::product(
-                &like.client,
-                None,
-                &a.operand(),
-                &b.operand(),
-                bias.as_ref(),
-                Target::New(float_kind(dtype)),
-            );
-            return result(&like, launched(out));
+            let request = Gemm::new(a.operand(), b.operand())
+                .bias(bias.as_ref())
+                .out(float_kind(dtype));
+            return result(&like, launched(gemm::gemm(&like.client, &request)).matrix);
         }
         tracing::debug!(m, n, k, ?inner, "product by Burn's matmul");
         let (a, b) = (transposed_to_rows(a, inner), transposed_to_rows(b, inner));
@@ -310,19 +301,30 @@ impl Elements {
     }
 }
 
-/// Whether a product that would take `path` runs on the kernels of [`gemm`], instead of Burn's own product in the
-/// type `inner`.
+/// How the kernels of [`gemm`] find the elements of an operand.
+fn operand_layout(operand: &Operand<CubeBackend>) -> OperandLayout {
+    match operand {
+        Operand::Nvfp4(_) => OperandLayout::Packed,
+        Operand::Decoded(_) | Operand::Mxfp8(_) | Operand::Float(_, Usage::Rowwise) => {
+            OperandLayout::KMajor
+        }
+        Operand::Float(_, Usage::Columnwise) => OperandLayout::MnMajor,
+    }
+}
+
+/// Whether a GEMM that would take `backend` runs on the kernels of [`gemm`], instead of Burn's own
+/// matmul in the type `inner`.
 ///
-/// Two NVFP4 operands always do, and on Hopper and by cuBLASLt everything that bf16 holds. On other GPUs two bf16
-/// matrices go to Burn where it multiplies in bf16 (8192³ on an H100: 255 TFLOP/s autotuned, the tiles of that path
-/// 151); where it would multiply in `f32`, for a bias or because one of the operands is packed and all of it
-/// decoded before, they do not: few rows of a packed weight then have their kernel. CubeCL's CPU runtime, which is
-/// for tests, leaves to Burn what is not NVFP4.
-fn is_ours(path: GemmBackend, operands: [Elements; 2], inner: FloatDType) -> bool {
+/// Two NVFP4 operands always do, and on sm_90 and by cuBLASLt everything that bf16 holds. On other GPUs
+/// two bf16 matrices go to Burn where it multiplies in bf16 (8192³ on an H100: 255 TFLOP/s autotuned, the
+/// tiles of that backend 151); where it would multiply in `f32`, for a bias or because one of the operands
+/// is packed and all of it dequantized before, they do not: a small M with a packed weight then has its
+/// kernel. CubeCL's CPU runtime, which is for tests, leaves to Burn what is not NVFP4.
+fn is_ours(backend: GemmBackend, operands: [Elements; 2], inner: FloatDType) -> bool {
     if operands == [Elements::Nvfp4; 2] {
         return true;
     }
-    match path {
+    match backend {
         _ if operands.contains(&Elements::Wide) => false,
         GemmBackend::Sm90Wgmma | GemmBackend::CublasLt => true,
         GemmBackend::Sm120BlockScaled | GemmBackend::Cmma => inner == FloatDType::F32,
@@ -415,10 +417,7 @@ impl Stored {
         match self {
             Self::Packed(packed) => (&**packed).into(),
             Self::Bf16(matrix, Usage::Rowwise) => matrix.into(),
-            Self::Bf16(matrix, Usage::Columnwise) => gemm::Operand {
-                elements: gemm::Elements::Bf16MnMajor(matrix),
-                scale: Scale::One,
-            },
+            Self::Bf16(matrix, Usage::Columnwise) => gemm::Operand::mn_major(matrix),
         }
     }
 }

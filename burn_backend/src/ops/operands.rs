@@ -18,23 +18,23 @@ pub(super) fn storage_of<B: Backend>(
 ) -> Storage {
     let unit = specs[0].unit().max(specs[1].unit());
     let shape = (m, n, k.next_multiple_of(unit));
-    match specs.iter().all(|spec| spec.is_nvfp4()) && decodes::<B>(device, shape) {
+    match specs.iter().all(|spec| spec.is_nvfp4()) && dequantizes::<B>(device, shape) {
         true => Storage::Bf16Unscaled,
         false => Storage::Packed,
     }
 }
 
-/// Whether products of packed operands of this shape decode both.
+/// Whether a GEMM of packed operands of this shape dequantizes both before it multiplies.
 #[cfg(any(feature = "cpu", feature = "cuda"))]
-fn decodes<B: Backend>(device: &B::Device, shape: (usize, usize, usize)) -> bool {
+fn dequantizes<B: Backend>(device: &B::Device, shape: (usize, usize, usize)) -> bool {
     let device: &dyn std::any::Any = device;
     let device = device.downcast_ref::<burn_cubecl::CubeDevice>();
-    device.is_some_and(|device| nvfp4_kernels::gemm::decodes(&device.client(), shape))
+    device.is_some_and(|device| nvfp4_kernels::gemm::dequantizes(&device.client(), shape))
 }
 
-/// Whether products of packed operands of this shape decode both: Flex does so panel by panel.
+/// Whether a GEMM of packed operands of this shape dequantizes both: Flex does so panel by panel.
 #[cfg(not(any(feature = "cpu", feature = "cuda")))]
-fn decodes<B: Backend>(_: &B::Device, _: (usize, usize, usize)) -> bool {
+fn dequantizes<B: Backend>(_: &B::Device, _: (usize, usize, usize)) -> bool {
     false
 }
 

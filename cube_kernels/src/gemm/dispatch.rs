@@ -183,12 +183,7 @@ pub(crate) fn with_plan(
 /// # Errors
 /// As [`plan`].
 pub fn choose(client: &Client, problem: &Problem) -> Result<Choice, Nvfp4Error> {
-    let device = Device {
-        capabilities: &Capabilities::of(client),
-        sms: sms(client),
-        cublaslt: &|problem| cublaslt::supports(client, problem),
-    };
-    plan(&device, problem)
+    on_device(client, |device| plan(device, problem))
 }
 
 /// The backend of `problem` on a device with these capabilities, where cuBLASLt takes what it is made
@@ -228,47 +223,71 @@ fn dequantizes_on(capabilities: &Capabilities, sms: usize, shape: GemmShape) -> 
     choice.is_ok_and(|choice| matches!(choice.plan, Plan::DequantThenBf16(..)))
 }
 
-/// Which kernels GEMMs of a shape take, of `groups` groups along M where there is more than one: rows of
-/// `nvfp4 doctor`.
+/// Which kernels GEMMs of a shape take, of `groups` groups where there is more than one: rows of `nvfp4
+/// doctor`.
 pub fn describe(client: &Client, shape: impl Into<GemmShape>, groups: usize) -> Vec<CodePath> {
-    let shape = shape.into();
-    let device = Device {
+    on_device(client, |device| describe_on(device, shape.into(), groups))
+}
+
+/// Which kernels GEMMs of typical shapes take: M = N = K = 4096, eight groups, and few rows.
+pub fn describe_typical(client: &Client) -> Vec<CodePath> {
+    on_device(client, describe_typical_on)
+}
+
+/// What `ask` finds about the device behind `client`.
+fn on_device<T>(client: &Client, ask: impl FnOnce(&Device) -> T) -> T {
+    ask(&Device {
         capabilities: &Capabilities::of(client),
         sms: sms(client),
         cublaslt: &|problem| cublaslt::supports(client, problem),
+    })
+}
+
+fn describe_typical_on(device: &Device) -> Vec<CodePath> {
+    let shape = GemmShape {
+        m: 4096,
+        n: 4096,
+        k: 4096,
     };
-    describe_on(&device, shape, groups)
+    let few = GemmShape { m: 1, ..shape };
+    let weight_only = [OperandLayout::KMajor, OperandLayout::Packed];
+    let mut rows = describe_on(device, shape, 1);
+    let problem = Problem::new(weight_only, few);
+    rows.push(code_path(device, "GEMM, bf16 x NVFP4, M = 1", &problem));
+    rows.extend(describe_on(device, shape, 8));
+    rows
 }
 
 /// [`describe`] on any device.
-pub fn describe_on(device: &Device, shape: GemmShape, groups: usize) -> Vec<CodePath> {
+fn describe_on(device: &Device, shape: GemmShape, groups: usize) -> Vec<CodePath> {
     use OperandLayout::{KMajor, MnMajor, Packed};
     let padded = GemmShape {
         k: shape.k.next_multiple_of(crate::BLOCK),
         ..shape
     };
     let dense = [
-        ("GEMM, NVFP4 x NVFP4", [Packed, Packed], padded),
+        ("GEMM, NVFP4 x NVFP4", [Packed; 2], padded),
         ("GEMM, bf16 x NVFP4", [KMajor, Packed], padded),
-        ("GEMM, bf16 x bf16", [KMajor, KMajor], shape),
-        ("GEMM, bf16 x bf16, MN-major", [MnMajor, MnMajor], shape),
+        ("GEMM, bf16 x bf16", [KMajor; 2], shape),
+        ("GEMM, bf16, MN-major", [MnMajor; 2], shape),
     ];
     let grouped = [
-        ("M-grouped GEMM", GroupedDim::M),
-        ("K-grouped GEMM", GroupedDim::K),
+        ("M-grouped GEMM, NVFP4", GroupedDim::M),
+        ("K-grouped GEMM, NVFP4", GroupedDim::K),
     ];
-    let mut rows = Vec::new();
-    if groups > 1 {
-        for (operation, dim) in grouped {
-            let problem = Problem::new([Packed; 2], padded).grouped(dim, groups);
-            rows.push(code_path(device, operation, &problem));
-        }
-    } else {
-        for (operation, layouts, shape) in dense {
-            rows.push(code_path(device, operation, &Problem::new(layouts, shape)));
-        }
+    match groups {
+        0 | 1 => dense
+            .map(|(operation, layouts, shape)| {
+                code_path(device, operation, &Problem::new(layouts, shape))
+            })
+            .into(),
+        _ => grouped
+            .map(|(operation, dim)| {
+                let problem = Problem::new([Packed; 2], padded).grouped(dim, groups);
+                code_path(device, operation, &problem)
+            })
+            .into(),
     }
-    rows
 }
 
 /// The choice for `problem` as a row.
@@ -279,22 +298,14 @@ fn code_path(device: &Device, operation: &'static str, problem: &Problem) -> Cod
             let reasons: Vec<_> = refusals
                 .map(|(kernel, refusal)| format!("{kernel}: {refusal}"))
                 .collect();
-            CodePath {
-                operation,
-                backend: format!("{:?}", choice.backend),
-                kernel: choice.plan.to_string(),
-                reason: match reasons.is_empty() {
-                    true => "it is the first that takes it".into(),
-                    false => reasons.join("; "),
-                },
-            }
+            let reason = match reasons.is_empty() {
+                true => "it is the first that was asked".into(),
+                false => reasons.join("; "),
+            };
+            let backend = format!("{:?}", choice.backend);
+            CodePath::new(operation, backend, choice.plan.to_string(), reason)
         }
-        Err(error) => CodePath {
-            operation,
-            backend: "none".into(),
-            kernel: "none".into(),
-            reason: error.to_string(),
-        },
+        Err(error) => CodePath::new(operation, "none", "none", error.to_string()),
     }
 }
 

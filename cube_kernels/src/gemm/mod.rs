@@ -28,7 +28,7 @@ mod problem;
 mod scheduler;
 mod tiles;
 
-pub use dispatch::{Choice, backend_of, choose, dequantizes, describe, describe_on, plan};
+pub use dispatch::{Choice, backend_of, choose, dequantizes, describe, describe_typical, plan};
 pub use epilogue::{EpilogueKind, Factor, OutputAmax};
 pub use operand::{Elements, Operand, OperandLayout, Scale};
 pub use output::Target;

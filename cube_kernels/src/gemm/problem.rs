@@ -147,32 +147,28 @@ impl fmt::Display for Plan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::CublasLt(CublasLtFormat::Nvfp4) => {
-                f.write_str("cuBLASLt, NVFP4 operands with block scales in 128x4 tiles")
+                f.write_str("cuBLASLt on NVFP4, block scales in 128x4 tiles")
             }
-            Self::CublasLt(_) => f.write_str("cuBLASLt, bf16 operands, packed ones dequantized"),
-            Self::SmallM => f.write_str("small M, packed `b` dequantized in registers, mma.sync"),
+            Self::CublasLt(_) => f.write_str("cuBLASLt on bf16, packed operands dequantized"),
+            Self::SmallM => f.write_str("mma.sync for small M, `b` dequantized in registers"),
             Self::W4a16(tile, _) => {
                 let (m, n) = (tile.rows_a, tile.rows_b());
-                let what = "wgmma, packed `b` dequantized in registers";
-                write!(f, "{what}, tiles of {m} x {n}")
+                write!(f, "wgmma, `b` dequantized in registers, {m} x {n} tiles")
             }
             Self::DequantThenBf16(tile, _) => {
                 let n = tile.n();
-                let what = "wgmma, packed operands dequantized to bf16 before";
-                write!(f, "{what}, tiles of {SM90_TILE_M} x {n}")
+                write!(f, "wgmma on dequantized bf16, {SM90_TILE_M} x {n} tiles")
             }
             Self::BlockScaled(tile) => {
                 let (m, n) = (tile.tile_m(), SM120_TILE_N);
                 let by = match tile.multiply {
-                    Multiply::Instruction => "block-scaled mma.sync on the codes",
+                    Multiply::Instruction => "block-scaled mma.sync",
                     Multiply::Software => "block-scaled mma.sync in software",
                 };
-                write!(f, "{by}, tiles of {m} x {n}")
+                write!(f, "{by}, {m} x {n} tiles")
             }
-            Self::Cmma => {
-                f.write_str("tiles dequantized in shared memory, 16x16x16 matrix instructions")
-            }
-            Self::Scalar => f.write_str("one unit for each output element"),
+            Self::Cmma => f.write_str("cmma 16x16x16, tiles dequantized in shared memory"),
+            Self::Scalar => f.write_str("one thread for each output element"),
         }
     }
 }

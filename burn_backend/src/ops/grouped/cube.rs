@@ -12,7 +12,7 @@ use burn_cubecl::{
     tensor::CubeTensor,
 };
 use cubecl::server::Handle;
-use nvfp4_kernels::gemm::{self, Scale, Target};
+use nvfp4_kernels::gemm::{self, Gemm, Scale};
 use nvfp4_kernels::moe::GroupOffsets;
 use nvfp4_kernels::quantize::{AmaxRequest, EdenSource, QuantRequest};
 use nvfp4_kernels::tensor::{DeviceQuantized, Groups, Matrix};
@@ -251,15 +251,11 @@ impl Nvfp4GroupedOps for CubeBackend {
                 Bias::Vector(bias) => Some(matrix(&into_contiguous(cast(bias, DType::F32)))),
             };
             let (a, b) = (GroupOperand::new(a), GroupOperand::new(b));
-            launched(gemm::gemm_grouped_rows(
-                &like.client,
-                None,
-                &a.view(),
-                &b.view(),
-                &groups,
-                bias.as_ref(),
-                Target::New(float_kind(dtype)),
-            ))
+            let request = Gemm::new(a.view(), b.view())
+                .m_grouped(&groups)
+                .bias(bias.as_ref())
+                .out(float_kind(dtype));
+            launched(gemm::gemm(&like.client, &request)).matrix
         };
         launched(moe::zero_padding_rows(&like.client, &out, &groups));
         result(&like, out)
@@ -297,14 +293,10 @@ impl Nvfp4GroupedOps for CubeBackend {
                 packed => packed,
             })
         });
-        let out = launched(gemm::gemm_grouped_depth(
-            &like.client,
-            None,
-            &a.view(),
-            &b.view(),
-            &aligned,
-            Target::New(float_kind(dtype)),
-        ));
+        let request = Gemm::new(a.view(), b.view())
+            .k_grouped(&aligned)
+            .out(float_kind(dtype));
+        let out = launched(gemm::gemm(&like.client, &request)).matrix;
         let shape = Shape::new([groups.count, m, n]);
         new_tensor(&like, out.handle, shape, dtype.into())
     }
