@@ -12,6 +12,7 @@ use cubecl::prelude::*;
 use half::bf16;
 use kernel_sources::{count, cuda_source, disassembled, is_left_out, spills};
 use nvfp4_kernels::{
+    cube::ptx::Major,
     gemm::{
         OutputAmax,
         kernels::{
@@ -352,7 +353,7 @@ fn sm90_kernel_uses_the_tensor_cores_and_spills_nothing() {
                     8,
                     grouping,
                     tile,
-                    columns,
+                    columns.map(|columns| if columns { Major::Mn } else { Major::K }),
                     kind,
                 )
             };

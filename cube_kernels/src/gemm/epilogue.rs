@@ -6,8 +6,7 @@ use cubecl::prelude::*;
 use crate::{
     cube::{
         codec::{canonical, magnitude_bits},
-        ptx,
-        ptx_sm90::{pack_bf16, pack_f16, unpack_f16},
+        ptx::{self, cvt_f32_f16, cvt_rn_bf16x2, cvt_rn_f16x2},
     },
     tensor::FloatKind,
 };
@@ -137,7 +136,7 @@ pub fn held(
         if comptime!(kind.out == FloatKind::Bf16) {
             f32::reinterpret(word << 16u32)
         } else {
-            unpack_f16(u32::reinterpret(word))
+            cvt_f32_f16(u32::reinterpret(word))
         }
     }
 }
@@ -146,9 +145,9 @@ pub fn held(
 #[cube]
 pub fn pack_pair(even: f32, odd: f32, #[comptime] out: FloatKind) -> u32 {
     if comptime!(out == FloatKind::Bf16) {
-        pack_bf16(f32::reinterpret(even), f32::reinterpret(odd))
+        cvt_rn_bf16x2(f32::reinterpret(even), f32::reinterpret(odd))
     } else {
-        pack_f16(f32::reinterpret(even), f32::reinterpret(odd))
+        cvt_rn_f16x2(f32::reinterpret(even), f32::reinterpret(odd))
     }
 }
 
@@ -164,8 +163,8 @@ pub fn rounded_magnitude(even: f32, odd: f32, #[comptime] out: FloatKind) -> u32
     }
     if comptime!(out == FloatKind::F16) {
         let word = pack_pair(even, odd, out);
-        low = magnitude_bits(unpack_f16(u32::reinterpret(word)));
-        high = magnitude_bits(unpack_f16(word >> 16u32));
+        low = magnitude_bits(cvt_f32_f16(u32::reinterpret(word)));
+        high = magnitude_bits(cvt_f32_f16(word >> 16u32));
     }
     max(low, high)
 }

@@ -20,9 +20,12 @@ use super::epilogue::{
     EpilogueKind, Factor, OutputAmax, factor, finish, held, pack_pair, raise, rounded_magnitude,
 };
 use crate::{
-    cube::ptx_sm90::{
-        barrier_expect, barrier_wait, descriptor, load_shared_4, main_loop_64x64, main_loop_64x128,
-        main_loop_64x176, main_loop_64x256, shared_address, store_shared, store_shared_2,
+    cube::ptx::{
+        Major, cvta_to_shared, ld_shared_v4, mbarrier_arrive_expect_tx, mbarrier_wait_parity,
+        sm90_mainloop::{
+            PipelineState, mainloop_m64n64, mainloop_m64n128, mainloop_m64n176, mainloop_m64n256,
+        },
+        st_shared, st_shared_v2, wgmma_descriptor,
     },
     memory::address_type,
     moe::groups::extent,
@@ -76,7 +79,7 @@ impl Tile {
     }
 
     /// Stages of the ring, as many as shared memory holds beside the staging; the main loops of
-    /// [`ptx_sm90`](crate::cube::ptx_sm90) count the same.
+    /// [`sm90_mainloop`](crate::cube::ptx::sm90_mainloop) count the same.
     pub const fn stages(self) -> usize {
         match self {
             Self::N256 => 4,
@@ -171,8 +174,8 @@ fn depth_of(offsets: &[u32], group: u32, k: u32, #[comptime] grouping: Grouping)
 }
 
 /// Lets the copy engine bring `rows` rows of a tile, from `row` on, and 64 columns from `depth` on, to
-/// `stage`, and `ready` know: one box of rows, or boxes of 64 columns of an operand that is stored
-/// `in_columns`.
+/// `stage`, and `ready` know: one box of rows, or boxes of 64 columns of an operand that is
+/// MN-major.
 #[cube]
 fn load_stage(
     operand: &TensorMap<bf16, Tiled>,
@@ -181,9 +184,9 @@ fn load_stage(
     row: u32,
     depth: u32,
     #[comptime] rows: usize,
-    #[comptime] in_columns: bool,
+    #[comptime] major: Major,
 ) {
-    if comptime!(in_columns) {
+    if comptime!(major == Major::Mn) {
         #[unroll]
         for i in 0..comptime!(rows / BOX) {
             ready.tma_load_2d(
@@ -204,7 +207,7 @@ fn load_stage(
 /// nothing that is in device memory. The bias has a row for each group.
 ///
 /// `out` is in units of 16 bytes, and `before` the same memory in words, read where the epilogue
-/// accumulates. `in_columns` says of `a` and of `b` whether the contraction is down its columns.
+/// accumulates. `majors` are those of `a` and of `b`.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn sm90_kernel(
     a: &TensorMap<bf16, Tiled>,
@@ -225,7 +228,7 @@ pub fn sm90_kernel(
     band: u32,
     #[comptime] grouping: Grouping,
     #[comptime] shape: Tile,
-    #[comptime] in_columns: [bool; 2],
+    #[comptime] majors: [Major; 2],
     #[comptime] kind: EpilogueKind,
 ) {
     let stages = comptime!(shape.stages());
@@ -241,7 +244,7 @@ pub fn sm90_kernel(
         Shared::new_aligned_slice(comptime!(8 * STAGING / 16), 128usize);
     let barriers: Shared<[Barrier]> =
         Shared::new_aligned_slice(comptime!(2 * shape.stages()), 8usize);
-    let full = shared_address::<Barrier>(barriers.as_slice().as_ptr());
+    let full = cvta_to_shared::<Barrier>(barriers.as_slice().as_ptr());
     let empty = full + comptime!(8 * shape.stages() as u32);
     let unit = UNIT_POS;
     if unit == 0 {
@@ -289,8 +292,8 @@ pub fn sm90_kernel(
                     for step in 0..stages_here {
                         let stage = used % comptime!(stages as u32);
                         let parity = ((used / comptime!(stages as u32)) & 1u32) ^ 1u32;
-                        barrier_wait(empty + stage * 8u32, parity);
-                        barrier_expect(
+                        mbarrier_wait_parity(empty + stage * 8u32, parity);
+                        mbarrier_arrive_expect_tx(
                             full + stage * 8u32,
                             comptime!(((TILE_M + tile_n) * TILE_K * 2) as u32),
                         );
@@ -304,7 +307,7 @@ pub fn sm90_kernel(
                             row,
                             depth,
                             TILE_M,
-                            comptime!(in_columns[0]),
+                            comptime!(majors[0]),
                         );
                         load_stage(
                             b,
@@ -313,7 +316,7 @@ pub fn sm90_kernel(
                             column,
                             depth,
                             tile_n,
-                            comptime!(in_columns[1]),
+                            comptime!(majors[1]),
                         );
                         used += 1u32;
                     }
@@ -327,13 +330,14 @@ pub fn sm90_kernel(
     } else {
         let consumer = unit / 128u32 - 1u32;
         let leader = u32::cast_from((unit & 127u32) == 0u32);
-        let a_at = shared_address::<Vector<bf16, Const<8>>>(a_tiles.as_slice().as_ptr());
-        let b_at = shared_address::<Vector<bf16, Const<8>>>(b_tiles.as_slice().as_ptr());
+        let a_at = cvta_to_shared::<Vector<bf16, Const<8>>>(a_tiles.as_slice().as_ptr());
+        let b_at = cvta_to_shared::<Vector<bf16, Const<8>>>(b_tiles.as_slice().as_ptr());
         // Its 64 rows, or its box, are 64 times 128 bytes, in units of 16.
-        let a_tile = descriptor(a_at, comptime!(in_columns[0])) + u64::cast_from(consumer * 512u32);
-        let b_tile = descriptor(b_at, comptime!(in_columns[1]));
+        let a_tile =
+            wgmma_descriptor(a_at, comptime!(majors[0])) + u64::cast_from(consumer * 512u32);
+        let b_tile = wgmma_descriptor(b_at, comptime!(majors[1]));
         let warp = (unit - 128u32) / 32u32;
-        let stage_at = shared_address::<Vector<u32, Const<4>>>(staging.as_slice().as_ptr())
+        let stage_at = cvta_to_shared::<Vector<u32, Const<4>>>(staging.as_slice().as_ptr())
             + warp * comptime!(STAGING as u32);
         while group < groups {
             let tiles_m = tiles_along_m(offsets, group, m, grouping, comptime!(TILE_M as u32));
@@ -363,13 +367,17 @@ pub fn sm90_kernel(
                 let depth = depth_of(offsets, group, k, grouping);
                 let steps = u32::reinterpret(depth.steps);
                 let tail = u32::reinterpret(depth.tail);
+                let pipeline = PipelineState {
+                    full,
+                    empty,
+                    stage,
+                    parity,
+                };
                 if comptime!(tile_n == 256) {
                     let mut sums = Vector::<f32, Const<128>>::new(0.0f32);
                     if steps + tail > 0u32 {
-                        sums = main_loop_64x256(
-                            full, empty, a_tile, b_tile, stage, parity, steps, tail, leader,
-                            in_columns,
-                        );
+                        sums =
+                            mainloop_m64n256(pipeline, a_tile, b_tile, steps, tail, leader, majors);
                     }
                     write_tile::<Const<128>>(
                         sums, row, end, at.column, group, a_amax, b_amax, bias, before, out, amax,
@@ -379,10 +387,8 @@ pub fn sm90_kernel(
                     // There is no vector of 88 values.
                     let mut sums = Vector::<f32, Const<128>>::new(0.0f32);
                     if steps + tail > 0u32 {
-                        sums = main_loop_64x176(
-                            full, empty, a_tile, b_tile, stage, parity, steps, tail, leader,
-                            in_columns,
-                        );
+                        sums =
+                            mainloop_m64n176(pipeline, a_tile, b_tile, steps, tail, leader, majors);
                     }
                     write_tile::<Const<128>>(
                         sums, row, end, at.column, group, a_amax, b_amax, bias, before, out, amax,
@@ -391,10 +397,8 @@ pub fn sm90_kernel(
                 } else if comptime!(tile_n == 128) {
                     let mut sums = Vector::<f32, Const<64>>::new(0.0f32);
                     if steps + tail > 0u32 {
-                        sums = main_loop_64x128(
-                            full, empty, a_tile, b_tile, stage, parity, steps, tail, leader,
-                            in_columns,
-                        );
+                        sums =
+                            mainloop_m64n128(pipeline, a_tile, b_tile, steps, tail, leader, majors);
                     }
                     write_tile::<Const<64>>(
                         sums, row, end, at.column, group, a_amax, b_amax, bias, before, out, amax,
@@ -403,10 +407,8 @@ pub fn sm90_kernel(
                 } else {
                     let mut sums = Vector::<f32, Const<32>>::new(0.0f32);
                     if steps + tail > 0u32 {
-                        sums = main_loop_64x64(
-                            full, empty, a_tile, b_tile, stage, parity, steps, tail, leader,
-                            in_columns,
-                        );
+                        sums =
+                            mainloop_m64n64(pipeline, a_tile, b_tile, steps, tail, leader, majors);
                     }
                     write_tile::<Const<32>>(
                         sums, row, end, at.column, group, a_amax, b_amax, bias, before, out, amax,
@@ -517,9 +519,9 @@ pub(super) fn write_tile<N: Size>(
                     + (lane % 4u32) * comptime!(2 * size as u32)
                     + comptime!((half * 8 * STAGING_ROW + j * 8 * size) as u32);
                 if comptime!(kind.out == FloatKind::F32) {
-                    store_shared_2(target, u32::reinterpret(even), u32::reinterpret(odd));
+                    st_shared_v2(target, u32::reinterpret(even), u32::reinterpret(odd));
                 } else {
-                    store_shared(target, pack_pair(even, odd, comptime!(kind.out)));
+                    st_shared(target, pack_pair(even, odd, comptime!(kind.out)));
                 }
                 if comptime!(kind.amax.is_some()) {
                     let row = if comptime!(half == 0) { upper } else { lower };
@@ -536,7 +538,7 @@ pub(super) fn write_tile<N: Size>(
             let column = column0
                 + comptime!((chunk * width) as u32)
                 + (lane % 8u32) * comptime!(16 / size as u32);
-            let words = load_shared_4(
+            let words = ld_shared_v4(
                 stage_at
                     + (comptime!(i * 4) + lane / 8u32) * comptime!(STAGING_ROW as u32)
                     + (lane % 8u32) * 16u32,
@@ -559,6 +561,12 @@ pub(super) struct Operand {
     pub handle: Handle,
     pub rows: usize,
     pub in_columns: bool,
+}
+
+impl Operand {
+    fn major(&self) -> Major {
+        if self.in_columns { Major::Mn } else { Major::K }
+    }
 }
 
 /// What the epilogue reads. Handles that `kind` does not ask for are any other.
@@ -669,7 +677,7 @@ pub(super) fn launch(
             band as u32,
             groups.grouping,
             tile,
-            [a.in_columns, b.in_columns],
+            [a.major(), b.major()],
             epilogue.kind,
         );
     }
