@@ -31,7 +31,7 @@ use nvfp4_kernels::{
     gemm::{
         self, Elements, Operand, Scale, Target,
         cublaslt::{self, Format, Product, Side},
-        kernels::{FusedTile, Plan, decode, product_with, transposed},
+        kernels::{Plan, W4a16Tile, decode, product_with, transposed},
     },
     moe::GroupOffsets,
     quantize::{self, AmaxRequest, QuantRequest},
@@ -479,7 +479,7 @@ fn ungrouped(
         noise.packed(client, rows, k, 1),
         noise.packed(client, n, k, 2),
     );
-    let fused = Plan::W4a16(FusedTile::ALL[0], 16);
+    let fused = Plan::W4a16(W4a16Tile::ALL[0], 16);
     for (kind, plan) in [
         ("NVFP4", None),
         ("NVFP4 by the kernel of groups", Some(fused)),

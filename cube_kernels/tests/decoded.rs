@@ -16,7 +16,7 @@ use nvfp4_kernels::{
     capabilities::{Capabilities, GemmBackend},
     gemm::{
         Target,
-        kernels::{Plan, Tile, decode, product_with},
+        kernels::{Plan, Sm90Tile, decode, product_with},
     },
     quantize::{self, AmaxRequest, QuantRequest},
     reference,
@@ -282,8 +282,8 @@ fn products_have_the_same_bits() {
             let [b, b_values] = operand(n, STOCHASTIC, 70 + i as u32);
             let plans = match hopper {
                 true => vec![
-                    Some(Plan::DequantThenBf16(Tile::N256, 16)),
-                    Some(Plan::DequantThenBf16(Tile::N64, 16)),
+                    Some(Plan::DequantThenBf16(Sm90Tile::N256, 16)),
+                    Some(Plan::DequantThenBf16(Sm90Tile::N64, 16)),
                 ],
                 false => vec![None],
             };

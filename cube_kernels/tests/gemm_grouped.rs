@@ -21,7 +21,7 @@ use nvfp4_kernels::{
     capabilities::{Capabilities, GemmBackend},
     gemm::{
         self, Elements, Operand, OutputAmax, Scale, Target,
-        kernels::{FusedTile, Grouping, Plan, Tile, grouped_rows_with, plan, product_with},
+        kernels::{GroupedDim, Plan, Sm90Tile, W4a16Tile, grouped_rows_with, plan, product_with},
     },
     moe::GroupOffsets,
     tensor::{FloatKind, Matrix},
@@ -165,7 +165,7 @@ fn rows_equal_the_loop(
     let (left, right) = (a.device(client), b.device(client));
     let groups = groups(client, &offsets);
     let (x, y) = ((&left).into(), (&right).into());
-    let plan = plan(client, &x, &y, (m, n, k), Grouping::Rows, count);
+    let plan = plan(client, &x, &y, (m, n, k), GroupedDim::M, count);
     let found = gemm::gemm_grouped_rows(
         client,
         Some(path),
@@ -256,7 +256,7 @@ fn contractions_equal_the_loop(
                 &a,
                 &b,
                 None,
-                Plan::DequantThenBf16(Tile::N128, 8),
+                Plan::DequantThenBf16(Sm90Tile::N128, 8),
             )
         };
         let what = format!("{what}: group {g}");
@@ -275,7 +275,7 @@ fn fused_tiles_in_groups_equal_the_loop() {
         println!("SKIPPED: fused_tiles_in_groups_equal_the_loop: needs compute capability 9.0");
         return;
     }
-    for tile in FusedTile::ALL {
+    for tile in W4a16Tile::ALL {
         let rows = tile.rows_a;
         let sizes = [0, 1, rows - 1, rows, rows + 1, 0, 2 * rows + 3];
         let offsets = offsets(&sizes);

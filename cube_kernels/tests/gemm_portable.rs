@@ -22,7 +22,7 @@ use nvfp4_kernels::{
     gemm::{
         self, Elements, Operand, Scale, Target,
         kernels::{
-            BlockScaledShape, Multiply, Plan, grouped_rows_with, product_amax_with, product_as,
+            Multiply, Plan, Sm120Tile, grouped_rows_with, product_amax_with, product_as,
             product_with,
         },
     },
@@ -51,7 +51,7 @@ fn has_matrix_instructions(client: &Client) -> bool {
 
 /// The block-scaled kernel in software, with tiles of `64 * strips` rows.
 fn software(strips: usize) -> Plan {
-    Plan::BlockScaled(BlockScaledShape {
+    Plan::BlockScaled(Sm120Tile {
         strips,
         multiply: Multiply::Software,
     })

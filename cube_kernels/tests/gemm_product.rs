@@ -22,7 +22,7 @@ use nvfp4_kernels::{
     capabilities::{Capabilities, GemmBackend},
     gemm::{
         self, Elements, Operand, Scale, Target,
-        kernels::{FusedTile, Plan, Tile, product_with},
+        kernels::{Plan, Sm90Tile, W4a16Tile, product_with},
     },
     quantize, reference,
     tensor::{DeviceQuantized, FloatKind, Matrix},
@@ -128,13 +128,13 @@ fn beyond_two_to_the_31_elements() {
         let (left, right) = (a.device(&client), b.device(&client));
         let mut plans = vec![
             (None, None),
-            plan(Plan::DequantThenBf16(Tile::N128, 8)),
+            plan(Plan::DequantThenBf16(Sm90Tile::N128, 8)),
             (Some(GemmBackend::Cmma), None),
             (Some(GemmBackend::Scalar), None),
         ];
         // Its copies of `a` are longer than 16 elements.
         if k > 16 {
-            plans.push(plan(Plan::W4a16(FusedTile::ALL[0], 8)));
+            plans.push(plan(Plan::W4a16(W4a16Tile::ALL[0], 8)));
         }
         for (path, plan) in plans {
             let what = format!("{m} x {n} x {k} by {path:?}, {plan:?}");
@@ -296,7 +296,7 @@ fn packed_and_bf16_operands_agree() {
         };
         let (x, y) = (dense(&a), dense(&b));
         // The kernel that decodes `b` in registers adds in another order.
-        let plan = (m > 64).then_some(Plan::DequantThenBf16(Tile::N128, 8));
+        let plan = (m > 64).then_some(Plan::DequantThenBf16(Sm90Tile::N128, 8));
         let one = |operand: &DeviceQuantized| {
             let operand = operand.clone();
             move |client: &Client, other: &Operand, packed_is_left: bool| {
@@ -452,11 +452,11 @@ fn columns_equal_rows_for(client: &Client, shapes: &[(usize, usize, usize)]) {
             assert!(expected.iter().any(|value| *value != 0.0));
             let mut plans = vec![None];
             if hopper {
-                plans.extend(Tile::ALL.map(|tile| Some(Plan::DequantThenBf16(tile, 4))));
+                plans.extend(Sm90Tile::ALL.map(|tile| Some(Plan::DequantThenBf16(tile, 4))));
             }
             for plan in plans {
                 for (left, right) in [(a_columns, b), (a, b_columns), (a_columns, b_columns)] {
-                    let narrow = matches!(plan, Some(Plan::DequantThenBf16(Tile::N176, _)));
+                    let narrow = matches!(plan, Some(Plan::DequantThenBf16(Sm90Tile::N176, _)));
                     if narrow && matches!(right, Elements::Bf16MnMajor(_)) {
                         continue;
                     }
@@ -509,7 +509,7 @@ fn columns_with_packed_operands_and_epilogues() {
         let packed_b = Packed::random(n, k, 6).device(&client);
         // The kernel that decodes a packed `b` in registers adds in another order.
         let hopper = Capabilities::of(&client).gemm == GemmBackend::Sm90Wgmma;
-        let plan = hopper.then_some(Plan::DequantThenBf16(Tile::N128, 8));
+        let plan = hopper.then_some(Plan::DequantThenBf16(Sm90Tile::N128, 8));
         for (name, [left, right], [in_rows_left, in_rows_right]) in [
             (
                 "both",
@@ -610,9 +610,9 @@ fn decoded_tiles() {
             let (x, y) = ((&left).into(), (&right).into());
             product_with(&client, path, &x, &y, None, new, plan).unwrap()
         };
-        let expected = read::<f32>(&client, &run(Tile::N128, FloatKind::F32));
+        let expected = read::<f32>(&client, &run(Sm90Tile::N128, FloatKind::F32));
         assert_bound(&expected, &a, &b, &format!("{m} x {n} x {k}"));
-        for tile in Tile::ALL {
+        for tile in Sm90Tile::ALL {
             let what = format!("{tile:?}, {m} x {n} x {k}");
             let found = read::<f32>(&client, &run(tile, FloatKind::F32));
             assert_same(&found, &expected, &what);
@@ -628,7 +628,7 @@ fn decoded_tiles() {
 #[test]
 fn fused_tiles() {
     let client = hopper!("fused_tiles");
-    for tile in FusedTile::ALL {
+    for tile in W4a16Tile::ALL {
         let rows = tile.rows_a;
         for (m, n, k) in [
             (1, 8, 32),
@@ -665,7 +665,7 @@ fn fused_tiles() {
             let from_bf16 = run(Elements::Bf16(&dense), packed, plan);
             assert_same(&from_bf16, &found, &format!("{what}, bf16 left"));
             if tile.ways == 1 {
-                let decoded = Plan::DequantThenBf16(Tile::N128, 8);
+                let decoded = Plan::DequantThenBf16(Sm90Tile::N128, 8);
                 let ordered = [&a, &b].map(|packed| in_order_of_sums(&client, packed));
                 let [x, y] = ordered.each_ref().map(Elements::Bf16);
                 let expected = run(x, y, decoded);
@@ -677,8 +677,8 @@ fn fused_tiles() {
 
 /// Every kernel of Hopper for packed operands that takes `m` rows.
 fn packed_plans(m: usize) -> Vec<Plan> {
-    let fused = FusedTile::ALL.map(|tile| Plan::W4a16(tile, 4));
-    let decoded = Tile::ALL.map(|tile| Plan::DequantThenBf16(tile, 4));
+    let fused = W4a16Tile::ALL.map(|tile| Plan::W4a16(tile, 4));
+    let decoded = Sm90Tile::ALL.map(|tile| Plan::DequantThenBf16(tile, 4));
     let few = (m <= 16).then_some(Plan::SmallM);
     few.into_iter().chain(fused).chain(decoded).collect()
 }
@@ -831,11 +831,11 @@ fn long_contractions() {
     let (m, n, k) = (130, 136, 65536);
     let (a, b) = (Packed::random(m, k, 1), Packed::random(n, k, 2));
     let (left, right) = (a.device(&client), b.device(&client));
-    let tile = |rows_a, ways| Plan::W4a16(FusedTile { rows_a, ways }, 4);
+    let tile = |rows_a, ways| Plan::W4a16(W4a16Tile { rows_a, ways }, 4);
     let decoded = |tile| Plan::DequantThenBf16(tile, 4);
     for plan in [
-        decoded(Tile::N256),
-        decoded(Tile::N64),
+        decoded(Sm90Tile::N256),
+        decoded(Sm90Tile::N64),
         tile(256, 1),
         tile(32, 4),
     ] {
@@ -939,20 +939,20 @@ fn epilogues() {
 /// one whose last chunk is narrower.
 #[test]
 fn epilogues_of_decoded_tiles_64() {
-    check_decoded_tile(&hopper!("epilogues_of_decoded_tiles_64"), Tile::N64);
+    check_decoded_tile(&hopper!("epilogues_of_decoded_tiles_64"), Sm90Tile::N64);
 }
 
 #[test]
 fn epilogues_of_decoded_tiles_176() {
-    check_decoded_tile(&hopper!("epilogues_of_decoded_tiles_176"), Tile::N176);
+    check_decoded_tile(&hopper!("epilogues_of_decoded_tiles_176"), Sm90Tile::N176);
 }
 
 #[test]
 fn epilogues_of_decoded_tiles_256() {
-    check_decoded_tile(&hopper!("epilogues_of_decoded_tiles_256"), Tile::N256);
+    check_decoded_tile(&hopper!("epilogues_of_decoded_tiles_256"), Sm90Tile::N256);
 }
 
-fn check_decoded_tile(client: &Client, tile: Tile) {
+fn check_decoded_tile(client: &Client, tile: Sm90Tile) {
     let plan = Some(Plan::DequantThenBf16(tile, 4));
     check_epilogues_of(client, (200, 72, 64), plan, false, &Epilogue::all());
     check_epilogues_of(client, (300, 2112, 112), plan, true, &Epilogue::all());

@@ -16,9 +16,9 @@ use nvfp4_kernels::{
     gemm::{
         OutputAmax,
         kernels::{
-            EpilogueKind, Factor, FusedTile, Grouping, Left, SM90_UNITS, Schedule, Shape, Tile,
-            arrange_kernel, decode_kernel, fused_kernel, sm90_kernel, small_m_kernel,
-            transpose_kernel,
+            EpilogueKind, Factor, GroupedDim, SM90_UNITS, Schedule, Sm90Tile, SmallMLeft,
+            SmallMShape, W4a16Tile, arrange_kernel, decode_kernel, fused_kernel, sm90_kernel,
+            small_m_kernel, transpose_kernel,
         },
     },
     tensor::FloatKind,
@@ -110,17 +110,17 @@ fn sm90_kernel_uses_the_tensor_cores_and_spills_nothing() {
     }
     let (whole, tail, halves) = ((false, false), (true, false), (true, true));
     for (warps, strips, columns, ahead, (tail, halves), left, plain) in [
-        (16, 2, 1, 1, whole, Left::Packed, true),
-        (16, 1, 1, 1, tail, Left::Packed, false),
-        (16, 2, 1, 1, whole, Left::Bf16, true),
-        (8, 2, 2, 2, tail, Left::Bf16, false),
-        (8, 2, 2, 2, whole, Left::Packed, true),
-        (8, 1, 2, 2, whole, Left::Packed, true),
-        (16, 2, 1, 2, whole, Left::Packed, true),
-        (8, 2, 2, 2, halves, Left::Bf16, false),
-        (16, 2, 1, 1, halves, Left::Packed, true),
+        (16, 2, 1, 1, whole, SmallMLeft::Packed, true),
+        (16, 1, 1, 1, tail, SmallMLeft::Packed, false),
+        (16, 2, 1, 1, whole, SmallMLeft::Bf16, true),
+        (8, 2, 2, 2, tail, SmallMLeft::Bf16, false),
+        (8, 2, 2, 2, whole, SmallMLeft::Packed, true),
+        (8, 1, 2, 2, whole, SmallMLeft::Packed, true),
+        (16, 2, 1, 2, whole, SmallMLeft::Packed, true),
+        (8, 2, 2, 2, halves, SmallMLeft::Bf16, false),
+        (16, 2, 1, 1, halves, SmallMLeft::Packed, true),
     ] {
-        let shape = Shape {
+        let shape = SmallMShape {
             warps,
             strips,
             columns,
@@ -177,9 +177,9 @@ fn sm90_kernel_uses_the_tensor_cores_and_spills_nothing() {
     for (packed, grouped) in [
         (true, None),
         (false, None),
-        (true, order(FusedTile::ALL[0], true)),
-        (true, order(FusedTile::ALL[1], true)),
-        (true, order(FusedTile::ALL[1], false)),
+        (true, order(W4a16Tile::ALL[0], true)),
+        (true, order(W4a16Tile::ALL[1], true)),
+        (true, order(W4a16Tile::ALL[1], false)),
     ] {
         // SAFETY: nothing is launched.
         #[allow(unused_unsafe)]
@@ -213,13 +213,13 @@ fn sm90_kernel_uses_the_tensor_cores_and_spills_nothing() {
         }
         assert_eq!(spills(&sass), 0, "{name} spills");
     }
-    for tile in FusedTile::ALL {
+    for tile in W4a16Tile::ALL {
         // The whole epilogue and groups once for a wide and for a narrow tile: an instance takes
         // seconds to compile.
         let instances = [
-            (Grouping::Dense, plain_epilogue, FloatKind::Bf16),
-            (Grouping::Rows, plain_epilogue, FloatKind::F16),
-            (Grouping::Dense, all, FloatKind::F32),
+            (GroupedDim::None, plain_epilogue, FloatKind::Bf16),
+            (GroupedDim::M, plain_epilogue, FloatKind::F16),
+            (GroupedDim::None, all, FloatKind::F32),
         ];
         let most = if matches!(tile.rows_a, 32 | 256) {
             3
@@ -302,24 +302,24 @@ fn sm90_kernel_uses_the_tensor_cores_and_spills_nothing() {
             }
         }
     }
-    for tile in Tile::ALL {
+    for tile in Sm90Tile::ALL {
         let rows = [false; 2];
         let mut instances = vec![
-            (Grouping::Dense, plain_epilogue, FloatKind::Bf16, rows),
-            (Grouping::Dense, plain_epilogue, FloatKind::F16, rows),
-            (Grouping::Rows, plain_epilogue, FloatKind::Bf16, rows),
-            (Grouping::Depth, plain_epilogue, FloatKind::F32, rows),
-            (Grouping::Dense, all, FloatKind::F32, rows),
+            (GroupedDim::None, plain_epilogue, FloatKind::Bf16, rows),
+            (GroupedDim::None, plain_epilogue, FloatKind::F16, rows),
+            (GroupedDim::M, plain_epilogue, FloatKind::Bf16, rows),
+            (GroupedDim::K, plain_epilogue, FloatKind::F32, rows),
+            (GroupedDim::None, all, FloatKind::F32, rows),
         ];
         for columns in [[false, true], [true, false], [true, true]] {
             if tile.takes_columns() || !columns[1] {
-                instances.push((Grouping::Dense, plain_epilogue, FloatKind::Bf16, columns));
+                instances.push((GroupedDim::None, plain_epilogue, FloatKind::Bf16, columns));
             }
         }
         if tile.takes_columns() {
             let columns = [true; 2];
-            instances.push((Grouping::Depth, plain_epilogue, FloatKind::F32, columns));
-            instances.push((Grouping::Dense, all, FloatKind::F32, columns));
+            instances.push((GroupedDim::K, plain_epilogue, FloatKind::F32, columns));
+            instances.push((GroupedDim::None, all, FloatKind::F32, columns));
         }
         for (grouping, kind, out, columns) in instances {
             let kind = EpilogueKind { out, ..kind };
@@ -376,7 +376,7 @@ fn sm90_kernel_uses_the_tensor_cores_and_spills_nothing() {
                 assert_eq!(sass.matches(which).count(), expected, "{name}: {which}");
             }
             // With every part of the epilogue, the widest tile keeps one register of it in memory.
-            let most = if kind == all && tile == Tile::N256 {
+            let most = if kind == all && tile == Sm90Tile::N256 {
                 2
             } else {
                 0

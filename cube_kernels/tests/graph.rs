@@ -19,7 +19,7 @@ use nvfp4_kernels::{
     gemm::{
         self, Elements, Operand, OutputAmax, Scale, Target,
         cublaslt::{self, Format, Problem},
-        kernels::{FusedTile, Plan, Tile, product_with},
+        kernels::{Plan, Sm90Tile, W4a16Tile, product_with},
     },
     moe::GroupOffsets,
     quantize::{self, EdenRandom, QuantRequest},
@@ -389,11 +389,11 @@ fn workspaces_are_released() {
         // Two operands of four megabytes in bf16.
         products.push((
             "decoded",
-            Box::new(|| dense(Some(Plan::DequantThenBf16(Tile::N256, 8)))),
+            Box::new(|| dense(Some(Plan::DequantThenBf16(Sm90Tile::N256, 8)))),
         ));
         products.push((
             "fused",
-            Box::new(|| dense(Some(Plan::W4a16(FusedTile::ALL[0], 8)))),
+            Box::new(|| dense(Some(Plan::W4a16(W4a16Tile::ALL[0], 8)))),
         ));
     }
     for (what, product) in products {

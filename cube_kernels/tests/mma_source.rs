@@ -24,8 +24,8 @@ use nvfp4_kernels::{
     gemm::{
         OutputAmax,
         kernels::{
-            BlockScaledShape, EpilogueKind, Factor, Grouping, Left, MATRIX_UNITS, MatrixTile,
-            Multiply, Pieces, Shape, decode_kernel, grouped_kernel, matrix_kernel, sm120_kernel,
+            CmmaTile, EpilogueKind, Factor, GroupedDim, MATRIX_UNITS, Multiply, Pieces, Sm120Tile,
+            SmallMLeft, SmallMShape, decode_kernel, grouped_kernel, matrix_kernel, sm120_kernel,
             small_m_kernel, transpose_kernel,
         },
     },
@@ -89,8 +89,8 @@ impl Kernels {
 
     fn sm120(
         &self,
-        grouping: Grouping,
-        shape: BlockScaledShape,
+        grouping: GroupedDim,
+        shape: Sm120Tile,
         pieces: Pieces,
         kind: EpilogueKind,
     ) -> String {
@@ -134,8 +134,8 @@ impl Kernels {
         &self,
         address: AddressType,
         width: usize,
-        grouping: Grouping,
-        shape: MatrixTile,
+        grouping: GroupedDim,
+        shape: CmmaTile,
         packed: [bool; 2],
         kind: EpilogueKind,
     ) -> String {
@@ -178,7 +178,7 @@ impl Kernels {
         cuda_source("matrix", kernel)
     }
 
-    fn grouped(&self, grouping: Grouping, packed: [bool; 2], kind: EpilogueKind) -> String {
+    fn grouped(&self, grouping: GroupedDim, packed: [bool; 2], kind: EpilogueKind) -> String {
         // SAFETY: nothing is launched.
         #[allow(unused_unsafe)]
         let kernel = unsafe {
@@ -258,14 +258,14 @@ impl Kernels {
     }
 
     fn few_rows(&self, kind: EpilogueKind, converts: bool) -> String {
-        let shape = Shape {
+        let shape = SmallMShape {
             warps: 8,
             strips: 2,
             columns: 2,
             ahead: 2,
             tail: true,
             halves: false,
-            left: Left::Packed,
+            left: SmallMLeft::Packed,
             converts,
         };
         // SAFETY: nothing is launched.
@@ -327,15 +327,15 @@ fn block_scaled_instructions() {
     let tools = tools!("block_scaled_instructions");
     let kernels = Kernels::new();
     for (strips, k, grouping, kind) in [
-        (2, 128, Grouping::Dense, PLAIN),
-        (1, 128, Grouping::Dense, PLAIN),
-        (2, 64, Grouping::Rows, PLAIN),
-        (2, 128, Grouping::Dense, ALL),
-        (1, 16, Grouping::Rows, ALL),
-        (2, 32, Grouping::Dense, ALL),
+        (2, 128, GroupedDim::None, PLAIN),
+        (1, 128, GroupedDim::None, PLAIN),
+        (2, 64, GroupedDim::M, PLAIN),
+        (2, 128, GroupedDim::None, ALL),
+        (1, 16, GroupedDim::M, ALL),
+        (2, 32, GroupedDim::None, ALL),
     ] {
         let multiply = Multiply::Instruction;
-        let shape = BlockScaledShape { strips, multiply };
+        let shape = Sm120Tile { strips, multiply };
         let name = format!("sm120-{strips}-{k}-{grouping:?}-{:?}", kind.out);
         let text = kernels.sm120(grouping, shape, Pieces::of(k), kind);
         for arch in ["sm_120a", "sm_121a"] {
@@ -357,7 +357,7 @@ fn block_scaled_instructions() {
             assert!(tools.compile(&text, arch).is_err(), "{name}: {arch}");
         }
         let multiply = Multiply::Software;
-        let shape = BlockScaledShape { strips, multiply };
+        let shape = Sm120Tile { strips, multiply };
         let text = kernels.sm120(grouping, shape, Pieces::of(k), kind);
         let sass = disassembled(&tools, &format!("{name}-software"), &text, "sm_90a");
         assert_eq!(count(&sass, "OMMA"), 0, "{name}");
@@ -407,60 +407,53 @@ fn portable_matrix_instructions() {
         (
             short,
             8,
-            Grouping::Dense,
-            MatrixTile::M128,
+            GroupedDim::None,
+            CmmaTile::M128,
             [true, true],
             PLAIN,
         ),
         (
             long,
             8,
-            Grouping::Dense,
-            MatrixTile::M128,
+            GroupedDim::None,
+            CmmaTile::M128,
             [true, true],
             PLAIN,
         ),
         (
             short,
             8,
-            Grouping::Dense,
-            MatrixTile::M128,
+            GroupedDim::None,
+            CmmaTile::M128,
             [true, true],
             all,
         ),
         (
             short,
             8,
-            Grouping::Dense,
-            MatrixTile::M32,
+            GroupedDim::None,
+            CmmaTile::M32,
             [false, true],
             out(FloatKind::F16, PLAIN),
         ),
         (
             short,
             1,
-            Grouping::Dense,
-            MatrixTile::M128,
+            GroupedDim::None,
+            CmmaTile::M128,
             [false, false],
             PLAIN,
         ),
-        (short, 8, Grouping::Rows, MatrixTile::M32, [true, true], all),
+        (short, 8, GroupedDim::M, CmmaTile::M32, [true, true], all),
         (
             short,
             4,
-            Grouping::Rows,
-            MatrixTile::M128,
+            GroupedDim::M,
+            CmmaTile::M128,
             [false, true],
             out(FloatKind::Bf16, all),
         ),
-        (
-            short,
-            8,
-            Grouping::Depth,
-            MatrixTile::M128,
-            [true, true],
-            all,
-        ),
+        (short, 8, GroupedDim::K, CmmaTile::M128, [true, true], all),
     ] {
         let name = format!(
             "matrix-{address:?}-{width}-{grouping:?}-{shape:?}-{packed:?}-{:?}-{}",
@@ -476,8 +469,8 @@ fn portable_matrix_instructions() {
             let sass = compile_with(&tools, &name, &text, arch, most);
             // A step of 16 takes two instructions for 16 x 16, and 32 columns are decoded at a time.
             let instructions = match shape {
-                MatrixTile::M128 => 4 * 2,
-                MatrixTile::M32 => 2,
+                CmmaTile::M128 => 4 * 2,
+                CmmaTile::M32 => 2,
             };
             let found = count(&sass, "HMMA.16816.F32.BF16");
             assert_eq!(found, 2 * 2 * instructions, "{name} for {arch}");
@@ -500,9 +493,9 @@ fn kernels_around_products() {
         ..ALL
     };
     for (grouping, packed, kind) in [
-        (Grouping::Dense, [true, false], ALL),
-        (Grouping::Rows, [true, true], whole),
-        (Grouping::Depth, [false, true], PLAIN),
+        (GroupedDim::None, [true, false], ALL),
+        (GroupedDim::M, [true, true], whole),
+        (GroupedDim::K, [false, true], PLAIN),
     ] {
         sources.push((
             format!("grouped-{grouping:?}-{packed:?}"),

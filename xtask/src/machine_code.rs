@@ -30,7 +30,12 @@ pub struct Args {
     #[arg(long, value_name = "FOLDER")]
     cubins: Option<PathBuf>,
     /// Take these targets only (comma-separated)
-    #[arg(long, value_name = "ARCHS", value_delimiter = ',', default_value = "sm_90a,sm_100a")]
+    #[arg(
+        long,
+        value_name = "ARCHS",
+        value_delimiter = ',',
+        default_value = "sm_90a,sm_100a"
+    )]
     arch: Vec<String>,
     /// Take kernels only whose name contains this
     #[arg(long, value_name = "TEXT", default_value = "")]
@@ -65,19 +70,26 @@ type Table = BTreeMap<String, Cost>;
 
 /// Measures, prints, writes, compares.
 pub fn run(args: &Args) -> Result<ExitCode> {
-    let tools = setup::cuda_tools_folder()?;
+    let tools = setup::cuda_tools::folder()?;
     let cubins = match &args.cubins {
         Some(folder) => folder.clone(),
         None => compile_kernels(&args.only)?,
     };
     let table = measure(&tools, &cubins, args)?;
-    ensure!(!table.is_empty(), "no machine code of these targets in {}", cubins.display());
+    ensure!(
+        !table.is_empty(),
+        "no machine code of these targets in {}",
+        cubins.display()
+    );
     if let Some(file) = &args.json {
         fs::write(file, serde_json::to_string_pretty(&table)? + "\n")
             .with_context(|| format!("cannot write {}", file.display()))?;
     }
     let Some(file) = &args.before else {
-        println!("{:<64} {:>9} {:>6} {:>6} {:>12}", "kernel", "registers", "stack", "local", "instructions");
+        println!(
+            "{:<64} {:>9} {:>6} {:>6} {:>12}",
+            "kernel", "registers", "stack", "local", "instructions"
+        );
         for (name, cost) in &table {
             println!(
                 "{name:<64} {:>9} {:>6} {:>6} {:>12}",
@@ -86,7 +98,8 @@ pub fn run(args: &Args) -> Result<ExitCode> {
         }
         return Ok(ExitCode::SUCCESS);
     };
-    let text = fs::read_to_string(file).with_context(|| format!("cannot read {}", file.display()))?;
+    let text =
+        fs::read_to_string(file).with_context(|| format!("cannot read {}", file.display()))?;
     let before = renamed(serde_json::from_str(&text)?, &args.rename)?;
     Ok(compare(&before, &table))
 }
@@ -101,7 +114,9 @@ fn compile_kernels(only: &str) -> Result<PathBuf> {
     fs::create_dir_all(&folder)?;
     let mut command = workspace::cargo();
     command.args(["test", "--package", "nvfp4-kernels", "--features", FEATURES]);
-    command.args(["--tests", "--", "source"]).env("NVFP4_DUMP", &folder);
+    command
+        .args(["--tests", "--", "source"])
+        .env("NVFP4_DUMP", &folder);
     if !only.is_empty() {
         command.env("NVFP4_ONLY", only);
     }
@@ -114,11 +129,22 @@ fn compile_kernels(only: &str) -> Result<PathBuf> {
 /// The costs of the machine code in `folder`, several files at a time.
 fn measure(tools: &Path, folder: &Path, args: &Args) -> Result<Table> {
     let mut files = Vec::new();
-    for entry in fs::read_dir(folder).with_context(|| format!("cannot read {}", folder.display()))? {
+    for entry in
+        fs::read_dir(folder).with_context(|| format!("cannot read {}", folder.display()))?
+    {
         let file = entry?.path();
-        let name = file.file_stem().unwrap_or_default().to_string_lossy().into_owned();
-        let is_asked_for = args.arch.iter().any(|arch| name.ends_with(&format!("-{arch}")));
-        if file.extension().is_some_and(|extension| extension == "cubin")
+        let name = file
+            .file_stem()
+            .unwrap_or_default()
+            .to_string_lossy()
+            .into_owned();
+        let is_asked_for = args
+            .arch
+            .iter()
+            .any(|arch| name.ends_with(&format!("-{arch}")));
+        if file
+            .extension()
+            .is_some_and(|extension| extension == "cubin")
             && is_asked_for
             && name.contains(&args.only)
         {
@@ -132,7 +158,9 @@ fn measure(tools: &Path, folder: &Path, args: &Args) -> Result<Table> {
             scope.spawn(|| {
                 while let Some((name, file)) = files.get(next.fetch_add(1, Ordering::Relaxed)) {
                     let cost = cost_of(tools, file);
-                    let mut table = table.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+                    let mut table = table
+                        .lock()
+                        .unwrap_or_else(|poisoned| poisoned.into_inner());
                     match (&mut *table, cost) {
                         (Ok(table), Ok(cost)) => {
                             table.insert(name.clone(), cost);
@@ -144,7 +172,9 @@ fn measure(tools: &Path, folder: &Path, args: &Args) -> Result<Table> {
             });
         }
     });
-    table.into_inner().unwrap_or_else(|poisoned| poisoned.into_inner())
+    table
+        .into_inner()
+        .unwrap_or_else(|poisoned| poisoned.into_inner())
 }
 
 /// The cost of the one kernel in `file`.
@@ -184,7 +214,10 @@ fn cost_of(tools: &Path, file: &Path) -> Result<Cost> {
         stack: field("STACK:")?,
         local: instructions.iter().filter(is_local).count() as u32,
         // The code is padded, and ends in a branch to itself.
-        instructions: instructions.iter().filter(|text| !text.starts_with("NOP")).count() as u32,
+        instructions: instructions
+            .iter()
+            .filter(|text| !text.starts_with("NOP"))
+            .count() as u32,
     })
 }
 
@@ -200,12 +233,20 @@ fn instruction(line: &str) -> Option<&str> {
 fn renamed(table: Table, pairs: &[String]) -> Result<Table> {
     let mut pairs_read = Vec::new();
     for pair in pairs {
-        pairs_read.push(pair.split_once('=').with_context(|| format!("{pair}: no `=`"))?);
+        pairs_read.push(
+            pair.split_once('=')
+                .with_context(|| format!("{pair}: no `=`"))?,
+        );
     }
     let rename = |name: String| {
-        pairs_read.iter().fold(name, |name, (old, new)| name.replace(old, new))
+        pairs_read
+            .iter()
+            .fold(name, |name, (old, new)| name.replace(old, new))
     };
-    Ok(table.into_iter().map(|(name, cost)| (rename(name), cost)).collect())
+    Ok(table
+        .into_iter()
+        .map(|(name, cost)| (rename(name), cost))
+        .collect())
 }
 
 /// Prints what differs; whether nothing got worse.
@@ -242,7 +283,12 @@ fn compare(before: &Table, after: &Table) -> ExitCode {
     for name in before.keys().filter(|name| !after.contains_key(*name)) {
         println!("{name:<64} only in the table before");
     }
-    let sum = |table: &Table| -> u64 { table.values().map(|cost| u64::from(cost.instructions)).sum() };
+    let sum = |table: &Table| -> u64 {
+        table
+            .values()
+            .map(|cost| u64::from(cost.instructions))
+            .sum()
+    };
     println!(
         "{} kernels before ({} instructions), {} after ({}): {equal} equal, {worse} worse",
         before.len(),
@@ -250,7 +296,11 @@ fn compare(before: &Table, after: &Table) -> ExitCode {
         after.len(),
         sum(after)
     );
-    if worse == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+    if worse == 0 {
+        ExitCode::SUCCESS
+    } else {
+        ExitCode::FAILURE
+    }
 }
 
 #[cfg(test)]
@@ -272,7 +322,12 @@ mod tests {
 
     #[test]
     fn names_before_are_read_as_names_after() {
-        let cost = Cost { registers: 1, stack: 0, local: 0, instructions: 8 };
+        let cost = Cost {
+            registers: 1,
+            stack: 0,
+            local: 0,
+            instructions: 8,
+        };
         let table = Table::from([("sm90-Dense-sm_90a".to_owned(), cost)]);
         let table = renamed(table, &["Dense=None".to_owned()]).unwrap();
         assert_eq!(table.keys().collect::<Vec<_>>(), ["sm90-None-sm_90a"]);

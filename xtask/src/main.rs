@@ -2,22 +2,28 @@
 //!
 //! | command | what it does |
 //! | --- | --- |
-//! | `cargo xtask setup` | makes sure of LLVM for CubeCL and of the CUDA compiler for the Blackwell test |
+//! | `cargo xtask setup` | installs LLVM for CubeCL and the CUDA compiler for the source tests |
 //! | `cargo xtask test` | `setup`, then every test of the workspace, then the summed counts |
-//! | `cargo xtask test --train` | the tests with burn-train, which build Burn once more (5 minutes) |
+//! | `cargo xtask test --full` | the same with what CI leaves out |
 //! | `cargo xtask sanitize` | the tests of the kernels under compute-sanitizer, on a GPU |
+//! | `cargo xtask unified` | checks that no selection of packages builds its dependencies again |
+//! | `cargo xtask package` | makes the packages for crates.io and checks them; publishes nothing |
+//! | `cargo xtask machine-code` | registers, stack and instructions of every kernel, and what a change made of them |
 //! | `cargo xtask licenses` | checks licences and origin of all dependencies against `deny.toml` |
+//! | `cargo xtask book` | builds the book and checks the links of all documents |
 //! | `cargo xtask results` | writes the tables of the performance page from `results/*.json` |
 //! | `cargo xtask ci` | everything that a change must pass, with the time each stage took |
 
+mod book;
 mod ci;
 mod counts;
-mod licenses;
+mod packages;
 mod results;
 mod sanitize;
 mod setup;
-mod spdx;
 mod test;
+mod tools;
+mod unified;
 mod workspace;
 
 use std::process::ExitCode;
@@ -36,17 +42,25 @@ struct Cli {
 
 #[derive(Subcommand)]
 enum Command {
-    /// Make sure that the features `cpu` and `cuda` can be built (LLVM) and that kernels can be
-    /// compiled for Blackwell without a GPU (NVRTC and disassembler)
+    /// Install LLVM, which the features `cpu` and `cuda` need, and NVIDIA's compiler (NVRTC and
+    /// disassembler), which compiles the kernels on a machine without a GPU
     Setup(setup::Args),
-    /// Set up, then run every test: oracle, Flex, kernels on CubeCL's CPU runtime, Blackwell
-    /// compilation; the last line is `N passed, N failed, N skipped`
+    /// Set up, then run every test; the last line is `N passed, N failed, N skipped`
     Test(test::Args),
-    /// Run the tests of the kernels on a GPU under compute-sanitizer (memcheck, racecheck, initcheck);
-    /// prints a table of errors, and fails if there is one
+    /// Run the tests of the kernels on a GPU under compute-sanitizer (memcheck, racecheck,
+    /// initcheck); prints a table of errors, and fails if there is one
     Sanitize(sanitize::Args),
+    /// Check that `cargo test --package NAME` compiles nothing after `cargo xtask test`
+    Unified,
+    /// Make the packages for crates.io and check them; publishes nothing
+    Package,
+    /// Print registers, stack and instructions of the kernels, compiled without a GPU; compare with a
+    /// table of another commit
+    MachineCode(machine_code::Args),
     /// Check the licence and the origin of every dependency against deny.toml
     Licenses,
+    /// Build the book into the target folder and check the links of all documents
+    Book,
     /// Write the tables of the performance page (docs/src/performance.md) from results/*.json
     Results(results::Args),
     /// Run everything that a change must pass
@@ -54,12 +68,17 @@ enum Command {
 }
 
 fn main() -> ExitCode {
+    let done = |()| ExitCode::SUCCESS;
     let outcome = match Cli::parse().command {
-        Command::Setup(args) => setup::run(&args).map(|()| ExitCode::SUCCESS),
+        Command::Setup(args) => setup::run(&args).map(done),
         Command::Test(args) => test::run(&args),
         Command::Sanitize(args) => sanitize::run(&args),
-        Command::Licenses => licenses::run().map(|()| ExitCode::SUCCESS),
-        Command::Results(args) => results::run(&args).map(|()| ExitCode::SUCCESS),
+        Command::Unified => unified::run().map(done),
+        Command::Package => packages::run().map(done),
+        Command::MachineCode(args) => machine_code::run(&args),
+        Command::Licenses => ci::licences().map(done),
+        Command::Book => book::run().map(done),
+        Command::Results(args) => results::run(&args).map(done),
         Command::Ci => ci::run(),
     };
     outcome.unwrap_or_else(|error| {

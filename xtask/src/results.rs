@@ -34,7 +34,7 @@ const END: &str = "<!-- end -->";
 pub struct Args {
     /// Write nothing; fail when the page differs from what the files say
     #[arg(long)]
-    check: bool,
+    pub check: bool,
 }
 
 /// Rewrites the tables of the page, or compares them.

@@ -6,11 +6,11 @@ use std::process::{Command, ExitCode, ExitStatus, Stdio};
 use anyhow::{Context, Result};
 
 use crate::counts::Reader;
-use crate::workspace::TRAIN_TESTS;
+use crate::workspace::FEATURES;
 use crate::{setup, workspace};
 
-/// The features that the tests are built with: all backends in one binary.
-pub const FEATURES: &str = "cpu,cuda";
+/// Tells the tests not to leave anything out.
+const FULL: &str = "NVFP4_TEST_FULL";
 
 /// The package with Burn's layers.
 const LAYERS: &str = "burn-nvfp4";
@@ -24,9 +24,9 @@ pub struct Args {
     /// Test only this package (may be given several times; default: all of the workspace)
     #[arg(long, short, value_name = "NAME")]
     package: Vec<String>,
-    /// Test burn-train's loops in place of the workspace: `train_tests`, a workspace of its own
-    #[arg(long, conflicts_with = "package")]
-    train: bool,
+    /// Test also what takes long: the kernels compiled for every GPU architecture
+    #[arg(long)]
+    full: bool,
     /// Arguments for the test binaries, for example a part of a test's name
     #[arg(last = true, value_name = "ARGUMENTS")]
     rest: Vec<String>,
@@ -36,14 +36,15 @@ pub struct Args {
 ///
 /// Fails when a test failed, when something did not compile, and when no test ran at all.
 pub fn run(args: &Args) -> Result<ExitCode> {
-    if !args.train {
-        setup::run(&setup::Args::default())?;
-    }
+    setup::run(&setup::Args::default())?;
     let mut reader = Reader::new();
     let mut broken = Vec::new();
     for mut command in commands(args) {
         if args.release {
             command.arg("--release");
+        }
+        if args.full {
+            command.env(FULL, "1");
         }
         command.args(["--", "--show-output"]).args(&args.rest);
         let status = read(&mut command, &mut reader)?;
@@ -89,16 +90,11 @@ fn commands(args: &Args) -> Vec<Command> {
         command
     };
     let mut all = test();
-    if args.train {
-        // On Flex, which needs none of what set-up brings.
-        all.args(["--manifest-path", TRAIN_TESTS]);
-        return vec![all];
-    }
     select_packages(&mut all, &args.package);
     let mut commands = vec![all];
     if args.package.is_empty() || args.package.iter().any(|package| package == LAYERS) {
-        // The layers run on Flex where nothing else is asked for: here, what is small enough of them, on
-        // the backend that GPUs have too.
+        // Without this variable the layers run on Flex. The second run is that of the tests that are
+        // small enough for CubeCL's CPU runtime.
         let mut cube = test();
         select_packages(&mut cube, &args.package);
         cube.args(["--test", "burn_nvfp4"]);

@@ -2,13 +2,13 @@
 
 use std::env;
 use std::path::PathBuf;
-use std::process::Command;
+use std::process::{Command, Stdio};
 
-/// The tests with burn-train, from the root: see there why they are a workspace of their own.
-pub const TRAIN_TESTS: &str = "train_tests/Cargo.toml";
+use anyhow::{Context, Result, ensure};
+use serde_json::Value;
 
-/// Both workspaces, from the root.
-pub const MANIFESTS: [&str; 2] = ["Cargo.toml", TRAIN_TESTS];
+/// The features that everything is built and tested with: all backends in one binary.
+pub const FEATURES: &str = "cpu,cuda";
 
 /// The workspace's root folder.
 ///
@@ -40,6 +40,84 @@ pub fn cargo() -> Command {
         }
     }
     command
+}
+
+/// A package of the workspace.
+pub struct Member {
+    /// Its name.
+    pub name: String,
+    /// Its folder.
+    pub folder: PathBuf,
+    /// It goes to crates.io.
+    pub published: bool,
+    /// Those of [`FEATURES`] that it has, separated by commas.
+    pub features: String,
+}
+
+/// All packages of the workspace.
+pub fn members() -> Result<Vec<Member>> {
+    let metadata = metadata()?;
+    let packages = metadata["packages"].as_array().context("no packages")?;
+    packages.iter().map(member).collect()
+}
+
+fn member(package: &Value) -> Result<Member> {
+    let manifest = package["manifest_path"]
+        .as_str()
+        .context("no manifest_path")?;
+    let features: Vec<&str> = FEATURES
+        .split(',')
+        .filter(|name| package["features"].get(name).is_some())
+        .collect();
+    Ok(Member {
+        name: package["name"].as_str().context("no name")?.to_owned(),
+        folder: PathBuf::from(manifest)
+            .parent()
+            .context("no folder")?
+            .to_owned(),
+        // `null` where a package may go to every registry, an empty list where it may go to none.
+        published: package["publish"].is_null(),
+        features: features.join(","),
+    })
+}
+
+/// Cargo's target folder.
+pub fn target_folder() -> Result<PathBuf> {
+    let metadata = metadata()?;
+    Ok(metadata["target_directory"]
+        .as_str()
+        .context("no target_directory")?
+        .into())
+}
+
+/// What cargo says about the packages of the workspace.
+fn metadata() -> Result<Value> {
+    let mut command = cargo();
+    command.args(["metadata", "--locked", "--format-version", "1", "--no-deps"]);
+    Ok(serde_json::from_slice(&output(&mut command)?)?)
+}
+
+/// Runs a command that must succeed, and says so when it starts.
+pub fn spawn(command: &mut Command) -> Result<()> {
+    println!("$ {}", shown(command));
+    let status = command.status().with_context(|| shown(command))?;
+    ensure!(status.success(), "`{}` ended with {status}", shown(command));
+    Ok(())
+}
+
+/// What a command that must succeed prints.
+pub fn output(command: &mut Command) -> Result<Vec<u8>> {
+    let output = command
+        .stderr(Stdio::inherit())
+        .output()
+        .with_context(|| shown(command))?;
+    ensure!(
+        output.status.success(),
+        "`{}` ended with {}",
+        shown(command),
+        output.status
+    );
+    Ok(output.stdout)
 }
 
 /// A command line as a person would type it, for messages.

