@@ -52,6 +52,10 @@ macro_rules! mainloop {
             leader: u32,
             #[comptime] majors: [Major; 2],
         ) -> Vector<f32, Const<$accumulators>> {
+            let full = u32::reinterpret(pipeline.full);
+            let empty = u32::reinterpret(pipeline.empty);
+            let stage = u32::reinterpret(pipeline.stage);
+            let parity = u32::reinterpret(pipeline.parity);
             let sums: Vector<f32, Const<$accumulators>>;
             gpu_asm!(
                 "{{ .reg .pred q, lead, add;",
@@ -106,8 +110,7 @@ macro_rules! mainloop {
                 "@lead mbarrier.arrive.shared::cta.b64 token, [release];",
                 "DONE: }}",
                 d = out(_) sums,
-                full = in(_) pipeline.full, empty = in(_) pipeline.empty,
-                stage = in(_) pipeline.stage, parity = in(_) pipeline.parity,
+                full = in(_) full, empty = in(_) empty, stage = in(_) stage, parity = in(_) parity,
                 a = in(_) a, b = in(_) b,
                 steps = in(_) steps, tail = in(_) tail, leader = in(_) leader,
                 a_trans = const majors[0].transposes(), b_trans = const majors[1].transposes(),

@@ -99,6 +99,16 @@ macro_rules! w4a16_mainloop {
             packed: PackedStage,
             steps: u32,
         ) -> Vector<f32, Const<$accumulators>> {
+            let full = u32::reinterpret(pipeline.full);
+            let empty = u32::reinterpret(pipeline.empty);
+            let stage = u32::reinterpret(pipeline.stage);
+            let parity = u32::reinterpret(pipeline.parity);
+            let stages = u32::reinterpret(ring.stages);
+            let advance = u32::reinterpret(ring.advance);
+            let a_half = u64::reinterpret(ring.a_half);
+            let codes = u32::reinterpret(packed.codes);
+            let scales = u32::reinterpret(packed.scales);
+            let rows = u32::reinterpret(packed.rows);
             let sums: Vector<f32, Const<$accumulators>>;
             gpu_asm!(
                 "{{ .reg .pred q, add, given;",
@@ -157,11 +167,9 @@ macro_rules! w4a16_mainloop {
                 "mbarrier.arrive.shared::cta.b64 token, [release];",
                 "}}",
                 d = out(_) sums,
-                full = in(_) pipeline.full, empty = in(_) pipeline.empty,
-                stage = in(_) pipeline.stage, parity = in(_) pipeline.parity,
-                a = in(_) a, a_half = in(_) ring.a_half, stages = in(_) ring.stages,
-                advance = in(_) ring.advance, codes = in(_) packed.codes,
-                scales = in(_) packed.scales, rows = in(_) packed.rows, steps = in(_) steps
+                full = in(_) full, empty = in(_) empty, stage = in(_) stage, parity = in(_) parity,
+                a = in(_) a, a_half = in(_) a_half, stages = in(_) stages, advance = in(_) advance,
+                codes = in(_) codes, scales = in(_) scales, rows = in(_) rows, steps = in(_) steps
             );
             sums
         }

@@ -203,7 +203,7 @@ pub fn fused_kernel(
     if unit < 32u32 {
         // Sums and fragments take more registers than an equal share.
         if comptime!(tile_shape.consumers() == 2) {
-            setmaxnreg_dec(56);
+            setmaxnreg_dec(56u32);
         }
         if lane == 0u32 {
             while tile < tiles {
@@ -259,7 +259,7 @@ pub fn fused_kernel(
         }
     } else if unit < 128u32 {
         if comptime!(tile_shape.consumers() == 2) {
-            setmaxnreg_dec(56);
+            setmaxnreg_dec(56u32);
         }
         let rows_of_unit = comptime!(tile_shape.rows_b().div_ceil(CARRIERS));
         let carrier = unit - 32u32;
@@ -305,7 +305,7 @@ pub fn fused_kernel(
         }
     } else {
         if comptime!(tile_shape.consumers() == 2) {
-            setmaxnreg_inc(224);
+            setmaxnreg_inc(224u32);
         }
         let consumer = unit / 128u32 - 1u32;
         let warp = (unit % 128u32) / 32u32;
