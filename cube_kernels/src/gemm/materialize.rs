@@ -6,7 +6,7 @@ use cubecl::{prelude::*, server::Handle};
 use super::operand::{Elements, Operand, OperandLayout};
 use crate::{
     Nvfp4Error, ScaleLayout,
-    cube::{decoded::scale_pair, ptx_sm90::decode_e2m1x8},
+    cube::{codec::decode_e2m1x8, unscaled::scale_pair},
     launch::tile_grid,
     memory::{address_type, allocate, is_aligned},
     quantize,
