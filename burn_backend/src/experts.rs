@@ -9,7 +9,7 @@ use burn_core::tensor::{DType, Device, Int, Tensor};
 use nvfp4_kernels::Nvfp4Error;
 
 use crate::functions::{into_bias, or_panic};
-use crate::ops::{LinearContext, LinearSpec, Nvfp4GroupedOps};
+use crate::ops::{LinearContext, LinearSpec, Nvfp4Ops, RowGroups};
 use crate::validate;
 
 /// The most experts of one layer: what the kernels keep of each fits shared memory.
@@ -80,7 +80,7 @@ impl ExpertOffsets {
     }
 }
 
-/// Fail unless a layer can have this many experts.
+/// Fails unless a layer can have this many experts.
 pub(crate) fn check_experts(argument: &'static str, experts: usize) -> Result<(), Nvfp4Error> {
     if (1..=MAX_EXPERTS).contains(&experts) {
         Ok(())
@@ -95,7 +95,7 @@ pub(crate) fn check_experts(argument: &'static str, experts: usize) -> Result<()
 
 /// `y[i] = Q(x[i]) Q(weight[e]) + bias[e]` for each token `i` of expert `e`, differentiable in `x`,
 /// `weight` and `bias`, with the operands of `spec` forward and backward; see
-/// [`ops::Nvfp4GroupedOps`](crate::ops::Nvfp4GroupedOps) for how groups are quantized.
+/// [`ops`](crate::ops) for how groups are quantized.
 ///
 /// `x` is `[tokens, d_in]`, sorted by expert as `experts` says; `weight` `[experts, d_in, d_out]`;
 /// `bias` `[experts, d_out]`; each `f32`, `bf16` or `f16`. The output is `[tokens, d_out]` in the type
@@ -103,7 +103,7 @@ pub(crate) fn check_experts(argument: &'static str, experts: usize) -> Result<()
 ///
 /// # Errors
 /// When the device has no implementation, devices differ, a type is not supported, a shape does not
-/// fit, `d_in` or `d_out` is no positive multiple of 16, or no kernel computes a product of `spec`.
+/// fit, `d_in` or `d_out` is no positive multiple of 16, or no kernel computes a GEMM of `spec`.
 pub fn try_grouped_linear(
     x: Tensor<2>,
     weight: Tensor<3>,
@@ -133,7 +133,7 @@ pub fn grouped_linear(
     )
 }
 
-/// The product, after [`check_grouped_linear`].
+/// The layer, after [`check_grouped_linear`].
 pub(crate) fn grouped_linear_unchecked(
     x: Tensor<2>,
     weight: Tensor<3>,
@@ -142,17 +142,17 @@ pub(crate) fn grouped_linear_unchecked(
     spec: LinearSpec,
     context: LinearContext,
 ) -> Tensor<2> {
-    Tensor::from_dispatch(Dispatch::nvfp4_grouped_linear(
+    Tensor::from_dispatch(Dispatch::nvfp4_linear(
         x.into_dispatch(),
         weight.into_dispatch(),
         into_bias(bias),
-        experts.offsets.clone().into_dispatch(),
+        RowGroups::Offsets(experts.offsets.clone().into_dispatch()),
         spec,
         context,
     ))
 }
 
-/// Fail unless the arguments of a product in groups fit each other.
+/// Fails unless the arguments of a grouped layer fit each other.
 pub(crate) fn check_grouped_linear(
     x: &Tensor<2>,
     weight: &Tensor<3>,
@@ -184,7 +184,8 @@ pub(crate) fn check_grouped_linear(
     Ok(())
 }
 
-/// What a product in groups asks of its weight and bias, called `names`, for an `x` on `device`.
+/// Fails unless the weight and bias of a grouped layer, called `names`, fit each other and an `x` on
+/// `device`.
 pub(crate) fn check_grouped_parameters(
     device: &Device,
     names: [&'static str; 2],

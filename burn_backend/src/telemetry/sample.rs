@@ -33,7 +33,7 @@ impl SampledOperand {
         };
         let amax_values = AmaxValues {
             values: values(&self.amax),
-            of_rows: (layout.global == AmaxGranularity::PerRow).then_some(outer),
+            of_rows: (layout.amax == AmaxGranularity::PerRow).then_some(outer),
             groups,
         };
         let slab = Slab {
