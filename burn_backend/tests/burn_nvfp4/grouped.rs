@@ -11,7 +11,7 @@ use burn_nvfp4::ops::{
 };
 use burn_nvfp4::{ExpertOffsets, Hadamard, Nvfp4Recipe, RandomStream, RngState, Rounding, Usage};
 use nvfp4_kernels::reference::{self, EDEN_GROUP, padding};
-use nvfp4_kernels::{Amax, BlockScaling, HadamardSize, QuantizedTensor};
+use nvfp4_kernels::{BlockScaling, HadamardSize, QuantizedTensor};
 
 use crate::common::{
     Matrix, activation, assert_product, device, gaussian, one_by_16, skip_where_small_only,
@@ -190,10 +190,7 @@ impl Copies {
     fn push(&mut self, packed: &QuantizedTensor) {
         self.codes.push(packed.codes().to_vec());
         self.scales.push(packed.scales().to_vec());
-        match packed.amax() {
-            Amax::Tensor(amax) => self.amax.push(*amax),
-            Amax::PerRow(amax) => self.amax.extend(amax),
-        }
+        self.amax.extend(packed.amax().values());
     }
 
     /// The copies lie in `found` one after another, or side by side in that many stored rows.

@@ -112,7 +112,7 @@ fn assert_transformed_sample(
             }
         }
         stored.extend(own);
-        let range = packed.origin().scaling.range();
+        let range = packed.range();
         let mut own = reference::decode_blocks(packed);
         for (row, own) in own.chunks_exact_mut(width).enumerate() {
             let amax = packed.amax().of(row);
