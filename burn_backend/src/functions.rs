@@ -10,7 +10,7 @@ use nvfp4_kernels::{BlockScaling, Hadamard, Layout, Nvfp4Error, Rounding, Storag
 
 use crate::ops::{
     GemmGroups, LinearContext, LinearSpec, MaybeTensor, Nvfp4Ops, Operand, QuantParams,
-    QuantUsages, Quantized, QuantizedData, RowGroups,
+    QuantUsages, QuantizedData, QuantizedMatrix, RowGroups,
 };
 use crate::validate;
 
@@ -82,7 +82,7 @@ impl Nvfp4Tensor {
         self.layout
     }
 
-    fn from_dispatch(quantized: Quantized<Dispatch>) -> Self {
+    fn from_dispatch(quantized: QuantizedMatrix<Dispatch>) -> Self {
         let layout = quantized.layout;
         let amax = quantized.amax.clone().into_option();
         let (codes, scales) = quantized.into_packed();
@@ -94,8 +94,8 @@ impl Nvfp4Tensor {
         }
     }
 
-    fn into_dispatch(self) -> Quantized<Dispatch> {
-        Quantized {
+    fn into_dispatch(self) -> QuantizedMatrix<Dispatch> {
+        QuantizedMatrix {
             data: QuantizedData::Packed {
                 codes: self.codes.into_dispatch(),
                 scales: self.scales.into_dispatch(),

@@ -19,7 +19,7 @@ use super::linear::{LinearRequest, RequiresGrad, SavedForBackward};
 use super::operands::cast;
 use super::{
     GemmGroups, LinearContext, LinearSpec, MaybeTensor, Nvfp4Ops, Operand, QuantParams,
-    QuantUsages, Quantized, QuantizedData, QuantizedPair, RowGroups, UnpermuteGradients,
+    QuantUsages, QuantizedData, QuantizedMatrix, QuantizedPair, RowGroups, UnpermuteGradients,
     float_dtype,
 };
 
@@ -140,18 +140,18 @@ impl<B: Nvfp4Ops, C: CheckpointStrategy> Nvfp4Ops for Autodiff<B, C> {
     }
 
     fn nvfp4_requantize(
-        source: Quantized<Self>,
+        source: QuantizedMatrix<Self>,
         groups: RowGroups<Self>,
         usage: Usage,
         params: QuantParams,
         via: FloatDType,
-    ) -> Quantized<Self> {
+    ) -> QuantizedMatrix<Self> {
         let (source, groups) = (inner(source), inner_groups(groups));
         constant(B::nvfp4_requantize(source, groups, usage, params, via))
     }
 
     fn nvfp4_dequantize(
-        source: Quantized<Self>,
+        source: QuantizedMatrix<Self>,
         groups: RowGroups<Self>,
         dtype: FloatDType,
     ) -> FloatTensor<Self> {
@@ -306,10 +306,10 @@ impl<B: Nvfp4Ops, C: CheckpointStrategy> Nvfp4Ops for Autodiff<B, C> {
 
 /// A quantized matrix as a constant of the autodiff backend.
 fn constant<B: Nvfp4Ops, C: CheckpointStrategy>(
-    quantized: Quantized<B>,
-) -> Quantized<Autodiff<B, C>> {
+    quantized: QuantizedMatrix<B>,
+) -> QuantizedMatrix<Autodiff<B, C>> {
     let outer = <Autodiff<B, C> as AutodiffBackend>::from_inner;
-    Quantized {
+    QuantizedMatrix {
         data: match quantized.data {
             QuantizedData::Packed { codes, scales } => QuantizedData::Packed { codes, scales },
             QuantizedData::Bf16Unscaled(values) => QuantizedData::Bf16Unscaled(outer(values)),
@@ -320,8 +320,10 @@ fn constant<B: Nvfp4Ops, C: CheckpointStrategy>(
 }
 
 /// A quantized matrix of the inner backend.
-fn inner<B: Nvfp4Ops, C: CheckpointStrategy>(quantized: Quantized<Autodiff<B, C>>) -> Quantized<B> {
-    Quantized {
+fn inner<B: Nvfp4Ops, C: CheckpointStrategy>(
+    quantized: QuantizedMatrix<Autodiff<B, C>>,
+) -> QuantizedMatrix<B> {
+    QuantizedMatrix {
         data: match quantized.data {
             QuantizedData::Packed { codes, scales } => QuantizedData::Packed { codes, scales },
             QuantizedData::Bf16Unscaled(values) => {

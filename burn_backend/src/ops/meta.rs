@@ -8,7 +8,7 @@ use super::layout::{GroupCount, code_words};
 use super::spec::QuantParams;
 use super::tensors::{
     GemmGroupsMetadata, MaybeTensorMetadata, OperandMetadata, QuantUsages, QuantizedDataMetadata,
-    QuantizedMetadata, QuantizedPairMetadata, RowGroupsMetadata, UnpermuteGradientsMetadata,
+    QuantizedMatrixMetadata, QuantizedPairMetadata, RowGroupsMetadata, UnpermuteGradientsMetadata,
 };
 
 pub(super) fn quantize(
@@ -32,12 +32,12 @@ pub(super) fn quantize(
 }
 
 pub(super) fn requantize(
-    source: &QuantizedMetadata,
+    source: &QuantizedMatrixMetadata,
     groups: &RowGroupsMetadata,
     usage: &Usage,
     params: &QuantParams,
     _via: &FloatDType,
-) -> QuantizedMetadata {
+) -> QuantizedMatrixMetadata {
     let (groups, shape) = (groups.count(), (source.layout.rows, source.layout.cols));
     quantized(
         groups,
@@ -46,7 +46,7 @@ pub(super) fn requantize(
 }
 
 pub(super) fn dequantize(
-    source: &QuantizedMetadata,
+    source: &QuantizedMatrixMetadata,
     _groups: &RowGroupsMetadata,
     dtype: &FloatDType,
 ) -> TensorSpec {
@@ -115,7 +115,7 @@ fn outer(operand: &OperandMetadata) -> usize {
 }
 
 /// A quantized matrix of this layout.
-fn quantized(groups: GroupCount, layout: Layout) -> QuantizedMetadata {
+fn quantized(groups: GroupCount, layout: Layout) -> QuantizedMatrixMetadata {
     let (outer, blocks) = (layout.outer(), layout.blocks());
     let data = match layout.storage {
         Storage::Packed => {
@@ -137,5 +137,5 @@ fn quantized(groups: GroupCount, layout: Layout) -> QuantizedMetadata {
         }
         false => MaybeTensorMetadata::Absent,
     };
-    QuantizedMetadata { data, amax, layout }
+    QuantizedMatrixMetadata { data, amax, layout }
 }

@@ -58,13 +58,13 @@ pub(crate) use probe::{Probe, SampledOperand};
 pub use nvfp4_kernels::{AmaxGranularity, BlockShape, Format, Layout};
 pub use spec::{BackwardSource, LinearSpec, OperandSpec, QuantParams, QuantRounding};
 pub use tensors::{
-    GemmGroups, MaybeTensor, Operand, QuantUsages, Quantized, QuantizedData, QuantizedPair,
+    GemmGroups, MaybeTensor, Operand, QuantUsages, QuantizedData, QuantizedMatrix, QuantizedPair,
     RowGroups, UnpermuteGradients,
 };
 #[cfg(feature = "cubecl-backend")]
 pub use tensors::{
     GemmGroupsMetadata, MaybeTensorMetadata, OperandMetadata, QuantizedDataMetadata,
-    QuantizedMetadata, QuantizedPairMetadata, RowGroupsMetadata, UnpermuteGradientsMetadata,
+    QuantizedMatrixMetadata, QuantizedPairMetadata, RowGroupsMetadata, UnpermuteGradientsMetadata,
 };
 
 /// NVFP4 operations on the primitives of a backend.
@@ -98,18 +98,18 @@ pub trait Nvfp4Ops: Backend {
     /// With groups, which are those of `source`, `source` is rowwise.
     #[fusion(meta = meta::requantize)]
     fn nvfp4_requantize(
-        #[extension_type] source: Quantized<Self>,
+        #[extension_type] source: QuantizedMatrix<Self>,
         #[extension_type] groups: RowGroups<Self>,
         usage: Usage,
         params: QuantParams,
         via: FloatDType,
-    ) -> Quantized<Self>;
+    ) -> QuantizedMatrix<Self>;
 
     /// The values of `source` in the orientation of its source, `[rows, cols]`. With a transform they
     /// stay in the rotated domain. With groups, `source` is rowwise; rows of no group are undefined.
     #[fusion(meta = meta::dequantize)]
     fn nvfp4_dequantize(
-        #[extension_type] source: Quantized<Self>,
+        #[extension_type] source: QuantizedMatrix<Self>,
         #[extension_type] groups: RowGroups<Self>,
         dtype: FloatDType,
     ) -> FloatTensor<Self>;

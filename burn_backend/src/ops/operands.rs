@@ -13,7 +13,7 @@ use nvfp4_kernels::{AmaxGranularity, BlockShape, Layout, Storage, Usage};
 use super::spec::{OperandSpec, QuantParams};
 #[cfg(any(feature = "flex", feature = "cpu", feature = "cuda"))]
 use super::tensors::QuantizedData;
-use super::tensors::{MaybeTensor, Operand, QuantUsages, Quantized, RowGroups};
+use super::tensors::{MaybeTensor, Operand, QuantUsages, QuantizedMatrix, RowGroups};
 use super::{Nvfp4Ops, float_dtype};
 
 /// The storage of an operand in 1x16 blocks that only one GEMM reads, `m` x `n` with a contraction of
@@ -200,18 +200,18 @@ fn requantize_dtype(spec: &OperandSpec, dtype: FloatDType) -> FloatDType {
 /// `source`, with one amax for each group of rows, as a tensor with one for each row.
 #[cfg(any(feature = "flex", feature = "cpu", feature = "cuda"))]
 pub(super) fn with_amax_per_row<B: Nvfp4Ops>(
-    source: Quantized<B>,
+    source: QuantizedMatrix<B>,
     groups: &RowGroups<B>,
-) -> Quantized<B> {
+) -> QuantizedMatrix<B> {
     let layout = source.layout;
     let amax = match (source.amax, layout.amax) {
         (MaybeTensor::Present(amax), AmaxGranularity::PerTensor) => amax,
-        (amax, _) => return Quantized { amax, ..source },
+        (amax, _) => return QuantizedMatrix { amax, ..source },
     };
     let rows = layout.rows;
     let amax = match groups {
         RowGroups::Whole => {
-            return Quantized {
+            return QuantizedMatrix {
                 amax: MaybeTensor::Present(amax),
                 ..source
             };
@@ -223,7 +223,7 @@ pub(super) fn with_amax_per_row<B: Nvfp4Ops>(
             B::float_reshape(amax, Shape::new([rows]))
         }
     };
-    Quantized {
+    QuantizedMatrix {
         amax: MaybeTensor::Present(amax),
         layout: Layout {
             amax: AmaxGranularity::PerRow,
@@ -235,7 +235,7 @@ pub(super) fn with_amax_per_row<B: Nvfp4Ops>(
 
 /// The dequantized values of a tensor that is stored as bf16 values.
 #[cfg(any(feature = "flex", feature = "cpu", feature = "cuda"))]
-pub(super) fn scaled<B: Backend>(source: Quantized<B>, dtype: FloatDType) -> FloatTensor<B> {
+pub(super) fn scaled<B: Backend>(source: QuantizedMatrix<B>, dtype: FloatDType) -> FloatTensor<B> {
     let layout = source.layout;
     let (QuantizedData::Bf16Unscaled(values), MaybeTensor::Present(amax)) =
         (source.data, source.amax)

@@ -78,7 +78,7 @@ pub enum QuantizedData<B: Backend> {
 ///   group are undefined.
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "cubecl-backend"))]
-pub struct Quantized<B: Backend> {
+pub struct QuantizedMatrix<B: Backend> {
     /// The elements in stored orientation.
     #[extension_type]
     pub data: QuantizedData<B>,
@@ -90,7 +90,7 @@ pub struct Quantized<B: Backend> {
     pub layout: Layout,
 }
 
-impl<B: Backend> Quantized<B> {
+impl<B: Backend> QuantizedMatrix<B> {
     /// The codes and block scales.
     ///
     /// # Panics
@@ -142,19 +142,22 @@ impl QuantUsages {
 #[extension_type(fusion: cfg(feature = "cubecl-backend"))]
 pub enum QuantizedPair<B: Backend> {
     /// The rowwise one.
-    Rowwise(#[extension_type] Quantized<B>),
+    Rowwise(#[extension_type] QuantizedMatrix<B>),
     /// The columnwise one.
-    Columnwise(#[extension_type] Quantized<B>),
+    Columnwise(#[extension_type] QuantizedMatrix<B>),
     /// Both: rowwise, columnwise.
     Both(
-        #[extension_type] Quantized<B>,
-        #[extension_type] Quantized<B>,
+        #[extension_type] QuantizedMatrix<B>,
+        #[extension_type] QuantizedMatrix<B>,
     ),
 }
 
 impl<B: Backend> QuantizedPair<B> {
     /// The tensors that were made.
-    pub(super) fn new(rowwise: Option<Quantized<B>>, columnwise: Option<Quantized<B>>) -> Self {
+    pub(super) fn new(
+        rowwise: Option<QuantizedMatrix<B>>,
+        columnwise: Option<QuantizedMatrix<B>>,
+    ) -> Self {
         match (rowwise, columnwise) {
             (Some(rowwise), Some(columnwise)) => Self::Both(rowwise, columnwise),
             (Some(rowwise), None) => Self::Rowwise(rowwise),
@@ -166,7 +169,7 @@ impl<B: Backend> QuantizedPair<B> {
     /// Each tensor by `f`.
     pub(super) fn map<C: Backend>(
         self,
-        f: impl Fn(Quantized<B>) -> Quantized<C>,
+        f: impl Fn(QuantizedMatrix<B>) -> QuantizedMatrix<C>,
     ) -> QuantizedPair<C> {
         match self {
             Self::Rowwise(one) => QuantizedPair::Rowwise(f(one)),
@@ -179,7 +182,7 @@ impl<B: Backend> QuantizedPair<B> {
     ///
     /// # Panics
     /// When there are two.
-    pub fn into_one(self) -> Quantized<B> {
+    pub fn into_one(self) -> QuantizedMatrix<B> {
         match self {
             Self::Rowwise(one) | Self::Columnwise(one) => one,
             Self::Both(..) => panic!("both usages were quantized"),
@@ -190,7 +193,7 @@ impl<B: Backend> QuantizedPair<B> {
     ///
     /// # Panics
     /// When there is one.
-    pub fn into_both(self) -> (Quantized<B>, Quantized<B>) {
+    pub fn into_both(self) -> (QuantizedMatrix<B>, QuantizedMatrix<B>) {
         match self {
             Self::Both(rowwise, columnwise) => (rowwise, columnwise),
             _ => panic!("one usage was quantized"),
@@ -203,7 +206,7 @@ impl<B: Backend> QuantizedPair<B> {
 #[extension_type(fusion: cfg(feature = "cubecl-backend"))]
 pub enum Operand<B: Backend> {
     /// A quantized matrix.
-    Quantized(#[extension_type] Quantized<B>),
+    Quantized(#[extension_type] QuantizedMatrix<B>),
     /// The matrix itself, contracted along this axis of it.
     Float(FloatTensor<B>, Usage),
 }

@@ -14,7 +14,7 @@ use nvfp4_kernels::Usage;
 use super::Nvfp4Ops;
 use super::spec::QuantParams;
 use super::tensors::{
-    GemmGroups, MaybeTensor, Operand, QuantUsages, Quantized, QuantizedPair, RowGroups,
+    GemmGroups, MaybeTensor, Operand, QuantUsages, QuantizedMatrix, QuantizedPair, RowGroups,
     UnpermuteGradients,
 };
 
@@ -28,17 +28,17 @@ impl Nvfp4Ops for CubeBackend {
     }
 
     fn nvfp4_requantize(
-        source: Quantized<Self>,
+        source: QuantizedMatrix<Self>,
         groups: RowGroups<Self>,
         usage: Usage,
         params: QuantParams,
         via: FloatDType,
-    ) -> Quantized<Self> {
+    ) -> QuantizedMatrix<Self> {
         quantize::requantize(source, groups, usage, &params, via)
     }
 
     fn nvfp4_dequantize(
-        source: Quantized<Self>,
+        source: QuantizedMatrix<Self>,
         groups: RowGroups<Self>,
         dtype: FloatDType,
     ) -> FloatTensor<Self> {

@@ -7,14 +7,12 @@ use nvfp4_kernels::moe::GroupOffsets;
 use nvfp4_kernels::quantize::{self, AmaxRequest, EdenSource, QuantRequest};
 use nvfp4_kernels::reference::EdenTarget;
 use nvfp4_kernels::tensor::{DeviceQuantParams, DeviceQuantized, FloatKind, Groups, Matrix};
-use nvfp4_kernels::{
-    AmaxGranularity, BlockShape, Format, Layout, Rounding, ScaleLayout, Storage, Usage,
-};
+use nvfp4_kernels::{AmaxGranularity, BlockShape, Layout, Rounding, ScaleLayout, Storage, Usage};
 
 use super::super::layout::GroupCount;
 use super::super::operands::{scaled, with_amax_per_row};
 use super::super::spec::{QuantParams, QuantRounding};
-use super::super::tensors::{QuantUsages, Quantized, QuantizedPair, RowGroups};
+use super::super::tensors::{QuantUsages, QuantizedMatrix, QuantizedPair, RowGroups};
 use super::super::{trace_op, usage_name};
 use super::tensors::{
     Source, device_groups, float_kind, launched, like_quantized, result, to_burn, to_device,
@@ -54,11 +52,18 @@ struct GroupedSource {
 
 impl GroupedSource {
     /// The quantized tensor with this usage.
-    fn one(&self, params: &QuantParams, usage: Usage, storage: Storage) -> Quantized<CubeBackend> {
+    fn one(
+        &self,
+        params: &QuantParams,
+        usage: Usage,
+        storage: Storage,
+    ) -> QuantizedMatrix<CubeBackend> {
         let (client, matrix, groups) = (&self.x.tensor.client, &self.x.matrix, &self.groups);
         if params.format.is_mx() {
             self.trace("mx_quantize", usage_name(usage));
-            let made = mx_quantize(&self.x, groups, usage, params.format);
+            let format = params.format;
+            let made = quantize::mx_quantize_groups(client, matrix, groups, usage, format);
+            let made = launched(made);
             return self.made(made, params, usage, storage);
         }
         if let (QuantRounding::MsEden(_), Some(_)) = (params.rounding, params.hadamard) {
@@ -125,7 +130,7 @@ impl GroupedSource {
         &self,
         [row, col]: [QuantParams; 2],
         storages: [Storage; 2],
-    ) -> (Quantized<CubeBackend>, Quantized<CubeBackend>) {
+    ) -> (QuantizedMatrix<CubeBackend>, QuantizedMatrix<CubeBackend>) {
         let (client, matrix, groups) = (&self.x.tensor.client, &self.x.matrix, &self.groups);
         let is_2d = [row, col].map(|params| params.block == BlockShape::Block2d);
         let [row_storage, col_storage] = storages;
@@ -234,7 +239,7 @@ impl GroupedSource {
         params: &QuantParams,
         usage: Usage,
         storage: Storage,
-    ) -> Quantized<CubeBackend> {
+    ) -> QuantizedMatrix<CubeBackend> {
         let layout = self.count.layout(self.x.shape(), usage, params, storage);
         to_burn(&self.x.tensor, made, self.count, layout)
     }
@@ -242,14 +247,6 @@ impl GroupedSource {
     fn trace(&self, op: &'static str, usage: &'static str) {
         trace_op(op, usage, self.x.matrix.rows, self.x.matrix.cols);
     }
-}
-
-fn mx_quantize(x: &Source, groups: &Groups, usage: Usage, format: Format) -> DeviceQuantized {
-    let (client, matrix) = (&x.tensor.client, &x.matrix);
-    launched(match groups {
-        Groups::One => quantize::mx_quantize(client, matrix, usage, format),
-        groups => quantize::mx_quantize_groups(client, matrix, groups, usage, format),
-    })
 }
 
 fn ms_eden(
@@ -272,12 +269,12 @@ fn ms_eden(
 
 /// See [`nvfp4_requantize`](super::super::Nvfp4Ops::nvfp4_requantize).
 pub(super) fn requantize(
-    source: Quantized<CubeBackend>,
+    source: QuantizedMatrix<CubeBackend>,
     groups: RowGroups<CubeBackend>,
     usage: Usage,
     params: &QuantParams,
     via: FloatDType,
-) -> Quantized<CubeBackend> {
+) -> QuantizedMatrix<CubeBackend> {
     let Layout { rows, cols, .. } = source.layout;
     let (like, count) = (like_quantized(&source), groups.count());
     let source = to_device(source, device_groups(groups));
@@ -296,7 +293,7 @@ pub(super) fn requantize(
 
 /// See [`nvfp4_dequantize`](super::super::Nvfp4Ops::nvfp4_dequantize).
 pub(super) fn dequantize(
-    source: Quantized<CubeBackend>,
+    source: QuantizedMatrix<CubeBackend>,
     groups: &RowGroups<CubeBackend>,
     dtype: FloatDType,
 ) -> CubeTensor {

@@ -10,7 +10,7 @@ use nvfp4_kernels::{Layout, Nvfp4Error, Storage};
 
 use super::super::float_dtype;
 use super::super::layout::{GroupCount, code_words};
-use super::super::tensors::{MaybeTensor, Operand, Quantized, QuantizedData, RowGroups};
+use super::super::tensors::{MaybeTensor, Operand, QuantizedData, QuantizedMatrix, RowGroups};
 
 /// A contiguous float matrix, as Burn's tensor and as the kernels' view of it.
 pub(super) struct Source {
@@ -63,7 +63,7 @@ pub(super) fn to_burn(
     made: DeviceQuantized,
     groups: GroupCount,
     layout: Layout,
-) -> Quantized<CubeBackend> {
+) -> QuantizedMatrix<CubeBackend> {
     let (outer, blocks) = (layout.outer(), layout.blocks());
     let amax = match layout.format.has_global_scale() {
         true => {
@@ -86,11 +86,11 @@ pub(super) fn to_burn(
             QuantizedData::Bf16Unscaled(new_tensor(like, made.codes, shape, DType::BF16))
         }
     };
-    Quantized { data, amax, layout }
+    QuantizedMatrix { data, amax, layout }
 }
 
 /// The kernels' view of a quantized tensor, with its groups.
-pub(super) fn to_device(source: Quantized<CubeBackend>, groups: Groups) -> DeviceQuantized {
+pub(super) fn to_device(source: QuantizedMatrix<CubeBackend>, groups: Groups) -> DeviceQuantized {
     let (codes, scales) = match source.data {
         QuantizedData::Packed { codes, scales } => (codes, Some(scales)),
         QuantizedData::Bf16Unscaled(values) => (values, None),
@@ -116,7 +116,7 @@ pub(super) fn like(operand: &Operand<CubeBackend>) -> CubeTensor {
 }
 
 /// The codes of a quantized tensor, or its values.
-pub(super) fn like_quantized(quantized: &Quantized<CubeBackend>) -> CubeTensor {
+pub(super) fn like_quantized(quantized: &QuantizedMatrix<CubeBackend>) -> CubeTensor {
     match &quantized.data {
         QuantizedData::Packed { codes, .. } => codes.clone(),
         QuantizedData::Bf16Unscaled(values) => values.clone(),

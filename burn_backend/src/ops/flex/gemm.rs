@@ -8,7 +8,7 @@ use burn_flex::FlexTensor;
 use nvfp4_kernels::{Amax, AmaxGranularity, Layout, Origin, QuantizedTensor, Usage, reference};
 use rayon::prelude::*;
 
-use super::super::tensors::{MaybeTensor, Operand, Quantized, QuantizedData};
+use super::super::tensors::{MaybeTensor, Operand, QuantizedData, QuantizedMatrix};
 use super::super::{float_dtype, trace_op};
 use super::tensors::{amax_values, bytes_of, matrix, narrow, trusted};
 
@@ -159,7 +159,7 @@ impl StoredOperand {
         }
     }
 
-    pub fn quantized(quantized: Quantized<Flex>) -> Self {
+    pub fn quantized(quantized: QuantizedMatrix<Flex>) -> Self {
         let layout = quantized.layout;
         let factors = Factors::new(quantized.amax, &layout);
         match quantized.data {

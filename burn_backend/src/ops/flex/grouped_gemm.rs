@@ -7,7 +7,7 @@ use burn_core::tensor::{DType, FloatDType, Shape, Slice};
 use burn_flex::FlexTensor;
 use nvfp4_kernels::{AmaxGranularity, Layout};
 
-use super::super::tensors::{Operand, Quantized, QuantizedData};
+use super::super::tensors::{Operand, QuantizedData, QuantizedMatrix};
 use super::gemm::dense;
 use super::tensors::{matrix, narrow, ranges, side_by_side};
 
@@ -139,7 +139,7 @@ struct Part {
 }
 
 impl Part {
-    fn of(self, whole: &Quantized<Flex>) -> Quantized<Flex> {
+    fn of(self, whole: &QuantizedMatrix<Flex>) -> QuantizedMatrix<Flex> {
         let QuantizedData::Packed { codes, scales } = &whole.data else {
             unreachable!("an operand in groups is packed, or a float");
         };
@@ -155,7 +155,7 @@ impl Part {
             let slices = [Slice::from(self.amax.clone())];
             Flex::float_slice(amax, &slices).to_contiguous()
         };
-        Quantized {
+        QuantizedMatrix {
             data: QuantizedData::Packed {
                 codes: part(codes),
                 scales: part(scales),

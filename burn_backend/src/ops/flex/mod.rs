@@ -20,7 +20,7 @@ use nvfp4_kernels::{Storage, Usage};
 use super::Nvfp4Ops;
 use super::spec::QuantParams;
 use super::tensors::{
-    GemmGroups, MaybeTensor, Operand, QuantUsages, Quantized, QuantizedPair, RowGroups,
+    GemmGroups, MaybeTensor, Operand, QuantUsages, QuantizedMatrix, QuantizedPair, RowGroups,
 };
 use tensors::ranges;
 
@@ -34,12 +34,12 @@ impl Nvfp4Ops for Flex {
     }
 
     fn nvfp4_requantize(
-        source: Quantized<Self>,
+        source: QuantizedMatrix<Self>,
         groups: RowGroups<Self>,
         usage: Usage,
         params: QuantParams,
         via: FloatDType,
-    ) -> Quantized<Self> {
+    ) -> QuantizedMatrix<Self> {
         // MS-EDEN takes the values exactly.
         let via = match params.is_ms_eden() {
             true => FloatDType::F32,
@@ -51,7 +51,7 @@ impl Nvfp4Ops for Flex {
     }
 
     fn nvfp4_dequantize(
-        source: Quantized<Self>,
+        source: QuantizedMatrix<Self>,
         groups: RowGroups<Self>,
         dtype: FloatDType,
     ) -> FloatTensor<Self> {

@@ -15,7 +15,9 @@ use nvfp4_kernels::{
 use super::super::layout::GroupCount;
 use super::super::operands::{scaled, with_amax_per_row};
 use super::super::spec::{QuantParams, QuantRounding};
-use super::super::tensors::{QuantUsages, Quantized, QuantizedData, QuantizedPair, RowGroups};
+use super::super::tensors::{
+    QuantUsages, QuantizedData, QuantizedMatrix, QuantizedPair, RowGroups,
+};
 use super::super::{trace_op, usage_name};
 use super::gemm::StoredOperand;
 use super::tensors::{
@@ -79,13 +81,13 @@ fn trace(groups: &GroupedRows, usages: &QuantUsages) {
 }
 
 /// `packed`, stored as asked.
-fn stored_as(packed: Quantized<Flex>, storage: Storage) -> Quantized<Flex> {
+fn stored_as(packed: QuantizedMatrix<Flex>, storage: Storage) -> QuantizedMatrix<Flex> {
     match storage {
         Storage::Packed => packed,
         Storage::Bf16Unscaled => {
             let (amax, layout) = (packed.amax.clone(), packed.layout);
             let values = StoredOperand::quantized(packed).rows(&(0..layout.outer()));
-            Quantized {
+            QuantizedMatrix {
                 data: QuantizedData::Bf16Unscaled(narrow(values, FloatDType::BF16)),
                 amax,
                 layout: Layout { storage, ..layout },
@@ -96,7 +98,7 @@ fn stored_as(packed: Quantized<Flex>, storage: Storage) -> Quantized<Flex> {
 
 /// See [`nvfp4_dequantize`](super::super::Nvfp4Ops::nvfp4_dequantize).
 pub(super) fn dequantize(
-    source: Quantized<Flex>,
+    source: QuantizedMatrix<Flex>,
     groups: &RowGroups<Flex>,
     dtype: FloatDType,
 ) -> FlexTensor {
@@ -224,7 +226,7 @@ impl GroupedRows {
         usage: Usage,
         params: &QuantParams,
         amax: Option<Amax>,
-    ) -> Quantized<Flex> {
+    ) -> QuantizedMatrix<Flex> {
         let layout = self
             .count
             .layout(self.shape, usage, params, Storage::Packed);

@@ -10,7 +10,7 @@ use nvfp4_kernels::{Amax, Layout, Nvfp4Error, Origin, QuantizedTensor};
 use rayon::prelude::*;
 
 use super::super::layout::code_words;
-use super::super::tensors::{MaybeTensor, Quantized, QuantizedData};
+use super::super::tensors::{MaybeTensor, QuantizedData, QuantizedMatrix};
 
 /// Run `$body` with `$values` bound to the contiguous elements of the float tensor `$x`.
 macro_rules! with_elements {
@@ -78,7 +78,7 @@ pub(super) fn upload(
     scales: Vec<u8>,
     amax: Vec<f32>,
     layout: Layout,
-) -> Quantized<Flex> {
+) -> QuantizedMatrix<Flex> {
     let (outer, blocks) = (layout.outer(), layout.blocks());
     let (width, dtype) = code_words(&layout);
     let codes = match dtype {
@@ -98,7 +98,7 @@ pub(super) fn upload(
         }
         false => MaybeTensor::Absent,
     };
-    Quantized {
+    QuantizedMatrix {
         data: QuantizedData::Packed {
             codes: FlexTensor::from_data(codes),
             scales: FlexTensor::from_data(TensorData::new(scales, [outer, blocks])),
@@ -109,7 +109,7 @@ pub(super) fn upload(
 }
 
 /// The oracle's view of a packed matrix. How its codes were rounded does not matter any more.
-pub(super) fn download(packed: Quantized<Flex>) -> QuantizedTensor {
+pub(super) fn download(packed: QuantizedMatrix<Flex>) -> QuantizedTensor {
     let layout = packed.layout;
     let amax = amax_values(packed.amax.clone());
     let (codes, scales) = packed.into_packed();
