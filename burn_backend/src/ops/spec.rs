@@ -81,12 +81,22 @@ impl QuantParams {
         }
     }
 
-    /// Whether two quantizations of one matrix are equal: no random bits.
-    pub(crate) fn is_deterministic(&self) -> bool {
-        self.rounding == QuantRounding::Elements(Rounding::Nearest)
+    /// Where its random bits come from, if it has any.
+    pub const fn stream(&self) -> Option<RandomStream> {
+        match self.rounding {
+            QuantRounding::Elements(Rounding::Nearest) => None,
+            QuantRounding::Elements(Rounding::Stochastic(stream))
+            | QuantRounding::MsEden(stream) => Some(stream),
+        }
     }
 
-    pub(crate) fn is_ms_eden(&self) -> bool {
+    /// Whether two quantizations of one matrix are equal: no random bits.
+    pub(crate) fn is_deterministic(&self) -> bool {
+        self.stream().is_none()
+    }
+
+    /// Whether it is made by MS-EDEN.
+    pub const fn is_ms_eden(&self) -> bool {
         matches!(self.rounding, QuantRounding::MsEden(_))
     }
 
