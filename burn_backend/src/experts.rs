@@ -24,11 +24,11 @@ pub struct ExpertOffsets {
 }
 
 impl ExpertOffsets {
-    /// The offsets of experts with `counts` (`[experts]`, any integer type) tokens each, of `tokens`
-    /// in all.
+    /// The offsets of experts with `counts` (`[experts]`, any integer type) tokens each, of
+    /// `tokens` in all.
     ///
-    /// `counts` is not read by the host. A negative count is zero, and what is beyond `tokens` is cut
-    /// off; tokens that are left over belong to no expert: layers give zeros for them.
+    /// `counts` is not read by the host. A negative count is zero, and what is beyond `tokens` is
+    /// cut off; tokens that are left over belong to no expert: layers give zeros for them.
     ///
     /// # Errors
     /// When there is no count, more than [`MAX_EXPERTS`], or more than 2^31 - 1 tokens.
@@ -98,8 +98,9 @@ pub(crate) fn check_experts(argument: &'static str, experts: usize) -> Result<()
 /// [`ops`](crate::ops) for how groups are quantized.
 ///
 /// `x` is `[tokens, d_in]`, sorted by expert as `experts` says; `weight` `[experts, d_in, d_out]`;
-/// `bias` `[experts, d_out]`; each `f32`, `bf16` or `f16`. The output is `[tokens, d_out]` in the type
-/// of `x`, zero for tokens of no expert; every gradient has the type of what it is the gradient of.
+/// `bias` `[experts, d_out]`; each `f32`, `bf16` or `f16`. The output is `[tokens, d_out]` in the
+/// type of `x`, zero for tokens of no expert; every gradient has the type of what it is the
+/// gradient of.
 ///
 /// # Errors
 /// When the device has no implementation, devices differ, a type is not supported, a shape does not
@@ -184,8 +185,8 @@ pub(crate) fn check_grouped_linear(
     Ok(())
 }
 
-/// Fails unless the weight and bias of a grouped layer, called `names`, fit each other and an `x` on
-/// `device`.
+/// Fails unless the weight and bias of a grouped layer, called `names`, fit each other and an `x`
+/// on `device`.
 pub(crate) fn check_grouped_parameters(
     device: &Device,
     names: [&'static str; 2],
@@ -210,9 +211,9 @@ pub(crate) fn check_grouped_parameters(
 /// Rows of `x` (`[tokens, width]`) by number: `out[s] = x[index[s]]`, `[slots, width]`, for `index`
 /// `[slots]`; differentiable in `x`.
 ///
-/// `inverse` (`[tokens, copies]`, `tokens * copies = slots`) holds the slots that each row of `x` went
-/// to, every slot once. With it the backward gathers too, `dx[t] = Σⱼ dout[inverse[t, j]]`, added in
-/// `f32` in the order of `j`, where the backward of a plain selection scatters.
+/// `inverse` (`[tokens, copies]`, `tokens * copies = slots`) holds the slots that each row of `x`
+/// went to, every slot once. With it the backward gathers too, `dx[t] = Σⱼ dout[inverse[t, j]]`,
+/// added in `f32` in the order of `j`, where the backward of a plain selection scatters.
 ///
 /// What `index` and `inverse` hold is not checked: that would wait for the device.
 ///
@@ -254,8 +255,8 @@ pub fn moe_permute(x: Tensor<2>, index: Tensor<1, Int>, inverse: Tensor<2, Int>)
 /// `choices[places[t, j]] = t * copies + j`. Neither is checked: that would wait for the device.
 ///
 /// # Errors
-/// When the device has no implementation, devices differ, a type is not supported, or a shape does not
-/// fit.
+/// When the device has no implementation, devices differ, a type is not supported, or a shape does
+/// not fit.
 pub fn try_moe_unpermute(
     y: Tensor<2>,
     weights: Tensor<2>,

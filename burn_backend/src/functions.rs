@@ -30,8 +30,8 @@ impl Nvfp4Tensor {
     /// `u8[outer, blocks]`, `amax` `f32[amax_len]`.
     ///
     /// # Errors
-    /// When `layout` is not that of a packed NVFP4 tensor with compact scales, or a buffer has another
-    /// shape, type or device than `layout` asks for.
+    /// When `layout` is not that of a packed NVFP4 tensor with compact scales, or a buffer has
+    /// another shape, type or device than `layout` asks for.
     pub fn try_from_parts(
         codes: Tensor<2, Int>,
         scales: Tensor<2, Int>,
@@ -149,8 +149,8 @@ pub fn quantize(
     or_panic("quantize", try_quantize(x, usage, rounding, hadamard))
 }
 
-/// Quantizes the matrix `x` (`[rows, cols]`) in 16x16 blocks, rounded to nearest: the rowwise and the
-/// columnwise tensor, exact transposes of each other.
+/// Quantizes the matrix `x` (`[rows, cols]`) in 16x16 blocks, rounded to nearest: the rowwise and
+/// the columnwise tensor, exact transposes of each other.
 ///
 /// # Errors
 /// When the device or the type is not supported, or a dimension is no multiple of 16.
@@ -251,8 +251,8 @@ pub fn matmul(
 /// `y = Q(x) Q(weight) + bias`, differentiable in all three, with forward and backward in NVFP4.
 ///
 /// `x` is `[..., d_in]` (leading axes are folded to rows, any number of them, none included),
-/// `weight` `[d_in, d_out]`, `bias` `[d_out]`; each may be `f32`, `bf16` or `f16`. The output has the
-/// type of `x`; every gradient has the type of what it is the gradient of.
+/// `weight` `[d_in, d_out]`, `bias` `[d_out]`; each may be `f32`, `bf16` or `f16`. The output has
+/// the type of `x`; every gradient has the type of what it is the gradient of.
 ///
 /// # Errors
 /// When the device has no implementation, devices differ, a type is not supported, a shape does

@@ -154,8 +154,8 @@ pub(crate) fn linear_parameters(
     Ok(())
 }
 
-/// Fail unless a parameter is on the device of `x`, or will be: one without a value yet is not asked for it, which
-/// would make it there.
+/// Fail unless a parameter is on the device of `x`, or will be: one without a value yet is not
+/// asked for it, which would make it there.
 pub(crate) fn parameter<const D: usize>(
     device: &Device,
     name: &'static str,

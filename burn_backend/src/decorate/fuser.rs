@@ -1,15 +1,15 @@
 //! The fusion that runs the GEMMs of decorated layers.
 //!
 //! Burn's fusion cuts a stream into blocks, offers every operation of a block to every registered
-//! fuser, and selects the fuser with the best score. [`BlockFuser`] claims every block, all of it, at
-//! the highest score: so no other fuser gets a GEMM, and no GEMM runs on its own. Blocks that are
-//! claimed whole can always be ordered, as Burn keeps them free of cycles. If a fuser leaves the end of
-//! a block, Burn gathers the ends of several blocks into one more; that block can depend on a block
-//! that depends on it, and Burn then drops all fusion of the segment.
+//! fuser, and selects the fuser with the best score. [`BlockFuser`] claims every block, all of it,
+//! at the highest score: so no other fuser gets a GEMM, and no GEMM runs on its own. Blocks that
+//! are claimed whole can always be ordered, as Burn keeps them free of cycles. If a fuser leaves
+//! the end of a block, Burn gathers the ends of several blocks into one more; that block can depend
+//! on a block that depends on it, and Burn then drops all fusion of the segment.
 //!
-//! The operations before, between and after the GEMMs go to Burn's own fusers, as they would without
-//! this one. The [tracker](super::tracker) knows which GEMMs belong to decorated layers; all others
-//! run as they would without fusion.
+//! The operations before, between and after the GEMMs go to Burn's own fusers, as they would
+//! without this one. The [tracker](super::tracker) knows which GEMMs belong to decorated layers;
+//! all others run as they would without fusion.
 
 use burn_core::backend::fusion::{
     FuserProperties, FuserStatus, NumOperations, OperationFuser,

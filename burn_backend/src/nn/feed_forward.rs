@@ -99,8 +99,8 @@ impl Nvfp4SwiGlu {
         or_panic("Nvfp4SwiGlu::forward", self.try_forward(x))
     }
 
-    /// Take over the parameters of `swiglu`, burn-nn's gated activation, and of the projection `down`
-    /// behind it, which keeps its ids. The two layers of `swiglu` become one, with new ids
+    /// Take over the parameters of `swiglu`, burn-nn's gated activation, and of the projection
+    /// `down` behind it, which keeps its ids. The two layers of `swiglu` become one, with new ids
     /// ([`into_swiglu`](Self::into_swiglu) gives the old ones back).
     ///
     /// # Errors
@@ -131,8 +131,9 @@ impl Nvfp4SwiGlu {
         })
     }
 
-    /// Hand the parameters over to burn-nn's gated activation, with the ids of the one that this was
-    /// made of, or with new ones if it was made of none, and to the projection behind it, with its ids.
+    /// Hand the parameters over to burn-nn's gated activation, with the ids of the one that this
+    /// was made of, or with new ones if it was made of none, and to the projection behind it, with
+    /// its ids.
     pub fn into_swiglu(self) -> (SwiGlu, Linear) {
         let [linear_inner, linear_outer] = parts(self.gate_up.into_linear(), self.ids.as_deref());
         let swiglu = SwiGlu {

@@ -1,8 +1,8 @@
-//! A linear layer whose gradients are required: the operands of its three GEMMs, each quantized once,
-//! and its backward.
+//! A linear layer whose gradients are required: the operands of its three GEMMs, each quantized
+//! once, and its backward.
 //!
-//! One implementation for a weight that multiplies all rows and for a stack of weights, one for each
-//! group of rows.
+//! One implementation for a weight that multiplies all rows and for a stack of weights, one for
+//! each group of rows.
 
 use burn_core::backend::{Backend, TensorMetadata, tensor::FloatTensor, tensor::IntTensor};
 use burn_core::tensor::{FloatDType, Shape};
@@ -341,8 +341,8 @@ impl<B: Backend> RowGroups<B> {
 
 /// The sum of `dy` over the rows of each bias, in `f32`.
 ///
-/// One sum for each feature leaves a GPU idle. The rows are summed in two steps: the first has up to
-/// 256 times as many sums.
+/// One sum for each feature leaves a GPU idle. The rows are summed in two steps: the first has up
+/// to 256 times as many sums.
 fn bias_grad<B: Nvfp4Ops>(dy: FloatTensor<B>, groups: &RowGroups<B>) -> FloatTensor<B> {
     if let Some(offsets) = groups.offsets() {
         return B::nvfp4_segment_sum(dy, offsets.clone());

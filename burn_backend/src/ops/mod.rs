@@ -1,15 +1,15 @@
 //! The extension trait, and the values that cross it.
 //!
-//! Arguments are trusted here: [`functions`](crate::functions) and [`experts`](crate::experts) check
-//! them before anything is queued, because an implementation may run later, on another thread, where
-//! it can only panic.
+//! Arguments are trusted here: [`functions`](crate::functions) and [`experts`](crate::experts)
+//! check them before anything is queued, because an implementation may run later, on another
+//! thread, where it can only panic.
 //!
 //! # Groups
 //!
 //! The linear layers of a mixture of experts run all experts in one launch. Tokens are sorted by
-//! expert, `[tokens, d_in]`, and offsets (`u32[experts + 1]`, ascending from 0, none above `tokens`)
-//! say where each expert's tokens begin. They stay on the device: shapes depend on the numbers of
-//! tokens and experts alone.
+//! expert, `[tokens, d_in]`, and offsets (`u32[experts + 1]`, ascending from 0, none above
+//! `tokens`) say where each expert's tokens begin. They stay on the device: shapes depend on the
+//! numbers of tokens and experts alone.
 //!
 //! A grouped layer computes what the plain layer computes for each expert's tokens and weight:
 //!
@@ -20,10 +20,10 @@
 //! - MXFP8 has no amax beyond its blocks of 32, which begin at the first token of each group.
 //! - High precision, of the original tensors or of dequantized ones, is multiplied as it is.
 //!
-//! The experts share the random streams of the layer. Block numbers, and those of MS-EDEN's groups of
-//! 128, continue from group to group: from `first_row · blocks` on in a rowwise tensor, from `columns ·
-//! (blocks of the earlier groups along the tokens)` on in a columnwise one, so that no two experts draw
-//! the same bits.
+//! The experts share the random streams of the layer. Block numbers, and those of MS-EDEN's groups
+//! of 128, continue from group to group: from `first_row · blocks` on in a rowwise tensor, from
+//! `columns · (blocks of the earlier groups along the tokens)` on in a columnwise one, so that no
+//! two experts draw the same bits.
 
 mod autodiff;
 mod context;
@@ -71,8 +71,8 @@ pub use tensors::{
 ///
 /// Matrices are 2-D floats of type `f32`, `bf16` or `f16`. Only
 /// [`nvfp4_linear`](Self::nvfp4_linear), [`nvfp4_moe_permute`](Self::nvfp4_moe_permute) and
-/// [`nvfp4_moe_unpermute`](Self::nvfp4_moe_unpermute) are differentiable; under `Autodiff` the results
-/// of the other operations are constants.
+/// [`nvfp4_moe_unpermute`](Self::nvfp4_moe_unpermute) are differentiable; under `Autodiff` the
+/// results of the other operations are constants.
 #[backend_extension(
     Flex: cfg(feature = "flex"),
     Cube: cfg(any(feature = "cpu", feature = "cuda")),
@@ -80,12 +80,12 @@ pub use tensors::{
     Autodiff
 )]
 pub trait Nvfp4Ops: Backend {
-    /// The quantized tensors of `x` (`[rows, cols]`) with the `usages`, from one read of `x` where one
-    /// kernel makes both.
+    /// The quantized tensors of `x` (`[rows, cols]`) with the `usages`, from one read of `x` where
+    /// one kernel makes both.
     ///
     /// `cols` must be a multiple of 16 for a rowwise NVFP4 tensor; a columnwise one is padded with
-    /// zeros. 16x16 blocks need `rows` to be a multiple of 16 too. With [`RowGroups::Offsets`] blocks
-    /// are 1x16 or 1x32, and the storage is packed.
+    /// zeros. 16x16 blocks need `rows` to be a multiple of 16 too. With [`RowGroups::Offsets`]
+    /// blocks are 1x16 or 1x32, and the storage is packed.
     #[fusion(meta = meta::quantize)]
     fn nvfp4_quantize(
         x: FloatTensor<Self>,
@@ -93,9 +93,9 @@ pub trait Nvfp4Ops: Backend {
         usages: QuantUsages,
     ) -> QuantizedPair<Self>;
 
-    /// The values of `source`, which is NVFP4, packed and not transformed, quantized straight from its
-    /// codes, by MS-EDEN or to an MX format. For an MX format the values are rounded to `via` first.
-    /// With groups, which are those of `source`, `source` is rowwise.
+    /// The values of `source`, which is NVFP4, packed and not transformed, quantized straight from
+    /// its codes, by MS-EDEN or to an MX format. For an MX format the values are rounded to `via`
+    /// first. With groups, which are those of `source`, `source` is rowwise.
     #[fusion(meta = meta::requantize)]
     fn nvfp4_requantize(
         #[extension_type] source: QuantizedMatrix<Self>,
@@ -105,8 +105,9 @@ pub trait Nvfp4Ops: Backend {
         via: FloatDType,
     ) -> QuantizedMatrix<Self>;
 
-    /// The values of `source` in the orientation of its source, `[rows, cols]`. With a transform they
-    /// stay in the rotated domain. With groups, `source` is rowwise; rows of no group are undefined.
+    /// The values of `source` in the orientation of its source, `[rows, cols]`. With a transform
+    /// they stay in the rotated domain. With groups, `source` is rowwise; rows of no group are
+    /// undefined.
     #[fusion(meta = meta::dequantize)]
     fn nvfp4_dequantize(
         #[extension_type] source: QuantizedMatrix<Self>,
@@ -114,11 +115,11 @@ pub trait Nvfp4Ops: Backend {
         dtype: FloatDType,
     ) -> FloatTensor<Self>;
 
-    /// The GEMM of two operands, see [`GemmGroups`], accumulated in `f32` and rounded once to `dtype`.
-    /// `alpha` is the product of the operands' global scales.
+    /// The GEMM of two operands, see [`GemmGroups`], accumulated in `f32` and rounded once to
+    /// `dtype`. `alpha` is the product of the operands' global scales.
     ///
-    /// Two float operands have one type, and none is multiplied with a quantized one whose contraction
-    /// is padded.
+    /// Two float operands have one type, and none is multiplied with a quantized one whose
+    /// contraction is padded.
     #[fusion(meta = meta::gemm)]
     fn nvfp4_gemm(
         #[extension_type] a: Operand<Self>,
@@ -128,8 +129,8 @@ pub trait Nvfp4Ops: Backend {
         dtype: FloatDType,
     ) -> FloatTensor<Self>;
 
-    /// `y = x w + bias` for `x` (`[m, d_in]`), `w` (`[d_in, d_out]`) and `bias` (`[d_out]`), with the
-    /// operands of `spec`, in the type of `x`.
+    /// `y = x w + bias` for `x` (`[m, d_in]`), `w` (`[d_in, d_out]`) and `bias` (`[d_out]`), with
+    /// the operands of `spec`, in the type of `x`.
     ///
     /// With [`RowGroups::Offsets`], `y[i] = x[i] w[g] + bias[g]` for the rows `i` of group `g`, `w`
     /// being `[experts, d_in, d_out]` and `bias` `[experts, d_out]`; rows of no group are zero.
@@ -158,8 +159,8 @@ pub trait Nvfp4Ops: Backend {
         Self::nvfp4_gemm(x, w, bias, groups.of_rows(), dtype)
     }
 
-    /// The value of its group for each of `rows` rows, from `values`, `f32[groups]`; 0 for rows of no
-    /// group.
+    /// The value of its group for each of `rows` rows, from `values`, `f32[groups]`; 0 for rows of
+    /// no group.
     #[fusion(meta = meta::broadcast_group_values)]
     fn nvfp4_broadcast_group_values(
         values: FloatTensor<Self>,
@@ -174,8 +175,8 @@ pub trait Nvfp4Ops: Backend {
     /// Rows of `x` (`[tokens, width]`) by number: `out[s] = x[index[s]]` for `index` `[slots]`.
     ///
     /// `inverse` (`[tokens, copies]`) holds, for each row of `x`, the slots that it went to; every
-    /// slot stands there once. `Autodiff` overrides it: with the inverse the backward is a gather too,
-    /// `dx[t] = Σⱼ dout[inverse[t, j]]`, in a fixed order and in `f32`, where that of a plain
+    /// slot stands there once. `Autodiff` overrides it: with the inverse the backward is a gather
+    /// too, `dx[t] = Σⱼ dout[inverse[t, j]]`, in a fixed order and in `f32`, where that of a plain
     /// selection scatters.
     #[fusion(default)]
     fn nvfp4_moe_permute(
@@ -188,9 +189,10 @@ pub trait Nvfp4Ops: Backend {
         Self::nvfp4_sum_rows(x, MaybeTensor::Absent, places)
     }
 
-    /// `out[t] = Σⱼ weights[t, j] · y[places[t, j]]`, in `f32`, rounded once to the type of `y`: for
-    /// `y` (`[slots, width]`), `weights` (`f32[tokens, copies]`) and `places` (`[tokens, copies]`),
-    /// which holds every slot once; `choices` (`[slots]`) is its inverse, `t * copies + j`.
+    /// `out[t] = Σⱼ weights[t, j] · y[places[t, j]]`, in `f32`, rounded once to the type of `y`:
+    /// for `y` (`[slots, width]`), `weights` (`f32[tokens, copies]`) and `places` (`[tokens,
+    /// copies]`), which holds every slot once; `choices` (`[slots]`) is its inverse, `t * copies +
+    /// j`.
     ///
     /// `Autodiff` overrides it with a backward that gathers too.
     #[fusion(default)]
@@ -203,8 +205,8 @@ pub trait Nvfp4Ops: Backend {
         Self::nvfp4_sum_rows(y, MaybeTensor::Present(weights), places)
     }
 
-    /// The gradients of [`nvfp4_moe_unpermute`](Self::nvfp4_moe_unpermute), given that of its output
-    /// (`[tokens, width]`), which has the type of `y`.
+    /// The gradients of [`nvfp4_moe_unpermute`](Self::nvfp4_moe_unpermute), given that of its
+    /// output (`[tokens, width]`), which has the type of `y`.
     #[fusion(meta = meta::moe_unpermute_backward)]
     fn nvfp4_moe_unpermute_backward(
         dout: FloatTensor<Self>,
@@ -216,9 +218,10 @@ pub trait Nvfp4Ops: Backend {
         rows::unpermute_backward::<Self>(dout, y, weights, places, choices)
     }
 
-    /// `out[i] = Σⱼ weights[i, j] · x[places[i, j]]`, without `weights` the sum of the rows: for `x`
-    /// (`[rows, width]`), `weights` (`f32[n, copies]`) and `places` (`[n, copies]`), row numbers, at
-    /// least one column of them. In `f32`, in the order of `j`, rounded once to the type of `x`.
+    /// `out[i] = Σⱼ weights[i, j] · x[places[i, j]]`, without `weights` the sum of the rows: for
+    /// `x` (`[rows, width]`), `weights` (`f32[n, copies]`) and `places` (`[n, copies]`), row
+    /// numbers, at least one column of them. In `f32`, in the order of `j`, rounded once to the
+    /// type of `x`.
     #[fusion(meta = meta::sum_rows)]
     fn nvfp4_sum_rows(
         x: FloatTensor<Self>,

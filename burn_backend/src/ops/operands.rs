@@ -16,8 +16,8 @@ use super::tensors::QuantizedData;
 use super::tensors::{MaybeTensor, Operand, QuantUsages, QuantizedMatrix, RowGroups};
 use super::{Nvfp4Ops, float_dtype};
 
-/// The storage of an operand in 1x16 blocks that only one GEMM reads, `m` x `n` with a contraction of
-/// `k`, of operands by `specs`: bf16 values, where that GEMM dequantizes packed operands.
+/// The storage of an operand in 1x16 blocks that only one GEMM reads, `m` x `n` with a contraction
+/// of `k`, of operands by `specs`: bf16 values, where that GEMM dequantizes packed operands.
 pub(super) fn storage_of<B: Backend>(
     device: &B::Device,
     specs: [&OperandSpec; 2],
@@ -254,7 +254,8 @@ pub(super) fn scaled<B: Backend>(source: QuantizedMatrix<B>, dtype: FloatDType) 
     cast::<B>(x, dtype)
 }
 
-/// A stack as one matrix, whose rows are contracted: those of the matrices, or of the transposed ones.
+/// A stack as one matrix, whose rows are contracted: those of the matrices, or of the transposed
+/// ones.
 fn flat<B: Backend>(w: FloatTensor<B>, usage: Usage) -> FloatTensor<B> {
     let w = match usage {
         Usage::Rowwise => w,

@@ -71,8 +71,8 @@ impl QuantParams {
         Self::new(Format::Mxfp8)
     }
 
-    /// NVFP4 by MS-EDEN: after `hadamard`, of 128, which both operands of a GEMM share, with the bits
-    /// of `stream`.
+    /// NVFP4 by MS-EDEN: after `hadamard`, of 128, which both operands of a GEMM share, with the
+    /// bits of `stream`.
     pub const fn ms_eden(hadamard: Hadamard, stream: RandomStream) -> Self {
         Self {
             rounding: QuantRounding::MsEden(stream),
@@ -146,7 +146,8 @@ impl QuantParams {
         }
     }
 
-    /// What is expected instead, where no kernel quantizes the operand `name` of the GEMM `gemm` so.
+    /// What is expected instead, where no kernel quantizes the operand `name` of the GEMM `gemm`
+    /// so.
     fn refusal(&self, gemm: &str, name: &str) -> Option<&'static str> {
         let is_eden_of_128 = |hadamard: Hadamard| hadamard.size() == HadamardSize::H128;
         let is_stochastic = matches!(
@@ -235,7 +236,8 @@ impl OperandSpec {
         self.params().is_none_or(QuantParams::is_deterministic)
     }
 
-    /// Whether a GEMM multiplies it with `other`, `is_wgrad` saying whether both are along the tokens.
+    /// Whether a GEMM multiplies it with `other`, `is_wgrad` saying whether both are along the
+    /// tokens.
     fn fits(&self, other: &Self, is_wgrad: bool) -> bool {
         match (self.params(), other.params()) {
             (None, None) => true,

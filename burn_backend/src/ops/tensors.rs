@@ -53,37 +53,38 @@ impl<B: Backend> MaybeTensor<B> {
 pub enum QuantizedData<B: Backend> {
     /// Codes and block scales.
     Packed {
-        /// Codes. Of 4 bits, `u32[outer, blocks * 2]`: eight to a word, the first in the lowest four
-        /// bits. Of 8 bits, `u8[outer, blocks * 32]`.
+        /// Codes. Of 4 bits, `u32[outer, blocks * 2]`: eight to a word, the first in the lowest
+        /// four bits. Of 8 bits, `u8[outer, blocks * 32]`.
         codes: IntTensor<B>,
         /// Block scales, `u8[outer, blocks]`: the bytes of the format's scales, row-major.
         scales: IntTensor<B>,
     },
     /// Code times block scale, which is exact in bf16 and not yet multiplied by the global scale:
-    /// `bf16[outer, blocks * 16]`. A GEMM without FP4 instructions multiplies these; an operand of one
-    /// such GEMM need not be packed before. In dense GEMMs only.
+    /// `bf16[outer, blocks * 16]`. A GEMM without FP4 instructions multiplies these; an operand of
+    /// one such GEMM need not be packed before. In dense GEMMs only.
     Bf16Unscaled(FloatTensor<B>),
 }
 
 /// A quantized matrix on a backend, in any format.
 ///
-/// With groups of rows, `layout` is that of all groups as one matrix, and there is one amax for each
-/// group, or one for each stored row, of each group in the columnwise tensor (`groups x cols`):
+/// With groups of rows, `layout` is that of all groups as one matrix, and there is one amax for
+/// each group, or one for each stored row, of each group in the columnwise tensor (`groups x
+/// cols`):
 ///
-/// - the quantized tensors of a stack of weights are rowwise ones of `[experts * d_in, d_out]` and of
-///   the transposed weights, `[experts * d_out, d_in]`;
+/// - the quantized tensors of a stack of weights are rowwise ones of `[experts * d_in, d_out]` and
+///   of the transposed weights, `[experts * d_out, d_in]`;
 /// - the rowwise tensor of tokens is that of `[tokens, cols]`; rows of no group are undefined;
-/// - in the columnwise tensor of tokens the groups lie side by side, each padded to whole blocks (or
-///   transforms), so that `rows` of its layout is their number at most; the elements behind the last
-///   group are undefined.
+/// - in the columnwise tensor of tokens the groups lie side by side, each padded to whole blocks
+///   (or transforms), so that `rows` of its layout is their number at most; the elements behind the
+///   last group are undefined.
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "cubecl-backend"))]
 pub struct QuantizedMatrix<B: Backend> {
     /// The elements in stored orientation.
     #[extension_type]
     pub data: QuantizedData<B>,
-    /// The largest magnitudes of the source (after the transform, if there is one), `f32`; absent in
-    /// a format without a global scale.
+    /// The largest magnitudes of the source (after the transform, if there is one), `f32`; absent
+    /// in a format without a global scale.
     #[extension_type]
     pub amax: MaybeTensor<B>,
     /// What the buffers mean.
@@ -219,8 +220,8 @@ pub enum RowGroups<B: Backend> {
     Whole,
     /// This many matrices of equally many rows, one below the other: a stack of weights.
     Batch(usize),
-    /// Groups of any sizes, 0 included: tokens. `u32[groups + 1]`, ascending from 0: where each group
-    /// begins, and where the last ends.
+    /// Groups of any sizes, 0 included: tokens. `u32[groups + 1]`, ascending from 0: where each
+    /// group begins, and where the last ends.
     Offsets(IntTensor<B>),
 }
 
@@ -235,8 +236,8 @@ pub enum GemmGroups<B: Backend> {
     /// whose offsets these are. `a` is the rowwise operand of tokens, `b` that of a stack,
     /// `[experts * n, k]` as it is stored, `bias` `[experts, n]`. Rows of no group are zero.
     M(IntTensor<B>),
-    /// K: `out[g, m, n] = alpha · Σₖ a[m, k] · b[n, k]` over the tokens `k` of group `g`, zeros for an
-    /// empty group. `a` and `b` are operands of one format, contracted along the tokens.
+    /// K: `out[g, m, n] = alpha · Σₖ a[m, k] · b[n, k]` over the tokens `k` of group `g`, zeros for
+    /// an empty group. `a` and `b` are operands of one format, contracted along the tokens.
     K {
         /// Where each group of tokens begins.
         offsets: IntTensor<B>,

@@ -55,12 +55,12 @@ pub struct WgradRecipe {
     pub dy: QuantSpec,
 }
 
-/// The recipe of a run: how each operand of each GEMM is quantized, the layers in high precision, and
-/// when to stop quantizing.
+/// The recipe of a run: how each operand of each GEMM is quantized, the layers in high precision,
+/// and when to stop quantizing.
 ///
 /// The defaults are the published NVFP4 pretraining recipe ([`nvidia`](Self::nvidia)); others have
-/// names ([`preset`](Self::preset)). It is a Burn [`Config`], so it is saved and loaded as JSON. Give
-/// it to [`Nvfp4LinearConfig`](crate::Nvfp4LinearConfig), and [`apply`](Self::apply) it to the
+/// names ([`preset`](Self::preset)). It is a Burn [`Config`], so it is saved and loaded as JSON.
+/// Give it to [`Nvfp4LinearConfig`](crate::Nvfp4LinearConfig), and [`apply`](Self::apply) it to the
 /// finished model to place the high-precision layers.
 ///
 /// ```
@@ -111,7 +111,8 @@ pub struct Nvfp4Recipe {
     /// Layers that stay in high precision by their place in the model, besides `high_precision`.
     #[config(default = "LayerPolicy::None")]
     pub layers: LayerPolicy,
-    /// When to stop quantizing. The training loop calls [`Healing::mode`] and [`set_mode`](crate::set_mode).
+    /// When to stop quantizing. The training loop calls [`Healing::mode`] and
+    /// [`set_mode`](crate::set_mode).
     pub healing: Option<Healing>,
     /// Quantize a weight once for all forwards between two changes of it: the micro-batches of
     /// gradient accumulation. Costs the memory of the quantized weights between steps.

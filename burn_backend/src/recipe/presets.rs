@@ -47,8 +47,8 @@ impl Nvfp4Recipe {
     }
 
     /// TransformerEngine's default: activations in 1x16 blocks to nearest, weights in 16x16 blocks,
-    /// gradients rounded stochastically, the transform of 16 on both operands of wgrad. The recipe of
-    /// NVIDIA's pretraining report (arXiv 2509.25149).
+    /// gradients rounded stochastically, the transform of 16 on both operands of wgrad. The recipe
+    /// of NVIDIA's pretraining report (arXiv 2509.25149).
     pub fn nvidia() -> Self {
         Self::new()
     }
@@ -108,7 +108,8 @@ impl Nvfp4Recipe {
     }
 
     /// [`nvidia`](Self::nvidia) with an amax for each token of `x` and `dy` (and for each feature in
-    /// wgrad, whose contraction is the tokens), so that a token's result does not depend on its batch. After TransformerEngine's pull request 3045.
+    /// wgrad, whose contraction is the tokens), so that a token's result does not depend on its
+    /// batch. After TransformerEngine's pull request 3045.
     pub fn per_token() -> Self {
         let recipe = Self::new();
         Self {

@@ -48,8 +48,8 @@ pub struct QuantSpec {
     /// rowwise and columnwise tensors are each other's transpose; for weights.
     #[serde(default, with = "BlockShapeName", skip_serializing_if = "is_default")]
     pub block: BlockShape,
-    /// One amax, and so one global scale, for the tensor, or one for each stored row: each token of a
-    /// rowwise operand, each feature of a columnwise one.
+    /// One amax, and so one global scale, for the tensor, or one for each stored row: each token of
+    /// a rowwise operand, each feature of a columnwise one.
     #[serde(default, alias = "global", skip_serializing_if = "is_default")]
     pub amax: AmaxGranularity,
     /// How elements are rounded.

@@ -51,8 +51,8 @@ fn dense(
         }
         _ => path_of(&capabilities, n, k),
     };
-    // The result of Burn's matmul has the type of its operands. It is rounded once, to `dtype`: so the
-    // matmul is in f32 where that is wider, or where a bias is added after it.
+    // The result of Burn's matmul has the type of its operands. It is rounded once, to `dtype`: so
+    // the matmul is in f32 where that is wider, or where a bias is added after it.
     let inner = match (&a, &b, &bias) {
         (Operand::Float(x, _), Operand::Float(y, _), None)
             if x.dtype == DType::from(dtype) && y.dtype == x.dtype =>
@@ -128,12 +128,12 @@ impl ElementClass {
 /// Whether a GEMM whose backend would be `path` runs on the kernels of [`gemm`], instead of Burn's
 /// matmul in the type `inner`.
 ///
-/// Two NVFP4 operands always do, and on Hopper and by cuBLASLt every operand that bf16 holds. On other
-/// GPUs two bf16 matrices go to Burn where it multiplies in bf16 (8192³ on an H100: 255 TFLOP/s
-/// autotuned, the tiles of that path 151). Where Burn would multiply in `f32`, for a bias or because
-/// one of the operands is quantized and would be dequantized as a whole first, they do not: few rows of
-/// a packed weight then have the small-M kernel. CubeCL's CPU runtime, which is for tests, leaves
-/// everything but NVFP4 to Burn.
+/// Two NVFP4 operands always do, and on Hopper and by cuBLASLt every operand that bf16 holds. On
+/// other GPUs two bf16 matrices go to Burn where it multiplies in bf16 (8192³ on an H100: 255
+/// TFLOP/s autotuned, the tiles of that path 151). Where Burn would multiply in `f32`, for a bias
+/// or because one of the operands is quantized and would be dequantized as a whole first, they do
+/// not: few rows of a packed weight then have the small-M kernel. CubeCL's CPU runtime, which is
+/// for tests, leaves everything but NVFP4 to Burn.
 fn runs_on_kernels(path: GemmBackend, operands: [ElementClass; 2], inner: FloatDType) -> bool {
     if operands == [ElementClass::Nvfp4; 2] {
         return true;
@@ -177,8 +177,8 @@ impl DeviceOperand {
                 Self::Quantized(Box::new(to_device(quantized, Groups::One)), false)
             }
             Operand::Quantized(quantized) => {
-                // In stored orientation, padding included. An E4M3 or E2M1 code times a power of two
-                // is exact in bf16.
+                // In stored orientation, padding included. An E4M3 or E2M1 code times a power of
+                // two is exact in bf16.
                 let like = like_quantized(&quantized);
                 let mut stored = to_device(quantized, Groups::One);
                 stored.layout = stored.layout.stored();
@@ -224,8 +224,8 @@ impl DeviceOperand {
     }
 }
 
-/// `x` and the axis of its contraction; of a view that transposes a contiguous matrix, that matrix and
-/// the other axis.
+/// `x` and the axis of its contraction; of a view that transposes a contiguous matrix, that matrix
+/// and the other axis.
 fn as_in_memory(x: CubeTensor, usage: Usage) -> (CubeTensor, Usage) {
     if x.is_contiguous() {
         return (x, usage);

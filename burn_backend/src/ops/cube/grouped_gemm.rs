@@ -26,8 +26,8 @@ use super::tensors::{
 /// The M-grouped GEMM.
 ///
 /// Operands that are not quantized run on the grouped kernels in `bf16`; in other float types all
-/// tokens are multiplied by the weight of every expert and masked, which costs as many times the work
-/// as there are experts.
+/// tokens are multiplied by the weight of every expert and masked, which costs as many times the
+/// work as there are experts.
 pub(super) fn m_grouped(
     a: Operand<CubeBackend>,
     b: Operand<CubeBackend>,
@@ -133,8 +133,8 @@ fn is_wide(operand: &Operand<CubeBackend>) -> bool {
     matches!(operand, Operand::Float(x, _) if x.dtype != DType::BF16)
 }
 
-/// The type in which Burn multiplies: that of the result, if both operands have it, or `f32`, in which
-/// dequantized values are exact.
+/// The type in which Burn multiplies: that of the result, if both operands have it, or `f32`, in
+/// which dequantized values are exact.
 fn matmul_dtype(
     a: &Operand<CubeBackend>,
     b: &Operand<CubeBackend>,
@@ -151,8 +151,8 @@ fn matmul_dtype(
     }
 }
 
-/// Reports that Burn multiplies in the type `inner`: all tokens by the weight of every expert, so as
-/// many times the operations as there are groups.
+/// Reports that Burn multiplies in the type `inner`: all tokens by the weight of every expert, so
+/// as many times the operations as there are groups.
 fn trace_masked(m: usize, n: usize, groups: usize, inner: FloatDType) {
     tracing::debug!(
         m,

@@ -216,8 +216,8 @@ impl GroupedSource {
         found.rows.or(found.cols).expect("requested")
     }
 
-    /// The amax values of both tensors, in one read; the same ones where both have one for each group
-    /// and no transform.
+    /// The amax values of both tensors, in one read; the same ones where both have one for each
+    /// group and no transform.
     fn pair_amax(&self, row: &QuantParams, col: &QuantParams) -> (Handle, Handle) {
         if row.shares_amax() && col.shares_amax() {
             let amax = self.amax(row, Usage::Rowwise);

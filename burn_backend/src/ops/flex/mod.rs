@@ -1,8 +1,8 @@
 //! Flex: the oracle's arithmetic on plain slices.
 //!
 //! Operands are quantized by [`reference`](nvfp4_kernels::reference), which is parallel and
-//! vectorised; GEMMs dequantize them (exactly) to `f32`, a panel of rows at a time, and run Flex's own
-//! matmul.
+//! vectorised; GEMMs dequantize them (exactly) to `f32`, a panel of rows at a time, and run Flex's
+//! own matmul.
 
 mod gemm;
 mod grouped_gemm;
