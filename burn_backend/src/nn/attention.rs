@@ -20,7 +20,7 @@ use crate::validate;
 /// Score of a key that a query must not see. `exp` of it is zero next to any real score.
 const MASKED: f32 = -1e30;
 
-/// Configuration of [`RopeCache`].
+/// Configuration of a [`RopeCache`].
 #[derive(Config, Debug)]
 pub struct RopeCacheConfig {
     /// Longest sequence.
@@ -110,7 +110,7 @@ impl RopeCacheConfig {
     }
 }
 
-/// What attention needs to know of positions: rotations and the mask, for all layers of a model.
+/// The RoPE cache and the causal mask of attention, for all layers of a model.
 #[derive(Module, Debug)]
 pub struct RopeCache {
     /// Cosine of position times frequency, `f32[1, 1, context, head / 2]`.
@@ -271,7 +271,7 @@ fn dropout(share: f64) -> Result<Option<Dropout>, Nvfp4Error> {
 
 /// Attention of several heads, with projections in NVFP4.
 ///
-/// Queries, keys and values come from one fused product: the input is quantized once and not three
+/// Queries, keys and values come from one fused GEMM: the input is quantized once and not three
 /// times, and the three parts of the weight share one global scale. Scores, softmax and the mix of
 /// values are in high precision: scores and values in the type of the input, softmax in `f32`.
 ///
@@ -455,7 +455,7 @@ impl Nvfp4Attention {
         })
     }
 
-    /// Hand the parameters over to a `burn_nn` attention: the output projection with its ids, the
+    /// Gives the parameters to a `burn_nn` attention: the output projection with its ids, the
     /// parts of the fused one with those that they had in the attention that this one was made of,
     /// or with new ones if it was made of none. (A bias that was not there then has a new id, too.)
     ///

@@ -74,7 +74,7 @@ impl Nvfp4GroupedLinearConfig {
 }
 
 /// A linear layer for each expert, `y = x W[e] + b[e]` for the tokens of expert `e`, whose
-/// products, forward and backward, run in NVFP4: all experts in one launch.
+/// GEMMs, forward and backward, run in NVFP4: all experts in one launch.
 ///
 /// Tokens come sorted by expert, with [`ExpertOffsets`] on the device; the host never learns how
 /// many tokens an expert has. Each expert's tokens and weight are quantized for themselves, with

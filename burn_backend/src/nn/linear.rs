@@ -31,7 +31,7 @@ pub struct Nvfp4LinearConfig {
     /// What is quantized, and how.
     #[config(default = "Nvfp4Recipe::new()")]
     pub recipe: Nvfp4Recipe,
-    /// Number of the layer, from which its random streams derive. Without one it takes the next
+    /// Id of the layer, from which its random streams derive. Without one it takes the next
     /// number of the process; [`assign_layer_ids`](crate::state::assign_layer_ids) numbers a whole
     /// model.
     pub layer: Option<u64>,
@@ -61,7 +61,7 @@ impl Nvfp4LinearConfig {
     }
 }
 
-/// A linear layer `y = x W + b` whose products, forward and backward, run in NVFP4.
+/// A linear layer `y = x W + b` whose GEMMs, forward and backward, run in NVFP4.
 ///
 /// It stands in for `burn_nn::Linear`: the same parameters, with the same paths in a record, so
 /// that checkpoints move both ways. Parameters stay in high precision (`f32` master weights);
@@ -109,7 +109,7 @@ impl Nvfp4Linear {
         Self::new(linear, recipe, None)
     }
 
-    /// Hand the parameters over to a `burn_nn::Linear`, with their ids.
+    /// Gives the parameters to a `burn_nn::Linear`, with their ids.
     pub fn into_linear(self) -> Linear {
         Linear {
             weight: self.weight,
@@ -188,7 +188,7 @@ impl Nvfp4Linear {
     /// The weights share one global scale, from the largest magnitude in any of them, as inference
     /// engines that fuse queries, keys and values, or gate and up, ask of a checkpoint. The input
     /// is quantized once. Random bits are the first layer's, whose count of forwards goes on; those
-    /// of the others stay. What is packed of the weights is kept by the first layer until one of
+    /// of the others stay. The first layer caches the quantized weights until one of
     /// them changes, or until it is computed alone or with others; in high precision they are put
     /// together anew in each forward.
     ///

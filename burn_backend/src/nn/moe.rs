@@ -92,7 +92,7 @@ impl Nvfp4MoeConfig {
     }
 }
 
-/// A mixture of SwiGLU experts, with the experts' products in NVFP4 and the router in `f32`.
+/// A mixture of SwiGLU experts, with the experts' GEMMs in NVFP4 and the router in `f32`.
 ///
 /// ```text
 /// p = softmax(x R)                              f32[tokens, experts]
@@ -185,8 +185,8 @@ impl Nvfp4Moe {
         let [d_model, experts] = self.router.weight.dims();
         let [tokens, _] = x.dims();
         let router = cast(self.router.weight.val(), FloatDType::F32);
-        // As a batch of products: the gradient of the router has few elements and a contraction as
-        // long as there are tokens, which one product would leave most of a GPU idle with.
+        // As a batch of GEMMs: the gradient of the router has few elements and a contraction as
+        // long as there are tokens, with which one GEMM would leave most of a GPU idle.
         let parts = equal_parts(tokens, 5);
         let logits = cast(x.clone(), FloatDType::F32)
             .reshape([parts, tokens / parts, d_model])

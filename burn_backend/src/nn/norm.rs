@@ -43,7 +43,7 @@ impl RmsNorm {
         }
     }
 
-    /// Hand the parameter over to a `burn_nn::RmsNorm`, with its id.
+    /// Gives the parameter to a `burn_nn::RmsNorm`, with its id.
     pub fn into_rms_norm(self) -> BurnRmsNorm {
         BurnRmsNorm {
             gamma: self.gain,

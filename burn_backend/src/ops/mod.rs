@@ -29,6 +29,8 @@ mod autodiff;
 mod context;
 #[cfg(any(feature = "cpu", feature = "cuda"))]
 mod cube;
+#[cfg(any(feature = "flex", feature = "cpu", feature = "cuda"))]
+mod dequantize;
 #[cfg(feature = "flex")]
 mod flex;
 #[cfg(any(feature = "flex", feature = "cubecl-backend"))]

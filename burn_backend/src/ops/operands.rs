@@ -5,15 +5,11 @@
 //! [`Usage::Columnwise`], one below the other.
 
 use burn_core::backend::{Backend, TensorMetadata, tensor::FloatTensor};
-#[cfg(any(feature = "flex", feature = "cpu", feature = "cuda"))]
-use burn_core::tensor::Slice;
 use burn_core::tensor::{FloatDType, Shape};
-use nvfp4_kernels::{AmaxGranularity, BlockShape, Layout, Storage, Usage};
+use nvfp4_kernels::{AmaxGranularity, BlockShape, Storage, Usage};
 
 use super::spec::{OperandSpec, QuantParams};
-#[cfg(any(feature = "flex", feature = "cpu", feature = "cuda"))]
-use super::tensors::QuantizedData;
-use super::tensors::{MaybeTensor, Operand, QuantUsages, QuantizedMatrix, RowGroups};
+use super::tensors::{Operand, QuantUsages, RowGroups};
 use super::{Nvfp4Ops, float_dtype};
 
 /// The storage of an operand in 1x16 blocks that only one GEMM reads, `m` x `n` with a contraction
@@ -195,63 +191,6 @@ fn requantize_dtype(spec: &OperandSpec, dtype: FloatDType) -> FloatDType {
         Some(params) if params.is_ms_eden() => FloatDType::F32,
         _ => dtype,
     }
-}
-
-/// `source`, with one amax for each group of rows, as a tensor with one for each row.
-#[cfg(any(feature = "flex", feature = "cpu", feature = "cuda"))]
-pub(super) fn with_amax_per_row<B: Nvfp4Ops>(
-    source: QuantizedMatrix<B>,
-    groups: &RowGroups<B>,
-) -> QuantizedMatrix<B> {
-    let layout = source.layout;
-    let amax = match (source.amax, layout.amax) {
-        (MaybeTensor::Present(amax), AmaxGranularity::PerTensor) => amax,
-        (amax, _) => return QuantizedMatrix { amax, ..source },
-    };
-    let rows = layout.rows;
-    let amax = match groups {
-        RowGroups::Whole => {
-            return QuantizedMatrix {
-                amax: MaybeTensor::Present(amax),
-                ..source
-            };
-        }
-        RowGroups::Offsets(offsets) => B::nvfp4_broadcast_group_values(amax, offsets.clone(), rows),
-        RowGroups::Batch(count) => {
-            let amax = B::float_reshape(amax, Shape::new([*count, 1]));
-            let amax = B::float_expand(amax, Shape::new([*count, rows / count]));
-            B::float_reshape(amax, Shape::new([rows]))
-        }
-    };
-    QuantizedMatrix {
-        amax: MaybeTensor::Present(amax),
-        layout: Layout {
-            amax: AmaxGranularity::PerRow,
-            ..layout
-        },
-        ..source
-    }
-}
-
-/// The dequantized values of a tensor that is stored as bf16 values.
-#[cfg(any(feature = "flex", feature = "cpu", feature = "cuda"))]
-pub(super) fn scaled<B: Backend>(source: QuantizedMatrix<B>, dtype: FloatDType) -> FloatTensor<B> {
-    let layout = source.layout;
-    let (QuantizedData::Bf16Unscaled(values), MaybeTensor::Present(amax)) =
-        (source.data, source.amax)
-    else {
-        unreachable!("bf16 values with a global scale");
-    };
-    let factors = B::float_div_scalar(amax, layout.scaling.range().into());
-    let factors = B::float_reshape(factors, Shape::new([layout.amax_len(), 1]));
-    let x = B::float_mul(cast::<B>(values, FloatDType::F32), factors);
-    let stored = [0..layout.outer(), 0..layout.inner()].map(Slice::from);
-    let x = B::float_slice(x, &stored);
-    let x = match layout.usage {
-        Usage::Rowwise => x,
-        Usage::Columnwise => B::float_swap_dims(x, 0, 1),
-    };
-    cast::<B>(x, dtype)
 }
 
 /// A stack as one matrix, whose rows are contracted: those of the matrices, or of the transposed

@@ -1,5 +1,6 @@
 //! How the operands of a linear layer's GEMMs are quantized, with every random draw made.
 
+#[cfg(any(feature = "flex", feature = "cubecl-backend"))]
 use nvfp4_kernels::reference::EDEN_GROUP;
 use nvfp4_kernels::{
     AmaxGranularity, BlockScaling, BlockShape, Format, Hadamard, HadamardSize, Nvfp4Error,

@@ -155,6 +155,7 @@ pub enum QuantizedPair<B: Backend> {
 
 impl<B: Backend> QuantizedPair<B> {
     /// The tensors that were made.
+    #[cfg(any(feature = "flex", feature = "cpu", feature = "cuda"))]
     pub(super) fn new(
         rowwise: Option<QuantizedMatrix<B>>,
         columnwise: Option<QuantizedMatrix<B>>,

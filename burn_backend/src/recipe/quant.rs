@@ -207,17 +207,17 @@ impl GemmOperands {
             let (found, expected) = if tile && *name != "w" {
                 (
                     "in 16x16 tiles",
-                    "1x16 blocks: tiles are for weights, whose two copies they keep equal",
+                    "1x16 blocks: tiles are for weights, whose two tensors they keep equal",
                 )
             } else if tile && stochastic {
                 (
                     "in 16x16 tiles, rounded stochastically",
-                    "rounding to nearest: two copies of a tile must be transposes of each other",
+                    "rounding to nearest: both tensors of a tile must be transposes of each other",
                 )
             } else if tile && operand.rht.is_some() {
                 (
                     "in 16x16 tiles after a transform",
-                    "1x16 blocks with it: a transform mixes one axis, a tile is the same along both",
+                    "1x16 blocks with it: a transform mixes one axis, a tile spans both",
                 )
             } else if tile && operand.scale == BlockScaling::Headroom {
                 (
@@ -242,8 +242,8 @@ impl GemmOperands {
             } else if operand.rht.is_some() && !wgrad {
                 (
                     "after a transform",
-                    "a transform in wgrad only: it runs along the tokens, and in fprop and dgrad it \
-                     is known to give nothing",
+                    "a transform in wgrad only: it runs along the tokens, and in fprop and \
+                     dgrad it is known to give nothing",
                 )
             } else if !matches!(operand.rht, None | Some(16 | 32 | 64 | 128)) {
                 (

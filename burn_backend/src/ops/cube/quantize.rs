@@ -9,8 +9,8 @@ use nvfp4_kernels::reference::EdenTarget;
 use nvfp4_kernels::tensor::{DeviceQuantParams, DeviceQuantized, FloatKind, Groups, Matrix};
 use nvfp4_kernels::{AmaxGranularity, BlockShape, Layout, Rounding, ScaleLayout, Storage, Usage};
 
+use super::super::dequantize::{scaled, with_amax_per_row};
 use super::super::layout::GroupCount;
-use super::super::operands::{scaled, with_amax_per_row};
 use super::super::spec::{QuantParams, QuantRounding};
 use super::super::tensors::{QuantUsages, QuantizedMatrix, QuantizedPair, RowGroups};
 use super::super::{trace_op, usage_name};

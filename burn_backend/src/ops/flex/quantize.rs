@@ -12,8 +12,8 @@ use nvfp4_kernels::{
     ScaleLayout, Storage, Usage,
 };
 
+use super::super::dequantize::{scaled, with_amax_per_row};
 use super::super::layout::GroupCount;
-use super::super::operands::{scaled, with_amax_per_row};
 use super::super::spec::{QuantParams, QuantRounding};
 use super::super::tensors::{
     QuantUsages, QuantizedData, QuantizedMatrix, QuantizedPair, RowGroups,
