@@ -12,30 +12,15 @@ use nvfp4_kernels::gemm::{self, Scale, Target, path_of, path_of_columns};
 use nvfp4_kernels::tensor::{DeviceQuantized, FloatKind, Groups, Matrix};
 use nvfp4_kernels::{AmaxGranularity, Format, Usage};
 
-use super::super::tensors::{GemmGroups, Operand, RowGroups};
+use super::super::tensors::{Operand, RowGroups};
 use super::super::trace_op;
-use super::grouped_gemm::{k_grouped, m_grouped};
 use super::quantize::{dequantize, dequantize_matrix};
 use super::tensors::{
     Source, float_kind, launched, like, like_quantized, matrix, result, stored_shape, to_device,
 };
 
-/// See [`nvfp4_gemm`](super::super::Nvfp4Ops::nvfp4_gemm).
-pub(super) fn gemm(
-    a: Operand<CubeBackend>,
-    b: Operand<CubeBackend>,
-    bias: Option<CubeTensor>,
-    groups: GemmGroups<CubeBackend>,
-    dtype: FloatDType,
-) -> CubeTensor {
-    match groups {
-        GemmGroups::None => dense(a, b, bias, dtype),
-        GemmGroups::M(offsets) => m_grouped(a, b, bias, offsets, dtype),
-        GemmGroups::K { offsets, tokens } => k_grouped(a, b, offsets, tokens, dtype),
-    }
-}
-
-fn dense(
+/// A dense GEMM.
+pub(super) fn dense(
     a: Operand<CubeBackend>,
     b: Operand<CubeBackend>,
     bias: Option<CubeTensor>,

@@ -52,7 +52,14 @@ impl Nvfp4Ops for CubeBackend {
         groups: GemmGroups<Self>,
         dtype: FloatDType,
     ) -> FloatTensor<Self> {
-        gemm::gemm(a, b, bias.into_option(), groups, dtype)
+        let bias = bias.into_option();
+        match groups {
+            GemmGroups::None => gemm::dense(a, b, bias, dtype),
+            GemmGroups::M(offsets) => grouped_gemm::m_grouped(a, b, bias, offsets, dtype),
+            GemmGroups::K { offsets, tokens } => {
+                grouped_gemm::k_grouped(a, b, offsets, tokens, dtype)
+            }
+        }
     }
 
     fn nvfp4_broadcast_group_values(
