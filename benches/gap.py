@@ -1,13 +1,14 @@
 """What NVIDIA's NVFP4 recipe costs on the `10m` language model, computed without this project's code.
 
-    python3 benches/gap.py --data DIR [--steps 3000] [--stop-at N] [--recipes bf16,nvidia] [--csv FILE]
+    nvfp4 train --preset 10m --data DIR --data-bytes 0 --seed SEED --stop-at 0 --out OUT
+    python3 benches/gap.py --data DIR --seed SEED --start OUT/nvfp4/checkpoint-00000000 \\
+        [--steps 3000] [--stop-at N] [--recipes bf16,nvidia] [--csv FILE]
 
 A second implementation, in PyTorch, of what `nvfp4 train --preset 10m` does: the same model, optimizer
-and schedule, and recipe `nvidia` as `nvfp4_emulated.py` has it. Initial weights, batches and the split
-of the text are those of `nvfp4 train --data DIR --data-bytes 0 --seed SEED`, so losses can be compared
-step by step, and a gap between the recipes that only one of the two implementations has is its defect.
-`--stop-at` ends runs early without changing their learning rates, `--seconds` all of them at the next
-evaluation.
+and schedule, and recipe `nvidia` as `nvfp4_emulated.py` has it. Initial weights (a checkpoint of step
+0), batches and the split of the text are those of `nvfp4 train`. So losses can be compared step by step,
+and a gap between the recipes that only one of the two implementations has is its defect. `--stop-at`
+ends runs early without changing their learning rates, `--seconds` all of them at the next evaluation.
 
 Different are: random bits of stochastic rounding, the order of sums, scores of attention (not rounded
 to bf16), roundings inside fused element-wise operations, and the gradients of embedding and head (not
@@ -29,15 +30,7 @@ import torch.nn.functional as F
 
 from nvfp4_emulated import Linear, check, expect, hadamard
 
-# ---- Random numbers and text of `nvfp4 train` (lm/src/random.rs, lm/src/data.rs).
-
-
-def mix(z):
-    """SplitMix64's finaliser, of an array of u64."""
-    z = z + np.uint64(0x9E3779B97F4A7C15)
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return z ^ (z >> np.uint64(31))
+# ---- Random numbers, text and checkpoints of `nvfp4 train` (lm/src/{random,data,checkpoint}.rs).
 
 
 def fnv(text):
@@ -48,19 +41,61 @@ def fnv(text):
     return value
 
 
-def words(seed, name, first, count):
-    """Words `first`, `first + 1`, ... of the stream of `seed` and `name`."""
-    key = mix(mix(np.array([seed], np.uint64)) ^ np.uint64(fnv(name)))
-    return mix(key ^ mix(np.arange(first, first + count, dtype=np.uint64)))
+def words(seed, name, stream, count):
+    """The first `count` u64 of ChaCha8 with the key `seed` and `name`, and this stream."""
+    blocks = -(-count // 8)
+    constants = [0x61707865, 0x3320646E, 0x79622D32, 0x6B206574]
+    halves = [half for word in (seed, fnv(name)) for half in (word % 2**32, word >> 32)]
+    state = np.zeros((16, blocks), np.uint32)
+    state[:12] = np.array(constants + halves + 4 * [0], np.uint32)[:, None]
+    state[12] = np.arange(blocks)
+    state[14:] = np.array([stream % 2**32, stream >> 32], np.uint32)[:, None]
+    x = state.copy()
+
+    def quarter(a, b, c, d):
+        for target, source, turned, bits in ((a, b, d, 16), (c, d, b, 12), (a, b, d, 8), (c, d, b, 7)):
+            x[target] += x[source]
+            x[turned] ^= x[target]
+            x[turned] = x[turned] << np.uint32(bits) | x[turned] >> np.uint32(32 - bits)
+
+    for _ in range(4):
+        for i in range(4):
+            quarter(i, 4 + i, 8 + i, 12 + i)
+        for i in range(4):
+            quarter(i, 4 + (i + 1) % 4, 8 + (i + 2) % 4, 12 + (i + 3) % 4)
+    flat = (x + state).T.reshape(-1).astype(np.uint64)
+    return (flat[::2] | flat[1::2] << np.uint64(32))[:count]
 
 
-def normal(seed, name, shape, deviation):
-    """Normal variates by Box and Muller, f32."""
-    count = math.prod(shape)
-    uniform = ((words(seed, name, 0, count) >> np.uint64(11)).astype(np.float64) + 0.5) / 2.0**53
-    radius, angle = np.sqrt(-2.0 * np.log(uniform[::2])) * deviation, math.tau * uniform[1::2]
-    pairs = np.stack([radius * np.cos(angle), radius * np.sin(angle)], 1)
-    return torch.from_numpy(pairs.astype(np.float32).reshape(shape))
+def cbor(data, at):
+    """The value at `data[at]`, of the kinds that a burnpack file has, and where it ends."""
+    kind, size, at = data[at] >> 5, data[at] & 31, at + 1
+    if size >= 24 and kind != 7:
+        length = 1 << size - 24
+        size, at = int.from_bytes(data[at : at + length], "big"), at + length
+    if kind in (2, 3):
+        return data[at : at + size].decode() if kind == 3 else data[at : at + size], at + size
+    if kind in (4, 5):
+        values = []
+        for _ in range(size if kind == 4 else 2 * size):
+            value, at = cbor(data, at)
+            values.append(value)
+        return (values if kind == 4 else dict(zip(values[::2], values[1::2]))), at
+    return (size if kind == 0 else None), at
+
+
+def read_weights(checkpoint):
+    """The parameters of a checkpoint, by name, f32."""
+    with open(os.path.join(checkpoint, "model.bpk"), "rb") as file:
+        data = file.read()
+    size = int.from_bytes(data[6:10], "little")
+    first = -(-(10 + size) // 256) * 256
+    weights = {}
+    for name, tensor in cbor(data, 10)[0]["tensors"].items():
+        begin, end = (first + offset for offset in tensor["data_offsets"])
+        values = np.frombuffer(data[begin:end], "<f4").reshape(tensor["shape"])
+        weights[name] = torch.from_numpy(values.copy())
+    return weights
 
 
 def read_text(folder):
@@ -94,7 +129,7 @@ def windows(text, starts, context):
 
 
 def train_batch(text, seed, step, batch, context):
-    word, bound = words(seed, "batches", step * batch, batch), np.uint64(len(text) - context)
+    word, bound = words(seed, "batches", step, batch), np.uint64(len(text) - context)
     half = np.uint64(32)  # word * bound / 2^64, for a bound below 2^32
     low = ((word & np.uint64(0xFFFFFFFF)) * bound) >> half
     return windows(text, ((word >> half) * bound + low) >> half, context)
@@ -139,31 +174,14 @@ def cross_entropy(logits, targets):
 
 
 class Model(torch.nn.Module):
-    """A decoder of bytes. Parameters have the names and the initial values of `nvfp4 train`."""
+    """A decoder of bytes. Parameters are those of the checkpoint that `--start` names."""
 
     def __init__(self, args, rotation):
         super().__init__()
-        width, hidden, self.layers, self.heads = args.width, args.hidden, args.layers, args.heads
+        width, self.layers, self.heads = args.width, args.layers, args.heads
         self.rotation = rotation
-        shapes = {"embedding": (256, width), "norm.gain": (width,), "head": (width, 256)}
-        for i in range(self.layers):
-            shapes |= {
-                f"blocks.{i}.attention_norm.gain": (width,),
-                f"blocks.{i}.attention.qkv.weight": (width, 3 * width),
-                f"blocks.{i}.attention.out.weight": (width, width),
-                f"blocks.{i}.feed_forward_norm.gain": (width,),
-                f"blocks.{i}.feed_forward.gate_up.weight": (width, 2 * hidden),
-                f"blocks.{i}.feed_forward.down.weight": (hidden, width),
-            }
         self.p = {}
-        for name, shape in shapes.items():
-            deviation = 0.1 if name == "embedding" else shape[0] ** -0.5
-            if name.endswith(("out.weight", "down.weight")):
-                deviation *= (2 * self.layers) ** -0.5
-            if name == "head":
-                deviation *= 0.25
-            gain = len(shape) == 1
-            value = torch.ones(shape) if gain else normal(args.seed, name, shape, deviation)
+        for name, value in read_weights(args.start).items():
             self.p[name] = torch.nn.Parameter(value.to(args.device))
             self.register_parameter(name.replace(".", "_"), self.p[name])
         half = width // self.heads // 2
@@ -236,7 +254,7 @@ def main():
     options = {
         "data": "", "csv": "", "recipes": "bf16,nvidia", "steps": 3000, "stop-at": 0,
         "warmup": 0, "batch": 328, "context": 256, "lr": 2e-3, "seed": 0, "eval-every": 250,
-        "eval-batches": 16, "width": 448, "layers": 4, "heads": 4, "hidden": 1216, "seconds": 1e9,
+        "eval-batches": 16, "width": 448, "layers": 4, "heads": 4, "seconds": 1e9, "start": "",
     }
     for name, value in options.items():
         parser.add_argument(f"--{name}", type=type(value), default=value)

@@ -10,7 +10,7 @@ use burn::tensor::Device;
 use clap::Args;
 use nvfp4::Nvfp4Recipe;
 use nvfp4_lm::checkpoint::write_json;
-use nvfp4_lm::config::{Recipe, RunConfig};
+use nvfp4_lm::config::{RecipeName, RunConfig};
 use nvfp4_lm::cost::{Cost, Effort, KernelClass, Turn, measure, release};
 use nvfp4_lm::encoder::EncoderModel;
 use nvfp4_lm::model::Transformer;
@@ -91,9 +91,9 @@ impl CostOfSteps {
         let hardware = hardware(&device);
         eprintln!(
             "{} blocks of width {}, {} bytes a step, on {}{}",
-            config.layers,
-            config.width,
-            config.batch * config.context,
+            config.model.layers,
+            config.model.width,
+            config.batch * config.model.context,
             config.device,
             hardware
                 .as_ref()
@@ -166,10 +166,10 @@ impl CostOfSteps {
         }
         let mut names = vec![config.baseline().to_string()];
         // Burn has no experts, and a decorated model is compared with itself.
-        if config.experts.is_none() && config.decorate.is_none() {
+        if config.model.experts.is_none() && config.decorate.is_none() {
             names.insert(0, BURN.into());
         }
-        let presets = Nvfp4Recipe::preset_names().filter(|name| *name != Recipe::bf16().name());
+        let presets = Nvfp4Recipe::preset_names().filter(|name| *name != RecipeName::bf16().name());
         names.extend(presets.map(String::from));
         names
     }
@@ -190,13 +190,13 @@ fn figure<T>(
             .parse()
             .map_err(|error| anyhow::anyhow!("recipes has {name}, but {error}"))?,
     };
-    let model = config.model();
+    let model = &config.model;
     let (weights, cost) = if is_burn || config.decorate.is_some() {
         let cost = measure::<EncoderModel, _>(config, &recipe, device, effort, turn)?;
-        (EncoderModel::weights_of_a_byte(&model), cost)
+        (model.encoder_active_weights(), cost)
     } else {
         let cost = measure::<Transformer, _>(config, &recipe, device, effort, turn)?;
-        (model.weights_of_a_byte(), cost)
+        (model.active_weights(), cost)
     };
     Ok(Figure {
         recipe: name,

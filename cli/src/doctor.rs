@@ -1,27 +1,33 @@
-//! `nvfp4 doctor`: the devices, what they support, and which code path each operation takes there.
+//! `nvfp4 doctor`: the devices, what they support, and which kernel each operation takes there.
 
 use std::str::FromStr;
 
 use anyhow::{Result, bail};
 use burn::tensor::{Device, FloatDType};
 
-use crate::code_paths::{self, CodePath};
 use crate::device::{DeviceName, cuda_count, hardware};
+use crate::dispatch::{self, Row};
+use crate::wrap::wrapped;
+
+/// Columns of the report.
+const WIDTH: usize = 100;
 
 /// Options of `nvfp4 doctor`.
 #[derive(clap::Args)]
 pub(crate) struct Doctor {
-    /// Say too which kernel a product of this shape takes on each GPU: rows and columns of the output and
-    /// length of the contraction, such as `64,8192,8192`.
+    /// Say why each operation takes its kernel
+    #[arg(long)]
+    why: bool,
+    /// Say which kernel a GEMM of this shape takes on each device, for example 64,8192,8192
     #[arg(long, value_name = "M,N,K")]
     shape: Option<Shape>,
-    /// Groups (experts) that the rows of the shape are divided into.
-    #[arg(long, value_name = "COUNT", default_value_t = 1, requires = "shape",
-          value_parser = clap::value_parser!(u32).range(1..))]
+    /// Divide the rows of the shape into this many groups (experts) [default: 1]
+    #[arg(long, value_name = "COUNT", default_value_t = 1, hide_default_value = true,
+          requires = "shape", value_parser = clap::value_parser!(u32).range(1..))]
     groups: u32,
 }
 
-/// The shape of a product.
+/// The shape of a GEMM.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Shape {
     m: usize,
@@ -82,17 +88,17 @@ fn run(options: &Doctor) -> Result<()> {
     }
 
     if cfg!(feature = "flex") {
-        show(DeviceName::Flex, flex)?;
+        show(DeviceName::Flex, flex, options.why)?;
         if let Some(Shape { m, n, k }) = options.shape {
-            println!("  {m} x {n}, contraction {k}: as every shape");
+            println!("  M {m}, N {n}, K {k}: as every shape");
         }
     }
     if cfg!(feature = "cpu") {
-        show(DeviceName::Cpu, cube)?;
+        show(DeviceName::Cpu, cube, options.why)?;
         show_shape(DeviceName::Cpu, options)?;
     }
     for index in 0..cuda_count() {
-        show(DeviceName::Cuda(index), cube)?;
+        show(DeviceName::Cuda(index), cube, options.why)?;
         show_shape(DeviceName::Cuda(index), options)?;
     }
     Ok(())
@@ -106,7 +112,7 @@ fn list(names: &[&str]) -> String {
     }
 }
 
-fn show(name: DeviceName, paths: fn(&Device) -> Vec<CodePath>) -> Result<()> {
+fn show(name: DeviceName, rows: fn(&Device) -> Vec<Row>, why: bool) -> Result<()> {
     let device = name.open()?;
     println!("\n{name}");
     match name {
@@ -138,33 +144,31 @@ fn show(name: DeviceName, paths: fn(&Device) -> Vec<CodePath>) -> Result<()> {
     if name == DeviceName::Cpu {
         println!("  train in f32: Burn's own bf16 operations do not link on this runtime");
     }
-    for CodePath {
-        operation,
-        path,
-        why,
-    } in paths(&device)
-    {
-        println!("  {operation:<26} {path}");
-        println!("  {:<26} because {why}", "");
+    for row in rows(&device) {
+        println!("  {:<26} {}", row.operation, row.kernel);
+        if why {
+            let reason = format!("because {}", row.why);
+            wrapped(&reason, WIDTH - 31).for_each(|line| println!("{:31}{line}", ""));
+        }
     }
     Ok(())
 }
 
-/// The paths of Flex.
-fn flex(_device: &Device) -> Vec<CodePath> {
-    code_paths::flex()
+/// The rows of Flex.
+fn flex(_device: &Device) -> Vec<Row> {
+    dispatch::flex()
 }
 
-/// The paths of a CubeCL device.
+/// The rows of a CubeCL device.
 #[cfg(any(feature = "cpu", feature = "cuda"))]
-fn cube(device: &Device) -> Vec<CodePath> {
+fn cube(device: &Device) -> Vec<Row> {
     use burn::backend::DispatchDevice;
     use nvfp4::kernels::capabilities::Capabilities;
 
     let DispatchDevice::Cube(device) = device.as_dispatch() else {
         return Vec::new();
     };
-    code_paths::of_capabilities(&Capabilities::of(&device.client()))
+    dispatch::of_capabilities(&Capabilities::of(&device.client()))
 }
 
 /// Which kernels the shape that was asked for takes on a CubeCL device.
@@ -181,19 +185,20 @@ fn show_shape(name: DeviceName, options: &Doctor) -> Result<()> {
         return Ok(());
     };
     let groups = options.groups as usize;
-    println!("  {m} x {n}, contraction {k}, {groups} group(s)");
+    println!("  M {m}, N {n}, K {k}, {groups} group(s)");
     for (what, packed) in [
-        ("both packed", (true, true)),
-        ("b packed", (false, true)),
-        ("both bf16", (false, false)),
+        ("NVFP4 x NVFP4", (true, true)),
+        ("bf16 x NVFP4", (false, true)),
+        ("bf16 x bf16", (false, false)),
     ] {
         // Packed operands are padded to whole blocks.
         let stored = match packed.1 {
             true => k.next_multiple_of(16),
             false => k,
         };
-        let (path, kernel) = gemm::kernel_of(&device.client(), packed, (m, n, stored), groups);
-        println!("  {what:<11} {path:?}: {kernel}");
+        let (backend, kernel) = gemm::kernel_of(&device.client(), packed, (m, n, stored), groups);
+        println!("  {what:<26} {backend:?}");
+        wrapped(&kernel, WIDTH - 31).for_each(|line| println!("{:31}{line}", ""));
     }
     Ok(())
 }
@@ -206,7 +211,7 @@ fn show_shape(_name: DeviceName, _options: &Doctor) -> Result<()> {
 
 /// Without CubeCL no such device can be opened.
 #[cfg(not(any(feature = "cpu", feature = "cuda")))]
-fn cube(_device: &Device) -> Vec<CodePath> {
+fn cube(_device: &Device) -> Vec<Row> {
     Vec::new()
 }
 

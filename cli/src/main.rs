@@ -1,9 +1,9 @@
 //! The command `nvfp4`: train a language model in NVFP4, sample from it, and look at the machine.
 
-mod code_paths;
 mod command;
 mod cost;
 mod device;
+mod dispatch;
 mod doctor;
 mod options;
 mod oracle;
@@ -13,6 +13,7 @@ mod sample;
 mod shell;
 mod study;
 mod train;
+mod wrap;
 
 use std::process::ExitCode;
 
@@ -25,6 +26,7 @@ fn main() -> ExitCode {
         .with_env_filter(filter)
         .with_writer(std::io::stderr)
         .init();
+    nvfp4_lm::memory::mute_memory_panics();
     match command::Command::parse().run() {
         Ok(code) => code,
         Err(error) => {

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
 use indicatif::{HumanDuration, ProgressBar, ProgressDrawTarget, ProgressStyle};
-use nvfp4_lm::config::{Recipe, RunConfig};
+use nvfp4_lm::config::{RecipeName, RunConfig};
 use nvfp4_lm::train::{Observer, Row};
 
 /// What the bar shows; the message is [`figures`].
@@ -15,7 +15,7 @@ const TEMPLATE: &str = "{prefix:>6} {wide_bar:.cyan/blue} {pos}/{len}  {msg}  ET
 
 /// Shows the progress of one recipe, and passes on that the user wants to stop.
 pub(crate) struct Progress {
-    recipe: Recipe,
+    recipe: RecipeName,
     steps: u64,
     /// Steps that were done when the bar was made.
     first: u64,
@@ -28,7 +28,7 @@ pub(crate) struct Progress {
 
 impl Progress {
     pub(crate) fn new(
-        recipe: Recipe,
+        recipe: RecipeName,
         config: &RunConfig,
         first: u64,
         interrupt: Arc<AtomicBool>,
@@ -72,7 +72,7 @@ impl Progress {
 }
 
 /// A bar that stands at step `first` of `steps`.
-fn bar(recipe: &Recipe, steps: u64, first: u64, target: ProgressDrawTarget) -> ProgressBar {
+fn bar(recipe: &RecipeName, steps: u64, first: u64, target: ProgressDrawTarget) -> ProgressBar {
     let style = ProgressStyle::with_template(TEMPLATE).expect("the template is valid");
     let bar = ProgressBar::with_draw_target(Some(steps), target)
         .with_style(style)
@@ -180,7 +180,7 @@ mod tests {
     fn the_bar_shows_loss_speed_and_eta() {
         let screen = Screen::default();
         let target = ProgressDrawTarget::term_like(Box::new(screen.clone()));
-        let recipe = Recipe::nvfp4();
+        let recipe = RecipeName::nvfp4();
         let mut progress = Progress {
             bar: Some(bar(&recipe, 20, 4, target)),
             recipe,

@@ -222,7 +222,7 @@ impl Study {
                 install_decorator()?;
             }
             let corpus = Corpus::load(&first.data, first.data_bytes)?;
-            corpus.check(first.context)?;
+            corpus.check(first.model.context)?;
             let until = self
                 .seconds
                 .map(|s| Instant::now() + Duration::from_secs(s));
@@ -433,13 +433,14 @@ fn report(out: &Path, all: &[&Planned]) -> Result<()> {
          {:.1} bytes for each parameter. Losses are in nats per byte of validation text; a gap is to \
          the high-precision run with the same seed, weights and batches.\n\n",
         config.parameters() as f64 / 1e6,
-        config.layers,
+        config.model.layers,
         config.decorate.map_or("", |_| " of Burn's own layers"),
-        config.width,
-        config.context,
+        config.model.width,
+        config.model.context,
         config.steps,
-        config.batch * config.context,
-        (config.steps as usize * config.batch * config.context) as f64 / config.parameters() as f64,
+        config.batch * config.model.context,
+        (config.steps as usize * config.batch * config.model.context) as f64
+            / config.parameters() as f64,
     );
     text.push_str("| recipe | seeds | validation loss | gap | tokens/s |\n|---|---|---|---|---|\n");
     let mut groups: Vec<&str> = Vec::new();

@@ -9,9 +9,10 @@ use anyhow::{Context, Result, bail, ensure};
 use burn::tensor::Device;
 use clap::Args;
 use nvfp4_lm::checkpoint::{CONFIG, read_json, write_json};
-use nvfp4_lm::config::{Preset, Recipe, RunConfig};
+use nvfp4_lm::config::{Preset, RecipeName, RunConfig};
 use nvfp4_lm::data::Corpus;
 use nvfp4_lm::encoder::EncoderModel;
+use nvfp4_lm::memory::MemoryBudget;
 use nvfp4_lm::model::{LanguageModel, Transformer};
 use nvfp4_lm::train::{Outcome, Row, Run};
 use serde::Serialize;
@@ -48,9 +49,9 @@ pub(crate) struct Train {
 /// What `summary.json` holds. Losses are in nats per byte.
 #[derive(Debug, Serialize)]
 struct Summary {
-    recipe: Recipe,
+    recipe: RecipeName,
     final_valid_loss: f64,
-    baseline_recipe: Option<Recipe>,
+    baseline_recipe: Option<RecipeName>,
     baseline_valid_loss: Option<f64>,
     /// How much higher the loss is than the baseline's, in percent of it.
     gap_percent: Option<f64>,
@@ -80,7 +81,7 @@ struct Summary {
 /// What `summary.json` holds of each recipe.
 #[derive(Debug, Serialize)]
 struct RecipeResult {
-    recipe: Recipe,
+    recipe: RecipeName,
     final_valid_loss: f64,
     gap_percent: Option<f64>,
     seconds: f64,
@@ -101,7 +102,7 @@ pub(crate) fn median_speed(rows: &[Row]) -> Option<f64> {
 
 /// What is left of the run of one recipe.
 struct Trained {
-    recipe: Recipe,
+    recipe: RecipeName,
     rows: Vec<Row>,
     seconds: f64,
 }
@@ -127,7 +128,7 @@ impl Train {
         let devices = open_all(&config, device_name)?;
         eprintln!("reading text ...");
         let corpus = Corpus::load(&config.data, config.data_bytes)?;
-        corpus.check(config.context)?;
+        corpus.check(config.model.context)?;
         if self.resume.is_none() {
             check_models(&config, &devices[0])?;
             // The run can be gone on with from another folder.
@@ -244,6 +245,7 @@ impl Train {
 /// Fail unless the model can be built with every recipe: what a recipe names may not be in it.
 fn check_models(config: &RunConfig, device: &Device) -> Result<()> {
     for recipe in config.all_recipes() {
+        MemoryBudget::new(config, recipe).check(device)?;
         match config.decorate {
             Some(_) => drop(EncoderModel::build(config, recipe, device)?),
             None => drop(Transformer::build(config, recipe, device)?),
@@ -355,16 +357,17 @@ fn describe(config: &RunConfig, corpus: &Corpus, folder: &Path) {
         "model   {}: {:.2} M parameters, {} blocks of width {}{}, context {}",
         config.preset,
         config.parameters() as f64 / 1e6,
-        config.layers,
-        config.width,
-        match (config.experts, config.decorate) {
-            (Some(experts), _) => format!(" with {experts} experts, {} for a byte", config.top_k),
+        config.model.layers,
+        config.model.width,
+        match (config.model.experts, config.decorate) {
+            (Some(experts), _) =>
+                format!(" with {experts} experts, {} for a byte", config.model.top_k),
             (None, Some(_)) => " of Burn's own layers".into(),
             (None, None) => String::new(),
         },
-        config.context
+        config.model.context
     );
-    let others: Vec<&str> = config.compare.iter().map(Recipe::name).collect();
+    let others: Vec<&str> = config.compare.iter().map(RecipeName::name).collect();
     let baseline = match others.is_empty() {
         true => String::new(),
         false => format!(", then {} to compare", others.join(", ")),
@@ -373,7 +376,7 @@ fn describe(config: &RunConfig, corpus: &Corpus, folder: &Path) {
         "run     {}{baseline}: {} steps of {} bytes on {}, into {}",
         config.recipe,
         config.steps,
-        config.batch * config.context,
+        config.batch * config.model.context,
         config.all_devices(),
         folder.display()
     );

@@ -21,7 +21,7 @@ use burn::tensor::Bytes;
 use burn_nvfp4::Nvfp4State;
 use serde::{Deserialize, Serialize};
 
-use crate::config::{Recipe, RunConfig};
+use crate::config::{RecipeName, RunConfig};
 use crate::data::Fingerprint;
 use crate::random::hash;
 
@@ -40,7 +40,7 @@ pub struct State {
     /// The run's configuration.
     pub config: RunConfig,
     /// Which of its recipes this is.
-    pub recipe: Recipe,
+    pub recipe: RecipeName,
     /// The text that it reads.
     pub corpus: Fingerprint,
     /// Steps done: also the position in the data.
@@ -55,7 +55,7 @@ impl State {
     /// The state after `step` steps.
     pub fn new(
         config: RunConfig,
-        recipe: Recipe,
+        recipe: RecipeName,
         corpus: Fingerprint,
         step: u64,
         losses: Vec<f32>,
@@ -109,7 +109,7 @@ impl Entry {
 
 impl Checkpoint {
     /// The same point of a run that differs in what comes after it: `config` and `recipe`.
-    pub fn fork(mut self, config: RunConfig, recipe: Recipe) -> Self {
+    pub fn fork(mut self, config: RunConfig, recipe: RecipeName) -> Self {
         self.state.config = config;
         self.state.recipe = recipe;
         self
@@ -341,7 +341,7 @@ mod tests {
         Checkpoint {
             state: State::new(
                 config,
-                Recipe::nvfp4(),
+                RecipeName::nvfp4(),
                 corpus,
                 step,
                 losses,

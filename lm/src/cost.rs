@@ -12,8 +12,9 @@ use burn::tensor::Device;
 use burn_nvfp4::telemetry::Telemetry;
 use serde::Serialize;
 
-use crate::config::{Recipe, RunConfig};
+use crate::config::{RecipeName, RunConfig};
 use crate::data::Batch;
+use crate::memory::MemoryBudget;
 use crate::model::LanguageModel;
 use crate::optim::AdamW;
 use crate::ranks::Rank;
@@ -231,7 +232,7 @@ pub enum Turn {
 /// When the effort is none, the configuration does not fit the device, or `turn` fails.
 pub fn measure<M: LanguageModel, T>(
     config: &RunConfig,
-    recipe: &Recipe,
+    recipe: &RecipeName,
     device: &Device,
     effort: Effort,
     turn: impl Fn(Turn) -> Result<T>,
@@ -244,6 +245,20 @@ pub fn measure<M: LanguageModel, T>(
         ensure!(value > 0, "{name} is 0, but it must be at least 1");
     }
     config.check()?;
+    let budget = MemoryBudget::new(config, recipe);
+    budget.check(device)?;
+    budget.guard(device, || {
+        measure_steps::<M, T>(config, recipe, device, effort, turn)
+    })
+}
+
+fn measure_steps<M: LanguageModel, T>(
+    config: &RunConfig,
+    recipe: &RecipeName,
+    device: &Device,
+    effort: Effort,
+    turn: impl Fn(Turn) -> Result<T>,
+) -> Result<Cost> {
     let shared = turn(Turn::Shared)?;
     let started = Instant::now();
     let model = M::build(config, recipe, &device.clone().autodiff())?;
@@ -254,7 +269,7 @@ pub fn measure<M: LanguageModel, T>(
     let mut take = |count: usize, sampled: bool| {
         let started = Instant::now();
         for _ in 0..count {
-            let batch = Batch::random(config.seed, number, config.batch, config.context);
+            let batch = Batch::random(config.seed, number, config.batch, config.model.context);
             let telemetry = sampled.then(|| Telemetry::start(&rank.model));
             rank.step(batch, config.lr);
             if let Some(telemetry) = telemetry {
@@ -296,7 +311,7 @@ pub fn measure<M: LanguageModel, T>(
         take(1, false);
     });
     Ok(Cost {
-        tokens: config.batch * config.context,
+        tokens: config.batch * config.model.context,
         built,
         warmed,
         seconds,
@@ -334,27 +349,15 @@ mod observe {
     use std::sync::{Arc, Mutex};
     use std::thread;
 
-    use burn::backend::DispatchDevice;
     use burn::tensor::Device;
     use nvfp4_kernels::cubecl::future::block_on;
     use nvfp4_kernels::cubecl::logging::{
         Duration, LaunchObservation, LaunchObserver, ProfileDuration, TimingMethod, TimingRequest,
     };
     use nvfp4_kernels::cubecl::prelude::Client;
-    use nvfp4_kernels::cubecl::{MemoryScope, MemoryUsage};
 
     use super::{Kernel, KernelClass, Memory};
-
-    fn client(device: &Device) -> Option<Client> {
-        match device.as_dispatch() {
-            DispatchDevice::Cube(device) => Some(device.client()),
-            _ => None,
-        }
-    }
-
-    fn usage(client: &Client) -> MemoryUsage {
-        client.memory_report(MemoryScope::Device).usage()
-    }
+    use crate::memory::{client, usage};
 
     pub(crate) fn release(device: &Device) {
         if let Some(client) = client(device) {

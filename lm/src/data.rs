@@ -6,10 +6,12 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail, ensure};
 use burn::tensor::{Device, Int, Tensor, TensorData};
+use rand::RngExt;
 use serde::{Deserialize, Serialize};
+use walkdir::{DirEntry, WalkDir};
 
 use crate::config::VOCABULARY;
-use crate::random::{Fnv, Stream, hash};
+use crate::random::{hash, hash_all, stream};
 
 /// Byte between two files, and after the last. Text has none, so that a model can learn where a file
 /// ends.
@@ -138,15 +140,12 @@ impl Corpus {
             *count += 1;
         }
         let [(train, train_files), (valid, valid_files)] = parts;
-        let mut checksum = Fnv::new();
-        checksum.update(&train);
-        checksum.update(&valid);
         let fingerprint = Fingerprint {
             train_files,
             train_bytes: train.len(),
             valid_files,
             valid_bytes: valid.len(),
-            checksum: format!("{:016x}", checksum.value()),
+            checksum: format!("{:016x}", hash_all(&[&train, &valid])),
         };
         Ok(Self {
             train,
@@ -208,12 +207,9 @@ impl Corpus {
     /// resumed anywhere. Sequences start at random bytes.
     pub fn train_batch(&self, seed: u64, step: u64, batch: usize, context: usize) -> Batch {
         let starts = (self.train.len() - context) as u64;
-        let mut stream = Stream::new(seed, hash(b"batches")).at(step * batch as u64);
-        Batch::new(
-            &self.train,
-            (0..batch).map(|_| stream.below(starts) as usize),
-            context,
-        )
+        let mut stream = stream(seed, "batches", step);
+        let starts = (0..batch).map(|_| stream.random_range(0..starts) as usize);
+        Batch::new(&self.train, starts, context)
     }
 
     /// Batch number `index` of the `count` that an evaluation consists of: sequences at even
@@ -256,9 +252,9 @@ impl Batch {
 
     /// Batch `number` of random bytes: `rows` sequences of `context`.
     pub(crate) fn random(seed: u64, number: u64, rows: usize, context: usize) -> Self {
-        let mut stream = Stream::new(seed, number);
         let length = context + 1;
-        let text: Vec<u8> = (0..rows * length).map(|_| stream.next() as u8).collect();
+        let mut text = vec![0; rows * length];
+        stream(seed, "random batches", number).fill(&mut text[..]);
         Self::new(&text, (0..rows).map(|row| row * length), context)
     }
 
@@ -377,41 +373,35 @@ fn folders(path: &Path) -> Vec<PathBuf> {
 #[derive(Default)]
 struct Walk {
     files: Vec<Found>,
-    /// Real paths of the files and folders seen: links can lead to them again, or round in circles.
+    /// Real paths of the files: links can lead to one again.
     seen: HashSet<PathBuf>,
 }
 
 impl Walk {
-    fn folder(&mut self, path: &Path, key: &str, wanted: &dyn Fn(&Path) -> bool) -> Result<()> {
-        let context = || format!("cannot read {}", path.display());
-        if !self.seen.insert(path.canonicalize().with_context(context)?) {
-            return Ok(());
-        }
-        let mut entries: Vec<PathBuf> = fs::read_dir(path)
-            .with_context(context)?
-            .map(|entry| Ok(entry?.path()))
-            .collect::<Result<_>>()
-            .with_context(context)?;
-        entries.sort();
-        for entry in entries {
-            let name = entry
-                .file_name()
-                .unwrap_or_default()
-                .to_string_lossy()
-                .into_owned();
-            // A link that leads nowhere is no text.
-            if name.starts_with('.') || !entry.exists() {
-                continue;
-            }
-            let key = if key.is_empty() {
-                name
-            } else {
-                format!("{key}/{name}")
+    /// The `wanted` files in `root`, in the order of their names, each folder's at its place. What
+    /// starts with a dot is left out, and so is what a link leads back to or what it does not find.
+    fn folder(&mut self, root: &Path, key: &str, wanted: &dyn Fn(&Path) -> bool) -> Result<()> {
+        let is_hidden =
+            |entry: &DirEntry| entry.depth() > 0 && entry.file_name().as_encoded_bytes()[0] == b'.';
+        let walk = WalkDir::new(root).follow_links(true).sort_by_file_name();
+        for entry in walk.into_iter().filter_entry(|entry| !is_hidden(entry)) {
+            let entry = match entry {
+                Ok(entry) => entry,
+                Err(error) if leads_nowhere(&error) => continue,
+                Err(error) => {
+                    let path = error.path().unwrap_or(root).display().to_string();
+                    return Err(error).with_context(|| format!("cannot read {path}"));
+                }
             };
-            if entry.is_dir() {
-                self.folder(&entry, &key, wanted)?;
-            } else if entry.is_file() && wanted(&entry) {
-                self.file(entry, key)?;
+            if entry.file_type().is_file() && wanted(entry.path()) {
+                let below = entry.path().strip_prefix(root)?;
+                let parts = below.iter().map(|part| part.to_string_lossy());
+                let parts: Vec<_> = (!key.is_empty())
+                    .then(|| key.into())
+                    .into_iter()
+                    .chain(parts)
+                    .collect();
+                self.file(entry.path().into(), parts.join("/"))?;
             }
         }
         Ok(())
@@ -426,6 +416,12 @@ impl Walk {
         }
         Ok(())
     }
+}
+
+/// Whether a link runs in a circle or leads to nothing.
+fn leads_nowhere(error: &walkdir::Error) -> bool {
+    let kind = error.io_error().map(std::io::Error::kind);
+    error.loop_ancestor().is_some() || kind == Some(std::io::ErrorKind::NotFound)
 }
 
 #[cfg(test)]

@@ -14,7 +14,7 @@ use burn::nn::transformer::{
 use burn::nn::{Embedding, EmbeddingConfig, LayerNorm, LayerNormConfig, Linear, LinearConfig};
 use burn::tensor::{Device, FloatDType, Int, Tensor};
 
-use crate::config::{Decoration, ModelConfig, Recipe, RunConfig, VOCABULARY};
+use crate::config::{Decoration, ModelConfig, RecipeName, RunConfig, VOCABULARY};
 use crate::model::{LanguageModel, cast, check_dtype, embed, initialise};
 
 /// A language model of Burn's own layers.
@@ -81,32 +81,12 @@ impl EncoderModel {
         };
         Ok(initialise(model, seed, layers, dtype))
     }
-
-    /// Weights of the blocks' linear layers, with all of which each byte is multiplied.
-    pub fn weights_of_a_byte(config: &ModelConfig) -> usize {
-        config.layers * (4 * config.width * config.width + 2 * config.width * config.hidden)
-    }
-
-    /// Number of trained parameters of a model of these sizes.
-    pub fn parameters(config: &ModelConfig) -> usize {
-        let &ModelConfig {
-            width,
-            layers,
-            hidden,
-            context,
-            ..
-        } = config;
-        let attention = 4 * (width + 1) * width;
-        let feed_forward = 2 * width * hidden + hidden + width;
-        let norm = 2 * width;
-        layers * (attention + feed_forward + 2 * norm) + norm + (2 * VOCABULARY + context) * width
-    }
 }
 
 impl LanguageModel for EncoderModel {
-    fn build(config: &RunConfig, recipe: &Recipe, device: &Device) -> Result<Self> {
+    fn build(config: &RunConfig, recipe: &RecipeName, device: &Device) -> Result<Self> {
         let dtype = config.activation_of(recipe).into();
-        let model = Self::new(&config.model(), dtype, config.seed, device)?;
+        let model = Self::new(&config.model, dtype, config.seed, device)?;
         match config.decorate {
             Some(decoration) if !recipe.is_high_precision() => {
                 decorate(model, config, recipe, decoration)
@@ -145,7 +125,7 @@ impl LanguageModel for EncoderModel {
 fn decorate(
     model: EncoderModel,
     config: &RunConfig,
-    recipe: &Recipe,
+    recipe: &RecipeName,
     decoration: Decoration,
 ) -> Result<EncoderModel> {
     use burn_nvfp4::state::number_layers;
@@ -165,7 +145,7 @@ fn decorate(
 fn decorate(
     _model: EncoderModel,
     _config: &RunConfig,
-    recipe: &Recipe,
+    recipe: &RecipeName,
     _decoration: Decoration,
 ) -> Result<EncoderModel> {
     anyhow::bail!("decorate with recipe {recipe} needs a build with --features cpu or cuda")

@@ -8,6 +8,7 @@
 //! - [`optim`]: AdamW with global-norm clipping, and the learning-rate schedule.
 //! - [`train`]: one training run as a state machine: step, evaluate, save, resume.
 //! - [`checkpoint`]: a run on disk, whole or not at all.
+//! - [`memory`]: what a run needs of a device, and the error where there is too little.
 //! - [`sample`]: text from a trained model.
 //! - [`cost`]: time, memory and kernels of a training step.
 //!
@@ -20,6 +21,7 @@ pub mod config;
 pub mod cost;
 pub mod data;
 pub mod encoder;
+pub mod memory;
 pub mod model;
 pub mod optim;
 pub mod sample;

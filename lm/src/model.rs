@@ -16,8 +16,8 @@ use burn_nvfp4::nn::{
 };
 use burn_nvfp4::state::number_layers;
 
-use crate::config::{Activation, BALANCE_SHARE, ModelConfig, Recipe, RunConfig, VOCABULARY};
-use crate::random::{Stream, hash};
+use crate::config::{Activation, BALANCE_SHARE, ModelConfig, RecipeName, RunConfig, VOCABULARY};
+use crate::random::{hash, normal};
 use burn_nvfp4::Nvfp4Recipe;
 
 /// Standard deviation of the initial embedding.
@@ -34,7 +34,7 @@ pub trait LanguageModel: Module + 'static {
     ///
     /// # Errors
     /// When the sizes do not fit, or the device cannot compute what the recipe asks for.
-    fn build(config: &RunConfig, recipe: &Recipe, device: &Device) -> Result<Self>;
+    fn build(config: &RunConfig, recipe: &RecipeName, device: &Device) -> Result<Self>;
 
     /// Longest sequence that the model takes.
     fn context(&self) -> usize;
@@ -186,9 +186,9 @@ impl Transformer {
 }
 
 impl LanguageModel for Transformer {
-    fn build(config: &RunConfig, recipe: &Recipe, device: &Device) -> Result<Self> {
+    fn build(config: &RunConfig, recipe: &RecipeName, device: &Device) -> Result<Self> {
         let model = Self::new(
-            &config.model(),
+            &config.model,
             config.activation_of(recipe),
             &config.nvfp4_recipe(recipe)?,
             config.seed,
@@ -318,11 +318,12 @@ impl ModuleMapper for Initialise {
         let shape = param.lazy_shape();
         let count = shape.num_elements();
         let id = hash(path.as_bytes());
-        let mut stream = Stream::new(self.seed, id);
         let values = match self.name(0) {
             "gain" | "gamma" => vec![1.0; count],
             "bias" | "beta" => vec![0.0; count],
-            _ if self.is(&["embedding", "positions"]) => stream.normal(count, EMBEDDING_DEVIATION),
+            _ if self.is(&["embedding", "positions"]) => {
+                normal(self.seed, &path, count, EMBEDDING_DEVIATION)
+            }
             _ => {
                 // Of experts' weights, `[experts, d_in, d_out]`, as of others, the features that a
                 // product adds up.
@@ -334,7 +335,7 @@ impl ModuleMapper for Initialise {
                 if self.is(&["head"]) {
                     deviation *= HEAD_SCALE;
                 }
-                stream.normal(count, deviation)
+                normal(self.seed, &path, count, deviation)
             }
         };
         let device = param.lazy_device();
@@ -353,7 +354,7 @@ impl ModuleMapper for Initialise {
 #[cfg(all(test, feature = "flex"))]
 mod tests {
     use super::*;
-    use crate::config::{Preset, Recipe, RunConfig};
+    use crate::config::{Preset, RecipeName, RunConfig};
 
     const SIZES: ModelConfig = ModelConfig {
         width: 32,
@@ -370,11 +371,11 @@ mod tests {
         ..SIZES
     };
 
-    fn model(recipe: Recipe, device: &Device) -> Transformer {
+    fn model(recipe: RecipeName, device: &Device) -> Transformer {
         sized(&SIZES, recipe, device)
     }
 
-    fn sized(sizes: &ModelConfig, recipe: Recipe, device: &Device) -> Transformer {
+    fn sized(sizes: &ModelConfig, recipe: RecipeName, device: &Device) -> Transformer {
         let config = RunConfig::preset(Preset::Tiny, "flex");
         let nvfp4 = config.nvfp4_recipe(&recipe).unwrap();
         Transformer::new(sizes, Activation::F32, &nvfp4, 7, device).unwrap()
@@ -391,7 +392,7 @@ mod tests {
     #[test]
     fn later_bytes_do_not_change_earlier_logits() {
         let device = Device::flex();
-        let model = model(Recipe::f32(), &device);
+        let model = model(RecipeName::f32(), &device);
         let text: Vec<i64> = (0..24).map(|i| (i * 37 + 5) % 256).collect();
         let whole = values(model.forward(tokens(&text, &device)));
         for changed in [1, 11, 23] {
@@ -423,14 +424,14 @@ mod tests {
             values(feed_forward.gate_up.weight.val())
         };
         let (nvfp4, f32) = (
-            model(Recipe::nvfp4(), &device),
-            model(Recipe::f32(), &device),
+            model(RecipeName::nvfp4(), &device),
+            model(RecipeName::f32(), &device),
         );
         assert_eq!(weight(&nvfp4, 1), weight(&f32, 1));
         assert_eq!(nvfp4.head.id, f32.head.id);
         assert_ne!(weight(&nvfp4, 1), weight(&nvfp4, 0));
         assert_eq!(nvfp4.num_params(), SIZES.parameters());
-        let experts = sized(&EXPERTS, Recipe::nvfp4(), &device);
+        let experts = sized(&EXPERTS, RecipeName::nvfp4(), &device);
         assert_eq!(experts.num_params(), EXPERTS.parameters());
     }
 
@@ -450,7 +451,7 @@ mod tests {
             }
         }
         let mut paths = Paths(Vec::new(), Vec::new());
-        model(Recipe::f32(), &Device::flex()).visit(&mut paths);
+        model(RecipeName::f32(), &Device::flex()).visit(&mut paths);
         let block = |index: usize| {
             [
                 "attention_norm.gain",
@@ -472,8 +473,8 @@ mod tests {
     #[test]
     fn equal_experts_are_the_dense_model() {
         let device = Device::flex();
-        let dense = model(Recipe::f32(), &device);
-        let mut experts = sized(&EXPERTS, Recipe::f32(), &device);
+        let dense = model(RecipeName::f32(), &device);
+        let mut experts = sized(&EXPERTS, RecipeName::f32(), &device);
         experts.embedding = dense.embedding.clone();
         experts.head = dense.head.clone();
         for (own, block) in experts.blocks.iter_mut().zip(&dense.blocks) {
@@ -509,10 +510,10 @@ mod tests {
         }
         let device = Device::flex().autodiff();
         for (sizes, recipe, parameters) in [
-            (&SIZES, Recipe::nvfp4(), 2 * 6 + 3),
-            (&SIZES, Recipe::f32(), 2 * 6 + 3),
-            (&EXPERTS, Recipe::nvfp4(), 2 * 7 + 3),
-            (&EXPERTS, Recipe::f32(), 2 * 7 + 3),
+            (&SIZES, RecipeName::nvfp4(), 2 * 6 + 3),
+            (&SIZES, RecipeName::f32(), 2 * 6 + 3),
+            (&EXPERTS, RecipeName::nvfp4(), 2 * 7 + 3),
+            (&EXPERTS, RecipeName::f32(), 2 * 7 + 3),
         ] {
             let model = sized(sizes, recipe.clone(), &device);
             let text: Vec<i64> = (0..20).map(|i| (i * 31) % 256).collect();

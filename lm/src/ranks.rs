@@ -4,7 +4,6 @@
 //! mean over all ranks ([`Ranks`]), so that all of them update the same weights by the same gradients, and
 //! stay equal.
 
-use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::mpsc::{Sender, channel};
 use std::thread::{self, JoinHandle};
@@ -14,11 +13,13 @@ use burn::module::{ModuleVisitor, Param};
 use burn::optim::GradientsParams;
 use burn::tensor::{Bytes, Device, Tensor};
 use burn_nvfp4::Ranks;
+use rand::RngExt;
 
 use crate::data::Batch;
+use crate::memory::{MemoryBudget, message};
 use crate::model::LanguageModel;
 use crate::optim::AdamW;
-use crate::random::mix;
+use crate::random::stream;
 
 /// A model that is trained on one device.
 pub(crate) struct Rank<M> {
@@ -98,12 +99,12 @@ struct Digest {
 impl Digest {
     fn of(values: impl Iterator<Item = f32>) -> Self {
         let (mut projection, mut squares) = (0.0, 0.0);
-        for (i, value) in values.map(f64::from).enumerate() {
-            let sign = match mix(i as u64) & 1 {
-                0 => 1.0,
-                _ => -1.0,
+        let mut signs = stream(0, "signs", 0);
+        for value in values.map(f64::from) {
+            projection += match signs.random::<bool>() {
+                true => value,
+                false => -value,
             };
-            projection += sign * value;
             squares += value * value;
         }
         Self {
@@ -156,7 +157,11 @@ impl Others {
     /// # Errors
     /// When gradients cannot be averaged over `devices`, the optimizer's state cannot be copied or a thread
     /// cannot be started.
-    pub fn start<M: LanguageModel>(first: &mut Rank<M>, devices: &[Device]) -> Result<Self> {
+    pub fn start<M: LanguageModel>(
+        first: &mut Rank<M>,
+        devices: &[Device],
+        budget: &MemoryBudget,
+    ) -> Result<Self> {
         let ranks = Ranks::new(devices)?;
         let state = first.optimizer.to_bytes()?;
         let workers = devices[1..]
@@ -164,7 +169,7 @@ impl Others {
             .map(|device| {
                 let mut optimizer = first.optimizer.fresh();
                 optimizer.load(Bytes::from_bytes_vec(state.to_vec()), device)?;
-                worker(first.fork(device, optimizer, ranks.clone()))
+                worker(first.fork(device, optimizer, ranks.clone()), budget.clone())
             })
             .collect::<Result<_>>()?;
         let device = first.device.clone();
@@ -243,38 +248,35 @@ impl Worker {
 }
 
 /// Start the thread of `rank`.
-fn worker<M: LanguageModel>(mut rank: Rank<M>) -> Result<Worker> {
+fn worker<M: LanguageModel>(mut rank: Rank<M>, budget: MemoryBudget) -> Result<Worker> {
     let (jobs, received) = channel();
     let body = move || {
-        for job in received {
-            match job {
-                Job::Step { batch, lr } => rank.step(batch, lr),
-                // The first rank has gone if no one listens.
-                Job::Losses(reply) => drop(reply.send(rank.losses())),
-                Job::Digest(reply) => drop(reply.send(rank.digest())),
+        let device = rank.device.clone();
+        budget.guard(&device, || {
+            for job in received {
+                match job {
+                    Job::Step { batch, lr } => rank.step(batch, lr),
+                    // The first rank has gone if no one listens.
+                    Job::Losses(reply) => drop(reply.send(rank.losses())),
+                    Job::Digest(reply) => drop(reply.send(rank.digest())),
+                }
             }
-        }
+            Ok(())
+        })
     };
     let thread = thread::Builder::new()
         .name("rank".into())
         .spawn(move || {
-            if let Err(cause) = catch_unwind(AssertUnwindSafe(body)) {
-                // The other ranks wait for this one's gradients, and would do so for ever.
-                eprintln!("error: a rank of the run failed: {}", message(&*cause));
-                std::process::exit(1);
+            // The other ranks wait for this one's gradients, and would do so for ever.
+            match catch_unwind(AssertUnwindSafe(body)) {
+                Ok(Ok(())) => return,
+                Ok(Err(error)) => eprintln!("error: {error:#}"),
+                Err(cause) => eprintln!("error: a rank of the run failed: {}", message(&*cause)),
             }
+            std::process::exit(1);
         })
         .context("starting the thread of a rank")?;
     Ok(Worker { jobs, thread })
-}
-
-/// What a panic said.
-fn message(cause: &(dyn Any + Send)) -> &str {
-    cause
-        .downcast_ref::<String>()
-        .map(String::as_str)
-        .or_else(|| cause.downcast_ref::<&str>().copied())
-        .unwrap_or("for a reason that it did not say")
 }
 
 #[cfg(test)]

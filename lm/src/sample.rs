@@ -3,11 +3,12 @@
 use anyhow::{Result, ensure};
 use burn::store::ModuleRecord;
 use burn::tensor::{Device, Int, Tensor, TensorData};
+use rand::RngExt;
 
 use crate::checkpoint::Checkpoint;
 use crate::data::END_OF_FILE;
 use crate::model::LanguageModel;
-use crate::random::{Stream, hash};
+use crate::random::stream;
 
 /// The model of a checkpoint, on `device`, for inference.
 ///
@@ -54,7 +55,7 @@ pub fn generate(
         "the temperature is {temperature}, but it must be zero or a positive number"
     );
     let device = device.clone().without_autodiff();
-    let mut stream = Stream::new(seed, hash(b"sample"));
+    let mut stream = stream(seed, "sample", 0);
     let mut text = prompt.to_vec();
     for _ in 0..tokens {
         let seen = &text[text.len().saturating_sub(model.context())..];
@@ -63,7 +64,7 @@ pub fn generate(
         let input = Tensor::<2, Int>::from_data(TensorData::new(bytes, [1, last + 1]), &device);
         let logits = model.forward(input).narrow(0, last, 1).into_data();
         let logits: Vec<f64> = logits.iter::<f32>().map(f64::from).collect();
-        let byte = pick(&logits, temperature, stream.uniform());
+        let byte = pick(&logits, temperature, stream.random::<f64>());
         if byte == END_OF_FILE {
             break;
         }
@@ -73,7 +74,7 @@ pub fn generate(
     Ok(())
 }
 
-/// The byte at `position`, in `(0, 1)`, of the cumulative distribution that `logits` have at
+/// The byte at `position`, in `[0, 1)`, of the cumulative distribution that `logits` have at
 /// `temperature`.
 fn pick(logits: &[f64], temperature: f64, position: f64) -> u8 {
     let best = (0..logits.len())

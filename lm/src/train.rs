@@ -12,8 +12,9 @@ use burn_nvfp4::telemetry::{CSV_HEADER, Telemetry};
 use burn_nvfp4::{Nvfp4State, set_mode};
 
 use crate::checkpoint::{self, Checkpoint, State, Timing};
-use crate::config::{Recipe, RunConfig};
+use crate::config::{ModelConfig, RecipeName, RunConfig};
 use crate::data::Corpus;
+use crate::memory::MemoryBudget;
 use crate::model::LanguageModel;
 use crate::optim::{AdamW, learning_rate};
 use crate::ranks::{Others, Rank};
@@ -140,7 +141,7 @@ pub enum Outcome {
 /// A run with one recipe: the model, its optimizer, and how far it is.
 pub struct Run<'a, M> {
     config: &'a RunConfig,
-    recipe: Recipe,
+    recipe: RecipeName,
     corpus: &'a Corpus,
     /// All devices, with autodiff.
     devices: Vec<Device>,
@@ -169,7 +170,7 @@ impl<'a, M: LanguageModel> Run<'a, M> {
     /// the device or the text, or the checkpoint is damaged or belongs to another run.
     pub fn open(
         config: &'a RunConfig,
-        recipe: Recipe,
+        recipe: RecipeName,
         corpus: &'a Corpus,
         devices: &[Device],
         folder: &Path,
@@ -177,7 +178,9 @@ impl<'a, M: LanguageModel> Run<'a, M> {
         config.check()?;
         ensure!(!devices.is_empty(), "devices is empty, but a run has one");
         check_share(config.batch, devices.len())?;
-        corpus.check(config.context)?;
+        corpus.check(config.model.context)?;
+        let budget = MemoryBudget::new(config, &recipe);
+        devices.iter().try_for_each(|device| budget.check(device))?;
         fs::create_dir_all(folder).with_context(|| format!("cannot make {}", folder.display()))?;
         let devices: Vec<Device> = devices.iter().cloned().map(Device::autodiff).collect();
         let model = M::build(config, &recipe, &devices[0])?;
@@ -315,17 +318,21 @@ impl<'a, M: LanguageModel> Run<'a, M> {
     /// so. Writes a checkpoint at the end in any case.
     ///
     /// # Errors
-    /// When the loss is no longer finite, the weights of the devices are not equal at a checkpoint,
-    /// or a file cannot be written.
+    /// When the loss is no longer finite, a device runs out of memory, the weights of the devices are
+    /// not equal at a checkpoint, or a file cannot be written.
     pub fn train(&mut self, stop_at: Option<u64>, observer: &mut impl Observer) -> Result<Outcome> {
-        if self.devices.len() > 1 {
-            self.others = Some(Others::start(&mut self.rank, &self.devices)?);
-        }
-        let outcome = self.train_ranks(stop_at, observer);
-        if let Some(others) = self.others.take() {
-            others.stop();
-        }
-        outcome
+        let budget = MemoryBudget::new(self.config, &self.recipe);
+        let device = self.rank.device.clone();
+        budget.guard(&device, || {
+            if self.devices.len() > 1 {
+                self.others = Some(Others::start(&mut self.rank, &self.devices, &budget)?);
+            }
+            let outcome = self.train_ranks(stop_at, observer);
+            if let Some(others) = self.others.take() {
+                others.stop();
+            }
+            outcome
+        })
     }
 
     fn train_ranks(
@@ -409,17 +416,19 @@ impl<'a, M: LanguageModel> Run<'a, M> {
     }
 
     fn tokens_per_step(&self) -> u64 {
-        (self.config.batch * self.config.context) as u64
+        (self.config.batch * self.config.model.context) as u64
     }
 
     fn train_step(&mut self, lr: f64) {
         let &RunConfig {
             seed,
             batch,
-            context,
+            ref model,
             ..
         } = self.config;
-        let batch = self.corpus.train_batch(seed, self.step, batch, context);
+        let batch = self
+            .corpus
+            .train_batch(seed, self.step, batch, model.context);
         let mut parts = batch.split(self.devices.len()).into_iter();
         let own = parts.next().expect("a run has a device");
         if let Some(others) = &self.others {
@@ -483,7 +492,7 @@ impl<'a, M: LanguageModel> Run<'a, M> {
         let &RunConfig {
             eval_batches,
             batch,
-            context,
+            model: ModelConfig { context, .. },
             ..
         } = self.config;
         let model = self.rank.model.valid();

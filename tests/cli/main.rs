@@ -691,51 +691,68 @@ fn the_default_text_is_cargos_registry() {
     assert_eq!(files("train_files") + files("valid_files"), 20);
 }
 
+/// The section of a device in what the doctor said.
+fn section<'a>(said: &'a str, device: &str) -> Vec<&'a str> {
+    let heading = format!("{device}\n");
+    let mut sections = said.split("\n\n");
+    let section = sections.find(|section| section.starts_with(&heading));
+    section.expect(device).lines().map(str::trim).collect()
+}
+
 #[test]
-fn doctor_names_the_paths() {
+fn doctor_names_the_kernels() {
     let said = succeeds(nvfp4("doctor", &[]));
+    let reasons = succeeds(nvfp4("doctor --why", &[]));
     let operations = [
         "amax",
-        "quantize rows, 1x16",
-        "quantize columns, 16x1",
+        "quantize rowwise, 1x16",
+        "quantize columnwise, 16x1",
         "quantize tiles, 16x16",
-        "quantize per token",
+        "quantize by amax per row",
         "random Hadamard transform",
-        "rounding to nearest",
-        "stochastic rounding",
+        "round to nearest",
+        "round stochastically",
         "MS-EDEN",
         "MXFP8",
         "128x4 scale layout",
         "dequantize",
-        "product, both packed",
-        "product, packed and bf16",
-        "product, both bf16",
-        "product with f32 or f16",
-        "product in groups",
+        "GEMM, NVFP4 x NVFP4",
+        "GEMM, bf16 x NVFP4",
+        "GEMM, bf16 x bf16",
+        "GEMM, f32 or f16",
+        "grouped GEMM",
         "RMSNorm, SwiGLU",
     ];
-    // A section for each device, and in it each operation with its path, and the reason below.
-    let devices = [("flex", true), ("cpu", cfg!(feature = "cpu"))];
-    for (device, _) in devices.into_iter().filter(|(_, is_there)| *is_there) {
-        let mut sections = said.split("\n\n");
-        let heading = format!("{device}\n");
-        let section = sections.find(|section| section.starts_with(&heading));
-        let lines: Vec<&str> = section.expect(device).lines().map(str::trim).collect();
-        assert!(lines.iter().any(|line| line.starts_with("types: f32")));
-        for operation in operations {
-            let line = lines.iter().position(|line| {
-                let path = line.strip_prefix(operation);
-                path.is_some_and(|path| path.starts_with(' ') && !path.trim().is_empty())
-            });
-            let line = line.unwrap_or_else(|| panic!("{operation} on {device}: {said}"));
-            assert!(lines[line + 1].starts_with("because "), "{said}");
+    // A section for each device, and in it each operation with its kernel; the reason on request.
+    for device in [Some("flex"), cfg!(feature = "cpu").then_some("cpu")] {
+        let Some(device) = device else { continue };
+        for (said, has_reasons) in [(&said, false), (&reasons, true)] {
+            let lines = section(said, device);
+            assert!(lines.iter().any(|line| line.starts_with("types: f32")));
+            for operation in operations {
+                let line = lines.iter().position(|line| {
+                    let kernel = line.strip_prefix(operation);
+                    kernel
+                        .is_some_and(|kernel| kernel.starts_with(' ') && !kernel.trim().is_empty())
+                });
+                let line = line.unwrap_or_else(|| panic!("{operation} on {device}: {said}"));
+                let next = lines.get(line + 1);
+                let is_reason = next.is_some_and(|line| line.starts_with("because "));
+                assert_eq!(is_reason, has_reasons, "{said}");
+            }
         }
     }
+    for said in [&said, &reasons] {
+        assert!(
+            said.lines().all(|line| line.chars().count() <= 100),
+            "{said}"
+        );
+    }
     let said = succeeds(nvfp4("doctor", &["--shape", "64,128,256"]));
-    assert!(said.contains("64 x 128, contraction 256"), "{said}");
+    assert!(said.contains("M 64, N 128, K 256"), "{said}");
 }
 
-/// The kernels of a shape, dense and in groups, by name: CubeCL's CPU runtime has one, whatever is packed.
+/// The kernels of a shape, dense and in groups: CubeCL's CPU runtime has one for all operands.
 #[cfg(feature = "cpu")]
 #[test]
 fn doctor_names_the_kernels_of_a_shape() {
@@ -745,18 +762,38 @@ fn doctor_names_the_kernels_of_a_shape() {
     ] {
         let arguments = [vec!["--shape", "64,128,256"], more].concat();
         let said = succeeds(nvfp4("doctor", &arguments));
-        let (_, cpu) = said
-            .split_once("\ncpu\n")
-            .expect("a section of the CPU runtime");
-        let mut lines = cpu.lines().map(str::trim);
-        let shape = format!("64 x 128, contraction 256, {groups}");
+        let mut lines = section(&said, "cpu").into_iter();
+        let shape = format!("M 64, N 128, K 256, {groups}");
         assert!(lines.any(|line| line == shape), "{shape}: {said}");
-        for operands in ["both packed", "b packed   ", "both bf16  "] {
-            let kernel = format!("{operands} Scalar: one unit for each output element");
-            assert_eq!(lines.next(), Some(kernel.as_str()), "{said}");
+        for operands in ["NVFP4 x NVFP4", "bf16 x NVFP4", "bf16 x bf16"] {
+            let backend = format!("{operands:<26} Scalar");
+            assert_eq!(lines.next(), Some(backend.as_str()), "{said}");
+            let kernel = lines.next().expect("a kernel");
+            assert!(kernel.starts_with("one "), "{said}");
         }
     }
     fails(nvfp4("doctor", &["--shape", "64,128"]), &["64,128"]);
+}
+
+/// A step that cannot fit is one error before anything is trained, and says what to change.
+#[cfg(feature = "cpu")]
+#[test]
+fn a_batch_that_cannot_fit_is_an_error() {
+    let out = folder("no-memory");
+    fs::remove_dir(&out).unwrap();
+    let error = fails(
+        train_on("cpu", &out, "--batch 1000000000 --no-compare"),
+        &[
+            "out of device memory on cpu",
+            "at least",
+            "weights",
+            "optimizer state",
+            "activations",
+            "a smaller --batch",
+        ],
+    );
+    assert!(error.lines().count() < 12, "{error}");
+    assert!(!out.exists());
 }
 
 /// Several recipes side by side, one of them healed, a mixture of experts, and telemetry.

@@ -15,8 +15,8 @@ use crate::workspace::{self, FEATURES};
 /// The package whose tests run.
 const PACKAGE: &str = "nvfp4-kernels";
 
-/// Parts of names of tests that say nothing more here and would take hours: those of large matrices, and of
-/// many launches.
+/// Parts of the names of tests that would take hours and find nothing more: large matrices, and many
+/// launches.
 const LEFT_OUT: [&str; 6] = [
     "beyond_two",
     "more_elements",
@@ -126,8 +126,8 @@ fn first_number(text: &str) -> Option<usize> {
 
 /// Runs the tests under each tool; prints a table of errors.
 ///
-/// Fails when a tool found an error or did not come to its end, and when a test failed. Where there is no GPU
-/// or no compute-sanitizer it says so and succeeds.
+/// Fails when a tool found an error or did not come to its end, and when a test failed. Where there
+/// is no GPU or no compute-sanitizer it says so and succeeds.
 pub fn run(args: &Args) -> Result<ExitCode> {
     let Some(sanitizer) = sanitizer() else {
         println!("SKIPPED: no compute-sanitizer on PATH, in CUDA_PATH or in /usr/local/cuda");

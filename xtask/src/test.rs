@@ -93,8 +93,8 @@ fn commands(args: &Args) -> Vec<Command> {
     select_packages(&mut all, &args.package);
     let mut commands = vec![all];
     if args.package.is_empty() || args.package.iter().any(|package| package == LAYERS) {
-        // The layers run on Flex where nothing else is asked for: here, what is small enough of them, on
-        // the backend that GPUs have too.
+        // Without this variable the layers run on Flex. The second run is that of the tests that are
+        // small enough for CubeCL's CPU runtime.
         let mut cube = test();
         select_packages(&mut cube, &args.package);
         cube.args(["--test", "burn_nvfp4"]);

@@ -1,4 +1,4 @@
-//! Programs that CI needs besides cargo's own: taken from `PATH`, or installed into the target folder.
+//! Programs that CI needs besides cargo: taken from `PATH`, or installed into the target folder.
 
 use std::ffi::OsStr;
 use std::fs;

@@ -1,14 +1,14 @@
-//! NVRTC, the headers and the disassembler, for the test that compiles every kernel for Blackwell
-//! on a machine without a GPU.
+//! NVRTC, the headers and the disassembler, for the source tests, which compile every kernel on a
+//! machine without a GPU.
 //!
-//! The test looks in the folder that `NVFP4_CUDA_TOOLS` names, otherwise in
+//! They look in the folder that `NVFP4_CUDA_TOOLS` names, otherwise in
 //! `<data folder of the user>/nvfp4/cuda-13.5`:
 //!
 //! ```text
 //! lib/libnvrtc.so.13, lib/libnvrtc-builtins.so.13.5
 //! bin/ptxas, bin/nvdisasm, bin/cuobjdump
 //! include/                     CUDA's headers
-//! include/cccl/                libcu++ (`<cuda/barrier>`): a second include path, as CubeCL passes it
+//! include/cccl/                libcu++ (`<cuda/barrier>`): a second include path, as in CubeCL
 //! .nvfp4-cuda-tools            the packages it was made from: requirements/cuda.txt
 //! ```
 
@@ -72,8 +72,8 @@ pub fn ensure() -> Result<()> {
     match why {
         None => println!("CUDA compiler: installed in {}", folder.display()),
         Some(why) => println!(
-            "CUDA compiler: not available, so the test that compiles the kernels for Blackwell will \
-             report itself skipped\n{why}"
+            "CUDA compiler: not available, so the source tests of the kernels will report \
+             themselves skipped\n{why}"
         ),
     }
     Ok(())

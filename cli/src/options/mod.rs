@@ -1,0 +1,257 @@
+//! The options of a run in layers: flags over a file over a preset.
+//!
+//! A layer is a set of keys with values. Every key is a field of [`RunConfig`] or of [`Request`],
+//! which also are the flags: nothing here lists them again.
+
+mod recipes;
+mod request;
+#[cfg(all(test, feature = "flex"))]
+mod tests;
+
+use std::path::Path;
+
+use anyhow::{Context, Result, bail, ensure};
+use clap::parser::ValueSource;
+use clap::{ArgMatches, Args, FromArgMatches};
+use nvfp4_lm::config::{ModelKind, Preset, RecipeName, RunConfig};
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
+
+use crate::device::DeviceName;
+use request::{Compare, Request};
+
+type Fields = Map<String, Value>;
+
+/// One layer: what is given by flags, or by the keys of a file, which are the flags' names with `_`
+/// for `-`.
+#[derive(Debug, Clone, Default, PartialEq, Deserialize)]
+#[serde(from = "Fields")]
+pub(crate) struct Options(Fields);
+
+impl From<Fields> for Options {
+    /// A key that is `null` is not given.
+    fn from(mut fields: Fields) -> Self {
+        fields.retain(|_, value| !value.is_null());
+        Self(fields)
+    }
+}
+
+impl Args for Options {
+    fn augment_args(command: clap::Command) -> clap::Command {
+        RunConfig::augment_args_for_update(Request::augment_args(command))
+    }
+
+    fn augment_args_for_update(command: clap::Command) -> clap::Command {
+        Self::augment_args(command)
+    }
+}
+
+impl FromArgMatches for Options {
+    fn from_arg_matches(matches: &ArgMatches) -> Result<Self, clap::Error> {
+        let mut config = RunConfig::preset(Preset::default(), "");
+        config.update_from_arg_matches(matches)?;
+        let request = Request::from_arg_matches(matches)?;
+        let mut given = fields(&config);
+        given.extend(fields(&request));
+        given.retain(|key, _| {
+            matches.try_contains_id(key).unwrap_or(false)
+                && matches.value_source(key) == Some(ValueSource::CommandLine)
+        });
+        if request.no_compare {
+            given.insert("compare".into(), false.into());
+        }
+        Ok(Self(given))
+    }
+
+    fn update_from_arg_matches(&mut self, matches: &ArgMatches) -> Result<(), clap::Error> {
+        *self = Self::from_arg_matches(matches)?.over(std::mem::take(self));
+        Ok(())
+    }
+}
+
+/// The fields of a struct.
+fn fields(of: &impl Serialize) -> Fields {
+    match serde_json::to_value(of) {
+        Ok(Value::Object(fields)) => fields,
+        other => unreachable!("options are structs of plain values: {other:?}"),
+    }
+}
+
+/// `base` with the values of `layer`, each of which is a field of it.
+fn overlay<T: Serialize + DeserializeOwned>(base: &T, layer: &Fields) -> Result<T> {
+    let mut all = fields(base);
+    for (key, value) in layer {
+        all.insert(key.clone(), value.clone());
+        // One by one, as the error of the whole would not say which value is wrong.
+        serde_json::from_value::<T>(Value::Object(all.clone()))
+            .map_err(|error| anyhow::anyhow!("{key} is {value}, but {error}"))?;
+    }
+    Ok(serde_json::from_value(Value::Object(all))?)
+}
+
+impl Options {
+    /// Read a `--config` file.
+    pub(crate) fn read(path: &Path) -> Result<Self> {
+        let text = std::fs::read_to_string(path)
+            .with_context(|| format!("config {} cannot be read", path.display()))?;
+        let context = || format!("config {} is not valid", path.display());
+        let options: Self = serde_json::from_str(&text).with_context(context)?;
+        for (key, value) in &options.0 {
+            let one = Fields::from_iter([(key.clone(), value.clone())]);
+            let before = text.split(&format!("{key:?}")).next().unwrap_or_default();
+            let line = before.matches('\n').count() + 1;
+            Self(one)
+                .split()
+                .and_then(|(_, values)| overlay(&RunConfig::preset(Preset::default(), ""), &values))
+                .with_context(|| format!("line {line}"))
+                .with_context(context)?;
+        }
+        Ok(options)
+    }
+
+    /// Whether nothing is set.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    fn has(&self, key: &str) -> bool {
+        self.0.contains_key(key)
+    }
+
+    /// Whether no recipe is named.
+    pub(crate) fn recipe_is_unset(&self) -> bool {
+        !self.has("recipe") && !self.has("compare")
+    }
+
+    /// Only `device` is set, if anything.
+    pub(crate) fn only_device(mut self) -> Result<Option<DeviceName>> {
+        let device = self.0.remove("device");
+        ensure!(
+            self.is_empty(),
+            "--resume goes on with the run as it was configured: leave out all other options except \
+             --device and --stop-at"
+        );
+        let device = device.as_ref().and_then(Value::as_str);
+        device.map(|name| parse_device(name)).transpose()
+    }
+
+    /// These options with `recipe` alone, `seed`, and `device` if one is given.
+    pub(crate) fn for_run(mut self, recipe: &str, seed: u64, device: Option<&str>) -> Self {
+        self.0.remove("healing");
+        self.0.insert("recipe".into(), recipe.into());
+        self.0.insert("seed".into(), seed.into());
+        self.0.insert("compare".into(), false.into());
+        if let Some(device) = device {
+            self.0.insert("device".into(), device.into());
+        }
+        self
+    }
+
+    /// Put these options over those of `below`. An option takes those away that it leaves no room
+    /// for: `device` the `devices`, `model` dense the experts, and the other way round.
+    pub(crate) fn over(self, below: Self) -> Self {
+        let Self(mut all) = below;
+        let dense = |fields: &Fields| fields.get("model").is_some_and(|kind| kind == "dense");
+        let mut remove = |keys: &[&str]| all.retain(|key, _| !keys.contains(&key.as_str()));
+        if self.has("device") {
+            remove(&["devices"]);
+        }
+        if self.has("devices") {
+            remove(&["device"]);
+        }
+        if dense(&self.0) {
+            remove(&["experts", "top_k", "balance_loss"]);
+        }
+        if self.has("experts") && dense(&all) {
+            all.remove("model");
+        }
+        all.extend(self.0);
+        Self(all)
+    }
+
+    /// What is requested, and the values of a configuration.
+    fn split(self) -> Result<(Request, Fields)> {
+        let requests = fields(&Request::default());
+        let (requested, values): (Fields, Fields) = self
+            .0
+            .into_iter()
+            .partition(|(key, _)| requests.contains_key(key));
+        let known = fields(&RunConfig::preset(Preset::default(), ""));
+        if let Some(unknown) = values.keys().find(|key| !known.contains_key(*key)) {
+            let mut names: Vec<&String> = known.keys().chain(requests.keys()).collect();
+            names.sort();
+            names.dedup();
+            bail!("{unknown} is not an option; the options are {names:?}");
+        }
+        Ok((overlay(&Request::default(), &requested)?, values))
+    }
+
+    /// Fill in what is not set, from the preset and the machine, and check the result.
+    pub(crate) fn resolve(self) -> Result<(RunConfig, DeviceName)> {
+        let is_given = ["warmup", "seed", "experts"].map(|key| self.has(key));
+        let [warmup_is_given, seed_is_given, experts_are_given] = is_given;
+        let (request, values) = self.split()?;
+        let devices = request.devices.unwrap_or_default();
+        let devices: Vec<DeviceName> = devices
+            .iter()
+            .map(|name| parse_device(name))
+            .collect::<Result<_>>()?;
+        let device = match (&request.device, devices.first()) {
+            (Some(name), _) => parse_device(name)?,
+            (None, Some(first)) => *first,
+            (None, None) => DeviceName::best()?,
+        };
+        let preset = request.preset.unwrap_or_default();
+        let base = RunConfig::preset(preset, &device.to_string());
+        let mut config = overlay(&base, &values)?;
+
+        let dense = request.model == Some(ModelKind::Dense);
+        ensure!(
+            !experts_are_given || !dense,
+            "experts is {}, but model is dense: leave one of them out",
+            config.model.experts.unwrap_or_default()
+        );
+        ensure!(
+            base.model.experts.is_none() || !dense,
+            "model is dense, but preset {preset} has experts: leave one of them out, or give another \
+             preset"
+        );
+        let experts = request.model.and_then(ModelKind::experts);
+        config.model.experts = config.model.experts.or(experts);
+        config.decorate = request.decorate.and_then(|decorate| decorate.0);
+        config.devices = devices.iter().map(DeviceName::to_string).collect();
+
+        let mut named = |name: &str, option| recipes::named(name, option, &mut config.recipes);
+        if let Some(name) = &request.recipe {
+            config.recipe = named(name, "recipe")?;
+        }
+        let compared: Option<Vec<RecipeName>> = match request.compare {
+            Some(Compare::With(names)) => {
+                let found = names.iter().map(|name| named(name, "compare"));
+                Some(found.collect::<Result<_>>()?)
+            }
+            Some(Compare::Baseline(false)) => Some(Vec::new()),
+            Some(Compare::Baseline(true)) => None,
+            None if config.compare.is_empty() || config.recipe.is_high_precision() => {
+                Some(Vec::new())
+            }
+            None => None,
+        };
+        config.compare = compared.unwrap_or_else(|| vec![config.baseline()]);
+        if let (false, Some(own)) = (seed_is_given, config.recipes.get(config.recipe.name())) {
+            config.seed = own.seed;
+        }
+        if !warmup_is_given {
+            // The preset's warm-up would not fit into a shorter run.
+            config.warmup = config.warmup.min(config.steps / 10);
+        }
+        config.check()?;
+        Ok((config, device))
+    }
+}
+
+fn parse_device(name: &str) -> Result<DeviceName> {
+    name.parse()
+        .map_err(|error| anyhow::anyhow!("device is {name:?}, but {error}"))
+}

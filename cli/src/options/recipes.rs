@@ -1,0 +1,51 @@
+//! Recipes by name, or by the file of one.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use anyhow::{Context, Result, ensure};
+use nvfp4::Nvfp4Recipe;
+use nvfp4_lm::config::RecipeName;
+
+/// The recipe called `name`; the file of one is read into `recipes`.
+pub(super) fn named(
+    name: &str,
+    option: &str,
+    recipes: &mut BTreeMap<String, Nvfp4Recipe>,
+) -> Result<RecipeName> {
+    let path = Path::new(name);
+    if path.extension().is_none_or(|extension| extension != "json") {
+        return name
+            .parse()
+            .map_err(|error| anyhow::anyhow!("{option} is {name}, but {error}"));
+    }
+    let recipe = read_recipe(path).with_context(|| format!("{option} {name} is no recipe"))?;
+    let stem = path.file_stem().unwrap_or_default().to_string_lossy();
+    let found: RecipeName = stem
+        .parse()
+        .map_err(|error| anyhow::anyhow!("{option} is {name}, but {error}"))?;
+    ensure!(
+        Nvfp4Recipe::preset_names()
+            .chain(["nvfp4", "f32"])
+            .all(|preset| preset != stem),
+        "{option} is {name}, but {stem} is the name of a preset: rename the file"
+    );
+    recipes.insert(stem.into(), recipe);
+    Ok(found)
+}
+
+/// The recipe in the JSON file `path`. What it leaves out is that of [`Nvfp4Recipe::new`].
+fn read_recipe(path: &Path) -> Result<Nvfp4Recipe> {
+    let mut recipe = serde_json::to_value(Nvfp4Recipe::new())?;
+    let known = recipe.as_object_mut().context("a recipe has fields")?;
+    let given: serde_json::Map<_, _> = serde_json::from_slice(&std::fs::read(path)?)?;
+    for (name, value) in given {
+        let fields: Vec<&str> = known.keys().map(String::as_str).collect();
+        let fields = fields.join(", ");
+        *known
+            .get_mut(&name)
+            .with_context(|| format!("{name} is no field of a recipe, which has {fields}"))? =
+            value;
+    }
+    Ok(serde_json::from_value(recipe)?)
+}

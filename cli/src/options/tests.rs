@@ -1,0 +1,316 @@
+use super::request::Decorate;
+use super::*;
+use burn::config::Config;
+use burn::module::ParamGroup;
+use clap::Parser;
+use nvfp4::Nvfp4Recipe;
+use nvfp4::recipe::{Healing, LayerPolicy};
+use nvfp4_lm::config::{Decoration, HealingOption};
+
+fn parse(json: &str) -> Options {
+    serde_json::from_str(json).unwrap()
+}
+
+/// The layer of a command line.
+fn flags(arguments: &[&str]) -> Options {
+    #[derive(Parser)]
+    struct Command {
+        #[command(flatten)]
+        options: Options,
+    }
+    Command::try_parse_from([&["nvfp4"], arguments].concat())
+        .unwrap_or_else(|error| panic!("{error}"))
+        .options
+}
+
+/// A flag gives its key and no other.
+#[test]
+fn flags_give_what_they_say() {
+    assert!(flags(&[]).is_empty());
+    let given = flags(&[
+        "--lr",
+        "1e-3",
+        "--rht",
+        "false",
+        "--experts",
+        "4",
+        "--data",
+        "a",
+        "b",
+    ]);
+    let expected = r#"{"lr": 0.001, "rht": false, "experts": 4, "data": ["a", "b"]}"#;
+    assert_eq!(given, parse(expected));
+    assert_eq!(flags(&["--compare"]), parse(r#"{"compare": true}"#));
+    assert_eq!(
+        flags(&["--compare", "--no-compare"]),
+        parse(r#"{"compare": false}"#)
+    );
+    assert_eq!(flags(&["--decorate"]), parse(r#"{"decorate": "strict"}"#));
+    assert_eq!(
+        flags(&["--decorate=false"]),
+        parse(r#"{"decorate": false}"#)
+    );
+}
+
+#[test]
+fn flags_win_over_the_file_and_the_file_over_the_preset() {
+    let file = parse(r#"{"device": "flex", "width": 64, "steps": 50, "compare": true}"#);
+    let flags = flags(&["--steps", "20", "--no-compare"]);
+    let (config, device) = flags.over(file).resolve().unwrap();
+    assert_eq!(device, DeviceName::Flex);
+    assert_eq!((config.model.width, config.steps), (64, 20));
+    assert!(config.compare.is_empty());
+    assert_eq!(config.warmup, 2);
+    assert_eq!(
+        config.model.layers,
+        RunConfig::preset(Preset::Tiny, "flex").model.layers
+    );
+}
+
+/// The configuration of the flags `flags` (as keys of a file) over the file `file`.
+fn over(flags: &str, file: &str) -> RunConfig {
+    let resolved = parse(flags).over(parse(file)).resolve();
+    resolved
+        .unwrap_or_else(|error| panic!("{flags} over {file}: {error:#}"))
+        .0
+}
+
+#[test]
+fn a_flag_takes_the_other_of_its_pair_out_of_the_file() {
+    let two = r#"{"device": "cuda:0", "devices": ["cuda:0", "cuda:1"]}"#;
+    let config = over(r#"{"device": "flex"}"#, two);
+    assert_eq!((config.device.as_str(), config.devices.len()), ("flex", 0));
+    for device in ["flex", "cuda:7"] {
+        let file = format!(r#"{{"device": "{device}"}}"#);
+        let config = over(r#"{"devices": ["cuda:0", "cuda:1"]}"#, &file);
+        assert_eq!(
+            (config.device.as_str(), config.devices.len()),
+            ("cuda:0", 2)
+        );
+    }
+
+    let experts = r#"{"device": "flex", "experts": 4, "top_k": 1, "balance_loss": 0.05}"#;
+    let of_preset = r#"{"device": "flex", "preset": "moe-10m", "experts": 8, "width": 64}"#;
+    for (flags, file) in [
+        (r#"{"model": "dense"}"#, experts),
+        (r#"{"model": "dense", "preset": "10m"}"#, of_preset),
+    ] {
+        let config = over(flags, file);
+        assert_eq!((config.model.experts, config.balance_loss), (None, None));
+    }
+    let config = over(
+        r#"{"experts": 4}"#,
+        r#"{"device": "flex", "model": "dense"}"#,
+    );
+    assert_eq!(config.model.experts, Some(4));
+    assert_eq!(
+        over(r#"{"balance_loss": 0.0}"#, experts).balance_loss,
+        Some(0.0)
+    );
+}
+
+#[test]
+fn decoration_can_be_switched_off_again() {
+    let decorated = r#"{"device": "cpu", "decorate": "lenient"}"#;
+    assert_eq!(over("{}", decorated).decorate, Some(Decoration::Lenient));
+    assert_eq!(over(r#"{"decorate": false}"#, decorated).decorate, None);
+    for (text, expected) in [
+        ("true", Some(Decoration::Strict)),
+        ("strict", Some(Decoration::Strict)),
+        ("lenient", Some(Decoration::Lenient)),
+        ("false", None),
+    ] {
+        assert_eq!(text.parse(), Ok(Decorate(expected)));
+    }
+    assert!(
+        "1".parse::<Decorate>()
+            .unwrap_err()
+            .contains("strict, lenient")
+    );
+}
+
+#[test]
+fn a_written_configuration_is_a_config_file() {
+    let (config, _) = parse(r#"{"device": "flex", "seed": 5, "lr": 0.001}"#)
+        .resolve()
+        .unwrap();
+    let text = serde_json::to_string(&config).unwrap();
+    assert_eq!(parse(&text).resolve().unwrap().0, config);
+}
+
+#[test]
+fn recipes_have_names_or_files() {
+    let folder = std::env::temp_dir().join(format!("nvfp4-options-{}", std::process::id()));
+    std::fs::create_dir_all(&folder).unwrap();
+    let path = folder.join("mine.json");
+    let mine = Nvfp4Recipe::quartet2().with_cache_weights(false);
+    mine.save(&path).unwrap();
+    let name = path.display().to_string();
+    let flags = [
+        ["--device", "flex"],
+        ["--recipe", &name],
+        ["--compare", "f32,per_token"],
+        ["--healing", "0.75:forward"],
+    ];
+    let flags = self::flags(flags.as_flattened());
+    let (config, _) = flags.resolve().unwrap();
+    let found: Vec<&str> = config.all_recipes().map(RecipeName::name).collect();
+    assert_eq!(found, ["mine", "f32", "per_token"]);
+    let recipe = config.nvfp4_recipe(&config.recipe).unwrap();
+    let healing = config.healing_of(&config.recipe);
+    assert!(healing.unwrap().forward_only);
+    assert_eq!(recipe, mine.with_healing(healing));
+    assert!(config.healing_of(&RecipeName::f32()).is_none());
+    // The file is not needed again.
+    std::fs::remove_dir_all(&folder).unwrap();
+    let text = serde_json::to_string(&config).unwrap();
+    assert_eq!(parse(&text).resolve().unwrap().0, config);
+    for (option, text) in [
+        ("recipe", "no-file.json"),
+        ("recipe", "a/b"),
+        ("recipe", "fp8"),
+    ] {
+        let flags = self::flags(&["--device", "flex", "--recipe", text]);
+        let error = format!("{:#}", flags.resolve().unwrap_err());
+        assert!(error.contains(option) && error.contains(text), "{error}");
+    }
+    for text in ["1.5", "x", "0.5:backward"] {
+        assert!(text.parse::<HealingOption>().unwrap_err().contains(text));
+    }
+}
+
+/// The configuration of a run with a recipe's file that says `text`, and flags.
+fn with_file(name: &str, text: &str, flags: Options) -> Result<RunConfig> {
+    let folder = std::env::temp_dir().join(format!("nvfp4-{name}-{}", std::process::id()));
+    std::fs::create_dir_all(&folder).unwrap();
+    let path = folder.join("own.json");
+    std::fs::write(&path, text).unwrap();
+    let name = path.display().to_string();
+    let flags = flags.over(self::flags(&["--device", "flex", "--recipe", &name]));
+    let resolved = flags.resolve();
+    std::fs::remove_dir_all(&folder).unwrap();
+    let config = resolved?.0;
+    // A run that is gone on with reads the same from what was written.
+    let written = serde_json::to_string(&config).unwrap();
+    assert_eq!(parse(&written).resolve().unwrap().0, config);
+    Ok(config)
+}
+
+#[test]
+fn the_file_of_a_recipe_holds_unless_a_flag_is_given() {
+    let own = Nvfp4Recipe::quartet2()
+        .with_seed(7)
+        .with_rht_signs(0x1234)
+        .with_rht_seeded(true)
+        .with_high_precision(Some(ParamGroup::from_regex("own").unwrap()))
+        .with_layers(LayerPolicy::FirstLast { first: 1, last: 0 })
+        .with_healing(Some(Healing {
+            at_fraction: 0.25,
+            forward_only: true,
+        }))
+        .with_cache_weights(false);
+    let text = serde_json::to_string(&own).unwrap();
+    let config = with_file("holds", &text, Options::default()).unwrap();
+    assert_eq!(config.seed, 7);
+    assert_eq!(config.healing_of(&config.recipe), own.healing);
+    assert_eq!(config.nvfp4_recipe(&config.recipe).unwrap(), own);
+
+    let flags = [
+        ["--seed", "3"],
+        ["--rht-signs", "255"],
+        ["--high-precision", "flag"],
+        ["--healing", "0.5"],
+    ];
+    let flags = self::flags(flags.as_flattened());
+    let config = with_file("flags", &text, flags).unwrap();
+    let healing = Healing {
+        at_fraction: 0.5,
+        forward_only: false,
+    };
+    assert_eq!(config.healing_of(&config.recipe), Some(healing));
+    let expected = own
+        .with_seed(3)
+        .with_rht_signs(0x00FF)
+        .with_rht_seeded(false)
+        .with_high_precision(Some(ParamGroup::from_any_regexes(vec!["flag"]).unwrap()))
+        .with_healing(Some(healing));
+    assert_eq!(config.nvfp4_recipe(&config.recipe).unwrap(), expected);
+}
+
+#[test]
+fn what_the_file_of_a_recipe_leaves_out_is_the_default() {
+    let text = r#"{"rht_signs": 5, "layers": {"keep": "keep_last", "fraction": 0.5}}"#;
+    let config = with_file("left-out", text, Options::default()).unwrap();
+    let expected = Nvfp4Recipe::new()
+        .with_rht_signs(5)
+        .with_layers(LayerPolicy::KeepLast { fraction: 0.5 });
+    assert_eq!(config.nvfp4_recipe(&config.recipe).unwrap(), expected);
+    assert_eq!(config.healing_of(&config.recipe), None);
+
+    for (text, part) in [
+        (r#"{"rht_sings": 5}"#, "rht_sings is no field"),
+        (r#"{"fprop": {}}"#, "missing field `x`"),
+    ] {
+        let error = with_file("wrong", text, Options::default()).unwrap_err();
+        let error = format!("{error:#}");
+        assert!(
+            error.contains(part) && error.contains("own.json"),
+            "{error}"
+        );
+    }
+}
+
+#[test]
+fn wrong_keys_are_errors() {
+    for (json, parts) in [
+        (r#"{"widht": 64}"#, ["widht", "width"]),
+        (
+            r#"{"width": "wide"}"#,
+            ["width is \"wide\"", "expected usize"],
+        ),
+        (
+            r#"{"healing": "1.5"}"#,
+            ["healing is \"1.5\"", "share of the steps"],
+        ),
+    ] {
+        let error = format!("{:#}", parse(json).resolve().unwrap_err());
+        assert!(parts.iter().all(|part| error.contains(part)), "{error}");
+    }
+}
+
+#[test]
+fn presets_have_experts_unless_others_are_asked_for() {
+    let resolve = |json: &str| parse(json).resolve().map(|(config, _)| config);
+    let moe = resolve(r#"{"device": "flex", "preset": "moe-10m", "balance_loss": 0.05}"#).unwrap();
+    assert_eq!((moe.model.experts, moe.balance_loss), (Some(8), Some(0.05)));
+    let four = resolve(r#"{"device": "flex", "preset": "moe-10m", "experts": 4}"#).unwrap();
+    assert_eq!(four.model.experts, Some(4));
+    for config in [moe, four] {
+        let written = serde_json::to_string(&config).unwrap();
+        assert_eq!(resolve(&written).unwrap(), config);
+    }
+    let error = resolve(r#"{"device": "flex", "preset": "moe-10m", "model": "dense"}"#);
+    let error = error.unwrap_err().to_string();
+    assert!(error.contains("preset moe-10m has experts"), "{error}");
+    let both = resolve(r#"{"device": "flex", "experts": 4, "model": "dense"}"#);
+    let error = both.unwrap_err().to_string();
+    assert!(
+        error.contains("experts is 4, but model is dense"),
+        "{error}"
+    );
+}
+
+#[test]
+fn high_precision_alone_is_not_compared() {
+    let (config, _) = parse(r#"{"device": "flex", "recipe": "f32"}"#)
+        .resolve()
+        .unwrap();
+    assert!(config.compare.is_empty());
+    let both = parse(r#"{"device": "flex", "recipe": "f32", "compare": true}"#);
+    assert!(
+        both.resolve()
+            .unwrap_err()
+            .to_string()
+            .contains("compare is f32, but recipe is f32")
+    );
+}

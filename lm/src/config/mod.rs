@@ -1,0 +1,15 @@
+//! What to train: the shape of the model, the schedule, the recipe. Presets, and checks.
+//!
+//! Each value of a run is one field of [`RunConfig`]: its name is the flag and the key in the files,
+//! its documentation the text of `--help`.
+
+mod choices;
+mod model;
+mod presets;
+mod run;
+#[cfg(test)]
+mod tests;
+
+pub use choices::{Activation, Decoration, HealingOption, ModelKind, Preset, RecipeName};
+pub use model::{ModelConfig, VOCABULARY};
+pub use run::{BALANCE_SHARE, RunConfig};

@@ -1,0 +1,372 @@
+//! The configuration of a run, and its checks.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+
+use anyhow::{Context, Result, bail, ensure};
+use burn::module::ParamGroup;
+use burn_nvfp4::Nvfp4Recipe;
+use burn_nvfp4::recipe::Healing;
+use clap::{ArgAction, Args};
+use serde::{Deserialize, Serialize};
+
+use super::choices::{Activation, Decoration, HealingOption, Preset, RecipeName};
+use super::model::ModelConfig;
+
+/// Share of a block's load-balancing loss in the training loss.
+pub const BALANCE_SHARE: f64 = 0.01;
+
+fn finite(text: &str) -> std::result::Result<f64, String> {
+    let number: f64 = text.parse().map_err(|error| format!("{error}"))?;
+    match number.is_finite() {
+        true => Ok(number),
+        false => Err("it must be finite".into()),
+    }
+}
+
+/// Everything that decides a run: what `config.json` holds.
+///
+/// The fields without a flag are results: of names, files and devices that a command looks up.
+#[derive(Debug, Clone, PartialEq, Args, Serialize, Deserialize)]
+#[group(skip)]
+pub struct RunConfig {
+    /// Where the values that were not given came from.
+    #[arg(skip)]
+    pub preset: Preset,
+    /// What the run computes in.
+    #[arg(skip)]
+    pub recipe: RecipeName,
+    /// Recipes that the same model is trained with too, on the same batches, to compare.
+    #[arg(skip)]
+    pub compare: Vec<RecipeName>,
+    /// Recipes of the run's own, by name.
+    #[arg(skip)]
+    #[serde(default)]
+    pub recipes: BTreeMap<String, Nvfp4Recipe>,
+    /// Whether to train a model of Burn's own layers, decorated where the recipe quantizes, in place
+    /// of one of this crate's layers.
+    #[arg(skip)]
+    #[serde(default)]
+    pub decorate: Option<Decoration>,
+    /// `flex`, `cpu`, or `cuda:N`.
+    #[arg(skip)]
+    pub device: String,
+    /// The GPUs of data-parallel training, the first of which is `device`: each takes an equal part
+    /// of every batch. Empty for training on `device` alone.
+    #[arg(skip)]
+    #[serde(default)]
+    pub devices: Vec<String>,
+    /// Stop quantizing after this share of the steps; with `:forward` in the forward alone
+    /// [default: what the recipe's file says]
+    #[arg(long, value_name = "SHARE[:forward]")]
+    #[serde(default)]
+    pub healing: Option<HealingOption>,
+    /// Compute activations in this type [default: bf16 on GPUs, else f32]
+    #[arg(long, value_name = "TYPE", hide_possible_values = true)]
+    pub activation: Activation,
+    /// Read text from these files and folders [default: the Rust sources in cargo's registry]
+    #[arg(long, value_name = "PATH", num_args = 1..)]
+    pub data: Vec<PathBuf>,
+    /// Stop reading text after the file that reaches this size, but not before the second; 0 for no
+    /// limit [default: the preset's]
+    #[arg(long, value_name = "BYTES")]
+    pub data_bytes: u64,
+    /// The sizes of the model.
+    #[command(flatten)]
+    #[serde(flatten)]
+    pub model: ModelConfig,
+    /// Add this share of each block's load-balancing loss to the training loss [default: 0.01]
+    #[arg(long, value_name = "SHARE", value_parser = finite)]
+    #[serde(default)]
+    pub balance_loss: Option<f64>,
+    /// Train for this many optimizer steps [default: the preset's]
+    #[arg(long)]
+    pub steps: u64,
+    /// Train on this many sequences in a step [default: the preset's]
+    #[arg(long)]
+    pub batch: usize,
+    /// Set the highest learning rate [default: the preset's]
+    #[arg(long, allow_negative_numbers = true, value_parser = finite)]
+    pub lr: f64,
+    /// Raise the learning rate over this many steps; it then falls to a tenth along a cosine
+    /// [default: the preset's, at most a tenth of the steps]
+    #[arg(long, value_name = "STEPS")]
+    pub warmup: u64,
+    /// Set the decoupled weight decay of the matrices [default: 0.1]
+    #[arg(long, allow_negative_numbers = true, value_parser = finite)]
+    pub weight_decay: f64,
+    /// Scale gradients down to this global norm where theirs is larger [default: 1]
+    #[arg(long, value_name = "NORM", allow_negative_numbers = true, value_parser = finite)]
+    pub grad_clip: f64,
+    /// Seed the weights, the batches and stochastic rounding [default: the recipe's file's, else 0]
+    #[arg(long)]
+    pub seed: u64,
+    /// Evaluate on the validation text every so many steps [default: the preset's]
+    #[arg(long, value_name = "STEPS")]
+    pub eval_every: u64,
+    /// Evaluate on this many batches [default: the preset's]
+    #[arg(long, value_name = "BATCHES")]
+    pub eval_batches: usize,
+    /// Write a row of metrics.csv and a log line every so many steps [default: 10]
+    #[arg(long, value_name = "STEPS")]
+    pub log_every: u64,
+    /// Write a checkpoint every so many steps [default: the preset's]
+    #[arg(long, value_name = "STEPS")]
+    pub checkpoint_every: u64,
+    /// Sample what quantization does to each layer every so many steps, in telemetry.csv; 0 for
+    /// never [default: 0]
+    #[arg(long, value_name = "STEPS")]
+    #[serde(default)]
+    pub telemetry_every: u64,
+    /// Rotate the operands of weight gradients by a random Hadamard transform, with recipe nvfp4
+    /// [default: true]
+    #[arg(long, value_name = "BOOL", action = ArgAction::Set, hide_possible_values = true)]
+    pub rht: bool,
+    /// Round gradients stochastically, with recipe nvfp4 [default: true]
+    #[arg(long, value_name = "BOOL", action = ArgAction::Set, hide_possible_values = true)]
+    pub stochastic_rounding: bool,
+    /// Scale weights in 16x16 tiles and not in 1x16 blocks, with recipe nvfp4 [default: true]
+    #[arg(long, value_name = "BOOL", action = ArgAction::Set, hide_possible_values = true)]
+    pub weight_2d: bool,
+    /// Set the signs of the Hadamard transform, 16 bits [default: the recipe's]
+    #[arg(long, value_name = "BITS")]
+    #[serde(default)]
+    pub rht_signs: Option<u16>,
+    /// Keep projections whose path matches this regular expression in high precision, for example
+    /// 'blocks\.0\.'; may be given several times [default: the recipe's]
+    #[arg(long, value_name = "REGEX")]
+    pub high_precision: Vec<String>,
+}
+
+impl RunConfig {
+    /// Number of trained parameters.
+    pub fn parameters(&self) -> usize {
+        match self.decorate {
+            Some(_) => self.model.encoder_parameters(),
+            None => self.model.parameters(),
+        }
+    }
+
+    /// Check every value that does not need the data or the device.
+    ///
+    /// # Errors
+    /// Names the value that is wrong, what it is, and what it may be.
+    pub fn check(&self) -> Result<()> {
+        self.model.check()?;
+        for (name, value) in [
+            ("steps", self.steps),
+            ("eval-every", self.eval_every),
+            ("eval-batches", self.eval_batches as u64),
+            ("log-every", self.log_every),
+            ("checkpoint-every", self.checkpoint_every),
+            ("batch", self.batch as u64),
+        ] {
+            ensure!(value > 0, "{name} is 0, but it must be at least 1");
+        }
+        ensure!(
+            self.warmup < self.steps,
+            "warmup is {}, but it must be less than steps ({})",
+            self.warmup,
+            self.steps
+        );
+        for (name, value) in [("lr", self.lr), ("grad-clip", self.grad_clip)] {
+            ensure!(
+                value.is_finite() && value > 0.0,
+                "{name} is {value}, but it must be a positive number"
+            );
+        }
+        ensure!(
+            self.weight_decay.is_finite() && self.weight_decay >= 0.0,
+            "weight-decay is {}, but it must be zero or a positive number",
+            self.weight_decay
+        );
+        if let Some(share) = self.balance_loss {
+            ensure!(
+                share.is_finite() && share >= 0.0,
+                "balance-loss is {share}, but it must be zero or a positive number"
+            );
+            ensure!(
+                self.model.experts.is_some(),
+                "balance-loss is {share}, but the model has no experts to balance: leave it out, or give \
+                 --model moe"
+            );
+        }
+        if self.decorate.is_some() {
+            ensure!(
+                self.model.experts.is_none(),
+                "decorate is given and experts is {}, but Burn has no layer of experts: leave out one of them",
+                self.model.experts.unwrap_or_default()
+            );
+            ensure!(
+                self.device == "cpu" || self.device.starts_with("cuda"),
+                "decorate on device {} is not possible: decorated models rest on Burn's fusion, which cpu and cuda:N have",
+                self.device
+            );
+        }
+        self.check_devices()?;
+        self.check_switches()?;
+        let all: Vec<&RecipeName> = self.all_recipes().collect();
+        for (index, recipe) in all.iter().enumerate() {
+            ensure!(
+                !all[..index].contains(recipe),
+                "compare is {}, but recipe is {} and each may be there once",
+                names(&self.compare),
+                self.recipe
+            );
+            // Its bf16 operations lack a library function, and then do nothing instead of failing.
+            if self.device == "cpu" && self.activation_of(recipe) == Activation::Bf16 {
+                bail!(
+                    "{} on device cpu is not possible: CubeCL's CPU runtime computes in f32 only; \
+                     use --device flex, or f32",
+                    if recipe.is_high_precision() {
+                        "recipe bf16"
+                    } else {
+                        "activation bf16"
+                    }
+                );
+            }
+            self.nvfp4_recipe(recipe)?;
+        }
+        Ok(())
+    }
+
+    /// A switch that no recipe of the run has would do nothing.
+    fn check_switches(&self) -> Result<()> {
+        let has_them = |recipe: &RecipeName| {
+            recipe.is_high_precision()
+                || *recipe == RecipeName::nvfp4() && !self.recipes.contains_key(recipe.name())
+        };
+        let switches = [
+            ("rht", self.rht),
+            ("stochastic-rounding", self.stochastic_rounding),
+            ("weight-2d", self.weight_2d),
+        ];
+        for (name, _) in switches.into_iter().filter(|(_, on)| !on) {
+            ensure!(
+                self.all_recipes().any(has_them),
+                "{name} is false, but it is a switch of recipe nvfp4 and recipe is {}: leave it out, or \
+                 say so in the file of a recipe",
+                self.recipe
+            );
+        }
+        Ok(())
+    }
+
+    fn check_devices(&self) -> Result<()> {
+        let Some(first) = self.devices.first() else {
+            return Ok(());
+        };
+        let count = self.devices.len();
+        let mut distinct: Vec<&String> = self.devices.iter().collect();
+        distinct.sort_unstable();
+        distinct.dedup();
+        ensure!(
+            count > 1
+                && distinct.len() == count
+                && distinct.iter().all(|device| device.starts_with("cuda:")),
+            "devices is {}, but it must be at least two different GPUs, cuda:N: Burn averages \
+             gradients over GPUs alone",
+            self.devices.join(",")
+        );
+        ensure!(
+            *first == self.device,
+            "device is {}, but it must be the first of devices ({}), or be left out",
+            self.device,
+            self.devices.join(",")
+        );
+        ensure!(
+            self.batch.is_multiple_of(count),
+            "batch is {}, but it must be a multiple of the number of devices ({count}), which take \
+             equal parts of it",
+            self.batch
+        );
+        Ok(())
+    }
+
+    /// The names of all devices of the run, as `--devices` has them.
+    pub fn all_devices(&self) -> String {
+        match self.devices.is_empty() {
+            true => self.device.clone(),
+            false => self.devices.join(","),
+        }
+    }
+
+    /// The recipes that the run trains with, in their order.
+    pub fn all_recipes(&self) -> impl Iterator<Item = &RecipeName> {
+        std::iter::once(&self.recipe).chain(&self.compare)
+    }
+
+    /// The high-precision recipe that a quantized one is compared with.
+    pub fn baseline(&self) -> RecipeName {
+        match self.activation {
+            Activation::F32 => RecipeName::f32(),
+            Activation::Bf16 => RecipeName::bf16(),
+        }
+    }
+
+    /// Type of the activations under `recipe`.
+    pub fn activation_of(&self, recipe: &RecipeName) -> Activation {
+        match recipe.name() {
+            "bf16" => Activation::Bf16,
+            "f32" => Activation::F32,
+            _ => self.activation,
+        }
+    }
+
+    /// When a run with `recipe` stops quantizing: as the run says, or else as the recipe does.
+    pub fn healing_of(&self, recipe: &RecipeName) -> Option<Healing> {
+        let own = || self.recipes.get(recipe.name())?.healing;
+        self.healing
+            .map(|HealingOption(healing)| healing)
+            .or_else(own)
+            .filter(|_| !recipe.is_high_precision())
+    }
+
+    /// The recipe of that name for the blocks' projections: its own values, but for those that the
+    /// run gives.
+    ///
+    /// # Errors
+    /// When there is no such recipe, it does not pass [`Nvfp4Recipe::check`], or a pattern of
+    /// `high_precision` is not a regular expression.
+    pub fn nvfp4_recipe(&self, recipe: &RecipeName) -> Result<Nvfp4Recipe> {
+        let own = self.recipes.get(recipe.name());
+        let found = match (recipe.name(), own) {
+            (_, Some(own)) => own.clone(),
+            ("f32", None) => Nvfp4Recipe::bf16(),
+            ("nvfp4", None) => Nvfp4Recipe::nvidia()
+                .with_rht(self.rht)
+                .with_stochastic_rounding(self.stochastic_rounding)
+                .with_weight_2d(self.weight_2d),
+            (name, None) => Nvfp4Recipe::preset(name).with_context(|| {
+                format!("recipe is {name}, but it must be nvfp4, f32, a file, or a preset")
+            })?,
+        };
+        let found = match self.rht_signs {
+            Some(signs) => found.with_rht_signs(signs).with_rht_seeded(false),
+            None => found,
+        };
+        let found = found
+            .with_seed(self.seed)
+            .with_healing(self.healing_of(recipe));
+        let found = if recipe.is_high_precision() || self.high_precision.is_empty() {
+            found
+        } else {
+            let patterns: Vec<&String> = self.high_precision.iter().collect();
+            let group = ParamGroup::from_any_regexes(patterns).map_err(|error| {
+                anyhow::anyhow!(
+                    "high-precision is {:?}, but it must be regular expressions: {error:?}",
+                    self.high_precision
+                )
+            })?;
+            found.with_high_precision(Some(group))
+        };
+        found.check()?;
+        Ok(found)
+    }
+}
+
+/// Recipes as `--compare` has them.
+fn names(recipes: &[RecipeName]) -> String {
+    let names: Vec<&str> = recipes.iter().map(RecipeName::name).collect();
+    names.join(",")
+}

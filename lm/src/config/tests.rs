@@ -1,0 +1,124 @@
+use super::*;
+use clap::ValueEnum;
+
+#[test]
+fn presets_are_valid_and_as_large_as_they_say() {
+    for (preset, low, high) in [
+        (Preset::Tiny, 0.8e6, 1.0e6),
+        (Preset::Small, 6e6, 8e6),
+        (Preset::M10, 9.5e6, 10.5e6),
+        (Preset::Moe10M, 9.5e6, 10.5e6),
+        (Preset::M30, 28e6, 32e6),
+        (Preset::M125, 115e6, 130e6),
+    ] {
+        for device in ["flex", "cuda:0"] {
+            let config = RunConfig::preset(preset, device);
+            config.check().unwrap();
+            let parameters = config.model.parameters() as f64;
+            assert!((low..high).contains(&parameters), "{preset}: {parameters}");
+        }
+        assert_eq!(Preset::from_str(&preset.to_string(), false), Ok(preset));
+    }
+}
+
+#[test]
+fn experts_are_checked_and_counted() {
+    let moe = RunConfig::preset(Preset::Moe10M, "flex").model;
+    assert_eq!((moe.experts, moe.top_k), (Some(8), 2));
+    assert_eq!(moe.active_weights(), 3_211_264, "what its description says");
+    let dense = RunConfig::preset(Preset::Tiny, "flex").model;
+    let experts = |experts, top_k| ModelConfig {
+        experts: Some(experts),
+        top_k,
+        ..dense.clone()
+    };
+    let ModelConfig {
+        width,
+        hidden,
+        layers,
+        ..
+    } = dense;
+    let more = 7 * 3 * width * hidden + 8 * width;
+    let found = experts(8, 2);
+    found.check().unwrap();
+    assert_eq!(found.parameters(), dense.parameters() + layers * more);
+    for (name, config) in [
+        ("experts", experts(0, 1)),
+        ("experts", experts(1000, 1)),
+        ("top-k", experts(4, 5)),
+        ("top-k", experts(4, 0)),
+    ] {
+        let error = config.check().unwrap_err().to_string();
+        assert!(error.starts_with(name), "{name}: {error}");
+    }
+}
+
+#[test]
+fn a_run_names_all_its_devices() {
+    let mut config = RunConfig::preset(Preset::Tiny, "cuda:2");
+    assert_eq!(config.all_devices(), "cuda:2");
+    config.devices = ["cuda:2", "cuda:5"].map(String::from).into();
+    config.check().unwrap();
+    assert_eq!(config.all_devices(), "cuda:2,cuda:5");
+}
+
+#[test]
+fn errors_name_the_value() {
+    let good = RunConfig::preset(Preset::Tiny, "flex");
+    type Spoil = fn(&mut RunConfig);
+    let cases: [(&str, Spoil); 20] = [
+        ("width", |c| c.model.width = 100),
+        ("hidden", |c| c.model.hidden = 0),
+        ("heads", |c| c.model.heads = 3),
+        ("batch", |c| c.batch = 0),
+        ("warmup", |c| c.warmup = c.steps),
+        ("lr", |c| c.lr = f64::NAN),
+        ("balance-loss", |c| c.balance_loss = Some(0.1)),
+        ("balance-loss", |c| {
+            c.model.experts = Some(4);
+            c.balance_loss = Some(-0.1);
+        }),
+        ("activation", |c| {
+            c.device = "cpu".into();
+            c.activation = Activation::Bf16;
+        }),
+        ("recipe", |c| {
+            c.device = "cpu".into();
+            c.compare = Vec::new();
+            c.recipe = RecipeName::bf16();
+        }),
+        ("recipe", |c| c.recipe = "fp8".parse().unwrap()),
+        ("compare", |c| c.recipe = RecipeName::f32()),
+        ("rht", |c| {
+            c.recipe = "nvidia".parse().unwrap();
+            c.compare = Vec::new();
+            c.rht = false;
+        }),
+        ("decorate", |c| c.decorate = Some(Decoration::Strict)),
+        ("decorate", |c| {
+            c.device = "cpu".into();
+            c.decorate = Some(Decoration::Lenient);
+            c.model.experts = Some(8);
+        }),
+        ("high-precision", |c| c.high_precision = vec!["(".into()]),
+        ("devices", |c| c.devices = vec!["flex".into(), "cpu".into()]),
+        ("devices", |c| {
+            c.device = "cuda:0".into();
+            c.devices = vec!["cuda:0".into(), "cuda:0".into()];
+        }),
+        ("device is flex", |c| {
+            c.devices = vec!["cuda:0".into(), "cuda:1".into()];
+        }),
+        ("batch", |c| {
+            c.device = "cuda:0".into();
+            c.devices = vec!["cuda:0".into(), "cuda:1".into()];
+            c.batch = 7;
+        }),
+    ];
+    for (name, spoil) in cases {
+        let mut config = good.clone();
+        spoil(&mut config);
+        let error = config.check().unwrap_err().to_string();
+        assert!(error.starts_with(name), "{name}: {error}");
+    }
+}

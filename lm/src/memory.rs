@@ -1,0 +1,513 @@
+//! Device memory: what a run needs at the least, and the one error where there is too little.
+//!
+//! CubeCL does not fail at an allocation that does not fit: the tensor carries the failure, kernels
+//! that would read it are skipped, and the first value that is read back panics with the whole chain.
+//! [`MemoryBudget::guard`] turns that into [`OutOfMemory`].
+
+use std::any::Any;
+use std::fmt;
+use std::panic::{self, AssertUnwindSafe};
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use anyhow::Result;
+use burn::tensor::Device;
+
+use crate::config::{RecipeName, RunConfig, VOCABULARY};
+
+/// Bytes of one device that a training step holds at once, at the least.
+///
+/// Counted is what a step cannot do without: it is a lower bound, and what a step takes may be
+/// several times as much.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct MemoryNeed {
+    /// The parameters.
+    pub weights: u64,
+    /// A gradient for each parameter.
+    pub gradients: u64,
+    /// The moments of AdamW, and the f32 copies of bf16 parameters.
+    pub optimizer: u64,
+    /// What the forward keeps for the backward.
+    pub activations: u64,
+}
+
+impl MemoryNeed {
+    /// What a step of the run `config` with `recipe` needs on each of its devices.
+    pub fn of(config: &RunConfig, recipe: &RecipeName) -> Self {
+        let model = &config.model;
+        let element = config.activation_of(recipe).bytes();
+        let is_encoder = config.decorate.is_some();
+        // Burn's layers have parameters of the activations' type, ours are f32 master weights.
+        let parameter = if is_encoder { element } else { 4 };
+        let f32_copy = if parameter == 4 { 0 } else { 4 };
+        let experts = model.experts.map_or(1, |_| model.top_k);
+        // Inputs of both norms; queries, keys and values; inputs of the feed-forward's activation.
+        let inner = match is_encoder {
+            true => model.hidden,
+            false => 2 * model.hidden * experts,
+        };
+        let block = element * (5 * model.width + inner);
+        // One-hot bytes, as input and as target, and their probabilities in f32.
+        let ends = VOCABULARY * (element + 4 + 4);
+        let tokens = config.batch / config.devices.len().max(1) * model.context;
+        let parameters = config.parameters() as u64;
+        Self {
+            weights: parameters * parameter as u64,
+            gradients: parameters * parameter as u64,
+            optimizer: parameters * (8 + f32_copy),
+            activations: tokens as u64 * (model.layers * block + ends) as u64,
+        }
+    }
+
+    /// What does not depend on the batch.
+    fn fixed(&self) -> u64 {
+        self.weights + self.gradients + self.optimizer
+    }
+
+    /// All of it.
+    pub fn total(&self) -> u64 {
+        self.fixed() + self.activations
+    }
+}
+
+/// What is known of a device's memory.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct DeviceMemory {
+    /// All that it has.
+    pub capacity: Option<u64>,
+    /// What the memory pools of this process hold.
+    pub reserved: Option<u64>,
+}
+
+impl DeviceMemory {
+    /// What the runtime of `device` reports; nothing for Flex, whose tensors are the host's.
+    pub fn of(device: &Device) -> Self {
+        // A runtime that failed may fail here too.
+        panic::catch_unwind(AssertUnwindSafe(|| cubecl::memory(device))).unwrap_or_default()
+    }
+}
+
+/// A device has too little memory for a run.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct OutOfMemory {
+    /// Whether it was found before the first step, by what a step needs at the least.
+    pub is_forecast: bool,
+    /// Bytes of the allocation that failed, where that is known.
+    pub asked: Option<u64>,
+    /// The device's memory after the failure.
+    pub memory: DeviceMemory,
+    /// What the run is.
+    pub budget: MemoryBudget,
+}
+
+/// Bytes in the largest fitting decimal unit.
+fn shown(bytes: u64) -> String {
+    let bytes = bytes as f64;
+    match bytes {
+        1e9.. => format!("{:.1} GB", bytes / 1e9),
+        1e6.. => format!("{:.1} MB", bytes / 1e6),
+        _ => format!("{:.1} kB", bytes / 1e3),
+    }
+}
+
+impl fmt::Display for OutOfMemory {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let MemoryBudget {
+            device,
+            need,
+            batch,
+            context,
+            devices,
+            recipe,
+            ..
+        } = &self.budget;
+        write!(f, "out of device memory on {device}: ")?;
+        match (self.is_forecast, self.asked) {
+            (true, _) => write!(f, "a step needs at least {}", shown(need.total()))?,
+            (false, Some(asked)) => write!(f, "an allocation of {} failed", shown(asked))?,
+            (false, None) => write!(f, "an allocation failed")?,
+        }
+        if let Some(capacity) = self.memory.capacity {
+            write!(f, ", and the device has {}", shown(capacity))?;
+        }
+        if let (false, Some(reserved)) = (self.is_forecast, self.memory.reserved) {
+            write!(f, ", of which this process holds {}", shown(reserved))?;
+        }
+        writeln!(f, "\n  weights          {:>10}", shown(need.weights))?;
+        writeln!(f, "  gradients        {:>10}", shown(need.gradients))?;
+        writeln!(f, "  optimizer state  {:>10}", shown(need.optimizer))?;
+        let (share, each) = match devices {
+            0 | 1 => (*batch, ""),
+            _ => (batch / devices, " on each device"),
+        };
+        writeln!(
+            f,
+            "  activations      {:>10} or more, for {share} sequences of {context} bytes{each}",
+            shown(need.activations)
+        )?;
+        write!(f, "Use ")?;
+        match self.budget.largest_batch(self.memory.capacity) {
+            Some(0) => write!(f, "a smaller model (--preset, --width, --layers, --hidden)")?,
+            // No claim that it is enough.
+            Some(most) if most < *batch => {
+                write!(f, "a smaller --batch (no more than {most} can fit)")?
+            }
+            _ => write!(f, "a smaller --batch")?,
+        }
+        write!(f, ", a shorter --context")?;
+        if device.starts_with("cuda") {
+            write!(f, ", or more GPUs (--devices), which share each batch")?;
+        }
+        if *recipe == RecipeName::f32() {
+            write!(f, "; --recipe bf16 halves the activations")?;
+        }
+        write!(f, ".")
+    }
+}
+
+impl std::error::Error for OutOfMemory {}
+
+/// What a run asks of each of its devices.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct MemoryBudget {
+    device: String,
+    recipe: RecipeName,
+    need: MemoryNeed,
+    batch: usize,
+    context: usize,
+    /// How many devices share a batch.
+    devices: usize,
+}
+
+impl MemoryBudget {
+    /// The budget of the run `config` with `recipe`.
+    pub fn new(config: &RunConfig, recipe: &RecipeName) -> Self {
+        Self {
+            device: config.all_devices(),
+            recipe: recipe.clone(),
+            need: MemoryNeed::of(config, recipe),
+            batch: config.batch,
+            context: config.model.context,
+            devices: config.devices.len().max(1),
+        }
+    }
+
+    /// No larger batch fits into `capacity` beside what does not depend on the batch.
+    fn largest_batch(&self, capacity: Option<u64>) -> Option<usize> {
+        let left = capacity?.saturating_sub(self.need.fixed());
+        let share =
+            u128::from(left) * self.batch as u128 / u128::from(self.need.activations.max(1));
+        let most = share as usize / self.devices * self.devices;
+        Some(most)
+    }
+
+    fn error(&self, is_forecast: bool, asked: Option<u64>, memory: DeviceMemory) -> OutOfMemory {
+        OutOfMemory {
+            is_forecast,
+            asked,
+            memory,
+            budget: self.clone(),
+        }
+    }
+
+    /// Fail if a step certainly does not fit on `device`.
+    ///
+    /// # Errors
+    /// [`OutOfMemory`], when the device has less memory than a step needs at the least.
+    pub fn check(&self, device: &Device) -> Result<()> {
+        let memory = DeviceMemory::of(device);
+        match memory.capacity {
+            Some(capacity) if capacity < self.need.total() => {
+                Err(self.error(true, None, memory).into())
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Do `work` on `device`. What was under way when memory ran out must not be used again.
+    ///
+    /// # Errors
+    /// [`OutOfMemory`], when the device runs out of memory; else those of `work`.
+    pub fn guard<T>(&self, device: &Device, work: impl FnOnce() -> Result<T>) -> Result<T> {
+        let outcome = panic::catch_unwind(AssertUnwindSafe(work));
+        let failure = match &outcome {
+            Ok(Ok(_)) => None,
+            Ok(Err(error)) => Failure::find(&format!("{error:#}")),
+            Err(cause) => Failure::find(message(&**cause)),
+        };
+        if let Some(Failure { asked }) = failure {
+            let memory = DeviceMemory::of(device);
+            return Err(self.error(false, asked, memory).into());
+        }
+        outcome.unwrap_or_else(|cause| panic::resume_unwind(cause))
+    }
+}
+
+/// An allocation that failed, as CubeCL reports it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Failure {
+    /// Bytes asked for, where the report says them.
+    asked: Option<u64>,
+}
+
+impl Failure {
+    /// The failed allocation that `text` reports. Burn passes CubeCL's errors on as text alone.
+    fn find(text: &str) -> Option<Self> {
+        /// What stands before the number of bytes.
+        const SIZED: [&str; 4] = [
+            "out of device memory allocating ",
+            "can't allocate buffer of size: ",
+            "Can't allocate ",
+            "a deferred allocation of ",
+        ];
+        const UNSIZED: [&str; 3] = [
+            "An out-of-memory error happened during launch",
+            "CUDA_ERROR_OUT_OF_MEMORY",
+            "was never allocated: the reservation behind it failed",
+        ];
+        let sized = SIZED.iter().find_map(|before| {
+            let (_, rest) = text.split_once(before)?;
+            let end = rest.find(|c: char| !c.is_ascii_digit());
+            rest[..end.unwrap_or(rest.len())].parse().ok()
+        });
+        let is_failure = sized.is_some() || UNSIZED.iter().any(|part| text.contains(part));
+        is_failure.then_some(Self { asked: sized })
+    }
+
+    /// Whether `text` reports work that was left out because of a failure.
+    fn is_aftermath(text: &str) -> bool {
+        text.contains("The work was skipped: an input carried a failure")
+            || text.contains("The bytes were never written (failure")
+    }
+}
+
+/// What a panic said.
+pub(crate) fn message(cause: &(dyn Any + Send)) -> &str {
+    cause
+        .downcast_ref::<String>()
+        .map(String::as_str)
+        .or_else(|| cause.downcast_ref::<&str>().copied())
+        .unwrap_or("for a reason that it did not say")
+}
+
+/// Keep panics that report a lack of device memory, and those that follow from one, from the terminal:
+/// [`MemoryBudget::guard`] says the same in one error. For programs, at their start.
+pub fn mute_memory_panics() {
+    static IS_OUT: AtomicBool = AtomicBool::new(false);
+    let default = panic::take_hook();
+    panic::set_hook(Box::new(move |info| {
+        let text = message(info.payload());
+        if Failure::find(text).is_some() {
+            IS_OUT.store(true, Ordering::Relaxed);
+        } else if !(IS_OUT.load(Ordering::Relaxed) && Failure::is_aftermath(text)) {
+            default(info);
+        }
+    }));
+}
+
+#[cfg(not(any(feature = "cpu", feature = "cuda")))]
+mod cubecl {
+    use burn::tensor::Device;
+
+    use super::DeviceMemory;
+
+    pub(super) fn memory(_: &Device) -> DeviceMemory {
+        DeviceMemory::default()
+    }
+}
+
+#[cfg(any(feature = "cpu", feature = "cuda"))]
+pub(crate) use cubecl::{client, usage};
+
+#[cfg(any(feature = "cpu", feature = "cuda"))]
+mod cubecl {
+    use burn::backend::DispatchDevice;
+    use burn::tensor::Device;
+    use nvfp4_kernels::cubecl::prelude::Client;
+    use nvfp4_kernels::cubecl::{MemoryScope, MemoryUsage};
+
+    use super::DeviceMemory;
+
+    /// The client of a CubeCL device.
+    pub(crate) fn client(device: &Device) -> Option<Client> {
+        match device.as_dispatch() {
+            DispatchDevice::Cube(device) => Some(device.client()),
+            _ => None,
+        }
+    }
+
+    /// What the pools of all streams hold.
+    pub(crate) fn usage(client: &Client) -> MemoryUsage {
+        client.memory_report(MemoryScope::Device).usage()
+    }
+
+    pub(super) fn memory(device: &Device) -> DeviceMemory {
+        let Some(client) = client(&device.clone().without_autodiff()) else {
+            return DeviceMemory::default();
+        };
+        DeviceMemory {
+            capacity: client.properties().memory.max_memory(),
+            reserved: Some(usage(&client).bytes_reserved),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::{Activation, Preset};
+
+    fn budget(batch: usize, device: &str) -> MemoryBudget {
+        let mut config = RunConfig::preset(Preset::Tiny, device);
+        config.batch = batch;
+        MemoryBudget::new(&config, &config.recipe)
+    }
+
+    #[test]
+    fn the_need_is_counted() {
+        let mut config = RunConfig::preset(Preset::Tiny, "cuda:0");
+        let need = MemoryNeed::of(&config, &config.recipe);
+        let parameters = config.parameters() as u64;
+        assert_eq!(
+            (need.weights, need.optimizer),
+            (4 * parameters, 8 * parameters)
+        );
+        let block = 2 * (5 * 128 + 2 * 352);
+        assert_eq!(need.activations, 8 * 128 * (4 * block + 256 * 10));
+        // In f32 each activation is twice as large; a second GPU takes half of the batch.
+        config.activation = Activation::F32;
+        let wide = MemoryNeed::of(&config, &config.recipe);
+        assert_eq!(wide.activations, 8 * 128 * (4 * 2 * block + 256 * 12));
+        config.devices = ["cuda:0", "cuda:1"].map(String::from).into();
+        let half = MemoryNeed::of(&config, &config.recipe);
+        assert_eq!(2 * half.activations, wide.activations);
+    }
+
+    #[test]
+    fn the_error_says_what_is_held_and_what_to_change() {
+        let memory = DeviceMemory {
+            capacity: Some(85_000_000_000),
+            reserved: Some(71_200_000_000),
+        };
+        let budget = budget(100_000, "cuda:0");
+        let text = budget
+            .error(false, Some(13_107_200_000), memory)
+            .to_string();
+        for part in [
+            "out of device memory on cuda:0: an allocation of 13.1 GB failed",
+            "the device has 85.0 GB, of which this process holds 71.2 GB",
+            "weights              3.5 MB",
+            "gradients            3.5 MB",
+            "optimizer state      7.1 MB",
+            "activations        170.4 GB or more, for 100000 sequences of 128 bytes",
+            "a smaller --batch (no more than 49",
+            "--context",
+            "--devices",
+        ] {
+            assert!(text.contains(part), "{part}: {text}");
+        }
+        let forecast = budget.error(true, None, memory).to_string();
+        assert!(
+            forecast.contains("a step needs at least 170.4 GB"),
+            "{forecast}"
+        );
+        let small = DeviceMemory {
+            capacity: Some(1 << 20),
+            ..memory
+        };
+        let error = budget.error(true, None, small).to_string();
+        assert!(error.contains("a smaller model (--preset"), "{error}");
+    }
+
+    /// The reports of CubeCL's own errors, alone and as the root of what a read gives.
+    #[cfg(any(feature = "cpu", feature = "cuda"))]
+    #[test]
+    fn reports_of_cubecl_are_recognised() {
+        use nvfp4_kernels::cubecl::server::{IoError, LaunchError, ServerError};
+
+        let size = 13_107_200_000;
+        let io = [
+            IoError::OutOfMemory {
+                size,
+                backtrace: Default::default(),
+            },
+            IoError::BufferTooBig {
+                size,
+                backtrace: Default::default(),
+            },
+            IoError::PageSizesExhausted {
+                size,
+                backtrace: Default::default(),
+            },
+            IoError::StorageMappingFailed {
+                size,
+                source: Box::new(IoError::OutOfMemory {
+                    size,
+                    backtrace: Default::default(),
+                }),
+                backtrace: Default::default(),
+            },
+        ];
+        let asked = Some(Failure { asked: Some(size) });
+        for error in io {
+            let root = ServerError::from(error);
+            assert_eq!(Failure::find(&root.to_string()), asked, "{root}");
+            let read = ServerError::Several {
+                errors: vec![ServerError::Unwritten {
+                    failure: 1,
+                    claimed: 40,
+                    chain: vec!["skipped `Matmul`: it needed memory 7".into()],
+                    root: Box::new(root),
+                    backtrace: Default::default(),
+                }],
+                backtrace: Default::default(),
+            };
+            let burn = format!("Error while reading data: {:?}", read.to_string());
+            assert_eq!(Failure::find(&burn), asked, "{burn}");
+            assert!(Failure::is_aftermath(&read.to_string()));
+        }
+        let launch = ServerError::from(LaunchError::OutOfMemory {
+            reason: "no memory".into(),
+            backtrace: Default::default(),
+        });
+        let unsized_failure = Some(Failure { asked: None });
+        assert_eq!(Failure::find(&launch.to_string()), unsized_failure);
+        let skipped = ServerError::Skipped.to_string();
+        assert!(Failure::find(&skipped).is_none() && Failure::is_aftermath(&skipped));
+    }
+
+    #[test]
+    fn other_failures_stay_what_they_are() {
+        let device = Device::default();
+        let budget = budget(8, "flex");
+        let error = budget.guard::<()>(&device, || anyhow::bail!("the loss is NaN"));
+        assert_eq!(error.unwrap_err().to_string(), "the loss is NaN");
+        let panic = panic::catch_unwind(|| budget.guard::<()>(&device, || panic!("a bug")));
+        assert_eq!(message(&*panic.unwrap_err()), "a bug");
+        let error = budget.guard::<()>(&device, || {
+            panic!("Caused by: out of device memory allocating 4096 bytes\nNo backtrace available")
+        });
+        let error = error.unwrap_err();
+        let error: &OutOfMemory = error.downcast_ref().unwrap();
+        assert_eq!((error.asked, error.is_forecast), (Some(4096), false));
+    }
+
+    /// CubeCL's CPU runtime has no memory for a tensor of 256 TB: the panic at its read is the error.
+    #[cfg(feature = "cpu")]
+    #[test]
+    fn a_tensor_that_does_not_fit_is_the_error() {
+        use burn::tensor::Tensor;
+
+        let device = Device::cpu();
+        let error = budget(8, "cpu").guard(&device, || {
+            let tensor = Tensor::<2>::zeros([1 << 23, 1 << 23], &device);
+            Ok(tensor.sum().into_scalar::<f32>())
+        });
+        let error = error.unwrap_err();
+        let error: &OutOfMemory = error.downcast_ref().expect("lack of memory");
+        assert_eq!(error.asked, Some(1 << 48));
+        assert!(error.memory.capacity.is_some());
+        // The device is still there.
+        let one = Tensor::<1>::ones([1], &device).into_scalar::<f32>();
+        assert_eq!(one, 1.0);
+    }
+}
