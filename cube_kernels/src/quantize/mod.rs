@@ -65,8 +65,9 @@ pub mod kernels {
             ms_eden_packed_kernel,
         },
         mx::{
-            mx_dequantize_col_kernel, mx_dequantize_row_kernel, mx_quantize_col_kernel,
-            mx_quantize_row_kernel, mx_requantize_across_kernel, mx_requantize_along_kernel,
+            MxPlan, MxRowPlan, MxRowsLaunch, MxTilesLaunch, mx_dequantize_col_kernel,
+            mx_dequantize_row_kernel, mx_quantize_col_kernel, mx_quantize_row_kernel,
+            mx_requantize_across_kernel, mx_requantize_along_kernel,
         },
         offset::advance_offset_kernel,
         packed_source::{PackedRowsLaunch, SourcePlan},

@@ -8,6 +8,7 @@ use crate::support::sources::{Fake, cuda_source, disassembled, is_left_out, spil
 use cubecl::{ir::ElemType, prelude::*};
 use nvfp4_kernels::{
     cube::{codec::Conversion, eden::SignsLaunch, philox::RandomLaunch},
+    format::block::ElementFormat,
     quantize::kernels::{Grouping, PackedRowsLaunch, ShapeLaunch, SourcePlan},
     tensor::FloatKind,
 };
@@ -349,6 +350,7 @@ fn sources(conversion: Conversion) -> Vec<Source> {
                 b(n),
                 rows,
                 cols,
+                ElementFormat::E4m3,
                 kind,
                 elem,
             );
@@ -363,6 +365,7 @@ fn sources(conversion: Conversion) -> Vec<Source> {
                 b(n),
                 rows,
                 cols,
+                ElementFormat::E4m3,
                 kind,
                 elem,
             );
@@ -373,6 +376,11 @@ fn sources(conversion: Conversion) -> Vec<Source> {
                 let lanes = 2 * kind.size();
                 let e4m3 = [hardware, false];
                 let tag = format!("{tag}-{hardware}");
+                let mx = kernels::MxPlan {
+                    element: ElementFormat::E4m3,
+                    hardware,
+                    kind,
+                };
                 add!(
                     tag,
                     e4m3,
@@ -385,10 +393,11 @@ fn sources(conversion: Conversion) -> Vec<Source> {
                     b(n),
                     rows,
                     cols,
-                    true,
-                    lanes,
-                    hardware,
-                    kind,
+                    kernels::MxRowPlan {
+                        dense: true,
+                        lanes,
+                        mx,
+                    },
                     elem,
                 );
                 for (name, plan) in plans {
@@ -403,12 +412,9 @@ fn sources(conversion: Conversion) -> Vec<Source> {
                         b(n),
                         b(n),
                         shape(),
-                        2,
-                        8,
-                        1,
+                        kernels::MxTilesLaunch::new(2, 8, 1),
                         plan.grouping,
-                        hardware,
-                        kind,
+                        mx,
                         elem,
                     );
                     add!(
@@ -422,12 +428,9 @@ fn sources(conversion: Conversion) -> Vec<Source> {
                         b(n),
                         b(n),
                         shape(),
-                        2,
-                        8,
-                        1,
+                        kernels::MxTilesLaunch::new(2, 8, 1),
                         plan,
-                        hardware,
-                        kind,
+                        mx,
                         elem,
                     );
                 }
@@ -441,22 +444,18 @@ fn sources(conversion: Conversion) -> Vec<Source> {
                         e4m3,
                         mx_requantize_along_kernel,
                         address,
+                        4,
+                        kernels::PackedRowsLaunch::new(b(n), b(n), b(rows), cols / 16, 2688.0),
                         b(n),
                         b(n),
-                        b(rows),
-                        b(n),
-                        b(n),
-                        rows,
-                        cols,
-                        cols / 16,
-                        cols / 32,
-                        2688.0,
-                        dense,
+                        kernels::MxRowsLaunch::new(rows, cols, cols / 32),
                         maxima,
                         swizzled,
-                        2,
-                        hardware,
-                        kind,
+                        kernels::MxRowPlan {
+                            dense,
+                            lanes: 2,
+                            mx,
+                        },
                         elem,
                     );
                 }
