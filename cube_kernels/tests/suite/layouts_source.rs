@@ -81,11 +81,17 @@ fn sources(conversion: Conversion) -> Vec<Source> {
             },
         ),
     ];
-    // Scales that MS-EDEN stores together: a tile of 128x4 has four blocks of a row.
-    let words_of_scales = |swizzled: bool| if swizzled { 1 } else { 2 };
     // The lengths of buffers do not matter.
     let n = rows * cols / 16;
     let packed = || PackedRowsLaunch::new(b(n), b(n), b(8), cols / 16, 2688.0);
+    let eden_tiles = || kernels::EdenTilesLaunch::new(b(8), shape(), 16, 16);
+    let eden_out = |swizzled: bool| {
+        let scales = match swizzled {
+            true => kernels::EdenScalesArgs::Swizzled(b(n)),
+            false => kernels::EdenScalesArgs::Compact(b(n)),
+        };
+        kernels::EdenOutLaunch::new(b(n), scales, b(8))
+    };
     let e2m1 = [false, conversion.has_nearest()];
     let mut sources = Vec::new();
     macro_rules! add {
@@ -302,11 +308,9 @@ fn sources(conversion: Conversion) -> Vec<Source> {
                 ms_eden_amax_packed_kernel,
                 address,
                 packed(),
-                b(8),
+                eden_tiles(),
                 b(8),
                 signs(),
-                shape(),
-                16,
                 policy,
             );
             add!(
@@ -314,21 +318,11 @@ fn sources(conversion: Conversion) -> Vec<Source> {
                 e2m1,
                 ms_eden_packed_kernel,
                 address,
-                words_of_scales(swizzled),
                 packed(),
-                b(8),
-                b(8),
-                b(n),
-                b(n),
-                b(8),
-                b(2),
-                random(),
-                signs(),
-                shape(),
-                16,
-                16,
-                1.0,
-                1.0,
+                eden_tiles(),
+                kernels::EdenInputsLaunch::new(b(8), 1.0, 1.0),
+                eden_out(swizzled),
+                kernels::EdenDrawLaunch::new(b(2), random(), signs()),
                 policy,
             );
         }
@@ -486,11 +480,9 @@ fn sources(conversion: Conversion) -> Vec<Source> {
                     address,
                     width,
                     b(n),
-                    b(8),
+                    eden_tiles(),
                     b(8),
                     signs(),
-                    shape(),
-                    16,
                     policy,
                     kind,
                     elem,
@@ -501,21 +493,11 @@ fn sources(conversion: Conversion) -> Vec<Source> {
                     ms_eden_kernel,
                     address,
                     width,
-                    words_of_scales(swizzled),
                     b(n),
-                    b(8),
-                    b(8),
-                    b(n),
-                    b(n),
-                    b(8),
-                    b(2),
-                    random(),
-                    signs(),
-                    shape(),
-                    16,
-                    16,
-                    1.0,
-                    1.0,
+                    eden_tiles(),
+                    kernels::EdenInputsLaunch::new(b(8), 1.0, 1.0),
+                    eden_out(swizzled),
+                    kernels::EdenDrawLaunch::new(b(2), random(), signs()),
                     policy,
                     kind,
                     elem,

@@ -2,7 +2,7 @@
 
 use cubecl::prelude::*;
 
-use super::{TILE_COLS, TILE_ROWS, stage_pitch};
+use super::quantize::{TILE_COLS, TILE_ROWS, stage_pitch};
 use crate::{
     MX_BLOCK, Nvfp4Error, Usage,
     cube::{

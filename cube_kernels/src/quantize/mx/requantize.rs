@@ -7,8 +7,10 @@ use super::{
         packed_source::{PackedBlock, PackedRows, PackedSource, SourcePlan, scale_at},
         tile::{Grouping, Shape, group_place, in_bands, tile_from},
     },
-    ColumnPlace, MxPlan, MxRowPlan, MxTiles, Staging, TILE_COLS, TILE_ROWS, Tiles, amax_of,
-    empty_of_groups, max_of_lanes, quantize_tile_columns,
+    quantize::{
+        ColumnPlace, MxPlan, MxRowPlan, MxTiles, Staging, TILE_COLS, TILE_ROWS, Tiles, amax_of,
+        empty_of_groups, max_of_lanes, quantize_tile_columns,
+    },
 };
 use crate::{
     BLOCK, Format, MX_BLOCK, Nvfp4Error, Usage,
@@ -177,7 +179,7 @@ pub fn mx_requantize_along_kernel<F: Numeric, M: Size>(
     #[define(F)] _storage: ElemType,
 ) {
     let (dense, lanes) = comptime!((plan.dense, plan.lanes));
-    let (plan, via) = comptime!((plan.mx, plan.mx.kind));
+    let plan = comptime!(plan.mx);
     let per_word = comptime!(plan.per_word());
     let halves = comptime!(2 / lanes);
     let (outer, inner, nv_blocks) = (rows.outer, rows.inner, source.blocks);
