@@ -12,9 +12,9 @@ use super::{
 use crate::{
     cube::{
         block::{block_amax, max_of_pairs, pairs_amax},
-        decoded::scale_pair,
         hadamard::{normalize, normalized_pairs, unpack_pairs},
         scale::swizzled_at,
+        unscaled::scale_pair,
     },
     tensor::FloatKind,
 };

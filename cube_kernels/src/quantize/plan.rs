@@ -7,9 +7,9 @@ use crate::{
     cube::{
         block::{BlockPlan, Encoded, resolve_offset},
         codec::Conversion,
-        decoded::{decode_word, store_unscaled},
         hadamard::{Signs, SignsLaunch},
         philox::{Random, RandomLaunch},
+        unscaled::{store_unscaled_block, unscaled_word},
     },
     launch::buffer,
     memory::check_memory,
@@ -246,7 +246,7 @@ impl QuantOut {
         }
     }
 
-    /// Writes the values of block `at`, if it is `inside`; see [`store_unscaled()`].
+    /// Writes the values of block `at`, if it is `inside`; see [`store_unscaled_block()`].
     pub fn store_values(
         &mut self,
         at: usize,
@@ -256,7 +256,7 @@ impl QuantOut {
     ) {
         #[comptime]
         match self {
-            QuantOut::Bf16Unscaled(out) => store_unscaled(out, at, block, inside, conversion),
+            QuantOut::Bf16Unscaled(out) => store_unscaled_block(out, at, block, inside, conversion),
             _ => {}
         }
     }
@@ -271,7 +271,7 @@ impl QuantOut {
     ) {
         #[comptime]
         match self {
-            QuantOut::Bf16Unscaled(out) => out[at] = decode_word(codes, pair, conversion),
+            QuantOut::Bf16Unscaled(out) => out[at] = unscaled_word(codes, pair, conversion),
             _ => {}
         }
     }

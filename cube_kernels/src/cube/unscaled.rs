@@ -5,13 +5,12 @@ use cubecl::prelude::*;
 
 use super::{
     block::Encoded,
-    codec::{Conversion, decode_e2m1, decode_e4m3},
+    codec::{Conversion, decode_e2m1, decode_e2m1x8_sm80, decode_e4m3},
     ptx,
-    ptx_sm90::decode_e2m1x8_sm80,
 };
 
-/// The E4M3 scale `byte` as a bf16 in both halves of a word, exactly: a bf16 is the upper half of an
-/// `f32`.
+/// The E4M3 scale `byte` as a bf16 in both halves of a word, exactly: a bf16 is the upper half of
+/// an `f32`.
 #[cube]
 pub fn scale_pair(byte: u32) -> u32 {
     let scale = u32::reinterpret(decode_e4m3(byte)) >> 16u32;
@@ -20,7 +19,7 @@ pub fn scale_pair(byte: u32) -> u32 {
 
 /// The values of a word of eight codes with the scale `pair` of [`scale_pair()`], in order.
 #[cube]
-pub fn decode_word(
+pub fn unscaled_word(
     codes: u32,
     pair: u32,
     #[comptime] conversion: Conversion,
@@ -43,11 +42,11 @@ pub fn decode_word(
 
 /// Writes the values of block `at`, given its 16 codes and its scale byte, if it is `inside`.
 ///
-/// On a GPU neighbouring units, an even one and the next, have neighbouring blocks, and all units of the
-/// plane must be here. Each takes a half of either block, since what one instruction of two units writes
-/// is then the 32 bytes of a whole sector.
+/// On a GPU neighbouring units, an even one and the next, have neighbouring blocks, and all units
+/// of the plane must be here. Each takes a half of either block, since what one instruction of two
+/// units writes is then the 32 bytes of a whole sector.
 #[cube]
-pub fn store_unscaled(
+pub fn store_unscaled_block(
     out: &mut [Vector<u32, Const<4>>],
     at: usize,
     block: &Encoded,
@@ -68,21 +67,21 @@ pub fn store_unscaled(
         let first = select(is_odd, other, own);
         if first >= 0x8000_0000u32 {
             let codes = select(is_odd, taken, low);
-            out[vector] = decode_word(codes, first & 0x7FFF_FFFFu32, conversion);
+            out[vector] = unscaled_word(codes, first & 0x7FFF_FFFFu32, conversion);
         }
         let second = select(is_odd, own, other);
         if second >= 0x8000_0000u32 {
             let codes = select(is_odd, high, taken);
-            out[vector + 2usize] = decode_word(codes, second & 0x7FFF_FFFFu32, conversion);
+            out[vector + 2usize] = unscaled_word(codes, second & 0x7FFF_FFFFu32, conversion);
         }
     } else if inside {
-        out[at * 2usize] = decode_word(low, pair, conversion);
-        out[at * 2usize + 1usize] = decode_word(high, pair, conversion);
+        out[at * 2usize] = unscaled_word(low, pair, conversion);
+        out[at * 2usize + 1usize] = unscaled_word(high, pair, conversion);
     }
 }
 
 /// `word` of the other of two neighbouring units.
 #[cube]
 fn of_neighbour(word: u32) -> u32 {
-    u32::reinterpret(ptx::shuffle_xor(f32::reinterpret(word), 1u32))
+    u32::reinterpret(ptx::shfl_sync_bfly(f32::reinterpret(word), 1u32))
 }
