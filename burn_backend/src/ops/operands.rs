@@ -32,7 +32,7 @@ pub(super) fn storage_of<B: Backend>(
 fn dequantizes<B: Backend>(device: &B::Device, shape: (usize, usize, usize)) -> bool {
     let device: &dyn std::any::Any = device;
     let device = device.downcast_ref::<burn_cubecl::CubeDevice>();
-    device.is_some_and(|device| nvfp4_kernels::gemm::decodes(&device.client(), shape))
+    device.is_some_and(|device| nvfp4_kernels::gemm::dequantizes(&device.client(), shape))
 }
 
 /// Whether GEMMs of packed operands of this shape dequantize both: Flex does so panel by panel.

@@ -13,6 +13,7 @@ mod block_2d;
 mod columnwise;
 #[allow(missing_docs)]
 mod dequantize;
+mod describe;
 #[allow(missing_docs)]
 mod ms_eden;
 #[allow(missing_docs)]
@@ -45,6 +46,7 @@ mod tiles;
 
 pub use amax::{AmaxRequest, Amaxes, amax, amaxes, produce_with_amaxes};
 pub use dequantize::dequantize;
+pub use describe::describe;
 pub use ms_eden::{EdenRandom, EdenSource, ms_eden, ms_eden_amax, ms_eden_with};
 pub use mx::{mx_dequantize, mx_quantize, mx_quantize_groups, mx_requantize};
 pub use offset::advance_offset;

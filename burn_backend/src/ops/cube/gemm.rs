@@ -8,9 +8,9 @@ use burn_cubecl::{
     tensor::CubeTensor,
 };
 use nvfp4_kernels::capabilities::{Capabilities, GemmBackend};
-use nvfp4_kernels::gemm::{self, Scale, Target, path_of, path_of_columns};
+use nvfp4_kernels::gemm::{self, Gemm, OperandLayout, Problem, Scale};
 use nvfp4_kernels::tensor::{DeviceQuantized, FloatKind, Groups, Matrix};
-use nvfp4_kernels::{AmaxGranularity, Format, Usage};
+use nvfp4_kernels::{AmaxGranularity, Format, Storage, Usage};
 
 use super::super::tensors::{Operand, RowGroups};
 use super::super::trace_op;
@@ -30,12 +30,8 @@ pub(super) fn dense(
     trace_op("gemm", "", m, n);
     let like = like(&a);
     let capabilities = Capabilities::of(&like.client);
-    let path = match (&a, &b) {
-        (Operand::Float(_, Usage::Columnwise), Operand::Float(_, Usage::Columnwise)) => {
-            path_of_columns(&capabilities, m, n, k)
-        }
-        _ => path_of(&capabilities, n, k),
-    };
+    let problem = Problem::new([&a, &b].map(operand_layout), (m, n, k));
+    let backend = gemm::backend_of(&capabilities, &problem);
     // The result of Burn's matmul has the type of its operands. It is rounded once, to `dtype`: so
     // the matmul is in f32 where that is wider, or where a bias is added after it.
     let inner = match (&a, &b, &bias) {
@@ -47,18 +43,14 @@ pub(super) fn dense(
         // Exact for dequantized values, and for narrower floats.
         _ => FloatDType::F32,
     };
-    if runs_on_kernels(path, [ElementClass::of(&a), ElementClass::of(&b)], inner) {
+    let classes = [ElementClass::of(&a), ElementClass::of(&b)];
+    if runs_on_kernels(backend, classes, inner) {
         let bias = bias.map(bias_matrix);
         let (a, b) = (DeviceOperand::new(a), DeviceOperand::new(b));
-        let out = gemm::product(
-            &like.client,
-            None,
-            &a.view(),
-            &b.view(),
-            bias.as_ref(),
-            Target::New(float_kind(dtype)),
-        );
-        return result(&like, launched(out));
+        let request = Gemm::new(a.view(), b.view())
+            .bias(bias.as_ref())
+            .out(float_kind(dtype));
+        return result(&like, launched(gemm::gemm(&like.client, &request)).matrix);
     }
     tracing::debug!(m, n, k, ?inner, "GEMM by Burn's matmul");
     let (a, b) = (stored_rows(a, inner), stored_rows(b, inner));
@@ -110,20 +102,34 @@ impl ElementClass {
     }
 }
 
-/// Whether a GEMM whose backend would be `path` runs on the kernels of [`gemm`], instead of Burn's
+/// How the kernels of [`gemm`] find the elements of an operand.
+fn operand_layout(operand: &Operand<CubeBackend>) -> OperandLayout {
+    match operand {
+        Operand::Quantized(quantized)
+            if quantized.layout.format == Format::Nvfp4
+                && quantized.layout.storage == Storage::Packed =>
+        {
+            OperandLayout::Packed
+        }
+        Operand::Quantized(_) | Operand::Float(_, Usage::Rowwise) => OperandLayout::KMajor,
+        Operand::Float(_, Usage::Columnwise) => OperandLayout::MnMajor,
+    }
+}
+
+/// Whether a GEMM that would take `backend` runs on the kernels of [`gemm`], instead of Burn's
 /// matmul in the type `inner`.
 ///
 /// Two NVFP4 operands always do, and on Hopper and by cuBLASLt every operand that bf16 holds. On
 /// other GPUs two bf16 matrices go to Burn where it multiplies in bf16 (8192³ on an H100: 255
-/// TFLOP/s autotuned, the tiles of that path 151). Where Burn would multiply in `f32`, for a bias
+/// TFLOP/s autotuned, the tiles of that backend 151). Where Burn would multiply in `f32`, for a bias
 /// or because one of the operands is quantized and would be dequantized as a whole first, they do
 /// not: few rows of a packed weight then have the small-M kernel. CubeCL's CPU runtime, which is
 /// for tests, leaves everything but NVFP4 to Burn.
-fn runs_on_kernels(path: GemmBackend, operands: [ElementClass; 2], inner: FloatDType) -> bool {
+fn runs_on_kernels(backend: GemmBackend, operands: [ElementClass; 2], inner: FloatDType) -> bool {
     if operands == [ElementClass::Nvfp4; 2] {
         return true;
     }
-    match path {
+    match backend {
         _ if operands.contains(&ElementClass::Wide) => false,
         GemmBackend::Sm90Wgmma | GemmBackend::CublasLt => true,
         GemmBackend::Sm120BlockScaled | GemmBackend::Cmma => inner == FloatDType::F32,
@@ -201,10 +207,7 @@ impl DeviceOperand {
                 }
             }
             Self::Bf16(matrix, Usage::Rowwise) => matrix.into(),
-            Self::Bf16(matrix, Usage::Columnwise) => gemm::Operand {
-                elements: gemm::Elements::Bf16MnMajor(matrix),
-                scale: Scale::One,
-            },
+            Self::Bf16(matrix, Usage::Columnwise) => gemm::Operand::mn_major(matrix),
         }
     }
 }
@@ -238,19 +241,19 @@ mod tests {
             GemmBackend::Sm120BlockScaled,
             GemmBackend::Cmma,
         ];
-        for path in gpus {
+        for backend in gpus {
             for operands in [[Bf16, Nvfp4], [Nvfp4, Bf16], [Bf16, Mx], [Bf16, Bf16]] {
                 assert!(
-                    runs_on_kernels(path, operands, f32),
-                    "{path:?}, {operands:?}"
+                    runs_on_kernels(backend, operands, f32),
+                    "{backend:?}, {operands:?}"
                 );
             }
-            assert!(!runs_on_kernels(path, [Wide, Nvfp4], f32), "{path:?}");
-            let library = matches!(path, GemmBackend::Sm90Wgmma | GemmBackend::CublasLt);
+            assert!(!runs_on_kernels(backend, [Wide, Nvfp4], f32), "{backend:?}");
+            let library = matches!(backend, GemmBackend::Sm90Wgmma | GemmBackend::CublasLt);
             assert_eq!(
-                runs_on_kernels(path, [Bf16, Bf16], bf16),
+                runs_on_kernels(backend, [Bf16, Bf16], bf16),
                 library,
-                "{path:?}"
+                "{backend:?}"
             );
         }
         for operands in [[Bf16, Nvfp4], [Bf16, Bf16], [Mx, Mx]] {

@@ -10,7 +10,7 @@ use burn_cubecl::{
     kernel::{cast, into_contiguous},
     tensor::CubeTensor,
 };
-use nvfp4_kernels::gemm::{self, Target};
+use nvfp4_kernels::gemm::{self, Gemm};
 use nvfp4_kernels::tensor::Matrix;
 use nvfp4_kernels::{BLOCK, moe};
 
@@ -52,15 +52,11 @@ pub(super) fn m_grouped(
     } else {
         let bias = bias.map(bias_matrix);
         let (a, b) = (DeviceOperand::grouped(a), DeviceOperand::grouped(b));
-        launched(gemm::gemm_grouped_rows(
-            &like.client,
-            None,
-            &a.view(),
-            &b.view(),
-            &groups,
-            bias.as_ref(),
-            Target::New(float_kind(dtype)),
-        ))
+        let request = Gemm::new(a.view(), b.view())
+            .m_grouped(&groups)
+            .bias(bias.as_ref())
+            .out(float_kind(dtype));
+        launched(gemm::gemm(&like.client, &request)).matrix
     };
     launched(moe::zero_padding_rows(&like.client, &out, &groups));
     result(&like, out)
@@ -103,14 +99,10 @@ pub(super) fn k_grouped(
             quantized => quantized,
         })
     });
-    let out = launched(gemm::gemm_grouped_depth(
-        &like.client,
-        None,
-        &a.view(),
-        &b.view(),
-        &aligned,
-        Target::New(float_kind(dtype)),
-    ));
+    let request = Gemm::new(a.view(), b.view())
+        .k_grouped(&aligned)
+        .out(float_kind(dtype));
+    let out = launched(gemm::gemm(&like.client, &request)).matrix;
     let shape = Shape::new([groups.count, m, n]);
     new_tensor(&like, out.handle, shape, dtype.into())
 }

@@ -1,22 +1,140 @@
-//! Operands as kernels want them: packed ones as bf16, exactly and without the factor of the tensor, and
-//! bf16 ones transposed.
+//! Operands as kernels read them: block scales in rows or in 128x4 tiles, packed elements dequantized
+//! to bf16, exactly and without the global scale, and MN-major ones transposed.
 
 use cubecl::{prelude::*, server::Handle};
 
-use super::{
-    product::Operand,
-    scheduler::{GroupArgs, Schedule, schedule_groups},
-};
+use super::operand::{Elements, Operand, OperandLayout};
 use crate::{
-    BLOCK,
-    cube::{
-        codec::{decode_e2m1_pair, decode_e2m1x8, decode_e4m3x2},
-        unscaled::scale_pair,
-    },
+    Nvfp4Error, ScaleLayout,
+    cube::{codec::decode_e2m1x8, unscaled::scale_pair},
     launch::tile_grid,
     memory::{address_type, allocate, is_aligned},
+    quantize,
     tensor::{DeviceQuantized, Matrix},
 };
+
+/// What a kernel reads of a packed operand.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum PackedReads {
+    /// Codes, and block scales in rows.
+    Compact,
+    /// Codes, and block scales in 128x4 tiles.
+    Swizzled,
+    /// bf16, without the global scale.
+    Bf16,
+}
+
+/// What a kernel reads of its operands.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Reads {
+    pub packed: PackedReads,
+    /// Whether it takes MN-major bf16.
+    pub mn_major: bool,
+}
+
+impl Reads {
+    /// Packed operands with block scales in rows, K-major ones as they are.
+    pub const COMPACT: Self = Self {
+        packed: PackedReads::Compact,
+        mn_major: false,
+    };
+}
+
+/// An operand as a kernel reads it. What its layout does not have is any other memory of it, unread.
+#[derive(Debug, Clone)]
+pub(crate) struct Materialized {
+    /// How it is stored now.
+    pub layout: OperandLayout,
+    /// Stored rows along K, or as many columns down it.
+    pub rows: usize,
+    /// Codes of a packed one.
+    pub codes: Handle,
+    /// Block scales of a packed one.
+    pub scales: Handle,
+    /// Elements of a bf16 one.
+    pub dense: Handle,
+}
+
+impl Materialized {
+    pub fn is_packed(&self) -> bool {
+        self.layout == OperandLayout::Packed
+    }
+
+    pub fn is_mn_major(&self) -> bool {
+        self.layout == OperandLayout::MnMajor
+    }
+
+    /// Whether its bf16 elements begin at a multiple of 16 bytes.
+    pub fn is_aligned(&self) -> bool {
+        is_aligned(&self.dense)
+    }
+}
+
+/// `operand` as `reads` says. What is made for it lives until the last kernel that reads it has run.
+///
+/// # Errors
+/// When block scales cannot be brought into another layout.
+pub(crate) fn materialize(
+    client: &Client,
+    operand: &Operand,
+    reads: Reads,
+) -> Result<Materialized, Nvfp4Error> {
+    let rows = operand.outer();
+    let dense = |layout, handle: &Handle| Materialized {
+        layout,
+        rows,
+        codes: handle.clone(),
+        scales: handle.clone(),
+        dense: handle.clone(),
+    };
+    match operand.elements {
+        Elements::Bf16(matrix) => Ok(dense(OperandLayout::KMajor, &matrix.handle)),
+        Elements::Bf16Unscaled(packed) => Ok(dense(OperandLayout::KMajor, &packed.codes)),
+        Elements::Bf16MnMajor(matrix) => {
+            // TMA reads stored rows of whole 16 bytes.
+            if reads.mn_major && operand.layout().as_read(rows) == OperandLayout::MnMajor {
+                return Ok(dense(OperandLayout::MnMajor, &matrix.handle));
+            }
+            let (rows, cols) = (matrix.rows, matrix.cols);
+            tracing::debug!(rows, cols, "gemm: a transposed copy of an operand");
+            let copy = transposed(client, matrix);
+            Ok(dense(OperandLayout::KMajor, &copy.handle))
+        }
+        Elements::Packed(packed) => {
+            let scales = block_scales(client, packed, reads.packed)?;
+            if reads.packed == PackedReads::Bf16 {
+                let values = decode_from(client, packed, &scales);
+                return Ok(dense(OperandLayout::KMajor, &values));
+            }
+            Ok(Materialized {
+                layout: OperandLayout::Packed,
+                rows,
+                codes: packed.codes.clone(),
+                scales,
+                dense: packed.codes.clone(),
+            })
+        }
+    }
+}
+
+/// The block scales of `packed`, in rows unless a kernel reads 128x4 tiles.
+fn block_scales(
+    client: &Client,
+    packed: &DeviceQuantized,
+    reads: PackedReads,
+) -> Result<Handle, Nvfp4Error> {
+    let (outer, blocks) = (packed.outer(), packed.blocks());
+    match (packed.layout.scale_layout, reads) {
+        (ScaleLayout::Compact, PackedReads::Swizzled) => {
+            quantize::swizzle(client, &packed.scales, outer, blocks)
+        }
+        (ScaleLayout::Swizzled128x4, PackedReads::Compact | PackedReads::Bf16) => {
+            tracing::debug!(outer, blocks, "gemm: block scales from tiles to rows");
+            quantize::unswizzle(client, &packed.scales, outer, blocks)
+        }
+        _ => Ok(packed.scales.clone()),
+    }
+}
 
 /// Units of a cube.
 const UNITS: usize = 256;
@@ -54,8 +172,13 @@ pub fn decode_kernel(
 }
 
 /// A bf16 copy of `packed`: `outer` rows of `blocks * 16` elements, without the factor of its
-/// maximum. It lives until the last product that reads it has run.
+/// amax. It lives until the last kernel that reads it has run.
 pub fn decode(client: &Client, packed: &DeviceQuantized) -> Handle {
+    decode_from(client, packed, &packed.scales)
+}
+
+/// [`decode`] with block scales in rows that are beside `packed`.
+fn decode_from(client: &Client, packed: &DeviceQuantized, scales: &Handle) -> Handle {
     let words = packed.outer() * packed.blocks() * 2;
     let out = allocate(client, words * 16);
     if words == 0 {
@@ -67,142 +190,14 @@ pub fn decode(client: &Client, packed: &DeviceQuantized) -> Handle {
             client,
             CubeCount::Static(words.div_ceil(UNITS * WORDS) as u32, 1, 1),
             CubeDim::new_1d(UNITS as u32),
-            address_type(words / 2 * BLOCK),
+            address_type(words * 8),
             BufferArg::from_raw_parts(packed.codes.clone(), words),
-            BufferArg::from_raw_parts(packed.scales.clone(), words / 2),
+            BufferArg::from_raw_parts(scales.clone(), words / 2),
             BufferArg::from_raw_parts(out.clone(), words),
             words,
         );
     }
     out
-}
-
-/// Columns that the order of the fused product changes together.
-pub const SPAN: usize = 128;
-
-/// Vectors of eight elements that a unit of [`arrange_kernel`] writes.
-const VECTORS: usize = 2;
-
-/// `a` as the W4A16 kernel reads it
-/// ([`sm90_mainloop_w4a16`](crate::cube::ptx::sm90_mainloop_w4a16)): rows of
-/// whole `SPAN`s, zeros beyond `words` words of eight columns, packed elements times 2^-8. In a span vector
-/// `8 h + 4 w + j` holds, for `q` from 0 to 3, columns `c + j` and `c + j + 4` with `c = 32 q + 16 h + 8 w`.
-/// The first cube also writes the schedule of a product in groups (`sm90_fused::schedule_groups`).
-#[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
-pub fn arrange_kernel(
-    codes: &[u32],
-    scales: &[u8],
-    dense: &[u16],
-    out: &mut [Vector<u32, Const<4>>],
-    offsets: &[u32],
-    schedule: &mut [Vector<u32, Const<4>>],
-    words: u32,
-    vectors: u32,
-    groups: u32,
-    #[comptime] packed: bool,
-    #[comptime] grouped: Option<Schedule>,
-) {
-    let first = CUBE_POS as u32 * comptime!((UNITS * VECTORS) as u32) + UNIT_POS;
-    // Vectors of a row.
-    let width = words.div_ceil(comptime!(SPAN as u32 / 8)) * comptime!(SPAN as u32 / 8);
-    if comptime!(grouped.is_some()) {
-        let rows = vectors / width;
-        schedule_groups(offsets, schedule, groups, rows, comptime!(grouped.unwrap()));
-    }
-    let mut pairs = Array::<u32>::new(comptime!(4 * VECTORS));
-    let mut bytes = Array::<u32>::new(comptime!(4 * VECTORS));
-    #[unroll]
-    for i in 0..VECTORS {
-        let vector = first + comptime!((i * UNITS) as u32);
-        let row = vector / width;
-        let within = vector % width;
-        #[unroll]
-        for q in 0..4usize {
-            let slot = comptime!(4 * i + q);
-            let word = (within & !15u32)
-                + comptime!(4 * q as u32)
-                + ((within / 8u32) & 1u32) * 2u32
-                + ((within / 4u32) & 1u32);
-            let inside = vector < vectors && word < words;
-            let at = row as usize * words as usize + word as usize;
-            pairs[slot] = 0u32;
-            bytes[slot] = 0u32;
-            if inside {
-                if comptime!(packed) {
-                    pairs[slot] = codes[at];
-                    bytes[slot] = u32::cast_from(scales[at / 2usize]);
-                } else {
-                    let at = at * 8usize + (within % 4u32) as usize;
-                    pairs[slot] =
-                        u32::cast_from(dense[at]) | (u32::cast_from(dense[at + 4usize]) << 16u32);
-                }
-            }
-        }
-    }
-    #[unroll]
-    for i in 0..VECTORS {
-        let vector = first + comptime!((i * UNITS) as u32);
-        let mut eight = Vector::<u32, Const<4>>::new(0u32);
-        #[unroll]
-        for q in 0..4usize {
-            let slot = comptime!(4 * i + q);
-            if comptime!(packed) {
-                let scale = decode_e4m3x2(u16::cast_from(bytes[slot]));
-                let pair = (pairs[slot] >> ((vector % 4u32) * 4u32)) & 0x000f_000fu32;
-                eight.insert(
-                    q,
-                    decode_e2m1_pair(u32::reinterpret(pair), scale.extract(0usize)),
-                );
-            } else {
-                eight.insert(q, pairs[slot]);
-            }
-        }
-        if vector < vectors {
-            out[vector as usize] = eight;
-        }
-    }
-}
-
-/// `operand` in bf16 in the order of [`arrange_kernel`], rows padded to whole [`SPAN`]s. With it, where there is
-/// one, the schedule of `entries` of a product in `groups` of rows. Both live until the last
-/// product that reads them has run. There are rows, and columns.
-pub(super) fn arrange(
-    client: &Client,
-    operand: &Operand,
-    groups: &GroupArgs,
-    entries: usize,
-    order: Option<Schedule>,
-) -> (Handle, Handle) {
-    let words = operand.stored() / 8;
-    let vectors = operand.outer() * words.next_multiple_of(SPAN / 8);
-    let (out, schedule) = (
-        allocate(client, vectors * 16),
-        allocate(client, entries * 16),
-    );
-    let parts = operand.parts(&out);
-    let read = operand.outer() * words;
-    // SAFETY: the operand was checked against its shape, there are entries for a tile at the end of each group,
-    // and the kernel masks what it reads and writes.
-    unsafe {
-        arrange_kernel::launch_unchecked(
-            client,
-            CubeCount::Static(vectors.div_ceil(UNITS * VECTORS) as u32, 1, 1),
-            CubeDim::new_1d(UNITS as u32),
-            address_type(vectors * 8),
-            BufferArg::from_raw_parts(parts.codes, read),
-            BufferArg::from_raw_parts(parts.scales, read / 2),
-            BufferArg::from_raw_parts(parts.dense, read * 8),
-            BufferArg::from_raw_parts(out.clone(), vectors),
-            BufferArg::from_raw_parts(groups.offsets.clone(), groups.groups + 1),
-            BufferArg::from_raw_parts(schedule.clone(), entries),
-            words as u32,
-            vectors as u32,
-            groups.groups as u32,
-            parts.packed,
-            order,
-        );
-    }
-    (out, schedule)
 }
 
 /// Rows and columns of a tile that [`transpose_kernel`] transposes at a time.
@@ -281,7 +276,7 @@ pub fn transpose_kernel<R: Size, W: Size>(
     }
 }
 
-/// A transposed copy of a bf16 matrix. It lives until the last product that reads it has run.
+/// A transposed copy of a bf16 matrix. It lives until the last kernel that reads it has run.
 pub fn transposed(client: &Client, matrix: &Matrix) -> Matrix {
     let Matrix {
         rows, cols, dtype, ..
