@@ -96,8 +96,9 @@ pub fn unswizzle_batch(
     Ok(out)
 }
 
-/// [`swizzle`] of each group of rows (M groups), one after another: `row_group_tiles(rows, groups)
-/// * 128 * ceil4(blocks)` bytes, zero behind the last group; and where the groups start there, in
+/// [`swizzle`] of each group of rows (M groups), one after another:
+/// `row_group_tiles(rows, groups) * 128 * ceil4(blocks)` bytes, zero behind the last group; and
+/// where the groups start there, in
 /// padded rows. See
 /// [`reference::swizzle::swizzle_row_groups`](crate::reference::swizzle::swizzle_row_groups).
 ///
