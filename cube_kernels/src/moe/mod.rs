@@ -1,6 +1,8 @@
-//! Mixtures of experts: groups of rows (the tokens of an expert), their permutation, padding and sums.
+//! Mixtures of experts: groups of rows (the tokens of an expert), their permutation, padding and
+//! sums.
 //!
-//! Groups are named by offsets in device memory ([`GroupOffsets`]), so no launch waits for the device.
+//! Groups are named by offsets in device memory ([`GroupOffsets`]), so no launch waits for the
+//! device.
 
 // `#[cube]` generates public items that cannot carry documentation.
 #[allow(missing_docs)]

@@ -4,9 +4,9 @@
 //! section 11). Every byte of a result is written, padding with zeros. Any scales of one byte will
 //! do: E4M3 of 16-blocks, UE8M0 of 32-blocks.
 //!
-//! GroupOffsets are given by offsets in device memory ([`GroupOffsets`]); results then have the length of the
-//! worst split, so that neither memory nor launches depend on the offsets and nothing waits for the
-//! device.
+//! GroupOffsets are given by offsets in device memory ([`GroupOffsets`]); results then have the
+//! length of the worst split, so that neither memory nor launches depend on the offsets and nothing
+//! waits for the device.
 
 use cubecl::{prelude::*, server::Handle};
 
@@ -18,8 +18,8 @@ use crate::{
     reference::swizzle::{block_group_blocks, block_group_tiles, padded_len, row_group_tiles},
 };
 
-/// The `[rows, blocks]` bytes of `scales` in 128x4 tiles: `ceil128(rows) * ceil4(blocks)` bytes. See
-/// [`reference::swizzle::swizzle`](crate::reference::swizzle::swizzle).
+/// The `[rows, blocks]` bytes of `scales` in 128x4 tiles: `ceil128(rows) * ceil4(blocks)` bytes.
+/// See [`reference::swizzle::swizzle`](crate::reference::swizzle::swizzle).
 ///
 /// # Errors
 /// When `scales` is smaller than its shape.
@@ -96,8 +96,9 @@ pub fn unswizzle_batch(
     Ok(out)
 }
 
-/// [`swizzle`] of each group of rows (M groups), one after another: `row_group_tiles(rows, groups) *
-/// 128 * ceil4(blocks)` bytes, zero behind the last group; and where the groups start there, in
+/// [`swizzle`] of each group of rows (M groups), one after another:
+/// `row_group_tiles(rows, groups) * 128 * ceil4(blocks)` bytes, zero behind the last group; and
+/// where the groups start there, in
 /// padded rows. See
 /// [`reference::swizzle::swizzle_row_groups`](crate::reference::swizzle::swizzle_row_groups).
 ///
@@ -150,16 +151,16 @@ pub fn unswizzle_row_groups(
     Ok(out)
 }
 
-/// [`swizzle`] of each group of blocks (K groups: the column-wise copy of grouped tokens), one after
-/// another.
+/// [`swizzle`] of each group of blocks (K groups: the columnwise tensor of grouped tokens), one
+/// after another.
 ///
 /// `groups` counts tokens, `elements` of which share a block (16, or 32 for MXFP8): group `g` has
 /// `ceil(tokens in g / elements)` blocks, and its scales are a compact `[outer, blocks of g]` array
-/// behind that of group `g - 1`. `scales` has room for the worst split,
-/// `outer * block_group_blocks(tokens, groups, elements)` bytes. The result has
-/// `ceil(outer / 128) * block_group_tiles(tokens, groups, elements)` tiles of 512 bytes, those behind
-/// the last group zero; the second result is where the groups start there, in tiles of one row of
-/// tiles: group `g` begins at byte `512 * ceil(outer / 128) * starts[g]`. See
+/// behind that of group `g - 1`. `scales` has room for the worst split, `outer *
+/// block_group_blocks(tokens, groups, elements)` bytes. The result has `ceil(outer / 128) *
+/// block_group_tiles(tokens, groups, elements)` tiles of 512 bytes, those behind the last group
+/// zero; the second result is where the groups start there, in tiles of one row of tiles: group `g`
+/// begins at byte `512 * ceil(outer / 128) * starts[g]`. See
 /// [`reference::swizzle::swizzle_block_groups`](crate::reference::swizzle::swizzle_block_groups).
 ///
 /// # Errors
@@ -388,8 +389,8 @@ pub struct ScaleShape {
     pub items: usize,
 }
 
-/// One unit makes the 16 bytes of line `r % 32` in `N` neighbouring tiles: four rows, 32 apart, four
-/// blocks to a tile. Neighbouring units write neighbouring lines.
+/// One unit makes the 16 bytes of line `r % 32` in `N` neighbouring tiles: four rows, 32 apart,
+/// four blocks to a tile. Neighbouring units write neighbouring lines.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn swizzle_kernel<N: Size>(
     source_words: &[Vector<u32, N>],

@@ -154,8 +154,8 @@ fn load_matrix<F: Numeric, N: Size>(
     sync_cube();
 }
 
-/// The values of block `block` of stored row `row`; zero where `inside` is false. The factor of the tile is
-/// `own`.
+/// The values of block `block` of stored row `row`; zero where `inside` is false. The factor of the
+/// tile is `own`.
 #[cube]
 fn decode_block(
     source: &PackedRows,
@@ -188,7 +188,8 @@ fn mask_block(block: &mut Array<f32>, first: usize, end: usize) {
     }
 }
 
-/// Loads a tile of an NVFP4 matrix, whose factor is `own`, and transforms its segments; ends at a barrier.
+/// Loads a tile of an NVFP4 matrix, whose factor is `own`, and transforms its segments; ends at a
+/// barrier.
 #[cube]
 fn load_packed(
     source: &PackedRows,
@@ -236,8 +237,8 @@ fn load_packed(
     sync_cube();
 }
 
-/// Writes the maxima from which the result decodes: the one, where there is one, or those of the groups. Returns
-/// the scale of the first group, or of all.
+/// Writes the amax values from which the result decodes: the one, where there is one, or those of
+/// the groups. Returns the scale of the first group, or of all.
 #[cube]
 fn write_amax(
     from: &EdenInputs,
@@ -288,8 +289,9 @@ fn tile_amax(tile: &[f32], #[comptime] across: bool) -> u32 {
     bits
 }
 
-/// Raises entry `index` of `out` to `bits`, compared as integers: the order of arrival does not matter. Once
-/// for each plane on CUDA, and only where it is not as high already: atomics on one address take turns.
+/// Raises entry `index` of `out` to `bits`, compared as integers: the order of arrival does not
+/// matter. Once for each plane on CUDA, and only where it is not as high already: atomics on one
+/// address take turns.
 #[cube]
 fn raise(out: &mut [Atomic<u32>], index: usize, bits: u32, #[comptime] cuda: bool) {
     let bits = canonical(bits);
@@ -303,8 +305,8 @@ fn raise(out: &mut [Atomic<u32>], index: usize, bits: u32, #[comptime] cuda: boo
     }
 }
 
-/// The amax, as bits, of the group that the cube's last tile was in. A cube's tiles follow each other through
-/// the groups, so that one atomic operation for each group it leaves is enough.
+/// The amax, as bits, of the group that the cube's last tile was in. A cube's tiles follow each
+/// other through the groups, so that one atomic operation for each group it leaves is enough.
 #[derive(CubeType)]
 struct KeptAmax {
     bits: u32,
@@ -313,7 +315,8 @@ struct KeptAmax {
 
 #[cube]
 impl KeptAmax {
-    /// Includes the amax of a tile of group `part`, after giving `out` that of the group which it leaves.
+    /// Includes the amax of a tile of group `part`, after giving `out` that of the group which it
+    /// leaves.
     fn include(
         &mut self,
         bits: u32,
@@ -333,7 +336,8 @@ impl KeptAmax {
     }
 }
 
-/// The scale of the group that the cube's last tile was in: it costs divisions, so once for each group.
+/// The scale of the group that the cube's last tile was in: it costs divisions, so once for each
+/// group.
 #[derive(CubeType)]
 struct KeptScale {
     scale: EdenScale,

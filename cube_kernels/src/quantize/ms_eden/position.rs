@@ -32,7 +32,8 @@ impl EdenPolicy {
     }
 }
 
-/// The tiles of a stored matrix and of its groups; `map` is what [`map_tiles()`](super::super::tile::map_tiles) wrote.
+/// The tiles of a stored matrix and of its groups; `map` is what
+/// [`map_tiles()`](super::super::tile::map_tiles) wrote.
 #[derive(CubeType, CubeLaunch)]
 pub struct EdenTiles {
     /// A record for each row of tiles, where groups are in device memory.
@@ -66,14 +67,15 @@ pub(super) struct Position {
     pub drawn_pitch: usize,
     /// The group of rows.
     pub part: usize,
-    /// Rotation groups of one line in the copies of earlier groups of rows, where these lie along the contraction.
+    /// Rotation groups of one line in the copies of earlier groups of rows, where these lie along
+    /// the contraction.
     pub units_before: usize,
     /// What padding every group of rows to 128 adds to the numbers of the tile's stored rows.
     pub padding: usize,
 }
 
-/// Tile number `index`. Neighbouring cubes read neighbouring memory. `map` is what [`map_tiles()`] wrote,
-/// `row_groups` the length of a line of the result where groups lie side by side.
+/// Tile number `index`. Neighbouring cubes read neighbouring memory. `map` is what [`map_tiles()`]
+/// wrote, `row_groups` the length of a line of the result where groups lie side by side.
 #[cube]
 pub(super) fn tile_position(
     index: usize,
@@ -150,8 +152,8 @@ pub(super) fn is_filled(at: &Position, #[comptime] policy: EdenPolicy) -> bool {
     }
 }
 
-/// The word, in scales in 128x4 tiles, of a tile's rotation group on line `line`: the bytes of its first four
-/// blocks. Those of the others are [`TILE_OF_SCALES`] words behind.
+/// The word, in scales in 128x4 tiles, of a tile's rotation group on line `line`: the bytes of its
+/// first four blocks. Those of the others are [`TILE_OF_SCALES`] words behind.
 #[cube]
 pub(super) fn swizzled_word(at: &Position, line: usize, #[comptime] across: bool) -> usize {
     let row = if comptime!(across) {
