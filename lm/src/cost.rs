@@ -130,21 +130,21 @@ impl KernelClass {
     /// The class of the kernel called `name`, the path of its type.
     pub fn of(name: &str) -> Self {
         // The first that fits: names of ours hold several of these words.
-        const OURS: [(&str, KernelClass); 14] = [
+        const OURS: [(&str, KernelClass); 13] = [
             ("amax", KernelClass::Amax),
             ("zero_kernel", KernelClass::Amax),
             ("dequantize", KernelClass::Decode),
-            ("::quantize", KernelClass::Quantize),
-            ("::per_token", KernelClass::Quantize),
-            ("::ms_eden", KernelClass::Quantize),
-            ("::mxfp8", KernelClass::Quantize),
-            ("::workspace::transpose", KernelClass::Move),
-            ("::workspace", KernelClass::Decode),
+            ("::materialize::transpose", KernelClass::Move),
+            ("::materialize", KernelClass::Decode),
+            ("::w4a16_arrange", KernelClass::Decode),
+            ("::gemm::", KernelClass::Product),
+            // Before the module that they are in.
             ("::swizzle", KernelClass::Move),
+            ("::offset", KernelClass::Move),
             ("::padding", KernelClass::Move),
             ("segment_sum", KernelClass::Reduce),
-            ("::ops::", KernelClass::Move),
-            ("::gemm::", KernelClass::Product),
+            ("::moe::", KernelClass::Move),
+            ("::quantize", KernelClass::Quantize),
         ];
         const BURNS: [(&str, KernelClass); 17] = [
             ("matmul", KernelClass::BurnProduct),
@@ -489,15 +489,15 @@ mod tests {
         }
         for (name, class) in [
             (
-                "nvfp4_kernels::gemm::sm90::sm90_kernel::X",
+                "nvfp4_kernels::gemm::kernels::sm90_bf16::sm90_kernel::X",
                 KernelClass::Product,
             ),
             (
-                "nvfp4_kernels::gemm::workspace::decode_kernel::X",
+                "nvfp4_kernels::gemm::materialize::decode_kernel::X",
                 KernelClass::Decode,
             ),
             (
-                "nvfp4_kernels::gemm::workspace::transpose_kernel::X",
+                "nvfp4_kernels::gemm::materialize::transpose_kernel::X",
                 KernelClass::Move,
             ),
             (
