@@ -71,7 +71,7 @@ impl Progress {
     }
 }
 
-/// A bar that stands at step `first` of `steps`.
+/// A bar at step `first` of `steps`.
 fn bar(recipe: &RecipeName, steps: u64, first: u64, target: ProgressDrawTarget) -> ProgressBar {
     let style = ProgressStyle::with_template(TEMPLATE).expect("the template is valid");
     let bar = ProgressBar::with_draw_target(Some(steps), target)

@@ -1,4 +1,4 @@
-//! `nvfp4 study`: one experiment, several recipes and seeds, and what came of it.
+//! `nvfp4 study`: several recipes and seeds on the same model, and the report of their losses.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -28,22 +28,22 @@ use crate::train::{gap, median_speed, open_all};
 
 #[derive(Args)]
 pub(crate) struct Study {
-    /// JSON file of the study: `options` as in a --config file of `train`, and `runs`, each with a
-    /// `recipe`, `seeds` and `healing`
+    /// Read the study from this JSON file: `options` as in a --config file of `train`, and `runs`,
+    /// each with a `recipe`, `seeds` and `healing`
     file: PathBuf,
-    /// Folder for the results; what is there is gone on with
+    /// Write the results to this folder; resumes an unfinished study
     #[arg(long, value_name = "DIR")]
     out: PathBuf,
-    /// flex, cpu or cuda:N, in place of the file's `device`
+    /// Train on this device: flex, cpu or cuda:N [default: the file's `device`]
     #[arg(long, value_name = "DEVICE")]
     device: Option<String>,
-    /// Do only part I of N of the runs, to share them between processes and devices
+    /// Train part I of N of the runs, to share them between processes and devices
     #[arg(long, value_name = "I/N", default_value = "1/1")]
     part: Part,
-    /// Stop after this many seconds, with checkpoints to go on from
+    /// Stop after this many seconds, with checkpoints to resume [default: never]
     #[arg(long, value_name = "SECONDS")]
     seconds: Option<u64>,
-    /// Train nothing; write the report of what is there
+    /// Write the report of the finished runs and train nothing
     #[arg(long)]
     report: bool,
 }
@@ -139,8 +139,8 @@ impl Planned {
     }
 }
 
-/// What the runs that one process does share.
-struct Sitting<'a> {
+/// What the runs of one process share.
+struct Session<'a> {
     out: &'a Path,
     corpus: &'a Corpus,
     devices: &'a [Device],
@@ -148,15 +148,14 @@ struct Sitting<'a> {
     interrupt: &'a AtomicBool,
 }
 
-impl Sitting<'_> {
+impl Session<'_> {
     /// Whether no more is to be trained.
     fn is_over(&self) -> bool {
         self.until.is_some_and(|until| Instant::now() >= until)
             || self.interrupt.load(Ordering::Relaxed)
     }
 
-    /// Start a run, or go on with it, to its end or to step `stop_at`. Where the model keeps account of what
-    /// ran where, that is printed.
+    /// Start or resume a run, to its end or to step `stop_at`. Prints the report of a decorated model.
     fn train<M: LanguageModel>(&self, planned: &Planned, stop_at: Option<u64>) -> Result<Outcome> {
         let Planned { name, config, .. } = planned;
         let folder = self.out.join(name);
@@ -166,21 +165,21 @@ impl Sitting<'_> {
         let mut watch = Watch {
             name,
             steps: config.steps,
-            sitting: self,
+            session: self,
         };
         let outcome = run.train(stop_at, &mut watch)?;
-        if let Some(account) = run.model().account()? {
-            println!("{name}: what ran where\n{account}");
+        if let Some(report) = run.model().report()? {
+            println!("{name}: GEMMs by backend\n{report}");
         }
         Ok(outcome)
     }
 }
 
-/// Stops a run when its time is over, or at Ctrl-C, and says how far it is.
+/// Stops a run when its time is over or at Ctrl-C, and prints its progress.
 struct Watch<'a> {
     name: &'a str,
     steps: u64,
-    sitting: &'a Sitting<'a>,
+    session: &'a Session<'a>,
 }
 
 impl Observer for Watch<'_> {
@@ -195,7 +194,7 @@ impl Observer for Watch<'_> {
     }
 
     fn interrupted(&mut self) -> bool {
-        self.sitting.is_over()
+        self.session.is_over()
     }
 }
 
@@ -227,19 +226,19 @@ impl Study {
                 .seconds
                 .map(|s| Instant::now() + Duration::from_secs(s));
             let devices = open_all(first, device)?;
-            let sitting = Sitting {
+            let session = Session {
                 out: &self.out,
                 corpus: &corpus,
                 devices: &devices,
                 until,
                 interrupt: &interrupt,
             };
-            let is_over = || sitting.is_over();
+            let is_over = || session.is_over();
             let mine = jobs.iter().skip(self.part.index).step_by(self.part.of);
             for job in mine {
                 let train = |planned, stop_at| match first.decorate {
-                    Some(_) => sitting.train::<EncoderModel>(planned, stop_at),
-                    None => sitting.train::<Transformer>(planned, stop_at),
+                    Some(_) => session.train::<EncoderModel>(planned, stop_at),
+                    None => session.train::<Transformer>(planned, stop_at),
                 };
                 for healed in &job.healed {
                     if checkpoint::latest(&self.out.join(&healed.name))
@@ -261,7 +260,7 @@ impl Study {
                     train(planned, None)?;
                 }
                 if is_over() {
-                    eprintln!("stopped; the same command goes on");
+                    eprintln!("stopped; the same command resumes");
                     return Ok(ExitCode::SUCCESS);
                 }
             }

@@ -30,16 +30,16 @@ const INTERRUPTED: u8 = 130;
 
 #[derive(Args)]
 pub(crate) struct Train {
-    /// New folder for the results [default: nvfp4-out/PRESET-N]
+    /// Write the results to this new folder [default: nvfp4-out/PRESET-N]
     #[arg(long, value_name = "DIR", conflicts_with = "resume")]
     out: Option<PathBuf>,
-    /// Go on with the run in this folder
+    /// Resume the run in this folder
     #[arg(long, value_name = "DIR", conflicts_with = "config")]
     resume: Option<PathBuf>,
-    /// JSON file with options; flags win over it
+    /// Read options from this JSON file; flags override it
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
-    /// Stop after this step as if interrupted, with a checkpoint to resume from
+    /// Stop after this step as if interrupted, with a checkpoint to resume [default: the last]
     #[arg(long, value_name = "STEP")]
     stop_at: Option<u64>,
     #[command(flatten)]
@@ -131,7 +131,7 @@ impl Train {
         corpus.check(config.model.context)?;
         if self.resume.is_none() {
             check_models(&config, &devices[0])?;
-            // The run can be gone on with from another folder.
+            // The run can be resumed from another folder.
             for path in &mut config.data {
                 *path = std::path::absolute(&path)
                     .with_context(|| format!("data {}", path.display()))?;
@@ -175,7 +175,7 @@ impl Train {
         if stopped || !results.iter().all(finished) {
             let interrupted = if stopped { INTERRUPTED } else { 0 };
             println!(
-                "stopped; to go on: {} train --resume {}",
+                "stopped; to resume: {} train --resume {}",
                 program(),
                 quoted(&folder.to_string_lossy())
             );
@@ -185,7 +185,7 @@ impl Train {
         Ok(ExitCode::SUCCESS)
     }
 
-    /// The configuration, of the run that is gone on with or of a new one, and its (first) device.
+    /// The configuration, of the resumed run or of a new one, and its (first) device.
     fn configuration(&self) -> Result<(RunConfig, DeviceName)> {
         if let Some(folder) = &self.resume {
             let path = folder.join(CONFIG);
@@ -233,7 +233,7 @@ impl Train {
         };
         if folder.join(CONFIG).exists() {
             bail!(
-                "out {} already holds a run: go on with it by --resume {0}, or choose another \
+                "out {} already holds a run: resume it by --resume {0}, or choose another \
                  folder",
                 folder.display()
             );
@@ -310,8 +310,8 @@ impl Training<'_> {
             let outcome = run.train(self.stop_at, &mut progress);
             progress.finish();
             let outcome = outcome?;
-            if let Some(account) = run.model().account()? {
-                println!("{recipe}: what ran where\n{account}");
+            if let Some(report) = run.model().report()? {
+                println!("{recipe}: GEMMs by backend\n{report}");
             }
             match outcome {
                 Outcome::Finished => {}

@@ -27,7 +27,7 @@ const HEAD_SCALE: f64 = 0.25;
 /// Share of each block's router z-loss in the training loss.
 const Z_SHARE: f64 = 0.001;
 
-/// A model of the next byte, as [`Run`](crate::train::Run) trains it.
+/// A model that predicts the next byte, as [`Run`](crate::train::Run) trains it.
 pub trait LanguageModel: Module + 'static {
     /// The untrained model of the run `config`, for `recipe`, on `device`. Its weights depend on the
     /// run's seed and sizes alone: not on the device, nor on the recipe.
@@ -65,11 +65,11 @@ pub trait LanguageModel: Module + 'static {
         }
     }
 
-    /// What ran where since the model was built, for the user to read, if it keeps account of it.
+    /// A report of which GEMMs ran on which backend since the model was built, if it is decorated.
     ///
     /// # Errors
-    /// When the account shows that the model did not compute what its recipe asks for.
-    fn account(&self) -> Result<Option<String>> {
+    /// When the report shows that the model did not compute what its recipe asks for.
+    fn report(&self) -> Result<Option<String>> {
         Ok(None)
     }
 }
@@ -245,9 +245,9 @@ fn cross_entropy(logits: Tensor<2>, targets: Tensor<2, Int>) -> Tensor<1> {
 
 /// The rows of `embedding` (`[256, width]`) for `tokens` (`[batch, time]`): `[batch, time, width]`.
 ///
-/// A product with a one-hot matrix: its gradient is a product too. The gradient of a look-up is a
+/// A GEMM with a one-hot matrix: its gradient is a GEMM too. The gradient of a look-up is a
 /// scatter, which GPUs add up in an order that is not the same from run to run. As a batch of
-/// products, so that their gradients, whose contraction is the tokens, are too.
+/// GEMMs, so that their gradients, which contract the tokens, are too.
 pub(crate) fn embed(tokens: Tensor<2, Int>, embedding: Tensor<2>) -> Tensor<3> {
     let [batch, time] = tokens.dims();
     let symbols: Tensor<3> =
@@ -326,7 +326,7 @@ impl ModuleMapper for Initialise {
             }
             _ => {
                 // Of experts' weights, `[experts, d_in, d_out]`, as of others, the features that a
-                // product adds up.
+                // GEMM contracts.
                 let mut deviation = (shape.dims::<D>()[D.saturating_sub(2)] as f64).powf(-0.5);
                 // What is added to the residual stream starts smaller in a deeper model.
                 if ["out", "down", "output", "linear_outer"].contains(&self.name(1)) {
@@ -406,7 +406,7 @@ mod tests {
                 logits[same..same + VOCABULARY]
             );
         }
-        // A prefix on its own: the same values up to the order in which products are summed.
+        // A prefix on its own: the same values up to the order of sums.
         let prefix = values(model.forward(tokens(&text[..9], &device)));
         let difference = prefix
             .iter()

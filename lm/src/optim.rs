@@ -37,8 +37,8 @@ pub fn learning_rate(step: u64, steps: u64, warmup: u64, highest: f64) -> f64 {
     highest * (FINAL_SHARE + (1.0 - FINAL_SHARE) * cosine)
 }
 
-/// What is kept of one parameter, flat, in f32.
-struct Kept {
+/// The state of one parameter, flat, in f32.
+struct AdamWState {
     /// Running mean of the gradient.
     first: Tensor<1>,
     /// Running mean of its square.
@@ -47,7 +47,7 @@ struct Kept {
     weight: Option<Tensor<1>>,
 }
 
-impl Kept {
+impl AdamWState {
     /// The tensors, by the names that a file has for them.
     fn tensors(&self) -> impl Iterator<Item = (&'static str, &Tensor<1>)> {
         let always = [(FIRST, &self.first), (SECOND, &self.second)];
@@ -77,7 +77,7 @@ pub struct AdamW {
     /// Steps taken.
     time: u64,
     /// By parameter id. A map that is ordered, so that files repeat.
-    kept: BTreeMap<u64, Kept>,
+    states: BTreeMap<u64, AdamWState>,
 }
 
 impl AdamW {
@@ -88,7 +88,7 @@ impl AdamW {
             weight_decay,
             grad_clip,
             time: 0,
-            kept: BTreeMap::new(),
+            states: BTreeMap::new(),
         }
     }
 
@@ -131,9 +131,9 @@ impl AdamW {
     /// # Errors
     /// When the container cannot be made.
     pub fn to_bytes(&self) -> Result<Bytes> {
-        let mut tensors = Vec::with_capacity(2 * self.kept.len());
-        for (id, kept) in &self.kept {
-            for (name, tensor) in kept.tensors() {
+        let mut tensors = Vec::with_capacity(2 * self.states.len());
+        for (id, state) in &self.states {
+            for (name, tensor) in state.tensors() {
                 let (bytes, shape, dtype) = tensor.clone().into_data().into_parts();
                 let name = format!("{id:016x}.{name}");
                 tensors.push(burn_pack::Tensor::new(name, dtype, shape, Some(*id), bytes));
@@ -170,15 +170,15 @@ impl AdamW {
             let tensor = Tensor::from_data(data, &device);
             found.entry(id).or_default().insert(part, tensor);
         }
-        let mut kept = BTreeMap::new();
+        let mut states = BTreeMap::new();
         for (id, mut parts) in found {
             let [first, second, weight] = [FIRST, SECOND, WEIGHT].map(|name| parts.remove(name));
             let (Some(first), Some(second)) = (first, second) else {
                 anyhow::bail!("parameter {id:016x} has only one of its two moments");
             };
-            kept.insert(
+            states.insert(
                 id,
-                Kept {
+                AdamWState {
                     first,
                     second,
                     weight,
@@ -186,7 +186,7 @@ impl AdamW {
             );
         }
         self.time = time;
-        self.kept = kept;
+        self.states = states;
         Ok(())
     }
 }
@@ -232,7 +232,7 @@ impl ModuleMapper for Update<'_> {
         let optimizer = &mut *self.optimizer;
         let first = gradient.clone().mul_scalar(1.0 - BETA_1);
         let second = gradient.square().mul_scalar(1.0 - BETA_2);
-        let (first, second, own) = match optimizer.kept.remove(&id.val()) {
+        let (first, second, own) = match optimizer.states.remove(&id.val()) {
             Some(old) => (
                 old.first.mul_scalar(BETA_1) + first,
                 old.second.mul_scalar(BETA_2) + second,
@@ -257,9 +257,9 @@ impl ModuleMapper for Update<'_> {
         let weight = own.unwrap_or_else(|| flat(weight)).mul_scalar(1.0 - decay)
             - direction.mul_scalar(self.lr);
         let own = (dtype != DType::F32).then(|| weight.clone());
-        optimizer.kept.insert(
+        optimizer.states.insert(
             id.val(),
-            Kept {
+            AdamWState {
                 first,
                 second,
                 weight: own,

@@ -28,7 +28,7 @@ pub fn load<M: LanguageModel>(checkpoint: Checkpoint, device: &Device) -> Result
     Ok(model)
 }
 
-/// Continue `prompt` by at most `tokens` bytes, and hand each one to `emit`. Ends early where the
+/// Continue `prompt` by at most `tokens` bytes, and pass each one to `emit`. Ends early where the
 /// model ends the file.
 ///
 /// The model sees the last bytes that fit its context. `temperature` scales the logits: 0 takes the

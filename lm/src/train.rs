@@ -162,7 +162,7 @@ pub struct Run<'a, M> {
 }
 
 impl<'a, M: LanguageModel> Run<'a, M> {
-    /// Start the run `config` with `recipe`, or go on with it if `folder` has a checkpoint of it. With
+    /// Start the run `config` with `recipe`, or resume it if `folder` has a checkpoint of it. With
     /// several `devices`, each takes its part of every batch.
     ///
     /// # Errors
@@ -218,7 +218,7 @@ impl<'a, M: LanguageModel> Run<'a, M> {
             model,
             optimizer,
         } = checkpoint;
-        // The same run may go on on another device.
+        // The run may be resumed on another device.
         let config = RunConfig {
             device: self.config.device.clone(),
             ..state.config
@@ -314,8 +314,8 @@ impl<'a, M: LanguageModel> Run<'a, M> {
         self.earlier + self.started.elapsed().as_secs_f64()
     }
 
-    /// Go on to the last step, or to step `stop_at` if that comes first, or until the observer says
-    /// so. Writes a checkpoint at the end in any case.
+    /// Train to the last step, or to step `stop_at` if that comes first, or until the observer stops
+    /// it. Writes a checkpoint at the end in any case.
     ///
     /// # Errors
     /// When the loss is no longer finite, a device runs out of memory, the weights of the devices are
@@ -438,7 +438,7 @@ impl<'a, M: LanguageModel> Run<'a, M> {
         self.step += 1;
     }
 
-    /// A step whose operands are looked at; what is seen goes to [`TELEMETRY`].
+    /// A step that telemetry samples, into [`TELEMETRY`].
     fn sampled_step(&mut self, lr: f64) -> Result<()> {
         use std::io::Write as _;
         let step = self.step;

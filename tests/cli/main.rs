@@ -251,7 +251,7 @@ fn a_resumed_run_reaches_the_same_bytes() {
         // What it says to go on by can be pasted.
         let path = out.to_str().unwrap();
         let program = env!("CARGO_BIN_EXE_nvfp4");
-        let hint = format!("to go on: {program} train --resume {path}");
+        let hint = format!("to resume: {program} train --resume {path}");
         assert!(said.lines().any(|line| line.ends_with(&hint)), "{said}");
         succeeds(nvfp4("train", &["--resume", path]));
         assert_same_run(finished_on_device(), &out);
@@ -1050,15 +1050,15 @@ fn a_study_decorates() {
         nvfp4("study", &[&arguments, more].concat())
     };
     let stopped = study(&["--seconds", "0"]);
-    assert!(String::from_utf8_lossy(&stopped.stderr).contains("goes on"));
+    assert!(String::from_utf8_lossy(&stopped.stderr).contains("resumes"));
     succeeds(stopped);
     let plain = out.join("nvidia-seed0");
     assert!(checkpoint(&plain).ends_with("checkpoint-00000001"));
     let said = succeeds(study(&[]));
     for part in [
-        "nvidia-seed0: what ran where",
+        "nvidia-seed0: GEMMs by backend",
         "encoder.layers.0.mha.query",
-        "nvidia+healing-0.5-seed0: what ran where",
+        "nvidia+healing-0.5-seed0: GEMMs by backend",
         "1 blocks of Burn's own layers",
         "| `nvidia+healing-0.5` | 1 |",
     ] {

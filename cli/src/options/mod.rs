@@ -129,8 +129,8 @@ impl Options {
         let device = self.0.remove("device");
         ensure!(
             self.is_empty(),
-            "--resume goes on with the run as it was configured: leave out all other options except \
-             --device and --stop-at"
+            "--resume continues the run as it was configured: leave out all options but --device and \
+             --stop-at"
         );
         let device = device.as_ref().and_then(Value::as_str);
         device.map(|name| parse_device(name)).transpose()
