@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use anyhow::{Context, Result};
-use nvfp4_lm::train::Row;
+use nvfp4_lm::metrics::Row;
 use plotters::prelude::*;
 
 const SIZE: (u32, u32) = (960, 540);

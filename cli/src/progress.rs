@@ -8,7 +8,8 @@ use std::time::Instant;
 
 use indicatif::{HumanDuration, ProgressBar, ProgressDrawTarget, ProgressStyle};
 use nvfp4_lm::config::{RecipeName, RunConfig};
-use nvfp4_lm::train::{Observer, Row};
+use nvfp4_lm::metrics::Row;
+use nvfp4_lm::train::Observer;
 
 /// What the bar shows; the message is [`figures`].
 const TEMPLATE: &str = "{prefix:>6} {wide_bar:.cyan/blue} {pos}/{len}  {msg}  ETA {eta}";

@@ -17,8 +17,9 @@ use nvfp4_lm::checkpoint::{self, CONFIG, Checkpoint, write_json};
 use nvfp4_lm::config::{HealingOption, RunConfig};
 use nvfp4_lm::data::Corpus;
 use nvfp4_lm::encoder::EncoderModel;
+use nvfp4_lm::metrics::{METRICS, Row, read_metrics};
 use nvfp4_lm::model::{LanguageModel, Transformer};
-use nvfp4_lm::train::{METRICS, Observer, Outcome, Row, Run, read_metrics};
+use nvfp4_lm::train::{Observer, Outcome, Run};
 use serde::{Deserialize, Serialize};
 
 use crate::device::{DeviceName, install_decorator};

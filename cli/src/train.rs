@@ -13,8 +13,9 @@ use nvfp4_lm::config::{Preset, RecipeName, RunConfig};
 use nvfp4_lm::data::Corpus;
 use nvfp4_lm::encoder::EncoderModel;
 use nvfp4_lm::memory::MemoryBudget;
+use nvfp4_lm::metrics::Row;
 use nvfp4_lm::model::{LanguageModel, Transformer};
-use nvfp4_lm::train::{Outcome, Row, Run};
+use nvfp4_lm::train::{Outcome, Run};
 use serde::Serialize;
 
 use crate::device::{DeviceName, hardware, install_decorator};

@@ -9,6 +9,7 @@
 //! - [`train`]: one training run as a state machine: step, evaluate, save, resume.
 //! - [`checkpoint`]: a run on disk, whole or not at all.
 //! - [`memory`]: what a run needs of a device, and the error where there is too little.
+//! - [`metrics`]: losses and speed over the steps of a run.
 //! - [`sample`]: text from a trained model.
 //! - [`cost`]: time, memory and kernels of a training step.
 //!
@@ -22,10 +23,13 @@ pub mod cost;
 pub mod data;
 pub mod encoder;
 pub mod memory;
+pub mod metrics;
 pub mod model;
 pub mod optim;
 pub mod sample;
 pub mod train;
 
+#[cfg(all(test, feature = "flex"))]
+mod gap;
 mod random;
 mod ranks;
