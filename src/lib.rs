@@ -39,15 +39,21 @@ pub use burn_nvfp4::*;
 /// Formats, reference numerics and CubeCL kernels; independent of Burn.
 pub use nvfp4_kernels as kernels;
 
-/// The examples of the documents compile and run: those of the decorator with a Cube device alone.
+/// The examples of the book compile and run, those of the decorator on a Cube device alone. Examples
+/// with burn-train are in `train_tests`.
 #[cfg(all(doctest, feature = "flex"))]
-mod documents {
-    #[cfg(any(feature = "cpu", feature = "cuda"))]
+mod book {
     #[doc = include_str!("../README.md")]
     struct Readme;
-    #[cfg(any(feature = "cpu", feature = "cuda"))]
-    #[doc = include_str!("../docs/decorator.md")]
-    struct Decorator;
-    #[doc = include_str!("../docs/recipes.md")]
+    #[doc = include_str!("../docs/src/quick-start.md")]
+    struct QuickStart;
+    #[doc = include_str!("../docs/src/recipes.md")]
     struct Recipes;
+    #[doc = include_str!("../docs/src/own-model.md")]
+    struct OwnModel;
+    #[cfg(any(feature = "cpu", feature = "cuda"))]
+    #[doc = include_str!("../docs/src/decorator.md")]
+    struct Decorator;
+    #[doc = include_str!("../docs/src/contributing/recipe.md")]
+    struct AddARecipe;
 }

@@ -3,7 +3,7 @@
 //!
 //! Burn can average gradients while the backward still runs (`Tensor::set_distributed`, which burn-train's
 //! `ExecutionStrategy::ddp` uses). In Burn 0.22.1 such training stands still sooner or later, for reasons that
-//! docs/data-parallel.md goes into. [`Ranks`] averages behind the backward, in the thread that computed the
+//! docs/src/data-parallel.md goes into. [`Ranks`] averages behind the backward, in the thread that computed the
 //! gradients, and does not stand still; it works inside burn-train's strategy as well.
 
 use std::ops::Range;

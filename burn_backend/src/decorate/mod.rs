@@ -23,7 +23,7 @@
 //! # }
 //! ```
 //!
-//! How it works, what it guarantees and what it refuses is in `docs/decorator.md`. In short: a
+//! How it works, what it guarantees and what it refuses is in `docs/src/decorator.md`. In short: a
 //! reparameterization marks the weights, a fusion of our own takes the products of marked weights,
 //! and an observer of Burn's fusion server knows from the graph which product is which, and sees
 //! whether it was taken. What the graph sees of a marked weight is NaN, so a product that was not

@@ -62,7 +62,7 @@ fn words(operand: &OperandSpec) -> String {
     }
 }
 
-/// What each preset is, as docs/recipes.md and the papers have it: written out, and read from what the
+/// What each preset is, as docs/src/recipes.md and the papers have it: written out, and read from what the
 /// products are given.
 #[test]
 fn presets_are_what_they_are_called_after() {

@@ -510,7 +510,7 @@ pub(super) fn possible_path(
     };
     match path {
         GemmBackend::Sm90Wgmma if !aligned => GemmBackend::Cmma,
-        // cuBLASLt's own grouped products are not used: see docs/gemm.md.
+        // cuBLASLt's own grouped products are not used: see docs/src/gemm.md.
         GemmBackend::CublasLt if grouping != Grouping::Dense => GemmBackend::Cmma,
         GemmBackend::Sm120BlockScaled
             if !aligned || select::block_scaled(1, packed, (m, n, k), grouping).is_none() =>
