@@ -26,8 +26,8 @@ enum Task {
     Study(study::Study),
     /// Measure a training step with each recipe: bytes a second, memory, and time by kernel
     ///
-    /// With --telemetry-every N it also measures a step that telemetry samples, and what sampling one
-    /// step in N adds to the mean step.
+    /// With --telemetry-every N it also measures a step that telemetry samples, and what sampling
+    /// one step in N adds to the mean step.
     Cost(Box<cost::CostOfSteps>),
     /// Compare a device's undocumented behaviour with the reference
     Oracle(oracle::Oracle),

@@ -24,8 +24,8 @@ const BURN: &str = "burn";
 
 #[derive(Args)]
 pub(crate) struct CostOfSteps {
-    /// Measure these recipes; `burn` is the model of Burn's own layers [default: burn, the baseline,
-    /// and every preset that quantizes]
+    /// Measure these recipes; `burn` is the model of Burn's own layers [default: burn, the
+    /// baseline, and every preset that quantizes]
     #[arg(long, value_name = "A,B,..", value_delimiter = ',')]
     recipes: Vec<String>,
     /// Measure this many rounds of steps, of which the median counts
@@ -111,7 +111,8 @@ impl CostOfSteps {
             let figure = figure(&config, recipe, &device, effort, |how| self.lock(how))?;
             let Cost { built, warmed, .. } = figure.cost;
             eprintln!(
-                "{}: built in {built:.1} s, warmed up in {warmed:.1} s, most of it to compile kernels",
+                "{}: built in {built:.1} s, warmed up in {warmed:.1} s, most of it to compile \
+                 kernels",
                 figure.recipe
             );
             println!("{}", line(&figure, every));

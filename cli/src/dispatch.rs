@@ -80,8 +80,8 @@ pub(crate) fn flex() -> Vec<Row> {
         row(
             NVFP4_GEMM,
             matmul,
-            "CPUs have no 4-bit matrix instructions; panels of rows are dequantized exactly, and global \
-             scales and bias follow",
+            "CPUs have no 4-bit matrix instructions; panels of rows are dequantized exactly, and \
+             global scales and bias follow",
         ),
         row(
             MIXED_GEMM,
@@ -147,8 +147,8 @@ mod cubecl {
         let (kernel, why) = match capabilities.runtime == "cpu" {
             true => (
                 "CubeCL kernel, one thread in a CTA",
-                "threads of this runtime are threads of the CPU: with more than it has cores, barriers \
-                 make them wait for each other",
+                "threads of this runtime are threads of the CPU: with more than it has cores, \
+                 barriers make them wait for each other",
             ),
             false => (
                 "CubeCL kernel",
@@ -213,7 +213,8 @@ mod cubecl {
             row(
                 EDEN,
                 format!("{kernel}, twice; NVFP4 operands dequantized on load"),
-                "codes depend on the rotated amax, and nothing between the two kernels is in memory",
+                "codes depend on the rotated amax, and nothing between the two kernels is in \
+                 memory",
             ),
             row(MXFP8, format!("{kernel}; {}", e4m3.0), e4m3.1),
             layout,
@@ -267,8 +268,8 @@ mod cubecl {
         }
     }
 
-    /// Kernel and reason of the GEMMs of two NVFP4 operands, of one with a bf16 one, of two bf16 ones,
-    /// and of grouped ones.
+    /// Kernel and reason of the GEMMs of two NVFP4 operands, of one with a bf16 one, of two bf16
+    /// ones, and of grouped ones.
     type Gemms = [(&'static str, &'static str); 4];
 
     fn gemms(capabilities: &Capabilities) -> Vec<Row> {
@@ -288,7 +289,8 @@ mod cubecl {
         let wide = row(
             WIDE_GEMM,
             "dequantize, then Burn's matmul",
-            "the kernels multiply what bf16 holds; grouped, Burn multiplies all tokens by every expert",
+            "the kernels multiply what bf16 holds; grouped, Burn multiplies all tokens by every \
+             expert",
         );
         rows.insert(3, wide);
         rows
@@ -302,8 +304,9 @@ mod cubecl {
     const SM90_WGMMA: Gemms = [
         (
             "wgmma on dequantized bf16; small M: mma.sync",
-            "sm_90 has wgmma and no FP4 tensor cores; operands are dequantized in registers or before, \
-             which is exact; where N or K is no multiple of 8, tiles in shared memory (see --shape)",
+            "sm_90 has wgmma and no FP4 tensor cores; operands are dequantized in registers or \
+             before, which is exact; where N or K is no multiple of 8, tiles in shared memory (see \
+             --shape)",
         ),
         (
             "as NVFP4 x NVFP4",
@@ -354,8 +357,9 @@ mod cubecl {
     const CMMA: Gemms = [
         (
             "cmma on dequantized tiles; small M: mma.sync",
-            "the device has 16x16x16 bf16 matrix instructions in warps of 32; tiles are dequantized in \
-             shared memory, which is exact, and for small M in registers from sm_80 on",
+            "the device has 16x16x16 bf16 matrix instructions in warps of 32; tiles are \
+             dequantized in shared memory, which is exact, and for small M in registers from sm_80 \
+             on",
         ),
         (
             "as NVFP4 x NVFP4",
@@ -408,7 +412,8 @@ mod cubecl {
             row
         }
 
-        /// Every architecture has a row for what Flex has, in the same order, and says what is its own.
+        /// Every architecture has a row for what Flex has, in the same order, and says what is its
+        /// own.
         #[test]
         fn every_architecture_says_what_it_does() {
             use Conversion::{Hardware, HardwareNearest, Sm80, Sm89, Software};

@@ -40,8 +40,8 @@ impl CvtRs {
     fn run(self) -> Result<()> {
         let Self { device, count } = self;
         anyhow::bail!(
-            "device is {}, and count {count}, but this build has no CubeCL runtime: build with --features \
-             cuda (or cpu)",
+            "device is {}, and count {count}, but this build has no CubeCL runtime: build with \
+             --features cuda (or cpu)",
             device.as_deref().unwrap_or("not given")
         )
     }

@@ -52,7 +52,8 @@ pub(crate) fn validation(path: &Path, curves: &[(&str, &[Row])]) -> Result<()> {
     write(path, &curves, None)
 }
 
-/// The colour of curve number `index`, and how its dots are drawn: no two of the first 32 look alike.
+/// The colour of curve number `index`, and how its dots are drawn: no two of the first 32 look
+/// alike.
 fn style(index: usize) -> (RGBColor, ShapeStyle) {
     let color = COLORS[index % COLORS.len()];
     let dot = match (index / COLORS.len()).is_multiple_of(2) {

@@ -156,7 +156,8 @@ impl Session<'_> {
             || self.interrupt.load(Ordering::Relaxed)
     }
 
-    /// Start or resume a run, to its end or to step `stop_at`. Prints the report of a decorated model.
+    /// Start or resume a run, to its end or to step `stop_at`. Prints the report of a decorated
+    /// model.
     fn train<M: LanguageModel>(&self, planned: &Planned, stop_at: Option<u64>) -> Result<Outcome> {
         let Planned { name, config, .. } = planned;
         let folder = self.out.join(name);
@@ -294,8 +295,8 @@ impl Study {
                 let (config, name) = options.resolve().with_context(context)?;
                 ensure!(
                     healing.is_empty() || config.healing_of(&config.recipe).is_none(),
-                    "healing is given in study {} for recipe {recipe}, whose file has one: leave out \
-                     one of them",
+                    "healing is given in study {} for recipe {recipe}, whose file has one: leave \
+                     out one of them",
                     path.display()
                 );
                 device = Some(name);
@@ -429,9 +430,9 @@ fn report(out: &Path, all: &[&Planned]) -> Result<()> {
 
     let config = &all[0].config;
     let mut text = format!(
-        "# Study\n\n{:.2} M parameters ({} blocks{} of width {}), context {}, {} steps of {} bytes: \
-         {:.1} bytes for each parameter. Losses are in nats per byte of validation text; a gap is to \
-         the high-precision run with the same seed, weights and batches.\n\n",
+        "# Study\n\n{:.2} M parameters ({} blocks{} of width {}), context {}, {} steps of {} \
+         bytes: {:.1} bytes for each parameter. Losses are in nats per byte of validation text; a \
+         gap is to the high-precision run with the same seed, weights and batches.\n\n",
         config.parameters() as f64 / 1e6,
         config.model.layers,
         config.decorate.map_or("", |_| " of Burn's own layers"),

@@ -222,8 +222,8 @@ impl Train {
         self.options.clone().over(file).resolve()
     }
 
-    /// The folder of the run. That of a new one holds none, and need not exist yet: a run that cannot
-    /// start leaves nothing behind.
+    /// The folder of the run. That of a new one holds none, and need not exist yet: a run that
+    /// cannot start leaves nothing behind.
     fn folder(&self, preset: Preset) -> Result<PathBuf> {
         if let Some(folder) = &self.resume {
             return Ok(folder.clone());

@@ -176,8 +176,8 @@ impl Checkpoint {
                 .with_context(|| format!("manifest.json is damaged: it has no entry for {name}"))?;
             ensure!(
                 Entry::of(&content) == *entry,
-                "{name} is damaged: it has {} bytes with check sum {:016x}, but {} bytes with check \
-                 sum {} were written",
+                "{name} is damaged: it has {} bytes with check sum {:016x}, but {} bytes with \
+                 check sum {} were written",
                 content.len(),
                 hash(&content),
                 entry.bytes,

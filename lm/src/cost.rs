@@ -1,9 +1,9 @@
 //! What a training step costs: time, memory, and the kernels that take it.
 //!
-//! A step is measured in several ways, one after the other, since each would disturb the others: its
-//! time, over rounds of steps between two synchronizations; on request its time when telemetry samples
-//! it; its memory, polled all the time; and each launch, timed on the device. Memory and kernels are
-//! known on CubeCL's runtimes only, which report them.
+//! A step is measured in several ways, one after the other, since each would disturb the others:
+//! its time, over rounds of steps between two synchronizations; on request its time when telemetry
+//! samples it; its memory, polled all the time; and each launch, timed on the device. Memory and
+//! kernels are known on CubeCL's runtimes only, which report them.
 
 use std::time::Instant;
 
@@ -22,7 +22,8 @@ use crate::ranks::Rank;
 /// How much to measure.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Effort {
-    /// Steps before the first measurement, which compile kernels and fill memory pools; at least one.
+    /// Steps before the first measurement, which compile kernels and fill memory pools; at least
+    /// one.
     pub warm: usize,
     /// Rounds of steps, each a figure of its own; at least one.
     pub rounds: usize,
@@ -185,8 +186,8 @@ impl Cost {
         median(&self.sampled)
     }
 
-    /// How much longer the mean step takes if telemetry samples one in `every`, as a share of a step
-    /// without it.
+    /// How much longer the mean step takes if telemetry samples one in `every`, as a share of a
+    /// step without it.
     pub fn telemetry_share(&self, every: u64) -> Option<f64> {
         let more = self.median_sampled()? - self.median();
         Some(more / (every as f64 * self.median()))
@@ -220,15 +221,16 @@ pub enum DeviceLock {
     Exclusive,
 }
 
-/// Measure the model `M` of the run `config` with `recipe` on `device`, trained on random bytes. If the
-/// run has telemetry, steps that it samples are measured too.
+/// Measure the model `M` of the run `config` with `recipe` on `device`, trained on random bytes. If
+/// the run has telemetry, steps that it samples are measured too.
 ///
-/// `lock` locks the device until what it gives is dropped: shared before the model is built, exclusive
-/// before it is measured. Processes that compile side by side so measure one after the other.
+/// `lock` locks the device until what it gives is dropped: shared before the model is built,
+/// exclusive before it is measured. Processes that compile side by side so measure one after the
+/// other.
 ///
 /// # Errors
-/// When the effort is none, the configuration does not fit the device, the device runs out of memory, or
-/// `lock` fails.
+/// When the effort is none, the configuration does not fit the device, the device runs out of
+/// memory, or `lock` fails.
 pub fn measure<M: LanguageModel, T>(
     config: &RunConfig,
     recipe: &RecipeName,

@@ -120,7 +120,8 @@ impl LanguageModel for EncoderModel {
     }
 }
 
-/// `model` with the linear layers of its blocks in NVFP4. Its head is one by its name, and stays as it is.
+/// `model` with the linear layers of its blocks in NVFP4. Its head is one by its name, and stays as
+/// it is.
 #[cfg(any(feature = "cpu", feature = "cuda"))]
 fn decorate(
     model: EncoderModel,

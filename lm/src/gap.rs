@@ -1,5 +1,5 @@
-//! A bound on what NVFP4 costs: the loss of short runs against those in f32, from the same weights and on
-//! the same batches.
+//! A bound on what NVFP4 costs: the loss of short runs against those in f32, from the same weights
+//! and on the same batches.
 
 use std::fs;
 use std::path::{Path, PathBuf};

@@ -13,9 +13,9 @@
 //! - [`sample`]: text from a trained model.
 //! - [`cost`]: time, memory and kernels of a training step.
 //!
-//! Everything that a run computes is a function of its configuration and its data, on a given device
-//! and number of threads: no clock, no address and no global counter enters. That is what lets a
-//! resumed run reach the same bytes as an uninterrupted one.
+//! Everything that a run computes is a function of its configuration and its data, on a given
+//! device and number of threads: no clock, no address and no global counter enters. That is what
+//! lets a resumed run reach the same bytes as an uninterrupted one.
 
 pub mod checkpoint;
 pub mod config;

@@ -1,8 +1,8 @@
 //! Device memory: what a run needs at the least, and the one error where there is too little.
 //!
 //! CubeCL does not fail at an allocation that does not fit: the tensor carries the failure, kernels
-//! that would read it are skipped, and the first value that is read back panics with the whole chain.
-//! [`MemoryBudget::guard`] turns that into [`OutOfMemory`].
+//! that would read it are skipped, and the first value that is read back panics with the whole
+//! chain. [`MemoryBudget::guard`] turns that into [`OutOfMemory`].
 
 use std::any::Any;
 use std::fmt;
@@ -289,8 +289,8 @@ pub(crate) fn message(cause: &(dyn Any + Send)) -> &str {
         .unwrap_or("for a reason that it did not say")
 }
 
-/// Keep panics that report a lack of device memory, and those that follow from one, from the terminal:
-/// [`MemoryBudget::guard`] says the same in one error. For programs, at their start.
+/// Keep panics that report a lack of device memory, and those that follow from one, from the
+/// terminal: [`MemoryBudget::guard`] says the same in one error. For programs, at their start.
 pub fn mute_memory_panics() {
     static IS_OUT: AtomicBool = AtomicBool::new(false);
     let default = panic::take_hook();
@@ -491,7 +491,8 @@ mod tests {
         assert_eq!((error.asked, error.is_forecast), (Some(4096), false));
     }
 
-    /// CubeCL's CPU runtime has no memory for a tensor of 256 TB: the panic at its read is the error.
+    /// CubeCL's CPU runtime has no memory for a tensor of 256 TB: the panic at its read is the
+    /// error.
     #[cfg(feature = "cpu")]
     #[test]
     fn a_tensor_that_does_not_fit_is_the_error() {

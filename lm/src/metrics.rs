@@ -67,8 +67,8 @@ impl Row {
     }
 }
 
-/// The rows of a `metrics.csv`, up to the first line that is none: rows are appended, so when the power
-/// fails the last of them may be there in part.
+/// The rows of a `metrics.csv`, up to the first line that is none: rows are appended, so when the
+/// power fails the last of them may be there in part.
 ///
 /// # Errors
 /// When it cannot be read, or has another header.

@@ -1,10 +1,10 @@
 //! The model: a decoder-only transformer over bytes.
 //!
-//! Blocks of [`burn_nvfp4::nn`]: RMSNorm before each half, rotary positions, causal attention, and a
-//! SwiGLU feed-forward or a mixture of SwiGLU experts. The projections of a block are NVFP4 layers;
-//! the embedding, the routers and the head stay in high precision. Parameters are f32 master weights;
-//! what flows between the layers has the type [`Activation`], except that norms, rotations, softmax,
-//! routers and loss are computed in f32.
+//! Blocks of [`burn_nvfp4::nn`]: RMSNorm before each half, rotary positions, causal attention, and
+//! a SwiGLU feed-forward or a mixture of SwiGLU experts. The projections of a block are NVFP4
+//! layers; the embedding, the routers and the head stay in high precision. Parameters are f32
+//! master weights; what flows between the layers has the type [`Activation`], except that norms,
+//! rotations, softmax, routers and loss are computed in f32.
 
 use anyhow::{Result, ensure};
 use burn::module::{Module, ModuleMapper, Param, ParamId};
@@ -29,8 +29,8 @@ const Z_SHARE: f64 = 0.001;
 
 /// A model that predicts the next byte, as [`Run`](crate::train::Run) trains it.
 pub trait LanguageModel: Module + 'static {
-    /// The untrained model of the run `config`, for `recipe`, on `device`. Its weights depend on the
-    /// run's seed and sizes alone: not on the device, nor on the recipe.
+    /// The untrained model of the run `config`, for `recipe`, on `device`. Its weights depend on
+    /// the run's seed and sizes alone: not on the device, nor on the recipe.
     ///
     /// # Errors
     /// When the sizes do not fit, or the device cannot compute what the recipe asks for.
@@ -76,8 +76,8 @@ pub trait LanguageModel: Module + 'static {
 
 /// Fail unless `device` computes in `dtype`.
 ///
-/// CubeCL's CPU runtime says that it does in bf16, but its operations lack a library function, and then
-/// do nothing instead of failing.
+/// CubeCL's CPU runtime says that it does in bf16, but its operations lack a library function, and
+/// then do nothing instead of failing.
 pub(crate) fn check_dtype(dtype: FloatDType, device: &Device) -> Result<()> {
     ensure!(
         dtype == FloatDType::F32 || !is_cubecl_cpu(device),
@@ -110,9 +110,9 @@ pub(crate) fn cast<const D: usize>(x: Tensor<D>, dtype: FloatDType) -> Tensor<D>
     }
 }
 
-/// The sum of all elements, axis by axis: `[1]`. Burn's `sum` adds with atomics on a GPU, in an order that
-/// changes: losses would not repeat, nor would the factor of clipped gradients, and equal gradients
-/// would no longer make equal weights.
+/// The sum of all elements, axis by axis: `[1]`. Burn's `sum` adds with atomics on a GPU, in an
+/// order that changes: losses would not repeat, nor would the factor of clipped gradients, and
+/// equal gradients would no longer make equal weights.
 pub(crate) fn sum<const D: usize>(x: Tensor<D>) -> Tensor<1> {
     (0..D).rev().fold(x, |x, axis| x.sum_dim(axis)).reshape([1])
 }
@@ -142,7 +142,8 @@ impl Transformer {
     ///
     /// # Errors
     /// When the sizes do not pass [`ModelConfig::check`], the device has no NVFP4 implementation or
-    /// does not compute in the activation's type, or the recipe's group of high-precision layers matches none of the model's.
+    /// does not compute in the activation's type, or the recipe's group of high-precision layers
+    /// matches none of the model's.
     pub fn new(
         config: &ModelConfig,
         activation: Activation,

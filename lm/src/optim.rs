@@ -1,9 +1,9 @@
 //! AdamW, global-norm clipping, and the learning rate.
 //!
 //! Burn's own optimizer clips each parameter by itself, reloads its state on the default device,
-//! which need not be the one of the run, and updates parameters in their own type; this one does none
-//! of these. Moments are f32, and parameters of another type have an f32 copy that is updated in their
-//! place: steps of a learning rate are too small for bf16.
+//! which need not be the one of the run, and updates parameters in their own type; this one does
+//! none of these. Moments are f32, and parameters of another type have an f32 copy that is updated
+//! in their place: steps of a learning rate are too small for bf16.
 
 use std::collections::BTreeMap;
 
@@ -26,8 +26,8 @@ const NORM_EPSILON: f64 = 1e-6;
 /// Share of the highest learning rate at which the cosine ends.
 const FINAL_SHARE: f64 = 0.1;
 
-/// Learning rate of step `step`, counted from 0, of `steps`: a linear rise over `warmup` steps, then
-/// a cosine down to a tenth.
+/// Learning rate of step `step`, counted from 0, of `steps`: a linear rise over `warmup` steps,
+/// then a cosine down to a tenth.
 pub fn learning_rate(step: u64, steps: u64, warmup: u64, highest: f64) -> f64 {
     if step < warmup {
         return highest * (step + 1) as f64 / (warmup + 1) as f64;
@@ -81,8 +81,8 @@ pub struct AdamW {
 }
 
 impl AdamW {
-    /// An optimizer that has taken no step. `weight_decay` applies to matrices; gradients are scaled
-    /// down to the global norm `grad_clip` when theirs is larger.
+    /// An optimizer that has taken no step. `weight_decay` applies to matrices; gradients are
+    /// scaled down to the global norm `grad_clip` when theirs is larger.
     pub fn new(weight_decay: f64, grad_clip: f64) -> Self {
         Self {
             weight_decay,
@@ -125,8 +125,8 @@ impl AdamW {
         })
     }
 
-    /// The state as a burnpack container: `ID.first` and `ID.second` for each parameter, `ID.weight`
-    /// for those that are not f32 themselves, `time` in the metadata.
+    /// The state as a burnpack container: `ID.first` and `ID.second` for each parameter,
+    /// `ID.weight` for those that are not f32 themselves, `time` in the metadata.
     ///
     /// # Errors
     /// When the container cannot be made.

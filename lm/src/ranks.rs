@@ -1,8 +1,7 @@
-//! The devices of a run: one rank for each, with a model and an optimizer of its own.
+//! Data-parallel training: one rank for each device, with a model and an optimizer of its own.
 //!
-//! Ranks take their steps together. Each computes the gradients of its part of the batch; then they make the
-//! mean over all ranks ([`Ranks`]), so that all of them update the same weights by the same gradients, and
-//! stay equal.
+//! Ranks step together. Each computes the gradients of its part of the batch, all of them average
+//! ([`Ranks`]), and each updates its weights by the mean. So their weights stay equal.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::mpsc::{Sender, channel};
@@ -72,8 +71,9 @@ impl<M: LanguageModel> Rank<M> {
         digests.0
     }
 
-    /// The copy of this rank for data-parallel training on `device`, one of those of `ranks`: it has the same
-    /// weights, draws random bits of its own, and averages its gradients with the other ranks.
+    /// The copy of this rank for data-parallel training on `device`, one of those of `ranks`: it
+    /// has the same weights, draws random bits of its own, and averages its gradients with the
+    /// other ranks.
     fn fork(&self, device: &Device, optimizer: AdamW, ranks: Ranks) -> Self {
         let model = self.model.clone().fork(device);
         // The copy travels by a collective of both devices.
@@ -113,8 +113,9 @@ impl Digest {
         }
     }
 
-    /// Whether two parameters may differ by rounding alone. Elements that differ by `d` at random differ in
-    /// projection by the norm of `d`. A thousandth is less than a step or two of separate training makes.
+    /// Whether two parameters may differ by rounding alone. Elements that differ by `d` at random
+    /// differ in projection by the norm of `d`. A thousandth is less than a step or two of separate
+    /// training makes.
     fn is_near(self, other: Self) -> bool {
         let allowed = 1e-3 * self.norm.max(other.norm);
         (self.projection - other.projection).abs() <= allowed
@@ -155,8 +156,8 @@ impl Others {
     /// them, and each other device gets a copy of it.
     ///
     /// # Errors
-    /// When gradients cannot be averaged over `devices`, the optimizer's state cannot be copied or a thread
-    /// cannot be started.
+    /// When gradients cannot be averaged over `devices`, the optimizer's state cannot be copied or
+    /// a thread cannot be started.
     pub fn start<M: LanguageModel>(
         first: &mut Rank<M>,
         devices: &[Device],
@@ -212,8 +213,9 @@ impl Others {
                 .position(|(expected, found)| !expected.is_near(*found));
             if let Some(parameter) = far {
                 bail!(
-                    "at step {step} parameter {parameter} of rank {rank} is {:?} and that of rank 0 \
-                     {:?}, but gradients that are averaged keep all ranks equal: train on one device",
+                    "at step {step} parameter {parameter} of rank {rank} is {:?} and that of rank \
+                     0 {:?}, but gradients that are averaged keep all ranks equal: train on one \
+                     device",
                     found[parameter],
                     expected[parameter]
                 );
@@ -299,7 +301,8 @@ mod tests {
         } else {
             w
         })));
-        // Adam's steps are about as large as the learning rate, each element's in a direction of its own.
+        // Adam's steps are about as large as the learning rate, each element's in a direction of
+        // its own.
         let step = |i: usize| {
             if (i * i / 3).is_multiple_of(2) {
                 1e-3

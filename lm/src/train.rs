@@ -225,12 +225,12 @@ impl<'a, M: LanguageModel> Run<'a, M> {
         self.earlier + self.started.elapsed().as_secs_f64()
     }
 
-    /// Train to the last step, or to step `stop_at` if that comes first, or until the observer stops
-    /// it. Writes a checkpoint at the end in any case.
+    /// Train to the last step, or to step `stop_at` if that comes first, or until the observer
+    /// stops it. Writes a checkpoint at the end in any case.
     ///
     /// # Errors
-    /// When the loss is no longer finite, a device runs out of memory, the weights of the devices are
-    /// not equal at a checkpoint, or a file cannot be written.
+    /// When the loss is no longer finite, a device runs out of memory, the weights of the devices
+    /// are not equal at a checkpoint, or a file cannot be written.
     pub fn train(&mut self, stop_at: Option<u64>, observer: &mut impl Observer) -> Result<Outcome> {
         let budget = MemoryBudget::new(self.config, &self.recipe);
         let device = self.rank.device.clone();
@@ -491,8 +491,8 @@ impl<'a, M: LanguageModel> Run<'a, M> {
 fn check_share(batch: usize, devices: usize) -> Result<()> {
     ensure!(
         batch.is_multiple_of(devices),
-        "batch is {batch}, but it must be a multiple of the number of devices ({devices}), which take \
-         equal parts of it"
+        "batch is {batch}, but it must be a multiple of the number of devices ({devices}), which \
+         take equal parts of it"
     );
     Ok(())
 }

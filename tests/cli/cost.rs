@@ -4,8 +4,8 @@ use nvfp4::Nvfp4Recipe;
 
 use crate::support::*;
 
-/// The model of Burn's layers, high precision and every preset, dense and with experts, take their steps and
-/// are measured.
+/// The model of Burn's layers, high precision and every preset, dense and with experts, take their
+/// steps and are measured.
 #[test]
 fn the_cost_of_every_recipe_is_measured() {
     let path = folder("cost").with_extension("json");

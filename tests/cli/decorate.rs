@@ -2,7 +2,8 @@
 
 use crate::support::*;
 
-/// A model of Burn's own layers: trained, stopped, resumed, sampled, with an account of every product.
+/// A model of Burn's own layers: trained, stopped, resumed, sampled, with an account of every
+/// product.
 #[cfg(feature = "cpu")]
 #[test]
 fn a_decorated_model_trains_and_resumes() {

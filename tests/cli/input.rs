@@ -95,8 +95,8 @@ fn folders_and_files_are_checked() {
     // A file of options, and flags that win over it.
     let out = folder("from-config");
     let values = format!(
-        r#"{{"devices": ["cuda:0", "cuda:1"], "decorate": "strict", "experts": 4, "width": 16, "layers": 1,
-            "heads": 1, "hidden": 16, "context": 16, "batch": 2, "steps": 2, "eval_batches": 1,
+        r#"{{"devices": ["cuda:0", "cuda:1"], "decorate": "strict", "experts": 4, "width": 16,
+            "layers": 1, "heads": 1, "hidden": 16, "context": 16, "batch": 2, "steps": 2, "eval_batches": 1,
             "compare": false, "data": [{:?}]}}"#,
         text()
     );

@@ -51,7 +51,8 @@ fn a_resumed_run_reaches_the_same_bytes() {
     }
 }
 
-/// The same of a model with experts: routing, rows that are sent to experts and back, losses of balance.
+/// The same of a model with experts: routing, rows that are sent to experts and back, losses of
+/// balance.
 #[test]
 fn a_resumed_mixture_reaches_the_same_bytes() {
     let run = format!("{RUN} --no-compare --model moe --experts 4 --top-k 2");
@@ -67,8 +68,8 @@ fn a_crash_loses_only_what_came_after_the_checkpoint() {
     let out = folder("crashed");
     succeeds(train_on(&device(), &out, &format!("{RUN} --stop-at 7")));
     let nvfp4_folder = out.join("nvfp4");
-    // As a crash would leave it: half a checkpoint, a row that the checkpoint does not know, and half of
-    // another.
+    // As a crash would leave it: half a checkpoint, a row that the checkpoint does not know, and
+    // half of another.
     let half = nvfp4_folder.join("checkpoint-00000008.unfinished");
     fs::create_dir(&half).unwrap();
     fs::write(half.join("model.bpk"), "half").unwrap();

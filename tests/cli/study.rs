@@ -78,8 +78,8 @@ fn a_study_decorates() {
     let plan = folder.join("plan.json");
     let written = serde_json::json!({
         "options": {
-            "decorate": "strict", "device": "cpu", "data": [text()], "width": 16, "layers": 1, "heads": 1,
-            "hidden": 32, "context": 8, "batch": 2, "lr": 0.01, "steps": 2, "log_every": 1,
+            "decorate": "strict", "device": "cpu", "data": [text()], "width": 16,
+            "layers": 1, "heads": 1, "hidden": 32, "context": 8, "batch": 2, "lr": 0.01, "steps": 2, "log_every": 1,
             "eval_every": 2, "eval_batches": 1, "checkpoint_every": 2
         },
         "runs": [{"recipe": "nvidia", "healing": ["0.5"]}]

@@ -8,8 +8,8 @@ use std::sync::OnceLock;
 use serde_json::Value;
 
 /// A model of two thousand parameters on 32-byte sequences.
-pub(crate) const SMALL: &str = "--device flex --width 32 --layers 2 --heads 2 --hidden 48 --context 32 \
-                     --batch 4 --lr 1e-2 --eval-batches 2";
+pub(crate) const SMALL: &str = "--device flex --width 32 --layers 2 --heads 2 --hidden 48 \
+                                --context 32 --batch 4 --lr 1e-2 --eval-batches 2";
 
 /// An empty folder for one test.
 pub(crate) fn folder(name: &str) -> PathBuf {

@@ -171,8 +171,8 @@ fn recipes_are_compared_on_the_same_batches() {
     let telemetry = fs::read_to_string(out.join("quartet2/telemetry.csv")).unwrap();
     let lines: Vec<&str> = telemetry.lines().collect();
     assert!(lines[0].starts_with("step,layer,operand,sqnr_db"));
-    // Two sampled steps of eight layers. In the second the forward has healed, and what is left to look at is
-    // the backward: MS-EDEN's operands.
+    // Two sampled steps of eight layers. In the second the forward has healed, and what is left to
+    // look at is the backward: MS-EDEN's operands.
     let of_step = |step: &str| {
         let lines = lines[1..].iter();
         lines.filter(|line| line.starts_with(step)).count()

@@ -129,8 +129,8 @@ impl Options {
         let device = self.0.remove("device");
         ensure!(
             self.is_empty(),
-            "--resume continues the run as it was configured: leave out all options but --device and \
-             --stop-at"
+            "--resume continues the run as it was configured: leave out all options but --device \
+             and --stop-at"
         );
         let device = device.as_ref().and_then(Value::as_str);
         device.map(|name| parse_device(name)).transpose()
@@ -214,8 +214,8 @@ impl Options {
         );
         ensure!(
             base.model.experts.is_none() || !dense,
-            "model is dense, but preset {preset} has experts: leave one of them out, or give another \
-             preset"
+            "model is dense, but preset {preset} has experts: leave one of them out, or give \
+             another preset"
         );
         let experts = request.model.and_then(ModelKind::experts);
         config.model.experts = config.model.experts.or(experts);
