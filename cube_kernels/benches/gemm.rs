@@ -25,13 +25,13 @@ use common::results::{Results, Row};
 use criterion::Criterion;
 use cubecl::prelude::*;
 use nvfp4_kernels::{
-    Hadamard, RandomStream, Usage,
+    Hadamard, Layout, RandomStream, Usage,
     capabilities::Capabilities,
     cubecl,
     gemm::{
         self, Elements, Operand, Scale, Target,
         cublaslt::{self, Format, Product, Side},
-        kernels::{FusedTile, Plan, decode, product_with, transposed},
+        kernels::{Plan, W4a16Tile, decode, product_with, transposed},
     },
     moe::GroupOffsets,
     quantize::{self, AmaxRequest, QuantRequest},
@@ -226,7 +226,7 @@ impl Noise {
         let upload = |bytes: &[u8]| client.create_from_slice(bytes);
         let amax = upload(&1000.0f32.to_ne_bytes());
         let parts = (upload(bytemuck::cast_slice(&codes)), upload(&scales), amax);
-        DeviceQuantized::plain(parts, (rows, k), Usage::Rowwise, None)
+        DeviceQuantized::new(Layout::nvfp4(rows, k, Usage::Rowwise), parts)
     }
 
     /// Sums of two uniform values, between -1 and 1, as bf16.
@@ -479,7 +479,7 @@ fn ungrouped(
         noise.packed(client, rows, k, 1),
         noise.packed(client, n, k, 2),
     );
-    let fused = Plan::W4a16(FusedTile::ALL[0], 16);
+    let fused = Plan::W4a16(W4a16Tile::ALL[0], 16);
     for (kind, plan) in [
         ("NVFP4", None),
         ("NVFP4 by the kernel of groups", Some(fused)),

@@ -1,7 +1,7 @@
 //! Data-parallel training: one rank for each device, with a model and an optimizer of its own.
 //!
 //! Ranks step together. Each computes the gradients of its part of the batch, all of them average
-//! ([`Ranks`]), and each updates its weights by the mean. So their weights stay equal.
+//! ([`DataParallel`]), and each updates its weights by the mean. So their weights stay equal.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::mpsc::{Sender, channel};
@@ -11,7 +11,7 @@ use anyhow::{Context, Result, bail};
 use burn::module::{ModuleVisitor, Param};
 use burn::optim::GradientsParams;
 use burn::tensor::{Bytes, Device, Tensor};
-use burn_nvfp4::Ranks;
+use burn_nvfp4::DataParallel;
 use rand::RngExt;
 
 use crate::data::Batch;
@@ -29,7 +29,7 @@ pub(crate) struct Rank<M> {
     /// Losses of steps that are still on the device.
     pending: Vec<Tensor<1>>,
     /// All ranks of the run, if they are several.
-    ranks: Option<Ranks>,
+    group: Option<DataParallel>,
 }
 
 impl<M: LanguageModel> Rank<M> {
@@ -39,7 +39,7 @@ impl<M: LanguageModel> Rank<M> {
             model,
             optimizer,
             pending: Vec::new(),
-            ranks: None,
+            group: None,
         }
     }
 
@@ -49,8 +49,8 @@ impl<M: LanguageModel> Rank<M> {
         let loss = self.model.training_loss(inputs, targets);
         self.pending.push(loss.clone().without_autodiff());
         let mut gradients = GradientsParams::from_grads(loss.backward(), &self.model);
-        if let Some(ranks) = &self.ranks {
-            ranks.average(&self.model, &mut gradients, &self.device);
+        if let Some(group) = &self.group {
+            group.average(&self.model, &mut gradients, &self.device);
         }
         self.model = self.optimizer.step(lr, self.model.clone(), gradients);
     }
@@ -71,10 +71,10 @@ impl<M: LanguageModel> Rank<M> {
         digests.0
     }
 
-    /// The copy of this rank for data-parallel training on `device`, one of those of `ranks`: it
+    /// The copy of this rank for data-parallel training on `device`, one of those of `group`: it
     /// has the same weights, draws random bits of its own, and averages its gradients with the
     /// other ranks.
-    fn fork(&self, device: &Device, optimizer: AdamW, ranks: Ranks) -> Self {
+    fn fork(&self, device: &Device, optimizer: AdamW, group: DataParallel) -> Self {
         let model = self.model.clone().fork(device);
         // The copy travels by a collective of both devices.
         for device in [&self.device, device] {
@@ -83,7 +83,7 @@ impl<M: LanguageModel> Rank<M> {
                 .expect("a device that trains takes its work: operations on it fail before");
         }
         Self {
-            ranks: Some(ranks),
+            group: Some(group),
             ..Self::new(device.clone(), model, optimizer)
         }
     }
@@ -163,19 +163,19 @@ impl Others {
         devices: &[Device],
         budget: &MemoryBudget,
     ) -> Result<Self> {
-        let ranks = Ranks::new(devices)?;
+        let group = DataParallel::new(devices)?;
         let state = first.optimizer.to_bytes()?;
         let workers = devices[1..]
             .iter()
             .map(|device| {
                 let mut optimizer = first.optimizer.fresh();
                 optimizer.load(Bytes::from_bytes_vec(state.to_vec()), device)?;
-                worker(first.fork(device, optimizer, ranks.clone()), budget.clone())
+                worker(first.fork(device, optimizer, group.clone()), budget.clone())
             })
             .collect::<Result<_>>()?;
         let device = first.device.clone();
         let optimizer = std::mem::replace(&mut first.optimizer, AdamW::new(0.0, 1.0));
-        *first = first.fork(&device, optimizer, ranks);
+        *first = first.fork(&device, optimizer, group);
         Ok(Self { workers })
     }
 

@@ -1,13 +1,13 @@
 //! What happens to a sum before it is written, on every path that has the full epilogue:
 //! `fl(fl(sum · fl(α_a · α_b)) + bias)`, plus what the output held, rounded once to its type.
 
-use cubecl::prelude::*;
+use cubecl::{prelude::*, server::Handle};
 
 use crate::{
     cube::{
         codec::{canonical, magnitude_bits},
         ptx,
-        ptx_sm90::{pack_bf16, pack_f16, unpack_f16},
+        ptx_sm90::{load_shared_4, pack_bf16, pack_f16, store_shared, store_shared_2, unpack_f16},
     },
     tensor::FloatKind,
 };
@@ -194,4 +194,162 @@ pub fn raise_alone(
         index = group;
     }
     amax[index as usize].fetch_max(canonical(bits));
+}
+
+/// What the epilogue reads. Handles that `kind` does not ask for are any other.
+pub(crate) struct EpilogueArgs {
+    pub kind: EpilogueKind,
+    pub a_amax: Handle,
+    pub b_amax: Handle,
+    pub ranges: [f32; 2],
+    pub bias: Handle,
+    /// As many `f32` as `kind.amax` asks for, which the output's largest magnitudes raise.
+    pub amax: Handle,
+}
+
+impl EpilogueArgs {
+    /// How many amax_len `kind.amax` asks for, of a product in `groups` groups; at least one, which no kernel
+    /// reads where it asks for none.
+    pub fn amax_len(&self, groups: usize) -> usize {
+        match self.kind.amax {
+            Some(OutputAmax::PerGroup) => groups,
+            Some(OutputAmax::Whole) | None => 1,
+        }
+    }
+}
+
+/// Bytes between the 16 rows that a warp stages for its stores: 128 of data, and 16 that spread rows
+/// over the banks.
+const STAGING_ROW: usize = 144;
+/// Bytes that a warp stages at a time.
+pub(crate) const STAGING: usize = 16 * STAGING_ROW;
+
+/// Finishes the 16 x `tile_n` sums of one warp and writes them: eight columns at a time a thread has
+/// two neighbours in rows `lane / 4` and 8 below ("Register Fragments for wgmma"), which go through
+/// shared memory so that eight threads write 128 bytes of one row.
+#[cube]
+pub(crate) fn write_tile<N: Size>(
+    sums: Vector<f32, N>,
+    row0: u32,
+    end: u32,
+    column0: u32,
+    group: u32,
+    a_amax: &[f32],
+    b_amax: &[f32],
+    bias: &[f32],
+    before: &[u32],
+    out: &mut [Vector<u32, Const<4>>],
+    amax: &mut [Atomic<u32>],
+    n: u32,
+    a_range: f32,
+    b_range: f32,
+    stage_at: u32,
+    #[comptime] tile_n: usize,
+    #[comptime] kind: EpilogueKind,
+) {
+    let lane = UNIT_POS % 32u32;
+    let size = comptime!(kind.out.size());
+    // Columns of 128 bytes.
+    let width = comptime!(128 / kind.out.size());
+    let upper = row0 + lane / 4u32;
+    let lower = upper + 8u32;
+    // Rows and columns outside read the factors of row and column 0, and are not written.
+    let upper_in = select(upper < end, upper, 0u32);
+    let lower_in = select(lower < end, lower, 0u32);
+    let upper_factor = factor(a_amax, upper_in, group, a_range, kind.a);
+    let lower_factor = factor(a_amax, lower_in, group, a_range, kind.a);
+    let whole_factor = factor(b_amax, 0u32, group, b_range, comptime!(kind.b.of_tile()));
+    // The last chunk of a tile may be narrower.
+    let right = min(n, column0 + comptime!(tile_n as u32));
+    let mut largest = 0u32;
+    #[unroll]
+    for chunk in 0..comptime!(tile_n.div_ceil(width)) {
+        // The warp has read the chunk before.
+        sync_plane();
+        #[unroll]
+        for j in 0..comptime!(usize::min(width, tile_n - chunk * width) / 8) {
+            let first = comptime!((chunk * width / 8 + j) * 4);
+            let column = column0 + comptime!((chunk * width + j * 8) as u32) + (lane % 4u32) * 2u32;
+            let inside = column < n;
+            let column = select(inside, column, 0u32);
+            // Where the group's own rows of `b` and its bias have this column.
+            let own = group * n + column;
+            let mut even_factor = whole_factor;
+            let mut odd_factor = whole_factor;
+            if comptime!(kind.b == Factor::PerRow) {
+                even_factor = factor(b_amax, own, group, b_range, kind.b);
+                odd_factor = factor(b_amax, own + 1u32, group, b_range, kind.b);
+            }
+            let mut even_bias = 0.0f32;
+            let mut odd_bias = 0.0f32;
+            if comptime!(kind.bias) {
+                even_bias = bias[own as usize];
+                odd_bias = bias[(own + 1u32) as usize];
+            }
+            #[unroll]
+            for half in 0..2usize {
+                let line = if comptime!(half == 0) {
+                    upper_in
+                } else {
+                    lower_in
+                };
+                let line_factor = if comptime!(half == 0) {
+                    upper_factor
+                } else {
+                    lower_factor
+                };
+                let pair = line as usize * n as usize + column as usize;
+                let even = finish(
+                    sums.extract(comptime!(first + 2 * half)),
+                    line_factor * even_factor,
+                    even_bias,
+                    held(before, pair, 0u32, kind),
+                    kind,
+                );
+                let odd = finish(
+                    sums.extract(comptime!(first + 2 * half + 1)),
+                    line_factor * odd_factor,
+                    odd_bias,
+                    held(before, pair, 1u32, kind),
+                    kind,
+                );
+                let target = stage_at
+                    + (lane / 4u32) * comptime!(STAGING_ROW as u32)
+                    + (lane % 4u32) * comptime!(2 * size as u32)
+                    + comptime!((half * 8 * STAGING_ROW + j * 8 * size) as u32);
+                if comptime!(kind.out == FloatKind::F32) {
+                    store_shared_2(target, u32::reinterpret(even), u32::reinterpret(odd));
+                } else {
+                    store_shared(target, pack_pair(even, odd, comptime!(kind.out)));
+                }
+                if comptime!(kind.amax.is_some()) {
+                    let row = if comptime!(half == 0) { upper } else { lower };
+                    if inside && row < end {
+                        largest = max(largest, rounded_magnitude(even, odd, comptime!(kind.out)));
+                    }
+                }
+            }
+        }
+        sync_plane();
+        #[unroll]
+        for i in 0..4u32 {
+            let row = row0 + comptime!(i * 4) + lane / 8u32;
+            let column = column0
+                + comptime!((chunk * width) as u32)
+                + (lane % 8u32) * comptime!(16 / size as u32);
+            let words = load_shared_4(
+                stage_at
+                    + (comptime!(i * 4) + lane / 8u32) * comptime!(STAGING_ROW as u32)
+                    + (lane % 8u32) * 16u32,
+            );
+            if row < end && column < right {
+                let vector = row as usize * (n as usize / comptime!(16 / size))
+                    + column as usize / comptime!(16 / size);
+                out[vector] = words;
+            }
+        }
+    }
+    if comptime!(kind.amax.is_some()) {
+        raise(amax, group, largest, kind);
+    }
 }

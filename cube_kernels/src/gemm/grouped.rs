@@ -5,22 +5,20 @@
 //! persistent grid; elsewhere one unit computes each output element. Either way an element's sum is that of the plain product of its group by the same kernel and tile, bit
 //! for bit.
 
-use cubecl::{prelude::*, server::Handle};
+use cubecl::{client::Client, server::Handle};
 
 use super::{
-    epilogue::{EpilogueKind, OutputAmax, factor, finish_on, raise_alone},
-    matrix,
+    epilogue::{EpilogueArgs, EpilogueKind, OutputAmax},
+    kernels::{cmma, scalar},
     product::{Operand, Output, Scale, Target, bring, launch_plan, missing, possible_path},
+    scheduler::{GroupArgs, GroupedDim},
     select::{self, Plan},
-    sm90::{EpilogueArgs, GroupArgs, Grouping},
 };
 use crate::{
-    BLOCK, Nvfp4Error,
+    Nvfp4Error,
     capabilities::{Capabilities, GemmBackend},
-    cube::codec::{decode_e2m1, decode_e4m3, load, magnitude_bits, store},
-    launch::grid,
-    memory::{address_type, check_memory},
-    moe::groups::{GroupOffsets, span},
+    memory::check_memory,
+    moe::GroupOffsets,
     quantize::amax::zeros,
     tensor::{FloatKind, Matrix},
 };
@@ -107,7 +105,7 @@ fn rows_in_groups(
     grouped(
         client,
         path,
-        Grouping::Rows,
+        GroupedDim::M,
         a,
         b,
         groups,
@@ -176,7 +174,7 @@ fn depth_in_groups(
     grouped(
         client,
         path,
-        Grouping::Depth,
+        GroupedDim::K,
         a,
         b,
         groups,
@@ -192,7 +190,7 @@ fn depth_in_groups(
 fn grouped(
     client: &Client,
     path: Option<GemmBackend>,
-    grouping: Grouping,
+    grouping: GroupedDim,
     a: &Operand,
     b: &Operand,
     groups: &GroupOffsets,
@@ -225,8 +223,8 @@ fn grouped(
         }
     }
     let rows = match grouping {
-        Grouping::Depth => groups.count * m,
-        Grouping::Dense | Grouping::Rows => m,
+        GroupedDim::K => groups.count * m,
+        GroupedDim::None | GroupedDim::M => m,
     };
     let result = Output::new(client, target, rows, n)?;
     // What the epilogue does not read may be any memory.
@@ -292,7 +290,7 @@ fn grouped(
         }
         GemmBackend::Cmma if capabilities.gemm != GemmBackend::Scalar => {
             trace(GemmBackend::Cmma, select::TILES);
-            matrix::launch(
+            cmma::launch(
                 client,
                 &capabilities,
                 a,
@@ -305,7 +303,7 @@ fn grouped(
         }
         GemmBackend::Scalar => {
             trace(GemmBackend::Scalar, "one unit for each output element");
-            scalar(
+            scalar::launch_grouped(
                 client,
                 &capabilities,
                 grouping,
@@ -320,195 +318,4 @@ fn grouped(
         path => return Err(missing(path, &capabilities, shape)),
     }
     Ok((result.into_matrix(), maxima))
-}
-
-/// Queues the portable kernel. A dense product has no groups and reads no offsets.
-pub(super) fn scalar(
-    client: &Client,
-    capabilities: &Capabilities,
-    grouping: Grouping,
-    a: &Operand,
-    b: &Operand,
-    groups: Option<&GroupOffsets>,
-    (m, n, k): (usize, usize, usize),
-    epilogue: &EpilogueArgs,
-    result: &Matrix,
-) {
-    let (offsets, count_of_groups) = match groups {
-        Some(groups) => (&groups.offsets, groups.count),
-        None => (&result.handle, 1),
-    };
-    let (count, dim) = grid(client, result.len());
-    // SAFETY (of every argument): the caller checked the buffers against the shapes.
-    let memory =
-        |handle: &Handle, len: usize| unsafe { BufferArg::from_raw_parts(handle.clone(), len) };
-    let (left, right) = (a.parts(&result.handle), b.parts(&result.handle));
-    let (a_len, b_len) = (a.outer() * k, b.outer() * k);
-    // SAFETY: the kernel stays below the outputs, and below offsets that the caller vouches for.
-    unsafe {
-        grouped_kernel::launch_unchecked(
-            client,
-            count,
-            dim,
-            address_type(a_len.max(b_len).max(result.len())),
-            memory(&left.codes, a_len / 8),
-            memory(&left.scales, a_len / BLOCK),
-            memory(&left.dense, a_len),
-            memory(&right.codes, b_len / 8),
-            memory(&right.scales, b_len / BLOCK),
-            memory(&right.dense, b_len),
-            memory(&epilogue.a_amax, m),
-            memory(&epilogue.b_amax, b.outer()),
-            memory(&epilogue.bias, b.outer()),
-            memory(offsets, count_of_groups + 1),
-            memory(&result.handle, result.len()),
-            memory(&epilogue.amax, epilogue.maxima(count_of_groups)),
-            m,
-            n,
-            k,
-            count_of_groups,
-            epilogue.ranges[0],
-            epilogue.ranges[1],
-            grouping,
-            [left.packed, right.packed],
-            capabilities.runtime == "cuda",
-            epilogue.kind,
-            result.dtype.storage_type(),
-        );
-    }
-}
-
-/// One element of an operand, without the factor of the tensor.
-#[cube]
-fn element(
-    codes: &[u32],
-    scales: &[u8],
-    dense: &[u16],
-    index: usize,
-    #[comptime] packed: bool,
-) -> f32 {
-    if comptime!(packed) {
-        let word = codes[index / 8usize] >> (4u32 * (index % 8usize) as u32);
-        decode_e2m1(word) * decode_e4m3(u32::cast_from(scales[index / 16usize]))
-    } else {
-        load::<u16>(dense[index], FloatKind::Bf16)
-    }
-}
-
-/// One unit computes every `units`-th output element, `k` ascending.
-#[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
-pub fn grouped_kernel<F: Numeric>(
-    a_codes: &[u32],
-    a_scales: &[u8],
-    a_dense: &[u16],
-    b_codes: &[u32],
-    b_scales: &[u8],
-    b_dense: &[u16],
-    a_amax: &[f32],
-    b_amax: &[f32],
-    bias: &[f32],
-    offsets: &[u32],
-    out: &mut [F],
-    amax: &mut [Atomic<u32>],
-    m: usize,
-    n: usize,
-    k: usize,
-    groups: usize,
-    a_range: f32,
-    b_range: f32,
-    #[comptime] grouping: Grouping,
-    #[comptime] packed: [bool; 2],
-    #[comptime] ordered_add: bool,
-    #[comptime] kind: EpilogueKind,
-    #[define(F)] _storage: ElemType,
-) {
-    let mut outputs = m * n;
-    if comptime!(grouping == Grouping::Depth) {
-        outputs = m * n * groups;
-    }
-    // Of what the unit wrote, and the group of it.
-    let mut largest = 0u32;
-    let mut group_of_largest = 0usize;
-    let mut item = ABSOLUTE_POS;
-    while item < outputs {
-        let row = item / n;
-        let column = item % n;
-        let mut group = 0usize;
-        let mut a_row = row;
-        let mut first = 0usize;
-        let mut end = k;
-        let mut inside = true;
-        if comptime!(grouping == Grouping::Rows) {
-            while group < groups && row >= offsets[group + 1usize] as usize {
-                group += 1usize;
-            }
-            inside = group < groups && row >= offsets[0] as usize;
-        }
-        if comptime!(grouping == Grouping::Depth) {
-            group = row / m;
-            a_row = row % m;
-            let columns = span(offsets, group, k);
-            first = columns.start;
-            end = columns.end;
-        }
-        if inside {
-            let mut b_row = column;
-            if comptime!(grouping == Grouping::Rows) {
-                b_row = group * n + column;
-            }
-            let mut sum = 0.0f32;
-            let mut depth = first;
-            while depth < end {
-                let x = element(
-                    a_codes,
-                    a_scales,
-                    a_dense,
-                    a_row * k + depth,
-                    comptime!(packed[0]),
-                );
-                let y = element(
-                    b_codes,
-                    b_scales,
-                    b_dense,
-                    b_row * k + depth,
-                    comptime!(packed[1]),
-                );
-                // The product is exact, so a contraction of this sum changes nothing.
-                sum += x * y;
-                depth += 1usize;
-            }
-            // Every group of a contraction in groups has factors of its own for all stored rows: those
-            // of `a` are numbered as the rows of the output.
-            let mut b_own = b_row;
-            if comptime!(grouping == Grouping::Depth) {
-                b_own += group * n;
-            }
-            let a_factor = factor(a_amax, row as u32, group as u32, a_range, kind.a);
-            let b_factor = factor(b_amax, b_own as u32, group as u32, b_range, kind.b);
-            let mut addend = 0.0f32;
-            if comptime!(kind.bias) {
-                addend = bias[group * n + column];
-            }
-            let mut before = 0.0f32;
-            if comptime!(kind.accumulate) {
-                before = load::<F>(out[item], kind.out);
-            }
-            let alpha = a_factor * b_factor;
-            let value = finish_on(sum, alpha, addend, before, ordered_add, kind);
-            let stored = store::<F>(value, kind.out);
-            out[item] = stored;
-            if comptime!(kind.amax.is_some()) {
-                if group != group_of_largest {
-                    raise_alone(amax, group_of_largest as u32, largest, kind);
-                    largest = 0u32;
-                    group_of_largest = group;
-                }
-                largest = max(largest, magnitude_bits(load::<F>(stored, kind.out)));
-            }
-        }
-        item += CUBE_COUNT * CUBE_DIM as usize;
-    }
-    if comptime!(kind.amax.is_some()) {
-        raise_alone(amax, group_of_largest as u32, largest, kind);
-    }
 }

@@ -12,24 +12,23 @@ use crate::{
 
 use super::{
     cublaslt::{self, Format, Problem},
+    kernels::{sm90_w4a16, small_m},
     product::{Operand, OperandLayout},
-    sm90::{Grouping, TILE_M, Tile},
-    sm90_fused::{self, FusedTile},
-    sm120::{self, BlockScaledShape, Multiply},
-    small_m,
+    scheduler::GroupedDim,
+    tiles::{Multiply, SM90_TILE_M, SM120_TILE_N, Sm90Tile, Sm120Tile, W4a16Tile},
 };
 
 /// Which kernels a product takes on Hopper and on consumer Blackwell.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Plan {
     /// `b` is decoded in registers; with the height of a band of tiles.
-    W4a16(FusedTile, usize),
+    W4a16(W4a16Tile, usize),
     /// Few rows, `b` decoded in registers by a kernel without the copy engine.
     SmallM,
     /// Packed operands are decoded to bf16 before the product; with the height of a band.
-    DequantThenBf16(Tile, usize),
+    DequantThenBf16(Sm90Tile, usize),
     /// Codes and scales go to block-scaled matrix instructions.
-    BlockScaled(BlockScaledShape),
+    BlockScaled(Sm120Tile),
 }
 
 impl Plan {
@@ -70,11 +69,11 @@ impl fmt::Display for Plan {
                 let n = tile.n();
                 write!(
                     f,
-                    "wgmma, packed operands decoded to bf16 before, tiles of {TILE_M} x {n}"
+                    "wgmma, packed operands decoded to bf16 before, tiles of {SM90_TILE_M} x {n}"
                 )
             }
             Self::BlockScaled(shape) => {
-                let (m, n) = (shape.tile_m(), sm120::TILE_N);
+                let (m, n) = (shape.tile_m(), SM120_TILE_N);
                 let by = match shape.multiply {
                     Multiply::Instruction => "block-scaled mma.sync on the codes",
                     Multiply::Software => "block-scaled mma.sync in software",
@@ -90,11 +89,11 @@ impl fmt::Display for Plan {
 /// Measured (H100, bf16 operands, TFLOP/s of 128 x 256 / 128 x 128 / 128 x 64): 8192 cubed 798 / 640 /
 /// -, 4096 cubed 762 / 682 / 440, 2048 cubed 667 / 627 / 487, 256 x 8192 x 8192 (a narrow tile fills
 /// more processors) 427 / 597 / 466, 128 x 8192 x 8192 216 / 312 / 329. Of 128 x 176: 0.74 of 128 x 256 (H200).
-const DECODED: [(Tile, f64); 4] = [
-    (Tile::N256, 89.0),
-    (Tile::N176, 65.5),
-    (Tile::N128, 49.0),
-    (Tile::N64, 32.0),
+const DECODED: [(Sm90Tile, f64); 4] = [
+    (Sm90Tile::N256, 89.0),
+    (Sm90Tile::N176, 65.5),
+    (Sm90Tile::N128, 49.0),
+    (Sm90Tile::N64, 32.0),
 ];
 
 /// The same for the kernel that decodes `b` in registers, of tiles that hold `rows_a` x `ways`.
@@ -130,7 +129,7 @@ pub fn plan(
     a: &Operand,
     b: &Operand,
     (m, n, k): (usize, usize, usize),
-    grouping: Grouping,
+    grouping: GroupedDim,
     groups: usize,
 ) -> Plan {
     plan_of(
@@ -156,7 +155,7 @@ fn decodes_on(processors: usize, shape: (usize, usize, usize)) -> bool {
         processors,
         [OperandLayout::Packed; 2],
         shape,
-        Grouping::Dense,
+        GroupedDim::None,
         1,
     );
     matches!(plan, Plan::DequantThenBf16(..))
@@ -172,7 +171,7 @@ pub(super) fn plan_on(
     a: &Operand,
     b: &Operand,
     shape: (usize, usize, usize),
-    grouping: Grouping,
+    grouping: GroupedDim,
     groups: usize,
 ) -> Result<Plan, Nvfp4Error> {
     if path != GemmBackend::Sm120BlockScaled {
@@ -199,12 +198,12 @@ pub(super) fn block_scaled(
     processors: usize,
     (a_packed, b_packed): (bool, bool),
     (m, n, k): (usize, usize, usize),
-    grouping: Grouping,
+    grouping: GroupedDim,
 ) -> Option<Plan> {
     match grouping {
-        Grouping::Dense if b_packed && small_m::takes(m, k) => Some(Plan::SmallM),
-        Grouping::Dense | Grouping::Rows if a_packed && b_packed => Some(Plan::BlockScaled(
-            BlockScaledShape::of(processors, m, n, Multiply::Instruction),
+        GroupedDim::None if b_packed && small_m::takes(m, k) => Some(Plan::SmallM),
+        GroupedDim::None | GroupedDim::M if a_packed && b_packed => Some(Plan::BlockScaled(
+            Sm120Tile::of(processors, m, n, Multiply::Instruction),
         )),
         _ => None,
     }
@@ -216,7 +215,7 @@ pub(super) fn plan_of(
     processors: usize,
     [a, b]: [OperandLayout; 2],
     (m, n, k): (usize, usize, usize),
-    grouping: Grouping,
+    grouping: GroupedDim,
     groups: usize,
 ) -> Plan {
     let decode = |operand: OperandLayout, rows: usize| match operand {
@@ -225,12 +224,12 @@ pub(super) fn plan_of(
     };
     // Along the contraction every group has an output of its own.
     let outputs = match grouping {
-        Grouping::Depth => groups,
-        Grouping::Dense | Grouping::Rows => 1,
+        GroupedDim::K => groups,
+        GroupedDim::None | GroupedDim::M => 1,
     };
     let waves = |tiles: usize| tiles.div_ceil(processors) as f64;
     let decoded = DECODED.map(|(tile, cost)| {
-        let tiles = outputs * m.div_ceil(TILE_M) * n.div_ceil(tile.n());
+        let tiles = outputs * m.div_ceil(SM90_TILE_M) * n.div_ceil(tile.n());
         let before = decode(a, m) + decode(b, n * groups);
         (
             Plan::DequantThenBf16(tile, BAND),
@@ -238,7 +237,7 @@ pub(super) fn plan_of(
         )
     });
     let fused = FUSED.map(|(rows_a, ways, cost)| {
-        let tile = FusedTile { rows_a, ways };
+        let tile = W4a16Tile { rows_a, ways };
         let tiles = m.div_ceil(rows_a) * n.div_ceil(tile.rows_b());
         (Plan::W4a16(tile, BAND), waves(tiles) * cost + decode(a, m))
     });
@@ -250,19 +249,19 @@ pub(super) fn plan_of(
     };
     let in_registers = b == OperandLayout::Packed && a != OperandLayout::MnMajor;
     match grouping {
-        Grouping::Dense if in_registers && small_m::takes(m, k) => Plan::SmallM,
-        _ if !in_registers || !sm90_fused::takes(k) => cheapest(&decoded),
-        Grouping::Depth => cheapest(&decoded),
+        GroupedDim::None if in_registers && small_m::takes(m, k) => Plan::SmallM,
+        _ if !in_registers || !sm90_w4a16::takes(k) => cheapest(&decoded),
+        GroupedDim::K => cheapest(&decoded),
         // A tile at the end of a group is as narrow as its rows.
-        Grouping::Rows => {
+        GroupedDim::M => {
             let rows_a = if m.div_ceil(groups) < 256 { 128 } else { 256 };
             // Rows of tiles of one group side by side, and no more: they read the same rows of `b`, those of
             // other groups only push each other's rows of `a` out of the cache (H100, bands of 16 instead: 32
             // equal groups 682 us instead of 670, 128 1101 instead of 1055).
             let band = (m / (groups * rows_a)).clamp(1, BAND);
-            Plan::W4a16(FusedTile { rows_a, ways: 1 }, band)
+            Plan::W4a16(W4a16Tile { rows_a, ways: 1 }, band)
         }
-        Grouping::Dense => cheapest(&[fused.as_slice(), decoded.as_slice()].concat()),
+        GroupedDim::None => cheapest(&[fused.as_slice(), decoded.as_slice()].concat()),
     }
 }
 
@@ -272,11 +271,11 @@ pub(super) fn portable(
     capabilities: &Capabilities,
     b_packed: bool,
     (m, n, k): (usize, usize, usize),
-    grouping: Grouping,
+    grouping: GroupedDim,
 ) -> Option<Plan> {
     let has_instructions = capabilities.compute_capability.is_some_and(|sm| sm >= 80);
     let takes = b_packed && n.is_multiple_of(2) && small_m::takes(m, k);
-    (has_instructions && takes && grouping == Grouping::Dense).then_some(Plan::SmallM)
+    (has_instructions && takes && grouping == GroupedDim::None).then_some(Plan::SmallM)
 }
 
 /// The path and the kernels that [`product`](super::product()) takes on this device for an `m` x `n` output
@@ -311,9 +310,9 @@ pub fn kernel_for(
     supports: &dyn Fn(&Problem) -> Result<(), Nvfp4Error>,
 ) -> (GemmBackend, String) {
     let grouping = if groups > 1 {
-        Grouping::Rows
+        GroupedDim::M
     } else {
-        Grouping::Dense
+        GroupedDim::None
     };
     let shape = (m, n, k);
     let path = super::path_of(capabilities, n, k);
@@ -368,7 +367,7 @@ mod tests {
             132,
             [OperandLayout::Packed; 2],
             (m, n, k),
-            Grouping::Dense,
+            GroupedDim::None,
             1,
         )
     }
@@ -376,7 +375,7 @@ mod tests {
     /// The plans that were measured to be the fastest, on an H100.
     #[test]
     fn plans_of_measured_shapes() {
-        let fused = |rows_a, ways| Plan::W4a16(FusedTile { rows_a, ways }, BAND);
+        let fused = |rows_a, ways| Plan::W4a16(W4a16Tile { rows_a, ways }, BAND);
         assert_eq!(dense(1, 8192, 8192), Plan::SmallM);
         assert_eq!(dense(16, 4096, 14336), Plan::SmallM);
         assert_eq!(dense(16, 4096, 14352), Plan::SmallM);
@@ -390,11 +389,11 @@ mod tests {
         assert_eq!(dense(2048, 2048, 2048), fused(256, 1));
         assert_eq!(
             dense(8192, 8192, 8192),
-            Plan::DequantThenBf16(Tile::N256, BAND)
+            Plan::DequantThenBf16(Sm90Tile::N256, BAND)
         );
         assert_eq!(
             dense(8192, 2112, 7168),
-            Plan::DequantThenBf16(Tile::N176, BAND)
+            Plan::DequantThenBf16(Sm90Tile::N176, BAND)
         );
     }
 
@@ -410,7 +409,7 @@ mod tests {
             assert!(decodes_on(132, shape), "{shape:?}");
             let (packed, values) = (OperandLayout::Packed, OperandLayout::KMajor);
             for storages in [[values, packed], [packed, values], [values; 2]] {
-                let plan = plan_of(132, storages, shape, Grouping::Dense, 1);
+                let plan = plan_of(132, storages, shape, GroupedDim::None, 1);
                 let (m, n, k) = shape;
                 assert_eq!(plan, dense(m, n, k), "{shape:?}, {storages:?}");
             }
@@ -427,15 +426,15 @@ mod tests {
     fn plans_of_consumer_blackwell() {
         let plan = |packed, shape, grouping| block_scaled(84, packed, shape, grouping);
         let tile = |strips| {
-            Some(Plan::BlockScaled(BlockScaledShape {
+            Some(Plan::BlockScaled(Sm120Tile {
                 strips,
                 multiply: Multiply::Instruction,
             }))
         };
-        let (both, dense) = ((true, true), Grouping::Dense);
+        let (both, dense) = ((true, true), GroupedDim::None);
         assert_eq!(plan(both, (4096, 4096, 4096), dense), tile(2));
         assert_eq!(plan(both, (64, 8192, 8192), dense), tile(1));
-        assert_eq!(plan(both, (4096, 4096, 4096), Grouping::Rows), tile(2));
+        assert_eq!(plan(both, (4096, 4096, 4096), GroupedDim::M), tile(2));
         assert_eq!(plan(both, (8, 8192, 8192), dense), Some(Plan::SmallM));
         assert_eq!(
             plan((false, true), (8, 8192, 8192), dense),
@@ -443,7 +442,7 @@ mod tests {
         );
         assert_eq!(plan(both, (8, 8192, 48), dense), Some(Plan::SmallM));
         assert_eq!(plan((false, true), (64, 8192, 8192), dense), None);
-        assert_eq!(plan(both, (64, 8192, 8192), Grouping::Depth), None);
+        assert_eq!(plan(both, (64, 8192, 8192), GroupedDim::K), None);
     }
 
     /// Other CUDA devices: few rows of a packed weight from sm_80 on, tiles otherwise.
@@ -456,7 +455,7 @@ mod tests {
             conversion: crate::cube::codec::Conversion::Sm80,
             gemm: GemmBackend::Cmma,
         };
-        let (few, dense) = (Some(Plan::SmallM), Grouping::Dense);
+        let (few, dense) = (Some(Plan::SmallM), GroupedDim::None);
         let datacenter = device(Some(100));
         assert_eq!(portable(&datacenter, true, (1, 8192, 8192), dense), few);
         assert_eq!(portable(&datacenter, true, (16, 10, 96), dense), few);
@@ -465,7 +464,7 @@ mod tests {
         assert_eq!(portable(&datacenter, true, (1, 9, 8192), dense), None);
         assert_eq!(portable(&datacenter, false, (1, 8192, 8192), dense), None);
         assert_eq!(
-            portable(&datacenter, true, (1, 8192, 8192), Grouping::Rows),
+            portable(&datacenter, true, (1, 8192, 8192), GroupedDim::M),
             None
         );
         assert_eq!(
@@ -490,21 +489,21 @@ mod tests {
             132,
             [packed, OperandLayout::KMajor],
             shape,
-            Grouping::Dense,
+            GroupedDim::None,
             1,
         );
         assert!(is_decoded(bf16));
-        let beside = plan_of(132, [columns, packed], shape, Grouping::Dense, 1);
+        let beside = plan_of(132, [columns, packed], shape, GroupedDim::None, 1);
         assert!(is_decoded(beside));
         let depth = (4096, 4096, 8192);
-        let depth = plan_of(132, [packed; 2], depth, Grouping::Depth, 8);
+        let depth = plan_of(132, [packed; 2], depth, GroupedDim::K, 8);
         assert!(is_decoded(depth));
         let rows = (8192, 4096, 7168);
-        let rows = plan_of(132, [packed; 2], rows, Grouping::Rows, 64);
+        let rows = plan_of(132, [packed; 2], rows, GroupedDim::M, 64);
         assert_eq!(
             rows,
             Plan::W4a16(
-                FusedTile {
+                W4a16Tile {
                     rows_a: 128,
                     ways: 1
                 },
@@ -512,11 +511,11 @@ mod tests {
             )
         );
         // 176 columns are no multiple of 64: those tiles are for a `b` in rows.
-        let narrow = |b| plan_of(132, [columns, b], (8192, 2112, 7168), Grouping::Dense, 1);
+        let narrow = |b| plan_of(132, [columns, b], (8192, 2112, 7168), GroupedDim::None, 1);
         assert_eq!(
             narrow(OperandLayout::KMajor),
-            Plan::DequantThenBf16(Tile::N176, BAND)
+            Plan::DequantThenBf16(Sm90Tile::N176, BAND)
         );
-        assert_eq!(narrow(columns), Plan::DequantThenBf16(Tile::N128, BAND));
+        assert_eq!(narrow(columns), Plan::DequantThenBf16(Sm90Tile::N128, BAND));
     }
 }

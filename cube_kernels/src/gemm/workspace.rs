@@ -5,8 +5,7 @@ use cubecl::{prelude::*, server::Handle};
 
 use super::{
     product::Operand,
-    sm90::GroupArgs,
-    sm90_fused::{Schedule, schedule_groups},
+    scheduler::{GroupArgs, Schedule, schedule_groups},
 };
 use crate::{
     BLOCK,

@@ -1,0 +1,667 @@
+//! The NVFP4 product of consumer Blackwell (sm_120, sm_121): block-scaled matrix instructions that take
+//! codes and block scales as they are stored, `mma.sync.m16n8k64` with E2M1 operands and an E4M3 scale
+//! for each 16 elements (`kind::mxf4nvf4`, `scale_vec::4X`).
+//!
+//! A cube of eight warps computes a tile of `out`. Codes and scales of [`DEPTH`] columns make a stage;
+//! `cp.async` keeps a ring of stages filled, with zeros for what lies outside the operands. A row of
+//! codes takes 64 bytes, whose four parts of 16 are exchanged so that eight rows of one part, which
+//! `ldmatrix` reads at a time, lie in different banks. The sums of a warp have the layout of `wgmma`'s,
+//! so the epilogue is that of [`sm90`](super::sm90).
+//!
+//! This kernel has never run with the instruction: no such GPU was at hand. Its machine code was
+//! inspected, and everything but the instruction runs on other GPUs, with [`Multiply::Software`] in its
+//! place.
+
+use cubecl::{cmma, e2m1x2, e4m3, prelude::*, server::Handle};
+
+use crate::{
+    BLOCK,
+    cube::{
+        codec::{decode_e2m1, decode_e4m3},
+        ptx_sm80::{
+            copy_async, copy_async_commit, copy_async_wait, global_address, load_matrices,
+            load_shared_2,
+        },
+        ptx_sm90::{shared_address, store_shared_2},
+    },
+    gemm::{
+        epilogue::{EpilogueArgs, EpilogueKind, STAGING, write_tile},
+        scheduler::{GroupArgs, GroupedDim, place},
+        tiles::{Multiply, SM120_TILE_N, Sm120Tile},
+    },
+    memory::address_type,
+    moe::groups::extent,
+    tensor::DeviceQuantized,
+};
+
+/// Columns of both operands in a stage: two instructions.
+const DEPTH: usize = 128;
+/// Bytes of codes in a row of a stage.
+const ROW: usize = DEPTH / 2;
+/// Bytes of scales in a row of a stage.
+const SCALES: usize = DEPTH / BLOCK;
+/// Stages of the ring.
+const STAGES: usize = 4;
+/// Units of a cube.
+const UNITS: usize = 256;
+/// Warps along the rows of `a`, and of `b`.
+const WARPS: (usize, usize) = (4, 2);
+/// Columns of a warp's sums: groups of eight rows of `b`.
+const COLUMNS: usize = 8;
+/// Tiles along the rows of `a` that run side by side, for the L2 cache. Not measured.
+const BAND: u32 = 8;
+/// Sums of a lane in 16 rows of `a`.
+const SUMS: usize = 4 * COLUMNS;
+/// How much of a row is copied at a time, which its length in memory decides.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Pieces {
+    /// Bytes of codes: 16, or 8 where rows are no multiple of 32 elements.
+    pub codes: u32,
+    /// Bytes of scales: 8, 4 where rows are no multiple of 128 elements, or 1 where they are no multiple
+    /// of 64; single bytes are loaded and stored, not copied.
+    pub scales: u32,
+}
+
+impl Pieces {
+    /// For rows of `k` elements, a multiple of 16.
+    pub const fn of(k: usize) -> Self {
+        Self {
+            codes: if k.is_multiple_of(32) { 16 } else { 8 },
+            scales: match k {
+                k if k.is_multiple_of(128) => 8,
+                k if k.is_multiple_of(64) => 4,
+                _ => 1,
+            },
+        }
+    }
+}
+
+impl Sm120Tile {
+    /// Bytes of a stage: codes of `a` and of `b`, scales of `a` and of `b`.
+    const fn stage(self) -> usize {
+        (self.tile_m() + SM120_TILE_N) * (ROW + SCALES)
+    }
+
+    /// Where the other parts of a stage begin: codes of `b`, scales of `a`, scales of `b`.
+    const fn b_codes(self) -> u32 {
+        (self.tile_m() * ROW) as u32
+    }
+
+    const fn a_scales(self) -> u32 {
+        ((self.tile_m() + SM120_TILE_N) * ROW) as u32
+    }
+
+    const fn b_scales(self) -> u32 {
+        self.a_scales() + (self.tile_m() * SCALES) as u32
+    }
+}
+
+/// Shared memory that a cube may have on sm_120: 99 KiB.
+const MOST_SHARED: usize = 99 << 10;
+
+const _: () = {
+    let widest = Sm120Tile {
+        strips: 2,
+        multiply: Multiply::Instruction,
+    };
+    assert!(STAGES * widest.stage() + UNITS / 32 * STAGING <= MOST_SHARED);
+    assert!(widest.tile_m() == 2 * 16 * WARPS.0 && SM120_TILE_N == WARPS.1 * COLUMNS * 8);
+};
+
+/// Queues copies of the codes of `rows` rows from `row0` on, columns `from` to `from + DEPTH`, into the
+/// tile at `target`.
+#[cube]
+fn copy_codes(
+    codes: &[u32],
+    target: u32,
+    row0: u32,
+    end: u32,
+    from: u32,
+    k: u32,
+    #[comptime] rows: usize,
+    #[comptime] piece: u32,
+) {
+    let address = global_address::<u32>(codes.as_ptr());
+    let parts = comptime!(ROW as u32 / piece);
+    #[unroll]
+    for i in 0..comptime!(rows * parts as usize / UNITS) {
+        let item = UNIT_POS + comptime!((i * UNITS) as u32);
+        let row = item / parts;
+        let part = item % parts;
+        let column = from + part * comptime!(2 * piece);
+        let inside = row0 + row < end && column < k;
+        // What lies outside is not read; its address is that of the first byte.
+        let at =
+            u64::cast_from(row0 + row) * u64::cast_from(k / 2u32) + u64::cast_from(column / 2u32);
+        let chunk = part * piece / 16u32;
+        let within = part * piece % 16u32;
+        copy_async(
+            target + row * comptime!(ROW as u32) + swizzled(row, chunk) + within,
+            address + select(inside, at, 0u64),
+            select(inside, piece, 0u32),
+            piece,
+        );
+    }
+}
+
+/// Where part `chunk` (of 16 bytes) of row `row` lies in its row of a stage.
+#[cube]
+fn swizzled(row: u32, chunk: u32) -> u32 {
+    (chunk ^ ((row / 2u32) % 4u32)) * 16u32
+}
+
+/// The same for the scales.
+#[cube]
+fn copy_scales(
+    scales: &[u8],
+    target: u32,
+    row0: u32,
+    end: u32,
+    from: u32,
+    k: u32,
+    #[comptime] rows: usize,
+    #[comptime] piece: u32,
+) {
+    let blocks = k / 16u32;
+    let first = from / 16u32;
+    if comptime!(piece == 1) {
+        if UNIT_POS < comptime!(rows as u32) {
+            let row = row0 + UNIT_POS;
+            let base = row as usize * blocks as usize + first as usize;
+            let mut low = 0u32;
+            let mut high = 0u32;
+            #[unroll]
+            for i in 0..4u32 {
+                if row < end && first + i < blocks {
+                    let byte = u32::cast_from(scales[base + i as usize]);
+                    low |= byte << comptime!(8 * i);
+                }
+                if row < end && first + comptime!(4 + i) < blocks {
+                    let byte = u32::cast_from(scales[base + comptime!(4 + i as usize)]);
+                    high |= byte << comptime!(8 * i);
+                }
+            }
+            store_shared_2(
+                target + UNIT_POS * comptime!(SCALES as u32),
+                u32::reinterpret(low),
+                u32::reinterpret(high),
+            );
+        }
+    } else {
+        let address = global_address::<u8>(scales.as_ptr());
+        let parts = comptime!(SCALES as u32 / piece);
+        let items = comptime!(rows as u32 * SCALES as u32 / piece);
+        if UNIT_POS < items {
+            let row = UNIT_POS / parts;
+            let block = first + (UNIT_POS % parts) * piece;
+            let inside = row0 + row < end && block < blocks;
+            let at = u64::cast_from(row0 + row) * u64::cast_from(blocks) + u64::cast_from(block);
+            copy_async(
+                target + UNIT_POS * piece,
+                address + select(inside, at, 0u64),
+                select(inside, piece, 0u32),
+                piece,
+            );
+        }
+    }
+}
+
+/// Where stage number `step` of the ring begins.
+#[cube]
+fn stage_offset(step: u32, #[comptime] shape: Sm120Tile) -> u32 {
+    (step % comptime!(STAGES as u32)) * comptime!(shape.stage() as u32)
+}
+
+/// Queues the copies of columns `DEPTH * step` and on.
+#[cube]
+fn copy_stage(
+    a_codes: &[u32],
+    a_scales: &[u8],
+    b_codes: &[u32],
+    b_scales: &[u8],
+    ring: u32,
+    step: u32,
+    a_row: u32,
+    a_end: u32,
+    b_row: u32,
+    b_end: u32,
+    k: u32,
+    #[comptime] shape: Sm120Tile,
+    #[comptime] pieces: Pieces,
+) {
+    let stage = ring + stage_offset(step, shape);
+    let from = step * comptime!(DEPTH as u32);
+    let tile_m = comptime!(shape.tile_m());
+    copy_codes(a_codes, stage, a_row, a_end, from, k, tile_m, pieces.codes);
+    let target = stage + comptime!(shape.b_codes());
+    copy_codes(
+        b_codes,
+        target,
+        b_row,
+        b_end,
+        from,
+        k,
+        SM120_TILE_N,
+        pieces.codes,
+    );
+    let target = stage + comptime!(shape.a_scales());
+    copy_scales(
+        a_scales,
+        target,
+        a_row,
+        a_end,
+        from,
+        k,
+        tile_m,
+        pieces.scales,
+    );
+    let target = stage + comptime!(shape.b_scales());
+    copy_scales(
+        b_scales,
+        target,
+        b_row,
+        b_end,
+        from,
+        k,
+        SM120_TILE_N,
+        pieces.scales,
+    );
+}
+
+/// Adds the products of one stage to the sums of a warp.
+#[cube]
+fn multiply_stage(
+    stage: u32,
+    warp_row: u32,
+    warp_column: u32,
+    sums: &mut Array<Vector<f32, Const<4>>>,
+    #[comptime] shape: Sm120Tile,
+) {
+    let lane = UNIT_POS % 32u32;
+    // For `ldmatrix` a lane addresses one row of one of four matrices.
+    let (matrix, line) = (lane / 8u32, lane % 8u32);
+    let strips = comptime!(shape.strips);
+    let mut a_scales = Array::<Vector<u32, Const<2>>>::new(comptime!(shape.strips));
+    #[unroll]
+    for i in 0..strips {
+        let row = warp_row + comptime!(16 * i as u32) + lane / 4u32 + (lane % 2u32) * 8u32;
+        let part = stage + comptime!(shape.a_scales());
+        a_scales[i] = load_shared_2(part + row * comptime!(SCALES as u32));
+    }
+    let mut b_scales = Array::<Vector<u32, Const<2>>>::new(COLUMNS);
+    #[unroll]
+    for j in 0..COLUMNS {
+        let row = warp_column + comptime!(8 * j as u32) + lane / 4u32;
+        let part = stage + comptime!(shape.b_scales());
+        b_scales[j] = load_shared_2(part + row * comptime!(SCALES as u32));
+    }
+    #[unroll]
+    for half in 0..comptime!(DEPTH / 64) {
+        let mut a = Array::<Vector<u32, Const<4>>>::new(comptime!(shape.strips));
+        #[unroll]
+        for i in 0..strips {
+            // Upper rows, lower rows, and both 32 columns on.
+            let row = warp_row + comptime!(16 * i as u32) + (matrix % 2u32) * 8u32 + line;
+            let chunk = comptime!(2 * half as u32) + matrix / 2u32;
+            a[i] = load_matrices(stage + row * comptime!(ROW as u32) + swizzled(row, chunk));
+        }
+        let mut b = Array::<Vector<u32, Const<4>>>::new(comptime!(COLUMNS / 2));
+        #[unroll]
+        for j in 0..comptime!(COLUMNS / 2) {
+            // Eight rows and the same 32 columns on, then eight more rows.
+            let row = warp_column + comptime!(16 * j as u32) + (matrix / 2u32) * 8u32 + line;
+            let chunk = comptime!(2 * half as u32) + matrix % 2u32;
+            let part = stage + comptime!(shape.b_codes());
+            b[j] = load_matrices(part + row * comptime!(ROW as u32) + swizzled(row, chunk));
+        }
+        #[unroll]
+        for j in 0..COLUMNS {
+            let words = b[comptime!(j / 2)];
+            #[unroll]
+            for i in 0..strips {
+                let at = comptime!(i * COLUMNS + j);
+                sums[at] = multiply(
+                    sums[at],
+                    a[i],
+                    words.extract(comptime!(2 * (j % 2))),
+                    words.extract(comptime!(2 * (j % 2) + 1)),
+                    a_scales[i].extract(half),
+                    b_scales[j].extract(half),
+                    shape.multiply,
+                );
+            }
+        }
+    }
+}
+
+/// `c + a · b` for 16 rows of `a`, 8 of `b` and 64 columns, every 16 elements times their scale.
+///
+/// PTX ISA 8.7 and later, sections "Matrix Fragments for mma.m16n8k64" (E2M1) and "Block Scaling for
+/// mma.sync". Lane `4 g + t` holds, eight codes to a word and the first in the lowest bits:
+/// - `a`: columns `8 t..` of rows `g` and `g + 8`, then the same rows 32 columns on;
+/// - `b`: columns `8 t..` of row `g`, then 32 columns on;
+/// - `c`: columns `2 t`, `2 t + 1` of row `g`, then of row `g + 8`;
+/// - `a_scales`: the four scales of row `g` where `t` is 0, of row `g + 8` where it is 1;
+/// - `b_scales`: those of row `g` where `t` is 0. Other lanes' scales are not read.
+#[cube]
+fn multiply(
+    c: Vector<f32, Const<4>>,
+    a: Vector<u32, Const<4>>,
+    b_low: u32,
+    b_high: u32,
+    a_scales: u32,
+    b_scales: u32,
+    #[comptime] by: Multiply,
+) -> Vector<f32, Const<4>> {
+    if comptime!(by == Multiply::Instruction) {
+        multiply_by_instruction(c, a, b_low, b_high, a_scales, b_scales)
+    } else {
+        multiply_in_software(c, a, b_low, b_high, a_scales, b_scales)
+    }
+}
+
+#[cube]
+fn multiply_by_instruction(
+    c: Vector<f32, Const<4>>,
+    a: Vector<u32, Const<4>>,
+    b_low: u32,
+    b_high: u32,
+    a_scales: u32,
+    b_scales: u32,
+) -> Vector<f32, Const<4>> {
+    let definition = cmma::MmaDefinition::<e2m1x2, e2m1x2, f32>::new_scaled::<e4m3>(
+        16usize, 8usize, 64usize, 4usize,
+    );
+    let mut left = Array::<Vector<e2m1x2, Const<4>>>::new(4usize);
+    #[unroll]
+    for i in 0..4usize {
+        left[i] = Vector::<e2m1x2, Const<4>>::reinterpret(a.extract(i));
+    }
+    let mut right = Array::<Vector<e2m1x2, Const<4>>>::new(2usize);
+    right[0] = Vector::<e2m1x2, Const<4>>::reinterpret(b_low);
+    right[1] = Vector::<e2m1x2, Const<4>>::reinterpret(b_high);
+    let mut sums = Array::<Vector<f32, Const<2>>>::new(2usize);
+    #[unroll]
+    for i in 0..2usize {
+        let mut pair = Vector::<f32, Const<2>>::new(0.0f32);
+        pair.insert(0usize, c.extract(comptime!(2 * i)));
+        pair.insert(1usize, c.extract(comptime!(2 * i + 1)));
+        sums[i] = pair;
+    }
+    let sums = definition.execute_scaled(
+        &left,
+        &right,
+        &sums,
+        Vector::<e4m3, Const<4>>::reinterpret(a_scales),
+        Vector::<e4m3, Const<4>>::reinterpret(b_scales),
+    );
+    let mut out = Vector::<f32, Const<4>>::new(0.0f32);
+    #[unroll]
+    for i in 0..2usize {
+        out.insert(comptime!(2 * i), sums[i].extract(0usize));
+        out.insert(comptime!(2 * i + 1), sums[i].extract(1usize));
+    }
+    out
+}
+
+/// Columns ascend, and every product is exact: codes have two significant bits and scales four.
+#[cube]
+fn multiply_in_software(
+    c: Vector<f32, Const<4>>,
+    a: Vector<u32, Const<4>>,
+    b_low: u32,
+    b_high: u32,
+    a_scales: u32,
+    b_scales: u32,
+) -> Vector<f32, Const<4>> {
+    let group = UNIT_POS_PLANE / 4u32;
+    let within = UNIT_POS_PLANE % 4u32;
+    // The first lanes of those that hold the rows of `b` whose sums this lane has.
+    let even = within * 8u32;
+    let odd = even + 4u32;
+    let a_upper = plane_shuffle(a_scales, 4u32 * group);
+    let a_lower = plane_shuffle(a_scales, 4u32 * group + 1u32);
+    let b_even = plane_shuffle(b_scales, even);
+    let b_odd = plane_shuffle(b_scales, odd);
+    let mut c0 = c.extract(0usize);
+    let mut c1 = c.extract(1usize);
+    let mut c2 = c.extract(2usize);
+    let mut c3 = c.extract(3usize);
+    // Eight columns at a time.
+    for part in 0..8u32 {
+        let lane = part % 4u32;
+        let first = part < 4u32;
+        let upper = plane_shuffle(
+            select(first, a.extract(0usize), a.extract(2usize)),
+            4u32 * group + lane,
+        );
+        let lower = plane_shuffle(
+            select(first, a.extract(1usize), a.extract(3usize)),
+            4u32 * group + lane,
+        );
+        let words = select(first, b_low, b_high);
+        let left = plane_shuffle(words, even + lane);
+        let right = plane_shuffle(words, odd + lane);
+        let byte = (part / 2u32) * 8u32;
+        let upper_scale = decode_e4m3(a_upper >> byte);
+        let lower_scale = decode_e4m3(a_lower >> byte);
+        let left_scale = decode_e4m3(b_even >> byte);
+        let right_scale = decode_e4m3(b_odd >> byte);
+        for i in 0..8u32 {
+            let up = decode_e2m1(upper >> (4u32 * i)) * upper_scale;
+            let low = decode_e2m1(lower >> (4u32 * i)) * lower_scale;
+            let x = decode_e2m1(left >> (4u32 * i)) * left_scale;
+            let y = decode_e2m1(right >> (4u32 * i)) * right_scale;
+            c0 += up * x;
+            c1 += up * y;
+            c2 += low * x;
+            c3 += low * y;
+        }
+    }
+    let mut out = Vector::<f32, Const<4>>::new(c0);
+    out.insert(1usize, c1);
+    out.insert(2usize, c2);
+    out.insert(3usize, c3);
+    out
+}
+
+/// `out[m, n] = α_a · α_b · Σ a[m, k] · b[n, k] (+ bias[n]) (+ out[m, n])`, for the rows of each group.
+///
+/// Tiles are numbered through all groups, and a cube takes every `CUBE_COUNT`th: the grid depends on
+/// nothing that is in device memory. The bias has a row for each group.
+///
+/// `out` is in units of 16 bytes, and `before` the same memory in words, read where the epilogue
+/// accumulates.
+#[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
+pub fn sm120_kernel(
+    a_codes: &[u32],
+    a_scales: &[u8],
+    b_codes: &[u32],
+    b_scales: &[u8],
+    a_amax: &[f32],
+    b_amax: &[f32],
+    bias: &[f32],
+    offsets: &[u32],
+    before: &[u32],
+    out: &mut [Vector<u32, Const<4>>],
+    amax: &mut [Atomic<u32>],
+    m: u32,
+    n: u32,
+    k: u32,
+    groups: u32,
+    a_range: f32,
+    b_range: f32,
+    band: u32,
+    #[comptime] grouping: GroupedDim,
+    #[comptime] shape: Sm120Tile,
+    #[comptime] pieces: Pieces,
+    #[comptime] kind: EpilogueKind,
+) {
+    let tile_m = comptime!(shape.tile_m() as u32);
+    let tile_n = comptime!(SM120_TILE_N as u32);
+    let strips = comptime!(shape.strips);
+    let ring: Shared<[Vector<u32, Const<4>>]> =
+        Shared::new_aligned_slice(comptime!(STAGES * shape.stage() / 16), 128usize);
+    let staging: Shared<[Vector<u32, Const<4>>]> =
+        Shared::new_aligned_slice(comptime!(UNITS / 32 * STAGING / 16), 128usize);
+    let ring_at = shared_address::<Vector<u32, Const<4>>>(ring.as_slice().as_ptr());
+    let warp = UNIT_POS / 32u32;
+    let staging_at = shared_address::<Vector<u32, Const<4>>>(staging.as_slice().as_ptr())
+        + warp * comptime!(STAGING as u32);
+    // Rows of this warp in the tile.
+    let warp_row = (warp / comptime!(WARPS.1 as u32)) * comptime!(16 * shape.strips as u32);
+    let warp_column = (warp % comptime!(WARPS.1 as u32)) * comptime!(8 * COLUMNS as u32);
+    let steps = k.div_ceil(comptime!(DEPTH as u32));
+    let tiles_n = n.div_ceil(tile_n);
+
+    let mut tile = CUBE_POS as u32;
+    // The group that is looked at, and the tiles before it.
+    let mut group = 0u32;
+    let mut passed = 0u32;
+    while group < groups {
+        // The rows of the group, within those that there are.
+        let mut first = 0u32;
+        let mut end = m;
+        if comptime!(grouping == GroupedDim::M) {
+            let rows = extent(offsets, group, m);
+            first = rows.start;
+            end = rows.end;
+        }
+        let tiles_m = (end - first).div_ceil(tile_m);
+        if tile - passed < tiles_m * tiles_n {
+            let at = place(tile - passed, tiles_m, tiles_n, band, tile_m, tile_n);
+            let a_row = first + at.row;
+            let b_row = group * n + at.column;
+            let b_end = group * n + n;
+
+            let mut sums = Array::<Vector<f32, Const<4>>>::new(comptime!(shape.strips * COLUMNS));
+            #[unroll]
+            for i in 0..comptime!(strips * COLUMNS) {
+                sums[i] = Vector::new(0.0f32);
+            }
+            // The tile before may still be read.
+            sync_cube();
+            for stage in 0..comptime!(STAGES as u32 - 1) {
+                if stage < steps {
+                    copy_stage(
+                        a_codes, a_scales, b_codes, b_scales, ring_at, stage, a_row, end, b_row,
+                        b_end, k, shape, pieces,
+                    );
+                }
+                copy_async_commit();
+            }
+            for step in 0..steps {
+                // The copies of this step have arrived, and the step before has been read: its stage
+                // takes the next ones.
+                copy_async_wait(comptime!(STAGES - 2));
+                sync_cube();
+                let ahead = step + comptime!(STAGES as u32 - 1);
+                if ahead < steps {
+                    copy_stage(
+                        a_codes, a_scales, b_codes, b_scales, ring_at, ahead, a_row, end, b_row,
+                        b_end, k, shape, pieces,
+                    );
+                }
+                copy_async_commit();
+                let stage = ring_at + stage_offset(step, shape);
+                multiply_stage(stage, warp_row, warp_column, &mut sums, shape);
+            }
+            #[unroll]
+            for i in 0..strips {
+                let mut strip = Vector::<f32, Const<SUMS>>::new(0.0f32);
+                #[unroll]
+                for j in 0..COLUMNS {
+                    #[unroll]
+                    for e in 0..4usize {
+                        let sum = sums[comptime!(i * COLUMNS + j)];
+                        strip.insert(comptime!(4 * j + e), sum.extract(e));
+                    }
+                }
+                write_tile::<Const<SUMS>>(
+                    strip,
+                    a_row + warp_row + comptime!(16 * i as u32),
+                    end,
+                    at.column + warp_column,
+                    group,
+                    a_amax,
+                    b_amax,
+                    bias,
+                    before,
+                    out,
+                    amax,
+                    n,
+                    a_range,
+                    b_range,
+                    staging_at,
+                    comptime!(8 * COLUMNS),
+                    kind,
+                );
+            }
+            tile += CUBE_COUNT as u32;
+        } else {
+            passed += tiles_m * tiles_n;
+            group += 1u32;
+        }
+    }
+}
+
+/// Queues the product of `a` and `b`, both `k` long in memory, into `out`: `m` rows of `n`, dense or with
+/// the rows of `a` in groups.
+pub(crate) fn launch(
+    client: &Client,
+    a: &DeviceQuantized,
+    b: &DeviceQuantized,
+    (m, n, k): (usize, usize, usize),
+    groups: &GroupArgs,
+    epilogue: &EpilogueArgs,
+    out: &Handle,
+    shape: Sm120Tile,
+) {
+    let rows = match groups.grouping {
+        // Each group may end in a tile of its own.
+        GroupedDim::M => m.div_ceil(shape.tile_m()) + groups.groups,
+        GroupedDim::None | GroupedDim::K => m.div_ceil(shape.tile_m()),
+    };
+    let tiles = rows * n.div_ceil(SM120_TILE_N);
+    // Shared memory holds one cube on a processor.
+    let processors = client.properties().hardware.num_streaming_multiprocessors;
+    let cubes = tiles.min(processors.unwrap_or(132) as usize);
+    let memory = |handle: &Handle, len: usize| {
+        // SAFETY: the caller checked the operands against their shapes, and that the memory holds what
+        // `epilogue.kind` reads of it.
+        unsafe { BufferArg::from_raw_parts(handle.clone(), len) }
+    };
+    let bytes = m * n * epilogue.kind.out.size();
+    let b_rows = b.outer();
+    // SAFETY: the kernel masks what it reads and writes by rows and columns.
+    unsafe {
+        sm120_kernel::launch_unchecked(
+            client,
+            CubeCount::Static(cubes as u32, 1, 1),
+            CubeDim::new_1d(UNITS as u32),
+            address_type((m.max(b_rows) * k).max(m * n)),
+            memory(&a.codes, m * k / 8),
+            memory(&a.scales, m * k / BLOCK),
+            memory(&b.codes, b_rows * k / 8),
+            memory(&b.scales, b_rows * k / BLOCK),
+            memory(&epilogue.a_amax, m),
+            memory(&epilogue.b_amax, b_rows),
+            memory(&epilogue.bias, b_rows),
+            memory(&groups.offsets, groups.groups + 1),
+            memory(out, bytes / 4),
+            memory(out, bytes / 16),
+            memory(&epilogue.amax, epilogue.amax_len(groups.groups)),
+            m as u32,
+            n as u32,
+            k as u32,
+            groups.groups as u32,
+            epilogue.ranges[0],
+            epilogue.ranges[1],
+            BAND,
+            groups.grouping,
+            shape,
+            Pieces::of(k),
+            epilogue.kind,
+        );
+    }
+}

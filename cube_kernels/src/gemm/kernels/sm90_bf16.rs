@@ -1,0 +1,426 @@
+//! The bf16 product of Hopper: operands through the copy engine into shared memory, `wgmma`, and a
+//! persistent grid.
+//!
+//! A cube has three warpgroups. One unit of the first keeps a ring of stages filled, each 64 columns
+//! of 128 rows of `a` and of `tile_n` rows of `b`; the other two multiply 64 rows of `a` each. The
+//! ring runs on across tiles: while the consumers write one tile, the first stages of the next
+//! arrive. What lies outside the operands is read as zeros by the copy engine and never written.
+//!
+//! Either operand may be stored the other way round, the contraction down its columns ("in columns"): its
+//! part of a stage is then boxes of 64 stored rows of 64 elements, one for each 64 rows of the tile, which
+//! the instruction transposes as it reads them (MN-major). Sums are the same, bit for bit.
+
+use cubecl::{
+    prelude::{barrier::Barrier, *},
+    server::Handle,
+};
+use half::bf16;
+
+use crate::{
+    cube::ptx_sm90::{
+        barrier_expect, barrier_wait, descriptor, main_loop_64x64, main_loop_64x128,
+        main_loop_64x176, main_loop_64x256, shared_address,
+    },
+    gemm::{
+        epilogue::{EpilogueArgs, EpilogueKind, STAGING, write_tile},
+        scheduler::{GroupArgs, GroupedDim, place},
+        tiles::{SM90_BOX, SM90_TILE_M, Sm90Tile},
+    },
+    memory::address_type,
+    moe::groups::extent,
+};
+
+/// Columns of both operands in a stage: the 128 bytes that the swizzle spans.
+pub const TILE_K: usize = 64;
+/// One producer and two consumer warpgroups.
+pub const UNITS: u32 = 384;
+
+/// Steps of a stage, and instructions of 16 columns in one more, for `k` columns.
+#[derive(CubeType, Clone, Copy)]
+struct Depth {
+    steps: u32,
+    tail: u32,
+}
+
+#[cube]
+fn depth(k: u32) -> Depth {
+    let instructions = k.div_ceil(16u32);
+    Depth {
+        steps: instructions / 4u32,
+        tail: instructions % 4u32,
+    }
+}
+
+/// Tiles along `m` of group `group`.
+#[cube]
+fn tiles_along_m(
+    offsets: &[u32],
+    group: u32,
+    m: u32,
+    #[comptime] grouping: GroupedDim,
+    #[comptime] tile_m: u32,
+) -> u32 {
+    let mut rows = m;
+    if comptime!(grouping == GroupedDim::M) {
+        let own = extent(offsets, group, m);
+        rows = own.end - own.start;
+    }
+    rows.div_ceil(tile_m)
+}
+
+/// The columns of group `group`.
+#[cube]
+fn depth_of(offsets: &[u32], group: u32, k: u32, #[comptime] grouping: GroupedDim) -> Depth {
+    let mut columns = k;
+    if comptime!(grouping == GroupedDim::K) {
+        let own = extent(offsets, group, k);
+        columns = own.end - own.start;
+    }
+    depth(columns)
+}
+
+/// Lets the copy engine bring `rows` rows of a tile, from `row` on, and 64 columns from `depth` on, to
+/// `stage`, and `ready` know: one box of rows, or boxes of 64 columns of an operand that is stored
+/// `in_columns`.
+#[cube]
+fn load_stage(
+    operand: &TensorMap<bf16, Tiled>,
+    stage: &mut [Vector<bf16, Const<8>>],
+    ready: &Barrier,
+    row: u32,
+    depth: u32,
+    #[comptime] rows: usize,
+    #[comptime] in_columns: bool,
+) {
+    if comptime!(in_columns) {
+        #[unroll]
+        for i in 0..comptime!(rows / SM90_BOX) {
+            ready.tma_load_2d(
+                operand,
+                &mut stage[comptime!(i * SM90_BOX * 8)..comptime!((i + 1) * SM90_BOX * 8)],
+                depth as i32,
+                (row + comptime!((i * SM90_BOX) as u32)) as i32,
+            );
+        }
+    } else {
+        ready.tma_load_2d(operand, stage, row as i32, depth as i32);
+    }
+}
+
+/// `out[m, n] = α_a · α_b · Σ a[m, k] · b[n, k] (+ bias[n]) (+ out[m, n])`, for each group.
+///
+/// Tiles are numbered through all groups, and a cube takes every `CUBE_COUNT`th: the grid depends on
+/// nothing that is in device memory. The bias has a row for each group.
+///
+/// `out` is in units of 16 bytes, and `before` the same memory in words, read where the epilogue
+/// accumulates. `in_columns` says of `a` and of `b` whether the contraction is down its columns.
+#[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
+pub fn sm90_kernel(
+    a: &TensorMap<bf16, Tiled>,
+    b: &TensorMap<bf16, Tiled>,
+    a_amax: &[f32],
+    b_amax: &[f32],
+    bias: &[f32],
+    offsets: &[u32],
+    before: &[u32],
+    out: &mut [Vector<u32, Const<4>>],
+    amax: &mut [Atomic<u32>],
+    m: u32,
+    n: u32,
+    k: u32,
+    groups: u32,
+    a_range: f32,
+    b_range: f32,
+    band: u32,
+    #[comptime] grouping: GroupedDim,
+    #[comptime] shape: Sm90Tile,
+    #[comptime] in_columns: [bool; 2],
+    #[comptime] kind: EpilogueKind,
+) {
+    let stages = comptime!(shape.stages());
+    let tile_n = comptime!(shape.n());
+    // In vectors of 16 bytes: eight to a row of a stage.
+    let a_stage = comptime!(SM90_TILE_M * 8);
+    let b_stage = comptime!(shape.n() * 8);
+    let mut a_tiles: Shared<[Vector<bf16, Const<8>>]> =
+        Shared::new_aligned_slice(comptime!(shape.stages() * SM90_TILE_M * 8), 1024usize);
+    let mut b_tiles: Shared<[Vector<bf16, Const<8>>]> =
+        Shared::new_aligned_slice(comptime!(shape.stages() * shape.n() * 8), 1024usize);
+    let staging: Shared<[Vector<u32, Const<4>>]> =
+        Shared::new_aligned_slice(comptime!(8 * STAGING / 16), 128usize);
+    let barriers: Shared<[Barrier]> =
+        Shared::new_aligned_slice(comptime!(2 * shape.stages()), 8usize);
+    let full = shared_address::<Barrier>(barriers.as_slice().as_ptr());
+    let empty = full + comptime!(8 * shape.stages() as u32);
+    let unit = UNIT_POS;
+    if unit == 0 {
+        #[unroll]
+        for s in 0..stages {
+            barriers[s].init_manual(1);
+            barriers[s + stages].init_manual(2);
+        }
+    }
+    sync_async_proxy_shared();
+    sync_cube();
+
+    let tiles_n = n.div_ceil(comptime!(tile_n as u32));
+    let mut tile = CUBE_POS as u32;
+    // The group that is looked at, and the tiles before it.
+    let mut group = 0u32;
+    let mut passed = 0u32;
+    // Stages used so far: all units count alike, so the ring needs no other state.
+    let mut used = 0u32;
+    if unit < 128u32 {
+        if unit == 0u32 {
+            while group < groups {
+                let tiles_m =
+                    tiles_along_m(offsets, group, m, grouping, comptime!(SM90_TILE_M as u32));
+                if tile - passed < tiles_m * tiles_n {
+                    let at = place(
+                        tile - passed,
+                        tiles_m,
+                        tiles_n,
+                        band,
+                        comptime!(SM90_TILE_M as u32),
+                        comptime!(tile_n as u32),
+                    );
+                    let mut row = at.row;
+                    let mut column = at.column;
+                    let mut from = 0u32;
+                    if comptime!(grouping == GroupedDim::M) {
+                        row += extent(offsets, group, m).start;
+                        column += group * n;
+                    }
+                    if comptime!(grouping == GroupedDim::K) {
+                        from = extent(offsets, group, k).start;
+                    }
+                    let depth = depth_of(offsets, group, k, grouping);
+                    let stages_here = depth.steps + u32::cast_from(depth.tail > 0u32);
+                    for step in 0..stages_here {
+                        let stage = used % comptime!(stages as u32);
+                        let parity = ((used / comptime!(stages as u32)) & 1u32) ^ 1u32;
+                        barrier_wait(empty + stage * 8u32, parity);
+                        barrier_expect(
+                            full + stage * 8u32,
+                            comptime!(((SM90_TILE_M + tile_n) * TILE_K * 2) as u32),
+                        );
+                        let s = stage as usize;
+                        let depth = from + step * comptime!(TILE_K as u32);
+                        let ready = &barriers[s];
+                        load_stage(
+                            a,
+                            &mut a_tiles[s * a_stage..(s + 1) * a_stage],
+                            ready,
+                            row,
+                            depth,
+                            SM90_TILE_M,
+                            comptime!(in_columns[0]),
+                        );
+                        load_stage(
+                            b,
+                            &mut b_tiles[s * b_stage..(s + 1) * b_stage],
+                            ready,
+                            column,
+                            depth,
+                            tile_n,
+                            comptime!(in_columns[1]),
+                        );
+                        used += 1u32;
+                    }
+                    tile += CUBE_COUNT as u32;
+                } else {
+                    passed += tiles_m * tiles_n;
+                    group += 1u32;
+                }
+            }
+        }
+    } else {
+        let consumer = unit / 128u32 - 1u32;
+        let leader = u32::cast_from((unit & 127u32) == 0u32);
+        let a_at = shared_address::<Vector<bf16, Const<8>>>(a_tiles.as_slice().as_ptr());
+        let b_at = shared_address::<Vector<bf16, Const<8>>>(b_tiles.as_slice().as_ptr());
+        // Its 64 rows, or its box, are 64 times 128 bytes, in units of 16.
+        let a_tile = descriptor(a_at, comptime!(in_columns[0])) + u64::cast_from(consumer * 512u32);
+        let b_tile = descriptor(b_at, comptime!(in_columns[1]));
+        let warp = (unit - 128u32) / 32u32;
+        let stage_at = shared_address::<Vector<u32, Const<4>>>(staging.as_slice().as_ptr())
+            + warp * comptime!(STAGING as u32);
+        while group < groups {
+            let tiles_m = tiles_along_m(offsets, group, m, grouping, comptime!(SM90_TILE_M as u32));
+            if tile - passed < tiles_m * tiles_n {
+                let at = place(
+                    tile - passed,
+                    tiles_m,
+                    tiles_n,
+                    band,
+                    comptime!(SM90_TILE_M as u32),
+                    comptime!(tile_n as u32),
+                );
+                let mut first = 0u32;
+                let mut end = m;
+                if comptime!(grouping == GroupedDim::M) {
+                    let own = extent(offsets, group, m);
+                    first = own.start;
+                    end = own.end;
+                }
+                if comptime!(grouping == GroupedDim::K) {
+                    first = group * m;
+                    end = first + m;
+                }
+                let row = first + at.row + warp * 16u32;
+                let stage = used % comptime!(stages as u32);
+                let parity = (used / comptime!(stages as u32)) & 1u32;
+                let depth = depth_of(offsets, group, k, grouping);
+                let steps = u32::reinterpret(depth.steps);
+                let tail = u32::reinterpret(depth.tail);
+                if comptime!(tile_n == 256) {
+                    let mut sums = Vector::<f32, Const<128>>::new(0.0f32);
+                    if steps + tail > 0u32 {
+                        sums = main_loop_64x256(
+                            full, empty, a_tile, b_tile, stage, parity, steps, tail, leader,
+                            in_columns,
+                        );
+                    }
+                    write_tile::<Const<128>>(
+                        sums, row, end, at.column, group, a_amax, b_amax, bias, before, out, amax,
+                        n, a_range, b_range, stage_at, tile_n, kind,
+                    );
+                } else if comptime!(tile_n == 176) {
+                    // There is no vector of 88 values.
+                    let mut sums = Vector::<f32, Const<128>>::new(0.0f32);
+                    if steps + tail > 0u32 {
+                        sums = main_loop_64x176(
+                            full, empty, a_tile, b_tile, stage, parity, steps, tail, leader,
+                            in_columns,
+                        );
+                    }
+                    write_tile::<Const<128>>(
+                        sums, row, end, at.column, group, a_amax, b_amax, bias, before, out, amax,
+                        n, a_range, b_range, stage_at, tile_n, kind,
+                    );
+                } else if comptime!(tile_n == 128) {
+                    let mut sums = Vector::<f32, Const<64>>::new(0.0f32);
+                    if steps + tail > 0u32 {
+                        sums = main_loop_64x128(
+                            full, empty, a_tile, b_tile, stage, parity, steps, tail, leader,
+                            in_columns,
+                        );
+                    }
+                    write_tile::<Const<64>>(
+                        sums, row, end, at.column, group, a_amax, b_amax, bias, before, out, amax,
+                        n, a_range, b_range, stage_at, tile_n, kind,
+                    );
+                } else {
+                    let mut sums = Vector::<f32, Const<32>>::new(0.0f32);
+                    if steps + tail > 0u32 {
+                        sums = main_loop_64x64(
+                            full, empty, a_tile, b_tile, stage, parity, steps, tail, leader,
+                            in_columns,
+                        );
+                    }
+                    write_tile::<Const<32>>(
+                        sums, row, end, at.column, group, a_amax, b_amax, bias, before, out, amax,
+                        n, a_range, b_range, stage_at, tile_n, kind,
+                    );
+                }
+                used += steps + u32::cast_from(tail > 0u32);
+                tile += CUBE_COUNT as u32;
+            } else {
+                passed += tiles_m * tiles_n;
+                group += 1u32;
+            }
+        }
+    }
+}
+
+/// A bf16 operand in device memory: a row-major matrix of `rows` rows along the contraction, or of as many
+/// columns down it.
+pub(crate) struct Operand {
+    pub handle: Handle,
+    pub rows: usize,
+    pub in_columns: bool,
+}
+
+/// Queues the product of `a` and `b`, both `k` long in memory, into `out`: `m` rows (all of them, or
+/// those of one group's output) of `n`. The copy engine reads rows of whole 16 bytes: what is stored in rows
+/// has `k` a multiple of 8, what is stored in columns has as many of those; and a `b` in columns takes a
+/// tile that does.
+pub(crate) fn launch(
+    client: &Client,
+    a: &Operand,
+    b: &Operand,
+    (m, n, k): (usize, usize, usize),
+    groups: &GroupArgs,
+    epilogue: &EpilogueArgs,
+    out: &Handle,
+    (tile, band): (Sm90Tile, usize),
+) {
+    let rows = match groups.grouping {
+        // Each group may end in a tile of its own.
+        GroupedDim::M => m.div_ceil(SM90_TILE_M) + groups.groups,
+        GroupedDim::None | GroupedDim::K => m.div_ceil(SM90_TILE_M) * groups.groups,
+    };
+    let tiles = rows * n.div_ceil(tile.n());
+    let processors = client.properties().hardware.num_streaming_multiprocessors;
+    let cubes = tiles.min(processors.unwrap_or(132) as usize);
+    let outputs = match groups.grouping {
+        GroupedDim::K => groups.groups * m * n,
+        GroupedDim::None | GroupedDim::M => m * n,
+    };
+    // A map may not be empty; with no contraction, none of it is read.
+    let depth = if k == 0 { TILE_K } else { k };
+    let map = |operand: &Operand, rows: usize| {
+        let (shape, tile_size) = if operand.in_columns {
+            ([depth, operand.rows], [TILE_K, SM90_BOX])
+        } else {
+            ([operand.rows, depth], [rows, TILE_K])
+        };
+        // SAFETY: the caller checked that the memory holds so many elements.
+        let tensor = unsafe {
+            TensorArg::from_raw_parts(operand.handle.clone(), [shape[1], 1].into(), shape.into())
+        };
+        TensorMapArg::new(
+            TiledArgs {
+                tile_size: tile_size.into(),
+            },
+            tensor,
+            bf16::elem_type_native(),
+        )
+        .with_swizzle(TensorMapSwizzle::B128)
+        .with_prefetch(TensorMapPrefetch::B256)
+    };
+    let memory = |handle: &Handle, len: usize| {
+        // SAFETY: the caller checked that the memory holds what `epilogue.kind` reads of it.
+        unsafe { BufferArg::from_raw_parts(handle.clone(), len) }
+    };
+    let bytes = outputs * epilogue.kind.out.size();
+    // SAFETY: the kernel masks what it writes by rows and columns, and reads operands through maps.
+    unsafe {
+        sm90_kernel::launch_unchecked(
+            client,
+            CubeCount::Static(cubes as u32, 1, 1),
+            CubeDim::new_1d(UNITS),
+            address_type(outputs),
+            map(a, SM90_TILE_M),
+            map(b, tile.n()),
+            memory(&epilogue.a_amax, m),
+            memory(&epilogue.b_amax, b.rows),
+            memory(&epilogue.bias, b.rows),
+            memory(&groups.offsets, groups.groups + 1),
+            memory(out, bytes / 4),
+            memory(out, bytes / 16),
+            memory(&epilogue.amax, epilogue.amax_len(groups.groups)),
+            m as u32,
+            n as u32,
+            k as u32,
+            groups.groups as u32,
+            epilogue.ranges[0],
+            epilogue.ranges[1],
+            band as u32,
+            groups.grouping,
+            tile,
+            [a.in_columns, b.in_columns],
+            epilogue.kind,
+        );
+    }
+}

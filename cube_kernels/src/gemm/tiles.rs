@@ -1,0 +1,217 @@
+//! The shapes of tiles that the kernels are compiled for. A kernel adds what follows from its own
+//! layout of shared memory in an `impl` of its own.
+
+/// Rows of `a` in a tile: 64 for each consumer warpgroup.
+pub const SM90_TILE_M: usize = 128;
+/// Rows of a tile in one TMA box of an operand in columns: the 128 bytes that the swizzle spans.
+pub(crate) const SM90_BOX: usize = 64;
+/// The shape of a tile and of the ring.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Sm90Tile {
+    /// 128 x 256, four stages.
+    N256,
+    /// 128 x 176, five stages: an `n` of 2112, DeepSeek-V3's first projection, is twelve of these.
+    N176,
+    /// 128 x 128, six stages.
+    N128,
+    /// 128 x 64, eight stages.
+    N64,
+}
+
+impl Sm90Tile {
+    /// All of them, the widest first.
+    pub const ALL: [Self; 4] = [Self::N256, Self::N176, Self::N128, Self::N64];
+
+    /// Rows of `b` in a tile.
+    pub const fn n(self) -> usize {
+        match self {
+            Self::N256 => 256,
+            Self::N176 => 176,
+            Self::N128 => 128,
+            Self::N64 => 64,
+        }
+    }
+
+    /// Whether `b` may be stored in columns: in boxes of 64 rows of the tile.
+    pub const fn takes_columns(self) -> bool {
+        self.n().is_multiple_of(SM90_BOX)
+    }
+
+    /// Stages of the ring, as many as shared memory holds beside the staging; the main loops of
+    /// [`ptx_sm90`](crate::cube::ptx_sm90) count the same.
+    pub const fn stages(self) -> usize {
+        match self {
+            Self::N256 => 4,
+            Self::N176 => 5,
+            Self::N128 => 6,
+            Self::N64 => 8,
+        }
+    }
+}
+
+/// Rows of `b` of one consumer warpgroup.
+pub(crate) const W4A16_STRIP: usize = 64;
+/// The shape of a tile and of the ring.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct W4a16Tile {
+    /// Rows of `a`: 32, 64, 128 or 256.
+    pub rows_a: usize,
+    /// Consumer warpgroups that have the same 64 rows of `b` and take turns along the contraction: 2 or
+    /// 4; or 1, and two warpgroups have 64 rows each.
+    pub ways: usize,
+}
+
+impl W4a16Tile {
+    /// The tiles that there are kernels for.
+    pub const ALL: [Self; 5] = {
+        const fn tile(rows_a: usize, ways: usize) -> W4a16Tile {
+            W4a16Tile { rows_a, ways }
+        }
+        [
+            tile(256, 1),
+            tile(128, 1),
+            tile(128, 2),
+            tile(64, 2),
+            tile(32, 4),
+        ]
+    };
+
+    /// Consumer warpgroups.
+    pub const fn consumers(self) -> usize {
+        if self.ways == 1 { 2 } else { self.ways }
+    }
+
+    /// Units of a cube: the first warpgroup and the consumers.
+    pub const fn units(self) -> u32 {
+        128 + 128 * self.consumers() as u32
+    }
+
+    /// Rows of `b`.
+    pub const fn rows_b(self) -> usize {
+        if self.ways == 1 {
+            2 * W4A16_STRIP
+        } else {
+            W4A16_STRIP
+        }
+    }
+
+    /// Rows of `a` that instructions may span, ascending: a tile takes the first that holds its rows.
+    pub const fn widths(self) -> &'static [usize] {
+        match (self.rows_a, self.ways) {
+            (256, _) => &[128, 256],
+            (128, 1) => &[32, 64, 96, 128],
+            (128, _) => &[96, 128],
+            (64, _) => &[64],
+            _ => &[32],
+        }
+    }
+
+    /// Rows of `a` that one instruction of the copy engine brings: they divide all widths.
+    pub const fn rows_of_copy(self) -> usize {
+        match self.rows_a {
+            256 => 128,
+            64 => 64,
+            _ => 32,
+        }
+    }
+
+    /// Stages of 128 columns in the ring, about as many as shared memory holds.
+    pub const fn stages(self) -> usize {
+        match self.rows_a {
+            256 => 2,
+            128 => 5,
+            64 => 8,
+            _ => 12,
+        }
+    }
+}
+
+/// Columns of a tile: rows of `b`.
+pub(crate) const CMMA_TILE_N: usize = 128;
+/// The shape of a tile, shared by eight planes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum CmmaTile {
+    /// 128 x 128: each plane has 64 x 32.
+    M128,
+    /// 32 x 128, for few rows: each plane has 32 x 16.
+    M32,
+}
+
+impl CmmaTile {
+    /// Rows of `a` in a tile.
+    pub const fn rows(self) -> usize {
+        match self {
+            Self::M128 => 128,
+            Self::M32 => 32,
+        }
+    }
+
+    /// Planes side by side along the rows of `b`.
+    pub(crate) const fn planes_n(self) -> usize {
+        match self {
+            Self::M128 => 4,
+            Self::M32 => 8,
+        }
+    }
+
+    /// Instructions of a plane along the rows of `a`, and of `b`.
+    pub(crate) const fn strips(self) -> usize {
+        match self {
+            Self::M128 => 4,
+            Self::M32 => 2,
+        }
+    }
+
+    pub(crate) const fn columns(self) -> usize {
+        CMMA_TILE_N / 16 / self.planes_n()
+    }
+
+    /// The narrowest tile that holds `rows` rows.
+    pub(crate) const fn of(rows: usize) -> Self {
+        if rows <= Self::M32.rows() {
+            Self::M32
+        } else {
+            Self::M128
+        }
+    }
+}
+
+/// Who multiplies.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Multiply {
+    /// The block-scaled instruction, of sm_120 and sm_121.
+    Instruction,
+    /// The same by exchanges between the lanes and plain arithmetic, from the layout of the
+    /// instruction's operands as it is documented: any GPU with warps of 32, for tests.
+    Software,
+}
+
+/// Rows of `b` in a tile of the block-scaled kernel.
+pub const SM120_TILE_N: usize = 128;
+
+/// The shape of a cube's tile, and who multiplies.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Sm120Tile {
+    /// Groups of 16 rows of `a` in each warp: 1 or 2.
+    pub strips: usize,
+    /// Who multiplies.
+    pub multiply: Multiply,
+}
+
+impl Sm120Tile {
+    /// Rows of `a` in a tile.
+    pub const fn tile_m(self) -> usize {
+        64 * self.strips
+    }
+
+    /// The widest tile of which there is one for each processor, or the narrowest. Not measured.
+    pub(crate) fn of(processors: usize, m: usize, n: usize, multiply: Multiply) -> Self {
+        let wide = Self {
+            strips: 2,
+            multiply,
+        };
+        let tiles = m.div_ceil(wide.tile_m()) * n.div_ceil(SM120_TILE_N);
+        let strips = if m > 64 && tiles >= processors { 2 } else { 1 };
+        Self { strips, multiply }
+    }
+}
