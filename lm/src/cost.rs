@@ -14,10 +14,10 @@ use serde::Serialize;
 
 use crate::config::{RecipeName, RunConfig};
 use crate::data::Batch;
+use crate::data_parallel::Rank;
 use crate::memory::MemoryBudget;
 use crate::model::LanguageModel;
 use crate::optim::AdamW;
-use crate::ranks::Rank;
 
 /// How much to measure.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

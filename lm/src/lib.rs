@@ -29,7 +29,7 @@ pub mod optim;
 pub mod sample;
 pub mod train;
 
+mod data_parallel;
 #[cfg(all(test, feature = "flex"))]
 mod gap;
 mod random;
-mod ranks;

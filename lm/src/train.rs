@@ -14,11 +14,11 @@ use burn_nvfp4::{Nvfp4State, set_mode};
 use crate::checkpoint::{self, Checkpoint, State, Timing};
 use crate::config::{ModelConfig, RecipeName, RunConfig};
 use crate::data::Corpus;
+use crate::data_parallel::{Others, Rank};
 use crate::memory::MemoryBudget;
 use crate::metrics::{METRICS, METRICS_HEADER, Row, read_lossy, read_metrics, whole_lines};
 use crate::model::LanguageModel;
 use crate::optim::{AdamW, learning_rate};
-use crate::ranks::{Others, Rank};
 
 /// Name of the file with one line per sampled operand; see [`burn_nvfp4::telemetry`].
 pub const TELEMETRY: &str = "telemetry.csv";
