@@ -118,8 +118,12 @@ fn folders_and_files_are_checked() {
 fn a_batch_that_cannot_fit_is_an_error() {
     let out = folder("no-memory");
     fs::remove_dir(&out).unwrap();
+    let run = SMALL
+        .replace("--device flex", "--device cpu")
+        .replace("--batch 4", "--batch 1000000000");
+    let paths = ["--data", text(), "--out", out.to_str().unwrap()];
     let error = fails(
-        train_on("cpu", &out, "--batch 1000000000 --no-compare"),
+        nvfp4(&format!("train {run} --no-compare"), &paths),
         &[
             "out of device memory on cpu",
             "at least",

@@ -54,8 +54,10 @@ impl FromArgMatches for Options {
         let request = Request::from_arg_matches(matches)?;
         let mut given = fields(&config);
         given.extend(fields(&request));
+        let own = Self::augment_args(clap::Command::new(""));
         given.retain(|key, _| {
-            matches.try_contains_id(key).unwrap_or(false)
+            own.get_arguments()
+                .any(|flag| flag.get_id().as_str() == key)
                 && matches.value_source(key) == Some(ValueSource::CommandLine)
         });
         if request.no_compare {
