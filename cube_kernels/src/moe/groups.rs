@@ -221,3 +221,14 @@ fn rescaled_size(offsets: &[u32], group: usize, rows: u32, unit: u32, scale: u32
     // Not `size + unit - 1`, which may not fit.
     (size / unit + min(size % unit, 1u32)) * scale
 }
+
+/// Groups of rows in a kernel. Not read where there are none.
+#[derive(CubeType, CubeLaunch)]
+pub struct GroupRows {
+    /// The first row of each group, and the row behind the last.
+    pub offsets: Box<[u32]>,
+    /// The same where every group is padded.
+    pub starts: Box<[u32]>,
+    /// Groups.
+    pub count: usize,
+}

@@ -21,7 +21,7 @@ pub use segments::{broadcast_group_values, segment_sum, zero_padding_rows};
 #[doc(hidden)]
 pub mod kernels {
     pub use super::{
-        groups::rescale_kernel,
+        groups::{GroupRowsLaunch, rescale_kernel},
         padding::move_groups_kernel,
         permute::{moe_unpermute_backward_kernel, moe_unpermute_kernel},
         segments::{broadcast_group_values_kernel, segment_sum_kernel, zero_padding_rows_kernel},

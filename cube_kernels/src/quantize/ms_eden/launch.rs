@@ -9,10 +9,10 @@ use super::{
         tile::{Grouping, ROWS, ShapeLaunch, map_tiles},
     },
     kernel::{
-        EdenDrawLaunch, EdenInputsLaunch, EdenOutLaunch, EdenPolicy, EdenScalesArgs,
-        EdenTilesLaunch, ms_eden_amax_kernel, ms_eden_amax_packed_kernel, ms_eden_kernel,
-        ms_eden_packed_kernel,
+        EdenDrawLaunch, EdenInputsLaunch, EdenOutLaunch, EdenScalesArgs, ms_eden_amax_kernel,
+        ms_eden_amax_packed_kernel, ms_eden_kernel, ms_eden_packed_kernel,
     },
+    position::{EdenPolicy, EdenTilesLaunch},
 };
 use crate::{
     BLOCK, Hadamard, Layout, Nvfp4Error, RandomStream, ScaleLayout, Usage,

@@ -7,6 +7,8 @@
 
 mod kernel;
 mod launch;
+mod position;
 
 pub use kernel::*;
 pub use launch::*;
+pub use position::*;
