@@ -118,7 +118,7 @@ fn bench<T: Element>(criterion: &mut Criterion, kind: &str, x: &[T]) {
         let usage = Usage::Rowwise;
         black_box(reference::quantize(x, SIDE, SIDE, usage, &plain, &policy, 0).unwrap());
     });
-    // Each of the two copies reads the input.
+    // The rowwise and the columnwise tensor each read the input.
     run("tile 16x16, both", 2.0 * (read + PACKED), &mut || {
         let layouts = [ScaleLayout::Compact; 2];
         let scaling = BlockScaling::Standard;

@@ -1,8 +1,8 @@
-//! Data-parallel training on two GPUs: a thread and a fork of the model for each device, gradients averaged
-//! by [`DataParallel`]. (With burn-train: train_tests/tests/ddp.rs.)
+//! Data-parallel training on two GPUs: a thread and a fork of the model for each device, gradients
+//! averaged by [`DataParallel`]. (With burn-train: train_tests/tests/ddp.rs.)
 //!
-//! Skips itself, and says so, unless `NVFP4_TEST_DEVICE=cuda` and there are two CUDA devices. Run it
-//! with `--nocapture` to see the losses, step by step.
+//! Skips itself, and says so, unless `NVFP4_TEST_DEVICE=cuda` and there are two CUDA devices. Run
+//! it with `--nocapture` to see the losses, step by step.
 #![cfg(feature = "cuda")]
 
 use burn_core as burn;
@@ -199,7 +199,8 @@ fn two_devices_train_as_one() {
         assert_eq!(one != two, stochastic, "stochastic rounding {stochastic}");
     }
 
-    // Rounded to nearest, what is left is that each half has its own maximum, and the order of sums.
+    // Rounded to nearest, what is left is that each half has its own maximum, and the order of
+    // sums.
     let nearest = Nvfp4Recipe::new().with_stochastic_rounding(false);
     let (single, double, _) = compare("round to nearest", net(&nearest, &device), &devices);
     assert_close(&single, &double, 0.02);

@@ -8,8 +8,8 @@ use burn_nn::{Linear, LinearConfig};
 use burn_nvfp4::{Decorator, Nvfp4Recipe, decorate};
 
 /// Products of shapes never seen before, until the limit is used up: what ran up to there ran in
-/// NVFP4, what came after is an error in strict mode and counted in lenient mode. At no time is there
-/// a number that high precision has computed unnoticed.
+/// NVFP4, what came after is an error in strict mode and counted in lenient mode. At no time is
+/// there a number that high precision has computed unnoticed.
 #[test]
 fn a_used_up_exploration_limit_is_noticed() {
     // SAFETY: the only test of this process, before any thread of Burn exists.

@@ -17,24 +17,23 @@ pub(crate) struct Command {
 
 #[derive(Subcommand)]
 enum Task {
-    /// Train a language model on text, in NVFP4 and in high precision, and report the gap.
+    /// Train a language model in NVFP4 and in high precision, and report the gap
     ///
-    /// Without options: a model that trains in minutes on two CPU cores, on the Rust sources that
-    /// cargo has downloaded.
+    /// Without options it trains a model that takes minutes on two CPU cores, on the Rust sources
+    /// that cargo has downloaded.
     Train(Box<train::Train>),
-    /// Train with several recipes and seeds as one experiment that can be gone on with, and report.
+    /// Train with several recipes and seeds as one study that can be resumed, and report
     Study(study::Study),
-    /// Measure what training steps cost with each recipe: bytes a second, memory, and which kernels take
-    /// the time.
+    /// Measure a training step with each recipe: bytes a second, memory, and time by kernel
     ///
-    /// With --telemetry-every N also what a step costs that telemetry samples, and what sampling one step in
-    /// N adds to the mean step.
+    /// With --telemetry-every N it also measures a step that telemetry samples, and what sampling
+    /// one step in N adds to the mean step.
     Cost(Box<cost::CostOfSteps>),
-    /// Ask a device what it does where documents do not say, beside what the oracle says.
+    /// Compare a device's undocumented behaviour with the reference
     Oracle(oracle::Oracle),
-    /// Generate text with a trained model.
+    /// Generate text with a trained model
     Sample(sample::Sample),
-    /// Say which devices there are, what they support, and which code path operations take.
+    /// List the devices, what they support, and which kernel each operation takes
     Doctor(doctor::Doctor),
 }
 

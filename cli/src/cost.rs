@@ -11,7 +11,7 @@ use clap::Args;
 use nvfp4::Nvfp4Recipe;
 use nvfp4_lm::checkpoint::write_json;
 use nvfp4_lm::config::{RecipeName, RunConfig};
-use nvfp4_lm::cost::{Cost, Effort, KernelClass, Turn, measure, release};
+use nvfp4_lm::cost::{Cost, DeviceLock, Effort, KernelClass, measure, release};
 use nvfp4_lm::encoder::EncoderModel;
 use nvfp4_lm::model::Transformer;
 use serde::Serialize;
@@ -24,27 +24,27 @@ const BURN: &str = "burn";
 
 #[derive(Args)]
 pub(crate) struct CostOfSteps {
-    /// Recipes to measure: names, and `burn` for the model of Burn's own layers, whose products are
-    /// Burn's [default: burn, the baseline, and every preset that quantizes]
+    /// Measure these recipes; `burn` is the model of Burn's own layers [default: burn, the
+    /// baseline, and every preset that quantizes]
     #[arg(long, value_name = "A,B,..", value_delimiter = ',')]
     recipes: Vec<String>,
-    /// Rounds of steps; the median round counts
+    /// Measure this many rounds of steps, of which the median counts
     #[arg(long, default_value_t = 5)]
     rounds: usize,
-    /// Steps of a round
+    /// Take this many steps in a round
     #[arg(long, default_value_t = 10)]
     round_steps: usize,
-    /// Steps before the first round
+    /// Take this many steps before the first round
     #[arg(long, default_value_t = 5)]
     warm: usize,
-    /// Print the costliest kernels of each recipe too
+    /// Print this many of the costliest kernels of each recipe
     #[arg(long, value_name = "COUNT", default_value_t = 0)]
     kernels: usize,
-    /// Write all figures to this file
+    /// Write all figures to this file [default: none]
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
-    /// Hold a lock on this file while measuring: commands with the same one compile their kernels and warm
-    /// up side by side, and are measured one after the other
+    /// Lock this file: commands with the same one warm up side by side, and measure one after the
+    /// other [default: none]
     #[arg(long, value_name = "FILE")]
     lock: Option<PathBuf>,
     #[command(flatten)]
@@ -63,14 +63,14 @@ struct Figures {
 #[derive(Serialize)]
 struct Figure {
     recipe: String,
-    /// Weights that each byte is multiplied with, without the head.
+    /// Active weights, without the head.
     weights: usize,
     #[serde(flatten)]
     cost: Cost,
 }
 
 impl Figure {
-    /// Operations of the linear layers in a second, forward and backward: six for each weight and byte.
+    /// TFLOP/s of the linear layers, forward and backward: six operations a weight and byte.
     fn tera(&self) -> f64 {
         6.0 * self.weights as f64 * self.cost.tokens_per_s() / 1e12
     }
@@ -108,10 +108,11 @@ impl CostOfSteps {
         let every = config.telemetry_every;
         println!("{}", header(every));
         for recipe in recipes {
-            let figure = figure(&config, recipe, &device, effort, |turn| self.turn(turn))?;
+            let figure = figure(&config, recipe, &device, effort, |how| self.lock(how))?;
             let Cost { built, warmed, .. } = figure.cost;
             eprintln!(
-                "{}: built in {built:.1} s, warmed up in {warmed:.1} s, most of it to compile kernels",
+                "{}: built in {built:.1} s, warmed up in {warmed:.1} s, most of it to compile \
+                 kernels",
                 figure.recipe
             );
             println!("{}", line(&figure, every));
@@ -141,16 +142,16 @@ impl CostOfSteps {
         Ok(ExitCode::SUCCESS)
     }
 
-    /// The lock on the file of `--lock`, once no other command has it, or only such as share it.
-    fn turn(&self, turn: Turn) -> Result<Option<File>> {
+    /// The lock on the file of `--lock`; waits for commands whose locks exclude it.
+    fn lock(&self, how: DeviceLock) -> Result<Option<File>> {
         let Some(path) = &self.lock else {
             return Ok(None);
         };
         let open = || -> io::Result<File> {
             let file = OpenOptions::new().create(true).append(true).open(path)?;
-            match turn {
-                Turn::Shared => file.lock_shared()?,
-                Turn::Alone => file.lock()?,
+            match how {
+                DeviceLock::Shared => file.lock_shared()?,
+                DeviceLock::Exclusive => file.lock()?,
             }
             Ok(file)
         };
@@ -175,13 +176,13 @@ impl CostOfSteps {
     }
 }
 
-/// Measure one recipe, whenever it gets its `turn`.
+/// Measure one recipe, with the device under `lock`.
 fn figure<T>(
     config: &RunConfig,
     name: String,
     device: &Device,
     effort: Effort,
-    turn: impl Fn(Turn) -> Result<T>,
+    lock: impl Fn(DeviceLock) -> Result<T>,
 ) -> Result<Figure> {
     let is_burn = name == BURN;
     let recipe = match is_burn {
@@ -192,10 +193,10 @@ fn figure<T>(
     };
     let model = &config.model;
     let (weights, cost) = if is_burn || config.decorate.is_some() {
-        let cost = measure::<EncoderModel, _>(config, &recipe, device, effort, turn)?;
+        let cost = measure::<EncoderModel, _>(config, &recipe, device, effort, lock)?;
         (model.encoder_active_weights(), cost)
     } else {
-        let cost = measure::<Transformer, _>(config, &recipe, device, effort, turn)?;
+        let cost = measure::<Transformer, _>(config, &recipe, device, effort, lock)?;
         (model.active_weights(), cost)
     };
     Ok(Figure {

@@ -131,7 +131,8 @@ fn show(name: DeviceName, rows: fn(&Device) -> Vec<CodePath>, why: bool) -> Resu
     }
     #[cfg(any(feature = "cpu", feature = "cuda"))]
     if let Some(identity) = device.as_dispatch().identity() {
-        println!("  kernels are compiled for: {}", identity.fingerprint);
+        let target = format!("kernels are compiled for: {}", identity.fingerprint);
+        wrapped(&target, WIDTH - 2).for_each(|line| println!("  {line}"));
     }
     let types: Vec<&str> = [
         ("f32", FloatDType::F32),

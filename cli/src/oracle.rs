@@ -1,4 +1,4 @@
-//! `nvfp4 oracle`: what a device does, beside what the oracle says.
+//! `nvfp4 oracle`: what a device does, compared with the reference.
 
 use anyhow::Result;
 use clap::{Args, Subcommand};
@@ -11,19 +11,18 @@ pub(crate) struct Oracle {
 
 #[derive(Subcommand)]
 enum Question {
-    /// Which random bit each operand of the stochastic conversion uses (`cvt.rs.satfinite.e2m1x4`, on
-    /// B200 and B300), and whether the software form under that order has the same bits.
+    /// Find the order of random bits in cvt.rs.satfinite.e2m1x4, and compare its results
     ///
-    /// On other devices the software form answers for itself.
+    /// B200 and B300 have the instruction; other devices answer with the software form.
     CvtRs(CvtRs),
 }
 
 #[derive(Args)]
 struct CvtRs {
-    /// cpu or cuda:N [default: cuda:0 if there is one, else cpu]
+    /// Ask this device: cpu or cuda:N [default: cuda:0 if there is one, else cpu]
     #[arg(long, value_name = "DEVICE")]
     device: Option<String>,
-    /// Random questions for the comparison
+    /// Compare this many random inputs
     #[arg(long, default_value_t = 1 << 20)]
     count: usize,
 }
@@ -41,8 +40,8 @@ impl CvtRs {
     fn run(self) -> Result<()> {
         let Self { device, count } = self;
         anyhow::bail!(
-            "device is {}, and count {count}, but this build has no CubeCL runtime: build with --features \
-             cuda (or cpu)",
+            "device is {}, and count {count}, but this build has no CubeCL runtime: build with \
+             --features cuda (or cpu)",
             device.as_deref().unwrap_or("not given")
         )
     }

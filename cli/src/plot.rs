@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use anyhow::{Context, Result};
-use nvfp4_lm::train::Row;
+use nvfp4_lm::metrics::Row;
 use plotters::prelude::*;
 
 const SIZE: (u32, u32) = (960, 540);
@@ -52,7 +52,8 @@ pub(crate) fn validation(path: &Path, curves: &[(&str, &[Row])]) -> Result<()> {
     write(path, &curves, None)
 }
 
-/// The colour of curve number `index`, and how its dots are drawn: no two of the first 32 look alike.
+/// The colour of curve number `index`, and how its dots are drawn: no two of the first 32 look
+/// alike.
 fn style(index: usize) -> (RGBColor, ShapeStyle) {
     let color = COLORS[index % COLORS.len()];
     let dot = match (index / COLORS.len()).is_multiple_of(2) {

@@ -8,7 +8,8 @@ use std::time::Instant;
 
 use indicatif::{HumanDuration, ProgressBar, ProgressDrawTarget, ProgressStyle};
 use nvfp4_lm::config::{RecipeName, RunConfig};
-use nvfp4_lm::train::{Observer, Row};
+use nvfp4_lm::metrics::Row;
+use nvfp4_lm::train::Observer;
 
 /// What the bar shows; the message is [`figures`].
 const TEMPLATE: &str = "{prefix:>6} {wide_bar:.cyan/blue} {pos}/{len}  {msg}  ETA {eta}";
@@ -71,7 +72,7 @@ impl Progress {
     }
 }
 
-/// A bar that stands at step `first` of `steps`.
+/// A bar at step `first` of `steps`.
 fn bar(recipe: &RecipeName, steps: u64, first: u64, target: ProgressDrawTarget) -> ProgressBar {
     let style = ProgressStyle::with_template(TEMPLATE).expect("the template is valid");
     let bar = ProgressBar::with_draw_target(Some(steps), target)

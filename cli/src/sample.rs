@@ -15,16 +15,16 @@ use crate::device::{DeviceName, install_decorator};
 
 #[derive(Args)]
 pub(crate) struct Sample {
-    /// Folder of a run, of one of its recipes, or of a checkpoint
+    /// Load the model from this folder, of a run, of one of its recipes, or of a checkpoint
     #[arg(long, value_name = "DIR")]
     checkpoint: PathBuf,
-    /// Text to continue
+    /// Continue this text
     #[arg(long, value_name = "TEXT")]
     prompt: String,
-    /// Most bytes to generate
+    /// Generate at most this many bytes
     #[arg(long, value_name = "N", default_value_t = 256)]
     tokens: usize,
-    /// 0 for the most probable byte, 1 for the model's distribution
+    /// Scale the logits: 0 takes the most probable byte, 1 the model's distribution
     #[arg(
         long,
         value_name = "T",
@@ -32,10 +32,10 @@ pub(crate) struct Sample {
         allow_negative_numbers = true
     )]
     temperature: f64,
-    /// Seed of the choices
+    /// Seed the choices
     #[arg(long, default_value_t = 0)]
     seed: u64,
-    /// flex, cpu or cuda:N [default: cuda:0 if there is one, else flex]
+    /// Run on this device: flex, cpu or cuda:N [default: cuda:0 if there is one, else flex]
     #[arg(long, value_name = "DEVICE")]
     device: Option<DeviceName>,
 }

@@ -1,4 +1,4 @@
-//! `nvfp4 study`: one experiment, several recipes and seeds, and what came of it.
+//! `nvfp4 study`: several recipes and seeds on the same model, and the report of their losses.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -17,8 +17,9 @@ use nvfp4_lm::checkpoint::{self, CONFIG, Checkpoint, write_json};
 use nvfp4_lm::config::{HealingOption, RunConfig};
 use nvfp4_lm::data::Corpus;
 use nvfp4_lm::encoder::EncoderModel;
+use nvfp4_lm::metrics::{METRICS, Row, read_metrics};
 use nvfp4_lm::model::{LanguageModel, Transformer};
-use nvfp4_lm::train::{METRICS, Observer, Outcome, Row, Run, read_metrics};
+use nvfp4_lm::train::{Observer, Outcome, Run};
 use serde::{Deserialize, Serialize};
 
 use crate::device::{DeviceName, install_decorator};
@@ -28,22 +29,22 @@ use crate::train::{gap, median_speed, open_all};
 
 #[derive(Args)]
 pub(crate) struct Study {
-    /// JSON file of the study: `options` as in a --config file of `train`, and `runs`, each with a
-    /// `recipe`, `seeds` and `healing`
+    /// Read the study from this JSON file: `options` as in a --config file of `train`, and `runs`,
+    /// each with a `recipe`, `seeds` and `healing`
     file: PathBuf,
-    /// Folder for the results; what is there is gone on with
+    /// Write the results to this folder; resumes an unfinished study
     #[arg(long, value_name = "DIR")]
     out: PathBuf,
-    /// flex, cpu or cuda:N, in place of the file's `device`
+    /// Train on this device: flex, cpu or cuda:N [default: the file's `device`]
     #[arg(long, value_name = "DEVICE")]
     device: Option<String>,
-    /// Do only part I of N of the runs, to share them between processes and devices
+    /// Train part I of N of the runs, to share them between processes and devices
     #[arg(long, value_name = "I/N", default_value = "1/1")]
     part: Part,
-    /// Stop after this many seconds, with checkpoints to go on from
+    /// Stop after this many seconds, with checkpoints to resume [default: never]
     #[arg(long, value_name = "SECONDS")]
     seconds: Option<u64>,
-    /// Train nothing; write the report of what is there
+    /// Write the report of the finished runs and train nothing
     #[arg(long)]
     report: bool,
 }
@@ -139,8 +140,8 @@ impl Planned {
     }
 }
 
-/// What the runs that one process does share.
-struct Sitting<'a> {
+/// What the runs of one process share.
+struct Session<'a> {
     out: &'a Path,
     corpus: &'a Corpus,
     devices: &'a [Device],
@@ -148,15 +149,15 @@ struct Sitting<'a> {
     interrupt: &'a AtomicBool,
 }
 
-impl Sitting<'_> {
+impl Session<'_> {
     /// Whether no more is to be trained.
     fn is_over(&self) -> bool {
         self.until.is_some_and(|until| Instant::now() >= until)
             || self.interrupt.load(Ordering::Relaxed)
     }
 
-    /// Start a run, or go on with it, to its end or to step `stop_at`. Where the model keeps account of what
-    /// ran where, that is printed.
+    /// Start or resume a run, to its end or to step `stop_at`. Prints the report of a decorated
+    /// model.
     fn train<M: LanguageModel>(&self, planned: &Planned, stop_at: Option<u64>) -> Result<Outcome> {
         let Planned { name, config, .. } = planned;
         let folder = self.out.join(name);
@@ -166,21 +167,21 @@ impl Sitting<'_> {
         let mut watch = Watch {
             name,
             steps: config.steps,
-            sitting: self,
+            session: self,
         };
         let outcome = run.train(stop_at, &mut watch)?;
-        if let Some(account) = run.model().account()? {
-            println!("{name}: what ran where\n{account}");
+        if let Some(report) = run.model().report()? {
+            println!("{name}: GEMMs by backend\n{report}");
         }
         Ok(outcome)
     }
 }
 
-/// Stops a run when its time is over, or at Ctrl-C, and says how far it is.
+/// Stops a run when its time is over or at Ctrl-C, and prints its progress.
 struct Watch<'a> {
     name: &'a str,
     steps: u64,
-    sitting: &'a Sitting<'a>,
+    session: &'a Session<'a>,
 }
 
 impl Observer for Watch<'_> {
@@ -195,7 +196,7 @@ impl Observer for Watch<'_> {
     }
 
     fn interrupted(&mut self) -> bool {
-        self.sitting.is_over()
+        self.session.is_over()
     }
 }
 
@@ -227,19 +228,19 @@ impl Study {
                 .seconds
                 .map(|s| Instant::now() + Duration::from_secs(s));
             let devices = open_all(first, device)?;
-            let sitting = Sitting {
+            let session = Session {
                 out: &self.out,
                 corpus: &corpus,
                 devices: &devices,
                 until,
                 interrupt: &interrupt,
             };
-            let is_over = || sitting.is_over();
+            let is_over = || session.is_over();
             let mine = jobs.iter().skip(self.part.index).step_by(self.part.of);
             for job in mine {
                 let train = |planned, stop_at| match first.decorate {
-                    Some(_) => sitting.train::<EncoderModel>(planned, stop_at),
-                    None => sitting.train::<Transformer>(planned, stop_at),
+                    Some(_) => session.train::<EncoderModel>(planned, stop_at),
+                    None => session.train::<Transformer>(planned, stop_at),
                 };
                 for healed in &job.healed {
                     if checkpoint::latest(&self.out.join(&healed.name))
@@ -261,7 +262,7 @@ impl Study {
                     train(planned, None)?;
                 }
                 if is_over() {
-                    eprintln!("stopped; the same command goes on");
+                    eprintln!("stopped; the same command resumes");
                     return Ok(ExitCode::SUCCESS);
                 }
             }
@@ -294,8 +295,8 @@ impl Study {
                 let (config, name) = options.resolve().with_context(context)?;
                 ensure!(
                     healing.is_empty() || config.healing_of(&config.recipe).is_none(),
-                    "healing is given in study {} for recipe {recipe}, whose file has one: leave out \
-                     one of them",
+                    "healing is given in study {} for recipe {recipe}, whose file has one: leave \
+                     out one of them",
                     path.display()
                 );
                 device = Some(name);
@@ -429,9 +430,9 @@ fn report(out: &Path, all: &[&Planned]) -> Result<()> {
 
     let config = &all[0].config;
     let mut text = format!(
-        "# Study\n\n{:.2} M parameters ({} blocks{} of width {}), context {}, {} steps of {} bytes: \
-         {:.1} bytes for each parameter. Losses are in nats per byte of validation text; a gap is to \
-         the high-precision run with the same seed, weights and batches.\n\n",
+        "# Study\n\n{:.2} M parameters ({} blocks{} of width {}), context {}, {} steps of {} \
+         bytes: {:.1} bytes for each parameter. Losses are in nats per byte of validation text; a \
+         gap is to the high-precision run with the same seed, weights and batches.\n\n",
         config.parameters() as f64 / 1e6,
         config.model.layers,
         config.decorate.map_or("", |_| " of Burn's own layers"),

@@ -13,8 +13,9 @@ use nvfp4_lm::config::{Preset, RecipeName, RunConfig};
 use nvfp4_lm::data::Corpus;
 use nvfp4_lm::encoder::EncoderModel;
 use nvfp4_lm::memory::MemoryBudget;
+use nvfp4_lm::metrics::Row;
 use nvfp4_lm::model::{LanguageModel, Transformer};
-use nvfp4_lm::train::{Outcome, Row, Run};
+use nvfp4_lm::train::{Outcome, Run};
 use serde::Serialize;
 
 use crate::device::{DeviceName, hardware, install_decorator};
@@ -30,16 +31,16 @@ const INTERRUPTED: u8 = 130;
 
 #[derive(Args)]
 pub(crate) struct Train {
-    /// New folder for the results [default: nvfp4-out/PRESET-N]
+    /// Write the results to this new folder [default: nvfp4-out/PRESET-N]
     #[arg(long, value_name = "DIR", conflicts_with = "resume")]
     out: Option<PathBuf>,
-    /// Go on with the run in this folder
+    /// Resume the run in this folder
     #[arg(long, value_name = "DIR", conflicts_with = "config")]
     resume: Option<PathBuf>,
-    /// JSON file with options; flags win over it
+    /// Read options from this JSON file; flags override it
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
-    /// Stop after this step as if interrupted, with a checkpoint to resume from
+    /// Stop after this step as if interrupted, with a checkpoint to resume [default: the last]
     #[arg(long, value_name = "STEP")]
     stop_at: Option<u64>,
     #[command(flatten)]
@@ -131,7 +132,7 @@ impl Train {
         corpus.check(config.model.context)?;
         if self.resume.is_none() {
             check_models(&config, &devices[0])?;
-            // The run can be gone on with from another folder.
+            // The run can be resumed from another folder.
             for path in &mut config.data {
                 *path = std::path::absolute(&path)
                     .with_context(|| format!("data {}", path.display()))?;
@@ -175,7 +176,7 @@ impl Train {
         if stopped || !results.iter().all(finished) {
             let interrupted = if stopped { INTERRUPTED } else { 0 };
             println!(
-                "stopped; to go on: {} train --resume {}",
+                "stopped; to resume: {} train --resume {}",
                 program(),
                 quoted(&folder.to_string_lossy())
             );
@@ -185,7 +186,7 @@ impl Train {
         Ok(ExitCode::SUCCESS)
     }
 
-    /// The configuration, of the run that is gone on with or of a new one, and its (first) device.
+    /// The configuration, of the resumed run or of a new one, and its (first) device.
     fn configuration(&self) -> Result<(RunConfig, DeviceName)> {
         if let Some(folder) = &self.resume {
             let path = folder.join(CONFIG);
@@ -221,8 +222,8 @@ impl Train {
         self.options.clone().over(file).resolve()
     }
 
-    /// The folder of the run. That of a new one holds none, and need not exist yet: a run that cannot
-    /// start leaves nothing behind.
+    /// The folder of the run. That of a new one holds none, and need not exist yet: a run that
+    /// cannot start leaves nothing behind.
     fn folder(&self, preset: Preset) -> Result<PathBuf> {
         if let Some(folder) = &self.resume {
             return Ok(folder.clone());
@@ -233,7 +234,7 @@ impl Train {
         };
         if folder.join(CONFIG).exists() {
             bail!(
-                "out {} already holds a run: go on with it by --resume {0}, or choose another \
+                "out {} already holds a run: resume it by --resume {0}, or choose another \
                  folder",
                 folder.display()
             );
@@ -310,8 +311,8 @@ impl Training<'_> {
             let outcome = run.train(self.stop_at, &mut progress);
             progress.finish();
             let outcome = outcome?;
-            if let Some(account) = run.model().account()? {
-                println!("{recipe}: what ran where\n{account}");
+            if let Some(report) = run.model().report()? {
+                println!("{recipe}: GEMMs by backend\n{report}");
             }
             match outcome {
                 Outcome::Finished => {}

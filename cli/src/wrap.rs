@@ -1,6 +1,6 @@
 //! Text in lines.
 
-/// `text` in lines of at most `width` columns, broken between words.
+/// `text` in lines of at most `width` columns, broken between words, or in a word that is longer.
 pub(crate) fn wrapped(text: &str, width: usize) -> impl Iterator<Item = String> {
     let mut lines: Vec<String> = Vec::new();
     for word in text.split_whitespace() {
@@ -9,7 +9,10 @@ pub(crate) fn wrapped(text: &str, width: usize) -> impl Iterator<Item = String> 
                 line.push(' ');
                 line.push_str(word);
             }
-            _ => lines.push(word.into()),
+            _ => {
+                let letters: Vec<char> = word.chars().collect();
+                lines.extend(letters.chunks(width).map(String::from_iter));
+            }
         }
     }
     lines.into_iter()
@@ -20,8 +23,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn words_stay_whole() {
-        let lines: Vec<String> = wrapped("one two  three seventeen", 9).collect();
-        assert_eq!(lines, ["one two", "three", "seventeen"]);
+    fn lines_are_no_longer_than_they_may_be() {
+        let lines: Vec<String> = wrapped("one two  three seventeenth", 9).collect();
+        assert_eq!(lines, ["one two", "three", "seventeen", "th"]);
     }
 }

@@ -4,7 +4,7 @@
 //!
 //! - `model.bpk`: the parameters, a Burn record;
 //! - `optimizer.bpk`: the moments of AdamW, and f32 copies of parameters of another type;
-//! - `state.json`: [`State`], everything else that decides how the run goes on;
+//! - `state.json`: [`State`], everything else that decides how the run continues;
 //! - `timing.json`: how long it has taken, apart because it is never the same twice;
 //! - `manifest.json`: length and check sum of the other four.
 //!
@@ -33,7 +33,7 @@ const MANIFEST: &str = "manifest.json";
 /// Name of the file with the run's configuration, in the folder of a run.
 pub const CONFIG: &str = "config.json";
 
-/// What decides how a run goes on, beside the parameters and the optimizer's moments.
+/// What decides how a run continues, beside the parameters and the optimizer's moments.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct State {
     format: u32,
@@ -176,8 +176,8 @@ impl Checkpoint {
                 .with_context(|| format!("manifest.json is damaged: it has no entry for {name}"))?;
             ensure!(
                 Entry::of(&content) == *entry,
-                "{name} is damaged: it has {} bytes with check sum {:016x}, but {} bytes with check \
-                 sum {} were written",
+                "{name} is damaged: it has {} bytes with check sum {:016x}, but {} bytes with \
+                 check sum {} were written",
                 content.len(),
                 hash(&content),
                 entry.bytes,

@@ -1,9 +1,9 @@
 //! What a training step costs: time, memory, and the kernels that take it.
 //!
-//! A step is measured in several ways, one after the other, since each would disturb the others: as it runs
-//! (rounds of steps between two waits for the device), if asked for as it runs when telemetry samples it, with
-//! its memory looked at all the time, and with every launch timed on the device. CubeCL reports launches and memory itself, so that memory and kernels
-//! are known on its runtimes only.
+//! A step is measured in several ways, one after the other, since each would disturb the others:
+//! its time, over rounds of steps between two synchronizations; on request its time when telemetry
+//! samples it; its memory, polled all the time; and each launch, timed on the device. Memory and
+//! kernels are known on CubeCL's runtimes only, which report them.
 
 use std::time::Instant;
 
@@ -14,15 +14,16 @@ use serde::Serialize;
 
 use crate::config::{RecipeName, RunConfig};
 use crate::data::Batch;
+use crate::data_parallel::Rank;
 use crate::memory::MemoryBudget;
 use crate::model::LanguageModel;
 use crate::optim::AdamW;
-use crate::ranks::Rank;
 
 /// How much to measure.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Effort {
-    /// Steps before the first measurement, which compile kernels and fill memory pools; at least one.
+    /// Steps before the first measurement, which compile kernels and fill memory pools; at least
+    /// one.
     pub warm: usize,
     /// Rounds of steps, each a figure of its own; at least one.
     pub rounds: usize,
@@ -35,13 +36,13 @@ pub struct Effort {
 pub struct Cost {
     /// Bytes of text in a step.
     pub tokens: usize,
-    /// Seconds that the model took to build, its weights drawn on the host.
+    /// Seconds that the model took to build; its weights are drawn on the host.
     pub built: f64,
-    /// Seconds of the steps before the first round: most of them are spent compiling kernels.
+    /// Seconds of the steps before the first round, which mostly compile kernels.
     pub warmed: f64,
     /// Seconds of a step, the mean of each round.
     pub seconds: Vec<f64>,
-    /// Seconds of a step that telemetry samples, the mean of each round; empty for a run without telemetry.
+    /// Seconds of a step that telemetry samples, the mean of each round; empty without telemetry.
     pub sampled: Vec<f64>,
     /// Operands that telemetry looks at in such a step.
     pub sampled_operands: usize,
@@ -54,10 +55,10 @@ pub struct Cost {
 /// Device memory, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct Memory {
-    /// The most that tensors took at once: weights, optimizer, what is kept for the backward, and what is
-    /// on its way.
+    /// The most that tensors took at once: weights, optimizer state, what is kept for the backward,
+    /// and intermediate results.
     pub peak: u64,
-    /// What the memory pools hold in the end, to serve that.
+    /// What the memory pools hold after the step.
     pub reserved: u64,
 }
 
@@ -78,16 +79,16 @@ pub struct Kernel {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum KernelClass {
-    /// Products of linear layers, by the kernels of this crate.
-    Product,
-    /// From values to codes and scales: NVFP4, MS-EDEN, MXFP8.
+    /// GEMMs of linear layers, by the kernels of nvfp4-kernels.
+    Gemm,
+    /// Quantization: NVFP4, MS-EDEN, MXFP8.
     Quantize,
-    /// Maxima for global scales.
+    /// Amax values for global scales.
     Amax,
-    /// From codes to values, and operands brought into a kernel's order.
-    Decode,
-    /// Products by Burn: attention, head, embedding, and layers that are Burn's own.
-    BurnProduct,
+    /// Dequantization, and operands materialized in a GEMM kernel's layout.
+    Dequantize,
+    /// GEMMs by Burn: attention, head, embedding, and layers that are Burn's own.
+    BurnGemm,
     /// Sums, means and other reductions.
     Reduce,
     /// What is computed element by element, fused or not.
@@ -101,11 +102,11 @@ pub enum KernelClass {
 impl KernelClass {
     /// All classes, in the order of a table.
     pub const ALL: [Self; 9] = [
-        Self::Product,
+        Self::Gemm,
         Self::Quantize,
         Self::Amax,
-        Self::Decode,
-        Self::BurnProduct,
+        Self::Dequantize,
+        Self::BurnGemm,
         Self::Reduce,
         Self::Elementwise,
         Self::Move,
@@ -115,11 +116,11 @@ impl KernelClass {
     /// What a table calls it.
     pub fn name(self) -> &'static str {
         match self {
-            Self::Product => "product",
+            Self::Gemm => "GEMM",
             Self::Quantize => "quantize",
             Self::Amax => "amax",
-            Self::Decode => "decode",
-            Self::BurnProduct => "Burn's product",
+            Self::Dequantize => "dequantize",
+            Self::BurnGemm => "Burn's GEMM",
             Self::Reduce => "reduce",
             Self::Elementwise => "elementwise",
             Self::Move => "move",
@@ -129,28 +130,29 @@ impl KernelClass {
 
     /// The class of the kernel called `name`, the path of its type.
     pub fn of(name: &str) -> Self {
-        // The first that fits: names of ours hold several of these words.
-        const OURS: [(&str, KernelClass); 13] = [
+        // The first that fits: a name holds several of these words.
+        const OURS: [(&str, KernelClass); 14] = [
             ("amax", KernelClass::Amax),
             ("zero_kernel", KernelClass::Amax),
-            ("dequantize", KernelClass::Decode),
-            ("::materialize::transpose", KernelClass::Move),
-            ("::materialize", KernelClass::Decode),
-            ("::w4a16_arrange", KernelClass::Decode),
-            ("::gemm::", KernelClass::Product),
-            // Before the module that they are in.
-            ("::swizzle", KernelClass::Move),
-            ("::offset", KernelClass::Move),
-            ("::padding", KernelClass::Move),
+            ("rstd", KernelClass::Reduce),
             ("segment_sum", KernelClass::Reduce),
+            ("dequant", KernelClass::Dequantize),
+            ("transpose", KernelClass::Move),
+            ("::materialize", KernelClass::Dequantize),
+            ("::w4a16_arrange", KernelClass::Dequantize),
+            ("::gemm::", KernelClass::Gemm),
+            // Before the module that they are in.
+            ("swizzle", KernelClass::Move),
+            ("offset", KernelClass::Move),
+            ("padding", KernelClass::Move),
             ("::moe::", KernelClass::Move),
             ("::quantize", KernelClass::Quantize),
         ];
         const BURNS: [(&str, KernelClass); 17] = [
-            ("matmul", KernelClass::BurnProduct),
-            ("gemm", KernelClass::BurnProduct),
-            ("gemv", KernelClass::BurnProduct),
-            ("attention", KernelClass::BurnProduct),
+            ("matmul", KernelClass::BurnGemm),
+            ("gemm", KernelClass::BurnGemm),
+            ("gemv", KernelClass::BurnGemm),
+            ("attention", KernelClass::BurnGemm),
             ("reduce", KernelClass::Reduce),
             ("cumulative", KernelClass::Reduce),
             ("sort", KernelClass::Reduce),
@@ -187,8 +189,8 @@ impl Cost {
         median(&self.sampled)
     }
 
-    /// How much longer steps take, on average, if telemetry samples one in `every`: in shares of a step
-    /// without it.
+    /// How much longer the mean step takes if telemetry samples one in `every`, as a share of a
+    /// step without it.
     pub fn telemetry_share(&self, every: u64) -> Option<f64> {
         let more = self.median_sampled()? - self.median();
         Some(more / (every as f64 * self.median()))
@@ -213,29 +215,31 @@ fn median(values: &[f64]) -> Option<f64> {
     values.get(values.len() / 2).copied()
 }
 
-/// What a model wants of the device.
+/// How a measurement holds the device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Turn {
-    /// To be built and to warm up beside others.
+pub enum DeviceLock {
+    /// Beside other processes, while the model is built and warms up.
     Shared,
-    /// To be measured.
-    Alone,
+    /// Alone, while steps are measured.
+    Exclusive,
 }
 
-/// Measure the model `M` of the run `config` with `recipe` on `device`. It is trained on random bytes: what
-/// they are costs nothing. If the run has telemetry, steps that it samples are measured too.
+/// Measure the model `M` of the run `config` with `recipe` on `device`, trained on random bytes. If
+/// the run has telemetry, steps that it samples are measured too.
 ///
-/// `turn` is asked for the device before the model is built and warms up and, when what it gave has been dropped, again
-/// before it is measured. With it, processes that compile side by side can take turns on the device.
+/// `lock` locks the device until what it gives is dropped: shared before the model is built,
+/// exclusive before it is measured. Processes that compile side by side so measure one after the
+/// other.
 ///
 /// # Errors
-/// When the effort is none, the configuration does not fit the device, or `turn` fails.
+/// When the effort is none, the configuration does not fit the device, the device runs out of
+/// memory, or `lock` fails.
 pub fn measure<M: LanguageModel, T>(
     config: &RunConfig,
     recipe: &RecipeName,
     device: &Device,
     effort: Effort,
-    turn: impl Fn(Turn) -> Result<T>,
+    lock: impl Fn(DeviceLock) -> Result<T>,
 ) -> Result<Cost> {
     for (name, value) in [
         ("warm", effort.warm),
@@ -248,7 +252,7 @@ pub fn measure<M: LanguageModel, T>(
     let budget = MemoryBudget::new(config, recipe);
     budget.check(device)?;
     budget.guard(device, || {
-        measure_steps::<M, T>(config, recipe, device, effort, turn)
+        measure_steps::<M, T>(config, recipe, device, effort, lock)
     })
 }
 
@@ -257,9 +261,9 @@ fn measure_steps<M: LanguageModel, T>(
     recipe: &RecipeName,
     device: &Device,
     effort: Effort,
-    turn: impl Fn(Turn) -> Result<T>,
+    lock: impl Fn(DeviceLock) -> Result<T>,
 ) -> Result<Cost> {
-    let shared = turn(Turn::Shared)?;
+    let shared = lock(DeviceLock::Shared)?;
     let started = Instant::now();
     let model = M::build(config, recipe, &device.clone().autodiff())?;
     let built = started.elapsed().as_secs_f64();
@@ -289,7 +293,7 @@ fn measure_steps<M: LanguageModel, T>(
     }
     let warmed = started.elapsed().as_secs_f64();
     drop(shared);
-    let _alone = turn(Turn::Alone)?;
+    let _exclusive = lock(DeviceLock::Exclusive)?;
     let mut rounds = |sampled: bool| -> Result<Vec<f64>> {
         let mut seconds = Vec::with_capacity(effort.rounds);
         for _ in 0..effort.rounds {
@@ -322,8 +326,7 @@ fn measure_steps<M: LanguageModel, T>(
     })
 }
 
-/// Give what nobody uses any more back to the device, so that the next measurement starts as the first
-/// did.
+/// Return unused memory to the device, so that the next measurement starts as the first did.
 pub fn release(device: &Device) {
     observe::release(device);
 }
@@ -384,14 +387,14 @@ mod observe {
         (Some(memory), watch.kernels())
     }
 
-    /// Between two looks: each takes the device's thread from the step for a moment.
+    /// Between two polls, each of which interrupts the device's thread for a moment.
     const PAUSE: std::time::Duration = std::time::Duration::from_micros(100);
 
-    /// The most memory in use that a thread sees that does nothing but look.
+    /// The most memory in use that a thread sees, which polls it while `step` runs.
     fn peak(client: &Client, step: &mut impl FnMut()) -> u64 {
         let done = AtomicBool::new(false);
         thread::scope(|scope| {
-            let looks = scope.spawn(|| {
+            let polls = scope.spawn(|| {
                 let mut peak = 0;
                 while !done.load(Ordering::Relaxed) {
                     peak = peak.max(usage(client).bytes_in_use);
@@ -401,7 +404,7 @@ mod observe {
             });
             step();
             done.store(true, Ordering::Relaxed);
-            looks.join().expect("it only looks")
+            polls.join().expect("it only polls")
         })
     }
 
@@ -467,34 +470,58 @@ mod tests {
 
     #[test]
     fn kernels_have_classes() {
-        let ours = "nvfp4_kernels::quantize::";
+        let ours = "nvfp4_kernels::";
         for (name, class) in [
             (
-                "amax::amax_tiles_kernel::AmaxTilesKernel",
+                "quantize::amax::amax_tiles_kernel::AmaxTilesKernel",
                 KernelClass::Amax,
             ),
-            ("ms_eden::ms_eden_amax_kernel::X<f32>", KernelClass::Amax),
-            ("ms_eden::ms_eden_kernel::X", KernelClass::Quantize),
-            ("quantize::quantize_tiles_kernel::X", KernelClass::Quantize),
-            ("dequantize::dequantize_rows_kernel::X", KernelClass::Decode),
-            ("mxfp8::mx_dequantize_row_kernel::X", KernelClass::Decode),
             (
-                "mxfp8::mx_requantize_along_kernel::X",
+                "quantize::ms_eden::ms_eden_amax_kernel::X<f32>",
+                KernelClass::Amax,
+            ),
+            (
+                "quantize::ms_eden::ms_eden_kernel::X",
                 KernelClass::Quantize,
             ),
-            ("padding::move_groups_kernel::X", KernelClass::Move),
-            ("group_rows::segment_sum_kernel::X", KernelClass::Reduce),
+            (
+                "quantize::quantize::quantize_row_kernel::X",
+                KernelClass::Quantize,
+            ),
+            (
+                "quantize::mx::mx_quantize_row_kernel::X",
+                KernelClass::Quantize,
+            ),
+            (
+                "quantize::prologue::rms_norm_rstd_kernel::X",
+                KernelClass::Reduce,
+            ),
+            ("quantize::swizzle::swizzle_kernel::X", KernelClass::Move),
+            (
+                "quantize::dequantize::dequantize_rows_kernel::X",
+                KernelClass::Dequantize,
+            ),
+            (
+                "quantize::mx::mx_dequantize_row_kernel::X",
+                KernelClass::Dequantize,
+            ),
+            (
+                "quantize::mx::mx_requantize_along_kernel::X",
+                KernelClass::Quantize,
+            ),
+            ("moe::padding::move_groups_kernel::X", KernelClass::Move),
+            ("moe::segments::segment_sum_kernel::X", KernelClass::Reduce),
         ] {
             assert_eq!(KernelClass::of(&format!("{ours}{name}")), class, "{name}");
         }
         for (name, class) in [
             (
                 "nvfp4_kernels::gemm::kernels::sm90_bf16::sm90_kernel::X",
-                KernelClass::Product,
+                KernelClass::Gemm,
             ),
             (
                 "nvfp4_kernels::gemm::materialize::decode_kernel::X",
-                KernelClass::Decode,
+                KernelClass::Dequantize,
             ),
             (
                 "nvfp4_kernels::gemm::materialize::transpose_kernel::X",
@@ -502,7 +529,7 @@ mod tests {
             ),
             (
                 "cubek_matmul::components::Matmul<f32>",
-                KernelClass::BurnProduct,
+                KernelClass::BurnGemm,
             ),
             ("cubek_reduce::launch::ReduceKernel", KernelClass::Reduce),
             (
@@ -540,13 +567,13 @@ mod tests {
             sampled_operands: 40,
             memory: None,
             kernels: vec![
-                kernel(KernelClass::Product, 0.5),
+                kernel(KernelClass::Gemm, 0.5),
                 kernel(KernelClass::Amax, 0.25),
-                kernel(KernelClass::Product, 0.125),
+                kernel(KernelClass::Gemm, 0.125),
             ],
         };
         assert_eq!((cost.median(), cost.tokens_per_s()), (2.0, 50.0));
-        assert_eq!(cost.of(KernelClass::Product), 0.625);
+        assert_eq!(cost.of(KernelClass::Gemm), 0.625);
         assert_eq!(cost.of(KernelClass::Reduce), 0.0);
         // Three seconds more for one step in ten, of two seconds each.
         assert_eq!(cost.median_sampled(), Some(5.0));

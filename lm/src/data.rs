@@ -13,8 +13,8 @@ use walkdir::{DirEntry, WalkDir};
 use crate::config::VOCABULARY;
 use crate::random::{hash, hash_all, stream};
 
-/// Byte between two files, and after the last. Text has none, so that a model can learn where a file
-/// ends.
+/// Byte between two files, and after the last. Text has none, so that a model can learn where a
+/// file ends.
 pub const END_OF_FILE: u8 = 0;
 /// One file in so many goes to validation.
 const VALIDATION_SHARE: u64 = 10;
@@ -63,18 +63,19 @@ pub struct Corpus {
 
 impl Corpus {
     /// Read the files and folders `paths`, or the Rust sources of cargo's registry if there are
-    /// none, until `limit` bytes are read (0 for no limit): files are read whole, so the last one may
-    /// go beyond it, and at least two are read whatever the limit is.
+    /// none, until `limit` bytes are read (0 for no limit): files are read whole, so the last one
+    /// may go beyond it, and at least two are read whatever the limit is.
     ///
-    /// Folders are walked in the order of their names, without entries that start with a dot; a file
-    /// or folder that links lead to twice is read once. Files that are not UTF-8 text, and empty
-    /// ones, are left out and [counted](Self::skipped). A file belongs to validation if the hash of
-    /// its path below the given folder says so, about one in ten; so it stays on its side when other
-    /// files come and go. With few files one side may come out empty: then the file with the lowest
-    /// hash, or the highest, changes sides.
+    /// Folders are walked in the order of their names, without entries that start with a dot; a
+    /// file or folder that links lead to twice is read once. Files that are not UTF-8 text, and
+    /// empty ones, are left out and [counted](Self::skipped). A file belongs to validation if the
+    /// hash of its path below the given folder says so, about one in ten; so it stays on its side
+    /// when other files come and go. With few files one side may come out empty: then the file with
+    /// the lowest hash, or the highest, changes sides.
     ///
     /// # Errors
-    /// When a path does not exist or cannot be read, or when there are fewer than two files of text.
+    /// When a path does not exist or cannot be read, or when there are fewer than two files of
+    /// text.
     pub fn load(paths: &[PathBuf], limit: u64) -> Result<Self> {
         let files = if paths.is_empty() {
             registry_files()?
@@ -182,8 +183,8 @@ impl Corpus {
         Ok(())
     }
 
-    /// Nats per byte of the validation text under the frequencies of bytes in the training text: the
-    /// loss of the best model that looks at no context.
+    /// Nats per byte of the validation text under the frequencies of bytes in the training text:
+    /// the loss of the best model that looks at no context.
     ///
     /// Every byte counts once more than it occurs, so that the result is finite.
     pub fn unigram_entropy(&self) -> f64 {

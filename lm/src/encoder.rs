@@ -113,14 +113,15 @@ impl LanguageModel for EncoderModel {
         (logits.reshape([batch * time, VOCABULARY]), None)
     }
 
-    fn account(&self) -> Result<Option<String>> {
+    fn report(&self) -> Result<Option<String>> {
         self.decoration
-            .map(|decoration| account(self, decoration))
+            .map(|decoration| report(self, decoration))
             .transpose()
     }
 }
 
-/// `model` with the linear layers of its blocks in NVFP4. Its head is one by its name, and stays as it is.
+/// `model` with the linear layers of its blocks in NVFP4. Its head is one by its name, and stays as
+/// it is.
 #[cfg(any(feature = "cpu", feature = "cuda"))]
 fn decorate(
     model: EncoderModel,
@@ -151,9 +152,9 @@ fn decorate(
     anyhow::bail!("decorate with recipe {recipe} needs a build with --features cpu or cuda")
 }
 
-/// What ran where in a decorated model.
+/// The backend of every GEMM of a decorated model.
 #[cfg(any(feature = "cpu", feature = "cuda"))]
-fn account(model: &EncoderModel, decoration: Decoration) -> Result<String> {
+fn report(model: &EncoderModel, decoration: Decoration) -> Result<String> {
     let report = burn_nvfp4::decorate::report(model)?;
     if decoration == Decoration::Strict {
         report.check()?;
@@ -162,6 +163,6 @@ fn account(model: &EncoderModel, decoration: Decoration) -> Result<String> {
 }
 
 #[cfg(not(any(feature = "cpu", feature = "cuda")))]
-fn account(_model: &EncoderModel, _decoration: Decoration) -> Result<String> {
+fn report(_model: &EncoderModel, _decoration: Decoration) -> Result<String> {
     unreachable!("nothing is decorated in this build")
 }

@@ -9,12 +9,13 @@
 //! - [`train`]: one training run as a state machine: step, evaluate, save, resume.
 //! - [`checkpoint`]: a run on disk, whole or not at all.
 //! - [`memory`]: what a run needs of a device, and the error where there is too little.
+//! - [`metrics`]: losses and speed over the steps of a run.
 //! - [`sample`]: text from a trained model.
 //! - [`cost`]: time, memory and kernels of a training step.
 //!
-//! Everything that a run computes is a function of its configuration and its data, on a given device
-//! and number of threads: no clock, no address and no global counter enters. That is what lets a
-//! resumed run reach the same bytes as an uninterrupted one.
+//! Everything that a run computes is a function of its configuration and its data, on a given
+//! device and number of threads: no clock, no address and no global counter enters. That is what
+//! lets a resumed run reach the same bytes as an uninterrupted one.
 
 pub mod checkpoint;
 pub mod config;
@@ -22,10 +23,11 @@ pub mod cost;
 pub mod data;
 pub mod encoder;
 pub mod memory;
+pub mod metrics;
 pub mod model;
 pub mod optim;
 pub mod sample;
 pub mod train;
 
+mod data_parallel;
 mod random;
-mod ranks;

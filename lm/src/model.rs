@@ -1,10 +1,10 @@
 //! The model: a decoder-only transformer over bytes.
 //!
-//! Blocks of [`burn_nvfp4::nn`]: RMSNorm before each half, rotary positions, causal attention, and a
-//! SwiGLU feed-forward or a mixture of SwiGLU experts. The projections of a block are NVFP4 layers;
-//! the embedding, the routers and the head stay in high precision. Parameters are f32 master weights;
-//! what flows between the layers has the type [`Activation`], except that norms, rotations, softmax,
-//! routers and loss are computed in f32.
+//! Blocks of [`burn_nvfp4::nn`]: RMSNorm before each half, rotary positions, causal attention, and
+//! a SwiGLU feed-forward or a mixture of SwiGLU experts. The projections of a block are NVFP4
+//! layers; the embedding, the routers and the head stay in high precision. Parameters are f32
+//! master weights; what flows between the layers has the type [`Activation`], except that norms,
+//! rotations, softmax, routers and loss are computed in f32.
 
 use anyhow::{Result, ensure};
 use burn::module::{Module, ModuleMapper, Param, ParamId};
@@ -27,10 +27,10 @@ const HEAD_SCALE: f64 = 0.25;
 /// Share of each block's router z-loss in the training loss.
 const Z_SHARE: f64 = 0.001;
 
-/// A model of the next byte, as [`Run`](crate::train::Run) trains it.
+/// A model that predicts the next byte, as [`Run`](crate::train::Run) trains it.
 pub trait LanguageModel: Module + 'static {
-    /// The untrained model of the run `config`, for `recipe`, on `device`. Its weights depend on the
-    /// run's seed and sizes alone: not on the device, nor on the recipe.
+    /// The untrained model of the run `config`, for `recipe`, on `device`. Its weights depend on
+    /// the run's seed and sizes alone: not on the device, nor on the recipe.
     ///
     /// # Errors
     /// When the sizes do not fit, or the device cannot compute what the recipe asks for.
@@ -65,19 +65,19 @@ pub trait LanguageModel: Module + 'static {
         }
     }
 
-    /// What ran where since the model was built, for the user to read, if it keeps account of it.
+    /// A report of which GEMMs ran on which backend since the model was built, if it is decorated.
     ///
     /// # Errors
-    /// When the account shows that the model did not compute what its recipe asks for.
-    fn account(&self) -> Result<Option<String>> {
+    /// When the report shows that the model did not compute what its recipe asks for.
+    fn report(&self) -> Result<Option<String>> {
         Ok(None)
     }
 }
 
 /// Fail unless `device` computes in `dtype`.
 ///
-/// CubeCL's CPU runtime says that it does in bf16, but its operations lack a library function, and then
-/// do nothing instead of failing.
+/// CubeCL's CPU runtime says that it does in bf16, but its operations lack a library function, and
+/// then do nothing instead of failing.
 pub(crate) fn check_dtype(dtype: FloatDType, device: &Device) -> Result<()> {
     ensure!(
         dtype == FloatDType::F32 || !is_cubecl_cpu(device),
@@ -110,9 +110,9 @@ pub(crate) fn cast<const D: usize>(x: Tensor<D>, dtype: FloatDType) -> Tensor<D>
     }
 }
 
-/// The sum of all elements, axis by axis: `[1]`. Burn's `sum` adds with atomics on a GPU, in an order that
-/// changes: losses would not repeat, nor would the factor of clipped gradients, and equal gradients
-/// would no longer make equal weights.
+/// The sum of all elements, axis by axis: `[1]`. Burn's `sum` adds with atomics on a GPU, in an
+/// order that changes: losses would not repeat, nor would the factor of clipped gradients, and
+/// equal gradients would no longer make equal weights.
 pub(crate) fn sum<const D: usize>(x: Tensor<D>) -> Tensor<1> {
     (0..D).rev().fold(x, |x, axis| x.sum_dim(axis)).reshape([1])
 }
@@ -142,7 +142,8 @@ impl Transformer {
     ///
     /// # Errors
     /// When the sizes do not pass [`ModelConfig::check`], the device has no NVFP4 implementation or
-    /// does not compute in the activation's type, or the recipe's group of high-precision layers matches none of the model's.
+    /// does not compute in the activation's type, or the recipe's group of high-precision layers
+    /// matches none of the model's.
     pub fn new(
         config: &ModelConfig,
         activation: Activation,
@@ -245,9 +246,9 @@ fn cross_entropy(logits: Tensor<2>, targets: Tensor<2, Int>) -> Tensor<1> {
 
 /// The rows of `embedding` (`[256, width]`) for `tokens` (`[batch, time]`): `[batch, time, width]`.
 ///
-/// A product with a one-hot matrix: its gradient is a product too. The gradient of a look-up is a
+/// A GEMM with a one-hot matrix: its gradient is a GEMM too. The gradient of a look-up is a
 /// scatter, which GPUs add up in an order that is not the same from run to run. As a batch of
-/// products, so that their gradients, whose contraction is the tokens, are too.
+/// GEMMs, so that their gradients, which contract the tokens, are too.
 pub(crate) fn embed(tokens: Tensor<2, Int>, embedding: Tensor<2>) -> Tensor<3> {
     let [batch, time] = tokens.dims();
     let symbols: Tensor<3> =
@@ -326,7 +327,7 @@ impl ModuleMapper for Initialise {
             }
             _ => {
                 // Of experts' weights, `[experts, d_in, d_out]`, as of others, the features that a
-                // product adds up.
+                // GEMM contracts.
                 let mut deviation = (shape.dims::<D>()[D.saturating_sub(2)] as f64).powf(-0.5);
                 // What is added to the residual stream starts smaller in a deeper model.
                 if ["out", "down", "output", "linear_outer"].contains(&self.name(1)) {
@@ -406,7 +407,7 @@ mod tests {
                 logits[same..same + VOCABULARY]
             );
         }
-        // A prefix on its own: the same values up to the order in which products are summed.
+        // A prefix on its own: the same values up to the order of sums.
         let prefix = values(model.forward(tokens(&text[..9], &device)));
         let difference = prefix
             .iter()

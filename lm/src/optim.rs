@@ -1,9 +1,9 @@
 //! AdamW, global-norm clipping, and the learning rate.
 //!
 //! Burn's own optimizer clips each parameter by itself, reloads its state on the default device,
-//! which need not be the one of the run, and updates parameters in their own type; this one does none
-//! of these. Moments are f32, and parameters of another type have an f32 copy that is updated in their
-//! place: steps of a learning rate are too small for bf16.
+//! which need not be the one of the run, and updates parameters in their own type; this one does
+//! none of these. Moments are f32, and parameters of another type have an f32 copy that is updated
+//! in their place: steps of a learning rate are too small for bf16.
 
 use std::collections::BTreeMap;
 
@@ -26,8 +26,8 @@ const NORM_EPSILON: f64 = 1e-6;
 /// Share of the highest learning rate at which the cosine ends.
 const FINAL_SHARE: f64 = 0.1;
 
-/// Learning rate of step `step`, counted from 0, of `steps`: a linear rise over `warmup` steps, then
-/// a cosine down to a tenth.
+/// Learning rate of step `step`, counted from 0, of `steps`: a linear rise over `warmup` steps,
+/// then a cosine down to a tenth.
 pub fn learning_rate(step: u64, steps: u64, warmup: u64, highest: f64) -> f64 {
     if step < warmup {
         return highest * (step + 1) as f64 / (warmup + 1) as f64;
@@ -37,8 +37,8 @@ pub fn learning_rate(step: u64, steps: u64, warmup: u64, highest: f64) -> f64 {
     highest * (FINAL_SHARE + (1.0 - FINAL_SHARE) * cosine)
 }
 
-/// What is kept of one parameter, flat, in f32.
-struct Kept {
+/// The state of one parameter, flat, in f32.
+struct AdamWState {
     /// Running mean of the gradient.
     first: Tensor<1>,
     /// Running mean of its square.
@@ -47,7 +47,7 @@ struct Kept {
     weight: Option<Tensor<1>>,
 }
 
-impl Kept {
+impl AdamWState {
     /// The tensors, by the names that a file has for them.
     fn tensors(&self) -> impl Iterator<Item = (&'static str, &Tensor<1>)> {
         let always = [(FIRST, &self.first), (SECOND, &self.second)];
@@ -77,18 +77,18 @@ pub struct AdamW {
     /// Steps taken.
     time: u64,
     /// By parameter id. A map that is ordered, so that files repeat.
-    kept: BTreeMap<u64, Kept>,
+    states: BTreeMap<u64, AdamWState>,
 }
 
 impl AdamW {
-    /// An optimizer that has taken no step. `weight_decay` applies to matrices; gradients are scaled
-    /// down to the global norm `grad_clip` when theirs is larger.
+    /// An optimizer that has taken no step. `weight_decay` applies to matrices; gradients are
+    /// scaled down to the global norm `grad_clip` when theirs is larger.
     pub fn new(weight_decay: f64, grad_clip: f64) -> Self {
         Self {
             weight_decay,
             grad_clip,
             time: 0,
-            kept: BTreeMap::new(),
+            states: BTreeMap::new(),
         }
     }
 
@@ -125,15 +125,15 @@ impl AdamW {
         })
     }
 
-    /// The state as a burnpack container: `ID.first` and `ID.second` for each parameter, `ID.weight`
-    /// for those that are not f32 themselves, `time` in the metadata.
+    /// The state as a burnpack container: `ID.first` and `ID.second` for each parameter,
+    /// `ID.weight` for those that are not f32 themselves, `time` in the metadata.
     ///
     /// # Errors
     /// When the container cannot be made.
     pub fn to_bytes(&self) -> Result<Bytes> {
-        let mut tensors = Vec::with_capacity(2 * self.kept.len());
-        for (id, kept) in &self.kept {
-            for (name, tensor) in kept.tensors() {
+        let mut tensors = Vec::with_capacity(2 * self.states.len());
+        for (id, state) in &self.states {
+            for (name, tensor) in state.tensors() {
                 let (bytes, shape, dtype) = tensor.clone().into_data().into_parts();
                 let name = format!("{id:016x}.{name}");
                 tensors.push(burn_pack::Tensor::new(name, dtype, shape, Some(*id), bytes));
@@ -170,15 +170,15 @@ impl AdamW {
             let tensor = Tensor::from_data(data, &device);
             found.entry(id).or_default().insert(part, tensor);
         }
-        let mut kept = BTreeMap::new();
+        let mut states = BTreeMap::new();
         for (id, mut parts) in found {
             let [first, second, weight] = [FIRST, SECOND, WEIGHT].map(|name| parts.remove(name));
             let (Some(first), Some(second)) = (first, second) else {
                 anyhow::bail!("parameter {id:016x} has only one of its two moments");
             };
-            kept.insert(
+            states.insert(
                 id,
-                Kept {
+                AdamWState {
                     first,
                     second,
                     weight,
@@ -186,7 +186,7 @@ impl AdamW {
             );
         }
         self.time = time;
-        self.kept = kept;
+        self.states = states;
         Ok(())
     }
 }
@@ -232,7 +232,7 @@ impl ModuleMapper for Update<'_> {
         let optimizer = &mut *self.optimizer;
         let first = gradient.clone().mul_scalar(1.0 - BETA_1);
         let second = gradient.square().mul_scalar(1.0 - BETA_2);
-        let (first, second, own) = match optimizer.kept.remove(&id.val()) {
+        let (first, second, own) = match optimizer.states.remove(&id.val()) {
             Some(old) => (
                 old.first.mul_scalar(BETA_1) + first,
                 old.second.mul_scalar(BETA_2) + second,
@@ -257,9 +257,9 @@ impl ModuleMapper for Update<'_> {
         let weight = own.unwrap_or_else(|| flat(weight)).mul_scalar(1.0 - decay)
             - direction.mul_scalar(self.lr);
         let own = (dtype != DType::F32).then(|| weight.clone());
-        optimizer.kept.insert(
+        optimizer.states.insert(
             id.val(),
-            Kept {
+            AdamWState {
                 first,
                 second,
                 weight: own,

@@ -1,5 +1,6 @@
 //! Random numbers of the host, from libraries whose values do not change: ChaCha8, the ziggurat of
-//! `rand_distr`, and FNV-1a. Their versions are pinned, as a resumed run draws what the first one did.
+//! `rand_distr`, and FNV-1a. Their versions are pinned, as a resumed run draws what the first one
+//! did.
 
 use chacha20::ChaCha8Rng;
 use chacha20::rand_core::SeedableRng;

@@ -28,12 +28,12 @@ pub fn load<M: LanguageModel>(checkpoint: Checkpoint, device: &Device) -> Result
     Ok(model)
 }
 
-/// Continue `prompt` by at most `tokens` bytes, and hand each one to `emit`. Ends early where the
+/// Continue `prompt` by at most `tokens` bytes, and pass each one to `emit`. Ends early where the
 /// model ends the file.
 ///
 /// The model sees the last bytes that fit its context. `temperature` scales the logits: 0 takes the
-/// most probable byte, 1 samples from the model's distribution. The same seed gives the same text on
-/// the same device.
+/// most probable byte, 1 samples from the model's distribution. The same seed gives the same text
+/// on the same device.
 ///
 /// # Errors
 /// When the prompt is empty, the temperature is negative or not a number, or `emit` fails.

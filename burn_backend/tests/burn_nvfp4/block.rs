@@ -219,8 +219,8 @@ fn feed_forwards_are_burn_nns() {
     assert_eq!(ours.into_rms_norm().gamma.id, id);
 }
 
-/// `found` is `expected` but for rounding, which the largest input of the last layer and so its global scale are
-/// subject to: it is ten times as near as `other`.
+/// `found` is `expected` but for rounding, which the largest input of the last layer and so its
+/// global scale are subject to: it is ten times as near as `other`.
 fn assert_nearer(found: &[f32], expected: &[f32], other: &[f32]) {
     let distance = |to: &[f32]| -> f32 {
         let squares = found.iter().zip(to).map(|(a, b)| (a - b) * (a - b));
@@ -230,9 +230,10 @@ fn assert_nearer(found: &[f32], expected: &[f32], other: &[f32]) {
     assert!(near < 0.1 * far, "{near} and {far}");
 }
 
-/// Fused projections have one global scale: where one part of the weight is eight times as large as the
-/// others, the layer's output is that of all of them quantized together, and not that of each quantized
-/// for itself. In the layers themselves, so that one that split its product would be noticed.
+/// Fused projections have one global scale: where one part of the weight is eight times as large as
+/// the others, the layer's output is that of all of them quantized together, and not that of each
+/// quantized for itself. In the layers themselves, so that one that split its product would be
+/// noticed.
 #[test]
 fn fused_weights_share_a_global_scale() {
     let device = device();

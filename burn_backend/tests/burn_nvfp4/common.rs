@@ -410,8 +410,8 @@ pub fn assert_operands(
     dtype: DType,
 ) {
     let is_f32 = |operand: &Operand| matches!(operand, Operand::Float(matrix, _) if matrix.dtype == DType::F32);
-    // What is not quantized and not bf16 is multiplied by Burn, which does so in TF32 on NVIDIA GPUs:
-    // operands lose all but 10 bits, in what way is the hardware's.
+    // What is not quantized and not bf16 is multiplied by Burn, which does so in TF32 on NVIDIA
+    // GPUs: operands lose all but 10 bits, in what way is the hardware's.
     let on_cuda = std::env::var("NVFP4_TEST_DEVICE").as_deref() == Ok("cuda");
     let multiplied = if on_cuda && (is_f32(a) || is_f32(b)) {
         2.0 * 2f64.powi(-10)

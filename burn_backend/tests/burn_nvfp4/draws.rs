@@ -68,8 +68,8 @@ fn words(operand: &OperandSpec) -> String {
     )
 }
 
-/// What each preset is, as docs/src/recipes.md and the papers have it: written out, and read from what the
-/// products are given.
+/// What each preset is, as docs/src/recipes.md and the papers have it: written out, and read from
+/// what the products are given.
 #[test]
 fn presets_are_what_they_are_called_after() {
     flex_only!();
@@ -160,8 +160,8 @@ fn streams(spec: &LinearSpec) -> Vec<(&'static str, RandomStream)> {
         .collect()
 }
 
-/// No two operands of a layer, and no two layers, draw the same bits, in any preset and where every operand is
-/// drawn.
+/// No two operands of a layer, and no two layers, draw the same bits, in any preset and where every
+/// operand is drawn.
 #[test]
 fn no_two_operands_draw_the_same_bits() {
     flex_only!();
@@ -208,7 +208,8 @@ fn no_two_operands_draw_the_same_bits() {
     }
 }
 
-/// MS-EDEN's signs: the same for both operands of a product, others for the other product, layer and step.
+/// MS-EDEN's signs: the same for both operands of a product, others for the other product, layer
+/// and step.
 #[test]
 fn both_operands_of_a_product_have_the_same_signs() {
     flex_only!();
@@ -243,8 +244,8 @@ fn scales(packed: &Nvfp4Tensor) -> Vec<u8> {
     packed.scales().clone().into_data().try_to_vec().unwrap()
 }
 
-/// The two copies of one gradient: that of its transpose along its rows is the same matrix in memory, so that all
-/// they differ in is what they drew.
+/// The two copies of one gradient: that of its transpose along its rows is the same matrix in
+/// memory, so that all they differ in is what they drew.
 #[test]
 fn the_two_copies_of_a_gradient_are_rounded_apart() {
     skip_where_small_only!();
@@ -267,6 +268,7 @@ fn the_two_copies_of_a_gradient_are_rounded_apart() {
     let nibbles = (first.iter().zip(&second))
         .flat_map(|(a, b)| (0..8).map(move |i| (a ^ b) >> (4 * i) & 0xF != 0));
     let share = nibbles.filter(|differ| *differ).count() as f64 / (64.0 * 128.0);
-    // Two draws of a value at `f` between its neighbours differ with probability 2 f (1 - f), 1/3 on average.
+    // Two draws of a value at `f` between its neighbours differ with probability 2 f (1 - f), 1/3
+    // on average.
     assert!((0.25..0.4).contains(&share), "{share} of the codes differ");
 }

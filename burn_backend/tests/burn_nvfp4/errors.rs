@@ -328,8 +328,8 @@ fn parts_that_do_not_fit_each_other() {
 }
 
 /// A device that Burn can name in this build, but for which there are no kernels here. Naming it
-/// opens nothing: there is no tensor on it, only layers whose parameters have no values yet. None of
-/// them may be asked for one, which would open it.
+/// opens nothing: there is no tensor on it, only layers whose parameters have no values yet. None
+/// of them may be asked for one, which would open it.
 #[cfg(any(feature = "cpu", feature = "cuda"))]
 #[test]
 fn a_device_without_an_implementation() {

@@ -60,11 +60,13 @@ fn ranges(sizes: &[usize]) -> Vec<std::ops::Range<usize>> {
         .collect()
 }
 
-/// One group's values become this many times as large as the others': a maximum of all groups is none of theirs.
+/// One group's values become this many times as large as the others': a maximum of all groups is
+/// none of theirs.
 const LOUD: f32 = 1000.0;
 
 impl Matrix {
-    /// With the rows of the last group that is not empty, if there is another, `LOUD` times as large.
+    /// With the rows of the last group that is not empty, if there is another, `LOUD` times as
+    /// large.
     fn with_loud_group(mut self, sizes: &[usize]) -> Self {
         let filled = ranges(sizes).into_iter().filter(|range| !range.is_empty());
         if let [.., _, loud] = filled.collect::<Vec<_>>().as_slice() {
@@ -234,7 +236,8 @@ impl Copies {
     }
 }
 
-/// The bytes of copies lie in `found` one after another, or in that many stored rows, in each of them side by side.
+/// The bytes of copies lie in `found` one after another, or in that many stored rows, in each of
+/// them side by side.
 fn assert_lie(what: &str, found: &[u8], copies: &[Vec<u8>], side_by_side: Option<usize>) {
     let rows = side_by_side.unwrap_or(1);
     let pitch = found.len() / rows;
@@ -269,8 +272,9 @@ struct Grouped<'a> {
 }
 
 impl Grouped<'_> {
-    /// By MS-EDEN and in MXFP8, of the matrix and of what its NVFP4 copies stand for: each group is the oracle's,
-    /// with its own maximum, and random bits that go on where those of the group before ended.
+    /// By MS-EDEN and in MXFP8, of the matrix and of what its NVFP4 copies stand for: each group is
+    /// the oracle's, with its own maximum, and random bits that go on where those of the group
+    /// before ended.
     fn check(&self, device: &Device) {
         let x = || self.x.tensor(device);
         let hadamard = Hadamard::seeded_with_size(HadamardSize::H128, 5);
@@ -515,8 +519,8 @@ impl Case {
         }
     }
 
-    /// Each group's share of what was found: the name of the tensor, the number of the group, and its values.
-    /// Behind the last one the rows of none.
+    /// Each group's share of what was found: the name of the tensor, the number of the group, and
+    /// its values. Behind the last one the rows of none.
     fn shares<'a>(&self, found: &'a Found) -> Vec<(&'static str, usize, &'a [f32])> {
         let (count, d_in, d_out) = (self.sizes.len(), self.x.cols, self.dy.cols);
         let mut shares = Vec::new();
@@ -657,14 +661,16 @@ fn has(spec: &LinearSpec, kind: impl Fn(&OperandSpec) -> bool) -> bool {
         .any(kind)
 }
 
-/// Every preset without stochastic rounding is the loop of the plain layer over the experts, forward, dgrad and
-/// wgrad: bit by bit where the same code multiplies groups and matrices. MS-EDEN always draws, so only the
-/// gradients whose operands come first draw the bits of the loop; the others are [`ms_eden_is_the_oracles`]'.
-/// A test for each, since a GPU compiles many kernels for them.
+/// Every preset without stochastic rounding is the loop of the plain layer over the experts,
+/// forward, dgrad and wgrad: bit by bit where the same code multiplies groups and matrices. MS-EDEN
+/// always draws, so only the gradients whose operands come first draw the bits of the loop; the
+/// others are [`ms_eden_is_the_oracles`]'. A test for each, since a GPU compiles many kernels for
+/// them.
 mod the_loop_over_experts {
     use super::*;
 
-    /// Presets whose products are Burn's own on CubeCL's CPU runtime, but for one with a forward in NVFP4.
+    /// Presets whose products are Burn's own on CubeCL's CPU runtime, but for one with a forward in
+    /// NVFP4.
     const BY_BURN: [&str; 3] = ["weight_only_qat", "mxfp8", "bf16"];
 
     macro_rules! presets {
@@ -706,7 +712,8 @@ mod the_loop_over_experts {
         is_the_loop("1x16 blocks of w", one_by_16(preset("nvidia", false)));
     }
 
-    /// Backwards of what a forward multiplied whose operands have a global scale for each stored row.
+    /// Backwards of what a forward multiplied whose operands have a global scale for each stored
+    /// row.
     #[test]
     fn backwards_of_per_token_forwards() {
         let rows = OperandSpec::Quantized(super::per_token(QuantParams::nvfp4(Rounding::Nearest)));
@@ -729,8 +736,8 @@ mod the_loop_over_experts {
         let eden = has(&plain, |operand| {
             operand.params().is_some_and(QuantParams::is_ms_eden)
         });
-        // Flex multiplies a float stack, which the grouped product copies, by other loops than a view; on
-        // CubeCL's CPU runtime only products of two NVFP4 operands are of one kernel.
+        // Flex multiplies a float stack, which the grouped product copies, by other loops than a
+        // view; on CubeCL's CPU runtime only products of two NVFP4 operands are of one kernel.
         let copied = plain.fprop_w == OperandSpec::HighPrecision;
         let exact = (on("flex") && !copied) || (on("cpu") && !float && !mx);
         for (sizes, rest) in groupings() {
@@ -763,8 +770,8 @@ mod the_loop_over_experts {
                     }
                     let what = format!("{what}: {part} of group {group}");
                     let (exact, bound) = match part {
-                        // The plain layer sums its bias' gradient in two steps, the grouped one group by
-                        // group.
+                        // The plain layer sums its bias' gradient in two steps, the grouped one
+                        // group by group.
                         "db" => (false, 1e-5),
                         "dw" => (exact, sums),
                         _ => (exact, narrow),
@@ -827,8 +834,9 @@ fn stochastic_gradients_are_the_oracles() {
     }
 }
 
-/// Quartet II: the forward is that of each expert, and the backward's operands are those that the oracle makes
-/// of it by MS-EDEN, expert by expert, with random bits that go on from one to the next.
+/// Quartet II: the forward is that of each expert, and the backward's operands are those that the
+/// oracle makes of it by MS-EDEN, expert by expert, with random bits that go on from one to the
+/// next.
 #[test]
 fn ms_eden_is_the_oracles() {
     let device = device().autodiff();

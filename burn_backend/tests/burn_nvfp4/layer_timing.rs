@@ -1,5 +1,5 @@
-//! What a linear layer takes beside Burn's own, on a GPU; `--ignored --nocapture` prints it. The variable
-//! `NVFP4_ONLY` names the presets to time, with commas between them; without it all are.
+//! What a linear layer takes beside Burn's own, on a GPU; `--ignored --nocapture` prints it. The
+//! variable `NVFP4_ONLY` names the presets to time, with commas between them; without it all are.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};

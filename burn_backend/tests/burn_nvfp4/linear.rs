@@ -146,8 +146,8 @@ fn every_switch_and_type_is_the_oracles_composition() {
     }
 }
 
-/// Forward, dgrad and wgrad of every preset are the products of the operands that the oracle makes by
-/// it: 33 tokens, so that blocks of 16, of 32 and groups of 128 are all padded.
+/// Forward, dgrad and wgrad of every preset are the products of the operands that the oracle makes
+/// by it: 33 tokens, so that blocks of 16, of 32 and groups of 128 are all padded.
 #[test]
 fn every_preset_is_the_oracles_composition() {
     let device = device().autodiff();
@@ -173,8 +173,8 @@ fn every_preset_is_the_oracles_composition() {
     }
 }
 
-/// Backwards by MS-EDEN and in MXFP8 of what a forward multiplied whose operands have a global scale for each
-/// stored row.
+/// Backwards by MS-EDEN and in MXFP8 of what a forward multiplied whose operands have a global
+/// scale for each stored row.
 #[test]
 fn backwards_of_per_token_forwards_are_the_oracles_composition() {
     skip_where_small_only!();
@@ -200,8 +200,8 @@ fn backwards_of_per_token_forwards_are_the_oracles_composition() {
     }
 }
 
-/// A transform of every size, with signs of the recipe and with signs drawn from its seed: the products are
-/// those of the oracle's operands, and a layer with such a recipe computes them.
+/// A transform of every size, with signs of the recipe and with signs drawn from its seed: the
+/// products are those of the oracle's operands, and a layer with such a recipe computes them.
 #[test]
 fn transforms_of_every_size_are_the_oracles_composition() {
     skip_where_small_only!();
@@ -300,8 +300,8 @@ fn leading_axes_are_rows() {
     );
 }
 
-/// Operands that stay in bf16 may be views that transpose what is in memory: the same bits as of a copy of what
-/// they show.
+/// Operands that stay in bf16 may be views that transpose what is in memory: the same bits as of a
+/// copy of what they show.
 #[test]
 fn transposed_views_are_multiplied_as_what_they_show() {
     skip_where_small_only!();

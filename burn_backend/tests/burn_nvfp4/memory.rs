@@ -20,8 +20,8 @@ fn in_use(device: &Device) -> u64 {
     }
 }
 
-/// Between forward and backward a layer of `preset` (`tokens`, `d_in`, `d_out`) holds no more than `most` bytes for
-/// each element of its input and of its weight.
+/// Between forward and backward a layer of `preset` (`tokens`, `d_in`, `d_out`) holds no more than
+/// `most` bytes for each element of its input and of its weight.
 fn keeps_at_most(preset: &str, most: f64, (tokens, d_in, d_out): (usize, usize, usize)) {
     let device = device();
     let elements = (tokens * d_in) as f64;
@@ -40,8 +40,8 @@ fn keeps_at_most(preset: &str, most: f64, (tokens, d_in, d_out): (usize, usize, 
         let grads = y.sum().backward();
         assert!(layer.weight.grad(&grads).is_some());
     };
-    // The first step fills caches of the process, such as the weight's first value. Its backward takes it out of
-    // autodiff's graph, whose forgotten parts go whenever another test has one.
+    // The first step fills caches of the process, such as the weight's first value. Its backward
+    // takes it out of autodiff's graph, whose forgotten parts go whenever another test has one.
     backward(forward());
     let before = in_use(&device);
     let y = forward();

@@ -173,8 +173,8 @@ fn display_shows_the_layer() {
     }
 }
 
-/// Layers that are computed together are the layer with their weights side by side: outputs, gradients
-/// and all.
+/// Layers that are computed together are the layer with their weights side by side: outputs,
+/// gradients and all.
 #[test]
 fn layers_together_are_one_layer() {
     let device = device().autodiff();

@@ -368,9 +368,9 @@ fn policy_and_state_cover_grouped_layers() {
     );
 }
 
-/// The host never learns how many tokens an expert has: behind work that keeps the device busy, a forward and
-/// backward of the mixture are given out long before that work is done. Whoever read anything from the
-/// device, or waited for it, would come back after it.
+/// The host never learns how many tokens an expert has: behind work that keeps the device busy, a
+/// forward and backward of the mixture are given out long before that work is done. Whoever read
+/// anything from the device, or waited for it, would come back after it.
 #[test]
 fn nothing_waits_for_the_device() {
     cuda_only!();
@@ -383,7 +383,8 @@ fn nothing_waits_for_the_device() {
         drop(loss.backward());
     };
     let plain = device.clone().without_autodiff();
-    // Few launches that take long: a device's queue has an end, where the host waits whatever it queues.
+    // Few launches that take long: a device's queue has an end, where the host waits whatever it
+    // queues.
     let factor = Matrix::gaussian(8192, 8192, activation(), 2).tensor(&plain);
     let busy = |products: usize| {
         (0..products).fold(factor.clone(), |product, _| {
@@ -651,8 +652,8 @@ fn gated_halves(both: Tensor<2>) -> Tensor<2> {
     silu(both.clone().narrow(1, 0, half)) * both.narrow(1, half, half)
 }
 
-/// Experts train by every preset: each parameter and the input get gradients that are finite and not
-/// zero. Three tokens that are sent to two experts each leave some of eight without any.
+/// Experts train by every preset: each parameter and the input get gradients that are finite and
+/// not zero. Three tokens that are sent to two experts each leave some of eight without any.
 #[test]
 fn every_preset_trains_experts() {
     crate::common::skip_where_small_only!();

@@ -32,7 +32,8 @@ fn input(dtype: DType) -> Matrix {
     Matrix::new(values, x.rows, x.cols, dtype)
 }
 
-/// `found` must be what is seen of the whole of `parts`, each a matrix and what the oracle packed it to.
+/// `found` must be what is seen of the whole of `parts`, each a matrix and what the oracle packed
+/// it to.
 fn assert_sample(found: &OperandSample, parts: &[(Matrix, QuantizedTensor)]) {
     let exact: Vec<f32> = parts.iter().flat_map(|(x, _)| x.values.clone()).collect();
     let decoded: Vec<f32> = parts
@@ -86,8 +87,8 @@ fn assert_sample(found: &OperandSample, parts: &[(Matrix, QuantizedTensor)]) {
     assert_eq!(found.amax, amax.fold(0f32, f32::max));
 }
 
-/// `found` must be what is seen of `parts` after `hadamard`, padding included: each a matrix and what the
-/// oracle packed its transform to.
+/// `found` must be what is seen of `parts` after `hadamard`, padding included: each a matrix and
+/// what the oracle packed its transform to.
 fn assert_transformed_sample(
     found: &OperandSample,
     parts: &[(&Matrix, QuantizedTensor)],
@@ -200,8 +201,8 @@ fn params_of(operand: OperandSpec) -> QuantParams {
     *operand.params().expect("it is quantized")
 }
 
-/// Of experts: each one's tokens and weights against what its own global scale made of them, an expert
-/// without tokens and tokens without an expert included.
+/// Of experts: each one's tokens and weights against what its own global scale made of them, an
+/// expert without tokens and tokens without an expert included.
 #[test]
 fn samples_of_experts_are_the_oracles() {
     let experts = Experts::new();
@@ -234,8 +235,8 @@ fn samples_of_experts_are_the_oracles() {
     }
 }
 
-/// The operands of the weights' gradients: each expert's tokens are padded, transformed and packed for
-/// themselves, in blocks that begin behind those of the expert before.
+/// The operands of the weights' gradients: each expert's tokens are padded, transformed and packed
+/// for themselves, in blocks that begin behind those of the expert before.
 #[test]
 fn samples_of_experts_along_the_tokens_are_the_oracles() {
     let experts = Experts::new();
@@ -373,8 +374,8 @@ fn other_formats_are_not_looked_at() {
     }
 }
 
-/// Operands of the weight's gradient, and those by MS-EDEN, are what the oracle makes of the transformed
-/// values, padding included, and are measured against those.
+/// Operands of the weight's gradient, and those by MS-EDEN, are what the oracle makes of the
+/// transformed values, padding included, and are measured against those.
 #[test]
 fn transformed_operands_are_measured_in_their_basis() {
     skip_where_small_only!();

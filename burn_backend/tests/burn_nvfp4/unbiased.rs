@@ -1,5 +1,5 @@
-//! Gradients are right on average: over many draws, what is rounded stochastically converges to what
-//! is not.
+//! Gradients are right on average: over many draws, what is rounded stochastically converges to
+//! what is not.
 
 use burn_core::tensor::{DType, Device, FloatDType, Tensor};
 use burn_nvfp4::functions::{dequantize, linear, quantize_tiles};
@@ -125,9 +125,10 @@ fn ms_eden_gradients_are_unbiased() {
     assert_converges("dw", errors(&found, 1, dw));
 }
 
-/// The statement itself, where a recipe allows it: with everything that is not drawn in high precision, both
-/// gradients converge to those of the high-precision product. That of the input has its weight as it is;
-/// that of the weight, whose operands have one format, has both of them drawn, after the transform.
+/// The statement itself, where a recipe allows it: with everything that is not drawn in high
+/// precision, both gradients converge to those of the high-precision product. That of the input has
+/// its weight as it is; that of the weight, whose operands have one format, has both of them drawn,
+/// after the transform.
 #[test]
 fn gradients_converge_to_those_of_high_precision() {
     flex_only!();

@@ -50,8 +50,8 @@ fn a_decorated_weight_is_quantized_once_until_it_changes() {
     is_quantized_once_until_it_changes(SIZE, layer, step);
 }
 
-/// Steps that are queued before any of them runs, as a training loop has it that reads nothing back: each
-/// multiplies its own weight.
+/// Steps that are queued before any of them runs, as a training loop has it that reads nothing
+/// back: each multiplies its own weight.
 #[test]
 fn queued_steps_multiply_the_weight_that_they_were_given() {
     let _alone = collect();

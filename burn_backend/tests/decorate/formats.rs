@@ -1,5 +1,5 @@
-//! Recipes and modes through the decorator: the numbers are those of explicit layers, and the report says
-//! which formats they were computed in.
+//! Recipes and modes through the decorator: the numbers are those of explicit layers, and the
+//! report says which formats they were computed in.
 
 use burn_core::module::Module;
 use burn_core::tensor::DType;
@@ -74,8 +74,9 @@ presets! {
     bf16: [HighPrecision; 3],
 }
 
-/// Every mode, one step each: the numbers are those of explicit layers in it, the report counts each
-/// product where it ran, and layers that were switched to high precision are not certified as NVFP4.
+/// Every mode, one step each: the numbers are those of explicit layers in it, the report counts
+/// each product where it ran, and layers that were switched to high precision are not certified as
+/// NVFP4.
 #[test]
 fn modes_switch_between_steps() {
     let device = device().autodiff();

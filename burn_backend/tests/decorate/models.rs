@@ -59,8 +59,8 @@ pub fn bits<const D: usize>(tensor: Tensor<D>) -> Vec<u32> {
     values.into_iter().map(f32::to_bits).collect()
 }
 
-/// `parameter` in `dtype`, as a parameter of its own: the result of a tracked cast could go backward
-/// only once.
+/// `parameter` in `dtype`, as a parameter of its own: the result of a tracked cast could go
+/// backward only once.
 pub fn leaf<const D: usize>(parameter: Tensor<D>, dtype: DType) -> Tensor<D> {
     parameter.cast(dtype).detach().require_grad()
 }
@@ -133,7 +133,8 @@ pub fn pair(plain: Plain, recipe: &Nvfp4Recipe) -> (Plain, Explicit) {
     (decorated, explicit)
 }
 
-/// The gradients of the parameters that have one, in the order first, second, weights before biases.
+/// The gradients of the parameters that have one, in the order first, second, weights before
+/// biases.
 pub fn plain_grads(model: &Plain, grads: &Gradients) -> Vec<Option<Vec<u32>>> {
     grads_of(
         [&model.first, &model.second].map(|layer| {

@@ -155,7 +155,8 @@ struct Headed {
     lm_head: Linear,
 }
 
-/// Heads and routers are Burn's own unless they are asked for; the gates of SwiGLUs are not routers.
+/// Heads and routers are Burn's own unless they are asked for; the gates of SwiGLUs are not
+/// routers.
 #[test]
 fn heads_and_routers_stay_in_high_precision() {
     let device = device().autodiff();

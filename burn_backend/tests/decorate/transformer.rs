@@ -54,7 +54,8 @@ fn encoder_attention_and_feed_forward() {
     for (path, layer) in &report.layers {
         assert_eq!(layer.forward.nvfp4, steps as u64, "{path}");
         assert_eq!(layer.wgrad.nvfp4, steps as u64, "{path}");
-        // Three projections of one constant input: which gradient is whose, the tracker cannot know.
+        // Three projections of one constant input: which gradient is whose, the tracker cannot
+        // know.
         let shared_constant = layer.dgrad.nvfp4 == 0;
         assert!(layer.wgrad_wasted == 0 || shared_constant, "{path}");
         assert_eq!(

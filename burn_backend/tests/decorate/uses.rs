@@ -1,5 +1,5 @@
-//! Ways to use a layer: several times, frozen, with the other layout, and beside models that are not
-//! decorated.
+//! Ways to use a layer: several times, frozen, with the other layout, and beside models that are
+//! not decorated.
 
 use burn_core::module::Module;
 use burn_core::tensor::{DType, Tensor};
@@ -67,8 +67,8 @@ fn column_major_weights() {
     decorate::report(&decorated).unwrap().check().unwrap();
 }
 
-/// Fusion keeps plans by the relative shapes of a graph. Neither other shapes nor an undecorated model of
-/// the same graph may be given one that is not theirs.
+/// Fusion keeps plans by the relative shapes of a graph. Neither other shapes nor an undecorated
+/// model of the same graph may be given one that is not theirs.
 #[test]
 fn shapes_and_models_that_alternate() {
     let device = device().autodiff();

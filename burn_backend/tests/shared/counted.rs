@@ -94,8 +94,8 @@ pub fn taken() -> Vec<Work> {
     std::mem::take(&mut *WORK.lock().unwrap())
 }
 
-/// How often a matrix, or a stack of them one below the other, of this size was quantized since the last
-/// call.
+/// How often a matrix, or a stack of them one below the other, of this size was quantized since the
+/// last call.
 pub fn quantized([rows, cols]: [usize; 2]) -> usize {
     let is_one = |work: &&Work| {
         work.op == "quantize" && [work.rows as usize, work.cols as usize] == [rows, cols]
@@ -103,9 +103,9 @@ pub fn quantized([rows, cols]: [usize; 2]) -> usize {
     taken().iter().filter(is_one).count()
 }
 
-/// The micro-batches of gradient accumulation quantize a weight once; a changed weight, another mode or
-/// a recipe that says so, again. The results are the same either way. `weight` is the size of the weight,
-/// `layer` a layer number 5 for a recipe, `step` a step of one on a batch.
+/// The micro-batches of gradient accumulation quantize a weight once; a changed weight, another
+/// mode or a recipe that says so, again. The results are the same either way. `weight` is the size
+/// of the weight, `layer` a layer number 5 for a recipe, `step` a step of one on a batch.
 pub fn is_quantized_once_until_it_changes<L: Module>(
     weight: [usize; 2],
     layer: impl Fn(Nvfp4Recipe) -> L,
@@ -168,8 +168,8 @@ pub fn is_quantized_once_until_it_changes<L: Module>(
     step(&cached, 5);
     assert_eq!(weights(), 1);
 
-    // Steps of two micro-batches. Nothing but the layer holds its weight, so that an optimizer may write the
-    // new one over it.
+    // Steps of two micro-batches. Nothing but the layer holds its weight, so that an optimizer may
+    // write the new one over it.
     let (mut cached, mut plain) = both(Nvfp4Recipe::new());
     let mut optimizers = [(); 2].map(|()| SgdConfig::new().init());
     for turn in 0..3 {
@@ -191,7 +191,8 @@ pub fn is_quantized_once_until_it_changes<L: Module>(
         plain = other.step(0.1, plain, other_grads);
     }
 
-    // What is drawn for the backward is drawn afresh, and what is not is kept: results show neither.
+    // What is drawn for the backward is drawn afresh, and what is not is kept: results show
+    // neither.
     for preset in ["quartet2", "per_token", "fwd_nvfp4_bwd_mxfp8"] {
         let (cached, plain) = both(Nvfp4Recipe::preset(preset).unwrap());
         weights();

@@ -1,7 +1,7 @@
 //! How a test says that it cannot run here.
 
-/// Leave the test with the line that `cargo xtask test` counts a skipped test by; libtest alone would call it
-/// passed. The name is that of the function around it, whatever thread it runs on.
+/// Leave the test with the line that `cargo xtask test` counts a skipped test by; libtest alone
+/// would call it passed. The name is that of the function around it, whatever thread it runs on.
 macro_rules! skip {
     ($($reason:tt)+) => {{
         fn here() {}

@@ -54,8 +54,10 @@ impl FromArgMatches for Options {
         let request = Request::from_arg_matches(matches)?;
         let mut given = fields(&config);
         given.extend(fields(&request));
+        let own = Self::augment_args(clap::Command::new(""));
         given.retain(|key, _| {
-            matches.try_contains_id(key).unwrap_or(false)
+            own.get_arguments()
+                .any(|flag| flag.get_id().as_str() == key)
                 && matches.value_source(key) == Some(ValueSource::CommandLine)
         });
         if request.no_compare {
@@ -129,8 +131,8 @@ impl Options {
         let device = self.0.remove("device");
         ensure!(
             self.is_empty(),
-            "--resume goes on with the run as it was configured: leave out all other options except \
-             --device and --stop-at"
+            "--resume continues the run as it was configured: leave out all options but --device \
+             and --stop-at"
         );
         let device = device.as_ref().and_then(Value::as_str);
         device.map(|name| parse_device(name)).transpose()
@@ -214,8 +216,8 @@ impl Options {
         );
         ensure!(
             base.model.experts.is_none() || !dense,
-            "model is dense, but preset {preset} has experts: leave one of them out, or give another \
-             preset"
+            "model is dense, but preset {preset} has experts: leave one of them out, or give \
+             another preset"
         );
         let experts = request.model.and_then(ModelKind::experts);
         config.model.experts = config.model.experts.or(experts);

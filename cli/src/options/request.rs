@@ -41,8 +41,8 @@ pub(super) struct Request {
     /// Train on this device: flex, cpu or cuda:N [default: cuda:0 if there is one, else flex]
     #[arg(long, value_name = "DEVICE")]
     pub(super) device: Option<String>,
-    /// Train on several GPUs, cuda:0,cuda:1: each takes its part of every batch, and their gradients
-    /// are averaged [default: --device alone]
+    /// Train on several GPUs, cuda:0,cuda:1: each takes its part of every batch, and their
+    /// gradients are averaged [default: --device alone]
     #[arg(
         long,
         value_name = "A,B,..",

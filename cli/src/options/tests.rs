@@ -190,7 +190,7 @@ fn with_file(name: &str, text: &str, flags: Options) -> Result<RunConfig> {
     let resolved = flags.resolve();
     std::fs::remove_dir_all(&folder).unwrap();
     let config = resolved?.0;
-    // A run that is gone on with reads the same from what was written.
+    // A resumed run reads the same from what was written.
     let written = serde_json::to_string(&config).unwrap();
     assert_eq!(parse(&written).resolve().unwrap().0, config);
     Ok(config)

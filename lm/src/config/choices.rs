@@ -9,8 +9,8 @@ use serde::{Deserialize, Serialize};
 
 /// The name of what the blocks' GEMMs are computed in, forward and backward: `nvfp4`
 /// (TransformerEngine's recipe, with the switches of the run), a preset of
-/// [`Nvfp4Recipe::preset`](burn_nvfp4::Nvfp4Recipe::preset), `bf16`, `f32`, or a recipe of the run's
-/// own ([`RunConfig::recipes`](super::RunConfig::recipes)).
+/// [`Nvfp4Recipe::preset`](burn_nvfp4::Nvfp4Recipe::preset), `bf16`, `f32`, or a recipe of the
+/// run's own ([`RunConfig::recipes`](super::RunConfig::recipes)).
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct RecipeName(String);

@@ -1,7 +1,7 @@
 //! What to train: the shape of the model, the schedule, the recipe. Presets, and checks.
 //!
-//! Each value of a run is one field of [`RunConfig`]: its name is the flag and the key in the files,
-//! its documentation the text of `--help`.
+//! Each value of a run is one field of [`RunConfig`]: its name is the flag and the key in the
+//! files, its documentation the text of `--help`.
 
 mod choices;
 mod model;

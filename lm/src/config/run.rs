@@ -43,8 +43,8 @@ pub struct RunConfig {
     #[arg(skip)]
     #[serde(default)]
     pub recipes: BTreeMap<String, Nvfp4Recipe>,
-    /// Whether to train a model of Burn's own layers, decorated where the recipe quantizes, in place
-    /// of one of this crate's layers.
+    /// Whether to train a model of Burn's own layers, decorated where the recipe quantizes, in
+    /// place of one of this crate's layers.
     #[arg(skip)]
     #[serde(default)]
     pub decorate: Option<Decoration>,
@@ -187,19 +187,21 @@ impl RunConfig {
             );
             ensure!(
                 self.model.experts.is_some(),
-                "balance-loss is {share}, but the model has no experts to balance: leave it out, or give \
-                 --model moe"
+                "balance-loss is {share}, but the model has no experts to balance: leave it out, \
+                 or give --model moe"
             );
         }
         if self.decorate.is_some() {
             ensure!(
                 self.model.experts.is_none(),
-                "decorate is given and experts is {}, but Burn has no layer of experts: leave out one of them",
+                "decorate is given and experts is {}, but Burn has no layer of experts: leave out \
+                 one of them",
                 self.model.experts.unwrap_or_default()
             );
             ensure!(
                 self.device == "cpu" || self.device.starts_with("cuda"),
-                "decorate on device {} is not possible: decorated models rest on Burn's fusion, which cpu and cuda:N have",
+                "decorate on device {} is not possible: decorated models rest on Burn's fusion, \
+                 which cpu and cuda:N have",
                 self.device
             );
         }
@@ -244,8 +246,8 @@ impl RunConfig {
         for (name, _) in switches.into_iter().filter(|(_, on)| !on) {
             ensure!(
                 self.all_recipes().any(has_them),
-                "{name} is false, but it is a switch of recipe nvfp4 and recipe is {}: leave it out, or \
-                 say so in the file of a recipe",
+                "{name} is false, but it is a switch of recipe nvfp4 and recipe is {}: leave it \
+                 out, or say so in the file of a recipe",
                 self.recipe
             );
         }

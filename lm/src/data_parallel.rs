@@ -1,8 +1,7 @@
-//! The devices of a run: one rank for each, with a model and an optimizer of its own.
+//! Data-parallel training: one rank for each device, with a model and an optimizer of its own.
 //!
-//! Ranks take their steps together. Each computes the gradients of its part of the batch; then they make the
-//! mean over all ranks ([`DataParallel`]), so that all of them update the same weights by the same gradients, and
-//! stay equal.
+//! Ranks step together. Each computes the gradients of its part of the batch, all of them average
+//! ([`DataParallel`]), and each updates its weights by the mean. So their weights stay equal.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::mpsc::{Sender, channel};
@@ -30,7 +29,7 @@ pub(crate) struct Rank<M> {
     /// Losses of steps that are still on the device.
     pending: Vec<Tensor<1>>,
     /// All ranks of the run, if they are several.
-    ranks: Option<DataParallel>,
+    group: Option<DataParallel>,
 }
 
 impl<M: LanguageModel> Rank<M> {
@@ -40,7 +39,7 @@ impl<M: LanguageModel> Rank<M> {
             model,
             optimizer,
             pending: Vec::new(),
-            ranks: None,
+            group: None,
         }
     }
 
@@ -50,8 +49,8 @@ impl<M: LanguageModel> Rank<M> {
         let loss = self.model.training_loss(inputs, targets);
         self.pending.push(loss.clone().without_autodiff());
         let mut gradients = GradientsParams::from_grads(loss.backward(), &self.model);
-        if let Some(ranks) = &self.ranks {
-            ranks.average(&self.model, &mut gradients, &self.device);
+        if let Some(group) = &self.group {
+            group.average(&self.model, &mut gradients, &self.device);
         }
         self.model = self.optimizer.step(lr, self.model.clone(), gradients);
     }
@@ -72,9 +71,10 @@ impl<M: LanguageModel> Rank<M> {
         digests.0
     }
 
-    /// The copy of this rank for data-parallel training on `device`, one of those of `ranks`: it has the same
-    /// weights, draws random bits of its own, and averages its gradients with the other ranks.
-    fn fork(&self, device: &Device, optimizer: AdamW, ranks: DataParallel) -> Self {
+    /// The copy of this rank for data-parallel training on `device`, one of those of `group`: it
+    /// has the same weights, draws random bits of its own, and averages its gradients with the
+    /// other ranks.
+    fn fork(&self, device: &Device, optimizer: AdamW, group: DataParallel) -> Self {
         let model = self.model.clone().fork(device);
         // The copy travels by a collective of both devices.
         for device in [&self.device, device] {
@@ -83,7 +83,7 @@ impl<M: LanguageModel> Rank<M> {
                 .expect("a device that trains takes its work: operations on it fail before");
         }
         Self {
-            ranks: Some(ranks),
+            group: Some(group),
             ..Self::new(device.clone(), model, optimizer)
         }
     }
@@ -113,8 +113,9 @@ impl Digest {
         }
     }
 
-    /// Whether two parameters may differ by rounding alone. Elements that differ by `d` at random differ in
-    /// projection by the norm of `d`. A thousandth is less than a step or two of separate training makes.
+    /// Whether two parameters may differ by rounding alone. Elements that differ by `d` at random
+    /// differ in projection by the norm of `d`. A thousandth is less than a step or two of separate
+    /// training makes.
     fn is_near(self, other: Self) -> bool {
         let allowed = 1e-3 * self.norm.max(other.norm);
         (self.projection - other.projection).abs() <= allowed
@@ -155,26 +156,26 @@ impl Others {
     /// them, and each other device gets a copy of it.
     ///
     /// # Errors
-    /// When gradients cannot be averaged over `devices`, the optimizer's state cannot be copied or a thread
-    /// cannot be started.
+    /// When gradients cannot be averaged over `devices`, the optimizer's state cannot be copied or
+    /// a thread cannot be started.
     pub fn start<M: LanguageModel>(
         first: &mut Rank<M>,
         devices: &[Device],
         budget: &MemoryBudget,
     ) -> Result<Self> {
-        let ranks = DataParallel::new(devices)?;
+        let group = DataParallel::new(devices)?;
         let state = first.optimizer.to_bytes()?;
         let workers = devices[1..]
             .iter()
             .map(|device| {
                 let mut optimizer = first.optimizer.fresh();
                 optimizer.load(Bytes::from_bytes_vec(state.to_vec()), device)?;
-                worker(first.fork(device, optimizer, ranks.clone()), budget.clone())
+                worker(first.fork(device, optimizer, group.clone()), budget.clone())
             })
             .collect::<Result<_>>()?;
         let device = first.device.clone();
         let optimizer = std::mem::replace(&mut first.optimizer, AdamW::new(0.0, 1.0));
-        *first = first.fork(&device, optimizer, ranks);
+        *first = first.fork(&device, optimizer, group);
         Ok(Self { workers })
     }
 
@@ -212,8 +213,9 @@ impl Others {
                 .position(|(expected, found)| !expected.is_near(*found));
             if let Some(parameter) = far {
                 bail!(
-                    "at step {step} parameter {parameter} of rank {rank} is {:?} and that of rank 0 \
-                     {:?}, but gradients that are averaged keep all ranks equal: train on one device",
+                    "at step {step} parameter {parameter} of rank {rank} is {:?} and that of rank \
+                     0 {:?}, but gradients that are averaged keep all ranks equal: train on one \
+                     device",
                     found[parameter],
                     expected[parameter]
                 );
@@ -299,7 +301,8 @@ mod tests {
         } else {
             w
         })));
-        // Adam's steps are about as large as the learning rate, each element's in a direction of its own.
+        // Adam's steps are about as large as the learning rate, each element's in a direction of
+        // its own.
         let step = |i: usize| {
             if (i * i / 3).is_multiple_of(2) {
                 1e-3

@@ -1,0 +1,127 @@
+//! `metrics.csv`: losses and speed over the steps of a run.
+
+use std::fs;
+use std::path::Path;
+
+use anyhow::{Context, Result, ensure};
+
+/// First line of `metrics.csv`.
+pub const METRICS_HEADER: &str = "step,tokens,train_loss,valid_loss,lr,tokens_per_s";
+/// Name of the file with one [`Row`] per line.
+pub const METRICS: &str = "metrics.csv";
+
+/// One line of `metrics.csv`.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Row {
+    /// Steps done.
+    pub step: u64,
+    /// Bytes of text that the model was trained on so far.
+    pub tokens: u64,
+    /// Mean loss of the steps since the last row, in nats per byte; none at step 0.
+    pub train_loss: Option<f64>,
+    /// Loss on the validation text, if this step has an evaluation.
+    pub valid_loss: Option<f64>,
+    /// Learning rate of the step.
+    pub lr: f64,
+    /// Bytes per second since the last row, without evaluations and checkpoints.
+    pub tokens_per_s: Option<f64>,
+}
+
+impl Row {
+    pub(crate) fn to_line(self) -> String {
+        let Self {
+            step,
+            tokens,
+            train_loss,
+            valid_loss,
+            lr,
+            tokens_per_s,
+        } = self;
+        let field = |value: Option<f64>, digits: usize| {
+            value
+                .map(|value| format!("{value:.digits$}"))
+                .unwrap_or_default()
+        };
+        let [train, valid] = [train_loss, valid_loss].map(|loss| field(loss, 6));
+        let speed = field(tokens_per_s, 1);
+        format!("{step},{tokens},{train},{valid},{lr:e},{speed}\n")
+    }
+
+    fn parse(line: &str) -> Option<Self> {
+        let fields: Vec<&str> = line.split(',').collect();
+        let [step, tokens, train, valid, lr, speed] = fields[..] else {
+            return None;
+        };
+        let optional = |text: &str| match text {
+            "" => Some(None),
+            text => text.parse().ok().map(Some),
+        };
+        Some(Self {
+            step: step.parse().ok()?,
+            tokens: tokens.parse().ok()?,
+            train_loss: optional(train)?,
+            valid_loss: optional(valid)?,
+            lr: lr.parse().ok()?,
+            tokens_per_s: optional(speed)?,
+        })
+    }
+}
+
+/// The rows of a `metrics.csv`, up to the first line that is none: rows are appended, so when the
+/// power fails the last of them may be there in part.
+///
+/// # Errors
+/// When it cannot be read, or has another header.
+pub fn read_metrics(path: &Path) -> Result<Vec<Row>> {
+    let text = read_lossy(path)?;
+    let mut lines = whole_lines(&text);
+    ensure!(
+        lines.next() == Some(METRICS_HEADER),
+        "{} does not start with the line {METRICS_HEADER}",
+        path.display()
+    );
+    Ok(lines.map_while(Row::parse).collect())
+}
+
+/// The text of a file whose end may be anything.
+pub(crate) fn read_lossy(path: &Path) -> Result<String> {
+    let bytes = fs::read(path).with_context(|| format!("cannot read {}", path.display()))?;
+    Ok(String::from_utf8_lossy(&bytes).into_owned())
+}
+
+/// The lines that have their end.
+pub(crate) fn whole_lines(text: &str) -> impl Iterator<Item = &str> {
+    text.split_inclusive('\n')
+        .map_while(|line| line.strip_suffix('\n'))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rows_survive_their_file() {
+        let first = Row {
+            step: 0,
+            tokens: 0,
+            train_loss: None,
+            valid_loss: Some(5.5),
+            lr: 1e-4,
+            tokens_per_s: None,
+        };
+        let second = Row {
+            step: 10,
+            tokens: 20480,
+            train_loss: Some(3.25),
+            valid_loss: None,
+            lr: 0.0029,
+            tokens_per_s: Some(1234.5),
+        };
+        assert_eq!(first.to_line(), "0,0,,5.500000,1e-4,\n");
+        for row in [first, second] {
+            assert_eq!(Row::parse(row.to_line().trim_end()), Some(row));
+        }
+        assert_eq!(Row::parse("1,2,3"), None);
+        assert_eq!(Row::parse("1,2,x,,0.1,"), None);
+    }
+}

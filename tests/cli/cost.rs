@@ -1,0 +1,97 @@
+//! Measurements of training steps.
+
+use nvfp4::Nvfp4Recipe;
+
+use crate::support::*;
+
+/// The model of Burn's layers, high precision and every preset, dense and with experts, take their
+/// steps and are measured.
+#[test]
+fn the_cost_of_every_recipe_is_measured() {
+    let path = folder("cost").with_extension("json");
+    let file = path.to_str().unwrap();
+    let run = format!("cost {SMALL} --rounds 2 --round-steps 1 --warm 1");
+    for (more, first) in [("", "burn"), ("--model moe --experts 4", "f32")] {
+        let more: Vec<&str> = more.split_whitespace().collect();
+        let said = succeeds(nvfp4(&run, &[&more[..], &["--json", file]].concat()));
+        let figures = json(&path);
+        let results = figures["results"].as_array().unwrap();
+        let names: Vec<&str> = results
+            .iter()
+            .map(|result| result["recipe"].as_str().unwrap())
+            .collect();
+        assert_eq!(names[0], first);
+        for name in Nvfp4Recipe::preset_names().filter(|name| *name != "bf16") {
+            assert!(names.contains(&name), "{name}: {names:?}");
+        }
+        for (name, result) in names.iter().zip(results) {
+            assert!(said.contains(name), "{name}: {said}");
+            let seconds = result["seconds"].as_array().unwrap();
+            assert_eq!(seconds.len(), 2, "{name}: a figure for each round");
+            assert!(seconds.iter().all(|each| each.as_f64().unwrap() > 0.0));
+            // Flex has neither memory pools nor launches.
+            assert!(result["memory"].is_null());
+        }
+    }
+    for (more, names) in [
+        ("--recipe nvidia", ["--recipes", "recipe"]),
+        ("--recipes fp8", ["fp8", "nvidia_4over6"]),
+        ("--rounds 0 --recipes f32", ["rounds", "at least 1"]),
+        ("--recipes f32 --lock no/such", ["lock", "no/such"]),
+    ] {
+        let more: Vec<&str> = more.split_whitespace().collect();
+        fails(nvfp4(&format!("cost {SMALL}"), &more), &names);
+    }
+}
+
+/// A step that telemetry samples beside one that it does not, and what that makes of one in five.
+#[test]
+fn the_cost_of_telemetry_is_measured() {
+    let path = folder("cost-of-telemetry").with_extension("json");
+    let run = "--rounds 2 --round-steps 1 --warm 1 --recipes f32,nvidia --telemetry-every 5 --json";
+    let run = format!("cost {SMALL} {run}");
+    let said = succeeds(nvfp4(&run, &[path.to_str().unwrap()]));
+    let header = said.lines().next().unwrap();
+    for column in ["sampled ms", "1 in 5"] {
+        assert!(header.contains(column), "{column}: {said}");
+    }
+    let figures = json(&path);
+    for result in figures["results"].as_array().unwrap() {
+        let median = |key: &str| {
+            let rounds = result[key].as_array().unwrap().iter();
+            let rounds: Vec<f64> = rounds.map(|each| each.as_f64().unwrap()).collect();
+            assert_eq!(rounds.len(), 2, "{key}: a figure for each round");
+            rounds[0].max(rounds[1])
+        };
+        let (plain, sampled) = (median("seconds"), median("sampled"));
+        let share = 100.0 * (sampled / plain - 1.0) / 5.0;
+        let name = result["recipe"].as_str().unwrap();
+        let line = said.lines().find(|line| line.starts_with(name)).unwrap();
+        let printed = line.trim_end_matches(" %").rsplit(' ').next().unwrap();
+        let printed: f64 = printed.parse().unwrap();
+        assert!((printed - share).abs() < 0.006, "{line}, {share}");
+        let operands = result["sampled_operands"].as_u64().unwrap();
+        assert_eq!(operands, if name == "f32" { 0 } else { 5 * 8 }, "{name}");
+    }
+    let said = succeeds(nvfp4(
+        &format!("cost {SMALL} --rounds 1 --round-steps 1 --warm 1 --recipes f32"),
+        &[],
+    ));
+    assert!(!said.contains("sampled"), "{said}");
+}
+
+/// What shares a lock measures when its turn has come.
+#[test]
+fn measurements_take_turns() {
+    let path = folder("cost").with_extension("lock");
+    let lock = std::fs::File::create(&path).unwrap();
+    lock.lock().unwrap();
+    let waiting = std::thread::spawn(move || {
+        let run = format!("cost {SMALL} --rounds 1 --round-steps 1 --warm 1 --recipes f32");
+        succeeds(nvfp4(&run, &["--lock", path.to_str().unwrap()]))
+    });
+    std::thread::sleep(std::time::Duration::from_secs(3));
+    assert!(!waiting.is_finished());
+    lock.unlock().unwrap();
+    assert!(waiting.join().unwrap().contains("f32"));
+}

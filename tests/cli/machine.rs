@@ -1,0 +1,121 @@
+//! What the command says of devices.
+
+use crate::support::*;
+
+/// The section of a device in what the doctor said.
+fn section<'a>(said: &'a str, device: &str) -> Vec<&'a str> {
+    let heading = format!("{device}\n");
+    let mut sections = said.split("\n\n");
+    let section = sections.find(|section| section.starts_with(&heading));
+    section.expect(device).lines().map(str::trim).collect()
+}
+
+#[test]
+fn doctor_names_the_kernels() {
+    let said = succeeds(nvfp4("doctor", &[]));
+    let reasons = succeeds(nvfp4("doctor --why", &[]));
+    let flex = [
+        "amax, quantize, dequantize",
+        "MS-EDEN, MXFP8",
+        "GEMM, NVFP4 or MXFP8",
+        "GEMM, bf16, f16 or f32",
+        "grouped GEMM",
+        "RMSNorm, SwiGLU",
+    ];
+    let cpu = [
+        "amax",
+        "quantize rowwise, 1x16",
+        "quantize columnwise, 16x1",
+        "quantize tiles, 16x16",
+        "quantize by amax per row",
+        "random Hadamard transform",
+        "round to nearest",
+        "round stochastically",
+        "MS-EDEN",
+        "MXFP8",
+        "128x4 scale layout",
+        "dequantize",
+        "GEMM, NVFP4 x NVFP4",
+        "GEMM, bf16 x NVFP4",
+        "GEMM, bf16 x bf16",
+        "GEMM, f32 or f16",
+        "M-grouped GEMM, NVFP4",
+        "K-grouped GEMM, NVFP4",
+        "RMSNorm, SwiGLU",
+    ];
+    // A section for each device, and in it each operation with its kernel; the reason on request.
+    let devices: [(&str, &[&str], bool); 2] =
+        [("flex", &flex, true), ("cpu", &cpu, cfg!(feature = "cpu"))];
+    for (device, operations, _) in devices.into_iter().filter(|(.., is_there)| *is_there) {
+        for (said, has_reasons) in [(&said, false), (&reasons, true)] {
+            let lines = section(said, device);
+            assert!(lines.iter().any(|line| line.starts_with("types: f32")));
+            for operation in operations {
+                let line = lines.iter().position(|line| {
+                    let rest = line.strip_prefix(operation);
+                    rest.is_some_and(|rest| rest.starts_with(' ') && !rest.trim().is_empty())
+                });
+                let line = line.unwrap_or_else(|| panic!("{operation} on {device}: {said}"));
+                let next = lines.get(line + 1);
+                let is_reason = next.is_some_and(|line| line.starts_with("because "));
+                assert_eq!(is_reason, has_reasons, "{said}");
+            }
+        }
+    }
+    for said in [&said, &reasons] {
+        assert!(
+            said.lines().all(|line| line.chars().count() <= 100),
+            "{said}"
+        );
+    }
+    let said = succeeds(nvfp4("doctor", &["--shape", "64,128,256"]));
+    assert!(said.contains("M 64, N 128, K 256"), "{said}");
+}
+
+/// The kernels of a shape, dense and in groups: CubeCL's CPU runtime has one for all operands.
+#[cfg(feature = "cpu")]
+#[test]
+fn doctor_names_the_kernels_of_a_shape() {
+    let dense = [
+        "GEMM, NVFP4 x NVFP4",
+        "GEMM, bf16 x NVFP4",
+        "GEMM, bf16 x bf16",
+    ];
+    let grouped = ["M-grouped GEMM, NVFP4", "K-grouped GEMM, NVFP4"];
+    let cases: [(_, _, &[&str]); 2] = [
+        (vec![], "1 group(s)", &dense),
+        (vec!["--groups", "8"], "8 group(s)", &grouped),
+    ];
+    for (more, groups, operations) in cases {
+        let arguments = [vec!["--shape", "64,128,256"], more].concat();
+        let said = succeeds(nvfp4("doctor", &arguments));
+        let mut lines = section(&said, "cpu").into_iter();
+        let shape = format!("M 64, N 128, K 256, {groups}");
+        assert!(lines.any(|line| line == shape), "{shape}: {said}");
+        for operation in operations {
+            let row = format!("{operation:<26} Scalar");
+            let line = lines.next().expect("a row");
+            assert!(line.starts_with(&row), "{row}: {said}");
+        }
+    }
+    fails(nvfp4("doctor", &["--shape", "64,128"]), &["64,128"]);
+}
+
+#[cfg(feature = "cpu")]
+#[test]
+fn the_oracle_reads_random_bits() {
+    let said = succeeds(nvfp4("oracle cvt-rs --device cpu --count 4096", &[]));
+    for part in [
+        "in software",
+        "      0 7 6 5 4 3 2 1 0",
+        "      3 31 30 29 28 27 26 25 24",
+        "this is the order of the software form",
+        "4096 of 4096 random questions",
+    ] {
+        assert!(said.contains(part), "{part}: {said}");
+    }
+    fails(
+        nvfp4("oracle cvt-rs --device flex", &[]),
+        &["flex", "cuda:N"],
+    );
+}

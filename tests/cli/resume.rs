@@ -1,0 +1,214 @@
+//! Runs that stop, crash and are resumed.
+
+use std::fs;
+use std::path::Path;
+use std::process::Command;
+
+use crate::support::*;
+
+/// Everything that a resumed run must share with an uninterrupted one.
+fn assert_same_run(left: &Path, right: &Path) {
+    let config = json(&left.join("config.json"));
+    let compared = config["compare"].as_array().unwrap();
+    for recipe in std::iter::once(&config["recipe"]).chain(compared) {
+        let recipe = recipe.as_str().unwrap();
+        let (left, right) = (left.join(recipe), right.join(recipe));
+        for file in ["model.bpk", "optimizer.bpk", "state.json"] {
+            let read = |folder: &Path| fs::read(checkpoint(folder).join(file)).unwrap();
+            assert!(read(&left) == read(&right), "{recipe}/{file} differs");
+        }
+        let rows = |folder: &Path| {
+            let mut rows = metrics(&folder.join("metrics.csv"));
+            rows.iter_mut().for_each(|row| row[5].clear());
+            rows
+        };
+        assert_eq!(rows(&left), rows(&right), "{recipe}/metrics.csv differs");
+    }
+    for key in ["final_valid_loss", "baseline_valid_loss", "gap_percent"] {
+        let [left, right] = [left, right].map(|out| json(&out.join("summary.json"))[key].clone());
+        assert_eq!(left, right, "{key} differs");
+    }
+}
+
+#[test]
+fn a_resumed_run_reaches_the_same_bytes() {
+    // Between two checkpoints, two rows and two evaluations.
+    for stop in ["5", "6"] {
+        let out = folder(&format!("resumed-{stop}"));
+        let said = succeeds(train_on(
+            &device(),
+            &out,
+            &format!("{RUN} --stop-at {stop}"),
+        ));
+        assert!(!out.join("summary.json").exists());
+        // What it says to go on by can be pasted.
+        let path = out.to_str().unwrap();
+        let program = env!("CARGO_BIN_EXE_nvfp4");
+        let hint = format!("to resume: {program} train --resume {path}");
+        assert!(said.lines().any(|line| line.ends_with(&hint)), "{said}");
+        succeeds(nvfp4("train", &["--resume", path]));
+        assert_same_run(finished_on_device(), &out);
+    }
+}
+
+/// The same of a model with experts: routing, rows that are sent to experts and back, losses of
+/// balance.
+#[test]
+fn a_resumed_mixture_reaches_the_same_bytes() {
+    let run = format!("{RUN} --no-compare --model moe --experts 4 --top-k 2");
+    let [whole, resumed] = ["mixture", "mixture-resumed"].map(folder);
+    succeeds(train_on(&device(), &whole, &run));
+    succeeds(train_on(&device(), &resumed, &format!("{run} --stop-at 5")));
+    succeeds(nvfp4("train", &["--resume", resumed.to_str().unwrap()]));
+    assert_same_run(&whole, &resumed);
+}
+
+#[test]
+fn a_crash_loses_only_what_came_after_the_checkpoint() {
+    let out = folder("crashed");
+    succeeds(train_on(&device(), &out, &format!("{RUN} --stop-at 7")));
+    let nvfp4_folder = out.join("nvfp4");
+    // As a crash would leave it: half a checkpoint, a row that the checkpoint does not know, and
+    // half of another.
+    let half = nvfp4_folder.join("checkpoint-00000008.unfinished");
+    fs::create_dir(&half).unwrap();
+    fs::write(half.join("model.bpk"), "half").unwrap();
+    let csv = nvfp4_folder.join("metrics.csv");
+    let whole = fs::read_to_string(&csv).unwrap();
+    let resume = ["--resume", out.to_str().unwrap()];
+    // What the checkpoint does know must be there.
+    let gap: String = whole
+        .split_inclusive('\n')
+        .filter(|line| !line.starts_with("3,"))
+        .collect();
+    fs::write(&csv, gap).unwrap();
+    fails(
+        nvfp4("train", &resume),
+        &["metrics.csv is damaged", "the row of step 3"],
+    );
+    fs::write(&csv, whole + "9,1152,1.0,,0.001,5.0\n12,11").unwrap();
+    succeeds(nvfp4("train", &resume));
+    assert_same_run(finished_on_device(), &out);
+}
+
+/// A sample is in telemetry.csv once, however often its step was done.
+#[test]
+fn a_crash_repeats_no_sample() {
+    let run = format!("{RUN} --no-compare --telemetry-every 2");
+    let [whole, crashed] = ["sampled", "sampled-crashed"].map(folder);
+    succeeds(train(&whole, &run));
+    succeeds(train(&crashed, &format!("{run} --stop-at 7")));
+    let [expected, csv] = [&whole, &crashed].map(|out| out.join("nvfp4/telemetry.csv"));
+    // As a crash after step 11 would leave it.
+    let mut torn = fs::read_to_string(&expected).unwrap();
+    assert!(torn.contains("\n10,blocks."));
+    torn.truncate(torn.len() - 20);
+    fs::write(&csv, torn).unwrap();
+    succeeds(nvfp4("train", &["--resume", crashed.to_str().unwrap()]));
+    let [expected, found] = [&expected, &csv].map(|path| fs::read_to_string(path).unwrap());
+    assert!(found == expected, "{found}");
+}
+
+/// Paths of text are stored so that they hold anywhere.
+#[test]
+fn a_run_is_resumed_from_another_folder() {
+    let here = folder("relative");
+    fs::create_dir(here.join("words")).unwrap();
+    write_text(&here.join("words"), 20);
+    let command = |folder: &Path, arguments: &str| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_nvfp4"));
+        command
+            .args(arguments.split_whitespace())
+            .current_dir(folder);
+        command.output().unwrap()
+    };
+    let run = format!("train {SMALL} --steps 2 --no-compare --stop-at 1 --data words --out run");
+    succeeds(command(&here, &run));
+    succeeds(command(&here.join("words"), "train --resume ../run"));
+}
+
+#[cfg(unix)]
+#[test]
+fn ctrl_c_leaves_a_checkpoint() {
+    let out = folder("interrupted");
+    let path = out.to_str().unwrap();
+    let mut child = Command::new(env!("CARGO_BIN_EXE_nvfp4"))
+        .args(
+            ["train"]
+                .iter()
+                .chain(&SMALL.split_whitespace().collect::<Vec<_>>()),
+        )
+        .args([
+            "--data",
+            text(),
+            "--out",
+            path,
+            "--steps",
+            "1000000",
+            "--log-every",
+            "1",
+        ])
+        .stderr(std::process::Stdio::null())
+        .stdout(std::process::Stdio::null())
+        .spawn()
+        .unwrap();
+    let csv = out.join("nvfp4/metrics.csv");
+    let trained = || fs::read_to_string(&csv).is_ok_and(|text| text.lines().count() > 4);
+    while !trained() {
+        assert!(child.try_wait().unwrap().is_none(), "ended early");
+        std::thread::sleep(std::time::Duration::from_millis(20));
+    }
+    let kill = Command::new("kill")
+        .args(["-INT", &child.id().to_string()])
+        .status()
+        .unwrap();
+    assert!(kill.success());
+    assert_eq!(child.wait().unwrap().code(), Some(130));
+    let name = checkpoint(&out.join("nvfp4"))
+        .file_name()
+        .unwrap()
+        .to_str()
+        .unwrap()
+        .to_owned();
+    let step: usize = name.strip_prefix("checkpoint-").unwrap().parse().unwrap();
+    assert_eq!(metrics(&csv).last().unwrap()[0], step.to_string());
+    let stop = (step + 2).to_string();
+    succeeds(nvfp4("train", &["--resume", path, "--stop-at", &stop]));
+    assert_eq!(metrics(&csv).last().unwrap()[0], stop);
+}
+
+#[test]
+fn a_damaged_checkpoint_is_an_error() {
+    let out = folder("damaged");
+    succeeds(train(&out, &format!("{RUN} --stop-at 4 --no-compare")));
+    let path = out.to_str().unwrap();
+    let model = checkpoint(&out.join("nvfp4")).join("model.bpk");
+    let whole = fs::read(&model).unwrap();
+    let mut damaged = whole.clone();
+    let middle = damaged.len() / 2;
+    damaged[middle] ^= 0x10;
+    fs::write(&model, damaged).unwrap();
+    fails(
+        nvfp4("train", &["--resume", path]),
+        &["checkpoint-00000004", "model.bpk is damaged"],
+    );
+    let sample = ["--checkpoint", path, "--prompt", "let", "--device", "flex"];
+    fails(nvfp4("sample", &sample), &["model.bpk is damaged"]);
+    fs::write(&model, whole).unwrap();
+    succeeds(nvfp4("sample --tokens 2", &sample));
+}
+
+#[test]
+fn the_text_of_a_resumed_run_must_be_the_same() {
+    let data = folder("changing-text");
+    write_text(&data, 20);
+    let out = folder("changing");
+    let [data_name, out_name] = [&data, &out].map(|path| path.to_str().unwrap());
+    let arguments = format!("train {SMALL} --steps 4 --stop-at 2 --no-compare");
+    succeeds(nvfp4(&arguments, &["--data", data_name, "--out", out_name]));
+    fs::write(data.join("file-3.txt"), "other words").unwrap();
+    fails(
+        nvfp4("train", &["--resume", out_name]),
+        &["the text has changed"],
+    );
+}

@@ -1,0 +1,230 @@
+//! Runs from start to end.
+
+use std::fs;
+use std::path::Path;
+use std::process::Command;
+
+use crate::support::*;
+
+#[test]
+fn a_comparison_writes_its_files() {
+    let out = finished();
+    for recipe in ["nvfp4", "f32"] {
+        let rows = metrics(&out.join(recipe).join("metrics.csv"));
+        let steps: Vec<&str> = rows.iter().map(|row| row[0].as_str()).collect();
+        assert_eq!(steps, ["0", "3", "6", "9", "12"]);
+        for row in &rows {
+            assert_eq!(row.len(), 6);
+            let step: u64 = row[0].parse().unwrap();
+            assert_eq!(row[1].parse::<u64>().unwrap(), step * 4 * 32);
+            assert_eq!(row[2].is_empty(), step == 0, "train_loss of {row:?}");
+            assert_eq!(
+                row[3].is_empty(),
+                !step.is_multiple_of(6),
+                "valid_loss of {row:?}"
+            );
+            assert!(row[4].parse::<f64>().unwrap() > 0.0);
+            assert_eq!(row[5].is_empty(), step == 0, "tokens_per_s of {row:?}");
+        }
+        let loss = |row: &Vec<String>| row[3].parse::<f64>().unwrap();
+        assert!(
+            loss(&rows[4]) < loss(&rows[0]) - 0.5,
+            "{recipe} has not learnt: {rows:?}"
+        );
+        assert!(checkpoint(&out.join(recipe)).ends_with("checkpoint-00000012"));
+    }
+    let summary = json(&out.join("summary.json"));
+    let number = |key: &str| {
+        summary[key]
+            .as_f64()
+            .unwrap_or_else(|| panic!("{key}: {summary}"))
+    };
+    assert_eq!(
+        (summary["recipe"].as_str(), summary["device"].as_str()),
+        (Some("nvfp4"), Some("flex"))
+    );
+    assert_eq!(summary["baseline_recipe"].as_str(), Some("f32"));
+    assert_eq!(number("tokens"), 12.0 * 4.0 * 32.0);
+    assert!(number("seconds") > 0.0 && number("unigram_entropy") > 0.0);
+    let gap = 100.0 * (number("final_valid_loss") / number("baseline_valid_loss") - 1.0);
+    assert!((number("gap_percent") - gap).abs() < 1e-6);
+    assert_ne!(number("final_valid_loss"), number("baseline_valid_loss"));
+    let last = metrics(&out.join("nvfp4/metrics.csv"))[4][3]
+        .parse::<f64>()
+        .unwrap();
+    assert!((number("final_valid_loss") - last).abs() < 1e-6);
+
+    assert_eq!(json(&out.join("config.json"))["width"].as_u64(), Some(32));
+    let svg = fs::read_to_string(out.join("loss.svg")).unwrap();
+    for part in [
+        "<svg",
+        "nvfp4, validation",
+        "f32, validation",
+        "unigram entropy",
+    ] {
+        assert!(svg.contains(part), "loss.svg lacks {part}");
+    }
+}
+
+/// A run that cannot start leaves nothing, so that the corrected command can have its folder.
+#[test]
+fn a_failed_start_leaves_nothing() {
+    let out = folder("failed-start");
+    fs::remove_dir(&out).unwrap();
+    fails(
+        train(&out, "--high-precision typo"),
+        &["high_precision", "typo"],
+    );
+    let long = SMALL.replace("--context 32", "--context 100000");
+    let paths = ["--data", text(), "--out", out.to_str().unwrap()];
+    fails(
+        nvfp4(&format!("train {long}"), &paths),
+        &["context of 100000"],
+    );
+    fails(
+        nvfp4(
+            "train --data typo --device flex --out",
+            &[out.to_str().unwrap()],
+        ),
+        &["data typo does not exist"],
+    );
+    assert!(!out.exists());
+    succeeds(train(&out, "--steps 1 --no-compare"));
+}
+
+/// What is not on a terminal gets a line for each row.
+#[test]
+fn progress_is_logged() {
+    let run = "--steps 4 --log-every 2 --eval-every 4 --no-compare";
+    let output = train(&folder("logged"), run);
+    let error = String::from_utf8_lossy(&output.stderr).into_owned();
+    succeeds(output);
+    let lines: Vec<Vec<&str>> = error
+        .lines()
+        .map(|line| line.trim().split("  ").collect())
+        .filter(|parts: &Vec<&str>| parts.len() > 1 && parts[1].starts_with("step "))
+        .collect();
+    let number = |text: &str, before: &str, after: &str| {
+        let number = text
+            .strip_prefix(before)
+            .and_then(|t| t.strip_suffix(after));
+        let number = number.unwrap_or_else(|| panic!("{text:?}: {error}"));
+        assert!(number.parse::<f64>().unwrap() > 0.0, "{text}");
+    };
+    let [start, middle, end] = &lines[..] else {
+        panic!("not three lines: {error}");
+    };
+    assert_eq!(start[..2], ["nvfp4", "step 0/4"]);
+    number(start[2], "valid ", "");
+    assert_eq!(start[3..], ["ETA ?"]);
+    assert_eq!(middle[..2], ["nvfp4", "step 2/4"]);
+    number(middle[2], "loss ", "");
+    number(middle[3], "", " tokens/s");
+    assert!(middle[4].starts_with("ETA ") && middle[4].contains("second"));
+    assert_eq!(end[..2], ["nvfp4", "step 4/4"]);
+    number(end[3], "valid ", "");
+    assert_eq!(end[5..], ["ETA 0 seconds"]);
+}
+
+/// The default model, on real text: this crate's sources.
+#[test]
+fn tiny_learns_more_than_the_frequencies_of_bytes() {
+    let out = folder("learns");
+    let run = "train --device flex --preset tiny --context 64 --batch 4 --steps 40 --eval-every 40 \
+               --eval-batches 4 --no-compare";
+    let sources = Path::new(env!("CARGO_MANIFEST_DIR")).join("../lm/src");
+    let paths = [
+        "--data",
+        sources.to_str().unwrap(),
+        "--out",
+        out.to_str().unwrap(),
+    ];
+    succeeds(nvfp4(run, &paths));
+    let summary = json(&out.join("summary.json"));
+    let [loss, unigram] =
+        ["final_valid_loss", "unigram_entropy"].map(|key| summary[key].as_f64().unwrap());
+    assert!(
+        loss < unigram - 0.1,
+        "{loss}, and without context {unigram}"
+    );
+}
+
+/// Several recipes side by side, one of them healed, a mixture of experts, and telemetry.
+#[test]
+fn recipes_are_compared_on_the_same_batches() {
+    let out = folder("recipes");
+    let run = "--steps 4 --warmup 1 --log-every 2 --eval-every 4 --recipe quartet2 \
+               --compare f32,per_token --healing 0.5:forward --telemetry-every 2";
+    let said = succeeds(train(&out, run));
+    for gap in ["gap of quartet2 to f32", "gap of per_token to f32"] {
+        assert!(said.contains(gap), "{said}");
+    }
+    let summary = json(&out.join("summary.json"));
+    assert_eq!(summary["baseline_recipe"].as_str(), Some("f32"));
+    let names: Vec<&str> = summary["results"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|result| result["recipe"].as_str().unwrap())
+        .collect();
+    assert_eq!(names, ["quartet2", "f32", "per_token"]);
+    let telemetry = fs::read_to_string(out.join("quartet2/telemetry.csv")).unwrap();
+    let lines: Vec<&str> = telemetry.lines().collect();
+    assert!(lines[0].starts_with("step,layer,operand,sqnr_db"));
+    // Two sampled steps of eight layers. In the second the forward has healed, and what is left to
+    // look at is the backward: MS-EDEN's operands.
+    let of_step = |step: &str| {
+        let lines = lines[1..].iter();
+        lines.filter(|line| line.starts_with(step)).count()
+    };
+    let (whole, backward) = (5 * 8, 3 * 8);
+    assert_eq!(
+        (of_step("0,blocks."), of_step("2,blocks.")),
+        (whole, backward)
+    );
+    assert_eq!(lines.len(), 1 + whole + backward, "{telemetry}");
+    let state = json(&checkpoint(&out.join("quartet2")).join("state.json"));
+    let modes = state["nvfp4"]["modes"].as_object().unwrap();
+    assert_eq!(modes["blocks.0.attention.qkv"], "high_precision_forward");
+
+    let out = folder("experts");
+    let run = "--steps 2 --no-compare --model moe --experts 4 --top-k 2 --eval-every 2";
+    succeeds(train(&out, run));
+    let config = json(&out.join("config.json"));
+    assert_eq!(
+        (config["experts"].as_u64(), config["top_k"].as_u64()),
+        (Some(4), Some(2))
+    );
+}
+
+#[test]
+fn the_default_text_is_cargos_registry() {
+    let home = folder("cargo-home");
+    let out = folder("cargo-out");
+    let train = |home: &Path| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_nvfp4"));
+        command.args("train".split_whitespace().chain(SMALL.split_whitespace()));
+        command.args([
+            "--steps",
+            "1",
+            "--no-compare",
+            "--out",
+            out.to_str().unwrap(),
+        ]);
+        command.env("CARGO_HOME", home).output().unwrap()
+    };
+    fails(train(&home), &["no Rust sources", "--data", "cargo fetch"]);
+    for name in ["one-1.0.0", "two-2.0.0"] {
+        let sources = home.join("registry/src/index-0123").join(name).join("src");
+        fs::create_dir_all(&sources).unwrap();
+        for file in 0..10 {
+            let text = format!("//! {name}\npub fn function_{file}() -> usize {{ {file} }}\n");
+            fs::write(sources.join(format!("f{file}.rs")), text).unwrap();
+        }
+        fs::write(sources.join("notes.md"), "not Rust").unwrap();
+    }
+    succeeds(train(&home));
+    let state = json(&checkpoint(&out.join("nvfp4")).join("state.json"));
+    let files = |part: &str| state["corpus"][part].as_u64().unwrap();
+    assert_eq!(files("train_files") + files("valid_files"), 20);
+}
