@@ -1,16 +1,18 @@
-//! Products on a GPU in operations a second: dense, few rows, model shapes, groups, the six products and
-//! quantizations of a linear layer's forward and backward pass, and what a call of cuBLASLt costs.
+//! Products on a GPU in operations a second: dense, few rows, model shapes, groups, the six
+//! products and quantizations of a linear layer's forward and backward pass, and what a call of
+//! cuBLASLt costs.
 //!
-//! `cargo bench -p nvfp4-kernels --features cuda --bench gemm`; a filter behind `--` chooses, such as
-//! `-- few`. The bf16 product of cuBLAS (its cuBLASLt) is timed beside ours in the same process, on the same
-//! values and the same stream: the clock follows the temperature. Random operands, since zeros draw less
-//! power, rotate among sets that together exceed the L2 cache. Products are captured into a graph that is
-//! replayed, so that the host does not count; what a call costs the host is `calls`. Products that packed bytes
-//! bound, few rows and groups, are compared with a copy of the same process, groups with the dense product of the
-//! same operations too.
+//! `cargo bench -p nvfp4-kernels --features cuda --bench gemm`; a filter behind `--` chooses, such
+//! as `-- few`. The bf16 product of cuBLAS (its cuBLASLt) is timed beside ours in the same process,
+//! on the same values and the same stream: the clock follows the temperature. Random operands,
+//! since zeros draw less power, rotate among sets that together exceed the L2 cache. Products are
+//! captured into a graph that is replayed, so that the host does not count; what a call costs the
+//! host is `calls`. Products that packed bytes bound, few rows and groups, are compared with a copy
+//! of the same process, groups with the dense product of the same operations too.
 //!
-//! A table goes to standard output, and the same as a results file, which `cargo xtask results` reads, to
-//! `nvfp4-bench-gemm.json` in the target folder (or the file that `NVFP4_BENCH_JSON` names).
+//! A table goes to standard output, and the same as a results file, which `cargo xtask results`
+//! reads, to `nvfp4-bench-gemm.json` in the target folder (or the file that `NVFP4_BENCH_JSON`
+//! names).
 //!
 //! With `NVFP4_BENCH_ONCE` set everything runs once and nothing is timed: for a profiler.
 
@@ -29,9 +31,9 @@ use nvfp4_kernels::{
     capabilities::Capabilities,
     cubecl,
     gemm::{
-        self, Elements, Operand, Scale, Target,
-        cublaslt::{self, Format, Product, Side},
-        kernels::{Plan, W4a16Tile, decode, product_with, transposed},
+        self, Elements, Gemm, Operand, Plan, Scale, Target,
+        cublaslt::{self, CublasLtFormat, CublasLtGemm, CublasLtOperand},
+        kernels::{W4a16Tile, decode, transposed},
     },
     moe::GroupOffsets,
     quantize::{self, AmaxRequest, QuantRequest},
@@ -41,7 +43,7 @@ use nvfp4_kernels::{
     },
 };
 
-/// What cuBLAS's products are called.
+/// What cuBLAS's GEMMs are called.
 const CUBLAS: &str = "cuBLAS bf16";
 
 /// What the copy is called.
@@ -53,7 +55,8 @@ struct Record {
     name: String,
     /// Floating-point operations.
     operations: f64,
-    /// Bytes of packed weights, where they are what bounds the product; of a copy all that it moves.
+    /// Bytes of packed weights, where they are what bounds the product; of a copy all that it
+    /// moves.
     bytes: Option<f64>,
     /// Seconds of each batch, for each launch.
     seconds: Vec<f64>,
@@ -95,8 +98,8 @@ fn sync(client: &Client) {
     futures_lite::future::block_on(client.sync()).expect("a kernel failed");
 }
 
-/// Times `launch(i)` under `name`, in batches between two synchronisations, each after a pause in which
-/// the chip cools down.
+/// Times `launch(i)` under `name`, in batches between two synchronisations, each after a pause in
+/// which the chip cools down.
 fn time(criterion: &mut Criterion, client: &Client, record: Record, mut launch: impl FnMut(usize)) {
     // Kernels are compiled and memory pools grow outside of the samples.
     (0..2).for_each(&mut launch);
@@ -106,7 +109,8 @@ fn time(criterion: &mut Criterion, client: &Client, record: Record, mut launch: 
     });
 }
 
-/// [`time`] of what the device does: `launch(i)` is captured into a graph, and the graph is replayed.
+/// [`time`] of what the device does: `launch(i)` is captured into a graph, and the graph is
+/// replayed.
 fn time_on_device(
     criterion: &mut Criterion,
     client: &Client,
@@ -124,7 +128,8 @@ fn time_on_device(
     client.graph_prepare().expect("a graph");
     (0..2).for_each(&mut launch);
     sync(client);
-    // Two milliseconds at a petaflop a second: short products come in numbers that hide what a replay costs.
+    // Two milliseconds at a petaflop a second: short products come in numbers that hide what a
+    // replay costs.
     let count = ((2e12 / record.operations) as usize).clamp(2, 32);
     client.start_capture().expect("a graph");
     (0..count).for_each(&mut launch);
@@ -148,7 +153,8 @@ fn sample(
 ) {
     let mut group = criterion.benchmark_group("gemm");
     group.sample_size(10);
-    // The table below has medians; criterion's own intervals are not worth seconds for each product.
+    // The table below has medians; criterion's own intervals are not worth seconds for each
+    // product.
     group.nresamples(1001);
     group.warm_up_time(Duration::from_millis(50));
     group.measurement_time(Duration::from_millis(200));
@@ -287,16 +293,16 @@ fn decoded(client: &Client, packed: &DeviceQuantized) -> Matrix {
     Matrix::new(decode(client, packed), rows, cols, FloatKind::Bf16).unwrap()
 }
 
-/// cuBLAS's product of two bf16 matrices.
+/// cuBLAS's GEMM of two bf16 matrices.
 fn cublas(client: &Client, a: &Matrix, b: &Matrix) -> Result<Matrix, nvfp4_kernels::Nvfp4Error> {
     let out = Matrix::empty(client, a.rows, b.rows, FloatKind::Bf16);
-    let side = |matrix: &Matrix, data| Side {
+    let side = |matrix: &Matrix, data| CublasLtOperand {
         rows: matrix.rows,
         data,
         scale: None,
     };
-    let product = Product {
-        format: Format::Bf16,
+    let product = CublasLtGemm {
+        format: CublasLtFormat::Bf16,
         k: a.cols,
         a: side(a, &a.handle),
         b: side(b, &b.handle),
@@ -305,17 +311,22 @@ fn cublas(client: &Client, a: &Matrix, b: &Matrix) -> Result<Matrix, nvfp4_kerne
         out: &out,
         accumulate: false,
     };
-    cublaslt::product(client, &product)?;
+    cublaslt::gemm(client, &product)?;
     Ok(out)
 }
 
-/// Our product of two bf16 matrices.
+/// Our GEMM.
+fn multiply(client: &Client, request: Gemm) -> Result<Matrix, nvfp4_kernels::Nvfp4Error> {
+    gemm::gemm(client, &request).map(|output| output.matrix)
+}
+
+/// Our GEMM of two bf16 matrices.
 fn bf16(client: &Client, a: Elements, b: Elements) -> Matrix {
     let [a, b] = [a, b].map(|elements| Operand {
         elements,
         scale: Scale::One,
     });
-    gemm::product(client, None, &a, &b, None, Target::New(FloatKind::Bf16)).unwrap()
+    multiply(client, Gemm::new(&a, &b).out(FloatKind::Bf16)).unwrap()
 }
 
 fn dense(criterion: &mut Criterion, client: &Client, noise: &Noise) {
@@ -347,11 +358,11 @@ fn dense(criterion: &mut Criterion, client: &Client, noise: &Noise) {
         };
         run("NVFP4", &|i| {
             let (a, b) = (&a[i % packed], &b[i % packed]);
-            gemm::gemm(client, a, b, None, FloatKind::Bf16).unwrap();
+            multiply(client, Gemm::new(a, b).out(FloatKind::Bf16)).unwrap();
         });
         run("bf16", &|i| {
             let (x, y) = (&x[i % plain], &y[i % plain]);
-            gemm::gemm_bf16(client, x, y, None, FloatKind::Bf16).unwrap();
+            multiply(client, Gemm::new(x, y).out(FloatKind::Bf16)).unwrap();
         });
         let columns = |matrices: &[Matrix]| -> Vec<_> {
             let matrices = matrices.iter();
@@ -414,7 +425,7 @@ fn calls(criterion: &mut Criterion, client: &Client, noise: &Noise) {
         sync(client);
     });
     run("our kernel", &|| {
-        gemm::gemm_bf16(client, &a, &b, None, FloatKind::Bf16).unwrap();
+        multiply(client, Gemm::new(&a, &b).out(FloatKind::Bf16)).unwrap();
     });
 }
 
@@ -440,8 +451,8 @@ fn view(matrix: &Matrix, first: usize, rows: usize) -> Matrix {
     Matrix::new(handle, rows, matrix.cols, matrix.dtype).unwrap()
 }
 
-/// Times a copy of more than the L2 cache holds, all of whose bytes are read and written. Whatever the filter is:
-/// products are compared with it.
+/// Times a copy of more than the L2 cache holds, all of whose bytes are read and written. Whatever
+/// the filter is: products are compared with it.
 fn copy(client: &Client) {
     const COPIES: usize = 8;
     let bytes = 1 << 29;
@@ -463,8 +474,8 @@ fn copy(client: &Client) {
     });
 }
 
-/// The dense product with as many operations as groups of `rows` rows have, by the kernel that it takes and by that
-/// of groups.
+/// The dense product with as many operations as groups of `rows` rows have, by the kernel that it
+/// takes and by that of groups.
 fn ungrouped(
     criterion: &mut Criterion,
     client: &Client,
@@ -486,9 +497,9 @@ fn ungrouped(
     ] {
         let record = Record::new(format!("{name}, {kind}"), 2.0 * (rows * n * k) as f64);
         time_on_device(criterion, client, record, |_| {
-            let (a, b) = ((&a).into(), (&b).into());
+            let (a, b) = (Operand::from(&a), Operand::from(&b));
             let target = Target::New(FloatKind::Bf16);
-            product_with(client, None, &a, &b, None, target, plan).unwrap();
+            multiply(client, Gemm::new(&a, &b).target(target).plan(plan)).unwrap();
         });
     }
 }
@@ -527,9 +538,9 @@ fn grouped(criterion: &mut Criterion, client: &Client, noise: &Noise) {
             let operations = 2.0 * (rows * n * k) as f64;
             let record = Record::of_weight(format!("{name}, NVFP4"), operations, groups * n, k);
             time_on_device(criterion, client, record, |_| {
-                let (a, b): (Operand, Operand) = ((&a).into(), (&b).into());
+                let (a, b): (Operand, Operand) = (Operand::from(&a), Operand::from(&b));
                 let target = Target::New(FloatKind::Bf16);
-                gemm::gemm_grouped_rows(client, None, &a, &b, &offsets, None, target).unwrap();
+                multiply(client, Gemm::new(&a, &b).target(target).m_grouped(&offsets)).unwrap();
             });
             // A call of cuBLAS for each expert, which needs to know the sizes.
             let mut first = 0;
@@ -558,10 +569,10 @@ fn grouped(criterion: &mut Criterion, client: &Client, noise: &Noise) {
     }
 }
 
-/// A linear layer as the `nvfp4` recipe trains it: every maximum, copy and product of forward and backward
-/// pass, weights in 16x16 tiles, gradients rounded stochastically, both operands of the weight gradient
-/// transformed. And the three products of a bf16 layer, whose weight is `inputs` x `outputs`: on matrices as they
-/// are, and on copies that have every contraction along rows.
+/// A linear layer as the `nvfp4` recipe trains it: every maximum, copy and product of forward and
+/// backward pass, weights in 16x16 tiles, gradients rounded stochastically, both operands of the
+/// weight gradient transformed. And the three products of a bf16 layer, whose weight is `inputs` x
+/// `outputs`: on matrices as they are, and on copies that have every contraction along rows.
 fn linear(criterion: &mut Criterion, client: &Client, noise: &Noise) {
     for (tokens, inputs, outputs) in [(8192, 4096, 4096), (8192, 4096, 14336)] {
         let x = noise.matrix(client, tokens, inputs, 1);
@@ -618,10 +629,10 @@ fn linear(criterion: &mut Criterion, client: &Client, noise: &Noise) {
             let (x_row, x_col) = both(x, nearest(), nearest());
             let w_amax = quantize::amax(client, &w, None).unwrap();
             let (w_row, w_col) = quantize::quantize_tile(client, &w, &w_amax).unwrap();
-            gemm::gemm(client, &x_row, &w_row, None, FloatKind::Bf16).unwrap();
+            multiply(client, Gemm::new(&x_row, &w_row).out(FloatKind::Bf16)).unwrap();
             let (dy_row, dy_col) = both(dy, stochastic(2), stochastic(4));
-            gemm::gemm(client, &dy_row, &w_col, None, FloatKind::Bf16).unwrap();
-            gemm::gemm(client, &dy_col, &x_col, None, FloatKind::F32).unwrap();
+            multiply(client, Gemm::new(&dy_row, &w_col).out(FloatKind::Bf16)).unwrap();
+            multiply(client, Gemm::new(&dy_col, &x_col).out(FloatKind::F32)).unwrap();
         });
     }
 }

@@ -32,13 +32,13 @@ impl Sm90Tile {
         }
     }
 
-    /// Whether `b` may be stored in columns: in boxes of 64 rows of the tile.
-    pub const fn takes_columns(self) -> bool {
+    /// Whether `b` may be MN-major: in boxes of 64 rows of the tile.
+    pub const fn takes_mn_major(self) -> bool {
         self.n().is_multiple_of(SM90_BOX)
     }
 
     /// Stages of the ring, as many as shared memory holds beside the staging; the main loops of
-    /// [`ptx_sm90`](crate::cube::ptx_sm90) count the same.
+    /// [`sm90_mainloop`](crate::cube::ptx::sm90_mainloop) count the same.
     pub const fn stages(self) -> usize {
         match self {
             Self::N256 => 4,
@@ -56,8 +56,8 @@ pub(crate) const W4A16_STRIP: usize = 64;
 pub struct W4a16Tile {
     /// Rows of `a`: 32, 64, 128 or 256.
     pub rows_a: usize,
-    /// Consumer warpgroups that have the same 64 rows of `b` and take turns along the contraction: 2 or
-    /// 4; or 1, and two warpgroups have 64 rows each.
+    /// Consumer warpgroups that have the same 64 rows of `b` and take turns along the contraction:
+    /// 2 or 4; or 1, and two warpgroups have 64 rows each.
     pub ways: usize,
 }
 
@@ -95,7 +95,8 @@ impl W4a16Tile {
         }
     }
 
-    /// Rows of `a` that instructions may span, ascending: a tile takes the first that holds its rows.
+    /// Rows of `a` that instructions may span, ascending: a tile takes the first that holds its
+    /// rows.
     pub const fn widths(self) -> &'static [usize] {
         match (self.rows_a, self.ways) {
             (256, _) => &[128, 256],
@@ -106,7 +107,7 @@ impl W4a16Tile {
         }
     }
 
-    /// Rows of `a` that one instruction of the copy engine brings: they divide all widths.
+    /// Rows of `a` that one TMA instruction brings: they divide all widths.
     pub const fn rows_of_copy(self) -> usize {
         match self.rows_a {
             256 => 128,
@@ -133,7 +134,7 @@ pub(crate) const CMMA_TILE_N: usize = 128;
 pub enum CmmaTile {
     /// 128 x 128: each plane has 64 x 32.
     M128,
-    /// 32 x 128, for few rows: each plane has 32 x 16.
+    /// 32 x 128, for small M: each plane has 32 x 16.
     M32,
 }
 
@@ -204,14 +205,14 @@ impl Sm120Tile {
         64 * self.strips
     }
 
-    /// The widest tile of which there is one for each processor, or the narrowest. Not measured.
-    pub(crate) fn of(processors: usize, m: usize, n: usize, multiply: Multiply) -> Self {
+    /// The widest tile of which there is one for each SM, or the narrowest. Not measured.
+    pub(crate) fn of(sms: usize, m: usize, n: usize, multiply: Multiply) -> Self {
         let wide = Self {
             strips: 2,
             multiply,
         };
         let tiles = m.div_ceil(wide.tile_m()) * n.div_ceil(SM120_TILE_N);
-        let strips = if m > 64 && tiles >= processors { 2 } else { 1 };
+        let strips = if m > 64 && tiles >= sms { 2 } else { 1 };
         Self { strips, multiply }
     }
 }

@@ -6,6 +6,7 @@ use crate::support::sources::{count, cuda_source, disassembled, is_left_out, spi
 use cubecl::prelude::*;
 use half::bf16;
 use nvfp4_kernels::{
+    cube::ptx::Major,
     gemm::{
         OutputAmax,
         kernels::{
@@ -304,11 +305,11 @@ fn sm90_kernel_uses_the_tensor_cores_and_spills_nothing() {
             (GroupedDim::None, all, FloatKind::F32, rows),
         ];
         for columns in [[false, true], [true, false], [true, true]] {
-            if tile.takes_columns() || !columns[1] {
+            if tile.takes_mn_major() || !columns[1] {
                 instances.push((GroupedDim::None, plain_epilogue, FloatKind::Bf16, columns));
             }
         }
-        if tile.takes_columns() {
+        if tile.takes_mn_major() {
             let columns = [true; 2];
             instances.push((GroupedDim::K, plain_epilogue, FloatKind::F32, columns));
             instances.push((GroupedDim::None, all, FloatKind::F32, columns));
@@ -345,7 +346,7 @@ fn sm90_kernel_uses_the_tensor_cores_and_spills_nothing() {
                     8,
                     grouping,
                     tile,
-                    columns,
+                    columns.map(|columns| if columns { Major::Mn } else { Major::K }),
                     kind,
                 )
             };

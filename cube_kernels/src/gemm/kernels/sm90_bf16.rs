@@ -17,13 +17,25 @@ use cubecl::{
 use half::bf16;
 
 use crate::{
-    cube::ptx_sm90::{
-        barrier_expect, barrier_wait, descriptor, main_loop_64x64, main_loop_64x128,
-        main_loop_64x176, main_loop_64x256, shared_address,
+    Nvfp4Error,
+    capabilities::GemmBackend,
+    cube::ptx::{
+        Major, cvta_to_shared, mbarrier_arrive_expect_tx, mbarrier_wait_parity,
+        sm90_mainloop::{
+            PipelineState, mainloop_m64n64, mainloop_m64n128, mainloop_m64n176, mainloop_m64n256,
+        },
+        wgmma_descriptor,
     },
     gemm::{
-        epilogue::{EpilogueArgs, EpilogueKind, STAGING, write_tile},
-        scheduler::{GroupArgs, GroupedDim, place},
+        epilogue::{EpilogueKind, STAGING, write_tile},
+        heuristics,
+        materialize::{Materialized, PackedReads, Reads},
+        operand::OperandLayout,
+        problem::{
+            Candidate, Device, GemmShape, Kernel, Launch, Plan, Problem, Refusal, UNALIGNED,
+            misfit, sms,
+        },
+        scheduler::{GroupedDim, place},
         tiles::{SM90_BOX, SM90_TILE_M, Sm90Tile},
     },
     memory::address_type,
@@ -80,8 +92,8 @@ fn depth_of(offsets: &[u32], group: u32, k: u32, #[comptime] grouping: GroupedDi
 }
 
 /// Lets the copy engine bring `rows` rows of a tile, from `row` on, and 64 columns from `depth` on, to
-/// `stage`, and `ready` know: one box of rows, or boxes of 64 columns of an operand that is stored
-/// `in_columns`.
+/// `stage`, and `ready` know: one box of rows, or boxes of 64 columns of an operand that is
+/// MN-major.
 #[cube]
 fn load_stage(
     operand: &TensorMap<bf16, Tiled>,
@@ -90,9 +102,9 @@ fn load_stage(
     row: u32,
     depth: u32,
     #[comptime] rows: usize,
-    #[comptime] in_columns: bool,
+    #[comptime] major: Major,
 ) {
-    if comptime!(in_columns) {
+    if comptime!(major == Major::Mn) {
         #[unroll]
         for i in 0..comptime!(rows / SM90_BOX) {
             ready.tma_load_2d(
@@ -113,7 +125,7 @@ fn load_stage(
 /// nothing that is in device memory. The bias has a row for each group.
 ///
 /// `out` is in units of 16 bytes, and `before` the same memory in words, read where the epilogue
-/// accumulates. `in_columns` says of `a` and of `b` whether the contraction is down its columns.
+/// accumulates. `majors` are those of `a` and of `b`.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn sm90_kernel(
     a: &TensorMap<bf16, Tiled>,
@@ -134,7 +146,7 @@ pub fn sm90_kernel(
     band: u32,
     #[comptime] grouping: GroupedDim,
     #[comptime] shape: Sm90Tile,
-    #[comptime] in_columns: [bool; 2],
+    #[comptime] majors: [Major; 2],
     #[comptime] kind: EpilogueKind,
 ) {
     let stages = comptime!(shape.stages());
@@ -150,7 +162,7 @@ pub fn sm90_kernel(
         Shared::new_aligned_slice(comptime!(8 * STAGING / 16), 128usize);
     let barriers: Shared<[Barrier]> =
         Shared::new_aligned_slice(comptime!(2 * shape.stages()), 8usize);
-    let full = shared_address::<Barrier>(barriers.as_slice().as_ptr());
+    let full = cvta_to_shared::<Barrier>(barriers.as_slice().as_ptr());
     let empty = full + comptime!(8 * shape.stages() as u32);
     let unit = UNIT_POS;
     if unit == 0 {
@@ -199,8 +211,8 @@ pub fn sm90_kernel(
                     for step in 0..stages_here {
                         let stage = used % comptime!(stages as u32);
                         let parity = ((used / comptime!(stages as u32)) & 1u32) ^ 1u32;
-                        barrier_wait(empty + stage * 8u32, parity);
-                        barrier_expect(
+                        mbarrier_wait_parity(empty + stage * 8u32, parity);
+                        mbarrier_arrive_expect_tx(
                             full + stage * 8u32,
                             comptime!(((SM90_TILE_M + tile_n) * TILE_K * 2) as u32),
                         );
@@ -214,7 +226,7 @@ pub fn sm90_kernel(
                             row,
                             depth,
                             SM90_TILE_M,
-                            comptime!(in_columns[0]),
+                            comptime!(majors[0]),
                         );
                         load_stage(
                             b,
@@ -223,7 +235,7 @@ pub fn sm90_kernel(
                             column,
                             depth,
                             tile_n,
-                            comptime!(in_columns[1]),
+                            comptime!(majors[1]),
                         );
                         used += 1u32;
                     }
@@ -237,13 +249,14 @@ pub fn sm90_kernel(
     } else {
         let consumer = unit / 128u32 - 1u32;
         let leader = u32::cast_from((unit & 127u32) == 0u32);
-        let a_at = shared_address::<Vector<bf16, Const<8>>>(a_tiles.as_slice().as_ptr());
-        let b_at = shared_address::<Vector<bf16, Const<8>>>(b_tiles.as_slice().as_ptr());
+        let a_at = cvta_to_shared::<Vector<bf16, Const<8>>>(a_tiles.as_slice().as_ptr());
+        let b_at = cvta_to_shared::<Vector<bf16, Const<8>>>(b_tiles.as_slice().as_ptr());
         // Its 64 rows, or its box, are 64 times 128 bytes, in units of 16.
-        let a_tile = descriptor(a_at, comptime!(in_columns[0])) + u64::cast_from(consumer * 512u32);
-        let b_tile = descriptor(b_at, comptime!(in_columns[1]));
+        let a_tile =
+            wgmma_descriptor(a_at, comptime!(majors[0])) + u64::cast_from(consumer * 512u32);
+        let b_tile = wgmma_descriptor(b_at, comptime!(majors[1]));
         let warp = (unit - 128u32) / 32u32;
-        let stage_at = shared_address::<Vector<u32, Const<4>>>(staging.as_slice().as_ptr())
+        let stage_at = cvta_to_shared::<Vector<u32, Const<4>>>(staging.as_slice().as_ptr())
             + warp * comptime!(STAGING as u32);
         while group < groups {
             let tiles_m = tiles_along_m(offsets, group, m, grouping, comptime!(SM90_TILE_M as u32));
@@ -273,13 +286,17 @@ pub fn sm90_kernel(
                 let depth = depth_of(offsets, group, k, grouping);
                 let steps = u32::reinterpret(depth.steps);
                 let tail = u32::reinterpret(depth.tail);
+                let pipeline = PipelineState {
+                    full,
+                    empty,
+                    stage,
+                    parity,
+                };
                 if comptime!(tile_n == 256) {
                     let mut sums = Vector::<f32, Const<128>>::new(0.0f32);
                     if steps + tail > 0u32 {
-                        sums = main_loop_64x256(
-                            full, empty, a_tile, b_tile, stage, parity, steps, tail, leader,
-                            in_columns,
-                        );
+                        sums =
+                            mainloop_m64n256(pipeline, a_tile, b_tile, steps, tail, leader, majors);
                     }
                     write_tile::<Const<128>>(
                         sums, row, end, at.column, group, a_amax, b_amax, bias, before, out, amax,
@@ -289,10 +306,8 @@ pub fn sm90_kernel(
                     // There is no vector of 88 values.
                     let mut sums = Vector::<f32, Const<128>>::new(0.0f32);
                     if steps + tail > 0u32 {
-                        sums = main_loop_64x176(
-                            full, empty, a_tile, b_tile, stage, parity, steps, tail, leader,
-                            in_columns,
-                        );
+                        sums =
+                            mainloop_m64n176(pipeline, a_tile, b_tile, steps, tail, leader, majors);
                     }
                     write_tile::<Const<128>>(
                         sums, row, end, at.column, group, a_amax, b_amax, bias, before, out, amax,
@@ -301,10 +316,8 @@ pub fn sm90_kernel(
                 } else if comptime!(tile_n == 128) {
                     let mut sums = Vector::<f32, Const<64>>::new(0.0f32);
                     if steps + tail > 0u32 {
-                        sums = main_loop_64x128(
-                            full, empty, a_tile, b_tile, stage, parity, steps, tail, leader,
-                            in_columns,
-                        );
+                        sums =
+                            mainloop_m64n128(pipeline, a_tile, b_tile, steps, tail, leader, majors);
                     }
                     write_tile::<Const<64>>(
                         sums, row, end, at.column, group, a_amax, b_amax, bias, before, out, amax,
@@ -313,10 +326,8 @@ pub fn sm90_kernel(
                 } else {
                     let mut sums = Vector::<f32, Const<32>>::new(0.0f32);
                     if steps + tail > 0u32 {
-                        sums = main_loop_64x64(
-                            full, empty, a_tile, b_tile, stage, parity, steps, tail, leader,
-                            in_columns,
-                        );
+                        sums =
+                            mainloop_m64n64(pipeline, a_tile, b_tile, steps, tail, leader, majors);
                     }
                     write_tile::<Const<32>>(
                         sums, row, end, at.column, group, a_amax, b_amax, bias, before, out, amax,
@@ -333,51 +344,119 @@ pub fn sm90_kernel(
     }
 }
 
-/// A bf16 operand in device memory: a row-major matrix of `rows` rows along the contraction, or of as many
-/// columns down it.
-pub(crate) struct Operand {
-    pub handle: Handle,
-    pub rows: usize,
-    pub in_columns: bool,
+/// The bf16 GEMM of sm_90.
+pub(crate) struct Sm90Bf16;
+
+/// Whether the kernels of sm_90 take sizes and memory: they write 16 bytes, and TMA reads stored rows of
+/// whole 16 bytes at multiples of 16.
+///
+/// # Errors
+/// Why not.
+pub(crate) fn check_sm90(device: &Device, problem: &Problem) -> Result<(), Refusal> {
+    let GemmShape { n, k, .. } = problem.shape;
+    if device.capabilities.gemm != GemmBackend::Sm90Wgmma {
+        return Err(Refusal::Device(
+            "the device is not of compute capability 9.0",
+        ));
+    }
+    if !n.is_multiple_of(8) {
+        return Err(Refusal::Operands("n is no multiple of 8"));
+    }
+    // No stored row is along K where both operands are MN-major.
+    let no_rows = [problem.a, problem.b] == [OperandLayout::MnMajor; 2];
+    if !no_rows && !k.is_multiple_of(8) {
+        return Err(Refusal::Operands("k is no multiple of 8"));
+    }
+    if !problem.aligned {
+        return Err(Refusal::Operands(UNALIGNED));
+    }
+    Ok(())
 }
 
-/// Queues the product of `a` and `b`, both `k` long in memory, into `out`: `m` rows (all of them, or
-/// those of one group's output) of `n`. The copy engine reads rows of whole 16 bytes: what is stored in rows
-/// has `k` a multiple of 8, what is stored in columns has as many of those; and a `b` in columns takes a
-/// tile that does.
-pub(crate) fn launch(
-    client: &Client,
-    a: &Operand,
-    b: &Operand,
-    (m, n, k): (usize, usize, usize),
-    groups: &GroupArgs,
-    epilogue: &EpilogueArgs,
-    out: &Handle,
-    (tile, band): (Sm90Tile, usize),
-) {
+impl Kernel for Sm90Bf16 {
+    fn name(&self) -> &'static str {
+        "sm90_bf16"
+    }
+
+    fn backend(&self, _device: &Device, _problem: &Problem) -> GemmBackend {
+        GemmBackend::Sm90Wgmma
+    }
+
+    fn supports(&self, device: &Device, problem: &Problem) -> Result<(), Refusal> {
+        check_sm90(device, problem)
+    }
+
+    fn plan(&self, device: &Device, problem: &Problem) -> Candidate {
+        let (tile, band, estimate) = heuristics::sm90_bf16(device.sms, problem);
+        Candidate {
+            plan: Plan::DequantThenBf16(tile, band),
+            estimate: Some(estimate),
+        }
+    }
+
+    fn reads(&self, _plan: Plan) -> Reads {
+        Reads {
+            packed: PackedReads::Bf16,
+            mn_major: true,
+        }
+    }
+
+    fn launch(&self, launch: &Launch, plan: Plan) -> Result<(), Nvfp4Error> {
+        match plan {
+            Plan::DequantThenBf16(tile, band)
+                if tile.takes_mn_major() || !launch.b.is_mn_major() =>
+            {
+                queue(launch, tile, band);
+                Ok(())
+            }
+            plan => Err(misfit(plan, launch)),
+        }
+    }
+}
+
+fn major(operand: &Materialized) -> Major {
+    match operand.is_mn_major() {
+        true => Major::Mn,
+        false => Major::K,
+    }
+}
+
+/// Queues the GEMM: `m` rows (all of them, or those of one group's output) of `n`. Memory and sizes are
+/// those that [`check_sm90`] takes.
+fn queue(launch: &Launch, tile: Sm90Tile, band: usize) {
+    let Launch {
+        client,
+        a,
+        b,
+        groups,
+        epilogue,
+        output,
+        ..
+    } = *launch;
+    let GemmShape { m, n, k } = launch.shape;
+    let out = &output.matrix().handle;
     let rows = match groups.grouping {
         // Each group may end in a tile of its own.
         GroupedDim::M => m.div_ceil(SM90_TILE_M) + groups.groups,
         GroupedDim::None | GroupedDim::K => m.div_ceil(SM90_TILE_M) * groups.groups,
     };
     let tiles = rows * n.div_ceil(tile.n());
-    let processors = client.properties().hardware.num_streaming_multiprocessors;
-    let cubes = tiles.min(processors.unwrap_or(132) as usize);
+    let cubes = tiles.min(sms(client));
     let outputs = match groups.grouping {
         GroupedDim::K => groups.groups * m * n,
         GroupedDim::None | GroupedDim::M => m * n,
     };
     // A map may not be empty; with no contraction, none of it is read.
     let depth = if k == 0 { TILE_K } else { k };
-    let map = |operand: &Operand, rows: usize| {
-        let (shape, tile_size) = if operand.in_columns {
+    let map = |operand: &Materialized, rows: usize| {
+        let (shape, tile_size) = if operand.is_mn_major() {
             ([depth, operand.rows], [TILE_K, SM90_BOX])
         } else {
             ([operand.rows, depth], [rows, TILE_K])
         };
         // SAFETY: the caller checked that the memory holds so many elements.
         let tensor = unsafe {
-            TensorArg::from_raw_parts(operand.handle.clone(), [shape[1], 1].into(), shape.into())
+            TensorArg::from_raw_parts(operand.dense.clone(), [shape[1], 1].into(), shape.into())
         };
         TensorMapArg::new(
             TiledArgs {
@@ -419,7 +498,7 @@ pub(crate) fn launch(
             band as u32,
             groups.grouping,
             tile,
-            [a.in_columns, b.in_columns],
+            [a, b].map(major),
             epilogue.kind,
         );
     }

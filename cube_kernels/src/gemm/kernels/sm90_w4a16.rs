@@ -4,7 +4,7 @@
 //! `wgmma` takes its left operand from registers, so the product is computed as `outᵀ = b · aᵀ`: each of
 //! two consumer warpgroups decodes 64 rows of `b` (or two or four share 64 rows and take turns along the
 //! contraction) and multiplies them with the rows of `a` that lie in shared memory as bf16. The columns of
-//! `a` have been brought into the order in which lanes hold the codes of `b` (`workspace::arrange`), in
+//! `a` have been brought into the order in which lanes hold the codes of `b` (`w4a16_arrange::arrange`), in
 //! which a lane needs one scale for sixteen codes.
 //!
 //! The first warp drives the copy engine, which brings codes and `a`; the three next ones copy block
@@ -17,27 +17,35 @@ use cubecl::{
 };
 use half::bf16;
 
+use super::{sm90_bf16::check_sm90, w4a16_arrange};
 use crate::{
-    cube::{
-        ptx_sm90::{barrier_expect, barrier_wait, descriptor, shared_address, store_shared_2},
-        ptx_sm90_fused::{
-            arrive_after_copies, barrier_arrive, copy_8_bytes, fused_loop_32, fused_loop_64,
-            fused_loop_96, fused_loop_128, fused_loop_256, global_address, keep_56_registers,
-            load_shared_f32_4, meet, store_shared_f32, take_224_registers,
+    Nvfp4Error,
+    capabilities::GemmBackend,
+    cube::ptx::{
+        Major, cp_async, cp_async_mbarrier_arrive_noinc, cvta_to_global, cvta_to_shared,
+        ld_shared_v4, mbarrier_arrive, mbarrier_arrive_expect_tx, mbarrier_wait_parity,
+        named_barrier_sync, setmaxnreg_dec, setmaxnreg_inc,
+        sm90_mainloop::PipelineState,
+        sm90_mainloop_w4a16::{
+            PackedStage, Ring, w4a16_mainloop_n32, w4a16_mainloop_n64, w4a16_mainloop_n96,
+            w4a16_mainloop_n128, w4a16_mainloop_n256,
         },
+        st_shared, st_shared_v2, wgmma_descriptor,
     },
     gemm::{
         epilogue::{
-            EpilogueArgs, EpilogueKind, Factor, factor, finish, held, pack_pair, raise,
-            rounded_magnitude,
+            EpilogueKind, Factor, factor, finish, held, pack_pair, raise, rounded_magnitude,
         },
-        product::Operand,
-        scheduler::{GroupArgs, GroupedDim, Schedule, place},
+        heuristics,
+        operand::OperandLayout,
+        problem::{
+            Candidate, Device, GemmShape, Kernel, Launch, Plan, Problem, Refusal, misfit, sms,
+        },
+        scheduler::{GroupedDim, Schedule, place},
         tiles::{W4A16_STRIP, W4a16Tile},
-        workspace,
     },
     memory::address_type,
-    tensor::{DeviceQuantized, FloatKind},
+    tensor::FloatKind,
 };
 
 /// Columns of half a stage: the 128 bytes of bf16 that the swizzle spans.
@@ -45,9 +53,9 @@ const HALF: usize = 64;
 /// Units that copy scales.
 const CARRIERS: usize = 96;
 /// Words of codes of a row in a stage.
-const ROW_WORDS: usize = workspace::SPAN / 8;
+const ROW_WORDS: usize = w4a16_arrange::SPAN / 8;
 /// Bytes of scales of a row in a stage.
-const ROW_SCALES: usize = workspace::SPAN / 16;
+const ROW_SCALES: usize = w4a16_arrange::SPAN / 16;
 
 /// Floats from one row of the output to the next where warpgroups stage their sums: four more than
 /// there are, so that the lanes of a warp write to different banks.
@@ -108,7 +116,7 @@ fn load_scales(pairs: &[u16], row: u32, step: u32, k: u32) -> Vector<u32, Const<
 
 /// `out[m, n] = α_a · α_b · Σ a[m, k] · b[n, k] (+ bias[n]) (+ out[m, n])`, for each group of rows.
 ///
-/// Arguments are those of `sm90_kernel`, but for an `a` in the order of `workspace::arrange`, the codes of `b`
+/// Arguments are those of `sm90_kernel`, but for an `a` in the order of `w4a16_arrange::arrange`, the codes of `b`
 /// (a map of words, eight codes each), and its scales in twos. Rows of tiles in groups are those of `schedule`
 /// (`schedule_groups` writes it); a cube takes every `CUBE_COUNT`th tile.
 /// `unit_of_sums` is what sums have to be multiplied by: decoded elements are 2^-8 times what they stand
@@ -163,12 +171,12 @@ pub fn fused_kernel(
     let barriers: Shared<[Barrier]> =
         Shared::new_aligned_slice(comptime!(4 * tile_shape.stages()), 8usize);
     // Two to a stage, for the halves of `a`; codes and scales come with the first.
-    let full = shared_address::<Barrier>(barriers.as_slice().as_ptr());
+    let full = cvta_to_shared::<Barrier>(barriers.as_slice().as_ptr());
     let empty = full + comptime!(16 * tile_shape.stages() as u32);
-    let a_at = shared_address::<Vector<bf16, Const<8>>>(a_tiles.as_slice().as_ptr());
-    let codes_at = shared_address::<Vector<u32, Const<4>>>(code_tiles.as_slice().as_ptr());
-    let scales_at = shared_address::<Vector<u32, Const<4>>>(scale_tiles.as_slice().as_ptr());
-    let staging_at = shared_address::<Vector<u32, Const<4>>>(staging.as_slice().as_ptr());
+    let a_at = cvta_to_shared::<Vector<bf16, Const<8>>>(a_tiles.as_slice().as_ptr());
+    let codes_at = cvta_to_shared::<Vector<u32, Const<4>>>(code_tiles.as_slice().as_ptr());
+    let scales_at = cvta_to_shared::<Vector<u32, Const<4>>>(scale_tiles.as_slice().as_ptr());
+    let staging_at = cvta_to_shared::<Vector<u32, Const<4>>>(staging.as_slice().as_ptr());
     let unit = UNIT_POS;
     let lane = unit % 32u32;
     if unit == 0 {
@@ -193,14 +201,14 @@ pub fn fused_kernel(
         m.div_ceil(rows_a)
     };
     let tiles = tiles_m * tiles_n;
-    let steps = k.div_ceil(comptime!(workspace::SPAN as u32));
+    let steps = k.div_ceil(comptime!(w4a16_arrange::SPAN as u32));
     let mut tile = CUBE_POS as u32;
     // Stages used so far: all units count alike, so the ring needs no other state.
     let mut used = 0u32;
     if unit < 32u32 {
         // Sums and fragments take more registers than an equal share.
         if comptime!(tile_shape.consumers() == 2) {
-            keep_56_registers();
+            setmaxnreg_dec(56u32);
         }
         if lane == 0u32 {
             while tile < tiles {
@@ -215,13 +223,13 @@ pub fn fused_kernel(
                     #[unroll]
                     for half in 0..2usize {
                         let number = stage * 2u32 + comptime!(half as u32);
-                        barrier_wait(empty + number * 8u32, parity);
+                        mbarrier_wait_parity(empty + number * 8u32, parity);
                         let codes = comptime!(if half == 0 {
                             tile_shape.rows_b() as u32 * ROW_WORDS as u32 * 4
                         } else {
                             0
                         });
-                        barrier_expect(full + number * 8u32, width * 128u32 + codes);
+                        mbarrier_arrive_expect_tx(full + number * 8u32, width * 128u32 + codes);
                         let s = stage as usize;
                         let ready = &barriers[number as usize];
                         if comptime!(half == 0) {
@@ -242,7 +250,7 @@ pub fn fused_kernel(
                                     a,
                                     &mut a_tiles[first..first + comptime!(rows * 8)],
                                     (at.row + ahead) as i32,
-                                    (step * comptime!(workspace::SPAN as u32)
+                                    (step * comptime!(w4a16_arrange::SPAN as u32)
                                         + comptime!((half * HALF) as u32))
                                         as i32,
                                 );
@@ -256,13 +264,13 @@ pub fn fused_kernel(
         }
     } else if unit < 128u32 {
         if comptime!(tile_shape.consumers() == 2) {
-            keep_56_registers();
+            setmaxnreg_dec(56u32);
         }
         let rows_of_unit = comptime!(tile_shape.rows_b().div_ceil(CARRIERS));
         let carrier = unit - 32u32;
         // Then the scales of a row in a stage are aligned.
-        let is_whole = k & comptime!(workspace::SPAN as u32 - 1) == 0u32;
-        let scales_from = global_address::<u16>(b_scales.as_ptr());
+        let is_whole = k & comptime!(w4a16_arrange::SPAN as u32 - 1) == 0u32;
+        let scales_from = cvta_to_global::<u16>(b_scales.as_ptr());
         while tile < tiles {
             let at = place_of(
                 schedule, tile, tiles_m, tiles_n, band, m, grouping, tile_shape,
@@ -274,7 +282,7 @@ pub fn fused_kernel(
                 let stage = used % comptime!(stages as u32);
                 let parity = ((used / comptime!(stages as u32)) & 1u32) ^ 1u32;
                 let barrier = full + stage * 16u32;
-                barrier_wait(empty + stage * 16u32, parity);
+                mbarrier_wait_parity(empty + stage * 16u32, parity);
                 #[unroll]
                 for r in 0..rows_of_unit {
                     let line = carrier + comptime!((r * CARRIERS) as u32);
@@ -284,17 +292,17 @@ pub fn fused_kernel(
                         if is_whole {
                             let at = u64::cast_from(row) * u64::cast_from(k / 16u32)
                                 + u64::cast_from(step * 8u32);
-                            copy_8_bytes(to, scales_from + at);
+                            cp_async(to, scales_from + at, 8u32);
                         } else {
                             let words = load_scales(b_scales, row, step, k);
-                            store_shared_2(to, words.extract(0usize), words.extract(1usize));
+                            st_shared_v2(to, words.extract(0usize), words.extract(1usize));
                         }
                     }
                 }
                 if is_whole {
-                    arrive_after_copies(barrier);
+                    cp_async_mbarrier_arrive_noinc(barrier);
                 } else {
-                    barrier_arrive(barrier);
+                    mbarrier_arrive(barrier);
                 }
                 used += 1u32;
             }
@@ -302,7 +310,7 @@ pub fn fused_kernel(
         }
     } else {
         if comptime!(tile_shape.consumers() == 2) {
-            take_224_registers();
+            setmaxnreg_inc(224u32);
         }
         let consumer = unit / 128u32 - 1u32;
         let warp = (unit % 128u32) / 32u32;
@@ -314,12 +322,17 @@ pub fn fused_kernel(
         let local = strip * comptime!(W4A16_STRIP as u32) + warp * 16u32 + lane / 4u32;
         let codes = codes_at + local * 64u32 + (lane % 4u32) * 16u32;
         let scales = scales_at + local * 8u32 + (lane % 4u32) * 2u32;
-        let a_tile = descriptor(a_at, false);
-        // Numbers of the tile, as the main loops take them.
-        let a_half_at = comptime!(tile_shape.a_half() as u64).runtime();
-        let rows_b_at = rows_b.runtime();
-        let stages_at = comptime!(stages as u32).runtime();
-        let advance = comptime!(tile_shape.ways as u32).runtime();
+        let a_tile = wgmma_descriptor(a_at, Major::K);
+        let packed = PackedStage {
+            codes,
+            scales,
+            rows: rows_b.runtime(),
+        };
+        let ring = Ring {
+            stages: comptime!(stages as u32).runtime(),
+            advance: comptime!(tile_shape.ways as u32).runtime(),
+            a_half: comptime!(tile_shape.a_half() as u64).runtime(),
+        };
         while tile < tiles {
             let at = place_of(
                 schedule, tile, tiles_m, tiles_n, band, m, grouping, tile_shape,
@@ -336,6 +349,12 @@ pub fn fused_kernel(
             let stage = u32::reinterpret(begin % comptime!(stages as u32));
             let parity = u32::reinterpret((begin / comptime!(stages as u32)) & 1u32);
             let own_steps = u32::reinterpret(own_steps);
+            let pipeline = PipelineState {
+                full,
+                empty,
+                stage,
+                parity,
+            };
             #[unroll]
             for i in 0..comptime!(tile_shape.widths().len()) {
                 let here = comptime!(tile_shape.widths()[i]);
@@ -345,29 +364,24 @@ pub fn fused_kernel(
                     let mut sums = Vector::<f32, S>::new(0.0f32);
                     if own_steps > 0u32 {
                         if comptime!(here == 256) {
-                            sums = Vector::<f32, S>::reinterpret(fused_loop_256(
-                                full, empty, a_tile, a_half_at, codes, scales, rows_b_at, stage,
-                                parity, stages_at, advance, own_steps,
+                            sums = Vector::<f32, S>::reinterpret(w4a16_mainloop_n256(
+                                pipeline, ring, a_tile, packed, own_steps,
                             ));
                         } else if comptime!(here == 128) {
-                            sums = Vector::<f32, S>::reinterpret(fused_loop_128(
-                                full, empty, a_tile, a_half_at, codes, scales, rows_b_at, stage,
-                                parity, stages_at, advance, own_steps,
+                            sums = Vector::<f32, S>::reinterpret(w4a16_mainloop_n128(
+                                pipeline, ring, a_tile, packed, own_steps,
                             ));
                         } else if comptime!(here == 96) {
-                            sums = Vector::<f32, S>::reinterpret(fused_loop_96(
-                                full, empty, a_tile, a_half_at, codes, scales, rows_b_at, stage,
-                                parity, stages_at, advance, own_steps,
+                            sums = Vector::<f32, S>::reinterpret(w4a16_mainloop_n96(
+                                pipeline, ring, a_tile, packed, own_steps,
                             ));
                         } else if comptime!(here == 64) {
-                            sums = Vector::<f32, S>::reinterpret(fused_loop_64(
-                                full, empty, a_tile, a_half_at, codes, scales, rows_b_at, stage,
-                                parity, stages_at, advance, own_steps,
+                            sums = Vector::<f32, S>::reinterpret(w4a16_mainloop_n64(
+                                pipeline, ring, a_tile, packed, own_steps,
                             ));
                         } else {
-                            sums = Vector::<f32, S>::reinterpret(fused_loop_32(
-                                full, empty, a_tile, a_half_at, codes, scales, rows_b_at, stage,
-                                parity, stages_at, advance, own_steps,
+                            sums = Vector::<f32, S>::reinterpret(w4a16_mainloop_n32(
+                                pipeline, ring, a_tile, packed, own_steps,
                             ));
                         }
                     }
@@ -501,7 +515,7 @@ fn write_tile<N: Size>(
         let chunk_row = row0 + comptime!((chunk * tile_shape.chunk()) as u32);
         if chunk_row < end {
             // The chunk before has been read.
-            meet(number, units.runtime());
+            named_barrier_sync(number, units.runtime());
             #[unroll]
             for j in 0..comptime!(tile_shape.chunk() / 8) {
                 let first = comptime!((chunk * tile_shape.chunk() / 8 + j) * 4);
@@ -510,12 +524,18 @@ fn write_tile<N: Size>(
                         * comptime!(STAGING_ROW as u32 * 4)
                     + (warp * 16u32 + lane / 4u32) * 4u32;
                 let below = at + comptime!(STAGING_ROW as u32 * 4);
-                store_shared_f32(at, sums.extract(first));
-                store_shared_f32(below, sums.extract(comptime!(first + 1)));
-                store_shared_f32(at + 32u32, sums.extract(comptime!(first + 2)));
-                store_shared_f32(below + 32u32, sums.extract(comptime!(first + 3)));
+                st_shared(at, u32::reinterpret(sums.extract(first)));
+                st_shared(below, u32::reinterpret(sums.extract(comptime!(first + 1))));
+                st_shared(
+                    at + 32u32,
+                    u32::reinterpret(sums.extract(comptime!(first + 2))),
+                );
+                st_shared(
+                    below + 32u32,
+                    u32::reinterpret(sums.extract(comptime!(first + 3))),
+                );
             }
-            meet(number, units.runtime());
+            named_barrier_sync(number, units.runtime());
             #[unroll]
             for round in 0..comptime!(items.div_ceil(units)) {
                 let item = unit + comptime!(round * units);
@@ -529,10 +549,10 @@ fn write_tile<N: Size>(
                     let mut words = Vector::<u32, Const<4>>::new(0u32);
                     #[unroll]
                     for four in 0..comptime!(vector as usize / 4) {
-                        let mut values = load_shared_f32_4(from + comptime!(four as u32 * 16));
+                        let mut values = load_sums(from + comptime!(four as u32 * 16));
                         #[unroll]
                         for way in 1..comptime!(tile_shape.ways) {
-                            values += load_shared_f32_4(
+                            values += load_sums(
                                 from + comptime!(way as u32) * stage_bytes
                                     + comptime!(four as u32 * 16),
                             );
@@ -594,6 +614,12 @@ fn write_tile<N: Size>(
     }
 }
 
+/// Four staged sums.
+#[cube]
+fn load_sums(address: u32) -> Vector<f32, Const<4>> {
+    Vector::<f32, Const<4>>::reinterpret(ld_shared_v4(address))
+}
+
 /// One output element from its sum.
 #[cube]
 fn element(
@@ -626,24 +652,68 @@ fn element(
     )
 }
 
-/// Whether this kernel takes a contraction of `k`, as stored: the copy engine reads rows of whole 16
-/// bytes of codes.
-pub(crate) fn takes(k: usize) -> bool {
-    k > 0 && k.is_multiple_of(32)
+/// The GEMM of sm_90 with a packed weight that is dequantized in registers.
+pub(crate) struct Sm90W4a16;
+
+impl Kernel for Sm90W4a16 {
+    fn name(&self) -> &'static str {
+        "sm90_w4a16"
+    }
+
+    fn backend(&self, _device: &Device, _problem: &Problem) -> GemmBackend {
+        GemmBackend::Sm90Wgmma
+    }
+
+    fn supports(&self, device: &Device, problem: &Problem) -> Result<(), Refusal> {
+        check_sm90(device, problem)?;
+        let k = problem.shape.k;
+        match problem {
+            _ if problem.b != OperandLayout::Packed => Err(Refusal::Operands("`b` is not packed")),
+            _ if problem.a == OperandLayout::MnMajor => Err(Refusal::Operands("`a` is MN-major")),
+            _ if problem.grouped == GroupedDim::K => Err(Refusal::Operands("groups are along K")),
+            // TMA reads rows of whole 16 bytes of codes.
+            _ if k == 0 || !k.is_multiple_of(32) => {
+                Err(Refusal::Operands("k is no multiple of 32"))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    fn plan(&self, device: &Device, problem: &Problem) -> Candidate {
+        if problem.grouped == GroupedDim::M {
+            let (tile, band) = heuristics::sm90_w4a16_grouped(problem);
+            return Plan::W4a16(tile, band).into();
+        }
+        let (tile, band, estimate) = heuristics::sm90_w4a16(device.sms, problem);
+        Candidate {
+            plan: Plan::W4a16(tile, band),
+            estimate: Some(estimate),
+        }
+    }
+
+    fn launch(&self, launch: &Launch, plan: Plan) -> Result<(), Nvfp4Error> {
+        match plan {
+            Plan::W4a16(tile, band) if launch.b.is_packed() && !launch.a.is_mn_major() => {
+                queue(launch, tile, band);
+                Ok(())
+            }
+            plan => Err(misfit(plan, launch)),
+        }
+    }
 }
 
-/// Queues the product of `a` and the packed `b`, both `k` long, into `out`: `m` rows of `n`. Before it `a` is
-/// brought into the order of the kernel, as bf16.
-pub(crate) fn launch(
-    client: &Client,
-    a: &Operand,
-    b: &DeviceQuantized,
-    (m, n, k): (usize, usize, usize),
-    groups: &GroupArgs,
-    epilogue: &EpilogueArgs,
-    out: &Handle,
-    (tile, band): (W4a16Tile, usize),
-) {
+/// Queues the GEMM: `m` rows of `n`. Before it `a` is brought into the order of the kernel, as bf16.
+fn queue(launch: &Launch, tile: W4a16Tile, band: usize) {
+    let Launch {
+        client,
+        a,
+        b,
+        groups,
+        epilogue,
+        output,
+        ..
+    } = *launch;
+    let GemmShape { m, n, k } = launch.shape;
     let schedule = match groups.grouping {
         GroupedDim::M => Some(Schedule::of(tile, m, groups.groups)),
         GroupedDim::None | GroupedDim::K => None,
@@ -653,13 +723,13 @@ pub(crate) fn launch(
         None => m.div_ceil(tile.rows_a),
     };
     let tiles = rows * n.div_ceil(tile.rows_b());
-    let processors = client.properties().hardware.num_streaming_multiprocessors;
-    let cubes = tiles.min(processors.unwrap_or(132) as usize);
+    let cubes = tiles.min(sms(client));
     // One more, with their number.
     let entries = if schedule.is_some() { rows + 1 } else { 1 };
-    let (arranged, schedule) = workspace::arrange(client, a, groups, entries, schedule);
+    let (arranged, schedule) = w4a16_arrange::arrange(client, a, k, groups, entries, schedule);
+    let out = &output.matrix().handle;
     let unit_of_sums = if a.is_packed() { 65536.0 } else { 256.0 };
-    let width = k.next_multiple_of(workspace::SPAN);
+    let width = k.next_multiple_of(w4a16_arrange::SPAN);
     // SAFETY: the memory was allocated for `m` x `width` elements.
     let a_tensor =
         unsafe { TensorArg::from_raw_parts(arranged, [width, 1].into(), [m, width].into()) };
@@ -674,11 +744,7 @@ pub(crate) fn launch(
     .with_prefetch(TensorMapPrefetch::B256);
     // SAFETY: the caller checked that the memory holds these words of eight codes.
     let b_tensor = unsafe {
-        TensorArg::from_raw_parts(
-            b.codes.clone(),
-            [k / 8, 1].into(),
-            [b.outer(), k / 8].into(),
-        )
+        TensorArg::from_raw_parts(b.codes.clone(), [k / 8, 1].into(), [b.rows, k / 8].into())
     };
     let b_map = TensorMapArg::new(
         TiledArgs {
@@ -699,13 +765,13 @@ pub(crate) fn launch(
             client,
             CubeCount::Static(cubes as u32, 1, 1),
             CubeDim::new_1d(tile.units()),
-            address_type((m * n).max(b.outer() * k / 32)),
+            address_type((m * n).max(b.rows * k / 32)),
             a_map,
             b_map,
-            memory(&b.scales, b.outer() * k / 32),
+            memory(&b.scales, b.rows * k / 32),
             memory(&epilogue.a_amax, m),
-            memory(&epilogue.b_amax, b.outer()),
-            memory(&epilogue.bias, b.outer()),
+            memory(&epilogue.b_amax, b.rows),
+            memory(&epilogue.bias, b.rows),
             memory(&schedule, entries),
             memory(out, bytes / 4),
             memory(out, bytes / 16),

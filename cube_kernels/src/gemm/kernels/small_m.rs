@@ -9,24 +9,28 @@
 
 use cubecl::{prelude::*, server::Handle};
 
+use super::{sm90_bf16::check_sm90, sm120_nvfp4::check_sm120};
 use crate::{
-    BLOCK,
-    capabilities::Capabilities,
+    BLOCK, Nvfp4Error,
+    capabilities::{Capabilities, GemmBackend},
     cube::{
-        ptx_sm80::global_address,
-        ptx_sm90::{
-            decode_e2m1x8_pairs, decode_e4m3x2, decode_e4m3x2_sm80, interleave_pairs, load_once_2,
-            load_once_4, load_u8, load_u16, mma_16x8x16, pack_bf16, pack_f16,
+        codec::{decode_e2m1x8_pairs, decode_e4m3x2, decode_e4m3x2_sm80, interleave_pairs},
+        ptx::{
+            cvt_rn_bf16x2, cvt_rn_f16x2, cvta_to_global, ld_global_nc_no_allocate_v2,
+            ld_global_nc_no_allocate_v4, ld_global_nc_u8, ld_global_nc_u16, mma_m16n8k16_bf16,
         },
     },
     gemm::{
-        epilogue::{
-            EpilogueArgs, EpilogueKind, Factor, factor, finish, held, raise, rounded_magnitude,
+        epilogue::{EpilogueKind, Factor, factor, finish, held, raise, rounded_magnitude},
+        operand::OperandLayout,
+        problem::{
+            Candidate, Device, GemmShape, Kernel, Launch, Plan, Problem, Refusal, UNALIGNED,
+            misfit, sms,
         },
-        product::Operand,
+        scheduler::GroupedDim,
     },
     memory::address_type,
-    tensor::{DeviceQuantized, FloatKind},
+    tensor::FloatKind,
 };
 
 /// Columns that a warp takes at a time.
@@ -101,8 +105,8 @@ fn load_codes(
     let address = from + u64::cast_from(block) * 8u64;
     if comptime!(halves) {
         let second = first + min(2u32 * index + 1u32, blocks - 1u32) as usize;
-        let low = load_once_2(address);
-        let high = load_once_2(from + u64::cast_from(second) * 8u64);
+        let low = ld_global_nc_no_allocate_v2(address);
+        let high = ld_global_nc_no_allocate_v2(from + u64::cast_from(second) * 8u64);
         let mut words = Vector::<u32, Const<4>>::new(0u32);
         words.insert(0usize, low.extract(0usize));
         words.insert(1usize, low.extract(1usize));
@@ -110,7 +114,7 @@ fn load_codes(
         words.insert(3usize, high.extract(1usize));
         words
     } else {
-        load_once_4(address)
+        ld_global_nc_no_allocate_v4(address)
     }
 }
 
@@ -121,10 +125,10 @@ fn load_scales(from: u64, first: usize, index: u32, blocks: u32, #[comptime] hal
     let address = from + u64::cast_from(block);
     if comptime!(halves) {
         let second = first + min(2u32 * index + 1u32, blocks - 1u32) as usize;
-        let high = load_u8(from + u64::cast_from(second));
-        u16::cast_from(load_u8(address) | (high << 8u32))
+        let high = ld_global_nc_u8(from + u64::cast_from(second));
+        u16::cast_from(ld_global_nc_u8(address) | (high << 8u32))
     } else {
-        u16::cast_from(load_u16(address))
+        u16::cast_from(ld_global_nc_u16(address))
     }
 }
 
@@ -197,10 +201,10 @@ pub fn small_m_kernel(
         sums[i] = Vector::new(0.0f32);
     }
 
-    let b_codes = global_address::<u32>(codes.as_ptr());
-    let b_scales = global_address::<u8>(scales.as_ptr());
-    let left_codes = global_address::<u32>(a_codes.as_ptr());
-    let left_scales = global_address::<u8>(a_scales.as_ptr());
+    let b_codes = cvta_to_global::<u32>(codes.as_ptr());
+    let b_scales = cvta_to_global::<u8>(scales.as_ptr());
+    let left_codes = cvta_to_global::<u32>(a_codes.as_ptr());
+    let left_scales = cvta_to_global::<u8>(a_scales.as_ptr());
     // Of each chunk that is on the way.
     let mut words = Array::<Vector<u32, Const<4>>>::new(comptime!(shape.ahead * 2 * shape.strips));
     let mut word_scales = Array::<u16>::new(comptime!(shape.ahead * 2 * shape.strips));
@@ -324,7 +328,7 @@ pub fn small_m_kernel(
                             for j in 0..columns {
                                 let at = comptime!(i * columns + j);
                                 let other = others[comptime!(2 * j + part)];
-                                let sum = mma_16x8x16(
+                                let sum = mma_m16n8k16_bf16(
                                     sums[at],
                                     upper.extract(0usize),
                                     lower.extract(0usize),
@@ -333,7 +337,7 @@ pub fn small_m_kernel(
                                     other.extract(0usize),
                                     other.extract(1usize),
                                 );
-                                sums[at] = mma_16x8x16(
+                                sums[at] = mma_m16n8k16_bf16(
                                     sum,
                                     upper.extract(2usize),
                                     lower.extract(2usize),
@@ -440,9 +444,9 @@ pub fn small_m_kernel(
                 out[pair] = u32::reinterpret(even);
                 out[pair + 1usize] = u32::reinterpret(odd);
             } else if comptime!(kind.out == FloatKind::Bf16) {
-                out[pair / 2usize] = pack_bf16(f32::reinterpret(even), f32::reinterpret(odd));
+                out[pair / 2usize] = cvt_rn_bf16x2(f32::reinterpret(even), f32::reinterpret(odd));
             } else {
-                out[pair / 2usize] = pack_f16(f32::reinterpret(even), f32::reinterpret(odd));
+                out[pair / 2usize] = cvt_rn_f16x2(f32::reinterpret(even), f32::reinterpret(odd));
             }
             if comptime!(kind.amax.is_some()) {
                 largest = max(largest, rounded_magnitude(even, odd, comptime!(kind.out)));
@@ -463,8 +467,7 @@ fn shape(
     (m, n, k): (usize, usize, usize),
     left: SmallMLeft,
 ) -> SmallMShape {
-    let processors = client.properties().hardware.num_streaming_multiprocessors;
-    let enough = processors.unwrap_or(132) as usize * 3 / 4;
+    let enough = sms(client) * 3 / 4;
     let columns = m.div_ceil(8).next_power_of_two();
     let (warps, ahead) = if columns == 1 { (16, 1) } else { (8, 2) };
     SmallMShape {
@@ -479,27 +482,84 @@ fn shape(
     }
 }
 
-/// Whether this kernel takes a product of `m` rows with a contraction of `k` (as stored).
-pub(crate) fn takes(m: usize, k: usize) -> bool {
-    m <= MAX_ROWS && k > 0 && k.is_multiple_of(BLOCK)
+/// The GEMM of few rows with a packed weight.
+pub(crate) struct SmallM;
+
+impl Kernel for SmallM {
+    fn name(&self) -> &'static str {
+        "small_m"
+    }
+
+    /// That of the device where its own kernels take the sizes, and otherwise the portable one.
+    fn backend(&self, device: &Device, problem: &Problem) -> GemmBackend {
+        if check_sm90(device, problem).is_ok() {
+            GemmBackend::Sm90Wgmma
+        } else if check_sm120(device, problem).is_ok() {
+            GemmBackend::Sm120BlockScaled
+        } else {
+            GemmBackend::Cmma
+        }
+    }
+
+    fn supports(&self, device: &Device, problem: &Problem) -> Result<(), Refusal> {
+        let GemmShape { m, n, k } = problem.shape;
+        let has_instructions = device
+            .capabilities
+            .compute_capability
+            .is_some_and(|sm| sm >= 80);
+        match problem {
+            _ if !has_instructions || device.capabilities.gemm == GemmBackend::Scalar => {
+                Err(Refusal::Device("the device has no mma.sync of sm_80"))
+            }
+            _ if problem.b != OperandLayout::Packed => Err(Refusal::Operands("`b` is not packed")),
+            _ if m > MAX_ROWS => Err(Refusal::Operands("m is above 16")),
+            _ if problem.grouped != GroupedDim::None => Err(Refusal::Operands("there are groups")),
+            _ if k == 0 || !k.is_multiple_of(BLOCK) || !n.is_multiple_of(2) => {
+                Err(Refusal::Operands("k is no multiple of 16, or n is odd"))
+            }
+            _ if !problem.aligned => Err(Refusal::Operands(UNALIGNED)),
+            _ if problem.a == OperandLayout::MnMajor && check_sm90(device, problem).is_ok() => Err(
+                Refusal::Operands("`a` is MN-major, which sm90_bf16 reads as it is"),
+            ),
+            _ if problem.backend == Some(GemmBackend::Cmma) => {
+                Err(Refusal::Operands("the tiles of Cmma were asked for"))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    fn plan(&self, _device: &Device, _problem: &Problem) -> Candidate {
+        Plan::SmallM.into()
+    }
+
+    fn launch(&self, launch: &Launch, plan: Plan) -> Result<(), Nvfp4Error> {
+        let GemmShape { m, k, .. } = launch.shape;
+        let takes = m <= MAX_ROWS && k > 0 && k.is_multiple_of(BLOCK);
+        if plan != Plan::SmallM || !launch.b.is_packed() || !takes {
+            return Err(misfit(plan, launch));
+        }
+        queue(launch);
+        Ok(())
+    }
 }
 
-/// Queues the product of `a` and the packed `b`, both `k` long, into `out`.
-pub(crate) fn launch(
-    client: &Client,
-    capabilities: &Capabilities,
-    a: &Operand,
-    b: &DeviceQuantized,
-    k: usize,
-    epilogue: &EpilogueArgs,
-    out: &Handle,
-) {
-    let (m, n) = (a.outer(), b.outer());
+/// Queues the GEMM.
+fn queue(launch: &Launch) {
+    let Launch {
+        client,
+        capabilities,
+        a,
+        b,
+        epilogue,
+        output,
+        ..
+    } = *launch;
+    let GemmShape { m, n, k } = launch.shape;
+    let out = &output.matrix().handle;
     // SAFETY (of every argument): the caller checked the operands against their shapes. What the
     // kernel does not read of `a` is any memory.
     let buffer = |handle: &Handle, len| unsafe { BufferArg::from_raw_parts(handle.clone(), len) };
-    let parts = a.parts(out);
-    let left = if parts.packed {
+    let left = if a.is_packed() {
         SmallMLeft::Packed
     } else {
         SmallMLeft::Bf16
@@ -513,9 +573,9 @@ pub(crate) fn launch(
             CubeCount::Static(n.div_ceil(shape.rows()) as u32, 1, 1),
             CubeDim::new_1d(32 * shape.warps as u32),
             address_type((n * k).max(m * n)),
-            buffer(&parts.dense, m * k / 8),
-            buffer(&parts.codes, m * k / 8),
-            buffer(&parts.scales, m * k / BLOCK),
+            buffer(&a.dense, m * k / 8),
+            buffer(&a.codes, m * k / 8),
+            buffer(&a.scales, m * k / BLOCK),
             buffer(&b.codes, n * k / 8),
             buffer(&b.scales, n * k / BLOCK),
             buffer(&epilogue.a_amax, m),
