@@ -198,7 +198,9 @@ fn check_together(published: &[&Member], folder: &Path, target: &Path) -> Result
     manifest += "\n";
     manifest += &profiles(&fs::read_to_string(root.join("Cargo.toml"))?);
     fs::write(folder.join("Cargo.toml"), manifest)?;
-    fs::copy(root.join("Cargo.lock"), folder.join("Cargo.lock"))?;
+    for file in ["Cargo.lock", "clippy.toml"] {
+        fs::copy(root.join(file), folder.join(file))?;
+    }
 
     let mut command = workspace::cargo();
     command.args(["clippy", "--workspace", "--manifest-path"]);
