@@ -11,7 +11,7 @@ use burn_nvfp4::{
     LayerRandomness, Nvfp4Error, Nvfp4Linear, Nvfp4LinearConfig, Nvfp4Recipe, Nvfp4State,
 };
 
-use crate::common::{Matrix, device, flex_only, skip_where_small_only, values};
+use crate::support::{Matrix, device, flex_only, skip_where_small_only, values};
 
 #[derive(Module, Debug)]
 struct Net {
