@@ -6,7 +6,7 @@ use crate::support::device::{assert_bytes, assert_floats, read_f32, read_matrix}
 use crate::support::inputs::{Kind, convert, values};
 use half::bf16;
 use nvfp4_kernels::{
-    Amax, BlockScaling, ErrorNorm, Hadamard, HadamardSize, QuantParams, QuantizedTensor,
+    Amax, BlockScaling, ErrorNorm, Format, Hadamard, HadamardSize, QuantParams, QuantizedTensor,
     RandomStream, Rounding, Usage, quantize,
     reference::{self, EdenTarget},
     tensor::{DeviceQuantized, FloatKind},
@@ -69,9 +69,12 @@ fn operands_are_requantized_by_what_scales_them() {
         for to in USAGES {
             let what = format!("{from:?} to {to:?}, per outer {per_row}");
             let expected =
-                reference::mx_quantize(&convert::<bf16>(&values), rows, cols, to).unwrap();
-            let found = quantize::mx_requantize(&client, &device, to, FloatKind::Bf16).unwrap();
-            let found = found.to_host(&client).unwrap();
+                reference::mx_quantize(&convert::<bf16>(&values), rows, cols, to, Format::Mxfp8)
+                    .unwrap();
+            let found =
+                quantize::mx_requantize(&client, &device, to, Format::Mxfp8, FloatKind::Bf16)
+                    .unwrap();
+            let found = found.to_host(&client, *expected.origin()).unwrap();
             assert_bytes(found.codes(), expected.codes(), &what);
             assert_bytes(found.scales(), expected.scales(), &what);
 

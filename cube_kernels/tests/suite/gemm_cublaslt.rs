@@ -11,7 +11,7 @@ use crate::support::{device, inputs};
 use cubecl::{client::Client, prelude::*, server::Handle};
 use half::{bf16, f16};
 use nvfp4_kernels::{
-    Nvfp4Error, ScaleLayout,
+    Layout, Nvfp4Error, ScaleLayout,
     capabilities::{Capabilities, GemmBackend},
     format::e4m3,
     gemm::{
@@ -383,7 +383,10 @@ fn swizzled(client: &Client, packed: &DeviceQuantized) -> DeviceQuantized {
     let (outer, blocks) = (packed.outer(), packed.blocks());
     DeviceQuantized {
         scales: quantize::swizzle(client, &packed.scales, outer, blocks).unwrap(),
-        layout: ScaleLayout::Swizzled128x4,
+        layout: Layout {
+            scale_layout: ScaleLayout::Swizzled128x4,
+            ..packed.layout
+        },
         ..packed.clone()
     }
 }

@@ -10,9 +10,9 @@ use crate::support::inputs::{Kind, convert, values};
 use cubecl::{prelude::*, server::Handle};
 use half::{bf16, f16};
 use nvfp4_kernels::{
-    Amax, BlockScaling, ErrorNorm, Hadamard, HadamardSize, Nvfp4Error, QuantParams, RandomStream,
-    Rounding, ScaleLayout, Usage,
-    quantize::{self, DeviceMx, EdenSource, QuantRequest},
+    Amax, BlockScaling, ErrorNorm, Format, Hadamard, HadamardSize, Nvfp4Error, QuantParams,
+    RandomStream, Rounding, ScaleLayout, Usage,
+    quantize::{self, EdenSource, QuantRequest},
     reference::{self, EdenTarget, Element},
     tensor::{AmaxGranularity, DeviceQuantized, FloatKind, Groups},
 };
@@ -119,7 +119,7 @@ fn cases(client: &Client) -> Vec<Case> {
 
 fn assert_mx<T: Element>(
     client: &Client,
-    found: &DeviceMx,
+    found: &DeviceQuantized,
     case: &Case,
     parts: &[(&[T], usize)],
     usage: Usage,
@@ -127,7 +127,9 @@ fn assert_mx<T: Element>(
 ) {
     let expected: Vec<_> = parts
         .iter()
-        .map(|(part, rows)| reference::mx_quantize(part, *rows, case.cols, usage).unwrap())
+        .map(|(part, rows)| {
+            reference::mx_quantize(part, *rows, case.cols, usage, Format::Mxfp8).unwrap()
+        })
         .collect();
     let blocks = found.outer() * found.blocks();
     for (name, handle, len, copies) in [
@@ -229,7 +231,9 @@ fn check_matrices<T: DeviceElement>(client: &Client) {
         let parts = case.split(&x);
         for usage in USAGES {
             let what = format!("{:?}", T::KIND);
-            let found = quantize::mx_quantize_groups(client, &matrix, &case.groups, usage).unwrap();
+            let found =
+                quantize::mx_quantize_groups(client, &matrix, &case.groups, usage, Format::Mxfp8)
+                    .unwrap();
             assert_mx(client, &found, &case, &parts, usage, &what);
             let source = EdenSource::Grouped(&matrix, &case.groups);
             assert_eden(client, source, &case, &parts, usage, &what);
@@ -271,10 +275,7 @@ fn packed(
     let mut decoded = Vec::new();
     for (part, rows) in case.split(x) {
         let amax = host_amax(part, rows, case.cols, usage, scope);
-        match &amax {
-            Amax::Tensor(amax) => all.push(*amax),
-            Amax::PerRow(amax) => all.extend(amax),
-        }
+        all.extend(amax.values());
         let packed = reference::quantize(part, rows, case.cols, usage, &amax, &policy, 0).unwrap();
         decoded.push(reference::dequantize(&packed));
     }
@@ -339,7 +340,7 @@ fn check_packed(
         .map(|(x, rows)| (x, *rows))
         .collect();
     for to in USAGES {
-        let found = quantize::mx_requantize(client, &packed, to, FloatKind::Bf16);
+        let found = quantize::mx_requantize(client, &packed, to, Format::Mxfp8, FloatKind::Bf16);
         if ragged || (tiled && to == usage) {
             assert_refused(found, "packed");
         } else {
@@ -529,7 +530,9 @@ fn errors_name_the_argument() {
     let client = client!("errors_name_the_argument");
     let x = upload::<f32>(&client, &[0.0; 160], 5, 32);
     let groups = Groups::Batch(2);
-    let error = quantize::mx_quantize_groups(&client, &x, &groups, Usage::Columnwise).unwrap_err();
+    let error =
+        quantize::mx_quantize_groups(&client, &x, &groups, Usage::Columnwise, Format::Mxfp8)
+            .unwrap_err();
     assert!(error.to_string().contains("groups"), "{error}");
     let source = EdenSource::Grouped(&x, &groups);
     let error =

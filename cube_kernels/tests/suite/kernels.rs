@@ -394,7 +394,7 @@ fn repeated_launches_are_identical() {
             quantize::quantize_col(&client, &matrix, &amax, rounding, Some(Hadamard::default()))
                 .unwrap();
         let product = gemm::gemm(&client, &packed, &packed, None, FloatKind::F32).unwrap();
-        let origin = Origin::one_by_16(Rounding::Stochastic(STREAM), Some(Hadamard::default()));
+        let origin = Origin::block_1d(Rounding::Stochastic(STREAM));
         let host = packed.to_host(&client, origin).unwrap();
         let bits: Vec<u32> = read_matrix::<f32>(&client, &product)
             .iter()

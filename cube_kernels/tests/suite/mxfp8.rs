@@ -6,16 +6,15 @@ use crate::support::inputs::{ALL_KINDS, Kind, convert, values};
 use cubecl::prelude::*;
 use half::{bf16, f16};
 use nvfp4_kernels::{
-    Amax, BlockScaling, Hadamard, MxPacked, QuantizedTensor, Rounding, ScaleLayout, Usage,
-    quantize::{self, DeviceMx},
-    reference,
+    Amax, BlockScaling, Format, Hadamard, Origin, QuantizedTensor, Rounding, ScaleLayout, Usage,
+    quantize, reference,
     tensor::{DeviceQuantized, FloatKind, Matrix},
 };
 
 const USAGES: [Usage; 2] = [Usage::Rowwise, Usage::Columnwise];
 
-fn assert_same(client: &Client, found: &DeviceMx, expected: &MxPacked, what: &str) {
-    let found = found.to_host(client).unwrap();
+fn assert_same(client: &Client, found: &DeviceQuantized, expected: &QuantizedTensor, what: &str) {
+    let found = found.to_host(client, Origin::default()).unwrap();
     assert_blocks!(found, expected, what);
 }
 
@@ -24,8 +23,8 @@ fn check_matrix<T: DeviceElement>(client: &Client, x: &[T], rows: usize, cols: u
     let matrix = upload(client, x, rows, cols);
     for usage in USAGES {
         let what = format!("{what} {rows}x{cols} {:?} {usage:?}", T::KIND);
-        let expected = reference::mx_quantize(x, rows, cols, usage).unwrap();
-        let found = quantize::mx_quantize(client, &matrix, usage).unwrap();
+        let expected = reference::mx_quantize(x, rows, cols, usage, Format::Mxfp8).unwrap();
+        let found = quantize::mx_quantize(client, &matrix, usage, Format::Mxfp8).unwrap();
         assert_same(client, &found, &expected, &what);
         let expected = reference::mx_dequantize(&expected);
         let exact = quantize::mx_dequantize(client, &found, FloatKind::F32).unwrap();
@@ -120,13 +119,20 @@ fn check_requantize<V: DeviceElement>(client: &Client, packed: &QuantizedTensor,
             packed.usage(),
             V::KIND
         );
-        let expected =
-            reference::mx_quantize(&dequantized, packed.rows(), packed.cols(), usage).unwrap();
-        let found = quantize::mx_requantize(client, &device, usage, V::KIND).unwrap();
+        let expected = reference::mx_quantize(
+            &dequantized,
+            packed.rows(),
+            packed.cols(),
+            usage,
+            Format::Mxfp8,
+        )
+        .unwrap();
+        let found =
+            quantize::mx_requantize(client, &device, usage, Format::Mxfp8, V::KIND).unwrap();
         assert_same(client, &found, &expected, &what);
         // And it is what the kernels do one after another.
         let dense = quantize::dequantize(client, &device, V::KIND).unwrap();
-        let found = quantize::mx_quantize(client, &dense, usage).unwrap();
+        let found = quantize::mx_quantize(client, &dense, usage, Format::Mxfp8).unwrap();
         assert_same(client, &found, &expected, &what);
     }
 }
@@ -194,9 +200,11 @@ fn repeated_launches_agree() {
     let (rows, cols) = (300, 200);
     let x = convert::<bf16>(&values(Kind::Heavy, rows * cols, 5));
     let matrix = upload(&client, &x, rows, cols);
-    let expected = reference::mx_quantize(&x, rows, cols, Usage::Columnwise).unwrap();
+    let expected =
+        reference::mx_quantize(&x, rows, cols, Usage::Columnwise, Format::Mxfp8).unwrap();
     for _ in 0..100 {
-        let found = quantize::mx_quantize(&client, &matrix, Usage::Columnwise).unwrap();
+        let found =
+            quantize::mx_quantize(&client, &matrix, Usage::Columnwise, Format::Mxfp8).unwrap();
         assert_same(&client, &found, &expected, "repeated");
     }
 }
@@ -218,10 +226,10 @@ fn more_elements_than_32_bits_index() {
     drop(x);
     let small = upload(&client, &tail, 128, cols);
     for usage in USAGES {
-        let large = quantize::mx_quantize(&client, &matrix, usage).unwrap();
-        let large = large.to_host(&client).unwrap();
-        let small = quantize::mx_quantize(&client, &small, usage).unwrap();
-        let small = small.to_host(&client).unwrap();
+        let large = quantize::mx_quantize(&client, &matrix, usage, Format::Mxfp8).unwrap();
+        let large = large.to_host(&client, Origin::default()).unwrap();
+        let small = quantize::mx_quantize(&client, &small, usage, Format::Mxfp8).unwrap();
+        let small = small.to_host(&client, Origin::default()).unwrap();
         // Stored rows of the large matrix end in those of the small one; all else is zero.
         let (outer, length) = match usage {
             Usage::Rowwise => (1, 128 * cols),
@@ -250,8 +258,8 @@ fn errors_name_the_argument() {
     let error = Matrix::new(client.empty(4), 8, 8, FloatKind::Bf16).unwrap_err();
     assert!(error.to_string().contains("handle"));
     let zeros = upload::<f32>(&client, &[0.0; 128], 4, 32);
-    let mut packed = quantize::mx_quantize(&client, &zeros, USAGES[0]).unwrap();
-    packed.rows = 5;
+    let mut packed = quantize::mx_quantize(&client, &zeros, USAGES[0], Format::Mxfp8).unwrap();
+    packed.layout.rows = 5;
     let error = quantize::mx_dequantize(&client, &packed, FloatKind::F32).unwrap_err();
     assert!(error.to_string().contains("packed") && error.to_string().contains("160"));
 }

@@ -5,10 +5,8 @@ use crate::support::inputs::{ALL_KINDS, Kind, TestElement, convert, values};
 use crate::support::literal;
 use half::{bf16, f16};
 use nvfp4_kernels::{
-    Amax, BlockScaling, ErrorNorm, Hadamard, HadamardSize, Nvfp4Error, QuantParams,
-    QuantizedTensor, RandomStream, Rounding, ScaleLayout, Usage,
-    format::{e2m1, packed::BlockShape},
-    reference,
+    Amax, BlockScaling, BlockShape, ErrorNorm, Hadamard, HadamardSize, Nvfp4Error, QuantParams,
+    QuantizedTensor, RandomStream, Rounding, ScaleLayout, Usage, format::e2m1, reference,
 };
 
 const SCALINGS: [BlockScaling; 4] = [
@@ -118,10 +116,10 @@ fn every_combination<T: TestElement>(kinds: &[Kind]) {
                             reference::quantize(&x, rows, cols, usage, &amax, &policy, first)
                                 .unwrap();
                         assert_is(&found, &expected, &what);
-                        assert_eq!(found.origin().scaling, policy.scaling);
-                        assert_eq!(found.origin().hadamard, policy.hadamard);
-                        assert_eq!(found.origin().scale_bound(), policy.scaling.bound());
-                        assert_eq!(found.origin().block, BlockShape::OneBy16);
+                        assert_eq!(found.layout().scaling, policy.scaling);
+                        assert_eq!(found.layout().hadamard, policy.hadamard);
+                        assert_eq!(found.range(), policy.scaling.range());
+                        assert_eq!(found.origin().block, BlockShape::Block1d);
                         let group = hadamard.map_or(16, |h| h.size().elements());
                         let inner = usage.stored_shape(rows, cols).1;
                         assert_eq!(found.blocks() * 16, inner.next_multiple_of(group));
@@ -133,7 +131,7 @@ fn every_combination<T: TestElement>(kinds: &[Kind]) {
                         let swizzled =
                             reference::quantize(&x, rows, cols, usage, &amax, &swizzled, first)
                                 .unwrap();
-                        assert_eq!(swizzled.scale_layout(), ScaleLayout::Swizzled128x4);
+                        assert_eq!(swizzled.layout().scale_layout, ScaleLayout::Swizzled128x4);
                         assert!(swizzled.scales().len().is_multiple_of(512), "{what}");
                         assert_is(&swizzled, &expected, &what);
                     }
@@ -271,10 +269,10 @@ fn tiles_are_literal_and_their_copies_transposes() {
                 let (row, col) =
                     reference::quantize_tile(&x, rows, cols, &Amax::Tensor(amax), scaling, layouts)
                         .unwrap();
-                assert_eq!([row.scale_layout(), col.scale_layout()], layouts);
+                assert_eq!([&row, &col].map(|made| made.layout().scale_layout), layouts);
                 for copy in [&row, &col] {
-                    assert_eq!(copy.origin().block, BlockShape::Tile16x16);
-                    assert_eq!(copy.origin().scaling, scaling);
+                    assert_eq!(copy.origin().block, BlockShape::Block2d);
+                    assert_eq!(copy.layout().scaling, scaling);
                 }
                 assert_is(
                     &row,

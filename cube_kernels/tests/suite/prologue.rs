@@ -219,15 +219,15 @@ fn assert_copies(
     sizes: &[usize],
     what: &str,
 ) {
-    let blocks = match (found.usage, found.layout) {
+    let blocks = match (found.usage(), found.layout.scale_layout) {
         (Usage::Columnwise, ScaleLayout::Compact) if sizes.len() > 1 => {
             let unit = found.unit();
             let units: usize = sizes.iter().map(|size| size.div_ceil(unit)).sum();
-            units * (unit / 16) * found.cols
+            units * (unit / 16) * found.cols()
         }
         _ => found.code_blocks(),
     };
-    let scales = match found.layout {
+    let scales = match found.layout.scale_layout {
         ScaleLayout::Compact => blocks,
         ScaleLayout::Swizzled128x4 => found.scale_bytes(),
     };

@@ -345,10 +345,7 @@ fn maxima_of_rows_columns_and_groups() {
                         let expected: Vec<f32> =
                             host_amax(&parts, cols, usage, scope, hadamard.as_ref())
                                 .into_iter()
-                                .flat_map(|amax| match amax {
-                                    Amax::Tensor(amax) => vec![amax],
-                                    Amax::PerRow(amax) => amax,
-                                })
+                                .flat_map(|amax| amax.values().to_vec())
                                 .collect();
                         let found = floats(&read(&client, &handle.unwrap()));
                         for (i, (found, expected)) in found.iter().zip(&expected).enumerate() {

@@ -11,9 +11,9 @@ use crate::support::policies::{
 use cubecl::{prelude::*, server::Handle};
 use half::bf16;
 use nvfp4_kernels::{
-    BlockScaling, Hadamard, HadamardSize, QuantParams, Usage,
+    BlockScaling, Format, Hadamard, HadamardSize, QuantParams, Usage,
     moe::{self, GroupOffsets},
-    quantize::{self, AmaxRequest, DeviceMx, Gated, QuantRequest, Source},
+    quantize::{self, AmaxRequest, Gated, QuantRequest, Source},
     reference::EdenTarget,
     tensor::{AmaxGranularity, DeviceQuantized, FloatKind, Groups, Matrix},
 };
@@ -28,13 +28,8 @@ const USAGES: [Usage; 2] = [Usage::Rowwise, Usage::Columnwise];
 type Results = Vec<(Handle, usize)>;
 
 fn of_packed(packed: DeviceQuantized) -> Results {
-    let (codes, scales) = (packed.code_blocks() * 8, packed.scale_bytes());
+    let (codes, scales) = (packed.code_bytes(), packed.scale_bytes());
     vec![(packed.codes, codes), (packed.scales, scales)]
-}
-
-fn of_mx(packed: DeviceMx) -> Results {
-    let blocks = packed.outer() * packed.blocks();
-    vec![(packed.codes, blocks * 32), (packed.scales, blocks)]
 }
 
 fn of_matrix(matrix: Matrix) -> Results {
@@ -214,9 +209,9 @@ fn mxfp8_and_values() {
     let plain = request(&amax, QuantParams::new(NEAREST), AmaxGranularity::PerTensor);
     for usage in USAGES {
         repeat(&client, &format!("MXFP8 {usage:?}"), || {
-            of_mx(quantize::mx_quantize(&client, &x, usage).unwrap())
+            of_packed(quantize::mx_quantize(&client, &x, usage, Format::Mxfp8).unwrap())
         });
-        let mx = quantize::mx_quantize(&client, &x, usage).unwrap();
+        let mx = quantize::mx_quantize(&client, &x, usage, Format::Mxfp8).unwrap();
         repeat(&client, &format!("MXFP8 {usage:?} to values"), || {
             of_matrix(quantize::mx_dequantize(&client, &mx, FloatKind::Bf16).unwrap())
         });
@@ -226,7 +221,10 @@ fn mxfp8_and_values() {
         });
         for to in USAGES {
             repeat(&client, &format!("NVFP4 {usage:?} to MXFP8 {to:?}"), || {
-                of_mx(quantize::mx_requantize(&client, &packed, to, FloatKind::Bf16).unwrap())
+                of_packed(
+                    quantize::mx_requantize(&client, &packed, to, Format::Mxfp8, FloatKind::Bf16)
+                        .unwrap(),
+                )
             });
         }
         let hadamard = Hadamard::seeded_with_size(HadamardSize::H128, 7);

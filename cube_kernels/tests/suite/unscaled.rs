@@ -16,7 +16,7 @@ use nvfp4_kernels::{
     },
     quantize::{self, AmaxRequest, QuantRequest},
     reference,
-    tensor::{AmaxGranularity, DeviceOperand, FloatKind, Groups, Matrix},
+    tensor::{AmaxGranularity, DeviceQuantized, FloatKind, Groups, Matrix},
 };
 
 const NEAREST: Rounding = Rounding::Nearest;
@@ -102,7 +102,7 @@ fn copies(
     x: &Matrix,
     row: Option<(&Copy, Storage)>,
     col: Option<(&Copy, Storage)>,
-) -> [Option<DeviceOperand>; 2] {
+) -> [Option<DeviceQuantized>; 2] {
     let requests = [row, col].map(|copy| copy.map(|(copy, form)| (copy.request(), form)));
     let [row, col] = requests
         .each_ref()
@@ -112,19 +112,19 @@ fn copies(
 }
 
 /// What the oracle decodes from the codes and scales of `packed` is what `decoded` holds.
-fn assert_values(client: &Client, packed: DeviceOperand, decoded: DeviceOperand, what: &str) {
-    let packed = packed.into_packed().expect("codes and scales");
-    let decoded = decoded.into_decoded().expect("values");
+fn assert_values(client: &Client, packed: DeviceQuantized, decoded: DeviceQuantized, what: &str) {
+    assert!(packed.is_packed(), "{what}");
+    let values = decoded.values().expect("values");
     let blocks = packed.code_blocks();
     let shape = (packed.outer(), packed.blocks() * BLOCK);
-    assert_eq!((decoded.values.rows, decoded.values.cols), shape, "{what}");
+    assert_eq!((values.rows, values.cols), shape, "{what}");
     let codes = read_bytes(client, &packed.codes, blocks * 8);
     let scales = read_bytes(client, &packed.scales, blocks);
     let mut expected = vec![0.0; blocks * BLOCK];
     reference::decode_blocks_into(&codes, &scales, &mut expected);
     // Exact, so nothing is rounded here.
     let expected: Vec<bf16> = expected.into_iter().map(bf16::from_f32).collect();
-    let found: Vec<bf16> = read_matrix(client, &decoded.values);
+    let found: Vec<bf16> = read_matrix(client, &values);
     assert_floats(&found, &expected, what);
 }
 
@@ -168,7 +168,6 @@ fn check<T: DeviceElement>(
                 (Some(found), Some(Bf16Unscaled)) => assert_values(client, expected, found, &what),
                 (Some(found), Some(Packed)) => {
                     let [found, expected] = [found, expected].map(|copy| {
-                        let copy = copy.into_packed().unwrap();
                         let blocks = copy.code_blocks();
                         [
                             read_bytes(client, &copy.codes, blocks * 8),
@@ -284,7 +283,7 @@ fn products_have_the_same_bits() {
                 false => vec![None],
             };
             for plan in plans {
-                let run = |a: &DeviceOperand, b: &DeviceOperand| {
+                let run = |a: &DeviceQuantized, b: &DeviceQuantized| {
                     let path = plan.map(|_| GemmBackend::Sm90Wgmma);
                     let target = Target::New(FloatKind::F32);
                     let (a, b) = (a.into(), b.into());
@@ -321,12 +320,12 @@ fn values_are_those_of_the_workspace() {
                 .into_iter()
                 .zip(made(Storage::Bf16Unscaled))
             {
-                let packed = packed.unwrap().into_packed().unwrap();
-                let decoded = decoded.unwrap().into_decoded().unwrap();
-                let len = decoded.values.len() * 2;
+                let packed = packed.unwrap();
+                let values = decoded.unwrap().values().unwrap();
+                let len = values.len() * 2;
                 let expected = read_bytes(&client, &decode(&client, &packed), len);
-                let what = format!("{kind:?} {:?} {:?}", packed.usage, row.policy);
-                device::assert_bytes(&bits(&client, &decoded.values), &expected, &what);
+                let what = format!("{kind:?} {:?} {:?}", packed.usage(), row.policy);
+                device::assert_bytes(&bits(&client, &values), &expected, &what);
             }
         }
     }
@@ -412,8 +411,7 @@ fn times() {
             };
             let packed = |x: &Matrix, decoding: bool| {
                 let both = [Some((&row, Storage::Packed)), Some((&col, Storage::Packed))];
-                let made = copies(&client, x, both[0], both[1]).map(|copy| copy.unwrap());
-                let [row, col] = made.map(|copy| copy.into_packed().unwrap());
+                let [row, col] = copies(&client, x, both[0], both[1]).map(|copy| copy.unwrap());
                 if decoding {
                     drop(decode(&client, &row));
                     if !saved {

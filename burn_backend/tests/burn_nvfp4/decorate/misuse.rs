@@ -41,7 +41,7 @@ fn other_operations_on_the_weight() {
 }
 
 #[test]
-fn one_value_in_two_products() {
+fn one_value_in_two_matmuls() {
     own_process!("decorate");
     let text = failures(|model, x| {
         let weight = model.first.weight.val();
@@ -49,7 +49,7 @@ fn one_value_in_two_products() {
         y.sum().backward();
     });
     assert!(
-        text.contains("layer `first`: two products use one value"),
+        text.contains("layer `first`: two matmuls use one value"),
         "{text}"
     );
 }
@@ -69,7 +69,7 @@ fn a_transposed_weight() {
 }
 
 #[test]
-fn something_between_product_and_bias() {
+fn an_operation_between_matmul_and_bias() {
     own_process!("decorate");
     let text = failures(|model, x| {
         let weight = model.first.weight.val();
@@ -78,5 +78,5 @@ fn something_between_product_and_bias() {
         y.sum().backward();
     });
     assert!(text.contains("layer `first`"), "{text}");
-    assert!(text.contains("reads its bias or its product"), "{text}");
+    assert!(text.contains("reads its bias or its matmul"), "{text}");
 }

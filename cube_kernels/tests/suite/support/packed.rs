@@ -4,7 +4,7 @@ use super::inputs::Generator;
 use cubecl::prelude::*;
 use half::bf16;
 use nvfp4_kernels::{
-    Amax, Origin, QuantizedTensor, Rounding, ScaleLayout, Usage,
+    Amax, Layout, Origin, QuantizedTensor, Usage,
     gemm::{Elements, Operand, Scale},
     reference,
     tensor::{DeviceQuantized, FloatKind, Matrix},
@@ -62,12 +62,11 @@ impl Packed {
                 .collect()
         };
         QuantizedTensor::from_parts(
-            (rows.len(), self.blocks * 16),
-            Usage::Rowwise,
+            Layout::nvfp4(rows.len(), self.blocks * 16, Usage::Rowwise),
             pick(&self.codes, self.blocks * 8),
-            (ScaleLayout::Compact, pick(&self.scales, self.blocks)),
+            pick(&self.scales, self.blocks),
             Amax::Tensor(self.amax),
-            Origin::one_by_16(Rounding::Nearest, None),
+            Origin::default(),
         )
         .unwrap()
     }

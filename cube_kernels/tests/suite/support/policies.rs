@@ -76,10 +76,7 @@ pub fn host_amax<T: DeviceElement>(
 pub fn device_amax(client: &Client, amax: &[Amax]) -> Handle {
     let values: Vec<f32> = amax
         .iter()
-        .flat_map(|amax| match amax {
-            Amax::Tensor(amax) => vec![*amax],
-            Amax::PerRow(amax) => amax.clone(),
-        })
+        .flat_map(|amax| amax.values().to_vec())
         .collect();
     upload_bytes(client, bytemuck::cast_slice(&values))
 }

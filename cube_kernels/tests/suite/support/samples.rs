@@ -11,8 +11,9 @@ use super::policies::{
 use cubecl::{prelude::*, server::Handle};
 use half::bf16;
 use nvfp4_kernels::{
-    Amax, BlockScaling, Hadamard, HadamardSize, QuantParams, QuantizedTensor, ScaleLayout, Usage,
-    quantize::{self, AmaxRequest, DeviceMx, EdenSource, Gated, QuantRequest, Source},
+    Amax, BlockScaling, Format, Hadamard, HadamardSize, QuantParams, QuantizedTensor, ScaleLayout,
+    Usage,
+    quantize::{self, AmaxRequest, EdenSource, Gated, QuantRequest, Source},
     reference::{self, EDEN_GROUP, EdenTarget, swizzle},
     tensor::{AmaxGranularity, DeviceQuantized, FloatKind, Groups, Matrix},
 };
@@ -170,13 +171,13 @@ fn assert_lines(
         &format!("{what}: codes"),
     );
     let scales = Memory::new(client, &found.scales);
-    let place = |line, block| match found.layout {
+    let place = |line, block| match found.layout.scale_layout {
         ScaleLayout::Compact => line * blocks + block,
         ScaleLayout::Swizzled128x4 => swizzle::offset(line, block, blocks),
     };
     // Both layouts keep bands of rows of 128x4 tiles together.
     let start = place(lines.start / 128 * 128, 0);
-    let end = match found.layout {
+    let end = match found.layout.scale_layout {
         ScaleLayout::Compact => lines.end * blocks,
         ScaleLayout::Swizzled128x4 => start + swizzle::padded_len(128, blocks),
     };
@@ -351,8 +352,9 @@ pub fn per_token(client: &Client, sample: &Sample) {
 
 /// MXFP8 along both axes, from values and from NVFP4 along both, and all of them back to values.
 pub fn mxfp8(client: &Client, sample: &Sample) {
-    let assert_mx = |found: &DeviceMx, band: &Band, x: &[bf16], what: &str| {
-        let expected = reference::mx_quantize(x, band.rows, band.cols, band.usage).unwrap();
+    let assert_mx = |found: &DeviceQuantized, band: &Band, x: &[bf16], what: &str| {
+        let expected =
+            reference::mx_quantize(x, band.rows, band.cols, band.usage, Format::Mxfp8).unwrap();
         let (first, blocks) = (band.first, expected.blocks());
         let what = format!(
             "{:?} {what} to MXFP8 {:?} from {first}",
@@ -369,13 +371,15 @@ pub fn mxfp8(client: &Client, sample: &Sample) {
         }
     };
     for usage in USAGES {
-        let found = quantize::mx_quantize(client, &sample.matrix, usage).unwrap();
+        let found = quantize::mx_quantize(client, &sample.matrix, usage, Format::Mxfp8).unwrap();
         for band in sample.bands(usage) {
             assert_mx(&found, &band, &band.x, "values");
         }
         let back = quantize::mx_dequantize(client, &found, FloatKind::Bf16).unwrap();
         for band in sample.bands(Usage::Rowwise) {
-            let packed = reference::mx_quantize(&band.x, band.rows, band.cols, usage).unwrap();
+            let packed =
+                reference::mx_quantize(&band.x, band.rows, band.cols, usage, Format::Mxfp8)
+                    .unwrap();
             let expected = convert::<bf16>(&reference::mx_dequantize(&packed));
             let what = format!("{:?} from MXFP8 {usage:?}", sample.shape());
             assert_rows(client, &back, band.first, &expected, &what);
@@ -393,7 +397,9 @@ pub fn mxfp8(client: &Client, sample: &Sample) {
             convert::<bf16>(&reference::dequantize(&packed))
         };
         for to in USAGES {
-            let found = quantize::mx_requantize(client, &packed, to, FloatKind::Bf16).unwrap();
+            let found =
+                quantize::mx_requantize(client, &packed, to, Format::Mxfp8, FloatKind::Bf16)
+                    .unwrap();
             for band in sample.bands(to) {
                 assert_mx(&found, &band, &values(&band), &format!("NVFP4 {from:?}"));
             }

@@ -1,97 +1,22 @@
-//! Where layers take their random bits from, and how that is saved with a model.
-//!
-//! Burn's module records hold tensors by path, and refuse entries that one side lacks. If a layer's
-//! counter were such an entry, its checkpoints would no longer be those of `burn_nn::Linear`. So the
-//! state of a layer shows nothing to Burn's visitors and mappers, and [`Nvfp4State`] travels beside
-//! the record: collect it from the model when saving, apply it to the model after loading.
+//! The state of one layer, and the layers of a model.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicU16, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 
-use burn_core as burn;
-
 use burn_core::backend::DeviceOps;
-use burn_core::config::Config;
 use burn_core::module::{Content, Module, ModuleVisitor, Param, ParamId};
 use burn_core::tensor::{Device, Tensor};
 use nvfp4_kernels::Nvfp4Error;
-use serde::{Deserialize, Serialize};
 
-use crate::ops::{KeptWeight, LinearContext, LinearSpec, WeightCache, WeightIdentity};
+use crate::ops::{CachedWeight, LinearContext, LinearSpec, Probe, WeightCache, WeightIdentity};
 use crate::parameterless::{Parameterless, parameterless_module};
 use crate::recipe::{LayerMode, Nvfp4Recipe};
-use crate::telemetry::Probe;
+use crate::rng::{RANK_SHIFT, RngState};
 
-/// Role of a stream: the row-wise copy of the output's gradient, for dgrad.
-pub(crate) const ROLE_DGRAD: u64 = 0;
-/// Role of a stream: the column-wise copy of the output's gradient, for wgrad.
-pub(crate) const ROLE_WGRAD: u64 = 1;
-/// Role of a stream: the weight in dgrad.
-pub(crate) const ROLE_DGRAD_W: u64 = 2;
-/// Role of a stream: the input in wgrad.
-pub(crate) const ROLE_WGRAD_X: u64 = 3;
-/// Role of a stream: the signs of MS-EDEN's transform in dgrad.
-pub(crate) const ROLE_DGRAD_SIGNS: u64 = 4;
-/// Role of a stream: the signs of MS-EDEN's transform in wgrad.
-pub(crate) const ROLE_WGRAD_SIGNS: u64 = 5;
-/// Role of a stream: the input in fprop.
-pub(crate) const ROLE_FPROP_X: u64 = 6;
-/// Role of a stream: the weight in fprop.
-pub(crate) const ROLE_FPROP_W: u64 = 7;
-/// Bits of a stream id that name the role; the others name the layer.
-const ROLE_BITS: u32 = 8;
-
-/// Position of the rank in an offset; the count of forwards is below.
-const RANK_SHIFT: u32 = 48;
-
-/// The stream of `role` in layer number `layer`.
-pub(crate) fn stream(layer: u64, role: u64) -> u64 {
-    layer << ROLE_BITS | role
-}
-
-/// Everything that decides the random bits of one layer.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub struct LayerRandomness {
-    /// Seed of the run.
-    pub seed: u64,
-    /// Number of the layer, less than 2^56: layers with different numbers never share bits.
-    pub layer: u64,
-    /// Training forwards so far. Each one draws at its own offset, and its backward uses the same.
-    pub offset: u64,
-    /// Signs of the Hadamard transform: bit `i` set negates element `i`.
-    pub rht_signs: u16,
-}
-
-impl LayerRandomness {
-    /// Layer numbers end here.
-    pub const LAYER_LIMIT: u64 = 1 << (64 - ROLE_BITS);
-
-    /// Counts of forwards end here: the bits above tell the devices of a data-parallel run apart.
-    pub const OFFSET_LIMIT: u64 = 1 << RANK_SHIFT;
-
-    fn check(&self) -> Result<(), Nvfp4Error> {
-        if self.layer >= Self::LAYER_LIMIT {
-            return Err(Nvfp4Error::value(
-                "layer",
-                self.layer.to_string(),
-                format!("less than {} (2^56)", Self::LAYER_LIMIT),
-            ));
-        }
-        if self.offset >= Self::OFFSET_LIMIT {
-            return Err(Nvfp4Error::value(
-                "offset",
-                self.offset.to_string(),
-                format!("less than {} (2^48)", Self::OFFSET_LIMIT),
-            ));
-        }
-        Ok(())
-    }
-}
-
-/// The state of one layer: its [`LayerRandomness`], whether it stays in high precision, its
-/// [`LayerMode`], and what it keeps of its packed weight.
+/// The state of one layer: its [`RngState`], whether it stays in high precision, its
+/// [`LayerMode`], and the cache of its quantized weight.
 ///
 /// Clones share it. A clone of a module is the same logical layer (a fork for another device, the
 /// module that an optimizer step returns, `valid()`), and whichever of them runs forward, no offset
@@ -104,8 +29,8 @@ impl LayerRandomness {
 /// offset `rank << 48 | count`, `rank` being the index of the device. So what every worker draws is
 /// determined, however their threads run. The signs of the Hadamard transform are the same on all.
 /// Forks to one device, and clones, share one count; a module that was never forked has rank 0.
-/// [`Nvfp4State`] saves the count of the module it is given; applied to a module, it is where all
-/// ranks go on, since data-parallel workers take their steps together.
+/// [`Nvfp4State`](crate::Nvfp4State) saves the count of the module it is given; applied to a module,
+/// it is where all ranks resume, since data-parallel workers take their steps together.
 #[derive(Clone, Debug)]
 pub struct LayerState {
     shared: Arc<Shared>,
@@ -146,18 +71,18 @@ impl Offsets {
 }
 
 impl LayerState {
-    /// A state that starts at `randomness`, in NVFP4.
+    /// A state that starts at `rng_state`, in NVFP4.
     ///
     /// # Errors
     /// When the layer number is 2^56 or more, or the offset 2^48 or more.
-    pub fn new(randomness: LayerRandomness) -> Result<Self, Nvfp4Error> {
-        randomness.check()?;
-        let LayerRandomness {
+    pub fn new(rng_state: RngState) -> Result<Self, Nvfp4Error> {
+        rng_state.check()?;
+        let RngState {
             seed,
             layer,
             offset,
             rht_signs,
-        } = randomness;
+        } = rng_state;
         Ok(Self {
             shared: Arc::new(Shared {
                 seed: seed.into(),
@@ -173,12 +98,12 @@ impl LayerState {
         })
     }
 
-    /// The state of a new layer with `recipe`: number `layer`, or the next one of the process.
+    /// The state of a new layer with `recipe`: its id is `layer`, or the next one of the process.
     ///
     /// # Errors
     /// When the layer number is 2^56 or more.
     pub(crate) fn for_recipe(recipe: &Nvfp4Recipe, layer: Option<u64>) -> Result<Self, Nvfp4Error> {
-        Self::new(LayerRandomness {
+        Self::new(RngState {
             seed: recipe.seed,
             layer: layer.unwrap_or_else(Self::next_layer),
             offset: 0,
@@ -186,16 +111,16 @@ impl LayerState {
         })
     }
 
-    /// The next number that no layer of this process was built with.
-    pub(crate) fn next_layer() -> u64 {
+    /// The next id that no layer of this process was built with.
+    fn next_layer() -> u64 {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         NEXT.fetch_add(1, Ordering::Relaxed)
     }
 
-    /// Where the next training forward draws from.
-    pub fn randomness(&self) -> LayerRandomness {
+    /// The RNG state of the next training forward.
+    pub fn rng_state(&self) -> RngState {
         let shared = &self.shared;
-        LayerRandomness {
+        RngState {
             seed: shared.seed.load(Ordering::Relaxed),
             layer: shared.layer.load(Ordering::Relaxed),
             offset: self.offsets().of(self.rank),
@@ -203,32 +128,32 @@ impl LayerState {
         }
     }
 
-    /// Where the rank that has drawn most draws from next. (Ranks take their steps together.)
+    /// The RNG state of the rank with the most forwards. (Ranks take their steps together.)
     #[cfg(any(feature = "train", test))]
-    fn furthest(&self) -> LayerRandomness {
+    pub(super) fn furthest(&self) -> RngState {
         let offset = {
             let offsets = self.offsets();
             let counts = offsets.next.values().copied();
             counts.max().unwrap_or(offsets.start)
         };
-        LayerRandomness {
+        RngState {
             offset,
-            ..self.randomness()
+            ..self.rng_state()
         }
     }
 
-    /// Draw from `randomness` next, in this layer, all its clones and forks.
+    /// Draws from `rng_state` next, in this layer, all its clones and forks.
     ///
     /// # Errors
     /// When the layer number is 2^56 or more, or the offset 2^48 or more; the state is unchanged then.
-    pub fn set_randomness(&self, randomness: LayerRandomness) -> Result<(), Nvfp4Error> {
-        randomness.check()?;
-        let LayerRandomness {
+    pub fn set_rng_state(&self, rng_state: RngState) -> Result<(), Nvfp4Error> {
+        rng_state.check()?;
+        let RngState {
             seed,
             layer,
             offset,
             rht_signs,
-        } = randomness;
+        } = rng_state;
         self.shared.seed.store(seed, Ordering::Relaxed);
         self.shared.layer.store(layer, Ordering::Relaxed);
         self.shared.rht_signs.store(rht_signs, Ordering::Relaxed);
@@ -236,18 +161,18 @@ impl LayerState {
         Ok(())
     }
 
-    /// Take the current offset of the rank, and leave the next one for whoever comes after. The
-    /// rank is in the result's offset.
-    pub(crate) fn advance(&self) -> LayerRandomness {
+    /// Takes the current offset of the rank and advances it by one. The rank is in the result's
+    /// offset.
+    pub(crate) fn advance(&self) -> RngState {
         let count = {
             let mut offsets = self.offsets();
             let count = offsets.of(self.rank);
             offsets.next.insert(self.rank, count + 1);
             count
         };
-        LayerRandomness {
+        RngState {
             offset: self.rank << RANK_SHIFT | count,
-            ..self.randomness()
+            ..self.rng_state()
         }
     }
 
@@ -270,16 +195,16 @@ impl LayerState {
         self.shared.weights.clear();
     }
 
-    /// What the layer does with its recipe.
+    /// The mode in effect.
     pub fn mode(&self) -> LayerMode {
         match self.is_high_precision() {
             true => LayerMode::HighPrecision,
-            false => self.asked_mode(),
+            false => self.requested_mode(),
         }
     }
 
-    /// What was last asked of the layer, whether or not it stays in high precision.
-    fn asked_mode(&self) -> LayerMode {
+    /// The mode that was set last, whether or not the layer stays in high precision.
+    pub(super) fn requested_mode(&self) -> LayerMode {
         *self.shared.mode.lock().expect("no panic while it is held")
     }
 
@@ -291,8 +216,8 @@ impl LayerState {
         }
     }
 
-    /// What the layer's next forward with the weight `weight` computes by `recipe`, and what it brings
-    /// along. If it `draws`, being a training forward, it takes the current offset.
+    /// The resolved operands of the layer's next forward with the weight `weight` by `recipe`, and
+    /// its context. If it `draws`, being a training forward, it takes the current offset.
     pub(crate) fn for_forward(
         &self,
         recipe: &Nvfp4Recipe,
@@ -300,25 +225,25 @@ impl LayerState {
         draws: bool,
     ) -> (LinearSpec, LinearContext) {
         let mode = self.mode();
-        let randomness = if draws && mode != LayerMode::HighPrecision {
+        let rng_state = if draws && mode != LayerMode::HighPrecision {
             self.advance()
         } else {
-            self.randomness()
+            self.rng_state()
         };
         let context = LinearContext {
             weight: weight
                 .filter(|_| recipe.cache_weights)
-                .map(|identity| KeptWeight {
+                .map(|identity| CachedWeight {
                     cache: self.shared.weights.clone(),
                     identity,
                 }),
             probe: self.probe(),
-            form: None,
+            storage: None,
         };
-        (mode.of(recipe.spec(&randomness)), context)
+        (mode.of(recipe.spec(&rng_state)), context)
     }
 
-    /// Where the layer leaves what it sees of its operands, while someone looks.
+    /// Where the layer records samples of its operands, while telemetry is on.
     pub(crate) fn probe(&self) -> Option<Probe> {
         let probe = self.shared.probe.lock().expect("no panic while it is held");
         probe.clone()
@@ -329,7 +254,7 @@ impl LayerState {
     }
 }
 
-/// Burn's traversals see nothing of it; [`Nvfp4State`] does.
+/// Burn's traversals see nothing of it; [`Nvfp4State`](crate::Nvfp4State) does.
 impl Parameterless for LayerState {
     fn pass<V: ModuleVisitor>(&self, _visitor: &mut V) {
         TRAVERSAL.with_borrow_mut(|traversal| {
@@ -347,12 +272,12 @@ impl Parameterless for LayerState {
     }
 
     fn show(&self, content: Content) -> Option<Content> {
-        let LayerRandomness {
+        let RngState {
             seed,
             layer,
             offset,
             rht_signs,
-        } = self.randomness();
+        } = self.rng_state();
         let text = format!(
             "LayerState {{seed: {seed}, layer: {layer}, offset: {offset}, rht_signs: {rht_signs:#06x}, \
              high_precision: {}}}",
@@ -479,123 +404,12 @@ pub(crate) fn layers<M: Module>(model: &M) -> Vec<FoundLayer> {
         .unwrap_or_default()
 }
 
-/// Number the NVFP4 layers of `model` 0, 1, 2, … in the order of its fields.
-///
-/// A layer that was built without a number got the next one of the process, which depends on what
-/// else the process has built. After this call the numbers depend on the model alone.
-pub fn number_layers<M: Module>(model: &M) {
-    for (number, layer) in (0..).zip(layers(model)) {
-        let randomness = LayerRandomness {
-            layer: number,
-            ..layer.state.randomness()
-        };
-        layer
-            .state
-            .set_randomness(randomness)
-            .expect("a model has less than 2^56 layers");
-    }
-}
-
-/// What the NVFP4 layers of a model draw their random bits from, by the path of the layer.
-///
-/// Save it beside the model's record and apply it to the loaded model: the resumed run then draws
-/// exactly the bits that the uninterrupted one would have. It is a Burn [`Config`], so it has a JSON
-/// file of its own; serde puts it into any other.
-///
-/// ```no_run
-/// use burn_core::config::Config;
-/// # use burn_core::{module::Module, tensor::Device};
-/// # use burn_nvfp4::{Nvfp4Linear, Nvfp4State};
-/// # fn save_and_load(model: Nvfp4Linear, fresh: Nvfp4Linear) -> Result<(), Box<dyn std::error::Error>> {
-/// Nvfp4State::collect(&model).save("model.nvfp4.json")?;
-/// model.save_file("model.bpk")?;
-/// // In another process:
-/// let model = fresh.load_file("model.bpk");
-/// Nvfp4State::load("model.nvfp4.json")?.apply(&model)?;
-/// # Ok(())
-/// # }
-/// ```
-#[derive(Config, Debug, Default, PartialEq, Eq)]
-pub struct Nvfp4State {
-    /// The layers' states, by path (`""` for a model that is itself a layer).
-    pub layers: BTreeMap<String, LayerRandomness>,
-    /// The modes of the layers that do not follow their recipe, by path.
-    #[config(default = "BTreeMap::new()")]
-    pub modes: BTreeMap<String, LayerMode>,
-}
-
-impl Nvfp4State {
-    /// The state of every NVFP4 layer of `model`.
-    pub fn collect<M: Module>(model: &M) -> Self {
-        Self::of_ranks(&layers(model), LayerState::randomness)
-    }
-
-    /// The state of `layers`, on the rank that has come furthest: forks count for themselves, and who
-    /// holds the layers need not be the one that trains.
-    #[cfg(feature = "train")]
-    pub(crate) fn of(layers: &[FoundLayer]) -> Self {
-        Self::of_ranks(layers, LayerState::furthest)
-    }
-
-    fn of_ranks(found: &[FoundLayer], randomness: impl Fn(&LayerState) -> LayerRandomness) -> Self {
-        let modes = found
-            .iter()
-            .map(|layer| (layer.path.clone(), layer.state.asked_mode()))
-            .filter(|(_, mode)| *mode != LayerMode::Recipe)
-            .collect();
-        let layers = found
-            .iter()
-            .map(|layer| (layer.path.clone(), randomness(&layer.state)))
-            .collect();
-        Self { layers, modes }
-    }
-
-    /// Put every layer of `model`, and all clones of them, into this state.
-    ///
-    /// # Errors
-    /// When a layer of the model is missing here, or one named here is missing in the model;
-    /// nothing has been changed then.
-    pub fn apply<M: Module>(&self, model: &M) -> Result<(), Nvfp4Error> {
-        self.apply_to(&layers(model))
-    }
-
-    /// Put `found`, the layers of a model, into this state.
-    pub(crate) fn apply_to(&self, found: &[FoundLayer]) -> Result<(), Nvfp4Error> {
-        let missing: Vec<&str> = found
-            .iter()
-            .map(|layer| layer.path.as_str())
-            .filter(|path| !self.layers.contains_key(*path))
-            .collect();
-        let unused: Vec<&str> = self
-            .layers
-            .keys()
-            .map(String::as_str)
-            .chain(self.modes.keys().map(String::as_str))
-            .filter(|path| !found.iter().any(|layer| layer.path == *path))
-            .collect();
-        if !missing.is_empty() || !unused.is_empty() {
-            return Err(Nvfp4Error::value(
-                "state",
-                format!("layers missing: {missing:?}, layers that the model lacks: {unused:?}"),
-                "exactly the NVFP4 layers of the model",
-            ));
-        }
-        self.layers.values().try_for_each(LayerRandomness::check)?;
-        for layer in found {
-            layer.state.set_randomness(self.layers[&layer.path])?;
-            let mode = self.modes.get(&layer.path).copied();
-            layer.state.set_mode(mode.unwrap_or_default());
-        }
-        Ok(())
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
     fn state() -> LayerState {
-        LayerState::new(LayerRandomness {
+        LayerState::new(RngState {
             seed: 1,
             layer: 2,
             offset: 5,
@@ -613,19 +427,19 @@ mod tests {
     }
 
     #[test]
-    fn ranks_count_apart_and_never_meet() {
+    fn ranks_draw_from_disjoint_offsets() {
         let main = state();
         let (zero, one) = (fork(&main, 0), fork(&main, 1));
         let drawn = [&one, &zero, &one, &main, &one].map(|state| state.advance());
-        let offsets = drawn.map(|randomness| randomness.offset);
+        let offsets = drawn.map(|rng_state| rng_state.offset);
         assert_eq!(offsets, [1 << 48 | 5, 5, 1 << 48 | 6, 6, 1 << 48 | 7]);
         assert!(drawn.iter().all(|one| one.rht_signs == 3 && one.layer == 2));
-        assert_eq!(main.randomness().offset, 7);
-        assert_eq!(one.randomness().offset, 8, "a count, without the rank");
+        assert_eq!(main.rng_state().offset, 7);
+        assert_eq!(one.rng_state().offset, 8, "a count, without the rank");
         assert_eq!(main.furthest().offset, 8, "that of the other rank");
 
-        let saved = main.randomness();
-        main.set_randomness(saved).unwrap();
+        let saved = main.rng_state();
+        main.set_rng_state(saved).unwrap();
         assert_eq!(zero.advance().offset, 7);
         assert_eq!(
             one.advance().offset,
@@ -636,11 +450,11 @@ mod tests {
 
     #[test]
     fn counts_end_before_the_rank() {
-        let too_far = LayerRandomness {
-            offset: LayerRandomness::OFFSET_LIMIT,
-            ..state().randomness()
+        let too_far = RngState {
+            offset: RngState::OFFSET_LIMIT,
+            ..state().rng_state()
         };
-        let error = state().set_randomness(too_far).unwrap_err().to_string();
+        let error = state().set_rng_state(too_far).unwrap_err().to_string();
         assert!(
             error.contains("`offset`") && error.contains("2^48"),
             "{error}"

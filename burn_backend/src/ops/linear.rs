@@ -2,24 +2,49 @@
 //! once each, kept until the backward, and, for the weight, until it changes.
 //!
 //! One implementation for a weight that multiplies all rows and for a stack of them, one for each group of
-//! rows: a [`Grouping`] makes the operands and multiplies them.
+//! rows: a [`LinearBackend`] makes the operands and multiplies them.
 
 use burn_core::backend::{Backend, TensorMetadata, tensor::FloatTensor, tensor::IntTensor};
 use burn_core::tensor::{FloatDType, Shape};
 use nvfp4_kernels::{Storage, Usage};
 
-use super::autodiff::{GradientsOf, LinearGrads, Tracked};
-use super::context::Place;
-use super::operands::{again, both, cast, form_of, one};
+use super::context::Slot;
+use super::operands::{cast, quantize, quantize_pair, requantize, storage_of};
+use super::probe::OperandSource;
 use super::{
     BackwardSource, Bias, LinearContext, LinearSpec, Nvfp4Ops, Operand, OperandSpec, float_dtype,
 };
-use crate::telemetry::Source;
+
+/// Gradients of `x`, `w` and the bias, as far as they are required.
+pub(crate) struct LinearGradients<B: Backend> {
+    pub(crate) x: Option<FloatTensor<B>>,
+    pub(crate) w: Option<FloatTensor<B>>,
+    pub(crate) bias: Option<FloatTensor<B>>,
+}
+
+/// The state of a linear layer between forward and backward.
+pub(crate) trait LinearBackward<B: Backend>:
+    Clone + Send + std::fmt::Debug + 'static
+{
+    /// The gradients, from the gradient `dy` of the output (`[m, d_out]`).
+    fn backward(self, dy: FloatTensor<B>) -> LinearGradients<B>;
+}
+
+/// Which gradients are required.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct RequiresGrad {
+    pub(crate) x: bool,
+    pub(crate) w: bool,
+    /// Type of the bias, if there is one and its gradient is required.
+    pub(crate) bias: Option<FloatDType>,
+}
 
 /// Which rows of the input a weight multiplies, and with what operations.
 ///
 /// `dtype` is the type of the activations, which operands that are not quantized have.
-pub(crate) trait Grouping<B: Nvfp4Ops>: Clone + Send + std::fmt::Debug + 'static {
+pub(crate) trait LinearBackend<B: Nvfp4Ops>:
+    Clone + Send + std::fmt::Debug + 'static
+{
     /// The form in which a product of what `specs` make, `m` x `n` with a contraction of `k`, takes an operand of
     /// rows fastest.
     fn form(
@@ -99,16 +124,16 @@ pub(crate) trait Grouping<B: Nvfp4Ops>: Clone + Send + std::fmt::Debug + 'static
 
 /// One weight for all rows.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Ungrouped;
+pub(crate) struct Dense;
 
-impl<B: Nvfp4Ops> Grouping<B> for Ungrouped {
+impl<B: Nvfp4Ops> LinearBackend<B> for Dense {
     fn form(
         &self,
         device: &B::Device,
         specs: [&OperandSpec; 2],
         shape: (usize, usize, usize),
     ) -> Storage {
-        form_of::<B>(device, specs, shape)
+        storage_of::<B>(device, specs, shape)
     }
 
     fn rows(
@@ -119,7 +144,7 @@ impl<B: Nvfp4Ops> Grouping<B> for Ungrouped {
         dtype: FloatDType,
         form: Storage,
     ) -> Operand<B> {
-        one::<B>(x, spec, usage, dtype, form)
+        quantize::<B>(x, spec, usage, dtype, form)
     }
 
     fn rows_both(
@@ -130,11 +155,11 @@ impl<B: Nvfp4Ops> Grouping<B> for Ungrouped {
         dtype: FloatDType,
         forms: [Storage; 2],
     ) -> (Operand<B>, Operand<B>) {
-        both::<B>(x, row, col, dtype, forms)
+        quantize_pair::<B>(x, row, col, dtype, forms)
     }
 
     fn rows_again(&self, forward: Operand<B>, spec: &OperandSpec, dtype: FloatDType) -> Operand<B> {
-        again::<B>(forward, spec, Usage::Columnwise, dtype)
+        requantize::<B>(forward, spec, Usage::Columnwise, dtype)
     }
 
     fn weight(
@@ -144,7 +169,7 @@ impl<B: Nvfp4Ops> Grouping<B> for Ungrouped {
         usage: Usage,
         dtype: FloatDType,
     ) -> Operand<B> {
-        one::<B>(w, spec, usage, dtype, Storage::Packed)
+        quantize::<B>(w, spec, usage, dtype, Storage::Packed)
     }
 
     fn weight_both(
@@ -154,7 +179,7 @@ impl<B: Nvfp4Ops> Grouping<B> for Ungrouped {
         col: &OperandSpec,
         dtype: FloatDType,
     ) -> (Operand<B>, Operand<B>) {
-        both::<B>(w, row, col, dtype, [Storage::Packed; 2])
+        quantize_pair::<B>(w, row, col, dtype, [Storage::Packed; 2])
     }
 
     fn weight_again(
@@ -163,7 +188,7 @@ impl<B: Nvfp4Ops> Grouping<B> for Ungrouped {
         spec: &OperandSpec,
         dtype: FloatDType,
     ) -> Operand<B> {
-        again::<B>(forward, spec, Usage::Rowwise, dtype)
+        requantize::<B>(forward, spec, Usage::Rowwise, dtype)
     }
 
     fn product(
@@ -204,7 +229,7 @@ impl<B: Nvfp4Ops> Grouping<B> for Ungrouped {
 /// What a tracked product keeps until its backward: the operands of the backward's products, in
 /// their formats, and nothing else.
 #[derive(Clone, Debug)]
-pub(crate) struct Saved<B: Backend, G = Ungrouped> {
+pub(crate) struct SavedForBackward<B: Backend, G = Dense> {
     /// `x` for wgrad, if the weight needs a gradient.
     x: Option<Operand<B>>,
     /// `w` for dgrad, if the input needs a gradient.
@@ -221,8 +246,8 @@ pub(crate) struct Saved<B: Backend, G = Ungrouped> {
     grouping: G,
 }
 
-impl<B: Nvfp4Ops, G: Grouping<B>> GradientsOf<B> for Saved<B, G> {
-    fn backward(self, dy: FloatTensor<B>) -> LinearGrads<B> {
+impl<B: Nvfp4Ops, G: LinearBackend<B>> LinearBackward<B> for SavedForBackward<B, G> {
+    fn backward(self, dy: FloatTensor<B>) -> LinearGradients<B> {
         let (spec, dtype, grouping) = (self.spec, self.x_dtype, &self.grouping);
         let bias = self
             .bias_dtype
@@ -231,7 +256,10 @@ impl<B: Nvfp4Ops, G: Grouping<B>> GradientsOf<B> for Saved<B, G> {
         let probe = self.context.probe.as_ref();
         let probed = probe.map(|probe| (probe, dy.clone()));
         let (device, tokens, d_out) = (dy.device(), dy.shape()[0], dy.shape()[1]);
-        let form = |specs, shape| self.context.form(|| grouping.form(&device, specs, shape));
+        let form = |specs, shape| {
+            self.context
+                .storage(|| grouping.form(&device, specs, shape))
+        };
         let row_form = form([&row, &spec.dgrad_w], (tokens, self.d_in, d_out));
         let col_form = form([&spec.wgrad_x, &col], (self.d_in, d_out, tokens));
         let (dy_row, dy_col) = match (&self.w, &self.x) {
@@ -252,12 +280,12 @@ impl<B: Nvfp4Ops, G: Grouping<B>> GradientsOf<B> for Saved<B, G> {
         };
         if let Some((probe, dy)) = probed {
             if let Some(operand) = &dy_row {
-                let source = Source::rows("dgrad.dy", dy.clone(), grouping.offsets());
-                probe.look(source, operand, &row);
+                let source = OperandSource::rows("dgrad.dy", dy.clone(), grouping.offsets());
+                probe.record(source, operand, &row);
             }
             if let Some(operand) = &dy_col {
-                let source = Source::columns("wgrad.dy", dy, grouping.offsets());
-                probe.look(source, operand, &col);
+                let source = OperandSource::columns("wgrad.dy", dy, grouping.offsets());
+                probe.record(source, operand, &col);
             }
         }
         let x = dy_row
@@ -267,25 +295,25 @@ impl<B: Nvfp4Ops, G: Grouping<B>> GradientsOf<B> for Saved<B, G> {
             .x
             .zip(dy_col)
             .map(|(x, dy)| grouping.weight_grad(x, dy, self.w_dtype));
-        LinearGrads { x, w, bias }
+        LinearGradients { x, w, bias }
     }
 }
 
 /// A product to compute, with what decides what else is kept of it.
-pub(crate) struct Product<B: Nvfp4Ops, G> {
+pub(crate) struct LinearRequest<B: Nvfp4Ops, G> {
     pub(crate) x: FloatTensor<B>,
     pub(crate) w: FloatTensor<B>,
     pub(crate) bias: Bias<B>,
     pub(crate) spec: LinearSpec,
     pub(crate) context: LinearContext,
     /// An operand that only an unwanted gradient would read is not made.
-    pub(crate) tracked: Tracked,
+    pub(crate) tracked: RequiresGrad,
     pub(crate) grouping: G,
 }
 
-impl<B: Nvfp4Ops, G: Grouping<B>> Product<B, G> {
+impl<B: Nvfp4Ops, G: LinearBackend<B>> LinearRequest<B, G> {
     /// The output, and what its backward needs of `x` and `w`.
-    pub(crate) fn forward(self) -> (FloatTensor<B>, Saved<B, G>) {
+    pub(crate) fn forward(self) -> (FloatTensor<B>, SavedForBackward<B, G>) {
         let x_dtype = float_dtype(self.x.dtype());
         let w_dtype = float_dtype(self.w.dtype());
         let (spec, grouping) = (self.spec, &self.grouping);
@@ -296,10 +324,10 @@ impl<B: Nvfp4Ops, G: Grouping<B>> Product<B, G> {
         let (device, tokens, d_in) = (self.x.device(), self.x.shape()[0], self.x.shape()[1]);
         let shape = (tokens, *self.w.shape().last().expect("a matrix"), d_in);
         let specs = [&spec.fprop_x, &spec.fprop_w];
-        let form = || context.form(|| grouping.form(&device, specs, shape));
+        let form = || context.storage(|| grouping.form(&device, specs, shape));
         if let Some(probe) = probe {
-            let source = Source::weight("fprop.w", self.w.clone());
-            probe.look(source, &w, &spec.fprop_w);
+            let source = OperandSource::weight("fprop.w", self.w.clone());
+            probe.record(source, &w, &spec.fprop_w);
         }
         let (x, saved_x) = match (self.tracked.w, spec.source) {
             (false, _) => (
@@ -320,15 +348,15 @@ impl<B: Nvfp4Ops, G: Grouping<B>> Product<B, G> {
             }
         };
         if let Some((probe, x_source)) = probed {
-            let source = Source::rows("fprop.x", x_source.clone(), grouping.offsets());
-            probe.look(source, &x, &spec.fprop_x);
+            let source = OperandSource::rows("fprop.x", x_source.clone(), grouping.offsets());
+            probe.record(source, &x, &spec.fprop_x);
             if let Some(operand) = &saved_x {
-                let source = Source::columns("wgrad.x", x_source, grouping.offsets());
-                probe.look(source, operand, &spec.wgrad_x);
+                let source = OperandSource::columns("wgrad.x", x_source, grouping.offsets());
+                probe.record(source, operand, &spec.wgrad_x);
             }
         }
         let y = grouping.product(x, w, self.bias, x_dtype);
-        let saved = Saved {
+        let saved = SavedForBackward {
             x: saved_x,
             w: saved_w,
             d_in,
@@ -351,9 +379,9 @@ impl<B: Nvfp4Ops, G: Grouping<B>> Product<B, G> {
         let is_kept = fprop_w.is_deterministic() && fprop_w != OperandSpec::HighPrecision;
         let weight = self.context.weight.as_ref().filter(|_| is_kept);
         let place =
-            weight.map(|weight| weight.place(format!("{:?}", self.w.device()), dtype, &self.spec));
+            weight.map(|weight| weight.slot(format!("{:?}", self.w.device()), dtype, &self.spec));
         type Kept<B> = (Operand<B>, Option<Operand<B>>);
-        let kept: Option<Kept<B>> = place.as_ref().and_then(Place::get);
+        let kept: Option<Kept<B>> = place.as_ref().and_then(Slot::get);
         let (forward, backward) = match kept {
             Some((forward, Some(backward))) => (forward, Some(backward)),
             Some((forward, None)) if !self.tracked.x => (forward, None),

@@ -1,10 +1,11 @@
-//! Data-parallel training: one rank for each device, with a copy of the model, and gradients that are
-//! averaged over all of them.
+//! Data-parallel training: one rank for each device, with a copy of the model, and gradients that
+//! are averaged over all ranks.
 //!
-//! Burn can average gradients while the backward still runs (`Tensor::set_distributed`, which burn-train's
-//! `ExecutionStrategy::ddp` uses). In Burn 0.22.1 such training stands still sooner or later, for reasons that
-//! docs/src/data-parallel.md goes into. [`Ranks`] averages behind the backward, in the thread that computed the
-//! gradients, and does not stand still; it works inside burn-train's strategy as well.
+//! Burn can average gradients while the backward still runs (`Tensor::set_distributed`, which
+//! burn-train's `ExecutionStrategy::ddp` uses). In Burn 0.22.1 such training deadlocks sooner or
+//! later, for reasons that docs/src/data-parallel.md goes into. [`DataParallel`] averages after the
+//! backward, in the thread that computed the gradients, and does not deadlock; it works inside
+//! burn-train's strategy as well.
 
 use std::ops::Range;
 use std::sync::{Arc, Barrier, Once};
@@ -16,10 +17,11 @@ use burn_core::tensor::{DType, Device, Tensor};
 use burn_optim::GradientsParams;
 use nvfp4_kernels::Nvfp4Error;
 
-/// The ranks of a data-parallel run: their devices, and where they meet. Clones are of the same run.
+/// The process group of a data-parallel run: the devices of its ranks, and their barrier. Clones
+/// belong to the same group.
 ///
-/// Each rank is a thread with a copy of the model on its device (`Module::fork`). All of them take their steps
-/// together; one that does not come keeps the others waiting.
+/// Each rank is a thread with a copy of the model on its device (`Module::fork`). All ranks take
+/// their steps together; a rank that does not reach the barrier keeps the others waiting.
 ///
 /// With burn-train, a model carries it beside its layers:
 ///
@@ -27,13 +29,13 @@ use nvfp4_kernels::Nvfp4Error;
 /// # use burn_core as burn;
 /// use burn::module::Module;
 /// use burn::tensor::Tensor;
-/// use burn_nvfp4::{Nvfp4Linear, Ranks};
+/// use burn_nvfp4::{DataParallel, Nvfp4Linear};
 ///
 /// #[derive(Module, Debug)]
 /// struct Model {
 ///     layer: Nvfp4Linear,
 ///     #[module(skip)]
-///     ranks: Ranks,
+///     parallel: DataParallel,
 /// }
 ///
 /// # struct TrainOutput<T> { grads: burn_optim::GradientsParams, item: T }
@@ -42,7 +44,7 @@ use nvfp4_kernels::Nvfp4Error;
 /// #   type Input = Tensor<2>;
 /// #   type Output = Tensor<1>;
 ///     fn step(&self, x: Tensor<2>) -> TrainOutput<Tensor<1>> {
-///         let (grads, item) = self.ranks.step(self, |model| {
+///         let (grads, item) = self.parallel.step(self, |model| {
 ///             let loss = model.layer.forward(x).powi_scalar(2).mean();
 ///             (loss.clone(), loss)
 ///         });
@@ -51,18 +53,18 @@ use nvfp4_kernels::Nvfp4Error;
 /// }
 /// ```
 #[derive(Clone, Debug)]
-pub struct Ranks {
+pub struct DataParallel {
     /// Without autodiff.
     devices: Vec<Device>,
-    meeting: Arc<Barrier>,
+    barrier: Arc<Barrier>,
 }
 
-impl Ranks {
-    /// Of a run on `devices`, one rank for each.
+impl DataParallel {
+    /// The process group of a run on `devices`, one rank for each.
     ///
     /// # Errors
-    /// When there is none, when one is named twice, or when several are not CUDA devices: Burn averages over
-    /// no others.
+    /// When `devices` is empty, when a device occurs twice, or when several devices are not CUDA
+    /// devices: Burn's all-reduce supports no others.
     pub fn new(devices: &[Device]) -> Result<Self, Nvfp4Error> {
         let devices: Vec<_> = devices
             .iter()
@@ -70,7 +72,8 @@ impl Ranks {
             .map(Device::without_autodiff)
             .collect();
         let distinct = (1..devices.len()).all(|end| !devices[..end].contains(&devices[end]));
-        let average = devices.len() == 1 || devices.iter().all(|d| averages(d.as_dispatch()));
+        let average =
+            devices.len() == 1 || devices.iter().all(|d| supports_all_reduce(d.as_dispatch()));
         if devices.is_empty() || !distinct || !average {
             return Err(Nvfp4Error::Device {
                 argument: "devices",
@@ -79,7 +82,7 @@ impl Ranks {
             });
         }
         Ok(Self {
-            meeting: Arc::new(Barrier::new(devices.len())),
+            barrier: Arc::new(Barrier::new(devices.len())),
             devices,
         })
     }
@@ -89,20 +92,21 @@ impl Ranks {
         &self.devices
     }
 
-    /// Forward, backward and average: the mean gradients of `model`'s parameters over all ranks, every one of
-    /// which has to call this, and the second of what `forward` returns, the first being the loss.
+    /// Runs forward and backward and averages the gradients over all ranks, every one of which has
+    /// to call this. `forward` returns the loss and an output; the result is the mean gradients of
+    /// `model`'s parameters and that output.
     ///
-    /// `forward` gets a copy of `model` whose gradients Burn does not average within the backward, whether or
-    /// not `model` is marked for that, as burn-train marks it.
+    /// `forward` gets a copy of `model` whose gradients Burn does not average within the backward,
+    /// whether or not `model` is marked as distributed, as burn-train marks it.
     ///
     /// # Panics
-    /// When the loss is on a device that is not one of the ranks'.
+    /// When the loss is on a device that belongs to no rank.
     pub fn step<M: Module, T>(
         &self,
         model: &M,
         forward: impl FnOnce(&M) -> (Tensor<1>, T),
     ) -> (GradientsParams, T) {
-        let model = model.clone().map(&mut Apart);
+        let model = model.clone().map(&mut ClearDistributed);
         let (loss, output) = forward(&model);
         let device = loss.device();
         self.check(&device);
@@ -111,16 +115,16 @@ impl Ranks {
         (gradients, output)
     }
 
-    /// Replace the gradients of `model`, computed on `device`, by their means over the ranks, all of which
-    /// have to call this with gradients of the same parameters.
+    /// Replaces the gradients of `model`, computed on `device`, by their means over the ranks, all
+    /// of which have to call this with gradients of the same parameters.
     ///
-    /// A collective holds its device until all others have begun it. So nothing else may be asked of any
-    /// device in between: what waits for a device, as loading a kernel or freeing memory can, would wait
-    /// for ranks that may wait for it. Ranks meet when all that comes before has been handed over to
-    /// their devices, begin the same few collectives, and meet again when these have been handed over.
+    /// A collective blocks its device until all other ranks have launched it. So nothing else may be
+    /// launched on any device in between: whatever waits for a device, as loading a kernel or freeing
+    /// memory can, would wait for ranks that may wait for it. The ranks flush their devices, meet at
+    /// the barrier, launch the same few collectives, flush again and meet at the barrier again.
     ///
     /// # Panics
-    /// When `device` is not one of the ranks'.
+    /// When `device` belongs to no rank.
     pub fn average<M: Module>(&self, model: &M, gradients: &mut GradientsParams, device: &Device) {
         self.check(device);
         if self.devices.len() == 1 {
@@ -133,16 +137,16 @@ impl Ranks {
         model.visit(&mut buckets);
         let buckets = buckets.buckets.into_iter().map(Bucket::join);
         let (sums, parts): (Vec<_>, Vec<_>) = buckets.unzip();
-        hand_over(device);
-        self.meeting.wait();
+        flush(device);
+        self.barrier.wait();
         let means = sums
             .into_iter()
             .map(|sum| all_reduce(sum, ReduceOperation::Mean, self.devices.clone()))
             .collect::<Vec<_>>();
         let means = means.into_iter().map(CollectiveTensor::resolve);
         let means = means.collect::<Vec<_>>();
-        hand_over(device);
-        self.meeting.wait();
+        flush(device);
+        self.barrier.wait();
         for (mean, parts) in means.into_iter().zip(parts) {
             for part in parts {
                 part(gradients, &mean);
@@ -153,48 +157,48 @@ impl Ranks {
     fn check(&self, device: &Device) {
         assert!(
             self.devices.contains(&device.clone().without_autodiff()),
-            "device is {device:?}, but the ranks are on {:?}",
+            "device is {device:?}, but the ranks run on {:?}",
             self.devices
         );
     }
 }
 
-/// Whether Burn averages over devices of this kind.
-fn averages(device: &DispatchDevice) -> bool {
+/// Whether Burn has an all-reduce for devices of this kind.
+fn supports_all_reduce(device: &DispatchDevice) -> bool {
     match device {
-        DispatchDevice::Autodiff(device) => averages(device),
+        DispatchDevice::Autodiff(device) => supports_all_reduce(device),
         #[cfg(feature = "cuda")]
         DispatchDevice::Cube(burn_cubecl::CubeDevice::Cuda(_)) => true,
         _ => false,
     }
 }
 
-/// Wait until all that this thread asked of `device` has been compiled and is on its way to it. The device
-/// may not have done it yet.
-fn hand_over(device: &Device) {
+/// Waits until everything that this thread launched on `device` has been compiled and submitted.
+/// The device may not have run it yet.
+fn flush(device: &Device) {
     device
         .flush()
-        .expect("a device that trains takes its work: operations on it fail before");
+        .expect("a device whose operations succeeded so far accepts a flush");
 }
 
-/// Say once, in a training forward with `weight`, that Burn averages its gradient within the backward: it is not
-/// trained by [`Ranks::step`], which takes the mark off.
-pub(crate) fn warn_of_burns_average<const D: usize>(weight: &Tensor<D>) {
+/// Warns once, in a training forward with `weight`, that Burn averages its gradient within the
+/// backward: it is not trained by [`DataParallel::step`], which clears the mark.
+pub(crate) fn warn_of_distributed_weight<const D: usize>(weight: &Tensor<D>) {
     static SAID: Once = Once::new();
     if weight.is_distributed() {
         SAID.call_once(|| {
             tracing::warn!(
-                "gradients are averaged by Burn within the backward, where training can stand still; \
-                 `burn_nvfp4::Ranks` averages them behind it"
+                "Burn averages gradients within the backward, where training can deadlock; \
+                 `burn_nvfp4::DataParallel` averages them after it"
             );
         });
     }
 }
 
-/// Takes the mark off parameters that has Burn average their gradients within the backward.
-struct Apart;
+/// Clears the mark on parameters that makes Burn average their gradients within the backward.
+struct ClearDistributed;
 
-impl ModuleMapper for Apart {
+impl ModuleMapper for ClearDistributed {
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
         let (id, tensor, mapper) = param.consume();
         // Detaching would keep the mark.
@@ -211,8 +215,8 @@ impl ModuleMapper for Apart {
     }
 }
 
-/// Sorts the gradients of a module into one [`Bucket`] for each element type: a collective of many elements
-/// costs little more than one of few. All ranks visit the same parameters in the same order.
+/// Sorts the gradients of a module into one [`Bucket`] for each element type: a collective of many
+/// elements costs little more than one of few. All ranks visit the same parameters in the same order.
 struct Buckets<'a> {
     gradients: &'a mut GradientsParams,
     buckets: Vec<Bucket>,
@@ -239,7 +243,7 @@ impl Bucket {
         }
     }
 
-    /// Append a tensor; returns where it lies.
+    /// Appends a tensor; returns its range of elements.
     fn push(&mut self, tensor: Tensor<1>) -> Range<usize> {
         let start = self.elements;
         self.elements += tensor.shape().num_elements();
@@ -314,8 +318,8 @@ mod tests {
     }
 
     /// The gradients of `model`, all of whose parameters are unmarked in the forward.
-    fn weight_gradient(ranks: &Ranks, model: &Two, x: &Tensor<2>) -> TensorData {
-        let (gradients, seen) = ranks.step(model, |model| {
+    fn weight_gradient(parallel: &DataParallel, model: &Two, x: &Tensor<2>) -> TensorData {
+        let (gradients, seen) = parallel.step(model, |model| {
             assert!(!model.first.weight.val().is_distributed());
             assert!(!model.frozen.weight.val().is_require_grad());
             let y = model.first.forward(x.clone()) * model.frozen.forward(x.clone());
@@ -334,8 +338,8 @@ mod tests {
         ] {
             let model = two(&device);
             let x = Tensor::random([4, 16], Distribution::Default, &device);
-            let ranks = Ranks::new(&[device]).unwrap();
-            let gradient = weight_gradient(&ranks, &model, &x);
+            let parallel = DataParallel::new(&[device]).unwrap();
+            let gradient = weight_gradient(&parallel, &model, &x);
             assert!(gradient.iter::<f32>().any(|g| g != 0.0));
         }
     }
@@ -350,8 +354,8 @@ mod tests {
             let marked = model.clone().map(&mut Mark);
             assert!(marked.first.weight.val().is_distributed());
             let x = Tensor::random([4, 16], Distribution::Default, &device);
-            let ranks = Ranks::new(&[device]).unwrap();
-            let [one, other] = [model, marked].map(|model| weight_gradient(&ranks, &model, &x));
+            let parallel = DataParallel::new(&[device]).unwrap();
+            let [one, other] = [model, marked].map(|model| weight_gradient(&parallel, &model, &x));
             assert_eq!(one, other);
         }
     }
@@ -363,7 +367,7 @@ mod tests {
     #[cfg(feature = "cpu")]
     impl tracing::Subscriber for Warnings {
         fn enabled(&self, metadata: &tracing::Metadata<'_>) -> bool {
-            metadata.target() == "burn_nvfp4::ranks" && *metadata.level() == tracing::Level::WARN
+            metadata.target() == "burn_nvfp4::parallel" && *metadata.level() == tracing::Level::WARN
         }
 
         fn new_span(&self, _span: &tracing::span::Attributes<'_>) -> tracing::span::Id {
@@ -385,7 +389,7 @@ mod tests {
 
     #[test]
     #[cfg(feature = "cpu")]
-    fn a_layer_says_once_that_burn_averages_its_gradient() {
+    fn a_layer_warns_once_that_burn_averages_its_gradient() {
         let device = Device::cpu().autodiff();
         let plain = Nvfp4LinearConfig::new(16, 16).init(&device);
         let marked = plain.clone().map(&mut Mark);
@@ -397,8 +401,8 @@ mod tests {
                 count.load(Ordering::Relaxed)
             };
             assert_eq!(warnings(&plain), 0);
-            let ranks = Ranks::new(std::slice::from_ref(&device)).unwrap();
-            ranks.step(&marked, |layer| {
+            let parallel = DataParallel::new(std::slice::from_ref(&device)).unwrap();
+            parallel.step(&marked, |layer| {
                 assert_eq!(warnings(layer), 0);
                 (layer.forward(x.clone()).sum(), ())
             });
@@ -447,7 +451,7 @@ mod tests {
     fn devices_that_burn_does_not_average_over() {
         let device = Device::flex();
         for devices in [vec![], vec![device.clone(), device]] {
-            let error = Ranks::new(&devices).unwrap_err().to_string();
+            let error = DataParallel::new(&devices).unwrap_err().to_string();
             assert!(error.contains("devices"), "{error}");
         }
     }
