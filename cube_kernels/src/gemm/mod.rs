@@ -9,6 +9,7 @@ pub mod cublaslt;
 #[allow(missing_docs)]
 mod epilogue;
 mod grouped;
+pub(crate) mod instances;
 #[doc(hidden)]
 pub mod kernels;
 mod product;

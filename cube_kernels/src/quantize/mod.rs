@@ -9,6 +9,7 @@
 pub(crate) mod amax;
 #[allow(missing_docs)]
 mod dequantize;
+pub(crate) mod instances;
 #[allow(missing_docs)]
 mod ms_eden;
 #[allow(missing_docs)]

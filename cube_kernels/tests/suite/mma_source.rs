@@ -120,7 +120,7 @@ impl Kernels {
                 kind,
             )
         };
-        cuda_source("sm120", kernel)
+        cuda_source("sm120", &kernel)
     }
 
     fn matrix(
@@ -168,7 +168,7 @@ impl Kernels {
                 kind.out.storage_type(),
             )
         };
-        cuda_source("matrix", kernel)
+        cuda_source("matrix", &kernel)
     }
 
     fn grouped(&self, grouping: GroupedDim, packed: [bool; 2], kind: EpilogueKind) -> String {
@@ -206,7 +206,7 @@ impl Kernels {
                 kind.out.storage_type(),
             )
         };
-        cuda_source("grouped", kernel)
+        cuda_source("grouped", &kernel)
     }
 
     fn decode(&self) -> String {
@@ -225,7 +225,7 @@ impl Kernels {
                 2048,
             )
         };
-        cuda_source("decode", kernel)
+        cuda_source("decode", &kernel)
     }
 
     /// Reads `read` and writes `written` elements at a time.
@@ -247,7 +247,7 @@ impl Kernels {
                 64,
             )
         };
-        cuda_source("transpose", kernel)
+        cuda_source("transpose", &kernel)
     }
 
     fn few_rows(&self, kind: EpilogueKind, converts: bool) -> String {
@@ -290,7 +290,7 @@ impl Kernels {
                 kind,
             )
         };
-        cuda_source("few_rows", kernel)
+        cuda_source("few_rows", &kernel)
     }
 }
 
