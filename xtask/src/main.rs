@@ -8,6 +8,7 @@
 //! | `cargo xtask sanitize` | the tests of the kernels under compute-sanitizer, on a GPU |
 //! | `cargo xtask unified` | checks that no selection of packages builds its dependencies again |
 //! | `cargo xtask package` | makes the packages for crates.io and checks them; publishes nothing |
+//! | `cargo xtask machine-code` | registers, stack and instructions of every kernel, and what a change made of them |
 //! | `cargo xtask licenses` | checks licences and origin of all dependencies against `deny.toml` |
 //! | `cargo xtask book` | builds the book and checks the links of all documents |
 //! | `cargo xtask results` | writes the tables of the performance page from `results/*.json` |
@@ -53,6 +54,9 @@ enum Command {
     Unified,
     /// Make the packages for crates.io and check them; publishes nothing
     Package,
+    /// Print registers, stack and instructions of the kernels, compiled without a GPU; compare with a
+    /// table of another commit
+    MachineCode(machine_code::Args),
     /// Check the licence and the origin of every dependency against deny.toml
     Licenses,
     /// Build the book into the target folder and check the links of all documents
@@ -71,6 +75,7 @@ fn main() -> ExitCode {
         Command::Sanitize(args) => sanitize::run(&args),
         Command::Unified => unified::run().map(done),
         Command::Package => packages::run().map(done),
+        Command::MachineCode(args) => machine_code::run(&args),
         Command::Licenses => ci::licences().map(done),
         Command::Book => book::run().map(done),
         Command::Results(args) => results::run(&args).map(done),

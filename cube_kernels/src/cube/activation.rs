@@ -85,9 +85,9 @@ pub fn swiglu_backward(
 }
 
 /// The sum of the squares of a row, and what follows from it; see
-/// [`reference::rms_norm_rstd`](crate::reference::rms_norm_rstd). Units share a row: unit `u` adds the
-/// blocks `u`, `u + units`, ... in this order, where there are 256 units, or no more blocks than units, or
-/// one unit.
+/// [`reference::rms_norm_rstd`](crate::reference::rms_norm_rstd). Units share a row: unit `u` adds
+/// the blocks `u`, `u + units`, ... in this order, where there are 256 units, or no more blocks
+/// than units, or one unit.
 #[derive(CubeType)]
 pub struct SquareSum {
     /// The sums, where there are no planes; else those of planes, two sets in turn.
@@ -162,7 +162,7 @@ impl SquareSum {
             for stage in 0..5u32 {
                 let distance = comptime!(1u32 << stage);
                 sum += if comptime!(conversion.has_ptx()) {
-                    ptx::shuffle_xor(sum, distance)
+                    ptx::shfl_sync_bfly(sum, distance)
                 } else {
                     plane_shuffle_xor(sum, distance)
                 };

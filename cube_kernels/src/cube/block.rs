@@ -67,10 +67,10 @@ pub fn block_amax(
         let mut odd = 0.0f32;
         #[unroll]
         for i in 0..8usize {
-            even = ptx::max_abs_nan(even, block[comptime!(first + 2 * i)]);
-            odd = ptx::max_abs_nan(odd, block[comptime!(first + 2 * i + 1)]);
+            even = ptx::max_nan_abs(even, block[comptime!(first + 2 * i)]);
+            odd = ptx::max_nan_abs(odd, block[comptime!(first + 2 * i + 1)]);
         }
-        ptx::max_abs_nan(even, odd)
+        ptx::max_nan_abs(even, odd)
     } else {
         let mut bits = 0u32;
         #[unroll]
@@ -86,7 +86,7 @@ pub fn block_amax(
 pub fn pairs_amax(pairs: &Array<u32>, #[comptime] first: usize) -> f32 {
     let both = max_of_pairs(pairs, first, 8usize);
     let low = f32::reinterpret(both << 16u32);
-    ptx::max_abs_nan(low, f32::reinterpret(both & 0xFFFF_0000u32))
+    ptx::max_nan_abs(low, f32::reinterpret(both & 0xFFFF_0000u32))
 }
 
 /// The largest magnitudes in the lower and in the upper halves of bf16 pairs, as a pair. Needs PTX.
@@ -100,11 +100,11 @@ pub fn max_of_pairs(pairs: &Array<u32>, #[comptime] first: usize, #[comptime] co
         high = ptx::max_nan_bf16x2(high, pairs[comptime!(first + i)]);
         low = ptx::min_nan_bf16x2(low, pairs[comptime!(first + i)]);
     }
-    ptx::max_abs_nan_bf16x2(high, low)
+    ptx::max_nan_abs_bf16x2(high, low)
 }
 
-/// Scale byte and codes of the 16 values of `block` from `first` on, whose largest magnitude is `amax`.
-/// `index` is the logical index of the block in the stored matrix.
+/// Scale byte and codes of the 16 values of `block` from `first` on, whose largest magnitude is
+/// `amax`. `index` is the logical index of the block in the stored matrix.
 #[cube]
 pub fn quantize_with_amax(
     block: &Array<f32>,
@@ -140,8 +140,8 @@ pub fn quantize_with_amax(
 }
 
 /// Whether the elements of a block with this largest magnitude and multiplier stay below 7, beyond
-/// which they would have to be clamped before they are rounded to nearest. So they do where the scale
-/// byte has all its bits; false for NaN.
+/// which they would have to be clamped before they are rounded to nearest. So they do where the
+/// scale byte has all its bits; false for NaN.
 #[cube]
 pub fn stays_below_7(amax: f32, multiplier: f32) -> bool {
     amax * multiplier < 7.0f32
@@ -351,9 +351,9 @@ pub fn candidate(
 
 /// `value / 1536`, correctly rounded.
 ///
-/// With `y` the correctly rounded reciprocal and `q` the quotient to within a unit in the last place,
-/// `fma(fma(-1536, q, value), y, q)` is the correctly rounded quotient (Markstein, 1990), where
-/// nothing under- or overflows: `ordinary` says so.
+/// With `y` the correctly rounded reciprocal and `q` the quotient to within a unit in the last
+/// place, `fma(fma(-1536, q, value), y, q)` is the correctly rounded quotient (Markstein, 1990),
+/// where nothing under- or overflows: `ordinary` says so.
 #[cube]
 fn divide(value: f32, ordinary: bool, #[comptime] conversion: Conversion) -> f32 {
     if comptime!(conversion.has_ptx()) {

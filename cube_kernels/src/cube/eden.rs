@@ -1,8 +1,8 @@
 //! MS-EDEN; see [`reference::ms_eden`](crate::reference::ms_eden), whose documentation numbers the
 //! steps.
 //!
-//! One cube works on a tile of 128 positions along the contraction (a group) by 32 lines, in `f32` in
-//! shared memory, in phases between barriers. Each phase is cut into 256 tasks of 16 values.
+//! One cube works on a tile of 128 positions along the contraction (a group) by 32 lines, in `f32`
+//! in shared memory, in phases between barriers. Each phase is cut into 256 tasks of 16 values.
 
 use cubecl::prelude::*;
 
@@ -20,7 +20,8 @@ pub const LINES: usize = 32;
 pub const TASKS: usize = LINES * 8;
 /// Values of a tile in shared memory, with the padding of either layout.
 pub const TILE: usize = 4384;
-/// Values of one line in the arrays of block sums and scales: eight, and one against bank conflicts.
+/// Values of one line in the arrays of block sums and scales: eight, and one against bank
+/// conflicts.
 pub const SUMS: usize = 9;
 
 /// Signs of the transform, bit `i % 32` of word `i / 32` for element `i`.
@@ -171,8 +172,8 @@ pub fn store_segment(
     }
 }
 
-/// Distances 16 to 64, the factor, and rounding: the second half of the transform, in place. A task is
-/// two times eight values, 16 positions apart. `hardware` rounds by the instruction, which gives
+/// Distances 16 to 64, the factor, and rounding: the second half of the transform, in place. A task
+/// is two times eight values, 16 positions apart. `hardware` rounds by the instruction, which gives
 /// another NaN and the same of everything else.
 #[cube]
 pub fn transform_between_segments(

@@ -6,8 +6,8 @@ use super::{codec::Conversion, ptx};
 
 /// `a · b + c`, rounded once, to nearest even.
 ///
-/// Without PTX by `f64`, which the device must have: CubeCL's own `fma` may be two operations on its CPU
-/// runtime.
+/// Without PTX by `f64`, which the device must have: CubeCL's own `fma` may be two operations on
+/// its CPU runtime.
 #[cube]
 pub fn fma(a: f32, b: f32, c: f32, #[comptime] conversion: Conversion) -> f32 {
     if comptime!(conversion.has_ptx()) {
@@ -17,9 +17,10 @@ pub fn fma(a: f32, b: f32, c: f32, #[comptime] conversion: Conversion) -> f32 {
     }
 }
 
-/// The product of two `f32` is exact in `f64`. The sum is rounded to odd: where it is inexact, and its last
-/// bit even, it goes to the neighbour on the side of what was lost (Knuth's two-sum). Rounding that to `f32`,
-/// with more than two bits less, gives the nearest `f32` of the exact sum (Boldo and Melquiond, 2008).
+/// The product of two `f32` is exact in `f64`. The sum is rounded to odd: where it is inexact, and
+/// its last bit even, it goes to the neighbour on the side of what was lost (Knuth's two-sum).
+/// Rounding that to `f32`, with more than two bits less, gives the nearest `f32` of the exact sum
+/// (Boldo and Melquiond, 2008).
 #[cube]
 fn fma_by_f64(a: f32, b: f32, c: f32) -> f32 {
     let product = f64::cast_from(a) * f64::cast_from(b);
@@ -56,13 +57,29 @@ pub fn reciprocal(value: f32, #[comptime] conversion: Conversion) -> f32 {
     }
 }
 
-/// `1 / value` for a value from 1 to 2, correctly rounded, without the branch that a reciprocal of any
-/// value has.
+/// `1 / value` for a value from 1 to 2, correctly rounded, without the branch that a reciprocal of
+/// any value has.
 #[cube]
 pub fn reciprocal_of_1_to_2(value: f32, #[comptime] conversion: Conversion) -> f32 {
     if comptime!(conversion.has_ptx()) {
-        ptx::rcp_of_1_to_2(value)
+        rcp_of_1_to_2(value)
     } else {
         1.0f32 / value
     }
+}
+
+/// `1 / a` for `a` from 1 to 2, correctly rounded: `rcp.approx.f32` and one Newton step. These are
+/// the instructions that `rcp.rn.f32` becomes on the devices this is for, but for the branch that
+/// looks after exponents at either end; every `a` is tested.
+#[cube]
+fn rcp_of_1_to_2(a: f32) -> f32 {
+    let a = f32::reinterpret(a);
+    let result: f32;
+    gpu_asm!(
+        "{{ .reg .f32 y, n, e; rcp.approx.ftz.f32 y, {a}; neg.f32 n, {a};",
+        "fma.rn.f32 e, n, y, 0f3F800000; fma.rn.f32 {o}, y, e, y; }}",
+        o = out(_) result, a = in(_) a,
+        options(pure, nomem)
+    );
+    f32::reinterpret(result)
 }

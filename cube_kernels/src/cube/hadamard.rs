@@ -79,7 +79,7 @@ pub fn normalized_pairs(
     for pair in 0..comptime!(count / 2) {
         let low = values[comptime!(2 * pair)] * factor;
         let high = values[comptime!(2 * pair + 1)] * factor;
-        pairs[pair] = ptx::cvt_bf16x2(low, high);
+        pairs[pair] = ptx::cvt_rn_bf16x2(low, high);
     }
     pairs
 }

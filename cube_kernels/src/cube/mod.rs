@@ -9,15 +9,12 @@
 pub mod activation;
 pub mod block;
 pub mod codec;
-pub mod decoded;
 pub mod eden;
 pub mod exact;
 pub mod hadamard;
 pub mod mx;
 pub mod philox;
 pub mod ptx;
-pub mod ptx_sm80;
-pub mod ptx_sm90;
-pub mod ptx_sm90_fused;
 pub mod scale;
+pub mod unscaled;
 pub mod words;

@@ -74,14 +74,14 @@ impl GlobalScale {
 #[cube]
 pub fn scale_byte(scale: f32, #[comptime] conversion: Conversion) -> u32 {
     if comptime!(conversion.has_e4m3()) {
-        ptx::cvt_e4m3(scale)
+        ptx::cvt_rn_e4m3x2(scale, 0.0f32)
     } else {
         encode_e4m3(scale)
     }
 }
 
-/// Where the scale of block `block` of stored row `row` lies in the 128x4 layout of rows that take `padded_blocks`
-/// tiles; see [`reference::swizzle`](crate::reference::swizzle).
+/// Where the scale of block `block` of stored row `row` lies in the 128x4 layout of rows that take
+/// `padded_blocks` tiles; see [`reference::swizzle`](crate::reference::swizzle).
 #[cube]
 pub fn swizzled_at(row: usize, block: usize, padded_blocks: usize) -> usize {
     ((row / 128usize) * padded_blocks + block / 4usize) * 512usize

@@ -8,7 +8,7 @@ use half::f16;
 
 use super::{
     codec::{Conversion, round_to_bf16},
-    ptx_sm90::{pack_bf16, pack_f16},
+    ptx::{cvt_rn_bf16x2, cvt_rn_f16x2},
 };
 use crate::tensor::FloatKind;
 
@@ -43,7 +43,7 @@ pub fn pack(
         FloatKind::F32 => u32::reinterpret(low),
         FloatKind::Bf16 => {
             if comptime!(conversion.has_ptx()) {
-                pack_bf16(f32::reinterpret(low), f32::reinterpret(high))
+                cvt_rn_bf16x2(f32::reinterpret(low), f32::reinterpret(high))
             } else {
                 (u32::reinterpret(round_to_bf16(low)) >> 16u32)
                     | u32::reinterpret(round_to_bf16(high))
@@ -51,7 +51,7 @@ pub fn pack(
         }
         FloatKind::F16 => {
             if comptime!(conversion.has_ptx()) {
-                pack_f16(f32::reinterpret(low), f32::reinterpret(high))
+                cvt_rn_f16x2(f32::reinterpret(low), f32::reinterpret(high))
             } else {
                 u32::cast_from(u16::reinterpret(f16::cast_from(low)))
                     | (u32::cast_from(u16::reinterpret(f16::cast_from(high))) << 16u32)

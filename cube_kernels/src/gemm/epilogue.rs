@@ -6,8 +6,9 @@ use cubecl::{prelude::*, server::Handle};
 use crate::{
     cube::{
         codec::{canonical, magnitude_bits},
-        ptx,
-        ptx_sm90::{load_shared_4, pack_bf16, pack_f16, store_shared, store_shared_2, unpack_f16},
+        ptx::{
+            self, cvt_f32_f16, cvt_rn_bf16x2, cvt_rn_f16x2, ld_shared_v4, st_shared, st_shared_v2,
+        },
     },
     tensor::FloatKind,
 };
@@ -137,7 +138,7 @@ pub fn held(
         if comptime!(kind.out == FloatKind::Bf16) {
             f32::reinterpret(word << 16u32)
         } else {
-            unpack_f16(u32::reinterpret(word))
+            cvt_f32_f16(u32::reinterpret(word))
         }
     }
 }
@@ -146,9 +147,9 @@ pub fn held(
 #[cube]
 pub fn pack_pair(even: f32, odd: f32, #[comptime] out: FloatKind) -> u32 {
     if comptime!(out == FloatKind::Bf16) {
-        pack_bf16(f32::reinterpret(even), f32::reinterpret(odd))
+        cvt_rn_bf16x2(f32::reinterpret(even), f32::reinterpret(odd))
     } else {
-        pack_f16(f32::reinterpret(even), f32::reinterpret(odd))
+        cvt_rn_f16x2(f32::reinterpret(even), f32::reinterpret(odd))
     }
 }
 
@@ -164,8 +165,8 @@ pub fn rounded_magnitude(even: f32, odd: f32, #[comptime] out: FloatKind) -> u32
     }
     if comptime!(out == FloatKind::F16) {
         let word = pack_pair(even, odd, out);
-        low = magnitude_bits(unpack_f16(u32::reinterpret(word)));
-        high = magnitude_bits(unpack_f16(word >> 16u32));
+        low = magnitude_bits(cvt_f32_f16(u32::reinterpret(word)));
+        high = magnitude_bits(cvt_f32_f16(word >> 16u32));
     }
     max(low, high)
 }
@@ -318,9 +319,9 @@ pub(crate) fn write_tile<N: Size>(
                     + (lane % 4u32) * comptime!(2 * size as u32)
                     + comptime!((half * 8 * STAGING_ROW + j * 8 * size) as u32);
                 if comptime!(kind.out == FloatKind::F32) {
-                    store_shared_2(target, u32::reinterpret(even), u32::reinterpret(odd));
+                    st_shared_v2(target, u32::reinterpret(even), u32::reinterpret(odd));
                 } else {
-                    store_shared(target, pack_pair(even, odd, comptime!(kind.out)));
+                    st_shared(target, pack_pair(even, odd, comptime!(kind.out)));
                 }
                 if comptime!(kind.amax.is_some()) {
                     let row = if comptime!(half == 0) { upper } else { lower };
@@ -337,7 +338,7 @@ pub(crate) fn write_tile<N: Size>(
             let column = column0
                 + comptime!((chunk * width) as u32)
                 + (lane % 8u32) * comptime!(16 / size as u32);
-            let words = load_shared_4(
+            let words = ld_shared_v4(
                 stage_at
                     + (comptime!(i * 4) + lane / 8u32) * comptime!(STAGING_ROW as u32)
                     + (lane % 8u32) * 16u32,

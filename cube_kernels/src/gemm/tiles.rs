@@ -38,7 +38,7 @@ impl Sm90Tile {
     }
 
     /// Stages of the ring, as many as shared memory holds beside the staging; the main loops of
-    /// [`ptx_sm90`](crate::cube::ptx_sm90) count the same.
+    /// [`sm90_mainloop`](crate::cube::ptx::sm90_mainloop) count the same.
     pub const fn stages(self) -> usize {
         match self {
             Self::N256 => 4,

@@ -10,8 +10,8 @@ use super::{
 use crate::{
     BLOCK,
     cube::{
-        decoded::scale_pair,
-        ptx_sm90::{decode_e2m1x8, decode_e4m3x2, scaled_pair},
+        codec::{decode_e2m1_pair, decode_e2m1x8, decode_e4m3x2},
+        unscaled::scale_pair,
     },
     launch::tile_grid,
     memory::{address_type, allocate, is_aligned},
@@ -83,7 +83,8 @@ pub const SPAN: usize = 128;
 /// Vectors of eight elements that a unit of [`arrange_kernel`] writes.
 const VECTORS: usize = 2;
 
-/// `a` as the fused product reads it ([`ptx_sm90_fused`](crate::cube::ptx_sm90_fused)): rows of
+/// `a` as the W4A16 kernel reads it
+/// ([`sm90_mainloop_w4a16`](crate::cube::ptx::sm90_mainloop_w4a16)): rows of
 /// whole `SPAN`s, zeros beyond `words` words of eight columns, packed elements times 2^-8. In a span vector
 /// `8 h + 4 w + j` holds, for `q` from 0 to 3, columns `c + j` and `c + j + 4` with `c = 32 q + 16 h + 8 w`.
 /// The first cube also writes the schedule of a product in groups (`sm90_fused::schedule_groups`).
@@ -150,7 +151,7 @@ pub fn arrange_kernel(
                 let pair = (pairs[slot] >> ((vector % 4u32) * 4u32)) & 0x000f_000fu32;
                 eight.insert(
                     q,
-                    scaled_pair(u32::reinterpret(pair), scale.extract(0usize)),
+                    decode_e2m1_pair(u32::reinterpret(pair), scale.extract(0usize)),
                 );
             } else {
                 eight.insert(q, pairs[slot]);

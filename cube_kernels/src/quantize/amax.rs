@@ -321,7 +321,7 @@ fn fold<F: Numeric>(
         let value = unpack(word, half, kind);
         if comptime!(conversion.has_ptx()) {
             let so_far = f32::reinterpret(largest);
-            largest = u32::reinterpret(ptx::max_abs_nan(so_far, value));
+            largest = u32::reinterpret(ptx::max_nan_abs(so_far, value));
         } else {
             largest = max(largest, magnitude_bits(value));
         }
@@ -371,7 +371,7 @@ impl Running {
         #[comptime] kind: FloatKind,
     ) -> u32 {
         if comptime!(conversion.has_ptx() && kind == FloatKind::Bf16 && !elements) {
-            let both = ptx::max_abs_nan_bf16x2(self.high, self.low);
+            let both = ptx::max_nan_abs_bf16x2(self.high, self.low);
             larger_half(both)
         } else {
             self.magnitude
@@ -383,7 +383,7 @@ impl Running {
 #[cube]
 fn larger_half(both: u32) -> u32 {
     let low = f32::reinterpret(both << 16u32);
-    u32::reinterpret(ptx::max_abs_nan(
+    u32::reinterpret(ptx::max_nan_abs(
         low,
         f32::reinterpret(both & 0xFFFF_0000u32),
     ))
@@ -655,7 +655,7 @@ fn words_amax(
     if comptime!(conversion.has_ptx() && kind == FloatKind::Bf16) {
         let both = max_of_pairs(words, 0usize, count);
         let low = f32::reinterpret(both << 16u32);
-        u32::reinterpret(ptx::max_abs_nan(
+        u32::reinterpret(ptx::max_nan_abs(
             low,
             f32::reinterpret(both & 0xFFFF_0000u32),
         ))

@@ -20,10 +20,10 @@ use crate::{
             max_of_pairs, pairs_amax, quantize_with_amax, resolve_offset, stays_below_7,
         },
         codec::{Conversion, magnitude_bits},
-        decoded::{scale_pair, store_decoded, store_word},
         hadamard::{Signs, butterfly, normalize, normalized_pairs, unpack_pairs},
         philox::Random,
         scale::{GlobalScale, swizzled_at},
+        unscaled::{scale_pair, store_unscaled_block, store_unscaled_word},
         words::{block_words, load_block_words, unpack_block},
     },
     memory::address_type,
@@ -693,7 +693,7 @@ pub fn quantize_row_kernel<N: Size, C: Size>(
             scales[target] = 0u8;
         }
         if comptime!(plan.decoded) {
-            store_decoded(codes, index, block_codes, scale, inside, policy.conversion);
+            store_unscaled_block(codes, index, block_codes, scale, inside, policy.conversion);
         }
         item += step;
     }
@@ -1107,7 +1107,7 @@ fn quantize_rows_of_tile<C: Size>(
         }
         if comptime!(stores) {
             if comptime!(plan.decoded) {
-                store_decoded(codes, stored, block_codes, scale, inside, conversion);
+                store_unscaled_block(codes, stored, block_codes, scale, inside, conversion);
             } else if comptime!(plan.swizzled) {
                 // Columns of tiles beyond these pad a column-wise copy only.
                 if block_index < padded_blocks * 4usize {
@@ -1375,7 +1375,7 @@ fn write_columns<C: Size>(
                 let vector = (start + column * row_pitch + block) * writers + part % writers;
                 let pair = stage_scales[scale_slot(word, half, place)];
                 let conversion = comptime!(plan.policy.conversion);
-                store_word(codes, vector, stage[slot + part], pair, conversion);
+                store_unscaled_word(codes, vector, stage[slot + part], pair, conversion);
             } else {
                 let mut pair = Vector::<u32, C>::empty();
                 pair.insert(0usize, stage[slot + place * 2usize]);

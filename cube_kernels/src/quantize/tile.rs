@@ -18,9 +18,7 @@ use crate::{
     cube::{
         codec::Conversion,
         hadamard::{Signs, butterfly},
-        ptx,
-        ptx_sm80::load_shared,
-        ptx_sm90::{load_shared_4, shared_address},
+        ptx::{self, cvta_to_global, cvta_to_shared, ld_shared, ld_shared_v4},
         words::{block_words, flip_signs, unpack},
     },
     launch::{buffer, grid},
@@ -538,11 +536,11 @@ pub fn start_load<F: Numeric, N: Size>(
         let row_vectors = shape.cols / comptime!(width * (4 / kind.size()));
         let vector0 = tile.col0 / comptime!(width * (4 / kind.size()));
         if comptime!(asynchronous(conversion, elements, width, units)) {
-            let from = unsafe { x.as_ptr_unchecked() };
+            let from = cvta_to_global::<Vector<F, N>>(unsafe { x.as_ptr_unchecked() });
             let step = comptime!(units / per_row);
             let r = UNIT_POS as usize / per_row;
             let v = UNIT_POS as usize % per_row;
-            let to = shared_address::<u32>(shared.as_slice().as_ptr())
+            let to = cvta_to_shared::<u32>(shared.as_slice().as_ptr())
                 + u32::cast_from(word_at(r, v * 4usize)) * 4u32;
             let rows = tile.row_end - tile.row0;
             let vector = vector0 + v;
@@ -552,11 +550,11 @@ pub fn start_load<F: Numeric, N: Size>(
                 let inside = r + comptime!(turn * step) < rows && vector < row_vectors;
                 // 16 rows further, the places of rows repeat.
                 let place = comptime!(4 * turn * (step * PITCH + step / 16 * 4));
-                ptx::copy_async_16::<Vector<F, N>>(
+                ptx::cp_async_zfill(
                     to + comptime!(place as u32),
-                    from,
-                    u64::cast_from(first + comptime!(turn * step) * row_vectors) * 16u64,
-                    inside,
+                    from + u64::cast_from(first + comptime!(turn * step) * row_vectors) * 16u64,
+                    select(inside, 16u32, 0u32),
+                    16u32,
                 );
             }
         } else {
@@ -599,7 +597,7 @@ pub fn start_load<F: Numeric, N: Size>(
 #[cube]
 pub fn finish_load(#[comptime] asynchronous: bool) {
     if comptime!(asynchronous) {
-        ptx::copy_async_wait();
+        ptx::cp_async_wait_all();
     }
     sync_cube();
 }
@@ -654,10 +652,10 @@ pub fn load_row_block(
     let mut words = Array::<u32>::new(count);
     if comptime!(conversion.has_ptx()) {
         let address =
-            shared_address::<u32>(shared.as_slice().as_ptr()) + u32::cast_from(start) * 4u32;
+            cvta_to_shared::<u32>(shared.as_slice().as_ptr()) + u32::cast_from(start) * 4u32;
         #[unroll]
         for v in 0..comptime!(count / 4) {
-            let vector = load_shared_4(address + comptime!(16 * v as u32));
+            let vector = ld_shared_v4(address + comptime!(16 * v as u32));
             #[unroll]
             for i in 0..4usize {
                 words[comptime!(4 * v + i)] = vector.extract(i);
@@ -685,10 +683,10 @@ pub fn load_words(
     let start = word_at(row0, word);
     if comptime!(conversion.has_ptx()) {
         let address =
-            shared_address::<u32>(shared.as_slice().as_ptr()) + u32::cast_from(start) * 4u32;
+            cvta_to_shared::<u32>(shared.as_slice().as_ptr()) + u32::cast_from(start) * 4u32;
         #[unroll]
         for i in 0..count {
-            words[i] = load_shared(address + comptime!((4 * (i * PITCH + (i / 16) * 4)) as u32));
+            words[i] = ld_shared(address + comptime!((4 * (i * PITCH + (i / 16) * 4)) as u32));
         }
     } else {
         #[unroll]
@@ -814,7 +812,7 @@ pub fn transform_values(
             #[unroll]
             for i in 0..16usize {
                 let value = values[i];
-                values[i] = ptx::shuffle_xor(value, distance) + value * own;
+                values[i] = ptx::shfl_sync_bfly(value, distance) + value * own;
             }
         }
     }

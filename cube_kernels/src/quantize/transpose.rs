@@ -124,7 +124,7 @@ pub fn transpose_8x8(words: &mut Array<u32>, #[comptime] conversion: Conversion)
 #[cube]
 fn bytes_of(a: u32, b: u32, #[comptime] selector: u32, #[comptime] conversion: Conversion) -> u32 {
     if comptime!(conversion.has_ptx()) {
-        ptx::permute(a, b, selector)
+        ptx::prmt(a, b, selector)
     } else {
         let mut bytes = 0u32;
         #[unroll]

@@ -6,6 +6,7 @@ use crate::support::sources::{count, cuda_source, disassembled, is_left_out, spi
 use cubecl::prelude::*;
 use half::bf16;
 use nvfp4_kernels::{
+    cube::ptx::Major,
     gemm::{
         OutputAmax,
         kernels::{
@@ -345,7 +346,7 @@ fn sm90_kernel_uses_the_tensor_cores_and_spills_nothing() {
                     8,
                     grouping,
                     tile,
-                    columns,
+                    columns.map(|columns| if columns { Major::Mn } else { Major::K }),
                     kind,
                 )
             };

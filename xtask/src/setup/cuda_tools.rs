@@ -35,6 +35,15 @@ const PACKAGES: Requirements = Requirements {
 const PROGRAMS: [&str; 3] = ["ptxas", "nvdisasm", "cuobjdump"];
 const LIBRARIES: [&str; 2] = ["libnvrtc.so.13", "libnvrtc-builtins.so.13.5"];
 
+/// The folder that [`ensure()`] fills, or the one that the user names.
+pub fn folder() -> Result<PathBuf> {
+    if let Some(folder) = env::var_os(VARIABLE) {
+        return Ok(folder.into());
+    }
+    let data = dirs::data_local_dir().context("this user has no data folder")?;
+    Ok(data.join(FOLDER))
+}
+
 /// Makes sure of the folder, or says that the test will be skipped.
 pub fn ensure() -> Result<()> {
     if let Some(folder) = env::var_os(VARIABLE).map(PathBuf::from) {
@@ -52,9 +61,7 @@ pub fn ensure() -> Result<()> {
         println!("CUDA compiler: {} ({VARIABLE})", folder.display());
         return Ok(());
     }
-    let folder = dirs::data_local_dir()
-        .context("this user has no data folder")?
-        .join(FOLDER);
+    let folder = folder()?;
     if folder.join(SENTINEL).exists() {
         println!("CUDA compiler: already there ({})", folder.display());
         return Ok(());

@@ -1,6 +1,6 @@
 //! `cargo xtask setup`: what the features `cpu` and `cuda` and the source tests need besides Rust.
 
-mod cuda_tools;
+pub mod cuda_tools;
 mod llvm;
 pub mod staging;
 pub mod wheels;

@@ -18,11 +18,10 @@ use crate::{
     BLOCK,
     cube::{
         codec::{decode_e2m1, decode_e4m3},
-        ptx_sm80::{
-            copy_async, copy_async_commit, copy_async_wait, global_address, load_matrices,
-            load_shared_2,
+        ptx::{
+            cp_async_commit_group, cp_async_wait_group, cp_async_zfill, cvta_to_global,
+            cvta_to_shared, ld_shared_v2, ldmatrix_x4, st_shared_v2,
         },
-        ptx_sm90::{shared_address, store_shared_2},
     },
     gemm::{
         epilogue::{EpilogueArgs, EpilogueKind, STAGING, write_tile},
@@ -121,7 +120,7 @@ fn copy_codes(
     #[comptime] rows: usize,
     #[comptime] piece: u32,
 ) {
-    let address = global_address::<u32>(codes.as_ptr());
+    let address = cvta_to_global::<u32>(codes.as_ptr());
     let parts = comptime!(ROW as u32 / piece);
     #[unroll]
     for i in 0..comptime!(rows * parts as usize / UNITS) {
@@ -135,7 +134,7 @@ fn copy_codes(
             u64::cast_from(row0 + row) * u64::cast_from(k / 2u32) + u64::cast_from(column / 2u32);
         let chunk = part * piece / 16u32;
         let within = part * piece % 16u32;
-        copy_async(
+        cp_async_zfill(
             target + row * comptime!(ROW as u32) + swizzled(row, chunk) + within,
             address + select(inside, at, 0u64),
             select(inside, piece, 0u32),
@@ -181,14 +180,14 @@ fn copy_scales(
                     high |= byte << comptime!(8 * i);
                 }
             }
-            store_shared_2(
+            st_shared_v2(
                 target + UNIT_POS * comptime!(SCALES as u32),
                 u32::reinterpret(low),
                 u32::reinterpret(high),
             );
         }
     } else {
-        let address = global_address::<u8>(scales.as_ptr());
+        let address = cvta_to_global::<u8>(scales.as_ptr());
         let parts = comptime!(SCALES as u32 / piece);
         let items = comptime!(rows as u32 * SCALES as u32 / piece);
         if UNIT_POS < items {
@@ -196,7 +195,7 @@ fn copy_scales(
             let block = first + (UNIT_POS % parts) * piece;
             let inside = row0 + row < end && block < blocks;
             let at = u64::cast_from(row0 + row) * u64::cast_from(blocks) + u64::cast_from(block);
-            copy_async(
+            cp_async_zfill(
                 target + UNIT_POS * piece,
                 address + select(inside, at, 0u64),
                 select(inside, piece, 0u32),
@@ -286,14 +285,14 @@ fn multiply_stage(
     for i in 0..strips {
         let row = warp_row + comptime!(16 * i as u32) + lane / 4u32 + (lane % 2u32) * 8u32;
         let part = stage + comptime!(shape.a_scales());
-        a_scales[i] = load_shared_2(part + row * comptime!(SCALES as u32));
+        a_scales[i] = ld_shared_v2(part + row * comptime!(SCALES as u32));
     }
     let mut b_scales = Array::<Vector<u32, Const<2>>>::new(COLUMNS);
     #[unroll]
     for j in 0..COLUMNS {
         let row = warp_column + comptime!(8 * j as u32) + lane / 4u32;
         let part = stage + comptime!(shape.b_scales());
-        b_scales[j] = load_shared_2(part + row * comptime!(SCALES as u32));
+        b_scales[j] = ld_shared_v2(part + row * comptime!(SCALES as u32));
     }
     #[unroll]
     for half in 0..comptime!(DEPTH / 64) {
@@ -303,7 +302,7 @@ fn multiply_stage(
             // Upper rows, lower rows, and both 32 columns on.
             let row = warp_row + comptime!(16 * i as u32) + (matrix % 2u32) * 8u32 + line;
             let chunk = comptime!(2 * half as u32) + matrix / 2u32;
-            a[i] = load_matrices(stage + row * comptime!(ROW as u32) + swizzled(row, chunk));
+            a[i] = ldmatrix_x4(stage + row * comptime!(ROW as u32) + swizzled(row, chunk));
         }
         let mut b = Array::<Vector<u32, Const<4>>>::new(comptime!(COLUMNS / 2));
         #[unroll]
@@ -312,7 +311,7 @@ fn multiply_stage(
             let row = warp_column + comptime!(16 * j as u32) + (matrix / 2u32) * 8u32 + line;
             let chunk = comptime!(2 * half as u32) + matrix % 2u32;
             let part = stage + comptime!(shape.b_codes());
-            b[j] = load_matrices(part + row * comptime!(ROW as u32) + swizzled(row, chunk));
+            b[j] = ldmatrix_x4(part + row * comptime!(ROW as u32) + swizzled(row, chunk));
         }
         #[unroll]
         for j in 0..COLUMNS {
@@ -504,9 +503,9 @@ pub fn sm120_kernel(
         Shared::new_aligned_slice(comptime!(STAGES * shape.stage() / 16), 128usize);
     let staging: Shared<[Vector<u32, Const<4>>]> =
         Shared::new_aligned_slice(comptime!(UNITS / 32 * STAGING / 16), 128usize);
-    let ring_at = shared_address::<Vector<u32, Const<4>>>(ring.as_slice().as_ptr());
+    let ring_at = cvta_to_shared::<Vector<u32, Const<4>>>(ring.as_slice().as_ptr());
     let warp = UNIT_POS / 32u32;
-    let staging_at = shared_address::<Vector<u32, Const<4>>>(staging.as_slice().as_ptr())
+    let staging_at = cvta_to_shared::<Vector<u32, Const<4>>>(staging.as_slice().as_ptr())
         + warp * comptime!(STAGING as u32);
     // Rows of this warp in the tile.
     let warp_row = (warp / comptime!(WARPS.1 as u32)) * comptime!(16 * shape.strips as u32);
@@ -548,12 +547,12 @@ pub fn sm120_kernel(
                         b_end, k, shape, pieces,
                     );
                 }
-                copy_async_commit();
+                cp_async_commit_group();
             }
             for step in 0..steps {
                 // The copies of this step have arrived, and the step before has been read: its stage
                 // takes the next ones.
-                copy_async_wait(comptime!(STAGES - 2));
+                cp_async_wait_group(comptime!(STAGES as u32 - 2));
                 sync_cube();
                 let ahead = step + comptime!(STAGES as u32 - 1);
                 if ahead < steps {
@@ -562,7 +561,7 @@ pub fn sm120_kernel(
                         b_end, k, shape, pieces,
                     );
                 }
-                copy_async_commit();
+                cp_async_commit_group();
                 let stage = ring_at + stage_offset(step, shape);
                 multiply_stage(stage, warp_row, warp_column, &mut sums, shape);
             }

@@ -17,9 +17,12 @@ use cubecl::{
 use half::bf16;
 
 use crate::{
-    cube::ptx_sm90::{
-        barrier_expect, barrier_wait, descriptor, main_loop_64x64, main_loop_64x128,
-        main_loop_64x176, main_loop_64x256, shared_address,
+    cube::ptx::{
+        Major, cvta_to_shared, mbarrier_arrive_expect_tx, mbarrier_wait_parity,
+        sm90_mainloop::{
+            PipelineState, mainloop_m64n64, mainloop_m64n128, mainloop_m64n176, mainloop_m64n256,
+        },
+        wgmma_descriptor,
     },
     gemm::{
         epilogue::{EpilogueArgs, EpilogueKind, STAGING, write_tile},
@@ -80,8 +83,8 @@ fn depth_of(offsets: &[u32], group: u32, k: u32, #[comptime] grouping: GroupedDi
 }
 
 /// Lets the copy engine bring `rows` rows of a tile, from `row` on, and 64 columns from `depth` on, to
-/// `stage`, and `ready` know: one box of rows, or boxes of 64 columns of an operand that is stored
-/// `in_columns`.
+/// `stage`, and `ready` know: one box of rows, or boxes of 64 columns of an operand that is
+/// MN-major.
 #[cube]
 fn load_stage(
     operand: &TensorMap<bf16, Tiled>,
@@ -90,9 +93,9 @@ fn load_stage(
     row: u32,
     depth: u32,
     #[comptime] rows: usize,
-    #[comptime] in_columns: bool,
+    #[comptime] major: Major,
 ) {
-    if comptime!(in_columns) {
+    if comptime!(major == Major::Mn) {
         #[unroll]
         for i in 0..comptime!(rows / SM90_BOX) {
             ready.tma_load_2d(
@@ -113,7 +116,7 @@ fn load_stage(
 /// nothing that is in device memory. The bias has a row for each group.
 ///
 /// `out` is in units of 16 bytes, and `before` the same memory in words, read where the epilogue
-/// accumulates. `in_columns` says of `a` and of `b` whether the contraction is down its columns.
+/// accumulates. `majors` are those of `a` and of `b`.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn sm90_kernel(
     a: &TensorMap<bf16, Tiled>,
@@ -134,7 +137,7 @@ pub fn sm90_kernel(
     band: u32,
     #[comptime] grouping: GroupedDim,
     #[comptime] shape: Sm90Tile,
-    #[comptime] in_columns: [bool; 2],
+    #[comptime] majors: [Major; 2],
     #[comptime] kind: EpilogueKind,
 ) {
     let stages = comptime!(shape.stages());
@@ -150,7 +153,7 @@ pub fn sm90_kernel(
         Shared::new_aligned_slice(comptime!(8 * STAGING / 16), 128usize);
     let barriers: Shared<[Barrier]> =
         Shared::new_aligned_slice(comptime!(2 * shape.stages()), 8usize);
-    let full = shared_address::<Barrier>(barriers.as_slice().as_ptr());
+    let full = cvta_to_shared::<Barrier>(barriers.as_slice().as_ptr());
     let empty = full + comptime!(8 * shape.stages() as u32);
     let unit = UNIT_POS;
     if unit == 0 {
@@ -199,8 +202,8 @@ pub fn sm90_kernel(
                     for step in 0..stages_here {
                         let stage = used % comptime!(stages as u32);
                         let parity = ((used / comptime!(stages as u32)) & 1u32) ^ 1u32;
-                        barrier_wait(empty + stage * 8u32, parity);
-                        barrier_expect(
+                        mbarrier_wait_parity(empty + stage * 8u32, parity);
+                        mbarrier_arrive_expect_tx(
                             full + stage * 8u32,
                             comptime!(((SM90_TILE_M + tile_n) * TILE_K * 2) as u32),
                         );
@@ -214,7 +217,7 @@ pub fn sm90_kernel(
                             row,
                             depth,
                             SM90_TILE_M,
-                            comptime!(in_columns[0]),
+                            comptime!(majors[0]),
                         );
                         load_stage(
                             b,
@@ -223,7 +226,7 @@ pub fn sm90_kernel(
                             column,
                             depth,
                             tile_n,
-                            comptime!(in_columns[1]),
+                            comptime!(majors[1]),
                         );
                         used += 1u32;
                     }
@@ -237,13 +240,14 @@ pub fn sm90_kernel(
     } else {
         let consumer = unit / 128u32 - 1u32;
         let leader = u32::cast_from((unit & 127u32) == 0u32);
-        let a_at = shared_address::<Vector<bf16, Const<8>>>(a_tiles.as_slice().as_ptr());
-        let b_at = shared_address::<Vector<bf16, Const<8>>>(b_tiles.as_slice().as_ptr());
+        let a_at = cvta_to_shared::<Vector<bf16, Const<8>>>(a_tiles.as_slice().as_ptr());
+        let b_at = cvta_to_shared::<Vector<bf16, Const<8>>>(b_tiles.as_slice().as_ptr());
         // Its 64 rows, or its box, are 64 times 128 bytes, in units of 16.
-        let a_tile = descriptor(a_at, comptime!(in_columns[0])) + u64::cast_from(consumer * 512u32);
-        let b_tile = descriptor(b_at, comptime!(in_columns[1]));
+        let a_tile =
+            wgmma_descriptor(a_at, comptime!(majors[0])) + u64::cast_from(consumer * 512u32);
+        let b_tile = wgmma_descriptor(b_at, comptime!(majors[1]));
         let warp = (unit - 128u32) / 32u32;
-        let stage_at = shared_address::<Vector<u32, Const<4>>>(staging.as_slice().as_ptr())
+        let stage_at = cvta_to_shared::<Vector<u32, Const<4>>>(staging.as_slice().as_ptr())
             + warp * comptime!(STAGING as u32);
         while group < groups {
             let tiles_m = tiles_along_m(offsets, group, m, grouping, comptime!(SM90_TILE_M as u32));
@@ -273,13 +277,17 @@ pub fn sm90_kernel(
                 let depth = depth_of(offsets, group, k, grouping);
                 let steps = u32::reinterpret(depth.steps);
                 let tail = u32::reinterpret(depth.tail);
+                let pipeline = PipelineState {
+                    full,
+                    empty,
+                    stage,
+                    parity,
+                };
                 if comptime!(tile_n == 256) {
                     let mut sums = Vector::<f32, Const<128>>::new(0.0f32);
                     if steps + tail > 0u32 {
-                        sums = main_loop_64x256(
-                            full, empty, a_tile, b_tile, stage, parity, steps, tail, leader,
-                            in_columns,
-                        );
+                        sums =
+                            mainloop_m64n256(pipeline, a_tile, b_tile, steps, tail, leader, majors);
                     }
                     write_tile::<Const<128>>(
                         sums, row, end, at.column, group, a_amax, b_amax, bias, before, out, amax,
@@ -289,10 +297,8 @@ pub fn sm90_kernel(
                     // There is no vector of 88 values.
                     let mut sums = Vector::<f32, Const<128>>::new(0.0f32);
                     if steps + tail > 0u32 {
-                        sums = main_loop_64x176(
-                            full, empty, a_tile, b_tile, stage, parity, steps, tail, leader,
-                            in_columns,
-                        );
+                        sums =
+                            mainloop_m64n176(pipeline, a_tile, b_tile, steps, tail, leader, majors);
                     }
                     write_tile::<Const<128>>(
                         sums, row, end, at.column, group, a_amax, b_amax, bias, before, out, amax,
@@ -301,10 +307,8 @@ pub fn sm90_kernel(
                 } else if comptime!(tile_n == 128) {
                     let mut sums = Vector::<f32, Const<64>>::new(0.0f32);
                     if steps + tail > 0u32 {
-                        sums = main_loop_64x128(
-                            full, empty, a_tile, b_tile, stage, parity, steps, tail, leader,
-                            in_columns,
-                        );
+                        sums =
+                            mainloop_m64n128(pipeline, a_tile, b_tile, steps, tail, leader, majors);
                     }
                     write_tile::<Const<64>>(
                         sums, row, end, at.column, group, a_amax, b_amax, bias, before, out, amax,
@@ -313,10 +317,8 @@ pub fn sm90_kernel(
                 } else {
                     let mut sums = Vector::<f32, Const<32>>::new(0.0f32);
                     if steps + tail > 0u32 {
-                        sums = main_loop_64x64(
-                            full, empty, a_tile, b_tile, stage, parity, steps, tail, leader,
-                            in_columns,
-                        );
+                        sums =
+                            mainloop_m64n64(pipeline, a_tile, b_tile, steps, tail, leader, majors);
                     }
                     write_tile::<Const<32>>(
                         sums, row, end, at.column, group, a_amax, b_amax, bias, before, out, amax,
@@ -339,6 +341,12 @@ pub(crate) struct Operand {
     pub handle: Handle,
     pub rows: usize,
     pub in_columns: bool,
+}
+
+impl Operand {
+    fn major(&self) -> Major {
+        if self.in_columns { Major::Mn } else { Major::K }
+    }
 }
 
 /// Queues the product of `a` and `b`, both `k` long in memory, into `out`: `m` rows (all of them, or
@@ -419,7 +427,7 @@ pub(crate) fn launch(
             band as u32,
             groups.grouping,
             tile,
-            [a.in_columns, b.in_columns],
+            [a.major(), b.major()],
             epilogue.kind,
         );
     }

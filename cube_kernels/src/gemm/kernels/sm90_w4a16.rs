@@ -18,13 +18,16 @@ use cubecl::{
 use half::bf16;
 
 use crate::{
-    cube::{
-        ptx_sm90::{barrier_expect, barrier_wait, descriptor, shared_address, store_shared_2},
-        ptx_sm90_fused::{
-            arrive_after_copies, barrier_arrive, copy_8_bytes, fused_loop_32, fused_loop_64,
-            fused_loop_96, fused_loop_128, fused_loop_256, global_address, keep_56_registers,
-            load_shared_f32_4, meet, store_shared_f32, take_224_registers,
+    cube::ptx::{
+        Major, cp_async, cp_async_mbarrier_arrive_noinc, cvta_to_global, cvta_to_shared,
+        ld_shared_v4, mbarrier_arrive, mbarrier_arrive_expect_tx, mbarrier_wait_parity,
+        named_barrier_sync, setmaxnreg_dec, setmaxnreg_inc,
+        sm90_mainloop::PipelineState,
+        sm90_mainloop_w4a16::{
+            PackedStage, Ring, w4a16_mainloop_n32, w4a16_mainloop_n64, w4a16_mainloop_n96,
+            w4a16_mainloop_n128, w4a16_mainloop_n256,
         },
+        st_shared, st_shared_v2, wgmma_descriptor,
     },
     gemm::{
         epilogue::{
@@ -163,12 +166,12 @@ pub fn fused_kernel(
     let barriers: Shared<[Barrier]> =
         Shared::new_aligned_slice(comptime!(4 * tile_shape.stages()), 8usize);
     // Two to a stage, for the halves of `a`; codes and scales come with the first.
-    let full = shared_address::<Barrier>(barriers.as_slice().as_ptr());
+    let full = cvta_to_shared::<Barrier>(barriers.as_slice().as_ptr());
     let empty = full + comptime!(16 * tile_shape.stages() as u32);
-    let a_at = shared_address::<Vector<bf16, Const<8>>>(a_tiles.as_slice().as_ptr());
-    let codes_at = shared_address::<Vector<u32, Const<4>>>(code_tiles.as_slice().as_ptr());
-    let scales_at = shared_address::<Vector<u32, Const<4>>>(scale_tiles.as_slice().as_ptr());
-    let staging_at = shared_address::<Vector<u32, Const<4>>>(staging.as_slice().as_ptr());
+    let a_at = cvta_to_shared::<Vector<bf16, Const<8>>>(a_tiles.as_slice().as_ptr());
+    let codes_at = cvta_to_shared::<Vector<u32, Const<4>>>(code_tiles.as_slice().as_ptr());
+    let scales_at = cvta_to_shared::<Vector<u32, Const<4>>>(scale_tiles.as_slice().as_ptr());
+    let staging_at = cvta_to_shared::<Vector<u32, Const<4>>>(staging.as_slice().as_ptr());
     let unit = UNIT_POS;
     let lane = unit % 32u32;
     if unit == 0 {
@@ -200,7 +203,7 @@ pub fn fused_kernel(
     if unit < 32u32 {
         // Sums and fragments take more registers than an equal share.
         if comptime!(tile_shape.consumers() == 2) {
-            keep_56_registers();
+            setmaxnreg_dec(56u32);
         }
         if lane == 0u32 {
             while tile < tiles {
@@ -215,13 +218,13 @@ pub fn fused_kernel(
                     #[unroll]
                     for half in 0..2usize {
                         let number = stage * 2u32 + comptime!(half as u32);
-                        barrier_wait(empty + number * 8u32, parity);
+                        mbarrier_wait_parity(empty + number * 8u32, parity);
                         let codes = comptime!(if half == 0 {
                             tile_shape.rows_b() as u32 * ROW_WORDS as u32 * 4
                         } else {
                             0
                         });
-                        barrier_expect(full + number * 8u32, width * 128u32 + codes);
+                        mbarrier_arrive_expect_tx(full + number * 8u32, width * 128u32 + codes);
                         let s = stage as usize;
                         let ready = &barriers[number as usize];
                         if comptime!(half == 0) {
@@ -256,13 +259,13 @@ pub fn fused_kernel(
         }
     } else if unit < 128u32 {
         if comptime!(tile_shape.consumers() == 2) {
-            keep_56_registers();
+            setmaxnreg_dec(56u32);
         }
         let rows_of_unit = comptime!(tile_shape.rows_b().div_ceil(CARRIERS));
         let carrier = unit - 32u32;
         // Then the scales of a row in a stage are aligned.
         let is_whole = k & comptime!(workspace::SPAN as u32 - 1) == 0u32;
-        let scales_from = global_address::<u16>(b_scales.as_ptr());
+        let scales_from = cvta_to_global::<u16>(b_scales.as_ptr());
         while tile < tiles {
             let at = place_of(
                 schedule, tile, tiles_m, tiles_n, band, m, grouping, tile_shape,
@@ -274,7 +277,7 @@ pub fn fused_kernel(
                 let stage = used % comptime!(stages as u32);
                 let parity = ((used / comptime!(stages as u32)) & 1u32) ^ 1u32;
                 let barrier = full + stage * 16u32;
-                barrier_wait(empty + stage * 16u32, parity);
+                mbarrier_wait_parity(empty + stage * 16u32, parity);
                 #[unroll]
                 for r in 0..rows_of_unit {
                     let line = carrier + comptime!((r * CARRIERS) as u32);
@@ -284,17 +287,17 @@ pub fn fused_kernel(
                         if is_whole {
                             let at = u64::cast_from(row) * u64::cast_from(k / 16u32)
                                 + u64::cast_from(step * 8u32);
-                            copy_8_bytes(to, scales_from + at);
+                            cp_async(to, scales_from + at, 8u32);
                         } else {
                             let words = load_scales(b_scales, row, step, k);
-                            store_shared_2(to, words.extract(0usize), words.extract(1usize));
+                            st_shared_v2(to, words.extract(0usize), words.extract(1usize));
                         }
                     }
                 }
                 if is_whole {
-                    arrive_after_copies(barrier);
+                    cp_async_mbarrier_arrive_noinc(barrier);
                 } else {
-                    barrier_arrive(barrier);
+                    mbarrier_arrive(barrier);
                 }
                 used += 1u32;
             }
@@ -302,7 +305,7 @@ pub fn fused_kernel(
         }
     } else {
         if comptime!(tile_shape.consumers() == 2) {
-            take_224_registers();
+            setmaxnreg_inc(224u32);
         }
         let consumer = unit / 128u32 - 1u32;
         let warp = (unit % 128u32) / 32u32;
@@ -314,12 +317,17 @@ pub fn fused_kernel(
         let local = strip * comptime!(W4A16_STRIP as u32) + warp * 16u32 + lane / 4u32;
         let codes = codes_at + local * 64u32 + (lane % 4u32) * 16u32;
         let scales = scales_at + local * 8u32 + (lane % 4u32) * 2u32;
-        let a_tile = descriptor(a_at, false);
-        // Numbers of the tile, as the main loops take them.
-        let a_half_at = comptime!(tile_shape.a_half() as u64).runtime();
-        let rows_b_at = rows_b.runtime();
-        let stages_at = comptime!(stages as u32).runtime();
-        let advance = comptime!(tile_shape.ways as u32).runtime();
+        let a_tile = wgmma_descriptor(a_at, Major::K);
+        let packed = PackedStage {
+            codes,
+            scales,
+            rows: rows_b.runtime(),
+        };
+        let ring = Ring {
+            stages: comptime!(stages as u32).runtime(),
+            advance: comptime!(tile_shape.ways as u32).runtime(),
+            a_half: comptime!(tile_shape.a_half() as u64).runtime(),
+        };
         while tile < tiles {
             let at = place_of(
                 schedule, tile, tiles_m, tiles_n, band, m, grouping, tile_shape,
@@ -336,6 +344,12 @@ pub fn fused_kernel(
             let stage = u32::reinterpret(begin % comptime!(stages as u32));
             let parity = u32::reinterpret((begin / comptime!(stages as u32)) & 1u32);
             let own_steps = u32::reinterpret(own_steps);
+            let pipeline = PipelineState {
+                full,
+                empty,
+                stage,
+                parity,
+            };
             #[unroll]
             for i in 0..comptime!(tile_shape.widths().len()) {
                 let here = comptime!(tile_shape.widths()[i]);
@@ -345,29 +359,24 @@ pub fn fused_kernel(
                     let mut sums = Vector::<f32, S>::new(0.0f32);
                     if own_steps > 0u32 {
                         if comptime!(here == 256) {
-                            sums = Vector::<f32, S>::reinterpret(fused_loop_256(
-                                full, empty, a_tile, a_half_at, codes, scales, rows_b_at, stage,
-                                parity, stages_at, advance, own_steps,
+                            sums = Vector::<f32, S>::reinterpret(w4a16_mainloop_n256(
+                                pipeline, ring, a_tile, packed, own_steps,
                             ));
                         } else if comptime!(here == 128) {
-                            sums = Vector::<f32, S>::reinterpret(fused_loop_128(
-                                full, empty, a_tile, a_half_at, codes, scales, rows_b_at, stage,
-                                parity, stages_at, advance, own_steps,
+                            sums = Vector::<f32, S>::reinterpret(w4a16_mainloop_n128(
+                                pipeline, ring, a_tile, packed, own_steps,
                             ));
                         } else if comptime!(here == 96) {
-                            sums = Vector::<f32, S>::reinterpret(fused_loop_96(
-                                full, empty, a_tile, a_half_at, codes, scales, rows_b_at, stage,
-                                parity, stages_at, advance, own_steps,
+                            sums = Vector::<f32, S>::reinterpret(w4a16_mainloop_n96(
+                                pipeline, ring, a_tile, packed, own_steps,
                             ));
                         } else if comptime!(here == 64) {
-                            sums = Vector::<f32, S>::reinterpret(fused_loop_64(
-                                full, empty, a_tile, a_half_at, codes, scales, rows_b_at, stage,
-                                parity, stages_at, advance, own_steps,
+                            sums = Vector::<f32, S>::reinterpret(w4a16_mainloop_n64(
+                                pipeline, ring, a_tile, packed, own_steps,
                             ));
                         } else {
-                            sums = Vector::<f32, S>::reinterpret(fused_loop_32(
-                                full, empty, a_tile, a_half_at, codes, scales, rows_b_at, stage,
-                                parity, stages_at, advance, own_steps,
+                            sums = Vector::<f32, S>::reinterpret(w4a16_mainloop_n32(
+                                pipeline, ring, a_tile, packed, own_steps,
                             ));
                         }
                     }
@@ -501,7 +510,7 @@ fn write_tile<N: Size>(
         let chunk_row = row0 + comptime!((chunk * tile_shape.chunk()) as u32);
         if chunk_row < end {
             // The chunk before has been read.
-            meet(number, units.runtime());
+            named_barrier_sync(number, units.runtime());
             #[unroll]
             for j in 0..comptime!(tile_shape.chunk() / 8) {
                 let first = comptime!((chunk * tile_shape.chunk() / 8 + j) * 4);
@@ -510,12 +519,18 @@ fn write_tile<N: Size>(
                         * comptime!(STAGING_ROW as u32 * 4)
                     + (warp * 16u32 + lane / 4u32) * 4u32;
                 let below = at + comptime!(STAGING_ROW as u32 * 4);
-                store_shared_f32(at, sums.extract(first));
-                store_shared_f32(below, sums.extract(comptime!(first + 1)));
-                store_shared_f32(at + 32u32, sums.extract(comptime!(first + 2)));
-                store_shared_f32(below + 32u32, sums.extract(comptime!(first + 3)));
+                st_shared(at, u32::reinterpret(sums.extract(first)));
+                st_shared(below, u32::reinterpret(sums.extract(comptime!(first + 1))));
+                st_shared(
+                    at + 32u32,
+                    u32::reinterpret(sums.extract(comptime!(first + 2))),
+                );
+                st_shared(
+                    below + 32u32,
+                    u32::reinterpret(sums.extract(comptime!(first + 3))),
+                );
             }
-            meet(number, units.runtime());
+            named_barrier_sync(number, units.runtime());
             #[unroll]
             for round in 0..comptime!(items.div_ceil(units)) {
                 let item = unit + comptime!(round * units);
@@ -529,10 +544,10 @@ fn write_tile<N: Size>(
                     let mut words = Vector::<u32, Const<4>>::new(0u32);
                     #[unroll]
                     for four in 0..comptime!(vector as usize / 4) {
-                        let mut values = load_shared_f32_4(from + comptime!(four as u32 * 16));
+                        let mut values = load_sums(from + comptime!(four as u32 * 16));
                         #[unroll]
                         for way in 1..comptime!(tile_shape.ways) {
-                            values += load_shared_f32_4(
+                            values += load_sums(
                                 from + comptime!(way as u32) * stage_bytes
                                     + comptime!(four as u32 * 16),
                             );
@@ -592,6 +607,12 @@ fn write_tile<N: Size>(
     if comptime!(kind.amax.is_some()) {
         raise(amax, group, largest, kind);
     }
+}
+
+/// Four staged sums.
+#[cube]
+fn load_sums(address: u32) -> Vector<f32, Const<4>> {
+    Vector::<f32, Const<4>>::reinterpret(ld_shared_v4(address))
 }
 
 /// One output element from its sum.

@@ -13,10 +13,10 @@ use crate::{
     BLOCK,
     capabilities::Capabilities,
     cube::{
-        ptx_sm80::global_address,
-        ptx_sm90::{
-            decode_e2m1x8_pairs, decode_e4m3x2, decode_e4m3x2_sm80, interleave_pairs, load_once_2,
-            load_once_4, load_u8, load_u16, mma_16x8x16, pack_bf16, pack_f16,
+        codec::{decode_e2m1x8_pairs, decode_e4m3x2, decode_e4m3x2_sm80, interleave_pairs},
+        ptx::{
+            cvt_rn_bf16x2, cvt_rn_f16x2, cvta_to_global, ld_global_nc_no_allocate_v2,
+            ld_global_nc_no_allocate_v4, ld_global_nc_u8, ld_global_nc_u16, mma_m16n8k16_bf16,
         },
     },
     gemm::{
@@ -101,8 +101,8 @@ fn load_codes(
     let address = from + u64::cast_from(block) * 8u64;
     if comptime!(halves) {
         let second = first + min(2u32 * index + 1u32, blocks - 1u32) as usize;
-        let low = load_once_2(address);
-        let high = load_once_2(from + u64::cast_from(second) * 8u64);
+        let low = ld_global_nc_no_allocate_v2(address);
+        let high = ld_global_nc_no_allocate_v2(from + u64::cast_from(second) * 8u64);
         let mut words = Vector::<u32, Const<4>>::new(0u32);
         words.insert(0usize, low.extract(0usize));
         words.insert(1usize, low.extract(1usize));
@@ -110,7 +110,7 @@ fn load_codes(
         words.insert(3usize, high.extract(1usize));
         words
     } else {
-        load_once_4(address)
+        ld_global_nc_no_allocate_v4(address)
     }
 }
 
@@ -121,10 +121,10 @@ fn load_scales(from: u64, first: usize, index: u32, blocks: u32, #[comptime] hal
     let address = from + u64::cast_from(block);
     if comptime!(halves) {
         let second = first + min(2u32 * index + 1u32, blocks - 1u32) as usize;
-        let high = load_u8(from + u64::cast_from(second));
-        u16::cast_from(load_u8(address) | (high << 8u32))
+        let high = ld_global_nc_u8(from + u64::cast_from(second));
+        u16::cast_from(ld_global_nc_u8(address) | (high << 8u32))
     } else {
-        u16::cast_from(load_u16(address))
+        u16::cast_from(ld_global_nc_u16(address))
     }
 }
 
@@ -197,10 +197,10 @@ pub fn small_m_kernel(
         sums[i] = Vector::new(0.0f32);
     }
 
-    let b_codes = global_address::<u32>(codes.as_ptr());
-    let b_scales = global_address::<u8>(scales.as_ptr());
-    let left_codes = global_address::<u32>(a_codes.as_ptr());
-    let left_scales = global_address::<u8>(a_scales.as_ptr());
+    let b_codes = cvta_to_global::<u32>(codes.as_ptr());
+    let b_scales = cvta_to_global::<u8>(scales.as_ptr());
+    let left_codes = cvta_to_global::<u32>(a_codes.as_ptr());
+    let left_scales = cvta_to_global::<u8>(a_scales.as_ptr());
     // Of each chunk that is on the way.
     let mut words = Array::<Vector<u32, Const<4>>>::new(comptime!(shape.ahead * 2 * shape.strips));
     let mut word_scales = Array::<u16>::new(comptime!(shape.ahead * 2 * shape.strips));
@@ -324,7 +324,7 @@ pub fn small_m_kernel(
                             for j in 0..columns {
                                 let at = comptime!(i * columns + j);
                                 let other = others[comptime!(2 * j + part)];
-                                let sum = mma_16x8x16(
+                                let sum = mma_m16n8k16_bf16(
                                     sums[at],
                                     upper.extract(0usize),
                                     lower.extract(0usize),
@@ -333,7 +333,7 @@ pub fn small_m_kernel(
                                     other.extract(0usize),
                                     other.extract(1usize),
                                 );
-                                sums[at] = mma_16x8x16(
+                                sums[at] = mma_m16n8k16_bf16(
                                     sum,
                                     upper.extract(2usize),
                                     lower.extract(2usize),
@@ -440,9 +440,9 @@ pub fn small_m_kernel(
                 out[pair] = u32::reinterpret(even);
                 out[pair + 1usize] = u32::reinterpret(odd);
             } else if comptime!(kind.out == FloatKind::Bf16) {
-                out[pair / 2usize] = pack_bf16(f32::reinterpret(even), f32::reinterpret(odd));
+                out[pair / 2usize] = cvt_rn_bf16x2(f32::reinterpret(even), f32::reinterpret(odd));
             } else {
-                out[pair / 2usize] = pack_f16(f32::reinterpret(even), f32::reinterpret(odd));
+                out[pair / 2usize] = cvt_rn_f16x2(f32::reinterpret(even), f32::reinterpret(odd));
             }
             if comptime!(kind.amax.is_some()) {
                 largest = max(largest, rounded_magnitude(even, odd, comptime!(kind.out)));

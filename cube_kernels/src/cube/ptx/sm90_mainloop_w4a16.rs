@@ -1,118 +1,68 @@
-//! PTX of Hopper (sm_90a) for products whose packed operand is decoded in registers: the main loop of
-//! a warpgroup, and the exchange between the warpgroups.
+//! The mainloop of the W4A16 GEMM of Hopper (sm_90a): `wgmma` with a packed operand that is
+//! dequantized in registers.
 //!
-//! As in [`ptx_sm90`](super::ptx_sm90) sections are those of the PTX ISA, and results are returned
-//! reinterpreted as themselves.
+//! PTX ISA "Asynchronous Warpgroup Level Matrix Instructions: wgmma.mma_async"; PTX 8.0, sm_90a.
 
 use cubecl::prelude::*;
 
-/// Arrives once at the barrier at `barrier`: `mbarrier.arrive`, which releases what was written
-/// before.
-#[cube]
-pub fn barrier_arrive(barrier: u32) {
-    gpu_asm!(
-        "{{ .reg .b64 token; mbarrier.arrive.shared::cta.b64 token, [{barrier}]; }}",
-        barrier = in(_) barrier
-    );
+use super::sm90_mainloop::PipelineState;
+
+/// The form of the ring, which one warpgroup may share with others.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub struct Ring {
+    /// Its stages.
+    pub stages: u32,
+    /// Stages from one to the next of this warpgroup.
+    pub advance: u32,
+    /// Size of half a stage of `a`, in units of 16 bytes.
+    pub a_half: u64,
 }
 
-/// Waits for `units` units at the named barrier `number`: `barrier.sync`, which orders their memory
-/// accesses.
-#[cube]
-pub fn meet(number: u32, units: u32) {
-    gpu_asm!("barrier.sync.aligned {n}, {u};", n = in(_) number, u = in(_) units);
+/// The packed operand in stage 0.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub struct PackedStage {
+    /// Address of the codes of this lane's upper row, 64 bytes to a row.
+    pub codes: u32,
+    /// Address of the scales of this lane's upper row, 8 bytes to a row.
+    pub scales: u32,
+    /// Rows of codes and scales in a stage.
+    pub rows: u32,
 }
 
-/// Gives registers of this warpgroup back, down to 56 a unit: `setmaxnreg.dec`.
-#[cube]
-pub fn keep_56_registers() {
-    gpu_asm!("setmaxnreg.dec.sync.aligned.u32 56;");
-}
-
-/// Takes registers that another warpgroup gave back, up to 224 a unit: `setmaxnreg.inc`. With 384 units
-/// of 168 registers, two warpgroups can, once a third has [kept 56](keep_56_registers()).
-#[cube]
-pub fn take_224_registers() {
-    gpu_asm!("setmaxnreg.inc.sync.aligned.u32 224;");
-}
-
-/// Stores one value to shared memory.
-#[cube]
-pub fn store_shared_f32(address: u32, value: f32) {
-    gpu_asm!("st.shared.f32 [{a}], {v};", a = in(_) address, v = in(_) value);
-}
-
-/// Loads four values from shared memory, aligned to sixteen bytes.
-#[cube]
-pub fn load_shared_f32_4(address: u32) -> Vector<f32, Const<4>> {
-    let values: Vector<f32, Const<4>>;
-    gpu_asm!("ld.shared.v4.f32 {v}, [{a}];", v = out(_) values, a = in(_) address);
-    Vector::<f32, Const<4>>::reinterpret(values)
-}
-
-/// The address of device memory in its own address space: `cvta.to.global`.
-#[cube]
-pub fn global_address<T: CubePrimitive>(pointer: *const T) -> u64 {
-    let address: u64;
-    gpu_asm!(
-        "cvta.to.global.u64 {o}, {p};",
-        p = in(_) pointer, o = out(_) address,
-        options(pure, nomem)
-    );
-    u64::reinterpret(address)
-}
-
-/// Copies eight bytes, aligned to eight, from device to shared memory while this unit goes on:
-/// `cp.async`.
-#[cube]
-pub fn copy_8_bytes(to: u32, from: u64) {
-    gpu_asm!("cp.async.ca.shared.global [{t}], [{f}], 8;", t = in(_) to, f = in(_) from);
-}
-
-/// Arrives at the barrier at `barrier` when all [copies](copy_8_bytes()) of this unit so far have:
-/// `cp.async.mbarrier.arrive.noinc`, one of the arrivals that the barrier expects.
-#[cube]
-pub fn arrive_after_copies(barrier: u32) {
-    gpu_asm!(
-        "cp.async.mbarrier.arrive.noinc.shared::cta.b64 [{barrier}];",
-        barrier = in(_) barrier
-    );
-}
-
-/// The main loop of one consumer warpgroup: `out[64 rows of b, $n rows of a] = Σ b · aᵀ`, where `b` is
-/// packed and goes through registers (the left operand of `wgmma`, "Register Fragments for wgmma") and
-/// `a` is bf16 in shared memory.
+/// The mainloop of one consumer warpgroup: `out[64 rows of b, $n rows of a] = Σ b · aᵀ`, where `b`
+/// is packed and goes through registers (the left operand of `wgmma`, "Register Fragments for
+/// wgmma") and `a` is bf16 in shared memory.
 ///
-/// A product adds the same whatever the order of its columns, as long as both operands agree. In 128
-/// columns a lane, `q` being its number in four, takes the 32 from `32 q` on of two rows: 16 bytes of codes
-/// and two scales of either. In the order of
-/// [`decode_e2m1x8_pairs()`](super::ptx_sm90::decode_e2m1x8_pairs()), which this inlines, a word is the
-/// lane's part of two instructions. The columns of `a` come in the order that this makes: in
-/// instruction `4 h + 2 w + j / 2`, at `8 (j % 2) + 2 q + e`, column `32 q + 16 h + 8 w + j + 4 e`. Each
-/// element is 2^-8 times what it stands for.
+/// A sum over the contraction is the same whatever the order of its columns, as long as both
+/// operands agree. In 128 columns a lane, `q` being its number in four, takes the 32 from `32 q` on
+/// of two rows: 16 bytes of codes and two scales of either. In the order of
+/// [`decode_e2m1x8_pairs()`](crate::cube::codec::decode_e2m1x8_pairs()), which this inlines, a word
+/// is the lane's part of two instructions. The columns of `a` come in the order that this makes: in
+/// instruction `4 h + 2 w + j / 2`, at `8 (j % 2) + 2 q + e`, column `32 q + 16 h + 8 w + j + 4 e`.
+/// Each element is 2^-8 times what it stands for.
 ///
-/// The fragments of 64 columns are decoded into one of two sets of registers while the products of the
-/// other set are in flight. When those of this set are queued, a wait for the other's says that its half
-/// of a stage may go back to the producer. Every unit arrives for itself: what each has read is ordered before the
-/// next copy without a meeting of its warp (and is as fast as one arrival a warp).
+/// The fragments of 64 columns are dequantized into one of two sets of registers while the
+/// instructions of the other set are in flight. When those of this set are queued, a wait for the
+/// other's says that its half of a stage may go back to the producer. Every unit arrives for
+/// itself: what each has read is ordered before the next copy without a barrier of its warp (and is
+/// as fast as one arrival a warp).
 ///
-/// - `full`, `empty`: the barriers of the stages, two to a stage (one for each 64 columns of `a`), eight bytes
-///   each; codes and scales are there with the first;
-/// - `a`: [`descriptor`](super::ptx_sm90::descriptor()) of stage 0; the second half of a stage is `a_half`
-///   further, in units of 16 bytes, the next stage twice that;
-/// - `codes`, `scales`: addresses in stage 0 of this lane's upper row, 64 and 8 bytes to a row;
-/// - `rows`: rows of codes and scales in a stage;
-/// - `stage`, `parity`: where the ring of `stages` stands; `advance`: stages from one to the next of this
-///   warpgroup; `steps`: stages to multiply, at least one.
-macro_rules! fused_loop {
+/// - `pipeline`: the ring, with two barriers to a stage (one for each 64 columns of `a`), eight
+///   bytes each; codes and scales are there with the first;
+/// - `a`: [`wgmma_descriptor`](super::wgmma_descriptor()) of stage 0; the second half of a stage is
+///   `ring.a_half` further, the next stage twice that;
+/// - `steps`: stages to multiply, at least one.
+macro_rules! w4a16_mainloop {
     ($name:ident, $accumulators:literal, $wgmma:tt) => {
-        fused_loop!($name, $accumulators, $wgmma, "{d}");
+        w4a16_mainloop!($name, $accumulators, $wgmma, "{d}");
     };
     ($name:ident, $accumulators:literal, $wgmma:tt, $sums:tt) => {
-        fused_loop!(
+        w4a16_mainloop!(
             $name, $accumulators, $wgmma, $sums,
-            // Both halves: what precedes the decoding, the words with their scale and fragments, the
-            // barrier of this half, of the one before, and the instructions.
+            // Both halves: what precedes the decoding, the words with their scale and fragments,
+            // the barrier of this half, of the one before, and the instructions.
             [
                 "add.s64 c, a, 0;"
                 ["w0" "f0" "x0" "x2" "x4" "x6"] ["w4" "f2" "x1" "x3" "x5" "x7"]
@@ -145,19 +95,22 @@ macro_rules! fused_loop {
     ) => {
         #[cube]
         pub fn $name(
-            full: u32,
-            empty: u32,
+            pipeline: PipelineState,
+            ring: Ring,
             a: u64,
-            a_half: u64,
-            codes: u32,
-            scales: u32,
-            rows: u32,
-            stage: u32,
-            parity: u32,
-            stages: u32,
-            advance: u32,
+            packed: PackedStage,
             steps: u32,
         ) -> Vector<f32, Const<$accumulators>> {
+            let full = u32::reinterpret(pipeline.full);
+            let empty = u32::reinterpret(pipeline.empty);
+            let stage = u32::reinterpret(pipeline.stage);
+            let parity = u32::reinterpret(pipeline.parity);
+            let stages = u32::reinterpret(ring.stages);
+            let advance = u32::reinterpret(ring.advance);
+            let a_half = u64::reinterpret(ring.a_half);
+            let codes = u32::reinterpret(packed.codes);
+            let scales = u32::reinterpret(packed.scales);
+            let rows = u32::reinterpret(packed.rows);
             let sums: Vector<f32, Const<$accumulators>>;
             gpu_asm!(
                 "{{ .reg .pred q, add, given;",
@@ -216,29 +169,28 @@ macro_rules! fused_loop {
                 "mbarrier.arrive.shared::cta.b64 token, [release];",
                 "}}",
                 d = out(_) sums,
-                full = in(_) full, empty = in(_) empty, a = in(_) a, a_half = in(_) a_half,
-                codes = in(_) codes, scales = in(_) scales, rows = in(_) rows,
-                stage = in(_) stage, parity = in(_) parity, stages = in(_) stages,
-                advance = in(_) advance, steps = in(_) steps
+                full = in(_) full, empty = in(_) empty, stage = in(_) stage, parity = in(_) parity,
+                a = in(_) a, a_half = in(_) a_half, stages = in(_) stages, advance = in(_) advance,
+                codes = in(_) codes, scales = in(_) scales, rows = in(_) rows, steps = in(_) steps
             );
             sums
         }
     };
 }
 
-fused_loop!(
-    fused_loop_256,
+w4a16_mainloop!(
+    w4a16_mainloop_n256,
     128,
     "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16"
 );
-fused_loop!(
-    fused_loop_128,
+w4a16_mainloop!(
+    w4a16_mainloop_n128,
     64,
     "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16"
 );
 // There is no vector of 48 values: the last 16 of 64 stay unwritten (and take no registers).
-fused_loop!(
-    fused_loop_96,
+w4a16_mainloop!(
+    w4a16_mainloop_n96,
     64,
     "// {d}
     wgmma.mma_async.sync.aligned.m64n96k16.f32.bf16.bf16",
@@ -246,13 +198,13 @@ fused_loop!(
      %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, \
      %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47}}"
 );
-fused_loop!(
-    fused_loop_64,
+w4a16_mainloop!(
+    w4a16_mainloop_n64,
     32,
     "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16"
 );
-fused_loop!(
-    fused_loop_32,
+w4a16_mainloop!(
+    w4a16_mainloop_n32,
     16,
     "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16"
 );

@@ -1,16 +1,15 @@
-//! Blocks as what their codes stand for: code times block scale in bf16, which is exact, without the
-//! factor of the tensor. What a product multiplies on devices without FP4 instructions.
+//! Blocks as what their codes stand for: code times block scale in bf16, which is exact, without
+//! the factor of the tensor. What a product multiplies on devices without FP4 instructions.
 
 use cubecl::prelude::*;
 
 use super::{
-    codec::{Conversion, decode_e2m1, decode_e4m3},
+    codec::{Conversion, decode_e2m1, decode_e2m1x8_sm80, decode_e4m3},
     ptx,
-    ptx_sm90::decode_e2m1x8_sm80,
 };
 
-/// The E4M3 scale `byte` as a bf16 in both halves of a word, exactly: a bf16 is the upper half of an
-/// `f32`.
+/// The E4M3 scale `byte` as a bf16 in both halves of a word, exactly: a bf16 is the upper half of
+/// an `f32`.
 #[cube]
 pub fn scale_pair(byte: u32) -> u32 {
     let scale = u32::reinterpret(decode_e4m3(byte)) >> 16u32;
@@ -19,7 +18,7 @@ pub fn scale_pair(byte: u32) -> u32 {
 
 /// The values of a word of eight codes with the scale `pair` of [`scale_pair()`], in order.
 #[cube]
-pub fn decode_word(
+pub fn unscaled_word(
     codes: u32,
     pair: u32,
     #[comptime] conversion: Conversion,
@@ -42,14 +41,14 @@ pub fn decode_word(
 
 /// Writes eight values to vector `at`; `C` is 4.
 #[cube]
-pub fn store_word<C: Size>(
+pub fn store_unscaled_word<C: Size>(
     out: &mut [Vector<u32, C>],
     at: usize,
     codes: u32,
     pair: u32,
     #[comptime] conversion: Conversion,
 ) {
-    let values = decode_word(codes, pair, conversion);
+    let values = unscaled_word(codes, pair, conversion);
     let mut vector = Vector::<u32, C>::empty();
     #[unroll]
     for i in 0..4usize {
@@ -58,13 +57,14 @@ pub fn store_word<C: Size>(
     out[at] = vector;
 }
 
-/// Writes the values of block `at`, given its 16 codes and its scale byte, if it is `inside`; `C` is 4.
+/// Writes the values of block `at`, given its 16 codes and its scale byte, if it is `inside`; `C`
+/// is 4.
 ///
-/// On a GPU neighbouring units, an even one and the next, have neighbouring blocks, and all units of the
-/// plane must be here. Each takes a half of either block, since what one instruction of two units writes
-/// is then the 32 bytes of a whole sector.
+/// On a GPU neighbouring units, an even one and the next, have neighbouring blocks, and all units
+/// of the plane must be here. Each takes a half of either block, since what one instruction of two
+/// units writes is then the 32 bytes of a whole sector.
 #[cube]
-pub fn store_decoded<C: Size>(
+pub fn store_unscaled_block<C: Size>(
     out: &mut [Vector<u32, C>],
     at: usize,
     codes: Vector<u32, Const<2>>,
@@ -86,22 +86,22 @@ pub fn store_decoded<C: Size>(
         let first = select(is_odd, other, own);
         if first >= 0x8000_0000u32 {
             let codes = select(is_odd, taken, low);
-            store_word(out, vector, codes, first & 0x7FFF_FFFFu32, conversion);
+            store_unscaled_word(out, vector, codes, first & 0x7FFF_FFFFu32, conversion);
         }
         let second = select(is_odd, own, other);
         if second >= 0x8000_0000u32 {
             let codes = select(is_odd, high, taken);
             let vector = vector + 2usize;
-            store_word(out, vector, codes, second & 0x7FFF_FFFFu32, conversion);
+            store_unscaled_word(out, vector, codes, second & 0x7FFF_FFFFu32, conversion);
         }
     } else if inside {
-        store_word(out, at * 2usize, low, pair, conversion);
-        store_word(out, at * 2usize + 1usize, high, pair, conversion);
+        store_unscaled_word(out, at * 2usize, low, pair, conversion);
+        store_unscaled_word(out, at * 2usize + 1usize, high, pair, conversion);
     }
 }
 
 /// `word` of the other of two neighbouring units.
 #[cube]
 fn of_neighbour(word: u32) -> u32 {
-    u32::reinterpret(ptx::shuffle_xor(f32::reinterpret(word), 1u32))
+    u32::reinterpret(ptx::shfl_sync_bfly(f32::reinterpret(word), 1u32))
 }

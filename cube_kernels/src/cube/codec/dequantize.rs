@@ -1,0 +1,158 @@
+//! Dequantized words: eight E2M1 codes times their E4M3 scale as pairs of bf16, which is exact, in
+//! the instructions of sm_80 and later (CUDA C++ only). The factor of the tensor is not in them
+//! ("unscaled").
+
+use cubecl::prelude::*;
+
+/// Eight E2M1 codes, element 0 in the lowest nibble, times the bf16 in both halves of `scale`, as
+/// eight bf16 in order: `$multiply p, p, scale$end` is the multiplication of a pair.
+///
+/// The two bytes of a bf16 magnitude are looked up separately (`prmt` takes the lower three bits of
+/// each of four nibbles as an index into eight bytes): 0, .5, 1, 1.5, 2, 3, 4, 6 are 0x0000,
+/// 0x3f00, 0x3f80, 0x3fc0, 0x4000, 0x4040, 0x4080, 0x40c0. The product of a code and an E4M3 scale
+/// has at most six significant bits, so the multiplication is exact.
+macro_rules! decode_codes {
+    ($name:ident, $multiply:literal, $end:literal) => {
+        #[cube]
+        pub fn $name(codes: u32, scale: u32) -> Vector<u32, Const<4>> {
+            let pairs: Vector<u32, Const<4>>;
+            gpu_asm!(
+                "{{ .reg .b32 m, u, h0, l0, h1, l1, s, p<4>;",
+                "and.b32 m, {c}, 0x77777777; shr.u32 u, m, 16;",
+                "prmt.b32 h0, 0x3f3f3f00, 0x40404040, m; prmt.b32 l0, 0xc0800000, 0xc0804000, m;",
+                "prmt.b32 h1, 0x3f3f3f00, 0x40404040, u; prmt.b32 l1, 0xc0800000, 0xc0804000, u;",
+                "prmt.b32 p0, l0, h0, 0x5140; prmt.b32 p1, l0, h0, 0x7362;",
+                "prmt.b32 p2, l1, h1, 0x5140; prmt.b32 p3, l1, h1, 0x7362;",
+                "shl.b32 s, {c}, 12; and.b32 s, s, 0x8000; or.b32 p0, p0, s;",
+                "shl.b32 s, {c}, 24; and.b32 s, s, 0x80000000; or.b32 p0, p0, s;",
+                "shl.b32 s, {c}, 4; and.b32 s, s, 0x8000; or.b32 p1, p1, s;",
+                "shl.b32 s, {c}, 16; and.b32 s, s, 0x80000000; or.b32 p1, p1, s;",
+                "shr.u32 s, {c}, 4; and.b32 s, s, 0x8000; or.b32 p2, p2, s;",
+                "shl.b32 s, {c}, 8; and.b32 s, s, 0x80000000; or.b32 p2, p2, s;",
+                "shr.u32 s, {c}, 12; and.b32 s, s, 0x8000; or.b32 p3, p3, s;",
+                "and.b32 s, {c}, 0x80000000; or.b32 p3, p3, s;",
+                $multiply, "p0, p0, {s}", $end, $multiply, "p1, p1, {s}", $end,
+                $multiply, "p2, p2, {s}", $end, $multiply, "p3, p3, {s}", $end,
+                "mov.b32 %0, p0; mov.b32 %1, p1; mov.b32 %2, p2; mov.b32 %3, p3;",
+                // Every operand must be named; the results were, by number.
+                "// {o}",
+                "}}",
+                o = out(_) pairs, c = in(_) codes, s = in(_) scale,
+                options(pure, nomem)
+            );
+            Vector::<u32, Const<4>>::reinterpret(pairs)
+        }
+    };
+}
+
+// The multiplication of pairs is an instruction of sm_90; where it is missing, a sum with -0 does.
+decode_codes!(decode_e2m1x8, "mul.rn.bf16x2", ";");
+decode_codes!(
+    decode_e2m1x8_sm80,
+    "mov.b32 m, 0x80008000; fma.rn.bf16x2",
+    ", m;"
+);
+
+/// Two E4M3 bytes, the first in the lower eight bits, each times 2^118 as a bf16 in both halves of
+/// a word: `cvt.rn.f16x2.e4m3x2` is exact, and so is every step after it (448 · 2^118 < 2^127).
+#[cube]
+pub fn decode_e4m3x2(bytes: u16) -> Vector<u32, Const<2>> {
+    let scales: Vector<u32, Const<2>>;
+    gpu_asm!(
+        "{{ .reg .b32 h; .reg .b16 x, y; .reg .f32 f, g;",
+        "cvt.rn.f16x2.e4m3x2 h, {b}; mov.b32 {{x, y}}, h;",
+        "cvt.f32.f16 f, x; cvt.f32.f16 g, y;",
+        // 2^118
+        "mul.rn.f32 f, f, 0f7A800000; mul.rn.f32 g, g, 0f7A800000;",
+        "cvt.rn.bf16x2.f32 %0, f, f; cvt.rn.bf16x2.f32 %1, g, g;",
+        "// {o}",
+        "}}",
+        o = out(_) scales, b = in(_) bytes,
+        options(pure, nomem)
+    );
+    Vector::<u32, Const<2>>::reinterpret(scales)
+}
+
+/// [`decode_e4m3x2()`] for devices without that conversion, which is one of sm_89: exponent and
+/// mantissa of a byte are put where a bf16 has its lowest exponent bits, which makes the scale
+/// times 2^-120 (its bias is 7, a bf16's 127; a byte without an exponent lands on a subnormal), and
+/// multiplied by 2^119 twice, exactly. The one byte that is NaN would be a number.
+#[cube]
+pub fn decode_e4m3x2_sm80(bytes: u16) -> Vector<u32, Const<2>> {
+    let scales: Vector<u32, Const<2>>;
+    gpu_asm!(
+        "{{ .reg .b32 v, w, s, c, m; .reg .pred p; cvt.u32.u16 v, {b};",
+        "mov.b32 c, 0x7B007B00; mov.b32 m, 0x80008000;",
+        "and.b32 w, v, 0x7f; setp.eq.u32 p, w, 0x7f; mul.lo.u32 w, w, 0x00100010;",
+        "and.b32 s, v, 0x80; mul.lo.u32 s, s, 0x01000100; or.b32 w, w, s;",
+        "fma.rn.bf16x2 w, w, c, m; fma.rn.bf16x2 w, w, c, m; selp.b32 %0, 0x7fff7fff, w, p;",
+        "shr.u32 v, v, 8;",
+        "and.b32 w, v, 0x7f; setp.eq.u32 p, w, 0x7f; mul.lo.u32 w, w, 0x00100010;",
+        "and.b32 s, v, 0x80; mul.lo.u32 s, s, 0x01000100; or.b32 w, w, s;",
+        "fma.rn.bf16x2 w, w, c, m; fma.rn.bf16x2 w, w, c, m; selp.b32 %1, 0x7fff7fff, w, p;",
+        "// {o}",
+        "}}",
+        o = out(_) scales, b = in(_) bytes,
+        options(pure, nomem)
+    );
+    Vector::<u32, Const<2>>::reinterpret(scales)
+}
+
+/// Eight E2M1 codes times `scale` of [`decode_e4m3x2()`], as pairs of bf16: codes (0, 4), (1, 5),
+/// (2, 6), (3, 7), each 2^-8 times what it stands for.
+///
+/// A code's exponent and mantissa, put into the lowest exponent bits of a bf16, are the code times
+/// 2^-126: its bias is 1, a bf16's is 127, and codes without an exponent land on subnormals. The
+/// multiplication by the scale times 2^118 brings it back into the normal range, exactly: six
+/// significant bits between 2^-18 and 2^4. Codes four apart are 16 bits apart, so one instruction
+/// serves both halves; a multiplication by 2^12 + 2^6 puts copies of a code where the sign and
+/// where the magnitude have to be, on a pipe that the masks leave free.
+#[cube]
+pub fn decode_e2m1x8_pairs(codes: u32, scale: u32) -> Vector<u32, Const<4>> {
+    let pairs: Vector<u32, Const<4>>;
+    gpu_asm!(
+        "{{ .reg .b32 u, m, p<4>; mov.b32 m, 0x80008000;",
+        "and.b32 p0, {c}, 0x000f000f; mul.lo.u32 p0, p0, 0x1040; and.b32 p0, p0, 0x81c081c0;",
+        "and.b32 p1, {c}, 0x00f000f0; mul.lo.u32 p1, p1, 0x104; and.b32 p1, p1, 0x81c081c0;",
+        "shr.u32 u, {c}, 8;",
+        "and.b32 p2, u, 0x000f000f; mul.lo.u32 p2, p2, 0x1040; and.b32 p2, p2, 0x81c081c0;",
+        "and.b32 p3, u, 0x00f000f0; mul.lo.u32 p3, p3, 0x104; and.b32 p3, p3, 0x81c081c0;",
+        // A multiplication of pairs is an instruction of sm_90; a sum with -0 is one of sm_80.
+        "fma.rn.bf16x2 %0, p0, {s}, m; fma.rn.bf16x2 %1, p1, {s}, m;",
+        "fma.rn.bf16x2 %2, p2, {s}, m; fma.rn.bf16x2 %3, p3, {s}, m;",
+        "// {o}",
+        "}}",
+        o = out(_) pairs, c = in(_) codes, s = in(_) scale,
+        options(pure, nomem)
+    );
+    Vector::<u32, Const<4>>::reinterpret(pairs)
+}
+
+/// One pair of [`decode_e2m1x8_pairs()`]: codes in the lowest nibbles of both halves of `pair`,
+/// zeros above them.
+#[cube]
+pub fn decode_e2m1_pair(pair: u32, scale: u32) -> u32 {
+    let product: u32;
+    gpu_asm!(
+        "{{ .reg .b32 t; mul.lo.u32 t, {c}, 0x1040; and.b32 t, t, 0x81c081c0;",
+        "mul.rn.bf16x2 {o}, t, {s}; }}",
+        o = out(_) product, c = in(_) pair, s = in(_) scale,
+        options(pure, nomem)
+    );
+    u32::reinterpret(product)
+}
+
+/// Four pairs in order, (0, 1), (2, 3), (4, 5), (6, 7), as (0, 4), (1, 5), (2, 6), (3, 7): the
+/// order of [`decode_e2m1x8_pairs()`].
+#[cube]
+pub fn interleave_pairs(pairs: Vector<u32, Const<4>>) -> Vector<u32, Const<4>> {
+    let out: Vector<u32, Const<4>>;
+    gpu_asm!(
+        "// {i} {o}",
+        "prmt.b32 %0, %4, %6, 0x5410; prmt.b32 %1, %4, %6, 0x7632;",
+        "prmt.b32 %2, %5, %7, 0x5410; prmt.b32 %3, %5, %7, 0x7632;",
+        o = out(_) out, i = in(_) Vector::<u32, Const<4>>::reinterpret(pairs),
+        options(pure, nomem)
+    );
+    Vector::<u32, Const<4>>::reinterpret(out)
+}

@@ -1,0 +1,157 @@
+//! Arithmetic of which the rounding, the contraction or the treatment of NaN is chosen here and not
+//! by the compiler.
+
+use cubecl::prelude::*;
+
+/// `a + b`, which the compiler may not contract with a multiplication before it: `add.rn.f32`.
+///
+/// PTX ISA "Floating Point Instructions: add" (an explicit rounding modifier keeps the instruction
+/// out of contraction); PTX 1.0, all targets.
+#[cube]
+pub fn add_rn(a: f32, b: f32) -> f32 {
+    let a = f32::reinterpret(a);
+    let b = f32::reinterpret(b);
+    let sum: f32;
+    gpu_asm!("add.rn.f32 {}, {}, {};", out(_) sum, in(_) a, in(_) b, options(pure, nomem));
+    f32::reinterpret(sum)
+}
+
+/// `a · b + c`, rounded once, to nearest even: `fma.rn.f32`.
+///
+/// PTX ISA "Floating Point Instructions: fma"; PTX 2.0, all targets.
+#[cube]
+pub fn fma_rn(a: f32, b: f32, c: f32) -> f32 {
+    let a = f32::reinterpret(a);
+    let b = f32::reinterpret(b);
+    let c = f32::reinterpret(c);
+    let result: f32;
+    gpu_asm!(
+        "fma.rn.f32 {}, {}, {}, {};",
+        out(_) result, in(_) a, in(_) b, in(_) c,
+        options(pure, nomem)
+    );
+    f32::reinterpret(result)
+}
+
+/// `a · b + c`, rounded once, toward zero: `fma.rz.f32`.
+///
+/// PTX ISA "Floating Point Instructions: fma"; PTX 2.0, all targets.
+#[cube]
+pub fn fma_rz(a: f32, b: f32, c: f32) -> f32 {
+    let a = f32::reinterpret(a);
+    let b = f32::reinterpret(b);
+    let c = f32::reinterpret(c);
+    let result: f32;
+    gpu_asm!(
+        "fma.rz.f32 {}, {}, {}, {};",
+        out(_) result, in(_) a, in(_) b, in(_) c,
+        options(pure, nomem)
+    );
+    f32::reinterpret(result)
+}
+
+/// `1 / a`, correctly rounded: `rcp.rn.f32`, the IEEE quotient in fewer instructions than a
+/// division.
+///
+/// PTX ISA "Floating Point Instructions: rcp"; PTX 2.0, all targets.
+#[cube]
+pub fn rcp_rn(a: f32) -> f32 {
+    let a = f32::reinterpret(a);
+    let result: f32;
+    gpu_asm!("rcp.rn.f32 {}, {};", out(_) result, in(_) a, options(pure, nomem));
+    f32::reinterpret(result)
+}
+
+/// The square root of `a`, correctly rounded: `sqrt.rn.f32`.
+///
+/// PTX ISA "Floating Point Instructions: sqrt"; PTX 2.0, all targets.
+#[cube]
+pub fn sqrt_rn(a: f32) -> f32 {
+    let a = f32::reinterpret(a);
+    let result: f32;
+    gpu_asm!("sqrt.rn.f32 {}, {};", out(_) result, in(_) a, options(pure, nomem));
+    f32::reinterpret(result)
+}
+
+/// `min(|a|, b)`, `b` where `a` is NaN: `min.f32` of `abs.f32`, which make one machine instruction.
+///
+/// PTX ISA "Floating Point Instructions: min, abs"; PTX 1.0, all targets.
+#[cube]
+pub fn min_abs(a: f32, b: f32) -> f32 {
+    let a = f32::reinterpret(a);
+    let b = f32::reinterpret(b);
+    let result: f32;
+    gpu_asm!(
+        "{{ .reg .f32 t; abs.f32 t, {}; min.f32 {}, t, {}; }}",
+        in(_) a, out(_) result, in(_) b,
+        options(pure, nomem)
+    );
+    f32::reinterpret(result)
+}
+
+/// `max(a, |b|)`, NaN where one of them is: `max.NaN.f32` of `abs.f32`, which make one machine
+/// instruction.
+///
+/// PTX ISA "Floating Point Instructions: max, abs"; PTX 7.0, sm_80 and later.
+#[cube]
+pub fn max_nan_abs(a: f32, b: f32) -> f32 {
+    let a = f32::reinterpret(a);
+    let b = f32::reinterpret(b);
+    let result: f32;
+    gpu_asm!(
+        "{{ .reg .f32 t; abs.f32 t, {}; max.NaN.f32 {}, {}, t; }}",
+        in(_) b, out(_) result, in(_) a,
+        options(pure, nomem)
+    );
+    f32::reinterpret(result)
+}
+
+/// The larger in each half, both bf16; NaN where one of them is: `max.NaN.bf16x2`. ptxas makes one
+/// machine instruction of two.
+///
+/// PTX ISA "Half Precision Floating Point Instructions: max"; PTX 7.0, sm_80 and later.
+#[cube]
+pub fn max_nan_bf16x2(a: u32, b: u32) -> u32 {
+    let a = u32::reinterpret(a);
+    let b = u32::reinterpret(b);
+    let result: u32;
+    gpu_asm!(
+        "max.NaN.bf16x2 {o}, {a}, {b};",
+        o = out(_) result, a = in(_) a, b = in(_) b,
+        options(pure, nomem)
+    );
+    u32::reinterpret(result)
+}
+
+/// The smaller in each half, both bf16; NaN where one of them is: `min.NaN.bf16x2`.
+///
+/// PTX ISA "Half Precision Floating Point Instructions: min"; PTX 7.0, sm_80 and later.
+#[cube]
+pub fn min_nan_bf16x2(a: u32, b: u32) -> u32 {
+    let a = u32::reinterpret(a);
+    let b = u32::reinterpret(b);
+    let result: u32;
+    gpu_asm!(
+        "min.NaN.bf16x2 {o}, {a}, {b};",
+        o = out(_) result, a = in(_) a, b = in(_) b,
+        options(pure, nomem)
+    );
+    u32::reinterpret(result)
+}
+
+/// The larger magnitude in each half, both bf16; NaN where one of them is: `max.NaN.bf16x2` of
+/// `abs.bf16x2`.
+///
+/// PTX ISA "Half Precision Floating Point Instructions: max, abs"; PTX 7.0, sm_80 and later.
+#[cube]
+pub fn max_nan_abs_bf16x2(a: u32, b: u32) -> u32 {
+    let a = u32::reinterpret(a);
+    let b = u32::reinterpret(b);
+    let result: u32;
+    gpu_asm!(
+        "{{ .reg .b32 s, t; abs.bf16x2 s, {a}; abs.bf16x2 t, {b}; max.NaN.bf16x2 {o}, s, t; }}",
+        o = out(_) result, a = in(_) a, b = in(_) b,
+        options(pure, nomem)
+    );
+    u32::reinterpret(result)
+}

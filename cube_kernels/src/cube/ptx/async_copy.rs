@@ -1,0 +1,81 @@
+//! Asynchronous copies of single units from device to shared memory (`cp.async`, not the bulk
+//! copies of TMA).
+
+use cubecl::prelude::*;
+
+/// Starts a copy of `width` bytes (4, 8 or 16, and aligned to it) from device to shared memory:
+/// `cp.async.cg` of 16 bytes, which bypass the L1 cache, `cp.async.ca` of fewer. Part of the group
+/// that [`cp_async_commit_group()`] closes.
+///
+/// PTX ISA "Data Movement and Conversion Instructions: cp.async"; PTX 7.0, sm_80 and later.
+#[cube]
+pub fn cp_async(target: u32, source: u64, #[comptime] width: u32) {
+    if comptime!(width == 16) {
+        gpu_asm!("cp.async.cg.shared.global [{t}], [{s}], 16;", t = in(_) target, s = in(_) source);
+    } else {
+        gpu_asm!(
+            "cp.async.ca.shared.global [{t}], [{s}], {w};",
+            t = in(_) target, s = in(_) source, w = const width
+        );
+    }
+}
+
+/// [`cp_async()`] that reads the first `bytes` of `width` and writes zeros for the others: the form
+/// with `src-size`.
+///
+/// PTX ISA "Data Movement and Conversion Instructions: cp.async"; PTX 7.0, sm_80 and later.
+#[cube]
+pub fn cp_async_zfill(target: u32, source: u64, bytes: u32, #[comptime] width: u32) {
+    if comptime!(width == 16) {
+        gpu_asm!(
+            "cp.async.cg.shared.global [{t}], [{s}], 16, {b};",
+            t = in(_) target, s = in(_) source, b = in(_) bytes
+        );
+    } else {
+        gpu_asm!(
+            "cp.async.ca.shared.global [{t}], [{s}], {w}, {b};",
+            t = in(_) target, s = in(_) source, b = in(_) bytes, w = const width
+        );
+    }
+}
+
+/// Closes the group of this unit's copies since the last one: `cp.async.commit_group`.
+///
+/// PTX ISA "Data Movement and Conversion Instructions: cp.async.commit_group"; PTX 7.0, sm_80 and
+/// later.
+#[cube]
+pub fn cp_async_commit_group() {
+    gpu_asm!("cp.async.commit_group;");
+}
+
+/// Waits until at most the last `pending` groups of this unit are under way: `cp.async.wait_group`.
+/// Other units see what was copied behind the next barrier.
+///
+/// PTX ISA "Data Movement and Conversion Instructions: cp.async.wait_group"; PTX 7.0, sm_80 and
+/// later.
+#[cube]
+pub fn cp_async_wait_group(#[comptime] pending: u32) {
+    gpu_asm!("cp.async.wait_group {p};", p = const pending);
+}
+
+/// Waits for all copies that this unit has started: `cp.async.wait_all`.
+///
+/// PTX ISA "Data Movement and Conversion Instructions: cp.async.wait_all"; PTX 7.0, sm_80 and
+/// later.
+#[cube]
+pub fn cp_async_wait_all() {
+    gpu_asm!("cp.async.wait_all;");
+}
+
+/// Arrives at the mbarrier when all [copies](cp_async()) of this unit so far have completed:
+/// `cp.async.mbarrier.arrive.noinc`, one of the arrivals that the barrier expects.
+///
+/// PTX ISA "Parallel Synchronization and Communication Instructions: cp.async.mbarrier.arrive"; PTX
+/// 7.0, sm_80 and later.
+#[cube]
+pub fn cp_async_mbarrier_arrive_noinc(barrier: u32) {
+    gpu_asm!(
+        "cp.async.mbarrier.arrive.noinc.shared::cta.b64 [{barrier}];",
+        barrier = in(_) barrier
+    );
+}

@@ -1,0 +1,104 @@
+//! Loads and stores by address. PTX ISA "Data Movement and Conversion Instructions: ld,
+//! ld.global.nc, st".
+//!
+//! Of several accesses a constant apart, each is one instruction with the constant in it; indices
+//! of a shared array are multiplied and added for each.
+
+use cubecl::prelude::*;
+
+/// Loads one word from shared memory: `ld.shared.b32`.
+///
+/// PTX 1.0; all targets.
+#[cube]
+pub fn ld_shared(address: u32) -> u32 {
+    let word: u32;
+    gpu_asm!("ld.shared.b32 {w}, [{a}];", w = out(_) word, a = in(_) address);
+    u32::reinterpret(word)
+}
+
+/// Loads two words from shared memory, aligned to eight bytes: `ld.shared.v2.b32`.
+///
+/// PTX 1.0; all targets.
+#[cube]
+pub fn ld_shared_v2(address: u32) -> Vector<u32, Const<2>> {
+    let words: Vector<u32, Const<2>>;
+    gpu_asm!("ld.shared.v2.b32 {w}, [{a}];", w = out(_) words, a = in(_) address);
+    Vector::<u32, Const<2>>::reinterpret(words)
+}
+
+/// Loads four words from shared memory, aligned to sixteen bytes: `ld.shared.v4.b32`.
+///
+/// PTX 1.0; all targets.
+#[cube]
+pub fn ld_shared_v4(address: u32) -> Vector<u32, Const<4>> {
+    let words: Vector<u32, Const<4>>;
+    gpu_asm!("ld.shared.v4.b32 {w}, [{a}];", w = out(_) words, a = in(_) address);
+    Vector::<u32, Const<4>>::reinterpret(words)
+}
+
+/// Stores one word to shared memory: `st.shared.b32`.
+///
+/// PTX 1.0; all targets.
+#[cube]
+pub fn st_shared(address: u32, word: u32) {
+    gpu_asm!("st.shared.b32 [{a}], {w};", a = in(_) address, w = in(_) word);
+}
+
+/// Stores two words to shared memory, aligned to eight bytes: `st.shared.v2.b32`.
+///
+/// PTX 1.0; all targets.
+#[cube]
+pub fn st_shared_v2(address: u32, low: u32, high: u32) {
+    gpu_asm!(
+        "st.shared.v2.b32 [{a}], {{{l}, {h}}};",
+        a = in(_) address, l = in(_) low, h = in(_) high
+    );
+}
+
+/// Loads one byte of device memory that nobody writes: `ld.global.nc.u8`.
+///
+/// PTX 3.1; sm_32 and later.
+#[cube]
+pub fn ld_global_nc_u8(address: u64) -> u32 {
+    let value: u32;
+    gpu_asm!("ld.global.nc.u8 {v}, [{a}];", v = out(_) value, a = in(_) address);
+    u32::reinterpret(value)
+}
+
+/// Loads two bytes of device memory that nobody writes, aligned to two: `ld.global.nc.u16`.
+///
+/// PTX 3.1; sm_32 and later.
+#[cube]
+pub fn ld_global_nc_u16(address: u64) -> u32 {
+    let value: u32;
+    gpu_asm!("ld.global.nc.u16 {v}, [{a}];", v = out(_) value, a = in(_) address);
+    u32::reinterpret(value)
+}
+
+/// Loads two words of device memory, aligned to eight bytes, that nobody writes and this SM reads
+/// once: `ld.global.nc.L1::no_allocate.L2::256B.v2.b32`.
+///
+/// PTX 7.4; sm_80 and later.
+#[cube]
+pub fn ld_global_nc_no_allocate_v2(address: u64) -> Vector<u32, Const<2>> {
+    let words: Vector<u32, Const<2>>;
+    gpu_asm!(
+        "ld.global.nc.L1::no_allocate.L2::256B.v2.b32 {w}, [{a}];",
+        w = out(_) words, a = in(_) address
+    );
+    Vector::<u32, Const<2>>::reinterpret(words)
+}
+
+/// Loads four words of device memory, aligned to sixteen bytes, that nobody writes and this SM
+/// reads once: `ld.global.nc.L1::no_allocate.L2::256B.v4.b32`.
+///
+/// PTX 7.4; sm_80 and later.
+#[cube]
+pub fn ld_global_nc_no_allocate_v4(address: u64) -> Vector<u32, Const<4>> {
+    let words: Vector<u32, Const<4>>;
+    gpu_asm!(
+        "ld.global.nc.L1::no_allocate.L2::256B.v4.b32 {w}, [{a}];",
+        w = out(_) words, a = in(_) address
+    );
+    Vector::<u32, Const<4>>::reinterpret(words)
+}

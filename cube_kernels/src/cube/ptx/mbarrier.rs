@@ -1,0 +1,42 @@
+//! Barriers in shared memory, by their address. PTX ISA "Parallel Synchronization and Communication
+//! Instructions: mbarrier".
+
+use cubecl::prelude::*;
+
+/// Waits until the phase of `parity` of `barrier` is complete, and acquires what was written
+/// before: `mbarrier.try_wait.parity`, repeated until it succeeds.
+///
+/// PTX 7.8; sm_90 and later.
+#[cube]
+pub fn mbarrier_wait_parity(barrier: u32, parity: u32) {
+    gpu_asm!(
+        "{{ .reg .pred done;",
+        "WAIT: mbarrier.try_wait.parity.shared::cta.b64 done, [{barrier}], {parity};",
+        "@!done bra WAIT; }}",
+        barrier = in(_) barrier, parity = in(_) parity
+    );
+}
+
+/// Arrives once at `barrier` and releases what was written before: `mbarrier.arrive`.
+///
+/// PTX 7.0 (7.8 for `shared::cta`); sm_80 and later.
+#[cube]
+pub fn mbarrier_arrive(barrier: u32) {
+    gpu_asm!(
+        "{{ .reg .b64 token; mbarrier.arrive.shared::cta.b64 token, [{barrier}]; }}",
+        barrier = in(_) barrier
+    );
+}
+
+/// Arrives once at `barrier` and lets its phase expect `bytes` from TMA:
+/// `mbarrier.arrive.expect_tx`.
+///
+/// PTX 8.0; sm_90 and later.
+#[cube]
+pub fn mbarrier_arrive_expect_tx(barrier: u32, bytes: u32) {
+    gpu_asm!(
+        "{{ .reg .b64 token;",
+        "mbarrier.arrive.expect_tx.shared::cta.b64 token, [{barrier}], {bytes}; }}",
+        barrier = in(_) barrier, bytes = in(_) bytes
+    );
+}

@@ -1,0 +1,42 @@
+//! Matrix instructions of one warp, and the load of their fragments.
+
+use cubecl::prelude::*;
+
+/// Four 8 x 8 matrices of two-byte elements (or of 32 E2M1 codes in a row): lane `8 i + r` gives
+/// the address of row `r` of matrix `i`, sixteen bytes, and lane `4 r + c` receives word `c` of row
+/// `r` of each: `ldmatrix.x4`.
+///
+/// PTX ISA "Warp-level matrix load instruction: ldmatrix"; PTX 6.5, sm_75 and later.
+#[cube]
+pub fn ldmatrix_x4(address: u32) -> Vector<u32, Const<4>> {
+    let words: Vector<u32, Const<4>>;
+    gpu_asm!(
+        "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {w}, [{a}];",
+        w = out(_) words, a = in(_) address
+    );
+    Vector::<u32, Const<4>>::reinterpret(words)
+}
+
+/// `c + a · b`, bf16 operands as registers of pairs, f32 accumulators: `mma.sync.m16n8k16`.
+///
+/// PTX ISA "Warp Level Matrix Multiply-Accumulate Instructions: mma"; PTX 7.0, sm_80 and later.
+#[cube]
+pub fn mma_m16n8k16_bf16(
+    c: Vector<f32, Const<4>>,
+    a0: u32,
+    a1: u32,
+    a2: u32,
+    a3: u32,
+    b0: u32,
+    b1: u32,
+) -> Vector<f32, Const<4>> {
+    let d: Vector<f32, Const<4>>;
+    gpu_asm!(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32",
+        "{d}, {{{a0}, {a1}, {a2}, {a3}}}, {{{b0}, {b1}}}, {c};",
+        d = out(_) d, c = in(_) Vector::<f32, Const<4>>::reinterpret(c),
+        a0 = in(_) a0, a1 = in(_) a1, a2 = in(_) a2, a3 = in(_) a3, b0 = in(_) b0, b1 = in(_) b1,
+        options(pure, nomem)
+    );
+    Vector::<f32, Const<4>>::reinterpret(d)
+}

@@ -1,0 +1,43 @@
+//! PTX instructions, one wrapper each, by instruction family. A wrapper carries the name of its
+//! instruction and says in which section of the PTX ISA it stands, which PTX version has it, and
+//! the least target.
+//!
+//! `gpu_asm!` exists on the CUDA C++ path only, so each function here may be reached only behind a
+//! comptime choice made from the device. Shared memory is addressed by its 32-bit address in the
+//! shared window ([`cvta_to_shared()`]), device memory by its 64-bit address in the global one
+//! ([`cvta_to_global()`]).
+//!
+//! A mutable variable reaches an asm block as a pointer, and so does the result of another block:
+//! operands and results go through `reinterpret`, which makes fresh values of them.
+//!
+//! Sequences of several instructions that compute something of their own (conversions of whole
+//! words of codes, for example) stand where they are explained: in [`codec`](super::codec) and
+//! [`exact`](super::exact). The mainloops of `wgmma` are one block each, because accumulators may
+//! not leave a block while instructions are in flight: [`sm90_mainloop`] and
+//! [`sm90_mainloop_w4a16`].
+
+mod arith;
+mod async_copy;
+mod bar;
+mod cvt;
+mod cvta;
+mod ldst;
+mod mbarrier;
+mod mma;
+mod permute;
+mod setmaxnreg;
+pub mod sm90_mainloop;
+pub mod sm90_mainloop_w4a16;
+mod wgmma;
+
+pub use arith::*;
+pub use async_copy::*;
+pub use bar::*;
+pub use cvt::*;
+pub use cvta::*;
+pub use ldst::*;
+pub use mbarrier::*;
+pub use mma::*;
+pub use permute::*;
+pub use setmaxnreg::*;
+pub use wgmma::*;

@@ -1,0 +1,36 @@
+//! Permutation of bytes within a register, and of registers within a warp.
+
+use cubecl::prelude::*;
+
+/// Four bytes of `a` (numbers 0 to 3) and `b` (4 to 7), chosen by the nibbles of `selector`, lowest
+/// first; bit 3 of a nibble fills the byte with its top bit: `prmt.b32`.
+///
+/// PTX ISA "Data Movement and Conversion Instructions: prmt"; PTX 2.0, all targets.
+#[cube]
+pub fn prmt(a: u32, b: u32, #[comptime] selector: u32) -> u32 {
+    let a = u32::reinterpret(a);
+    let b = u32::reinterpret(b);
+    let bytes: u32;
+    gpu_asm!(
+        "prmt.b32 {o}, {a}, {b}, {s};",
+        o = out(_) bytes, a = in(_) a, b = in(_) b, s = in(_) selector,
+        options(pure, nomem)
+    );
+    u32::reinterpret(bytes)
+}
+
+/// `value` of the unit of this plane whose number differs by the bits of `mask`:
+/// `shfl.sync.bfly.b32` of all 32 units, which must all be here. CubeCL's own shuffle asks which
+/// units are active, which costs four times as much.
+///
+/// PTX ISA "Data Movement and Conversion Instructions: shfl.sync"; PTX 6.0, all targets.
+#[cube]
+pub fn shfl_sync_bfly(value: f32, #[comptime] mask: u32) -> f32 {
+    let value = f32::reinterpret(value);
+    let other: f32;
+    gpu_asm!(
+        "shfl.sync.bfly.b32 {o}, {v}, {m}, 0x1f, 0xffffffff;",
+        o = out(_) other, v = in(_) value, m = in(_) mask
+    );
+    f32::reinterpret(other)
+}
