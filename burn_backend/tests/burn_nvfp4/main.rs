@@ -3,6 +3,7 @@
 //! second and interprets barriers slowly, so tests that are not about the kernels skip themselves
 //! there, and say so.
 
+mod accuracy;
 mod block;
 #[cfg(feature = "cuda")]
 mod ddp;

@@ -6,6 +6,7 @@
 #[macro_use]
 mod support;
 
+mod accuracy;
 mod golden;
 mod oracle;
 mod stochastic;
