@@ -70,7 +70,7 @@ pub fn is_full() -> bool {
 }
 
 /// The architectures among `all` that this run compiles for: Hopper and Blackwell of data centres, or all.
-/// What the others are stands in one place: `registry_source::other_architectures`.
+/// The test `registry_source::other_architectures` names the others.
 pub fn architectures<'a>(all: &[&'a str]) -> Vec<&'a str> {
     let is_compiled_for = |arch: &&str| is_full() || ["sm_90a", "sm_100a"].contains(arch);
     all.iter().copied().filter(is_compiled_for).collect()
