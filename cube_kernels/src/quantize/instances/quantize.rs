@@ -1,9 +1,6 @@
 //! Instances of the kernels that quantize to NVFP4.
 
-use cubecl::{
-    ir::{ElemType, UIntKind},
-    prelude::*,
-};
+use cubecl::ir::{ElemType, UIntKind};
 
 use super::{
     super::kernels::{
