@@ -10,7 +10,6 @@ use cubecl::{
 
 use crate::{
     capabilities::is_cpu,
-    quantize::tile::BAND,
     tensor::{FloatKind, Matrix},
 };
 
@@ -139,26 +138,10 @@ pub(crate) fn tile_runs(
 }
 
 /// A number of cubes along the second axis of a grid, which is short, and the third.
-fn two_axes(count: usize) -> (u32, u32) {
+pub(crate) fn two_axes(count: usize) -> (u32, u32) {
     let highest = usize::from(u16::MAX);
     let count = count.max(1);
     (count.min(highest) as u32, count.div_ceil(highest) as u32)
-}
-
-/// Cubes and units for a kernel that makes copies of tiles, one to a cube: along the first axis of the
-/// grid the tiles of a band of rows of tiles, down first, along the others the bands. On a GPU cubes are
-/// many, and start as others end: how many run at once depends on the registers that the compiler takes,
-/// and with a fixed grid a few cubes too many for the multiprocessors take half as long again.
-pub(crate) fn tile_bands(
-    client: &Client,
-    row_tiles: usize,
-    tile_cols: usize,
-) -> (CubeCount, CubeDim) {
-    let (y, z) = two_axes(row_tiles.div_ceil(BAND));
-    (
-        CubeCount::Static((tile_cols * BAND) as u32, y, z),
-        CubeDim::new_1d(units(client) as u32),
-    )
 }
 
 /// The widest vector of at most 16 bytes that divides `len` elements.

@@ -105,8 +105,12 @@ impl<'a> PackedSource<'a> {
 
     /// The argument of kernels that read whole blocks.
     pub fn arg(&self) -> PackedRowsLaunch {
-        let (codes, scales, amax) = (self.codes(), self.scales(), self.amax());
-        PackedRowsLaunch::new(codes, scales, amax, self.blocks, self.range())
+        self.arg_with(self.amax())
+    }
+
+    /// [`Self::arg`] with other amax values.
+    pub fn arg_with(&self, amax: BufferArg) -> PackedRowsLaunch {
+        PackedRowsLaunch::new(self.codes(), self.scales(), amax, self.blocks, self.range())
     }
 
     /// The codes, a block to an item.

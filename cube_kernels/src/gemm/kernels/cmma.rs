@@ -13,18 +13,18 @@ use cubecl::{
 use half::bf16;
 
 use crate::{
-    BLOCK,
-    capabilities::Capabilities,
+    BLOCK, Nvfp4Error,
+    capabilities::GemmBackend,
     cube::codec::{decode_e2m1, decode_e4m3, load, magnitude_bits, store},
     gemm::{
-        epilogue::{EpilogueArgs, EpilogueKind, Factor, factor, finish_on, raise},
-        product::Operand,
-        scheduler::{GroupArgs, GroupedDim, place},
+        epilogue::{EpilogueKind, Factor, factor, finish_on, raise},
+        materialize::Materialized,
+        problem::{Candidate, Device, GemmShape, Kernel, Launch, Plan, Problem, Refusal, sms},
+        scheduler::{GroupedDim, place},
         tiles::{CMMA_TILE_N, CmmaTile},
     },
     memory::address_type,
     moe::groups::span,
-    tensor::Matrix,
 };
 
 /// Elements along the contraction that are decoded at a time.
@@ -36,8 +36,8 @@ const STRIDE: usize = DEPTH + 8;
 pub const UNITS: usize = 256;
 /// Tiles along the rows of `a` that run side by side, for the L2 cache.
 const BAND: u32 = 8;
-/// Cubes on a processor that a grid for groups is made for, whose tiles the host does not know.
-const CUBES_PER_PROCESSOR: usize = 4;
+/// Cubes on an SM that a grid for groups is made for, whose tiles the host does not know.
+const CUBES_PER_SM: usize = 4;
 
 /// Decodes `tile_rows` stored rows of one operand, two blocks each, into shared memory, a block to a unit
 /// at a time. What lies outside the group becomes zero.
@@ -351,18 +351,51 @@ pub fn matrix_kernel<F: Numeric, W: Size>(
     }
 }
 
-/// Queues the product of `a` and `b`, both `k` long in memory, into `result`: `m` rows (all of them, or
-/// those of one group's output) of `n`.
-pub(crate) fn launch(
-    client: &Client,
-    capabilities: &Capabilities,
-    a: &Operand,
-    b: &Operand,
-    (m, n, k): (usize, usize, usize),
-    groups: &GroupArgs,
-    epilogue: &EpilogueArgs,
-    result: &Matrix,
-) {
+/// The GEMM of any GPU with matrix instructions.
+pub(crate) struct Cmma;
+
+impl Kernel for Cmma {
+    fn name(&self) -> &'static str {
+        "cmma"
+    }
+
+    fn backend(&self, _device: &Device, _problem: &Problem) -> GemmBackend {
+        GemmBackend::Cmma
+    }
+
+    fn supports(&self, device: &Device, _problem: &Problem) -> Result<(), Refusal> {
+        match device.capabilities.gemm {
+            GemmBackend::Scalar => Err(Refusal::Device(
+                "the device has no 16x16x16 bf16 matrix instructions in planes of 32",
+            )),
+            _ => Ok(()),
+        }
+    }
+
+    fn plan(&self, _device: &Device, _problem: &Problem) -> Candidate {
+        Plan::Cmma.into()
+    }
+
+    fn launch(&self, launch: &Launch, _plan: Plan) -> Result<(), Nvfp4Error> {
+        queue(launch);
+        Ok(())
+    }
+}
+
+/// Queues the GEMM: `m` rows (all of them, or those of one group's output) of `n`.
+fn queue(launch: &Launch) {
+    let Launch {
+        client,
+        capabilities,
+        a,
+        b,
+        groups,
+        epilogue,
+        output,
+        ..
+    } = *launch;
+    let GemmShape { m, n, k } = launch.shape;
+    let result = output.matrix();
     let count = groups.groups;
     let rows = match groups.grouping {
         GroupedDim::M => m.div_ceil(count),
@@ -376,21 +409,19 @@ pub(crate) fn launch(
             GroupedDim::M => tiles + count,
             GroupedDim::None | GroupedDim::K => tiles * count,
         };
-    let processors = client.properties().hardware.num_streaming_multiprocessors;
     let cubes = match groups.grouping {
         GroupedDim::None => tiles,
-        _ => tiles.min(CUBES_PER_PROCESSOR * processors.unwrap_or(132) as usize),
+        _ => tiles.min(CUBES_PER_SM * sms(client)),
     };
     // SAFETY (of every argument): the caller checked the buffers against the shapes.
     let memory =
         |handle: &Handle, len: usize| unsafe { BufferArg::from_raw_parts(handle.clone(), len) };
     // Elements that are loaded together from bf16 rows: as many as rows and their beginning allow.
-    let is_whole = |operand: &Operand| operand.is_packed() || operand.is_aligned();
+    let is_whole = |operand: &Materialized| operand.is_packed() || operand.is_aligned();
     let width = match is_whole(a) && is_whole(b) {
         true => 1 << k.trailing_zeros().min(3),
         false => 1,
     };
-    let (a, b) = (a.parts(&result.handle), b.parts(&result.handle));
     let b_rows = match groups.grouping {
         GroupedDim::M => count * n,
         GroupedDim::None | GroupedDim::K => n,
@@ -424,7 +455,7 @@ pub(crate) fn launch(
             epilogue.ranges[1],
             groups.grouping,
             shape,
-            [a.packed, b.packed],
+            [a.is_packed(), b.is_packed()],
             // Where the compiler may contract, which is CUDA's.
             capabilities.runtime == "cuda",
             epilogue.kind,

@@ -4,54 +4,98 @@
 use cubecl::{prelude::*, server::Handle};
 
 use crate::{
-    BLOCK,
-    capabilities::Capabilities,
+    BLOCK, Nvfp4Error,
+    capabilities::GemmBackend,
     cube::{
         codec::{decode_e2m1, decode_e4m3, load, magnitude_bits, store},
         ptx,
     },
     gemm::{
-        epilogue::{EpilogueArgs, EpilogueKind, factor, finish_on, raise_alone},
-        product::Operand,
+        epilogue::{EpilogueArgs, EpilogueKind, Factor, factor, finish_on, raise_alone},
+        problem::{Candidate, Device, GemmShape, Kernel, Launch, Plan, Problem, Refusal},
         scheduler::GroupedDim,
     },
     launch::grid,
     memory::address_type,
-    moe::groups::{GroupOffsets, span},
-    tensor::{DeviceQuantized, FloatKind, Matrix},
+    moe::groups::span,
+    tensor::FloatKind,
 };
 
-/// Queues the kernel. The caller checked the operands.
-pub(crate) fn launch(
-    client: &Client,
-    capabilities: &Capabilities,
-    a: &DeviceQuantized,
-    b: &DeviceQuantized,
-    bias: Option<&Matrix>,
-    result: &Matrix,
-) {
-    let (m, n, blocks, out) = (a.outer(), b.outer(), a.blocks(), result.dtype);
+/// The range of an amax with block scales up to 448: 6 · 448.
+const RANGE: f32 = 2688.0;
+
+/// The GEMM of any device.
+pub(crate) struct Scalar;
+
+impl Kernel for Scalar {
+    fn name(&self) -> &'static str {
+        "scalar"
+    }
+
+    fn backend(&self, _device: &Device, _problem: &Problem) -> GemmBackend {
+        GemmBackend::Scalar
+    }
+
+    fn supports(&self, _device: &Device, _problem: &Problem) -> Result<(), Refusal> {
+        Ok(())
+    }
+
+    fn plan(&self, _device: &Device, _problem: &Problem) -> Candidate {
+        Plan::Scalar.into()
+    }
+
+    fn launch(&self, launch: &Launch, _plan: Plan) -> Result<(), Nvfp4Error> {
+        let Launch {
+            a,
+            b,
+            groups,
+            epilogue,
+            ..
+        } = *launch;
+        let kind = epilogue.kind;
+        let is_plain = groups.grouping == GroupedDim::None
+            && a.is_packed()
+            && b.is_packed()
+            && [kind.a, kind.b] == [Factor::Tensor; 2]
+            && epilogue.ranges == [RANGE; 2]
+            && !kind.accumulate
+            && kind.amax.is_none();
+        match is_plain {
+            true => queue_packed(launch),
+            false => queue(launch),
+        }
+        Ok(())
+    }
+}
+
+/// Queues the kernel of two packed operands with one amax each.
+fn queue_packed(launch: &Launch) {
+    let Launch {
+        client,
+        capabilities,
+        a,
+        b,
+        output,
+        ..
+    } = *launch;
+    let GemmShape { m, n, k } = launch.shape;
+    let (blocks, result) = (k / BLOCK, output.matrix());
+    let out = result.dtype;
     // `add.rn` where the compiler may contract, which is CUDA's; see `Epilogue::ordered_add`.
     let epilogue = Epilogue {
-        bias: bias.is_some(),
+        bias: launch.epilogue.kind.bias,
         ordered_add: capabilities.runtime == "cuda",
     };
     let address = address_type((m.max(n) * blocks * BLOCK).max(result.len()));
     // SAFETY (of every argument): the caller checked the buffers against the shapes.
-    let words = |packed: &DeviceQuantized| unsafe {
-        BufferArg::from_raw_parts(packed.codes.clone(), packed.outer() * blocks)
-    };
-    let scales = |packed: &DeviceQuantized| unsafe {
-        BufferArg::from_raw_parts(packed.scales.clone(), packed.outer() * blocks)
-    };
-    let amax =
-        |packed: &DeviceQuantized| unsafe { BufferArg::from_raw_parts(packed.amax.clone(), 1) };
-    let bias = match bias {
-        Some(bias) => unsafe { BufferArg::from_raw_parts(bias.handle.clone(), n) },
-        // Not read without a bias.
-        None => amax(a),
-    };
-    let target = unsafe { BufferArg::from_raw_parts(result.handle.clone(), m * n) };
+    let memory =
+        |handle: &Handle, len: usize| unsafe { BufferArg::from_raw_parts(handle.clone(), len) };
+    let EpilogueArgs {
+        a_amax,
+        b_amax,
+        bias,
+        ..
+    } = launch.epilogue;
     let (count, dim) = grid(client, m * n);
     // SAFETY: the kernel stays below m * n.
     unsafe {
@@ -60,14 +104,14 @@ pub(crate) fn launch(
             count,
             dim,
             address,
-            words(a),
-            scales(a),
-            amax(a),
-            words(b),
-            scales(b),
-            amax(b),
-            bias,
-            target,
+            memory(&a.codes, m * blocks),
+            memory(&a.scales, m * blocks),
+            memory(a_amax, 1),
+            memory(&b.codes, n * blocks),
+            memory(&b.scales, n * blocks),
+            memory(b_amax, 1),
+            memory(bias, n),
+            memory(&result.handle, m * n),
             m,
             n,
             blocks,
@@ -157,28 +201,25 @@ pub fn scalar_kernel<F: Numeric>(
     }
 }
 
-/// Queues the portable kernel. A dense product has no groups and reads no offsets.
-pub(crate) fn launch_grouped(
-    client: &Client,
-    capabilities: &Capabilities,
-    grouping: GroupedDim,
-    a: &Operand,
-    b: &Operand,
-    groups: Option<&GroupOffsets>,
-    (m, n, k): (usize, usize, usize),
-    epilogue: &EpilogueArgs,
-    result: &Matrix,
-) {
-    let (offsets, count_of_groups) = match groups {
-        Some(groups) => (&groups.offsets, groups.count),
-        None => (&result.handle, 1),
-    };
+/// Queues the kernel of any operands. A dense GEMM has no groups and reads no offsets.
+fn queue(launch: &Launch) {
+    let Launch {
+        client,
+        capabilities,
+        a,
+        b,
+        groups,
+        epilogue,
+        output,
+        ..
+    } = *launch;
+    let GemmShape { m, n, k } = launch.shape;
+    let result = output.matrix();
     let (count, dim) = grid(client, result.len());
     // SAFETY (of every argument): the caller checked the buffers against the shapes.
     let memory =
         |handle: &Handle, len: usize| unsafe { BufferArg::from_raw_parts(handle.clone(), len) };
-    let (left, right) = (a.parts(&result.handle), b.parts(&result.handle));
-    let (a_len, b_len) = (a.outer() * k, b.outer() * k);
+    let (a_len, b_len) = (a.rows * k, b.rows * k);
     // SAFETY: the kernel stays below the outputs, and below offsets that the caller vouches for.
     unsafe {
         grouped_kernel::launch_unchecked(
@@ -186,26 +227,26 @@ pub(crate) fn launch_grouped(
             count,
             dim,
             address_type(a_len.max(b_len).max(result.len())),
-            memory(&left.codes, a_len / 8),
-            memory(&left.scales, a_len / BLOCK),
-            memory(&left.dense, a_len),
-            memory(&right.codes, b_len / 8),
-            memory(&right.scales, b_len / BLOCK),
-            memory(&right.dense, b_len),
+            memory(&a.codes, a_len / 8),
+            memory(&a.scales, a_len / BLOCK),
+            memory(&a.dense, a_len),
+            memory(&b.codes, b_len / 8),
+            memory(&b.scales, b_len / BLOCK),
+            memory(&b.dense, b_len),
             memory(&epilogue.a_amax, m),
-            memory(&epilogue.b_amax, b.outer()),
-            memory(&epilogue.bias, b.outer()),
-            memory(offsets, count_of_groups + 1),
+            memory(&epilogue.b_amax, b.rows),
+            memory(&epilogue.bias, b.rows),
+            memory(&groups.offsets, groups.groups + 1),
             memory(&result.handle, result.len()),
-            memory(&epilogue.amax, epilogue.amax_len(count_of_groups)),
+            memory(&epilogue.amax, epilogue.amax_len(groups.groups)),
             m,
             n,
             k,
-            count_of_groups,
+            groups.groups,
             epilogue.ranges[0],
             epilogue.ranges[1],
-            grouping,
-            [left.packed, right.packed],
+            groups.grouping,
+            [a.is_packed(), b.is_packed()],
             capabilities.runtime == "cuda",
             epilogue.kind,
             result.dtype.storage_type(),

@@ -4,7 +4,7 @@
 //! `wgmma` takes its left operand from registers, so the product is computed as `outᵀ = b · aᵀ`: each of
 //! two consumer warpgroups decodes 64 rows of `b` (or two or four share 64 rows and take turns along the
 //! contraction) and multiplies them with the rows of `a` that lie in shared memory as bf16. The columns of
-//! `a` have been brought into the order in which lanes hold the codes of `b` (`workspace::arrange`), in
+//! `a` have been brought into the order in which lanes hold the codes of `b` (`w4a16_arrange::arrange`), in
 //! which a lane needs one scale for sixteen codes.
 //!
 //! The first warp drives the copy engine, which brings codes and `a`; the three next ones copy block
@@ -17,7 +17,10 @@ use cubecl::{
 };
 use half::bf16;
 
+use super::{sm90_bf16::check_sm90, w4a16_arrange};
 use crate::{
+    Nvfp4Error,
+    capabilities::GemmBackend,
     cube::ptx::{
         Major, cp_async, cp_async_mbarrier_arrive_noinc, cvta_to_global, cvta_to_shared,
         ld_shared_v4, mbarrier_arrive, mbarrier_arrive_expect_tx, mbarrier_wait_parity,
@@ -31,16 +34,18 @@ use crate::{
     },
     gemm::{
         epilogue::{
-            EpilogueArgs, EpilogueKind, Factor, factor, finish, held, pack_pair, raise,
-            rounded_magnitude,
+            EpilogueKind, Factor, factor, finish, held, pack_pair, raise, rounded_magnitude,
         },
-        product::Operand,
-        scheduler::{GroupArgs, GroupedDim, Schedule, place},
+        heuristics,
+        operand::OperandLayout,
+        problem::{
+            Candidate, Device, GemmShape, Kernel, Launch, Plan, Problem, Refusal, misfit, sms,
+        },
+        scheduler::{GroupedDim, Schedule, place},
         tiles::{W4A16_STRIP, W4a16Tile},
-        workspace,
     },
     memory::address_type,
-    tensor::{DeviceQuantized, FloatKind},
+    tensor::FloatKind,
 };
 
 /// Columns of half a stage: the 128 bytes of bf16 that the swizzle spans.
@@ -48,9 +53,9 @@ const HALF: usize = 64;
 /// Units that copy scales.
 const CARRIERS: usize = 96;
 /// Words of codes of a row in a stage.
-const ROW_WORDS: usize = workspace::SPAN / 8;
+const ROW_WORDS: usize = w4a16_arrange::SPAN / 8;
 /// Bytes of scales of a row in a stage.
-const ROW_SCALES: usize = workspace::SPAN / 16;
+const ROW_SCALES: usize = w4a16_arrange::SPAN / 16;
 
 /// Floats from one row of the output to the next where warpgroups stage their sums: four more than
 /// there are, so that the lanes of a warp write to different banks.
@@ -111,7 +116,7 @@ fn load_scales(pairs: &[u16], row: u32, step: u32, k: u32) -> Vector<u32, Const<
 
 /// `out[m, n] = α_a · α_b · Σ a[m, k] · b[n, k] (+ bias[n]) (+ out[m, n])`, for each group of rows.
 ///
-/// Arguments are those of `sm90_kernel`, but for an `a` in the order of `workspace::arrange`, the codes of `b`
+/// Arguments are those of `sm90_kernel`, but for an `a` in the order of `w4a16_arrange::arrange`, the codes of `b`
 /// (a map of words, eight codes each), and its scales in twos. Rows of tiles in groups are those of `schedule`
 /// (`schedule_groups` writes it); a cube takes every `CUBE_COUNT`th tile.
 /// `unit_of_sums` is what sums have to be multiplied by: decoded elements are 2^-8 times what they stand
@@ -196,7 +201,7 @@ pub fn fused_kernel(
         m.div_ceil(rows_a)
     };
     let tiles = tiles_m * tiles_n;
-    let steps = k.div_ceil(comptime!(workspace::SPAN as u32));
+    let steps = k.div_ceil(comptime!(w4a16_arrange::SPAN as u32));
     let mut tile = CUBE_POS as u32;
     // Stages used so far: all units count alike, so the ring needs no other state.
     let mut used = 0u32;
@@ -245,7 +250,7 @@ pub fn fused_kernel(
                                     a,
                                     &mut a_tiles[first..first + comptime!(rows * 8)],
                                     (at.row + ahead) as i32,
-                                    (step * comptime!(workspace::SPAN as u32)
+                                    (step * comptime!(w4a16_arrange::SPAN as u32)
                                         + comptime!((half * HALF) as u32))
                                         as i32,
                                 );
@@ -264,7 +269,7 @@ pub fn fused_kernel(
         let rows_of_unit = comptime!(tile_shape.rows_b().div_ceil(CARRIERS));
         let carrier = unit - 32u32;
         // Then the scales of a row in a stage are aligned.
-        let is_whole = k & comptime!(workspace::SPAN as u32 - 1) == 0u32;
+        let is_whole = k & comptime!(w4a16_arrange::SPAN as u32 - 1) == 0u32;
         let scales_from = cvta_to_global::<u16>(b_scales.as_ptr());
         while tile < tiles {
             let at = place_of(
@@ -647,24 +652,68 @@ fn element(
     )
 }
 
-/// Whether this kernel takes a contraction of `k`, as stored: the copy engine reads rows of whole 16
-/// bytes of codes.
-pub(crate) fn takes(k: usize) -> bool {
-    k > 0 && k.is_multiple_of(32)
+/// The GEMM of sm_90 with a packed weight that is dequantized in registers.
+pub(crate) struct Sm90W4a16;
+
+impl Kernel for Sm90W4a16 {
+    fn name(&self) -> &'static str {
+        "sm90_w4a16"
+    }
+
+    fn backend(&self, _device: &Device, _problem: &Problem) -> GemmBackend {
+        GemmBackend::Sm90Wgmma
+    }
+
+    fn supports(&self, device: &Device, problem: &Problem) -> Result<(), Refusal> {
+        check_sm90(device, problem)?;
+        let k = problem.shape.k;
+        match problem {
+            _ if problem.b != OperandLayout::Packed => Err(Refusal::Operands("`b` is not packed")),
+            _ if problem.a == OperandLayout::MnMajor => Err(Refusal::Operands("`a` is MN-major")),
+            _ if problem.grouped == GroupedDim::K => Err(Refusal::Operands("groups are along K")),
+            // TMA reads rows of whole 16 bytes of codes.
+            _ if k == 0 || !k.is_multiple_of(32) => {
+                Err(Refusal::Operands("k is no multiple of 32"))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    fn plan(&self, device: &Device, problem: &Problem) -> Candidate {
+        if problem.grouped == GroupedDim::M {
+            let (tile, band) = heuristics::sm90_w4a16_grouped(problem);
+            return Plan::W4a16(tile, band).into();
+        }
+        let (tile, band, estimate) = heuristics::sm90_w4a16(device.sms, problem);
+        Candidate {
+            plan: Plan::W4a16(tile, band),
+            estimate: Some(estimate),
+        }
+    }
+
+    fn launch(&self, launch: &Launch, plan: Plan) -> Result<(), Nvfp4Error> {
+        match plan {
+            Plan::W4a16(tile, band) if launch.b.is_packed() && !launch.a.is_mn_major() => {
+                queue(launch, tile, band);
+                Ok(())
+            }
+            plan => Err(misfit(plan, launch)),
+        }
+    }
 }
 
-/// Queues the product of `a` and the packed `b`, both `k` long, into `out`: `m` rows of `n`. Before it `a` is
-/// brought into the order of the kernel, as bf16.
-pub(crate) fn launch(
-    client: &Client,
-    a: &Operand,
-    b: &DeviceQuantized,
-    (m, n, k): (usize, usize, usize),
-    groups: &GroupArgs,
-    epilogue: &EpilogueArgs,
-    out: &Handle,
-    (tile, band): (W4a16Tile, usize),
-) {
+/// Queues the GEMM: `m` rows of `n`. Before it `a` is brought into the order of the kernel, as bf16.
+fn queue(launch: &Launch, tile: W4a16Tile, band: usize) {
+    let Launch {
+        client,
+        a,
+        b,
+        groups,
+        epilogue,
+        output,
+        ..
+    } = *launch;
+    let GemmShape { m, n, k } = launch.shape;
     let schedule = match groups.grouping {
         GroupedDim::M => Some(Schedule::of(tile, m, groups.groups)),
         GroupedDim::None | GroupedDim::K => None,
@@ -674,13 +723,13 @@ pub(crate) fn launch(
         None => m.div_ceil(tile.rows_a),
     };
     let tiles = rows * n.div_ceil(tile.rows_b());
-    let processors = client.properties().hardware.num_streaming_multiprocessors;
-    let cubes = tiles.min(processors.unwrap_or(132) as usize);
+    let cubes = tiles.min(sms(client));
     // One more, with their number.
     let entries = if schedule.is_some() { rows + 1 } else { 1 };
-    let (arranged, schedule) = workspace::arrange(client, a, groups, entries, schedule);
+    let (arranged, schedule) = w4a16_arrange::arrange(client, a, k, groups, entries, schedule);
+    let out = &output.matrix().handle;
     let unit_of_sums = if a.is_packed() { 65536.0 } else { 256.0 };
-    let width = k.next_multiple_of(workspace::SPAN);
+    let width = k.next_multiple_of(w4a16_arrange::SPAN);
     // SAFETY: the memory was allocated for `m` x `width` elements.
     let a_tensor =
         unsafe { TensorArg::from_raw_parts(arranged, [width, 1].into(), [m, width].into()) };
@@ -695,11 +744,7 @@ pub(crate) fn launch(
     .with_prefetch(TensorMapPrefetch::B256);
     // SAFETY: the caller checked that the memory holds these words of eight codes.
     let b_tensor = unsafe {
-        TensorArg::from_raw_parts(
-            b.codes.clone(),
-            [k / 8, 1].into(),
-            [b.outer(), k / 8].into(),
-        )
+        TensorArg::from_raw_parts(b.codes.clone(), [k / 8, 1].into(), [b.rows, k / 8].into())
     };
     let b_map = TensorMapArg::new(
         TiledArgs {
@@ -720,13 +765,13 @@ pub(crate) fn launch(
             client,
             CubeCount::Static(cubes as u32, 1, 1),
             CubeDim::new_1d(tile.units()),
-            address_type((m * n).max(b.outer() * k / 32)),
+            address_type((m * n).max(b.rows * k / 32)),
             a_map,
             b_map,
-            memory(&b.scales, b.outer() * k / 32),
+            memory(&b.scales, b.rows * k / 32),
             memory(&epilogue.a_amax, m),
-            memory(&epilogue.b_amax, b.outer()),
-            memory(&epilogue.bias, b.outer()),
+            memory(&epilogue.b_amax, b.rows),
+            memory(&epilogue.bias, b.rows),
             memory(&schedule, entries),
             memory(out, bytes / 4),
             memory(out, bytes / 16),

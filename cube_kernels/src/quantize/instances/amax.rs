@@ -4,7 +4,8 @@ use cubecl::ir::{ElemType, UIntKind};
 
 use super::{
     super::kernels::{
-        AmaxPlan, Grouping, ShapeLaunch, SinkArgs, amax_kernel, amax_tiles_kernel, zero_kernel,
+        AmaxOutLaunch, AmaxPlan, AmaxTilesLaunch, Grouping, ShapeLaunch, SinkArgs, amax_kernel,
+        amax_tiles_kernel, zero_kernel,
     },
     COLS, ELEMENTS, ROWS, producer,
 };
@@ -71,11 +72,8 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
                 b(words / 4),
                 producer(device, computed),
                 sink,
-                b(4),
-                ShapeLaunch::new(ROWS, COLS, 2, 4),
-                2,
-                b(1),
-                b(1),
+                AmaxTilesLaunch::new(b(4), ShapeLaunch::new(ROWS, COLS, 2, 4), 2),
+                AmaxOutLaunch::new(b(1), b(1)),
                 signs(),
                 AmaxPlan {
                     rows: Some(AmaxGranularity::PerTensor),
@@ -87,8 +85,8 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
                     units: 256,
                     planes: true,
                     conversion: device.conversion,
+                    kind: dtype,
                 },
-                dtype,
                 word
             ));
         }

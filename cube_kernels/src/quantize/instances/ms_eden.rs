@@ -4,8 +4,9 @@ use cubecl::prelude::*;
 
 use super::{
     super::kernels::{
-        EdenPolicy, SourcePlan, ms_eden_amax_kernel, ms_eden_amax_packed_kernel, ms_eden_kernel,
-        ms_eden_packed_kernel,
+        EdenDrawLaunch, EdenInputsLaunch, EdenOutLaunch, EdenPolicy, EdenScalesArgs,
+        EdenTilesLaunch, SourcePlan, ms_eden_amax_kernel, ms_eden_amax_packed_kernel,
+        ms_eden_kernel, ms_eden_packed_kernel,
     },
     BLOCKS, ELEMENTS, NONE, PLAIN, SOURCES, packed, shape,
 };
@@ -22,8 +23,14 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
         e2m1_rn: Some(device.has_nearest()),
         ..NONE
     };
-    // Scales that are stored together: a tile of 128x4 has four blocks of a row.
-    let words_of_scales = |swizzled: bool| if swizzled { 1 } else { 2 };
+    let tiles = || EdenTilesLaunch::new(b(8), shape(), 16, 16);
+    let out = |swizzled: bool| {
+        let scales = match swizzled {
+            true => EdenScalesArgs::Swizzled(b(BLOCKS)),
+            false => EdenScalesArgs::Compact(b(BLOCKS)),
+        };
+        EdenOutLaunch::new(b(BLOCKS), scales, b(8))
+    };
     let policy = |across, source, swizzled| EdenPolicy {
         across,
         source,
@@ -48,11 +55,9 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
                 NONE,
                 address,
                 packed(device),
-                b(8),
+                tiles(),
                 b(8),
                 signs(),
-                shape(),
-                16,
                 policy
             ));
             all.push(instance!(
@@ -61,21 +66,11 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
                 &tag,
                 e2m1,
                 address,
-                words_of_scales(swizzled),
                 packed(device),
-                b(8),
-                b(8),
-                b(BLOCKS),
-                b(BLOCKS),
-                b(8),
-                b(2),
-                random(),
-                signs(),
-                shape(),
-                16,
-                16,
-                1.0,
-                1.0,
+                tiles(),
+                EdenInputsLaunch::new(b(8), 1.0, 1.0),
+                out(swizzled),
+                EdenDrawLaunch::new(b(2), random(), signs()),
                 policy
             ));
         }
@@ -99,11 +94,9 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
                 address,
                 width,
                 b(BLOCKS),
-                b(8),
+                tiles(),
                 b(8),
                 signs(),
-                shape(),
-                16,
                 policy,
                 dtype,
                 elem
@@ -115,21 +108,11 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
                 e2m1,
                 address,
                 width,
-                words_of_scales(swizzled),
                 b(BLOCKS),
-                b(8),
-                b(8),
-                b(BLOCKS),
-                b(BLOCKS),
-                b(8),
-                b(2),
-                random(),
-                signs(),
-                shape(),
-                16,
-                16,
-                1.0,
-                1.0,
+                tiles(),
+                EdenInputsLaunch::new(b(8), 1.0, 1.0),
+                out(swizzled),
+                EdenDrawLaunch::new(b(2), random(), signs()),
                 policy,
                 dtype,
                 elem

@@ -2,12 +2,16 @@
 
 use super::{
     super::kernels::{
-        mx_dequantize_col_kernel, mx_dequantize_row_kernel, mx_quantize_col_kernel,
-        mx_quantize_row_kernel, mx_requantize_across_kernel, mx_requantize_along_kernel,
+        MxPlan, MxRowPlan, MxRowsLaunch, MxTilesLaunch, PackedRowsLaunch, mx_dequantize_col_kernel,
+        mx_dequantize_row_kernel, mx_quantize_col_kernel, mx_quantize_row_kernel,
+        mx_requantize_across_kernel, mx_requantize_along_kernel,
     },
     BLOCKS, COLS, ELEMENTS, NONE, ROWS, SOURCES, packed, shape,
 };
-use crate::registry::{DummyDevice, Expected, Instance, instance};
+use crate::{
+    format::block::ElementFormat,
+    registry::{DummyDevice, Expected, Instance, instance},
+};
 
 pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
     let b = |len| device.buffer(len);
@@ -27,6 +31,7 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
             b(BLOCKS),
             ROWS,
             COLS,
+            ElementFormat::E4m3,
             dtype,
             elem
         ));
@@ -42,6 +47,7 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
             b(BLOCKS),
             ROWS,
             COLS,
+            ElementFormat::E4m3,
             dtype,
             elem
         ));
@@ -55,6 +61,11 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
                 ..NONE
             };
             let tag = format!("{tag}-{hardware}");
+            let mx = MxPlan {
+                element: ElementFormat::E4m3,
+                hardware,
+                kind: dtype,
+            };
             all.push(instance!(
                 device,
                 mx_quantize_row_kernel,
@@ -68,10 +79,11 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
                 b(BLOCKS),
                 ROWS,
                 COLS,
-                true,
-                lanes,
-                hardware,
-                dtype,
+                MxRowPlan {
+                    dense: true,
+                    lanes,
+                    mx,
+                },
                 elem
             ));
             for (name, plan) in SOURCES {
@@ -87,12 +99,9 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
                     b(BLOCKS),
                     b(BLOCKS),
                     shape(),
-                    2,
-                    8,
-                    1,
+                    MxTilesLaunch::new(2, 8, 1),
                     plan.grouping,
-                    hardware,
-                    dtype,
+                    mx,
                     elem
                 ));
                 all.push(instance!(
@@ -107,12 +116,9 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
                     b(BLOCKS),
                     b(BLOCKS),
                     shape(),
-                    2,
-                    8,
-                    1,
+                    MxTilesLaunch::new(2, 8, 1),
                     plan,
-                    hardware,
-                    dtype,
+                    mx,
                     elem
                 ));
             }
@@ -127,22 +133,18 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
                     format!("{tag}{name}"),
                     e4m3,
                     address,
+                    4,
+                    PackedRowsLaunch::new(b(BLOCKS), b(BLOCKS), b(ROWS), COLS / 16, 2688.0),
                     b(BLOCKS),
                     b(BLOCKS),
-                    b(ROWS),
-                    b(BLOCKS),
-                    b(BLOCKS),
-                    ROWS,
-                    COLS,
-                    COLS / 16,
-                    COLS / 32,
-                    2688.0,
-                    dense,
+                    MxRowsLaunch::new(ROWS, COLS, COLS / 32),
                     maxima,
                     swizzled,
-                    2,
-                    hardware,
-                    dtype,
+                    MxRowPlan {
+                        dense,
+                        lanes: 2,
+                        mx,
+                    },
                     elem
                 ));
             }

@@ -4,8 +4,10 @@ use cubecl::ir::{ElemType, UIntKind};
 
 use super::{
     super::kernels::{
-        FoundNormLaunch, Grouping, QuantPlan, RowNormArgs, ShapeLaunch, TilePlan, map_tiles_kernel,
-        quantize_per_token_kernel, quantize_row_kernel, quantize_tiles_kernel,
+        DrawLaunch, FoundNormLaunch, Grouping, PackedOutLaunch, PerTokenPlan, QuantOutArgs,
+        QuantPlan, QuantTargetLaunch, RowGroupsLaunch, RowNormArgs, RowPlan, ShapeLaunch,
+        TileGridLaunch, TilePlan, TokenRowsLaunch, map_tiles_kernel, quantize_per_token_kernel,
+        quantize_row_kernel, quantize_tiles_kernel,
     },
     BLOCKS, COLS, ELEMENTS, ROWS, producer,
 };
@@ -56,7 +58,7 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
             default_signs: hadamard == Some(HadamardSize::H16) && !device_offset,
             swizzled: device_offset,
             per_row: hadamard.is_some() && device_offset,
-            decoded: false,
+            unscaled: false,
         };
         let standard = BlockScaling::Standard;
         let four_over_six = BlockScaling::FourOverSix(ErrorNorm::Mse);
@@ -72,13 +74,18 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
             )
         };
         let values = |plan| QuantPlan {
-            decoded: true,
+            unscaled: true,
             ..plan
         };
-        // Words that are stored at a time.
-        let width = |plan: Option<QuantPlan>| match plan {
-            Some(plan) if plan.decoded => 4,
-            _ => 2,
+        let draw = || DrawLaunch::new(b(2), random(), signs());
+        let packed_out = || QuantOutArgs::Packed(PackedOutLaunch::new(b(BLOCKS), b(BLOCKS)));
+        let target = |plan: Option<QuantPlan>| {
+            let out = match plan {
+                None => QuantOutArgs::Absent,
+                Some(plan) if plan.unscaled => QuantOutArgs::Bf16Unscaled(b(BLOCKS)),
+                Some(_) => packed_out(),
+            };
+            QuantTargetLaunch::new(b(8), draw(), out)
         };
         let row_plans = [
             copy(false, false, standard, None),
@@ -97,23 +104,18 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
                 conversions(&[plan]),
                 address,
                 4,
-                width(Some(plan)),
                 b(words / 4),
-                b(8),
-                b(9),
-                b(BLOCKS),
-                b(BLOCKS),
-                b(2),
-                random(),
-                signs(),
+                target(Some(plan)),
+                RowGroupsLaunch::new(b(9), 8),
                 ROWS,
                 COLS / 16,
-                8,
-                2,
-                true,
-                find_groups,
-                plan,
-                dtype
+                RowPlan {
+                    quant: plan,
+                    across: 2,
+                    whole_tiles: true,
+                    find_groups,
+                    kind: dtype,
+                }
             ));
         }
         for (i, plan, computed) in [
@@ -139,18 +141,15 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
                 producer(device, computed),
                 norm,
                 b(ROWS),
-                b(BLOCKS),
-                b(BLOCKS),
-                b(2),
-                random(),
-                signs(),
-                ROWS,
-                ROWS,
-                COLS / 16,
-                plan,
-                4,
-                true,
-                dtype
+                packed_out(),
+                draw(),
+                TokenRowsLaunch::new(ROWS, ROWS, COLS / 16),
+                PerTokenPlan {
+                    quant: plan,
+                    kept_blocks: 4,
+                    planes: true,
+                    kind: dtype,
+                }
             ));
         }
         let h16 = Some(HadamardSize::H16);
@@ -208,26 +207,11 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
                 expected,
                 address,
                 4,
-                width(row),
-                width(col),
                 b(words / 4),
                 producer(device, computed),
-                b(4),
-                ShapeLaunch::new(ROWS, COLS, 2, 4),
-                4usize,
-                BLOCKS,
-                b(1),
-                b(BLOCKS),
-                b(BLOCKS),
-                b(2),
-                random(),
-                signs(),
-                b(1),
-                b(BLOCKS),
-                b(BLOCKS),
-                b(2),
-                random(),
-                signs(),
+                TileGridLaunch::new(b(4), ShapeLaunch::new(ROWS, COLS, 2, 4), 4usize, BLOCKS,),
+                target(row),
+                target(col),
                 TilePlan {
                     row,
                     col,
@@ -240,8 +224,8 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
                     },
                     elements: false,
                     units: 256,
+                    kind: dtype,
                 },
-                dtype,
                 word
             ));
         }
