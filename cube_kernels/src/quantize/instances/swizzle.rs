@@ -34,7 +34,7 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
                     ROWS,
                     COLS,
                     8,
-                    n,
+                    BLOCKS,
                     wide,
                     grouped
                 ));
@@ -55,7 +55,7 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
                     COLS,
                     2,
                     8,
-                    n,
+                    BLOCKS,
                     wide,
                     grouped
                 ));
@@ -75,7 +75,7 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
             ROWS,
             COLS,
             8,
-            n
+            BLOCKS,
         ));
         all.push(instance!(
             device,
@@ -90,7 +90,7 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
             ROWS,
             2,
             8,
-            n
+            BLOCKS,
         ));
     }
     all
