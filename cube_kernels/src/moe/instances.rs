@@ -3,8 +3,9 @@
 use cubecl::prelude::*;
 
 use super::kernels::{
-    broadcast_group_values_kernel, moe_unpermute_backward_kernel, moe_unpermute_kernel,
-    move_groups_kernel, rescale_kernel, segment_sum_kernel, zero_padding_rows_kernel,
+    GroupRowsLaunch, broadcast_group_values_kernel, moe_unpermute_backward_kernel,
+    moe_unpermute_kernel, move_groups_kernel, rescale_kernel, segment_sum_kernel,
+    zero_padding_rows_kernel,
 };
 use crate::{
     registry::{DummyDevice, Expected, Instance, instance},
@@ -142,13 +143,11 @@ pub(crate) fn instances(device: &DummyDevice) -> Vec<Instance> {
                     address,
                     width,
                     b(BLOCKS),
-                    b(9),
-                    b(9),
+                    GroupRowsLaunch::new(b(9), b(9), 8),
                     b(BLOCKS),
                     ROWS,
                     ROWS,
                     COLS,
-                    8,
                     pad,
                     storage
                 ));

@@ -4,12 +4,15 @@ use cubecl::prelude::*;
 
 use super::{
     super::kernels::{
-        swizzle_block_groups_kernel, swizzle_kernel, unswizzle_block_groups_kernel,
-        unswizzle_kernel,
+        ScaleShapeLaunch, swizzle_block_groups_kernel, swizzle_kernel,
+        unswizzle_block_groups_kernel, unswizzle_kernel,
     },
     BLOCKS, COLS, NONE, ROWS,
 };
-use crate::registry::{DummyDevice, Instance, instance};
+use crate::{
+    moe::kernels::GroupRowsLaunch,
+    registry::{DummyDevice, Instance, instance},
+};
 
 pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
     let b = |len| device.buffer(len);
@@ -19,6 +22,8 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
         for grouped in [false, true] {
             for (width, wide) in [(4, true), (2, true), (1, true), (1, false)] {
                 let tag = format!("{tag}-{width}-{wide}-{grouped}");
+                let groups = || GroupRowsLaunch::new(b(9), b(9), 8);
+                let scales = || ScaleShapeLaunch::new(ROWS, ROWS, COLS, 2, BLOCKS);
                 all.push(instance!(
                     device,
                     swizzle_kernel,
@@ -28,15 +33,11 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
                     width,
                     b(BLOCKS),
                     b(BLOCKS),
-                    b(9),
-                    b(9),
+                    groups(),
                     b(BLOCKS),
-                    ROWS,
-                    COLS,
-                    8,
-                    BLOCKS,
+                    scales(),
                     wide,
-                    grouped
+                    grouped,
                 ));
                 all.push(instance!(
                     device,
@@ -46,18 +47,12 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
                     address,
                     width,
                     b(BLOCKS),
-                    b(9),
-                    b(9),
+                    groups(),
                     b(BLOCKS),
                     b(BLOCKS),
-                    ROWS,
-                    ROWS,
-                    COLS,
-                    2,
-                    8,
-                    BLOCKS,
+                    scales(),
                     wide,
-                    grouped
+                    grouped,
                 ));
             }
         }

@@ -1,9 +1,9 @@
 //! The CUDA source and the machine code of kernels, on a machine without a GPU.
 
-use std::{path::Path, sync::Arc};
+use std::path::Path;
 
 use cubecl::{
-    ir::{DeviceProperties, TargetProperties, features::Plane},
+    ir::{DeviceProperties, features::Plane},
     prelude::*,
 };
 use cubecl_server::compiler::Compiler;
@@ -28,7 +28,6 @@ macro_rules! tools {
 pub struct Fake {
     pub client: Client,
     pub properties: DeviceProperties,
-    pub target: Arc<TargetProperties>,
 }
 
 impl Fake {
@@ -40,11 +39,7 @@ impl Fake {
             properties.hardware.plane_size_min,
             properties.hardware.plane_size_max,
         ) = (32, 32);
-        Self {
-            target: client.target_properties_shared(),
-            client,
-            properties,
-        }
+        Self { client, properties }
     }
 
     pub fn buffer(&self, len: usize) -> BufferArg {
