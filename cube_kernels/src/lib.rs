@@ -32,6 +32,9 @@ pub mod moe;
 #[cfg(feature = "cube")]
 pub mod quantize;
 #[cfg(feature = "cube")]
+#[doc(hidden)]
+pub mod registry;
+#[cfg(feature = "cube")]
 pub mod tensor;
 
 #[cfg(feature = "cube")]

@@ -3,7 +3,7 @@
 
 #[allow(dead_code, reason = "the other tests' part")]
 mod common;
-#[path = "../../burn_backend/tests/shared/skip.rs"]
+#[path = "../../burn_backend/tests/burn_nvfp4/support/skip.rs"]
 mod skip;
 
 use std::sync::Arc;

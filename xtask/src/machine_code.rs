@@ -116,6 +116,7 @@ fn compile_kernels(only: &str) -> Result<PathBuf> {
     command.args(["test", "--package", "nvfp4-kernels", "--features", FEATURES]);
     command
         .args(["--tests", "--", "source"])
+        .env("NVFP4_TEST_FULL", "1")
         .env("NVFP4_DUMP", &folder);
     if !only.is_empty() {
         command.env("NVFP4_ONLY", only);

@@ -12,7 +12,7 @@ use burn_nvfp4::{
     Nvfp4SwiGluConfig, Nvfp4TransformerBlockConfig,
 };
 
-use crate::common::{Matrix, device, gaussian, skip_where_small_only, values};
+use crate::support::{Matrix, device, gaussian, skip_where_small_only, values};
 
 fn exempt() -> Nvfp4Recipe {
     Nvfp4Recipe::new().with_high_precision(Some(ParamGroup::all()))

@@ -8,7 +8,7 @@ use burn_nvfp4::ops::{
 use burn_nvfp4::{Hadamard, Nvfp4Recipe, Nvfp4Tensor, RandomStream, RngState, Rounding, Usage};
 use nvfp4_kernels::{BlockScaling, ErrorNorm};
 
-use crate::common::{Matrix, device, flex_only, skip_where_small_only};
+use crate::support::{Matrix, device, flex_only, skip_where_small_only};
 
 const RANDOMNESS: RngState = RngState {
     seed: 5,

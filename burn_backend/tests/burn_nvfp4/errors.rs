@@ -10,7 +10,7 @@ use burn_nvfp4::{
     Rounding, Usage,
 };
 
-use crate::common::{device, flex_only, spec};
+use crate::support::{device, flex_only, spec};
 
 fn zeros(rows: usize, cols: usize) -> Tensor<2> {
     Tensor::zeros([rows, cols], &device())

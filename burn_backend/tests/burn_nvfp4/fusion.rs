@@ -7,8 +7,8 @@ use burn_cubecl::{CubeBackend, tensor::CubeTensor};
 use burn_nvfp4::functions::linear;
 use burn_nvfp4::ops::{LinearContext, MaybeTensor, Nvfp4Ops, RowGroups};
 
-use crate::common::{Matrix, activation, device, spec, values};
-use crate::skip::skip;
+use crate::support::skip::skip;
+use crate::support::{Matrix, activation, device, spec, values};
 
 type Backend = Autodiff<CubeBackend>;
 

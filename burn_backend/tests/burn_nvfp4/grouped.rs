@@ -13,11 +13,11 @@ use burn_nvfp4::{ExpertOffsets, Hadamard, Nvfp4Recipe, RandomStream, RngState, R
 use nvfp4_kernels::reference::{self, EDEN_GROUP, padding};
 use nvfp4_kernels::{BlockScaling, HadamardSize, QuantizedTensor, Storage};
 
-use crate::common::{
+use crate::support::skip::skip;
+use crate::support::{
     Matrix, activation, assert_product, device, gaussian, one_by_16, skip_where_small_only,
     small_only, spec, values,
 };
-use crate::skip::skip;
 
 /// Sizes of groups, and tokens that belong to none.
 fn groupings() -> Vec<(Vec<usize>, usize)> {

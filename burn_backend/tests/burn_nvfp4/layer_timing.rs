@@ -10,8 +10,8 @@ use burn_nn::{Linear, LinearConfig};
 use burn_nvfp4::{Nvfp4Linear, Nvfp4Recipe};
 use nvfp4_kernels::cubecl::logging::{LaunchObservation, LaunchObserver};
 
-use crate::common::{Matrix, activation, device, small_only};
-use crate::skip::skip;
+use crate::support::skip::skip;
+use crate::support::{Matrix, activation, device, small_only};
 
 /// Milliseconds of a step, after warm-up: the smallest of three means.
 fn time(device: &Device, mut step: impl FnMut()) -> f64 {

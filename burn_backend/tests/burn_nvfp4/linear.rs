@@ -7,7 +7,7 @@ use burn_nvfp4::state::RngState;
 use burn_nvfp4::{Hadamard, Nvfp4LinearConfig, Nvfp4Recipe, RandomStream, Rounding, Usage};
 use nvfp4_kernels::HadamardSize;
 
-use crate::common::{
+use crate::support::{
     Matrix, activation, assert_operands, device, one_by_16, skip_where_small_only, small_only,
     spec, sqnr, values,
 };

@@ -3,8 +3,14 @@
 //! second and interprets barriers slowly, so tests that are not about the kernels skip themselves
 //! there, and say so.
 
+mod accuracy;
 mod block;
-mod common;
+#[cfg(feature = "cuda")]
+mod ddp;
+#[cfg(any(feature = "cpu", feature = "cuda"))]
+mod decorate;
+#[cfg(feature = "cpu")]
+mod decorate_limits;
 mod draws;
 mod errors;
 #[cfg(any(feature = "cpu", feature = "cuda"))]
@@ -20,12 +26,8 @@ mod moe;
 mod operations;
 mod recipe;
 mod state;
+mod support;
 mod telemetry;
 mod training;
 mod unbiased;
 mod work;
-
-#[path = "../shared/counted.rs"]
-mod counted;
-#[path = "../shared/skip.rs"]
-mod skip;

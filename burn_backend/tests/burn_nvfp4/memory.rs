@@ -5,8 +5,8 @@ use burn_core::tensor::{DType, Device, Tensor};
 use burn_nvfp4::{Nvfp4LinearConfig, Nvfp4Recipe};
 use cubecl::MemoryScope;
 
-use crate::common::{Matrix, device, skip_where_small_only, small_only};
-use crate::skip::skip;
+use crate::support::skip::skip;
+use crate::support::{Matrix, device, skip_where_small_only, small_only};
 
 /// Bytes in use on the stream of this test when nothing is under way: other tests run beside it.
 fn in_use(device: &Device) -> u64 {

@@ -8,7 +8,7 @@ use burn_core::tensor::{DType, Device, Tensor};
 use burn_nn::{Linear, LinearConfig};
 use burn_nvfp4::{Nvfp4Linear, Nvfp4LinearConfig, Nvfp4Recipe};
 
-use crate::common::{Matrix, device, flex_only, skip_where_small_only, small_only, values};
+use crate::support::{Matrix, device, flex_only, skip_where_small_only, small_only, values};
 
 #[derive(Module, Debug)]
 struct Plain {

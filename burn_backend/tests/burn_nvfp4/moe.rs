@@ -12,7 +12,7 @@ use burn_nvfp4::{
 
 use std::time::Instant;
 
-use crate::common::{
+use crate::support::{
     Matrix, activation, cuda_only, device, skip_where_small_only, small_only, values,
 };
 
@@ -198,7 +198,7 @@ fn in_nvfp4_it_is_the_loop_of_plain_layers() {
                 );
             } else {
                 // Sums in another order can take a value to the next code.
-                let noise = crate::common::sqnr(expected, found);
+                let noise = crate::support::sqnr(expected, found);
                 assert!(noise > 25.0, "{preset}, top {top_k}: {name}: {noise} dB");
             }
         }
@@ -496,7 +496,7 @@ fn timings() {
         let elements = x.shape().num_elements();
         x.reshape([elements]).narrow(0, 0, 1).cast(DType::F32)
     }
-    let x = Matrix::gaussian(tokens, width, crate::common::activation(), 1).tensor(&device);
+    let x = Matrix::gaussian(tokens, width, crate::support::activation(), 1).tensor(&device);
     for (name, recipe) in [("nvfp4", Nvfp4Recipe::new()), ("bf16", exempt())] {
         let moe = Nvfp4MoeConfig::new(width, hidden, experts)
             .with_recipe(recipe.clone())
@@ -631,7 +631,7 @@ fn profiled_step() {
     } else {
         (16384, 2048, 1408, 16)
     };
-    let x = Matrix::gaussian(tokens, width, crate::common::activation(), 1).tensor(&device);
+    let x = Matrix::gaussian(tokens, width, crate::support::activation(), 1).tensor(&device);
     let moe = Nvfp4MoeConfig::new(width, hidden, experts).init(&device);
     for step in 0..6 {
         let start = std::time::Instant::now();
@@ -656,7 +656,7 @@ fn gated_halves(both: Tensor<2>) -> Tensor<2> {
 /// not zero. Three tokens that are sent to two experts each leave some of eight without any.
 #[test]
 fn every_preset_trains_experts() {
-    crate::common::skip_where_small_only!();
+    crate::support::skip_where_small_only!();
     let device = device().autodiff();
     for name in Nvfp4Recipe::preset_names() {
         let recipe = Nvfp4Recipe::preset(name).unwrap();

@@ -5,7 +5,7 @@ use burn_nvfp4::functions::{dequantize, matmul, quantize, quantize_tiles};
 use burn_nvfp4::{Hadamard, Nvfp4Tensor, RandomStream, Rounding, Usage};
 use nvfp4_kernels::{QuantizedTensor, reference};
 
-use crate::common::{Matrix, assert_product, device, gaussian, small_only, values};
+use crate::support::{Matrix, assert_product, device, gaussian, small_only, values};
 
 /// Every byte of a packed tensor is the oracle's.
 fn assert_same_bytes(what: &str, found: &Nvfp4Tensor, expected: &QuantizedTensor) {

@@ -13,7 +13,7 @@ use burn_nvfp4::{
     LayerMode, Nvfp4Error, Nvfp4Linear, Nvfp4LinearConfig, Nvfp4Recipe, Nvfp4State, set_mode,
 };
 
-use crate::common::{Matrix, device, flex_only, values};
+use crate::support::{Matrix, device, flex_only, values};
 
 #[derive(Module, Debug)]
 struct Net {

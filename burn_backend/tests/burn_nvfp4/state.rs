@@ -9,7 +9,7 @@ use burn_core::tensor::{DType, Device, Tensor};
 use burn_nvfp4::state::assign_layer_ids;
 use burn_nvfp4::{Nvfp4Error, Nvfp4Linear, Nvfp4LinearConfig, Nvfp4Recipe, Nvfp4State, RngState};
 
-use crate::common::{Matrix, device, flex_only, skip_where_small_only, values};
+use crate::support::{Matrix, device, flex_only, skip_where_small_only, values};
 
 #[derive(Module, Debug)]
 struct Net {

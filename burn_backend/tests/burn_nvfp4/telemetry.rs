@@ -11,7 +11,7 @@ use nvfp4_kernels::format::e2m1;
 use nvfp4_kernels::reference::EDEN_GROUP;
 use nvfp4_kernels::{BLOCK, QuantizedTensor, reference};
 
-use crate::common::{Matrix, Operand, activation, device, skip_where_small_only, sqnr, values};
+use crate::support::{Matrix, Operand, activation, device, skip_where_small_only, sqnr, values};
 
 const WIDTHS: [usize; 2] = [64, 48];
 

@@ -7,7 +7,7 @@ use burn_core::tensor::{DType, FloatDType, Tensor, activation::relu};
 use burn_nvfp4::{Nvfp4Linear, Nvfp4LinearConfig};
 use burn_optim::{GradientsParams, SgdConfig};
 
-use crate::common::{Matrix, activation, device, small_only, values};
+use crate::support::{Matrix, activation, device, small_only, values};
 
 #[derive(Module, Debug)]
 struct Mlp {

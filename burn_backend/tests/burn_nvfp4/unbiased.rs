@@ -9,7 +9,7 @@ use burn_nvfp4::state::RngState;
 use burn_nvfp4::{Hadamard, Nvfp4Recipe, Usage};
 use nvfp4_kernels::reference;
 
-use crate::common::{Matrix, device, flex_only, values};
+use crate::support::{Matrix, device, flex_only, values};
 
 const ROWS: usize = 48;
 const D_IN: usize = 64;

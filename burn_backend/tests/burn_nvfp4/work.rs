@@ -10,8 +10,10 @@ use burn_nvfp4::{
     ExpertOffsets, Nvfp4GroupedLinearConfig, Nvfp4Linear, Nvfp4LinearConfig, Nvfp4Recipe,
 };
 
-use crate::common::{Matrix, device, flex_only, one_by_16, skip_where_small_only, spec, values};
-use crate::counted::{Step, collect, is_quantized_once_until_it_changes, quantized, taken};
+use crate::support::counted::{
+    Step, collect, is_quantized_once_until_it_changes, quantized, taken,
+};
+use crate::support::{Matrix, device, flex_only, one_by_16, skip_where_small_only, spec, values};
 
 /// Sizes that no other test uses, by which this test tells its own work from that of others.
 const ROWS: usize = 21;
@@ -271,7 +273,7 @@ fn a_kept_weight_has_the_type_of_the_activations() {
             .tensor(&device)
             .require_grad();
         let grads = layer.forward(x.clone()).square().sum().backward();
-        crate::common::values(x.grad(&grads).unwrap())
+        crate::support::values(x.grad(&grads).unwrap())
     };
     let gradient = |dtype| gradient_of(&layer, dtype);
     let first = gradient(DType::BF16);

@@ -18,6 +18,7 @@ mod dispatch;
 #[allow(missing_docs)]
 mod epilogue;
 mod heuristics;
+pub(crate) mod instances;
 #[doc(hidden)]
 pub mod kernels;
 #[allow(missing_docs)]

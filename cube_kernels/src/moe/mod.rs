@@ -7,6 +7,7 @@
 // `#[cube]` generates public items that cannot carry documentation.
 #[allow(missing_docs)]
 pub(crate) mod groups;
+pub(crate) mod instances;
 #[allow(missing_docs)]
 mod padding;
 #[allow(missing_docs)]

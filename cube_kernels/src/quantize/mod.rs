@@ -14,6 +14,7 @@ mod columnwise;
 #[allow(missing_docs)]
 mod dequantize;
 mod describe;
+pub(crate) mod instances;
 #[allow(missing_docs)]
 mod ms_eden;
 #[allow(missing_docs)]

@@ -13,6 +13,7 @@ use crate::{
     },
     memory::{allocate, download},
     reference::Question,
+    registry::{DummyDevice, Expected, Instance, instance},
 };
 
 /// Whether the device rounds stochastically by an instruction of its own.
@@ -93,4 +94,27 @@ pub fn random_bits_kernel(
         }
         item += CUBE_COUNT * CUBE_DIM as usize;
     }
+}
+
+/// For the registry of kernels.
+pub(crate) fn instances(device: &DummyDevice) -> Vec<Instance> {
+    let expected = match device.has_stochastic() {
+        true => Expected {
+            e2m1_rn: Some(false),
+            e2m1_rs: Some(true),
+            ..Expected::default()
+        },
+        false => Expected::default(),
+    };
+    vec![instance!(
+        device,
+        random_bits_kernel,
+        "",
+        expected,
+        device.buffer(256),
+        device.buffer(64),
+        device.buffer(64),
+        64,
+        device.conversion,
+    )]
 }

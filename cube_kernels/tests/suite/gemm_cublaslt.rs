@@ -1032,7 +1032,7 @@ fn fp4_is_refused_visibly() {
     let events = events.lock().unwrap().join("\n");
     println!("{events}");
     assert!(events.contains("gemm without cuBLASLt"), "{events}");
-    assert!(events.contains("MatrixInstructions"), "{events}");
+    assert!(events.contains("Cmma"), "{events}");
     let portable = GemmBackend::Cmma;
     let expected = multiply(
         &client,

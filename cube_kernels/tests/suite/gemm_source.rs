@@ -74,7 +74,7 @@ fn sm90_kernel_uses_the_tensor_cores_and_spills_nothing() {
             2048,
         )
     };
-    if let Some(sass) = compile(&tools, "decode", &cuda_source("decode", kernel)) {
+    if let Some(sass) = compile(&tools, "decode", &cuda_source("decode", &kernel)) {
         assert_eq!(count(&sass, "STG.E.128"), 4);
         assert_eq!(spills(&sass), 0, "decode spills");
     }
@@ -95,7 +95,7 @@ fn sm90_kernel_uses_the_tensor_cores_and_spills_nothing() {
             64,
         )
     };
-    if let Some(sass) = compile(&tools, "transpose", &cuda_source("transpose", kernel)) {
+    if let Some(sass) = compile(&tools, "transpose", &cuda_source("transpose", &kernel)) {
         println!("transpose: {} lines", sass.lines().count());
         assert!(count(&sass, "LDG.E.128") >= 2);
         assert!(count(&sass, "STG.E.128") >= 1);
@@ -153,7 +153,7 @@ fn sm90_kernel_uses_the_tensor_cores_and_spills_nothing() {
             )
         };
         let name = format!("small_m-{warps}-{strips}-{columns}-{ahead}-{tail}-{halves}-{left:?}");
-        let Some(sass) = compile(&tools, &name, &cuda_source(&name, kernel)) else {
+        let Some(sass) = compile(&tools, &name, &cuda_source(&name, &kernel)) else {
             continue;
         };
         println!(
@@ -197,7 +197,7 @@ fn sm90_kernel_uses_the_tensor_cores_and_spills_nothing() {
             )
         };
         let name = format!("arrange-{packed}-{}", grouped.is_some());
-        let Some(sass) = compile(&tools, &name, &cuda_source(&name, kernel)) else {
+        let Some(sass) = compile(&tools, &name, &cuda_source(&name, &kernel)) else {
             continue;
         };
         println!("{name}: {} lines", sass.lines().count());
@@ -267,7 +267,7 @@ fn sm90_kernel_uses_the_tensor_cores_and_spills_nothing() {
                     kind,
                 )
             };
-            let Some(sass) = compile(&tools, &name, &cuda_source(&name, kernel)) else {
+            let Some(sass) = compile(&tools, &name, &cuda_source(&name, &kernel)) else {
                 continue;
             };
             println!(
@@ -350,7 +350,7 @@ fn sm90_kernel_uses_the_tensor_cores_and_spills_nothing() {
                     kind,
                 )
             };
-            let Some(sass) = compile(&tools, &name, &cuda_source(&name, kernel)) else {
+            let Some(sass) = compile(&tools, &name, &cuda_source(&name, &kernel)) else {
                 continue;
             };
             println!(

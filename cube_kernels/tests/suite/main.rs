@@ -6,6 +6,7 @@
 #[macro_use]
 mod support;
 
+mod accuracy;
 mod golden;
 mod oracle;
 mod stochastic;
@@ -50,11 +51,8 @@ mod units;
 mod unscaled;
 
 #[cfg(all(feature = "cpu", feature = "cuda"))]
-mod cuda_source;
-mod every_kernel;
-#[cfg(all(feature = "cpu", feature = "cuda"))]
 mod gemm_source;
 #[cfg(all(feature = "cpu", feature = "cuda"))]
-mod layouts_source;
-#[cfg(all(feature = "cpu", feature = "cuda"))]
 mod mma_source;
+#[cfg(all(feature = "cpu", feature = "cuda"))]
+mod registry_source;

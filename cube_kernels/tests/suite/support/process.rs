@@ -13,14 +13,12 @@ const CHILD: &str = "NVFP4_TEST_CHILD";
 /// What a child process printed: each test's verdict and its output.
 type Outcome = HashMap<String, (String, String)>;
 
-/// Whether the test `test` of `module` (a `module_path!()`) has run in a process of its own, which runs only
-/// tests of that module: all that this process was asked for. In that process itself, `false`.
+/// Whether the test `test` of the module `module` has run in a process of its own, which runs only tests of
+/// that module: all that this process was asked for. In that process itself, `false`.
 ///
 /// # Panics
 /// If the test failed there, with its output.
 pub fn ran_in_own_process(module: &str, test: &str) -> bool {
-    // libtest's names are without the crate's.
-    let module = module.split_once("::").expect("a module of the suite").1;
     if let Ok(child) = env::var(CHILD) {
         return child != module;
     }

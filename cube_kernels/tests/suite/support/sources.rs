@@ -1,9 +1,9 @@
 //! The CUDA source and the machine code of kernels, on a machine without a GPU.
 
-use std::{path::Path, sync::Arc};
+use std::path::Path;
 
 use cubecl::{
-    ir::{DeviceProperties, TargetProperties, features::Plane},
+    ir::{DeviceProperties, features::Plane},
     prelude::*,
 };
 use cubecl_server::compiler::Compiler;
@@ -28,7 +28,6 @@ macro_rules! tools {
 pub struct Fake {
     pub client: Client,
     pub properties: DeviceProperties,
-    pub target: Arc<TargetProperties>,
 }
 
 impl Fake {
@@ -40,11 +39,7 @@ impl Fake {
             properties.hardware.plane_size_min,
             properties.hardware.plane_size_max,
         ) = (32, 32);
-        Self {
-            target: client.target_properties_shared(),
-            client,
-            properties,
-        }
+        Self { client, properties }
     }
 
     pub fn buffer(&self, len: usize) -> BufferArg {
@@ -54,7 +49,7 @@ impl Fake {
 }
 
 /// What CubeCL makes of `kernel`, in CUDA C++.
-pub fn cuda_source(name: &str, kernel: impl CubeKernel) -> String {
+pub fn cuda_source(name: &str, kernel: &dyn CubeKernel) -> String {
     let mut compiler = cubecl_cpp::shared::CppCompiler::<cubecl_cpp::target::Cuda>::default();
     let mut options = cubecl_cpp::shared::CompilationOptions::default();
     options.supports_features.grid_constants = true;
@@ -62,6 +57,18 @@ pub fn cuda_source(name: &str, kernel: impl CubeKernel) -> String {
     compiled
         .unwrap_or_else(|error| panic!("{name}: {error:?}"))
         .to_string()
+}
+
+/// Whether this run compiles for all architectures: `cargo xtask test --full`.
+pub fn is_full() -> bool {
+    std::env::var_os("NVFP4_TEST_FULL").is_some()
+}
+
+/// The architectures among `all` that this run compiles for: Hopper and Blackwell of data centres, or all.
+/// The test `registry_source::other_architectures` names the others.
+pub fn architectures<'a>(all: &[&'a str]) -> Vec<&'a str> {
+    let is_compiled_for = |arch: &&str| is_full() || ["sm_90a", "sm_100a"].contains(arch);
+    all.iter().copied().filter(is_compiled_for).collect()
 }
 
 /// Whether `NVFP4_ONLY`, a part of its name, leaves this kernel out.

@@ -6,8 +6,9 @@ use burn_nn::{Linear, LinearConfig};
 use burn_nvfp4::{Nvfp4Recipe, Nvfp4State, RngState, decorate};
 use burn_optim::{GradientsParams, SgdConfig};
 
-use crate::counted::{Step, collect, is_quantized_once_until_it_changes, quantized};
-use crate::models::{device, tensor};
+use super::models::{device, tensor};
+use crate::support::counted::{Step, collect, is_quantized_once_until_it_changes, quantized};
+use crate::support::skip::own_process;
 
 /// A weight that no other test of this process has.
 const SIZE: [usize; 2] = [80, 176];
@@ -46,6 +47,7 @@ fn step(layer: &Linear, batch: u64) -> Step {
 
 #[test]
 fn a_decorated_weight_is_quantized_once_until_it_changes() {
+    own_process!("decorate");
     let _alone = collect();
     is_quantized_once_until_it_changes(SIZE, layer, step);
 }
@@ -54,6 +56,7 @@ fn a_decorated_weight_is_quantized_once_until_it_changes() {
 /// back: each multiplies its own weight.
 #[test]
 fn queued_steps_multiply_the_weight_that_they_were_given() {
+    own_process!("decorate");
     let _alone = collect();
     let kept = layer(Nvfp4Recipe::new());
     let plain = layer(Nvfp4Recipe::new().with_cache_weights(false));

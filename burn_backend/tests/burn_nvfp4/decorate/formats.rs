@@ -6,7 +6,9 @@ use burn_core::tensor::DType;
 use burn_nvfp4::decorate::{GemmFormat, LayerReport};
 use burn_nvfp4::{LayerMode, Nvfp4Recipe, decorate, set_mode};
 
-use crate::models::{Plain, assert_same_step, bits, device, pair, tensor};
+use crate::support::skip::own_process;
+
+use super::models::{Plain, assert_same_step, bits, device, pair, tensor};
 
 use GemmFormat::{HighPrecision, Mxfp8, Nvfp4, Nvfp4Mixed};
 
@@ -49,6 +51,7 @@ macro_rules! presets {
 
             $(#[test]
             fn $name() {
+                own_process!("decorate");
                 preset(stringify!($name), $formats);
             })*
 
@@ -79,6 +82,7 @@ presets! {
 /// NVFP4.
 #[test]
 fn modes_switch_between_steps() {
+    own_process!("decorate");
     let device = device().autodiff();
     let (decorated, explicit) = pair(Plain::new(true, &device), &Nvfp4Recipe::new());
     let modes = [
@@ -109,6 +113,7 @@ fn modes_switch_between_steps() {
 /// The backward-only switch of `nvidia` is the preset whose backward is in high precision.
 #[test]
 fn a_high_precision_backward_is_that_of_the_preset() {
+    own_process!("decorate");
     let device = device().autodiff();
     let plain = Plain::new(false, &device);
     let switched = decorate(plain.clone(), &Nvfp4Recipe::nvidia()).unwrap();
@@ -128,6 +133,7 @@ fn a_high_precision_backward_is_that_of_the_preset() {
 /// A run that heals from its middle on, step by step as a training loop asks for it.
 #[test]
 fn healing() {
+    own_process!("decorate");
     let device = device().autodiff();
     for forward_only in [false, true] {
         let healing = burn_nvfp4::recipe::Healing {

@@ -7,7 +7,9 @@ use burn_nvfp4::telemetry::{OperandSample, Telemetry};
 use burn_nvfp4::{Nvfp4Recipe, Nvfp4State, decorate};
 use burn_optim::{GradientsAccumulator, GradientsParams, SgdConfig};
 
-use crate::models::{
+use crate::support::skip::own_process;
+
+use super::models::{
     Plain, assert_same_step, bits, device, explicit_grads, pair, plain_grads, small_only, tensor,
 };
 
@@ -73,6 +75,7 @@ fn steps() -> usize {
 
 #[test]
 fn matrices() {
+    own_process!("decorate");
     let device = device().autodiff();
     for dtype in dtypes() {
         assert_equal("2-D", [32, 32], true, true, dtype, steps(), &device);
@@ -81,6 +84,7 @@ fn matrices() {
 
 #[test]
 fn constant_inputs() {
+    own_process!("decorate");
     let device = device().autodiff();
     for dtype in dtypes() {
         assert_equal(
@@ -97,6 +101,7 @@ fn constant_inputs() {
 
 #[test]
 fn batches_that_burn_folds() {
+    own_process!("decorate");
     let device = device().autodiff();
     for dtype in dtypes() {
         assert_equal(
@@ -115,6 +120,7 @@ fn batches_that_burn_folds() {
 /// products and their sum.
 #[test]
 fn batches_that_burn_keeps() {
+    own_process!("decorate");
     let device = device().autodiff();
     for dtype in dtypes() {
         assert_equal(
@@ -140,6 +146,7 @@ fn batches_that_burn_keeps() {
 
 #[test]
 fn four_axes_without_biases() {
+    own_process!("decorate");
     let device = device().autodiff();
     assert_equal(
         "4-D",
@@ -156,6 +163,7 @@ fn four_axes_without_biases() {
 /// drawn twice.
 #[test]
 fn gradient_checkpointing() {
+    own_process!("decorate");
     let device = device().autodiff().gradient_checkpointing();
     let plain = Plain::new(true, &device);
     let (decorated, explicit) = pair(plain, &Nvfp4Recipe::new());
@@ -176,6 +184,7 @@ fn gradient_checkpointing() {
 /// Micro-batches draw different bits, and their gradients add up.
 #[test]
 fn gradient_accumulation() {
+    own_process!("decorate");
     let device = device().autodiff();
     let (decorated, explicit) = pair(Plain::new(true, &device), &Nvfp4Recipe::new());
     let (mut one, mut other) = (GradientsAccumulator::new(), GradientsAccumulator::new());
@@ -202,6 +211,7 @@ fn gradient_accumulation() {
 /// Inference draws nothing and gives the training forward's numbers.
 #[test]
 fn inference() {
+    own_process!("decorate");
     let device = device().autodiff();
     let (decorated, explicit) = pair(Plain::new(true, &device), &Nvfp4Recipe::new());
     let x = tensor([6, 32], 1, DType::F32, &device).inner();
@@ -215,6 +225,7 @@ fn inference() {
 /// High-precision layers are Burn's own.
 #[test]
 fn high_precision_layers_are_left_alone() {
+    own_process!("decorate");
     let device = device().autodiff();
     let plain = Plain::new(true, &device);
     let x = tensor([32, 32], 1, DType::F32, &device);
@@ -234,6 +245,7 @@ fn high_precision_layers_are_left_alone() {
 /// Records are those of the undecorated model, both ways, and so is the model after `undecorate`.
 #[test]
 fn records_and_undecorate() {
+    own_process!("decorate");
     let device = device().autodiff();
     let plain = Plain::new(true, &device);
     let bytes = |model: Plain| model.into_record().into_bytes().unwrap().to_vec();
@@ -259,6 +271,7 @@ fn records_and_undecorate() {
 /// What telemetry sees of a decorated layer is what it sees of an explicit one.
 #[test]
 fn telemetry_is_that_of_explicit_layers() {
+    own_process!("decorate");
     let device = device().autodiff();
     let (decorated, explicit) = pair(Plain::new(true, &device), &Nvfp4Recipe::new());
     let x = tensor([20, 32], 5, DType::F32, &device);

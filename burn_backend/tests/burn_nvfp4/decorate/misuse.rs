@@ -6,7 +6,9 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use burn_core::tensor::{DType, Tensor};
 use burn_nvfp4::{Nvfp4Recipe, decorate};
 
-use crate::models::{Plain, device, tensor};
+use crate::support::skip::own_process;
+
+use super::models::{Plain, device, tensor};
 
 /// The broken guarantees after `use_model`, of which the next use of the model must speak too.
 #[track_caller]
@@ -26,6 +28,7 @@ fn failures(use_model: impl FnOnce(&Plain, Tensor<2>)) -> String {
 
 #[test]
 fn other_operations_on_the_weight() {
+    own_process!("decorate");
     let text = failures(|model, _| {
         let sum = model.second.weight.val().powi_scalar(2).sum();
         let value: f32 = sum.into_scalar();
@@ -39,6 +42,7 @@ fn other_operations_on_the_weight() {
 
 #[test]
 fn one_value_in_two_matmuls() {
+    own_process!("decorate");
     let text = failures(|model, x| {
         let weight = model.first.weight.val();
         let y = x.clone().matmul(weight.clone()) + x.mul_scalar(2.0).matmul(weight);
@@ -52,6 +56,7 @@ fn one_value_in_two_matmuls() {
 
 #[test]
 fn a_transposed_weight() {
+    own_process!("decorate");
     let text = failures(|model, x| {
         let weight = model.first.weight.val().transpose();
         let y = tensor::<2>([32, 48], 2, DType::F32, &x.device()).matmul(weight);
@@ -65,6 +70,7 @@ fn a_transposed_weight() {
 
 #[test]
 fn an_operation_between_matmul_and_bias() {
+    own_process!("decorate");
     let text = failures(|model, x| {
         let weight = model.first.weight.val();
         let bias = model.first.bias.as_ref().unwrap().val();

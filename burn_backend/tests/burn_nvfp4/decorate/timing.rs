@@ -7,8 +7,8 @@ use burn_core::tensor::{DType, Device, Tensor, TensorData};
 use burn_nn::{Linear, LinearConfig};
 use burn_nvfp4::{Nvfp4Linear, Nvfp4Recipe, decorate};
 
-use crate::models::{device, leaf, noise, small_only};
-use crate::skip::skip;
+use super::models::{device, leaf, noise, small_only};
+use crate::support::skip::skip;
 
 /// Milliseconds of a step, after warm-up; the smallest of three.
 fn time(device: &Device, mut step: impl FnMut()) -> f64 {

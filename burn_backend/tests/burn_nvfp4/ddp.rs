@@ -3,7 +3,6 @@
 //!
 //! Skips itself, and says so, unless `NVFP4_TEST_DEVICE=cuda` and there are two CUDA devices. Run
 //! it with `--nocapture` to see the losses, step by step.
-#![cfg(feature = "cuda")]
 
 use burn_core as burn;
 
@@ -20,10 +19,7 @@ use burn_nvfp4::{
 };
 use burn_optim::AdamWConfig;
 
-#[path = "shared/skip.rs"]
-mod skip;
-
-use skip::skip;
+use crate::support::skip::{own_process, skip};
 
 const WIDTH: usize = 128;
 /// Rows of the global batch; each of two devices takes half.
@@ -179,6 +175,7 @@ fn net(recipe: &Nvfp4Recipe, device: &Device) -> Net {
 /// All in one test: NCCL has one communicator for each device and process.
 #[test]
 fn two_devices_train_as_one() {
+    own_process!("ddp");
     let devices = match devices() {
         Ok(devices) => devices,
         Err(reason) => skip!("{reason}"),

@@ -1,4 +1,9 @@
-//! Devices, data and the oracle's composition of a linear layer.
+//! What the modules of the suite share: devices, data and the oracle's composition of a linear layer.
+
+pub mod counted;
+#[path = "../../../../cube_kernels/tests/suite/support/process.rs"]
+pub mod process;
+pub mod skip;
 
 use burn_core::tensor::{DType, Device, Tensor, TensorData};
 use burn_nvfp4::ops::{
@@ -47,8 +52,8 @@ pub fn activation() -> DType {
 /// Skip the test on CubeCL's CPU runtime.
 macro_rules! skip_where_small_only {
     () => {
-        if crate::common::small_only() {
-            crate::skip::skip!("CubeCL's CPU runtime runs the small tests only");
+        if crate::support::small_only() {
+            crate::support::skip::skip!("CubeCL's CPU runtime runs the small tests only");
         }
     };
 }
@@ -58,7 +63,9 @@ pub(crate) use skip_where_small_only;
 macro_rules! flex_only {
     () => {
         if std::env::var("NVFP4_TEST_DEVICE").is_ok_and(|name| name != "flex") {
-            crate::skip::skip!("it is about Flex or about no device at all, and ran there");
+            crate::support::skip::skip!(
+                "it is about Flex or about no device at all, and ran there"
+            );
         }
     };
 }
@@ -68,7 +75,7 @@ pub(crate) use flex_only;
 macro_rules! cuda_only {
     () => {
         if std::env::var("NVFP4_TEST_DEVICE").as_deref() != Ok("cuda") {
-            crate::skip::skip!("it is about a device that works beside the host: CUDA");
+            crate::support::skip::skip!("it is about a device that works beside the host: CUDA");
         }
     };
 }

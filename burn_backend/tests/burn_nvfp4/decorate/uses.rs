@@ -7,13 +7,16 @@ use burn_nn::LinearLayout;
 use burn_nvfp4::decorate;
 use burn_nvfp4::{Nvfp4Recipe, Nvfp4State};
 
-use crate::models::{
+use crate::support::skip::own_process;
+
+use super::models::{
     Explicit, Plain, assert_same_step, bits, device, explicit_grads, pair, plain_grads, tensor,
 };
 
 /// Each call of a layer in one graph draws its own bits, and the gradients of its weight add up.
 #[test]
 fn a_layer_called_twice() {
+    own_process!("decorate");
     let device = device().autodiff();
     let (decorated, explicit) = pair(Plain::new(true, &device), &Nvfp4Recipe::new());
     let [x1, x2] = [1, 2].map(|seed| tensor::<2>([32, 32], seed, DType::F32, &device));
@@ -40,6 +43,7 @@ fn a_layer_called_twice() {
 /// Frozen weights have no gradient, and hand on that of their input.
 #[test]
 fn frozen_weights_with_a_tracked_input() {
+    own_process!("decorate");
     let device = device().autodiff();
     let (decorated, explicit) = pair(Plain::new(true, &device), &Nvfp4Recipe::new());
     let (decorated, explicit) = (decorated.no_grad(), explicit.no_grad());
@@ -57,6 +61,7 @@ fn frozen_weights_with_a_tracked_input() {
 /// Weights that are stored transposed.
 #[test]
 fn column_major_weights() {
+    own_process!("decorate");
     let device = device().autodiff();
     let plain = Plain::with_layout(true, LinearLayout::Col, &device);
     let (decorated, explicit) = pair(plain, &Nvfp4Recipe::new());
@@ -71,6 +76,7 @@ fn column_major_weights() {
 /// model of the same graph may be given one that is not theirs.
 #[test]
 fn shapes_and_models_that_alternate() {
+    own_process!("decorate");
     let device = device().autodiff();
     let plain = Plain::new(true, &device);
     let (decorated, explicit) = pair(plain.clone(), &Nvfp4Recipe::new());

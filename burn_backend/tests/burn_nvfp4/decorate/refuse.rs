@@ -1,5 +1,7 @@
 //! What cannot be decorated, and what the errors say.
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
 use burn_core as burn;
 
 use burn_core::module::{Module, Param, ParamGroup};
@@ -7,7 +9,9 @@ use burn_core::tensor::{DType, Device, Tensor};
 use burn_nn::{Linear, LinearConfig};
 use burn_nvfp4::{Decorator, Nvfp4Recipe, decorate};
 
-use crate::models::{Plain, bits, device, tensor};
+use crate::support::skip::own_process;
+
+use super::models::{Plain, bits, device, tensor};
 
 #[track_caller]
 fn refused<M: Module>(result: Result<M, burn_nvfp4::Nvfp4Error>, parts: &[&str]) {
@@ -23,6 +27,7 @@ fn refused<M: Module>(result: Result<M, burn_nvfp4::Nvfp4Error>, parts: &[&str])
 #[cfg(feature = "flex")]
 #[test]
 fn other_devices() {
+    own_process!("decorate");
     let _ = device();
     let model = Plain::new(true, &Device::flex().autodiff());
     refused(
@@ -34,16 +39,20 @@ fn other_devices() {
 /// A decorated model that is moved away says so when it is used.
 #[cfg(feature = "flex")]
 #[test]
-#[should_panic(expected = "Flex")]
 fn a_move_to_another_device() {
+    own_process!("decorate");
     let model = decorate(Plain::new(true, &device()), &Nvfp4Recipe::new()).unwrap();
     let flex = Device::flex();
     let model = model.to_device(&flex);
-    model.forward(Tensor::<2>::zeros([16, 32], &flex));
+    let x = Tensor::<2>::zeros([16, 32], &flex);
+    let panic = catch_unwind(AssertUnwindSafe(|| model.forward(x))).unwrap_err();
+    let text = panic.downcast_ref::<String>().expect("a text");
+    assert!(text.contains("Flex"), "{text}");
 }
 
 #[test]
 fn models_twice_or_without_layers() {
+    own_process!("decorate");
     let device = device();
     let model = decorate(Plain::new(true, &device), &Nvfp4Recipe::new()).unwrap();
     refused(
@@ -56,6 +65,7 @@ fn models_twice_or_without_layers() {
 
 #[test]
 fn shapes_and_groups() {
+    own_process!("decorate");
     let device = device();
     let odd = || Plain {
         first: LinearConfig::new(32, 40).init(&device),
@@ -91,6 +101,7 @@ struct Own {
 
 #[test]
 fn own_layers_are_included_on_request() {
+    own_process!("decorate");
     let device = device().autodiff();
     let linear = LinearConfig::new(32, 32).with_bias(false).init(&device);
     let own = Own {
@@ -114,6 +125,7 @@ fn own_layers_are_included_on_request() {
 
 #[test]
 fn excluded_layers_are_not_decorated() {
+    own_process!("decorate");
     let device = device().autodiff();
     let plain = Plain::new(true, &device);
     let x = tensor::<2>([32, 32], 1, DType::F32, &device);
@@ -159,6 +171,7 @@ struct Headed {
 /// routers.
 #[test]
 fn heads_and_routers_stay_in_high_precision() {
+    own_process!("decorate");
     let device = device().autodiff();
     let linear = |d_out| LinearConfig::new(32, d_out).init(&device);
     let model = Headed {
@@ -209,6 +222,7 @@ struct OnlyHead {
 
 #[test]
 fn a_model_of_heads_alone_is_refused() {
+    own_process!("decorate");
     let head = LinearConfig::new(32, 16).init(&device());
     refused(
         decorate(OnlyHead { head }, &Nvfp4Recipe::new()),

@@ -1,5 +1,4 @@
 //! Fusion that stops exploring: a process of its own, because Burn reads the limit once.
-#![cfg(feature = "cpu")]
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
@@ -7,11 +6,14 @@ use burn_core::tensor::{Device, Distribution, Tensor};
 use burn_nn::{Linear, LinearConfig};
 use burn_nvfp4::{Decorator, Nvfp4Recipe, decorate};
 
+use crate::support::skip::own_process;
+
 /// Products of shapes never seen before, until the limit is used up: what ran up to there ran in
 /// NVFP4, what came after is an error in strict mode and counted in lenient mode. At no time is
 /// there a number that high precision has computed unnoticed.
 #[test]
 fn a_used_up_exploration_limit_is_noticed() {
+    own_process!("decorate_limits");
     // SAFETY: the only test of this process, before any thread of Burn exists.
     unsafe { std::env::set_var("BURN_FUSION_MAX_EXPLORATIONS", "2") };
     decorate::install().unwrap();

@@ -8,11 +8,14 @@ use burn_nn::transformer::{
 use burn_nvfp4::{Nvfp4Recipe, decorate};
 use burn_optim::{GradientsParams, SgdConfig};
 
-use crate::models::{bits, device, small_only, tensor};
+use crate::support::skip::own_process;
+
+use super::models::{bits, device, small_only, tensor};
 
 /// Every product of every layer, in every role, on every step.
 #[test]
 fn encoder_attention_and_feed_forward() {
+    own_process!("decorate");
     let device = device().autodiff();
     let (width, tokens, layers, steps) = if small_only() {
         (16, 8, 2, 2)
@@ -77,6 +80,7 @@ fn encoder_attention_and_feed_forward() {
 
 #[test]
 fn feed_forward() {
+    own_process!("decorate");
     let device = device().autodiff();
     let model = PositionWiseFeedForwardConfig::new(16, 32)
         .with_dropout(0.0)

@@ -1,0 +1,158 @@
+//! Instances of the kernels of mixtures of experts, for the registry.
+
+use cubecl::prelude::*;
+
+use super::kernels::{
+    GroupRowsLaunch, broadcast_group_values_kernel, moe_unpermute_backward_kernel,
+    moe_unpermute_kernel, move_groups_kernel, rescale_kernel, segment_sum_kernel,
+    zero_padding_rows_kernel,
+};
+use crate::{
+    registry::{DummyDevice, Expected, Instance, instance},
+    tensor::FloatKind,
+};
+
+/// Of the matrices. Nothing is launched: lengths of buffers do not matter.
+const ROWS: usize = 256;
+const COLS: usize = 256;
+const BLOCKS: usize = ROWS * COLS / 16;
+
+/// No conversion, and no spilled registers.
+const NONE: Expected = Expected {
+    e2m1_rn: Some(false),
+    e2m1_rs: None,
+    e4m3: Some(false),
+    spills: Some(false),
+};
+
+/// All instances that `device` uses.
+pub(crate) fn instances(device: &DummyDevice) -> Vec<Instance> {
+    let b = |len| device.buffer(len);
+    let mut all = Vec::new();
+    all.push(instance!(
+        device,
+        rescale_kernel,
+        "",
+        NONE,
+        b(9),
+        b(9),
+        8,
+        256,
+        16,
+        16,
+        256
+    ));
+    all.push(instance!(
+        device,
+        broadcast_group_values_kernel,
+        "",
+        NONE,
+        b(8),
+        b(9),
+        b(ROWS),
+        ROWS,
+        8
+    ));
+    for kind in [FloatKind::F32, FloatKind::F16, FloatKind::Bf16] {
+        let (tag, wide, elem) = (format!("{kind:?}"), AddressType::U64, kind.storage_type());
+        all.push(instance!(
+            device,
+            segment_sum_kernel,
+            &tag,
+            NONE,
+            wide,
+            b(BLOCKS),
+            b(9),
+            b(BLOCKS),
+            ROWS,
+            COLS,
+            8,
+            kind,
+            elem
+        ));
+        all.push(instance!(
+            device,
+            zero_padding_rows_kernel,
+            &tag,
+            NONE,
+            wide,
+            b(9),
+            b(BLOCKS),
+            ROWS,
+            COLS,
+            8,
+            kind,
+            elem
+        ));
+        for (address, width) in [(AddressType::U32, 4), (AddressType::U64, 1)] {
+            for weighted in [false, true] {
+                all.push(instance!(
+                    device,
+                    moe_unpermute_kernel,
+                    format!("{tag}-{address:?}-{width}-{weighted}"),
+                    NONE,
+                    address,
+                    width,
+                    b(BLOCKS),
+                    b(BLOCKS),
+                    b(BLOCKS),
+                    b(BLOCKS),
+                    ROWS,
+                    ROWS,
+                    COLS,
+                    2,
+                    weighted,
+                    kind,
+                    device.conversion
+                ));
+            }
+            all.push(instance!(
+                device,
+                moe_unpermute_backward_kernel,
+                format!("{tag}-{address:?}-{width}"),
+                NONE,
+                address,
+                width,
+                b(BLOCKS),
+                b(BLOCKS),
+                b(BLOCKS),
+                b(BLOCKS),
+                b(BLOCKS),
+                b(BLOCKS),
+                ROWS,
+                COLS,
+                2,
+                true,
+                kind,
+                device.conversion
+            ));
+        }
+    }
+    for address in [AddressType::U32, AddressType::U64] {
+        for (width, storage) in [
+            (4, u32::elem_type_native()),
+            (8, FloatKind::Bf16.storage_type()),
+        ] {
+            for pad in [false, true] {
+                let tag = format!("{address:?}-{storage:?}-{pad}");
+                all.push(instance!(
+                    device,
+                    move_groups_kernel,
+                    &tag,
+                    NONE,
+                    address,
+                    width,
+                    b(BLOCKS),
+                    GroupRowsLaunch::new(b(9), b(9), 8),
+                    b(BLOCKS),
+                    ROWS,
+                    ROWS,
+                    COLS,
+                    pad,
+                    storage
+                ));
+            }
+        }
+    }
+    all
+}

@@ -1,0 +1,95 @@
+//! Instances of the kernels that find the largest magnitude.
+
+use cubecl::ir::{ElemType, UIntKind};
+
+use super::{
+    super::kernels::{
+        AmaxOutLaunch, AmaxPlan, AmaxTilesLaunch, Grouping, ShapeLaunch, SinkArgs, amax_kernel,
+        amax_tiles_kernel, zero_kernel,
+    },
+    COLS, ELEMENTS, ROWS, producer,
+};
+use crate::{
+    cube::hadamard::SignsLaunch,
+    policy::HadamardSize,
+    registry::{DummyDevice, Expected, Instance, instance},
+    tensor::AmaxGranularity,
+};
+
+pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
+    let b = |len| device.buffer(len);
+    let signs = || SignsLaunch::new(1, 2, 3, 4);
+    let word = ElemType::UInt(UIntKind::U32);
+    let mut all = Vec::new();
+    all.push(instance!(
+        device,
+        zero_kernel,
+        "",
+        Expected::default(),
+        b(64),
+        b(64),
+        64,
+        64
+    ));
+    for (dtype, address) in ELEMENTS {
+        let tag = format!("{dtype:?}-{address:?}");
+        let words = ROWS * COLS * dtype.size() / 4;
+        all.push(instance!(
+            device,
+            amax_kernel,
+            &tag,
+            Expected::default(),
+            address,
+            4,
+            b(words / 4),
+            b(1),
+            words / 4,
+            false,
+            true,
+            device.conversion,
+            dtype,
+            word
+        ));
+        for (hadamard, grouping, computed) in [
+            (None, Grouping::Offsets(16), "Plain"),
+            (Some(HadamardSize::H16), Grouping::One, "Plain"),
+            (Some(HadamardSize::H128), Grouping::Batch, "Plain"),
+            (Some(HadamardSize::H16), Grouping::One, "RmsNorm"),
+            (Some(HadamardSize::H16), Grouping::Offsets(16), "SwiGlu"),
+            (Some(HadamardSize::H16), Grouping::One, "SwiGluBackward"),
+        ] {
+            let sink = match computed {
+                "SwiGlu" | "SwiGluBackward" => SinkArgs::Matrix(b(words / 4)),
+                _ => SinkArgs::None,
+            };
+            all.push(instance!(
+                device,
+                amax_tiles_kernel,
+                format!("{tag}-{hadamard:?}-{computed}"),
+                Expected::default(),
+                address,
+                4,
+                b(words / 4),
+                producer(device, computed),
+                sink,
+                AmaxTilesLaunch::new(b(4), ShapeLaunch::new(ROWS, COLS, 2, 4), 2),
+                AmaxOutLaunch::new(b(1), b(1)),
+                signs(),
+                AmaxPlan {
+                    rows: Some(AmaxGranularity::PerTensor),
+                    cols: Some(AmaxGranularity::PerRow),
+                    hadamard,
+                    default_signs: hadamard == Some(HadamardSize::H16),
+                    grouping,
+                    elements: false,
+                    units: 256,
+                    planes: true,
+                    conversion: device.conversion,
+                    kind: dtype,
+                },
+                word
+            ));
+        }
+    }
+    all
+}

@@ -1,0 +1,50 @@
+//! Instances of the kernels that compute a matrix without quantizing it.
+
+use super::{
+    super::kernels::{produce_kernel, rms_norm_rstd_kernel},
+    COLS, ELEMENTS, ROWS, producer,
+};
+use crate::registry::{DummyDevice, Expected, Instance, instance};
+
+pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
+    let b = |len| device.buffer(len);
+    let mut all = Vec::new();
+    for (dtype, address) in ELEMENTS {
+        let tag = format!("{dtype:?}-{address:?}");
+        let words = ROWS * COLS * dtype.size() / 4;
+        all.push(instance!(
+            device,
+            rms_norm_rstd_kernel,
+            &tag,
+            Expected::default(),
+            address,
+            4,
+            b(words / 4),
+            b(ROWS),
+            ROWS,
+            COLS / 16,
+            1e-6,
+            true,
+            device.conversion,
+            dtype
+        ));
+        for computed in ["RmsNorm", "SwiGlu", "SwiGluBackward"] {
+            all.push(instance!(
+                device,
+                produce_kernel,
+                format!("{tag}-{computed}"),
+                Expected::default(),
+                address,
+                4,
+                b(words / 4),
+                producer(device, computed),
+                b(words / 4),
+                ROWS,
+                COLS * dtype.size() / 16,
+                device.conversion,
+                dtype
+            ));
+        }
+    }
+    all
+}

@@ -1,0 +1,234 @@
+//! Instances of the kernels that quantize to NVFP4.
+
+use cubecl::ir::{ElemType, UIntKind};
+
+use super::{
+    super::kernels::{
+        DrawLaunch, FoundNormLaunch, Grouping, PackedOutLaunch, PerTokenPlan, QuantOutArgs,
+        QuantPlan, QuantTargetLaunch, RowGroupsLaunch, RowNormArgs, RowPlan, ShapeLaunch,
+        TileGridLaunch, TilePlan, TokenRowsLaunch, map_tiles_kernel, quantize_per_token_kernel,
+        quantize_row_kernel, quantize_tiles_kernel,
+    },
+    BLOCKS, COLS, ELEMENTS, ROWS, producer,
+};
+use crate::{
+    cube::{block::BlockPlan, hadamard::SignsLaunch, philox::RandomLaunch},
+    policy::{BlockScaling, ErrorNorm, HadamardSize},
+    registry::{DummyDevice, Expected, Instance, instance},
+};
+
+/// Whether there are conversions to E2M1, to nearest and stochastic.
+fn e2m1(nearest: bool, stochastic: bool) -> Expected {
+    Expected {
+        e2m1_rn: Some(nearest),
+        e2m1_rs: Some(stochastic),
+        ..Expected::default()
+    }
+}
+
+pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
+    let b = |len| device.buffer(len);
+    let random = || RandomLaunch::new(1, 2, 3, 4);
+    let signs = || SignsLaunch::new(1, 2, 3, 4);
+    let word = ElemType::UInt(UIntKind::U32);
+    let mut all = Vec::new();
+    all.push(instance!(
+        device,
+        map_tiles_kernel,
+        "",
+        Expected::default(),
+        b(3),
+        b(8),
+        ShapeLaunch::new(ROWS, COLS, 2, 4),
+        4,
+        16,
+        Grouping::Offsets(16)
+    ));
+    for (dtype, address) in ELEMENTS {
+        let tag = format!("{dtype:?}-{address:?}");
+        let words = ROWS * COLS * dtype.size() / 4;
+        let copy = |stochastic, device_offset, scaling, hadamard| QuantPlan {
+            policy: BlockPlan {
+                stochastic,
+                device_offset,
+                scaling,
+                conversion: device.conversion,
+            },
+            hadamard,
+            default_signs: hadamard == Some(HadamardSize::H16) && !device_offset,
+            swizzled: device_offset,
+            per_row: hadamard.is_some() && device_offset,
+            unscaled: false,
+        };
+        let standard = BlockScaling::Standard;
+        let four_over_six = BlockScaling::FourOverSix(ErrorNorm::Mse);
+        let conversions = |plans: &[QuantPlan]| {
+            // Four over six measures errors, for which it needs the rounded values themselves.
+            let counts = |plan: &&QuantPlan| plan.policy.scaling != four_over_six;
+            let stochastic = |plan: &QuantPlan| plan.policy.stochastic;
+            let mut plans = plans.iter().filter(counts);
+            let nearest = plans.clone().any(|plan| !stochastic(plan));
+            e2m1(
+                nearest && device.has_nearest(),
+                plans.any(stochastic) && device.has_stochastic(),
+            )
+        };
+        let values = |plan| QuantPlan {
+            unscaled: true,
+            ..plan
+        };
+        let draw = || DrawLaunch::new(b(2), random(), signs());
+        let packed_out = || QuantOutArgs::Packed(PackedOutLaunch::new(b(BLOCKS), b(BLOCKS)));
+        let target = |plan: Option<QuantPlan>| {
+            let out = match plan {
+                None => QuantOutArgs::Absent,
+                Some(plan) if plan.unscaled => QuantOutArgs::Bf16Unscaled(b(BLOCKS)),
+                Some(_) => packed_out(),
+            };
+            QuantTargetLaunch::new(b(8), draw(), out)
+        };
+        let row_plans = [
+            copy(false, false, standard, None),
+            copy(true, false, standard, None),
+            copy(true, true, BlockScaling::Headroom, None),
+            copy(false, false, four_over_six, None),
+            values(copy(false, false, standard, None)),
+        ];
+        let grouped = [(5, row_plans[0], true), (6, row_plans[1], true)];
+        let alone = row_plans.into_iter().enumerate();
+        for (i, plan, find_groups) in alone.map(|(i, plan)| (i, plan, false)).chain(grouped) {
+            all.push(instance!(
+                device,
+                quantize_row_kernel,
+                format!("{tag}-{i}"),
+                conversions(&[plan]),
+                address,
+                4,
+                b(words / 4),
+                target(Some(plan)),
+                RowGroupsLaunch::new(b(9), 8),
+                ROWS,
+                COLS / 16,
+                RowPlan {
+                    quant: plan,
+                    across: 2,
+                    whole_tiles: true,
+                    find_groups,
+                    kind: dtype,
+                }
+            ));
+        }
+        for (i, plan, computed) in [
+            (0, row_plans[0], "Plain"),
+            (1, row_plans[2], "Plain"),
+            (0, row_plans[0], "RmsNorm"),
+            (0, row_plans[0], "SwiGlu"),
+            (0, row_plans[0], "SwiGluBackward"),
+            (0, row_plans[0], "FoundNorm"),
+        ] {
+            let norm = match computed {
+                "FoundNorm" => RowNormArgs::Found(FoundNormLaunch::new(b(ROWS), b(COLS / 4), 1e-6)),
+                _ => RowNormArgs::None,
+            };
+            all.push(instance!(
+                device,
+                quantize_per_token_kernel,
+                format!("{tag}-{i}-{computed}"),
+                conversions(&[plan]),
+                address,
+                4,
+                b(words / 4),
+                producer(device, computed),
+                norm,
+                b(ROWS),
+                packed_out(),
+                draw(),
+                TokenRowsLaunch::new(ROWS, ROWS, COLS / 16),
+                PerTokenPlan {
+                    quant: plan,
+                    kept_blocks: 4,
+                    planes: true,
+                    kind: dtype,
+                }
+            ));
+        }
+        let h16 = Some(HadamardSize::H16);
+        let tile_plans = [
+            (
+                Some(row_plans[0]),
+                Some(copy(true, false, standard, h16)),
+                false,
+            ),
+            (None, Some(copy(true, true, standard, h16)), false),
+            (
+                None,
+                Some(copy(false, false, standard, Some(HadamardSize::H128))),
+                false,
+            ),
+            (Some(row_plans[0]), Some(row_plans[0]), true),
+            (Some(row_plans[3]), Some(row_plans[3]), true),
+            (Some(row_plans[0]), Some(row_plans[0]), false),
+            (
+                Some(row_plans[0]),
+                Some(copy(true, false, standard, h16)),
+                false,
+            ),
+            (Some(row_plans[0]), None, true),
+            (None, Some(row_plans[0]), true),
+        ];
+        let of_values = [
+            (
+                Some(row_plans[4]),
+                Some(copy(false, false, standard, h16)),
+                false,
+            ),
+            (
+                Some(values(row_plans[1])),
+                Some(values(copy(true, false, standard, h16))),
+                false,
+            ),
+        ];
+        let plain = (tile_plans.into_iter().chain(of_values))
+            .enumerate()
+            .map(|(i, plan)| (i, plan, "Plain"));
+        let both = tile_plans[6];
+        let computed = ["RmsNorm", "SwiGlu", "SwiGluBackward"].map(|name| (6, both, name));
+        for (i, (row, col, tiles), computed) in plain.chain(computed) {
+            // With a scale for the whole tile the codes of four over six need no errors.
+            let expected = if tiles {
+                e2m1(device.has_nearest(), false)
+            } else {
+                conversions(&row.into_iter().chain(col).collect::<Vec<_>>())
+            };
+            all.push(instance!(
+                device,
+                quantize_tiles_kernel,
+                format!("{tag}-{i}-{computed}"),
+                expected,
+                address,
+                4,
+                b(words / 4),
+                producer(device, computed),
+                TileGridLaunch::new(b(4), ShapeLaunch::new(ROWS, COLS, 2, 4), 4usize, BLOCKS,),
+                target(row),
+                target(col),
+                TilePlan {
+                    row,
+                    col,
+                    tiles,
+                    side_by_side: i == 0 && !tiles,
+                    grouping: if i == 0 {
+                        Grouping::Offsets(16)
+                    } else {
+                        Grouping::One
+                    },
+                    elements: false,
+                    units: 256,
+                    kind: dtype,
+                },
+                word
+            ));
+        }
+    }
+    all
+}

@@ -1,0 +1,92 @@
+//! Instances of the kernels that move scales between their layouts.
+
+use cubecl::prelude::*;
+
+use super::{
+    super::kernels::{
+        ScaleShapeLaunch, swizzle_block_groups_kernel, swizzle_kernel,
+        unswizzle_block_groups_kernel, unswizzle_kernel,
+    },
+    BLOCKS, COLS, NONE, ROWS,
+};
+use crate::{
+    moe::kernels::GroupRowsLaunch,
+    registry::{DummyDevice, Instance, instance},
+};
+
+pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
+    let b = |len| device.buffer(len);
+    let mut all = Vec::new();
+    for address in [AddressType::U32, AddressType::U64] {
+        let tag = format!("{address:?}");
+        for grouped in [false, true] {
+            for (width, wide) in [(4, true), (2, true), (1, true), (1, false)] {
+                let tag = format!("{tag}-{width}-{wide}-{grouped}");
+                let groups = || GroupRowsLaunch::new(b(9), b(9), 8);
+                let scales = || ScaleShapeLaunch::new(ROWS, ROWS, COLS, 2, BLOCKS);
+                all.push(instance!(
+                    device,
+                    swizzle_kernel,
+                    &tag,
+                    NONE,
+                    address,
+                    width,
+                    b(BLOCKS),
+                    b(BLOCKS),
+                    groups(),
+                    b(BLOCKS),
+                    scales(),
+                    wide,
+                    grouped,
+                ));
+                all.push(instance!(
+                    device,
+                    unswizzle_kernel,
+                    &tag,
+                    NONE,
+                    address,
+                    width,
+                    b(BLOCKS),
+                    groups(),
+                    b(BLOCKS),
+                    b(BLOCKS),
+                    scales(),
+                    wide,
+                    grouped,
+                ));
+            }
+        }
+        all.push(instance!(
+            device,
+            swizzle_block_groups_kernel,
+            &tag,
+            NONE,
+            address,
+            b(BLOCKS),
+            b(BLOCKS),
+            b(9),
+            b(9),
+            b(BLOCKS),
+            ROWS,
+            COLS,
+            8,
+            BLOCKS,
+        ));
+        all.push(instance!(
+            device,
+            unswizzle_block_groups_kernel,
+            &tag,
+            NONE,
+            address,
+            b(BLOCKS),
+            b(9),
+            b(9),
+            b(BLOCKS),
+            ROWS,
+            2,
+            8,
+            BLOCKS,
+        ));
+    }
+    all
+}

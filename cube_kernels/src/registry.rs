@@ -1,0 +1,150 @@
+//! Instances of every kernel, made without a launch: what the tests compile to machine code on a machine
+//! without a GPU.
+//!
+//! Each module that has kernels makes their instances, in functions
+//! `instances(&DummyDevice) -> Vec<Instance>` by the macro `instance!`; [`instances`] lists the modules. A
+//! test compares the kernels that it finds here with all that the crate defines.
+
+use std::sync::Arc;
+
+use cubecl::{
+    ir::{DeviceProperties, TargetProperties, features::Plane},
+    prelude::*,
+};
+
+use crate::cube::codec::Conversion;
+
+/// A device that kernels are specialized for, and that nothing is launched on.
+pub struct DummyDevice {
+    client: Client,
+    /// The properties that kernels ask for.
+    pub properties: Arc<DeviceProperties>,
+    /// What the compiler of the device needs to know.
+    pub target: Arc<TargetProperties>,
+    /// How it converts.
+    pub conversion: Conversion,
+}
+
+impl DummyDevice {
+    /// A CUDA GPU with `conversion`. Any client will do: it allocates memory, and nothing else.
+    pub fn new(client: Client, conversion: Conversion) -> Self {
+        let mut properties = (*client.properties_shared()).clone();
+        properties.features.plane.insert(Plane::Ops);
+        (
+            properties.hardware.plane_size_min,
+            properties.hardware.plane_size_max,
+        ) = (32, 32);
+        Self {
+            properties: Arc::new(properties),
+            target: client.target_properties_shared(),
+            client,
+            conversion,
+        }
+    }
+
+    /// A buffer of `len` elements, whatever their type.
+    pub fn buffer(&self, len: usize) -> BufferArg {
+        // SAFETY: nothing is launched.
+        unsafe { BufferArg::from_raw_parts(self.client.empty(1 << 16), len) }
+    }
+
+    /// Whether it has an instruction that rounds to nearest E2M1.
+    pub fn has_nearest(&self) -> bool {
+        self.conversion.has_nearest() && self.conversion != Conversion::Emulated
+    }
+
+    /// Whether it has an instruction that rounds to E2M1 stochastically.
+    pub fn has_stochastic(&self) -> bool {
+        self.conversion == Conversion::Hardware
+    }
+}
+
+/// What the machine code of an instance must hold (`Some(true)`), must not hold (`Some(false)`), or may
+/// (`None`).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Expected {
+    /// The conversion to E2M1, to nearest.
+    pub e2m1_rn: Option<bool>,
+    /// The conversion to E2M1, stochastic.
+    pub e2m1_rs: Option<bool>,
+    /// The conversion to E4M3.
+    pub e4m3: Option<bool>,
+    /// Loads and stores of spilled registers.
+    pub spills: Option<bool>,
+}
+
+impl Expected {
+    /// Whether a conversion is expected, or excluded.
+    pub fn converts(&self) -> bool {
+        self.e2m1_rn.is_some() || self.e2m1_rs.is_some() || self.e4m3.is_some()
+    }
+}
+
+/// One instance of a kernel.
+pub struct Instance {
+    /// The kernel's name and what tells its instances apart.
+    pub name: String,
+    /// The instance itself.
+    pub kernel: Box<dyn CubeKernel>,
+    /// What its machine code must hold.
+    pub expected: Expected,
+}
+
+impl Instance {
+    /// An instance of the function `function`; `variant` tells it from the function's others.
+    pub fn new(
+        function: &str,
+        variant: impl std::fmt::Display,
+        expected: Expected,
+        kernel: impl CubeKernel,
+    ) -> Self {
+        let variant = variant.to_string();
+        let dash = if variant.is_empty() { "" } else { "-" };
+        Self {
+            name: format!("{function}{dash}{variant}"),
+            kernel: Box::new(kernel),
+            expected,
+        }
+    }
+
+    /// The name of the kernel's function, from the kernel's type.
+    pub fn function(&self) -> &'static str {
+        let path = self.kernel.name().split('<').next().unwrap_or_default();
+        let mut parts = path.rsplit("::");
+        // The last is the generated type, in a module with the function's name.
+        parts.nth(1).unwrap_or_default()
+    }
+}
+
+/// `instance!(device, kernel, variant, expected, arguments...)`: an [`Instance`] of `kernel`, in one
+/// cube of 256 units.
+macro_rules! instance {
+    ($device:expr, $kernel:ident, $variant:expr, $expected:expr, $($argument:expr),* $(,)?) => {{
+        // SAFETY: nothing is launched.
+        #[allow(unused_unsafe)]
+        let kernel = unsafe {
+            $kernel::create_dummy_kernel(
+                $device.properties.clone(),
+                $device.target.clone(),
+                cubecl::prelude::CubeCount::Static(1, 1, 1),
+                cubecl::prelude::CubeDim::new_1d(256),
+                $($argument),*
+            )
+        };
+        $crate::registry::Instance::new(stringify!($kernel), $variant, $expected, kernel)
+    }};
+}
+pub(crate) use instance;
+
+/// All instances that `device` uses.
+pub fn instances(device: &DummyDevice) -> Vec<Instance> {
+    let modules = [
+        crate::gemm::instances::instances,
+        crate::moe::instances::instances,
+        crate::quantize::instances::instances,
+    ];
+    modules
+        .iter()
+        .flat_map(|instances| instances(device))
+        .collect()
+}
