@@ -79,14 +79,6 @@ impl BlockFormat for Nvfp4 {
     const GLOBAL_SCALE: bool = true;
 }
 
-/// A block format of the OCP microscaling specification: 32 elements and a UE8M0 scale.
-pub trait MxFormat: BlockFormat {
-    /// The code of a scaled value, rounded to nearest even and saturating.
-    fn encode(value: f32) -> u8;
-    /// The value of a code.
-    fn decode(code: u8) -> f32;
-}
-
 /// Blocks of 32 E4M3 elements and a UE8M0 scale each.
 #[derive(Debug, Clone, Copy)]
 pub struct Mxfp8;
@@ -97,18 +89,6 @@ impl BlockFormat for Mxfp8 {
     const ELEMENT: ElementFormat = ElementFormat::E4m3;
     const SCALE: ScaleFormat = ScaleFormat::Ue8m0;
     const GLOBAL_SCALE: bool = false;
-}
-
-impl MxFormat for Mxfp8 {
-    #[inline(always)]
-    fn encode(value: f32) -> u8 {
-        e4m3::encode_element(value)
-    }
-
-    #[inline(always)]
-    fn decode(code: u8) -> f32 {
-        e4m3::decode_element(code)
-    }
 }
 
 /// Elements of an NVFP4 block.

@@ -20,10 +20,30 @@ use super::{Element, quantize::check_matrix};
 use crate::{
     Amax, Format, Layout, MX_BLOCK, Nvfp4Error, Origin, QuantizedTensor, Usage,
     format::{
-        block::{MxFormat, Mxfp8},
-        check_mx, ue8m0,
+        block::{BlockFormat, Mxfp8},
+        check_mx, e4m3, ue8m0,
     },
 };
+
+/// A block format of the OCP microscaling specification: 32 elements and a UE8M0 scale.
+trait MxFormat: BlockFormat {
+    /// The code of a scaled value, rounded to nearest even and saturating.
+    fn encode(value: f32) -> u8;
+    /// The value of a code.
+    fn decode(code: u8) -> f32;
+}
+
+impl MxFormat for Mxfp8 {
+    #[inline(always)]
+    fn encode(value: f32) -> u8 {
+        e4m3::encode_element(value)
+    }
+
+    #[inline(always)]
+    fn decode(code: u8) -> f32 {
+        e4m3::decode_element(code)
+    }
+}
 
 /// A `rows` x `cols` matrix in the microscaling format `format`, with blocks along `usage`.
 ///
