@@ -3,6 +3,7 @@
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use nvfp4_kernels::Format;
 use serde::{Deserialize, Serialize};
 
 use crate::ops::OperandSpec;
@@ -22,6 +23,8 @@ pub enum GemmFormat {
     Nvfp4Mixed,
     /// Both in MXFP8.
     Mxfp8,
+    /// Both in MXFP4.
+    Mxfp4,
     /// Both in the type of the activations: by a recipe of bf16, or by a [`LayerMode`].
     ///
     /// [`LayerMode`]: crate::LayerMode
@@ -30,22 +33,23 @@ pub enum GemmFormat {
 
 impl GemmFormat {
     /// All formats, in the order of the variants.
-    pub const ALL: [Self; 4] = [
+    pub const ALL: [Self; 5] = [
         Self::Nvfp4,
         Self::Nvfp4Mixed,
         Self::Mxfp8,
+        Self::Mxfp4,
         Self::HighPrecision,
     ];
 
     /// The format of a GEMM of two operands.
     pub(super) fn of(operands: [OperandSpec; 2]) -> Self {
-        match operands.map(|operand| operand.is_nvfp4()) {
-            [true, true] => Self::Nvfp4,
-            [true, false] | [false, true] => Self::Nvfp4Mixed,
-            [false, false] if operands.iter().any(|operand| operand.params().is_some()) => {
-                Self::Mxfp8
-            }
-            [false, false] => Self::HighPrecision,
+        let format = |operand: &OperandSpec| operand.params().map(|params| params.format);
+        match (format(&operands[0]), format(&operands[1])) {
+            (Some(Format::Nvfp4), Some(Format::Nvfp4)) => Self::Nvfp4,
+            (Some(Format::Nvfp4), _) | (_, Some(Format::Nvfp4)) => Self::Nvfp4Mixed,
+            (Some(Format::Mxfp8), _) | (_, Some(Format::Mxfp8)) => Self::Mxfp8,
+            (Some(Format::Mxfp4), _) | (_, Some(Format::Mxfp4)) => Self::Mxfp4,
+            (None, None) => Self::HighPrecision,
         }
     }
 }
@@ -56,6 +60,7 @@ impl fmt::Display for GemmFormat {
             Self::Nvfp4 => "NVFP4",
             Self::Nvfp4Mixed => "NVFP4 x high precision",
             Self::Mxfp8 => "MXFP8",
+            Self::Mxfp4 => "MXFP4",
             Self::HighPrecision => "high precision",
         })
     }

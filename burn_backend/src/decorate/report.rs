@@ -21,6 +21,9 @@ pub struct RoleReport {
     pub nvfp4_mixed: u64,
     /// [`GemmFormat::Mxfp8`].
     pub mxfp8: u64,
+    /// [`GemmFormat::Mxfp4`].
+    #[serde(default)]
+    pub mxfp4: u64,
     /// [`GemmFormat::HighPrecision`]: what the recipe or the mode of the layer asks for.
     pub high_precision: u64,
     /// GEMMs that were missed: Burn computed them, in the type of their operands, whatever the
@@ -34,6 +37,7 @@ impl RoleReport {
             nvfp4: counters.ran(GemmFormat::Nvfp4),
             nvfp4_mixed: counters.ran(GemmFormat::Nvfp4Mixed),
             mxfp8: counters.ran(GemmFormat::Mxfp8),
+            mxfp4: counters.ran(GemmFormat::Mxfp4),
             high_precision: counters.ran(GemmFormat::HighPrecision),
             missed: counters.missed_count(),
         }
@@ -45,6 +49,7 @@ impl RoleReport {
             GemmFormat::Nvfp4 => self.nvfp4,
             GemmFormat::Nvfp4Mixed => self.nvfp4_mixed,
             GemmFormat::Mxfp8 => self.mxfp8,
+            GemmFormat::Mxfp4 => self.mxfp4,
             GemmFormat::HighPrecision => self.high_precision,
         }
     }

@@ -310,6 +310,7 @@ mod tests {
         fwd_nvfp4_bwd_bf16,
         weight_only_qat,
         mxfp8,
+        mxfp4,
         bf16
     );
 

@@ -72,6 +72,11 @@ impl QuantParams {
         Self::new(Format::Mxfp8)
     }
 
+    /// MXFP4.
+    pub const fn mxfp4() -> Self {
+        Self::new(Format::Mxfp4)
+    }
+
     /// NVFP4 by MS-EDEN: after `hadamard`, of 128, which both operands of a GEMM share, with the
     /// bits of `stream`.
     pub const fn ms_eden(hadamard: Hadamard, stream: RandomStream) -> Self {

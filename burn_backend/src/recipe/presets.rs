@@ -11,7 +11,7 @@ const HIGH: QuantSpec = QuantSpec::HIGH_PRECISION;
 type Preset = (&'static str, fn() -> Nvfp4Recipe);
 
 /// The presets by name.
-const PRESETS: [Preset; 11] = [
+const PRESETS: [Preset; 12] = [
     ("nvidia", Nvfp4Recipe::nvidia),
     ("nvidia_4over6", Nvfp4Recipe::nvidia_4over6),
     ("nvidia_headroom", Nvfp4Recipe::nvidia_headroom),
@@ -25,6 +25,7 @@ const PRESETS: [Preset; 11] = [
     ("fwd_nvfp4_bwd_bf16", Nvfp4Recipe::fwd_nvfp4_bwd_bf16),
     ("weight_only_qat", Nvfp4Recipe::weight_only_qat),
     ("mxfp8", Nvfp4Recipe::mxfp8),
+    ("mxfp4", Nvfp4Recipe::mxfp4),
     ("bf16", Nvfp4Recipe::bf16),
 ];
 
@@ -178,6 +179,18 @@ impl Nvfp4Recipe {
         Self {
             fprop: FpropRecipe { x: mx, w: mx },
             ..Self::fwd_nvfp4_bwd_mxfp8()
+        }
+    }
+
+    /// MXFP4 everywhere, rounded to nearest: what the smaller blocks and the two-level scale of NVFP4
+    /// are compared with.
+    pub fn mxfp4() -> Self {
+        let mx = QuantSpec::MXFP4;
+        Self {
+            fprop: FpropRecipe { x: mx, w: mx },
+            dgrad: DgradRecipe { dy: mx, w: mx },
+            wgrad: WgradRecipe { x: mx, dy: mx },
+            ..Self::new()
         }
     }
 

@@ -21,6 +21,8 @@ pub enum OperandFormat {
     MsEden,
     /// MXFP8: blocks of 32 with E4M3 elements and power-of-two scales.
     Mxfp8,
+    /// MXFP4: blocks of 32 with E2M1 elements and power-of-two scales, no global scale.
+    Mxfp4,
 }
 
 /// How elements are rounded.
@@ -129,6 +131,8 @@ impl QuantSpec {
     pub const MS_EDEN: Self = Self::new(OperandFormat::MsEden);
     /// MXFP8.
     pub const MXFP8: Self = Self::new(OperandFormat::Mxfp8);
+    /// MXFP4.
+    pub const MXFP4: Self = Self::new(OperandFormat::Mxfp4);
 
     /// `format` with the default options.
     pub const fn new(format: OperandFormat) -> Self {
@@ -306,6 +310,7 @@ impl QuantSpec {
         OperandSpec::Quantized(match self.format {
             OperandFormat::HighPrecision => return OperandSpec::HighPrecision,
             OperandFormat::Mxfp8 => QuantParams::mxfp8(),
+            OperandFormat::Mxfp4 => QuantParams::mxfp4(),
             OperandFormat::MsEden => {
                 let Draw { stream, eden, .. } = draw(None);
                 QuantParams::ms_eden(eden, stream)

@@ -44,8 +44,10 @@ fn words(operand: &OperandSpec) -> String {
     let Some(params) = operand.params() else {
         return "high".into();
     };
-    if params.format == Format::Mxfp8 {
-        return "mxfp8".into();
+    match params.format {
+        Format::Mxfp8 => return "mxfp8".into(),
+        Format::Mxfp4 => return "mxfp4".into(),
+        Format::Nvfp4 => {}
     }
     let rounding = match params.rounding {
         QuantRounding::MsEden(_) => return "ms-eden".into(),
@@ -135,6 +137,7 @@ fn presets_are_what_they_are_called_after() {
             Forward,
         ),
         ("mxfp8", ["mxfp8"; 6], Original),
+        ("mxfp4", ["mxfp4"; 6], Original),
         ("bf16", ["high"; 6], Original),
     ];
     assert!(Nvfp4Recipe::preset_names().eq(presets.map(|(name, ..)| name)));

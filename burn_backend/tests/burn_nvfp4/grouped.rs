@@ -11,7 +11,7 @@ use burn_nvfp4::ops::{
 };
 use burn_nvfp4::{ExpertOffsets, Hadamard, Nvfp4Recipe, RandomStream, RngState, Rounding, Usage};
 use nvfp4_kernels::reference::{self, EDEN_GROUP, padding};
-use nvfp4_kernels::{BlockScaling, HadamardSize, QuantizedTensor, Storage};
+use nvfp4_kernels::{BlockScaling, Format, HadamardSize, QuantizedTensor, Storage};
 
 use crate::support::skip::skip;
 use crate::support::{
@@ -343,7 +343,7 @@ impl Grouped<'_> {
     ) {
         let mut expected = Copies::default();
         for part in parts {
-            let packed = part.mx(usage);
+            let packed = part.mx(usage, Format::Mxfp8);
             expected.codes.push(packed.codes().to_vec());
             expected.scales.push(packed.scales().to_vec());
         }
@@ -671,7 +671,7 @@ mod the_loop_over_experts {
 
     /// Presets whose products are Burn's own on CubeCL's CPU runtime, but for one with a forward in
     /// NVFP4.
-    const BY_BURN: [&str; 3] = ["weight_only_qat", "mxfp8", "bf16"];
+    const BY_BURN: [&str; 4] = ["weight_only_qat", "mxfp8", "mxfp4", "bf16"];
 
     macro_rules! presets {
         ($($name:ident),* $(,)?) => {
@@ -697,6 +697,7 @@ mod the_loop_over_experts {
         weight_only_qat,
         quartet2,
         mxfp8,
+        mxfp4,
         bf16,
     );
 
@@ -731,7 +732,7 @@ mod the_loop_over_experts {
         let device = device().autodiff();
         let float = has(&plain, |operand| *operand == OperandSpec::HighPrecision);
         let mx = has(&plain, |operand| {
-            *operand == OperandSpec::Quantized(QuantParams::mxfp8())
+            operand.params().is_some_and(|params| params.format.is_mx())
         });
         let eden = has(&plain, |operand| {
             operand.params().is_some_and(QuantParams::is_ms_eden)

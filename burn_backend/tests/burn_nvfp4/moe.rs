@@ -132,6 +132,7 @@ fn in_nvfp4_it_is_the_loop_of_plain_layers() {
             ("fwd_nvfp4_bwd_mxfp8", 2),
             ("fwd_nvfp4_bwd_mxfp8_dequantized", 2),
             ("mxfp8", 2),
+            ("mxfp4", 2),
         ],
     };
     for (preset, top_k) in presets {

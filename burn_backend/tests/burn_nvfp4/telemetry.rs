@@ -363,7 +363,7 @@ fn samples_are_the_oracles() {
 #[test]
 fn other_formats_are_not_looked_at() {
     let device = device().autodiff();
-    for name in ["bf16", "mxfp8"] {
+    for name in ["bf16", "mxfp8", "mxfp4"] {
         let recipe = Nvfp4Recipe::preset(name).unwrap();
         let layer = Nvfp4LinearConfig::new(WIDTHS[0], WIDTHS[1]).with_recipe(recipe);
         let layer = layer.init(&device);

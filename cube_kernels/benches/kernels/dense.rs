@@ -8,7 +8,7 @@ use nvfp4_kernels::{
 
 use crate::{
     harness::Section,
-    inputs::{Inputs, MX, NEAREST, copy_of, plain_and_transformed, rht, stochastic, words},
+    inputs::{Inputs, MX, MXFP4, NEAREST, copy_of, plain_and_transformed, rht, stochastic, words},
 };
 
 const ONE: &Groups = &Groups::One;
@@ -240,7 +240,7 @@ pub fn policies(section: &mut Section<'_>, inputs: &Inputs) {
     per_token(section, "per token 4/6 MAE", inputs, scaled(NEAREST, MAE));
     columns_per_token(section, inputs);
     values(section, inputs);
-    mxfp8(section, "", inputs);
+    mx(section, "", inputs);
 }
 
 /// Four over six along rows.
@@ -305,16 +305,19 @@ fn values(section: &mut Section<'_>, inputs: &Inputs) {
     }
 }
 
-fn mxfp8(section: &mut Section<'_>, suffix: &str, inputs: &Inputs) {
+/// The microscaling formats, in both usages.
+fn mx(section: &mut Section<'_>, suffix: &str, inputs: &Inputs) {
     let client = section.client();
-    let bytes = inputs.elements() * (inputs.dtype.size() as f64 + MX);
-    for (name, usage) in [
-        ("MXFP8 row", Usage::Rowwise),
-        ("MXFP8 col", Usage::Columnwise),
+    for (name, format, packed) in [
+        ("MXFP8", Format::Mxfp8, MX),
+        ("MXFP4", Format::Mxfp4, MXFP4),
     ] {
-        section.time(&format!("{name}{suffix}"), bytes, |i| {
-            quantize::mx_quantize(&client, inputs.get(i), usage, Format::Mxfp8).unwrap();
-        });
+        let bytes = inputs.elements() * (inputs.dtype.size() as f64 + packed);
+        for (side, usage) in [("row", Usage::Rowwise), ("col", Usage::Columnwise)] {
+            section.time(&format!("{name} {side}{suffix}"), bytes, |i| {
+                quantize::mx_quantize(&client, inputs.get(i), usage, format).unwrap();
+            });
+        }
     }
 }
 
@@ -342,6 +345,6 @@ pub fn types(section: &mut Section<'_>, (rows, cols): (usize, usize)) {
             plain(NEAREST),
         );
         tiles(section, suffix, inputs, ONE);
-        mxfp8(section, suffix, inputs);
+        mx(section, suffix, inputs);
     }
 }

@@ -17,6 +17,8 @@ use nvfp4_kernels::{
 pub const PACKED: f64 = 0.5 + 1.0 / 16.0;
 /// Those of MXFP8.
 pub const MX: f64 = 1.0 + 1.0 / 32.0;
+/// Those of MXFP4.
+pub const MXFP4: f64 = 0.5 + 1.0 / 32.0;
 
 pub const NEAREST: DeviceRounding = DeviceRounding::Nearest;
 

@@ -13,6 +13,8 @@ pub enum Format {
     Nvfp4,
     /// [`Mxfp8`].
     Mxfp8,
+    /// [`Mxfp4`].
+    Mxfp4,
 }
 
 /// The type of one element.
@@ -91,6 +93,18 @@ impl BlockFormat for Mxfp8 {
     const GLOBAL_SCALE: bool = false;
 }
 
+/// Blocks of 32 E2M1 elements and a UE8M0 scale each.
+#[derive(Debug, Clone, Copy)]
+pub struct Mxfp4;
+
+impl BlockFormat for Mxfp4 {
+    const FORMAT: Format = Format::Mxfp4;
+    const BLOCK: usize = MX_BLOCK;
+    const ELEMENT: ElementFormat = ElementFormat::E2m1;
+    const SCALE: ScaleFormat = ScaleFormat::Ue8m0;
+    const GLOBAL_SCALE: bool = false;
+}
+
 /// Elements of an NVFP4 block.
 pub const BLOCK: usize = Nvfp4::BLOCK;
 
@@ -121,6 +135,7 @@ impl Format {
         match self {
             Self::Nvfp4 => Constants::of::<Nvfp4>(),
             Self::Mxfp8 => Constants::of::<Mxfp8>(),
+            Self::Mxfp4 => Constants::of::<Mxfp4>(),
         }
     }
 

@@ -1,7 +1,7 @@
 //! The microscaling formats: blocks of 32 elements with a UE8M0 scale (numerics, section 10).
 //!
 //! For a block whose largest magnitude is `a`: `v = fl(a · fl(1/max))`, `max` being the largest
-//! element, 448 in MXFP8. The scale byte `e` is `v` rounded up to a power of two, an element is
+//! element: 448 in MXFP8, 6 in MXFP4. The scale byte `e` is `v` rounded up to a power of two, an element is
 //! `fl(x · 2^(127 - e))` rounded to nearest even and saturating, and decodes to
 //! `fl(q · 2^(e - 127))`.
 //!
@@ -16,12 +16,12 @@
 
 use rayon::prelude::*;
 
-use super::{Element, quantize::check_matrix};
+use super::{Element, quantize::check_matrix, rounding::round_nearest};
 use crate::{
     Amax, Format, Layout, MX_BLOCK, Nvfp4Error, Origin, QuantizedTensor, Usage,
     format::{
-        block::{BlockFormat, Mxfp8},
-        check_mx, e4m3, ue8m0,
+        block::{BlockFormat, Mxfp4, Mxfp8},
+        check_mx, e2m1, e4m3, ue8m0,
     },
 };
 
@@ -42,6 +42,18 @@ impl MxFormat for Mxfp8 {
     #[inline(always)]
     fn decode(code: u8) -> f32 {
         e4m3::decode_element(code)
+    }
+}
+
+impl MxFormat for Mxfp4 {
+    #[inline(always)]
+    fn encode(value: f32) -> u8 {
+        round_nearest(value)
+    }
+
+    #[inline(always)]
+    fn decode(code: u8) -> f32 {
+        e2m1::decode(code)
     }
 }
 
@@ -69,6 +81,7 @@ pub fn mx_quantize<T: Element>(
         .for_each(|(row, (codes, scales))| match format {
             Format::Nvfp4 => unreachable!("checked"),
             Format::Mxfp8 => quantize_row::<T, Mxfp8>(x, &layout, row, codes, scales),
+            Format::Mxfp4 => quantize_row::<T, Mxfp4>(x, &layout, row, codes, scales),
         });
     QuantizedTensor::from_parts(layout, codes, scales, Amax::Absent, Origin::default())
 }
@@ -121,6 +134,7 @@ pub fn mx_dequantize(packed: &QuantizedTensor) -> Vec<f32> {
     match packed.layout().format {
         Format::Nvfp4 => panic!("`packed` must be in a microscaling format"),
         Format::Mxfp8 => dequantize_as::<Mxfp8>(packed),
+        Format::Mxfp4 => dequantize_as::<Mxfp4>(packed),
     }
 }
 
@@ -159,6 +173,24 @@ mod tests {
         let packed = mx_quantize(&x, 1, 32, Usage::Rowwise, Format::Mxfp8).unwrap();
         assert_eq!(packed.scales(), [125]);
         assert_eq!(mx_dequantize(&packed)[0], 56.0);
+    }
+
+    #[test]
+    fn a_block_of_mxfp4_by_hand() {
+        // 6 · 2⁻³ = 0.75 is the largest value of scale 2⁻³; 0.76 needs the next one.
+        let mut x = [0f32; 32];
+        x[..5].copy_from_slice(&[0.75, -0.0625, 0.3, -0.0, 0.03]);
+        let packed = mx_quantize(&x, 1, 32, Usage::Rowwise, Format::Mxfp4).unwrap();
+        assert_eq!(packed.scales(), [124]);
+        // 6, -0.5, 2.4 -> 2, -0, 0.24 -> 0; the first of two elements in the low nibble.
+        assert_eq!(packed.codes().len(), 16);
+        assert_eq!(packed.codes()[..3], [0x97, 0x84, 0x00]);
+        assert_eq!(mx_dequantize(&packed)[..5], [0.75, -0.0625, 0.25, 0.0, 0.0]);
+        x[0] = 0.76;
+        let packed = mx_quantize(&x, 1, 32, Usage::Rowwise, Format::Mxfp4).unwrap();
+        assert_eq!(packed.scales(), [125]);
+        // 3.04 -> 3.
+        assert_eq!(mx_dequantize(&packed)[0], 0.75);
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! MXFP8 kernels against the oracle, byte for byte, on CubeCL's CPU runtime or on a GPU
+//! The kernels of the microscaling formats against the oracle, byte for byte, on CubeCL's CPU runtime or on a GPU
 //! (`NVFP4_TEST_DEVICE`).
 
 use crate::support::device::{DeviceElement, assert_bytes, assert_floats, read_matrix, upload};
@@ -12,19 +12,27 @@ use nvfp4_kernels::{
 };
 
 const USAGES: [Usage; 2] = [Usage::Rowwise, Usage::Columnwise];
+const FORMATS: [Format; 2] = [Format::Mxfp8, Format::Mxfp4];
+
+/// Every format in every usage.
+fn cases() -> impl Iterator<Item = (Format, Usage)> {
+    FORMATS
+        .into_iter()
+        .flat_map(|format| USAGES.map(|usage| (format, usage)))
+}
 
 fn assert_same(client: &Client, found: &DeviceQuantized, expected: &QuantizedTensor, what: &str) {
     let found = found.to_host(client, Origin::default()).unwrap();
     assert_blocks!(found, expected, what);
 }
 
-/// Both orientations of one matrix, and back.
+/// Both usages of one matrix in every format, and back.
 fn check_matrix<T: DeviceElement>(client: &Client, x: &[T], rows: usize, cols: usize, what: &str) {
     let matrix = upload(client, x, rows, cols);
-    for usage in USAGES {
-        let what = format!("{what} {rows}x{cols} {:?} {usage:?}", T::KIND);
-        let expected = reference::mx_quantize(x, rows, cols, usage, Format::Mxfp8).unwrap();
-        let found = quantize::mx_quantize(client, &matrix, usage, Format::Mxfp8).unwrap();
+    for (format, usage) in cases() {
+        let what = format!("{what} {rows}x{cols} {:?} {format:?} {usage:?}", T::KIND);
+        let expected = reference::mx_quantize(x, rows, cols, usage, format).unwrap();
+        let found = quantize::mx_quantize(client, &matrix, usage, format).unwrap();
         assert_same(client, &found, &expected, &what);
         let expected = reference::mx_dequantize(&expected);
         let exact = quantize::mx_dequantize(client, &found, FloatKind::F32).unwrap();
@@ -58,6 +66,28 @@ const SHAPES: [(usize, usize); 15] = [
 
 matrix_tests!(check_matrix, SHAPES, (79, 72));
 
+/// Every E2M1 value and every midpoint between two, with their neighbours, in a block whose scale is
+/// one.
+#[test]
+fn every_boundary_of_e2m1() {
+    let client = client!("every_boundary_of_e2m1");
+    let decode = nvfp4_kernels::format::e2m1::decode;
+    let mut x = Vec::new();
+    for code in 0..7u8 {
+        let middle = 0.5 * (decode(code) + decode(code + 1));
+        let mut block = vec![6.0f32, -0.0];
+        for point in [decode(code), middle] {
+            for delta in [-2i32, -1, 0, 1, 2] {
+                let bits = (point.to_bits() as i32 + delta).max(0) as u32;
+                block.extend([f32::from_bits(bits), -f32::from_bits(bits)]);
+            }
+        }
+        block.resize(32, f32::from_bits(1));
+        x.extend(block);
+    }
+    check_matrix(&client, &x, x.len() / 32, 32, "boundaries");
+}
+
 /// Every E4M3 value and every midpoint between two, with their neighbours, in a block whose scale is
 /// one: the instruction and its software form must agree on all of them.
 #[test]
@@ -80,13 +110,14 @@ fn every_element_boundary() {
     check_matrix(&client, &x, x.len() / 32, 32, "boundaries");
 }
 
-/// Block maxima at each power of two times 448, and beside it, over the whole range of `f32`.
+/// Block amax values at each power of two times 448 and times 6, and beside them, over the whole range
+/// of `f32`.
 #[test]
 fn every_scale_boundary() {
     let client = client!("every_scale_boundary");
     let mut x = Vec::new();
     for exponent in -149..=127 {
-        for factor in [1.0, 1.75] {
+        for factor in [1.0, 1.5, 1.75] {
             let value = 2f64.powi(exponent) * factor;
             for delta in [-2i32, -1, 0, 1, 2] {
                 let bits = ((value as f32).to_bits() as i32 + delta).max(0) as u32;
@@ -107,32 +138,26 @@ fn empty() {
     }
 }
 
-/// The bytes of a NVFP4 operand dequantized, rounded to `V`, and quantized to MXFP8.
+/// The bytes of an NVFP4 operand dequantized, rounded to `V`, and quantized to every format.
 fn check_requantize<V: DeviceElement>(client: &Client, packed: &QuantizedTensor, what: &str) {
     let device = DeviceQuantized::from_host(client, packed);
     let dequantized = convert::<V>(&reference::dequantize(packed));
-    for usage in USAGES {
+    for (format, usage) in cases() {
         let what = format!(
-            "{what} {}x{} {:?} to {usage:?} via {:?}",
+            "{what} {}x{} {:?} to {format:?} {usage:?} via {:?}",
             packed.rows(),
             packed.cols(),
             packed.usage(),
             V::KIND
         );
-        let expected = reference::mx_quantize(
-            &dequantized,
-            packed.rows(),
-            packed.cols(),
-            usage,
-            Format::Mxfp8,
-        )
-        .unwrap();
-        let found =
-            quantize::mx_requantize(client, &device, usage, Format::Mxfp8, V::KIND).unwrap();
+        let expected =
+            reference::mx_quantize(&dequantized, packed.rows(), packed.cols(), usage, format)
+                .unwrap();
+        let found = quantize::mx_requantize(client, &device, usage, format, V::KIND).unwrap();
         assert_same(client, &found, &expected, &what);
         // And it is what the kernels do one after another.
         let dense = quantize::dequantize(client, &device, V::KIND).unwrap();
-        let found = quantize::mx_quantize(client, &dense, usage, Format::Mxfp8).unwrap();
+        let found = quantize::mx_quantize(client, &dense, usage, format).unwrap();
         assert_same(client, &found, &expected, &what);
     }
 }
@@ -225,10 +250,10 @@ fn more_elements_than_32_bits_index() {
     let matrix = upload(&client, &x, rows, cols);
     drop(x);
     let small = upload(&client, &tail, 128, cols);
-    for usage in USAGES {
-        let large = quantize::mx_quantize(&client, &matrix, usage, Format::Mxfp8).unwrap();
+    for (format, usage) in cases() {
+        let large = quantize::mx_quantize(&client, &matrix, usage, format).unwrap();
         let large = large.to_host(&client, Origin::default()).unwrap();
-        let small = quantize::mx_quantize(&client, &small, usage, Format::Mxfp8).unwrap();
+        let small = quantize::mx_quantize(&client, &small, usage, format).unwrap();
         let small = small.to_host(&client, Origin::default()).unwrap();
         // Stored rows of the large matrix end in those of the small one; all else is zero.
         let (outer, length) = match usage {
@@ -236,7 +261,11 @@ fn more_elements_than_32_bits_index() {
             Usage::Columnwise => (cols, 128),
         };
         for (large, small, length) in [
-            (large.codes(), small.codes(), length),
+            (
+                large.codes(),
+                small.codes(),
+                length * format.code_bits() / 8,
+            ),
             (large.scales(), small.scales(), length / 32),
         ] {
             let rows = large.chunks(large.len() / outer).zip(small.chunks(length));

@@ -228,13 +228,9 @@ impl Matrix {
         in_dtype!(self, |values| run(values, self.rows, self.cols, scaling))
     }
 
-    pub fn mx(&self, usage: Usage) -> QuantizedTensor {
+    pub fn mx(&self, usage: Usage, format: Format) -> QuantizedTensor {
         in_dtype!(self, |values| reference::mx_quantize(
-            values,
-            self.rows,
-            self.cols,
-            usage,
-            Format::Mxfp8
+            values, self.rows, self.cols, usage, format
         )
         .unwrap())
     }
@@ -270,7 +266,7 @@ impl Matrix {
             return Operand::Float(cast, usage);
         };
         match params {
-            params if params.format == Format::Mxfp8 => Operand::Mxfp8(self.mx(usage)),
+            params if params.format.is_mx() => Operand::Mx(self.mx(usage, params.format)),
             params if params.is_ms_eden() => Operand::Nvfp4(self.eden_from(usage, params, 0)),
             params if params.block == BlockShape::Block2d => {
                 let (row, col) = self.tiles(params.scaling);
@@ -287,7 +283,7 @@ impl Matrix {
 /// One side of a product, by the oracle.
 pub enum Operand {
     Nvfp4(QuantizedTensor),
-    Mxfp8(QuantizedTensor),
+    Mx(QuantizedTensor),
     Float(Matrix, Usage),
 }
 
@@ -296,7 +292,7 @@ impl Operand {
     pub fn again(&self, spec: &OperandSpec, usage: Usage, dtype: DType) -> Operand {
         let (values, rows, cols) = match self {
             Self::Nvfp4(packed) => (reference::dequantize(packed), packed.rows(), packed.cols()),
-            Self::Mxfp8(packed) => (
+            Self::Mx(packed) => (
                 reference::mx_dequantize(packed),
                 packed.rows(),
                 packed.cols(),
@@ -339,7 +335,7 @@ impl From<&Operand> for Stored {
     fn from(operand: &Operand) -> Self {
         match operand {
             Operand::Nvfp4(packed) => packed.into(),
-            Operand::Mxfp8(packed) => {
+            Operand::Mx(packed) => {
                 let (outer, depth) = (packed.outer(), packed.blocks() * MX_BLOCK);
                 let (codes, scales) = (packed.codes().to_vec(), packed.scales().to_vec());
                 let layout = packed.layout().stored();
