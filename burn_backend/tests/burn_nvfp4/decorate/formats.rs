@@ -10,7 +10,7 @@ use crate::support::skip::own_process;
 
 use super::models::{Plain, assert_same_step, bits, device, pair, tensor};
 
-use GemmFormat::{HighPrecision, Mxfp8, Nvfp4, Nvfp4Mixed};
+use GemmFormat::{HighPrecision, Mxfp4, Mxfp8, Nvfp4, Nvfp4Mixed};
 
 /// Fail unless the products of `layer` ran once in each role, in these formats.
 fn assert_ran(what: &str, layer: &LayerReport, formats: [GemmFormat; 3]) {
@@ -74,6 +74,7 @@ presets! {
     fwd_nvfp4_bwd_bf16: [Nvfp4, HighPrecision, HighPrecision],
     weight_only_qat: [Nvfp4Mixed, HighPrecision, HighPrecision],
     mxfp8: [Mxfp8; 3],
+    mxfp4: [Mxfp4; 3],
     bf16: [HighPrecision; 3],
 }
 
