@@ -56,8 +56,8 @@ pub(crate) const W4A16_STRIP: usize = 64;
 pub struct W4a16Tile {
     /// Rows of `a`: 32, 64, 128 or 256.
     pub rows_a: usize,
-    /// Consumer warpgroups that have the same 64 rows of `b` and take turns along the contraction: 2 or
-    /// 4; or 1, and two warpgroups have 64 rows each.
+    /// Consumer warpgroups that have the same 64 rows of `b` and take turns along the contraction:
+    /// 2 or 4; or 1, and two warpgroups have 64 rows each.
     pub ways: usize,
 }
 
@@ -95,7 +95,8 @@ impl W4a16Tile {
         }
     }
 
-    /// Rows of `a` that instructions may span, ascending: a tile takes the first that holds its rows.
+    /// Rows of `a` that instructions may span, ascending: a tile takes the first that holds its
+    /// rows.
     pub const fn widths(self) -> &'static [usize] {
         match (self.rows_a, self.ways) {
             (256, _) => &[128, 256],
@@ -106,7 +107,7 @@ impl W4a16Tile {
         }
     }
 
-    /// Rows of `a` that one instruction of the copy engine brings: they divide all widths.
+    /// Rows of `a` that one TMA instruction brings: they divide all widths.
     pub const fn rows_of_copy(self) -> usize {
         match self.rows_a {
             256 => 128,
@@ -133,7 +134,7 @@ pub(crate) const CMMA_TILE_N: usize = 128;
 pub enum CmmaTile {
     /// 128 x 128: each plane has 64 x 32.
     M128,
-    /// 32 x 128, for few rows: each plane has 32 x 16.
+    /// 32 x 128, for small M: each plane has 32 x 16.
     M32,
 }
 

@@ -1,5 +1,5 @@
-//! 16x16 tiles: one scale for each, and the columnwise tensor as the exact transpose of the rowwise one,
-//! so that nothing is quantized twice.
+//! 16x16 tiles: one scale for each, and the columnwise tensor as the exact transpose of the rowwise
+//! one, so that nothing is quantized twice.
 
 use cubecl::prelude::*;
 
@@ -120,15 +120,16 @@ fn sum_of_rows(errors: &Shared<[u32]>, first: usize, #[comptime] per_row: usize)
     rows[0]
 }
 
-/// Where the two words of codes of a block along a row wait. Units that transpose 16 rows of eight columns
-/// each read words of four neighbouring columns of eight times 16 rows: all in different banks.
+/// Where the two words of codes of a block along a row wait. Units that transpose 16 rows of eight
+/// columns each read words of four neighbouring columns of eight times 16 rows: all in different
+/// banks.
 #[cube]
 pub fn code_at(row: usize, block: usize) -> usize {
     row * CODE_PITCH + row / 8usize * 2usize + block * 2usize
 }
 
-/// Writes the transposed codes of a tile, and the scales of its 16x16 tiles for each of their columns. A
-/// unit takes 16 rows of eight columns at a time.
+/// Writes the transposed codes of a tile, and the scales of its 16x16 tiles for each of their
+/// columns. A unit takes 16 rows of eight columns at a time.
 #[cube]
 pub(super) fn write_transposed(
     memory: &TileMemory,
@@ -148,7 +149,8 @@ pub(super) fn write_transposed(
     let padded_start = shape.cols.div_ceil(128) * 128usize * tile.padded_before * 4usize;
     let mut item = UNIT_POS as usize;
     while item < comptime!(8 * 2 * tile::row_blocks(kind)) {
-        // Neighbours take the 16-row blocks of the same columns, which are neighbours in the result.
+        // Neighbours take the 16-row blocks of the same columns, which are neighbours in the
+        // result.
         let place = item % 8usize;
         let eight = item / 8usize;
         let block = block0 + place;
@@ -183,7 +185,8 @@ pub(super) fn write_transposed(
                 }
             }
             if comptime!(plan.swizzled) {
-                // Columns behind the last one and blocks behind the last one pad the layout with zeros.
+                // Columns behind the last one and blocks behind the last one pad the layout with
+                // zeros.
                 if block < padded_group * 4usize {
                     let target = padded_start + swizzled_at(column, block, padded_group);
                     let byte = select(column < shape.cols, scale, 0u32);
@@ -221,7 +224,8 @@ pub fn transpose_8x8(words: &mut Array<u32>, #[comptime] conversion: Conversion)
     }
 }
 
-/// Bytes of `a` (numbers 0 to 3) and `b` (4 to 7), chosen by the nibbles of `selector`, lowest first.
+/// Bytes of `a` (numbers 0 to 3) and `b` (4 to 7), chosen by the nibbles of `selector`, lowest
+/// first.
 #[cube]
 fn bytes_of(a: u32, b: u32, #[comptime] selector: u32, #[comptime] conversion: Conversion) -> u32 {
     if comptime!(conversion.has_ptx()) {

@@ -53,8 +53,8 @@ pub(super) fn quantize_columns(
         let at = tile::column_item(item, units, plan.hadamard, conversion);
         let word = at.word;
         let first = block0 + at.block;
-        // Units that share a transform go on together, and only what they store depends on where the
-        // matrix ends.
+        // Units that share a transform go on together, and only what they store depends on where
+        // the matrix ends.
         if shared || first < group_blocks {
             let words = tile::load_words(&memory.data, at.block * 16usize, word, count, conversion);
             let both = if comptime!(packed_amax) {
@@ -68,8 +68,8 @@ pub(super) fn quantize_columns(
                 let column = tile.col0 + c;
                 let inside = first < group_blocks && column < shape.cols;
                 if shared || inside {
-                    // Loaded again for the other column, where they would take registers that a fourth
-                    // cube on the multiprocessor needs.
+                    // Loaded again for the other column, where they would take registers that a
+                    // fourth cube on the SM needs.
                     let words = if comptime!(packed_amax || half == 0) {
                         words
                     } else {
@@ -137,8 +137,8 @@ pub(super) fn quantize_columns(
     }
 }
 
-/// Transforms `count` values of a column, where the plan says so; with PTX they are returned in bf16
-/// pairs, too.
+/// Transforms `count` values of a column, where the plan says so; with PTX they are returned in
+/// bf16 pairs, too.
 #[cube]
 fn transform_column(
     values: &mut Array<f32>,
@@ -163,15 +163,15 @@ fn transform_column(
     }
 }
 
-/// Where the codes of a column wait: neighbouring units hold neighbouring words, so the columns of a
-/// word lie apart, an odd number of banks.
+/// Where the codes of a column wait: neighbouring units hold neighbouring words, so the columns of
+/// a word lie apart, an odd number of banks.
 #[cube]
 fn stage_slot(word: usize, half: usize) -> usize {
     (half * tile::WORDS + word) * STAGE_PITCH + half
 }
 
-/// Where the scale of a column's block waits: 8 blocks of two columns are written, and those of four
-/// neighbouring columns read, in different banks.
+/// Where the scale of a column's block waits: 8 blocks of two columns are written, and those of
+/// four neighbouring columns read, in different banks.
 #[cube]
 fn scale_slot(word: usize, half: usize, place: usize) -> usize {
     place * SCALE_PITCH + half * comptime!(tile::WORDS + 2) + word
@@ -194,8 +194,8 @@ pub(super) fn write_columns(
     let per_unit = comptime!(span / 16);
     let group_blocks = (tile.row_end - tile.group_row0).div_ceil(span) * per_unit;
     let block0 = (tile.row0 - tile.group_row0) / 16usize;
-    // Where the group's copy begins, and from one stored row to the next. Random bits are drawn for the
-    // same blocks in either order.
+    // Where the group's copy begins, and from one stored row to the next. Random bits are drawn for
+    // the same blocks in either order.
     let mut start = shape.cols * tile.units_before * per_unit;
     let mut row_pitch = group_blocks;
     if comptime!(side_by_side) {

@@ -97,8 +97,8 @@ pub mod kernels {
         random_bits::random_bits_kernel,
         rowwise::{RowGroupsLaunch, RowPlan, quantize_row_kernel},
         swizzle::{
-            swizzle_block_groups_kernel, swizzle_kernel, unswizzle_block_groups_kernel,
-            unswizzle_kernel,
+            ScaleShapeLaunch, swizzle_block_groups_kernel, swizzle_kernel,
+            unswizzle_block_groups_kernel, unswizzle_kernel,
         },
         tile::{Grouping, ShapeLaunch, map_tiles_kernel},
         tile_memory::{TileGridLaunch, TilePlan},

@@ -1,5 +1,5 @@
-//! Per-token quantization in one read: a row's maximum is found while the row is loaded, and the row
-//! is quantized from registers.
+//! Per-token quantization in one read: a row's maximum is found while the row is loaded, and the
+//! row is quantized from registers.
 
 use cubecl::{prelude::*, server::Handle};
 
@@ -33,14 +33,14 @@ use crate::{
 /// quantizing. What exceeds `units * KEPT` blocks of a row is read again.
 const KEPT: usize = 4;
 
-/// The row-wise copy of `x` (or of what is computed from its inputs) with one amax for each row, which it
-/// also finds: rows are tokens. See
-/// [`reference::quantize`](crate::reference::quantize) with the maxima of
-/// [`reference::amax_rows`](crate::reference::amax_rows).
+/// The rowwise tensor of `x` (or of what is computed from its inputs) with one amax for each row,
+/// which it also finds: rows are tokens. See [`reference::quantize`](crate::reference::quantize)
+/// with the amax values of [`reference::amax_rows`](crate::reference::amax_rows).
 ///
 /// # Errors
 /// When the columns of `x` are no multiple of 16, the copy has a transform or stochastic four over
-/// six, or a buffer is smaller than its shape; for a computed `x` as [`produce`](super::produce()), too.
+/// six, or a buffer is smaller than its shape; for a computed `x` as [`produce`](super::produce()),
+/// too.
 pub fn quantize_per_token<'a>(
     client: &Client,
     x: impl Into<Source<'a>>,
@@ -49,11 +49,12 @@ pub fn quantize_per_token<'a>(
     launch(client, &Input::new(x.into())?, copy, RowNormArgs::None)
 }
 
-/// [`quantize_per_token`] of `x` after RMS normalisation, and `1 / sqrt(mean(x²) + epsilon)` of each row
-/// (`f32`), which it also finds: one read of `x`. `gain` has an `f32` for each column.
+/// [`quantize_per_token`] of `x` after RMS normalisation, and `1 / sqrt(mean(x²) + epsilon)` of
+/// each row (`f32`), which it also finds: one read of `x`. `gain` has an `f32` for each column.
 ///
 /// # Errors
-/// As [`quantize_per_token`], and when `gain` is too short or does not start at a multiple of 16 bytes.
+/// As [`quantize_per_token`], and when `gain` is too short or does not start at a multiple of 16
+/// bytes.
 pub fn quantize_per_token_rms_norm(
     client: &Client,
     x: &Matrix,
@@ -117,7 +118,8 @@ fn launch(
             client,
             count,
             dim,
-            // The padding of swizzled scales makes them more than elements where rows are few and long.
+            // The padding of swizzled scales makes them more than elements where rows are few and
+            // long.
             address_type(x.len().max(args.out.scale_bytes())),
             words.width,
             words.arg(),
@@ -138,14 +140,15 @@ fn launch(
     Ok(args.out)
 }
 
-/// The column-wise copy of `x` with one amax for each column of each group, which it also finds; of the
-/// transformed values where `copy` has a transform. See [`reference::quantize`](crate::reference::quantize)
-/// with the maxima of [`reference::amax_cols`](crate::reference::amax_cols).
+/// The columnwise tensor of `x` with one amax for each column of each group, which it also finds;
+/// of the transformed values where `copy` has a transform. See
+/// [`reference::quantize`](crate::reference::quantize) with the amax values of
+/// [`reference::amax_cols`](crate::reference::amax_cols).
 ///
-/// Two passes in one call: no code of a column can be written before its last row was seen, and a strip
-/// of 64 columns of 16 bits, the least whose rows are read in whole sectors of memory, fills the shared
-/// memory of an H100 with 1800 rows. Short matrices stay in its L2 cache (50 MB) from one pass to the
-/// other.
+/// Two passes in one call: no code of a column can be written before its last row was seen, and a
+/// strip of 64 columns of 16 bits, the least whose rows are read in whole sectors of memory, fills
+/// the shared memory of an H100 with 1800 rows. Short matrices stay in its L2 cache (50 MB) from
+/// one pass to the other.
 ///
 /// # Errors
 /// As [`quantize`].
@@ -169,11 +172,11 @@ pub fn quantize_per_token_cols<'a>(
     quantize(client, x, groups, Usage::Columnwise, &request)
 }
 
-/// Both copies of `x` with one amax for each row, and for each column of each group:
-/// `(row-wise, column-wise)`. All maxima are found in one read of `x`, both copies are made in another.
+/// Both copies of `x` with one amax for each row, and for each column of each group: `(rowwise,
+/// columnwise)`. All amax values are found in one read of `x`, both copies are made in another.
 ///
 /// # Errors
-/// As [`quantize`], and when the row-wise copy has a transform.
+/// As [`quantize`], and when the rowwise tensor has a transform.
 pub fn quantize_per_token_both<'a>(
     client: &Client,
     x: impl Into<Source<'a>>,
@@ -428,8 +431,8 @@ pub fn quantize_per_token_kernel<N: Size>(
     let units = CUBE_DIM as usize;
     let unit = UNIT_POS as usize;
     let padded_blocks = blocks.div_ceil(4);
-    // One slot for each plane, or for each unit; two sets, used in turn, so that one barrier for each row
-    // is enough.
+    // One slot for each plane, or for each unit; two sets, used in turn, so that one barrier for
+    // each row is enough.
     let slots = comptime!(if planes { MAX_UNITS / 32 } else { MAX_UNITS });
     let mut partial: Shared<[u32]> = Shared::new_slice(comptime!(2 * slots));
     let mut turn = 0usize;
@@ -550,7 +553,7 @@ fn kept_block(kept: &Array<u32>, #[comptime] k: usize, #[comptime] kind: FloatKi
     words
 }
 
-/// Where the scale of a block of a row-wise copy stands.
+/// Where the scale of a block of a rowwise tensor stands.
 #[cube]
 fn scale_place(row: usize, block: usize, blocks: usize, #[comptime] plan: QuantPlan) -> usize {
     if comptime!(plan.swizzled) {

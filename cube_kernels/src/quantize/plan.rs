@@ -25,9 +25,9 @@ use crate::{
 pub struct QuantPlan {
     /// How blocks become codes.
     pub policy: BlockPlan,
-    /// The transform along the packed axis.
+    /// The transform along the contraction.
     pub hadamard: Option<HadamardSize>,
-    /// Whether its signs are the default ones, which column-wise kernels then have built in.
+    /// Whether its signs are the default ones, which columnwise kernels then have built in.
     pub default_signs: bool,
     /// Whether scales are written in the 128x4 layout.
     pub swizzled: bool,

@@ -14,7 +14,7 @@ use crate::{
     tensor::{AmaxGranularity, DeviceQuantParams, DeviceQuantized, DeviceRounding, Groups, Matrix},
 };
 
-/// The row-wise copy of `x` with one amax and compact scales: 1x16 blocks along each row. See
+/// The rowwise tensor of `x` with one amax and compact scales: 1x16 blocks along each row. See
 /// [`reference::quantize_row`](crate::reference::quantize_row).
 ///
 /// # Errors
@@ -34,9 +34,9 @@ pub fn quantize_row(
     )
 }
 
-/// The column-wise copy of `x` with one amax and compact scales: 16x1 blocks down each column, stored
-/// transposed, the last block padded with zeros; transformed first with `hadamard`, in which case
-/// `amax` is that of the transformed values. See
+/// The columnwise tensor of `x` with one amax and compact scales: 16x1 blocks down each column,
+/// stored transposed, the last block padded with zeros; transformed first with `hadamard`, in which
+/// case `amax` is that of the transformed values. See
 /// [`reference::quantize_col`](crate::reference::quantize_col).
 ///
 /// # Errors
@@ -68,14 +68,15 @@ fn plain(amax: &Handle, rounding: DeviceRounding, hadamard: Option<Hadamard>) ->
     }
 }
 
-/// One copy of `x` (or of what is computed from its inputs), along `usage`. See [`reference::quantize`](crate::reference::quantize); with
-/// groups, each group is quantized as a matrix of its own, but for the block indices of stochastic
-/// rounding, which go on from group to group.
+/// One copy of `x` (or of what is computed from its inputs), along `usage`. See
+/// [`reference::quantize`](crate::reference::quantize); with groups, each group is quantized as a
+/// matrix of its own, but for the block indices of stochastic rounding, which go on from group to
+/// group.
 ///
 /// # Errors
-/// When the packed axis of a row-wise copy is no multiple of 16 (with a transform, of its size), four
-/// over six is asked to round stochastically, the groups do not fit, or a buffer is smaller than its
-/// shape; for a computed `x` as [`produce`](super::produce()), too.
+/// When the contraction of a rowwise tensor is no multiple of 16 (with a transform, of its size),
+/// four over six is asked to round stochastically, the groups do not fit, or a buffer is smaller
+/// than its shape; for a computed `x` as [`produce`](super::produce()), too.
 pub fn quantize<'a>(
     client: &Client,
     x: impl Into<Source<'a>>,
@@ -98,9 +99,9 @@ pub fn quantize<'a>(
     Ok(row.or(col).expect("one was asked for"))
 }
 
-/// The copies of `x` that are asked for, `(row-wise, column-wise)`, from one read of it, each as
-/// [`quantize`] makes it and in the form that is asked for: what a product multiplies next, and once, may
-/// be written as values.
+/// The copies of `x` that are asked for, `(rowwise, columnwise)`, from one read of it, each as
+/// [`quantize`] makes it and in the form that is asked for: what a product multiplies next, and
+/// once, may be written as values.
 ///
 /// # Errors
 /// As [`quantize`], and when scales of values are to be swizzled.
@@ -119,7 +120,7 @@ pub fn quantize_operands<'a>(
     }
 }
 
-/// Both copies of `x` from one read of it: `(row-wise, column-wise)`, each as [`quantize`] makes it.
+/// Both copies of `x` from one read of it: `(rowwise, columnwise)`, each as [`quantize`] makes it.
 ///
 /// # Errors
 /// As [`quantize`].
@@ -136,16 +137,16 @@ pub fn quantize_both<'a>(
     Ok((row, col))
 }
 
-/// The copies of `x` that are asked for, `(row-wise, column-wise)`, each as [`quantize`] makes it of
-/// the groups, as operands of the grouped products: plain matrices, with one amax for each group, or
+/// The copies of `x` that are asked for, `(rowwise, columnwise)`, each as [`quantize`] makes it of
+/// the groups, as operands of the grouped GEMMs: plain matrices, with one amax for each group, or
 /// for each stored row of each group.
 ///
-/// The row-wise copy is that of [`quantize`]. In the column-wise one the groups lie side by side and
-/// not one after another: `cols` stored rows, in each of which group `g` takes the columns from entry
-/// `g` of [`GroupOffsets::aligned`]`(client, x.rows, unit)` on, `unit` being 16 or the size of the
-/// transform. It has room for [`padded_bound`]`(x.rows, groups, unit)` of them; those behind the last
-/// group are not written. Rows of `x` behind the last group are not written in the row-wise copy.
-/// Stochastic rounding numbers blocks as [`quantize`] does, group after group.
+/// The rowwise tensor is that of [`quantize`]. In the columnwise one the groups lie side by side
+/// and not one after another: `cols` stored rows, in each of which group `g` takes the columns from
+/// entry `g` of [`GroupOffsets::aligned`]`(client, x.rows, unit)` on, `unit` being 16 or the size
+/// of the transform. It has room for [`padded_bound`]`(x.rows, groups, unit)` of them; those behind
+/// the last group are not written. Rows of `x` behind the last group are not written in the rowwise
+/// tensor. Stochastic rounding numbers blocks as [`quantize`] does, group after group.
 ///
 /// # Errors
 /// As [`quantize`], and when scales are to be swizzled.
@@ -186,7 +187,7 @@ pub fn quantize_side_by_side<'a>(
     Ok((row, col))
 }
 
-/// Both copies of `x` in 16x16 tiles, rounded to nearest: `(row-wise, column-wise)`, the second the
+/// Both copies of `x` in 16x16 tiles, rounded to nearest: `(rowwise, columnwise)`, the second the
 /// exact transpose of the first. See
 /// [`reference::quantize_tile`](crate::reference::quantize_tile).
 ///
@@ -209,7 +210,7 @@ pub fn quantize_tile(
 }
 
 /// [`quantize_tile`] of every group, with one amax for each, any scaling, and scales in `layouts`
-/// (row-wise, column-wise). Four over six decides once for a tile.
+/// (rowwise, columnwise). Four over six decides once for a tile.
 ///
 /// # Errors
 /// As [`quantize_tile`], and when the groups do not fit.
@@ -228,7 +229,8 @@ pub fn quantize_tile_with(
     Ok((row, col))
 }
 
-/// One of the two copies of [`quantize_tile_with`], that along `usage`, without the bytes of the other.
+/// One of the two copies of [`quantize_tile_with`], that along `usage`, without the bytes of the
+/// other.
 ///
 /// # Errors
 /// As [`quantize_tile_with`].

@@ -29,8 +29,9 @@ pub(super) fn check_row_transform(copy: &DeviceQuantParams) -> Result<(), Nvfp4E
     }
 }
 
-/// Whether [`quantize_rows`] makes the row-wise copy of these groups. Not four over six: its candidates follow from
-/// the amax, which a row of a group has to itself there (16384 x 7168 in 8 groups, H100: 260 us, and 222 by tiles).
+/// Whether [`quantize_rows`] makes the rowwise tensor of these groups. Not four over six: its
+/// candidates follow from the amax, which a row of a group has to itself there (16384 x 7168 in 8
+/// groups, H100: 260 us, and 222 by tiles).
 pub(super) fn by_rows(groups: &Groups, copy: &DeviceQuantParams) -> bool {
     match groups {
         Groups::One => true,
@@ -42,8 +43,9 @@ pub(super) fn by_rows(groups: &Groups, copy: &DeviceQuantParams) -> bool {
     }
 }
 
-/// The row-wise copy of a matrix, or of groups ([`by_rows`]). A row of a group is quantized as any other, but
-/// from the amax of its group: that takes less than tiles, whose elements go through shared memory.
+/// The rowwise tensor of a matrix, or of groups ([`by_rows`]). A row of a group is quantized as any
+/// other, but from the amax of its group: that takes less than tiles, whose elements go through
+/// shared memory.
 pub(super) fn quantize_rows(
     client: &Client,
     x: &Matrix,
@@ -107,8 +109,8 @@ pub(super) fn quantize_rows(
     Ok(args.out)
 }
 
-/// Scale tiles of 128x4 side by side that are quantized together, where rows have a multiple of them: their
-/// blocks of a row are 256 bytes of `x`, those of one tile 128.
+/// Scale tiles of 128x4 side by side that are quantized together, where rows have a multiple of
+/// them: their blocks of a row are 256 bytes of `x`, those of one tile 128.
 const ACROSS: usize = 2;
 
 /// The comptime choices of [`quantize_row_kernel()`].
@@ -136,10 +138,10 @@ pub struct RowGroups {
 }
 
 /// One unit quantizes every `units`-th block. Blocks go row by row, or by `across` 128x4 tiles of
-/// scales that are neighbours in a row of tiles, so that scale bytes are written contiguously in both
-/// orders. With `find_groups` rows behind the last group are not written. A cube then has neighbouring
-/// rows, so that its units seldom come to another group, which they look for by bisection and whose
-/// scale they compute.
+/// scales that are neighbours in a row of tiles, so that scale bytes are written contiguously in
+/// both orders. With `find_groups` rows behind the last group are not written. A cube then has
+/// neighbouring rows, so that its units seldom come to another group, which they look for by
+/// bisection and whose scale they compute.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn quantize_row_kernel<N: Size>(
     x: &[Vector<u32, N>],
@@ -308,7 +310,7 @@ pub(super) fn scale_of(
     }
 }
 
-/// The values of one block of a row-wise copy, transformed where the plan says so.
+/// The values of one block of a rowwise tensor, transformed where the plan says so.
 #[cube]
 pub(super) fn row_block(
     words: &Array<u32>,

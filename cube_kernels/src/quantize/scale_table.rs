@@ -31,7 +31,8 @@ impl ScaleTable {
         }
     }
 
-    /// Filled by `count` units, of which this is number `unit`. The caller synchronises before and after.
+    /// Filled by `count` units, of which this is number `unit`. The caller synchronises before and
+    /// after.
     pub fn fill(&mut self, amax: f32, unit: u32, count: u32, #[comptime] policy: BlockPlan) {
         let global = GlobalScale::from_amax(amax, policy.scaling);
         let mut byte = unit;
@@ -83,7 +84,8 @@ pub(super) struct TablePlan {
     pub quant: QuantPlan,
 }
 
-/// Scale byte and codes of a block of `values`, which are also given as `pairs`, where the plan says so.
+/// Scale byte and codes of a block of `values`, which are also given as `pairs`, where the plan
+/// says so.
 #[cube]
 pub(super) fn quantize_by_table(
     values: &Array<f32>,

@@ -11,13 +11,13 @@ use crate::tensor::FloatKind;
 /// The comptime choices of `quantize_tiles_kernel`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct TilePlan {
-    /// The row-wise copy, if it is made.
+    /// The rowwise tensor, if it is made.
     pub row: Option<QuantPlan>,
-    /// The column-wise copy, if it is made.
+    /// The columnwise tensor, if it is made.
     pub col: Option<QuantPlan>,
     /// Whether 16x16 tiles share a scale.
     pub tiles: bool,
-    /// Whether the column-wise copies of groups lie side by side.
+    /// Whether the columnwise tensors of groups lie side by side.
     pub side_by_side: bool,
     /// How groups are given.
     pub grouping: Grouping,
@@ -30,7 +30,7 @@ pub struct TilePlan {
 }
 
 impl TilePlan {
-    /// Rows that a unit of the column-wise copy spans.
+    /// Rows that a unit of the columnwise tensor spans.
     pub(super) const fn span(&self) -> usize {
         match self.col {
             Some(col) => tile::span(col.hadamard),
@@ -38,8 +38,8 @@ impl TilePlan {
         }
     }
 
-    /// The row-wise copy, or else the column-wise one: blocks of 16x16 tiles are quantized along rows for
-    /// either.
+    /// The rowwise tensor, or else the columnwise one: blocks of 16x16 tiles are quantized along
+    /// rows for either.
     pub(super) fn either(&self) -> QuantPlan {
         self.row.or(self.col).expect("a copy is made")
     }
@@ -76,8 +76,8 @@ pub(super) const STAGE_PITCH: usize = 17;
 /// Words from the scales of one block of all columns to those of the next.
 pub(super) const SCALE_PITCH: usize = 2 * tile::WORDS + 4;
 
-/// Words of codes from one row of a tile to the next where 16x16 tiles wait for being transposed: 16,
-/// and two that spread rows over banks.
+/// Words of codes from one row of a tile to the next where 16x16 tiles wait for being transposed:
+/// 16, and two that spread rows over banks.
 pub(super) const CODE_PITCH: usize = 18;
 
 /// Words of codes of a tile, each 8 rows two further on.
@@ -95,7 +95,8 @@ pub(super) struct TileMemory {
     pub data: Shared<[u32]>,
     /// Scale bytes of its 16x16 tiles.
     pub tile_scales: Shared<[u32]>,
-    /// Of 16x16 tiles: the amax values, then the errors of blocks; then codes, until they are transposed.
+    /// Of 16x16 tiles: the amax values, then the errors of blocks; then codes, until they are
+    /// transposed.
     pub partial: Shared<[u32]>,
     /// Codes of the columns, until they are written.
     pub stage: Shared<[u32]>,

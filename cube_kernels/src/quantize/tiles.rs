@@ -1,4 +1,5 @@
-//! Quantization of tiles in shared memory: both tensors from one read, columnwise ones, and 16x16 tiles.
+//! Quantization of tiles in shared memory: both tensors from one read, columnwise ones, and 16x16
+//! tiles.
 
 use cubecl::prelude::*;
 
@@ -28,7 +29,7 @@ pub(super) enum Kind {
     Blocks,
     /// 16x16 tiles, the copies of groups one after another.
     Tiles,
-    /// 1x16 blocks, the column-wise copies of groups side by side in one matrix.
+    /// 1x16 blocks, the columnwise tensors of groups side by side in one matrix.
     SideBySide,
 }
 
@@ -73,7 +74,7 @@ pub(super) fn launch_tiles(
         _ => 0,
     };
     let swizzled_cols = col.as_ref().is_some_and(|col| col.plan.swizzled);
-    // Swizzled scales of a column-wise copy are padded to 128 stored rows, which are columns here.
+    // Swizzled scales of a columnwise tensor are padded to 128 stored rows, which are columns here.
     let width = tile::cols(x.dtype);
     let unit = if swizzled_cols { 128 } else { width };
     let tile_cols = x.cols.next_multiple_of(unit) / width;
@@ -132,9 +133,9 @@ pub(super) fn launch_tiles(
     Ok((row, col))
 }
 
-/// One cube quantizes a tile: it loads the tile, its units quantize the blocks of columns, whose codes
-/// and scales wait in shared memory, and those of rows; then whole columns, 64 bytes of codes, are
-/// written contiguously. Other cubes of the SM compute while one waits.
+/// One cube quantizes a tile: it loads the tile, its units quantize the blocks of columns, whose
+/// codes and scales wait in shared memory, and those of rows; then whole columns, 64 bytes of
+/// codes, are written contiguously. Other cubes of the SM compute while one waits.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn quantize_tiles_kernel<F: Numeric, N: Size>(
     x: &[Vector<F, N>],
@@ -220,9 +221,9 @@ pub fn quantize_tiles_kernel<F: Numeric, N: Size>(
     }
 }
 
-/// Quantizes the blocks along the rows of a tile, for the rowwise tensor, if it is made. Codes of 16x16
-/// tiles wait in shared memory, too, if there is a columnwise tensor, for being transposed: those of
-/// rows behind the last one as well, which pad blocks of columns.
+/// Quantizes the blocks along the rows of a tile, for the rowwise tensor, if it is made. Codes of
+/// 16x16 tiles wait in shared memory, too, if there is a columnwise tensor, for being transposed:
+/// those of rows behind the last one as well, which pad blocks of columns.
 #[cube]
 fn quantize_rows_of_tile(
     memory: &mut TileMemory,

@@ -34,8 +34,8 @@ pub fn zero_kernel(first: &mut [u32], second: &mut [u32], words: usize, others: 
     }
 }
 
-/// Raises entry `index` of `out` to `bits`, once for each plane where there are planes. Magnitudes are
-/// compared as integers, so the order in which units arrive does not matter.
+/// Raises entry `index` of `out` to `bits`, once for each plane where there are planes. Magnitudes
+/// are compared as integers, so the order in which units arrive does not matter.
 #[cube]
 fn raise(out: &mut [Atomic<u32>], index: usize, bits: u32, #[comptime] planes: bool) {
     if comptime!(planes) {
@@ -76,8 +76,8 @@ fn fold<F: Numeric>(
     largest
 }
 
-/// A maximum on its way: magnitude bits, or, of words of two bf16, the largest and the smallest value
-/// in each half, which take half an instruction an element where magnitudes take two.
+/// A maximum on its way: magnitude bits, or, of words of two bf16, the largest and the smallest
+/// value in each half, which take half an instruction an element where magnitudes take two.
 #[derive(CubeType)]
 struct Running {
     magnitude: u32,
@@ -184,9 +184,9 @@ pub fn amax_kernel<F: Numeric, N: Size>(
 /// The comptime choices of `amax_tiles_kernel`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct AmaxPlan {
-    /// Maxima for row-wise copies.
+    /// Maxima for rowwise tensors.
     pub rows: Option<AmaxGranularity>,
-    /// Maxima for column-wise copies.
+    /// Maxima for columnwise tensors.
     pub cols: Option<AmaxGranularity>,
     /// The transform of the columns.
     pub hadamard: Option<HadamardSize>,
@@ -238,12 +238,12 @@ pub struct AmaxOut {
     pub cols: Box<[Atomic<u32>]>,
 }
 
-/// One cube folds one tile at a time, while the next is on its way. Units that share an entry meet in
-/// shared memory first; a maximum of a whole group leaves the cube at its end.
+/// One cube folds one tile at a time, while the next is on its way. Units that share an entry meet
+/// in shared memory first; a maximum of a whole group leaves the cube at its end.
 ///
-/// Without groups a cube takes every `CUBE_COUNT`th tile, in bands; with groups every `CUBE_COUNT_X`th of one
-/// of `row_tiles` rows of tiles, so that it stays in one group. `map` is what
-/// `tile::map_tiles` wrote.
+/// Without groups a cube takes every `CUBE_COUNT`th tile, in bands; with groups every
+/// `CUBE_COUNT_X`th of one of `row_tiles` rows of tiles, so that it stays in one group. `map` is
+/// what `tile::map_tiles` wrote.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn amax_tiles_kernel<F: Numeric, N: Size>(
     x: &[Vector<F, N>],
@@ -366,9 +366,9 @@ pub fn amax_tiles_kernel<F: Numeric, N: Size>(
     }
 }
 
-/// The tile of a cube: number `index` in bands, or with groups the one in column `index` of row `run` of tiles. Both
-/// count from the end of the matrix: what quantizes it next begins at its beginning, which the L2 cache then
-/// still holds.
+/// The tile of a cube: number `index` in bands, or with groups the one in column `index` of row
+/// `run` of tiles. Both count from the end of the matrix: what quantizes it next begins at its
+/// beginning, which the L2 cache then still holds.
 #[cube]
 fn tile_of(
     tiles: &AmaxTiles,
@@ -398,7 +398,7 @@ fn tile_of(
     }
 }
 
-/// Raises the maxima of a group.
+/// Raises the amax values of a group.
 #[cube]
 fn leave_group(
     out: &mut AmaxOut,
@@ -440,16 +440,16 @@ fn words_amax(
     }
 }
 
-/// The maxima of what a unit saw: before a transform, and after it.
+/// The amax values of what a unit saw: before a transform, and after it.
 #[derive(CubeType, Clone, Copy)]
 struct Maxima {
     rows: u32,
     cols: u32,
 }
 
-/// Folds the columns of a tile, and all of its elements as they stand where the maximum of whole groups
-/// of rows is asked for. Columns beyond the matrix are zeros, as are rows beyond the tile's `rows`, which
-/// groups that are short have in many tiles, and whose blocks are left out there.
+/// Folds the columns of a tile, and all of its elements as they stand where the maximum of whole
+/// groups of rows is asked for. Columns beyond the matrix are zeros, as are rows beyond the tile's
+/// `rows`, which groups that are short have in many tiles, and whose blocks are left out there.
 #[cube]
 fn fold_columns(
     data: &Shared<[u32]>,

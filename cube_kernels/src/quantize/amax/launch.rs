@@ -22,7 +22,7 @@ use crate::{
 };
 
 /// The largest magnitude in `x`, one `f32` in device memory; 0 for an empty matrix. With `hadamard`
-/// that of the column-wise transformed matrix. Deterministic, and NaN and infinity survive: see
+/// that of the columnwise transformed matrix. Deterministic, and NaN and infinity survive: see
 /// [`reference::amax`](crate::reference::amax).
 ///
 /// # Errors
@@ -41,19 +41,19 @@ pub fn amax(client: &Client, x: &Matrix, hadamard: Option<Hadamard>) -> Result<H
     }
 }
 
-/// Which maxima [`amaxes`] finds in one read of a matrix.
+/// Which amax values [`amaxes`] finds in one read of a matrix.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct AmaxRequest {
-    /// Those for row-wise copies: of each group, or of each row (per token).
+    /// Those for rowwise tensors: of each group, or of each row (per token).
     pub rows: Option<AmaxGranularity>,
-    /// Those for column-wise copies: of each group, or of each column of each group; of the
+    /// Those for columnwise tensors: of each group, or of each column of each group; of the
     /// transformed values where there is a transform.
     pub cols: Option<(AmaxGranularity, Option<Hadamard>)>,
 }
 
 impl AmaxRequest {
-    /// Those for a copy along `usage` alone; `hadamard` is that of a column-wise copy, and of no effect on a
-    /// row-wise one.
+    /// Those for a copy along `usage` alone; `hadamard` is that of a columnwise tensor, and of no
+    /// effect on a rowwise one.
     pub fn along(usage: Usage, scope: AmaxGranularity, hadamard: Option<Hadamard>) -> Self {
         match usage {
             Usage::Rowwise => Self {
@@ -71,21 +71,21 @@ impl AmaxRequest {
 /// What [`amaxes`] found: `f32` values in device memory.
 #[derive(Debug, Clone, Default)]
 pub struct Amaxes {
-    /// For row-wise copies: one for each group, or for each row.
+    /// For rowwise tensors: one for each group, or for each row.
     pub rows: Option<Handle>,
-    /// For column-wise copies: one for each group, or `groups x cols`.
+    /// For columnwise tensors: one for each group, or `groups x cols`.
     pub cols: Option<Handle>,
 }
 
-/// Several maxima in one read of `x` (or of what it is made from); 0 where there is nothing to compare. See
-/// [`reference::amax_rows`](crate::reference::amax_rows),
+/// Several amax values in one read of `x` (or of what it is made from); 0 where there is nothing to
+/// compare. See [`reference::amax_rows`](crate::reference::amax_rows),
 /// [`reference::amax_cols`](crate::reference::amax_cols) and
-/// [`reference::amax_rht`](crate::reference::amax_rht). Rows behind the last group have an undefined
-/// maximum.
+/// [`reference::amax_rht`](crate::reference::amax_rht). Rows behind the last group have an
+/// undefined maximum.
 ///
 /// # Errors
-/// When the groups do not fit, or the memory of `x` is smaller than its shape; for a computed `x` as
-/// [`produce`].
+/// When the groups do not fit, or the memory of `x` is smaller than its shape; for a computed `x`
+/// as [`produce`].
 pub fn amaxes<'a>(
     client: &Client,
     x: impl Into<Source<'a>>,
@@ -234,8 +234,8 @@ fn amax_of_matrix(client: &Client, x: &Matrix) -> Result<Handle, Nvfp4Error> {
     Ok(out)
 }
 
-/// `count` words of zeros, which kernels may raise. A kernel and not a copy from the host, so that a graph can
-/// capture it.
+/// `count` words of zeros, which kernels may raise. A kernel and not a copy from the host, so that
+/// a graph can capture it.
 pub(crate) fn zeros(client: &Client, count: usize) -> Handle {
     let out = allocate(client, count * 4);
     zero(client, [(&out, count), (&out, 0)]);

@@ -1,5 +1,5 @@
-//! Largest magnitudes: of a matrix, of its rows, of its columns, of its groups, before and after the
-//! column-wise transform.
+//! Largest magnitudes: of a matrix, of its rows, of its columns, of its groups, before and after
+//! the columnwise transform.
 
 mod kernel;
 mod launch;

@@ -2,53 +2,27 @@
 
 use cubecl::prelude::*;
 
-use super::super::{
-    packed_source::{PackedRows, SourcePlan},
-    tile::{Grouping, ROWS, Shape, group_place, tile_from},
+use super::{
+    super::{
+        packed_source::{PackedRows, SourcePlan},
+        tile::Shape,
+    },
+    position::{
+        EdenPolicy, EdenTiles, Position, TILE_OF_SCALES, is_filled, swizzled_word, tile_position,
+    },
 };
 use crate::{
     cube::{
-        codec::{Conversion, canonical, load},
+        codec::{canonical, load},
         eden::{
             EdenScale, LINES, SUMS, Signs, TASKS, TILE, correct_group, line_of, load_segment,
             quantize_block, segment_amax, segment_of, slot, store_segment,
             transform_between_segments, transform_segment,
         },
         philox::Random,
-        scale::swizzled_at,
     },
     tensor::FloatKind,
 };
-
-/// The comptime choices of MS-EDEN.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub struct EdenPolicy {
-    /// The contraction runs across the stored rows.
-    pub across: bool,
-    /// How the source is stored; of one that is not packed, how its groups are given.
-    pub source: SourcePlan,
-    /// Scales are written in 128x4 tiles.
-    pub swizzled: bool,
-    /// The random offset has a part in device memory.
-    pub device_offset: bool,
-    /// The device is a CUDA GPU of sm_80 or later: it rounds to bf16 itself.
-    pub cuda: bool,
-    /// Who converts to E2M1.
-    pub conversion: Conversion,
-}
-
-/// The tiles of a stored matrix and of its groups; `map` is what [`map_tiles()`](super::super::tile::map_tiles) wrote.
-#[derive(CubeType, CubeLaunch)]
-pub struct EdenTiles {
-    /// A record for each row of tiles, where groups are in device memory.
-    pub map: Box<[Vector<u32, Const<4>>]>,
-    /// The stored matrix.
-    pub shape: Shape,
-    /// Rows of tiles.
-    pub row_tiles: usize,
-    /// Rotation groups of a line of the result, where the tensors of groups share its lines.
-    pub row_groups: usize,
-}
 
 /// From what the scales derive.
 #[derive(CubeType, CubeLaunch)]
@@ -119,132 +93,6 @@ impl EdenDraw {
     }
 }
 
-impl EdenPolicy {
-    /// Whether there are no groups.
-    pub(super) fn plain(self) -> bool {
-        self.source.grouping == Grouping::One
-    }
-}
-
-/// A tile of a stored matrix, and its place in the result.
-#[derive(CubeType, Clone, Copy)]
-struct Position {
-    /// Its first line.
-    line0: usize,
-    /// The line behind the last one.
-    lines: usize,
-    /// Its first position along the contraction.
-    start: usize,
-    /// The position behind the last one.
-    end: usize,
-    /// The number of its rotation group on line 0 in the result.
-    first: usize,
-    /// Rotation groups from one line to the next.
-    pitch: usize,
-    /// The same in the order in which random bits are drawn: one group of rows after another.
-    drawn_first: usize,
-    /// The pitch of that.
-    drawn_pitch: usize,
-    /// The group of rows.
-    part: usize,
-    /// Rotation groups of one line in the copies of earlier groups of rows, where these lie along the contraction.
-    units_before: usize,
-    /// What padding every group of rows to 128 adds to the numbers of the tile's stored rows.
-    padding: usize,
-}
-
-/// Tile number `index`. Neighbouring cubes read neighbouring memory. `map` is what [`map_tiles()`] wrote,
-/// `row_groups` the length of a line of the result where groups lie side by side.
-#[cube]
-fn tile_position(index: usize, tiles: &EdenTiles, #[comptime] policy: EdenPolicy) -> Position {
-    let grouping = comptime!(policy.source.grouping);
-    let shape = &tiles.shape;
-    let row = index / shape.tile_cols;
-    let column = index % shape.tile_cols;
-    if comptime!(policy.across) {
-        let line0 = column * comptime!(LINES);
-        let tile = tile_from(&tiles.map, row, line0, shape, 128usize, grouping);
-        let side_by_side = comptime!(grouping.side_by_side());
-        let place = group_place(&tile, shape.cols, tiles.row_groups, 128usize, side_by_side);
-        let drawn = group_place(&tile, shape.cols, tiles.row_groups, 128usize, false);
-        Position {
-            line0,
-            lines: shape.cols,
-            start: tile.row0,
-            end: tile.row_end,
-            first: place.first + place.unit0,
-            pitch: place.pitch,
-            drawn_first: drawn.first + drawn.unit0,
-            drawn_pitch: drawn.pitch,
-            part: tile.group,
-            units_before: tile.units_before,
-            padding: row * 128usize - tile.row0,
-        }
-    } else if comptime!(policy.plain()) {
-        Position {
-            line0: row * comptime!(LINES),
-            lines: shape.rows,
-            start: column * 128usize,
-            end: shape.cols,
-            first: column,
-            pitch: shape.tile_cols,
-            drawn_first: column,
-            drawn_pitch: shape.tile_cols,
-            part: 0usize,
-            units_before: 0usize,
-            padding: 0usize,
-        }
-    } else {
-        let parts = comptime!(ROWS / LINES);
-        let row_tile = row / parts;
-        let tile = tile_from(&tiles.map, row_tile, 0usize, shape, 128usize, grouping);
-        Position {
-            line0: tile.row0 + (row - row_tile * parts) * comptime!(LINES),
-            lines: tile.row_end,
-            start: column * 128usize,
-            end: shape.cols,
-            first: column,
-            pitch: shape.tile_cols,
-            drawn_first: column,
-            drawn_pitch: shape.tile_cols,
-            part: tile.group,
-            units_before: 0usize,
-            padding: row_tile * 128usize - tile.row0,
-        }
-    }
-}
-
-/// Whether there is anything to do in a tile: where rows are in groups, not in all.
-#[cube]
-fn is_filled(at: &Position, #[comptime] policy: EdenPolicy) -> bool {
-    if comptime!(!policy.swizzled) {
-        at.line0 < at.lines && at.start < at.end
-    } else if comptime!(policy.across) {
-        at.start < at.end
-    } else {
-        // Lines that pad 128 of them have scales, too.
-        at.line0 - (at.line0 + at.padding) % 128usize < at.lines
-    }
-}
-
-/// The word, in scales in 128x4 tiles, of a tile's rotation group on line `line`: the bytes of its first four
-/// blocks. Those of the others are [`TILE_OF_SCALES`] words behind.
-#[cube]
-fn swizzled_word(at: &Position, line: usize, #[comptime] across: bool) -> usize {
-    let row = if comptime!(across) {
-        line
-    } else {
-        line + at.padding
-    };
-    // Eight bytes for each rotation group, in tiles of four blocks.
-    let before = at.lines.div_ceil(128) * 128usize * at.units_before * 2usize;
-    let group = at.first - at.lines * at.units_before;
-    before + swizzled_at(row, group * 8usize, at.pitch * 2usize) / 4usize
-}
-
-/// Words of a 128x4 tile of scales.
-const TILE_OF_SCALES: usize = 128;
-
 /// Loads a tile of a matrix and transforms its segments; ends at a barrier.
 #[cube]
 fn load_matrix<F: Numeric, N: Size>(
@@ -306,8 +154,8 @@ fn load_matrix<F: Numeric, N: Size>(
     sync_cube();
 }
 
-/// The values of block `block` of stored row `row`; zero where `inside` is false. The factor of the tile is
-/// `own`.
+/// The values of block `block` of stored row `row`; zero where `inside` is false. The factor of the
+/// tile is `own`.
 #[cube]
 fn decode_block(
     source: &PackedRows,
@@ -340,7 +188,8 @@ fn mask_block(block: &mut Array<f32>, first: usize, end: usize) {
     }
 }
 
-/// Loads a tile of an NVFP4 matrix, whose factor is `own`, and transforms its segments; ends at a barrier.
+/// Loads a tile of an NVFP4 matrix, whose factor is `own`, and transforms its segments; ends at a
+/// barrier.
 #[cube]
 fn load_packed(
     source: &PackedRows,
@@ -388,8 +237,8 @@ fn load_packed(
     sync_cube();
 }
 
-/// Writes the maxima from which the result decodes: the one, where there is one, or those of the groups. Returns
-/// the scale of the first group, or of all.
+/// Writes the amax values from which the result decodes: the one, where there is one, or those of
+/// the groups. Returns the scale of the first group, or of all.
 #[cube]
 fn write_amax(
     from: &EdenInputs,
@@ -440,8 +289,9 @@ fn tile_amax(tile: &[f32], #[comptime] across: bool) -> u32 {
     bits
 }
 
-/// Raises entry `index` of `out` to `bits`, compared as integers: the order of arrival does not matter. Once
-/// for each plane on CUDA, and only where it is not as high already: atomics on one address take turns.
+/// Raises entry `index` of `out` to `bits`, compared as integers: the order of arrival does not
+/// matter. Once for each plane on CUDA, and only where it is not as high already: atomics on one
+/// address take turns.
 #[cube]
 fn raise(out: &mut [Atomic<u32>], index: usize, bits: u32, #[comptime] cuda: bool) {
     let bits = canonical(bits);
@@ -455,8 +305,8 @@ fn raise(out: &mut [Atomic<u32>], index: usize, bits: u32, #[comptime] cuda: boo
     }
 }
 
-/// The amax, as bits, of the group that the cube's last tile was in. A cube's tiles follow each other through
-/// the groups, so that one atomic operation for each group it leaves is enough.
+/// The amax, as bits, of the group that the cube's last tile was in. A cube's tiles follow each
+/// other through the groups, so that one atomic operation for each group it leaves is enough.
 #[derive(CubeType)]
 struct KeptAmax {
     bits: u32,
@@ -465,7 +315,8 @@ struct KeptAmax {
 
 #[cube]
 impl KeptAmax {
-    /// Includes the amax of a tile of group `part`, after giving `out` that of the group which it leaves.
+    /// Includes the amax of a tile of group `part`, after giving `out` that of the group which it
+    /// leaves.
     fn include(
         &mut self,
         bits: u32,
@@ -485,7 +336,8 @@ impl KeptAmax {
     }
 }
 
-/// The scale of the group that the cube's last tile was in: it costs divisions, so once for each group.
+/// The scale of the group that the cube's last tile was in: it costs divisions, so once for each
+/// group.
 #[derive(CubeType)]
 struct KeptScale {
     scale: EdenScale,

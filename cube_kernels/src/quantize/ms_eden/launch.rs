@@ -9,10 +9,10 @@ use super::{
         tile::{Grouping, ROWS, ShapeLaunch, map_tiles},
     },
     kernel::{
-        EdenDrawLaunch, EdenInputsLaunch, EdenOutLaunch, EdenPolicy, EdenScalesArgs,
-        EdenTilesLaunch, ms_eden_amax_kernel, ms_eden_amax_packed_kernel, ms_eden_kernel,
-        ms_eden_packed_kernel,
+        EdenDrawLaunch, EdenInputsLaunch, EdenOutLaunch, EdenScalesArgs, ms_eden_amax_kernel,
+        ms_eden_amax_packed_kernel, ms_eden_kernel, ms_eden_packed_kernel,
     },
+    position::{EdenPolicy, EdenTilesLaunch},
 };
 use crate::{
     BLOCK, Hadamard, Layout, Nvfp4Error, RandomStream, ScaleLayout, Usage,
@@ -34,8 +34,8 @@ pub enum EdenSource<'a> {
     Matrix(&'a Matrix),
     /// A matrix whose rows are in groups.
     Grouped(&'a Matrix, &'a Groups),
-    /// The values that an NVFP4 matrix, or groups of them, stand for: an operand of the forward product,
-    /// packed along either axis.
+    /// The values that an NVFP4 matrix, or groups of them, stand for: an operand of the forward
+    /// GEMM, packed along either axis.
     Packed(&'a DeviceQuantized),
 }
 
@@ -134,13 +134,13 @@ impl From<RandomStream> for EdenRandom {
     }
 }
 
-/// The largest magnitude of `source` after the transform of 128 along `usage`, in device memory: one `f32`, or
-/// one for each group of rows; 0 for an empty one. See
+/// The largest magnitude of `source` after the transform of 128 along `usage`, in device memory:
+/// one `f32`, or one for each group of rows; 0 for an empty one. See
 /// [`reference::ms_eden_amax`](crate::reference::ms_eden_amax).
 ///
 /// # Errors
-/// When a buffer is smaller than its shape, the groups do not fit, or the transform does not mix 128; for
-/// groups with offsets that are packed along their rows.
+/// When a buffer is smaller than its shape, the groups do not fit, or the transform does not mix
+/// 128; for groups with offsets that are packed along their rows.
 pub fn ms_eden_amax<'a>(
     client: &Client,
     source: impl Into<EdenSource<'a>>,
@@ -200,21 +200,23 @@ pub fn ms_eden_amax<'a>(
     Ok(out)
 }
 
-/// `source` by MS-EDEN along `usage`, given the `amax` of its transformed values ([`ms_eden_amax`]).
+/// `source` by MS-EDEN along `usage`, given the `amax` of its transformed values
+/// ([`ms_eden_amax`]).
 ///
 /// The result is the transformed matrix: its contraction is padded to a multiple of 128, and its
 /// `amax` is the one from which it decodes. Draw the signs of `hadamard` afresh for each backward
 /// pass, the same for both operands of a product. See
 /// [`reference::ms_eden`](crate::reference::ms_eden).
 ///
-/// Each group of rows is a matrix of its own, with an amax of its own, but for the indices of random bits,
-/// which go on from group to group
-/// ([`reference::ms_eden_at`](crate::reference::ms_eden_at)). Along [`Usage::Columnwise`] it is padded to a
-/// multiple of 128 rows. Copies of [`Groups::Batch`] then are such a batch again; those of
-/// [`Groups::Offsets`] lie side by side, as
-/// [`quantize_side_by_side`](super::quantize_side_by_side) leaves them: group `g` takes the elements from entry `g`
-/// of [`GroupOffsets::aligned`](super::GroupOffsets::aligned)`(client, rows, 128)` on, there is room for
-/// [`padded_bound`]`(rows, count, 128)`, and those behind the last group are not written.
+/// Each group of rows is a matrix of its own, with an amax of its own, but for the indices of
+/// random bits, which go on from group to group
+/// ([`reference::ms_eden_at`](crate::reference::ms_eden_at)). Along [`Usage::Columnwise`] it is
+/// padded to a multiple of 128 rows. Copies of [`Groups::Batch`] then are such a batch again; those
+/// of [`Groups::Offsets`] lie side by side, as
+/// [`quantize_side_by_side`](super::quantize_side_by_side) leaves them: group `g` takes the
+/// elements from entry `g` of [`GroupOffsets::aligned`](super::GroupOffsets::aligned)`(client,
+/// rows, 128)` on, there is room for [`padded_bound`]`(rows, count, 128)`, and those behind the
+/// last group are not written.
 ///
 /// # Errors
 /// As [`ms_eden_amax`].
@@ -233,8 +235,8 @@ pub fn ms_eden<'a>(
     )
 }
 
-/// [`ms_eden`] with scales in `layout`. In 128x4 tiles those of every group of rows begin anew, and rows that pad
-/// a tile are written, as zeros.
+/// [`ms_eden`] with scales in `layout`. In 128x4 tiles those of every group of rows begin anew, and
+/// rows that pad a tile are written, as zeros.
 ///
 /// # Errors
 /// As [`ms_eden_amax`], and for scales in 128x4 tiles of copies that lie side by side.

@@ -15,8 +15,8 @@ use crate::{
     tensor::{DeviceQuantized, FloatKind, Matrix},
 };
 
-/// The matrix that `packed` stands for, in the orientation of its source, rounded once to `out`. See
-/// [`reference::mx_dequantize`](crate::reference::mx_dequantize).
+/// The matrix that `packed` stands for, in the orientation of its source, rounded once to `out`.
+/// See [`reference::mx_dequantize`](crate::reference::mx_dequantize).
 ///
 /// # Errors
 /// When a buffer is smaller than its shape.
@@ -130,8 +130,8 @@ pub fn mx_dequantize_row_kernel<F: Numeric, N: Size>(
     }
 }
 
-/// One cube decodes every `cubes`-th tile of 128 x 64 of a matrix that is stored transposed: words of
-/// its 64 stored rows gather in shared memory.
+/// One cube decodes every `cubes`-th tile of 128 x 64 of a matrix that is stored transposed: words
+/// of its 64 stored rows gather in shared memory.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn mx_dequantize_col_kernel<F: Numeric, N: Size>(
     codes: &[u32],

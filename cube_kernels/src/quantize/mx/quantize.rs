@@ -79,7 +79,7 @@ pub(super) fn empty_of_groups(
     DeviceQuantized::empty_unscaled(client, Layout::new(format, shape, usage))
 }
 
-/// `x` in MXFP8 with blocks along `usage`: row-wise for [`Usage::Rowwise`]; column-wise, stored
+/// `x` in MXFP8 with blocks along `usage`: rowwise for [`Usage::Rowwise`]; columnwise, stored
 /// transposed, for [`Usage::Columnwise`]. The last block of a row is padded with zeros.
 ///
 /// # Errors
@@ -93,16 +93,18 @@ pub fn mx_quantize(
     mx_quantize_groups(client, x, &Groups::One, usage, format)
 }
 
-/// [`mx_quantize`] of each group of rows as a matrix of its own, as operands of grouped products take them:
-/// in one plain matrix.
+/// [`mx_quantize`] of each group of rows as a matrix of its own, as operands of grouped GEMMs take
+/// them: in one plain matrix.
 ///
 /// Along [`Usage::Rowwise`] that is the copy of all rows. Along [`Usage::Columnwise`]
-/// - copies of [`Groups::Batch`] lie one below the other. They are row-wise copies of the transposed matrices, and
-///   so the result says: `count * x.cols` rows of `x.rows / count`, packed along [`Usage::Rowwise`].
-/// - copies of [`Groups::Offsets`] lie side by side: `x.cols` stored rows, in each of which group `g` takes the
-///   elements from entry `g` of
-///   [`GroupOffsets::aligned`](super::GroupOffsets::aligned)`(client, x.rows, 32)` on. There is room for
-///   [`padded_bound`]`(x.rows, count, 32)` of them; blocks behind the last group are not written.
+/// - copies of [`Groups::Batch`] lie one below the other. They are rowwise tensors of the
+///   transposed matrices, and so the result says: `count * x.cols` rows of `x.rows / count`, packed
+///   along [`Usage::Rowwise`].
+/// - copies of [`Groups::Offsets`] lie side by side: `x.cols` stored rows, in each of which group
+///   `g` takes the elements from entry `g` of
+///   [`GroupOffsets::aligned`](super::GroupOffsets::aligned)`(client, x.rows, 32)` on. There is
+///   room for [`padded_bound`]`(x.rows, count, 32)` of them; blocks behind the last group are not
+///   written.
 ///
 /// # Errors
 /// When the groups do not fit, or the memory of `x` is smaller than its shape.
@@ -256,8 +258,8 @@ fn has_e4m3(client: &Client) -> bool {
     capability.is_some_and(|capability| capability >= 89)
 }
 
-/// Units that share a block of a row: each loads 16 bytes where it can, so that the loads of neighbours
-/// are contiguous.
+/// Units that share a block of a row: each loads 16 bytes where it can, so that the loads of
+/// neighbours are contiguous.
 fn lanes(client: &Client, dtype: FloatKind, element: ElementFormat) -> usize {
     if is_cpu(client) {
         1

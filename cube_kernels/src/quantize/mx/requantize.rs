@@ -31,14 +31,15 @@ const TILE_BLOCKS: usize = TILE_ROWS * TILE_COLS / 16;
 /// NVFP4 blocks that a unit loads before it decodes the first: a cube of 256 all of a tile.
 const IN_FLIGHT: usize = 2;
 
-/// The NVFP4 matrix `packed` in MXFP8 with blocks along `usage` of its source, which may be the axis
-/// it is packed along or the other one, in one kernel: the bytes of [`dequantize`](super::dequantize())
-/// to `via` followed by [`mx_quantize_groups`], without the matrix between them in memory. `via` is the
-/// element type that the dequantized values are rounded to, that of the training as a rule.
+/// The NVFP4 matrix `packed` in MXFP8 with blocks along `usage` of its source, which may be the
+/// axis it is packed along or the other one, in one kernel: the bytes of
+/// [`dequantize`](super::dequantize()) to `via` followed by [`mx_quantize_groups`], without the
+/// matrix between them in memory. `via` is the element type that the dequantized values are rounded
+/// to, that of the training as a rule.
 ///
 /// # Errors
-/// When a buffer is smaller than its shape; for groups with offsets that are packed along their rows, and
-/// for groups with swizzled scales where the axis stays the same.
+/// When a buffer is smaller than its shape; for groups with offsets that are packed along their
+/// rows, and for groups with swizzled scales where the axis stays the same.
 pub fn mx_requantize(
     client: &Client,
     packed: &DeviceQuantized,
@@ -259,8 +260,8 @@ pub fn mx_requantize_along_kernel<F: Numeric, M: Size>(
 }
 
 /// One cube dequantizes every `cubes`-th tile of 128 stored rows x 64 and makes blocks down its
-/// columns. `map` is as for [`mx_quantize_col_kernel()`]. `F` is the storage type of `plan.kind`, `N`
-/// elements of it are 16 bytes.
+/// columns. `map` is as for [`mx_quantize_col_kernel()`]. `F` is the storage type of `plan.kind`,
+/// `N` elements of it are 16 bytes.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn mx_requantize_across_kernel<F: Numeric, N: Size>(
     source: PackedRows,

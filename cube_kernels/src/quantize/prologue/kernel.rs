@@ -137,7 +137,8 @@ fn normalized(
 
 #[cube]
 impl Producer {
-    /// What the vectors at `vector` of all rows have in common. Produced rows have `row_vectors` vectors.
+    /// What the vectors at `vector` of all rows have in common. Produced rows have `row_vectors`
+    /// vectors.
     pub fn column(&self, vector: usize, row_vectors: usize, #[comptime] kind: FloatKind) -> Column {
         #[comptime]
         match self {
@@ -257,7 +258,8 @@ impl Producer {
         }
     }
 
-    /// The column of the matrix that column `c` of a tile stands for; `paired` as in [`start_load()`].
+    /// The column of the matrix that column `c` of a tile stands for; `paired` as in
+    /// [`start_load()`].
     pub fn column_of(
         &self,
         tile: &Tile,

@@ -17,8 +17,8 @@ use crate::{
 /// Where a gated activation has its two inputs, both `rows` x `width`.
 #[derive(Debug, Clone, Copy)]
 pub enum Gated<'a> {
-    /// In one matrix of `rows` x `2 width`, the gate in the first half of each row: the output of one
-    /// projection.
+    /// In one matrix of `rows` x `2 width`, the gate in the first half of each row: the output of
+    /// one projection.
     SideBySide(&'a Matrix),
     /// In two matrices.
     Apart {
@@ -29,18 +29,20 @@ pub enum Gated<'a> {
     },
 }
 
-/// The matrix that a kernel quantizes: one in memory, or one that is computed while its inputs are read.
+/// The matrix that a kernel quantizes: one in memory, or one that is computed while its inputs are
+/// read.
 ///
-/// Computed ones have rows of a multiple of 16 elements and inputs that start at multiples of 16 bytes;
-/// values are rounded to the type of the inputs before anything else happens to them, so that a fused
-/// kernel gives the bytes of [`produce()`] followed by the same kernel.
+/// Computed ones have rows of a multiple of 16 elements and inputs that start at multiples of 16
+/// bytes; values are rounded to the type of the inputs before anything else happens to them, so
+/// that a fused kernel gives the bytes of [`produce()`] followed by the same kernel.
 ///
-/// What reads and writes least where both the maxima and the copies are wanted: for RMS normalisation
-/// [`amaxes`](super::amaxes) and [`quantize_both`](super::quantize_both) of the source, which compute it twice
-/// and write it never; for SwiGLU and its gradients
-/// [`produce_with_amaxes`](super::produce_with_amaxes) and then the copies of what was written, since two
-/// inputs read again are as many bytes as one output written and read, and take the exponential again. Per
-/// token, in one read, [`quantize_per_token`](super::quantize_per_token()) of the source.
+/// What reads and writes least where both the amax values and the copies are wanted: for RMS
+/// normalisation [`amaxes`](super::amaxes) and [`quantize_both`](super::quantize_both) of the
+/// source, which compute it twice and write it never; for SwiGLU and its gradients
+/// [`produce_with_amaxes`](super::produce_with_amaxes) and then the copies of what was written,
+/// since two inputs read again are as many bytes as one output written and read, and take the
+/// exponential again. Per token, in one read, [`quantize_per_token`](super::quantize_per_token())
+/// of the source.
 #[derive(Debug, Clone, Copy)]
 pub enum Source<'a> {
     /// The matrix itself.
@@ -56,8 +58,8 @@ pub enum Source<'a> {
     },
     /// `silu(gate) · up`; see [`reference::swiglu`](crate::reference::swiglu).
     SwiGlu(Gated<'a>),
-    /// The gradients of SwiGLU by both inputs, `rows` x `2 width`, that by the gate in the first half of
-    /// each row; see [`reference::swiglu_backward`](crate::reference::swiglu_backward).
+    /// The gradients of SwiGLU by both inputs, `rows` x `2 width`, that by the gate in the first
+    /// half of each row; see [`reference::swiglu_backward`](crate::reference::swiglu_backward).
     SwiGluBackward {
         /// The gradient by the output, `rows` x `width`.
         grad: &'a Matrix,
@@ -141,7 +143,8 @@ impl GateArgs {
     }
 }
 
-/// An error unless rows are `parts` times a multiple of 16 elements and all vectors of 16 bytes aligned.
+/// An error unless rows are `parts` times a multiple of 16 elements and all vectors of 16 bytes
+/// aligned.
 fn check_input(argument: &'static str, x: &Matrix, parts: usize) -> Result<(), Nvfp4Error> {
     x.check(argument)?;
     if !x.cols.is_multiple_of(parts * BLOCK) {
@@ -266,8 +269,8 @@ pub(crate) fn gain_arg(gain: &Handle, cols: usize) -> BufferArg {
 /// The matrix that `source` stands for, in memory.
 ///
 /// # Errors
-/// When an input of `source` is no multiple of 16 columns wide, does not fit the others, does not start at a
-/// multiple of 16 bytes, or its memory is smaller than its shape.
+/// When an input of `source` is no multiple of 16 columns wide, does not fit the others, does not
+/// start at a multiple of 16 bytes, or its memory is smaller than its shape.
 pub fn produce(client: &Client, source: Source<'_>) -> Result<Matrix, Nvfp4Error> {
     let input = Input::new(source)?;
     if input.is_plain() {
@@ -300,12 +303,12 @@ pub fn produce(client: &Client, source: Source<'_>) -> Result<Matrix, Nvfp4Error
     Ok(out)
 }
 
-/// `1 / sqrt(mean(x²) + epsilon)` of each row of `x`, `f32`: what a normalisation keeps for its backward.
-/// See [`reference::rms_norm_rstd`](crate::reference::rms_norm_rstd).
+/// `1 / sqrt(mean(x²) + epsilon)` of each row of `x`, `f32`: what a normalisation keeps for its
+/// backward. See [`reference::rms_norm_rstd`](crate::reference::rms_norm_rstd).
 ///
 /// # Errors
-/// When the columns of `x` are no multiple of 16, it does not start at a multiple of 16 bytes, or its memory
-/// is smaller than its shape.
+/// When the columns of `x` are no multiple of 16, it does not start at a multiple of 16 bytes, or
+/// its memory is smaller than its shape.
 pub fn rms_norm_rstd(client: &Client, x: &Matrix, epsilon: f32) -> Result<Handle, Nvfp4Error> {
     check_input("x", x, 1)?;
     let out = allocate(client, x.rows * 4);

@@ -28,8 +28,9 @@ const IN_FLIGHT: usize = 4;
 /// How a cube loads a tile.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct LoadPlan {
-    /// Whether gradients of a gated activation that are computed on the way lie in pairs: those by the
-    /// gate in the first half of the tile, those by the other input, of the same columns, in its second.
+    /// Whether gradients of a gated activation that are computed on the way lie in pairs: those by
+    /// the gate in the first half of the tile, those by the other input, of the same columns, in
+    /// its second.
     pub paired: bool,
     /// Whether `x` is loaded by elements.
     pub elements: bool,
@@ -42,8 +43,8 @@ pub struct LoadPlan {
 }
 
 impl LoadPlan {
-    /// Whether vectors of `width` words are loaded in the background, by units that need no registers
-    /// for it.
+    /// Whether vectors of `width` words are loaded in the background, by units that need no
+    /// registers for it.
     pub(crate) const fn asynchronous(&self, width: usize) -> bool {
         self.conversion.has_ptx() && !self.elements && width == 4 && self.units == 256
     }
@@ -167,8 +168,9 @@ pub struct Place {
     pub block: usize,
 }
 
-/// The block along a row that a unit takes in turn `turn`. Neighbouring units take blocks of two or four
-/// neighbouring rows, whose vectors lie in different banks; from turn to turn they go down the tile.
+/// The block along a row that a unit takes in turn `turn`. Neighbouring units take blocks of two or
+/// four neighbouring rows, whose vectors lie in different banks; from turn to turn they go down the
+/// tile.
 #[cube]
 pub fn row_place(turn: usize, #[comptime] units: usize, #[comptime] kind: FloatKind) -> Place {
     let item = if comptime!(units.is_multiple_of(32)) {
@@ -253,8 +255,8 @@ pub fn load_words(
     words
 }
 
-/// Units that share one transform, each with 16 of its rows: neighbours of a plane on a GPU, where a unit's
-/// registers hold no more. One where there are no planes.
+/// Units that share one transform, each with 16 of its rows: neighbours of a plane on a GPU, where
+/// a unit's registers hold no more. One where there are no planes.
 pub(crate) const fn lanes(size: Option<HadamardSize>, conversion: Conversion) -> usize {
     if conversion.has_ptx() {
         span(size) / 16
@@ -346,8 +348,8 @@ pub fn unpack_column(
     column
 }
 
-/// Transforms the values of a column but for the factor. Where units share a transform, all units of
-/// the plane must be here.
+/// Transforms the values of a column but for the factor. Where units share a transform, all units
+/// of the plane must be here.
 #[cube]
 pub fn transform_values(
     values: &mut Array<f32>,
@@ -374,7 +376,7 @@ pub fn transform_values(
     }
 }
 
-/// Rows that one transform, or one block, of a column-wise copy spans.
+/// Rows that one transform, or one block, of a columnwise tensor spans.
 pub(crate) const fn span(size: Option<HadamardSize>) -> usize {
     match size {
         Some(size) => size.elements(),

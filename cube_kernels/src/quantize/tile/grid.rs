@@ -1,9 +1,9 @@
 //! The tiles of a matrix whose rows are in groups.
 //!
-//! Tiles restart at every group of rows. Where the groups' offsets are in device memory, a small kernel
-//! sums up the tiles of the groups, finds the group of each tile by bisection, and leaves a record for
-//! each row of tiles ([`map_tiles()`]). Nothing is read back to the host, and the grid does not depend on
-//! the groups.
+//! Tiles restart at every group of rows. Where the groups' offsets are in device memory, a small
+//! kernel sums up the tiles of the groups, finds the group of each tile by bisection, and leaves a
+//! record for each row of tiles ([`map_tiles()`]). Nothing is read back to the host, and the grid
+//! does not depend on the groups.
 
 use cubecl::{prelude::*, server::Handle};
 
@@ -15,15 +15,15 @@ use crate::{
     tensor::{FloatKind, Groups},
 };
 
-/// Rows of tiles that cubes work on together. Their blocks of one column make 256 bytes of codes and a
-/// whole sector of scale bytes, which then meet in the L2 cache: stores of parts of a sector cost a read
-/// of it where they do not.
+/// Rows of tiles that cubes work on together. Their blocks of one column make 256 bytes of codes
+/// and a whole sector of scale bytes, which then meet in the L2 cache: stores of parts of a sector
+/// cost a read of it where they do not.
 pub(crate) const BAND: usize = 4;
 
-/// Cubes and units for a kernel that quantizes tiles, one to a cube: along the first axis of the grid the
-/// tiles of a band of rows of tiles, down first, along the others the bands. On a GPU cubes are many, and
-/// start as others end: how many run at once depends on the registers that the compiler takes, and with
-/// a fixed grid a few cubes too many for the SMs take half as long again.
+/// Cubes and units for a kernel that quantizes tiles, one to a cube: along the first axis of the
+/// grid the tiles of a band of rows of tiles, down first, along the others the bands. On a GPU
+/// cubes are many, and start as others end: how many run at once depends on the registers that the
+/// compiler takes, and with a fixed grid a few cubes too many for the SMs take half as long again.
 pub(crate) fn tile_bands(
     client: &Client,
     row_tiles: usize,
@@ -64,8 +64,8 @@ impl Grouping {
         }
     }
 
-    /// How column-wise results that are operands of grouped products lie: those of groups of any sizes side
-    /// by side in one matrix, those of equally many rows one below the other.
+    /// How columnwise results that are operands of grouped GEMMs lie: those of groups of any sizes
+    /// side by side in one matrix, those of equally many rows one below the other.
     pub(crate) const fn side_by_side(self) -> bool {
         matches!(self, Self::Offsets(_))
     }
@@ -94,9 +94,9 @@ pub struct Plan {
     rows: Shared<[u32]>,
     /// Tiles of 128 rows before each group.
     tiles: Shared<[u32]>,
-    /// Units of the column-wise copy (blocks, or groups of a transform) before each group.
+    /// Units of the columnwise tensor (blocks, or groups of a transform) before each group.
     units: Shared<[u32]>,
-    /// Padded units of the swizzled scales of the column-wise copy before each group.
+    /// Padded units of the swizzled scales of the columnwise tensor before each group.
     padded: Shared<[u32]>,
     /// Groups.
     count: usize,
@@ -115,15 +115,15 @@ pub struct Tile {
     pub group_row0: usize,
     /// Its first column.
     pub col0: usize,
-    /// Tiles of 128 rows before it in the row-wise direction, over all groups.
+    /// Tiles of 128 rows before it in the rowwise direction, over all groups.
     pub row_tile: usize,
-    /// Units of the column-wise copies of earlier groups.
+    /// Units of the columnwise tensors of earlier groups.
     pub units_before: usize,
     /// The same, padded for swizzled scales.
     pub padded_before: usize,
 }
 
-/// Adds up the groups. `unit` is the number of rows that a unit of the column-wise copy spans.
+/// Adds up the groups. `unit` is the number of rows that a unit of the columnwise tensor spans.
 #[cube]
 pub fn plan_groups(
     offsets: &[u32],
@@ -144,8 +144,8 @@ pub fn plan_groups(
             g += CUBE_DIM as usize;
         }
         sync_cube();
-        // Each unit adds up a share of the groups, all units add up the shares before theirs, and each
-        // goes through its share again.
+        // Each unit adds up a share of the groups, all units add up the shares before theirs, and
+        // each goes through its share again.
         let share = (shape.groups + 1usize).div_ceil(CUBE_DIM as usize);
         let first = min(UNIT_POS as usize * share, shape.groups + 1usize);
         let end = min(first + share, shape.groups + 1usize);
@@ -238,8 +238,9 @@ pub struct TilePlace {
     pub col: usize,
 }
 
-/// Tile number `index` of `rows` x `cols` tiles: neighbouring numbers go down a band of `band` rows of tiles,
-/// then to the next column, so that tiles which write parts of the same sectors are worked on together.
+/// Tile number `index` of `rows` x `cols` tiles: neighbouring numbers go down a band of `band` rows
+/// of tiles, then to the next column, so that tiles which write parts of the same sectors are
+/// worked on together.
 #[cube]
 pub fn in_bands(index: usize, rows: usize, cols: usize, band: usize) -> TilePlace {
     let per_band = cols * band;
@@ -294,8 +295,8 @@ fn even_tile(
 /// Vectors of a record of [`map_tiles()`].
 pub(crate) const RECORD: usize = 2;
 
-/// The tile in row `row_tile` of tiles and column `tile_col`, without rows where there is none. `map` is
-/// what [`map_tiles()`] wrote where the groups are in device memory.
+/// The tile in row `row_tile` of tiles and column `tile_col`, without rows where there is none.
+/// `map` is what [`map_tiles()`] wrote where the groups are in device memory.
 #[cube]
 pub fn tile_at(
     map: &[Vector<u32, Const<4>>],
@@ -338,8 +339,8 @@ pub fn tile_from(
     }
 }
 
-/// Where the copy of a tile's group lies among column-wise ones, in units of some number of rows: unit `u`
-/// of column `c` has number `first + c * pitch + u`.
+/// Where the copy of a tile's group lies among columnwise ones, in units of some number of rows:
+/// unit `u` of column `c` has number `first + c * pitch + u`.
 #[derive(CubeType, Clone, Copy)]
 pub struct GroupPlace {
     /// The number of its first unit.
@@ -352,9 +353,9 @@ pub struct GroupPlace {
     pub unit0: usize,
 }
 
-/// The place of the copy of the group of `tile`, of `cols` columns: the copies one after another, or with
-/// `side_by_side` in columns of `row_units` units, in each of which one group follows the other. `unit` is
-/// that of the tile.
+/// The place of the copy of the group of `tile`, of `cols` columns: the copies one after another,
+/// or with `side_by_side` in columns of `row_units` units, in each of which one group follows the
+/// other. `unit` is that of the tile.
 #[cube]
 pub fn group_place(
     tile: &Tile,
@@ -382,9 +383,9 @@ pub fn group_place(
     }
 }
 
-/// Writes the record of each of `row_tiles` rows of tiles: where its rows begin and end, where its group
-/// begins, the number of the group, and what the column-wise copies of earlier groups take. Rows of tiles
-/// behind the last group have no rows.
+/// Writes the record of each of `row_tiles` rows of tiles: where its rows begin and end, where its
+/// group begins, the number of the group, and what the columnwise tensors of earlier groups take.
+/// Rows of tiles behind the last group have no rows.
 #[cube(launch_unchecked, create_dummy_kernel)]
 pub fn map_tiles_kernel(
     offsets: &[u32],
@@ -414,9 +415,9 @@ pub fn map_tiles_kernel(
     }
 }
 
-/// What a kernel reads of the rows of tiles of `rows` rows in groups: their records in device memory, where
-/// the groups' offsets are there; `unit` as for [`plan_groups()`]. Otherwise one word at least of any
-/// memory, `unread`.
+/// What a kernel reads of the rows of tiles of `rows` rows in groups: their records in device
+/// memory, where the groups' offsets are there; `unit` as for [`plan_groups()`]. Otherwise one word
+/// at least of any memory, `unread`.
 pub(crate) fn map_tiles(
     client: &Client,
     (rows, cols): (usize, usize),
@@ -436,7 +437,8 @@ pub(crate) fn map_tiles(
     // SAFETY: allocated for it.
     let arg = || unsafe { buffer(&map, row_tiles * RECORD) };
     let (cubes, dim) = grid(client, row_tiles);
-    // SAFETY: the offsets are one more than the groups, and the kernel stays below the rows of tiles.
+    // SAFETY: the offsets are one more than the groups, and the kernel stays below the rows of
+    // tiles.
     unsafe {
         map_tiles_kernel::launch_unchecked(
             client,
@@ -453,7 +455,8 @@ pub(crate) fn map_tiles(
     arg()
 }
 
-/// Rows to which a group is padded in swizzled scales of a column-wise copy whose unit spans `unit` rows.
+/// Rows to which a group is padded in swizzled scales of a columnwise tensor whose unit spans
+/// `unit` rows.
 pub(crate) const fn padded_unit(unit: usize) -> usize {
     if unit < 64 { 64 } else { unit }
 }
