@@ -19,7 +19,8 @@ use burn_nvfp4::{
 };
 use burn_optim::AdamWConfig;
 
-use crate::support::skip::{own_process, skip};
+use crate::support::own_process::own_process;
+use crate::support::skip::skip;
 
 const WIDTH: usize = 128;
 /// Rows of the global batch; each of two devices takes half.

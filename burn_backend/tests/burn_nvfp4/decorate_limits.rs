@@ -6,7 +6,7 @@ use burn_core::tensor::{Device, Distribution, Tensor};
 use burn_nn::{Linear, LinearConfig};
 use burn_nvfp4::{Decorator, Nvfp4Recipe, decorate};
 
-use crate::support::skip::own_process;
+use crate::support::own_process::own_process;
 
 /// Products of shapes never seen before, until the limit is used up: what ran up to there ran in
 /// NVFP4, what came after is an error in strict mode and counted in lenient mode. At no time is

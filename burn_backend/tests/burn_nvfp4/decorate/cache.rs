@@ -8,7 +8,7 @@ use burn_optim::{GradientsParams, SgdConfig};
 
 use super::models::{device, tensor};
 use crate::support::counted::{Step, collect, is_quantized_once_until_it_changes, quantized};
-use crate::support::skip::own_process;
+use crate::support::own_process::own_process;
 
 /// A weight that no other test of this process has.
 const SIZE: [usize; 2] = [80, 176];

@@ -7,7 +7,7 @@ use burn_nvfp4::telemetry::{OperandSample, Telemetry};
 use burn_nvfp4::{Nvfp4Recipe, Nvfp4State, decorate};
 use burn_optim::{GradientsAccumulator, GradientsParams, SgdConfig};
 
-use crate::support::skip::own_process;
+use crate::support::own_process::own_process;
 
 use super::models::{
     Plain, assert_same_step, bits, device, explicit_grads, pair, plain_grads, small_only, tensor,

@@ -6,7 +6,7 @@ use burn_core::tensor::DType;
 use burn_nvfp4::decorate::{GemmFormat, LayerReport};
 use burn_nvfp4::{LayerMode, Nvfp4Recipe, decorate, set_mode};
 
-use crate::support::skip::own_process;
+use crate::support::own_process::own_process;
 
 use super::models::{Plain, assert_same_step, bits, device, pair, tensor};
 

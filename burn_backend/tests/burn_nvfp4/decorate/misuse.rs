@@ -6,7 +6,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use burn_core::tensor::{DType, Tensor};
 use burn_nvfp4::{Nvfp4Recipe, decorate};
 
-use crate::support::skip::own_process;
+use crate::support::own_process::own_process;
 
 use super::models::{Plain, device, tensor};
 

@@ -9,7 +9,7 @@ use burn_core::tensor::{DType, Device, Tensor};
 use burn_nn::{Linear, LinearConfig};
 use burn_nvfp4::{Decorator, Nvfp4Recipe, decorate};
 
-use crate::support::skip::own_process;
+use crate::support::own_process::own_process;
 
 use super::models::{Plain, bits, device, tensor};
 

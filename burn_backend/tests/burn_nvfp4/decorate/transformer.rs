@@ -8,7 +8,7 @@ use burn_nn::transformer::{
 use burn_nvfp4::{Nvfp4Recipe, decorate};
 use burn_optim::{GradientsParams, SgdConfig};
 
-use crate::support::skip::own_process;
+use crate::support::own_process::own_process;
 
 use super::models::{bits, device, small_only, tensor};
 

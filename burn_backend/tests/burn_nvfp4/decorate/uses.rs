@@ -7,7 +7,7 @@ use burn_nn::LinearLayout;
 use burn_nvfp4::decorate;
 use burn_nvfp4::{Nvfp4Recipe, Nvfp4State};
 
-use crate::support::skip::own_process;
+use crate::support::own_process::own_process;
 
 use super::models::{
     Explicit, Plain, assert_same_step, bits, device, explicit_grads, pair, plain_grads, tensor,

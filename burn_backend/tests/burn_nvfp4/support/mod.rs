@@ -1,6 +1,7 @@
 //! What the modules of the suite share: devices, data and the oracle's composition of a linear layer.
 
 pub mod counted;
+pub mod own_process;
 #[path = "../../../../cube_kernels/tests/suite/support/process.rs"]
 pub mod process;
 pub mod skip;
