@@ -126,7 +126,7 @@ fn transforms_that_do_not_fit() {
     flex_only!();
     let signs = Some(Hadamard::default());
     let result = try_quantize(zeros(16, 16), Usage::Rowwise, Rounding::Nearest, signs);
-    assert_error!(result, Value, "hadamard", "row-wise", "none");
+    assert_error!(result, Value, "hadamard", "rowwise", "none");
     let pack = |hadamard| {
         try_quantize(
             zeros(16, 16),

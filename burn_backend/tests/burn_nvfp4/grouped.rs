@@ -1048,7 +1048,7 @@ fn arguments_are_named() {
     };
     let error = try_grouped_linear(x, w, None, &groups, tiles).unwrap_err();
     assert!(
-        error.to_string().contains("tiles are for weights"),
+        error.to_string().contains("16x16 blocks are for weights"),
         "{error}"
     );
 }

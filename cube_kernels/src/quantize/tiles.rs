@@ -148,7 +148,8 @@ pub fn quantize_tiles_kernel<F: Numeric, N: Size>(
 ) {
     let units = comptime!(plan.units);
     let load = comptime!(plan.load());
-    let asynchronous = comptime!(load.asynchronous(N::value()));
+    let width = N::value();
+    let asynchronous = comptime!(load.asynchronous(width));
     let grouping = comptime!(plan.grouping);
     let span = comptime!(plan.span());
     let mut memory = TileMemory::new(plan);

@@ -68,7 +68,7 @@ fn small_rows_are_kept_by_an_amax_of_their_own() {
 /// global scale: it makes one of 1.
 #[test]
 fn tiny_tensors_are_kept_by_the_global_scale() {
-    for factor in [1e-5, 1e-10, 1e-20, 1e-30, 1e-36] {
+    for factor in [1e-5, 1e-10, 1e-20, 1e-30, 1e-34] {
         let x = rows(|_| factor);
         let without = quantized(&x, &Amax::Tensor(2688.0));
         assert!(without.iter().all(|&x| x == 0.0), "{factor:e}: not lost");
@@ -77,7 +77,7 @@ fn tiny_tensors_are_kept_by_the_global_scale() {
         println!("{factor:e}: {found:.2} dB with the global scale");
         assert!(found >= KEPT, "{factor:e}: {found:.2} dB");
     }
-    // Where the amax is subnormal the global scale saturates: values lose magnitude, but stay finite, and do
+    // From an amax of 7.9e-36 down, 2688 / FLT_MAX, the global scale saturates: values lose magnitude, but stay finite, and do
     // not vanish.
     let x = rows(|_| 1e-39);
     let amax = reference::amax(&x);

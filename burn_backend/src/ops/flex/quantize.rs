@@ -243,7 +243,10 @@ impl GroupedRows {
             let part = &values[place.rows.start * cols..place.rows.end * cols];
             let shape = (place.rows.len(), cols);
             let amax = amax_of(part, shape, usage, params);
-            match (&amax, usage) {
+            let first = place.number as u64;
+            let made = quantize_one(part, shape, usage, params, &amax, first);
+            // MS-EDEN keeps another amax than that of the values.
+            match (made.amax(), usage) {
                 (Amax::Absent, _) => {}
                 (Amax::Tensor(amax), _) => amax_values[group] = *amax,
                 (Amax::PerRow(amax), Usage::Rowwise) => {
@@ -253,8 +256,6 @@ impl GroupedRows {
                     amax_values[group * cols..][..cols].copy_from_slice(amax);
                 }
             }
-            let first = place.number as u64;
-            let made = quantize_one(part, shape, usage, params, &amax, first);
             buffers.put(made.codes(), made.scales(), place);
         }
         upload(&buffers.codes, buffers.scales, amax_values, layout)

@@ -257,7 +257,8 @@ pub fn amax_tiles_kernel<F: Numeric, N: Size>(
 ) {
     let (units, conversion, kind) = comptime!((plan.units, plan.conversion, plan.kind));
     let load = comptime!(plan.load());
-    let asynchronous = comptime!(load.asynchronous(N::value()));
+    let width = N::value();
+    let asynchronous = comptime!(load.asynchronous(width));
     let shape = &tiles.shape;
     let row_tiles = tiles.row_tiles;
     let span = comptime!(tile::span(plan.hadamard));
