@@ -397,7 +397,7 @@ mod tests {
             "the device has 85.0 GB, of which this process holds 71.2 GB",
             "weights              3.5 MB",
             "gradients            3.5 MB",
-            "optimizer state      7.1 MB",
+            "optimizer state      7.0 MB",
             "activations        170.4 GB or more, for 100000 sequences of 128 bytes",
             "a smaller --batch (no more than 49",
             "--context",

@@ -82,7 +82,7 @@ pub fn describe(capabilities: &Capabilities) -> Vec<CodePath> {
         ),
         row(
             "quantize by amax per row",
-            format!("{kernel}, one read (columnwise, rotated: two)"),
+            format!("{kernel}, one read (rotated: two)"),
             "a row's amax is found while its elements are in registers",
         ),
         row("random Hadamard transform", hadamard, why_hadamard),
@@ -90,7 +90,7 @@ pub fn describe(capabilities: &Capabilities) -> Vec<CodePath> {
         row("round stochastically", stochastic, why_stochastic),
         row(
             "MS-EDEN",
-            format!("{kernel}, twice; NVFP4 dequantized on load"),
+            format!("{kernel}, twice; dequantized on load"),
             "codes depend on the rotated amax, and nothing between the two kernels is in memory",
         ),
         row("MXFP8", format!("{kernel}; {}", e4m3.0), e4m3.1),
