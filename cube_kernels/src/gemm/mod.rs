@@ -7,6 +7,8 @@
 pub mod cublaslt;
 // `#[cube]` generates public items that cannot carry documentation.
 #[allow(missing_docs)]
+mod arguments;
+#[allow(missing_docs)]
 mod epilogue;
 mod grouped;
 #[doc(hidden)]
