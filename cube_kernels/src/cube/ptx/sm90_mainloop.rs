@@ -9,6 +9,7 @@ use super::Major;
 /// Where a ring of stages stands. A stage has two mbarriers (or, where halves of a stage are handed
 /// over, two pairs of them): one that fills, one that empties.
 #[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
 pub struct PipelineState {
     /// Address of the first barrier that completes when a stage is full.
     pub full: u32,

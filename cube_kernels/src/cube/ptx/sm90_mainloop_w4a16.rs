@@ -9,6 +9,7 @@ use super::sm90_mainloop::PipelineState;
 
 /// The form of the ring, which one warpgroup may share with others.
 #[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
 pub struct Ring {
     /// Its stages.
     pub stages: u32,
@@ -20,6 +21,7 @@ pub struct Ring {
 
 /// The packed operand in stage 0.
 #[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
 pub struct PackedStage {
     /// Address of the codes of this lane's upper row, 64 bytes to a row.
     pub codes: u32,
