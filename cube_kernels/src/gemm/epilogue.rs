@@ -126,6 +126,20 @@ impl Epilogue {
         factor(&self.a_amax, row, group, self.a_range, comptime!(self.kind.a))
     }
 
+    /// `α` of stored row `row` of `b`, which belongs to `group`.
+    pub fn b_factor(&self, row: u32, group: u32) -> f32 {
+        factor(&self.b_amax, row, group, self.b_range, comptime!(self.kind.b))
+    }
+
+    /// `α` of stored row `row` of `a`, `tile` being that of its tile.
+    pub fn a_row_factor(&self, row: u32, tile: f32) -> f32 {
+        let mut value = tile;
+        if comptime!(self.kind.a == Factor::PerRow) {
+            value = self.a_amax[row as usize] / self.a_range;
+        }
+        value
+    }
+
     /// `α` of stored row `row` of `b`, `tile` being that of its tile.
     pub fn b_row_factor(&self, row: u32, tile: f32) -> f32 {
         let mut value = tile;
@@ -185,6 +199,7 @@ impl Epilogue {
 
 /// What a sum is finished with.
 #[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
 pub struct Addends {
     /// The product of the factors of both operands.
     pub alpha: f32,
@@ -284,8 +299,8 @@ impl EpilogueArgs {
         }
     }
 
-    /// The device's part, for `rows` stored rows of `a` and of `b` in `groups` groups and a `c` of so many
-    /// words.
+    /// The device's part, for `rows` stored rows of `a` and of `b` in `groups` groups, and the memory of
+    /// the output, of so many words.
     ///
     /// # Safety
     /// The memory must hold what `kind` asks for.
@@ -322,6 +337,7 @@ pub(crate) const STAGING: usize = 16 * STAGING_ROW;
 
 /// The part of a tile that a warp writes.
 #[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
 pub(crate) struct WarpTile {
     /// The first of its rows of the output.
     pub row: u32,

@@ -217,6 +217,7 @@ fn stage_offset(step: u32, #[comptime] shape: Sm120Tile) -> u32 {
 
 /// The stored rows of a tile.
 #[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
 struct TileRows {
     /// Its first row of `a`.
     a: u32,

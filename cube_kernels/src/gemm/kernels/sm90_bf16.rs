@@ -52,6 +52,7 @@ pub struct Sm90Plan {
 
 /// Whole stages, and instructions of 16 columns in one more, for `k` columns.
 #[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
 struct Depth {
     steps: u32,
     tail: u32,
@@ -160,6 +161,7 @@ pub fn sm90_kernel(
 
 /// Where the parts of shared memory begin.
 #[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
 struct SharedAddresses {
     /// Barriers that complete when a stage is full; those of empty stages are behind them.
     full: u32,

@@ -209,6 +209,7 @@ pub fn fused_kernel(
 
 /// Where the parts of shared memory begin.
 #[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
 struct SharedAddresses {
     full: u32,
     empty: u32,
@@ -442,6 +443,7 @@ fn consume(
 
 /// Tiles along either dimension.
 #[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
 struct TileCounts {
     m: u32,
     n: u32,
@@ -461,6 +463,7 @@ fn tiles_of(problem: &ScheduledProblem, #[comptime] plan: W4a16Plan) -> TileCoun
 
 /// Where a tile lies.
 #[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
 struct TilePlace {
     /// The group of its rows of `a`.
     group: u32,
@@ -502,6 +505,7 @@ fn place_of(
 
 /// What a consumer warpgroup has of a tile.
 #[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
 struct Part {
     /// Its number.
     consumer: u32,
