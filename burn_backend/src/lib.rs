@@ -4,13 +4,13 @@
 //! - [`nn`] holds [`Nvfp4Linear`], which stands in for `burn_nn::Linear` (the same parameters, ids
 //!   and record layout), [`Nvfp4GroupedLinear`] for experts, and what is built on them: attention,
 //!   feed-forwards, [`Nvfp4Moe`], a transformer block.
-//! - [`state`] is what a layer draws its random bits from, and [`Nvfp4State`], which saves and
-//!   restores it with the model.
+//! - [`state`] holds the RNG state of a layer, and [`Nvfp4State`], which saves and restores it with
+//!   the model.
 //! - [`functions`] are the same operations on plain tensors, and [`experts`] those on tokens sorted
 //!   by expert.
 //! - `decorate` (features `cpu` and `cuda`) routes the linear layers of unmodified models.
 //! - `checkpoint` (feature `train`) has burn-train save that state too.
-//! - [`ranks`] averages gradients over the devices of a data-parallel run.
+//! - [`parallel`] averages gradients over the ranks of a data-parallel run.
 //! - [`ops`] is the extension trait, implemented by the Flex backend (pure Rust, on the oracle's
 //!   arithmetic), the Cube backend (CubeCL kernels), `Fusion` and `Autodiff`.
 //!
@@ -44,17 +44,17 @@
 //!
 //! # Numerics
 //!
-//! A weight is `[d_in, d_out]`, as in Burn. With `Q` a quantization to NVFP4, blocks of 16 along the
-//! contraction of the product at hand:
+//! A weight is `[d_in, d_out]`, as in Burn. With `Q` a quantization to NVFP4, in blocks of 16 along the
+//! contraction of the GEMM:
 //!
-//! | product | operands | rounding |
+//! | GEMM | operands | rounding |
 //! |---|---|---|
 //! | `y = Q(x) Q(w)` | `x` in 1x16 blocks, `w` in 16x16 tiles | nearest |
-//! | `dx = Q(dy) Q(w)ᵀ` | `dy` in 1x16 blocks, the row-wise copy of the same `Q(w)` | stochastic for `dy` |
+//! | `dx = Q(dy) Q(w)ᵀ` | `dy` in 1x16 blocks, the rowwise quantized tensor of the same `Q(w)` | stochastic for `dy` |
 //! | `dw = Q(H x)ᵀ Q(H dy)` | both in 16x1 blocks along the tokens, after the transform `H` | nearest for `x`, stochastic for `dy` |
 //!
-//! Between forward and backward only packed 4-bit tensors are kept: the column-wise copy of `x` if
-//! `w` needs a gradient, the row-wise copy of `w` if `x` needs one. Products accumulate in `f32` and
+//! Between forward and backward only packed 4-bit tensors are saved: the columnwise quantized `x` if
+//! `w` needs a gradient, the rowwise quantized `w` if `x` needs one. GEMMs accumulate in `f32` and
 //! round once to the output's type: `y` and `dx` have the type of `x`, `dw` that of `w`. The gradient
 //! of a bias is the `f32` sum of `dy`, in the bias's type.
 
@@ -66,12 +66,13 @@ pub mod experts;
 pub mod functions;
 pub mod nn;
 pub mod ops;
-pub mod ranks;
+pub mod parallel;
 pub mod recipe;
 pub mod state;
 pub mod telemetry;
 
 mod parameterless;
+mod rng;
 mod validate;
 
 #[cfg(any(feature = "cpu", feature = "cuda"))]
@@ -84,6 +85,6 @@ pub use nn::{
     Nvfp4SwiGlu, Nvfp4SwiGluConfig, Nvfp4TransformerBlock, Nvfp4TransformerBlockConfig,
 };
 pub use nvfp4_kernels::{Hadamard, Nvfp4Error, RandomStream, Rounding, Usage};
-pub use ranks::Ranks;
-pub use recipe::{LayerMode, Nvfp4Recipe, set_mode};
-pub use state::{LayerRandomness, Nvfp4State};
+pub use parallel::DataParallel;
+pub use recipe::{LayerMode, Nvfp4Recipe};
+pub use state::{Nvfp4State, RngState, set_mode};

@@ -1,5 +1,5 @@
 //! Data-parallel training on two GPUs: a thread and a fork of the model for each device, gradients averaged
-//! by [`Ranks`]. (With burn-train: train_tests/tests/ddp.rs.)
+//! by [`DataParallel`]. (With burn-train: train_tests/tests/ddp.rs.)
 //!
 //! Skips itself, and says so, unless `NVFP4_TEST_DEVICE=cuda` and there are two CUDA devices. Run it
 //! with `--nocapture` to see the losses, step by step.
@@ -14,9 +14,9 @@ use burn_core::tensor::{
     DType, Device, DeviceType, FloatDType, Tensor, TensorData, activation::gelu,
 };
 use burn_nn::{Linear, LinearConfig};
-use burn_nvfp4::state::number_layers;
+use burn_nvfp4::state::assign_layer_ids;
 use burn_nvfp4::{
-    LayerRandomness, Nvfp4Linear, Nvfp4LinearConfig, Nvfp4Recipe, Nvfp4State, Ranks, decorate,
+    DataParallel, Nvfp4Linear, Nvfp4LinearConfig, Nvfp4Recipe, Nvfp4State, RngState, decorate,
 };
 use burn_optim::AdamWConfig;
 
@@ -99,7 +99,7 @@ fn loss<M: Model>(model: &M, step: usize, part: usize, parts: usize, device: &De
 }
 
 /// The losses of one worker.
-fn work<M: Model>(model: M, part: usize, ranks: &Ranks) -> (Vec<f32>, M) {
+fn work<M: Model>(model: M, part: usize, ranks: &DataParallel) -> (Vec<f32>, M) {
     let device = ranks.devices()[part].clone().autodiff();
     let parts = ranks.devices().len();
     let mut model = model.fork(&device);
@@ -120,9 +120,9 @@ fn work<M: Model>(model: M, part: usize, ranks: &Ranks) -> (Vec<f32>, M) {
 /// what the two workers' weights are.
 fn compare<M: Model>(what: &str, model: M, devices: &[Device; 2]) -> (Vec<f32>, Vec<f32>, [M; 2]) {
     let state = Nvfp4State::collect(&model);
-    let (single, _) = work(model.clone(), 0, &Ranks::new(&devices[..1]).unwrap());
+    let (single, _) = work(model.clone(), 0, &DataParallel::new(&devices[..1]).unwrap());
     state.apply(&model).unwrap();
-    let ranks = Ranks::new(devices).unwrap();
+    let ranks = DataParallel::new(devices).unwrap();
     let workers = [0, 1].map(|part| {
         let (model, ranks) = (model.clone(), ranks.clone());
         thread::spawn(move || work(model, part, &ranks))
@@ -172,7 +172,7 @@ fn net(recipe: &Nvfp4Recipe, device: &Device) -> Net {
         up: layer(),
         down: layer(),
     };
-    number_layers(&net);
+    assign_layer_ids(&net);
     net
 }
 
@@ -220,7 +220,7 @@ fn two_devices_train_as_one() {
         Nvfp4State::collect(&second),
         "and the same count of forwards"
     );
-    let LayerRandomness { offset, .. } = state.layers["up"];
+    let RngState { offset, .. } = state.layers["up"];
     assert_eq!(offset, STEPS as u64);
 
     device.seed(1);
@@ -230,7 +230,7 @@ fn two_devices_train_as_one() {
         down: linear(),
     };
     let model = decorate(plain, &Nvfp4Recipe::new()).unwrap();
-    number_layers(&model);
+    assign_layer_ids(&model);
     let (single, double, workers) = compare("decorated", model, &devices);
     assert_close(&single, &double, 0.03);
     for worker in workers {

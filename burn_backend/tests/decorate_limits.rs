@@ -41,7 +41,7 @@ fn a_used_up_exploration_limit_is_noticed() {
         }
         match value {
             Ok(value) if report.layers[""].forward.missed == 0 => assert!(value.is_finite()),
-            Ok(value) => assert!(value.is_nan(), "a number from a product that was missed"),
+            Ok(value) => assert!(value.is_nan(), "a number from a missed GEMM"),
             Err(panic) => {
                 let text = panic.downcast_ref::<String>().cloned().unwrap_or_default();
                 assert!(text.contains("layer ``"), "{text}");
@@ -50,7 +50,7 @@ fn a_used_up_exploration_limit_is_noticed() {
     }
     let failed = failed.expect("the limit was used up");
     assert!(
-        failed.contains("layer ``") && failed.contains("was not taken"),
+        failed.contains("layer ``") && failed.contains("did not run in NVFP4"),
         "{failed}"
     );
 

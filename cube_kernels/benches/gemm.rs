@@ -25,7 +25,7 @@ use common::results::{Results, Row};
 use criterion::Criterion;
 use cubecl::prelude::*;
 use nvfp4_kernels::{
-    Hadamard, RandomStream, Usage,
+    Hadamard, Layout, RandomStream, Usage,
     capabilities::Capabilities,
     cubecl,
     gemm::{
@@ -226,7 +226,7 @@ impl Noise {
         let upload = |bytes: &[u8]| client.create_from_slice(bytes);
         let amax = upload(&1000.0f32.to_ne_bytes());
         let parts = (upload(bytemuck::cast_slice(&codes)), upload(&scales), amax);
-        DeviceQuantized::plain(parts, (rows, k), Usage::Rowwise, None)
+        DeviceQuantized::new(Layout::nvfp4(rows, k, Usage::Rowwise), parts)
     }
 
     /// Sums of two uniform values, between -1 and 1, as bf16.

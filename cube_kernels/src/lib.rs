@@ -36,12 +36,12 @@ pub mod tensor;
 #[cfg(feature = "cube")]
 pub use cubecl;
 pub use error::Nvfp4Error;
-pub use format::mx::{MX_BLOCK, MxPacked};
-pub use format::packed::{Amax, Origin, QuantizedTensor, ScaleLayout, Usage};
-pub use policy::{
-    AmaxGranularity, BlockScaling, ErrorNorm, Hadamard, HadamardSize, QuantParams, RandomStream,
-    Rounding, Storage,
+pub use format::{
+    block::{BLOCK, Format, MX_BLOCK},
+    layout::{Layout, Usage},
+    tensor::{Amax, Origin, QuantizedTensor},
 };
-
-/// Elements that share one block scale.
-pub const BLOCK: usize = 16;
+pub use policy::{
+    AmaxGranularity, BlockScaling, BlockShape, ErrorNorm, Hadamard, HadamardSize, QuantParams,
+    RandomStream, Rounding, ScaleLayout, Storage,
+};

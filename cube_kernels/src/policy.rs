@@ -2,8 +2,6 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::ScaleLayout;
-
 /// How a scaled value becomes a 4-bit code.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Rounding {
@@ -14,7 +12,8 @@ pub enum Rounding {
 }
 
 /// What a quantized tensor is stored as.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
 pub enum Storage {
     /// Codes and block scales.
     #[default]
@@ -22,6 +21,28 @@ pub enum Storage {
     /// Code times block scale in bf16, which holds it exactly; not yet multiplied by the global scale.
     /// For a GEMM that would dequantize a packed operand to bf16 first.
     Bf16Unscaled,
+}
+
+/// Order of the block scales in memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
+pub enum ScaleLayout {
+    /// `[outer, blocks]`, row-major, without padding.
+    #[default]
+    Compact,
+    /// The 128x4 tiles that FP4 tensor cores read, padded with zeros; see
+    /// [`swizzle`](crate::format::swizzle).
+    Swizzled128x4,
+}
+
+/// Elements that share one block scale.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
+pub enum BlockShape {
+    /// One block along the contraction.
+    #[default]
+    Block1d,
+    /// A 16x16 tile. Its scale is repeated for its 16 stored rows, so that the columnwise tensor
+    /// is the transpose of the rowwise one.
+    Block2d,
 }
 
 /// How many elements share one amax, and so one global scale.

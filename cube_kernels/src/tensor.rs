@@ -8,7 +8,8 @@ use cubecl::{
 
 pub use crate::policy::AmaxGranularity;
 use crate::{
-    Amax, BLOCK, Nvfp4Error, Origin, QuantizedTensor, RandomStream, ScaleLayout, Usage,
+    Amax, Format, Layout, Nvfp4Error, Origin, QuantizedTensor, RandomStream, ScaleLayout, Storage,
+    Usage,
     format::check_extent,
     memory::{allocate, check_memory, download, upload},
     policy::{BlockScaling, Hadamard, QuantParams, Rounding},
@@ -106,67 +107,6 @@ impl Matrix {
     }
 }
 
-/// What the codes and block scales of an NVFP4 matrix stand for, without the factor of the tensor: code
-/// times block scale, exact in bf16. It has four times the bytes of a [`DeviceQuantized`], and saves a
-/// product that decodes its operands the work, once.
-#[derive(Debug, Clone)]
-pub struct DeviceUnscaled {
-    /// The values in stored orientation, bf16: a row for each stored row, as long as the packed axis
-    /// with its padding, which is zeros.
-    pub values: Matrix,
-    /// The largest magnitudes: `f32`, as many as `scope` says.
-    pub amax: Handle,
-    /// What one of them stands for.
-    pub scope: AmaxGranularity,
-    /// How block scales were found, which decides the range that an amax stands for.
-    pub scaling: BlockScaling,
-}
-
-impl DeviceUnscaled {
-    /// The copy that `packed` describes, whose codes are the memory of values.
-    pub(crate) fn of(packed: DeviceQuantized) -> Self {
-        let (rows, cols) = (packed.outer(), packed.blocks() * BLOCK);
-        Self {
-            values: Matrix {
-                handle: packed.codes,
-                rows,
-                cols,
-                dtype: FloatKind::Bf16,
-            },
-            amax: packed.amax,
-            scope: packed.scope,
-            scaling: packed.scaling,
-        }
-    }
-}
-
-/// A quantized copy in either form.
-#[derive(Debug, Clone)]
-pub enum DeviceOperand {
-    /// Codes and scales.
-    Packed(DeviceQuantized),
-    /// Their values.
-    Decoded(DeviceUnscaled),
-}
-
-impl DeviceOperand {
-    /// The copy, if it is codes and scales.
-    pub fn into_packed(self) -> Option<DeviceQuantized> {
-        match self {
-            Self::Packed(packed) => Some(packed),
-            Self::Decoded(_) => None,
-        }
-    }
-
-    /// The copy, if it is values.
-    pub fn into_decoded(self) -> Option<DeviceUnscaled> {
-        match self {
-            Self::Packed(_) => None,
-            Self::Decoded(decoded) => Some(decoded),
-        }
-    }
-}
-
 /// Which rows of a matrix belong together: they share maxima and blocks, and their copies lie one
 /// after another.
 #[derive(Debug, Clone, Default)]
@@ -235,86 +175,100 @@ impl Groups {
 /// The most groups with offsets in device memory: their starts are kept in shared memory.
 pub const MAX_GROUPS: usize = 512;
 
-/// An NVFP4 matrix in device memory.
+/// A quantized matrix in device memory.
 ///
-/// Without groups the layout is that of [`QuantizedTensor`]: `outer` stored rows of `blocks` blocks.
-/// With groups the copies of the groups lie one after another, each in that layout: the row-wise
-/// codes and compact scales are then those of the whole matrix, a column-wise copy starts anew in
-/// every group, and so does the 128x4 tiling of swizzled scales. Buffers are as large as the groups
-/// may need ([`Self::code_blocks`], [`Self::scale_bytes`]).
+/// Without groups the buffers are those of [`QuantizedTensor`]: `outer` stored rows of `blocks`
+/// blocks. With groups the tensors of the groups lie one after another, each in that layout: the
+/// rowwise codes and compact scales are then those of the whole matrix, a columnwise tensor starts
+/// anew in every group, and so does the 128x4 tiling of swizzled scales. Buffers are as large as the
+/// groups may need ([`Self::code_bytes`], [`Self::scale_bytes`]).
 #[derive(Debug, Clone)]
 pub struct DeviceQuantized {
-    /// The codes, eight to a `u32`, two words to a block.
-    pub codes: Handle,
-    /// The block scales, E4M3 bytes.
-    pub scales: Handle,
-    /// The largest magnitudes: `f32`, as many as `scope` says.
-    pub amax: Handle,
-    /// Rows of the source matrix, of all groups.
-    pub rows: usize,
-    /// Columns of the source matrix.
-    pub cols: usize,
-    /// The axis of the source along which it is packed.
-    pub usage: Usage,
-    /// Order of the block scales.
-    pub layout: ScaleLayout,
-    /// How block scales were found, which decides how an amax decodes.
-    pub scaling: BlockScaling,
-    /// What one amax stands for.
-    pub scope: AmaxGranularity,
-    /// The transform along the packed axis, which is padded to a multiple of its size.
-    pub hadamard: Option<Hadamard>,
+    /// What the buffers mean; `rows` are those of all groups.
+    pub layout: Layout,
     /// Which rows of the source belong together.
     pub groups: Groups,
+    /// The codes, the first element in the lowest bits; or the bf16 values.
+    pub codes: Handle,
+    /// The block scales, a byte each. Not read where values are stored.
+    pub scales: Handle,
+    /// The largest magnitudes, `f32`. Not read where the format has no global scale.
+    pub amax: Handle,
 }
 
 impl DeviceQuantized {
-    /// A plain copy over existing memory: compact scales, one amax, no groups.
-    pub fn plain(
-        (codes, scales, amax): (Handle, Handle, Handle),
-        (rows, cols): (usize, usize),
-        usage: Usage,
-        hadamard: Option<Hadamard>,
-    ) -> Self {
+    /// A tensor over existing memory, `(codes, scales, amax)`, without groups.
+    pub fn new(layout: Layout, (codes, scales, amax): (Handle, Handle, Handle)) -> Self {
         Self {
+            layout,
+            groups: Groups::One,
             codes,
             scales,
             amax,
-            rows,
-            cols,
-            usage,
-            layout: ScaleLayout::Compact,
-            scaling: BlockScaling::Standard,
-            scope: AmaxGranularity::PerTensor,
-            hadamard,
+        }
+    }
+
+    /// Codes and scales with undefined contents for `layout` and `groups`, and the given amax.
+    pub(crate) fn empty(client: &Client, layout: Layout, groups: Groups, amax: &Handle) -> Self {
+        let codes = allocate(client, code_bytes(&layout, &groups));
+        Self {
+            scales: match layout.storage {
+                Storage::Packed => allocate(client, scale_bytes(&layout, &groups)),
+                Storage::Bf16Unscaled => codes.clone(),
+            },
+            amax: amax.clone(),
+            codes,
+            layout,
+            groups,
+        }
+    }
+
+    /// [`Self::empty`] in a format without a global scale.
+    pub(crate) fn empty_unscaled(client: &Client, layout: Layout) -> Self {
+        let scales = allocate(client, layout.scale_bytes());
+        Self {
+            codes: allocate(client, layout.code_bytes()),
+            amax: scales.clone(),
+            scales,
+            layout,
             groups: Groups::One,
         }
     }
 
+    /// Rows of the source matrix, of all groups.
+    pub fn rows(&self) -> usize {
+        self.layout.rows
+    }
+
+    /// Columns of the source matrix.
+    pub fn cols(&self) -> usize {
+        self.layout.cols
+    }
+
+    /// The axis of the source along which blocks lie.
+    pub fn usage(&self) -> Usage {
+        self.layout.usage
+    }
+
     /// Stored rows; of one group where there are several.
     pub fn outer(&self) -> usize {
-        self.usage.stored_shape(self.rows, self.cols).0
+        self.layout.outer()
     }
 
-    /// Length of the packed axis, without padding.
+    /// Length of a stored row, without padding.
     pub fn inner(&self) -> usize {
-        self.usage.stored_shape(self.rows, self.cols).1
+        self.layout.inner()
     }
 
-    /// Elements to whose multiple the packed axis is padded.
+    /// Elements to whose multiple stored rows are padded.
     pub fn unit(&self) -> usize {
-        self.hadamard
-            .map_or(BLOCK, |hadamard| hadamard.size().elements())
+        self.layout.unit()
     }
 
-    /// Blocks in one stored row of a matrix without groups; summed over the groups along the rows, at
-    /// most, for a column-wise copy with groups.
+    /// Blocks in one stored row of a matrix without groups; summed over the groups along the rows,
+    /// at most, for a columnwise tensor with groups.
     pub fn blocks(&self) -> usize {
-        let unit = self.unit();
-        match self.usage {
-            Usage::Rowwise => self.cols.div_ceil(unit) * (unit / BLOCK),
-            Usage::Columnwise => self.groups.units(self.rows, unit) * (unit / BLOCK),
-        }
+        blocks(&self.layout, &self.groups)
     }
 
     /// Blocks that the codes have room for.
@@ -322,42 +276,58 @@ impl DeviceQuantized {
         self.outer() * self.blocks()
     }
 
-    /// Bytes that the scales have room for, in their layout.
+    /// Bytes that the codes, or the bf16 values, have room for.
+    pub fn code_bytes(&self) -> usize {
+        code_bytes(&self.layout, &self.groups)
+    }
+
+    /// Bytes that the scales have room for, in their order.
     pub fn scale_bytes(&self) -> usize {
-        match (self.layout, self.usage) {
-            (ScaleLayout::Compact, _) => self.code_blocks(),
-            (ScaleLayout::Swizzled128x4, Usage::Rowwise) => {
-                self.groups.units(self.rows, 128) * 128 * self.blocks().next_multiple_of(4)
-            }
-            (ScaleLayout::Swizzled128x4, Usage::Columnwise) => {
-                let unit = self.unit().max(4 * BLOCK);
-                let blocks = self.groups.units(self.rows, unit) * (unit / BLOCK);
-                self.cols.next_multiple_of(128) * blocks
-            }
-        }
+        scale_bytes(&self.layout, &self.groups)
     }
 
-    /// Values of `amax`.
+    /// Number of amax values.
     pub fn amax_len(&self) -> usize {
-        match (self.scope, self.usage) {
-            (AmaxGranularity::PerTensor, _) => self.groups.count(),
-            (AmaxGranularity::PerRow, Usage::Rowwise) => self.rows,
-            (AmaxGranularity::PerRow, Usage::Columnwise) => self.groups.count() * self.cols,
-        }
+        amax_len(&self.layout, &self.groups)
     }
 
-    /// Gives `codes` and `scales` memory with undefined contents.
-    pub(crate) fn allocated(mut self, client: &Client) -> Self {
-        self.codes = allocate(client, self.code_blocks() * 8);
-        self.scales = allocate(client, self.scale_bytes());
-        self
+    /// Whether codes and scales are stored, and not their products.
+    pub fn is_packed(&self) -> bool {
+        self.layout.storage == Storage::Packed
+    }
+
+    /// The bf16 values in stored orientation, padding included, where these are stored.
+    pub fn values(&self) -> Option<Matrix> {
+        (!self.is_packed()).then(|| Matrix {
+            handle: self.codes.clone(),
+            rows: self.outer(),
+            cols: self.blocks() * self.layout.format.block(),
+            dtype: FloatKind::Bf16,
+        })
     }
 
     pub(crate) fn check(&self, argument: &'static str) -> Result<(), Nvfp4Error> {
-        check_extent(argument, self.rows, self.cols)?;
-        check_memory(argument, &self.codes, self.code_blocks() * 8)?;
+        check_extent(argument, self.rows(), self.cols())?;
+        check_memory(argument, &self.codes, self.code_bytes())?;
         check_memory(argument, &self.scales, self.scale_bytes())?;
         check_memory(argument, &self.amax, self.amax_len() * 4)
+    }
+
+    /// An error unless these are codes in the format `format`.
+    pub(crate) fn check_codes(
+        &self,
+        argument: &'static str,
+        format: Format,
+    ) -> Result<(), Nvfp4Error> {
+        let (found, storage) = (self.layout.format, self.layout.storage);
+        if found == format && storage == Storage::Packed {
+            return Ok(());
+        }
+        Err(Nvfp4Error::value(
+            argument,
+            format!("{found:?} as {storage:?}"),
+            format!("{format:?} as {:?}", Storage::Packed),
+        ))
     }
 
     /// An error unless there are no groups.
@@ -374,80 +344,91 @@ impl DeviceQuantized {
 
     /// An error unless scales are compact and there are no groups.
     pub(crate) fn check_compact(&self, argument: &'static str) -> Result<(), Nvfp4Error> {
-        if self.layout == ScaleLayout::Compact && matches!(self.groups, Groups::One) {
+        let order = self.layout.scale_layout;
+        if order == ScaleLayout::Compact && matches!(self.groups, Groups::One) {
             return Ok(());
         }
         Err(Nvfp4Error::value(
             argument,
-            format!("{:?} scales, {} groups", self.layout, self.groups.count()),
+            format!("{order:?} scales, {} groups", self.groups.count()),
             "compact scales, no groups",
         ))
     }
 
     /// Copies a host tensor to the device.
-    pub fn from_host(client: &Client, packed: &QuantizedTensor) -> Self {
-        let (scope, amax) = match packed.amax() {
-            Amax::Tensor(amax) => (AmaxGranularity::PerTensor, amax.to_ne_bytes().to_vec()),
-            Amax::PerRow(amax) => (AmaxGranularity::PerRow, bytemuck::cast_slice(amax).to_vec()),
-        };
-        Self {
-            codes: upload(client, packed.codes()),
-            scales: upload(client, packed.scales()),
-            amax: upload(client, &amax),
-            rows: packed.rows(),
-            cols: packed.cols(),
-            usage: packed.usage(),
-            layout: packed.scale_layout(),
-            scaling: packed.origin().scaling,
-            scope,
-            hadamard: packed.origin().hadamard,
-            groups: Groups::One,
-        }
+    pub fn from_host(client: &Client, tensor: &QuantizedTensor) -> Self {
+        let amax = bytemuck::cast_slice(tensor.amax().values());
+        Self::new(
+            *tensor.layout(),
+            (
+                upload(client, tensor.codes()),
+                upload(client, tensor.scales()),
+                upload(client, amax),
+            ),
+        )
     }
 
     /// Copies the tensor to the host, waiting for the device. `origin` says how it was made, which
     /// device memory does not record.
     ///
     /// # Errors
-    /// When a queued kernel failed, the buffers do not fit the shape, `origin` has another transform (than
-    /// one that the tensor records) or other block scales than the tensor, or there are groups: their parts are read from
-    /// [`Self::codes`] and [`Self::scales`].
+    /// When a queued kernel failed, the buffers do not fit the shape, `origin` is no way to make
+    /// such a tensor, values are stored instead of codes, or there are groups: their parts are read
+    /// from [`Self::codes`] and [`Self::scales`].
     pub fn to_host(&self, client: &Client, origin: Origin) -> Result<QuantizedTensor, Nvfp4Error> {
-        if !matches!(self.groups, Groups::One) {
-            return Err(Nvfp4Error::value("groups", "several", "one matrix"));
-        }
-        self.check("packed")?;
-        // MS-EDEN's copies do not record their transform, which `origin` may have.
-        let other_transform = self.hadamard.is_some() && origin.hadamard != self.hadamard;
-        if other_transform || origin.scaling != self.scaling {
-            return Err(Nvfp4Error::value(
-                "origin",
-                format!("{:?}, {:?}", origin.hadamard, origin.scaling),
-                format!(
-                    "{:?}, {:?}, those of the tensor",
-                    self.hadamard, self.scaling
-                ),
-            ));
-        }
+        self.check_no_groups("self")?;
+        self.check("self")?;
         let amax = download(client, &self.amax, self.amax_len() * 4)?;
-        let amax: Vec<f32> = amax
-            .chunks_exact(4)
-            .map(bytemuck::pod_read_unaligned)
-            .collect();
+        let amax = amax.chunks_exact(4).map(bytemuck::pod_read_unaligned);
         QuantizedTensor::from_parts(
-            (self.rows, self.cols),
-            self.usage,
-            download(client, &self.codes, self.code_blocks() * 8)?,
-            (
-                self.layout,
-                download(client, &self.scales, self.scale_bytes())?,
-            ),
-            match self.scope {
-                AmaxGranularity::PerTensor => Amax::Tensor(amax[0]),
-                AmaxGranularity::PerRow => Amax::PerRow(amax),
-            },
+            self.layout,
+            download(client, &self.codes, self.code_bytes())?,
+            download(client, &self.scales, self.scale_bytes())?,
+            Amax::new(&self.layout, amax.collect()),
             origin,
         )
+    }
+}
+
+/// [`DeviceQuantized::blocks`].
+fn blocks(layout: &Layout, groups: &Groups) -> usize {
+    let unit = layout.unit();
+    match layout.usage {
+        Usage::Rowwise => layout.blocks(),
+        Usage::Columnwise => groups.units(layout.rows, unit) * (unit / layout.format.block()),
+    }
+}
+
+/// [`DeviceQuantized::code_bytes`].
+fn code_bytes(layout: &Layout, groups: &Groups) -> usize {
+    layout.outer() * blocks(layout, groups) * layout.block_bytes()
+}
+
+/// [`DeviceQuantized::scale_bytes`].
+fn scale_bytes(layout: &Layout, groups: &Groups) -> usize {
+    let block = layout.format.block();
+    match (layout.storage, layout.scale_layout, layout.usage) {
+        (Storage::Bf16Unscaled, ..) => 0,
+        (_, ScaleLayout::Compact, _) => layout.outer() * blocks(layout, groups),
+        (_, ScaleLayout::Swizzled128x4, Usage::Rowwise) => {
+            let blocks = layout.blocks().next_multiple_of(4);
+            groups.units(layout.rows, 128) * 128 * blocks
+        }
+        (_, ScaleLayout::Swizzled128x4, Usage::Columnwise) => {
+            let unit = layout.unit().max(4 * block);
+            let blocks = groups.units(layout.rows, unit) * (unit / block);
+            layout.cols.next_multiple_of(128) * blocks
+        }
+    }
+}
+
+/// [`DeviceQuantized::amax_len`].
+pub(crate) fn amax_len(layout: &Layout, groups: &Groups) -> usize {
+    match (layout.amax, layout.usage) {
+        _ if !layout.format.has_global_scale() => 0,
+        (AmaxGranularity::PerTensor, _) => groups.count(),
+        (AmaxGranularity::PerRow, Usage::Rowwise) => layout.rows,
+        (AmaxGranularity::PerRow, Usage::Columnwise) => groups.count() * layout.cols,
     }
 }
 

@@ -128,7 +128,7 @@ fn decorate(
     recipe: &RecipeName,
     decoration: Decoration,
 ) -> Result<EncoderModel> {
-    use burn_nvfp4::state::number_layers;
+    use burn_nvfp4::state::assign_layer_ids;
 
     let decorator = burn_nvfp4::Decorator::new(&config.nvfp4_recipe(recipe)?);
     let decorator = match decoration {
@@ -137,7 +137,7 @@ fn decorate(
     };
     let mut model = decorator.decorate(model)?;
     model.decoration = Some(decoration);
-    number_layers(&model);
+    assign_layer_ids(&model);
     Ok(model)
 }
 

@@ -11,10 +11,10 @@ use burn::module::{Module, ModuleMapper, Param, ParamId};
 use burn::tensor::activation::log_softmax;
 use burn::tensor::{DType, Device, FloatDType, Int, Tensor, TensorData};
 use burn_nvfp4::nn::{
-    BlockOutput, Nvfp4TransformerBlock, Nvfp4TransformerBlockConfig, Positions, PositionsConfig,
-    RmsNorm,
+    BlockOutput, Nvfp4TransformerBlock, Nvfp4TransformerBlockConfig, RmsNorm, RopeCache,
+    RopeCacheConfig,
 };
-use burn_nvfp4::state::number_layers;
+use burn_nvfp4::state::assign_layer_ids;
 
 use crate::config::{Activation, BALANCE_SHARE, ModelConfig, RecipeName, RunConfig, VOCABULARY};
 use crate::random::{hash, normal};
@@ -128,7 +128,7 @@ pub struct Transformer {
     pub norm: RmsNorm,
     /// From features to the logits of the next byte, f32 `[width, 256]`.
     pub head: Param<Tensor<2>>,
-    positions: Positions,
+    positions: RopeCache,
     #[module(skip)]
     activation: Activation,
     /// Share of each block's load-balancing loss in the training loss.
@@ -174,12 +174,12 @@ impl Transformer {
             blocks,
             norm: RmsNorm::new(width, device),
             head: zeros([width, VOCABULARY]),
-            positions: PositionsConfig::new(context, width / heads).try_init(device)?,
+            positions: RopeCacheConfig::new(context, width / heads).try_init(device)?,
             activation,
             balance_share: BALANCE_SHARE,
         };
         let model = initialise(model, seed, layers, FloatDType::F32);
-        number_layers(&model);
+        assign_layer_ids(&model);
         recipe.apply(&model)?;
         Ok(model)
     }

@@ -1,7 +1,7 @@
 //! The devices of a run: one rank for each, with a model and an optimizer of its own.
 //!
 //! Ranks take their steps together. Each computes the gradients of its part of the batch; then they make the
-//! mean over all ranks ([`Ranks`]), so that all of them update the same weights by the same gradients, and
+//! mean over all ranks ([`DataParallel`]), so that all of them update the same weights by the same gradients, and
 //! stay equal.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -12,7 +12,7 @@ use anyhow::{Context, Result, bail};
 use burn::module::{ModuleVisitor, Param};
 use burn::optim::GradientsParams;
 use burn::tensor::{Bytes, Device, Tensor};
-use burn_nvfp4::Ranks;
+use burn_nvfp4::DataParallel;
 use rand::RngExt;
 
 use crate::data::Batch;
@@ -30,7 +30,7 @@ pub(crate) struct Rank<M> {
     /// Losses of steps that are still on the device.
     pending: Vec<Tensor<1>>,
     /// All ranks of the run, if they are several.
-    ranks: Option<Ranks>,
+    ranks: Option<DataParallel>,
 }
 
 impl<M: LanguageModel> Rank<M> {
@@ -74,7 +74,7 @@ impl<M: LanguageModel> Rank<M> {
 
     /// The copy of this rank for data-parallel training on `device`, one of those of `ranks`: it has the same
     /// weights, draws random bits of its own, and averages its gradients with the other ranks.
-    fn fork(&self, device: &Device, optimizer: AdamW, ranks: Ranks) -> Self {
+    fn fork(&self, device: &Device, optimizer: AdamW, ranks: DataParallel) -> Self {
         let model = self.model.clone().fork(device);
         // The copy travels by a collective of both devices.
         for device in [&self.device, device] {
@@ -162,7 +162,7 @@ impl Others {
         devices: &[Device],
         budget: &MemoryBudget,
     ) -> Result<Self> {
-        let ranks = Ranks::new(devices)?;
+        let ranks = DataParallel::new(devices)?;
         let state = first.optimizer.to_bytes()?;
         let workers = devices[1..]
             .iter()

@@ -15,7 +15,7 @@ use burn_core::data::dataset::InMemDataset;
 use burn_core::module::Module;
 use burn_core::tensor::distributed::{DistributedConfig, ReduceOperation};
 use burn_core::tensor::{Device, DeviceType};
-use burn_nvfp4::{Nvfp4Recipe, Nvfp4State, Ranks};
+use burn_nvfp4::{DataParallel, Nvfp4Recipe, Nvfp4State};
 use burn_optim::{AdamWConfig, GradientsAccumulator, GradientsParams};
 use burn_train::metric::LossMetric;
 use burn_train::{
@@ -38,7 +38,7 @@ const HALF: usize = BATCH * STEPS;
 struct Parallel {
     net: Net,
     #[module(skip)]
-    ranks: Ranks,
+    ranks: DataParallel,
 }
 
 impl TrainStep for Parallel {
@@ -133,7 +133,7 @@ fn by_burn_train(name: &str, net: Net, devices: &[Device]) -> Net {
     .with_application_logger(None)
     .with_training_strategy(strategy.into())
     .num_epochs(1);
-    let ranks = Ranks::new(devices).unwrap();
+    let ranks = DataParallel::new(devices).unwrap();
     let model = Parallel { net, ranks };
     let result = training.launch(Learner::new(model, AdamWConfig::new().init(), RATE));
     assert!(result.error.is_none());

@@ -8,7 +8,7 @@ use std::sync::Mutex;
 use std::thread;
 use std::time::Instant;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 
 use crate::workspace::{self, FEATURES};
 
@@ -26,16 +26,18 @@ const LEFT_OUT: [&str; 6] = [
     "hundred",
 ];
 
-/// Test binaries that launch no kernel, or launch each a hundred times.
-const NOT_RUN: [&str; 11] = [
+/// The test binary: one for the package.
+const SUITE: &str = "suite";
+
+/// Modules of tests that launch no kernel, or launch each a hundred times.
+const NOT_RUN: [&str; 10] = [
     "cuda_source",
-    "decode",
+    "dequantize",
     "every_kernel",
     "gemm_source",
     "golden",
     "layouts_source",
     "mma_source",
-    "nvfp4_kernels",
     "oracle",
     "repeated",
     "shapes",
@@ -67,21 +69,21 @@ pub struct Args {
     /// Tools to run (default: all three)
     #[arg(long, value_delimiter = ',')]
     tool: Vec<Tool>,
-    /// Test binaries by name, such as `copies` (default: all that launch kernels)
+    /// Modules of tests by name, such as `quantize` (default: all that launch kernels)
     #[arg(long, short, value_name = "NAME")]
     test: Vec<String>,
-    /// A test binary that is built already; cargo is then not needed
-    #[arg(long, value_name = "FILE", conflicts_with = "test")]
-    binary: Vec<PathBuf>,
+    /// The test binary, if it is built already; cargo is then not needed
+    #[arg(long, value_name = "FILE")]
+    binary: Option<PathBuf>,
     /// Processes at a time, all on one GPU
     #[arg(long, short, default_value_t = 4, value_name = "N")]
     jobs: usize,
-    /// Arguments for the test binaries, for example a part of a test's name
+    /// Arguments for the test binary, for example a part of a test's name
     #[arg(last = true, value_name = "ARGUMENTS")]
     rest: Vec<String>,
 }
 
-/// What one tool found in one test binary.
+/// What one tool found in one module of tests.
 struct Finding {
     test: String,
     tool: Tool,
@@ -137,28 +139,24 @@ pub fn run(args: &Args) -> Result<ExitCode> {
         println!("SKIPPED: nvidia-smi lists no GPU");
         return Ok(ExitCode::SUCCESS);
     }
-    let binaries = if args.binary.is_empty() {
-        build(&args.test)?
-    } else {
-        args.binary
-            .iter()
-            .map(|path| (stem(path), path.clone()))
-            .collect()
+    let binary = match &args.binary {
+        Some(binary) => binary.clone(),
+        None => build()?,
     };
+    let modules = modules(&binary, &args.test, &args.rest)?;
     ensure!(
-        !binaries.is_empty(),
-        "no test binary of {PACKAGE} is called one of {:?}",
-        args.test
+        !modules.is_empty(),
+        "no module of tests of {PACKAGE} is called one of {:?}, or has tests named {:?}",
+        args.test,
+        args.rest
     );
     let tools = match args.tool.as_slice() {
         [] => &[Tool::Memcheck, Tool::Racecheck, Tool::Initcheck],
         tools => tools,
     };
-    let queue: VecDeque<(&str, &Path, Tool)> = tools
+    let queue: VecDeque<(&Module, Tool)> = tools
         .iter()
-        .flat_map(|&tool| {
-            (binaries.iter()).map(move |(name, path)| (name.as_str(), path.as_path(), tool))
-        })
+        .flat_map(|&tool| modules.iter().map(move |module| (module, tool)))
         .collect();
     let queue = Mutex::new(queue);
     let findings = Mutex::new(Vec::new());
@@ -167,10 +165,10 @@ pub fn run(args: &Args) -> Result<ExitCode> {
             scope.spawn(|| {
                 loop {
                     let next = queue.lock().expect("not poisoned").pop_front();
-                    let Some((test, path, tool)) = next else {
+                    let Some((module, tool)) = next else {
                         return;
                     };
-                    let finding = check(&sanitizer, test, path, tool, &args.rest);
+                    let finding = check(&sanitizer, &binary, module, tool);
                     findings.lock().expect("not poisoned").push(finding);
                 }
             });
@@ -182,13 +180,8 @@ pub fn run(args: &Args) -> Result<ExitCode> {
     Ok(report(&findings))
 }
 
-fn check(
-    sanitizer: &Path,
-    test: &str,
-    binary: &Path,
-    tool: Tool,
-    rest: &[String],
-) -> Result<Finding> {
+fn check(sanitizer: &Path, binary: &Path, module: &Module, tool: Tool) -> Result<Finding> {
+    let Module { name, tests } = module;
     let start = Instant::now();
     let mut command = Command::new(sanitizer);
     command.args(["--tool", tool.name(), "--print-limit", "20"]);
@@ -198,23 +191,24 @@ fn check(
     }
     command
         .arg(binary)
-        .arg("--test-threads=1")
-        .args(LEFT_OUT.iter().flat_map(|name| ["--skip", name]))
-        .args(rest)
-        .env("NVFP4_TEST_DEVICE", "cuda");
+        .args(["--test-threads=1", "--exact"])
+        .args(tests)
+        .env("NVFP4_TEST_DEVICE", "cuda")
+        // Tests that need a process of their own have one: this.
+        .env("NVFP4_TEST_CHILD", name);
     let output = command
         .output()
         .with_context(|| format!("cannot start {}", sanitizer.display()))?;
     let output = [output.stdout, output.stderr].concat();
     let output = String::from_utf8_lossy(&output).into_owned();
     let finding = Finding {
-        test: test.into(),
+        test: name.clone(),
         tool,
         summary: Summary::read(&output),
         seconds: start.elapsed().as_secs_f64(),
         output,
     };
-    println!("{test}, {}: {:.0} s", tool.name(), finding.seconds);
+    println!("{name}, {}: {:.0} s", tool.name(), finding.seconds);
     Ok(finding)
 }
 
@@ -249,18 +243,12 @@ fn report(findings: &[Finding]) -> ExitCode {
     }
 }
 
-/// The test binaries of the kernels that are asked for, by name, built.
-fn build(wanted: &[String]) -> Result<Vec<(String, PathBuf)>> {
+/// The test binary of the kernels, built.
+fn build() -> Result<PathBuf> {
     let mut command = workspace::cargo();
     command
-        .args(["test", "--no-run", "--package", PACKAGE])
+        .args(["test", "--no-run", "--package", PACKAGE, "--test", SUITE])
         .args(["--features", FEATURES, "--message-format=json"]);
-    if wanted.is_empty() {
-        command.arg("--tests");
-    }
-    for name in wanted {
-        command.args(["--test", name]);
-    }
     println!("$ {}", workspace::shown(&command));
     let output = command
         .stderr(Stdio::inherit())
@@ -271,27 +259,56 @@ fn build(wanted: &[String]) -> Result<Vec<(String, PathBuf)>> {
         "cargo test ended with {}",
         output.status
     );
-    let mut binaries = Vec::new();
     for line in String::from_utf8_lossy(&output.stdout).lines() {
         let message: serde_json::Value = serde_json::from_str(line).context("cargo's messages")?;
-        let name = message["target"]["name"].as_str().unwrap_or_default();
-        let Some(path) = message["executable"].as_str() else {
-            continue;
-        };
-        if !wanted.is_empty() || !NOT_RUN.contains(&name) {
-            binaries.push((name.to_owned(), PathBuf::from(path)));
+        if message["target"]["name"] == SUITE
+            && let Some(path) = message["executable"].as_str()
+        {
+            return Ok(PathBuf::from(path));
         }
     }
-    Ok(binaries)
+    bail!("cargo built no test binary {SUITE}")
 }
 
-/// The name of a test binary, without the hash that cargo adds.
-fn stem(path: &Path) -> String {
-    let name = path.file_name().unwrap_or_default().to_string_lossy();
-    match name.rsplit_once('-') {
-        Some((name, _)) => name.into(),
-        None => name.into_owned(),
+/// Tests of one module, by their whole names.
+#[derive(Debug, PartialEq, Eq)]
+struct Module {
+    name: String,
+    tests: Vec<String>,
+}
+
+/// The tests of `binary` that run: of the modules `wanted`, or of all that launch kernels, those that
+/// `rest` selects.
+fn modules(binary: &Path, wanted: &[String], rest: &[String]) -> Result<Vec<Module>> {
+    let output = Command::new(binary)
+        .arg("--list")
+        .args(LEFT_OUT.iter().flat_map(|name| ["--skip", name]))
+        .args(rest)
+        .output()
+        .with_context(|| format!("cannot start {}", binary.display()))?;
+    ensure!(output.status.success(), "--list: {}", output.status);
+    let mut modules = by_module(&String::from_utf8_lossy(&output.stdout));
+    modules.retain(|module| match wanted {
+        [] => !NOT_RUN.contains(&module.name.as_str()),
+        wanted => wanted.contains(&module.name),
+    });
+    Ok(modules)
+}
+
+/// The tests that libtest lists, by their modules.
+fn by_module(list: &str) -> Vec<Module> {
+    let mut modules: Vec<Module> = Vec::new();
+    for test in list.lines().filter_map(|line| line.strip_suffix(": test")) {
+        let name = test.split_once("::").map_or("", |(module, _)| module);
+        match modules.iter_mut().find(|module| module.name == name) {
+            Some(module) => module.tests.push(test.into()),
+            None => modules.push(Module {
+                name: name.into(),
+                tests: vec![test.into()],
+            }),
+        }
     }
+    modules
 }
 
 fn sanitizer() -> Option<PathBuf> {
@@ -335,8 +352,17 @@ mod tests {
     }
 
     #[test]
-    fn names_lose_their_hash() {
-        assert_eq!(stem(Path::new("/x/deps/copies-314a348c6f8156f8")), "copies");
-        assert_eq!(stem(Path::new("ms_eden")), "ms_eden");
+    fn tests_are_listed_by_module() {
+        let found =
+            by_module("gemm::a: test\ngraph::x: test\ngemm::b: test\n\n3 tests, 0 benchmarks\n");
+        let module = |name: &str, tests: &[&str]| Module {
+            name: name.into(),
+            tests: tests.iter().map(|&test| test.into()).collect(),
+        };
+        let expected = [
+            module("gemm", &["gemm::a", "gemm::b"]),
+            module("graph", &["graph::x"]),
+        ];
+        assert_eq!(found, expected);
     }
 }

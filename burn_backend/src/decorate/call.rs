@@ -1,4 +1,4 @@
-//! One use of a decorated weight, and what all uses share.
+//! One call of a decorated layer, and what all calls share.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -6,21 +6,20 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use burn_core::backend::fusion::custom::{TensorId, TensorIr};
 use burn_cubecl::{CubeBackend, tensor::CubeTensor};
 
-use super::account::Counters;
-use crate::ops::product::Saved;
+use super::counters::Counters;
+use crate::ops::linear::SavedForBackward;
 use crate::ops::{LinearContext, LinearSpec};
 
-/// What [`Decorator`](super::Decorator) does about a product that it could not take.
+/// What [`Decorator`](super::Decorator) does about a GEMM that it could not route.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Mode {
-    /// It is an error: a product that was not taken has the result NaN, and the next use of the
-    /// model panics.
+    /// It is an error: the result of a missed GEMM is NaN, and the next use of the model panics.
     Strict,
     /// It runs in the type of its operands, and is counted.
     Lenient,
 }
 
-/// What all layers of one decorated model share.
+/// State that all layers of one decorated model share.
 #[derive(Debug)]
 pub(super) struct Group {
     pub mode: Mode,
@@ -41,6 +40,11 @@ impl Group {
     pub fn failures(&self) -> Vec<String> {
         lock(&self.failures).clone()
     }
+
+    /// One message for all failures, if there are any.
+    pub fn failure_message(&self) -> Option<String> {
+        failure_message(&self.failures())
+    }
 }
 
 /// One decorated layer, shared by all clones of its weight.
@@ -55,9 +59,9 @@ pub(super) struct Layer {
 }
 
 impl Layer {
-    /// Remember that a guarantee was broken. `what` completes the sentence "layer `path`: …".
+    /// Records that a guarantee was broken. `what` completes the sentence "layer `path`: …".
     pub fn fail(&self, what: &str) {
-        /// More would say nothing new.
+        /// More failures would add no information.
         const LIMIT: usize = 32;
         let mut failures = lock(&self.group.failures);
         if failures.len() < LIMIT {
@@ -70,12 +74,13 @@ impl Layer {
     }
 }
 
-pub(super) fn count(counter: &AtomicU64) {
-    counter.fetch_add(1, Ordering::Relaxed);
+/// One message for all of `failures`, if there are any.
+pub(super) fn failure_message(failures: &[String]) -> Option<String> {
+    (!failures.is_empty()).then(|| failures.join("; "))
 }
 
-/// One use of a decorated weight: one call of `Param::val`, at most one forward product, and that
-/// product's two gradients.
+/// One call of a decorated layer: one call of `Param::val` on its weight, at most one forward GEMM,
+/// and that GEMM's two gradients.
 #[derive(Debug)]
 pub(super) struct Call {
     pub id: u64,
@@ -91,50 +96,50 @@ pub(super) struct Call {
     state: Mutex<CallState>,
 }
 
-/// What becomes known of a call as operations are registered and run.
+/// The state of a call as its operations are registered and run.
 #[derive(Debug, Default)]
 pub(super) struct CallState {
-    /// The weight, from its mark until its product.
+    /// The weight, from its mark until its GEMM.
     pub weight: Option<CubeTensor>,
     pub bias: BiasState,
     /// Whether the bias needs a gradient.
     pub bias_tracked: bool,
-    /// The product has been registered.
-    pub product: bool,
-    /// The product has run in NVFP4.
+    /// The forward GEMM has been registered.
+    pub gemm: bool,
+    /// The forward GEMM has run in NVFP4.
     pub forward: bool,
-    /// Something else than the bias' addition reads the product.
-    pub product_shared: bool,
-    /// The gradient of the product that dgrad was registered with.
+    /// An operation other than the addition of the bias reads the GEMM's result.
+    pub output_shared: bool,
+    /// The output gradient that dgrad was registered with.
     pub dy: Option<TensorId>,
-    /// What the backward needs.
-    pub saved: Option<Saved<CubeBackend>>,
+    /// The operands that the backward needs.
+    pub saved: Option<SavedForBackward<CubeBackend>>,
     pub weight_grad: Option<CubeTensor>,
     pub bias_grad: Option<CubeTensor>,
-    /// The product that Burn computes for the weight's gradient.
-    pub grad: Option<Arc<GradProduct>>,
+    /// The GEMM with which Burn computes the weight's gradient.
+    pub grad: Option<Arc<WeightGradGemm>>,
 }
 
 /// The bias of a call.
 #[derive(Debug, Default)]
 pub(super) enum BiasState {
-    /// There is none, or it has not been seen.
+    /// There is none, or its mark has not been registered.
     #[default]
     Absent,
     /// Its mark has been registered and reads this tensor.
     Announced(Box<TensorIr>),
     /// Its mark has run.
     Known(Box<CubeTensor>),
-    /// The product has added it.
+    /// The GEMM has added it.
     Added,
 }
 
-/// A product that Burn computes for the gradient of a weight.
+/// A GEMM with which Burn computes the gradient of a weight.
 #[derive(Debug)]
-pub(super) struct GradProduct {
-    /// Its right operand: the gradient of a forward product.
+pub(super) struct WeightGradGemm {
+    /// Its right operand: the gradient of a forward GEMM's result.
     pub rhs: TensorId,
-    /// That operand, where it has to be kept until the layer is known.
+    /// That operand, where it has to be saved until the layer is known.
     pub dy: Mutex<Option<CubeTensor>>,
 }
 

@@ -1,15 +1,15 @@
-//! The fusion that takes the products of decorated layers.
+//! The fusion that runs the GEMMs of decorated layers.
 //!
-//! Burn's fusion cuts a stream into blocks, gives every operation of a block to every registered fuser,
-//! and lets the best one have it. [`BlockFuser`] claims every block, all of it, at the highest score:
-//! so no other fuser gets a product, and none is left over to run on its own. Blocks that are taken
-//! whole can always be put in an order, as Burn keeps them free of cycles. A fuser that leaves the end
-//! of a block has Burn gather the ends of several blocks into one more; that one can depend on a block
+//! Burn's fusion cuts a stream into blocks, offers every operation of a block to every registered
+//! fuser, and selects the fuser with the best score. [`BlockFuser`] claims every block, all of it, at
+//! the highest score: so no other fuser gets a GEMM, and no GEMM runs on its own. Blocks that are
+//! claimed whole can always be ordered, as Burn keeps them free of cycles. If a fuser leaves the end of
+//! a block, Burn gathers the ends of several blocks into one more; that block can depend on a block
 //! that depends on it, and Burn then drops all fusion of the segment.
 //!
-//! What lies before, between and after the products is given to Burn's own fusers, which would have had
-//! it otherwise. Which of the products belong to decorated layers is asked of the
-//! [tracker](super::tracker) when they run; all others run as they would without fusion.
+//! The operations before, between and after the GEMMs go to Burn's own fusers, as they would without
+//! this one. The [tracker](super::tracker) knows which GEMMs belong to decorated layers; all others
+//! run as they would without fusion.
 
 use burn_core::backend::fusion::{
     FuserProperties, FuserStatus, NumOperations, OperationFuser,
@@ -17,7 +17,7 @@ use burn_core::backend::fusion::{
     stream::Context,
 };
 use burn_core::backend::ops::FloatTensorOps;
-use burn_core::tensor::{DType, Shape};
+use burn_core::tensor::Shape;
 use burn_cubecl::fusion::{
     CubeFuser, CubeFusionHandle, CubeOptimization, FallbackOperation, FusedOperation,
     OptimizationProvider,
@@ -28,21 +28,22 @@ use burn_cubecl_fusion::optim::reduce::{ReduceFuser, ReduceSettings};
 use burn_cubecl_fusion::optim::reduce_broadcasted::ReduceBroadcastedFuser;
 use burn_ir::{FloatOperationIr, MatmulOpIr, TensorStatus};
 
-use super::call::{BiasState, Call, count, lock};
-use super::ops::placeholder;
+use super::call::{BiasState, Call, lock};
+use super::counters::count;
+use super::fill::placeholder;
 use super::tracker::{Role, tracker};
-use crate::ops::autodiff::{GradientsOf, Tracked};
-use crate::ops::product::{Product, Ungrouped};
+use super::wgrad::compute_weight_grad;
+use crate::ops::linear::{Dense, LinearBackward, LinearRequest, RequiresGrad};
 use crate::ops::{Bias, LinearSpec, float_dtype};
 
 /// Name of the optimization in Burn's registry and logs.
-pub(super) const NAME: &str = "Nvfp4Products";
+pub(super) const NAME: &str = "Nvfp4Gemms";
 
 /// Makes the fusers.
 pub(super) struct Provider;
 
 impl OptimizationProvider for Provider {
-    type Operation = ProductBlock;
+    type Operation = GemmBlock;
 
     fn fuser(&self, device: &CubeDevice) -> CubeFuser {
         CubeFuser::new(BlockFuser {
@@ -65,7 +66,7 @@ impl OperationFuser<CubeOptimization> for BlockFuser {
     }
 
     fn finish(&mut self) -> CubeOptimization {
-        CubeOptimization::new(ProductBlock::new(&self.device, self.operations.clone()))
+        CubeOptimization::new(GemmBlock::new(&self.device, self.operations.clone()))
     }
 
     fn reset(&mut self) {
@@ -93,24 +94,24 @@ impl OperationFuser<CubeOptimization> for BlockFuser {
     }
 }
 
-/// The product that `operation` is.
-fn product(operation: &OperationIr) -> Option<&MatmulOpIr> {
+/// `operation` as a GEMM.
+fn gemm(operation: &OperationIr) -> Option<&MatmulOpIr> {
     match operation {
-        OperationIr::Float(_, FloatOperationIr::Matmul(product)) => Some(product),
+        OperationIr::Float(_, FloatOperationIr::Matmul(gemm)) => Some(gemm),
         _ => None,
     }
 }
 
 /// The operations of a block.
-pub(super) struct ProductBlock {
+pub(super) struct GemmBlock {
     operations: Vec<OperationIr>,
     parts: Vec<Part>,
 }
 
-/// How some of them run, in order.
+/// How a part of the operations runs.
 enum Part {
-    /// One product.
-    Product(Box<MatmulOpIr>),
+    /// One GEMM.
+    Gemm(Box<MatmulOpIr>),
     /// One operation on its own.
     Plain,
     /// Some operations as one kernel.
@@ -120,21 +121,21 @@ enum Part {
 impl Part {
     fn len(&self) -> usize {
         match self {
-            Self::Product(_) | Self::Plain => 1,
+            Self::Gemm(_) | Self::Plain => 1,
             Self::Fused(fused) => fused.num_ops_fused(),
         }
     }
 }
 
-impl ProductBlock {
+impl GemmBlock {
     fn new(device: &CubeDevice, operations: Vec<OperationIr>) -> Self {
         let mut parts = Vec::new();
-        for run in operations.split_inclusive(|operation| product(operation).is_some()) {
+        for run in operations.split_inclusive(|operation| gemm(operation).is_some()) {
             let (last, others) = run.split_last().expect("a run is not empty");
-            match product(last) {
-                Some(product) => {
+            match gemm(last) {
+                Some(gemm) => {
                     fuse(device, others, &mut parts);
-                    parts.push(Part::Product(Box::new(product.clone())));
+                    parts.push(Part::Gemm(Box::new(gemm.clone())));
                 }
                 None => fuse(device, run, &mut parts),
             }
@@ -143,7 +144,7 @@ impl ProductBlock {
     }
 }
 
-/// Cover `operations` with what Burn's own fusers make of them.
+/// Covers `operations` with the kernels of Burn's own fusers.
 fn fuse(device: &CubeDevice, mut operations: &[OperationIr], parts: &mut Vec<Part>) {
     while !operations.is_empty() {
         let mut fusers: [Box<dyn OperationFuser<CubeOptimization>>; 3] = [
@@ -169,7 +170,7 @@ fn fuse(device: &CubeDevice, mut operations: &[OperationIr], parts: &mut Vec<Par
     }
 }
 
-impl FusedOperation for ProductBlock {
+impl FusedOperation for GemmBlock {
     const NAME: &'static str = NAME;
 
     type State = Vec<OperationIr>;
@@ -183,7 +184,7 @@ impl FusedOperation for ProductBlock {
             .iter()
             .filter_map(|part| match part {
                 Part::Fused(fused) => NumOperations::max_relative_shape_id(fused),
-                Part::Product(_) | Part::Plain => None,
+                Part::Gemm(_) | Part::Plain => None,
             })
             .max()
     }
@@ -197,8 +198,8 @@ impl FusedOperation for ProductBlock {
         for part in &mut self.parts {
             let len = part.len();
             match part {
-                Part::Product(product) => {
-                    run_product(product, context, &|context| fallback(index).run(context));
+                Part::Gemm(gemm) => {
+                    run_gemm(gemm, context, &|context| fallback(index).run(context));
                 }
                 Part::Plain => fallback(index).run(context),
                 Part::Fused(fused) => fused.run(context, &|inner| fallback(index + inner)),
@@ -216,7 +217,7 @@ impl FusedOperation for ProductBlock {
     }
 }
 
-/// The tensors of one product while it runs.
+/// The tensors of one GEMM while it runs.
 struct Operands<'a> {
     context: &'a mut Context<CubeFusionHandle>,
     lhs: TensorIr,
@@ -225,12 +226,12 @@ struct Operands<'a> {
 }
 
 impl<'a> Operands<'a> {
-    fn new(product: &MatmulOpIr, context: &'a mut Context<CubeFusionHandle>) -> Self {
+    fn new(gemm: &MatmulOpIr, context: &'a mut Context<CubeFusionHandle>) -> Self {
         let global = |relative: TensorId| context.tensors[&relative].clone();
         let (lhs, rhs, out) = (
-            global(product.lhs.id),
-            global(product.rhs.id),
-            global(product.out.id),
+            global(gemm.lhs.id),
+            global(gemm.rhs.id),
+            global(gemm.out.id),
         );
         Self {
             context,
@@ -285,24 +286,24 @@ fn matrix(tensor: CubeTensor) -> CubeTensor {
     }
 }
 
-/// Run one product in its role, or `plain` if it has none or cannot have it.
-fn run_product(
-    product: &MatmulOpIr,
+/// Runs one GEMM in its role, or `plain` if it has none or its role cannot be fulfilled.
+fn run_gemm(
+    gemm: &MatmulOpIr,
     context: &mut Context<CubeFusionHandle>,
     plain: &dyn Fn(&mut Context<CubeFusionHandle>),
 ) {
-    let out = context.tensors[&product.out.id].id;
+    let out = context.tensors[&gemm.out.id].id;
     let Some(role) = tracker().take(out) else {
         return plain(context);
     };
-    let mut operands = Operands::new(product, context);
+    let mut operands = Operands::new(gemm, context);
     match role {
         Role::Forward(call) => {
             let x = operands.left();
             match run_forward(&call, x, &mut operands) {
                 Some(y) => operands.finish(y),
                 None => {
-                    // The weight's mark has failed, so that the product has no weight either.
+                    // The weight's mark has failed, so the GEMM has no weight either.
                     call.layer.counters.forward.missed();
                     plain(context);
                 }
@@ -310,7 +311,7 @@ fn run_product(
         }
         Role::Dgrad(call) => {
             let Some(saved) = call.state().saved.take() else {
-                // Its forward was missed, which has been said.
+                // Its forward was missed, which has been counted.
                 call.layer.counters.dgrad.missed();
                 return plain(context);
             };
@@ -323,7 +324,7 @@ fn run_product(
             let LinearSpec {
                 dgrad_dy, dgrad_w, ..
             } = call.spec;
-            call.layer.counters.dgrad.taken([dgrad_dy, dgrad_w]);
+            call.layer.counters.dgrad.routed([dgrad_dy, dgrad_w]);
             operands.finish(
                 grads
                     .x
@@ -346,7 +347,7 @@ fn run_product(
         }
         Role::WgradOnly(call) => {
             let dy = matrix(operands.right());
-            if weight_grad_of(&call, dy.clone()) {
+            if compute_weight_grad(&call, dy.clone()) {
                 let (shape, dtype) = (operands.out.shape.clone(), operands.out.dtype);
                 let out = placeholder(&dy, &shape, dtype);
                 operands.put(out);
@@ -361,7 +362,7 @@ fn run_product(
     }
 }
 
-/// The forward product, and what its backward needs. `None` if the weight is not there.
+/// The forward GEMM; saves the operands that its backward needs. `None` if the weight is missing.
 fn run_forward(call: &Call, x: CubeTensor, operands: &mut Operands<'_>) -> Option<CubeTensor> {
     let mut state = call.state();
     let weight = state.weight.take()?;
@@ -370,7 +371,7 @@ fn run_forward(call: &Call, x: CubeTensor, operands: &mut Operands<'_>) -> Optio
         BiasState::Announced(ir) if operands.context.handles.has_handle(&ir.id) => {
             Some(operands.get(&ir))
         }
-        // Its mark finds that the product has run without it.
+        // Its mark finds that the GEMM has run without it.
         _ => None,
     };
     if bias.is_some() {
@@ -381,85 +382,26 @@ fn run_forward(call: &Call, x: CubeTensor, operands: &mut Operands<'_>) -> Optio
         .filter(|_| state.bias_tracked)
         .map(|bias| float_dtype(bias.dtype));
     let bias = bias.map_or(Bias::Absent, Bias::Vector);
-    let tracked = Tracked {
+    let tracked = RequiresGrad {
         x: call.training,
         w: call.training && call.weight_tracked,
         bias: bias_dtype,
     };
-    let product = Product::<CubeBackend, _> {
+    let request = LinearRequest::<CubeBackend, _> {
         x,
         w: weight,
         bias,
         spec: call.spec,
         context: call.context.clone(),
         tracked,
-        grouping: Ungrouped,
+        grouping: Dense,
     };
-    let (y, saved) = product.forward();
+    let (y, saved) = request.forward();
     state.forward = true;
     state.saved = call.training.then_some(saved);
     let LinearSpec {
         fprop_x, fprop_w, ..
     } = call.spec;
-    call.layer.counters.forward.taken([fprop_x, fprop_w]);
+    call.layer.counters.forward.routed([fprop_x, fprop_w]);
     Some(y)
-}
-
-/// Compute the gradient of the weight of a call whose input needs none. `false` if the forward was
-/// missed.
-fn weight_grad_of(call: &Call, dy: CubeTensor) -> bool {
-    let Some(mut saved) = call.state().saved.take() else {
-        return false;
-    };
-    saved.w = None;
-    let grads = saved.backward(dy);
-    let mut state = call.state();
-    state.weight_grad = grads.w;
-    state.bias_grad = grads.bias;
-    true
-}
-
-/// The NVFP4 gradient of the weight of `call`, for which Burn computed `grad`.
-///
-/// # Errors
-/// Why there is none.
-pub(super) fn weight_grad(call: &Call, grad: &CubeTensor) -> Result<CubeTensor, String> {
-    let (product, dy) = {
-        let mut state = call.state();
-        (state.grad.take(), state.dy)
-    };
-    let Some(product) = product else {
-        return Err(
-            "the gradient of its weight does not come from one product of its input".into(),
-        );
-    };
-    if let Some(dy) = lock(&product.dy).take()
-        && call.state().weight_grad.is_none()
-    {
-        if weight_grad_of(call, dy) {
-            count(&call.layer.counters.wgrad_wasted);
-        }
-    } else if dy != Some(product.rhs) {
-        return Err(
-            "the gradient of its weight comes from another gradient than that of its output".into(),
-        );
-    }
-    let own = call.state().weight_grad.take();
-    let Some(own) = own else {
-        return Err(
-            "the gradient of its weight was not computed in NVFP4, because the forward or the \
-             input gradient was not"
-                .into(),
-        );
-    };
-    debug_assert_eq!(own.meta.shape(), grad.meta.shape());
-    Ok(cast(own, grad.dtype))
-}
-
-fn cast(tensor: CubeTensor, dtype: DType) -> CubeTensor {
-    if tensor.dtype == dtype {
-        tensor
-    } else {
-        CubeBackend::float_cast(tensor, float_dtype(dtype))
-    }
 }

@@ -8,9 +8,10 @@ use burn_core::module::{Content, Module, ModuleVisitor, Reparameterization};
 use burn_core::tensor::{Device, Tensor};
 
 use super::call::{Call, CallRef, Layer};
+use super::check::check_device;
+use super::counters::count;
 use super::ops::MarkOps;
 use super::tracker::tracker;
-use super::{check_device, failure_message};
 use crate::ops::WeightIdentity;
 use crate::parameterless::{Parameterless, parameterless_module};
 use crate::recipe::Nvfp4Recipe;
@@ -25,7 +26,7 @@ pub(super) enum Kind {
 
 /// A mark on a parameter: what `Param::val` returns carries it into the graph.
 ///
-/// A module without parameters, as [`LayerState`] is: records do not know of it.
+/// A module without parameters, as [`LayerState`] is: it has no entry in records.
 #[derive(Debug, Clone)]
 pub(super) struct Mark {
     pub kind: Kind,
@@ -35,16 +36,15 @@ pub(super) struct Mark {
 }
 
 thread_local! {
-    /// The last use of a weight on this thread: a layer takes the value of its bias after that of
-    /// its weight.
+    /// The last call on this thread: a layer takes the value of its bias after that of its weight.
     static LAST: RefCell<Weak<Call>> = const { RefCell::new(Weak::new()) };
-    /// Marks do nothing while this is set.
+    /// Marks have no effect while this is set.
     static BYPASSED: Cell<bool> = const { Cell::new(false) };
     /// The layers that [`collect`] has found so far.
     static FOUND: RefCell<Option<Vec<Mark>>> = const { RefCell::new(None) };
 }
 
-/// Run `body` with marks that do nothing.
+/// Runs `body` with marks that have no effect.
 pub(super) fn bypassed<T>(body: impl FnOnce() -> T) -> T {
     struct End;
     impl Drop for End {
@@ -98,9 +98,9 @@ impl Mark {
                 tracker().announce(&call);
                 Tensor::from_dispatch(Dispatch::nvfp4_mark_bias(base.into_dispatch(), call, id))
             }
-            // Taken before the weight: it is added to the rounded product, as Burn does.
+            // Its value came before the weight's: it is added to the rounded result, as Burn does.
             _ => {
-                super::call::count(&self.layer.counters.bias_after);
+                count(&self.layer.counters.bias_after);
                 base
             }
         }
@@ -119,7 +119,7 @@ impl Reparameterization for Mark {
             panic!("nvfp4 decorate: layer `{}`: {error}", self.layer.path);
         }
         if self.layer.is_strict()
-            && let Some(message) = failure_message(&self.layer.group.failures())
+            && let Some(message) = self.layer.group.failure_message()
         {
             panic!("nvfp4 decorate: {message}");
         }

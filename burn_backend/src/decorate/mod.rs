@@ -5,7 +5,7 @@
 //! user's own modules that hold one) through NVFP4, forward and backward:
 //!
 //! ```no_run
-//! use burn_core::tensor::{Device, Tensor};
+//! use burn_core::tensor::Tensor;
 //! use burn_nn::transformer::{TransformerEncoderConfig, TransformerEncoderInput};
 //! use burn_nvfp4::{Nvfp4Recipe, decorate};
 //!
@@ -24,53 +24,55 @@
 //! ```
 //!
 //! How it works, what it guarantees and what it refuses is in `docs/src/decorator.md`. In short: a
-//! reparameterization marks the weights, a fusion of our own takes the products of marked weights,
-//! and an observer of Burn's fusion server knows from the graph which product is which, and sees
-//! whether it was taken. What the graph sees of a marked weight is NaN, so a product that was not
-//! taken can give no number.
+//! reparameterization marks the weights, a fuser registered with Burn's fusion runs the GEMMs of
+//! marked weights, and an observer of Burn's fusion server knows the role of each GEMM from the graph,
+//! and sees whether it ran. The graph sees a marked weight as NaN, so a missed GEMM can give no number.
 
-mod account;
 mod call;
+mod check;
+mod counters;
+mod fill;
 mod fuser;
 mod mark;
 mod ops;
+mod report;
 mod survey;
 mod tracker;
+mod wgrad;
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
 
-use burn_core::backend::DispatchDevice;
 use burn_core::module::{Module, Param, ParamGroup, ParamId, Reparameterizer};
-use burn_core::tensor::{Device, Tensor};
+use burn_core::tensor::Tensor;
+use burn_cubecl::fusion;
 use burn_cubecl::fusion::RegistryError;
-use burn_cubecl::{CubeDevice, fusion};
 use nvfp4_kernels::Nvfp4Error;
 
-pub use account::{LayerReport, Nvfp4Report, ProductFormat, RoleReport, report};
+pub use counters::GemmFormat;
+pub use report::{LayerReport, Nvfp4Report, RoleReport, report};
 
 use crate::recipe::Nvfp4Recipe;
 use crate::state::LayerState;
-use crate::validate;
-use account::Counters;
 use call::{Group, Layer, Mode, lock};
+use check::check_device;
+use counters::Counters;
 use mark::{Kind, Mark, collect};
 use survey::{Survey, Surveyed};
 
-/// Burn's own fusion of a product with what follows it. It would never win against ours.
+/// Burn's own fusion of a matmul with the operations after it. Its score is always below ours.
 const BURN_MATMUL: &str = burn_cubecl_fusion::optim::matmul::NAME;
 
 /// Route the linear layers of `model` through NVFP4, as [`Nvfp4Linear`](crate::Nvfp4Linear) would.
 ///
 /// Output heads and routers, known by their names ([`Decorator::new`]), and layers in the recipe's
-/// `high_precision` group are left alone. In each other one the products of
-/// forward, input gradient and weight gradient are those of `Nvfp4Linear` with the same recipe,
-/// layer number and offset, bit for bit. A product that cannot be taken is an error: its result is
-/// NaN, and the next use of the model panics with the name of the layer (see [`Decorator::lenient`]
-/// for the alternative, and [`report`] for asking).
+/// `high_precision` group are left alone. In each other layer the GEMMs of forward, input gradient
+/// and weight gradient are those of `Nvfp4Linear` with the same recipe, layer id and offset, bit for
+/// bit. A missed GEMM is an error: its result is NaN, and the next use of the model panics with the
+/// name of the layer (see [`Decorator::lenient`] for the alternative, and [`report`] to query it).
 ///
 /// Parameters, their ids and the records of the model stay as they are: an undecorated model loads
-/// them. [`Nvfp4State`](crate::Nvfp4State) and [`number_layers`](crate::state::number_layers) see
+/// them. [`Nvfp4State`](crate::Nvfp4State) and [`assign_layer_ids`](crate::state::assign_layer_ids) see
 /// the decorated layers.
 ///
 /// # Errors
@@ -109,10 +111,10 @@ impl Decorator {
         }
     }
 
-    /// Run a product that cannot be taken in the type of its operands, and count it in the
-    /// [`report`], instead of failing.
+    /// Runs a missed GEMM in the type of its operands, and counts it in the [`report`], instead of
+    /// failing.
     ///
-    /// Biases are then added after the product was rounded to its type.
+    /// Biases are then added after the GEMM's result was rounded to its type.
     pub fn lenient(mut self) -> Self {
         self.mode = Mode::Lenient;
         self
@@ -235,11 +237,11 @@ impl Decorator {
     }
 }
 
-/// Take part in Burn's fusion. Call it at the start of the program: fusion lets no one in after the
-/// first tensor operation. Calling it again does nothing.
+/// Registers with Burn's fusion. Call it at the start of the program: fusion accepts no registration
+/// after the first tensor operation. Calling it again has no effect.
 ///
 /// Models that are not decorated keep running, with the difference that Burn does not fuse their
-/// products with what follows them.
+/// matmuls with the operations after them.
 ///
 /// # Errors
 /// When fusion has started already.
@@ -271,37 +273,7 @@ pub fn undecorate<M: Module>(model: M) -> M {
     mark::bypassed(|| model.materialize())
 }
 
-/// One message for all of `failures`, if there are any.
-fn failure_message(failures: &[String]) -> Option<String> {
-    (!failures.is_empty()).then(|| failures.join("; "))
-}
-
-/// Fail unless decorated layers can run on `device`: on Burn's fusion, over a CubeCL runtime that
-/// the kernels are for.
-fn check_device(argument: &'static str, device: &Device) -> Result<(), Nvfp4Error> {
-    fn is_cube(device: &DispatchDevice) -> bool {
-        match device {
-            DispatchDevice::Autodiff(device) => is_cube(device),
-            DispatchDevice::Cube(CubeDevice::Cpu(_) | CubeDevice::Cuda(_)) => true,
-            #[allow(unreachable_patterns)]
-            _ => false,
-        }
-    }
-    validate::device(argument, device)?;
-    if is_cube(device.as_dispatch()) {
-        Ok(())
-    } else {
-        Err(Nvfp4Error::Device {
-            argument,
-            found: format!("{:?}", device.as_dispatch()),
-            expected: "a CubeCL CPU or CUDA device: decorated models rest on Burn's fusion \
-                (Nvfp4Linear runs elsewhere too)"
-                .into(),
-        })
-    }
-}
-
-/// Fail unless the layer is in high precision, or its shape can be quantized.
+/// Fails unless the layer is in high precision, or its shape can be quantized.
 fn check_layer(mark: &Mark, recipe: &Nvfp4Recipe) -> Result<(), Nvfp4Error> {
     if mark.state.is_high_precision() {
         return Ok(());

@@ -1,11 +1,7 @@
-//! The operations that stand at the edges of a decorated layer: where its parameters enter the
-//! graph, and where their gradients leave it.
+//! The operations at the edges of a decorated layer: where its parameters enter the graph, and where
+//! their gradients leave it.
 //!
-//! What runs between them is found by the [tracker](super::tracker) and run by the
-//! [fuser](super::fuser).
-
-use std::collections::HashMap;
-use std::sync::{Mutex, OnceLock};
+//! The tracker finds the GEMMs between them, and the fuser runs them.
 
 use burn_core as burn;
 
@@ -17,34 +13,32 @@ use burn_core::backend::{
         ops::{Backward, Ops, OpsKind},
     },
     backend_extension,
-    cubecl::dtype_to_storage_type,
-    ops::FloatTensorOps,
     tensor::FloatTensor,
 };
-use burn_core::tensor::{DType, Shape};
-use burn_cubecl::{CubeBackend, CubeDevice, ops::numeric::full_device_dtype, tensor::CubeTensor};
-use cubecl::prelude::InputScalar;
+use burn_cubecl::CubeBackend;
 
-use super::call::{BiasState, CallRef, count, lock};
-use super::fuser;
+use super::call::{BiasState, CallRef};
+use super::counters::count;
+use super::fill::filled_like;
+use super::wgrad::weight_grad;
 use crate::ops::LinearSpec;
 
 /// Where parameters of decorated layers enter the graph, and where their gradients leave it.
 ///
-/// `id` is the call's number: the [tracker](super::tracker) reads it off the operation.
+/// `id` is the id of the call: the tracker reads it from the operation.
 #[backend_extension(
     Cube: cfg(any(feature = "cpu", feature = "cuda")),
     Fusion: cfg(feature = "cubecl-backend"),
     Autodiff
 )]
 pub trait MarkOps: Backend {
-    /// The weight as the rest of the graph sees it. In strict mode all of it is NaN: only a product
-    /// that was taken gives a number.
+    /// The weight as the rest of the graph sees it. In strict mode all of it is NaN: only a routed
+    /// GEMM gives a number.
     #[fusion(dtype = weight, shape = weight)]
     fn nvfp4_mark_weight(weight: FloatTensor<Self>, call: CallRef, id: u64) -> FloatTensor<Self>;
 
     /// The bias as the rest of the graph sees it: -0.0, which adds nothing to any number, if the
-    /// product adds the bias itself before it rounds.
+    /// GEMM adds the bias itself before it rounds.
     #[fusion(dtype = bias, shape = bias)]
     fn nvfp4_mark_bias(bias: FloatTensor<Self>, call: CallRef, id: u64) -> FloatTensor<Self>;
 
@@ -81,7 +75,7 @@ impl MarkOps for CubeBackend {
         let mut state = call.state();
         match state.bias {
             BiasState::Added => {}
-            _ if state.forward || state.product_shared => {
+            _ if state.forward || state.output_shared => {
                 count(&call.layer.counters.bias_after);
                 state.bias = BiasState::Absent;
                 return bias;
@@ -97,12 +91,12 @@ impl MarkOps for CubeBackend {
         CallRef(call): CallRef,
         _id: u64,
     ) -> FloatTensor<Self> {
-        match fuser::weight_grad(&call, &grad) {
+        match weight_grad(&call, &grad) {
             Ok(grad) => {
                 let LinearSpec {
                     wgrad_x, wgrad_dy, ..
                 } = call.spec;
-                call.layer.counters.wgrad.taken([wgrad_x, wgrad_dy]);
+                call.layer.counters.wgrad.routed([wgrad_x, wgrad_dy]);
                 grad
             }
             Err(why) => {
@@ -128,53 +122,11 @@ impl MarkOps for CubeBackend {
     }
 }
 
-/// A tensor of the shape and type of `tensor` in which every element is `value`.
-fn filled_like(tensor: &CubeTensor, value: f32) -> CubeTensor {
-    filled(tensor, tensor.meta.shape().clone(), tensor.dtype, value)
-}
-
-/// A contiguous tensor of `shape` in which every element is `value`, on the device of `like`.
-///
-/// Tensors of one size share one buffer, which is written once and then only read: as long as it is
-/// kept here it is never the only reference, so nothing is ever computed in place in it.
-fn filled(like: &CubeTensor, shape: Shape, dtype: DType, value: f32) -> CubeTensor {
-    type Key = (CubeDevice, DType, usize, u32);
-    static BUFFERS: OnceLock<Mutex<HashMap<Key, CubeTensor>>> = OnceLock::new();
-    let elements = shape.num_elements();
-    let key = (like.device.clone(), dtype, elements, value.to_bits());
-    let mut buffers = lock(BUFFERS.get_or_init(Mutex::default));
-    let buffer = buffers.entry(key).or_insert_with(|| {
-        full_device_dtype(
-            like.client.clone(),
-            Shape::new([elements]),
-            like.device.clone(),
-            InputScalar::new(value, dtype_to_storage_type(dtype)),
-            dtype,
-        )
-    });
-    CubeTensor::new_contiguous(
-        like.client.clone(),
-        like.device.clone(),
-        shape,
-        buffer.handle.clone(),
-        dtype,
-    )
-}
-
-/// What stands for a product that is not computed: NaN, `shape` being `[..., rows, cols]`. All
-/// leading indices read the same matrix.
-pub(super) fn placeholder(like: &CubeTensor, shape: &Shape, dtype: DType) -> CubeTensor {
-    let rank = shape.num_dims();
-    let (rows, cols) = (shape[rank - 2], shape[rank - 1]);
-    let matrix = filled(like, Shape::new([rows, cols]), dtype, f32::NAN);
-    CubeBackend::float_expand(matrix, shape.clone())
-}
-
-/// The step of a mark: replaces the gradient by what `TAKE` says.
+/// The backward of a mark: replaces the gradient by the layer's own.
 #[derive(Debug)]
-struct Mark<const WEIGHT: bool>;
+struct MarkBackward<const WEIGHT: bool>;
 
-impl<B: MarkOps, const WEIGHT: bool> Backward<B, 1> for Mark<WEIGHT> {
+impl<B: MarkOps, const WEIGHT: bool> Backward<B, 1> for MarkBackward<WEIGHT> {
     type State = CallRef;
 
     fn backward(
@@ -201,7 +153,11 @@ impl<B: MarkOps, const WEIGHT: bool> Backward<B, 1> for Mark<WEIGHT> {
 impl<B: MarkOps, C: CheckpointStrategy> MarkOps for Autodiff<B, C> {
     fn nvfp4_mark_weight(weight: FloatTensor<Self>, call: CallRef, id: u64) -> FloatTensor<Self> {
         let (weight, node) = weight.into_parts();
-        match Mark::<true>.prepare::<C>([node]).compute_bound().stateful() {
+        match MarkBackward::<true>
+            .prepare::<C>([node])
+            .compute_bound()
+            .stateful()
+        {
             OpsKind::Tracked(prep) => {
                 prep.finish(call.clone(), B::nvfp4_mark_weight(weight, call, id))
             }
@@ -212,7 +168,7 @@ impl<B: MarkOps, C: CheckpointStrategy> MarkOps for Autodiff<B, C> {
     fn nvfp4_mark_bias(bias: FloatTensor<Self>, call: CallRef, id: u64) -> FloatTensor<Self> {
         call.0.state().bias_tracked = bias.is_tracked();
         let (bias, node) = bias.into_parts();
-        match Mark::<false>
+        match MarkBackward::<false>
             .prepare::<C>([node])
             .compute_bound()
             .stateful()

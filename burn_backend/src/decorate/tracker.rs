@@ -1,11 +1,10 @@
-//! Which product is which: an observer that follows marked tensors through the graph.
+//! The role of each GEMM: an observer that follows marked tensors through the graph.
 //!
-//! The fusion server shows every operation to its observers when it is registered, before anything
-//! about it runs, with the ids of its tensors, which are never used twice. So the role of a product
-//! is known exactly and not guessed from shapes or buffers: it is the forward product of a call if
-//! its right operand is that call's mark (or a view of it), and dgrad if it is the transposed mark.
-//! The same observer sees what really ran, so a product that was not taken is noticed in the block
-//! that ran it.
+//! The fusion server shows every operation to its observers when it is registered, before any part
+//! of it runs, with the ids of its tensors, which are never used twice. So the role of a GEMM is known
+//! exactly and not guessed from shapes or buffers: it is the forward GEMM of a call if its right
+//! operand is that call's mark (or a view of it), and dgrad if it is the transposed mark. The same
+//! observer sees which operations ran, so a missed GEMM is noticed in the block that ran it.
 
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -17,9 +16,9 @@ use burn_ir::{
     BaseOperationIr, FloatOperationIr, MatmulOpIr, NumericOperationIr, ScalarIr, TensorStatus,
 };
 
-use super::call::{BiasState, Call, CallRef, GradProduct, lock};
+use super::call::{BiasState, Call, CallRef, WeightGradGemm, lock};
 
-/// What a product is.
+/// The role of a GEMM.
 #[derive(Debug, Clone)]
 pub(super) enum Role {
     /// `y = x w`.
@@ -34,59 +33,59 @@ pub(super) enum Role {
     },
     /// `xᵀ dy` of a call whose input needs no gradient.
     WgradOnly(Arc<Call>),
-    /// `xᵀ dy`, perhaps, of one of several calls: its right operand is kept until that is known.
-    Candidate(Arc<GradProduct>),
+    /// `xᵀ dy`, possibly, of one of several calls: its right operand is saved until that is known.
+    Candidate(Arc<WeightGradGemm>),
 }
 
 impl Role {
-    /// The role's product ran without being taken.
+    /// The GEMM of this role ran as a plain operation.
     fn missed(&self) {
-        /// Ends a sentence about a product that was not taken.
+        /// Ends a sentence about a missed GEMM.
         const WHY: &str = "fusion ran it as a plain operation, because its exploration limit \
             (BURN_FUSION_MAX_EXPLORATIONS) is used up, because a cached plan did not fit, or \
             because an operation before it failed";
         let (call, counters, name) = match self {
             Self::Forward(call) => (call, &call.layer.counters.forward, "forward"),
             Self::Dgrad(call) => (call, &call.layer.counters.dgrad, "input gradient"),
-            // What became of these shows when the gradient is taken.
+            // The gradient's mark finds out what became of these.
             Self::Wgrad { .. } | Self::WgradOnly(_) | Self::Candidate(_) => return,
         };
         counters.missed();
         if call.layer.is_strict() {
-            call.fail(&format!("the {name} product was not taken by NVFP4: {WHY}"));
+            call.fail(&format!("the {name} GEMM did not run in NVFP4: {WHY}"));
         }
     }
 }
 
-/// A tensor that means something.
+/// The meaning of a tensor in a decorated layer.
 #[derive(Debug, Clone)]
-enum Mark {
+enum Tag {
     /// A weight: `[1, …, d_in, d_out]`, or transposed.
     Weight { call: Arc<Call>, transposed: bool },
     /// A bias.
     Bias(Arc<Call>),
-    /// The result of a forward product whose call may still get a bias, or whose bias it contains.
-    Product(Arc<Call>),
-    /// A product for the gradient of a weight, or the sum of its batches.
-    Grad(Arc<GradProduct>),
-    /// The same, if the product was elided.
-    Elided(Arc<GradProduct>, Arc<Call>),
+    /// The result of a forward GEMM whose call may still get a bias, or whose bias it contains.
+    Output(Arc<Call>),
+    /// A GEMM for the gradient of a weight, or the sum of its batches.
+    Grad(Arc<WeightGradGemm>),
+    /// The same, if the GEMM was elided.
+    Elided(Arc<WeightGradGemm>, Arc<Call>),
 }
 
 #[derive(Default)]
 struct State {
     /// Calls whose operations are about to be registered, by number.
     announced: HashMap<u64, Weak<Call>>,
-    marks: HashMap<TensorId, Mark>,
-    /// Inputs of forward products.
+    tags: HashMap<TensorId, Tag>,
+    /// Inputs of forward GEMMs.
     inputs: HashMap<TensorId, Vec<Weak<Call>>>,
     /// Gradients that dgrad was registered with.
     output_grads: HashMap<TensorId, Vec<Weak<Call>>>,
     /// Transposed tensors, with the calls that they are the transposed input of.
     transposed: HashMap<TensorId, Vec<Weak<Call>>>,
-    /// Calls whose backward has not come yet, by the shape of the weight.
+    /// Calls whose backward has not been registered yet, by the shape of the weight.
     open: HashMap<[usize; 2], Vec<Weak<Call>>>,
-    /// Roles of products that have not run.
+    /// Roles of GEMMs that have not run.
     roles: HashMap<TensorId, Role>,
 }
 
@@ -96,7 +95,7 @@ pub(super) struct Tracker {
 }
 
 thread_local! {
-    /// Products of the running block that have a role. Blocks of one server run on one thread, one
+    /// GEMMs of the running block that have a role. The blocks of one server run on one thread, one
     /// after the other.
     static RUNNING: RefCell<Vec<TensorId>> = const { RefCell::new(Vec::new()) };
 }
@@ -122,7 +121,7 @@ impl Tracker {
         state.announced.insert(call.0.id, Arc::downgrade(&call.0));
     }
 
-    /// The role of the product that writes `out`; it counts as taken from now on.
+    /// The role of the GEMM that writes `out`; it does not count as missed from now on.
     pub fn take(&self, out: TensorId) -> Option<Role> {
         lock(&self.state).roles.remove(&out)
     }
@@ -152,10 +151,10 @@ impl FusionObserver for Tracker {
         RUNNING.with_borrow_mut(|running| {
             running.extend(block.iter().filter_map(|operation| {
                 match operation {
-                    OperationIr::Float(_, FloatOperationIr::Matmul(product)) => state
+                    OperationIr::Float(_, FloatOperationIr::Matmul(gemm)) => state
                         .roles
-                        .contains_key(&product.out.id)
-                        .then_some(product.out.id),
+                        .contains_key(&gemm.out.id)
+                        .then_some(gemm.out.id),
                     _ => None,
                 }
             }));
@@ -178,14 +177,14 @@ impl FusionObserver for Tracker {
 
 impl State {
     fn is_idle(&self) -> bool {
-        self.marks.is_empty()
+        self.tags.is_empty()
             && self.inputs.is_empty()
             && self.output_grads.is_empty()
             && self.transposed.is_empty()
     }
 
-    /// Forget what tensors without a live call have left. Most go with their tensors; this is for
-    /// those that were dropped on other threads, which no operation tells of.
+    /// Forgets the entries of tensors without a live call. Most are removed with their tensors; this
+    /// removes those that were dropped on other threads, which no operation reports.
     fn prune(&mut self) {
         self.announced.retain(|_, call| call.strong_count() > 0);
         if self.announced.is_empty() {
@@ -197,7 +196,7 @@ impl State {
     }
 
     fn forget(&mut self, id: &TensorId) {
-        self.marks.remove(id);
+        self.tags.remove(id);
         self.inputs.remove(id);
         self.output_grads.remove(id);
         self.transposed.remove(id);
@@ -207,7 +206,7 @@ impl State {
         match operation {
             OperationIr::Drop(_) => {}
             OperationIr::Custom(custom) if self.custom(custom) => {}
-            OperationIr::Float(_, FloatOperationIr::Matmul(product)) => self.product(product),
+            OperationIr::Float(_, FloatOperationIr::Matmul(gemm)) => self.gemm(gemm),
             OperationIr::BaseFloat(BaseOperationIr::SwapDims(swap)) => {
                 let rank = swap.input.shape.num_dims();
                 let last = [rank.wrapping_sub(2), rank.wrapping_sub(1)];
@@ -217,11 +216,11 @@ impl State {
                     let calls = self.inputs.get(&swap.input.id).cloned().unwrap_or_default();
                     self.transposed.insert(swap.out.id, calls);
                 }
-                match self.marks.get(&swap.input.id).cloned() {
-                    Some(Mark::Weight { call, transposed }) if transposes => {
+                match self.tags.get(&swap.input.id).cloned() {
+                    Some(Tag::Weight { call, transposed }) if transposes => {
                         let transposed = !transposed;
-                        self.marks
-                            .insert(swap.out.id, Mark::Weight { call, transposed });
+                        self.tags
+                            .insert(swap.out.id, Tag::Weight { call, transposed });
                     }
                     _ => self.read(operation),
                 }
@@ -230,8 +229,8 @@ impl State {
                 self.view(operation, &reshape.input, &reshape.out);
             }
             OperationIr::BaseFloat(BaseOperationIr::Cast(cast)) => {
-                match self.marks.get(&cast.input.id) {
-                    Some(Mark::Weight { .. } | Mark::Grad(_) | Mark::Elided(..)) => {
+                match self.tags.get(&cast.input.id) {
+                    Some(Tag::Weight { .. } | Tag::Grad(_) | Tag::Elided(..)) => {
                         self.view(operation, &cast.input, &cast.out);
                     }
                     _ => self.read(operation),
@@ -244,11 +243,11 @@ impl State {
                 self.sum(operation, &sum.input, &sum.out);
             }
             OperationIr::NumericFloat(_, NumericOperationIr::Add(add)) => {
-                let marks = [&add.lhs, &add.rhs].map(|operand| self.marks.get(&operand.id));
-                match marks {
-                    [Some(Mark::Product(product)), Some(Mark::Bias(bias))]
-                    | [Some(Mark::Bias(bias)), Some(Mark::Product(product))]
-                        if product.id == bias.id => {}
+                let tags = [&add.lhs, &add.rhs].map(|operand| self.tags.get(&operand.id));
+                match tags {
+                    [Some(Tag::Output(output)), Some(Tag::Bias(bias))]
+                    | [Some(Tag::Bias(bias)), Some(Tag::Output(output))]
+                        if output.id == bias.id => {}
                     _ => self.read(operation),
                 }
             }
@@ -258,11 +257,11 @@ impl State {
 
     /// `out` is `input` in another shape or type.
     fn view(&mut self, operation: &OperationIr, input: &TensorIr, out: &TensorIr) {
-        let Some(mark) = self.marks.get(&input.id).cloned() else {
+        let Some(tag) = self.tags.get(&input.id).cloned() else {
             return;
         };
-        let keeps = match &mark {
-            Mark::Weight { call, transposed } => {
+        let keeps = match &tag {
+            Tag::Weight { call, transposed } => {
                 let [d_in, d_out] = call.dims;
                 let expected = if *transposed {
                     [d_out, d_in]
@@ -271,15 +270,15 @@ impl State {
                 };
                 is_matrix(out, expected)
             }
-            Mark::Bias(call) => {
+            Tag::Bias(call) => {
                 let rank = out.shape.num_dims();
                 out.shape[rank - 1] == call.dims[1] && out.shape.num_elements() == call.dims[1]
             }
-            Mark::Product(call) => out.shape[out.shape.num_dims() - 1] == call.dims[1],
-            Mark::Grad(_) | Mark::Elided(..) => true,
+            Tag::Output(call) => out.shape[out.shape.num_dims() - 1] == call.dims[1],
+            Tag::Grad(_) | Tag::Elided(..) => true,
         };
         if keeps {
-            self.marks.insert(out.id, mark);
+            self.tags.insert(out.id, tag);
         } else {
             self.read(operation);
         }
@@ -287,8 +286,8 @@ impl State {
 
     /// `out` is a sum of `input`: that of the batches, where it is a weight's gradient.
     fn sum(&mut self, operation: &OperationIr, input: &TensorIr, out: &TensorIr) {
-        match self.marks.get(&input.id) {
-            Some(Mark::Grad(_) | Mark::Elided(..)) => self.view(operation, input, out),
+        match self.tags.get(&input.id) {
+            Some(Tag::Grad(_) | Tag::Elided(..)) => self.view(operation, input, out),
             _ => self.read(operation),
         }
     }
@@ -296,7 +295,7 @@ impl State {
     /// `operation` reads marked tensors in a way that is not a linear layer's.
     fn read(&self, operation: &OperationIr) {
         for input in operation.inputs() {
-            if self.marks.contains_key(&input.id) {
+            if self.tags.contains_key(&input.id) {
                 self.read_one(input, &name(operation));
             }
         }
@@ -304,25 +303,25 @@ impl State {
 
     /// `reader` reads `tensor` in such a way.
     fn read_one(&self, tensor: &TensorIr, reader: &str) {
-        match self.marks.get(&tensor.id) {
-            Some(Mark::Weight { call, .. }) => call.fail(&format!(
+        match self.tags.get(&tensor.id) {
+            Some(Tag::Weight { call, .. }) => call.fail(&format!(
                 "its weight is read by {reader}: a decorated weight can only be the right operand \
-                 of a product, x.matmul(weight)"
+                 of a matmul, x.matmul(weight)"
             )),
-            Some(Mark::Bias(call)) => bias_misread(call, reader),
-            Some(Mark::Product(call)) => {
+            Some(Tag::Bias(call)) => bias_misread(call, reader),
+            Some(Tag::Output(call)) => {
                 let mut state = call.state();
-                state.product_shared = true;
+                state.output_shared = true;
                 let promised = !matches!(state.bias, BiasState::Absent);
                 drop(state);
                 if promised {
                     bias_misread(call, reader);
                 }
             }
-            Some(Mark::Elided(_, call)) => call.fail(&format!(
+            Some(Tag::Elided(_, call)) => call.fail(&format!(
                 "{reader} reads the weight's gradient before it is complete"
             )),
-            Some(Mark::Grad(_)) | None => {}
+            Some(Tag::Grad(_)) | None => {}
         }
     }
 
@@ -342,19 +341,19 @@ impl State {
         match kind {
             Edge::Weight => {
                 let transposed = false;
-                self.marks.insert(out, Mark::Weight { call, transposed });
+                self.tags.insert(out, Tag::Weight { call, transposed });
             }
             Edge::Bias => {
                 let mut state = call.state();
-                if !state.product_shared && !state.forward {
+                if !state.output_shared && !state.forward {
                     state.bias = BiasState::Announced(Box::new(input.clone()));
                     drop(state);
-                    self.marks.insert(out, Mark::Bias(call));
+                    self.tags.insert(out, Tag::Bias(call));
                 }
             }
             Edge::WeightGrad => {
                 self.announced.remove(&id);
-                if let Some(Mark::Grad(grad) | Mark::Elided(grad, _)) = self.marks.get(&input.id) {
+                if let Some(Tag::Grad(grad) | Tag::Elided(grad, _)) = self.tags.get(&input.id) {
                     call.state().grad = Some(grad.clone());
                 }
             }
@@ -363,46 +362,44 @@ impl State {
         true
     }
 
-    fn product(&mut self, product: &MatmulOpIr) {
-        let MatmulOpIr { lhs, rhs, out } = product;
-        if let Some(Mark::Weight { call, .. }) = self.marks.get(&lhs.id) {
+    fn gemm(&mut self, gemm: &MatmulOpIr) {
+        let MatmulOpIr { lhs, rhs, out } = gemm;
+        if let Some(Tag::Weight { call, .. }) = self.tags.get(&lhs.id) {
             call.fail(
-                "its weight is the left operand of a product: a decorated weight can only be the \
+                "its weight is the left operand of a matmul: a decorated weight can only be the \
                  right one, x.matmul(weight)",
             );
             return;
         }
-        let role = match self.marks.get(&rhs.id).cloned() {
-            Some(Mark::Weight { call, transposed }) => {
-                self.weight_product(product, call, transposed)
-            }
-            _ => self.grad_product(product),
+        let role = match self.tags.get(&rhs.id).cloned() {
+            Some(Tag::Weight { call, transposed }) => self.weight_gemm(gemm, call, transposed),
+            _ => self.grad_gemm(gemm),
         };
         if let Some(role) = role {
             self.roles.insert(out.id, role);
         }
         // An operand may be the result of another layer.
         for operand in [lhs, rhs] {
-            if !matches!(self.marks.get(&operand.id), Some(Mark::Weight { .. })) {
-                self.read_one(operand, "a product");
+            if !matches!(self.tags.get(&operand.id), Some(Tag::Weight { .. })) {
+                self.read_one(operand, "a matmul");
             }
         }
     }
 
-    /// A product with a weight as right operand.
-    fn weight_product(
+    /// A GEMM with a weight as right operand.
+    fn weight_gemm(
         &mut self,
-        product: &MatmulOpIr,
+        gemm: &MatmulOpIr,
         call: Arc<Call>,
         transposed: bool,
     ) -> Option<Role> {
-        let MatmulOpIr { lhs, out, .. } = product;
+        let MatmulOpIr { lhs, out, .. } = gemm;
         let mut state = call.state();
         if transposed {
-            if !state.product {
+            if !state.gemm {
                 drop(state);
                 call.fail(
-                    "its weight is transposed before the product: decorated weights are \
+                    "its weight is transposed before the matmul: decorated weights are \
                      [d_in, d_out]",
                 );
                 return None;
@@ -420,15 +417,15 @@ impl State {
                 .push(Arc::downgrade(&call));
             return Some(Role::Dgrad(call));
         }
-        if state.product {
+        if state.gemm {
             drop(state);
             call.fail(
-                "two products use one value of its weight: take the value (Param::val) once for \
+                "two matmuls use one value of its weight: take the value (Param::val) once for \
                  each",
             );
             return None;
         }
-        state.product = true;
+        state.gemm = true;
         drop(state);
         let weak = Arc::downgrade(&call);
         self.inputs.entry(lhs.id).or_default().push(weak.clone());
@@ -437,14 +434,14 @@ impl State {
             open.retain(|call| call.strong_count() > 0);
             open.push(weak);
         }
-        self.marks.insert(out.id, Mark::Product(call.clone()));
+        self.tags.insert(out.id, Tag::Output(call.clone()));
         Some(Role::Forward(call))
     }
 
-    /// A product without a marked operand: the gradient of a weight if its left operand is the
+    /// A GEMM without a marked operand: the gradient of a weight if its left operand is the
     /// transpose of an input and its right one the gradient of an output.
-    fn grad_product(&mut self, product: &MatmulOpIr) -> Option<Role> {
-        let MatmulOpIr { lhs, rhs, out } = product;
+    fn grad_gemm(&mut self, gemm: &MatmulOpIr) -> Option<Role> {
+        let MatmulOpIr { lhs, rhs, out } = gemm;
         let input_of = self.transposed.get(&lhs.id)?;
         let [d_in, rows] = last_two(lhs)?;
         let [_, d_out] = last_two(rhs)?;
@@ -463,7 +460,7 @@ impl State {
             == 1;
         let by_input = alive(input_of);
         let by_grad = alive(self.output_grads.get(&rhs.id).map_or(&[], Vec::as_slice));
-        let grad = Arc::new(GradProduct {
+        let grad = Arc::new(WeightGradGemm {
             rhs: rhs.id,
             dy: Mutex::default(),
         });
@@ -472,13 +469,13 @@ impl State {
             .rev()
             .find(|call| by_input.iter().any(|other| other.id == call.id));
         if let Some(call) = exact {
-            self.marks.insert(out.id, Mark::Elided(grad, call.clone()));
+            self.tags.insert(out.id, Tag::Elided(grad, call.clone()));
             let call = call.clone();
             return Some(Role::Wgrad { call, exact: true });
         }
         if let Some(call) = by_grad.last() {
             // The input was computed again for the backward, or came from another thread.
-            self.marks.insert(out.id, Mark::Grad(grad));
+            self.tags.insert(out.id, Tag::Grad(grad));
             let call = call.clone();
             return Some(Role::Wgrad { call, exact: false });
         }
@@ -494,7 +491,7 @@ impl State {
             && sole
         {
             call.state().dy = Some(rhs.id);
-            self.marks.insert(out.id, Mark::Elided(grad, call.clone()));
+            self.tags.insert(out.id, Tag::Elided(grad, call.clone()));
             return Some(Role::WgradOnly(call.clone()));
         }
         let open = waiting(alive(
@@ -503,7 +500,7 @@ impl State {
         if open.is_empty() || rows == 0 {
             return None;
         }
-        self.marks.insert(out.id, Mark::Grad(grad.clone()));
+        self.tags.insert(out.id, Tag::Grad(grad.clone()));
         Some(Role::Candidate(grad))
     }
 }
@@ -544,8 +541,8 @@ fn is_matrix(tensor: &TensorIr, [rows, cols]: [usize; 2]) -> bool {
 
 fn bias_misread(call: &Call, reader: &str) {
     call.fail(&format!(
-        "{reader} reads its bias or its product: where the product adds the bias, as in \
-         burn_nn::Linear, nothing may come between them"
+        "{reader} reads its bias or its matmul: where the matmul adds the bias, as in \
+         burn_nn::Linear, no operation may come between them"
     ));
 }
 

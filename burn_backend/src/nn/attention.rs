@@ -20,9 +20,9 @@ use crate::validate;
 /// Score of a key that a query must not see. `exp` of it is zero next to any real score.
 const MASKED: f32 = -1e30;
 
-/// Configuration of [`Positions`].
+/// Configuration of [`RopeCache`].
 #[derive(Config, Debug)]
-pub struct PositionsConfig {
+pub struct RopeCacheConfig {
     /// Longest sequence.
     pub context: usize,
     /// Size of a head, even where positions are rotary.
@@ -36,12 +36,12 @@ pub struct PositionsConfig {
     pub rotary: Option<f64>,
 }
 
-impl PositionsConfig {
+impl RopeCacheConfig {
     /// The tables, on `device`.
     ///
     /// # Errors
     /// When `context` is zero, the head of rotary positions is not even, or the base is not positive.
-    pub fn try_init(&self, device: &Device) -> Result<Positions, Nvfp4Error> {
+    pub fn try_init(&self, device: &Device) -> Result<RopeCache, Nvfp4Error> {
         let Self {
             context,
             head,
@@ -95,7 +95,7 @@ impl PositionsConfig {
             Tensor::<4>::from_data(TensorData::new(mask, [1, 1, context, context]), device)
         });
         let (cos, sin) = rotations.unzip();
-        Ok(Positions {
+        Ok(RopeCache {
             cos,
             sin,
             mask,
@@ -104,14 +104,14 @@ impl PositionsConfig {
     }
 
     /// [`try_init`](Self::try_init), panicking where it fails.
-    pub fn init(&self, device: &Device) -> Positions {
-        or_panic("PositionsConfig::init", self.try_init(device))
+    pub fn init(&self, device: &Device) -> RopeCache {
+        or_panic("RopeCacheConfig::init", self.try_init(device))
     }
 }
 
 /// What attention needs to know of positions: rotations and the mask, for all layers of a model.
 #[derive(Module, Debug)]
-pub struct Positions {
+pub struct RopeCache {
     /// Cosine of position times frequency, `f32[1, 1, context, head / 2]`.
     cos: Option<Tensor<4>>,
     /// Sine of the same.
@@ -123,7 +123,7 @@ pub struct Positions {
     context: usize,
 }
 
-impl Positions {
+impl RopeCache {
     /// Longest sequence.
     pub fn context(&self) -> usize {
         self.context
@@ -274,7 +274,7 @@ fn dropout(share: f64) -> Result<Option<Dropout>, Nvfp4Error> {
 /// times, and the three parts of the weight share one global scale. Scores, softmax and the mix of
 /// values are in high precision: scores and values in the type of the input, softmax in `f32`.
 ///
-/// Where a model stands in its sequence is not the attention's business: [`Positions`] brings the
+/// Where a model stands in its sequence is not the attention's business: [`RopeCache`] brings the
 /// rotations and the causal mask, once for all layers.
 #[derive(Module, Debug)]
 pub struct Nvfp4Attention {
@@ -320,7 +320,7 @@ impl Nvfp4Attention {
     pub fn try_forward(
         &self,
         x: Tensor<3>,
-        positions: &Positions,
+        positions: &RopeCache,
         padding: Option<Tensor<2, Bool>>,
     ) -> Result<Tensor<3>, Nvfp4Error> {
         self.check(&x, positions, padding.as_ref())?;
@@ -372,7 +372,7 @@ impl Nvfp4Attention {
     pub(super) fn check(
         &self,
         x: &Tensor<3>,
-        positions: &Positions,
+        positions: &RopeCache,
         padding: Option<&Tensor<2, Bool>>,
     ) -> Result<(), Nvfp4Error> {
         let [batch, time, width] = x.dims();
@@ -396,7 +396,7 @@ impl Nvfp4Attention {
     }
 
     /// [`try_forward`](Self::try_forward) without padding, panicking where it fails.
-    pub fn forward(&self, x: Tensor<3>, positions: &Positions) -> Tensor<3> {
+    pub fn forward(&self, x: Tensor<3>, positions: &RopeCache) -> Tensor<3> {
         or_panic(
             "Nvfp4Attention::forward",
             self.try_forward(x, positions, None),
@@ -422,7 +422,7 @@ impl Nvfp4Attention {
     /// where only some of them have a bias, that of the others is zero. The result attends within
     /// one sequence (`MhaInput::self_attn`): separate sequences for queries and keys, arbitrary masks
     /// and caches have no counterpart, and `min_float` is not needed, as masked positions get a weight
-    /// of zero. Give it [`Positions`] without rotations, causal or not.
+    /// of zero. Give it [`RopeCache`] without rotations, causal or not.
     ///
     /// # Errors
     /// When `d_model` is no positive multiple of 16.

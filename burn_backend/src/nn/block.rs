@@ -10,7 +10,7 @@ use nvfp4_kernels::Nvfp4Error;
 
 use super::{
     MoeOutput, Nvfp4Attention, Nvfp4AttentionConfig, Nvfp4Moe, Nvfp4MoeConfig, Nvfp4SwiGlu,
-    Nvfp4SwiGluConfig, Positions, RmsNorm,
+    Nvfp4SwiGluConfig, RmsNorm, RopeCache,
 };
 use crate::functions::or_panic;
 use crate::recipe::Nvfp4Recipe;
@@ -128,7 +128,7 @@ impl Nvfp4TransformerBlock {
     pub fn try_forward(
         &self,
         x: Tensor<3>,
-        positions: &Positions,
+        positions: &RopeCache,
         padding: Option<Tensor<2, Bool>>,
     ) -> Result<BlockOutput, Nvfp4Error> {
         self.check(&x, positions, padding.as_ref())?;
@@ -163,7 +163,7 @@ impl Nvfp4TransformerBlock {
     fn check(
         &self,
         x: &Tensor<3>,
-        positions: &Positions,
+        positions: &RopeCache,
         padding: Option<&Tensor<2, Bool>>,
     ) -> Result<(), Nvfp4Error> {
         self.attention.check(x, positions, padding)?;
@@ -185,7 +185,7 @@ impl Nvfp4TransformerBlock {
     }
 
     /// [`try_forward`](Self::try_forward) without padding, panicking where it fails.
-    pub fn forward(&self, x: Tensor<3>, positions: &Positions) -> BlockOutput {
+    pub fn forward(&self, x: Tensor<3>, positions: &RopeCache) -> BlockOutput {
         or_panic(
             "Nvfp4TransformerBlock::forward",
             self.try_forward(x, positions, None),

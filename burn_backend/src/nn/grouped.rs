@@ -15,7 +15,7 @@ use crate::experts::{
 };
 use crate::functions::or_panic;
 use crate::ops::WeightIdentity;
-use crate::ranks::warn_of_burns_average;
+use crate::parallel::warn_of_distributed_weight;
 use crate::recipe::Nvfp4Recipe;
 use crate::state::LayerState;
 use crate::validate;
@@ -201,7 +201,7 @@ impl Nvfp4GroupedLinear {
         check_grouped_linear(&input, &weight, bias.as_ref(), experts)?;
         let draws = input.is_tracked() || weight.is_tracked();
         if draws {
-            warn_of_burns_average(&weight);
+            warn_of_distributed_weight(&weight);
         }
         let identity = WeightIdentity::of([&weight]);
         let (spec, context) = self.state.for_forward(&self.recipe, identity, draws);

@@ -10,7 +10,7 @@ use nvfp4_kernels::Nvfp4Error;
 
 use crate::functions::{linear_unchecked, or_panic};
 use crate::ops::WeightIdentity;
-use crate::ranks::warn_of_burns_average;
+use crate::parallel::warn_of_distributed_weight;
 use crate::recipe::Nvfp4Recipe;
 use crate::state::LayerState;
 use crate::validate;
@@ -32,7 +32,7 @@ pub struct Nvfp4LinearConfig {
     #[config(default = "Nvfp4Recipe::new()")]
     pub recipe: Nvfp4Recipe,
     /// Number of the layer, from which its random streams derive. Without one it takes the next
-    /// number of the process; [`number_layers`](crate::state::number_layers) numbers a whole model.
+    /// number of the process; [`assign_layer_ids`](crate::state::assign_layer_ids) numbers a whole model.
     pub layer: Option<u64>,
 }
 
@@ -168,7 +168,7 @@ impl Nvfp4Linear {
     ) -> Tensor<D> {
         let draws = input.is_tracked() || weight.is_tracked();
         if draws {
-            warn_of_burns_average(&weight);
+            warn_of_distributed_weight(&weight);
         }
         let (spec, context) = self.state.for_forward(&self.recipe, identity, draws);
         linear_unchecked(input, weight, bias, spec, context)

@@ -16,7 +16,7 @@ mod norm;
 mod parts;
 mod routing;
 
-pub use attention::{Nvfp4Attention, Nvfp4AttentionConfig, Positions, PositionsConfig};
+pub use attention::{Nvfp4Attention, Nvfp4AttentionConfig, RopeCache, RopeCacheConfig};
 pub use block::{BlockOutput, Nvfp4TransformerBlock, Nvfp4TransformerBlockConfig};
 pub use feed_forward::{Nvfp4FeedForward, Nvfp4SwiGlu, Nvfp4SwiGluConfig};
 pub use grouped::{Nvfp4GroupedLinear, Nvfp4GroupedLinearConfig};

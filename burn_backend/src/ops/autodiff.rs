@@ -15,24 +15,11 @@ use burn_core::backend::{
 use burn_core::tensor::FloatDType;
 use nvfp4_kernels::{BlockScaling, Storage, Usage};
 
-use super::product::{Product, Ungrouped};
+use super::linear::{Dense, LinearBackward, LinearRequest, RequiresGrad};
 use super::{
     Bias, CopySpec, Decoded, EdenSpec, LinearContext, LinearSpec, MxPacked, Nvfp4Ops, Operand,
     OperandPair, Packed, PackedPair, PairSpec, QuantizeSpec, float_dtype,
 };
-
-/// Gradients of `x`, `w` and the bias: those that were asked for.
-pub(crate) struct LinearGrads<B: Backend> {
-    pub(crate) x: Option<FloatTensor<B>>,
-    pub(crate) w: Option<FloatTensor<B>>,
-    pub(crate) bias: Option<FloatTensor<B>>,
-}
-
-/// What gives the gradients of a linear product.
-pub(crate) trait GradientsOf<B: Backend>: Clone + Send + std::fmt::Debug + 'static {
-    /// The gradients, from the gradient `dy` of the output (`[m, d_out]`).
-    fn backward(self, dy: FloatTensor<B>) -> LinearGrads<B>;
-}
 
 /// Hand the gradients that were found to the nodes that are tracked.
 pub(super) fn register<B: Backend, const N: usize>(
@@ -47,20 +34,11 @@ pub(super) fn register<B: Backend, const N: usize>(
     }
 }
 
-/// Which gradients will be asked for.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Tracked {
-    pub(crate) x: bool,
-    pub(crate) w: bool,
-    /// Type of the bias, if there is one and its gradient will be asked for.
-    pub(crate) bias: Option<FloatDType>,
-}
-
 /// The product without a bias, of which an `S` is kept: parents `[x, w]`.
 #[derive(Debug)]
 struct Linear<S>(PhantomData<S>);
 
-impl<B: Backend, S: GradientsOf<B>> Backward<B, 2> for Linear<S> {
+impl<B: Backend, S: LinearBackward<B>> Backward<B, 2> for Linear<S> {
     type State = S;
 
     fn backward(
@@ -82,7 +60,7 @@ impl<B: Backend, S: GradientsOf<B>> Backward<B, 2> for Linear<S> {
 #[derive(Debug)]
 struct LinearBias<S>(PhantomData<S>);
 
-impl<B: Backend, S: GradientsOf<B>> Backward<B, 3> for LinearBias<S> {
+impl<B: Backend, S: LinearBackward<B>> Backward<B, 3> for LinearBias<S> {
     type State = S;
 
     fn backward(
@@ -106,14 +84,14 @@ pub(super) fn linear<B, C, S>(
     x: FloatTensor<Autodiff<B, C>>,
     w: FloatTensor<Autodiff<B, C>>,
     bias: Bias<Autodiff<B, C>>,
-    forward: impl FnOnce(FloatTensor<B>, FloatTensor<B>, Bias<B>, Tracked) -> (FloatTensor<B>, S),
+    forward: impl FnOnce(FloatTensor<B>, FloatTensor<B>, Bias<B>, RequiresGrad) -> (FloatTensor<B>, S),
 ) -> FloatTensor<Autodiff<B, C>>
 where
     B: Backend,
     C: CheckpointStrategy,
-    S: GradientsOf<B>,
+    S: LinearBackward<B>,
 {
-    let tracked = Tracked {
+    let tracked = RequiresGrad {
         x: x.is_tracked(),
         w: w.is_tracked(),
         bias: None,
@@ -131,7 +109,7 @@ where
             }
         }
         Bias::Vector(bias) => {
-            let tracked = Tracked {
+            let tracked = RequiresGrad {
                 bias: bias.is_tracked().then(|| float_dtype(bias.dtype())),
                 ..tracked
             };
@@ -225,16 +203,16 @@ impl<B: Nvfp4Ops, C: CheckpointStrategy> Nvfp4Ops for Autodiff<B, C> {
         context: LinearContext,
     ) -> FloatTensor<Self> {
         linear(x, w, bias, |x, w, bias, tracked| {
-            let product = Product {
+            let request = LinearRequest {
                 x,
                 w,
                 bias,
                 spec,
                 context,
                 tracked,
-                grouping: Ungrouped,
+                grouping: Dense,
             };
-            product.forward()
+            request.forward()
         })
     }
 }

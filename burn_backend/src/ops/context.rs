@@ -1,5 +1,5 @@
-//! What a layer brings to its products beside their operands: it changes when and how often work is
-//! done, never a result.
+//! The context of a layer's GEMMs beside their operands: it decides when and how often operands are
+//! quantized, never a result.
 
 use std::any::Any;
 use std::fmt;
@@ -9,33 +9,32 @@ use burn_core::backend::{self, DispatchTensorKind};
 use burn_core::tensor::{FloatDType, Tensor};
 use nvfp4_kernels::Storage;
 
+use super::probe::Probe;
 use super::{BackwardSource, LinearSpec, OperandSpec};
-use crate::telemetry::Probe;
 
-/// What a layer keeps from one product to the next. The default keeps nothing.
+/// What a layer carries from one call to the next. The default carries nothing.
 #[derive(Clone, Debug, Default)]
 pub struct LinearContext {
-    pub(crate) weight: Option<KeptWeight>,
-    /// Where to leave what is seen of the operands, while someone looks.
+    pub(crate) weight: Option<CachedWeight>,
+    /// Where to record samples of the operands, while telemetry is on.
     pub(crate) probe: Option<Probe>,
-    /// What operands are made as that one product reads and nothing else; where it is open, what that
-    /// product takes fastest.
-    pub(crate) form: Option<Storage>,
+    /// The storage of operands that only one GEMM reads; `None` for the storage with which that GEMM
+    /// is fastest.
+    pub(crate) storage: Option<Storage>,
 }
 
 impl LinearContext {
-    /// The form of an operand that one product reads and nothing else, which takes it fastest in the form
-    /// `fastest`.
-    pub(super) fn form(&self, fastest: impl FnOnce() -> Storage) -> Storage {
-        match (&self.probe, self.form) {
-            // Who looks, looks at codes.
+    /// The storage of an operand that only one GEMM reads, which is fastest with `fastest`.
+    pub(super) fn storage(&self, fastest: impl FnOnce() -> Storage) -> Storage {
+        match (&self.probe, self.storage) {
+            // Telemetry samples codes.
             (Some(_), _) => Storage::Packed,
-            (None, Some(form)) => form,
+            (None, Some(storage)) => storage,
             (None, None) => fastest(),
         }
     }
 
-    /// The same for a weight that is not kept.
+    /// The same context without the cache of the weight.
     pub(crate) fn without_weight(self) -> Self {
         Self {
             weight: None,
@@ -44,11 +43,11 @@ impl LinearContext {
     }
 }
 
-/// What a weight is told from its successors by: the autodiff node of the tensor, or the nodes of those
-/// that it was put together of, in their order.
+/// The identity of a weight's value: the autodiff node of the tensor, or the nodes of the tensors that
+/// it was concatenated from, in order.
 ///
-/// A node is made with a tensor, has a number that is never used again, and keeps the one value that it
-/// was made with: every optimizer step, load, cast and copy makes another, in the same memory or not.
+/// A node is created with a tensor, has an id that is never used again, and keeps the value that it was
+/// created with: every optimizer step, load, cast and copy creates another, in the same memory or not.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct WeightIdentity(Vec<u64>);
 
@@ -84,18 +83,18 @@ fn node<const D: usize>(tensor: &Tensor<D>) -> Option<u64> {
     }
 }
 
-/// Where the operands of a weight are kept, and what it is known by there.
+/// The cache of a weight's quantized operands, and the weight's identity in it.
 #[derive(Clone, Debug)]
-pub(crate) struct KeptWeight {
+pub(crate) struct CachedWeight {
     pub(crate) cache: WeightCache,
     pub(crate) identity: WeightIdentity,
 }
 
-impl KeptWeight {
-    /// The place on `device`, by its text, of the operands that `spec` makes of the weight beside
-    /// activations of type `dtype`.
-    pub(crate) fn place(&self, device: String, dtype: FloatDType, spec: &LinearSpec) -> Place<'_> {
-        Place {
+impl CachedWeight {
+    /// The slot on `device`, by its text, of the operands of the weight by `spec`, beside activations
+    /// of type `dtype`.
+    pub(crate) fn slot(&self, device: String, dtype: FloatDType, spec: &LinearSpec) -> Slot<'_> {
+        Slot {
             cache: &self.cache,
             device,
             key: WeightKey {
@@ -109,26 +108,26 @@ impl KeptWeight {
     }
 }
 
-/// The packed operands of a layer's weight, kept for as long as the weight stays the same tensor: the
-/// micro-batches of gradient accumulation quantize a weight once.
+/// The quantized operands of a layer's weight, valid for as long as the weight stays the same tensor:
+/// the micro-batches of gradient accumulation quantize a weight once.
 ///
-/// What was kept of the last weight is dropped when the next one is quantized. There is one entry for
-/// each device, so that replicas of data-parallel training, which share the cache as they share the rest
-/// of a layer's state, do not evict each other's.
+/// The operands of the last weight are dropped when the next one is quantized. There is one entry for
+/// each device, so that replicas of data-parallel training, which share the cache as they share the
+/// rest of a layer's state, do not evict each other's.
 #[derive(Clone, Default)]
 pub(crate) struct WeightCache {
     entries: Arc<Mutex<Vec<Entry>>>,
 }
 
-/// What the operands of a weight were made of, and how.
+/// The weight of cached operands, and how it was quantized.
 #[derive(Debug, Clone, PartialEq)]
 struct WeightKey {
     identity: WeightIdentity,
     /// Type of the activations, which operands in high precision have too.
     dtype: FloatDType,
     fprop: OperandSpec,
-    /// `None` for an operand that is drawn: it is not kept, and its draw, another one in each forward, must not
-    /// part the forward's operand from those who look for it.
+    /// `None` for an operand with random bits: it is not cached, and its draw, another one in each
+    /// forward, must not keep the forward's operand from being found.
     dgrad: Option<OperandSpec>,
     source: BackwardSource,
 }
@@ -141,15 +140,15 @@ struct Entry {
     operands: Box<dyn Any + Send>,
 }
 
-/// Where the operands of one weight are, or will be.
-pub(crate) struct Place<'a> {
+/// The slot of one weight's operands.
+pub(crate) struct Slot<'a> {
     cache: &'a WeightCache,
     device: String,
     key: WeightKey,
 }
 
-impl Place<'_> {
-    /// What was kept here.
+impl Slot<'_> {
+    /// The cached operands.
     pub(crate) fn get<T: Clone + 'static>(&self) -> Option<T> {
         let entries = self.cache.entries.lock();
         let entries = entries.expect("no panic while it is held");
@@ -159,7 +158,7 @@ impl Place<'_> {
         entry.operands.downcast_ref().cloned()
     }
 
-    /// Keep `operands`, in place of what was kept on the device before.
+    /// Caches `operands`, in place of those that the device had before.
     pub(crate) fn put<T: Send + 'static>(self, operands: T) {
         let Self { cache, device, key } = self;
         let mut entries = cache.entries.lock().expect("no panic while it is held");
@@ -173,7 +172,7 @@ impl Place<'_> {
 }
 
 impl WeightCache {
-    /// Forget everything.
+    /// Drops all entries.
     pub(crate) fn clear(&self) {
         self.entries
             .lock()
@@ -197,7 +196,7 @@ mod tests {
 
     use super::*;
     use crate::functions::linear_unchecked;
-    use crate::{LayerRandomness, Nvfp4Recipe};
+    use crate::{Nvfp4Recipe, RngState};
 
     /// The device that `NVFP4_TEST_DEVICE` names, the type of its activations (CubeCL's CPU runtime has no
     /// arithmetic in bf16), and whether it is a GPU.
@@ -235,10 +234,10 @@ mod tests {
             }
         }
 
-        /// `y`, `dx` and `dw` of the product with `spec`.
-        fn run(&self, spec: LinearSpec, form: Option<Storage>) -> [Tensor<2>; 3] {
+        /// `y`, `dx` and `dw` of the layer with `spec`.
+        fn run(&self, spec: LinearSpec, storage: Option<Storage>) -> [Tensor<2>; 3] {
             let context = LinearContext {
-                form,
+                storage,
                 ..LinearContext::default()
             };
             let y = linear_unchecked(self.x.clone(), self.w.clone(), None, spec, context);
@@ -251,7 +250,7 @@ mod tests {
 
     fn spec(preset: &str) -> LinearSpec {
         let recipe = Nvfp4Recipe::preset(preset).expect("a preset");
-        recipe.spec(&LayerRandomness {
+        recipe.spec(&RngState {
             seed: 1,
             layer: 2,
             offset: 3,
@@ -259,9 +258,9 @@ mod tests {
         })
     }
 
-    /// Whatever operands are made as, and where that is left to the device, outputs and gradients keep
-    /// their bits; tokens that fill no block of 16 among them.
-    fn the_form_changes_no_bit(preset: &str) {
+    /// With either storage, and with the storage that the device chooses, outputs and gradients have
+    /// the same bits; also where the tokens fill no block of 16.
+    fn the_storage_changes_no_bit(preset: &str) {
         let (device, dtype, gpu) = device();
         let shapes: &[[usize; 3]] = match gpu {
             // By the kernel that decodes, and by those for fewer tokens.
@@ -271,11 +270,12 @@ mod tests {
         let spec = spec(preset);
         for &[tokens, d_in, d_out] in shapes {
             let case = Case::new(tokens, d_in, d_out, &device, dtype);
-            let bytes = |form| (case.run(spec, form)).map(|x| x.into_data().as_bytes().to_vec());
+            let bytes =
+                |storage| (case.run(spec, storage)).map(|x| x.into_data().as_bytes().to_vec());
             let expected = bytes(Some(Storage::Packed));
-            for form in [Some(Storage::Bf16Unscaled), None] {
-                let same = bytes(form) == expected;
-                assert!(same, "{form:?}, {tokens} x {d_in} x {d_out}");
+            for storage in [Some(Storage::Bf16Unscaled), None] {
+                let same = bytes(storage) == expected;
+                assert!(same, "{storage:?}, {tokens} x {d_in} x {d_out}");
             }
         }
     }
@@ -283,10 +283,10 @@ mod tests {
     /// A test for each preset, and one that none is missing.
     macro_rules! presets {
         ($($preset:ident),*) => {
-            mod the_form_changes_no_bit {
+            mod the_storage_changes_no_bit {
                 $(#[test]
                 fn $preset() {
-                    super::the_form_changes_no_bit(stringify!($preset));
+                    super::the_storage_changes_no_bit(stringify!($preset));
                 })*
 
                 #[test]
@@ -312,10 +312,10 @@ mod tests {
         bf16
     );
 
-    /// Milliseconds of forward and backward by the form of operands; `--ignored --nocapture` prints them.
+    /// Milliseconds of forward and backward by the storage of operands; `--ignored --nocapture` prints them.
     #[test]
     #[ignore = "a measurement, for a GPU"]
-    fn times_by_form() {
+    fn times_by_storage() {
         let (device, dtype, gpu) = device();
         let (tokens, d_in) = if gpu { (8192, 4096) } else { (64, 64) };
         for preset in ["nvidia", "per_token", "nvidia_4over6"] {

@@ -10,13 +10,12 @@ use burn_cubecl::{
 use cubecl::server::Handle;
 use nvfp4_kernels::capabilities::{Capabilities, GemmBackend};
 use nvfp4_kernels::gemm::{self, Scale, Target, path_of, path_of_columns};
-use nvfp4_kernels::quantize::{AmaxRequest, DeviceMx, EdenSource, QuantRequest};
+use nvfp4_kernels::quantize::{AmaxRequest, EdenSource, QuantRequest};
 use nvfp4_kernels::reference::EdenTarget;
-use nvfp4_kernels::tensor::{
-    DeviceOperand, DeviceQuantParams, DeviceQuantized, DeviceUnscaled, FloatKind, Groups, Matrix,
-};
+use nvfp4_kernels::tensor::{DeviceQuantParams, DeviceQuantized, FloatKind, Groups, Matrix};
 use nvfp4_kernels::{
-    BLOCK, BlockScaling, MX_BLOCK, Nvfp4Error, ScaleLayout, Storage, Usage, quantize,
+    BLOCK, BlockScaling, Format, Layout, MX_BLOCK, Nvfp4Error, ScaleLayout, Storage, Usage,
+    quantize,
 };
 
 use super::{
@@ -118,7 +117,7 @@ impl Nvfp4Ops for CubeBackend {
         };
         let (client, matrix) = (&x.tensor.client, &x.matrix);
         let (row, col) = launched(quantize::quantize_operands(client, matrix, row, col));
-        let made = row.or(col).and_then(DeviceOperand::into_decoded);
+        let made = row.or(col);
         let layout = copy.layout(rows, cols, usage);
         decoded_tensor(&x.tensor, made.expect("values were asked for"), layout)
     }
@@ -140,13 +139,12 @@ impl Nvfp4Ops for CubeBackend {
             Some((&for_row, row_form)),
             Some((&for_col, col_form)),
         ));
-        let operand = |made: Option<DeviceOperand>, copy: &CopySpec, usage| {
+        let operand = |made: Option<DeviceQuantized>, copy: &CopySpec, usage| {
             let layout = copy.layout(rows, cols, usage);
-            match made.expect("both copies were asked for") {
-                DeviceOperand::Packed(packed) => Operand::Nvfp4(x.packed(packed, layout)),
-                DeviceOperand::Decoded(decoded) => {
-                    Operand::Decoded(decoded_tensor(&x.tensor, decoded, layout))
-                }
+            let made = made.expect("both copies were asked for");
+            match made.layout.storage {
+                Storage::Packed => Operand::Nvfp4(x.packed(made, layout)),
+                Storage::Bf16Unscaled => Operand::Decoded(decoded_tensor(&x.tensor, made, layout)),
             }
         };
         OperandPair {
@@ -176,7 +174,12 @@ impl Nvfp4Ops for CubeBackend {
         let x = Source::new(x);
         let (rows, cols) = (x.matrix.rows, x.matrix.cols);
         trace_op("mx_quantize", copy_name(usage), rows, cols);
-        let mx = launched(quantize::mx_quantize(&x.tensor.client, &x.matrix, usage));
+        let mx = launched(quantize::mx_quantize(
+            &x.tensor.client,
+            &x.matrix,
+            usage,
+            Format::Mxfp8,
+        ));
         mx_packed(&x.tensor, mx)
     }
 
@@ -189,6 +192,7 @@ impl Nvfp4Ops for CubeBackend {
             &like.client,
             &device(packed),
             usage,
+            Format::Mxfp8,
             via,
         ));
         mx_packed(&like, mx)
@@ -373,7 +377,6 @@ fn transposed_to_rows(operand: Operand<CubeBackend>, dtype: FloatDType) -> CubeT
 /// An operand as the GEMM kernels take it, holding its memory.
 pub(super) enum Stored {
     Packed(Box<DeviceQuantized>),
-    Decoded(Box<DeviceUnscaled>),
     /// Contracted along its columns or, for [`Usage::Columnwise`], its rows.
     Bf16(Matrix, Usage),
 }
@@ -382,22 +385,21 @@ impl Stored {
     pub(super) fn new(operand: Operand<CubeBackend>) -> Self {
         match operand {
             Operand::Nvfp4(packed) => Self::Packed(Box::new(device(packed))),
-            Operand::Decoded(decoded) => Self::Decoded(Box::new(DeviceUnscaled {
-                values: Source::new(decoded.values).matrix,
-                amax: into_contiguous(decoded.amax).handle,
-                scope: decoded.layout.global,
-                scaling: decoded.layout.scaling,
-            })),
+            Operand::Decoded(decoded) => {
+                let values = into_contiguous(decoded.values).handle;
+                let amax = into_contiguous(decoded.amax).handle;
+                let layout = Layout {
+                    storage: Storage::Bf16Unscaled,
+                    ..kernel_layout(&decoded.layout)
+                };
+                let parts = (values.clone(), values, amax);
+                Self::Packed(Box::new(DeviceQuantized::new(layout, parts)))
+            }
             Operand::Mxfp8(packed) => {
                 // In stored orientation, padding included: each row is one of a row-wise matrix.
                 let client = packed.codes.client.clone();
-                let (outer, blocks) = (packed.layout.outer(), packed.layout.blocks());
-                let stored = DeviceMx {
-                    rows: outer,
-                    cols: blocks * MX_BLOCK,
-                    usage: Usage::Rowwise,
-                    ..mx_device(packed)
-                };
+                let mut stored = mx_device(packed);
+                stored.layout = stored.layout.stored();
                 // E4M3 times a power of two is exact in bf16.
                 let matrix = launched(quantize::mx_dequantize(&client, &stored, FloatKind::Bf16));
                 Self::Bf16(matrix, Usage::Rowwise)
@@ -412,7 +414,6 @@ impl Stored {
     pub(super) fn operand(&self) -> gemm::Operand<'_> {
         match self {
             Self::Packed(packed) => (&**packed).into(),
-            Self::Decoded(decoded) => (&**decoded).into(),
             Self::Bf16(matrix, Usage::Rowwise) => matrix.into(),
             Self::Bf16(matrix, Usage::Columnwise) => gemm::Operand {
                 elements: gemm::Elements::Bf16MnMajor(matrix),
@@ -552,41 +553,40 @@ pub(super) fn packed_tensor(
 /// What a kernel wrote as values, as tensors beside `like`.
 fn decoded_tensor(
     like: &CubeTensor,
-    decoded: DeviceUnscaled,
+    decoded: DeviceQuantized,
     layout: PackedLayout,
 ) -> Decoded<CubeBackend> {
     let amax = Shape::new([layout.amax_len()]);
+    let values = decoded.values().expect("values were asked for");
     Decoded {
         amax: new_tensor(like, decoded.amax, amax, DType::F32),
-        values: result(like, decoded.values),
+        values: result(like, values),
         layout,
     }
 }
 
 /// The kernels' view of a packed matrix.
 pub(super) fn device(packed: Packed<CubeBackend>) -> DeviceQuantized {
-    let PackedLayout {
-        rows,
-        cols,
-        usage,
-        hadamard,
-        scaling,
-        global,
-    } = packed.layout;
     let parts = [packed.codes, packed.scales, packed.amax].map(|part| into_contiguous(part).handle);
-    DeviceQuantized {
-        scaling,
-        scope: global,
-        ..DeviceQuantized::plain(parts.into(), (rows, cols), usage, hadamard)
+    DeviceQuantized::new(kernel_layout(&packed.layout), parts.into())
+}
+
+/// The layout as the kernels know it.
+fn kernel_layout(layout: &PackedLayout) -> Layout {
+    Layout {
+        hadamard: layout.hadamard,
+        scaling: layout.scaling,
+        amax: layout.global,
+        ..Layout::nvfp4(layout.rows, layout.cols, layout.usage)
     }
 }
 
 /// What a kernel packed in MXFP8, as tensors beside `like`.
-pub(super) fn mx_packed(like: &CubeTensor, mx: DeviceMx) -> MxPacked<CubeBackend> {
+pub(super) fn mx_packed(like: &CubeTensor, mx: DeviceQuantized) -> MxPacked<CubeBackend> {
     let layout = MxLayout {
-        rows: mx.rows,
-        cols: mx.cols,
-        usage: mx.usage,
+        rows: mx.rows(),
+        cols: mx.cols(),
+        usage: mx.usage(),
     };
     let (outer, blocks) = (layout.outer(), layout.blocks());
     let codes = Shape::new([outer, blocks * MX_BLOCK]);
@@ -599,15 +599,11 @@ pub(super) fn mx_packed(like: &CubeTensor, mx: DeviceMx) -> MxPacked<CubeBackend
 }
 
 /// The kernels' view of a matrix in MXFP8.
-fn mx_device(packed: MxPacked<CubeBackend>) -> DeviceMx {
+fn mx_device(packed: MxPacked<CubeBackend>) -> DeviceQuantized {
     let MxLayout { rows, cols, usage } = packed.layout;
-    DeviceMx {
-        codes: into_contiguous(packed.codes).handle,
-        scales: into_contiguous(packed.scales).handle,
-        rows,
-        cols,
-        usage,
-    }
+    let [codes, scales] = [packed.codes, packed.scales].map(|part| into_contiguous(part).handle);
+    let layout = Layout::new(Format::Mxfp8, (rows, cols), usage);
+    DeviceQuantized::new(layout, (codes, scales.clone(), scales))
 }
 
 /// What a kernel wrote, as a tensor beside `like`.

@@ -12,8 +12,8 @@ use burn_flex::FlexTensor;
 use half::{bf16, f16};
 use nvfp4_kernels::reference::{self, EdenTarget, Element};
 use nvfp4_kernels::{
-    Amax, BLOCK, BlockScaling, MX_BLOCK, MxPacked as HostMx, Nvfp4Error, Origin, QuantParams,
-    QuantizedTensor, Rounding, ScaleLayout, Storage, Usage,
+    Amax, BLOCK, BlockScaling, Format, Layout, MX_BLOCK, Nvfp4Error, Origin, QuantParams,
+    QuantizedTensor, ScaleLayout, Storage, Usage,
 };
 use rayon::prelude::*;
 
@@ -145,7 +145,7 @@ impl Nvfp4Ops for Flex {
         let (rows, cols) = matrix(&x);
         trace_op("mx_quantize", copy_name(usage), rows, cols);
         mx_upload(&trusted(with_elements!(x, |values| {
-            reference::mx_quantize(values, rows, cols, usage)
+            reference::mx_quantize(values, rows, cols, usage, Format::Mxfp8)
         })))
     }
 
@@ -416,8 +416,11 @@ impl Stored {
                 };
                 // Each stored row, padding included, as one of a row-wise matrix.
                 let shape = (rows.len(), self.depth);
+                let layout = Layout::new(Format::Mxfp8, shape, Usage::Rowwise);
                 let (codes, scales) = (part(codes, self.depth), part(scales, blocks));
-                let packed = HostMx::from_parts(shape, Usage::Rowwise, codes, scales);
+                let origin = Origin::default();
+                let packed =
+                    QuantizedTensor::from_parts(layout, codes, scales, Amax::Absent, origin);
                 reference::mx_dequantize(&trusted(packed))
             }
             Elements::Float(x) => {
@@ -441,20 +444,14 @@ pub(super) fn trusted<T>(result: Result<T, Nvfp4Error>) -> T {
 }
 
 fn upload(packed: &QuantizedTensor) -> Packed<Flex> {
-    let amax = match packed.amax() {
-        Amax::Tensor(amax) => vec![*amax],
-        Amax::PerRow(amax) => amax.clone(),
-    };
+    let amax = packed.amax().values().to_vec();
     let layout = PackedLayout {
         rows: packed.rows(),
         cols: packed.cols(),
         usage: packed.usage(),
-        hadamard: packed.origin().hadamard,
-        scaling: packed.origin().scaling,
-        global: match packed.amax() {
-            Amax::Tensor(_) => AmaxGranularity::PerTensor,
-            Amax::PerRow(_) => AmaxGranularity::PerRow,
-        },
+        hadamard: packed.layout().hadamard,
+        scaling: packed.layout().scaling,
+        global: packed.layout().amax,
     };
     upload_parts(packed.codes(), packed.scales().to_vec(), amax, layout)
 }
@@ -490,24 +487,18 @@ fn download(packed: Packed<Flex>) -> QuantizedTensor {
         global,
     } = packed.layout;
     let amax = packed.amax.to_contiguous().storage::<f32>().to_vec();
-    let amax = match global {
-        AmaxGranularity::PerTensor => Amax::Tensor(amax[0]),
-        AmaxGranularity::PerRow => Amax::PerRow(amax),
+    let layout = Layout {
+        hadamard,
+        scaling,
+        amax: global,
+        ..Layout::nvfp4(rows, cols, usage)
     };
     let codes = code_bytes(&packed.codes);
     let scales = packed.scales.to_contiguous().storage::<u8>().to_vec();
     // How the codes were rounded does not matter any more.
-    let origin = Origin {
-        scaling,
-        ..Origin::one_by_16(Rounding::Nearest, hadamard)
-    };
+    let (amax, origin) = (Amax::new(&layout, amax), Origin::default());
     trusted(QuantizedTensor::from_parts(
-        (rows, cols),
-        usage,
-        codes,
-        (ScaleLayout::Compact, scales),
-        amax,
-        origin,
+        layout, codes, scales, amax, origin,
     ))
 }
 
@@ -523,7 +514,7 @@ fn decoded(packed: Packed<Flex>) -> Decoded<Flex> {
     }
 }
 
-fn mx_upload(packed: &HostMx) -> MxPacked<Flex> {
+fn mx_upload(packed: &QuantizedTensor) -> MxPacked<Flex> {
     let layout = MxLayout {
         rows: packed.rows(),
         cols: packed.cols(),
@@ -544,11 +535,15 @@ pub(super) fn mx_upload_parts(codes: Vec<u8>, scales: Vec<u8>, layout: MxLayout)
     }
 }
 
-fn mx_download(packed: MxPacked<Flex>) -> HostMx {
+fn mx_download(packed: MxPacked<Flex>) -> QuantizedTensor {
     let MxLayout { rows, cols, usage } = packed.layout;
     let bytes = |tensor: FlexTensor| tensor.to_contiguous().storage::<u8>().to_vec();
     let (codes, scales) = (bytes(packed.codes), bytes(packed.scales));
-    trusted(HostMx::from_parts((rows, cols), usage, codes, scales))
+    let layout = Layout::new(Format::Mxfp8, (rows, cols), usage);
+    let (amax, origin) = (Amax::Absent, Origin::default());
+    trusted(QuantizedTensor::from_parts(
+        layout, codes, scales, amax, origin,
+    ))
 }
 
 /// The bytes of code words: the first code in the low half of the first byte.
@@ -582,6 +577,7 @@ pub(super) fn narrow(x: FlexTensor, dtype: FloatDType) -> FlexTensor {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use nvfp4_kernels::Rounding;
 
     /// `outer` rows of `depth` elements, packed; data that fills the codes.
     fn packed(outer: usize, depth: usize, seed: u32) -> Operand<Flex> {

@@ -3,16 +3,17 @@
 //! Arguments are trusted here: [`functions`](crate::functions) checks them before anything is
 //! queued, because an implementation may run later, on another thread, where it can only panic.
 
-pub(crate) mod autodiff;
+mod autodiff;
 mod context;
 #[cfg(any(feature = "cpu", feature = "cuda"))]
 mod cube;
 #[cfg(feature = "flex")]
 mod flex;
 mod grouped;
+pub(crate) mod linear;
 mod operands;
 mod packed;
-pub(crate) mod product;
+mod probe;
 mod spec;
 
 use burn_core as burn;
@@ -22,7 +23,7 @@ use burn_core::tensor::{DType, FloatDType};
 use nvfp4_kernels::{BlockScaling, Storage, Usage};
 
 pub use context::LinearContext;
-pub(crate) use context::{KeptWeight, WeightCache, WeightIdentity};
+pub(crate) use context::{CachedWeight, WeightCache, WeightIdentity};
 pub use grouped::{GroupPairSpec, Nvfp4GroupedOps, RowGradients, RowGroups};
 #[cfg(feature = "cubecl-backend")]
 pub use grouped::{RowGradientsMetadata, RowGroupsMetadata};
@@ -40,6 +41,7 @@ use packed::{
     decoded_meta, dequantize_meta, eden_meta, eden_packed_meta, forms_meta, matmul_meta,
     mx_dequantize_meta, mx_meta, mx_packed_meta, packed_meta, pair_meta, product_meta, tiles_meta,
 };
+pub(crate) use probe::{Probe, SampledOperand};
 pub use spec::{
     BackwardSource, CopySpec, EdenSpec, LinearSpec, OperandSpec, PairSpec, QuantizeSpec,
 };
@@ -168,9 +170,10 @@ pub trait Nvfp4Ops: Backend {
         let dtype = float_dtype(x.dtype());
         let shape = (x.shape()[0], w.shape()[1], x.shape()[1]);
         let (device, specs) = (x.device(), [&spec.fprop_x, &spec.fprop_w]);
-        let form = context.form(|| operands::form_of::<Self>(&device, specs, shape));
-        let x = operands::one::<Self>(x, &spec.fprop_x, Usage::Rowwise, dtype, form);
-        let w = operands::one::<Self>(w, &spec.fprop_w, Usage::Columnwise, dtype, Storage::Packed);
+        let storage = context.storage(|| operands::storage_of::<Self>(&device, specs, shape));
+        let x = operands::quantize::<Self>(x, &spec.fprop_x, Usage::Rowwise, dtype, storage);
+        let w =
+            operands::quantize::<Self>(w, &spec.fprop_w, Usage::Columnwise, dtype, Storage::Packed);
         Self::nvfp4_product(x, w, bias, dtype)
     }
 }

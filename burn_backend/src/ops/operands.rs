@@ -11,7 +11,7 @@ use super::{
 
 /// The form in which an operand in 1x16 blocks is made that nothing reads but one product, `m` x `n`
 /// with a contraction of `k`, of what `specs` make: values, where that product decodes what is packed.
-pub(super) fn form_of<B: Backend>(
+pub(super) fn storage_of<B: Backend>(
     device: &B::Device,
     specs: [&OperandSpec; 2],
     (m, n, k): (usize, usize, usize),
@@ -40,7 +40,7 @@ fn decodes<B: Backend>(_: &B::Device, _: (usize, usize, usize)) -> bool {
 
 /// The operand that `spec` makes of `x`, contracted along `usage`; in 1x16 blocks it has the form `form`.
 /// Without quantization it has the type `dtype`, that of the activations.
-pub(super) fn one<B: Nvfp4Ops>(
+pub(super) fn quantize<B: Nvfp4Ops>(
     x: FloatTensor<B>,
     spec: &OperandSpec,
     usage: Usage,
@@ -71,7 +71,7 @@ pub(super) fn one<B: Nvfp4Ops>(
 
 /// The operands along both axes: row-wise, column-wise, in 1x16 blocks in the form `forms` of each. From
 /// one read of `x` where one kernel makes both.
-pub(super) fn both<B: Nvfp4Ops>(
+pub(super) fn quantize_pair<B: Nvfp4Ops>(
     x: FloatTensor<B>,
     row: &OperandSpec,
     col: &OperandSpec,
@@ -90,8 +90,8 @@ pub(super) fn both<B: Nvfp4Ops>(
         }
         _ => {
             return (
-                one::<B>(x.clone(), row, Usage::Rowwise, dtype, forms[0]),
-                one::<B>(x, col, Usage::Columnwise, dtype, forms[1]),
+                quantize::<B>(x.clone(), row, Usage::Rowwise, dtype, forms[0]),
+                quantize::<B>(x, col, Usage::Columnwise, dtype, forms[1]),
             );
         }
     };
@@ -100,7 +100,7 @@ pub(super) fn both<B: Nvfp4Ops>(
 }
 
 /// The operand that `spec` makes of the values that `forward` stands for, contracted along `usage`.
-pub(super) fn again<B: Nvfp4Ops>(
+pub(super) fn requantize<B: Nvfp4Ops>(
     forward: Operand<B>,
     spec: &OperandSpec,
     usage: Usage,
@@ -121,14 +121,14 @@ pub(super) fn again<B: Nvfp4Ops>(
             Operand::Mxfp8(B::nvfp4_mx_requantize(packed, usage, dtype))
         }
         (forward, spec) => {
-            let via = read_as(&spec, dtype);
+            let via = requantize_dtype(&spec, dtype);
             let x = match forward {
                 Operand::Nvfp4(packed) => B::nvfp4_dequantize(packed, via),
                 Operand::Decoded(decoded) => dequantized::<B>(decoded, via),
                 Operand::Mxfp8(packed) => B::nvfp4_mx_dequantize(packed, via),
                 Operand::Float(x, _) => x,
             };
-            one::<B>(x, &spec, usage, dtype, Storage::Packed)
+            quantize::<B>(x, &spec, usage, dtype, Storage::Packed)
         }
     }
 }
@@ -160,7 +160,7 @@ pub(super) fn dequantized<B: Backend>(decoded: Decoded<B>, dtype: FloatDType) ->
 
 /// In which type the values of a forward operand are read again: MS-EDEN takes them exactly, everything
 /// else as activations.
-pub(super) fn read_as(spec: &OperandSpec, dtype: FloatDType) -> FloatDType {
+pub(super) fn requantize_dtype(spec: &OperandSpec, dtype: FloatDType) -> FloatDType {
     match spec {
         OperandSpec::Eden { .. } => FloatDType::F32,
         _ => dtype,

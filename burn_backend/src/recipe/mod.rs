@@ -8,18 +8,21 @@ mod schedule;
 use burn_core as burn;
 
 use burn_core::config::Config;
-use burn_core::module::{Module, ParamGroup};
+use burn_core::module::ParamGroup;
 use nvfp4_kernels::{Hadamard, HadamardSize, Nvfp4Error, RandomStream};
 use serde::{Deserialize, Serialize};
 
 use crate::ops::LinearSpec;
-use crate::state::{self, LayerRandomness};
+use crate::rng::{
+    ROLE_DGRAD, ROLE_DGRAD_SIGNS, ROLE_DGRAD_W, ROLE_FPROP_W, ROLE_FPROP_X, ROLE_WGRAD,
+    ROLE_WGRAD_SIGNS, ROLE_WGRAD_X, RngState, stream as stream_id,
+};
 use operand::{Draw, GemmOperands};
 
 pub use crate::ops::{AmaxGranularity, BackwardSource};
 pub use operand::{BlockScale, BlockShape, Nvfp4Format, OperandRecipe, RoundingMode};
 pub use policy::LayerPolicy;
-pub use schedule::{Healing, LayerMode, set_mode};
+pub use schedule::{Healing, LayerMode};
 
 /// The operands of `y = x w`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -107,7 +110,7 @@ pub struct Nvfp4Recipe {
     /// Layers that stay in high precision by their place in the model, besides `high_precision`.
     #[config(default = "LayerPolicy::None")]
     pub layers: LayerPolicy,
-    /// When to stop quantizing. The training loop calls [`Healing::mode`] and [`set_mode`].
+    /// When to stop quantizing. The training loop calls [`Healing::mode`] and [`set_mode`](crate::set_mode).
     pub healing: Option<Healing>,
     /// Quantize a weight once for all forwards between two changes of it: the micro-batches of
     /// gradient accumulation. Costs the memory of the packed weights between steps.
@@ -224,59 +227,16 @@ impl Nvfp4Recipe {
             .any(OperandRecipe::is_quantized)
     }
 
-    /// Put `high_precision` and `layers` into effect in `model`, for every NVFP4 layer in it: those
-    /// they name compute in high precision from now on, all others by the recipe. Returns how many
-    /// are in high precision.
-    ///
-    /// Clones of the model share the setting.
-    ///
-    /// # Errors
-    /// When the model has no such layer, or the group contains none of them: a pattern that
-    /// matches nothing is a mistake, and it would go unnoticed.
-    pub fn apply<M: Module>(&self, model: &M) -> Result<usize, Nvfp4Error> {
-        let layers = state::layers(model);
-        if layers.is_empty() {
-            return Err(Nvfp4Error::value(
-                "model",
-                "no Nvfp4Linear layer",
-                "a model with at least one",
-            ));
-        }
-        let paths: Vec<&str> = layers.iter().map(|layer| layer.path.as_str()).collect();
-        let mut kept = self.layers.matches(&paths)?;
-        if let Some(group) = &self.high_precision {
-            let matched: Vec<bool> = layers
-                .iter()
-                .map(|layer| group.matches(&layer.id, Some(&layer.weight_path())))
-                .collect();
-            if !matched.contains(&true) {
-                let paths: Vec<String> = layers.iter().map(|layer| layer.weight_path()).collect();
-                return Err(Nvfp4Error::value(
-                    "high_precision",
-                    format!("{group:?}, which contains no NVFP4 layer of the model"),
-                    format!("a group with at least one of {}", paths.join(", ")),
-                ));
-            }
-            for (kept, matched) in kept.iter_mut().zip(matched) {
-                *kept |= matched;
-            }
-        }
-        for (layer, &kept) in layers.iter().zip(&kept) {
-            layer.state.set_high_precision(kept);
-        }
-        Ok(kept.into_iter().filter(|kept| *kept).count())
-    }
-
-    /// What the products of a layer do, drawing from `randomness`.
-    pub fn spec(&self, randomness: &LayerRandomness) -> LinearSpec {
+    /// The operands of a layer's GEMMs, resolved with the draws of `rng_state`.
+    pub fn spec(&self, rng_state: &RngState) -> LinearSpec {
         let stream = |role: u64| {
-            let LayerRandomness {
+            let RngState {
                 seed,
                 layer,
                 offset,
                 ..
-            } = *randomness;
-            RandomStream::new(seed, state::stream(layer, role), offset)
+            } = *rng_state;
+            RandomStream::new(seed, stream_id(layer, role), offset)
         };
         let draw = |role: u64, signs: u64| {
             move |size: Option<HadamardSize>| {
@@ -284,11 +244,11 @@ impl Nvfp4Recipe {
                 let signs = u64::from(low) | u64::from(high) << 32;
                 Draw {
                     stream: stream(role),
-                    transform: self.transform(size.unwrap_or(HadamardSize::H16), randomness),
+                    transform: self.transform(size.unwrap_or(HadamardSize::H16), rng_state),
                     // Both operands of a product draw the same signs, each step its own.
                     eden: Hadamard::seeded_with_size(
                         HadamardSize::H128,
-                        signs.wrapping_add(randomness.offset.wrapping_mul(0x9E37_79B9_7F4A_7C15)),
+                        signs.wrapping_add(rng_state.offset.wrapping_mul(0x9E37_79B9_7F4A_7C15)),
                     ),
                 }
             }
@@ -300,10 +260,6 @@ impl Nvfp4Recipe {
             source,
             ..
         } = self;
-        use state::{
-            ROLE_DGRAD, ROLE_DGRAD_SIGNS, ROLE_DGRAD_W, ROLE_FPROP_W, ROLE_FPROP_X, ROLE_WGRAD,
-            ROLE_WGRAD_SIGNS, ROLE_WGRAD_X,
-        };
         LinearSpec {
             // No preset draws in the forward; a recipe may.
             fprop_x: fprop.x.spec(draw(ROLE_FPROP_X, ROLE_DGRAD_SIGNS)),
@@ -317,11 +273,11 @@ impl Nvfp4Recipe {
     }
 
     /// The transform of wgrad. It is the same for all layers and steps, and on all ranks.
-    fn transform(&self, size: HadamardSize, randomness: &LayerRandomness) -> Hadamard {
+    fn transform(&self, size: HadamardSize, rng_state: &RngState) -> Hadamard {
         if self.rht_seeded {
-            return Hadamard::seeded_with_size(size, randomness.seed);
+            return Hadamard::seeded_with_size(size, rng_state.seed);
         }
-        let signs = u64::from(randomness.rht_signs) * 0x0001_0001_0001_0001;
+        let signs = u64::from(rng_state.rht_signs) * 0x0001_0001_0001_0001;
         Hadamard::new(size, [signs, signs])
     }
 }

@@ -1,11 +1,9 @@
 //! When to quantize: switches between steps that need no new model.
 
-use burn_core::module::Module;
 use nvfp4_kernels::Nvfp4Error;
 use serde::{Deserialize, Serialize};
 
 use crate::ops::{BackwardSource, LinearSpec, OperandSpec};
-use crate::state;
 
 /// What a layer does with its recipe from now on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
@@ -43,16 +41,6 @@ impl LayerMode {
             },
             Self::HighPrecision => LinearSpec::high_precision(),
         }
-    }
-}
-
-/// Put every NVFP4 layer of `model` into `mode`, for the next forward and all that follow. Layers
-/// that the recipe keeps in high precision stay there.
-///
-/// Clones of the model share the setting; [`Nvfp4State`](crate::Nvfp4State) saves it.
-pub fn set_mode<M: Module>(model: &M, mode: LayerMode) {
-    for layer in state::layers(model) {
-        layer.state.set_mode(mode);
     }
 }
 

@@ -6,7 +6,7 @@ use burn_nn::activation::{SwiGlu, SwiGluConfig};
 use burn_nn::attention::{MhaInput, MultiHeadAttention, MultiHeadAttentionConfig};
 use burn_nn::transformer::PositionWiseFeedForwardConfig;
 use burn_nn::{Linear, LinearConfig, RmsNormConfig};
-use burn_nvfp4::nn::{PositionsConfig, RmsNorm};
+use burn_nvfp4::nn::{RmsNorm, RopeCacheConfig};
 use burn_nvfp4::{
     Nvfp4Attention, Nvfp4AttentionConfig, Nvfp4FeedForward, Nvfp4Linear, Nvfp4Recipe, Nvfp4SwiGlu,
     Nvfp4SwiGluConfig, Nvfp4TransformerBlockConfig,
@@ -69,7 +69,7 @@ fn attention_is_burn_nns() {
         let ours = Nvfp4Attention::from_multi_head_attention(burn, &exempt()).unwrap();
         exempt().apply(&ours).unwrap();
         assert_eq!(ours.out.weight.id, ids.0);
-        let positions = PositionsConfig::new(time, width / heads)
+        let positions = RopeCacheConfig::new(time, width / heads)
             .with_causal(causal)
             .with_rotary(None)
             .init(&device);
@@ -112,7 +112,7 @@ fn grouped_queries_share_keys() {
     }
     all.qkv.weight = Param::from_tensor(Tensor::cat(columns, 1));
     all.out.weight = Param::from_tensor(shared.out.weight.val());
-    let positions = PositionsConfig::new(8, head).init(&device);
+    let positions = RopeCacheConfig::new(8, head).init(&device);
     let x = input(2, 8, width, &device);
     let expected = values(all.forward(x.clone(), &positions));
     assert_close("shared", &values(shared.forward(x, &positions)), &expected);
@@ -125,7 +125,7 @@ fn grouped_queries_share_keys() {
 #[test]
 fn rotations_are_relative() {
     let device = device();
-    let positions = PositionsConfig::new(16, 8).init(&device);
+    let positions = RopeCacheConfig::new(16, 8).init(&device);
     let repeat = |seed| {
         let row = gaussian(8, seed);
         let all: Vec<f32> = row.iter().copied().cycle().take(16 * 8).collect();
@@ -155,7 +155,7 @@ fn causal_attention_does_not_look_ahead() {
         .with_recipe(exempt())
         .init(&device);
     exempt().apply(&attention).unwrap();
-    let positions = PositionsConfig::new(8, 16).init(&device);
+    let positions = RopeCacheConfig::new(8, 16).init(&device);
     let x = Matrix::gaussian(8, 32, DType::F32, 1);
     let forward = |x: &Matrix| {
         let x = x.tensor(&device).reshape([1, 8, 32]);
@@ -278,7 +278,7 @@ fn fused_weights_share_a_global_scale() {
         .init(&device);
     attention.qkv.weight = Param::from_tensor(Tensor::cat(parts.to_vec(), 1));
     attention.out.weight = Param::from_tensor(identity);
-    let positions = PositionsConfig::new(1, 16).init(&device);
+    let positions = RopeCacheConfig::new(1, 16).init(&device);
     let found = attention.forward(x.reshape([6, 1, 32]), &positions);
     let found = values(found.reshape([6, 32]));
     let expected = |qkv: Tensor<2>| values(down.forward(qkv.narrow(1, 64, 32)));
@@ -313,7 +313,7 @@ impl ModuleVisitor for Gradients<'_> {
 fn every_parameter_of_a_block_gets_a_gradient() {
     skip_where_small_only!();
     let device = device().autodiff();
-    let positions = PositionsConfig::new(12, 16).init(&device);
+    let positions = RopeCacheConfig::new(12, 16).init(&device);
     let config = Nvfp4TransformerBlockConfig::new(64, 4, 96);
     for (config, parameters) in [
         (config.clone(), 6),
@@ -350,13 +350,13 @@ fn arguments_are_named() {
         let known = error.contains(argument) || error.contains("`d_input`");
         assert!(known, "{argument}: {error}");
     }
-    let error = PositionsConfig::new(4, 7).try_init(&device).unwrap_err();
+    let error = RopeCacheConfig::new(4, 7).try_init(&device).unwrap_err();
     assert!(error.to_string().contains("`head`"), "{error}");
     let attention = Nvfp4AttentionConfig::new(32, 2).init(&device);
-    let positions = PositionsConfig::new(4, 16).init(&device);
+    let positions = RopeCacheConfig::new(4, 16).init(&device);
     let short = attention.try_forward(input(1, 5, 32, &device), &positions, None);
     assert!(short.unwrap_err().to_string().contains("5 positions"));
-    let other = PositionsConfig::new(4, 8).init(&device);
+    let other = RopeCacheConfig::new(4, 8).init(&device);
     let error = attention.try_forward(input(1, 4, 32, &device), &other, None);
     assert!(error.unwrap_err().to_string().contains("`positions`"));
 }

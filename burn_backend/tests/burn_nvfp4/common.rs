@@ -6,7 +6,7 @@ use burn_nvfp4::{Hadamard, RandomStream, Rounding, Usage};
 use half::{bf16, f16};
 use nvfp4_kernels::reference::{self, EdenTarget, Element};
 use nvfp4_kernels::{
-    Amax, BLOCK, BlockScaling, MX_BLOCK, MxPacked, QuantParams, QuantizedTensor, ScaleLayout,
+    Amax, BLOCK, BlockScaling, Format, MX_BLOCK, QuantParams, QuantizedTensor, ScaleLayout,
 };
 
 fn device_name() -> String {
@@ -215,9 +215,13 @@ impl Matrix {
         in_dtype!(self, |values| run(values, self.rows, self.cols, scaling))
     }
 
-    pub fn mx(&self, usage: Usage) -> MxPacked {
+    pub fn mx(&self, usage: Usage) -> QuantizedTensor {
         in_dtype!(self, |values| reference::mx_quantize(
-            values, self.rows, self.cols, usage
+            values,
+            self.rows,
+            self.cols,
+            usage,
+            Format::Mxfp8
         )
         .unwrap())
     }
@@ -276,7 +280,7 @@ impl Matrix {
 /// One side of a product, by the oracle.
 pub enum Operand {
     Nvfp4(QuantizedTensor),
-    Mxfp8(MxPacked),
+    Mxfp8(QuantizedTensor),
     Float(Matrix, Usage),
 }
 
@@ -312,7 +316,7 @@ struct Stored {
 
 impl From<&QuantizedTensor> for Stored {
     fn from(packed: &QuantizedTensor) -> Self {
-        let range = packed.origin().scaling.range();
+        let range = packed.range();
         Self {
             values: reference::decode_blocks(packed),
             outer: packed.outer(),
@@ -331,8 +335,10 @@ impl From<&Operand> for Stored {
             Operand::Mxfp8(packed) => {
                 let (outer, depth) = (packed.outer(), packed.blocks() * MX_BLOCK);
                 let (codes, scales) = (packed.codes().to_vec(), packed.scales().to_vec());
+                let layout = packed.layout().stored();
+                let (amax, origin) = (Amax::Absent, *packed.origin());
                 let stored =
-                    MxPacked::from_parts((outer, depth), Usage::Rowwise, codes, scales).unwrap();
+                    QuantizedTensor::from_parts(layout, codes, scales, amax, origin).unwrap();
                 Self {
                     values: reference::mx_dequantize(&stored),
                     outer,

@@ -3,14 +3,12 @@
 use burn_core::tensor::{DType, Int, Tensor};
 use burn_nvfp4::functions::quantize;
 use burn_nvfp4::ops::{AmaxGranularity, BackwardSource, LinearSpec, OperandSpec};
-use burn_nvfp4::{
-    Hadamard, LayerRandomness, Nvfp4Recipe, Nvfp4Tensor, RandomStream, Rounding, Usage,
-};
+use burn_nvfp4::{Hadamard, Nvfp4Recipe, Nvfp4Tensor, RandomStream, RngState, Rounding, Usage};
 use nvfp4_kernels::{BlockScaling, ErrorNorm};
 
 use crate::common::{Matrix, device, flex_only, skip_where_small_only};
 
-const RANDOMNESS: LayerRandomness = LayerRandomness {
+const RANDOMNESS: RngState = RngState {
     seed: 5,
     layer: 3,
     offset: 9,
@@ -191,7 +189,7 @@ fn no_two_operands_draw_the_same_bits() {
         let mut seen: Vec<(String, RandomStream)> = Vec::new();
         // Neighbours, and layers whose numbers differ in a high bit alone.
         for layer in [0, 1, 2, 3, 1 << 40, 1 << 55] {
-            let spec = recipe.spec(&LayerRandomness {
+            let spec = recipe.spec(&RngState {
                 layer,
                 ..RANDOMNESS
             });
@@ -215,7 +213,7 @@ fn both_operands_of_a_product_have_the_same_signs() {
     flex_only!();
     let mut seen = Vec::new();
     for (layer, offset) in [(3, 9), (3, 10), (4, 9)] {
-        let spec = Nvfp4Recipe::quartet2().spec(&LayerRandomness {
+        let spec = Nvfp4Recipe::quartet2().spec(&RngState {
             layer,
             offset,
             ..RANDOMNESS

@@ -6,8 +6,8 @@ use burn_nvfp4::functions::{
     try_dequantize, try_linear, try_matmul, try_quantize, try_quantize_tiles,
 };
 use burn_nvfp4::{
-    Hadamard, LayerRandomness, Nvfp4Error, Nvfp4Linear, Nvfp4LinearConfig, Nvfp4Recipe,
-    Nvfp4Tensor, Rounding, Usage,
+    Hadamard, Nvfp4Error, Nvfp4Linear, Nvfp4LinearConfig, Nvfp4Recipe, Nvfp4Tensor, RngState,
+    Rounding, Usage,
 };
 
 use crate::common::{device, flex_only, spec};
@@ -143,7 +143,7 @@ fn transforms_that_do_not_fit() {
 #[test]
 fn layer_numbers_have_a_limit() {
     flex_only!();
-    let config = Nvfp4LinearConfig::new(16, 16).with_layer(Some(LayerRandomness::LAYER_LIMIT));
+    let config = Nvfp4LinearConfig::new(16, 16).with_layer(Some(RngState::LAYER_LIMIT));
     assert_error!(
         config.try_init(&device()),
         Value,
@@ -159,7 +159,7 @@ mod on_different_devices {
     use burn_core::module::Param;
     use burn_core::tensor::{Device, Int};
     use burn_nvfp4::experts::{try_moe_permute, try_moe_unpermute};
-    use burn_nvfp4::nn::PositionsConfig;
+    use burn_nvfp4::nn::RopeCacheConfig;
     use burn_nvfp4::{
         ExpertOffsets, Nvfp4AttentionConfig, Nvfp4GroupedLinearConfig, Nvfp4MoeConfig,
         Nvfp4SwiGluConfig, Nvfp4TransformerBlockConfig,
@@ -215,9 +215,9 @@ mod on_different_devices {
     fn parts_of_an_attention_and_a_block() {
         flex_only!();
         let x = || Tensor::<3>::zeros([1, 4, 32], &device());
-        let positions = PositionsConfig::new(4, 16).init(&device());
+        let positions = RopeCacheConfig::new(4, 16).init(&device());
         let mut attention = Nvfp4AttentionConfig::new(32, 2).init(&device());
-        let other = PositionsConfig::new(4, 16).init(&Device::cpu());
+        let other = RopeCacheConfig::new(4, 16).init(&Device::cpu());
         let result = attention.try_forward(x(), &other, None);
         assert_error!(result, Device, "positions", "Cpu", "the device of `x`");
         attention.out.weight = param([32, 32]);
@@ -271,7 +271,7 @@ mod on_different_devices {
 #[test]
 fn parts_that_do_not_fit_each_other() {
     use burn_core::module::Param;
-    use burn_nvfp4::nn::PositionsConfig;
+    use burn_nvfp4::nn::RopeCacheConfig;
     use burn_nvfp4::{Nvfp4MoeConfig, Nvfp4SwiGluConfig, Nvfp4TransformerBlockConfig};
     flex_only!();
     let double = zeros(4, 32).cast(FloatDType::F64);
@@ -311,7 +311,7 @@ fn parts_that_do_not_fit_each_other() {
     let result = moe.try_forward(zeros(4, 32));
     assert_error!(result, Shape, "down.weight", "[4, 64, 32]", "[4, 48, 32]");
 
-    let positions = PositionsConfig::new(4, 16).init(&device());
+    let positions = RopeCacheConfig::new(4, 16).init(&device());
     let mut block = Nvfp4TransformerBlockConfig::new(32, 2, 48).init(&device());
     let result = block.try_forward(Tensor::zeros([1, 4, 48], &device()), &positions, None);
     assert_error!(result, Shape, "x", "[1, 4, 48]", "[1, 4, 32]");

@@ -9,11 +9,9 @@ use burn_nvfp4::ops::{
     AmaxGranularity, CopySpec, EdenSpec, GroupPairSpec, LinearSpec, MxPacked, Nvfp4GroupedOps,
     Nvfp4Ops, OperandSpec, Packed, PairSpec, QuantizeSpec, RowGroups,
 };
-use burn_nvfp4::{
-    ExpertOffsets, Hadamard, LayerRandomness, Nvfp4Recipe, RandomStream, Rounding, Usage,
-};
+use burn_nvfp4::{ExpertOffsets, Hadamard, Nvfp4Recipe, RandomStream, RngState, Rounding, Usage};
 use nvfp4_kernels::reference::{self, EDEN_GROUP, padding};
-use nvfp4_kernels::{Amax, BlockScaling, HadamardSize, QuantizedTensor};
+use nvfp4_kernels::{BlockScaling, HadamardSize, QuantizedTensor};
 
 use crate::common::{
     Matrix, activation, assert_product, device, gaussian, one_by_16, skip_where_small_only,
@@ -192,10 +190,7 @@ impl Copies {
     fn push(&mut self, packed: &QuantizedTensor) {
         self.codes.push(packed.codes().to_vec());
         self.scales.push(packed.scales().to_vec());
-        match packed.amax() {
-            Amax::Tensor(amax) => self.amax.push(*amax),
-            Amax::PerRow(amax) => self.amax.extend(amax),
-        }
+        self.amax.extend(packed.amax().values());
     }
 
     /// The copies lie in `found` one after another, or side by side in that many stored rows.
@@ -624,7 +619,7 @@ fn preset(name: &str, stochastic: bool) -> LinearSpec {
         true => recipe,
         false => recipe.with_stochastic_rounding(false),
     };
-    recipe.spec(&LayerRandomness {
+    recipe.spec(&RngState {
         seed: 1,
         layer: 0,
         offset: 0,

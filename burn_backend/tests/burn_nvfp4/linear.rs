@@ -3,7 +3,7 @@
 use burn_core::tensor::{DType, Device, Tensor, TensorData};
 use burn_nvfp4::functions::linear;
 use burn_nvfp4::ops::{AmaxGranularity, BackwardSource, CopySpec, LinearSpec, OperandSpec};
-use burn_nvfp4::state::LayerRandomness;
+use burn_nvfp4::state::RngState;
 use burn_nvfp4::{Hadamard, Nvfp4LinearConfig, Nvfp4Recipe, RandomStream, Rounding, Usage};
 use nvfp4_kernels::HadamardSize;
 
@@ -151,7 +151,7 @@ fn every_switch_and_type_is_the_oracles_composition() {
 #[test]
 fn every_preset_is_the_oracles_composition() {
     let device = device().autodiff();
-    let randomness = LayerRandomness {
+    let randomness = RngState {
         seed: 5,
         layer: 3,
         offset: 9,
@@ -187,7 +187,7 @@ fn backwards_of_per_token_forwards_are_the_oracles_composition() {
         let spec = LinearSpec {
             fprop_x: rows,
             fprop_w: rows,
-            ..Nvfp4Recipe::preset(name).unwrap().spec(&LayerRandomness {
+            ..Nvfp4Recipe::preset(name).unwrap().spec(&RngState {
                 seed: 5,
                 layer: 3,
                 offset: 9,
@@ -227,7 +227,7 @@ fn transforms_of_every_size_are_the_oracles_composition() {
                 .with_bias(false)
                 .with_recipe(recipe.clone())
                 .init(&device);
-            let spec = recipe.spec(&layer.state.randomness());
+            let spec = recipe.spec(&layer.state.rng_state());
             let expected = if seeded {
                 Hadamard::seeded_with_size(size, seed)
             } else {
@@ -308,7 +308,7 @@ fn leading_axes_are_rows() {
 fn transposed_views_are_multiplied_as_what_they_show() {
     skip_where_small_only!();
     let device = device().autodiff();
-    let randomness = LayerRandomness {
+    let randomness = RngState {
         seed: 5,
         layer: 3,
         offset: 9,

@@ -137,19 +137,19 @@ fn valid_computes_the_same_output_and_draws_nothing() {
     let output = valid.forward(x.clone().inner());
     assert!(!output.is_autodiff());
     assert_eq!(
-        layer.state.randomness().offset,
+        layer.state.rng_state().offset,
         0,
         "an inference draws nothing"
     );
     let training = layer.forward(x.clone());
     assert!(training.is_tracked());
-    assert_eq!(layer.state.randomness().offset, 1);
+    assert_eq!(layer.state.rng_state().offset, 1);
     assert_eq!(values(output), values(training.inner()));
     let again = valid.train();
-    assert_eq!(again.state.randomness().offset, 1, "the counter went on");
+    assert_eq!(again.state.rng_state().offset, 1, "the counter went on");
     let grads = again.forward(x).sum().backward();
     assert!(again.weight.grad(&grads).is_some());
-    assert_eq!(layer.state.randomness().offset, 2, "clones are one layer");
+    assert_eq!(layer.state.rng_state().offset, 2, "clones are one layer");
 }
 
 #[test]
@@ -159,9 +159,9 @@ fn a_forward_that_nothing_differentiates_draws_nothing() {
     let layer = Nvfp4LinearConfig::new(32, 32).init(&device).freeze();
     let x = Matrix::gaussian(16, 32, DType::F32, 82).tensor(&device);
     layer.forward(x.clone());
-    assert_eq!(layer.state.randomness().offset, 0);
+    assert_eq!(layer.state.rng_state().offset, 0);
     layer.forward(x.require_grad());
-    assert_eq!(layer.state.randomness().offset, 1, "dgrad draws");
+    assert_eq!(layer.state.rng_state().offset, 1, "dgrad draws");
 }
 
 #[test]
@@ -236,7 +236,7 @@ fn layers_together_are_one_layer() {
             );
         }
         // The first one draws for all.
-        let offsets = [&parts[0], &parts[1], &whole].map(|layer| layer.state.randomness().offset);
+        let offsets = [&parts[0], &parts[1], &whole].map(|layer| layer.state.rng_state().offset);
         assert_eq!(offsets, [2, 0, 2]);
     }
     let refused = |layers: &[&Nvfp4Linear], name: &str| {

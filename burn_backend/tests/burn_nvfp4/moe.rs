@@ -141,7 +141,7 @@ fn in_nvfp4_it_is_the_loop_of_plain_layers() {
         let moe = moe(experts, top_k, &recipe, &device);
         let x = Matrix::gaussian(tokens(), WIDTH, DType::F32, 5);
         let dy = Matrix::gaussian(tokens(), WIDTH, DType::F32, 6).tensor(&device);
-        let spec = recipe.spec(&moe.gate_up.state.randomness());
+        let spec = recipe.spec(&moe.gate_up.state.rng_state());
         let looped = |x: Tensor<2>| {
             let logits = x.clone().matmul(moe.router.weight.val());
             let probabilities = softmax(logits, 1);
@@ -340,7 +340,7 @@ fn policy_and_state_cover_grouped_layers() {
         .init(&device);
     assert_eq!(recipe.apply(&moe).unwrap(), 1);
     assert!(moe.down.state.is_high_precision() && !moe.gate_up.state.is_high_precision());
-    burn_nvfp4::state::number_layers(&moe);
+    burn_nvfp4::state::assign_layer_ids(&moe);
 
     let x = Matrix::gaussian(9, WIDTH, DType::F32, 8).tensor(&device);
     let gradient = |moe: &Nvfp4Moe| {

@@ -8,7 +8,7 @@ use burn_core::tensor::{DType, Device};
 use burn_nvfp4::recipe::{
     BackwardSource, BlockScale, Healing, LayerPolicy, OperandRecipe, RoundingMode,
 };
-use burn_nvfp4::state::number_layers;
+use burn_nvfp4::state::assign_layer_ids;
 use burn_nvfp4::{
     LayerMode, Nvfp4Error, Nvfp4Linear, Nvfp4LinearConfig, Nvfp4Recipe, Nvfp4State, set_mode,
 };
@@ -91,7 +91,7 @@ fn high_precision_layers_multiply_as_a_plain_linear() {
         values(model.up.forward(x.clone())),
         values(model.up.clone().into_linear().forward(x.clone()))
     );
-    assert_eq!(layer.state.randomness().offset, 0, "nothing to draw");
+    assert_eq!(layer.state.rng_state().offset, 0, "nothing to draw");
     let y = layer.forward(Matrix::gaussian(8, 32, DType::BF16, 92).tensor(&device));
     assert_eq!(y.dtype(), DType::BF16);
     let grads = y.cast(DType::F32).sum().backward();
@@ -311,10 +311,10 @@ fn healing_changes_the_forward_the_backward_or_both() {
     assert_ne!(quantized.0, exact);
 
     set_mode(&model, LayerMode::HighPrecisionForward);
-    let offset = layer.state.randomness().offset;
+    let offset = layer.state.rng_state().offset;
     let (y, _, dw) = step();
     assert_eq!(y, exact);
-    assert_eq!(layer.state.randomness().offset, offset + 1, "dy is drawn");
+    assert_eq!(layer.state.rng_state().offset, offset + 1, "dy is drawn");
     let state = Nvfp4State::collect(&model);
     assert_eq!(state.modes.len(), 3);
 
@@ -323,7 +323,7 @@ fn healing_changes_the_forward_the_backward_or_both() {
     assert_eq!(y, exact);
     assert_ne!(dw, exact_dw, "the backward was quantized before");
     assert_eq!(
-        layer.state.randomness().offset,
+        layer.state.rng_state().offset,
         offset + 1,
         "nothing is drawn"
     );
@@ -339,7 +339,7 @@ fn healing_changes_the_forward_the_backward_or_both() {
 
     // A checkpoint brings the mode back.
     let json = serde_json::to_string(&state).unwrap();
-    number_layers(&model);
+    assign_layer_ids(&model);
     Nvfp4State::load_binary(json.as_bytes())
         .unwrap()
         .apply(&model)

@@ -6,10 +6,8 @@ use burn_core::config::Config;
 use burn_core::module::{Module, ModuleMapper, Param};
 use burn_core::store::ModuleRecord;
 use burn_core::tensor::{DType, Device, Tensor};
-use burn_nvfp4::state::number_layers;
-use burn_nvfp4::{
-    LayerRandomness, Nvfp4Error, Nvfp4Linear, Nvfp4LinearConfig, Nvfp4Recipe, Nvfp4State,
-};
+use burn_nvfp4::state::assign_layer_ids;
+use burn_nvfp4::{Nvfp4Error, Nvfp4Linear, Nvfp4LinearConfig, Nvfp4Recipe, Nvfp4State, RngState};
 
 use crate::common::{Matrix, device, flex_only, skip_where_small_only, values};
 
@@ -31,7 +29,7 @@ impl Net {
             up: layer(),
             blocks: vec![layer(), layer()],
         };
-        number_layers(&net);
+        assign_layer_ids(&net);
         net
     }
 
@@ -85,13 +83,13 @@ fn the_state_names_every_layer() {
     flex_only!();
     let net = Net::new(&device());
     let state = Nvfp4State::collect(&net);
-    let expected = |layer| LayerRandomness {
+    let expected = |layer| RngState {
         seed: 99,
         layer,
         offset: 0,
         rht_signs: 0x1234,
     };
-    let layers: Vec<(&str, LayerRandomness)> = state
+    let layers: Vec<(&str, RngState)> = state
         .layers
         .iter()
         .map(|(path, layer)| (path.as_str(), *layer))
@@ -189,7 +187,7 @@ fn layers_of_a_process_do_not_share_a_number() {
         Nvfp4LinearConfig::new(16, 16)
             .init(&device())
             .state
-            .randomness()
+            .rng_state()
             .layer
     };
     assert_ne!(layer(), layer());

@@ -112,7 +112,7 @@ fn assert_transformed_sample(
             }
         }
         stored.extend(own);
-        let range = packed.origin().scaling.range();
+        let range = packed.range();
         let mut own = reference::decode_blocks(packed);
         for (row, own) in own.chunks_exact_mut(width).enumerate() {
             let amax = packed.amax().of(row);
@@ -168,7 +168,7 @@ impl Experts {
         let layer = Nvfp4GroupedLinearConfig::new(Self::SIZES.len(), WIDTHS[0], WIDTHS[1])
             .with_recipe(recipe.clone())
             .init(&device);
-        let spec = recipe.spec(&layer.state.randomness());
+        let spec = recipe.spec(&layer.state.rng_state());
         let telemetry = Telemetry::start(&layer);
         let y = layer.forward(self.x.tensor(&device).require_grad(), &groups);
         (y * self.dy.tensor(&device)).sum().backward();
@@ -397,7 +397,7 @@ fn transformed_operands_are_measured_in_their_basis() {
         let layer = Nvfp4LinearConfig::new(WIDTHS[0], WIDTHS[1])
             .with_recipe(recipe.clone())
             .init(&device);
-        let spec = recipe.spec(&layer.state.randomness());
+        let spec = recipe.spec(&layer.state.rng_state());
         let telemetry = Telemetry::start(&layer);
         let y = layer.forward(x.tensor(&device).require_grad());
         (y * dy.tensor(&device)).sum().backward();

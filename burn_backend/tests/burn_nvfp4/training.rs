@@ -53,5 +53,5 @@ fn sgd_lowers_the_loss() {
     let last = losses[losses.len() - 1];
     let goal = if small_only() { 1.0 } else { 0.6 };
     assert!(last < goal * losses[0], "from {} to {last}", losses[0]);
-    assert_eq!(model.up.state.randomness().offset, steps);
+    assert_eq!(model.up.state.rng_state().offset, steps);
 }

@@ -5,7 +5,7 @@ use burn_core::tensor::{DType, Device, FloatDType, Tensor};
 use burn_nvfp4::functions::{dequantize, linear, quantize_tiles};
 use burn_nvfp4::ops::OperandSpec;
 use burn_nvfp4::recipe::{BlockScale, DgradRecipe, FpropRecipe, OperandRecipe, WgradRecipe};
-use burn_nvfp4::state::LayerRandomness;
+use burn_nvfp4::state::RngState;
 use burn_nvfp4::{Hadamard, Nvfp4Recipe, Usage};
 use nvfp4_kernels::reference;
 
@@ -23,7 +23,7 @@ fn means(recipe: &Nvfp4Recipe, device: &Device) -> [[Vec<f64>; 2]; 3] {
     let mut sums = [vec![0.0; ROWS * D_IN], vec![0.0; D_IN * D_OUT]];
     let mut found = Vec::new();
     for draw in 1..=1024u64 {
-        let spec = recipe.spec(&LayerRandomness {
+        let spec = recipe.spec(&RngState {
             seed: 17,
             layer: 4,
             offset: draw,
@@ -102,7 +102,7 @@ fn ms_eden_gradients_are_unbiased() {
     let device = device();
     let recipe = Nvfp4Recipe::quartet2();
     let found = means(&recipe, &device.clone().autodiff());
-    let spec = recipe.spec(&LayerRandomness {
+    let spec = recipe.spec(&RngState {
         seed: 0,
         layer: 0,
         offset: 0,

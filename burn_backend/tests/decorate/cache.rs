@@ -3,7 +3,7 @@
 use burn_core::module::Module;
 use burn_core::tensor::{DType, Tensor};
 use burn_nn::{Linear, LinearConfig};
-use burn_nvfp4::{LayerRandomness, Nvfp4Recipe, Nvfp4State, decorate};
+use burn_nvfp4::{Nvfp4Recipe, Nvfp4State, RngState, decorate};
 use burn_optim::{GradientsParams, SgdConfig};
 
 use crate::counted::{Step, collect, is_quantized_once_until_it_changes, quantized};
@@ -19,7 +19,7 @@ fn layer(recipe: Nvfp4Recipe) -> Linear {
     let linear = decorate(linear, &recipe).unwrap();
     let mut state = Nvfp4State::collect(&linear);
     for randomness in state.layers.values_mut() {
-        *randomness = LayerRandomness {
+        *randomness = RngState {
             layer: 5,
             ..*randomness
         };

@@ -2,7 +2,7 @@
 
 use burn_core::module::{Module, ParamGroup};
 use burn_core::tensor::{DType, Device, Tensor};
-use burn_nvfp4::decorate::ProductFormat;
+use burn_nvfp4::decorate::GemmFormat;
 use burn_nvfp4::telemetry::{OperandSample, Telemetry};
 use burn_nvfp4::{Nvfp4Recipe, Nvfp4State, decorate};
 use burn_optim::{GradientsAccumulator, GradientsParams, SgdConfig};
@@ -37,7 +37,7 @@ fn assert_equal<const D: usize>(
     let report = decorate::report(&decorated).unwrap();
     eprintln!("{what}\n{report}");
     report.check().unwrap();
-    assert!(report.is_all(ProductFormat::Nvfp4), "{what}: {report}");
+    assert!(report.is_all(GemmFormat::Nvfp4), "{what}: {report}");
     let steps = steps as u64;
     for layer in ["first", "second"] {
         let ran = &report.layers[layer];
@@ -227,7 +227,7 @@ fn high_precision_layers_are_left_alone() {
     let report = decorate::report(&decorated).unwrap();
     report.check().unwrap();
     assert!(report.layers["first"].high_precision);
-    assert_eq!(report.layers["first"].forward.taken(), 0);
+    assert_eq!(report.layers["first"].forward.routed(), 0);
     assert_eq!(report.layers["second"].forward.nvfp4, 1);
 }
 

@@ -3,22 +3,26 @@
 
 use burn_core::module::Module;
 use burn_core::tensor::DType;
-use burn_nvfp4::decorate::{LayerReport, ProductFormat};
+use burn_nvfp4::decorate::{GemmFormat, LayerReport};
 use burn_nvfp4::{LayerMode, Nvfp4Recipe, decorate, set_mode};
 
 use crate::models::{Plain, assert_same_step, bits, device, pair, tensor};
 
-use ProductFormat::{HighPrecision, Mxfp8, Nvfp4, Nvfp4Mixed};
+use GemmFormat::{HighPrecision, Mxfp8, Nvfp4, Nvfp4Mixed};
 
 /// Fail unless the products of `layer` ran once in each role, in these formats.
-fn assert_ran(what: &str, layer: &LayerReport, formats: [ProductFormat; 3]) {
+fn assert_ran(what: &str, layer: &LayerReport, formats: [GemmFormat; 3]) {
     for (role, format) in layer.roles().into_iter().zip(formats) {
-        assert_eq!((role.of(format), role.taken()), (1, 1), "{what}: {layer:?}");
+        assert_eq!(
+            (role.of(format), role.routed()),
+            (1, 1),
+            "{what}: {layer:?}"
+        );
     }
 }
 
 /// A step by a preset, and the formats of its forward, input gradient and weight gradient.
-fn preset(name: &str, formats: [ProductFormat; 3]) {
+fn preset(name: &str, formats: [GemmFormat; 3]) {
     let device = device().autodiff();
     let recipe = Nvfp4Recipe::preset(name).unwrap().with_seed(9);
     let (decorated, explicit) = pair(Plain::new(true, &device), &recipe);

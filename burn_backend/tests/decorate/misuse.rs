@@ -38,14 +38,14 @@ fn other_operations_on_the_weight() {
 }
 
 #[test]
-fn one_value_in_two_products() {
+fn one_value_in_two_matmuls() {
     let text = failures(|model, x| {
         let weight = model.first.weight.val();
         let y = x.clone().matmul(weight.clone()) + x.mul_scalar(2.0).matmul(weight);
         y.sum().backward();
     });
     assert!(
-        text.contains("layer `first`: two products use one value"),
+        text.contains("layer `first`: two matmuls use one value"),
         "{text}"
     );
 }
@@ -64,7 +64,7 @@ fn a_transposed_weight() {
 }
 
 #[test]
-fn something_between_product_and_bias() {
+fn an_operation_between_matmul_and_bias() {
     let text = failures(|model, x| {
         let weight = model.first.weight.val();
         let bias = model.first.bias.as_ref().unwrap().val();
@@ -72,5 +72,5 @@ fn something_between_product_and_bias() {
         y.sum().backward();
     });
     assert!(text.contains("layer `first`"), "{text}");
-    assert!(text.contains("reads its bias or its product"), "{text}");
+    assert!(text.contains("reads its bias or its matmul"), "{text}");
 }

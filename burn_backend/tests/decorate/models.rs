@@ -5,7 +5,7 @@ use burn_core as burn;
 use burn_core::module::Module;
 use burn_core::tensor::{DType, Device, Gradients, Tensor, TensorData, activation::gelu};
 use burn_nn::{Linear, LinearConfig, LinearLayout};
-use burn_nvfp4::state::number_layers;
+use burn_nvfp4::state::assign_layer_ids;
 use burn_nvfp4::{Nvfp4Linear, Nvfp4Recipe, decorate};
 
 /// Whether the device is CubeCL's CPU runtime, which compiles slowly and has no `bf16` arithmetic.
@@ -128,8 +128,8 @@ pub fn pair(plain: Plain, recipe: &Nvfp4Recipe) -> (Plain, Explicit) {
         second: layer(&plain.second),
     };
     let decorated = decorate(plain, recipe).unwrap();
-    number_layers(&explicit);
-    number_layers(&decorated);
+    assign_layer_ids(&explicit);
+    assign_layer_ids(&decorated);
     (decorated, explicit)
 }
 

@@ -49,7 +49,7 @@ fn frozen_weights_with_a_tracked_input() {
     let report = decorate::report(&decorated).unwrap();
     report.check().unwrap();
     for layer in report.layers.values() {
-        let ran = layer.roles().map(|role| role.taken());
+        let ran = layer.roles().map(|role| role.routed());
         assert_eq!(ran, [1, 1, 0], "{report}");
     }
 }

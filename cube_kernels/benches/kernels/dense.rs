@@ -1,7 +1,7 @@
 //! Kernels that read one matrix.
 
 use nvfp4_kernels::{
-    BlockScaling, ErrorNorm, Hadamard, HadamardSize, ScaleLayout, Storage, Usage,
+    BlockScaling, ErrorNorm, Format, Hadamard, HadamardSize, ScaleLayout, Storage, Usage,
     quantize::{self, AmaxRequest, QuantRequest},
     tensor::{AmaxGranularity, DeviceQuantParams, DeviceRounding, FloatKind, Groups},
 };
@@ -313,7 +313,7 @@ fn mxfp8(section: &mut Section<'_>, suffix: &str, inputs: &Inputs) {
         ("MXFP8 col", Usage::Columnwise),
     ] {
         section.time(&format!("{name}{suffix}"), bytes, |i| {
-            quantize::mx_quantize(&client, inputs.get(i), usage).unwrap();
+            quantize::mx_quantize(&client, inputs.get(i), usage, Format::Mxfp8).unwrap();
         });
     }
 }

@@ -2,7 +2,7 @@
 
 use cubecl::server::Handle;
 use nvfp4_kernels::{
-    Hadamard, HadamardSize, RandomStream, Usage, gemm,
+    Format, Hadamard, HadamardSize, RandomStream, Usage, gemm,
     quantize::{self, EdenSource},
     reference::EdenTarget,
     tensor::{FloatKind, Groups},
@@ -40,12 +40,13 @@ pub fn packed(section: &mut Section<'_>, inputs: &Inputs) {
         for (to, usage) in USAGES {
             let name = format!("NVFP4 {from} to MXFP8 {to}");
             section.time(&name, n * (PACKED + MX), |i| {
-                quantize::mx_requantize(&client, &packed[i], usage, FloatKind::Bf16).unwrap();
+                quantize::mx_requantize(&client, &packed[i], usage, Format::Mxfp8, FloatKind::Bf16)
+                    .unwrap();
             });
         }
     }
     for (name, usage) in USAGES {
-        let make = |i| quantize::mx_quantize(&client, inputs.get(i), usage).unwrap();
+        let make = |i| quantize::mx_quantize(&client, inputs.get(i), usage, Format::Mxfp8).unwrap();
         let packed = Rotated::new(n * MX, make);
         section.time(&format!("MXFP8 {name} dequantized"), n * (MX + 2.0), |i| {
             quantize::mx_dequantize(&client, &packed[i], FloatKind::Bf16).unwrap();
@@ -83,7 +84,7 @@ pub fn grouped(section: &mut Section<'_>, inputs: &Inputs, groups: &Groups, amax
     };
     let usage = Usage::Columnwise;
     section.time(&format!("MXFP8 col, {suffix}"), n * (2.0 + MX), |i| {
-        quantize::mx_quantize_groups(&client, inputs.get(i), groups, usage).unwrap();
+        quantize::mx_quantize_groups(&client, inputs.get(i), groups, usage, Format::Mxfp8).unwrap();
     });
     let quantized = Rotated::new(n * PACKED, |i| {
         let request = with_amax(amax, copy_of(NEAREST, None));
@@ -95,7 +96,14 @@ pub fn grouped(section: &mut Section<'_>, inputs: &Inputs, groups: &Groups, amax
     });
     let name = format!("NVFP4 row to MXFP8 col, {suffix}");
     section.time(&name, n * (PACKED + MX), |i| {
-        quantize::mx_requantize(&client, &quantized[i], usage, FloatKind::Bf16).unwrap();
+        quantize::mx_requantize(
+            &client,
+            &quantized[i],
+            usage,
+            Format::Mxfp8,
+            FloatKind::Bf16,
+        )
+        .unwrap();
     });
     let name = format!("bf16 to col, {suffix}");
     let bytes = [2.0 * n, n * PACKED];

@@ -1,12 +1,17 @@
-//! The bits: codecs of the two small floats, and the packed matrix with its scale layouts.
+//! The bits: codecs of the small floats, the block formats, and the quantized matrix on the host.
 
+pub mod block;
 pub mod e2m1;
 pub mod e4m3;
-pub mod mx;
-pub mod packed;
+pub mod layout;
+pub mod padding;
+pub mod swizzle;
+pub mod tensor;
 pub mod ue8m0;
 
-use crate::Nvfp4Error;
+use block::Format;
+
+use crate::error::Nvfp4Error;
 
 /// The most elements that a matrix may have with both sides padded to 128: no memory holds as many, and
 /// no count of bytes, blocks or groups of so many overflows.
@@ -30,4 +35,13 @@ pub(crate) fn check_extent(
             format!("at most {MAX_ELEMENTS} elements, padded to multiples of 128"),
         )),
     }
+}
+
+/// Fails for formats whose block scale is no power of two.
+pub(crate) fn check_mx(format: Format) -> Result<(), Nvfp4Error> {
+    if format.is_mx() {
+        return Ok(());
+    }
+    let expected = "a microscaling format, whose block scales are powers of two";
+    Err(Nvfp4Error::value("format", format!("{format:?}"), expected))
 }

@@ -13,11 +13,11 @@ use super::{
     workspace,
 };
 use crate::{
-    BLOCK, Nvfp4Error, ScaleLayout,
+    BLOCK, Format, Layout, Nvfp4Error, ScaleLayout, Storage,
     capabilities::{Capabilities, GemmBackend},
     memory::is_aligned,
     quantize::{self, amax::zeros},
-    tensor::{AmaxGranularity, DeviceOperand, DeviceQuantized, DeviceUnscaled, FloatKind, Matrix},
+    tensor::{AmaxGranularity, DeviceQuantized, FloatKind, Matrix},
 };
 
 /// What the maximum of a tensor with block scales up to 448 stands for: 6 · 448.
@@ -28,6 +28,8 @@ const SCALE_RANGE: f32 = 2688.0;
 pub enum Elements<'a> {
     /// Codes and block scales.
     Packed(&'a DeviceQuantized),
+    /// Code times block scale in bf16, stored in their place.
+    Bf16Unscaled(&'a DeviceQuantized),
     /// A bf16 matrix, its columns being the contraction, as long as that of the other operand is in
     /// memory: where a packed one pads it with zeros, columns of anything finite.
     Bf16(&'a Matrix),
@@ -81,35 +83,16 @@ pub struct Operand<'a> {
 impl<'a> From<&'a DeviceQuantized> for Operand<'a> {
     /// A packed tensor with its own maxima, one or one for each stored row, and its own range.
     fn from(packed: &'a DeviceQuantized) -> Self {
+        let range = packed.layout.scaling.range();
         Self {
-            elements: Elements::Packed(packed),
-            scale: match packed.scope {
-                AmaxGranularity::PerTensor => Scale::Tensor(&packed.amax, packed.scaling.range()),
-                AmaxGranularity::PerRow => Scale::PerRow(&packed.amax, packed.scaling.range()),
+            elements: match packed.layout.storage {
+                Storage::Packed => Elements::Packed(packed),
+                Storage::Bf16Unscaled => Elements::Bf16Unscaled(packed),
             },
-        }
-    }
-}
-
-impl<'a> From<&'a DeviceUnscaled> for Operand<'a> {
-    /// The values of a packed tensor with the maxima and the range of that: the product has its bits.
-    fn from(decoded: &'a DeviceUnscaled) -> Self {
-        Self {
-            elements: Elements::Bf16(&decoded.values),
-            scale: match decoded.scope {
-                AmaxGranularity::PerTensor => Scale::Tensor(&decoded.amax, decoded.scaling.range()),
-                AmaxGranularity::PerRow => Scale::PerRow(&decoded.amax, decoded.scaling.range()),
+            scale: match packed.layout.amax {
+                AmaxGranularity::PerTensor => Scale::Tensor(&packed.amax, range),
+                AmaxGranularity::PerRow => Scale::PerRow(&packed.amax, range),
             },
-        }
-    }
-}
-
-impl<'a> From<&'a DeviceOperand> for Operand<'a> {
-    /// A copy in either form.
-    fn from(copy: &'a DeviceOperand) -> Self {
-        match copy {
-            DeviceOperand::Packed(packed) => packed.into(),
-            DeviceOperand::Decoded(decoded) => decoded.into(),
         }
     }
 }
@@ -128,7 +111,7 @@ impl Operand<'_> {
     /// Rows, which become rows or columns of the product.
     pub fn outer(&self) -> usize {
         match self.elements {
-            Elements::Packed(packed) => packed.outer(),
+            Elements::Packed(packed) | Elements::Bf16Unscaled(packed) => packed.outer(),
             Elements::Bf16(matrix) => matrix.rows,
             Elements::Bf16MnMajor(matrix) => matrix.cols,
         }
@@ -138,6 +121,7 @@ impl Operand<'_> {
     pub fn inner(&self) -> usize {
         match self.elements {
             Elements::Packed(packed) => packed.inner(),
+            Elements::Bf16Unscaled(packed) => packed.blocks() * BLOCK,
             Elements::Bf16(matrix) => matrix.cols,
             Elements::Bf16MnMajor(matrix) => matrix.rows,
         }
@@ -146,7 +130,7 @@ impl Operand<'_> {
     /// Length of the contraction in memory: packed operands are padded to whole blocks, with zeros.
     pub(super) fn stored(&self) -> usize {
         match self.elements {
-            Elements::Packed(packed) => packed.blocks() * BLOCK,
+            Elements::Packed(packed) | Elements::Bf16Unscaled(packed) => packed.blocks() * BLOCK,
             Elements::Bf16(_) | Elements::Bf16MnMajor(_) => self.inner(),
         }
     }
@@ -155,11 +139,13 @@ impl Operand<'_> {
     /// not cancel. What is not packed does not say how it was made.
     pub(super) fn check_same_transform(a: &Self, b: &Self) -> Result<(), Nvfp4Error> {
         match (a.elements, b.elements) {
-            (Elements::Packed(a), Elements::Packed(b)) if a.hadamard != b.hadamard => {
+            (Elements::Packed(a), Elements::Packed(b))
+                if a.layout.hadamard != b.layout.hadamard =>
+            {
                 Err(Nvfp4Error::value(
                     "b",
-                    format!("{:?}", b.hadamard),
-                    format!("the transform of `a`, {:?}", a.hadamard),
+                    format!("{:?}", b.layout.hadamard),
+                    format!("the transform of `a`, {:?}", a.layout.hadamard),
                 ))
             }
             _ => Ok(()),
@@ -174,12 +160,17 @@ impl Operand<'_> {
     ) -> Result<(), Nvfp4Error> {
         match self.elements {
             Elements::Packed(packed) => {
+                packed.check_codes(argument, Format::Nvfp4)?;
                 packed.check(argument)?;
                 // A dense product unswizzles where its kernel wants rows, or takes the tiles.
-                match (groups, packed.layout) {
+                match (groups, packed.layout.scale_layout) {
                     (None, ScaleLayout::Swizzled128x4) => packed.check_no_groups(argument)?,
                     _ => packed.check_compact(argument)?,
                 }
+            }
+            Elements::Bf16Unscaled(packed) => {
+                packed.check(argument)?;
+                packed.check_no_groups(argument)?;
             }
             Elements::Bf16(matrix) | Elements::Bf16MnMajor(matrix) => {
                 matrix.check(argument)?;
@@ -235,6 +226,7 @@ impl Operand<'_> {
     pub(super) fn is_aligned(&self) -> bool {
         match self.elements {
             Elements::Packed(packed) => is_aligned(&packed.codes) && is_aligned(&packed.scales),
+            Elements::Bf16Unscaled(packed) => is_aligned(&packed.codes),
             Elements::Bf16(matrix) | Elements::Bf16MnMajor(matrix) => is_aligned(&matrix.handle),
         }
     }
@@ -246,7 +238,7 @@ impl Operand<'_> {
     pub(super) fn storage(&self) -> OperandLayout {
         match self.elements {
             Elements::Packed(_) => OperandLayout::Packed,
-            Elements::Bf16(_) => OperandLayout::KMajor,
+            Elements::Bf16Unscaled(_) | Elements::Bf16(_) => OperandLayout::KMajor,
             Elements::Bf16MnMajor(_) => OperandLayout::MnMajor,
         }
     }
@@ -254,7 +246,7 @@ impl Operand<'_> {
     /// Some memory of it.
     pub(super) fn memory(&self) -> &Handle {
         match self.elements {
-            Elements::Packed(packed) => &packed.codes,
+            Elements::Packed(packed) | Elements::Bf16Unscaled(packed) => &packed.codes,
             Elements::Bf16(matrix) | Elements::Bf16MnMajor(matrix) => &matrix.handle,
         }
     }
@@ -269,10 +261,11 @@ impl Operand<'_> {
                 dense: unread.clone(),
                 packed: true,
             },
-            Elements::Bf16(matrix) => Parts {
+            Elements::Bf16Unscaled(DeviceQuantized { codes: dense, .. })
+            | Elements::Bf16(Matrix { handle: dense, .. }) => Parts {
                 codes: unread.clone(),
                 scales: unread.clone(),
-                dense: matrix.handle.clone(),
+                dense: dense.clone(),
                 packed: false,
             },
             Elements::Bf16MnMajor(_) => unreachable!("was brought into rows before: `bring`"),
@@ -292,6 +285,7 @@ impl Operand<'_> {
     pub(super) fn decoded(&self, client: &Client) -> sm90_bf16::Operand {
         let handle = match self.elements {
             Elements::Packed(packed) => workspace::decode(client, packed),
+            Elements::Bf16Unscaled(packed) => packed.codes.clone(),
             Elements::Bf16(matrix) | Elements::Bf16MnMajor(matrix) => matrix.handle.clone(),
         };
         sm90_bf16::Operand {
@@ -829,13 +823,16 @@ pub(super) fn bring(
 ) -> Result<Option<Brought>, Nvfp4Error> {
     match operand.elements {
         Elements::Packed(packed)
-            if packed.layout == ScaleLayout::Swizzled128x4 && !tiles_are_read =>
+            if packed.layout.scale_layout == ScaleLayout::Swizzled128x4 && !tiles_are_read =>
         {
             let (outer, blocks) = (packed.outer(), packed.blocks());
             tracing::debug!(outer, blocks, "gemm: block scales from tiles to rows");
             Ok(Some(Brought::Packed(Box::new(DeviceQuantized {
                 scales: quantize::unswizzle(client, &packed.scales, outer, blocks)?,
-                layout: ScaleLayout::Compact,
+                layout: Layout {
+                    scale_layout: ScaleLayout::Compact,
+                    ..packed.layout
+                },
                 ..packed.clone()
             }))))
         }

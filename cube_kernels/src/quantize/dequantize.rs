@@ -8,7 +8,7 @@ use super::{
 };
 use crate::launch::{buffer, grid};
 use crate::{
-    BLOCK, Nvfp4Error, ScaleLayout, Usage,
+    BLOCK, Format, Nvfp4Error, ScaleLayout, Usage,
     cube::{
         codec::{BlockFactors, store},
         scale::swizzled_at,
@@ -28,10 +28,11 @@ pub fn dequantize(
     packed: &DeviceQuantized,
     out: FloatKind,
 ) -> Result<Matrix, Nvfp4Error> {
+    packed.check_codes("packed", Format::Nvfp4)?;
     packed.check("packed")?;
-    packed.groups.check(packed.rows)?;
-    let result = Matrix::empty(client, packed.rows, packed.cols, out);
-    match packed.usage {
+    packed.groups.check(packed.rows())?;
+    let result = Matrix::empty(client, packed.rows(), packed.cols(), out);
+    match packed.usage() {
         _ if result.is_empty() => {}
         Usage::Rowwise => dequantize_rows(client, packed, &result)?,
         Usage::Columnwise => dequantize_cols(client, packed, &result),
@@ -89,8 +90,8 @@ fn dequantize_cols(client: &Client, packed: &DeviceQuantized, result: &Matrix) {
     let blocks = packed.code_blocks();
     let address = address_type(blocks * BLOCK);
     let plan = SourcePlan {
-        per_row: packed.scope == AmaxGranularity::PerRow,
-        swizzled: packed.layout == ScaleLayout::Swizzled128x4,
+        per_row: packed.layout.amax == AmaxGranularity::PerRow,
+        swizzled: packed.layout.scale_layout == ScaleLayout::Swizzled128x4,
         grouping: Grouping::of(&packed.groups),
     };
     let whole_sectors = packed.outer().is_multiple_of(2)
@@ -117,7 +118,7 @@ fn dequantize_cols(client: &Client, packed: &DeviceQuantized, result: &Matrix) {
                 packed.outer(),
                 packed.inner(),
                 packed.blocks(),
-                packed.scaling.range(),
+                packed.layout.scaling.range(),
                 plan.per_row,
                 out,
                 out.storage_type(),
@@ -125,7 +126,7 @@ fn dequantize_cols(client: &Client, packed: &DeviceQuantized, result: &Matrix) {
         }
         return;
     }
-    let (rows, cols, groups) = (packed.rows, packed.cols, &packed.groups);
+    let (rows, cols, groups) = (packed.rows(), packed.cols(), &packed.groups);
     let row_tiles = groups.units(rows, ROWS);
     let numbers = match groups {
         Groups::One => packed.blocks(),
@@ -148,7 +149,7 @@ fn dequantize_cols(client: &Client, packed: &DeviceQuantized, result: &Matrix) {
             ShapeLaunch::new(rows, cols, groups.count(), 1),
             packed.blocks(),
             numbers,
-            packed.scaling.range(),
+            packed.layout.scaling.range(),
             span,
             plan,
             out,

@@ -36,7 +36,7 @@ mod transpose;
 pub use amax::{AmaxRequest, Amaxes, amax, amaxes, produce_with_amaxes};
 pub use dequantize::dequantize;
 pub use ms_eden::{EdenRandom, EdenSource, ms_eden, ms_eden_amax, ms_eden_with};
-pub use mx::{DeviceMx, mx_dequantize, mx_quantize, mx_quantize_groups, mx_requantize};
+pub use mx::{mx_dequantize, mx_quantize, mx_quantize_groups, mx_requantize};
 pub use offset::advance_offset;
 pub use per_token::{
     quantize_per_token, quantize_per_token_both, quantize_per_token_cols,

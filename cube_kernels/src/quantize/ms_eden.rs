@@ -14,7 +14,7 @@ use super::{
 };
 use crate::launch::{buffer, tile_grid, vector_size};
 use crate::{
-    BLOCK, Hadamard, Nvfp4Error, RandomStream, ScaleLayout, Usage,
+    BLOCK, Hadamard, Layout, Nvfp4Error, RandomStream, ScaleLayout, Usage,
     capabilities::Capabilities,
     cube::{
         codec::{Conversion, canonical, load},
@@ -59,7 +59,7 @@ impl EdenSource<'_> {
     fn shape(&self) -> (usize, usize) {
         match self {
             Self::Matrix(matrix) | Self::Grouped(matrix, _) => (matrix.rows, matrix.cols),
-            Self::Packed(packed) => (packed.rows, packed.cols),
+            Self::Packed(packed) => (packed.rows(), packed.cols()),
         }
     }
 
@@ -262,10 +262,10 @@ pub fn ms_eden_with<'a>(
     check_memory("amax", amax, maxima * 4)?;
     if geometry.tiles == 0 {
         // Empty matrices: their amax is 0, and so is the one to decode with.
-        return Ok(result(client, &source, usage, amax, layout));
+        return Ok(result(client, &source, usage, amax, hadamard, layout));
     }
     let out_amax = allocate(client, maxima * 4);
-    let out = result(client, &source, usage, &out_amax, layout);
+    let out = result(client, &source, usage, &out_amax, hadamard, layout);
     let blocks = out.code_blocks();
     // Words of scales that are stored together.
     let stored = if geometry.policy.swizzled { 1 } else { 2 };
@@ -359,7 +359,8 @@ fn result(
     source: &EdenSource<'_>,
     usage: Usage,
     amax: &Handle,
-    layout: ScaleLayout,
+    hadamard: &Hadamard,
+    scale_layout: ScaleLayout,
 ) -> DeviceQuantized {
     let (rows, cols) = source.shape();
     let padded = |len: usize| len.next_multiple_of(EDEN_GROUP);
@@ -373,14 +374,12 @@ fn result(
             ((padded_bound(rows, *count, EDEN_GROUP), cols), Groups::One)
         }
     };
-    // Replaced by memory of their own but for the last.
-    let parts = (amax.clone(), amax.clone(), amax.clone());
-    let packed = DeviceQuantized {
-        layout,
-        groups,
-        ..DeviceQuantized::plain(parts, shape, usage, None)
+    let layout = Layout {
+        scale_layout,
+        hadamard: Some(*hadamard),
+        ..Layout::nvfp4(shape.0, shape.1, usage)
     };
-    packed.allocated(client)
+    DeviceQuantized::empty(client, layout, groups, amax)
 }
 
 fn is_sm80(capabilities: &Capabilities) -> bool {
@@ -415,7 +414,7 @@ impl<'a> Geometry<'a> {
         quantize: Option<(&EdenRandom, ScaleLayout)>,
     ) -> Result<Self, Nvfp4Error> {
         let across = match source {
-            EdenSource::Packed(packed) => usage != packed.usage,
+            EdenSource::Packed(packed) => usage != packed.usage(),
             _ => usage == Usage::Columnwise,
         };
         let source = Stored::new(source)?;

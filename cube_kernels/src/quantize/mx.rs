@@ -11,112 +11,35 @@ use super::{
 };
 use crate::launch::{grid, tile_grid, vector_size};
 use crate::{
-    BLOCK, MX_BLOCK, MxPacked, Nvfp4Error, Usage,
+    BLOCK, Format, Layout, MX_BLOCK, Nvfp4Error, Usage,
     capabilities::{Capabilities, is_cpu},
     cube::{
         codec::{BlockFactors, decode_e4m3_element, load, magnitude_bits, store},
         mx::{decode_ue8m0, decode_ue8m0_reciprocal, encode_e4m3x4, mx_scale},
         ptx,
     },
-    format::check_extent,
-    memory::{address_type, allocate, check_memory, download, upload},
+    format::check_mx,
+    memory::address_type,
     reference::padding::padded_bound,
     tensor::{DeviceQuantized, FloatKind, Groups, Matrix},
 };
 
-/// An MXFP8 matrix in device memory; the layout is that of [`MxPacked`].
-#[derive(Debug, Clone)]
-pub struct DeviceMx {
-    /// The E4M3 codes: `[outer, blocks * 32]` bytes.
-    pub codes: Handle,
-    /// The UE8M0 scales: `[outer, blocks]` bytes.
-    pub scales: Handle,
-    /// Rows of the source matrix.
-    pub rows: usize,
-    /// Columns of the source matrix.
-    pub cols: usize,
-    /// The axis of the source along which it is packed.
-    pub usage: Usage,
-}
-
-impl DeviceMx {
-    /// Stored rows.
-    pub fn outer(&self) -> usize {
-        self.usage.stored_shape(self.rows, self.cols).0
-    }
-
-    /// Length of the packed axis, without padding.
-    pub fn inner(&self) -> usize {
-        self.usage.stored_shape(self.rows, self.cols).1
-    }
-
-    /// Blocks in one stored row.
-    pub fn blocks(&self) -> usize {
-        self.inner().div_ceil(MX_BLOCK)
-    }
-
-    fn empty(client: &Client, (rows, cols): (usize, usize), usage: Usage) -> Self {
-        let (outer, inner) = usage.stored_shape(rows, cols);
-        let blocks = outer * inner.div_ceil(MX_BLOCK);
-        Self {
-            codes: allocate(client, blocks * MX_BLOCK),
-            scales: allocate(client, blocks),
-            rows,
-            cols,
-            usage,
+/// Memory for the tensors of groups in one plain matrix; see [`mx_quantize_groups`].
+fn empty_of_groups(
+    client: &Client,
+    (rows, cols): (usize, usize),
+    groups: &Groups,
+    usage: Usage,
+    format: Format,
+) -> DeviceQuantized {
+    let (shape, usage) = match (groups, usage) {
+        (Groups::Batch(count), Usage::Columnwise) => ((count * cols, rows / count), Usage::Rowwise),
+        (Groups::Offsets { count, .. }, Usage::Columnwise) => {
+            ((padded_bound(rows, *count, format.block()), cols), usage)
         }
-    }
-
-    /// The plain matrix that holds the copies of groups; see [`mx_quantize_groups`].
-    fn of_groups(
-        client: &Client,
-        (rows, cols): (usize, usize),
-        groups: &Groups,
-        usage: Usage,
-    ) -> Self {
-        match (groups, usage) {
-            (Groups::Batch(count), Usage::Columnwise) => {
-                Self::empty(client, (count * cols, rows / count), Usage::Rowwise)
-            }
-            (Groups::Offsets { count, .. }, Usage::Columnwise) => {
-                Self::empty(client, (padded_bound(rows, *count, MX_BLOCK), cols), usage)
-            }
-            _ => Self::empty(client, (rows, cols), usage),
-        }
-    }
-
-    fn check(&self, argument: &'static str) -> Result<(), Nvfp4Error> {
-        check_extent(argument, self.rows, self.cols)?;
-        let blocks = self.outer() * self.blocks();
-        check_memory(argument, &self.codes, blocks * MX_BLOCK)?;
-        check_memory(argument, &self.scales, blocks)
-    }
-
-    /// Copies a host matrix to the device.
-    pub fn from_host(client: &Client, packed: &MxPacked) -> Self {
-        Self {
-            codes: upload(client, packed.codes()),
-            scales: upload(client, packed.scales()),
-            rows: packed.rows(),
-            cols: packed.cols(),
-            usage: packed.usage(),
-        }
-    }
-
-    /// Copies the matrix to the host, waiting for the device.
-    ///
-    /// # Errors
-    /// When a queued kernel failed, or the buffers do not fit the shape.
-    pub fn to_host(&self, client: &Client) -> Result<MxPacked, Nvfp4Error> {
-        self.check("self")?;
-        let blocks = self.outer() * self.blocks();
-        MxPacked::from_parts(
-            (self.rows, self.cols),
-            self.usage,
-            download(client, &self.codes, blocks * MX_BLOCK)?,
-            download(client, &self.scales, blocks)?,
-        )
-    }
+        _ => ((rows, cols), usage),
+    };
+    DeviceQuantized::empty_unscaled(client, Layout::new(format, shape, usage))
 }
 
 /// `x` in MXFP8 with blocks along `usage`: row-wise for [`Usage::Rowwise`]; column-wise, stored
@@ -124,8 +47,13 @@ impl DeviceMx {
 ///
 /// # Errors
 /// When the memory of `x` is smaller than its shape.
-pub fn mx_quantize(client: &Client, x: &Matrix, usage: Usage) -> Result<DeviceMx, Nvfp4Error> {
-    mx_quantize_groups(client, x, &Groups::One, usage)
+pub fn mx_quantize(
+    client: &Client,
+    x: &Matrix,
+    usage: Usage,
+    format: Format,
+) -> Result<DeviceQuantized, Nvfp4Error> {
+    mx_quantize_groups(client, x, &Groups::One, usage, format)
 }
 
 /// [`mx_quantize`] of each group of rows as a matrix of its own, as operands of grouped products take them:
@@ -146,10 +74,12 @@ pub fn mx_quantize_groups(
     x: &Matrix,
     groups: &Groups,
     usage: Usage,
-) -> Result<DeviceMx, Nvfp4Error> {
+    format: Format,
+) -> Result<DeviceQuantized, Nvfp4Error> {
+    check_mx(format)?;
     x.check("x")?;
     groups.check(x.rows)?;
-    let out = DeviceMx::of_groups(client, (x.rows, x.cols), groups, usage);
+    let out = empty_of_groups(client, (x.rows, x.cols), groups, usage, format);
     if x.is_empty() {
         return Ok(out);
     }
@@ -228,11 +158,13 @@ pub fn mx_requantize(
     client: &Client,
     packed: &DeviceQuantized,
     usage: Usage,
+    format: Format,
     via: FloatKind,
-) -> Result<DeviceMx, Nvfp4Error> {
+) -> Result<DeviceQuantized, Nvfp4Error> {
+    check_mx(format)?;
     let source = PackedSource::even("packed", packed)?;
-    let shape = (packed.rows, packed.cols);
-    let out = DeviceMx::of_groups(client, shape, &packed.groups, usage);
+    let shape = (packed.rows(), packed.cols());
+    let out = empty_of_groups(client, shape, &packed.groups, usage, format);
     if source.rows * source.cols == 0 {
         return Ok(out);
     }
@@ -242,7 +174,7 @@ pub fn mx_requantize(
     // SAFETY (of every argument): checked against, or allocated for, the shape.
     let codes = unsafe { BufferArg::from_raw_parts(out.codes.clone(), mx_blocks * 2) };
     let scales = unsafe { BufferArg::from_raw_parts(out.scales.clone(), mx_blocks) };
-    if usage == packed.usage {
+    if usage == packed.usage() {
         source.check_flat("packed")?;
         let maxima = source.row_maxima(client)?;
         // A unit takes an NVFP4 block on a GPU, both on the CPU.
@@ -353,11 +285,14 @@ impl<'a> Tiles<'a> {
 /// When a buffer is smaller than its shape.
 pub fn mx_dequantize(
     client: &Client,
-    packed: &DeviceMx,
+    packed: &DeviceQuantized,
     out: FloatKind,
 ) -> Result<Matrix, Nvfp4Error> {
+    check_mx(packed.layout.format)?;
+    packed.check_codes("packed", packed.layout.format)?;
+    packed.check_no_groups("packed")?;
     packed.check("packed")?;
-    let result = Matrix::empty(client, packed.rows, packed.cols, out);
+    let result = Matrix::empty(client, packed.rows(), packed.cols(), out);
     if result.is_empty() {
         return Ok(result);
     }
@@ -366,7 +301,7 @@ pub fn mx_dequantize(
     // SAFETY (of every argument): checked against, or allocated for, the shape.
     let codes = unsafe { BufferArg::from_raw_parts(packed.codes.clone(), outer * blocks * 8) };
     let scales = unsafe { BufferArg::from_raw_parts(packed.scales.clone(), outer * blocks) };
-    match packed.usage {
+    match packed.usage() {
         Usage::Rowwise => {
             let width = vector_size(out, inner);
             let (count, dim) = grid(client, result.len() / width);

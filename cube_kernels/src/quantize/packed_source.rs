@@ -6,7 +6,7 @@ use super::tile::Grouping;
 use crate::launch::buffer;
 use crate::moe::{groups::GroupOffsets, segments::broadcast_group_values};
 use crate::{
-    Nvfp4Error, ScaleLayout, Usage,
+    Format, Nvfp4Error, ScaleLayout, Usage,
     cube::{codec::BlockFactors, scale::swizzled_at},
     tensor::{AmaxGranularity, DeviceQuantized, Groups},
 };
@@ -47,10 +47,11 @@ impl<'a> PackedSource<'a> {
         argument: &'static str,
         packed: &'a DeviceQuantized,
     ) -> Result<Option<Self>, Nvfp4Error> {
+        packed.check_codes(argument, Format::Nvfp4)?;
         packed.check(argument)?;
-        packed.groups.check(packed.rows)?;
+        packed.groups.check(packed.rows())?;
         let (outer, inner) = (packed.outer(), packed.inner());
-        let (rows, cols, blocks, groups) = match (&packed.groups, packed.usage) {
+        let (rows, cols, blocks, groups) = match (&packed.groups, packed.usage()) {
             (Groups::Offsets { .. }, Usage::Columnwise) => return Ok(None),
             (&Groups::Batch(count), Usage::Columnwise) => (
                 outer * count,
@@ -61,8 +62,8 @@ impl<'a> PackedSource<'a> {
             (groups, _) => (outer, inner, packed.blocks(), groups.clone()),
         };
         let plan = SourcePlan {
-            per_row: packed.scope == AmaxGranularity::PerRow,
-            swizzled: packed.layout == ScaleLayout::Swizzled128x4,
+            per_row: packed.layout.amax == AmaxGranularity::PerRow,
+            swizzled: packed.layout.scale_layout == ScaleLayout::Swizzled128x4,
             grouping: Grouping::of(&groups),
         };
         Ok(Some(Self {
@@ -95,7 +96,7 @@ impl<'a> PackedSource<'a> {
             argument,
             format!(
                 "{:?} scales of {} groups",
-                self.packed.layout,
+                self.packed.layout.scale_layout,
                 self.groups.count()
             ),
             "compact scales, or no groups",
@@ -133,7 +134,7 @@ impl<'a> PackedSource<'a> {
 
     /// What an amax is divided by.
     pub fn range(&self) -> f32 {
-        self.packed.scaling.range()
+        self.packed.layout.scaling.range()
     }
 
     /// The maxima for kernels that know of rows and not of groups.
@@ -144,7 +145,7 @@ impl<'a> PackedSource<'a> {
             len: packed.amax_len(),
             rows,
         };
-        Ok(match (packed.scope, &self.groups) {
+        Ok(match (packed.layout.amax, &self.groups) {
             (AmaxGranularity::PerRow, _) => own(Some(1)),
             (AmaxGranularity::PerTensor, Groups::One) => own(None),
             (AmaxGranularity::PerTensor, Groups::Batch(count)) => {

@@ -3,14 +3,14 @@
 use cubecl::{prelude::*, server::Handle};
 
 use crate::{
-    BLOCK, Hadamard, HadamardSize, Nvfp4Error, ScaleLayout, Storage,
+    BLOCK, Hadamard, HadamardSize, Layout, Nvfp4Error, ScaleLayout, Storage,
     cube::{block::BlockPlan, codec::Conversion, hadamard::SignsLaunch, philox::RandomLaunch},
     launch::buffer,
-    memory::{allocate, check_memory},
+    memory::check_memory,
     policy::BlockScaling,
     tensor::{
-        AmaxGranularity, DeviceOperand, DeviceQuantParams, DeviceQuantized, DeviceRounding,
-        DeviceUnscaled, FloatKind, Groups, Matrix,
+        AmaxGranularity, DeviceQuantParams, DeviceQuantized, DeviceRounding, Groups, Matrix,
+        amax_len,
     },
 };
 
@@ -89,21 +89,14 @@ impl QuantArgs {
                 "to nearest: four over six chooses by the error of rounding to nearest",
             ));
         }
-        let out = DeviceQuantized {
-            codes: (*amax).clone(),
-            scales: (*amax).clone(),
-            amax: (*amax).clone(),
-            rows: x.rows,
-            cols: x.cols,
-            usage,
-            layout: copy.layout,
+        let layout = Layout {
+            scale_layout: copy.layout,
             scaling: copy.scaling,
-            scope: *scope,
+            amax: *scope,
             hadamard: copy.hadamard,
-            groups: groups.clone(),
+            storage: form,
+            ..Layout::nvfp4(x.rows, x.cols, usage)
         };
-        let maxima = out.amax_len();
-        check_memory("amax", amax, maxima * 4)?;
         let decoded = form == Storage::Bf16Unscaled;
         if decoded && copy.layout != ScaleLayout::Compact {
             return Err(Nvfp4Error::value(
@@ -112,13 +105,9 @@ impl QuantArgs {
                 "Compact: there are no scales to swizzle",
             ));
         }
-        let out = match form {
-            Storage::Packed => out.allocated(client),
-            Storage::Bf16Unscaled => DeviceQuantized {
-                codes: allocate(client, out.code_blocks() * BLOCK * FloatKind::Bf16.size()),
-                ..out
-            },
-        };
+        let maxima = amax_len(&layout, groups);
+        check_memory("amax", amax, maxima * 4)?;
+        let out = DeviceQuantized::empty(client, layout, groups.clone(), amax);
         Ok(Self {
             maxima,
             plan: QuantPlan {
@@ -161,22 +150,14 @@ impl QuantArgs {
         if self.plan.decoded { 4 } else { 2 }
     }
 
-    /// The scales; where there are none the amax, which the kernel does not write.
+    /// The scales; where there are none the values, which the kernel does not write as such.
     pub fn scales(&self) -> BufferArg {
         let len = match self.plan.decoded {
             true => 1,
             false => self.out.scale_bytes(),
         };
-        // SAFETY: allocated for it; there is at least one amax.
+        // SAFETY: allocated for it; memory is never empty.
         unsafe { buffer(&self.out.scales, len) }
-    }
-
-    /// The copy, once its kernel is queued.
-    pub fn into_operand(self) -> DeviceOperand {
-        match self.plan.decoded {
-            true => DeviceOperand::Decoded(DeviceUnscaled::of(self.out)),
-            false => DeviceOperand::Packed(self.out),
-        }
     }
 
     pub fn random(&self) -> RandomLaunch {

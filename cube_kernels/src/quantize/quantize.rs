@@ -11,8 +11,8 @@ use super::{
 use crate::launch::{Words, buffer, grid, tile_bands};
 use crate::moe::groups::{GroupOffsets, find_group};
 use crate::{
-    BLOCK, BlockScaling, ErrorNorm, Hadamard, HadamardSize, Nvfp4Error, ScaleLayout, Storage,
-    Usage,
+    BLOCK, BlockScaling, ErrorNorm, Hadamard, HadamardSize, Layout, Nvfp4Error, ScaleLayout,
+    Storage, Usage,
     capabilities::conversion_of,
     cube::{
         block::{
@@ -29,8 +29,8 @@ use crate::{
     memory::address_type,
     reference::padding::padded_bound,
     tensor::{
-        AmaxGranularity, DeviceOperand, DeviceQuantParams, DeviceQuantized, DeviceRounding,
-        FloatKind, Groups, Matrix,
+        AmaxGranularity, DeviceQuantParams, DeviceQuantized, DeviceRounding, FloatKind, Groups,
+        Matrix,
     },
 };
 
@@ -108,14 +108,14 @@ pub fn quantize<'a>(
     if let (Source::Plain(x), Usage::Rowwise) = (source, usage)
         && by_rows(groups, &request.0.copy)
     {
-        return Ok(packed(quantize_rows(client, x, groups, request)?));
+        return quantize_rows(client, x, groups, request);
     }
     let (row, col) = match usage {
         Usage::Rowwise => (Some(request), None),
         Usage::Columnwise => (None, Some(request)),
     };
     let (row, col) = launch_tiles(client, source, groups, row, col, Kind::Blocks)?;
-    Ok(packed(row.or(col).expect("one copy was asked for")))
+    Ok(row.or(col).expect("one was asked for"))
 }
 
 /// The copies of `x` that are asked for, `(row-wise, column-wise)`, from one read of it, each as
@@ -129,7 +129,7 @@ pub fn quantize_operands<'a>(
     x: impl Into<Source<'a>>,
     row: Option<(&QuantRequest<'_>, Storage)>,
     col: Option<(&QuantRequest<'_>, Storage)>,
-) -> Result<(Option<DeviceOperand>, Option<DeviceOperand>), Nvfp4Error> {
+) -> Result<(Option<DeviceQuantized>, Option<DeviceQuantized>), Nvfp4Error> {
     match (x.into(), row, col) {
         (_, None, None) => Ok((None, None)),
         (Source::Plain(x), Some(row), None) => {
@@ -137,19 +137,6 @@ pub fn quantize_operands<'a>(
         }
         (source, row, col) => launch_tiles(client, source, &Groups::One, row, col, Kind::Blocks),
     }
-}
-
-/// A copy that was made as codes and scales.
-fn packed(copy: DeviceOperand) -> DeviceQuantized {
-    copy.into_packed().expect("codes and scales were asked for")
-}
-
-/// Two copies that were made as codes and scales.
-fn both_packed(
-    (row, col): (Option<DeviceOperand>, Option<DeviceOperand>),
-) -> (DeviceQuantized, DeviceQuantized) {
-    let [row, col] = [row, col].map(|copy| packed(copy.expect("asked for")));
-    (row, col)
 }
 
 /// Both copies of `x` from one read of it: `(row-wise, column-wise)`, each as [`quantize`] makes it.
@@ -165,7 +152,8 @@ pub fn quantize_both<'a>(
 ) -> Result<(DeviceQuantized, DeviceQuantized), Nvfp4Error> {
     let [row, col] = [row, col].map(|request| Some((request, Storage::Packed)));
     let copies = launch_tiles(client, x.into(), groups, row, col, Kind::Blocks)?;
-    Ok(both_packed(copies))
+    let [row, col] = [copies.0, copies.1].map(|made| made.expect("asked for"));
+    Ok((row, col))
 }
 
 /// The copies of `x` that are asked for, `(row-wise, column-wise)`, each as [`quantize`] makes it of
@@ -213,9 +201,9 @@ pub fn quantize_side_by_side<'a>(
     };
     let row = row.map(|row| DeviceQuantized {
         groups: Groups::One,
-        ..packed(row)
+        ..row
     });
-    Ok((row, col.map(packed)))
+    Ok((row, col))
 }
 
 /// Both copies of `x` in 16x16 tiles, rounded to nearest: `(row-wise, column-wise)`, the second the
@@ -256,7 +244,8 @@ pub fn quantize_tile_with(
     let [row, col] = layouts.map(|layout| of_tiles(amax, scaling, layout));
     let [row, col] = [&row, &col].map(|request| Some((request, Storage::Packed)));
     let copies = launch_tiles(client, x.into(), groups, row, col, Kind::Tiles)?;
-    Ok(both_packed(copies))
+    let [row, col] = [copies.0, copies.1].map(|made| made.expect("asked for"));
+    Ok((row, col))
 }
 
 /// One of the two copies of [`quantize_tile_with`], that along `usage`, without the bytes of the other.
@@ -279,7 +268,7 @@ pub fn quantize_tile_copy(
         Usage::Columnwise => (None, request),
     };
     let (row, col) = launch_tiles(client, x.into(), groups, row, col, Kind::Tiles)?;
-    Ok(packed(row.or(col).expect("asked for")))
+    Ok(row.or(col).expect("asked for"))
 }
 
 /// A copy of 16x16 tiles.
@@ -326,7 +315,7 @@ fn quantize_rows(
     x: &Matrix,
     groups: &Groups,
     (request, form): (&QuantRequest<'_>, Storage),
-) -> Result<DeviceOperand, Nvfp4Error> {
+) -> Result<DeviceQuantized, Nvfp4Error> {
     x.check("x")?;
     groups.check(x.rows)?;
     check_packed_cols(x)?;
@@ -334,7 +323,7 @@ fn quantize_rows(
     let conversion = conversion_of(client);
     let args = QuantArgs::new(client, x, groups, Usage::Rowwise, request, form, conversion)?;
     if x.is_empty() {
-        return Ok(args.into_operand());
+        return Ok(args.out);
     }
     let plan = args.plan;
     let (group_offsets, group_count) = match groups {
@@ -386,7 +375,7 @@ fn quantize_rows(
             x.dtype,
         );
     }
-    Ok(args.into_operand())
+    Ok(args.out)
 }
 
 /// What [`launch_tiles`] makes.
@@ -407,7 +396,7 @@ fn launch_tiles(
     row: Option<(&QuantRequest<'_>, Storage)>,
     col: Option<(&QuantRequest<'_>, Storage)>,
     kind: Kind,
-) -> Result<(Option<DeviceOperand>, Option<DeviceOperand>), Nvfp4Error> {
+) -> Result<(Option<DeviceQuantized>, Option<DeviceQuantized>), Nvfp4Error> {
     let input = Input::new(source)?;
     let Input {
         matrix: x, words, ..
@@ -430,12 +419,11 @@ fn launch_tiles(
     let row = args(Usage::Rowwise, row)?;
     let mut col = args(Usage::Columnwise, col)?;
     if let (Kind::SideBySide, Some(col)) = (kind, &mut col) {
-        let out = DeviceQuantized {
-            groups: Groups::One,
+        let layout = Layout {
             rows: padded_bound(x.rows, groups.count(), col.out.unit()),
-            ..col.out.clone()
+            ..col.out.layout
         };
-        col.out = out.allocated(client);
+        col.out = DeviceQuantized::empty(client, layout, Groups::One, &col.out.amax);
     }
     let side_by_side = match &col {
         Some(col) if kind == Kind::SideBySide => col.out.blocks(),
@@ -448,7 +436,7 @@ fn launch_tiles(
     let tile_cols = x.cols.next_multiple_of(unit) / width;
     let row_tiles = groups.units(x.rows, tile::ROWS);
     if x.is_empty() {
-        let [row, col] = [row, col].map(|copy| copy.map(QuantArgs::into_operand));
+        let [row, col] = [row, col].map(|copy| copy.map(|args| args.out));
         return Ok((row, col));
     }
     let (count, dim) = tile_bands(client, row_tiles, tile_cols);
@@ -508,7 +496,7 @@ fn launch_tiles(
             words.elem,
         );
     }
-    let [row, col] = [row, col].map(|copy| copy.map(QuantArgs::into_operand));
+    let [row, col] = [row, col].map(|copy| copy.map(|args| args.out));
     Ok((row, col))
 }
 

@@ -6,11 +6,10 @@ use rayon::prelude::*;
 
 use crate::{
     BLOCK, QuantizedTensor, ScaleLayout, Usage,
-    format::{e2m1, e4m3},
+    format::{e2m1, e4m3, swizzle},
     reference::{
         gemm::transpose,
         simd::{self, Isa, Task},
-        swizzle,
     },
 };
 
@@ -25,7 +24,7 @@ pub fn dequantize(packed: &QuantizedTensor) -> Vec<f32> {
         .par_chunks_mut(width.max(1))
         .enumerate()
         .for_each(|(outer, row)| {
-            let factor = packed.amax().of(outer) / packed.origin().scaling.range();
+            let factor = packed.amax().of(outer) / packed.range();
             row.iter_mut().for_each(|value| *value *= factor);
         });
     match packed.usage() {
@@ -50,7 +49,7 @@ pub fn decode_blocks(packed: &QuantizedTensor) -> Vec<f32> {
 
 /// The block scales in the order of the blocks.
 pub(super) fn compact_scales(packed: &QuantizedTensor) -> Cow<'_, [u8]> {
-    match packed.scale_layout() {
+    match packed.layout().scale_layout {
         ScaleLayout::Compact => Cow::Borrowed(packed.scales()),
         ScaleLayout::Swizzled128x4 => Cow::Owned(swizzle::unswizzle(
             packed.scales(),

@@ -83,8 +83,7 @@ pub fn gemm_f64(
     bias: Option<&[f32]>,
 ) -> Result<Vec<f64>, Nvfp4Error> {
     let (m, n, _) = check(a, b, bias)?;
-    let factor =
-        |x: &QuantizedTensor, outer| x.amax().of(outer) as f64 / x.origin().scaling.range() as f64;
+    let factor = |x: &QuantizedTensor, outer| x.amax().of(outer) as f64 / x.range() as f64;
     let mut out = vec![0f64; m * n];
     add_products(a, b, &mut out, |acc, x, y| *acc += x as f64 * y as f64);
     out.par_chunks_mut(n.max(1))
@@ -100,7 +99,7 @@ pub fn gemm_f64(
 
 /// What stored row `outer` of an operand contributes to `alpha`.
 fn factor(operand: &QuantizedTensor, outer: usize) -> f32 {
-    operand.amax().of(outer) / operand.origin().scaling.range()
+    operand.amax().of(outer) / operand.range()
 }
 
 fn check(
@@ -115,11 +114,11 @@ fn check(
             format!("a contraction of {}, that of `a`", a.inner()),
         ));
     }
-    if a.origin().hadamard != b.origin().hadamard {
+    if a.layout().hadamard != b.layout().hadamard {
         return Err(Nvfp4Error::value(
             "b",
-            format!("{:?}", b.origin().hadamard),
-            format!("the transform of `a`, {:?}", a.origin().hadamard),
+            format!("{:?}", b.layout().hadamard),
+            format!("the transform of `a`, {:?}", a.layout().hadamard),
         ));
     }
     if let Some(bias) = bias

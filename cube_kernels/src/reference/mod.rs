@@ -16,7 +16,7 @@ mod element;
 mod gemm;
 mod hadamard;
 mod ms_eden;
-mod mxfp8;
+mod mx;
 mod panels;
 mod quantize;
 mod random_bits;
@@ -24,9 +24,8 @@ mod rounding;
 mod scaling;
 mod simd;
 
-pub mod padding;
 pub mod philox;
-pub mod swizzle;
+pub use crate::format::{padding, swizzle};
 
 #[cfg(feature = "cube")]
 pub(crate) use activation::{EXP_CUTOFF, EXP_POLYNOMIAL, LN2_HIGH, LN2_LOW, LOG2_E, TO_INTEGER};
@@ -43,7 +42,7 @@ pub(crate) use ms_eden::check_hadamard as check_eden_hadamard;
 pub use ms_eden::{
     EDEN_GROUP, EdenTarget, eden_amax, ms_eden, ms_eden_amax, ms_eden_at, round_scale_stochastic,
 };
-pub use mxfp8::{mx_dequantize, mx_quantize};
+pub use mx::{mx_dequantize, mx_quantize};
 pub use panels::{PANEL_BYTES, PANEL_ROWS, panels};
 pub use quantize::{quantize, quantize_col, quantize_row, quantize_tile, quantize_tile_copy};
 pub use random_bits::{BitComparison, Question, RandomBits, compare_random_bits, read_random_bits};

@@ -39,8 +39,8 @@ use super::{
     Element, GlobalScale, encode_multiplier, philox, quantize::check_matrix, round_nearest,
 };
 use crate::{
-    Amax, BLOCK, Hadamard, HadamardSize, Nvfp4Error, Origin, QuantizedTensor, RandomStream,
-    Rounding, ScaleLayout, Usage,
+    Amax, BLOCK, Hadamard, HadamardSize, Layout, Nvfp4Error, Origin, QuantizedTensor, RandomStream,
+    Rounding, Usage,
     format::{e2m1, e4m3},
 };
 
@@ -195,14 +195,12 @@ pub fn ms_eden_at<T: Element>(
         Usage::Rowwise => (rows, groups * EDEN_GROUP),
         Usage::Columnwise => (groups * EDEN_GROUP, cols),
     };
-    QuantizedTensor::from_parts(
-        shape,
-        usage,
-        codes,
-        (ScaleLayout::Compact, scales),
-        Amax::Tensor(amax),
-        Origin::one_by_16(Rounding::Stochastic(*stream), Some(*hadamard)),
-    )
+    let layout = Layout {
+        hadamard: Some(*hadamard),
+        ..Layout::nvfp4(shape.0, shape.1, usage)
+    };
+    let origin = Origin::block_1d(Rounding::Stochastic(*stream));
+    QuantizedTensor::from_parts(layout, codes, scales, Amax::Tensor(amax), origin)
 }
 
 /// Steps 4 to 7 of the module's documentation.

@@ -12,8 +12,8 @@ use super::{
     simd::{self, Isa, Lanes, Task, Tile, lanes},
 };
 use crate::{
-    Amax, BLOCK, BlockScaling, Hadamard, Nvfp4Error, Origin, QuantParams, QuantizedTensor,
-    Rounding, ScaleLayout, Usage, format::packed::BlockShape,
+    Amax, BLOCK, BlockScaling, BlockShape, Hadamard, Layout, Nvfp4Error, Origin, QuantParams,
+    QuantizedTensor, Rounding, ScaleLayout, Usage,
 };
 
 /// One packed copy of a `rows` x `cols` matrix: 1x16 blocks along each row ([`Usage::Rowwise`]),
@@ -48,14 +48,20 @@ pub fn quantize<T: Element>(
     }
     check_amax(amax, outer)?;
     check_policy(policy)?;
+    let layout = Layout {
+        scaling: policy.scaling,
+        hadamard: policy.hadamard,
+        amax: amax.granularity(),
+        ..Layout::nvfp4(rows, cols, usage)
+    };
     Source {
         x,
-        shape: (rows, cols),
+        layout,
         amax,
-        origin: Origin::copy(policy),
+        origin: Origin::block_1d(policy.rounding),
         first_block,
     }
-    .pack(usage, policy.layout)
+    .pack(policy.layout)
 }
 
 /// The row-wise copy of a `rows` x `cols` matrix with standard, compact scales: [`quantize`] along
@@ -134,30 +140,31 @@ pub fn quantize_tile_copy<T: Element>(
 ) -> Result<QuantizedTensor, Nvfp4Error> {
     check_matrix(x.len(), rows, cols)?;
     check_packed_cols(cols)?;
-    if matches!(amax, Amax::PerRow(_)) {
+    if !matches!(amax, Amax::Tensor(_)) {
         return Err(Nvfp4Error::value(
             "amax",
-            "one for each row",
+            format!("{:?}", amax.granularity()),
             "one for the tensor",
         ));
     }
     let source = Source {
         x,
-        shape: (rows, cols),
-        amax,
-        origin: Origin {
+        layout: Layout {
             scaling,
-            ..Origin::tile()
+            ..Layout::nvfp4(rows, cols, usage)
         },
+        amax,
+        origin: Origin::block_2d(),
         first_block: 0,
     };
-    source.pack(usage, layout)
+    source.pack(layout)
 }
 
 /// A matrix and how it is to be packed: what all tasks of one copy share.
 struct Source<'a, T> {
     x: &'a [T],
-    shape: (usize, usize),
+    /// What is made, with its scales in compact order.
+    layout: Layout,
     amax: &'a Amax,
     origin: Origin,
     first_block: u64,
@@ -174,16 +181,16 @@ const COLUMNS: usize = 256;
 const GATHERED: usize = 8;
 
 impl<T: Element> Source<'_, T> {
-    /// The copy along `usage`.
-    fn pack(&self, usage: Usage, layout: ScaleLayout) -> Result<QuantizedTensor, Nvfp4Error> {
-        let (outer, inner) = usage.stored_shape(self.shape.0, self.shape.1);
-        let blocks = self.origin.blocks(inner);
+    /// The quantized tensor, with its scales in `scale_layout`.
+    fn pack(&self, scale_layout: ScaleLayout) -> Result<QuantizedTensor, Nvfp4Error> {
+        let usage = self.layout.usage;
+        let (outer, blocks) = (self.layout.outer(), self.layout.blocks());
         let count = outer * blocks;
         let (mut codes, mut scales) = (Vec::with_capacity(count * 8), Vec::with_capacity(count));
         // Blocks of neighbouring stored rows that one task packs.
         let len = match (usage, self.origin.block) {
-            (Usage::Rowwise, BlockShape::OneBy16) => RUN,
-            (Usage::Rowwise, BlockShape::Tile16x16) => BLOCK * blocks,
+            (Usage::Rowwise, BlockShape::Block1d) => RUN,
+            (Usage::Rowwise, BlockShape::Block2d) => BLOCK * blocks,
             (Usage::Columnwise, _) => {
                 // Four tasks for each core, so that none waits long for the last one.
                 let columns = outer.div_ceil(4 * rayon::current_num_threads());
@@ -197,7 +204,6 @@ impl<T: Element> Source<'_, T> {
             .for_each(|(task, (codes, scales))| {
                 simd::run(Part {
                     source: self,
-                    usage,
                     blocks,
                     first: task * len,
                     codes: zeroed(codes),
@@ -209,9 +215,9 @@ impl<T: Element> Source<'_, T> {
             codes.set_len(count * 8);
             scales.set_len(count);
         }
-        let (amax, scales) = (self.amax.clone(), (ScaleLayout::Compact, scales));
-        QuantizedTensor::from_parts(self.shape, usage, codes, scales, amax, self.origin)
-            .map(|packed| packed.with_scale_layout(layout))
+        let amax = self.amax.clone();
+        QuantizedTensor::from_parts(self.layout, codes, scales, amax, self.origin)
+            .map(|packed| packed.with_scale_layout(scale_layout))
     }
 }
 
@@ -225,7 +231,6 @@ fn zeroed(bytes: &mut [MaybeUninit<u8>]) -> &mut [u8] {
 /// Neighbouring blocks of a packed copy, which one task fills.
 struct Part<'a, T> {
     source: &'a Source<'a, T>,
-    usage: Usage,
     /// Blocks in a stored row.
     blocks: usize,
     /// The first block of the part, counted over the whole copy.
@@ -237,9 +242,9 @@ struct Part<'a, T> {
 impl<T: Element> Task for Part<'_, T> {
     #[inline(always)]
     fn compute<I: Isa>(self, isa: I) {
-        match (self.usage, self.source.origin.block) {
-            (Usage::Rowwise, BlockShape::OneBy16) => self.pack_run(isa),
-            (Usage::Rowwise, BlockShape::Tile16x16) => self.pack_tiles(isa),
+        match (self.source.layout.usage, self.source.origin.block) {
+            (Usage::Rowwise, BlockShape::Block1d) => self.pack_run(isa),
+            (Usage::Rowwise, BlockShape::Block2d) => self.pack_tiles(isa),
             (Usage::Columnwise, _) => self.pack_columns(isa),
         }
     }
@@ -249,8 +254,9 @@ impl<T: Element> Part<'_, T> {
     /// A run of the row-wise copy: the lanes are blocks one after the other, across rows too.
     #[inline(always)]
     fn pack_run<I: Isa>(self, isa: I) {
-        let Source { x, shape, .. } = *self.source;
-        let hadamard = self.source.origin.hadamard.as_ref();
+        let Source { x, layout, .. } = *self.source;
+        let shape = (layout.rows, layout.cols);
+        let hadamard = layout.hadamard.as_ref();
         let last_row = shape.0 - 1;
         let mut rows = [[0f32; BLOCK]; BLOCK];
         let codes = self.codes.chunks_mut(BLOCK * 8);
@@ -282,7 +288,7 @@ impl<T: Element> Part<'_, T> {
             load_rows(
                 isa,
                 self.source.x,
-                self.source.shape,
+                (self.source.layout.rows, self.source.layout.cols),
                 (row0, index * BLOCK),
                 &mut rows,
             );
@@ -302,10 +308,11 @@ impl<T: Element> Part<'_, T> {
     /// Some columns, all of their rows: the lanes are neighbouring columns.
     #[inline(always)]
     fn pack_columns<I: Isa>(self, isa: I) {
-        let Source { x, shape, .. } = *self.source;
+        let Source { x, layout, .. } = *self.source;
+        let shape = (layout.rows, layout.cols);
         let (columns, col0) = (self.scales.len() / self.blocks, self.first / self.blocks);
-        let hadamard = self.source.origin.hadamard.as_ref();
-        let group = self.source.origin.blocks(1);
+        let hadamard = layout.hadamard.as_ref();
+        let group = layout.unit() / BLOCK;
         let mut buffer = [[0f32; BLOCK]; MAX_GROUP];
         let buffer = &mut buffer[..group * BLOCK];
         let mut gathered_codes = [[0u8; GATHERED * 8]; COLUMNS];
@@ -327,8 +334,8 @@ impl<T: Element> Part<'_, T> {
                         };
                         let by_row;
                         let decides = match self.source.origin.block {
-                            BlockShape::OneBy16 => tile,
-                            BlockShape::Tile16x16 => {
+                            BlockShape::Block1d => tile,
+                            BlockShape::Block2d => {
                                 by_row = isa.transpose(tile);
                                 &by_row
                             }
@@ -381,10 +388,11 @@ impl<T: Element> Source<'_, T> {
     #[inline(always)]
     fn scaler(&self, outer: impl Fn(usize) -> usize) -> Scaler {
         let amax = match self.amax {
+            Amax::Absent => unreachable!("NVFP4 has a global scale"),
             Amax::Tensor(amax) => [*amax; BLOCK],
             Amax::PerRow(amax) => lanes(|lane| amax[outer(lane)]),
         };
-        Scaler::new(amax, self.origin.scaling)
+        Scaler::new(amax, self.layout.scaling)
     }
 
     /// Scale bytes and codes of the 16 blocks of `tile`, whose places in the copy `index` gives.
@@ -431,6 +439,7 @@ fn check_packed_cols(cols: usize) -> Result<(), Nvfp4Error> {
 
 fn check_amax(amax: &Amax, outer: usize) -> Result<(), Nvfp4Error> {
     match amax {
+        Amax::Absent => Err(Nvfp4Error::value("amax", "none", "one or one for each row")),
         Amax::PerRow(values) if values.len() != outer => Err(Nvfp4Error::shape(
             "amax",
             format!("{} values", values.len()),
@@ -467,31 +476,40 @@ mod tests {
         let amax = Amax::Tensor(crate::reference::amax(&x));
         let stochastic = Rounding::Stochastic(RandomStream::new(1, 2, 3));
         let large = Hadamard::seeded_with_size(HadamardSize::H128, 1);
-        let mut origins = vec![
-            Origin::one_by_16(Rounding::Nearest, None),
-            Origin::one_by_16(stochastic, None),
-            Origin::one_by_16(stochastic, Some(Hadamard::default())),
-            Origin::one_by_16(Rounding::Nearest, Some(large)),
+        let plain = Layout::nvfp4(rows, cols, Usage::Rowwise);
+        let transformed = |hadamard| Layout {
+            hadamard: Some(hadamard),
+            ..plain
+        };
+        let nearest = Origin::default();
+        let mut kinds = vec![
+            (nearest, plain),
+            (Origin::block_1d(stochastic), plain),
+            (
+                Origin::block_1d(stochastic),
+                transformed(Hadamard::default()),
+            ),
+            (nearest, transformed(large)),
         ];
         for scaling in [
             BlockScaling::Standard,
             BlockScaling::Headroom,
             BlockScaling::FourOverSix(ErrorNorm::Mse),
         ] {
-            for origin in [Origin::tile(), origins[0]] {
-                origins.push(Origin { scaling, ..origin });
+            for origin in [Origin::block_2d(), nearest] {
+                kinds.push((origin, Layout { scaling, ..plain }));
             }
         }
-        for origin in origins {
+        for (origin, layout) in kinds {
             for usage in [Usage::Rowwise, Usage::Columnwise] {
                 let source = Source {
                     x: &x,
-                    shape: (rows, cols),
+                    layout: Layout { usage, ..layout },
                     amax: &amax,
                     origin,
                     first_block: 5,
                 };
-                let packed = source.pack(usage, ScaleLayout::Compact).unwrap();
+                let packed = source.pack(ScaleLayout::Compact).unwrap();
                 // One task after the other, each on its own 16 stored rows.
                 let len = BLOCK * packed.blocks();
                 let mut codes = vec![0; packed.codes().len()];
@@ -500,7 +518,6 @@ mod tests {
                 for (task, (codes, scales)) in parts.enumerate() {
                     Part {
                         source: &source,
-                        usage,
                         blocks: packed.blocks(),
                         first: task * len,
                         codes,
@@ -508,8 +525,8 @@ mod tests {
                     }
                     .compute(Baseline);
                 }
-                assert_eq!(packed.codes(), codes, "{usage:?} {origin:?}");
-                assert_eq!(packed.scales(), scales, "{usage:?} {origin:?}");
+                assert_eq!(packed.codes(), codes, "{usage:?} {origin:?} {layout:?}");
+                assert_eq!(packed.scales(), scales, "{usage:?} {origin:?} {layout:?}");
             }
         }
     }

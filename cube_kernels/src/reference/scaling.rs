@@ -5,8 +5,8 @@ use super::{
     simd::{Lanes, Tile, lanes},
 };
 use crate::{
-    BLOCK, BlockScaling, ErrorNorm,
-    format::{e2m1, e4m3, packed::BlockShape},
+    BLOCK, BlockScaling, BlockShape, ErrorNorm,
+    format::{e2m1, e4m3},
 };
 
 /// 6 · 448: the largest scaled value, and the numerator of every global scale.
@@ -76,12 +76,12 @@ impl Scaler {
 
     /// The scale byte of each of the 16 blocks of `tile`.
     ///
-    /// With [`BlockShape::Tile16x16`] they share one. The lanes must then be the tile's rows in the
+    /// With [`BlockShape::Block2d`] they share one. The lanes must then be the tile's rows in the
     /// source, because that decides the order in which errors are summed.
     #[inline(always)]
     pub(super) fn scale_bytes(&self, tile: &Tile, shape: BlockShape) -> Lanes<u32> {
         let mut bits = magnitudes(tile);
-        if shape == BlockShape::Tile16x16 {
+        if shape == BlockShape::Block2d {
             bits = [bits.into_iter().max().unwrap_or(0); BLOCK];
         }
         let amax = lanes(|lane| f32::from_bits(bits[lane] as u32));
@@ -154,7 +154,7 @@ impl Scaler {
                     }
             });
         }
-        if shape == BlockShape::Tile16x16 {
+        if shape == BlockShape::Block2d {
             for width in [8, 4, 2, 1] {
                 for lane in 0..width {
                     sums[lane] += sums[lane + width];

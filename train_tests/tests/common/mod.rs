@@ -5,7 +5,7 @@ use burn_core as burn;
 use burn_core::data::dataloader::batcher::Batcher;
 use burn_core::module::Module;
 use burn_core::tensor::{Device, Tensor, TensorData, activation::gelu};
-use burn_nvfp4::state::number_layers;
+use burn_nvfp4::state::assign_layer_ids;
 use burn_nvfp4::{Nvfp4Linear, Nvfp4LinearConfig, Nvfp4Recipe, Nvfp4State};
 use burn_train::{InferenceStep, RegressionOutput, TrainOutput, TrainStep};
 
@@ -34,7 +34,7 @@ impl Net {
             up: layer(),
             down: layer(),
         };
-        number_layers(&net);
+        assign_layer_ids(&net);
         net
     }
 

@@ -18,8 +18,8 @@ use nvfp4_kernels::{BlockScaling, Storage, Usage};
 use super::super::autodiff::{
     constant, inner, inner_bias, inner_operand, linear, mx_constant, register,
 };
+use super::super::linear::{LinearBackend, LinearRequest};
 use super::super::operands::cast;
-use super::super::product::{Grouping, Product};
 use super::super::{
     Bias, EdenSpec, LinearContext, LinearSpec, MxPacked, Operand, OperandSpec, Packed, PackedPair,
     PairSpec, QuantizeSpec, float_dtype,
@@ -34,7 +34,7 @@ struct Groups<B: Backend> {
     tokens: usize,
 }
 
-impl<B: Nvfp4GroupedOps> Grouping<B> for Groups<B> {
+impl<B: Nvfp4GroupedOps> LinearBackend<B> for Groups<B> {
     /// Values are made for dense products alone.
     fn form(&self, _: &B::Device, _: [&OperandSpec; 2], _: (usize, usize, usize)) -> Storage {
         Storage::Packed
@@ -330,7 +330,7 @@ impl<B: Nvfp4GroupedOps, C: CheckpointStrategy> Nvfp4GroupedOps for Autodiff<B, 
     ) -> FloatTensor<Self> {
         let tokens = x.shape()[0];
         linear(x, w, bias, |x, w, bias, tracked| {
-            let product = Product {
+            let request = LinearRequest {
                 x,
                 w,
                 bias,
@@ -339,7 +339,7 @@ impl<B: Nvfp4GroupedOps, C: CheckpointStrategy> Nvfp4GroupedOps for Autodiff<B, 
                 tracked,
                 grouping: Groups { offsets, tokens },
             };
-            product.forward()
+            request.forward()
         })
     }
 

@@ -16,7 +16,7 @@ use nvfp4_kernels::gemm::{self, Scale, Target};
 use nvfp4_kernels::moe::GroupOffsets;
 use nvfp4_kernels::quantize::{AmaxRequest, EdenSource, QuantRequest};
 use nvfp4_kernels::tensor::{DeviceQuantized, Groups, Matrix};
-use nvfp4_kernels::{BlockScaling, ScaleLayout, Usage, moe, quantize};
+use nvfp4_kernels::{BlockScaling, Format, ScaleLayout, Usage, moe, quantize};
 
 use super::super::cube::{
     Stored, beside, device, eden, float_kind, launched, mx_packed, new_tensor, packed_tensor,
@@ -84,7 +84,8 @@ impl Nvfp4GroupedOps for CubeBackend {
                 quantize::quantize_both(client, &matrix, &groups, &row, &col)
             }
         });
-        let layout = |copy: &DeviceQuantized, usage| PackedLayout::stack(dims, usage, copy.scaling);
+        let layout =
+            |copy: &DeviceQuantized, usage| PackedLayout::stack(dims, usage, copy.layout.scaling);
         let layouts = (
             layout(&row, Usage::Rowwise),
             layout(&col, Usage::Columnwise),
@@ -193,7 +194,7 @@ impl Nvfp4GroupedOps for CubeBackend {
         let matrix = matrix(&x);
         trace_op("mx_quantize", copy_name(usage), matrix.rows, matrix.cols);
         let groups = device_groups(groups);
-        let mx = quantize::mx_quantize_groups(&x.client, &matrix, &groups, usage);
+        let mx = quantize::mx_quantize_groups(&x.client, &matrix, &groups, usage, Format::Mxfp8);
         mx_packed(&x, launched(mx))
     }
 
@@ -207,7 +208,8 @@ impl Nvfp4GroupedOps for CubeBackend {
         trace_op("mx_requantize", copy_name(usage), rows, cols);
         let like = packed.codes.clone();
         let source = in_groups(packed, groups);
-        let mx = quantize::mx_requantize(&like.client, &source, usage, float_kind(via));
+        let mx =
+            quantize::mx_requantize(&like.client, &source, usage, Format::Mxfp8, float_kind(via));
         mx_packed(&like, launched(mx))
     }
 
@@ -438,10 +440,10 @@ impl Tokens {
         ));
         let tensor = |copy: DeviceQuantized| {
             let layout = PackedLayout {
-                hadamard: copy.hadamard,
-                scaling: copy.scaling,
-                global: copy.scope,
-                ..PackedLayout::plain(copy.rows, copy.cols, copy.usage)
+                hadamard: copy.layout.hadamard,
+                scaling: copy.layout.scaling,
+                global: copy.layout.amax,
+                ..PackedLayout::plain(copy.rows(), copy.cols(), copy.usage())
             };
             let maxima = maxima(&layout, groups.count);
             packed_tensor(&self.tensor, copy, layout, maxima)

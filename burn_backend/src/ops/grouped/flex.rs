@@ -11,7 +11,7 @@ use burn_core::tensor::{DType, FloatDType, Shape, Slice, TensorData};
 use burn_flex::FlexTensor;
 use half::{bf16, f16};
 use nvfp4_kernels::reference::{self, EDEN_GROUP, Element};
-use nvfp4_kernels::{Amax, BLOCK, BlockScaling, MX_BLOCK, ScaleLayout, Usage};
+use nvfp4_kernels::{Amax, BLOCK, BlockScaling, Format, MX_BLOCK, ScaleLayout, Usage};
 
 use super::super::flex::{
     eden, matrix, maxima, mx_upload_parts, narrow, policy, trusted, upload_parts, with_elements,
@@ -346,6 +346,7 @@ fn quantize<T: Element>(
         let (part, rows) = place.part(values, cols);
         let amax = maxima(part, rows, cols, usage, copy);
         match (&amax, usage) {
+            (Amax::Absent, _) => {}
             (Amax::Tensor(amax), _) => all[group] = *amax,
             (Amax::PerRow(amax), Usage::Rowwise) => {
                 all[place.rows.clone()].copy_from_slice(amax);
@@ -419,7 +420,13 @@ fn mx_groups<T: Element>(values: &[T], groups: &Grouped, usage: Usage) -> MxPack
     let mut copies = Copies::new(layout.outer(), layout.blocks(), MX_BLOCK);
     for place in groups.places(usage, MX_BLOCK, MX_BLOCK) {
         let (part, rows) = place.part(values, groups.cols);
-        let packed = trusted(reference::mx_quantize(part, rows, groups.cols, usage));
+        let packed = trusted(reference::mx_quantize(
+            part,
+            rows,
+            groups.cols,
+            usage,
+            Format::Mxfp8,
+        ));
         copies.put(packed.codes(), packed.scales(), &place);
     }
     mx_upload_parts(copies.codes, copies.scales, layout)

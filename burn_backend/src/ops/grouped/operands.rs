@@ -11,7 +11,7 @@ use burn_core::backend::{
 use burn_core::tensor::{FloatDType, Shape};
 use nvfp4_kernels::{BLOCK, MX_BLOCK, Usage};
 
-use super::super::operands::{cast, read_as};
+use super::super::operands::{cast, requantize_dtype};
 use super::super::{
     AmaxGranularity, CopySpec, EdenSpec, Operand, OperandSpec, Packed, PackedLayout, PackedPair,
     PairSpec, QuantizeSpec,
@@ -100,7 +100,7 @@ pub(super) fn tokens_again<B: Nvfp4GroupedOps>(
     match again_from_codes(forward, &groups, spec, dtype) {
         Ok(operand) => operand,
         Err(forward) => {
-            let values = values::<B>(forward, &groups, read_as(spec, dtype));
+            let values = values::<B>(forward, &groups, requantize_dtype(spec, dtype));
             tokens::<B>(values, offsets, spec, Usage::Columnwise, dtype)
         }
     }
@@ -179,7 +179,7 @@ pub(super) fn stack_again<B: Nvfp4GroupedOps>(
     match again_from_codes(forward, &RowGroups::Batch(experts), spec, dtype) {
         Ok(operand) => operand,
         Err(forward) => {
-            let values = stack_values::<B>(forward, experts, read_as(spec, dtype));
+            let values = stack_values::<B>(forward, experts, requantize_dtype(spec, dtype));
             let w = B::float_swap_dims(values, 1, 2);
             stack::<B>(w, spec, Usage::Rowwise, dtype)
         }

@@ -169,7 +169,7 @@ fn stored(
 ) -> Result<(Handle, Option<Handle>), Nvfp4Error> {
     match (operand.elements, format) {
         (Elements::Packed(packed), Format::Nvfp4) => {
-            let scales = match packed.layout {
+            let scales = match packed.layout.scale_layout {
                 ScaleLayout::Swizzled128x4 => packed.scales.clone(),
                 ScaleLayout::Compact => {
                     quantize::swizzle(client, &packed.scales, packed.outer(), packed.blocks())?

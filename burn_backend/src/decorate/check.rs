@@ -1,0 +1,33 @@
+//! The devices that decorated layers run on.
+
+use burn_core::backend::DispatchDevice;
+use burn_core::tensor::Device;
+use burn_cubecl::CubeDevice;
+use nvfp4_kernels::Nvfp4Error;
+
+use crate::validate;
+
+/// Fails unless decorated layers can run on `device`: on Burn's fusion, over a CubeCL runtime that
+/// the kernels are for.
+pub(super) fn check_device(argument: &'static str, device: &Device) -> Result<(), Nvfp4Error> {
+    fn is_cube(device: &DispatchDevice) -> bool {
+        match device {
+            DispatchDevice::Autodiff(device) => is_cube(device),
+            DispatchDevice::Cube(CubeDevice::Cpu(_) | CubeDevice::Cuda(_)) => true,
+            #[allow(unreachable_patterns)]
+            _ => false,
+        }
+    }
+    validate::device(argument, device)?;
+    if is_cube(device.as_dispatch()) {
+        Ok(())
+    } else {
+        Err(Nvfp4Error::Device {
+            argument,
+            found: format!("{:?}", device.as_dispatch()),
+            expected: "a CubeCL CPU or CUDA device: decorated models rest on Burn's fusion \
+                (Nvfp4Linear runs elsewhere too)"
+                .into(),
+        })
+    }
+}

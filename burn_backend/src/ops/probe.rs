@@ -1,0 +1,196 @@
+//! Samples of the operands of a training step, copied aside on the device.
+
+use std::sync::{Arc, Mutex};
+
+use burn_core::backend::tensor::{FloatTensor, IntTensor};
+use burn_core::backend::{Backend, TensorMetadata};
+use burn_core::tensor::{FloatDType, Shape, Slice, TensorData};
+use futures_lite::future::block_on;
+use nvfp4_kernels::Usage;
+
+use super::{Nvfp4Ops, Operand, OperandSpec, PackedLayout};
+
+/// Elements of an operand that a sample reads, about; at least one row of each matrix.
+const SAMPLE_ELEMENTS: usize = 1 << 18;
+
+/// Where a layer records samples of its operands.
+#[derive(Clone, Default)]
+pub(crate) struct Probe {
+    samples: Arc<Mutex<Vec<DeviceSample>>>,
+}
+
+/// A sample on its device, as a function that reads it; `None` if reading fails.
+type DeviceSample = Box<dyn FnOnce() -> Option<SampledOperand> + Send>;
+
+impl std::fmt::Debug for Probe {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Probe").finish_non_exhaustive()
+    }
+}
+
+/// The source of a quantized operand.
+pub(crate) struct OperandSource<'a, B: Backend> {
+    /// Name of the operand.
+    name: &'static str,
+    /// The values: `[rows, cols]`, or `[experts, rows, cols]` of a stack.
+    values: FloatTensor<B>,
+    /// The axis of the matrix, or of each matrix of a stack, along which its blocks lie.
+    usage: Usage,
+    /// Where each expert's rows begin, if there are experts.
+    offsets: Option<&'a IntTensor<B>>,
+}
+
+impl<'a, B: Backend> OperandSource<'a, B> {
+    /// An input or a gradient, quantized rowwise; each expert's rows apart where there are
+    /// `offsets`.
+    pub(crate) fn rows(
+        name: &'static str,
+        values: FloatTensor<B>,
+        offsets: Option<&'a IntTensor<B>>,
+    ) -> Self {
+        Self {
+            name,
+            values,
+            usage: Usage::Rowwise,
+            offsets,
+        }
+    }
+
+    /// An input or a gradient, quantized columnwise, along the tokens, as wgrad takes it; each
+    /// expert's tokens apart where there are `offsets`.
+    pub(crate) fn columns(
+        name: &'static str,
+        values: FloatTensor<B>,
+        offsets: Option<&'a IntTensor<B>>,
+    ) -> Self {
+        Self {
+            name,
+            values,
+            usage: Usage::Columnwise,
+            offsets,
+        }
+    }
+
+    /// A weight, or a stack of weights, quantized columnwise for the forward.
+    pub(crate) fn weight(name: &'static str, values: FloatTensor<B>) -> Self {
+        Self {
+            name,
+            values,
+            usage: Usage::Columnwise,
+            offsets: None,
+        }
+    }
+}
+
+impl Probe {
+    /// Reads all samples that were recorded since the last call.
+    pub(crate) fn read(&self) -> Vec<SampledOperand> {
+        let mut samples = self.samples.lock().expect("no panic while it is held");
+        samples.drain(..).filter_map(|read| read()).collect()
+    }
+
+    /// Records a sample of `operand`, quantized from `source` as `spec` says: stored rows that are
+    /// evenly spaced, so that every expert has its share of them.
+    pub(crate) fn record<B: Nvfp4Ops>(
+        &self,
+        source: OperandSource<'_, B>,
+        operand: &Operand<B>,
+        spec: &OperandSpec,
+    ) {
+        let Operand::Nvfp4(packed) = operand else {
+            return;
+        };
+        let layout = packed.layout;
+        let OperandSource {
+            name,
+            values: x,
+            usage,
+            offsets,
+        } = source;
+        let shape = x.shape();
+        let (count, rows, cols) = match shape.num_dims() {
+            2 => (1, shape[0], shape[1]),
+            _ => (shape[0], shape[1], shape[2]),
+        };
+        let (outer, inner) = usage.stored_shape(rows, cols);
+        if count * outer * inner == 0 {
+            return;
+        }
+        let step = (count * outer * inner)
+            .div_ceil(SAMPLE_ELEMENTS)
+            .clamp(1, outer);
+        let every = Slice::new(0, Some(outer as isize), step as isize);
+        let all = |len: usize| Slice::from(0..len);
+        let x = B::float_reshape(x, Shape::new([count, rows, cols]));
+        let x = match usage {
+            Usage::Rowwise => B::float_slice(x, &[all(count), every, all(cols)]),
+            Usage::Columnwise => {
+                let x = B::float_slice(x, &[all(count), all(rows), every]);
+                B::float_swap_dims(x, 1, 2)
+            }
+        };
+        let part = |tensor: &IntTensor<B>, width: usize| {
+            let tensor = B::int_reshape(tensor.clone(), Shape::new([count, outer, width]));
+            B::int_slice(tensor, &[all(count), every, all(width)])
+        };
+        let blocks = layout.blocks();
+        let x = B::float_cast(x, FloatDType::F32);
+        let (codes, scales) = (
+            part(&packed.codes, blocks * 2),
+            part(&packed.scales, blocks),
+        );
+        let (amax, offsets) = (packed.amax.clone(), offsets.cloned());
+        let stochastic = !spec.is_deterministic();
+        let read = move || {
+            let offsets = offsets.map(|offsets| block_on(B::int_into_data(offsets)));
+            let read = (
+                block_on(B::float_into_data(x)),
+                block_on(B::int_into_data(codes)),
+                block_on(B::int_into_data(scales)),
+                block_on(B::float_into_data(amax)),
+                offsets.transpose(),
+            );
+            let (Ok(x), Ok(codes), Ok(scales), Ok(amax), Ok(offsets)) = read else {
+                tracing::warn!(name, "telemetry: the operand could not be read");
+                return None;
+            };
+            Some(SampledOperand {
+                name,
+                usage,
+                layout,
+                matrices: count,
+                outer,
+                inner,
+                step,
+                stochastic,
+                x,
+                codes,
+                scales,
+                amax,
+                offsets,
+            })
+        };
+        self.samples
+            .lock()
+            .expect("no panic while it is held")
+            .push(Box::new(read));
+    }
+}
+
+/// A sample of an operand on the host: every `step`-th of the stored rows of each matrix.
+pub(crate) struct SampledOperand {
+    pub(crate) name: &'static str,
+    pub(crate) usage: Usage,
+    pub(crate) layout: PackedLayout,
+    /// Matrices in the stack, each with `outer` stored rows of `inner` values.
+    pub(crate) matrices: usize,
+    pub(crate) outer: usize,
+    pub(crate) inner: usize,
+    pub(crate) step: usize,
+    pub(crate) stochastic: bool,
+    pub(crate) x: TensorData,
+    pub(crate) codes: TensorData,
+    pub(crate) scales: TensorData,
+    pub(crate) amax: TensorData,
+    pub(crate) offsets: Option<TensorData>,
+}

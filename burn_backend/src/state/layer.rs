@@ -1,0 +1,463 @@
+//! The state of one layer, and the layers of a model.
+
+use std::cell::RefCell;
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicBool, AtomicU16, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard};
+
+use burn_core::backend::DeviceOps;
+use burn_core::module::{Content, Module, ModuleVisitor, Param, ParamId};
+use burn_core::tensor::{Device, Tensor};
+use nvfp4_kernels::Nvfp4Error;
+
+use crate::ops::{CachedWeight, LinearContext, LinearSpec, Probe, WeightCache, WeightIdentity};
+use crate::parameterless::{Parameterless, parameterless_module};
+use crate::recipe::{LayerMode, Nvfp4Recipe};
+use crate::rng::{RANK_SHIFT, RngState};
+
+/// The state of one layer: its [`RngState`], whether it stays in high precision, its
+/// [`LayerMode`], and the cache of its quantized weight.
+///
+/// Clones share it. A clone of a module is the same logical layer (a fork for another device, the
+/// module that an optimizer step returns, `valid()`), and whichever of them runs forward, no offset
+/// is drawn twice and none is lost.
+///
+/// # Several devices
+///
+/// `Module::fork` to a device, as data-parallel training does for each of its workers, gives a clone
+/// that counts its forwards apart and draws other bits than the forks for other devices: those at
+/// offset `rank << 48 | count`, `rank` being the index of the device. So what every worker draws is
+/// determined, however their threads run. The signs of the Hadamard transform are the same on all.
+/// Forks to one device, and clones, share one count; a module that was never forked has rank 0.
+/// [`Nvfp4State`](crate::Nvfp4State) saves the count of the module it is given; applied to a module,
+/// it is where all ranks resume, since data-parallel workers take their steps together.
+#[derive(Clone, Debug)]
+pub struct LayerState {
+    shared: Arc<Shared>,
+    rank: u64,
+}
+
+#[derive(Debug)]
+struct Shared {
+    seed: AtomicU64,
+    layer: AtomicU64,
+    rht_signs: AtomicU16,
+    high_precision: AtomicBool,
+    mode: Mutex<LayerMode>,
+    weights: WeightCache,
+    probe: Mutex<Option<Probe>>,
+    offsets: Mutex<Offsets>,
+}
+
+/// The counts of forwards, by rank.
+#[derive(Debug)]
+struct Offsets {
+    /// Where ranks begin that have not drawn yet.
+    start: u64,
+    next: BTreeMap<u64, u64>,
+}
+
+impl Offsets {
+    fn starting_at(start: u64) -> Self {
+        Self {
+            start,
+            next: BTreeMap::new(),
+        }
+    }
+
+    fn of(&self, rank: u64) -> u64 {
+        self.next.get(&rank).copied().unwrap_or(self.start)
+    }
+}
+
+impl LayerState {
+    /// A state that starts at `rng_state`, in NVFP4.
+    ///
+    /// # Errors
+    /// When the layer number is 2^56 or more, or the offset 2^48 or more.
+    pub fn new(rng_state: RngState) -> Result<Self, Nvfp4Error> {
+        rng_state.check()?;
+        let RngState {
+            seed,
+            layer,
+            offset,
+            rht_signs,
+        } = rng_state;
+        Ok(Self {
+            shared: Arc::new(Shared {
+                seed: seed.into(),
+                layer: layer.into(),
+                rht_signs: rht_signs.into(),
+                high_precision: false.into(),
+                mode: Mutex::default(),
+                weights: WeightCache::default(),
+                probe: Mutex::default(),
+                offsets: Mutex::new(Offsets::starting_at(offset)),
+            }),
+            rank: 0,
+        })
+    }
+
+    /// The state of a new layer with `recipe`: its id is `layer`, or the next one of the process.
+    ///
+    /// # Errors
+    /// When the layer number is 2^56 or more.
+    pub(crate) fn for_recipe(recipe: &Nvfp4Recipe, layer: Option<u64>) -> Result<Self, Nvfp4Error> {
+        Self::new(RngState {
+            seed: recipe.seed,
+            layer: layer.unwrap_or_else(Self::next_layer),
+            offset: 0,
+            rht_signs: recipe.rht_signs,
+        })
+    }
+
+    /// The next id that no layer of this process was built with.
+    fn next_layer() -> u64 {
+        static NEXT: AtomicU64 = AtomicU64::new(0);
+        NEXT.fetch_add(1, Ordering::Relaxed)
+    }
+
+    /// The RNG state of the next training forward.
+    pub fn rng_state(&self) -> RngState {
+        let shared = &self.shared;
+        RngState {
+            seed: shared.seed.load(Ordering::Relaxed),
+            layer: shared.layer.load(Ordering::Relaxed),
+            offset: self.offsets().of(self.rank),
+            rht_signs: shared.rht_signs.load(Ordering::Relaxed),
+        }
+    }
+
+    /// The RNG state of the rank with the most forwards. (Ranks take their steps together.)
+    #[cfg(any(feature = "train", test))]
+    pub(super) fn furthest(&self) -> RngState {
+        let offset = {
+            let offsets = self.offsets();
+            let counts = offsets.next.values().copied();
+            counts.max().unwrap_or(offsets.start)
+        };
+        RngState {
+            offset,
+            ..self.rng_state()
+        }
+    }
+
+    /// Draws from `rng_state` next, in this layer, all its clones and forks.
+    ///
+    /// # Errors
+    /// When the layer number is 2^56 or more, or the offset 2^48 or more; the state is unchanged then.
+    pub fn set_rng_state(&self, rng_state: RngState) -> Result<(), Nvfp4Error> {
+        rng_state.check()?;
+        let RngState {
+            seed,
+            layer,
+            offset,
+            rht_signs,
+        } = rng_state;
+        self.shared.seed.store(seed, Ordering::Relaxed);
+        self.shared.layer.store(layer, Ordering::Relaxed);
+        self.shared.rht_signs.store(rht_signs, Ordering::Relaxed);
+        *self.offsets() = Offsets::starting_at(offset);
+        Ok(())
+    }
+
+    /// Takes the current offset of the rank and advances it by one. The rank is in the result's
+    /// offset.
+    pub(crate) fn advance(&self) -> RngState {
+        let count = {
+            let mut offsets = self.offsets();
+            let count = offsets.of(self.rank);
+            offsets.next.insert(self.rank, count + 1);
+            count
+        };
+        RngState {
+            offset: self.rank << RANK_SHIFT | count,
+            ..self.rng_state()
+        }
+    }
+
+    fn offsets(&self) -> MutexGuard<'_, Offsets> {
+        self.shared
+            .offsets
+            .lock()
+            .unwrap_or_else(|poisoned| poisoned.into_inner())
+    }
+
+    /// Whether the layer computes in the type of its input in place of NVFP4.
+    pub fn is_high_precision(&self) -> bool {
+        self.shared.high_precision.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn set_high_precision(&self, high_precision: bool) {
+        self.shared
+            .high_precision
+            .store(high_precision, Ordering::Relaxed);
+        self.shared.weights.clear();
+    }
+
+    /// The mode in effect.
+    pub fn mode(&self) -> LayerMode {
+        match self.is_high_precision() {
+            true => LayerMode::HighPrecision,
+            false => self.requested_mode(),
+        }
+    }
+
+    /// The mode that was set last, whether or not the layer stays in high precision.
+    pub(super) fn requested_mode(&self) -> LayerMode {
+        *self.shared.mode.lock().expect("no panic while it is held")
+    }
+
+    pub(crate) fn set_mode(&self, mode: LayerMode) {
+        let mut current = self.shared.mode.lock().expect("no panic while it is held");
+        if *current != mode {
+            *current = mode;
+            self.shared.weights.clear();
+        }
+    }
+
+    /// The resolved operands of the layer's next forward with the weight `weight` by `recipe`, and
+    /// its context. If it `draws`, being a training forward, it takes the current offset.
+    pub(crate) fn for_forward(
+        &self,
+        recipe: &Nvfp4Recipe,
+        weight: Option<WeightIdentity>,
+        draws: bool,
+    ) -> (LinearSpec, LinearContext) {
+        let mode = self.mode();
+        let rng_state = if draws && mode != LayerMode::HighPrecision {
+            self.advance()
+        } else {
+            self.rng_state()
+        };
+        let context = LinearContext {
+            weight: weight
+                .filter(|_| recipe.cache_weights)
+                .map(|identity| CachedWeight {
+                    cache: self.shared.weights.clone(),
+                    identity,
+                }),
+            probe: self.probe(),
+            storage: None,
+        };
+        (mode.of(recipe.spec(&rng_state)), context)
+    }
+
+    /// Where the layer records samples of its operands, while telemetry is on.
+    pub(crate) fn probe(&self) -> Option<Probe> {
+        let probe = self.shared.probe.lock().expect("no panic while it is held");
+        probe.clone()
+    }
+
+    pub(crate) fn set_probe(&self, probe: Option<Probe>) {
+        *self.shared.probe.lock().expect("no panic while it is held") = probe;
+    }
+}
+
+/// Burn's traversals see nothing of it; [`Nvfp4State`](crate::Nvfp4State) does.
+impl Parameterless for LayerState {
+    fn pass<V: ModuleVisitor>(&self, _visitor: &mut V) {
+        TRAVERSAL.with_borrow_mut(|traversal| {
+            if let Some(traversal) = traversal {
+                traversal.found(self);
+            }
+        });
+    }
+
+    fn forked(self, device: &Device) -> Self {
+        Self {
+            rank: device.as_dispatch().id().index_id.into(),
+            ..self
+        }
+    }
+
+    fn show(&self, content: Content) -> Option<Content> {
+        let RngState {
+            seed,
+            layer,
+            offset,
+            rht_signs,
+        } = self.rng_state();
+        let text = format!(
+            "LayerState {{seed: {seed}, layer: {layer}, offset: {offset}, rht_signs: {rht_signs:#06x}, \
+             high_precision: {}}}",
+            self.is_high_precision()
+        );
+        content.add_formatted(&text).optional()
+    }
+}
+
+parameterless_module!(LayerState);
+
+thread_local! {
+    /// The traversal of [`layers`] on this thread, while one is under way. A module's `visit` is
+    /// generic over its visitor, so the state of a layer cannot hand itself to ours directly; it
+    /// leaves itself here.
+    static TRAVERSAL: RefCell<Option<Traversal>> = const { RefCell::new(None) };
+}
+
+/// One layer of a model, found by [`layers`].
+#[derive(Debug)]
+pub(crate) struct FoundLayer {
+    /// Path of the layer in the model, `""` for the model itself.
+    pub path: String,
+    /// Id of its weight.
+    pub id: ParamId,
+    /// Its state.
+    pub state: LayerState,
+}
+
+impl FoundLayer {
+    /// Path of the weight, as in the model's record.
+    pub fn weight_path(&self) -> String {
+        if self.path.is_empty() {
+            "weight".into()
+        } else {
+            format!("{}.weight", self.path)
+        }
+    }
+}
+
+#[derive(Default)]
+struct Traversal {
+    path: Vec<String>,
+    /// The last parameter called `weight`, with the path of its owner: a layer's weight is visited
+    /// before its state.
+    weight: Option<(Vec<String>, ParamId)>,
+    layers: Vec<FoundLayer>,
+}
+
+impl Traversal {
+    fn found(&mut self, state: &LayerState) {
+        let owner = &self.path[..self.path.len().saturating_sub(1)];
+        match &self.weight {
+            // A layer's state stands beside its weight, that of a decorated one below it.
+            Some((weight_owner, id))
+                if weight_owner == owner || is_weight_of(owner, weight_owner) =>
+            {
+                self.layers.push(FoundLayer {
+                    path: weight_owner.join("."),
+                    id: *id,
+                    state: state.clone(),
+                })
+            }
+            // A state that is not part of a layer has no weight, and no say.
+            _ => {}
+        }
+    }
+}
+
+/// Whether `path` is that of the weight in the module at `owner`.
+fn is_weight_of(path: &[String], owner: &[String]) -> bool {
+    path.split_last()
+        .is_some_and(|(last, parent)| last == "weight" && parent == owner)
+}
+
+/// The visitor of [`layers`]: keeps the path.
+struct PathVisitor;
+
+impl PathVisitor {
+    fn with(update: impl FnOnce(&mut Traversal)) {
+        TRAVERSAL.with_borrow_mut(|traversal| traversal.as_mut().map(update));
+    }
+}
+
+impl ModuleVisitor for PathVisitor {
+    fn enter_module(&mut self, name: &str, _container_type: &str) {
+        Self::with(|traversal| traversal.path.push(name.into()));
+    }
+
+    fn exit_module(&mut self, _name: &str, _container_type: &str) {
+        Self::with(|traversal| {
+            traversal.path.pop();
+        });
+    }
+
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        Self::with(|traversal| {
+            if let Some(("weight", owner)) = traversal
+                .path
+                .split_last()
+                .map(|(last, owner)| (last.as_str(), owner))
+            {
+                traversal.weight = Some((owner.to_vec(), param.id));
+            }
+        });
+    }
+}
+
+/// Every NVFP4 layer of `model`, in the order of its fields.
+pub(crate) fn layers<M: Module>(model: &M) -> Vec<FoundLayer> {
+    /// Ends the traversal also when a visitor panics.
+    struct End;
+    impl Drop for End {
+        fn drop(&mut self) {
+            TRAVERSAL.set(None);
+        }
+    }
+    TRAVERSAL.set(Some(Traversal::default()));
+    let _end = End;
+    model.visit(&mut PathVisitor);
+    TRAVERSAL
+        .take()
+        .map(|traversal| traversal.layers)
+        .unwrap_or_default()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn state() -> LayerState {
+        LayerState::new(RngState {
+            seed: 1,
+            layer: 2,
+            offset: 5,
+            rht_signs: 3,
+        })
+        .unwrap()
+    }
+
+    /// A fork for the device with this index.
+    fn fork(state: &LayerState, rank: u64) -> LayerState {
+        LayerState {
+            rank,
+            ..state.clone()
+        }
+    }
+
+    #[test]
+    fn ranks_draw_from_disjoint_offsets() {
+        let main = state();
+        let (zero, one) = (fork(&main, 0), fork(&main, 1));
+        let drawn = [&one, &zero, &one, &main, &one].map(|state| state.advance());
+        let offsets = drawn.map(|rng_state| rng_state.offset);
+        assert_eq!(offsets, [1 << 48 | 5, 5, 1 << 48 | 6, 6, 1 << 48 | 7]);
+        assert!(drawn.iter().all(|one| one.rht_signs == 3 && one.layer == 2));
+        assert_eq!(main.rng_state().offset, 7);
+        assert_eq!(one.rng_state().offset, 8, "a count, without the rank");
+        assert_eq!(main.furthest().offset, 8, "that of the other rank");
+
+        let saved = main.rng_state();
+        main.set_rng_state(saved).unwrap();
+        assert_eq!(zero.advance().offset, 7);
+        assert_eq!(
+            one.advance().offset,
+            1 << 48 | 7,
+            "all ranks go on together"
+        );
+    }
+
+    #[test]
+    fn counts_end_before_the_rank() {
+        let too_far = RngState {
+            offset: RngState::OFFSET_LIMIT,
+            ..state().rng_state()
+        };
+        let error = state().set_rng_state(too_far).unwrap_err().to_string();
+        assert!(
+            error.contains("`offset`") && error.contains("2^48"),
+            "{error}"
+        );
+    }
+}

@@ -1,0 +1,94 @@
+//! The state of NVFP4 layers, and how it is saved with a model.
+//!
+//! Burn's module records hold tensors by path, and refuse entries that one side lacks. If a layer's
+//! counter were such an entry, its checkpoints would no longer be those of `burn_nn::Linear`. So the
+//! state of a layer shows nothing to Burn's visitors and mappers, and [`Nvfp4State`] travels beside
+//! the record: collect it from the model when saving, apply it to the model after loading.
+
+mod layer;
+mod saved;
+
+use burn_core::module::Module;
+use nvfp4_kernels::Nvfp4Error;
+
+use crate::recipe::{LayerMode, Nvfp4Recipe};
+
+#[cfg(feature = "train")]
+pub(crate) use layer::FoundLayer;
+pub(crate) use layer::layers;
+
+pub use crate::rng::RngState;
+pub use layer::LayerState;
+pub use saved::Nvfp4State;
+
+/// Gives the NVFP4 layers of `model` the ids 0, 1, 2, … in the order of its fields.
+///
+/// A layer that was built without an id got the next one of the process, which depends on what else
+/// the process has built. After this call the ids depend on the model alone.
+pub fn assign_layer_ids<M: Module>(model: &M) {
+    for (id, layer) in (0..).zip(layers(model)) {
+        let rng_state = RngState {
+            layer: id,
+            ..layer.state.rng_state()
+        };
+        layer
+            .state
+            .set_rng_state(rng_state)
+            .expect("a model has less than 2^56 layers");
+    }
+}
+
+/// Puts every NVFP4 layer of `model` into `mode`, for the next forward and all that follow. Layers
+/// that the recipe keeps in high precision stay there.
+///
+/// Clones of the model share the setting; [`Nvfp4State`](crate::Nvfp4State) saves it.
+pub fn set_mode<M: Module>(model: &M, mode: LayerMode) {
+    for layer in layers(model) {
+        layer.state.set_mode(mode);
+    }
+}
+
+impl Nvfp4Recipe {
+    /// Puts `high_precision` and `layers` into effect in `model`, for every NVFP4 layer in it: those
+    /// they name compute in high precision from now on, all others by the recipe. Returns how many
+    /// are in high precision.
+    ///
+    /// Clones of the model share the setting.
+    ///
+    /// # Errors
+    /// When the model has no such layer, or the group contains none of them: a pattern that
+    /// matches nothing is a mistake, and it would go unnoticed.
+    pub fn apply<M: Module>(&self, model: &M) -> Result<usize, Nvfp4Error> {
+        let layers = layers(model);
+        if layers.is_empty() {
+            return Err(Nvfp4Error::value(
+                "model",
+                "no Nvfp4Linear layer",
+                "a model with at least one",
+            ));
+        }
+        let paths: Vec<&str> = layers.iter().map(|layer| layer.path.as_str()).collect();
+        let mut kept = self.layers.matches(&paths)?;
+        if let Some(group) = &self.high_precision {
+            let matched: Vec<bool> = layers
+                .iter()
+                .map(|layer| group.matches(&layer.id, Some(&layer.weight_path())))
+                .collect();
+            if !matched.contains(&true) {
+                let paths: Vec<String> = layers.iter().map(|layer| layer.weight_path()).collect();
+                return Err(Nvfp4Error::value(
+                    "high_precision",
+                    format!("{group:?}, which contains no NVFP4 layer of the model"),
+                    format!("a group with at least one of {}", paths.join(", ")),
+                ));
+            }
+            for (kept, matched) in kept.iter_mut().zip(matched) {
+                *kept |= matched;
+            }
+        }
+        for (layer, &kept) in layers.iter().zip(&kept) {
+            layer.state.set_high_precision(kept);
+        }
+        Ok(kept.into_iter().filter(|kept| *kept).count())
+    }
+}

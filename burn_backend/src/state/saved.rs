@@ -1,0 +1,107 @@
+//! What of the layers' state is saved beside a model's record.
+
+use std::collections::BTreeMap;
+
+use burn_core as burn;
+
+use burn_core::config::Config;
+use burn_core::module::Module;
+use nvfp4_kernels::Nvfp4Error;
+
+use super::layer::{FoundLayer, LayerState, layers};
+use crate::recipe::LayerMode;
+use crate::rng::RngState;
+
+/// The RNG states of the NVFP4 layers of a model, by the path of the layer.
+///
+/// Save it beside the model's record and apply it to the loaded model: the resumed run then draws
+/// exactly the bits that the uninterrupted one would have. It is a Burn [`Config`], so it has a JSON
+/// file of its own; serde puts it into any other.
+///
+/// ```no_run
+/// use burn_core::config::Config;
+/// # use burn_core::{module::Module, tensor::Device};
+/// # use burn_nvfp4::{Nvfp4Linear, Nvfp4State};
+/// # fn save_and_load(model: Nvfp4Linear, fresh: Nvfp4Linear) -> Result<(), Box<dyn std::error::Error>> {
+/// Nvfp4State::collect(&model).save("model.nvfp4.json")?;
+/// model.save_file("model.bpk")?;
+/// // In another process:
+/// let model = fresh.load_file("model.bpk");
+/// Nvfp4State::load("model.nvfp4.json")?.apply(&model)?;
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Config, Debug, Default, PartialEq, Eq)]
+pub struct Nvfp4State {
+    /// The layers' states, by path (`""` for a model that is itself a layer).
+    pub layers: BTreeMap<String, RngState>,
+    /// The modes of the layers that do not follow their recipe, by path.
+    #[config(default = "BTreeMap::new()")]
+    pub modes: BTreeMap<String, LayerMode>,
+}
+
+impl Nvfp4State {
+    /// The state of every NVFP4 layer of `model`.
+    pub fn collect<M: Module>(model: &M) -> Self {
+        Self::of_ranks(&layers(model), LayerState::rng_state)
+    }
+
+    /// The state of `layers` on the rank with the most forwards: forks count for themselves, and the
+    /// thread that holds the layers need not be the one that trains.
+    #[cfg(feature = "train")]
+    pub(crate) fn of(layers: &[FoundLayer]) -> Self {
+        Self::of_ranks(layers, LayerState::furthest)
+    }
+
+    fn of_ranks(found: &[FoundLayer], rng_state: impl Fn(&LayerState) -> RngState) -> Self {
+        let modes = found
+            .iter()
+            .map(|layer| (layer.path.clone(), layer.state.requested_mode()))
+            .filter(|(_, mode)| *mode != LayerMode::Recipe)
+            .collect();
+        let layers = found
+            .iter()
+            .map(|layer| (layer.path.clone(), rng_state(&layer.state)))
+            .collect();
+        Self { layers, modes }
+    }
+
+    /// Puts every layer of `model`, and all clones of them, into this state.
+    ///
+    /// # Errors
+    /// When a layer of the model is missing here, or one named here is missing in the model;
+    /// nothing has been changed then.
+    pub fn apply<M: Module>(&self, model: &M) -> Result<(), Nvfp4Error> {
+        self.apply_to(&layers(model))
+    }
+
+    /// Puts `found`, the layers of a model, into this state.
+    pub(crate) fn apply_to(&self, found: &[FoundLayer]) -> Result<(), Nvfp4Error> {
+        let missing: Vec<&str> = found
+            .iter()
+            .map(|layer| layer.path.as_str())
+            .filter(|path| !self.layers.contains_key(*path))
+            .collect();
+        let unused: Vec<&str> = self
+            .layers
+            .keys()
+            .map(String::as_str)
+            .chain(self.modes.keys().map(String::as_str))
+            .filter(|path| !found.iter().any(|layer| layer.path == *path))
+            .collect();
+        if !missing.is_empty() || !unused.is_empty() {
+            return Err(Nvfp4Error::value(
+                "state",
+                format!("layers missing: {missing:?}, layers that the model lacks: {unused:?}"),
+                "exactly the NVFP4 layers of the model",
+            ));
+        }
+        self.layers.values().try_for_each(RngState::check)?;
+        for layer in found {
+            layer.state.set_rng_state(self.layers[&layer.path])?;
+            let mode = self.modes.get(&layer.path).copied();
+            layer.state.set_mode(mode.unwrap_or_default());
+        }
+        Ok(())
+    }
+}

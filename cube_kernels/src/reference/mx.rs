@@ -1,0 +1,193 @@
+//! The microscaling formats: blocks of 32 elements with a UE8M0 scale (specification, section 10).
+//!
+//! For a block whose largest magnitude is `a`: `v = fl(a · fl(1/max))`, `max` being the largest
+//! element, 448 in MXFP8. The scale byte `e` is `v` rounded up to a power of two, an element is
+//! `fl(x · 2^(127 - e))` rounded to nearest even and saturating, and decodes to
+//! `fl(q · 2^(e - 127))`.
+//!
+//! Special values: a NaN anywhere in a block makes its scale and all its values NaN. An infinity
+//! makes the scale byte 254 and saturates to the largest element, which decodes to infinity; the
+//! finite elements of such a block are not accurate. A block of zeros has scale byte 0 and keeps its
+//! signs. Elements that pad the last block are zeros like any other.
+//!
+//! The NVFP4 operand of a forward GEMM becomes such an operand of its backward by
+//! [`dequantize`](super::dequantize()), rounded to the element type of the original, and
+//! [`mx_quantize`] in the wanted usage; the kernel does both at once.
+
+use rayon::prelude::*;
+
+use super::{Element, quantize::check_matrix};
+use crate::{
+    Amax, Format, Layout, MX_BLOCK, Nvfp4Error, Origin, QuantizedTensor, Usage,
+    format::{
+        block::{MxFormat, Mxfp8},
+        check_mx, ue8m0,
+    },
+};
+
+/// A `rows` x `cols` matrix in the microscaling format `format`, with blocks along `usage`.
+///
+/// # Errors
+/// When `x` does not hold `rows * cols` elements, or `format` is no microscaling format.
+pub fn mx_quantize<T: Element>(
+    x: &[T],
+    rows: usize,
+    cols: usize,
+    usage: Usage,
+    format: Format,
+) -> Result<QuantizedTensor, Nvfp4Error> {
+    check_matrix(x.len(), rows, cols)?;
+    check_mx(format)?;
+    let layout = Layout::new(format, (rows, cols), usage);
+    let mut codes = vec![0u8; layout.code_bytes()];
+    let mut scales = vec![0u8; layout.scale_bytes()];
+    let blocks = layout.blocks();
+    codes
+        .par_chunks_mut((blocks * layout.block_bytes()).max(1))
+        .zip(scales.par_chunks_mut(blocks.max(1)))
+        .enumerate()
+        .for_each(|(row, (codes, scales))| match format {
+            Format::Nvfp4 => unreachable!("checked"),
+            Format::Mxfp8 => quantize_row::<T, Mxfp8>(x, &layout, row, codes, scales),
+        });
+    QuantizedTensor::from_parts(layout, codes, scales, Amax::Absent, Origin::default())
+}
+
+/// Stored row `row` of `layout`.
+fn quantize_row<T: Element, F: MxFormat>(
+    x: &[T],
+    layout: &Layout,
+    row: usize,
+    codes: &mut [u8],
+    scales: &mut [u8],
+) {
+    let blocks = codes.chunks_mut(layout.block_bytes());
+    for (index, (codes, scale)) in blocks.zip(scales).enumerate() {
+        let block: [f32; MX_BLOCK] = std::array::from_fn(|i| {
+            let position = index * MX_BLOCK + i;
+            match layout.usage {
+                _ if position >= layout.inner() => 0.0,
+                Usage::Rowwise => x[row * layout.cols + position].to_f32(),
+                Usage::Columnwise => x[position * layout.cols + row].to_f32(),
+            }
+        });
+        *scale = mx_scale::<F>(&block);
+        let multiplier = ue8m0::decode_reciprocal(*scale);
+        // The first element in the lowest bits.
+        let per_byte = 8 / F::CODE_BITS;
+        for (byte, values) in codes.iter_mut().zip(block.chunks_exact(per_byte)) {
+            let parts = values.iter().enumerate();
+            *byte = parts.fold(0, |byte, (i, value)| {
+                byte | F::encode(value * multiplier) << (i * F::CODE_BITS)
+            });
+        }
+    }
+}
+
+/// The scale byte of a block.
+fn mx_scale<F: MxFormat>(block: &[f32; MX_BLOCK]) -> u8 {
+    // Magnitudes compare as integers, NaN above everything.
+    let bits = block
+        .iter()
+        .fold(0, |max, value| max.max(value.to_bits() & 0x7FFF_FFFF));
+    ue8m0::encode_up(f32::from_bits(bits) * (1.0 / F::ELEMENT.max()))
+}
+
+/// The matrix that `packed` stands for, `[rows, cols]` in the orientation of the source.
+///
+/// # Panics
+/// When `packed` is not in a microscaling format.
+pub fn mx_dequantize(packed: &QuantizedTensor) -> Vec<f32> {
+    match packed.layout().format {
+        Format::Nvfp4 => panic!("`packed` must be in a microscaling format"),
+        Format::Mxfp8 => dequantize_as::<Mxfp8>(packed),
+    }
+}
+
+fn dequantize_as<F: MxFormat>(packed: &QuantizedTensor) -> Vec<f32> {
+    let (rows, cols, blocks) = (packed.rows(), packed.cols(), packed.blocks());
+    let mut out = vec![0f32; rows * cols];
+    out.par_chunks_mut(cols.max(1))
+        .enumerate()
+        .for_each(|(row, out)| {
+            for (col, value) in out.iter_mut().enumerate() {
+                let (outer, inner) = packed.usage().stored_shape(row, col);
+                let element = outer * blocks * MX_BLOCK + inner;
+                let bit = element * F::CODE_BITS;
+                let code = packed.codes()[bit / 8] >> (bit % 8);
+                *value = F::decode(code) * ue8m0::decode(packed.scales()[element / MX_BLOCK]);
+            }
+        });
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_block_by_hand() {
+        // 448 · 2⁻³ = 56 is the largest value of scale 2⁻³; 57 needs the next one.
+        let mut x = [0f32; 32];
+        x[..4].copy_from_slice(&[56.0, -1.0, 0.3, -0.0]);
+        let packed = mx_quantize(&x, 1, 32, Usage::Rowwise, Format::Mxfp8).unwrap();
+        assert_eq!(packed.scales(), [124]);
+        // 448, -8, 2.4 -> 2.5 (1.25 · 2), -0.
+        assert_eq!(packed.codes()[..4], [0x7E, 0xD0, 0x42, 0x80]);
+        assert_eq!(mx_dequantize(&packed)[..4], [56.0, -1.0, 0.3125, 0.0]);
+        x[0] = 57.0;
+        let packed = mx_quantize(&x, 1, 32, Usage::Rowwise, Format::Mxfp8).unwrap();
+        assert_eq!(packed.scales(), [125]);
+        assert_eq!(mx_dequantize(&packed)[0], 56.0);
+    }
+
+    #[test]
+    fn no_finite_value_saturates() {
+        // Not 2^127: its largest values round up to 2^128, which no f32 holds.
+        for exponent in -140..=126 {
+            for mantissa in [1.0f32, 1.25, 1.74, 1.75, 1.76, 1.99] {
+                let value = mantissa * 2f64.powi(exponent) as f32;
+                let mut x = [0f32; 32];
+                x[7] = value;
+                let packed = mx_quantize(&x, 32, 1, Usage::Columnwise, Format::Mxfp8).unwrap();
+                let back = mx_dequantize(&packed)[7];
+                let error = (back as f64 - value as f64).abs();
+                // Half a unit of a 4-bit significand, or of the smallest scaled subnormal.
+                let bound = (value as f64 / 16.0).max(2f64.powi(-127 - 10));
+                assert!(error <= bound, "{value:e} -> {back:e}");
+            }
+        }
+    }
+
+    #[test]
+    fn special_values() {
+        let mut x = vec![1.0f32; 96];
+        x[3] = f32::NAN;
+        x[40] = f32::NEG_INFINITY;
+        x[64..].fill(-0.0);
+        let packed = mx_quantize(&x, 1, 96, Usage::Rowwise, Format::Mxfp8).unwrap();
+        assert_eq!(packed.scales(), [255, 254, 0]);
+        assert!(packed.codes()[..32].iter().all(|&code| code == 0x7F));
+        let back = mx_dequantize(&packed);
+        assert!(back[..32].iter().all(|value| value.is_nan()));
+        assert_eq!(back[40], f32::NEG_INFINITY);
+        assert!(packed.codes()[64..].iter().all(|&code| code == 0x80));
+    }
+
+    #[test]
+    fn orientations_are_transposes() {
+        let (rows, cols) = (45, 70);
+        let x: Vec<f32> = (0..rows * cols)
+            .map(|i| ((i * 37 % 101) as f32 - 50.0).sinh())
+            .collect();
+        let transposed: Vec<f32> = (0..rows * cols)
+            .map(|i| x[i % rows * cols + i / rows])
+            .collect();
+        let by_col = mx_quantize(&x, rows, cols, Usage::Columnwise, Format::Mxfp8).unwrap();
+        let by_row = mx_quantize(&transposed, cols, rows, Usage::Rowwise, Format::Mxfp8).unwrap();
+        assert_eq!(by_col.codes(), by_row.codes());
+        assert_eq!(by_col.scales(), by_row.scales());
+        // 45 = 32 + 13: the rest of the second block is zeros.
+        assert!(by_col.codes()[45..64].iter().all(|&code| code == 0));
+    }
+}

@@ -1,0 +1,409 @@
+//! Quantization and products in captured CUDA graphs. Alone in its process, one test at a time: while a
+//! graph is being captured, reads of other tests would be refused and would spoil it.
+
+use crate::support::device::{assert_floats, read_f32s, read_matrix};
+use crate::support::inputs::{Kind, convert, values};
+use crate::support::packed::Packed;
+use crate::support::process::ran_in_own_process;
+use cubecl::{MemoryScope, prelude::*, server::Handle};
+use half::bf16;
+use nvfp4_kernels::{
+    Amax, Hadamard, HadamardSize, QuantParams, RandomStream, Rounding, Usage,
+    capabilities::{Capabilities, GemmBackend},
+    gemm::{
+        self, Elements, Operand, OutputAmax, Scale, Target,
+        cublaslt::{self, Format, Problem},
+        kernels::{Plan, Sm90Tile, W4a16Tile, product_with},
+    },
+    moe::GroupOffsets,
+    quantize::{self, EdenRandom, QuantRequest},
+    reference::{self, EdenTarget},
+    tensor::{
+        AmaxGranularity, DeviceQuantParams, DeviceQuantized, DeviceRounding, FloatKind, Groups,
+        Matrix,
+    },
+};
+use std::sync::{Mutex, MutexGuard};
+
+/// Held by the test that runs.
+static ALONE: Mutex<()> = Mutex::new(());
+
+/// The client of the GPU and the lock of the test that runs, or `None` (after saying so) without one.
+fn alone(test: &str) -> Option<(Client, MutexGuard<'static, ()>)> {
+    if std::env::var("NVFP4_TEST_DEVICE").as_deref() != Ok("cuda") {
+        println!("SKIPPED: {test}: only CUDA captures graphs");
+        return None;
+    }
+    if ran_in_own_process(module_path!(), test) {
+        return None;
+    }
+    let guard = ALONE.lock().unwrap_or_else(|held| held.into_inner());
+    Some((cubecl::Device::Cuda(Default::default()).client(), guard))
+}
+
+const STREAM: RandomStream = RandomStream::new(1, 2, 100);
+const SHAPE: (usize, usize) = (64, 96);
+
+fn elements() -> Vec<bf16> {
+    convert(&values(Kind::Normal, SHAPE.0 * SHAPE.1, 4))
+}
+
+fn upload(client: &Client, x: &[bf16]) -> Matrix {
+    let handle = client.create_from_slice(bytemuck::cast_slice(x));
+    Matrix::new(handle, SHAPE.0, SHAPE.1, FloatKind::Bf16).unwrap()
+}
+
+/// A random offset in device memory.
+fn offset(client: &Client, value: u64) -> Handle {
+    client.create_from_slice(&value.to_le_bytes())
+}
+
+/// What `run` makes at offsets 1, 2 and 3: replays of a graph that advances its offset draw fresh bits,
+/// those of ordinary calls at the same offsets. `run` gives the memory that it wrote, and how much of it.
+fn replay(client: &Client, run: impl Fn(&Handle) -> Vec<(Handle, usize)>) -> Vec<Vec<Vec<u8>>> {
+    let read = |results: &[(Handle, usize)]| -> Vec<Vec<u8>> {
+        let bytes = |(handle, len): &(Handle, usize)| {
+            client.read_one(handle.clone()).unwrap()[..*len].to_vec()
+        };
+        results.iter().map(bytes).collect()
+    };
+    let advancing = offset(client, 0);
+    let captured = || {
+        let results = run(&advancing);
+        quantize::advance_offset(client, &advancing, 1).unwrap();
+        results
+    };
+    client.graph_prepare().unwrap();
+    drop(captured());
+    client.start_capture().unwrap();
+    let results = captured();
+    let graph = client.stop_capture().unwrap();
+    // The warm-up used offset 0; what a capture records does not run.
+    let replayed: Vec<_> = (1..4)
+        .map(|_| {
+            // SAFETY: every buffer of the graph is alive, and nothing else runs on this stream.
+            unsafe { graph.replay() }.unwrap();
+            read(&results)
+        })
+        .collect();
+    for (i, replayed) in replayed.iter().enumerate() {
+        let ordinary = read(&run(&offset(client, 1 + i as u64)));
+        assert!(*replayed == ordinary, "replay {i} and an ordinary call");
+    }
+    assert!(replayed[0] != replayed[1] && replayed[1] != replayed[2]);
+    replayed
+}
+
+fn written(packed: &DeviceQuantized) -> Vec<(Handle, usize)> {
+    let (codes, scales) = (packed.code_blocks() * 8, packed.scale_bytes());
+    vec![
+        (packed.codes.clone(), codes),
+        (packed.scales.clone(), scales),
+    ]
+}
+
+/// How copies round, with a part of their offset in device memory.
+fn at(offset: &Handle) -> DeviceQuantParams {
+    DeviceQuantParams::new(DeviceRounding::StochasticAt(STREAM, offset.clone()))
+}
+
+/// The policy of copies at offset `value`, for the oracle.
+fn policy_at(value: u64) -> QuantParams {
+    let stream = RandomStream::new(1, 2, STREAM.offset + value);
+    QuantParams::new(Rounding::Stochastic(stream))
+}
+
+/// Both copies with a given amax, which are the oracle's, too.
+#[test]
+fn graph_replays_draw_fresh_bits() {
+    let Some((client, _guard)) = alone("graph_replays_draw_fresh_bits") else {
+        return;
+    };
+    let ((rows, cols), x) = (SHAPE, elements());
+    let matrix = upload(&client, &x);
+    let amax = reference::amax(&x);
+    let handle = client.create_from_slice(&amax.to_ne_bytes());
+    let replays = replay(&client, |offset| {
+        let request = QuantRequest {
+            amax: &handle,
+            scope: AmaxGranularity::PerTensor,
+            copy: at(offset),
+        };
+        let (row, col) =
+            quantize::quantize_both(&client, &matrix, &Groups::One, &request, &request).unwrap();
+        [written(&row), written(&col)].concat()
+    });
+    let amax = Amax::Tensor(amax);
+    for (i, found) in replays.iter().enumerate() {
+        let policy = policy_at(1 + i as u64);
+        for (usage, found) in [Usage::Rowwise, Usage::Columnwise]
+            .into_iter()
+            .zip(found.chunks(2))
+        {
+            let expected = reference::quantize(&x, rows, cols, usage, &amax, &policy, 0).unwrap();
+            assert!(found[0] == expected.codes(), "replay {i}, {usage:?}: codes");
+            assert!(
+                found[1] == expected.scales(),
+                "replay {i}, {usage:?}: scales"
+            );
+        }
+    }
+}
+
+/// Copies with an amax for each row and column, in one read and in two.
+#[test]
+fn graph_replays_per_token() {
+    let Some((client, _guard)) = alone("graph_replays_per_token") else {
+        return;
+    };
+    let ((rows, cols), x) = (SHAPE, elements());
+    let matrix = upload(&client, &x);
+    let replays = replay(&client, |offset| {
+        let row = quantize::quantize_per_token(&client, &matrix, &at(offset)).unwrap();
+        let col = DeviceQuantParams {
+            hadamard: Some(Hadamard::default()),
+            ..at(offset)
+        };
+        let one = &Groups::One;
+        let (both_row, both_col) =
+            quantize::quantize_per_token_both(&client, &matrix, one, &at(offset), &col).unwrap();
+        let maxima = vec![(row.amax.clone(), rows * 4)];
+        [
+            written(&row),
+            maxima,
+            written(&both_row),
+            written(&both_col),
+        ]
+        .concat()
+    });
+    let amax = Amax::PerRow(reference::amax_rows(&x, rows, cols));
+    for (i, found) in replays.iter().enumerate() {
+        let usage = Usage::Rowwise;
+        let policy = policy_at(1 + i as u64);
+        let expected = reference::quantize(&x, rows, cols, usage, &amax, &policy, 0).unwrap();
+        assert!(found[0] == expected.codes(), "replay {i}: codes");
+        assert!(found[1] == expected.scales(), "replay {i}: scales");
+    }
+}
+
+/// MS-EDEN along both axes, with its maximum found in the graph: the scale bytes are fresh.
+#[test]
+fn graph_replays_ms_eden() {
+    let Some((client, _guard)) = alone("graph_replays_ms_eden") else {
+        return;
+    };
+    let ((rows, cols), x) = (SHAPE, elements());
+    let matrix = upload(&client, &x);
+    let hadamard = Hadamard::seeded_with_size(HadamardSize::H128, 7);
+    let target = EdenTarget::Backward;
+    for usage in [Usage::Rowwise, Usage::Columnwise] {
+        let replays = replay(&client, |offset| {
+            let random = EdenRandom {
+                stream: STREAM,
+                offset: Some(offset.clone()),
+            };
+            let amax = quantize::ms_eden_amax(&client, &matrix, usage, &hadamard).unwrap();
+            let packed =
+                quantize::ms_eden(&client, &matrix, usage, &amax, &hadamard, target, random)
+                    .unwrap();
+            written(&packed)
+        });
+        let amax = reference::ms_eden_amax(&x, rows, cols, usage, &hadamard).unwrap();
+        for (i, found) in replays.iter().enumerate() {
+            let stream = RandomStream::new(1, 2, STREAM.offset + 1 + i as u64);
+            let expected =
+                reference::ms_eden(&x, rows, cols, usage, amax, &hadamard, target, &stream);
+            let expected = expected.unwrap();
+            assert!(found[0] == expected.codes(), "replay {i}, {usage:?}: codes");
+            assert!(
+                found[1] == expected.scales(),
+                "replay {i}, {usage:?}: scales"
+            );
+        }
+    }
+}
+
+/// A captured product of cuBLASLt runs at every replay, in its place: each adds the same product to its
+/// output.
+#[test]
+fn graph_replays_products_of_cublaslt() {
+    let test = "graph_replays_products_of_cublaslt";
+    let Some((client, _guard)) = alone(test) else {
+        return;
+    };
+    let (m, n, k) = (64, 128, 256);
+    let problem = Problem {
+        format: Format::Bf16,
+        m,
+        n,
+        k,
+        out: FloatKind::F32,
+        alpha: true,
+        bias: false,
+        accumulate: true,
+        alignment: 16,
+    };
+    if let Err(refusal) = cublaslt::supports(&client, &problem) {
+        assert!(refusal.to_string().contains("not found"), "{refusal}");
+        println!("SKIPPED: {test}: {refusal}");
+        return;
+    }
+    let matrix = |rows: usize, value: f32| {
+        let values = vec![bf16::from_f32(value); rows * k];
+        let handle = client.create_from_slice(bytemuck::cast_slice(&values));
+        Matrix::new(handle, rows, k, FloatKind::Bf16).unwrap()
+    };
+    let (a, b) = (matrix(m, 3.0), matrix(n, 2.0));
+    let zeros = client.create_from_slice(&vec![0; m * n * 4]);
+    let sum = Matrix::new(zeros, m, n, FloatKind::F32).unwrap();
+    let amax = client.create_from_slice(&672.0f32.to_ne_bytes());
+    let run = || {
+        let a = Operand {
+            elements: Elements::Bf16(&a),
+            scale: Scale::Tensor(&amax, 2688.0),
+        };
+        let (path, target) = (Some(GemmBackend::CublasLt), Target::Accumulate(&sum));
+        gemm::product(&client, path, &a, &(&b).into(), None, target).unwrap();
+    };
+    client.graph_prepare().unwrap();
+    run();
+    client.start_capture().unwrap();
+    run();
+    let graph = client.stop_capture().unwrap();
+    for replay in 1..4 {
+        // SAFETY: every buffer of the graph is alive, and nothing else runs on this stream.
+        unsafe { graph.replay() }.unwrap();
+        let expected = (1 + replay) as f32 * (k * 6) as f32 / 4.0;
+        let found = client.read_one(sum.handle.clone()).unwrap();
+        let found: &[f32] = bytemuck::cast_slice(&found[..m * n * 4]);
+        assert!(
+            found.iter().all(|&x| x == expected),
+            "{expected}, {:?}",
+            &found[..4]
+        );
+    }
+}
+
+#[cube(launch_unchecked)]
+fn copy_words(from: &[u32], to: &mut [u32]) {
+    to[UNIT_POS as usize] = from[UNIT_POS as usize];
+}
+
+/// A captured product in groups reads its offsets at every replay: whoever changes them on the device gets the
+/// product and the maxima of an ordinary call with those, by both kernels that Hopper has for rows in groups.
+#[test]
+fn graph_replays_products_in_groups() {
+    let Some((client, _guard)) = alone("graph_replays_products_in_groups") else {
+        return;
+    };
+    let (m, n, groups) = (400, 136, 5);
+    let upload = |offsets: &[u32]| client.create_from_slice(bytemuck::cast_slice(offsets));
+    for k in [64, 48] {
+        let (a, b) = (Packed::random(m, k, 1), Packed::random(groups * n, k, 2));
+        let (left, right) = (a.device(&client), b.device(&client));
+        let run = |offsets: &Handle| {
+            let offsets = GroupOffsets::new(offsets.clone(), groups).unwrap();
+            let (a, b): (Operand, Operand) = ((&left).into(), (&right).into());
+            let (new, of) = (Target::New(FloatKind::F32), OutputAmax::PerGroup);
+            gemm::gemm_grouped_rows_amax(&client, None, &a, &b, &offsets, None, new, of).unwrap()
+        };
+        let offsets = upload(&[0, 80, 160, 240, 320, 400]);
+        client.graph_prepare().unwrap();
+        drop(run(&offsets));
+        client.start_capture().unwrap();
+        let (product, amax) = run(&offsets);
+        let graph = client.stop_capture().unwrap();
+        for changed in [
+            [0, 0, 129, 256, 256, 400],
+            [0, 400, 400, 400, 400, 400],
+            [7, 8, 9, 136, 300, 301],
+        ] {
+            let from = upload(&changed);
+            // SAFETY: both buffers hold six words.
+            unsafe {
+                copy_words::launch_unchecked(
+                    &client,
+                    CubeCount::Static(1, 1, 1),
+                    CubeDim::new_1d(6),
+                    BufferArg::from_raw_parts(from.clone(), 6),
+                    BufferArg::from_raw_parts(offsets.clone(), 6),
+                );
+                // Every buffer of the graph is alive, and nothing else runs on this stream.
+                graph.replay().unwrap();
+            }
+            let found: Vec<f32> = read_matrix(&client, &product);
+            let maxima = read_f32s(&client, &amax, groups);
+            let (product, amax) = run(&from);
+            let expected: Vec<f32> = read_matrix(&client, &product);
+            // Rows outside all groups are not written.
+            let rows = changed[0] as usize * n..changed[5] as usize * n;
+            let what = format!("{changed:?}, k {k}");
+            assert!(expected[rows.clone()].iter().any(|value| *value != 0.0));
+            assert_floats(&found[rows.clone()], &expected[rows], &what);
+            assert_floats(&maxima, &read_f32s(&client, &amax, groups), &what);
+        }
+    }
+}
+
+/// A call, and what it gives.
+type Product<'a> = Box<dyn Fn() -> Matrix + 'a>;
+
+/// What a product decodes or brings into another order is memory of the product alone: behind it there is the
+/// output and nothing else.
+#[test]
+fn workspaces_are_released() {
+    let Some((client, _guard)) = alone("workspaces_are_released") else {
+        return;
+    };
+    let in_use = || {
+        futures_lite::future::block_on(client.sync()).unwrap();
+        let report = client.memory_report(MemoryScope::CurrentStream);
+        report.usage().bytes_in_use
+    };
+    let (m, n, k) = (1024, 1024, 2048);
+    let (a, b) = (Packed::random(m, k, 1), Packed::random(4 * n, k, 2));
+    let b_dense = b.rows(0..n).device(&client);
+    let (a, b) = (a.device(&client), b.device(&client));
+    let starts: [u32; 5] = [0, 100, 100, 700, 1024];
+    let offsets = client.create_from_slice(bytemuck::cast_slice(&starts));
+    let offsets = GroupOffsets::new(offsets, 4).unwrap();
+    let dense = |plan| {
+        let (a, b) = ((&a).into(), (&b_dense).into());
+        let new = Target::New(FloatKind::Bf16);
+        product_with(&client, None, &a, &b, None, new, plan).unwrap()
+    };
+    let grouped = || {
+        let (a, b): (Operand, Operand) = ((&a).into(), (&b).into());
+        let new = Target::New(FloatKind::Bf16);
+        gemm::gemm_grouped_rows(&client, None, &a, &b, &offsets, None, new).unwrap()
+    };
+    let mut products: Vec<(&str, Product)> = vec![
+        ("its own", Box::new(|| dense(None))),
+        ("groups", Box::new(grouped)),
+    ];
+    if Capabilities::of(&client).gemm == GemmBackend::Sm90Wgmma {
+        // Two operands of four megabytes in bf16.
+        products.push((
+            "decoded",
+            Box::new(|| dense(Some(Plan::DequantThenBf16(Sm90Tile::N256, 8)))),
+        ));
+        products.push((
+            "fused",
+            Box::new(|| dense(Some(Plan::W4a16(W4a16Tile::ALL[0], 8)))),
+        ));
+    }
+    for (what, product) in products {
+        // The first call compiles, and may keep memory for good.
+        drop(product());
+        let before = in_use();
+        let out = product();
+        let kept = in_use() - before;
+        let bytes = (m * n * 2) as u64;
+        assert!(
+            (bytes..bytes + 4096).contains(&kept),
+            "{what}: {kept} bytes"
+        );
+        drop(out);
+        assert_eq!(in_use(), before, "{what}");
+    }
+}

@@ -1,0 +1,60 @@
+//! The tests of the formats, the oracle and the kernels.
+//!
+//! `NVFP4_TEST_DEVICE` names the device that kernels run on: `cpu` (CubeCL's CPU runtime, the default)
+//! or `cuda`. The modules `*_source` need no device: they compile the kernels' CUDA source.
+
+#[macro_use]
+mod support;
+
+mod golden;
+mod oracle;
+mod stochastic;
+
+#[cfg(feature = "cube")]
+mod dequantize;
+#[cfg(feature = "cube")]
+mod emulated;
+#[cfg(feature = "cube")]
+mod gemm;
+#[cfg(feature = "cube")]
+mod gemm_cublaslt;
+#[cfg(feature = "cube")]
+mod gemm_grouped;
+#[cfg(feature = "cube")]
+mod gemm_portable;
+#[cfg(feature = "cuda")]
+mod graph;
+#[cfg(feature = "cube")]
+mod groups;
+#[cfg(feature = "cube")]
+mod kernels;
+#[cfg(feature = "cube")]
+mod layouts;
+#[cfg(feature = "cube")]
+mod ms_eden;
+#[cfg(feature = "cube")]
+mod mxfp8;
+#[cfg(feature = "cube")]
+mod peers_bugs;
+#[cfg(feature = "cube")]
+mod prologue;
+#[cfg(feature = "cube")]
+mod quantize;
+#[cfg(feature = "cube")]
+mod repeated;
+#[cfg(feature = "cube")]
+mod shapes;
+#[cfg(feature = "cube")]
+mod units;
+#[cfg(feature = "cube")]
+mod unscaled;
+
+#[cfg(all(feature = "cpu", feature = "cuda"))]
+mod cuda_source;
+mod every_kernel;
+#[cfg(all(feature = "cpu", feature = "cuda"))]
+mod gemm_source;
+#[cfg(all(feature = "cpu", feature = "cuda"))]
+mod layouts_source;
+#[cfg(all(feature = "cpu", feature = "cuda"))]
+mod mma_source;

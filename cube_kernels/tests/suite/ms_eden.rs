@@ -1,0 +1,307 @@
+//! MS-EDEN kernels against the oracle, byte for byte, on CubeCL's CPU runtime or on a GPU
+//! (`NVFP4_TEST_DEVICE`).
+
+use crate::support::device;
+use crate::support::device::{DeviceElement, assert_bytes, assert_packed, read_f32, upload};
+use crate::support::inputs::{ALL_KINDS, Kind, convert, values};
+use cubecl::{prelude::*, server::Handle};
+use half::{bf16, f16};
+use nvfp4_kernels::{
+    Amax, Hadamard, HadamardSize, RandomStream, Rounding, Usage,
+    quantize::{self, EdenRandom, EdenSource},
+    reference::{self, EdenTarget, Element},
+    tensor::{DeviceQuantized, FloatKind, Matrix},
+};
+
+const USAGES: [Usage; 2] = [Usage::Rowwise, Usage::Columnwise];
+const STREAM: RandomStream = RandomStream::new(0x1234_5678_9abc_def0, 3, 0xffff_fffe);
+
+fn hadamard() -> Hadamard {
+    Hadamard::seeded_with_size(HadamardSize::H128, 77)
+}
+
+/// Both kernels on one source, against the oracle on the values it stands for.
+fn check<T: Element>(
+    client: &Client,
+    source: EdenSource,
+    x: &[T],
+    (rows, cols): (usize, usize),
+    target: EdenTarget,
+    what: &str,
+) {
+    for usage in USAGES {
+        let what = format!("{what} {rows}x{cols} along {usage:?} {target:?}");
+        let amax = reference::ms_eden_amax(x, rows, cols, usage, &hadamard()).unwrap();
+        let found = quantize::ms_eden_amax(client, source, usage, &hadamard()).unwrap();
+        let read = read_f32(client, &found);
+        assert!(
+            read.to_bits() == amax.to_bits() || (read.is_nan() && amax.is_nan()),
+            "{what}: amax {read:e} != {amax:e}"
+        );
+        let expected =
+            reference::ms_eden(x, rows, cols, usage, amax, &hadamard(), target, &STREAM).unwrap();
+        let found =
+            quantize::ms_eden(client, source, usage, &found, &hadamard(), target, STREAM).unwrap();
+        assert_packed(client, &found, &expected, &what);
+    }
+}
+
+fn check_matrix<T: DeviceElement>(client: &Client, x: &[T], rows: usize, cols: usize, what: &str) {
+    let matrix = upload(client, x, rows, cols);
+    let what = format!("{what} {:?}", T::KIND);
+    check(
+        client,
+        (&matrix).into(),
+        x,
+        (rows, cols),
+        EdenTarget::Backward,
+        &what,
+    );
+}
+
+/// NVFP4 operands of all kinds that a forward product has.
+fn check_packed(client: &Client, rows: usize, cols: usize, kind: Kind) {
+    let x = values(kind, rows * cols, rows as u32);
+    let amax = Amax::Tensor(reference::amax(&x));
+    // What pads the last block of a transformed copy is not zero, and no part of the matrix.
+    let transform = Hadamard::default();
+    let packed_col = |hadamard: Option<&Hadamard>| {
+        reference::quantize_col(&x, rows, cols, &amax, &Rounding::Nearest, hadamard).unwrap()
+    };
+    let mut packed = vec![packed_col(None), packed_col(Some(&transform))];
+    if cols.is_multiple_of(16) {
+        packed.push(reference::quantize_row(&x, rows, cols, &amax, &Rounding::Nearest).unwrap());
+    }
+    for packed in &packed {
+        let device = DeviceQuantized::from_host(client, packed);
+        let x = reference::dequantize(packed);
+        let what = format!("{kind:?} packed along {:?}", packed.usage());
+        check(
+            client,
+            (&device).into(),
+            &x,
+            (rows, cols),
+            EdenTarget::Backward,
+            &what,
+        );
+    }
+}
+
+const SHAPES: [(usize, usize); 12] = [
+    (128, 128),
+    (1, 128),
+    (1, 1),
+    (3, 7),
+    (33, 40),
+    (127, 33),
+    (129, 65),
+    (256, 272),
+    (304, 304),
+    (20, 1000),
+    (1000, 20),
+    (300, 160),
+];
+
+matrix_tests!(check_matrix, SHAPES, (150, 72));
+
+#[test]
+fn packed_shapes() {
+    let client = client!("packed_shapes");
+    for (rows, cols) in SHAPES {
+        check_packed(&client, rows, cols, Kind::Heavy);
+    }
+}
+
+#[test]
+fn packed_kinds() {
+    let client = client!("packed_kinds");
+    for kind in ALL_KINDS {
+        check_packed(&client, 150, 80, kind);
+    }
+}
+
+#[test]
+fn forward_target() {
+    let client = client!("forward_target");
+    let (rows, cols) = (200, 300);
+    let x = convert::<bf16>(&values(Kind::Normal, rows * cols, 1));
+    let matrix = upload(&client, &x, rows, cols);
+    check(
+        &client,
+        (&matrix).into(),
+        &x,
+        (rows, cols),
+        EdenTarget::Forward,
+        "forward",
+    );
+}
+
+#[test]
+fn empty() {
+    let client = client!("empty");
+    for (rows, cols) in [(0, 128), (128, 0), (0, 0)] {
+        check_matrix::<bf16>(&client, &[], rows, cols, "empty");
+        check_packed(&client, rows, cols, Kind::Zeros);
+    }
+}
+
+/// An offset in device memory adds to that of the stream, with its carry.
+#[test]
+fn device_offset() {
+    let client = client!("device_offset");
+    let (rows, cols) = (40, 256);
+    let x = convert::<bf16>(&values(Kind::Normal, rows * cols, 2));
+    let matrix = upload(&client, &x, rows, cols);
+    let usage = Usage::Rowwise;
+    let amax = quantize::ms_eden_amax(&client, &matrix, usage, &hadamard()).unwrap();
+    let offset: Handle = client.create_from_slice(bytemuck::cast_slice(&[5u32, 7]));
+    let quantize = |random: EdenRandom| {
+        let target = EdenTarget::Backward;
+        quantize::ms_eden(&client, &matrix, usage, &amax, &hadamard(), target, random).unwrap()
+    };
+    let found = quantize(EdenRandom {
+        stream: STREAM,
+        offset: Some(offset),
+    });
+    let mut stream = STREAM;
+    stream.offset += 5 + (7 << 32);
+    let expected = reference::ms_eden(
+        &x,
+        rows,
+        cols,
+        usage,
+        read_f32(&client, &amax),
+        &hadamard(),
+        EdenTarget::Backward,
+        &stream,
+    )
+    .unwrap();
+    assert_packed(&client, &found, &expected, "device offset");
+    // Other bits round other scale bytes.
+    let other = quantize(STREAM.into())
+        .to_host(&client, *expected.origin())
+        .unwrap();
+    assert_eq!(other.codes(), expected.codes());
+    assert_ne!(other.scales(), expected.scales());
+}
+
+/// Rotated operands multiply to the product of the originals: the result feeds the GEMM as it is.
+#[test]
+fn products_survive_the_rotation() {
+    let client = client!("products_survive_the_rotation");
+    let (m, n, k) = (48, 32, 256);
+    let a = values(Kind::Normal, m * k, 1);
+    let b = values(Kind::Normal, n * k, 2);
+    let quantize = |x: &[f32], rows: usize, stream: u64| {
+        let matrix = upload(&client, x, rows, k);
+        let usage = Usage::Rowwise;
+        let amax = quantize::ms_eden_amax(&client, &matrix, usage, &hadamard()).unwrap();
+        let random = RandomStream::new(1, stream, 0);
+        let target = EdenTarget::Backward;
+        quantize::ms_eden(&client, &matrix, usage, &amax, &hadamard(), target, random).unwrap()
+    };
+    let product = nvfp4_kernels::gemm::gemm(
+        &client,
+        &quantize(&a, m, 1),
+        &quantize(&b, n, 2),
+        None,
+        FloatKind::F32,
+    )
+    .unwrap();
+    let product = device::read_matrix::<f32>(&client, &product);
+    let (mut error, mut power) = (0.0, 0.0);
+    for i in 0..m {
+        for j in 0..n {
+            let exact: f32 = (0..k).map(|l| a[i * k + l] * b[j * k + l]).sum();
+            error += (product[i * n + j] - exact).powi(2);
+            power += exact * exact;
+        }
+    }
+    // Two operands of relative error 0.1 or so each.
+    assert!(error / power < 0.04, "{}", error / power);
+}
+
+#[test]
+fn repeated_launches_agree() {
+    let client = client!("repeated_launches_agree");
+    let (rows, cols) = (300, 200);
+    let x = convert::<bf16>(&values(Kind::Heavy, rows * cols, 5));
+    let matrix = upload(&client, &x, rows, cols);
+    let usage = Usage::Columnwise;
+    let target = EdenTarget::Backward;
+    let amax = reference::ms_eden_amax(&x, rows, cols, usage, &hadamard()).unwrap();
+    let expected =
+        reference::ms_eden(&x, rows, cols, usage, amax, &hadamard(), target, &STREAM).unwrap();
+    for _ in 0..100 {
+        let amax = quantize::ms_eden_amax(&client, &matrix, usage, &hadamard()).unwrap();
+        let found =
+            quantize::ms_eden(&client, &matrix, usage, &amax, &hadamard(), target, STREAM).unwrap();
+        assert_packed(&client, &found, &expected, "repeated");
+    }
+}
+
+/// More than 2^31 elements, on a GPU: the codes of the last rows are those of these rows alone. (The
+/// scale bytes are not: their random bits belong to other groups. `shapes` compares them with the oracle.)
+#[test]
+fn more_elements_than_32_bits_index() {
+    let client = client!("more_elements_than_32_bits_index");
+    if client.name() == "cpu" {
+        println!("SKIPPED: more_elements_than_32_bits_index: a GPU's memory is needed");
+        return;
+    }
+    let (rows, cols) = (65_536 + 128, 32_768);
+    let tail = convert::<bf16>(&values(Kind::Normal, 128 * cols, 1));
+    let mut x = vec![bf16::ZERO; rows * cols];
+    x[(rows - 128) * cols..].copy_from_slice(&tail);
+    let matrix = upload(&client, &x, rows, cols);
+    drop(x);
+    let small = upload(&client, &tail, 128, cols);
+    for usage in USAGES {
+        let codes = |matrix: &Matrix| {
+            let amax = quantize::ms_eden_amax(&client, matrix, usage, &hadamard()).unwrap();
+            let target = EdenTarget::Backward;
+            let packed =
+                quantize::ms_eden(&client, matrix, usage, &amax, &hadamard(), target, STREAM)
+                    .unwrap();
+            device::read_bytes(&client, &packed.codes, packed.outer() * packed.blocks() * 8)
+        };
+        let (large, small) = (codes(&matrix), codes(&small));
+        // Stored rows of the large matrix end in those of the small one; all else is zero.
+        let (outer, length) = match usage {
+            Usage::Rowwise => (1, small.len()),
+            Usage::Columnwise => (cols, 64),
+        };
+        let rows = large.chunks(large.len() / outer).zip(small.chunks(length));
+        for (row, (large, small)) in rows.enumerate() {
+            let (zeros, tail) = large.split_at(large.len() - length);
+            assert_bytes(tail, small, &format!("{usage:?}, stored row {row}"));
+            // Differences of zeros are zeros of either sign.
+            assert!(
+                zeros.iter().all(|&byte| byte & 0x77 == 0),
+                "{usage:?}, stored row {row}"
+            );
+        }
+    }
+}
+
+#[test]
+fn errors_name_the_argument() {
+    let client = client!("errors_name_the_argument");
+    let x = upload::<f32>(&client, &[0.0; 128], 1, 128);
+    let usage = Usage::Rowwise;
+    let error = quantize::ms_eden_amax(&client, &x, usage, &Hadamard::default()).unwrap_err();
+    assert!(error.to_string().contains("hadamard") && error.to_string().contains("128"));
+    let small = client.create_from_slice(&[0u8; 2]);
+    let target = EdenTarget::Backward;
+    let error =
+        quantize::ms_eden(&client, &x, usage, &small, &hadamard(), target, STREAM).unwrap_err();
+    assert!(error.to_string().contains("amax"), "{error}");
+    let amax = quantize::ms_eden_amax(&client, &x, usage, &hadamard()).unwrap();
+    let random = EdenRandom {
+        stream: STREAM,
+        offset: Some(small),
+    };
+    let error =
+        quantize::ms_eden(&client, &x, usage, &amax, &hadamard(), target, random).unwrap_err();
+    assert!(error.to_string().contains("random"), "{error}");
+}

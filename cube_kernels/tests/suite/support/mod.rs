@@ -1,0 +1,24 @@
+//! What the modules of the suite share.
+
+pub mod inputs;
+pub mod literal;
+
+#[cfg(feature = "cube")]
+#[macro_use]
+pub mod device;
+#[cfg(feature = "cube")]
+pub mod epilogue;
+#[cfg(feature = "cube")]
+pub mod packed;
+#[cfg(feature = "cube")]
+pub mod policies;
+#[cfg(feature = "cube")]
+pub mod process;
+#[cfg(feature = "cube")]
+pub mod samples;
+
+#[cfg(all(feature = "cpu", feature = "cuda"))]
+pub mod nvrtc;
+#[cfg(all(feature = "cpu", feature = "cuda"))]
+#[macro_use]
+pub mod sources;

@@ -1,0 +1,102 @@
+//! The CUDA source and the machine code of kernels, on a machine without a GPU.
+
+use std::{path::Path, sync::Arc};
+
+use cubecl::{
+    ir::{DeviceProperties, TargetProperties, features::Plane},
+    prelude::*,
+};
+use cubecl_server::compiler::Compiler;
+
+use super::nvrtc::CudaTools;
+
+/// The tools, or an early return.
+macro_rules! tools {
+    ($test:expr) => {
+        match $crate::support::nvrtc::CudaTools::find() {
+            Ok(tools) => tools,
+            Err(reason) => {
+                println!("SKIPPED: {}: {reason}", $test);
+                return;
+            }
+        }
+    };
+}
+
+/// The CPU's device, with what kernels ask a CUDA device for: only its properties are asked, and nothing is
+/// launched.
+pub struct Fake {
+    pub client: Client,
+    pub properties: DeviceProperties,
+    pub target: Arc<TargetProperties>,
+}
+
+impl Fake {
+    pub fn new() -> Self {
+        let client = cubecl::Device::Cpu(Default::default()).client();
+        let mut properties = (*client.properties_shared()).clone();
+        properties.features.plane.insert(Plane::Ops);
+        (
+            properties.hardware.plane_size_min,
+            properties.hardware.plane_size_max,
+        ) = (32, 32);
+        Self {
+            target: client.target_properties_shared(),
+            client,
+            properties,
+        }
+    }
+
+    pub fn buffer(&self, len: usize) -> BufferArg {
+        // SAFETY: nothing is launched.
+        unsafe { BufferArg::from_raw_parts(self.client.empty(1 << 16), len) }
+    }
+}
+
+/// What CubeCL makes of `kernel`, in CUDA C++.
+pub fn cuda_source(name: &str, kernel: impl CubeKernel) -> String {
+    let mut compiler = cubecl_cpp::shared::CppCompiler::<cubecl_cpp::target::Cuda>::default();
+    let mut options = cubecl_cpp::shared::CompilationOptions::default();
+    options.supports_features.grid_constants = true;
+    let compiled = compiler.compile(kernel.define(), &options);
+    compiled
+        .unwrap_or_else(|error| panic!("{name}: {error:?}"))
+        .to_string()
+}
+
+/// Whether `NVFP4_ONLY`, a part of its name, leaves this kernel out.
+pub fn is_left_out(name: &str) -> bool {
+    std::env::var("NVFP4_ONLY").is_ok_and(|only| !name.contains(&only))
+}
+
+/// The machine code of `text`. Source and code also go to the folder `NVFP4_DUMP`, for people who count
+/// instructions.
+pub fn machine_code(tools: &CudaTools, name: &str, text: &str, arch: &str) -> Vec<u8> {
+    let code = tools
+        .compile(text, arch)
+        .unwrap_or_else(|log| panic!("{name} for {arch}:\n{log}\n{text}"));
+    if let Some(folder) = std::env::var_os("NVFP4_DUMP") {
+        let file = Path::new(&folder).join(format!("{name}-{arch}"));
+        std::fs::write(file.with_extension("cu"), text).unwrap();
+        std::fs::write(file.with_extension("cubin"), &code).unwrap();
+    }
+    code
+}
+
+/// The machine code of `text`, as text.
+pub fn disassembled(tools: &CudaTools, name: &str, text: &str, arch: &str) -> String {
+    let code = machine_code(tools, name, text, arch);
+    tools.disassemble(&code, &format!("{name}-{arch}"))
+}
+
+/// Instructions of `sass` whose opcode begins with `opcode`.
+pub fn count(sass: &str, opcode: &str) -> usize {
+    sass.lines()
+        .filter(|line| line.split_whitespace().any(|word| word.starts_with(opcode)))
+        .count()
+}
+
+/// Instructions of `sass` that keep registers in memory.
+pub fn spills(sass: &str) -> usize {
+    count(sass, "LDL") + count(sass, "STL")
+}

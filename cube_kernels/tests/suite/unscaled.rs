@@ -1,0 +1,449 @@
+//! Copies that are written as values instead of codes: they are what codes and scales stand for, and
+//! products with them have the bits of products with the codes, on CubeCL's CPU runtime or on a GPU.
+
+use crate::support::device;
+use crate::support::device::{DeviceElement, assert_floats, read_bytes, read_matrix, upload};
+use crate::support::inputs::{ALL_KINDS, Kind, convert, values};
+use cubecl::{prelude::*, server::Handle};
+use half::{bf16, f16};
+use nvfp4_kernels::{
+    BLOCK, BlockScaling, ErrorNorm, Hadamard, HadamardSize, Nvfp4Error, QuantParams, RandomStream,
+    Rounding, ScaleLayout, Storage, Usage,
+    capabilities::{Capabilities, GemmBackend},
+    gemm::{
+        Target,
+        kernels::{Plan, Sm90Tile, decode, product_with},
+    },
+    quantize::{self, AmaxRequest, QuantRequest},
+    reference,
+    tensor::{AmaxGranularity, DeviceQuantized, FloatKind, Groups, Matrix},
+};
+
+const NEAREST: Rounding = Rounding::Nearest;
+const STOCHASTIC: Rounding = Rounding::Stochastic(RandomStream::new(0x0123_4567, 5, 0xffff_ffff));
+
+type Policy = (QuantParams, AmaxGranularity);
+
+fn policy(rounding: Rounding, scaling: BlockScaling) -> QuantParams {
+    QuantParams {
+        scaling,
+        ..QuantParams::new(rounding)
+    }
+}
+
+fn transformed(size: HadamardSize, rounding: Rounding) -> QuantParams {
+    QuantParams {
+        hadamard: Some(Hadamard::seeded_with_size(size, 11)),
+        ..QuantParams::new(rounding)
+    }
+}
+
+/// Policies that a row-wise and a column-wise copy can both have.
+fn policies() -> Vec<Policy> {
+    use AmaxGranularity::{PerRow, PerTensor};
+    let [mae, mse] = [ErrorNorm::Mae, ErrorNorm::Mse].map(BlockScaling::FourOverSix);
+    vec![
+        (policy(NEAREST, BlockScaling::Standard), PerTensor),
+        (policy(STOCHASTIC, BlockScaling::Standard), PerTensor),
+        (policy(NEAREST, BlockScaling::Headroom), PerRow),
+        (policy(NEAREST, mae), PerTensor),
+        (policy(NEAREST, mse), PerRow),
+        (transformed(HadamardSize::H16, STOCHASTIC), PerTensor),
+    ]
+}
+
+/// Policies of a column-wise copy.
+fn col_policies() -> Vec<Policy> {
+    let mut all = policies();
+    all.push((
+        QuantParams {
+            hadamard: Some(Hadamard::default()),
+            ..QuantParams::new(NEAREST)
+        },
+        AmaxGranularity::PerTensor,
+    ));
+    for size in [HadamardSize::H32, HadamardSize::H128] {
+        all.push((transformed(size, STOCHASTIC), AmaxGranularity::PerTensor));
+    }
+    all
+}
+
+/// A policy with the maxima that it needs.
+struct Copy {
+    policy: QuantParams,
+    scope: AmaxGranularity,
+    amax: Handle,
+}
+
+impl Copy {
+    fn new(client: &Client, x: &Matrix, usage: Usage, (policy, scope): Policy) -> Self {
+        // A row-wise transform has no kernel for its maxima: any that bound the values will do.
+        let request = AmaxRequest::along(usage, scope, policy.hadamard);
+        let found = quantize::amaxes(client, x, &Groups::One, &request).unwrap();
+        Self {
+            policy,
+            scope,
+            amax: found.rows.or(found.cols).unwrap(),
+        }
+    }
+
+    fn request(&self) -> QuantRequest<'_> {
+        QuantRequest {
+            amax: &self.amax,
+            scope: self.scope,
+            copy: self.policy.into(),
+        }
+    }
+}
+
+/// The copies of `x` in these forms.
+fn copies(
+    client: &Client,
+    x: &Matrix,
+    row: Option<(&Copy, Storage)>,
+    col: Option<(&Copy, Storage)>,
+) -> [Option<DeviceQuantized>; 2] {
+    let requests = [row, col].map(|copy| copy.map(|(copy, form)| (copy.request(), form)));
+    let [row, col] = requests
+        .each_ref()
+        .map(|copy| copy.as_ref().map(|(request, form)| (request, *form)));
+    let (row, col) = quantize::quantize_operands(client, x, row, col).unwrap();
+    [row, col]
+}
+
+/// What the oracle decodes from the codes and scales of `packed` is what `decoded` holds.
+fn assert_values(client: &Client, packed: DeviceQuantized, decoded: DeviceQuantized, what: &str) {
+    assert!(packed.is_packed(), "{what}");
+    let values = decoded.values().expect("values");
+    let blocks = packed.code_blocks();
+    let shape = (packed.outer(), packed.blocks() * BLOCK);
+    assert_eq!((values.rows, values.cols), shape, "{what}");
+    let codes = read_bytes(client, &packed.codes, blocks * 8);
+    let scales = read_bytes(client, &packed.scales, blocks);
+    let mut expected = vec![0.0; blocks * BLOCK];
+    reference::decode_blocks_into(&codes, &scales, &mut expected);
+    // Exact, so nothing is rounded here.
+    let expected: Vec<bf16> = expected.into_iter().map(bf16::from_f32).collect();
+    let found: Vec<bf16> = read_matrix(client, &values);
+    assert_floats(&found, &expected, what);
+}
+
+/// One copy alone, and both from one read in every pair of forms.
+fn check<T: DeviceElement>(
+    client: &Client,
+    x: &[T],
+    (rows, cols): (usize, usize),
+    row: Policy,
+    col: Policy,
+) {
+    let what = format!("{rows}x{cols} {:?} row {row:?} col {col:?}", T::KIND);
+    let x = upload(client, x, rows, cols);
+    let row = &Copy::new(client, &x, Usage::Rowwise, row);
+    let col = &Copy::new(client, &x, Usage::Columnwise, col);
+    use Storage::{Bf16Unscaled, Packed};
+    // The row-wise kernel, the other one with values of both, and of the first policy all forms.
+    let mut forms = vec![
+        (Some(Packed), Some(Packed)),
+        (Some(Bf16Unscaled), None),
+        (Some(Bf16Unscaled), Some(Bf16Unscaled)),
+    ];
+    if row.policy == policies()[0].0 {
+        forms.extend([
+            (None, Some(Bf16Unscaled)),
+            (Some(Bf16Unscaled), Some(Packed)),
+            (Some(Packed), Some(Bf16Unscaled)),
+        ]);
+    }
+    let mut made = forms.iter().map(|(for_row, for_col)| {
+        let row = for_row.map(|form| (row, form));
+        copies(client, &x, row, for_col.map(|form| (col, form)))
+    });
+    let packed = made.next().expect("the first are codes");
+    for (found, forms) in made.zip(&forms[1..]) {
+        let forms = [forms.0, forms.1];
+        for (i, (found, form)) in found.into_iter().zip(forms).enumerate() {
+            let expected = packed[i].clone().unwrap();
+            let what = format!("{what}: {forms:?}, copy {i}");
+            match (found, form) {
+                (Some(found), Some(Bf16Unscaled)) => assert_values(client, expected, found, &what),
+                (Some(found), Some(Packed)) => {
+                    let [found, expected] = [found, expected].map(|copy| {
+                        let blocks = copy.code_blocks();
+                        [
+                            read_bytes(client, &copy.codes, blocks * 8),
+                            read_bytes(client, &copy.scales, blocks),
+                        ]
+                    });
+                    assert!(found == expected, "{what}");
+                }
+                (None, None) => {}
+                _ => panic!("{what}: a copy that was not asked for, or none that was"),
+            }
+        }
+    }
+}
+
+/// Matrices of all `shapes` with the first `count` policies.
+fn check_policies<T: DeviceElement>(client: &Client, shapes: &[(usize, usize)], count: usize) {
+    for (i, &(rows, cols)) in shapes.iter().enumerate() {
+        let x = convert::<T>(&values(Kind::Heavy, rows * cols, i as u32));
+        let rows_of = policies().into_iter().cycle();
+        for (row, col) in rows_of.zip(col_policies()).take(count) {
+            check(client, &x, (rows, cols), row, col);
+        }
+    }
+}
+
+const SHAPES: [(usize, usize); 5] = [(1, 16), (3, 48), (33, 80), (257, 144), (128, 128)];
+
+#[test]
+fn every_policy_f32() {
+    check_policies::<f32>(&client!("every_policy_f32"), &SHAPES[1..4], 2);
+}
+
+#[test]
+fn every_policy_bf16() {
+    check_policies::<bf16>(&client!("every_policy_bf16"), &SHAPES, usize::MAX);
+}
+
+#[test]
+fn every_policy_f16() {
+    check_policies::<f16>(&client!("every_policy_f16"), &SHAPES[2..3], 2);
+}
+
+/// NaN, infinities, zeros, subnormals and every threshold.
+#[test]
+fn special_values() {
+    let client = client!("special_values");
+    let shape = (48, 80);
+    for (i, kind) in ALL_KINDS.into_iter().enumerate() {
+        let x = convert::<bf16>(&values(kind, shape.0 * shape.1, 40 + i as u32));
+        for (row, col) in policies().into_iter().zip(col_policies()) {
+            check(&client, &x, shape, row, col);
+        }
+    }
+}
+
+/// More blocks than a grid of row-wise copies has units, and columns that end within a tile.
+#[test]
+fn many_blocks() {
+    let client = client!("many_blocks");
+    let shape = match client.name() {
+        "cuda" => (4099, 1936),
+        _ => (515, 272),
+    };
+    let x = convert::<bf16>(&values(Kind::Normal, shape.0 * shape.1, 3));
+    let all = policies();
+    check(&client, &x, shape, all[0], all[5]);
+}
+
+fn bits(client: &Client, matrix: &Matrix) -> Vec<u8> {
+    read_bytes(client, &matrix.handle, matrix.len() * matrix.dtype.size())
+}
+
+/// Products of either form have the same bits: with one maximum and one for each row, contractions that
+/// are padded, on the path of the device, and on Hopper by the plan that decodes.
+#[test]
+fn products_have_the_same_bits() {
+    let client = client!("products_have_the_same_bits");
+    let hopper = Capabilities::of(&client).gemm == GemmBackend::Sm90Wgmma;
+    let shapes = match hopper {
+        true => vec![(1024, 512, 1024), (200, 136, 77), (4096, 4096, 2048)],
+        false => vec![(40, 24, 64), (24, 16, 37)],
+    };
+    let scopes = [AmaxGranularity::PerTensor, AmaxGranularity::PerRow];
+    for (i, (m, n, k)) in shapes.into_iter().enumerate() {
+        for (scope, usage) in scopes.into_iter().zip([Usage::Columnwise, Usage::Rowwise]) {
+            // Padding is a matter of column-wise copies.
+            let k = match usage {
+                Usage::Rowwise => usize::next_multiple_of(k, 16),
+                Usage::Columnwise => k,
+            };
+            let operand = |outer: usize, rounding, seed| {
+                let (rows, cols) = usage.stored_shape(outer, k);
+                let x = convert::<bf16>(&values(Kind::Normal, outer * k, seed));
+                let x = upload(&client, &x, rows, cols);
+                let copy = Copy::new(&client, &x, usage, (QuantParams::new(rounding), scope));
+                [Storage::Packed, Storage::Bf16Unscaled].map(|form| {
+                    let asked = Some((&copy, form));
+                    let [row, col] = match usage {
+                        Usage::Rowwise => copies(&client, &x, asked, None),
+                        Usage::Columnwise => copies(&client, &x, None, asked),
+                    };
+                    row.or(col).unwrap()
+                })
+            };
+            let [a, a_values] = operand(m, NEAREST, 7 + i as u32);
+            let [b, b_values] = operand(n, STOCHASTIC, 70 + i as u32);
+            let plans = match hopper {
+                true => vec![
+                    Some(Plan::DequantThenBf16(Sm90Tile::N256, 16)),
+                    Some(Plan::DequantThenBf16(Sm90Tile::N64, 16)),
+                ],
+                false => vec![None],
+            };
+            for plan in plans {
+                let run = |a: &DeviceQuantized, b: &DeviceQuantized| {
+                    let path = plan.map(|_| GemmBackend::Sm90Wgmma);
+                    let target = Target::New(FloatKind::F32);
+                    let (a, b) = (a.into(), b.into());
+                    let out = product_with(&client, path, &a, &b, None, target, plan).unwrap();
+                    bits(&client, &out)
+                };
+                let expected = run(&a, &b);
+                assert!(expected.iter().any(|byte| *byte != 0));
+                for (a, b) in [(&a_values, &b), (&a, &b_values), (&a_values, &b_values)] {
+                    assert!(run(a, b) == expected, "{m} x {n} x {k} {scope:?} {plan:?}");
+                }
+            }
+        }
+    }
+}
+
+/// On a GPU that decodes before it multiplies, the values are those which it would have decoded.
+#[test]
+fn values_are_those_of_the_workspace() {
+    let client = client!("values_are_those_of_the_workspace");
+    if Capabilities::of(&client).gemm != GemmBackend::Sm90Wgmma {
+        println!("SKIPPED: values_are_those_of_the_workspace: only Hopper decodes to a workspace");
+        return;
+    }
+    let (rows, cols) = (320, 208);
+    for (i, kind) in ALL_KINDS.into_iter().enumerate() {
+        let x = convert::<bf16>(&values(kind, rows * cols, i as u32));
+        let x = upload(&client, &x, rows, cols);
+        for (row, col) in policies().into_iter().zip(policies()) {
+            let row = &Copy::new(&client, &x, Usage::Rowwise, row);
+            let col = &Copy::new(&client, &x, Usage::Columnwise, col);
+            let made = |form| copies(&client, &x, Some((row, form)), Some((col, form)));
+            for (packed, decoded) in made(Storage::Packed)
+                .into_iter()
+                .zip(made(Storage::Bf16Unscaled))
+            {
+                let packed = packed.unwrap();
+                let values = decoded.unwrap().values().unwrap();
+                let len = values.len() * 2;
+                let expected = read_bytes(&client, &decode(&client, &packed), len);
+                let what = format!("{kind:?} {:?} {:?}", packed.usage(), row.policy);
+                device::assert_bytes(&bits(&client, &values), &expected, &what);
+            }
+        }
+    }
+}
+
+#[test]
+fn swizzled_values_are_refused() {
+    let client = client!("swizzled_values_are_refused");
+    let x = upload(&client, &vec![1.0f32; 256], 16, 16);
+    let amax = quantize::amax(&client, &x, None).unwrap();
+    let request = QuantRequest {
+        amax: &amax,
+        scope: AmaxGranularity::PerTensor,
+        copy: QuantParams {
+            layout: ScaleLayout::Swizzled128x4,
+            ..QuantParams::new(NEAREST)
+        }
+        .into(),
+    };
+    let found =
+        quantize::quantize_operands(&client, &x, Some((&request, Storage::Bf16Unscaled)), None);
+    let Err(Nvfp4Error::Value { argument, .. }) = found else {
+        panic!("{found:?}");
+    };
+    assert_eq!(argument, "layout");
+}
+
+/// What values cost and save: `--ignored --nocapture` prints microseconds of both ways, interleaved.
+#[test]
+#[ignore = "a measurement, for a GPU"]
+fn times() {
+    let client = client!("times");
+    let shapes: &[(usize, usize)] = match client.name() {
+        "cuda" => &[(8192, 4096), (8192, 8192), (8192, 14336)],
+        _ => &[(256, 256)],
+    };
+    let default = Some(Hadamard::default());
+    let gradient = |hadamard| QuantParams {
+        hadamard,
+        ..QuantParams::new(STOCHASTIC)
+    };
+    let activation = |hadamard| QuantParams {
+        hadamard,
+        ..QuantParams::new(NEAREST)
+    };
+    println!("microseconds");
+    for &(rows, cols) in shapes {
+        // More than the L2 cache holds.
+        let inputs: Vec<Matrix> = (0..4)
+            .map(|i| {
+                let x = convert::<bf16>(&values(Kind::Normal, 1 << 16, i));
+                let x: Vec<bf16> = x.into_iter().cycle().take(rows * cols).collect();
+                upload(&client, &x, rows, cols)
+            })
+            .collect();
+        for (name, row, col, saved) in [
+            (
+                "dy: SR + RHT SR, both values",
+                gradient(None),
+                gradient(default),
+                false,
+            ),
+            (
+                "x: RN + RHT RN, one saved",
+                activation(None),
+                activation(default),
+                true,
+            ),
+        ] {
+            let [row, col] =
+                [(row, Usage::Rowwise), (col, Usage::Columnwise)].map(|(policy, usage)| {
+                    Copy::new(
+                        &client,
+                        &inputs[0],
+                        usage,
+                        (policy, AmaxGranularity::PerTensor),
+                    )
+                });
+            let col_form = if saved {
+                Storage::Packed
+            } else {
+                Storage::Bf16Unscaled
+            };
+            let packed = |x: &Matrix, decoding: bool| {
+                let both = [Some((&row, Storage::Packed)), Some((&col, Storage::Packed))];
+                let [row, col] = copies(&client, x, both[0], both[1]).map(|copy| copy.unwrap());
+                if decoding {
+                    drop(decode(&client, &row));
+                    if !saved {
+                        drop(decode(&client, &col));
+                    }
+                }
+            };
+            let values = |x: &Matrix| {
+                let forms = [Some((&row, Storage::Bf16Unscaled)), Some((&col, col_form))];
+                drop(copies(&client, x, forms[0], forms[1]));
+            };
+            type Way<'a> = (&'a str, &'a dyn Fn(&Matrix));
+            let ways: [Way<'_>; 3] = [
+                ("codes", &|x| packed(x, false)),
+                ("codes, decoded", &|x| packed(x, true)),
+                ("values", &values),
+            ];
+            let mut best = [f64::INFINITY; 3];
+            for _ in 0..9 {
+                for (best, (_, way)) in best.iter_mut().zip(ways) {
+                    let launches = 24;
+                    way(&inputs[0]);
+                    cubecl::future::block_on(client.sync()).unwrap();
+                    let start = std::time::Instant::now();
+                    (0..launches).for_each(|i| way(&inputs[i % inputs.len()]));
+                    cubecl::future::block_on(client.sync()).unwrap();
+                    *best = best.min(start.elapsed().as_secs_f64() * 1e6 / launches as f64);
+                }
+            }
+            for ((way, _), time) in ways.iter().zip(best) {
+                println!("{rows} x {cols}, {name}, {way}: {time:.1}");
+            }
+        }
+    }
+}
