@@ -43,7 +43,8 @@ pub struct PackedMatrix<C: CubePrimitive> {
     pub scales: Box<[u8]>,
 }
 
-/// A matrix that is packed, or else bf16 in items of `D`. What a kernel does not read is any memory.
+/// A matrix that is packed, or else bf16 in items of `D`. What a kernel does not read is any
+/// memory.
 #[derive(CubeType, CubeLaunch)]
 pub struct MixedMatrix<C: CubePrimitive, D: CubePrimitive> {
     /// The codes.

@@ -78,11 +78,11 @@ pub fn factor(amax: &[f32], row: u32, group: u32, range: f32, #[comptime] kind: 
     value
 }
 
-/// What the epilogue reads beside the sums, and the amax values of the output that it raises. Memory that
-/// `kind` does not ask for is any other.
+/// What the epilogue reads beside the sums, and the amax values of the output that it raises.
+/// Memory that `kind` does not ask for is any other.
 ///
-/// `c` is the memory of the output, although the compiler is told that pointers do not alias: an element
-/// of it is read to compute the value that replaces it, and never again.
+/// `c` is the memory of the output, although the compiler is told that pointers do not alias: an
+/// element of it is read to compute the value that replaces it, and never again.
 #[derive(CubeType, CubeLaunch)]
 pub struct Epilogue {
     /// Amax values of `a`.
@@ -123,12 +123,24 @@ impl Epilogue {
 
     /// `α` of stored row `row` of `a`, which belongs to `group`.
     pub fn a_factor(&self, row: u32, group: u32) -> f32 {
-        factor(&self.a_amax, row, group, self.a_range, comptime!(self.kind.a))
+        factor(
+            &self.a_amax,
+            row,
+            group,
+            self.a_range,
+            comptime!(self.kind.a),
+        )
     }
 
     /// `α` of stored row `row` of `b`, which belongs to `group`.
     pub fn b_factor(&self, row: u32, group: u32) -> f32 {
-        factor(&self.b_amax, row, group, self.b_range, comptime!(self.kind.b))
+        factor(
+            &self.b_amax,
+            row,
+            group,
+            self.b_range,
+            comptime!(self.kind.b),
+        )
     }
 
     /// `α` of stored row `row` of `a`, `tile` being that of its tile.
@@ -158,7 +170,8 @@ impl Epilogue {
         value
     }
 
-    /// What the output held in an element: `pair` is the even element of a pair, `odd` which of the two.
+    /// What the output held in an element: `pair` is the even element of a pair, `odd` which of the
+    /// two.
     pub fn load_c(&self, pair: usize, #[comptime] odd: u32) -> f32 {
         if comptime!(!self.kind.accumulate) {
             0.0f32.runtime()
@@ -174,7 +187,8 @@ impl Epilogue {
         }
     }
 
-    /// Raises the amax of the output, or of `group`, to the largest `bits` of the plane, all of one group.
+    /// Raises the amax of the output, or of `group`, to the largest `bits` of the plane, all of one
+    /// group.
     pub fn atomic_amax(&self, group: u32, bits: u32) {
         if comptime!(self.kind.amax.is_some()) {
             let plane = plane_max(bits);
@@ -184,8 +198,9 @@ impl Epilogue {
         }
     }
 
-    /// [`atomic_amax`](Self::atomic_amax) by one unit. The magnitude bits of floats are in the order of the
-    /// floats, with NaN above infinity, and a maximum does not depend on the order of its arguments.
+    /// [`atomic_amax`](Self::atomic_amax) by one unit. The magnitude bits of floats are in the
+    /// order of the floats, with NaN above infinity, and a maximum does not depend on the order of
+    /// its arguments.
     pub fn atomic_amax_of_unit(&self, group: u32, bits: u32) {
         if comptime!(self.kind.amax.is_some()) {
             let mut index = 0u32;
@@ -290,8 +305,8 @@ pub(crate) struct EpilogueArgs {
 }
 
 impl EpilogueArgs {
-    /// How many amax values `kind.amax` asks for, of a GEMM in `groups` groups; at least one, which no
-    /// kernel reads where it asks for none.
+    /// How many amax values `kind.amax` asks for, of a GEMM in `groups` groups; at least one, which
+    /// no kernel reads where it asks for none.
     pub fn amax_len(&self, groups: usize) -> usize {
         match self.kind.amax {
             Some(OutputAmax::PerGroup) => groups,
@@ -299,8 +314,8 @@ impl EpilogueArgs {
         }
     }
 
-    /// The device's part, for `rows` stored rows of `a` and of `b` in `groups` groups, and the memory of
-    /// the output, of so many words.
+    /// The device's part, for `rows` stored rows of `a` and of `b` in `groups` groups, and the
+    /// memory of the output, of so many words.
     ///
     /// # Safety
     /// The memory must hold what `kind` asks for.
@@ -312,9 +327,8 @@ impl EpilogueArgs {
         sum_scale: f32,
     ) -> EpilogueLaunch {
         // SAFETY: as the caller promises.
-        let memory = |handle: &Handle, len: usize| unsafe {
-            BufferArg::from_raw_parts(handle.clone(), len)
-        };
+        let memory =
+            |handle: &Handle, len: usize| unsafe { BufferArg::from_raw_parts(handle.clone(), len) };
         EpilogueLaunch::new(
             memory(&self.a_amax, rows[0]),
             memory(&self.b_amax, rows[1]),
@@ -329,8 +343,8 @@ impl EpilogueArgs {
     }
 }
 
-/// Bytes between the 16 rows that a warp stages for its stores: 128 of data, and 16 that spread rows
-/// over the banks.
+/// Bytes between the 16 rows that a warp stages for its stores: 128 of data, and 16 that spread
+/// rows over the banks.
 const STAGING_ROW: usize = 144;
 /// Bytes that a warp stages at a time.
 pub(crate) const STAGING: usize = 16 * STAGING_ROW;
@@ -353,9 +367,10 @@ pub(crate) struct WarpTile {
     pub staging: u32,
 }
 
-/// Applies the epilogue to the 16 x `tile_n` sums of one warp and writes them: eight columns at a time a
-/// thread has two neighbours in rows `lane / 4` and 8 below ("Register Fragments for wgmma"), which go
-/// through shared memory so that eight threads write 128 bytes of one row. `out` is in units of 16 bytes.
+/// Applies the epilogue to the 16 x `tile_n` sums of one warp and writes them: eight columns at a
+/// time a thread has two neighbours in rows `lane / 4` and 8 below ("Register Fragments for
+/// wgmma"), which go through shared memory so that eight threads write 128 bytes of one row. `out`
+/// is in units of 16 bytes.
 #[cube]
 pub(crate) fn write_warp_tile<N: Size>(
     sums: Vector<f32, N>,

@@ -1,8 +1,9 @@
 //! GEMMs of packed and bf16 operands, dense and grouped.
 //!
-//! `product` and `grouped` are what callers see; `select` chooses kernel and tile. The kernels are in
-//! `kernels`, one a file; [`cublaslt`] is NVIDIA's library, for FP4 tensor cores. `epilogue` is what
-//! happens to a sum before it is written, `tiles` the shapes of tiles, `scheduler` their order.
+//! `product` and `grouped` are what callers see; `select` chooses kernel and tile. The kernels are
+//! in `kernels`, one a file; [`cublaslt`] is NVIDIA's library, for FP4 tensor cores. `epilogue` is
+//! what happens to a sum before it is written, `tiles` the shapes of tiles, `scheduler` their
+//! order.
 
 pub mod cublaslt;
 // `#[cube]` generates public items that cannot carry documentation.

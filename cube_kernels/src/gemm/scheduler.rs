@@ -1,5 +1,5 @@
-//! Which tile a CTA computes next: the order of tiles in the L2 cache, and where the tiles of a grouped
-//! GEMM lie.
+//! Which tile a CTA computes next: the order of tiles in the L2 cache, and where the tiles of a
+//! grouped GEMM lie.
 
 use cubecl::{prelude::*, server::Handle};
 
@@ -32,8 +32,8 @@ pub(crate) struct Place {
     pub column: u32,
 }
 
-/// Sm90Tile number `tile`, columns of `band` tiles first, so that the tiles that run at the same time
-/// share rows of both operands in the L2 cache.
+/// Sm90Tile number `tile`, columns of `band` tiles first, so that the tiles that run at the same
+/// time share rows of both operands in the L2 cache.
 #[cube]
 pub(crate) fn place(
     tile: u32,
@@ -53,7 +53,8 @@ pub(crate) fn place(
     }
 }
 
-/// The class of a tile with `rows` rows of `a`: in an order by width, how many widths are wider than they need.
+/// The class of a tile with `rows` rows of `a`: in an order by width, how many widths are wider
+/// than they need.
 #[cube]
 fn class_of(rows: u32, #[comptime] order: Schedule) -> u32 {
     let last = comptime!(order.classes() - 1);
@@ -72,18 +73,18 @@ fn class_of(rows: u32, #[comptime] order: Schedule) -> u32 {
 pub struct Schedule {
     /// Their shape.
     pub tile: W4a16Tile,
-    /// Those with the widest instructions first, instead of group after group. Tiles of unequal groups take
-    /// unequal times, and cubes take every `CUBE_COUNT`th: in this order those that run side by side take
-    /// equally long, and what is left at the end is short.
+    /// Those with the widest instructions first, instead of group after group. Tiles of unequal
+    /// groups take unequal times, and cubes take every `CUBE_COUNT`th: in this order those that run
+    /// side by side take equally long, and what is left at the end is short.
     pub by_width: bool,
 }
 
 impl Schedule {
-    /// The order for `rows` rows in `groups` groups. Where groups are small, wide tiles are bound by operations
-    /// and narrow ones by bytes, and run better beside each other.
+    /// The order for `rows` rows in `groups` groups. Where groups are small, wide tiles are bound
+    /// by operations and narrow ones by bytes, and run better beside each other.
     ///
-    /// Measured (H100, 8192 rows x 4096 x 7168, microseconds by width / by group, skewed groups): 32 groups
-    /// 866 / 931, 64 998 / 1111, 128 1207 / 1154.
+    /// Measured (H100, 8192 rows x 4096 x 7168, microseconds by width / by group, skewed groups):
+    /// 32 groups 866 / 931, 64 998 / 1111, 128 1207 / 1154.
     pub(crate) fn of(tile: W4a16Tile, rows: usize, groups: usize) -> Self {
         Self {
             tile,
@@ -100,15 +101,17 @@ impl Schedule {
         }
     }
 
-    /// Entries of a schedule of `rows` rows in `groups` groups: each group may end in a tile of its own.
+    /// Entries of a schedule of `rows` rows in `groups` groups: each group may end in a tile of its
+    /// own.
     pub(crate) const fn rows_of_tiles(self, rows: usize, groups: usize) -> usize {
         rows.div_ceil(self.tile.rows_a) + groups
     }
 }
 
-/// Writes the rows of tiles of all groups, `rows` rows of `a` in all, in the order of `order`: group, first row,
-/// and the row behind the last of the group, from entry 1 on; entry 0 has their number. Groups that overlap, as
-/// those of offsets that do not ascend may, could need more entries than there are: what does not fit is left out.
+/// Writes the rows of tiles of all groups, `rows` rows of `a` in all, in the order of `order`:
+/// group, first row, and the row behind the last of the group, from entry 1 on; entry 0 has their
+/// number. Groups that overlap, as those of offsets that do not ascend may, could need more entries
+/// than there are: what does not fit is left out.
 #[cube]
 pub(crate) fn schedule_groups(
     offsets: &[u32],

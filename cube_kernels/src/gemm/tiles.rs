@@ -37,8 +37,8 @@ impl Sm90Tile {
         self.n().is_multiple_of(SM90_BOX)
     }
 
-    /// Sums that a unit holds of a tile. There is no vector of 88 values: of 128 the last 40 stay unwritten
-    /// (and take no registers).
+    /// Sums that a unit holds of a tile. There is no vector of 88 values: of 128 the last 40 stay
+    /// unwritten (and take no registers).
     pub const fn accumulators(self) -> usize {
         match self {
             Self::N176 => 128,
@@ -65,8 +65,8 @@ pub(crate) const W4A16_STRIP: usize = 64;
 pub struct W4a16Tile {
     /// Rows of `a`: 32, 64, 128 or 256.
     pub rows_a: usize,
-    /// Consumer warpgroups that have the same 64 rows of `b` and take turns along the contraction: 2 or
-    /// 4; or 1, and two warpgroups have 64 rows each.
+    /// Consumer warpgroups that have the same 64 rows of `b` and take turns along the contraction:
+    /// 2 or 4; or 1, and two warpgroups have 64 rows each.
     pub ways: usize,
 }
 
@@ -104,7 +104,8 @@ impl W4a16Tile {
         }
     }
 
-    /// Rows of `a` that instructions may span, ascending: a tile takes the first that holds its rows.
+    /// Rows of `a` that instructions may span, ascending: a tile takes the first that holds its
+    /// rows.
     pub const fn widths(self) -> &'static [usize] {
         match (self.rows_a, self.ways) {
             (256, _) => &[128, 256],

@@ -1,9 +1,10 @@
-//! Operands as kernels want them: packed ones as bf16, exactly and without the factor of the tensor, and
-//! bf16 ones transposed.
+//! Operands as kernels want them: packed ones as bf16, exactly and without the factor of the
+//! tensor, and bf16 ones transposed.
 
 use cubecl::{prelude::*, server::Handle};
 
 use super::{
+    arguments::{MixedMatrix, MixedMatrixLaunch},
     product::Operand,
     scheduler::{GroupArgs, Schedule, schedule_groups},
 };
@@ -23,8 +24,8 @@ const UNITS: usize = 256;
 /// Words that a unit decodes, all loaded before the first is stored.
 const WORDS: usize = 4;
 
-/// One word of eight codes becomes 16 bytes of eight bf16: a warp reads 128 bytes of codes and writes
-/// 512 at a time.
+/// One word of eight codes becomes 16 bytes of eight bf16: a warp reads 128 bytes of codes and
+/// writes 512 at a time.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn decode_kernel(
     codes: &[u32],
@@ -83,31 +84,46 @@ pub const SPAN: usize = 128;
 /// Vectors of eight elements that a unit of [`arrange_kernel`] writes.
 const VECTORS: usize = 2;
 
+/// How much [`arrange_kernel`] reads and writes.
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+pub struct ArrangeSize {
+    /// Words of eight columns in a row of `a`.
+    pub words: u32,
+    /// Vectors of eight elements of the output.
+    pub vectors: u32,
+    /// Groups of rows.
+    pub groups: u32,
+}
+
 /// `a` as the W4A16 kernel reads it
-/// ([`sm90_mainloop_w4a16`](crate::cube::ptx::sm90_mainloop_w4a16)): rows of
-/// whole `SPAN`s, zeros beyond `words` words of eight columns, packed elements times 2^-8. In a span vector
-/// `8 h + 4 w + j` holds, for `q` from 0 to 3, columns `c + j` and `c + j + 4` with `c = 32 q + 16 h + 8 w`.
-/// The first cube also writes the schedule of a product in groups (`sm90_fused::schedule_groups`).
+/// ([`sm90_mainloop_w4a16`](crate::cube::ptx::sm90_mainloop_w4a16)): rows of whole `SPAN`s, zeros
+/// beyond `words` words of eight columns, packed elements times 2^-8. In a span vector `8 h + 4 w +
+/// j` holds, for `q` from 0 to 3, columns `c + j` and `c + j + 4` with `c = 32 q + 16 h + 8 w`. The
+/// first cube also writes the schedule of a product in groups (`sm90_fused::schedule_groups`).
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn arrange_kernel(
-    codes: &[u32],
-    scales: &[u8],
-    dense: &[u16],
+    a: MixedMatrix<u32, u16>,
     out: &mut [Vector<u32, Const<4>>],
     offsets: &[u32],
     schedule: &mut [Vector<u32, Const<4>>],
-    words: u32,
-    vectors: u32,
-    groups: u32,
+    size: ArrangeSize,
     #[comptime] packed: bool,
     #[comptime] grouped: Option<Schedule>,
 ) {
+    let words = size.words;
+    let vectors = size.vectors;
     let first = CUBE_POS as u32 * comptime!((UNITS * VECTORS) as u32) + UNIT_POS;
     // Vectors of a row.
     let width = words.div_ceil(comptime!(SPAN as u32 / 8)) * comptime!(SPAN as u32 / 8);
     if comptime!(grouped.is_some()) {
         let rows = vectors / width;
-        schedule_groups(offsets, schedule, groups, rows, comptime!(grouped.unwrap()));
+        schedule_groups(
+            offsets,
+            schedule,
+            size.groups,
+            rows,
+            comptime!(grouped.unwrap()),
+        );
     }
     let mut pairs = Array::<u32>::new(comptime!(4 * VECTORS));
     let mut bytes = Array::<u32>::new(comptime!(4 * VECTORS));
@@ -129,12 +145,12 @@ pub fn arrange_kernel(
             bytes[slot] = 0u32;
             if inside {
                 if comptime!(packed) {
-                    pairs[slot] = codes[at];
-                    bytes[slot] = u32::cast_from(scales[at / 2usize]);
+                    pairs[slot] = a.codes[at];
+                    bytes[slot] = u32::cast_from(a.scales[at / 2usize]);
                 } else {
                     let at = at * 8usize + (within % 4u32) as usize;
-                    pairs[slot] =
-                        u32::cast_from(dense[at]) | (u32::cast_from(dense[at + 4usize]) << 16u32);
+                    pairs[slot] = u32::cast_from(a.dense[at])
+                        | (u32::cast_from(a.dense[at + 4usize]) << 16u32);
                 }
             }
         }
@@ -163,9 +179,9 @@ pub fn arrange_kernel(
     }
 }
 
-/// `operand` in bf16 in the order of [`arrange_kernel`], rows padded to whole [`SPAN`]s. With it, where there is
-/// one, the schedule of `entries` of a product in `groups` of rows. Both live until the last
-/// product that reads them has run. There are rows, and columns.
+/// `operand` in bf16 in the order of [`arrange_kernel`], rows padded to whole [`SPAN`]s. With it,
+/// where there is one, the schedule of `entries` of a product in `groups` of rows. Both live until
+/// the last product that reads them has run. There are rows, and columns.
 pub(super) fn arrange(
     client: &Client,
     operand: &Operand,
@@ -181,23 +197,23 @@ pub(super) fn arrange(
     );
     let parts = operand.parts(&out);
     let read = operand.outer() * words;
-    // SAFETY: the operand was checked against its shape, there are entries for a tile at the end of each group,
-    // and the kernel masks what it reads and writes.
+    // SAFETY: the operand was checked against its shape, there are entries for a tile at the end of
+    // each group, and the kernel masks what it reads and writes.
     unsafe {
         arrange_kernel::launch_unchecked(
             client,
             CubeCount::Static(vectors.div_ceil(UNITS * VECTORS) as u32, 1, 1),
             CubeDim::new_1d(UNITS as u32),
             address_type(vectors * 8),
-            BufferArg::from_raw_parts(parts.codes, read),
-            BufferArg::from_raw_parts(parts.scales, read / 2),
-            BufferArg::from_raw_parts(parts.dense, read * 8),
+            MixedMatrixLaunch::new(
+                BufferArg::from_raw_parts(parts.codes, read),
+                BufferArg::from_raw_parts(parts.scales, read / 2),
+                BufferArg::from_raw_parts(parts.dense, read * 8),
+            ),
             BufferArg::from_raw_parts(out.clone(), vectors),
             BufferArg::from_raw_parts(groups.offsets.clone(), groups.groups + 1),
             BufferArg::from_raw_parts(schedule.clone(), entries),
-            words as u32,
-            vectors as u32,
-            groups.groups as u32,
+            ArrangeSizeLaunch::new(words as u32, vectors as u32, groups.groups as u32),
             parts.packed,
             order,
         );
@@ -207,13 +223,13 @@ pub(super) fn arrange(
 
 /// Rows and columns of a tile that [`transpose_kernel`] transposes at a time.
 const SIDE: usize = 64;
-/// Words from one column of the tile to the next in shared memory: a word for each two rows, and one that
-/// spreads columns over the banks.
+/// Words from one column of the tile to the next in shared memory: a word for each two rows, and
+/// one that spreads columns over the banks.
 const PITCH: usize = SIDE / 2 + 1;
 
-/// `out[j, i] = x[i, j]` for elements of 16 bits, `x` being `rows` x `cols`. Vectors divide the rows of either
-/// matrix. A tile at a time waits in shared memory, two rows of a column in a word: 128 bytes of a row are
-/// read side by side, and as many written.
+/// `out[j, i] = x[i, j]` for elements of 16 bits, `x` being `rows` x `cols`. Vectors divide the
+/// rows of either matrix. A tile at a time waits in shared memory, two rows of a column in a word:
+/// 128 bytes of a row are read side by side, and as many written.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn transpose_kernel<R: Size, W: Size>(
     x: &[Vector<u16, R>],

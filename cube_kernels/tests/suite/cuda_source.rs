@@ -9,7 +9,10 @@ use cubecl::{
 use nvfp4_kernels::{
     BlockScaling, ErrorNorm, HadamardSize,
     cube::{block::BlockPlan, codec::Conversion, hadamard::SignsLaunch, philox::RandomLaunch},
-    gemm,
+    gemm::{
+        self,
+        kernels::{EpilogueKind, EpilogueLaunch, Factor, PackedMatrixLaunch, ProblemShapeLaunch},
+    },
     quantize::{
         self,
         kernels::{
@@ -284,28 +287,35 @@ fn sources(conversion: Conversion) -> Vec<Source> {
                 );
             }
             for bias in [false, true] {
-                let epilogue = gemm::kernels::Epilogue {
+                let epilogue = EpilogueKind {
+                    a: Factor::Tensor,
+                    b: Factor::Tensor,
                     bias,
-                    ordered_add: true,
+                    accumulate: false,
+                    out: dtype,
+                    amax: None,
                 };
                 add!(
                     format!("scalar_gemm-{tag}-{bias}"),
                     None,
                     gemm::kernels::scalar_kernel::create_dummy_kernel,
                     address,
-                    buffer(blocks),
-                    buffer(blocks),
-                    buffer(1),
-                    buffer(blocks),
-                    buffer(blocks),
-                    buffer(1),
-                    buffer(rows),
+                    PackedMatrixLaunch::new(buffer(blocks), buffer(blocks)),
+                    PackedMatrixLaunch::new(buffer(blocks), buffer(blocks)),
+                    ProblemShapeLaunch::new(rows as u32, rows as u32, cols as u32, 1),
+                    EpilogueLaunch::new(
+                        buffer(1),
+                        buffer(1),
+                        buffer(rows),
+                        buffer(1),
+                        buffer(1),
+                        2688.0,
+                        2688.0,
+                        1.0,
+                        epilogue,
+                    ),
                     buffer(rows * cols),
-                    rows,
-                    rows,
-                    cols / 16,
-                    epilogue,
-                    dtype,
+                    true,
                     elem,
                 );
             }

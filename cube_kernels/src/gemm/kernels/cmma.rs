@@ -1,6 +1,6 @@
-//! Products, dense and in groups, on any GPU with 16x16x16 bf16 matrix instructions: tiles of either
-//! operand are decoded, exactly, into shared memory and multiplied with `f32` accumulation. No decoded
-//! copy of an operand is ever in device memory.
+//! Products, dense and in groups, on any GPU with 16x16x16 bf16 matrix instructions: tiles of
+//! either operand are decoded, exactly, into shared memory and multiplied with `f32` accumulation.
+//! No decoded copy of an operand is ever in device memory.
 //!
 //! The contraction ascends in steps of 16 from the first column of a group, whatever the tile is: a
 //! product in groups has the bits of the dense products of its groups.
@@ -55,8 +55,8 @@ struct TilePart {
     k: usize,
 }
 
-/// Dequantizes `tile_rows` stored rows of one operand, two blocks each, into shared memory, a block to a
-/// unit at a time. What lies outside the group becomes zero.
+/// Dequantizes `tile_rows` stored rows of one operand, two blocks each, into shared memory, a block
+/// to a unit at a time. What lies outside the group becomes zero.
 #[cube]
 fn dequantize_tile<W: Size>(
     matrix: &MixedMatrix<Vector<u32, Const<2>>, Vector<u16, W>>,
@@ -139,10 +139,10 @@ struct TilePlace {
 
 /// `out[m, n] = α_a · α_b · Σ a[m, k] · b[n, k] (+ bias[n]) (+ out[m, n])`, for each group.
 ///
-/// Tiles are numbered through all groups, and a cube takes every `CUBE_COUNT`th: the grid depends on
-/// nothing that is in device memory. The bias has a row for each group. Of each operand either codes and
-/// scales are read or, in vectors that divide its rows, `dense`. The epilogue reads what the output held
-/// from `out`.
+/// Tiles are numbered through all groups, and a cube takes every `CUBE_COUNT`th: the grid depends
+/// on nothing that is in device memory. The bias has a row for each group. Of each operand either
+/// codes and scales are read or, in vectors that divide its rows, `dense`. The epilogue reads what
+/// the output held from `out`.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn matrix_kernel<F: Numeric, W: Size>(
     a: MixedMatrix<Vector<u32, Const<2>>, Vector<u16, W>>,
@@ -388,8 +388,8 @@ fn write_tile<F: Numeric>(
     epilogue.atomic_amax(at.group as u32, largest);
 }
 
-/// Queues the product of `a` and `b`, both `k` long in memory, into `result`: `m` rows (all of them, or
-/// those of one group's output) of `n`.
+/// Queues the product of `a` and `b`, both `k` long in memory, into `result`: `m` rows (all of
+/// them, or those of one group's output) of `n`.
 pub(crate) fn launch(
     client: &Client,
     capabilities: &Capabilities,

@@ -15,18 +15,21 @@ pub(crate) mod sm90_w4a16;
 pub(crate) mod small_m;
 
 pub use super::{
+    arguments::{GroupedProblemLaunch, MixedMatrixLaunch, PackedMatrixLaunch, ProblemShapeLaunch},
     cublaslt::kernels::{add_rows_kernel, factors_kernel},
-    epilogue::{EpilogueKind, Factor},
+    epilogue::{EpilogueKind, EpilogueLaunch, Factor},
     grouped::grouped_rows_with,
     product::{product_amax_with, product_as, product_with},
     scheduler::{GroupedDim, Schedule},
     select::{Plan, kernel_for, plan},
     tiles::{CmmaTile, Multiply, Sm90Tile, Sm120Tile, W4a16Tile},
-    workspace::{arrange_kernel, decode, decode_kernel, transpose_kernel, transposed},
+    workspace::{
+        ArrangeSizeLaunch, arrange_kernel, decode, decode_kernel, transpose_kernel, transposed,
+    },
 };
-pub use cmma::{UNITS as MATRIX_UNITS, matrix_kernel};
-pub use scalar::{Epilogue, grouped_kernel, scalar_kernel};
-pub use sm90_bf16::{UNITS as SM90_UNITS, sm90_kernel};
-pub use sm90_w4a16::fused_kernel;
-pub use sm120_nvfp4::{Pieces, sm120_kernel};
+pub use cmma::{CmmaPlan, UNITS as MATRIX_UNITS, matrix_kernel};
+pub use scalar::{ScalarPlan, grouped_kernel, scalar_kernel};
+pub use sm90_bf16::{Sm90Plan, UNITS as SM90_UNITS, sm90_kernel};
+pub use sm90_w4a16::{ScheduledProblemLaunch, W4a16Plan, fused_kernel};
+pub use sm120_nvfp4::{Pieces, Sm120Plan, sm120_kernel};
 pub use small_m::{SmallMLeft, SmallMShape, small_m_kernel};

@@ -1,5 +1,6 @@
-//! The product for any device, one unit for each output element: two packed operands are decoded on the
-//! fly, exactly, and multiplied with `f32` accumulation. No decoded copy of an operand is ever in memory.
+//! The product for any device, one unit for each output element: two packed operands are decoded on
+//! the fly, exactly, and multiplied with `f32` accumulation. No decoded copy of an operand is ever
+//! in memory.
 
 use cubecl::{prelude::*, server::Handle};
 
@@ -12,7 +13,9 @@ use crate::{
             GroupedProblem, GroupedProblemLaunch, MixedMatrix, MixedMatrixLaunch, PackedMatrix,
             PackedMatrixLaunch, ProblemShape, ProblemShapeLaunch,
         },
-        epilogue::{Addends, Epilogue, EpilogueArgs, EpilogueKind, EpilogueLaunch, Factor, apply_on},
+        epilogue::{
+            Addends, Epilogue, EpilogueArgs, EpilogueKind, EpilogueLaunch, Factor, apply_on,
+        },
         product::Operand,
         scheduler::GroupedDim,
     },
@@ -213,8 +216,8 @@ fn element(matrix: &MixedMatrix<u32, u16>, index: usize, #[comptime] packed: boo
     }
 }
 
-/// One unit computes every `units`-th output element, `k` ascending. The epilogue reads what the output
-/// held from `out`.
+/// One unit computes every `units`-th output element, `k` ascending. The epilogue reads what the
+/// output held from `out`.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn grouped_kernel<F: Numeric>(
     a: MixedMatrix<u32, u16>,
@@ -273,8 +276,8 @@ pub fn grouped_kernel<F: Numeric>(
                 sum += x * y;
                 depth += 1usize;
             }
-            // Every group of a contraction in groups has factors of its own for all stored rows: those
-            // of `a` are numbered as the rows of the output.
+            // Every group of a contraction in groups has factors of its own for all stored rows:
+            // those of `a` are numbered as the rows of the output.
             let mut b_own = b_row;
             if comptime!(plan.grouped == GroupedDim::K) {
                 b_own += group * n;

@@ -1,16 +1,16 @@
-//! The NVFP4 product of consumer Blackwell (sm_120, sm_121): block-scaled matrix instructions that take
-//! codes and block scales as they are stored, `mma.sync.m16n8k64` with E2M1 operands and an E4M3 scale
-//! for each 16 elements (`kind::mxf4nvf4`, `scale_vec::4X`).
+//! The NVFP4 product of consumer Blackwell (sm_120, sm_121): block-scaled matrix instructions that
+//! take codes and block scales as they are stored, `mma.sync.m16n8k64` with E2M1 operands and an
+//! E4M3 scale for each 16 elements (`kind::mxf4nvf4`, `scale_vec::4X`).
 //!
-//! A cube of eight warps computes a tile of `out`. Codes and scales of [`DEPTH`] columns make a stage;
-//! `cp.async` keeps a ring of stages filled, with zeros for what lies outside the operands. A row of
-//! codes takes 64 bytes, whose four parts of 16 are exchanged so that eight rows of one part, which
-//! `ldmatrix` reads at a time, lie in different banks. The sums of a warp have the layout of `wgmma`'s,
-//! so the epilogue is that of [`sm90`](super::sm90).
+//! A cube of eight warps computes a tile of `out`. Codes and scales of [`DEPTH`] columns make a
+//! stage; `cp.async` keeps a ring of stages filled, with zeros for what lies outside the operands.
+//! A row of codes takes 64 bytes, whose four parts of 16 are exchanged so that eight rows of one
+//! part, which `ldmatrix` reads at a time, lie in different banks. The sums of a warp have the
+//! layout of `wgmma`'s, so the epilogue is that of [`sm90`](super::sm90).
 //!
 //! This kernel has never run with the instruction: no such GPU was at hand. Its machine code was
-//! inspected, and everything but the instruction runs on other GPUs, with [`Multiply::Software`] in its
-//! place.
+//! inspected, and everything but the instruction runs on other GPUs, with [`Multiply::Software`] in
+//! its place.
 
 use cubecl::{cmma, e2m1x2, e4m3, prelude::*, server::Handle};
 
@@ -60,8 +60,8 @@ const SUMS: usize = 4 * COLUMNS;
 pub struct Pieces {
     /// Bytes of codes: 16, or 8 where rows are no multiple of 32 elements.
     pub codes: u32,
-    /// Bytes of scales: 8, 4 where rows are no multiple of 128 elements, or 1 where they are no multiple
-    /// of 64; single bytes are loaded and stored, not copied.
+    /// Bytes of scales: 8, 4 where rows are no multiple of 128 elements, or 1 where they are no
+    /// multiple of 64; single bytes are loaded and stored, not copied.
     pub scales: u32,
 }
 
@@ -111,8 +111,8 @@ const _: () = {
     assert!(widest.tile_m() == 2 * 16 * WARPS.0 && SM120_TILE_N == WARPS.1 * COLUMNS * 8);
 };
 
-/// Queues copies of the codes of `rows` rows from `row0` on, columns `from` to `from + DEPTH`, into the
-/// tile at `target`.
+/// Queues copies of the codes of `rows` rows from `row0` on, columns `from` to `from + DEPTH`, into
+/// the tile at `target`.
 #[cube]
 fn copy_codes(
     codes: &[u32],
@@ -245,13 +245,49 @@ fn copy_stage(
     let stage = ring + stage_offset(step, tile);
     let from = step * comptime!(DEPTH as u32);
     let tile_m = comptime!(tile.tile_m());
-    copy_codes(&a.codes, stage, rows.a, rows.a_end, from, rows.k, tile_m, pieces.codes);
+    copy_codes(
+        &a.codes,
+        stage,
+        rows.a,
+        rows.a_end,
+        from,
+        rows.k,
+        tile_m,
+        pieces.codes,
+    );
     let target = stage + comptime!(tile.b_codes());
-    copy_codes(&b.codes, target, rows.b, rows.b_end, from, rows.k, SM120_TILE_N, pieces.codes);
+    copy_codes(
+        &b.codes,
+        target,
+        rows.b,
+        rows.b_end,
+        from,
+        rows.k,
+        SM120_TILE_N,
+        pieces.codes,
+    );
     let target = stage + comptime!(tile.a_scales());
-    copy_scales(&a.scales, target, rows.a, rows.a_end, from, rows.k, tile_m, pieces.scales);
+    copy_scales(
+        &a.scales,
+        target,
+        rows.a,
+        rows.a_end,
+        from,
+        rows.k,
+        tile_m,
+        pieces.scales,
+    );
     let target = stage + comptime!(tile.b_scales());
-    copy_scales(&b.scales, target, rows.b, rows.b_end, from, rows.k, SM120_TILE_N, pieces.scales);
+    copy_scales(
+        &b.scales,
+        target,
+        rows.b,
+        rows.b_end,
+        from,
+        rows.k,
+        SM120_TILE_N,
+        pieces.scales,
+    );
 }
 
 /// Adds the products of one stage to the sums of a warp.
@@ -322,8 +358,8 @@ fn multiply_stage(
 
 /// `c + a · b` for 16 rows of `a`, 8 of `b` and 64 columns, every 16 elements times their scale.
 ///
-/// PTX ISA 8.7 and later, sections "Matrix Fragments for mma.m16n8k64" (E2M1) and "Block Scaling for
-/// mma.sync". Lane `4 g + t` holds, eight codes to a word and the first in the lowest bits:
+/// PTX ISA 8.7 and later, sections "Matrix Fragments for mma.m16n8k64" (E2M1) and "Block Scaling
+/// for mma.sync". Lane `4 g + t` holds, eight codes to a word and the first in the lowest bits:
 /// - `a`: columns `8 t..` of rows `g` and `g + 8`, then the same rows 32 columns on;
 /// - `b`: columns `8 t..` of row `g`, then 32 columns on;
 /// - `c`: columns `2 t`, `2 t + 1` of row `g`, then of row `g + 8`;
@@ -462,10 +498,12 @@ pub struct Sm120Plan {
     pub pieces: Pieces,
 }
 
-/// `out[m, n] = α_a · α_b · Σ a[m, k] · b[n, k] (+ bias[n]) (+ out[m, n])`, for the rows of each group.
+/// `out[m, n] = α_a · α_b · Σ a[m, k] · b[n, k] (+ bias[n]) (+ out[m, n])`, for the rows of each
+/// group.
 ///
-/// Tiles are numbered through all groups, and a cube takes every `CUBE_COUNT`th: the grid depends on
-/// nothing that is in device memory. The bias has a row for each group. `out` is in units of 16 bytes.
+/// Tiles are numbered through all groups, and a cube takes every `CUBE_COUNT`th: the grid depends
+/// on nothing that is in device memory. The bias has a row for each group. `out` is in units of 16
+/// bytes.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn sm120_kernel(
     a: PackedMatrix<u32>,
@@ -508,7 +546,14 @@ pub fn sm120_kernel(
         }
         let tiles_m = (end - first).div_ceil(tile_m);
         if tile - passed < tiles_m * tiles_n {
-            let at = place(tile - passed, tiles_m, tiles_n, problem.band, tile_m, tile_n);
+            let at = place(
+                tile - passed,
+                tiles_m,
+                tiles_n,
+                problem.band,
+                tile_m,
+                tile_n,
+            );
             let rows = TileRows {
                 a: first + at.row,
                 a_end: end,
@@ -536,13 +581,7 @@ pub fn sm120_kernel(
                     group,
                     staging: staging_at,
                 };
-                write_warp_tile::<Const<SUMS>>(
-                    strip,
-                    own,
-                    &epilogue,
-                    out,
-                    comptime!(8 * COLUMNS),
-                );
+                write_warp_tile::<Const<SUMS>>(strip, own, &epilogue, out, comptime!(8 * COLUMNS));
             }
             tile += CUBE_COUNT as u32;
         } else {
@@ -580,8 +619,8 @@ fn multiply_tile(
         cp_async_commit_group();
     }
     for step in 0..steps {
-        // The copies of this step have arrived, and the step before has been read: its stage takes the
-        // next ones.
+        // The copies of this step have arrived, and the step before has been read: its stage takes
+        // the next ones.
         cp_async_wait_group(comptime!(STAGES as u32 - 2));
         sync_cube();
         let ahead = step + comptime!(STAGES as u32 - 1);
@@ -595,8 +634,8 @@ fn multiply_tile(
     sums
 }
 
-/// Queues the product of `a` and `b`, both `k` long in memory, into `out`: `m` rows of `n`, dense or with
-/// the rows of `a` in groups.
+/// Queues the product of `a` and `b`, both `k` long in memory, into `out`: `m` rows of `n`, dense
+/// or with the rows of `a` in groups.
 pub(crate) fn launch(
     client: &Client,
     a: &DeviceQuantized,
@@ -617,8 +656,8 @@ pub(crate) fn launch(
     let processors = client.properties().hardware.num_streaming_multiprocessors;
     let cubes = tiles.min(processors.unwrap_or(132) as usize);
     let memory = |handle: &Handle, len: usize| {
-        // SAFETY: the caller checked the operands against their shapes, and that the memory holds what
-        // `epilogue.kind` reads of it.
+        // SAFETY: the caller checked the operands against their shapes, and that the memory holds
+        // what `epilogue.kind` reads of it.
         unsafe { BufferArg::from_raw_parts(handle.clone(), len) }
     };
     let bytes = m * n * epilogue.kind.out.size();

@@ -1,14 +1,16 @@
 //! The bf16 product of Hopper: operands through the copy engine into shared memory, `wgmma`, and a
 //! persistent grid.
 //!
-//! A cube has three warpgroups. One unit of the first keeps a ring of stages filled, each 64 columns
-//! of 128 rows of `a` and of `tile_n` rows of `b`; the other two multiply 64 rows of `a` each. The
-//! ring runs on across tiles: while the consumers write one tile, the first stages of the next
-//! arrive. What lies outside the operands is read as zeros by the copy engine and never written.
+//! A cube has three warpgroups. One unit of the first keeps a ring of stages filled, each 64
+//! columns of 128 rows of `a` and of `tile_n` rows of `b`; the other two multiply 64 rows of `a`
+//! each. The ring runs on across tiles: while the consumers write one tile, the first stages of the
+//! next arrive. What lies outside the operands is read as zeros by the copy engine and never
+//! written.
 //!
-//! Either operand may be stored the other way round, the contraction down its columns ("in columns"): its
-//! part of a stage is then boxes of 64 stored rows of 64 elements, one for each 64 rows of the tile, which
-//! the instruction transposes as it reads them (MN-major). Sums are the same, bit for bit.
+//! Either operand may be stored the other way round, the contraction down its columns ("in
+//! columns"): its part of a stage is then boxes of 64 stored rows of 64 elements, one for each 64
+//! rows of the tile, which the instruction transposes as it reads them (MN-major). Sums are the
+//! same, bit for bit.
 
 use cubecl::{
     prelude::{barrier::Barrier, *},
@@ -84,8 +86,8 @@ fn depth_of(problem: &GroupedProblem, group: u32, #[comptime] grouped: GroupedDi
     }
 }
 
-/// Lets TMA bring `rows` rows of a tile, from `row` on, and 64 columns from `depth` on, to `stage`, and
-/// `ready` know: one box of rows, or boxes of 64 columns of an operand that is MN-major.
+/// Lets TMA bring `rows` rows of a tile, from `row` on, and 64 columns from `depth` on, to `stage`,
+/// and `ready` know: one box of rows, or boxes of 64 columns of an operand that is MN-major.
 #[cube]
 fn load_stage(
     operand: &TensorMap<bf16, Tiled>,
@@ -113,8 +115,9 @@ fn load_stage(
 
 /// `out[m, n] = α_a · α_b · Σ a[m, k] · b[n, k] (+ bias[n]) (+ out[m, n])`, for each group.
 ///
-/// Tiles are numbered through all groups, and a cube takes every `CUBE_COUNT`th: the grid depends on
-/// nothing that is in device memory. The bias has a row for each group. `out` is in units of 16 bytes.
+/// Tiles are numbered through all groups, and a cube takes every `CUBE_COUNT`th: the grid depends
+/// on nothing that is in device memory. The bias has a row for each group. `out` is in units of 16
+/// bytes.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn sm90_kernel(
     a: &TensorMap<bf16, Tiled>,
@@ -146,7 +149,16 @@ pub fn sm90_kernel(
     sync_cube();
     if UNIT_POS < 128u32 {
         if UNIT_POS == 0u32 {
-            produce(a, b, &problem, &mut a_tiles, &mut b_tiles, &barriers, full, plan);
+            produce(
+                a,
+                b,
+                &problem,
+                &mut a_tiles,
+                &mut b_tiles,
+                &barriers,
+                full,
+                plan,
+            );
         }
     } else {
         let shared = SharedAddresses {
@@ -361,8 +373,8 @@ fn consume(
     }
 }
 
-/// A bf16 operand in device memory: a row-major matrix of `rows` rows along the contraction, or of as many
-/// columns down it.
+/// A bf16 operand in device memory: a row-major matrix of `rows` rows along the contraction, or of
+/// as many columns down it.
 pub(crate) struct Operand {
     pub handle: Handle,
     pub rows: usize,
@@ -375,10 +387,10 @@ impl Operand {
     }
 }
 
-/// Queues the product of `a` and `b`, both `k` long in memory, into `out`: `m` rows (all of them, or
-/// those of one group's output) of `n`. The copy engine reads rows of whole 16 bytes: what is stored in rows
-/// has `k` a multiple of 8, what is stored in columns has as many of those; and a `b` in columns takes a
-/// tile that does.
+/// Queues the product of `a` and `b`, both `k` long in memory, into `out`: `m` rows (all of them,
+/// or those of one group's output) of `n`. The copy engine reads rows of whole 16 bytes: what is
+/// stored in rows has `k` a multiple of 8, what is stored in columns has as many of those; and a
+/// `b` in columns takes a tile that does.
 pub(crate) fn launch(
     client: &Client,
     a: &Operand,

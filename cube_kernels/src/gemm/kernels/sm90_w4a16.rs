@@ -1,15 +1,15 @@
 //! The product of Hopper with a packed `b` that is decoded in registers: no bf16 copy of `b` is in
 //! memory, and its codes and scales are read once for each tile along the rows of `a`.
 //!
-//! `wgmma` takes its left operand from registers, so the product is computed as `outᵀ = b · aᵀ`: each of
-//! two consumer warpgroups decodes 64 rows of `b` (or two or four share 64 rows and take turns along the
-//! contraction) and multiplies them with the rows of `a` that lie in shared memory as bf16. The columns of
-//! `a` have been brought into the order in which lanes hold the codes of `b` (`workspace::arrange`), in
-//! which a lane needs one scale for sixteen codes.
+//! `wgmma` takes its left operand from registers, so the product is computed as `outᵀ = b · aᵀ`:
+//! each of two consumer warpgroups decodes 64 rows of `b` (or two or four share 64 rows and take
+//! turns along the contraction) and multiplies them with the rows of `a` that lie in shared memory
+//! as bf16. The columns of `a` have been brought into the order in which lanes hold the codes of
+//! `b` (`workspace::arrange`), in which a lane needs one scale for sixteen codes.
 //!
-//! The first warp drives the copy engine, which brings codes and `a`; the three next ones copy block
-//! scales, as they are: the consumers decode them. Tiles have the same height, but the instructions of
-//! a tile at the end of a group (or of `a`) are only as wide as its rows.
+//! The first warp drives the copy engine, which brings codes and `a`; the three next ones copy
+//! block scales, as they are: the consumers decode them. Tiles have the same height, but the
+//! instructions of a tile at the end of a group (or of `a`) are only as wide as its rows.
 
 use cubecl::{
     prelude::{barrier::Barrier, *},
@@ -90,8 +90,8 @@ fn width_of(rows: u32, #[comptime] tile: W4a16Tile) -> u32 {
     width
 }
 
-/// The scales of one row in stage `step`, four bytes to a word; zeros beyond the end, where codes are zeros too
-/// and no scale may be NaN. `pairs` are the scales in twos.
+/// The scales of one row in stage `step`, four bytes to a word; zeros beyond the end, where codes
+/// are zeros too and no scale may be NaN. `pairs` are the scales in twos.
 #[cube]
 fn load_scales(pairs: &[u16], row: u32, step: u32, k: u32) -> Vector<u32, Const<2>> {
     let width = k / 32u32;
@@ -134,10 +134,10 @@ pub struct ScheduledProblem {
 
 /// `out[m, n] = α_a · α_b · Σ a[m, k] · b[n, k] (+ bias[n]) (+ out[m, n])`, for each group of rows.
 ///
-/// `a` is in the order of `workspace::arrange`, `b` a map of words of eight codes, and `b_scales` are its
-/// scales in twos. A cube takes every `CUBE_COUNT`th tile. Dequantized elements are 2^-8 times what they
-/// stand for, those of `b` alone or of both operands: the epilogue's `sum_scale`. `out` is in units of 16
-/// bytes.
+/// `a` is in the order of `workspace::arrange`, `b` a map of words of eight codes, and `b_scales`
+/// are its scales in twos. A cube takes every `CUBE_COUNT`th tile. Dequantized elements are 2^-8
+/// times what they stand for, those of `b` alone or of both operands: the epilogue's `sum_scale`.
+/// `out` is in units of 16 bytes.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn fused_kernel(
     a: &TensorMap<bf16, Tiled>,
@@ -192,7 +192,16 @@ pub fn fused_kernel(
             setmaxnreg_dec(56u32);
         }
         if UNIT_POS % 32u32 == 0u32 {
-            produce(a, b, &problem, &mut a_tiles, &mut code_tiles, &barriers, shared, plan);
+            produce(
+                a,
+                b,
+                &problem,
+                &mut a_tiles,
+                &mut code_tiles,
+                &barriers,
+                shared,
+                plan,
+            );
         }
     } else if UNIT_POS < 128u32 {
         if comptime!(tile.consumers() == 2) {
@@ -278,7 +287,8 @@ fn produce(
                             &mut a_tiles[first..first + comptime!(rows * 8)],
                             (at.row + ahead) as i32,
                             (step * comptime!(workspace::SPAN as u32)
-                                + comptime!((half * HALF) as u32)) as i32,
+                                + comptime!((half * HALF) as u32))
+                                as i32,
                         );
                     }
                 }
@@ -457,7 +467,10 @@ fn tiles_of(problem: &ScheduledProblem, #[comptime] plan: W4a16Plan) -> TileCoun
     }
     TileCounts {
         m,
-        n: problem.shape.n.div_ceil(comptime!(plan.tile.rows_b() as u32)),
+        n: problem
+            .shape
+            .n
+            .div_ceil(comptime!(plan.tile.rows_b() as u32)),
     }
 }
 
@@ -515,9 +528,9 @@ struct Part {
     staging: u32,
 }
 
-/// Applies the epilogue to the sums of a tile and writes them. A lane has rows `lane / 4` and 8 below of
-/// the 16 rows of `b` of its warp, for two neighbouring rows of `a` in each eight; through shared memory
-/// they become rows of the output, 16 bytes to a unit.
+/// Applies the epilogue to the sums of a tile and writes them. A lane has rows `lane / 4` and 8
+/// below of the 16 rows of `b` of its warp, for two neighbouring rows of `a` in each eight; through
+/// shared memory they become rows of the output, 16 bytes to a unit.
 #[cube]
 fn write_tile<N: Size>(
     sums: Vector<f32, N>,
@@ -555,7 +568,12 @@ fn write_tile<N: Size>(
         if chunk_row < at.end {
             // The chunk before has been read.
             named_barrier_sync(number, units.runtime());
-            stage_sums::<N>(sums, part.staging + part.consumer * stage_bytes, chunk, tile);
+            stage_sums::<N>(
+                sums,
+                part.staging + part.consumer * stage_bytes,
+                chunk,
+                tile,
+            );
             named_barrier_sync(number, units.runtime());
             #[unroll]
             for round in 0..comptime!(items.div_ceil(units)) {
@@ -633,8 +651,14 @@ fn stage_sums<N: Size>(
         let below = at + comptime!(STAGING_ROW as u32 * 4);
         st_shared(at, u32::reinterpret(sums.extract(first)));
         st_shared(below, u32::reinterpret(sums.extract(comptime!(first + 1))));
-        st_shared(at + 32u32, u32::reinterpret(sums.extract(comptime!(first + 2))));
-        st_shared(below + 32u32, u32::reinterpret(sums.extract(comptime!(first + 3))));
+        st_shared(
+            at + 32u32,
+            u32::reinterpret(sums.extract(comptime!(first + 2))),
+        );
+        st_shared(
+            below + 32u32,
+            u32::reinterpret(sums.extract(comptime!(first + 3))),
+        );
     }
 }
 
@@ -651,14 +675,14 @@ fn load_sums(from: u32, #[comptime] tile: W4a16Tile) -> Vector<f32, Const<4>> {
     values
 }
 
-/// Whether this kernel takes a contraction of `k`, as stored: the copy engine reads rows of whole 16
-/// bytes of codes.
+/// Whether this kernel takes a contraction of `k`, as stored: the copy engine reads rows of whole
+/// 16 bytes of codes.
 pub(crate) fn takes(k: usize) -> bool {
     k > 0 && k.is_multiple_of(32)
 }
 
-/// Queues the product of `a` and the packed `b`, both `k` long, into `out`: `m` rows of `n`. Before it `a` is
-/// brought into the order of the kernel, as bf16.
+/// Queues the product of `a` and the packed `b`, both `k` long, into `out`: `m` rows of `n`. Before
+/// it `a` is brought into the order of the kernel, as bf16.
 pub(crate) fn launch(
     client: &Client,
     a: &Operand,

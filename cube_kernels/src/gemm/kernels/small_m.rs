@@ -1,11 +1,12 @@
 //! The product of few rows of `a` with a packed `b` (decoding, 1 to 16 rows): bound by reading the
-//! codes and scales of `b` once. They are expanded in registers, and no bf16 copy of `b` is in memory.
+//! codes and scales of `b` once. They are expanded in registers, and no bf16 copy of `b` is in
+//! memory.
 //!
-//! `b` is the left operand of `mma.sync` (16 of its rows at a time) and `a` the right one (8 rows). A
-//! lane takes 32 codes of a row from each 128: the order of the contraction inside an instruction is
-//! free as long as both operands agree, so lane `4 g + c` reads 16 bytes of row `g` at `32 c`, and the
-//! same columns of `a`. The warps of a cube share its rows and take turns along the contraction; their
-//! sums are added in the order of the warps.
+//! `b` is the left operand of `mma.sync` (16 of its rows at a time) and `a` the right one (8 rows).
+//! A lane takes 32 codes of a row from each 128: the order of the contraction inside an instruction
+//! is free as long as both operands agree, so lane `4 g + c` reads 16 bytes of row `g` at `32 c`,
+//! and the same columns of `a`. The warps of a cube share its rows and take turns along the
+//! contraction; their sums are added in the order of the warps.
 
 use cubecl::{prelude::*, server::Handle};
 
@@ -15,8 +16,8 @@ use crate::{
     cube::{
         codec::{decode_e2m1x8_pairs, decode_e4m3x2, decode_e4m3x2_sm80, interleave_pairs},
         ptx::{
-            cvta_to_global, ld_global_nc_no_allocate_v2,
-            ld_global_nc_no_allocate_v4, ld_global_nc_u8, ld_global_nc_u16, mma_m16n8k16_bf16,
+            cvta_to_global, ld_global_nc_no_allocate_v2, ld_global_nc_no_allocate_v4,
+            ld_global_nc_u8, ld_global_nc_u16, mma_m16n8k16_bf16,
         },
     },
     gemm::{
@@ -35,8 +36,8 @@ use crate::{
 const CHUNK: usize = 128;
 /// Most rows of `a`.
 ///
-/// Measured (H100, N = K = 8192, microseconds, this kernel / tiles of the fused one, before the last
-/// version of either): 1 row 19.7 / 33.2, 16 rows 22.6 / 38.0, 32 rows 33.7 / 30.8.
+/// Measured (H100, N = K = 8192, microseconds, this kernel / tiles of the fused one, before the
+/// last version of either): 1 row 19.7 / 33.2, 16 rows 22.6 / 38.0, 32 rows 33.7 / 30.8.
 pub const MAX_ROWS: usize = 16;
 
 /// How the rows of `a` are read.
@@ -62,8 +63,8 @@ pub struct SmallMShape {
     pub ahead: usize,
     /// The contraction is no multiple of `CHUNK`.
     pub tail: bool,
-    /// It is an odd number of blocks, so that rows do not begin at multiples of 16 bytes and end in half a
-    /// vector.
+    /// It is an odd number of blocks, so that rows do not begin at multiples of 16 bytes and end in
+    /// half a vector.
     pub halves: bool,
     /// How `a` is read.
     pub left: SmallMLeft,
@@ -103,8 +104,8 @@ struct Source {
 
 #[cube]
 impl Source {
-    /// Vector number `index` of the codes of a row, whose first block is number `first` of the matrix. Where
-    /// rows end in half a vector, the last block stands for the one behind it.
+    /// Vector number `index` of the codes of a row, whose first block is number `first` of the
+    /// matrix. Where rows end in half a vector, the last block stands for the one behind it.
     fn load_codes(
         &self,
         first: usize,
@@ -142,7 +143,8 @@ impl Source {
     }
 }
 
-/// The rows of one operand that a lane has, eight apart, and what is on the way of each chunk of them.
+/// The rows of one operand that a lane has, eight apart, and what is on the way of each chunk of
+/// them.
 #[derive(CubeType)]
 struct Rows {
     /// Number of the first block of each row.
@@ -201,8 +203,8 @@ fn decode_scales(bytes: u16, #[comptime] shape: SmallMShape) -> Vector<u32, Cons
     }
 }
 
-/// `out[m, n] = α_a · α_b · Σ a[m, k] · b[n, k] (+ bias[n]) (+ out[m, n])` for the rows of `b` of one
-/// cube. `a`, where it is bf16, is in units of eight elements.
+/// `out[m, n] = α_a · α_b · Σ a[m, k] · b[n, k] (+ bias[n]) (+ out[m, n])` for the rows of `b` of
+/// one cube. `a`, where it is bf16, is in units of eight elements.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn small_m_kernel(
     a: MixedMatrix<u32, Vector<u32, Const<4>>>,
@@ -285,8 +287,8 @@ fn mainloop(
                 let ahead = min(next * 4u32 + quarter, width - 1u32);
                 #[unroll]
                 for half in 0..2usize {
-                    // Beyond the end nothing is added: zeros on both sides, since one of them may be
-                    // infinite.
+                    // Beyond the end nothing is added: zeros on both sides, since one of them may
+                    // be infinite.
                     let inside = at * 2u32 + comptime!(half as u32) < blocks;
                     let slot = comptime!(set * columns);
                     let others = a_fragments(a, &a_rows, at, blocks, inside, slot, half, shape);
@@ -304,8 +306,8 @@ fn mainloop(
                     for i in 0..strips {
                         let low = comptime!(set * 2 * strips + 2 * i);
                         multiply_strip(&b_rows, &others, &mut sums, inside, low, i, half, shape);
-                        // What the lane held of these rows is multiplied: the next is under way while
-                        // the other strips are.
+                        // What the lane held of these rows is multiplied: the next is under way
+                        // while the other strips are.
                         #[allow(clippy::collapsible_if)]
                         if comptime!(half == 1) {
                             if next < chunks {
@@ -323,8 +325,8 @@ fn mainloop(
     sums
 }
 
-/// The fragments of `a` of one block of 16, which is two words, for each group of eight rows: block `half`
-/// of vector `at`, the codes of which are in slots from `first` on.
+/// The fragments of `a` of one block of 16, which is two words, for each group of eight rows: block
+/// `half` of vector `at`, the codes of which are in slots from `first` on.
 #[cube]
 fn a_fragments(
     a: &MixedMatrix<u32, Vector<u32, Const<4>>>,
@@ -370,8 +372,8 @@ fn a_fragments(
     fragments
 }
 
-/// Adds the products of one block of 16 to the sums of strip `strip` of `b`, whose rows are in slots `low`
-/// and the next.
+/// Adds the products of one block of 16 to the sums of strip `strip` of `b`, whose rows are in
+/// slots `low` and the next.
 #[cube]
 fn multiply_strip(
     rows: &Rows,
@@ -431,8 +433,8 @@ fn multiply_strip(
     }
 }
 
-/// Stores the sums of a warp. A lane has rows `lane / 4` and 8 below of a strip, for two neighbouring rows
-/// of `a`.
+/// Stores the sums of a warp. A lane has rows `lane / 4` and 8 below of a strip, for two
+/// neighbouring rows of `a`.
 #[cube]
 fn stage_sums(
     sums: &Array<Vector<f32, Const<4>>>,
@@ -492,7 +494,8 @@ fn write_rows(
             }
             let line_factor = epilogue.a_factor(line, 0u32);
             let pair = line as usize * n as usize + column as usize;
-            // Decoded elements were 2^-8 times what they stand for. Known here, it takes no register.
+            // Decoded elements were 2^-8 times what they stand for. Known here, it takes no
+            // register.
             let sum_scale = comptime!(if shape.left == SmallMLeft::Packed {
                 65536.0f32
             } else {
@@ -525,8 +528,8 @@ fn write_rows(
     epilogue.atomic_amax(0u32, largest);
 }
 
-/// The shape for `m` rows of `a` and `n` of `b`: as many strips as keep all processors busy, and as many warps
-/// and chunks under way as registers allow.
+/// The shape for `m` rows of `a` and `n` of `b`: as many strips as keep all processors busy, and as
+/// many warps and chunks under way as registers allow.
 fn shape(
     client: &Client,
     capabilities: &Capabilities,
