@@ -12,6 +12,8 @@ pub(crate) mod sm90_bf16;
 #[allow(missing_docs)]
 pub(crate) mod sm90_w4a16;
 #[allow(missing_docs)]
+mod sm90_w4a16_output;
+#[allow(missing_docs)]
 pub(crate) mod small_m;
 
 pub use super::{
