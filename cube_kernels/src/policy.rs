@@ -231,10 +231,10 @@ pub enum BlockScaling {
     #[default]
     Standard,
     /// The maximum is multiplied by 17/16 first, so that no value clips and stochastic rounding is
-    /// unbiased (specification, section 8).
+    /// unbiased (numerics, section 8).
     Headroom,
     /// Each block (or tile) chooses between scales that map its maximum to 6 or to 4, by the smaller
-    /// error of rounding to nearest (specification, section 7).
+    /// error of rounding to nearest (numerics, section 7).
     FourOverSix(ErrorNorm),
 }
 

@@ -19,7 +19,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use anyhow::{Context, Result, ensure};
 use serde::{Deserialize, Serialize};
 
-use crate::test::FEATURES;
+use crate::workspace::FEATURES;
 use crate::{setup, workspace};
 
 /// Options of `cargo xtask machine-code`.

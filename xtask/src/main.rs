@@ -17,6 +17,7 @@
 mod book;
 mod ci;
 mod counts;
+mod machine_code;
 mod packages;
 mod results;
 mod sanitize;

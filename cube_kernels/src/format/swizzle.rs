@@ -2,7 +2,7 @@
 //!
 //! The byte of outer row `r` and block `c` stands at
 //! `((r/128 · ceil(C/4) + c/4) · 32 + r%32) · 16 + (r%128)/32 · 4 + c%4`, `C` being the number of
-//! blocks in a row. Rows pad to 128 and blocks to 4; padding bytes are zero (specification, section
+//! blocks in a row. Rows pad to 128 and blocks to 4; padding bytes are zero (numerics, section
 //! 11).
 //!
 //! # Several matrices in one buffer

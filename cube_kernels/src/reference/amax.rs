@@ -54,7 +54,7 @@ pub fn amax_cols<T: Element>(x: &[T], rows: usize, cols: usize) -> Vec<f32> {
 }
 
 /// The largest magnitude of the column-wise transformed matrix: as many rows at a time as `hadamard`
-/// mixes, the last group padded with zeros (specification, section 6).
+/// mixes, the last group padded with zeros (numerics, section 6).
 ///
 /// # Panics
 /// When `x` does not hold `rows * cols` elements.

@@ -19,7 +19,7 @@ pub fn alpha(amax_a: f32, amax_b: f32) -> f32 {
 
 /// `out[m, n] = fl(fl(alpha · acc) + bias[n])` with `acc` the sum over the contraction of
 /// `a[m, k] · b[n, k]`, in `f32`, and `alpha = fl(fl(amax_a / range_a) · fl(amax_b / range_b))` of
-/// stored row `m` of `a` and `n` of `b` (specification, sections 5 and 12).
+/// stored row `m` of `a` and `n` of `b` (numerics, sections 5 and 12).
 ///
 /// The order is stated: `k` ascends from 0 through the padding, one addition at a time, from an
 /// accumulator of +0. Each product of decoded elements is exact, so a fused multiply-add gives the

@@ -1,5 +1,5 @@
 //! The random Hadamard transform `R = diag(s) · H · 1/√size` on groups of 16, 32, 64 or 128
-//! elements (specification, section 6).
+//! elements (numerics, section 6).
 
 use rayon::prelude::*;
 

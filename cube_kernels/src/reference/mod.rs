@@ -7,6 +7,8 @@
 //! Arithmetic is IEEE binary32, round to nearest even, one operation at a time: no contraction, no
 //! approximate reciprocal, no fast-math. Matrices are contiguous, row-major slices of
 //! [`Element`] (`f32`, `bf16`, `f16`).
+//!
+//! "Numerics, section N" is a section of the book's chapter, `docs/src/numerics.md`.
 
 mod activation;
 mod amax;

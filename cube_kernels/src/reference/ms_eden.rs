@@ -1,4 +1,4 @@
-//! MS-EDEN, the unbiased quantization of Quartet II's backward (specification, section 9).
+//! MS-EDEN, the unbiased quantization of Quartet II's backward (numerics, section 9).
 //!
 //! Elements are rounded to nearest, which is biased; a factor for each rotated group takes the bias
 //! away, and the block scales, not the elements, are rounded stochastically. Operands of one product

@@ -1,4 +1,4 @@
-//! The microscaling formats: blocks of 32 elements with a UE8M0 scale (specification, section 10).
+//! The microscaling formats: blocks of 32 elements with a UE8M0 scale (numerics, section 10).
 //!
 //! For a block whose largest magnitude is `a`: `v = fl(a · fl(1/max))`, `max` being the largest
 //! element, 448 in MXFP8. The scale byte `e` is `v` rounded up to a power of two, an element is

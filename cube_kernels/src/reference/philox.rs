@@ -42,7 +42,7 @@ pub(super) fn philox4x32_lanes<const L: usize>(
     [c0, c1, c2, c3].map(|word| word.map(|word| word as u32))
 }
 
-/// The random words of `L` blocks (specification, section 3): byte `i` of a block, little-endian
+/// The random words of `L` blocks (numerics, section 3): byte `i` of a block, little-endian
 /// within its words, rounds element `i`.
 ///
 /// The counter is (block low, block high, offset low, offset high), the key that of the stream.

@@ -18,7 +18,7 @@ use crate::{
 
 /// One packed copy of a `rows` x `cols` matrix: 1x16 blocks along each row ([`Usage::Rowwise`]),
 /// or 16x1 blocks down each column, stored transposed ([`Usage::Columnwise`]), made as `policy` says
-/// (specification, sections 4 to 8).
+/// (numerics, sections 4 to 8).
 ///
 /// With a transform the packed axis is padded with zeros to a multiple of its size, all of which is
 /// stored, and `amax` must be that of the transformed values ([`amax_rht`](super::amax_rht),
@@ -102,7 +102,7 @@ pub fn quantize_col<T: Element>(
 
 /// Both copies of a `rows` x `cols` matrix in 16x16 tiles, rounded to nearest: `(row-wise,
 /// column-wise)`, with their scales in `layouts`, the second the exact transpose of the first. Each
-/// tile has one scale, found by `scaling` (specification, sections 4, 7 and 8). Rows beyond the
+/// tile has one scale, found by `scaling` (numerics, sections 4, 7 and 8). Rows beyond the
 /// matrix count as zeros.
 ///
 /// # Errors

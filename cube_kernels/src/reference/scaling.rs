@@ -1,4 +1,4 @@
-//! The two levels of scale (specification, sections 4, 7 and 8).
+//! The two levels of scale (numerics, sections 4, 7 and 8).
 
 use super::{
     rounding::nearest_code,

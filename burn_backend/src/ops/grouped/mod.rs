@@ -12,7 +12,7 @@
 //! - In NVFP4, by MS-EDEN too, each group is quantized as a matrix of its own: it has its own maximum,
 //!   before and after the transform, or one for each of its stored rows (per token), and its blocks
 //!   along the tokens begin at its first token, the last one, or the last transform, padded with zeros.
-//!   So has each expert's weight (specification, sections 4 and 9).
+//!   So has each expert's weight (numerics, sections 4 and 9).
 //! - MXFP8 has no maxima beyond its blocks of 32, which begin at the first token of each group.
 //! - High precision, of the original tensors or of dequantized ones, is multiplied as it is.
 //!

@@ -1,4 +1,4 @@
-//! The specification, sections 2 to 8, written down once more: one element at a time, by search
+//! The numerics, sections 2 to 8, written down once more: one element at a time, by search
 //! instead of bit tricks, sharing nothing with the oracle but Philox (which has known answers).
 
 use nvfp4_kernels::{
