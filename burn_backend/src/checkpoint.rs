@@ -1,10 +1,10 @@
 //! Checkpoints of burn-train that hold what NVFP4 layers draw from (feature `train`).
 //!
-//! burn-train saves the records of the model, the optimizer and the scheduler, none of which has room
-//! for an [`Nvfp4State`]: a run that is resumed from them (`SupervisedTraining::checkpoint`) would draw
-//! from its first offsets again, and forget the mode that a schedule has put its layers into.
-//! [`Nvfp4Checkpoints::register`] stands in for `with_default_checkpointers`, and saves the state in a
-//! file beside them:
+//! burn-train saves the records of the model, the optimizer and the scheduler, none of which has
+//! room for an [`Nvfp4State`]: a run that is resumed from them (`SupervisedTraining::checkpoint`)
+//! would draw from its first offsets again, and forget the mode that a schedule has put its layers
+//! into. [`Nvfp4Checkpoints::register`] stands in for `with_default_checkpointers`, and saves the
+//! state in a file beside them:
 //!
 //! ```no_run
 //! # use burn_core::module::Module;
@@ -35,12 +35,13 @@ use burn_train::{LearnerModel, SupervisedTraining};
 
 use crate::state::{self, FoundLayer, Nvfp4State};
 
-/// Saves the [`Nvfp4State`] of a model with burn-train's checkpoints, and puts the model back into it.
+/// Saves the [`Nvfp4State`] of a model with burn-train's checkpoints, and puts the model back into
+/// it.
 ///
-/// burn-train writes records on threads of their own while training goes on, and layers count on; so
-/// the state is collected before, when the [`strategy`](Self::strategy) is asked whether to save. The
-/// parts are public for checkpoints that are not files: give burn-train both the strategy and what
-/// [`model`](Self::model) makes of its model's checkpointer.
+/// burn-train writes records on threads of their own while training goes on, and layers count on;
+/// so the state is collected before, when the [`strategy`](Self::strategy) is asked whether to
+/// save. The parts are public for checkpoints that are not files: give burn-train both the strategy
+/// and what [`model`](Self::model) makes of its model's checkpointer.
 #[derive(Debug, Clone)]
 pub struct Nvfp4Checkpoints {
     directory: PathBuf,
@@ -60,8 +61,8 @@ impl Nvfp4Checkpoints {
         }
     }
 
-    /// Save checkpoints to files in the directory, those of the model, the optimizer and the scheduler
-    /// under the names that burn-train gives them, when `strategy` says so.
+    /// Save checkpoints to files in the directory, those of the model, the optimizer and the
+    /// scheduler under the names that burn-train gives them, when `strategy` says so.
     ///
     /// It replaces checkpointers and the strategy that `training` has.
     pub fn register<M: LearnerModel>(
@@ -75,10 +76,11 @@ impl Nvfp4Checkpoints {
             .with_checkpointing_strategy(self.strategy(strategy))
     }
 
-    /// What saves and restores the state together with the model's record, which is left to `inner`.
+    /// What saves and restores the state together with the model's record, which is left to
+    /// `inner`.
     ///
-    /// Saving fails without the [`strategy`](Self::strategy), and restoring where the file of the state
-    /// is missing, or is that of another model.
+    /// Saving fails without the [`strategy`](Self::strategy), and restoring where the file of the
+    /// state is missing, or is that of another model.
     pub fn model<C: Checkpointer<ModuleRecord>>(&self, inner: C) -> StateCheckpointer<C> {
         StateCheckpointer {
             inner,

@@ -9,7 +9,7 @@ use burn_core::tensor::{DType, Device, Int, Tensor};
 use nvfp4_kernels::Nvfp4Error;
 
 use crate::functions::{into_bias, or_panic};
-use crate::ops::{LinearContext, LinearSpec, Nvfp4GroupedOps};
+use crate::ops::{LinearContext, LinearSpec, Nvfp4Ops, RowGroups};
 use crate::validate;
 
 /// The most experts of one layer: what the kernels keep of each fits shared memory.
@@ -24,11 +24,11 @@ pub struct ExpertOffsets {
 }
 
 impl ExpertOffsets {
-    /// The offsets of experts with `counts` (`[experts]`, any integer type) tokens each, of `tokens`
-    /// in all.
+    /// The offsets of experts with `counts` (`[experts]`, any integer type) tokens each, of
+    /// `tokens` in all.
     ///
-    /// `counts` is not read by the host. A negative count is zero, and what is beyond `tokens` is cut
-    /// off; tokens that are left over belong to no expert: layers give zeros for them.
+    /// `counts` is not read by the host. A negative count is zero, and what is beyond `tokens` is
+    /// cut off; tokens that are left over belong to no expert: layers give zeros for them.
     ///
     /// # Errors
     /// When there is no count, more than [`MAX_EXPERTS`], or more than 2^31 - 1 tokens.
@@ -80,7 +80,7 @@ impl ExpertOffsets {
     }
 }
 
-/// Fail unless a layer can have this many experts.
+/// Fails unless a layer can have this many experts.
 pub(crate) fn check_experts(argument: &'static str, experts: usize) -> Result<(), Nvfp4Error> {
     if (1..=MAX_EXPERTS).contains(&experts) {
         Ok(())
@@ -95,15 +95,16 @@ pub(crate) fn check_experts(argument: &'static str, experts: usize) -> Result<()
 
 /// `y[i] = Q(x[i]) Q(weight[e]) + bias[e]` for each token `i` of expert `e`, differentiable in `x`,
 /// `weight` and `bias`, with the operands of `spec` forward and backward; see
-/// [`ops::Nvfp4GroupedOps`](crate::ops::Nvfp4GroupedOps) for how groups are quantized.
+/// [`ops`](crate::ops) for how groups are quantized.
 ///
 /// `x` is `[tokens, d_in]`, sorted by expert as `experts` says; `weight` `[experts, d_in, d_out]`;
-/// `bias` `[experts, d_out]`; each `f32`, `bf16` or `f16`. The output is `[tokens, d_out]` in the type
-/// of `x`, zero for tokens of no expert; every gradient has the type of what it is the gradient of.
+/// `bias` `[experts, d_out]`; each `f32`, `bf16` or `f16`. The output is `[tokens, d_out]` in the
+/// type of `x`, zero for tokens of no expert; every gradient has the type of what it is the
+/// gradient of.
 ///
 /// # Errors
 /// When the device has no implementation, devices differ, a type is not supported, a shape does not
-/// fit, `d_in` or `d_out` is no positive multiple of 16, or no kernel computes a product of `spec`.
+/// fit, `d_in` or `d_out` is no positive multiple of 16, or no kernel computes a GEMM of `spec`.
 pub fn try_grouped_linear(
     x: Tensor<2>,
     weight: Tensor<3>,
@@ -133,7 +134,7 @@ pub fn grouped_linear(
     )
 }
 
-/// The product, after [`check_grouped_linear`].
+/// The layer, after [`check_grouped_linear`].
 pub(crate) fn grouped_linear_unchecked(
     x: Tensor<2>,
     weight: Tensor<3>,
@@ -142,17 +143,17 @@ pub(crate) fn grouped_linear_unchecked(
     spec: LinearSpec,
     context: LinearContext,
 ) -> Tensor<2> {
-    Tensor::from_dispatch(Dispatch::nvfp4_grouped_linear(
+    Tensor::from_dispatch(Dispatch::nvfp4_linear(
         x.into_dispatch(),
         weight.into_dispatch(),
         into_bias(bias),
-        experts.offsets.clone().into_dispatch(),
+        RowGroups::Offsets(experts.offsets.clone().into_dispatch()),
         spec,
         context,
     ))
 }
 
-/// Fail unless the arguments of a product in groups fit each other.
+/// Fails unless the arguments of a grouped layer fit each other.
 pub(crate) fn check_grouped_linear(
     x: &Tensor<2>,
     weight: &Tensor<3>,
@@ -184,7 +185,8 @@ pub(crate) fn check_grouped_linear(
     Ok(())
 }
 
-/// What a product in groups asks of its weight and bias, called `names`, for an `x` on `device`.
+/// Fails unless the weight and bias of a grouped layer, called `names`, fit each other and an `x`
+/// on `device`.
 pub(crate) fn check_grouped_parameters(
     device: &Device,
     names: [&'static str; 2],
@@ -209,9 +211,9 @@ pub(crate) fn check_grouped_parameters(
 /// Rows of `x` (`[tokens, width]`) by number: `out[s] = x[index[s]]`, `[slots, width]`, for `index`
 /// `[slots]`; differentiable in `x`.
 ///
-/// `inverse` (`[tokens, copies]`, `tokens * copies = slots`) holds the slots that each row of `x` went
-/// to, every slot once. With it the backward gathers too, `dx[t] = Σⱼ dout[inverse[t, j]]`, added in
-/// `f32` in the order of `j`, where the backward of a plain selection scatters.
+/// `inverse` (`[tokens, copies]`, `tokens * copies = slots`) holds the slots that each row of `x`
+/// went to, every slot once. With it the backward gathers too, `dx[t] = Σⱼ dout[inverse[t, j]]`,
+/// added in `f32` in the order of `j`, where the backward of a plain selection scatters.
 ///
 /// What `index` and `inverse` hold is not checked: that would wait for the device.
 ///
@@ -253,8 +255,8 @@ pub fn moe_permute(x: Tensor<2>, index: Tensor<1, Int>, inverse: Tensor<2, Int>)
 /// `choices[places[t, j]] = t * copies + j`. Neither is checked: that would wait for the device.
 ///
 /// # Errors
-/// When the device has no implementation, devices differ, a type is not supported, or a shape does not
-/// fit.
+/// When the device has no implementation, devices differ, a type is not supported, or a shape does
+/// not fit.
 pub fn try_moe_unpermute(
     y: Tensor<2>,
     weights: Tensor<2>,

@@ -6,15 +6,15 @@
 
 use burn_core::backend::Dispatch;
 use burn_core::tensor::{DType, FloatDType, Int, Tensor};
-use nvfp4_kernels::{BlockScaling, Hadamard, Nvfp4Error, Rounding, Usage};
+use nvfp4_kernels::{BlockScaling, Hadamard, Layout, Nvfp4Error, Rounding, Storage, Usage};
 
 use crate::ops::{
-    Bias, CopySpec, LinearContext, LinearSpec, Nvfp4Ops, Packed, PackedLayout, PairSpec,
-    QuantizeSpec,
+    GemmGroups, LinearContext, LinearSpec, MaybeTensor, Nvfp4Ops, Operand, QuantParams,
+    QuantUsages, QuantizedData, QuantizedMatrix, RowGroups,
 };
 use crate::validate;
 
-/// A matrix in NVFP4: 4-bit codes, a scale for each block of 16, and the maximum of the whole.
+/// A matrix in NVFP4: 4-bit codes, a scale for each block of 16, and the amax values.
 ///
 /// It is a constant for autodiff.
 #[derive(Clone, Debug)]
@@ -22,22 +22,32 @@ pub struct Nvfp4Tensor {
     codes: Tensor<2, Int>,
     scales: Tensor<2, Int>,
     amax: Tensor<1>,
-    layout: PackedLayout,
+    layout: Layout,
 }
 
 impl Nvfp4Tensor {
-    /// A packed matrix from its buffers: `codes` `u32[outer, blocks * 2]`, `scales`
+    /// A quantized matrix from its buffers: `codes` `u32[outer, blocks * 2]`, `scales`
     /// `u8[outer, blocks]`, `amax` `f32[amax_len]`.
     ///
     /// # Errors
-    /// When a buffer has another shape, type or device than `layout` asks for.
+    /// When `layout` is not that of a packed NVFP4 tensor with compact scales, or a buffer has
+    /// another shape, type or device than `layout` asks for.
     pub fn try_from_parts(
         codes: Tensor<2, Int>,
         scales: Tensor<2, Int>,
         amax: Tensor<1>,
-        layout: PackedLayout,
+        layout: Layout,
     ) -> Result<Self, Nvfp4Error> {
         validate::device("codes", &codes.device())?;
+        let plain = Layout::nvfp4(layout.rows, layout.cols, layout.usage);
+        let kind = |layout: &Layout| (layout.format, layout.storage, layout.scale_layout);
+        if kind(&layout) != kind(&plain) {
+            return Err(Nvfp4Error::value(
+                "layout",
+                format!("{:?}", kind(&layout)),
+                format!("{:?}", kind(&plain)),
+            ));
+        }
         let (outer, blocks) = (layout.outer(), layout.blocks());
         validate::buffer("codes", &codes, [outer, blocks * 2], DType::U32)?;
         validate::buffer("scales", &scales, [outer, blocks], DType::U8)?;
@@ -62,37 +72,42 @@ impl Nvfp4Tensor {
         &self.scales
     }
 
-    /// Largest magnitude of the source, or of each stored row: `f32[amax_len]`.
+    /// The largest magnitude of the source, or of each stored row: `f32[amax_len]`.
     pub fn amax(&self) -> &Tensor<1> {
         &self.amax
     }
 
     /// What the buffers mean.
-    pub fn layout(&self) -> PackedLayout {
+    pub fn layout(&self) -> Layout {
         self.layout
     }
 
-    fn from_dispatch(packed: Packed<Dispatch>) -> Self {
+    fn from_dispatch(quantized: QuantizedMatrix<Dispatch>) -> Self {
+        let layout = quantized.layout;
+        let amax = quantized.amax.clone().into_option();
+        let (codes, scales) = quantized.into_packed();
         Self {
-            codes: Tensor::from_dispatch(packed.codes),
-            scales: Tensor::from_dispatch(packed.scales),
-            amax: Tensor::from_dispatch(packed.amax),
-            layout: packed.layout,
+            codes: Tensor::from_dispatch(codes),
+            scales: Tensor::from_dispatch(scales),
+            amax: Tensor::from_dispatch(amax.expect("NVFP4 has a global scale")),
+            layout,
         }
     }
 
-    fn into_dispatch(self) -> Packed<Dispatch> {
-        Packed {
-            codes: self.codes.into_dispatch(),
-            scales: self.scales.into_dispatch(),
-            amax: self.amax.into_dispatch(),
+    fn into_dispatch(self) -> QuantizedMatrix<Dispatch> {
+        QuantizedMatrix {
+            data: QuantizedData::Packed {
+                codes: self.codes.into_dispatch(),
+                scales: self.scales.into_dispatch(),
+            },
+            amax: MaybeTensor::Present(self.amax.into_dispatch()),
             layout: self.layout,
         }
     }
 }
 
-/// Pack the matrix `x` (`[rows, cols]`, `f32`, `bf16` or `f16`) in 1x16 blocks along `usage`, after
-/// `hadamard` along the same axis if there is one.
+/// Quantizes the matrix `x` (`[rows, cols]`, `f32`, `bf16` or `f16`) in 1x16 blocks along `usage`,
+/// after `hadamard` along the same axis if there is one.
 ///
 /// # Errors
 /// When the device or the type is not supported, when `cols` is no multiple of 16 for
@@ -108,22 +123,20 @@ pub fn try_quantize(
         (Usage::Rowwise, Some(_)) => {
             return Err(Nvfp4Error::value(
                 "hadamard",
-                "a transform for the row-wise copy",
-                "none: the transform belongs to column-wise copies",
+                "a transform for the rowwise tensor",
+                "none: the transform belongs to columnwise tensors",
             ));
         }
         (Usage::Rowwise, None) => validate::blocks("x", "cols", x.dims()[1])?,
         (Usage::Columnwise, _) => {}
     }
-    let copy = CopySpec {
+    let params = QuantParams {
         hadamard,
-        ..CopySpec::new(rounding)
+        ..QuantParams::nvfp4(rounding)
     };
-    let spec = QuantizeSpec { usage, copy };
-    Ok(Nvfp4Tensor::from_dispatch(Dispatch::nvfp4_quantize(
-        x.into_dispatch(),
-        spec,
-    )))
+    let usages = QuantUsages::one(usage, params, Storage::Packed);
+    let made = Dispatch::nvfp4_quantize(x.into_dispatch(), RowGroups::Whole, usages);
+    Ok(Nvfp4Tensor::from_dispatch(made.into_one()))
 }
 
 /// [`try_quantize`], panicking where it fails.
@@ -136,8 +149,8 @@ pub fn quantize(
     or_panic("quantize", try_quantize(x, usage, rounding, hadamard))
 }
 
-/// Pack the matrix `x` (`[rows, cols]`) in 16x16 tiles, rounded to nearest: the row-wise copy and
-/// the column-wise one, exact transposes of each other.
+/// Quantizes the matrix `x` (`[rows, cols]`) in 16x16 blocks, rounded to nearest: the rowwise and
+/// the columnwise tensor, exact transposes of each other.
 ///
 /// # Errors
 /// When the device or the type is not supported, or a dimension is no multiple of 16.
@@ -146,11 +159,13 @@ pub fn try_quantize_tiles(x: Tensor<2>) -> Result<(Nvfp4Tensor, Nvfp4Tensor), Nv
     let [rows, cols] = x.dims();
     validate::blocks("x", "rows", rows)?;
     validate::blocks("x", "cols", cols)?;
-    let pair =
-        Dispatch::nvfp4_quantize_pair(x.into_dispatch(), PairSpec::Tile(BlockScaling::Standard));
+    let params = QuantParams::nvfp4_2d(BlockScaling::Standard);
+    let usages = QuantUsages::both(params, params);
+    let made = Dispatch::nvfp4_quantize(x.into_dispatch(), RowGroups::Whole, usages);
+    let (rowwise, columnwise) = made.into_both();
     Ok((
-        Nvfp4Tensor::from_dispatch(pair.row),
-        Nvfp4Tensor::from_dispatch(pair.col),
+        Nvfp4Tensor::from_dispatch(rowwise),
+        Nvfp4Tensor::from_dispatch(columnwise),
     ))
 }
 
@@ -159,8 +174,8 @@ pub fn quantize_tiles(x: Tensor<2>) -> (Nvfp4Tensor, Nvfp4Tensor) {
     or_panic("quantize_tiles", try_quantize_tiles(x))
 }
 
-/// The values of `packed` in the orientation of its source (`[rows, cols]`), as `dtype`. A copy made
-/// with a transform stays transformed.
+/// The values of `packed` in the orientation of its source (`[rows, cols]`), as `dtype`. With a
+/// transform they stay in the rotated domain.
 ///
 /// # Errors
 /// When `dtype` is not one of `F32`, `BF16` and `F16`.
@@ -168,6 +183,7 @@ pub fn try_dequantize(packed: Nvfp4Tensor, dtype: FloatDType) -> Result<Tensor<2
     validate::float("dtype", dtype.into())?;
     Ok(Tensor::from_dispatch(Dispatch::nvfp4_dequantize(
         packed.into_dispatch(),
+        RowGroups::Whole,
         dtype,
     )))
 }
@@ -217,7 +233,8 @@ pub fn try_matmul(
             ));
         }
     }
-    let out = Dispatch::nvfp4_matmul(a.into_dispatch(), b.into_dispatch(), into_bias(bias), dtype);
+    let [a, b] = [a, b].map(|operand| Operand::Quantized(operand.into_dispatch()));
+    let out = Dispatch::nvfp4_gemm(a, b, into_bias(bias), GemmGroups::None, dtype);
     Ok(Tensor::from_dispatch(out))
 }
 
@@ -234,8 +251,8 @@ pub fn matmul(
 /// `y = Q(x) Q(weight) + bias`, differentiable in all three, with forward and backward in NVFP4.
 ///
 /// `x` is `[..., d_in]` (leading axes are folded to rows, any number of them, none included),
-/// `weight` `[d_in, d_out]`, `bias` `[d_out]`; each may be `f32`, `bf16` or `f16`. The output has the
-/// type of `x`; every gradient has the type of what it is the gradient of.
+/// `weight` `[d_in, d_out]`, `bias` `[d_out]`; each may be `f32`, `bf16` or `f16`. The output has
+/// the type of `x`; every gradient has the type of what it is the gradient of.
 ///
 /// # Errors
 /// When the device has no implementation, devices differ, a type is not supported, a shape does
@@ -268,7 +285,7 @@ pub fn linear<const D: usize>(
     or_panic("linear", try_linear(x, weight, bias, spec))
 }
 
-/// The product, after [`validate::linear`].
+/// The layer, after [`validate::linear`].
 pub(crate) fn linear_unchecked<const D: usize>(
     x: Tensor<D>,
     weight: Tensor<2>,
@@ -284,6 +301,7 @@ pub(crate) fn linear_unchecked<const D: usize>(
         x.into_dispatch(),
         weight.into_dispatch(),
         into_bias(bias),
+        RowGroups::Whole,
         spec,
         context,
     );
@@ -291,11 +309,8 @@ pub(crate) fn linear_unchecked<const D: usize>(
     Tensor::<2>::from_dispatch(y).reshape(dims)
 }
 
-pub(crate) fn into_bias<const D: usize>(bias: Option<Tensor<D>>) -> Bias<Dispatch> {
-    match bias {
-        Some(bias) => Bias::Vector(bias.into_dispatch()),
-        None => Bias::Absent,
-    }
+pub(crate) fn into_bias<const D: usize>(bias: Option<Tensor<D>>) -> MaybeTensor<Dispatch> {
+    bias.map(Tensor::into_dispatch).into()
 }
 
 /// Burn's convention for operations: bad arguments panic, before anything is queued.

@@ -44,8 +44,8 @@
 //!
 //! # Numerics
 //!
-//! A weight is `[d_in, d_out]`, as in Burn. With `Q` a quantization to NVFP4, in blocks of 16 along the
-//! contraction of the GEMM:
+//! A weight is `[d_in, d_out]`, as in Burn. With `Q` a quantization to NVFP4, in blocks of 16 along
+//! the contraction of the GEMM:
 //!
 //! | GEMM | operands | rounding |
 //! |---|---|---|
@@ -53,10 +53,10 @@
 //! | `dx = Q(dy) Q(w)ᵀ` | `dy` in 1x16 blocks, the rowwise quantized tensor of the same `Q(w)` | stochastic for `dy` |
 //! | `dw = Q(H x)ᵀ Q(H dy)` | both in 16x1 blocks along the tokens, after the transform `H` | nearest for `x`, stochastic for `dy` |
 //!
-//! Between forward and backward only packed 4-bit tensors are saved: the columnwise quantized `x` if
-//! `w` needs a gradient, the rowwise quantized `w` if `x` needs one. GEMMs accumulate in `f32` and
-//! round once to the output's type: `y` and `dx` have the type of `x`, `dw` that of `w`. The gradient
-//! of a bias is the `f32` sum of `dy`, in the bias's type.
+//! Between forward and backward only packed 4-bit tensors are saved: the columnwise quantized `x`
+//! if `w` needs a gradient, the rowwise quantized `w` if `x` needs one. GEMMs accumulate in `f32`
+//! and round once to the output's type: `y` and `dx` have the type of `x`, `dw` that of `w`. The
+//! gradient of a bias is the `f32` sum of `dy`, in the bias's type.
 
 #[cfg(feature = "train")]
 pub mod checkpoint;

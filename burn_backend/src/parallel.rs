@@ -118,10 +118,11 @@ impl DataParallel {
     /// Replaces the gradients of `model`, computed on `device`, by their means over the ranks, all
     /// of which have to call this with gradients of the same parameters.
     ///
-    /// A collective blocks its device until all other ranks have launched it. So nothing else may be
-    /// launched on any device in between: whatever waits for a device, as loading a kernel or freeing
-    /// memory can, would wait for ranks that may wait for it. The ranks flush their devices, meet at
-    /// the barrier, launch the same few collectives, flush again and meet at the barrier again.
+    /// A collective blocks its device until all other ranks have launched it. So nothing else may
+    /// be launched on any device in between: whatever waits for a device, as loading a kernel or
+    /// freeing memory can, would wait for ranks that may wait for it. The ranks flush their
+    /// devices, meet at the barrier, launch the same few collectives, flush again and meet at the
+    /// barrier again.
     ///
     /// # Panics
     /// When `device` belongs to no rank.
@@ -216,7 +217,8 @@ impl ModuleMapper for ClearDistributed {
 }
 
 /// Sorts the gradients of a module into one [`Bucket`] for each element type: a collective of many
-/// elements costs little more than one of few. All ranks visit the same parameters in the same order.
+/// elements costs little more than one of few. All ranks visit the same parameters in the same
+/// order.
 struct Buckets<'a> {
     gradients: &'a mut GradientsParams,
     buckets: Vec<Bucket>,

@@ -111,7 +111,7 @@ pub(crate) fn operand<const D: usize>(
     float(argument, tensor.dtype())
 }
 
-/// Everything that a linear product asks of its tensors.
+/// Fails unless the tensors of a linear layer fit each other.
 pub(crate) fn linear<const D: usize>(
     x: &Tensor<D>,
     weight: &Tensor<2>,
@@ -132,7 +132,8 @@ pub(crate) fn linear<const D: usize>(
     Ok(())
 }
 
-/// What a linear product asks of its weight and bias, called `names`, for an `x` on `device`.
+/// Fails unless the weight and bias of a linear layer, called `names`, fit each other and an `x`
+/// on `device`.
 pub(crate) fn linear_parameters(
     device: &Device,
     names: [&'static str; 2],
@@ -154,8 +155,8 @@ pub(crate) fn linear_parameters(
     Ok(())
 }
 
-/// Fail unless a parameter is on the device of `x`, or will be: one without a value yet is not asked for it, which
-/// would make it there.
+/// Fail unless a parameter is on the device of `x`, or will be: one without a value yet is not
+/// asked for it, which would make it there.
 pub(crate) fn parameter<const D: usize>(
     device: &Device,
     name: &'static str,
@@ -178,7 +179,7 @@ pub(crate) fn shape<const D: usize>(
     Err(Nvfp4Error::shape(argument, format!("{found:?}"), expected))
 }
 
-/// Shape and type of one buffer of a packed matrix.
+/// Shape and type of one buffer of a quantized matrix.
 pub(crate) fn buffer<const D: usize, K: Basic>(
     argument: &'static str,
     tensor: &Tensor<D, K>,

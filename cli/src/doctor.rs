@@ -4,9 +4,10 @@ use std::str::FromStr;
 
 use anyhow::{Result, bail};
 use burn::tensor::{Device, FloatDType};
+use nvfp4::kernels::describe::CodePath;
 
 use crate::device::{DeviceName, cuda_count, hardware};
-use crate::dispatch::{self, Row};
+use crate::dispatch;
 use crate::wrap::wrapped;
 
 /// Columns of the report.
@@ -112,7 +113,7 @@ fn list(names: &[&str]) -> String {
     }
 }
 
-fn show(name: DeviceName, rows: fn(&Device) -> Vec<Row>, why: bool) -> Result<()> {
+fn show(name: DeviceName, rows: fn(&Device) -> Vec<CodePath>, why: bool) -> Result<()> {
     let device = name.open()?;
     println!("\n{name}");
     match name {
@@ -145,30 +146,34 @@ fn show(name: DeviceName, rows: fn(&Device) -> Vec<Row>, why: bool) -> Result<()
         println!("  train in f32: Burn's own bf16 operations do not link on this runtime");
     }
     for row in rows(&device) {
-        println!("  {:<26} {}", row.operation, row.kernel);
-        if why {
-            let reason = format!("because {}", row.why);
-            wrapped(&reason, WIDTH - 31).for_each(|line| println!("{:31}{line}", ""));
-        }
+        show_row(&row, why);
     }
     Ok(())
 }
 
+/// One operation of the table, and the reason where it is asked for.
+fn show_row(row: &CodePath, why: bool) {
+    println!("  {row}");
+    if why {
+        let reason = format!("because {}", row.reason);
+        wrapped(&reason, WIDTH - 31).for_each(|line| println!("{:31}{line}", ""));
+    }
+}
+
 /// The rows of Flex.
-fn flex(_device: &Device) -> Vec<Row> {
+fn flex(_device: &Device) -> Vec<CodePath> {
     dispatch::flex()
 }
 
 /// The rows of a CubeCL device.
 #[cfg(any(feature = "cpu", feature = "cuda"))]
-fn cube(device: &Device) -> Vec<Row> {
+fn cube(device: &Device) -> Vec<CodePath> {
     use burn::backend::DispatchDevice;
-    use nvfp4::kernels::capabilities::Capabilities;
 
     let DispatchDevice::Cube(device) = device.as_dispatch() else {
         return Vec::new();
     };
-    dispatch::of_capabilities(&Capabilities::of(&device.client()))
+    dispatch::cube(&device.client())
 }
 
 /// Which kernels the shape that was asked for takes on a CubeCL device.
@@ -186,19 +191,8 @@ fn show_shape(name: DeviceName, options: &Doctor) -> Result<()> {
     };
     let groups = options.groups as usize;
     println!("  M {m}, N {n}, K {k}, {groups} group(s)");
-    for (what, packed) in [
-        ("NVFP4 x NVFP4", (true, true)),
-        ("bf16 x NVFP4", (false, true)),
-        ("bf16 x bf16", (false, false)),
-    ] {
-        // Packed operands are padded to whole blocks.
-        let stored = match packed.1 {
-            true => k.next_multiple_of(16),
-            false => k,
-        };
-        let (backend, kernel) = gemm::kernel_of(&device.client(), packed, (m, n, stored), groups);
-        println!("  {what:<26} {backend:?}");
-        wrapped(&kernel, WIDTH - 31).for_each(|line| println!("{:31}{line}", ""));
+    for row in gemm::describe(&device.client(), (m, n, k), groups) {
+        show_row(&row, options.why);
     }
     Ok(())
 }
@@ -211,7 +205,7 @@ fn show_shape(_name: DeviceName, _options: &Doctor) -> Result<()> {
 
 /// Without CubeCL no such device can be opened.
 #[cfg(not(any(feature = "cpu", feature = "cuda")))]
-fn cube(_device: &Device) -> Vec<Row> {
+fn cube(_device: &Device) -> Vec<CodePath> {
     Vec::new()
 }
 

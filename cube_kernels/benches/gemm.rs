@@ -29,9 +29,9 @@ use nvfp4_kernels::{
     capabilities::Capabilities,
     cubecl,
     gemm::{
-        self, Elements, Operand, Scale, Target,
-        cublaslt::{self, Format, Product, Side},
-        kernels::{Plan, W4a16Tile, decode, product_with, transposed},
+        self, Elements, Gemm, Operand, Plan, Scale, Target,
+        cublaslt::{self, CublasLtFormat, CublasLtGemm, CublasLtOperand},
+        kernels::{W4a16Tile, decode, transposed},
     },
     moe::GroupOffsets,
     quantize::{self, AmaxRequest, QuantRequest},
@@ -41,7 +41,7 @@ use nvfp4_kernels::{
     },
 };
 
-/// What cuBLAS's products are called.
+/// What cuBLAS's GEMMs are called.
 const CUBLAS: &str = "cuBLAS bf16";
 
 /// What the copy is called.
@@ -287,16 +287,16 @@ fn decoded(client: &Client, packed: &DeviceQuantized) -> Matrix {
     Matrix::new(decode(client, packed), rows, cols, FloatKind::Bf16).unwrap()
 }
 
-/// cuBLAS's product of two bf16 matrices.
+/// cuBLAS's GEMM of two bf16 matrices.
 fn cublas(client: &Client, a: &Matrix, b: &Matrix) -> Result<Matrix, nvfp4_kernels::Nvfp4Error> {
     let out = Matrix::empty(client, a.rows, b.rows, FloatKind::Bf16);
-    let side = |matrix: &Matrix, data| Side {
+    let side = |matrix: &Matrix, data| CublasLtOperand {
         rows: matrix.rows,
         data,
         scale: None,
     };
-    let product = Product {
-        format: Format::Bf16,
+    let product = CublasLtGemm {
+        format: CublasLtFormat::Bf16,
         k: a.cols,
         a: side(a, &a.handle),
         b: side(b, &b.handle),
@@ -305,17 +305,22 @@ fn cublas(client: &Client, a: &Matrix, b: &Matrix) -> Result<Matrix, nvfp4_kerne
         out: &out,
         accumulate: false,
     };
-    cublaslt::product(client, &product)?;
+    cublaslt::gemm(client, &product)?;
     Ok(out)
 }
 
-/// Our product of two bf16 matrices.
+/// Our GEMM.
+fn multiply(client: &Client, request: Gemm) -> Result<Matrix, nvfp4_kernels::Nvfp4Error> {
+    gemm::gemm(client, &request).map(|output| output.matrix)
+}
+
+/// Our GEMM of two bf16 matrices.
 fn bf16(client: &Client, a: Elements, b: Elements) -> Matrix {
     let [a, b] = [a, b].map(|elements| Operand {
         elements,
         scale: Scale::One,
     });
-    gemm::product(client, None, &a, &b, None, Target::New(FloatKind::Bf16)).unwrap()
+    multiply(client, Gemm::new(&a, &b).out(FloatKind::Bf16)).unwrap()
 }
 
 fn dense(criterion: &mut Criterion, client: &Client, noise: &Noise) {
@@ -347,11 +352,11 @@ fn dense(criterion: &mut Criterion, client: &Client, noise: &Noise) {
         };
         run("NVFP4", &|i| {
             let (a, b) = (&a[i % packed], &b[i % packed]);
-            gemm::gemm(client, a, b, None, FloatKind::Bf16).unwrap();
+            multiply(client, Gemm::new(a, b).out(FloatKind::Bf16)).unwrap();
         });
         run("bf16", &|i| {
             let (x, y) = (&x[i % plain], &y[i % plain]);
-            gemm::gemm_bf16(client, x, y, None, FloatKind::Bf16).unwrap();
+            multiply(client, Gemm::new(x, y).out(FloatKind::Bf16)).unwrap();
         });
         let columns = |matrices: &[Matrix]| -> Vec<_> {
             let matrices = matrices.iter();
@@ -414,7 +419,7 @@ fn calls(criterion: &mut Criterion, client: &Client, noise: &Noise) {
         sync(client);
     });
     run("our kernel", &|| {
-        gemm::gemm_bf16(client, &a, &b, None, FloatKind::Bf16).unwrap();
+        multiply(client, Gemm::new(&a, &b).out(FloatKind::Bf16)).unwrap();
     });
 }
 
@@ -486,9 +491,9 @@ fn ungrouped(
     ] {
         let record = Record::new(format!("{name}, {kind}"), 2.0 * (rows * n * k) as f64);
         time_on_device(criterion, client, record, |_| {
-            let (a, b) = ((&a).into(), (&b).into());
+            let (a, b) = (Operand::from(&a), Operand::from(&b));
             let target = Target::New(FloatKind::Bf16);
-            product_with(client, None, &a, &b, None, target, plan).unwrap();
+            multiply(client, Gemm::new(&a, &b).target(target).plan(plan)).unwrap();
         });
     }
 }
@@ -527,9 +532,9 @@ fn grouped(criterion: &mut Criterion, client: &Client, noise: &Noise) {
             let operations = 2.0 * (rows * n * k) as f64;
             let record = Record::of_weight(format!("{name}, NVFP4"), operations, groups * n, k);
             time_on_device(criterion, client, record, |_| {
-                let (a, b): (Operand, Operand) = ((&a).into(), (&b).into());
+                let (a, b): (Operand, Operand) = (Operand::from(&a), Operand::from(&b));
                 let target = Target::New(FloatKind::Bf16);
-                gemm::gemm_grouped_rows(client, None, &a, &b, &offsets, None, target).unwrap();
+                multiply(client, Gemm::new(&a, &b).target(target).m_grouped(&offsets)).unwrap();
             });
             // A call of cuBLAS for each expert, which needs to know the sizes.
             let mut first = 0;
@@ -618,10 +623,10 @@ fn linear(criterion: &mut Criterion, client: &Client, noise: &Noise) {
             let (x_row, x_col) = both(x, nearest(), nearest());
             let w_amax = quantize::amax(client, &w, None).unwrap();
             let (w_row, w_col) = quantize::quantize_tile(client, &w, &w_amax).unwrap();
-            gemm::gemm(client, &x_row, &w_row, None, FloatKind::Bf16).unwrap();
+            multiply(client, Gemm::new(&x_row, &w_row).out(FloatKind::Bf16)).unwrap();
             let (dy_row, dy_col) = both(dy, stochastic(2), stochastic(4));
-            gemm::gemm(client, &dy_row, &w_col, None, FloatKind::Bf16).unwrap();
-            gemm::gemm(client, &dy_col, &x_col, None, FloatKind::F32).unwrap();
+            multiply(client, Gemm::new(&dy_row, &w_col).out(FloatKind::Bf16)).unwrap();
+            multiply(client, Gemm::new(&dy_col, &x_col).out(FloatKind::F32)).unwrap();
         });
     }
 }

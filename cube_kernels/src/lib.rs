@@ -11,6 +11,7 @@
 //!
 //! Data flows one way: matrix → `amax` → `quantize_*` → packed operand → `gemm` → matrix.
 
+pub mod describe;
 pub mod error;
 pub mod format;
 pub mod policy;

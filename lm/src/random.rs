@@ -86,6 +86,9 @@ mod tests {
             0xac5d_64d2_6afe_c882
         );
         assert_eq!(stream(1, "batches", 2).random_range(0..1000u64), 673);
-        assert_eq!(normal(1, "batches", 3, 1.0), [0.394_281_33, -0.245_728_78, -0.723_936_4]);
+        assert_eq!(
+            normal(1, "batches", 3, 1.0),
+            [0.394_281_33, -0.245_728_78, -0.723_936_4]
+        );
     }
 }

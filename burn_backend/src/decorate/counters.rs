@@ -42,7 +42,9 @@ impl GemmFormat {
         match operands.map(|operand| operand.is_nvfp4()) {
             [true, true] => Self::Nvfp4,
             [true, false] | [false, true] => Self::Nvfp4Mixed,
-            [false, false] if operands.contains(&OperandSpec::Mxfp8) => Self::Mxfp8,
+            [false, false] if operands.iter().any(|operand| operand.params().is_some()) => {
+                Self::Mxfp8
+            }
             [false, false] => Self::HighPrecision,
         }
     }

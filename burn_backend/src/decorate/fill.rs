@@ -17,8 +17,8 @@ pub(super) fn filled_like(tensor: &CubeTensor, value: f32) -> CubeTensor {
 
 /// A contiguous tensor of `shape` in which every element is `value`, on the device of `like`.
 ///
-/// Tensors of one size share one buffer, which is written once and then only read: the reference here
-/// keeps any tensor from being its only owner, so no operation computes in place in it.
+/// Tensors of one size share one buffer, which is written once and then only read: the reference
+/// here keeps any tensor from being its only owner, so no operation computes in place in it.
 fn filled(like: &CubeTensor, shape: Shape, dtype: DType, value: f32) -> CubeTensor {
     type Key = (CubeDevice, DType, usize, u32);
     static BUFFERS: OnceLock<Mutex<HashMap<Key, CubeTensor>>> = OnceLock::new();

@@ -1,15 +1,15 @@
 //! The fusion that runs the GEMMs of decorated layers.
 //!
 //! Burn's fusion cuts a stream into blocks, offers every operation of a block to every registered
-//! fuser, and selects the fuser with the best score. [`BlockFuser`] claims every block, all of it, at
-//! the highest score: so no other fuser gets a GEMM, and no GEMM runs on its own. Blocks that are
-//! claimed whole can always be ordered, as Burn keeps them free of cycles. If a fuser leaves the end of
-//! a block, Burn gathers the ends of several blocks into one more; that block can depend on a block
-//! that depends on it, and Burn then drops all fusion of the segment.
+//! fuser, and selects the fuser with the best score. [`BlockFuser`] claims every block, all of it,
+//! at the highest score: so no other fuser gets a GEMM, and no GEMM runs on its own. Blocks that
+//! are claimed whole can always be ordered, as Burn keeps them free of cycles. If a fuser leaves
+//! the end of a block, Burn gathers the ends of several blocks into one more; that block can depend
+//! on a block that depends on it, and Burn then drops all fusion of the segment.
 //!
-//! The operations before, between and after the GEMMs go to Burn's own fusers, as they would without
-//! this one. The [tracker](super::tracker) knows which GEMMs belong to decorated layers; all others
-//! run as they would without fusion.
+//! The operations before, between and after the GEMMs go to Burn's own fusers, as they would
+//! without this one. The [tracker](super::tracker) knows which GEMMs belong to decorated layers;
+//! all others run as they would without fusion.
 
 use burn_core::backend::fusion::{
     FuserProperties, FuserStatus, NumOperations, OperationFuser,
@@ -33,8 +33,8 @@ use super::counters::count;
 use super::fill::placeholder;
 use super::tracker::{Role, tracker};
 use super::wgrad::compute_weight_grad;
-use crate::ops::linear::{Dense, LinearBackward, LinearRequest, RequiresGrad};
-use crate::ops::{Bias, LinearSpec, float_dtype};
+use crate::ops::linear::{LinearRequest, RequiresGrad};
+use crate::ops::{LinearSpec, RowGroups, float_dtype};
 
 /// Name of the optimization in Burn's registry and logs.
 pub(super) const NAME: &str = "Nvfp4Gemms";
@@ -381,20 +381,19 @@ fn run_forward(call: &Call, x: CubeTensor, operands: &mut Operands<'_>) -> Optio
         .as_ref()
         .filter(|_| state.bias_tracked)
         .map(|bias| float_dtype(bias.dtype));
-    let bias = bias.map_or(Bias::Absent, Bias::Vector);
-    let tracked = RequiresGrad {
+    let requires_grad = RequiresGrad {
         x: call.training,
         w: call.training && call.weight_tracked,
         bias: bias_dtype,
     };
-    let request = LinearRequest::<CubeBackend, _> {
+    let request = LinearRequest::<CubeBackend> {
         x,
         w: weight,
-        bias,
+        bias: bias.into(),
+        groups: RowGroups::Whole,
         spec: call.spec,
         context: call.context.clone(),
-        tracked,
-        grouping: Dense,
+        requires_grad,
     };
     let (y, saved) = request.forward();
     state.forward = true;

@@ -25,8 +25,9 @@
 //!
 //! How it works, what it guarantees and what it refuses is in `docs/src/decorator.md`. In short: a
 //! reparameterization marks the weights, a fuser registered with Burn's fusion runs the GEMMs of
-//! marked weights, and an observer of Burn's fusion server knows the role of each GEMM from the graph,
-//! and sees whether it ran. The graph sees a marked weight as NaN, so a missed GEMM can give no number.
+//! marked weights, and an observer of Burn's fusion server knows the role of each GEMM from the
+//! graph, and sees whether it ran. The graph sees a marked weight as NaN, so a missed GEMM can give
+//! no number.
 
 mod call;
 mod check;
@@ -67,13 +68,14 @@ const BURN_MATMUL: &str = burn_cubecl_fusion::optim::matmul::NAME;
 ///
 /// Output heads and routers, known by their names ([`Decorator::new`]), and layers in the recipe's
 /// `high_precision` group are left alone. In each other layer the GEMMs of forward, input gradient
-/// and weight gradient are those of `Nvfp4Linear` with the same recipe, layer id and offset, bit for
-/// bit. A missed GEMM is an error: its result is NaN, and the next use of the model panics with the
-/// name of the layer (see [`Decorator::lenient`] for the alternative, and [`report`] to query it).
+/// and weight gradient are those of `Nvfp4Linear` with the same recipe, layer id and offset, bit
+/// for bit. A missed GEMM is an error: its result is NaN, and the next use of the model panics with
+/// the name of the layer (see [`Decorator::lenient`] for the alternative, and [`report`] to query
+/// it).
 ///
 /// Parameters, their ids and the records of the model stay as they are: an undecorated model loads
-/// them. [`Nvfp4State`](crate::Nvfp4State) and [`assign_layer_ids`](crate::state::assign_layer_ids) see
-/// the decorated layers.
+/// them. [`Nvfp4State`](crate::Nvfp4State) and [`assign_layer_ids`](crate::state::assign_layer_ids)
+/// see the decorated layers.
 ///
 /// # Errors
 /// When the model is not on a CubeCL CPU or CUDA device, when fusion has started without
@@ -98,9 +100,9 @@ impl Decorator {
     ///
     /// A layer is taken for one by its name, or by that of a module that it is in: `head`,
     /// `classifier`, `logits`, `unembed`, `unembedding` and whatever ends in `_head` (`lm_head`),
-    /// `router` and whatever ends in `_router`, and `gate` beside a module called `experts` (the gate
-    /// of a SwiGLU is no router). They stay Burn's own, in high precision, and the [`report`] says
-    /// so. [`include`](Self::include) decorates them all the same; a head of another name is
+    /// `router` and whatever ends in `_router`, and `gate` beside a module called `experts` (the
+    /// gate of a SwiGLU is no router). They stay Burn's own, in high precision, and the [`report`]
+    /// says so. [`include`](Self::include) decorates them all the same; a head of another name is
     /// decorated unless it is in [`exclude`](Self::exclude).
     pub fn new(recipe: &Nvfp4Recipe) -> Self {
         Self {
@@ -120,16 +122,16 @@ impl Decorator {
         self
     }
 
-    /// Decorate the weights in `group` as well: those of heads and routers, and parameters of rank 2
-    /// called `weight` of modules other than `burn_nn::Linear`, which use them as `x.matmul(weight)`
-    /// with `[d_in, d_out]`.
+    /// Decorate the weights in `group` as well: those of heads and routers, and parameters of rank
+    /// 2 called `weight` of modules other than `burn_nn::Linear`, which use them as
+    /// `x.matmul(weight)` with `[d_in, d_out]`.
     pub fn include(mut self, group: ParamGroup) -> Self {
         self.include = Some(group);
         self
     }
 
-    /// Leave the layers alone whose weight is in `group`, such as a head that its name does not tell:
-    /// they are not decorated at all, whatever the recipe says. It wins over
+    /// Leave the layers alone whose weight is in `group`, such as a head that its name does not
+    /// tell: they are not decorated at all, whatever the recipe says. It wins over
     /// [`include`](Self::include).
     ///
     /// Layers in the recipe's `high_precision` group are decorated ones that do nothing, and are in
@@ -237,8 +239,8 @@ impl Decorator {
     }
 }
 
-/// Registers with Burn's fusion. Call it at the start of the program: fusion accepts no registration
-/// after the first tensor operation. Calling it again has no effect.
+/// Registers with Burn's fusion. Call it at the start of the program: fusion accepts no
+/// registration after the first tensor operation. Calling it again has no effect.
 ///
 /// Models that are not decorated keep running, with the difference that Burn does not fuse their
 /// matmuls with the operations after them.

@@ -1,5 +1,5 @@
-//! The operations at the edges of a decorated layer: where its parameters enter the graph, and where
-//! their gradients leave it.
+//! The operations at the edges of a decorated layer: where its parameters enter the graph, and
+//! where their gradients leave it.
 //!
 //! The tracker finds the GEMMs between them, and the fuser runs them.
 

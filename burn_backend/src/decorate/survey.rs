@@ -100,8 +100,8 @@ impl<'a> Survey<'a> {
     }
 }
 
-/// Whether the layer at `path` is, or is part of, an output head or a router. `modules` are the paths of
-/// all modules.
+/// Whether the layer at `path` is, or is part of, an output head or a router. `modules` are the
+/// paths of all modules.
 fn is_head_or_router(path: &str, modules: &HashSet<String>) -> bool {
     let by_name = |name: &str| {
         HEADS.contains(&name)

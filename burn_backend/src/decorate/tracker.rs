@@ -1,10 +1,10 @@
 //! The role of each GEMM: an observer that follows marked tensors through the graph.
 //!
 //! The fusion server shows every operation to its observers when it is registered, before any part
-//! of it runs, with the ids of its tensors, which are never used twice. So the role of a GEMM is known
-//! exactly and not guessed from shapes or buffers: it is the forward GEMM of a call if its right
-//! operand is that call's mark (or a view of it), and dgrad if it is the transposed mark. The same
-//! observer sees which operations ran, so a missed GEMM is noticed in the block that ran it.
+//! of it runs, with the ids of its tensors, which are never used twice. So the role of a GEMM is
+//! known exactly and not guessed from shapes or buffers: it is the forward GEMM of a call if its
+//! right operand is that call's mark (or a view of it), and dgrad if it is the transposed mark. The
+//! same observer sees which operations ran, so a missed GEMM is noticed in the block that ran it.
 
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -183,8 +183,8 @@ impl State {
             && self.transposed.is_empty()
     }
 
-    /// Forgets the entries of tensors without a live call. Most are removed with their tensors; this
-    /// removes those that were dropped on other threads, which no operation reports.
+    /// Forgets the entries of tensors without a live call. Most are removed with their tensors;
+    /// this removes those that were dropped on other threads, which no operation reports.
     fn prune(&mut self) {
         self.announced.retain(|_, call| call.strong_count() > 0);
         if self.announced.is_empty() {

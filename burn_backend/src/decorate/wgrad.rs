@@ -7,7 +7,6 @@ use burn_cubecl::{CubeBackend, tensor::CubeTensor};
 use super::call::{Call, lock};
 use super::counters::count;
 use crate::ops::float_dtype;
-use crate::ops::linear::LinearBackward;
 
 /// Computes the gradient of the weight of a call whose input needs none. `false` if the forward was
 /// missed.

@@ -20,7 +20,7 @@ use crate::validate;
 /// Score of a key that a query must not see. `exp` of it is zero next to any real score.
 const MASKED: f32 = -1e30;
 
-/// Configuration of [`RopeCache`].
+/// Configuration of a [`RopeCache`].
 #[derive(Config, Debug)]
 pub struct RopeCacheConfig {
     /// Longest sequence.
@@ -30,8 +30,8 @@ pub struct RopeCacheConfig {
     /// Whether a query sees no later key.
     #[config(default = true)]
     pub causal: bool,
-    /// Base of the rotary frequencies: pair `i` of `head / 2` turns by `position · base^(-2i / head)`.
-    /// `None` leaves queries and keys as they are.
+    /// Base of the rotary frequencies: pair `i` of `head / 2` turns by `position · base^(-2i /
+    /// head)`. `None` leaves queries and keys as they are.
     #[config(default = "Some(10_000.0)")]
     pub rotary: Option<f64>,
 }
@@ -40,7 +40,8 @@ impl RopeCacheConfig {
     /// The tables, on `device`.
     ///
     /// # Errors
-    /// When `context` is zero, the head of rotary positions is not even, or the base is not positive.
+    /// When `context` is zero, the head of rotary positions is not even, or the base is not
+    /// positive.
     pub fn try_init(&self, device: &Device) -> Result<RopeCache, Nvfp4Error> {
         let Self {
             context,
@@ -109,7 +110,7 @@ impl RopeCacheConfig {
     }
 }
 
-/// What attention needs to know of positions: rotations and the mask, for all layers of a model.
+/// The RoPE cache and the causal mask of attention, for all layers of a model.
 #[derive(Module, Debug)]
 pub struct RopeCache {
     /// Cosine of position times frequency, `f32[1, 1, context, head / 2]`.
@@ -270,7 +271,7 @@ fn dropout(share: f64) -> Result<Option<Dropout>, Nvfp4Error> {
 
 /// Attention of several heads, with projections in NVFP4.
 ///
-/// Queries, keys and values come from one fused product: the input is quantized once and not three
+/// Queries, keys and values come from one fused GEMM: the input is quantized once and not three
 /// times, and the three parts of the weight share one global scale. Scores, softmax and the mix of
 /// values are in high precision: scores and values in the type of the input, softmax in `f32`.
 ///
@@ -417,12 +418,12 @@ impl Nvfp4Attention {
 
     /// Take over the parameters of `attention`.
     ///
-    /// The output projection keeps its parameters and their ids. The three others become one, with new
-    /// ids ([`into_multi_head_attention`](Self::into_multi_head_attention) gives the old ones back);
-    /// where only some of them have a bias, that of the others is zero. The result attends within
-    /// one sequence (`MhaInput::self_attn`): separate sequences for queries and keys, arbitrary masks
-    /// and caches have no counterpart, and `min_float` is not needed, as masked positions get a weight
-    /// of zero. Give it [`RopeCache`] without rotations, causal or not.
+    /// The output projection keeps its parameters and their ids. The three others become one, with
+    /// new ids ([`into_multi_head_attention`](Self::into_multi_head_attention) gives the old ones
+    /// back); where only some of them have a bias, that of the others is zero. The result attends
+    /// within one sequence (`MhaInput::self_attn`): separate sequences for queries and keys,
+    /// arbitrary masks and caches have no counterpart, and `min_float` is not needed, as masked
+    /// positions get a weight of zero. Give it [`RopeCache`] without rotations, causal or not.
     ///
     /// # Errors
     /// When `d_model` is no positive multiple of 16.
@@ -454,9 +455,9 @@ impl Nvfp4Attention {
         })
     }
 
-    /// Hand the parameters over to a `burn_nn` attention: the output projection with its ids, the
-    /// parts of the fused one with those that they had in the attention that this one was made of, or
-    /// with new ones if it was made of none. (A bias that was not there then has a new id, too.)
+    /// Gives the parameters to a `burn_nn` attention: the output projection with its ids, the
+    /// parts of the fused one with those that they had in the attention that this one was made of,
+    /// or with new ones if it was made of none. (A bias that was not there then has a new id, too.)
     ///
     /// # Errors
     /// When keys and values have fewer heads than queries, which `burn_nn`'s attention cannot have.

@@ -84,8 +84,8 @@ impl Nvfp4TransformerBlockConfig {
     }
 }
 
-/// A block of a decoder: attention, then a feed-forward, dense or a mixture of experts, each behind a
-/// norm and added to the residual stream.
+/// A block of a decoder: attention, then a feed-forward, dense or a mixture of experts, each behind
+/// a norm and added to the residual stream.
 ///
 /// Exactly one of `feed_forward` and `moe` is there.
 #[derive(Module, Debug)]

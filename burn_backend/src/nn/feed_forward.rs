@@ -60,7 +60,7 @@ impl Nvfp4SwiGluConfig {
     }
 }
 
-/// `(silu(x G) · (x U)) D`, with all three products in NVFP4.
+/// `(silu(x G) · (x U)) D`, with all three GEMMs in NVFP4.
 ///
 /// `G` and `U` are one weight: the input is quantized once, and both share one global scale.
 #[derive(Module, Debug)]
@@ -99,8 +99,8 @@ impl Nvfp4SwiGlu {
         or_panic("Nvfp4SwiGlu::forward", self.try_forward(x))
     }
 
-    /// Take over the parameters of `swiglu`, burn-nn's gated activation, and of the projection `down`
-    /// behind it, which keeps its ids. The two layers of `swiglu` become one, with new ids
+    /// Take over the parameters of `swiglu`, burn-nn's gated activation, and of the projection
+    /// `down` behind it, which keeps its ids. The two layers of `swiglu` become one, with new ids
     /// ([`into_swiglu`](Self::into_swiglu) gives the old ones back).
     ///
     /// # Errors
@@ -131,8 +131,9 @@ impl Nvfp4SwiGlu {
         })
     }
 
-    /// Hand the parameters over to burn-nn's gated activation, with the ids of the one that this was
-    /// made of, or with new ones if it was made of none, and to the projection behind it, with its ids.
+    /// Gives the parameters to burn-nn's gated activation, with the ids of the one that this
+    /// was made of, or with new ones if it was made of none, and to the projection behind it, with
+    /// its ids.
     pub fn into_swiglu(self) -> (SwiGlu, Linear) {
         let [linear_inner, linear_outer] = parts(self.gate_up.into_linear(), self.ids.as_deref());
         let swiglu = SwiGlu {
@@ -150,7 +151,7 @@ pub(super) fn swiglu(both: Tensor<2>) -> Tensor<2> {
     gate * both.narrow(1, hidden, hidden)
 }
 
-/// `burn_nn`'s position-wise feed-forward with its two products in NVFP4: the same parameters, ids
+/// `burn_nn`'s position-wise feed-forward with its two GEMMs in NVFP4: the same parameters, ids
 /// and paths in a record.
 #[derive(Module, Debug)]
 pub struct Nvfp4FeedForward {
@@ -158,9 +159,9 @@ pub struct Nvfp4FeedForward {
     pub linear_inner: Nvfp4Linear,
     /// `[d_ff, d_model]`.
     pub linear_outer: Nvfp4Linear,
-    /// Between the activation and the second product.
+    /// Between the activation and the second GEMM.
     pub dropout: Dropout,
-    /// Between the products.
+    /// Between the GEMMs.
     #[module(skip)]
     pub activation: Activation,
 }
@@ -182,7 +183,7 @@ impl Nvfp4FeedForward {
         })
     }
 
-    /// Hand the parameters over to burn-nn's feed-forward, with their ids.
+    /// Gives the parameters to burn-nn's feed-forward, with their ids.
     pub fn into_position_wise(self) -> PositionWiseFeedForward {
         PositionWiseFeedForward {
             linear_inner: self.linear_inner.into_linear(),

@@ -73,19 +73,20 @@ impl Nvfp4GroupedLinearConfig {
     }
 }
 
-/// A linear layer for each expert, `y = x W[e] + b[e]` for the tokens of expert `e`, whose products,
-/// forward and backward, run in NVFP4: all experts in one launch.
+/// A linear layer for each expert, `y = x W[e] + b[e]` for the tokens of expert `e`, whose
+/// GEMMs, forward and backward, run in NVFP4: all experts in one launch.
 ///
-/// Tokens come sorted by expert, with [`ExpertOffsets`] on the device; the host never learns how many
-/// tokens an expert has. Each expert's tokens and weight are quantized for themselves, with global
-/// scales of their own, so the layer computes what a loop of [`Nvfp4Linear`](crate::Nvfp4Linear) over
-/// the experts computes, but for random bits, which go on from expert to expert.
+/// Tokens come sorted by expert, with [`ExpertOffsets`] on the device; the host never learns how
+/// many tokens an expert has. Each expert's tokens and weight are quantized for themselves, with
+/// global scales of their own, so the layer computes what a loop of
+/// [`Nvfp4Linear`](crate::Nvfp4Linear) over the experts computes, but for random bits, which go on
+/// from expert to expert.
 ///
 /// It takes every recipe that [`Nvfp4Linear`](crate::Nvfp4Linear) takes. Parameters stay in high
 /// precision. What a training forward is, and how it draws, is as for
 /// [`Nvfp4Linear`](crate::Nvfp4Linear); so are recipes, modes, high-precision layers and
-/// [`Nvfp4State`](crate::Nvfp4State). So is what is packed of the weights: it is kept until they change, and
-/// the micro-batches of gradient accumulation quantize them once.
+/// [`Nvfp4State`](crate::Nvfp4State). So is what is packed of the weights: it is kept until they
+/// change, and the micro-batches of gradient accumulation quantize them once.
 #[derive(Module, Debug)]
 #[module(custom_display)]
 pub struct Nvfp4GroupedLinear {
@@ -122,12 +123,12 @@ impl Nvfp4GroupedLinear {
     }
 
     /// The experts `linears`, in order, as one layer. Their parameters become parts of new ones, so
-    /// these have new ids ([`into_linears`](Self::into_linears) gives the old ones back). The layer gets
-    /// the next number of the process.
+    /// these have new ids ([`into_linears`](Self::into_linears) gives the old ones back). The layer
+    /// gets the next number of the process.
     ///
     /// # Errors
-    /// When there is no expert or more than 512, shapes differ, only some have a bias, or a dimension
-    /// is no positive multiple of 16.
+    /// When there is no expert or more than 512, shapes differ, only some have a bias, or a
+    /// dimension is no positive multiple of 16.
     pub fn from_linears(linears: Vec<Linear>, recipe: &Nvfp4Recipe) -> Result<Self, Nvfp4Error> {
         check_experts("linears", linears.len())?;
         let shape = linears[0].weight.lazy_shape().dims::<2>();
@@ -159,8 +160,8 @@ impl Nvfp4GroupedLinear {
         })
     }
 
-    /// The experts as layers of their own, with the ids of those that this layer was made of, or with
-    /// new ones if it was made of none.
+    /// The experts as layers of their own, with the ids of those that this layer was made of, or
+    /// with new ones if it was made of none.
     pub fn into_linears(self) -> Vec<Linear> {
         let [experts, d_in, d_out] = self.weight.dims();
         let weight = self.weight.val().detach();
@@ -210,8 +211,8 @@ impl Nvfp4GroupedLinear {
         ))
     }
 
-    /// Fail unless the layer, its parameters called `names` in the module that it is part of, multiplies what comes
-    /// from an input on `device` by matrices of `shape`.
+    /// Fail unless the layer, its parameters called `names` in the module that it is part of,
+    /// multiplies what comes from an input on `device` by matrices of `shape`.
     pub(super) fn check_part(
         &self,
         names: [&'static str; 2],

@@ -31,8 +31,9 @@ pub struct Nvfp4LinearConfig {
     /// What is quantized, and how.
     #[config(default = "Nvfp4Recipe::new()")]
     pub recipe: Nvfp4Recipe,
-    /// Number of the layer, from which its random streams derive. Without one it takes the next
-    /// number of the process; [`assign_layer_ids`](crate::state::assign_layer_ids) numbers a whole model.
+    /// Id of the layer, from which its random streams derive. Without one it takes the next
+    /// number of the process; [`assign_layer_ids`](crate::state::assign_layer_ids) numbers a whole
+    /// model.
     pub layer: Option<u64>,
 }
 
@@ -41,7 +42,8 @@ impl Nvfp4LinearConfig {
     ///
     /// # Errors
     /// When a dimension is no positive multiple of 16, the recipe does not pass
-    /// [`Nvfp4Recipe::check`], the device has no implementation, or the layer number is 2^56 or more.
+    /// [`Nvfp4Recipe::check`], the device has no implementation, or the layer number is 2^56 or
+    /// more.
     pub fn try_init(&self, device: &Device) -> Result<Nvfp4Linear, Nvfp4Error> {
         validate::blocks("d_input", "d_input", self.d_input)?;
         validate::blocks("d_output", "d_output", self.d_output)?;
@@ -59,11 +61,11 @@ impl Nvfp4LinearConfig {
     }
 }
 
-/// A linear layer `y = x W + b` whose products, forward and backward, run in NVFP4.
+/// A linear layer `y = x W + b` whose GEMMs, forward and backward, run in NVFP4.
 ///
-/// It stands in for `burn_nn::Linear`: the same parameters, with the same paths in a record, so that
-/// checkpoints move both ways. Parameters stay in high precision (`f32` master weights); operands
-/// are quantized when they are used. See the [crate](crate) for what is rounded how.
+/// It stands in for `burn_nn::Linear`: the same parameters, with the same paths in a record, so
+/// that checkpoints move both ways. Parameters stay in high precision (`f32` master weights);
+/// operands are quantized when they are used. See the [crate](crate) for what is rounded how.
 ///
 /// A training forward is one whose output some gradient will be asked of; it takes the next offset
 /// of the layer's random streams. Forwards under `valid()`, or of frozen layers on constant inputs,
@@ -107,7 +109,7 @@ impl Nvfp4Linear {
         Self::new(linear, recipe, None)
     }
 
-    /// Hand the parameters over to a `burn_nn::Linear`, with their ids.
+    /// Gives the parameters to a `burn_nn::Linear`, with their ids.
     pub fn into_linear(self) -> Linear {
         Linear {
             weight: self.weight,
@@ -144,8 +146,8 @@ impl Nvfp4Linear {
         validate::linear(input, &self.weight, self.bias.as_deref())
     }
 
-    /// Fail unless the layer, its parameters called `names` in the module that it is part of, multiplies what comes
-    /// from an input on `device` by a matrix of `shape`.
+    /// Fail unless the layer, its parameters called `names` in the module that it is part of,
+    /// multiplies what comes from an input on `device` by a matrix of `shape`.
     pub(super) fn check_part(
         &self,
         names: [&'static str; 2],
@@ -158,7 +160,8 @@ impl Nvfp4Linear {
         validate::linear_parameters(device, names, &self.weight, self.bias.as_deref())
     }
 
-    /// The layer with another `weight`, known by `identity`, and another `bias`, after [`validate::linear`].
+    /// The layer with another `weight`, known by `identity`, and another `bias`, after
+    /// [`validate::linear`].
     fn forward_with<const D: usize>(
         &self,
         weight: Tensor<2>,
@@ -179,20 +182,20 @@ impl Nvfp4Linear {
         or_panic("Nvfp4Linear::forward", self.try_forward(input))
     }
 
-    /// Apply several layers to one input, as if they were one layer with their weights side by side:
-    /// one output for each, in order.
+    /// Apply several layers to one input, as if they were one layer with their weights side by
+    /// side: one output for each, in order.
     ///
     /// The weights share one global scale, from the largest magnitude in any of them, as inference
-    /// engines that fuse queries, keys and values, or gate and up, ask of a checkpoint. The input is
-    /// quantized once. Random bits are the first layer's, whose count of forwards goes on; those of the
-    /// others stay. What is packed of the weights is kept by the first layer until one of them changes, or
-    /// until it is computed alone or with others; in high precision they are put together anew in each
-    /// forward.
+    /// engines that fuse queries, keys and values, or gate and up, ask of a checkpoint. The input
+    /// is quantized once. Random bits are the first layer's, whose count of forwards goes on; those
+    /// of the others stay. The first layer caches the quantized weights until one of
+    /// them changes, or until it is computed alone or with others; in high precision they are put
+    /// together anew in each forward.
     ///
     /// # Errors
     /// As [`try_forward`](Self::try_forward), and when there is no layer, or when layers differ in
-    /// their device, the types of their parameters, their input features, their recipe, what they do
-    /// with it, or whether they have a bias.
+    /// their device, the types of their parameters, their input features, their recipe, what they
+    /// do with it, or whether they have a bias.
     pub fn try_forward_together<const D: usize>(
         layers: &[&Self],
         input: Tensor<D>,

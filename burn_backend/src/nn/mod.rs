@@ -2,7 +2,7 @@
 //!
 //! [`Nvfp4Linear`] is the plain layer and [`Nvfp4GroupedLinear`] one for each expert, all in one
 //! launch. Built on them: [`Nvfp4Attention`], [`Nvfp4SwiGlu`] and [`Nvfp4FeedForward`],
-//! [`Nvfp4Moe`], and [`Nvfp4TransformerBlock`]. Products of one input are fused (queries, keys and
+//! [`Nvfp4Moe`], and [`Nvfp4TransformerBlock`]. GEMMs of one input are fused (queries, keys and
 //! values; gate and up): the input is quantized once, and the parts of the weight share one global
 //! scale.
 

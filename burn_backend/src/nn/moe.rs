@@ -31,9 +31,9 @@ pub struct Nvfp4MoeConfig {
     /// Experts that each token is sent to, 1 to `experts`.
     #[config(default = 2)]
     pub top_k: usize,
-    /// Divide the weights of a token's experts by their sum. It has no effect for a `top_k` of 1: the
-    /// weight stays the router's probability (Switch), as a constant of 1 would leave the router
-    /// without a gradient.
+    /// Divide the weights of a token's experts by their sum. It has no effect for a `top_k` of 1:
+    /// the weight stays the router's probability (Switch), as a constant of 1 would leave the
+    /// router without a gradient.
     #[config(default = true)]
     pub normalize: bool,
     /// Width inside an expert that every token is sent to besides, with a weight of 1; a positive
@@ -92,17 +92,17 @@ impl Nvfp4MoeConfig {
     }
 }
 
-/// A mixture of SwiGLU experts, with the experts' products in NVFP4 and the router in `f32`.
+/// A mixture of SwiGLU experts, with the experts' GEMMs in NVFP4 and the router in `f32`.
 ///
 /// ```text
 /// p = softmax(x R)                              f32[tokens, experts]
 /// y = Σ over the top_k experts e of p: w_e · (silu(x G_e) · (x U_e)) D_e
 /// ```
 ///
-/// with `w` the probabilities of the chosen experts, divided by their sum where `normalize` says so.
-/// No expert has a capacity and no token is dropped; tokens are sorted by expert on the device, and
-/// nothing waits for it. The gradient reaches the router through `w` and through the two losses of
-/// [`MoeOutput`].
+/// with `w` the probabilities of the chosen experts, divided by their sum where `normalize` says
+/// so. No expert has a capacity and no token is dropped; tokens are sorted by expert on the device,
+/// and nothing waits for it. The gradient reaches the router through `w` and through the two losses
+/// of [`MoeOutput`].
 ///
 /// ```
 /// # use burn_core as burn;
@@ -150,14 +150,14 @@ pub struct Nvfp4Moe {
 pub struct MoeOutput<const D: usize> {
     /// The output, of the shape and type of the input.
     pub output: Tensor<D>,
-    /// `f32[1]`: `experts · Σₑ fₑ · Pₑ`, with `f` the shares of the choices that went to each expert
-    /// (no gradient passes) and `P` the mean probabilities (Fedus, Zoph and Shazeer, Switch
-    /// Transformers, equations 4 to 6; Lepikhin et al., GShard). 1 when all experts are chosen alike;
-    /// add it to the loss with a small factor, such as 0.01.
+    /// `f32[1]`: `experts · Σₑ fₑ · Pₑ`, with `f` the shares of the choices that went to each
+    /// expert (no gradient passes) and `P` the mean probabilities (Fedus, Zoph and Shazeer, Switch
+    /// Transformers, equations 4 to 6; Lepikhin et al., GShard). 1 when all experts are chosen
+    /// alike; add it to the loss with a small factor, such as 0.01.
     pub balance_loss: Tensor<1>,
     /// `f32[1]`: the mean over tokens of `(log Σₑ exp(logitₑ))²`, which keeps the router's logits
-    /// small (Zoph et al., ST-MoE, equation 5). Add it to the loss with a small factor, such as 0.001,
-    /// or leave it.
+    /// small (Zoph et al., ST-MoE, equation 5). Add it to the loss with a small factor, such as
+    /// 0.001, or leave it.
     pub z_loss: Tensor<1>,
     /// Number of choices that went to each expert, `i32[experts]`.
     pub counts: Tensor<1, Int>,
@@ -177,16 +177,16 @@ impl Nvfp4Moe {
     /// - output: see [`MoeOutput`]
     ///
     /// # Errors
-    /// When there is no token, the last axis is not `d_model`, devices differ, a type is not supported,
-    /// or the parts do not fit each other.
+    /// When there is no token, the last axis is not `d_model`, devices differ, a type is not
+    /// supported, or the parts do not fit each other.
     pub fn try_forward<const D: usize>(&self, x: Tensor<D>) -> Result<MoeOutput<D>, Nvfp4Error> {
         self.check(&x)?;
         let (x, dims) = rows(x);
         let [d_model, experts] = self.router.weight.dims();
         let [tokens, _] = x.dims();
         let router = cast(self.router.weight.val(), FloatDType::F32);
-        // As a batch of products: the gradient of the router has few elements and a contraction as long as
-        // there are tokens, which one product would leave most of a GPU idle with.
+        // As a batch of GEMMs: the gradient of the router has few elements and a contraction as
+        // long as there are tokens, with which one GEMM would leave most of a GPU idle.
         let parts = equal_parts(tokens, 5);
         let logits = cast(x.clone(), FloatDType::F32)
             .reshape([parts, tokens / parts, d_model])
@@ -255,11 +255,12 @@ impl Nvfp4Moe {
     }
 }
 
-/// The `count` experts of each token with the largest probabilities (`[tokens, experts]`), the largest
-/// first: `[tokens, count]`. All of them come in their own order.
+/// The `count` experts of each token with the largest probabilities (`[tokens, experts]`), the
+/// largest first: `[tokens, count]`. All of them come in their own order.
 ///
-/// Only their numbers are asked for: with the values, or under autodiff, Burn reads the probabilities back
-/// and sorts them on the host, and the device waits. That kernel leaves at least one out.
+/// Only their numbers are asked for: with the values, or under autodiff, Burn reads the
+/// probabilities back and sorts them on the host, and the device waits. That kernel leaves at least
+/// one out.
 fn most_probable(probabilities: Tensor<2>, count: usize) -> Tensor<2, Int> {
     let [tokens, experts] = probabilities.dims();
     if count == experts {
@@ -274,8 +275,8 @@ fn equal_parts(rows: usize, log: u32) -> usize {
     1 << rows.trailing_zeros().min(log)
 }
 
-/// The mean of each column of `x` (`[rows, columns]`, at least one row), in two steps: one sum for each
-/// of a few columns leaves a GPU idle.
+/// The mean of each column of `x` (`[rows, columns]`, at least one row), in two steps: one sum for
+/// each of a few columns leaves a GPU idle.
 fn column_means(x: Tensor<2>) -> Tensor<1> {
     let [rows, columns] = x.dims();
     let parts = equal_parts(rows, 8);

@@ -13,8 +13,8 @@ use crate::validate;
 /// `x / sqrt(mean(x²) + ε) · gain` over the last axis, computed in `f32` whatever the types of its
 /// input and output.
 ///
-/// It differs from `burn_nn::RmsNorm` in that (which divides and multiplies in the type of its input),
-/// and in the name of its parameter.
+/// It differs from `burn_nn::RmsNorm` in that (which divides and multiplies in the type of its
+/// input), and in the name of its parameter.
 #[derive(Module, Debug)]
 pub struct RmsNorm {
     /// One factor per feature, `[width]`.
@@ -43,7 +43,7 @@ impl RmsNorm {
         }
     }
 
-    /// Hand the parameter over to a `burn_nn::RmsNorm`, with its id.
+    /// Gives the parameter to a `burn_nn::RmsNorm`, with its id.
     pub fn into_rms_norm(self) -> BurnRmsNorm {
         BurnRmsNorm {
             gamma: self.gain,
@@ -51,8 +51,8 @@ impl RmsNorm {
         }
     }
 
-    /// Fail unless the norm, its gain called `name` in the module that it is part of, takes rows of `width` on
-    /// `device`.
+    /// Fail unless the norm, its gain called `name` in the module that it is part of, takes rows of
+    /// `width` on `device`.
     pub(super) fn check_part(
         &self,
         name: &'static str,
@@ -70,9 +70,9 @@ impl RmsNorm {
         let x = cast(x, FloatDType::F32);
         let mean_square = x.clone().square().mean_dim(D - 1);
         let scaled = x / mean_square.add_scalar(self.epsilon).sqrt();
-        // The gain's gradient is a sum over the rows, and one sum for each feature leaves a GPU idle. The
-        // gain is spread over the longest power of two up to 256 first: the sum is made in two steps,
-        // the first of them with that many more sums.
+        // The gain's gradient is a sum over the rows, and one sum for each feature leaves a GPU
+        // idle. The gain is spread over the longest power of two up to 256 first: the sum is made
+        // in two steps, the first of them with that many more sums.
         let (scaled, dims) = rows(scaled);
         let [rows, width] = scaled.dims();
         let inner = 1 << rows.trailing_zeros().min(8);

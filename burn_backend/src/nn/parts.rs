@@ -22,7 +22,8 @@ impl PartIds {
     }
 }
 
-/// A layer of its own, number `index` of those that `ids` are of; with new ids where there are none.
+/// A layer of its own, number `index` of those that `ids` are of; with new ids where there are
+/// none.
 pub(super) fn apart(
     ids: Option<&[PartIds]>,
     index: usize,

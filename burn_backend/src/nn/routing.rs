@@ -7,8 +7,8 @@ use crate::experts::{ExpertOffsets, check_experts, moe_permute, moe_unpermute};
 
 /// The sums of each column of `x` (`[rows, columns]`) up to and with each row.
 ///
-/// A scan in Burn reads, for each element, all that is before it. So pieces of a few rows are scanned, then
-/// the sums of the pieces, in the same way.
+/// A scan in Burn reads, for each element, all that is before it. So pieces of a few rows are
+/// scanned, then the sums of the pieces, in the same way.
 fn running_sums(x: Tensor<2, Int>) -> Tensor<2, Int> {
     /// Rows of a piece.
     const PIECE: usize = 32;
@@ -40,8 +40,8 @@ fn running_sums(x: Tensor<2, Int>) -> Tensor<2, Int> {
 /// Which expert each choice of each token goes to, sorted by expert: dispatch and combine.
 ///
 /// Every token is sent to each expert that it chose, however many chose the same (no capacity, no
-/// token dropped). The sort is a counting sort, stable, made of tensor operations that never wait for
-/// the device.
+/// token dropped). The sort is a counting sort, stable, made of tensor operations that never wait
+/// for the device.
 #[derive(Clone, Debug)]
 pub struct Routing {
     experts: ExpertOffsets,
@@ -53,8 +53,8 @@ pub struct Routing {
 }
 
 impl Routing {
-    /// Sort the choices `chosen` (`[tokens, top_k]`, numbers of experts below `experts`, any integer
-    /// type).
+    /// Sort the choices `chosen` (`[tokens, top_k]`, numbers of experts below `experts`, any
+    /// integer type).
     ///
     /// # Errors
     /// When there is no token or no choice, or `experts` is not 1 to 512.
@@ -126,9 +126,9 @@ impl Routing {
         moe_permute(x, token, self.places.clone())
     }
 
-    /// The results `y` (`[tokens * top_k, width]`, sorted by expert) of each token, added up with the
-    /// weights of its choices (`f32[tokens, top_k]`): `[tokens, width]`, in the type of `y`, computed
-    /// in `f32`. Differentiable in both.
+    /// The results `y` (`[tokens * top_k, width]`, sorted by expert) of each token, added up with
+    /// the weights of its choices (`f32[tokens, top_k]`): `[tokens, width]`, in the type of `y`,
+    /// computed in `f32`. Differentiable in both.
     pub fn combine(&self, y: Tensor<2>, weights: Tensor<2>) -> Tensor<2> {
         moe_unpermute(y, weights, self.places.clone(), self.choices.clone())
     }

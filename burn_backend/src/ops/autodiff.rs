@@ -1,6 +1,6 @@
-//! The backward of [`nvfp4_linear`](Nvfp4Ops::nvfp4_linear).
-
-use std::marker::PhantomData;
+//! The backwards of [`nvfp4_linear`](Nvfp4Ops::nvfp4_linear),
+//! [`nvfp4_moe_permute`](Nvfp4Ops::nvfp4_moe_permute) and
+//! [`nvfp4_moe_unpermute`](Nvfp4Ops::nvfp4_moe_unpermute).
 
 use burn_core::backend::{
     Autodiff, AutodiffBackend, Backend, TensorMetadata,
@@ -10,19 +10,21 @@ use burn_core::backend::{
         grads::Gradients,
         ops::{Backward, Ops, OpsKind},
     },
-    tensor::FloatTensor,
+    tensor::{FloatTensor, IntTensor},
 };
 use burn_core::tensor::FloatDType;
-use nvfp4_kernels::{BlockScaling, Storage, Usage};
+use nvfp4_kernels::Usage;
 
-use super::linear::{Dense, LinearBackward, LinearRequest, RequiresGrad};
+use super::linear::{LinearRequest, RequiresGrad, SavedForBackward};
+use super::operands::cast;
 use super::{
-    Bias, CopySpec, Decoded, EdenSpec, LinearContext, LinearSpec, MxPacked, Nvfp4Ops, Operand,
-    OperandPair, Packed, PackedPair, PairSpec, QuantizeSpec, float_dtype,
+    GemmGroups, LinearContext, LinearSpec, MaybeTensor, Nvfp4Ops, Operand, QuantParams,
+    QuantUsages, QuantizedData, QuantizedMatrix, QuantizedPair, RowGroups, UnpermuteGradients,
+    float_dtype,
 };
 
-/// Hand the gradients that were found to the nodes that are tracked.
-pub(super) fn register<B: Backend, const N: usize>(
+/// Registers the gradients that were found with the nodes that are tracked.
+fn register<B: Backend, const N: usize>(
     nodes: [Option<NodeId>; N],
     found: [Option<FloatTensor<B>>; N],
     grads: &mut Gradients,
@@ -34,12 +36,12 @@ pub(super) fn register<B: Backend, const N: usize>(
     }
 }
 
-/// The product without a bias, of which an `S` is kept: parents `[x, w]`.
+/// The backward of a linear layer without a bias: parents `[x, w]`.
 #[derive(Debug)]
-struct Linear<S>(PhantomData<S>);
+struct Linear;
 
-impl<B: Backend, S: LinearBackward<B>> Backward<B, 2> for Linear<S> {
-    type State = S;
+impl<B: Nvfp4Ops> Backward<B, 2> for Linear {
+    type State = SavedForBackward<B>;
 
     fn backward(
         self,
@@ -48,20 +50,17 @@ impl<B: Backend, S: LinearBackward<B>> Backward<B, 2> for Linear<S> {
         _checkpointer: &mut Checkpointer,
     ) {
         let found = ops.state.backward(grads.consume::<B>(&ops.node));
-        register::<B, 2>(
-            ops.parents.map(|node| node.map(|node| node.id)),
-            [found.x, found.w],
-            grads,
-        );
+        let nodes = ops.parents.map(|node| node.map(|node| node.id));
+        register::<B, 2>(nodes, [found.x, found.w], grads);
     }
 }
 
-/// The product with a bias: parents `[x, w, bias]`.
+/// The backward of a linear layer with a bias: parents `[x, w, bias]`.
 #[derive(Debug)]
-struct LinearBias<S>(PhantomData<S>);
+struct LinearBias;
 
-impl<B: Backend, S: LinearBackward<B>> Backward<B, 3> for LinearBias<S> {
-    type State = S;
+impl<B: Nvfp4Ops> Backward<B, 3> for LinearBias {
+    type State = SavedForBackward<B>;
 
     fn backward(
         self,
@@ -70,242 +69,289 @@ impl<B: Backend, S: LinearBackward<B>> Backward<B, 3> for LinearBias<S> {
         _checkpointer: &mut Checkpointer,
     ) {
         let found = ops.state.backward(grads.consume::<B>(&ops.node));
-        register::<B, 3>(
-            ops.parents.map(|node| node.map(|node| node.id)),
-            [found.x, found.w, found.bias],
-            grads,
-        );
+        let nodes = ops.parents.map(|node| node.map(|node| node.id));
+        register::<B, 3>(nodes, [found.x, found.w, found.bias], grads);
     }
 }
 
-/// A linear product on the autodiff backend: `forward` computes it on the backend below, and says what
-/// its backward needs.
-pub(super) fn linear<B, C, S>(
-    x: FloatTensor<Autodiff<B, C>>,
-    w: FloatTensor<Autodiff<B, C>>,
-    bias: Bias<Autodiff<B, C>>,
-    forward: impl FnOnce(FloatTensor<B>, FloatTensor<B>, Bias<B>, RequiresGrad) -> (FloatTensor<B>, S),
-) -> FloatTensor<Autodiff<B, C>>
-where
-    B: Backend,
-    C: CheckpointStrategy,
-    S: LinearBackward<B>,
-{
-    let tracked = RequiresGrad {
-        x: x.is_tracked(),
-        w: w.is_tracked(),
-        bias: None,
-    };
-    // The guards keep the parents alive until the step is registered.
-    let (x, x_node) = x.into_parts();
-    let (w, w_node) = w.into_parts();
-    match bias {
-        Bias::Absent => {
-            let step = Linear::<S>(PhantomData).prepare::<C>([x_node, w_node]);
-            let (y, saved) = forward(x, w, Bias::Absent, tracked);
-            match step.compute_bound().stateful() {
-                OpsKind::Tracked(prep) => prep.finish(saved, y),
-                OpsKind::UnTracked(prep) => prep.finish(y),
-            }
-        }
-        Bias::Vector(bias) => {
-            let tracked = RequiresGrad {
-                bias: bias.is_tracked().then(|| float_dtype(bias.dtype())),
-                ..tracked
-            };
-            let (bias, bias_node) = bias.into_parts();
-            let step = LinearBias::<S>(PhantomData).prepare::<C>([x_node, w_node, bias_node]);
-            let (y, saved) = forward(x, w, Bias::Vector(bias), tracked);
-            match step.compute_bound().stateful() {
-                OpsKind::Tracked(prep) => prep.finish(saved, y),
-                OpsKind::UnTracked(prep) => prep.finish(y),
-            }
-        }
+/// A gather of rows, whose inverse is its state: parents `[x]`.
+#[derive(Debug)]
+struct Permute;
+
+impl<B: Nvfp4Ops> Backward<B, 1> for Permute {
+    type State = IntTensor<B>;
+
+    fn backward(
+        self,
+        ops: Ops<Self::State, 1>,
+        grads: &mut Gradients,
+        _checkpointer: &mut Checkpointer,
+    ) {
+        let dy = grads.consume::<B>(&ops.node);
+        let dx = B::nvfp4_sum_rows(dy, MaybeTensor::Absent, ops.state);
+        let nodes = ops.parents.map(|node| node.map(|node| node.id));
+        register::<B, 1>(nodes, [Some(dx)], grads);
+    }
+}
+
+/// The arguments of an unpermutation.
+#[derive(Clone, Debug)]
+struct SavedUnpermute<B: Backend> {
+    y: FloatTensor<B>,
+    weights: FloatTensor<B>,
+    places: IntTensor<B>,
+    choices: IntTensor<B>,
+}
+
+/// A weighted sum of rows: parents `[y, weights]`.
+#[derive(Debug)]
+struct Unpermute;
+
+impl<B: Nvfp4Ops> Backward<B, 2> for Unpermute {
+    type State = SavedUnpermute<B>;
+
+    fn backward(
+        self,
+        ops: Ops<Self::State, 2>,
+        grads: &mut Gradients,
+        _checkpointer: &mut Checkpointer,
+    ) {
+        let SavedUnpermute {
+            y,
+            weights,
+            places,
+            choices,
+        } = ops.state;
+        let dout = cast::<B>(grads.consume::<B>(&ops.node), float_dtype(y.dtype()));
+        let found = B::nvfp4_moe_unpermute_backward(dout, y, weights, places, choices);
+        let nodes = ops.parents.map(|node| node.map(|node| node.id));
+        let found = [Some(found.rows), Some(found.weights)];
+        register::<B, 2>(nodes, found, grads);
     }
 }
 
 impl<B: Nvfp4Ops, C: CheckpointStrategy> Nvfp4Ops for Autodiff<B, C> {
-    fn nvfp4_quantize(x: FloatTensor<Self>, spec: QuantizeSpec) -> Packed<Self> {
-        constant(B::nvfp4_quantize(x.into_primitive(), spec))
+    fn nvfp4_quantize(
+        x: FloatTensor<Self>,
+        groups: RowGroups<Self>,
+        usages: QuantUsages,
+    ) -> QuantizedPair<Self> {
+        B::nvfp4_quantize(x.into_primitive(), inner_groups(groups), usages).map(constant)
     }
 
-    fn nvfp4_quantize_tiles(
-        x: FloatTensor<Self>,
+    fn nvfp4_requantize(
+        source: QuantizedMatrix<Self>,
+        groups: RowGroups<Self>,
         usage: Usage,
-        scaling: BlockScaling,
-    ) -> Packed<Self> {
-        constant(B::nvfp4_quantize_tiles(x.into_primitive(), usage, scaling))
+        params: QuantParams,
+        via: FloatDType,
+    ) -> QuantizedMatrix<Self> {
+        let (source, groups) = (inner(source), inner_groups(groups));
+        constant(B::nvfp4_requantize(source, groups, usage, params, via))
     }
 
-    fn nvfp4_quantize_pair(x: FloatTensor<Self>, spec: PairSpec) -> PackedPair<Self> {
-        let PackedPair { row, col } = B::nvfp4_quantize_pair(x.into_primitive(), spec);
-        PackedPair {
-            row: constant(row),
-            col: constant(col),
-        }
+    fn nvfp4_dequantize(
+        source: QuantizedMatrix<Self>,
+        groups: RowGroups<Self>,
+        dtype: FloatDType,
+    ) -> FloatTensor<Self> {
+        let (source, groups) = (inner(source), inner_groups(groups));
+        Self::from_inner(B::nvfp4_dequantize(source, groups, dtype))
     }
 
-    fn nvfp4_quantize_decoded(x: FloatTensor<Self>, spec: QuantizeSpec) -> Decoded<Self> {
-        decoded_constant(B::nvfp4_quantize_decoded(x.into_primitive(), spec))
-    }
-
-    fn nvfp4_quantize_forms(
-        x: FloatTensor<Self>,
-        row: (CopySpec, Storage),
-        col: (CopySpec, Storage),
-    ) -> OperandPair<Self> {
-        let OperandPair { row, col } = B::nvfp4_quantize_forms(x.into_primitive(), row, col);
-        OperandPair {
-            row: operand_constant(row),
-            col: operand_constant(col),
-        }
-    }
-
-    fn nvfp4_eden(x: FloatTensor<Self>, spec: EdenSpec) -> Packed<Self> {
-        constant(B::nvfp4_eden(x.into_primitive(), spec))
-    }
-
-    fn nvfp4_eden_packed(packed: Packed<Self>, spec: EdenSpec) -> Packed<Self> {
-        constant(B::nvfp4_eden_packed(inner(packed), spec))
-    }
-
-    fn nvfp4_mx_quantize(x: FloatTensor<Self>, usage: Usage) -> MxPacked<Self> {
-        mx_constant(B::nvfp4_mx_quantize(x.into_primitive(), usage))
-    }
-
-    fn nvfp4_mx_requantize(packed: Packed<Self>, usage: Usage, via: FloatDType) -> MxPacked<Self> {
-        mx_constant(B::nvfp4_mx_requantize(inner(packed), usage, via))
-    }
-
-    fn nvfp4_dequantize(packed: Packed<Self>, dtype: FloatDType) -> FloatTensor<Self> {
-        Self::from_inner(B::nvfp4_dequantize(inner(packed), dtype))
-    }
-
-    fn nvfp4_mx_dequantize(packed: MxPacked<Self>, dtype: FloatDType) -> FloatTensor<Self> {
-        Self::from_inner(B::nvfp4_mx_dequantize(mx_inner(packed), dtype))
-    }
-
-    fn nvfp4_product(
+    fn nvfp4_gemm(
         a: Operand<Self>,
         b: Operand<Self>,
-        bias: Bias<Self>,
+        bias: MaybeTensor<Self>,
+        groups: GemmGroups<Self>,
         dtype: FloatDType,
     ) -> FloatTensor<Self> {
         let (a, b) = (inner_operand(a), inner_operand(b));
-        Self::from_inner(B::nvfp4_product(a, b, inner_bias(bias), dtype))
+        let bias = bias.map(|bias| bias.into_primitive());
+        let groups = match groups {
+            GemmGroups::None => GemmGroups::None,
+            GemmGroups::M(offsets) => GemmGroups::M(offsets),
+            GemmGroups::K { offsets, tokens } => GemmGroups::K { offsets, tokens },
+        };
+        Self::from_inner(B::nvfp4_gemm(a, b, bias, groups, dtype))
     }
 
     fn nvfp4_linear(
         x: FloatTensor<Self>,
         w: FloatTensor<Self>,
-        bias: Bias<Self>,
+        bias: MaybeTensor<Self>,
+        groups: RowGroups<Self>,
         spec: LinearSpec,
         context: LinearContext,
     ) -> FloatTensor<Self> {
-        linear(x, w, bias, |x, w, bias, tracked| {
-            let request = LinearRequest {
-                x,
-                w,
-                bias,
-                spec,
-                context,
-                tracked,
-                grouping: Dense,
-            };
-            request.forward()
-        })
-    }
-}
-
-/// A packed matrix as a constant of the autodiff backend.
-pub(super) fn constant<B: Nvfp4Ops, C: CheckpointStrategy>(
-    packed: Packed<B>,
-) -> Packed<Autodiff<B, C>> {
-    Packed {
-        codes: packed.codes,
-        scales: packed.scales,
-        amax: <Autodiff<B, C> as AutodiffBackend>::from_inner(packed.amax),
-        layout: packed.layout,
-    }
-}
-
-/// Values as a constant of the autodiff backend.
-fn decoded_constant<B: Nvfp4Ops, C: CheckpointStrategy>(
-    decoded: Decoded<B>,
-) -> Decoded<Autodiff<B, C>> {
-    Decoded {
-        values: <Autodiff<B, C> as AutodiffBackend>::from_inner(decoded.values),
-        amax: <Autodiff<B, C> as AutodiffBackend>::from_inner(decoded.amax),
-        layout: decoded.layout,
-    }
-}
-
-/// An operand as a constant of the autodiff backend.
-fn operand_constant<B: Nvfp4Ops, C: CheckpointStrategy>(
-    operand: Operand<B>,
-) -> Operand<Autodiff<B, C>> {
-    match operand {
-        Operand::Nvfp4(packed) => Operand::Nvfp4(constant(packed)),
-        Operand::Decoded(decoded) => Operand::Decoded(decoded_constant(decoded)),
-        Operand::Mxfp8(packed) => Operand::Mxfp8(mx_constant(packed)),
-        Operand::Float(x, usage) => {
-            Operand::Float(<Autodiff<B, C> as AutodiffBackend>::from_inner(x), usage)
+        let bias = bias.into_option();
+        let requires_grad = RequiresGrad {
+            x: x.is_tracked(),
+            w: w.is_tracked(),
+            bias: (bias.as_ref())
+                .filter(|bias| bias.is_tracked())
+                .map(|bias| float_dtype(bias.dtype())),
+        };
+        // The guards keep the parents alive until the step is registered.
+        let (x, x_node) = x.into_parts();
+        let (w, w_node) = w.into_parts();
+        let request = |bias| LinearRequest::<B> {
+            x,
+            w,
+            bias,
+            groups: inner_groups(groups),
+            spec,
+            context,
+            requires_grad,
+        };
+        match bias {
+            None => {
+                let step = Linear.prepare::<C>([x_node, w_node]);
+                let (y, saved) = request(MaybeTensor::Absent).forward();
+                match step.compute_bound().stateful() {
+                    OpsKind::Tracked(prep) => prep.finish(saved, y),
+                    OpsKind::UnTracked(prep) => prep.finish(y),
+                }
+            }
+            Some(bias) => {
+                let (bias, bias_node) = bias.into_parts();
+                let step = LinearBias.prepare::<C>([x_node, w_node, bias_node]);
+                let (y, saved) = request(MaybeTensor::Present(bias)).forward();
+                match step.compute_bound().stateful() {
+                    OpsKind::Tracked(prep) => prep.finish(saved, y),
+                    OpsKind::UnTracked(prep) => prep.finish(y),
+                }
+            }
         }
     }
-}
 
-/// A packed matrix of the backend that does the work.
-pub(super) fn inner<B: Nvfp4Ops, C: CheckpointStrategy>(
-    packed: Packed<Autodiff<B, C>>,
-) -> Packed<B> {
-    Packed {
-        codes: packed.codes,
-        scales: packed.scales,
-        amax: packed.amax.into_primitive(),
-        layout: packed.layout,
+    fn nvfp4_broadcast_group_values(
+        values: FloatTensor<Self>,
+        offsets: IntTensor<Self>,
+        rows: usize,
+    ) -> FloatTensor<Self> {
+        let values = values.into_primitive();
+        Self::from_inner(B::nvfp4_broadcast_group_values(values, offsets, rows))
+    }
+
+    fn nvfp4_segment_sum(x: FloatTensor<Self>, offsets: IntTensor<Self>) -> FloatTensor<Self> {
+        Self::from_inner(B::nvfp4_segment_sum(x.into_primitive(), offsets))
+    }
+
+    fn nvfp4_moe_permute(
+        x: FloatTensor<Self>,
+        index: IntTensor<Self>,
+        inverse: IntTensor<Self>,
+    ) -> FloatTensor<Self> {
+        let (x, node) = x.into_parts();
+        match Permute.prepare::<C>([node]).compute_bound().stateful() {
+            OpsKind::Tracked(prep) => {
+                let y = B::nvfp4_moe_permute(x, index, inverse.clone());
+                prep.finish(inverse, y)
+            }
+            OpsKind::UnTracked(prep) => prep.finish(B::nvfp4_moe_permute(x, index, inverse)),
+        }
+    }
+
+    fn nvfp4_moe_unpermute(
+        y: FloatTensor<Self>,
+        weights: FloatTensor<Self>,
+        places: IntTensor<Self>,
+        choices: IntTensor<Self>,
+    ) -> FloatTensor<Self> {
+        let (y, y_node) = y.into_parts();
+        let (weights, weights_node) = weights.into_parts();
+        let nodes = [y_node, weights_node];
+        match Unpermute.prepare::<C>(nodes).compute_bound().stateful() {
+            OpsKind::Tracked(prep) => {
+                let saved = SavedUnpermute {
+                    y: y.clone(),
+                    weights: weights.clone(),
+                    places: places.clone(),
+                    choices: choices.clone(),
+                };
+                prep.finish(saved, B::nvfp4_moe_unpermute(y, weights, places, choices))
+            }
+            OpsKind::UnTracked(prep) => {
+                prep.finish(B::nvfp4_moe_unpermute(y, weights, places, choices))
+            }
+        }
+    }
+
+    fn nvfp4_moe_unpermute_backward(
+        dout: FloatTensor<Self>,
+        y: FloatTensor<Self>,
+        weights: FloatTensor<Self>,
+        places: IntTensor<Self>,
+        choices: IntTensor<Self>,
+    ) -> UnpermuteGradients<Self> {
+        let (dout, y) = (dout.into_primitive(), y.into_primitive());
+        let weights = weights.into_primitive();
+        let found = B::nvfp4_moe_unpermute_backward(dout, y, weights, places, choices);
+        UnpermuteGradients {
+            rows: Self::from_inner(found.rows),
+            weights: Self::from_inner(found.weights),
+        }
+    }
+
+    fn nvfp4_sum_rows(
+        x: FloatTensor<Self>,
+        weights: MaybeTensor<Self>,
+        places: IntTensor<Self>,
+    ) -> FloatTensor<Self> {
+        let weights = weights.map(|weights| weights.into_primitive());
+        Self::from_inner(B::nvfp4_sum_rows(x.into_primitive(), weights, places))
     }
 }
 
-/// An MXFP8 matrix as a constant of the autodiff backend.
-pub(super) fn mx_constant<B: Nvfp4Ops, C: CheckpointStrategy>(
-    packed: MxPacked<B>,
-) -> MxPacked<Autodiff<B, C>> {
-    MxPacked {
-        codes: packed.codes,
-        scales: packed.scales,
-        layout: packed.layout,
+/// A quantized matrix as a constant of the autodiff backend.
+fn constant<B: Nvfp4Ops, C: CheckpointStrategy>(
+    quantized: QuantizedMatrix<B>,
+) -> QuantizedMatrix<Autodiff<B, C>> {
+    let outer = <Autodiff<B, C> as AutodiffBackend>::from_inner;
+    QuantizedMatrix {
+        data: match quantized.data {
+            QuantizedData::Packed { codes, scales } => QuantizedData::Packed { codes, scales },
+            QuantizedData::Bf16Unscaled(values) => QuantizedData::Bf16Unscaled(outer(values)),
+        },
+        amax: quantized.amax.map(outer),
+        layout: quantized.layout,
     }
 }
 
-/// An MXFP8 matrix of the backend that does the work.
-fn mx_inner<B: Nvfp4Ops, C: CheckpointStrategy>(packed: MxPacked<Autodiff<B, C>>) -> MxPacked<B> {
-    MxPacked {
-        codes: packed.codes,
-        scales: packed.scales,
-        layout: packed.layout,
+/// A quantized matrix of the inner backend.
+fn inner<B: Nvfp4Ops, C: CheckpointStrategy>(
+    quantized: QuantizedMatrix<Autodiff<B, C>>,
+) -> QuantizedMatrix<B> {
+    QuantizedMatrix {
+        data: match quantized.data {
+            QuantizedData::Packed { codes, scales } => QuantizedData::Packed { codes, scales },
+            QuantizedData::Bf16Unscaled(values) => {
+                QuantizedData::Bf16Unscaled(values.into_primitive())
+            }
+        },
+        amax: quantized.amax.map(|amax| amax.into_primitive()),
+        layout: quantized.layout,
     }
 }
 
-/// An operand of the backend that does the work.
-pub(super) fn inner_operand<B: Nvfp4Ops, C: CheckpointStrategy>(
+/// An operand of the inner backend.
+fn inner_operand<B: Nvfp4Ops, C: CheckpointStrategy>(
     operand: Operand<Autodiff<B, C>>,
 ) -> Operand<B> {
     match operand {
-        Operand::Nvfp4(packed) => Operand::Nvfp4(inner(packed)),
-        Operand::Decoded(decoded) => Operand::Decoded(Decoded {
-            values: decoded.values.into_primitive(),
-            amax: decoded.amax.into_primitive(),
-            layout: decoded.layout,
-        }),
-        Operand::Mxfp8(packed) => Operand::Mxfp8(mx_inner(packed)),
+        Operand::Quantized(quantized) => Operand::Quantized(inner(quantized)),
         Operand::Float(x, usage) => Operand::Float(x.into_primitive(), usage),
     }
 }
 
-/// A bias of the backend that does the work.
-pub(super) fn inner_bias<B: Backend, C: CheckpointStrategy>(bias: Bias<Autodiff<B, C>>) -> Bias<B> {
-    match bias {
-        Bias::Absent => Bias::Absent,
-        Bias::Vector(bias) => Bias::Vector(bias.into_primitive()),
+/// Groups of the inner backend.
+fn inner_groups<B: Backend, C: CheckpointStrategy>(
+    groups: RowGroups<Autodiff<B, C>>,
+) -> RowGroups<B> {
+    match groups {
+        RowGroups::Whole => RowGroups::Whole,
+        RowGroups::Batch(count) => RowGroups::Batch(count),
+        RowGroups::Offsets(offsets) => RowGroups::Offsets(offsets),
     }
 }

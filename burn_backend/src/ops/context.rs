@@ -18,8 +18,8 @@ pub struct LinearContext {
     pub(crate) weight: Option<CachedWeight>,
     /// Where to record samples of the operands, while telemetry is on.
     pub(crate) probe: Option<Probe>,
-    /// The storage of operands that only one GEMM reads; `None` for the storage with which that GEMM
-    /// is fastest.
+    /// The storage of operands that only one GEMM reads; `None` for the storage with which that
+    /// GEMM is fastest.
     pub(crate) storage: Option<Storage>,
 }
 
@@ -43,11 +43,12 @@ impl LinearContext {
     }
 }
 
-/// The identity of a weight's value: the autodiff node of the tensor, or the nodes of the tensors that
-/// it was concatenated from, in order.
+/// The identity of a weight's value: the autodiff node of the tensor, or the nodes of the tensors
+/// that it was concatenated from, in order.
 ///
-/// A node is created with a tensor, has an id that is never used again, and keeps the value that it was
-/// created with: every optimizer step, load, cast and copy creates another, in the same memory or not.
+/// A node is created with a tensor, has an id that is never used again, and keeps the value that it
+/// was created with: every optimizer step, load, cast and copy creates another, in the same memory
+/// or not.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct WeightIdentity(Vec<u64>);
 
@@ -91,8 +92,8 @@ pub(crate) struct CachedWeight {
 }
 
 impl CachedWeight {
-    /// The slot on `device`, by its text, of the operands of the weight by `spec`, beside activations
-    /// of type `dtype`.
+    /// The slot on `device`, by its text, of the operands of the weight by `spec`, beside
+    /// activations of type `dtype`.
     pub(crate) fn slot(&self, device: String, dtype: FloatDType, spec: &LinearSpec) -> Slot<'_> {
         Slot {
             cache: &self.cache,
@@ -108,12 +109,12 @@ impl CachedWeight {
     }
 }
 
-/// The quantized operands of a layer's weight, valid for as long as the weight stays the same tensor:
-/// the micro-batches of gradient accumulation quantize a weight once.
+/// The quantized operands of a layer's weight, valid for as long as the weight stays the same
+/// tensor: the micro-batches of gradient accumulation quantize a weight once.
 ///
-/// The operands of the last weight are dropped when the next one is quantized. There is one entry for
-/// each device, so that replicas of data-parallel training, which share the cache as they share the
-/// rest of a layer's state, do not evict each other's.
+/// The operands of the last weight are dropped when the next one is quantized. There is one entry
+/// for each device, so that replicas of data-parallel training, which share the cache as they share
+/// the rest of a layer's state, do not evict each other's.
 #[derive(Clone, Default)]
 pub(crate) struct WeightCache {
     entries: Arc<Mutex<Vec<Entry>>>,
@@ -198,8 +199,8 @@ mod tests {
     use crate::functions::linear_unchecked;
     use crate::{Nvfp4Recipe, RngState};
 
-    /// The device that `NVFP4_TEST_DEVICE` names, the type of its activations (CubeCL's CPU runtime has no
-    /// arithmetic in bf16), and whether it is a GPU.
+    /// The device that `NVFP4_TEST_DEVICE` names, the type of its activations (CubeCL's CPU runtime
+    /// has no arithmetic in bf16), and whether it is a GPU.
     fn device() -> (Device, DType, bool) {
         match std::env::var("NVFP4_TEST_DEVICE").as_deref() {
             #[cfg(feature = "cpu")]
@@ -258,8 +259,8 @@ mod tests {
         })
     }
 
-    /// With either storage, and with the storage that the device chooses, outputs and gradients have
-    /// the same bits; also where the tokens fill no block of 16.
+    /// With either storage, and with the storage that the device chooses, outputs and gradients
+    /// have the same bits; also where the tokens fill no block of 16.
     fn the_storage_changes_no_bit(preset: &str) {
         let (device, dtype, gpu) = device();
         let shapes: &[[usize; 3]] = match gpu {
@@ -312,7 +313,8 @@ mod tests {
         bf16
     );
 
-    /// Milliseconds of forward and backward by the storage of operands; `--ignored --nocapture` prints them.
+    /// Milliseconds of forward and backward by the storage of operands; `--ignored --nocapture`
+    /// prints them.
     #[test]
     #[ignore = "a measurement, for a GPU"]
     fn times_by_storage() {

@@ -1,56 +1,80 @@
 //! The extension trait, and the values that cross it.
 //!
-//! Arguments are trusted here: [`functions`](crate::functions) checks them before anything is
-//! queued, because an implementation may run later, on another thread, where it can only panic.
+//! Arguments are trusted here: [`functions`](crate::functions) and [`experts`](crate::experts)
+//! check them before anything is queued, because an implementation may run later, on another
+//! thread, where it can only panic.
+//!
+//! # Groups
+//!
+//! The linear layers of a mixture of experts run all experts in one launch. Tokens are sorted by
+//! expert, `[tokens, d_in]`, and offsets (`u32[experts + 1]`, ascending from 0, none above
+//! `tokens`) say where each expert's tokens begin. They stay on the device: shapes depend on the
+//! numbers of tokens and experts alone.
+//!
+//! A grouped layer computes what the plain layer computes for each expert's tokens and weight:
+//!
+//! - In NVFP4, by MS-EDEN too, each group is quantized as a matrix of its own: it has its own amax,
+//!   before and after the transform, or one for each of its stored rows, and its blocks along the
+//!   tokens begin at its first token, the last block, or transform, padded with zeros. So has each
+//!   expert's weight (docs/src/numerics.md, sections 4 and 9).
+//! - MXFP8 has no amax beyond its blocks of 32, which begin at the first token of each group.
+//! - High precision, of the original tensors or of dequantized ones, is multiplied as it is.
+//!
+//! The experts share the random streams of the layer. Block numbers, and those of MS-EDEN's groups
+//! of 128, continue from group to group: from `first_row · blocks` on in a rowwise tensor, from
+//! `columns · (blocks of the earlier groups along the tokens)` on in a columnwise one, so that no
+//! two experts draw the same bits.
 
 mod autodiff;
 mod context;
 #[cfg(any(feature = "cpu", feature = "cuda"))]
 mod cube;
+#[cfg(any(feature = "flex", feature = "cpu", feature = "cuda"))]
+mod dequantize;
 #[cfg(feature = "flex")]
 mod flex;
-mod grouped;
+#[cfg(any(feature = "flex", feature = "cubecl-backend"))]
+mod layout;
 pub(crate) mod linear;
+#[cfg(feature = "cubecl-backend")]
+mod meta;
 mod operands;
-mod packed;
 mod probe;
+mod rows;
 mod spec;
+mod tensors;
 
 use burn_core as burn;
 
-use burn_core::backend::{Backend, TensorMetadata, backend_extension, tensor::FloatTensor};
-use burn_core::tensor::{DType, FloatDType};
-use nvfp4_kernels::{BlockScaling, Storage, Usage};
+use burn_core::backend::{
+    Backend, TensorMetadata, backend_extension,
+    tensor::{FloatTensor, IntTensor},
+};
+use burn_core::tensor::{DType, FloatDType, Shape};
+use nvfp4_kernels::{Storage, Usage};
 
 pub use context::LinearContext;
 pub(crate) use context::{CachedWeight, WeightCache, WeightIdentity};
-pub use grouped::{GroupPairSpec, Nvfp4GroupedOps, RowGradients, RowGroups};
-#[cfg(feature = "cubecl-backend")]
-pub use grouped::{RowGradientsMetadata, RowGroupsMetadata};
-pub use nvfp4_kernels::AmaxGranularity;
-pub use packed::{
-    Bias, Decoded, MxLayout, MxPacked, Operand, OperandPair, Packed, PackedLayout, PackedPair,
-};
-#[cfg(feature = "cubecl-backend")]
-pub use packed::{
-    BiasMetadata, DecodedMetadata, MxPackedMetadata, OperandMetadata, OperandPairMetadata,
-    PackedMetadata, PackedPairMetadata,
-};
-#[cfg(feature = "cubecl-backend")]
-use packed::{
-    decoded_meta, dequantize_meta, eden_meta, eden_packed_meta, forms_meta, matmul_meta,
-    mx_dequantize_meta, mx_meta, mx_packed_meta, packed_meta, pair_meta, product_meta, tiles_meta,
-};
 pub(crate) use probe::{Probe, SampledOperand};
-pub use spec::{
-    BackwardSource, CopySpec, EdenSpec, LinearSpec, OperandSpec, PairSpec, QuantizeSpec,
+
+pub use nvfp4_kernels::{AmaxGranularity, BlockShape, Format, Layout};
+pub use spec::{BackwardSource, LinearSpec, OperandSpec, QuantParams, QuantRounding};
+pub use tensors::{
+    GemmGroups, MaybeTensor, Operand, QuantUsages, QuantizedData, QuantizedMatrix, QuantizedPair,
+    RowGroups, UnpermuteGradients,
+};
+#[cfg(feature = "cubecl-backend")]
+pub use tensors::{
+    GemmGroupsMetadata, MaybeTensorMetadata, OperandMetadata, QuantizedDataMetadata,
+    QuantizedMatrixMetadata, QuantizedPairMetadata, RowGroupsMetadata, UnpermuteGradientsMetadata,
 };
 
 /// NVFP4 operations on the primitives of a backend.
 ///
-/// Matrices are 2-D floats of type `f32`, `bf16` or `f16`. Of the operations only
-/// [`nvfp4_linear`](Self::nvfp4_linear) is differentiable; under `Autodiff` the results of the
-/// others are constants.
+/// Matrices are 2-D floats of type `f32`, `bf16` or `f16`. Only
+/// [`nvfp4_linear`](Self::nvfp4_linear), [`nvfp4_moe_permute`](Self::nvfp4_moe_permute) and
+/// [`nvfp4_moe_unpermute`](Self::nvfp4_moe_unpermute) are differentiable; under `Autodiff` the
+/// results of the other operations are constants.
 #[backend_extension(
     Flex: cfg(feature = "flex"),
     Cube: cfg(any(feature = "cpu", feature = "cuda")),
@@ -58,123 +82,155 @@ pub use spec::{
     Autodiff
 )]
 pub trait Nvfp4Ops: Backend {
-    /// Pack `x` (`[rows, cols]`), with the global scale, or scales, of its own maxima.
+    /// The quantized tensors of `x` (`[rows, cols]`) with the `usages`, from one read of `x` where
+    /// one kernel makes both.
     ///
-    /// `cols` must be a multiple of 16 for [`Usage::Rowwise`]; a column-wise copy pads its last
-    /// block with zeros.
-    #[fusion(meta = packed_meta)]
-    fn nvfp4_quantize(x: FloatTensor<Self>, spec: QuantizeSpec) -> Packed<Self>;
-
-    /// Both copies of `x` (`[rows, cols]`) in one pass.
-    ///
-    /// `cols` must be a multiple of 16; for tiles, `rows` as well.
-    #[fusion(meta = pair_meta)]
-    fn nvfp4_quantize_pair(x: FloatTensor<Self>, spec: PairSpec) -> PackedPair<Self>;
-
-    /// One of the two copies of `x` (`[rows, cols]`, both multiples of 16) in 16x16 tiles, without the other.
-    #[fusion(meta = tiles_meta)]
-    fn nvfp4_quantize_tiles(
+    /// `cols` must be a multiple of 16 for a rowwise NVFP4 tensor; a columnwise one is padded with
+    /// zeros. 16x16 blocks need `rows` to be a multiple of 16 too. With [`RowGroups::Offsets`]
+    /// blocks are 1x16 or 1x32, and the storage is packed.
+    #[fusion(meta = meta::quantize)]
+    fn nvfp4_quantize(
         x: FloatTensor<Self>,
+        #[extension_type] groups: RowGroups<Self>,
+        usages: QuantUsages,
+    ) -> QuantizedPair<Self>;
+
+    /// The values of `source`, which is NVFP4, packed and not transformed, quantized straight from
+    /// its codes, by MS-EDEN or to an MX format. For an MX format the values are rounded to `via`
+    /// first. With groups, which are those of `source`, `source` is rowwise.
+    #[fusion(meta = meta::requantize)]
+    fn nvfp4_requantize(
+        #[extension_type] source: QuantizedMatrix<Self>,
+        #[extension_type] groups: RowGroups<Self>,
         usage: Usage,
-        scaling: BlockScaling,
-    ) -> Packed<Self>;
-
-    /// [`nvfp4_quantize`](Self::nvfp4_quantize), but for what the codes stand for instead of them: the
-    /// operand of one product, and of nothing else.
-    #[fusion(meta = decoded_meta)]
-    fn nvfp4_quantize_decoded(x: FloatTensor<Self>, spec: QuantizeSpec) -> Decoded<Self>;
-
-    /// Both copies of `x` (`[rows, cols]`) in 1x16 blocks in one pass, each in its form, row-wise and
-    /// column-wise.
-    ///
-    /// `cols` must be a multiple of 16.
-    #[fusion(meta = forms_meta)]
-    fn nvfp4_quantize_forms(
-        x: FloatTensor<Self>,
-        row: (CopySpec, Storage),
-        col: (CopySpec, Storage),
-    ) -> OperandPair<Self>;
-
-    /// `x` (`[rows, cols]`) by MS-EDEN: the transformed matrix, its contraction padded to a multiple
-    /// of 128.
-    #[fusion(meta = eden_meta)]
-    fn nvfp4_eden(x: FloatTensor<Self>, spec: EdenSpec) -> Packed<Self>;
-
-    /// The values of `packed`, which is not transformed, by MS-EDEN, along its own axis or the other one.
-    #[fusion(meta = eden_packed_meta)]
-    fn nvfp4_eden_packed(#[extension_type] packed: Packed<Self>, spec: EdenSpec) -> Packed<Self>;
-
-    /// `x` (`[rows, cols]`) in MXFP8 with blocks along `usage`.
-    #[fusion(meta = mx_meta)]
-    fn nvfp4_mx_quantize(x: FloatTensor<Self>, usage: Usage) -> MxPacked<Self>;
-
-    /// The values of `packed` rounded to `via`, in MXFP8 with blocks along `usage`.
-    #[fusion(meta = mx_packed_meta)]
-    fn nvfp4_mx_requantize(
-        #[extension_type] packed: Packed<Self>,
-        usage: Usage,
+        params: QuantParams,
         via: FloatDType,
-    ) -> MxPacked<Self>;
+    ) -> QuantizedMatrix<Self>;
 
-    /// The values of `packed` in the orientation of its source, `[rows, cols]`. A copy made with a
-    /// transform stays transformed.
-    #[fusion(meta = dequantize_meta)]
+    /// The values of `source` in the orientation of its source, `[rows, cols]`. With a transform
+    /// they stay in the rotated domain. With groups, `source` is rowwise; rows of no group are
+    /// undefined.
+    #[fusion(meta = meta::dequantize)]
     fn nvfp4_dequantize(
-        #[extension_type] packed: Packed<Self>,
+        #[extension_type] source: QuantizedMatrix<Self>,
+        #[extension_type] groups: RowGroups<Self>,
         dtype: FloatDType,
     ) -> FloatTensor<Self>;
 
-    /// The values of `packed` in the orientation of its source, `[rows, cols]`.
-    #[fusion(meta = mx_dequantize_meta)]
-    fn nvfp4_mx_dequantize(
-        #[extension_type] packed: MxPacked<Self>,
-        dtype: FloatDType,
-    ) -> FloatTensor<Self>;
-
-    /// `out[m, n] = alpha · Σₖ a[m, k] · b[n, k] + bias[n]` over the stored rows of both operands,
-    /// accumulated in `f32` and rounded once to `dtype`. `alpha` is the product of the operands'
-    /// global scales, one of each or one for each stored row.
+    /// The GEMM of two operands, see [`GemmGroups`], accumulated in `f32` and rounded once to
+    /// `dtype`. `alpha` is the product of the operands' global scales.
     ///
-    /// Two float operands have one type, and none is mixed with a packed one whose contraction is
-    /// padded.
-    #[fusion(meta = product_meta)]
-    fn nvfp4_product(
+    /// Two float operands have one type, and none is multiplied with a quantized one whose
+    /// contraction is padded.
+    #[fusion(meta = meta::gemm)]
+    fn nvfp4_gemm(
         #[extension_type] a: Operand<Self>,
         #[extension_type] b: Operand<Self>,
-        #[extension_type] bias: Bias<Self>,
+        #[extension_type] bias: MaybeTensor<Self>,
+        #[extension_type] groups: GemmGroups<Self>,
         dtype: FloatDType,
     ) -> FloatTensor<Self>;
 
-    /// [`nvfp4_product`](Self::nvfp4_product) of two NVFP4 matrices.
-    #[fusion(meta = matmul_meta)]
-    fn nvfp4_matmul(
-        #[extension_type] a: Packed<Self>,
-        #[extension_type] b: Packed<Self>,
-        #[extension_type] bias: Bias<Self>,
-        dtype: FloatDType,
-    ) -> FloatTensor<Self> {
-        Self::nvfp4_product(Operand::Nvfp4(a), Operand::Nvfp4(b), bias, dtype)
-    }
-
-    /// `y = x w + bias` for `x` (`[m, d_in]`), `w` (`[d_in, d_out]`) and `bias` (`[d_out]`), with the
-    /// operands that `spec` asks for, in the type of `x`. `Autodiff` overrides it with its own
-    /// backward.
+    /// `y = x w + bias` for `x` (`[m, d_in]`), `w` (`[d_in, d_out]`) and `bias` (`[d_out]`), with
+    /// the operands of `spec`, in the type of `x`.
+    ///
+    /// With [`RowGroups::Offsets`], `y[i] = x[i] w[g] + bias[g]` for the rows `i` of group `g`, `w`
+    /// being `[experts, d_in, d_out]` and `bias` `[experts, d_out]`; rows of no group are zero.
+    /// `Autodiff` overrides it with its own backward.
     #[fusion(default)]
     fn nvfp4_linear(
         x: FloatTensor<Self>,
         w: FloatTensor<Self>,
-        #[extension_type] bias: Bias<Self>,
+        #[extension_type] bias: MaybeTensor<Self>,
+        #[extension_type] groups: RowGroups<Self>,
         spec: LinearSpec,
         context: LinearContext,
     ) -> FloatTensor<Self> {
         let dtype = float_dtype(x.dtype());
-        let shape = (x.shape()[0], w.shape()[1], x.shape()[1]);
+        let d_out = *w.shape().last().expect("a matrix");
+        let shape = (x.shape()[0], d_out, x.shape()[1]);
         let (device, specs) = (x.device(), [&spec.fprop_x, &spec.fprop_w]);
-        let storage = context.storage(|| operands::storage_of::<Self>(&device, specs, shape));
-        let x = operands::quantize::<Self>(x, &spec.fprop_x, Usage::Rowwise, dtype, storage);
-        let w =
-            operands::quantize::<Self>(w, &spec.fprop_w, Usage::Columnwise, dtype, Storage::Packed);
-        Self::nvfp4_product(x, w, bias, dtype)
+        let storage = groups.storage(&context, || {
+            operands::storage_of::<Self>(&device, specs, shape)
+        });
+        let (row, col) = (Usage::Rowwise, Usage::Columnwise);
+        let x = operands::quantize::<Self>(x, &groups, &spec.fprop_x, row, dtype, storage);
+        let of_weights = groups.of_weights();
+        let packed = Storage::Packed;
+        let w = operands::quantize::<Self>(w, &of_weights, &spec.fprop_w, col, dtype, packed);
+        Self::nvfp4_gemm(x, w, bias, groups.of_rows(), dtype)
+    }
+
+    /// The value of its group for each of `rows` rows, from `values`, `f32[groups]`; 0 for rows of
+    /// no group.
+    #[fusion(meta = meta::broadcast_group_values)]
+    fn nvfp4_broadcast_group_values(
+        values: FloatTensor<Self>,
+        offsets: IntTensor<Self>,
+        rows: usize,
+    ) -> FloatTensor<Self>;
+
+    /// The sum of the rows of each group of `x` (`[tokens, cols]`), `f32[groups, cols]`.
+    #[fusion(meta = meta::segment_sum)]
+    fn nvfp4_segment_sum(x: FloatTensor<Self>, offsets: IntTensor<Self>) -> FloatTensor<Self>;
+
+    /// Rows of `x` (`[tokens, width]`) by number: `out[s] = x[index[s]]` for `index` `[slots]`.
+    ///
+    /// `inverse` (`[tokens, copies]`) holds, for each row of `x`, the slots that it went to; every
+    /// slot stands there once. `Autodiff` overrides it: with the inverse the backward is a gather
+    /// too, `dx[t] = Σⱼ dout[inverse[t, j]]`, in a fixed order and in `f32`, where that of a plain
+    /// selection scatters.
+    #[fusion(default)]
+    fn nvfp4_moe_permute(
+        x: FloatTensor<Self>,
+        index: IntTensor<Self>,
+        _inverse: IntTensor<Self>,
+    ) -> FloatTensor<Self> {
+        let slots = index.shape()[0];
+        let places = Self::int_reshape(index, Shape::new([slots, 1]));
+        Self::nvfp4_sum_rows(x, MaybeTensor::Absent, places)
+    }
+
+    /// `out[t] = Σⱼ weights[t, j] · y[places[t, j]]`, in `f32`, rounded once to the type of `y`:
+    /// for `y` (`[slots, width]`), `weights` (`f32[tokens, copies]`) and `places` (`[tokens,
+    /// copies]`), which holds every slot once; `choices` (`[slots]`) is its inverse, `t * copies +
+    /// j`.
+    ///
+    /// `Autodiff` overrides it with a backward that gathers too.
+    #[fusion(default)]
+    fn nvfp4_moe_unpermute(
+        y: FloatTensor<Self>,
+        weights: FloatTensor<Self>,
+        places: IntTensor<Self>,
+        _choices: IntTensor<Self>,
+    ) -> FloatTensor<Self> {
+        Self::nvfp4_sum_rows(y, MaybeTensor::Present(weights), places)
+    }
+
+    /// The gradients of [`nvfp4_moe_unpermute`](Self::nvfp4_moe_unpermute), given that of its
+    /// output (`[tokens, width]`), which has the type of `y`.
+    #[fusion(meta = meta::moe_unpermute_backward)]
+    fn nvfp4_moe_unpermute_backward(
+        dout: FloatTensor<Self>,
+        y: FloatTensor<Self>,
+        weights: FloatTensor<Self>,
+        places: IntTensor<Self>,
+        choices: IntTensor<Self>,
+    ) -> UnpermuteGradients<Self> {
+        rows::unpermute_backward::<Self>(dout, y, weights, places, choices)
+    }
+
+    /// `out[i] = Σⱼ weights[i, j] · x[places[i, j]]`, without `weights` the sum of the rows: for
+    /// `x` (`[rows, width]`), `weights` (`f32[n, copies]`) and `places` (`[n, copies]`), row
+    /// numbers, at least one column of them. In `f32`, in the order of `j`, rounded once to the
+    /// type of `x`.
+    #[fusion(meta = meta::sum_rows)]
+    fn nvfp4_sum_rows(
+        x: FloatTensor<Self>,
+        #[extension_type] weights: MaybeTensor<Self>,
+        places: IntTensor<Self>,
+    ) -> FloatTensor<Self> {
+        rows::sum::<Self>(x, weights, places)
     }
 }
 
@@ -188,17 +244,17 @@ pub(crate) fn float_dtype(dtype: DType) -> FloatDType {
     }
 }
 
-/// Report work to `tracing`: one event for each copy or product that a backend computes.
+/// Reports work to `tracing`: one event for each quantization or GEMM that a backend computes.
 #[cfg(any(feature = "flex", feature = "cpu", feature = "cuda"))]
-fn trace_op(op: &'static str, copy: &'static str, rows: usize, cols: usize) {
-    tracing::trace!(target: "burn_nvfp4::ops", op, copy, rows, cols);
+fn trace_op(op: &'static str, usage: &'static str, rows: usize, cols: usize) {
+    tracing::trace!(target: "burn_nvfp4::ops", op, usage, rows, cols);
 }
 
-/// The name of a copy in traces.
+/// The name of a usage in traces.
 #[cfg(any(feature = "flex", feature = "cpu", feature = "cuda"))]
-fn copy_name(usage: Usage) -> &'static str {
+fn usage_name(usage: Usage) -> &'static str {
     match usage {
-        Usage::Rowwise => "row",
-        Usage::Columnwise => "col",
+        Usage::Rowwise => "rowwise",
+        Usage::Columnwise => "columnwise",
     }
 }

@@ -1,16 +1,19 @@
-//! From a matrix to the operands of products.
+//! From a matrix, a stack of weights or tokens in groups to the operands of GEMMs.
+//!
+//! A matrix, or tokens in groups, is `[rows, cols]`. A stack of weights is `[experts, rows, cols]`
+//! with [`RowGroups::Batch`]; its operands are rowwise ones, of the transposed matrices for
+//! [`Usage::Columnwise`], one below the other.
 
 use burn_core::backend::{Backend, TensorMetadata, tensor::FloatTensor};
-use burn_core::tensor::{FloatDType, Shape, Slice};
-use nvfp4_kernels::{Storage, Usage};
+use burn_core::tensor::{FloatDType, Shape};
+use nvfp4_kernels::{AmaxGranularity, BlockShape, Storage, Usage};
 
-use super::{
-    Decoded, EdenSpec, Nvfp4Ops, Operand, OperandPair, OperandSpec, PackedPair, PairSpec,
-    QuantizeSpec, float_dtype,
-};
+use super::spec::{OperandSpec, QuantParams};
+use super::tensors::{Operand, QuantUsages, RowGroups};
+use super::{Nvfp4Ops, float_dtype};
 
-/// The form in which an operand in 1x16 blocks is made that nothing reads but one product, `m` x `n`
-/// with a contraction of `k`, of what `specs` make: values, where that product decodes what is packed.
+/// The storage of an operand in 1x16 blocks that only one GEMM reads, `m` x `n` with a contraction
+/// of `k`, of operands by `specs`: bf16 values, where that GEMM dequantizes packed operands.
 pub(super) fn storage_of<B: Backend>(
     device: &B::Device,
     specs: [&OperandSpec; 2],
@@ -18,153 +21,193 @@ pub(super) fn storage_of<B: Backend>(
 ) -> Storage {
     let unit = specs[0].unit().max(specs[1].unit());
     let shape = (m, n, k.next_multiple_of(unit));
-    match specs.iter().all(|spec| spec.is_nvfp4()) && decodes::<B>(device, shape) {
+    match specs.iter().all(|spec| spec.is_nvfp4()) && dequantizes::<B>(device, shape) {
         true => Storage::Bf16Unscaled,
         false => Storage::Packed,
     }
 }
 
-/// Whether products of packed operands of this shape decode both.
+/// Whether GEMMs of packed operands of this shape dequantize both.
 #[cfg(any(feature = "cpu", feature = "cuda"))]
-fn decodes<B: Backend>(device: &B::Device, shape: (usize, usize, usize)) -> bool {
+fn dequantizes<B: Backend>(device: &B::Device, shape: (usize, usize, usize)) -> bool {
     let device: &dyn std::any::Any = device;
     let device = device.downcast_ref::<burn_cubecl::CubeDevice>();
-    device.is_some_and(|device| nvfp4_kernels::gemm::decodes(&device.client(), shape))
+    device.is_some_and(|device| nvfp4_kernels::gemm::dequantizes(&device.client(), shape))
 }
 
-/// Whether products of packed operands of this shape decode both: Flex does so panel by panel.
+/// Whether GEMMs of packed operands of this shape dequantize both: Flex does so panel by panel.
 #[cfg(not(any(feature = "cpu", feature = "cuda")))]
-fn decodes<B: Backend>(_: &B::Device, _: (usize, usize, usize)) -> bool {
+fn dequantizes<B: Backend>(_: &B::Device, _: (usize, usize, usize)) -> bool {
     false
 }
 
-/// The operand that `spec` makes of `x`, contracted along `usage`; in 1x16 blocks it has the form `form`.
+/// The operand of `x` by `spec`, contracted along `usage`. In 1x16 blocks it has this `storage`.
 /// Without quantization it has the type `dtype`, that of the activations.
 pub(super) fn quantize<B: Nvfp4Ops>(
     x: FloatTensor<B>,
+    groups: &RowGroups<B>,
     spec: &OperandSpec,
     usage: Usage,
     dtype: FloatDType,
-    form: Storage,
+    storage: Storage,
 ) -> Operand<B> {
-    match *spec {
-        OperandSpec::HighPrecision => Operand::Float(cast::<B>(x, dtype), usage),
-        OperandSpec::Mxfp8 => Operand::Mxfp8(B::nvfp4_mx_quantize(x, usage)),
-        OperandSpec::Blocks(copy) => {
-            let spec = QuantizeSpec { usage, copy };
-            match form {
-                Storage::Packed => Operand::Nvfp4(B::nvfp4_quantize(x, spec)),
-                Storage::Bf16Unscaled => Operand::Decoded(B::nvfp4_quantize_decoded(x, spec)),
-            }
+    let OperandSpec::Quantized(params) = *spec else {
+        let x = cast::<B>(x, dtype);
+        return match groups {
+            RowGroups::Batch(_) => Operand::Float(flat::<B>(x, usage), Usage::Rowwise),
+            RowGroups::Whole | RowGroups::Offsets(_) => Operand::Float(x, usage),
+        };
+    };
+    let is_per_row = params.amax == AmaxGranularity::PerRow;
+    // A quantized tensor with an amax for each row of the source does not depend on its groups.
+    let (x, groups, usage) = match (groups, usage) {
+        (RowGroups::Batch(_), _) if is_per_row => {
+            (flat::<B>(x, usage), RowGroups::Whole, Usage::Rowwise)
         }
-        OperandSpec::Tiles(scaling) => Operand::Nvfp4(B::nvfp4_quantize_tiles(x, usage, scaling)),
-        OperandSpec::Eden { hadamard, stream } => Operand::Nvfp4(B::nvfp4_eden(
-            x,
-            EdenSpec {
-                usage,
-                hadamard,
-                stream,
-            },
-        )),
-    }
+        (RowGroups::Batch(_), _) => (flat::<B>(x, Usage::Rowwise), groups.clone(), usage),
+        (_, Usage::Rowwise) if is_per_row => (x, RowGroups::Whole, usage),
+        _ => (x, groups.clone(), usage),
+    };
+    let storage = match params.has_bf16_storage() {
+        true => storage,
+        false => Storage::Packed,
+    };
+    let usages = QuantUsages::one(usage, params, storage);
+    Operand::Quantized(B::nvfp4_quantize(x, groups, usages).into_one())
 }
 
-/// The operands along both axes: row-wise, column-wise, in 1x16 blocks in the form `forms` of each. From
-/// one read of `x` where one kernel makes both.
+/// How two operands of one matrix are represented.
+pub(super) struct PairSpec<'a> {
+    pub rowwise: &'a OperandSpec,
+    pub columnwise: &'a OperandSpec,
+    /// Of each in 1x16 blocks: rowwise, columnwise.
+    pub storages: [Storage; 2],
+}
+
+/// The rowwise and the columnwise operand of `x`, from one read of it where one kernel makes both.
 pub(super) fn quantize_pair<B: Nvfp4Ops>(
     x: FloatTensor<B>,
-    row: &OperandSpec,
-    col: &OperandSpec,
+    groups: &RowGroups<B>,
+    spec: &PairSpec<'_>,
     dtype: FloatDType,
-    forms: [Storage; 2],
 ) -> (Operand<B>, Operand<B>) {
-    let pair = match (*row, *col) {
-        (OperandSpec::Tiles(row), OperandSpec::Tiles(col)) if row == col => PairSpec::Tile(row),
-        (OperandSpec::Blocks(row), OperandSpec::Blocks(col)) if forms == [Storage::Packed; 2] => {
-            PairSpec::Blocks { row, col }
-        }
-        (OperandSpec::Blocks(row), OperandSpec::Blocks(col)) => {
-            let OperandPair { row, col } =
-                B::nvfp4_quantize_forms(x, (row, forms[0]), (col, forms[1]));
-            return (row, col);
-        }
-        _ => {
-            return (
-                quantize::<B>(x.clone(), row, Usage::Rowwise, dtype, forms[0]),
-                quantize::<B>(x, col, Usage::Columnwise, dtype, forms[1]),
-            );
-        }
-    };
-    let PackedPair { row, col } = B::nvfp4_quantize_pair(x, pair);
-    (Operand::Nvfp4(row), Operand::Nvfp4(col))
+    let [row_storage, col_storage] = spec.storages;
+    if let (OperandSpec::Quantized(row), OperandSpec::Quantized(col)) =
+        (*spec.rowwise, *spec.columnwise)
+        && is_one_kernel(groups, &row, &col)
+    {
+        let x = match groups {
+            RowGroups::Batch(_) => flat::<B>(x, Usage::Rowwise),
+            RowGroups::Whole | RowGroups::Offsets(_) => x,
+        };
+        let usages = match row.has_bf16_storage() {
+            true => QuantUsages {
+                rowwise: Some((row, row_storage)),
+                columnwise: Some((col, col_storage)),
+            },
+            false => QuantUsages::both(row, col),
+        };
+        let (row, col) = B::nvfp4_quantize(x, groups.clone(), usages).into_both();
+        return (Operand::Quantized(row), Operand::Quantized(col));
+    }
+    (
+        quantize::<B>(
+            x.clone(),
+            groups,
+            spec.rowwise,
+            Usage::Rowwise,
+            dtype,
+            row_storage,
+        ),
+        quantize::<B>(
+            x,
+            groups,
+            spec.columnwise,
+            Usage::Columnwise,
+            dtype,
+            col_storage,
+        ),
+    )
 }
 
-/// The operand that `spec` makes of the values that `forward` stands for, contracted along `usage`.
+/// Whether one kernel makes both tensors.
+fn is_one_kernel<B: Backend>(groups: &RowGroups<B>, row: &QuantParams, col: &QuantParams) -> bool {
+    let is_elementwise = |params: &QuantParams| !params.is_made_from_codes();
+    let is_batch = matches!(groups, RowGroups::Batch(_));
+    is_elementwise(row)
+        && is_elementwise(col)
+        && match (row.block, col.block) {
+            (BlockShape::Block2d, BlockShape::Block2d) => row == col,
+            (BlockShape::Block1d, BlockShape::Block1d) => {
+                let has_one_amax = |params: &QuantParams| params.amax == AmaxGranularity::PerTensor;
+                !is_batch || has_one_amax(row) && has_one_amax(col)
+            }
+            _ => false,
+        }
+}
+
+/// The operand by `spec` of the dequantized values of `forward`, contracted along `usage`, `groups`
+/// being those of the matrix that `forward` was quantized from.
 pub(super) fn requantize<B: Nvfp4Ops>(
     forward: Operand<B>,
+    groups: &RowGroups<B>,
     spec: &OperandSpec,
     usage: Usage,
     dtype: FloatDType,
 ) -> Operand<B> {
     match (forward, *spec) {
-        (Operand::Nvfp4(packed), OperandSpec::Eden { hadamard, stream }) => {
-            Operand::Nvfp4(B::nvfp4_eden_packed(
-                packed,
-                EdenSpec {
-                    usage,
-                    hadamard,
-                    stream,
-                },
-            ))
-        }
-        (Operand::Nvfp4(packed), OperandSpec::Mxfp8) => {
-            Operand::Mxfp8(B::nvfp4_mx_requantize(packed, usage, dtype))
+        (Operand::Quantized(source), OperandSpec::Quantized(params))
+            if params.is_made_from_codes() && source.layout.format.has_global_scale() =>
+        {
+            // What is stored of a stack is the rowwise tensor of the transposed matrices.
+            let usage = match groups {
+                RowGroups::Batch(_) => usage.transposed(),
+                RowGroups::Whole | RowGroups::Offsets(_) => usage,
+            };
+            let made = B::nvfp4_requantize(source, groups.clone(), usage, params, dtype);
+            Operand::Quantized(made)
         }
         (forward, spec) => {
-            let via = requantize_dtype(&spec, dtype);
-            let x = match forward {
-                Operand::Nvfp4(packed) => B::nvfp4_dequantize(packed, via),
-                Operand::Decoded(decoded) => dequantized::<B>(decoded, via),
-                Operand::Mxfp8(packed) => B::nvfp4_mx_dequantize(packed, via),
+            let values = match forward {
+                Operand::Quantized(source) => {
+                    let dtype = requantize_dtype(&spec, dtype);
+                    B::nvfp4_dequantize(source, groups.clone(), dtype)
+                }
                 Operand::Float(x, _) => x,
             };
-            quantize::<B>(x, &spec, usage, dtype, Storage::Packed)
+            let values = match groups {
+                RowGroups::Batch(count) => B::float_swap_dims(stacked::<B>(values, *count), 1, 2),
+                RowGroups::Whole | RowGroups::Offsets(_) => values,
+            };
+            quantize::<B>(values, groups, &spec, usage, dtype, Storage::Packed)
         }
     }
 }
 
-/// What [`nvfp4_dequantize`](Nvfp4Ops::nvfp4_dequantize) makes of the packed matrix that `decoded` is the
-/// values of.
-pub(super) fn dequantized<B: Backend>(decoded: Decoded<B>, dtype: FloatDType) -> FloatTensor<B> {
-    let Decoded {
-        values,
-        amax,
-        layout,
-    } = decoded;
-    let factors = B::float_div_scalar(amax, layout.scaling.range().into());
-    let factors = B::float_reshape(factors, Shape::new([layout.amax_len(), 1]));
-    let x = B::float_mul(cast::<B>(values, FloatDType::F32), factors);
-    let x = B::float_slice(
-        x,
-        &[
-            Slice::from(0..layout.outer()),
-            Slice::from(0..layout.inner()),
-        ],
-    );
-    let x = match layout.usage {
-        Usage::Rowwise => x,
-        Usage::Columnwise => B::float_swap_dims(x, 0, 1),
-    };
-    cast::<B>(x, dtype)
-}
-
-/// In which type the values of a forward operand are read again: MS-EDEN takes them exactly, everything
-/// else as activations.
-pub(super) fn requantize_dtype(spec: &OperandSpec, dtype: FloatDType) -> FloatDType {
-    match spec {
-        OperandSpec::Eden { .. } => FloatDType::F32,
+/// The type in which a forward operand is dequantized for `spec`: MS-EDEN takes the values exactly,
+/// everything else as activations.
+fn requantize_dtype(spec: &OperandSpec, dtype: FloatDType) -> FloatDType {
+    match spec.params() {
+        Some(params) if params.is_ms_eden() => FloatDType::F32,
         _ => dtype,
     }
+}
+
+/// A stack as one matrix, whose rows are contracted: those of the matrices, or of the transposed
+/// ones.
+fn flat<B: Backend>(w: FloatTensor<B>, usage: Usage) -> FloatTensor<B> {
+    let w = match usage {
+        Usage::Rowwise => w,
+        Usage::Columnwise => B::float_swap_dims(w, 1, 2),
+    };
+    let [count, rows, cols] = [w.shape()[0], w.shape()[1], w.shape()[2]];
+    B::float_reshape(w, Shape::new([count * rows, cols]))
+}
+
+/// One matrix as a stack of `count`.
+pub(super) fn stacked<B: Backend>(w: FloatTensor<B>, count: usize) -> FloatTensor<B> {
+    let [rows, cols] = [w.shape()[0], w.shape()[1]];
+    B::float_reshape(w, Shape::new([count, rows / count, cols]))
 }
 
 /// `tensor` as `dtype`; no operation when it is already.

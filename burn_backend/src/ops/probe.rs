@@ -6,9 +6,9 @@ use burn_core::backend::tensor::{FloatTensor, IntTensor};
 use burn_core::backend::{Backend, TensorMetadata};
 use burn_core::tensor::{FloatDType, Shape, Slice, TensorData};
 use futures_lite::future::block_on;
-use nvfp4_kernels::Usage;
+use nvfp4_kernels::{Format, Layout, Usage};
 
-use super::{Nvfp4Ops, Operand, OperandSpec, PackedLayout};
+use super::{MaybeTensor, Nvfp4Ops, Operand, OperandSpec, QuantizedData};
 
 /// Elements of an operand that a sample reads, about; at least one row of each matrix.
 const SAMPLE_ELEMENTS: usize = 1 << 18;
@@ -97,10 +97,18 @@ impl Probe {
         operand: &Operand<B>,
         spec: &OperandSpec,
     ) {
-        let Operand::Nvfp4(packed) = operand else {
+        let Operand::Quantized(quantized) = operand else {
             return;
         };
-        let layout = packed.layout;
+        let (QuantizedData::Packed { codes, scales }, MaybeTensor::Present(amax)) =
+            (&quantized.data, &quantized.amax)
+        else {
+            return;
+        };
+        let layout = quantized.layout;
+        if layout.format != Format::Nvfp4 {
+            return;
+        }
         let OperandSource {
             name,
             values: x,
@@ -135,11 +143,8 @@ impl Probe {
         };
         let blocks = layout.blocks();
         let x = B::float_cast(x, FloatDType::F32);
-        let (codes, scales) = (
-            part(&packed.codes, blocks * 2),
-            part(&packed.scales, blocks),
-        );
-        let (amax, offsets) = (packed.amax.clone(), offsets.cloned());
+        let (codes, scales) = (part(codes, blocks * 2), part(scales, blocks));
+        let (amax, offsets) = (amax.clone(), offsets.cloned());
         let stochastic = !spec.is_deterministic();
         let read = move || {
             let offsets = offsets.map(|offsets| block_on(B::int_into_data(offsets)));
@@ -181,7 +186,7 @@ impl Probe {
 pub(crate) struct SampledOperand {
     pub(crate) name: &'static str,
     pub(crate) usage: Usage,
-    pub(crate) layout: PackedLayout,
+    pub(crate) layout: Layout,
     /// Matrices in the stack, each with `outer` stored rows of `inner` values.
     pub(crate) matrices: usize,
     pub(crate) outer: usize,

@@ -1,201 +1,273 @@
-//! What an operation does beyond its shapes: policies with every random choice already made.
+//! How the operands of a linear layer's GEMMs are quantized, with every random draw made.
 
 #[cfg(any(feature = "flex", feature = "cubecl-backend"))]
 use nvfp4_kernels::reference::EDEN_GROUP;
 use nvfp4_kernels::{
-    AmaxGranularity, BlockScaling, Hadamard, HadamardSize, MX_BLOCK, Nvfp4Error, RandomStream,
-    Rounding, Usage,
+    AmaxGranularity, BlockScaling, BlockShape, Format, Hadamard, HadamardSize, Nvfp4Error,
+    RandomStream, Rounding,
 };
-
+#[cfg(any(feature = "flex", feature = "cubecl-backend"))]
+use nvfp4_kernels::{Layout, Storage, Usage};
 use serde::{Deserialize, Serialize};
 
-#[cfg(any(feature = "flex", feature = "cubecl-backend"))]
-use super::packed::PackedLayout;
-use super::packed::unit_of;
-
-/// How one packed copy of a matrix is made, whichever axis it is packed along.
+/// How the elements of a quantized tensor are rounded, with the random bits of the draw.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct CopySpec {
-    /// How elements round.
-    pub rounding: Rounding,
-    /// The transform applied along the packed axis first; only for [`Usage::Columnwise`].
-    pub hadamard: Option<Hadamard>,
-    /// How block scales are found. Four over six rounds to nearest only.
-    pub scaling: BlockScaling,
-    /// What one global scale stands for.
-    pub global: AmaxGranularity,
+pub enum QuantRounding {
+    /// Each element to nearest, or stochastically.
+    Elements(Rounding),
+    /// MS-EDEN: elements to nearest, block scales corrected and rounded stochastically.
+    MsEden(RandomStream),
 }
 
-impl CopySpec {
-    /// Rounding by `rounding`, and everything else plain: no transform, standard block scales, one
-    /// global scale.
-    pub const fn new(rounding: Rounding) -> Self {
+/// How one quantized tensor is made, whichever usage it has: a
+/// [`QuantSpec`](crate::recipe::QuantSpec) with its random draw.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct QuantParams {
+    /// The block format.
+    pub format: Format,
+    /// Elements that share one block scale.
+    pub block: BlockShape,
+    /// Elements that share one amax, in a format with a global scale.
+    pub amax: AmaxGranularity,
+    /// How elements are rounded. Four over six rounds to nearest only.
+    pub rounding: QuantRounding,
+    /// The transform along the contraction before quantization.
+    pub hadamard: Option<Hadamard>,
+    /// How block scales follow from the amax of a block.
+    pub scaling: BlockScaling,
+}
+
+impl QuantParams {
+    /// `format` in 1x16 (or 1x32) blocks to nearest, one amax, standard scales, no transform.
+    pub const fn new(format: Format) -> Self {
         Self {
-            rounding,
+            format,
+            block: BlockShape::Block1d,
+            amax: AmaxGranularity::PerTensor,
+            rounding: QuantRounding::Elements(Rounding::Nearest),
             hadamard: None,
             scaling: BlockScaling::Standard,
-            global: AmaxGranularity::PerTensor,
         }
     }
 
-    /// The copies of 16x16 tiles are made so, but for the shape of their blocks.
-    pub(crate) const fn of_tiles(scaling: BlockScaling) -> Self {
+    /// NVFP4 in 1x16 blocks, rounded by `rounding`.
+    pub const fn nvfp4(rounding: Rounding) -> Self {
         Self {
+            rounding: QuantRounding::Elements(rounding),
+            ..Self::new(Format::Nvfp4)
+        }
+    }
+
+    /// NVFP4 in 16x16 blocks, rounded to nearest.
+    pub const fn nvfp4_2d(scaling: BlockScaling) -> Self {
+        Self {
+            block: BlockShape::Block2d,
             scaling,
-            ..Self::new(Rounding::Nearest)
+            ..Self::new(Format::Nvfp4)
         }
     }
 
-    /// The layout of the copy of a `rows` x `cols` matrix along `usage`.
-    #[cfg(any(feature = "flex", feature = "cubecl-backend"))]
-    pub(crate) fn layout(&self, rows: usize, cols: usize, usage: Usage) -> PackedLayout {
-        PackedLayout {
-            rows,
-            cols,
-            usage,
-            hadamard: self.hadamard,
-            scaling: self.scaling,
-            global: self.global,
-        }
-    }
-}
-
-/// How to make one packed copy of a matrix, in 1x16 blocks along `usage`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct QuantizeSpec {
-    /// The axis along which the blocks lie: along rows ([`Usage::Rowwise`]), or along columns
-    /// ([`Usage::Columnwise`], stored transposed).
-    pub usage: Usage,
-    /// How the copy is made.
-    pub copy: CopySpec,
-}
-
-impl QuantizeSpec {
-    /// A plain copy along `usage`.
-    pub const fn new(usage: Usage, rounding: Rounding) -> Self {
-        Self {
-            usage,
-            copy: CopySpec::new(rounding),
-        }
-    }
-}
-
-/// How to make the row-wise and the column-wise copy of a matrix.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum PairSpec {
-    /// One scale for each 16x16 tile, rounded to nearest: the two copies are exact transposes.
-    Tile(BlockScaling),
-    /// 1x16 blocks in each copy.
-    Blocks {
-        /// The row-wise copy.
-        row: CopySpec,
-        /// The column-wise copy.
-        col: CopySpec,
-    },
-}
-
-impl PairSpec {
-    /// What each copy is: row-wise, column-wise.
-    #[cfg(feature = "cubecl-backend")]
-    pub(crate) fn copies(&self) -> [CopySpec; 2] {
-        match *self {
-            Self::Tile(scaling) => [CopySpec::of_tiles(scaling); 2],
-            Self::Blocks { row, col } => [row, col],
-        }
-    }
-}
-
-/// How to quantize by MS-EDEN along `usage`: a transform of 128, rounding to nearest, and block scales
-/// that are corrected and rounded stochastically.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct EdenSpec {
-    /// The contraction.
-    pub usage: Usage,
-    /// The transform, of 128; the same for both operands of a product.
-    pub hadamard: Hadamard,
-    /// Where the scales take their bits from.
-    pub stream: RandomStream,
-}
-
-impl EdenSpec {
-    /// The layout of a `rows` x `cols` matrix after it: that of the transformed matrix, padded along
-    /// the contraction.
-    #[cfg(any(feature = "flex", feature = "cubecl-backend"))]
-    pub(crate) fn layout(&self, rows: usize, cols: usize) -> PackedLayout {
-        let (rows, cols) = match self.usage {
-            Usage::Rowwise => (rows, cols.next_multiple_of(EDEN_GROUP)),
-            Usage::Columnwise => (rows.next_multiple_of(EDEN_GROUP), cols),
-        };
-        PackedLayout {
-            hadamard: Some(self.hadamard),
-            ..PackedLayout::plain(rows, cols, self.usage)
-        }
-    }
-}
-
-/// How one operand of a product is represented.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum OperandSpec {
-    /// As it is, in the type of the activations.
-    HighPrecision,
     /// MXFP8.
-    Mxfp8,
-    /// NVFP4 in 1x16 blocks along the contraction.
-    Blocks(CopySpec),
-    /// NVFP4 in 16x16 tiles, rounded to nearest.
-    Tiles(BlockScaling),
-    /// NVFP4 by MS-EDEN.
-    Eden {
-        /// The transform, of 128; the same for both operands of a product.
-        hadamard: Hadamard,
-        /// Where the scales take their bits from.
-        stream: RandomStream,
-    },
-}
-
-impl OperandSpec {
-    /// NVFP4 in plain 1x16 blocks.
-    pub const fn blocks(rounding: Rounding) -> Self {
-        Self::Blocks(CopySpec::new(rounding))
+    pub const fn mxfp8() -> Self {
+        Self::new(Format::Mxfp8)
     }
 
-    /// Whether it is 4-bit codes.
-    pub(crate) fn is_nvfp4(&self) -> bool {
-        !matches!(self, Self::HighPrecision | Self::Mxfp8)
+    /// NVFP4 by MS-EDEN: after `hadamard`, of 128, which both operands of a GEMM share, with the
+    /// bits of `stream`.
+    pub const fn ms_eden(hadamard: Hadamard, stream: RandomStream) -> Self {
+        Self {
+            rounding: QuantRounding::MsEden(stream),
+            hadamard: Some(hadamard),
+            ..Self::new(Format::Nvfp4)
+        }
+    }
+
+    /// Where its random bits come from, if it has any.
+    pub const fn stream(&self) -> Option<RandomStream> {
+        match self.rounding {
+            QuantRounding::Elements(Rounding::Nearest) => None,
+            QuantRounding::Elements(Rounding::Stochastic(stream))
+            | QuantRounding::MsEden(stream) => Some(stream),
+        }
+    }
+
+    /// Whether two quantizations of one matrix are equal: no random bits.
+    pub(crate) fn is_deterministic(&self) -> bool {
+        self.stream().is_none()
+    }
+
+    /// Whether it is made by MS-EDEN.
+    pub const fn is_ms_eden(&self) -> bool {
+        matches!(self.rounding, QuantRounding::MsEden(_))
+    }
+
+    /// Whether it can be made straight from the codes of another quantized tensor.
+    pub(super) fn is_made_from_codes(&self) -> bool {
+        self.is_ms_eden() || !self.format.has_global_scale()
+    }
+
+    /// Whether its values before the global scale can be stored as bf16, and its codes need not be.
+    pub(super) fn has_bf16_storage(&self) -> bool {
+        self.block == BlockShape::Block1d && !self.is_made_from_codes()
+    }
+
+    /// Whether one amax of the untransformed matrix serves it.
+    #[cfg(any(feature = "flex", feature = "cpu", feature = "cuda"))]
+    pub(super) fn shares_amax(&self) -> bool {
+        self.amax == AmaxGranularity::PerTensor && self.hadamard.is_none()
     }
 
     /// Elements to whose multiple the contraction is padded.
     pub(super) fn unit(&self) -> usize {
-        match self {
-            Self::HighPrecision => 1,
-            Self::Mxfp8 => MX_BLOCK,
-            _ => unit_of(self.hadamard()),
+        match self.hadamard {
+            None => self.format.block(),
+            Some(hadamard) => hadamard.size().elements(),
         }
     }
 
-    /// Whether two uses of one matrix give the same operand: nothing is drawn.
-    pub(crate) fn is_deterministic(&self) -> bool {
+    /// The layout of a quantized `rows` x `cols` matrix. MS-EDEN pads the matrix itself.
+    #[cfg(any(feature = "flex", feature = "cubecl-backend"))]
+    pub(super) fn layout(
+        &self,
+        (rows, cols): (usize, usize),
+        usage: Usage,
+        storage: Storage,
+    ) -> Layout {
+        let shape = match (self.is_ms_eden(), usage) {
+            (false, _) => (rows, cols),
+            (true, Usage::Rowwise) => (rows, cols.next_multiple_of(EDEN_GROUP)),
+            (true, Usage::Columnwise) => (rows.next_multiple_of(EDEN_GROUP), cols),
+        };
+        Layout {
+            scaling: self.scaling,
+            amax: self.amax,
+            hadamard: self.hadamard,
+            storage,
+            ..Layout::new(self.format, shape, usage)
+        }
+    }
+
+    /// What is expected instead, where no kernel quantizes the operand `name` of the GEMM `gemm`
+    /// so.
+    fn refusal(&self, gemm: &str, name: &str) -> Option<&'static str> {
+        let is_eden_of_128 = |hadamard: Hadamard| hadamard.size() == HadamardSize::H128;
+        let is_stochastic = matches!(
+            self.rounding,
+            QuantRounding::Elements(Rounding::Stochastic(_))
+        );
+        let is_2d = self.block == BlockShape::Block2d;
+        let refused = match (*self, self.hadamard) {
+            (params, _) if !params.format.has_global_scale() => {
+                (params != Self::new(params.format)).then_some("an MX format without options")
+            }
+            (params, Some(hadamard)) if params.is_ms_eden() => {
+                let QuantRounding::MsEden(stream) = params.rounding else {
+                    unreachable!("it is by MS-EDEN")
+                };
+                let is_plain = params == Self::ms_eden(hadamard, stream);
+                (!is_plain || !is_eden_of_128(hadamard) || gemm == "fprop")
+                    .then_some("MS-EDEN with a transform of 128, in dgrad and wgrad")
+            }
+            (params, None) if params.is_ms_eden() => {
+                Some("MS-EDEN with a transform of 128, in dgrad and wgrad")
+            }
+            (_, Some(_)) if gemm != "wgrad" => {
+                Some("no transform: it runs along the tokens, in wgrad")
+            }
+            _ if is_2d && name != "w" => Some("1x16 blocks: 16x16 blocks are for weights"),
+            _ if is_2d && self.scaling == BlockScaling::Headroom => {
+                Some("standard or four-over-six scales of 16x16 blocks")
+            }
+            _ if is_2d && (is_stochastic || !self.has_one_plain_amax()) => {
+                Some("16x16 blocks to nearest, with one amax and no transform")
+            }
+            _ => None,
+        };
+        let is_four_over_six = matches!(self.scaling, BlockScaling::FourOverSix(_));
+        refused.or_else(|| {
+            (is_stochastic && is_four_over_six).then_some("four over six with rounding to nearest")
+        })
+    }
+
+    fn has_one_plain_amax(&self) -> bool {
+        self.amax == AmaxGranularity::PerTensor && self.hadamard.is_none()
+    }
+}
+
+/// How one operand of a GEMM is represented.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum OperandSpec {
+    /// As it is, in the type of the activations.
+    HighPrecision,
+    /// Quantized.
+    Quantized(QuantParams),
+}
+
+impl OperandSpec {
+    /// NVFP4 in 1x16 blocks.
+    pub const fn nvfp4(rounding: Rounding) -> Self {
+        Self::Quantized(QuantParams::nvfp4(rounding))
+    }
+
+    /// How it is quantized, if it is.
+    pub const fn params(&self) -> Option<&QuantParams> {
         match self {
-            Self::HighPrecision | Self::Mxfp8 | Self::Tiles(_) => true,
-            Self::Blocks(copy) => copy.rounding == Rounding::Nearest,
-            Self::Eden { .. } => false,
+            Self::HighPrecision => None,
+            Self::Quantized(params) => Some(params),
+        }
+    }
+
+    /// The block format, if it is quantized.
+    pub(crate) fn format(&self) -> Option<Format> {
+        self.params().map(|params| params.format)
+    }
+
+    /// Whether it has 4-bit codes.
+    pub(crate) fn is_nvfp4(&self) -> bool {
+        self.format() == Some(Format::Nvfp4)
+    }
+
+    /// Elements to whose multiple the contraction is padded.
+    pub(super) fn unit(&self) -> usize {
+        self.params().map_or(1, QuantParams::unit)
+    }
+
+    /// Whether two uses of one matrix give the same operand: no random bits.
+    pub(crate) fn is_deterministic(&self) -> bool {
+        self.params().is_none_or(QuantParams::is_deterministic)
+    }
+
+    /// Whether a GEMM multiplies it with `other`, `is_wgrad` saying whether both are along the
+    /// tokens.
+    fn fits(&self, other: &Self, is_wgrad: bool) -> bool {
+        match (self.params(), other.params()) {
+            (None, None) => true,
+            // One quantized operand: the other one is not padded to its blocks.
+            (Some(one), None) | (None, Some(one)) => {
+                !is_wgrad && one.format.has_global_scale() && !one.is_ms_eden()
+            }
+            (Some(left), Some(right)) => {
+                left.format == right.format
+                    && left.is_ms_eden() == right.is_ms_eden()
+                    && left.hadamard == right.hadamard
+            }
         }
     }
 }
 
-/// From which values the backward's operands of `x` and `w` are made.
+/// From which values the backward's operands of `x` and `w` are quantized.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum BackwardSource {
-    /// From the matrices that the forward was given.
+    /// From the tensors of the forward.
     #[default]
     Original,
-    /// From the values that the forward multiplied: dequantized forward operands.
+    /// From the dequantized operands of the forward.
     Forward,
 }
 
-/// What [`Nvfp4Ops::nvfp4_linear`](super::Nvfp4Ops::nvfp4_linear) does beyond its shapes: the six
-/// operands of its three products.
+/// The six operands of a linear layer's three GEMMs; see
+/// [`nvfp4_linear`](super::Nvfp4Ops::nvfp4_linear).
 ///
 /// `y = x w`: `x` along its columns, `w` along its rows. `dx = dy wᵀ`: both along their columns.
 /// `dw = xᵀ dy`: both along their rows, the tokens.
@@ -213,25 +285,25 @@ pub struct LinearSpec {
     pub wgrad_x: OperandSpec,
     /// `dy` in wgrad.
     pub wgrad_dy: OperandSpec,
-    /// From what `dgrad_w` and `wgrad_x` are made.
+    /// The source of `dgrad_w` and `wgrad_x`.
     pub source: BackwardSource,
 }
 
 impl LinearSpec {
-    /// TransformerEngine's default recipe: `x` in 1x16 blocks to nearest, `w` in 16x16 tiles, `dy`
+    /// TransformerEngine's default recipe: `x` in 1x16 blocks to nearest, `w` in 16x16 blocks, `dy`
     /// rounded by `dgrad` and `wgrad`, `hadamard` on both operands of wgrad.
     pub fn nvidia(hadamard: Option<Hadamard>, dgrad: Rounding, wgrad: Rounding) -> Self {
         let transformed = |rounding| {
-            OperandSpec::Blocks(CopySpec {
+            OperandSpec::Quantized(QuantParams {
                 hadamard,
-                ..CopySpec::new(rounding)
+                ..QuantParams::nvfp4(rounding)
             })
         };
-        let w = OperandSpec::Tiles(BlockScaling::Standard);
+        let w = OperandSpec::Quantized(QuantParams::nvfp4_2d(BlockScaling::Standard));
         Self {
-            fprop_x: OperandSpec::blocks(Rounding::Nearest),
+            fprop_x: OperandSpec::nvfp4(Rounding::Nearest),
             fprop_w: w,
-            dgrad_dy: OperandSpec::blocks(dgrad),
+            dgrad_dy: OperandSpec::nvfp4(dgrad),
             dgrad_w: w,
             wgrad_x: transformed(Rounding::Nearest),
             wgrad_dy: transformed(wgrad),
@@ -252,56 +324,27 @@ impl LinearSpec {
             source: BackwardSource::Original,
         }
     }
-}
 
-impl LinearSpec {
-    /// Fail unless a kernel makes every operand and multiplies every pair.
+    /// Fails unless kernels quantize every operand and multiply every pair.
     pub(crate) fn check(&self) -> Result<(), Nvfp4Error> {
-        let products = [
+        let gemms = [
             ("fprop", [("x", self.fprop_x), ("w", self.fprop_w)]),
             ("dgrad", [("dy", self.dgrad_dy), ("w", self.dgrad_w)]),
             ("wgrad", [("x", self.wgrad_x), ("dy", self.wgrad_dy)]),
         ];
-        for (gemm, operands) in products {
+        for (gemm, operands) in gemms {
+            let [(left_name, left), (right_name, right)] = operands;
             let error = |found: String, expected: &str| {
-                let [(left, _), (right, _)] = operands;
-                Nvfp4Error::value(
-                    "spec",
-                    format!("{gemm} of {left} and {right}: {found}"),
-                    expected,
-                )
+                let found = format!("{gemm} of {left_name} and {right_name}: {found}");
+                Nvfp4Error::value("spec", found, expected)
             };
             for (name, operand) in operands {
-                let refused = match operand {
-                    OperandSpec::Tiles(_) if name != "w" => "1x16 blocks: tiles are for weights",
-                    OperandSpec::Tiles(BlockScaling::Headroom) => "standard or four-over-six tiles",
-                    OperandSpec::Blocks(copy) if copy.hadamard.is_some() && gemm != "wgrad" => {
-                        "no transform: it runs along the tokens, in wgrad"
-                    }
-                    OperandSpec::Blocks(CopySpec {
-                        rounding: Rounding::Stochastic(_),
-                        scaling: BlockScaling::FourOverSix(_),
-                        ..
-                    }) => "four over six with rounding to nearest",
-                    OperandSpec::Eden { hadamard, .. }
-                        if hadamard.size() != HadamardSize::H128 || gemm == "fprop" =>
-                    {
-                        "MS-EDEN with a transform of 128, in dgrad and wgrad"
-                    }
-                    _ => continue,
-                };
-                return Err(error(format!("{name} is {operand:?}"), refused));
+                let refused = operand.params().and_then(|p| p.refusal(gemm, name));
+                if let Some(expected) = refused {
+                    return Err(error(format!("{name} is {operand:?}"), expected));
+                }
             }
-            use OperandSpec::{Eden, HighPrecision, Mxfp8};
-            let [(_, left), (_, right)] = operands;
-            let fits = match (left, right) {
-                (HighPrecision, HighPrecision) | (Mxfp8, Mxfp8) => true,
-                (Eden { hadamard: a, .. }, Eden { hadamard: b, .. }) => a == b,
-                (Eden { .. } | Mxfp8, _) | (_, Eden { .. } | Mxfp8) => false,
-                (HighPrecision, _) | (_, HighPrecision) => gemm != "wgrad",
-                (left, right) => left.hadamard() == right.hadamard(),
-            };
-            if !fits {
+            if !left.fits(&right, gemm == "wgrad") {
                 return Err(error(
                     format!("{left:?} and {right:?}"),
                     "operands of one format and transform, or NVFP4 and high precision in fprop \
@@ -310,15 +353,5 @@ impl LinearSpec {
             }
         }
         Ok(())
-    }
-}
-
-impl OperandSpec {
-    fn hadamard(&self) -> Option<Hadamard> {
-        match self {
-            Self::Blocks(copy) => copy.hadamard,
-            Self::Eden { hadamard, .. } => Some(*hadamard),
-            _ => None,
-        }
     }
 }

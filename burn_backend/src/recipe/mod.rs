@@ -1,8 +1,8 @@
-//! What to quantize, and how.
+//! Recipes: which operands are quantized, and how.
 
-mod operand;
 mod policy;
 mod presets;
+mod quant;
 mod schedule;
 
 use burn_core as burn;
@@ -17,11 +17,12 @@ use crate::rng::{
     ROLE_DGRAD, ROLE_DGRAD_SIGNS, ROLE_DGRAD_W, ROLE_FPROP_W, ROLE_FPROP_X, ROLE_WGRAD,
     ROLE_WGRAD_SIGNS, ROLE_WGRAD_X, RngState, stream as stream_id,
 };
-use operand::{Draw, GemmOperands};
+use quant::{Draw, GemmOperands};
 
-pub use crate::ops::{AmaxGranularity, BackwardSource};
-pub use operand::{BlockScale, BlockShape, Nvfp4Format, OperandRecipe, RoundingMode};
+pub use crate::ops::{AmaxGranularity, BackwardSource, BlockShape};
+pub use nvfp4_kernels::{BlockScaling, ErrorNorm};
 pub use policy::LayerPolicy;
+pub use quant::{OperandFormat, QuantSpec, RoundingMode};
 pub use schedule::{Healing, LayerMode};
 
 /// The operands of `y = x w`.
@@ -29,9 +30,9 @@ pub use schedule::{Healing, LayerMode};
 #[serde(deny_unknown_fields)]
 pub struct FpropRecipe {
     /// The input, along its features.
-    pub x: OperandRecipe,
+    pub x: QuantSpec,
     /// The weight, along its input features.
-    pub w: OperandRecipe,
+    pub w: QuantSpec,
 }
 
 /// The operands of `dx = dy wᵀ`.
@@ -39,9 +40,9 @@ pub struct FpropRecipe {
 #[serde(deny_unknown_fields)]
 pub struct DgradRecipe {
     /// The output's gradient, along its features.
-    pub dy: OperandRecipe,
+    pub dy: QuantSpec,
     /// The weight, along its output features.
-    pub w: OperandRecipe,
+    pub w: QuantSpec,
 }
 
 /// The operands of `dw = xᵀ dy`, both along the tokens.
@@ -49,51 +50,51 @@ pub struct DgradRecipe {
 #[serde(deny_unknown_fields)]
 pub struct WgradRecipe {
     /// The input.
-    pub x: OperandRecipe,
+    pub x: QuantSpec,
     /// The output's gradient.
-    pub dy: OperandRecipe,
+    pub dy: QuantSpec,
 }
 
-/// The recipe of a run: the format of each operand of each product, the layers that are left alone,
+/// The recipe of a run: how each operand of each GEMM is quantized, the layers in high precision,
 /// and when to stop quantizing.
 ///
 /// The defaults are the published NVFP4 pretraining recipe ([`nvidia`](Self::nvidia)); others have
-/// names ([`preset`](Self::preset)). It is a Burn [`Config`], so it is saved and loaded as JSON. Give
-/// it to [`Nvfp4LinearConfig`](crate::Nvfp4LinearConfig), and [`apply`](Self::apply) it to the
+/// names ([`preset`](Self::preset)). It is a Burn [`Config`], so it is saved and loaded as JSON.
+/// Give it to [`Nvfp4LinearConfig`](crate::Nvfp4LinearConfig), and [`apply`](Self::apply) it to the
 /// finished model to place the high-precision layers.
 ///
 /// ```
 /// use burn_nvfp4::Nvfp4Recipe;
-/// use burn_nvfp4::recipe::{BlockScale, Healing};
+/// use burn_nvfp4::recipe::{BlockScaling, ErrorNorm, Healing};
 ///
 /// let mut recipe = Nvfp4Recipe::preset("nvidia")?
 ///     .with_seed(7)
 ///     .with_healing(Some(Healing { at_fraction: 0.9, forward_only: true }));
-/// recipe.fprop.x = recipe.fprop.x.scale(BlockScale::FourOverSixMae);
+/// recipe.fprop.x = recipe.fprop.x.scale(BlockScaling::FourOverSix(ErrorNorm::Mae));
 /// recipe.check()?;
 /// # Ok::<(), burn_nvfp4::Nvfp4Error>(())
 /// ```
 #[derive(Config, Debug)]
 pub struct Nvfp4Recipe {
-    /// The forward product.
-    #[config(default = "FpropRecipe { x: OperandRecipe::PLAIN, w: OperandRecipe::TILES }")]
+    /// The forward GEMM.
+    #[config(default = "FpropRecipe { x: QuantSpec::NVFP4, w: QuantSpec::NVFP4_2D }")]
     pub fprop: FpropRecipe,
     /// The gradient of the input.
     #[config(
-        default = "DgradRecipe { dy: OperandRecipe::PLAIN.stochastic(), w: OperandRecipe::TILES }"
+        default = "DgradRecipe { dy: QuantSpec::NVFP4.stochastic(), w: QuantSpec::NVFP4_2D }"
     )]
     pub dgrad: DgradRecipe,
     /// The gradient of the weight.
     #[config(
-        default = "WgradRecipe { x: OperandRecipe::PLAIN.rht(16), dy: OperandRecipe::PLAIN.rht(16).stochastic() }"
+        default = "WgradRecipe { x: QuantSpec::NVFP4.rht(16), dy: QuantSpec::NVFP4.rht(16).stochastic() }"
     )]
     pub wgrad: WgradRecipe,
-    /// Whether the backward's `x` and `w` are made from the tensors that the forward was given, or
-    /// from the values that it multiplied.
+    /// Whether the backward's `x` and `w` are quantized from the forward's tensors, or from its
+    /// dequantized operands.
     #[config(default = "BackwardSource::Original")]
     pub source: BackwardSource,
-    /// Seed of everything that is drawn, for the whole model. Layers, and the copies of a tensor,
-    /// draw from streams of it that never share bits.
+    /// Seed of all random bits, for the whole model. Layers, and the operands of a layer, draw from
+    /// streams of it that never share bits.
     #[config(default = 0)]
     pub seed: u64,
     /// Signs of the transform: bit `i` set negates element `i` of each 16 (of a larger transform,
@@ -110,10 +111,11 @@ pub struct Nvfp4Recipe {
     /// Layers that stay in high precision by their place in the model, besides `high_precision`.
     #[config(default = "LayerPolicy::None")]
     pub layers: LayerPolicy,
-    /// When to stop quantizing. The training loop calls [`Healing::mode`] and [`set_mode`](crate::set_mode).
+    /// When to stop quantizing. The training loop calls [`Healing::mode`] and
+    /// [`set_mode`](crate::set_mode).
     pub healing: Option<Healing>,
     /// Quantize a weight once for all forwards between two changes of it: the micro-batches of
-    /// gradient accumulation. Costs the memory of the packed weights between steps.
+    /// gradient accumulation. Costs the memory of the quantized weights between steps.
     #[config(default = true)]
     pub cache_weights: bool,
 }
@@ -159,12 +161,12 @@ impl Nvfp4Recipe {
     /// Both operands of wgrad after the transform of 16, or neither.
     pub fn with_rht(mut self, rht: bool) -> Self {
         for operand in [&mut self.wgrad.x, &mut self.wgrad.dy] {
-            *operand = operand.map(|format| format.rht = rht.then_some(16));
+            *operand = operand.map(|spec| spec.rht = rht.then_some(16));
         }
         self
     }
 
-    /// The output's gradient rounded stochastically, or to nearest, in both products.
+    /// The output's gradient rounded stochastically, or to nearest, in both GEMMs.
     pub fn with_stochastic_rounding(mut self, stochastic: bool) -> Self {
         let rounding = if stochastic {
             RoundingMode::Stochastic
@@ -172,29 +174,28 @@ impl Nvfp4Recipe {
             RoundingMode::Nearest
         };
         for operand in [&mut self.dgrad.dy, &mut self.wgrad.dy] {
-            *operand = operand.map(|format| format.rounding = rounding);
+            *operand = operand.map(|spec| spec.rounding = rounding);
         }
         self
     }
 
-    /// Weights in 16x16 tiles, so that forward and dgrad use the same quantized weight; otherwise
-    /// each of the two copies has its own 1x16 blocks.
-    pub fn with_weight_2d(mut self, tiles: bool) -> Self {
-        let block = if tiles {
-            BlockShape::Tile16
-        } else {
-            BlockShape::OneBy16
+    /// Weights in 16x16 blocks, so that forward and dgrad use the same quantized weight; otherwise
+    /// each of the two quantized tensors has its own 1x16 blocks.
+    pub fn with_weight_2d(mut self, is_2d: bool) -> Self {
+        let block = match is_2d {
+            true => BlockShape::Block2d,
+            false => BlockShape::Block1d,
         };
         for operand in [&mut self.fprop.w, &mut self.dgrad.w] {
-            *operand = operand.map(|format| format.block = block);
+            *operand = operand.map(|spec| spec.block = block);
         }
         self
     }
 
-    /// Fail unless every product has a kernel and every number makes sense.
+    /// Fails unless every GEMM has a kernel and every number is in its range.
     ///
     /// # Errors
-    /// Naming the product, the operand, and why the combination is not offered.
+    /// Naming the GEMM, the operand, and why the combination is not offered.
     pub fn check(&self) -> Result<(), Nvfp4Error> {
         let Self {
             fprop,
@@ -202,19 +203,19 @@ impl Nvfp4Recipe {
             wgrad,
             ..
         } = self;
-        let products = [
+        let gemms = [
             ("fprop", [("x", fprop.x), ("w", fprop.w)]),
             ("dgrad", [("dy", dgrad.dy), ("w", dgrad.w)]),
             ("wgrad", [("x", wgrad.x), ("dy", wgrad.dy)]),
         ];
-        for (gemm, operands) in products {
+        for (gemm, operands) in gemms {
             GemmOperands { gemm, operands }.check()?;
         }
         self.layers.check()?;
         self.healing.iter().try_for_each(Healing::check)
     }
 
-    /// Whether any product is quantized.
+    /// Whether any operand is quantized.
     pub fn is_quantized(&self) -> bool {
         let Self {
             fprop,
@@ -224,7 +225,7 @@ impl Nvfp4Recipe {
         } = self;
         [fprop.x, fprop.w, dgrad.dy, dgrad.w, wgrad.x, wgrad.dy]
             .iter()
-            .any(OperandRecipe::is_quantized)
+            .any(QuantSpec::is_quantized)
     }
 
     /// The operands of a layer's GEMMs, resolved with the draws of `rng_state`.
@@ -245,7 +246,7 @@ impl Nvfp4Recipe {
                 Draw {
                     stream: stream(role),
                     transform: self.transform(size.unwrap_or(HadamardSize::H16), rng_state),
-                    // Both operands of a product draw the same signs, each step its own.
+                    // Both operands of a GEMM draw the same signs, each step its own.
                     eden: Hadamard::seeded_with_size(
                         HadamardSize::H128,
                         signs.wrapping_add(rng_state.offset.wrapping_mul(0x9E37_79B9_7F4A_7C15)),
@@ -262,12 +263,12 @@ impl Nvfp4Recipe {
         } = self;
         LinearSpec {
             // No preset draws in the forward; a recipe may.
-            fprop_x: fprop.x.spec(draw(ROLE_FPROP_X, ROLE_DGRAD_SIGNS)),
-            fprop_w: fprop.w.spec(draw(ROLE_FPROP_W, ROLE_DGRAD_SIGNS)),
-            dgrad_dy: dgrad.dy.spec(draw(ROLE_DGRAD, ROLE_DGRAD_SIGNS)),
-            dgrad_w: dgrad.w.spec(draw(ROLE_DGRAD_W, ROLE_DGRAD_SIGNS)),
-            wgrad_x: wgrad.x.spec(draw(ROLE_WGRAD_X, ROLE_WGRAD_SIGNS)),
-            wgrad_dy: wgrad.dy.spec(draw(ROLE_WGRAD, ROLE_WGRAD_SIGNS)),
+            fprop_x: fprop.x.resolve(draw(ROLE_FPROP_X, ROLE_DGRAD_SIGNS)),
+            fprop_w: fprop.w.resolve(draw(ROLE_FPROP_W, ROLE_DGRAD_SIGNS)),
+            dgrad_dy: dgrad.dy.resolve(draw(ROLE_DGRAD, ROLE_DGRAD_SIGNS)),
+            dgrad_w: dgrad.w.resolve(draw(ROLE_DGRAD_W, ROLE_DGRAD_SIGNS)),
+            wgrad_x: wgrad.x.resolve(draw(ROLE_WGRAD_X, ROLE_WGRAD_SIGNS)),
+            wgrad_dy: wgrad.dy.resolve(draw(ROLE_WGRAD, ROLE_WGRAD_SIGNS)),
             source: *source,
         }
     }

@@ -29,9 +29,10 @@ pub enum LayerPolicy {
         /// What share of the blocks, rounded up: more than 0, at most 1.
         fraction: f64,
     },
-    /// The carve-outs of Nemotron 3: the last 15 % of the blocks, and in every block the attention's
-    /// projections (layers called `qkv`, `query`, `key`, `value`, or in a module called `attention`,
-    /// `mha` or `self_attn`). Its Mamba output projections, in MXFP8 there, have no counterpart here.
+    /// The carve-outs of Nemotron 3: the last 15 % of the blocks, and in every block the
+    /// attention's projections (layers called `qkv`, `query`, `key`, `value`, or in a module called
+    /// `attention`, `mha` or `self_attn`). Its Mamba output projections, in MXFP8 there, have no
+    /// counterpart here.
     Nemotron3,
 }
 

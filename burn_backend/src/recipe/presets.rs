@@ -1,16 +1,16 @@
 //! Recipes by name.
 
-use nvfp4_kernels::Nvfp4Error;
+use nvfp4_kernels::{BlockScaling, ErrorNorm, Nvfp4Error};
 
-use super::operand::{BlockScale, OperandRecipe};
+use super::quant::QuantSpec;
 use super::{BackwardSource, DgradRecipe, FpropRecipe, Nvfp4Recipe, WgradRecipe};
 
-const HIGH: OperandRecipe = OperandRecipe::HighPrecision;
+const HIGH: QuantSpec = QuantSpec::HIGH_PRECISION;
 
-/// A name, and the recipe that it stands for.
+/// A name and its recipe.
 type Preset = (&'static str, fn() -> Nvfp4Recipe);
 
-/// Names of the presets, and what each is.
+/// The presets by name.
 const PRESETS: [Preset; 11] = [
     ("nvidia", Nvfp4Recipe::nvidia),
     ("nvidia_4over6", Nvfp4Recipe::nvidia_4over6),
@@ -46,9 +46,9 @@ impl Nvfp4Recipe {
         })
     }
 
-    /// TransformerEngine's default: activations in 1x16 blocks to nearest, weights in 16x16 tiles,
-    /// gradients rounded stochastically, the transform of 16 on both operands of wgrad. The recipe of
-    /// NVIDIA's pretraining report (arXiv 2509.25149).
+    /// TransformerEngine's default: activations in 1x16 blocks to nearest, weights in 16x16 blocks,
+    /// gradients rounded stochastically, the transform of 16 on both operands of wgrad. The recipe
+    /// of NVIDIA's pretraining report (arXiv 2509.25149).
     pub fn nvidia() -> Self {
         Self::new()
     }
@@ -57,7 +57,7 @@ impl Nvfp4Recipe {
     /// and nothing is transformed: activations and weights of the forward, and the same weights in
     /// dgrad.
     pub fn nvidia_4over6() -> Self {
-        let four = |operand: OperandRecipe| operand.scale(BlockScale::FourOverSixMae);
+        let four = |operand: QuantSpec| operand.scale(BlockScaling::FourOverSix(ErrorNorm::Mae));
         let recipe = Self::new();
         Self {
             fprop: FpropRecipe {
@@ -76,7 +76,7 @@ impl Nvfp4Recipe {
     /// rounding is unbiased.
     pub fn nvidia_headroom() -> Self {
         let recipe = Self::new();
-        let room = |operand: OperandRecipe| operand.scale(BlockScale::Headroom);
+        let room = |operand: QuantSpec| operand.scale(BlockScaling::Headroom);
         Self {
             dgrad: DgradRecipe {
                 dy: room(recipe.dgrad.dy),
@@ -93,8 +93,8 @@ impl Nvfp4Recipe {
     /// Quartet II (arXiv 2601.22813): 1x16 blocks with four over six forward, MS-EDEN of gradients
     /// and of the dequantized forward operands backward.
     pub fn quartet2() -> Self {
-        let forward = OperandRecipe::PLAIN.scale(BlockScale::FourOverSixMse);
-        let eden = OperandRecipe::MsEden;
+        let forward = QuantSpec::NVFP4.scale(BlockScaling::FourOverSix(ErrorNorm::Mse));
+        let eden = QuantSpec::MS_EDEN;
         Self {
             fprop: FpropRecipe {
                 x: forward,
@@ -107,23 +107,23 @@ impl Nvfp4Recipe {
         }
     }
 
-    /// [`nvidia`](Self::nvidia) with a global scale for each token of `x` and `dy` (and for each
-    /// feature in wgrad, whose contraction is the tokens), so that a token's numbers do not depend on
-    /// its batch. After TransformerEngine's pull request 3045.
+    /// [`nvidia`](Self::nvidia) with an amax for each token of `x` and `dy` (and for each feature in
+    /// wgrad, whose contraction is the tokens), so that a token's result does not depend on its
+    /// batch. After TransformerEngine's pull request 3045.
     pub fn per_token() -> Self {
         let recipe = Self::new();
         Self {
             fprop: FpropRecipe {
-                x: recipe.fprop.x.per_token(),
+                x: recipe.fprop.x.per_row(),
                 ..recipe.fprop
             },
             dgrad: DgradRecipe {
-                dy: recipe.dgrad.dy.per_token(),
+                dy: recipe.dgrad.dy.per_row(),
                 ..recipe.dgrad
             },
             wgrad: WgradRecipe {
-                x: recipe.wgrad.x.per_token(),
-                dy: recipe.wgrad.dy.per_token(),
+                x: recipe.wgrad.x.per_row(),
+                dy: recipe.wgrad.dy.per_row(),
             },
             ..recipe
         }
@@ -131,7 +131,7 @@ impl Nvfp4Recipe {
 
     /// NVFP4 forward, MXFP8 backward from the original tensors.
     pub fn fwd_nvfp4_bwd_mxfp8() -> Self {
-        let mx = OperandRecipe::Mxfp8;
+        let mx = QuantSpec::MXFP8;
         Self {
             dgrad: DgradRecipe { dy: mx, w: mx },
             wgrad: WgradRecipe { x: mx, dy: mx },
@@ -140,7 +140,7 @@ impl Nvfp4Recipe {
     }
 
     /// [`fwd_nvfp4_bwd_mxfp8`](Self::fwd_nvfp4_bwd_mxfp8) with the backward's `x` and `w` made from
-    /// the dequantized forward operands: only 4-bit tensors wait for nothing but the conversion.
+    /// the dequantized forward operands: only 4-bit tensors are saved between forward and backward.
     pub fn fwd_nvfp4_bwd_mxfp8_dequantized() -> Self {
         Self {
             source: BackwardSource::Forward,
@@ -166,22 +166,22 @@ impl Nvfp4Recipe {
         Self {
             fprop: FpropRecipe {
                 x: HIGH,
-                w: OperandRecipe::PLAIN,
+                w: QuantSpec::NVFP4,
             },
             ..recipe
         }
     }
 
-    /// MXFP8 everywhere: what NVFP4 is compared to besides bf16.
+    /// MXFP8 everywhere: the baseline of NVFP4 beside bf16.
     pub fn mxfp8() -> Self {
-        let mx = OperandRecipe::Mxfp8;
+        let mx = QuantSpec::MXFP8;
         Self {
             fprop: FpropRecipe { x: mx, w: mx },
             ..Self::fwd_nvfp4_bwd_mxfp8()
         }
     }
 
-    /// No quantization: products in the type of the activations, on the same kernels.
+    /// No quantization: GEMMs in the type of the activations, on the same kernels.
     pub fn bf16() -> Self {
         Self {
             fprop: FpropRecipe { x: HIGH, w: HIGH },

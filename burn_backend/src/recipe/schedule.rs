@@ -14,8 +14,8 @@ pub enum LayerMode {
     Recipe,
     /// Forward in high precision, backward by the recipe, from the original tensors.
     HighPrecisionForward,
-    /// Forward by the recipe, backward in high precision, of the values that the forward multiplied,
-    /// as `fwd_nvfp4_bwd_bf16` does it: where 4-bit gradients no longer help (see
+    /// Forward by the recipe, backward in high precision, of the values that the forward
+    /// multiplied, as `fwd_nvfp4_bwd_bf16` does it: where 4-bit gradients no longer help (see
     /// [`OperandSample::signal_to_noise`](crate::telemetry::OperandSample::signal_to_noise)).
     HighPrecisionBackward,
     /// Everything in high precision.
@@ -44,16 +44,16 @@ impl LayerMode {
     }
 }
 
-/// The end of a run in high precision, which takes back most of what quantization cost: what an NVFP4
-/// run loses is mostly noise of its forward (NVIDIA's report, arXiv 2509.25149, appendix D: a gap of
-/// 1.5 % became 0.5 % with the last 18 % of the tokens).
+/// The end of a run in high precision, which takes back most of what quantization cost: what an
+/// NVFP4 run loses is mostly noise of its forward (NVIDIA's report, arXiv 2509.25149, appendix D: a
+/// gap of 1.5 % became 0.5 % with the last 18 % of the tokens).
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Healing {
     /// After what share of the steps it begins: from 0 to 1.
     pub at_fraction: f64,
-    /// Only the forward changes; the backward keeps its formats. It brings nearly as much, since the
-    /// backward's noise costs little.
+    /// Only the forward changes; the backward keeps its formats. It brings nearly as much, since
+    /// the backward's noise costs little.
     pub forward_only: bool,
 }
 

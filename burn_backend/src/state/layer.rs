@@ -24,13 +24,13 @@ use crate::rng::{RANK_SHIFT, RngState};
 ///
 /// # Several devices
 ///
-/// `Module::fork` to a device, as data-parallel training does for each of its workers, gives a clone
-/// that counts its forwards apart and draws other bits than the forks for other devices: those at
-/// offset `rank << 48 | count`, `rank` being the index of the device. So what every worker draws is
-/// determined, however their threads run. The signs of the Hadamard transform are the same on all.
-/// Forks to one device, and clones, share one count; a module that was never forked has rank 0.
-/// [`Nvfp4State`](crate::Nvfp4State) saves the count of the module it is given; applied to a module,
-/// it is where all ranks resume, since data-parallel workers take their steps together.
+/// `Module::fork` to a device, as data-parallel training does for each of its workers, gives a
+/// clone that counts its forwards apart and draws other bits than the forks for other devices:
+/// those at offset `rank << 48 | count`, `rank` being the index of the device. So what every worker
+/// draws is determined, however their threads run. The signs of the Hadamard transform are the same
+/// on all. Forks to one device, and clones, share one count; a module that was never forked has
+/// rank 0. [`Nvfp4State`](crate::Nvfp4State) saves the count of the module it is given; applied to
+/// a module, it is where all ranks resume, since data-parallel workers take their steps together.
 #[derive(Clone, Debug)]
 pub struct LayerState {
     shared: Arc<Shared>,
@@ -145,7 +145,8 @@ impl LayerState {
     /// Draws from `rng_state` next, in this layer, all its clones and forks.
     ///
     /// # Errors
-    /// When the layer number is 2^56 or more, or the offset 2^48 or more; the state is unchanged then.
+    /// When the layer number is 2^56 or more, or the offset 2^48 or more; the state is unchanged
+    /// then.
     pub fn set_rng_state(&self, rng_state: RngState) -> Result<(), Nvfp4Error> {
         rng_state.check()?;
         let RngState {

@@ -1,9 +1,9 @@
 //! The state of NVFP4 layers, and how it is saved with a model.
 //!
 //! Burn's module records hold tensors by path, and refuse entries that one side lacks. If a layer's
-//! counter were such an entry, its checkpoints would no longer be those of `burn_nn::Linear`. So the
-//! state of a layer shows nothing to Burn's visitors and mappers, and [`Nvfp4State`] travels beside
-//! the record: collect it from the model when saving, apply it to the model after loading.
+//! counter were such an entry, its checkpoints would no longer be those of `burn_nn::Linear`. So
+//! the state of a layer shows nothing to Burn's visitors and mappers, and [`Nvfp4State`] travels
+//! beside the record: collect it from the model when saving, apply it to the model after loading.
 
 mod layer;
 mod saved;
@@ -49,9 +49,9 @@ pub fn set_mode<M: Module>(model: &M, mode: LayerMode) {
 }
 
 impl Nvfp4Recipe {
-    /// Puts `high_precision` and `layers` into effect in `model`, for every NVFP4 layer in it: those
-    /// they name compute in high precision from now on, all others by the recipe. Returns how many
-    /// are in high precision.
+    /// Puts `high_precision` and `layers` into effect in `model`, for every NVFP4 layer in it:
+    /// those they name compute in high precision from now on, all others by the recipe. Returns how
+    /// many are in high precision.
     ///
     /// Clones of the model share the setting.
     ///

@@ -15,8 +15,8 @@ use crate::rng::RngState;
 /// The RNG states of the NVFP4 layers of a model, by the path of the layer.
 ///
 /// Save it beside the model's record and apply it to the loaded model: the resumed run then draws
-/// exactly the bits that the uninterrupted one would have. It is a Burn [`Config`], so it has a JSON
-/// file of its own; serde puts it into any other.
+/// exactly the bits that the uninterrupted one would have. It is a Burn [`Config`], so it has a
+/// JSON file of its own; serde puts it into any other.
 ///
 /// ```no_run
 /// use burn_core::config::Config;
@@ -46,8 +46,8 @@ impl Nvfp4State {
         Self::of_ranks(&layers(model), LayerState::rng_state)
     }
 
-    /// The state of `layers` on the rank with the most forwards: forks count for themselves, and the
-    /// thread that holds the layers need not be the one that trains.
+    /// The state of `layers` on the rank with the most forwards: forks count for themselves, and
+    /// the thread that holds the layers need not be the one that trains.
     #[cfg(feature = "train")]
     pub(crate) fn of(layers: &[FoundLayer]) -> Self {
         Self::of_ranks(layers, LayerState::furthest)

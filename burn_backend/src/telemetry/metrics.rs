@@ -1,7 +1,7 @@
 //! Telemetry as metrics of burn-train (feature `train`).
 //!
-//! The output of a model's training step carries the samples of that step, none in most of them, and
-//! hands them to the metrics:
+//! The output of a model's training step carries the samples of that step, none in most of them,
+//! and hands them to the metrics:
 //!
 //! ```
 //! # #[cfg(feature = "flex")] {
@@ -59,8 +59,9 @@
 //! # }
 //! ```
 //!
-//! and the training registers them: `.metric_train_numeric(TelemetryMetric::mean(Statistic::Sqnr))`, or
-//! one for each layer, from [`TelemetryMetric::for_layers`].
+//! and the training registers them:
+//! `.metric_train_numeric(TelemetryMetric::mean(Statistic::Sqnr))`, or one for each layer, from
+//! [`TelemetryMetric::for_layers`].
 
 use std::sync::Arc;
 
@@ -158,8 +159,8 @@ impl From<Vec<OperandSample>> for TelemetryInput {
     }
 }
 
-/// A [`Statistic`], as the mean over the operands of a step that the metric looks at: all of them, or those
-/// of one name or one layer. Steps without a sample have no value and change nothing.
+/// A [`Statistic`], as the mean over the operands of a step that the metric looks at: all of them,
+/// or those of one name or one layer. Steps without a sample have no value and change nothing.
 #[derive(Clone)]
 pub struct TelemetryMetric {
     statistic: Statistic,

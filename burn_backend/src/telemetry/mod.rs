@@ -1,16 +1,17 @@
 //! The quantization error of a run, layer by layer: sampled from real steps, and cheap enough to
 //! sample every so many steps.
 //!
-//! A sample reads a part of each operand: evenly spaced stored rows that hold about 256 Ki elements.
-//! The step copies them aside on its device, some 1.5 MB an operand, without a synchronisation; after
-//! the step they are read and evaluated by all cores. Other steps cost nothing.
+//! A sample reads a part of each operand: evenly spaced stored rows that hold about 256 Ki
+//! elements. The step copies them aside on its device, some 1.5 MB an operand, without a
+//! synchronisation; after the step they are read and evaluated by all cores. Other steps cost
+//! nothing.
 //!
-//! Operands after a transform (those of wgrad by most recipes, and all by MS-EDEN) are measured in the
-//! rotated domain: their dequantized codes against the transformed source.
+//! Operands after a transform (those of wgrad by most recipes, and all by MS-EDEN) are measured in
+//! the rotated domain: their dequantized codes against the transformed source.
 //!
-//! Of a layer of experts, the tokens and weights of all experts are sampled together, each value with
-//! the global scale of its own expert: an expert's share of the sampled tokens is its share of all
-//! tokens, and the weights of all experts have equal shares.
+//! Of a layer of experts, the tokens and weights of all experts are sampled together, each value
+//! with the global scale of its own expert: an expert's share of the sampled tokens is its share of
+//! all tokens, and the weights of all experts have equal shares.
 //!
 //! ```
 //! # #[cfg(feature = "flex")] {
@@ -105,8 +106,8 @@ impl Telemetry {
         }
     }
 
-    /// Stops, and returns the samples in the order of the layers. Waits for the devices: the GEMMs of
-    /// decorated layers run when Burn's fusion executes them.
+    /// Stops, and returns the samples in the order of the layers. Waits for the devices: the GEMMs
+    /// of decorated layers run when Burn's fusion executes them.
     pub fn finish(self) -> Vec<OperandSample> {
         for device in &self.devices {
             if let Err(error) = device.sync() {

@@ -11,8 +11,9 @@ pub struct OperandSample {
     pub operand: &'static str,
     /// Signal over quantization noise, in decibel; infinite where nothing was lost.
     pub sqnr_db: f64,
-    /// Norm of the values over the norm of the noise. For `dgrad.dy` it is the signal of "FP4 All the
-    /// Way" (arXiv 2505.19115): below √3, 4-bit gradients no longer help, and it is time to switch.
+    /// Norm of the values over the norm of the noise. For `dgrad.dy` it is the signal of "FP4 All
+    /// the Way" (arXiv 2505.19115): below √3, 4-bit gradients no longer help, and it is time to
+    /// switch.
     pub signal_to_noise: f64,
     /// Share of the values that are not zero and became zero.
     pub zeros: f64,

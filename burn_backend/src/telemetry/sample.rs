@@ -33,7 +33,7 @@ impl SampledOperand {
         };
         let amax_values = AmaxValues {
             values: values(&self.amax),
-            of_rows: (layout.global == AmaxGranularity::PerRow).then_some(outer),
+            of_rows: (layout.amax == AmaxGranularity::PerRow).then_some(outer),
             groups,
         };
         let slab = Slab {
@@ -84,8 +84,8 @@ enum AmaxGroups {
 }
 
 impl AmaxValues {
-    /// The amax with which span `span` of the stored row `row` was quantized; `None` for a row of no
-    /// expert.
+    /// The amax with which span `span` of the stored row `row` was quantized; `None` for a row of
+    /// no expert.
     fn of(&self, row: usize, span: usize) -> Option<f32> {
         let group = match &self.groups {
             AmaxGroups::Matrices { rows } => row / rows,
@@ -107,7 +107,8 @@ impl AmaxValues {
     }
 }
 
-/// Values of each stored row that are quantized, and transformed, apart: all, or those of one expert.
+/// Values of each stored row that are quantized, and transformed, apart: all, or those of one
+/// expert.
 struct Span {
     values: Range<usize>,
     /// The first block of the span.

@@ -1,12 +1,15 @@
 //! Devices, data and the oracle's composition of a linear layer.
 
 use burn_core::tensor::{DType, Device, Tensor, TensorData};
-use burn_nvfp4::ops::{AmaxGranularity, CopySpec, EdenSpec, LinearSpec, OperandSpec};
+use burn_nvfp4::ops::{
+    AmaxGranularity, BlockShape, LinearSpec, OperandSpec, QuantParams, QuantRounding,
+};
 use burn_nvfp4::{Hadamard, RandomStream, Rounding, Usage};
 use half::{bf16, f16};
 use nvfp4_kernels::reference::{self, EdenTarget, Element};
 use nvfp4_kernels::{
-    Amax, BLOCK, BlockScaling, Format, MX_BLOCK, QuantParams, QuantizedTensor, ScaleLayout,
+    Amax, BLOCK, BlockScaling, Format, MX_BLOCK, QuantParams as ElementParams, QuantizedTensor,
+    ScaleLayout,
 };
 
 fn device_name() -> String {
@@ -149,33 +152,33 @@ impl Matrix {
     }
 
     pub fn row(&self, rounding: Rounding) -> QuantizedTensor {
-        self.copy(Usage::Rowwise, &CopySpec::new(rounding))
+        self.copy(Usage::Rowwise, &QuantParams::nvfp4(rounding))
     }
 
     pub fn col(&self, rounding: Rounding, hadamard: Option<Hadamard>) -> QuantizedTensor {
-        let copy = CopySpec {
+        let params = QuantParams {
             hadamard,
-            ..CopySpec::new(rounding)
+            ..QuantParams::nvfp4(rounding)
         };
-        self.copy(Usage::Columnwise, &copy)
+        self.copy(Usage::Columnwise, &params)
     }
 
-    /// The copy along `usage` that `copy` asks for.
-    pub fn copy(&self, usage: Usage, copy: &CopySpec) -> QuantizedTensor {
-        self.copy_from(usage, copy, 0)
+    /// The NVFP4 tensor in 1x16 blocks with this usage.
+    pub fn copy(&self, usage: Usage, params: &QuantParams) -> QuantizedTensor {
+        self.copy_from(usage, params, 0)
     }
 
     /// The same with blocks numbered from `first`.
-    pub fn copy_from(&self, usage: Usage, copy: &CopySpec, first: usize) -> QuantizedTensor {
+    pub fn copy_from(&self, usage: Usage, params: &QuantParams, first: usize) -> QuantizedTensor {
         fn run<T: Element>(
             x: &[T],
             (rows, cols): (usize, usize),
             usage: Usage,
-            copy: &CopySpec,
+            params: &QuantParams,
             first: usize,
         ) -> QuantizedTensor {
-            let hadamard = copy.hadamard.as_ref();
-            let amax = match (copy.global, usage, hadamard) {
+            let hadamard = params.hadamard.as_ref();
+            let amax = match (params.amax, usage, hadamard) {
                 (AmaxGranularity::PerTensor, _, None) => Amax::Tensor(reference::amax(x)),
                 (AmaxGranularity::PerTensor, _, Some(hadamard)) => {
                     Amax::Tensor(reference::amax_rht(x, rows, cols, hadamard))
@@ -190,15 +193,18 @@ impl Matrix {
                     Amax::PerRow(reference::amax_rht_cols(x, rows, cols, hadamard))
                 }
             };
-            let policy = QuantParams {
-                hadamard: copy.hadamard,
-                scaling: copy.scaling,
-                ..QuantParams::new(copy.rounding)
+            let QuantRounding::Elements(rounding) = params.rounding else {
+                panic!("{params:?}");
             };
-            reference::quantize(x, rows, cols, usage, &amax, &policy, first as u64).unwrap()
+            let params = ElementParams {
+                hadamard: params.hadamard,
+                scaling: params.scaling,
+                ..ElementParams::new(rounding)
+            };
+            reference::quantize(x, rows, cols, usage, &amax, &params, first as u64).unwrap()
         }
         let shape = (self.rows, self.cols);
-        in_dtype!(self, |values| run(values, shape, usage, copy, first))
+        in_dtype!(self, |values| run(values, shape, usage, params, first))
     }
 
     pub fn tiles(&self, scaling: BlockScaling) -> (QuantizedTensor, QuantizedTensor) {
@@ -226,53 +232,47 @@ impl Matrix {
         .unwrap())
     }
 
-    /// The copy by MS-EDEN, its groups of 128 numbered from `first`.
-    pub fn eden_from(&self, spec: &EdenSpec, first: usize) -> QuantizedTensor {
+    /// The tensor by MS-EDEN, its groups of 128 numbered from `first`.
+    pub fn eden_from(&self, usage: Usage, params: &QuantParams, first: usize) -> QuantizedTensor {
         fn run<T: Element>(
             x: &[T],
             (rows, cols): (usize, usize),
-            spec: &EdenSpec,
-            first: usize,
+            usage: Usage,
+            params: &QuantParams,
+            first: u64,
         ) -> QuantizedTensor {
-            let EdenSpec {
-                usage,
-                hadamard,
-                stream,
-            } = spec;
-            let amax = reference::ms_eden_amax(x, rows, cols, *usage, hadamard).unwrap();
-            let (target, first) = (EdenTarget::Backward, first as u64);
-            reference::ms_eden_at(x, rows, cols, *usage, amax, hadamard, target, stream, first)
+            let (QuantRounding::MsEden(stream), Some(hadamard)) =
+                (params.rounding, &params.hadamard)
+            else {
+                panic!("{params:?}");
+            };
+            let amax = reference::ms_eden_amax(x, rows, cols, usage, hadamard).unwrap();
+            let (target, stream) = (EdenTarget::Backward, &stream);
+            reference::ms_eden_at(x, rows, cols, usage, amax, hadamard, target, stream, first)
                 .unwrap()
         }
         let shape = (self.rows, self.cols);
-        in_dtype!(self, |values| run(values, shape, spec, first))
+        let first = first as u64;
+        in_dtype!(self, |values| run(values, shape, usage, params, first))
     }
 
-    /// The operand that `spec` asks for, contracted along `usage`; `dtype` is the type of the
-    /// activations.
+    /// The operand by `spec`, contracted along `usage`; `dtype` is the type of the activations.
     pub fn operand(&self, spec: &OperandSpec, usage: Usage, dtype: DType) -> Operand {
-        match spec {
-            OperandSpec::HighPrecision => {
-                let cast = Self::new(self.values.clone(), self.rows, self.cols, dtype);
-                Operand::Float(cast, usage)
-            }
-            OperandSpec::Mxfp8 => Operand::Mxfp8(self.mx(usage)),
-            OperandSpec::Blocks(copy) => Operand::Nvfp4(self.copy(usage, copy)),
-            OperandSpec::Tiles(scaling) => {
-                let (row, col) = self.tiles(*scaling);
+        let Some(params) = spec.params() else {
+            let cast = Self::new(self.values.clone(), self.rows, self.cols, dtype);
+            return Operand::Float(cast, usage);
+        };
+        match params {
+            params if params.format == Format::Mxfp8 => Operand::Mxfp8(self.mx(usage)),
+            params if params.is_ms_eden() => Operand::Nvfp4(self.eden_from(usage, params, 0)),
+            params if params.block == BlockShape::Block2d => {
+                let (row, col) = self.tiles(params.scaling);
                 Operand::Nvfp4(match usage {
                     Usage::Rowwise => row,
                     Usage::Columnwise => col,
                 })
             }
-            &OperandSpec::Eden { hadamard, stream } => {
-                let spec = EdenSpec {
-                    usage,
-                    hadamard,
-                    stream,
-                };
-                Operand::Nvfp4(self.eden_from(&spec, 0))
-            }
+            params => Operand::Nvfp4(self.copy(usage, params)),
         }
     }
 }
@@ -297,8 +297,8 @@ impl Operand {
             Self::Float(matrix, _) => (matrix.values.clone(), matrix.rows, matrix.cols),
         };
         // MS-EDEN reads the exact values, everything else reads them as activations.
-        let via = match spec {
-            OperandSpec::Eden { .. } => DType::F32,
+        let via = match spec.params() {
+            Some(params) if params.is_ms_eden() => DType::F32,
             _ => dtype,
         };
         Matrix::new(values, rows, cols, via).operand(spec, usage, dtype)
@@ -375,7 +375,7 @@ pub fn spec(layer: u64, offset: u64) -> LinearSpec {
 
 /// The same with weights in 1x16 blocks.
 pub fn one_by_16(spec: LinearSpec) -> LinearSpec {
-    let w = OperandSpec::blocks(Rounding::Nearest);
+    let w = OperandSpec::nvfp4(Rounding::Nearest);
     LinearSpec {
         fprop_w: w,
         dgrad_w: w,

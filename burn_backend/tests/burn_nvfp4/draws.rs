@@ -2,7 +2,9 @@
 
 use burn_core::tensor::{DType, Int, Tensor};
 use burn_nvfp4::functions::quantize;
-use burn_nvfp4::ops::{AmaxGranularity, BackwardSource, LinearSpec, OperandSpec};
+use burn_nvfp4::ops::{
+    AmaxGranularity, BackwardSource, BlockShape, Format, LinearSpec, OperandSpec, QuantRounding,
+};
 use burn_nvfp4::{Hadamard, Nvfp4Recipe, Nvfp4Tensor, RandomStream, RngState, Rounding, Usage};
 use nvfp4_kernels::{BlockScaling, ErrorNorm};
 
@@ -39,25 +41,31 @@ fn words(operand: &OperandSpec) -> String {
         BlockScaling::FourOverSix(ErrorNorm::Mae) => " 4/6 mae",
         BlockScaling::FourOverSix(ErrorNorm::Mse) => " 4/6 mse",
     };
-    match operand {
-        OperandSpec::HighPrecision => "high".into(),
-        OperandSpec::Mxfp8 => "mxfp8".into(),
-        OperandSpec::Eden { .. } => "ms-eden".into(),
-        OperandSpec::Tiles(scaling) => format!("16x16{}", scale(scaling)),
-        OperandSpec::Blocks(copy) => {
-            let global = match copy.global {
-                AmaxGranularity::PerTensor => "",
-                AmaxGranularity::PerRow => " per-token",
-            };
-            let transform = copy.hadamard.map(|h| h.size().elements());
-            let transform = transform.map_or(String::new(), |size| format!(" rht{size}"));
-            let rounding = match copy.rounding {
-                Rounding::Nearest => "",
-                Rounding::Stochastic(_) => " sr",
-            };
-            format!("1x16{}{global}{transform}{rounding}", scale(&copy.scaling))
-        }
+    let Some(params) = operand.params() else {
+        return "high".into();
+    };
+    if params.format == Format::Mxfp8 {
+        return "mxfp8".into();
     }
+    let rounding = match params.rounding {
+        QuantRounding::MsEden(_) => return "ms-eden".into(),
+        QuantRounding::Elements(Rounding::Nearest) => "",
+        QuantRounding::Elements(Rounding::Stochastic(_)) => " sr",
+    };
+    let block = match params.block {
+        BlockShape::Block1d => "1x16",
+        BlockShape::Block2d => "16x16",
+    };
+    let amax = match params.amax {
+        AmaxGranularity::PerTensor => "",
+        AmaxGranularity::PerRow => " per-token",
+    };
+    let transform = params.hadamard.map(|h| h.size().elements());
+    let transform = transform.map_or(String::new(), |size| format!(" rht{size}"));
+    format!(
+        "{block}{}{amax}{transform}{rounding}",
+        scale(&params.scaling)
+    )
 }
 
 /// What each preset is, as docs/src/recipes.md and the papers have it: written out, and read from what the
@@ -144,14 +152,7 @@ fn presets_are_what_they_are_called_after() {
 
 /// The streams that a spec draws from, by the name of the operand.
 fn streams(spec: &LinearSpec) -> Vec<(&'static str, RandomStream)> {
-    let stream = |operand: &OperandSpec| match operand {
-        OperandSpec::Blocks(copy) => match copy.rounding {
-            Rounding::Stochastic(stream) => Some(stream),
-            Rounding::Nearest => None,
-        },
-        OperandSpec::Eden { stream, .. } => Some(*stream),
-        _ => None,
-    };
+    let stream = |operand: &OperandSpec| operand.params()?.stream();
     let operands = operands(spec);
     let named = NAMES.into_iter().zip(&operands);
     named
@@ -218,9 +219,9 @@ fn both_operands_of_a_product_have_the_same_signs() {
             offset,
             ..RANDOMNESS
         });
-        let signs = operands(&spec).map(|operand| match operand {
-            OperandSpec::Eden { hadamard, .. } => Some(hadamard),
-            _ => None,
+        let signs = operands(&spec).map(|operand| {
+            let params = operand.params().filter(|params| params.is_ms_eden());
+            params.and_then(|params| params.hadamard)
         });
         let [None, None, dy, w, x, other_dy] = signs else {
             panic!("{signs:?}");
@@ -249,26 +250,19 @@ fn the_two_copies_of_a_gradient_are_rounded_apart() {
     skip_where_small_only!();
     let recipe = Nvfp4Recipe::new().with_rht(false);
     let spec = recipe.spec(&RANDOMNESS);
-    let [
-        _,
-        _,
-        OperandSpec::Blocks(dgrad),
-        _,
-        _,
-        OperandSpec::Blocks(wgrad),
-    ] = operands(&spec)
-    else {
-        panic!("{spec:?}");
-    };
+    let [dgrad, wgrad] = [spec.dgrad_dy, spec.wgrad_dy].map(|operand| {
+        let params = operand.params().expect("in NVFP4");
+        Rounding::Stochastic(params.stream().expect("with random bits"))
+    });
     let dy = Matrix::gaussian(64, 128, DType::F32, 5).tensor(&device());
     let row = |rounding| quantize(dy.clone(), Usage::Rowwise, rounding, None);
     let col = |rounding| {
         let transposed = dy.clone().transpose();
         quantize(transposed, Usage::Columnwise, rounding, None)
     };
-    let (first, second) = (row(dgrad.rounding), col(wgrad.rounding));
+    let (first, second) = (row(dgrad), col(wgrad));
     assert_eq!(scales(&first), scales(&second));
-    assert_eq!(codes(&first), codes(&col(dgrad.rounding)), "the same bits");
+    assert_eq!(codes(&first), codes(&col(dgrad)), "the same bits");
     let (first, second) = (codes(&first), codes(&second));
     let nibbles = (first.iter().zip(&second))
         .flat_map(|(a, b)| (0..8).map(move |i| (a ^ b) >> (4 * i) & 0xF != 0));

@@ -5,7 +5,7 @@ use burn_core::backend::{Autodiff, AutodiffBackend, DispatchDevice, ops::FloatTe
 use burn_core::tensor::{DType, TensorData};
 use burn_cubecl::{CubeBackend, tensor::CubeTensor};
 use burn_nvfp4::functions::linear;
-use burn_nvfp4::ops::{Bias, LinearContext, Nvfp4Ops};
+use burn_nvfp4::ops::{LinearContext, MaybeTensor, Nvfp4Ops, RowGroups};
 
 use crate::common::{Matrix, activation, device, spec, values};
 use crate::skip::skip;
@@ -36,7 +36,8 @@ fn a_step_without_fusion_is_the_step_with_it() {
     let y = Backend::nvfp4_linear(
         plain_x.clone(),
         plain_w.clone(),
-        Bias::Absent,
+        MaybeTensor::Absent,
+        RowGroups::Whole,
         spec(0, 0),
         LinearContext::default(),
     );

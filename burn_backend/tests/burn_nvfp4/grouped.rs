@@ -6,12 +6,12 @@ use burn_core::tensor::{DType, Device, FloatDType, Int, Tensor, TensorData};
 use burn_nvfp4::experts::{grouped_linear, moe_permute, try_grouped_linear};
 use burn_nvfp4::functions::linear;
 use burn_nvfp4::ops::{
-    AmaxGranularity, CopySpec, EdenSpec, GroupPairSpec, LinearSpec, MxPacked, Nvfp4GroupedOps,
-    Nvfp4Ops, OperandSpec, Packed, PairSpec, QuantizeSpec, RowGroups,
+    AmaxGranularity, LinearSpec, Nvfp4Ops, OperandSpec, QuantParams, QuantUsages, QuantizedMatrix,
+    RowGroups,
 };
 use burn_nvfp4::{ExpertOffsets, Hadamard, Nvfp4Recipe, RandomStream, RngState, Rounding, Usage};
 use nvfp4_kernels::reference::{self, EDEN_GROUP, padding};
-use nvfp4_kernels::{BlockScaling, HadamardSize, QuantizedTensor};
+use nvfp4_kernels::{BlockScaling, HadamardSize, QuantizedTensor, Storage};
 
 use crate::common::{
     Matrix, activation, assert_product, device, gaussian, one_by_16, skip_where_small_only,
@@ -87,22 +87,33 @@ fn rows(matrix: &Matrix, rows: std::ops::Range<usize>) -> Matrix {
     }
 }
 
-/// How the default recipe packs the two copies of dy.
-fn copies_of_dy(spec: &LinearSpec) -> (CopySpec, CopySpec) {
-    match (spec.dgrad_dy, spec.wgrad_dy) {
-        (OperandSpec::Blocks(row), OperandSpec::Blocks(col)) => (row, col),
-        other => panic!("{other:?}"),
-    }
+/// How the default recipe quantizes dy, rowwise and columnwise.
+fn params_of_dy(spec: &LinearSpec) -> (QuantParams, QuantParams) {
+    let params = |operand: OperandSpec| *operand.params().expect("in NVFP4");
+    (params(spec.dgrad_dy), params(spec.wgrad_dy))
 }
 
-/// Codes, scales and maxima of a packed value.
-fn parts(packed: Packed<Dispatch>) -> (Vec<u8>, Vec<u8>, Vec<f32>) {
-    let codes: Vec<u32> = Tensor::<2, Int>::from_dispatch(packed.codes)
+/// The only tensor with this usage of `x`, whose rows are in these groups.
+fn quantize_one(
+    x: Tensor<2>,
+    groups: RowGroups<Dispatch>,
+    usage: Usage,
+    params: QuantParams,
+) -> QuantizedMatrix<Dispatch> {
+    let usages = QuantUsages::one(usage, params, Storage::Packed);
+    Dispatch::nvfp4_quantize(x.into_dispatch(), groups, usages).into_one()
+}
+
+/// Codes, scales and amax values of an NVFP4 tensor.
+fn parts(packed: QuantizedMatrix<Dispatch>) -> (Vec<u8>, Vec<u8>, Vec<f32>) {
+    let amax = packed.amax.clone().into_option();
+    let (codes, scales) = packed.into_packed();
+    let codes: Vec<u32> = Tensor::<2, Int>::from_dispatch(codes)
         .into_data()
         .try_to_vec()
         .unwrap();
-    let scales = Tensor::<2, Int>::from_dispatch(packed.scales);
-    let amax = Tensor::<1>::from_dispatch(packed.amax);
+    let scales = Tensor::<2, Int>::from_dispatch(scales);
+    let amax = Tensor::<1>::from_dispatch(amax.expect("NVFP4 has amax values"));
     (
         codes.iter().flat_map(|word| word.to_le_bytes()).collect(),
         scales.into_data().try_to_vec().unwrap(),
@@ -115,12 +126,12 @@ fn tokens_are_packed_group_by_group() {
     let device = device();
     for (sizes, rest) in groupings() {
         for dtype in dtypes() {
-            let (row, col) = copies_of_dy(&spec(3, 5));
+            let (row, col) = params_of_dy(&spec(3, 5));
             for (row, col) in [
                 (row, col),
                 (
                     row,
-                    CopySpec {
+                    QuantParams {
                         hadamard: None,
                         ..col
                     },
@@ -133,22 +144,20 @@ fn tokens_are_packed_group_by_group() {
                 let x = Matrix::gaussian(tokens, cols, dtype, 7).with_loud_group(&sizes);
                 let groups = experts(&sizes, rest, &device);
                 let offsets = || groups.offsets().clone().into_dispatch();
-                let both = Dispatch::nvfp4_quantize_groups_pair(
+                let both = Dispatch::nvfp4_quantize(
                     x.tensor(&device).into_dispatch(),
-                    offsets(),
-                    GroupPairSpec { row, col },
+                    RowGroups::Offsets(offsets()),
+                    QuantUsages::both(row, col),
                 );
-                let one = |usage, copy| {
-                    Dispatch::nvfp4_quantize_groups(
-                        x.tensor(&device).into_dispatch(),
-                        offsets(),
-                        QuantizeSpec { usage, copy },
-                    )
+                let (both_row, both_col) = both.into_both();
+                let one = |usage, params| {
+                    let groups = RowGroups::Offsets(offsets());
+                    quantize_one(x.tensor(&device), groups, usage, params)
                 };
                 let row_alone = one(Usage::Rowwise, row);
                 let col_alone = one(Usage::Columnwise, col);
-                assert_eq!(both.row.layout, row_alone.layout);
-                assert_eq!(both.col.layout, col_alone.layout);
+                assert_eq!(both_row.layout, row_alone.layout);
+                assert_eq!(both_col.layout, col_alone.layout);
                 let pitch = col_alone.layout.blocks();
                 assert_eq!(
                     pitch * 16,
@@ -169,7 +178,7 @@ fn tokens_are_packed_group_by_group() {
                     }
                 }
                 let [expected_row, expected_col] = &expected;
-                for (row, col) in [(both.row, both.col), (row_alone, col_alone)] {
+                for (row, col) in [(both_row, both_col), (row_alone, col_alone)] {
                     expected_row.assert_are(&format!("{what}: row"), row, None);
                     expected_col.assert_are(&format!("{what}: col"), col, Some(cols));
                 }
@@ -194,7 +203,12 @@ impl Copies {
     }
 
     /// The copies lie in `found` one after another, or side by side in that many stored rows.
-    fn assert_are(&self, what: &str, found: Packed<Dispatch>, side_by_side: Option<usize>) {
+    fn assert_are(
+        &self,
+        what: &str,
+        found: QuantizedMatrix<Dispatch>,
+        side_by_side: Option<usize>,
+    ) {
         let (codes, scales, amax) = parts(found);
         assert_eq!(amax[..self.amax.len()], self.amax, "{what}: maxima");
         assert_lie(&format!("{what}: codes"), &codes, &self.codes, side_by_side);
@@ -203,12 +217,17 @@ impl Copies {
     }
 
     /// The same in MXFP8.
-    fn assert_mx(&self, what: &str, found: MxPacked<Dispatch>, side_by_side: Option<usize>) {
+    fn assert_mx(&self, what: &str, found: QuantizedMatrix<Dispatch>, side_by_side: Option<usize>) {
         let bytes = |tensor| -> Vec<u8> {
             let tensor = Tensor::<2, Int>::from_dispatch(tensor);
             tensor.into_data().try_to_vec().unwrap()
         };
-        let (codes, scales) = (bytes(found.codes), bytes(found.scales));
+        assert!(
+            found.amax.clone().into_option().is_none(),
+            "{what}: an amax"
+        );
+        let (codes, scales) = found.into_packed();
+        let (codes, scales) = (bytes(codes), bytes(scales));
         assert_lie(&format!("{what}: codes"), &codes, &self.codes, side_by_side);
         let what = format!("{what}: scales");
         assert_lie(&what, &scales, &self.scales, side_by_side);
@@ -230,10 +249,10 @@ fn assert_lie(what: &str, found: &[u8], copies: &[Vec<u8>], side_by_side: Option
     }
 }
 
-fn per_token(copy: CopySpec) -> CopySpec {
-    CopySpec {
-        global: AmaxGranularity::PerRow,
-        ..copy
+fn per_token(params: QuantParams) -> QuantParams {
+    QuantParams {
+        amax: AmaxGranularity::PerRow,
+        ..params
     }
 }
 
@@ -245,30 +264,27 @@ struct Grouped<'a> {
     groups: &'a dyn Fn() -> RowGroups<Dispatch>,
     /// Column-wise copies lie side by side, and not one below the other.
     side_by_side: bool,
-    /// The row-wise copy in 1x16 blocks.
-    packed: &'a dyn Fn(CopySpec) -> Packed<Dispatch>,
+    /// The rowwise tensor in 1x16 blocks.
+    packed: &'a dyn Fn(QuantParams) -> QuantizedMatrix<Dispatch>,
 }
 
 impl Grouped<'_> {
     /// By MS-EDEN and in MXFP8, of the matrix and of what its NVFP4 copies stand for: each group is the oracle's,
     /// with its own maximum, and random bits that go on where those of the group before ended.
     fn check(&self, device: &Device) {
-        let x = || self.x.tensor(device).into_dispatch();
+        let x = || self.x.tensor(device);
+        let hadamard = Hadamard::seeded_with_size(HadamardSize::H128, 5);
+        let eden_params = QuantParams::ms_eden(hadamard, RandomStream::new(6, 7, 8));
         for usage in [Usage::Rowwise, Usage::Columnwise] {
-            let spec = EdenSpec {
-                usage,
-                hadamard: Hadamard::seeded_with_size(HadamardSize::H128, 5),
-                stream: RandomStream::new(6, 7, 8),
-            };
             let what = format!("{}, {:?}, along {usage:?}", self.what, self.x.dtype);
-            let eden = Dispatch::nvfp4_eden_groups(x(), (self.groups)(), spec);
-            self.check_eden(&what, eden, &self.parts, &spec);
-            let mx = Dispatch::nvfp4_mx_quantize_groups(x(), (self.groups)(), usage);
+            let eden = quantize_one(x(), (self.groups)(), usage, eden_params);
+            self.check_eden(&what, eden, &self.parts, usage, &eden_params);
+            let mx = quantize_one(x(), (self.groups)(), usage, QuantParams::mxfp8());
             self.check_mx(&what, mx, &self.parts, usage);
 
-            let copy = CopySpec::new(Rounding::Nearest);
+            let copy = QuantParams::nvfp4(Rounding::Nearest);
             for copy in [copy, per_token(copy)] {
-                let what = format!("{what}, packed {:?}", copy.global);
+                let what = format!("{what}, packed {:?}", copy.amax);
                 let again = |dtype| -> Vec<Matrix> {
                     let parts = self.parts.iter().map(|part| {
                         let packed = part.copy(Usage::Rowwise, &copy);
@@ -278,11 +294,13 @@ impl Grouped<'_> {
                     parts.collect()
                 };
                 let (source, groups) = ((self.packed)(copy), (self.groups)());
-                let eden = Dispatch::nvfp4_eden_groups_packed(source, groups, spec);
-                self.check_eden(&what, eden, &again(DType::F32), &spec);
+                let via = FloatDType::F32;
+                let eden = Dispatch::nvfp4_requantize(source, groups, usage, eden_params, via);
+                self.check_eden(&what, eden, &again(DType::F32), usage, &eden_params);
                 let (source, groups) = ((self.packed)(copy), (self.groups)());
                 let via = FloatDType::BF16;
-                let mx = Dispatch::nvfp4_mx_requantize_groups(source, groups, usage, via);
+                let mx_params = QuantParams::mxfp8();
+                let mx = Dispatch::nvfp4_requantize(source, groups, usage, mx_params, via);
                 self.check_mx(&what, mx, &again(DType::BF16), usage);
             }
         }
@@ -292,23 +310,33 @@ impl Grouped<'_> {
         (self.side_by_side && usage == Usage::Columnwise).then_some(self.x.cols)
     }
 
-    fn check_eden(&self, what: &str, found: Packed<Dispatch>, parts: &[Matrix], spec: &EdenSpec) {
+    fn check_eden(
+        &self,
+        what: &str,
+        found: QuantizedMatrix<Dispatch>,
+        parts: &[Matrix],
+        usage: Usage,
+        params: &QuantParams,
+    ) {
         let (mut expected, mut first) = (Copies::default(), 0);
         for part in parts {
-            let packed = part.eden_from(spec, first);
+            let packed = part.eden_from(usage, params, first);
             first += packed.scales().len() / 8;
             expected.push(&packed);
         }
         let layout = found.layout;
-        assert_eq!(layout.hadamard, Some(spec.hadamard), "{what}");
-        expected.assert_are(
-            &format!("{what}, MS-EDEN"),
-            found,
-            self.rows_beside(spec.usage),
-        );
+        assert_eq!(layout.hadamard, params.hadamard, "{what}");
+        let beside = self.rows_beside(usage);
+        expected.assert_are(&format!("{what}, MS-EDEN"), found, beside);
     }
 
-    fn check_mx(&self, what: &str, found: MxPacked<Dispatch>, parts: &[Matrix], usage: Usage) {
+    fn check_mx(
+        &self,
+        what: &str,
+        found: QuantizedMatrix<Dispatch>,
+        parts: &[Matrix],
+        usage: Usage,
+    ) {
         let mut expected = Copies::default();
         for part in parts {
             let packed = part.mx(usage);
@@ -333,15 +361,9 @@ fn tokens_by_ms_eden_and_in_mxfp8() {
             let x = Matrix::gaussian(tokens, 48, dtype, 7).with_loud_group(&sizes);
             let groups = experts(&sizes, rest, &device);
             let offsets = || groups.offsets().clone().into_dispatch();
-            let packed = |copy| {
-                Dispatch::nvfp4_quantize_groups(
-                    x.tensor(&device).into_dispatch(),
-                    offsets(),
-                    QuantizeSpec {
-                        usage: Usage::Rowwise,
-                        copy,
-                    },
-                )
+            let packed = |params| {
+                let groups = RowGroups::Offsets(offsets());
+                quantize_one(x.tensor(&device), groups, Usage::Rowwise, params)
             };
             let grouped = Grouped {
                 what: format!("{sizes:?} + {rest}"),
@@ -363,20 +385,12 @@ fn stacks_by_ms_eden_and_in_mxfp8() {
         let sizes = vec![each; count];
         let x = Matrix::gaussian(count * each, 48, DType::F32, 7).with_loud_group(&sizes);
         let parts: Vec<Matrix> = ranges(&sizes).into_iter().map(|r| rows(&x, r)).collect();
-        let packed = |copy: CopySpec| {
-            let spec = QuantizeSpec {
-                usage: Usage::Rowwise,
-                copy,
+        let packed = |params: QuantParams| {
+            let groups = match params.amax {
+                AmaxGranularity::PerTensor => RowGroups::Batch(count),
+                AmaxGranularity::PerRow => RowGroups::Whole,
             };
-            match copy.global {
-                AmaxGranularity::PerTensor => {
-                    let w = stack(&parts, &device).into_dispatch();
-                    Dispatch::nvfp4_quantize_stack(w, spec)
-                }
-                AmaxGranularity::PerRow => {
-                    Dispatch::nvfp4_quantize(x.tensor(&device).into_dispatch(), spec)
-                }
-            }
+            quantize_one(x.tensor(&device), groups, Usage::Rowwise, params)
         };
         let grouped = Grouped {
             what: format!("{count} x {each}"),
@@ -426,40 +440,40 @@ fn stacks_are_packed_matrix_by_matrix() {
         }
         (codes, scales, amax)
     };
-    let w = || stack(&weights, &device).into_dispatch();
-    let tiles = Dispatch::nvfp4_quantize_stack_pair(w(), PairSpec::Tile(BlockScaling::Standard));
+    let w = || -> Tensor<2> { stack(&weights, &device).reshape([weights.len() * 32, 48]) };
+    let groups = || RowGroups::Batch(weights.len());
+    let pair = |params| {
+        let usages = QuantUsages::both(params, params);
+        Dispatch::nvfp4_quantize(w().into_dispatch(), groups(), usages).into_both()
+    };
+    let (tiles_row, tiles_col) = pair(QuantParams::nvfp4_2d(BlockScaling::Standard));
     assert_eq!(
-        parts(tiles.row),
+        parts(tiles_row),
         all(&|w| w.tiles(BlockScaling::Standard).0),
         "tiles, row"
     );
     assert_eq!(
-        parts(tiles.col),
+        parts(tiles_col),
         all(&|w| w.tiles(BlockScaling::Standard).1),
         "tiles, col"
     );
-    let copy = CopySpec::new(Rounding::Nearest);
-    let blocks = PairSpec::Blocks {
-        row: copy,
-        col: copy,
-    };
-    let blocks = Dispatch::nvfp4_quantize_stack_pair(w(), blocks);
     let nearest = Rounding::Nearest;
-    assert_eq!(parts(blocks.row), all(&|w| w.row(nearest)), "blocks, row");
+    let (blocks_row, blocks_col) = pair(QuantParams::nvfp4(nearest));
+    assert_eq!(parts(blocks_row), all(&|w| w.row(nearest)), "blocks, row");
     let col = all(&|w| w.col(nearest, None));
-    assert_eq!(parts(blocks.col), col, "blocks, col");
-    let alone = QuantizeSpec::new(Usage::Columnwise, nearest);
-    assert_eq!(parts(Dispatch::nvfp4_quantize_stack(w(), alone)), col);
+    assert_eq!(parts(blocks_col), col, "blocks, col");
+    let one = |usage, params| quantize_one(w(), groups(), usage, params);
+    let alone = one(Usage::Columnwise, QuantParams::nvfp4(nearest));
+    assert_eq!(parts(alone), col);
     // Random bits go on from matrix to matrix.
-    let drawn = CopySpec::new(Rounding::Stochastic(RandomStream::new(1, 2, 3)));
+    let drawn = QuantParams::nvfp4(Rounding::Stochastic(RandomStream::new(1, 2, 3)));
     for usage in [Usage::Rowwise, Usage::Columnwise] {
         let mut expected = Copies::default();
         for (number, weight) in weights.iter().enumerate() {
             let first = number * 32 * 48 / 16;
             expected.push(&weight.copy_from(usage, &drawn, first));
         }
-        let spec = QuantizeSpec { usage, copy: drawn };
-        let found = Dispatch::nvfp4_quantize_stack(w(), spec);
+        let found = one(usage, drawn);
         expected.assert_are(&format!("drawn along {usage:?}"), found, None);
     }
 }
@@ -695,7 +709,7 @@ mod the_loop_over_experts {
     /// Backwards of what a forward multiplied whose operands have a global scale for each stored row.
     #[test]
     fn backwards_of_per_token_forwards() {
-        let rows = OperandSpec::Blocks(super::per_token(CopySpec::new(Rounding::Nearest)));
+        let rows = OperandSpec::Quantized(super::per_token(QuantParams::nvfp4(Rounding::Nearest)));
         for name in ["quartet2", "fwd_nvfp4_bwd_mxfp8_dequantized"] {
             let spec = LinearSpec {
                 fprop_x: rows,
@@ -709,9 +723,11 @@ mod the_loop_over_experts {
     fn is_the_loop(name: &str, plain: LinearSpec) {
         let device = device().autodiff();
         let float = has(&plain, |operand| *operand == OperandSpec::HighPrecision);
-        let mx = has(&plain, |operand| *operand == OperandSpec::Mxfp8);
+        let mx = has(&plain, |operand| {
+            *operand == OperandSpec::Quantized(QuantParams::mxfp8())
+        });
         let eden = has(&plain, |operand| {
-            matches!(operand, OperandSpec::Eden { .. })
+            operand.params().is_some_and(QuantParams::is_ms_eden)
         });
         // Flex multiplies a float stack, which the grouped product copies, by other loops than a view; on
         // CubeCL's CPU runtime only products of two NVFP4 operands are of one kernel.
@@ -766,12 +782,9 @@ mod the_loop_over_experts {
 fn stochastic_gradients_are_the_oracles() {
     let device = device().autodiff();
     for spec in [spec(9, 2), preset("per_token", true)] {
-        let (row, col) = copies_of_dy(&spec);
-        let copy = |operand| match operand {
-            OperandSpec::Blocks(copy) => copy,
-            other => panic!("{other:?}"),
-        };
-        let (x_row, x_col) = (copy(spec.fprop_x), copy(spec.wgrad_x));
+        let (row, col) = params_of_dy(&spec);
+        let params = |operand: OperandSpec| *operand.params().expect("in NVFP4");
+        let (x_row, x_col) = (params(spec.fprop_x), params(spec.wgrad_x));
         for (sizes, rest) in groupings() {
             let case = Case::new(&sizes, rest, DType::F32);
             let found = case.grouped(&device, spec);
@@ -820,21 +833,12 @@ fn stochastic_gradients_are_the_oracles() {
 fn ms_eden_is_the_oracles() {
     let device = device().autodiff();
     let spec = preset("quartet2", true);
-    let eden = |matrix: &Matrix, operand: &OperandSpec, usage, first| match *operand {
-        OperandSpec::Eden { hadamard, stream } => {
-            let spec = EdenSpec {
-                usage,
-                hadamard,
-                stream,
-            };
-            matrix.eden_from(&spec, first)
-        }
-        other => panic!("{other:?} is not MS-EDEN"),
+    let params = |operand: &OperandSpec| *operand.params().expect("it is quantized");
+    let eden = |matrix: &Matrix, operand: &OperandSpec, usage, first| {
+        matrix.eden_from(usage, &params(operand), first)
     };
-    let forward = |matrix: &Matrix, operand: &OperandSpec, usage| match operand {
-        OperandSpec::Blocks(copy) => matrix.copy(usage, copy),
-        other => panic!("{other:?}"),
-    };
+    let forward =
+        |matrix: &Matrix, operand: &OperandSpec, usage| matrix.copy(usage, &params(operand));
     let decoded = |packed: &QuantizedTensor| {
         let values = reference::dequantize(packed);
         Matrix::new(values, packed.rows(), packed.cols(), DType::F32)
@@ -1030,7 +1034,7 @@ fn arguments_are_named() {
         Tensor::zeros([2, 32, 16], &device),
     );
     let tiles = LinearSpec {
-        fprop_x: OperandSpec::Tiles(BlockScaling::Standard),
+        fprop_x: OperandSpec::Quantized(QuantParams::nvfp4_2d(BlockScaling::Standard)),
         ..spec
     };
     let error = try_grouped_linear(x, w, None, &groups, tiles).unwrap_err();

@@ -2,7 +2,7 @@
 
 use burn_core::tensor::{DType, Device, Tensor, TensorData};
 use burn_nvfp4::functions::linear;
-use burn_nvfp4::ops::{AmaxGranularity, BackwardSource, CopySpec, LinearSpec, OperandSpec};
+use burn_nvfp4::ops::{AmaxGranularity, BackwardSource, LinearSpec, OperandSpec, QuantParams};
 use burn_nvfp4::state::RngState;
 use burn_nvfp4::{Hadamard, Nvfp4LinearConfig, Nvfp4Recipe, RandomStream, Rounding, Usage};
 use nvfp4_kernels::HadamardSize;
@@ -179,9 +179,9 @@ fn every_preset_is_the_oracles_composition() {
 fn backwards_of_per_token_forwards_are_the_oracles_composition() {
     skip_where_small_only!();
     let device = device().autodiff();
-    let rows = OperandSpec::Blocks(CopySpec {
-        global: AmaxGranularity::PerRow,
-        ..CopySpec::new(Rounding::Nearest)
+    let rows = OperandSpec::Quantized(QuantParams {
+        amax: AmaxGranularity::PerRow,
+        ..QuantParams::nvfp4(Rounding::Nearest)
     });
     for name in ["quartet2", "fwd_nvfp4_bwd_mxfp8_dequantized"] {
         let spec = LinearSpec {
@@ -235,10 +235,8 @@ fn transforms_of_every_size_are_the_oracles_composition() {
                 Hadamard::new(size, [word; 2])
             };
             for operand in [spec.wgrad_x, spec.wgrad_dy] {
-                let OperandSpec::Blocks(copy) = operand else {
-                    panic!("{operand:?}");
-                };
-                assert_eq!(copy.hadamard, Some(expected), "{elements}, {seeded}");
+                let params = operand.params().expect("in NVFP4");
+                assert_eq!(params.hadamard, Some(expected), "{elements}, {seeded}");
             }
             let f32 = DType::F32;
             assert_oracle((tokens, d_in, d_out), (f32, f32, f32), spec, &device);

@@ -6,7 +6,7 @@ use burn_core::config::Config;
 use burn_core::module::{Module, ParamGroup};
 use burn_core::tensor::{DType, Device};
 use burn_nvfp4::recipe::{
-    BackwardSource, BlockScale, Healing, LayerPolicy, OperandRecipe, RoundingMode,
+    BackwardSource, BlockScaling, ErrorNorm, Healing, LayerPolicy, QuantSpec, RoundingMode,
 };
 use burn_nvfp4::state::assign_layer_ids;
 use burn_nvfp4::{
@@ -33,7 +33,7 @@ fn net(device: &Device) -> Net {
 fn the_defaults_are_the_published_recipe() {
     flex_only!();
     let recipe = Nvfp4Recipe::new();
-    let (one, tile) = (OperandRecipe::PLAIN, OperandRecipe::TILES);
+    let (one, tile) = (QuantSpec::NVFP4, QuantSpec::NVFP4_2D);
     assert_eq!((recipe.fprop.x, recipe.fprop.w), (one, tile));
     assert_eq!((recipe.dgrad.dy, recipe.dgrad.w), (one.stochastic(), tile));
     let transformed = one.rht(16);
@@ -171,8 +171,15 @@ fn presets_are_valid_and_survive_json() {
     let mut json: serde_json::Value = serde_json::to_value(Nvfp4Recipe::new()).unwrap();
     json["fprop"]["x"] = serde_json::json!({"format": "nvfp4", "scale": "four_over_six_mae"});
     let loaded = Nvfp4Recipe::load_binary(json.to_string().as_bytes()).unwrap();
-    let expected = OperandRecipe::PLAIN.scale(BlockScale::FourOverSixMae);
+    let expected = QuantSpec::NVFP4.scale(BlockScaling::FourOverSix(ErrorNorm::Mae));
     assert_eq!(loaded.fprop.x, expected);
+    json["fprop"]["x"] = serde_json::json!({"format": "nvfp4", "global": "per_token"});
+    let loaded = Nvfp4Recipe::load_binary(json.to_string().as_bytes()).unwrap();
+    assert_eq!(
+        loaded.fprop.x,
+        QuantSpec::NVFP4.per_row(),
+        "names of before"
+    );
     json["fprop"]["x"]["scal"] = "standard".into();
     let misspelt = Nvfp4Recipe::load_binary(json.to_string().as_bytes());
     assert!(misspelt.is_err(), "an unknown field is refused");
@@ -182,22 +189,22 @@ fn presets_are_valid_and_survive_json() {
 fn illegal_combinations_say_why() {
     flex_only!();
     type Spoil = fn(&mut Nvfp4Recipe);
-    let one = OperandRecipe::PLAIN;
+    let one = QuantSpec::NVFP4;
     let cases: [(&str, &str, &str, Spoil); 13] = [
         ("fprop", "x in 16x16 tiles", "weights", |r| {
-            r.fprop.x = OperandRecipe::TILES
+            r.fprop.x = QuantSpec::NVFP4_2D
         }),
         ("fprop", "w in 16x16 tiles, rounded", "transposes", |r| {
-            r.fprop.w = OperandRecipe::TILES.stochastic()
+            r.fprop.w = QuantSpec::NVFP4_2D.stochastic()
         }),
         ("fprop", "w in 16x16 tiles with a global", "16 rows", |r| {
-            r.fprop.w = OperandRecipe::TILES.per_token()
+            r.fprop.w = QuantSpec::NVFP4_2D.per_row()
         }),
         ("dgrad", "w in 16x16 tiles with headroom", "standard", |r| {
-            r.dgrad.w = OperandRecipe::TILES.scale(BlockScale::Headroom)
+            r.dgrad.w = QuantSpec::NVFP4_2D.scale(BlockScaling::Headroom)
         }),
         ("dgrad", "dy by four over six", "nearest", |r| {
-            r.dgrad.dy = r.dgrad.dy.scale(BlockScale::FourOverSixMse)
+            r.dgrad.dy = r.dgrad.dy.scale(BlockScaling::FourOverSix(ErrorNorm::Mse))
         }),
         ("dgrad", "dy after a transform", "wgrad only", |r| {
             r.dgrad.dy = r.dgrad.dy.rht(16)
@@ -209,17 +216,17 @@ fn illegal_combinations_say_why() {
             r.wgrad.x = r.wgrad.x.rht(32)
         }),
         ("wgrad", "x by four over six after", "no published", |r| {
-            r.wgrad.x = r.wgrad.x.scale(BlockScale::FourOverSixMae)
+            r.wgrad.x = r.wgrad.x.scale(BlockScaling::FourOverSix(ErrorNorm::Mae))
         }),
         ("fprop", "x by MS-EDEN", "dgrad and wgrad", |r| {
-            r.fprop.x = OperandRecipe::MsEden;
-            r.fprop.w = OperandRecipe::MsEden
+            r.fprop.x = QuantSpec::MS_EDEN;
+            r.fprop.w = QuantSpec::MS_EDEN
         }),
         ("dgrad", "different formats", "both by MS-EDEN", |r| {
-            r.dgrad.dy = OperandRecipe::MsEden
+            r.dgrad.dy = QuantSpec::MS_EDEN
         }),
         ("wgrad", "different formats", "padded", |r| {
-            r.wgrad.x = OperandRecipe::HighPrecision
+            r.wgrad.x = QuantSpec::HIGH_PRECISION
         }),
         ("healing", "1.5", "0 to 1", |r| {
             r.healing = Some(Healing {
@@ -240,7 +247,7 @@ fn illegal_combinations_say_why() {
     }
     // What looks odd and is offered: weights alone, and everything to nearest.
     let mut recipe = Nvfp4Recipe::new();
-    recipe.fprop.x = OperandRecipe::HighPrecision;
+    recipe.fprop.x = QuantSpec::HIGH_PRECISION;
     recipe.wgrad.dy = one.rht(16).map(|f| f.rounding = RoundingMode::Nearest);
     recipe.check().unwrap();
 }
@@ -252,7 +259,7 @@ fn switches_change_both_operands_of_a_product() {
         .with_rht(false)
         .with_stochastic_rounding(false)
         .with_weight_2d(false);
-    let one = OperandRecipe::PLAIN;
+    let one = QuantSpec::NVFP4;
     assert_eq!([recipe.fprop.x, recipe.fprop.w], [one; 2]);
     assert_eq!([recipe.dgrad.dy, recipe.dgrad.w], [one; 2]);
     assert_eq!([recipe.wgrad.x, recipe.wgrad.dy], [one; 2]);

@@ -1,7 +1,7 @@
 //! What telemetry sees is what the oracle computes.
 
 use burn_core::tensor::{DType, Int, Tensor, TensorData};
-use burn_nvfp4::ops::{BackwardSource, CopySpec, EdenSpec, LinearSpec, OperandSpec};
+use burn_nvfp4::ops::{BackwardSource, LinearSpec, OperandSpec, QuantParams};
 use burn_nvfp4::telemetry::{OperandSample, Telemetry};
 use burn_nvfp4::{
     ExpertOffsets, Hadamard, Nvfp4GroupedLinearConfig, Nvfp4LinearConfig, Nvfp4MoeConfig,
@@ -195,12 +195,9 @@ impl Experts {
     }
 }
 
-/// The copy that `operand` is in a recipe whose operands of tokens are all in 1x16 blocks.
-fn copy_of(operand: OperandSpec) -> CopySpec {
-    match operand {
-        OperandSpec::Blocks(copy) => copy,
-        _ => panic!("{operand:?}"),
-    }
+/// How `operand` is quantized.
+fn params_of(operand: OperandSpec) -> QuantParams {
+    *operand.params().expect("it is quantized")
 }
 
 /// Of experts: each one's tokens and weights against what its own global scale made of them, an expert
@@ -216,7 +213,7 @@ fn samples_of_experts_are_the_oracles() {
         let by_expert = |matrix: &Matrix, operand: OperandSpec| -> Vec<_> {
             let packed = |(start, own): (usize, Matrix)| {
                 let first = start * matrix.cols / BLOCK;
-                let packed = own.copy_from(Usage::Rowwise, &copy_of(operand), first);
+                let packed = own.copy_from(Usage::Rowwise, &params_of(operand), first);
                 (own, packed)
             };
             Experts::apart(matrix).into_iter().map(packed).collect()
@@ -248,16 +245,16 @@ fn samples_of_experts_along_the_tokens_are_the_oracles() {
             (&samples[2], &experts.x, spec.wgrad_x),
             (&samples[4], &experts.dy, spec.wgrad_dy),
         ] {
-            let copy = copy_of(operand);
+            let params = params_of(operand);
             let apart = Experts::apart(matrix);
             let mut blocks = 0;
             let mut parts = Vec::new();
             for (_, own) in apart.iter().filter(|(_, own)| own.rows > 0) {
-                let packed = own.copy_from(Usage::Columnwise, &copy, matrix.cols * blocks);
+                let packed = own.copy_from(Usage::Columnwise, &params, matrix.cols * blocks);
                 blocks += packed.blocks();
                 parts.push((own, packed));
             }
-            assert_transformed_sample(sample, &parts, copy.hadamard);
+            assert_transformed_sample(sample, &parts, params.hadamard);
             assert!(sample.sqnr_db > 10.0, "{preset}: {sample:?}");
         }
     }
@@ -269,22 +266,16 @@ fn samples_of_experts_by_ms_eden_are_the_oracles() {
     skip_where_small_only!();
     let experts = Experts::new();
     let (spec, samples, _) = experts.step("quartet2");
-    let OperandSpec::Eden { hadamard, stream } = spec.wgrad_dy else {
-        panic!("{:?}", spec.wgrad_dy);
-    };
-    let eden = EdenSpec {
-        usage: Usage::Columnwise,
-        hadamard,
-        stream,
-    };
+    let params = params_of(spec.wgrad_dy);
+    assert!(params.is_ms_eden());
     let apart = Experts::apart(&experts.dy);
     let (mut first, mut parts) = (0, Vec::new());
     for (_, own) in apart.iter().filter(|(_, own)| own.rows > 0) {
-        let packed = own.eden_from(&eden, first);
+        let packed = own.eden_from(Usage::Columnwise, &params, first);
         first += packed.scales().len() / (EDEN_GROUP / BLOCK);
         parts.push((own, packed));
     }
-    assert_transformed_sample(&samples[4], &parts, Some(hadamard));
+    assert_transformed_sample(&samples[4], &parts, params.hadamard);
 }
 
 /// Both layers of a mixture's experts, in a step that sends each token to two of them.
@@ -419,11 +410,7 @@ fn transformed_operands_are_measured_in_their_basis() {
             (&samples[3], &dy, spec.dgrad_dy, dgrad_dy),
             (&samples[4], &dy, spec.wgrad_dy, wgrad_dy),
         ] {
-            let hadamard = match spec {
-                OperandSpec::Blocks(copy) => copy.hadamard,
-                OperandSpec::Eden { hadamard, .. } => Some(hadamard),
-                _ => panic!("{preset}: {spec:?}"),
-            };
+            let hadamard = params_of(spec).hadamard;
             let Operand::Nvfp4(packed) = operand else {
                 panic!("{preset}: {} is no NVFP4", found.operand);
             };

@@ -4,7 +4,7 @@
 use burn_core::tensor::{DType, Device, FloatDType, Tensor};
 use burn_nvfp4::functions::{dequantize, linear, quantize_tiles};
 use burn_nvfp4::ops::OperandSpec;
-use burn_nvfp4::recipe::{BlockScale, DgradRecipe, FpropRecipe, OperandRecipe, WgradRecipe};
+use burn_nvfp4::recipe::{BlockScaling, DgradRecipe, FpropRecipe, QuantSpec, WgradRecipe};
 use burn_nvfp4::state::RngState;
 use burn_nvfp4::{Hadamard, Nvfp4Recipe, Usage};
 use nvfp4_kernels::reference;
@@ -109,11 +109,9 @@ fn ms_eden_gradients_are_unbiased() {
         rht_signs: 0,
     });
     let forward = |matrix: Matrix, spec: &OperandSpec, usage| {
-        let OperandSpec::Blocks(copy) = spec else {
-            panic!("{spec:?}")
-        };
+        let params = spec.params().expect("in NVFP4");
         let (rows, cols) = (matrix.rows, matrix.cols);
-        let values = reference::dequantize(&matrix.copy(usage, copy));
+        let values = reference::dequantize(&matrix.copy(usage, params));
         Matrix::new(values, rows, cols, DType::F32).tensor(&device)
     };
     let x = Matrix::gaussian(ROWS, D_IN, DType::F32, 1);
@@ -134,10 +132,8 @@ fn ms_eden_gradients_are_unbiased() {
 fn gradients_converge_to_those_of_high_precision() {
     flex_only!();
     let device = device();
-    let high = OperandRecipe::HighPrecision;
-    let drawn = OperandRecipe::PLAIN
-        .stochastic()
-        .scale(BlockScale::Headroom);
+    let high = QuantSpec::HIGH_PRECISION;
+    let drawn = QuantSpec::NVFP4.stochastic().scale(BlockScaling::Headroom);
     let recipe = Nvfp4Recipe {
         fprop: FpropRecipe { x: high, w: high },
         dgrad: DgradRecipe { dy: drawn, w: high },

@@ -52,7 +52,7 @@ fn work(x_grad: bool, w_grad: bool, bias_grad: bool, spec: LinearSpec) -> Vec<St
     let mut found: Vec<String> = taken()
         .iter()
         .filter_map(|work| {
-            name(work.rows, work.cols).map(|name| format!("{} {name} {}", work.op, work.copy))
+            name(work.rows, work.cols).map(|name| format!("{} {name} {}", work.op, work.usage))
         })
         .map(|text| text.trim().to_string())
         .collect();
@@ -68,9 +68,9 @@ fn a_gradient_that_nobody_asks_for_costs_nothing() {
     let blocks = one_by_16(tiles);
 
     let all = [
-        "matmul w",
-        "matmul x",
-        "matmul y",
+        "gemm w",
+        "gemm x",
+        "gemm y",
         "quantize w pair",
         "quantize x pair",
         "quantize y pair",
@@ -84,28 +84,28 @@ fn a_gradient_that_nobody_asks_for_costs_nothing() {
 
     // A frozen weight: no column-wise copy of x or dy, no wgrad.
     let frozen = [
-        "matmul x",
-        "matmul y",
+        "gemm x",
+        "gemm y",
         "quantize w pair",
-        "quantize x row",
-        "quantize y row",
+        "quantize x rowwise",
+        "quantize y rowwise",
     ];
     assert_eq!(work(true, false, false, tiles), frozen);
     assert_eq!(work(true, false, true, blocks), frozen);
 
     // A constant input: no row-wise copy of dy, no dgrad, and so no row-wise copy of w either.
     let constant = [
-        "matmul w",
-        "matmul y",
-        "quantize w col",
+        "gemm w",
+        "gemm y",
+        "quantize w columnwise",
         "quantize x pair",
-        "quantize y col",
+        "quantize y columnwise",
     ];
     assert_eq!(work(false, true, true, tiles), constant);
     assert_eq!(work(false, true, false, blocks), constant);
 
     // Only the bias: its gradient is a sum.
-    let forward = ["matmul y", "quantize w col", "quantize x row"];
+    let forward = ["gemm y", "quantize w columnwise", "quantize x rowwise"];
     assert_eq!(work(false, false, true, tiles), forward);
     assert_eq!(work(false, false, true, blocks), forward);
     assert_eq!(work(false, false, false, blocks), forward);

@@ -14,7 +14,7 @@ use tracing::span;
 #[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Work {
     pub op: String,
-    pub copy: String,
+    pub usage: String,
     pub rows: u64,
     pub cols: u64,
 }
@@ -25,7 +25,7 @@ impl Visit for Work {
     fn record_str(&mut self, field: &Field, value: &str) {
         match field.name() {
             "op" => self.op = value.into(),
-            "copy" => self.copy = value.into(),
+            "usage" => self.usage = value.into(),
             _ => {}
         }
     }

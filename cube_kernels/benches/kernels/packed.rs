@@ -69,7 +69,7 @@ pub fn packed(section: &mut Section<'_>, inputs: &Inputs) {
     if n < 1e8 {
         let operations = 2.0 * n * inputs.rows as f64;
         section.time_work("gemm", Work::Operations(operations), |i| {
-            gemm::gemm(&client, &a[i], &b[i], None, FloatKind::Bf16).unwrap();
+            gemm::gemm(&client, &gemm::Gemm::new(&a[i], &b[i])).unwrap();
         });
     }
 }

@@ -1,33 +1,441 @@
 //! GEMMs of packed and bf16 operands, dense and grouped.
 //!
-//! `product` and `grouped` are what callers see; `select` chooses kernel and tile. The kernels are
-//! in `kernels`, one a file; [`cublaslt`] is NVIDIA's library, for FP4 tensor cores. `epilogue` is
-//! what happens to a sum before it is written, `tiles` the shapes of tiles, `scheduler` their
-//! order.
+//! A request, [`Gemm`], is complete when it is made. [`gemm()`] takes it through validation, the choice
+//! of a kernel, the materialization of its operands and the launch, once each and in this order.
+//!
+//! From the bottom up: `tiles`, `epilogue`, `scheduler`, `operand` and `output` are what requests and
+//! kernels are made of, `materialize` brings operands into the form that a kernel reads, `problem` is
+//! what the choice depends on and what every kernel answers, `heuristics` has the measurements, the
+//! kernels are in `kernels`, one a file, and `dispatch` asks them in order. [`cublaslt`] is NVIDIA's
+//! library, for FP4 tensor cores.
 
-pub mod cublaslt;
+use cubecl::{client::Client, server::Handle};
+
 // `#[cube]` generates public items that cannot carry documentation.
 #[allow(missing_docs)]
 mod arguments;
+pub mod cublaslt;
+mod dispatch;
 #[allow(missing_docs)]
 mod epilogue;
-mod grouped;
+mod heuristics;
 #[doc(hidden)]
 pub mod kernels;
-mod product;
+#[allow(missing_docs)]
+mod materialize;
+mod operand;
+mod output;
+mod problem;
 #[allow(missing_docs)]
 mod scheduler;
-mod select;
 mod tiles;
-#[allow(missing_docs)]
-mod workspace;
 
-pub use epilogue::OutputAmax;
-pub use grouped::{
-    gemm_grouped_depth, gemm_grouped_depth_amax, gemm_grouped_rows, gemm_grouped_rows_amax,
+pub use dispatch::{Choice, backend_of, choose, dequantizes, describe, describe_typical, plan};
+pub use epilogue::{EpilogueKind, Factor, OutputAmax};
+pub use operand::{Elements, Operand, OperandLayout, Scale};
+pub use output::Target;
+pub use problem::{Device, GemmShape, Plan, Problem, Refusal};
+pub use scheduler::GroupedDim;
+
+use crate::{
+    Nvfp4Error,
+    capabilities::{Capabilities, GemmBackend},
+    memory::check_memory,
+    moe::GroupOffsets,
+    quantize::{self, amax::zeros},
+    tensor::{FloatKind, Matrix},
 };
-pub use product::{
-    Elements, Operand, Scale, Target, gemm, gemm_bf16, gemm_on, path_of, path_of_columns, product,
-    product_amax,
-};
-pub use select::{decodes, kernel_of};
+use epilogue::EpilogueArgs;
+use materialize::materialize;
+use output::Output;
+use problem::{Launch, sms};
+use scheduler::GroupArgs;
+
+/// What of a GEMM is in groups, as mixtures of experts need it: one launch for all groups, with their
+/// offsets in device memory, which no host ever reads.
+#[derive(Debug, Clone, Copy)]
+pub enum Grouped<'a> {
+    /// Nothing.
+    None,
+    /// Rows of `a`, each group with its own `b` (an expert's forward pass and its input gradient):
+    /// `out[i, n] = α · Σ a[i, k] · b[g · N + n, k] + bias[g, n]` for the rows `i` of group `g`.
+    ///
+    /// `a` has any rows, of which those between the first and the last offset are in groups; rows outside
+    /// all groups are not written. `b` stacks the groups' N rows each, and the `f32` bias has a row for
+    /// each group. Global scales may be one for the tensor, for each group or for each of the rows.
+    M(&'a GroupOffsets),
+    /// The contraction (an expert's weight gradient): `out[g · M + m, n] = α · Σ a[m, k] · b[n, k]` over
+    /// the columns `k` of group `g`, one M x N output after another.
+    ///
+    /// Groups begin at multiples of 16 along K (columns of an operand, rows of an
+    /// [MN-major](Elements::Bf16MnMajor) one), and what lies between the end of a group's data and the
+    /// next group is zero: what quantizing each group by itself leaves. An empty group gives zeros.
+    /// Global scales may be one for the tensor, for each group, or for each stored row of each group:
+    /// `groups x M` of `a`, `groups x N` of `b`, one group after another. There is no bias.
+    K(&'a GroupOffsets),
+}
+
+impl<'a> Grouped<'a> {
+    fn dim(self) -> GroupedDim {
+        match self {
+            Self::None => GroupedDim::None,
+            Self::M(_) => GroupedDim::M,
+            Self::K(_) => GroupedDim::K,
+        }
+    }
+
+    fn offsets(self) -> Option<&'a GroupOffsets> {
+        match self {
+            Self::None => None,
+            Self::M(offsets) | Self::K(offsets) => Some(offsets),
+        }
+    }
+}
+
+/// `a · bᵀ` with the whole epilogue: `fl(fl(sum · fl(α_a · α_b)) + bias)`, plus what the output held,
+/// rounded once. Operands are in stored orientation, rows along K.
+///
+/// The sum is in `f32`. On [`GemmBackend::Scalar`] `k` ascends, which is the order of
+/// [`reference::gemm_f32`](crate::reference::gemm_f32), bit for bit; matrix instructions add in their own
+/// order. A grouped GEMM has the bits of the dense GEMMs of its groups by the same kernel and tile.
+#[derive(Debug, Clone, Copy)]
+pub struct Gemm<'a> {
+    /// The left operand: rows of the output. Packed operands may have their block scales in rows or,
+    /// without groups, in 128x4 tiles, which [`GemmBackend::CublasLt`] reads and other backends turn
+    /// into rows before.
+    pub a: Operand<'a>,
+    /// The right operand: columns of the output.
+    pub b: Operand<'a>,
+    /// An `f32` for each column of the output, a row for each group. On [`GemmBackend::CublasLt`] the
+    /// library rounds once more: a bias of an output of 16 bits is rounded to the output's type first.
+    pub bias: Option<&'a Matrix>,
+    /// What is written.
+    pub target: Target<'a>,
+    /// What is in groups.
+    pub grouped: Grouped<'a>,
+    /// Find the largest magnitude of the output as it is stored too. Kernels find it while they write;
+    /// after cuBLASLt a second kernel reads the output, which a tracing event says.
+    pub amax: Option<OutputAmax>,
+    /// The backend, or that which [`choose`] says. One that was asked for is never replaced.
+    pub backend: Option<GemmBackend>,
+    /// The kernel and its tile, for measurements and tests, where the backend has several.
+    #[doc(hidden)]
+    pub plan: Option<Plan>,
+    /// What the device can do, for tests of the choice.
+    #[doc(hidden)]
+    pub capabilities: Option<&'a Capabilities>,
+}
+
+/// What a GEMM made.
+#[derive(Debug, Clone)]
+pub struct GemmOutput {
+    /// The output.
+    pub matrix: Matrix,
+    /// The amax values that were asked for, in device memory: one `f32`, or one for each group. They are
+    /// what [`quantize::amax`](crate::quantize::amax) of the output would find, so that quantizing it
+    /// next needs no pass over it. NaN and infinity survive; a group without elements has a zero.
+    pub amax: Option<Handle>,
+}
+
+impl<'a> Gemm<'a> {
+    /// `a · bᵀ` into a new bf16 matrix.
+    pub fn new(a: impl Into<Operand<'a>>, b: impl Into<Operand<'a>>) -> Self {
+        Self {
+            a: a.into(),
+            b: b.into(),
+            bias: None,
+            target: Target::New(FloatKind::Bf16),
+            grouped: Grouped::None,
+            amax: None,
+            backend: None,
+            plan: None,
+            capabilities: None,
+        }
+    }
+
+    /// Into a new matrix of this type.
+    pub fn out(self, dtype: FloatKind) -> Self {
+        self.target(Target::New(dtype))
+    }
+
+    /// Into this target.
+    pub fn target(self, target: Target<'a>) -> Self {
+        Self { target, ..self }
+    }
+
+    /// With a bias, or without.
+    pub fn bias(self, bias: impl Into<Option<&'a Matrix>>) -> Self {
+        let bias = bias.into();
+        Self { bias, ..self }
+    }
+
+    /// With groups.
+    pub fn grouped(self, grouped: Grouped<'a>) -> Self {
+        Self { grouped, ..self }
+    }
+
+    /// With groups along M.
+    pub fn m_grouped(self, offsets: &'a GroupOffsets) -> Self {
+        self.grouped(Grouped::M(offsets))
+    }
+
+    /// With groups along K.
+    pub fn k_grouped(self, offsets: &'a GroupOffsets) -> Self {
+        self.grouped(Grouped::K(offsets))
+    }
+
+    /// With the amax of the output.
+    pub fn amax(self, amax: impl Into<Option<OutputAmax>>) -> Self {
+        let amax = amax.into();
+        Self { amax, ..self }
+    }
+
+    /// On a backend, or on that which [`choose`] says.
+    pub fn backend(self, backend: impl Into<Option<GemmBackend>>) -> Self {
+        let backend = backend.into();
+        Self { backend, ..self }
+    }
+
+    /// With a given kernel and tile.
+    #[doc(hidden)]
+    pub fn plan(self, plan: impl Into<Option<Plan>>) -> Self {
+        let plan = plan.into();
+        Self { plan, ..self }
+    }
+
+    /// As on a device that can do something else.
+    #[doc(hidden)]
+    pub fn capabilities(self, capabilities: &'a Capabilities) -> Self {
+        let capabilities = Some(capabilities);
+        Self {
+            capabilities,
+            ..self
+        }
+    }
+
+    /// The sizes, of a request that was checked.
+    fn shape(&self) -> GemmShape {
+        let n = match self.grouped {
+            Grouped::M(groups) => self.b.outer() / groups.count,
+            Grouped::None | Grouped::K(_) => self.b.outer(),
+        };
+        GemmShape {
+            m: self.a.outer(),
+            n,
+            k: self.a.stored(),
+        }
+    }
+
+    /// Checks operands, groups and bias against each other.
+    fn check(&self) -> Result<(), Nvfp4Error> {
+        let Self { a, b, .. } = self;
+        let groups = self.grouped.offsets();
+        self.check_groups()?;
+        let count = groups.map(|groups| groups.count);
+        a.check("a", count)?;
+        b.check("b", count)?;
+        if let Some(groups) = groups {
+            groups.check("groups")?;
+        }
+        // What is not packed does not say how much of it is padding.
+        let may_be_padded = groups.is_none() && !(a.is_packed() && b.is_packed());
+        let is_same = a.inner() == b.inner() || may_be_padded;
+        if !is_same || a.stored() != b.stored() {
+            return Err(Nvfp4Error::shape(
+                "b",
+                format!("{} x {} (stored)", b.outer(), b.inner()),
+                format!("a contraction of {}, that of `a`", a.inner()),
+            ));
+        }
+        Operand::check_same_transform(a, b)?;
+        self.check_bias()
+    }
+
+    fn check_groups(&self) -> Result<(), Nvfp4Error> {
+        let Self { a, b, .. } = self;
+        match self.grouped {
+            Grouped::None => Ok(()),
+            Grouped::M(groups) => {
+                if groups.count == 0 || !b.outer().is_multiple_of(groups.count) {
+                    return Err(Nvfp4Error::shape(
+                        "b",
+                        format!("{} rows for {} groups", b.outer(), groups.count),
+                        "the same number of rows for each group, and at least one group",
+                    ));
+                }
+                Ok(())
+            }
+            Grouped::K(groups) => {
+                for (argument, operand) in [("a", a), ("b", b)] {
+                    if let Scale::PerRow(amax, _) = operand.scale {
+                        check_memory(argument, amax, 4 * groups.count * operand.outer())?;
+                    }
+                }
+                Ok(())
+            }
+        }
+    }
+
+    fn check_bias(&self) -> Result<(), Nvfp4Error> {
+        let Some(bias) = self.bias else {
+            return Ok(());
+        };
+        bias.check("bias")?;
+        let GemmShape { n, .. } = self.shape();
+        let (fits, rows) = match self.grouped {
+            Grouped::None => (bias.len() == n, 1),
+            Grouped::M(groups) => ((bias.rows, bias.cols) == (groups.count, n), groups.count),
+            Grouped::K(_) => {
+                return Err(Nvfp4Error::value("bias", "one", "none with groups along K"));
+            }
+        };
+        if !fits || bias.dtype != FloatKind::F32 {
+            return Err(Nvfp4Error::shape(
+                "bias",
+                format!("{} x {} of {:?}", bias.rows, bias.cols, bias.dtype),
+                format!("{rows} x {n} of F32"),
+            ));
+        }
+        Ok(())
+    }
+
+    /// What the choice depends on.
+    fn problem(&self, output: &Output) -> Problem {
+        let ((a, ..), (b, ..)) = (self.a.factor(), self.b.factor());
+        Problem {
+            grouped: self.grouped.dim(),
+            groups: self.grouped.offsets().map_or(1, |groups| groups.count),
+            aligned: self.a.is_aligned() && self.b.is_aligned() && output.is_aligned(),
+            epilogue: EpilogueKind {
+                a,
+                b,
+                bias: self.bias.is_some(),
+                accumulate: output.accumulates(),
+                out: output.dtype(),
+                amax: match self.grouped {
+                    Grouped::None => self.amax.map(|_| OutputAmax::Whole),
+                    Grouped::M(_) | Grouped::K(_) => self.amax,
+                },
+            },
+            backend: self.backend,
+            ..Problem::new([self.a.layout(), self.b.layout()], self.shape())
+        }
+    }
+
+    /// What the device can do, or what it is taken for: [emulated](Plan::is_emulated) plans run on CUDA
+    /// devices that lack their instruction.
+    fn capabilities_of(&self, client: &Client) -> Capabilities {
+        let found = self.capabilities.cloned();
+        let mut capabilities = found.unwrap_or_else(|| Capabilities::of(client));
+        let emulated = self.plan.is_some_and(|plan| plan.is_emulated());
+        if emulated && capabilities.runtime == "cuda" && capabilities.gemm != GemmBackend::Scalar {
+            capabilities.gemm = GemmBackend::Sm120BlockScaled;
+        }
+        capabilities
+    }
+}
+
+/// Computes a GEMM. A tracing event says which kernel it takes; where cuBLASLt refuses one that it is
+/// made for, another says why.
+///
+/// # Errors
+/// When a shape, element type or buffer does not fit, or when the backend that was asked for does not
+/// take the operands on this device.
+pub fn gemm(client: &Client, gemm: &Gemm) -> Result<GemmOutput, Nvfp4Error> {
+    gemm.check()?;
+    let shape = gemm.shape();
+    let groups = gemm.grouped.offsets().map_or(1, |groups| groups.count);
+    let rows = match gemm.grouped {
+        Grouped::K(_) => groups * shape.m,
+        Grouped::None | Grouped::M(_) => shape.m,
+    };
+    let output = Output::new(client, gemm.target, rows, shape.n)?;
+    let problem = gemm.problem(&output);
+    let amax = problem.epilogue.amax.map(|amax| match amax {
+        OutputAmax::Whole => zeros(client, 1),
+        OutputAmax::PerGroup => zeros(client, groups),
+    });
+    if output.is_empty() {
+        let matrix = output.into_matrix();
+        return Ok(GemmOutput { matrix, amax });
+    }
+
+    let capabilities = gemm.capabilities_of(client);
+    let device = Device {
+        capabilities: &capabilities,
+        sms: sms(client),
+        cublaslt: &|problem| cublaslt::supports(client, problem),
+    };
+    let mut choice = dispatch::plan(&device, &problem)?;
+    if let Some(plan) = gemm.plan {
+        choice = dispatch::with_plan(&device, &problem, choice, plan)?;
+    }
+    trace(&problem, &choice);
+
+    let kernel = dispatch::kernel_of(choice.plan);
+    let reads = kernel.reads(choice.plan);
+    let a = materialize(client, &gemm.a, reads)?;
+    let b = materialize(client, &gemm.b, reads)?;
+
+    // What the epilogue does not read may be any memory.
+    let unread = gemm.a.memory();
+    let ((_, a_amax, a_range), (_, b_amax, b_range)) = (gemm.a.factor(), gemm.b.factor());
+    let launch = Launch {
+        client,
+        capabilities: &capabilities,
+        shape,
+        a: &a,
+        b: &b,
+        groups: &GroupArgs {
+            grouping: problem.grouped,
+            offsets: gemm
+                .grouped
+                .offsets()
+                .map_or(unread, |it| &it.offsets)
+                .clone(),
+            groups,
+        },
+        aligned: problem.aligned,
+        epilogue: &EpilogueArgs {
+            kind: problem.epilogue,
+            a_amax: a_amax.unwrap_or_else(|| unread.clone()),
+            b_amax: b_amax.unwrap_or_else(|| unread.clone()),
+            ranges: [a_range, b_range],
+            bias: gemm.bias.map_or(unread, |bias| &bias.handle).clone(),
+            amax: amax.as_ref().unwrap_or(unread).clone(),
+        },
+        output: &output,
+    };
+    kernel.launch(&launch, choice.plan)?;
+    let amax = match amax {
+        Some(_) if !kernel.finds_amax() => {
+            let GemmShape { m, n, k } = shape;
+            tracing::debug!(
+                m,
+                n,
+                k,
+                "gemm: a second kernel finds the amax of the output"
+            );
+            Some(quantize::amax(client, output.matrix(), None)?)
+        }
+        amax => amax,
+    };
+    let matrix = output.into_matrix();
+    Ok(GemmOutput { matrix, amax })
+}
+
+/// Says which kernel a GEMM takes, and why not cuBLASLt.
+fn trace(problem: &Problem, choice: &Choice) {
+    let GemmShape { m, n, k } = problem.shape;
+    if let Some(refusal) = choice.refused_by_library() {
+        tracing::warn!(m, n, k, %refusal, "gemm without cuBLASLt");
+    }
+    let (backend, kernel) = (choice.backend, &choice.plan);
+    match problem.grouped {
+        GroupedDim::None => tracing::debug!(m, n, k, ?backend, %kernel, "gemm"),
+        grouped => {
+            let groups = problem.groups;
+            tracing::debug!(m, n, k, groups, ?grouped, ?backend, %kernel, "grouped gemm");
+        }
+    }
+}

@@ -32,8 +32,8 @@ impl Sm90Tile {
         }
     }
 
-    /// Whether `b` may be stored in columns: in boxes of 64 rows of the tile.
-    pub const fn takes_columns(self) -> bool {
+    /// Whether `b` may be MN-major: in boxes of 64 rows of the tile.
+    pub const fn takes_mn_major(self) -> bool {
         self.n().is_multiple_of(SM90_BOX)
     }
 
@@ -214,14 +214,14 @@ impl Sm120Tile {
         64 * self.strips
     }
 
-    /// The widest tile of which there is one for each processor, or the narrowest. Not measured.
-    pub(crate) fn of(processors: usize, m: usize, n: usize, multiply: Multiply) -> Self {
+    /// The widest tile of which there is one for each SM, or the narrowest. Not measured.
+    pub(crate) fn of(sms: usize, m: usize, n: usize, multiply: Multiply) -> Self {
         let wide = Self {
             strips: 2,
             multiply,
         };
         let tiles = m.div_ceil(wide.tile_m()) * n.div_ceil(SM120_TILE_N);
-        let strips = if m > 64 && tiles >= processors { 2 } else { 1 };
+        let strips = if m > 64 && tiles >= sms { 2 } else { 1 };
         Self { strips, multiply }
     }
 }

@@ -9,6 +9,7 @@
 pub(crate) mod amax;
 #[allow(missing_docs)]
 mod dequantize;
+mod describe;
 #[allow(missing_docs)]
 mod ms_eden;
 #[allow(missing_docs)]
@@ -35,6 +36,7 @@ mod transpose;
 
 pub use amax::{AmaxRequest, Amaxes, amax, amaxes, produce_with_amaxes};
 pub use dequantize::dequantize;
+pub use describe::describe;
 pub use ms_eden::{EdenRandom, EdenSource, ms_eden, ms_eden_amax, ms_eden_with};
 pub use mx::{mx_dequantize, mx_quantize, mx_quantize_groups, mx_requantize};
 pub use offset::advance_offset;

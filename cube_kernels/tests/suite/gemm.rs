@@ -6,6 +6,7 @@
 
 use crate::support::device;
 use crate::support::epilogue::{Epilogue, check_epilogues};
+use crate::support::gemm::{multiply, multiply_amax};
 use crate::support::inputs::Generator;
 use crate::support::packed::{
     Packed, TE_PRODUCTS, assert_bound, assert_rows_bound, both_ways, scaled, unscaled,
@@ -15,8 +16,8 @@ use half::bf16;
 use nvfp4_kernels::{
     capabilities::{Capabilities, GemmBackend},
     gemm::{
-        self, Elements, Operand, Scale, Target,
-        kernels::{Plan, Sm90Tile, W4a16Tile, product_with},
+        self, Elements, Gemm, Operand, OperandLayout, OutputAmax, Plan, Problem, Scale, Target,
+        kernels::{Sm90Tile, W4a16Tile},
     },
     quantize, reference,
     tensor::{DeviceQuantized, FloatKind, Matrix},
@@ -104,7 +105,7 @@ fn within_the_bound() {
             Packed::random(n, k, 2 * i as u32 + 1),
         );
         let (left, right) = (a.device(&client), b.device(&client));
-        let found = gemm::gemm(&client, &left, &right, None, FloatKind::F32).unwrap();
+        let found = multiply(&client, Gemm::new(&left, &right).out(FloatKind::F32)).unwrap();
         let what = format!("{m} x {n} x {k}");
         assert_bound(&read::<f32>(&client, &found), &a, &b, &what);
     }
@@ -132,8 +133,14 @@ fn beyond_two_to_the_31_elements() {
         for (path, plan) in plans {
             let what = format!("{m} x {n} x {k} by {path:?}, {plan:?}");
             let new = Target::New(FloatKind::F32);
-            let operands = ((&left).into(), (&right).into());
-            let found = product_with(&client, path, &operands.0, &operands.1, None, new, plan);
+            let operands = (Operand::from(&left), Operand::from(&right));
+            let found = multiply(
+                &client,
+                Gemm::new(&operands.0, &operands.1)
+                    .target(new)
+                    .backend(path)
+                    .plan(plan),
+            );
             let found = found.unwrap_or_else(|error| panic!("{what}: {error}"));
             let row = |row: usize| {
                 let end = found.handle.size_in_used() - (4 * n * (row + 1)) as u64;
@@ -168,12 +175,9 @@ fn integers_are_exact() {
     for &(m, n, k) in shapes {
         let (a, b) = (Packed::integers(m, k, 3), Packed::integers(n, k, 4));
         let (x, y) = (a.decoded(), b.decoded());
-        let found = gemm::gemm(
+        let found = multiply(
             &client,
-            &a.device(&client),
-            &b.device(&client),
-            None,
-            FloatKind::F32,
+            Gemm::new(&a.device(&client), &b.device(&client)).out(FloatKind::F32),
         )
         .unwrap();
         let found = read::<f32>(&client, &found);
@@ -209,12 +213,9 @@ fn one_hot_rows_pick_elements() {
         let mut b = Packed::random(n, k, 2);
         b.amax = 2688.0;
         let y = b.decoded();
-        let found = gemm::gemm(
+        let found = multiply(
             &client,
-            &a.device(&client),
-            &b.device(&client),
-            None,
-            FloatKind::F32,
+            Gemm::new(&a.device(&client), &b.device(&client)).out(FloatKind::F32),
         )
         .unwrap();
         let found = read::<f32>(&client, &found);
@@ -240,7 +241,7 @@ fn nan_and_infinity_propagate() {
     a.scales[5 * a.blocks + 3] = 0x7f;
     let run = |a: &Packed| {
         let (a, b) = (a.device(&client), b.device(&client));
-        let found = gemm::gemm(&client, &a, &b, None, FloatKind::F32).unwrap();
+        let found = multiply(&client, Gemm::new(&a, &b).out(FloatKind::F32)).unwrap();
         read::<f32>(&client, &found)
     };
     for (i, value) in run(&a).iter().enumerate() {
@@ -264,7 +265,7 @@ fn repeated_products_are_identical() {
     let (a, b) = (Packed::random(m, k, 5), Packed::random(n, k, 6));
     let (a, b) = (a.device(&client), b.device(&client));
     let run = || {
-        let found = gemm::gemm(&client, &a, &b, None, FloatKind::F32).unwrap();
+        let found = multiply(&client, Gemm::new(&a, &b).out(FloatKind::F32)).unwrap();
         bits(&read::<f32>(&client, &found))
     };
     let first = run();
@@ -305,29 +306,35 @@ fn packed_and_bf16_operands_agree() {
                     (other, &operand)
                 };
                 let (path, new) = (Some(GemmBackend::Sm90Wgmma), Target::New(FloatKind::F32));
-                let out = product_with(client, path, a, b, None, new, plan);
+                let out = multiply(client, Gemm::new(a, b).target(new).backend(path).plan(plan));
                 read::<f32>(client, &out.unwrap())
             }
         };
-        let expected = gemm::product(
+        let expected = multiply(
             &client,
-            Some(GemmBackend::Sm90Wgmma),
-            &(&x).into(),
-            &(&y).into(),
-            None,
-            Target::New(FloatKind::F32),
+            Gemm::new(&x, &y)
+                .out(FloatKind::F32)
+                .backend(GemmBackend::Sm90Wgmma),
         );
         let expected = read::<f32>(&client, &expected.unwrap());
         assert!(expected.iter().any(|value| *value != 0.0));
         let what = format!("{m} x {n} x {k}");
-        assert_same(&one(&left)(&client, &(&y).into(), true), &expected, &what);
+        assert_same(
+            &one(&left)(&client, &Operand::from(&y), true),
+            &expected,
+            &what,
+        );
         if m > 64 {
-            assert_same(&one(&right)(&client, &(&x).into(), false), &expected, &what);
+            assert_same(
+                &one(&right)(&client, &Operand::from(&x), false),
+                &expected,
+                &what,
+            );
         }
         // Few rows of a packed right operand take their own kernel, whether the left one is packed
         // or not.
         if m <= 64 {
-            let few = one(&right)(&client, &(&x).into(), false);
+            let few = one(&right)(&client, &Operand::from(&x), false);
             let alike = Packed {
                 amax: 2688.0,
                 scales: a.scales.clone(),
@@ -350,8 +357,14 @@ fn packed_and_bf16_operands_agree() {
         }
         // The factors of both maxima, in the order that the specification states.
         let (path, new) = (Some(GemmBackend::Sm90Wgmma), Target::New(FloatKind::F32));
-        let operands = ((&left).into(), (&right).into());
-        let both = product_with(&client, path, &operands.0, &operands.1, None, new, plan);
+        let operands = (Operand::from(&left), Operand::from(&right));
+        let both = multiply(
+            &client,
+            Gemm::new(&operands.0, &operands.1)
+                .target(new)
+                .backend(path)
+                .plan(plan),
+        );
         let alpha = reference::alpha(a.amax, b.amax);
         let scaled: Vec<f32> = expected.iter().map(|sum| sum * alpha).collect();
         assert_same(&read::<f32>(&client, &both.unwrap()), &scaled, &what);
@@ -422,12 +435,19 @@ fn columns_equal_rows_for(client: &Client, shapes: &[(usize, usize, usize)]) {
             let run = |a: Elements, b: Elements, plan| {
                 let (a, b) = (unscaled(a), unscaled(b));
                 let new = Target::New(FloatKind::F32);
-                let out = product_with(client, Some(path), &a, &b, None, new, plan);
+                let out = multiply(
+                    client,
+                    Gemm::new(&a, &b).target(new).backend(path).plan(plan),
+                );
                 read::<f32>(client, &out.unwrap())
             };
             let capabilities = Capabilities::of(client);
-            let reads_rows = !hopper || gemm::path_of(&capabilities, n, k) == path;
-            if !reads_rows && gemm::path_of_columns(&capabilities, m, n, k) != path {
+            let backend_of = |layout| {
+                let problem = Problem::new([layout; 2], (m, n, k));
+                gemm::backend_of(&capabilities, &problem)
+            };
+            let reads_rows = !hopper || backend_of(OperandLayout::KMajor) == path;
+            if !reads_rows && backend_of(OperandLayout::MnMajor) != path {
                 continue;
             }
             let expected = if reads_rows {
@@ -545,7 +565,14 @@ fn columns_with_packed_operands_and_epilogues() {
                     Some(out) => Target::New(out),
                     None => Target::Accumulate(&fresh),
                 };
-                let out = product_with(&client, None, &a, &b, Some(&bias), target, plan).unwrap();
+                let out = multiply(
+                    &client,
+                    Gemm::new(&a, &b)
+                        .bias(Some(&bias))
+                        .target(target)
+                        .plan(plan),
+                )
+                .unwrap();
                 let bytes = client.read_one(out.handle.clone()).unwrap();
                 bytes[..out.len() * out.dtype.size()].to_vec()
             };
@@ -602,8 +629,12 @@ fn decoded_tiles() {
         let run = |tile, kind| {
             let (path, new) = (Some(GemmBackend::Sm90Wgmma), Target::New(kind));
             let plan = Some(Plan::DequantThenBf16(tile, 4));
-            let (x, y) = ((&left).into(), (&right).into());
-            product_with(&client, path, &x, &y, None, new, plan).unwrap()
+            let (x, y) = (Operand::from(&left), Operand::from(&right));
+            multiply(
+                &client,
+                Gemm::new(&x, &y).target(new).backend(path).plan(plan),
+            )
+            .unwrap()
         };
         let expected = read::<f32>(&client, &run(Sm90Tile::N128, FloatKind::F32));
         assert_bound(&expected, &a, &b, &format!("{m} x {n} x {k}"));
@@ -649,7 +680,10 @@ fn fused_tiles() {
                     scale: Scale::Tensor(&right.amax, 2688.0),
                 };
                 let (path, new) = (Some(GemmBackend::Sm90Wgmma), Target::New(FloatKind::F32));
-                let found = product_with(&client, path, &a, &b, None, new, Some(plan));
+                let found = multiply(
+                    &client,
+                    Gemm::new(&a, &b).target(new).backend(path).plan(plan),
+                );
                 read::<f32>(&client, &found.unwrap())
             };
             let plan = Plan::W4a16(tile, 4);
@@ -685,10 +719,14 @@ fn extreme_scales() {
     let run = |plan, a: &Packed, b: &Packed| {
         let (a, b) = (a.device(&client), b.device(&client));
         let (path, new) = (Some(GemmBackend::Sm90Wgmma), Target::New(FloatKind::F32));
-        let (a, b) = ((&a).into(), (&b).into());
+        let (a, b) = (Operand::from(&a), Operand::from(&b));
         read::<f32>(
             &client,
-            &product_with(&client, path, &a, &b, None, new, Some(plan)).unwrap(),
+            &multiply(
+                &client,
+                Gemm::new(&a, &b).target(new).backend(path).plan(plan),
+            )
+            .unwrap(),
         )
     };
     for (m, n, k) in [(40, 136, 192), (13, 136, 192), (5, 72, 176)] {
@@ -765,7 +803,10 @@ fn nan_and_infinity_in_bf16_operands() {
                 let run = |a, b| {
                     let (a, b) = (unscaled(a), unscaled(b));
                     let new = Target::New(FloatKind::F32);
-                    let out = product_with(&client, Some(path), &a, &b, None, new, plan);
+                    let out = multiply(
+                        &client,
+                        Gemm::new(&a, &b).target(new).backend(path).plan(plan),
+                    );
                     read::<f32>(&client, &out.unwrap())
                 };
                 let beside = run(Elements::Bf16(&a), Elements::Packed(&packed));
@@ -806,9 +847,12 @@ fn tiles_follow_each_other() {
     let (a, b) = (Packed::integers(m, k, 3), Packed::integers(n, k, 4));
     let (left, right) = (a.device(&client), b.device(&client));
     let run = |path, plan| {
-        let (a, b) = ((&left).into(), (&right).into());
+        let (a, b) = (Operand::from(&left), Operand::from(&right));
         let new = Target::New(FloatKind::F32);
-        let found = product_with(&client, Some(path), &a, &b, None, new, plan);
+        let found = multiply(
+            &client,
+            Gemm::new(&a, &b).target(new).backend(path).plan(plan),
+        );
         read::<f32>(&client, &found.unwrap())
     };
     let expected = run(GemmBackend::Cmma, None);
@@ -834,9 +878,13 @@ fn long_contractions() {
         tile(256, 1),
         tile(32, 4),
     ] {
-        let (x, y) = ((&left).into(), (&right).into());
+        let (x, y) = (Operand::from(&left), Operand::from(&right));
         let (path, new) = (Some(GemmBackend::Sm90Wgmma), Target::New(FloatKind::F32));
-        let found = product_with(&client, path, &x, &y, None, new, Some(plan)).unwrap();
+        let found = multiply(
+            &client,
+            Gemm::new(&x, &y).target(new).backend(path).plan(plan),
+        )
+        .unwrap();
         assert_bound(&read::<f32>(&client, &found), &a, &b, &format!("{plan:?}"));
     }
 }
@@ -865,9 +913,13 @@ fn maximum_of_the_output() {
                     a.scales[(m - 1) * a.blocks] = 0x7f;
                 }
                 let (left, right) = (a.device(&client), Packed::random(n, k, 6).device(&client));
-                let (x, y) = ((&left).into(), (&right).into());
+                let (x, y) = (Operand::from(&left), Operand::from(&right));
                 let new = Target::New(out);
-                let (found, amax) = gemm::product_amax(&client, None, &x, &y, None, new).unwrap();
+                let (found, amax) = multiply_amax(
+                    &client,
+                    Gemm::new(&x, &y).target(new).amax(OutputAmax::Whole),
+                )
+                .unwrap();
                 let expected = quantize::amax(&client, &found, None).unwrap();
                 let bits = |handle: Handle| -> u32 {
                     bytemuck::pod_read_unaligned(&client.read_one(handle).unwrap()[..4])
@@ -895,8 +947,11 @@ fn packed_and_bf16_operands_agree_on_the_scalar_path() {
         elements: Elements::Bf16(&half),
         scale: Scale::Tensor(&left.amax, 2688.0),
     };
-    let found = gemm::product(&client, Some(path), &dense, &(&right).into(), None, new);
-    let expected = gemm::gemm_on(&client, path, &left, &right, None, FloatKind::F32);
+    let found = multiply(&client, Gemm::new(&dense, &right).target(new).backend(path));
+    let expected = multiply(
+        &client,
+        Gemm::new(&left, &right).out(FloatKind::F32).backend(path),
+    );
     let expected = read::<f32>(&client, &expected.unwrap());
     assert_same(
         &read::<f32>(&client, &found.unwrap()),
@@ -978,7 +1033,11 @@ fn check_epilogues_of(
         &|a_scale, b_scale, bias, target| {
             let a = scaled(left, a_scale);
             let b = scaled(Elements::Packed(&right), b_scale);
-            product_with(client, None, &a, &b, bias, target, plan).unwrap()
+            multiply(
+                client,
+                Gemm::new(&a, &b).bias(bias).target(target).plan(plan),
+            )
+            .unwrap()
         },
     );
 }
@@ -999,7 +1058,7 @@ fn memory_behind_the_output_is_untouched() {
         let memory = client.create_from_slice(bytemuck::cast_slice(&held));
         let matrix = Matrix::new(memory.clone(), m, n, FloatKind::F32).unwrap();
         let target = Target::Accumulate(&matrix);
-        gemm::product(&client, None, &(&a).into(), &(&b).into(), None, target).unwrap();
+        multiply(&client, Gemm::new(&a, &b).target(target)).unwrap();
         let whole = Matrix::new(memory, 1, m * n + guard, FloatKind::F32).unwrap();
         let found = read::<f32>(&client, &whole);
         assert!(found[m * n..].iter().all(|value| *value == 12345.0));
@@ -1012,12 +1071,12 @@ fn empty_products() {
     let client = client!("empty_products");
     let a = Packed::random(0, 32, 1).device(&client);
     let b = Packed::random(8, 32, 2).device(&client);
-    let out = gemm::gemm(&client, &a, &b, None, FloatKind::F32).unwrap();
+    let out = multiply(&client, Gemm::new(&a, &b).out(FloatKind::F32)).unwrap();
     assert_eq!((out.rows, out.cols), (0, 8));
     // A contraction over nothing is zeros, and keeps what it adds to.
     let a = Packed::random(40, 0, 1).device(&client);
     let b = Packed::random(48, 0, 2).device(&client);
-    let out = gemm::gemm(&client, &a, &b, None, FloatKind::F32).unwrap();
+    let out = multiply(&client, Gemm::new(&a, &b).out(FloatKind::F32)).unwrap();
     assert_eq!(read::<f32>(&client, &out), vec![0.0; 40 * 48]);
 }
 
@@ -1037,7 +1096,7 @@ fn views_into_memory() {
         Matrix::new(handle.offset_start(2), rows, k, FloatKind::Bf16).unwrap()
     };
     let (a, b) = (view(0, m), view(m, n));
-    let found = gemm::gemm_bf16(&client, &a, &b, None, FloatKind::F32).unwrap();
+    let found = multiply(&client, Gemm::new(&a, &b).out(FloatKind::F32)).unwrap();
     for (i, found) in read::<f32>(&client, &found).iter().enumerate() {
         let (row, col) = (i / n, m + i % n);
         let terms = x[row * k..][..k].iter().zip(&x[col * k..][..k]);
@@ -1054,13 +1113,21 @@ fn paths_of_shapes() {
         gemm: GemmBackend::Sm90Wgmma,
         ..Capabilities::of(&client)
     };
+    let of_rows = |capabilities: &Capabilities, n, k| {
+        let problem = Problem::new([OperandLayout::KMajor; 2], (8, n, k));
+        gemm::backend_of(capabilities, &problem)
+    };
+    let of_columns = |capabilities: &Capabilities, m, n, k| {
+        let problem = Problem::new([OperandLayout::MnMajor; 2], (m, n, k));
+        gemm::backend_of(capabilities, &problem)
+    };
     for (n, k, path) in [
         (8, 16, GemmBackend::Sm90Wgmma),
         (4104, 65536, GemmBackend::Sm90Wgmma),
         (12, 16, GemmBackend::Cmma),
         (8, 20, GemmBackend::Cmma),
     ] {
-        assert_eq!(gemm::path_of(&hopper, n, k), path, "{n} x {k}");
+        assert_eq!(of_rows(&hopper, n, k), path, "{n} x {k}");
     }
     for (m, n, k, path) in [
         (8, 16, 33, GemmBackend::Sm90Wgmma),
@@ -1069,18 +1136,15 @@ fn paths_of_shapes() {
         (9, 16, 33, GemmBackend::Cmma),
         (8, 15, 32, GemmBackend::Cmma),
     ] {
-        let found = gemm::path_of_columns(&hopper, m, n, k);
+        let found = of_columns(&hopper, m, n, k);
         assert_eq!(found, path, "{m} x {n} x {k}");
     }
     let scalar = Capabilities {
         gemm: GemmBackend::Scalar,
         ..hopper
     };
-    assert_eq!(gemm::path_of(&scalar, 8, 16), GemmBackend::Scalar);
-    assert_eq!(
-        gemm::path_of_columns(&scalar, 8, 16, 33),
-        GemmBackend::Scalar
-    );
+    assert_eq!(of_rows(&scalar, 8, 16), GemmBackend::Scalar);
+    assert_eq!(of_columns(&scalar, 8, 16, 33), GemmBackend::Scalar);
 }
 
 #[test]
@@ -1088,18 +1152,18 @@ fn arguments_are_named() {
     let client = client!("arguments_are_named");
     let a = Packed::random(8, 32, 1).device(&client);
     let b = Packed::random(8, 48, 2).device(&client);
-    let error = gemm::gemm(&client, &a, &b, None, FloatKind::F32).unwrap_err();
+    let error = multiply(&client, Gemm::new(&a, &b).out(FloatKind::F32)).unwrap_err();
     assert!(error.to_string().contains("`b`"), "{error}");
     let x = Matrix::empty(&client, 8, 32, FloatKind::F32);
     let columns = unscaled(Elements::Bf16MnMajor(&x));
     let new = Target::New(FloatKind::F32);
-    let error = gemm::product(&client, None, &(&a).into(), &columns, None, new).unwrap_err();
+    let error = multiply(&client, Gemm::new(&a, &columns).target(new)).unwrap_err();
     assert!(error.to_string().contains("`b`"), "{error}");
-    let error = gemm::gemm_bf16(&client, &x, &x, None, FloatKind::F32).unwrap_err();
+    let error = multiply(&client, Gemm::new(&x, &x).out(FloatKind::F32)).unwrap_err();
     assert!(error.to_string().contains("`a`"), "{error}");
     let c = Matrix::empty(&client, 8, 9, FloatKind::F32);
     let target = Target::Accumulate(&c);
-    let error = gemm::product(&client, None, &(&a).into(), &(&a).into(), None, target).unwrap_err();
+    let error = multiply(&client, Gemm::new(&a, &a).target(target)).unwrap_err();
     assert!(error.to_string().contains("`target`"), "{error}");
     let amax = client.create_from_slice(&[0; 4]);
     let operand = Operand {
@@ -1107,11 +1171,12 @@ fn arguments_are_named() {
         scale: Scale::PerRow(&amax, 2688.0),
     };
     let new = Target::New(FloatKind::F32);
-    let error = gemm::product(&client, None, &operand, &(&a).into(), None, new).unwrap_err();
+    let error = multiply(&client, Gemm::new(&operand, &a).target(new)).unwrap_err();
     assert!(error.to_string().contains("`a`"), "{error}");
     if Capabilities::of(&client).gemm != GemmBackend::Sm90Wgmma {
         let path = GemmBackend::Sm90Wgmma;
-        let error = gemm::gemm_on(&client, path, &a, &a, None, FloatKind::F32).unwrap_err();
+        let error =
+            multiply(&client, Gemm::new(&a, &a).out(FloatKind::F32).backend(path)).unwrap_err();
         assert!(error.to_string().contains("9.0"), "{error}");
     }
 }
@@ -1129,7 +1194,7 @@ proptest! {
         };
         let (a, b) = (Packed::random(m, blocks * 16, seed), Packed::random(n, blocks * 16, !seed));
         let (left, right) = (a.device(&client), b.device(&client));
-        let found = gemm::gemm(&client, &left, &right, None, FloatKind::F32).unwrap();
+        let found = multiply(&client, Gemm::new(&left, &right).out(FloatKind::F32)).unwrap();
         assert_bound(&read::<f32>(&client, &found), &a, &b, &format!("{m} x {n}, {blocks} blocks"));
     }
 }

@@ -5,6 +5,7 @@
 //! within a bound that each test states.
 
 use crate::support::device::{read_matrix, read_u32, upload};
+use crate::support::gemm::{multiply, multiply_amax};
 use crate::support::inputs::Generator;
 use crate::support::packed::Packed;
 use crate::support::{device, inputs};
@@ -15,9 +16,10 @@ use nvfp4_kernels::{
     capabilities::{Capabilities, GemmBackend},
     format::e4m3,
     gemm::{
-        self, Elements, Operand, Scale, Target,
-        cublaslt::{self, Format, Problem, Product, Side},
-        kernels::{add_rows_kernel, factors_kernel, kernel_for, product_as},
+        self, Choice, Device, Elements, Gemm, GroupedDim, Operand, OperandLayout, OutputAmax, Plan,
+        Problem, Scale, Target,
+        cublaslt::{self, CublasLtFormat, CublasLtGemm, CublasLtOperand, CublasLtProblem},
+        kernels::{add_rows_kernel, factors_kernel},
     },
     quantize, reference,
     tensor::{DeviceQuantized, FloatKind, Matrix},
@@ -41,8 +43,8 @@ macro_rules! cublaslt {
     }};
 }
 
-fn problem(format: Format, (m, n, k): (usize, usize, usize)) -> Problem {
-    Problem {
+fn problem(format: CublasLtFormat, (m, n, k): (usize, usize, usize)) -> CublasLtProblem {
+    CublasLtProblem {
         format,
         m,
         n,
@@ -57,7 +59,7 @@ fn problem(format: Format, (m, n, k): (usize, usize, usize)) -> Problem {
 
 /// Why there is no cuBLASLt here, if there is none. A library that refuses bf16 is a failure.
 fn missing(client: &Client) -> Option<String> {
-    let bf16 = problem(Format::Bf16, (128, 128, 128));
+    let bf16 = problem(CublasLtFormat::Bf16, (128, 128, 128));
     match cublaslt::supports(client, &bf16) {
         Ok(()) => None,
         Err(error) if client.name() == "cuda" && !error.to_string().contains("not found") => {
@@ -77,35 +79,59 @@ fn argument_of(error: Nvfp4Error) -> &'static str {
 #[test]
 fn problems_are_checked() {
     let good = [
-        problem(Format::Bf16, (1, 8, 8)),
-        problem(Format::E4m3, (3, 8, 16)),
-        problem(Format::Nvfp4, (5, 8, 32)),
-        Problem {
+        problem(CublasLtFormat::Bf16, (1, 8, 8)),
+        problem(CublasLtFormat::E4m3, (3, 8, 16)),
+        problem(CublasLtFormat::Nvfp4, (5, 8, 32)),
+        CublasLtProblem {
             out: FloatKind::F32,
             alignment: 16,
-            ..problem(Format::Nvfp4, (7, 4, 96))
+            ..problem(CublasLtFormat::Nvfp4, (7, 4, 96))
         },
     ];
     for problem in good {
         problem.check().unwrap();
     }
-    let f32_out = |n| Problem {
+    let f32_out = |n| CublasLtProblem {
         out: FloatKind::F32,
-        ..problem(Format::Bf16, (1, n, 8))
+        ..problem(CublasLtFormat::Bf16, (1, n, 8))
     };
-    let unaligned = Problem {
+    let unaligned = CublasLtProblem {
         alignment: 8,
         ..good[0]
     };
     let bad = [
-        (problem(Format::Bf16, (1, 8, 12)), "k", "multiple of 8"),
-        (problem(Format::E4m3, (1, 8, 24)), "k", "multiple of 16"),
-        (problem(Format::Nvfp4, (1, 8, 48)), "k", "multiple of 32"),
-        (problem(Format::Nvfp4, (1, 8, 0)), "k", "multiple of 32"),
-        (problem(Format::Bf16, (1, 12, 8)), "n", "multiple of 8"),
+        (
+            problem(CublasLtFormat::Bf16, (1, 8, 12)),
+            "k",
+            "multiple of 8",
+        ),
+        (
+            problem(CublasLtFormat::E4m3, (1, 8, 24)),
+            "k",
+            "multiple of 16",
+        ),
+        (
+            problem(CublasLtFormat::Nvfp4, (1, 8, 48)),
+            "k",
+            "multiple of 32",
+        ),
+        (
+            problem(CublasLtFormat::Nvfp4, (1, 8, 0)),
+            "k",
+            "multiple of 32",
+        ),
+        (
+            problem(CublasLtFormat::Bf16, (1, 12, 8)),
+            "n",
+            "multiple of 8",
+        ),
         (f32_out(6), "n", "multiple of 4"),
-        (problem(Format::Bf16, (0, 8, 8)), "m", "from 1"),
-        (problem(Format::Bf16, (1 << 31, 8, 8)), "m", "to 2^31 - 1"),
+        (problem(CublasLtFormat::Bf16, (0, 8, 8)), "m", "from 1"),
+        (
+            problem(CublasLtFormat::Bf16, (1 << 31, 8, 8)),
+            "m",
+            "to 2^31 - 1",
+        ),
         (unaligned, "alignment", "multiples of 16 bytes"),
     ];
     for (problem, argument, expected) in bad {
@@ -126,15 +152,15 @@ struct Memory {
 }
 
 impl Memory {
-    fn new(client: &Client, problem: &Problem) -> Self {
-        let Problem { m, n, k, .. } = *problem;
+    fn new(client: &Client, problem: &CublasLtProblem) -> Self {
+        let CublasLtProblem { m, n, k, .. } = *problem;
         let bytes = |rows: usize| rows * k * problem.format.bits() / 8;
         let scale = |rows: usize| match problem.format {
-            Format::Bf16 => 0,
-            Format::E4m3 => 4,
-            Format::Nvfp4 => reference::swizzle::padded_len(rows, k / 16),
+            CublasLtFormat::Bf16 => 0,
+            CublasLtFormat::E4m3 => 4,
+            CublasLtFormat::Nvfp4 => reference::swizzle::padded_len(rows, k / 16),
         };
-        let scales = (problem.format != Format::Bf16)
+        let scales = (problem.format != CublasLtFormat::Bf16)
             .then(|| (client.empty(scale(m)), client.empty(scale(n))));
         Self {
             a: client.empty(bytes(m)),
@@ -148,13 +174,13 @@ impl Memory {
         }
     }
 
-    fn product(&self, problem: &Problem) -> Product<'_> {
+    fn product(&self, problem: &CublasLtProblem) -> CublasLtGemm<'_> {
         let (a, b) = match &self.scales {
             Some((a, b)) => (Some(a), Some(b)),
             None => (None, None),
         };
-        let side = |rows, data, scale| Side { rows, data, scale };
-        Product {
+        let side = |rows, data, scale| CublasLtOperand { rows, data, scale };
+        CublasLtGemm {
             format: problem.format,
             k: problem.k,
             a: side(problem.m, &self.a, a),
@@ -170,8 +196,12 @@ impl Memory {
 #[test]
 fn products_are_checked() {
     let client = client!("products_are_checked");
-    for format in [Format::Bf16, Format::E4m3, Format::Nvfp4] {
-        let problem = Problem {
+    for format in [
+        CublasLtFormat::Bf16,
+        CublasLtFormat::E4m3,
+        CublasLtFormat::Nvfp4,
+    ] {
+        let problem = CublasLtProblem {
             alpha: true,
             bias: true,
             ..problem(format, (5, 24, 96))
@@ -185,64 +215,64 @@ fn products_are_checked() {
         let wide = Matrix::empty(&client, 1, 24, FloatKind::F32);
         let flat = Matrix::empty(&client, 24, 5, FloatKind::Bf16);
         let (a, b) = (good.a, good.b);
-        let mut bad: Vec<(Product, &str)> = vec![
+        let mut bad: Vec<(CublasLtGemm, &str)> = vec![
             (
-                Product {
-                    a: Side { data: &small, ..a },
+                CublasLtGemm {
+                    a: CublasLtOperand { data: &small, ..a },
                     ..good
                 },
                 "a",
             ),
             (
-                Product {
-                    b: Side { data: &small, ..b },
+                CublasLtGemm {
+                    b: CublasLtOperand { data: &small, ..b },
                     ..good
                 },
                 "b",
             ),
             (
-                Product {
+                CublasLtGemm {
                     alpha: Some(&small),
                     ..good
                 },
                 "alpha",
             ),
             (
-                Product {
+                CublasLtGemm {
                     bias: Some(&narrow),
                     ..good
                 },
                 "bias",
             ),
             (
-                Product {
+                CublasLtGemm {
                     bias: Some(&wide),
                     ..good
                 },
                 "bias",
             ),
-            (Product { out: &flat, ..good }, "out"),
-            (Product { k: 100, ..good }, "k"),
+            (CublasLtGemm { out: &flat, ..good }, "out"),
+            (CublasLtGemm { k: 100, ..good }, "k"),
         ];
-        if format == Format::Bf16 {
-            let scaled = Side {
+        if format == CublasLtFormat::Bf16 {
+            let scaled = CublasLtOperand {
                 scale: Some(&small),
                 ..a
             };
-            bad.push((Product { a: scaled, ..good }, "a.scale"));
+            bad.push((CublasLtGemm { a: scaled, ..good }, "a.scale"));
         } else {
             bad.push((
-                Product {
-                    a: Side { scale: None, ..a },
+                CublasLtGemm {
+                    a: CublasLtOperand { scale: None, ..a },
                     ..good
                 },
                 "a.scale",
             ));
-            let short = Side {
+            let short = CublasLtOperand {
                 scale: Some(&small),
                 ..b
             };
-            bad.push((Product { b: short, ..good }, "b.scale"));
+            bad.push((CublasLtGemm { b: short, ..good }, "b.scale"));
         }
         for (product, argument) in bad {
             assert_eq!(
@@ -253,8 +283,8 @@ fn products_are_checked() {
         }
         // A view that begins at 8 bytes.
         let view = memory.a.clone().offset_start(8);
-        let product = Product {
-            a: Side {
+        let product = CublasLtGemm {
+            a: CublasLtOperand {
                 rows: 4,
                 data: &view,
                 ..a
@@ -274,7 +304,7 @@ fn no_library_is_an_error() {
         println!("SKIPPED: no_library_is_an_error: the device is a CUDA GPU");
         return;
     }
-    let problem = problem(Format::Nvfp4, (64, 64, 64));
+    let problem = problem(CublasLtFormat::Nvfp4, (64, 64, 64));
     let error = cublaslt::supports(&client, &problem).unwrap_err();
     assert!(matches!(
         error,
@@ -289,7 +319,11 @@ fn no_library_is_an_error() {
     );
     let a = Packed::random(64, 64, 1).device(&client);
     let path = GemmBackend::CublasLt;
-    let error = gemm::gemm_on(&client, path, &a, &a, None, FloatKind::Bf16).unwrap_err();
+    let error = multiply(
+        &client,
+        Gemm::new(&a, &a).out(FloatKind::Bf16).backend(path),
+    )
+    .unwrap_err();
     assert!(matches!(error, Nvfp4Error::Unsupported { .. }), "{error}");
 }
 
@@ -305,66 +339,75 @@ fn choice_on_blackwell() {
         ..Capabilities::of(&client)
     };
     let asked = Mutex::new(Vec::new());
-    let yes = |problem: &Problem| {
+    let yes = |problem: &CublasLtProblem| {
         problem.check()?;
         asked.lock().unwrap().push(*problem);
         Ok(())
     };
-    let no = |problem: &Problem| {
+    let no = |problem: &CublasLtProblem| {
         Err(Nvfp4Error::Unsupported {
             library: "cuBLASLt",
             problem: problem.to_string(),
             reason: "NOT_SUPPORTED".into(),
         })
     };
-    let (both, mixed, bf16) = ((true, true), (true, false), (false, false));
+    let (packed, dense) = (OperandLayout::Packed, OperandLayout::KMajor);
+    let (both, mixed, bf16) = ([packed; 2], [packed, dense], [dense; 2]);
     for blackwell in [
         device(100, GemmBackend::CublasLt),
         device(103, GemmBackend::CublasLt),
     ] {
-        let of = |packed, shape, groups| kernel_for(&blackwell, 148, packed, shape, groups, &yes);
+        let of = |layouts, shape, groups| chosen(&blackwell, 148, layouts, shape, groups, &yes);
         for (packed, format) in [
-            (both, Format::Nvfp4),
-            (mixed, Format::Bf16),
-            (bf16, Format::Bf16),
+            (both, CublasLtFormat::Nvfp4),
+            (mixed, CublasLtFormat::Bf16),
+            (bf16, CublasLtFormat::Bf16),
         ] {
             for m in [1, 64, 8192] {
-                let (path, kernel) = of(packed, (m, 4096, 14336), 1);
-                assert_eq!(path, GemmBackend::CublasLt);
-                assert!(kernel.starts_with("cuBLASLt"), "{kernel}");
+                let choice = of(packed, (m, 4096, 14336), 1);
+                assert_eq!(choice.backend, GemmBackend::CublasLt);
+                assert_eq!(choice.plan, Plan::CublasLt(format));
                 assert_eq!(asked.lock().unwrap().pop().unwrap().format, format);
             }
         }
         // A packed weight beside bf16 rows is read as it is where they are few, else decoded for the library.
-        let weight_only = (false, true);
+        let weight_only = [dense, packed];
         for m in [1, 16] {
-            let (path, kernel) = of(weight_only, (m, 4096, 14336), 1);
-            assert_eq!(path, GemmBackend::Cmma);
-            assert!(kernel.starts_with("few rows"), "{kernel}");
+            let choice = of(weight_only, (m, 4096, 14336), 1);
+            let found = (choice.backend, choice.plan);
+            assert_eq!(found, (GemmBackend::Cmma, Plan::SmallM));
         }
         assert!(asked.lock().unwrap().is_empty());
         assert_eq!(
-            of(weight_only, (17, 4096, 14336), 1).0,
+            of(weight_only, (17, 4096, 14336), 1).backend,
             GemmBackend::CublasLt
         );
-        assert_eq!(asked.lock().unwrap().pop().unwrap().format, Format::Bf16);
+        assert_eq!(
+            asked.lock().unwrap().pop().unwrap().format,
+            CublasLtFormat::Bf16
+        );
         // Codes whose rows are no multiple of 16 bytes, outputs likewise, and groups: the portable path.
         let portable = GemmBackend::Cmma;
-        assert_eq!(of(both, (64, 4096, 48), 1).0, portable);
-        assert_eq!(of(both, (64, 4100, 64), 1).0, portable);
+        assert_eq!(of(both, (64, 4096, 48), 1).backend, portable);
+        assert_eq!(of(both, (64, 4100, 64), 1).backend, portable);
         for (packed, shape, groups) in [
             (bf16, (64, 4096, 40), 1),
             (mixed, (64, 4100, 64), 1),
             (both, (8192, 4096, 7168), 8),
         ] {
-            let (path, kernel) = of(packed, shape, groups);
-            assert_ne!(path, GemmBackend::CublasLt);
-            assert!(!kernel.contains("cuBLASLt"), "{kernel}");
+            let choice = of(packed, shape, groups);
+            assert_ne!(choice.backend, GemmBackend::CublasLt);
+            assert!(!matches!(choice.plan, Plan::CublasLt(_)), "{choice:?}");
         }
         assert!(asked.lock().unwrap().is_empty());
-        let (path, kernel) = kernel_for(&blackwell, 148, both, (64, 64, 64), 1, &no);
-        assert_eq!(path, portable);
-        assert!(kernel.contains("NOT_SUPPORTED"), "{kernel}");
+        let choice = chosen(&blackwell, 148, both, (64, 64, 64), 1, &no);
+        assert_eq!(choice.backend, portable);
+        let reasons = choice.refusals.iter().map(|refusal| refusal.1.to_string());
+        assert!(
+            reasons
+                .into_iter()
+                .any(|reason| reason.contains("NOT_SUPPORTED"))
+        );
     }
     for (capability, gemm) in [
         (80, GemmBackend::Cmma),
@@ -373,9 +416,32 @@ fn choice_on_blackwell() {
     ] {
         let other = device(capability, gemm);
         let shape = (64, 4096, 4096);
-        assert_eq!(kernel_for(&other, 132, both, shape, 1, &yes).0, gemm);
+        let choice = chosen(&other, 132, both, shape, 1, &yes);
+        assert_eq!(choice.backend, gemm);
     }
     assert!(asked.lock().unwrap().is_empty());
+}
+
+/// The choice on a device with so many SMs, for which cuBLASLt answers by `cublaslt`.
+fn chosen(
+    capabilities: &Capabilities,
+    sms: usize,
+    layouts: [OperandLayout; 2],
+    shape: (usize, usize, usize),
+    groups: usize,
+    cublaslt: &dyn Fn(&CublasLtProblem) -> Result<(), Nvfp4Error>,
+) -> Choice {
+    let device = Device {
+        capabilities,
+        sms,
+        cublaslt,
+    };
+    let problem = Problem::new(layouts, shape);
+    let problem = match groups {
+        1 => problem,
+        groups => problem.grouped(GroupedDim::M, groups),
+    };
+    gemm::plan(&device, &problem).unwrap()
 }
 
 /// The same operand with its block scales in 128x4 tiles.
@@ -398,11 +464,11 @@ fn tiles_of_scales_become_rows() {
     let (m, n, k) = (33, 24, 80);
     let a = Packed::random(m, k, 1).device(&client);
     let b = Packed::random(n, k, 2).device(&client);
-    let expected = gemm::gemm(&client, &a, &b, None, FloatKind::F32).unwrap();
+    let expected = multiply(&client, Gemm::new(&a, &b).out(FloatKind::F32)).unwrap();
     let expected = read_matrix::<f32>(&client, &expected);
     let (a_tiles, b_tiles) = (swizzled(&client, &a), swizzled(&client, &b));
     for (a, b) in [(&a_tiles, &b), (&a, &b_tiles), (&a_tiles, &b_tiles)] {
-        let found = gemm::gemm(&client, a, b, None, FloatKind::F32).unwrap();
+        let found = multiply(&client, Gemm::new(a, b).out(FloatKind::F32)).unwrap();
         device::assert_floats(&read_matrix::<f32>(&client, &found), &expected, "product");
     }
 }
@@ -475,7 +541,7 @@ fn factors_and_bias() {
 
 /// One operand on the host, values that its format holds exactly.
 struct Host {
-    format: Format,
+    format: CublasLtFormat,
     rows: usize,
     values: Vec<f32>,
     scale: f32,
@@ -483,34 +549,44 @@ struct Host {
 
 impl Host {
     /// Integers from -2 to 2, and a scale of a power of two.
-    fn integers(format: Format, rows: usize, k: usize, seed: u32) -> Self {
+    fn integers(format: CublasLtFormat, rows: usize, k: usize, seed: u32) -> Self {
         let mut random = Generator::new(seed);
         let mut next = || (random.next_u32() % 5) as f32 - 2.0;
         Self {
             format,
             rows,
             values: (0..rows * k).map(|_| next()).collect(),
-            scale: if format == Format::E4m3 { 0.25 } else { 1.0 },
+            scale: if format == CublasLtFormat::E4m3 {
+                0.25
+            } else {
+                1.0
+            },
         }
     }
 
     /// Normal, rounded to the format.
-    fn normal(format: Format, rows: usize, k: usize, seed: u32) -> Self {
+    fn normal(format: CublasLtFormat, rows: usize, k: usize, seed: u32) -> Self {
         let mut random = Generator::new(seed);
         let mut next = || match format {
-            Format::E4m3 => e4m3::decode_element(e4m3::encode_element(8.0 * random.normal())),
+            CublasLtFormat::E4m3 => {
+                e4m3::decode_element(e4m3::encode_element(8.0 * random.normal()))
+            }
             _ => bf16::from_f32(random.normal()).to_f32(),
         };
         Self {
             format,
             rows,
             values: (0..rows * k).map(|_| next()).collect(),
-            scale: if format == Format::E4m3 { 0.3 } else { 1.0 },
+            scale: if format == CublasLtFormat::E4m3 {
+                0.3
+            } else {
+                1.0
+            },
         }
     }
 
     fn upload(&self, client: &Client) -> (Handle, Option<Handle>) {
-        if self.format == Format::E4m3 {
+        if self.format == CublasLtFormat::E4m3 {
             let bytes: Vec<u8> = self
                 .values
                 .iter()
@@ -600,8 +676,8 @@ fn run(
         client.create_from_slice(bytemuck::cast_slice(&[alpha, before]))
     });
     let ((a_data, a_scale), (b_data, b_scale)) = (a.upload(client), b.upload(client));
-    let side = |rows, data, scale| Side { rows, data, scale };
-    let product = Product {
+    let side = |rows, data, scale| CublasLtOperand { rows, data, scale };
+    let product = CublasLtGemm {
         format: a.format,
         k,
         a: side(m, &a_data, a_scale.as_ref()),
@@ -611,7 +687,7 @@ fn run(
         out: &result,
         accumulate: epilogue.accumulate,
     };
-    cublaslt::product(client, &product)?;
+    cublaslt::gemm(client, &product)?;
     let found = match out {
         FloatKind::F32 => read_matrix::<f32>(client, &result),
         FloatKind::F16 => widen(&read_matrix::<f16>(client, &result)),
@@ -642,7 +718,7 @@ fn rounded(value: f64, out: FloatKind) -> f32 {
 fn integers_are_exact() {
     let client = cublaslt!("integers_are_exact");
     let mut refused = String::new();
-    for format in [Format::Bf16, Format::E4m3] {
+    for format in [CublasLtFormat::Bf16, CublasLtFormat::E4m3] {
         for (m, n, k) in [
             (1, 16, 16),
             (7, 48, 80),
@@ -664,7 +740,10 @@ fn integers_are_exact() {
                         Err(error) => {
                             assert!(matches!(error, Nvfp4Error::Unsupported { .. }), "{error}");
                             // bf16 operands have no f16 output in the library.
-                            assert!((format, out) == (Format::Bf16, FloatKind::F16), "{error}");
+                            assert!(
+                                (format, out) == (CublasLtFormat::Bf16, FloatKind::F16),
+                                "{error}"
+                            );
                             writeln!(refused, "{error}").unwrap();
                             continue;
                         }
@@ -708,7 +787,7 @@ fn integers_are_exact() {
 #[test]
 fn random_within_the_bound() {
     let client = cublaslt!("random_within_the_bound");
-    for format in [Format::Bf16, Format::E4m3] {
+    for format in [CublasLtFormat::Bf16, CublasLtFormat::E4m3] {
         for (m, n, k) in [(1, 512, 4096), (130, 272, 1040), (64, 128, 16384)] {
             let (a, b) = (Host::normal(format, m, k, 5), Host::normal(format, n, k, 6));
             for out in [FloatKind::F32, FloatKind::Bf16] {
@@ -720,7 +799,9 @@ fn random_within_the_bound() {
                 let found = run(&client, &a, &b, out, epilogue).unwrap().found;
                 let alpha = 0.7f32 as f64 * a.scale as f64 * b.scale as f64;
                 let (relative, unit) = match (format, out) {
-                    (Format::Bf16, _) => (2.0 * (k as f64 + 2.0) * f32::EPSILON as f64, 0.0),
+                    (CublasLtFormat::Bf16, _) => {
+                        (2.0 * (k as f64 + 2.0) * f32::EPSILON as f64, 0.0)
+                    }
                     _ => (2f64.powi(-11), 0.0),
                 };
                 let unit = if out == FloatKind::Bf16 {
@@ -756,7 +837,7 @@ fn random_within_the_bound() {
     }
 }
 
-/// [`gemm::product`] on this path: alpha from maxima on the device, `f32` biases, accumulation, packed
+/// [`gemm::gemm`] on this backend: alpha from maxima on the device, `f32` biases, accumulation, packed
 /// operands decoded, against the exact product.
 #[test]
 fn products_of_operands() {
@@ -786,11 +867,19 @@ fn products_of_operands() {
         scale: Scale::Tensor(&a_packed.amax, 2688.0),
     };
     let cases: [(Operand, Operand, f64); 5] = [
-        ((&a_dense).into(), (&b_dense).into(), 1.0),
-        ((&a_packed).into(), (&b_dense).into(), 0.25),
-        ((&a_dense).into(), (&b_tiles).into(), 0.25),
-        (scaled(Elements::Bf16(&a_dense)), (&b_packed).into(), 0.0625),
-        (scaled(Elements::Bf16(&a_dense)), (&b_dense).into(), 0.25),
+        (Operand::from(&a_dense), Operand::from(&b_dense), 1.0),
+        (Operand::from(&a_packed), Operand::from(&b_dense), 0.25),
+        (Operand::from(&a_dense), Operand::from(&b_tiles), 0.25),
+        (
+            scaled(Elements::Bf16(&a_dense)),
+            Operand::from(&b_packed),
+            0.0625,
+        ),
+        (
+            scaled(Elements::Bf16(&a_dense)),
+            Operand::from(&b_dense),
+            0.25,
+        ),
     ];
     let path = Some(GemmBackend::CublasLt);
     for (case, (a, b, alpha)) in cases.iter().enumerate() {
@@ -808,8 +897,15 @@ fn products_of_operands() {
                     Target::New(out)
                 };
                 let bias_of = biased.then_some(&bias_matrix);
-                let (found, amax) =
-                    gemm::product_amax(&client, path, a, b, bias_of, target).unwrap();
+                let (found, amax) = multiply_amax(
+                    &client,
+                    Gemm::new(a, b)
+                        .bias(bias_of)
+                        .target(target)
+                        .amax(OutputAmax::Whole)
+                        .backend(path),
+                )
+                .unwrap();
                 let found = match out {
                     FloatKind::F32 => read_matrix::<f32>(&client, &found),
                     _ => widen(&read_matrix::<bf16>(&client, &found)),
@@ -850,7 +946,11 @@ fn products_of_operands() {
         scale: Scale::PerRow(&rows, 2688.0),
     };
     let new = Target::New(FloatKind::Bf16);
-    let error = gemm::product(&client, path, &per_row, &(&b_dense).into(), None, new).unwrap_err();
+    let error = multiply(
+        &client,
+        Gemm::new(&per_row, &b_dense).target(new).backend(path),
+    )
+    .unwrap_err();
     assert_eq!(argument_of(error), "a");
 }
 
@@ -895,7 +995,11 @@ fn fp4_is_refused_visibly() {
     let (a, b) = (Packed::random(m, k, 1), Packed::random(n, k, 2));
     let (a, b) = (a.device(&client), b.device(&client));
     let path = GemmBackend::CublasLt;
-    let error = gemm::gemm_on(&client, path, &a, &b, None, FloatKind::Bf16).unwrap_err();
+    let error = multiply(
+        &client,
+        Gemm::new(&a, &b).out(FloatKind::Bf16).backend(path),
+    )
+    .unwrap_err();
     println!("{error}");
     assert!(
         matches!(
@@ -917,16 +1021,24 @@ fn fp4_is_refused_visibly() {
     // remembering that nobody listened.
     let _second = tracing::Dispatch::new(Events(Arc::default()));
     let found = tracing::subscriber::with_default(Events(events.clone()), || {
-        let (a, b) = ((&a).into(), (&b).into());
+        let (a, b) = (Operand::from(&a), Operand::from(&b));
         let new = Target::New(FloatKind::F32);
-        product_as(&client, &pretended, &a, &b, None, new).unwrap()
+        multiply(
+            &client,
+            Gemm::new(&a, &b).target(new).capabilities(&pretended),
+        )
+        .unwrap()
     });
     let events = events.lock().unwrap().join("\n");
     println!("{events}");
     assert!(events.contains("gemm without cuBLASLt"), "{events}");
     assert!(events.contains("MatrixInstructions"), "{events}");
     let portable = GemmBackend::Cmma;
-    let expected = gemm::gemm_on(&client, portable, &a, &b, None, FloatKind::F32).unwrap();
+    let expected = multiply(
+        &client,
+        Gemm::new(&a, &b).out(FloatKind::F32).backend(portable),
+    )
+    .unwrap();
     let (found, expected) = (
         read_matrix(&client, &found),
         read_matrix(&client, &expected),
@@ -935,7 +1047,11 @@ fn fp4_is_refused_visibly() {
     // And a bf16 product is the library's there.
     let x = upload(&client, &vec![bf16::ONE; m * k], m, k);
     let new = Target::New(FloatKind::F32);
-    let found = product_as(&client, &pretended, &(&x).into(), &(&x).into(), None, new).unwrap();
+    let found = multiply(
+        &client,
+        Gemm::new(&x, &x).target(new).capabilities(&pretended),
+    )
+    .unwrap();
     assert!(
         read_matrix::<f32>(&client, &found)
             .iter()
@@ -945,12 +1061,16 @@ fn fp4_is_refused_visibly() {
     let few = upload(&client, &vec![bf16::ONE; 8 * k], 8, k);
     let events = Arc::new(Mutex::new(Vec::new()));
     let found = tracing::subscriber::with_default(Events(events.clone()), || {
-        product_as(&client, &pretended, &(&few).into(), &(&b).into(), None, new).unwrap()
+        multiply(
+            &client,
+            Gemm::new(&few, &b).target(new).capabilities(&pretended),
+        )
+        .unwrap()
     });
     let events = events.lock().unwrap().join("\n");
     assert!(events.contains("few rows"), "{events}");
-    let (path, few, b) = (Some(portable), (&few).into(), (&b).into());
-    let expected = gemm::product(&client, path, &few, &b, None, new).unwrap();
+    let (path, few, b) = (Some(portable), Operand::from(&few), Operand::from(&b));
+    let expected = multiply(&client, Gemm::new(&few, &b).target(new).backend(path)).unwrap();
     let (found, expected): (Vec<f32>, Vec<f32>) = (
         read_matrix(&client, &found),
         read_matrix(&client, &expected),
@@ -1045,7 +1165,7 @@ impl Chain {
     fn product(&self, a: &Matrix, b: &Matrix) -> Matrix {
         let new = Target::New(FloatKind::F32);
         let path = Some(GemmBackend::CublasLt);
-        gemm::product(&self.client, path, &a.into(), &b.into(), None, new).unwrap()
+        multiply(&self.client, Gemm::new(a, b).target(new).backend(path)).unwrap()
     }
 
     fn step(&self, i: usize) {

@@ -5,6 +5,7 @@
 use crate::support::device;
 use crate::support::device::{DeviceElement, read_f32s, read_matrix};
 use crate::support::epilogue::{Epilogue, check_epilogues};
+use crate::support::gemm::{multiply, multiply_amax};
 use crate::support::inputs::Generator;
 use crate::support::packed::{Packed, both_ways, scaled, unscaled};
 use cubecl::prelude::*;
@@ -12,8 +13,9 @@ use half::{bf16, f16};
 use nvfp4_kernels::{
     capabilities::{Capabilities, GemmBackend},
     gemm::{
-        self, Elements, Operand, OutputAmax, Scale, Target,
-        kernels::{GroupedDim, Plan, Sm90Tile, W4a16Tile, grouped_rows_with, plan, product_with},
+        self, Elements, Gemm, GroupedDim, Operand, OperandLayout, OutputAmax, Plan, Problem, Scale,
+        Target,
+        kernels::{Sm90Tile, W4a16Tile},
     },
     moe::GroupOffsets,
     tensor::{FloatKind, Matrix},
@@ -82,8 +84,15 @@ fn alone(
     let (a, b) = (a.device(client), b.device(client));
     let plan = (path == GemmBackend::Sm90Wgmma).then_some(plan);
     let new = Target::New(FloatKind::F32);
-    let (a, b) = ((&a).into(), (&b).into());
-    let found = product_with(client, Some(path), &a, &b, bias, new, plan);
+    let (a, b) = (Operand::from(&a), Operand::from(&b));
+    let found = multiply(
+        client,
+        Gemm::new(&a, &b)
+            .bias(bias)
+            .target(new)
+            .backend(path)
+            .plan(plan),
+    );
     read(client, &found.unwrap())
 }
 
@@ -155,16 +164,15 @@ fn rows_equal_the_loop(
     let bias: Vec<f32> = (0..count * n).map(|_| random.normal()).collect();
     let (left, right) = (a.device(client), b.device(client));
     let groups = groups(client, &offsets);
-    let (x, y) = ((&left).into(), (&right).into());
-    let plan = plan(client, &x, &y, (m, n, k), GroupedDim::M, count);
-    let found = gemm::gemm_grouped_rows(
+    let problem = Problem::new([OperandLayout::Packed; 2], (m, n, k)).grouped(GroupedDim::M, count);
+    let plan = gemm::choose(client, &problem).unwrap().plan;
+    let found = multiply(
         client,
-        Some(path),
-        &(&left).into(),
-        &(&right).into(),
-        &groups,
-        Some(&floats(client, &bias, count)),
-        Target::New(FloatKind::F32),
+        Gemm::new(&left, &right)
+            .bias(Some(&floats(client, &bias, count)))
+            .out(FloatKind::F32)
+            .m_grouped(&groups)
+            .backend(path),
     );
     let found = read(client, &found.unwrap());
     for g in 0..count {
@@ -229,8 +237,14 @@ fn contractions_equal_the_loop(
     let held = vec![0.5f32; count * m * n];
     let run = |target| {
         let groups = groups(client, &columns);
-        let (a, b) = ((&left).into(), (&right).into());
-        let found = gemm::gemm_grouped_depth(client, Some(path), &a, &b, &groups, target);
+        let (a, b) = (Operand::from(&left), Operand::from(&right));
+        let found = multiply(
+            client,
+            Gemm::new(&a, &b)
+                .target(target)
+                .k_grouped(&groups)
+                .backend(path),
+        );
         read(client, &found.unwrap())
     };
     let found = run(Target::New(FloatKind::F32));
@@ -277,8 +291,11 @@ fn fused_tiles_in_groups_equal_the_loop() {
             let groups = groups(&client, &offsets);
             let plan = Plan::W4a16(tile, 8);
             let new = Target::New(FloatKind::F32);
-            let (x, y) = ((&left).into(), (&right).into());
-            let found = grouped_rows_with(&client, &x, &y, &groups, new, plan);
+            let (x, y) = (Operand::from(&left), Operand::from(&right));
+            let found = multiply(
+                &client,
+                Gemm::new(&x, &y).target(new).m_grouped(&groups).plan(plan),
+            );
             let found = read(&client, &found.unwrap());
             for g in 0..count {
                 let part = offsets[g]..offsets[g + 1];
@@ -317,7 +334,13 @@ fn columns_equal_rows_in_groups() {
             let depth = |a, b| {
                 let (a, b) = (unscaled(a), unscaled(b));
                 let groups = groups(&client, &columns);
-                let found = gemm::gemm_grouped_depth(&client, Some(path), &a, &b, &groups, new);
+                let found = multiply(
+                    &client,
+                    Gemm::new(&a, &b)
+                        .target(new)
+                        .k_grouped(&groups)
+                        .backend(path),
+                );
                 read(&client, &found.unwrap())
             };
             let (x, y) = (Elements::Bf16(&a), Elements::Bf16(&b));
@@ -336,7 +359,13 @@ fn columns_equal_rows_in_groups() {
                 let (a, b) = (unscaled(a), unscaled(b));
                 let groups = groups(&client, &rows);
                 let path = Some(path);
-                let found = gemm::gemm_grouped_rows(&client, path, &a, &b, &groups, None, new);
+                let found = multiply(
+                    &client,
+                    Gemm::new(&a, &b)
+                        .target(new)
+                        .m_grouped(&groups)
+                        .backend(path),
+                );
                 read(&client, &found.unwrap())
             };
             let (x, y) = (Elements::Bf16(&a), Elements::Bf16(&b));
@@ -385,7 +414,13 @@ fn factors_of_groups_and_bf16_operands() {
                 scale: Scale::PerGroup(&b_amax, 1536.0),
             };
             let new = Target::New(FloatKind::F32);
-            let found = gemm::gemm_grouped_rows(&client, Some(path), &a, &b, &groups, None, new);
+            let found = multiply(
+                &client,
+                Gemm::new(&a, &b)
+                    .target(new)
+                    .m_grouped(&groups)
+                    .backend(path),
+            );
             let found = read(&client, &found.unwrap());
             for (g, amax) in amax.iter().enumerate() {
                 for row in offsets[g]..offsets[g + 1] {
@@ -424,7 +459,13 @@ fn factors_of_the_rows_of_contractions() {
                 scale,
             });
             let new = Target::New(FloatKind::F32);
-            let found = gemm::gemm_grouped_depth(&client, Some(path), &a, &b, &groups, new);
+            let found = multiply(
+                &client,
+                Gemm::new(&a, &b)
+                    .target(new)
+                    .k_grouped(&groups)
+                    .backend(path),
+            );
             read(&client, &found.unwrap())
         };
         let sums = run(Scale::One, Scale::One);
@@ -480,8 +521,15 @@ fn epilogues_of_groups() {
             &|a_scale, b_scale, bias, target| {
                 let a = scaled(Elements::Packed(&left), a_scale);
                 let b = scaled(Elements::Packed(&right), b_scale);
-                gemm::gemm_grouped_rows(&client, Some(path), &a, &b, &by_rows, bias, target)
-                    .unwrap()
+                multiply(
+                    &client,
+                    Gemm::new(&a, &b)
+                        .bias(bias)
+                        .target(target)
+                        .m_grouped(&by_rows)
+                        .backend(path),
+                )
+                .unwrap()
             },
         );
 
@@ -505,7 +553,14 @@ fn epilogues_of_groups() {
             &|a_scale, b_scale, _, target| {
                 let a = scaled(Elements::Packed(&left), a_scale);
                 let b = scaled(Elements::Packed(&right), b_scale);
-                gemm::gemm_grouped_depth(&client, Some(path), &a, &b, &columns, target).unwrap()
+                multiply(
+                    &client,
+                    Gemm::new(&a, &b)
+                        .target(target)
+                        .k_grouped(&columns)
+                        .backend(path),
+                )
+                .unwrap()
             },
         );
     }
@@ -551,21 +606,33 @@ fn check_maxima<T: DeviceElement>(client: &Client) {
                 a.scales[(starts[2] * a.blocks)..][..a.blocks].fill(0x7f);
             }
             let (left, right) = (a.device(client), b.device(client));
-            let (x, y): (Operand, Operand) = ((&left).into(), (&right).into());
+            let (x, y): (Operand, Operand) = (Operand::from(&left), Operand::from(&right));
             let rows = groups(client, &starts);
             let blocks: Vec<usize> = sizes.iter().map(|size| 16 * (size % 3)).collect();
             let columns = groups(client, &offsets(&blocks));
             let k = blocks.iter().sum();
             let (a, b) = (Packed::random(9, k, 3), Packed::random(n, k, 4));
             let (tall, wide) = (a.device(client), b.device(client));
-            let (u, v): (Operand, Operand) = ((&tall).into(), (&wide).into());
+            let (u, v): (Operand, Operand) = (Operand::from(&tall), Operand::from(&wide));
             let depth: Vec<usize> = (0..=count).map(|g| 9 * g).collect();
             let (path, new) = (Some(path), Target::New(T::KIND));
             for of in [OutputAmax::Whole, OutputAmax::PerGroup] {
-                let by_rows =
-                    gemm::gemm_grouped_rows_amax(client, path, &x, &y, &rows, None, new, of);
-                let by_depth =
-                    gemm::gemm_grouped_depth_amax(client, path, &u, &v, &columns, new, of);
+                let by_rows = multiply_amax(
+                    client,
+                    Gemm::new(&x, &y)
+                        .target(new)
+                        .m_grouped(&rows)
+                        .amax(of)
+                        .backend(path),
+                );
+                let by_depth = multiply_amax(
+                    client,
+                    Gemm::new(&u, &v)
+                        .target(new)
+                        .k_grouped(&columns)
+                        .amax(of)
+                        .backend(path),
+                );
                 for (found, starts) in [(by_rows.unwrap(), &starts), (by_depth.unwrap(), &depth)] {
                     let values: Vec<T> = read_matrix(client, &found.0);
                     let groups = starts.windows(2);
@@ -626,9 +693,20 @@ fn offsets_beyond_the_end() {
             // What lies behind the output keeps its contents.
             let held = floats(&client, &vec![0.5; (m + 100) * n], m + 100);
             let target = Matrix::new(held.handle.clone(), m, n, FloatKind::F32).unwrap();
-            let (a, b, groups) = ((&left).into(), (&right).into(), groups(&client, offsets));
+            let (a, b, groups) = (
+                Operand::from(&left),
+                Operand::from(&right),
+                groups(&client, offsets),
+            );
             let target = Target::Accumulate(&target);
-            gemm::gemm_grouped_rows(&client, Some(path), &a, &b, &groups, None, target).unwrap();
+            multiply(
+                &client,
+                Gemm::new(&a, &b)
+                    .target(target)
+                    .m_grouped(&groups)
+                    .backend(path),
+            )
+            .unwrap();
             read(&client, &held)
         };
         let found = run(&[0, 33, 90, 70]);
@@ -647,9 +725,15 @@ fn offsets_beyond_the_end() {
         let (left, right) = (a.device(&client), b.device(&client));
         let run = |offsets: &[usize]| {
             let groups = groups(&client, offsets);
-            let (a, b) = ((&left).into(), (&right).into());
+            let (a, b) = (Operand::from(&left), Operand::from(&right));
             let new = Target::New(FloatKind::F32);
-            let found = gemm::gemm_grouped_depth(&client, Some(path), &a, &b, &groups, new);
+            let found = multiply(
+                &client,
+                Gemm::new(&a, &b)
+                    .target(new)
+                    .k_grouped(&groups)
+                    .backend(path),
+            );
             read(&client, &found.unwrap())
         };
         let what = format!("{path:?}: columns");
@@ -665,22 +749,22 @@ fn arguments_are_named() {
     let new = Target::New(FloatKind::F32);
     let two = groups(&client, &[0, 4, 8]);
     let run = |a: &Operand, b: &Operand, groups: &GroupOffsets| {
-        gemm::gemm_grouped_rows(&client, None, a, b, groups, None, new)
+        multiply(&client, Gemm::new(a, b).target(new).m_grouped(groups))
             .unwrap_err()
             .to_string()
     };
-    let error = run(&(&a).into(), &(&b).into(), &two);
+    let error = run(&Operand::from(&a), &Operand::from(&b), &two);
     assert!(error.contains("`b`"), "{error}");
     let short = GroupOffsets {
         count: 4,
         ..two.clone()
     };
-    let error = run(&(&a).into(), &(&a).into(), &short);
+    let error = run(&Operand::from(&a), &Operand::from(&a), &short);
     assert!(error.contains("`groups`"), "{error}");
     let rows = Operand {
         elements: Elements::Packed(&a),
         scale: Scale::PerRow(&a.scales, 2688.0),
     };
-    let error = gemm::gemm_grouped_depth(&client, None, &rows, &(&a).into(), &two, new);
+    let error = multiply(&client, Gemm::new(&rows, &a).target(new).k_grouped(&two));
     assert!(error.unwrap_err().to_string().contains("`a`"));
 }

@@ -7,6 +7,7 @@
 
 use crate::support::device;
 use crate::support::device::{DeviceElement, assert_floats, read_f32, read_matrix, upload};
+use crate::support::gemm::{multiply, multiply_amax};
 use crate::support::inputs::{Generator, convert};
 use crate::support::packed::{Packed, TE_PRODUCTS, assert_bound};
 use cubecl::{prelude::*, server::Handle};
@@ -14,11 +15,8 @@ use half::{bf16, f16};
 use nvfp4_kernels::{
     capabilities::{Capabilities, GemmBackend},
     gemm::{
-        self, Elements, Operand, Scale, Target,
-        kernels::{
-            Multiply, Plan, Sm120Tile, grouped_rows_with, product_amax_with, product_as,
-            product_with,
-        },
+        self, Elements, Gemm, Operand, OperandLayout, OutputAmax, Plan, Problem, Scale, Target,
+        kernels::{Multiply, Sm120Tile},
     },
     moe::GroupOffsets,
     quantize::{self},
@@ -78,7 +76,15 @@ impl Kernel {
             Self::BlockScaled(strips) => (GemmBackend::Sm120BlockScaled, Some(software(strips))),
             Self::Scalar => (GemmBackend::Scalar, None),
         };
-        product_with(client, Some(path), a, b, bias, target, plan).unwrap()
+        multiply(
+            client,
+            Gemm::new(a, b)
+                .bias(bias)
+                .target(target)
+                .backend(path)
+                .plan(plan),
+        )
+        .unwrap()
     }
 
     fn sums(self, client: &Client, a: &Packed, b: &Packed) -> Vec<f32> {
@@ -86,7 +92,7 @@ impl Kernel {
         let new = Target::New(FloatKind::F32);
         read_matrix(
             client,
-            &self.product(client, &(&a).into(), &(&b).into(), None, new),
+            &self.product(client, &Operand::from(&a), &Operand::from(&b), None, new),
         )
     }
 }
@@ -351,10 +357,18 @@ fn maximum_of_the_output() {
                 a.scales[(m - 1) * a.blocks] = 0x7f;
             }
             let (left, right) = (a.device(&client), Packed::random(n, k, 6).device(&client));
-            let (x, y) = ((&left).into(), (&right).into());
+            let (x, y) = (Operand::from(&left), Operand::from(&right));
             let (path, new) = (Some(GemmBackend::Sm120BlockScaled), Target::New(out));
             let plan = Some(software(2));
-            let (found, amax) = product_amax_with(&client, path, &x, &y, new, plan).unwrap();
+            let (found, amax) = multiply_amax(
+                &client,
+                Gemm::new(&x, &y)
+                    .target(new)
+                    .amax(OutputAmax::Whole)
+                    .backend(path)
+                    .plan(plan),
+            )
+            .unwrap();
             let expected = read_f32(&client, &quantize::amax(&client, &found, None).unwrap());
             let amax = read_f32(&client, &amax);
             assert_eq!(amax.to_bits(), expected.to_bits(), "{out:?}, NaN {poison}");
@@ -395,7 +409,13 @@ fn memory_behind_the_output_is_untouched() {
             let memory = client.create_from_slice(bytemuck::cast_slice(&held));
             let matrix = Matrix::new(memory.clone(), m, n, FloatKind::F32).unwrap();
             let target = Target::Accumulate(&matrix);
-            kernel.product(&client, &(&a).into(), &(&b).into(), None, target);
+            kernel.product(
+                &client,
+                &Operand::from(&a),
+                &Operand::from(&b),
+                None,
+                target,
+            );
             let whole = Matrix::new(memory, 1, m * n + guard, FloatKind::F32).unwrap();
             let found: Vec<f32> = read_matrix(&client, &whole);
             assert!(found[m * n..].iter().all(|value| *value == 12345.0));
@@ -437,7 +457,7 @@ fn bf16_operands() {
             read_matrix(&client, &Kernel::Matrix.product(&client, a, b, None, new))
         };
         let dense = (upload(&client, &x, m, k), upload(&client, &y, n, k));
-        let found = run(&(&dense.0).into(), &(&dense.1).into());
+        let found = run(&Operand::from(&dense.0), &Operand::from(&dense.1));
         if !k.is_multiple_of(16) {
             assert_eq!(found, vec![1.5; m * n]);
             continue;
@@ -455,15 +475,15 @@ fn bf16_operands() {
         let expected = run(&left, &right);
         assert!(expected.iter().any(|value| *value != 0.0));
         assert_floats(&found, &expected, &what);
-        assert_floats(&run(&left, &(&dense.1).into()), &expected, &what);
-        assert_floats(&run(&(&dense.0).into(), &right), &expected, &what);
+        assert_floats(&run(&left, &Operand::from(&dense.1)), &expected, &what);
+        assert_floats(&run(&Operand::from(&dense.0), &right), &expected, &what);
         // A view that begins in the middle of a vector.
         let mut padded = vec![bf16::from_f32(100.0)];
         padded.extend(&x);
         let handle = client.create_from_slice(bytemuck::cast_slice(&padded));
         let view = Matrix::new(handle.offset_start(2), m, k, FloatKind::Bf16).unwrap();
         assert_floats(
-            &run(&(&view).into(), &right),
+            &run(&Operand::from(&view), &right),
             &expected,
             &format!("{what}: view"),
         );
@@ -478,7 +498,8 @@ fn bf16_operands() {
         let (x, y) = (values(m * k, 7), values(n * k, 5));
         let (a, b) = (upload(&client, &x, m, k), upload(&client, &y, n, k));
         let new = Target::New(FloatKind::F32);
-        let found = Kernel::Matrix.product(&client, &(&a).into(), &(&b).into(), None, new);
+        let found =
+            Kernel::Matrix.product(&client, &Operand::from(&a), &Operand::from(&b), None, new);
         for (i, found) in read_matrix::<f32>(&client, &found).iter().enumerate() {
             let terms = x[i / n * k..][..k].iter().zip(&y[i % n * k..][..k]);
             let expected: f32 = terms.map(|(x, y)| x.to_f32() * y.to_f32()).sum();
@@ -513,11 +534,12 @@ fn few_rows_without_a_path_of_their_own() {
     ] {
         let (a, mut b) = (Packed::random(m, k, 5), Packed::random(n, k, 6));
         let what = format!("{m} x {n} x {k}");
-        let (path, kernel) = gemm::kernel_of(&client, (true, true), (m, n, k), 1);
-        assert_eq!(path, GemmBackend::Cmma, "{what}");
-        assert!(kernel.starts_with("few rows"), "{what}: {kernel}");
+        let problem = Problem::new([OperandLayout::Packed; 2], (m, n, k));
+        let choice = gemm::choose(&client, &problem).unwrap();
+        let found = (choice.backend, choice.plan);
+        assert_eq!(found, (GemmBackend::Cmma, Plan::SmallM), "{what}");
         let (left, right) = (a.device(&client), b.device(&client));
-        let found = gemm::gemm(&client, &left, &right, None, FloatKind::F32).unwrap();
+        let found = multiply(&client, Gemm::new(&left, &right).out(FloatKind::F32)).unwrap();
         assert_bound(&read_matrix::<f32>(&client, &found), &a, &b, &what);
         // NaN, zero and subnormal ones among them.
         for (i, scale) in b.scales.iter_mut().enumerate() {
@@ -525,9 +547,13 @@ fn few_rows_without_a_path_of_their_own() {
         }
         let right = b.device(&client);
         let new = Target::New(FloatKind::F32);
-        let expected = gemm::gemm(&client, &left, &right, None, FloatKind::F32).unwrap();
-        let (left, right) = ((&left).into(), (&right).into());
-        let found = product_as(&client, &old, &left, &right, None, new).unwrap();
+        let expected = multiply(&client, Gemm::new(&left, &right).out(FloatKind::F32)).unwrap();
+        let (left, right) = (Operand::from(&left), Operand::from(&right));
+        let found = multiply(
+            &client,
+            Gemm::new(&left, &right).target(new).capabilities(&old),
+        )
+        .unwrap();
         let (found, expected): (Vec<f32>, Vec<f32>) = (
             read_matrix(&client, &found),
             read_matrix(&client, &expected),
@@ -563,15 +589,27 @@ fn block_scaled_rows_in_groups() {
                 count,
             };
             let held = vec![0.5f32; m * n];
-            let (x, y) = ((&left).into(), (&right).into());
+            let (x, y) = (Operand::from(&left), Operand::from(&right));
             let target = upload(&client, &held, m, n);
             let target = Target::Accumulate(&target);
             let path = Some(GemmBackend::Scalar);
-            let expected = gemm::gemm_grouped_rows(&client, path, &x, &y, &groups, None, target);
+            let expected = multiply(
+                &client,
+                Gemm::new(&x, &y)
+                    .target(target)
+                    .m_grouped(&groups)
+                    .backend(path),
+            );
             let expected: Vec<f32> = read_matrix(&client, &expected.unwrap());
             let target = upload(&client, &held, m, n);
             let target = Target::Accumulate(&target);
-            let found = grouped_rows_with(&client, &x, &y, &groups, target, software(strips));
+            let found = multiply(
+                &client,
+                Gemm::new(&x, &y)
+                    .target(target)
+                    .m_grouped(&groups)
+                    .plan(software(strips)),
+            );
             let found: Vec<f32> = read_matrix(&client, &found.unwrap());
             let what = format!("{strips}, {count} groups, n {n}, k {k}");
             assert_floats(&found, &expected, &what);
@@ -585,21 +623,24 @@ fn errors_name_what_is_missing() {
     let client = gpu!("errors_name_what_is_missing");
     let a = Packed::random(32, 32, 1).device(&client);
     let wide = Packed::random(9, 32, 1).device(&client);
-    let run = |b, path, plan| {
+    let run = |b: Operand, path: Option<GemmBackend>, plan: Option<Plan>| {
         let new = Target::New(FloatKind::F32);
-        product_with(&client, path, &(&a).into(), &b, None, new, plan)
-            .unwrap_err()
-            .to_string()
+        multiply(
+            &client,
+            Gemm::new(&a, &b).target(new).backend(path).plan(plan),
+        )
+        .unwrap_err()
+        .to_string()
     };
     let path = Some(GemmBackend::Sm120BlockScaled);
     if Capabilities::of(&client).gemm != GemmBackend::Sm120BlockScaled {
-        let error = run((&a).into(), path, None);
+        let error = run(Operand::from(&a), path, None);
         assert!(error.contains("compute capability 12.0"), "{error}");
     }
-    let error = run((&wide).into(), path, Some(software(1)));
+    let error = run(Operand::from(&wide), path, Some(software(1)));
     assert!(error.contains("multiple of 8"), "{error}");
     let half = Matrix::empty(&client, 32, 32, FloatKind::Bf16);
-    let error = run((&half).into(), path, Some(software(1)));
+    let error = run(Operand::from(&half), path, Some(software(1)));
     assert!(error.contains("packed operands"), "{error}");
 }
 
@@ -638,7 +679,7 @@ proptest! {
         for kernel in [Kernel::Matrix, Kernel::BlockScaled(1)] {
             assert_bound(&kernel.sums(&client, &a, &b), &a, &b, &what);
         }
-        let found = gemm::gemm(&client, &a.device(&client), &b.device(&client), None, FloatKind::F32);
+        let found = multiply(&client, Gemm::new(&a.device(&client), &b.device(&client)).out(FloatKind::F32));
         assert_bound(&read_matrix::<f32>(&client, &found.unwrap()), &a, &b, &what);
     }
 }

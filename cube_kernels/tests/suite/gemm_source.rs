@@ -297,11 +297,11 @@ fn sm90_kernel_uses_the_tensor_cores_and_spills_nothing() {
             (GroupedDim::None, all, FloatKind::F32, rows),
         ];
         for columns in [[false, true], [true, false], [true, true]] {
-            if tile.takes_columns() || !columns[1] {
+            if tile.takes_mn_major() || !columns[1] {
                 instances.push((GroupedDim::None, plain_epilogue, FloatKind::Bf16, columns));
             }
         }
-        if tile.takes_columns() {
+        if tile.takes_mn_major() {
             let columns = [true; 2];
             instances.push((GroupedDim::K, plain_epilogue, FloatKind::F32, columns));
             instances.push((GroupedDim::None, all, FloatKind::F32, columns));

@@ -2,6 +2,7 @@
 //! graph is being captured, reads of other tests would be refused and would spoil it.
 
 use crate::support::device::{assert_floats, read_f32s, read_matrix};
+use crate::support::gemm::{multiply, multiply_amax};
 use crate::support::inputs::{Kind, convert, values};
 use crate::support::packed::Packed;
 use crate::support::process::ran_in_own_process;
@@ -11,9 +12,9 @@ use nvfp4_kernels::{
     Amax, Hadamard, HadamardSize, QuantParams, RandomStream, Rounding, Usage,
     capabilities::{Capabilities, GemmBackend},
     gemm::{
-        self, Elements, Operand, OutputAmax, Scale, Target,
-        cublaslt::{self, Format, Problem},
-        kernels::{Plan, Sm90Tile, W4a16Tile, product_with},
+        Elements, Gemm, Operand, OutputAmax, Plan, Scale, Target,
+        cublaslt::{self, CublasLtFormat, CublasLtProblem},
+        kernels::{Sm90Tile, W4a16Tile},
     },
     moe::GroupOffsets,
     quantize::{self, EdenRandom, QuantRequest},
@@ -232,8 +233,8 @@ fn graph_replays_products_of_cublaslt() {
         return;
     };
     let (m, n, k) = (64, 128, 256);
-    let problem = Problem {
-        format: Format::Bf16,
+    let problem = CublasLtProblem {
+        format: CublasLtFormat::Bf16,
         m,
         n,
         k,
@@ -263,7 +264,7 @@ fn graph_replays_products_of_cublaslt() {
             scale: Scale::Tensor(&amax, 2688.0),
         };
         let (path, target) = (Some(GemmBackend::CublasLt), Target::Accumulate(&sum));
-        gemm::product(&client, path, &a, &(&b).into(), None, target).unwrap();
+        multiply(&client, Gemm::new(&a, &b).target(target).backend(path)).unwrap();
     };
     client.graph_prepare().unwrap();
     run();
@@ -303,9 +304,13 @@ fn graph_replays_products_in_groups() {
         let (left, right) = (a.device(&client), b.device(&client));
         let run = |offsets: &Handle| {
             let offsets = GroupOffsets::new(offsets.clone(), groups).unwrap();
-            let (a, b): (Operand, Operand) = ((&left).into(), (&right).into());
+            let (a, b): (Operand, Operand) = (Operand::from(&left), Operand::from(&right));
             let (new, of) = (Target::New(FloatKind::F32), OutputAmax::PerGroup);
-            gemm::gemm_grouped_rows_amax(&client, None, &a, &b, &offsets, None, new, of).unwrap()
+            multiply_amax(
+                &client,
+                Gemm::new(&a, &b).target(new).m_grouped(&offsets).amax(of),
+            )
+            .unwrap()
         };
         let offsets = upload(&[0, 80, 160, 240, 320, 400]);
         client.graph_prepare().unwrap();
@@ -368,14 +373,14 @@ fn workspaces_are_released() {
     let offsets = client.create_from_slice(bytemuck::cast_slice(&starts));
     let offsets = GroupOffsets::new(offsets, 4).unwrap();
     let dense = |plan| {
-        let (a, b) = ((&a).into(), (&b_dense).into());
+        let (a, b) = (Operand::from(&a), Operand::from(&b_dense));
         let new = Target::New(FloatKind::Bf16);
-        product_with(&client, None, &a, &b, None, new, plan).unwrap()
+        multiply(&client, Gemm::new(&a, &b).target(new).plan(plan)).unwrap()
     };
     let grouped = || {
-        let (a, b): (Operand, Operand) = ((&a).into(), (&b).into());
+        let (a, b): (Operand, Operand) = (Operand::from(&a), Operand::from(&b));
         let new = Target::New(FloatKind::Bf16);
-        gemm::gemm_grouped_rows(&client, None, &a, &b, &offsets, None, new).unwrap()
+        multiply(&client, Gemm::new(&a, &b).target(new).m_grouped(&offsets)).unwrap()
     };
     let mut products: Vec<(&str, Product)> = vec![
         ("its own", Box::new(|| dense(None))),

@@ -3,6 +3,7 @@
 //! `NVFP4_TEST_DEVICE` chooses: `cpu` (the default) or `cuda`.
 
 use crate::support::device::{DeviceElement, assert_packed, read_f32, read_matrix, upload};
+use crate::support::gemm::multiply;
 use crate::support::inputs::{Kind, TestElement, convert, values};
 use crate::support::{device, inputs};
 use cubecl::{prelude::*, server::Handle};
@@ -11,7 +12,8 @@ use nvfp4_kernels::{
     Amax, BlockScaling, Hadamard, Nvfp4Error, Origin, QuantizedTensor, RandomStream, Rounding,
     ScaleLayout,
     capabilities::{Capabilities, GemmBackend},
-    gemm, quantize, reference,
+    gemm::Gemm,
+    quantize, reference,
     tensor::{DeviceQuantized, DeviceRounding, FloatKind, Matrix},
 };
 use proptest::prelude::*;
@@ -197,12 +199,12 @@ fn empty() {
     let amax = quantize::amax(&client, &row, None).unwrap();
     assert_eq!(read_f32(&client, &amax), 0.0);
     let a = quantize::quantize_row(&client, &row, &amax, DeviceRounding::Nearest).unwrap();
-    let out = gemm::gemm(&client, &a, &a, None, FloatKind::F32).unwrap();
+    let out = multiply(&client, Gemm::new(&a, &a).out(FloatKind::F32)).unwrap();
     assert_eq!((out.rows, out.cols), (0, 0));
     // No tokens: the weight gradient is a product over nothing, and must be zeros.
     let x = Matrix::empty(&client, 0, 48, FloatKind::F32);
     let a = quantize::quantize_col(&client, &x, &amax, DeviceRounding::Nearest, None).unwrap();
-    let out = gemm::gemm(&client, &a, &a, None, FloatKind::F32).unwrap();
+    let out = multiply(&client, Gemm::new(&a, &a).out(FloatKind::F32)).unwrap();
     assert_eq!(read_matrix::<f32>(&client, &out), vec![0.0; 48 * 48]);
 }
 
@@ -262,7 +264,14 @@ fn scalar_gemm_equals_the_oracle() {
             let expected = reference::gemm_f32(&host_a, &host_b, bias.map(|b| b.0)).unwrap();
             let run = |out| {
                 let bias = bias.map(|b| b.1);
-                gemm::gemm_on(&client, GemmBackend::Scalar, &a, &b, bias, out).unwrap()
+                multiply(
+                    &client,
+                    Gemm::new(&a, &b)
+                        .bias(bias)
+                        .out(out)
+                        .backend(GemmBackend::Scalar),
+                )
+                .unwrap()
             };
             let what = format!("gemm {shape:?}");
             let found = run(FloatKind::F32);
@@ -300,7 +309,7 @@ fn gemm_is_within_the_bound_of_any_order() {
     }
     for shape in shapes {
         let [(a, host_a), (b, host_b)] = operands(&client, shape, Kind::Heavy);
-        let found = gemm::gemm(&client, &a, &b, None, FloatKind::F32).unwrap();
+        let found = multiply(&client, Gemm::new(&a, &b).out(FloatKind::F32)).unwrap();
         let found = read_matrix::<f32>(&client, &found);
         let expected = reference::gemm_f64(&host_a, &host_b, None).unwrap();
         let (left, right) = (
@@ -363,7 +372,11 @@ fn gemm_of_integers_is_exact() {
             .map(|&value| value as f32)
             .collect();
         let device = |packed| DeviceQuantized::from_host(&client, packed);
-        let found = gemm::gemm(&client, &device(&a), &device(&b), None, FloatKind::F32).unwrap();
+        let found = multiply(
+            &client,
+            Gemm::new(&device(&a), &device(&b)).out(FloatKind::F32),
+        )
+        .unwrap();
         assert_floats(&read_matrix::<f32>(&client, &found), &expected, "integers");
         assert!(expected.iter().any(|value| *value != 0.0));
     }
@@ -374,7 +387,7 @@ fn nan_reaches_the_output() {
     let client = client!("nan_reaches_the_output");
     let [(a, _), _] = operands(&client, (4, 4, 32), Kind::Nan);
     let [_, (b, _)] = operands(&client, (4, 4, 32), Kind::Normal);
-    let out = gemm::gemm(&client, &a, &b, None, FloatKind::F32).unwrap();
+    let out = multiply(&client, Gemm::new(&a, &b).out(FloatKind::F32)).unwrap();
     assert!(
         read_matrix::<f32>(&client, &out)
             .iter()
@@ -393,7 +406,7 @@ fn repeated_launches_are_identical() {
         let packed =
             quantize::quantize_col(&client, &matrix, &amax, rounding, Some(Hadamard::default()))
                 .unwrap();
-        let product = gemm::gemm(&client, &packed, &packed, None, FloatKind::F32).unwrap();
+        let product = multiply(&client, Gemm::new(&packed, &packed).out(FloatKind::F32)).unwrap();
         let origin = Origin::block_1d(Rounding::Stochastic(STREAM));
         let host = packed.to_host(&client, origin).unwrap();
         let bits: Vec<u32> = read_matrix::<f32>(&client, &product)
@@ -462,18 +475,21 @@ fn bad_arguments_are_named() {
         let x = upload(&client, &vec![0f32; rows * cols], rows, cols);
         quantize::quantize_row(&client, &x, &amax, DeviceRounding::Nearest).unwrap()
     };
-    let error = gemm::gemm(&client, &pack(2, 32), &pack(2, 48), None, FloatKind::F32).unwrap_err();
+    let error = multiply(
+        &client,
+        Gemm::new(&pack(2, 32), &pack(2, 48)).out(FloatKind::F32),
+    )
+    .unwrap_err();
     assert!(
         matches!(error, Nvfp4Error::Shape { argument: "b", .. }),
         "{error}"
     );
     let bias = Matrix::empty(&client, 1, 3, FloatKind::F32);
-    let error = gemm::gemm(
+    let error = multiply(
         &client,
-        &pack(2, 32),
-        &pack(2, 32),
-        Some(&bias),
-        FloatKind::F32,
+        Gemm::new(&pack(2, 32), &pack(2, 32))
+            .bias(Some(&bias))
+            .out(FloatKind::F32),
     )
     .unwrap_err();
     assert!(

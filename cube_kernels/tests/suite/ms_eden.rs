@@ -3,11 +3,13 @@
 
 use crate::support::device;
 use crate::support::device::{DeviceElement, assert_bytes, assert_packed, read_f32, upload};
+use crate::support::gemm::multiply;
 use crate::support::inputs::{ALL_KINDS, Kind, convert, values};
 use cubecl::{prelude::*, server::Handle};
 use half::{bf16, f16};
 use nvfp4_kernels::{
     Amax, Hadamard, HadamardSize, RandomStream, Rounding, Usage,
+    gemm::Gemm,
     quantize::{self, EdenRandom, EdenSource},
     reference::{self, EdenTarget, Element},
     tensor::{DeviceQuantized, FloatKind, Matrix},
@@ -200,12 +202,9 @@ fn products_survive_the_rotation() {
         let target = EdenTarget::Backward;
         quantize::ms_eden(&client, &matrix, usage, &amax, &hadamard(), target, random).unwrap()
     };
-    let product = nvfp4_kernels::gemm::gemm(
+    let product = multiply(
         &client,
-        &quantize(&a, m, 1),
-        &quantize(&b, n, 2),
-        None,
-        FloatKind::F32,
+        Gemm::new(&quantize(&a, m, 1), &quantize(&b, n, 2)).out(FloatKind::F32),
     )
     .unwrap();
     let product = device::read_matrix::<f32>(&client, &product);

@@ -3,6 +3,7 @@
 
 use crate::support::device;
 use crate::support::device::{DeviceElement, assert_floats, read_bytes, read_matrix, upload};
+use crate::support::gemm::multiply;
 use crate::support::inputs::{ALL_KINDS, Kind, convert, values};
 use cubecl::{prelude::*, server::Handle};
 use half::{bf16, f16};
@@ -11,8 +12,8 @@ use nvfp4_kernels::{
     Rounding, ScaleLayout, Storage, Usage,
     capabilities::{Capabilities, GemmBackend},
     gemm::{
-        Target,
-        kernels::{Plan, Sm90Tile, decode, product_with},
+        Gemm, Plan, Target,
+        kernels::{Sm90Tile, decode},
     },
     quantize::{self, AmaxRequest, QuantRequest},
     reference,
@@ -286,8 +287,11 @@ fn products_have_the_same_bits() {
                 let run = |a: &DeviceQuantized, b: &DeviceQuantized| {
                     let path = plan.map(|_| GemmBackend::Sm90Wgmma);
                     let target = Target::New(FloatKind::F32);
-                    let (a, b) = (a.into(), b.into());
-                    let out = product_with(&client, path, &a, &b, None, target, plan).unwrap();
+                    let out = multiply(
+                        &client,
+                        Gemm::new(a, b).target(target).backend(path).plan(plan),
+                    )
+                    .unwrap();
                     bits(&client, &out)
                 };
                 let expected = run(&a, &b);

@@ -4,11 +4,11 @@ use std::convert::Infallible;
 
 use cubecl::client::Client;
 
-use super::{Problem, Product};
+use super::{CublasLtGemm, CublasLtProblem};
 use crate::Nvfp4Error;
 
 /// No algorithm.
-pub fn plan(client: &Client, problem: &Problem) -> Result<Infallible, Nvfp4Error> {
+pub fn plan(client: &Client, problem: &CublasLtProblem) -> Result<Infallible, Nvfp4Error> {
     Err(Nvfp4Error::Unsupported {
         library: "cuBLASLt",
         problem: format!("{problem} on {}", client.properties().identity.name),
@@ -17,6 +17,6 @@ pub fn plan(client: &Client, problem: &Problem) -> Result<Infallible, Nvfp4Error
 }
 
 /// Nothing is queued.
-pub fn submit(client: &Client, product: &Product) -> Result<(), Nvfp4Error> {
-    plan(client, &product.problem()).map(|never| match never {})
+pub fn submit(client: &Client, gemm: &CublasLtGemm) -> Result<(), Nvfp4Error> {
+    plan(client, &gemm.problem()).map(|never| match never {})
 }

@@ -1,5 +1,5 @@
 //! The library itself: what of its C interface is used, loaded when it is first asked for, and the
-//! descriptors of one product.
+//! descriptors of one GEMM.
 //!
 //! The interface is declared with plain integers. `cudarc` finds and loads the library; its own
 //! bindings are those of the CUDA toolkit of the machine that compiles, and an older one has no names
@@ -16,7 +16,7 @@ use std::{
 use cubecl::device::DeviceId;
 use cudarc::cublaslt::sys;
 
-use super::{Format, Problem, WORKSPACE};
+use super::{CublasLtFormat, CublasLtProblem, WORKSPACE};
 use crate::tensor::FloatKind;
 
 type Pointer = *mut c_void;
@@ -75,11 +75,11 @@ interface! {
 const COMPUTE_32F: i32 = 68;
 
 /// `cudaDataType_t`.
-const fn type_of(format: Format) -> i32 {
+const fn type_of(format: CublasLtFormat) -> i32 {
     match format {
-        Format::Bf16 => R_16BF,
-        Format::E4m3 => 28,
-        Format::Nvfp4 => 33,
+        CublasLtFormat::Bf16 => R_16BF,
+        CublasLtFormat::E4m3 => 28,
+        CublasLtFormat::Nvfp4 => 33,
     }
 }
 const R_32F: i32 = 0;
@@ -145,7 +145,7 @@ struct Heuristic {
 /// The algorithm that the library thinks is the fastest for a problem, or why it has none.
 pub type Answer = Result<Algorithm, String>;
 
-/// Where the memory of a product lies on the device.
+/// Where the memory of a GEMM lies on the device.
 #[derive(Debug, Clone, Copy)]
 pub struct Addresses {
     pub a: u64,
@@ -208,7 +208,7 @@ impl Library {
 
     /// What the library answers to `problem` on `device`, whose context is the current one. An error is no
     /// answer: it could not be asked.
-    pub fn plan(&self, device: DeviceId, problem: &Problem) -> Result<Answer, String> {
+    pub fn plan(&self, device: DeviceId, problem: &CublasLtProblem) -> Result<Answer, String> {
         let handle = self.handle(device)?;
         let operation = Operation::new(&self.interface, problem, &Addresses::NONE)?;
         let preference = Object::new(
@@ -271,17 +271,17 @@ impl Library {
         }
     }
 
-    /// Queues a product on `stream`.
+    /// Queues a GEMM on `stream`.
     ///
     /// # Safety
     /// The context of `device` is the current one, and `stream` is one of its streams. The addresses are
-    /// those of device memory as large as [`Product::check`](super::Product::check) demands, of a
-    /// workspace as large as `algorithm` demands, alive until the stream has passed the product, and no
+    /// those of device memory as large as [`CublasLtGemm::check`](super::CublasLtGemm::check) demands, of a
+    /// workspace as large as `algorithm` demands, alive until the stream has passed the GEMM, and no
     /// other stream writes any of it or reads the output until then.
     pub unsafe fn queue(
         &self,
         device: DeviceId,
-        problem: &Problem,
+        problem: &CublasLtProblem,
         algorithm: &Algorithm,
         at: &Addresses,
         stream: Pointer,
@@ -342,7 +342,7 @@ impl Drop for Object {
     }
 }
 
-/// The descriptors of one product: the operation, and the layouts of the library's `A`, `B` and `D`.
+/// The descriptors of one GEMM: the operation, and the layouts of the library's `A`, `B` and `D`.
 struct Operation {
     desc: Object,
     a: Object,
@@ -351,8 +351,12 @@ struct Operation {
 }
 
 impl Operation {
-    fn new(interface: &Interface, problem: &Problem, at: &Addresses) -> Result<Self, String> {
-        let Problem {
+    fn new(
+        interface: &Interface,
+        problem: &CublasLtProblem,
+        at: &Addresses,
+    ) -> Result<Self, String> {
+        let CublasLtProblem {
             format, m, n, k, ..
         } = *problem;
         let desc = Object::new(
@@ -384,12 +388,12 @@ impl Operation {
             set_int(attribute::BIAS_TYPE, float_type(format.bias(problem.out)))?;
             set_address(attribute::BIAS, at.bias)?;
         }
-        if format != Format::Bf16 {
+        if format != CublasLtFormat::Bf16 {
             set_address(attribute::SCALE_A, at.b_scale)?;
             set_address(attribute::SCALE_B, at.a_scale)?;
         }
         // One `f32` is what the library assumes, and what one older than 12.8 knows nothing else of.
-        if format == Format::Nvfp4 {
+        if format == CublasLtFormat::Nvfp4 {
             set_int(attribute::SCALE_MODE_A, 1)?;
             set_int(attribute::SCALE_MODE_B, 1)?;
         }

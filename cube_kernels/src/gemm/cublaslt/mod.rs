@@ -1,4 +1,4 @@
-//! Products by NVIDIA's cuBLASLt: the FP4 tensor cores of compute capability 10.0 and 10.3, and bf16
+//! GEMMs by NVIDIA's cuBLASLt: the FP4 tensor cores of compute capability 10.0 and 10.3, and bf16
 //! and FP8 wherever the library has them.
 //!
 //! `out[m, n] = alpha · Σ a[m, k] · b[n, k] + bias[n] (+ what out held)`, both operands stored along
@@ -7,14 +7,14 @@
 //! dimension of `k` ("TN", the only orientation with FP4 and FP8), and the bias runs along the rows of
 //! `D`, which are our columns.
 //!
-//! | [`Format`] | elements | scales | rows of 16 bytes are |
+//! | [`CublasLtFormat`] | elements | scales | rows of 16 bytes are |
 //! |---|---|---|---|
 //! | `Bf16` | bf16 | none | 8 elements |
 //! | `E4m3` | FP8 E4M3 | one `f32` for each operand, on the device, multiplied | 16 |
 //! | `Nvfp4` | E2M1, the lower half of a byte first | an E4M3 byte for each 16 elements, in 128x4 tiles ([`quantize::swizzle`](crate::quantize::swizzle())) | 32 |
 //!
 //! Three ways through the same code, so that all of it but the FP4 instruction itself is tested on a
-//! GPU without FP4: descriptors, epilogue arguments, memory, order. **The FP4 product has never run
+//! GPU without FP4: descriptors, epilogue arguments, memory, order. **The FP4 GEMM has never run
 //! on hardware**: on compute capability 9.0 the library answers that it does not support it, which
 //! [`supports`] turns into [`Nvfp4Error::Unsupported`].
 //!
@@ -26,23 +26,23 @@
 //! that is what `queue` submits: one task, in the same queue as launches, that does what CubeCL's own
 //! launch does, and waits for every other stream whose memory is used. It skips where an input was never written and marks the output when it fails (so that
 //! reading the output says why), keeps memory of other streams alive, and tells a graph that is being captured which memory it uses. No host
-//! synchronisation, no second stream, no waiting kernel, and a captured graph holds the product like
+//! synchronisation, no second stream, no waiting kernel, and a captured graph holds the GEMM like
 //! any launch.
 //!
-//! Measured (H100, host time of a small product): 15 us a call, 51 us between two synchronisations.
+//! Measured (H100, host time of a small GEMM): 15 us a call, 51 us between two synchronisations.
 //!
 //! What was considered instead: a stream of our own, a kernel that sets a flag for
 //! `cuStreamWaitValue32`, `cuStreamWriteValue32` back, and a kernel that waits for that. All work would
 //! be submitted in the order of its dependencies, so one hardware queue would do; but the waiting kernel
-//! holds a slot of a multiprocessor while the library's kernels need one, each stream of a process has
-//! its own, a kernel that wants all multiprocessors at once would never start, and a captured graph
-//! would hold the waiting without the product. It is not needed.
+//! holds a slot of an SM while the library's kernels need one, each stream of a process has
+//! its own, a kernel that wants all SMs at once would never start, and a captured graph
+//! would hold the waiting without the GEMM. It is not needed.
 //!
 //! # Memory
 //!
 //! One library handle for each device lives as long as the process. The workspace that an algorithm
 //! asks for (at most [`WORKSPACE`] bytes) comes from CubeCL's pool for each call, which reuses it in the
-//! order of the stream: products on two streams never share one.
+//! order of the stream: GEMMs on two streams never share one.
 
 use cubecl::{client::Client, server::Handle};
 
@@ -53,27 +53,17 @@ use crate::{
     tensor::{FloatKind, Matrix},
 };
 
-#[allow(missing_docs)]
-pub(super) mod kernels;
 #[cfg(feature = "cuda")]
 mod library;
-mod operands;
 #[cfg_attr(not(feature = "cuda"), path = "absent.rs")]
 mod queue;
-
-pub(super) use operands::{launch, or_portable};
 
 /// The most memory that an algorithm may ask for: what NVIDIA recommends for Hopper and Blackwell.
 pub const WORKSPACE: usize = 32 << 20;
 
-/// What tracing and the doctor say of a product of two packed operands.
-pub(super) const NVFP4: &str = "cuBLASLt, NVFP4 operands with block scales in 128x4 tiles";
-/// The same with a bf16 operand.
-pub(super) const BF16: &str = "cuBLASLt, bf16 operands, a packed one decoded before";
-
 /// The element type of both operands.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Format {
+pub enum CublasLtFormat {
     /// bfloat16.
     Bf16,
     /// FP8 E4M3 with one `f32` factor for each operand.
@@ -82,7 +72,7 @@ pub enum Format {
     Nvfp4,
 }
 
-impl Format {
+impl CublasLtFormat {
     /// Bits of one element.
     pub const fn bits(self) -> usize {
         match self {
@@ -104,9 +94,9 @@ impl Format {
 
 /// What the library is asked for, without the memory: it has an algorithm for a problem or not.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub struct Problem {
+pub struct CublasLtProblem {
     /// Type of both operands.
-    pub format: Format,
+    pub format: CublasLtFormat,
     /// Rows of `a` and of the output.
     pub m: usize,
     /// Rows of `b`, columns of the output.
@@ -125,7 +115,7 @@ pub struct Problem {
     pub alignment: u32,
 }
 
-impl std::fmt::Display for Problem {
+impl std::fmt::Display for CublasLtProblem {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let Self { m, n, k, .. } = self;
         write!(f, "{m} x {n} x {k}, {:?} to {:?}", self.format, self.out)?;
@@ -142,7 +132,7 @@ impl std::fmt::Display for Problem {
     }
 }
 
-impl Problem {
+impl CublasLtProblem {
     /// Checks the rules that hold on every device: rows of `a`, `b` and the output are multiples of 16
     /// bytes, matrices begin at multiples of 16 bytes, no dimension is 0 or above 2^31 - 1. What else
     /// the library wants it says itself ([`supports`]).
@@ -176,30 +166,30 @@ impl Problem {
 
 /// One operand.
 #[derive(Debug, Clone, Copy)]
-pub struct Side<'a> {
+pub struct CublasLtOperand<'a> {
     /// Stored rows.
     pub rows: usize,
     /// The elements, `rows` rows of `k`.
     pub data: &'a Handle,
-    /// Scales, in the form that the [`Format`] says.
+    /// Scales, in the form that the [`CublasLtFormat`] says.
     pub scale: Option<&'a Handle>,
 }
 
-/// A product with its memory.
+/// A GEMM with its memory.
 #[derive(Debug, Clone, Copy)]
-pub struct Product<'a> {
+pub struct CublasLtGemm<'a> {
     /// Type of both operands.
-    pub format: Format,
+    pub format: CublasLtFormat,
     /// Elements of a row of `a` and `b`.
     pub k: usize,
     /// The rows of the output.
-    pub a: Side<'a>,
+    pub a: CublasLtOperand<'a>,
     /// The columns of the output.
-    pub b: Side<'a>,
+    pub b: CublasLtOperand<'a>,
     /// Two `f32` in device memory, `alpha` and what the output is multiplied by before the sum is
     /// added, 1 or 0 as `accumulate` says. Without them `alpha` is one.
     pub alpha: Option<&'a Handle>,
-    /// One value for each column of the output, of the type [`Format::bias`].
+    /// One value for each column of the output, of the type [`CublasLtFormat::bias`].
     pub bias: Option<&'a Matrix>,
     /// The output.
     pub out: &'a Matrix,
@@ -207,14 +197,14 @@ pub struct Product<'a> {
     pub accumulate: bool,
 }
 
-impl Product<'_> {
-    /// The problem that this product is an instance of.
-    pub fn problem(&self) -> Problem {
+impl CublasLtGemm<'_> {
+    /// The problem that this GEMM is an instance of.
+    pub fn problem(&self) -> CublasLtProblem {
         let handles = [self.a.data, self.b.data, &self.out.handle]
             .into_iter()
             .chain([self.a.scale, self.b.scale].into_iter().flatten())
             .chain(self.bias.map(|bias| &bias.handle));
-        Problem {
+        CublasLtProblem {
             format: self.format,
             m: self.a.rows,
             n: self.b.rows,
@@ -246,9 +236,9 @@ impl Product<'_> {
             let bytes = side.rows * self.k / 8 * self.format.bits();
             check_memory(names[0], side.data, bytes)?;
             let needed = match self.format {
-                Format::Bf16 => None,
-                Format::E4m3 => Some(4),
-                Format::Nvfp4 => Some(padded_len(side.rows, self.k / crate::BLOCK)),
+                CublasLtFormat::Bf16 => None,
+                CublasLtFormat::E4m3 => Some(4),
+                CublasLtFormat::Nvfp4 => Some(padded_len(side.rows, self.k / crate::BLOCK)),
             };
             match (side.scale, needed) {
                 (Some(scale), Some(needed)) => check_memory(names[1], scale, needed)?,
@@ -258,9 +248,9 @@ impl Product<'_> {
                         names[1],
                         if found.is_some() { "scales" } else { "none" },
                         match self.format {
-                            Format::Bf16 => "none with Bf16",
-                            Format::E4m3 => "one f32 with E4m3",
-                            Format::Nvfp4 => "block scales with Nvfp4",
+                            CublasLtFormat::Bf16 => "none with Bf16",
+                            CublasLtFormat::E4m3 => "one f32 with E4m3",
+                            CublasLtFormat::Nvfp4 => "block scales with Nvfp4",
                         },
                     ));
                 }
@@ -295,17 +285,17 @@ fn alignment(handle: &Handle) -> u32 {
 ///
 /// # Errors
 /// [`Nvfp4Error::Unsupported`] when the library is not there or has no algorithm, and as
-/// [`Problem::check`].
-pub fn supports(client: &Client, problem: &Problem) -> Result<(), Nvfp4Error> {
+/// [`CublasLtProblem::check`].
+pub fn supports(client: &Client, problem: &CublasLtProblem) -> Result<(), Nvfp4Error> {
     problem.check()?;
     queue::plan(client, problem).map(drop)
 }
 
-/// Queues a product behind everything that was queued through `client` before.
+/// Queues a GEMM behind everything that was queued through `client` before.
 ///
 /// # Errors
-/// As [`supports`] and [`Product::check`]. What goes wrong later is said by a read of the output.
-pub fn product(client: &Client, product: &Product) -> Result<(), Nvfp4Error> {
-    product.check()?;
-    queue::submit(client, product)
+/// As [`supports`] and [`CublasLtGemm::check`]. What goes wrong later is said by a read of the output.
+pub fn gemm(client: &Client, gemm: &CublasLtGemm) -> Result<(), Nvfp4Error> {
+    gemm.check()?;
+    queue::submit(client, gemm)
 }

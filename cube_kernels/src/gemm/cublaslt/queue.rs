@@ -1,4 +1,4 @@
-//! Products in the order of CubeCL's launches: see "Order" in the [module above](super).
+//! GEMMs in the order of CubeCL's launches: see "Order" in the [module above](super).
 
 use std::{
     any::TypeId,
@@ -28,7 +28,7 @@ use cudarc::driver::sys::{
 };
 
 use super::{
-    Problem, Product,
+    CublasLtGemm, CublasLtProblem,
     library::{Addresses, Algorithm, Answer, Library},
 };
 use crate::{Nvfp4Error, memory::allocate};
@@ -36,7 +36,7 @@ use crate::{Nvfp4Error, memory::allocate};
 /// The service behind a CUDA client, which alone names its type.
 type CudaServer = <CudaRuntime as Runtime>::Server;
 
-/// What CubeCL's reports call a product of the library.
+/// What CubeCL's reports call a GEMM of the library.
 struct CublasLtMatmul;
 
 /// The most answers that are kept; all are asked for again beyond, since shapes that vary without
@@ -44,8 +44,8 @@ struct CublasLtMatmul;
 const MOST_ANSWERS: usize = 4096;
 
 /// The algorithm for `problem`, asked for once.
-pub fn plan(client: &Client, problem: &Problem) -> Result<Algorithm, Nvfp4Error> {
-    type Answers = HashMap<(DeviceId, Problem), Answer>;
+pub fn plan(client: &Client, problem: &CublasLtProblem) -> Result<Algorithm, Nvfp4Error> {
+    type Answers = HashMap<(DeviceId, CublasLtProblem), Answer>;
     static ANSWERS: LazyLock<Mutex<Answers>> = LazyLock::new(Mutex::default);
     let service = client.service_id();
     if service.service != TypeId::of::<CudaServer>() {
@@ -74,7 +74,7 @@ pub fn plan(client: &Client, problem: &Problem) -> Result<Algorithm, Nvfp4Error>
     answer.map_err(|reason| refused(client, problem, reason))
 }
 
-fn refused(client: &Client, problem: &Problem, reason: String) -> Nvfp4Error {
+fn refused(client: &Client, problem: &CublasLtProblem, reason: String) -> Nvfp4Error {
     Nvfp4Error::Unsupported {
         library: "cuBLASLt",
         problem: format!("{problem} on {}", client.properties().identity.name),
@@ -82,9 +82,9 @@ fn refused(client: &Client, problem: &Problem, reason: String) -> Nvfp4Error {
     }
 }
 
-/// Submits a product whose buffers were checked.
-pub fn submit(client: &Client, product: &Product) -> Result<(), Nvfp4Error> {
-    let problem = product.problem();
+/// Submits a GEMM whose buffers were checked.
+pub fn submit(client: &Client, gemm: &CublasLtGemm) -> Result<(), Nvfp4Error> {
+    let problem = gemm.problem();
     let algorithm = plan(client, &problem)?;
     // A run that only compiles does not run the library either.
     if launch_mode().is_skipped() {
@@ -100,14 +100,14 @@ pub fn submit(client: &Client, product: &Product) -> Result<(), Nvfp4Error> {
     };
     let buffers = Buffers {
         reads: [
-            binding(Some(product.a.data)),
-            binding(Some(product.b.data)),
-            binding(product.a.scale),
-            binding(product.b.scale),
-            binding(product.alpha),
-            binding(product.bias.map(|bias| &bias.handle)),
+            binding(Some(gemm.a.data)),
+            binding(Some(gemm.b.data)),
+            binding(gemm.a.scale),
+            binding(gemm.b.scale),
+            binding(gemm.alpha),
+            binding(gemm.bias.map(|bias| &bias.handle)),
         ],
-        out: binding(Some(&product.out.handle)),
+        out: binding(Some(&gemm.out.handle)),
         workspace: unread(),
     };
     let device = client.service_id().device;
@@ -129,7 +129,7 @@ pub fn submit(client: &Client, product: &Product) -> Result<(), Nvfp4Error> {
     Ok(())
 }
 
-/// The memory of a product. What a problem does not read is the workspace.
+/// The memory of a GEMM. What a problem does not read is the workspace.
 struct Buffers {
     /// `a`, `b`, their scales, `alpha`, bias.
     reads: [BufferBinding; 6],
@@ -144,7 +144,7 @@ impl Buffers {
         server: &mut CudaServer,
         stream_id: StreamId,
         device: DeviceId,
-        problem: &Problem,
+        problem: &CublasLtProblem,
         algorithm: &Algorithm,
     ) -> Result<(), String> {
         let all = || {

@@ -1,6 +1,6 @@
-//! Products, dense and in groups, on any GPU with 16x16x16 bf16 matrix instructions: tiles of
-//! either operand are decoded, exactly, into shared memory and multiplied with `f32` accumulation.
-//! No decoded copy of an operand is ever in device memory.
+//! Products, dense and in groups, on any GPU with 16x16x16 bf16 matrix instructions: tiles of either
+//! operand are decoded, exactly, into shared memory and multiplied with `f32` accumulation. No decoded
+//! copy of an operand is ever in device memory.
 //!
 //! The contraction ascends in steps of 16 from the first column of a group, whatever the tile is: a
 //! product in groups has the bits of the dense products of its groups.
@@ -13,22 +13,22 @@ use cubecl::{
 use half::bf16;
 
 use crate::{
-    BLOCK,
-    capabilities::Capabilities,
+    BLOCK, Nvfp4Error,
+    capabilities::GemmBackend,
     cube::codec::{decode_e2m1, decode_e4m3, load, magnitude_bits, store},
     gemm::{
         arguments::{
             GroupedProblem, GroupedProblemLaunch, MixedMatrix, MixedMatrixLaunch, ProblemShape,
             ProblemShapeLaunch,
         },
-        epilogue::{Addends, Epilogue, EpilogueArgs, apply_on},
-        product::Operand,
-        scheduler::{GroupArgs, GroupedDim, place},
+        epilogue::{Addends, Epilogue, apply_on},
+        materialize::Materialized,
+        problem::{Candidate, Device, GemmShape, Kernel, Launch, Plan, Problem, Refusal, sms},
+        scheduler::{GroupedDim, place},
         tiles::{CMMA_TILE_N, CmmaTile},
     },
     memory::address_type,
     moe::groups::span,
-    tensor::Matrix,
 };
 
 /// Elements along the contraction that are decoded at a time.
@@ -40,8 +40,8 @@ const STRIDE: usize = DEPTH + 8;
 pub const UNITS: usize = 256;
 /// Tiles along the rows of `a` that run side by side, for the L2 cache.
 const BAND: u32 = 8;
-/// Cubes on a processor that a grid for groups is made for, whose tiles the host does not know.
-const CUBES_PER_PROCESSOR: usize = 4;
+/// Cubes on an SM that a grid for groups is made for, whose tiles the host does not know.
+const CUBES_PER_SM: usize = 4;
 
 /// Stored rows of one operand, and blocks of the contraction, that a tile has at a time.
 #[derive(CubeType, Clone, Copy)]
@@ -388,18 +388,51 @@ fn write_tile<F: Numeric>(
     epilogue.atomic_amax(at.group as u32, largest);
 }
 
-/// Queues the product of `a` and `b`, both `k` long in memory, into `result`: `m` rows (all of
-/// them, or those of one group's output) of `n`.
-pub(crate) fn launch(
-    client: &Client,
-    capabilities: &Capabilities,
-    a: &Operand,
-    b: &Operand,
-    (m, n, k): (usize, usize, usize),
-    groups: &GroupArgs,
-    epilogue: &EpilogueArgs,
-    result: &Matrix,
-) {
+/// The GEMM of any GPU with matrix instructions.
+pub(crate) struct Cmma;
+
+impl Kernel for Cmma {
+    fn name(&self) -> &'static str {
+        "cmma"
+    }
+
+    fn backend(&self, _device: &Device, _problem: &Problem) -> GemmBackend {
+        GemmBackend::Cmma
+    }
+
+    fn supports(&self, device: &Device, _problem: &Problem) -> Result<(), Refusal> {
+        match device.capabilities.gemm {
+            GemmBackend::Scalar => Err(Refusal::Device(
+                "the device has no 16x16x16 bf16 matrix instructions in planes of 32",
+            )),
+            _ => Ok(()),
+        }
+    }
+
+    fn plan(&self, _device: &Device, _problem: &Problem) -> Candidate {
+        Plan::Cmma.into()
+    }
+
+    fn launch(&self, launch: &Launch, _plan: Plan) -> Result<(), Nvfp4Error> {
+        queue(launch);
+        Ok(())
+    }
+}
+
+/// Queues the GEMM: `m` rows (all of them, or those of one group's output) of `n`.
+fn queue(launch: &Launch) {
+    let Launch {
+        client,
+        capabilities,
+        a,
+        b,
+        groups,
+        epilogue,
+        output,
+        ..
+    } = *launch;
+    let GemmShape { m, n, k } = launch.shape;
+    let result = output.matrix();
     let count = groups.groups;
     let rows = match groups.grouping {
         GroupedDim::M => m.div_ceil(count),
@@ -413,21 +446,19 @@ pub(crate) fn launch(
             GroupedDim::M => tiles + count,
             GroupedDim::None | GroupedDim::K => tiles * count,
         };
-    let processors = client.properties().hardware.num_streaming_multiprocessors;
     let cubes = match groups.grouping {
         GroupedDim::None => tiles,
-        _ => tiles.min(CUBES_PER_PROCESSOR * processors.unwrap_or(132) as usize),
+        _ => tiles.min(CUBES_PER_SM * sms(client)),
     };
     // SAFETY (of every argument): the caller checked the buffers against the shapes.
     let memory =
         |handle: &Handle, len: usize| unsafe { BufferArg::from_raw_parts(handle.clone(), len) };
     // Elements that are loaded together from bf16 rows: as many as rows and their beginning allow.
-    let is_whole = |operand: &Operand| operand.is_packed() || operand.is_aligned();
+    let is_whole = |operand: &Materialized| operand.is_packed() || operand.is_aligned();
     let width = match is_whole(a) && is_whole(b) {
         true => 1 << k.trailing_zeros().min(3),
         false => 1,
     };
-    let (a, b) = (a.parts(&result.handle), b.parts(&result.handle));
     let b_rows = match groups.grouping {
         GroupedDim::M => count * n,
         GroupedDim::None | GroupedDim::K => n,
@@ -461,7 +492,7 @@ pub(crate) fn launch(
             CmmaPlan {
                 grouped: groups.grouping,
                 tile: shape,
-                packed: [a.packed, b.packed],
+                packed: [a.is_packed(), b.is_packed()],
                 // Where the compiler may contract, which is CUDA's.
                 ordered_add: capabilities.runtime == "cuda",
             },

@@ -4,6 +4,8 @@
 #[allow(missing_docs)]
 pub(crate) mod cmma;
 #[allow(missing_docs)]
+pub(crate) mod cublaslt;
+#[allow(missing_docs)]
 pub(crate) mod scalar;
 #[allow(missing_docs)]
 pub(crate) mod sm120_nvfp4;
@@ -15,23 +17,22 @@ pub(crate) mod sm90_w4a16;
 mod sm90_w4a16_output;
 #[allow(missing_docs)]
 pub(crate) mod small_m;
+#[allow(missing_docs)]
+mod w4a16_arrange;
 
 pub use super::{
     arguments::{GroupedProblemLaunch, MixedMatrixLaunch, PackedMatrixLaunch, ProblemShapeLaunch},
-    cublaslt::kernels::{add_rows_kernel, factors_kernel},
     epilogue::{EpilogueKind, EpilogueLaunch, Factor},
-    grouped::grouped_rows_with,
-    product::{product_amax_with, product_as, product_with},
+    materialize::{decode, decode_kernel, transpose_kernel, transposed},
+    problem::Plan,
     scheduler::{GroupedDim, Schedule},
-    select::{Plan, kernel_for, plan},
     tiles::{CmmaTile, Multiply, Sm90Tile, Sm120Tile, W4a16Tile},
-    workspace::{
-        ArrangeSizeLaunch, arrange_kernel, decode, decode_kernel, transpose_kernel, transposed,
-    },
 };
 pub use cmma::{CmmaPlan, UNITS as MATRIX_UNITS, matrix_kernel};
+pub use cublaslt::{add_rows_kernel, factors_kernel};
 pub use scalar::{ScalarPlan, grouped_kernel, scalar_kernel};
 pub use sm90_bf16::{Sm90Plan, UNITS as SM90_UNITS, sm90_kernel};
 pub use sm90_w4a16::{ScheduledProblemLaunch, W4a16Plan, fused_kernel};
 pub use sm120_nvfp4::{Pieces, Sm120Plan, sm120_kernel};
 pub use small_m::{SmallMLeft, SmallMShape, small_m_kernel};
+pub use w4a16_arrange::{ArrangeSizeLaunch, arrange_kernel};

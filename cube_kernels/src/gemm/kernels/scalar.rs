@@ -1,77 +1,91 @@
-//! The product for any device, one unit for each output element: two packed operands are decoded on
-//! the fly, exactly, and multiplied with `f32` accumulation. No decoded copy of an operand is ever
-//! in memory.
+//! The product for any device, one unit for each output element: two packed operands are decoded on the
+//! fly, exactly, and multiplied with `f32` accumulation. No decoded copy of an operand is ever in memory.
 
 use cubecl::{prelude::*, server::Handle};
 
 use crate::{
-    BLOCK,
-    capabilities::Capabilities,
+    BLOCK, Nvfp4Error,
+    capabilities::GemmBackend,
     cube::codec::{decode_e2m1, decode_e4m3, load, magnitude_bits, store},
     gemm::{
         arguments::{
             GroupedProblem, GroupedProblemLaunch, MixedMatrix, MixedMatrixLaunch, PackedMatrix,
             PackedMatrixLaunch, ProblemShape, ProblemShapeLaunch,
         },
-        epilogue::{
-            Addends, Epilogue, EpilogueArgs, EpilogueKind, EpilogueLaunch, Factor, apply_on,
-        },
-        product::Operand,
+        epilogue::{Addends, Epilogue, Factor, apply_on},
+        problem::{Candidate, Device, GemmShape, Kernel, Launch, Plan, Problem, Refusal},
         scheduler::GroupedDim,
     },
     launch::grid,
     memory::address_type,
-    moe::groups::{GroupOffsets, span},
-    tensor::{DeviceQuantized, FloatKind, Matrix},
+    moe::groups::span,
+    tensor::FloatKind,
 };
 
-/// Queues the kernel. The caller checked the operands.
-pub(crate) fn launch(
-    client: &Client,
-    capabilities: &Capabilities,
-    a: &DeviceQuantized,
-    b: &DeviceQuantized,
-    bias: Option<&Matrix>,
-    result: &Matrix,
-) {
-    let (m, n, blocks, out) = (a.outer(), b.outer(), a.blocks(), result.dtype);
+/// The range of an amax with block scales up to 448: 6 · 448.
+const RANGE: f32 = 2688.0;
+
+/// The GEMM of any device.
+pub(crate) struct Scalar;
+
+impl Kernel for Scalar {
+    fn name(&self) -> &'static str {
+        "scalar"
+    }
+
+    fn backend(&self, _device: &Device, _problem: &Problem) -> GemmBackend {
+        GemmBackend::Scalar
+    }
+
+    fn supports(&self, _device: &Device, _problem: &Problem) -> Result<(), Refusal> {
+        Ok(())
+    }
+
+    fn plan(&self, _device: &Device, _problem: &Problem) -> Candidate {
+        Plan::Scalar.into()
+    }
+
+    fn launch(&self, launch: &Launch, _plan: Plan) -> Result<(), Nvfp4Error> {
+        let Launch {
+            a,
+            b,
+            groups,
+            epilogue,
+            ..
+        } = *launch;
+        let kind = epilogue.kind;
+        let is_plain = groups.grouping == GroupedDim::None
+            && a.is_packed()
+            && b.is_packed()
+            && [kind.a, kind.b] == [Factor::Tensor; 2]
+            && epilogue.ranges == [RANGE; 2]
+            && !kind.accumulate
+            && kind.amax.is_none();
+        match is_plain {
+            true => queue_packed(launch),
+            false => queue(launch),
+        }
+        Ok(())
+    }
+}
+
+/// Queues the kernel of two packed operands with one amax each.
+fn queue_packed(launch: &Launch) {
+    let Launch {
+        client,
+        capabilities,
+        a,
+        b,
+        output,
+        ..
+    } = *launch;
+    let GemmShape { m, n, k } = launch.shape;
+    let (blocks, result) = (k / BLOCK, output.matrix());
+    let out = result.dtype;
     let address = address_type((m.max(n) * blocks * BLOCK).max(result.len()));
     // SAFETY (of every argument): the caller checked the buffers against the shapes.
-    let words = |packed: &DeviceQuantized| unsafe {
-        BufferArg::from_raw_parts(packed.codes.clone(), packed.outer() * blocks)
-    };
-    let scales = |packed: &DeviceQuantized| unsafe {
-        BufferArg::from_raw_parts(packed.scales.clone(), packed.outer() * blocks)
-    };
-    let amax =
-        |packed: &DeviceQuantized| unsafe { BufferArg::from_raw_parts(packed.amax.clone(), 1) };
-    let has_bias = bias.is_some();
-    let bias = match bias {
-        Some(bias) => unsafe { BufferArg::from_raw_parts(bias.handle.clone(), n) },
-        // Not read without a bias.
-        None => amax(a),
-    };
-    let kind = EpilogueKind {
-        a: Factor::Tensor,
-        b: Factor::Tensor,
-        bias: has_bias,
-        accumulate: false,
-        out,
-        amax: None,
-    };
-    // Neither what the output held nor amax values of the output are asked for.
-    let epilogue = EpilogueLaunch::new(
-        amax(a),
-        amax(b),
-        bias,
-        amax(a),
-        amax(a),
-        2688.0,
-        2688.0,
-        1.0,
-        kind,
-    );
-    let target = unsafe { BufferArg::from_raw_parts(result.handle.clone(), m * n) };
+    let memory =
+        |handle: &Handle, len: usize| unsafe { BufferArg::from_raw_parts(handle.clone(), len) };
     let (count, dim) = grid(client, m * n);
     // SAFETY: the kernel stays below m * n.
     unsafe {
@@ -80,11 +94,11 @@ pub(crate) fn launch(
             count,
             dim,
             address,
-            PackedMatrixLaunch::new(words(a), scales(a)),
-            PackedMatrixLaunch::new(words(b), scales(b)),
-            ProblemShapeLaunch::of((m, n, blocks * BLOCK), 1),
-            epilogue,
-            target,
+            PackedMatrixLaunch::new(memory(&a.codes, m * blocks), memory(&a.scales, m * blocks)),
+            PackedMatrixLaunch::new(memory(&b.codes, n * blocks), memory(&b.scales, n * blocks)),
+            ProblemShapeLaunch::of((m, n, k), 1),
+            launch.epilogue.launch([1, n], 1, (&result.handle, 1), 1.0),
+            memory(&result.handle, m * n),
             // `add.rn` where the compiler may contract, which is CUDA's.
             capabilities.runtime == "cuda",
             out.storage_type(),
@@ -137,28 +151,25 @@ pub fn scalar_kernel<F: Numeric>(
     }
 }
 
-/// Queues the portable kernel. A dense product has no groups and reads no offsets.
-pub(crate) fn launch_grouped(
-    client: &Client,
-    capabilities: &Capabilities,
-    grouping: GroupedDim,
-    a: &Operand,
-    b: &Operand,
-    groups: Option<&GroupOffsets>,
-    (m, n, k): (usize, usize, usize),
-    epilogue: &EpilogueArgs,
-    result: &Matrix,
-) {
-    let (offsets, count_of_groups) = match groups {
-        Some(groups) => (&groups.offsets, groups.count),
-        None => (&result.handle, 1),
-    };
+/// Queues the kernel of any operands. A dense GEMM has no groups and reads no offsets.
+fn queue(launch: &Launch) {
+    let Launch {
+        client,
+        capabilities,
+        a,
+        b,
+        groups,
+        epilogue,
+        output,
+        ..
+    } = *launch;
+    let GemmShape { m, n, k } = launch.shape;
+    let result = output.matrix();
     let (count, dim) = grid(client, result.len());
     // SAFETY (of every argument): the caller checked the buffers against the shapes.
     let memory =
         |handle: &Handle, len: usize| unsafe { BufferArg::from_raw_parts(handle.clone(), len) };
-    let (left, right) = (a.parts(&result.handle), b.parts(&result.handle));
-    let (a_len, b_len) = (a.outer() * k, b.outer() * k);
+    let (a_len, b_len) = (a.rows * k, b.rows * k);
     // SAFETY: the kernel stays below the outputs, and below offsets that the caller vouches for.
     unsafe {
         grouped_kernel::launch_unchecked(
@@ -167,25 +178,25 @@ pub(crate) fn launch_grouped(
             dim,
             address_type(a_len.max(b_len).max(result.len())),
             MixedMatrixLaunch::new(
-                memory(&left.codes, a_len / 8),
-                memory(&left.scales, a_len / BLOCK),
-                memory(&left.dense, a_len),
+                memory(&a.codes, a_len / 8),
+                memory(&a.scales, a_len / BLOCK),
+                memory(&a.dense, a_len),
             ),
             MixedMatrixLaunch::new(
-                memory(&right.codes, b_len / 8),
-                memory(&right.scales, b_len / BLOCK),
-                memory(&right.dense, b_len),
+                memory(&b.codes, b_len / 8),
+                memory(&b.scales, b_len / BLOCK),
+                memory(&b.dense, b_len),
             ),
             GroupedProblemLaunch::new(
-                ProblemShapeLaunch::of((m, n, k), count_of_groups),
-                memory(offsets, count_of_groups + 1),
+                ProblemShapeLaunch::of((m, n, k), groups.groups),
+                memory(&groups.offsets, groups.groups + 1),
                 1,
             ),
-            epilogue.launch([m, b.outer()], count_of_groups, (&result.handle, 1), 1.0),
+            epilogue.launch([m, b.rows], groups.groups, (&result.handle, 1), 1.0),
             memory(&result.handle, result.len()),
             ScalarPlan {
-                grouped: grouping,
-                packed: [left.packed, right.packed],
+                grouped: groups.grouping,
+                packed: [a.is_packed(), b.is_packed()],
                 ordered_add: capabilities.runtime == "cuda",
             },
             result.dtype.storage_type(),

@@ -1,21 +1,22 @@
-//! The NVFP4 product of consumer Blackwell (sm_120, sm_121): block-scaled matrix instructions that
-//! take codes and block scales as they are stored, `mma.sync.m16n8k64` with E2M1 operands and an
-//! E4M3 scale for each 16 elements (`kind::mxf4nvf4`, `scale_vec::4X`).
+//! The NVFP4 product of consumer Blackwell (sm_120, sm_121): block-scaled matrix instructions that take
+//! codes and block scales as they are stored, `mma.sync.m16n8k64` with E2M1 operands and an E4M3 scale
+//! for each 16 elements (`kind::mxf4nvf4`, `scale_vec::4X`).
 //!
-//! A cube of eight warps computes a tile of `out`. Codes and scales of [`DEPTH`] columns make a
-//! stage; `cp.async` keeps a ring of stages filled, with zeros for what lies outside the operands.
-//! A row of codes takes 64 bytes, whose four parts of 16 are exchanged so that eight rows of one
-//! part, which `ldmatrix` reads at a time, lie in different banks. The sums of a warp have the
-//! layout of `wgmma`'s, so the epilogue is that of [`sm90`](super::sm90).
+//! A cube of eight warps computes a tile of `out`. Codes and scales of [`DEPTH`] columns make a stage;
+//! `cp.async` keeps a ring of stages filled, with zeros for what lies outside the operands. A row of
+//! codes takes 64 bytes, whose four parts of 16 are exchanged so that eight rows of one part, which
+//! `ldmatrix` reads at a time, lie in different banks. The sums of a warp have the layout of `wgmma`'s,
+//! so the epilogue is that of [`sm90`](super::sm90).
 //!
 //! This kernel has never run with the instruction: no such GPU was at hand. Its machine code was
-//! inspected, and everything but the instruction runs on other GPUs, with [`Multiply::Software`] in
-//! its place.
+//! inspected, and everything but the instruction runs on other GPUs, with [`Multiply::Software`] in its
+//! place.
 
 use cubecl::{cmma, e2m1x2, e4m3, prelude::*, server::Handle};
 
 use crate::{
-    BLOCK,
+    BLOCK, Nvfp4Error,
+    capabilities::GemmBackend,
     cube::{
         codec::{decode_e2m1, decode_e4m3},
         ptx::{
@@ -28,13 +29,17 @@ use crate::{
             GroupedProblem, GroupedProblemLaunch, PackedMatrix, PackedMatrixLaunch,
             ProblemShapeLaunch,
         },
-        epilogue::{Epilogue, EpilogueArgs, STAGING, WarpTile, write_warp_tile},
-        scheduler::{GroupArgs, GroupedDim, place},
+        epilogue::{Epilogue, STAGING, WarpTile, write_warp_tile},
+        materialize::Materialized,
+        problem::{
+            Candidate, Device, GemmShape, Kernel, Launch, Plan, Problem, Refusal, UNALIGNED,
+            misfit, sms,
+        },
+        scheduler::{GroupedDim, place},
         tiles::{Multiply, SM120_TILE_N, Sm120Tile},
     },
     memory::address_type,
     moe::groups::extent,
-    tensor::DeviceQuantized,
 };
 
 /// Columns of both operands in a stage: two instructions.
@@ -60,8 +65,8 @@ const SUMS: usize = 4 * COLUMNS;
 pub struct Pieces {
     /// Bytes of codes: 16, or 8 where rows are no multiple of 32 elements.
     pub codes: u32,
-    /// Bytes of scales: 8, 4 where rows are no multiple of 128 elements, or 1 where they are no
-    /// multiple of 64; single bytes are loaded and stored, not copied.
+    /// Bytes of scales: 8, 4 where rows are no multiple of 128 elements, or 1 where they are no multiple
+    /// of 64; single bytes are loaded and stored, not copied.
     pub scales: u32,
 }
 
@@ -111,8 +116,8 @@ const _: () = {
     assert!(widest.tile_m() == 2 * 16 * WARPS.0 && SM120_TILE_N == WARPS.1 * COLUMNS * 8);
 };
 
-/// Queues copies of the codes of `rows` rows from `row0` on, columns `from` to `from + DEPTH`, into
-/// the tile at `target`.
+/// Queues copies of the codes of `rows` rows from `row0` on, columns `from` to `from + DEPTH`, into the
+/// tile at `target`.
 #[cube]
 fn copy_codes(
     codes: &[u32],
@@ -634,35 +639,96 @@ fn multiply_tile(
     sums
 }
 
-/// Queues the product of `a` and `b`, both `k` long in memory, into `out`: `m` rows of `n`, dense
-/// or with the rows of `a` in groups.
-pub(crate) fn launch(
-    client: &Client,
-    a: &DeviceQuantized,
-    b: &DeviceQuantized,
-    (m, n, k): (usize, usize, usize),
-    groups: &GroupArgs,
-    epilogue: &EpilogueArgs,
-    out: &Handle,
-    shape: Sm120Tile,
-) {
+/// The NVFP4 GEMM of sm_120.
+pub(crate) struct Sm120Nvfp4;
+
+/// Whether the kernels of sm_120 take sizes and memory: they write 16 bytes.
+///
+/// # Errors
+/// Why not.
+pub(crate) fn check_sm120(device: &Device, problem: &Problem) -> Result<(), Refusal> {
+    let GemmShape { n, k, .. } = problem.shape;
+    if device.capabilities.gemm != GemmBackend::Sm120BlockScaled {
+        return Err(Refusal::Device(
+            "the device is not of compute capability 12.0 or 12.1",
+        ));
+    }
+    if !n.is_multiple_of(8) || !k.is_multiple_of(8) {
+        return Err(Refusal::Operands("n or k is no multiple of 8"));
+    }
+    if !problem.aligned {
+        return Err(Refusal::Operands(UNALIGNED));
+    }
+    Ok(())
+}
+
+impl Kernel for Sm120Nvfp4 {
+    fn name(&self) -> &'static str {
+        "sm120_nvfp4"
+    }
+
+    fn backend(&self, _device: &Device, _problem: &Problem) -> GemmBackend {
+        GemmBackend::Sm120BlockScaled
+    }
+
+    fn supports(&self, device: &Device, problem: &Problem) -> Result<(), Refusal> {
+        check_sm120(device, problem)?;
+        if problem.is_packed() != [true; 2] {
+            return Err(Refusal::Operands(
+                "block-scaled instructions take packed operands",
+            ));
+        }
+        if problem.grouped == GroupedDim::K {
+            return Err(Refusal::Operands("groups are along K"));
+        }
+        Ok(())
+    }
+
+    fn plan(&self, device: &Device, problem: &Problem) -> Candidate {
+        let GemmShape { m, n, .. } = problem.shape;
+        Plan::BlockScaled(Sm120Tile::of(device.sms, m, n, Multiply::Instruction)).into()
+    }
+
+    fn launch(&self, launch: &Launch, plan: Plan) -> Result<(), Nvfp4Error> {
+        match plan {
+            Plan::BlockScaled(tile) if launch.a.is_packed() && launch.b.is_packed() => {
+                queue(launch, tile);
+                Ok(())
+            }
+            plan => Err(misfit(plan, launch)),
+        }
+    }
+}
+
+/// Queues the GEMM: `m` rows of `n`, dense or with groups along M.
+fn queue(launch: &Launch, shape: Sm120Tile) {
+    let Launch {
+        client,
+        a,
+        b,
+        groups,
+        epilogue,
+        output,
+        ..
+    } = *launch;
+    let GemmShape { m, n, k } = launch.shape;
+    let out = &output.matrix().handle;
     let rows = match groups.grouping {
         // Each group may end in a tile of its own.
         GroupedDim::M => m.div_ceil(shape.tile_m()) + groups.groups,
         GroupedDim::None | GroupedDim::K => m.div_ceil(shape.tile_m()),
     };
     let tiles = rows * n.div_ceil(SM120_TILE_N);
-    // Shared memory holds one cube on a processor.
-    let processors = client.properties().hardware.num_streaming_multiprocessors;
-    let cubes = tiles.min(processors.unwrap_or(132) as usize);
+    // Shared memory holds one cube on an SM.
+    let cubes = tiles.min(sms(client));
     let memory = |handle: &Handle, len: usize| {
-        // SAFETY: the caller checked the operands against their shapes, and that the memory holds
-        // what `epilogue.kind` reads of it.
+        // SAFETY: the caller checked the operands against their shapes, and that the memory holds what
+        // `epilogue.kind` reads of it.
         unsafe { BufferArg::from_raw_parts(handle.clone(), len) }
     };
     let bytes = m * n * epilogue.kind.out.size();
-    let b_rows = b.outer();
-    let packed = |matrix: &DeviceQuantized, rows: usize| {
+    let b_rows = b.rows;
+    let packed = |matrix: &Materialized, rows: usize| {
         PackedMatrixLaunch::new(
             memory(&matrix.codes, rows * k / 8),
             memory(&matrix.scales, rows * k / BLOCK),

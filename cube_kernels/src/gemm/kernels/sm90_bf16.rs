@@ -1,16 +1,14 @@
 //! The bf16 product of Hopper: operands through the copy engine into shared memory, `wgmma`, and a
 //! persistent grid.
 //!
-//! A cube has three warpgroups. One unit of the first keeps a ring of stages filled, each 64
-//! columns of 128 rows of `a` and of `tile_n` rows of `b`; the other two multiply 64 rows of `a`
-//! each. The ring runs on across tiles: while the consumers write one tile, the first stages of the
-//! next arrive. What lies outside the operands is read as zeros by the copy engine and never
-//! written.
+//! A cube has three warpgroups. One unit of the first keeps a ring of stages filled, each 64 columns
+//! of 128 rows of `a` and of `tile_n` rows of `b`; the other two multiply 64 rows of `a` each. The
+//! ring runs on across tiles: while the consumers write one tile, the first stages of the next
+//! arrive. What lies outside the operands is read as zeros by the copy engine and never written.
 //!
-//! Either operand may be stored the other way round, the contraction down its columns ("in
-//! columns"): its part of a stage is then boxes of 64 stored rows of 64 elements, one for each 64
-//! rows of the tile, which the instruction transposes as it reads them (MN-major). Sums are the
-//! same, bit for bit.
+//! Either operand may be stored the other way round, the contraction down its columns ("in columns"): its
+//! part of a stage is then boxes of 64 stored rows of 64 elements, one for each 64 rows of the tile, which
+//! the instruction transposes as it reads them (MN-major). Sums are the same, bit for bit.
 
 use cubecl::{
     prelude::{barrier::Barrier, *},
@@ -19,6 +17,8 @@ use cubecl::{
 use half::bf16;
 
 use crate::{
+    Nvfp4Error,
+    capabilities::GemmBackend,
     cube::ptx::{
         Major, cvta_to_shared, mbarrier_arrive_expect_tx, mbarrier_wait_parity,
         sm90_mainloop::{
@@ -28,8 +28,15 @@ use crate::{
     },
     gemm::{
         arguments::{GroupedProblem, GroupedProblemLaunch, ProblemShapeLaunch},
-        epilogue::{Epilogue, EpilogueArgs, STAGING, WarpTile, write_warp_tile},
-        scheduler::{GroupArgs, GroupedDim, place},
+        epilogue::{Epilogue, STAGING, WarpTile, write_warp_tile},
+        heuristics,
+        materialize::{Materialized, PackedReads, Reads},
+        operand::OperandLayout,
+        problem::{
+            Candidate, Device, GemmShape, Kernel, Launch, Plan, Problem, Refusal, UNALIGNED,
+            misfit, sms,
+        },
+        scheduler::{GroupedDim, place},
         tiles::{SM90_BOX, SM90_TILE_M, Sm90Tile},
     },
     memory::address_type,
@@ -373,57 +380,119 @@ fn consume(
     }
 }
 
-/// A bf16 operand in device memory: a row-major matrix of `rows` rows along the contraction, or of
-/// as many columns down it.
-pub(crate) struct Operand {
-    pub handle: Handle,
-    pub rows: usize,
-    pub in_columns: bool,
+/// The bf16 GEMM of sm_90.
+pub(crate) struct Sm90Bf16;
+
+/// Whether the kernels of sm_90 take sizes and memory: they write 16 bytes, and TMA reads stored rows of
+/// whole 16 bytes at multiples of 16.
+///
+/// # Errors
+/// Why not.
+pub(crate) fn check_sm90(device: &Device, problem: &Problem) -> Result<(), Refusal> {
+    let GemmShape { n, k, .. } = problem.shape;
+    if device.capabilities.gemm != GemmBackend::Sm90Wgmma {
+        return Err(Refusal::Device(
+            "the device is not of compute capability 9.0",
+        ));
+    }
+    if !n.is_multiple_of(8) {
+        return Err(Refusal::Operands("n is no multiple of 8"));
+    }
+    // No stored row is along K where both operands are MN-major.
+    let no_rows = [problem.a, problem.b] == [OperandLayout::MnMajor; 2];
+    if !no_rows && !k.is_multiple_of(8) {
+        return Err(Refusal::Operands("k is no multiple of 8"));
+    }
+    if !problem.aligned {
+        return Err(Refusal::Operands(UNALIGNED));
+    }
+    Ok(())
 }
 
-impl Operand {
-    fn major(&self) -> Major {
-        if self.in_columns { Major::Mn } else { Major::K }
+impl Kernel for Sm90Bf16 {
+    fn name(&self) -> &'static str {
+        "sm90_bf16"
+    }
+
+    fn backend(&self, _device: &Device, _problem: &Problem) -> GemmBackend {
+        GemmBackend::Sm90Wgmma
+    }
+
+    fn supports(&self, device: &Device, problem: &Problem) -> Result<(), Refusal> {
+        check_sm90(device, problem)
+    }
+
+    fn plan(&self, device: &Device, problem: &Problem) -> Candidate {
+        let (tile, band, estimate) = heuristics::sm90_bf16(device.sms, problem);
+        Candidate {
+            plan: Plan::DequantThenBf16(tile, band),
+            estimate: Some(estimate),
+        }
+    }
+
+    fn reads(&self, _plan: Plan) -> Reads {
+        Reads {
+            packed: PackedReads::Bf16,
+            mn_major: true,
+        }
+    }
+
+    fn launch(&self, launch: &Launch, plan: Plan) -> Result<(), Nvfp4Error> {
+        match plan {
+            Plan::DequantThenBf16(tile, band)
+                if tile.takes_mn_major() || !launch.b.is_mn_major() =>
+            {
+                queue(launch, tile, band);
+                Ok(())
+            }
+            plan => Err(misfit(plan, launch)),
+        }
     }
 }
 
-/// Queues the product of `a` and `b`, both `k` long in memory, into `out`: `m` rows (all of them,
-/// or those of one group's output) of `n`. The copy engine reads rows of whole 16 bytes: what is
-/// stored in rows has `k` a multiple of 8, what is stored in columns has as many of those; and a
-/// `b` in columns takes a tile that does.
-pub(crate) fn launch(
-    client: &Client,
-    a: &Operand,
-    b: &Operand,
-    (m, n, k): (usize, usize, usize),
-    groups: &GroupArgs,
-    epilogue: &EpilogueArgs,
-    out: &Handle,
-    (tile, band): (Sm90Tile, usize),
-) {
+fn major(operand: &Materialized) -> Major {
+    match operand.is_mn_major() {
+        true => Major::Mn,
+        false => Major::K,
+    }
+}
+
+/// Queues the GEMM: `m` rows (all of them, or those of one group's output) of `n`. Memory and sizes are
+/// those that [`check_sm90`] takes.
+fn queue(launch: &Launch, tile: Sm90Tile, band: usize) {
+    let Launch {
+        client,
+        a,
+        b,
+        groups,
+        epilogue,
+        output,
+        ..
+    } = *launch;
+    let GemmShape { m, n, k } = launch.shape;
+    let out = &output.matrix().handle;
     let rows = match groups.grouping {
         // Each group may end in a tile of its own.
         GroupedDim::M => m.div_ceil(SM90_TILE_M) + groups.groups,
         GroupedDim::None | GroupedDim::K => m.div_ceil(SM90_TILE_M) * groups.groups,
     };
     let tiles = rows * n.div_ceil(tile.n());
-    let processors = client.properties().hardware.num_streaming_multiprocessors;
-    let cubes = tiles.min(processors.unwrap_or(132) as usize);
+    let cubes = tiles.min(sms(client));
     let outputs = match groups.grouping {
         GroupedDim::K => groups.groups * m * n,
         GroupedDim::None | GroupedDim::M => m * n,
     };
     // A map may not be empty; with no contraction, none of it is read.
     let depth = if k == 0 { TILE_K } else { k };
-    let map = |operand: &Operand, rows: usize| {
-        let (shape, tile_size) = if operand.in_columns {
+    let map = |operand: &Materialized, rows: usize| {
+        let (shape, tile_size) = if operand.is_mn_major() {
             ([depth, operand.rows], [TILE_K, SM90_BOX])
         } else {
             ([operand.rows, depth], [rows, TILE_K])
         };
         // SAFETY: the caller checked that the memory holds so many elements.
         let tensor = unsafe {
-            TensorArg::from_raw_parts(operand.handle.clone(), [shape[1], 1].into(), shape.into())
+            TensorArg::from_raw_parts(operand.dense.clone(), [shape[1], 1].into(), shape.into())
         };
         TensorMapArg::new(
             TiledArgs {
@@ -459,7 +528,7 @@ pub(crate) fn launch(
             Sm90Plan {
                 grouped: groups.grouping,
                 tile,
-                majors: [a.major(), b.major()],
+                majors: [a, b].map(major),
             },
         );
     }

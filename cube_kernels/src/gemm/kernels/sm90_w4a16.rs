@@ -1,15 +1,15 @@
 //! The product of Hopper with a packed `b` that is decoded in registers: no bf16 copy of `b` is in
 //! memory, and its codes and scales are read once for each tile along the rows of `a`.
 //!
-//! `wgmma` takes its left operand from registers, so the product is computed as `outᵀ = b · aᵀ`:
-//! each of two consumer warpgroups decodes 64 rows of `b` (or two or four share 64 rows and take
-//! turns along the contraction) and multiplies them with the rows of `a` that lie in shared memory
-//! as bf16. The columns of `a` have been brought into the order in which lanes hold the codes of
-//! `b` (`workspace::arrange`), in which a lane needs one scale for sixteen codes.
+//! `wgmma` takes its left operand from registers, so the product is computed as `outᵀ = b · aᵀ`: each of
+//! two consumer warpgroups decodes 64 rows of `b` (or two or four share 64 rows and take turns along the
+//! contraction) and multiplies them with the rows of `a` that lie in shared memory as bf16. The columns of
+//! `a` have been brought into the order in which lanes hold the codes of `b` (`w4a16_arrange::arrange`), in
+//! which a lane needs one scale for sixteen codes.
 //!
-//! The first warp drives the copy engine, which brings codes and `a`; the three next ones copy
-//! block scales, as they are: the consumers decode them. Tiles have the same height, but the
-//! instructions of a tile at the end of a group (or of `a`) are only as wide as its rows.
+//! The first warp drives the copy engine, which brings codes and `a`; the three next ones copy block
+//! scales, as they are: the consumers decode them. Tiles have the same height, but the instructions of
+//! a tile at the end of a group (or of `a`) are only as wide as its rows.
 
 use cubecl::{
     prelude::{barrier::Barrier, *},
@@ -17,8 +17,14 @@ use cubecl::{
 };
 use half::bf16;
 
-use super::sm90_w4a16_output::{Part, TilePlace, write_tile};
+use super::{
+    sm90_bf16::check_sm90,
+    sm90_w4a16_output::{Part, TilePlace, write_tile},
+    w4a16_arrange,
+};
 use crate::{
+    Nvfp4Error,
+    capabilities::GemmBackend,
     cube::ptx::{
         Major, cp_async, cp_async_mbarrier_arrive_noinc, cvta_to_global, cvta_to_shared,
         mbarrier_arrive, mbarrier_arrive_expect_tx, mbarrier_wait_parity, setmaxnreg_dec,
@@ -32,14 +38,16 @@ use crate::{
     },
     gemm::{
         arguments::{ProblemShape, ProblemShapeLaunch},
-        epilogue::{Epilogue, EpilogueArgs},
-        product::Operand,
-        scheduler::{GroupArgs, GroupedDim, Schedule, place},
+        epilogue::Epilogue,
+        heuristics,
+        operand::OperandLayout,
+        problem::{
+            Candidate, Device, GemmShape, Kernel, Launch, Plan, Problem, Refusal, misfit, sms,
+        },
+        scheduler::{GroupedDim, Schedule, place},
         tiles::{W4A16_STRIP, W4a16Tile},
-        workspace,
     },
     memory::address_type,
-    tensor::DeviceQuantized,
 };
 
 /// Columns of half a stage: the 128 bytes of bf16 that the swizzle spans.
@@ -47,9 +55,9 @@ const HALF: usize = 64;
 /// Units that copy scales.
 const CARRIERS: usize = 96;
 /// Words of codes of a row in a stage.
-const ROW_WORDS: usize = workspace::SPAN / 8;
+const ROW_WORDS: usize = w4a16_arrange::SPAN / 8;
 /// Bytes of scales of a row in a stage.
-const ROW_SCALES: usize = workspace::SPAN / 16;
+const ROW_SCALES: usize = w4a16_arrange::SPAN / 16;
 
 impl W4a16Tile {
     /// Vectors of 16 bytes of `a` in half a stage.
@@ -78,8 +86,8 @@ fn width_of(rows: u32, #[comptime] tile: W4a16Tile) -> u32 {
     width
 }
 
-/// The scales of one row in stage `step`, four bytes to a word; zeros beyond the end, where codes
-/// are zeros too and no scale may be NaN. `pairs` are the scales in twos.
+/// The scales of one row in stage `step`, four bytes to a word; zeros beyond the end, where codes are zeros too
+/// and no scale may be NaN. `pairs` are the scales in twos.
 #[cube]
 fn load_scales(pairs: &[u16], row: u32, step: u32, k: u32) -> Vector<u32, Const<2>> {
     let width = k / 32u32;
@@ -122,7 +130,7 @@ pub struct ScheduledProblem {
 
 /// `out[m, n] = α_a · α_b · Σ a[m, k] · b[n, k] (+ bias[n]) (+ out[m, n])`, for each group of rows.
 ///
-/// `a` is in the order of `workspace::arrange`, `b` a map of words of eight codes, and `b_scales`
+/// `a` is in the order of `w4a16_arrange::arrange`, `b` a map of words of eight codes, and `b_scales`
 /// are its scales in twos. A cube takes every `CUBE_COUNT`th tile. Dequantized elements are 2^-8
 /// times what they stand for, those of `b` alone or of both operands: the epilogue's `sum_scale`.
 /// `out` is in units of 16 bytes.
@@ -233,7 +241,10 @@ fn produce(
     let a_half = comptime!(plan.tile.a_half());
     let codes_stage = comptime!(plan.tile.codes_stage());
     let tiles = tiles_of(problem, plan);
-    let steps = problem.shape.k.div_ceil(comptime!(workspace::SPAN as u32));
+    let steps = problem
+        .shape
+        .k
+        .div_ceil(comptime!(w4a16_arrange::SPAN as u32));
     let mut tile = CUBE_POS as u32;
     // Stages used so far: all units count alike, so the ring needs no other state.
     let mut used = 0u32;
@@ -274,7 +285,7 @@ fn produce(
                             a,
                             &mut a_tiles[first..first + comptime!(rows * 8)],
                             (at.row + ahead) as i32,
-                            (step * comptime!(workspace::SPAN as u32)
+                            (step * comptime!(w4a16_arrange::SPAN as u32)
                                 + comptime!((half * HALF) as u32))
                                 as i32,
                         );
@@ -299,10 +310,10 @@ fn copy_scales(
     let rows_b = comptime!(plan.tile.rows_b() as u32);
     let k = problem.shape.k;
     let tiles = tiles_of(problem, plan);
-    let steps = k.div_ceil(comptime!(workspace::SPAN as u32));
+    let steps = k.div_ceil(comptime!(w4a16_arrange::SPAN as u32));
     let carrier = UNIT_POS - 32u32;
     // Then the scales of a row in a stage are aligned.
-    let is_whole = k & comptime!(workspace::SPAN as u32 - 1) == 0u32;
+    let is_whole = k & comptime!(w4a16_arrange::SPAN as u32 - 1) == 0u32;
     let scales_from = cvta_to_global::<u16>(b_scales.as_ptr());
     let mut tile = CUBE_POS as u32;
     let mut used = 0u32;
@@ -355,7 +366,10 @@ fn consume(
     let shape = comptime!(plan.tile);
     let stages = comptime!(plan.tile.stages());
     let tiles = tiles_of(problem, plan);
-    let steps = problem.shape.k.div_ceil(comptime!(workspace::SPAN as u32));
+    let steps = problem
+        .shape
+        .k
+        .div_ceil(comptime!(w4a16_arrange::SPAN as u32));
     let consumer = UNIT_POS / 128u32 - 1u32;
     let lane = UNIT_POS % 32u32;
     let warp = (UNIT_POS % 128u32) / 32u32;
@@ -490,24 +504,68 @@ fn place_of(
     }
 }
 
-/// Whether this kernel takes a contraction of `k`, as stored: the copy engine reads rows of whole
-/// 16 bytes of codes.
-pub(crate) fn takes(k: usize) -> bool {
-    k > 0 && k.is_multiple_of(32)
+/// The GEMM of sm_90 with a packed weight that is dequantized in registers.
+pub(crate) struct Sm90W4a16;
+
+impl Kernel for Sm90W4a16 {
+    fn name(&self) -> &'static str {
+        "sm90_w4a16"
+    }
+
+    fn backend(&self, _device: &Device, _problem: &Problem) -> GemmBackend {
+        GemmBackend::Sm90Wgmma
+    }
+
+    fn supports(&self, device: &Device, problem: &Problem) -> Result<(), Refusal> {
+        check_sm90(device, problem)?;
+        let k = problem.shape.k;
+        match problem {
+            _ if problem.b != OperandLayout::Packed => Err(Refusal::Operands("`b` is not packed")),
+            _ if problem.a == OperandLayout::MnMajor => Err(Refusal::Operands("`a` is MN-major")),
+            _ if problem.grouped == GroupedDim::K => Err(Refusal::Operands("groups are along K")),
+            // TMA reads rows of whole 16 bytes of codes.
+            _ if k == 0 || !k.is_multiple_of(32) => {
+                Err(Refusal::Operands("k is no multiple of 32"))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    fn plan(&self, device: &Device, problem: &Problem) -> Candidate {
+        if problem.grouped == GroupedDim::M {
+            let (tile, band) = heuristics::sm90_w4a16_grouped(problem);
+            return Plan::W4a16(tile, band).into();
+        }
+        let (tile, band, estimate) = heuristics::sm90_w4a16(device.sms, problem);
+        Candidate {
+            plan: Plan::W4a16(tile, band),
+            estimate: Some(estimate),
+        }
+    }
+
+    fn launch(&self, launch: &Launch, plan: Plan) -> Result<(), Nvfp4Error> {
+        match plan {
+            Plan::W4a16(tile, band) if launch.b.is_packed() && !launch.a.is_mn_major() => {
+                queue(launch, tile, band);
+                Ok(())
+            }
+            plan => Err(misfit(plan, launch)),
+        }
+    }
 }
 
-/// Queues the product of `a` and the packed `b`, both `k` long, into `out`: `m` rows of `n`. Before
-/// it `a` is brought into the order of the kernel, as bf16.
-pub(crate) fn launch(
-    client: &Client,
-    a: &Operand,
-    b: &DeviceQuantized,
-    (m, n, k): (usize, usize, usize),
-    groups: &GroupArgs,
-    epilogue: &EpilogueArgs,
-    out: &Handle,
-    (tile, band): (W4a16Tile, usize),
-) {
+/// Queues the GEMM: `m` rows of `n`. Before it `a` is brought into the order of the kernel, as bf16.
+fn queue(launch: &Launch, tile: W4a16Tile, band: usize) {
+    let Launch {
+        client,
+        a,
+        b,
+        groups,
+        epilogue,
+        output,
+        ..
+    } = *launch;
+    let GemmShape { m, n, k } = launch.shape;
     let schedule = match groups.grouping {
         GroupedDim::M => Some(Schedule::of(tile, m, groups.groups)),
         GroupedDim::None | GroupedDim::K => None,
@@ -517,13 +575,13 @@ pub(crate) fn launch(
         None => m.div_ceil(tile.rows_a),
     };
     let tiles = rows * n.div_ceil(tile.rows_b());
-    let processors = client.properties().hardware.num_streaming_multiprocessors;
-    let cubes = tiles.min(processors.unwrap_or(132) as usize);
+    let cubes = tiles.min(sms(client));
     // One more, with their number.
     let entries = if schedule.is_some() { rows + 1 } else { 1 };
-    let (arranged, schedule) = workspace::arrange(client, a, groups, entries, schedule);
+    let (arranged, schedule) = w4a16_arrange::arrange(client, a, k, groups, entries, schedule);
+    let out = &output.matrix().handle;
     let sum_scale = if a.is_packed() { 65536.0 } else { 256.0 };
-    let width = k.next_multiple_of(workspace::SPAN);
+    let width = k.next_multiple_of(w4a16_arrange::SPAN);
     // SAFETY: the memory was allocated for `m` x `width` elements.
     let a_tensor =
         unsafe { TensorArg::from_raw_parts(arranged, [width, 1].into(), [m, width].into()) };
@@ -538,11 +596,7 @@ pub(crate) fn launch(
     .with_prefetch(TensorMapPrefetch::B256);
     // SAFETY: the caller checked that the memory holds these words of eight codes.
     let b_tensor = unsafe {
-        TensorArg::from_raw_parts(
-            b.codes.clone(),
-            [k / 8, 1].into(),
-            [b.outer(), k / 8].into(),
-        )
+        TensorArg::from_raw_parts(b.codes.clone(), [k / 8, 1].into(), [b.rows, k / 8].into())
     };
     let b_map = TensorMapArg::new(
         TiledArgs {
@@ -563,16 +617,16 @@ pub(crate) fn launch(
             client,
             CubeCount::Static(cubes as u32, 1, 1),
             CubeDim::new_1d(tile.units()),
-            address_type((m * n).max(b.outer() * k / 32)),
+            address_type((m * n).max(b.rows * k / 32)),
             a_map,
             b_map,
-            memory(&b.scales, b.outer() * k / 32),
+            memory(&b.scales, b.rows * k / 32),
             ScheduledProblemLaunch::new(
                 ProblemShapeLaunch::of((m, n, k), groups.groups),
                 memory(&schedule, entries),
                 band as u32,
             ),
-            epilogue.launch([m, b.outer()], groups.groups, (out, bytes / 4), sum_scale),
+            epilogue.launch([m, b.rows], groups.groups, (out, bytes / 4), sum_scale),
             memory(out, bytes / 16),
             W4a16Plan {
                 grouped: groups.grouping,

@@ -1,18 +1,18 @@
 //! The product of few rows of `a` with a packed `b` (decoding, 1 to 16 rows): bound by reading the
-//! codes and scales of `b` once. They are expanded in registers, and no bf16 copy of `b` is in
-//! memory.
+//! codes and scales of `b` once. They are expanded in registers, and no bf16 copy of `b` is in memory.
 //!
-//! `b` is the left operand of `mma.sync` (16 of its rows at a time) and `a` the right one (8 rows).
-//! A lane takes 32 codes of a row from each 128: the order of the contraction inside an instruction
-//! is free as long as both operands agree, so lane `4 g + c` reads 16 bytes of row `g` at `32 c`,
-//! and the same columns of `a`. The warps of a cube share its rows and take turns along the
-//! contraction; their sums are added in the order of the warps.
+//! `b` is the left operand of `mma.sync` (16 of its rows at a time) and `a` the right one (8 rows). A
+//! lane takes 32 codes of a row from each 128: the order of the contraction inside an instruction is
+//! free as long as both operands agree, so lane `4 g + c` reads 16 bytes of row `g` at `32 c`, and the
+//! same columns of `a`. The warps of a cube share its rows and take turns along the contraction; their
+//! sums are added in the order of the warps.
 
 use cubecl::{prelude::*, server::Handle};
 
+use super::{sm90_bf16::check_sm90, sm120_nvfp4::check_sm120};
 use crate::{
-    BLOCK,
-    capabilities::Capabilities,
+    BLOCK, Nvfp4Error,
+    capabilities::{Capabilities, GemmBackend},
     cube::{
         codec::{decode_e2m1x8_pairs, decode_e4m3x2, decode_e4m3x2_sm80, interleave_pairs},
         ptx::{
@@ -25,19 +25,24 @@ use crate::{
             MixedMatrix, MixedMatrixLaunch, PackedMatrix, PackedMatrixLaunch, ProblemShape,
             ProblemShapeLaunch,
         },
-        epilogue::{Addends, Epilogue, EpilogueArgs, apply, pack_pair, rounded_magnitude},
-        product::Operand,
+        epilogue::{Addends, Epilogue, apply, pack_pair, rounded_magnitude},
+        operand::OperandLayout,
+        problem::{
+            Candidate, Device, GemmShape, Kernel, Launch, Plan, Problem, Refusal, UNALIGNED,
+            misfit, sms,
+        },
+        scheduler::GroupedDim,
     },
     memory::address_type,
-    tensor::{DeviceQuantized, FloatKind},
+    tensor::FloatKind,
 };
 
 /// Columns that a warp takes at a time.
 const CHUNK: usize = 128;
 /// Most rows of `a`.
 ///
-/// Measured (H100, N = K = 8192, microseconds, this kernel / tiles of the fused one, before the
-/// last version of either): 1 row 19.7 / 33.2, 16 rows 22.6 / 38.0, 32 rows 33.7 / 30.8.
+/// Measured (H100, N = K = 8192, microseconds, this kernel / tiles of the fused one, before the last
+/// version of either): 1 row 19.7 / 33.2, 16 rows 22.6 / 38.0, 32 rows 33.7 / 30.8.
 pub const MAX_ROWS: usize = 16;
 
 /// How the rows of `a` are read.
@@ -63,8 +68,8 @@ pub struct SmallMShape {
     pub ahead: usize,
     /// The contraction is no multiple of `CHUNK`.
     pub tail: bool,
-    /// It is an odd number of blocks, so that rows do not begin at multiples of 16 bytes and end in
-    /// half a vector.
+    /// It is an odd number of blocks, so that rows do not begin at multiples of 16 bytes and end in half a
+    /// vector.
     pub halves: bool,
     /// How `a` is read.
     pub left: SmallMLeft,
@@ -528,16 +533,15 @@ fn write_rows(
     epilogue.atomic_amax(0u32, largest);
 }
 
-/// The shape for `m` rows of `a` and `n` of `b`: as many strips as keep all processors busy, and as
-/// many warps and chunks under way as registers allow.
+/// The shape for `m` rows of `a` and `n` of `b`: as many strips as keep all processors busy, and as many warps
+/// and chunks under way as registers allow.
 fn shape(
     client: &Client,
     capabilities: &Capabilities,
     (m, n, k): (usize, usize, usize),
     left: SmallMLeft,
 ) -> SmallMShape {
-    let processors = client.properties().hardware.num_streaming_multiprocessors;
-    let enough = processors.unwrap_or(132) as usize * 3 / 4;
+    let enough = sms(client) * 3 / 4;
     let columns = m.div_ceil(8).next_power_of_two();
     let (warps, ahead) = if columns == 1 { (16, 1) } else { (8, 2) };
     SmallMShape {
@@ -552,27 +556,84 @@ fn shape(
     }
 }
 
-/// Whether this kernel takes a product of `m` rows with a contraction of `k` (as stored).
-pub(crate) fn takes(m: usize, k: usize) -> bool {
-    m <= MAX_ROWS && k > 0 && k.is_multiple_of(BLOCK)
+/// The GEMM of few rows with a packed weight.
+pub(crate) struct SmallM;
+
+impl Kernel for SmallM {
+    fn name(&self) -> &'static str {
+        "small_m"
+    }
+
+    /// That of the device where its own kernels take the sizes, and otherwise the portable one.
+    fn backend(&self, device: &Device, problem: &Problem) -> GemmBackend {
+        if check_sm90(device, problem).is_ok() {
+            GemmBackend::Sm90Wgmma
+        } else if check_sm120(device, problem).is_ok() {
+            GemmBackend::Sm120BlockScaled
+        } else {
+            GemmBackend::Cmma
+        }
+    }
+
+    fn supports(&self, device: &Device, problem: &Problem) -> Result<(), Refusal> {
+        let GemmShape { m, n, k } = problem.shape;
+        let has_instructions = device
+            .capabilities
+            .compute_capability
+            .is_some_and(|sm| sm >= 80);
+        match problem {
+            _ if !has_instructions || device.capabilities.gemm == GemmBackend::Scalar => {
+                Err(Refusal::Device("the device has no mma.sync of sm_80"))
+            }
+            _ if problem.b != OperandLayout::Packed => Err(Refusal::Operands("`b` is not packed")),
+            _ if m > MAX_ROWS => Err(Refusal::Operands("m is above 16")),
+            _ if problem.grouped != GroupedDim::None => Err(Refusal::Operands("there are groups")),
+            _ if k == 0 || !k.is_multiple_of(BLOCK) || !n.is_multiple_of(2) => {
+                Err(Refusal::Operands("k is no multiple of 16, or n is odd"))
+            }
+            _ if !problem.aligned => Err(Refusal::Operands(UNALIGNED)),
+            _ if problem.a == OperandLayout::MnMajor && check_sm90(device, problem).is_ok() => Err(
+                Refusal::Operands("`a` is MN-major, which sm90_bf16 reads as it is"),
+            ),
+            _ if problem.backend == Some(GemmBackend::Cmma) => {
+                Err(Refusal::Operands("the tiles of Cmma were asked for"))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    fn plan(&self, _device: &Device, _problem: &Problem) -> Candidate {
+        Plan::SmallM.into()
+    }
+
+    fn launch(&self, launch: &Launch, plan: Plan) -> Result<(), Nvfp4Error> {
+        let GemmShape { m, k, .. } = launch.shape;
+        let takes = m <= MAX_ROWS && k > 0 && k.is_multiple_of(BLOCK);
+        if plan != Plan::SmallM || !launch.b.is_packed() || !takes {
+            return Err(misfit(plan, launch));
+        }
+        queue(launch);
+        Ok(())
+    }
 }
 
-/// Queues the product of `a` and the packed `b`, both `k` long, into `out`.
-pub(crate) fn launch(
-    client: &Client,
-    capabilities: &Capabilities,
-    a: &Operand,
-    b: &DeviceQuantized,
-    k: usize,
-    epilogue: &EpilogueArgs,
-    out: &Handle,
-) {
-    let (m, n) = (a.outer(), b.outer());
+/// Queues the GEMM.
+fn queue(launch: &Launch) {
+    let Launch {
+        client,
+        capabilities,
+        a,
+        b,
+        epilogue,
+        output,
+        ..
+    } = *launch;
+    let GemmShape { m, n, k } = launch.shape;
+    let out = &output.matrix().handle;
     // SAFETY (of every argument): the caller checked the operands against their shapes. What the
     // kernel does not read of `a` is any memory.
     let buffer = |handle: &Handle, len| unsafe { BufferArg::from_raw_parts(handle.clone(), len) };
-    let parts = a.parts(out);
-    let left = if parts.packed {
+    let left = if a.is_packed() {
         SmallMLeft::Packed
     } else {
         SmallMLeft::Bf16
@@ -587,9 +648,9 @@ pub(crate) fn launch(
             CubeDim::new_1d(32 * shape.warps as u32),
             address_type((n * k).max(m * n)),
             MixedMatrixLaunch::new(
-                buffer(&parts.codes, m * k / 8),
-                buffer(&parts.scales, m * k / BLOCK),
-                buffer(&parts.dense, m * k / 8),
+                buffer(&a.codes, m * k / 8),
+                buffer(&a.scales, m * k / BLOCK),
+                buffer(&a.dense, m * k / 8),
             ),
             PackedMatrixLaunch::new(
                 buffer(&b.codes, n * k / 8),

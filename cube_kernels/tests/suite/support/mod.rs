@@ -9,6 +9,8 @@ pub mod device;
 #[cfg(feature = "cube")]
 pub mod epilogue;
 #[cfg(feature = "cube")]
+pub mod gemm;
+#[cfg(feature = "cube")]
 pub mod packed;
 #[cfg(feature = "cube")]
 pub mod policies;

@@ -1,65 +1,48 @@
-//! Rows by number, with the operations that every backend has.
-
-use burn_core as burn;
+//! Sums of rows by number, with the operations that every backend has.
 
 use burn_core::backend::{
-    Backend, ExtensionType, Scalar, TensorMetadata,
+    Backend, Scalar, TensorMetadata,
     tensor::{FloatTensor, IntTensor},
 };
 use burn_core::tensor::{FloatDType, Shape, Slice};
 
-use super::super::operands::cast;
 use super::float_dtype;
+use super::operands::cast;
+use super::tensors::{MaybeTensor, UnpermuteGradients};
 
-/// The gradients of a weighted sum of rows.
-#[derive(ExtensionType, Clone, Debug)]
-#[extension_type(fusion: cfg(feature = "cubecl-backend"))]
-pub struct RowGradients<B: Backend> {
-    /// By the rows, of their shape and type.
-    pub rows: FloatTensor<B>,
-    /// By the weights, `f32[tokens, copies]`.
-    pub weights: FloatTensor<B>,
-}
-
-/// See [`nvfp4_add_rows`](super::Nvfp4GroupedOps::nvfp4_add_rows).
-pub(super) fn add<B: Backend>(x: FloatTensor<B>, places: IntTensor<B>) -> FloatTensor<B> {
+/// See [`nvfp4_sum_rows`](super::Nvfp4Ops::nvfp4_sum_rows).
+pub(super) fn sum<B: Backend>(
+    x: FloatTensor<B>,
+    weights: MaybeTensor<B>,
+    places: IntTensor<B>,
+) -> FloatTensor<B> {
     let [rows, copies] = [places.shape()[0], places.shape()[1]];
-    if copies == 1 {
+    let weights = weights.into_option();
+    if copies == 1 && weights.is_none() {
         return B::float_select(x, 0, B::int_reshape(places, Shape::new([rows])));
     }
     let dtype = float_dtype(x.dtype());
     let sum = (0..copies)
-        .map(|copy| rows_at::<B>(x.clone(), places.clone(), copy))
-        .reduce(B::float_add)
-        .expect("a row has a copy");
-    cast::<B>(sum, dtype)
-}
-
-/// See [`nvfp4_weigh_rows`](super::Nvfp4GroupedOps::nvfp4_weigh_rows).
-pub(super) fn weigh<B: Backend>(
-    x: FloatTensor<B>,
-    weights: FloatTensor<B>,
-    places: IntTensor<B>,
-) -> FloatTensor<B> {
-    let dtype = float_dtype(x.dtype());
-    let sum = (0..places.shape()[1])
         .map(|copy| {
             let picked = rows_at::<B>(x.clone(), places.clone(), copy);
-            B::float_mul(picked, column::<B>(weights.clone(), copy))
+            match &weights {
+                Some(weights) => B::float_mul(picked, column::<B>(weights.clone(), copy)),
+                None => picked,
+            }
         })
         .reduce(B::float_add)
         .expect("a row has a copy");
     cast::<B>(sum, dtype)
 }
 
-/// See [`nvfp4_weigh_rows_backward`](super::Nvfp4GroupedOps::nvfp4_weigh_rows_backward).
-pub(super) fn weigh_backward<B: Backend>(
+/// See [`nvfp4_moe_unpermute_backward`](super::Nvfp4Ops::nvfp4_moe_unpermute_backward).
+pub(super) fn unpermute_backward<B: Backend>(
     dout: FloatTensor<B>,
     y: FloatTensor<B>,
     weights: FloatTensor<B>,
     places: IntTensor<B>,
     choices: IntTensor<B>,
-) -> RowGradients<B> {
+) -> UnpermuteGradients<B> {
     let dtype = float_dtype(y.dtype());
     let dout = cast::<B>(dout, FloatDType::F32);
     let [tokens, copies] = [places.shape()[0], places.shape()[1]];
@@ -72,7 +55,7 @@ pub(super) fn weigh_backward<B: Backend>(
         let picked = rows_at::<B>(y.clone(), places.clone(), copy);
         B::float_sum_dim(B::float_mul(picked, dout.clone()), 1)
     });
-    RowGradients {
+    UnpermuteGradients {
         rows: cast::<B>(B::float_mul(rows, weights), dtype),
         weights: B::float_cat(columns.collect(), 1),
     }

@@ -1,0 +1,267 @@
+//! GEMMs on the kernels, or by Burn where its own matmul suits better.
+
+use burn_core::backend::ops::FloatTensorOps;
+use burn_core::tensor::{DType, FloatDType, Shape};
+use burn_cubecl::{
+    CubeBackend,
+    kernel::{cast, into_contiguous},
+    tensor::CubeTensor,
+};
+use nvfp4_kernels::capabilities::{Capabilities, GemmBackend};
+use nvfp4_kernels::gemm::{self, Gemm, OperandLayout, Problem, Scale};
+use nvfp4_kernels::tensor::{DeviceQuantized, FloatKind, Groups, Matrix};
+use nvfp4_kernels::{AmaxGranularity, Format, Storage, Usage};
+
+use super::super::tensors::{Operand, RowGroups};
+use super::super::trace_op;
+use super::quantize::{dequantize, dequantize_matrix};
+use super::tensors::{
+    Source, float_kind, launched, like, like_quantized, matrix, result, stored_shape, to_device,
+};
+
+/// A dense GEMM.
+pub(super) fn dense(
+    a: Operand<CubeBackend>,
+    b: Operand<CubeBackend>,
+    bias: Option<CubeTensor>,
+    dtype: FloatDType,
+) -> CubeTensor {
+    let ((m, k), n) = (stored_shape(&a), stored_shape(&b).0);
+    trace_op("gemm", "", m, n);
+    let like = like(&a);
+    let capabilities = Capabilities::of(&like.client);
+    let problem = Problem::new([&a, &b].map(operand_layout), (m, n, k));
+    let backend = gemm::backend_of(&capabilities, &problem);
+    // The result of Burn's matmul has the type of its operands. It is rounded once, to `dtype`: so
+    // the matmul is in f32 where that is wider, or where a bias is added after it.
+    let inner = match (&a, &b, &bias) {
+        (Operand::Float(x, _), Operand::Float(y, _), None)
+            if x.dtype == DType::from(dtype) && y.dtype == x.dtype =>
+        {
+            dtype
+        }
+        // Exact for dequantized values, and for narrower floats.
+        _ => FloatDType::F32,
+    };
+    let classes = [ElementClass::of(&a), ElementClass::of(&b)];
+    if runs_on_kernels(backend, classes, inner) {
+        let bias = bias.map(bias_matrix);
+        let (a, b) = (DeviceOperand::new(a), DeviceOperand::new(b));
+        let request = Gemm::new(a.view(), b.view())
+            .bias(bias.as_ref())
+            .out(float_kind(dtype));
+        return result(&like, launched(gemm::gemm(&like.client, &request)).matrix);
+    }
+    tracing::debug!(m, n, k, ?inner, "GEMM by Burn's matmul");
+    let (a, b) = (stored_rows(a, inner), stored_rows(b, inner));
+    let out = CubeBackend::float_matmul(a, CubeBackend::float_swap_dims(b, 0, 1));
+    let out = match bias {
+        None => out,
+        Some(bias) => {
+            let bias = CubeBackend::float_reshape(cast(bias, DType::F32), Shape::new([1, n]));
+            CubeBackend::float_add(cast(out, DType::F32), bias)
+        }
+    };
+    cast(out, dtype.into())
+}
+
+/// A bias as the kernels take it.
+pub(super) fn bias_matrix(bias: CubeTensor) -> Matrix {
+    let bias = into_contiguous(cast(bias, DType::F32));
+    match bias.meta.shape().num_dims() {
+        1 => {
+            let len = bias.meta.shape()[0];
+            launched(Matrix::new(bias.handle, 1, len, FloatKind::F32))
+        }
+        _ => matrix(&bias),
+    }
+}
+
+/// What decides whether a GEMM of an operand runs on the kernels.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum ElementClass {
+    /// NVFP4 codes, or bf16 values of them.
+    Nvfp4,
+    /// An MX format, whose values are exact in bf16.
+    Mx,
+    Bf16,
+    /// Floats that bf16 does not hold.
+    Wide,
+}
+
+impl ElementClass {
+    fn of(operand: &Operand<CubeBackend>) -> Self {
+        match operand {
+            Operand::Quantized(quantized) if quantized.layout.format == Format::Nvfp4 => {
+                Self::Nvfp4
+            }
+            Operand::Quantized(_) => Self::Mx,
+            Operand::Float(x, _) if x.dtype == DType::BF16 => Self::Bf16,
+            Operand::Float(..) => Self::Wide,
+        }
+    }
+}
+
+/// How the kernels of [`gemm`] find the elements of an operand.
+fn operand_layout(operand: &Operand<CubeBackend>) -> OperandLayout {
+    match operand {
+        Operand::Quantized(quantized)
+            if quantized.layout.format == Format::Nvfp4
+                && quantized.layout.storage == Storage::Packed =>
+        {
+            OperandLayout::Packed
+        }
+        Operand::Quantized(_) | Operand::Float(_, Usage::Rowwise) => OperandLayout::KMajor,
+        Operand::Float(_, Usage::Columnwise) => OperandLayout::MnMajor,
+    }
+}
+
+/// Whether a GEMM that would take `backend` runs on the kernels of [`gemm`], instead of Burn's
+/// matmul in the type `inner`.
+///
+/// Two NVFP4 operands always do, and on Hopper and by cuBLASLt every operand that bf16 holds. On
+/// other GPUs two bf16 matrices go to Burn where it multiplies in bf16 (8192³ on an H100: 255
+/// TFLOP/s autotuned, the tiles of that backend 151). Where Burn would multiply in `f32`, for a bias
+/// or because one of the operands is quantized and would be dequantized as a whole first, they do
+/// not: few rows of a packed weight then have the small-M kernel. CubeCL's CPU runtime, which is
+/// for tests, leaves everything but NVFP4 to Burn.
+fn runs_on_kernels(backend: GemmBackend, operands: [ElementClass; 2], inner: FloatDType) -> bool {
+    if operands == [ElementClass::Nvfp4; 2] {
+        return true;
+    }
+    match backend {
+        _ if operands.contains(&ElementClass::Wide) => false,
+        GemmBackend::Sm90Wgmma | GemmBackend::CublasLt => true,
+        GemmBackend::Sm120BlockScaled | GemmBackend::Cmma => inner == FloatDType::F32,
+        GemmBackend::Scalar => false,
+    }
+}
+
+/// The operand as a float matrix, one row for each stored row, in the type `dtype`.
+fn stored_rows(operand: Operand<CubeBackend>, dtype: FloatDType) -> CubeTensor {
+    let (x, usage) = match operand {
+        Operand::Quantized(quantized) => {
+            let usage = quantized.layout.usage;
+            (dequantize(quantized, &RowGroups::Whole, dtype), usage)
+        }
+        Operand::Float(x, usage) => (cast(x, dtype.into()), usage),
+    };
+    match usage {
+        Usage::Rowwise => x,
+        Usage::Columnwise => CubeBackend::float_swap_dims(x, 0, 1),
+    }
+}
+
+/// An operand as the GEMM kernels take it, holding its memory.
+pub(super) enum DeviceOperand {
+    /// In NVFP4, and whether each group has an amax of its own.
+    Quantized(Box<DeviceQuantized>, bool),
+    /// Contracted along its columns or, for [`Usage::Columnwise`], its rows.
+    Bf16(Matrix, Usage),
+}
+
+impl DeviceOperand {
+    /// An operand of a dense GEMM.
+    pub fn new(operand: Operand<CubeBackend>) -> Self {
+        match operand {
+            Operand::Quantized(quantized) if quantized.layout.format == Format::Nvfp4 => {
+                Self::Quantized(Box::new(to_device(quantized, Groups::One)), false)
+            }
+            Operand::Quantized(quantized) => {
+                // In stored orientation, padding included. An E4M3 or E2M1 code times a power of
+                // two is exact in bf16.
+                let like = like_quantized(&quantized);
+                let mut stored = to_device(quantized, Groups::One);
+                stored.layout = stored.layout.stored();
+                let values = dequantize_matrix(&like, &stored, FloatKind::Bf16);
+                Self::Bf16(values, Usage::Rowwise)
+            }
+            Operand::Float(x, usage) => {
+                let (x, usage) = as_in_memory(cast(x, DType::BF16), usage);
+                Self::Bf16(Source::new(x).matrix, usage)
+            }
+        }
+    }
+
+    /// An operand of a grouped GEMM.
+    pub fn grouped(operand: Operand<CubeBackend>) -> Self {
+        match Self::new(operand) {
+            Self::Quantized(quantized, _) => {
+                let is_per_group = quantized.layout.amax == AmaxGranularity::PerTensor;
+                Self::Quantized(quantized, is_per_group)
+            }
+            bf16 => bf16,
+        }
+    }
+
+    pub fn view(&self) -> gemm::Operand<'_> {
+        match self {
+            Self::Quantized(quantized, is_per_group) => {
+                let operand = gemm::Operand::from(&**quantized);
+                match operand.scale {
+                    Scale::Tensor(amax, range) if *is_per_group => gemm::Operand {
+                        scale: Scale::PerGroup(amax, range),
+                        ..operand
+                    },
+                    _ => operand,
+                }
+            }
+            Self::Bf16(matrix, Usage::Rowwise) => matrix.into(),
+            Self::Bf16(matrix, Usage::Columnwise) => gemm::Operand::mn_major(matrix),
+        }
+    }
+}
+
+/// `x` and the axis of its contraction; of a view that transposes a contiguous matrix, that matrix
+/// and the other axis.
+fn as_in_memory(x: CubeTensor, usage: Usage) -> (CubeTensor, Usage) {
+    if x.is_contiguous() {
+        return (x, usage);
+    }
+    let transposed = CubeBackend::float_swap_dims(x.clone(), 0, 1);
+    if transposed.is_contiguous() {
+        (transposed, usage.transposed())
+    } else {
+        (x, usage)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Where the GEMMs of each backend run.
+    #[test]
+    fn gemms_run_where_they_are_fastest() {
+        use ElementClass::{Bf16, Mx, Nvfp4, Wide};
+        let (bf16, f32) = (FloatDType::BF16, FloatDType::F32);
+        let gpus = [
+            GemmBackend::Sm90Wgmma,
+            GemmBackend::CublasLt,
+            GemmBackend::Sm120BlockScaled,
+            GemmBackend::Cmma,
+        ];
+        for backend in gpus {
+            for operands in [[Bf16, Nvfp4], [Nvfp4, Bf16], [Bf16, Mx], [Bf16, Bf16]] {
+                assert!(
+                    runs_on_kernels(backend, operands, f32),
+                    "{backend:?}, {operands:?}"
+                );
+            }
+            assert!(!runs_on_kernels(backend, [Wide, Nvfp4], f32), "{backend:?}");
+            let library = matches!(backend, GemmBackend::Sm90Wgmma | GemmBackend::CublasLt);
+            assert_eq!(
+                runs_on_kernels(backend, [Bf16, Bf16], bf16),
+                library,
+                "{backend:?}"
+            );
+        }
+        for operands in [[Bf16, Nvfp4], [Bf16, Bf16], [Mx, Mx]] {
+            assert!(
+                !runs_on_kernels(GemmBackend::Scalar, operands, f32),
+                "{operands:?}"
+            );
+        }
+        assert!(runs_on_kernels(GemmBackend::Scalar, [Nvfp4; 2], f32));
+    }
+}

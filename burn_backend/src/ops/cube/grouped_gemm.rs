@@ -1,0 +1,214 @@
+//! GEMMs whose rows, or whose contraction, are in groups. Nothing waits for the device.
+
+use burn_core::backend::{
+    get_or_init_device_settings,
+    ops::{BoolTensorOps, FloatTensorOps, IntTensorOps},
+};
+use burn_core::tensor::{DType, FloatDType, IntDType, Shape, Slice};
+use burn_cubecl::{
+    CubeBackend,
+    kernel::{cast, into_contiguous},
+    tensor::CubeTensor,
+};
+use nvfp4_kernels::gemm::{self, Gemm};
+use nvfp4_kernels::tensor::Matrix;
+use nvfp4_kernels::{BLOCK, moe};
+
+use super::super::operands::stacked;
+use super::super::tensors::{Operand, RowGroups};
+use super::super::{float_dtype, trace_op};
+use super::gemm::{DeviceOperand, bias_matrix};
+use super::quantize::dequantize;
+use super::tensors::{
+    Source, float_kind, group_offsets, launched, like, new_tensor, result, stored_shape,
+};
+
+/// The M-grouped GEMM.
+///
+/// Operands that are not quantized run on the grouped kernels in `bf16`; in other float types all
+/// tokens are multiplied by the weight of every expert and masked, which costs as many times the
+/// work as there are experts.
+pub(super) fn m_grouped(
+    a: Operand<CubeBackend>,
+    b: Operand<CubeBackend>,
+    bias: Option<CubeTensor>,
+    offsets: CubeTensor,
+    dtype: FloatDType,
+) -> CubeTensor {
+    let like = like(&a);
+    let groups = group_offsets(offsets.clone());
+    let (rows, columns) = (stored_shape(&a).0, stored_shape(&b).0 / groups.count);
+    trace_op("gemm", "", rows, columns);
+    let out = if is_wide(&a) || is_wide(&b) {
+        let inner = matmul_dtype(&a, &b, dtype);
+        trace_masked(rows, columns, groups.count, inner);
+        let x = values(a, &RowGroups::Offsets(offsets.clone()), inner);
+        let w = values(b, &RowGroups::Batch(groups.count), inner);
+        let w = stacked::<CubeBackend>(w, groups.count);
+        let out = masked_m(x, w, bias, offsets);
+        let out = into_contiguous(cast(out, dtype.into()));
+        let kind = float_kind(dtype);
+        launched(Matrix::new(out.handle, rows, columns, kind))
+    } else {
+        let bias = bias.map(bias_matrix);
+        let (a, b) = (DeviceOperand::grouped(a), DeviceOperand::grouped(b));
+        let request = Gemm::new(a.view(), b.view())
+            .m_grouped(&groups)
+            .bias(bias.as_ref())
+            .out(float_kind(dtype));
+        launched(gemm::gemm(&like.client, &request)).matrix
+    };
+    launched(moe::zero_padding_rows(&like.client, &out, &groups));
+    result(&like, out)
+}
+
+/// The K-grouped GEMM. As for the M-grouped one, floats other than `bf16` cost more.
+pub(super) fn k_grouped(
+    a: Operand<CubeBackend>,
+    b: Operand<CubeBackend>,
+    offsets: CubeTensor,
+    tokens: usize,
+    dtype: FloatDType,
+) -> CubeTensor {
+    let like = like(&a);
+    let [m, n] = [&a, &b].map(|operand| stored_shape(operand).0);
+    trace_op("gemm", "", m, n);
+    let (a, b) = match (a, b) {
+        // Burn multiplies floats other than bf16, which have one type.
+        (Operand::Float(x, _), Operand::Float(dy, _)) if x.dtype != DType::BF16 => {
+            let groups = offsets.meta.shape()[0] - 1;
+            trace_masked(m, n, groups, float_dtype(x.dtype));
+            return masked_k(x, dy, offsets, dtype);
+        }
+        operands => operands,
+    };
+    let unit = match &a {
+        Operand::Quantized(quantized) => quantized.layout.unit(),
+        // Not padded yet.
+        Operand::Float(..) => BLOCK,
+    };
+    let groups = group_offsets(offsets);
+    let aligned = launched(groups.aligned(&like.client, tokens, unit));
+    let [a, b] = [a, b].map(|operand| {
+        DeviceOperand::grouped(match operand {
+            Operand::Float(x, usage) => {
+                let x = Source::new(x);
+                let padded = moe::pad_groups(&like.client, &x.matrix, &groups, unit);
+                Operand::Float(result(&x.tensor, launched(padded).0), usage)
+            }
+            quantized => quantized,
+        })
+    });
+    let request = Gemm::new(a.view(), b.view())
+        .k_grouped(&aligned)
+        .out(float_kind(dtype));
+    let out = launched(gemm::gemm(&like.client, &request)).matrix;
+    let shape = Shape::new([groups.count, m, n]);
+    new_tensor(&like, out.handle, shape, dtype.into())
+}
+
+/// The values of a rowwise operand with these groups, rounded to `dtype`; undefined for rows of no
+/// group.
+fn values(
+    operand: Operand<CubeBackend>,
+    groups: &RowGroups<CubeBackend>,
+    dtype: FloatDType,
+) -> CubeTensor {
+    match operand {
+        Operand::Quantized(quantized) => dequantize(quantized, groups, dtype),
+        Operand::Float(x, _) => cast(x, dtype.into()),
+    }
+}
+
+/// Whether an operand is a float that the kernels do not take.
+fn is_wide(operand: &Operand<CubeBackend>) -> bool {
+    matches!(operand, Operand::Float(x, _) if x.dtype != DType::BF16)
+}
+
+/// The type in which Burn multiplies: that of the result, if both operands have it, or `f32`, in
+/// which dequantized values are exact.
+fn matmul_dtype(
+    a: &Operand<CubeBackend>,
+    b: &Operand<CubeBackend>,
+    dtype: FloatDType,
+) -> FloatDType {
+    let has = |operand: &Operand<CubeBackend>| match operand {
+        Operand::Float(x, _) => x.dtype == DType::from(dtype),
+        Operand::Quantized(_) => false,
+    };
+    if has(a) && has(b) {
+        dtype
+    } else {
+        FloatDType::F32
+    }
+}
+
+/// Reports that Burn multiplies in the type `inner`: all tokens by the weight of every expert, so
+/// as many times the operations as there are groups.
+fn trace_masked(m: usize, n: usize, groups: usize, inner: FloatDType) {
+    tracing::debug!(
+        m,
+        n,
+        groups,
+        ?inner,
+        "grouped GEMM by Burn's matmul, all tokens for every group"
+    );
+}
+
+/// 1 for the tokens of group `group` and 0 for others, `[tokens, 1]` of type `dtype`.
+fn members(offsets: &CubeTensor, group: usize, tokens: usize, dtype: FloatDType) -> CubeTensor {
+    let (int, device) = (IntDType::I32, offsets.device.clone());
+    let bool_dtype = get_or_init_device_settings::<CubeBackend>(&device).bool_dtype;
+    let numbers = CubeBackend::int_arange(0..tokens as i64, &device, int);
+    let offset = |index: usize| {
+        let offset = CubeBackend::int_slice(offsets.clone(), &[Slice::from(index..index + 1)]);
+        let offset = CubeBackend::int_cast(offset, int);
+        CubeBackend::int_expand(offset, Shape::new([tokens]))
+    };
+    let from = CubeBackend::int_greater_equal(numbers.clone(), offset(group), bool_dtype);
+    let to = CubeBackend::int_lower(numbers, offset(group + 1), bool_dtype);
+    let members = CubeBackend::bool_into_float(CubeBackend::bool_and(from, to), dtype);
+    CubeBackend::float_reshape(members, Shape::new([tokens, 1]))
+}
+
+/// The M-grouped GEMM with the stack `w` (`[experts, n, k]`) in any float type: all tokens by the
+/// weight of every expert, masked.
+fn masked_m(
+    x: CubeTensor,
+    w: CubeTensor,
+    bias: Option<CubeTensor>,
+    offsets: CubeTensor,
+) -> CubeTensor {
+    let dtype = float_dtype(x.dtype);
+    let (tokens, shape) = (x.meta.shape()[0], w.meta.shape().clone());
+    let outputs = (0..shape[0]).map(|group| {
+        let slices = [group..group + 1, 0..shape[1], 0..shape[2]].map(Slice::from);
+        let w = CubeBackend::float_slice(w.clone(), &slices);
+        let w = CubeBackend::float_reshape(w, Shape::new([shape[1], shape[2]]));
+        let w = CubeBackend::float_swap_dims(w, 0, 1);
+        let mut y = CubeBackend::float_matmul(x.clone(), w);
+        if let Some(bias) = &bias {
+            let slices = [group..group + 1, 0..shape[1]].map(Slice::from);
+            let bias = CubeBackend::float_slice(bias.clone(), &slices);
+            y = CubeBackend::float_add(y, cast(bias, dtype.into()));
+        }
+        CubeBackend::float_mul(y, members(&offsets, group, tokens, dtype))
+    });
+    outputs
+        .reduce(CubeBackend::float_add)
+        .expect("a stack has a matrix")
+}
+
+/// The K-grouped GEMM in any float type: all tokens for every expert, those of others as zeros.
+fn masked_k(x: CubeTensor, dy: CubeTensor, offsets: CubeTensor, dtype: FloatDType) -> CubeTensor {
+    let (tokens, experts) = (x.meta.shape()[0], offsets.meta.shape()[0] - 1);
+    let (m, n) = (x.meta.shape()[1], dy.meta.shape()[1]);
+    let kind = float_dtype(x.dtype);
+    let outputs = (0..experts).map(|group| {
+        let own = CubeBackend::float_mul(x.clone(), members(&offsets, group, tokens, kind));
+        CubeBackend::float_matmul(CubeBackend::float_swap_dims(own, 0, 1), dy.clone())
+    });
+    let stacked = CubeBackend::float_cat(outputs.collect(), 0);
+    let stacked = CubeBackend::float_reshape(stacked, Shape::new([experts, m, n]));
+    cast(stacked, dtype.into())
+}

@@ -1,0 +1,94 @@
+//! Cube: launches of the CubeCL kernels. Runs on the fusion server's thread where fusion is on.
+
+mod gemm;
+mod grouped_gemm;
+mod moe;
+mod quantize;
+mod tensors;
+
+use burn_core::backend::tensor::{FloatTensor, IntTensor};
+use burn_core::tensor::FloatDType;
+use burn_cubecl::CubeBackend;
+use nvfp4_kernels::Usage;
+
+use super::Nvfp4Ops;
+use super::spec::QuantParams;
+use super::tensors::{
+    GemmGroups, MaybeTensor, Operand, QuantUsages, QuantizedMatrix, QuantizedPair, RowGroups,
+    UnpermuteGradients,
+};
+
+impl Nvfp4Ops for CubeBackend {
+    fn nvfp4_quantize(
+        x: FloatTensor<Self>,
+        groups: RowGroups<Self>,
+        usages: QuantUsages,
+    ) -> QuantizedPair<Self> {
+        quantize::quantize(x, groups, usages)
+    }
+
+    fn nvfp4_requantize(
+        source: QuantizedMatrix<Self>,
+        groups: RowGroups<Self>,
+        usage: Usage,
+        params: QuantParams,
+        via: FloatDType,
+    ) -> QuantizedMatrix<Self> {
+        quantize::requantize(source, groups, usage, &params, via)
+    }
+
+    fn nvfp4_dequantize(
+        source: QuantizedMatrix<Self>,
+        groups: RowGroups<Self>,
+        dtype: FloatDType,
+    ) -> FloatTensor<Self> {
+        quantize::dequantize(source, &groups, dtype)
+    }
+
+    fn nvfp4_gemm(
+        a: Operand<Self>,
+        b: Operand<Self>,
+        bias: MaybeTensor<Self>,
+        groups: GemmGroups<Self>,
+        dtype: FloatDType,
+    ) -> FloatTensor<Self> {
+        let bias = bias.into_option();
+        match groups {
+            GemmGroups::None => gemm::dense(a, b, bias, dtype),
+            GemmGroups::M(offsets) => grouped_gemm::m_grouped(a, b, bias, offsets, dtype),
+            GemmGroups::K { offsets, tokens } => {
+                grouped_gemm::k_grouped(a, b, offsets, tokens, dtype)
+            }
+        }
+    }
+
+    fn nvfp4_broadcast_group_values(
+        values: FloatTensor<Self>,
+        offsets: IntTensor<Self>,
+        rows: usize,
+    ) -> FloatTensor<Self> {
+        moe::broadcast_group_values(values, offsets, rows)
+    }
+
+    fn nvfp4_segment_sum(x: FloatTensor<Self>, offsets: IntTensor<Self>) -> FloatTensor<Self> {
+        moe::segment_sum(x, offsets)
+    }
+
+    fn nvfp4_sum_rows(
+        x: FloatTensor<Self>,
+        weights: MaybeTensor<Self>,
+        places: IntTensor<Self>,
+    ) -> FloatTensor<Self> {
+        moe::sum_rows(x, weights, places)
+    }
+
+    fn nvfp4_moe_unpermute_backward(
+        dout: FloatTensor<Self>,
+        y: FloatTensor<Self>,
+        weights: FloatTensor<Self>,
+        places: IntTensor<Self>,
+        choices: IntTensor<Self>,
+    ) -> UnpermuteGradients<Self> {
+        moe::unpermute_backward(dout, y, weights, places, choices)
+    }
+}

@@ -1,0 +1,347 @@
+//! Quantization, in one kernel for each usage, or for both.
+
+use burn_core::tensor::FloatDType;
+use burn_cubecl::{CubeBackend, tensor::CubeTensor};
+use cubecl::server::Handle;
+use nvfp4_kernels::moe::GroupOffsets;
+use nvfp4_kernels::quantize::{self, AmaxRequest, EdenSource, QuantRequest};
+use nvfp4_kernels::reference::EdenTarget;
+use nvfp4_kernels::tensor::{DeviceQuantParams, DeviceQuantized, FloatKind, Groups, Matrix};
+use nvfp4_kernels::{AmaxGranularity, BlockShape, Layout, Rounding, ScaleLayout, Storage, Usage};
+
+use super::super::dequantize::{scaled, with_amax_per_row};
+use super::super::layout::GroupCount;
+use super::super::spec::{QuantParams, QuantRounding};
+use super::super::tensors::{QuantUsages, QuantizedMatrix, QuantizedPair, RowGroups};
+use super::super::{trace_op, usage_name};
+use super::tensors::{
+    Source, device_groups, float_kind, launched, like_quantized, result, to_burn, to_device,
+};
+
+/// See [`nvfp4_quantize`](super::super::Nvfp4Ops::nvfp4_quantize).
+pub(super) fn quantize(
+    x: CubeTensor,
+    groups: RowGroups<CubeBackend>,
+    usages: QuantUsages,
+) -> QuantizedPair<CubeBackend> {
+    let source = GroupedSource {
+        x: Source::new(x),
+        count: groups.count(),
+        groups: device_groups(groups),
+    };
+    let QuantUsages {
+        rowwise,
+        columnwise,
+    } = usages;
+    if let (Some((row, row_storage)), Some((col, col_storage))) = (rowwise, columnwise) {
+        let (row, col) = source.both([row, col], [row_storage, col_storage]);
+        return QuantizedPair::Both(row, col);
+    }
+    QuantizedPair::new(
+        rowwise.map(|(params, storage)| source.one(&params, Usage::Rowwise, storage)),
+        columnwise.map(|(params, storage)| source.one(&params, Usage::Columnwise, storage)),
+    )
+}
+
+/// A matrix and its groups.
+struct GroupedSource {
+    x: Source,
+    count: GroupCount,
+    groups: Groups,
+}
+
+impl GroupedSource {
+    /// The quantized tensor with this usage.
+    fn one(
+        &self,
+        params: &QuantParams,
+        usage: Usage,
+        storage: Storage,
+    ) -> QuantizedMatrix<CubeBackend> {
+        let (client, matrix, groups) = (&self.x.tensor.client, &self.x.matrix, &self.groups);
+        if params.format.is_mx() {
+            self.trace("mx_quantize", usage_name(usage));
+            let format = params.format;
+            let made = quantize::mx_quantize_groups(client, matrix, groups, usage, format);
+            let made = launched(made);
+            return self.made(made, params, usage, storage);
+        }
+        if let (QuantRounding::MsEden(_), Some(_)) = (params.rounding, params.hadamard) {
+            self.trace("ms_eden", usage_name(usage));
+            let source = match groups {
+                Groups::One => EdenSource::Matrix(matrix),
+                groups => EdenSource::Grouped(matrix, groups),
+            };
+            let made = ms_eden(&self.x.tensor, source, usage, params);
+            return self.made(made, params, usage, storage);
+        }
+        self.trace("quantize", usage_name(usage));
+        if params.block == BlockShape::Block2d {
+            let amax = self.amax(params, Usage::Rowwise);
+            let (scaling, compact) = (params.scaling, ScaleLayout::Compact);
+            let made = launched(quantize::quantize_tile_copy(
+                client, matrix, groups, usage, &amax, scaling, compact,
+            ));
+            return self.made(made, params, usage, storage);
+        }
+        let is_one_read = matches!(groups, Groups::One)
+            && usage == Usage::Rowwise
+            && params.amax == AmaxGranularity::PerRow
+            && params.hadamard.is_none()
+            && storage == Storage::Packed;
+        if is_one_read {
+            let params_on_device = device_params(params);
+            let made = launched(quantize::quantize_per_token(
+                client,
+                matrix,
+                &params_on_device,
+            ));
+            return self.made(made, params, usage, storage);
+        }
+        let amax = self.amax(params, usage);
+        let request = request(params, &amax);
+        let made = match (groups, storage) {
+            (Groups::Offsets { .. }, _) => {
+                let (row, col) = match usage {
+                    Usage::Rowwise => (Some(&request), None),
+                    Usage::Columnwise => (None, Some(&request)),
+                };
+                let (row, col) = self.side_by_side(row, col);
+                row.or(col).expect("one usage was requested")
+            }
+            (_, Storage::Packed) => {
+                launched(quantize::quantize(client, matrix, groups, usage, &request))
+            }
+            (_, Storage::Bf16Unscaled) => {
+                let asked = Some((&request, storage));
+                let (row, col) = match usage {
+                    Usage::Rowwise => (asked, None),
+                    Usage::Columnwise => (None, asked),
+                };
+                let (row, col) = launched(quantize::quantize_operands(client, matrix, row, col));
+                row.or(col).expect("one usage was requested")
+            }
+        };
+        self.made(made, params, usage, storage)
+    }
+
+    /// The rowwise and the columnwise tensor, from one read where one kernel makes both.
+    fn both(
+        &self,
+        [row, col]: [QuantParams; 2],
+        storages: [Storage; 2],
+    ) -> (QuantizedMatrix<CubeBackend>, QuantizedMatrix<CubeBackend>) {
+        let (client, matrix, groups) = (&self.x.tensor.client, &self.x.matrix, &self.groups);
+        let is_2d = [row, col].map(|params| params.block == BlockShape::Block2d);
+        let [row_storage, col_storage] = storages;
+        if row.is_made_from_codes()
+            || col.is_made_from_codes()
+            || is_2d == [true, false]
+            || is_2d == [false, true]
+        {
+            return (
+                self.one(&row, Usage::Rowwise, row_storage),
+                self.one(&col, Usage::Columnwise, col_storage),
+            );
+        }
+        self.trace("quantize", "pair");
+        let made = if is_2d == [true; 2] {
+            let amax = self.amax(&row, Usage::Rowwise);
+            let (scaling, compact) = (row.scaling, [ScaleLayout::Compact; 2]);
+            launched(quantize::quantize_tile_with(
+                client, matrix, groups, &amax, scaling, compact,
+            ))
+        } else {
+            let (row_amax, col_amax) = self.pair_amax(&row, &col);
+            let (for_row, for_col) = (request(&row, &row_amax), request(&col, &col_amax));
+            match groups {
+                Groups::Offsets { .. } => {
+                    let (row, col) = self.side_by_side(Some(&for_row), Some(&for_col));
+                    (row.expect("requested"), col.expect("requested"))
+                }
+                _ if storages == [Storage::Packed; 2] => launched(quantize::quantize_both(
+                    client, matrix, groups, &for_row, &for_col,
+                )),
+                _ => {
+                    let for_row = Some((&for_row, row_storage));
+                    let for_col = Some((&for_col, col_storage));
+                    let made = quantize::quantize_operands(client, matrix, for_row, for_col);
+                    let (row, col) = launched(made);
+                    (row.expect("requested"), col.expect("requested"))
+                }
+            }
+        };
+        (
+            self.made(made.0, &row, Usage::Rowwise, row_storage),
+            self.made(made.1, &col, Usage::Columnwise, col_storage),
+        )
+    }
+
+    /// The quantized tensors of tokens in groups.
+    fn side_by_side(
+        &self,
+        row: Option<&QuantRequest<'_>>,
+        col: Option<&QuantRequest<'_>>,
+    ) -> (Option<DeviceQuantized>, Option<DeviceQuantized>) {
+        let Groups::Offsets { offsets, count } = &self.groups else {
+            unreachable!("tokens in groups");
+        };
+        let groups = GroupOffsets {
+            offsets: offsets.clone(),
+            count: *count,
+        };
+        let (client, matrix) = (&self.x.tensor.client, &self.x.matrix);
+        launched(quantize::quantize_side_by_side(
+            client, matrix, &groups, row, col,
+        ))
+    }
+
+    /// The amax values of the tensor with this usage.
+    fn amax(&self, params: &QuantParams, usage: Usage) -> Handle {
+        let (client, matrix) = (&self.x.tensor.client, &self.x.matrix);
+        if matches!(self.groups, Groups::One) && params.amax == AmaxGranularity::PerTensor {
+            let hadamard = match usage {
+                Usage::Rowwise => None,
+                Usage::Columnwise => params.hadamard,
+            };
+            return launched(quantize::amax(client, matrix, hadamard));
+        }
+        // One amax of each matrix of a stack serves both usages.
+        let usage = match self.groups {
+            Groups::Batch(_) => Usage::Rowwise,
+            _ => usage,
+        };
+        let request = AmaxRequest::along(usage, params.amax, params.hadamard);
+        let found = launched(quantize::amaxes(client, matrix, &self.groups, &request));
+        found.rows.or(found.cols).expect("requested")
+    }
+
+    /// The amax values of both tensors, in one read; the same ones where both have one for each
+    /// group and no transform.
+    fn pair_amax(&self, row: &QuantParams, col: &QuantParams) -> (Handle, Handle) {
+        if row.shares_amax() && col.shares_amax() {
+            let amax = self.amax(row, Usage::Rowwise);
+            return (amax.clone(), amax);
+        }
+        let request = AmaxRequest {
+            rows: Some(row.amax),
+            cols: Some((col.amax, col.hadamard)),
+        };
+        let (client, matrix) = (&self.x.tensor.client, &self.x.matrix);
+        let found = launched(quantize::amaxes(client, matrix, &self.groups, &request));
+        let [row, col] = [found.rows, found.cols].map(|amax| amax.expect("requested"));
+        (row, col)
+    }
+
+    fn made(
+        &self,
+        made: DeviceQuantized,
+        params: &QuantParams,
+        usage: Usage,
+        storage: Storage,
+    ) -> QuantizedMatrix<CubeBackend> {
+        let layout = self.count.layout(self.x.shape(), usage, params, storage);
+        to_burn(&self.x.tensor, made, self.count, layout)
+    }
+
+    fn trace(&self, op: &'static str, usage: &'static str) {
+        trace_op(op, usage, self.x.matrix.rows, self.x.matrix.cols);
+    }
+}
+
+fn ms_eden(
+    like: &CubeTensor,
+    source: EdenSource<'_>,
+    usage: Usage,
+    params: &QuantParams,
+) -> DeviceQuantized {
+    let (QuantRounding::MsEden(stream), Some(hadamard)) = (params.rounding, &params.hadamard)
+    else {
+        unreachable!("parameters of MS-EDEN");
+    };
+    let client = &like.client;
+    let amax = launched(quantize::ms_eden_amax(client, source, usage, hadamard));
+    let target = EdenTarget::Backward;
+    launched(quantize::ms_eden(
+        client, source, usage, &amax, hadamard, target, stream,
+    ))
+}
+
+/// See [`nvfp4_requantize`](super::super::Nvfp4Ops::nvfp4_requantize).
+pub(super) fn requantize(
+    source: QuantizedMatrix<CubeBackend>,
+    groups: RowGroups<CubeBackend>,
+    usage: Usage,
+    params: &QuantParams,
+    via: FloatDType,
+) -> QuantizedMatrix<CubeBackend> {
+    let Layout { rows, cols, .. } = source.layout;
+    let (like, count) = (like_quantized(&source), groups.count());
+    let source = to_device(source, device_groups(groups));
+    let made = if params.format.is_mx() {
+        trace_op("mx_requantize", usage_name(usage), rows, cols);
+        let (client, via) = (&like.client, float_kind(via));
+        let format = params.format;
+        launched(quantize::mx_requantize(client, &source, usage, format, via))
+    } else {
+        trace_op("ms_eden", usage_name(usage), rows, cols);
+        ms_eden(&like, EdenSource::Packed(&source), usage, params)
+    };
+    let layout = count.layout((rows, cols), usage, params, Storage::Packed);
+    to_burn(&like, made, count, layout)
+}
+
+/// See [`nvfp4_dequantize`](super::super::Nvfp4Ops::nvfp4_dequantize).
+pub(super) fn dequantize(
+    source: QuantizedMatrix<CubeBackend>,
+    groups: &RowGroups<CubeBackend>,
+    dtype: FloatDType,
+) -> CubeTensor {
+    let source = with_amax_per_row::<CubeBackend>(source, groups);
+    let layout = source.layout;
+    let Layout { rows, cols, .. } = layout;
+    if layout.storage == Storage::Bf16Unscaled {
+        return scaled::<CubeBackend>(source, dtype);
+    }
+    let op = match layout.format.is_mx() {
+        true => "mx_dequantize",
+        false => "dequantize",
+    };
+    trace_op(op, usage_name(layout.usage), rows, cols);
+    let (like, kind) = (like_quantized(&source), float_kind(dtype));
+    let source = to_device(source, Groups::One);
+    result(&like, dequantize_matrix(&like, &source, kind))
+}
+
+/// The values of a quantized tensor, in the orientation of its source.
+pub(super) fn dequantize_matrix(
+    like: &CubeTensor,
+    source: &DeviceQuantized,
+    kind: FloatKind,
+) -> Matrix {
+    launched(match source.layout.format.is_mx() {
+        true => quantize::mx_dequantize(&like.client, source, kind),
+        false => quantize::dequantize(&like.client, source, kind),
+    })
+}
+
+/// How the kernels quantize.
+fn device_params(params: &QuantParams) -> DeviceQuantParams {
+    let rounding = match params.rounding {
+        QuantRounding::Elements(rounding) => rounding,
+        QuantRounding::MsEden(_) => Rounding::Nearest,
+    };
+    DeviceQuantParams {
+        hadamard: params.hadamard,
+        scaling: params.scaling,
+        ..DeviceQuantParams::new(rounding)
+    }
+}
+
+fn request<'a>(params: &QuantParams, amax: &'a Handle) -> QuantRequest<'a> {
+    QuantRequest {
+        amax,
+        scope: params.amax,
+        copy: device_params(params),
+    }
+}

@@ -1,0 +1,175 @@
+//! Burn's tensors as the kernels' matrices and quantized tensors, and back.
+
+use burn_core::backend::tensor::IntTensor;
+use burn_core::tensor::{DType, FloatDType, Shape};
+use burn_cubecl::{CubeBackend, kernel::into_contiguous, tensor::CubeTensor};
+use cubecl::server::Handle;
+use nvfp4_kernels::moe::GroupOffsets;
+use nvfp4_kernels::tensor::{DeviceQuantized, FloatKind, Groups, Matrix};
+use nvfp4_kernels::{Layout, Nvfp4Error, Storage};
+
+use super::super::float_dtype;
+use super::super::layout::{GroupCount, code_words};
+use super::super::tensors::{MaybeTensor, Operand, QuantizedData, QuantizedMatrix, RowGroups};
+
+/// A contiguous float matrix, as Burn's tensor and as the kernels' view of it.
+pub(super) struct Source {
+    pub tensor: CubeTensor,
+    pub matrix: Matrix,
+}
+
+impl Source {
+    pub fn new(x: CubeTensor) -> Self {
+        let tensor = into_contiguous(x);
+        let matrix = matrix(&tensor);
+        Self { tensor, matrix }
+    }
+
+    /// Rows and columns.
+    pub fn shape(&self) -> (usize, usize) {
+        (self.matrix.rows, self.matrix.cols)
+    }
+}
+
+/// The kernels' view of a contiguous float matrix.
+pub(super) fn matrix(x: &CubeTensor) -> Matrix {
+    let (rows, cols) = (x.meta.shape()[0], x.meta.shape()[1]);
+    let kind = float_kind(float_dtype(x.dtype));
+    launched(Matrix::new(x.handle.clone(), rows, cols, kind))
+}
+
+/// Offsets of groups as the kernels take them.
+pub(super) fn group_offsets(offsets: IntTensor<CubeBackend>) -> GroupOffsets {
+    let offsets = into_contiguous(offsets);
+    let count = offsets.meta.shape()[0] - 1;
+    launched(GroupOffsets::new(offsets.handle, count))
+}
+
+/// Groups as the kernels take them.
+pub(super) fn device_groups(groups: RowGroups<CubeBackend>) -> Groups {
+    match groups {
+        RowGroups::Whole => Groups::One,
+        RowGroups::Batch(count) => Groups::Batch(count),
+        RowGroups::Offsets(offsets) => {
+            let GroupOffsets { offsets, count } = group_offsets(offsets);
+            Groups::Offsets { offsets, count }
+        }
+    }
+}
+
+/// A quantized tensor of a kernel, as tensors beside `like`.
+pub(super) fn to_burn(
+    like: &CubeTensor,
+    made: DeviceQuantized,
+    groups: GroupCount,
+    layout: Layout,
+) -> QuantizedMatrix<CubeBackend> {
+    let (outer, blocks) = (layout.outer(), layout.blocks());
+    let amax = match layout.format.has_global_scale() {
+        true => {
+            let shape = Shape::new([groups.amax_len(&layout)]);
+            MaybeTensor::Present(new_tensor(like, made.amax, shape, DType::F32))
+        }
+        false => MaybeTensor::Absent,
+    };
+    let data = match layout.storage {
+        Storage::Packed => {
+            let (width, dtype) = code_words(&layout);
+            let scales = Shape::new([outer, blocks]);
+            QuantizedData::Packed {
+                codes: new_tensor(like, made.codes, Shape::new([outer, width]), dtype),
+                scales: new_tensor(like, made.scales, scales, DType::U8),
+            }
+        }
+        Storage::Bf16Unscaled => {
+            let shape = Shape::new([outer, layout.padded_inner()]);
+            QuantizedData::Bf16Unscaled(new_tensor(like, made.codes, shape, DType::BF16))
+        }
+    };
+    QuantizedMatrix { data, amax, layout }
+}
+
+/// The kernels' view of a quantized tensor, with its groups.
+pub(super) fn to_device(source: QuantizedMatrix<CubeBackend>, groups: Groups) -> DeviceQuantized {
+    let (codes, scales) = match source.data {
+        QuantizedData::Packed { codes, scales } => (codes, Some(scales)),
+        QuantizedData::Bf16Unscaled(values) => (values, None),
+    };
+    let handle = |tensor| into_contiguous(tensor).handle;
+    let codes = handle(codes);
+    // The kernels do not read the buffers that a layout has not.
+    let scales = scales.map_or_else(|| codes.clone(), handle);
+    let amax = source.amax.into_option();
+    let amax = amax.map_or_else(|| scales.clone(), handle);
+    DeviceQuantized {
+        groups,
+        ..DeviceQuantized::new(source.layout, (codes, scales, amax))
+    }
+}
+
+/// A tensor on whose device the results of a GEMM with `operand` are.
+pub(super) fn like(operand: &Operand<CubeBackend>) -> CubeTensor {
+    match operand {
+        Operand::Quantized(quantized) => like_quantized(quantized),
+        Operand::Float(x, _) => x.clone(),
+    }
+}
+
+/// The codes of a quantized tensor, or its values.
+pub(super) fn like_quantized(quantized: &QuantizedMatrix<CubeBackend>) -> CubeTensor {
+    match &quantized.data {
+        QuantizedData::Packed { codes, .. } => codes.clone(),
+        QuantizedData::Bf16Unscaled(values) => values.clone(),
+    }
+}
+
+/// Stored rows and the length of the contraction in memory.
+pub(super) fn stored_shape(operand: &Operand<CubeBackend>) -> (usize, usize) {
+    match operand {
+        Operand::Quantized(quantized) => {
+            (quantized.layout.outer(), quantized.layout.padded_inner())
+        }
+        Operand::Float(x, usage) => usage.stored_shape(x.meta.shape()[0], x.meta.shape()[1]),
+    }
+}
+
+/// A matrix of a kernel, as a tensor beside `like`.
+pub(super) fn result(like: &CubeTensor, out: Matrix) -> CubeTensor {
+    let dtype = match out.dtype {
+        FloatKind::F32 => DType::F32,
+        FloatKind::F16 => DType::F16,
+        FloatKind::Bf16 => DType::BF16,
+    };
+    let shape = Shape::new([out.rows, out.cols]);
+    new_tensor(like, out.handle, shape, dtype)
+}
+
+pub(super) fn new_tensor(
+    like: &CubeTensor,
+    handle: Handle,
+    shape: Shape,
+    dtype: DType,
+) -> CubeTensor {
+    CubeTensor::new_contiguous(
+        like.client.clone(),
+        like.device.clone(),
+        shape,
+        handle,
+        dtype,
+    )
+}
+
+pub(super) fn float_kind(dtype: FloatDType) -> FloatKind {
+    match dtype {
+        FloatDType::F32 => FloatKind::F32,
+        FloatDType::F16 => FloatKind::F16,
+        FloatDType::BF16 => FloatKind::Bf16,
+        other => panic!("element type {other:?}: expected F32, BF16 or F16"),
+    }
+}
+
+/// The result of a launch whose arguments were checked before it was queued. Only the runtime can
+/// fail; fusion passes the panic on to the reader of the result.
+pub(super) fn launched<T>(result: Result<T, Nvfp4Error>) -> T {
+    result.unwrap_or_else(|error| panic!("nvfp4 on CubeCL: {error}"))
+}

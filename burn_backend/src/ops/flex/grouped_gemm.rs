@@ -1,0 +1,191 @@
+//! Grouped GEMMs: a loop over groups, whose offsets are plain memory here.
+
+use std::ops::Range;
+
+use burn_core::backend::{Flex, ops::FloatTensorOps, ops::IntTensorOps};
+use burn_core::tensor::{DType, FloatDType, Shape, Slice};
+use burn_flex::FlexTensor;
+use nvfp4_kernels::{AmaxGranularity, Layout};
+
+use super::super::tensors::{Operand, QuantizedData, QuantizedMatrix};
+use super::gemm::dense;
+use super::tensors::{matrix, narrow, ranges, side_by_side};
+
+/// The M-grouped GEMM.
+pub(super) fn m_grouped(
+    a: &Operand<Flex>,
+    b: &Operand<Flex>,
+    bias: Option<&FlexTensor>,
+    offsets: &FlexTensor,
+    dtype: FloatDType,
+) -> FlexTensor {
+    let tokens = stored_outer(a);
+    let groups = ranges(offsets, tokens);
+    let columns = stored_outer(b) / groups.len();
+    let parts = groups.iter().enumerate().map(|(group, rows)| {
+        let bias = bias.map(|bias| row(bias.clone(), group, columns));
+        let a = stored_rows(a, rows.clone(), group);
+        let b = stored_rows(b, group * columns..(group + 1) * columns, group);
+        dense(a, b, bias, dtype)
+    });
+    with_rest(parts.collect(), tokens, columns, dtype)
+}
+
+/// The K-grouped GEMM.
+pub(super) fn k_grouped(
+    a: &Operand<Flex>,
+    b: &Operand<Flex>,
+    offsets: &FlexTensor,
+    tokens: usize,
+    dtype: FloatDType,
+) -> FlexTensor {
+    let (m, n) = (stored_outer(a), stored_outer(b));
+    let groups = ranges(offsets, tokens);
+    let places = match a {
+        // Not padded.
+        Operand::Float(..) => groups,
+        Operand::Quantized(quantized) => side_by_side(&groups, quantized.layout.unit()),
+    };
+    let parts = places.iter().enumerate().map(|(group, place)| {
+        let [a, b] = [a, b].map(|operand| stored_columns(operand, place, group));
+        dense(a, b, None, dtype)
+    });
+    let stacked = Flex::float_cat(parts.collect(), 0);
+    Flex::float_reshape(stacked, Shape::new([places.len(), m, n]))
+}
+
+/// The sum of the rows of each group.
+pub(super) fn segment_sum(x: FlexTensor, offsets: &FlexTensor) -> FlexTensor {
+    let (tokens, cols) = matrix(&x);
+    let x = Flex::float_cast(x, FloatDType::F32);
+    let sums = ranges(offsets, tokens).into_iter().map(|rows| {
+        if rows.is_empty() {
+            return FlexTensor::zeros(Shape::new([1, cols]), DType::F32);
+        }
+        Flex::float_sum_dim(rows_of(x.clone(), rows), 0)
+    });
+    Flex::float_cat(sums.collect(), 0)
+}
+
+/// Stored rows of an operand.
+fn stored_outer(operand: &Operand<Flex>) -> usize {
+    match operand {
+        Operand::Quantized(quantized) => quantized.layout.outer(),
+        Operand::Float(x, usage) => {
+            let (rows, cols) = matrix(x);
+            usage.stored_shape(rows, cols).0
+        }
+    }
+}
+
+/// Some rows of a rowwise operand, those of group `group`.
+fn stored_rows(operand: &Operand<Flex>, rows: Range<usize>, group: usize) -> Operand<Flex> {
+    match operand {
+        Operand::Quantized(quantized) => {
+            let layout = quantized.layout;
+            let amax = match layout.amax {
+                AmaxGranularity::PerRow => rows.clone(),
+                AmaxGranularity::PerTensor => group..group + 1,
+            };
+            let blocks = 0..layout.blocks();
+            let part = Part {
+                layout: Layout {
+                    rows: rows.len(),
+                    ..layout
+                },
+                rows,
+                blocks,
+                amax,
+            };
+            Operand::Quantized(part.of(quantized))
+        }
+        Operand::Float(x, usage) => Operand::Float(rows_of(x.clone(), rows), *usage),
+    }
+}
+
+/// Of every stored row of a columnwise operand the part of group `group`, which has the elements
+/// `place` of the contraction.
+fn stored_columns(operand: &Operand<Flex>, place: &Range<usize>, group: usize) -> Operand<Flex> {
+    match operand {
+        Operand::Quantized(quantized) => {
+            let layout = quantized.layout;
+            let (outer, block) = (layout.outer(), layout.format.block());
+            let part = Part {
+                layout: Layout {
+                    rows: place.len(),
+                    ..layout
+                },
+                rows: 0..outer,
+                blocks: place.start / block..place.end / block,
+                amax: match layout.amax {
+                    AmaxGranularity::PerRow => group * outer..(group + 1) * outer,
+                    AmaxGranularity::PerTensor => group..group + 1,
+                },
+            };
+            Operand::Quantized(part.of(quantized))
+        }
+        Operand::Float(x, usage) => Operand::Float(rows_of(x.clone(), place.clone()), *usage),
+    }
+}
+
+/// A part of a quantized matrix.
+struct Part {
+    layout: Layout,
+    /// Stored rows.
+    rows: Range<usize>,
+    /// Blocks of each stored row.
+    blocks: Range<usize>,
+    amax: Range<usize>,
+}
+
+impl Part {
+    fn of(self, whole: &QuantizedMatrix<Flex>) -> QuantizedMatrix<Flex> {
+        let QuantizedData::Packed { codes, scales } = &whole.data else {
+            unreachable!("an operand in groups is packed, or a float");
+        };
+        let part = |tensor: &FlexTensor| {
+            let (_, width) = matrix(tensor);
+            // Elements of the tensor for each block.
+            let each = width / whole.layout.blocks().max(1);
+            let columns = self.blocks.start * each..self.blocks.end * each;
+            let slices = [Slice::from(self.rows.clone()), Slice::from(columns)];
+            Flex::int_slice(tensor.clone(), &slices).to_contiguous()
+        };
+        let amax = |amax| {
+            let slices = [Slice::from(self.amax.clone())];
+            Flex::float_slice(amax, &slices).to_contiguous()
+        };
+        QuantizedMatrix {
+            data: QuantizedData::Packed {
+                codes: part(codes),
+                scales: part(scales),
+            },
+            amax: whole.amax.clone().map(amax),
+            layout: self.layout,
+        }
+    }
+}
+
+/// Some rows of a matrix.
+fn rows_of(x: FlexTensor, rows: Range<usize>) -> FlexTensor {
+    let (_, cols) = matrix(&x);
+    Flex::float_slice(x, &[Slice::from(rows), Slice::from(0..cols)])
+}
+
+/// Row `index` of a matrix of `columns` columns, as a vector.
+fn row(x: FlexTensor, index: usize, columns: usize) -> FlexTensor {
+    Flex::float_reshape(rows_of(x, index..index + 1), Shape::new([columns]))
+}
+
+/// The rows of the groups one after another, and zeros up to `tokens`.
+fn with_rest(
+    mut parts: Vec<FlexTensor>,
+    tokens: usize,
+    columns: usize,
+    dtype: FloatDType,
+) -> FlexTensor {
+    let found: usize = parts.iter().map(|part| matrix(part).0).sum();
+    let zeros = FlexTensor::zeros(Shape::new([tokens - found, columns]), DType::F32);
+    parts.push(narrow(zeros, dtype));
+    Flex::float_cat(parts, 0)
+}

@@ -1,0 +1,337 @@
+//! Quantization by the oracle, group by group.
+
+use std::ops::Range;
+
+use burn_core::backend::Flex;
+use burn_core::tensor::{DType, FloatDType, TensorData};
+use burn_flex::FlexTensor;
+use half::{bf16, f16};
+use nvfp4_kernels::reference::{self, EDEN_GROUP, EdenTarget, Element};
+use nvfp4_kernels::{
+    Amax, AmaxGranularity, BlockShape, Layout, QuantParams as ElementParams, QuantizedTensor,
+    ScaleLayout, Storage, Usage,
+};
+
+use super::super::dequantize::{scaled, with_amax_per_row};
+use super::super::layout::GroupCount;
+use super::super::spec::{QuantParams, QuantRounding};
+use super::super::tensors::{
+    QuantUsages, QuantizedData, QuantizedMatrix, QuantizedPair, RowGroups,
+};
+use super::super::{trace_op, usage_name};
+use super::gemm::StoredOperand;
+use super::tensors::{
+    download, matrix, narrow, ranges, side_by_side, trusted, upload, with_elements,
+};
+
+/// See [`nvfp4_quantize`](super::super::Nvfp4Ops::nvfp4_quantize).
+pub(super) fn quantize(
+    x: FlexTensor,
+    groups: &RowGroups<Flex>,
+    usages: QuantUsages,
+) -> QuantizedPair<Flex> {
+    let groups = GroupedRows::new(groups, matrix(&x));
+    let QuantUsages {
+        rowwise,
+        columnwise,
+    } = usages;
+    trace(&groups, &usages);
+    let made = |usage, request: Option<(QuantParams, Storage)>, amax: Option<Amax>| {
+        request.map(|(params, storage)| {
+            let packed = with_elements!(x, |values| {
+                groups.quantize(values, usage, &params, amax)
+            });
+            stored_as(packed, storage)
+        })
+    };
+    // One amax of the whole matrix serves both usages where neither is transformed.
+    let amax = match (rowwise, columnwise, groups.count) {
+        (Some((row, _)), Some((col, _)), GroupCount::Whole)
+            if row.shares_amax() && col.shares_amax() && row.format.has_global_scale() =>
+        {
+            let amax = with_elements!(x, |values| reference::amax(values));
+            (!row.is_ms_eden() && !col.is_ms_eden()).then_some(Amax::Tensor(amax))
+        }
+        _ => None,
+    };
+    let rowwise = made(Usage::Rowwise, rowwise, amax.clone());
+    QuantizedPair::new(rowwise, made(Usage::Columnwise, columnwise, amax))
+}
+
+/// Reports one event where the CubeCL backend has one kernel, and one for each usage otherwise.
+fn trace(groups: &GroupedRows, usages: &QuantUsages) {
+    let (rows, cols) = groups.shape;
+    let op = |params: &QuantParams| match params {
+        params if params.format.is_mx() => "mx_quantize",
+        params if params.is_ms_eden() => "ms_eden",
+        _ => "quantize",
+    };
+    match (usages.rowwise, usages.columnwise) {
+        (Some((row, _)), Some((col, _))) if op(&row) == "quantize" && op(&col) == "quantize" => {
+            trace_op("quantize", "pair", rows, cols);
+        }
+        (row, col) => {
+            for (made, usage) in [(row, Usage::Rowwise), (col, Usage::Columnwise)] {
+                if let Some((params, _)) = made {
+                    trace_op(op(&params), usage_name(usage), rows, cols);
+                }
+            }
+        }
+    }
+}
+
+/// `packed`, stored as asked.
+fn stored_as(packed: QuantizedMatrix<Flex>, storage: Storage) -> QuantizedMatrix<Flex> {
+    match storage {
+        Storage::Packed => packed,
+        Storage::Bf16Unscaled => {
+            let (amax, layout) = (packed.amax.clone(), packed.layout);
+            let values = StoredOperand::quantized(packed).rows(&(0..layout.outer()));
+            QuantizedMatrix {
+                data: QuantizedData::Bf16Unscaled(narrow(values, FloatDType::BF16)),
+                amax,
+                layout: Layout { storage, ..layout },
+            }
+        }
+    }
+}
+
+/// See [`nvfp4_dequantize`](super::super::Nvfp4Ops::nvfp4_dequantize).
+pub(super) fn dequantize(
+    source: QuantizedMatrix<Flex>,
+    groups: &RowGroups<Flex>,
+    dtype: FloatDType,
+) -> FlexTensor {
+    let source = with_amax_per_row::<Flex>(source, groups);
+    let layout = source.layout;
+    if layout.storage == Storage::Bf16Unscaled {
+        return scaled::<Flex>(source, dtype);
+    }
+    let Layout { rows, cols, .. } = layout;
+    let is_mx = layout.format.is_mx();
+    let op = if is_mx { "mx_dequantize" } else { "dequantize" };
+    trace_op(op, usage_name(layout.usage), rows, cols);
+    let packed = download(source);
+    let values = match is_mx {
+        true => reference::mx_dequantize(&packed),
+        false => reference::dequantize(&packed),
+    };
+    narrow(
+        FlexTensor::from_data(TensorData::new(values, [rows, cols])),
+        dtype,
+    )
+}
+
+/// The amax values of a quantized matrix.
+fn amax_of<T: Element>(
+    values: &[T],
+    (rows, cols): (usize, usize),
+    usage: Usage,
+    params: &QuantParams,
+) -> Amax {
+    if !params.format.has_global_scale() {
+        return Amax::Absent;
+    }
+    if let (QuantRounding::MsEden(_), Some(hadamard)) = (params.rounding, &params.hadamard) {
+        let amax = reference::ms_eden_amax(values, rows, cols, usage, hadamard);
+        return Amax::Tensor(trusted(amax));
+    }
+    match (params.amax, usage, &params.hadamard) {
+        (AmaxGranularity::PerTensor, Usage::Columnwise, Some(hadamard)) => {
+            Amax::Tensor(reference::amax_rht(values, rows, cols, hadamard))
+        }
+        (AmaxGranularity::PerTensor, ..) => Amax::Tensor(reference::amax(values)),
+        (AmaxGranularity::PerRow, Usage::Rowwise, _) => {
+            Amax::PerRow(reference::amax_rows(values, rows, cols))
+        }
+        (AmaxGranularity::PerRow, Usage::Columnwise, None) => {
+            Amax::PerRow(reference::amax_cols(values, rows, cols))
+        }
+        (AmaxGranularity::PerRow, Usage::Columnwise, Some(hadamard)) => {
+            Amax::PerRow(reference::amax_rht_cols(values, rows, cols, hadamard))
+        }
+    }
+}
+
+/// One matrix, its blocks numbered from `first`.
+fn quantize_one<T: Element>(
+    values: &[T],
+    (rows, cols): (usize, usize),
+    usage: Usage,
+    params: &QuantParams,
+    amax: &Amax,
+    first: u64,
+) -> QuantizedTensor {
+    if params.format.is_mx() {
+        let format = params.format;
+        return trusted(reference::mx_quantize(values, rows, cols, usage, format));
+    }
+    let rounding = match (params.rounding, &params.hadamard) {
+        (QuantRounding::Elements(rounding), _) => rounding,
+        (QuantRounding::MsEden(stream), Some(hadamard)) => {
+            let (amax, target) = (amax.of(0), EdenTarget::Backward);
+            // Numbered in groups of 128.
+            let first = first / (EDEN_GROUP / params.format.block()) as u64;
+            return trusted(reference::ms_eden_at(
+                values, rows, cols, usage, amax, hadamard, target, &stream, first,
+            ));
+        }
+        (QuantRounding::MsEden(_), None) => unreachable!("MS-EDEN has a transform"),
+    };
+    if params.block == BlockShape::Block2d {
+        let (scaling, compact) = (params.scaling, ScaleLayout::Compact);
+        return trusted(reference::quantize_tile_copy(
+            values, rows, cols, usage, amax, scaling, compact,
+        ));
+    }
+    let params = ElementParams {
+        hadamard: params.hadamard,
+        scaling: params.scaling,
+        ..ElementParams::new(rounding)
+    };
+    trusted(reference::quantize(
+        values, rows, cols, usage, amax, &params, first,
+    ))
+}
+
+/// The groups of the rows of a matrix.
+struct GroupedRows {
+    shape: (usize, usize),
+    /// The rows of each group.
+    ranges: Vec<Range<usize>>,
+    count: GroupCount,
+}
+
+impl GroupedRows {
+    fn new(groups: &RowGroups<Flex>, (rows, cols): (usize, usize)) -> Self {
+        let ranges = match groups {
+            RowGroups::Whole => std::iter::once(0..rows).collect(),
+            RowGroups::Batch(count) => {
+                let each = rows / count;
+                (0..*count).map(|g| g * each..(g + 1) * each).collect()
+            }
+            RowGroups::Offsets(offsets) => ranges(offsets, rows),
+        };
+        Self {
+            shape: (rows, cols),
+            ranges,
+            count: groups.count(),
+        }
+    }
+
+    /// Each group as a matrix of its own; with `amax`, if it is known.
+    fn quantize<T: Element>(
+        &self,
+        values: &[T],
+        usage: Usage,
+        params: &QuantParams,
+        amax: Option<Amax>,
+    ) -> QuantizedMatrix<Flex> {
+        let layout = self
+            .count
+            .layout(self.shape, usage, params, Storage::Packed);
+        if let GroupCount::Whole = self.count {
+            let amax = amax.unwrap_or_else(|| amax_of(values, self.shape, usage, params));
+            let made = quantize_one(values, self.shape, usage, params, &amax, 0);
+            let (scales, amax) = (made.scales().to_vec(), made.amax().values().to_vec());
+            return upload(made.codes(), scales, amax, layout);
+        }
+        let mut buffers = Buffers::new(&layout);
+        let mut amax_values = vec![0.0; self.count.amax_len(&layout)];
+        let (_, cols) = self.shape;
+        for (group, place) in self.places(usage, params).iter().enumerate() {
+            let part = &values[place.rows.start * cols..place.rows.end * cols];
+            let shape = (place.rows.len(), cols);
+            let amax = amax_of(part, shape, usage, params);
+            match (&amax, usage) {
+                (Amax::Absent, _) => {}
+                (Amax::Tensor(amax), _) => amax_values[group] = *amax,
+                (Amax::PerRow(amax), Usage::Rowwise) => {
+                    amax_values[place.rows.clone()].copy_from_slice(amax);
+                }
+                (Amax::PerRow(amax), Usage::Columnwise) => {
+                    amax_values[group * cols..][..cols].copy_from_slice(amax);
+                }
+            }
+            let first = place.number as u64;
+            let made = quantize_one(part, shape, usage, params, &amax, first);
+            buffers.put(made.codes(), made.scales(), place);
+        }
+        upload(&buffers.codes, buffers.scales, amax_values, layout)
+    }
+
+    /// Where the quantized groups lie.
+    fn places(&self, usage: Usage, params: &QuantParams) -> Vec<Place> {
+        let (unit, block) = (params.unit(), params.format.block());
+        let (_, cols) = self.shape;
+        let padded = side_by_side(&self.ranges, unit);
+        let groups = self.ranges.iter().zip(padded).enumerate();
+        let places = groups.map(|(group, (rows, padded))| {
+            let (row, start, len) = match (usage, self.count) {
+                (Usage::Rowwise, _) => (rows.start, 0, cols.next_multiple_of(unit)),
+                (Usage::Columnwise, GroupCount::Offsets(_)) => (0, padded.start, padded.len()),
+                (Usage::Columnwise, _) => (group * cols, 0, padded.len()),
+            };
+            let before = match usage {
+                Usage::Rowwise => rows.start * len,
+                Usage::Columnwise => cols * padded.start,
+            };
+            Place {
+                rows: rows.clone(),
+                row,
+                block: start / block,
+                blocks: len / block,
+                number: before / block,
+            }
+        });
+        places.collect()
+    }
+}
+
+/// A group, and where its quantized tensor lies among those of all groups.
+struct Place {
+    /// The rows of the group.
+    rows: Range<usize>,
+    /// Its first stored row.
+    row: usize,
+    /// Its first block in a stored row.
+    block: usize,
+    /// Its blocks in a stored row.
+    blocks: usize,
+    /// The number of its first block in the order in which random bits are drawn: one group after
+    /// another.
+    number: usize,
+}
+
+/// The buffers of all groups, zeros where there is no group.
+struct Buffers {
+    codes: Vec<u8>,
+    scales: Vec<u8>,
+    /// Blocks of a stored row.
+    blocks: usize,
+    /// Bytes of the codes of a block.
+    block_bytes: usize,
+}
+
+impl Buffers {
+    fn new(layout: &Layout) -> Self {
+        Self {
+            codes: vec![0; layout.code_bytes()],
+            scales: vec![0; layout.scale_bytes()],
+            blocks: layout.blocks(),
+            block_bytes: layout.block_bytes(),
+        }
+    }
+
+    /// Copies the bytes of one group to its place.
+    fn put(&mut self, codes: &[u8], scales: &[u8], place: &Place) {
+        let (width, bytes) = (place.blocks, self.block_bytes);
+        let rows = scales.chunks_exact(width.max(1));
+        let rows = rows.zip(codes.chunks_exact((width * bytes).max(1)));
+        for (row, (scales, codes)) in rows.enumerate() {
+            let at = (place.row + row) * self.blocks + place.block;
+            self.scales[at..][..width].copy_from_slice(scales);
+            self.codes[at * bytes..][..width * bytes].copy_from_slice(codes);
+        }
+    }
+}

@@ -1,0 +1,95 @@
+//! The layout of a quantized matrix whose rows are in groups.
+
+use burn_core::backend::{Backend, TensorMetadata};
+use burn_core::tensor::DType;
+use nvfp4_kernels::reference::padding::padded_bound;
+use nvfp4_kernels::{AmaxGranularity, Layout, Storage, Usage};
+
+use super::spec::QuantParams;
+use super::tensors::RowGroups;
+#[cfg(feature = "cubecl-backend")]
+use super::tensors::RowGroupsMetadata;
+
+/// The width of a stored row of codes, in elements of their type: words of eight 4-bit codes, or
+/// bytes.
+pub(super) fn code_words(layout: &Layout) -> (usize, DType) {
+    let elements = layout.padded_inner();
+    match layout.format.code_bits() {
+        4 => (elements / 8, DType::U32),
+        _ => (elements, DType::U8),
+    }
+}
+
+/// The groups of a matrix's rows, as far as they are known before anything runs.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum GroupCount {
+    /// One group of all rows.
+    Whole,
+    /// This many, of equally many rows.
+    Batch(usize),
+    /// This many, of any sizes.
+    Offsets(usize),
+}
+
+impl GroupCount {
+    /// Number of groups.
+    pub(super) fn get(self) -> usize {
+        match self {
+            Self::Whole => 1,
+            Self::Batch(count) | Self::Offsets(count) => count,
+        }
+    }
+
+    /// The layout of the quantized groups of a `rows` x `cols` matrix, as one quantized matrix.
+    pub(super) fn layout(
+        self,
+        (rows, cols): (usize, usize),
+        usage: Usage,
+        params: &QuantParams,
+        storage: Storage,
+    ) -> Layout {
+        let (shape, usage) = match (usage, self) {
+            (Usage::Rowwise, _) | (_, Self::Whole) => ((rows, cols), usage),
+            // The rowwise quantized tensors of the transposed matrices, one below the other.
+            (Usage::Columnwise, Self::Batch(count)) => {
+                ((count * cols, rows / count), Usage::Rowwise)
+            }
+            // Side by side, each group padded to whole blocks, or transforms.
+            (Usage::Columnwise, Self::Offsets(count)) => {
+                ((padded_bound(rows, count, params.unit()), cols), usage)
+            }
+        };
+        params.layout(shape, usage, storage)
+    }
+
+    /// Number of amax values of the quantized groups with this layout.
+    pub(super) fn amax_len(self, layout: &Layout) -> usize {
+        match (layout.amax, layout.usage) {
+            _ if !layout.format.has_global_scale() => 0,
+            (AmaxGranularity::PerTensor, _) => self.get(),
+            (AmaxGranularity::PerRow, Usage::Rowwise) => layout.rows,
+            (AmaxGranularity::PerRow, Usage::Columnwise) => self.get() * layout.cols,
+        }
+    }
+}
+
+impl<B: Backend> RowGroups<B> {
+    pub(super) fn count(&self) -> GroupCount {
+        match self {
+            Self::Whole => GroupCount::Whole,
+            Self::Batch(count) => GroupCount::Batch(*count),
+            Self::Offsets(offsets) => GroupCount::Offsets(offsets.shape()[0] - 1),
+        }
+    }
+}
+
+#[cfg(feature = "cubecl-backend")]
+impl RowGroupsMetadata {
+    pub(super) fn count(&self) -> GroupCount {
+        match self {
+            Self::Whole => GroupCount::Whole,
+            Self::Batch(count) => GroupCount::Batch(*count),
+            Self::Offsets(offsets) => GroupCount::Offsets(offsets.shape[0] - 1),
+        }
+    }
+}

@@ -1,0 +1,141 @@
+//! Shapes and types of the results, which Fusion needs before anything runs.
+
+use burn_core::backend::fusion::custom::TensorSpec;
+use burn_core::tensor::{DType, FloatDType, Shape};
+use nvfp4_kernels::{Layout, Storage, Usage};
+
+use super::layout::{GroupCount, code_words};
+use super::spec::QuantParams;
+use super::tensors::{
+    GemmGroupsMetadata, MaybeTensorMetadata, OperandMetadata, QuantUsages, QuantizedDataMetadata,
+    QuantizedMatrixMetadata, QuantizedPairMetadata, RowGroupsMetadata, UnpermuteGradientsMetadata,
+};
+
+pub(super) fn quantize(
+    x: &TensorSpec,
+    groups: &RowGroupsMetadata,
+    usages: &QuantUsages,
+) -> QuantizedPairMetadata {
+    let (groups, shape) = (groups.count(), (x.shape[0], x.shape[1]));
+    let tensor = |made: Option<(QuantParams, Storage)>, usage| {
+        made.map(|(params, storage)| {
+            quantized(groups, groups.layout(shape, usage, &params, storage))
+        })
+    };
+    let rowwise = tensor(usages.rowwise, Usage::Rowwise);
+    match (rowwise, tensor(usages.columnwise, Usage::Columnwise)) {
+        (Some(rowwise), Some(columnwise)) => QuantizedPairMetadata::Both(rowwise, columnwise),
+        (Some(rowwise), None) => QuantizedPairMetadata::Rowwise(rowwise),
+        (None, Some(columnwise)) => QuantizedPairMetadata::Columnwise(columnwise),
+        (None, None) => unreachable!("one usage at least"),
+    }
+}
+
+pub(super) fn requantize(
+    source: &QuantizedMatrixMetadata,
+    groups: &RowGroupsMetadata,
+    usage: &Usage,
+    params: &QuantParams,
+    _via: &FloatDType,
+) -> QuantizedMatrixMetadata {
+    let (groups, shape) = (groups.count(), (source.layout.rows, source.layout.cols));
+    quantized(
+        groups,
+        groups.layout(shape, *usage, params, Storage::Packed),
+    )
+}
+
+pub(super) fn dequantize(
+    source: &QuantizedMatrixMetadata,
+    _groups: &RowGroupsMetadata,
+    dtype: &FloatDType,
+) -> TensorSpec {
+    let Layout { rows, cols, .. } = source.layout;
+    TensorSpec::new(Shape::new([rows, cols]), (*dtype).into())
+}
+
+pub(super) fn gemm(
+    a: &OperandMetadata,
+    b: &OperandMetadata,
+    _bias: &MaybeTensorMetadata,
+    groups: &GemmGroupsMetadata,
+    dtype: &FloatDType,
+) -> TensorSpec {
+    let (m, n) = (outer(a), outer(b));
+    let count = |offsets: &TensorSpec| offsets.shape[0] - 1;
+    let shape = match groups {
+        GemmGroupsMetadata::None => Shape::new([m, n]),
+        GemmGroupsMetadata::M(offsets) => Shape::new([m, n / count(offsets)]),
+        GemmGroupsMetadata::K { offsets, .. } => Shape::new([count(offsets), m, n]),
+    };
+    TensorSpec::new(shape, (*dtype).into())
+}
+
+pub(super) fn broadcast_group_values(
+    _values: &TensorSpec,
+    _offsets: &TensorSpec,
+    rows: &usize,
+) -> TensorSpec {
+    TensorSpec::new(Shape::new([*rows]), DType::F32)
+}
+
+pub(super) fn segment_sum(x: &TensorSpec, offsets: &TensorSpec) -> TensorSpec {
+    TensorSpec::new(Shape::new([offsets.shape[0] - 1, x.shape[1]]), DType::F32)
+}
+
+pub(super) fn sum_rows(
+    x: &TensorSpec,
+    _weights: &MaybeTensorMetadata,
+    places: &TensorSpec,
+) -> TensorSpec {
+    TensorSpec::new(Shape::new([places.shape[0], x.shape[1]]), x.dtype)
+}
+
+pub(super) fn moe_unpermute_backward(
+    _dout: &TensorSpec,
+    y: &TensorSpec,
+    weights: &TensorSpec,
+    _places: &TensorSpec,
+    _choices: &TensorSpec,
+) -> UnpermuteGradientsMetadata {
+    UnpermuteGradientsMetadata {
+        rows: TensorSpec::new(y.shape.clone(), y.dtype),
+        weights: TensorSpec::new(weights.shape.clone(), DType::F32),
+    }
+}
+
+/// Stored rows of an operand.
+fn outer(operand: &OperandMetadata) -> usize {
+    match operand {
+        OperandMetadata::Quantized(quantized) => quantized.layout.outer(),
+        OperandMetadata::Float(tensor, usage) => {
+            usage.stored_shape(tensor.shape[0], tensor.shape[1]).0
+        }
+    }
+}
+
+/// A quantized matrix of this layout.
+fn quantized(groups: GroupCount, layout: Layout) -> QuantizedMatrixMetadata {
+    let (outer, blocks) = (layout.outer(), layout.blocks());
+    let data = match layout.storage {
+        Storage::Packed => {
+            let (width, dtype) = code_words(&layout);
+            QuantizedDataMetadata::Packed {
+                codes: TensorSpec::new(Shape::new([outer, width]), dtype),
+                scales: TensorSpec::new(Shape::new([outer, blocks]), DType::U8),
+            }
+        }
+        Storage::Bf16Unscaled => {
+            let shape = Shape::new([outer, layout.padded_inner()]);
+            QuantizedDataMetadata::Bf16Unscaled(TensorSpec::new(shape, DType::BF16))
+        }
+    };
+    let amax = match layout.format.has_global_scale() {
+        true => {
+            let shape = Shape::new([groups.amax_len(&layout)]);
+            MaybeTensorMetadata::Present(TensorSpec::new(shape, DType::F32))
+        }
+        false => MaybeTensorMetadata::Absent,
+    };
+    QuantizedMatrixMetadata { data, amax, layout }
+}

@@ -1,0 +1,258 @@
+//! The tensors that cross the extension trait.
+
+use burn_core as burn;
+
+use burn_core::backend::{
+    Backend, ExtensionType,
+    tensor::{FloatTensor, IntTensor},
+};
+use nvfp4_kernels::{Layout, Storage, Usage};
+
+use super::spec::QuantParams;
+
+/// A float tensor, or none: what crosses the extension trait holds no `Option`.
+#[derive(ExtensionType, Clone, Debug)]
+#[extension_type(fusion: cfg(feature = "cubecl-backend"))]
+pub enum MaybeTensor<B: Backend> {
+    /// None.
+    Absent,
+    /// A tensor.
+    Present(FloatTensor<B>),
+}
+
+impl<B: Backend> From<Option<FloatTensor<B>>> for MaybeTensor<B> {
+    fn from(tensor: Option<FloatTensor<B>>) -> Self {
+        tensor.map_or(Self::Absent, Self::Present)
+    }
+}
+
+impl<B: Backend> MaybeTensor<B> {
+    /// The tensor, if there is one.
+    pub fn into_option(self) -> Option<FloatTensor<B>> {
+        match self {
+            Self::Absent => None,
+            Self::Present(tensor) => Some(tensor),
+        }
+    }
+
+    /// The same with another tensor.
+    pub(super) fn map<C: Backend>(
+        self,
+        f: impl FnOnce(FloatTensor<B>) -> FloatTensor<C>,
+    ) -> MaybeTensor<C> {
+        match self {
+            Self::Absent => MaybeTensor::Absent,
+            Self::Present(tensor) => MaybeTensor::Present(f(tensor)),
+        }
+    }
+}
+
+/// The elements of a quantized matrix, by [`Storage`].
+#[derive(ExtensionType, Clone, Debug)]
+#[extension_type(fusion: cfg(feature = "cubecl-backend"))]
+pub enum QuantizedData<B: Backend> {
+    /// Codes and block scales.
+    Packed {
+        /// Codes. Of 4 bits, `u32[outer, blocks * 2]`: eight to a word, the first in the lowest
+        /// four bits. Of 8 bits, `u8[outer, blocks * 32]`.
+        codes: IntTensor<B>,
+        /// Block scales, `u8[outer, blocks]`: the bytes of the format's scales, row-major.
+        scales: IntTensor<B>,
+    },
+    /// Code times block scale, which is exact in bf16 and not yet multiplied by the global scale:
+    /// `bf16[outer, blocks * 16]`. A GEMM without FP4 instructions multiplies these; an operand of
+    /// one such GEMM need not be packed before. In dense GEMMs only.
+    Bf16Unscaled(FloatTensor<B>),
+}
+
+/// A quantized matrix on a backend, in any format.
+///
+/// With groups of rows, `layout` is that of all groups as one matrix, and there is one amax for
+/// each group, or one for each stored row, of each group in the columnwise tensor (`groups x
+/// cols`):
+///
+/// - the quantized tensors of a stack of weights are rowwise ones of `[experts * d_in, d_out]` and
+///   of the transposed weights, `[experts * d_out, d_in]`;
+/// - the rowwise tensor of tokens is that of `[tokens, cols]`; rows of no group are undefined;
+/// - in the columnwise tensor of tokens the groups lie side by side, each padded to whole blocks
+///   (or transforms), so that `rows` of its layout is their number at most; the elements behind the
+///   last group are undefined.
+#[derive(ExtensionType, Clone, Debug)]
+#[extension_type(fusion: cfg(feature = "cubecl-backend"))]
+pub struct QuantizedMatrix<B: Backend> {
+    /// The elements in stored orientation.
+    #[extension_type]
+    pub data: QuantizedData<B>,
+    /// The largest magnitudes of the source (after the transform, if there is one), `f32`; absent
+    /// in a format without a global scale.
+    #[extension_type]
+    pub amax: MaybeTensor<B>,
+    /// What the buffers mean.
+    pub layout: Layout,
+}
+
+impl<B: Backend> QuantizedMatrix<B> {
+    /// The codes and block scales.
+    ///
+    /// # Panics
+    /// When the storage is [`Storage::Bf16Unscaled`].
+    pub fn into_packed(self) -> (IntTensor<B>, IntTensor<B>) {
+        match self.data {
+            QuantizedData::Packed { codes, scales } => (codes, scales),
+            QuantizedData::Bf16Unscaled(_) => panic!("the tensor is stored as bf16 values"),
+        }
+    }
+}
+
+/// Which quantized tensors of a matrix to make, each with its storage.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct QuantUsages {
+    /// The rowwise one.
+    pub rowwise: Option<(QuantParams, Storage)>,
+    /// The columnwise one.
+    pub columnwise: Option<(QuantParams, Storage)>,
+}
+
+impl QuantUsages {
+    /// One tensor.
+    pub const fn one(usage: Usage, params: QuantParams, storage: Storage) -> Self {
+        let one = Some((params, storage));
+        match usage {
+            Usage::Rowwise => Self {
+                rowwise: one,
+                columnwise: None,
+            },
+            Usage::Columnwise => Self {
+                rowwise: None,
+                columnwise: one,
+            },
+        }
+    }
+
+    /// Both tensors, packed.
+    pub const fn both(rowwise: QuantParams, columnwise: QuantParams) -> Self {
+        Self {
+            rowwise: Some((rowwise, Storage::Packed)),
+            columnwise: Some((columnwise, Storage::Packed)),
+        }
+    }
+}
+
+/// The quantized tensors of a matrix that [`QuantUsages`] asks for.
+#[derive(ExtensionType, Clone, Debug)]
+#[extension_type(fusion: cfg(feature = "cubecl-backend"))]
+pub enum QuantizedPair<B: Backend> {
+    /// The rowwise one.
+    Rowwise(#[extension_type] QuantizedMatrix<B>),
+    /// The columnwise one.
+    Columnwise(#[extension_type] QuantizedMatrix<B>),
+    /// Both: rowwise, columnwise.
+    Both(
+        #[extension_type] QuantizedMatrix<B>,
+        #[extension_type] QuantizedMatrix<B>,
+    ),
+}
+
+impl<B: Backend> QuantizedPair<B> {
+    /// The tensors that were made.
+    #[cfg(any(feature = "flex", feature = "cpu", feature = "cuda"))]
+    pub(super) fn new(
+        rowwise: Option<QuantizedMatrix<B>>,
+        columnwise: Option<QuantizedMatrix<B>>,
+    ) -> Self {
+        match (rowwise, columnwise) {
+            (Some(rowwise), Some(columnwise)) => Self::Both(rowwise, columnwise),
+            (Some(rowwise), None) => Self::Rowwise(rowwise),
+            (None, Some(columnwise)) => Self::Columnwise(columnwise),
+            (None, None) => unreachable!("one usage at least"),
+        }
+    }
+
+    /// Each tensor by `f`.
+    pub(super) fn map<C: Backend>(
+        self,
+        f: impl Fn(QuantizedMatrix<B>) -> QuantizedMatrix<C>,
+    ) -> QuantizedPair<C> {
+        match self {
+            Self::Rowwise(one) => QuantizedPair::Rowwise(f(one)),
+            Self::Columnwise(one) => QuantizedPair::Columnwise(f(one)),
+            Self::Both(rowwise, columnwise) => QuantizedPair::Both(f(rowwise), f(columnwise)),
+        }
+    }
+
+    /// The only tensor.
+    ///
+    /// # Panics
+    /// When there are two.
+    pub fn into_one(self) -> QuantizedMatrix<B> {
+        match self {
+            Self::Rowwise(one) | Self::Columnwise(one) => one,
+            Self::Both(..) => panic!("both usages were quantized"),
+        }
+    }
+
+    /// The rowwise and the columnwise tensor.
+    ///
+    /// # Panics
+    /// When there is one.
+    pub fn into_both(self) -> (QuantizedMatrix<B>, QuantizedMatrix<B>) {
+        match self {
+            Self::Both(rowwise, columnwise) => (rowwise, columnwise),
+            _ => panic!("one usage was quantized"),
+        }
+    }
+}
+
+/// One operand of a GEMM, in any format: `outer` stored rows, each as long as the contraction.
+#[derive(ExtensionType, Clone, Debug)]
+#[extension_type(fusion: cfg(feature = "cubecl-backend"))]
+pub enum Operand<B: Backend> {
+    /// A quantized matrix.
+    Quantized(#[extension_type] QuantizedMatrix<B>),
+    /// The matrix itself, contracted along this axis of it.
+    Float(FloatTensor<B>, Usage),
+}
+
+/// Which rows of a matrix are quantized together.
+#[derive(ExtensionType, Clone, Debug)]
+#[extension_type(fusion: cfg(feature = "cubecl-backend"))]
+pub enum RowGroups<B: Backend> {
+    /// All rows.
+    Whole,
+    /// This many matrices of equally many rows, one below the other: a stack of weights.
+    Batch(usize),
+    /// Groups of any sizes, 0 included: tokens. `u32[groups + 1]`, ascending from 0: where each
+    /// group begins, and where the last ends.
+    Offsets(IntTensor<B>),
+}
+
+/// Which dimension of a GEMM is grouped.
+#[derive(ExtensionType, Clone, Debug)]
+#[extension_type(fusion: cfg(feature = "cubecl-backend"))]
+pub enum GemmGroups<B: Backend> {
+    /// None: `out[m, n] = alpha · Σₖ a[m, k] · b[n, k] + bias[n]` over the stored rows of both
+    /// operands.
+    None,
+    /// M: `out[i, n] = alpha · Σₖ a[i, k] · b[g, n, k] + bias[g, n]` for the rows `i` of group `g`,
+    /// whose offsets these are. `a` is the rowwise operand of tokens, `b` that of a stack,
+    /// `[experts * n, k]` as it is stored, `bias` `[experts, n]`. Rows of no group are zero.
+    M(IntTensor<B>),
+    /// K: `out[g, m, n] = alpha · Σₖ a[m, k] · b[n, k]` over the tokens `k` of group `g`, zeros for
+    /// an empty group. `a` and `b` are operands of one format, contracted along the tokens.
+    K {
+        /// Where each group of tokens begins.
+        offsets: IntTensor<B>,
+        /// Number of tokens.
+        tokens: usize,
+    },
+}
+
+/// The gradients of a weighted sum of rows.
+#[derive(ExtensionType, Clone, Debug)]
+#[extension_type(fusion: cfg(feature = "cubecl-backend"))]
+pub struct UnpermuteGradients<B: Backend> {
+    /// By the rows, of their shape and type.
+    pub rows: FloatTensor<B>,
+    /// By the weights, `f32[tokens, copies]`.
+    pub weights: FloatTensor<B>,
+}

@@ -1,0 +1,318 @@
+//! The GEMM of compute capability 10.0 and 10.3: cuBLASLt, and the small kernels around it, for the
+//! factors of a sum and for what the library does not add as it should be added.
+
+use cubecl::{prelude::*, server::Handle};
+
+use super::small_m::SmallM;
+use crate::{
+    Nvfp4Error,
+    capabilities::GemmBackend,
+    cube::codec::{load, store},
+    gemm::{
+        cublaslt::{self, CublasLtFormat, CublasLtGemm, CublasLtOperand, CublasLtProblem},
+        epilogue::{EpilogueArgs, Factor, factor},
+        materialize::{Materialized, PackedReads, Reads},
+        problem::{Candidate, Device, GemmShape, Kernel, Launch, Plan, Problem, Refusal, misfit},
+        scheduler::GroupedDim,
+    },
+    launch::grid,
+    memory::{address_type, allocate},
+    tensor::{FloatKind, Matrix},
+};
+
+/// The GEMM of NVIDIA's library.
+pub(crate) struct CublasLt;
+
+impl Kernel for CublasLt {
+    fn name(&self) -> &'static str {
+        "cublaslt"
+    }
+
+    fn backend(&self, _device: &Device, _problem: &Problem) -> GemmBackend {
+        GemmBackend::CublasLt
+    }
+
+    fn supports(&self, device: &Device, problem: &Problem) -> Result<(), Refusal> {
+        let GemmShape { n, k, .. } = problem.shape;
+        let asked = problem.backend == Some(GemmBackend::CublasLt);
+        if !asked && device.capabilities.gemm != GemmBackend::CublasLt {
+            return Err(Refusal::Device(
+                "the device is not of compute capability 10.0 or 10.3",
+            ));
+        }
+        if problem.grouped != GroupedDim::None {
+            return Err(Refusal::Operands(
+                "the library's grouped GEMMs are not used: see docs/src/gemm.md",
+            ));
+        }
+        // FP4 rows of 16 bytes; the library is not asked about other sizes.
+        if !asked && !(n.is_multiple_of(8) && k.is_multiple_of(32)) {
+            return Err(Refusal::Operands("n is no multiple of 8, or k of 32"));
+        }
+        // The library would have all of the weight dequantized for a few rows.
+        if !asked && !problem.is_packed()[0] && SmallM.supports(device, problem).is_ok() {
+            return Err(Refusal::Operands("small_m reads a packed weight once"));
+        }
+        let answer =
+            Assembly::new(problem).and_then(|assembly| (device.cublaslt)(&assembly.problem));
+        answer.map_err(Refusal::Library)
+    }
+
+    fn plan(&self, _device: &Device, problem: &Problem) -> Candidate {
+        Plan::CublasLt(format_of(problem.is_packed())).into()
+    }
+
+    fn reads(&self, plan: Plan) -> Reads {
+        Reads {
+            packed: match plan {
+                Plan::CublasLt(CublasLtFormat::Nvfp4) => PackedReads::Swizzled,
+                _ => PackedReads::Bf16,
+            },
+            mn_major: false,
+        }
+    }
+
+    fn finds_amax(&self) -> bool {
+        false
+    }
+
+    fn launch(&self, launch: &Launch, plan: Plan) -> Result<(), Nvfp4Error> {
+        let format = format_of([launch.a.is_packed(), launch.b.is_packed()]);
+        if plan != Plan::CublasLt(format) {
+            return Err(misfit(plan, launch));
+        }
+        queue(launch)
+    }
+}
+
+/// Two packed operands are multiplied as they are. Of one packed and one bf16 operand, the packed one is
+/// dequantized before, which is exact.
+fn format_of(is_packed: [bool; 2]) -> CublasLtFormat {
+    match is_packed {
+        [true, true] => CublasLtFormat::Nvfp4,
+        _ => CublasLtFormat::Bf16,
+    }
+}
+
+/// How a GEMM with this epilogue is put together.
+///
+/// The library rounds a 16-bit output before it adds what the output held, and once more behind that.
+/// Where a 16-bit output is added to, the sum goes to an `f32` matrix of its own instead, and a kernel adds
+/// and rounds once. An `f32` output with a bias begins as the bias, of which the library would keep no more
+/// than bf16.
+struct Assembly {
+    /// The sum goes to a matrix of its own.
+    staged: bool,
+    /// The matrix that the library writes begins as the bias.
+    seeded: bool,
+    problem: CublasLtProblem,
+}
+
+impl Assembly {
+    /// Puts a GEMM together.
+    ///
+    /// # Errors
+    /// A global scale for each row, which the library does not have, and as [`CublasLtProblem::check`].
+    fn new(problem: &Problem) -> Result<Self, Nvfp4Error> {
+        let kind = problem.epilogue;
+        for (argument, factor) in [("a", kind.a), ("b", kind.b)] {
+            if matches!(factor, Factor::PerRow | Factor::PerGroup) {
+                return Err(Nvfp4Error::value(
+                    argument,
+                    "a global scale for each row",
+                    "one for the tensor: cuBLASLt has no others",
+                ));
+            }
+        }
+        let staged = kind.accumulate && kind.out != FloatKind::F32;
+        let out = if staged { FloatKind::F32 } else { kind.out };
+        let seeded = kind.bias && out == FloatKind::F32;
+        let GemmShape { m, n, k } = problem.shape;
+        let problem = CublasLtProblem {
+            format: format_of(problem.is_packed()),
+            m,
+            n,
+            k,
+            out,
+            alpha: [kind.a, kind.b] != [Factor::One; 2],
+            bias: kind.bias && !seeded,
+            accumulate: seeded || (kind.accumulate && !staged),
+            // Dequantized, swizzled and staged matrices are allocations of their own.
+            alignment: if problem.aligned { 16 } else { 1 },
+        };
+        problem.check()?;
+        Ok(Self {
+            staged,
+            seeded,
+            problem,
+        })
+    }
+}
+
+/// Queues the GEMM, and whatever has to run before and behind it.
+///
+/// # Errors
+/// When the library refuses after all.
+fn queue(launch: &Launch) -> Result<(), Nvfp4Error> {
+    let Launch {
+        client,
+        shape,
+        a,
+        b,
+        epilogue,
+        output,
+        ..
+    } = *launch;
+    let kind = epilogue.kind;
+    // What operands were given as does not matter any more.
+    let Assembly {
+        staged,
+        seeded,
+        problem,
+    } = Assembly::new(&Problem {
+        epilogue: kind,
+        aligned: launch.aligned,
+        ..Problem::new([a.layout, b.layout], shape)
+    })?;
+    let result = output.matrix();
+    let stage = staged.then(|| Matrix::empty(client, problem.m, problem.n, problem.out));
+    let out = stage.as_ref().unwrap_or(result);
+    let alpha = problem
+        .alpha
+        .then(|| factors(client, epilogue, problem.accumulate));
+    let rounded = if kind.bias {
+        let bias = Matrix {
+            handle: epilogue.bias.clone(),
+            rows: 1,
+            cols: problem.n,
+            dtype: FloatKind::F32,
+        };
+        if seeded {
+            add_rows(client, &bias, out, kind.accumulate && !staged);
+            None
+        } else {
+            let rounded = Matrix::empty(client, 1, problem.n, problem.format.bias(problem.out));
+            add_rows(client, &bias, &rounded, false);
+            Some(rounded)
+        }
+    } else {
+        None
+    };
+    cublaslt::gemm(
+        client,
+        &CublasLtGemm {
+            format: problem.format,
+            k: problem.k,
+            a: library_operand(a),
+            b: library_operand(b),
+            alpha: alpha.as_ref(),
+            bias: rounded.as_ref(),
+            out,
+            accumulate: problem.accumulate,
+        },
+    )?;
+    if let Some(stage) = &stage {
+        add_rows(client, stage, result, true);
+    }
+    Ok(())
+}
+
+/// An operand as the library takes it.
+fn library_operand(operand: &Materialized) -> CublasLtOperand<'_> {
+    let is_packed = operand.is_packed();
+    CublasLtOperand {
+        rows: operand.rows,
+        data: if is_packed {
+            &operand.codes
+        } else {
+            &operand.dense
+        },
+        scale: is_packed.then_some(&operand.scales),
+    }
+}
+
+/// `alpha`, and 1 or 0 for what the output holds.
+fn factors(client: &Client, epilogue: &EpilogueArgs, accumulate: bool) -> Handle {
+    let out = allocate(client, 8);
+    // SAFETY: the operands were checked; one unit writes both values.
+    unsafe {
+        factors_kernel::launch_unchecked(
+            client,
+            CubeCount::Static(1, 1, 1),
+            CubeDim::new_1d(1),
+            BufferArg::from_raw_parts(epilogue.a_amax.clone(), 1),
+            BufferArg::from_raw_parts(epilogue.b_amax.clone(), 1),
+            BufferArg::from_raw_parts(out.clone(), 2),
+            epilogue.ranges[0],
+            epilogue.ranges[1],
+            accumulate.into(),
+            epilogue.kind.a,
+            epilogue.kind.b,
+        );
+    }
+    out
+}
+
+/// Writes `rows`, an `f32` matrix, to each as many rows of `out`, rounded to its type, or adds them.
+fn add_rows(client: &Client, rows: &Matrix, out: &Matrix, add: bool) {
+    let (count, dim) = grid(client, out.len());
+    // SAFETY: the kernel stays below the elements of either matrix.
+    unsafe {
+        add_rows_kernel::launch_unchecked(
+            client,
+            count,
+            dim,
+            address_type(out.len()),
+            BufferArg::from_raw_parts(rows.handle.clone(), rows.len()),
+            BufferArg::from_raw_parts(out.handle.clone(), out.len()),
+            out.len(),
+            rows.len(),
+            add,
+            out.dtype,
+            out.dtype.storage_type(),
+        );
+    }
+}
+
+/// `fl(fl(amax_a / range_a) · fl(amax_b / range_b))`, and `before` behind it.
+#[cube(launch_unchecked, create_dummy_kernel)]
+pub fn factors_kernel(
+    a_amax: &[f32],
+    b_amax: &[f32],
+    out: &mut [f32],
+    a_range: f32,
+    b_range: f32,
+    before: f32,
+    #[comptime] a: Factor,
+    #[comptime] b: Factor,
+) {
+    if ABSOLUTE_POS == 0usize {
+        let left = factor(a_amax, 0u32, 0u32, a_range, a);
+        let right = factor(b_amax, 0u32, 0u32, b_range, b);
+        out[0] = left * right;
+        out[1] = before;
+    }
+}
+
+/// Element `i` of `out` becomes element `i` modulo `period` of `rows`, added to what it holds or not,
+/// rounded once to `kind`: a bias in each row, or the sum of two matrices.
+#[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
+pub fn add_rows_kernel<F: Numeric>(
+    rows: &[f32],
+    out: &mut [F],
+    elements: usize,
+    period: usize,
+    #[comptime] add: bool,
+    #[comptime] kind: FloatKind,
+    #[define(F)] _storage: ElemType,
+) {
+    let mut item = ABSOLUTE_POS;
+    while item < elements {
+        let mut value = rows[item % period];
+        if comptime!(add) {
+            value += load::<F>(out[item], kind);
+        }
+        out[item] = store::<F>(value, kind);
+        item += CUBE_COUNT * CUBE_DIM as usize;
+    }
+}

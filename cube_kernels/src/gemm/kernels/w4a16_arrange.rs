@@ -1,0 +1,159 @@
+//! `a` as the kernel [`sm90_w4a16`](super::sm90_w4a16) reads it: bf16 in the order in which lanes hold
+//! the codes of `b`, and the schedule of a grouped GEMM beside it.
+
+use cubecl::{prelude::*, server::Handle};
+
+use crate::{
+    cube::codec::{decode_e2m1_pair, decode_e4m3x2},
+    gemm::{
+        arguments::{MixedMatrix, MixedMatrixLaunch},
+        materialize::Materialized,
+        scheduler::{GroupArgs, Schedule, schedule_groups},
+    },
+    memory::{address_type, allocate},
+};
+
+/// Units of a cube.
+const UNITS: usize = 256;
+/// Columns that the order changes together.
+pub const SPAN: usize = 128;
+
+/// Vectors of eight elements that a unit of [`arrange_kernel`] writes.
+const VECTORS: usize = 2;
+
+/// How much [`arrange_kernel`] reads and writes.
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+pub struct ArrangeSize {
+    /// Words of eight columns in a row of `a`.
+    pub words: u32,
+    /// Vectors of eight elements of the output.
+    pub vectors: u32,
+    /// Groups of rows.
+    pub groups: u32,
+}
+
+/// `a` as the kernel reads it
+/// ([`sm90_mainloop_w4a16`](crate::cube::ptx::sm90_mainloop_w4a16)): rows of
+/// whole `SPAN`s, zeros beyond `words` words of eight columns, packed elements times 2^-8. In a span vector
+/// `8 h + 4 w + j` holds, for `q` from 0 to 3, columns `c + j` and `c + j + 4` with `c = 32 q + 16 h + 8 w`.
+/// The first cube also writes the schedule of a grouped GEMM (`scheduler::schedule_groups`).
+#[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
+pub fn arrange_kernel(
+    a: MixedMatrix<u32, u16>,
+    out: &mut [Vector<u32, Const<4>>],
+    offsets: &[u32],
+    schedule: &mut [Vector<u32, Const<4>>],
+    size: ArrangeSize,
+    #[comptime] packed: bool,
+    #[comptime] grouped: Option<Schedule>,
+) {
+    let words = size.words;
+    let vectors = size.vectors;
+    let first = CUBE_POS as u32 * comptime!((UNITS * VECTORS) as u32) + UNIT_POS;
+    // Vectors of a row.
+    let width = words.div_ceil(comptime!(SPAN as u32 / 8)) * comptime!(SPAN as u32 / 8);
+    if comptime!(grouped.is_some()) {
+        let rows = vectors / width;
+        schedule_groups(
+            offsets,
+            schedule,
+            size.groups,
+            rows,
+            comptime!(grouped.unwrap()),
+        );
+    }
+    let mut pairs = Array::<u32>::new(comptime!(4 * VECTORS));
+    let mut bytes = Array::<u32>::new(comptime!(4 * VECTORS));
+    #[unroll]
+    for i in 0..VECTORS {
+        let vector = first + comptime!((i * UNITS) as u32);
+        let row = vector / width;
+        let within = vector % width;
+        #[unroll]
+        for q in 0..4usize {
+            let slot = comptime!(4 * i + q);
+            let word = (within & !15u32)
+                + comptime!(4 * q as u32)
+                + ((within / 8u32) & 1u32) * 2u32
+                + ((within / 4u32) & 1u32);
+            let inside = vector < vectors && word < words;
+            let at = row as usize * words as usize + word as usize;
+            pairs[slot] = 0u32;
+            bytes[slot] = 0u32;
+            if inside {
+                if comptime!(packed) {
+                    pairs[slot] = a.codes[at];
+                    bytes[slot] = u32::cast_from(a.scales[at / 2usize]);
+                } else {
+                    let at = at * 8usize + (within % 4u32) as usize;
+                    pairs[slot] = u32::cast_from(a.dense[at])
+                        | (u32::cast_from(a.dense[at + 4usize]) << 16u32);
+                }
+            }
+        }
+    }
+    #[unroll]
+    for i in 0..VECTORS {
+        let vector = first + comptime!((i * UNITS) as u32);
+        let mut eight = Vector::<u32, Const<4>>::new(0u32);
+        #[unroll]
+        for q in 0..4usize {
+            let slot = comptime!(4 * i + q);
+            if comptime!(packed) {
+                let scale = decode_e4m3x2(u16::cast_from(bytes[slot]));
+                let pair = (pairs[slot] >> ((vector % 4u32) * 4u32)) & 0x000f_000fu32;
+                eight.insert(
+                    q,
+                    decode_e2m1_pair(u32::reinterpret(pair), scale.extract(0usize)),
+                );
+            } else {
+                eight.insert(q, pairs[slot]);
+            }
+        }
+        if vector < vectors {
+            out[vector as usize] = eight;
+        }
+    }
+}
+
+/// `operand` in bf16 in the order of [`arrange_kernel`], rows padded to whole [`SPAN`]s. With it, where there is
+/// one, the schedule of `entries` of a GEMM with groups along M. Both live until the last
+/// kernel that reads them has run. There are rows, and columns.
+pub(crate) fn arrange(
+    client: &Client,
+    operand: &Materialized,
+    k: usize,
+    groups: &GroupArgs,
+    entries: usize,
+    order: Option<Schedule>,
+) -> (Handle, Handle) {
+    let words = k / 8;
+    let vectors = operand.rows * words.next_multiple_of(SPAN / 8);
+    let (out, schedule) = (
+        allocate(client, vectors * 16),
+        allocate(client, entries * 16),
+    );
+    let read = operand.rows * words;
+    // SAFETY: the operand was checked against its shape, there are entries for a tile at the end of each group,
+    // and the kernel masks what it reads and writes.
+    unsafe {
+        arrange_kernel::launch_unchecked(
+            client,
+            CubeCount::Static(vectors.div_ceil(UNITS * VECTORS) as u32, 1, 1),
+            CubeDim::new_1d(UNITS as u32),
+            address_type(vectors * 8),
+            MixedMatrixLaunch::new(
+                BufferArg::from_raw_parts(operand.codes.clone(), read),
+                BufferArg::from_raw_parts(operand.scales.clone(), read / 2),
+                BufferArg::from_raw_parts(operand.dense.clone(), read * 8),
+            ),
+            BufferArg::from_raw_parts(out.clone(), vectors),
+            BufferArg::from_raw_parts(groups.offsets.clone(), groups.groups + 1),
+            BufferArg::from_raw_parts(schedule.clone(), entries),
+            ArrangeSizeLaunch::new(words as u32, vectors as u32, groups.groups as u32),
+            operand.is_packed(),
+            order,
+        );
+    }
+    (out, schedule)
+}

@@ -1,0 +1,310 @@
+//! Operands as kernels read them: block scales in rows or in 128x4 tiles, packed elements dequantized
+//! to bf16, exactly and without the global scale, and MN-major ones transposed.
+
+use cubecl::{prelude::*, server::Handle};
+
+use super::operand::{Elements, Operand, OperandLayout};
+use crate::{
+    Nvfp4Error, ScaleLayout,
+    cube::{codec::decode_e2m1x8, unscaled::scale_pair},
+    launch::tile_grid,
+    memory::{address_type, allocate, is_aligned},
+    quantize,
+    tensor::{DeviceQuantized, Matrix},
+};
+
+/// What a kernel reads of a packed operand.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum PackedReads {
+    /// Codes, and block scales in rows.
+    Compact,
+    /// Codes, and block scales in 128x4 tiles.
+    Swizzled,
+    /// bf16, without the global scale.
+    Bf16,
+}
+
+/// What a kernel reads of its operands.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Reads {
+    pub packed: PackedReads,
+    /// Whether it takes MN-major bf16.
+    pub mn_major: bool,
+}
+
+impl Reads {
+    /// Packed operands with block scales in rows, K-major ones as they are.
+    pub const COMPACT: Self = Self {
+        packed: PackedReads::Compact,
+        mn_major: false,
+    };
+}
+
+/// An operand as a kernel reads it. What its layout does not have is any other memory of it, unread.
+#[derive(Debug, Clone)]
+pub(crate) struct Materialized {
+    /// How it is stored now.
+    pub layout: OperandLayout,
+    /// Stored rows along K, or as many columns down it.
+    pub rows: usize,
+    /// Codes of a packed one.
+    pub codes: Handle,
+    /// Block scales of a packed one.
+    pub scales: Handle,
+    /// Elements of a bf16 one.
+    pub dense: Handle,
+}
+
+impl Materialized {
+    pub fn is_packed(&self) -> bool {
+        self.layout == OperandLayout::Packed
+    }
+
+    pub fn is_mn_major(&self) -> bool {
+        self.layout == OperandLayout::MnMajor
+    }
+
+    /// Whether its bf16 elements begin at a multiple of 16 bytes.
+    pub fn is_aligned(&self) -> bool {
+        is_aligned(&self.dense)
+    }
+}
+
+/// `operand` as `reads` says. What is made for it lives until the last kernel that reads it has run.
+///
+/// # Errors
+/// When block scales cannot be brought into another layout.
+pub(crate) fn materialize(
+    client: &Client,
+    operand: &Operand,
+    reads: Reads,
+) -> Result<Materialized, Nvfp4Error> {
+    let rows = operand.outer();
+    let dense = |layout, handle: &Handle| Materialized {
+        layout,
+        rows,
+        codes: handle.clone(),
+        scales: handle.clone(),
+        dense: handle.clone(),
+    };
+    match operand.elements {
+        Elements::Bf16(matrix) => Ok(dense(OperandLayout::KMajor, &matrix.handle)),
+        Elements::Bf16Unscaled(packed) => Ok(dense(OperandLayout::KMajor, &packed.codes)),
+        Elements::Bf16MnMajor(matrix) => {
+            // TMA reads stored rows of whole 16 bytes.
+            if reads.mn_major && operand.layout().as_read(rows) == OperandLayout::MnMajor {
+                return Ok(dense(OperandLayout::MnMajor, &matrix.handle));
+            }
+            let (rows, cols) = (matrix.rows, matrix.cols);
+            tracing::debug!(rows, cols, "gemm: a transposed copy of an operand");
+            let copy = transposed(client, matrix);
+            Ok(dense(OperandLayout::KMajor, &copy.handle))
+        }
+        Elements::Packed(packed) => {
+            let scales = block_scales(client, packed, reads.packed)?;
+            if reads.packed == PackedReads::Bf16 {
+                let values = decode_from(client, packed, &scales);
+                return Ok(dense(OperandLayout::KMajor, &values));
+            }
+            Ok(Materialized {
+                layout: OperandLayout::Packed,
+                rows,
+                codes: packed.codes.clone(),
+                scales,
+                dense: packed.codes.clone(),
+            })
+        }
+    }
+}
+
+/// The block scales of `packed`, in rows unless a kernel reads 128x4 tiles.
+fn block_scales(
+    client: &Client,
+    packed: &DeviceQuantized,
+    reads: PackedReads,
+) -> Result<Handle, Nvfp4Error> {
+    let (outer, blocks) = (packed.outer(), packed.blocks());
+    match (packed.layout.scale_layout, reads) {
+        (ScaleLayout::Compact, PackedReads::Swizzled) => {
+            quantize::swizzle(client, &packed.scales, outer, blocks)
+        }
+        (ScaleLayout::Swizzled128x4, PackedReads::Compact | PackedReads::Bf16) => {
+            tracing::debug!(outer, blocks, "gemm: block scales from tiles to rows");
+            quantize::unswizzle(client, &packed.scales, outer, blocks)
+        }
+        _ => Ok(packed.scales.clone()),
+    }
+}
+
+/// Units of a cube.
+const UNITS: usize = 256;
+/// Words that a unit decodes, all loaded before the first is stored.
+const WORDS: usize = 4;
+
+/// One word of eight codes becomes 16 bytes of eight bf16: a warp reads 128 bytes of codes and writes
+/// 512 at a time.
+#[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
+pub fn decode_kernel(
+    codes: &[u32],
+    scales: &[u8],
+    out: &mut [Vector<u32, Const<4>>],
+    words: usize,
+) {
+    let first = CUBE_POS * comptime!(UNITS * WORDS) + UNIT_POS as usize;
+    let mut loaded = Array::<u32>::new(WORDS);
+    let mut bytes = Array::<u32>::new(WORDS);
+    #[unroll]
+    for i in 0..WORDS {
+        let word = first + comptime!(i * UNITS);
+        // What lies outside reads the first word and is not stored.
+        let word = select(word < words, word, 0usize);
+        loaded[i] = codes[word];
+        bytes[i] = u32::cast_from(scales[word / 2usize]);
+    }
+    #[unroll]
+    for i in 0..WORDS {
+        let word = first + comptime!(i * UNITS);
+        let scale = scale_pair(bytes[i]);
+        if word < words {
+            out[word] = decode_e2m1x8(u32::reinterpret(loaded[i]), scale);
+        }
+    }
+}
+
+/// A bf16 copy of `packed`: `outer` rows of `blocks * 16` elements, without the factor of its
+/// amax. It lives until the last kernel that reads it has run.
+pub fn decode(client: &Client, packed: &DeviceQuantized) -> Handle {
+    decode_from(client, packed, &packed.scales)
+}
+
+/// [`decode`] with block scales in rows that are beside `packed`.
+fn decode_from(client: &Client, packed: &DeviceQuantized, scales: &Handle) -> Handle {
+    let words = packed.outer() * packed.blocks() * 2;
+    let out = allocate(client, words * 16);
+    if words == 0 {
+        return out;
+    }
+    // SAFETY: the operand was checked against its shape, and the kernel stays below `words`.
+    unsafe {
+        decode_kernel::launch_unchecked(
+            client,
+            CubeCount::Static(words.div_ceil(UNITS * WORDS) as u32, 1, 1),
+            CubeDim::new_1d(UNITS as u32),
+            address_type(words * 8),
+            BufferArg::from_raw_parts(packed.codes.clone(), words),
+            BufferArg::from_raw_parts(scales.clone(), words / 2),
+            BufferArg::from_raw_parts(out.clone(), words),
+            words,
+        );
+    }
+    out
+}
+
+/// Rows and columns of a tile that [`transpose_kernel`] transposes at a time.
+const SIDE: usize = 64;
+/// Words from one column of the tile to the next in shared memory: a word for each two rows, and one that
+/// spreads columns over the banks.
+const PITCH: usize = SIDE / 2 + 1;
+
+/// `out[j, i] = x[i, j]` for elements of 16 bits, `x` being `rows` x `cols`. Vectors divide the rows of either
+/// matrix. A tile at a time waits in shared memory, two rows of a column in a word: 128 bytes of a row are
+/// read side by side, and as many written.
+#[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
+pub fn transpose_kernel<R: Size, W: Size>(
+    x: &[Vector<u16, R>],
+    out: &mut [Vector<u16, W>],
+    rows: usize,
+    cols: usize,
+) {
+    let (read, written) = (R::value().comptime(), W::value().comptime());
+    let mut words: Shared<[u32]> = Shared::new_slice(comptime!(SIDE * PITCH));
+    let across = cols.div_ceil(SIDE);
+    let tiles = rows.div_ceil(SIDE) * across;
+    let mut tile = CUBE_POS;
+    while tile < tiles {
+        let (row0, col0) = (tile / across * SIDE, tile % across * SIDE);
+        // Eight columns of two rows.
+        let mut item = UNIT_POS as usize;
+        while item < comptime!(SIDE / 2 * (SIDE / 8)) {
+            let (pair, eight) = (item / 8usize, item % 8usize);
+            let row = row0 + 2usize * pair;
+            #[unroll]
+            for i in 0..comptime!(8 / read) {
+                let within = 8usize * eight + comptime!(i * read);
+                let col = col0 + within;
+                let mut upper = Vector::<u16, R>::new(0u16);
+                let mut lower = Vector::<u16, R>::new(0u16);
+                if col < cols && row < rows {
+                    upper = x[(row * cols + col) / read];
+                }
+                if col < cols && row + 1usize < rows {
+                    lower = x[((row + 1usize) * cols + col) / read];
+                }
+                #[unroll]
+                for j in 0..read {
+                    words[(within + j) * PITCH + pair] = u32::cast_from(upper.extract(j))
+                        | (u32::cast_from(lower.extract(j)) << 16u32);
+                }
+            }
+            item += CUBE_DIM as usize;
+        }
+        sync_cube();
+        // Eight rows of a column.
+        let mut item = UNIT_POS as usize;
+        while item < comptime!(SIDE * (SIDE / 8)) {
+            let (column, eight) = (item / 8usize, item % 8usize);
+            let col = col0 + column;
+            #[unroll]
+            for i in 0..comptime!(8 / written) {
+                let row = row0 + 8usize * eight + comptime!(i * written);
+                if col < cols && row < rows {
+                    let mut vector = Vector::<u16, W>::empty();
+                    #[unroll]
+                    for j in 0..written {
+                        let element = comptime!(i * written + j);
+                        let word = words[column * PITCH + 4usize * eight + comptime!(element / 2)];
+                        let bits = (word >> comptime!(element as u32 % 2 * 16)) & 0xFFFFu32;
+                        vector.insert(j, u16::cast_from(bits));
+                    }
+                    out[(col * rows + row) / written] = vector;
+                }
+            }
+            item += CUBE_DIM as usize;
+        }
+        sync_cube();
+        tile += CUBE_COUNT;
+    }
+}
+
+/// A transposed copy of a bf16 matrix. It lives until the last kernel that reads it has run.
+pub fn transposed(client: &Client, matrix: &Matrix) -> Matrix {
+    let Matrix {
+        rows, cols, dtype, ..
+    } = *matrix;
+    let out = Matrix::empty(client, cols, rows, dtype);
+    if out.is_empty() {
+        return out;
+    }
+    let width = |len: usize, aligned: bool| match aligned {
+        true => 1 << len.trailing_zeros().min(3),
+        false => 1,
+    };
+    let (read, written) = (width(cols, is_aligned(&matrix.handle)), width(rows, true));
+    let (count, dim) = tile_grid(client, rows.div_ceil(SIDE) * cols.div_ceil(SIDE));
+    // SAFETY: the caller checked the memory against the shape, and the kernel masks by it.
+    unsafe {
+        transpose_kernel::launch_unchecked(
+            client,
+            count,
+            dim,
+            address_type(matrix.len()),
+            read,
+            written,
+            BufferArg::from_raw_parts(matrix.handle.clone(), matrix.len() / read),
+            BufferArg::from_raw_parts(out.handle.clone(), matrix.len() / written),
+            rows,
+            cols,
+        );
+    }
+    out
+}

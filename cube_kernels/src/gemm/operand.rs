@@ -1,0 +1,258 @@
+//! The operands of a GEMM as a caller describes them: elements, and the global scale beside them.
+
+use cubecl::server::Handle;
+
+use super::epilogue::Factor;
+use crate::{
+    BLOCK, Format, Nvfp4Error, ScaleLayout, Storage,
+    memory::is_aligned,
+    tensor::{AmaxGranularity, DeviceQuantized, FloatKind, Matrix},
+};
+
+/// The elements of an operand: `outer` rows along K.
+#[derive(Debug, Clone, Copy)]
+pub enum Elements<'a> {
+    /// Codes and block scales.
+    Packed(&'a DeviceQuantized),
+    /// Code times block scale in bf16, stored in their place. The GEMM has the bits of that of codes and
+    /// scales.
+    Bf16Unscaled(&'a DeviceQuantized),
+    /// A K-major bf16 matrix: its columns are K, as long as that of the other operand is in memory.
+    /// Where a packed one pads K with zeros, its columns there may hold anything finite.
+    Bf16(&'a Matrix),
+    /// An MN-major bf16 matrix, whose *rows* are K: the transpose of what [`Self::Bf16`] takes, with
+    /// the same result, bit for bit. The kernel of sm_90 reads it as it is, if it has a multiple of 8
+    /// columns. Elsewhere a transposed copy is made first, which a tracing event says.
+    Bf16MnMajor(&'a Matrix),
+}
+
+/// How the elements of an operand are stored.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum OperandLayout {
+    /// Codes and block scales, in rows along K.
+    Packed,
+    /// bf16, in rows along K.
+    KMajor,
+    /// bf16, in columns down K.
+    MnMajor,
+}
+
+impl OperandLayout {
+    /// Of an operand of `outer` rows as kernels may read it. TMA reads stored rows of whole 16 bytes,
+    /// so that other MN-major operands are transposed before any kernel reads them.
+    pub const fn as_read(self, outer: usize) -> Self {
+        match self {
+            Self::MnMajor if !outer.is_multiple_of(8) => Self::KMajor,
+            layout => layout,
+        }
+    }
+}
+
+/// The global scale `amax / range` of an operand, which the epilogue multiplies sums by.
+#[derive(Debug, Clone, Copy)]
+pub enum Scale<'a> {
+    /// One.
+    One,
+    /// One amax, an `f32` on the device, for the operand, and the range that it stands for: 2688, or
+    /// 1536 where scales were bounded by 256 (four-over-six).
+    Tensor(&'a Handle, f32),
+    /// One amax for each stored row.
+    PerRow(&'a Handle, f32),
+    /// One amax for each group of a grouped GEMM.
+    PerGroup(&'a Handle, f32),
+}
+
+/// One operand of a GEMM.
+#[derive(Debug, Clone, Copy)]
+pub struct Operand<'a> {
+    /// Its elements.
+    pub elements: Elements<'a>,
+    /// Their global scale.
+    pub scale: Scale<'a>,
+}
+
+impl<'a> From<&Operand<'a>> for Operand<'a> {
+    fn from(operand: &Operand<'a>) -> Self {
+        *operand
+    }
+}
+
+impl<'a> From<&'a DeviceQuantized> for Operand<'a> {
+    /// A quantized tensor in either storage with its own amax values, one or one for each stored row, and
+    /// its own range.
+    fn from(packed: &'a DeviceQuantized) -> Self {
+        let range = packed.layout.scaling.range();
+        Self {
+            elements: match packed.layout.storage {
+                Storage::Packed => Elements::Packed(packed),
+                Storage::Bf16Unscaled => Elements::Bf16Unscaled(packed),
+            },
+            scale: match packed.layout.amax {
+                AmaxGranularity::PerTensor => Scale::Tensor(&packed.amax, range),
+                AmaxGranularity::PerRow => Scale::PerRow(&packed.amax, range),
+            },
+        }
+    }
+}
+
+impl<'a> From<&'a Matrix> for Operand<'a> {
+    /// A K-major bf16 matrix as it is.
+    fn from(matrix: &'a Matrix) -> Self {
+        Self {
+            elements: Elements::Bf16(matrix),
+            scale: Scale::One,
+        }
+    }
+}
+
+impl<'a> Operand<'a> {
+    /// An MN-major bf16 matrix as it is.
+    pub fn mn_major(matrix: &'a Matrix) -> Self {
+        Self {
+            elements: Elements::Bf16MnMajor(matrix),
+            scale: Scale::One,
+        }
+    }
+
+    /// Rows, which become rows or columns of the output.
+    pub fn outer(&self) -> usize {
+        match self.elements {
+            Elements::Packed(packed) | Elements::Bf16Unscaled(packed) => packed.outer(),
+            Elements::Bf16(matrix) => matrix.rows,
+            Elements::Bf16MnMajor(matrix) => matrix.cols,
+        }
+    }
+
+    /// Length of K, without padding.
+    pub fn inner(&self) -> usize {
+        match self.elements {
+            Elements::Packed(packed) => packed.inner(),
+            Elements::Bf16Unscaled(packed) => packed.blocks() * BLOCK,
+            Elements::Bf16(matrix) => matrix.cols,
+            Elements::Bf16MnMajor(matrix) => matrix.rows,
+        }
+    }
+
+    /// Length of K in memory: packed operands are padded to whole blocks, with zeros.
+    pub(crate) fn stored(&self) -> usize {
+        match self.elements {
+            Elements::Packed(packed) | Elements::Bf16Unscaled(packed) => packed.blocks() * BLOCK,
+            Elements::Bf16(_) | Elements::Bf16MnMajor(_) => self.inner(),
+        }
+    }
+
+    /// How its elements are stored.
+    pub fn layout(&self) -> OperandLayout {
+        match self.elements {
+            Elements::Packed(_) => OperandLayout::Packed,
+            Elements::Bf16Unscaled(_) | Elements::Bf16(_) => OperandLayout::KMajor,
+            Elements::Bf16MnMajor(_) => OperandLayout::MnMajor,
+        }
+    }
+
+    pub(crate) fn is_packed(&self) -> bool {
+        self.layout() == OperandLayout::Packed
+    }
+
+    /// Whether its memory begins at a multiple of 16 bytes. Every allocation does; a view into one may
+    /// not.
+    pub(crate) fn is_aligned(&self) -> bool {
+        match self.elements {
+            Elements::Packed(packed) => is_aligned(&packed.codes) && is_aligned(&packed.scales),
+            Elements::Bf16Unscaled(packed) => is_aligned(&packed.codes),
+            Elements::Bf16(matrix) | Elements::Bf16MnMajor(matrix) => is_aligned(&matrix.handle),
+        }
+    }
+
+    /// Some memory of it.
+    pub(crate) fn memory(&self) -> &'a Handle {
+        match self.elements {
+            Elements::Packed(packed) | Elements::Bf16Unscaled(packed) => &packed.codes,
+            Elements::Bf16(matrix) | Elements::Bf16MnMajor(matrix) => &matrix.handle,
+        }
+    }
+
+    /// The global scale as the epilogue takes it: where it comes from, the amax and its range.
+    pub(crate) fn factor(&self) -> (Factor, Option<Handle>, f32) {
+        match self.scale {
+            Scale::One => (Factor::One, None, 1.0),
+            Scale::Tensor(amax, range) => (Factor::Tensor, Some(amax.clone()), range),
+            Scale::PerRow(amax, range) => (Factor::PerRow, Some(amax.clone()), range),
+            Scale::PerGroup(amax, range) => (Factor::PerGroup, Some(amax.clone()), range),
+        }
+    }
+
+    /// Fails where `a` and `b` were quantized after different transforms: those do not cancel. What is
+    /// not packed does not say how it was made.
+    pub(crate) fn check_same_transform(a: &Self, b: &Self) -> Result<(), Nvfp4Error> {
+        match (a.elements, b.elements) {
+            (Elements::Packed(a), Elements::Packed(b))
+                if a.layout.hadamard != b.layout.hadamard =>
+            {
+                Err(Nvfp4Error::value(
+                    "b",
+                    format!("{:?}", b.layout.hadamard),
+                    format!("the transform of `a`, {:?}", a.layout.hadamard),
+                ))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Checks elements and global scale against the shape, for a GEMM of `groups` groups, or none.
+    pub(crate) fn check(
+        &self,
+        argument: &'static str,
+        groups: Option<usize>,
+    ) -> Result<(), Nvfp4Error> {
+        match self.elements {
+            Elements::Packed(packed) => {
+                packed.check_codes(argument, Format::Nvfp4)?;
+                packed.check(argument)?;
+                // A dense GEMM unswizzles where its kernel wants rows, or takes the tiles.
+                match (groups, packed.layout.scale_layout) {
+                    (None, ScaleLayout::Swizzled128x4) => packed.check_no_groups(argument)?,
+                    _ => packed.check_compact(argument)?,
+                }
+            }
+            Elements::Bf16Unscaled(packed) => {
+                packed.check(argument)?;
+                packed.check_no_groups(argument)?;
+            }
+            Elements::Bf16(matrix) | Elements::Bf16MnMajor(matrix) => {
+                matrix.check(argument)?;
+                if matrix.dtype != FloatKind::Bf16 {
+                    return Err(Nvfp4Error::DType {
+                        argument,
+                        found: format!("{:?}", matrix.dtype),
+                        expected: "Bf16".into(),
+                    });
+                }
+            }
+        }
+        let (amax, needed) = match self.scale {
+            Scale::One => return Ok(()),
+            Scale::Tensor(amax, _) => (amax, 4),
+            Scale::PerRow(amax, _) => (amax, 4 * self.outer()),
+            Scale::PerGroup(amax, _) => match groups {
+                Some(groups) => (amax, 4 * groups),
+                None => {
+                    return Err(Nvfp4Error::value(
+                        argument,
+                        "a global scale for each group",
+                        "one for the tensor or for each row: the GEMM has no groups",
+                    ));
+                }
+            },
+        };
+        let found = amax.size_in_used() as usize;
+        if found < needed {
+            return Err(Nvfp4Error::shape(
+                argument,
+                format!("{found} bytes of amax values"),
+                format!("at least {needed}"),
+            ));
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,284 @@
+//! What decides which kernel computes a GEMM, and what every kernel answers.
+
+use std::fmt;
+
+use cubecl::client::Client;
+
+use super::{
+    cublaslt::{CublasLtFormat, CublasLtProblem},
+    epilogue::{EpilogueArgs, EpilogueKind, Factor},
+    materialize::{Materialized, Reads},
+    operand::OperandLayout,
+    output::Output,
+    scheduler::{GroupArgs, GroupedDim},
+    tiles::{Multiply, SM90_TILE_M, SM120_TILE_N, Sm90Tile, Sm120Tile, W4a16Tile},
+};
+use crate::{
+    Nvfp4Error,
+    capabilities::{Capabilities, GemmBackend},
+    tensor::FloatKind,
+};
+
+/// The sizes of a GEMM. With groups along M, `n` is that of one group; with groups along K, `m` and `n`
+/// are those of one group's output.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct GemmShape {
+    /// Rows of the output.
+    pub m: usize,
+    /// Columns of the output.
+    pub n: usize,
+    /// Length of the contraction, as stored.
+    pub k: usize,
+}
+
+impl From<(usize, usize, usize)> for GemmShape {
+    fn from((m, n, k): (usize, usize, usize)) -> Self {
+        Self { m, n, k }
+    }
+}
+
+/// A GEMM without its memory: all that the choice of a kernel depends on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Problem {
+    /// Its sizes.
+    pub shape: GemmShape,
+    /// How `a` is stored.
+    pub a: OperandLayout,
+    /// How `b` is stored.
+    pub b: OperandLayout,
+    /// What is in groups.
+    pub grouped: GroupedDim,
+    /// How many groups.
+    pub groups: usize,
+    /// Whether the memory of operands and target begins at multiples of 16 bytes.
+    pub aligned: bool,
+    /// What happens to a sum before it is written.
+    pub epilogue: EpilogueKind,
+    /// The backend that the caller asked for.
+    pub backend: Option<GemmBackend>,
+}
+
+impl Problem {
+    /// A dense GEMM of aligned operands into a bf16 matrix, with the global scales of packed operands.
+    /// MN-major operands that no kernel reads count as K-major: they are transposed first.
+    pub fn new([a, b]: [OperandLayout; 2], shape: impl Into<GemmShape>) -> Self {
+        let shape = shape.into();
+        let factor = |operand| match operand {
+            OperandLayout::Packed => Factor::Tensor,
+            OperandLayout::KMajor | OperandLayout::MnMajor => Factor::One,
+        };
+        Self {
+            shape,
+            a: a.as_read(shape.m),
+            b: b.as_read(shape.n),
+            grouped: GroupedDim::None,
+            groups: 1,
+            aligned: true,
+            epilogue: EpilogueKind {
+                a: factor(a),
+                b: factor(b),
+                bias: false,
+                accumulate: false,
+                out: FloatKind::Bf16,
+                amax: None,
+            },
+            backend: None,
+        }
+    }
+
+    /// The same with `groups` groups along `grouped`.
+    pub const fn grouped(self, grouped: GroupedDim, groups: usize) -> Self {
+        Self {
+            grouped,
+            groups,
+            ..self
+        }
+    }
+
+    pub(crate) fn is_packed(&self) -> [bool; 2] {
+        [self.a, self.b].map(|operand| operand == OperandLayout::Packed)
+    }
+}
+
+/// What a choice depends on beside the problem.
+#[derive(Clone, Copy)]
+pub struct Device<'a> {
+    /// What the device can do.
+    pub capabilities: &'a Capabilities,
+    /// Its SMs.
+    pub sms: usize,
+    /// What cuBLASLt answers on it.
+    pub cublaslt: &'a dyn Fn(&CublasLtProblem) -> Result<(), Nvfp4Error>,
+}
+
+/// The SMs of the device behind `client`.
+pub(crate) fn sms(client: &Client) -> usize {
+    let sms = client.properties().hardware.num_streaming_multiprocessors;
+    sms.unwrap_or(132) as usize
+}
+
+/// A kernel, and how it runs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Plan {
+    /// cuBLASLt, on operands in this format.
+    CublasLt(CublasLtFormat),
+    /// Up to 16 rows, `b` dequantized in registers by a kernel without TMA.
+    SmallM,
+    /// `b` dequantized in registers; with the height of a band of tiles.
+    W4a16(W4a16Tile, usize),
+    /// Packed operands dequantized to bf16 before the GEMM; with the height of a band.
+    DequantThenBf16(Sm90Tile, usize),
+    /// Codes and scales go to block-scaled matrix instructions.
+    BlockScaled(Sm120Tile),
+    /// Tiles dequantized in shared memory, 16x16x16 matrix instructions.
+    Cmma,
+    /// One unit for each output element.
+    Scalar,
+}
+
+impl Plan {
+    /// Whether plain arithmetic stands in for an instruction, so that other devices can run the rest.
+    pub(crate) fn is_emulated(self) -> bool {
+        matches!(self, Self::BlockScaled(tile) if tile.multiply == Multiply::Software)
+    }
+}
+
+impl fmt::Display for Plan {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::CublasLt(CublasLtFormat::Nvfp4) => {
+                f.write_str("cuBLASLt on NVFP4, block scales in 128x4 tiles")
+            }
+            Self::CublasLt(_) => f.write_str("cuBLASLt on bf16, packed operands dequantized"),
+            Self::SmallM => f.write_str("mma.sync for small M, `b` dequantized in registers"),
+            Self::W4a16(tile, _) => {
+                let (m, n) = (tile.rows_a, tile.rows_b());
+                write!(f, "wgmma, `b` dequantized in registers, {m} x {n} tiles")
+            }
+            Self::DequantThenBf16(tile, _) => {
+                let n = tile.n();
+                write!(f, "wgmma on dequantized bf16, {SM90_TILE_M} x {n} tiles")
+            }
+            Self::BlockScaled(tile) => {
+                let (m, n) = (tile.tile_m(), SM120_TILE_N);
+                let by = match tile.multiply {
+                    Multiply::Instruction => "block-scaled mma.sync",
+                    Multiply::Software => "block-scaled mma.sync in software",
+                };
+                write!(f, "{by}, {m} x {n} tiles")
+            }
+            Self::Cmma => f.write_str("cmma 16x16x16, tiles dequantized in shared memory"),
+            Self::Scalar => f.write_str("one thread for each output element"),
+        }
+    }
+}
+
+/// Why a kernel does not compute a GEMM.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Refusal {
+    /// The device lacks what the kernel is made of.
+    Device(&'static str),
+    /// The kernel does not take such operands.
+    Operands(&'static str),
+    /// Another kernel is estimated to take less time.
+    Slower {
+        /// What this one takes, in the units of the heuristics.
+        estimate: f64,
+        /// What the other one takes.
+        best: f64,
+    },
+    /// What cuBLASLt answers.
+    Library(Nvfp4Error),
+}
+
+impl fmt::Display for Refusal {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Device(why) | Self::Operands(why) => f.write_str(why),
+            Self::Slower { estimate, best } => {
+                write!(f, "estimated at {estimate:.0}, the best at {best:.0}")
+            }
+            Self::Library(error) => error.fmt(f),
+        }
+    }
+}
+
+/// Why a kernel that reads 16 bytes at a time refuses.
+pub(crate) const UNALIGNED: &str = "memory begins at no multiple of 16 bytes";
+
+/// A plan and, where there are several kernels to compare, the time that it is estimated to take.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) struct Candidate {
+    pub plan: Plan,
+    pub estimate: Option<f64>,
+}
+
+impl From<Plan> for Candidate {
+    fn from(plan: Plan) -> Self {
+        Self {
+            plan,
+            estimate: None,
+        }
+    }
+}
+
+/// A GEMM that is ready to run: a kernel finds all that it reads.
+pub(crate) struct Launch<'a> {
+    pub client: &'a Client,
+    pub capabilities: &'a Capabilities,
+    pub shape: GemmShape,
+    pub a: &'a Materialized,
+    pub b: &'a Materialized,
+    pub groups: &'a GroupArgs,
+    /// Whether all memory begins at multiples of 16 bytes, as [`Problem::aligned`] says.
+    pub aligned: bool,
+    pub epilogue: &'a EpilogueArgs,
+    pub output: &'a Output<'a>,
+}
+
+/// What every kernel answers. The one source of "which kernel, and why not the others".
+pub(crate) trait Kernel: Sync {
+    /// What it is called, in `nvfp4 doctor`.
+    fn name(&self) -> &'static str;
+
+    /// The backend that it is part of on this device and for this problem.
+    fn backend(&self, device: &Device, problem: &Problem) -> GemmBackend;
+
+    /// Whether it takes the problem on this device.
+    ///
+    /// # Errors
+    /// Why not.
+    fn supports(&self, device: &Device, problem: &Problem) -> Result<(), Refusal>;
+
+    /// How it would run a problem that it takes.
+    fn plan(&self, device: &Device, problem: &Problem) -> Candidate;
+
+    /// What it reads of packed and of MN-major operands.
+    fn reads(&self, plan: Plan) -> Reads {
+        let _ = plan;
+        Reads::COMPACT
+    }
+
+    /// Whether it finds the amax of the output while it writes.
+    fn finds_amax(&self) -> bool {
+        true
+    }
+
+    /// Queues it, behind whatever has to run before.
+    ///
+    /// # Errors
+    /// When a plan that was given does not fit the operands, or a library fails.
+    fn launch(&self, launch: &Launch, plan: Plan) -> Result<(), Nvfp4Error>;
+}
+
+/// The error of a plan that does not fit the operands.
+pub(crate) fn misfit(plan: Plan, launch: &Launch) -> Nvfp4Error {
+    let GemmShape { m, n, k } = launch.shape;
+    let layouts = [launch.a.layout, launch.b.layout];
+    let grouped = launch.groups.grouping;
+    Nvfp4Error::value(
+        "plan",
+        format!("{plan} for {m} x {n} x {k}, {grouped:?}, operands {layouts:?}"),
+        "one that takes the operands",
+    )
+}
