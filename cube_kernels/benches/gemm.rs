@@ -1,16 +1,18 @@
-//! Products on a GPU in operations a second: dense, few rows, model shapes, groups, the six products and
-//! quantizations of a linear layer's forward and backward pass, and what a call of cuBLASLt costs.
+//! Products on a GPU in operations a second: dense, few rows, model shapes, groups, the six
+//! products and quantizations of a linear layer's forward and backward pass, and what a call of
+//! cuBLASLt costs.
 //!
-//! `cargo bench -p nvfp4-kernels --features cuda --bench gemm`; a filter behind `--` chooses, such as
-//! `-- few`. The bf16 product of cuBLAS (its cuBLASLt) is timed beside ours in the same process, on the same
-//! values and the same stream: the clock follows the temperature. Random operands, since zeros draw less
-//! power, rotate among sets that together exceed the L2 cache. Products are captured into a graph that is
-//! replayed, so that the host does not count; what a call costs the host is `calls`. Products that packed bytes
-//! bound, few rows and groups, are compared with a copy of the same process, groups with the dense product of the
-//! same operations too.
+//! `cargo bench -p nvfp4-kernels --features cuda --bench gemm`; a filter behind `--` chooses, such
+//! as `-- few`. The bf16 product of cuBLAS (its cuBLASLt) is timed beside ours in the same process,
+//! on the same values and the same stream: the clock follows the temperature. Random operands,
+//! since zeros draw less power, rotate among sets that together exceed the L2 cache. Products are
+//! captured into a graph that is replayed, so that the host does not count; what a call costs the
+//! host is `calls`. Products that packed bytes bound, few rows and groups, are compared with a copy
+//! of the same process, groups with the dense product of the same operations too.
 //!
-//! A table goes to standard output, and the same as a results file, which `cargo xtask results` reads, to
-//! `nvfp4-bench-gemm.json` in the target folder (or the file that `NVFP4_BENCH_JSON` names).
+//! A table goes to standard output, and the same as a results file, which `cargo xtask results`
+//! reads, to `nvfp4-bench-gemm.json` in the target folder (or the file that `NVFP4_BENCH_JSON`
+//! names).
 //!
 //! With `NVFP4_BENCH_ONCE` set everything runs once and nothing is timed: for a profiler.
 
@@ -53,7 +55,8 @@ struct Record {
     name: String,
     /// Floating-point operations.
     operations: f64,
-    /// Bytes of packed weights, where they are what bounds the product; of a copy all that it moves.
+    /// Bytes of packed weights, where they are what bounds the product; of a copy all that it
+    /// moves.
     bytes: Option<f64>,
     /// Seconds of each batch, for each launch.
     seconds: Vec<f64>,
@@ -95,8 +98,8 @@ fn sync(client: &Client) {
     futures_lite::future::block_on(client.sync()).expect("a kernel failed");
 }
 
-/// Times `launch(i)` under `name`, in batches between two synchronisations, each after a pause in which
-/// the chip cools down.
+/// Times `launch(i)` under `name`, in batches between two synchronisations, each after a pause in
+/// which the chip cools down.
 fn time(criterion: &mut Criterion, client: &Client, record: Record, mut launch: impl FnMut(usize)) {
     // Kernels are compiled and memory pools grow outside of the samples.
     (0..2).for_each(&mut launch);
@@ -106,7 +109,8 @@ fn time(criterion: &mut Criterion, client: &Client, record: Record, mut launch: 
     });
 }
 
-/// [`time`] of what the device does: `launch(i)` is captured into a graph, and the graph is replayed.
+/// [`time`] of what the device does: `launch(i)` is captured into a graph, and the graph is
+/// replayed.
 fn time_on_device(
     criterion: &mut Criterion,
     client: &Client,
@@ -124,7 +128,8 @@ fn time_on_device(
     client.graph_prepare().expect("a graph");
     (0..2).for_each(&mut launch);
     sync(client);
-    // Two milliseconds at a petaflop a second: short products come in numbers that hide what a replay costs.
+    // Two milliseconds at a petaflop a second: short products come in numbers that hide what a
+    // replay costs.
     let count = ((2e12 / record.operations) as usize).clamp(2, 32);
     client.start_capture().expect("a graph");
     (0..count).for_each(&mut launch);
@@ -148,7 +153,8 @@ fn sample(
 ) {
     let mut group = criterion.benchmark_group("gemm");
     group.sample_size(10);
-    // The table below has medians; criterion's own intervals are not worth seconds for each product.
+    // The table below has medians; criterion's own intervals are not worth seconds for each
+    // product.
     group.nresamples(1001);
     group.warm_up_time(Duration::from_millis(50));
     group.measurement_time(Duration::from_millis(200));
@@ -445,8 +451,8 @@ fn view(matrix: &Matrix, first: usize, rows: usize) -> Matrix {
     Matrix::new(handle, rows, matrix.cols, matrix.dtype).unwrap()
 }
 
-/// Times a copy of more than the L2 cache holds, all of whose bytes are read and written. Whatever the filter is:
-/// products are compared with it.
+/// Times a copy of more than the L2 cache holds, all of whose bytes are read and written. Whatever
+/// the filter is: products are compared with it.
 fn copy(client: &Client) {
     const COPIES: usize = 8;
     let bytes = 1 << 29;
@@ -468,8 +474,8 @@ fn copy(client: &Client) {
     });
 }
 
-/// The dense product with as many operations as groups of `rows` rows have, by the kernel that it takes and by that
-/// of groups.
+/// The dense product with as many operations as groups of `rows` rows have, by the kernel that it
+/// takes and by that of groups.
 fn ungrouped(
     criterion: &mut Criterion,
     client: &Client,
@@ -563,10 +569,10 @@ fn grouped(criterion: &mut Criterion, client: &Client, noise: &Noise) {
     }
 }
 
-/// A linear layer as the `nvfp4` recipe trains it: every maximum, copy and product of forward and backward
-/// pass, weights in 16x16 tiles, gradients rounded stochastically, both operands of the weight gradient
-/// transformed. And the three products of a bf16 layer, whose weight is `inputs` x `outputs`: on matrices as they
-/// are, and on copies that have every contraction along rows.
+/// A linear layer as the `nvfp4` recipe trains it: every maximum, copy and product of forward and
+/// backward pass, weights in 16x16 tiles, gradients rounded stochastically, both operands of the
+/// weight gradient transformed. And the three products of a bf16 layer, whose weight is `inputs` x
+/// `outputs`: on matrices as they are, and on copies that have every contraction along rows.
 fn linear(criterion: &mut Criterion, client: &Client, noise: &Noise) {
     for (tokens, inputs, outputs) in [(8192, 4096, 4096), (8192, 4096, 14336)] {
         let x = noise.matrix(client, tokens, inputs, 1);

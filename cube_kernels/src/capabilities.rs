@@ -28,18 +28,18 @@ pub struct Capabilities {
 /// How packed operands are multiplied.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum GemmBackend {
-    /// Compute capability 9.0: operands decoded to bf16 in a workspace and multiplied by `wgmma`, or
-    /// few rows with a packed weight that is decoded in registers.
+    /// Compute capability 9.0: operands dequantized to bf16 and multiplied by `wgmma`, or small M
+    /// with a packed weight that is dequantized in registers.
     Sm90Wgmma,
     /// Compute capability 10.0 and 10.3: FP4 tensor cores through cuBLASLt
     /// ([`gemm::cublaslt`](crate::gemm::cublaslt)). Never run on hardware.
     CublasLt,
-    /// Compute capability 12.0 and 12.1: codes and block scales go to block-scaled matrix instructions as
-    /// they are (never run on hardware), or few rows are multiplied with a packed weight that is decoded in
-    /// registers.
+    /// Compute capability 12.0 and 12.1: codes and block scales go to block-scaled matrix
+    /// instructions as they are (never run on hardware), or small M with a packed weight that is
+    /// dequantized in registers.
     Sm120BlockScaled,
-    /// Tiles decoded to bf16 in shared memory, multiplied by 16x16x16 matrix instructions; few rows with a
-    /// packed weight, where the device can, by a kernel of their own.
+    /// Tiles dequantized in shared memory, multiplied by 16x16x16 matrix instructions; small M with
+    /// a packed weight, where the device can, by a kernel of their own.
     Cmma,
     /// One unit for each output element.
     Scalar,
@@ -92,8 +92,8 @@ impl Capabilities {
     }
 }
 
-/// How packed operands are multiplied on a device with or without 16x16x16 bf16 matrix instructions (in
-/// planes of 32) and block-scaled ones.
+/// How packed operands are multiplied on a device with or without 16x16x16 bf16 matrix instructions
+/// (in planes of 32) and block-scaled ones.
 fn gemm_backend(
     has_matrix: bool,
     has_block_scaled: bool,

@@ -10,7 +10,6 @@ use cubecl::{
 
 use crate::{
     capabilities::is_cpu,
-    quantize::tile::BAND,
     tensor::{FloatKind, Matrix},
 };
 
@@ -20,16 +19,16 @@ const UNITS: usize = 256;
 /// Set by [`set_units`]; 0 leaves the choice to the device.
 static ASKED_UNITS: AtomicUsize = AtomicUsize::new(0);
 
-/// From now on the kernels of [`ops`](crate::quantize) run with this many units in a cube, or as many as the
-/// device is given otherwise for 0. On a GPU it is a multiple of 32, at most 256. For tests, in a process of
-/// their own: no result depends on it.
+/// From now on the kernels of [`ops`](crate::quantize) run with this many units in a cube, or as
+/// many as the device is given otherwise for 0. On a GPU it is a multiple of 32, at most 256. For
+/// tests, in a process of their own: no result depends on it.
 #[doc(hidden)]
 pub fn set_units(units: usize) {
     ASKED_UNITS.store(units, Ordering::Relaxed);
 }
 
-/// Units of a cube: one on the CPU, where barriers between more of them than cores are thousands of times
-/// slower.
+/// Units of a cube: one on the CPU, where barriers between more of them than cores are thousands of
+/// times slower.
 pub(crate) fn units(client: &Client) -> usize {
     match ASKED_UNITS.load(Ordering::Relaxed) {
         0 if is_cpu(client) => 1,
@@ -38,15 +37,16 @@ pub(crate) fn units(client: &Client) -> usize {
     }
 }
 
-/// Cubes of 256 units that stay on a multiprocessor together, where 32 registers a unit suffice.
+/// Cubes of 256 units that stay on an SM together, where 32 registers a unit suffice.
 const RESIDENT_CUBES: usize = 8;
 
-/// Cubes for each multiprocessor in kernels that stride over the grid: what a unit computes once is still spread
-/// over many items, and there are enough that the hardware evens out what does not fit together. With eight,
-/// a kernel of 40 registers, of which six fit, takes a third longer: two wait until the six have ended.
+/// Cubes for each SM in kernels that stride over the grid: what a unit computes once is still
+/// spread over many items, and there are enough that the hardware evens out what does not fit
+/// together. With eight, a kernel of 40 registers, of which six fit, takes a third longer: two wait
+/// until the six have ended.
 const CUBES_PER_MULTIPROCESSOR: usize = 32;
 
-/// Cubes with a tile of 128 rows in shared memory that fit into a multiprocessor of an H100.
+/// Cubes with a tile of 128 rows in shared memory that fit into an SM of an H100.
 const TILES_PER_MULTIPROCESSOR: usize = 4;
 
 /// Cubes and units for `items` independent pieces of work, in a kernel that strides over the grid.
@@ -68,8 +68,9 @@ pub(crate) fn cubes(client: &Client, items: usize) -> (CubeCount, CubeDim) {
     spread(client, items, RESIDENT_CUBES)
 }
 
-/// [`cubes`] that are many and short: what a cube does before its first tile is a tenth of the work on one, so
-/// that it should have several, and several times more cubes than run at once even out their ends.
+/// [`cubes`] that are many and short: what a cube does before its first tile is a tenth of the work
+/// on one, so that it should have several, and several times more cubes than run at once even out
+/// their ends.
 pub(crate) fn tile_grid(client: &Client, tiles: usize) -> (CubeCount, CubeDim) {
     spread(client, tiles, CUBES_PER_MULTIPROCESSOR)
 }
@@ -88,7 +89,7 @@ fn spread(client: &Client, items: usize, per_multiprocessor: usize) -> (CubeCoun
     )
 }
 
-/// [`cubes`] for tiles in shared memory, of which four fit into a multiprocessor: as many cubes as run at
+/// [`cubes`] for tiles in shared memory, of which four fit into an SM: as many cubes as run at
 /// once, since what a cube does before its first tile is a good part of a tile's work.
 pub(crate) fn tile_cubes(client: &Client, tiles: usize) -> (CubeCount, CubeDim) {
     let (count, dim) = cubes(client, tiles);
@@ -103,8 +104,8 @@ pub(crate) fn tile_cubes(client: &Client, tiles: usize) -> (CubeCount, CubeDim) 
     )
 }
 
-/// The same for tiles that are computed while they are loaded, in a kernel that strides over the grid: how
-/// many fit depends on the registers that this takes, so cubes are more and shorter.
+/// The same for tiles that are computed while they are loaded, in a kernel that strides over the
+/// grid: how many fit depends on the registers that this takes, so cubes are more and shorter.
 pub(crate) fn computed_tile_cubes(client: &Client, tiles: usize) -> (CubeCount, CubeDim) {
     let (count, dim) = tile_cubes(client, tiles);
     match count {
@@ -119,8 +120,8 @@ pub(crate) fn computed_tile_cubes(client: &Client, tiles: usize) -> (CubeCount, 
 /// Tiles that a cube takes one after another in kernels whose cubes are many and short.
 const TILES_PER_CUBE: usize = 4;
 
-/// The same where a cube stays in one row of tiles: along the first axis of the grid the cubes of a row, along
-/// the others the rows.
+/// The same where a cube stays in one row of tiles: along the first axis of the grid the cubes of a
+/// row, along the others the rows.
 pub(crate) fn tile_runs(
     client: &Client,
     row_tiles: usize,
@@ -139,26 +140,10 @@ pub(crate) fn tile_runs(
 }
 
 /// A number of cubes along the second axis of a grid, which is short, and the third.
-fn two_axes(count: usize) -> (u32, u32) {
+pub(crate) fn two_axes(count: usize) -> (u32, u32) {
     let highest = usize::from(u16::MAX);
     let count = count.max(1);
     (count.min(highest) as u32, count.div_ceil(highest) as u32)
-}
-
-/// Cubes and units for a kernel that makes copies of tiles, one to a cube: along the first axis of the
-/// grid the tiles of a band of rows of tiles, down first, along the others the bands. On a GPU cubes are
-/// many, and start as others end: how many run at once depends on the registers that the compiler takes,
-/// and with a fixed grid a few cubes too many for the multiprocessors take half as long again.
-pub(crate) fn tile_bands(
-    client: &Client,
-    row_tiles: usize,
-    tile_cols: usize,
-) -> (CubeCount, CubeDim) {
-    let (y, z) = two_axes(row_tiles.div_ceil(BAND));
-    (
-        CubeCount::Static((tile_cols * BAND) as u32, y, z),
-        CubeDim::new_1d(units(client) as u32),
-    )
 }
 
 /// The widest vector of at most 16 bytes that divides `len` elements.

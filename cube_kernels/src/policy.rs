@@ -18,8 +18,8 @@ pub enum Storage {
     /// Codes and block scales.
     #[default]
     Packed,
-    /// Code times block scale in bf16, which holds it exactly; not yet multiplied by the global scale.
-    /// For a GEMM that would dequantize a packed operand to bf16 first.
+    /// Code times block scale in bf16, which holds it exactly; not yet multiplied by the global
+    /// scale. For a GEMM that would dequantize a packed operand to bf16 first.
     Bf16Unscaled,
 }
 
@@ -67,7 +67,7 @@ pub struct RandomStream {
     /// Seed of the run.
     pub seed: u64,
     /// Identity of the tensor role: two streams of one seed never share bits. Give every layer and
-    /// every copy (row-wise, column-wise) of a tensor its own.
+    /// every copy (rowwise, columnwise) of a tensor its own.
     pub stream: u64,
     /// Position in the stream: advance it by one for each use, so that the next one draws fresh
     /// bits.
@@ -233,14 +233,14 @@ pub enum BlockScaling {
     /// The maximum is multiplied by 17/16 first, so that no value clips and stochastic rounding is
     /// unbiased (numerics, section 8).
     Headroom,
-    /// Each block (or tile) chooses between scales that map its maximum to 6 or to 4, by the smaller
-    /// error of rounding to nearest (numerics, section 7).
+    /// Each block (or tile) chooses between scales that map its maximum to 6 or to 4, by the
+    /// smaller error of rounding to nearest (numerics, section 7).
     FourOverSix(ErrorNorm),
 }
 
 impl BlockScaling {
-    /// The E4M3 bound of the global scale: 448, or 256 where the block scale needs room to be half as
-    /// large again.
+    /// The E4M3 bound of the global scale: 448, or 256 where the block scale needs room to be half
+    /// as large again.
     pub const fn bound(self) -> u16 {
         match self {
             Self::Standard | Self::Headroom => 448,
@@ -248,8 +248,8 @@ impl BlockScaling {
         }
     }
 
-    /// 6 times [`Self::bound`]: the numerator of the global scale, and the denominator with which an
-    /// amax decodes.
+    /// 6 times [`Self::bound`]: the numerator of the global scale, and the denominator with which
+    /// an amax decodes.
     pub const fn range(self) -> f32 {
         6.0 * self.bound() as f32
     }
@@ -260,7 +260,7 @@ impl BlockScaling {
 pub struct QuantParams {
     /// How elements are rounded. Four over six rounds to nearest only.
     pub rounding: Rounding,
-    /// The transform along the packed axis before quantization, if any.
+    /// The transform along the contraction before quantization, if any.
     pub hadamard: Option<Hadamard>,
     /// How block scales are found.
     pub scaling: BlockScaling,

@@ -107,8 +107,8 @@ impl Matrix {
     }
 }
 
-/// Which rows of a matrix belong together: they share maxima and blocks, and their copies lie one
-/// after another.
+/// Which rows of a matrix belong together: they share amax values and blocks, and their copies lie
+/// one after another.
 #[derive(Debug, Clone, Default)]
 pub enum Groups {
     /// All of them.
@@ -180,8 +180,8 @@ pub const MAX_GROUPS: usize = 512;
 /// Without groups the buffers are those of [`QuantizedTensor`]: `outer` stored rows of `blocks`
 /// blocks. With groups the tensors of the groups lie one after another, each in that layout: the
 /// rowwise codes and compact scales are then those of the whole matrix, a columnwise tensor starts
-/// anew in every group, and so does the 128x4 tiling of swizzled scales. Buffers are as large as the
-/// groups may need ([`Self::code_bytes`], [`Self::scale_bytes`]).
+/// anew in every group, and so does the 128x4 tiling of swizzled scales. Buffers are as large as
+/// the groups may need ([`Self::code_bytes`], [`Self::scale_bytes`]).
 #[derive(Debug, Clone)]
 pub struct DeviceQuantized {
     /// What the buffers mean; `rows` are those of all groups.
@@ -459,7 +459,7 @@ impl From<Rounding> for DeviceRounding {
 pub struct DeviceQuantParams {
     /// How elements are rounded. Four over six rounds to nearest only.
     pub rounding: DeviceRounding,
-    /// The transform along the packed axis first, if any; column-wise copies only.
+    /// The transform along the contraction first, if any; columnwise tensors only.
     pub hadamard: Option<Hadamard>,
     /// How block scales are found.
     pub scaling: BlockScaling,

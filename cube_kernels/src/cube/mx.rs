@@ -1,9 +1,13 @@
-//! One block of MXFP8; see [`format::ue8m0`](crate::format::ue8m0) and
+//! One block of a microscaling format; see [`format::ue8m0`](crate::format::ue8m0) and
 //! [`reference::mx_quantize`](crate::reference::mx_quantize).
 
 use cubecl::prelude::*;
 
-use super::{codec::encode_e4m3_element, ptx};
+use super::{
+    codec::{Conversion, decode_e2m1, decode_e4m3_element, encode_e4m3_element, round_nearest},
+    ptx,
+};
+use crate::format::block::ElementFormat;
 
 /// The UE8M0 byte of `value`, which is not negative, rounded up.
 #[cube]
@@ -33,13 +37,36 @@ pub fn decode_ue8m0_reciprocal(byte: u32) -> f32 {
 
 /// The scale byte of a block whose largest magnitude has the bits `amax`.
 #[cube]
-pub fn mx_scale(amax: u32) -> u32 {
-    encode_ue8m0_up(f32::reinterpret(amax) * comptime!(1.0f32 / 448.0f32))
+pub fn mx_scale(amax: u32, #[comptime] element: ElementFormat) -> u32 {
+    encode_ue8m0_up(f32::reinterpret(amax) * comptime!(1.0f32 / element.max()))
 }
 
-/// Four scaled elements from `first` on, element 0 in the lowest byte.
+/// As many scaled elements from `first` on as a word holds, the first in the lowest bits.
 #[cube]
-pub fn encode_e4m3x4(
+pub fn encode_word(
+    values: &Array<f32>,
+    #[comptime] first: usize,
+    multiplier: f32,
+    #[comptime] element: ElementFormat,
+    #[comptime] hardware: bool,
+) -> u32 {
+    match comptime!(element) {
+        ElementFormat::E4m3 => encode_e4m3x4(values, first, multiplier, hardware),
+        ElementFormat::E2m1 => encode_e2m1x8(values, first, multiplier),
+    }
+}
+
+/// The value of the code in the lowest bits of `code`.
+#[cube]
+pub fn decode_element(code: u32, #[comptime] element: ElementFormat) -> f32 {
+    match comptime!(element) {
+        ElementFormat::E4m3 => decode_e4m3_element(code),
+        ElementFormat::E2m1 => decode_e2m1(code),
+    }
+}
+
+#[cube]
+fn encode_e4m3x4(
     values: &Array<f32>,
     #[comptime] first: usize,
     multiplier: f32,
@@ -57,4 +84,18 @@ pub fn encode_e4m3x4(
             | (encode_e4m3_element(a2) << 16u32)
             | (encode_e4m3_element(a3) << 24u32)
     }
+}
+
+#[cube]
+fn encode_e2m1x8(values: &Array<f32>, #[comptime] first: usize, multiplier: f32) -> u32 {
+    let mut word = 0u32;
+    #[unroll]
+    for i in 0..8usize {
+        let code = round_nearest(
+            values[comptime!(first + i)] * multiplier,
+            Conversion::Software,
+        );
+        word |= code << comptime!(4 * i as u32);
+    }
+    word
 }

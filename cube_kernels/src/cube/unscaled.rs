@@ -1,9 +1,10 @@
-//! Blocks as what their codes stand for: code times block scale in bf16, which is exact, without
-//! the factor of the tensor. What a product multiplies on devices without FP4 instructions.
+//! Blocks as what their codes stand for: code times block scale in bf16, which is exact, without the
+//! global scale. What a GEMM multiplies on devices without FP4 instructions.
 
 use cubecl::prelude::*;
 
 use super::{
+    block::Encoded,
     codec::{Conversion, decode_e2m1, decode_e2m1x8_sm80, decode_e4m3},
     ptx,
 };
@@ -39,42 +40,22 @@ pub fn unscaled_word(
     }
 }
 
-/// Writes eight values to vector `at`; `C` is 4.
-#[cube]
-pub fn store_unscaled_word<C: Size>(
-    out: &mut [Vector<u32, C>],
-    at: usize,
-    codes: u32,
-    pair: u32,
-    #[comptime] conversion: Conversion,
-) {
-    let values = unscaled_word(codes, pair, conversion);
-    let mut vector = Vector::<u32, C>::empty();
-    #[unroll]
-    for i in 0..4usize {
-        vector.insert(i, values.extract(i));
-    }
-    out[at] = vector;
-}
-
-/// Writes the values of block `at`, given its 16 codes and its scale byte, if it is `inside`; `C`
-/// is 4.
+/// Writes the values of block `at`, given its 16 codes and its scale byte, if it is `inside`.
 ///
 /// On a GPU neighbouring units, an even one and the next, have neighbouring blocks, and all units
 /// of the plane must be here. Each takes a half of either block, since what one instruction of two
 /// units writes is then the 32 bytes of a whole sector.
 #[cube]
-pub fn store_unscaled_block<C: Size>(
-    out: &mut [Vector<u32, C>],
+pub fn store_unscaled_block(
+    out: &mut [Vector<u32, Const<4>>],
     at: usize,
-    codes: Vector<u32, Const<2>>,
-    scale: u32,
+    block: &Encoded,
     inside: bool,
     #[comptime] conversion: Conversion,
 ) {
-    let pair = scale_pair(scale);
-    let low = codes.extract(0usize);
-    let high = codes.extract(1usize);
+    let pair = scale_pair(block.scale);
+    let low = block.codes.extract(0usize);
+    let high = block.codes.extract(1usize);
     if comptime!(conversion.has_ptx()) {
         let odd = UNIT_POS % 2u32;
         let is_odd = odd == 1u32;
@@ -86,17 +67,16 @@ pub fn store_unscaled_block<C: Size>(
         let first = select(is_odd, other, own);
         if first >= 0x8000_0000u32 {
             let codes = select(is_odd, taken, low);
-            store_unscaled_word(out, vector, codes, first & 0x7FFF_FFFFu32, conversion);
+            out[vector] = unscaled_word(codes, first & 0x7FFF_FFFFu32, conversion);
         }
         let second = select(is_odd, own, other);
         if second >= 0x8000_0000u32 {
             let codes = select(is_odd, high, taken);
-            let vector = vector + 2usize;
-            store_unscaled_word(out, vector, codes, second & 0x7FFF_FFFFu32, conversion);
+            out[vector + 2usize] = unscaled_word(codes, second & 0x7FFF_FFFFu32, conversion);
         }
     } else if inside {
-        store_unscaled_word(out, at * 2usize, low, pair, conversion);
-        store_unscaled_word(out, at * 2usize + 1usize, high, pair, conversion);
+        out[at * 2usize] = unscaled_word(low, pair, conversion);
+        out[at * 2usize + 1usize] = unscaled_word(high, pair, conversion);
     }
 }
 

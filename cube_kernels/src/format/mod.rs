@@ -13,8 +13,8 @@ use block::Format;
 
 use crate::error::Nvfp4Error;
 
-/// The most elements that a matrix may have with both sides padded to 128: no memory holds as many, and
-/// no count of bytes, blocks or groups of so many overflows.
+/// The most elements that a matrix may have with both sides padded to 128: no memory holds as many,
+/// and no count of bytes, blocks or groups of so many overflows.
 const MAX_ELEMENTS: usize = 1 << 44;
 
 /// Fails for shapes whose sizes could overflow before they are compared with any memory.

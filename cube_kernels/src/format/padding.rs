@@ -1,12 +1,13 @@
 //! Padding groups of rows to an alignment.
 //!
-//! Rows `offsets[g]..offsets[g + 1]` of a matrix are group `g`; groups may be empty. Offsets ascend,
-//! and the last may be less than the number of rows: what lies behind it belongs to no group.
+//! Rows `offsets[g]..offsets[g + 1]` of a matrix are group `g`; groups may be empty. Offsets
+//! ascend, and the last may be less than the number of rows: what lies behind it belongs to no
+//! group.
 
-/// The most rows that `rows` rows in `groups` groups can take when each group is padded to a multiple
-/// of `alignment`: `alignment · (n + (rows - n) / alignment)` with `n = min(rows, groups)`, reached
-/// when all groups but one have a single row. It does not depend on the offsets, so memory for the
-/// padded rows can be had without reading them.
+/// The most rows that `rows` rows in `groups` groups can take when each group is padded to a
+/// multiple of `alignment`: `alignment · (n + (rows - n) / alignment)` with `n = min(rows,
+/// groups)`, reached when all groups but one have a single row. It does not depend on the offsets,
+/// so memory for the padded rows can be had without reading them.
 pub const fn padded_bound(rows: usize, groups: usize, alignment: usize) -> usize {
     let single = if rows < groups { rows } else { groups };
     alignment * (single + (rows - single) / alignment)
@@ -30,8 +31,8 @@ pub fn padded_offsets(offsets: &[u32], rows: usize, alignment: usize) -> Vec<u32
     padded
 }
 
-/// The rows of `x` with each group padded by zero rows: [`padded_bound`] rows, those behind the last
-/// group zero; and the [`padded_offsets`].
+/// The rows of `x` with each group padded by zero rows: [`padded_bound`] rows, those behind the
+/// last group zero; and the [`padded_offsets`].
 ///
 /// # Panics
 /// When `x` does not hold `rows * cols` elements, or as [`padded_offsets`].

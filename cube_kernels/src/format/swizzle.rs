@@ -8,12 +8,12 @@
 //! # Several matrices in one buffer
 //! The tiling restarts at each of them, which stays invisible where a matrix is one tile:
 //! - a **batch** of equal matrices: `[batch, rows, blocks]`, each in its own [`padded_len`] bytes;
-//! - **row groups** (M groups): rows `offsets[g]..offsets[g + 1]` of one `[rows, blocks]` matrix are
-//!   group `g`, whose rows pad to 128;
-//! - **block groups** (K groups): tokens lie along the packed axis, group `g` has
-//!   `ceil(tokens in g / elements in a block)` blocks and is a compact `[outer, blocks of g]` array,
-//!   the arrays one after another; in the result each is a swizzled matrix of its own, in
-//!   `ceil(outer / 128) · ceil(blocks of g / 4)` tiles of 512 bytes.
+//! - **row groups** (M groups): rows `offsets[g]..offsets[g + 1]` of one `[rows, blocks]` matrix
+//!   are group `g`, whose rows pad to 128;
+//! - **block groups** (K groups): tokens lie along the contraction, group `g` has `ceil(tokens in g
+//!   / elements in a block)` blocks and is a compact `[outer, blocks of g]` array, the arrays one
+//!   after another; in the result each is a swizzled matrix of its own, in `ceil(outer / 128) ·
+//!   ceil(blocks of g / 4)` tiles of 512 bytes.
 //!
 //! The result of a grouped function has a length that depends on the number of groups and not on
 //! their sizes, so that a device can allocate it without knowing them: [`row_group_tiles`] and
@@ -120,11 +120,12 @@ pub const fn row_group_tiles(rows: usize, groups: usize) -> usize {
     super::padding::padded_bound(rows, groups, 128) / 128
 }
 
-/// [`swizzle`] of each group of rows, `row_group_tiles(rows, groups)` tiles of rows in all; also the
-/// first padded row of each group, and the end of the last.
+/// [`swizzle`] of each group of rows, `row_group_tiles(rows, groups)` tiles of rows in all; also
+/// the first padded row of each group, and the end of the last.
 ///
 /// # Panics
-/// When `scales` does not hold `rows * blocks` bytes, or the offsets are not ascending up to `rows`.
+/// When `scales` does not hold `rows * blocks` bytes, or the offsets are not ascending up to
+/// `rows`.
 pub fn swizzle_row_groups(
     scales: &[u8],
     rows: usize,
@@ -254,8 +255,8 @@ pub fn unswizzle_block_groups(
 mod tests {
     use super::*;
 
-    /// The bug of grouped scales that swizzled them as one matrix: it gives the same bytes where each
-    /// group is one tile, and only there.
+    /// The bug of grouped scales that swizzled them as one matrix: it gives the same bytes where
+    /// each group is one tile, and only there.
     #[test]
     fn tiling_restarts_at_each_group() {
         let scales = |len: usize| -> Vec<u8> { (0..len).map(|i| (i % 126) as u8 + 1).collect() };

@@ -1,5 +1,5 @@
-//! Which kernel computes a GEMM: each is asked in order, and each of those that come before the chosen
-//! one has said why not.
+//! Which kernel computes a GEMM: each is asked in order, and each of those that come before the
+//! chosen one has said why not.
 
 use cubecl::client::Client;
 
@@ -66,8 +66,8 @@ impl Choice {
     }
 }
 
-/// The kernel of `problem` on `device`: the first that takes it or, where that one estimates its time,
-/// the one that estimates the least.
+/// The kernel of `problem` on `device`: the first that takes it or, where that one estimates its
+/// time, the one that estimates the least.
 ///
 /// # Errors
 /// When the backend that the problem asks for does not take it.
@@ -144,8 +144,8 @@ fn refused(
     }
 }
 
-/// A plan that was given, in place of `choice` where that is of the same backend: other devices keep
-/// theirs.
+/// A plan that was given, in place of `choice` where that is of the same backend: other devices
+/// keep theirs.
 ///
 /// # Errors
 /// When its kernel does not take the problem.
@@ -186,8 +186,8 @@ pub fn choose(client: &Client, problem: &Problem) -> Result<Choice, Nvfp4Error> 
     on_device(client, |device| plan(device, problem))
 }
 
-/// The backend of `problem` on a device with these capabilities, where cuBLASLt takes what it is made
-/// for.
+/// The backend of `problem` on a device with these capabilities, where cuBLASLt takes what it is
+/// made for.
 pub fn backend_of(capabilities: &Capabilities, problem: &Problem) -> GemmBackend {
     let device = Device {
         capabilities,
@@ -201,8 +201,8 @@ pub fn backend_of(capabilities: &Capabilities, problem: &Problem) -> GemmBackend
     }
 }
 
-/// Whether a dense GEMM of two packed operands dequantizes both to bf16 before it multiplies: then an
-/// operand that nothing else reads may as well be quantized to
+/// Whether a dense GEMM of two packed operands dequantizes both to bf16 before it multiplies: then
+/// an operand that nothing else reads may as well be quantized to
 /// [`Storage::Bf16Unscaled`](crate::Storage::Bf16Unscaled). The GEMM has the same bits.
 pub fn dequantizes(client: &Client, shape: impl Into<GemmShape>) -> bool {
     let capabilities = Capabilities::of(client);
@@ -223,13 +223,13 @@ fn dequantizes_on(capabilities: &Capabilities, sms: usize, shape: GemmShape) -> 
     choice.is_ok_and(|choice| matches!(choice.plan, Plan::DequantThenBf16(..)))
 }
 
-/// Which kernels GEMMs of a shape take, of `groups` groups where there is more than one: rows of `nvfp4
-/// doctor`.
+/// Which kernels GEMMs of a shape take, of `groups` groups where there is more than one: rows of
+/// `nvfp4 doctor`.
 pub fn describe(client: &Client, shape: impl Into<GemmShape>, groups: usize) -> Vec<CodePath> {
     on_device(client, |device| describe_on(device, shape.into(), groups))
 }
 
-/// Which kernels GEMMs of typical shapes take: M = N = K = 4096, eight groups, and few rows.
+/// Which kernels GEMMs of typical shapes take: M = N = K = 4096, eight groups, and M = 1.
 pub fn describe_typical(client: &Client) -> Vec<CodePath> {
     on_device(client, describe_typical_on)
 }
@@ -374,8 +374,8 @@ mod tests {
         assert_eq!(dense(8192, 2112, 7168), bf16(Sm90Tile::N176));
     }
 
-    /// Where both operands are dequantized, the kernel behind that is the same for a dequantized one in
-    /// the place of either.
+    /// Where both operands are dequantized, the kernel behind that is the same for a dequantized
+    /// one in the place of either.
     #[test]
     fn dequantized_operands_change_no_plan() {
         let hopper = device(Some(90), GemmBackend::Sm90Wgmma);
@@ -394,15 +394,15 @@ mod tests {
                 assert_eq!(plan, dense(m, n, k), "{shape:?}, {layouts:?}");
             }
         }
-        // The last is a weight gradient of few tiles, where dequantizing both operands costs more than
-        // it gains.
+        // The last is a weight gradient of few tiles, where dequantizing both operands costs more
+        // than it gains.
         for shape in [(16, 4096, 4096), (512, 8192, 8192), (4096, 4096, 8192)] {
             assert!(!dequantizes(shape), "{shape:?}");
         }
     }
 
-    /// Consumer Blackwell: codes go to the instruction, few rows of a packed weight have their own kernel,
-    /// and what neither takes is left to the portable one.
+    /// Consumer Blackwell: codes go to the instruction, small M with a packed weight has its own
+    /// kernel, and what neither takes is left to the portable one.
     #[test]
     fn plans_of_consumer_blackwell() {
         let blackwell = device(Some(120), GemmBackend::Sm120BlockScaled);
@@ -427,7 +427,7 @@ mod tests {
         assert_eq!(plan(PACKED, (64, 8192, 8192), GroupedDim::K), Plan::Cmma);
     }
 
-    /// Other CUDA devices: few rows of a packed weight from sm_80 on, tiles otherwise.
+    /// Other CUDA devices: small M with a packed weight from sm_80 on, tiles otherwise.
     #[test]
     fn plans_of_other_devices() {
         let plan = |sm, layouts, shape, dim| {
@@ -480,7 +480,8 @@ mod tests {
             narrow(mn_major),
             Plan::DequantThenBf16(Sm90Tile::N128, BAND)
         );
-        // Few rows of an MN-major `a`: read as they are, or transposed where TMA does not read them.
+        // Few rows of an MN-major `a`: read as they are, or transposed where TMA does not read
+        // them.
         assert!(is_bf16(sm90(&Problem::new(
             [mn_major, packed],
             (16, 8192, 8192)
@@ -521,7 +522,8 @@ mod tests {
         assert!(error.to_string().contains("12.0"), "{error}");
     }
 
-    /// Data-center Blackwell: the library, unless it refuses or would dequantize a weight for few rows.
+    /// Data-center Blackwell: the library, unless it refuses or would dequantize a weight for small
+    /// M.
     #[test]
     fn the_library_and_what_it_refuses() {
         let blackwell = device(Some(100), GemmBackend::CublasLt);

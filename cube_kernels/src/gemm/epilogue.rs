@@ -22,7 +22,7 @@ pub enum Factor {
     Tensor,
     /// One maximum for each stored row of the operand.
     PerRow,
-    /// One maximum for each group of a grouped product.
+    /// One amax for each group of a grouped GEMM.
     PerGroup,
 }
 
@@ -36,12 +36,12 @@ impl Factor {
     }
 }
 
-/// Which maxima of its output a product finds while it writes.
+/// Which amax values of its output a GEMM finds while it writes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum OutputAmax {
     /// One, of all that it writes.
     Whole,
-    /// One for each group of a grouped product; that of a group without elements is zero.
+    /// One for each group of a grouped GEMM; that of a group without elements is zero.
     PerGroup,
 }
 

@@ -9,9 +9,10 @@ use super::{
 
 /// Microseconds that a CTA takes for a tile with a contraction of 8192, the kernel that reads bf16.
 ///
-/// Measured (H100, bf16 operands, TFLOP/s of 128 x 256 / 128 x 128 / 128 x 64): 8192 cubed 798 / 640 /
-/// -, 4096 cubed 762 / 682 / 440, 2048 cubed 667 / 627 / 487, 256 x 8192 x 8192 (a narrow tile fills
-/// more SMs) 427 / 597 / 466, 128 x 8192 x 8192 216 / 312 / 329. Of 128 x 176: 0.74 of 128 x 256 (H200).
+/// Measured (H100, bf16 operands, TFLOP/s of 128 x 256 / 128 x 128 / 128 x 64): 8192 cubed 798 /
+/// 640 / -, 4096 cubed 762 / 682 / 440, 2048 cubed 667 / 627 / 487, 256 x 8192 x 8192 (a narrow
+/// tile fills more SMs) 427 / 597 / 466, 128 x 8192 x 8192 216 / 312 / 329. Of 128 x 176: 0.74 of
+/// 128 x 256 (H200).
 const BF16: [(Sm90Tile, f64); 4] = [
     (Sm90Tile::N256, 89.0),
     (Sm90Tile::N176, 65.5),
@@ -21,10 +22,10 @@ const BF16: [(Sm90Tile, f64); 4] = [
 
 /// The same for the kernel that dequantizes `b` in registers, of tiles that hold `rows_a` x `ways`.
 ///
-/// Measured (H100, both operands packed, N = K = 8192, so many rows of `a` that each SM has one tile,
-/// all of the GEMM's own work included; the first with an earlier main loop). Groups, 8192 rows x 4096 x
-/// 7168, microseconds with tiles of 256 / 128 rows: 32 equal groups 711 / 794, 32 of unequal size 996 /
-/// 1008.
+/// Measured (H100, both operands packed, N = K = 8192, so many rows of `a` that each SM has one
+/// tile, all of the GEMM's own work included; the first with an earlier main loop). Groups, 8192
+/// rows x 4096 x 7168, microseconds with tiles of 256 / 128 rows: 32 equal groups 711 / 794, 32 of
+/// unequal size 996 / 1008.
 const W4A16: [(usize, usize, f64); 5] = [
     (256, 1, 94.0),
     (128, 1, 52.0),
@@ -36,11 +37,11 @@ const W4A16: [(usize, usize, f64); 5] = [
 /// Microseconds for dequantizing a row of 8192 elements to bf16: 2.56 bytes an element at 2.7 TB/s.
 const DEQUANTIZE_ROW: f64 = 0.0078;
 
-/// Height of a band of tiles that run side by side, in tiles: with 132 SMs and tiles of 128 x 256, a
-/// band of 16 reads about as many rows of either operand at a time.
+/// Height of a band of tiles that run side by side, in tiles: with 132 SMs and tiles of 128 x 256,
+/// a band of 16 reads about as many rows of either operand at a time.
 ///
-/// Measured (H100, 128 x 256, TFLOP/s for bands of 2 / 4 / 8 / 16): 8192 cubed 759 / 781 / 782 / 789,
-/// 4096 cubed 755 / 762 / 762 / 767, 8192 x 14336 x 4096 705 / 758 / 767 / 771.
+/// Measured (H100, 128 x 256, TFLOP/s for bands of 2 / 4 / 8 / 16): 8192 cubed 759 / 781 / 782 /
+/// 789, 4096 cubed 755 / 762 / 762 / 767, 8192 x 14336 x 4096 705 / 758 / 767 / 771.
 pub(crate) const BAND: usize = 16;
 
 /// Microseconds for dequantizing `rows` rows of an operand.
@@ -87,14 +88,14 @@ pub(crate) fn sm90_w4a16(sms: usize, problem: &Problem) -> (W4a16Tile, usize, f6
     }))
 }
 
-/// The same with groups along M: always this kernel, since a tile at the end of a group is as narrow as
-/// its rows.
+/// The same with groups along M: always this kernel, since a tile at the end of a group is as
+/// narrow as its rows.
 pub(crate) fn sm90_w4a16_grouped(problem: &Problem) -> (W4a16Tile, usize) {
     let (m, groups) = (problem.shape.m, problem.groups);
     let rows_a = if m.div_ceil(groups) < 256 { 128 } else { 256 };
-    // Rows of tiles of one group side by side, and no more: they read the same rows of `b`, those of
-    // other groups only push each other's rows of `a` out of the cache (H100, bands of 16 instead: 32
-    // equal groups 682 us instead of 670, 128 1101 instead of 1055).
+    // Rows of tiles of one group side by side, and no more: they read the same rows of `b`, those
+    // of other groups only push each other's rows of `a` out of the cache (H100, bands of 16
+    // instead: 32 equal groups 682 us instead of 670, 128 1101 instead of 1055).
     let band = (m / (groups * rows_a)).clamp(1, BAND);
     (W4a16Tile { rows_a, ways: 1 }, band)
 }

@@ -1,5 +1,5 @@
-//! Operands as kernels read them: block scales in rows or in 128x4 tiles, packed elements dequantized
-//! to bf16, exactly and without the global scale, and MN-major ones transposed.
+//! Operands as kernels read them: block scales in rows or in 128x4 tiles, packed elements
+//! dequantized to bf16, exactly and without the global scale, and MN-major ones transposed.
 
 use cubecl::{prelude::*, server::Handle};
 
@@ -40,7 +40,8 @@ impl Reads {
     };
 }
 
-/// An operand as a kernel reads it. What its layout does not have is any other memory of it, unread.
+/// An operand as a kernel reads it. What its layout does not have is any other memory of it,
+/// unread.
 #[derive(Debug, Clone)]
 pub(crate) struct Materialized {
     /// How it is stored now.
@@ -70,7 +71,8 @@ impl Materialized {
     }
 }
 
-/// `operand` as `reads` says. What is made for it lives until the last kernel that reads it has run.
+/// `operand` as `reads` says. What is made for it lives until the last kernel that reads it has
+/// run.
 ///
 /// # Errors
 /// When block scales cannot be brought into another layout.
@@ -141,8 +143,8 @@ const UNITS: usize = 256;
 /// Words that a unit decodes, all loaded before the first is stored.
 const WORDS: usize = 4;
 
-/// One word of eight codes becomes 16 bytes of eight bf16: a warp reads 128 bytes of codes and writes
-/// 512 at a time.
+/// One word of eight codes becomes 16 bytes of eight bf16: a warp reads 128 bytes of codes and
+/// writes 512 at a time.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn decode_kernel(
     codes: &[u32],
@@ -202,13 +204,13 @@ fn decode_from(client: &Client, packed: &DeviceQuantized, scales: &Handle) -> Ha
 
 /// Rows and columns of a tile that [`transpose_kernel`] transposes at a time.
 const SIDE: usize = 64;
-/// Words from one column of the tile to the next in shared memory: a word for each two rows, and one that
-/// spreads columns over the banks.
+/// Words from one column of the tile to the next in shared memory: a word for each two rows, and
+/// one that spreads columns over the banks.
 const PITCH: usize = SIDE / 2 + 1;
 
-/// `out[j, i] = x[i, j]` for elements of 16 bits, `x` being `rows` x `cols`. Vectors divide the rows of either
-/// matrix. A tile at a time waits in shared memory, two rows of a column in a word: 128 bytes of a row are
-/// read side by side, and as many written.
+/// `out[j, i] = x[i, j]` for elements of 16 bits, `x` being `rows` x `cols`. Vectors divide the
+/// rows of either matrix. A tile at a time waits in shared memory, two rows of a column in a word:
+/// 128 bytes of a row are read side by side, and as many written.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn transpose_kernel<R: Size, W: Size>(
     x: &[Vector<u16, R>],

@@ -1,13 +1,14 @@
 //! GEMMs of packed and bf16 operands, dense and grouped.
 //!
-//! A request, [`Gemm`], is complete when it is made. [`gemm()`] takes it through validation, the choice
-//! of a kernel, the materialization of its operands and the launch, once each and in this order.
+//! A request, [`Gemm`], is complete when it is made. [`gemm()`] takes it through validation, the
+//! choice of a kernel, the materialization of its operands and the launch, once each and in this
+//! order.
 //!
-//! From the bottom up: `tiles`, `epilogue`, `scheduler`, `operand` and `output` are what requests and
-//! kernels are made of, `materialize` brings operands into the form that a kernel reads, `problem` is
-//! what the choice depends on and what every kernel answers, `heuristics` has the measurements, the
-//! kernels are in `kernels`, one a file, and `dispatch` asks them in order. [`cublaslt`] is NVIDIA's
-//! library, for FP4 tensor cores.
+//! From the bottom up: `tiles`, `epilogue`, `scheduler`, `operand` and `output` are what requests
+//! and kernels are made of, `materialize` brings operands into the form that a kernel reads,
+//! `problem` is what the choice depends on and what every kernel answers, `heuristics` has the
+//! measurements, the kernels are in `kernels`, one a file, and `dispatch` asks them in order.
+//! [`cublaslt`] is NVIDIA's library, for FP4 tensor cores.
 
 use cubecl::{client::Client, server::Handle};
 
@@ -51,8 +52,8 @@ use output::Output;
 use problem::{Launch, sms};
 use scheduler::GroupArgs;
 
-/// What of a GEMM is in groups, as mixtures of experts need it: one launch for all groups, with their
-/// offsets in device memory, which no host ever reads.
+/// What of a GEMM is in groups, as mixtures of experts need it: one launch for all groups, with
+/// their offsets in device memory, which no host ever reads.
 #[derive(Debug, Clone, Copy)]
 pub enum Grouped<'a> {
     /// Nothing.
@@ -60,18 +61,20 @@ pub enum Grouped<'a> {
     /// Rows of `a`, each group with its own `b` (an expert's forward pass and its input gradient):
     /// `out[i, n] = α · Σ a[i, k] · b[g · N + n, k] + bias[g, n]` for the rows `i` of group `g`.
     ///
-    /// `a` has any rows, of which those between the first and the last offset are in groups; rows outside
-    /// all groups are not written. `b` stacks the groups' N rows each, and the `f32` bias has a row for
-    /// each group. Global scales may be one for the tensor, for each group or for each of the rows.
+    /// `a` has any rows, of which those between the first and the last offset are in groups; rows
+    /// outside all groups are not written. `b` stacks the groups' N rows each, and the `f32` bias
+    /// has a row for each group. Global scales may be one for the tensor, for each group or for
+    /// each of the rows.
     M(&'a GroupOffsets),
-    /// The contraction (an expert's weight gradient): `out[g · M + m, n] = α · Σ a[m, k] · b[n, k]` over
-    /// the columns `k` of group `g`, one M x N output after another.
+    /// The contraction (an expert's weight gradient): `out[g · M + m, n] = α · Σ a[m, k] · b[n, k]`
+    /// over the columns `k` of group `g`, one M x N output after another.
     ///
     /// Groups begin at multiples of 16 along K (columns of an operand, rows of an
-    /// [MN-major](Elements::Bf16MnMajor) one), and what lies between the end of a group's data and the
-    /// next group is zero: what quantizing each group by itself leaves. An empty group gives zeros.
-    /// Global scales may be one for the tensor, for each group, or for each stored row of each group:
-    /// `groups x M` of `a`, `groups x N` of `b`, one group after another. There is no bias.
+    /// [MN-major](Elements::Bf16MnMajor) one), and what lies between the end of a group's data and
+    /// the next group is zero: what quantizing each group by itself leaves. An empty group gives
+    /// zeros. Global scales may be one for the tensor, for each group, or for each stored row of
+    /// each group: `groups x M` of `a`, `groups x N` of `b`, one group after another. There is no
+    /// bias.
     K(&'a GroupOffsets),
 }
 
@@ -92,29 +95,31 @@ impl<'a> Grouped<'a> {
     }
 }
 
-/// `a · bᵀ` with the whole epilogue: `fl(fl(sum · fl(α_a · α_b)) + bias)`, plus what the output held,
-/// rounded once. Operands are in stored orientation, rows along K.
+/// `a · bᵀ` with the whole epilogue: `fl(fl(sum · fl(α_a · α_b)) + bias)`, plus what the output
+/// held, rounded once. Operands are in stored orientation, rows along K.
 ///
 /// The sum is in `f32`. On [`GemmBackend::Scalar`] `k` ascends, which is the order of
-/// [`reference::gemm_f32`](crate::reference::gemm_f32), bit for bit; matrix instructions add in their own
-/// order. A grouped GEMM has the bits of the dense GEMMs of its groups by the same kernel and tile.
+/// [`reference::gemm_f32`](crate::reference::gemm_f32), bit for bit; matrix instructions add in
+/// their own order. A grouped GEMM has the bits of the dense GEMMs of its groups by the same kernel
+/// and tile.
 #[derive(Debug, Clone, Copy)]
 pub struct Gemm<'a> {
-    /// The left operand: rows of the output. Packed operands may have their block scales in rows or,
-    /// without groups, in 128x4 tiles, which [`GemmBackend::CublasLt`] reads and other backends turn
-    /// into rows before.
+    /// The left operand: rows of the output. Packed operands may have their block scales in rows
+    /// or, without groups, in 128x4 tiles, which [`GemmBackend::CublasLt`] reads and other backends
+    /// turn into rows before.
     pub a: Operand<'a>,
     /// The right operand: columns of the output.
     pub b: Operand<'a>,
-    /// An `f32` for each column of the output, a row for each group. On [`GemmBackend::CublasLt`] the
-    /// library rounds once more: a bias of an output of 16 bits is rounded to the output's type first.
+    /// An `f32` for each column of the output, a row for each group. On [`GemmBackend::CublasLt`]
+    /// the library rounds once more: a bias of an output of 16 bits is rounded to the output's type
+    /// first.
     pub bias: Option<&'a Matrix>,
     /// What is written.
     pub target: Target<'a>,
     /// What is in groups.
     pub grouped: Grouped<'a>,
-    /// Find the largest magnitude of the output as it is stored too. Kernels find it while they write;
-    /// after cuBLASLt a second kernel reads the output, which a tracing event says.
+    /// Find the largest magnitude of the output as it is stored too. Kernels find it while they
+    /// write; after cuBLASLt a second kernel reads the output, which a tracing event says.
     pub amax: Option<OutputAmax>,
     /// The backend, or that which [`choose`] says. One that was asked for is never replaced.
     pub backend: Option<GemmBackend>,
@@ -131,9 +136,10 @@ pub struct Gemm<'a> {
 pub struct GemmOutput {
     /// The output.
     pub matrix: Matrix,
-    /// The amax values that were asked for, in device memory: one `f32`, or one for each group. They are
-    /// what [`quantize::amax`](crate::quantize::amax) of the output would find, so that quantizing it
-    /// next needs no pass over it. NaN and infinity survive; a group without elements has a zero.
+    /// The amax values that were asked for, in device memory: one `f32`, or one for each group.
+    /// They are what [`quantize::amax`](crate::quantize::amax) of the output would find, so that
+    /// quantizing it next needs no pass over it. NaN and infinity survive; a group without elements
+    /// has a zero.
     pub amax: Option<Handle>,
 }
 
@@ -322,8 +328,8 @@ impl<'a> Gemm<'a> {
         }
     }
 
-    /// What the device can do, or what it is taken for: [emulated](Plan::is_emulated) plans run on CUDA
-    /// devices that lack their instruction.
+    /// What the device can do, or what it is taken for: [emulated](Plan::is_emulated) plans run on
+    /// CUDA devices that lack their instruction.
     fn capabilities_of(&self, client: &Client) -> Capabilities {
         let found = self.capabilities.cloned();
         let mut capabilities = found.unwrap_or_else(|| Capabilities::of(client));
@@ -335,12 +341,12 @@ impl<'a> Gemm<'a> {
     }
 }
 
-/// Computes a GEMM. A tracing event says which kernel it takes; where cuBLASLt refuses one that it is
-/// made for, another says why.
+/// Computes a GEMM. A tracing event says which kernel it takes; where cuBLASLt refuses one that it
+/// is made for, another says why.
 ///
 /// # Errors
-/// When a shape, element type or buffer does not fit, or when the backend that was asked for does not
-/// take the operands on this device.
+/// When a shape, element type or buffer does not fit, or when the backend that was asked for does
+/// not take the operands on this device.
 pub fn gemm(client: &Client, gemm: &Gemm) -> Result<GemmOutput, Nvfp4Error> {
     gemm.check()?;
     let shape = gemm.shape();

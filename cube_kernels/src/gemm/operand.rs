@@ -14,15 +14,16 @@ use crate::{
 pub enum Elements<'a> {
     /// Codes and block scales.
     Packed(&'a DeviceQuantized),
-    /// Code times block scale in bf16, stored in their place. The GEMM has the bits of that of codes and
-    /// scales.
+    /// Code times block scale in bf16, stored in their place. The GEMM has the bits of that of
+    /// codes and scales.
     Bf16Unscaled(&'a DeviceQuantized),
     /// A K-major bf16 matrix: its columns are K, as long as that of the other operand is in memory.
     /// Where a packed one pads K with zeros, its columns there may hold anything finite.
     Bf16(&'a Matrix),
-    /// An MN-major bf16 matrix, whose *rows* are K: the transpose of what [`Self::Bf16`] takes, with
-    /// the same result, bit for bit. The kernel of sm_90 reads it as it is, if it has a multiple of 8
-    /// columns. Elsewhere a transposed copy is made first, which a tracing event says.
+    /// An MN-major bf16 matrix, whose *rows* are K: the transpose of what [`Self::Bf16`] takes,
+    /// with the same result, bit for bit. The kernel of sm_90 reads it as it is, if it has a
+    /// multiple of 8 columns. Elsewhere a transposed copy is made first, which a tracing event
+    /// says.
     Bf16MnMajor(&'a Matrix),
 }
 
@@ -38,8 +39,8 @@ pub enum OperandLayout {
 }
 
 impl OperandLayout {
-    /// Of an operand of `outer` rows as kernels may read it. TMA reads stored rows of whole 16 bytes,
-    /// so that other MN-major operands are transposed before any kernel reads them.
+    /// Of an operand of `outer` rows as kernels may read it. TMA reads stored rows of whole 16
+    /// bytes, so that other MN-major operands are transposed before any kernel reads them.
     pub const fn as_read(self, outer: usize) -> Self {
         match self {
             Self::MnMajor if !outer.is_multiple_of(8) => Self::KMajor,
@@ -53,8 +54,8 @@ impl OperandLayout {
 pub enum Scale<'a> {
     /// One.
     One,
-    /// One amax, an `f32` on the device, for the operand, and the range that it stands for: 2688, or
-    /// 1536 where scales were bounded by 256 (four-over-six).
+    /// One amax, an `f32` on the device, for the operand, and the range that it stands for: 2688,
+    /// or 1536 where scales were bounded by 256 (four-over-six).
     Tensor(&'a Handle, f32),
     /// One amax for each stored row.
     PerRow(&'a Handle, f32),
@@ -78,8 +79,8 @@ impl<'a> From<&Operand<'a>> for Operand<'a> {
 }
 
 impl<'a> From<&'a DeviceQuantized> for Operand<'a> {
-    /// A quantized tensor in either storage with its own amax values, one or one for each stored row, and
-    /// its own range.
+    /// A quantized tensor in either storage with its own amax values, one or one for each stored
+    /// row, and its own range.
     fn from(packed: &'a DeviceQuantized) -> Self {
         let range = packed.layout.scaling.range();
         Self {
@@ -154,8 +155,8 @@ impl<'a> Operand<'a> {
         self.layout() == OperandLayout::Packed
     }
 
-    /// Whether its memory begins at a multiple of 16 bytes. Every allocation does; a view into one may
-    /// not.
+    /// Whether its memory begins at a multiple of 16 bytes. Every allocation does; a view into one
+    /// may not.
     pub(crate) fn is_aligned(&self) -> bool {
         match self.elements {
             Elements::Packed(packed) => is_aligned(&packed.codes) && is_aligned(&packed.scales),
@@ -182,8 +183,8 @@ impl<'a> Operand<'a> {
         }
     }
 
-    /// Fails where `a` and `b` were quantized after different transforms: those do not cancel. What is
-    /// not packed does not say how it was made.
+    /// Fails where `a` and `b` were quantized after different transforms: those do not cancel. What
+    /// is not packed does not say how it was made.
     pub(crate) fn check_same_transform(a: &Self, b: &Self) -> Result<(), Nvfp4Error> {
         match (a.elements, b.elements) {
             (Elements::Packed(a), Elements::Packed(b))

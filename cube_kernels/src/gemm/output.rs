@@ -15,16 +15,17 @@ use crate::{
 pub enum Target<'a> {
     /// A new matrix of this type.
     New(FloatKind),
-    /// Add to an existing matrix (gradient accumulation): sum and addend are rounded once, together.
+    /// Add to an existing matrix (gradient accumulation): sum and addend are rounded once,
+    /// together.
     Accumulate(&'a Matrix),
 }
 
 /// The matrix that a GEMM writes. A new one is allocated when it is first asked for, which is right
-/// before the kernel that writes it is queued, behind those that prepare its operands: CubeCL 0.11.3
-/// has a stream wait for another one's memory unless it has waited since the memory was *allocated*.
-/// Where another thread waits for this stream between the two (as Burn's averaging of gradients over
-/// GPUs does, over and over), it would not wait for the GEMM, and would read memory that is not written
-/// yet.
+/// before the kernel that writes it is queued, behind those that prepare its operands: CubeCL
+/// 0.11.3 has a stream wait for another one's memory unless it has waited since the memory was
+/// *allocated*. Where another thread waits for this stream between the two (as Burn's averaging of
+/// gradients over GPUs does, over and over), it would not wait for the GEMM, and would read memory
+/// that is not written yet.
 pub(crate) struct Output<'a> {
     client: &'a Client,
     target: Target<'a>,

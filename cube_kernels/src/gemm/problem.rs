@@ -19,8 +19,8 @@ use crate::{
     tensor::FloatKind,
 };
 
-/// The sizes of a GEMM. With groups along M, `n` is that of one group; with groups along K, `m` and `n`
-/// are those of one group's output.
+/// The sizes of a GEMM. With groups along M, `n` is that of one group; with groups along K, `m` and
+/// `n` are those of one group's output.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct GemmShape {
     /// Rows of the output.
@@ -59,8 +59,9 @@ pub struct Problem {
 }
 
 impl Problem {
-    /// A dense GEMM of aligned operands into a bf16 matrix, with the global scales of packed operands.
-    /// MN-major operands that no kernel reads count as K-major: they are transposed first.
+    /// A dense GEMM of aligned operands into a bf16 matrix, with the global scales of packed
+    /// operands. MN-major operands that no kernel reads count as K-major: they are transposed
+    /// first.
     pub fn new([a, b]: [OperandLayout; 2], shape: impl Into<GemmShape>) -> Self {
         let shape = shape.into();
         let factor = |operand| match operand {
@@ -137,7 +138,8 @@ pub enum Plan {
 }
 
 impl Plan {
-    /// Whether plain arithmetic stands in for an instruction, so that other devices can run the rest.
+    /// Whether plain arithmetic stands in for an instruction, so that other devices can run the
+    /// rest.
     pub(crate) fn is_emulated(self) -> bool {
         matches!(self, Self::BlockScaled(tile) if tile.multiply == Multiply::Software)
     }

@@ -6,10 +6,11 @@ use cubecl::{prelude::*, server::Handle};
 use super::tiles::W4a16Tile;
 use crate::moe::groups::extent;
 
-/// What a grouped product groups. Offsets, one more than groups, say where groups begin.
+/// The dimension of a GEMM that is in groups. Offsets, one more than groups, say where groups
+/// begin.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum GroupedDim {
-    /// Nothing: one product.
+    /// None: one GEMM.
     None,
     /// Rows of `a`; each group has its own `n` rows of `b`.
     M,
@@ -17,10 +18,10 @@ pub enum GroupedDim {
     K,
 }
 
-/// The groups of a product, in device memory.
+/// The groups of a GEMM, in device memory.
 pub(crate) struct GroupArgs {
     pub grouping: GroupedDim,
-    /// `groups + 1` offsets; any memory for a dense product.
+    /// `groups + 1` offsets; any memory for a dense GEMM.
     pub offsets: Handle,
     pub groups: usize,
 }
@@ -68,7 +69,7 @@ fn class_of(rows: u32, #[comptime] order: Schedule) -> u32 {
     class
 }
 
-/// The order of the rows of tiles of a product in groups.
+/// The order of the rows of tiles of a grouped GEMM.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Schedule {
     /// Their shape.

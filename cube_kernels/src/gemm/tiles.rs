@@ -116,7 +116,7 @@ impl W4a16Tile {
         }
     }
 
-    /// Rows of `a` that one instruction of the copy engine brings: they divide all widths.
+    /// Rows of `a` that one TMA instruction brings: they divide all widths.
     pub const fn rows_of_copy(self) -> usize {
         match self.rows_a {
             256 => 128,
@@ -143,7 +143,7 @@ pub(crate) const CMMA_TILE_N: usize = 128;
 pub enum CmmaTile {
     /// 128 x 128: each plane has 64 x 32.
     M128,
-    /// 32 x 128, for few rows: each plane has 32 x 16.
+    /// 32 x 128, for small M: each plane has 32 x 16.
     M32,
 }
 

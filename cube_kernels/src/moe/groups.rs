@@ -10,11 +10,11 @@ use crate::{
 
 /// GroupOffsets of consecutive rows: group `g` is rows `offsets[g]..offsets[g + 1]`.
 ///
-/// The offsets live in device memory and are never read by the host: launches and allocations depend
-/// on the number of groups and on the number of rows. Offsets ascend; a group may be empty, wherever
-/// it stands, and rows behind the last offset belong to no group. Offsets beyond the rows count as
-/// their end, and groups that end before they start are empty: with offsets that do not ascend the
-/// contents of a result are not specified, but nothing outside a buffer is touched.
+/// The offsets live in device memory and are never read by the host: launches and allocations
+/// depend on the number of groups and on the number of rows. Offsets ascend; a group may be empty,
+/// wherever it stands, and rows behind the last offset belong to no group. Offsets beyond the rows
+/// count as their end, and groups that end before they start are empty: with offsets that do not
+/// ascend the contents of a result are not specified, but nothing outside a buffer is touched.
 #[derive(Debug, Clone)]
 pub struct GroupOffsets {
     /// `count + 1` offsets, `u32`.
@@ -46,8 +46,8 @@ impl GroupOffsets {
         unsafe { BufferArg::from_raw_parts(self.offsets.clone(), self.count + 1) }
     }
 
-    /// The groups with each size rounded up to a multiple of `alignment`, of `rows` rows in all: where
-    /// padded groups begin ([`pad_groups`](super::pad_groups),
+    /// The groups with each size rounded up to a multiple of `alignment`, of `rows` rows in all:
+    /// where padded groups begin ([`pad_groups`](super::pad_groups),
     /// [`quantize_side_by_side`](super::quantize_side_by_side)).
     ///
     /// # Errors
@@ -220,4 +220,15 @@ fn rescaled_size(offsets: &[u32], group: usize, rows: u32, unit: u32, scale: u32
     let size = own.end - own.start;
     // Not `size + unit - 1`, which may not fit.
     (size / unit + min(size % unit, 1u32)) * scale
+}
+
+/// Groups of rows in a kernel. Not read where there are none.
+#[derive(CubeType, CubeLaunch)]
+pub struct GroupRows {
+    /// The first row of each group, and the row behind the last.
+    pub offsets: Box<[u32]>,
+    /// The same where every group is padded.
+    pub starts: Box<[u32]>,
+    /// Groups.
+    pub count: usize,
 }

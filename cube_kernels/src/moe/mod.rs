@@ -1,6 +1,8 @@
-//! Mixtures of experts: groups of rows (the tokens of an expert), their permutation, padding and sums.
+//! Mixtures of experts: groups of rows (the tokens of an expert), their permutation, padding and
+//! sums.
 //!
-//! Groups are named by offsets in device memory ([`GroupOffsets`]), so no launch waits for the device.
+//! Groups are named by offsets in device memory ([`GroupOffsets`]), so no launch waits for the
+//! device.
 
 // `#[cube]` generates public items that cannot carry documentation.
 #[allow(missing_docs)]
@@ -21,7 +23,7 @@ pub use segments::{broadcast_group_values, segment_sum, zero_padding_rows};
 #[doc(hidden)]
 pub mod kernels {
     pub use super::{
-        groups::rescale_kernel,
+        groups::{GroupRowsLaunch, rescale_kernel},
         padding::move_groups_kernel,
         permute::{moe_unpermute_backward_kernel, moe_unpermute_kernel},
         segments::{broadcast_group_values_kernel, segment_sum_kernel, zero_padding_rows_kernel},

@@ -1,12 +1,12 @@
 //! Padding groups of rows to an alignment, and back, without waiting for the device.
 //!
-//! Grouped products want the tokens of each expert in a multiple of 16, 32 or 128 rows. Rows move as
-//! bits, 16 bytes at a time where their length allows; see
+//! Grouped products want the tokens of each expert in a multiple of 16, 32 or 128 rows. Rows move
+//! as bits, 16 bytes at a time where their length allows; see
 //! [`reference::padding`](mod@crate::reference::padding).
 
 use cubecl::{prelude::*, server::Handle};
 
-use super::groups::{GroupOffsets, find_group, span, to_u32};
+use super::groups::{GroupOffsets, GroupRows, GroupRowsLaunch, find_group, span, to_u32};
 use crate::launch::grid;
 use crate::{
     Nvfp4Error,
@@ -112,13 +112,11 @@ fn launch(
             address_type(out.rows.max(source.rows) * row_bytes),
             width,
             arg(&source.handle, source.rows),
-            groups.arg(),
-            padded.arg(),
+            GroupRowsLaunch::new(groups.arg(), padded.arg(), groups.count),
             arg(&out.handle, out.rows),
             source.rows,
             out.rows,
             per_row,
-            groups.count,
             pad,
             storage,
         );
@@ -129,13 +127,11 @@ fn launch(
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn move_groups_kernel<S: Numeric, N: Size>(
     source: &[Vector<S, N>],
-    offsets: &[u32],
-    padded: &[u32],
+    groups: GroupRows,
     out: &mut [Vector<S, N>],
     source_rows: usize,
     out_rows: usize,
     per_row: usize,
-    groups: usize,
     #[comptime] pad: bool,
     #[define(S)] _storage: ElemType,
 ) {
@@ -144,17 +140,17 @@ pub fn move_groups_kernel<S: Numeric, N: Size>(
         let row = item / per_row;
         let mut from = source_rows;
         if comptime!(pad) {
-            let group = find_group(padded, groups, row);
-            let rows = span(offsets, group, source_rows);
-            let position = rows.start + (row - padded[group] as usize);
+            let group = find_group(&groups.starts, groups.count, row);
+            let rows = span(&groups.offsets, group, source_rows);
+            let position = rows.start + (row - groups.starts[group] as usize);
             if position < rows.end {
                 from = position;
             }
         } else {
-            let group = find_group(offsets, groups, row);
-            let rows = span(offsets, group, out_rows);
+            let group = find_group(&groups.offsets, groups.count, row);
+            let rows = span(&groups.offsets, group, out_rows);
             if row >= rows.start && row < rows.end {
-                from = padded[group] as usize + (row - rows.start);
+                from = groups.starts[group] as usize + (row - rows.start);
             }
         }
         let mut vector = Vector::<S, N>::new(S::from_int(0));

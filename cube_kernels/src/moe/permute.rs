@@ -1,8 +1,9 @@
 //! Rows by number: what a mixture of experts does to tokens before and after its experts.
 //!
-//! Tokens are gathered for the experts that they go to, and each token's results are added up with weights.
-//! Numbers are `u32` in device memory. A number that is not below the rows of its matrix names no row,
-//! which is as good as one of zeros; whatever the numbers are, nothing else is read or written.
+//! Tokens are gathered for the experts that they go to, and each token's results are added up with
+//! weights. Numbers are `u32` in device memory. A number that is not below the rows of its matrix
+//! names no row, which is as good as one of zeros; whatever the numbers are, nothing else is read
+//! or written.
 
 use cubecl::{prelude::*, server::Handle};
 
@@ -22,15 +23,15 @@ use crate::{
 /// Units that share a row of the backward's sums, where there are planes.
 const PLANES_PER_CUBE: usize = 8;
 
-/// `out[i] = Σⱼ weights[i, j] · x[places[i, j]]` for `rows` rows `i` of `copies` places each: products and
-/// sums in `f32`, in the order of `j`, rounded once to the type of `x`. Without `weights` they are 1; with
-/// one copy besides, rows are only moved.
+/// `out[i] = Σⱼ weights[i, j] · x[places[i, j]]` for `rows` rows `i` of `copies` places each:
+/// products and sums in `f32`, in the order of `j`, rounded once to the type of `x`. Without
+/// `weights` they are 1; with one copy besides, rows are only moved.
 ///
 /// `places` is `u32[rows, copies]`, `weights` `f32[rows, copies]`.
 ///
 /// # Errors
-/// When a buffer is smaller than its shape, the rows of `x` are not whole words of 32 bits, or a size does
-/// not fit 32 bits.
+/// When a buffer is smaller than its shape, the rows of `x` are not whole words of 32 bits, or a
+/// size does not fit 32 bits.
 pub fn moe_unpermute(
     client: &Client,
     x: &Matrix,
@@ -52,7 +53,8 @@ pub fn moe_unpermute(
     let per_row = per_row(&from, x);
     let (count, dim) = grid(client, rows * per_row);
     let weighted = weights.is_some();
-    // SAFETY: `places` and `weights` were checked; the kernel stays below the rows of both matrices.
+    // SAFETY: `places` and `weights` were checked; the kernel stays below the rows of both
+    // matrices.
     unsafe {
         moe_unpermute_kernel::launch_unchecked(
             client,
@@ -76,16 +78,17 @@ pub fn moe_unpermute(
     Ok(out)
 }
 
-/// The gradients of [`moe_unpermute`] with weights, given that of its output, `grad` (`[tokens, cols]`), in
-/// one read: by the rows of `x`, `choice = choices[s]` being the place `t * copies + j` that names row `s`,
-/// `dx[s] = weights[choice] · grad[t]`, rounded to the type of `x`; and by the weights,
-/// `f32[tokens, copies]`, `dw[choice] = Σ grad[t] · x[s]`.
+/// The gradients of [`moe_unpermute`] with weights, given that of its output, `grad` (`[tokens,
+/// cols]`), in one read: by the rows of `x`, `choice = choices[s]` being the place `t * copies + j`
+/// that names row `s`, `dx[s] = weights[choice] · grad[t]`, rounded to the type of `x`; and by the
+/// weights, `f32[tokens, copies]`, `dw[choice] = Σ grad[t] · x[s]`.
 ///
 /// Every place names a row of `x`, and no row twice.
 ///
 /// # Errors
-/// When a buffer is smaller than its shape, `grad` has other columns or another type than `x`, `x` has not
-/// `tokens * copies` rows, rows are not whole words of 32 bits, or a size does not fit 32 bits.
+/// When a buffer is smaller than its shape, `grad` has other columns or another type than `x`, `x`
+/// has not `tokens * copies` rows, rows are not whole words of 32 bits, or a size does not fit 32
+/// bits.
 pub fn moe_unpermute_backward(
     client: &Client,
     grad: &Matrix,
@@ -197,7 +200,8 @@ pub fn moe_unpermute_kernel<N: Size>(
         let mut sums = Array::<f32>::new(elements);
         #[unroll]
         for i in 0..elements {
-            // What is added to -0 stays as it is, zeros included. (CubeCL writes the literal as an integer, 0.)
+            // What is added to -0 stays as it is, zeros included. (CubeCL writes the literal as an
+            // integer, 0.)
             sums[i] = f32::reinterpret(0x8000_0000u32);
         }
         for copy in 0..copies {

@@ -1,5 +1,5 @@
-//! What grouped layers need of the rows of groups beside products: their sums, zeros behind the last
-//! group, and the value of its group for each row.
+//! What grouped layers need of the rows of groups beside products: their sums, zeros behind the
+//! last group, and the value of its group for each row.
 
 use cubecl::{prelude::*, server::Handle};
 
@@ -18,8 +18,9 @@ const LANES: usize = 8;
 
 /// The sum of the rows of each group, `count x cols` in `f32`: zeros for an empty group.
 ///
-/// Row `r` of a group is added to partial sum `r % 8`, rows ascending, and the partial sums in a tree
-/// (`s += s[i + 4]`, then `+ 2`, then `+ 1`): the same bits on every runtime and from run to run.
+/// Row `r` of a group is added to partial sum `r % 8`, rows ascending, and the partial sums in a
+/// tree (`s += s[i + 4]`, then `+ 2`, then `+ 1`): the same bits on every runtime and from run to
+/// run.
 ///
 /// # Errors
 /// When a buffer is smaller than its shape.
@@ -98,8 +99,9 @@ pub fn zero_padding_rows(
     Ok(())
 }
 
-/// The value of its group for each of `rows` rows, `f32[rows]` from `values`, `f32[count]`; 0 for rows of
-/// no group. It makes maxima of groups those of their rows, as dense kernels take them.
+/// The value of its group for each of `rows` rows, `f32[rows]` from `values`, `f32[count]`; 0 for
+/// rows of no group. It makes amax values of groups those of their rows, as dense kernels take
+/// them.
 ///
 /// # Errors
 /// When `values` is smaller than the number of groups, or there are more than 2^32 rows.

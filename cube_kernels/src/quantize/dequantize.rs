@@ -18,11 +18,11 @@ use crate::{
 };
 
 /// The matrix that `packed` stands for, `rows` x `cols` in the orientation of its source, rounded
-/// once to `out`. See [`reference::dequantize`](crate::reference::dequantize). Values of a transformed
-/// copy stay transformed; rows of no group are undefined.
+/// once to `out`. See [`reference::dequantize`](crate::reference::dequantize). Values of a
+/// transformed copy stay transformed; rows of no group are undefined.
 ///
 /// # Errors
-/// When a buffer is smaller than its shape, or when row-wise copies of groups have swizzled scales.
+/// When a buffer is smaller than its shape, or when rowwise tensors of groups have swizzled scales.
 pub fn dequantize(
     client: &Client,
     packed: &DeviceQuantized,
@@ -158,8 +158,8 @@ fn dequantize_cols(client: &Client, packed: &DeviceQuantized, result: &Matrix) {
     }
 }
 
-/// One unit decodes every `units`-th word of eight codes into one vector. With `maxima` an amax stands for
-/// `amax_words` words, and for all otherwise.
+/// One unit decodes every `units`-th word of eight codes into one vector. With `amax values` an
+/// amax stands for `amax_words` words, and for all otherwise.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn dequantize_rows_kernel<F: Numeric>(
     codes: &[u32],
@@ -206,10 +206,10 @@ pub fn dequantize_rows_kernel<F: Numeric>(
 /// Blocks of a stored row that a unit decodes: 32 bytes of codes, a sector of memory.
 const BLOCKS: usize = 4;
 
-/// One unit decodes `BLOCKS` blocks of each of two stored rows of a transposed copy, and stores pairs of
-/// the result; neighbours take neighbouring stored rows, which are neighbouring columns of the result.
-/// Whole sectors are loaded at once: neighbours' lie in other rows, and would be gone from the cache before
-/// a second load of each.
+/// One unit decodes `BLOCKS` blocks of each of two stored rows of a transposed copy, and stores
+/// pairs of the result; neighbours take neighbouring stored rows, which are neighbouring columns of
+/// the result. Whole sectors are loaded at once: neighbours' lie in other rows, and would be gone
+/// from the cache before a second load of each.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn dequantize_col_pairs_kernel<F: Numeric>(
     codes: &[Vector<u32, Const<4>>],
@@ -277,7 +277,7 @@ pub fn dequantize_col_pairs_kernel<F: Numeric>(
 /// Blocks down a column of a tile of rows.
 const TILE_BLOCKS: usize = ROWS / BLOCK;
 
-/// A block of a column-wise copy.
+/// A block of a columnwise tensor.
 #[derive(CubeType, Clone, Copy)]
 struct ColumnBlock {
     /// Where its codes are.
@@ -292,8 +292,8 @@ struct ColumnBlock {
     end: usize,
 }
 
-/// Block number `number` of column `column`: of its `blocks`, or with groups of those of its tiles, some of
-/// which end before.
+/// Block number `number` of column `column`: of its `blocks`, or with groups of those of its tiles,
+/// some of which end before.
 #[cube]
 fn column_block(
     map: &[Vector<u32, Const<4>>],
@@ -342,9 +342,10 @@ fn column_block(
     }
 }
 
-/// One unit decodes every `units`-th block of a transposed copy, the `numbers` of a column of which are those
-/// of `column_block`; neighbours take neighbouring stored rows, which are neighbouring columns of the
-/// result. `span` is the unit of rows to which the copy is padded, `map` what `tile::map_tiles` wrote for it.
+/// One unit decodes every `units`-th block of a transposed copy, the `numbers` of a column of which
+/// are those of `column_block`; neighbours take neighbouring stored rows, which are neighbouring
+/// columns of the result. `span` is the unit of rows to which the copy is padded, `map` what
+/// `tile::map_tiles` wrote for it.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn dequantize_cols_kernel<F: Numeric>(
     codes: &[Vector<u32, Const<2>>],

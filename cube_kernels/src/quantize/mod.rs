@@ -8,6 +8,10 @@
 #[allow(missing_docs)]
 pub(crate) mod amax;
 #[allow(missing_docs)]
+mod block_2d;
+#[allow(missing_docs)]
+mod columnwise;
+#[allow(missing_docs)]
 mod dequantize;
 mod describe;
 #[allow(missing_docs)]
@@ -20,19 +24,25 @@ mod offset;
 mod packed_source;
 #[allow(missing_docs)]
 mod per_token;
+#[allow(missing_docs)]
 pub(crate) mod plan;
 #[allow(missing_docs)]
 mod prologue;
 #[allow(missing_docs)]
-mod quantize;
-#[allow(missing_docs)]
 mod random_bits;
+mod request;
+#[allow(missing_docs)]
+mod rowwise;
+#[allow(missing_docs)]
+mod scale_table;
 #[allow(missing_docs)]
 mod swizzle;
 #[allow(missing_docs)]
 pub(crate) mod tile;
 #[allow(missing_docs)]
-mod transpose;
+mod tile_memory;
+#[allow(missing_docs)]
+mod tiles;
 
 pub use amax::{AmaxRequest, Amaxes, amax, amaxes, produce_with_amaxes};
 pub use dequantize::dequantize;
@@ -46,11 +56,11 @@ pub use per_token::{
 };
 pub use plan::QuantRequest;
 pub use prologue::{Gated, Source, produce, rms_norm_rstd};
-pub use quantize::{
+pub use random_bits::{answer_random_bits, has_stochastic_instruction};
+pub use request::{
     quantize, quantize_both, quantize_col, quantize_operands, quantize_row, quantize_side_by_side,
     quantize_tile, quantize_tile_copy, quantize_tile_with,
 };
-pub use random_bits::{answer_random_bits, has_stochastic_instruction};
 pub use swizzle::{
     swizzle, swizzle_batch, swizzle_block_groups, swizzle_row_groups, unswizzle, unswizzle_batch,
     unswizzle_block_groups, unswizzle_row_groups,
@@ -60,31 +70,39 @@ pub use swizzle::{
 #[doc(hidden)]
 pub mod kernels {
     pub use super::{
-        amax::{AmaxPlan, amax_kernel, amax_tiles_kernel, zero_kernel},
+        amax::{
+            AmaxOutLaunch, AmaxPlan, AmaxTilesLaunch, amax_kernel, amax_tiles_kernel, zero_kernel,
+        },
         dequantize::{dequantize_col_pairs_kernel, dequantize_cols_kernel, dequantize_rows_kernel},
         ms_eden::{
-            EdenPolicy, ms_eden_amax_kernel, ms_eden_amax_packed_kernel, ms_eden_kernel,
+            EdenDrawLaunch, EdenInputsLaunch, EdenOutLaunch, EdenPolicy, EdenScalesArgs,
+            EdenTilesLaunch, ms_eden_amax_kernel, ms_eden_amax_packed_kernel, ms_eden_kernel,
             ms_eden_packed_kernel,
         },
         mx::{
-            mx_dequantize_col_kernel, mx_dequantize_row_kernel, mx_quantize_col_kernel,
-            mx_quantize_row_kernel, mx_requantize_across_kernel, mx_requantize_along_kernel,
+            MxPlan, MxRowPlan, MxRowsLaunch, MxTilesLaunch, mx_dequantize_col_kernel,
+            mx_dequantize_row_kernel, mx_quantize_col_kernel, mx_quantize_row_kernel,
+            mx_requantize_across_kernel, mx_requantize_along_kernel,
         },
         offset::advance_offset_kernel,
         packed_source::{PackedRowsLaunch, SourcePlan},
-        per_token::{FoundNormLaunch, RowNormArgs, quantize_per_token_kernel},
-        plan::QuantPlan,
+        per_token::{
+            FoundNormLaunch, PerTokenPlan, RowNormArgs, TokenRowsLaunch, quantize_per_token_kernel,
+        },
+        plan::{DrawLaunch, PackedOutLaunch, QuantOutArgs, QuantPlan, QuantTargetLaunch},
         prologue::{
             GateInputsLaunch, NormInputsLaunch, ProducerArgs, SinkArgs, produce_kernel,
             rms_norm_rstd_kernel,
         },
-        quantize::{TilePlan, quantize_row_kernel, quantize_tiles_kernel},
         random_bits::random_bits_kernel,
+        rowwise::{RowGroupsLaunch, RowPlan, quantize_row_kernel},
         swizzle::{
-            swizzle_block_groups_kernel, swizzle_kernel, unswizzle_block_groups_kernel,
-            unswizzle_kernel,
+            ScaleShapeLaunch, swizzle_block_groups_kernel, swizzle_kernel,
+            unswizzle_block_groups_kernel, unswizzle_kernel,
         },
         tile::{Grouping, ShapeLaunch, map_tiles_kernel},
+        tile_memory::{TileGridLaunch, TilePlan},
+        tiles::quantize_tiles_kernel,
     };
     pub use crate::launch::set_units;
 }

@@ -5,9 +5,10 @@ use cubecl::{prelude::*, server::Handle};
 use crate::launch::buffer;
 use crate::{Nvfp4Error, memory::check_memory};
 
-/// Advances a random offset in device memory (two `u32`, low word first) by `step`, wrapping at 2^64,
-/// after the kernels that were queued before. A captured graph that ends with it draws fresh bits at
-/// every replay of its [`StochasticAt`](crate::tensor::DeviceRounding::StochasticAt) copies.
+/// Advances a random offset in device memory (two `u32`, low word first) by `step`, wrapping at
+/// 2^64, after the kernels that were queued before. A captured graph that ends with it draws fresh
+/// bits at every replay of its [`StochasticAt`](crate::tensor::DeviceRounding::StochasticAt)
+/// copies.
 ///
 /// # Errors
 /// When `offset` does not hold two words.

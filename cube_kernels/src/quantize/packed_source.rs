@@ -1,4 +1,5 @@
-//! NVFP4 operands as kernels read them: rows of blocks, whichever axis of the matrix these lie along.
+//! NVFP4 operands as kernels read them: rows of blocks, whichever axis of the matrix these lie
+//! along.
 
 use cubecl::{prelude::*, server::Handle};
 
@@ -24,8 +25,8 @@ pub struct SourcePlan {
 
 /// A packed matrix as `rows` stored rows of `cols` elements, in groups of stored rows.
 ///
-/// Matrices of equally many rows that are packed along them are stored as their transposes, one below the
-/// other, which makes them groups of stored rows, too.
+/// Matrices of equally many rows that are packed along them are stored as their transposes, one
+/// below the other, which makes them groups of stored rows, too.
 pub(crate) struct PackedSource<'a> {
     packed: &'a DeviceQuantized,
     /// Stored rows, of all groups.
@@ -41,8 +42,8 @@ pub(crate) struct PackedSource<'a> {
 }
 
 impl<'a> PackedSource<'a> {
-    /// Checks `packed`, which is called `argument` in errors. `None` where groups of different sizes are packed
-    /// along their rows: these have stored rows of different lengths.
+    /// Checks `packed`, which is called `argument` in errors. `None` where groups of different
+    /// sizes are packed along their rows: these have stored rows of different lengths.
     pub fn new(
         argument: &'static str,
         packed: &'a DeviceQuantized,
@@ -87,7 +88,8 @@ impl<'a> PackedSource<'a> {
         })
     }
 
-    /// An error where scales in 128x4 tiles, which start anew in every group, would be looked up by rows.
+    /// An error where scales in 128x4 tiles, which start anew in every group, would be looked up by
+    /// rows.
     pub fn check_flat(&self, argument: &'static str) -> Result<(), Nvfp4Error> {
         if !self.plan.swizzled || self.plan.grouping == Grouping::One {
             return Ok(());
@@ -105,8 +107,12 @@ impl<'a> PackedSource<'a> {
 
     /// The argument of kernels that read whole blocks.
     pub fn arg(&self) -> PackedRowsLaunch {
-        let (codes, scales, amax) = (self.codes(), self.scales(), self.amax());
-        PackedRowsLaunch::new(codes, scales, amax, self.blocks, self.range())
+        self.arg_with(self.amax())
+    }
+
+    /// [`Self::arg`] with other amax values.
+    pub fn arg_with(&self, amax: BufferArg) -> PackedRowsLaunch {
+        PackedRowsLaunch::new(self.codes(), self.scales(), amax, self.blocks, self.range())
     }
 
     /// The codes, a block to an item.
@@ -121,7 +127,7 @@ impl<'a> PackedSource<'a> {
         unsafe { buffer(&self.packed.scales, self.packed.scale_bytes()) }
     }
 
-    /// The maxima, as they are.
+    /// The amax values, as they are.
     pub fn amax(&self) -> BufferArg {
         // SAFETY: checked in `new`.
         unsafe { buffer(&self.packed.amax, self.packed.amax_len()) }
@@ -137,7 +143,7 @@ impl<'a> PackedSource<'a> {
         self.packed.layout.scaling.range()
     }
 
-    /// The maxima for kernels that know of rows and not of groups.
+    /// The amax values for kernels that know of rows and not of groups.
     pub fn row_maxima(&self, client: &Client) -> Result<RowMaxima, Nvfp4Error> {
         let packed = self.packed;
         let own = |rows| RowMaxima {
@@ -163,7 +169,8 @@ impl<'a> PackedSource<'a> {
     }
 }
 
-/// Maxima in device memory, and how many rows one of them stands for: all of them where that is `None`.
+/// Maxima in device memory, and how many rows one of them stands for: all of them where that is
+/// `None`.
 pub(crate) struct RowMaxima {
     amax: Handle,
     len: usize,
@@ -182,8 +189,8 @@ impl RowMaxima {
     }
 }
 
-/// Where the scale byte of block `block` of stored row `row` lies, `blocks` being those of a row. Among rows that
-/// are padded to 128 in every group it is row `tiled`.
+/// Where the scale byte of block `block` of stored row `row` lies, `blocks` being those of a row.
+/// Among rows that are padded to 128 in every group it is row `tiled`.
 #[cube]
 pub fn scale_at(
     row: usize,
@@ -206,7 +213,7 @@ pub struct PackedRows {
     pub codes: Box<[Vector<u32, Const<2>>]>,
     /// The scale bytes.
     pub scales: Box<[u8]>,
-    /// The maxima.
+    /// The amax values.
     pub amax: Box<[f32]>,
     /// Blocks of a stored row, with padding.
     pub blocks: usize,
@@ -239,8 +246,8 @@ impl PackedRows {
         }
     }
 
-    /// Block `block` of stored row `row`, which is row `tiled` among those padded to 128 in every group; zeros
-    /// where `inside` is false. The factor of its group is `own`.
+    /// Block `block` of stored row `row`, which is row `tiled` among those padded to 128 in every
+    /// group; zeros where `inside` is false. The factor of its group is `own`.
     pub fn load(
         &self,
         row: usize,

@@ -1,16 +1,17 @@
-//! Per-token quantization in one read: a row's maximum is found while the row is loaded, and the row
-//! is quantized from registers.
+//! Per-token quantization in one read: a row's maximum is found while the row is loaded, and the
+//! row is quantized from registers.
 
 use cubecl::{prelude::*, server::Handle};
 
 use super::{
     amax::{AmaxRequest, amaxes},
-    plan::{QuantArgs, QuantPlan, QuantRequest, check_packed_cols},
+    plan::{Draw, QuantArgs, QuantOut, QuantPlan, QuantRequest, check_packed_cols},
     prologue::{
         self, Input, Producer, ProducerExpand, Source, check_gain, gain_arg, normalized_block,
         row_cubes,
     },
-    quantize::{quantize, quantize_both, row_amax_of, row_block},
+    request::{quantize, quantize_both},
+    rowwise::{row_amax_of, row_block},
     tile::MAX_UNITS,
 };
 use crate::launch::buffer;
@@ -19,10 +20,8 @@ use crate::{
     capabilities::{conversion_of, is_cpu},
     cube::{
         activation::SquareSum,
-        block::{quantize_with_amax, resolve_offset},
-        codec::{Conversion, canonical, magnitude_bits},
-        hadamard::Signs,
-        philox::Random,
+        block::quantize_with_amax,
+        codec::{canonical, magnitude_bits},
         scale::{GlobalScale, swizzled_at},
         words::{block_words, load_block_words, unpack_block},
     },
@@ -34,14 +33,14 @@ use crate::{
 /// quantizing. What exceeds `units * KEPT` blocks of a row is read again.
 const KEPT: usize = 4;
 
-/// The row-wise copy of `x` (or of what is computed from its inputs) with one amax for each row, which it
-/// also finds: rows are tokens. See
-/// [`reference::quantize`](crate::reference::quantize) with the maxima of
-/// [`reference::amax_rows`](crate::reference::amax_rows).
+/// The rowwise tensor of `x` (or of what is computed from its inputs) with one amax for each row,
+/// which it also finds: rows are tokens. See [`reference::quantize`](crate::reference::quantize)
+/// with the amax values of [`reference::amax_rows`](crate::reference::amax_rows).
 ///
 /// # Errors
 /// When the columns of `x` are no multiple of 16, the copy has a transform or stochastic four over
-/// six, or a buffer is smaller than its shape; for a computed `x` as [`produce`](super::produce()), too.
+/// six, or a buffer is smaller than its shape; for a computed `x` as [`produce`](super::produce()),
+/// too.
 pub fn quantize_per_token<'a>(
     client: &Client,
     x: impl Into<Source<'a>>,
@@ -50,11 +49,12 @@ pub fn quantize_per_token<'a>(
     launch(client, &Input::new(x.into())?, copy, RowNormArgs::None)
 }
 
-/// [`quantize_per_token`] of `x` after RMS normalisation, and `1 / sqrt(mean(x²) + epsilon)` of each row
-/// (`f32`), which it also finds: one read of `x`. `gain` has an `f32` for each column.
+/// [`quantize_per_token`] of `x` after RMS normalisation, and `1 / sqrt(mean(x²) + epsilon)` of
+/// each row (`f32`), which it also finds: one read of `x`. `gain` has an `f32` for each column.
 ///
 /// # Errors
-/// As [`quantize_per_token`], and when `gain` is too short or does not start at a multiple of 16 bytes.
+/// As [`quantize_per_token`], and when `gain` is too short or does not start at a multiple of 16
+/// bytes.
 pub fn quantize_per_token_rms_norm(
     client: &Client,
     x: &Matrix,
@@ -118,38 +118,37 @@ fn launch(
             client,
             count,
             dim,
-            // The padding of swizzled scales makes them more than elements where rows are few and long.
+            // The padding of swizzled scales makes them more than elements where rows are few and
+            // long.
             address_type(x.len().max(args.out.scale_bytes())),
             words.width,
             words.arg(),
             input.producer(),
             norm,
             buffer(&args.out.amax, x.rows),
-            args.codes(),
-            args.scales(),
-            args.offset(),
-            args.random(),
-            args.signs(),
-            x.rows,
-            rows,
-            blocks,
-            args.plan,
-            blocks.div_ceil(dim.x as usize).min(KEPT),
-            !is_cpu(client),
-            x.dtype,
+            args.memory(),
+            args.draw(),
+            TokenRowsLaunch::new(x.rows, rows, blocks),
+            PerTokenPlan {
+                quant: args.plan,
+                kept_blocks: blocks.div_ceil(dim.x as usize).min(KEPT),
+                planes: !is_cpu(client),
+                kind: x.dtype,
+            },
         );
     }
     Ok(args.out)
 }
 
-/// The column-wise copy of `x` with one amax for each column of each group, which it also finds; of the
-/// transformed values where `copy` has a transform. See [`reference::quantize`](crate::reference::quantize)
-/// with the maxima of [`reference::amax_cols`](crate::reference::amax_cols).
+/// The columnwise tensor of `x` with one amax for each column of each group, which it also finds;
+/// of the transformed values where `copy` has a transform. See
+/// [`reference::quantize`](crate::reference::quantize) with the amax values of
+/// [`reference::amax_cols`](crate::reference::amax_cols).
 ///
-/// Two passes in one call: no code of a column can be written before its last row was seen, and a strip
-/// of 64 columns of 16 bits, the least whose rows are read in whole sectors of memory, fills the shared
-/// memory of an H100 with 1800 rows. Short matrices stay in its L2 cache (50 MB) from one pass to the
-/// other.
+/// Two passes in one call: no code of a column can be written before its last row was seen, and a
+/// strip of 64 columns of 16 bits, the least whose rows are read in whole sectors of memory, fills
+/// the shared memory of an H100 with 1800 rows. Short matrices stay in its L2 cache (50 MB) from
+/// one pass to the other.
 ///
 /// # Errors
 /// As [`quantize`].
@@ -173,11 +172,11 @@ pub fn quantize_per_token_cols<'a>(
     quantize(client, x, groups, Usage::Columnwise, &request)
 }
 
-/// Both copies of `x` with one amax for each row, and for each column of each group:
-/// `(row-wise, column-wise)`. All maxima are found in one read of `x`, both copies are made in another.
+/// Both copies of `x` with one amax for each row, and for each column of each group: `(rowwise,
+/// columnwise)`. All amax values are found in one read of `x`, both copies are made in another.
 ///
 /// # Errors
-/// As [`quantize`], and when the row-wise copy has a transform.
+/// As [`quantize`], and when the rowwise tensor has a transform.
 pub fn quantize_per_token_both<'a>(
     client: &Client,
     x: impl Into<Source<'a>>,
@@ -215,6 +214,38 @@ fn check_no_transform(copy: &DeviceQuantParams) -> Result<(), Nvfp4Error> {
     ))
 }
 
+/// The comptime choices of [`quantize_per_token_kernel()`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct PerTokenPlan {
+    /// The tensor.
+    pub quant: QuantPlan,
+    /// Blocks of a row that each unit keeps in registers.
+    pub kept_blocks: usize,
+    /// Whether planes can reduce.
+    pub planes: bool,
+    /// The element type of `x`.
+    pub kind: FloatKind,
+}
+
+/// The rows of a matrix.
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+pub struct TokenRows {
+    /// Rows.
+    pub rows: usize,
+    /// The same with those that pad swizzled scales.
+    pub padded_rows: usize,
+    /// Blocks of a row.
+    pub blocks: usize,
+}
+
+/// A block of a row of `blocks` blocks.
+#[derive(CubeType, Clone, Copy)]
+struct RowBlock {
+    row: usize,
+    block: usize,
+    blocks: usize,
+}
+
 /// Whether rows are normalised with a factor that the kernel finds first.
 #[derive(CubeType, CubeLaunch)]
 pub enum RowNorm {
@@ -244,11 +275,10 @@ impl RowNorm {
         kept: &Array<u32>,
         row: usize,
         blocks: usize,
-        #[comptime] kept_blocks: usize,
-        #[comptime] planes: bool,
-        #[comptime] conversion: Conversion,
-        #[comptime] kind: FloatKind,
+        #[comptime] plan: PerTokenPlan,
     ) -> f32 {
+        let (kept_blocks, planes, kind) = comptime!((plan.kept_blocks, plan.planes, plan.kind));
+        let conversion = comptime!(plan.quant.policy.conversion);
         #[comptime]
         match self {
             RowNorm::None => 0.0f32.runtime(),
@@ -285,10 +315,10 @@ impl RowNorm {
         kept: &mut Array<u32>,
         rstd: f32,
         blocks: usize,
-        #[comptime] kept_blocks: usize,
-        #[comptime] conversion: Conversion,
-        #[comptime] kind: FloatKind,
+        #[comptime] plan: PerTokenPlan,
     ) {
+        let (kept_blocks, kind) = comptime!((plan.kept_blocks, plan.kind));
+        let conversion = comptime!(plan.quant.policy.conversion);
         #[comptime]
         match self {
             RowNorm::None => {}
@@ -317,13 +347,13 @@ impl RowNorm {
         x: &[Vector<u32, N>],
         producer: &Producer,
         rstd: f32,
-        row: usize,
-        block: usize,
-        blocks: usize,
-        #[comptime] conversion: Conversion,
-        #[comptime] kind: FloatKind,
+        at: &RowBlock,
+        #[comptime] plan: PerTokenPlan,
     ) -> Array<u32> {
-        let words = prologue::load_block::<N>(x, producer, row, block, blocks, conversion, kind);
+        let conversion = comptime!(plan.quant.policy.conversion);
+        let kind = comptime!(plan.kind);
+        let (row, block) = (at.row, at.block);
+        let words = prologue::load_block::<N>(x, producer, row, block, at.blocks, conversion, kind);
         #[comptime]
         match self {
             RowNorm::None => words,
@@ -340,13 +370,13 @@ fn keep_block<N: Size>(
     x: &[Vector<u32, N>],
     producer: &Producer,
     kept: &mut Array<u32>,
-    row: usize,
-    block: usize,
-    blocks: usize,
+    at: &RowBlock,
     #[comptime] k: usize,
-    #[comptime] conversion: Conversion,
-    #[comptime] kind: FloatKind,
+    #[comptime] plan: PerTokenPlan,
 ) {
+    let conversion = comptime!(plan.quant.policy.conversion);
+    let kind = comptime!(plan.kind);
+    let (row, block, blocks) = (at.row, at.block, at.blocks);
     let count = comptime!(block_words(kind));
     #[comptime]
     match producer {
@@ -387,33 +417,27 @@ pub fn quantize_per_token_kernel<N: Size>(
     producer: Producer,
     mut norm: RowNorm,
     amax: &mut [f32],
-    codes: &mut [Vector<u32, Const<2>>],
-    scales: &mut [u8],
-    offset: &[u32],
-    random: Random,
-    signs: Signs,
-    rows: usize,
-    padded_rows: usize,
-    blocks: usize,
-    #[comptime] plan: QuantPlan,
-    #[comptime] kept_blocks: usize,
-    #[comptime] planes: bool,
-    #[comptime] kind: FloatKind,
+    mut out: QuantOut,
+    draw: Draw,
+    of: TokenRows,
+    #[comptime] per_token: PerTokenPlan,
 ) {
+    let (plan, kind) = comptime!((per_token.quant, per_token.kind));
+    let (kept_blocks, planes) = comptime!((per_token.kept_blocks, per_token.planes));
     let policy = comptime!(plan.policy);
-    let random = resolve_offset(&random, offset, policy);
-    let conversion = comptime!(policy.conversion);
+    let random = draw.resolve(policy);
+    let (rows, blocks) = (of.rows, of.blocks);
     let words_per_block = comptime!(block_words(kind));
     let units = CUBE_DIM as usize;
     let unit = UNIT_POS as usize;
     let padded_blocks = blocks.div_ceil(4);
-    // One slot for each plane, or for each unit; two sets, used in turn, so that one barrier for each row
-    // is enough.
+    // One slot for each plane, or for each unit; two sets, used in turn, so that one barrier for
+    // each row is enough.
     let slots = comptime!(if planes { MAX_UNITS / 32 } else { MAX_UNITS });
     let mut partial: Shared<[u32]> = Shared::new_slice(comptime!(2 * slots));
     let mut turn = 0usize;
     let mut row = CUBE_POS;
-    while row < padded_rows {
+    while row < of.padded_rows {
         if row < rows {
             let mut kept = Array::<u32>::new(comptime!(kept_blocks * words_per_block));
             let mut bits = 0u32;
@@ -421,25 +445,24 @@ pub fn quantize_per_token_kernel<N: Size>(
             #[unroll]
             for k in 0..kept_blocks {
                 let block = unit + k * units;
-                keep_block::<N>(
-                    x, &producer, &mut kept, row, block, blocks, k, conversion, kind,
-                );
+                let at = RowBlock { row, block, blocks };
+                keep_block::<N>(x, &producer, &mut kept, &at, k, per_token);
             }
-            let rstd = norm.find::<N>(x, &kept, row, blocks, kept_blocks, planes, conversion, kind);
-            norm.apply(&mut kept, rstd, blocks, kept_blocks, conversion, kind);
+            let rstd = norm.find::<N>(x, &kept, row, blocks, per_token);
+            norm.apply(&mut kept, rstd, blocks, per_token);
             #[unroll]
             for k in 0..kept_blocks {
                 let words = kept_block(&kept, k, kind);
-                let values = row_block(&words, &signs, plan, kind);
+                let values = row_block(&words, &draw.signs, plan, kind);
                 // Blocks behind the last are zeros.
                 let here = row_amax_of(&words, &values, false, plan, kind);
                 bits = max(bits, magnitude_bits(here));
             }
             let mut block = unit + kept_blocks * units;
             while block < blocks {
-                let words =
-                    norm.load::<N>(x, &producer, rstd, row, block, blocks, conversion, kind);
-                let values = row_block(&words, &signs, plan, kind);
+                let at = RowBlock { row, block, blocks };
+                let words = norm.load::<N>(x, &producer, rstd, &at, per_token);
+                let values = row_block(&words, &draw.signs, plan, kind);
                 let here = row_amax_of(&words, &values, false, plan, kind);
                 bits = max(bits, magnitude_bits(here));
                 block += units;
@@ -474,31 +497,31 @@ pub fn quantize_per_token_kernel<N: Size>(
                 let block = unit + k * units;
                 if block < blocks {
                     let words = kept_block(&kept, k, kind);
-                    let values = row_block(&words, &signs, plan, kind);
+                    let values = row_block(&words, &draw.signs, plan, kind);
                     let index = row * blocks + block;
                     let logical = u64::cast_from(index);
                     let largest = row_amax_of(&words, &values, false, plan, kind);
                     let encoded = quantize_with_amax(
                         &values, 0usize, largest, &global, logical, &random, policy,
                     );
-                    codes[index] = encoded.codes;
+                    out.store_codes(index, encoded.codes);
                     let place = scale_place(row, block, blocks, plan);
-                    scales[place] = u8::cast_from(encoded.scale);
+                    out.store_scale(place, encoded.scale);
                 }
             }
             let mut block = unit + kept_blocks * units;
             while block < blocks {
-                let words =
-                    norm.load::<N>(x, &producer, rstd, row, block, blocks, conversion, kind);
-                let values = row_block(&words, &signs, plan, kind);
+                let at = RowBlock { row, block, blocks };
+                let words = norm.load::<N>(x, &producer, rstd, &at, per_token);
+                let values = row_block(&words, &draw.signs, plan, kind);
                 let index = row * blocks + block;
                 let logical = u64::cast_from(index);
                 let largest = row_amax_of(&words, &values, false, plan, kind);
                 let encoded =
                     quantize_with_amax(&values, 0usize, largest, &global, logical, &random, policy);
-                codes[index] = encoded.codes;
+                out.store_codes(index, encoded.codes);
                 let place = scale_place(row, block, blocks, plan);
-                scales[place] = u8::cast_from(encoded.scale);
+                out.store_scale(place, encoded.scale);
                 block += units;
             }
         }
@@ -510,7 +533,7 @@ pub fn quantize_per_token_kernel<N: Size>(
             }
             while block < padded_blocks * 4usize {
                 let place = scale_place(row, block, blocks, plan);
-                scales[place] = 0u8;
+                out.store_scale(place, 0u32.runtime());
                 block += units;
             }
         }
@@ -530,7 +553,7 @@ fn kept_block(kept: &Array<u32>, #[comptime] k: usize, #[comptime] kind: FloatKi
     words
 }
 
-/// Where the scale of a block of a row-wise copy stands.
+/// Where the scale of a block of a rowwise tensor stands.
 #[cube]
 fn scale_place(row: usize, block: usize, blocks: usize, #[comptime] plan: QuantPlan) -> usize {
     if comptime!(plan.swizzled) {

@@ -4,7 +4,13 @@ use cubecl::{prelude::*, server::Handle};
 
 use crate::{
     BLOCK, Hadamard, HadamardSize, Layout, Nvfp4Error, ScaleLayout, Storage,
-    cube::{block::BlockPlan, codec::Conversion, hadamard::SignsLaunch, philox::RandomLaunch},
+    cube::{
+        block::{BlockPlan, Encoded, resolve_offset},
+        codec::Conversion,
+        hadamard::{Signs, SignsLaunch},
+        philox::{Random, RandomLaunch},
+        unscaled::{store_unscaled_block, unscaled_word},
+    },
     launch::buffer,
     memory::check_memory,
     policy::BlockScaling,
@@ -19,22 +25,22 @@ use crate::{
 pub struct QuantPlan {
     /// How blocks become codes.
     pub policy: BlockPlan,
-    /// The transform along the packed axis.
+    /// The transform along the contraction.
     pub hadamard: Option<HadamardSize>,
-    /// Whether its signs are the default ones, which column-wise kernels then have built in.
+    /// Whether its signs are the default ones, which columnwise kernels then have built in.
     pub default_signs: bool,
     /// Whether scales are written in the 128x4 layout.
     pub swizzled: bool,
     /// Whether each stored row has its own amax.
     pub per_row: bool,
-    /// Whether values are written, and neither codes nor scales.
-    pub decoded: bool,
+    /// Whether code times block scale is written, and neither codes nor scales.
+    pub unscaled: bool,
 }
 
 impl QuantPlan {
     /// Units that write one block, side by side: one its 8 bytes of codes, or two its 32 of values.
     pub(crate) const fn writers(&self) -> usize {
-        if self.decoded { 2 } else { 1 }
+        if self.unscaled { 2 } else { 1 }
     }
 }
 
@@ -97,11 +103,11 @@ impl QuantArgs {
             storage: form,
             ..Layout::nvfp4(x.rows, x.cols, usage)
         };
-        let decoded = form == Storage::Bf16Unscaled;
-        if decoded && copy.layout != ScaleLayout::Compact {
+        let unscaled = form == Storage::Bf16Unscaled;
+        if unscaled && copy.layout != ScaleLayout::Compact {
             return Err(Nvfp4Error::value(
                 "layout",
-                format!("{:?} for decoded values", copy.layout),
+                format!("{:?} for bf16 values", copy.layout),
                 "Compact: there are no scales to swizzle",
             ));
         }
@@ -121,7 +127,7 @@ impl QuantArgs {
                 default_signs: copy.hadamard == Some(Hadamard::default()),
                 swizzled: copy.layout == ScaleLayout::Swizzled128x4,
                 per_row: *scope == AmaxGranularity::PerRow,
-                decoded,
+                unscaled,
             },
             out,
             key: stream.map_or([0; 2], |stream| stream.key()),
@@ -133,56 +139,153 @@ impl QuantArgs {
         })
     }
 
-    pub fn amax(&self) -> BufferArg {
+    /// What a kernel reads and writes for this tensor.
+    pub fn target(&self) -> QuantTargetLaunch {
+        QuantTargetLaunch::new(self.amax(), self.draw(), self.memory())
+    }
+
+    /// The same for a tensor that is not made, where its kernel makes the other one by this amax.
+    pub fn absent(&self) -> QuantTargetLaunch {
+        QuantTargetLaunch::new(self.amax(), self.draw(), QuantOutArgs::Absent)
+    }
+
+    fn amax(&self) -> BufferArg {
         // SAFETY: checked in `new`.
         unsafe { buffer(&self.out.amax, self.maxima) }
     }
 
-    /// The codes, a block to an item, or the values, half a block.
-    pub fn codes(&self) -> BufferArg {
-        let items = self.out.code_blocks() * self.plan.writers();
-        // SAFETY: allocated for it.
-        unsafe { buffer(&self.out.codes, items) }
+    /// Where the tensor is written.
+    pub fn memory(&self) -> QuantOutArgs {
+        let blocks = self.out.code_blocks();
+        // SAFETY (of every argument): allocated for it.
+        match self.plan.unscaled {
+            true => QuantOutArgs::Bf16Unscaled(unsafe { buffer(&self.out.codes, blocks * 2) }),
+            false => {
+                let codes = unsafe { buffer(&self.out.codes, blocks) };
+                let scales = unsafe { buffer(&self.out.scales, self.out.scale_bytes()) };
+                QuantOutArgs::Packed(PackedOutLaunch::new(codes, scales))
+            }
+        }
     }
 
-    /// Words of an item of [`Self::codes`].
-    pub fn width(&self) -> usize {
-        if self.plan.decoded { 4 } else { 2 }
-    }
-
-    /// The scales; where there are none the values, which the kernel does not write as such.
-    pub fn scales(&self) -> BufferArg {
-        let len = match self.plan.decoded {
-            true => 1,
-            false => self.out.scale_bytes(),
-        };
-        // SAFETY: allocated for it; memory is never empty.
-        unsafe { buffer(&self.out.scales, len) }
-    }
-
-    pub fn random(&self) -> RandomLaunch {
-        RandomLaunch::new(
+    /// What was drawn for the tensor.
+    pub fn draw(&self) -> DrawLaunch {
+        let random = RandomLaunch::new(
             self.key[0],
             self.key[1],
             self.offset as u32,
             (self.offset >> 32) as u32,
-        )
-    }
-
-    pub fn signs(&self) -> SignsLaunch {
-        signs_launch(self.signs)
-    }
-
-    /// The offset in device memory; where there is none the amax, which the kernel does not read as
-    /// one.
-    pub fn offset(&self) -> BufferArg {
-        match &self.device_offset {
+        );
+        // Where there is no offset in device memory it is the amax, which is not read as one.
+        let offset = match &self.device_offset {
             // SAFETY: checked in `new` to hold two words.
             Some(handle) => unsafe { buffer(handle, 2) },
             // SAFETY: there is at least one amax.
             None => unsafe { buffer(&self.out.amax, 1) },
+        };
+        DrawLaunch::new(offset, random, signs_launch(self.signs))
+    }
+}
+
+/// What is drawn at random for one quantized tensor.
+#[derive(CubeType, CubeLaunch)]
+pub struct Draw {
+    /// A further part of the random offset, where the plan says so: two words, low word first.
+    pub offset: Box<[u32]>,
+    /// Where random bits come from.
+    pub random: Random,
+    /// The signs of the transform.
+    pub signs: Signs,
+}
+
+#[cube]
+impl Draw {
+    /// The stream at its offset.
+    pub fn resolve(&self, #[comptime] policy: BlockPlan) -> Random {
+        resolve_offset(&self.random, &self.offset, policy)
+    }
+}
+
+/// Codes and block scales that a kernel writes.
+#[derive(CubeType, CubeLaunch)]
+pub struct PackedOut {
+    /// The codes, a block to an item.
+    pub codes: Box<[Vector<u32, Const<2>>]>,
+    /// The scale bytes.
+    pub scales: Box<[u8]>,
+}
+
+/// Where a kernel writes a quantized tensor. Which variant it is agrees with the comptime plan.
+#[derive(CubeType, CubeLaunch)]
+pub enum QuantOut {
+    /// Nowhere: it is not made.
+    Absent,
+    /// As codes and block scales.
+    Packed(PackedOut),
+    /// As code times block scale in bf16, half a block to an item.
+    Bf16Unscaled(Box<[Vector<u32, Const<4>>]>),
+}
+
+#[cube]
+impl QuantOut {
+    /// Writes the codes of block `at`.
+    pub fn store_codes(&mut self, at: usize, codes: Vector<u32, Const<2>>) {
+        #[comptime]
+        match self {
+            QuantOut::Packed(out) => out.codes[at] = codes,
+            _ => {}
         }
     }
+
+    /// Writes the scale byte at `at`.
+    pub fn store_scale(&mut self, at: usize, scale: u32) {
+        #[comptime]
+        match self {
+            QuantOut::Packed(out) => out.scales[at] = u8::cast_from(scale),
+            _ => {}
+        }
+    }
+
+    /// Writes the values of block `at`, if it is `inside`; see [`store_unscaled_block()`].
+    pub fn store_values(
+        &mut self,
+        at: usize,
+        block: &Encoded,
+        inside: bool,
+        #[comptime] conversion: Conversion,
+    ) {
+        #[comptime]
+        match self {
+            QuantOut::Bf16Unscaled(out) => store_unscaled_block(out, at, block, inside, conversion),
+            _ => {}
+        }
+    }
+
+    /// Writes the values of eight codes to item `at`, `pair` being their scale twice.
+    pub fn store_word(
+        &mut self,
+        at: usize,
+        codes: u32,
+        pair: u32,
+        #[comptime] conversion: Conversion,
+    ) {
+        #[comptime]
+        match self {
+            QuantOut::Bf16Unscaled(out) => out[at] = unscaled_word(codes, pair, conversion),
+            _ => {}
+        }
+    }
+}
+
+/// A quantized tensor in a kernel that makes it: what it is made by, and where it is written.
+#[derive(CubeType, CubeLaunch)]
+pub struct QuantTarget {
+    /// The amax values.
+    pub amax: Box<[f32]>,
+    /// What is drawn.
+    pub draw: Draw,
+    /// The memory.
+    pub out: QuantOut,
 }
 
 pub(crate) fn signs_launch(words: [u32; 4]) -> SignsLaunch {

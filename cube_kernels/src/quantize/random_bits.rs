@@ -21,8 +21,8 @@ pub fn has_stochastic_instruction(client: &Client) -> bool {
 }
 
 /// The codes of each question, element 0 in the lowest nibble, waiting for the device: by
-/// `cvt.rs.satfinite.e2m1x4.f32` where the device has it, else by the software form, in which byte `i` of
-/// the word rounds element `i`.
+/// `cvt.rs.satfinite.e2m1x4.f32` where the device has it, else by the software form, in which byte
+/// `i` of the word rounds element `i`.
 ///
 /// The instruction has never run: no GPU that has it was at hand.
 ///

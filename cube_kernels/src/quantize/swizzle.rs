@@ -4,22 +4,22 @@
 //! section 11). Every byte of a result is written, padding with zeros. Any scales of one byte will
 //! do: E4M3 of 16-blocks, UE8M0 of 32-blocks.
 //!
-//! GroupOffsets are given by offsets in device memory ([`GroupOffsets`]); results then have the length of the
-//! worst split, so that neither memory nor launches depend on the offsets and nothing waits for the
-//! device.
+//! GroupOffsets are given by offsets in device memory ([`GroupOffsets`]); results then have the
+//! length of the worst split, so that neither memory nor launches depend on the offsets and nothing
+//! waits for the device.
 
 use cubecl::{prelude::*, server::Handle};
 
 use crate::launch::grid;
-use crate::moe::groups::{GroupOffsets, find_group, span, to_u32};
+use crate::moe::groups::{GroupOffsets, GroupRows, GroupRowsLaunch, find_group, span, to_u32};
 use crate::{
     Nvfp4Error,
     memory::{address_type, allocate, check_memory},
     reference::swizzle::{block_group_blocks, block_group_tiles, padded_len, row_group_tiles},
 };
 
-/// The `[rows, blocks]` bytes of `scales` in 128x4 tiles: `ceil128(rows) * ceil4(blocks)` bytes. See
-/// [`reference::swizzle::swizzle`](crate::reference::swizzle::swizzle).
+/// The `[rows, blocks]` bytes of `scales` in 128x4 tiles: `ceil128(rows) * ceil4(blocks)` bytes.
+/// See [`reference::swizzle::swizzle`](crate::reference::swizzle::swizzle).
 ///
 /// # Errors
 /// When `scales` is smaller than its shape.
@@ -96,8 +96,9 @@ pub fn unswizzle_batch(
     Ok(out)
 }
 
-/// [`swizzle`] of each group of rows (M groups), one after another: `row_group_tiles(rows, groups) *
-/// 128 * ceil4(blocks)` bytes, zero behind the last group; and where the groups start there, in
+/// [`swizzle`] of each group of rows (M groups), one after another:
+/// `row_group_tiles(rows, groups) * 128 * ceil4(blocks)` bytes, zero behind the last group; and
+/// where the groups start there, in
 /// padded rows. See
 /// [`reference::swizzle::swizzle_row_groups`](crate::reference::swizzle::swizzle_row_groups).
 ///
@@ -150,16 +151,16 @@ pub fn unswizzle_row_groups(
     Ok(out)
 }
 
-/// [`swizzle`] of each group of blocks (K groups: the column-wise copy of grouped tokens), one after
-/// another.
+/// [`swizzle`] of each group of blocks (K groups: the columnwise tensor of grouped tokens), one
+/// after another.
 ///
 /// `groups` counts tokens, `elements` of which share a block (16, or 32 for MXFP8): group `g` has
 /// `ceil(tokens in g / elements)` blocks, and its scales are a compact `[outer, blocks of g]` array
-/// behind that of group `g - 1`. `scales` has room for the worst split,
-/// `outer * block_group_blocks(tokens, groups, elements)` bytes. The result has
-/// `ceil(outer / 128) * block_group_tiles(tokens, groups, elements)` tiles of 512 bytes, those behind
-/// the last group zero; the second result is where the groups start there, in tiles of one row of
-/// tiles: group `g` begins at byte `512 * ceil(outer / 128) * starts[g]`. See
+/// behind that of group `g - 1`. `scales` has room for the worst split, `outer *
+/// block_group_blocks(tokens, groups, elements)` bytes. The result has `ceil(outer / 128) *
+/// block_group_tiles(tokens, groups, elements)` tiles of 512 bytes, those behind the last group
+/// zero; the second result is where the groups start there, in tiles of one row of tiles: group `g`
+/// begins at byte `512 * ceil(outer / 128) * starts[g]`. See
 /// [`reference::swizzle::swizzle_block_groups`](crate::reference::swizzle::swizzle_block_groups).
 ///
 /// # Errors
@@ -298,7 +299,7 @@ fn launch_swizzle(
         return;
     }
     let (count, dim) = grid(client, items);
-    let (offsets, starts) = groups_args(grouping, scales);
+    let groups = groups_arg(grouping, scales);
     // SAFETY: the kernel reads below `rows` rows and writes `tiles * columns` tiles.
     unsafe {
         swizzle_kernel::launch_unchecked(
@@ -309,13 +310,9 @@ fn launch_swizzle(
             width,
             BufferArg::from_raw_parts(scales.clone(), rows * blocks / 4 / width),
             BufferArg::from_raw_parts(scales.clone(), rows * blocks),
-            offsets,
-            starts,
+            groups,
             BufferArg::from_raw_parts(out.clone(), tiles * columns * 32),
-            matrix_rows,
-            blocks,
-            grouping.map_or(0, |(groups, _)| groups.count),
-            items,
+            ScaleShapeLaunch::new(rows, matrix_rows, blocks, tiles, items),
             blocks.is_multiple_of(4),
             grouping.is_some(),
         );
@@ -342,7 +339,7 @@ fn launch_unswizzle(
         return;
     }
     let (count, dim) = grid(client, items);
-    let (offsets, starts) = groups_args(grouping, swizzled);
+    let groups = groups_arg(grouping, swizzled);
     // SAFETY: the kernel reads below `tiles * columns` tiles and writes `rows` rows.
     unsafe {
         unswizzle_kernel::launch_unchecked(
@@ -352,16 +349,10 @@ fn launch_unswizzle(
             address_type(tiles * columns * 512),
             width,
             BufferArg::from_raw_parts(swizzled.clone(), tiles * columns * 128),
-            offsets,
-            starts,
+            groups,
             BufferArg::from_raw_parts(out.clone(), rows * blocks / 4 / width),
             BufferArg::from_raw_parts(out.clone(), rows * blocks),
-            rows,
-            matrix_rows,
-            blocks,
-            tiles,
-            grouping.map_or(0, |(groups, _)| groups.count),
-            items,
+            ScaleShapeLaunch::new(rows, matrix_rows, blocks, tiles, items),
             wide,
             grouping.is_some(),
         );
@@ -369,36 +360,48 @@ fn launch_unswizzle(
 }
 
 /// The groups' buffers; a placeholder, which the kernel does not read, where there are none.
-fn groups_args(
+fn groups_arg(
     grouping: Option<(&GroupOffsets, &GroupOffsets)>,
     placeholder: &Handle,
-) -> (BufferArg, BufferArg) {
+) -> GroupRowsLaunch {
     match grouping {
-        Some((groups, padded)) => (groups.arg(), padded.arg()),
+        Some((groups, padded)) => GroupRowsLaunch::new(groups.arg(), padded.arg(), groups.count),
         None => {
             // SAFETY: not read.
             let arg = || unsafe { BufferArg::from_raw_parts(placeholder.clone(), 1) };
-            (arg(), arg())
+            GroupRowsLaunch::new(arg(), arg(), 0)
         }
     }
 }
 
-/// One unit makes the 16 bytes of line `r % 32` in `N` neighbouring tiles: four rows, 32 apart, four
-/// blocks to a tile. Neighbouring units write neighbouring lines.
+/// Scales of one matrix, or of a batch of equal ones.
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+pub struct ScaleShape {
+    /// Rows of all matrices.
+    pub rows: usize,
+    /// Rows of one.
+    pub matrix_rows: usize,
+    /// Blocks of a row.
+    pub blocks: usize,
+    /// Tiles of 128 rows.
+    pub tiles: usize,
+    /// What the grid works on.
+    pub items: usize,
+}
+
+/// One unit makes the 16 bytes of line `r % 32` in `N` neighbouring tiles: four rows, 32 apart,
+/// four blocks to a tile. Neighbouring units write neighbouring lines.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn swizzle_kernel<N: Size>(
     source_words: &[Vector<u32, N>],
     source: &[u8],
-    offsets: &[u32],
-    starts: &[u32],
+    groups: GroupRows,
     out: &mut [Vector<u32, Const<4>>],
-    rows: usize,
-    blocks: usize,
-    groups: usize,
-    items: usize,
+    shape: ScaleShape,
     #[comptime] wide: bool,
     #[comptime] grouped: bool,
 ) {
+    let (rows, blocks, items) = (shape.matrix_rows, shape.blocks, shape.items);
     let width = N::value();
     let columns = blocks.div_ceil(4);
     let vectors = columns / width;
@@ -410,10 +413,10 @@ pub fn swizzle_kernel<N: Size>(
         let mut first = tile * 128usize;
         let mut present = 0usize;
         if comptime!(grouped) {
-            let group = find_group(starts, groups, first);
-            let rows = span(offsets, group, rows);
+            let group = find_group(&groups.starts, groups.count, first);
+            let rows = span(&groups.offsets, group, rows);
             // Behind the last group this lies behind its rows too.
-            first = rows.start + (first - starts[group] as usize);
+            first = rows.start + (first - groups.starts[group] as usize);
             if first < rows.end {
                 present = rows.end - first;
             }
@@ -467,19 +470,15 @@ pub fn swizzle_kernel<N: Size>(
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn unswizzle_kernel<N: Size>(
     source: &[u32],
-    offsets: &[u32],
-    starts: &[u32],
+    groups: GroupRows,
     out_words: &mut [Vector<u32, N>],
     out: &mut [u8],
-    rows: usize,
-    matrix_rows: usize,
-    blocks: usize,
-    tiles: usize,
-    groups: usize,
-    items: usize,
+    shape: ScaleShape,
     #[comptime] wide: bool,
     #[comptime] grouped: bool,
 ) {
+    let (rows, matrix_rows, blocks) = (shape.rows, shape.matrix_rows, shape.blocks);
+    let (tiles, items) = (shape.tiles, shape.items);
     let width = N::value();
     let columns = blocks.div_ceil(4);
     let mut per_row = blocks;
@@ -493,11 +492,11 @@ pub fn unswizzle_kernel<N: Size>(
         let mut local = 0usize;
         let mut tile = tiles;
         if comptime!(grouped) {
-            let group = find_group(offsets, groups, row);
-            let rows = span(offsets, group, rows);
+            let group = find_group(&groups.offsets, groups.count, row);
+            let rows = span(&groups.offsets, group, rows);
             if row >= rows.start && row < rows.end {
                 local = row - rows.start;
-                tile = starts[group] as usize / 128usize + local / 128usize;
+                tile = groups.starts[group] as usize / 128usize + local / 128usize;
             }
         } else {
             local = row % matrix_rows;

@@ -1,7 +1,7 @@
 //! What stands before a quantized product: RMS normalisation, and SwiGLU with its gradient.
 //!
-//! Kernels compute these while they read the inputs and quantize at once, so every operation here is
-//! one that has the same bits everywhere: IEEE additions, multiplications, divisions and square
+//! Kernels compute these while they read the inputs and quantize at once, so every operation here
+//! is one that has the same bits everywhere: IEEE additions, multiplications, divisions and square
 //! roots, fused multiply-adds where `mul_add` is written, and an exponential made of those. Each
 //! result is rounded once more, to the element type of the inputs, before anything is quantized: a
 //! fused kernel gives the bytes of the two operations one after the other.
@@ -35,11 +35,11 @@ pub(crate) const EXP_POLYNOMIAL: [f32; 5] = [
     0.001_392_618_4,
 ];
 
-/// `e^x` for `x <= 0`, by at most 1 unit in the last place; 0 below -87, where the result would leave
-/// the normal numbers at -87.3. NaN stays NaN.
+/// `e^x` for `x <= 0`, by at most 1 unit in the last place; 0 below -87, where the result would
+/// leave the normal numbers at -87.3. NaN stays NaN.
 ///
-/// Cody and Waite: `x = k ln 2 + r`, with `ln 2` in two parts so that `r` is exact but for one rounding;
-/// a polynomial of degree 6 in `r`; `2^k` goes into the exponent.
+/// Cody and Waite: `x = k ln 2 + r`, with `ln 2` in two parts so that `r` is exact but for one
+/// rounding; a polynomial of degree 6 in `r`; `2^k` goes into the exponent.
 #[inline(always)]
 pub fn exp_of_negative(x: f32) -> f32 {
     let shifted = x.mul_add(LOG2_E, TO_INTEGER);
@@ -99,8 +99,8 @@ pub fn rms_norm_rstd<T: Element>(x: &[T], rows: usize, cols: usize, epsilon: f32
         .collect()
 }
 
-/// `x · rstd · gain`, `rstd` a factor for each row and `gain` one for each column, multiplied in this
-/// order and rounded to the type of `x`.
+/// `x · rstd · gain`, `rstd` a factor for each row and `gain` one for each column, multiplied in
+/// this order and rounded to the type of `x`.
 ///
 /// # Panics
 /// When `x` does not hold an element for each pair of a row and a column.
@@ -122,7 +122,8 @@ pub fn rms_norm<T: Element>(x: &[T], rstd: &[f32], gain: &[f32]) -> Vec<T> {
 }
 
 /// `silu(gate) · up`, rounded to the type of `gate_up`: `rows` x `width`, of a matrix of `rows` x
-/// `2 width` with the gate in the first half of each row. `silu(x) = x · sigmoid(x)`; at -∞ that is NaN.
+/// `2 width` with the gate in the first half of each row. `silu(x) = x · sigmoid(x)`; at -∞ that is
+/// NaN.
 ///
 /// # Panics
 /// When `gate_up` does not hold `rows * 2 * width` elements.
@@ -137,9 +138,9 @@ pub fn swiglu<T: Element>(gate_up: &[T], rows: usize, width: usize) -> Vec<T> {
         .collect()
 }
 
-/// The gradient of [`swiglu`] by its two inputs side by side, `rows` x `2 width`, from `grad`, that of
-/// its output: `(grad · up) · σ (1 + gate (1 - σ))`, the sum by a multiply-add, and `grad · (gate σ)`,
-/// with `σ` the sigmoid of the gate.
+/// The gradient of [`swiglu`] by its two inputs side by side, `rows` x `2 width`, from `grad`, that
+/// of its output: `(grad · up) · σ (1 + gate (1 - σ))`, the sum by a multiply-add, and `grad ·
+/// (gate σ)`, with `σ` the sigmoid of the gate.
 ///
 /// # Panics
 /// When a matrix does not hold its elements.

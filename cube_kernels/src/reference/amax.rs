@@ -53,7 +53,7 @@ pub fn amax_cols<T: Element>(x: &[T], rows: usize, cols: usize) -> Vec<f32> {
     bits.into_iter().map(canonical).collect()
 }
 
-/// The largest magnitude of the column-wise transformed matrix: as many rows at a time as `hadamard`
+/// The largest magnitude of the columnwise transformed matrix: as many rows at a time as `hadamard`
 /// mixes, the last group padded with zeros (numerics, section 6).
 ///
 /// # Panics
@@ -63,8 +63,8 @@ pub fn amax_rht<T: Element>(x: &[T], rows: usize, cols: usize, hadamard: &Hadama
     canonical(bits.into_iter().max().unwrap_or(0))
 }
 
-/// The largest magnitude of each column of the column-wise transformed matrix: the maxima of
-/// per-token scaling for a transformed column-wise copy.
+/// The largest magnitude of each column of the columnwise transformed matrix: the amax values of
+/// per-token scaling for a transformed columnwise tensor.
 ///
 /// # Panics
 /// As [`amax_rht`].

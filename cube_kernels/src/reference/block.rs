@@ -34,8 +34,8 @@ pub(super) fn load_rows<T: Element, I: Isa>(
     }
 }
 
-/// Fills `rows` with 16 blocks of the row-wise copy, transformed: those from `first` on, counted over
-/// the whole copy with `blocks` in each of its rows; zeros beyond it.
+/// Fills `rows` with 16 blocks of the rowwise tensor, transformed: those from `first` on, counted
+/// over the whole copy with `blocks` in each of its rows; zeros beyond it.
 ///
 /// `first` is a multiple of 16, so that a group of `hadamard` never straddles two calls.
 #[inline(always)]
@@ -74,8 +74,8 @@ pub(super) fn load_blocks<T: Element>(
     }
 }
 
-/// The codes of the 16 blocks of `tile`, eight little-endian bytes each, given the factors that bring
-/// them onto the grid. `index` is each block's logical index in the stored matrix, from which
+/// The codes of the 16 blocks of `tile`, eight little-endian bytes each, given the factors that
+/// bring them onto the grid. `index` is each block's logical index in the stored matrix, from which
 /// stochastic rounding draws its bits.
 #[inline(always)]
 pub(super) fn encode_tile(
@@ -103,7 +103,8 @@ pub(super) fn encode_tile(
     }
 }
 
-/// Two codes to a byte, the earlier one in the low nibble; `code` gives that of an element and lane.
+/// Two codes to a byte, the earlier one in the low nibble; `code` gives that of an element and
+/// lane.
 #[inline(always)]
 fn encode_by(code: impl Fn(usize, usize) -> u32) -> Lanes<u64> {
     let mut words = [[0u32; BLOCK]; 2];

@@ -10,7 +10,7 @@ use super::{
 };
 use crate::{BLOCK, Nvfp4Error, QuantizedTensor};
 
-/// The factor of a product whose operands have the given maxima and standard scales:
+/// The factor of a product whose operands have the given amax values and standard scales:
 /// `fl(fl(a / 2688) · fl(b / 2688))`.
 #[inline]
 pub fn alpha(amax_a: f32, amax_b: f32) -> f32 {
@@ -47,7 +47,8 @@ pub fn gemm_f32(
     Ok(out)
 }
 
-/// Adds `a[m, k] · b[n, k]` to each element of `out`, `k` ascending. A panel of `b` is decoded at a time.
+/// Adds `a[m, k] · b[n, k]` to each element of `out`, `k` ascending. A panel of `b` is decoded at a
+/// time.
 fn add_products<T: Send>(
     a: &QuantizedTensor,
     b: &QuantizedTensor,

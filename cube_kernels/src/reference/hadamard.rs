@@ -113,7 +113,7 @@ pub fn inverse_transform(group: &mut [f32], hadamard: &Hadamard) {
     }
 }
 
-/// The column-wise transformed matrix, stored transposed: `[cols, padded]`, `padded` being `rows`
+/// The columnwise transformed matrix, stored transposed: `[cols, padded]`, `padded` being `rows`
 /// rounded up to a multiple of the transform's size. Rows beyond the matrix count as zeros, so the
 /// whole of a last, partial group has meaning.
 ///

@@ -1,37 +1,37 @@
 //! MS-EDEN, the unbiased quantization of Quartet II's backward (numerics, section 9).
 //!
 //! Elements are rounded to nearest, which is biased; a factor for each rotated group takes the bias
-//! away, and the block scales, not the elements, are rounded stochastically. Operands of one product
-//! are rotated by the same transform, which cancels in it.
+//! away, and the block scales, not the elements, are rounded stochastically. Operands of one
+//! product are rotated by the same transform, which cancels in it.
 //!
 //! # Order of operations
-//! All in `f32`, one rounding for each operation written; `fma` rounds once. A *line* is a row of the
-//! matrix for [`Usage::Rowwise`] and a column for [`Usage::Columnwise`].
+//! All in `f32`, one rounding for each operation written; `fma` rounds once. A *line* is a row of
+//! the matrix for [`Usage::Rowwise`] and a column for [`Usage::Columnwise`].
 //! 1. A line is cut into groups of 128, the last padded with zeros. Each is transformed: signs, a
-//!    butterfly at distances 1, 2, 4, .., 64, one multiplication by [`HadamardSize::factor`], rounding
-//!    to bf16. The result `t` has the contraction padded to a multiple of 128: its packed tensor is
-//!    that much longer than the source.
-//! 2. `amax` is the largest magnitude of all `t` ([`ms_eden_amax`]). The global scale maps it to
-//!    `T · 255.99` where plain NVFP4 maps it to 6 · 448; `T = 6 / f` is where the largest element of
-//!    a block lands ([`EdenTarget`]). So that everything which reads a packed tensor may go on
+//!    butterfly at distances 1, 2, 4, .., 64, one multiplication by [`HadamardSize::factor`],
+//!    rounding to bf16. The result `t` has the contraction padded to a multiple of 128: its packed
+//!    tensor is that much longer than the source.
+//! 2. `amax` is the largest magnitude of all `t` ([`ms_eden_amax`]). The global scale maps it to `T
+//!    · 255.99` where plain NVFP4 maps it to 6 · 448; `T = 6 / f` is where the largest element of a
+//!    block lands ([`EdenTarget`]). So that everything which reads a packed tensor may go on
 //!    decoding with `amax / 2688`, the tensor keeps `amax' = fl(amax · fl(448 f / 255.99))` in its
 //!    place, at most `f32::MAX` where `amax` is finite.
 //! 3. `S` and `D` follow from `amax'` as in section 4; `m = fl(S · fl(f / 6))`.
 //! 4. For each block of 16, `a = max |t|` and `s = e4m3(min(fl(a · m), FLT_MAX))`, a zero byte
-//!    replaced by that of 1. `e = min(fl(1 / fl(s · D)), FLT_MAX)`, `y = fl(t · e)`, and the code is
-//!    `y` to nearest, of value `q`.
-//! 5. For each block `xx = Σ y · y` and `xq = Σ y · q`: from 0, elements in order, each added by one
-//!    `fma`. For the group `XX = Σ s² · xx` and `XQ = Σ s² · xq`: from 0, blocks in order, each added
-//!    by one `fma` (`s²` is exact). With these weights the blocks are in one unit, and the correction
-//!    below is EDEN's; without them, which is how Quartet II's code sums, its mean is off by the
-//!    spread of the scales within a group.
+//!    replaced by that of 1. `e = min(fl(1 / fl(s · D)), FLT_MAX)`, `y = fl(t · e)`, and the code
+//!    is `y` to nearest, of value `q`.
+//! 5. For each block `xx = Σ y · y` and `xq = Σ y · q`: from 0, elements in order, each added by
+//!    one `fma`. For the group `XX = Σ s² · xx` and `XQ = Σ s² · xq`: from 0, blocks in order, each
+//!    added by one `fma` (`s²` is exact). With these weights the blocks are in one unit, and the
+//!    correction below is EDEN's; without them, which is how Quartet II's code sums, its mean is
+//!    off by the spread of the scales within a group.
 //! 6. `c = fl(XX / XQ)`; 1 unless `XQ > 0` and `c` is finite.
 //! 7. The stored scale byte of block `i` is `fl(s · c)` rounded stochastically
 //!    ([`round_scale_stochastic`]) with half-word `i` (little-endian) of the one Philox call of the
 //!    group, whose index is `line · groups + group`.
 //!
-//! A zero tensor has scale bytes of 1 and codes of zero. A NaN spreads over its group: its scale bytes
-//! are NaN. An infinity spreads as NaN and infinities.
+//! A zero tensor has scale bytes of 1 and codes of zero. A NaN spreads over its group: its scale
+//! bytes are NaN. An infinity spreads as NaN and infinities.
 
 use rayon::prelude::*;
 
@@ -55,8 +55,8 @@ const BLOCKS: usize = EDEN_GROUP / BLOCK;
 pub enum EdenTarget {
     /// On 6, as in plain NVFP4.
     Forward,
-    /// On `6 / ((17/16) · 0.93)`: it saturates, by a little, and the grid is used where most elements
-    /// are. Quartet II's choice for the backward.
+    /// On `6 / ((17/16) · 0.93)`: it saturates, by a little, and the grid is used where most
+    /// elements are. Quartet II's choice for the backward.
     Backward,
 }
 
@@ -69,7 +69,8 @@ impl EdenTarget {
         }
     }
 
-    /// `fl(448 f / 255.99)`: an amax to the one that plain NVFP4 would have at the same global scale.
+    /// `fl(448 f / 255.99)`: an amax to the one that plain NVFP4 would have at the same global
+    /// scale.
     pub const fn amax_factor(self) -> f32 {
         (448.0 * self.fraction() / 255.99) as f32
     }
@@ -91,8 +92,8 @@ pub fn eden_amax(amax: f32, target: EdenTarget) -> f32 {
     }
 }
 
-/// The E4M3 byte of a scale, rounded stochastically by 16 bits: for `value` a fraction `f` of the way
-/// from one byte to the next, up with probability `floor(65536 f) / 65536`. To nearest outside
+/// The E4M3 byte of a scale, rounded stochastically by 16 bits: for `value` a fraction `f` of the
+/// way from one byte to the next, up with probability `floor(65536 f) / 65536`. To nearest outside
 /// [2⁻⁶, 448], where the steps are not those of a normal number. NaN gives NaN.
 #[inline(always)]
 pub fn round_scale_stochastic(value: f32, random: u16) -> u8 {
@@ -104,8 +105,8 @@ pub fn round_scale_stochastic(value: f32, random: u16) -> u8 {
     }
 }
 
-/// The largest magnitude of a `rows` x `cols` matrix after the transform of 128 along `usage`; NaN and
-/// infinity survive. 0 for an empty matrix.
+/// The largest magnitude of a `rows` x `cols` matrix after the transform of 128 along `usage`; NaN
+/// and infinity survive. 0 for an empty matrix.
 ///
 /// # Errors
 /// When `x` does not hold `rows * cols` elements, or the transform does not mix 128.
@@ -154,9 +155,9 @@ pub fn ms_eden<T: Element>(
     ms_eden_at(x, rows, cols, usage, amax, hadamard, target, stream, 0)
 }
 
-/// [`ms_eden`] of one of several matrices that share a stream, its rotation groups numbered from `first_group`
-/// on. In groups of rows each follows the one before: `rows · ceil(cols / 128)` rotation groups along
-/// [`Usage::Rowwise`], `cols · ceil(rows / 128)` along [`Usage::Columnwise`].
+/// [`ms_eden`] of one of several matrices that share a stream, its rotation groups numbered from
+/// `first_group` on. In groups of rows each follows the one before: `rows · ceil(cols / 128)`
+/// rotation groups along [`Usage::Rowwise`], `cols · ceil(rows / 128)` along [`Usage::Columnwise`].
 ///
 /// # Errors
 /// As [`ms_eden`].

@@ -7,8 +7,8 @@
 //!
 //! Special values: a NaN anywhere in a block makes its scale and all its values NaN. An infinity
 //! makes the scale byte 254 and saturates to the largest element, which decodes to infinity; the
-//! finite elements of such a block are not accurate. A block of zeros has scale byte 0 and keeps its
-//! signs. Elements that pad the last block are zeros like any other.
+//! finite elements of such a block are not accurate. A block of zeros has scale byte 0 and keeps
+//! its signs. Elements that pad the last block are zeros like any other.
 //!
 //! The NVFP4 operand of a forward GEMM becomes such an operand of its backward by
 //! [`dequantize`](super::dequantize()), rounded to the element type of the original, and

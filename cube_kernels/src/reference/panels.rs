@@ -1,4 +1,5 @@
-//! Rows of an operand that are decoded together, so that no decoded copy of a large one is ever whole.
+//! Rows of an operand that are decoded together, so that no decoded copy of a large one is ever
+//! whole.
 
 use std::ops::Range;
 
@@ -7,14 +8,14 @@ pub const PANEL_BYTES: usize = 32 << 20;
 
 /// Rows that a panel may have at least.
 ///
-/// A product of fewer rows could be summed in another order than the whole one: matrix products choose
-/// their loops by shape, those of few rows or few outputs apart from all others. Panels of one operand are
-/// of the same size but for one row, so that none has fewer than half of this.
+/// A product of fewer rows could be summed in another order than the whole one: matrix products
+/// choose their loops by shape, those of few rows or few outputs apart from all others. Panels of
+/// one operand are of the same size but for one row, so that none has fewer than half of this.
 pub const PANEL_ROWS: usize = 640;
 
-/// `outer` rows of `depth` elements in panels: in order, as few as there can be, of equal size but for one
-/// row, and none larger than [`PANEL_BYTES`] in `f32` or [`PANEL_ROWS`] rows, whichever is more. One, of
-/// nothing, where there are no rows.
+/// `outer` rows of `depth` elements in panels: in order, as few as there can be, of equal size but
+/// for one row, and none larger than [`PANEL_BYTES`] in `f32` or [`PANEL_ROWS`] rows, whichever is
+/// more. One, of nothing, where there are no rows.
 pub fn panels(outer: usize, depth: usize) -> impl ExactSizeIterator<Item = Range<usize>> + Clone {
     let most = (PANEL_BYTES / (4 * depth.max(1))).max(PANEL_ROWS);
     let count = outer.div_ceil(most).max(1);

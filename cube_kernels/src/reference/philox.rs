@@ -23,8 +23,8 @@ pub(super) fn philox4x32_lanes<const L: usize>(
     counter: [[u32; L]; 4],
     key: [u32; 2],
 ) -> [[u32; L]; 4] {
-    // Words live in the low halves of 64 bits, whose high halves hold what the last product left there
-    // and nothing reads: this is how vector units multiply 32 bits by 32.
+    // Words live in the low halves of 64 bits, whose high halves hold what the last product left
+    // there and nothing reads: this is how vector units multiply 32 bits by 32.
     let [mut c0, mut c1, mut c2, mut c3] = counter.map(|word| word.map(|word| word as u64));
     let [mut k0, mut k1] = key;
     for _ in 0..ROUNDS {

@@ -16,11 +16,11 @@ use crate::{
     QuantizedTensor, Rounding, ScaleLayout, Usage,
 };
 
-/// One packed copy of a `rows` x `cols` matrix: 1x16 blocks along each row ([`Usage::Rowwise`]),
-/// or 16x1 blocks down each column, stored transposed ([`Usage::Columnwise`]), made as `policy` says
+/// One packed copy of a `rows` x `cols` matrix: 1x16 blocks along each row ([`Usage::Rowwise`]), or
+/// 16x1 blocks down each column, stored transposed ([`Usage::Columnwise`]), made as `policy` says
 /// (numerics, sections 4 to 8).
 ///
-/// With a transform the packed axis is padded with zeros to a multiple of its size, all of which is
+/// With a transform the contraction is padded with zeros to a multiple of its size, all of which is
 /// stored, and `amax` must be that of the transformed values ([`amax_rht`](super::amax_rht),
 /// [`amax_rht_cols`](super::amax_rht_cols)). An `amax` for each stored row makes the copy
 /// row-scaled (per token).
@@ -29,7 +29,7 @@ use crate::{
 /// bits: matrices that share a buffer and a stream pass the number of blocks before them.
 ///
 /// # Errors
-/// When `x` does not hold `rows * cols` elements, `cols` is no multiple of 16 for a row-wise copy,
+/// When `x` does not hold `rows * cols` elements, `cols` is no multiple of 16 for a rowwise tensor,
 /// `amax` has one value for each row but not as many as there are stored rows, or `policy` combines
 /// four over six with stochastic rounding.
 pub fn quantize<T: Element>(
@@ -64,7 +64,7 @@ pub fn quantize<T: Element>(
     .pack(policy.layout)
 }
 
-/// The row-wise copy of a `rows` x `cols` matrix with standard, compact scales: [`quantize`] along
+/// The rowwise tensor of a `rows` x `cols` matrix with standard, compact scales: [`quantize`] along
 /// [`Usage::Rowwise`].
 ///
 /// # Errors
@@ -80,7 +80,7 @@ pub fn quantize_row<T: Element>(
     quantize(x, rows, cols, Usage::Rowwise, amax, &policy, 0)
 }
 
-/// The column-wise copy of a `rows` x `cols` matrix with standard, compact scales, transformed by
+/// The columnwise tensor of a `rows` x `cols` matrix with standard, compact scales, transformed by
 /// `hadamard` if there is one: [`quantize`] along [`Usage::Columnwise`].
 ///
 /// # Errors
@@ -100,8 +100,8 @@ pub fn quantize_col<T: Element>(
     quantize(x, rows, cols, Usage::Columnwise, amax, &policy, 0)
 }
 
-/// Both copies of a `rows` x `cols` matrix in 16x16 tiles, rounded to nearest: `(row-wise,
-/// column-wise)`, with their scales in `layouts`, the second the exact transpose of the first. Each
+/// Both copies of a `rows` x `cols` matrix in 16x16 tiles, rounded to nearest: `(rowwise,
+/// columnwise)`, with their scales in `layouts`, the second the exact transpose of the first. Each
 /// tile has one scale, found by `scaling` (numerics, sections 4, 7 and 8). Rows beyond the
 /// matrix count as zeros.
 ///
@@ -170,7 +170,7 @@ struct Source<'a, T> {
     first_block: u64,
 }
 
-/// Blocks of the row-wise copy that one task packs: 64 KiB of `f32`, and a multiple of 16.
+/// Blocks of the rowwise tensor that one task packs: 64 KiB of `f32`, and a multiple of 16.
 const RUN: usize = 1024;
 
 /// Most columns that one task packs. 16 rows of them are read at a time, and the codes of 128 rows
@@ -251,7 +251,7 @@ impl<T: Element> Task for Part<'_, T> {
 }
 
 impl<T: Element> Part<'_, T> {
-    /// A run of the row-wise copy: the lanes are blocks one after the other, across rows too.
+    /// A run of the rowwise tensor: the lanes are blocks one after the other, across rows too.
     #[inline(always)]
     fn pack_run<I: Isa>(self, isa: I) {
         let Source { x, layout, .. } = *self.source;
@@ -278,7 +278,7 @@ impl<T: Element> Part<'_, T> {
         }
     }
 
-    /// 16 rows of the row-wise copy in tiles: the lanes are the rows.
+    /// 16 rows of the rowwise tensor in tiles: the lanes are the rows.
     #[inline(always)]
     fn pack_tiles<I: Isa>(self, isa: I) {
         let row0 = self.first / self.blocks;
@@ -396,7 +396,8 @@ impl<T: Element> Source<'_, T> {
     }
 
     /// Scale bytes and codes of the 16 blocks of `tile`, whose places in the copy `index` gives.
-    /// `decides` finds the scales: `tile`, or its transpose where the lanes must be the source's rows.
+    /// `decides` finds the scales: `tile`, or its transpose where the lanes must be the source's
+    /// rows.
     #[inline(always)]
     fn quantize(
         &self,

@@ -1,9 +1,10 @@
 //! Which random bit rounds which element, read off whatever does the rounding.
 //!
-//! `cvt.rs.satfinite.e2m1x4.f32` rounds four values by 32 random bits, eight to each, but the PTX ISA does
-//! not say which eight, nor in which order. [`read_random_bits`] asks: a value a fraction `1 - 2^j / 256` of
-//! the way to its upper neighbour goes up if the byte that rounds it is at least `2^j`, so a word with a
-//! single bit set tells whether that bit belongs to the element, and what it counts.
+//! `cvt.rs.satfinite.e2m1x4.f32` rounds four values by 32 random bits, eight to each, but the PTX
+//! ISA does not say which eight, nor in which order. [`read_random_bits`] asks: a value a fraction
+//! `1 - 2^j / 256` of the way to its upper neighbour goes up if the byte that rounds it is at least
+//! `2^j`, so a word with a single bit set tells whether that bit belongs to the element, and what
+//! it counts.
 
 use super::{philox::philox4x32, round_stochastic};
 use crate::Nvfp4Error;
@@ -115,8 +116,8 @@ pub struct BitComparison {
     pub first: Option<(Question, u16, u16)>,
 }
 
-/// Compares `round` with the oracle under `bits` on `count` questions: values all over the range, on
-/// and beside the grid, beyond it, NaN and infinities, with random words.
+/// Compares `round` with the oracle under `bits` on `count` questions: values all over the range,
+/// on and beside the grid, beyond it, NaN and infinities, with random words.
 ///
 /// # Errors
 /// When `round` fails.

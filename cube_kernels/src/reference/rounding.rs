@@ -19,8 +19,8 @@ pub fn round_stochastic(value: f32, random: u8) -> u8 {
 #[inline(always)]
 pub(super) fn nearest_code(value: f32) -> u32 {
     let (magnitude, binade) = clamp(value.to_bits());
-    // The neighbours of `magnitude` are half of its binade apart, and so are the floats from
-    // 2^22 · binade on: this sum rounds to them, ties to even. The product is exact. What the sum has
+    // The neighbours of `magnitude` are half of its binade apart, and so are the floats from 2^22 ·
+    // binade on: this sum rounds to them, ties to even. The product is exact. What the sum has
     // below 2^22 · binade is counted in its last bits: 2 for the binade that was added, then twice
     // the magnitude over the binade.
     let sum = binade * 4_194_305.0 + magnitude;
@@ -37,9 +37,9 @@ pub(super) fn stochastic_code(value: f32, random: u32) -> u32 {
     // Eight bits times a power of two are exact, so this sum rounds once, as an fma would. The step
     // between neighbours is half of the binade.
     let dithered = random as i32 as f32 * (binade * (1.0 / 512.0)) + magnitude;
-    // The largest grid value not above `dithered` is `floor(dithered / step) * step`, saturated at 6,
-    // because the grid is what is left of the multiples of each step in its range. From 1 on its code
-    // is exponent and first mantissa bit, counted from those of 0.5; `dithered` is below 8.
+    // The largest grid value not above `dithered` is `floor(dithered / step) * step`, saturated at
+    // 6, because the grid is what is left of the multiples of each step in its range. From 1 on its
+    // code is exponent and first mantissa bit, counted from those of 0.5; `dithered` is below 8.
     let reached = dithered.to_bits() as i32;
     let code = (reached >> 22).wrapping_sub((0.5f32.to_bits() >> 22) as i32);
     let half = (reached >= 0.5f32.to_bits() as i32) as i32;

@@ -1,10 +1,10 @@
 //! Sixteen blocks side by side, and the instructions that compute them.
 //!
 //! The arithmetic of the oracle is written once, on plain arrays whose last index runs over 16
-//! blocks (*lanes*): every step is a loop over lanes without a branch, which the compiler turns into
-//! vector instructions. [`run`] has that code compiled twice, for the baseline of the target and for
-//! AVX2, and picks one when it runs. Both do the same IEEE operations in the same order (Rust never
-//! contracts or reorders them), so the choice cannot be seen in a result.
+//! blocks (*lanes*): every step is a loop over lanes without a branch, which the compiler turns
+//! into vector instructions. [`run`] has that code compiled twice, for the baseline of the target
+//! and for AVX2, and picks one when it runs. Both do the same IEEE operations in the same order
+//! (Rust never contracts or reorders them), so the choice cannot be seen in a result.
 
 use crate::BLOCK;
 

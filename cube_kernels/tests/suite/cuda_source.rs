@@ -16,8 +16,10 @@ use nvfp4_kernels::{
     quantize::{
         self,
         kernels::{
-            AmaxPlan, FoundNormLaunch, GateInputsLaunch, Grouping, NormInputsLaunch, ProducerArgs,
-            QuantPlan, RowNormArgs, ShapeLaunch, SinkArgs, TilePlan,
+            AmaxOutLaunch, AmaxPlan, AmaxTilesLaunch, DrawLaunch, FoundNormLaunch,
+            GateInputsLaunch, Grouping, NormInputsLaunch, PackedOutLaunch, PerTokenPlan,
+            ProducerArgs, QuantOutArgs, QuantPlan, QuantTargetLaunch, RowGroupsLaunch, RowNormArgs,
+            RowPlan, ShapeLaunch, SinkArgs, TileGridLaunch, TilePlan, TokenRowsLaunch,
         },
     },
     tensor::{AmaxGranularity, FloatKind},
@@ -180,11 +182,8 @@ fn sources(conversion: Conversion) -> Vec<Source> {
                     buffer(words / 4),
                     producer(computed),
                     sink,
-                    buffer(4),
-                    ShapeLaunch::new(rows, cols, 2, 4),
-                    2,
-                    buffer(1),
-                    buffer(1),
+                    AmaxTilesLaunch::new(buffer(4), ShapeLaunch::new(rows, cols, 2, 4), 2),
+                    AmaxOutLaunch::new(buffer(1), buffer(1)),
                     signs(),
                     AmaxPlan {
                         rows: Some(AmaxGranularity::PerTensor),
@@ -196,8 +195,8 @@ fn sources(conversion: Conversion) -> Vec<Source> {
                         units: 256,
                         planes: true,
                         conversion,
+                        kind: dtype,
                     },
-                    dtype,
                     word,
                 );
             }
@@ -330,7 +329,7 @@ fn sources(conversion: Conversion) -> Vec<Source> {
                 default_signs: hadamard == Some(HadamardSize::H16) && !device_offset,
                 swizzled: device_offset,
                 per_row: hadamard.is_some() && device_offset,
-                decoded: false,
+                unscaled: false,
             };
             let standard = BlockScaling::Standard;
             let four_over_six = BlockScaling::FourOverSix(ErrorNorm::Mse);
@@ -346,13 +345,19 @@ fn sources(conversion: Conversion) -> Vec<Source> {
                 ))
             };
             let values = |plan| QuantPlan {
-                decoded: true,
+                unscaled: true,
                 ..plan
             };
-            // Words that are stored at a time.
-            let width = |plan: Option<QuantPlan>| match plan {
-                Some(plan) if plan.decoded => 4,
-                _ => 2,
+            let draw = || DrawLaunch::new(buffer(2), random(), signs());
+            let packed_out =
+                || QuantOutArgs::Packed(PackedOutLaunch::new(buffer(blocks), buffer(blocks)));
+            let target = |plan: Option<QuantPlan>| {
+                let out = match plan {
+                    None => QuantOutArgs::Absent,
+                    Some(plan) if plan.unscaled => QuantOutArgs::Bf16Unscaled(buffer(blocks)),
+                    Some(_) => packed_out(),
+                };
+                QuantTargetLaunch::new(buffer(8), draw(), out)
             };
             let row_plans = [
                 copy(false, false, standard, None),
@@ -370,23 +375,18 @@ fn sources(conversion: Conversion) -> Vec<Source> {
                     quantize::kernels::quantize_row_kernel::create_dummy_kernel,
                     address,
                     4,
-                    width(Some(plan)),
                     buffer(words / 4),
-                    buffer(8),
-                    buffer(9),
-                    buffer(blocks),
-                    buffer(blocks),
-                    buffer(2),
-                    random(),
-                    signs(),
+                    target(Some(plan)),
+                    RowGroupsLaunch::new(buffer(9), 8),
                     rows,
                     cols / 16,
-                    8,
-                    2,
-                    true,
-                    find_groups,
-                    plan,
-                    dtype,
+                    RowPlan {
+                        quant: plan,
+                        across: 2,
+                        whole_tiles: true,
+                        find_groups,
+                        kind: dtype,
+                    },
                 );
             }
             for (i, plan, computed) in [
@@ -415,18 +415,15 @@ fn sources(conversion: Conversion) -> Vec<Source> {
                     producer(computed),
                     norm,
                     buffer(rows),
-                    buffer(blocks),
-                    buffer(blocks),
-                    buffer(2),
-                    random(),
-                    signs(),
-                    rows,
-                    rows,
-                    cols / 16,
-                    plan,
-                    4,
-                    true,
-                    dtype,
+                    packed_out(),
+                    draw(),
+                    TokenRowsLaunch::new(rows, rows, cols / 16),
+                    PerTokenPlan {
+                        quant: plan,
+                        kept_blocks: 4,
+                        planes: true,
+                        kind: dtype,
+                    },
                 );
             }
             add!(
@@ -514,26 +511,16 @@ fn sources(conversion: Conversion) -> Vec<Source> {
                     quantize::kernels::quantize_tiles_kernel::create_dummy_kernel,
                     address,
                     4,
-                    width(row),
-                    width(col),
                     buffer(words / 4),
                     producer(computed),
-                    buffer(4),
-                    ShapeLaunch::new(rows, cols, 2, 4),
-                    4usize,
-                    blocks,
-                    buffer(1),
-                    buffer(blocks),
-                    buffer(blocks),
-                    buffer(2),
-                    random(),
-                    signs(),
-                    buffer(1),
-                    buffer(blocks),
-                    buffer(blocks),
-                    buffer(2),
-                    random(),
-                    signs(),
+                    TileGridLaunch::new(
+                        buffer(4),
+                        ShapeLaunch::new(rows, cols, 2, 4),
+                        4usize,
+                        blocks,
+                    ),
+                    target(row),
+                    target(col),
                     TilePlan {
                         row,
                         col,
@@ -546,8 +533,8 @@ fn sources(conversion: Conversion) -> Vec<Source> {
                         },
                         elements: false,
                         units: 256,
+                        kind: dtype,
                     },
-                    dtype,
                     word,
                 );
             }

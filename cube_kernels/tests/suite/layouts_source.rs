@@ -8,6 +8,7 @@ use crate::support::sources::{Fake, cuda_source, disassembled, is_left_out, spil
 use cubecl::{ir::ElemType, prelude::*};
 use nvfp4_kernels::{
     cube::{codec::Conversion, eden::SignsLaunch, philox::RandomLaunch},
+    format::block::ElementFormat,
     quantize::kernels::{Grouping, PackedRowsLaunch, ShapeLaunch, SourcePlan},
     tensor::FloatKind,
 };
@@ -80,11 +81,17 @@ fn sources(conversion: Conversion) -> Vec<Source> {
             },
         ),
     ];
-    // Scales that MS-EDEN stores together: a tile of 128x4 has four blocks of a row.
-    let words_of_scales = |swizzled: bool| if swizzled { 1 } else { 2 };
     // The lengths of buffers do not matter.
     let n = rows * cols / 16;
     let packed = || PackedRowsLaunch::new(b(n), b(n), b(8), cols / 16, 2688.0);
+    let eden_tiles = || kernels::EdenTilesLaunch::new(b(8), shape(), 16, 16);
+    let eden_out = |swizzled: bool| {
+        let scales = match swizzled {
+            true => kernels::EdenScalesArgs::Swizzled(b(n)),
+            false => kernels::EdenScalesArgs::Compact(b(n)),
+        };
+        kernels::EdenOutLaunch::new(b(n), scales, b(8))
+    };
     let e2m1 = [false, conversion.has_nearest()];
     let mut sources = Vec::new();
     macro_rules! add {
@@ -195,13 +202,9 @@ fn sources(conversion: Conversion) -> Vec<Source> {
                     width,
                     b(n),
                     b(n),
-                    b(9),
-                    b(9),
+                    kernels::GroupRowsLaunch::new(b(9), b(9), 8),
                     b(n),
-                    rows,
-                    cols,
-                    8,
-                    n,
+                    kernels::ScaleShapeLaunch::new(rows, rows, cols, 2, n),
                     wide,
                     grouped,
                 );
@@ -212,16 +215,10 @@ fn sources(conversion: Conversion) -> Vec<Source> {
                     address,
                     width,
                     b(n),
-                    b(9),
-                    b(9),
+                    kernels::GroupRowsLaunch::new(b(9), b(9), 8),
                     b(n),
                     b(n),
-                    rows,
-                    rows,
-                    cols,
-                    2,
-                    8,
-                    n,
+                    kernels::ScaleShapeLaunch::new(rows, rows, cols, 2, n),
                     wide,
                     grouped,
                 );
@@ -269,13 +266,11 @@ fn sources(conversion: Conversion) -> Vec<Source> {
                     address,
                     width,
                     b(n),
-                    b(9),
-                    b(9),
+                    kernels::GroupRowsLaunch::new(b(9), b(9), 8),
                     b(n),
                     rows,
                     rows,
                     cols,
-                    8,
                     pad,
                     storage,
                 );
@@ -301,11 +296,9 @@ fn sources(conversion: Conversion) -> Vec<Source> {
                 ms_eden_amax_packed_kernel,
                 address,
                 packed(),
-                b(8),
+                eden_tiles(),
                 b(8),
                 signs(),
-                shape(),
-                16,
                 policy,
             );
             add!(
@@ -313,21 +306,11 @@ fn sources(conversion: Conversion) -> Vec<Source> {
                 e2m1,
                 ms_eden_packed_kernel,
                 address,
-                words_of_scales(swizzled),
                 packed(),
-                b(8),
-                b(8),
-                b(n),
-                b(n),
-                b(8),
-                b(2),
-                random(),
-                signs(),
-                shape(),
-                16,
-                16,
-                1.0,
-                1.0,
+                eden_tiles(),
+                kernels::EdenInputsLaunch::new(b(8), 1.0, 1.0),
+                eden_out(swizzled),
+                kernels::EdenDrawLaunch::new(b(2), random(), signs()),
                 policy,
             );
         }
@@ -349,6 +332,7 @@ fn sources(conversion: Conversion) -> Vec<Source> {
                 b(n),
                 rows,
                 cols,
+                ElementFormat::E4m3,
                 kind,
                 elem,
             );
@@ -363,6 +347,7 @@ fn sources(conversion: Conversion) -> Vec<Source> {
                 b(n),
                 rows,
                 cols,
+                ElementFormat::E4m3,
                 kind,
                 elem,
             );
@@ -373,6 +358,11 @@ fn sources(conversion: Conversion) -> Vec<Source> {
                 let lanes = 2 * kind.size();
                 let e4m3 = [hardware, false];
                 let tag = format!("{tag}-{hardware}");
+                let mx = kernels::MxPlan {
+                    element: ElementFormat::E4m3,
+                    hardware,
+                    kind,
+                };
                 add!(
                     tag,
                     e4m3,
@@ -385,10 +375,11 @@ fn sources(conversion: Conversion) -> Vec<Source> {
                     b(n),
                     rows,
                     cols,
-                    true,
-                    lanes,
-                    hardware,
-                    kind,
+                    kernels::MxRowPlan {
+                        dense: true,
+                        lanes,
+                        mx,
+                    },
                     elem,
                 );
                 for (name, plan) in plans {
@@ -403,12 +394,9 @@ fn sources(conversion: Conversion) -> Vec<Source> {
                         b(n),
                         b(n),
                         shape(),
-                        2,
-                        8,
-                        1,
+                        kernels::MxTilesLaunch::new(2, 8, 1),
                         plan.grouping,
-                        hardware,
-                        kind,
+                        mx,
                         elem,
                     );
                     add!(
@@ -422,12 +410,9 @@ fn sources(conversion: Conversion) -> Vec<Source> {
                         b(n),
                         b(n),
                         shape(),
-                        2,
-                        8,
-                        1,
+                        kernels::MxTilesLaunch::new(2, 8, 1),
                         plan,
-                        hardware,
-                        kind,
+                        mx,
                         elem,
                     );
                 }
@@ -441,22 +426,18 @@ fn sources(conversion: Conversion) -> Vec<Source> {
                         e4m3,
                         mx_requantize_along_kernel,
                         address,
+                        4,
+                        kernels::PackedRowsLaunch::new(b(n), b(n), b(rows), cols / 16, 2688.0),
                         b(n),
                         b(n),
-                        b(rows),
-                        b(n),
-                        b(n),
-                        rows,
-                        cols,
-                        cols / 16,
-                        cols / 32,
-                        2688.0,
-                        dense,
+                        kernels::MxRowsLaunch::new(rows, cols, cols / 32),
                         maxima,
                         swizzled,
-                        2,
-                        hardware,
-                        kind,
+                        kernels::MxRowPlan {
+                            dense,
+                            lanes: 2,
+                            mx,
+                        },
                         elem,
                     );
                 }
@@ -487,11 +468,9 @@ fn sources(conversion: Conversion) -> Vec<Source> {
                     address,
                     width,
                     b(n),
-                    b(8),
+                    eden_tiles(),
                     b(8),
                     signs(),
-                    shape(),
-                    16,
                     policy,
                     kind,
                     elem,
@@ -502,21 +481,11 @@ fn sources(conversion: Conversion) -> Vec<Source> {
                     ms_eden_kernel,
                     address,
                     width,
-                    words_of_scales(swizzled),
                     b(n),
-                    b(8),
-                    b(8),
-                    b(n),
-                    b(n),
-                    b(8),
-                    b(2),
-                    random(),
-                    signs(),
-                    shape(),
-                    16,
-                    16,
-                    1.0,
-                    1.0,
+                    eden_tiles(),
+                    kernels::EdenInputsLaunch::new(b(8), 1.0, 1.0),
+                    eden_out(swizzled),
+                    kernels::EdenDrawLaunch::new(b(2), random(), signs()),
                     policy,
                     kind,
                     elem,

@@ -14,7 +14,13 @@ use nvfp4_kernels::{
     Amax, BlockScaling, Hadamard, HadamardSize, QuantParams, Usage,
     cube::{block::BlockPlan, codec::Conversion, hadamard::SignsLaunch, philox::RandomLaunch},
     moe::GroupOffsets,
-    quantize::{self, AmaxRequest, QuantRequest, kernels::QuantPlan},
+    quantize::{
+        self, AmaxRequest, QuantRequest,
+        kernels::{
+            DrawLaunch, PackedOutLaunch, QuantOutArgs, QuantPlan, QuantTargetLaunch,
+            RowGroupsLaunch, RowPlan,
+        },
+    },
     reference::{self, padding, swizzle},
     tensor::{AmaxGranularity, DeviceQuantized, FloatKind, Groups, Matrix},
 };
@@ -475,40 +481,46 @@ fn launch_geometry_does_not_matter() {
                 CubeDim::new_1d(units),
                 Default::default(),
                 4,
-                2,
                 BufferArg::from_raw_parts(matrix.handle.clone(), matrix.len() / 4),
-                BufferArg::from_raw_parts(amax.clone(), 1),
-                BufferArg::from_raw_parts(amax.clone(), 1),
-                BufferArg::from_raw_parts(found.codes.clone(), blocks),
-                BufferArg::from_raw_parts(found.scales.clone(), blocks),
-                BufferArg::from_raw_parts(amax.clone(), 1),
-                RandomLaunch::new(
-                    key[0],
-                    key[1],
-                    STREAM.offset as u32,
-                    (STREAM.offset >> 32) as u32,
+                QuantTargetLaunch::new(
+                    BufferArg::from_raw_parts(amax.clone(), 1),
+                    DrawLaunch::new(
+                        BufferArg::from_raw_parts(amax.clone(), 1),
+                        RandomLaunch::new(
+                            key[0],
+                            key[1],
+                            STREAM.offset as u32,
+                            (STREAM.offset >> 32) as u32,
+                        ),
+                        SignsLaunch::new(0, 0, 0, 0),
+                    ),
+                    QuantOutArgs::Packed(PackedOutLaunch::new(
+                        BufferArg::from_raw_parts(found.codes.clone(), blocks),
+                        BufferArg::from_raw_parts(found.scales.clone(), blocks),
+                    )),
                 ),
-                SignsLaunch::new(0, 0, 0, 0),
+                RowGroupsLaunch::new(BufferArg::from_raw_parts(amax.clone(), 1), 1),
                 rows,
                 cols / 16,
-                1,
-                1,
-                false,
-                false,
-                QuantPlan {
-                    policy: BlockPlan {
-                        stochastic: true,
-                        device_offset: false,
-                        scaling: BlockScaling::Standard,
-                        conversion: Conversion::Software,
+                RowPlan {
+                    across: 1,
+                    whole_tiles: false,
+                    find_groups: false,
+                    kind: FloatKind::F32,
+                    quant: QuantPlan {
+                        policy: BlockPlan {
+                            stochastic: true,
+                            device_offset: false,
+                            scaling: BlockScaling::Standard,
+                            conversion: Conversion::Software,
+                        },
+                        hadamard: None,
+                        default_signs: false,
+                        swizzled: false,
+                        per_row: false,
+                        unscaled: false,
                     },
-                    hadamard: None,
-                    default_signs: false,
-                    swizzled: false,
-                    per_row: false,
-                    decoded: false,
                 },
-                FloatKind::F32,
             );
         }
         let what = format!("{cubes} cubes of {units} units");

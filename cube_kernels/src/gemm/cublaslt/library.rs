@@ -2,9 +2,9 @@
 //! descriptors of one GEMM.
 //!
 //! The interface is declared with plain integers. `cudarc` finds and loads the library; its own
-//! bindings are those of the CUDA toolkit of the machine that compiles, and an older one has no names
-//! for FP4, whatever the library on the machine that runs can do. Numbers and meanings are those of
-//! `cublasLt.h` and `library_types.h` (CUDA 12.8 to 13.4).
+//! bindings are those of the CUDA toolkit of the machine that compiles, and an older one has no
+//! names for FP4, whatever the library on the machine that runs can do. Numbers and meanings are
+//! those of `cublasLt.h` and `library_types.h` (CUDA 12.8 to 13.4).
 
 use std::{
     ffi::c_void,
@@ -32,15 +32,15 @@ macro_rules! interface {
         impl Interface {
             /// Loads the library, or says what is missing.
             fn load() -> Result<Self, String> {
-                // SAFETY: loading runs the library's initialisers, which are NVIDIA's; nothing else is
-                // called that is named so.
+                // SAFETY: loading runs the library's initialisers, which are NVIDIA's; nothing else
+                // is called that is named so.
                 unsafe {
                     if !sys::is_culib_present() {
                         return Err("libcublasLt was not found where the loader looks".into());
                     }
                     let library = sys::culib();
-                    // SAFETY: the signatures are those of `cublasLt.h`, in which every enumeration has
-                    // the size of an int.
+                    // SAFETY: the signatures are those of `cublasLt.h`, in which every enumeration
+                    // has the size of an int.
                     Ok(Self {
                         $($field: *library
                             .get($name)
@@ -117,8 +117,8 @@ mod attribute {
 mod preference {
     /// Bytes, 64 bits.
     pub const WORKSPACE: i32 = 1;
-    /// How the parts of a split contraction may be added, 32 bits: 1 in the output, 2 in `f32`, 4 in the
-    /// type of the output.
+    /// How the parts of a split contraction may be added, 32 bits: 1 in the output, 2 in `f32`, 4
+    /// in the type of the output.
     pub const REDUCTION: i32 = 3;
     /// The first of the four of `A`, `B`, `C` and `D`: bytes, 32 bits.
     pub const ALIGNMENT: i32 = 5;
@@ -206,8 +206,8 @@ impl Library {
         Ok(handle)
     }
 
-    /// What the library answers to `problem` on `device`, whose context is the current one. An error is no
-    /// answer: it could not be asked.
+    /// What the library answers to `problem` on `device`, whose context is the current one. An
+    /// error is no answer: it could not be asked.
     pub fn plan(&self, device: DeviceId, problem: &CublasLtProblem) -> Result<Answer, String> {
         let handle = self.handle(device)?;
         let operation = Operation::new(&self.interface, problem, &Addresses::NONE)?;
@@ -243,7 +243,8 @@ impl Library {
         let mut count = 0;
         let Operation { desc, a, b, out } = &operation;
         let name = "cublasLtMatmulAlgoGetHeuristic";
-        // SAFETY: all descriptors are alive, and room is given for the one result that is asked for.
+        // SAFETY: all descriptors are alive, and room is given for the one result that is asked
+        // for.
         let status = unsafe {
             let heuristic = self.interface.heuristic;
             heuristic(
@@ -274,10 +275,11 @@ impl Library {
     /// Queues a GEMM on `stream`.
     ///
     /// # Safety
-    /// The context of `device` is the current one, and `stream` is one of its streams. The addresses are
-    /// those of device memory as large as [`CublasLtGemm::check`](super::CublasLtGemm::check) demands, of a
-    /// workspace as large as `algorithm` demands, alive until the stream has passed the GEMM, and no
-    /// other stream writes any of it or reads the output until then.
+    /// The context of `device` is the current one, and `stream` is one of its streams. The
+    /// addresses are those of device memory as large as
+    /// [`CublasLtGemm::check`](super::CublasLtGemm::check) demands, of a workspace as large as
+    /// `algorithm` demands, alive until the stream has passed the GEMM, and no other stream writes
+    /// any of it or reads the output until then.
     pub unsafe fn queue(
         &self,
         device: DeviceId,
@@ -295,8 +297,8 @@ impl Library {
         };
         let Operation { desc, a, b, out } = &operation;
         let matmul = self.interface.matmul;
-        // SAFETY: descriptors are alive; `alpha` is followed by `beta` on either side; the rest is the
-        // caller's promise. Our `a` is the library's `B`.
+        // SAFETY: descriptors are alive; `alpha` is followed by `beta` on either side; the rest is
+        // the caller's promise. Our `a` is the library's `B`.
         check("cublasLtMatmul", unsafe {
             matmul(
                 handle,
@@ -392,7 +394,8 @@ impl Operation {
             set_address(attribute::SCALE_A, at.b_scale)?;
             set_address(attribute::SCALE_B, at.a_scale)?;
         }
-        // One `f32` is what the library assumes, and what one older than 12.8 knows nothing else of.
+        // One `f32` is what the library assumes, and what one older than 12.8 knows nothing else
+        // of.
         if format == CublasLtFormat::Nvfp4 {
             set_int(attribute::SCALE_MODE_A, 1)?;
             set_int(attribute::SCALE_MODE_B, 1)?;

@@ -193,20 +193,22 @@ impl Buffers {
         };
         // SAFETY: the context is that of the stream. Sizes were checked before, the workspace was
         // allocated for this algorithm, and CubeCL's bookkeeping, to which the scope and `streams`
-        // belong, keeps the memory for as long as work on this stream reads it, as it does for kernels.
+        // belong, keeps the memory for as long as work on this stream reads it, as it does for
+        // kernels.
         unsafe { Library::get()?.queue(device, problem, algorithm, &at, stream.cast::<c_void>()) }
     }
 }
 
 /// Makes `stream` wait for what was queued on `origin` until now.
 ///
-/// CubeCL's `resolve` waits for another stream unless it has done so since the buffer was *allocated*: a
-/// kernel that writes the buffer later, behind that wait, is missed. A graph that is being captured takes
-/// no such wait: it would draw the other stream into the capture.
+/// CubeCL's `resolve` waits for another stream unless it has done so since the buffer was
+/// *allocated*: a kernel that writes the buffer later, behind that wait, is missed. A graph that is
+/// being captured takes no such wait: it would draw the other stream into the capture.
 fn wait(stream: CUstream, origin: CUstream) -> Result<(), String> {
     let mut event: CUevent = ptr::null_mut();
     let flags = CUevent_flags::CU_EVENT_DISABLE_TIMING as u32;
-    // SAFETY: both streams are alive. An event may be destroyed as soon as the wait for it is queued.
+    // SAFETY: both streams are alive. An event may be destroyed as soon as the wait for it is
+    // queued.
     unsafe {
         cuEventCreate(&mut event, flags).result().and_then(|()| {
             let waiting = cuEventRecord(event, origin)

@@ -85,8 +85,8 @@ impl Kernel for CublasLt {
     }
 }
 
-/// Two packed operands are multiplied as they are. Of one packed and one bf16 operand, the packed one is
-/// dequantized before, which is exact.
+/// Two packed operands are multiplied as they are. Of one packed and one bf16 operand, the packed
+/// one is dequantized before, which is exact.
 fn format_of(is_packed: [bool; 2]) -> CublasLtFormat {
     match is_packed {
         [true, true] => CublasLtFormat::Nvfp4,
@@ -96,10 +96,10 @@ fn format_of(is_packed: [bool; 2]) -> CublasLtFormat {
 
 /// How a GEMM with this epilogue is put together.
 ///
-/// The library rounds a 16-bit output before it adds what the output held, and once more behind that.
-/// Where a 16-bit output is added to, the sum goes to an `f32` matrix of its own instead, and a kernel adds
-/// and rounds once. An `f32` output with a bias begins as the bias, of which the library would keep no more
-/// than bf16.
+/// The library rounds a 16-bit output before it adds what the output held, and once more behind
+/// that. Where a 16-bit output is added to, the sum goes to an `f32` matrix of its own instead, and
+/// a kernel adds and rounds once. An `f32` output with a bias begins as the bias, of which the
+/// library would keep no more than bf16.
 struct Assembly {
     /// The sum goes to a matrix of its own.
     staged: bool,
@@ -112,7 +112,8 @@ impl Assembly {
     /// Puts a GEMM together.
     ///
     /// # Errors
-    /// A global scale for each row, which the library does not have, and as [`CublasLtProblem::check`].
+    /// A global scale for each row, which the library does not have, and as
+    /// [`CublasLtProblem::check`].
     fn new(problem: &Problem) -> Result<Self, Nvfp4Error> {
         let kind = problem.epilogue;
         for (argument, factor) in [("a", kind.a), ("b", kind.b)] {
@@ -253,7 +254,8 @@ fn factors(client: &Client, epilogue: &EpilogueArgs, accumulate: bool) -> Handle
     out
 }
 
-/// Writes `rows`, an `f32` matrix, to each as many rows of `out`, rounded to its type, or adds them.
+/// Writes `rows`, an `f32` matrix, to each as many rows of `out`, rounded to its type, or adds
+/// them.
 fn add_rows(client: &Client, rows: &Matrix, out: &Matrix, add: bool) {
     let (count, dim) = grid(client, out.len());
     // SAFETY: the kernel stays below the elements of either matrix.
@@ -294,8 +296,8 @@ pub fn factors_kernel(
     }
 }
 
-/// Element `i` of `out` becomes element `i` modulo `period` of `rows`, added to what it holds or not,
-/// rounded once to `kind`: a bias in each row, or the sum of two matrices.
+/// Element `i` of `out` becomes element `i` modulo `period` of `rows`, added to what it holds or
+/// not, rounded once to `kind`: a bias in each row, or the sum of two matrices.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn add_rows_kernel<F: Numeric>(
     rows: &[f32],

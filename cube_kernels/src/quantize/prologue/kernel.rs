@@ -1,363 +1,22 @@
-//! Producers: what a quantization kernel reads may be computed on the way from memory, and is then
-//! never written there.
-//!
-//! A kernel takes a [`Producer`] beside `x`. Its variant is a comptime choice, so that a kernel that
-//! reads a plain matrix has nothing of the others in it. Values are rounded to the element type of the
-//! inputs, packed in words, and from there on the kernel is the same.
+//! What kernels read on the way from memory.
 
-use cubecl::{prelude::*, server::Handle};
+use cubecl::prelude::*;
 
-use super::tile::{self, Shape, Tile};
-use crate::launch::{Words, buffer, cubes, grid};
+use super::super::tile::{self, LoadPlan, Shape, Tile};
 use crate::{
-    BLOCK, Nvfp4Error,
-    capabilities::{conversion_of, is_cpu},
     cube::{
         activation::{SquareSum, swiglu, swiglu_backward},
         codec::Conversion,
         words::{block_words, load_block_words, pack, unpack, unpack_block},
     },
-    memory::{address_type, allocate, check_memory, is_aligned},
-    tensor::{FloatKind, Matrix},
+    tensor::FloatKind,
 };
-
-/// Where a gated activation has its two inputs, both `rows` x `width`.
-#[derive(Debug, Clone, Copy)]
-pub enum Gated<'a> {
-    /// In one matrix of `rows` x `2 width`, the gate in the first half of each row: the output of one
-    /// projection.
-    SideBySide(&'a Matrix),
-    /// In two matrices.
-    Apart {
-        /// What goes through SiLU.
-        gate: &'a Matrix,
-        /// What is multiplied with it.
-        up: &'a Matrix,
-    },
-}
-
-/// The matrix that a kernel quantizes: one in memory, or one that is computed while its inputs are read.
-///
-/// Computed ones have rows of a multiple of 16 elements and inputs that start at multiples of 16 bytes;
-/// values are rounded to the type of the inputs before anything else happens to them, so that a fused
-/// kernel gives the bytes of [`produce()`] followed by the same kernel.
-///
-/// What reads and writes least where both the maxima and the copies are wanted: for RMS normalisation
-/// [`amaxes`](super::amaxes) and [`quantize_both`](super::quantize_both) of the source, which compute it twice
-/// and write it never; for SwiGLU and its gradients
-/// [`produce_with_amaxes`](super::produce_with_amaxes) and then the copies of what was written, since two
-/// inputs read again are as many bytes as one output written and read, and take the exponential again. Per
-/// token, in one read, [`quantize_per_token`](super::quantize_per_token()) of the source.
-#[derive(Debug, Clone, Copy)]
-pub enum Source<'a> {
-    /// The matrix itself.
-    Plain(&'a Matrix),
-    /// `x · rstd · gain`; see [`reference::rms_norm`](crate::reference::rms_norm).
-    RmsNorm {
-        /// What is normalised.
-        x: &'a Matrix,
-        /// `1 / sqrt(mean(x²) + ε)` of each row, `f32`: see [`rms_norm_rstd`].
-        rstd: &'a Handle,
-        /// One factor for each column, `f32`.
-        gain: &'a Handle,
-    },
-    /// `silu(gate) · up`; see [`reference::swiglu`](crate::reference::swiglu).
-    SwiGlu(Gated<'a>),
-    /// The gradients of SwiGLU by both inputs, `rows` x `2 width`, that by the gate in the first half of
-    /// each row; see [`reference::swiglu_backward`](crate::reference::swiglu_backward).
-    SwiGluBackward {
-        /// The gradient by the output, `rows` x `width`.
-        grad: &'a Matrix,
-        /// The inputs.
-        inputs: Gated<'a>,
-    },
-}
-
-impl<'a> From<&'a Matrix> for Source<'a> {
-    fn from(matrix: &'a Matrix) -> Self {
-        Self::Plain(matrix)
-    }
-}
-
-/// A [`Source`] that was checked: what launches need of it.
-pub(crate) struct Input {
-    /// Shape and type of what is produced; the memory is that of the first input.
-    pub matrix: Matrix,
-    /// How the first input is loaded.
-    pub words: Words,
-    operands: Operands,
-}
-
-/// The inputs beside the first.
-enum Operands {
-    None,
-    RmsNorm { rstd: Handle, gain: Handle },
-    SwiGlu(GateArgs),
-    SwiGluBackward(GateArgs),
-}
-
-/// A [`Gated`] as a kernel finds it.
-struct GateArgs {
-    gate: Matrix,
-    up: Matrix,
-    /// Elements from one row to the next.
-    pitch: usize,
-    /// Elements of a row before its part of `up`.
-    up_start: usize,
-}
-
-impl GateArgs {
-    /// The inputs, which must be `rows` x `width`.
-    fn new(inputs: &Gated<'_>) -> Result<Self, Nvfp4Error> {
-        match *inputs {
-            Gated::SideBySide(both) => {
-                check_input("gate_up", both, 2)?;
-                Ok(Self {
-                    gate: both.clone(),
-                    up: both.clone(),
-                    pitch: both.cols,
-                    up_start: both.cols / 2,
-                })
-            }
-            Gated::Apart { gate, up } => {
-                check_input("gate", gate, 1)?;
-                check_input("up", up, 1)?;
-                check_same("up", up, "gate", (gate.rows, gate.cols, gate.dtype))?;
-                Ok(Self {
-                    gate: gate.clone(),
-                    up: up.clone(),
-                    pitch: gate.cols,
-                    up_start: 0,
-                })
-            }
-        }
-    }
-
-    fn width(&self) -> usize {
-        self.pitch - self.up_start
-    }
-
-    fn launch(&self) -> GateInputsLaunch {
-        let per_vector = per_vector(self.gate.dtype);
-        GateInputsLaunch::new(
-            Words::of(&self.gate).arg(),
-            Words::of(&self.up).arg(),
-            self.pitch / per_vector,
-            self.up_start / per_vector,
-        )
-    }
-}
-
-/// An error unless rows are `parts` times a multiple of 16 elements and all vectors of 16 bytes aligned.
-fn check_input(argument: &'static str, x: &Matrix, parts: usize) -> Result<(), Nvfp4Error> {
-    x.check(argument)?;
-    if !x.cols.is_multiple_of(parts * BLOCK) {
-        return Err(Nvfp4Error::shape(
-            argument,
-            format!("{} x {}", x.rows, x.cols),
-            format!("columns in a multiple of {}", parts * BLOCK),
-        ));
-    }
-    check_aligned(argument, &x.handle)
-}
-
-fn check_aligned(argument: &'static str, handle: &Handle) -> Result<(), Nvfp4Error> {
-    if is_aligned(handle) {
-        return Ok(());
-    }
-    Err(Nvfp4Error::value(
-        argument,
-        format!("at byte {} of its memory", handle.offset_start.unwrap_or(0)),
-        "at a multiple of 16 bytes",
-    ))
-}
-
-fn check_same(
-    argument: &'static str,
-    x: &Matrix,
-    like: &str,
-    (rows, cols, dtype): (usize, usize, FloatKind),
-) -> Result<(), Nvfp4Error> {
-    if (x.rows, x.cols, x.dtype) == (rows, cols, dtype) {
-        return Ok(());
-    }
-    Err(Nvfp4Error::shape(
-        argument,
-        format!("{} x {} of {:?}", x.rows, x.cols, x.dtype),
-        format!("{rows} x {cols} of {dtype:?}, as `{like}`"),
-    ))
-}
-
-impl Input {
-    /// Checks a source.
-    pub fn new(source: Source<'_>) -> Result<Self, Nvfp4Error> {
-        let (first, cols, operands) = match source {
-            Source::Plain(x) => {
-                x.check("x")?;
-                (x, x.cols, Operands::None)
-            }
-            Source::RmsNorm { x, rstd, gain } => {
-                check_input("x", x, 1)?;
-                check_memory("rstd", rstd, x.rows * 4)?;
-                check_gain(gain, x.cols)?;
-                let (rstd, gain) = (rstd.clone(), gain.clone());
-                (x, x.cols, Operands::RmsNorm { rstd, gain })
-            }
-            Source::SwiGlu(inputs) => {
-                let args = GateArgs::new(&inputs)?;
-                let width = args.width();
-                let first = match inputs {
-                    Gated::SideBySide(both) => both,
-                    Gated::Apart { gate, .. } => gate,
-                };
-                (first, width, Operands::SwiGlu(args))
-            }
-            Source::SwiGluBackward { grad, inputs } => {
-                let args = GateArgs::new(&inputs)?;
-                let width = args.width();
-                check_input("grad", grad, 1)?;
-                check_same(
-                    "grad",
-                    grad,
-                    "gate",
-                    (args.gate.rows, width, args.gate.dtype),
-                )?;
-                (grad, 2 * width, Operands::SwiGluBackward(args))
-            }
-        };
-        Ok(Self {
-            matrix: Matrix {
-                cols,
-                ..first.clone()
-            },
-            words: Words::of(first),
-            operands,
-        })
-    }
-
-    /// Whether the matrix lies in memory as it is.
-    pub fn is_plain(&self) -> bool {
-        matches!(self.operands, Operands::None)
-    }
-
-    /// The argument of a kernel.
-    pub fn producer(&self) -> ProducerArgs {
-        match &self.operands {
-            Operands::None => ProducerArgs::Plain,
-            Operands::RmsNorm { rstd, gain } => {
-                // SAFETY: both were checked.
-                let rstd = unsafe { buffer(rstd, self.matrix.rows) };
-                ProducerArgs::RmsNorm(NormInputsLaunch::new(
-                    rstd,
-                    gain_arg(gain, self.matrix.cols),
-                ))
-            }
-            Operands::SwiGlu(args) => ProducerArgs::SwiGlu(args.launch()),
-            Operands::SwiGluBackward(args) => ProducerArgs::SwiGluBackward(args.launch()),
-        }
-    }
-}
-
-/// An error unless `gain` holds a factor for each column, in aligned vectors.
-pub(crate) fn check_gain(gain: &Handle, cols: usize) -> Result<(), Nvfp4Error> {
-    check_memory("gain", gain, cols * 4)?;
-    check_aligned("gain", gain)
-}
-
-/// The gains of a kernel, in vectors.
-pub(crate) fn gain_arg(gain: &Handle, cols: usize) -> BufferArg {
-    // SAFETY: checked by `check_gain`.
-    unsafe { buffer(gain, cols / 4) }
-}
-
-/// The matrix that `source` stands for, in memory.
-///
-/// # Errors
-/// When an input of `source` is no multiple of 16 columns wide, does not fit the others, does not start at a
-/// multiple of 16 bytes, or its memory is smaller than its shape.
-pub fn produce(client: &Client, source: Source<'_>) -> Result<Matrix, Nvfp4Error> {
-    let input = Input::new(source)?;
-    if input.is_plain() {
-        return Ok(input.matrix);
-    }
-    let x = &input.matrix;
-    let out = Matrix::empty(client, x.rows, x.cols, x.dtype);
-    if x.is_empty() {
-        return Ok(out);
-    }
-    let row_vectors = x.cols / per_vector(x.dtype);
-    let (count, dim) = grid(client, x.rows * row_vectors);
-    // SAFETY: the kernel stays below the number of vectors, for which the inputs were checked.
-    unsafe {
-        produce_kernel::launch_unchecked(
-            client,
-            count,
-            dim,
-            address_type(x.len()),
-            input.words.width,
-            input.words.arg(),
-            input.producer(),
-            Words::of(&out).arg(),
-            x.rows,
-            row_vectors,
-            conversion_of(client),
-            x.dtype,
-        );
-    }
-    Ok(out)
-}
-
-/// `1 / sqrt(mean(x²) + epsilon)` of each row of `x`, `f32`: what a normalisation keeps for its backward.
-/// See [`reference::rms_norm_rstd`](crate::reference::rms_norm_rstd).
-///
-/// # Errors
-/// When the columns of `x` are no multiple of 16, it does not start at a multiple of 16 bytes, or its memory
-/// is smaller than its shape.
-pub fn rms_norm_rstd(client: &Client, x: &Matrix, epsilon: f32) -> Result<Handle, Nvfp4Error> {
-    check_input("x", x, 1)?;
-    let out = allocate(client, x.rows * 4);
-    if x.is_empty() {
-        return Ok(out);
-    }
-    let words = Words::of(x);
-    let (count, dim) = row_cubes(client, x.rows, x.cols / BLOCK);
-    // SAFETY: the kernel stays below the shape, for which the memory was checked.
-    unsafe {
-        rms_norm_rstd_kernel::launch_unchecked(
-            client,
-            count,
-            dim,
-            address_type(x.len()),
-            words.width,
-            words.arg(),
-            buffer(&out, x.rows),
-            x.rows,
-            x.cols / BLOCK,
-            epsilon,
-            !is_cpu(client),
-            conversion_of(client),
-            x.dtype,
-        );
-    }
-    Ok(out)
-}
-
-/// Cubes that take a row at a time, with no more units than a row has blocks.
-pub(crate) fn row_cubes(client: &Client, rows: usize, blocks: usize) -> (CubeCount, CubeDim) {
-    let (count, dim) = cubes(client, rows);
-    let dim = if is_cpu(client) {
-        dim
-    } else {
-        CubeDim::new_1d(blocks.next_multiple_of(32).min(dim.x as usize) as u32)
-    };
-    (count, dim)
-}
 
 /// Words of a vector: kernels with producers load 16 bytes at a time.
 const VECTOR: usize = 4;
 
 /// Elements of a vector.
-const fn per_vector(kind: FloatKind) -> usize {
+pub(super) const fn per_vector(kind: FloatKind) -> usize {
     VECTOR * 4 / kind.size()
 }
 
@@ -478,7 +137,8 @@ fn normalized(
 
 #[cube]
 impl Producer {
-    /// What the vectors at `vector` of all rows have in common. Produced rows have `row_vectors` vectors.
+    /// What the vectors at `vector` of all rows have in common. Produced rows have `row_vectors`
+    /// vectors.
     pub fn column(&self, vector: usize, row_vectors: usize, #[comptime] kind: FloatKind) -> Column {
         #[comptime]
         match self {
@@ -598,7 +258,8 @@ impl Producer {
         }
     }
 
-    /// The column of the matrix that column `c` of a tile stands for; `paired` as in [`start_load()`].
+    /// The column of the matrix that column `c` of a tile stands for; `paired` as in
+    /// [`start_load()`].
     pub fn column_of(
         &self,
         tile: &Tile,
@@ -697,9 +358,8 @@ const IN_FLIGHT: usize = 4;
 
 /// [`tile::start_load()`] of what `producer` makes; it is also written to `sink`.
 ///
-/// Where gradients of a gated activation are `paired`, a tile has those by the gate in its first half and
-/// those by the other input, of the same columns, in its second: both come from the same numbers. The
-/// caller then asks for [`Producer::column_of()`].
+/// Where gradients of a gated activation are [paired](LoadPlan::paired), both come from the same
+/// numbers, and the caller asks for [`Producer::column_of()`].
 #[cube]
 pub fn start_load<F: Numeric, N: Size>(
     x: &[Vector<F, N>],
@@ -708,31 +368,19 @@ pub fn start_load<F: Numeric, N: Size>(
     shared: &mut Shared<[u32]>,
     tile: &Tile,
     shape: &Shape,
-    #[comptime] paired: bool,
-    #[comptime] elements: bool,
-    #[comptime] units: usize,
-    #[comptime] conversion: Conversion,
-    #[comptime] kind: FloatKind,
+    #[comptime] plan: LoadPlan,
 ) {
     #[comptime]
     match producer {
-        Producer::Plain => {
-            tile::start_load::<F, N>(x, shared, tile, shape, elements, units, conversion, kind);
-        }
+        Producer::Plain => tile::start_load::<F, N>(x, shared, tile, shape, plan),
         Producer::SwiGluBackward(_) => {
-            if comptime!(paired) {
-                produce_pairs::<F, N>(
-                    x, producer, sink, shared, tile, shape, units, conversion, kind,
-                );
+            if comptime!(plan.paired) {
+                produce_pairs::<F, N>(x, producer, sink, shared, tile, shape, plan);
             } else {
-                produce_tile::<F, N>(
-                    x, producer, sink, shared, tile, shape, units, conversion, kind,
-                );
+                produce_tile::<F, N>(x, producer, sink, shared, tile, shape, plan);
             }
         }
-        _ => produce_tile::<F, N>(
-            x, producer, sink, shared, tile, shape, units, conversion, kind,
-        ),
+        _ => produce_tile::<F, N>(x, producer, sink, shared, tile, shape, plan),
     }
 }
 
@@ -744,10 +392,9 @@ fn produce_tile<F: Numeric, N: Size>(
     shared: &mut Shared<[u32]>,
     tile: &Tile,
     shape: &Shape,
-    #[comptime] units: usize,
-    #[comptime] conversion: Conversion,
-    #[comptime] kind: FloatKind,
+    #[comptime] plan: LoadPlan,
 ) {
+    let (units, kind) = comptime!((plan.units, plan.kind));
     let per_row = comptime!(tile::WORDS / VECTOR);
     let row_vectors = shape.cols / comptime!(per_vector(kind));
     let vector0 = tile.col0 / comptime!(per_vector(kind));
@@ -763,21 +410,14 @@ fn produce_tile<F: Numeric, N: Size>(
             kind,
         );
         while first < comptime!(tile::ROWS * per_row) {
-            produce_vectors::<F, N>(
-                x,
-                producer,
-                sink,
-                shared,
-                tile,
-                &column,
+            let run = VectorRun {
+                row0: tile.row0,
+                row_end: tile.row_end,
                 first,
                 vector0,
                 row_vectors,
-                IN_FLIGHT,
-                units,
-                conversion,
-                kind,
-            );
+            };
+            produce_vectors::<F, N>(x, producer, sink, shared, &column, &run, IN_FLIGHT, plan);
             first += comptime!(IN_FLIGHT * units);
         }
     } else {
@@ -787,51 +427,54 @@ fn produce_tile<F: Numeric, N: Size>(
                 row_vectors,
                 kind,
             );
-            produce_vectors::<F, N>(
-                x,
-                producer,
-                sink,
-                shared,
-                tile,
-                &column,
+            let run = VectorRun {
+                row0: tile.row0,
+                row_end: tile.row_end,
                 first,
                 vector0,
                 row_vectors,
-                1usize,
-                units,
-                conversion,
-                kind,
-            );
+            };
+            produce_vectors::<F, N>(x, producer, sink, shared, &column, &run, 1usize, plan);
             first += units;
         }
     }
 }
 
-/// Produces `count` vectors of a tile: number `first`, counted along its rows, and every `units`-th one.
+/// Vectors of a tile: number `first`, counted along its rows, and every `units`-th one.
+#[derive(CubeType, Clone, Copy)]
+struct VectorRun {
+    /// The first row of the tile, and the row behind the last of its group.
+    row0: usize,
+    row_end: usize,
+    first: usize,
+    /// The first vector of the tile in a row.
+    vector0: usize,
+    /// Vectors of a row.
+    row_vectors: usize,
+}
+
+/// Computes `count` vectors of a tile.
 #[cube]
 fn produce_vectors<F: Numeric, N: Size>(
     x: &[Vector<F, N>],
     producer: &Producer,
     sink: &mut Sink,
     shared: &mut Shared<[u32]>,
-    tile: &Tile,
     column: &Column,
-    first: usize,
-    vector0: usize,
-    row_vectors: usize,
+    run: &VectorRun,
     #[comptime] count: usize,
-    #[comptime] units: usize,
-    #[comptime] conversion: Conversion,
-    #[comptime] kind: FloatKind,
+    #[comptime] plan: LoadPlan,
 ) {
+    let (units, conversion, kind) = comptime!((plan.units, plan.conversion, plan.kind));
     let per_row = comptime!(tile::WORDS / VECTOR);
+    let (first, vector0, row_vectors) = (run.first, run.vector0, run.row_vectors);
     let mut pending = Sequence::<Loaded>::new();
     #[unroll]
     for j in 0..count {
         // Behind the end the last row is read again, and not used.
         let row = min(
-            tile.row0 + (first + j * units) / per_row,
-            tile.row_end - 1usize,
+            run.row0 + (first + j * units) / per_row,
+            run.row_end - 1usize,
         );
         pending.push(producer.load::<F, N>(x, row, column, row_vectors));
     }
@@ -839,9 +482,9 @@ fn produce_vectors<F: Numeric, N: Size>(
     for j in 0..count {
         let item = first + j * units;
         let r = item / per_row;
-        let row = tile.row0 + r;
+        let row = run.row0 + r;
         let vector = vector0 + item % per_row;
-        let inside = row < tile.row_end && vector < row_vectors;
+        let inside = row < run.row_end && vector < row_vectors;
         let words = producer.words(pending.index(j), column, conversion, kind);
         let start = tile::word_at(r, (item % per_row) * VECTOR);
         #[unroll]
@@ -862,10 +505,9 @@ fn produce_pairs<F: Numeric, N: Size>(
     shared: &mut Shared<[u32]>,
     tile: &Tile,
     shape: &Shape,
-    #[comptime] units: usize,
-    #[comptime] conversion: Conversion,
-    #[comptime] kind: FloatKind,
+    #[comptime] plan: LoadPlan,
 ) {
+    let (units, conversion, kind) = comptime!((plan.units, plan.conversion, plan.kind));
     let per_row = comptime!(tile::WORDS / VECTOR / 2);
     let items = comptime!(tile::ROWS * per_row);
     let in_flight = comptime!(if items.is_multiple_of(units * IN_FLIGHT) {

@@ -1,19 +1,13 @@
-//! Largest magnitudes: of a matrix, of its rows, of its columns, of its groups, before and after the
-//! column-wise transform.
+//! The kernels that find amax values.
 
-use cubecl::{prelude::*, server::Handle};
+use cubecl::prelude::*;
 
-use super::{
-    plan::signs_of,
-    prologue::{self, Input, Producer, Sink, SinkArgs, Source, produce},
-    tile::{self, Grouping, Shape, ShapeLaunch, Tile},
-};
-use crate::launch::{
-    Words, buffer, computed_tile_cubes, grid, per_word, resident_grid, tile_cubes, tile_runs,
+use super::super::{
+    prologue::{self, Producer, Sink},
+    tile::{self, Grouping, LoadPlan, Shape, Tile},
 };
 use crate::{
-    Hadamard, HadamardSize, Nvfp4Error, Usage,
-    capabilities::{conversion_of, is_cpu},
+    HadamardSize,
     cube::{
         block::{block_amax, max_of_pairs},
         codec::{Conversion, canonical, magnitude_bits, round_to_bf16},
@@ -21,256 +15,9 @@ use crate::{
         ptx,
         words::{block_words, unpack},
     },
-    memory::{address_type, allocate},
-    tensor::{AmaxGranularity, FloatKind, Groups, Matrix},
+    launch::per_word,
+    tensor::{AmaxGranularity, FloatKind},
 };
-
-/// The largest magnitude in `x`, one `f32` in device memory; 0 for an empty matrix. With `hadamard`
-/// that of the column-wise transformed matrix. Deterministic, and NaN and infinity survive: see
-/// [`reference::amax`](crate::reference::amax).
-///
-/// # Errors
-/// When the memory of `x` is smaller than its shape.
-pub fn amax(client: &Client, x: &Matrix, hadamard: Option<Hadamard>) -> Result<Handle, Nvfp4Error> {
-    match hadamard {
-        None => amax_of_matrix(client, x),
-        Some(hadamard) => {
-            let request = AmaxRequest {
-                cols: Some((AmaxGranularity::PerTensor, Some(hadamard))),
-                ..AmaxRequest::default()
-            };
-            let found = amaxes(client, x, &Groups::One, &request)?;
-            Ok(found.cols.expect("asked for"))
-        }
-    }
-}
-
-/// Which maxima [`amaxes`] finds in one read of a matrix.
-#[derive(Debug, Clone, Copy, Default)]
-pub struct AmaxRequest {
-    /// Those for row-wise copies: of each group, or of each row (per token).
-    pub rows: Option<AmaxGranularity>,
-    /// Those for column-wise copies: of each group, or of each column of each group; of the
-    /// transformed values where there is a transform.
-    pub cols: Option<(AmaxGranularity, Option<Hadamard>)>,
-}
-
-impl AmaxRequest {
-    /// Those for a copy along `usage` alone; `hadamard` is that of a column-wise copy, and of no effect on a
-    /// row-wise one.
-    pub fn along(usage: Usage, scope: AmaxGranularity, hadamard: Option<Hadamard>) -> Self {
-        match usage {
-            Usage::Rowwise => Self {
-                rows: Some(scope),
-                cols: None,
-            },
-            Usage::Columnwise => Self {
-                rows: None,
-                cols: Some((scope, hadamard)),
-            },
-        }
-    }
-}
-
-/// What [`amaxes`] found: `f32` values in device memory.
-#[derive(Debug, Clone, Default)]
-pub struct Amaxes {
-    /// For row-wise copies: one for each group, or for each row.
-    pub rows: Option<Handle>,
-    /// For column-wise copies: one for each group, or `groups x cols`.
-    pub cols: Option<Handle>,
-}
-
-/// Several maxima in one read of `x` (or of what it is made from); 0 where there is nothing to compare. See
-/// [`reference::amax_rows`](crate::reference::amax_rows),
-/// [`reference::amax_cols`](crate::reference::amax_cols) and
-/// [`reference::amax_rht`](crate::reference::amax_rht). Rows behind the last group have an undefined
-/// maximum.
-///
-/// # Errors
-/// When the groups do not fit, or the memory of `x` is smaller than its shape; for a computed `x` as
-/// [`produce`].
-pub fn amaxes<'a>(
-    client: &Client,
-    x: impl Into<Source<'a>>,
-    groups: &Groups,
-    request: &AmaxRequest,
-) -> Result<Amaxes, Nvfp4Error> {
-    find(client, &Input::new(x.into())?, groups, request, None)
-}
-
-/// [`produce`] and [`amaxes`] in one read of the inputs. Rows behind the last group have undefined
-/// elements.
-///
-/// # Errors
-/// As [`amaxes`].
-pub fn produce_with_amaxes(
-    client: &Client,
-    source: Source<'_>,
-    groups: &Groups,
-    request: &AmaxRequest,
-) -> Result<(Matrix, Amaxes), Nvfp4Error> {
-    let input = Input::new(source)?;
-    if input.is_plain() || (request.rows.is_none() && request.cols.is_none()) {
-        let found = find(client, &input, groups, request, None)?;
-        return Ok((produce(client, source)?, found));
-    }
-    let Matrix {
-        rows, cols, dtype, ..
-    } = input.matrix;
-    let out = Matrix::empty(client, rows, cols, dtype);
-    let found = find(client, &input, groups, request, Some(&out))?;
-    Ok((out, found))
-}
-
-fn find(
-    client: &Client,
-    input: &Input,
-    groups: &Groups,
-    request: &AmaxRequest,
-    written: Option<&Matrix>,
-) -> Result<Amaxes, Nvfp4Error> {
-    let Input {
-        matrix: x, words, ..
-    } = input;
-    groups.check(x.rows)?;
-    let len = |scope, outer| match scope {
-        AmaxGranularity::PerTensor => groups.count(),
-        AmaxGranularity::PerRow => outer,
-    };
-    let rows_len = request.rows.map_or(0, |scope| len(scope, x.rows));
-    let cols_len = request
-        .cols
-        .map_or(0, |(scope, _)| len(scope, groups.count() * x.cols));
-    let [rows, cols] = [rows_len, cols_len].map(|count| allocate(client, count * 4));
-    zero(client, [(&rows, rows_len), (&cols, cols_len)]);
-    let found = Amaxes {
-        rows: request.rows.map(|_| rows),
-        cols: request.cols.map(|_| cols),
-    };
-    if x.is_empty() || (request.rows.is_none() && request.cols.is_none()) {
-        return Ok(found);
-    }
-    let hadamard = request.cols.and_then(|(_, hadamard)| hadamard);
-    let tile_cols = x.cols.div_ceil(tile::cols(x.dtype));
-    let row_tiles = groups.units(x.rows, tile::ROWS);
-    let (count, dim) = match groups {
-        Groups::One if input.is_plain() => tile_cubes(client, row_tiles * tile_cols),
-        Groups::One => computed_tile_cubes(client, row_tiles * tile_cols),
-        _ => tile_runs(client, row_tiles, tile_cols),
-    };
-    let plan = AmaxPlan {
-        rows: request.rows,
-        cols: request.cols.map(|(scope, _)| scope),
-        hadamard: hadamard.map(|hadamard| hadamard.size()),
-        default_signs: hadamard == Some(Hadamard::default()),
-        grouping: Grouping::of(groups),
-        elements: words.elem.size() == 2,
-        units: dim.x as usize,
-        planes: !is_cpu(client),
-        conversion: conversion_of(client),
-    };
-    // Not asked for: the other one, which the kernel then does not touch for it.
-    let rows = found
-        .rows
-        .as_ref()
-        .or(found.cols.as_ref())
-        .expect("one is asked for");
-    let cols = found.cols.as_ref().unwrap_or(rows);
-    let span = tile::span(plan.hadamard);
-    let map = tile::map_tiles(client, (x.rows, x.cols), groups, row_tiles, span, rows);
-    // SAFETY: the kernel masks every access by the shapes it is given.
-    unsafe {
-        amax_tiles_kernel::launch_unchecked(
-            client,
-            count,
-            dim,
-            address_type(x.len()),
-            words.width,
-            words.arg(),
-            input.producer(),
-            written.map_or(SinkArgs::None, |out| SinkArgs::Matrix(Words::of(out).arg())),
-            map,
-            ShapeLaunch::new(x.rows, x.cols, groups.count(), tile_cols),
-            row_tiles,
-            buffer(rows, rows_len.max(1)),
-            buffer(cols, cols_len.max(1)),
-            signs_of(hadamard),
-            plan,
-            x.dtype,
-            words.elem,
-        );
-    }
-    Ok(found)
-}
-
-fn amax_of_matrix(client: &Client, x: &Matrix) -> Result<Handle, Nvfp4Error> {
-    x.check("x")?;
-    let out = zeros(client, 1);
-    if x.is_empty() {
-        return Ok(out);
-    }
-    // The matrix is one row here: what counts is how many words it has.
-    let flat = Matrix {
-        rows: 1,
-        cols: x.len(),
-        ..x.clone()
-    };
-    let words = Words::of(&flat);
-    let vectors = x.len() * x.dtype.size() / (words.elem.size() * words.width);
-    let (count, dim) = resident_grid(client, vectors.div_ceil(AMAX_UNROLL));
-    // SAFETY: the kernel stays below the number of vectors, and the memory was checked.
-    unsafe {
-        amax_kernel::launch_unchecked(
-            client,
-            count,
-            dim,
-            address_type(x.len()),
-            words.width,
-            words.arg(),
-            buffer(&out, 1),
-            vectors,
-            words.elem.size() == 2,
-            !is_cpu(client),
-            conversion_of(client),
-            x.dtype,
-            words.elem,
-        );
-    }
-    Ok(out)
-}
-
-/// `count` words of zeros, which kernels may raise. A kernel and not a copy from the host, so that a graph can
-/// capture it.
-pub(crate) fn zeros(client: &Client, count: usize) -> Handle {
-    let out = allocate(client, count * 4);
-    zero(client, [(&out, count), (&out, 0)]);
-    out
-}
-
-/// Clears the first words of two buffers, as many as stand beside them, in one launch.
-fn zero(client: &Client, buffers: [(&Handle, usize); 2]) {
-    let Some(some) = buffers.iter().find(|(_, words)| *words > 0) else {
-        return;
-    };
-    let [(first, words), (second, others)] = buffers.map(|(handle, words)| match words {
-        0 => (some.0, 0),
-        _ => (handle, words),
-    });
-    let (cube_count, dim) = grid(client, words.max(others));
-    // SAFETY: the kernel stays below the numbers of words.
-    unsafe {
-        zero_kernel::launch_unchecked(
-            client,
-            cube_count,
-            dim,
-            buffer(first, words.max(1)),
-            buffer(second, others.max(1)),
-            words,
-            others,
-        );
-    }
-}
 
 /// One unit clears every `units`-th word of both.
 #[cube(launch_unchecked, create_dummy_kernel)]
@@ -287,8 +34,8 @@ pub fn zero_kernel(first: &mut [u32], second: &mut [u32], words: usize, others: 
     }
 }
 
-/// Raises entry `index` of `out` to `bits`, once for each plane where there are planes. Magnitudes are
-/// compared as integers, so the order in which units arrive does not matter.
+/// Raises entry `index` of `out` to `bits`, once for each plane where there are planes. Magnitudes
+/// are compared as integers, so the order in which units arrive does not matter.
 #[cube]
 fn raise(out: &mut [Atomic<u32>], index: usize, bits: u32, #[comptime] planes: bool) {
     if comptime!(planes) {
@@ -329,8 +76,8 @@ fn fold<F: Numeric>(
     largest
 }
 
-/// A maximum on its way: magnitude bits, or, of words of two bf16, the largest and the smallest value
-/// in each half, which take half an instruction an element where magnitudes take two.
+/// A maximum on its way: magnitude bits, or, of words of two bf16, the largest and the smallest
+/// value in each half, which take half an instruction an element where magnitudes take two.
 #[derive(CubeType)]
 struct Running {
     magnitude: u32,
@@ -390,7 +137,7 @@ fn larger_half(both: u32) -> u32 {
 }
 
 /// Vectors that a unit loads before it looks at the first.
-const AMAX_UNROLL: usize = 4;
+pub(super) const AMAX_UNROLL: usize = 4;
 
 /// One unit folds every `units`-th vector, a few at a time.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
@@ -437,9 +184,9 @@ pub fn amax_kernel<F: Numeric, N: Size>(
 /// The comptime choices of `amax_tiles_kernel`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct AmaxPlan {
-    /// Maxima for row-wise copies.
+    /// Maxima for rowwise tensors.
     pub rows: Option<AmaxGranularity>,
-    /// Maxima for column-wise copies.
+    /// Maxima for columnwise tensors.
     pub cols: Option<AmaxGranularity>,
     /// The transform of the columns.
     pub hadamard: Option<HadamardSize>,
@@ -455,34 +202,64 @@ pub struct AmaxPlan {
     pub planes: bool,
     /// Who compares.
     pub conversion: Conversion,
+    /// The element type of `x`.
+    pub kind: FloatKind,
 }
 
-/// One cube folds one tile at a time, while the next is on its way. Units that share an entry meet in
-/// shared memory first; a maximum of a whole group leaves the cube at its end.
+impl AmaxPlan {
+    const fn load(&self) -> LoadPlan {
+        LoadPlan {
+            paired: true,
+            elements: self.elements,
+            units: self.units,
+            conversion: self.conversion,
+            kind: self.kind,
+        }
+    }
+}
+
+/// The tiles of a matrix and of its groups; `map` is what `tile::map_tiles` wrote.
+#[derive(CubeType, CubeLaunch)]
+pub struct AmaxTiles {
+    /// A record for each row of tiles, where groups are in device memory.
+    pub map: Box<[Vector<u32, Const<4>>]>,
+    /// The matrix.
+    pub shape: Shape,
+    /// Rows of tiles.
+    pub row_tiles: usize,
+}
+
+/// Where amax values are raised. Where the plan has none, any memory.
+#[derive(CubeType, CubeLaunch)]
+pub struct AmaxOut {
+    /// Those of rows.
+    pub rows: Box<[Atomic<u32>]>,
+    /// Those of columns.
+    pub cols: Box<[Atomic<u32>]>,
+}
+
+/// One cube folds one tile at a time, while the next is on its way. Units that share an entry meet
+/// in shared memory first; a maximum of a whole group leaves the cube at its end.
 ///
-/// Without groups a cube takes every `CUBE_COUNT`th tile, in bands; with groups every `CUBE_COUNT_X`th of one
-/// of `row_tiles` rows of tiles, so that it stays in one group. `map` is what
-/// `tile::map_tiles` wrote.
+/// Without groups a cube takes every `CUBE_COUNT`th tile, in bands; with groups every
+/// `CUBE_COUNT_X`th of one of `row_tiles` rows of tiles, so that it stays in one group. `map` is
+/// what `tile::map_tiles` wrote.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn amax_tiles_kernel<F: Numeric, N: Size>(
     x: &[Vector<F, N>],
     producer: Producer,
     mut sink: Sink,
-    map: &[Vector<u32, Const<4>>],
-    shape: Shape,
-    row_tiles: usize,
-    rows_out: &mut [Atomic<u32>],
-    cols_out: &mut [Atomic<u32>],
+    tiles: AmaxTiles,
+    mut out: AmaxOut,
     signs: Signs,
     #[comptime] plan: AmaxPlan,
-    #[comptime] kind: FloatKind,
     #[define(F)] _storage: ElemType,
 ) {
-    let elements = comptime!(plan.elements);
-    let units = comptime!(plan.units);
-    let conversion = comptime!(plan.conversion);
-    let width = N::value();
-    let asynchronous = comptime!(tile::asynchronous(conversion, elements, width, units));
+    let (units, conversion, kind) = comptime!((plan.units, plan.conversion, plan.kind));
+    let load = comptime!(plan.load());
+    let asynchronous = comptime!(load.asynchronous(N::value()));
+    let shape = &tiles.shape;
+    let row_tiles = tiles.row_tiles;
     let span = comptime!(tile::span(plan.hadamard));
     let grouping = comptime!(plan.grouping);
     let mut data: Shared<[u32]> = Shared::new_aligned_slice(tile::LEN, 16usize);
@@ -517,20 +294,17 @@ pub fn amax_tiles_kernel<F: Numeric, N: Size>(
     let mut col_bits = 0u32;
     let mut group = 0usize;
     if index < end {
-        let tile = tile_of(map, run, index, row_tiles, &shape, span, grouping, kind);
+        let tile = tile_of(&tiles, run, index, span, plan);
         group = tile.group;
         if tile.row0 < tile.row_end {
-            prologue::start_load::<F, N>(
-                x, &producer, &mut sink, &mut data, &tile, &shape, true, elements, units,
-                conversion, kind,
-            );
+            prologue::start_load::<F, N>(x, &producer, &mut sink, &mut data, &tile, shape, load);
         } else {
             end = 0usize;
         }
     }
     let first = index;
     while index < end {
-        let tile = tile_of(map, run, index, row_tiles, &shape, span, grouping, kind);
+        let tile = tile_of(&tiles, run, index, span, plan);
         tile::finish_load(asynchronous);
         if comptime!(plan.rows == Some(AmaxGranularity::PerRow)) {
             for turn in 0..comptime!(tile::blocks(kind) / units) {
@@ -550,11 +324,8 @@ pub fn amax_tiles_kernel<F: Numeric, N: Size>(
 
         index += stride;
         if index < end {
-            let next = tile_of(map, run, index, row_tiles, &shape, span, grouping, kind);
-            prologue::start_load::<F, N>(
-                x, &producer, &mut sink, &mut data, &next, &shape, true, elements, units,
-                conversion, kind,
-            );
+            let next = tile_of(&tiles, run, index, span, plan);
+            prologue::start_load::<F, N>(x, &producer, &mut sink, &mut data, &next, shape, load);
         }
         if comptime!(plan.rows == Some(AmaxGranularity::PerRow)) {
             let per_row = comptime!(tile::row_blocks(kind));
@@ -566,7 +337,7 @@ pub fn amax_tiles_kernel<F: Numeric, N: Size>(
                     bits = max(bits, row_maxima[r * per_row + b]);
                 }
                 if tile.row0 + r < tile.row_end {
-                    rows_out[tile.row0 + r].fetch_max(canonical(bits));
+                    out.rows[tile.row0 + r].fetch_max(canonical(bits));
                 }
                 r += CUBE_DIM as usize;
             }
@@ -582,40 +353,41 @@ pub fn amax_tiles_kernel<F: Numeric, N: Size>(
                     let entry = comptime!(chunk * step * tile::cols(kind));
                     bits = max(bits, col_maxima[entry + c]);
                 }
-                let column = producer.column_of(&tile, c, &shape, true, kind);
+                let column = producer.column_of(&tile, c, shape, true, kind);
                 if column < shape.cols {
-                    cols_out[tile.group * shape.cols + column].fetch_max(canonical(bits));
+                    out.cols[tile.group * shape.cols + column].fetch_max(canonical(bits));
                 }
                 c += CUBE_DIM as usize;
             }
         }
     }
     if first < end {
-        leave_group(rows_out, cols_out, group, row_bits, col_bits, plan);
+        leave_group(&mut out, group, row_bits, col_bits, plan);
     }
 }
 
-/// The tile of a cube: number `index` in bands, or with groups the one in column `index` of row `run` of tiles. Both
-/// count from the end of the matrix: what quantizes it next begins at its beginning, which the L2 cache then
-/// still holds.
+/// The tile of a cube: number `index` in bands, or with groups the one in column `index` of row
+/// `run` of tiles. Both count from the end of the matrix: what quantizes it next begins at its
+/// beginning, which the L2 cache then still holds.
 #[cube]
 fn tile_of(
-    map: &[Vector<u32, Const<4>>],
+    tiles: &AmaxTiles,
     run: usize,
     index: usize,
-    row_tiles: usize,
-    shape: &Shape,
     #[comptime] span: usize,
-    #[comptime] grouping: Grouping,
-    #[comptime] kind: FloatKind,
+    #[comptime] plan: AmaxPlan,
 ) -> Tile {
+    let (grouping, kind) = comptime!((plan.grouping, plan.kind));
+    let (shape, row_tiles) = (&tiles.shape, tiles.row_tiles);
     if comptime!(grouping == Grouping::One) {
         let index = row_tiles * shape.tile_cols - 1usize - index;
         let place = tile::in_bands(index, row_tiles, shape.tile_cols, tile::BAND);
-        tile::tile_at(map, place.row, place.col, shape, span, grouping, kind)
+        tile::tile_at(
+            &tiles.map, place.row, place.col, shape, span, grouping, kind,
+        )
     } else {
         tile::tile_at(
-            map,
+            &tiles.map,
             row_tiles - 1usize - run,
             index,
             shape,
@@ -626,21 +398,20 @@ fn tile_of(
     }
 }
 
-/// Raises the maxima of a group.
+/// Raises the amax values of a group.
 #[cube]
 fn leave_group(
-    rows_out: &mut [Atomic<u32>],
-    cols_out: &mut [Atomic<u32>],
+    out: &mut AmaxOut,
     group: usize,
     row_bits: u32,
     col_bits: u32,
     #[comptime] plan: AmaxPlan,
 ) {
     if comptime!(plan.rows == Some(AmaxGranularity::PerTensor)) {
-        raise(rows_out, group, canonical(row_bits), plan.planes);
+        raise(&mut out.rows, group, canonical(row_bits), plan.planes);
     }
     if comptime!(plan.cols == Some(AmaxGranularity::PerTensor)) {
-        raise(cols_out, group, canonical(col_bits), plan.planes);
+        raise(&mut out.cols, group, canonical(col_bits), plan.planes);
     }
 }
 
@@ -669,16 +440,16 @@ fn words_amax(
     }
 }
 
-/// The maxima of what a unit saw: before a transform, and after it.
+/// The amax values of what a unit saw: before a transform, and after it.
 #[derive(CubeType, Clone, Copy)]
 struct Maxima {
     rows: u32,
     cols: u32,
 }
 
-/// Folds the columns of a tile, and all of its elements as they stand where the maximum of whole groups
-/// of rows is asked for. Columns beyond the matrix are zeros, as are rows beyond the tile's `rows`, which
-/// groups that are short have in many tiles, and whose blocks are left out there.
+/// Folds the columns of a tile, and all of its elements as they stand where the maximum of whole
+/// groups of rows is asked for. Columns beyond the matrix are zeros, as are rows beyond the tile's
+/// `rows`, which groups that are short have in many tiles, and whose blocks are left out there.
 #[cube]
 fn fold_columns(
     data: &Shared<[u32]>,

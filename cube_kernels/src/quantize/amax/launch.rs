@@ -1,0 +1,267 @@
+//! What finds amax values is asked for, and its launches.
+
+use cubecl::{prelude::*, server::Handle};
+
+use super::{
+    super::{
+        plan::signs_of,
+        prologue::{Input, SinkArgs, Source, produce},
+        tile::{self, Grouping, ShapeLaunch},
+    },
+    kernel::{
+        AMAX_UNROLL, AmaxOutLaunch, AmaxPlan, AmaxTilesLaunch, amax_kernel, amax_tiles_kernel,
+        zero_kernel,
+    },
+};
+use crate::{
+    Hadamard, Nvfp4Error, Usage,
+    capabilities::{conversion_of, is_cpu},
+    launch::{Words, buffer, computed_tile_cubes, grid, resident_grid, tile_cubes, tile_runs},
+    memory::{address_type, allocate},
+    tensor::{AmaxGranularity, Groups, Matrix},
+};
+
+/// The largest magnitude in `x`, one `f32` in device memory; 0 for an empty matrix. With `hadamard`
+/// that of the columnwise transformed matrix. Deterministic, and NaN and infinity survive: see
+/// [`reference::amax`](crate::reference::amax).
+///
+/// # Errors
+/// When the memory of `x` is smaller than its shape.
+pub fn amax(client: &Client, x: &Matrix, hadamard: Option<Hadamard>) -> Result<Handle, Nvfp4Error> {
+    match hadamard {
+        None => amax_of_matrix(client, x),
+        Some(hadamard) => {
+            let request = AmaxRequest {
+                cols: Some((AmaxGranularity::PerTensor, Some(hadamard))),
+                ..AmaxRequest::default()
+            };
+            let found = amaxes(client, x, &Groups::One, &request)?;
+            Ok(found.cols.expect("asked for"))
+        }
+    }
+}
+
+/// Which amax values [`amaxes`] finds in one read of a matrix.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct AmaxRequest {
+    /// Those for rowwise tensors: of each group, or of each row (per token).
+    pub rows: Option<AmaxGranularity>,
+    /// Those for columnwise tensors: of each group, or of each column of each group; of the
+    /// transformed values where there is a transform.
+    pub cols: Option<(AmaxGranularity, Option<Hadamard>)>,
+}
+
+impl AmaxRequest {
+    /// Those for a copy along `usage` alone; `hadamard` is that of a columnwise tensor, and of no
+    /// effect on a rowwise one.
+    pub fn along(usage: Usage, scope: AmaxGranularity, hadamard: Option<Hadamard>) -> Self {
+        match usage {
+            Usage::Rowwise => Self {
+                rows: Some(scope),
+                cols: None,
+            },
+            Usage::Columnwise => Self {
+                rows: None,
+                cols: Some((scope, hadamard)),
+            },
+        }
+    }
+}
+
+/// What [`amaxes`] found: `f32` values in device memory.
+#[derive(Debug, Clone, Default)]
+pub struct Amaxes {
+    /// For rowwise tensors: one for each group, or for each row.
+    pub rows: Option<Handle>,
+    /// For columnwise tensors: one for each group, or `groups x cols`.
+    pub cols: Option<Handle>,
+}
+
+/// Several amax values in one read of `x` (or of what it is made from); 0 where there is nothing to
+/// compare. See [`reference::amax_rows`](crate::reference::amax_rows),
+/// [`reference::amax_cols`](crate::reference::amax_cols) and
+/// [`reference::amax_rht`](crate::reference::amax_rht). Rows behind the last group have an
+/// undefined maximum.
+///
+/// # Errors
+/// When the groups do not fit, or the memory of `x` is smaller than its shape; for a computed `x`
+/// as [`produce`].
+pub fn amaxes<'a>(
+    client: &Client,
+    x: impl Into<Source<'a>>,
+    groups: &Groups,
+    request: &AmaxRequest,
+) -> Result<Amaxes, Nvfp4Error> {
+    find(client, &Input::new(x.into())?, groups, request, None)
+}
+
+/// [`produce`] and [`amaxes`] in one read of the inputs. Rows behind the last group have undefined
+/// elements.
+///
+/// # Errors
+/// As [`amaxes`].
+pub fn produce_with_amaxes(
+    client: &Client,
+    source: Source<'_>,
+    groups: &Groups,
+    request: &AmaxRequest,
+) -> Result<(Matrix, Amaxes), Nvfp4Error> {
+    let input = Input::new(source)?;
+    if input.is_plain() || (request.rows.is_none() && request.cols.is_none()) {
+        let found = find(client, &input, groups, request, None)?;
+        return Ok((produce(client, source)?, found));
+    }
+    let Matrix {
+        rows, cols, dtype, ..
+    } = input.matrix;
+    let out = Matrix::empty(client, rows, cols, dtype);
+    let found = find(client, &input, groups, request, Some(&out))?;
+    Ok((out, found))
+}
+
+fn find(
+    client: &Client,
+    input: &Input,
+    groups: &Groups,
+    request: &AmaxRequest,
+    written: Option<&Matrix>,
+) -> Result<Amaxes, Nvfp4Error> {
+    let Input {
+        matrix: x, words, ..
+    } = input;
+    groups.check(x.rows)?;
+    let len = |scope, outer| match scope {
+        AmaxGranularity::PerTensor => groups.count(),
+        AmaxGranularity::PerRow => outer,
+    };
+    let rows_len = request.rows.map_or(0, |scope| len(scope, x.rows));
+    let cols_len = request
+        .cols
+        .map_or(0, |(scope, _)| len(scope, groups.count() * x.cols));
+    let [rows, cols] = [rows_len, cols_len].map(|count| allocate(client, count * 4));
+    zero(client, [(&rows, rows_len), (&cols, cols_len)]);
+    let found = Amaxes {
+        rows: request.rows.map(|_| rows),
+        cols: request.cols.map(|_| cols),
+    };
+    if x.is_empty() || (request.rows.is_none() && request.cols.is_none()) {
+        return Ok(found);
+    }
+    let hadamard = request.cols.and_then(|(_, hadamard)| hadamard);
+    let tile_cols = x.cols.div_ceil(tile::cols(x.dtype));
+    let row_tiles = groups.units(x.rows, tile::ROWS);
+    let (count, dim) = match groups {
+        Groups::One if input.is_plain() => tile_cubes(client, row_tiles * tile_cols),
+        Groups::One => computed_tile_cubes(client, row_tiles * tile_cols),
+        _ => tile_runs(client, row_tiles, tile_cols),
+    };
+    let plan = AmaxPlan {
+        rows: request.rows,
+        cols: request.cols.map(|(scope, _)| scope),
+        hadamard: hadamard.map(|hadamard| hadamard.size()),
+        default_signs: hadamard == Some(Hadamard::default()),
+        grouping: Grouping::of(groups),
+        elements: words.elem.size() == 2,
+        units: dim.x as usize,
+        planes: !is_cpu(client),
+        conversion: conversion_of(client),
+        kind: x.dtype,
+    };
+    // Not asked for: the other one, which the kernel then does not touch for it.
+    let rows = found
+        .rows
+        .as_ref()
+        .or(found.cols.as_ref())
+        .expect("one is asked for");
+    let cols = found.cols.as_ref().unwrap_or(rows);
+    let span = tile::span(plan.hadamard);
+    let map = tile::map_tiles(client, (x.rows, x.cols), groups, row_tiles, span, rows);
+    let shape = ShapeLaunch::new(x.rows, x.cols, groups.count(), tile_cols);
+    // SAFETY: the kernel masks every access by the shapes it is given.
+    unsafe {
+        amax_tiles_kernel::launch_unchecked(
+            client,
+            count,
+            dim,
+            address_type(x.len()),
+            words.width,
+            words.arg(),
+            input.producer(),
+            written.map_or(SinkArgs::None, |out| SinkArgs::Matrix(Words::of(out).arg())),
+            AmaxTilesLaunch::new(map, shape, row_tiles),
+            AmaxOutLaunch::new(buffer(rows, rows_len.max(1)), buffer(cols, cols_len.max(1))),
+            signs_of(hadamard),
+            plan,
+            words.elem,
+        );
+    }
+    Ok(found)
+}
+
+fn amax_of_matrix(client: &Client, x: &Matrix) -> Result<Handle, Nvfp4Error> {
+    x.check("x")?;
+    let out = zeros(client, 1);
+    if x.is_empty() {
+        return Ok(out);
+    }
+    // The matrix is one row here: what counts is how many words it has.
+    let flat = Matrix {
+        rows: 1,
+        cols: x.len(),
+        ..x.clone()
+    };
+    let words = Words::of(&flat);
+    let vectors = x.len() * x.dtype.size() / (words.elem.size() * words.width);
+    let (count, dim) = resident_grid(client, vectors.div_ceil(AMAX_UNROLL));
+    // SAFETY: the kernel stays below the number of vectors, and the memory was checked.
+    unsafe {
+        amax_kernel::launch_unchecked(
+            client,
+            count,
+            dim,
+            address_type(x.len()),
+            words.width,
+            words.arg(),
+            buffer(&out, 1),
+            vectors,
+            words.elem.size() == 2,
+            !is_cpu(client),
+            conversion_of(client),
+            x.dtype,
+            words.elem,
+        );
+    }
+    Ok(out)
+}
+
+/// `count` words of zeros, which kernels may raise. A kernel and not a copy from the host, so that
+/// a graph can capture it.
+pub(crate) fn zeros(client: &Client, count: usize) -> Handle {
+    let out = allocate(client, count * 4);
+    zero(client, [(&out, count), (&out, 0)]);
+    out
+}
+
+/// Clears the first words of two buffers, as many as stand beside them, in one launch.
+fn zero(client: &Client, buffers: [(&Handle, usize); 2]) {
+    let Some(some) = buffers.iter().find(|(_, words)| *words > 0) else {
+        return;
+    };
+    let [(first, words), (second, others)] = buffers.map(|(handle, words)| match words {
+        0 => (some.0, 0),
+        _ => (handle, words),
+    });
+    let (cube_count, dim) = grid(client, words.max(others));
+    // SAFETY: the kernel stays below the numbers of words.
+    unsafe {
+        zero_kernel::launch_unchecked(
+            client,
+            cube_count,
+            dim,
+            buffer(first, words.max(1)),
+            buffer(second, others.max(1)),
+            words,
+            others,
+        );
+    }
+}

@@ -1,0 +1,269 @@
+//! Blocks down the columns of a tile: the columnwise tensor.
+
+use cubecl::prelude::*;
+
+use super::{
+    plan::{QuantOut, QuantPlan, QuantTarget},
+    rowwise::scale_of,
+    scale_table::{BlockRule, ScaleTable, TablePlan, quantize_by_table},
+    tile::{self, Shape, Tile},
+    tile_memory::{SCALE_PITCH, STAGE_PITCH, TileMemory, TilePlan},
+};
+use crate::{
+    cube::{
+        block::{block_amax, max_of_pairs, pairs_amax},
+        hadamard::{normalize, normalized_pairs, unpack_pairs},
+        scale::swizzled_at,
+        unscaled::scale_pair,
+    },
+    tensor::FloatKind,
+};
+
+/// Quantizes the blocks down the columns of a tile; codes and scales wait in shared memory.
+#[cube]
+pub(super) fn quantize_columns(
+    memory: &mut TileMemory,
+    tile: &Tile,
+    shape: &Shape,
+    target: &QuantTarget,
+    table: &ScaleTable,
+    #[comptime] tiled: TilePlan,
+) {
+    let (plan, kind) = comptime!((tiled.col.unwrap(), tiled.kind));
+    let units = comptime!(tiled.units);
+    let random = target.draw.resolve(plan.policy);
+    let policy = comptime!(plan.policy);
+    let conversion = comptime!(policy.conversion);
+    let per_word = comptime!(4 / kind.size());
+    let span = comptime!(tile::span(plan.hadamard));
+    // Whether a column's maximum comes from its words, two columns at once.
+    let packed_amax =
+        comptime!(conversion.has_ptx() && kind == FloatKind::Bf16 && plan.hadamard.is_none());
+    let count = comptime!(span / tile::lanes(plan.hadamard, conversion));
+    let shared = comptime!(tile::lanes(plan.hadamard, conversion) > 1);
+    // Blocks of one stored row of this group's copy, and the first of them in this tile.
+    let per_unit = comptime!(span / 16);
+    let group_blocks = (tile.row_end - tile.group_row0).div_ceil(span) * per_unit;
+    let block0 = (tile.row0 - tile.group_row0) / 16usize;
+    let base = shape.cols * tile.units_before * per_unit;
+    let group_scale = table.global();
+
+    let mut item = UNIT_POS as usize;
+    while item < comptime!(tile::column_items(plan.hadamard, conversion)) {
+        let at = tile::column_item(item, units, plan.hadamard, conversion);
+        let word = at.word;
+        let first = block0 + at.block;
+        // Units that share a transform go on together, and only what they store depends on where
+        // the matrix ends.
+        if shared || first < group_blocks {
+            let words = tile::load_words(&memory.data, at.block * 16usize, word, count, conversion);
+            let both = if comptime!(packed_amax) {
+                max_of_pairs(&words, 0usize, 16usize)
+            } else {
+                0u32.runtime()
+            };
+            #[unroll]
+            for half in 0..comptime!(per_word as u32) {
+                let c = word * per_word + half as usize;
+                let column = tile.col0 + c;
+                let inside = first < group_blocks && column < shape.cols;
+                if shared || inside {
+                    // Loaded again for the other column, where they would take registers that a
+                    // fourth cube on the SM needs.
+                    let words = if comptime!(packed_amax || half == 0) {
+                        words
+                    } else {
+                        tile::load_words(&memory.data, at.block * 16usize, word, count, conversion)
+                    };
+                    let mut values = tile::unpack_column(
+                        &words,
+                        &target.draw.signs,
+                        at.lane,
+                        half,
+                        plan.hadamard,
+                        plan.default_signs,
+                        conversion,
+                        kind,
+                    );
+                    let pairs = transform_column(&mut values, at.lane, count, plan);
+                    if inside {
+                        let outer = tile.group * shape.cols + column;
+                        let global = scale_of(&group_scale, &target.amax, outer, plan);
+                        #[unroll]
+                        for b in 0..comptime!(count / 16) {
+                            let place = at.block + b;
+                            let from = comptime!(b * 16);
+                            let largest = if comptime!(packed_amax && half == 0) {
+                                f32::reinterpret(both << 16u32)
+                            } else if comptime!(packed_amax) {
+                                f32::reinterpret(both & 0xFFFF_0000u32)
+                            } else if comptime!(conversion.has_ptx() && plan.hadamard.is_some()) {
+                                pairs_amax(&pairs, comptime!(from / 2))
+                            } else {
+                                block_amax(&values, from, conversion)
+                            };
+                            let index = base + column * group_blocks + first + b;
+                            let rule = BlockRule {
+                                amax: largest,
+                                scale: 0u32.runtime(),
+                                below_7: false.runtime(),
+                                index: u64::cast_from(index),
+                            };
+                            let by = comptime!(TablePlan {
+                                first: from,
+                                tiles: false,
+                                in_pairs: conversion.has_ptx() && plan.hadamard.is_some(),
+                                quant: plan,
+                            });
+                            let encoded = quantize_by_table(
+                                &values, &pairs, &rule, &global, table, &random, by,
+                            );
+                            let slot = stage_slot(word, half as usize);
+                            memory.stage[slot + place * 2usize] = encoded.codes.extract(0usize);
+                            memory.stage[slot + place * 2usize + 1usize] =
+                                encoded.codes.extract(1usize);
+                            let scale = if comptime!(plan.unscaled) {
+                                scale_pair(encoded.scale)
+                            } else {
+                                encoded.scale
+                            };
+                            memory.stage_scales[scale_slot(word, half as usize, place)] = scale;
+                        }
+                    }
+                }
+            }
+        }
+        item += units;
+    }
+}
+
+/// Transforms `count` values of a column, where the plan says so; with PTX they are returned in
+/// bf16 pairs, too.
+#[cube]
+fn transform_column(
+    values: &mut Array<f32>,
+    lane: usize,
+    #[comptime] count: usize,
+    #[comptime] plan: QuantPlan,
+) -> Array<u32> {
+    let conversion = comptime!(plan.policy.conversion);
+    if comptime!(plan.hadamard.is_some()) {
+        let size = comptime!(plan.hadamard.unwrap());
+        tile::transform_values(values, lane, size, conversion);
+        if comptime!(conversion.has_ptx()) {
+            let pairs = normalized_pairs(&*values, count, size);
+            unpack_pairs(&pairs, values, count);
+            pairs
+        } else {
+            normalize(values, size, conversion);
+            Array::<u32>::new(1usize)
+        }
+    } else {
+        Array::<u32>::new(1usize)
+    }
+}
+
+/// Where the codes of a column wait: neighbouring units hold neighbouring words, so the columns of
+/// a word lie apart, an odd number of banks.
+#[cube]
+fn stage_slot(word: usize, half: usize) -> usize {
+    (half * tile::WORDS + word) * STAGE_PITCH + half
+}
+
+/// Where the scale of a column's block waits: 8 blocks of two columns are written, and those of
+/// four neighbouring columns read, in different banks.
+#[cube]
+fn scale_slot(word: usize, half: usize, place: usize) -> usize {
+    place * SCALE_PITCH + half * comptime!(tile::WORDS + 2) + word
+}
+
+/// Writes the codes and scales that wait in `stage`, or the values that they stand for.
+#[cube]
+pub(super) fn write_columns(
+    memory: &TileMemory,
+    tile: &Tile,
+    shape: &Shape,
+    row_blocks: usize,
+    out: &mut QuantOut,
+    #[comptime] tiled: TilePlan,
+) {
+    let (plan, kind) = comptime!((tiled.col.unwrap(), tiled.kind));
+    let (units, side_by_side) = comptime!((tiled.units, tiled.side_by_side));
+    let per_word = comptime!(4 / kind.size());
+    let span = comptime!(tile::span(plan.hadamard));
+    let per_unit = comptime!(span / 16);
+    let group_blocks = (tile.row_end - tile.group_row0).div_ceil(span) * per_unit;
+    let block0 = (tile.row0 - tile.group_row0) / 16usize;
+    // Where the group's copy begins, and from one stored row to the next. Random bits are drawn for
+    // the same blocks in either order.
+    let mut start = shape.cols * tile.units_before * per_unit;
+    let mut row_pitch = group_blocks;
+    if comptime!(side_by_side) {
+        start = tile.units_before * per_unit;
+        row_pitch = row_blocks;
+    }
+    let padded_group = group_blocks.div_ceil(4);
+    let padded_base = shape.cols.div_ceil(128)
+        * 128usize
+        * tile.padded_before
+        * comptime!(if span < 64 { 4 } else { span / 16 });
+    // With units for several whole columns, turn by turn the same place of columns further on.
+    let writers = comptime!(plan.writers());
+    let across = comptime!(8 * writers);
+    let whole = comptime!(units.is_multiple_of(2 * across));
+    let step = comptime!(units / across);
+    #[unroll(whole)]
+    for turn in 0..comptime!(tile::cols(kind) * across / units) {
+        let c = if comptime!(whole) {
+            UNIT_POS as usize / across + turn * step
+        } else {
+            (UNIT_POS as usize + turn * units) / across
+        };
+        let part = if comptime!(whole) {
+            UNIT_POS as usize % across
+        } else {
+            (UNIT_POS as usize + turn * units) % across
+        };
+        let place = part / writers;
+        let column = tile.col0 + c;
+        let block = block0 + place;
+        let inside = column < shape.cols && block < group_blocks;
+        let word = if comptime!(whole) {
+            UNIT_POS as usize / across / per_word + turn * comptime!(step / per_word)
+        } else {
+            c / per_word
+        };
+        let half = if comptime!(whole) {
+            (UNIT_POS as usize / across) % per_word
+        } else {
+            c % per_word
+        };
+        let slot = stage_slot(word, half);
+        let mut scale = 0u32;
+        if inside {
+            if comptime!(plan.unscaled) {
+                // A unit for each word of codes.
+                let vector = (start + column * row_pitch + block) * writers + part % writers;
+                let pair = memory.stage_scales[scale_slot(word, half, place)];
+                let conversion = comptime!(plan.policy.conversion);
+                out.store_word(vector, memory.stage[slot + part], pair, conversion);
+            } else {
+                let mut pair = Vector::<u32, Const<2>>::empty();
+                pair.insert(0usize, memory.stage[slot + place * 2usize]);
+                pair.insert(1usize, memory.stage[slot + place * 2usize + 1usize]);
+                scale = memory.stage_scales[scale_slot(word, half, place)];
+                out.store_codes(start + column * row_pitch + block, pair);
+            }
+        }
+        if comptime!(plan.unscaled) {
+            // Values have no scales.
+        } else if comptime!(plan.swizzled) {
+            if block < padded_group * 4usize {
+                let target = padded_base + swizzled_at(column, block, padded_group);
+                out.store_scale(target, scale);
+            }
+        } else if inside {
+            out.store_scale(start + column * row_pitch + block, scale);
+        }
+    }
+}

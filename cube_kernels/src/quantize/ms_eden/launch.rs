@@ -1,0 +1,469 @@
+//! MS-EDEN as it is asked for, and its launches.
+
+use cubecl::{prelude::*, server::Handle};
+
+use super::{
+    super::{
+        amax::zeros,
+        packed_source::{PackedSource, SourcePlan},
+        tile::{Grouping, ROWS, ShapeLaunch, map_tiles},
+    },
+    kernel::{
+        EdenDrawLaunch, EdenInputsLaunch, EdenOutLaunch, EdenScalesArgs, ms_eden_amax_kernel,
+        ms_eden_amax_packed_kernel, ms_eden_kernel, ms_eden_packed_kernel,
+    },
+    position::{EdenPolicy, EdenTilesLaunch},
+};
+use crate::{
+    BLOCK, Hadamard, Layout, Nvfp4Error, RandomStream, ScaleLayout, Usage,
+    capabilities::Capabilities,
+    cube::{
+        eden::{LINES, SignsLaunch},
+        philox::RandomLaunch,
+    },
+    launch::{buffer, tile_grid, vector_size},
+    memory::{address_type, allocate, check_memory},
+    reference::{EDEN_GROUP, EdenTarget, check_eden_hadamard, padding::padded_bound},
+    tensor::{DeviceQuantized, Groups, Matrix},
+};
+
+/// What MS-EDEN quantizes.
+#[derive(Debug, Clone, Copy)]
+pub enum EdenSource<'a> {
+    /// A matrix: the gradient of an output.
+    Matrix(&'a Matrix),
+    /// A matrix whose rows are in groups.
+    Grouped(&'a Matrix, &'a Groups),
+    /// The values that an NVFP4 matrix, or groups of them, stand for: an operand of the forward
+    /// GEMM, packed along either axis.
+    Packed(&'a DeviceQuantized),
+}
+
+impl<'a> From<&'a Matrix> for EdenSource<'a> {
+    fn from(matrix: &'a Matrix) -> Self {
+        Self::Matrix(matrix)
+    }
+}
+
+impl<'a> From<&'a DeviceQuantized> for EdenSource<'a> {
+    fn from(packed: &'a DeviceQuantized) -> Self {
+        Self::Packed(packed)
+    }
+}
+
+impl EdenSource<'_> {
+    fn shape(&self) -> (usize, usize) {
+        match self {
+            Self::Matrix(matrix) | Self::Grouped(matrix, _) => (matrix.rows, matrix.cols),
+            Self::Packed(packed) => (packed.rows(), packed.cols()),
+        }
+    }
+
+    /// Which of its rows belong together.
+    fn groups(&self) -> &Groups {
+        match self {
+            Self::Matrix(_) => &Groups::One,
+            Self::Grouped(_, groups) => groups,
+            Self::Packed(packed) => &packed.groups,
+        }
+    }
+}
+
+/// A source as it is stored.
+enum Stored<'a> {
+    Matrix(&'a Matrix, Groups),
+    Packed(PackedSource<'a>),
+}
+
+impl<'a> Stored<'a> {
+    fn new(source: EdenSource<'a>) -> Result<Self, Nvfp4Error> {
+        Ok(match source {
+            EdenSource::Matrix(matrix) | EdenSource::Grouped(matrix, _) => {
+                matrix.check("source")?;
+                source.groups().check(matrix.rows)?;
+                Self::Matrix(matrix, source.groups().clone())
+            }
+            EdenSource::Packed(packed) => Self::Packed(PackedSource::even("source", packed)?),
+        })
+    }
+
+    /// Stored rows and their length.
+    fn shape(&self) -> (usize, usize) {
+        match self {
+            Self::Matrix(matrix, _) => (matrix.rows, matrix.cols),
+            Self::Packed(packed) => (packed.rows, packed.cols),
+        }
+    }
+
+    /// Which stored rows belong together.
+    fn groups(&self) -> &Groups {
+        match self {
+            Self::Matrix(_, groups) => groups,
+            Self::Packed(packed) => &packed.groups,
+        }
+    }
+
+    fn plan(&self) -> SourcePlan {
+        match self {
+            Self::Matrix(_, groups) => SourcePlan {
+                per_row: false,
+                swizzled: false,
+                grouping: Grouping::of(groups),
+            },
+            Self::Packed(packed) => packed.plan,
+        }
+    }
+}
+
+/// The random bits of one use.
+#[derive(Debug, Clone)]
+pub struct EdenRandom {
+    /// Seed, stream and offset.
+    pub stream: RandomStream,
+    /// A further part of the offset in device memory, added to that of the stream: two `u32`, low
+    /// word first. A captured graph that advances it draws fresh bits at each replay.
+    pub offset: Option<Handle>,
+}
+
+impl From<RandomStream> for EdenRandom {
+    fn from(stream: RandomStream) -> Self {
+        Self {
+            stream,
+            offset: None,
+        }
+    }
+}
+
+/// The largest magnitude of `source` after the transform of 128 along `usage`, in device memory:
+/// one `f32`, or one for each group of rows; 0 for an empty one. See
+/// [`reference::ms_eden_amax`](crate::reference::ms_eden_amax).
+///
+/// # Errors
+/// When a buffer is smaller than its shape, the groups do not fit, or the transform does not mix
+/// 128; for groups with offsets that are packed along their rows.
+pub fn ms_eden_amax<'a>(
+    client: &Client,
+    source: impl Into<EdenSource<'a>>,
+    usage: Usage,
+    hadamard: &Hadamard,
+) -> Result<Handle, Nvfp4Error> {
+    let source = source.into();
+    let geometry = Geometry::new(client, source, usage, hadamard, None)?;
+    let maxima = source.groups().count();
+    let out = zeros(client, maxima);
+    if geometry.tile_count == 0 {
+        return Ok(out);
+    }
+    // SAFETY: as many were allocated.
+    let result = unsafe { buffer(&out, maxima) };
+    let map = geometry.map(client, &out);
+    let (count, dim, address) = geometry.launch();
+    let signs = signs(hadamard);
+    match &geometry.source {
+        Stored::Matrix(matrix, _) => {
+            let width = vector_size(matrix.dtype, matrix.cols);
+            // SAFETY: the kernel masks every access by the shape.
+            unsafe {
+                ms_eden_amax_kernel::launch_unchecked(
+                    client,
+                    count,
+                    dim,
+                    address,
+                    width,
+                    buffer(&matrix.handle, matrix.len() / width),
+                    geometry.tiles(map, 0),
+                    result,
+                    signs,
+                    geometry.policy,
+                    matrix.dtype,
+                    matrix.dtype.storage_type(),
+                );
+            }
+        }
+        Stored::Packed(packed) => {
+            // SAFETY: as above.
+            unsafe {
+                ms_eden_amax_packed_kernel::launch_unchecked(
+                    client,
+                    count,
+                    dim,
+                    address,
+                    packed.arg(),
+                    geometry.tiles(map, 0),
+                    result,
+                    signs,
+                    geometry.policy,
+                );
+            }
+        }
+    }
+    Ok(out)
+}
+
+/// `source` by MS-EDEN along `usage`, given the `amax` of its transformed values
+/// ([`ms_eden_amax`]).
+///
+/// The result is the transformed matrix: its contraction is padded to a multiple of 128, and its
+/// `amax` is the one from which it decodes. Draw the signs of `hadamard` afresh for each backward
+/// pass, the same for both operands of a product. See
+/// [`reference::ms_eden`](crate::reference::ms_eden).
+///
+/// Each group of rows is a matrix of its own, with an amax of its own, but for the indices of
+/// random bits, which go on from group to group
+/// ([`reference::ms_eden_at`](crate::reference::ms_eden_at)). Along [`Usage::Columnwise`] it is
+/// padded to a multiple of 128 rows. Copies of [`Groups::Batch`] then are such a batch again; those
+/// of [`Groups::Offsets`] lie side by side, as
+/// [`quantize_side_by_side`](super::quantize_side_by_side) leaves them: group `g` takes the
+/// elements from entry `g` of [`GroupOffsets::aligned`](super::GroupOffsets::aligned)`(client,
+/// rows, 128)` on, there is room for [`padded_bound`]`(rows, count, 128)`, and those behind the
+/// last group are not written.
+///
+/// # Errors
+/// As [`ms_eden_amax`].
+pub fn ms_eden<'a>(
+    client: &Client,
+    source: impl Into<EdenSource<'a>>,
+    usage: Usage,
+    amax: &Handle,
+    hadamard: &Hadamard,
+    target: EdenTarget,
+    random: impl Into<EdenRandom>,
+) -> Result<DeviceQuantized, Nvfp4Error> {
+    let layout = ScaleLayout::Compact;
+    ms_eden_with(
+        client, source, usage, amax, hadamard, target, random, layout,
+    )
+}
+
+/// [`ms_eden`] with scales in `layout`. In 128x4 tiles those of every group of rows begin anew, and
+/// rows that pad a tile are written, as zeros.
+///
+/// # Errors
+/// As [`ms_eden_amax`], and for scales in 128x4 tiles of copies that lie side by side.
+pub fn ms_eden_with<'a>(
+    client: &Client,
+    source: impl Into<EdenSource<'a>>,
+    usage: Usage,
+    amax: &Handle,
+    hadamard: &Hadamard,
+    target: EdenTarget,
+    random: impl Into<EdenRandom>,
+    layout: ScaleLayout,
+) -> Result<DeviceQuantized, Nvfp4Error> {
+    let (source, random) = (source.into(), random.into());
+    let geometry = Geometry::new(client, source, usage, hadamard, Some((&random, layout)))?;
+    let maxima = source.groups().count();
+    check_memory("amax", amax, maxima * 4)?;
+    if geometry.tile_count == 0 {
+        // Empty matrices: their amax is 0, and so is the one to decode with.
+        return Ok(result(client, &source, usage, amax, hadamard, layout));
+    }
+    let out_amax = allocate(client, maxima * 4);
+    let out = result(client, &source, usage, &out_amax, hadamard, layout);
+    let blocks = out.code_blocks();
+    // SAFETY (of every argument): checked against, or allocated for, the shape.
+    let amax_arg = unsafe { buffer(amax, maxima) };
+    let map = geometry.map(client, amax);
+    let codes = unsafe { buffer(&out.codes, blocks) };
+    let words = out.scale_bytes() / 4;
+    let scales = match geometry.policy.swizzled {
+        true => EdenScalesArgs::Swizzled(unsafe { buffer(&out.scales, words) }),
+        false => EdenScalesArgs::Compact(unsafe { buffer(&out.scales, words / 2) }),
+    };
+    let target_memory = EdenOutLaunch::new(codes, scales, unsafe { buffer(&out.amax, maxima) });
+    let offset = match &random.offset {
+        Some(offset) => unsafe { buffer(offset, 2) },
+        // Not read.
+        None => unsafe { buffer(amax, 1) },
+    };
+    let key = random.stream.key();
+    let stream = RandomLaunch::new(
+        key[0],
+        key[1],
+        random.stream.offset as u32,
+        (random.stream.offset >> 32) as u32,
+    );
+    let row_groups = out.blocks() * BLOCK / EDEN_GROUP;
+    let (count, dim, address) = geometry.launch();
+    let tiles = geometry.tiles(map, row_groups);
+    let from = EdenInputsLaunch::new(amax_arg, target.amax_factor(), target.block_factor());
+    let draw = EdenDrawLaunch::new(offset, stream, signs(hadamard));
+    match &geometry.source {
+        Stored::Matrix(matrix, _) => {
+            let width = vector_size(matrix.dtype, matrix.cols);
+            // SAFETY: the kernel masks every access by the shape.
+            unsafe {
+                ms_eden_kernel::launch_unchecked(
+                    client,
+                    count,
+                    dim,
+                    address,
+                    width,
+                    buffer(&matrix.handle, matrix.len() / width),
+                    tiles,
+                    from,
+                    target_memory,
+                    draw,
+                    geometry.policy,
+                    matrix.dtype,
+                    matrix.dtype.storage_type(),
+                );
+            }
+        }
+        Stored::Packed(packed) => {
+            // SAFETY: as above.
+            unsafe {
+                ms_eden_packed_kernel::launch_unchecked(
+                    client,
+                    count,
+                    dim,
+                    address,
+                    packed.arg(),
+                    tiles,
+                    from,
+                    target_memory,
+                    draw,
+                    geometry.policy,
+                );
+            }
+        }
+    }
+    Ok(out)
+}
+
+/// The result of [`ms_eden`], with undefined contents.
+fn result(
+    client: &Client,
+    source: &EdenSource<'_>,
+    usage: Usage,
+    amax: &Handle,
+    hadamard: &Hadamard,
+    scale_layout: ScaleLayout,
+) -> DeviceQuantized {
+    let (rows, cols) = source.shape();
+    let padded = |len: usize| len.next_multiple_of(EDEN_GROUP);
+    let (shape, groups) = match (usage, source.groups()) {
+        (Usage::Rowwise, groups) => ((rows, padded(cols)), groups.clone()),
+        (Usage::Columnwise, Groups::One) => ((padded(rows), cols), Groups::One),
+        (Usage::Columnwise, &Groups::Batch(count)) => {
+            ((count * padded(rows / count), cols), Groups::Batch(count))
+        }
+        (Usage::Columnwise, Groups::Offsets { count, .. }) => {
+            ((padded_bound(rows, *count, EDEN_GROUP), cols), Groups::One)
+        }
+    };
+    let layout = Layout {
+        scale_layout,
+        hadamard: Some(*hadamard),
+        ..Layout::nvfp4(shape.0, shape.1, usage)
+    };
+    DeviceQuantized::empty(client, layout, groups, amax)
+}
+
+fn is_sm80(capabilities: &Capabilities) -> bool {
+    let capability = capabilities.compute_capability;
+    capability.is_some_and(|capability| capability >= 80)
+}
+
+fn signs(hadamard: &Hadamard) -> SignsLaunch {
+    let [word0, word1, word2, word3] = hadamard.sign_words();
+    SignsLaunch::new(word0, word1, word2, word3)
+}
+
+/// The launch of either kernel.
+struct Geometry<'a> {
+    source: Stored<'a>,
+    policy: EdenPolicy,
+    /// Tiles of 128 rows that restart at every group: those of the map.
+    map_rows: usize,
+    tile_rows: usize,
+    tile_cols: usize,
+    tile_count: usize,
+    count: CubeCount,
+    dim: CubeDim,
+}
+
+impl<'a> Geometry<'a> {
+    fn new(
+        client: &Client,
+        source: EdenSource<'a>,
+        usage: Usage,
+        hadamard: &Hadamard,
+        quantize: Option<(&EdenRandom, ScaleLayout)>,
+    ) -> Result<Self, Nvfp4Error> {
+        let across = match source {
+            EdenSource::Packed(packed) => usage != packed.usage(),
+            _ => usage == Usage::Columnwise,
+        };
+        let source = Stored::new(source)?;
+        check_eden_hadamard(hadamard)?;
+        let offset = quantize.and_then(|(random, _)| random.offset.as_ref());
+        let swizzled = quantize.is_some_and(|(_, layout)| layout == ScaleLayout::Swizzled128x4);
+        if let Some(offset) = offset {
+            check_memory("random", offset, 8)?;
+        }
+        let (rows, cols) = source.shape();
+        let map_rows = source.groups().units(rows, ROWS);
+        let plan = source.plan();
+        if swizzled && across && plan.grouping.side_by_side() {
+            return Err(Nvfp4Error::value(
+                "layout",
+                "Swizzled128x4, of groups with offsets along their rows",
+                "Compact: such copies lie side by side",
+            ));
+        }
+        // Scales in 128x4 tiles are written for lines that pad a tile, too.
+        let tiles_of = |lines: usize| match swizzled {
+            true => lines.div_ceil(ROWS) * (ROWS / LINES),
+            false => lines.div_ceil(LINES),
+        };
+        let (tile_rows, tile_cols) = match (across, plan.grouping) {
+            (true, _) => (map_rows, tiles_of(cols)),
+            (false, Grouping::One) => (tiles_of(rows), cols.div_ceil(EDEN_GROUP)),
+            (false, _) => (map_rows * (ROWS / LINES), cols.div_ceil(EDEN_GROUP)),
+        };
+        let tile_count = match rows * cols {
+            0 => 0,
+            _ => tile_rows * tile_cols,
+        };
+        let (count, dim) = tile_grid(client, tile_count);
+        let capabilities = Capabilities::of(client);
+        Ok(Self {
+            source,
+            policy: EdenPolicy {
+                across,
+                source: plan,
+                swizzled,
+                device_offset: offset.is_some(),
+                cuda: is_sm80(&capabilities),
+                conversion: capabilities.conversion,
+            },
+            map_rows,
+            tile_rows,
+            tile_cols,
+            tile_count,
+            count,
+            dim,
+        })
+    }
+
+    fn launch(&self) -> (CubeCount, CubeDim, AddressType) {
+        let address = address_type(self.tile_count * LINES * EDEN_GROUP);
+        (self.count.clone(), self.dim, address)
+    }
+
+    fn shape(&self) -> ShapeLaunch {
+        let (rows, cols) = self.source.shape();
+        ShapeLaunch::new(rows, cols, self.source.groups().count(), self.tile_cols)
+    }
+
+    /// `row_groups` are the rotation groups of a line of the result.
+    fn tiles(&self, map: BufferArg, row_groups: usize) -> EdenTilesLaunch {
+        EdenTilesLaunch::new(map, self.shape(), self.tile_rows, row_groups)
+    }
+
+    fn map(&self, client: &Client, unread: &Handle) -> BufferArg {
+        let (shape, groups) = (self.source.shape(), self.source.groups());
+        map_tiles(client, shape, groups, self.map_rows, EDEN_GROUP, unread)
+    }
+}

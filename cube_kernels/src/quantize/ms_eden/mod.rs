@@ -1,0 +1,14 @@
+//! MS-EDEN: a matrix, or the dequantized NVFP4 operand of a forward GEMM, rotated and quantized
+//! without bias along either axis.
+//!
+//! The numbers are those of [`reference::ms_eden`](crate::reference::ms_eden) (specification,
+//! section 9), byte for byte. Two kernels: one finds the largest magnitude of the rotated values,
+//! the other rotates again and quantizes; nothing between them is in memory.
+
+mod kernel;
+mod launch;
+mod position;
+
+pub use kernel::*;
+pub use launch::*;
+pub use position::*;

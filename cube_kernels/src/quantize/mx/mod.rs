@@ -1,0 +1,13 @@
+//! The microscaling formats: quantization in either usage, from a matrix or from an NVFP4 tensor,
+//! and dequantization.
+//!
+//! The numbers are those of [`reference::mx_quantize`](crate::reference::mx_quantize) (numerics
+//! chapter, section 10), byte for byte.
+
+mod dequantize;
+mod quantize;
+mod requantize;
+
+pub use dequantize::*;
+pub use quantize::*;
+pub use requantize::*;

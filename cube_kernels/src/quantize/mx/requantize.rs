@@ -1,0 +1,340 @@
+//! From NVFP4 to a microscaling format, along the same axis or the other one.
+
+use cubecl::prelude::*;
+
+use super::{
+    super::{
+        packed_source::{PackedBlock, PackedRows, PackedSource, SourcePlan, scale_at},
+        tile::{Grouping, Shape, group_place, in_bands, tile_from},
+    },
+    quantize::{
+        ColumnPlace, MxPlan, MxRowPlan, MxTiles, Staging, TILE_COLS, TILE_ROWS, Tiles, amax_of,
+        empty_of_groups, max_of_lanes, quantize_tile_columns,
+    },
+};
+use crate::{
+    BLOCK, Format, MX_BLOCK, Nvfp4Error, Usage,
+    capabilities::is_cpu,
+    cube::{
+        codec::{BlockFactors, load, store},
+        mx::{decode_ue8m0_reciprocal, encode_word, mx_scale},
+        ptx,
+    },
+    format::check_mx,
+    launch::{buffer, grid},
+    memory::address_type,
+    tensor::{DeviceQuantized, FloatKind},
+};
+
+/// NVFP4 blocks of a tile.
+const TILE_BLOCKS: usize = TILE_ROWS * TILE_COLS / 16;
+/// NVFP4 blocks that a unit loads before it decodes the first: a cube of 256 all of a tile.
+const IN_FLIGHT: usize = 2;
+
+/// The NVFP4 matrix `packed` in MXFP8 with blocks along `usage` of its source, which may be the
+/// axis it is packed along or the other one, in one kernel: the bytes of
+/// [`dequantize`](super::dequantize()) to `via` followed by [`mx_quantize_groups`], without the
+/// matrix between them in memory. `via` is the element type that the dequantized values are rounded
+/// to, that of the training as a rule.
+///
+/// # Errors
+/// When a buffer is smaller than its shape; for groups with offsets that are packed along their
+/// rows, and for groups with swizzled scales where the axis stays the same.
+pub fn mx_requantize(
+    client: &Client,
+    packed: &DeviceQuantized,
+    usage: Usage,
+    format: Format,
+    via: FloatKind,
+) -> Result<DeviceQuantized, Nvfp4Error> {
+    check_mx(format)?;
+    let source = PackedSource::even("packed", packed)?;
+    let shape = (packed.rows(), packed.cols());
+    let out = empty_of_groups(client, shape, &packed.groups, usage, format);
+    if source.rows * source.cols == 0 {
+        return Ok(out);
+    }
+    let plan = MxPlan::new(client, format, via);
+    let mx_blocks = out.outer() * out.blocks();
+    let address = address_type(mx_blocks.max(source.rows * source.blocks) * MX_BLOCK);
+    // SAFETY (of every argument): checked against, or allocated for, the shape.
+    let codes = |words: usize| unsafe { buffer(&out.codes, out.code_bytes() / (4 * words)) };
+    let scales = unsafe { buffer(&out.scales, mx_blocks) };
+    if usage == packed.usage() {
+        source.check_flat("packed")?;
+        let maxima = source.row_maxima(client)?;
+        // A unit takes an NVFP4 block on a GPU, both on the CPU.
+        let lanes = if is_cpu(client) { 1 } else { 2 };
+        let (count, dim) = grid(client, mx_blocks * lanes);
+        let rows = MxRowsLaunch::new(
+            source.rows,
+            source.cols,
+            maxima.items(source.cols.div_ceil(MX_BLOCK)),
+        );
+        let plan = MxRowPlan {
+            dense: source.blocks * BLOCK == source.cols && source.cols.is_multiple_of(MX_BLOCK),
+            lanes,
+            mx: plan,
+        };
+        let half_words = plan.mx.block_words() / 2;
+        // SAFETY: the kernel stays below the number of blocks.
+        unsafe {
+            mx_requantize_along_kernel::launch_unchecked(
+                client,
+                count,
+                dim,
+                address,
+                half_words,
+                source.arg_with(maxima.arg()),
+                codes(half_words),
+                scales,
+                rows,
+                maxima.rows.is_some(),
+                source.plan.swizzled,
+                plan,
+                via.storage_type(),
+            );
+        }
+    } else {
+        let tiles = Tiles::new(client, (source.rows, source.cols), &source.groups);
+        // SAFETY: the kernel masks every access by the shape.
+        unsafe {
+            mx_requantize_across_kernel::launch_unchecked(
+                client,
+                tiles.count.clone(),
+                tiles.dim,
+                address,
+                16 / via.size(),
+                source.arg(),
+                tiles.map(client, source.unread()),
+                codes(4),
+                scales,
+                tiles.shape(),
+                tiles.args(out.blocks()),
+                source.plan,
+                plan,
+                via.storage_type(),
+            );
+        }
+    }
+    Ok(out)
+}
+
+/// The 16 values of an NVFP4 block, rounded to `via` by the instruction where there is one.
+#[cube]
+fn decode_block<F: Numeric>(block: &PackedBlock, #[comptime] plan: MxPlan) -> Array<f32> {
+    let via = comptime!(plan.kind);
+    let mut values = Array::<f32>::new(16usize);
+    #[unroll]
+    for pair in 0..8usize {
+        let at = comptime!(pair * 2);
+        let word = block.words.extract(comptime!(at / 8));
+        let low = word >> comptime!(4 * (at as u32 % 8));
+        let high = word >> comptime!(4 * (at as u32 % 8) + 4);
+        let low = block.factors.decode(low);
+        let high = block.factors.decode(high);
+        if comptime!(plan.hardware && via == FloatKind::Bf16) {
+            let both = ptx::cvt_rn_bf16x2(low, high);
+            values[at] = f32::reinterpret(both << 16u32);
+            values[comptime!(at + 1)] = f32::reinterpret(both & 0xFFFF_0000u32);
+        } else {
+            values[at] = load::<F>(store::<F>(low, via), via);
+            values[comptime!(at + 1)] = load::<F>(store::<F>(high, via), via);
+        }
+    }
+    values
+}
+
+/// A value that is `via` already, as a stored element.
+#[cube]
+fn stored<F: Numeric>(value: f32, #[comptime] via: FloatKind) -> F {
+    if comptime!(via == FloatKind::Bf16) {
+        F::cast_from(u32::reinterpret(value) >> 16u32)
+    } else {
+        F::cast_from(value)
+    }
+}
+
+/// Stored rows that are quantized again along themselves.
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+pub struct MxRows {
+    /// Stored rows.
+    pub outer: usize,
+    /// Elements of one.
+    pub inner: usize,
+    /// Blocks of the result that one amax stands for, where it is not one for all.
+    pub amax_blocks: usize,
+}
+
+/// `lanes` neighbouring units turn two NVFP4 blocks of a stored row into one of the result, `dense`
+/// where rows are whole blocks of the result. `M` words are the codes of 16 elements.
+#[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
+pub fn mx_requantize_along_kernel<F: Numeric, M: Size>(
+    source: PackedRows,
+    codes: &mut [Vector<u32, M>],
+    scales: &mut [u8],
+    rows: MxRows,
+    #[comptime] per_row: bool,
+    #[comptime] swizzled: bool,
+    #[comptime] plan: MxRowPlan,
+    #[define(F)] _storage: ElemType,
+) {
+    let (dense, lanes) = comptime!((plan.dense, plan.lanes));
+    let plan = comptime!(plan.mx);
+    let per_word = comptime!(plan.per_word());
+    let halves = comptime!(2 / lanes);
+    let (outer, inner, nv_blocks) = (rows.outer, rows.inner, source.blocks);
+    let blocks = inner.div_ceil(32);
+    let shared = source.factor();
+    let items = outer * blocks * lanes;
+    let mut base = CUBE_POS * CUBE_DIM as usize;
+    while base < items {
+        let item = base + UNIT_POS as usize;
+        let block = item / lanes;
+        let inside = item < items;
+        let factor = if comptime!(per_row) {
+            // Units behind the last block go along with the others.
+            source.amax[min(block, outer * blocks - 1usize) / rows.amax_blocks] / source.range
+        } else {
+            shared
+        };
+        let mut values = Array::<f32>::new(comptime!(16 * halves));
+        #[unroll]
+        for half in 0..halves {
+            let mut index = item * halves + half;
+            let mut present = 16usize;
+            if comptime!(!dense) {
+                let first =
+                    (block % blocks) * 32usize + (item % lanes) * 16usize + comptime!(half * 16);
+                index = (block / blocks) * nv_blocks + first / 16usize;
+                present = min(inner - min(first, inner), 16usize);
+            }
+            let mut words = Vector::<u32, Const<2>>::new(0u32);
+            let mut scale = 0u32;
+            if inside && present > 0usize {
+                words = source.codes[index];
+                let at = if comptime!(swizzled) {
+                    let row = index / nv_blocks;
+                    scale_at(row, row, index - row * nv_blocks, nv_blocks, true)
+                } else {
+                    index
+                };
+                scale = u32::cast_from(source.scales[at]);
+            }
+            let block = PackedBlock {
+                words,
+                factors: BlockFactors::new(scale, factor),
+            };
+            let decoded = decode_block::<F>(&block, plan);
+            #[unroll]
+            for i in 0..16usize {
+                let mut value = decoded[i];
+                if comptime!(!dense) {
+                    // What pads the NVFP4 block is no part of the matrix.
+                    value = select(i < present, value, 0.0f32);
+                }
+                values[comptime!(half * 16 + i)] = value;
+            }
+        }
+        let bits = amax_of(&values, comptime!(16 * halves));
+        let scale = mx_scale(max_of_lanes(bits, lanes), plan.element);
+        let multiplier = decode_ue8m0_reciprocal(scale);
+        if inside {
+            #[unroll]
+            for half in 0..halves {
+                let mut words = Vector::<u32, M>::empty();
+                #[unroll]
+                for w in 0..comptime!(16 / per_word) {
+                    let at = comptime!(half * 16 + w * per_word);
+                    let word = encode_word(&values, at, multiplier, plan.element, plan.hardware);
+                    words.insert(w, word);
+                }
+                codes[item * halves + half] = words;
+            }
+            if item % lanes == comptime!(lanes - 1) {
+                scales[block] = u8::cast_from(scale);
+            }
+        }
+        base += CUBE_COUNT * CUBE_DIM as usize;
+    }
+}
+
+/// One cube dequantizes every `cubes`-th tile of 128 stored rows x 64 and makes blocks down its
+/// columns. `map` is as for [`mx_quantize_col_kernel()`]. `F` is the storage type of `plan.kind`,
+/// `N` elements of it are 16 bytes.
+#[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
+pub fn mx_requantize_across_kernel<F: Numeric, N: Size>(
+    source: PackedRows,
+    map: &[Vector<u32, Const<4>>],
+    codes: &mut [Vector<u32, Const<4>>],
+    scales: &mut [u8],
+    shape: Shape,
+    tiles: MxTiles,
+    #[comptime] from: SourcePlan,
+    #[comptime] plan: MxPlan,
+    #[define(F)] _storage: ElemType,
+) {
+    let via = comptime!(plan.kind);
+    let width = N::value();
+    let mut tile = Shared::<[Vector<F, Const<1>>]>::new_aligned_slice(
+        comptime!(TILE_ROWS * TILE_COLS),
+        16usize,
+    );
+    let mut staging = Staging::new(plan.element);
+    let grouping = comptime!(from.grouping);
+    let shared = source.factor();
+    let mut index = CUBE_POS;
+    while index < tiles.row_tiles * shape.tile_cols {
+        let place = in_bands(index, tiles.row_tiles, shape.tile_cols, tiles.band);
+        let col0 = place.col * comptime!(TILE_COLS);
+        let block0 = place.col * comptime!(TILE_COLS / 16);
+        let at = tile_from(map, place.row, col0, &shape, 32usize, grouping);
+        if comptime!(grouping == Grouping::One) || at.row0 < at.row_end {
+            let own = source.factor_of(at.group, shared, from);
+            let wide = tile.as_mut_slice().with_vector_size_mut::<N>();
+            let mut first = UNIT_POS as usize;
+            while first < comptime!(TILE_BLOCKS) {
+                // All loads of a turn are under way before the first is waited for.
+                let mut loaded = Sequence::<PackedBlock>::new();
+                #[unroll]
+                for j in 0..IN_FLIGHT {
+                    let item = first + j * CUBE_DIM as usize;
+                    let r = item / comptime!(TILE_COLS / 16);
+                    let row = at.row0 + r;
+                    let block = block0 + item % comptime!(TILE_COLS / 16);
+                    let tiled = at.row_tile * 128usize + r;
+                    let in_tile = item < comptime!(TILE_BLOCKS);
+                    let inside = in_tile && row < at.row_end && block < source.blocks;
+                    loaded.push(source.load(row, tiled, block, own, inside, from));
+                }
+                #[unroll]
+                for j in 0..IN_FLIGHT {
+                    let item = first + j * CUBE_DIM as usize;
+                    if item < comptime!(TILE_BLOCKS) {
+                        let values = decode_block::<F>(loaded.index(j), plan);
+                        #[unroll]
+                        for v in 0..comptime!(16 / width) {
+                            let mut vector = Vector::<F, N>::empty();
+                            #[unroll]
+                            for i in 0..width {
+                                let value = values[comptime!(v * width + i)];
+                                vector.insert(i, stored::<F>(value, via));
+                            }
+                            wide[item * comptime!(16 / width) + v] = vector;
+                        }
+                    }
+                }
+                first += IN_FLIGHT * CUBE_DIM as usize;
+            }
+            sync_cube();
+            let side_by_side = comptime!(grouping.side_by_side());
+            let group = group_place(&at, shape.cols, tiles.row_blocks, 32usize, side_by_side);
+            let cols = shape.cols;
+            let place = ColumnPlace { group, col0, cols };
+            let tile = tile.as_slice();
+            quantize_tile_columns::<F>(tile, &mut staging, codes, scales, &place, plan);
+            sync_cube();
+        }
+        index += CUBE_COUNT;
+    }
+}

@@ -1,0 +1,350 @@
+//! The matrix that a kernel quantizes, as it is given.
+
+use cubecl::{prelude::*, server::Handle};
+
+use super::kernel::{
+    GateInputsLaunch, NormInputsLaunch, ProducerArgs, per_vector, produce_kernel,
+    rms_norm_rstd_kernel,
+};
+use crate::{
+    BLOCK, Nvfp4Error,
+    capabilities::{conversion_of, is_cpu},
+    launch::{Words, buffer, cubes, grid},
+    memory::{address_type, allocate, check_memory, is_aligned},
+    tensor::{FloatKind, Matrix},
+};
+
+/// Where a gated activation has its two inputs, both `rows` x `width`.
+#[derive(Debug, Clone, Copy)]
+pub enum Gated<'a> {
+    /// In one matrix of `rows` x `2 width`, the gate in the first half of each row: the output of
+    /// one projection.
+    SideBySide(&'a Matrix),
+    /// In two matrices.
+    Apart {
+        /// What goes through SiLU.
+        gate: &'a Matrix,
+        /// What is multiplied with it.
+        up: &'a Matrix,
+    },
+}
+
+/// The matrix that a kernel quantizes: one in memory, or one that is computed while its inputs are
+/// read.
+///
+/// Computed ones have rows of a multiple of 16 elements and inputs that start at multiples of 16
+/// bytes; values are rounded to the type of the inputs before anything else happens to them, so
+/// that a fused kernel gives the bytes of [`produce()`] followed by the same kernel.
+///
+/// What reads and writes least where both the amax values and the copies are wanted: for RMS
+/// normalisation [`amaxes`](super::amaxes) and [`quantize_both`](super::quantize_both) of the
+/// source, which compute it twice and write it never; for SwiGLU and its gradients
+/// [`produce_with_amaxes`](super::produce_with_amaxes) and then the copies of what was written,
+/// since two inputs read again are as many bytes as one output written and read, and take the
+/// exponential again. Per token, in one read, [`quantize_per_token`](super::quantize_per_token())
+/// of the source.
+#[derive(Debug, Clone, Copy)]
+pub enum Source<'a> {
+    /// The matrix itself.
+    Plain(&'a Matrix),
+    /// `x · rstd · gain`; see [`reference::rms_norm`](crate::reference::rms_norm).
+    RmsNorm {
+        /// What is normalised.
+        x: &'a Matrix,
+        /// `1 / sqrt(mean(x²) + ε)` of each row, `f32`: see [`rms_norm_rstd`].
+        rstd: &'a Handle,
+        /// One factor for each column, `f32`.
+        gain: &'a Handle,
+    },
+    /// `silu(gate) · up`; see [`reference::swiglu`](crate::reference::swiglu).
+    SwiGlu(Gated<'a>),
+    /// The gradients of SwiGLU by both inputs, `rows` x `2 width`, that by the gate in the first
+    /// half of each row; see [`reference::swiglu_backward`](crate::reference::swiglu_backward).
+    SwiGluBackward {
+        /// The gradient by the output, `rows` x `width`.
+        grad: &'a Matrix,
+        /// The inputs.
+        inputs: Gated<'a>,
+    },
+}
+
+impl<'a> From<&'a Matrix> for Source<'a> {
+    fn from(matrix: &'a Matrix) -> Self {
+        Self::Plain(matrix)
+    }
+}
+
+/// A [`Source`] that was checked: what launches need of it.
+pub(crate) struct Input {
+    /// Shape and type of what is produced; the memory is that of the first input.
+    pub matrix: Matrix,
+    /// How the first input is loaded.
+    pub words: Words,
+    operands: Operands,
+}
+
+/// The inputs beside the first.
+enum Operands {
+    None,
+    RmsNorm { rstd: Handle, gain: Handle },
+    SwiGlu(GateArgs),
+    SwiGluBackward(GateArgs),
+}
+
+/// A [`Gated`] as a kernel finds it.
+struct GateArgs {
+    gate: Matrix,
+    up: Matrix,
+    /// Elements from one row to the next.
+    pitch: usize,
+    /// Elements of a row before its part of `up`.
+    up_start: usize,
+}
+
+impl GateArgs {
+    /// The inputs, which must be `rows` x `width`.
+    fn new(inputs: &Gated<'_>) -> Result<Self, Nvfp4Error> {
+        match *inputs {
+            Gated::SideBySide(both) => {
+                check_input("gate_up", both, 2)?;
+                Ok(Self {
+                    gate: both.clone(),
+                    up: both.clone(),
+                    pitch: both.cols,
+                    up_start: both.cols / 2,
+                })
+            }
+            Gated::Apart { gate, up } => {
+                check_input("gate", gate, 1)?;
+                check_input("up", up, 1)?;
+                check_same("up", up, "gate", (gate.rows, gate.cols, gate.dtype))?;
+                Ok(Self {
+                    gate: gate.clone(),
+                    up: up.clone(),
+                    pitch: gate.cols,
+                    up_start: 0,
+                })
+            }
+        }
+    }
+
+    fn width(&self) -> usize {
+        self.pitch - self.up_start
+    }
+
+    fn launch(&self) -> GateInputsLaunch {
+        let per_vector = per_vector(self.gate.dtype);
+        GateInputsLaunch::new(
+            Words::of(&self.gate).arg(),
+            Words::of(&self.up).arg(),
+            self.pitch / per_vector,
+            self.up_start / per_vector,
+        )
+    }
+}
+
+/// An error unless rows are `parts` times a multiple of 16 elements and all vectors of 16 bytes
+/// aligned.
+fn check_input(argument: &'static str, x: &Matrix, parts: usize) -> Result<(), Nvfp4Error> {
+    x.check(argument)?;
+    if !x.cols.is_multiple_of(parts * BLOCK) {
+        return Err(Nvfp4Error::shape(
+            argument,
+            format!("{} x {}", x.rows, x.cols),
+            format!("columns in a multiple of {}", parts * BLOCK),
+        ));
+    }
+    check_aligned(argument, &x.handle)
+}
+
+fn check_aligned(argument: &'static str, handle: &Handle) -> Result<(), Nvfp4Error> {
+    if is_aligned(handle) {
+        return Ok(());
+    }
+    Err(Nvfp4Error::value(
+        argument,
+        format!("at byte {} of its memory", handle.offset_start.unwrap_or(0)),
+        "at a multiple of 16 bytes",
+    ))
+}
+
+fn check_same(
+    argument: &'static str,
+    x: &Matrix,
+    like: &str,
+    (rows, cols, dtype): (usize, usize, FloatKind),
+) -> Result<(), Nvfp4Error> {
+    if (x.rows, x.cols, x.dtype) == (rows, cols, dtype) {
+        return Ok(());
+    }
+    Err(Nvfp4Error::shape(
+        argument,
+        format!("{} x {} of {:?}", x.rows, x.cols, x.dtype),
+        format!("{rows} x {cols} of {dtype:?}, as `{like}`"),
+    ))
+}
+
+impl Input {
+    /// Checks a source.
+    pub fn new(source: Source<'_>) -> Result<Self, Nvfp4Error> {
+        let (first, cols, operands) = match source {
+            Source::Plain(x) => {
+                x.check("x")?;
+                (x, x.cols, Operands::None)
+            }
+            Source::RmsNorm { x, rstd, gain } => {
+                check_input("x", x, 1)?;
+                check_memory("rstd", rstd, x.rows * 4)?;
+                check_gain(gain, x.cols)?;
+                let (rstd, gain) = (rstd.clone(), gain.clone());
+                (x, x.cols, Operands::RmsNorm { rstd, gain })
+            }
+            Source::SwiGlu(inputs) => {
+                let args = GateArgs::new(&inputs)?;
+                let width = args.width();
+                let first = match inputs {
+                    Gated::SideBySide(both) => both,
+                    Gated::Apart { gate, .. } => gate,
+                };
+                (first, width, Operands::SwiGlu(args))
+            }
+            Source::SwiGluBackward { grad, inputs } => {
+                let args = GateArgs::new(&inputs)?;
+                let width = args.width();
+                check_input("grad", grad, 1)?;
+                check_same(
+                    "grad",
+                    grad,
+                    "gate",
+                    (args.gate.rows, width, args.gate.dtype),
+                )?;
+                (grad, 2 * width, Operands::SwiGluBackward(args))
+            }
+        };
+        Ok(Self {
+            matrix: Matrix {
+                cols,
+                ..first.clone()
+            },
+            words: Words::of(first),
+            operands,
+        })
+    }
+
+    /// Whether the matrix lies in memory as it is.
+    pub fn is_plain(&self) -> bool {
+        matches!(self.operands, Operands::None)
+    }
+
+    /// The argument of a kernel.
+    pub fn producer(&self) -> ProducerArgs {
+        match &self.operands {
+            Operands::None => ProducerArgs::Plain,
+            Operands::RmsNorm { rstd, gain } => {
+                // SAFETY: both were checked.
+                let rstd = unsafe { buffer(rstd, self.matrix.rows) };
+                ProducerArgs::RmsNorm(NormInputsLaunch::new(
+                    rstd,
+                    gain_arg(gain, self.matrix.cols),
+                ))
+            }
+            Operands::SwiGlu(args) => ProducerArgs::SwiGlu(args.launch()),
+            Operands::SwiGluBackward(args) => ProducerArgs::SwiGluBackward(args.launch()),
+        }
+    }
+}
+
+/// An error unless `gain` holds a factor for each column, in aligned vectors.
+pub(crate) fn check_gain(gain: &Handle, cols: usize) -> Result<(), Nvfp4Error> {
+    check_memory("gain", gain, cols * 4)?;
+    check_aligned("gain", gain)
+}
+
+/// The gains of a kernel, in vectors.
+pub(crate) fn gain_arg(gain: &Handle, cols: usize) -> BufferArg {
+    // SAFETY: checked by `check_gain`.
+    unsafe { buffer(gain, cols / 4) }
+}
+
+/// The matrix that `source` stands for, in memory.
+///
+/// # Errors
+/// When an input of `source` is no multiple of 16 columns wide, does not fit the others, does not
+/// start at a multiple of 16 bytes, or its memory is smaller than its shape.
+pub fn produce(client: &Client, source: Source<'_>) -> Result<Matrix, Nvfp4Error> {
+    let input = Input::new(source)?;
+    if input.is_plain() {
+        return Ok(input.matrix);
+    }
+    let x = &input.matrix;
+    let out = Matrix::empty(client, x.rows, x.cols, x.dtype);
+    if x.is_empty() {
+        return Ok(out);
+    }
+    let row_vectors = x.cols / per_vector(x.dtype);
+    let (count, dim) = grid(client, x.rows * row_vectors);
+    // SAFETY: the kernel stays below the number of vectors, for which the inputs were checked.
+    unsafe {
+        produce_kernel::launch_unchecked(
+            client,
+            count,
+            dim,
+            address_type(x.len()),
+            input.words.width,
+            input.words.arg(),
+            input.producer(),
+            Words::of(&out).arg(),
+            x.rows,
+            row_vectors,
+            conversion_of(client),
+            x.dtype,
+        );
+    }
+    Ok(out)
+}
+
+/// `1 / sqrt(mean(x²) + epsilon)` of each row of `x`, `f32`: what a normalisation keeps for its
+/// backward. See [`reference::rms_norm_rstd`](crate::reference::rms_norm_rstd).
+///
+/// # Errors
+/// When the columns of `x` are no multiple of 16, it does not start at a multiple of 16 bytes, or
+/// its memory is smaller than its shape.
+pub fn rms_norm_rstd(client: &Client, x: &Matrix, epsilon: f32) -> Result<Handle, Nvfp4Error> {
+    check_input("x", x, 1)?;
+    let out = allocate(client, x.rows * 4);
+    if x.is_empty() {
+        return Ok(out);
+    }
+    let words = Words::of(x);
+    let (count, dim) = row_cubes(client, x.rows, x.cols / BLOCK);
+    // SAFETY: the kernel stays below the shape, for which the memory was checked.
+    unsafe {
+        rms_norm_rstd_kernel::launch_unchecked(
+            client,
+            count,
+            dim,
+            address_type(x.len()),
+            words.width,
+            words.arg(),
+            buffer(&out, x.rows),
+            x.rows,
+            x.cols / BLOCK,
+            epsilon,
+            !is_cpu(client),
+            conversion_of(client),
+            x.dtype,
+        );
+    }
+    Ok(out)
+}
+
+/// Cubes that take a row at a time, with no more units than a row has blocks.
+pub(crate) fn row_cubes(client: &Client, rows: usize, blocks: usize) -> (CubeCount, CubeDim) {
+    let (count, dim) = cubes(client, rows);
+    let dim = if is_cpu(client) {
+        dim
+    } else {
+        CubeDim::new_1d(blocks.next_multiple_of(32).min(dim.x as usize) as u32)
+    };
+    (count, dim)
+}

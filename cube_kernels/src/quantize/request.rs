@@ -1,0 +1,267 @@
+//! Quantization from a given amax, as it is asked for.
+
+use cubecl::{client::Client, server::Handle};
+
+use super::{
+    plan::QuantRequest,
+    prologue::Source,
+    rowwise::{by_rows, quantize_rows},
+    tiles::{Kind, launch_tiles},
+};
+use crate::{
+    BlockScaling, Hadamard, Nvfp4Error, ScaleLayout, Storage, Usage,
+    moe::groups::GroupOffsets,
+    tensor::{AmaxGranularity, DeviceQuantParams, DeviceQuantized, DeviceRounding, Groups, Matrix},
+};
+
+/// The rowwise tensor of `x` with one amax and compact scales: 1x16 blocks along each row. See
+/// [`reference::quantize_row`](crate::reference::quantize_row).
+///
+/// # Errors
+/// When the columns of `x` are no multiple of 16, or a buffer is smaller than its shape.
+pub fn quantize_row(
+    client: &Client,
+    x: &Matrix,
+    amax: &Handle,
+    rounding: DeviceRounding,
+) -> Result<DeviceQuantized, Nvfp4Error> {
+    quantize(
+        client,
+        x,
+        &Groups::One,
+        Usage::Rowwise,
+        &plain(amax, rounding, None),
+    )
+}
+
+/// The columnwise tensor of `x` with one amax and compact scales: 16x1 blocks down each column,
+/// stored transposed, the last block padded with zeros; transformed first with `hadamard`, in which
+/// case `amax` is that of the transformed values. See
+/// [`reference::quantize_col`](crate::reference::quantize_col).
+///
+/// # Errors
+/// When a buffer is smaller than its shape.
+pub fn quantize_col(
+    client: &Client,
+    x: &Matrix,
+    amax: &Handle,
+    rounding: DeviceRounding,
+    hadamard: Option<Hadamard>,
+) -> Result<DeviceQuantized, Nvfp4Error> {
+    quantize(
+        client,
+        x,
+        &Groups::One,
+        Usage::Columnwise,
+        &plain(amax, rounding, hadamard),
+    )
+}
+
+fn plain(amax: &Handle, rounding: DeviceRounding, hadamard: Option<Hadamard>) -> QuantRequest<'_> {
+    QuantRequest {
+        amax,
+        scope: AmaxGranularity::PerTensor,
+        copy: DeviceQuantParams {
+            hadamard,
+            ..DeviceQuantParams::new(rounding)
+        },
+    }
+}
+
+/// One copy of `x` (or of what is computed from its inputs), along `usage`. See
+/// [`reference::quantize`](crate::reference::quantize); with groups, each group is quantized as a
+/// matrix of its own, but for the block indices of stochastic rounding, which go on from group to
+/// group.
+///
+/// # Errors
+/// When the contraction of a rowwise tensor is no multiple of 16 (with a transform, of its size),
+/// four over six is asked to round stochastically, the groups do not fit, or a buffer is smaller
+/// than its shape; for a computed `x` as [`produce`](super::produce()), too.
+pub fn quantize<'a>(
+    client: &Client,
+    x: impl Into<Source<'a>>,
+    groups: &Groups,
+    usage: Usage,
+    request: &QuantRequest<'_>,
+) -> Result<DeviceQuantized, Nvfp4Error> {
+    let source = x.into();
+    let request = (request, Storage::Packed);
+    if let (Source::Plain(x), Usage::Rowwise) = (source, usage)
+        && by_rows(groups, &request.0.copy)
+    {
+        return quantize_rows(client, x, groups, request);
+    }
+    let (row, col) = match usage {
+        Usage::Rowwise => (Some(request), None),
+        Usage::Columnwise => (None, Some(request)),
+    };
+    let (row, col) = launch_tiles(client, source, groups, row, col, Kind::Blocks)?;
+    Ok(row.or(col).expect("one was asked for"))
+}
+
+/// The copies of `x` that are asked for, `(rowwise, columnwise)`, from one read of it, each as
+/// [`quantize`] makes it and in the form that is asked for: what a product multiplies next, and
+/// once, may be written as values.
+///
+/// # Errors
+/// As [`quantize`], and when scales of values are to be swizzled.
+pub fn quantize_operands<'a>(
+    client: &Client,
+    x: impl Into<Source<'a>>,
+    row: Option<(&QuantRequest<'_>, Storage)>,
+    col: Option<(&QuantRequest<'_>, Storage)>,
+) -> Result<(Option<DeviceQuantized>, Option<DeviceQuantized>), Nvfp4Error> {
+    match (x.into(), row, col) {
+        (_, None, None) => Ok((None, None)),
+        (Source::Plain(x), Some(row), None) => {
+            Ok((Some(quantize_rows(client, x, &Groups::One, row)?), None))
+        }
+        (source, row, col) => launch_tiles(client, source, &Groups::One, row, col, Kind::Blocks),
+    }
+}
+
+/// Both copies of `x` from one read of it: `(rowwise, columnwise)`, each as [`quantize`] makes it.
+///
+/// # Errors
+/// As [`quantize`].
+pub fn quantize_both<'a>(
+    client: &Client,
+    x: impl Into<Source<'a>>,
+    groups: &Groups,
+    row: &QuantRequest<'_>,
+    col: &QuantRequest<'_>,
+) -> Result<(DeviceQuantized, DeviceQuantized), Nvfp4Error> {
+    let [row, col] = [row, col].map(|request| Some((request, Storage::Packed)));
+    let copies = launch_tiles(client, x.into(), groups, row, col, Kind::Blocks)?;
+    let [row, col] = [copies.0, copies.1].map(|made| made.expect("asked for"));
+    Ok((row, col))
+}
+
+/// The copies of `x` that are asked for, `(rowwise, columnwise)`, each as [`quantize`] makes it of
+/// the groups, as operands of the grouped GEMMs: plain matrices, with one amax for each group, or
+/// for each stored row of each group.
+///
+/// The rowwise tensor is that of [`quantize`]. In the columnwise one the groups lie side by side
+/// and not one after another: `cols` stored rows, in each of which group `g` takes the columns from
+/// entry `g` of [`GroupOffsets::aligned`]`(client, x.rows, unit)` on, `unit` being 16 or the size
+/// of the transform. It has room for [`padded_bound`]`(x.rows, groups, unit)` of them; those behind
+/// the last group are not written. Rows of `x` behind the last group are not written in the rowwise
+/// tensor. Stochastic rounding numbers blocks as [`quantize`] does, group after group.
+///
+/// # Errors
+/// As [`quantize`], and when scales are to be swizzled.
+pub fn quantize_side_by_side<'a>(
+    client: &Client,
+    x: impl Into<Source<'a>>,
+    groups: &GroupOffsets,
+    row: Option<&QuantRequest<'_>>,
+    col: Option<&QuantRequest<'_>>,
+) -> Result<(Option<DeviceQuantized>, Option<DeviceQuantized>), Nvfp4Error> {
+    for request in [row, col].into_iter().flatten() {
+        if request.copy.layout != ScaleLayout::Compact {
+            return Err(Nvfp4Error::value(
+                "copy",
+                format!("{:?} scales", request.copy.layout),
+                "compact scales",
+            ));
+        }
+    }
+    let groups = Groups::Offsets {
+        offsets: groups.offsets.clone(),
+        count: groups.count,
+    };
+    if row.is_none() && col.is_none() {
+        return Ok((None, None));
+    }
+    let [row, col] = [row, col].map(|request| request.map(|request| (request, Storage::Packed)));
+    let (row, col) = match (x.into(), row, col) {
+        (Source::Plain(x), Some(row), None) if by_rows(&groups, &row.0.copy) => {
+            (Some(quantize_rows(client, x, &groups, row)?), None)
+        }
+        (source, row, col) => launch_tiles(client, source, &groups, row, col, Kind::SideBySide)?,
+    };
+    let row = row.map(|row| DeviceQuantized {
+        groups: Groups::One,
+        ..row
+    });
+    Ok((row, col))
+}
+
+/// Both copies of `x` in 16x16 tiles, rounded to nearest: `(rowwise, columnwise)`, the second the
+/// exact transpose of the first. See
+/// [`reference::quantize_tile`](crate::reference::quantize_tile).
+///
+/// # Errors
+/// When the columns of `x` are no multiple of 16, or a buffer is smaller than its shape.
+pub fn quantize_tile(
+    client: &Client,
+    x: &Matrix,
+    amax: &Handle,
+) -> Result<(DeviceQuantized, DeviceQuantized), Nvfp4Error> {
+    let layouts = [ScaleLayout::Compact; 2];
+    quantize_tile_with(
+        client,
+        x,
+        &Groups::One,
+        amax,
+        BlockScaling::Standard,
+        layouts,
+    )
+}
+
+/// [`quantize_tile`] of every group, with one amax for each, any scaling, and scales in `layouts`
+/// (rowwise, columnwise). Four over six decides once for a tile.
+///
+/// # Errors
+/// As [`quantize_tile`], and when the groups do not fit.
+pub fn quantize_tile_with(
+    client: &Client,
+    x: &Matrix,
+    groups: &Groups,
+    amax: &Handle,
+    scaling: BlockScaling,
+    layouts: [ScaleLayout; 2],
+) -> Result<(DeviceQuantized, DeviceQuantized), Nvfp4Error> {
+    let [row, col] = layouts.map(|layout| of_tiles(amax, scaling, layout));
+    let [row, col] = [&row, &col].map(|request| Some((request, Storage::Packed)));
+    let copies = launch_tiles(client, x.into(), groups, row, col, Kind::Tiles)?;
+    let [row, col] = [copies.0, copies.1].map(|made| made.expect("asked for"));
+    Ok((row, col))
+}
+
+/// One of the two copies of [`quantize_tile_with`], that along `usage`, without the bytes of the
+/// other.
+///
+/// # Errors
+/// As [`quantize_tile_with`].
+pub fn quantize_tile_copy(
+    client: &Client,
+    x: &Matrix,
+    groups: &Groups,
+    usage: Usage,
+    amax: &Handle,
+    scaling: BlockScaling,
+    layout: ScaleLayout,
+) -> Result<DeviceQuantized, Nvfp4Error> {
+    let request = of_tiles(amax, scaling, layout);
+    let request = Some((&request, Storage::Packed));
+    let (row, col) = match usage {
+        Usage::Rowwise => (request, None),
+        Usage::Columnwise => (None, request),
+    };
+    let (row, col) = launch_tiles(client, x.into(), groups, row, col, Kind::Tiles)?;
+    Ok(row.or(col).expect("asked for"))
+}
+
+/// A copy of 16x16 tiles.
+fn of_tiles(amax: &Handle, scaling: BlockScaling, layout: ScaleLayout) -> QuantRequest<'_> {
+    QuantRequest {
+        amax,
+        scope: AmaxGranularity::PerTensor,
+        copy: DeviceQuantParams {
+            scaling,
+            layout,
+            ..DeviceQuantParams::new(DeviceRounding::Nearest)
+        },
+    }
+}

@@ -1,0 +1,134 @@
+//! The scales of a group in shared memory, and blocks that are quantized by them.
+
+use cubecl::prelude::*;
+
+use super::plan::QuantPlan;
+use crate::{
+    BlockScaling,
+    cube::{
+        block::{BlockPlan, Encoded, encode_block, quantize_with_amax, stays_below_7},
+        philox::Random,
+        scale::GlobalScale,
+    },
+};
+
+/// What derives from the amax of a group, once for each cube and group: the two
+/// factors of a block's scale, and the multiplier for every scale byte.
+#[derive(CubeType)]
+pub(super) struct ScaleTable {
+    /// The fields of [`GlobalScale`].
+    pub scalars: Shared<[f32]>,
+    /// Multipliers of the elements of a block, by its scale byte.
+    pub multipliers: Shared<[f32]>,
+}
+
+#[cube]
+impl ScaleTable {
+    pub fn new() -> ScaleTable {
+        ScaleTable {
+            scalars: Shared::new_slice(4usize),
+            multipliers: Shared::new_slice(128usize),
+        }
+    }
+
+    /// Filled by `count` units, of which this is number `unit`. The caller synchronises before and
+    /// after.
+    pub fn fill(&mut self, amax: f32, unit: u32, count: u32, #[comptime] policy: BlockPlan) {
+        let global = GlobalScale::from_amax(amax, policy.scaling);
+        let mut byte = unit;
+        while byte < 128u32 {
+            self.multipliers[byte as usize] = global.encode_multiplier(byte, policy.conversion);
+            byte += count;
+        }
+        if unit == 0u32 {
+            self.scalars[0] = global.amax;
+            self.scalars[1] = global.encode;
+            self.scalars[2] = global.block;
+            self.scalars[3] = global.decode;
+        }
+    }
+
+    pub fn global(&self) -> GlobalScale {
+        GlobalScale {
+            amax: self.scalars[0],
+            encode: self.scalars[1],
+            block: self.scalars[2],
+            decode: self.scalars[3],
+        }
+    }
+}
+
+/// By what a block is quantized beside its values.
+#[derive(CubeType)]
+pub(super) struct BlockRule {
+    /// Its largest magnitude.
+    pub amax: f32,
+    /// In a 16x16 tile the scale byte of the tile.
+    pub scale: u32,
+    /// In a 16x16 tile what [`stays_below_7()`] said of all of it.
+    pub below_7: bool,
+    /// Its logical index.
+    pub index: u64,
+}
+
+/// The comptime side of [`quantize_by_table()`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(super) struct TablePlan {
+    /// The first of the values.
+    pub first: usize,
+    /// Whether the block is part of a 16x16 tile.
+    pub tiles: bool,
+    /// Whether the values are given in bf16 pairs, too; see [`encode_block()`].
+    pub in_pairs: bool,
+    /// The tensor.
+    pub quant: QuantPlan,
+}
+
+/// Scale byte and codes of a block of `values`, which are also given as `pairs`, where the plan
+/// says so.
+#[cube]
+pub(super) fn quantize_by_table(
+    values: &Array<f32>,
+    pairs: &Array<u32>,
+    rule: &BlockRule,
+    global: &GlobalScale,
+    table: &ScaleTable,
+    random: &Random,
+    #[comptime] by: TablePlan,
+) -> Encoded {
+    let (plan, tiles, first) = comptime!((by.quant, by.tiles, by.first));
+    let policy = comptime!(plan.policy);
+    if comptime!(!tiles && matches!(policy.scaling, BlockScaling::FourOverSix(_))) {
+        quantize_with_amax(values, first, rule.amax, global, rule.index, random, policy)
+    } else {
+        let scale = if comptime!(tiles) {
+            rule.scale
+        } else {
+            global.block_scale(rule.amax, policy.scaling, policy.conversion)
+        };
+        let multiplier = if comptime!(plan.per_row) {
+            global.encode_multiplier(scale, policy.conversion)
+        } else {
+            table.multipliers[scale as usize]
+        };
+        let below_7 = if comptime!(tiles) {
+            rule.below_7
+        } else {
+            stays_below_7(rule.amax, multiplier)
+        };
+        Encoded {
+            scale,
+            codes: encode_block(
+                values,
+                first,
+                pairs,
+                multiplier,
+                below_7,
+                rule.index,
+                random,
+                by.in_pairs,
+                policy,
+            ),
+        }
+    }
+}

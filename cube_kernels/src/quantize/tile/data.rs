@@ -1,0 +1,385 @@
+//! A tile in shared memory: how it is loaded, and how units read its rows and columns.
+
+use cubecl::prelude::*;
+
+use super::{
+    extent::{ROWS, WORDS, row_blocks},
+    grid::{Shape, Tile},
+};
+use crate::{
+    Hadamard, HadamardSize,
+    cube::{
+        codec::Conversion,
+        hadamard::{Signs, butterfly},
+        ptx::{self, cvta_to_global, cvta_to_shared, ld_shared, ld_shared_v4},
+        words::{block_words, flip_signs, unpack},
+    },
+    tensor::FloatKind,
+};
+
+/// Words from one tile row to the next.
+const PITCH: usize = WORDS + 4;
+/// Words of a tile in shared memory.
+pub(crate) const LEN: usize = ROWS * PITCH + (ROWS / 16) * 4;
+
+/// Vectors that a unit loads before it stores the first, where it does both itself.
+const IN_FLIGHT: usize = 4;
+
+/// How a cube loads a tile.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct LoadPlan {
+    /// Whether gradients of a gated activation that are computed on the way lie in pairs: those by
+    /// the gate in the first half of the tile, those by the other input, of the same columns, in
+    /// its second.
+    pub paired: bool,
+    /// Whether `x` is loaded by elements.
+    pub elements: bool,
+    /// Units of a cube.
+    pub units: usize,
+    /// Who converts.
+    pub conversion: Conversion,
+    /// The element type.
+    pub kind: FloatKind,
+}
+
+impl LoadPlan {
+    /// Whether vectors of `width` words are loaded in the background, by units that need no
+    /// registers for it.
+    pub(crate) const fn asynchronous(&self, width: usize) -> bool {
+        self.conversion.has_ptx() && !self.elements && width == 4 && self.units == 256
+    }
+}
+
+/// The place of word `word` of row `row` in shared memory.
+#[cube]
+pub fn word_at(row: usize, word: usize) -> usize {
+    row * PITCH + (row / 16usize) * 4usize + word
+}
+
+/// Loads a tile into shared memory; zeros where the group or the matrix ends. The caller waits
+/// ([`finish_load()`]).
+///
+/// `x` holds vectors of `N` words, or single elements of 16 bits where rows have no whole words.
+#[cube]
+pub fn start_load<F: Numeric, N: Size>(
+    x: &[Vector<F, N>],
+    shared: &mut Shared<[u32]>,
+    tile: &Tile,
+    shape: &Shape,
+    #[comptime] plan: LoadPlan,
+) {
+    let (units, kind) = comptime!((plan.units, plan.kind));
+    let width = N::value();
+    if comptime!(plan.elements) {
+        let mut item = UNIT_POS as usize;
+        while item < comptime!(ROWS * WORDS) {
+            let r = item / WORDS;
+            let w = item % WORDS;
+            let row = tile.row0 + r;
+            let col = tile.col0 + 2usize * w;
+            let mut word = 0u32;
+            if row < tile.row_end && col < shape.cols {
+                let start = row * shape.cols + col;
+                word = u32::cast_from(x[start].extract(0usize));
+                if col + 1usize < shape.cols {
+                    word |= u32::cast_from(x[start + 1usize].extract(0usize)) << 16u32;
+                }
+            }
+            shared[word_at(r, w)] = word;
+            item += units;
+        }
+    } else {
+        let per_row = comptime!(WORDS / width);
+        let row_vectors = shape.cols / comptime!(width * (4 / kind.size()));
+        let vector0 = tile.col0 / comptime!(width * (4 / kind.size()));
+        if comptime!(plan.asynchronous(width)) {
+            let from = cvta_to_global::<Vector<F, N>>(unsafe { x.as_ptr_unchecked() });
+            let step = comptime!(units / per_row);
+            let r = UNIT_POS as usize / per_row;
+            let v = UNIT_POS as usize % per_row;
+            let to = cvta_to_shared::<u32>(shared.as_slice().as_ptr())
+                + u32::cast_from(word_at(r, v * 4usize)) * 4u32;
+            let rows = tile.row_end - tile.row0;
+            let vector = vector0 + v;
+            let first = (tile.row0 + r) * row_vectors + vector;
+            #[unroll]
+            for turn in 0..comptime!(ROWS / step) {
+                let inside = r + comptime!(turn * step) < rows && vector < row_vectors;
+                // 16 rows further, the places of rows repeat.
+                let place = comptime!(4 * turn * (step * PITCH + step / 16 * 4));
+                ptx::cp_async_zfill(
+                    to + comptime!(place as u32),
+                    from + u64::cast_from(first + comptime!(turn * step) * row_vectors) * 16u64,
+                    select(inside, 16u32, 0u32),
+                    16u32,
+                );
+            }
+        } else {
+            let mut first = UNIT_POS as usize;
+            while first < comptime!(ROWS * per_row) {
+                // All loads of a turn are under way before the first is waited for.
+                let mut loaded = Array::<Vector<F, N>>::new(IN_FLIGHT);
+                #[unroll]
+                for j in 0..IN_FLIGHT {
+                    let item = first + j * units;
+                    let row = tile.row0 + item / per_row;
+                    let vector = vector0 + item % per_row;
+                    let inside = item < comptime!(ROWS * per_row)
+                        && row < tile.row_end
+                        && vector < row_vectors;
+                    loaded[j] = if inside {
+                        x[row * row_vectors + vector]
+                    } else {
+                        Vector::<F, N>::zero()
+                    };
+                }
+                #[unroll]
+                for j in 0..IN_FLIGHT {
+                    let item = first + j * units;
+                    if item < comptime!(ROWS * per_row) {
+                        let start = word_at(item / per_row, (item % per_row) * width);
+                        #[unroll]
+                        for i in 0..width {
+                            shared[start + i] = u32::cast_from(loaded[j].extract(i));
+                        }
+                    }
+                }
+                first += IN_FLIGHT * units;
+            }
+        }
+    }
+}
+
+/// Waits until all units have loaded their parts.
+#[cube]
+pub fn finish_load(#[comptime] asynchronous: bool) {
+    if comptime!(asynchronous) {
+        ptx::cp_async_wait_all();
+    }
+    sync_cube();
+}
+
+/// A block along a row of a tile.
+#[derive(CubeType, Clone, Copy)]
+pub struct Place {
+    /// Row of the tile.
+    pub row: usize,
+    /// Number of the block in that row.
+    pub block: usize,
+}
+
+/// The block along a row that a unit takes in turn `turn`. Neighbouring units take blocks of two or
+/// four neighbouring rows, whose vectors lie in different banks; from turn to turn they go down the
+/// tile.
+#[cube]
+pub fn row_place(turn: usize, #[comptime] units: usize, #[comptime] kind: FloatKind) -> Place {
+    let item = if comptime!(units.is_multiple_of(32)) {
+        UNIT_POS as usize
+    } else {
+        UNIT_POS as usize + turn * units
+    };
+    let row0 = if comptime!(units.is_multiple_of(32)) {
+        turn * comptime!(units / row_blocks(kind))
+    } else {
+        0usize.runtime()
+    };
+    if comptime!(kind.size() == 2) {
+        Place {
+            row: row0 + ((item / 4usize) & 1usize) + (item / 16usize) * 2usize,
+            block: (item & 3usize) + ((item / 8usize) & 1usize) * 4usize,
+        }
+    } else {
+        Place {
+            row: row0 + ((item / 2usize) & 3usize) + (item / 16usize) * 4usize,
+            block: (item & 1usize) + ((item / 8usize) & 1usize) * 2usize,
+        }
+    }
+}
+
+/// The words of block `block` of tile row `row`.
+#[cube]
+pub fn load_row_block(
+    shared: &Shared<[u32]>,
+    row: usize,
+    block: usize,
+    #[comptime] conversion: Conversion,
+    #[comptime] kind: FloatKind,
+) -> Array<u32> {
+    let count = comptime!(block_words(kind));
+    let start = word_at(row, block * count);
+    let mut words = Array::<u32>::new(count);
+    if comptime!(conversion.has_ptx()) {
+        let address =
+            cvta_to_shared::<u32>(shared.as_slice().as_ptr()) + u32::cast_from(start) * 4u32;
+        #[unroll]
+        for v in 0..comptime!(count / 4) {
+            let vector = ld_shared_v4(address + comptime!(16 * v as u32));
+            #[unroll]
+            for i in 0..4usize {
+                words[comptime!(4 * v + i)] = vector.extract(i);
+            }
+        }
+    } else {
+        #[unroll]
+        for i in 0..count {
+            words[i] = shared[start + i];
+        }
+    }
+    words
+}
+
+/// [`span()`] words down the tile from row `row0` on, a multiple of 16.
+#[cube]
+pub fn load_words(
+    shared: &Shared<[u32]>,
+    row0: usize,
+    word: usize,
+    #[comptime] count: usize,
+    #[comptime] conversion: Conversion,
+) -> Array<u32> {
+    let mut words = Array::<u32>::new(count);
+    let start = word_at(row0, word);
+    if comptime!(conversion.has_ptx()) {
+        let address =
+            cvta_to_shared::<u32>(shared.as_slice().as_ptr()) + u32::cast_from(start) * 4u32;
+        #[unroll]
+        for i in 0..count {
+            words[i] = ld_shared(address + comptime!((4 * (i * PITCH + (i / 16) * 4)) as u32));
+        }
+    } else {
+        #[unroll]
+        for i in 0..count {
+            words[i] = shared[start + comptime!(i * PITCH + (i / 16) * 4)];
+        }
+    }
+    words
+}
+
+/// Units that share one transform, each with 16 of its rows: neighbours of a plane on a GPU, where
+/// a unit's registers hold no more. One where there are no planes.
+pub(crate) const fn lanes(size: Option<HadamardSize>, conversion: Conversion) -> usize {
+    if conversion.has_ptx() {
+        span(size) / 16
+    } else {
+        1
+    }
+}
+
+/// What a unit takes of the columns of a tile at a time.
+#[derive(CubeType, Clone, Copy)]
+pub struct ColumnItem {
+    /// The word of a row.
+    pub word: usize,
+    /// The first of its blocks of 16 rows.
+    pub block: usize,
+    /// Which of the units that share a transform it is.
+    pub lane: usize,
+}
+
+/// Items of the columns of a tile.
+pub(crate) const fn column_items(size: Option<HadamardSize>, conversion: Conversion) -> usize {
+    WORDS * (ROWS / span(size)) * lanes(size, conversion)
+}
+
+/// Item number `item`: neighbours take neighbouring words, or share transforms of them.
+#[cube]
+pub fn column_item(
+    item: usize,
+    #[comptime] units: usize,
+    #[comptime] size: Option<HadamardSize>,
+    #[comptime] conversion: Conversion,
+) -> ColumnItem {
+    let lanes = comptime!(lanes(size, conversion));
+    let per_span = comptime!(span(size) / 16);
+    // From turn to turn of a cube with units for whole rows of words the word is the same.
+    let fixed = comptime!(units.is_multiple_of(WORDS * lanes));
+    let position = if comptime!(fixed) {
+        UNIT_POS as usize % comptime!(WORDS * lanes)
+    } else {
+        item % comptime!(WORDS * lanes)
+    };
+    let lane = position % lanes;
+    ColumnItem {
+        word: position / lanes,
+        block: item / comptime!(WORDS * lanes) * per_span + lane,
+        lane,
+    }
+}
+
+/// One of the columns of `words`, with the signs of a transform; those of the default transform are
+/// part of the kernel and cost nothing.
+#[cube]
+pub fn unpack_column(
+    words: &Array<u32>,
+    signs: &Signs,
+    lane: usize,
+    #[comptime] half: u32,
+    #[comptime] size: Option<HadamardSize>,
+    #[comptime] default_signs: bool,
+    #[comptime] conversion: Conversion,
+    #[comptime] kind: FloatKind,
+) -> Array<f32> {
+    let count = comptime!(span(size) / lanes(size, conversion));
+    let shared = comptime!(lanes(size, conversion) > 1);
+    let lane_signs = if comptime!(shared) {
+        signs.of_lane(lane)
+    } else {
+        0u32.runtime()
+    };
+    let mut column = Array::<f32>::new(count);
+    #[unroll]
+    for i in 0..count {
+        column[i] = if comptime!(size.is_none()) {
+            unpack(words[i], half, kind)
+        } else if comptime!(default_signs) {
+            let value = unpack(words[i], half, kind);
+            if comptime!(Hadamard::DEFAULT_SIGNS >> (i % 16) & 1 == 1) {
+                -value
+            } else {
+                value
+            }
+        } else if comptime!(shared) {
+            let negate = (lane_signs >> comptime!(i as u32)) & 1u32;
+            unpack(flip_signs(words[i], negate, kind), half, kind)
+        } else {
+            unpack(flip_signs(words[i], signs.bit(i), kind), half, kind)
+        };
+    }
+    column
+}
+
+/// Transforms the values of a column but for the factor. Where units share a transform, all units
+/// of the plane must be here.
+#[cube]
+pub fn transform_values(
+    values: &mut Array<f32>,
+    lane: usize,
+    #[comptime] size: HadamardSize,
+    #[comptime] conversion: Conversion,
+) {
+    let lanes = comptime!(lanes(Some(size), conversion));
+    if comptime!(lanes == 1) {
+        butterfly(values, size);
+    } else {
+        butterfly(values, HadamardSize::H16);
+        #[unroll]
+        for stage in 0..comptime!(lanes.ilog2()) {
+            let distance = comptime!(1u32 << stage);
+            // The first of two takes their sum, the second what the first had less its own.
+            let own = select(u32::cast_from(lane) & distance == 0u32, 1.0f32, -1.0f32);
+            #[unroll]
+            for i in 0..16usize {
+                let value = values[i];
+                values[i] = ptx::shfl_sync_bfly(value, distance) + value * own;
+            }
+        }
+    }
+}
+
+/// Rows that one transform, or one block, of a columnwise tensor spans.
+pub(crate) const fn span(size: Option<HadamardSize>) -> usize {
+    match size {
+        Some(size) => size.elements(),
+        None => 16,
+    }
+}
