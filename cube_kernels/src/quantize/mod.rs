@@ -26,6 +26,8 @@ mod packed_source;
 #[allow(missing_docs)]
 mod per_token;
 #[allow(missing_docs)]
+// `#[cube]` expands `match` over enums of buffers, not `if let`.
+#[allow(clippy::single_match)]
 pub(crate) mod plan;
 #[allow(missing_docs)]
 mod prologue;

@@ -46,7 +46,7 @@ impl Kernel for CublasLt {
             ));
         }
         // FP4 rows of 16 bytes; the library is not asked about other sizes.
-        if !asked && !(n.is_multiple_of(8) && k.is_multiple_of(32)) {
+        if !(asked || n.is_multiple_of(8) && k.is_multiple_of(32)) {
             return Err(Refusal::Operands("n is no multiple of 8, or k of 32"));
         }
         // The library would have all of the weight dequantized for a few rows.
