@@ -135,7 +135,7 @@ impl Options {
              and --stop-at"
         );
         let device = device.as_ref().and_then(Value::as_str);
-        device.map(|name| parse_device(name)).transpose()
+        device.map(parse_device).transpose()
     }
 
     /// These options with `recipe` alone, `seed`, and `device` if one is given.
