@@ -326,7 +326,7 @@ fn bf16(client: &Client, a: Elements, b: Elements) -> Matrix {
         elements,
         scale: Scale::One,
     });
-    multiply(client, Gemm::new(&a, &b).out(FloatKind::Bf16)).unwrap()
+    multiply(client, Gemm::new(a, b).out(FloatKind::Bf16)).unwrap()
 }
 
 fn dense(criterion: &mut Criterion, client: &Client, noise: &Noise) {
@@ -499,7 +499,7 @@ fn ungrouped(
         time_on_device(criterion, client, record, |_| {
             let (a, b) = (Operand::from(&a), Operand::from(&b));
             let target = Target::New(FloatKind::Bf16);
-            multiply(client, Gemm::new(&a, &b).target(target).plan(plan)).unwrap();
+            multiply(client, Gemm::new(a, b).target(target).plan(plan)).unwrap();
         });
     }
 }
@@ -540,7 +540,7 @@ fn grouped(criterion: &mut Criterion, client: &Client, noise: &Noise) {
             time_on_device(criterion, client, record, |_| {
                 let (a, b): (Operand, Operand) = (Operand::from(&a), Operand::from(&b));
                 let target = Target::New(FloatKind::Bf16);
-                multiply(client, Gemm::new(&a, &b).target(target).m_grouped(&offsets)).unwrap();
+                multiply(client, Gemm::new(a, b).target(target).m_grouped(&offsets)).unwrap();
             });
             // A call of cuBLAS for each expert, which needs to know the sizes.
             let mut first = 0;

@@ -136,7 +136,7 @@ fn beyond_two_to_the_31_elements() {
             let operands = (Operand::from(&left), Operand::from(&right));
             let found = multiply(
                 &client,
-                Gemm::new(&operands.0, &operands.1)
+                Gemm::new(operands.0, operands.1)
                     .target(new)
                     .backend(path)
                     .plan(plan),
@@ -360,7 +360,7 @@ fn packed_and_bf16_operands_agree() {
         let operands = (Operand::from(&left), Operand::from(&right));
         let both = multiply(
             &client,
-            Gemm::new(&operands.0, &operands.1)
+            Gemm::new(operands.0, operands.1)
                 .target(new)
                 .backend(path)
                 .plan(plan),
@@ -435,10 +435,7 @@ fn columns_equal_rows_for(client: &Client, shapes: &[(usize, usize, usize)]) {
             let run = |a: Elements, b: Elements, plan| {
                 let (a, b) = (unscaled(a), unscaled(b));
                 let new = Target::New(FloatKind::F32);
-                let out = multiply(
-                    client,
-                    Gemm::new(&a, &b).target(new).backend(path).plan(plan),
-                );
+                let out = multiply(client, Gemm::new(a, b).target(new).backend(path).plan(plan));
                 read::<f32>(client, &out.unwrap())
             };
             let capabilities = Capabilities::of(client);
@@ -567,10 +564,7 @@ fn columns_with_packed_operands_and_epilogues() {
                 };
                 let out = multiply(
                     &client,
-                    Gemm::new(&a, &b)
-                        .bias(Some(&bias))
-                        .target(target)
-                        .plan(plan),
+                    Gemm::new(a, b).bias(Some(&bias)).target(target).plan(plan),
                 )
                 .unwrap();
                 let bytes = client.read_one(out.handle.clone()).unwrap();
@@ -632,7 +626,7 @@ fn decoded_tiles() {
             let (x, y) = (Operand::from(&left), Operand::from(&right));
             multiply(
                 &client,
-                Gemm::new(&x, &y).target(new).backend(path).plan(plan),
+                Gemm::new(x, y).target(new).backend(path).plan(plan),
             )
             .unwrap()
         };
@@ -682,7 +676,7 @@ fn fused_tiles() {
                 let (path, new) = (Some(GemmBackend::Sm90Wgmma), Target::New(FloatKind::F32));
                 let found = multiply(
                     &client,
-                    Gemm::new(&a, &b).target(new).backend(path).plan(plan),
+                    Gemm::new(a, b).target(new).backend(path).plan(plan),
                 );
                 read::<f32>(&client, &found.unwrap())
             };
@@ -724,7 +718,7 @@ fn extreme_scales() {
             &client,
             &multiply(
                 &client,
-                Gemm::new(&a, &b).target(new).backend(path).plan(plan),
+                Gemm::new(a, b).target(new).backend(path).plan(plan),
             )
             .unwrap(),
         )
@@ -805,7 +799,7 @@ fn nan_and_infinity_in_bf16_operands() {
                     let new = Target::New(FloatKind::F32);
                     let out = multiply(
                         &client,
-                        Gemm::new(&a, &b).target(new).backend(path).plan(plan),
+                        Gemm::new(a, b).target(new).backend(path).plan(plan),
                     );
                     read::<f32>(&client, &out.unwrap())
                 };
@@ -851,7 +845,7 @@ fn tiles_follow_each_other() {
         let new = Target::New(FloatKind::F32);
         let found = multiply(
             &client,
-            Gemm::new(&a, &b).target(new).backend(path).plan(plan),
+            Gemm::new(a, b).target(new).backend(path).plan(plan),
         );
         read::<f32>(&client, &found.unwrap())
     };
@@ -882,7 +876,7 @@ fn long_contractions() {
         let (path, new) = (Some(GemmBackend::Sm90Wgmma), Target::New(FloatKind::F32));
         let found = multiply(
             &client,
-            Gemm::new(&x, &y).target(new).backend(path).plan(plan),
+            Gemm::new(x, y).target(new).backend(path).plan(plan),
         )
         .unwrap();
         assert_bound(&read::<f32>(&client, &found), &a, &b, &format!("{plan:?}"));
@@ -915,11 +909,9 @@ fn maximum_of_the_output() {
                 let (left, right) = (a.device(&client), Packed::random(n, k, 6).device(&client));
                 let (x, y) = (Operand::from(&left), Operand::from(&right));
                 let new = Target::New(out);
-                let (found, amax) = multiply_amax(
-                    &client,
-                    Gemm::new(&x, &y).target(new).amax(OutputAmax::Whole),
-                )
-                .unwrap();
+                let (found, amax) =
+                    multiply_amax(&client, Gemm::new(x, y).target(new).amax(OutputAmax::Whole))
+                        .unwrap();
                 let expected = quantize::amax(&client, &found, None).unwrap();
                 let bits = |handle: Handle| -> u32 {
                     bytemuck::pod_read_unaligned(&client.read_one(handle).unwrap()[..4])
@@ -947,7 +939,7 @@ fn packed_and_bf16_operands_agree_on_the_scalar_path() {
         elements: Elements::Bf16(&half),
         scale: Scale::Tensor(&left.amax, 2688.0),
     };
-    let found = multiply(&client, Gemm::new(&dense, &right).target(new).backend(path));
+    let found = multiply(&client, Gemm::new(dense, &right).target(new).backend(path));
     let expected = multiply(
         &client,
         Gemm::new(&left, &right).out(FloatKind::F32).backend(path),
@@ -1033,11 +1025,7 @@ fn check_epilogues_of(
         &|a_scale, b_scale, bias, target| {
             let a = scaled(left, a_scale);
             let b = scaled(Elements::Packed(&right), b_scale);
-            multiply(
-                client,
-                Gemm::new(&a, &b).bias(bias).target(target).plan(plan),
-            )
-            .unwrap()
+            multiply(client, Gemm::new(a, b).bias(bias).target(target).plan(plan)).unwrap()
         },
     );
 }
@@ -1157,7 +1145,7 @@ fn arguments_are_named() {
     let x = Matrix::empty(&client, 8, 32, FloatKind::F32);
     let columns = unscaled(Elements::Bf16MnMajor(&x));
     let new = Target::New(FloatKind::F32);
-    let error = multiply(&client, Gemm::new(&a, &columns).target(new)).unwrap_err();
+    let error = multiply(&client, Gemm::new(&a, columns).target(new)).unwrap_err();
     assert!(error.to_string().contains("`b`"), "{error}");
     let error = multiply(&client, Gemm::new(&x, &x).out(FloatKind::F32)).unwrap_err();
     assert!(error.to_string().contains("`a`"), "{error}");
@@ -1171,7 +1159,7 @@ fn arguments_are_named() {
         scale: Scale::PerRow(&amax, 2688.0),
     };
     let new = Target::New(FloatKind::F32);
-    let error = multiply(&client, Gemm::new(&operand, &a).target(new)).unwrap_err();
+    let error = multiply(&client, Gemm::new(operand, &a).target(new)).unwrap_err();
     assert!(error.to_string().contains("`a`"), "{error}");
     if Capabilities::of(&client).gemm != GemmBackend::Sm90Wgmma {
         let path = GemmBackend::Sm90Wgmma;

@@ -948,7 +948,7 @@ fn products_of_operands() {
     let new = Target::New(FloatKind::Bf16);
     let error = multiply(
         &client,
-        Gemm::new(&per_row, &b_dense).target(new).backend(path),
+        Gemm::new(per_row, &b_dense).target(new).backend(path),
     )
     .unwrap_err();
     assert_eq!(argument_of(error), "a");
@@ -1025,7 +1025,7 @@ fn fp4_is_refused_visibly() {
         let new = Target::New(FloatKind::F32);
         multiply(
             &client,
-            Gemm::new(&a, &b).target(new).capabilities(&pretended),
+            Gemm::new(a, b).target(new).capabilities(&pretended),
         )
         .unwrap()
     });
@@ -1070,7 +1070,7 @@ fn fp4_is_refused_visibly() {
     let events = events.lock().unwrap().join("\n");
     assert!(events.contains("small M"), "{events}");
     let (path, few, b) = (Some(portable), Operand::from(&few), Operand::from(&b));
-    let expected = multiply(&client, Gemm::new(&few, &b).target(new).backend(path)).unwrap();
+    let expected = multiply(&client, Gemm::new(few, b).target(new).backend(path)).unwrap();
     let (found, expected): (Vec<f32>, Vec<f32>) = (
         read_matrix(&client, &found),
         read_matrix(&client, &expected),

@@ -87,7 +87,7 @@ fn alone(
     let (a, b) = (Operand::from(&a), Operand::from(&b));
     let found = multiply(
         client,
-        Gemm::new(&a, &b)
+        Gemm::new(a, b)
             .bias(bias)
             .target(new)
             .backend(path)
@@ -240,7 +240,7 @@ fn contractions_equal_the_loop(
         let (a, b) = (Operand::from(&left), Operand::from(&right));
         let found = multiply(
             client,
-            Gemm::new(&a, &b)
+            Gemm::new(a, b)
                 .target(target)
                 .k_grouped(&groups)
                 .backend(path),
@@ -294,7 +294,7 @@ fn fused_tiles_in_groups_equal_the_loop() {
             let (x, y) = (Operand::from(&left), Operand::from(&right));
             let found = multiply(
                 &client,
-                Gemm::new(&x, &y).target(new).m_grouped(&groups).plan(plan),
+                Gemm::new(x, y).target(new).m_grouped(&groups).plan(plan),
             );
             let found = read(&client, &found.unwrap());
             for g in 0..count {
@@ -336,10 +336,7 @@ fn columns_equal_rows_in_groups() {
                 let groups = groups(&client, &columns);
                 let found = multiply(
                     &client,
-                    Gemm::new(&a, &b)
-                        .target(new)
-                        .k_grouped(&groups)
-                        .backend(path),
+                    Gemm::new(a, b).target(new).k_grouped(&groups).backend(path),
                 );
                 read(&client, &found.unwrap())
             };
@@ -361,10 +358,7 @@ fn columns_equal_rows_in_groups() {
                 let path = Some(path);
                 let found = multiply(
                     &client,
-                    Gemm::new(&a, &b)
-                        .target(new)
-                        .m_grouped(&groups)
-                        .backend(path),
+                    Gemm::new(a, b).target(new).m_grouped(&groups).backend(path),
                 );
                 read(&client, &found.unwrap())
             };
@@ -416,10 +410,7 @@ fn factors_of_groups_and_bf16_operands() {
             let new = Target::New(FloatKind::F32);
             let found = multiply(
                 &client,
-                Gemm::new(&a, &b)
-                    .target(new)
-                    .m_grouped(&groups)
-                    .backend(path),
+                Gemm::new(a, b).target(new).m_grouped(&groups).backend(path),
             );
             let found = read(&client, &found.unwrap());
             for (g, amax) in amax.iter().enumerate() {
@@ -461,10 +452,7 @@ fn factors_of_the_rows_of_contractions() {
             let new = Target::New(FloatKind::F32);
             let found = multiply(
                 &client,
-                Gemm::new(&a, &b)
-                    .target(new)
-                    .k_grouped(&groups)
-                    .backend(path),
+                Gemm::new(a, b).target(new).k_grouped(&groups).backend(path),
             );
             read(&client, &found.unwrap())
         };
@@ -523,7 +511,7 @@ fn epilogues_of_groups() {
                 let b = scaled(Elements::Packed(&right), b_scale);
                 multiply(
                     &client,
-                    Gemm::new(&a, &b)
+                    Gemm::new(a, b)
                         .bias(bias)
                         .target(target)
                         .m_grouped(&by_rows)
@@ -555,7 +543,7 @@ fn epilogues_of_groups() {
                 let b = scaled(Elements::Packed(&right), b_scale);
                 multiply(
                     &client,
-                    Gemm::new(&a, &b)
+                    Gemm::new(a, b)
                         .target(target)
                         .k_grouped(&columns)
                         .backend(path),
@@ -619,7 +607,7 @@ fn check_maxima<T: DeviceElement>(client: &Client) {
             for of in [OutputAmax::Whole, OutputAmax::PerGroup] {
                 let by_rows = multiply_amax(
                     client,
-                    Gemm::new(&x, &y)
+                    Gemm::new(x, y)
                         .target(new)
                         .m_grouped(&rows)
                         .amax(of)
@@ -627,7 +615,7 @@ fn check_maxima<T: DeviceElement>(client: &Client) {
                 );
                 let by_depth = multiply_amax(
                     client,
-                    Gemm::new(&u, &v)
+                    Gemm::new(u, v)
                         .target(new)
                         .k_grouped(&columns)
                         .amax(of)
@@ -701,7 +689,7 @@ fn offsets_beyond_the_end() {
             let target = Target::Accumulate(&target);
             multiply(
                 &client,
-                Gemm::new(&a, &b)
+                Gemm::new(a, b)
                     .target(target)
                     .m_grouped(&groups)
                     .backend(path),
@@ -729,10 +717,7 @@ fn offsets_beyond_the_end() {
             let new = Target::New(FloatKind::F32);
             let found = multiply(
                 &client,
-                Gemm::new(&a, &b)
-                    .target(new)
-                    .k_grouped(&groups)
-                    .backend(path),
+                Gemm::new(a, b).target(new).k_grouped(&groups).backend(path),
             );
             read(&client, &found.unwrap())
         };
@@ -765,6 +750,6 @@ fn arguments_are_named() {
         elements: Elements::Packed(&a),
         scale: Scale::PerRow(&a.scales, 2688.0),
     };
-    let error = multiply(&client, Gemm::new(&rows, &a).target(new).k_grouped(&two));
+    let error = multiply(&client, Gemm::new(rows, &a).target(new).k_grouped(&two));
     assert!(error.unwrap_err().to_string().contains("`a`"));
 }

@@ -362,7 +362,7 @@ fn maximum_of_the_output() {
             let plan = Some(software(2));
             let (found, amax) = multiply_amax(
                 &client,
-                Gemm::new(&x, &y)
+                Gemm::new(x, y)
                     .target(new)
                     .amax(OutputAmax::Whole)
                     .backend(path)
@@ -551,7 +551,7 @@ fn few_rows_without_a_path_of_their_own() {
         let (left, right) = (Operand::from(&left), Operand::from(&right));
         let found = multiply(
             &client,
-            Gemm::new(&left, &right).target(new).capabilities(&old),
+            Gemm::new(left, right).target(new).capabilities(&old),
         )
         .unwrap();
         let (found, expected): (Vec<f32>, Vec<f32>) = (
@@ -595,7 +595,7 @@ fn block_scaled_rows_in_groups() {
             let path = Some(GemmBackend::Scalar);
             let expected = multiply(
                 &client,
-                Gemm::new(&x, &y)
+                Gemm::new(x, y)
                     .target(target)
                     .m_grouped(&groups)
                     .backend(path),
@@ -605,7 +605,7 @@ fn block_scaled_rows_in_groups() {
             let target = Target::Accumulate(&target);
             let found = multiply(
                 &client,
-                Gemm::new(&x, &y)
+                Gemm::new(x, y)
                     .target(target)
                     .m_grouped(&groups)
                     .plan(software(strips)),
@@ -627,7 +627,7 @@ fn errors_name_what_is_missing() {
         let new = Target::New(FloatKind::F32);
         multiply(
             &client,
-            Gemm::new(&a, &b).target(new).backend(path).plan(plan),
+            Gemm::new(&a, b).target(new).backend(path).plan(plan),
         )
         .unwrap_err()
         .to_string()

@@ -264,7 +264,7 @@ fn graph_replays_products_of_cublaslt() {
             scale: Scale::Tensor(&amax, 2688.0),
         };
         let (path, target) = (Some(GemmBackend::CublasLt), Target::Accumulate(&sum));
-        multiply(&client, Gemm::new(&a, &b).target(target).backend(path)).unwrap();
+        multiply(&client, Gemm::new(a, &b).target(target).backend(path)).unwrap();
     };
     client.graph_prepare().unwrap();
     run();
@@ -308,7 +308,7 @@ fn graph_replays_products_in_groups() {
             let (new, of) = (Target::New(FloatKind::F32), OutputAmax::PerGroup);
             multiply_amax(
                 &client,
-                Gemm::new(&a, &b).target(new).m_grouped(&offsets).amax(of),
+                Gemm::new(a, b).target(new).m_grouped(&offsets).amax(of),
             )
             .unwrap()
         };
@@ -375,12 +375,12 @@ fn workspaces_are_released() {
     let dense = |plan| {
         let (a, b) = (Operand::from(&a), Operand::from(&b_dense));
         let new = Target::New(FloatKind::Bf16);
-        multiply(&client, Gemm::new(&a, &b).target(new).plan(plan)).unwrap()
+        multiply(&client, Gemm::new(a, b).target(new).plan(plan)).unwrap()
     };
     let grouped = || {
         let (a, b): (Operand, Operand) = (Operand::from(&a), Operand::from(&b));
         let new = Target::New(FloatKind::Bf16);
-        multiply(&client, Gemm::new(&a, &b).target(new).m_grouped(&offsets)).unwrap()
+        multiply(&client, Gemm::new(a, b).target(new).m_grouped(&offsets)).unwrap()
     };
     let mut products: Vec<(&str, Product)> = vec![
         ("its own", Box::new(|| dense(None))),
