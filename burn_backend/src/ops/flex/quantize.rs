@@ -44,13 +44,14 @@ pub(super) fn quantize(
             stored_as(packed, storage)
         })
     };
-    // One amax of the whole matrix serves both usages where neither is transformed.
+    // One amax of the whole matrix serves both usages where neither is transformed, as MS-EDEN is.
     let amax = match (rowwise, columnwise, groups.count) {
         (Some((row, _)), Some((col, _)), GroupCount::Whole)
             if row.shares_amax() && col.shares_amax() && row.format.has_global_scale() =>
         {
-            let amax = with_elements!(x, |values| reference::amax(values));
-            (!row.is_ms_eden() && !col.is_ms_eden()).then_some(Amax::Tensor(amax))
+            Some(Amax::Tensor(with_elements!(x, |values| {
+                reference::amax(values)
+            })))
         }
         _ => None,
     };
