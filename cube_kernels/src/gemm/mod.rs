@@ -136,7 +136,7 @@ pub struct GemmOutput {
     /// The output.
     pub matrix: Matrix,
     /// The amax values that were asked for, in device memory: one `f32`, or one for each group.
-    /// They are what [`quantize::amax`](crate::quantize::amax) of the output would find, so that
+    /// They are what [`amax`](crate::quantize::amax()) of the output would find, so that
     /// quantizing it next needs no pass over it. NaN and infinity survive; a group without elements
     /// has a zero.
     pub amax: Option<Handle>,

@@ -153,7 +153,7 @@ impl ModelKind {
     }
 }
 
-/// How a model of Burn's own layers is brought to NVFP4; see [`burn_nvfp4::decorate`].
+/// How a model of Burn's own layers is brought to NVFP4; see [`burn_nvfp4::decorate()`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Decoration {
