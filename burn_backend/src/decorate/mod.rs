@@ -5,7 +5,7 @@
 //! user's own modules that hold one) through NVFP4, forward and backward:
 //!
 //! ```no_run
-//! use burn_core::tensor::Tensor;
+//! use burn_core::tensor::{Device, Tensor};
 //! use burn_nn::transformer::{TransformerEncoderConfig, TransformerEncoderInput};
 //! use burn_nvfp4::{Nvfp4Recipe, decorate};
 //!
