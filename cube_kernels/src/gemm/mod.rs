@@ -12,9 +12,11 @@
 
 use cubecl::{client::Client, server::Handle};
 
+// `#[cube]` generates public items that cannot carry documentation.
+#[allow(missing_docs)]
+mod arguments;
 pub mod cublaslt;
 mod dispatch;
-// `#[cube]` generates public items that cannot carry documentation.
 #[allow(missing_docs)]
 mod epilogue;
 mod heuristics;

@@ -14,22 +14,25 @@ pub(crate) mod sm90_bf16;
 #[allow(missing_docs)]
 pub(crate) mod sm90_w4a16;
 #[allow(missing_docs)]
+mod sm90_w4a16_output;
+#[allow(missing_docs)]
 pub(crate) mod small_m;
 #[allow(missing_docs)]
 mod w4a16_arrange;
 
 pub use super::{
-    epilogue::{EpilogueKind, Factor},
+    arguments::{GroupedProblemLaunch, MixedMatrixLaunch, PackedMatrixLaunch, ProblemShapeLaunch},
+    epilogue::{EpilogueKind, EpilogueLaunch, Factor},
     materialize::{decode, decode_kernel, transpose_kernel, transposed},
     problem::Plan,
     scheduler::{GroupedDim, Schedule},
     tiles::{CmmaTile, Multiply, Sm90Tile, Sm120Tile, W4a16Tile},
 };
-pub use cmma::{UNITS as MATRIX_UNITS, matrix_kernel};
+pub use cmma::{CmmaPlan, UNITS as MATRIX_UNITS, matrix_kernel};
 pub use cublaslt::{add_rows_kernel, factors_kernel};
-pub use scalar::{Epilogue, grouped_kernel, scalar_kernel};
-pub use sm90_bf16::{UNITS as SM90_UNITS, sm90_kernel};
-pub use sm90_w4a16::fused_kernel;
-pub use sm120_nvfp4::{Pieces, sm120_kernel};
+pub use scalar::{ScalarPlan, grouped_kernel, scalar_kernel};
+pub use sm90_bf16::{Sm90Plan, UNITS as SM90_UNITS, sm90_kernel};
+pub use sm90_w4a16::{ScheduledProblemLaunch, W4a16Plan, fused_kernel};
+pub use sm120_nvfp4::{Pieces, Sm120Plan, sm120_kernel};
 pub use small_m::{SmallMLeft, SmallMShape, small_m_kernel};
-pub use w4a16_arrange::arrange_kernel;
+pub use w4a16_arrange::{ArrangeSizeLaunch, arrange_kernel};

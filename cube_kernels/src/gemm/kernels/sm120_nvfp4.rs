@@ -25,7 +25,12 @@ use crate::{
         },
     },
     gemm::{
-        epilogue::{EpilogueKind, STAGING, write_tile},
+        arguments::{
+            GroupedProblem, GroupedProblemLaunch, PackedMatrix, PackedMatrixLaunch,
+            ProblemShapeLaunch,
+        },
+        epilogue::{Epilogue, STAGING, WarpTile, write_warp_tile},
+        materialize::Materialized,
         problem::{
             Candidate, Device, GemmShape, Kernel, Launch, Plan, Problem, Refusal, UNALIGNED,
             misfit, sms,
@@ -215,57 +220,76 @@ fn stage_offset(step: u32, #[comptime] shape: Sm120Tile) -> u32 {
     (step % comptime!(STAGES as u32)) * comptime!(shape.stage() as u32)
 }
 
+/// The stored rows of a tile.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+struct TileRows {
+    /// Its first row of `a`.
+    a: u32,
+    /// The row of `a` behind the last of the group.
+    a_end: u32,
+    /// Its first row of `b`.
+    b: u32,
+    /// The row of `b` behind the last of the group.
+    b_end: u32,
+    /// Columns of both.
+    k: u32,
+}
+
 /// Queues the copies of columns `DEPTH * step` and on.
 #[cube]
 fn copy_stage(
-    a_codes: &[u32],
-    a_scales: &[u8],
-    b_codes: &[u32],
-    b_scales: &[u8],
+    a: &PackedMatrix<u32>,
+    b: &PackedMatrix<u32>,
     ring: u32,
     step: u32,
-    a_row: u32,
-    a_end: u32,
-    b_row: u32,
-    b_end: u32,
-    k: u32,
-    #[comptime] shape: Sm120Tile,
+    rows: TileRows,
+    #[comptime] tile: Sm120Tile,
     #[comptime] pieces: Pieces,
 ) {
-    let stage = ring + stage_offset(step, shape);
+    let stage = ring + stage_offset(step, tile);
     let from = step * comptime!(DEPTH as u32);
-    let tile_m = comptime!(shape.tile_m());
-    copy_codes(a_codes, stage, a_row, a_end, from, k, tile_m, pieces.codes);
-    let target = stage + comptime!(shape.b_codes());
+    let tile_m = comptime!(tile.tile_m());
     copy_codes(
-        b_codes,
-        target,
-        b_row,
-        b_end,
+        &a.codes,
+        stage,
+        rows.a,
+        rows.a_end,
         from,
-        k,
+        rows.k,
+        tile_m,
+        pieces.codes,
+    );
+    let target = stage + comptime!(tile.b_codes());
+    copy_codes(
+        &b.codes,
+        target,
+        rows.b,
+        rows.b_end,
+        from,
+        rows.k,
         SM120_TILE_N,
         pieces.codes,
     );
-    let target = stage + comptime!(shape.a_scales());
+    let target = stage + comptime!(tile.a_scales());
     copy_scales(
-        a_scales,
+        &a.scales,
         target,
-        a_row,
-        a_end,
+        rows.a,
+        rows.a_end,
         from,
-        k,
+        rows.k,
         tile_m,
         pieces.scales,
     );
-    let target = stage + comptime!(shape.b_scales());
+    let target = stage + comptime!(tile.b_scales());
     copy_scales(
-        b_scales,
+        &b.scales,
         target,
-        b_row,
-        b_end,
+        rows.b,
+        rows.b_end,
         from,
-        k,
+        rows.k,
         SM120_TILE_N,
         pieces.scales,
     );
@@ -339,8 +363,8 @@ fn multiply_stage(
 
 /// `c + a · b` for 16 rows of `a`, 8 of `b` and 64 columns, every 16 elements times their scale.
 ///
-/// PTX ISA 8.7 and later, sections "Matrix Fragments for mma.m16n8k64" (E2M1) and "Block Scaling for
-/// mma.sync". Lane `4 g + t` holds, eight codes to a word and the first in the lowest bits:
+/// PTX ISA 8.7 and later, sections "Matrix Fragments for mma.m16n8k64" (E2M1) and "Block Scaling
+/// for mma.sync". Lane `4 g + t` holds, eight codes to a word and the first in the lowest bits:
 /// - `a`: columns `8 t..` of rows `g` and `g + 8`, then the same rows 32 columns on;
 /// - `b`: columns `8 t..` of row `g`, then 32 columns on;
 /// - `c`: columns `2 t`, `2 t + 1` of row `g`, then of row `g + 8`;
@@ -468,41 +492,36 @@ fn multiply_in_software(
     out
 }
 
-/// `out[m, n] = α_a · α_b · Σ a[m, k] · b[n, k] (+ bias[n]) (+ out[m, n])`, for the rows of each group.
+/// The comptime choices of [`sm120_kernel`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Sm120Plan {
+    /// What is in groups: nothing, or M.
+    pub grouped: GroupedDim,
+    /// The tile.
+    pub tile: Sm120Tile,
+    /// How much of a row is copied at a time.
+    pub pieces: Pieces,
+}
+
+/// `out[m, n] = α_a · α_b · Σ a[m, k] · b[n, k] (+ bias[n]) (+ out[m, n])`, for the rows of each
+/// group.
 ///
-/// Tiles are numbered through all groups, and a cube takes every `CUBE_COUNT`th: the grid depends on
-/// nothing that is in device memory. The bias has a row for each group.
-///
-/// `out` is in units of 16 bytes, and `before` the same memory in words, read where the epilogue
-/// accumulates.
+/// Tiles are numbered through all groups, and a cube takes every `CUBE_COUNT`th: the grid depends
+/// on nothing that is in device memory. The bias has a row for each group. `out` is in units of 16
+/// bytes.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn sm120_kernel(
-    a_codes: &[u32],
-    a_scales: &[u8],
-    b_codes: &[u32],
-    b_scales: &[u8],
-    a_amax: &[f32],
-    b_amax: &[f32],
-    bias: &[f32],
-    offsets: &[u32],
-    before: &[u32],
+    a: PackedMatrix<u32>,
+    b: PackedMatrix<u32>,
+    problem: GroupedProblem,
+    epilogue: Epilogue,
     out: &mut [Vector<u32, Const<4>>],
-    amax: &mut [Atomic<u32>],
-    m: u32,
-    n: u32,
-    k: u32,
-    groups: u32,
-    a_range: f32,
-    b_range: f32,
-    band: u32,
-    #[comptime] grouping: GroupedDim,
-    #[comptime] shape: Sm120Tile,
-    #[comptime] pieces: Pieces,
-    #[comptime] kind: EpilogueKind,
+    #[comptime] plan: Sm120Plan,
 ) {
-    let tile_m = comptime!(shape.tile_m() as u32);
+    let shape = comptime!(plan.tile);
+    let tile_m = comptime!(plan.tile.tile_m() as u32);
     let tile_n = comptime!(SM120_TILE_N as u32);
-    let strips = comptime!(shape.strips);
+    let strips = comptime!(plan.tile.strips);
     let ring: Shared<[Vector<u32, Const<4>>]> =
         Shared::new_aligned_slice(comptime!(STAGES * shape.stage() / 16), 128usize);
     let staging: Shared<[Vector<u32, Const<4>>]> =
@@ -514,61 +533,40 @@ pub fn sm120_kernel(
     // Rows of this warp in the tile.
     let warp_row = (warp / comptime!(WARPS.1 as u32)) * comptime!(16 * shape.strips as u32);
     let warp_column = (warp % comptime!(WARPS.1 as u32)) * comptime!(8 * COLUMNS as u32);
-    let steps = k.div_ceil(comptime!(DEPTH as u32));
+    let n = problem.shape.n;
     let tiles_n = n.div_ceil(tile_n);
 
     let mut tile = CUBE_POS as u32;
     // The group that is looked at, and the tiles before it.
     let mut group = 0u32;
     let mut passed = 0u32;
-    while group < groups {
+    while group < problem.shape.groups {
         // The rows of the group, within those that there are.
         let mut first = 0u32;
-        let mut end = m;
-        if comptime!(grouping == GroupedDim::M) {
-            let rows = extent(offsets, group, m);
+        let mut end = problem.shape.m;
+        if comptime!(plan.grouped == GroupedDim::M) {
+            let rows = extent(&problem.offsets, group, problem.shape.m);
             first = rows.start;
             end = rows.end;
         }
         let tiles_m = (end - first).div_ceil(tile_m);
         if tile - passed < tiles_m * tiles_n {
-            let at = place(tile - passed, tiles_m, tiles_n, band, tile_m, tile_n);
-            let a_row = first + at.row;
-            let b_row = group * n + at.column;
-            let b_end = group * n + n;
-
-            let mut sums = Array::<Vector<f32, Const<4>>>::new(comptime!(shape.strips * COLUMNS));
-            #[unroll]
-            for i in 0..comptime!(strips * COLUMNS) {
-                sums[i] = Vector::new(0.0f32);
-            }
-            // The tile before may still be read.
-            sync_cube();
-            for stage in 0..comptime!(STAGES as u32 - 1) {
-                if stage < steps {
-                    copy_stage(
-                        a_codes, a_scales, b_codes, b_scales, ring_at, stage, a_row, end, b_row,
-                        b_end, k, shape, pieces,
-                    );
-                }
-                cp_async_commit_group();
-            }
-            for step in 0..steps {
-                // The copies of this step have arrived, and the step before has been read: its stage
-                // takes the next ones.
-                cp_async_wait_group(comptime!(STAGES as u32 - 2));
-                sync_cube();
-                let ahead = step + comptime!(STAGES as u32 - 1);
-                if ahead < steps {
-                    copy_stage(
-                        a_codes, a_scales, b_codes, b_scales, ring_at, ahead, a_row, end, b_row,
-                        b_end, k, shape, pieces,
-                    );
-                }
-                cp_async_commit_group();
-                let stage = ring_at + stage_offset(step, shape);
-                multiply_stage(stage, warp_row, warp_column, &mut sums, shape);
-            }
+            let at = place(
+                tile - passed,
+                tiles_m,
+                tiles_n,
+                problem.band,
+                tile_m,
+                tile_n,
+            );
+            let rows = TileRows {
+                a: first + at.row,
+                a_end: end,
+                b: group * n + at.column,
+                b_end: group * n + n,
+                k: problem.shape.k,
+            };
+            let sums = multiply_tile(&a, &b, ring_at, rows, warp_row, warp_column, plan);
             #[unroll]
             for i in 0..strips {
                 let mut strip = Vector::<f32, Const<SUMS>>::new(0.0f32);
@@ -580,25 +578,15 @@ pub fn sm120_kernel(
                         strip.insert(comptime!(4 * j + e), sum.extract(e));
                     }
                 }
-                write_tile::<Const<SUMS>>(
-                    strip,
-                    a_row + warp_row + comptime!(16 * i as u32),
+                let own = WarpTile {
+                    row: rows.a + warp_row + comptime!(16 * i as u32),
                     end,
-                    at.column + warp_column,
-                    group,
-                    a_amax,
-                    b_amax,
-                    bias,
-                    before,
-                    out,
-                    amax,
+                    column: at.column + warp_column,
                     n,
-                    a_range,
-                    b_range,
-                    staging_at,
-                    comptime!(8 * COLUMNS),
-                    kind,
-                );
+                    group,
+                    staging: staging_at,
+                };
+                write_warp_tile::<Const<SUMS>>(strip, own, &epilogue, out, comptime!(8 * COLUMNS));
             }
             tile += CUBE_COUNT as u32;
         } else {
@@ -606,6 +594,49 @@ pub fn sm120_kernel(
             group += 1u32;
         }
     }
+}
+
+/// The mainloop: the sums of one warp of a tile, while the stages ahead are copied.
+#[cube]
+fn multiply_tile(
+    a: &PackedMatrix<u32>,
+    b: &PackedMatrix<u32>,
+    ring: u32,
+    rows: TileRows,
+    warp_row: u32,
+    warp_column: u32,
+    #[comptime] plan: Sm120Plan,
+) -> Array<Vector<f32, Const<4>>> {
+    let shape = comptime!(plan.tile);
+    let pieces = comptime!(plan.pieces);
+    let steps = rows.k.div_ceil(comptime!(DEPTH as u32));
+    let mut sums = Array::<Vector<f32, Const<4>>>::new(comptime!(plan.tile.strips * COLUMNS));
+    #[unroll]
+    for i in 0..comptime!(shape.strips * COLUMNS) {
+        sums[i] = Vector::new(0.0f32);
+    }
+    // The tile before may still be read.
+    sync_cube();
+    for stage in 0..comptime!(STAGES as u32 - 1) {
+        if stage < steps {
+            copy_stage(a, b, ring, stage, rows, shape, pieces);
+        }
+        cp_async_commit_group();
+    }
+    for step in 0..steps {
+        // The copies of this step have arrived, and the step before has been read: its stage takes
+        // the next ones.
+        cp_async_wait_group(comptime!(STAGES as u32 - 2));
+        sync_cube();
+        let ahead = step + comptime!(STAGES as u32 - 1);
+        if ahead < steps {
+            copy_stage(a, b, ring, ahead, rows, shape, pieces);
+        }
+        cp_async_commit_group();
+        let stage = ring + stage_offset(step, shape);
+        multiply_stage(stage, warp_row, warp_column, &mut sums, shape);
+    }
+    sums
 }
 
 /// The NVFP4 GEMM of sm_120.
@@ -697,6 +728,12 @@ fn queue(launch: &Launch, shape: Sm120Tile) {
     };
     let bytes = m * n * epilogue.kind.out.size();
     let b_rows = b.rows;
+    let packed = |matrix: &Materialized, rows: usize| {
+        PackedMatrixLaunch::new(
+            memory(&matrix.codes, rows * k / 8),
+            memory(&matrix.scales, rows * k / BLOCK),
+        )
+    };
     // SAFETY: the kernel masks what it reads and writes by rows and columns.
     unsafe {
         sm120_kernel::launch_unchecked(
@@ -704,28 +741,20 @@ fn queue(launch: &Launch, shape: Sm120Tile) {
             CubeCount::Static(cubes as u32, 1, 1),
             CubeDim::new_1d(UNITS as u32),
             address_type((m.max(b_rows) * k).max(m * n)),
-            memory(&a.codes, m * k / 8),
-            memory(&a.scales, m * k / BLOCK),
-            memory(&b.codes, b_rows * k / 8),
-            memory(&b.scales, b_rows * k / BLOCK),
-            memory(&epilogue.a_amax, m),
-            memory(&epilogue.b_amax, b_rows),
-            memory(&epilogue.bias, b_rows),
-            memory(&groups.offsets, groups.groups + 1),
-            memory(out, bytes / 4),
+            packed(a, m),
+            packed(b, b_rows),
+            GroupedProblemLaunch::new(
+                ProblemShapeLaunch::of((m, n, k), groups.groups),
+                memory(&groups.offsets, groups.groups + 1),
+                BAND,
+            ),
+            epilogue.launch([m, b_rows], groups.groups, (out, bytes / 4), 1.0),
             memory(out, bytes / 16),
-            memory(&epilogue.amax, epilogue.amax_len(groups.groups)),
-            m as u32,
-            n as u32,
-            k as u32,
-            groups.groups as u32,
-            epilogue.ranges[0],
-            epilogue.ranges[1],
-            BAND,
-            groups.grouping,
-            shape,
-            Pieces::of(k),
-            epilogue.kind,
+            Sm120Plan {
+                grouped: groups.grouping,
+                tile: shape,
+                pieces: Pieces::of(k),
+            },
         );
     }
 }
