@@ -13,8 +13,8 @@ use nvfp4_kernels::{
             ArrangeSizeLaunch, EpilogueKind, EpilogueLaunch, Factor, GroupedDim,
             GroupedProblemLaunch, MixedMatrixLaunch, PackedMatrixLaunch, ProblemShapeLaunch,
             SM90_UNITS, Schedule, ScheduledProblemLaunch, Sm90Plan, Sm90Tile, SmallMLeft,
-            SmallMShape, W4a16Plan, W4a16Tile, arrange_kernel, decode_kernel, fused_kernel,
-            sm90_kernel, small_m_kernel, transpose_kernel,
+            SmallMShape, W4a16Plan, W4a16Tile, arrange_kernel, dequantize_unscaled_kernel,
+            sm90_bf16_kernel, sm90_w4a16_kernel, small_m_kernel, transpose_kernel,
         },
     },
     tensor::FloatKind,
@@ -77,7 +77,7 @@ fn sm90_kernel_uses_the_tensor_cores_and_spills_nothing() {
     // SAFETY: nothing is launched.
     #[allow(unused_unsafe)]
     let kernel = unsafe {
-        decode_kernel::create_dummy_kernel(
+        dequantize_unscaled_kernel::create_dummy_kernel(
             properties.clone(),
             target.clone(),
             CubeCount::Static(1, 1, 1),
@@ -237,7 +237,7 @@ fn sm90_kernel_uses_the_tensor_cores_and_spills_nothing() {
             // SAFETY: nothing is launched.
             #[allow(unused_unsafe)]
             let kernel = unsafe {
-                fused_kernel::create_dummy_kernel(
+                sm90_w4a16_kernel::create_dummy_kernel(
                     properties.clone(),
                     target.clone(),
                     CubeCount::Static(1, 1, 1),
@@ -314,7 +314,7 @@ fn sm90_kernel_uses_the_tensor_cores_and_spills_nothing() {
             // SAFETY: nothing is launched.
             #[allow(unused_unsafe)]
             let kernel = unsafe {
-                sm90_kernel::create_dummy_kernel(
+                sm90_bf16_kernel::create_dummy_kernel(
                     properties.clone(),
                     target.clone(),
                     CubeCount::Static(1, 1, 1),

@@ -20,11 +20,11 @@ use nvfp4_kernels::{
     gemm::{
         OutputAmax,
         kernels::{
-            CmmaPlan, CmmaTile, EpilogueKind, EpilogueLaunch, Factor, GroupedDim,
-            GroupedProblemLaunch, MATRIX_UNITS, MixedMatrixLaunch, Multiply, PackedMatrixLaunch,
-            Pieces, ProblemShapeLaunch, ScalarPlan, Sm120Plan, Sm120Tile, SmallMLeft, SmallMShape,
-            decode_kernel, grouped_kernel, matrix_kernel, sm120_kernel, small_m_kernel,
-            transpose_kernel,
+            CMMA_UNITS, CmmaPlan, CmmaTile, EpilogueKind, EpilogueLaunch, Factor, GroupedDim,
+            GroupedProblemLaunch, MixedMatrixLaunch, Multiply, PackedMatrixLaunch, Pieces,
+            ProblemShapeLaunch, ScalarPlan, Sm120Plan, Sm120Tile, SmallMLeft, SmallMShape,
+            cmma_kernel, dequantize_unscaled_kernel, scalar_grouped_kernel, sm120_nvfp4_kernel,
+            small_m_kernel, transpose_kernel,
         },
     },
     tensor::FloatKind,
@@ -113,7 +113,7 @@ impl Kernels {
         // SAFETY: nothing is launched.
         #[allow(unused_unsafe)]
         let kernel = unsafe {
-            sm120_kernel::create_dummy_kernel(
+            sm120_nvfp4_kernel::create_dummy_kernel(
                 self.properties.clone(),
                 self.target.clone(),
                 CubeCount::Static(1, 1, 1),
@@ -146,11 +146,11 @@ impl Kernels {
         // SAFETY: nothing is launched.
         #[allow(unused_unsafe)]
         let kernel = unsafe {
-            matrix_kernel::create_dummy_kernel(
+            cmma_kernel::create_dummy_kernel(
                 self.properties.clone(),
                 self.target.clone(),
                 CubeCount::Static(1, 1, 1),
-                CubeDim::new_1d(MATRIX_UNITS as u32),
+                CubeDim::new_1d(CMMA_UNITS as u32),
                 address,
                 width,
                 MixedMatrixLaunch::new(self.buffer(512), self.buffer(512), self.buffer(512)),
@@ -174,7 +174,7 @@ impl Kernels {
         // SAFETY: nothing is launched.
         #[allow(unused_unsafe)]
         let kernel = unsafe {
-            grouped_kernel::create_dummy_kernel(
+            scalar_grouped_kernel::create_dummy_kernel(
                 self.properties.clone(),
                 self.target.clone(),
                 CubeCount::Static(1, 1, 1),
@@ -200,7 +200,7 @@ impl Kernels {
         // SAFETY: nothing is launched.
         #[allow(unused_unsafe)]
         let kernel = unsafe {
-            decode_kernel::create_dummy_kernel(
+            dequantize_unscaled_kernel::create_dummy_kernel(
                 self.properties.clone(),
                 self.target.clone(),
                 CubeCount::Static(1, 1, 1),

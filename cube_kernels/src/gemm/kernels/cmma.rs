@@ -106,7 +106,7 @@ fn dequantize_tile<W: Size>(
     }
 }
 
-/// The comptime choices of [`matrix_kernel`].
+/// The comptime choices of [`cmma_kernel`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct CmmaPlan {
     /// What is in groups.
@@ -144,7 +144,7 @@ struct TilePlace {
 /// codes and scales are read or, in vectors that divide its rows, `dense`. The epilogue reads what
 /// the output held from `out`.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
-pub fn matrix_kernel<F: Numeric, W: Size>(
+pub fn cmma_kernel<F: Numeric, W: Size>(
     a: MixedMatrix<Vector<u32, Const<2>>, Vector<u16, W>>,
     b: MixedMatrix<Vector<u32, Const<2>>, Vector<u16, W>>,
     problem: GroupedProblem,
@@ -466,7 +466,7 @@ fn queue(launch: &Launch) {
     let (a_len, b_len) = (m * k, b_rows * k);
     // SAFETY: the kernel masks every access by the shapes it is given, and offsets by `m` and `k`.
     unsafe {
-        matrix_kernel::launch_unchecked(
+        cmma_kernel::launch_unchecked(
             client,
             CubeCount::Static(cubes as u32, 1, 1),
             CubeDim::new_1d(UNITS as u32),

@@ -172,7 +172,7 @@ fn queue(launch: &Launch) {
     let (a_len, b_len) = (a.rows * k, b.rows * k);
     // SAFETY: the kernel stays below the outputs, and below offsets that the caller vouches for.
     unsafe {
-        grouped_kernel::launch_unchecked(
+        scalar_grouped_kernel::launch_unchecked(
             client,
             count,
             dim,
@@ -204,7 +204,7 @@ fn queue(launch: &Launch) {
     }
 }
 
-/// The comptime choices of [`grouped_kernel`].
+/// The comptime choices of [`scalar_grouped_kernel`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct ScalarPlan {
     /// What is in groups.
@@ -230,7 +230,7 @@ fn element(matrix: &MixedMatrix<u32, u16>, index: usize, #[comptime] packed: boo
 /// One unit computes every `units`-th output element, `k` ascending. The epilogue reads what the
 /// output held from `out`.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
-pub fn grouped_kernel<F: Numeric>(
+pub fn scalar_grouped_kernel<F: Numeric>(
     a: MixedMatrix<u32, u16>,
     b: MixedMatrix<u32, u16>,
     problem: GroupedProblem,

@@ -48,7 +48,7 @@ pub const TILE_K: usize = 64;
 /// One producer and two consumer warpgroups.
 pub const UNITS: u32 = 384;
 
-/// The comptime choices of [`sm90_kernel`].
+/// The comptime choices of [`sm90_bf16_kernel`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Sm90Plan {
     /// What is in groups.
@@ -126,7 +126,7 @@ fn load_stage(
 /// on nothing that is in device memory. The bias has a row for each group. `out` is in units of 16
 /// bytes.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
-pub fn sm90_kernel(
+pub fn sm90_bf16_kernel(
     a: &TensorMap<bf16, Tiled>,
     b: &TensorMap<bf16, Tiled>,
     problem: GroupedProblem,
@@ -511,7 +511,7 @@ fn queue(launch: &Launch, tile: Sm90Tile, band: usize) {
     let bytes = outputs * epilogue.kind.out.size();
     // SAFETY: the kernel masks what it writes by rows and columns, and reads operands through maps.
     unsafe {
-        sm90_kernel::launch_unchecked(
+        sm90_bf16_kernel::launch_unchecked(
             client,
             CubeCount::Static(cubes as u32, 1, 1),
             CubeDim::new_1d(UNITS),

@@ -108,7 +108,7 @@ fn load_scales(pairs: &[u16], row: u32, step: u32, k: u32) -> Vector<u32, Const<
     words
 }
 
-/// The comptime choices of [`fused_kernel`].
+/// The comptime choices of [`sm90_w4a16_kernel`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct W4a16Plan {
     /// What is in groups: nothing, or M.
@@ -135,7 +135,7 @@ pub struct ScheduledProblem {
 /// times what they stand for, those of `b` alone or of both operands: the epilogue's `sum_scale`.
 /// `out` is in units of 16 bytes.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
-pub fn fused_kernel(
+pub fn sm90_w4a16_kernel(
     a: &TensorMap<bf16, Tiled>,
     b: &TensorMap<u32, Tiled>,
     b_scales: &[u16],
@@ -187,7 +187,7 @@ pub fn fused_kernel(
         if comptime!(tile.consumers() == 2) {
             setmaxnreg_dec(56u32);
         }
-        if UNIT_POS % 32u32 == 0u32 {
+        if UNIT_POS == 0u32 {
             produce(
                 a,
                 b,
@@ -613,7 +613,7 @@ fn queue(launch: &Launch, tile: W4a16Tile, band: usize) {
     let bytes = m * n * epilogue.kind.out.size();
     // SAFETY: the kernel masks what it writes by rows and columns, and clamps what it reads.
     unsafe {
-        fused_kernel::launch_unchecked(
+        sm90_w4a16_kernel::launch_unchecked(
             client,
             CubeCount::Static(cubes as u32, 1, 1),
             CubeDim::new_1d(tile.units()),
