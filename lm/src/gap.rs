@@ -1,10 +1,15 @@
-//! A bound on what NVFP4 costs: the loss of short runs against those in f32, from the same weights
-//! and on the same batches.
+//! A bound on what NVFP4 costs: the training loss of short runs against those in f32, from the same
+//! weights and on the same batches.
 
+use std::collections::BTreeMap;
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::Path;
+use std::sync::OnceLock;
+use std::thread;
 
 use burn::tensor::Device;
+use burn_nvfp4::Nvfp4Recipe;
+use burn_nvfp4::recipe::QuantSpec;
 use rand::RngExt;
 
 use crate::config::{ModelConfig, Preset, RecipeName, RunConfig};
@@ -13,24 +18,69 @@ use crate::model::Transformer;
 use crate::random::stream;
 use crate::train::Run;
 
-/// Words, each of which mostly follows from the two before it.
+/// Seeds of the runs of a recipe.
+const SEEDS: u64 = 3;
+const STEPS: u64 = 60;
+
+/// Percent by which the loss of a recipe may exceed that in f32, in the mean over the seeds.
+///
+/// Measured for seeds 0 to 5, on Flex, with two threads of an x86-64 processor:
+///
+/// | recipe                  | gap of each seed, %                | mean of 0 to 2 |
+/// |-------------------------|------------------------------------|----------------|
+/// | `nvfp4`                 | 1.47, 2.17, 3.08, 1.42, 1.30, 0.75 | 2.24           |
+/// | `quartet2`              | 1.80, 1.58, 1.91, 0.97, 1.84, 2.24 | 1.76           |
+/// | stochastic everywhere   | 6.76, 6.84, 5.84, 5.53, 4.21, 5.77 | 6.48           |
+///
+/// A run repeats bit by bit on one machine. With another number of threads or on another processor
+/// sums are rounded in another order, which makes of a seed what another seed would be. The means of
+/// three seeds spread by 0.5 (`nvfp4`) and 0.6 (stochastic everywhere) around 1.7 and 5.8, so that
+/// the bound is four standard deviations from either.
+const BOUND: f64 = 3.75;
+
+/// The recipe that rounds every operand stochastically, in 1x16 blocks: what the forward and the
+/// weights lose to draws that nothing there needs.
+const BROKEN: &str = "stochastic_everywhere";
+
+fn broken() -> Nvfp4Recipe {
+    let drawn = QuantSpec::NVFP4.stochastic();
+    let mut recipe = Nvfp4Recipe::nvidia();
+    recipe.fprop.x = drawn;
+    recipe.fprop.w = drawn;
+    recipe.dgrad.w = drawn;
+    recipe.wgrad.x = drawn.rht(16);
+    recipe
+}
+
+/// Words of a made-up language, by Zipf's law: a model learns to spell them one after the other, the
+/// frequent ones first, so that its loss falls smoothly. A text with one rule that is found at some
+/// step, or not, makes gaps of any size.
 fn text() -> String {
-    const WORDS: [&str; 12] = [
-        "let", "mut", "fn", "impl", "use", "match", "self", "struct", "pub", "where", "as", "ref",
+    const WORDS: usize = 400;
+    const SYLLABLES: [&str; 12] = [
+        "ka", "to", "mi", "ren", "su", "lo", "da", "vi", "ne", "pro", "st", "gu",
     ];
     let mut draws = stream(0, "text", 0);
-    let mut words = vec![0, 1];
-    for _ in 0..12_000 {
-        let [.., before, last] = words[..] else {
-            unreachable!("there are two")
-        };
-        words.push(match draws.random_range(0..8) {
-            0 => draws.random_range(0..WORDS.len()),
-            _ => (5 * before + 7 * last + before * last) % WORDS.len(),
+    let words: Vec<String> = (0..WORDS)
+        .map(|_| {
+            let count = draws.random_range(1..4);
+            let syllables = (0..count).map(|_| SYLLABLES[draws.random_range(0..SYLLABLES.len())]);
+            syllables.collect()
+        })
+        .collect();
+    let frequency = |rank: usize| 1.0 / rank as f64;
+    let total: f64 = (1..=WORDS).map(frequency).sum();
+    let mut text = String::new();
+    while text.len() < 200_000 {
+        let mut left = draws.random::<f64>() * total;
+        let rank = (1..WORDS).find(|rank| {
+            left -= frequency(*rank);
+            left <= 0.0
         });
+        text += &words[rank.unwrap_or(WORDS) - 1];
+        text.push(' ');
     }
-    let words: Vec<&str> = words.into_iter().map(|word| WORDS[word]).collect();
-    words.join(" ")
+    text
 }
 
 fn corpus(folder: &Path) -> Corpus {
@@ -41,12 +91,14 @@ fn corpus(folder: &Path) -> Corpus {
     Corpus::load(&[folder.into()], 0).unwrap()
 }
 
-/// The validation loss after the last step.
-fn loss(corpus: &Corpus, recipe: &str, seed: u64, folder: PathBuf) -> f64 {
+/// The training loss of a run, in the mean over all its steps. It repeats better than the loss that
+/// is reached at the end, since it compares on all batches.
+fn loss(corpus: &Corpus, recipe: &str, seed: u64, folder: &Path) -> f64 {
     let recipe: RecipeName = recipe.parse().unwrap();
     let config = RunConfig {
         recipe: recipe.clone(),
         compare: Vec::new(),
+        recipes: BTreeMap::from([(BROKEN.into(), broken())]),
         model: ModelConfig {
             width: 64,
             layers: 2,
@@ -57,50 +109,78 @@ fn loss(corpus: &Corpus, recipe: &str, seed: u64, folder: PathBuf) -> f64 {
             top_k: 2,
         },
         batch: 8,
-        steps: 150,
+        steps: STEPS,
         warmup: 10,
         lr: 6e-3,
-        eval_every: 1000,
-        log_every: 1000,
-        checkpoint_every: 1000,
+        eval_every: STEPS,
+        eval_batches: 1,
+        log_every: STEPS,
+        checkpoint_every: STEPS,
         seed,
         ..RunConfig::preset(Preset::Tiny, "flex")
     };
     let device = [Device::flex()];
-    let mut run = Run::<Transformer>::open(&config, recipe, corpus, &device, &folder).unwrap();
+    let mut run = Run::<Transformer>::open(&config, recipe, corpus, &device, folder).unwrap();
     run.train(None, &mut ()).unwrap();
-    run.rows().last().and_then(|row| row.valid_loss).unwrap()
+    run.rows().last().and_then(|row| row.train_loss).unwrap()
 }
 
-/// Percent by which the loss of each recipe may exceed that in f32, in the mean over the seeds.
-const MOST: f64 = 3.0;
-
-#[test]
-fn nvfp4_costs_little() {
-    const SEEDS: u64 = 2;
-    let root = std::env::temp_dir().join(format!("nvfp4-gap-{}", std::process::id()));
+/// The losses of `recipe`, one for each seed.
+fn losses(recipe: &str) -> Vec<f64> {
+    let root = std::env::temp_dir().join(format!("nvfp4-gap-{}-{recipe}", std::process::id()));
     let text = root.join("text");
     fs::create_dir_all(&text).unwrap();
     let corpus = corpus(&text);
-    let loss = |recipe: &str, seed: u64| {
-        let folder = root.join(format!("{recipe}-{seed}"));
-        loss(&corpus, recipe, seed, folder)
-    };
-    let baselines: Vec<f64> = (0..SEEDS).map(|seed| loss("f32", seed)).collect();
-    let learnt = corpus.unigram_entropy() / 2.0;
-    assert!(
-        baselines.iter().all(|loss| *loss < learnt),
-        "{baselines:?}, {learnt}"
-    );
-    for recipe in ["nvfp4", "quartet2"] {
-        let gaps: Vec<f64> = baselines
-            .iter()
-            .zip(0..)
-            .map(|(baseline, seed)| 100.0 * (loss(recipe, seed) / baseline - 1.0))
+    let losses = thread::scope(|scope| {
+        let (corpus, root) = (&corpus, &root);
+        let runs: Vec<_> = (0..SEEDS)
+            .map(|seed| {
+                scope.spawn(move || loss(corpus, recipe, seed, &root.join(seed.to_string())))
+            })
             .collect();
-        let mean = gaps.iter().sum::<f64>() / gaps.len() as f64;
-        println!("{recipe}: {mean:+.2} % of {gaps:.2?}");
-        assert!(mean < MOST, "{recipe}: {mean} % of {gaps:?}");
-    }
+        runs.into_iter().map(|run| run.join().unwrap()).collect()
+    });
     fs::remove_dir_all(root).unwrap();
+    losses
+}
+
+/// Percent by which the losses of `recipe` exceed those in f32.
+fn gaps(recipe: &str) -> Vec<f64> {
+    static BASELINES: OnceLock<Vec<f64>> = OnceLock::new();
+    let baselines = BASELINES.get_or_init(|| losses("f32"));
+    // An untrained model is at ln 256 = 5.5 nats, the frequencies of bytes alone at 2.65; f32 is at
+    // 1.83 to 1.91 in the mean over its steps. A gap of models that learn nothing says nothing.
+    assert!(baselines.iter().all(|loss| *loss < 2.2), "{baselines:?}");
+    let found = losses(recipe);
+    let gaps = found
+        .iter()
+        .zip(baselines)
+        .map(|(found, baseline)| 100.0 * (found / baseline - 1.0));
+    gaps.collect()
+}
+
+/// Fails where `gaps`, those of a recipe, are above the bound in their mean.
+fn check(gaps: &[f64]) -> Result<(), String> {
+    let mean = gaps.iter().sum::<f64>() / gaps.len() as f64;
+    match mean < BOUND {
+        true => Ok(()),
+        false => Err(format!("{mean:.2} % of {gaps:.2?}, but at most {BOUND} %")),
+    }
+}
+
+#[test]
+fn nvfp4_costs_little() {
+    for recipe in ["nvfp4", "quartet2"] {
+        let gaps = gaps(recipe);
+        println!("{recipe}: {gaps:.2?}");
+        check(&gaps).unwrap_or_else(|error| panic!("{recipe}: {error}"));
+    }
+}
+
+/// The bound can fail: a recipe that draws where it should round to nearest is above it.
+#[test]
+fn a_broken_recipe_costs_more() {
+    let gaps = gaps(BROKEN);
+    println!("{BROKEN}: {gaps:.2?}");
+    check(&gaps).expect_err("a recipe that draws everywhere is within the bound");
 }
