@@ -33,9 +33,9 @@ const STEPS: u64 = 60;
 /// | stochastic everywhere   | 6.76, 6.84, 5.84, 5.53, 4.21, 5.77 | 6.48           |
 ///
 /// A run repeats bit by bit on one machine. With another number of threads or on another processor
-/// sums are rounded in another order, which makes of a seed what another seed would be. The means of
-/// three seeds spread by 0.5 (`nvfp4`) and 0.6 (stochastic everywhere) around 1.7 and 5.8, so that
-/// the bound is four standard deviations from either.
+/// sums are rounded in another order, which makes of a seed what another seed would be. Means of
+/// three seeds spread by 0.5 (`nvfp4`) and 0.6 (stochastic everywhere) around 1.7 and 5.8: the bound
+/// is about four standard deviations from either.
 const BOUND: f64 = 3.75;
 
 /// The recipe that rounds every operand stochastically, in 1x16 blocks: what the forward and the
@@ -52,9 +52,9 @@ fn broken() -> Nvfp4Recipe {
     recipe
 }
 
-/// Words of a made-up language, by Zipf's law: a model learns to spell them one after the other, the
-/// frequent ones first, so that its loss falls smoothly. A text with one rule that is found at some
-/// step, or not, makes gaps of any size.
+/// Words of a made-up language, by Zipf's law: a model learns to spell them one after the other,
+/// the frequent ones first, so that its loss falls smoothly. A text with one rule that is found at
+/// some step, or not, makes gaps of any size.
 fn text() -> String {
     const WORDS: usize = 400;
     const SYLLABLES: [&str; 12] = [
