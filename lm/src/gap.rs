@@ -34,8 +34,8 @@ const STEPS: u64 = 60;
 ///
 /// A run repeats bit by bit on one machine. With another number of threads or on another processor
 /// sums are rounded in another order, which makes of a seed what another seed would be. Means of
-/// three seeds spread by 0.5 (`nvfp4`) and 0.6 (stochastic everywhere) around 1.7 and 5.8: the bound
-/// is about four standard deviations from either.
+/// three seeds spread by 0.5 (`nvfp4`) and 0.6 (stochastic everywhere) around 1.7 and 5.8: the
+/// bound is about four standard deviations from either.
 const BOUND: f64 = 3.75;
 
 /// The recipe that rounds every operand stochastically, in 1x16 blocks: what the forward and the

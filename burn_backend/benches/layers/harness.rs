@@ -71,6 +71,14 @@ impl Bench {
         self.device_name != "flex"
     }
 
+    /// Whether the filter asks for settings that begin with `setting`, and no others.
+    #[cfg(any(feature = "cpu", feature = "cuda"))]
+    pub fn asks_for(&self, setting: &str) -> bool {
+        self.filter
+            .as_ref()
+            .is_some_and(|filter| filter.starts_with(setting))
+    }
+
     /// `full` on a GPU, else `tiny`.
     pub fn size<T>(&self, full: T, tiny: T) -> T {
         match self.is_gpu() {

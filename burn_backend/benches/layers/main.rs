@@ -3,7 +3,8 @@
 //! between two synchronisations.
 //!
 //! `cargo bench -p burn-nvfp4 --features cuda --bench layers`; a filter behind `--` is a part of
-//! `setting/name`, such as `-- linear` or `-- nvidia`. `NVFP4_BENCH_DEVICE` takes `cuda` (the
+//! `setting/name`, such as `-- linear` or `-- nvidia`. Decorated layers are measured only with a
+//! filter that begins with `four layers`, and then alone. `NVFP4_BENCH_DEVICE` takes `cuda` (the
 //! default where it is built), `cpu` or `flex`; the last two run at tiny sizes, to see that it
 //! runs. With `NVFP4_BENCH_ONCE` set every step runs once and nothing is timed: for a profiler, or
 //! `BURN_FUSION_LOG`.
@@ -24,9 +25,15 @@ use harness::Bench;
 
 fn main() {
     let mut bench = Bench::new();
-    linear::layers(&mut bench);
-    #[cfg(any(feature = "cpu", feature = "cuda"))]
-    decorated::layers(&mut bench);
-    moe::mixture(&mut bench);
+    measure(&mut bench);
     bench.report().expect("the summary could not be written");
+}
+
+fn measure(bench: &mut Bench) {
+    #[cfg(any(feature = "cpu", feature = "cuda"))]
+    if bench.asks_for(decorated::SETTING) {
+        return decorated::layers(bench);
+    }
+    linear::layers(bench);
+    moe::mixture(bench);
 }

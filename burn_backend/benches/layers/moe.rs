@@ -59,8 +59,8 @@ pub fn mixture(bench: &mut Bench) {
     let (_, chosen) = logits.clone().detach().topk_with_indices(TOP_K, 1);
     routing(bench, sizes, &x, &router, chosen.clone());
     let routing = Routing::try_new(chosen, experts).expect("choices of the experts");
-    let sorted = routing.dispatch(x.detach()).require_grad();
-    grouped(bench, sizes, &routing, &sorted);
+    let rows = sorted(&routing, &x);
+    grouped(bench, sizes, &routing, &rows);
 }
 
 /// A mixture by `recipe`, and a dense feed-forward as wide as the experts of a token together.
@@ -98,6 +98,12 @@ fn whole(bench: &mut Bench, sizes: Sizes, name: &str, recipe: &Nvfp4Recipe, x: &
     );
 }
 
+/// The rows of `x` by expert, as a leaf.
+fn sorted(routing: &Routing, x: &Tensor<2>) -> Tensor<2> {
+    let rows = routing.dispatch(x.clone().detach());
+    Tensor::from_inner(rows.inner()).require_grad()
+}
+
 /// What decides where a token goes, and moves it there and back.
 fn routing(
     bench: &mut Bench,
@@ -130,13 +136,13 @@ fn routing(
     bench.time(&setting, "dispatch, step", || {
         backward(x, |x| routing.dispatch(x));
     });
-    let sorted = routing.dispatch(x.clone().detach()).require_grad();
+    let rows = sorted(&routing, x);
     let weights = bench.leaf([tokens, TOP_K], DType::F32);
     bench.time(&setting, "combine, step", || {
-        backward(&sorted, |rows| routing.combine(rows, weights.clone()));
+        backward(&rows, |rows| routing.combine(rows, weights.clone()));
     });
     bench.time(&setting, "activation, step", || {
-        backward(&sorted, |both| {
+        backward(&rows, |both| {
             let half = both.dims()[1] / 2;
             silu(both.clone().narrow(1, 0, half)) * both.narrow(1, half, half)
         });
