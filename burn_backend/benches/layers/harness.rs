@@ -188,9 +188,19 @@ fn device_name(name: &str) -> String {
     }
 }
 
-/// Forward and backward of `layer` on `x`, by way of a sum; its own time is measured beside it.
-/// Rows are added first: Burn makes one sum of all elements with one cube.
-pub fn backward<const D: usize>(x: &Tensor<D>, layer: impl Fn(Tensor<D>) -> Tensor<D>) {
+/// The gradient of `x` by forward and backward of `layer`, by way of a sum; the sum's own time is
+/// measured beside it. Rows are added first: Burn makes one sum of all elements with one cube.
+pub fn backward<const D: usize>(
+    x: &Tensor<D>,
+    layer: impl Fn(Tensor<D>) -> Tensor<D>,
+) -> Tensor<D> {
     let y = layer(x.clone()).cast(DType::F32);
-    drop(y.sum_dim(D - 1).sum().backward());
+    let grads = y.sum_dim(D - 1).sum().backward();
+    x.grad(&grads).expect("x requires a gradient")
+}
+
+/// Reads an element of `x`, so that fusion leaves nothing out of what computes it.
+pub fn read<const D: usize>(x: Tensor<D>) {
+    let elements = x.shape().num_elements();
+    x.reshape([elements]).narrow(0, 0, 1).into_data();
 }

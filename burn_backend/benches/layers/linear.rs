@@ -25,7 +25,9 @@ pub fn layers(bench: &mut Bench) {
         let setting = format!("linear {tokens}x{inputs}, {outputs} outputs");
         let x = bench.leaf([tokens, inputs], dtype);
         let y = bench.leaf([tokens, outputs], dtype);
-        bench.time(&setting, "the sum alone", || backward(&y, |y| y));
+        bench.time(&setting, "the sum alone", || {
+            backward(&y, |y| y);
+        });
         let burns = plain(bench, inputs, outputs, dtype);
         bench.time(&setting, "Burn's `Linear`", || {
             backward(&x, |x| burns.forward(x));

@@ -8,7 +8,7 @@ use burn_nvfp4::{
     ExpertOffsets, Nvfp4GroupedLinearConfig, Nvfp4MoeConfig, Nvfp4Recipe, Nvfp4SwiGluConfig,
 };
 
-use crate::harness::{Bench, backward};
+use crate::harness::{Bench, backward, read};
 
 /// Experts of each token.
 const TOP_K: usize = 2;
@@ -80,10 +80,10 @@ fn whole(bench: &mut Bench, sizes: Sizes, name: &str, recipe: &Nvfp4Recipe, x: &
     let constant = moe.valid();
     let inner = x.clone().inner();
     bench.time(&setting, &format!("{name} mixture, forward"), || {
-        drop(constant.forward(inner.clone()));
+        read(constant.forward(inner.clone()).output);
     });
     bench.time(&setting, &format!("{name} mixture, step"), || {
-        backward(x, |x| moe.forward(x).output);
+        read(backward(x, |x| moe.forward(x).output));
     });
     let dense = Nvfp4SwiGluConfig::new(width, TOP_K * hidden)
         .with_recipe(recipe.clone())
@@ -93,7 +93,7 @@ fn whole(bench: &mut Bench, sizes: Sizes, name: &str, recipe: &Nvfp4Recipe, x: &
         &setting,
         &format!("{name} dense feed-forward, step"),
         || {
-            backward(x, |x| dense.forward(x));
+            read(backward(x, |x| dense.forward(x)));
         },
     );
 }
@@ -117,35 +117,44 @@ fn routing(
     } = sizes;
     let setting = sizes.setting();
     bench.time(&setting, "router product, step", || {
-        backward(x, |x| x.cast(DType::F32).matmul(router.clone()));
+        read(backward(x, |x| x.cast(DType::F32).matmul(router.clone())));
     });
     let scores = bench.leaf([tokens, experts], DType::F32);
     bench.time(&setting, "top 2", || {
-        drop(scores.clone().inner().topk_with_indices(TOP_K, 1));
+        read(scores.clone().inner().topk_with_indices(TOP_K, 1).1.float());
     });
     bench.time(&setting, "choice, step", || {
-        backward(&scores, |scores| {
+        read(backward(&scores, |scores| {
             let weights = softmax(scores, 1).gather(1, chosen.clone());
             weights.clone() / weights.sum_dim(1)
-        });
+        }));
     });
     bench.time(&setting, "sorting", || {
-        drop(Routing::try_new(chosen.clone(), experts).expect("choices of the experts"));
+        let routing = Routing::try_new(chosen.clone(), experts);
+        read(
+            routing
+                .expect("choices of the experts")
+                .places()
+                .clone()
+                .float(),
+        );
     });
     let routing = Routing::try_new(chosen.clone(), experts).expect("choices of the experts");
     bench.time(&setting, "dispatch, step", || {
-        backward(x, |x| routing.dispatch(x));
+        read(backward(x, |x| routing.dispatch(x)));
     });
     let rows = sorted(&routing, x);
     let weights = bench.leaf([tokens, TOP_K], DType::F32);
     bench.time(&setting, "combine, step", || {
-        backward(&rows, |rows| routing.combine(rows, weights.clone()));
+        read(backward(&rows, |rows| {
+            routing.combine(rows, weights.clone())
+        }));
     });
     bench.time(&setting, "activation, step", || {
-        backward(&rows, |both| {
+        read(backward(&rows, |both| {
             let half = both.dims()[1] / 2;
             silu(both.clone().narrow(1, 0, half)) * both.narrow(1, half, half)
-        });
+        }));
     });
 }
 
@@ -167,10 +176,10 @@ fn grouped(bench: &mut Bench, sizes: Sizes, routing: &Routing, sorted: &Tensor<2
             .init(&bench.device);
         recipe.apply(&layer).expect("a recipe that fits");
         bench.time(&setting, &format!("{name} gate and up, step"), || {
-            backward(sorted, |x| layer.forward(x, routing.experts()));
+            read(backward(sorted, |x| layer.forward(x, routing.experts())));
         });
         bench.time(&setting, &format!("{name} gate and up, even, step"), || {
-            backward(sorted, |x| layer.forward(x, &even));
+            read(backward(sorted, |x| layer.forward(x, &even)));
         });
     }
 }
