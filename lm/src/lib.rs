@@ -30,4 +30,6 @@ pub mod sample;
 pub mod train;
 
 mod data_parallel;
+#[cfg(all(test, feature = "flex"))]
+mod gap;
 mod random;

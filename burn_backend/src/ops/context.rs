@@ -191,8 +191,6 @@ impl fmt::Debug for WeightCache {
 
 #[cfg(test)]
 mod tests {
-    use std::time::Instant;
-
     use burn_core::tensor::{DType, Device, Distribution, Tensor};
 
     use super::*;
@@ -313,40 +311,4 @@ mod tests {
         mxfp4,
         bf16
     );
-
-    /// Milliseconds of forward and backward by the storage of operands; `--ignored --nocapture`
-    /// prints them.
-    #[test]
-    #[ignore = "a measurement, for a GPU"]
-    fn times_by_storage() {
-        let (device, dtype, gpu) = device();
-        let (tokens, d_in) = if gpu { (8192, 4096) } else { (64, 64) };
-        for preset in ["nvidia", "per_token", "nvidia_4over6"] {
-            let spec = spec(preset);
-            for d_out in [d_in, 7 * d_in / 2] {
-                let case = Case::new(tokens, d_in, d_out, &device, dtype);
-                let run = |form, steps: usize| {
-                    device.sync().expect("a device");
-                    let start = Instant::now();
-                    (0..steps).for_each(|_| drop(case.run(spec, form)));
-                    device.sync().expect("a device");
-                    start.elapsed().as_secs_f64() * 1e3 / steps as f64
-                };
-                let forms = [Some(Storage::Packed), None];
-                let mut best = forms.map(|form| {
-                    run(form, 3);
-                    f64::INFINITY
-                });
-                for _ in 0..5 {
-                    for (best, form) in best.iter_mut().zip(forms) {
-                        *best = best.min(run(form, 10));
-                    }
-                }
-                println!(
-                    "{d_out} outputs, {preset}: packed {:.3}, chosen {:.3}",
-                    best[0], best[1]
-                );
-            }
-        }
-    }
 }

@@ -5,13 +5,15 @@ use burn_core::tensor::{DType, Tensor};
 use burn_nn::Linear;
 use burn_nvfp4::{Nvfp4Linear, Nvfp4Recipe};
 
-use crate::support::{Matrix, device, flex_only, sqnr, values};
+use crate::support::{Matrix, device, flex_only, gaussian, sqnr, values};
 
 const SIZE: usize = 256;
 /// Decibels that a GEMM keeps of normal data, rounded to nearest.
 const NEAREST: f64 = 16.0;
-/// The same in MXFP4.
-const MXFP4: f64 = 15.0;
+/// Decibels by which a GEMM may fall short of what the noise of its operands alone predicts: its
+/// outputs share rows of noise, and the noise of an operand shrinks the signal a little (1 %), which
+/// adds up coherently (0.03 dB).
+const SPREAD: f64 = 0.3;
 /// Decibels that it keeps with stochastic rounding.
 const STOCHASTIC: f64 = 6.0;
 
@@ -47,6 +49,29 @@ fn by_recipe(x: &Matrix, recipe: &Nvfp4Recipe) -> [Vec<f32>; 3] {
     })
 }
 
+/// Decibels that a GEMM of normal data keeps in MXFP4, from the definition of the format alone: the
+/// noise of one operand, quantized here, once for each operand and once for both together.
+///
+/// Blocks of 32 with the smallest scale `2^e` for which the amax is no more than 6, elements to the
+/// nearest of E2M1. With the amax anywhere in (3, 6] an operand keeps 18.8 dB, and a GEMM of two of
+/// them 15.7.
+fn mxfp4_gemm() -> f64 {
+    const E2M1: [f32; 8] = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0];
+    let (mut signal, mut noise) = (0.0, 0.0);
+    for block in gaussian(1 << 18, 84).chunks_exact(32) {
+        let amax = block.iter().fold(0f32, |amax, x| amax.max(x.abs()));
+        let scale = (amax / 6.0).log2().ceil().exp2();
+        for x in block {
+            let distance = |code: &f32| (x.abs() / scale - code).abs();
+            let nearest = E2M1.iter().map(distance).fold(f32::INFINITY, f32::min);
+            signal += f64::from(*x).powi(2);
+            noise += f64::from(nearest * scale).powi(2);
+        }
+    }
+    let share = noise / signal;
+    -10.0 * (2.0 * share + share * share).log10()
+}
+
 fn decibels(exact: &[Vec<f32>; 3], found: &[Vec<f32>; 3]) -> [f64; 3] {
     std::array::from_fn(|i| sqnr(&exact[i], &found[i]))
 }
@@ -69,8 +94,11 @@ fn every_preset_keeps_the_signal_of_each_gemm() {
             // No preset rounds stochastically forward. MS-EDEN draws its scales whatever the rounding.
             let is_drawn = stochastic || preset == "quartet2";
             let least = if is_drawn { STOCHASTIC } else { NEAREST };
-            // The scales of MXFP4 are powers of two, and cost up to half of the range of an element.
-            let nearest = if preset == "mxfp4" { MXFP4 } else { NEAREST };
+            let nearest = if preset == "mxfp4" {
+                mxfp4_gemm() - SPREAD
+            } else {
+                NEAREST
+            };
             let least = least.min(nearest);
             assert!(fprop >= nearest, "{preset}: fprop {fprop:.2} dB");
             assert!(dgrad >= least, "{preset}: dgrad {dgrad:.2} dB");

@@ -16,8 +16,6 @@ mod errors;
 #[cfg(any(feature = "cpu", feature = "cuda"))]
 mod fusion;
 mod grouped;
-#[cfg(any(feature = "cpu", feature = "cuda"))]
-mod layer_timing;
 mod linear;
 #[cfg(any(feature = "cpu", feature = "cuda"))]
 mod memory;

@@ -1,5 +1,8 @@
 //! The mixture of experts, against a loop over experts.
 
+#[cfg(any(feature = "cpu", feature = "cuda"))]
+mod waits;
+
 use burn_core::module::{Module, ParamGroup};
 use burn_core::tensor::activation::{silu, softmax};
 use burn_core::tensor::{DType, Device, Int, Tensor, TensorData};
@@ -10,11 +13,7 @@ use burn_nvfp4::{
     Nvfp4Recipe, Nvfp4State,
 };
 
-use std::time::Instant;
-
-use crate::support::{
-    Matrix, activation, cuda_only, device, skip_where_small_only, small_only, values,
-};
+use crate::support::{Matrix, activation, device, skip_where_small_only, small_only, values};
 
 const WIDTH: usize = 32;
 const HIDDEN: usize = 48;
@@ -369,47 +368,6 @@ fn policy_and_state_cover_grouped_layers() {
     );
 }
 
-/// The host never learns how many tokens an expert has: behind work that keeps the device busy, a
-/// forward and backward of the mixture are given out long before that work is done. Whoever read
-/// anything from the device, or waited for it, would come back after it.
-#[test]
-fn nothing_waits_for_the_device() {
-    cuda_only!();
-    let device = device().autodiff();
-    let mixture = moe(8, 2, &Nvfp4Recipe::new(), &device);
-    let x = Matrix::gaussian(512, WIDTH, activation(), 1).tensor(&device);
-    let step = || {
-        let out = mixture.forward(x.clone().require_grad());
-        let loss = out.output.cast(DType::F32).square().mean() + out.balance_loss;
-        drop(loss.backward());
-    };
-    let plain = device.clone().without_autodiff();
-    // Few launches that take long: a device's queue has an end, where the host waits whatever it
-    // queues.
-    let factor = Matrix::gaussian(8192, 8192, activation(), 2).tensor(&plain);
-    let busy = |products: usize| {
-        (0..products).fold(factor.clone(), |product, _| {
-            product.matmul(factor.clone()).mul_scalar(1e-2)
-        })
-    };
-    // Kernels are compiled and chosen in the first ones.
-    for _ in 0..3 {
-        step();
-        drop(busy(2));
-        device.sync().unwrap();
-    }
-    let start = Instant::now();
-    let kept = busy(60);
-    let queued = start.elapsed();
-    step();
-    let host = start.elapsed();
-    device.sync().unwrap();
-    let done = start.elapsed();
-    drop(kept);
-    eprintln!("queued after {queued:?}, given out after {host:?}, done after {done:?}");
-    assert!(host < done / 2, "given out after {host:?} of {done:?}");
-}
-
 #[test]
 fn experts_come_from_plain_layers_and_go_back() {
     skip_where_small_only!();
@@ -472,185 +430,6 @@ fn configurations_are_checked() {
         let error = moe.try_forward(Tensor::<2>::zeros(shape, &device));
         assert!(error.unwrap_err().to_string().contains("`x`"));
     }
-}
-
-/// Milliseconds of the parts of a mixture and of training steps, in NVFP4 and in bf16.
-#[test]
-#[ignore = "a measurement"]
-fn timings() {
-    let device = device().autodiff();
-    let (tokens, width, hidden, experts) = (16384, 2048, 1408, 16);
-    // Every round is read, so that none of it can be left out.
-    let measure = |what: &str, step: &dyn Fn() -> Tensor<1>| {
-        for _ in 0..3 {
-            step().into_data();
-        }
-        let (start, rounds) = (std::time::Instant::now(), 5);
-        for _ in 0..rounds {
-            step().into_data();
-        }
-        let seconds = start.elapsed().as_secs_f64() / rounds as f64;
-        println!("{what}: {:.3} ms", seconds * 1e3);
-    };
-    // Burn's sums of all elements take longer than what is measured here.
-    fn total<const D: usize>(x: Tensor<D>) -> Tensor<1> {
-        let elements = x.shape().num_elements();
-        x.reshape([elements]).narrow(0, 0, 1).cast(DType::F32)
-    }
-    let x = Matrix::gaussian(tokens, width, crate::support::activation(), 1).tensor(&device);
-    for (name, recipe) in [("nvfp4", Nvfp4Recipe::new()), ("bf16", exempt())] {
-        let moe = Nvfp4MoeConfig::new(width, hidden, experts)
-            .with_recipe(recipe.clone())
-            .init(&device);
-        recipe.apply(&moe).unwrap();
-        let constant = moe.valid();
-        measure(&format!("{name} mixture, forward"), &|| {
-            total(constant.forward(x.clone().inner()).output)
-        });
-        measure(&format!("{name} mixture, step"), &|| {
-            let leaf = x.clone().require_grad();
-            let grads = spread_sum(moe.forward(leaf.clone()).output).backward();
-            let weights = total(moe.gate_up.weight.grad(&grads).unwrap())
-                + total(moe.down.weight.grad(&grads).unwrap());
-            total(leaf.grad(&grads).unwrap()) + weights
-        });
-        let dense = burn_nvfp4::Nvfp4SwiGluConfig::new(width, 2 * hidden)
-            .with_recipe(recipe.clone())
-            .init(&device);
-        recipe.apply(&dense).unwrap();
-        measure(
-            &format!("{name} dense feed-forward of the same work, step"),
-            &|| {
-                let leaf = x.clone().require_grad();
-                let grads = spread_sum(dense.forward(leaf.clone())).backward();
-                let weights = total(dense.gate_up.weight.grad(&grads).unwrap())
-                    + total(dense.down.weight.grad(&grads).unwrap());
-                total(leaf.grad(&grads).unwrap()) + weights
-            },
-        );
-        let counts = vec![(tokens * 2 / experts) as i64; experts];
-        let counts = Tensor::<1, Int>::from_data(TensorData::new(counts, [experts]), &device);
-        let even = ExpertOffsets::from_counts(counts, tokens * 2);
-        let twice = Tensor::cat(vec![x.clone().inner(); 2], 0);
-        measure(&format!("{name} gate and up, forward"), &|| {
-            total(constant.gate_up.forward(twice.clone(), &even))
-        });
-    }
-    let plain = x.clone().inner();
-    let router = Matrix::gaussian(width, experts, DType::F32, 2).tensor(&plain.device());
-    let logits = plain.clone().cast(DType::F32).matmul(router.clone());
-    measure("router product", &|| {
-        total(plain.clone().cast(DType::F32).matmul(router.clone()))
-    });
-    measure("top 2", &|| {
-        let (found, chosen) = logits.clone().topk_with_indices(2, 1);
-        total(found) + total(chosen.float())
-    });
-    let (_, chosen) = logits.clone().topk_with_indices(2, 1);
-    let routing = Routing::try_new(chosen.clone(), experts).unwrap();
-    measure("sorting", &|| {
-        let routing = Routing::try_new(chosen.clone(), experts).unwrap();
-        total(routing.places().clone().float())
-    });
-    measure("dispatch", &|| total(routing.dispatch(plain.clone())));
-    let sorted = routing.dispatch(plain.clone());
-    let weights = Tensor::<2>::ones([tokens, 2], &plain.device());
-    measure("combine", &|| {
-        total(routing.combine(sorted.clone(), weights.clone()))
-    });
-    measure("activation", &|| total(gated_halves(sorted.clone())));
-    measure("sum alone", &|| total(sorted.clone()));
-
-    // The same, forward and backward.
-    let router = router.with_gradient();
-    measure("router product, step", &|| {
-        let leaf = x.clone().require_grad();
-        let grads = spread_sum(leaf.clone().cast(DType::F32).matmul(router.clone())).backward();
-        total(leaf.grad(&grads).unwrap()) + total(router.grad(&grads).unwrap())
-    });
-    let scores = logits.with_gradient();
-    let indices = Tensor::<2, Int>::from_inner(chosen);
-    measure("choice, step", &|| {
-        let probabilities = softmax(scores.clone(), 1);
-        let weights = probabilities.gather(1, indices.clone());
-        let weights = weights.clone() / weights.sum_dim(1);
-        let grads = spread_sum(weights.square()).backward();
-        total(scores.grad(&grads).unwrap())
-    });
-    measure("dispatch, step", &|| {
-        let leaf = x.clone().require_grad();
-        let grads = spread_sum(routing.dispatch(leaf.clone())).backward();
-        total(leaf.grad(&grads).unwrap())
-    });
-    let (rows, shares) = (sorted.with_gradient(), weights.with_gradient());
-    measure("combine, step", &|| {
-        let grads = spread_sum(routing.combine(rows.clone(), shares.clone())).backward();
-        total(rows.grad(&grads).unwrap()) + total(shares.grad(&grads).unwrap())
-    });
-    measure("activation, step", &|| {
-        let grads = spread_sum(gated_halves(rows.clone())).backward();
-        total(rows.grad(&grads).unwrap())
-    });
-    for (name, recipe) in [("nvfp4", Nvfp4Recipe::new()), ("bf16", exempt())] {
-        let layer = Nvfp4GroupedLinearConfig::new(experts, width, 2 * hidden)
-            .with_recipe(recipe.clone())
-            .init(&device);
-        recipe.apply(&layer).unwrap();
-        measure(&format!("{name} gate and up, step"), &|| {
-            let y = layer.forward(rows.clone(), routing.experts());
-            let grads = spread_sum(y).backward();
-            total(rows.grad(&grads).unwrap()) + total(layer.weight.grad(&grads).unwrap())
-        });
-    }
-}
-
-/// The sum of all elements, by way of the sum of each row: Burn makes one sum with one cube.
-fn spread_sum(x: Tensor<2>) -> Tensor<1> {
-    let [rows, _] = x.dims();
-    let sums = x.cast(DType::F32).sum_dim(1);
-    sums.reshape([rows / 128, 128]).sum_dim(0).sum()
-}
-
-/// A constant as a parameter.
-trait WithGradient {
-    fn with_gradient(self) -> Self;
-}
-
-impl<const D: usize> WithGradient for Tensor<D> {
-    fn with_gradient(self) -> Self {
-        Self::from_inner(self).require_grad()
-    }
-}
-
-/// A few steps of a mixture, the first of which compiles: for a profiler, or `BURN_FUSION_LOG`.
-#[test]
-#[ignore = "a measurement"]
-fn profiled_step() {
-    let device = device().autodiff();
-    let (tokens, width, hidden, experts) = if small_only() {
-        (128, 32, 48, 4)
-    } else {
-        (16384, 2048, 1408, 16)
-    };
-    let x = Matrix::gaussian(tokens, width, crate::support::activation(), 1).tensor(&device);
-    let moe = Nvfp4MoeConfig::new(width, hidden, experts).init(&device);
-    for step in 0..6 {
-        let start = std::time::Instant::now();
-        let leaf = x.clone().require_grad();
-        let out = moe.forward(leaf.clone());
-        let loss = spread_sum(out.output) + out.balance_loss + out.z_loss;
-        let grads = loss.backward();
-        for gradient in [&moe.gate_up.weight, &moe.down.weight] {
-            gradient.grad(&grads).unwrap().narrow(0, 0, 1).into_data();
-        }
-        leaf.grad(&grads).unwrap().narrow(0, 0, 1).into_data();
-        eprintln!("step {step}: {:.2} ms", start.elapsed().as_secs_f64() * 1e3);
-    }
-}
-
-fn gated_halves(both: Tensor<2>) -> Tensor<2> {
-    let half = both.dims()[1] / 2;
-    silu(both.clone().narrow(1, 0, half)) * both.narrow(1, half, half)
 }
 
 /// Experts train by every preset: each parameter and the input get gradients that are finite and

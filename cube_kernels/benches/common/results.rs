@@ -98,7 +98,11 @@ impl Results {
                 command += &format!("{name}='{value}' ");
             }
         }
-        command += "cargo bench -p nvfp4-kernels --features cuda --bench ";
+        command += concat!(
+            "cargo bench -p ",
+            env!("CARGO_PKG_NAME"),
+            " --features cuda --bench "
+        );
         command += self.bench;
         // Cargo adds the last.
         let arguments: Vec<String> = env::args().skip(1).filter(|one| one != "--bench").collect();

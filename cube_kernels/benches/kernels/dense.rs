@@ -2,6 +2,7 @@
 
 use nvfp4_kernels::{
     BlockScaling, ErrorNorm, Format, Hadamard, HadamardSize, ScaleLayout, Storage, Usage,
+    gemm::kernels::decode,
     quantize::{self, AmaxRequest, QuantRequest},
     tensor::{AmaxGranularity, DeviceQuantParams, DeviceRounding, FloatKind, Groups},
 };
@@ -301,6 +302,36 @@ fn values(section: &mut Section<'_>, inputs: &Inputs) {
             let [row, col] =
                 [0, 1].map(|copy| wanted[copy].then_some((&requests[copy], Storage::Bf16Unscaled)));
             quantize::quantize_operands(&client, inputs.get(i), row, col).unwrap();
+        });
+    }
+}
+
+/// What training makes of gradients and of activations, for GEMMs that dequantize what is packed:
+/// both tensors packed, packed and then dequantized, and as unscaled bf16. Of activations the
+/// columnwise one is saved for the backward, and stays packed.
+pub fn unscaled(section: &mut Section<'_>, inputs: &Inputs) {
+    use Storage::{Bf16Unscaled, Packed};
+    let client = section.client();
+    let cases = [("dy", stochastic(), Bf16Unscaled), ("x", NEAREST, Packed)];
+    for (name, rounding, col_storage) in cases {
+        let quantized = |i: usize, storages: [Storage; 2]| {
+            let requests = [None, rht()].map(|rht| inputs.request(rounding.clone(), rht));
+            let [row, col] = [0, 1].map(|copy| Some((&requests[copy], storages[copy])));
+            quantize::quantize_operands(&client, inputs.get(i), row, col).unwrap()
+        };
+        let bytes = inputs.bytes(2.0);
+        section.time(&format!("{name}: packed"), bytes, |i| {
+            quantized(i, [Packed; 2]);
+        });
+        section.time(&format!("{name}: packed, then dequantized"), bytes, |i| {
+            let (row, col) = quantized(i, [Packed; 2]);
+            decode(&client, &row.unwrap());
+            if col_storage == Bf16Unscaled {
+                decode(&client, &col.unwrap());
+            }
+        });
+        section.time(&format!("{name}: unscaled bf16"), bytes, |i| {
+            quantized(i, [Bf16Unscaled, col_storage]);
         });
     }
 }

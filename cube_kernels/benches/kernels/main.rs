@@ -89,6 +89,14 @@ fn llama(bench: &mut Bench) {
     }
 }
 
+/// Operands of a GPU that dequantizes before it multiplies.
+fn unscaled(bench: &mut Bench) {
+    for cols in [4096, 8192, 14336] {
+        let name = format!("unscaled 8192x{cols}");
+        matrix(bench, name, Full, (8192, cols), dense::unscaled);
+    }
+}
+
 fn deepseek(bench: &mut Bench) {
     let name = "DeepSeek tokens 16384x7168".into();
     matrix(bench, name, Full, (16384, 7168), |section, inputs| {
@@ -166,6 +174,7 @@ fn main() {
     let mut bench = Bench::new(&client);
     squares(&mut bench);
     llama(&mut bench);
+    unscaled(&mut bench);
     deepseek(&mut bench);
     swizzled(&mut bench);
     bench.report().expect("the summary could not be written");

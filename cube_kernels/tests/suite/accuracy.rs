@@ -77,8 +77,27 @@ fn tiny_tensors_are_kept_by_the_global_scale() {
         println!("{factor:e}: {found:.2} dB with the global scale");
         assert!(found >= KEPT, "{factor:e}: {found:.2} dB");
     }
-    // From an amax of 7.9e-36 down, 2688 / FLT_MAX, the global scale saturates: values lose magnitude, but stay finite, and do
-    // not vanish.
+    // From an amax of 7.9e-36 down, 2688 / FLT_MAX, the global scale saturates: values are encoded
+    // with FLT_MAX, and decoded with amax / 2688 all the same. So they lose magnitude, by
+    // `gain = amax * FLT_MAX / 2688`, and nothing else: the block scales, which are as much smaller,
+    // are still far above the subnormal ones of E4M3. The error follows: `1 - gain` of the signal,
+    // and `gain` times the noise of any other tensor, whose amplitudes add up at worst.
+    let x = rows(|_| 1e-36);
+    let amax = reference::amax(&x);
+    let gain = f64::from(amax) * f64::from(f32::MAX) / 2688.0;
+    assert!((0.25..0.75).contains(&gain), "{gain}");
+    let with = quantized(&x, &Amax::Tensor(amax));
+    let noise = 10f64.powf(-KEPT / 20.0);
+    let least = -20.0 * (1.0 - gain + gain * noise).log10();
+    let found = sqnr(&x, &with);
+    println!("1e-36: {found:.2} dB, at least {least:.2}");
+    assert!(found >= least, "{found:.2} dB, but at least {least:.2}");
+    // With the magnitude given back, it is any other tensor.
+    let regained: Vec<f32> = with.iter().map(|&x| (f64::from(x) / gain) as f32).collect();
+    let found = sqnr(&x, &regained);
+    println!("1e-36, with its magnitude: {found:.2} dB");
+    assert!(found >= KEPT, "{found:.2} dB");
+    // Smaller still, values stay finite, and do not vanish.
     let x = rows(|_| 1e-39);
     let amax = reference::amax(&x);
     assert!(amax < f32::MIN_POSITIVE);

@@ -8,6 +8,5 @@ mod formats;
 mod misuse;
 mod models;
 mod refuse;
-mod timing;
 mod transformer;
 mod uses;

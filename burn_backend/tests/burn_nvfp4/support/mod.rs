@@ -74,15 +74,19 @@ macro_rules! flex_only {
 }
 pub(crate) use flex_only;
 
-/// Skip the test except on CUDA.
-macro_rules! cuda_only {
+/// Skip the test on Flex, which computes while it is called.
+#[cfg(any(feature = "cpu", feature = "cuda"))]
+macro_rules! cube_only {
     () => {
-        if std::env::var("NVFP4_TEST_DEVICE").as_deref() != Ok("cuda") {
-            crate::support::skip::skip!("it is about a device that works beside the host: CUDA");
+        if !std::env::var("NVFP4_TEST_DEVICE").is_ok_and(|name| name != "flex") {
+            crate::support::skip::skip!(
+                "it is about a device that works beside the host: CubeCL's"
+            );
         }
     };
 }
-pub(crate) use cuda_only;
+#[cfg(any(feature = "cpu", feature = "cuda"))]
+pub(crate) use cube_only;
 
 /// `len` values of a normal distribution, the same on every machine.
 pub fn gaussian(len: usize, seed: u64) -> Vec<f32> {

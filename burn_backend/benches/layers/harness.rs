@@ -1,0 +1,206 @@
+//! Devices, data, timing, and the summary.
+
+use std::env;
+use std::time::Instant;
+
+use burn_core::tensor::{DType, Device, Distribution, Tensor};
+
+use crate::results::{Results, Row};
+
+/// Steps of a batch.
+const STEPS: usize = 10;
+/// Batches, of which the fastest counts.
+const BATCHES: usize = 3;
+
+/// Milliseconds of one step.
+struct Record {
+    setting: String,
+    name: String,
+    milliseconds: f64,
+}
+
+/// The measurements of a run.
+pub struct Bench {
+    /// With autodiff.
+    pub device: Device,
+    device_name: String,
+    filter: Option<String>,
+    once: bool,
+    records: Vec<Record>,
+}
+
+impl Bench {
+    /// On the device that `NVFP4_BENCH_DEVICE` names, with the filter of the command line.
+    pub fn new() -> Self {
+        let default = if cfg!(feature = "cuda") {
+            "cuda"
+        } else {
+            "flex"
+        };
+        let name = env::var("NVFP4_BENCH_DEVICE").unwrap_or_else(|_| default.into());
+        let device = match name.as_str() {
+            #[cfg(feature = "flex")]
+            "flex" => Device::flex(),
+            #[cfg(feature = "cpu")]
+            "cpu" => Device::cpu(),
+            #[cfg(feature = "cuda")]
+            "cuda" => Device::cuda(0),
+            other => panic!("NVFP4_BENCH_DEVICE={other}: not a device of this build"),
+        };
+        // `cargo bench` adds it, `cargo test --benches` does not.
+        let is_test = env::args().all(|argument| argument != "--bench");
+        Self {
+            device: device.autodiff(),
+            device_name: name,
+            filter: env::args()
+                .skip(1)
+                .find(|argument| !argument.starts_with("--")),
+            once: is_test || env::var_os("NVFP4_BENCH_ONCE").is_some(),
+            records: Vec::new(),
+        }
+    }
+
+    /// Whether the device is one to measure; others run at tiny sizes.
+    pub fn is_gpu(&self) -> bool {
+        self.device_name == "cuda"
+    }
+
+    /// Whether the device is one of CubeCL's, which models are decorated on.
+    #[cfg(any(feature = "cpu", feature = "cuda"))]
+    pub fn is_cube(&self) -> bool {
+        self.device_name != "flex"
+    }
+
+    /// Whether the filter asks for settings that begin with `setting`, and no others.
+    #[cfg(any(feature = "cpu", feature = "cuda"))]
+    pub fn asks_for(&self, setting: &str) -> bool {
+        self.filter
+            .as_ref()
+            .is_some_and(|filter| filter.starts_with(setting))
+    }
+
+    /// `full` on a GPU, else `tiny`.
+    pub fn size<T>(&self, full: T, tiny: T) -> T {
+        match self.is_gpu() {
+            true => full,
+            false => tiny,
+        }
+    }
+
+    /// The type of activations: `bf16`, but for CubeCL's CPU runtime, which does not compute in it.
+    pub fn activation(&self) -> DType {
+        match self.device_name.as_str() {
+            "cpu" => DType::F32,
+            _ => DType::BF16,
+        }
+    }
+
+    /// Normal data of the type `dtype` that requires a gradient.
+    pub fn leaf<const D: usize>(&self, shape: [usize; D], dtype: DType) -> Tensor<D> {
+        self.constant(shape, dtype).require_grad()
+    }
+
+    /// Normal data of the type `dtype`.
+    pub fn constant<const D: usize>(&self, shape: [usize; D], dtype: DType) -> Tensor<D> {
+        let normal = Distribution::Normal(0.0, 1.0);
+        let values = Tensor::<D>::random(shape, normal, (&self.device, DType::F32));
+        values.cast(dtype).detach()
+    }
+
+    /// Times `step` as `name` in `setting`, unless the filter leaves it out.
+    pub fn time(&mut self, setting: &str, name: &str, mut step: impl FnMut()) {
+        let id = format!("{setting}/{name}");
+        if self
+            .filter
+            .as_ref()
+            .is_some_and(|part| !id.contains(part.as_str()))
+        {
+            return;
+        }
+        let device = self.device.clone();
+        let mut run = |steps: usize| {
+            device.sync().expect("a device that works");
+            let start = Instant::now();
+            (0..steps).for_each(|_| step());
+            device.sync().expect("a device that works");
+            start.elapsed().as_secs_f64() * 1e3 / steps as f64
+        };
+        if self.once {
+            run(1);
+            println!("{id}: ran");
+            return;
+        }
+        // Kernels are compiled and chosen in the first ones.
+        run(STEPS / 2);
+        let milliseconds = (0..BATCHES)
+            .map(|_| run(STEPS))
+            .fold(f64::INFINITY, f64::min);
+        println!("{id}: {milliseconds:.3} ms");
+        self.records.push(Record {
+            setting: setting.into(),
+            name: name.into(),
+            milliseconds,
+        });
+    }
+
+    /// Prints the table, and writes the same as a results file.
+    pub fn report(self) -> std::io::Result<()> {
+        if self.once {
+            return Ok(());
+        }
+        println!("\n| setting | layer | ms |\n|---|---|---|");
+        for record in &self.records {
+            let Record {
+                setting,
+                name,
+                milliseconds,
+            } = record;
+            println!("| {setting} | {name} | {milliseconds:.3} |");
+        }
+        let rows = self.records.into_iter().map(|record| Row {
+            name: record.name,
+            at: Some(record.setting),
+            values: vec![Some(record.milliseconds)],
+        });
+        let results = Results {
+            bench: "layers",
+            gpu: device_name(&self.device_name),
+            question: "What do layers take, forward and backward, beside Burn's?",
+            method: "the host's clock around ten steps, the fastest of three batches",
+            row: "layer",
+            units: &[("ms", 3)],
+            rows: rows.collect(),
+        };
+        results.write()
+    }
+}
+
+/// The name of the device for a results file.
+fn device_name(name: &str) -> String {
+    match name {
+        #[cfg(feature = "cuda")]
+        "cuda" => {
+            use nvfp4_kernels::capabilities::Capabilities;
+            let client = nvfp4_kernels::cubecl::Device::Cuda(Default::default()).client();
+            Capabilities::of(&client).device
+        }
+        other => other.into(),
+    }
+}
+
+/// The gradient of `x` by forward and backward of `layer`, by way of a sum; the sum's own time is
+/// measured beside it. Rows are added first: Burn makes one sum of all elements with one cube.
+pub fn backward<const D: usize>(
+    x: &Tensor<D>,
+    layer: impl Fn(Tensor<D>) -> Tensor<D>,
+) -> Tensor<D> {
+    let y = layer(x.clone()).cast(DType::F32);
+    let grads = y.sum_dim(D - 1).sum().backward();
+    x.grad(&grads).expect("x requires a gradient")
+}
+
+/// Reads an element of `x`, so that fusion leaves nothing out of what computes it.
+pub fn read<const D: usize>(x: Tensor<D>) {
+    let elements = x.shape().num_elements();
+    x.reshape([elements]).narrow(0, 0, 1).into_data();
+}
