@@ -76,7 +76,10 @@ pub mod kernels {
         amax::{
             AmaxOutLaunch, AmaxPlan, AmaxTilesLaunch, amax_kernel, amax_tiles_kernel, zero_kernel,
         },
-        dequantize::{dequantize_col_pairs_kernel, dequantize_cols_kernel, dequantize_rows_kernel},
+        dequantize::{
+            ColumnsPlan, PackedSectorsLaunch, PackedWordsLaunch, WordsPlan,
+            dequantize_col_pairs_kernel, dequantize_cols_kernel, dequantize_rows_kernel,
+        },
         ms_eden::{
             EdenDrawLaunch, EdenInputsLaunch, EdenOutLaunch, EdenPolicy, EdenScalesArgs,
             EdenTilesLaunch, ms_eden_amax_kernel, ms_eden_amax_packed_kernel, ms_eden_kernel,
@@ -100,7 +103,7 @@ pub mod kernels {
         random_bits::random_bits_kernel,
         rowwise::{RowGroupsLaunch, RowPlan, quantize_row_kernel},
         swizzle::{
-            ScaleShapeLaunch, swizzle_block_groups_kernel, swizzle_kernel,
+            BlockStartsLaunch, ScaleShapeLaunch, swizzle_block_groups_kernel, swizzle_kernel,
             unswizzle_block_groups_kernel, unswizzle_kernel,
         },
         tile::{Grouping, ShapeLaunch, map_tiles_kernel},

@@ -8,7 +8,7 @@ use half::bf16;
 use nvfp4_kernels::{
     Amax, BlockScaling, ErrorNorm, Format, Hadamard, HadamardSize, QuantParams, QuantizedTensor,
     RandomStream, Rounding, Usage, quantize,
-    reference::{self, EdenTarget},
+    reference::{self, EdenParams, EdenTarget},
     tensor::{DeviceQuantized, FloatKind},
 };
 
@@ -81,9 +81,19 @@ fn operands_are_requantized_by_what_scales_them() {
             let amax = reference::ms_eden_amax(&values, rows, cols, to, &hadamard).unwrap();
             let found = quantize::ms_eden_amax(&client, &device, to, &hadamard).unwrap();
             assert_eq!(read_f32(&client, &found), amax, "{what}");
-            let expected =
-                reference::ms_eden(&values, rows, cols, to, amax, &hadamard, target, &stream)
-                    .unwrap();
+            let expected = reference::ms_eden(
+                &values,
+                rows,
+                cols,
+                to,
+                amax,
+                &EdenParams {
+                    hadamard,
+                    target,
+                    stream,
+                },
+            )
+            .unwrap();
             let found =
                 quantize::ms_eden(&client, &device, to, &found, &hadamard, target, stream).unwrap();
             let found = found.to_host(&client, *expected.origin()).unwrap();

@@ -21,7 +21,7 @@ use nvfp4_kernels::{
     capabilities::Capabilities,
     cube::codec::{Conversion, emulate_e2m1_instructions},
     quantize::{self, EdenSource, Gated, Source},
-    reference::{self, EdenTarget},
+    reference::{self, EdenParams, EdenTarget},
     tensor::{DeviceQuantized, Groups},
 };
 
@@ -174,8 +174,19 @@ fn eden<T: reference::Element>(
     for usage in [Usage::Rowwise, Usage::Columnwise] {
         let found = quantize::ms_eden_amax(client, source, usage, &hadamard).unwrap();
         let amax = read_f32(client, &found);
-        let expected =
-            reference::ms_eden(x, rows, cols, usage, amax, &hadamard, target, &STREAM).unwrap();
+        let expected = reference::ms_eden(
+            x,
+            rows,
+            cols,
+            usage,
+            amax,
+            &EdenParams {
+                hadamard,
+                target,
+                stream: STREAM,
+            },
+        )
+        .unwrap();
         let found =
             quantize::ms_eden(client, source, usage, &found, &hadamard, target, STREAM).unwrap();
         assert_packed(

@@ -18,7 +18,7 @@ use nvfp4_kernels::{
     },
     moe::GroupOffsets,
     quantize::{self, EdenRandom, QuantRequest},
-    reference::{self, EdenTarget},
+    reference::{self, EdenParams, EdenTarget},
     tensor::{
         AmaxGranularity, DeviceQuantParams, DeviceQuantized, DeviceRounding, FloatKind, Groups,
         Matrix,
@@ -212,8 +212,18 @@ fn graph_replays_ms_eden() {
         let amax = reference::ms_eden_amax(&x, rows, cols, usage, &hadamard).unwrap();
         for (i, found) in replays.iter().enumerate() {
             let stream = RandomStream::new(1, 2, STREAM.offset + 1 + i as u64);
-            let expected =
-                reference::ms_eden(&x, rows, cols, usage, amax, &hadamard, target, &stream);
+            let expected = reference::ms_eden(
+                &x,
+                rows,
+                cols,
+                usage,
+                amax,
+                &EdenParams {
+                    hadamard,
+                    target,
+                    stream,
+                },
+            );
             let expected = expected.unwrap();
             assert!(found[0] == expected.codes(), "replay {i}, {usage:?}: codes");
             assert!(

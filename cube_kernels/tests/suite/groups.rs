@@ -13,7 +13,7 @@ use nvfp4_kernels::{
     Amax, BlockScaling, ErrorNorm, Format, Hadamard, HadamardSize, Nvfp4Error, QuantParams,
     RandomStream, Rounding, ScaleLayout, Usage,
     quantize::{self, EdenSource, QuantRequest},
-    reference::{self, EdenTarget, Element},
+    reference::{self, EdenParams, EdenTarget, Element},
     tensor::{AmaxGranularity, DeviceQuantized, FloatKind, Groups},
 };
 
@@ -182,7 +182,17 @@ fn assert_eden<'a, T: Element>(
         .zip(&maxima)
         .map(|((x, rows), amax)| {
             let packed = reference::ms_eden_at(
-                x, *rows, case.cols, usage, *amax, &hadamard, TARGET, &STREAM, first,
+                x,
+                *rows,
+                case.cols,
+                usage,
+                *amax,
+                &EdenParams {
+                    hadamard,
+                    target: TARGET,
+                    stream: STREAM,
+                },
+                first,
             )
             .unwrap();
             first += (packed.scales().len() / 8) as u64;

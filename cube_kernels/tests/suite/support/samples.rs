@@ -14,7 +14,7 @@ use nvfp4_kernels::{
     Amax, BlockScaling, Format, Hadamard, HadamardSize, QuantParams, QuantizedTensor, ScaleLayout,
     Usage,
     quantize::{self, AmaxRequest, EdenSource, Gated, QuantRequest, Source},
-    reference::{self, EDEN_GROUP, EdenTarget, swizzle},
+    reference::{self, EDEN_GROUP, EdenParams, EdenTarget, swizzle},
     tensor::{AmaxGranularity, DeviceQuantized, FloatKind, Groups, Matrix},
 };
 use std::{borrow::Cow, ops::Range};
@@ -455,7 +455,17 @@ pub fn ms_eden(client: &Client, sample: &Sample) {
             let x = values(&band.x, rows, cols);
             let first = (band.first * groups) as u64;
             let expected = reference::ms_eden_at(
-                &x, rows, cols, usage, given, &hadamard, target, &STREAM, first,
+                &x,
+                rows,
+                cols,
+                usage,
+                given,
+                &EdenParams {
+                    hadamard,
+                    target,
+                    stream: STREAM,
+                },
+                first,
             )
             .unwrap();
             assert_lines(client, &found, band.first, &expected, &what);
