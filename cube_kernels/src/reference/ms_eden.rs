@@ -2,7 +2,7 @@
 //!
 //! Elements are rounded to nearest, which is biased; a factor for each rotated group takes the bias
 //! away, and the block scales, not the elements, are rounded stochastically. Operands of one
-//! product are rotated by the same transform, which cancels in it.
+//! GEMM are rotated by the same transform, which cancels in it.
 //!
 //! # Order of operations
 //! All in `f32`, one rounding for each operation written; `fma` rounds once. A *line* is a row of

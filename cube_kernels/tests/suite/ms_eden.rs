@@ -245,8 +245,9 @@ fn repeated_launches_agree() {
     }
 }
 
-/// More than 2^31 elements, on a GPU: the codes of the last rows are those of these rows alone. (The
-/// scale bytes are not: their random bits belong to other groups. `shapes` compares them with the oracle.)
+/// More than 2^31 elements, on a GPU: the codes of the last rows are those of these rows alone.
+/// (The scale bytes are not: their random bits belong to other groups. `shapes` compares them with
+/// the oracle.)
 #[test]
 fn more_elements_than_32_bits_index() {
     let client = client!("more_elements_than_32_bits_index");

@@ -8,8 +8,8 @@ use burn_flex::FlexTensor;
 use half::{bf16, f16};
 use nvfp4_kernels::reference::{self, EDEN_GROUP, EdenParams, EdenTarget, Element};
 use nvfp4_kernels::{
-    Amax, AmaxGranularity, BlockShape, Layout, QuantParams as ElementParams, QuantizedTensor,
-    ScaleLayout, Storage, Usage,
+    Amax, AmaxGranularity, BlockShape, Layout, Nvfp4Params, QuantizedTensor, ScaleLayout, Storage,
+    Usage,
 };
 
 use super::super::dequantize::{scaled, with_amax_per_row};
@@ -195,10 +195,10 @@ fn quantize_one<T: Element>(
             values, rows, cols, usage, amax, scaling, compact,
         ));
     }
-    let params = ElementParams {
+    let params = Nvfp4Params {
         hadamard: params.hadamard,
         scaling: params.scaling,
-        ..ElementParams::new(rounding)
+        ..Nvfp4Params::new(rounding)
     };
     trusted(reference::quantize(
         values, rows, cols, usage, amax, &params, first,

@@ -14,8 +14,7 @@ use burn_nvfp4::{Hadamard, RandomStream, Rounding, Usage};
 use half::{bf16, f16};
 use nvfp4_kernels::reference::{self, EdenParams, EdenTarget, Element};
 use nvfp4_kernels::{
-    Amax, BLOCK, BlockScaling, Format, MX_BLOCK, QuantParams as ElementParams, QuantizedTensor,
-    ScaleLayout,
+    Amax, BLOCK, BlockScaling, Format, MX_BLOCK, Nvfp4Params, QuantizedTensor, ScaleLayout,
 };
 
 fn device_name() -> String {
@@ -204,10 +203,10 @@ impl Matrix {
             let QuantRounding::Elements(rounding) = params.rounding else {
                 panic!("{params:?}");
             };
-            let params = ElementParams {
+            let params = Nvfp4Params {
                 hadamard: params.hadamard,
                 scaling: params.scaling,
-                ..ElementParams::new(rounding)
+                ..Nvfp4Params::new(rounding)
             };
             reference::quantize(x, rows, cols, usage, &amax, &params, first as u64).unwrap()
         }

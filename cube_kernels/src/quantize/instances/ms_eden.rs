@@ -11,7 +11,7 @@ use super::{
     BLOCKS, ELEMENTS, NONE, PLAIN, SOURCES, packed, shape,
 };
 use crate::{
-    cube::{eden::SignsLaunch, philox::RandomLaunch},
+    cube::{hadamard::SignsLaunch, philox::RandomLaunch},
     registry::{DummyDevice, Expected, Instance, instance},
 };
 

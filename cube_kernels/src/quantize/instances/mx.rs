@@ -51,8 +51,8 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
             dtype,
             elem
         ));
-        // All four targets convert to E4M3 themselves. The software form is for GPUs before sm_89, for which
-        // Hopper stands in.
+        // All four targets convert to E4M3 themselves. The software form is for GPUs before sm_89,
+        // for which Hopper stands in.
         let software = (!device.conversion.has_nearest()).then_some(false);
         for hardware in software.into_iter().chain([true]) {
             let lanes = 2 * dtype.size();

@@ -15,10 +15,11 @@ use crate::{
     cube::{
         codec::{canonical, load},
         eden::{
-            EdenScale, LINES, SUMS, Signs, TASKS, TILE, correct_group, line_of, load_segment,
+            EdenScale, LINES, SUMS, TASKS, TILE, correct_group, line_of, load_segment,
             quantize_block, segment_amax, segment_of, slot, store_segment,
             transform_between_segments, transform_segment,
         },
+        hadamard::Signs,
         philox::Random,
     },
     tensor::FloatKind,
@@ -293,7 +294,7 @@ fn tile_amax(tile: &[f32], #[comptime] across: bool) -> u32 {
 /// matter. Once for each plane on CUDA, and only where it is not as high already: atomics on one
 /// address take turns.
 #[cube]
-fn raise(out: &mut [Atomic<u32>], index: usize, bits: u32, #[comptime] cuda: bool) {
+fn atomic_amax(out: &mut [Atomic<u32>], index: usize, bits: u32, #[comptime] cuda: bool) {
     let bits = canonical(bits);
     if comptime!(cuda) {
         let plane = plane_max(bits);
@@ -327,7 +328,7 @@ impl KeptAmax {
         if comptime!(!policy.plain()) {
             let next = part;
             if next != self.part {
-                raise(out, self.part, self.bits, policy.cuda);
+                atomic_amax(out, self.part, self.bits, policy.cuda);
                 self.bits = 0u32;
                 self.part = next;
             }
@@ -477,7 +478,7 @@ pub fn ms_eden_amax_kernel<F: Numeric, N: Size>(
         }
         index += CUBE_COUNT;
     }
-    raise(out, kept.part, kept.bits, policy.cuda);
+    atomic_amax(out, kept.part, kept.bits, policy.cuda);
 }
 
 /// The amax of the transformed values of an NVFP4 matrix, or of each of its groups of rows.
@@ -511,7 +512,7 @@ pub fn ms_eden_amax_packed_kernel(
         }
         index += CUBE_COUNT;
     }
-    raise(out, kept.part, kept.bits, policy.cuda);
+    atomic_amax(out, kept.part, kept.bits, policy.cuda);
 }
 
 /// MS-EDEN of a matrix, or of each of its groups of rows.

@@ -6,6 +6,7 @@ use super::{
     super::{
         amax::zeros,
         packed_source::{PackedSource, SourcePlan},
+        plan::signs_of,
         tile::{Grouping, ROWS, ShapeLaunch, map_tiles},
     },
     kernel::{
@@ -17,10 +18,7 @@ use super::{
 use crate::{
     BLOCK, Hadamard, Layout, Nvfp4Error, RandomStream, ScaleLayout, Usage,
     capabilities::Capabilities,
-    cube::{
-        eden::{LINES, SignsLaunch},
-        philox::RandomLaunch,
-    },
+    cube::{eden::LINES, philox::RandomLaunch},
     launch::{buffer, tile_grid, vector_size},
     memory::{address_type, allocate, check_memory},
     reference::{EDEN_GROUP, EdenTarget, check_eden_hadamard, padding::padded_bound},
@@ -158,7 +156,7 @@ pub fn ms_eden_amax<'a>(
     let result = unsafe { buffer(&out, maxima) };
     let map = geometry.map(client, &out);
     let (count, dim, address) = geometry.launch();
-    let signs = signs(hadamard);
+    let signs = signs_of(Some(*hadamard));
     match &geometry.source {
         Stored::Matrix(matrix, _) => {
             let width = vector_size(matrix.dtype, matrix.cols);
@@ -205,14 +203,14 @@ pub fn ms_eden_amax<'a>(
 ///
 /// The result is the transformed matrix: its contraction is padded to a multiple of 128, and its
 /// `amax` is the one from which it decodes. Draw the signs of `hadamard` afresh for each backward
-/// pass, the same for both operands of a product. See
+/// pass, the same for both operands of a GEMM. See
 /// [`reference::ms_eden`](crate::reference::ms_eden).
 ///
 /// Each group of rows is a matrix of its own, with an amax of its own, but for the indices of
 /// random bits, which go on from group to group
 /// ([`reference::ms_eden_at`](crate::reference::ms_eden_at)). Along [`Usage::Columnwise`] it is
 /// padded to a multiple of 128 rows. Copies of [`Groups::Batch`] then are such a batch again; those
-/// of [`Groups::Offsets`] lie side by side, as
+/// of [`Groups::Offsets`] are concatenated along the columns, as
 /// [`quantize_side_by_side`](super::quantize_side_by_side) leaves them: group `g` takes the
 /// elements from entry `g` of [`GroupOffsets::aligned`](super::GroupOffsets::aligned)`(client,
 /// rows, 128)` on, there is room for [`padded_bound`]`(rows, count, 128)`, and those behind the
@@ -239,7 +237,8 @@ pub fn ms_eden<'a>(
 /// rows that pad a tile are written, as zeros.
 ///
 /// # Errors
-/// As [`ms_eden_amax`], and for scales in 128x4 tiles of copies that lie side by side.
+/// As [`ms_eden_amax`], and for scales in 128x4 tiles of tensors that are concatenated along the
+/// columns.
 pub fn ms_eden_with<'a>(
     client: &Client,
     source: impl Into<EdenSource<'a>>,
@@ -287,7 +286,7 @@ pub fn ms_eden_with<'a>(
     let (count, dim, address) = geometry.launch();
     let tiles = geometry.tiles(map, row_groups);
     let from = EdenInputsLaunch::new(amax_arg, target.amax_factor(), target.block_factor());
-    let draw = EdenDrawLaunch::new(offset, stream, signs(hadamard));
+    let draw = EdenDrawLaunch::new(offset, stream, signs_of(Some(*hadamard)));
     match &geometry.source {
         Stored::Matrix(matrix, _) => {
             let width = vector_size(matrix.dtype, matrix.cols);
@@ -363,11 +362,6 @@ fn result(
 fn is_sm80(capabilities: &Capabilities) -> bool {
     let capability = capabilities.compute_capability;
     capability.is_some_and(|capability| capability >= 80)
-}
-
-fn signs(hadamard: &Hadamard) -> SignsLaunch {
-    let [word0, word1, word2, word3] = hadamard.sign_words();
-    SignsLaunch::new(word0, word1, word2, word3)
 }
 
 /// The launch of either kernel.

@@ -100,8 +100,8 @@ pub fn mx_quantize(
 /// - copies of [`Groups::Batch`] lie one below the other. They are rowwise tensors of the
 ///   transposed matrices, and so the result says: `count * x.cols` rows of `x.rows / count`, packed
 ///   along [`Usage::Rowwise`].
-/// - copies of [`Groups::Offsets`] lie side by side: `x.cols` stored rows, in each of which group
-///   `g` takes the elements from entry `g` of
+/// - copies of [`Groups::Offsets`] are concatenated along the columns: `x.cols` stored rows, in
+///   each of which group `g` takes the elements from entry `g` of
 ///   [`GroupOffsets::aligned`](super::GroupOffsets::aligned)`(client, x.rows, 32)` on. There is
 ///   room for [`padded_bound`]`(x.rows, count, 32)` of them; blocks behind the last group are not
 ///   written.
