@@ -82,8 +82,7 @@ pub mod kernels {
         },
         ms_eden::{
             EdenDrawLaunch, EdenInputsLaunch, EdenOutLaunch, EdenPolicy, EdenScalesArgs,
-            EdenTilesLaunch, ms_eden_amax_kernel, ms_eden_amax_packed_kernel, ms_eden_kernel,
-            ms_eden_packed_kernel,
+            EdenStoredArgs, EdenTilesLaunch, ms_eden_amax_kernel, ms_eden_kernel,
         },
         mx::{
             MxPlan, MxRowPlan, MxRowsLaunch, MxTilesLaunch, mx_dequantize_col_kernel,

@@ -10,8 +10,8 @@ use super::{
         tile::{Grouping, ROWS, ShapeLaunch, map_tiles},
     },
     kernel::{
-        EdenDrawLaunch, EdenInputsLaunch, EdenOutLaunch, EdenScalesArgs, ms_eden_amax_kernel,
-        ms_eden_amax_packed_kernel, ms_eden_kernel, ms_eden_packed_kernel,
+        EdenDrawLaunch, EdenInputsLaunch, EdenOutLaunch, EdenScalesArgs, EdenStoredArgs,
+        ms_eden_amax_kernel, ms_eden_kernel,
     },
     position::{EdenPolicy, EdenTilesLaunch},
 };
@@ -22,7 +22,7 @@ use crate::{
     launch::{buffer, tile_grid, vector_size},
     memory::{address_type, allocate, check_memory},
     reference::{EDEN_GROUP, EdenTarget, check_eden_hadamard, padding::padded_bound},
-    tensor::{DeviceQuantized, Groups, Matrix},
+    tensor::{DeviceQuantized, FloatKind, Groups, Matrix},
 };
 
 /// What MS-EDEN quantizes.
@@ -101,6 +101,26 @@ impl<'a> Stored<'a> {
         }
     }
 
+    /// The elements that a kernel loads at once, and their type. A packed source has neither: those
+    /// stand for all.
+    fn elements(&self) -> (usize, FloatKind) {
+        match self {
+            Self::Matrix(matrix, _) => (vector_size(matrix.dtype, matrix.cols), matrix.dtype),
+            Self::Packed(_) => (1, FloatKind::F32),
+        }
+    }
+
+    /// The argument of a kernel that loads `width` elements at once.
+    fn arg<F: Numeric, N: Size>(&self, width: usize) -> EdenStoredArgs<F, N> {
+        match self {
+            // SAFETY: the matrix was checked against its memory.
+            Self::Matrix(matrix, _) => {
+                EdenStoredArgs::Matrix(unsafe { buffer(&matrix.handle, matrix.len() / width) })
+            }
+            Self::Packed(packed) => EdenStoredArgs::Packed(packed.arg()),
+        }
+    }
+
     fn plan(&self) -> SourcePlan {
         match self {
             Self::Matrix(_, groups) => SourcePlan {
@@ -157,43 +177,23 @@ pub fn ms_eden_amax<'a>(
     let map = geometry.map(client, &out);
     let (count, dim, address) = geometry.launch();
     let signs = signs_of(Some(*hadamard));
-    match &geometry.source {
-        Stored::Matrix(matrix, _) => {
-            let width = vector_size(matrix.dtype, matrix.cols);
-            // SAFETY: the kernel masks every access by the shape.
-            unsafe {
-                ms_eden_amax_kernel::launch_unchecked(
-                    client,
-                    count,
-                    dim,
-                    address,
-                    width,
-                    buffer(&matrix.handle, matrix.len() / width),
-                    geometry.tiles(map, 0),
-                    result,
-                    signs,
-                    geometry.policy,
-                    matrix.dtype,
-                    matrix.dtype.storage_type(),
-                );
-            }
-        }
-        Stored::Packed(packed) => {
-            // SAFETY: as above.
-            unsafe {
-                ms_eden_amax_packed_kernel::launch_unchecked(
-                    client,
-                    count,
-                    dim,
-                    address,
-                    packed.arg(),
-                    geometry.tiles(map, 0),
-                    result,
-                    signs,
-                    geometry.policy,
-                );
-            }
-        }
+    let (width, kind) = geometry.source.elements();
+    // SAFETY: the kernel masks every access by the shape.
+    unsafe {
+        ms_eden_amax_kernel::launch_unchecked(
+            client,
+            count,
+            dim,
+            address,
+            width,
+            geometry.source.arg(width),
+            geometry.tiles(map, 0),
+            result,
+            signs,
+            geometry.policy,
+            kind,
+            kind.storage_type(),
+        );
     }
     Ok(out)
 }
@@ -287,45 +287,24 @@ pub fn ms_eden_with<'a>(
     let tiles = geometry.tiles(map, row_groups);
     let from = EdenInputsLaunch::new(amax_arg, target.amax_factor(), target.block_factor());
     let draw = EdenDrawLaunch::new(offset, stream, signs_of(Some(*hadamard)));
-    match &geometry.source {
-        Stored::Matrix(matrix, _) => {
-            let width = vector_size(matrix.dtype, matrix.cols);
-            // SAFETY: the kernel masks every access by the shape.
-            unsafe {
-                ms_eden_kernel::launch_unchecked(
-                    client,
-                    count,
-                    dim,
-                    address,
-                    width,
-                    buffer(&matrix.handle, matrix.len() / width),
-                    tiles,
-                    from,
-                    target_memory,
-                    draw,
-                    geometry.policy,
-                    matrix.dtype,
-                    matrix.dtype.storage_type(),
-                );
-            }
-        }
-        Stored::Packed(packed) => {
-            // SAFETY: as above.
-            unsafe {
-                ms_eden_packed_kernel::launch_unchecked(
-                    client,
-                    count,
-                    dim,
-                    address,
-                    packed.arg(),
-                    tiles,
-                    from,
-                    target_memory,
-                    draw,
-                    geometry.policy,
-                );
-            }
-        }
+    let (width, kind) = geometry.source.elements();
+    // SAFETY: the kernel masks every access by the shape.
+    unsafe {
+        ms_eden_kernel::launch_unchecked(
+            client,
+            count,
+            dim,
+            address,
+            width,
+            geometry.source.arg(width),
+            tiles,
+            from,
+            target_memory,
+            draw,
+            geometry.policy,
+            kind,
+            kind.storage_type(),
+        );
     }
     Ok(out)
 }
