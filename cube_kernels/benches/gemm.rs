@@ -38,7 +38,7 @@ use nvfp4_kernels::{
     moe::GroupOffsets,
     quantize::{self, AmaxRequest, QuantRequest},
     tensor::{
-        AmaxGranularity, DeviceQuantParams, DeviceQuantized, DeviceRounding, FloatKind, Groups,
+        AmaxGranularity, DeviceNvfp4Params, DeviceQuantized, DeviceRounding, FloatKind, Groups,
         Matrix,
     },
 };
@@ -589,14 +589,14 @@ fn linear(criterion: &mut Criterion, client: &Client, noise: &Noise) {
             let row = QuantRequest {
                 amax: &row_amax,
                 scope: AmaxGranularity::PerTensor,
-                copy: DeviceQuantParams::new(row),
+                copy: DeviceNvfp4Params::new(row),
             };
             let col = QuantRequest {
                 amax: &col_amax,
                 scope: AmaxGranularity::PerTensor,
-                copy: DeviceQuantParams {
+                copy: DeviceNvfp4Params {
                     hadamard: rht,
-                    ..DeviceQuantParams::new(col)
+                    ..DeviceNvfp4Params::new(col)
                 },
             };
             quantize::quantize_both(client, matrix, &Groups::One, &row, &col).unwrap()

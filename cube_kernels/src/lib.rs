@@ -3,7 +3,8 @@
 //! NVFP4 stores a tensor as 4-bit E2M1 codes, one E4M3 scale for each block of 16 codes along the
 //! contraction axis, and one `f32` maximum (`amax`) from which the global scale derives.
 //!
-//! - [`format`](mod@format) names the bits: the two codecs, and [`QuantizedTensor`], a packed matrix on the host.
+//! - [`format`](mod@format) names the bits: the two codecs, and [`QuantizedTensor`], a packed
+//!   matrix on the host.
 //! - [`policy`] names the choices: how to round, which bits to draw, which transform to apply.
 //! - [`reference`](mod@reference) computes everything on the CPU, without CubeCL. It is the oracle
 //!   to which every kernel is compared byte for byte, and what CPU training runs on.
@@ -46,6 +47,6 @@ pub use format::{
     tensor::{Amax, Origin, QuantizedTensor},
 };
 pub use policy::{
-    AmaxGranularity, BlockScaling, BlockShape, ErrorNorm, Hadamard, HadamardSize, QuantParams,
+    AmaxGranularity, BlockScaling, BlockShape, ErrorNorm, Hadamard, HadamardSize, Nvfp4Params,
     RandomStream, Rounding, ScaleLayout, Storage,
 };

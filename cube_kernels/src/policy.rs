@@ -108,7 +108,7 @@ const fn splitmix64(value: u64) -> u64 {
 /// The random Hadamard transform of 16, 32, 64 or 128 elements: `R = diag(s) · H · 1/√size`, `H`
 /// Sylvester's matrix.
 ///
-/// Both operands of one product must use the same transform along the contraction, on every rank,
+/// Both operands of one GEMM must use the same transform along the contraction, on every rank,
 /// or it does not cancel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Hadamard {
@@ -255,9 +255,9 @@ impl BlockScaling {
     }
 }
 
-/// How one packed copy of a matrix is made.
+/// How one NVFP4 tensor is made from a matrix, whichever usage it has.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub struct QuantParams {
+pub struct Nvfp4Params {
     /// How elements are rounded. Four over six rounds to nearest only.
     pub rounding: Rounding,
     /// The transform along the contraction before quantization, if any.
@@ -268,7 +268,7 @@ pub struct QuantParams {
     pub layout: ScaleLayout,
 }
 
-impl QuantParams {
+impl Nvfp4Params {
     /// Rounding by `rounding`, and everything else plain: no transform, standard scales, compact.
     pub const fn new(rounding: Rounding) -> Self {
         Self {

@@ -1,9 +1,9 @@
-//! Instances of every kernel, made without a launch: what the tests compile to machine code on a machine
-//! without a GPU.
+//! Instances of every kernel, made without a launch: what the tests compile to machine code on a
+//! machine without a GPU.
 //!
-//! Each module that has kernels makes their instances, in functions
-//! `instances(&DummyDevice) -> Vec<Instance>` by the macro `instance!`; [`instances`] lists the modules. A
-//! test compares the kernels that it finds here with all that the crate defines.
+//! Each module that has kernels makes their instances, in functions `instances(&DummyDevice) ->
+//! Vec<Instance>` by the macro `instance!`; [`instances`] lists the modules. A test compares the
+//! kernels that it finds here with all that the crate defines.
 
 use std::sync::Arc;
 
@@ -59,8 +59,8 @@ impl DummyDevice {
     }
 }
 
-/// What the machine code of an instance must hold (`Some(true)`), must not hold (`Some(false)`), or may
-/// (`None`).
+/// What the machine code of an instance must hold (`Some(true)`), must not hold (`Some(false)`), or
+/// may (`None`).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Expected {
     /// The conversion to E2M1, to nearest.
@@ -116,8 +116,8 @@ impl Instance {
     }
 }
 
-/// `instance!(device, kernel, variant, expected, arguments...)`: an [`Instance`] of `kernel`, in one
-/// cube of 256 units.
+/// `instance!(device, kernel, variant, expected, arguments...)`: an [`Instance`] of `kernel`, in
+/// one cube of 256 units.
 macro_rules! instance {
     ($device:expr, $kernel:ident, $variant:expr, $expected:expr, $($argument:expr),* $(,)?) => {{
         // SAFETY: nothing is launched.

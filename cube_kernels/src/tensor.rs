@@ -12,7 +12,7 @@ use crate::{
     Usage,
     format::check_extent,
     memory::{allocate, check_memory, download, upload},
-    policy::{BlockScaling, Hadamard, QuantParams, Rounding},
+    policy::{BlockScaling, Hadamard, Nvfp4Params, Rounding},
 };
 
 /// Element types of matrices that kernels read and write.
@@ -453,10 +453,10 @@ impl From<Rounding> for DeviceRounding {
     }
 }
 
-/// How one packed copy is made on a device: [`QuantParams`], with the random offset
+/// How one packed copy is made on a device: [`Nvfp4Params`], with the random offset
 /// on either side.
 #[derive(Debug, Clone)]
-pub struct DeviceQuantParams {
+pub struct DeviceNvfp4Params {
     /// How elements are rounded. Four over six rounds to nearest only.
     pub rounding: DeviceRounding,
     /// The transform along the contraction first, if any; columnwise tensors only.
@@ -467,7 +467,7 @@ pub struct DeviceQuantParams {
     pub layout: ScaleLayout,
 }
 
-impl DeviceQuantParams {
+impl DeviceNvfp4Params {
     /// Rounding by `rounding`, and everything else plain: no transform, standard scales, compact.
     pub fn new(rounding: impl Into<DeviceRounding>) -> Self {
         Self {
@@ -479,8 +479,8 @@ impl DeviceQuantParams {
     }
 }
 
-impl From<QuantParams> for DeviceQuantParams {
-    fn from(policy: QuantParams) -> Self {
+impl From<Nvfp4Params> for DeviceNvfp4Params {
+    fn from(policy: Nvfp4Params) -> Self {
         Self {
             rounding: policy.rounding.into(),
             hadamard: policy.hadamard,

@@ -4,7 +4,7 @@ use nvfp4_kernels::{
     BlockScaling, ErrorNorm, Format, Hadamard, HadamardSize, ScaleLayout, Storage, Usage,
     gemm::kernels::decode,
     quantize::{self, AmaxRequest, QuantRequest},
-    tensor::{AmaxGranularity, DeviceQuantParams, DeviceRounding, FloatKind, Groups},
+    tensor::{AmaxGranularity, DeviceNvfp4Params, DeviceRounding, FloatKind, Groups},
 };
 
 use crate::{
@@ -38,10 +38,10 @@ pub fn activations(section: &mut Section<'_>, inputs: &Inputs) {
         pair_of(section, name, inputs, copies);
     }
     for (name, rounding) in [("row RN", NEAREST), ("row SR", stochastic())] {
-        row(section, name, inputs, DeviceQuantParams::new(rounding));
+        row(section, name, inputs, DeviceNvfp4Params::new(rounding));
     }
     for (name, rounding) in [("per token RN", NEAREST), ("per token SR", stochastic())] {
-        per_token(section, name, inputs, DeviceQuantParams::new(rounding));
+        per_token(section, name, inputs, DeviceNvfp4Params::new(rounding));
     }
 }
 
@@ -84,25 +84,25 @@ pub fn single<'a>(
     });
 }
 
-fn pair_of(section: &mut Section<'_>, name: &str, inputs: &Inputs, copies: [DeviceQuantParams; 2]) {
+fn pair_of(section: &mut Section<'_>, name: &str, inputs: &Inputs, copies: [DeviceNvfp4Params; 2]) {
     pair(section, name, inputs, ONE, || {
         copies.clone().map(|copy| inputs.with(copy))
     });
 }
 
-fn row(section: &mut Section<'_>, name: &str, inputs: &Inputs, copy: DeviceQuantParams) {
+fn row(section: &mut Section<'_>, name: &str, inputs: &Inputs, copy: DeviceNvfp4Params) {
     single(section, name, inputs, ONE, Usage::Rowwise, || {
         inputs.with(copy.clone())
     });
 }
 
-fn col(section: &mut Section<'_>, name: &str, inputs: &Inputs, copy: DeviceQuantParams) {
+fn col(section: &mut Section<'_>, name: &str, inputs: &Inputs, copy: DeviceNvfp4Params) {
     single(section, name, inputs, ONE, Usage::Columnwise, || {
         inputs.with(copy.clone())
     });
 }
 
-fn per_token(section: &mut Section<'_>, name: &str, inputs: &Inputs, copy: DeviceQuantParams) {
+fn per_token(section: &mut Section<'_>, name: &str, inputs: &Inputs, copy: DeviceNvfp4Params) {
     let client = section.client();
     section.time(name, inputs.bytes(1.0), |i| {
         quantize::quantize_per_token(&client, inputs.get(i), &copy).unwrap();
@@ -165,8 +165,8 @@ pub fn policies(section: &mut Section<'_>, inputs: &Inputs) {
             quantize::amaxes(&client, inputs.get(i), ONE, &request).unwrap();
         });
     }
-    let nearest = || DeviceQuantParams::new(NEAREST);
-    let swizzled = |copy| DeviceQuantParams {
+    let nearest = || DeviceNvfp4Params::new(NEAREST);
+    let swizzled = |copy| DeviceNvfp4Params {
         layout: SWIZZLED,
         ..copy
     };
@@ -251,10 +251,10 @@ pub fn four_over_six(section: &mut Section<'_>, inputs: &Inputs) {
     }
 }
 
-fn scaled(rounding: DeviceRounding, scaling: BlockScaling) -> DeviceQuantParams {
-    DeviceQuantParams {
+fn scaled(rounding: DeviceRounding, scaling: BlockScaling) -> DeviceNvfp4Params {
+    DeviceNvfp4Params {
         scaling,
-        ..DeviceQuantParams::new(rounding)
+        ..DeviceNvfp4Params::new(rounding)
     }
 }
 
@@ -357,7 +357,7 @@ pub fn types(section: &mut Section<'_>, (rows, cols): (usize, usize)) {
     let client = section.client();
     for (dtype, suffix) in [(FloatKind::F16, ", f16"), (FloatKind::F32, ", f32")] {
         let inputs = &Inputs::new(&client, rows, cols, dtype);
-        let plain = |rounding| DeviceQuantParams::new(rounding);
+        let plain = |rounding| DeviceNvfp4Params::new(rounding);
         amax_pair(section, suffix, inputs, ONE);
         row(section, &format!("row RN{suffix}"), inputs, plain(NEAREST));
         row(

@@ -5,7 +5,7 @@ use std::cell::LazyCell;
 use nvfp4_kernels::{
     BlockScaling, ErrorNorm, Usage, moe,
     quantize::{self, AmaxRequest},
-    tensor::{DeviceQuantParams, Groups, Matrix},
+    tensor::{DeviceNvfp4Params, Groups, Matrix},
 };
 
 use crate::{
@@ -71,13 +71,13 @@ fn other_copies(section: &mut Section<'_>, inputs: &Inputs, groups: &Groups) {
         let found = quantize::amaxes(&client, inputs.get(0), groups, &request).unwrap();
         found.rows.unwrap()
     });
-    let scaled = |scaling| DeviceQuantParams {
+    let scaled = |scaling| DeviceNvfp4Params {
         scaling,
-        ..DeviceQuantParams::new(NEAREST)
+        ..DeviceNvfp4Params::new(NEAREST)
     };
     for (name, copy) in [
         ("row RN", scaled(BlockScaling::Standard)),
-        ("row SR", DeviceQuantParams::new(stochastic())),
+        ("row SR", DeviceNvfp4Params::new(stochastic())),
         (
             "row 4/6 MAE",
             scaled(BlockScaling::FourOverSix(ErrorNorm::Mae)),

@@ -103,7 +103,8 @@ impl Bench {
         }
     }
 
-    /// `measure` under the name of a shape, unless `NVFP4_BENCH_SHAPES` is set and not a part of it.
+    /// `measure` under the name of a shape, unless `NVFP4_BENCH_SHAPES` is set and not a part of
+    /// it.
     pub fn at(&mut self, shape: String, effort: Effort, measure: impl FnOnce(&mut Section<'_>)) {
         if std::env::var("NVFP4_BENCH_SHAPES").is_ok_and(|part| !shape.contains(&part)) {
             return;
@@ -200,8 +201,8 @@ impl Section<'_> {
         }
     }
 
-    /// The same with launches captured into a graph that is replayed, so that the host does not count
-    /// however short they are.
+    /// The same with launches captured into a graph that is replayed, so that the host does not
+    /// count however short they are.
     pub fn captured(&mut self) -> Section<'_> {
         Section {
             captured: true,
@@ -287,7 +288,8 @@ impl Section<'_> {
         }
     }
 
-    /// Times the copy of `bytes` from `source(i)`, what the other kernels of the shape are compared to.
+    /// Times the copy of `bytes` from `source(i)`, what the other kernels of the shape are compared
+    /// to.
     pub fn copy<'h>(&mut self, bytes: usize, source: impl Fn(usize) -> &'h Handle) {
         let client = self.client();
         let out = client.empty(bytes);

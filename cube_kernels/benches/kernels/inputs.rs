@@ -10,7 +10,7 @@ use nvfp4_kernels::{
     Hadamard, RandomStream,
     moe::GroupOffsets,
     quantize::{self, AmaxRequest, Amaxes, QuantRequest},
-    tensor::{AmaxGranularity, DeviceQuantParams, DeviceRounding, FloatKind, Groups, Matrix},
+    tensor::{AmaxGranularity, DeviceNvfp4Params, DeviceRounding, FloatKind, Groups, Matrix},
 };
 
 /// Bytes of codes and scales for an element.
@@ -30,8 +30,8 @@ pub fn rht() -> Option<Hadamard> {
     Some(Hadamard::default())
 }
 
-/// As many of the same as exceed the L2 cache several times, made when the first is asked for: what a
-/// filter leaves out costs nothing. Numbers go round.
+/// As many of the same as exceed the L2 cache several times, made when the first is asked for: what
+/// a filter leaves out costs nothing. Numbers go round.
 pub struct Rotated<'a, T>(LazyCell<Vec<T>, Box<dyn FnOnce() -> Vec<T> + 'a>>);
 
 impl<'a, T> Rotated<'a, T> {
@@ -111,7 +111,7 @@ pub fn plain_and_transformed() -> AmaxRequest {
 }
 
 /// A copy with one amax for each group.
-pub fn with_amax(amax: &Handle, copy: DeviceQuantParams) -> QuantRequest<'_> {
+pub fn with_amax(amax: &Handle, copy: DeviceNvfp4Params) -> QuantRequest<'_> {
     QuantRequest {
         amax,
         scope: AmaxGranularity::PerTensor,
@@ -120,10 +120,10 @@ pub fn with_amax(amax: &Handle, copy: DeviceQuantParams) -> QuantRequest<'_> {
 }
 
 /// A copy with everything plain but rounding and transform.
-pub fn copy_of(rounding: DeviceRounding, hadamard: Option<Hadamard>) -> DeviceQuantParams {
-    DeviceQuantParams {
+pub fn copy_of(rounding: DeviceRounding, hadamard: Option<Hadamard>) -> DeviceNvfp4Params {
+    DeviceNvfp4Params {
         hadamard,
-        ..DeviceQuantParams::new(rounding)
+        ..DeviceNvfp4Params::new(rounding)
     }
 }
 
@@ -192,7 +192,7 @@ impl Inputs {
     }
 
     /// `copy` with the amax that it takes.
-    pub fn with(&self, copy: DeviceQuantParams) -> QuantRequest<'_> {
+    pub fn with(&self, copy: DeviceNvfp4Params) -> QuantRequest<'_> {
         // Larger transforms than that of 16 have maxima of about the same size.
         let transformed = usize::from(copy.hadamard.is_some());
         with_amax(&self.maxima()[transformed], copy)

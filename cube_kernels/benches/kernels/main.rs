@@ -1,21 +1,21 @@
-//! Every kernel of `ops` on a GPU: bytes a second against a copy timed in the same process.
-//! `cargo bench -p nvfp4-kernels --features cuda --bench kernels`; a filter is the usual one of criterion,
+//! Every kernel of `ops` on a GPU: bytes a second against a copy timed in the same process. `cargo
+//! bench -p nvfp4-kernels --features cuda --bench kernels`; a filter is the usual one of criterion,
 //! a regular expression for `shape/kernel`.
 //!
-//! A sample is a batch of launches between two events of the device, so that the host does not count as
-//! long as it keeps up. Inputs rotate among sets that together exceed the L2 cache, packed ones too. Bytes are
-//! compulsory ones: every input read once, every output written once. The shapes are those of the peers:
-//! squares, Llama 3's activations and weights, DeepSeek-V3's tokens in groups and experts. At 1024x1024, where a
-//! launch is what counts, an empty kernel is timed beside the others, launched one by one, and replayed from
-//! a graph.
+//! A sample is a batch of launches between two events of the device, so that the host does not
+//! count as long as it keeps up. Inputs rotate among sets that together exceed the L2 cache, packed
+//! ones too. Bytes are compulsory ones: every input read once, every output written once. The
+//! shapes are those of the peers: squares, Llama 3's activations and weights, DeepSeek-V3's tokens
+//! in groups and experts. At 1024x1024, where a launch is what counts, an empty kernel is timed
+//! beside the others, launched one by one, and replayed from a graph.
 //!
-//! `NVFP4_BENCH_SHAPES` takes a part of the names of shapes, and leaves out all others.
-//! A table goes to standard output, and the same as a results file, which `cargo xtask results` reads, to
+//! `NVFP4_BENCH_SHAPES` takes a part of the names of shapes, and leaves out all others. A table
+//! goes to standard output, and the same as a results file, which `cargo xtask results` reads, to
 //! `nvfp4-bench-kernels.json` in the target folder (or the file that `NVFP4_BENCH_JSON` names).
 //!
-//! Not here: products, and the decoding and transposing that goes with them (`benches/gemm.rs`); the
-//! diagnostics of `cvt.rs`, and the kernels of one cube that advance a random offset or add up the sizes of
-//! groups (part of what is padded and swizzled here).
+//! Not here: products, and the decoding and transposing that goes with them (`benches/gemm.rs`);
+//! the diagnostics of `cvt.rs`, and the kernels of one cube that advance a random offset or add up
+//! the sizes of groups (part of what is padded and swizzled here).
 
 #[path = "../common/mod.rs"]
 mod common;
@@ -24,7 +24,7 @@ mod grouped;
 mod harness;
 mod inputs;
 mod packed;
-mod producers;
+mod prologue;
 mod scales;
 
 use harness::{
@@ -74,7 +74,7 @@ fn squares(bench: &mut Bench) {
 fn llama(bench: &mut Bench) {
     for (rows, cols) in [(8192, 4096), (8192, 8192), (16384, 8192)] {
         bench.at(format!("producers {rows}x{cols}"), Full, |section| {
-            producers::producers(section, (rows, cols));
+            prologue::prologues(section, (rows, cols));
         });
     }
     for cols in [4096, 8192, 14336, 28672] {

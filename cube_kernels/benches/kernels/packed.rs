@@ -126,8 +126,8 @@ pub fn grouped(section: &mut Section<'_>, inputs: &Inputs, groups: &Groups, amax
     );
 }
 
-/// MS-EDEN of `source(i)` along `usage`, and its maxima, of which those of the values before the transform are
-/// about as large. `bytes` are read and written.
+/// MS-EDEN of `source(i)` along `usage`, and its maxima, of which those of the values before the
+/// transform are about as large. `bytes` are read and written.
 fn eden<'a>(
     section: &mut Section<'_>,
     name: &str,

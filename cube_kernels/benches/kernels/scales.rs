@@ -1,5 +1,5 @@
-//! Block scales into the 128x4 tiles of FP4 tensor cores, and back. Bytes are those of the scales, without
-//! padding.
+//! Block scales into the 128x4 tiles of FP4 tensor cores, and back. Bytes are those of the scales,
+//! without padding.
 
 use cubecl::{prelude::*, server::Handle};
 use nvfp4_kernels::{BLOCK, quantize};

@@ -119,16 +119,15 @@ pub fn quantize_with_amax(
         BlockScaling::FourOverSix(norm) => four_over_six(block, first, amax, global, norm, policy),
         _ => {
             let scale = global.block_scale(amax, policy.scaling, policy.conversion);
-            let multiplier = global.encode_multiplier(scale, policy.conversion);
-            let below_7 = stays_below_7(amax, multiplier);
+            let factor = global.encode_multiplier(scale, policy.conversion);
+            let below_7 = stays_below_7(amax, factor);
             Encoded {
                 scale,
                 codes: encode_block(
                     block,
                     first,
                     &Array::<u32>::new(1usize),
-                    multiplier,
-                    below_7,
+                    &Multiplier { factor, below_7 },
                     index,
                     random,
                     false,
@@ -147,21 +146,29 @@ pub fn stays_below_7(amax: f32, multiplier: f32) -> bool {
     amax * multiplier < 7.0f32
 }
 
-/// The codes of 16 values, given the multiplier of their scale; `below_7` as
-/// [`stays_below_7()`] says. Where they are `in_pairs`, too, `pairs` holds them as bf16 from pair
+/// What the elements of a block are multiplied by before they are rounded.
+#[derive(CubeType, Clone, Copy)]
+pub struct Multiplier {
+    /// The factor that belongs to the scale byte.
+    pub factor: f32,
+    /// What [`stays_below_7()`] says of it.
+    pub below_7: bool,
+}
+
+/// The codes of 16 values. Where they are `in_pairs`, too, `pairs` holds them as bf16 from pair
 /// `first / 2` on, from which their signs take fewer instructions.
 #[cube]
 pub fn encode_block(
     block: &Array<f32>,
     #[comptime] first: usize,
     pairs: &Array<u32>,
-    multiplier: f32,
-    below_7: bool,
+    by: &Multiplier,
     index: u64,
     random: &Random,
     #[comptime] in_pairs: bool,
     #[comptime] policy: BlockPlan,
 ) -> Vector<u32, Const<2>> {
+    let multiplier = by.factor;
     let conversion = comptime!(policy.conversion);
     let native = comptime!(if policy.stochastic {
         conversion.has_stochastic()
@@ -195,7 +202,7 @@ pub fn encode_block(
                 let word = stochastic_word(block, from, multiplier, signs[half], low, high);
                 codes.insert(half, select(finite, word, 0x7777_7777u32));
             }
-        } else if below_7 {
+        } else if by.below_7 {
             #[unroll]
             for half in 0..2usize {
                 let from = comptime!(first + half * 8);

@@ -10,6 +10,7 @@ use crate::HadamardSize;
 
 use super::{
     codec::{Conversion, decode_e4m3, encode_e4m3, magnitude_bits, nearest_codes, round_to_bf16},
+    hadamard::Signs,
     philox::{Random, block_words},
     ptx,
 };
@@ -23,19 +24,6 @@ pub const TILE: usize = 4384;
 /// Values of one line in the arrays of block sums and scales: eight, and one against bank
 /// conflicts.
 pub const SUMS: usize = 9;
-
-/// Signs of the transform, bit `i % 32` of word `i / 32` for element `i`.
-#[derive(CubeType, CubeLaunch, Clone, Copy)]
-pub struct Signs {
-    /// Elements 0 to 31.
-    pub word0: u32,
-    /// Elements 32 to 63.
-    pub word1: u32,
-    /// Elements 64 to 95.
-    pub word2: u32,
-    /// Elements 96 to 127.
-    pub word3: u32,
-}
 
 /// What derives from the amax of the transformed values: steps 2 and 3.
 #[derive(CubeType, Clone, Copy)]

@@ -1,5 +1,5 @@
-//! Blocks as what their codes stand for: code times block scale in bf16, which is exact, without the
-//! global scale. What a GEMM multiplies on devices without FP4 instructions.
+//! Blocks as what their codes stand for: code times block scale in bf16, which is exact, without
+//! the global scale. What a GEMM multiplies on devices without FP4 instructions.
 
 use cubecl::prelude::*;
 

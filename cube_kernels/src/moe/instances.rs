@@ -3,9 +3,9 @@
 use cubecl::prelude::*;
 
 use super::kernels::{
-    GroupRowsLaunch, broadcast_group_values_kernel, moe_unpermute_backward_kernel,
-    moe_unpermute_kernel, move_groups_kernel, rescale_kernel, segment_sum_kernel,
-    zero_padding_rows_kernel,
+    GroupRowsLaunch, UnpermuteBackwardPlan, UnpermutePlan, WeightedRowsLaunch,
+    broadcast_group_values_kernel, moe_unpermute_backward_kernel, moe_unpermute_kernel,
+    move_groups_kernel, rescale_kernel, segment_sum_kernel, zero_padding_rows_kernel,
 };
 use crate::{
     registry::{DummyDevice, Expected, Instance, instance},
@@ -94,16 +94,16 @@ pub(crate) fn instances(device: &DummyDevice) -> Vec<Instance> {
                     address,
                     width,
                     b(BLOCKS),
-                    b(BLOCKS),
-                    b(BLOCKS),
+                    WeightedRowsLaunch::new(b(BLOCKS), b(BLOCKS), 2),
                     b(BLOCKS),
                     ROWS,
                     ROWS,
                     COLS,
-                    2,
-                    weighted,
-                    kind,
-                    device.conversion
+                    UnpermutePlan {
+                        weighted,
+                        kind,
+                        conversion: device.conversion,
+                    }
                 ));
             }
             all.push(instance!(
@@ -115,16 +115,16 @@ pub(crate) fn instances(device: &DummyDevice) -> Vec<Instance> {
                 width,
                 b(BLOCKS),
                 b(BLOCKS),
-                b(BLOCKS),
-                b(BLOCKS),
+                WeightedRowsLaunch::new(b(BLOCKS), b(BLOCKS), 2),
                 b(BLOCKS),
                 b(BLOCKS),
                 ROWS,
                 COLS,
-                2,
-                true,
-                kind,
-                device.conversion
+                UnpermuteBackwardPlan {
+                    planes: true,
+                    kind,
+                    conversion: device.conversion,
+                }
             ));
         }
     }

@@ -26,7 +26,10 @@ pub mod kernels {
     pub use super::{
         groups::{GroupRowsLaunch, rescale_kernel},
         padding::move_groups_kernel,
-        permute::{moe_unpermute_backward_kernel, moe_unpermute_kernel},
+        permute::{
+            UnpermuteBackwardPlan, UnpermutePlan, WeightedRowsLaunch,
+            moe_unpermute_backward_kernel, moe_unpermute_kernel,
+        },
         segments::{broadcast_group_values_kernel, segment_sum_kernel, zero_padding_rows_kernel},
     };
 }

@@ -1,6 +1,6 @@
 //! Padding groups of rows to an alignment, and back, without waiting for the device.
 //!
-//! Grouped products want the tokens of each expert in a multiple of 16, 32 or 128 rows. Rows move
+//! Grouped GEMMs want the tokens of each expert in a multiple of 16, 32 or 128 rows. Rows move
 //! as bits, 16 bytes at a time where their length allows; see
 //! [`reference::padding`](mod@crate::reference::padding).
 

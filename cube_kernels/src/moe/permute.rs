@@ -63,16 +63,20 @@ pub fn moe_unpermute(
             address_type(x.len().max(out.len())),
             from.width,
             from.arg(),
-            buffer(places, rows * copies),
-            buffer(weights.unwrap_or(places), rows * copies),
+            WeightedRowsLaunch::new(
+                buffer(places, rows * copies),
+                buffer(weights.unwrap_or(places), rows * copies),
+                copies,
+            ),
             to.arg(),
             x.rows,
             rows,
             per_row,
-            copies,
-            weighted,
-            x.dtype,
-            conversion_of(client),
+            UnpermutePlan {
+                weighted,
+                kind: x.dtype,
+                conversion: conversion_of(client),
+            },
         );
     }
     Ok(out)
@@ -132,16 +136,16 @@ pub fn moe_unpermute_backward(
             from.width,
             from.arg(),
             rows.arg(),
-            buffer(choices, slots),
-            buffer(weights, slots),
+            WeightedRowsLaunch::new(buffer(choices, slots), buffer(weights, slots), copies),
             to.arg(),
             buffer(&by_weights, slots),
             slots,
             per_row,
-            copies,
-            planes,
-            x.dtype,
-            conversion_of(client),
+            UnpermuteBackwardPlan {
+                planes,
+                kind: x.dtype,
+                conversion: conversion_of(client),
+            },
         );
     }
     Ok((out, by_weights))
@@ -176,21 +180,41 @@ fn per_row(words: &Words, x: &Matrix) -> usize {
     x.cols / per_word(x.dtype) / words.width
 }
 
-/// One unit adds up every `units`-th vector of the result.
+/// Rows that are named by number, with weights, in a kernel.
+#[derive(CubeType, CubeLaunch)]
+pub struct WeightedRows {
+    /// The numbers: of the rows of `x` by places, or in the backward of the places by rows of `x`.
+    pub numbers: Box<[u32]>,
+    /// The weights of the places.
+    pub weights: Box<[f32]>,
+    /// Places of a row of the output.
+    pub copies: usize,
+}
+
+/// The comptime choices of [`moe_unpermute_kernel()`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct UnpermutePlan {
+    /// Whether there are weights.
+    pub weighted: bool,
+    /// The element type of the matrices.
+    pub kind: FloatKind,
+    /// Who converts.
+    pub conversion: Conversion,
+}
+
+/// One unit adds up every `units`-th vector of the `rows` rows of the result.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn moe_unpermute_kernel<N: Size>(
     x: &[Vector<u32, N>],
-    places: &[u32],
-    weights: &[f32],
+    from: WeightedRows,
     out: &mut [Vector<u32, N>],
     x_rows: usize,
     rows: usize,
     per_row: usize,
-    copies: usize,
-    #[comptime] weighted: bool,
-    #[comptime] kind: FloatKind,
-    #[comptime] conversion: Conversion,
+    #[comptime] plan: UnpermutePlan,
 ) {
+    let (weighted, kind, conversion) = comptime!((plan.weighted, plan.kind, plan.conversion));
+    let copies = from.copies;
     let width = N::value();
     let elements = comptime!(width * per_word(kind));
     let mut item = ABSOLUTE_POS;
@@ -206,12 +230,12 @@ pub fn moe_unpermute_kernel<N: Size>(
         }
         for copy in 0..copies {
             let place = row * copies + copy;
-            let from = places[place] as usize;
-            if from < x_rows {
-                let vector = x[from * per_row + column];
+            let number = from.numbers[place] as usize;
+            if number < x_rows {
+                let vector = x[number * per_row + column];
                 let mut weight = 1.0f32;
                 if comptime!(weighted) {
-                    weight = weights[place];
+                    weight = from.weights[place];
                 }
                 #[unroll]
                 for i in 0..elements {
@@ -229,22 +253,30 @@ pub fn moe_unpermute_kernel<N: Size>(
     }
 }
 
+/// The comptime choices of [`moe_unpermute_backward_kernel()`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct UnpermuteBackwardPlan {
+    /// Whether there are planes.
+    pub planes: bool,
+    /// The element type of the matrices.
+    pub kind: FloatKind,
+    /// Who converts.
+    pub conversion: Conversion,
+}
+
 /// One plane, or one unit where there are none, makes every `planes`-th row of `x_grad`.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn moe_unpermute_backward_kernel<N: Size>(
     grad: &[Vector<u32, N>],
     x: &[Vector<u32, N>],
-    choices: &[u32],
-    weights: &[f32],
+    choices: WeightedRows,
     x_grad: &mut [Vector<u32, N>],
     weight_grads: &mut [f32],
     slots: usize,
     per_row: usize,
-    copies: usize,
-    #[comptime] planes: bool,
-    #[comptime] kind: FloatKind,
-    #[comptime] conversion: Conversion,
+    #[comptime] plan: UnpermuteBackwardPlan,
 ) {
+    let (planes, kind, conversion) = comptime!((plan.planes, plan.kind, plan.conversion));
     let width = N::value();
     let elements = comptime!(width * per_word(kind));
     let mut lane = 0usize;
@@ -255,12 +287,12 @@ pub fn moe_unpermute_backward_kernel<N: Size>(
     }
     let mut slot = ABSOLUTE_POS / lanes;
     while slot < slots {
-        let choice = choices[slot] as usize;
+        let choice = choices.numbers[slot] as usize;
         let named = choice < slots;
         let mut sum = 0.0f32;
         if named {
-            let token = choice / copies;
-            let weight = weights[choice];
+            let token = choice / choices.copies;
+            let weight = choices.weights[choice];
             let mut column = lane;
             while column < per_row {
                 let from = grad[token * per_row + column];

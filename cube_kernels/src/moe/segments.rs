@@ -1,4 +1,4 @@
-//! What grouped layers need of the rows of groups beside products: their sums, zeros behind the
+//! What grouped layers need of the rows of groups beside GEMMs: their sums, zeros behind the
 //! last group, and the value of its group for each row.
 
 use cubecl::{prelude::*, server::Handle};
@@ -57,7 +57,7 @@ pub fn segment_sum(
     Ok(out)
 }
 
-/// Writes zeros to the rows of `x` behind the last group, which a grouped product leaves as they
+/// Writes zeros to the rows of `x` behind the last group, which a grouped GEMM leaves as they
 /// were.
 ///
 /// # Errors

@@ -3,7 +3,7 @@
 use cubecl::prelude::*;
 
 use super::{
-    packed_source::{PackedSource, SourcePlan, scale_at},
+    packed_source::{PackedRows, PackedRowsLaunch, PackedSource, SourcePlan, scale_at},
     tile::{Grouping, ROWS, Shape, ShapeLaunch, group_place, map_tiles, padded_unit, tile_from},
 };
 use crate::launch::{buffer, grid};
@@ -67,17 +67,21 @@ fn dequantize_rows(
             count,
             dim,
             address_type(result.len()),
-            buffer(&packed.codes, words),
-            source.scales(),
-            maxima.arg(),
+            PackedWordsLaunch::new(
+                buffer(&packed.codes, words),
+                source.scales(),
+                maxima.arg(),
+                row_words,
+                maxima.items(row_words),
+                source.range(),
+            ),
             buffer(&result.handle, words),
             words,
-            row_words,
-            maxima.items(row_words),
-            source.range(),
-            maxima.rows.is_some(),
-            source.plan.swizzled,
-            result.dtype,
+            WordsPlan {
+                per_row: maxima.rows.is_some(),
+                swizzled: source.plan.swizzled,
+                kind: result.dtype,
+            },
             result.dtype.storage_type(),
         );
     }
@@ -111,14 +115,16 @@ fn dequantize_cols(client: &Client, packed: &DeviceQuantized, result: &Matrix) {
                 count,
                 dim,
                 address,
-                buffer(&packed.codes, blocks / 2),
-                buffer(&packed.scales, blocks / BLOCKS),
-                amax,
+                PackedSectorsLaunch::new(
+                    buffer(&packed.codes, blocks / 2),
+                    buffer(&packed.scales, blocks / BLOCKS),
+                    amax,
+                    packed.outer(),
+                    packed.inner(),
+                    packed.blocks(),
+                    packed.layout.scaling.range(),
+                ),
                 buffer(&result.handle, result.len() / 2),
-                packed.outer(),
-                packed.inner(),
-                packed.blocks(),
-                packed.layout.scaling.range(),
                 plan.per_row,
                 out,
                 out.storage_type(),
@@ -141,49 +147,75 @@ fn dequantize_cols(client: &Client, packed: &DeviceQuantized, result: &Matrix) {
             count,
             dim,
             address,
-            buffer(&packed.codes, blocks),
-            buffer(&packed.scales, packed.scale_bytes()),
-            amax,
+            PackedRowsLaunch::new(
+                buffer(&packed.codes, blocks),
+                buffer(&packed.scales, packed.scale_bytes()),
+                amax,
+                packed.blocks(),
+                packed.layout.scaling.range(),
+            ),
             map_tiles(client, (rows, cols), groups, row_tiles, span, &packed.amax),
             buffer(&result.handle, result.len()),
             ShapeLaunch::new(rows, cols, groups.count(), 1),
-            packed.blocks(),
             numbers,
-            packed.layout.scaling.range(),
-            span,
-            plan,
-            out,
+            ColumnsPlan {
+                span,
+                source: plan,
+                kind: out,
+            },
             out.storage_type(),
         );
     }
 }
 
-/// One unit decodes every `units`-th word of eight codes into one vector. With `amax values` an
-/// amax stands for `amax_words` words, and for all otherwise.
+/// A rowwise tensor in a kernel that reads words of eight codes.
+#[derive(CubeType, CubeLaunch)]
+pub struct PackedWords {
+    /// The codes, eight to an item.
+    pub codes: Box<[u32]>,
+    /// The scale bytes.
+    pub scales: Box<[u8]>,
+    /// The amax values.
+    pub amax: Box<[f32]>,
+    /// Words of a row.
+    pub row_words: usize,
+    /// Words that one amax stands for, where it is not one for all.
+    pub amax_words: usize,
+    /// What an amax is divided by.
+    pub range: f32,
+}
+
+/// The comptime choices of [`dequantize_rows_kernel()`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct WordsPlan {
+    /// Whether an amax stands for `amax_words` words, and not for all.
+    pub per_row: bool,
+    /// Whether scales lie in 128x4 tiles.
+    pub swizzled: bool,
+    /// The element type of the result.
+    pub kind: FloatKind,
+}
+
+/// One unit decodes every `units`-th of `words` words of eight codes into one vector.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn dequantize_rows_kernel<F: Numeric>(
-    codes: &[u32],
-    scales: &[u8],
-    amax: &[f32],
+    source: PackedWords,
     out: &mut [Vector<F, Const<8>>],
     words: usize,
-    row_words: usize,
-    amax_words: usize,
-    range: f32,
-    #[comptime] maxima: bool,
-    #[comptime] swizzled: bool,
-    #[comptime] kind: FloatKind,
+    #[comptime] plan: WordsPlan,
     #[define(F)] _storage: ElemType,
 ) {
-    let tensor = amax[0] / range;
+    let (swizzled, kind) = comptime!((plan.swizzled, plan.kind));
+    let row_words = source.row_words;
+    let tensor = source.amax[0] / source.range;
     let mut item = ABSOLUTE_POS;
     while item < words {
-        let factor = if comptime!(maxima) {
-            amax[item / amax_words] / range
+        let factor = if comptime!(plan.per_row) {
+            source.amax[item / source.amax_words] / source.range
         } else {
             tensor
         };
-        let word = codes[item];
+        let word = source.codes[item];
         let at = if comptime!(swizzled) {
             let row = item / row_words;
             let block = (item - row * row_words) / 2usize;
@@ -191,7 +223,7 @@ pub fn dequantize_rows_kernel<F: Numeric>(
         } else {
             item / 2usize
         };
-        let factors = BlockFactors::new(u32::cast_from(scales[at]), factor);
+        let factors = BlockFactors::new(u32::cast_from(source.scales[at]), factor);
         let mut vector = Vector::<F, Const<8>>::empty();
         #[unroll]
         for i in 0..8usize {
@@ -206,27 +238,40 @@ pub fn dequantize_rows_kernel<F: Numeric>(
 /// Blocks of a stored row that a unit decodes: 32 bytes of codes, a sector of memory.
 const BLOCKS: usize = 4;
 
-/// One unit decodes `BLOCKS` blocks of each of two stored rows of a transposed copy, and stores
+/// A columnwise tensor in a kernel that reads whole sectors of memory.
+#[derive(CubeType, CubeLaunch)]
+pub struct PackedSectors {
+    /// The codes, two blocks to an item.
+    pub codes: Box<[Vector<u32, Const<4>>]>,
+    /// The scale bytes, four to an item.
+    pub scales: Box<[u32]>,
+    /// The amax values.
+    pub amax: Box<[f32]>,
+    /// Stored rows.
+    pub outer: usize,
+    /// Elements of a stored row, without padding.
+    pub inner: usize,
+    /// Blocks of a stored row.
+    pub blocks: usize,
+    /// What an amax is divided by.
+    pub range: f32,
+}
+
+/// One unit decodes `BLOCKS` blocks of each of two stored rows of a columnwise tensor, and stores
 /// pairs of the result; neighbours take neighbouring stored rows, which are neighbouring columns of
 /// the result. Whole sectors are loaded at once: neighbours' lie in other rows, and would be gone
 /// from the cache before a second load of each.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn dequantize_col_pairs_kernel<F: Numeric>(
-    codes: &[Vector<u32, Const<4>>],
-    scales: &[u32],
-    amax: &[f32],
+    source: PackedSectors,
     out: &mut [Vector<F, Const<2>>],
-    outer: usize,
-    inner: usize,
-    blocks: usize,
-    range: f32,
     #[comptime] per_row: bool,
     #[comptime] kind: FloatKind,
     #[define(F)] _storage: ElemType,
 ) {
-    let tensor = amax[0] / range;
-    let pairs = outer / 2usize;
-    let quads = blocks / BLOCKS;
+    let tensor = source.amax[0] / source.range;
+    let pairs = source.outer / 2usize;
+    let quads = source.blocks / BLOCKS;
     let mut item = ABSOLUTE_POS;
     while item < pairs * quads {
         let quad = item / pairs;
@@ -234,19 +279,19 @@ pub fn dequantize_col_pairs_kernel<F: Numeric>(
         let mut low_factor = tensor;
         let mut high_factor = tensor;
         if comptime!(per_row) {
-            low_factor = amax[2usize * pair] / range;
-            high_factor = amax[2usize * pair + 1usize] / range;
+            low_factor = source.amax[2usize * pair] / source.range;
+            high_factor = source.amax[2usize * pair + 1usize] / source.range;
         }
         let low = 2usize * pair * quads + quad;
         let high = low + quads;
-        let low_scales = scales[low];
-        let high_scales = scales[high];
+        let low_scales = source.scales[low];
+        let high_scales = source.scales[high];
         let mut low_codes = Array::<Vector<u32, Const<4>>>::new(2usize);
         let mut high_codes = Array::<Vector<u32, Const<4>>>::new(2usize);
         #[unroll]
         for half in 0..2usize {
-            low_codes[half] = codes[2usize * low + half];
-            high_codes[half] = codes[2usize * high + half];
+            low_codes[half] = source.codes[2usize * low + half];
+            high_codes[half] = source.codes[2usize * high + half];
         }
         let start = quad * comptime!(BLOCKS * 16);
         let mut target = start * pairs + pair;
@@ -264,7 +309,7 @@ pub fn dequantize_col_pairs_kernel<F: Numeric>(
                 let mut values = Vector::<F, Const<2>>::empty();
                 values.insert(0usize, store::<F>(low_factors.decode(low_code), kind));
                 values.insert(1usize, store::<F>(high_factors.decode(high_code), kind));
-                if start + comptime!(b * 16 + i) < inner {
+                if start + comptime!(b * 16 + i) < source.inner {
                     out[target] = values;
                 }
                 target += pairs;
@@ -342,41 +387,47 @@ fn column_block(
     }
 }
 
-/// One unit decodes every `units`-th block of a transposed copy, the `numbers` of a column of which
-/// are those of `column_block`; neighbours take neighbouring stored rows, which are neighbouring
-/// columns of the result. `span` is the unit of rows to which the copy is padded, `map` what
-/// `tile::map_tiles` wrote for it.
+/// The comptime choices of [`dequantize_cols_kernel()`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct ColumnsPlan {
+    /// The unit of rows to which the tensor is padded.
+    pub span: usize,
+    /// How it is stored.
+    pub source: SourcePlan,
+    /// The element type of the result.
+    pub kind: FloatKind,
+}
+
+/// One unit decodes every `units`-th block of a columnwise tensor, the `numbers` of a column of
+/// which are those of `column_block`; neighbours take neighbouring stored rows, which are
+/// neighbouring columns of the result. `map` is what `tile::map_tiles` wrote for the plan's span.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn dequantize_cols_kernel<F: Numeric>(
-    codes: &[Vector<u32, Const<2>>],
-    scales: &[u8],
-    amax: &[f32],
+    source: PackedRows,
     map: &[Vector<u32, Const<4>>],
     out: &mut [F],
     shape: Shape,
-    blocks: usize,
     numbers: usize,
-    range: f32,
-    #[comptime] span: usize,
-    #[comptime] plan: SourcePlan,
-    #[comptime] kind: FloatKind,
+    #[comptime] columns: ColumnsPlan,
     #[define(F)] _storage: ElemType,
 ) {
+    let (span, plan, kind) = comptime!((columns.span, columns.source, columns.kind));
+    let blocks = source.blocks;
     let outer = shape.cols;
     let grouped = comptime!(plan.grouping != Grouping::One);
-    let tensor = amax[0] / range;
+    let tensor = source.factor();
     let mut item = ABSOLUTE_POS;
     while item < outer * numbers {
         let column = item % outer;
         let at = column_block(map, &shape, column, item / outer, blocks, span, plan);
         if comptime!(!grouped) || at.first < at.end {
             let factor = if comptime!(grouped || plan.per_row) {
-                amax[at.amax] / range
+                source.amax[at.amax] / source.range
             } else {
                 tensor
             };
-            let factors = BlockFactors::new(u32::cast_from(scales[at.scale]), factor);
-            let words = codes[at.index];
+            let factors = BlockFactors::new(u32::cast_from(source.scales[at.scale]), factor);
+            let words = source.codes[at.index];
             #[unroll]
             for i in 0..16usize {
                 let word = words.extract(comptime!(i / 8));

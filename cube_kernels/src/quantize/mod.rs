@@ -47,7 +47,7 @@ mod tile_memory;
 #[allow(missing_docs)]
 mod tiles;
 
-pub use amax::{AmaxRequest, Amaxes, amax, amaxes, produce_with_amaxes};
+pub use amax::{AmaxRequest, Amaxes, amax, amaxes, run_prologue_with_amaxes};
 pub use dequantize::dequantize;
 pub use describe::describe;
 pub use ms_eden::{EdenRandom, EdenSource, ms_eden, ms_eden_amax, ms_eden_with};
@@ -58,7 +58,7 @@ pub use per_token::{
     quantize_per_token_rms_norm,
 };
 pub use plan::QuantRequest;
-pub use prologue::{Gated, Source, produce, rms_norm_rstd};
+pub use prologue::{GateUp, Prologue, rms_norm_rstd, run_prologue};
 pub use random_bits::{answer_random_bits, has_stochastic_instruction};
 pub use request::{
     quantize, quantize_both, quantize_col, quantize_operands, quantize_row, quantize_side_by_side,
@@ -76,11 +76,13 @@ pub mod kernels {
         amax::{
             AmaxOutLaunch, AmaxPlan, AmaxTilesLaunch, amax_kernel, amax_tiles_kernel, zero_kernel,
         },
-        dequantize::{dequantize_col_pairs_kernel, dequantize_cols_kernel, dequantize_rows_kernel},
+        dequantize::{
+            ColumnsPlan, PackedSectorsLaunch, PackedWordsLaunch, WordsPlan,
+            dequantize_col_pairs_kernel, dequantize_cols_kernel, dequantize_rows_kernel,
+        },
         ms_eden::{
             EdenDrawLaunch, EdenInputsLaunch, EdenOutLaunch, EdenPolicy, EdenScalesArgs,
-            EdenTilesLaunch, ms_eden_amax_kernel, ms_eden_amax_packed_kernel, ms_eden_kernel,
-            ms_eden_packed_kernel,
+            EdenStoredArgs, EdenTilesLaunch, ms_eden_amax_kernel, ms_eden_kernel,
         },
         mx::{
             MxPlan, MxRowPlan, MxRowsLaunch, MxTilesLaunch, mx_dequantize_col_kernel,
@@ -94,13 +96,13 @@ pub mod kernels {
         },
         plan::{DrawLaunch, PackedOutLaunch, QuantOutArgs, QuantPlan, QuantTargetLaunch},
         prologue::{
-            GateInputsLaunch, NormInputsLaunch, ProducerArgs, SinkArgs, produce_kernel,
-            rms_norm_rstd_kernel,
+            GateInputsLaunch, NormInputsLaunch, PrologueInputsArgs, PrologueOutArgs,
+            prologue_kernel, rms_norm_rstd_kernel,
         },
         random_bits::random_bits_kernel,
         rowwise::{RowGroupsLaunch, RowPlan, quantize_row_kernel},
         swizzle::{
-            ScaleShapeLaunch, swizzle_block_groups_kernel, swizzle_kernel,
+            BlockStartsLaunch, ScaleShapeLaunch, swizzle_block_groups_kernel, swizzle_kernel,
             unswizzle_block_groups_kernel, unswizzle_kernel,
         },
         tile::{Grouping, ShapeLaunch, map_tiles_kernel},

@@ -7,8 +7,8 @@ use super::{
     amax::{AmaxRequest, amaxes},
     plan::{Draw, QuantArgs, QuantOut, QuantPlan, QuantRequest, check_packed_cols},
     prologue::{
-        self, Input, Producer, ProducerExpand, Source, check_gain, gain_arg, normalized_block,
-        row_cubes,
+        self, Input, Prologue, PrologueInputs, PrologueInputsExpand, check_gain, gain_arg,
+        normalized_block, row_cubes,
     },
     request::{quantize, quantize_both},
     rowwise::{row_amax_of, row_block},
@@ -26,7 +26,7 @@ use crate::{
         words::{block_words, load_block_words, unpack_block},
     },
     memory::{address_type, allocate},
-    tensor::{AmaxGranularity, DeviceQuantParams, DeviceQuantized, FloatKind, Groups, Matrix},
+    tensor::{AmaxGranularity, DeviceNvfp4Params, DeviceQuantized, FloatKind, Groups, Matrix},
 };
 
 /// The most blocks of a row that each unit keeps in registers between finding the maximum and
@@ -39,12 +39,12 @@ const KEPT: usize = 4;
 ///
 /// # Errors
 /// When the columns of `x` are no multiple of 16, the copy has a transform or stochastic four over
-/// six, or a buffer is smaller than its shape; for a computed `x` as [`produce`](super::produce()),
-/// too.
+/// six, or a buffer is smaller than its shape; for a computed `x` as
+/// [`run_prologue`](super::run_prologue()), too.
 pub fn quantize_per_token<'a>(
     client: &Client,
-    x: impl Into<Source<'a>>,
-    copy: &DeviceQuantParams,
+    x: impl Into<Prologue<'a>>,
+    copy: &DeviceNvfp4Params,
 ) -> Result<DeviceQuantized, Nvfp4Error> {
     launch(client, &Input::new(x.into())?, copy, RowNormArgs::None)
 }
@@ -60,9 +60,9 @@ pub fn quantize_per_token_rms_norm(
     x: &Matrix,
     gain: &Handle,
     epsilon: f32,
-    copy: &DeviceQuantParams,
+    copy: &DeviceNvfp4Params,
 ) -> Result<(DeviceQuantized, Handle), Nvfp4Error> {
-    let input = Input::new(Source::Plain(x))?;
+    let input = Input::new(Prologue::Plain(x))?;
     check_gain(gain, x.cols)?;
     let rstd = allocate(client, x.rows * 4);
     let norm = RowNormArgs::Found(FoundNormLaunch::new(
@@ -77,7 +77,7 @@ pub fn quantize_per_token_rms_norm(
 fn launch(
     client: &Client,
     input: &Input,
-    copy: &DeviceQuantParams,
+    copy: &DeviceNvfp4Params,
     norm: RowNormArgs,
 ) -> Result<DeviceQuantized, Nvfp4Error> {
     let Input {
@@ -123,7 +123,7 @@ fn launch(
             address_type(x.len().max(args.out.scale_bytes())),
             words.width,
             words.arg(),
-            input.producer(),
+            input.prologue_inputs(),
             norm,
             buffer(&args.out.amax, x.rows),
             args.memory(),
@@ -154,9 +154,9 @@ fn launch(
 /// As [`quantize`].
 pub fn quantize_per_token_cols<'a>(
     client: &Client,
-    x: impl Into<Source<'a>>,
+    x: impl Into<Prologue<'a>>,
     groups: &Groups,
-    copy: &DeviceQuantParams,
+    copy: &DeviceNvfp4Params,
 ) -> Result<DeviceQuantized, Nvfp4Error> {
     let request = AmaxRequest {
         rows: None,
@@ -172,17 +172,17 @@ pub fn quantize_per_token_cols<'a>(
     quantize(client, x, groups, Usage::Columnwise, &request)
 }
 
-/// Both copies of `x` with one amax for each row, and for each column of each group: `(rowwise,
-/// columnwise)`. All amax values are found in one read of `x`, both copies are made in another.
+/// Both quantized tensors of `x`, with one amax for each row and for each column of each group:
+/// `(rowwise, columnwise)`. One read of `x` finds all amax values, another makes both tensors.
 ///
 /// # Errors
 /// As [`quantize`], and when the rowwise tensor has a transform.
 pub fn quantize_per_token_both<'a>(
     client: &Client,
-    x: impl Into<Source<'a>>,
+    x: impl Into<Prologue<'a>>,
     groups: &Groups,
-    row: &DeviceQuantParams,
-    col: &DeviceQuantParams,
+    row: &DeviceNvfp4Params,
+    col: &DeviceNvfp4Params,
 ) -> Result<(DeviceQuantized, DeviceQuantized), Nvfp4Error> {
     check_no_transform(row)?;
     let x = x.into();
@@ -203,7 +203,7 @@ pub fn quantize_per_token_both<'a>(
     quantize_both(client, x, groups, &row, &col)
 }
 
-fn check_no_transform(copy: &DeviceQuantParams) -> Result<(), Nvfp4Error> {
+fn check_no_transform(copy: &DeviceNvfp4Params) -> Result<(), Nvfp4Error> {
     if copy.hadamard.is_none() {
         return Ok(());
     }
@@ -345,7 +345,7 @@ impl RowNorm {
     fn load<N: Size>(
         &self,
         x: &[Vector<u32, N>],
-        producer: &Producer,
+        prologue: &PrologueInputs,
         rstd: f32,
         at: &RowBlock,
         #[comptime] plan: PerTokenPlan,
@@ -353,7 +353,7 @@ impl RowNorm {
         let conversion = comptime!(plan.quant.policy.conversion);
         let kind = comptime!(plan.kind);
         let (row, block) = (at.row, at.block);
-        let words = prologue::load_block::<N>(x, producer, row, block, at.blocks, conversion, kind);
+        let words = prologue::load_block::<N>(x, prologue, row, block, at.blocks, conversion, kind);
         #[comptime]
         match self {
             RowNorm::None => words,
@@ -368,7 +368,7 @@ impl RowNorm {
 #[cube]
 fn keep_block<N: Size>(
     x: &[Vector<u32, N>],
-    producer: &Producer,
+    prologue: &PrologueInputs,
     kept: &mut Array<u32>,
     at: &RowBlock,
     #[comptime] k: usize,
@@ -379,8 +379,8 @@ fn keep_block<N: Size>(
     let (row, block, blocks) = (at.row, at.block, at.blocks);
     let count = comptime!(block_words(kind));
     #[comptime]
-    match producer {
-        Producer::Plain => {
+    match prologue {
+        PrologueInputs::Plain => {
             let width = N::value();
             let start = (row * blocks + block) * comptime!(count / width);
             #[unroll]
@@ -401,7 +401,7 @@ fn keep_block<N: Size>(
             let inside = block < blocks;
             let block = min(block, blocks - 1usize);
             let words =
-                prologue::load_block::<N>(x, producer, row, block, blocks, conversion, kind);
+                prologue::load_block::<N>(x, prologue, row, block, blocks, conversion, kind);
             #[unroll]
             for w in 0..count {
                 kept[comptime!(k * count + w)] = select(inside, words[w], 0u32);
@@ -414,7 +414,7 @@ fn keep_block<N: Size>(
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn quantize_per_token_kernel<N: Size>(
     x: &[Vector<u32, N>],
-    producer: Producer,
+    prologue: PrologueInputs,
     mut norm: RowNorm,
     amax: &mut [f32],
     mut out: QuantOut,
@@ -446,7 +446,7 @@ pub fn quantize_per_token_kernel<N: Size>(
             for k in 0..kept_blocks {
                 let block = unit + k * units;
                 let at = RowBlock { row, block, blocks };
-                keep_block::<N>(x, &producer, &mut kept, &at, k, per_token);
+                keep_block::<N>(x, &prologue, &mut kept, &at, k, per_token);
             }
             let rstd = norm.find::<N>(x, &kept, row, blocks, per_token);
             norm.apply(&mut kept, rstd, blocks, per_token);
@@ -461,7 +461,7 @@ pub fn quantize_per_token_kernel<N: Size>(
             let mut block = unit + kept_blocks * units;
             while block < blocks {
                 let at = RowBlock { row, block, blocks };
-                let words = norm.load::<N>(x, &producer, rstd, &at, per_token);
+                let words = norm.load::<N>(x, &prologue, rstd, &at, per_token);
                 let values = row_block(&words, &draw.signs, plan, kind);
                 let here = row_amax_of(&words, &values, false, plan, kind);
                 bits = max(bits, magnitude_bits(here));
@@ -512,7 +512,7 @@ pub fn quantize_per_token_kernel<N: Size>(
             let mut block = unit + kept_blocks * units;
             while block < blocks {
                 let at = RowBlock { row, block, blocks };
-                let words = norm.load::<N>(x, &producer, rstd, &at, per_token);
+                let words = norm.load::<N>(x, &prologue, rstd, &at, per_token);
                 let values = row_block(&words, &draw.signs, plan, kind);
                 let index = row * blocks + block;
                 let logical = u64::cast_from(index);

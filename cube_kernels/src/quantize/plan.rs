@@ -15,7 +15,7 @@ use crate::{
     memory::check_memory,
     policy::BlockScaling,
     tensor::{
-        AmaxGranularity, DeviceQuantParams, DeviceQuantized, DeviceRounding, Groups, Matrix,
+        AmaxGranularity, DeviceNvfp4Params, DeviceQuantized, DeviceRounding, Groups, Matrix,
         amax_len,
     },
 };
@@ -38,7 +38,7 @@ pub struct QuantPlan {
 }
 
 impl QuantPlan {
-    /// Units that write one block, side by side: one its 8 bytes of codes, or two its 32 of values.
+    /// Neighbouring units that write one block: one its 8 bytes of codes, or two its 32 of values.
     pub(crate) const fn writers(&self) -> usize {
         if self.unscaled { 2 } else { 1 }
     }
@@ -53,7 +53,7 @@ pub struct QuantRequest<'a> {
     /// What one of them stands for.
     pub scope: AmaxGranularity,
     /// How the copy is made.
-    pub copy: DeviceQuantParams,
+    pub copy: DeviceNvfp4Params,
 }
 
 /// One copy to be written: its plan, its run-time arguments, its memory.

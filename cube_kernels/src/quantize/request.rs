@@ -4,14 +4,14 @@ use cubecl::{client::Client, server::Handle};
 
 use super::{
     plan::QuantRequest,
-    prologue::Source,
+    prologue::Prologue,
     rowwise::{by_rows, quantize_rows},
     tiles::{Kind, launch_tiles},
 };
 use crate::{
     BlockScaling, Hadamard, Nvfp4Error, ScaleLayout, Storage, Usage,
     moe::groups::GroupOffsets,
-    tensor::{AmaxGranularity, DeviceQuantParams, DeviceQuantized, DeviceRounding, Groups, Matrix},
+    tensor::{AmaxGranularity, DeviceNvfp4Params, DeviceQuantized, DeviceRounding, Groups, Matrix},
 };
 
 /// The rowwise tensor of `x` with one amax and compact scales: 1x16 blocks along each row. See
@@ -61,9 +61,9 @@ fn plain(amax: &Handle, rounding: DeviceRounding, hadamard: Option<Hadamard>) ->
     QuantRequest {
         amax,
         scope: AmaxGranularity::PerTensor,
-        copy: DeviceQuantParams {
+        copy: DeviceNvfp4Params {
             hadamard,
-            ..DeviceQuantParams::new(rounding)
+            ..DeviceNvfp4Params::new(rounding)
         },
     }
 }
@@ -76,17 +76,17 @@ fn plain(amax: &Handle, rounding: DeviceRounding, hadamard: Option<Hadamard>) ->
 /// # Errors
 /// When the contraction of a rowwise tensor is no multiple of 16 (with a transform, of its size),
 /// four over six is asked to round stochastically, the groups do not fit, or a buffer is smaller
-/// than its shape; for a computed `x` as [`produce`](super::produce()), too.
+/// than its shape; for a computed `x` as [`run_prologue`](super::run_prologue()), too.
 pub fn quantize<'a>(
     client: &Client,
-    x: impl Into<Source<'a>>,
+    x: impl Into<Prologue<'a>>,
     groups: &Groups,
     usage: Usage,
     request: &QuantRequest<'_>,
 ) -> Result<DeviceQuantized, Nvfp4Error> {
     let source = x.into();
     let request = (request, Storage::Packed);
-    if let (Source::Plain(x), Usage::Rowwise) = (source, usage)
+    if let (Prologue::Plain(x), Usage::Rowwise) = (source, usage)
         && by_rows(groups, &request.0.copy)
     {
         return quantize_rows(client, x, groups, request);
@@ -100,20 +100,20 @@ pub fn quantize<'a>(
 }
 
 /// The copies of `x` that are asked for, `(rowwise, columnwise)`, from one read of it, each as
-/// [`quantize`] makes it and in the form that is asked for: what a product multiplies next, and
+/// [`quantize`] makes it and in the form that is asked for: what a GEMM multiplies next, and
 /// once, may be written as values.
 ///
 /// # Errors
 /// As [`quantize`], and when scales of values are to be swizzled.
 pub fn quantize_operands<'a>(
     client: &Client,
-    x: impl Into<Source<'a>>,
+    x: impl Into<Prologue<'a>>,
     row: Option<(&QuantRequest<'_>, Storage)>,
     col: Option<(&QuantRequest<'_>, Storage)>,
 ) -> Result<(Option<DeviceQuantized>, Option<DeviceQuantized>), Nvfp4Error> {
     match (x.into(), row, col) {
         (_, None, None) => Ok((None, None)),
-        (Source::Plain(x), Some(row), None) => {
+        (Prologue::Plain(x), Some(row), None) => {
             Ok((Some(quantize_rows(client, x, &Groups::One, row)?), None))
         }
         (source, row, col) => launch_tiles(client, source, &Groups::One, row, col, Kind::Blocks),
@@ -126,7 +126,7 @@ pub fn quantize_operands<'a>(
 /// As [`quantize`].
 pub fn quantize_both<'a>(
     client: &Client,
-    x: impl Into<Source<'a>>,
+    x: impl Into<Prologue<'a>>,
     groups: &Groups,
     row: &QuantRequest<'_>,
     col: &QuantRequest<'_>,
@@ -141,18 +141,19 @@ pub fn quantize_both<'a>(
 /// the groups, as operands of the grouped GEMMs: plain matrices, with one amax for each group, or
 /// for each stored row of each group.
 ///
-/// The rowwise tensor is that of [`quantize`]. In the columnwise one the groups lie side by side
-/// and not one after another: `cols` stored rows, in each of which group `g` takes the columns from
-/// entry `g` of [`GroupOffsets::aligned`]`(client, x.rows, unit)` on, `unit` being 16 or the size
-/// of the transform. It has room for `padded_bound(x.rows, groups, unit)` of them; those behind
-/// the last group are not written. Rows of `x` behind the last group are not written in the rowwise
-/// tensor. Stochastic rounding numbers blocks as [`quantize`] does, group after group.
+/// The rowwise tensor is that of [`quantize`]. In the columnwise one the groups share stored rows
+/// and do not lie one after another: `cols` stored rows, in each of which group `g` takes the
+/// columns from entry `g` of [`GroupOffsets::aligned`]`(client, x.rows, unit)` on, `unit` being 16
+/// or the size of the transform. It has room for `padded_bound(x.rows, groups, unit)` of them;
+/// those behind the last group are not written. Rows of `x` behind the last group are not written
+/// in the rowwise tensor. Stochastic rounding numbers blocks as [`quantize`] does, group after
+/// group.
 ///
 /// # Errors
 /// As [`quantize`], and when scales are to be swizzled.
 pub fn quantize_side_by_side<'a>(
     client: &Client,
-    x: impl Into<Source<'a>>,
+    x: impl Into<Prologue<'a>>,
     groups: &GroupOffsets,
     row: Option<&QuantRequest<'_>>,
     col: Option<&QuantRequest<'_>>,
@@ -175,7 +176,7 @@ pub fn quantize_side_by_side<'a>(
     }
     let [row, col] = [row, col].map(|request| request.map(|request| (request, Storage::Packed)));
     let (row, col) = match (x.into(), row, col) {
-        (Source::Plain(x), Some(row), None) if by_rows(&groups, &row.0.copy) => {
+        (Prologue::Plain(x), Some(row), None) if by_rows(&groups, &row.0.copy) => {
             (Some(quantize_rows(client, x, &groups, row)?), None)
         }
         (source, row, col) => launch_tiles(client, source, &groups, row, col, Kind::SideBySide)?,
@@ -258,10 +259,10 @@ fn of_tiles(amax: &Handle, scaling: BlockScaling, layout: ScaleLayout) -> QuantR
     QuantRequest {
         amax,
         scope: AmaxGranularity::PerTensor,
-        copy: DeviceQuantParams {
+        copy: DeviceNvfp4Params {
             scaling,
             layout,
-            ..DeviceQuantParams::new(DeviceRounding::Nearest)
+            ..DeviceNvfp4Params::new(DeviceRounding::Nearest)
         },
     }
 }

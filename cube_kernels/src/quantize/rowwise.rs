@@ -15,10 +15,10 @@ use crate::{
     launch::{Words, buffer, grid},
     memory::address_type,
     moe::groups::find_group,
-    tensor::{DeviceQuantParams, DeviceQuantized, FloatKind, Groups, Matrix},
+    tensor::{DeviceNvfp4Params, DeviceQuantized, FloatKind, Groups, Matrix},
 };
 
-pub(super) fn check_row_transform(copy: &DeviceQuantParams) -> Result<(), Nvfp4Error> {
+pub(super) fn check_row_transform(copy: &DeviceNvfp4Params) -> Result<(), Nvfp4Error> {
     match copy.hadamard {
         Some(hadamard) if hadamard.size() != HadamardSize::H16 => Err(Nvfp4Error::value(
             "hadamard",
@@ -32,7 +32,7 @@ pub(super) fn check_row_transform(copy: &DeviceQuantParams) -> Result<(), Nvfp4E
 /// Whether [`quantize_rows`] makes the rowwise tensor of these groups. Not four over six: its
 /// candidates follow from the amax, which a row of a group has to itself there (16384 x 7168 in 8
 /// groups, H100: 260 us, and 222 by tiles).
-pub(super) fn by_rows(groups: &Groups, copy: &DeviceQuantParams) -> bool {
+pub(super) fn by_rows(groups: &Groups, copy: &DeviceNvfp4Params) -> bool {
     match groups {
         Groups::One => true,
         Groups::Offsets { .. } => {
@@ -109,7 +109,7 @@ pub(super) fn quantize_rows(
     Ok(args.out)
 }
 
-/// Scale tiles of 128x4 side by side that are quantized together, where rows have a multiple of
+/// Neighbouring scale tiles of 128x4 that are quantized together, where rows have a multiple of
 /// them: their blocks of a row are 256 bytes of `x`, those of one tile 128.
 const ACROSS: usize = 2;
 

@@ -6,7 +6,7 @@ use super::plan::QuantPlan;
 use crate::{
     BlockScaling,
     cube::{
-        block::{BlockPlan, Encoded, encode_block, quantize_with_amax, stays_below_7},
+        block::{BlockPlan, Encoded, Multiplier, encode_block, quantize_with_amax, stays_below_7},
         philox::Random,
         scale::GlobalScale,
     },
@@ -106,7 +106,7 @@ pub(super) fn quantize_by_table(
         } else {
             global.block_scale(rule.amax, policy.scaling, policy.conversion)
         };
-        let multiplier = if comptime!(plan.per_row) {
+        let factor = if comptime!(plan.per_row) {
             global.encode_multiplier(scale, policy.conversion)
         } else {
             table.multipliers[scale as usize]
@@ -114,7 +114,7 @@ pub(super) fn quantize_by_table(
         let below_7 = if comptime!(tiles) {
             rule.below_7
         } else {
-            stays_below_7(rule.amax, multiplier)
+            stays_below_7(rule.amax, factor)
         };
         Encoded {
             scale,
@@ -122,8 +122,7 @@ pub(super) fn quantize_by_table(
                 values,
                 first,
                 pairs,
-                multiplier,
-                below_7,
+                &Multiplier { factor, below_7 },
                 rule.index,
                 random,
                 by.in_pairs,

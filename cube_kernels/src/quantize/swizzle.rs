@@ -188,12 +188,10 @@ pub fn swizzle_block_groups(
                 address_type(items * 16),
                 BufferArg::from_raw_parts(scales.clone(), outer * counts.blocks / 4),
                 BufferArg::from_raw_parts(scales.clone(), outer * counts.blocks),
-                counts.block_starts.arg(),
-                counts.tile_starts.arg(),
+                counts.starts(),
                 BufferArg::from_raw_parts(out.clone(), items),
                 outer,
                 counts.blocks,
-                groups.count,
                 items,
             );
         }
@@ -230,12 +228,10 @@ pub fn unswizzle_block_groups(
                 dim,
                 address_type(tiles * 512),
                 BufferArg::from_raw_parts(swizzled.clone(), tiles * 128),
-                counts.block_starts.arg(),
-                counts.tile_starts.arg(),
+                counts.starts(),
                 BufferArg::from_raw_parts(out.clone(), items),
                 outer,
                 tiles,
-                groups.count,
                 items,
             );
         }
@@ -271,6 +267,11 @@ impl BlockGroups {
             block_starts: groups.rescaled(client, tokens, elements, 1)?,
             tile_starts: groups.rescaled(client, tokens, 4 * elements, 1)?,
         })
+    }
+
+    fn starts(&self) -> BlockStartsLaunch {
+        let (blocks, tiles) = (&self.block_starts, &self.tile_starts);
+        BlockStartsLaunch::new(blocks.arg(), tiles.arg(), blocks.count)
     }
 }
 
@@ -527,17 +528,26 @@ pub fn unswizzle_kernel<N: Size>(
     }
 }
 
+/// Where groups of blocks start in a kernel.
+#[derive(CubeType, CubeLaunch)]
+pub struct BlockStarts {
+    /// The first block of each group, and the block behind the last.
+    pub blocks: Box<[u32]>,
+    /// The same in tiles of one row of tiles.
+    pub tiles: Box<[u32]>,
+    /// Groups.
+    pub count: usize,
+}
+
 /// One unit makes the 16 bytes of one line of one tile.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn swizzle_block_groups_kernel(
     source_words: &[u32],
     source: &[u8],
-    block_starts: &[u32],
-    tile_starts: &[u32],
+    starts: BlockStarts,
     out: &mut [Vector<u32, Const<4>>],
     outer: usize,
     total_blocks: usize,
-    groups: usize,
     items: usize,
 ) {
     let row_tiles = outer.div_ceil(128);
@@ -545,11 +555,11 @@ pub fn swizzle_block_groups_kernel(
     while item < items {
         let line = item % 32usize;
         let tile = item / 32usize;
-        // Group g has tiles `row_tiles * tile_starts[g]` and following.
-        let group = find_group(tile_starts, groups, tile / row_tiles);
-        let local = tile - row_tiles * tile_starts[group] as usize;
-        let block_start = block_starts[group] as usize;
-        let blocks = min(block_starts[group + 1usize] as usize, total_blocks)
+        // Group g has tiles `row_tiles * starts.tiles[g]` and following.
+        let group = find_group(&starts.tiles, starts.count, tile / row_tiles);
+        let local = tile - row_tiles * starts.tiles[group] as usize;
+        let block_start = starts.blocks[group] as usize;
+        let blocks = min(starts.blocks[group + 1usize] as usize, total_blocks)
             - min(block_start, total_blocks);
         let columns = blocks.div_ceil(4);
         let mut words = Vector::<u32, Const<4>>::new(0u32);
@@ -588,12 +598,10 @@ pub fn swizzle_block_groups_kernel(
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn unswizzle_block_groups_kernel(
     source: &[u32],
-    block_starts: &[u32],
-    tile_starts: &[u32],
+    starts: BlockStarts,
     out: &mut [u32],
     outer: usize,
     tiles: usize,
-    groups: usize,
     items: usize,
 ) {
     let row_tiles = outer.div_ceil(128);
@@ -603,17 +611,17 @@ pub fn unswizzle_block_groups_kernel(
         let mut i = 0usize;
         while i < 4usize {
             let position = item * 4usize + i;
-            // Group g has bytes `outer * block_starts[g]` and following.
-            let group = find_group(block_starts, groups, position / outer);
-            let block_start = block_starts[group] as usize;
-            let blocks = block_starts[group + 1usize] as usize - block_start;
+            // Group g has bytes `outer * starts.blocks[g]` and following.
+            let group = find_group(&starts.blocks, starts.count, position / outer);
+            let block_start = starts.blocks[group] as usize;
+            let blocks = starts.blocks[group + 1usize] as usize - block_start;
             let local = position - outer * block_start;
             let mut step = 1usize;
             if local < outer * blocks {
                 let row = local / blocks;
                 let block = local % blocks;
                 let columns = blocks.div_ceil(4);
-                let tile = row_tiles * tile_starts[group] as usize
+                let tile = row_tiles * starts.tiles[group] as usize
                     + (row / 128usize) * columns
                     + block / 4usize;
                 let mut word = 0u32;

@@ -17,7 +17,7 @@ pub struct TilePlan {
     pub col: Option<QuantPlan>,
     /// Whether 16x16 tiles share a scale.
     pub tiles: bool,
-    /// Whether the columnwise tensors of groups lie side by side.
+    /// Whether the columnwise tensors of groups share their stored rows.
     pub side_by_side: bool,
     /// How groups are given.
     pub grouping: Grouping,

@@ -7,7 +7,7 @@ use super::{
     block_2d::{choose_tile_scales, code_at, write_transposed},
     columnwise::{quantize_columns, write_columns},
     plan::{QuantArgs, QuantRequest, QuantTarget, check_packed_cols},
-    prologue::{self, Input, Producer, Sink, Source},
+    prologue::{self, Input, Prologue, PrologueInputs, PrologueOut},
     rowwise::{check_row_transform, row_amax_of, row_block, scale_of},
     scale_table::{BlockRule, ScaleTable, TablePlan, quantize_by_table},
     tile::{self, BAND, Grouping, Shape, ShapeLaunch, Tile, tile_bands},
@@ -29,13 +29,13 @@ pub(super) enum Kind {
     Blocks,
     /// 16x16 tiles, the copies of groups one after another.
     Tiles,
-    /// 1x16 blocks, the columnwise tensors of groups side by side in one matrix.
+    /// 1x16 blocks, the columnwise tensors of groups concatenated along the columns.
     SideBySide,
 }
 
 pub(super) fn launch_tiles(
     client: &Client,
-    source: Source<'_>,
+    source: Prologue<'_>,
     groups: &Groups,
     row: Option<(&QuantRequest<'_>, Storage)>,
     col: Option<(&QuantRequest<'_>, Storage)>,
@@ -121,7 +121,7 @@ pub(super) fn launch_tiles(
             address_type(elements),
             words.width,
             words.arg(),
-            input.producer(),
+            input.prologue_inputs(),
             TileGridLaunch::new(map, shape, row_tiles, side_by_side),
             target(&row, c),
             target(&col, r),
@@ -139,7 +139,7 @@ pub(super) fn launch_tiles(
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn quantize_tiles_kernel<F: Numeric, N: Size>(
     x: &[Vector<F, N>],
-    producer: Producer,
+    prologue: PrologueInputs,
     grid: TileGrid,
     mut row: QuantTarget,
     mut col: QuantTarget,
@@ -165,11 +165,11 @@ pub fn quantize_tiles_kernel<F: Numeric, N: Size>(
             &grid.map, row_tile, tile_col, shape, span, grouping, plan.kind,
         );
         if tile.row0 < tile.row_end {
-            let mut sink = Sink::new_None();
+            let mut written = PrologueOut::new_None();
             prologue::start_load::<F, N>(
                 x,
-                &producer,
-                &mut sink,
+                &prologue,
+                &mut written,
                 &mut memory.data,
                 &tile,
                 shape,
@@ -201,7 +201,7 @@ pub fn quantize_tiles_kernel<F: Numeric, N: Size>(
                     col_table.fill(col.amax[tile.group], unit, count, policy);
                 }
             }
-            tile::finish_load(asynchronous);
+            tile::wait_for_load(asynchronous);
 
             if comptime!(plan.tiles) {
                 choose_tile_scales(&mut memory, &row_table, plan);

@@ -1,4 +1,4 @@
-//! What stands before a quantized product: RMS normalisation, and SwiGLU with its gradient.
+//! What stands before a quantized GEMM: RMS normalisation, and SwiGLU with its gradient.
 //!
 //! Kernels compute these while they read the inputs and quantize at once, so every operation here
 //! is one that has the same bits everywhere: IEEE additions, multiplications, divisions and square
@@ -138,8 +138,8 @@ pub fn swiglu<T: Element>(gate_up: &[T], rows: usize, width: usize) -> Vec<T> {
         .collect()
 }
 
-/// The gradient of [`swiglu`] by its two inputs side by side, `rows` x `2 width`, from `grad`, that
-/// of its output: `(grad · up) · σ (1 + gate (1 - σ))`, the sum by a multiply-add, and `grad ·
+/// The gradient of [`swiglu`] by its two inputs, concatenated: `rows` x `2 width`, from `grad`,
+/// that of its output: `(grad · up) · σ (1 + gate (1 - σ))`, the sum by a multiply-add, and `grad ·
 /// (gate σ)`, with `σ` the sigmoid of the gate.
 ///
 /// # Panics

@@ -1,4 +1,4 @@
-//! The product of two packed operands.
+//! The GEMM of two packed operands.
 
 use rayon::prelude::*;
 
@@ -10,7 +10,7 @@ use super::{
 };
 use crate::{BLOCK, Nvfp4Error, QuantizedTensor};
 
-/// The factor of a product whose operands have the given amax values and standard scales:
+/// The factor of a GEMM whose operands have the given amax values and standard scales:
 /// `fl(fl(a / 2688) · fl(b / 2688))`.
 #[inline]
 pub fn alpha(amax_a: f32, amax_b: f32) -> f32 {

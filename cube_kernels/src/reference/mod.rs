@@ -42,7 +42,8 @@ pub use hadamard::{inverse_transform, transform, transform_cols};
 #[cfg(feature = "cube")]
 pub(crate) use ms_eden::check_hadamard as check_eden_hadamard;
 pub use ms_eden::{
-    EDEN_GROUP, EdenTarget, eden_amax, ms_eden, ms_eden_amax, ms_eden_at, round_scale_stochastic,
+    EDEN_GROUP, EdenParams, EdenTarget, eden_amax, ms_eden, ms_eden_amax, ms_eden_at,
+    round_scale_stochastic,
 };
 pub use mx::{mx_dequantize, mx_quantize};
 pub use panels::{PANEL_BYTES, PANEL_ROWS, panels};

@@ -2,7 +2,7 @@
 //!
 //! Elements are rounded to nearest, which is biased; a factor for each rotated group takes the bias
 //! away, and the block scales, not the elements, are rounded stochastically. Operands of one
-//! product are rotated by the same transform, which cancels in it.
+//! GEMM are rotated by the same transform, which cancels in it.
 //!
 //! # Order of operations
 //! All in `f32`, one rounding for each operation written; `fma` rounds once. A *line* is a row of
@@ -81,6 +81,17 @@ impl EdenTarget {
     }
 }
 
+/// What one MS-EDEN quantization is made by.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct EdenParams {
+    /// The transform, which mixes 128 elements.
+    pub hadamard: Hadamard,
+    /// Where the largest element of a block lands.
+    pub target: EdenTarget,
+    /// Where the random bits of the block scales come from.
+    pub stream: RandomStream,
+}
+
 /// `amax'`, from which the scales of a tensor derive whose transformed values reach `amax`.
 #[inline]
 pub fn eden_amax(amax: f32, target: EdenTarget) -> f32 {
@@ -141,18 +152,15 @@ pub fn ms_eden_amax<T: Element>(
 ///
 /// # Errors
 /// When `x` does not hold `rows * cols` elements, or the transform does not mix 128.
-#[allow(clippy::too_many_arguments)] // What a matrix, a transform and a draw are.
 pub fn ms_eden<T: Element>(
     x: &[T],
     rows: usize,
     cols: usize,
     usage: Usage,
     amax: f32,
-    hadamard: &Hadamard,
-    target: EdenTarget,
-    stream: &RandomStream,
+    params: &EdenParams,
 ) -> Result<QuantizedTensor, Nvfp4Error> {
-    ms_eden_at(x, rows, cols, usage, amax, hadamard, target, stream, 0)
+    ms_eden_at(x, rows, cols, usage, amax, params, 0)
 }
 
 /// [`ms_eden`] of one of several matrices that share a stream, its rotation groups numbered from
@@ -161,23 +169,25 @@ pub fn ms_eden<T: Element>(
 ///
 /// # Errors
 /// As [`ms_eden`].
-#[allow(clippy::too_many_arguments)] // What a matrix, a transform and a draw are.
 pub fn ms_eden_at<T: Element>(
     x: &[T],
     rows: usize,
     cols: usize,
     usage: Usage,
     amax: f32,
-    hadamard: &Hadamard,
-    target: EdenTarget,
-    stream: &RandomStream,
+    params: &EdenParams,
     first_group: u64,
 ) -> Result<QuantizedTensor, Nvfp4Error> {
+    let EdenParams {
+        hadamard,
+        target,
+        stream,
+    } = params;
     check_matrix(x.len(), rows, cols)?;
     check_hadamard(hadamard)?;
     let (outer, inner) = usage.stored_shape(rows, cols);
     let groups = inner.div_ceil(EDEN_GROUP);
-    let amax = eden_amax(amax, target);
+    let amax = eden_amax(amax, *target);
     let global = GlobalScale::from_amax(amax);
     let block_factor = global.encode * target.block_factor();
     let mut codes = vec![0u8; outer * groups * BLOCKS * 8];
@@ -347,7 +357,19 @@ mod tests {
         let (rows, cols) = (x.len() / EDEN_GROUP, EDEN_GROUP);
         let usage = Usage::Rowwise;
         let amax = ms_eden_amax(x, rows, cols, usage, &hadamard).unwrap();
-        let packed = ms_eden(x, rows, cols, usage, amax, &hadamard, target, &stream).unwrap();
+        let packed = ms_eden(
+            x,
+            rows,
+            cols,
+            usage,
+            amax,
+            &EdenParams {
+                hadamard,
+                target,
+                stream,
+            },
+        )
+        .unwrap();
         let mut values = dequantize(&packed);
         for group in values.chunks_exact_mut(EDEN_GROUP) {
             for stage in 0..7 {
@@ -443,7 +465,19 @@ mod tests {
         let quantize = |x: &[f32], rows, cols, usage| {
             let amax = ms_eden_amax(x, rows, cols, usage, &hadamard).unwrap();
             let target = EdenTarget::Backward;
-            ms_eden(x, rows, cols, usage, amax, &hadamard, target, &stream).unwrap()
+            ms_eden(
+                x,
+                rows,
+                cols,
+                usage,
+                amax,
+                &EdenParams {
+                    hadamard,
+                    target,
+                    stream,
+                },
+            )
+            .unwrap()
         };
         let by_col = quantize(&x, rows, cols, Usage::Columnwise);
         let by_row = quantize(&transposed, cols, rows, Usage::Rowwise);
@@ -464,7 +498,19 @@ mod tests {
             let usage = Usage::Rowwise;
             let amax = ms_eden_amax(x, 1, cols, usage, &hadamard).unwrap();
             let target = EdenTarget::Backward;
-            ms_eden(x, 1, cols, usage, amax, &hadamard, target, &stream).unwrap()
+            ms_eden(
+                x,
+                1,
+                cols,
+                usage,
+                amax,
+                &EdenParams {
+                    hadamard,
+                    target,
+                    stream,
+                },
+            )
+            .unwrap()
         };
         let zero = quantize(&[0.0; 128]);
         assert!(zero.scales().iter().all(|&scale| scale == ONE));

@@ -1,9 +1,9 @@
 //! The microscaling formats: blocks of 32 elements with a UE8M0 scale (numerics, section 10).
 //!
 //! For a block whose largest magnitude is `a`: `v = fl(a · fl(1/max))`, `max` being the largest
-//! element: 448 in MXFP8, 6 in MXFP4. The scale byte `e` is `v` rounded up to a power of two, an element is
-//! `fl(x · 2^(127 - e))` rounded to nearest even and saturating, and decodes to
-//! `fl(q · 2^(e - 127))`.
+//! element: 448 in MXFP8, 6 in MXFP4. The scale byte `e` is `v` rounded up to a power of two, an
+//! element is `fl(x · 2^(127 - e))` rounded to nearest even and saturating, and decodes to `fl(q ·
+//! 2^(e - 127))`.
 //!
 //! Special values: a NaN anywhere in a block makes its scale and all its values NaN. An infinity
 //! makes the scale byte 254 and saturates to the largest element, which decodes to infinity; the

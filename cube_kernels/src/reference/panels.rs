@@ -8,9 +8,9 @@ pub const PANEL_BYTES: usize = 32 << 20;
 
 /// Rows that a panel may have at least.
 ///
-/// A product of fewer rows could be summed in another order than the whole one: matrix products
-/// choose their loops by shape, those of few rows or few outputs apart from all others. Panels of
-/// one operand are of the same size but for one row, so that none has fewer than half of this.
+/// A GEMM of fewer rows could be summed in another order than the whole one: GEMMs choose their
+/// loops by shape, those of small M or N apart from all others. Panels of one operand are of the
+/// same size but for one row, so that none has fewer than half of this.
 pub const PANEL_ROWS: usize = 640;
 
 /// `outer` rows of `depth` elements in panels: in order, as few as there can be, of equal size but

@@ -12,7 +12,7 @@ use super::{
     simd::{self, Isa, Lanes, Task, Tile, lanes},
 };
 use crate::{
-    Amax, BLOCK, BlockScaling, BlockShape, Hadamard, Layout, Nvfp4Error, Origin, QuantParams,
+    Amax, BLOCK, BlockScaling, BlockShape, Hadamard, Layout, Nvfp4Error, Nvfp4Params, Origin,
     QuantizedTensor, Rounding, ScaleLayout, Usage,
 };
 
@@ -38,7 +38,7 @@ pub fn quantize<T: Element>(
     cols: usize,
     usage: Usage,
     amax: &Amax,
-    policy: &QuantParams,
+    policy: &Nvfp4Params,
     first_block: u64,
 ) -> Result<QuantizedTensor, Nvfp4Error> {
     let (outer, _) = usage.stored_shape(rows, cols);
@@ -76,7 +76,7 @@ pub fn quantize_row<T: Element>(
     amax: &Amax,
     rounding: &Rounding,
 ) -> Result<QuantizedTensor, Nvfp4Error> {
-    let policy = QuantParams::new(*rounding);
+    let policy = Nvfp4Params::new(*rounding);
     quantize(x, rows, cols, Usage::Rowwise, amax, &policy, 0)
 }
 
@@ -93,9 +93,9 @@ pub fn quantize_col<T: Element>(
     rounding: &Rounding,
     hadamard: Option<&Hadamard>,
 ) -> Result<QuantizedTensor, Nvfp4Error> {
-    let policy = QuantParams {
+    let policy = Nvfp4Params {
         hadamard: hadamard.copied(),
-        ..QuantParams::new(*rounding)
+        ..Nvfp4Params::new(*rounding)
     };
     quantize(x, rows, cols, Usage::Columnwise, amax, &policy, 0)
 }
@@ -450,7 +450,7 @@ fn check_amax(amax: &Amax, outer: usize) -> Result<(), Nvfp4Error> {
     }
 }
 
-fn check_policy(policy: &QuantParams) -> Result<(), Nvfp4Error> {
+fn check_policy(policy: &Nvfp4Params) -> Result<(), Nvfp4Error> {
     match (policy.scaling, policy.rounding) {
         (BlockScaling::FourOverSix(_), Rounding::Stochastic(_)) => Err(Nvfp4Error::value(
             "policy",

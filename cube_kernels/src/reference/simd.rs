@@ -1,4 +1,4 @@
-//! Sixteen blocks side by side, and the instructions that compute them.
+//! Sixteen interleaved blocks, and the instructions that compute them.
 //!
 //! The arithmetic of the oracle is written once, on plain arrays whose last index runs over 16
 //! blocks (*lanes*): every step is a loop over lanes without a branch, which the compiler turns
@@ -11,7 +11,7 @@ use crate::BLOCK;
 /// One value for each of 16 blocks.
 pub(super) type Lanes<T> = [T; BLOCK];
 
-/// 16 blocks side by side: entry `[i][lane]` is element `i` of block `lane`.
+/// 16 interleaved blocks: entry `[i][lane]` is element `i` of block `lane`.
 pub(super) type Tile = [Lanes<f32>; BLOCK];
 
 /// `op` of each lane.

@@ -1,7 +1,8 @@
-//! How much quantization keeps of a signal, where a scale for each row or a global scale is what keeps it.
+//! How much quantization keeps of a signal, where a scale for each row or a global scale is what
+//! keeps it.
 
 use crate::support::inputs::{Kind, values};
-use nvfp4_kernels::{Amax, BlockScaling, QuantParams, Rounding, Usage, reference};
+use nvfp4_kernels::{Amax, BlockScaling, Nvfp4Params, Rounding, Usage, reference};
 
 const ROWS: usize = 64;
 const COLS: usize = 256;
@@ -21,9 +22,9 @@ fn rows(factor: impl Fn(usize) -> f32) -> Vec<f32> {
 
 /// What codes and scales of `x` stand for, to nearest.
 fn quantized(x: &[f32], amax: &Amax) -> Vec<f32> {
-    let params = QuantParams {
+    let params = Nvfp4Params {
         scaling: BlockScaling::Standard,
-        ..QuantParams::new(Rounding::Nearest)
+        ..Nvfp4Params::new(Rounding::Nearest)
     };
     let usage = Usage::Rowwise;
     let packed = reference::quantize(x, ROWS, COLS, usage, amax, &params, 0).unwrap();
@@ -38,8 +39,8 @@ fn sqnr(exact: &[f32], found: &[f32]) -> f64 {
     10.0 * (power(&mut exact.clone()) / power(&mut noise.into_iter())).log10()
 }
 
-/// TransformerEngine's dual-SNR test: rows a million times smaller than others are lost with one amax for
-/// the tensor, whose E4M3 block scales they underflow, and kept with one for each row.
+/// TransformerEngine's dual-SNR test: rows a million times smaller than others are lost with one
+/// amax for the tensor, whose E4M3 block scales they underflow, and kept with one for each row.
 #[test]
 fn small_rows_are_kept_by_an_amax_of_their_own() {
     let x = rows(|row| if row % 2 == 0 { 1.0 } else { 1e-6 });
@@ -63,9 +64,9 @@ fn small_rows_are_kept_by_an_amax_of_their_own() {
     }
 }
 
-/// torchao's pull request 2408: without a global scale the block scales of a tensor of tiny amax underflow
-/// E4M3, and its values vanish; with it the SQNR is that of any other tensor. An amax of 2688 stands for no
-/// global scale: it makes one of 1.
+/// torchao's pull request 2408: without a global scale the block scales of a tensor of tiny amax
+/// underflow E4M3, and its values vanish; with it the SQNR is that of any other tensor. An amax of
+/// 2688 stands for no global scale: it makes one of 1.
 #[test]
 fn tiny_tensors_are_kept_by_the_global_scale() {
     for factor in [1e-5, 1e-10, 1e-20, 1e-30, 1e-34] {

@@ -1,14 +1,14 @@
-//! What reads packed operands reads every scaling: dequantize, NVFP4 to MXFP8 and MS-EDEN take copies
-//! made with four over six, and copies with one maximum for each stored row. On CubeCL's CPU runtime or on a
-//! GPU (`NVFP4_TEST_DEVICE`).
+//! What reads packed operands reads every scaling: dequantize, NVFP4 to MXFP8 and MS-EDEN take
+//! copies made with four over six, and copies with one maximum for each stored row. On CubeCL's CPU
+//! runtime or on a GPU (`NVFP4_TEST_DEVICE`).
 
 use crate::support::device::{assert_bytes, assert_floats, read_f32, read_matrix};
 use crate::support::inputs::{Kind, convert, values};
 use half::bf16;
 use nvfp4_kernels::{
-    Amax, BlockScaling, ErrorNorm, Format, Hadamard, HadamardSize, QuantParams, QuantizedTensor,
+    Amax, BlockScaling, ErrorNorm, Format, Hadamard, HadamardSize, Nvfp4Params, QuantizedTensor,
     RandomStream, Rounding, Usage, quantize,
-    reference::{self, EdenTarget},
+    reference::{self, EdenParams, EdenTarget},
     tensor::{DeviceQuantized, FloatKind},
 };
 
@@ -23,9 +23,9 @@ fn copy(usage: Usage, scaling: BlockScaling, per_row: bool) -> QuantizedTensor {
         (true, Usage::Rowwise) => Amax::PerRow(reference::amax_rows(&x, rows, cols)),
         (true, Usage::Columnwise) => Amax::PerRow(reference::amax_cols(&x, rows, cols)),
     };
-    let policy = QuantParams {
+    let policy = Nvfp4Params {
         scaling,
-        ..QuantParams::new(Rounding::Nearest)
+        ..Nvfp4Params::new(Rounding::Nearest)
     };
     reference::quantize(&x, rows, cols, usage, &amax, &policy, 0).unwrap()
 }
@@ -81,9 +81,19 @@ fn operands_are_requantized_by_what_scales_them() {
             let amax = reference::ms_eden_amax(&values, rows, cols, to, &hadamard).unwrap();
             let found = quantize::ms_eden_amax(&client, &device, to, &hadamard).unwrap();
             assert_eq!(read_f32(&client, &found), amax, "{what}");
-            let expected =
-                reference::ms_eden(&values, rows, cols, to, amax, &hadamard, target, &stream)
-                    .unwrap();
+            let expected = reference::ms_eden(
+                &values,
+                rows,
+                cols,
+                to,
+                amax,
+                &EdenParams {
+                    hadamard,
+                    target,
+                    stream,
+                },
+            )
+            .unwrap();
             let found =
                 quantize::ms_eden(&client, &device, to, &found, &hadamard, target, stream).unwrap();
             let found = found.to_host(&client, *expected.origin()).unwrap();
@@ -93,8 +103,8 @@ fn operands_are_requantized_by_what_scales_them() {
     }
 }
 
-/// The device's stochastic rounding has eight bits of its own for each element, and under their order
-/// the oracle's answers; without an instruction for it, in the order of the software form.
+/// The device's stochastic rounding has eight bits of its own for each element, and under their
+/// order the oracle's answers; without an instruction for it, in the order of the software form.
 #[test]
 fn random_bits_are_read_off_the_device() {
     let client = client!("random_bits_are_read_off_the_device");

@@ -1,10 +1,11 @@
-//! The kernels of Blackwell on devices that are none: every way of quantizing with each `cvt.rn.e2m1x2` and
-//! `cvt.rs.e2m1x4` replaced by its software form, which takes the operands and the random word that the
-//! instruction would, against the oracle, byte for byte.
+//! The kernels of Blackwell on devices that are none: every way of quantizing with each
+//! `cvt.rn.e2m1x2` and `cvt.rs.e2m1x4` replaced by its software form, which takes the operands and
+//! the random word that the instruction would, against the oracle, byte for byte.
 //!
-//! On CUDA devices of sm_89 and later this is the code around the instructions as sm_100a has it, but for
-//! them. On CubeCL's CPU runtime it is what every kernel is anyway. In a process of its own, since all
-//! kernels of a process convert alike; `NVFP4_TEST_EMULATED=1` does the same to all other tests.
+//! On CUDA devices of sm_89 and later this is the code around the instructions as sm_100a has it,
+//! but for them. On CubeCL's CPU runtime it is what every kernel is anyway. In a process of its
+//! own, since all kernels of a process convert alike; `NVFP4_TEST_EMULATED=1` does the same to all
+//! other tests.
 
 use crate::support::device;
 use crate::support::device::{DeviceElement, assert_packed, offsets, read_f32, upload};
@@ -20,8 +21,8 @@ use nvfp4_kernels::{
     Amax, BlockScaling, Hadamard, HadamardSize, Rounding, Usage,
     capabilities::Capabilities,
     cube::codec::{Conversion, emulate_e2m1_instructions},
-    quantize::{self, EdenSource, Gated, Source},
-    reference::{self, EdenTarget},
+    quantize::{self, EdenSource, GateUp, Prologue},
+    reference::{self, EdenParams, EdenTarget},
     tensor::{DeviceQuantized, Groups},
 };
 
@@ -56,7 +57,8 @@ macro_rules! emulated {
     };
 }
 
-/// Layouts, roundings, scalings, transforms of all sizes, maxima of all scopes; each copy, and both.
+/// Layouts, roundings, scalings, transforms of all sizes, maxima of all scopes; each copy, and
+/// both.
 #[test]
 fn every_policy() {
     let client = emulated!("every_policy");
@@ -123,15 +125,15 @@ fn per_token() {
 
 /// Quantization of what is computed while it is read.
 #[test]
-fn producers() {
-    let client = emulated!("producers");
+fn prologues() {
+    let client = emulated!("prologues");
     let (rows, cols) = (130, 96);
     let gate_up = convert::<bf16>(&values(Kind::Normal, rows * 2 * cols, 4));
     let matrix = upload(&client, &gate_up, rows, 2 * cols);
     let x = reference::swiglu(&gate_up, rows, cols);
     let amax = Amax::PerRow(reference::amax_rows(&x, rows, cols));
     for copy in per_token_policies() {
-        let source = Source::SwiGlu(Gated::SideBySide(&matrix));
+        let source = Prologue::SwiGlu(GateUp::Concatenated(&matrix));
         let found = quantize::quantize_per_token(&client, source, &copy.into()).unwrap();
         let expected =
             reference::quantize(&x, rows, cols, Usage::Rowwise, &amax, &copy, 0).unwrap();
@@ -174,8 +176,19 @@ fn eden<T: reference::Element>(
     for usage in [Usage::Rowwise, Usage::Columnwise] {
         let found = quantize::ms_eden_amax(client, source, usage, &hadamard).unwrap();
         let amax = read_f32(client, &found);
-        let expected =
-            reference::ms_eden(x, rows, cols, usage, amax, &hadamard, target, &STREAM).unwrap();
+        let expected = reference::ms_eden(
+            x,
+            rows,
+            cols,
+            usage,
+            amax,
+            &EdenParams {
+                hadamard,
+                target,
+                stream: STREAM,
+            },
+        )
+        .unwrap();
         let found =
             quantize::ms_eden(client, source, usage, &found, &hadamard, target, STREAM).unwrap();
         assert_packed(

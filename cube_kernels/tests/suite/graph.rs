@@ -9,7 +9,7 @@ use crate::support::process::ran_in_own_process;
 use cubecl::{MemoryScope, prelude::*, server::Handle};
 use half::bf16;
 use nvfp4_kernels::{
-    Amax, Hadamard, HadamardSize, QuantParams, RandomStream, Rounding, Usage,
+    Amax, Hadamard, HadamardSize, Nvfp4Params, RandomStream, Rounding, Usage,
     capabilities::{Capabilities, GemmBackend},
     gemm::{
         Elements, Gemm, Operand, OutputAmax, Plan, Scale, Target,
@@ -18,9 +18,9 @@ use nvfp4_kernels::{
     },
     moe::GroupOffsets,
     quantize::{self, EdenRandom, QuantRequest},
-    reference::{self, EdenTarget},
+    reference::{self, EdenParams, EdenTarget},
     tensor::{
-        AmaxGranularity, DeviceQuantParams, DeviceQuantized, DeviceRounding, FloatKind, Groups,
+        AmaxGranularity, DeviceNvfp4Params, DeviceQuantized, DeviceRounding, FloatKind, Groups,
         Matrix,
     },
 };
@@ -104,14 +104,14 @@ fn written(packed: &DeviceQuantized) -> Vec<(Handle, usize)> {
 }
 
 /// How copies round, with a part of their offset in device memory.
-fn at(offset: &Handle) -> DeviceQuantParams {
-    DeviceQuantParams::new(DeviceRounding::StochasticAt(STREAM, offset.clone()))
+fn at(offset: &Handle) -> DeviceNvfp4Params {
+    DeviceNvfp4Params::new(DeviceRounding::StochasticAt(STREAM, offset.clone()))
 }
 
 /// The policy of copies at offset `value`, for the oracle.
-fn policy_at(value: u64) -> QuantParams {
+fn policy_at(value: u64) -> Nvfp4Params {
     let stream = RandomStream::new(1, 2, STREAM.offset + value);
-    QuantParams::new(Rounding::Stochastic(stream))
+    Nvfp4Params::new(Rounding::Stochastic(stream))
 }
 
 /// Both copies with a given amax, which are the oracle's, too.
@@ -161,7 +161,7 @@ fn graph_replays_per_token() {
     let matrix = upload(&client, &x);
     let replays = replay(&client, |offset| {
         let row = quantize::quantize_per_token(&client, &matrix, &at(offset)).unwrap();
-        let col = DeviceQuantParams {
+        let col = DeviceNvfp4Params {
             hadamard: Some(Hadamard::default()),
             ..at(offset)
         };
@@ -212,8 +212,18 @@ fn graph_replays_ms_eden() {
         let amax = reference::ms_eden_amax(&x, rows, cols, usage, &hadamard).unwrap();
         for (i, found) in replays.iter().enumerate() {
             let stream = RandomStream::new(1, 2, STREAM.offset + 1 + i as u64);
-            let expected =
-                reference::ms_eden(&x, rows, cols, usage, amax, &hadamard, target, &stream);
+            let expected = reference::ms_eden(
+                &x,
+                rows,
+                cols,
+                usage,
+                amax,
+                &EdenParams {
+                    hadamard,
+                    target,
+                    stream,
+                },
+            );
             let expected = expected.unwrap();
             assert!(found[0] == expected.codes(), "replay {i}, {usage:?}: codes");
             assert!(

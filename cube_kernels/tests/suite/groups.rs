@@ -1,6 +1,6 @@
-//! MXFP8, MS-EDEN and decoding of groups of rows, and of copies with one maximum for each stored row or with
-//! swizzled scales, against the oracle on each group by itself, byte for byte; on CubeCL's CPU runtime or on a
-//! GPU (`NVFP4_TEST_DEVICE`).
+//! MXFP8, MS-EDEN and decoding of groups of rows, and of copies with one maximum for each stored
+//! row or with swizzled scales, against the oracle on each group by itself, byte for byte; on
+//! CubeCL's CPU runtime or on a GPU (`NVFP4_TEST_DEVICE`).
 
 use crate::support::device::{
     DeviceElement, assert_bytes, assert_floats, offsets, read_bytes, read_matrix, read_u32, upload,
@@ -10,10 +10,10 @@ use crate::support::inputs::{Kind, convert, values};
 use cubecl::{prelude::*, server::Handle};
 use half::{bf16, f16};
 use nvfp4_kernels::{
-    Amax, BlockScaling, ErrorNorm, Format, Hadamard, HadamardSize, Nvfp4Error, QuantParams,
+    Amax, BlockScaling, ErrorNorm, Format, Hadamard, HadamardSize, Nvfp4Error, Nvfp4Params,
     RandomStream, Rounding, ScaleLayout, Usage,
     quantize::{self, EdenSource, QuantRequest},
-    reference::{self, EdenTarget, Element},
+    reference::{self, EdenParams, EdenTarget, Element},
     tensor::{AmaxGranularity, DeviceQuantized, FloatKind, Groups},
 };
 
@@ -80,8 +80,8 @@ impl Case {
         parts.collect()
     }
 
-    /// Copies of groups, in bytes, lie in `found` as results do: side by side where they have offsets and are
-    /// column-wise, one after another otherwise.
+    /// Copies of groups, in bytes, lie in `found` as results do: side by side where they have
+    /// offsets and are column-wise, one after another otherwise.
     fn assert_lie(&self, found: &[u8], copies: &[Vec<u8>], usage: Usage, what: &str) {
         if matches!(self.groups, Groups::Offsets { .. }) && usage == Usage::Columnwise {
             let pitch = found.len() / self.cols;
@@ -101,8 +101,8 @@ impl Case {
     }
 }
 
-/// Groups of any sizes, empty ones at the start, in the middle and at the end, odd ones, none with a row; rows of
-/// no group; 3-D batches; contractions with and without a tail.
+/// Groups of any sizes, empty ones at the start, in the middle and at the end, odd ones, none with
+/// a row; rows of no group; 3-D batches; contractions with and without a tail.
 fn cases(client: &Client) -> Vec<Case> {
     vec![
         Case::new(client, &[0, 5, 128, 0, 129, 0], 0, 80),
@@ -182,7 +182,17 @@ fn assert_eden<'a, T: Element>(
         .zip(&maxima)
         .map(|((x, rows), amax)| {
             let packed = reference::ms_eden_at(
-                x, *rows, case.cols, usage, *amax, &hadamard, TARGET, &STREAM, first,
+                x,
+                *rows,
+                case.cols,
+                usage,
+                *amax,
+                &EdenParams {
+                    hadamard,
+                    target: TARGET,
+                    stream: STREAM,
+                },
+                first,
             )
             .unwrap();
             first += (packed.scales().len() / 8) as u64;
@@ -268,7 +278,7 @@ fn packed(
     case: &Case,
     x: &[f32],
     usage: Usage,
-    (policy, scope): (QuantParams, AmaxGranularity),
+    (policy, scope): (Nvfp4Params, AmaxGranularity),
 ) -> (DeviceQuantized, Vec<Vec<f32>>) {
     let matrix = upload(client, x, case.rows(), case.cols);
     let mut all = Vec::new();
@@ -289,8 +299,8 @@ fn packed(
         copy: policy.into(),
     };
     let mut packed = quantize::quantize(client, &matrix, &case.groups, usage, &request).unwrap();
-    // Nothing writes rows of no group, and what dequantizes whole matrices reads them: initcheck shall find
-    // no other such read.
+    // Nothing writes rows of no group, and what dequantizes whole matrices reads them: initcheck
+    // shall find no other such read.
     packed.codes = written(client, &packed.codes);
     packed.scales = written(client, &packed.scales);
     (packed, decoded)
@@ -302,7 +312,7 @@ fn check_packed(
     case: &Case,
     kind: Kind,
     usage: Usage,
-    copy: (QuantParams, AmaxGranularity),
+    copy: (Nvfp4Params, AmaxGranularity),
 ) {
     let x = case.values(kind);
     let (packed, decoded) = packed(client, case, &x, usage, copy);
@@ -363,18 +373,18 @@ fn assert_refused<T>(found: Result<T, Nvfp4Error>, argument: &str) {
     assert!(error.to_string().contains(argument), "{error}");
 }
 
-const PLAIN: QuantParams = QuantParams::new(Rounding::Nearest);
+const PLAIN: Nvfp4Params = Nvfp4Params::new(Rounding::Nearest);
 
-fn scaled(scaling: BlockScaling, layout: ScaleLayout) -> QuantParams {
-    QuantParams {
+fn scaled(scaling: BlockScaling, layout: ScaleLayout) -> Nvfp4Params {
+    Nvfp4Params {
         scaling,
         layout,
         ..PLAIN
     }
 }
 
-fn transformed(size: HadamardSize) -> QuantParams {
-    QuantParams {
+fn transformed(size: HadamardSize) -> Nvfp4Params {
+    Nvfp4Params {
         hadamard: Some(Hadamard::seeded_with_size(size, 11)),
         ..PLAIN
     }

@@ -1,5 +1,5 @@
-//! Swizzled scales and padded groups against the oracle, byte for byte, on CubeCL's CPU runtime or on
-//! a GPU (`NVFP4_TEST_DEVICE`).
+//! Swizzled scales and padded groups against the oracle, byte for byte, on CubeCL's CPU runtime or
+//! on a GPU (`NVFP4_TEST_DEVICE`).
 
 use crate::support::device::{
     DeviceElement, assert_bytes, assert_floats, read_bytes, read_matrix, read_u32, upload,
@@ -185,8 +185,8 @@ fn swizzle_groups_of_blocks() {
     }
 }
 
-/// The sum of each group, in the order of the specification of [`moe::segment_sum`], and zeros behind
-/// the last group.
+/// The sum of each group, in the order of the specification of [`moe::segment_sum`], and zeros
+/// behind the last group.
 fn check_group_rows<T: DeviceElement>(client: &Client) {
     for (rows, cols) in [(300, 16), (77, 3), (1, 1), (0, 8)] {
         let mut random = Generator::new(rows as u32);
@@ -298,8 +298,8 @@ fn padding_f16() {
     check_padding::<f16>(&client!("padding_f16"));
 }
 
-/// Rows by number, added up with weights and without, and the gradients. Values and weights have so few
-/// digits that products are exact: sums in the order of the specification have its bits.
+/// Rows by number, added up with weights and without, and the gradients. Values and weights have so
+/// few digits that products are exact: sums in the order of the specification have its bits.
 fn check_rows_by_number<T: DeviceElement>(client: &Client) {
     for (tokens, copies, cols) in [(37, 2, 64), (5, 1, 6), (9, 3, 2072), (0, 2, 16)] {
         let what = format!("{tokens} x {copies} rows of {cols} {:?}", T::KIND);

@@ -11,7 +11,7 @@ use nvfp4_kernels::{
     Amax, Hadamard, HadamardSize, RandomStream, Rounding, Usage,
     gemm::Gemm,
     quantize::{self, EdenRandom, EdenSource},
-    reference::{self, EdenTarget, Element},
+    reference::{self, EdenParams, EdenTarget, Element},
     tensor::{DeviceQuantized, FloatKind, Matrix},
 };
 
@@ -20,6 +20,14 @@ const STREAM: RandomStream = RandomStream::new(0x1234_5678_9abc_def0, 3, 0xffff_
 
 fn hadamard() -> Hadamard {
     Hadamard::seeded_with_size(HadamardSize::H128, 77)
+}
+
+fn params(target: EdenTarget, stream: RandomStream) -> EdenParams {
+    EdenParams {
+        hadamard: hadamard(),
+        target,
+        stream,
+    }
 }
 
 /// Both kernels on one source, against the oracle on the values it stands for.
@@ -41,7 +49,7 @@ fn check<T: Element>(
             "{what}: amax {read:e} != {amax:e}"
         );
         let expected =
-            reference::ms_eden(x, rows, cols, usage, amax, &hadamard(), target, &STREAM).unwrap();
+            reference::ms_eden(x, rows, cols, usage, amax, &params(target, STREAM)).unwrap();
         let found =
             quantize::ms_eden(client, source, usage, &found, &hadamard(), target, STREAM).unwrap();
         assert_packed(client, &found, &expected, &what);
@@ -173,9 +181,7 @@ fn device_offset() {
         cols,
         usage,
         read_f32(&client, &amax),
-        &hadamard(),
-        EdenTarget::Backward,
-        &stream,
+        &params(EdenTarget::Backward, stream),
     )
     .unwrap();
     assert_packed(&client, &found, &expected, "device offset");
@@ -230,7 +236,7 @@ fn repeated_launches_agree() {
     let target = EdenTarget::Backward;
     let amax = reference::ms_eden_amax(&x, rows, cols, usage, &hadamard()).unwrap();
     let expected =
-        reference::ms_eden(&x, rows, cols, usage, amax, &hadamard(), target, &STREAM).unwrap();
+        reference::ms_eden(&x, rows, cols, usage, amax, &params(target, STREAM)).unwrap();
     for _ in 0..100 {
         let amax = quantize::ms_eden_amax(&client, &matrix, usage, &hadamard()).unwrap();
         let found =
@@ -239,8 +245,9 @@ fn repeated_launches_agree() {
     }
 }
 
-/// More than 2^31 elements, on a GPU: the codes of the last rows are those of these rows alone. (The
-/// scale bytes are not: their random bits belong to other groups. `shapes` compares them with the oracle.)
+/// More than 2^31 elements, on a GPU: the codes of the last rows are those of these rows alone.
+/// (The scale bytes are not: their random bits belong to other groups. `shapes` compares them with
+/// the oracle.)
 #[test]
 fn more_elements_than_32_bits_index() {
     let client = client!("more_elements_than_32_bits_index");

@@ -1,5 +1,5 @@
-//! The kernels of the microscaling formats against the oracle, byte for byte, on CubeCL's CPU runtime or on a GPU
-//! (`NVFP4_TEST_DEVICE`).
+//! The kernels of the microscaling formats against the oracle, byte for byte, on CubeCL's CPU
+//! runtime or on a GPU (`NVFP4_TEST_DEVICE`).
 
 use crate::support::device::{DeviceElement, assert_bytes, assert_floats, read_matrix, upload};
 use crate::support::inputs::{ALL_KINDS, Kind, convert, values};
@@ -66,8 +66,8 @@ const SHAPES: [(usize, usize); 15] = [
 
 matrix_tests!(check_matrix, SHAPES, (79, 72));
 
-/// Every E2M1 value and every midpoint between two, with their neighbours, in a block whose scale is
-/// one.
+/// Every E2M1 value and every midpoint between two, with their neighbours, in a block whose scale
+/// is one.
 #[test]
 fn every_boundary_of_e2m1() {
     let client = client!("every_boundary_of_e2m1");
@@ -88,8 +88,8 @@ fn every_boundary_of_e2m1() {
     check_matrix(&client, &x, x.len() / 32, 32, "boundaries");
 }
 
-/// Every E4M3 value and every midpoint between two, with their neighbours, in a block whose scale is
-/// one: the instruction and its software form must agree on all of them.
+/// Every E4M3 value and every midpoint between two, with their neighbours, in a block whose scale
+/// is one: the instruction and its software form must agree on all of them.
 #[test]
 fn every_element_boundary() {
     let client = client!("every_element_boundary");
@@ -110,8 +110,8 @@ fn every_element_boundary() {
     check_matrix(&client, &x, x.len() / 32, 32, "boundaries");
 }
 
-/// Block amax values at each power of two times 448 and times 6, and beside them, over the whole range
-/// of `f32`.
+/// Block amax values at each power of two times 448 and times 6, and beside them, over the whole
+/// range of `f32`.
 #[test]
 fn every_scale_boundary() {
     let client = client!("every_scale_boundary");

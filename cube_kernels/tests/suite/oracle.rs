@@ -5,7 +5,7 @@ use crate::support::inputs::{ALL_KINDS, Kind, TestElement, convert, values};
 use crate::support::literal;
 use half::{bf16, f16};
 use nvfp4_kernels::{
-    Amax, BlockScaling, BlockShape, ErrorNorm, Hadamard, HadamardSize, Nvfp4Error, QuantParams,
+    Amax, BlockScaling, BlockShape, ErrorNorm, Hadamard, HadamardSize, Nvfp4Error, Nvfp4Params,
     QuantizedTensor, RandomStream, Rounding, ScaleLayout, Usage, format::e2m1, reference,
 };
 
@@ -41,7 +41,7 @@ fn transforms() -> impl Iterator<Item = Option<Hadamard>> {
 }
 
 /// Every policy that the oracle takes, with compact scales.
-fn policies() -> Vec<QuantParams> {
+fn policies() -> Vec<Nvfp4Params> {
     let mut policies = Vec::new();
     for hadamard in transforms() {
         for scaling in SCALINGS {
@@ -49,10 +49,10 @@ fn policies() -> Vec<QuantParams> {
                 let refused = matches!(scaling, BlockScaling::FourOverSix(_))
                     && rounding != Rounding::Nearest;
                 if !refused {
-                    policies.push(QuantParams {
+                    policies.push(Nvfp4Params {
                         hadamard,
                         scaling,
-                        ..QuantParams::new(rounding)
+                        ..Nvfp4Params::new(rounding)
                     });
                 }
             }
@@ -124,7 +124,7 @@ fn every_combination<T: TestElement>(kinds: &[Kind]) {
                         let inner = usage.stored_shape(rows, cols).1;
                         assert_eq!(found.blocks() * 16, inner.next_multiple_of(group));
 
-                        let swizzled = QuantParams {
+                        let swizzled = Nvfp4Params {
                             layout: ScaleLayout::Swizzled128x4,
                             ..policy
                         };
@@ -163,9 +163,9 @@ fn matrices_of_several_tasks() {
         let x = values(Kind::Heavy, rows * cols, 21);
         for usage in USAGES {
             for hadamard in [None, Some(Hadamard::seeded_with_size(HadamardSize::H64, 2))] {
-                let policy = QuantParams {
+                let policy = Nvfp4Params {
                     hadamard,
-                    ..QuantParams::new(stochastic(4))
+                    ..Nvfp4Params::new(stochastic(4))
                 };
                 let stored = literal::stored_rows(&x, (rows, cols), usage, hadamard.as_ref());
                 for per_row in [false, true] {
@@ -239,7 +239,7 @@ fn groups_of_a_buffer_draw_the_bits_of_the_whole() {
     let (rows, cols, split) = (40, 48, 23);
     let x = values(Kind::Normal, rows * cols, 4);
     let amax = Amax::Tensor(reference::amax(&x));
-    let policy = QuantParams::new(stochastic(9));
+    let policy = Nvfp4Params::new(stochastic(9));
     let copy = |x: &[f32], first| {
         let rows = x.len() / cols;
         reference::quantize(x, rows, cols, Usage::Rowwise, &amax, &policy, first).unwrap()
@@ -304,9 +304,9 @@ fn tiles_are_literal_and_their_copies_transposes() {
 /// Largest scaled magnitude of each block whose scale byte is a normal number.
 fn largest_scaled(x: &[f32], scaling: BlockScaling) -> f32 {
     let amax = reference::amax(x);
-    let policy = QuantParams {
+    let policy = Nvfp4Params {
         scaling,
-        ..QuantParams::new(Rounding::Nearest)
+        ..Nvfp4Params::new(Rounding::Nearest)
     };
     let (rows, usage) = (x.len() / 16, Usage::Rowwise);
     let packed = reference::quantize(x, rows, 16, usage, &Amax::Tensor(amax), &policy, 0).unwrap();
@@ -348,9 +348,9 @@ fn headroom_ends_at_subnormal_scales() {
     // 2.35 · 17/16 units of 2^-9 round to 2 units.
     let x = [2.35 * 6.0 / 512.0; 16];
     let amax = Amax::Tensor(2688.0);
-    let policy = QuantParams {
+    let policy = Nvfp4Params {
         scaling: BlockScaling::Headroom,
-        ..QuantParams::new(Rounding::Nearest)
+        ..Nvfp4Params::new(Rounding::Nearest)
     };
     let packed = reference::quantize(&x, 1, 16, Usage::Rowwise, &amax, &policy, 0).unwrap();
     assert_eq!(packed.scales(), [2]);
@@ -370,9 +370,9 @@ fn headroom_makes_stochastic_rounding_unbiased() {
     let amax = Amax::Tensor(2688.0);
     let x = block.repeat(draws);
     let bias = |scaling: BlockScaling| -> Vec<f32> {
-        let policy = QuantParams {
+        let policy = Nvfp4Params {
             scaling,
-            ..QuantParams::new(stochastic(1))
+            ..Nvfp4Params::new(stochastic(1))
         };
         let packed = reference::quantize(&x, draws, 16, usage, &amax, &policy, 0).unwrap();
         let decoded = reference::dequantize(&packed);
@@ -422,9 +422,9 @@ fn four_over_six_is_never_worse_than_six() {
         let x = values(kind, rows * cols, 8);
         for norm in [ErrorNorm::Mae, ErrorNorm::Mse] {
             let scaling = BlockScaling::FourOverSix(norm);
-            let policy = QuantParams {
+            let policy = Nvfp4Params {
                 scaling,
-                ..QuantParams::new(Rounding::Nearest)
+                ..Nvfp4Params::new(Rounding::Nearest)
             };
             let amax = reference::amax(&x);
             let usage = Usage::Rowwise;
@@ -464,9 +464,9 @@ fn dequantization_divides_by_the_range_of_the_scaling() {
             for usage in USAGES {
                 let stored = literal::stored_rows(&x, (rows, cols), usage, None);
                 let amax = maxima(&stored, per_row);
-                let policy = QuantParams {
+                let policy = Nvfp4Params {
                     scaling,
-                    ..QuantParams::new(Rounding::Nearest)
+                    ..Nvfp4Params::new(Rounding::Nearest)
                 };
                 let packed = reference::quantize(&x, rows, cols, usage, &amax, &policy, 0).unwrap();
                 let decoded = reference::dequantize(&packed);
@@ -479,8 +479,8 @@ fn dequantization_divides_by_the_range_of_the_scaling() {
     }
 }
 
-/// Both operands transformed, along a contraction that is no multiple of anything, and each scaling:
-/// the product is that of the sources, up to quantization.
+/// Both operands transformed, along a contraction that is no multiple of anything, and each
+/// scaling: the product is that of the sources, up to quantization.
 #[test]
 fn products_survive_transforms_and_scalings() {
     let (tokens, m, n) = (150, 24, 20);
@@ -500,10 +500,10 @@ fn products_survive_transforms_and_scalings() {
     for hadamard in transforms() {
         for scaling in SCALINGS {
             for per_row in [false, true] {
-                let policy = QuantParams {
+                let policy = Nvfp4Params {
                     hadamard,
                     scaling,
-                    ..QuantParams::new(Rounding::Nearest)
+                    ..Nvfp4Params::new(Rounding::Nearest)
                 };
                 let pack = |x: &[f32], cols| {
                     let usage = Usage::Columnwise;
@@ -538,8 +538,8 @@ fn products_survive_transforms_and_scalings() {
 fn arguments_that_cannot_be_are_refused() {
     let x = vec![1f32; 32 * 48];
     let tensor = Amax::Tensor(1.0);
-    let nearest = QuantParams::new(Rounding::Nearest);
-    let refused = |rows, cols, usage, amax: &Amax, policy: &QuantParams| match reference::quantize(
+    let nearest = Nvfp4Params::new(Rounding::Nearest);
+    let refused = |rows, cols, usage, amax: &Amax, policy: &Nvfp4Params| match reference::quantize(
         &x, rows, cols, usage, amax, policy, 0,
     )
     .unwrap_err()
@@ -555,9 +555,9 @@ fn arguments_that_cannot_be_are_refused() {
         let amax = Amax::PerRow(vec![1.0; len]);
         assert_eq!(refused(32, 48, usage, &amax, &nearest), "amax");
     }
-    let policy = QuantParams {
+    let policy = Nvfp4Params {
         scaling: BlockScaling::FourOverSix(ErrorNorm::Mae),
-        ..QuantParams::new(stochastic(0))
+        ..Nvfp4Params::new(stochastic(0))
     };
     assert_eq!(refused(32, 48, by_rows, &tensor, &policy), "policy");
     let layouts = [ScaleLayout::Compact; 2];

@@ -1,5 +1,5 @@
-//! Bugs that other implementations of NVFP4 have had, each as a test that a kernel with the bug fails, on
-//! CubeCL's CPU runtime or on a GPU. (Tiles of swizzled scales that go on across groups:
+//! Bugs that other implementations of NVFP4 have had, each as a test that a kernel with the bug
+//! fails, on CubeCL's CPU runtime or on a GPU. (Tiles of swizzled scales that go on across groups:
 //! `swizzle_tiling_restarts_at_groups` in `copies`, and `layouts`.)
 
 use std::collections::HashSet;
@@ -9,11 +9,11 @@ use crate::support::inputs::{Kind, values};
 use cubecl::prelude::*;
 use half::bf16;
 use nvfp4_kernels::{
-    Amax, QuantParams, RandomStream, Rounding, ScaleLayout, Usage,
+    Amax, Nvfp4Params, RandomStream, Rounding, ScaleLayout, Usage,
     format::{e2m1, e4m3},
     quantize::{self, AmaxRequest, QuantRequest},
     reference::{self, GlobalScale, swizzle},
-    tensor::{AmaxGranularity, DeviceQuantParams, DeviceRounding, Groups},
+    tensor::{AmaxGranularity, DeviceNvfp4Params, DeviceRounding, Groups},
 };
 
 fn codes(bytes: &[u8]) -> Vec<u8> {
@@ -29,7 +29,7 @@ fn both(client: &Client, x: &[f32], rows: usize, cols: usize, amax: f32) -> [Vec
     let request = |stream| QuantRequest {
         amax: &handle,
         scope: AmaxGranularity::PerTensor,
-        copy: DeviceQuantParams::new(DeviceRounding::Stochastic(RandomStream::new(11, stream, 0))),
+        copy: DeviceNvfp4Params::new(DeviceRounding::Stochastic(RandomStream::new(11, stream, 0))),
     };
     let x = upload(client, x, rows, cols);
     let (row, col) =
@@ -38,8 +38,8 @@ fn both(client: &Client, x: &[f32], rows: usize, cols: usize, amax: f32) -> [Vec
     [row, col].map(|copy| codes(&read_bytes(client, &copy.codes, len)))
 }
 
-/// Seeds that depend on too few bits of a row's or block's index repeat the bits of other rows: here
-/// 8192 blocks of a wide matrix round 15 coins each.
+/// Seeds that depend on too few bits of a row's or block's index repeat the bits of other rows:
+/// here 8192 blocks of a wide matrix round 15 coins each.
 #[test]
 fn seeds_of_wide_rows_do_not_collide() {
     let client = client!("seeds_of_wide_rows_do_not_collide");
@@ -93,8 +93,8 @@ fn stochastic_codes_are_not_all_zero() {
     }
 }
 
-/// `amax / 6 · S` in another order than the specification's gives another byte for one block of bf16
-/// values in a thousand. All blocks here are such.
+/// `amax / 6 · S` in another order than the specification's gives another byte for one block of
+/// bf16 values in a thousand. All blocks here are such.
 #[test]
 fn scale_bytes_come_from_the_specifications_order() {
     let client = client!("scale_bytes_come_from_the_specifications_order");
@@ -131,16 +131,16 @@ fn scale_bytes_come_from_the_specifications_order() {
     }
 }
 
-/// `S / s8`, the fast form of a peer, in place of `1 / (s8 · (1 / S))` differs in the last bit of the
-/// multiplier for three blocks in ten, and in codes where a product falls between.
+/// `S / s8`, the fast form of a peer, in place of `1 / (s8 · (1 / S))` differs in the last bit of
+/// the multiplier for three blocks in ten, and in codes where a product falls between.
 #[test]
 fn multipliers_are_not_the_fast_ones() {
     let client = client!("multipliers_are_not_the_fast_ones");
     let tensor = 5.3f32;
     let global = GlobalScale::from_amax(tensor);
     let encode = 2688.0 / tensor;
-    // A block's largest element sets its scale byte; the second is where the two multipliers' products
-    // lie on different sides of the threshold 0.25, beyond which the code is not 0.
+    // A block's largest element sets its scale byte; the second is where the two multipliers'
+    // products lie on different sides of the threshold 0.25, beyond which the code is not 0.
     let mut blocks = Vec::new();
     for byte in 8..=0x7Eu8 {
         let a = e4m3::decode(byte) * 6.0 / encode;
@@ -222,9 +222,9 @@ fn padding_of_scales_is_written() {
         let request = QuantRequest {
             amax: &amax,
             scope: AmaxGranularity::PerTensor,
-            copy: DeviceQuantParams {
+            copy: DeviceNvfp4Params {
                 layout: ScaleLayout::Swizzled128x4,
-                ..DeviceQuantParams::new(DeviceRounding::Nearest)
+                ..DeviceNvfp4Params::new(DeviceRounding::Nearest)
             },
         };
         for usage in [Usage::Rowwise, Usage::Columnwise] {
@@ -240,9 +240,9 @@ fn padding_of_scales_is_written() {
             let packed =
                 quantize::quantize(&client, &matrix, &Groups::One, usage, &request).unwrap();
             let found = read_bytes(&client, &packed.scales, len);
-            let policy = QuantParams {
+            let policy = Nvfp4Params {
                 layout: ScaleLayout::Swizzled128x4,
-                ..QuantParams::new(Rounding::Nearest)
+                ..Nvfp4Params::new(Rounding::Nearest)
             };
             let amax = Amax::Tensor(reference::amax(&x));
             let expected = reference::quantize(&x, rows, cols, usage, &amax, &policy, 0).unwrap();

@@ -1,5 +1,6 @@
-//! Producers: matrices that are computed while a kernel reads their inputs, against the oracle, against
-//! the same operations one after another, and against `f64`, on CubeCL's CPU runtime or on a GPU.
+//! Fused prologues: matrices that are computed while a kernel reads their inputs, against the
+//! oracle, against the same operations one after another, and against `f64`, on CubeCL's CPU
+//! runtime or on a GPU.
 
 use crate::support::device::{
     DeviceElement, assert_bytes, assert_floats, read_bytes, read_matrix, read_u32, upload,
@@ -9,7 +10,7 @@ use crate::support::inputs::{ALL_KINDS, Generator, Kind, convert, values};
 use cubecl::{prelude::*, server::Handle};
 use half::{bf16, f16};
 use nvfp4_kernels::{
-    Amax, BlockScaling, ErrorNorm, Hadamard, HadamardSize, QuantParams, RandomStream, Rounding,
+    Amax, BlockScaling, ErrorNorm, Hadamard, HadamardSize, Nvfp4Params, RandomStream, Rounding,
     ScaleLayout, Usage,
     capabilities::Capabilities,
     cube::{
@@ -17,7 +18,7 @@ use nvfp4_kernels::{
         exact::{fma, reciprocal_of_1_to_2, sqrt},
     },
     moe::GroupOffsets,
-    quantize::{self, AmaxRequest, Amaxes, Gated, QuantRequest, Source},
+    quantize::{self, AmaxRequest, Amaxes, GateUp, Prologue, QuantRequest},
     reference,
     tensor::{AmaxGranularity, DeviceQuantized, Groups, Matrix},
 };
@@ -26,7 +27,7 @@ const EPSILON: f32 = 1e-6;
 const STOCHASTIC: Rounding = Rounding::Stochastic(RandomStream::new(99, 5, 0xffff_ffff));
 const SHAPES: [(usize, usize); 6] = [(1, 16), (3, 48), (0, 16), (33, 80), (130, 64), (257, 144)];
 
-/// One produced matrix: what it should be, and its inputs on the device.
+/// One computed matrix: what it should be, and its inputs on the device.
 struct Case<T> {
     name: &'static str,
     rows: usize,
@@ -48,25 +49,25 @@ enum Inputs {
 }
 
 impl<T: DeviceElement> Case<T> {
-    fn source(&self) -> Source<'_> {
+    fn source(&self) -> Prologue<'_> {
         match &self.inputs {
-            Inputs::RmsNorm { x, rstd, gain } => Source::RmsNorm { x, rstd, gain },
-            Inputs::SideBySide(both) => Source::SwiGlu(Gated::SideBySide(both)),
-            Inputs::Apart(gate, up) => Source::SwiGlu(Gated::Apart { gate, up }),
-            Inputs::BackwardSideBySide(grad, both) => Source::SwiGluBackward {
+            Inputs::RmsNorm { x, rstd, gain } => Prologue::RmsNorm { x, rstd, gain },
+            Inputs::SideBySide(both) => Prologue::SwiGlu(GateUp::Concatenated(both)),
+            Inputs::Apart(gate, up) => Prologue::SwiGlu(GateUp::Separate { gate, up }),
+            Inputs::BackwardSideBySide(grad, both) => Prologue::SwiGluBackward {
                 grad,
-                inputs: Gated::SideBySide(both),
+                inputs: GateUp::Concatenated(both),
             },
-            Inputs::BackwardApart(grad, gate, up) => Source::SwiGluBackward {
+            Inputs::BackwardApart(grad, gate, up) => Prologue::SwiGluBackward {
                 grad,
-                inputs: Gated::Apart { gate, up },
+                inputs: GateUp::Separate { gate, up },
             },
         }
     }
 
-    /// The produced matrix in memory, by an operation of its own.
+    /// The computed matrix in memory, by an operation of its own.
     fn unfused(&self, client: &Client) -> Matrix {
-        quantize::produce(client, self.source()).unwrap()
+        quantize::run_prologue(client, self.source()).unwrap()
     }
 }
 
@@ -75,7 +76,7 @@ fn gains(cols: usize, seed: u32) -> Vec<f32> {
     (0..cols).map(|_| random.normal()).collect()
 }
 
-/// Every producer, of inputs that are `rows` x `width`.
+/// Every prologue, of inputs that are `rows` x `width`.
 fn cases<T: DeviceElement>(
     client: &Client,
     kind: Kind,
@@ -148,7 +149,7 @@ fn cases<T: DeviceElement>(
     ]
 }
 
-fn check_produced<T: DeviceElement>(client: &Client, kinds: &[Kind], shapes: &[(usize, usize)]) {
+fn check_computed<T: DeviceElement>(client: &Client, kinds: &[Kind], shapes: &[(usize, usize)]) {
     for (i, &shape) in shapes.iter().enumerate() {
         for &kind in kinds {
             for case in cases::<T>(client, kind, shape, 10 * i as u32) {
@@ -162,11 +163,11 @@ fn check_produced<T: DeviceElement>(client: &Client, kinds: &[Kind], shapes: &[(
 }
 
 #[test]
-fn produced_matrices_are_the_oracles() {
-    let client = client!("produced_matrices_are_the_oracles");
-    check_produced::<f32>(&client, &ALL_KINDS, &SHAPES[..4]);
-    check_produced::<bf16>(&client, &ALL_KINDS, &SHAPES);
-    check_produced::<f16>(&client, &ALL_KINDS, &SHAPES[2..5]);
+fn computed_matrices_are_the_oracles() {
+    let client = client!("computed_matrices_are_the_oracles");
+    check_computed::<f32>(&client, &ALL_KINDS, &SHAPES[..4]);
+    check_computed::<bf16>(&client, &ALL_KINDS, &SHAPES);
+    check_computed::<f16>(&client, &ALL_KINDS, &SHAPES[2..5]);
 }
 
 /// Rows shorter and longer than the sums that share them, and than what a unit keeps.
@@ -210,8 +211,8 @@ fn read_floats(client: &Client, handle: &Handle, len: usize) -> Vec<f32> {
         .collect()
 }
 
-/// Equal copies: codes, scales, maxima. The buffers of a column-wise copy of groups have room for groups of
-/// any sizes; only what these fill is compared.
+/// Equal copies: codes, scales, maxima. The buffers of a column-wise copy of groups have room for
+/// groups of any sizes; only what these fill is compared.
 fn assert_copies(
     client: &Client,
     found: &DeviceQuantized,
@@ -248,22 +249,22 @@ fn assert_copies(
 }
 
 /// Copies with a row-wise policy, a column-wise one, and what an amax stands for.
-fn policies() -> Vec<(QuantParams, QuantParams, AmaxGranularity)> {
-    let nearest = QuantParams::new(Rounding::Nearest);
-    let stochastic = QuantParams::new(STOCHASTIC);
-    let transformed = |size, copy: QuantParams| QuantParams {
+fn policies() -> Vec<(Nvfp4Params, Nvfp4Params, AmaxGranularity)> {
+    let nearest = Nvfp4Params::new(Rounding::Nearest);
+    let stochastic = Nvfp4Params::new(STOCHASTIC);
+    let transformed = |size, copy: Nvfp4Params| Nvfp4Params {
         hadamard: Some(Hadamard::seeded_with_size(size, 3)),
         ..copy
     };
-    let default = |copy: QuantParams| QuantParams {
+    let default = |copy: Nvfp4Params| Nvfp4Params {
         hadamard: Some(Hadamard::default()),
         ..copy
     };
-    let swizzled = |copy: QuantParams| QuantParams {
+    let swizzled = |copy: Nvfp4Params| Nvfp4Params {
         layout: ScaleLayout::Swizzled128x4,
         ..copy
     };
-    let scaled = |scaling, copy: QuantParams| QuantParams { scaling, ..copy };
+    let scaled = |scaling, copy: Nvfp4Params| Nvfp4Params { scaling, ..copy };
     let four_over_six = BlockScaling::FourOverSix(ErrorNorm::Mae);
     vec![
         // What training does to activations, and to gradients.
@@ -289,7 +290,7 @@ fn policies() -> Vec<(QuantParams, QuantParams, AmaxGranularity)> {
 
 fn maxima<'a>(
     client: &Client,
-    source: impl Into<Source<'a>>,
+    source: impl Into<Prologue<'a>>,
     groups: &Groups,
     scope: AmaxGranularity,
     hadamard: Option<Hadamard>,
@@ -301,13 +302,13 @@ fn maxima<'a>(
     quantize::amaxes(client, source, groups, &request).unwrap()
 }
 
-/// Maxima, copies together and alone, and copies beside a written matrix: all of them once computed on
-/// the way and once from memory.
+/// Maxima, copies together and alone, and copies beside a written matrix: all of them once computed
+/// on the way and once from memory.
 fn check_fused<T: DeviceElement>(
     client: &Client,
     case: &Case<T>,
     (groups, sizes): (&Groups, &[usize]),
-    policies: &[(QuantParams, QuantParams, AmaxGranularity)],
+    policies: &[(Nvfp4Params, Nvfp4Params, AmaxGranularity)],
     what: &str,
 ) {
     let unfused = case.unfused(client);
@@ -320,7 +321,7 @@ fn check_fused<T: DeviceElement>(
             cols: Some((scope, col.hadamard)),
         };
         let (written, beside) =
-            quantize::produce_with_amaxes(client, case.source(), groups, &request).unwrap();
+            quantize::run_prologue_with_amaxes(client, case.source(), groups, &request).unwrap();
         if matches!(groups, Groups::One) {
             assert_floats(&read_matrix::<T>(client, &written), &case.expected, &what);
         }
@@ -339,7 +340,7 @@ fn check_fused<T: DeviceElement>(
             }
         }
         let (row_amax, col_amax) = (expected.rows.unwrap(), expected.cols.unwrap());
-        let request = |amax, copy: QuantParams| QuantRequest {
+        let request = |amax, copy: Nvfp4Params| QuantRequest {
             amax,
             scope,
             copy: copy.into(),
@@ -380,7 +381,7 @@ fn check_fused<T: DeviceElement>(
 }
 
 /// Every policy in bf16; what training asks for in the other types and of special values.
-fn check_producer(client: &Client, name: &str) {
+fn check_prologue(client: &Client, name: &str) {
     fn of<T: DeviceElement>(
         client: &Client,
         name: &str,
@@ -416,19 +417,19 @@ fn check_producer(client: &Client, name: &str) {
 #[test]
 fn rms_norm_fused_is_unfused() {
     let client = client!("rms_norm_fused_is_unfused");
-    check_producer(&client, "RMSNorm");
+    check_prologue(&client, "RMSNorm");
 }
 
 #[test]
 fn swiglu_fused_is_unfused() {
     let client = client!("swiglu_fused_is_unfused");
-    check_producer(&client, "SwiGLU");
+    check_prologue(&client, "SwiGLU");
 }
 
 #[test]
 fn swiglu_backward_fused_is_unfused() {
     let client = client!("swiglu_backward_fused_is_unfused");
-    check_producer(&client, "SwiGLU backward");
+    check_prologue(&client, "SwiGLU backward");
 }
 
 /// Groups with offsets in device memory, empty ones among them, and batches; tokens of experts.
@@ -455,7 +456,7 @@ fn groups_fused_are_unfused() {
             let request = QuantRequest {
                 amax: &amax,
                 scope: AmaxGranularity::PerTensor,
-                copy: QuantParams::new(STOCHASTIC).into(),
+                copy: Nvfp4Params::new(STOCHASTIC).into(),
             };
             let unfused = case.unfused(&client);
             let side = |source| {
@@ -502,12 +503,12 @@ fn fused_copies_are_the_oracles() {
             ];
             let maxima = [&row_amax, &col_amax].map(|handle| read_floats(client, handle, 1)[0]);
             assert_eq!(maxima, expected, "{what}");
-            let row = QuantParams::new(Rounding::Nearest);
-            let col = QuantParams {
+            let row = Nvfp4Params::new(Rounding::Nearest);
+            let col = Nvfp4Params {
                 hadamard: Some(hadamard),
-                ..QuantParams::new(STOCHASTIC)
+                ..Nvfp4Params::new(STOCHASTIC)
             };
-            let request = |amax, copy: QuantParams| QuantRequest {
+            let request = |amax, copy: Nvfp4Params| QuantRequest {
                 amax,
                 scope: AmaxGranularity::PerTensor,
                 copy: copy.into(),
@@ -544,10 +545,10 @@ fn fused_copies_are_the_oracles() {
 fn check_per_token(client: &Client, part: u32) {
     fn check<T: DeviceElement>(client: &Client, kind: Kind, shape: (usize, usize), count: usize) {
         let copies = &[
-            QuantParams::new(Rounding::Nearest),
-            QuantParams {
+            Nvfp4Params::new(Rounding::Nearest),
+            Nvfp4Params {
                 layout: ScaleLayout::Swizzled128x4,
-                ..QuantParams::new(STOCHASTIC)
+                ..Nvfp4Params::new(STOCHASTIC)
             },
         ];
         for &copy in &copies[..count] {
@@ -613,10 +614,10 @@ fn per_token_f32_and_f16() {
 #[test]
 fn per_token_both_axes() {
     let client = client!("per_token_both_axes");
-    let row = QuantParams::new(Rounding::Nearest).into();
-    let col = QuantParams {
+    let row = Nvfp4Params::new(Rounding::Nearest).into();
+    let col = Nvfp4Params {
         hadamard: Some(Hadamard::default()),
-        ..QuantParams::new(STOCHASTIC)
+        ..Nvfp4Params::new(STOCHASTIC)
     }
     .into();
     for case in cases::<bf16>(&client, Kind::Heavy, (50, 48), 41) {
@@ -641,9 +642,10 @@ fn assert_close(found: f32, expected: f64, relative: f64, absolute: f64, what: &
     assert!(error <= bound, "{what}: {found:e}, {expected:e}");
 }
 
-/// Against real numbers. Forward: a few rounding errors of 2⁻²⁴ relative to the result; RMS normalisation
-/// has half that of its mean square, a sum of `n` squares in 256 parts. Backward: the slope of SiLU has a
-/// zero near -1.28, near which errors are relative to 1, which its terms do not exceed by much.
+/// Against real numbers. Forward: a few rounding errors of 2⁻²⁴ relative to the result; RMS
+/// normalisation has half that of its mean square, a sum of `n` squares in 256 parts. Backward: the
+/// slope of SiLU has a zero near -1.28, near which errors are relative to 1, which its terms do not
+/// exceed by much.
 #[test]
 fn oracle_is_close_to_real_numbers() {
     let unit = 2f64.powi(-24);
@@ -849,9 +851,9 @@ fn repeated_launches_are_identical() {
                 AmaxGranularity::PerTensor,
                 Some(Hadamard::default()),
             );
-            let copy = QuantParams {
+            let copy = Nvfp4Params {
                 hadamard: Some(Hadamard::default()),
-                ..QuantParams::new(STOCHASTIC)
+                ..Nvfp4Params::new(STOCHASTIC)
             };
             let amax = found.cols.unwrap();
             let request = QuantRequest {
@@ -879,8 +881,13 @@ fn bad_sources_are_named() {
     let client = client!("bad_sources_are_named");
     let matrix = |rows, cols| Matrix::empty(&client, rows, cols, bf16::KIND);
     let handle = |len: usize| client.empty(len * 4);
-    let error = |source: Source<'_>| quantize::produce(&client, source).unwrap_err().to_string();
-    let norm = |x: &Matrix, rstd: &Handle, gain: &Handle| error(Source::RmsNorm { x, rstd, gain });
+    let error = |source: Prologue<'_>| {
+        quantize::run_prologue(&client, source)
+            .unwrap_err()
+            .to_string()
+    };
+    let norm =
+        |x: &Matrix, rstd: &Handle, gain: &Handle| error(Prologue::RmsNorm { x, rstd, gain });
     let found = norm(&matrix(4, 24), &handle(4), &handle(24));
     assert!(
         found.contains("`x`") && found.contains("multiple of 16"),
@@ -896,13 +903,13 @@ fn bad_sources_are_named() {
         found.contains("`gain`") && found.contains("16 bytes"),
         "{found}"
     );
-    let found = error(Source::SwiGlu(Gated::SideBySide(&matrix(4, 48))));
+    let found = error(Prologue::SwiGlu(GateUp::Concatenated(&matrix(4, 48))));
     assert!(
         found.contains("`gate_up`") && found.contains("32"),
         "{found}"
     );
     let (gate, up) = (matrix(4, 32), matrix(4, 48));
-    let found = error(Source::SwiGlu(Gated::Apart {
+    let found = error(Prologue::SwiGlu(GateUp::Separate {
         gate: &gate,
         up: &up,
     }));
@@ -910,9 +917,9 @@ fn bad_sources_are_named() {
         found.contains("`up`") && found.contains("4 x 32"),
         "{found}"
     );
-    let found = error(Source::SwiGluBackward {
+    let found = error(Prologue::SwiGluBackward {
         grad: &matrix(4, 32),
-        inputs: Gated::SideBySide(&matrix(4, 32)),
+        inputs: GateUp::Concatenated(&matrix(4, 32)),
     });
     assert!(
         found.contains("`grad`") && found.contains("4 x 16"),

@@ -11,7 +11,7 @@ use crate::support::policies::{
 use cubecl::prelude::*;
 use half::{bf16, f16};
 use nvfp4_kernels::{
-    Amax, BlockScaling, Hadamard, HadamardSize, QuantParams, Usage,
+    Amax, BlockScaling, Hadamard, HadamardSize, Nvfp4Params, Usage,
     cube::{block::BlockPlan, codec::Conversion, hadamard::SignsLaunch, philox::RandomLaunch},
     moe::GroupOffsets,
     quantize::{
@@ -97,8 +97,8 @@ fn odd_columns() {
     }
 }
 
-/// Groups of any sizes, empty ones at the start, in the middle and at the end, and 3-D batches; rows of one
-/// block, too.
+/// Groups of any sizes, empty ones at the start, in the middle and at the end, and 3-D batches;
+/// rows of one block, too.
 fn check_groups<T: DeviceElement>(client: &Client, cols: usize, cases: &[&[usize]]) {
     for (i, sizes) in cases.iter().enumerate() {
         let rows = sizes.iter().sum::<usize>();
@@ -180,7 +180,7 @@ fn groups_lie_side_by_side() {
             let request = |hadamard| QuantRequest {
                 amax: &amax,
                 scope: AmaxGranularity::PerTensor,
-                copy: QuantParams { hadamard, ..copy }.into(),
+                copy: Nvfp4Params { hadamard, ..copy }.into(),
             };
             let (row, col) = (request(None), request(copy.hadamard));
             let (expected_row, expected) =
@@ -366,8 +366,8 @@ fn maxima_of_rows_columns_and_groups() {
     }
 }
 
-/// Per token in one read: the maximum of each row and the copy made with it. A row of 1024 blocks and
-/// more does not stay in registers.
+/// Per token in one read: the maximum of each row and the copy made with it. A row of 1024 blocks
+/// and more does not stay in registers.
 fn check_per_tokens<T: DeviceElement>(client: &Client) {
     for (rows, cols) in [(1, 16), (5, 48), (130, 272), (3, 5 * 1024), (2, 20_000)] {
         for kind in [Kind::Heavy, Kind::Nan, Kind::Zeros] {
@@ -384,7 +384,8 @@ element_tests! {
         per_token_in_one_read_f16;
 }
 
-/// Per token along both axes: maxima in one read, copies in another; the column-wise copy alone, too.
+/// Per token along both axes: maxima in one read, copies in another; the column-wise copy alone,
+/// too.
 #[test]
 fn per_token_of_columns() {
     let client = client!("per_token_of_columns");
@@ -400,7 +401,7 @@ fn per_token_of_columns() {
         let parts = split(&x, &sizes, cols);
         for col in [
             policy(NEAREST, BlockScaling::Standard, COMPACT),
-            QuantParams {
+            Nvfp4Params {
                 rounding: STOCHASTIC,
                 hadamard: Some(Hadamard::default()),
                 ..policy(NEAREST, BlockScaling::Headroom, SWIZZLED)
@@ -408,7 +409,7 @@ fn per_token_of_columns() {
             transformed(HadamardSize::H64, STOCHASTIC),
         ] {
             let row = policy(STOCHASTIC, BlockScaling::Standard, COMPACT);
-            let expected = |usage, copy: &QuantParams| {
+            let expected = |usage, copy: &Nvfp4Params| {
                 let hadamard = copy.hadamard.as_ref();
                 let amax = host_amax(&parts, cols, usage, AmaxGranularity::PerRow, hadamard);
                 expected_copies(&parts, cols, usage, &amax, copy)
@@ -460,13 +461,13 @@ fn launch_geometry_does_not_matter() {
     let matrix = upload(&client, &x, rows, cols);
     let host_amax = Amax::Tensor(reference::amax(&x));
     let amax = device_amax(&client, std::slice::from_ref(&host_amax));
-    let policy = QuantParams::new(STOCHASTIC);
+    let policy = Nvfp4Params::new(STOCHASTIC);
     let expected =
         reference::quantize(&x, rows, cols, Usage::Rowwise, &host_amax, &policy, 0).unwrap();
     let request = QuantRequest {
         amax: &amax,
         scope: AmaxGranularity::PerTensor,
-        copy: QuantParams::new(NEAREST).into(),
+        copy: Nvfp4Params::new(NEAREST).into(),
     };
     let key = STREAM.key();
     for (cubes, units) in [(1, 1), (3, 1), (2, 2), (5, 32), (1, 64), (7, 96)] {
@@ -533,7 +534,7 @@ fn bad_requests_are_named() {
     let client = client!("bad_requests_are_named");
     let matrix = Matrix::empty(&client, 6, 32, FloatKind::Bf16);
     let amax = device_amax(&client, &[Amax::Tensor(1.0)]);
-    let request = |copy: QuantParams, scope| QuantRequest {
+    let request = |copy: Nvfp4Params, scope| QuantRequest {
         amax: &amax,
         scope,
         copy: copy.into(),
@@ -543,7 +544,7 @@ fn bad_requests_are_named() {
             .unwrap_err()
             .to_string()
     };
-    let plain = QuantParams::new(NEAREST);
+    let plain = Nvfp4Params::new(NEAREST);
     let error = quantize(
         Groups::One,
         Usage::Rowwise,

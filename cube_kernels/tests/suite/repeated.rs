@@ -1,5 +1,5 @@
-//! A hundred launches of every kernel give the same bytes: nothing depends on the order in which units and
-//! cubes come.
+//! A hundred launches of every kernel give the same bytes: nothing depends on the order in which
+//! units and cubes come.
 
 use crate::support::device;
 use crate::support::device::{offsets, upload, upload_bytes};
@@ -11,9 +11,9 @@ use crate::support::policies::{
 use cubecl::{prelude::*, server::Handle};
 use half::bf16;
 use nvfp4_kernels::{
-    BlockScaling, Format, Hadamard, HadamardSize, QuantParams, Usage,
+    BlockScaling, Format, Hadamard, HadamardSize, Nvfp4Params, Usage,
     moe::{self, GroupOffsets},
-    quantize::{self, AmaxRequest, Gated, QuantRequest, Source},
+    quantize::{self, AmaxRequest, GateUp, Prologue, QuantRequest},
     reference::EdenTarget,
     tensor::{AmaxGranularity, DeviceQuantized, FloatKind, Groups, Matrix},
 };
@@ -70,7 +70,7 @@ fn amax(client: &Client, count: usize) -> Handle {
     upload_bytes(client, bytemuck::cast_slice(&vec![90.0f32; count]))
 }
 
-fn request(amax: &Handle, copy: QuantParams, scope: AmaxGranularity) -> QuantRequest<'_> {
+fn request(amax: &Handle, copy: Nvfp4Params, scope: AmaxGranularity) -> QuantRequest<'_> {
     QuantRequest {
         amax,
         scope,
@@ -112,7 +112,7 @@ fn copies_of_every_policy() {
     let amax = amax(&client, ROWS + COLS);
     let one = Groups::One;
     let training = (
-        (QuantParams::new(NEAREST), AmaxGranularity::PerTensor),
+        (Nvfp4Params::new(NEAREST), AmaxGranularity::PerTensor),
         (
             transformed(HadamardSize::H16, STOCHASTIC),
             AmaxGranularity::PerTensor,
@@ -206,7 +206,7 @@ fn mxfp8_and_values() {
     let client = client!("mxfp8_and_values");
     let x = matrix(&client);
     let amax = amax(&client, 1);
-    let plain = request(&amax, QuantParams::new(NEAREST), AmaxGranularity::PerTensor);
+    let plain = request(&amax, Nvfp4Params::new(NEAREST), AmaxGranularity::PerTensor);
     for usage in USAGES {
         repeat(&client, &format!("MXFP8 {usage:?}"), || {
             of_packed(quantize::mx_quantize(&client, &x, usage, Format::Mxfp8).unwrap())
@@ -291,12 +291,12 @@ fn layouts() {
 }
 
 #[test]
-fn producers() {
-    let client = client!("producers");
+fn prologues() {
+    let client = client!("prologues");
     let x = matrix(&client);
     let gain = amax(&client, COLS);
     let rstd = quantize::rms_norm_rstd(&client, &x, 1e-6).unwrap();
-    let norm = Source::RmsNorm {
+    let norm = Prologue::RmsNorm {
         x: &x,
         rstd: &rstd,
         gain: &gain,
@@ -307,10 +307,10 @@ fn producers() {
             ROWS * 4,
         )]
     });
-    let per_token = QuantParams::new(STOCHASTIC);
+    let per_token = Nvfp4Params::new(STOCHASTIC);
     for (name, source) in [
         ("RMSNorm", norm),
-        ("SwiGLU", Source::SwiGlu(Gated::SideBySide(&x))),
+        ("SwiGLU", Prologue::SwiGlu(GateUp::Concatenated(&x))),
     ] {
         repeat(&client, name, || {
             let maxima = AmaxRequest {
@@ -318,7 +318,7 @@ fn producers() {
                 cols: Some((AmaxGranularity::PerTensor, Some(Hadamard::default()))),
             };
             let (written, found) =
-                quantize::produce_with_amaxes(&client, source, &Groups::One, &maxima).unwrap();
+                quantize::run_prologue_with_amaxes(&client, source, &Groups::One, &maxima).unwrap();
             let copy = quantize::quantize_per_token(&client, source, &per_token.into()).unwrap();
             let maxima = vec![(found.rows.unwrap(), 4), (found.cols.unwrap(), 4)];
             [of_matrix(written), maxima, of_packed(copy)].concat()

@@ -1,5 +1,5 @@
-//! The shapes of TransformerEngine's quantization tests, and one of more than 2^31 elements, in every
-//! policy; large ones are for a GPU.
+//! The shapes of TransformerEngine's quantization tests, and one of more than 2^31 elements, in
+//! every policy; large ones are for a GPU.
 
 use crate::support::device::read_f32;
 use crate::support::samples;
@@ -68,7 +68,7 @@ shape_tests! {
     shapes_per_token, large_shapes_per_token: per_token;
     shapes_of_mxfp8_and_values, large_shapes_of_mxfp8_and_values: mxfp8;
     shapes_of_ms_eden, large_shapes_of_ms_eden: ms_eden;
-    shapes_of_producers, large_shapes_of_producers: producers;
+    shapes_of_prologues, large_shapes_of_prologues: prologues;
 }
 
 /// The maxima of a large matrix, of each row and column and of all.

@@ -1,5 +1,5 @@
-//! What stochastic rounding promises, on whole matrices of the oracle (and so of every kernel, which
-//! draws the same bytes).
+//! What stochastic rounding promises, on whole matrices of the oracle (and so of every kernel,
+//! which draws the same bytes).
 
 use crate::support::inputs::{Kind, values};
 use nvfp4_kernels::{Amax, RandomStream, Rounding, format::e2m1, reference};
@@ -21,8 +21,8 @@ fn codes(packed: &nvfp4_kernels::QuantizedTensor) -> Vec<u8> {
 }
 
 /// The mean of `n` draws differs from the value by no more than the truncation of eight bits (1/256
-/// of a step, downward in magnitude) and six standard errors, wherever the value does not clip; and so
-/// does the mean over all elements, whose standard error is a hundredth of one element's.
+/// of a step, downward in magnitude) and six standard errors, wherever the value does not clip; and
+/// so does the mean over all elements, whose standard error is a hundredth of one element's.
 #[test]
 fn unbiased_within_its_law() {
     let x = values(Kind::Normal, ROWS * COLS, 1);
@@ -118,8 +118,8 @@ fn same_offset_same_bytes_and_different_ones_differ() {
     }
 }
 
-/// Rows of a wide matrix do not repeat each other's bits: a known bug of a peer, whose seed depended
-/// on too few bits of the row index.
+/// Rows of a wide matrix do not repeat each other's bits: a known bug of a peer, whose seed
+/// depended on too few bits of the row index.
 #[test]
 fn wide_rows_do_not_collide() {
     let (rows, cols) = (8, 16384);

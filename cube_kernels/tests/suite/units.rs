@@ -1,5 +1,5 @@
-//! Cubes of any number of units give the same bytes: every kernel of every way of quantizing, against the
-//! oracle. In a process of its own, since all kernels of a process have as many units;
+//! Cubes of any number of units give the same bytes: every kernel of every way of quantizing,
+//! against the oracle. In a process of its own, since all kernels of a process have as many units;
 //! `NVFP4_TEST_UNITS=64` asks for it in all other tests.
 
 use crate::support::{

@@ -1,5 +1,6 @@
-//! Copies that are written as values instead of codes: they are what codes and scales stand for, and
-//! products with them have the bits of products with the codes, on CubeCL's CPU runtime or on a GPU.
+//! Copies that are written as values instead of codes: they are what codes and scales stand for,
+//! and products with them have the bits of products with the codes, on CubeCL's CPU runtime or on a
+//! GPU.
 
 use crate::support::device;
 use crate::support::device::{DeviceElement, assert_floats, read_bytes, read_matrix, upload};
@@ -8,7 +9,7 @@ use crate::support::inputs::{ALL_KINDS, Kind, convert, values};
 use cubecl::{prelude::*, server::Handle};
 use half::{bf16, f16};
 use nvfp4_kernels::{
-    BLOCK, BlockScaling, ErrorNorm, Hadamard, HadamardSize, Nvfp4Error, QuantParams, RandomStream,
+    BLOCK, BlockScaling, ErrorNorm, Hadamard, HadamardSize, Nvfp4Error, Nvfp4Params, RandomStream,
     Rounding, ScaleLayout, Storage, Usage,
     capabilities::{Capabilities, GemmBackend},
     gemm::{
@@ -23,19 +24,19 @@ use nvfp4_kernels::{
 const NEAREST: Rounding = Rounding::Nearest;
 const STOCHASTIC: Rounding = Rounding::Stochastic(RandomStream::new(0x0123_4567, 5, 0xffff_ffff));
 
-type Policy = (QuantParams, AmaxGranularity);
+type Policy = (Nvfp4Params, AmaxGranularity);
 
-fn policy(rounding: Rounding, scaling: BlockScaling) -> QuantParams {
-    QuantParams {
+fn policy(rounding: Rounding, scaling: BlockScaling) -> Nvfp4Params {
+    Nvfp4Params {
         scaling,
-        ..QuantParams::new(rounding)
+        ..Nvfp4Params::new(rounding)
     }
 }
 
-fn transformed(size: HadamardSize, rounding: Rounding) -> QuantParams {
-    QuantParams {
+fn transformed(size: HadamardSize, rounding: Rounding) -> Nvfp4Params {
+    Nvfp4Params {
         hadamard: Some(Hadamard::seeded_with_size(size, 11)),
-        ..QuantParams::new(rounding)
+        ..Nvfp4Params::new(rounding)
     }
 }
 
@@ -57,9 +58,9 @@ fn policies() -> Vec<Policy> {
 fn col_policies() -> Vec<Policy> {
     let mut all = policies();
     all.push((
-        QuantParams {
+        Nvfp4Params {
             hadamard: Some(Hadamard::default()),
-            ..QuantParams::new(NEAREST)
+            ..Nvfp4Params::new(NEAREST)
         },
         AmaxGranularity::PerTensor,
     ));
@@ -71,7 +72,7 @@ fn col_policies() -> Vec<Policy> {
 
 /// A policy with the maxima that it needs.
 struct Copy {
-    policy: QuantParams,
+    policy: Nvfp4Params,
     scope: AmaxGranularity,
     amax: Handle,
 }
@@ -242,8 +243,8 @@ fn bits(client: &Client, matrix: &Matrix) -> Vec<u8> {
     read_bytes(client, &matrix.handle, matrix.len() * matrix.dtype.size())
 }
 
-/// Products of either form have the same bits: with one maximum and one for each row, contractions that
-/// are padded, on the path of the device, and on Hopper by the plan that decodes.
+/// Products of either form have the same bits: with one maximum and one for each row, contractions
+/// that are padded, on the path of the device, and on Hopper by the plan that decodes.
 #[test]
 fn products_have_the_same_bits() {
     let client = client!("products_have_the_same_bits");
@@ -264,7 +265,7 @@ fn products_have_the_same_bits() {
                 let (rows, cols) = usage.stored_shape(outer, k);
                 let x = convert::<bf16>(&values(Kind::Normal, outer * k, seed));
                 let x = upload(&client, &x, rows, cols);
-                let copy = Copy::new(&client, &x, usage, (QuantParams::new(rounding), scope));
+                let copy = Copy::new(&client, &x, usage, (Nvfp4Params::new(rounding), scope));
                 [Storage::Packed, Storage::Bf16Unscaled].map(|form| {
                     let asked = Some((&copy, form));
                     let [row, col] = match usage {
@@ -343,9 +344,9 @@ fn swizzled_values_are_refused() {
     let request = QuantRequest {
         amax: &amax,
         scope: AmaxGranularity::PerTensor,
-        copy: QuantParams {
+        copy: Nvfp4Params {
             layout: ScaleLayout::Swizzled128x4,
-            ..QuantParams::new(NEAREST)
+            ..Nvfp4Params::new(NEAREST)
         }
         .into(),
     };

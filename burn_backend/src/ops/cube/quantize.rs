@@ -6,7 +6,7 @@ use cubecl::server::Handle;
 use nvfp4_kernels::moe::GroupOffsets;
 use nvfp4_kernels::quantize::{self, AmaxRequest, EdenSource, QuantRequest};
 use nvfp4_kernels::reference::EdenTarget;
-use nvfp4_kernels::tensor::{DeviceQuantParams, DeviceQuantized, FloatKind, Groups, Matrix};
+use nvfp4_kernels::tensor::{DeviceNvfp4Params, DeviceQuantized, FloatKind, Groups, Matrix};
 use nvfp4_kernels::{AmaxGranularity, BlockShape, Layout, Rounding, ScaleLayout, Storage, Usage};
 
 use super::super::dequantize::{scaled, with_amax_per_row};
@@ -326,15 +326,15 @@ pub(super) fn dequantize_matrix(
 }
 
 /// How the kernels quantize.
-fn device_params(params: &QuantParams) -> DeviceQuantParams {
+fn device_params(params: &QuantParams) -> DeviceNvfp4Params {
     let rounding = match params.rounding {
         QuantRounding::Elements(rounding) => rounding,
         QuantRounding::MsEden(_) => Rounding::Nearest,
     };
-    DeviceQuantParams {
+    DeviceNvfp4Params {
         hadamard: params.hadamard,
         scaling: params.scaling,
-        ..DeviceQuantParams::new(rounding)
+        ..DeviceNvfp4Params::new(rounding)
     }
 }
 

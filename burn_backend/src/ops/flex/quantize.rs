@@ -6,10 +6,10 @@ use burn_core::backend::Flex;
 use burn_core::tensor::{DType, FloatDType, TensorData};
 use burn_flex::FlexTensor;
 use half::{bf16, f16};
-use nvfp4_kernels::reference::{self, EDEN_GROUP, EdenTarget, Element};
+use nvfp4_kernels::reference::{self, EDEN_GROUP, EdenParams, EdenTarget, Element};
 use nvfp4_kernels::{
-    Amax, AmaxGranularity, BlockShape, Layout, QuantParams as ElementParams, QuantizedTensor,
-    ScaleLayout, Storage, Usage,
+    Amax, AmaxGranularity, BlockShape, Layout, Nvfp4Params, QuantizedTensor, ScaleLayout, Storage,
+    Usage,
 };
 
 use super::super::dequantize::{scaled, with_amax_per_row};
@@ -170,11 +170,21 @@ fn quantize_one<T: Element>(
     let rounding = match (params.rounding, &params.hadamard) {
         (QuantRounding::Elements(rounding), _) => rounding,
         (QuantRounding::MsEden(stream), Some(hadamard)) => {
-            let (amax, target) = (amax.of(0), EdenTarget::Backward);
+            let by = EdenParams {
+                hadamard: *hadamard,
+                target: EdenTarget::Backward,
+                stream,
+            };
             // Numbered in groups of 128.
             let first = first / (EDEN_GROUP / params.format.block()) as u64;
             return trusted(reference::ms_eden_at(
-                values, rows, cols, usage, amax, hadamard, target, &stream, first,
+                values,
+                rows,
+                cols,
+                usage,
+                amax.of(0),
+                &by,
+                first,
             ));
         }
         (QuantRounding::MsEden(_), None) => unreachable!("MS-EDEN has a transform"),
@@ -185,10 +195,10 @@ fn quantize_one<T: Element>(
             values, rows, cols, usage, amax, scaling, compact,
         ));
     }
-    let params = ElementParams {
+    let params = Nvfp4Params {
         hadamard: params.hadamard,
         scaling: params.scaling,
-        ..ElementParams::new(rounding)
+        ..Nvfp4Params::new(rounding)
     };
     trusted(reference::quantize(
         values, rows, cols, usage, amax, &params, first,

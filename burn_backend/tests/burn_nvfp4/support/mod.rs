@@ -14,10 +14,9 @@ use burn_nvfp4::ops::{
 };
 use burn_nvfp4::{Hadamard, RandomStream, Rounding, Usage};
 use half::{bf16, f16};
-use nvfp4_kernels::reference::{self, EdenTarget, Element};
+use nvfp4_kernels::reference::{self, EdenParams, EdenTarget, Element};
 use nvfp4_kernels::{
-    Amax, BLOCK, BlockScaling, Format, MX_BLOCK, QuantParams as ElementParams, QuantizedTensor,
-    ScaleLayout,
+    Amax, BLOCK, BlockScaling, Format, MX_BLOCK, Nvfp4Params, QuantizedTensor, ScaleLayout,
 };
 
 fn device_name() -> String {
@@ -210,10 +209,10 @@ impl Matrix {
             let QuantRounding::Elements(rounding) = params.rounding else {
                 panic!("{params:?}");
             };
-            let params = ElementParams {
+            let params = Nvfp4Params {
                 hadamard: params.hadamard,
                 scaling: params.scaling,
-                ..ElementParams::new(rounding)
+                ..Nvfp4Params::new(rounding)
             };
             reference::quantize(x, rows, cols, usage, &amax, &params, first as u64).unwrap()
         }
@@ -257,9 +256,12 @@ impl Matrix {
                 panic!("{params:?}");
             };
             let amax = reference::ms_eden_amax(x, rows, cols, usage, hadamard).unwrap();
-            let (target, stream) = (EdenTarget::Backward, &stream);
-            reference::ms_eden_at(x, rows, cols, usage, amax, hadamard, target, stream, first)
-                .unwrap()
+            let by = EdenParams {
+                hadamard: *hadamard,
+                target: EdenTarget::Backward,
+                stream,
+            };
+            reference::ms_eden_at(x, rows, cols, usage, amax, &by, first).unwrap()
         }
         let shape = (self.rows, self.cols);
         let first = first as u64;

@@ -3,7 +3,7 @@
 use cubecl::prelude::*;
 
 use super::super::{
-    prologue::{self, Producer, Sink},
+    prologue::{self, PrologueInputs, PrologueOut},
     tile::{self, Grouping, LoadPlan, Shape, Tile},
 };
 use crate::{
@@ -37,7 +37,7 @@ pub fn zero_kernel(first: &mut [u32], second: &mut [u32], words: usize, others: 
 /// Raises entry `index` of `out` to `bits`, once for each plane where there are planes. Magnitudes
 /// are compared as integers, so the order in which units arrive does not matter.
 #[cube]
-fn raise(out: &mut [Atomic<u32>], index: usize, bits: u32, #[comptime] planes: bool) {
+fn atomic_amax(out: &mut [Atomic<u32>], index: usize, bits: u32, #[comptime] planes: bool) {
     if comptime!(planes) {
         let plane = plane_max(bits);
         if UNIT_POS_PLANE == 0u32 {
@@ -178,7 +178,7 @@ pub fn amax_kernel<F: Numeric, N: Size>(
         i += stride;
     }
     let bits = largest.bits(elements, conversion, kind);
-    raise(out, 0usize, canonical(bits), planes);
+    atomic_amax(out, 0usize, canonical(bits), planes);
 }
 
 /// The comptime choices of `amax_tiles_kernel`.
@@ -247,8 +247,8 @@ pub struct AmaxOut {
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn amax_tiles_kernel<F: Numeric, N: Size>(
     x: &[Vector<F, N>],
-    producer: Producer,
-    mut sink: Sink,
+    prologue: PrologueInputs,
+    mut written: PrologueOut,
     tiles: AmaxTiles,
     mut out: AmaxOut,
     signs: Signs,
@@ -298,7 +298,7 @@ pub fn amax_tiles_kernel<F: Numeric, N: Size>(
         let tile = tile_of(&tiles, run, index, span, plan);
         group = tile.group;
         if tile.row0 < tile.row_end {
-            prologue::start_load::<F, N>(x, &producer, &mut sink, &mut data, &tile, shape, load);
+            prologue::start_load::<F, N>(x, &prologue, &mut written, &mut data, &tile, shape, load);
         } else {
             end = 0usize;
         }
@@ -306,7 +306,7 @@ pub fn amax_tiles_kernel<F: Numeric, N: Size>(
     let first = index;
     while index < end {
         let tile = tile_of(&tiles, run, index, span, plan);
-        tile::finish_load(asynchronous);
+        tile::wait_for_load(asynchronous);
         if comptime!(plan.rows == Some(AmaxGranularity::PerRow)) {
             for turn in 0..comptime!(tile::blocks(kind) / units) {
                 let place = tile::row_place(turn, units, kind);
@@ -326,7 +326,7 @@ pub fn amax_tiles_kernel<F: Numeric, N: Size>(
         index += stride;
         if index < end {
             let next = tile_of(&tiles, run, index, span, plan);
-            prologue::start_load::<F, N>(x, &producer, &mut sink, &mut data, &next, shape, load);
+            prologue::start_load::<F, N>(x, &prologue, &mut written, &mut data, &next, shape, load);
         }
         if comptime!(plan.rows == Some(AmaxGranularity::PerRow)) {
             let per_row = comptime!(tile::row_blocks(kind));
@@ -354,7 +354,7 @@ pub fn amax_tiles_kernel<F: Numeric, N: Size>(
                     let entry = comptime!(chunk * step * tile::cols(kind));
                     bits = max(bits, col_maxima[entry + c]);
                 }
-                let column = producer.column_of(&tile, c, shape, true, kind);
+                let column = prologue.column_of(&tile, c, shape, true, kind);
                 if column < shape.cols {
                     out.cols[tile.group * shape.cols + column].fetch_max(canonical(bits));
                 }
@@ -409,10 +409,10 @@ fn leave_group(
     #[comptime] plan: AmaxPlan,
 ) {
     if comptime!(plan.rows == Some(AmaxGranularity::PerTensor)) {
-        raise(&mut out.rows, group, canonical(row_bits), plan.planes);
+        atomic_amax(&mut out.rows, group, canonical(row_bits), plan.planes);
     }
     if comptime!(plan.cols == Some(AmaxGranularity::PerTensor)) {
-        raise(&mut out.cols, group, canonical(col_bits), plan.planes);
+        atomic_amax(&mut out.cols, group, canonical(col_bits), plan.planes);
     }
 }
 

@@ -5,7 +5,7 @@ use cubecl::{prelude::*, server::Handle};
 use super::{
     super::{
         plan::signs_of,
-        prologue::{Input, SinkArgs, Source, produce},
+        prologue::{Input, Prologue, PrologueOutArgs, run_prologue},
         tile::{self, Grouping, ShapeLaunch},
     },
     kernel::{
@@ -85,31 +85,31 @@ pub struct Amaxes {
 ///
 /// # Errors
 /// When the groups do not fit, or the memory of `x` is smaller than its shape; for a computed `x`
-/// as [`produce`].
+/// as [`run_prologue`].
 pub fn amaxes<'a>(
     client: &Client,
-    x: impl Into<Source<'a>>,
+    x: impl Into<Prologue<'a>>,
     groups: &Groups,
     request: &AmaxRequest,
 ) -> Result<Amaxes, Nvfp4Error> {
     find(client, &Input::new(x.into())?, groups, request, None)
 }
 
-/// [`produce`] and [`amaxes`] in one read of the inputs. Rows behind the last group have undefined
-/// elements.
+/// [`run_prologue`] and [`amaxes`] in one read of the inputs. Rows behind the last group have
+/// undefined elements.
 ///
 /// # Errors
 /// As [`amaxes`].
-pub fn produce_with_amaxes(
+pub fn run_prologue_with_amaxes(
     client: &Client,
-    source: Source<'_>,
+    prologue: Prologue<'_>,
     groups: &Groups,
     request: &AmaxRequest,
 ) -> Result<(Matrix, Amaxes), Nvfp4Error> {
-    let input = Input::new(source)?;
+    let input = Input::new(prologue)?;
     if input.is_plain() || (request.rows.is_none() && request.cols.is_none()) {
         let found = find(client, &input, groups, request, None)?;
-        return Ok((produce(client, source)?, found));
+        return Ok((run_prologue(client, prologue)?, found));
     }
     let Matrix {
         rows, cols, dtype, ..
@@ -186,8 +186,10 @@ fn find(
             address_type(x.len()),
             words.width,
             words.arg(),
-            input.producer(),
-            written.map_or(SinkArgs::None, |out| SinkArgs::Matrix(Words::of(out).arg())),
+            input.prologue_inputs(),
+            written.map_or(PrologueOutArgs::None, |out| {
+                PrologueOutArgs::Matrix(Words::of(out).arg())
+            }),
             AmaxTilesLaunch::new(map, shape, row_tiles),
             AmaxOutLaunch::new(buffer(rows, rows_len.max(1)), buffer(cols, cols_len.max(1))),
             signs_of(hadamard),
@@ -234,8 +236,8 @@ fn amax_of_matrix(client: &Client, x: &Matrix) -> Result<Handle, Nvfp4Error> {
     Ok(out)
 }
 
-/// `count` words of zeros, which kernels may raise. A kernel and not a copy from the host, so that
-/// a graph can capture it.
+/// `count` words of zeros, which kernels raise to an amax. A kernel and not a copy from the host,
+/// so that a graph can capture it.
 pub(crate) fn zeros(client: &Client, count: usize) -> Handle {
     let out = allocate(client, count * 4);
     zero(client, [(&out, count), (&out, 0)]);

@@ -4,10 +4,10 @@ use cubecl::ir::{ElemType, UIntKind};
 
 use super::{
     super::kernels::{
-        AmaxOutLaunch, AmaxPlan, AmaxTilesLaunch, Grouping, ShapeLaunch, SinkArgs, amax_kernel,
-        amax_tiles_kernel, zero_kernel,
+        AmaxOutLaunch, AmaxPlan, AmaxTilesLaunch, Grouping, PrologueOutArgs, ShapeLaunch,
+        amax_kernel, amax_tiles_kernel, zero_kernel,
     },
-    COLS, ELEMENTS, ROWS, producer,
+    COLS, ELEMENTS, ROWS, prologue_inputs,
 };
 use crate::{
     cube::hadamard::SignsLaunch,
@@ -58,9 +58,9 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
             (Some(HadamardSize::H16), Grouping::Offsets(16), "SwiGlu"),
             (Some(HadamardSize::H16), Grouping::One, "SwiGluBackward"),
         ] {
-            let sink = match computed {
-                "SwiGlu" | "SwiGluBackward" => SinkArgs::Matrix(b(words / 4)),
-                _ => SinkArgs::None,
+            let written = match computed {
+                "SwiGlu" | "SwiGluBackward" => PrologueOutArgs::Matrix(b(words / 4)),
+                _ => PrologueOutArgs::None,
             };
             all.push(instance!(
                 device,
@@ -70,8 +70,8 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
                 address,
                 4,
                 b(words / 4),
-                producer(device, computed),
-                sink,
+                prologue_inputs(device, computed),
+                written,
                 AmaxTilesLaunch::new(b(4), ShapeLaunch::new(ROWS, COLS, 2, 4), 2),
                 AmaxOutLaunch::new(b(1), b(1)),
                 signs(),

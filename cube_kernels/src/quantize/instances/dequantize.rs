@@ -2,7 +2,8 @@
 
 use super::{
     super::kernels::{
-        Grouping, ShapeLaunch, SourcePlan, dequantize_col_pairs_kernel, dequantize_cols_kernel,
+        ColumnsPlan, Grouping, PackedRowsLaunch, PackedSectorsLaunch, PackedWordsLaunch,
+        ShapeLaunch, SourcePlan, WordsPlan, dequantize_col_pairs_kernel, dequantize_cols_kernel,
         dequantize_rows_kernel,
     },
     BLOCKS, COLS, ELEMENTS, ROWS,
@@ -16,7 +17,7 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
         let elem = dtype.storage_type();
         let tag = format!("{dtype:?}-{address:?}");
 
-        for (name, maxima, swizzled) in [
+        for (name, per_row, swizzled) in [
             ("", false, false),
             ("-rows", true, false),
             ("-swizzled", true, true),
@@ -27,17 +28,21 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
                 format!("{tag}{name}"),
                 Expected::default(),
                 address,
-                b(BLOCKS * 2),
-                b(BLOCKS),
-                b(ROWS),
+                PackedWordsLaunch::new(
+                    b(BLOCKS * 2),
+                    b(BLOCKS),
+                    b(ROWS),
+                    COLS / 8,
+                    COLS / 8,
+                    2688.0
+                ),
                 b(BLOCKS * 2),
                 BLOCKS * 2,
-                COLS / 8,
-                COLS / 8,
-                2688.0,
-                maxima,
-                swizzled,
-                dtype,
+                WordsPlan {
+                    per_row,
+                    swizzled,
+                    kind: dtype,
+                },
                 elem
             ));
         }
@@ -52,22 +57,20 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
                 format!("{tag}{name}"),
                 Expected::default(),
                 address,
-                b(BLOCKS),
-                b(BLOCKS),
-                b(ROWS),
+                PackedRowsLaunch::new(b(BLOCKS), b(BLOCKS), b(ROWS), ROWS / 16, 2688.0),
                 b(8),
                 b(ROWS * COLS),
                 ShapeLaunch::new(ROWS, COLS, 2, 1),
                 ROWS / 16,
-                ROWS / 16,
-                2688.0,
-                16,
-                SourcePlan {
-                    per_row,
-                    swizzled,
-                    grouping,
+                ColumnsPlan {
+                    span: 16,
+                    source: SourcePlan {
+                        per_row,
+                        swizzled,
+                        grouping,
+                    },
+                    kind: dtype,
                 },
-                dtype,
                 elem
             ));
         }
@@ -77,14 +80,16 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
             &tag,
             Expected::default(),
             address,
-            b(BLOCKS / 2),
-            b(BLOCKS / 4),
-            b(1),
+            PackedSectorsLaunch::new(
+                b(BLOCKS / 2),
+                b(BLOCKS / 4),
+                b(1),
+                ROWS,
+                COLS,
+                COLS / 16,
+                2688.0
+            ),
             b(ROWS * COLS / 2),
-            ROWS,
-            COLS,
-            COLS / 16,
-            2688.0f32,
             false,
             dtype,
             elem

@@ -11,8 +11,8 @@ mod swizzle;
 use cubecl::prelude::*;
 
 use super::kernels::{
-    GateInputsLaunch, Grouping, NormInputsLaunch, PackedRowsLaunch, ProducerArgs, ShapeLaunch,
-    SourcePlan,
+    GateInputsLaunch, Grouping, NormInputsLaunch, PackedRowsLaunch, PrologueInputsArgs,
+    ShapeLaunch, SourcePlan,
 };
 use crate::{
     registry::{DummyDevice, Expected, Instance},
@@ -43,8 +43,8 @@ pub(crate) fn instances(device: &DummyDevice) -> Vec<Instance> {
         .collect()
 }
 
-/// Types of elements, each with the widths of addresses. The width is independent of the type: one type
-/// stands for all.
+/// Types of elements, each with the widths of addresses. The width is independent of the type: one
+/// type stands for all.
 const ELEMENTS: [(FloatKind, AddressType); 4] = [
     (FloatKind::F32, AddressType::U32),
     (FloatKind::F16, AddressType::U32),
@@ -96,13 +96,13 @@ fn packed(device: &DummyDevice) -> PackedRowsLaunch {
 }
 
 /// The fused prologue `name`, or none.
-fn producer(device: &DummyDevice, name: &str) -> ProducerArgs {
+fn prologue_inputs(device: &DummyDevice, name: &str) -> PrologueInputsArgs {
     let b = |len| device.buffer(len);
     let gates = || GateInputsLaunch::new(b(64), b(64), 8, 4);
     match name {
-        "RmsNorm" => ProducerArgs::RmsNorm(NormInputsLaunch::new(b(ROWS), b(COLS / 4))),
-        "SwiGlu" => ProducerArgs::SwiGlu(gates()),
-        "SwiGluBackward" => ProducerArgs::SwiGluBackward(gates()),
-        _ => ProducerArgs::Plain,
+        "RmsNorm" => PrologueInputsArgs::RmsNorm(NormInputsLaunch::new(b(ROWS), b(COLS / 4))),
+        "SwiGlu" => PrologueInputsArgs::SwiGlu(gates()),
+        "SwiGluBackward" => PrologueInputsArgs::SwiGluBackward(gates()),
+        _ => PrologueInputsArgs::Plain,
     }
 }

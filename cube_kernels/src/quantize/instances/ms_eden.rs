@@ -5,14 +5,14 @@ use cubecl::prelude::*;
 use super::{
     super::kernels::{
         EdenDrawLaunch, EdenInputsLaunch, EdenOutLaunch, EdenPolicy, EdenScalesArgs,
-        EdenTilesLaunch, SourcePlan, ms_eden_amax_kernel, ms_eden_amax_packed_kernel,
-        ms_eden_kernel, ms_eden_packed_kernel,
+        EdenStoredArgs, EdenTilesLaunch, SourcePlan, ms_eden_amax_kernel, ms_eden_kernel,
     },
     BLOCKS, ELEMENTS, NONE, PLAIN, SOURCES, packed, shape,
 };
 use crate::{
-    cube::{eden::SignsLaunch, philox::RandomLaunch},
+    cube::{hadamard::SignsLaunch, philox::RandomLaunch},
     registry::{DummyDevice, Expected, Instance, instance},
+    tensor::FloatKind,
 };
 
 pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
@@ -47,31 +47,37 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
         for (across, name, source) in both.clone() {
             let swizzled = source.swizzled;
             let policy = policy(across, source, swizzled);
-            let tag = format!("{address:?}-{across}{name}");
+            let tag = format!("packed-{address:?}-{across}{name}");
             all.push(instance!(
                 device,
-                ms_eden_amax_packed_kernel,
+                ms_eden_amax_kernel,
                 &tag,
                 NONE,
                 address,
-                packed(device),
+                1,
+                EdenStoredArgs::Packed(packed(device)),
                 tiles(),
                 b(8),
                 signs(),
-                policy
+                policy,
+                FloatKind::F32,
+                FloatKind::F32.storage_type()
             ));
             all.push(instance!(
                 device,
-                ms_eden_packed_kernel,
+                ms_eden_kernel,
                 &tag,
                 e2m1,
                 address,
-                packed(device),
+                1,
+                EdenStoredArgs::Packed(packed(device)),
                 tiles(),
                 EdenInputsLaunch::new(b(8), 1.0, 1.0),
                 out(swizzled),
                 EdenDrawLaunch::new(b(2), random(), signs()),
-                policy
+                policy,
+                FloatKind::F32,
+                FloatKind::F32.storage_type()
             ));
         }
     }
@@ -93,7 +99,7 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
                 NONE,
                 address,
                 width,
-                b(BLOCKS),
+                EdenStoredArgs::Matrix(b(BLOCKS)),
                 tiles(),
                 b(8),
                 signs(),
@@ -108,7 +114,7 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
                 e2m1,
                 address,
                 width,
-                b(BLOCKS),
+                EdenStoredArgs::Matrix(b(BLOCKS)),
                 tiles(),
                 EdenInputsLaunch::new(b(8), 1.0, 1.0),
                 out(swizzled),

@@ -51,8 +51,8 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
             dtype,
             elem
         ));
-        // All four targets convert to E4M3 themselves. The software form is for GPUs before sm_89, for which
-        // Hopper stands in.
+        // All four targets convert to E4M3 themselves. The software form is for GPUs before sm_89,
+        // for which Hopper stands in.
         let software = (!device.conversion.has_nearest()).then_some(false);
         for hardware in software.into_iter().chain([true]) {
             let lanes = 2 * dtype.size();
@@ -95,11 +95,9 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
                     address,
                     width,
                     b(BLOCKS),
-                    b(8),
                     b(BLOCKS),
                     b(BLOCKS),
-                    shape(),
-                    MxTilesLaunch::new(2, 8, 1),
+                    MxTilesLaunch::new(b(8), shape(), 2, 8, 1),
                     plan.grouping,
                     mx,
                     elem
@@ -112,11 +110,9 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
                     address,
                     width,
                     packed(device),
-                    b(8),
                     b(BLOCKS),
                     b(BLOCKS),
-                    shape(),
-                    MxTilesLaunch::new(2, 8, 1),
+                    MxTilesLaunch::new(b(8), shape(), 2, 8, 1),
                     plan,
                     mx,
                     elem

@@ -1,8 +1,8 @@
 //! Instances of the kernels that compute a matrix without quantizing it.
 
 use super::{
-    super::kernels::{produce_kernel, rms_norm_rstd_kernel},
-    COLS, ELEMENTS, ROWS, producer,
+    super::kernels::{prologue_kernel, rms_norm_rstd_kernel},
+    COLS, ELEMENTS, ROWS, prologue_inputs,
 };
 use crate::registry::{DummyDevice, Expected, Instance, instance};
 
@@ -31,13 +31,13 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
         for computed in ["RmsNorm", "SwiGlu", "SwiGluBackward"] {
             all.push(instance!(
                 device,
-                produce_kernel,
+                prologue_kernel,
                 format!("{tag}-{computed}"),
                 Expected::default(),
                 address,
                 4,
                 b(words / 4),
-                producer(device, computed),
+                prologue_inputs(device, computed),
                 b(words / 4),
                 ROWS,
                 COLS * dtype.size() / 16,

@@ -9,7 +9,7 @@ use super::{
         TileGridLaunch, TilePlan, TokenRowsLaunch, map_tiles_kernel, quantize_per_token_kernel,
         quantize_row_kernel, quantize_tiles_kernel,
     },
-    BLOCKS, COLS, ELEMENTS, ROWS, producer,
+    BLOCKS, COLS, ELEMENTS, ROWS, prologue_inputs,
 };
 use crate::{
     cube::{block::BlockPlan, hadamard::SignsLaunch, philox::RandomLaunch},
@@ -138,7 +138,7 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
                 address,
                 4,
                 b(words / 4),
-                producer(device, computed),
+                prologue_inputs(device, computed),
                 norm,
                 b(ROWS),
                 packed_out(),
@@ -208,7 +208,7 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
                 address,
                 4,
                 b(words / 4),
-                producer(device, computed),
+                prologue_inputs(device, computed),
                 TileGridLaunch::new(b(4), ShapeLaunch::new(ROWS, COLS, 2, 4), 4usize, BLOCKS,),
                 target(row),
                 target(col),

@@ -4,7 +4,7 @@ use cubecl::prelude::*;
 
 use super::{
     super::kernels::{
-        ScaleShapeLaunch, swizzle_block_groups_kernel, swizzle_kernel,
+        BlockStartsLaunch, ScaleShapeLaunch, swizzle_block_groups_kernel, swizzle_kernel,
         unswizzle_block_groups_kernel, unswizzle_kernel,
     },
     BLOCKS, COLS, NONE, ROWS,
@@ -64,12 +64,10 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
             address,
             b(BLOCKS),
             b(BLOCKS),
-            b(9),
-            b(9),
+            BlockStartsLaunch::new(b(9), b(9), 8),
             b(BLOCKS),
             ROWS,
             COLS,
-            8,
             BLOCKS,
         ));
         all.push(instance!(
@@ -79,12 +77,10 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
             NONE,
             address,
             b(BLOCKS),
-            b(9),
-            b(9),
+            BlockStartsLaunch::new(b(9), b(9), 8),
             b(BLOCKS),
             ROWS,
             2,
-            8,
             BLOCKS,
         ));
     }

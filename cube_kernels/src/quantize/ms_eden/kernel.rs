@@ -15,14 +15,60 @@ use crate::{
     cube::{
         codec::{canonical, load},
         eden::{
-            EdenScale, LINES, SUMS, Signs, TASKS, TILE, correct_group, line_of, load_segment,
+            EdenScale, LINES, SUMS, TASKS, TILE, correct_group, line_of, load_segment,
             quantize_block, segment_amax, segment_of, slot, store_segment,
             transform_between_segments, transform_segment,
         },
+        hadamard::Signs,
         philox::Random,
     },
     tensor::FloatKind,
 };
+
+/// A source in memory: the elements of a matrix, or the codes and scales of an NVFP4 tensor, which
+/// leave `F` and `N` without a meaning.
+#[derive(CubeType, CubeLaunch)]
+pub enum EdenStored<F: Numeric, N: Size> {
+    /// A matrix.
+    Matrix(Box<[Vector<F, N>]>),
+    /// An NVFP4 tensor.
+    Packed(PackedRows),
+}
+
+#[cube]
+impl<F: Numeric, N: Size> EdenStored<F, N> {
+    /// The factor of a packed source with one amax.
+    fn factor(&self) -> f32 {
+        #[comptime]
+        match self {
+            EdenStored::Matrix(_) => 1.0f32.runtime(),
+            EdenStored::Packed(rows) => rows.factor(),
+        }
+    }
+
+    /// Loads a tile and transforms its segments; ends at a barrier. `factor` is that of the source,
+    /// `cols` its columns where it is a matrix, `kind` then their type.
+    fn load(
+        &self,
+        tile: &mut [f32],
+        at: &Position,
+        signs: &Signs,
+        factor: f32,
+        cols: usize,
+        #[comptime] policy: EdenPolicy,
+        #[comptime] kind: FloatKind,
+    ) {
+        let (across, plan) = comptime!((policy.across, policy.source));
+        #[comptime]
+        match self {
+            EdenStored::Matrix(x) => load_matrix::<F, N>(x, tile, at, signs, cols, across, kind),
+            EdenStored::Packed(rows) => {
+                let own = rows.factor_of(at.part, factor, plan);
+                load_packed(rows, own, tile, at, signs, across, plan);
+            }
+        }
+    }
+}
 
 /// From what the scales derive.
 #[derive(CubeType, CubeLaunch)]
@@ -293,7 +339,7 @@ fn tile_amax(tile: &[f32], #[comptime] across: bool) -> u32 {
 /// matter. Once for each plane on CUDA, and only where it is not as high already: atomics on one
 /// address take turns.
 #[cube]
-fn raise(out: &mut [Atomic<u32>], index: usize, bits: u32, #[comptime] cuda: bool) {
+fn atomic_amax(out: &mut [Atomic<u32>], index: usize, bits: u32, #[comptime] cuda: bool) {
     let bits = canonical(bits);
     if comptime!(cuda) {
         let plane = plane_max(bits);
@@ -327,7 +373,7 @@ impl KeptAmax {
         if comptime!(!policy.plain()) {
             let next = part;
             if next != self.part {
-                raise(out, self.part, self.bits, policy.cuda);
+                atomic_amax(out, self.part, self.bits, policy.cuda);
                 self.bits = 0u32;
                 self.part = next;
             }
@@ -447,47 +493,16 @@ impl EdenScales {
     }
 }
 
-/// The amax of the transformed values of a matrix, or of each of its groups of rows.
+/// The amax of the transformed values of a source, or of each of its groups of rows.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn ms_eden_amax_kernel<F: Numeric, N: Size>(
-    x: &[Vector<F, N>],
+    source: EdenStored<F, N>,
     tiles: EdenTiles,
     out: &mut [Atomic<u32>],
     signs: Signs,
     #[comptime] policy: EdenPolicy,
     #[comptime] kind: FloatKind,
     #[define(F)] _storage: ElemType,
-) {
-    let across = comptime!(policy.across);
-    let shape = &tiles.shape;
-    let mut tile = Shared::<[f32]>::new_slice(comptime!(TILE));
-    let mut kept = KeptAmax {
-        bits: 0u32,
-        part: 0usize,
-    };
-    let mut index = CUBE_POS;
-    while index < tiles.row_tiles * shape.tile_cols {
-        let at = tile_position(index, &tiles, policy);
-        if comptime!(policy.plain()) || is_filled(&at, policy) {
-            load_matrix::<F, N>(x, &mut tile, &at, &signs, shape.cols, across, kind);
-            transform_between_segments(&mut tile, across, policy.cuda);
-            sync_cube();
-            kept.include(tile_amax(&tile, across), at.part, out, policy);
-            sync_cube();
-        }
-        index += CUBE_COUNT;
-    }
-    raise(out, kept.part, kept.bits, policy.cuda);
-}
-
-/// The amax of the transformed values of an NVFP4 matrix, or of each of its groups of rows.
-#[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
-pub fn ms_eden_amax_packed_kernel(
-    source: PackedRows,
-    tiles: EdenTiles,
-    out: &mut [Atomic<u32>],
-    signs: Signs,
-    #[comptime] policy: EdenPolicy,
 ) {
     let across = comptime!(policy.across);
     let shape = &tiles.shape;
@@ -501,9 +516,7 @@ pub fn ms_eden_amax_packed_kernel(
     while index < tiles.row_tiles * shape.tile_cols {
         let at = tile_position(index, &tiles, policy);
         if comptime!(policy.plain()) || is_filled(&at, policy) {
-            let plan = comptime!(policy.source);
-            let own = source.factor_of(at.part, factor, plan);
-            load_packed(&source, own, &mut tile, &at, &signs, across, plan);
+            source.load(&mut tile, &at, &signs, factor, shape.cols, policy, kind);
             transform_between_segments(&mut tile, across, policy.cuda);
             sync_cube();
             kept.include(tile_amax(&tile, across), at.part, out, policy);
@@ -511,13 +524,13 @@ pub fn ms_eden_amax_packed_kernel(
         }
         index += CUBE_COUNT;
     }
-    raise(out, kept.part, kept.bits, policy.cuda);
+    atomic_amax(out, kept.part, kept.bits, policy.cuda);
 }
 
-/// MS-EDEN of a matrix, or of each of its groups of rows.
+/// MS-EDEN of a source, or of each of its groups of rows.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn ms_eden_kernel<F: Numeric, N: Size>(
-    x: &[Vector<F, N>],
+    source: EdenStored<F, N>,
     tiles: EdenTiles,
     from: EdenInputs,
     mut out: EdenOut,
@@ -531,54 +544,21 @@ pub fn ms_eden_kernel<F: Numeric, N: Size>(
     let mut tile = Shared::<[f32]>::new_slice(comptime!(TILE));
     let mut sums = BlockSums::new();
     let random = draw.resolve(policy.device_offset);
-    let mut kept = write_amax(&from, shape, &mut out, policy);
-    let mut index = CUBE_POS;
-    while index < tiles.row_tiles * shape.tile_cols {
-        let at = tile_position(index, &tiles, policy);
-        if comptime!(policy.plain()) || is_filled(&at, policy) {
-            load_matrix::<F, N>(x, &mut tile, &at, &draw.signs, shape.cols, across, kind);
-            transform_between_segments(&mut tile, across, policy.cuda);
-            sync_cube();
-            kept.turn_to(at.part, &from, policy);
-            quantize_tile(
-                &tile,
-                &mut sums,
-                &mut out,
-                &at,
-                &kept.scale,
-                &random,
-                policy,
-            );
-            sync_cube();
-        }
-        index += CUBE_COUNT;
-    }
-}
-
-/// MS-EDEN of an NVFP4 matrix, or of each of its groups of rows.
-#[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
-pub fn ms_eden_packed_kernel(
-    source: PackedRows,
-    tiles: EdenTiles,
-    from: EdenInputs,
-    mut out: EdenOut,
-    draw: EdenDraw,
-    #[comptime] policy: EdenPolicy,
-) {
-    let across = comptime!(policy.across);
-    let shape = &tiles.shape;
-    let mut tile = Shared::<[f32]>::new_slice(comptime!(TILE));
-    let mut sums = BlockSums::new();
-    let random = draw.resolve(policy.device_offset);
     let factor = source.factor();
     let mut kept = write_amax(&from, shape, &mut out, policy);
     let mut index = CUBE_POS;
     while index < tiles.row_tiles * shape.tile_cols {
         let at = tile_position(index, &tiles, policy);
         if comptime!(policy.plain()) || is_filled(&at, policy) {
-            let plan = comptime!(policy.source);
-            let own = source.factor_of(at.part, factor, plan);
-            load_packed(&source, own, &mut tile, &at, &draw.signs, across, plan);
+            source.load(
+                &mut tile,
+                &at,
+                &draw.signs,
+                factor,
+                shape.cols,
+                policy,
+                kind,
+            );
             transform_between_segments(&mut tile, across, policy.cuda);
             sync_cube();
             kept.turn_to(at.part, &from, policy);

@@ -6,25 +6,23 @@ use super::{
     super::{
         amax::zeros,
         packed_source::{PackedSource, SourcePlan},
+        plan::signs_of,
         tile::{Grouping, ROWS, ShapeLaunch, map_tiles},
     },
     kernel::{
-        EdenDrawLaunch, EdenInputsLaunch, EdenOutLaunch, EdenScalesArgs, ms_eden_amax_kernel,
-        ms_eden_amax_packed_kernel, ms_eden_kernel, ms_eden_packed_kernel,
+        EdenDrawLaunch, EdenInputsLaunch, EdenOutLaunch, EdenScalesArgs, EdenStoredArgs,
+        ms_eden_amax_kernel, ms_eden_kernel,
     },
     position::{EdenPolicy, EdenTilesLaunch},
 };
 use crate::{
     BLOCK, Hadamard, Layout, Nvfp4Error, RandomStream, ScaleLayout, Usage,
     capabilities::Capabilities,
-    cube::{
-        eden::{LINES, SignsLaunch},
-        philox::RandomLaunch,
-    },
+    cube::{eden::LINES, philox::RandomLaunch},
     launch::{buffer, tile_grid, vector_size},
     memory::{address_type, allocate, check_memory},
     reference::{EDEN_GROUP, EdenTarget, check_eden_hadamard, padding::padded_bound},
-    tensor::{DeviceQuantized, Groups, Matrix},
+    tensor::{DeviceQuantized, FloatKind, Groups, Matrix},
 };
 
 /// What MS-EDEN quantizes.
@@ -103,6 +101,26 @@ impl<'a> Stored<'a> {
         }
     }
 
+    /// The elements that a kernel loads at once, and their type. A packed source has neither: those
+    /// stand for all.
+    fn elements(&self) -> (usize, FloatKind) {
+        match self {
+            Self::Matrix(matrix, _) => (vector_size(matrix.dtype, matrix.cols), matrix.dtype),
+            Self::Packed(_) => (1, FloatKind::F32),
+        }
+    }
+
+    /// The argument of a kernel that loads `width` elements at once.
+    fn arg<F: Numeric, N: Size>(&self, width: usize) -> EdenStoredArgs<F, N> {
+        match self {
+            // SAFETY: the matrix was checked against its memory.
+            Self::Matrix(matrix, _) => {
+                EdenStoredArgs::Matrix(unsafe { buffer(&matrix.handle, matrix.len() / width) })
+            }
+            Self::Packed(packed) => EdenStoredArgs::Packed(packed.arg()),
+        }
+    }
+
     fn plan(&self) -> SourcePlan {
         match self {
             Self::Matrix(_, groups) => SourcePlan {
@@ -158,44 +176,24 @@ pub fn ms_eden_amax<'a>(
     let result = unsafe { buffer(&out, maxima) };
     let map = geometry.map(client, &out);
     let (count, dim, address) = geometry.launch();
-    let signs = signs(hadamard);
-    match &geometry.source {
-        Stored::Matrix(matrix, _) => {
-            let width = vector_size(matrix.dtype, matrix.cols);
-            // SAFETY: the kernel masks every access by the shape.
-            unsafe {
-                ms_eden_amax_kernel::launch_unchecked(
-                    client,
-                    count,
-                    dim,
-                    address,
-                    width,
-                    buffer(&matrix.handle, matrix.len() / width),
-                    geometry.tiles(map, 0),
-                    result,
-                    signs,
-                    geometry.policy,
-                    matrix.dtype,
-                    matrix.dtype.storage_type(),
-                );
-            }
-        }
-        Stored::Packed(packed) => {
-            // SAFETY: as above.
-            unsafe {
-                ms_eden_amax_packed_kernel::launch_unchecked(
-                    client,
-                    count,
-                    dim,
-                    address,
-                    packed.arg(),
-                    geometry.tiles(map, 0),
-                    result,
-                    signs,
-                    geometry.policy,
-                );
-            }
-        }
+    let signs = signs_of(Some(*hadamard));
+    let (width, kind) = geometry.source.elements();
+    // SAFETY: the kernel masks every access by the shape.
+    unsafe {
+        ms_eden_amax_kernel::launch_unchecked(
+            client,
+            count,
+            dim,
+            address,
+            width,
+            geometry.source.arg(width),
+            geometry.tiles(map, 0),
+            result,
+            signs,
+            geometry.policy,
+            kind,
+            kind.storage_type(),
+        );
     }
     Ok(out)
 }
@@ -205,16 +203,17 @@ pub fn ms_eden_amax<'a>(
 ///
 /// The result is the transformed matrix: its contraction is padded to a multiple of 128, and its
 /// `amax` is the one from which it decodes. Draw the signs of `hadamard` afresh for each backward
-/// pass, the same for both operands of a product. See
+/// pass, the same for both operands of a GEMM. See
 /// [`reference::ms_eden`](crate::reference::ms_eden).
 ///
 /// Each group of rows is a matrix of its own, with an amax of its own, but for the indices of
 /// random bits, which go on from group to group
 /// ([`reference::ms_eden_at`](crate::reference::ms_eden_at)). Along [`Usage::Columnwise`] it is
 /// padded to a multiple of 128 rows. Copies of [`Groups::Batch`] then are such a batch again; those
-/// of [`Groups::Offsets`] lie side by side, as
-/// [`quantize_side_by_side`](crate::quantize::quantize_side_by_side) leaves them: group `g` takes the
-/// elements from entry `g` of [`GroupOffsets::aligned`](crate::moe::GroupOffsets::aligned)`(client,
+/// of [`Groups::Offsets`] are concatenated along the columns, as
+/// [`quantize_side_by_side`](crate::quantize::quantize_side_by_side) leaves them: group `g` takes
+/// the elements from entry `g` of
+/// [`GroupOffsets::aligned`](crate::moe::GroupOffsets::aligned)`(client,
 /// rows, 128)` on, there is room for [`padded_bound`]`(rows, count, 128)`, and those behind the
 /// last group are not written.
 ///
@@ -239,7 +238,8 @@ pub fn ms_eden<'a>(
 /// rows that pad a tile are written, as zeros.
 ///
 /// # Errors
-/// As [`ms_eden_amax`], and for scales in 128x4 tiles of copies that lie side by side.
+/// As [`ms_eden_amax`], and for scales in 128x4 tiles of tensors that are concatenated along the
+/// columns.
 pub fn ms_eden_with<'a>(
     client: &Client,
     source: impl Into<EdenSource<'a>>,
@@ -287,46 +287,25 @@ pub fn ms_eden_with<'a>(
     let (count, dim, address) = geometry.launch();
     let tiles = geometry.tiles(map, row_groups);
     let from = EdenInputsLaunch::new(amax_arg, target.amax_factor(), target.block_factor());
-    let draw = EdenDrawLaunch::new(offset, stream, signs(hadamard));
-    match &geometry.source {
-        Stored::Matrix(matrix, _) => {
-            let width = vector_size(matrix.dtype, matrix.cols);
-            // SAFETY: the kernel masks every access by the shape.
-            unsafe {
-                ms_eden_kernel::launch_unchecked(
-                    client,
-                    count,
-                    dim,
-                    address,
-                    width,
-                    buffer(&matrix.handle, matrix.len() / width),
-                    tiles,
-                    from,
-                    target_memory,
-                    draw,
-                    geometry.policy,
-                    matrix.dtype,
-                    matrix.dtype.storage_type(),
-                );
-            }
-        }
-        Stored::Packed(packed) => {
-            // SAFETY: as above.
-            unsafe {
-                ms_eden_packed_kernel::launch_unchecked(
-                    client,
-                    count,
-                    dim,
-                    address,
-                    packed.arg(),
-                    tiles,
-                    from,
-                    target_memory,
-                    draw,
-                    geometry.policy,
-                );
-            }
-        }
+    let draw = EdenDrawLaunch::new(offset, stream, signs_of(Some(*hadamard)));
+    let (width, kind) = geometry.source.elements();
+    // SAFETY: the kernel masks every access by the shape.
+    unsafe {
+        ms_eden_kernel::launch_unchecked(
+            client,
+            count,
+            dim,
+            address,
+            width,
+            geometry.source.arg(width),
+            tiles,
+            from,
+            target_memory,
+            draw,
+            geometry.policy,
+            kind,
+            kind.storage_type(),
+        );
     }
     Ok(out)
 }
@@ -363,11 +342,6 @@ fn result(
 fn is_sm80(capabilities: &Capabilities) -> bool {
     let capability = capabilities.compute_capability;
     capability.is_some_and(|capability| capability >= 80)
-}
-
-fn signs(hadamard: &Hadamard) -> SignsLaunch {
-    let [word0, word1, word2, word3] = hadamard.sign_words();
-    SignsLaunch::new(word0, word1, word2, word3)
 }
 
 /// The launch of either kernel.

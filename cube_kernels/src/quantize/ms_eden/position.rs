@@ -75,7 +75,7 @@ pub(super) struct Position {
 }
 
 /// Tile number `index`. Neighbouring cubes read neighbouring memory. `map` is what [`map_tiles()`]
-/// wrote, `row_groups` the length of a line of the result where groups lie side by side.
+/// wrote, `row_groups` the length of a line of the result where groups share their lines.
 #[cube]
 pub(super) fn tile_position(
     index: usize,

@@ -100,8 +100,8 @@ pub fn mx_quantize(
 /// - copies of [`Groups::Batch`] lie one below the other. They are rowwise tensors of the
 ///   transposed matrices, and so the result says: `count * x.cols` rows of `x.rows / count`, packed
 ///   along [`Usage::Rowwise`].
-/// - copies of [`Groups::Offsets`] lie side by side: `x.cols` stored rows, in each of which group
-///   `g` takes the elements from entry `g` of
+/// - copies of [`Groups::Offsets`] are concatenated along the columns: `x.cols` stored rows, in
+///   each of which group `g` takes the elements from entry `g` of
 ///   [`GroupOffsets::aligned`](crate::moe::GroupOffsets::aligned)`(client, x.rows, 32)` on. There is
 ///   room for [`padded_bound`]`(x.rows, count, 32)` of them; blocks behind the last group are not
 ///   written.
@@ -170,11 +170,9 @@ pub fn mx_quantize_groups(
                     address,
                     width,
                     source,
-                    tiles.map(client, &out.scales),
                     codes(4),
                     scales,
-                    tiles.shape(),
-                    tiles.args(blocks),
+                    tiles.args(client, blocks, &out.scales),
                     Grouping::of(groups),
                     plan,
                     x.dtype.storage_type(),
@@ -212,24 +210,20 @@ impl<'a> Tiles<'a> {
         }
     }
 
-    pub(super) fn shape(&self) -> ShapeLaunch {
-        let (rows, cols) = self.matrix;
-        ShapeLaunch::new(rows, cols, self.groups.count(), self.cols)
-    }
-
-    /// `row_blocks` are the blocks of a stored row of the result.
-    pub(super) fn args(&self, row_blocks: usize) -> MxTilesLaunch {
-        MxTilesLaunch::new(self.rows, row_blocks, self.band)
-    }
-
-    pub(super) fn map(&self, client: &Client, unread: &Handle) -> BufferArg {
-        map_tiles(
-            client,
-            self.matrix,
-            self.groups,
+    /// `row_blocks` are the blocks of a stored row of the result, `unread` any memory.
+    pub(super) fn args(
+        &self,
+        client: &Client,
+        row_blocks: usize,
+        unread: &Handle,
+    ) -> MxTilesLaunch {
+        let (matrix, groups) = (self.matrix, self.groups);
+        MxTilesLaunch::new(
+            map_tiles(client, matrix, groups, self.rows, MX_BLOCK, unread),
+            ShapeLaunch::new(matrix.0, matrix.1, groups.count(), self.cols),
             self.rows,
-            MX_BLOCK,
-            unread,
+            row_blocks,
+            self.band,
         )
     }
 }
@@ -466,8 +460,12 @@ pub(super) fn quantize_tile_columns<F: Numeric>(
 }
 
 /// The tiles of a matrix, and how the tensors of its groups lie.
-#[derive(CubeType, CubeLaunch, Clone, Copy)]
+#[derive(CubeType, CubeLaunch)]
 pub struct MxTiles {
+    /// What `tile::map_tiles` wrote.
+    pub map: Box<[Vector<u32, Const<4>>]>,
+    /// The matrix.
+    pub shape: Shape,
     /// Rows of tiles.
     pub row_tiles: usize,
     /// Blocks of a stored row where the tensors of groups share their stored rows.
@@ -477,14 +475,12 @@ pub struct MxTiles {
 }
 
 /// One cube makes the column blocks of every `cubes`-th tile of 128 x 64; neighbouring cubes take
-/// tiles of a band of rows. `map` is what `tile::map_tiles` wrote.
+/// tiles of a band of rows.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn mx_quantize_col_kernel<F: Numeric, N: Size>(
     x: &[Vector<F, N>],
-    map: &[Vector<u32, Const<4>>],
     codes: &mut [Vector<u32, Const<4>>],
     scales: &mut [u8],
-    shape: Shape,
     tiles: MxTiles,
     #[comptime] grouping: Grouping,
     #[comptime] plan: MxPlan,
@@ -496,13 +492,14 @@ pub fn mx_quantize_col_kernel<F: Numeric, N: Size>(
         16usize,
     );
     let mut staging = Staging::new(plan.element);
+    let shape = &tiles.shape;
     let cols = shape.cols;
     let vectors = cols / width;
     let mut index = CUBE_POS;
     while index < tiles.row_tiles * shape.tile_cols {
         let place = in_bands(index, tiles.row_tiles, shape.tile_cols, tiles.band);
         let col0 = place.col * comptime!(TILE_COLS);
-        let at = tile_from(map, place.row, col0, &shape, 32usize, grouping);
+        let at = tile_from(&tiles.map, place.row, col0, shape, 32usize, grouping);
         if comptime!(grouping == Grouping::One) || at.row0 < at.row_end {
             let wide = tile.as_mut_slice().with_vector_size_mut::<N>();
             let mut item = UNIT_POS as usize;

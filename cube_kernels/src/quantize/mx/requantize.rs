@@ -5,7 +5,7 @@ use cubecl::prelude::*;
 use super::{
     super::{
         packed_source::{PackedBlock, PackedRows, PackedSource, SourcePlan, scale_at},
-        tile::{Grouping, Shape, group_place, in_bands, tile_from},
+        tile::{Grouping, group_place, in_bands, tile_from},
     },
     quantize::{
         ColumnPlace, MxPlan, MxRowPlan, MxTiles, Staging, TILE_COLS, TILE_ROWS, Tiles, amax_of,
@@ -107,11 +107,9 @@ pub fn mx_requantize(
                 address,
                 16 / via.size(),
                 source.arg(),
-                tiles.map(client, source.unread()),
                 codes(4),
                 scales,
-                tiles.shape(),
-                tiles.args(out.blocks()),
+                tiles.args(client, out.blocks(), source.unread()),
                 source.plan,
                 plan,
                 via.storage_type(),
@@ -261,15 +259,12 @@ pub fn mx_requantize_along_kernel<F: Numeric, M: Size>(
 }
 
 /// One cube dequantizes every `cubes`-th tile of 128 stored rows x 64 and makes blocks down its
-/// columns. `map` is as for `mx_quantize_col_kernel`. `F` is the storage type of `plan.kind`,
-/// `N` elements of it are 16 bytes.
+/// columns. `F` is the storage type of `plan.kind`, `N` elements of it are 16 bytes.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn mx_requantize_across_kernel<F: Numeric, N: Size>(
     source: PackedRows,
-    map: &[Vector<u32, Const<4>>],
     codes: &mut [Vector<u32, Const<4>>],
     scales: &mut [u8],
-    shape: Shape,
     tiles: MxTiles,
     #[comptime] from: SourcePlan,
     #[comptime] plan: MxPlan,
@@ -282,6 +277,7 @@ pub fn mx_requantize_across_kernel<F: Numeric, N: Size>(
         16usize,
     );
     let mut staging = Staging::new(plan.element);
+    let shape = &tiles.shape;
     let grouping = comptime!(from.grouping);
     let shared = source.factor();
     let mut index = CUBE_POS;
@@ -289,7 +285,7 @@ pub fn mx_requantize_across_kernel<F: Numeric, N: Size>(
         let place = in_bands(index, tiles.row_tiles, shape.tile_cols, tiles.band);
         let col0 = place.col * comptime!(TILE_COLS);
         let block0 = place.col * comptime!(TILE_COLS / 16);
-        let at = tile_from(map, place.row, col0, &shape, 32usize, grouping);
+        let at = tile_from(&tiles.map, place.row, col0, shape, 32usize, grouping);
         if comptime!(grouping == Grouping::One) || at.row0 < at.row_end {
             let own = source.factor_of(at.group, shared, from);
             let wide = tile.as_mut_slice().with_vector_size_mut::<N>();

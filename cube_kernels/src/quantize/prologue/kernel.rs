@@ -12,7 +12,7 @@ use crate::{
     tensor::FloatKind,
 };
 
-/// Words of a vector: kernels with producers load 16 bytes at a time.
+/// Words of a vector: kernels with a fused prologue load 16 bytes at a time.
 const VECTOR: usize = 4;
 
 /// Elements of a vector.
@@ -22,14 +22,14 @@ pub(super) const fn per_vector(kind: FloatKind) -> usize {
 
 /// What a kernel reads beside `x`, and what it makes of both.
 #[derive(CubeType, CubeLaunch)]
-pub enum Producer {
+pub enum PrologueInputs {
     /// `x` as it is.
     Plain,
     /// `x` normalised.
     RmsNorm(NormInputs),
     /// A gated activation; `x` is not read.
     SwiGlu(GateInputs),
-    /// The gradients of a gated activation side by side; `x` is that of its output.
+    /// The gradients of a gated activation, concatenated; `x` is that of its output.
     SwiGluBackward(GateInputs),
 }
 
@@ -47,7 +47,7 @@ pub struct NormInputs {
 pub struct GateInputs {
     /// The gate.
     pub gate: Box<[Vector<u32, Const<4>>]>,
-    /// What is multiplied with it; the same memory where both lie side by side.
+    /// What is multiplied with it; the same memory where both are concatenated.
     pub up: Box<[Vector<u32, Const<4>>]>,
     /// Vectors from one row to the next.
     pub pitch: usize,
@@ -62,7 +62,7 @@ pub struct Column {
     gains: Array<f32>,
     /// Where its inputs stand in a row.
     vector: usize,
-    /// Of two gradients side by side, whether it belongs to the second.
+    /// Of two concatenated gradients, whether it belongs to the second.
     of_up: bool,
 }
 
@@ -136,18 +136,18 @@ fn normalized(
 }
 
 #[cube]
-impl Producer {
-    /// What the vectors at `vector` of all rows have in common. Produced rows have `row_vectors`
+impl PrologueInputs {
+    /// What the vectors at `vector` of all rows have in common. Computed rows have `row_vectors`
     /// vectors.
     pub fn column(&self, vector: usize, row_vectors: usize, #[comptime] kind: FloatKind) -> Column {
         #[comptime]
         match self {
-            Producer::RmsNorm(norm) => Column {
+            PrologueInputs::RmsNorm(norm) => Column {
                 gains: load_gains(&norm.gain, vector, kind),
                 vector,
                 of_up: false.runtime(),
             },
-            Producer::SwiGluBackward(_) => {
+            PrologueInputs::SwiGluBackward(_) => {
                 let half = row_vectors / 2usize;
                 let of_up = vector >= half;
                 Column {
@@ -175,19 +175,19 @@ impl Producer {
         let vector = column.vector;
         #[comptime]
         match self {
-            Producer::Plain => Loaded {
+            PrologueInputs::Plain => Loaded {
                 first: words_of::<F, N>(x[row * row_vectors + vector]),
                 gate: no_words(),
                 up: no_words(),
                 rstd: 0.0f32.runtime(),
             },
-            Producer::RmsNorm(norm) => Loaded {
+            PrologueInputs::RmsNorm(norm) => Loaded {
                 first: words_of::<F, N>(x[row * row_vectors + vector]),
                 gate: no_words(),
                 up: no_words(),
                 rstd: norm.rstd[row],
             },
-            Producer::SwiGlu(inputs) => {
+            PrologueInputs::SwiGlu(inputs) => {
                 let start = row * inputs.pitch + vector;
                 Loaded {
                     first: no_words(),
@@ -196,7 +196,7 @@ impl Producer {
                     rstd: 0.0f32.runtime(),
                 }
             }
-            Producer::SwiGluBackward(inputs) => {
+            PrologueInputs::SwiGluBackward(inputs) => {
                 let start = row * inputs.pitch + vector;
                 Loaded {
                     first: words_of::<F, N>(x[row * (row_vectors / 2usize) + vector]),
@@ -220,7 +220,7 @@ impl Producer {
         let unrolled = comptime!(conversion.has_ptx());
         #[comptime]
         match self {
-            Producer::Plain => {
+            PrologueInputs::Plain => {
                 let mut words = Array::<u32>::new(VECTOR);
                 #[unroll]
                 for w in 0..VECTOR {
@@ -228,10 +228,10 @@ impl Producer {
                 }
                 words
             }
-            Producer::RmsNorm(_) => {
+            PrologueInputs::RmsNorm(_) => {
                 normalized(&loaded.first, loaded.rstd, &column.gains, conversion, kind)
             }
-            Producer::SwiGlu(_) => {
+            PrologueInputs::SwiGlu(_) => {
                 let mut words = Array::<u32>::new(VECTOR);
                 #[unroll(unrolled)]
                 for w in 0..VECTOR {
@@ -246,7 +246,7 @@ impl Producer {
                 }
                 words
             }
-            Producer::SwiGluBackward(_) => {
+            PrologueInputs::SwiGluBackward(_) => {
                 let both = gradients(loaded, conversion, kind);
                 let mut words = Array::<u32>::new(VECTOR);
                 #[unroll]
@@ -270,7 +270,7 @@ impl Producer {
     ) -> usize {
         #[comptime]
         match self {
-            Producer::SwiGluBackward(_) => {
+            PrologueInputs::SwiGluBackward(_) => {
                 if comptime!(paired) {
                     let half = comptime!(tile::cols(kind) / 2);
                     let of_up = c >= half;
@@ -323,9 +323,9 @@ fn gradients(
     GradientWords { by_gate, by_up }
 }
 
-/// Where a kernel writes what it produced, too.
+/// Where a kernel writes what its prologue computed, too.
 #[derive(CubeType, CubeLaunch)]
-pub enum Sink {
+pub enum PrologueOut {
     /// Nowhere.
     None,
     /// A matrix.
@@ -333,12 +333,12 @@ pub enum Sink {
 }
 
 #[cube]
-impl Sink {
+impl PrologueOut {
     fn write(&mut self, index: usize, words: &Array<u32>) {
         #[comptime]
         match self {
-            Sink::None => {}
-            Sink::Matrix(out) => out[index] = vector_of(words),
+            PrologueOut::None => {}
+            PrologueOut::Matrix(out) => out[index] = vector_of(words),
         }
     }
 }
@@ -356,39 +356,39 @@ fn vector_of(words: &Array<u32>) -> Vector<u32, Const<4>> {
 /// Vectors whose inputs a unit loads before it computes the first.
 const IN_FLIGHT: usize = 4;
 
-/// [`tile::start_load()`] of what `producer` makes; it is also written to `sink`.
+/// [`tile::start_load()`] of what `prologue` makes; it is also written to `written`.
 ///
 /// Where gradients of a gated activation are [paired](LoadPlan::paired), both come from the same
-/// numbers, and the caller asks for [`Producer::column_of()`].
+/// numbers, and the caller asks for [`PrologueInputs::column_of()`].
 #[cube]
 pub fn start_load<F: Numeric, N: Size>(
     x: &[Vector<F, N>],
-    producer: &Producer,
-    sink: &mut Sink,
+    prologue: &PrologueInputs,
+    written: &mut PrologueOut,
     shared: &mut Shared<[u32]>,
     tile: &Tile,
     shape: &Shape,
     #[comptime] plan: LoadPlan,
 ) {
     #[comptime]
-    match producer {
-        Producer::Plain => tile::start_load::<F, N>(x, shared, tile, shape, plan),
-        Producer::SwiGluBackward(_) => {
+    match prologue {
+        PrologueInputs::Plain => tile::start_load::<F, N>(x, shared, tile, shape, plan),
+        PrologueInputs::SwiGluBackward(_) => {
             if comptime!(plan.paired) {
-                produce_pairs::<F, N>(x, producer, sink, shared, tile, shape, plan);
+                prologue_pairs::<F, N>(x, prologue, written, shared, tile, shape, plan);
             } else {
-                produce_tile::<F, N>(x, producer, sink, shared, tile, shape, plan);
+                prologue_tile::<F, N>(x, prologue, written, shared, tile, shape, plan);
             }
         }
-        _ => produce_tile::<F, N>(x, producer, sink, shared, tile, shape, plan),
+        _ => prologue_tile::<F, N>(x, prologue, written, shared, tile, shape, plan),
     }
 }
 
 #[cube]
-fn produce_tile<F: Numeric, N: Size>(
+fn prologue_tile<F: Numeric, N: Size>(
     x: &[Vector<F, N>],
-    producer: &Producer,
-    sink: &mut Sink,
+    prologue: &PrologueInputs,
+    written: &mut PrologueOut,
     shared: &mut Shared<[u32]>,
     tile: &Tile,
     shape: &Shape,
@@ -404,7 +404,7 @@ fn produce_tile<F: Numeric, N: Size>(
     );
     let mut first = UNIT_POS as usize;
     if comptime!(whole) {
-        let column = producer.column(
+        let column = prologue.column(
             min(vector0 + first % per_row, row_vectors - 1usize),
             row_vectors,
             kind,
@@ -417,12 +417,12 @@ fn produce_tile<F: Numeric, N: Size>(
                 vector0,
                 row_vectors,
             };
-            produce_vectors::<F, N>(x, producer, sink, shared, &column, &run, IN_FLIGHT, plan);
+            prologue_vectors::<F, N>(x, prologue, written, shared, &column, &run, IN_FLIGHT, plan);
             first += comptime!(IN_FLIGHT * units);
         }
     } else {
         while first < comptime!(tile::ROWS * per_row) {
-            let column = producer.column(
+            let column = prologue.column(
                 min(vector0 + first % per_row, row_vectors - 1usize),
                 row_vectors,
                 kind,
@@ -434,7 +434,7 @@ fn produce_tile<F: Numeric, N: Size>(
                 vector0,
                 row_vectors,
             };
-            produce_vectors::<F, N>(x, producer, sink, shared, &column, &run, 1usize, plan);
+            prologue_vectors::<F, N>(x, prologue, written, shared, &column, &run, 1usize, plan);
             first += units;
         }
     }
@@ -455,10 +455,10 @@ struct VectorRun {
 
 /// Computes `count` vectors of a tile.
 #[cube]
-fn produce_vectors<F: Numeric, N: Size>(
+fn prologue_vectors<F: Numeric, N: Size>(
     x: &[Vector<F, N>],
-    producer: &Producer,
-    sink: &mut Sink,
+    prologue: &PrologueInputs,
+    written: &mut PrologueOut,
     shared: &mut Shared<[u32]>,
     column: &Column,
     run: &VectorRun,
@@ -476,7 +476,7 @@ fn produce_vectors<F: Numeric, N: Size>(
             run.row0 + (first + j * units) / per_row,
             run.row_end - 1usize,
         );
-        pending.push(producer.load::<F, N>(x, row, column, row_vectors));
+        pending.push(prologue.load::<F, N>(x, row, column, row_vectors));
     }
     #[unroll]
     for j in 0..count {
@@ -485,23 +485,23 @@ fn produce_vectors<F: Numeric, N: Size>(
         let row = run.row0 + r;
         let vector = vector0 + item % per_row;
         let inside = row < run.row_end && vector < row_vectors;
-        let words = producer.words(pending.index(j), column, conversion, kind);
+        let words = prologue.words(pending.index(j), column, conversion, kind);
         let start = tile::word_at(r, (item % per_row) * VECTOR);
         #[unroll]
         for i in 0..VECTOR {
             shared[start + i] = select(inside, words[i], 0u32);
         }
         if inside {
-            sink.write(row * row_vectors + vector, &words);
+            written.write(row * row_vectors + vector, &words);
         }
     }
 }
 
 #[cube]
-fn produce_pairs<F: Numeric, N: Size>(
+fn prologue_pairs<F: Numeric, N: Size>(
     x: &[Vector<F, N>],
-    producer: &Producer,
-    sink: &mut Sink,
+    prologue: &PrologueInputs,
+    written: &mut PrologueOut,
     shared: &mut Shared<[u32]>,
     tile: &Tile,
     shape: &Shape,
@@ -531,7 +531,7 @@ fn produce_pairs<F: Numeric, N: Size>(
                 vector: min(vector0 + item % per_row, half - 1usize),
                 of_up: false.runtime(),
             };
-            pending.push(producer.load::<F, N>(x, row, &column, row_vectors));
+            pending.push(prologue.load::<F, N>(x, row, &column, row_vectors));
         }
         #[unroll]
         for j in 0..in_flight {
@@ -550,8 +550,8 @@ fn produce_pairs<F: Numeric, N: Size>(
             }
             if inside {
                 let index = row * row_vectors + vector0 + v;
-                sink.write(index, &both.by_gate);
-                sink.write(index + half, &both.by_up);
+                written.write(index, &both.by_gate);
+                written.write(index + half, &both.by_up);
             }
         }
         first += comptime!(in_flight * units);
@@ -562,7 +562,7 @@ fn produce_pairs<F: Numeric, N: Size>(
 #[cube]
 pub fn load_block<N: Size>(
     x: &[Vector<u32, N>],
-    producer: &Producer,
+    prologue: &PrologueInputs,
     row: usize,
     block: usize,
     blocks: usize,
@@ -570,8 +570,8 @@ pub fn load_block<N: Size>(
     #[comptime] kind: FloatKind,
 ) -> Array<u32> {
     #[comptime]
-    match producer {
-        Producer::Plain => {
+    match prologue {
+        PrologueInputs::Plain => {
             let width = N::value();
             let per_block = comptime!(block_words(kind) / width);
             load_block_words::<N>(x, (row * blocks + block) * per_block, kind)
@@ -581,9 +581,9 @@ pub fn load_block<N: Size>(
             let mut words = Array::<u32>::new(comptime!(block_words(kind)));
             #[unroll]
             for v in 0..vectors {
-                let column = producer.column(block * vectors + v, blocks * vectors, kind);
-                let loaded = producer.load::<u32, N>(x, row, &column, blocks * vectors);
-                let part = producer.words(&loaded, &column, conversion, kind);
+                let column = prologue.column(block * vectors + v, blocks * vectors, kind);
+                let loaded = prologue.load::<u32, N>(x, row, &column, blocks * vectors);
+                let part = prologue.words(&loaded, &column, conversion, kind);
                 #[unroll]
                 for i in 0..VECTOR {
                     words[comptime!(v * VECTOR + i)] = part[i];
@@ -623,11 +623,11 @@ pub fn normalized_block(
     words
 }
 
-/// One unit produces every `units`-th vector, or pair of vectors.
+/// One unit computes every `units`-th vector, or pair of vectors.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
-pub fn produce_kernel<N: Size>(
+pub fn prologue_kernel<N: Size>(
     x: &[Vector<u32, N>],
-    producer: Producer,
+    prologue: PrologueInputs,
     out: &mut [Vector<u32, Const<4>>],
     rows: usize,
     row_vectors: usize,
@@ -636,13 +636,13 @@ pub fn produce_kernel<N: Size>(
 ) {
     let mut item = ABSOLUTE_POS;
     #[comptime]
-    match &producer {
-        Producer::SwiGluBackward(_) => {
+    match &prologue {
+        PrologueInputs::SwiGluBackward(_) => {
             let half = row_vectors / 2usize;
             while item < rows * half {
                 let row = item / half;
-                let column = producer.column(item - row * half, row_vectors, kind);
-                let loaded = producer.load::<u32, N>(x, row, &column, row_vectors);
+                let column = prologue.column(item - row * half, row_vectors, kind);
+                let loaded = prologue.load::<u32, N>(x, row, &column, row_vectors);
                 let both = gradients(&loaded, conversion, kind);
                 let index = item + row * half;
                 out[index] = vector_of(&both.by_gate);
@@ -653,9 +653,9 @@ pub fn produce_kernel<N: Size>(
         _ => {
             while item < rows * row_vectors {
                 let row = item / row_vectors;
-                let column = producer.column(item - row * row_vectors, row_vectors, kind);
-                let loaded = producer.load::<u32, N>(x, row, &column, row_vectors);
-                out[item] = vector_of(&producer.words(&loaded, &column, conversion, kind));
+                let column = prologue.column(item - row * row_vectors, row_vectors, kind);
+                let loaded = prologue.load::<u32, N>(x, row, &column, row_vectors);
+                out[item] = vector_of(&prologue.words(&loaded, &column, conversion, kind));
                 item += CUBE_COUNT * CUBE_DIM as usize;
             }
         }

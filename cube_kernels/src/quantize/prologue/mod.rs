@@ -1,9 +1,9 @@
 //! The fused prologue: what a quantization kernel reads may be computed on the way from memory, and
 //! is then never written there.
 //!
-//! A kernel takes a [`Producer`] beside `x`. Its variant is a comptime choice, so that a kernel
-//! that reads a plain matrix has nothing of the others in it. Values are rounded to the element
-//! type of the inputs, packed in words, and from there on the kernel is the same.
+//! A kernel takes a [`PrologueInputs`] beside `x`. Its variant is a comptime choice, so that a
+//! kernel that reads a plain matrix has nothing of the others in it. Values are rounded to the
+//! element type of the inputs, packed in words, and from there on the kernel is the same.
 
 mod kernel;
 mod source;

@@ -3,7 +3,7 @@
 use cubecl::{prelude::*, server::Handle};
 
 use super::kernel::{
-    GateInputsLaunch, NormInputsLaunch, ProducerArgs, per_vector, produce_kernel,
+    GateInputsLaunch, NormInputsLaunch, PrologueInputsArgs, per_vector, prologue_kernel,
     rms_norm_rstd_kernel,
 };
 use crate::{
@@ -14,14 +14,14 @@ use crate::{
     tensor::{FloatKind, Matrix},
 };
 
-/// Where a gated activation has its two inputs, both `rows` x `width`.
+/// The two inputs of a gated activation, both `rows` x `width`.
 #[derive(Debug, Clone, Copy)]
-pub enum Gated<'a> {
+pub enum GateUp<'a> {
     /// In one matrix of `rows` x `2 width`, the gate in the first half of each row: the output of
     /// one projection.
-    SideBySide(&'a Matrix),
+    Concatenated(&'a Matrix),
     /// In two matrices.
-    Apart {
+    Separate {
         /// What goes through SiLU.
         gate: &'a Matrix,
         /// What is multiplied with it.
@@ -34,17 +34,20 @@ pub enum Gated<'a> {
 ///
 /// Computed ones have rows of a multiple of 16 elements and inputs that start at multiples of 16
 /// bytes; values are rounded to the type of the inputs before anything else happens to them, so
-/// that a fused kernel gives the bytes of [`produce()`] followed by the same kernel.
+/// that a fused kernel gives the bytes of [`run_prologue()`] followed by the same kernel.
 ///
-/// What reads and writes least where both the amax values and the copies are wanted: for RMS
-/// normalisation [`amaxes`](crate::quantize::amaxes) and [`quantize_both`](crate::quantize::quantize_both) of the
-/// source, which compute it twice and write it never; for SwiGLU and its gradients
-/// [`produce_with_amaxes`](crate::quantize::produce_with_amaxes) and then the copies of what was written,
-/// since two inputs read again are as many bytes as one output written and read, and take the
-/// exponential again. Per token, in one read, [`quantize_per_token`](fn@crate::quantize::quantize_per_token)
-/// of the source.
+/// Fusing pays where amax and quantized tensors are both needed. These calls move the fewest bytes:
+/// - RMSNorm: [`amaxes`](crate::quantize::amaxes) and
+///   [`quantize_both`](crate::quantize::quantize_both) of the prologue, which compute it twice and
+///   never write it.
+/// - SwiGLU and its gradients:
+///   [`run_prologue_with_amaxes`](crate::quantize::run_prologue_with_amaxes), then the quantized
+///   tensors of what was written. Two inputs read again are as many bytes as one
+///   output written and read, and take the exponential again.
+/// - Per row, in one read: [`quantize_per_token`](fn@crate::quantize::quantize_per_token) of the
+///   prologue.
 #[derive(Debug, Clone, Copy)]
-pub enum Source<'a> {
+pub enum Prologue<'a> {
     /// The matrix itself.
     Plain(&'a Matrix),
     /// `x · rstd · gain`; see [`reference::rms_norm`](crate::reference::rms_norm).
@@ -57,26 +60,26 @@ pub enum Source<'a> {
         gain: &'a Handle,
     },
     /// `silu(gate) · up`; see [`reference::swiglu`](crate::reference::swiglu).
-    SwiGlu(Gated<'a>),
+    SwiGlu(GateUp<'a>),
     /// The gradients of SwiGLU by both inputs, `rows` x `2 width`, that by the gate in the first
     /// half of each row; see [`reference::swiglu_backward`](crate::reference::swiglu_backward).
     SwiGluBackward {
         /// The gradient by the output, `rows` x `width`.
         grad: &'a Matrix,
         /// The inputs.
-        inputs: Gated<'a>,
+        inputs: GateUp<'a>,
     },
 }
 
-impl<'a> From<&'a Matrix> for Source<'a> {
+impl<'a> From<&'a Matrix> for Prologue<'a> {
     fn from(matrix: &'a Matrix) -> Self {
         Self::Plain(matrix)
     }
 }
 
-/// A [`Source`] that was checked: what launches need of it.
+/// A [`Prologue`] that was checked: what launches need of it.
 pub(crate) struct Input {
-    /// Shape and type of what is produced; the memory is that of the first input.
+    /// Shape and type of what is computed; the memory is that of the first input.
     pub matrix: Matrix,
     /// How the first input is loaded.
     pub words: Words,
@@ -91,7 +94,7 @@ enum Operands {
     SwiGluBackward(GateArgs),
 }
 
-/// A [`Gated`] as a kernel finds it.
+/// A [`GateUp`] as a kernel finds it.
 struct GateArgs {
     gate: Matrix,
     up: Matrix,
@@ -103,9 +106,9 @@ struct GateArgs {
 
 impl GateArgs {
     /// The inputs, which must be `rows` x `width`.
-    fn new(inputs: &Gated<'_>) -> Result<Self, Nvfp4Error> {
+    fn new(inputs: &GateUp<'_>) -> Result<Self, Nvfp4Error> {
         match *inputs {
-            Gated::SideBySide(both) => {
+            GateUp::Concatenated(both) => {
                 check_input("gate_up", both, 2)?;
                 Ok(Self {
                     gate: both.clone(),
@@ -114,7 +117,7 @@ impl GateArgs {
                     up_start: both.cols / 2,
                 })
             }
-            Gated::Apart { gate, up } => {
+            GateUp::Separate { gate, up } => {
                 check_input("gate", gate, 1)?;
                 check_input("up", up, 1)?;
                 check_same("up", up, "gate", (gate.rows, gate.cols, gate.dtype))?;
@@ -185,30 +188,30 @@ fn check_same(
 }
 
 impl Input {
-    /// Checks a source.
-    pub fn new(source: Source<'_>) -> Result<Self, Nvfp4Error> {
-        let (first, cols, operands) = match source {
-            Source::Plain(x) => {
+    /// Checks a prologue.
+    pub fn new(prologue: Prologue<'_>) -> Result<Self, Nvfp4Error> {
+        let (first, cols, operands) = match prologue {
+            Prologue::Plain(x) => {
                 x.check("x")?;
                 (x, x.cols, Operands::None)
             }
-            Source::RmsNorm { x, rstd, gain } => {
+            Prologue::RmsNorm { x, rstd, gain } => {
                 check_input("x", x, 1)?;
                 check_memory("rstd", rstd, x.rows * 4)?;
                 check_gain(gain, x.cols)?;
                 let (rstd, gain) = (rstd.clone(), gain.clone());
                 (x, x.cols, Operands::RmsNorm { rstd, gain })
             }
-            Source::SwiGlu(inputs) => {
+            Prologue::SwiGlu(inputs) => {
                 let args = GateArgs::new(&inputs)?;
                 let width = args.width();
                 let first = match inputs {
-                    Gated::SideBySide(both) => both,
-                    Gated::Apart { gate, .. } => gate,
+                    GateUp::Concatenated(both) => both,
+                    GateUp::Separate { gate, .. } => gate,
                 };
                 (first, width, Operands::SwiGlu(args))
             }
-            Source::SwiGluBackward { grad, inputs } => {
+            Prologue::SwiGluBackward { grad, inputs } => {
                 let args = GateArgs::new(&inputs)?;
                 let width = args.width();
                 check_input("grad", grad, 1)?;
@@ -236,20 +239,20 @@ impl Input {
         matches!(self.operands, Operands::None)
     }
 
-    /// The argument of a kernel.
-    pub fn producer(&self) -> ProducerArgs {
+    /// What a kernel reads beside the first input.
+    pub fn prologue_inputs(&self) -> PrologueInputsArgs {
         match &self.operands {
-            Operands::None => ProducerArgs::Plain,
+            Operands::None => PrologueInputsArgs::Plain,
             Operands::RmsNorm { rstd, gain } => {
                 // SAFETY: both were checked.
                 let rstd = unsafe { buffer(rstd, self.matrix.rows) };
-                ProducerArgs::RmsNorm(NormInputsLaunch::new(
+                PrologueInputsArgs::RmsNorm(NormInputsLaunch::new(
                     rstd,
                     gain_arg(gain, self.matrix.cols),
                 ))
             }
-            Operands::SwiGlu(args) => ProducerArgs::SwiGlu(args.launch()),
-            Operands::SwiGluBackward(args) => ProducerArgs::SwiGluBackward(args.launch()),
+            Operands::SwiGlu(args) => PrologueInputsArgs::SwiGlu(args.launch()),
+            Operands::SwiGluBackward(args) => PrologueInputsArgs::SwiGluBackward(args.launch()),
         }
     }
 }
@@ -266,13 +269,13 @@ pub(crate) fn gain_arg(gain: &Handle, cols: usize) -> BufferArg {
     unsafe { buffer(gain, cols / 4) }
 }
 
-/// The matrix that `source` stands for, in memory.
+/// The matrix that `prologue` computes, in memory.
 ///
 /// # Errors
-/// When an input of `source` is no multiple of 16 columns wide, does not fit the others, does not
+/// When an input of `prologue` is no multiple of 16 columns wide, does not fit the others, does not
 /// start at a multiple of 16 bytes, or its memory is smaller than its shape.
-pub fn produce(client: &Client, source: Source<'_>) -> Result<Matrix, Nvfp4Error> {
-    let input = Input::new(source)?;
+pub fn run_prologue(client: &Client, prologue: Prologue<'_>) -> Result<Matrix, Nvfp4Error> {
+    let input = Input::new(prologue)?;
     if input.is_plain() {
         return Ok(input.matrix);
     }
@@ -285,14 +288,14 @@ pub fn produce(client: &Client, source: Source<'_>) -> Result<Matrix, Nvfp4Error
     let (count, dim) = grid(client, x.rows * row_vectors);
     // SAFETY: the kernel stays below the number of vectors, for which the inputs were checked.
     unsafe {
-        produce_kernel::launch_unchecked(
+        prologue_kernel::launch_unchecked(
             client,
             count,
             dim,
             address_type(x.len()),
             input.words.width,
             input.words.arg(),
-            input.producer(),
+            input.prologue_inputs(),
             Words::of(&out).arg(),
             x.rows,
             row_vectors,

@@ -57,7 +57,7 @@ pub fn word_at(row: usize, word: usize) -> usize {
 }
 
 /// Loads a tile into shared memory; zeros where the group or the matrix ends. The caller waits
-/// ([`finish_load()`]).
+/// ([`wait_for_load()`]).
 ///
 /// `x` holds vectors of `N` words, or single elements of 16 bits where rows have no whole words.
 #[cube]
@@ -152,7 +152,7 @@ pub fn start_load<F: Numeric, N: Size>(
 
 /// Waits until all units have loaded their parts.
 #[cube]
-pub fn finish_load(#[comptime] asynchronous: bool) {
+pub fn wait_for_load(#[comptime] asynchronous: bool) {
     if comptime!(asynchronous) {
         ptx::cp_async_wait_all();
     }

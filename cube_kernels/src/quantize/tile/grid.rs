@@ -65,7 +65,7 @@ impl Grouping {
     }
 
     /// How columnwise results that are operands of grouped GEMMs lie: those of groups of any sizes
-    /// side by side in one matrix, those of equally many rows one below the other.
+    /// concatenated along the columns, those of equally many rows one below the other.
     pub(crate) const fn side_by_side(self) -> bool {
         matches!(self, Self::Offsets(_))
     }
@@ -354,8 +354,8 @@ pub struct GroupPlace {
 }
 
 /// The place of the copy of the group of `tile`, of `cols` columns: the copies one after another,
-/// or with `side_by_side` in columns of `row_units` units, in each of which one group follows the
-/// other. `unit` is that of the tile.
+/// or with `side_by_side` in stored rows of `row_units` units, in each of which one group follows
+/// the other. `unit` is that of the tile.
 #[cube]
 pub fn group_place(
     tile: &Tile,

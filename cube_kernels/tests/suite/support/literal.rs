@@ -2,7 +2,7 @@
 //! instead of bit tricks, sharing nothing with the oracle but Philox (which has known answers).
 
 use nvfp4_kernels::{
-    Amax, BlockScaling, ErrorNorm, Hadamard, QuantParams, RandomStream, Rounding, Usage,
+    Amax, BlockScaling, ErrorNorm, Hadamard, Nvfp4Params, RandomStream, Rounding, Usage,
     reference::philox,
 };
 
@@ -220,7 +220,7 @@ fn random_byte(stream: &RandomStream, index: u64, i: usize) -> u8 {
 }
 
 /// One copy in 1x16 blocks.
-pub fn quantize(stored: &[Vec<f32>], amax: &Amax, policy: &QuantParams, first_block: u64) -> Copy {
+pub fn quantize(stored: &[Vec<f32>], amax: &Amax, policy: &Nvfp4Params, first_block: u64) -> Copy {
     let (mut codes, mut scales) = (Vec::new(), Vec::new());
     let mut index = first_block;
     for (o, row) in stored.iter().enumerate() {

@@ -6,7 +6,7 @@ use super::{
 };
 use cubecl::{prelude::*, server::Handle};
 use nvfp4_kernels::{
-    Amax, BlockScaling, ErrorNorm, Hadamard, HadamardSize, QuantParams, QuantizedTensor,
+    Amax, BlockScaling, ErrorNorm, Hadamard, HadamardSize, Nvfp4Params, QuantizedTensor,
     RandomStream, Rounding, ScaleLayout, Usage,
     quantize::{self, QuantRequest},
     reference,
@@ -87,7 +87,7 @@ pub fn expected_copies<T: DeviceElement>(
     cols: usize,
     usage: Usage,
     amax: &[Amax],
-    policy: &QuantParams,
+    policy: &Nvfp4Params,
 ) -> Vec<QuantizedTensor> {
     let mut first = 0;
     groups
@@ -150,8 +150,8 @@ pub fn check<T: DeviceElement>(
     (rows, cols): (usize, usize),
     sizes: &[usize],
     groups: &Groups,
-    row: Option<(QuantParams, AmaxGranularity)>,
-    col: Option<(QuantParams, AmaxGranularity)>,
+    row: Option<(Nvfp4Params, AmaxGranularity)>,
+    col: Option<(Nvfp4Params, AmaxGranularity)>,
 ) {
     let what = format!(
         "{rows}x{cols} {:?} groups {sizes:?} row {row:?} col {col:?}",
@@ -159,7 +159,7 @@ pub fn check<T: DeviceElement>(
     );
     let matrix = upload(client, x, rows, cols);
     let parts = split(x, sizes, cols);
-    let prepare = |usage, copy: Option<(QuantParams, AmaxGranularity)>| {
+    let prepare = |usage, copy: Option<(Nvfp4Params, AmaxGranularity)>| {
         copy.map(|(policy, scope)| {
             let hadamard = (usage == Usage::Columnwise)
                 .then_some(policy.hadamard)
@@ -173,7 +173,7 @@ pub fn check<T: DeviceElement>(
     let row = prepare(Usage::Rowwise, row);
     let col = prepare(Usage::Columnwise, col);
     fn request(
-        copy: &(QuantParams, AmaxGranularity, Handle, Vec<QuantizedTensor>),
+        copy: &(Nvfp4Params, AmaxGranularity, Handle, Vec<QuantizedTensor>),
     ) -> QuantRequest<'_> {
         QuantRequest {
             amax: &copy.2,
@@ -210,18 +210,18 @@ pub fn check<T: DeviceElement>(
     }
 }
 
-pub fn policy(rounding: Rounding, scaling: BlockScaling, layout: ScaleLayout) -> QuantParams {
-    QuantParams {
+pub fn policy(rounding: Rounding, scaling: BlockScaling, layout: ScaleLayout) -> Nvfp4Params {
+    Nvfp4Params {
         scaling,
         layout,
-        ..QuantParams::new(rounding)
+        ..Nvfp4Params::new(rounding)
     }
 }
 
-pub fn transformed(size: HadamardSize, rounding: Rounding) -> QuantParams {
-    QuantParams {
+pub fn transformed(size: HadamardSize, rounding: Rounding) -> Nvfp4Params {
+    Nvfp4Params {
         hadamard: Some(Hadamard::seeded_with_size(size, 11)),
-        ..QuantParams::new(rounding)
+        ..Nvfp4Params::new(rounding)
     }
 }
 
@@ -229,7 +229,7 @@ pub const COMPACT: ScaleLayout = ScaleLayout::Compact;
 pub const SWIZZLED: ScaleLayout = ScaleLayout::Swizzled128x4;
 
 /// Policies of a row-wise copy.
-pub fn row_policies() -> Vec<(QuantParams, AmaxGranularity)> {
+pub fn row_policies() -> Vec<(Nvfp4Params, AmaxGranularity)> {
     use AmaxGranularity::{PerRow, PerTensor};
     vec![
         (policy(NEAREST, BlockScaling::Standard, SWIZZLED), PerTensor),
@@ -245,9 +245,9 @@ pub fn row_policies() -> Vec<(QuantParams, AmaxGranularity)> {
 }
 
 /// Policies of a column-wise copy.
-pub fn col_policies() -> Vec<(QuantParams, AmaxGranularity)> {
+pub fn col_policies() -> Vec<(Nvfp4Params, AmaxGranularity)> {
     use AmaxGranularity::{PerRow, PerTensor};
-    let swizzled = |copy: QuantParams| QuantParams {
+    let swizzled = |copy: Nvfp4Params| Nvfp4Params {
         layout: SWIZZLED,
         ..copy
     };
@@ -346,7 +346,7 @@ pub fn check_per_token<T: DeviceElement>(
     client: &Client,
     x: &[T],
     (rows, cols): (usize, usize),
-    copy: &QuantParams,
+    copy: &Nvfp4Params,
 ) {
     let matrix = upload(client, x, rows, cols);
     let maxima = reference::amax_rows(x, rows, cols);
@@ -360,7 +360,7 @@ pub fn check_per_token<T: DeviceElement>(
 }
 
 /// The policies of a per-token copy.
-pub fn per_token_policies() -> [QuantParams; 3] {
+pub fn per_token_policies() -> [Nvfp4Params; 3] {
     [
         policy(NEAREST, BlockScaling::Standard, COMPACT),
         policy(STOCHASTIC, BlockScaling::Headroom, SWIZZLED),

@@ -1,6 +1,6 @@
-//! Every way of quantizing one matrix, against the oracle: dense copies, tiles, per token, MXFP8, what goes
-//! back to values, and what is computed while it is read. Bands of 32 rows or columns are compared, byte for
-//! byte: all of them in small matrices, some in large ones.
+//! Every way of quantizing one matrix, against the oracle: dense copies, tiles, per token, MXFP8,
+//! what goes back to values, and what is computed while it is read. Bands of 32 rows or columns are
+//! compared, byte for byte: all of them in small matrices, some in large ones.
 
 use super::device::{read_f32, upload};
 use super::inputs::{Kind, convert, values};
@@ -11,16 +11,16 @@ use super::policies::{
 use cubecl::{prelude::*, server::Handle};
 use half::bf16;
 use nvfp4_kernels::{
-    Amax, BlockScaling, Format, Hadamard, HadamardSize, QuantParams, QuantizedTensor, ScaleLayout,
+    Amax, BlockScaling, Format, Hadamard, HadamardSize, Nvfp4Params, QuantizedTensor, ScaleLayout,
     Usage,
-    quantize::{self, AmaxRequest, EdenSource, Gated, QuantRequest, Source},
-    reference::{self, EDEN_GROUP, EdenTarget, swizzle},
+    quantize::{self, AmaxRequest, EdenSource, GateUp, Prologue, QuantRequest},
+    reference::{self, EDEN_GROUP, EdenParams, EdenTarget, swizzle},
     tensor::{AmaxGranularity, DeviceQuantized, FloatKind, Groups, Matrix},
 };
 use std::{borrow::Cow, ops::Range};
 
-/// Rows or columns that are compared together: a multiple of every block, so that they are quantized alike
-/// alone.
+/// Rows or columns that are compared together: a multiple of every block, so that they are
+/// quantized alike alone.
 const BAND: usize = 32;
 pub const ONE: &Groups = &Groups::One;
 const USAGES: [Usage; 2] = [Usage::Rowwise, Usage::Columnwise];
@@ -98,8 +98,8 @@ struct Band {
 
 impl Band {
     /// Its copy by the oracle, scales compact; without `amax` each line has its own.
-    fn quantize(&self, amax: Option<f32>, policy: &QuantParams) -> QuantizedTensor {
-        let compact = QuantParams {
+    fn quantize(&self, amax: Option<f32>, policy: &Nvfp4Params) -> QuantizedTensor {
+        let compact = Nvfp4Params {
             layout: COMPACT,
             ..*policy
         };
@@ -202,7 +202,7 @@ fn assert_rows(client: &Client, found: &Matrix, first: usize, expected: &[bf16],
 /// What a copy along `usage` is made with: an amax for all of it, or one for each line.
 struct Request {
     usage: Usage,
-    policy: QuantParams,
+    policy: Nvfp4Params,
     scope: AmaxGranularity,
     given: Option<f32>,
     amax: Handle,
@@ -213,7 +213,7 @@ impl Request {
         client: &Client,
         sample: &Sample,
         usage: Usage,
-        copy: (QuantParams, AmaxGranularity),
+        copy: (Nvfp4Params, AmaxGranularity),
     ) -> Self {
         let (policy, scope) = copy;
         let given = match scope {
@@ -265,7 +265,7 @@ impl Request {
 /// Blocks along rows and columns, in one read where both are made.
 pub fn blocks(client: &Client, sample: &Sample) {
     let training = (
-        (QuantParams::new(NEAREST), AmaxGranularity::PerTensor),
+        (Nvfp4Params::new(NEAREST), AmaxGranularity::PerTensor),
         (
             transformed(HadamardSize::H16, STOCHASTIC),
             AmaxGranularity::PerTensor,
@@ -281,7 +281,7 @@ pub fn blocks(client: &Client, sample: &Sample) {
         col.compare(client, sample, &found.1);
     }
     let rows = [STOCHASTIC, NEAREST].map(|rounding| {
-        let copy = (QuantParams::new(rounding), AmaxGranularity::PerTensor);
+        let copy = (Nvfp4Params::new(rounding), AmaxGranularity::PerTensor);
         Request::new(client, sample, Usage::Rowwise, copy)
     });
     let cols = (col_policies().into_iter().skip(row_policies().len()))
@@ -320,7 +320,7 @@ pub fn tiles(client: &Client, sample: &Sample) {
 
 pub fn per_token(client: &Client, sample: &Sample) {
     let x = &sample.matrix;
-    let compare = |usage, policy: QuantParams, found: &DeviceQuantized| {
+    let compare = |usage, policy: Nvfp4Params, found: &DeviceQuantized| {
         for band in sample.bands(usage) {
             let expected = band.quantize(None, &policy);
             let what = format!("{:?} per token {usage:?} {policy:?}", sample.shape());
@@ -386,7 +386,7 @@ pub fn mxfp8(client: &Client, sample: &Sample) {
         }
     }
     let amax = Amax::Tensor(sample.amax);
-    let plain = QuantParams::new(NEAREST);
+    let plain = Nvfp4Params::new(NEAREST);
     for from in USAGES {
         let request = Request::new(client, sample, from, (plain, AmaxGranularity::PerTensor));
         let packed =
@@ -417,7 +417,7 @@ pub fn ms_eden(client: &Client, sample: &Sample) {
     let (rows, cols) = sample.shape();
     let hadamard = Hadamard::seeded_with_size(HadamardSize::H128, 5);
     let target = EdenTarget::Backward;
-    let plain = QuantParams::new(NEAREST);
+    let plain = Nvfp4Params::new(NEAREST);
     let usage = Usage::Rowwise;
     let request = Request::new(client, sample, usage, (plain, AmaxGranularity::PerTensor));
     let packed = quantize::quantize(client, &sample.matrix, ONE, usage, &request.copy()).unwrap();
@@ -455,7 +455,17 @@ pub fn ms_eden(client: &Client, sample: &Sample) {
             let x = values(&band.x, rows, cols);
             let first = (band.first * groups) as u64;
             let expected = reference::ms_eden_at(
-                &x, rows, cols, usage, given, &hadamard, target, &STREAM, first,
+                &x,
+                rows,
+                cols,
+                usage,
+                given,
+                &EdenParams {
+                    hadamard,
+                    target,
+                    stream: STREAM,
+                },
+                first,
             )
             .unwrap();
             assert_lines(client, &found, band.first, &expected, &what);
@@ -465,9 +475,9 @@ pub fn ms_eden(client: &Client, sample: &Sample) {
     }
 }
 
-/// What is computed while its inputs are read: written, quantized per token, and in both copies. The
-/// matrix is the input of RMS normalisation, and gate and up of SwiGLU side by side.
-pub fn producers(client: &Client, sample: &Sample) {
+/// What is computed while its inputs are read: written, quantized per token, and in both copies.
+/// The matrix is the input of RMS normalisation, and gate and up of SwiGLU side by side.
+pub fn prologues(client: &Client, sample: &Sample) {
     let (_, cols) = sample.shape();
     let (width, epsilon) = (cols / 2, 1e-6);
     if !width.is_multiple_of(16) {
@@ -481,25 +491,25 @@ pub fn producers(client: &Client, sample: &Sample) {
         cols: width,
         ..x.clone()
     };
-    let norm = Source::RmsNorm {
+    let norm = Prologue::RmsNorm {
         x,
         rstd: &rstd,
         gain: &gain_handle,
     };
-    let gated = Gated::SideBySide(x);
-    let backward = Source::SwiGluBackward {
+    let gated = GateUp::Concatenated(x);
+    let backward = Prologue::SwiGluBackward {
         grad: &grad,
         inputs: gated,
     };
     let amax = 3.0 * sample.amax;
-    let policy = QuantParams::new(STOCHASTIC);
+    let policy = Nvfp4Params::new(STOCHASTIC);
     for (name, source, cols) in [
         ("RMSNorm", norm, cols),
-        ("SwiGLU", Source::SwiGlu(gated), width),
+        ("SwiGLU", Prologue::SwiGlu(gated), width),
         ("SwiGLU backward", backward, cols),
     ] {
         let what = format!("{:?} {name}", sample.shape());
-        let written = quantize::produce(client, source).unwrap();
+        let written = quantize::run_prologue(client, source).unwrap();
         let handle = device_amax(client, &[Amax::Tensor(amax)]);
         let request = QuantRequest {
             amax: &handle,
@@ -510,7 +520,7 @@ pub fn producers(client: &Client, sample: &Sample) {
         let per_token = quantize::quantize_per_token(client, source, &policy.into()).unwrap();
         for band in sample.bands(Usage::Rowwise) {
             let first = band.first;
-            let produced = match name {
+            let computed = match name {
                 "RMSNorm" => {
                     let rstd = reference::rms_norm_rstd(&band.x, band.rows, band.cols, epsilon);
                     reference::rms_norm(&band.x, &rstd, &gain)
@@ -521,15 +531,15 @@ pub fn producers(client: &Client, sample: &Sample) {
                     reference::swiglu_backward(grad, &band.x, band.rows, width)
                 }
             };
-            assert_rows(client, &written, first, &produced, &what);
-            let produced = Band {
-                x: produced,
+            assert_rows(client, &written, first, &computed, &what);
+            let computed = Band {
+                x: computed,
                 cols,
                 ..band
             };
-            let expected = produced.quantize(Some(amax), &policy);
+            let expected = computed.quantize(Some(amax), &policy);
             assert_lines(client, &row, first, &expected, &format!("{what}: row"));
-            let expected = produced.quantize(None, &policy);
+            let expected = computed.quantize(None, &policy);
             assert_lines(
                 client,
                 &per_token,
@@ -542,4 +552,4 @@ pub fn producers(client: &Client, sample: &Sample) {
 }
 
 /// All of the above.
-pub const CHECKS: [fn(&Client, &Sample); 6] = [blocks, tiles, per_token, mxfp8, ms_eden, producers];
+pub const CHECKS: [fn(&Client, &Sample); 6] = [blocks, tiles, per_token, mxfp8, ms_eden, prologues];

@@ -1,9 +1,9 @@
-//! What stands before a product, fused with quantization and one operation after the other.
+//! The operation before a GEMM, fused with quantization and as an operation of its own.
 
 use cubecl::prelude::Client;
 use nvfp4_kernels::{
-    quantize::{self, Amaxes, Gated, Source},
-    tensor::{DeviceQuantParams, DeviceRounding, Groups},
+    quantize::{self, Amaxes, GateUp, Prologue},
+    tensor::{DeviceNvfp4Params, DeviceRounding, Groups},
 };
 
 use crate::{
@@ -16,10 +16,10 @@ use crate::{
 
 const EPSILON: f32 = 1e-6;
 
-/// A producer, by the name of its operation.
-struct Producer<'a> {
+/// A prologue, by the name of its operation.
+struct Case<'a> {
     name: &'a str,
-    source: &'a dyn Fn(usize) -> Source<'a>,
+    source: &'a dyn Fn(usize) -> Prologue<'a>,
     /// What has to be found before it.
     factors: &'a dyn Fn(usize),
     /// Bytes that it reads, and elements that it makes.
@@ -28,9 +28,9 @@ struct Producer<'a> {
     rounding: DeviceRounding,
 }
 
-/// All producers of `rows` x `cols` values. Rates of chains count the bytes of the fused form, so that
-/// their times compare.
-pub fn producers(section: &mut Section<'_>, (rows, cols): (usize, usize)) {
+/// All prologues of `rows` x `cols` values. Rates of chains count the bytes of the fused form, so
+/// that their times compare.
+pub fn prologues(section: &mut Section<'_>, (rows, cols): (usize, usize)) {
     let client = section.client();
     let (x, gate_up) = (
         Inputs::bf16(&client, rows, cols),
@@ -39,18 +39,18 @@ pub fn producers(section: &mut Section<'_>, (rows, cols): (usize, usize)) {
     copy(section, &x);
     let gain = words(&client, (0..cols).map(|_| 1.0f32.to_bits()));
     let rstd = quantize::rms_norm_rstd(&client, x.get(0), EPSILON).unwrap();
-    let norm = |i| Source::RmsNorm {
+    let norm = |i| Prologue::RmsNorm {
         x: x.get(i),
         rstd: &rstd,
         gain: &gain,
     };
-    let gated = |i| Source::SwiGlu(Gated::SideBySide(gate_up.get(i)));
-    let backward = |i| Source::SwiGluBackward {
+    let gated = |i| Prologue::SwiGlu(GateUp::Concatenated(gate_up.get(i)));
+    let backward = |i| Prologue::SwiGluBackward {
         grad: x.get(i),
-        inputs: Gated::SideBySide(gate_up.get(i)),
+        inputs: GateUp::Concatenated(gate_up.get(i)),
     };
     let n = x.elements();
-    let copy = DeviceQuantParams::new(NEAREST);
+    let copy = DeviceNvfp4Params::new(NEAREST);
     let factors = |i| {
         quantize::rms_norm_rstd(&client, x.get(i), EPSILON).unwrap();
     };
@@ -60,32 +60,32 @@ pub fn producers(section: &mut Section<'_>, (rows, cols): (usize, usize)) {
     });
     section.time("RMSNorm, then per token RN", (2.0 + PACKED) * n, |i| {
         factors(i);
-        let y = quantize::produce(&client, norm(i)).unwrap();
+        let y = quantize::run_prologue(&client, norm(i)).unwrap();
         quantize::quantize_per_token(&client, &y, &copy).unwrap();
     });
     section.time("SwiGLU per token RN, one read", (4.0 + PACKED) * n, |i| {
         quantize::quantize_per_token(&client, gated(i), &copy).unwrap();
     });
     section.time("SwiGLU, then per token RN", (4.0 + PACKED) * n, |i| {
-        let y = quantize::produce(&client, gated(i)).unwrap();
+        let y = quantize::run_prologue(&client, gated(i)).unwrap();
         quantize::quantize_per_token(&client, &y, &copy).unwrap();
     });
     let all = [
-        Producer {
+        Case {
             name: "RMSNorm",
             source: &norm,
             factors: &factors,
             sizes: [2.0 * n, n],
             rounding: NEAREST,
         },
-        Producer {
+        Case {
             name: "SwiGLU",
             source: &gated,
             factors: &|_| (),
             sizes: [4.0 * n, n],
             rounding: NEAREST,
         },
-        Producer {
+        Case {
             name: "SwiGLU backward",
             source: &backward,
             factors: &|_| (),
@@ -93,33 +93,33 @@ pub fn producers(section: &mut Section<'_>, (rows, cols): (usize, usize)) {
             rounding: stochastic(),
         },
     ];
-    for producer in &all {
-        both(section, producer);
+    for case in &all {
+        both(section, case);
     }
 }
 
-/// The maxima and both copies of what is produced, in every way to them.
-fn both(section: &mut Section<'_>, producer: &Producer<'_>) {
+/// The amax values and both quantized tensors of what is computed, in every way to them.
+fn both(section: &mut Section<'_>, case: &Case<'_>) {
     let client = section.client();
-    let Producer {
+    let Case {
         name,
         source,
         factors,
         sizes: [read, out],
         ref rounding,
-    } = *producer;
+    } = *case;
     let one = &Groups::One;
     let request = plain_and_transformed();
     let written = read + 2.0 * out;
     section.time(name, written, |i| {
-        quantize::produce(&client, source(i)).unwrap();
+        quantize::run_prologue(&client, source(i)).unwrap();
     });
     let amaxes = "amax plain + RHT";
     section.time(&format!("{name}: {amaxes}"), read, |i| {
         quantize::amaxes(&client, source(i), one, &request).unwrap();
     });
     section.time(&format!("{name} written, {amaxes}"), written, |i| {
-        quantize::produce_with_amaxes(&client, source(i), one, &request).unwrap();
+        quantize::run_prologue_with_amaxes(&client, source(i), one, &request).unwrap();
     });
     let quantized = read + 2.0 * PACKED * out;
     let found =
@@ -127,7 +127,7 @@ fn both(section: &mut Section<'_>, producer: &Producer<'_>) {
     section.time(&format!("{name}: row + col RHT"), quantized, |i| {
         copies(&client, source(i), &found, rounding);
     });
-    // All that stands between the inputs and both copies, in three ways.
+    // All that stands between the inputs and both tensors, in three ways.
     section.time(&format!("{name}, all: computed twice"), quantized, |i| {
         factors(i);
         let found = quantize::amaxes(&client, source(i), one, &request).unwrap();
@@ -136,22 +136,23 @@ fn both(section: &mut Section<'_>, producer: &Producer<'_>) {
     let kernel = format!("{name}, all: written with maxima");
     section.time(&kernel, quantized, |i| {
         factors(i);
-        let (y, found) = quantize::produce_with_amaxes(&client, source(i), one, &request).unwrap();
+        let (y, found) =
+            quantize::run_prologue_with_amaxes(&client, source(i), one, &request).unwrap();
         copies(&client, &y, &found, rounding);
     });
     let kernel = format!("{name}, all: one after the other");
     section.time(&kernel, quantized, |i| {
         factors(i);
-        let y = quantize::produce(&client, source(i)).unwrap();
+        let y = quantize::run_prologue(&client, source(i)).unwrap();
         let found = quantize::amaxes(&client, &y, one, &request).unwrap();
         copies(&client, &y, &found, rounding);
     });
 }
 
-/// The row-wise copy and the transformed column-wise one, in one read.
+/// The rowwise tensor and the transformed columnwise one, in one read.
 fn copies<'a>(
     client: &Client,
-    x: impl Into<Source<'a>>,
+    x: impl Into<Prologue<'a>>,
     found: &Amaxes,
     rounding: &DeviceRounding,
 ) {
