@@ -39,7 +39,11 @@ use nvfp4_kernels::Nvfp4Error;
 /// }
 ///
 /// # struct TrainOutput<T> { grads: burn_optim::GradientsParams, item: T }
-/// # trait TrainStep { type Input; type Output; fn step(&self, x: Self::Input) -> TrainOutput<Self::Output>; }
+/// # trait TrainStep {
+/// #     type Input;
+/// #     type Output;
+/// #     fn step(&self, x: Self::Input) -> TrainOutput<Self::Output>;
+/// # }
 /// impl TrainStep for Model {
 /// #   type Input = Tensor<2>;
 /// #   type Output = Tensor<1>;
@@ -224,7 +228,7 @@ struct Buckets<'a> {
     buckets: Vec<Bucket>,
 }
 
-/// Gradients of one element type, side by side.
+/// The concatenated gradients of one element type.
 struct Bucket {
     dtype: DType,
     flat: Vec<Tensor<1>>,
@@ -413,7 +417,7 @@ mod tests {
         });
     }
 
-    /// The gradients of a module side by side, by type, and back.
+    /// The gradients of a module, concatenated by type, and split again.
     #[test]
     fn buckets_hold_every_gradient() {
         let device = Device::flex().autodiff();

@@ -40,8 +40,8 @@ fn burns_prologue() -> CodePath {
         "RMSNorm, SwiGLU",
         "Burn",
         "Burn's operations",
-        "the layers call Burn for them on every device; nvfp4-kernels also has them as fused prologues \
-         of quantization",
+        "the layers call Burn for them on every device; nvfp4-kernels also has them as fused \
+         prologues of quantization",
     )
 }
 
@@ -59,7 +59,7 @@ pub(crate) fn cube(client: &nvfp4::kernels::cubecl::client::Client) -> Vec<CodeP
     let bf16 = match capabilities.gemm {
         GemmBackend::Sm90Wgmma | GemmBackend::CublasLt => None,
         GemmBackend::Sm120BlockScaled | GemmBackend::Cmma => Some(
-            "Burn's bf16 matmul is faster than the tiles; with a bias or an f32 result it would compute \
+            "Burn's bf16 matmul is faster than cmma; with a bias or an f32 result it would compute \
              in f32, and the kernels run",
         ),
         GemmBackend::Scalar => {

@@ -228,8 +228,8 @@ pub enum DeviceLock {
 /// the run has telemetry, steps that it samples are measured too.
 ///
 /// `lock` locks the device until what it gives is dropped: shared before the model is built,
-/// exclusive before it is measured. Processes that compile side by side so measure one after the
-/// other.
+/// exclusive before it is measured. Processes compile at the same time and measure one after
+/// the other.
 ///
 /// # Errors
 /// When the effort is none, the configuration does not fit the device, the device runs out of

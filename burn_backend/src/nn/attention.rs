@@ -279,7 +279,7 @@ fn dropout(share: f64) -> Result<Option<Dropout>, Nvfp4Error> {
 /// rotations and the causal mask, once for all layers.
 #[derive(Module, Debug)]
 pub struct Nvfp4Attention {
-    /// Queries, keys and values side by side, `[d_model, (heads + 2 * kv_heads) * head]`.
+    /// Queries, keys and values concatenated, `[d_model, (heads + 2 * kv_heads) * head]`.
     pub qkv: Nvfp4Linear,
     /// Output, `[d_model, d_model]`.
     pub out: Nvfp4Linear,

@@ -132,7 +132,7 @@ impl Nvfp4MoeConfig {
 pub struct Nvfp4Moe {
     /// The router, `[d_model, experts]`, always in high precision.
     pub router: Linear,
-    /// Gate and up of each expert side by side, `[experts, d_model, 2 * d_hidden]`: they share one
+    /// Gate and up of each expert, concatenated, `[experts, d_model, 2 * d_hidden]`: they share one
     /// global scale for each expert.
     pub gate_up: Nvfp4GroupedLinear,
     /// Down of each expert, `[experts, d_hidden, d_model]`.

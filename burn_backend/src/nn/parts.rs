@@ -45,7 +45,7 @@ fn param<const D: usize>(id: Option<ParamId>, value: Tensor<D>) -> Param<Tensor<
     param
 }
 
-/// Layers of one input as one layer, their outputs side by side. A missing bias is zero if another
+/// Layers of one input as one layer with concatenated outputs. A missing bias is zero if another
 /// layer has one.
 pub(super) fn side_by_side(linears: &[Linear]) -> Linear {
     let weights = linears.iter().map(|linear| linear.weight.val().detach());

@@ -7,8 +7,8 @@ use crate::experts::{ExpertOffsets, check_experts, moe_permute, moe_unpermute};
 
 /// The sums of each column of `x` (`[rows, columns]`) up to and with each row.
 ///
-/// A scan in Burn reads, for each element, all that is before it. So pieces of a few rows are
-/// scanned, then the sums of the pieces, in the same way.
+/// Burn's scan reads, for each element, all elements before it. This one scans short pieces, and
+/// then the sums of the pieces in the same way.
 fn running_sums(x: Tensor<2, Int>) -> Tensor<2, Int> {
     /// Rows of a piece.
     const PIECE: usize = 32;

@@ -118,7 +118,7 @@ pub trait Nvfp4Ops: Backend {
     ) -> FloatTensor<Self>;
 
     /// The GEMM of two operands, see [`GemmGroups`], accumulated in `f32` and rounded once to
-    /// `dtype`. `alpha` is the product of the operands' global scales.
+    /// `dtype`. `alpha` is one operand's global scale times the other's.
     ///
     /// Two float operands have one type, and none is multiplied with a quantized one whose
     /// contraction is padded.

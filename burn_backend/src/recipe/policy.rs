@@ -72,7 +72,7 @@ impl LayerPolicy {
         }
         let last = match last {
             Count::Exactly(last) => last,
-            // A share such as 0.15 of 20 must not become 4 by the rounding of the product.
+            // A share such as 0.15 of 20 must not become 4 by the rounding of a multiplication.
             Count::Share(share) => (share * blocks.len() as f64 - 1e-9).ceil() as usize,
         };
         let kept: BTreeSet<u64> = blocks

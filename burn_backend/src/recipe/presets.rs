@@ -54,9 +54,8 @@ impl Nvfp4Recipe {
         Self::new()
     }
 
-    /// [`nvidia`](Self::nvidia) with four over six (arXiv 2512.02010) wherever rounding is to nearest
-    /// and nothing is transformed: activations and weights of the forward, and the same weights in
-    /// dgrad.
+    /// [`nvidia`](Self::nvidia) with four over six (arXiv 2512.02010) where rounding is to nearest
+    /// and no transform runs: `x` and `w` of fprop, and `w` of dgrad.
     pub fn nvidia_4over6() -> Self {
         let four = |operand: QuantSpec| operand.scale(BlockScaling::FourOverSix(ErrorNorm::Mae));
         let recipe = Self::new();
@@ -108,9 +107,9 @@ impl Nvfp4Recipe {
         }
     }
 
-    /// [`nvidia`](Self::nvidia) with an amax for each token of `x` and `dy` (and for each feature in
-    /// wgrad, whose contraction is the tokens), so that a token's result does not depend on its
-    /// batch. After TransformerEngine's pull request 3045.
+    /// [`nvidia`](Self::nvidia) with an amax for each token of `x` and `dy`, so that a token's
+    /// result does not depend on its batch. In wgrad, whose contraction is the tokens, each
+    /// feature has an amax. After TransformerEngine's pull request 3045.
     pub fn per_token() -> Self {
         let recipe = Self::new();
         Self {
@@ -182,8 +181,8 @@ impl Nvfp4Recipe {
         }
     }
 
-    /// MXFP4 everywhere, rounded to nearest: what the smaller blocks and the two-level scale of NVFP4
-    /// are compared with.
+    /// MXFP4 everywhere, rounded to nearest: the baseline for NVFP4's smaller blocks and two-level
+    /// scale.
     pub fn mxfp4() -> Self {
         let mx = QuantSpec::MXFP4;
         Self {

@@ -280,8 +280,8 @@ impl Parameterless for LayerState {
             rht_signs,
         } = self.rng_state();
         let text = format!(
-            "LayerState {{seed: {seed}, layer: {layer}, offset: {offset}, rht_signs: {rht_signs:#06x}, \
-             high_precision: {}}}",
+            "LayerState {{seed: {seed}, layer: {layer}, offset: {offset}, \
+             rht_signs: {rht_signs:#06x}, high_precision: {}}}",
             self.is_high_precision()
         );
         content.add_formatted(&text).optional()

@@ -22,7 +22,8 @@ use crate::rng::RngState;
 /// use burn_core::config::Config;
 /// # use burn_core::{module::Module, tensor::Device};
 /// # use burn_nvfp4::{Nvfp4Linear, Nvfp4State};
-/// # fn save_and_load(model: Nvfp4Linear, fresh: Nvfp4Linear) -> Result<(), Box<dyn std::error::Error>> {
+/// # use std::error::Error;
+/// # fn save_and_load(model: Nvfp4Linear, fresh: Nvfp4Linear) -> Result<(), Box<dyn Error>> {
 /// Nvfp4State::collect(&model).save("model.nvfp4.json")?;
 /// model.save_file("model.bpk")?;
 /// // In another process:
