@@ -15,7 +15,7 @@ use crate::validate;
 /// The most experts of one layer: what the kernels keep of each fits shared memory.
 pub const MAX_EXPERTS: usize = 512;
 
-/// Where the tokens of each expert lie among tokens sorted by expert.
+/// The offsets of each expert's tokens among tokens sorted by expert.
 #[derive(Clone, Debug)]
 pub struct ExpertOffsets {
     /// `u32[experts + 1]`, ascending from 0, none above `tokens`.
@@ -27,8 +27,8 @@ impl ExpertOffsets {
     /// The offsets of experts with `counts` (`[experts]`, any integer type) tokens each, of
     /// `tokens` in all.
     ///
-    /// `counts` is not read by the host. A negative count is zero, and what is beyond `tokens` is
-    /// cut off; tokens that are left over belong to no expert: layers give zeros for them.
+    /// The host does not read `counts`. A negative count is zero, and counts beyond `tokens` are
+    /// cut off. Remaining tokens belong to no expert: layers give zeros for them.
     ///
     /// # Errors
     /// When there is no count, more than [`MAX_EXPERTS`], or more than 2^31 - 1 tokens.
@@ -99,8 +99,7 @@ pub(crate) fn check_experts(argument: &'static str, experts: usize) -> Result<()
 ///
 /// `x` is `[tokens, d_in]`, sorted by expert as `experts` says; `weight` `[experts, d_in, d_out]`;
 /// `bias` `[experts, d_out]`; each `f32`, `bf16` or `f16`. The output is `[tokens, d_out]` in the
-/// type of `x`, zero for tokens of no expert; every gradient has the type of what it is the
-/// gradient of.
+/// type of `x`, zero for tokens of no expert; each gradient has the type of its tensor.
 ///
 /// # Errors
 /// When the device has no implementation, devices differ, a type is not supported, a shape does not

@@ -252,7 +252,7 @@ pub fn matmul(
 ///
 /// `x` is `[..., d_in]` (leading axes are folded to rows, any number of them, none included),
 /// `weight` `[d_in, d_out]`, `bias` `[d_out]`; each may be `f32`, `bf16` or `f16`. The output has
-/// the type of `x`; every gradient has the type of what it is the gradient of.
+/// the type of `x`; each gradient has the type of its tensor.
 ///
 /// # Errors
 /// When the device has no implementation, devices differ, a type is not supported, a shape does

@@ -19,7 +19,7 @@ use serde::Serialize;
 use crate::device::{hardware, install_decorator};
 use crate::options::Options;
 
-/// What the command calls the model of Burn's own layers, in high precision.
+/// The name, in this command, of the model of Burn's own layers in high precision.
 const BURN: &str = "burn";
 
 #[derive(Args)]

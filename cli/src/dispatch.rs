@@ -1,4 +1,5 @@
-//! Rows of `nvfp4 doctor` that are not the kernels crate's own: Flex, and what Burn computes.
+//! Rows of `nvfp4 doctor` that do not come from the kernels' own descriptions: Flex, and operations
+//! of Burn.
 
 use nvfp4::kernels::describe::CodePath;
 

@@ -13,7 +13,7 @@ pub(crate) struct Oracle {
 enum Question {
     /// Find the order of random bits in cvt.rs.satfinite.e2m1x4, and compare its results
     ///
-    /// B200 and B300 have the instruction; other devices answer with the software form.
+    /// B200 and B300 have the instruction; other devices run its software form.
     CvtRs(CvtRs),
 }
 

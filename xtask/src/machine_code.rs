@@ -1,7 +1,7 @@
 //! `cargo xtask machine-code`: registers, spills and instructions of the kernels, without a GPU.
 //!
-//! The tests `*_source` compile the kernels with NVRTC. Where `NVFP4_DUMP` names a folder, they leave
-//! the machine code there. To judge a change of a kernel, compare two tables of this command:
+//! The tests `*_source` compile the kernels with NVRTC. Where `NVFP4_DUMP` names a folder, they
+//! leave the machine code there. To judge a change of a kernel, compare two tables of this command:
 //!
 //! ```text
 //! cargo xtask machine-code --json before.json         # in the tree before the change

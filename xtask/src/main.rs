@@ -8,7 +8,7 @@
 //! | `cargo xtask sanitize` | the tests of the kernels under compute-sanitizer, on a GPU |
 //! | `cargo xtask unified` | checks that testing one package compiles no dependency again |
 //! | `cargo xtask package` | makes the packages for crates.io and checks them; publishes nothing |
-//! | `cargo xtask machine-code` | registers, stack and instructions of the kernels; compares two commits |
+//! | `cargo xtask machine-code` | registers, stack and instructions of the kernels |
 //! | `cargo xtask licenses` | checks licences and origin of all dependencies against `deny.toml` |
 //! | `cargo xtask book` | builds the book and checks the links of all documents |
 //! | `cargo xtask results` | writes the tables of the performance page from `results/*.json` |

@@ -22,8 +22,7 @@ impl PartIds {
     }
 }
 
-/// A layer of its own, number `index` of those that `ids` are of; with new ids where there are
-/// none.
+/// A separate layer, with the ids of number `index` in `ids`, or with new ones.
 pub(super) fn apart(
     ids: Option<&[PartIds]>,
     index: usize,

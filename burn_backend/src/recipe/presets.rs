@@ -108,8 +108,8 @@ impl Nvfp4Recipe {
     }
 
     /// [`nvidia`](Self::nvidia) with an amax for each token of `x` and `dy`, so that a token's
-    /// result does not depend on its batch. In wgrad, whose contraction is the tokens, each
-    /// feature has an amax. After TransformerEngine's pull request 3045.
+    /// result does not depend on its batch. In wgrad, whose contraction is the tokens, each feature
+    /// has an amax. After TransformerEngine's pull request 3045.
     pub fn per_token() -> Self {
         let recipe = Self::new();
         Self {

@@ -255,7 +255,7 @@ impl LayerState {
     }
 }
 
-/// Burn's traversals see nothing of it; [`Nvfp4State`](crate::Nvfp4State) does.
+/// Burn's traversals do not see it; [`Nvfp4State`](crate::Nvfp4State) does.
 impl Parameterless for LayerState {
     fn pass<V: ModuleVisitor>(&self, _visitor: &mut V) {
         TRAVERSAL.with_borrow_mut(|traversal| {
@@ -291,9 +291,8 @@ impl Parameterless for LayerState {
 parameterless_module!(LayerState);
 
 thread_local! {
-    /// The traversal of [`layers`] on this thread, while one is under way. A module's `visit` is
-    /// generic over its visitor, so the state of a layer cannot hand itself to ours directly; it
-    /// leaves itself here.
+    /// The traversal of [`layers`] that runs on this thread. A module's `visit` is generic over its
+    /// visitor, so a layer's state cannot call ours directly; it registers itself here.
     static TRAVERSAL: RefCell<Option<Traversal>> = const { RefCell::new(None) };
 }
 
@@ -332,7 +331,7 @@ impl Traversal {
     fn found(&mut self, state: &LayerState) {
         let owner = &self.path[..self.path.len().saturating_sub(1)];
         match &self.weight {
-            // A layer's state stands beside its weight, that of a decorated one below it.
+            // A layer's state is a sibling of its weight; a decorated layer's is below it.
             Some((weight_owner, id))
                 if weight_owner == owner || is_weight_of(owner, weight_owner) =>
             {

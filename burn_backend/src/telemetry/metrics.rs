@@ -1,7 +1,7 @@
 //! Telemetry as metrics of burn-train (feature `train`).
 //!
-//! The output of a model's training step carries the samples of that step, none in most of them,
-//! and hands them to the metrics:
+//! The output of a training step holds the samples of that step, which most steps do not have, and
+//! passes them to the metrics:
 //!
 //! ```
 //! # #[cfg(feature = "flex")] {

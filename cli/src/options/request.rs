@@ -1,4 +1,4 @@
-//! Options that name something: a preset, a recipe, a device. What it is, the command looks up.
+//! Options that name something: a preset, a recipe, a device. The command looks them up.
 
 use std::str::FromStr;
 

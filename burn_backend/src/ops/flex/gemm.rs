@@ -47,8 +47,8 @@ pub(super) fn dense(
 ///
 /// Packed operands are dequantized a panel of rows at a time (as `panels` divides `outer` rows of
 /// `depth` elements), so that the memory of dequantized values stays bounded. Each output is summed
-/// within one panel of either operand: with the panels of [`reference::panels`], which are
-/// never so short that Flex would take other loops, it has the bits of an undivided GEMM.
+/// within one panel of either operand: with the panels of [`reference::panels`], which are never so
+/// short that Flex would take other loops, it has the bits of an undivided GEMM.
 fn sums<P: Iterator<Item = Range<usize>> + ExactSizeIterator>(
     a: &StoredOperand,
     b: &StoredOperand,
