@@ -19,7 +19,7 @@ enum Question {
 
 #[derive(Args)]
 struct CvtRs {
-    /// Ask this device: cpu or cuda:N [default: cuda:0 if there is one, else cpu]
+    /// Test this device: cpu or cuda:N [default: cuda:0 if there is one, else cpu]
     #[arg(long, value_name = "DEVICE")]
     device: Option<String>,
     /// Compare this many random inputs

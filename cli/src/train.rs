@@ -40,7 +40,7 @@ pub(crate) struct Train {
     /// Read options from this JSON file; flags override it
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
-    /// Stop after this step as if interrupted, with a checkpoint to resume [default: the last]
+    /// Stop after this step, with a checkpoint to resume [default: the last step]
     #[arg(long, value_name = "STEP")]
     stop_at: Option<u64>,
     #[command(flatten)]

@@ -85,10 +85,8 @@ pub struct Nvfp4Recipe {
     )]
     pub dgrad: DgradRecipe,
     /// The gradient of the weight.
-    #[config(
-        default = "WgradRecipe { \
-                   x: QuantSpec::NVFP4.rht(16), dy: QuantSpec::NVFP4.rht(16).stochastic() }"
-    )]
+    #[config(default = "WgradRecipe { \
+                   x: QuantSpec::NVFP4.rht(16), dy: QuantSpec::NVFP4.rht(16).stochastic() }")]
     pub wgrad: WgradRecipe,
     /// Whether the backward's `x` and `w` are quantized from the forward's tensors, or from its
     /// dequantized operands.

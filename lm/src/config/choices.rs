@@ -202,7 +202,7 @@ pub enum Preset {
     /// 7 M parameters: a fast CPU, or seconds on a GPU
     #[serde(rename = "small")]
     Small,
-    /// 10 M parameters, 25 bytes of text for each: what the recipes are compared on, on a GPU
+    /// 10 M parameters, 25 bytes of text for each: the comparison of recipes, on a GPU
     #[serde(rename = "10m")]
     #[value(name = "10m")]
     M10,
