@@ -1,8 +1,7 @@
 //! Operations on tokens that are sorted by expert.
 //!
-//! Where each expert's tokens begin is in device memory and stays there: no shape depends on it.
-//! Experts without tokens, one that has them all, and numbers of tokens that are no multiple of
-//! anything are all as good as others.
+//! The offsets of each expert's tokens stay in device memory; no shape depends on them. An expert
+//! may have no tokens, all of them, or any number between.
 
 use burn_core::backend::Dispatch;
 use burn_core::tensor::{DType, Device, Int, Tensor};
@@ -12,7 +11,7 @@ use crate::functions::{into_bias, or_panic};
 use crate::ops::{LinearContext, LinearSpec, Nvfp4Ops, RowGroups};
 use crate::validate;
 
-/// The most experts of one layer: what the kernels keep of each fits shared memory.
+/// The most experts of one layer: so many offsets fit into shared memory.
 pub const MAX_EXPERTS: usize = 512;
 
 /// The offsets of each expert's tokens among tokens sorted by expert.
@@ -214,7 +213,7 @@ pub(crate) fn check_grouped_parameters(
 /// went to, every slot once. With it the backward gathers too, `dx[t] = Σⱼ dout[inverse[t, j]]`,
 /// added in `f32` in the order of `j`, where the backward of a plain selection scatters.
 ///
-/// What `index` and `inverse` hold is not checked: that would wait for the device.
+/// The contents of `index` and `inverse` are not checked: that would wait for the device.
 ///
 /// # Errors
 /// When the device has no implementation, devices differ or a shape does not fit.

@@ -38,7 +38,7 @@ impl Nvfp4Recipe {
     /// The preset called `name`.
     ///
     /// # Errors
-    /// When there is none of that name; the message lists those that there are.
+    /// When there is none of that name; the message lists the names.
     pub fn preset(name: &str) -> Result<Self, Nvfp4Error> {
         let found = PRESETS.iter().find(|(preset, _)| *preset == name);
         found.map(|(_, recipe)| recipe()).ok_or_else(|| {
@@ -159,8 +159,8 @@ impl Nvfp4Recipe {
         }
     }
 
-    /// Quantization-aware training of weights alone: they are rounded to what an NVFP4 checkpoint
-    /// will hold, everything else stays in high precision.
+    /// Quantization-aware training of weights alone: they are rounded to the values of an NVFP4
+    /// checkpoint. Everything else stays in high precision.
     pub fn weight_only_qat() -> Self {
         let recipe = Self::fwd_nvfp4_bwd_bf16();
         Self {

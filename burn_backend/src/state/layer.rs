@@ -18,19 +18,18 @@ use crate::rng::{RANK_SHIFT, RngState};
 /// The state of one layer: its [`RngState`], whether it stays in high precision, its
 /// [`LayerMode`], and the cache of its quantized weight.
 ///
-/// Clones share it. A clone of a module is the same logical layer (a fork for another device, the
-/// module that an optimizer step returns, `valid()`), and whichever of them runs forward, no offset
-/// is drawn twice and none is lost.
+/// Clones share it. A clone of a module is the same logical layer: a fork for another device, the
+/// module that an optimizer step returns, or `valid()`. Whichever of them runs forward, no offset is
+/// drawn twice and none is lost.
 ///
 /// # Several devices
 ///
-/// `Module::fork` to a device, as data-parallel training does for each of its workers, gives a
-/// clone that counts its forwards apart and draws other bits than the forks for other devices:
-/// those at offset `rank << 48 | count`, `rank` being the index of the device. So what every worker
-/// draws is determined, however their threads run. The signs of the Hadamard transform are the same
-/// on all. Forks to one device, and clones, share one count; a module that was never forked has
-/// rank 0. [`Nvfp4State`](crate::Nvfp4State) saves the count of the module it is given; applied to
-/// a module, it is where all ranks resume, since data-parallel workers take their steps together.
+/// Data-parallel training calls `Module::fork` for each rank. A fork counts its own forwards and
+/// draws at offset `rank << 48 | count`, where `rank` is the index of the device. So the bits of
+/// each rank are determined, whatever the timing of threads. The signs of the Hadamard transform are
+/// the same on all ranks. Clones, and forks to one device, share one count; a module that was never
+/// forked has rank 0. [`Nvfp4State`](crate::Nvfp4State) saves the count of the module that it is
+/// given. All ranks resume from that count, because they step together.
 #[derive(Clone, Debug)]
 pub struct LayerState {
     shared: Arc<Shared>,
@@ -52,7 +51,7 @@ struct Shared {
 /// The counts of forwards, by rank.
 #[derive(Debug)]
 struct Offsets {
-    /// Where ranks begin that have not drawn yet.
+    /// The count at which a rank begins that has not drawn yet.
     start: u64,
     next: BTreeMap<u64, u64>,
 }
@@ -184,7 +183,7 @@ impl LayerState {
             .unwrap_or_else(|poisoned| poisoned.into_inner())
     }
 
-    /// Whether the layer computes in the type of its input in place of NVFP4.
+    /// Whether the layer computes in the type of its input instead of NVFP4.
     pub fn is_high_precision(&self) -> bool {
         self.shared.high_precision.load(Ordering::Relaxed)
     }
