@@ -1,8 +1,8 @@
 //! The operations on plain tensors.
 //!
-//! Each function has two forms. `try_*` returns an [`Nvfp4Error`] that names the argument; the plain
-//! name panics with the same message, as Burn's own operations do. When a check fails, nothing has
-//! been queued.
+//! Each function has two forms. `try_*` returns an [`Nvfp4Error`] that names the argument. The
+//! plain name panics with the same message, as Burn's own operations do. When a check fails,
+//! nothing has been queued.
 
 use burn_core::backend::Dispatch;
 use burn_core::tensor::{DType, FloatDType, Int, Tensor};

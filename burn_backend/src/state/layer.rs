@@ -19,16 +19,16 @@ use crate::rng::{RANK_SHIFT, RngState};
 /// [`LayerMode`], and the cache of its quantized weight.
 ///
 /// Clones share it. A clone of a module is the same logical layer: a fork for another device, the
-/// module that an optimizer step returns, or `valid()`. Whichever of them runs forward, no offset is
-/// drawn twice and none is lost.
+/// module that an optimizer step returns, or `valid()`. Whichever of them runs forward, no offset
+/// is drawn twice and none is lost.
 ///
 /// # Several devices
 ///
 /// Data-parallel training calls `Module::fork` for each rank. A fork counts its own forwards and
 /// draws at offset `rank << 48 | count`, where `rank` is the index of the device. So the bits of
-/// each rank are determined, whatever the timing of threads. The signs of the Hadamard transform are
-/// the same on all ranks. Clones, and forks to one device, share one count; a module that was never
-/// forked has rank 0. [`Nvfp4State`](crate::Nvfp4State) saves the count of the module that it is
+/// each rank are determined, whatever the timing of threads. The signs of the Hadamard transform
+/// are the same on all ranks. Clones, and forks to one device, share one count; a module that was
+/// never forked has rank 0. [`Nvfp4State`](crate::Nvfp4State) saves the count of the module that it is
 /// given. All ranks resume from that count, because they step together.
 #[derive(Clone, Debug)]
 pub struct LayerState {
