@@ -28,8 +28,8 @@ use crate::rng::{RANK_SHIFT, RngState};
 /// draws at offset `rank << 48 | count`, where `rank` is the index of the device. So the bits of
 /// each rank are determined, whatever the timing of threads. The signs of the Hadamard transform
 /// are the same on all ranks. Clones, and forks to one device, share one count; a module that was
-/// never forked has rank 0. [`Nvfp4State`](crate::Nvfp4State) saves the count of the module that it is
-/// given. All ranks resume from that count, because they step together.
+/// never forked has rank 0. [`Nvfp4State`](crate::Nvfp4State) saves the count of the module that
+/// it is given. All ranks resume from that count, because they step together.
 #[derive(Clone, Debug)]
 pub struct LayerState {
     shared: Arc<Shared>,
