@@ -5,7 +5,7 @@
 //! `PositionWiseFeedForward` and of the user's own modules.
 //!
 //! ```no_run
-//! use burn_core::tensor::Tensor;
+//! use burn_core::tensor::{Device, Tensor};
 //! use burn_nn::transformer::{TransformerEncoderConfig, TransformerEncoderInput};
 //! use burn_nvfp4::{Nvfp4Recipe, decorate};
 //!
