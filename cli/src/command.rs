@@ -17,7 +17,7 @@ pub(crate) struct Command {
 
 #[derive(Subcommand)]
 enum Task {
-    /// Train a language model in NVFP4 and in high precision, and report the gap
+    /// Train a language model in NVFP4, and compare it with high precision or other recipes
     ///
     /// Without options it trains a model that takes minutes on two CPU cores, on the Rust sources
     /// that cargo has downloaded.

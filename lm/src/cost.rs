@@ -516,11 +516,11 @@ mod tests {
         }
         for (name, class) in [
             (
-                "nvfp4_kernels::gemm::kernels::sm90_bf16::sm90_kernel::X",
+                "nvfp4_kernels::gemm::kernels::sm90_bf16::sm90_bf16_kernel::X",
                 KernelClass::Gemm,
             ),
             (
-                "nvfp4_kernels::gemm::materialize::decode_kernel::X",
+                "nvfp4_kernels::gemm::materialize::dequantize_unscaled_kernel::X",
                 KernelClass::Dequantize,
             ),
             (

@@ -41,7 +41,7 @@ pub fn assign_layer_ids<M: Module>(model: &M) {
 /// Puts every NVFP4 layer of `model` into `mode`, for the next forward and all that follow. Layers
 /// that the recipe keeps in high precision stay there.
 ///
-/// Clones of the model share the setting; [`Nvfp4State`](crate::Nvfp4State) saves it.
+/// Clones of the model share the setting; [`Nvfp4State`] saves it.
 pub fn set_mode<M: Module>(model: &M, mode: LayerMode) {
     for layer in layers(model) {
         layer.state.set_mode(mode);

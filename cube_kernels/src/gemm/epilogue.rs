@@ -62,7 +62,7 @@ pub struct EpilogueKind {
     pub amax: Option<OutputAmax>,
 }
 
-/// `α` of one stored row: `fl(amax / range)`.
+/// `α` of one stored row, or of `group`: `fl(amax / range)`.
 #[cube]
 pub fn factor(amax: &[f32], row: u32, group: u32, range: f32, #[comptime] kind: Factor) -> f32 {
     let mut value = 1.0f32;
@@ -78,68 +78,190 @@ pub fn factor(amax: &[f32], row: u32, group: u32, range: f32, #[comptime] kind: 
     value
 }
 
-/// The value of one output element. `before` is what the output held.
+/// What the epilogue reads beside the sums, and the amax values of the output that it raises.
+/// Memory that `kind` does not ask for is any other.
+///
+/// `c` is the memory of the output, although the compiler is told that pointers do not alias: an
+/// element of it is read to compute the value that replaces it, and never again.
+#[derive(CubeType, CubeLaunch)]
+pub struct Epilogue {
+    /// Amax values of `a`.
+    pub a_amax: Box<[f32]>,
+    /// Amax values of `b`.
+    pub b_amax: Box<[f32]>,
+    /// An addend for each column, a row for each group.
+    pub bias: Box<[f32]>,
+    /// What the output held, in words.
+    pub c: Box<[u32]>,
+    /// The largest magnitudes of the output, as the bits of an `f32`.
+    pub amax: Box<[Atomic<u32>]>,
+    /// What an amax of `a` is divided by.
+    pub a_range: f32,
+    /// What an amax of `b` is divided by.
+    pub b_range: f32,
+    /// What sums are multiplied by first, a power of two: kernels that decode elements in registers
+    /// decode them as a fraction of what they stand for.
+    pub sum_scale: f32,
+    /// What is done.
+    #[cube(comptime)]
+    pub kind: EpilogueKind,
+}
+
 #[cube]
-pub fn finish(sum: f32, alpha: f32, bias: f32, before: f32, #[comptime] kind: EpilogueKind) -> f32 {
-    let scaled = sum * alpha;
+impl Epilogue {
+    /// `α` of `a`, if one holds for a tile of `group`.
+    pub fn a_tile_factor(&self, group: u32) -> f32 {
+        let kind = comptime!(self.kind.a.of_tile());
+        factor(&self.a_amax, 0u32, group, self.a_range, kind)
+    }
+
+    /// `α` of `b`, if one holds for a tile of `group`.
+    pub fn b_tile_factor(&self, group: u32) -> f32 {
+        let kind = comptime!(self.kind.b.of_tile());
+        factor(&self.b_amax, 0u32, group, self.b_range, kind)
+    }
+
+    /// `α` of stored row `row` of `a`, which belongs to `group`.
+    pub fn a_factor(&self, row: u32, group: u32) -> f32 {
+        factor(
+            &self.a_amax,
+            row,
+            group,
+            self.a_range,
+            comptime!(self.kind.a),
+        )
+    }
+
+    /// `α` of stored row `row` of `b`, which belongs to `group`.
+    pub fn b_factor(&self, row: u32, group: u32) -> f32 {
+        factor(
+            &self.b_amax,
+            row,
+            group,
+            self.b_range,
+            comptime!(self.kind.b),
+        )
+    }
+
+    /// `α` of stored row `row` of `a`, `tile` being that of its tile.
+    pub fn a_row_factor(&self, row: u32, tile: f32) -> f32 {
+        let mut value = tile;
+        if comptime!(self.kind.a == Factor::PerRow) {
+            value = self.a_amax[row as usize] / self.a_range;
+        }
+        value
+    }
+
+    /// `α` of stored row `row` of `b`, `tile` being that of its tile.
+    pub fn b_row_factor(&self, row: u32, tile: f32) -> f32 {
+        let mut value = tile;
+        if comptime!(self.kind.b == Factor::PerRow) {
+            value = self.b_amax[row as usize] / self.b_range;
+        }
+        value
+    }
+
+    /// The bias at `index`.
+    pub fn load_bias(&self, index: usize) -> f32 {
+        let mut value = 0.0f32;
+        if comptime!(self.kind.bias) {
+            value = self.bias[index];
+        }
+        value
+    }
+
+    /// What the output held in an element: `pair` is the even element of a pair, `odd` which of the
+    /// two.
+    pub fn load_c(&self, pair: usize, #[comptime] odd: u32) -> f32 {
+        if comptime!(!self.kind.accumulate) {
+            0.0f32.runtime()
+        } else if comptime!(self.kind.out == FloatKind::F32) {
+            f32::reinterpret(self.c[pair + comptime!(odd as usize)])
+        } else {
+            let word = self.c[pair / 2usize] >> comptime!(16 * odd);
+            if comptime!(self.kind.out == FloatKind::Bf16) {
+                f32::reinterpret(word << 16u32)
+            } else {
+                cvt_f32_f16(u32::reinterpret(word))
+            }
+        }
+    }
+
+    /// Raises the amax of the output, or of `group`, to the largest `bits` of the plane, all of one
+    /// group.
+    pub fn atomic_amax(&self, group: u32, bits: u32) {
+        if comptime!(self.kind.amax.is_some()) {
+            let plane = plane_max(bits);
+            if UNIT_POS_PLANE == 0u32 {
+                self.atomic_amax_of_unit(group, plane);
+            }
+        }
+    }
+
+    /// [`atomic_amax`](Self::atomic_amax) by one unit. The magnitude bits of floats are in the
+    /// order of the floats, with NaN above infinity, and a maximum does not depend on the order of
+    /// its arguments.
+    pub fn atomic_amax_of_unit(&self, group: u32, bits: u32) {
+        if comptime!(self.kind.amax.is_some()) {
+            let mut index = 0u32;
+            if comptime!(self.kind.amax == Some(OutputAmax::PerGroup)) {
+                index = group;
+            }
+            self.amax[index as usize].fetch_max(canonical(bits));
+        }
+    }
+}
+
+/// What a sum is finished with.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub struct Addends {
+    /// The product of the factors of both operands.
+    pub alpha: f32,
+    /// The bias of its column.
+    pub bias: f32,
+    /// What the output held.
+    pub c: f32,
+}
+
+/// The value of one output element, in CUDA C++.
+#[cube]
+pub fn apply(sum: f32, with: Addends, #[comptime] kind: EpilogueKind) -> f32 {
+    let scaled = sum * with.alpha;
     // Reinterpreted: a variable would reach the instruction as a pointer. The additions must not be
     // contracted with the multiplication, whose rounding is specified.
     if comptime!(kind.bias && kind.accumulate) {
-        let biased = f32::reinterpret(ptx::add_rn(scaled, f32::reinterpret(bias)));
-        ptx::add_rn(biased, f32::reinterpret(before))
+        let biased = f32::reinterpret(ptx::add_rn(scaled, f32::reinterpret(with.bias)));
+        ptx::add_rn(biased, f32::reinterpret(with.c))
     } else if comptime!(kind.bias) {
-        ptx::add_rn(scaled, f32::reinterpret(bias))
+        ptx::add_rn(scaled, f32::reinterpret(with.bias))
     } else if comptime!(kind.accumulate) {
-        ptx::add_rn(scaled, f32::reinterpret(before))
+        ptx::add_rn(scaled, f32::reinterpret(with.c))
     } else {
         scaled
     }
 }
 
-/// [`finish()`] on any device. `ordered` says whether the compiler may contract additions with the
+/// [`apply()`] on any device. `ordered` says whether the compiler may contract additions with the
 /// multiplication before them, as CUDA's does: then they are its own instructions.
 #[cube]
-pub fn finish_on(
+pub fn apply_on(
     sum: f32,
-    alpha: f32,
-    bias: f32,
-    before: f32,
+    with: Addends,
     #[comptime] ordered: bool,
     #[comptime] kind: EpilogueKind,
 ) -> f32 {
     if comptime!(ordered) {
-        finish(sum, alpha, bias, before, kind)
+        apply(sum, with, kind)
     } else {
-        let mut value = sum * alpha;
+        let mut value = sum * with.alpha;
         if comptime!(kind.bias) {
-            value += bias;
+            value += with.bias;
         }
         if comptime!(kind.accumulate) {
-            value += before;
+            value += with.c;
         }
         value
-    }
-}
-
-/// What the output held in an element: `pair` is the even element of a pair, `odd` which of the two.
-#[cube]
-pub fn held(
-    before: &[u32],
-    pair: usize,
-    #[comptime] odd: u32,
-    #[comptime] kind: EpilogueKind,
-) -> f32 {
-    if comptime!(!kind.accumulate) {
-        0.0f32.runtime()
-    } else if comptime!(kind.out == FloatKind::F32) {
-        f32::reinterpret(before[pair + comptime!(odd as usize)])
-    } else {
-        let word = before[pair / 2usize] >> comptime!(16 * odd);
-        if comptime!(kind.out == FloatKind::Bf16) {
-            f32::reinterpret(word << 16u32)
-        } else {
-            cvt_f32_f16(u32::reinterpret(word))
-        }
     }
 }
 
@@ -147,9 +269,9 @@ pub fn held(
 #[cube]
 pub fn pack_pair(even: f32, odd: f32, #[comptime] out: FloatKind) -> u32 {
     if comptime!(out == FloatKind::Bf16) {
-        cvt_rn_bf16x2(f32::reinterpret(even), f32::reinterpret(odd))
+        cvt_rn_bf16x2(even, odd)
     } else {
-        cvt_rn_f16x2(f32::reinterpret(even), f32::reinterpret(odd))
+        cvt_rn_f16x2(even, odd)
     }
 }
 
@@ -171,32 +293,6 @@ pub fn rounded_magnitude(even: f32, odd: f32, #[comptime] out: FloatKind) -> u32
     max(low, high)
 }
 
-/// Raises the maximum of the output, or of `group`, to the largest `bits` of the plane, all of one group. The
-/// magnitude bits of floats are in the order of the floats, with NaN above infinity, and a maximum does not
-/// depend on the order of its arguments.
-#[cube]
-pub fn raise(amax: &mut [Atomic<u32>], group: u32, bits: u32, #[comptime] kind: EpilogueKind) {
-    let plane = plane_max(bits);
-    if UNIT_POS_PLANE == 0u32 {
-        raise_alone(amax, group, plane, kind);
-    }
-}
-
-/// [`raise()`] by one unit.
-#[cube]
-pub fn raise_alone(
-    amax: &mut [Atomic<u32>],
-    group: u32,
-    bits: u32,
-    #[comptime] kind: EpilogueKind,
-) {
-    let mut index = 0u32;
-    if comptime!(kind.amax == Some(OutputAmax::PerGroup)) {
-        index = group;
-    }
-    amax[index as usize].fetch_max(canonical(bits));
-}
-
 /// What the epilogue reads. Handles that `kind` does not ask for are any other.
 pub(crate) struct EpilogueArgs {
     pub kind: EpilogueKind,
@@ -209,59 +305,95 @@ pub(crate) struct EpilogueArgs {
 }
 
 impl EpilogueArgs {
-    /// How many amax values `kind.amax` asks for, of a GEMM in `groups` groups; at least one, which no kernel
-    /// reads where it asks for none.
+    /// How many amax values `kind.amax` asks for, of a GEMM in `groups` groups; at least one, which
+    /// no kernel reads where it asks for none.
     pub fn amax_len(&self, groups: usize) -> usize {
         match self.kind.amax {
             Some(OutputAmax::PerGroup) => groups,
             Some(OutputAmax::Whole) | None => 1,
         }
     }
+
+    /// The device's part, for `rows` stored rows of `a` and of `b` in `groups` groups, and the
+    /// memory of the output, of so many words.
+    ///
+    /// # Safety
+    /// The memory must hold what `kind` asks for.
+    pub unsafe fn launch(
+        &self,
+        rows: [usize; 2],
+        groups: usize,
+        c: (&Handle, usize),
+        sum_scale: f32,
+    ) -> EpilogueLaunch {
+        // SAFETY: as the caller promises.
+        let memory =
+            |handle: &Handle, len: usize| unsafe { BufferArg::from_raw_parts(handle.clone(), len) };
+        EpilogueLaunch::new(
+            memory(&self.a_amax, rows[0]),
+            memory(&self.b_amax, rows[1]),
+            memory(&self.bias, rows[1]),
+            memory(c.0, c.1),
+            memory(&self.amax, self.amax_len(groups)),
+            self.ranges[0],
+            self.ranges[1],
+            sum_scale,
+            self.kind,
+        )
+    }
 }
 
-/// Bytes between the 16 rows that a warp stages for its stores: 128 of data, and 16 that spread rows
-/// over the banks.
+/// Bytes between the 16 rows that a warp stages for its stores: 128 of data, and 16 that spread
+/// rows over the banks.
 const STAGING_ROW: usize = 144;
 /// Bytes that a warp stages at a time.
 pub(crate) const STAGING: usize = 16 * STAGING_ROW;
 
-/// Finishes the 16 x `tile_n` sums of one warp and writes them: eight columns at a time a thread has
-/// two neighbours in rows `lane / 4` and 8 below ("Register Fragments for wgmma"), which go through
-/// shared memory so that eight threads write 128 bytes of one row.
+/// The part of a tile that a warp writes.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(crate) struct WarpTile {
+    /// The first of its rows of the output.
+    pub row: u32,
+    /// The row behind the last of the group.
+    pub end: u32,
+    /// Its first column.
+    pub column: u32,
+    /// Columns of the output.
+    pub n: u32,
+    /// The group.
+    pub group: u32,
+    /// Address of `STAGING` bytes of the warp in shared memory.
+    pub staging: u32,
+}
+
+/// Applies the epilogue to the 16 x `tile_n` sums of one warp and writes them: eight columns at a
+/// time a thread has two neighbours in rows `lane / 4` and 8 below ("Register Fragments for
+/// wgmma"), which go through shared memory so that eight threads write 128 bytes of one row. `out`
+/// is in units of 16 bytes.
 #[cube]
-pub(crate) fn write_tile<N: Size>(
+pub(crate) fn write_warp_tile<N: Size>(
     sums: Vector<f32, N>,
-    row0: u32,
-    end: u32,
-    column0: u32,
-    group: u32,
-    a_amax: &[f32],
-    b_amax: &[f32],
-    bias: &[f32],
-    before: &[u32],
+    tile: WarpTile,
+    epilogue: &Epilogue,
     out: &mut [Vector<u32, Const<4>>],
-    amax: &mut [Atomic<u32>],
-    n: u32,
-    a_range: f32,
-    b_range: f32,
-    stage_at: u32,
     #[comptime] tile_n: usize,
-    #[comptime] kind: EpilogueKind,
 ) {
+    let kind = comptime!(epilogue.kind);
     let lane = UNIT_POS % 32u32;
     let size = comptime!(kind.out.size());
     // Columns of 128 bytes.
     let width = comptime!(128 / kind.out.size());
-    let upper = row0 + lane / 4u32;
+    let upper = tile.row + lane / 4u32;
     let lower = upper + 8u32;
     // Rows and columns outside read the factors of row and column 0, and are not written.
-    let upper_in = select(upper < end, upper, 0u32);
-    let lower_in = select(lower < end, lower, 0u32);
-    let upper_factor = factor(a_amax, upper_in, group, a_range, kind.a);
-    let lower_factor = factor(a_amax, lower_in, group, a_range, kind.a);
-    let whole_factor = factor(b_amax, 0u32, group, b_range, comptime!(kind.b.of_tile()));
+    let upper_in = select(upper < tile.end, upper, 0u32);
+    let lower_in = select(lower < tile.end, lower, 0u32);
+    let upper_factor = epilogue.a_factor(upper_in, tile.group);
+    let lower_factor = epilogue.a_factor(lower_in, tile.group);
+    let tile_factor = epilogue.b_tile_factor(tile.group);
     // The last chunk of a tile may be narrower.
-    let right = min(n, column0 + comptime!(tile_n as u32));
+    let right = min(tile.n, tile.column + comptime!(tile_n as u32));
     let mut largest = 0u32;
     #[unroll]
     for chunk in 0..comptime!(tile_n.div_ceil(width)) {
@@ -270,23 +402,16 @@ pub(crate) fn write_tile<N: Size>(
         #[unroll]
         for j in 0..comptime!(usize::min(width, tile_n - chunk * width) / 8) {
             let first = comptime!((chunk * width / 8 + j) * 4);
-            let column = column0 + comptime!((chunk * width + j * 8) as u32) + (lane % 4u32) * 2u32;
-            let inside = column < n;
+            let column =
+                tile.column + comptime!((chunk * width + j * 8) as u32) + (lane % 4u32) * 2u32;
+            let inside = column < tile.n;
             let column = select(inside, column, 0u32);
             // Where the group's own rows of `b` and its bias have this column.
-            let own = group * n + column;
-            let mut even_factor = whole_factor;
-            let mut odd_factor = whole_factor;
-            if comptime!(kind.b == Factor::PerRow) {
-                even_factor = factor(b_amax, own, group, b_range, kind.b);
-                odd_factor = factor(b_amax, own + 1u32, group, b_range, kind.b);
-            }
-            let mut even_bias = 0.0f32;
-            let mut odd_bias = 0.0f32;
-            if comptime!(kind.bias) {
-                even_bias = bias[own as usize];
-                odd_bias = bias[(own + 1u32) as usize];
-            }
+            let own = tile.group * tile.n + column;
+            let even_factor = epilogue.b_row_factor(own, tile_factor);
+            let odd_factor = epilogue.b_row_factor(own + 1u32, tile_factor);
+            let even_bias = epilogue.load_bias(own as usize);
+            let odd_bias = epilogue.load_bias((own + 1u32) as usize);
             #[unroll]
             for half in 0..2usize {
                 let line = if comptime!(half == 0) {
@@ -299,22 +424,20 @@ pub(crate) fn write_tile<N: Size>(
                 } else {
                     lower_factor
                 };
-                let pair = line as usize * n as usize + column as usize;
-                let even = finish(
-                    sums.extract(comptime!(first + 2 * half)),
-                    line_factor * even_factor,
-                    even_bias,
-                    held(before, pair, 0u32, kind),
-                    kind,
-                );
-                let odd = finish(
-                    sums.extract(comptime!(first + 2 * half + 1)),
-                    line_factor * odd_factor,
-                    odd_bias,
-                    held(before, pair, 1u32, kind),
-                    kind,
-                );
-                let target = stage_at
+                let pair = line as usize * tile.n as usize + column as usize;
+                let even = Addends {
+                    alpha: line_factor * even_factor,
+                    bias: even_bias,
+                    c: epilogue.load_c(pair, 0u32),
+                };
+                let even = apply(sums.extract(comptime!(first + 2 * half)), even, kind);
+                let odd = Addends {
+                    alpha: line_factor * odd_factor,
+                    bias: odd_bias,
+                    c: epilogue.load_c(pair, 1u32),
+                };
+                let odd = apply(sums.extract(comptime!(first + 2 * half + 1)), odd, kind);
+                let target = tile.staging
                     + (lane / 4u32) * comptime!(STAGING_ROW as u32)
                     + (lane % 4u32) * comptime!(2 * size as u32)
                     + comptime!((half * 8 * STAGING_ROW + j * 8 * size) as u32);
@@ -325,7 +448,7 @@ pub(crate) fn write_tile<N: Size>(
                 }
                 if comptime!(kind.amax.is_some()) {
                     let row = if comptime!(half == 0) { upper } else { lower };
-                    if inside && row < end {
+                    if inside && row < tile.end {
                         largest = max(largest, rounded_magnitude(even, odd, comptime!(kind.out)));
                     }
                 }
@@ -334,23 +457,21 @@ pub(crate) fn write_tile<N: Size>(
         sync_plane();
         #[unroll]
         for i in 0..4u32 {
-            let row = row0 + comptime!(i * 4) + lane / 8u32;
-            let column = column0
+            let row = tile.row + comptime!(i * 4) + lane / 8u32;
+            let column = tile.column
                 + comptime!((chunk * width) as u32)
                 + (lane % 8u32) * comptime!(16 / size as u32);
             let words = ld_shared_v4(
-                stage_at
+                tile.staging
                     + (comptime!(i * 4) + lane / 8u32) * comptime!(STAGING_ROW as u32)
                     + (lane % 8u32) * 16u32,
             );
-            if row < end && column < right {
-                let vector = row as usize * (n as usize / comptime!(16 / size))
+            if row < tile.end && column < right {
+                let vector = row as usize * (tile.n as usize / comptime!(16 / size))
                     + column as usize / comptime!(16 / size);
                 out[vector] = words;
             }
         }
     }
-    if comptime!(kind.amax.is_some()) {
-        raise(amax, group, largest, kind);
-    }
+    epilogue.atomic_amax(tile.group, largest);
 }

@@ -3,7 +3,10 @@
 
 use cubecl::prelude::*;
 
-use super::kernels::{Epilogue, Factor, add_rows_kernel, factors_kernel, scalar_kernel};
+use super::kernels::{
+    EpilogueKind, EpilogueLaunch, Factor, PackedMatrixLaunch, ProblemShapeLaunch, add_rows_kernel,
+    factors_kernel, scalar_kernel,
+};
 use crate::{
     registry::{DummyDevice, Expected, Instance, instance},
     tensor::FloatKind,
@@ -58,32 +61,35 @@ pub(crate) fn instances(device: &DummyDevice) -> Vec<Instance> {
             ));
         }
         for bias in [false, true] {
-            let epilogue = Epilogue {
-                bias,
-                ordered_add: true,
-            };
             all.push(instance!(
                 device,
                 scalar_kernel,
                 format!("{tag}-{bias}"),
                 Expected::default(),
                 address,
-                b(BLOCKS),
-                b(BLOCKS),
-                b(1),
-                b(BLOCKS),
-                b(BLOCKS),
-                b(1),
-                b(ROWS),
+                PackedMatrixLaunch::new(b(BLOCKS), b(BLOCKS)),
+                PackedMatrixLaunch::new(b(BLOCKS), b(BLOCKS)),
+                ProblemShapeLaunch::of((ROWS, ROWS, COLS), 1),
+                epilogue(device, dtype, bias),
                 b(ROWS * COLS),
-                ROWS,
-                ROWS,
-                COLS / 16,
-                epilogue,
-                dtype,
+                true,
                 elem
             ));
         }
     }
     all
+}
+
+/// The epilogue of a GEMM with one amax for each operand.
+fn epilogue(device: &DummyDevice, out: FloatKind, bias: bool) -> EpilogueLaunch {
+    let kind = EpilogueKind {
+        a: Factor::Tensor,
+        b: Factor::Tensor,
+        bias,
+        accumulate: false,
+        out,
+        amax: None,
+    };
+    let b = |len| device.buffer(len);
+    EpilogueLaunch::new(b(1), b(1), b(COLS), b(1), b(1), 2688.0, 2688.0, 1.0, kind)
 }

@@ -146,7 +146,7 @@ const WORDS: usize = 4;
 /// One word of eight codes becomes 16 bytes of eight bf16: a warp reads 128 bytes of codes and
 /// writes 512 at a time.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
-pub fn decode_kernel(
+pub fn dequantize_unscaled_kernel(
     codes: &[u32],
     scales: &[u8],
     out: &mut [Vector<u32, Const<4>>],
@@ -188,7 +188,7 @@ fn decode_from(client: &Client, packed: &DeviceQuantized, scales: &Handle) -> Ha
     }
     // SAFETY: the operand was checked against its shape, and the kernel stays below `words`.
     unsafe {
-        decode_kernel::launch_unchecked(
+        dequantize_unscaled_kernel::launch_unchecked(
             client,
             CubeCount::Static(words.div_ceil(UNITS * WORDS) as u32, 1, 1),
             CubeDim::new_1d(UNITS as u32),

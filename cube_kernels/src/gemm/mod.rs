@@ -12,9 +12,11 @@
 
 use cubecl::{client::Client, server::Handle};
 
+// `#[cube]` generates public items that cannot carry documentation.
+#[allow(missing_docs)]
+mod arguments;
 pub mod cublaslt;
 mod dispatch;
-// `#[cube]` generates public items that cannot carry documentation.
 #[allow(missing_docs)]
 mod epilogue;
 mod heuristics;
@@ -136,7 +138,7 @@ pub struct GemmOutput {
     /// The output.
     pub matrix: Matrix,
     /// The amax values that were asked for, in device memory: one `f32`, or one for each group.
-    /// They are what [`quantize::amax`](crate::quantize::amax) of the output would find, so that
+    /// They are what [`amax`](crate::quantize::amax()) of the output would find, so that
     /// quantizing it next needs no pass over it. NaN and infinity survive; a group without elements
     /// has a zero.
     pub amax: Option<Handle>,

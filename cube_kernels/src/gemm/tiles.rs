@@ -37,6 +37,15 @@ impl Sm90Tile {
         self.n().is_multiple_of(SM90_BOX)
     }
 
+    /// Sums that a unit holds of a tile. There is no vector of 88 values: of 128 the last 40 stay
+    /// unwritten (and take no registers).
+    pub const fn accumulators(self) -> usize {
+        match self {
+            Self::N176 => 128,
+            _ => self.n() / 2,
+        }
+    }
+
     /// Stages of the ring, as many as shared memory holds beside the staging; the main loops of
     /// [`sm90_mainloop`](crate::cube::ptx::sm90_mainloop) count the same.
     pub const fn stages(self) -> usize {

@@ -48,7 +48,7 @@ impl GroupOffsets {
 
     /// The groups with each size rounded up to a multiple of `alignment`, of `rows` rows in all:
     /// where padded groups begin ([`pad_groups`](super::pad_groups),
-    /// [`quantize_side_by_side`](super::quantize_side_by_side)).
+    /// [`quantize_side_by_side`](crate::quantize::quantize_side_by_side)).
     ///
     /// # Errors
     /// When `alignment` is zero, or a number does not fit 32 bits.

@@ -144,7 +144,7 @@ pub fn quantize_both<'a>(
 /// The rowwise tensor is that of [`quantize`]. In the columnwise one the groups lie side by side
 /// and not one after another: `cols` stored rows, in each of which group `g` takes the columns from
 /// entry `g` of [`GroupOffsets::aligned`]`(client, x.rows, unit)` on, `unit` being 16 or the size
-/// of the transform. It has room for [`padded_bound`]`(x.rows, groups, unit)` of them; those behind
+/// of the transform. It has room for `padded_bound(x.rows, groups, unit)` of them; those behind
 /// the last group are not written. Rows of `x` behind the last group are not written in the rowwise
 /// tensor. Stochastic rounding numbers blocks as [`quantize`] does, group after group.
 ///

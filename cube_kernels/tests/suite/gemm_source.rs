@@ -10,9 +10,11 @@ use nvfp4_kernels::{
     gemm::{
         OutputAmax,
         kernels::{
-            EpilogueKind, Factor, GroupedDim, SM90_UNITS, Schedule, Sm90Tile, SmallMLeft,
-            SmallMShape, W4a16Tile, arrange_kernel, decode_kernel, fused_kernel, sm90_kernel,
-            small_m_kernel, transpose_kernel,
+            ArrangeSizeLaunch, EpilogueKind, EpilogueLaunch, Factor, GroupedDim,
+            GroupedProblemLaunch, MixedMatrixLaunch, PackedMatrixLaunch, ProblemShapeLaunch,
+            SM90_UNITS, Schedule, ScheduledProblemLaunch, Sm90Plan, Sm90Tile, SmallMLeft,
+            SmallMShape, W4a16Plan, W4a16Tile, arrange_kernel, dequantize_unscaled_kernel,
+            sm90_bf16_kernel, sm90_w4a16_kernel, small_m_kernel, transpose_kernel,
         },
     },
     tensor::FloatKind,
@@ -43,6 +45,19 @@ fn sm90_kernel_uses_the_tensor_cores_and_spills_nothing() {
         )
         .with_swizzle(TensorMapSwizzle::B128)
     };
+    let epilogue = |len: usize, kind: EpilogueKind| {
+        EpilogueLaunch::new(
+            buffer(len),
+            buffer(len),
+            buffer(len),
+            buffer(1 << 14),
+            buffer(1),
+            2688.0,
+            2688.0,
+            256.0,
+            kind,
+        )
+    };
     let plain_epilogue = EpilogueKind {
         a: Factor::Tensor,
         b: Factor::Tensor,
@@ -62,7 +77,7 @@ fn sm90_kernel_uses_the_tensor_cores_and_spills_nothing() {
     // SAFETY: nothing is launched.
     #[allow(unused_unsafe)]
     let kernel = unsafe {
-        decode_kernel::create_dummy_kernel(
+        dequantize_unscaled_kernel::create_dummy_kernel(
             properties.clone(),
             target.clone(),
             CubeCount::Static(1, 1, 1),
@@ -132,24 +147,12 @@ fn sm90_kernel_uses_the_tensor_cores_and_spills_nothing() {
                 CubeCount::Static(1, 1, 1),
                 CubeDim::new_1d(32 * warps as u32),
                 AddressType::U32,
-                buffer(512),
-                buffer(512),
-                buffer(512),
-                buffer(512),
-                buffer(512),
+                MixedMatrixLaunch::new(buffer(512), buffer(512), buffer(512)),
+                PackedMatrixLaunch::new(buffer(512), buffer(512)),
+                ProblemShapeLaunch::new(8, 64, 256, 1),
+                epilogue(64, if plain { plain_epilogue } else { all }),
                 buffer(64),
-                buffer(64),
-                buffer(64),
-                buffer(64),
-                buffer(64),
-                buffer(1),
-                8,
-                64,
-                256,
-                2688.0,
-                2688.0,
                 shape,
-                if plain { plain_epilogue } else { all },
             )
         };
         let name = format!("small_m-{warps}-{strips}-{columns}-{ahead}-{tail}-{halves}-{left:?}");
@@ -183,15 +186,11 @@ fn sm90_kernel_uses_the_tensor_cores_and_spills_nothing() {
                 CubeCount::Static(1, 1, 1),
                 CubeDim::new_1d(256),
                 AddressType::U32,
-                buffer(2048),
-                buffer(1024),
-                buffer(16384),
+                MixedMatrixLaunch::new(buffer(2048), buffer(1024), buffer(16384)),
                 buffer(2048),
                 buffer(9),
                 buffer(32),
-                16,
-                2048,
-                8,
+                ArrangeSizeLaunch::new(16, 2048, 8),
                 packed,
                 grouped,
             )
@@ -238,7 +237,7 @@ fn sm90_kernel_uses_the_tensor_cores_and_spills_nothing() {
             // SAFETY: nothing is launched.
             #[allow(unused_unsafe)]
             let kernel = unsafe {
-                fused_kernel::create_dummy_kernel(
+                sm90_w4a16_kernel::create_dummy_kernel(
                     properties.clone(),
                     target.clone(),
                     CubeCount::Static(1, 1, 1),
@@ -247,24 +246,17 @@ fn sm90_kernel_uses_the_tensor_cores_and_spills_nothing() {
                     map(tile.rows_of_copy()),
                     b_map,
                     buffer(512),
-                    buffer(256),
-                    buffer(256),
-                    buffer(256),
-                    buffer(256),
-                    buffer(1 << 14),
+                    ScheduledProblemLaunch::new(
+                        ProblemShapeLaunch::new(256, 256, 64, 1),
+                        buffer(256),
+                        8,
+                    ),
+                    epilogue(256, kind),
                     buffer(1 << 12),
-                    buffer(1),
-                    256,
-                    256,
-                    64,
-                    1,
-                    2688.0,
-                    2688.0,
-                    256.0,
-                    8,
-                    grouping,
-                    tile,
-                    kind,
+                    W4a16Plan {
+                        grouped: grouping,
+                        tile,
+                    },
                 )
             };
             let Some(sass) = compile(&tools, &name, &cuda_source(&name, &kernel)) else {
@@ -322,7 +314,7 @@ fn sm90_kernel_uses_the_tensor_cores_and_spills_nothing() {
             // SAFETY: nothing is launched.
             #[allow(unused_unsafe)]
             let kernel = unsafe {
-                sm90_kernel::create_dummy_kernel(
+                sm90_bf16_kernel::create_dummy_kernel(
                     properties.clone(),
                     target.clone(),
                     CubeCount::Static(1, 1, 1),
@@ -330,24 +322,18 @@ fn sm90_kernel_uses_the_tensor_cores_and_spills_nothing() {
                     AddressType::U32,
                     operand(128, columns[0]),
                     operand(tile.n(), columns[1]),
-                    buffer(256),
-                    buffer(256),
-                    buffer(256),
-                    buffer(256),
-                    buffer(1 << 14),
+                    GroupedProblemLaunch::new(
+                        ProblemShapeLaunch::new(256, 256, 64, 1),
+                        buffer(256),
+                        8,
+                    ),
+                    epilogue(256, kind),
                     buffer(1 << 12),
-                    buffer(1),
-                    256,
-                    256,
-                    64,
-                    1,
-                    2688.0,
-                    2688.0,
-                    8,
-                    grouping,
-                    tile,
-                    columns.map(|columns| if columns { Major::Mn } else { Major::K }),
-                    kind,
+                    Sm90Plan {
+                        grouped: grouping,
+                        tile,
+                        majors: columns.map(|columns| if columns { Major::Mn } else { Major::K }),
+                    },
                 )
             };
             let Some(sass) = compile(&tools, &name, &cuda_source(&name, &kernel)) else {

@@ -20,8 +20,10 @@ use nvfp4_kernels::{
     gemm::{
         OutputAmax,
         kernels::{
-            CmmaTile, EpilogueKind, Factor, GroupedDim, MATRIX_UNITS, Multiply, Pieces, Sm120Tile,
-            SmallMLeft, SmallMShape, decode_kernel, grouped_kernel, matrix_kernel, sm120_kernel,
+            CMMA_UNITS, CmmaPlan, CmmaTile, EpilogueKind, EpilogueLaunch, Factor, GroupedDim,
+            GroupedProblemLaunch, MixedMatrixLaunch, Multiply, PackedMatrixLaunch, Pieces,
+            ProblemShapeLaunch, ScalarPlan, Sm120Plan, Sm120Tile, SmallMLeft, SmallMShape,
+            cmma_kernel, dequantize_unscaled_kernel, scalar_grouped_kernel, sm120_nvfp4_kernel,
             small_m_kernel, transpose_kernel,
         },
     },
@@ -82,6 +84,25 @@ impl Kernels {
         self.fake.buffer(len)
     }
 
+    fn problem(&self, groups: u32) -> GroupedProblemLaunch {
+        let shape = ProblemShapeLaunch::new(64, 64, 64, groups);
+        GroupedProblemLaunch::new(shape, self.buffer(groups as usize + 1), 8)
+    }
+
+    fn epilogue(&self, kind: EpilogueKind) -> EpilogueLaunch {
+        EpilogueLaunch::new(
+            self.buffer(64),
+            self.buffer(64),
+            self.buffer(64),
+            self.buffer(1024),
+            self.buffer(2),
+            2688.0,
+            2688.0,
+            256.0,
+            kind,
+        )
+    }
+
     fn sm120(
         &self,
         grouping: GroupedDim,
@@ -92,34 +113,22 @@ impl Kernels {
         // SAFETY: nothing is launched.
         #[allow(unused_unsafe)]
         let kernel = unsafe {
-            sm120_kernel::create_dummy_kernel(
+            sm120_nvfp4_kernel::create_dummy_kernel(
                 self.properties.clone(),
                 self.target.clone(),
                 CubeCount::Static(1, 1, 1),
                 CubeDim::new_1d(256),
                 AddressType::U32,
-                self.buffer(1024),
-                self.buffer(512),
-                self.buffer(1024),
-                self.buffer(512),
-                self.buffer(64),
-                self.buffer(64),
-                self.buffer(64),
-                self.buffer(2),
-                self.buffer(1024),
+                PackedMatrixLaunch::new(self.buffer(1024), self.buffer(512)),
+                PackedMatrixLaunch::new(self.buffer(1024), self.buffer(512)),
+                self.problem(1),
+                self.epilogue(kind),
                 self.buffer(256),
-                self.buffer(1),
-                64,
-                64,
-                64,
-                1,
-                2688.0,
-                2688.0,
-                8,
-                grouping,
-                shape,
-                pieces,
-                kind,
+                Sm120Plan {
+                    grouped: grouping,
+                    tile: shape,
+                    pieces,
+                },
             )
         };
         cuda_source("sm120", &kernel)
@@ -137,36 +146,24 @@ impl Kernels {
         // SAFETY: nothing is launched.
         #[allow(unused_unsafe)]
         let kernel = unsafe {
-            matrix_kernel::create_dummy_kernel(
+            cmma_kernel::create_dummy_kernel(
                 self.properties.clone(),
                 self.target.clone(),
                 CubeCount::Static(1, 1, 1),
-                CubeDim::new_1d(MATRIX_UNITS as u32),
+                CubeDim::new_1d(CMMA_UNITS as u32),
                 address,
                 width,
-                self.buffer(512),
-                self.buffer(512),
-                self.buffer(512),
-                self.buffer(512),
-                self.buffer(512),
-                self.buffer(512),
-                self.buffer(64),
-                self.buffer(64),
-                self.buffer(64),
-                self.buffer(2),
+                MixedMatrixLaunch::new(self.buffer(512), self.buffer(512), self.buffer(512)),
+                MixedMatrixLaunch::new(self.buffer(512), self.buffer(512), self.buffer(512)),
+                self.problem(1),
+                self.epilogue(kind),
                 self.buffer(1024),
-                self.buffer(1),
-                64,
-                64,
-                64,
-                1,
-                2688.0,
-                2688.0,
-                grouping,
-                shape,
-                packed,
-                true,
-                kind,
+                CmmaPlan {
+                    grouped: grouping,
+                    tile: shape,
+                    packed,
+                    ordered_add: true,
+                },
                 kind.out.storage_type(),
             )
         };
@@ -177,34 +174,22 @@ impl Kernels {
         // SAFETY: nothing is launched.
         #[allow(unused_unsafe)]
         let kernel = unsafe {
-            grouped_kernel::create_dummy_kernel(
+            scalar_grouped_kernel::create_dummy_kernel(
                 self.properties.clone(),
                 self.target.clone(),
                 CubeCount::Static(1, 1, 1),
                 CubeDim::new_1d(256),
                 AddressType::U64,
-                self.buffer(512),
-                self.buffer(512),
-                self.buffer(512),
-                self.buffer(512),
-                self.buffer(512),
-                self.buffer(512),
-                self.buffer(64),
-                self.buffer(64),
-                self.buffer(64),
-                self.buffer(3),
+                MixedMatrixLaunch::new(self.buffer(512), self.buffer(512), self.buffer(512)),
+                MixedMatrixLaunch::new(self.buffer(512), self.buffer(512), self.buffer(512)),
+                self.problem(2),
+                self.epilogue(kind),
                 self.buffer(1024),
-                self.buffer(2),
-                64,
-                64,
-                64,
-                2,
-                2688.0,
-                2688.0,
-                grouping,
-                packed,
-                true,
-                kind,
+                ScalarPlan {
+                    grouped: grouping,
+                    packed,
+                    ordered_add: true,
+                },
                 kind.out.storage_type(),
             )
         };
@@ -215,7 +200,7 @@ impl Kernels {
         // SAFETY: nothing is launched.
         #[allow(unused_unsafe)]
         let kernel = unsafe {
-            decode_kernel::create_dummy_kernel(
+            dequantize_unscaled_kernel::create_dummy_kernel(
                 self.properties.clone(),
                 self.target.clone(),
                 CubeCount::Static(1, 1, 1),
@@ -272,24 +257,12 @@ impl Kernels {
                 CubeCount::Static(1, 1, 1),
                 CubeDim::new_1d(256),
                 AddressType::U32,
-                self.buffer(512),
-                self.buffer(512),
-                self.buffer(512),
-                self.buffer(512),
-                self.buffer(512),
+                MixedMatrixLaunch::new(self.buffer(512), self.buffer(512), self.buffer(512)),
+                PackedMatrixLaunch::new(self.buffer(512), self.buffer(512)),
+                ProblemShapeLaunch::new(8, 64, 256, 1),
+                self.epilogue(kind),
                 self.buffer(64),
-                self.buffer(64),
-                self.buffer(64),
-                self.buffer(64),
-                self.buffer(64),
-                self.buffer(1),
-                8,
-                64,
-                256,
-                2688.0,
-                2688.0,
                 shape,
-                kind,
             )
         };
         cuda_source("few_rows", &kernel)

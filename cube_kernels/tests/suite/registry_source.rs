@@ -27,12 +27,12 @@ const OTHER_ARCHITECTURES: [&str; 6] = ["sm_80", "sm_86", "sm_89", "sm_103a", "s
 /// Kernels whose machine code `gemm_source` and `mma_source` read in detail, and whose instances they make.
 const ELSEWHERE: [&str; 9] = [
     "arrange_kernel",
-    "decode_kernel",
-    "fused_kernel",
-    "grouped_kernel",
-    "matrix_kernel",
-    "sm120_kernel",
-    "sm90_kernel",
+    "dequantize_unscaled_kernel",
+    "sm90_w4a16_kernel",
+    "scalar_grouped_kernel",
+    "cmma_kernel",
+    "sm120_nvfp4_kernel",
+    "sm90_bf16_kernel",
     "small_m_kernel",
     "transpose_kernel",
 ];

@@ -153,7 +153,7 @@ impl ModelKind {
     }
 }
 
-/// How the decorator treats GEMMs that do not run in NVFP4; see [`burn_nvfp4::decorate`].
+/// How the decorator treats GEMMs that do not run in NVFP4; see [`burn_nvfp4::decorate()`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Decoration {

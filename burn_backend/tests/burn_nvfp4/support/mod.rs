@@ -1,7 +1,9 @@
 //! What the modules of the suite share: devices, data and the oracle's composition of a linear layer.
 
 pub mod counted;
+#[cfg(any(feature = "cpu", feature = "cuda"))]
 pub mod own_process;
+#[cfg(any(feature = "cpu", feature = "cuda"))]
 #[path = "../../../../cube_kernels/tests/suite/support/process.rs"]
 pub mod process;
 pub mod skip;

@@ -48,8 +48,8 @@ impl Major {
 /// Rows are 128 bytes either way. Of a K-major tile they are along the contraction, and bits 16-29,
 /// the leading distance, are not used. Of an MN-major one they are across it: 64 rows or columns of
 /// the output at one place of the contraction. The next 64 of these lie a leading distance further,
-/// behind the 64 rows (8192 bytes) that a stage of the [mainloops](super::sm90_mainloop) has of the
-/// first.
+/// behind the 64 rows (8192 bytes) that a stage of the
+/// [mainloops](crate::cube::ptx::sm90_mainloop) has of the first.
 ///
 /// PTX ISA "Asynchronous Warpgroup Level Matrix Instructions: Matrix Descriptor Format"; PTX 8.0,
 /// sm_90a.

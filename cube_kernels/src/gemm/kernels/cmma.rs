@@ -17,7 +17,11 @@ use crate::{
     capabilities::GemmBackend,
     cube::codec::{decode_e2m1, decode_e4m3, load, magnitude_bits, store},
     gemm::{
-        epilogue::{EpilogueKind, Factor, factor, finish_on, raise},
+        arguments::{
+            GroupedProblem, GroupedProblemLaunch, MixedMatrix, MixedMatrixLaunch, ProblemShape,
+            ProblemShapeLaunch,
+        },
+        epilogue::{Addends, Epilogue, apply_on},
         materialize::Materialized,
         problem::{Candidate, Device, GemmShape, Kernel, Launch, Plan, Problem, Refusal, sms},
         scheduler::{GroupedDim, place},
@@ -39,19 +43,25 @@ const BAND: u32 = 8;
 /// Cubes on an SM that a grid for groups is made for, whose tiles the host does not know.
 const CUBES_PER_SM: usize = 4;
 
-/// Decodes `tile_rows` stored rows of one operand, two blocks each, into shared memory, a block to a unit
-/// at a time. What lies outside the group becomes zero.
-#[cube]
-fn decode_tile<W: Size>(
-    codes: &[Vector<u32, Const<2>>],
-    scales: &[u8],
-    dense: &[Vector<u16, W>],
-    tile: &mut [bf16],
-    row0: usize,
-    end: usize,
-    block0: usize,
+/// Stored rows of one operand, and blocks of the contraction, that a tile has at a time.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+struct TilePart {
+    row: usize,
+    row_end: usize,
+    block: usize,
     block_end: usize,
+    /// Columns of the operand.
     k: usize,
+}
+
+/// Dequantizes `tile_rows` stored rows of one operand, two blocks each, into shared memory, a block
+/// to a unit at a time. What lies outside the group becomes zero.
+#[cube]
+fn dequantize_tile<W: Size>(
+    matrix: &MixedMatrix<Vector<u32, Const<2>>, Vector<u16, W>>,
+    tile: &mut [bf16],
+    part: TilePart,
     #[comptime] tile_rows: usize,
     #[comptime] packed: bool,
 ) {
@@ -59,17 +69,17 @@ fn decode_tile<W: Size>(
     for round in 0..comptime!((2 * tile_rows).div_ceil(UNITS)) {
         let item = UNIT_POS as usize + comptime!(round * UNITS);
         if item < comptime!(2 * tile_rows) {
-            let row = row0 + item / 2usize;
-            let block = block0 + item % 2usize;
+            let row = part.row + item / 2usize;
+            let block = part.block + item % 2usize;
             let base = (item / 2usize) * comptime!(STRIDE) + (item % 2usize) * 16usize;
-            let inside = row < end && block < block_end;
+            let inside = row < part.row_end && block < part.block_end;
             if comptime!(packed) {
                 let mut words = Vector::<u32, Const<2>>::new(0u32);
                 let mut scale = 0.0f32;
                 if inside {
-                    let index = row * (k / 16usize) + block;
-                    words = codes[index];
-                    scale = decode_e4m3(u32::cast_from(scales[index]));
+                    let index = row * (part.k / 16usize) + block;
+                    words = matrix.codes[index];
+                    scale = decode_e4m3(u32::cast_from(matrix.scales[index]));
                 }
                 #[unroll]
                 for i in 0..16usize {
@@ -83,8 +93,8 @@ fn decode_tile<W: Size>(
                 for i in 0..comptime!(16 / size) {
                     let column = block * 16usize + comptime!(i * size);
                     let mut words = Vector::<u16, W>::new(0u16);
-                    if inside && column < k {
-                        words = dense[(row * k + column) / size];
+                    if inside && column < part.k {
+                        words = matrix.dense[(row * part.k + column) / size];
                     }
                     #[unroll]
                     for j in 0..size {
@@ -96,49 +106,67 @@ fn decode_tile<W: Size>(
     }
 }
 
+/// The comptime choices of [`cmma_kernel`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct CmmaPlan {
+    /// What is in groups.
+    pub grouped: GroupedDim,
+    /// The tile.
+    pub tile: CmmaTile,
+    /// Whether `a` and `b` are packed.
+    pub packed: [bool; 2],
+    /// Whether the compiler may contract additions with multiplications; see
+    /// [`apply_on()`](crate::gemm::epilogue::apply_on()).
+    pub ordered_add: bool,
+}
+
+/// Where a tile lies.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+struct TilePlace {
+    group: usize,
+    /// Its first row of `a`, and the one behind the last of the group.
+    row: usize,
+    end: usize,
+    /// Its first column of the output.
+    column: usize,
+    /// Rows of `b` before those of the group.
+    b_first: usize,
+    /// The part of this plane.
+    plane_row: usize,
+    plane_column: usize,
+}
+
 /// `out[m, n] = α_a · α_b · Σ a[m, k] · b[n, k] (+ bias[n]) (+ out[m, n])`, for each group.
 ///
-/// Tiles are numbered through all groups, and a cube takes every `CUBE_COUNT`th: the grid depends on
-/// nothing that is in device memory. The bias has a row for each group. Of each operand either codes and
-/// scales are read or, in vectors that divide its rows, `dense`.
+/// Tiles are numbered through all groups, and a cube takes every `CUBE_COUNT`th: the grid depends
+/// on nothing that is in device memory. The bias has a row for each group. Of each operand either
+/// codes and scales are read or, in vectors that divide its rows, `dense`. The epilogue reads what
+/// the output held from `out`.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
-pub fn matrix_kernel<F: Numeric, W: Size>(
-    a_codes: &[Vector<u32, Const<2>>],
-    a_scales: &[u8],
-    a_dense: &[Vector<u16, W>],
-    b_codes: &[Vector<u32, Const<2>>],
-    b_scales: &[u8],
-    b_dense: &[Vector<u16, W>],
-    a_amax: &[f32],
-    b_amax: &[f32],
-    bias: &[f32],
-    offsets: &[u32],
+pub fn cmma_kernel<F: Numeric, W: Size>(
+    a: MixedMatrix<Vector<u32, Const<2>>, Vector<u16, W>>,
+    b: MixedMatrix<Vector<u32, Const<2>>, Vector<u16, W>>,
+    problem: GroupedProblem,
+    epilogue: Epilogue,
     out: &mut [F],
-    amax: &mut [Atomic<u32>],
-    m: usize,
-    n: usize,
-    k: usize,
-    groups: usize,
-    a_range: f32,
-    b_range: f32,
-    #[comptime] grouping: GroupedDim,
-    #[comptime] shape: CmmaTile,
-    #[comptime] packed: [bool; 2],
-    #[comptime] ordered_add: bool,
-    #[comptime] kind: EpilogueKind,
+    #[comptime] plan: CmmaPlan,
     #[define(F)] _storage: ElemType,
 ) {
-    let tile_m = comptime!(shape.rows());
+    let shape = comptime!(plan.tile);
+    let tile_m = comptime!(plan.tile.rows());
     let mut a_shared: Shared<[bf16]> =
         Shared::new_aligned_slice(comptime!(shape.rows() * STRIDE), 128usize);
     let mut b_shared: Shared<[bf16]> =
         Shared::new_aligned_slice(comptime!(CMMA_TILE_N * STRIDE), 128usize);
     let mut staging: Shared<[f32]> = Shared::new_aligned_slice(comptime!(8usize * 256), 128usize);
+    let m = problem.shape.m as usize;
+    let n = problem.shape.n as usize;
+    let k = problem.shape.k as usize;
+    let groups = problem.shape.groups as usize;
     let plane = UNIT_POS as usize / 32usize;
-    let lane = UNIT_POS as usize % 32usize;
     let plane_row = (plane / comptime!(shape.planes_n())) * comptime!(16 * shape.strips());
-    let plane_col = (plane % comptime!(shape.planes_n())) * comptime!(16 * shape.columns());
-    let stage = plane * 256usize;
+    let plane_column = (plane % comptime!(shape.planes_n())) * comptime!(16 * shape.columns());
     let tiles_n = n.div_ceil(CMMA_TILE_N) as u32;
 
     let mut tile = CUBE_POS as u32;
@@ -151,13 +179,13 @@ pub fn matrix_kernel<F: Numeric, W: Size>(
         let mut end = m;
         let mut block = 0usize;
         let mut block_end = k.div_ceil(16usize);
-        if comptime!(grouping == GroupedDim::M) {
-            let rows = span(offsets, group, m);
+        if comptime!(plan.grouped == GroupedDim::M) {
+            let rows = span(&problem.offsets, group, m);
             first = rows.start;
             end = max(rows.end, rows.start);
         }
-        if comptime!(grouping == GroupedDim::K) {
-            let columns = span(offsets, group, k);
+        if comptime!(plan.grouped == GroupedDim::K) {
+            let columns = span(&problem.offsets, group, k);
             block = columns.start / 16usize;
             block_end = columns.end.div_ceil(16usize);
         }
@@ -171,13 +199,19 @@ pub fn matrix_kernel<F: Numeric, W: Size>(
                 comptime!(tile_m as u32),
                 comptime!(CMMA_TILE_N as u32),
             );
-            let row0 = first + at.row as usize;
-            let col0 = at.column as usize;
             let mut b_first = 0usize;
-            if comptime!(grouping == GroupedDim::M) {
+            if comptime!(plan.grouped == GroupedDim::M) {
                 b_first = group * n;
             }
-
+            let at = TilePlace {
+                group,
+                row: first + at.row as usize,
+                end,
+                column: at.column as usize,
+                b_first,
+                plane_row,
+                plane_column,
+            };
             let mut accumulators = Sequence::<cmma::Matrix<f32>>::new();
             #[unroll]
             for _ in 0..comptime!(shape.strips() * shape.columns()) {
@@ -191,164 +225,167 @@ pub fn matrix_kernel<F: Numeric, W: Size>(
                 ));
             }
             while block < block_end {
-                decode_tile(
-                    a_codes,
-                    a_scales,
-                    a_dense,
-                    &mut a_shared,
-                    row0,
-                    end,
+                let a_part = TilePart {
+                    row: at.row,
+                    row_end: at.end,
                     block,
                     block_end,
                     k,
-                    tile_m,
-                    comptime!(packed[0]),
-                );
-                decode_tile(
-                    b_codes,
-                    b_scales,
-                    b_dense,
-                    &mut b_shared,
-                    b_first + col0,
-                    b_first + n,
+                };
+                dequantize_tile::<W>(&a, &mut a_shared, a_part, tile_m, comptime!(plan.packed[0]));
+                let b_part = TilePart {
+                    row: at.b_first + at.column,
+                    row_end: at.b_first + n,
                     block,
                     block_end,
                     k,
-                    CMMA_TILE_N,
-                    comptime!(packed[1]),
-                );
+                };
+                let packed = comptime!(plan.packed[1]);
+                dequantize_tile::<W>(&b, &mut b_shared, b_part, CMMA_TILE_N, packed);
                 sync_cube();
-                #[unroll]
-                for step in 0..comptime!(DEPTH / 16) {
-                    let mut columns = Sequence::<cmma::Matrix<bf16>>::new();
-                    #[unroll]
-                    for j in 0..comptime!(shape.columns()) {
-                        let start =
-                            (plane_col + j * 16usize) * comptime!(STRIDE) + comptime!(step * 16);
-                        columns.push(cmma::Matrix::<bf16>::from_slice(
-                            MatrixIdent::B,
-                            16usize,
-                            16usize,
-                            16usize,
-                            MatrixLayout::ColMajor,
-                            &b_shared[start..comptime!(CMMA_TILE_N * STRIDE)],
-                            comptime!(STRIDE as u32),
-                        ));
-                    }
-                    #[unroll]
-                    for i in 0..comptime!(shape.strips()) {
-                        let start =
-                            (plane_row + i * 16usize) * comptime!(STRIDE) + comptime!(step * 16);
-                        let rows = cmma::Matrix::<bf16>::from_slice(
-                            MatrixIdent::A,
-                            16usize,
-                            16usize,
-                            16usize,
-                            MatrixLayout::RowMajor,
-                            &a_shared[start..comptime!(shape.rows() * STRIDE)],
-                            comptime!(STRIDE as u32),
-                        );
-                        #[unroll]
-                        for j in 0..comptime!(shape.columns()) {
-                            let c = accumulators.index(comptime!(i * shape.columns() + j));
-                            cmma::execute(&rows, &columns[j], c, c);
-                        }
-                    }
-                }
+                multiply_tile(
+                    &a_shared,
+                    &b_shared,
+                    &accumulators,
+                    plane_row,
+                    plane_column,
+                    shape,
+                );
                 sync_cube();
                 block += comptime!(DEPTH / 16);
             }
-
-            let a_whole = factor(
-                a_amax,
-                0u32,
-                group as u32,
-                a_range,
-                comptime!(kind.a.of_tile()),
+            write_tile::<F>(
+                &accumulators,
+                &mut staging,
+                at,
+                &problem.shape,
+                &epilogue,
+                out,
+                plan,
             );
-            let b_whole = factor(
-                b_amax,
-                0u32,
-                group as u32,
-                b_range,
-                comptime!(kind.b.of_tile()),
-            );
-            let mut largest = 0u32;
-            #[unroll]
-            for i in 0..comptime!(shape.strips()) {
-                #[unroll]
-                for j in 0..comptime!(shape.columns()) {
-                    let c = accumulators.index(comptime!(i * shape.columns() + j));
-                    cmma::store(
-                        &mut staging[stage..stage + 256usize],
-                        c,
-                        16,
-                        MatrixLayout::RowMajor,
-                    );
-                    sync_cube();
-                    #[unroll]
-                    for e in 0..8usize {
-                        let element = lane + comptime!(e * 32);
-                        let row = row0 + plane_row + comptime!(i * 16) + element / 16usize;
-                        let col = col0 + plane_col + comptime!(j * 16) + element % 16usize;
-                        if row < end && col < n {
-                            let mut a_factor = a_whole;
-                            // Groups of the contraction have factors of their own.
-                            let mut a_first = 0usize;
-                            let mut b_own = b_first + col;
-                            if comptime!(grouping == GroupedDim::K) {
-                                a_first = group * m;
-                                b_own += group * n;
-                            }
-                            if comptime!(kind.a == Factor::PerRow) {
-                                let own = (a_first + row) as u32;
-                                a_factor = factor(a_amax, own, 0u32, a_range, kind.a);
-                            }
-                            let mut b_factor = b_whole;
-                            if comptime!(kind.b == Factor::PerRow) {
-                                let own = b_own as u32;
-                                b_factor = factor(b_amax, own, 0u32, b_range, kind.b);
-                            }
-                            let mut item = row * n + col;
-                            if comptime!(grouping == GroupedDim::K) {
-                                item += group * m * n;
-                            }
-                            let mut addend = 0.0f32;
-                            if comptime!(kind.bias) {
-                                addend = bias[group * n + col];
-                            }
-                            let mut before = 0.0f32;
-                            if comptime!(kind.accumulate) {
-                                before = load::<F>(out[item], kind.out);
-                            }
-                            let value = finish_on(
-                                staging[stage + element],
-                                a_factor * b_factor,
-                                addend,
-                                before,
-                                ordered_add,
-                                kind,
-                            );
-                            let stored = store::<F>(value, kind.out);
-                            out[item] = stored;
-                            if comptime!(kind.amax.is_some()) {
-                                let bits = magnitude_bits(load::<F>(stored, kind.out));
-                                largest = max(largest, bits);
-                            }
-                        }
-                    }
-                    sync_cube();
-                }
-            }
-            if comptime!(kind.amax.is_some()) {
-                raise(amax, group as u32, largest, kind);
-            }
             tile += CUBE_COUNT as u32;
         } else {
             passed += tiles_m * tiles_n;
             group += 1usize;
         }
     }
+}
+
+/// Adds the products of `DEPTH` columns of a tile to the accumulators of a plane.
+#[cube]
+fn multiply_tile(
+    a: &[bf16],
+    b: &[bf16],
+    accumulators: &Sequence<cmma::Matrix<f32>>,
+    plane_row: usize,
+    plane_column: usize,
+    #[comptime] shape: CmmaTile,
+) {
+    #[unroll]
+    for step in 0..comptime!(DEPTH / 16) {
+        let mut columns = Sequence::<cmma::Matrix<bf16>>::new();
+        #[unroll]
+        for j in 0..comptime!(shape.columns()) {
+            let start = (plane_column + j * 16usize) * comptime!(STRIDE) + comptime!(step * 16);
+            columns.push(cmma::Matrix::<bf16>::from_slice(
+                MatrixIdent::B,
+                16usize,
+                16usize,
+                16usize,
+                MatrixLayout::ColMajor,
+                &b[start..comptime!(CMMA_TILE_N * STRIDE)],
+                comptime!(STRIDE as u32),
+            ));
+        }
+        #[unroll]
+        for i in 0..comptime!(shape.strips()) {
+            let start = (plane_row + i * 16usize) * comptime!(STRIDE) + comptime!(step * 16);
+            let rows = cmma::Matrix::<bf16>::from_slice(
+                MatrixIdent::A,
+                16usize,
+                16usize,
+                16usize,
+                MatrixLayout::RowMajor,
+                &a[start..comptime!(shape.rows() * STRIDE)],
+                comptime!(STRIDE as u32),
+            );
+            #[unroll]
+            for j in 0..comptime!(shape.columns()) {
+                let c = accumulators.index(comptime!(i * shape.columns() + j));
+                cmma::execute(&rows, &columns[j], c, c);
+            }
+        }
+    }
+}
+
+/// Applies the epilogue to the accumulators of a plane, 16 x 16 at a time, and writes them.
+#[cube]
+fn write_tile<F: Numeric>(
+    accumulators: &Sequence<cmma::Matrix<f32>>,
+    staging: &mut [f32],
+    at: TilePlace,
+    shape: &ProblemShape,
+    epilogue: &Epilogue,
+    out: &mut [F],
+    #[comptime] plan: CmmaPlan,
+) {
+    let kind = comptime!(epilogue.kind);
+    let m = shape.m as usize;
+    let n = shape.n as usize;
+    let lane = UNIT_POS as usize % 32usize;
+    let stage = (UNIT_POS as usize / 32usize) * 256usize;
+    let a_tile_factor = epilogue.a_tile_factor(at.group as u32);
+    let b_tile_factor = epilogue.b_tile_factor(at.group as u32);
+    let mut largest = 0u32;
+    #[unroll]
+    for i in 0..comptime!(plan.tile.strips()) {
+        #[unroll]
+        for j in 0..comptime!(plan.tile.columns()) {
+            let c = accumulators.index(comptime!(i * plan.tile.columns() + j));
+            cmma::store(
+                &mut staging[stage..stage + 256usize],
+                c,
+                16,
+                MatrixLayout::RowMajor,
+            );
+            sync_cube();
+            #[unroll]
+            for e in 0..8usize {
+                let element = lane + comptime!(e * 32);
+                let row = at.row + at.plane_row + comptime!(i * 16) + element / 16usize;
+                let column = at.column + at.plane_column + comptime!(j * 16) + element % 16usize;
+                if row < at.end && column < n {
+                    // Groups of the contraction have factors and outputs of their own.
+                    let mut a_own = row;
+                    let mut b_own = at.b_first + column;
+                    let mut item = row * n + column;
+                    if comptime!(plan.grouped == GroupedDim::K) {
+                        a_own += at.group * m;
+                        b_own += at.group * n;
+                        item += at.group * m * n;
+                    }
+                    let mut c = 0.0f32;
+                    if comptime!(kind.accumulate) {
+                        c = load::<F>(out[item], kind.out);
+                    }
+                    let with = Addends {
+                        alpha: epilogue.a_row_factor(a_own as u32, a_tile_factor)
+                            * epilogue.b_row_factor(b_own as u32, b_tile_factor),
+                        bias: epilogue.load_bias(at.group * n + column),
+                        c,
+                    };
+                    let value = apply_on(staging[stage + element], with, plan.ordered_add, kind);
+                    let stored = store::<F>(value, kind.out);
+                    out[item] = stored;
+                    if comptime!(kind.amax.is_some()) {
+                        largest = max(largest, magnitude_bits(load::<F>(stored, kind.out)));
+                    }
+                }
+            }
+            sync_cube();
+        }
+    }
+    epilogue.atomic_amax(at.group as u32, largest);
 }
 
 /// The GEMM of any GPU with matrix instructions.
@@ -429,36 +466,36 @@ fn queue(launch: &Launch) {
     let (a_len, b_len) = (m * k, b_rows * k);
     // SAFETY: the kernel masks every access by the shapes it is given, and offsets by `m` and `k`.
     unsafe {
-        matrix_kernel::launch_unchecked(
+        cmma_kernel::launch_unchecked(
             client,
             CubeCount::Static(cubes as u32, 1, 1),
             CubeDim::new_1d(UNITS as u32),
             address_type(a_len.max(b_len).max(result.len())),
             width,
-            memory(&a.codes, a_len / BLOCK),
-            memory(&a.scales, a_len / BLOCK),
-            memory(&a.dense, a_len / width),
-            memory(&b.codes, b_len / BLOCK),
-            memory(&b.scales, b_len / BLOCK),
-            memory(&b.dense, b_len / width),
-            memory(&epilogue.a_amax, m),
-            memory(&epilogue.b_amax, b_rows),
-            memory(&epilogue.bias, b_rows),
-            memory(&groups.offsets, count + 1),
+            MixedMatrixLaunch::new(
+                memory(&a.codes, a_len / BLOCK),
+                memory(&a.scales, a_len / BLOCK),
+                memory(&a.dense, a_len / width),
+            ),
+            MixedMatrixLaunch::new(
+                memory(&b.codes, b_len / BLOCK),
+                memory(&b.scales, b_len / BLOCK),
+                memory(&b.dense, b_len / width),
+            ),
+            GroupedProblemLaunch::new(
+                ProblemShapeLaunch::of((m, n, k), count),
+                memory(&groups.offsets, count + 1),
+                BAND,
+            ),
+            epilogue.launch([m, b_rows], count, (&result.handle, 1), 1.0),
             memory(&result.handle, result.len()),
-            memory(&epilogue.amax, epilogue.amax_len(count)),
-            m,
-            n,
-            k,
-            count,
-            epilogue.ranges[0],
-            epilogue.ranges[1],
-            groups.grouping,
-            shape,
-            [a.is_packed(), b.is_packed()],
-            // Where the compiler may contract, which is CUDA's.
-            capabilities.runtime == "cuda",
-            epilogue.kind,
+            CmmaPlan {
+                grouped: groups.grouping,
+                tile: shape,
+                packed: [a.is_packed(), b.is_packed()],
+                // Where the compiler may contract, which is CUDA's.
+                ordered_add: capabilities.runtime == "cuda",
+            },
             result.dtype.storage_type(),
         );
     }

@@ -9,27 +9,32 @@ pub(crate) mod cublaslt;
 pub(crate) mod scalar;
 #[allow(missing_docs)]
 pub(crate) mod sm120_nvfp4;
+mod sm120_nvfp4_stage;
 #[allow(missing_docs)]
 pub(crate) mod sm90_bf16;
 #[allow(missing_docs)]
 pub(crate) mod sm90_w4a16;
+#[allow(missing_docs)]
+mod sm90_w4a16_output;
 #[allow(missing_docs)]
 pub(crate) mod small_m;
 #[allow(missing_docs)]
 mod w4a16_arrange;
 
 pub use super::{
-    epilogue::{EpilogueKind, Factor},
-    materialize::{decode, decode_kernel, transpose_kernel, transposed},
+    arguments::{GroupedProblemLaunch, MixedMatrixLaunch, PackedMatrixLaunch, ProblemShapeLaunch},
+    epilogue::{EpilogueKind, EpilogueLaunch, Factor},
+    materialize::{decode, dequantize_unscaled_kernel, transpose_kernel, transposed},
     problem::Plan,
     scheduler::{GroupedDim, Schedule},
     tiles::{CmmaTile, Multiply, Sm90Tile, Sm120Tile, W4a16Tile},
 };
-pub use cmma::{UNITS as MATRIX_UNITS, matrix_kernel};
+pub use cmma::{CmmaPlan, UNITS as CMMA_UNITS, cmma_kernel};
 pub use cublaslt::{add_rows_kernel, factors_kernel};
-pub use scalar::{Epilogue, grouped_kernel, scalar_kernel};
-pub use sm90_bf16::{UNITS as SM90_UNITS, sm90_kernel};
-pub use sm90_w4a16::fused_kernel;
-pub use sm120_nvfp4::{Pieces, sm120_kernel};
+pub use scalar::{ScalarPlan, scalar_grouped_kernel, scalar_kernel};
+pub use sm90_bf16::{Sm90Plan, UNITS as SM90_UNITS, sm90_bf16_kernel};
+pub use sm90_w4a16::{ScheduledProblemLaunch, W4a16Plan, sm90_w4a16_kernel};
+pub use sm120_nvfp4::{Sm120Plan, sm120_nvfp4_kernel};
+pub use sm120_nvfp4_stage::Pieces;
 pub use small_m::{SmallMLeft, SmallMShape, small_m_kernel};
-pub use w4a16_arrange::arrange_kernel;
+pub use w4a16_arrange::{ArrangeSizeLaunch, arrange_kernel};

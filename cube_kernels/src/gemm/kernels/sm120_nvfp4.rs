@@ -12,6 +12,9 @@
 //! inspected, and everything but the instruction runs on other GPUs, with [`Multiply::Software`] in its
 //! place.
 
+use super::sm120_nvfp4_stage::{
+    DEPTH, Pieces, ROW, SCALES, STAGES, TileRows, UNITS, copy_stage, stage_offset, swizzled,
+};
 use cubecl::{cmma, e2m1x2, e4m3, prelude::*, server::Handle};
 
 use crate::{
@@ -20,12 +23,16 @@ use crate::{
     cube::{
         codec::{decode_e2m1, decode_e4m3},
         ptx::{
-            cp_async_commit_group, cp_async_wait_group, cp_async_zfill, cvta_to_global,
-            cvta_to_shared, ld_shared_v2, ldmatrix_x4, st_shared_v2,
+            cp_async_commit_group, cp_async_wait_group, cvta_to_shared, ld_shared_v2, ldmatrix_x4,
         },
     },
     gemm::{
-        epilogue::{EpilogueKind, STAGING, write_tile},
+        arguments::{
+            GroupedProblem, GroupedProblemLaunch, PackedMatrix, PackedMatrixLaunch,
+            ProblemShapeLaunch,
+        },
+        epilogue::{Epilogue, STAGING, WarpTile, write_warp_tile},
+        materialize::Materialized,
         problem::{
             Candidate, Device, GemmShape, Kernel, Launch, Plan, Problem, Refusal, UNALIGNED,
             misfit, sms,
@@ -37,16 +44,6 @@ use crate::{
     moe::groups::extent,
 };
 
-/// Columns of both operands in a stage: two instructions.
-const DEPTH: usize = 128;
-/// Bytes of codes in a row of a stage.
-const ROW: usize = DEPTH / 2;
-/// Bytes of scales in a row of a stage.
-const SCALES: usize = DEPTH / BLOCK;
-/// Stages of the ring.
-const STAGES: usize = 4;
-/// Units of a cube.
-const UNITS: usize = 256;
 /// Warps along the rows of `a`, and of `b`.
 const WARPS: (usize, usize) = (4, 2);
 /// Columns of a warp's sums: groups of eight rows of `b`.
@@ -55,50 +52,6 @@ const COLUMNS: usize = 8;
 const BAND: u32 = 8;
 /// Sums of a lane in 16 rows of `a`.
 const SUMS: usize = 4 * COLUMNS;
-/// How much of a row is copied at a time, which its length in memory decides.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub struct Pieces {
-    /// Bytes of codes: 16, or 8 where rows are no multiple of 32 elements.
-    pub codes: u32,
-    /// Bytes of scales: 8, 4 where rows are no multiple of 128 elements, or 1 where they are no multiple
-    /// of 64; single bytes are loaded and stored, not copied.
-    pub scales: u32,
-}
-
-impl Pieces {
-    /// For rows of `k` elements, a multiple of 16.
-    pub const fn of(k: usize) -> Self {
-        Self {
-            codes: if k.is_multiple_of(32) { 16 } else { 8 },
-            scales: match k {
-                k if k.is_multiple_of(128) => 8,
-                k if k.is_multiple_of(64) => 4,
-                _ => 1,
-            },
-        }
-    }
-}
-
-impl Sm120Tile {
-    /// Bytes of a stage: codes of `a` and of `b`, scales of `a` and of `b`.
-    const fn stage(self) -> usize {
-        (self.tile_m() + SM120_TILE_N) * (ROW + SCALES)
-    }
-
-    /// Where the other parts of a stage begin: codes of `b`, scales of `a`, scales of `b`.
-    const fn b_codes(self) -> u32 {
-        (self.tile_m() * ROW) as u32
-    }
-
-    const fn a_scales(self) -> u32 {
-        ((self.tile_m() + SM120_TILE_N) * ROW) as u32
-    }
-
-    const fn b_scales(self) -> u32 {
-        self.a_scales() + (self.tile_m() * SCALES) as u32
-    }
-}
-
 /// Shared memory that a cube may have on sm_120: 99 KiB.
 const MOST_SHARED: usize = 99 << 10;
 
@@ -110,166 +63,6 @@ const _: () = {
     assert!(STAGES * widest.stage() + UNITS / 32 * STAGING <= MOST_SHARED);
     assert!(widest.tile_m() == 2 * 16 * WARPS.0 && SM120_TILE_N == WARPS.1 * COLUMNS * 8);
 };
-
-/// Queues copies of the codes of `rows` rows from `row0` on, columns `from` to `from + DEPTH`, into the
-/// tile at `target`.
-#[cube]
-fn copy_codes(
-    codes: &[u32],
-    target: u32,
-    row0: u32,
-    end: u32,
-    from: u32,
-    k: u32,
-    #[comptime] rows: usize,
-    #[comptime] piece: u32,
-) {
-    let address = cvta_to_global::<u32>(codes.as_ptr());
-    let parts = comptime!(ROW as u32 / piece);
-    #[unroll]
-    for i in 0..comptime!(rows * parts as usize / UNITS) {
-        let item = UNIT_POS + comptime!((i * UNITS) as u32);
-        let row = item / parts;
-        let part = item % parts;
-        let column = from + part * comptime!(2 * piece);
-        let inside = row0 + row < end && column < k;
-        // What lies outside is not read; its address is that of the first byte.
-        let at =
-            u64::cast_from(row0 + row) * u64::cast_from(k / 2u32) + u64::cast_from(column / 2u32);
-        let chunk = part * piece / 16u32;
-        let within = part * piece % 16u32;
-        cp_async_zfill(
-            target + row * comptime!(ROW as u32) + swizzled(row, chunk) + within,
-            address + select(inside, at, 0u64),
-            select(inside, piece, 0u32),
-            piece,
-        );
-    }
-}
-
-/// Where part `chunk` (of 16 bytes) of row `row` lies in its row of a stage.
-#[cube]
-fn swizzled(row: u32, chunk: u32) -> u32 {
-    (chunk ^ ((row / 2u32) % 4u32)) * 16u32
-}
-
-/// The same for the scales.
-#[cube]
-fn copy_scales(
-    scales: &[u8],
-    target: u32,
-    row0: u32,
-    end: u32,
-    from: u32,
-    k: u32,
-    #[comptime] rows: usize,
-    #[comptime] piece: u32,
-) {
-    let blocks = k / 16u32;
-    let first = from / 16u32;
-    if comptime!(piece == 1) {
-        if UNIT_POS < comptime!(rows as u32) {
-            let row = row0 + UNIT_POS;
-            let base = row as usize * blocks as usize + first as usize;
-            let mut low = 0u32;
-            let mut high = 0u32;
-            #[unroll]
-            for i in 0..4u32 {
-                if row < end && first + i < blocks {
-                    let byte = u32::cast_from(scales[base + i as usize]);
-                    low |= byte << comptime!(8 * i);
-                }
-                if row < end && first + comptime!(4 + i) < blocks {
-                    let byte = u32::cast_from(scales[base + comptime!(4 + i as usize)]);
-                    high |= byte << comptime!(8 * i);
-                }
-            }
-            st_shared_v2(
-                target + UNIT_POS * comptime!(SCALES as u32),
-                u32::reinterpret(low),
-                u32::reinterpret(high),
-            );
-        }
-    } else {
-        let address = cvta_to_global::<u8>(scales.as_ptr());
-        let parts = comptime!(SCALES as u32 / piece);
-        let items = comptime!(rows as u32 * SCALES as u32 / piece);
-        if UNIT_POS < items {
-            let row = UNIT_POS / parts;
-            let block = first + (UNIT_POS % parts) * piece;
-            let inside = row0 + row < end && block < blocks;
-            let at = u64::cast_from(row0 + row) * u64::cast_from(blocks) + u64::cast_from(block);
-            cp_async_zfill(
-                target + UNIT_POS * piece,
-                address + select(inside, at, 0u64),
-                select(inside, piece, 0u32),
-                piece,
-            );
-        }
-    }
-}
-
-/// Where stage number `step` of the ring begins.
-#[cube]
-fn stage_offset(step: u32, #[comptime] shape: Sm120Tile) -> u32 {
-    (step % comptime!(STAGES as u32)) * comptime!(shape.stage() as u32)
-}
-
-/// Queues the copies of columns `DEPTH * step` and on.
-#[cube]
-fn copy_stage(
-    a_codes: &[u32],
-    a_scales: &[u8],
-    b_codes: &[u32],
-    b_scales: &[u8],
-    ring: u32,
-    step: u32,
-    a_row: u32,
-    a_end: u32,
-    b_row: u32,
-    b_end: u32,
-    k: u32,
-    #[comptime] shape: Sm120Tile,
-    #[comptime] pieces: Pieces,
-) {
-    let stage = ring + stage_offset(step, shape);
-    let from = step * comptime!(DEPTH as u32);
-    let tile_m = comptime!(shape.tile_m());
-    copy_codes(a_codes, stage, a_row, a_end, from, k, tile_m, pieces.codes);
-    let target = stage + comptime!(shape.b_codes());
-    copy_codes(
-        b_codes,
-        target,
-        b_row,
-        b_end,
-        from,
-        k,
-        SM120_TILE_N,
-        pieces.codes,
-    );
-    let target = stage + comptime!(shape.a_scales());
-    copy_scales(
-        a_scales,
-        target,
-        a_row,
-        a_end,
-        from,
-        k,
-        tile_m,
-        pieces.scales,
-    );
-    let target = stage + comptime!(shape.b_scales());
-    copy_scales(
-        b_scales,
-        target,
-        b_row,
-        b_end,
-        from,
-        k,
-        SM120_TILE_N,
-        pieces.scales,
-    );
-}
 
 /// Adds the products of one stage to the sums of a warp.
 #[cube]
@@ -339,8 +132,8 @@ fn multiply_stage(
 
 /// `c + a · b` for 16 rows of `a`, 8 of `b` and 64 columns, every 16 elements times their scale.
 ///
-/// PTX ISA 8.7 and later, sections "Matrix Fragments for mma.m16n8k64" (E2M1) and "Block Scaling for
-/// mma.sync". Lane `4 g + t` holds, eight codes to a word and the first in the lowest bits:
+/// PTX ISA 8.7 and later, sections "Matrix Fragments for mma.m16n8k64" (E2M1) and "Block Scaling
+/// for mma.sync". Lane `4 g + t` holds, eight codes to a word and the first in the lowest bits:
 /// - `a`: columns `8 t..` of rows `g` and `g + 8`, then the same rows 32 columns on;
 /// - `b`: columns `8 t..` of row `g`, then 32 columns on;
 /// - `c`: columns `2 t`, `2 t + 1` of row `g`, then of row `g + 8`;
@@ -468,41 +261,36 @@ fn multiply_in_software(
     out
 }
 
-/// `out[m, n] = α_a · α_b · Σ a[m, k] · b[n, k] (+ bias[n]) (+ out[m, n])`, for the rows of each group.
+/// The comptime choices of [`sm120_nvfp4_kernel`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Sm120Plan {
+    /// What is in groups: nothing, or M.
+    pub grouped: GroupedDim,
+    /// The tile.
+    pub tile: Sm120Tile,
+    /// How much of a row is copied at a time.
+    pub pieces: Pieces,
+}
+
+/// `out[m, n] = α_a · α_b · Σ a[m, k] · b[n, k] (+ bias[n]) (+ out[m, n])`, for the rows of each
+/// group.
 ///
-/// Tiles are numbered through all groups, and a cube takes every `CUBE_COUNT`th: the grid depends on
-/// nothing that is in device memory. The bias has a row for each group.
-///
-/// `out` is in units of 16 bytes, and `before` the same memory in words, read where the epilogue
-/// accumulates.
+/// Tiles are numbered through all groups, and a cube takes every `CUBE_COUNT`th: the grid depends
+/// on nothing that is in device memory. The bias has a row for each group. `out` is in units of 16
+/// bytes.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
-pub fn sm120_kernel(
-    a_codes: &[u32],
-    a_scales: &[u8],
-    b_codes: &[u32],
-    b_scales: &[u8],
-    a_amax: &[f32],
-    b_amax: &[f32],
-    bias: &[f32],
-    offsets: &[u32],
-    before: &[u32],
+pub fn sm120_nvfp4_kernel(
+    a: PackedMatrix<u32>,
+    b: PackedMatrix<u32>,
+    problem: GroupedProblem,
+    epilogue: Epilogue,
     out: &mut [Vector<u32, Const<4>>],
-    amax: &mut [Atomic<u32>],
-    m: u32,
-    n: u32,
-    k: u32,
-    groups: u32,
-    a_range: f32,
-    b_range: f32,
-    band: u32,
-    #[comptime] grouping: GroupedDim,
-    #[comptime] shape: Sm120Tile,
-    #[comptime] pieces: Pieces,
-    #[comptime] kind: EpilogueKind,
+    #[comptime] plan: Sm120Plan,
 ) {
-    let tile_m = comptime!(shape.tile_m() as u32);
+    let shape = comptime!(plan.tile);
+    let tile_m = comptime!(plan.tile.tile_m() as u32);
     let tile_n = comptime!(SM120_TILE_N as u32);
-    let strips = comptime!(shape.strips);
+    let strips = comptime!(plan.tile.strips);
     let ring: Shared<[Vector<u32, Const<4>>]> =
         Shared::new_aligned_slice(comptime!(STAGES * shape.stage() / 16), 128usize);
     let staging: Shared<[Vector<u32, Const<4>>]> =
@@ -514,61 +302,40 @@ pub fn sm120_kernel(
     // Rows of this warp in the tile.
     let warp_row = (warp / comptime!(WARPS.1 as u32)) * comptime!(16 * shape.strips as u32);
     let warp_column = (warp % comptime!(WARPS.1 as u32)) * comptime!(8 * COLUMNS as u32);
-    let steps = k.div_ceil(comptime!(DEPTH as u32));
+    let n = problem.shape.n;
     let tiles_n = n.div_ceil(tile_n);
 
     let mut tile = CUBE_POS as u32;
     // The group that is looked at, and the tiles before it.
     let mut group = 0u32;
     let mut passed = 0u32;
-    while group < groups {
+    while group < problem.shape.groups {
         // The rows of the group, within those that there are.
         let mut first = 0u32;
-        let mut end = m;
-        if comptime!(grouping == GroupedDim::M) {
-            let rows = extent(offsets, group, m);
+        let mut end = problem.shape.m;
+        if comptime!(plan.grouped == GroupedDim::M) {
+            let rows = extent(&problem.offsets, group, problem.shape.m);
             first = rows.start;
             end = rows.end;
         }
         let tiles_m = (end - first).div_ceil(tile_m);
         if tile - passed < tiles_m * tiles_n {
-            let at = place(tile - passed, tiles_m, tiles_n, band, tile_m, tile_n);
-            let a_row = first + at.row;
-            let b_row = group * n + at.column;
-            let b_end = group * n + n;
-
-            let mut sums = Array::<Vector<f32, Const<4>>>::new(comptime!(shape.strips * COLUMNS));
-            #[unroll]
-            for i in 0..comptime!(strips * COLUMNS) {
-                sums[i] = Vector::new(0.0f32);
-            }
-            // The tile before may still be read.
-            sync_cube();
-            for stage in 0..comptime!(STAGES as u32 - 1) {
-                if stage < steps {
-                    copy_stage(
-                        a_codes, a_scales, b_codes, b_scales, ring_at, stage, a_row, end, b_row,
-                        b_end, k, shape, pieces,
-                    );
-                }
-                cp_async_commit_group();
-            }
-            for step in 0..steps {
-                // The copies of this step have arrived, and the step before has been read: its stage
-                // takes the next ones.
-                cp_async_wait_group(comptime!(STAGES as u32 - 2));
-                sync_cube();
-                let ahead = step + comptime!(STAGES as u32 - 1);
-                if ahead < steps {
-                    copy_stage(
-                        a_codes, a_scales, b_codes, b_scales, ring_at, ahead, a_row, end, b_row,
-                        b_end, k, shape, pieces,
-                    );
-                }
-                cp_async_commit_group();
-                let stage = ring_at + stage_offset(step, shape);
-                multiply_stage(stage, warp_row, warp_column, &mut sums, shape);
-            }
+            let at = place(
+                tile - passed,
+                tiles_m,
+                tiles_n,
+                problem.band,
+                tile_m,
+                tile_n,
+            );
+            let rows = TileRows {
+                a: first + at.row,
+                a_end: end,
+                b: group * n + at.column,
+                b_end: group * n + n,
+                k: problem.shape.k,
+            };
+            let sums = multiply_tile(&a, &b, ring_at, rows, warp_row, warp_column, plan);
             #[unroll]
             for i in 0..strips {
                 let mut strip = Vector::<f32, Const<SUMS>>::new(0.0f32);
@@ -580,25 +347,15 @@ pub fn sm120_kernel(
                         strip.insert(comptime!(4 * j + e), sum.extract(e));
                     }
                 }
-                write_tile::<Const<SUMS>>(
-                    strip,
-                    a_row + warp_row + comptime!(16 * i as u32),
+                let own = WarpTile {
+                    row: rows.a + warp_row + comptime!(16 * i as u32),
                     end,
-                    at.column + warp_column,
-                    group,
-                    a_amax,
-                    b_amax,
-                    bias,
-                    before,
-                    out,
-                    amax,
+                    column: at.column + warp_column,
                     n,
-                    a_range,
-                    b_range,
-                    staging_at,
-                    comptime!(8 * COLUMNS),
-                    kind,
-                );
+                    group,
+                    staging: staging_at,
+                };
+                write_warp_tile::<Const<SUMS>>(strip, own, &epilogue, out, comptime!(8 * COLUMNS));
             }
             tile += CUBE_COUNT as u32;
         } else {
@@ -606,6 +363,49 @@ pub fn sm120_kernel(
             group += 1u32;
         }
     }
+}
+
+/// The mainloop: the sums of one warp of a tile, while the stages ahead are copied.
+#[cube]
+fn multiply_tile(
+    a: &PackedMatrix<u32>,
+    b: &PackedMatrix<u32>,
+    ring: u32,
+    rows: TileRows,
+    warp_row: u32,
+    warp_column: u32,
+    #[comptime] plan: Sm120Plan,
+) -> Array<Vector<f32, Const<4>>> {
+    let shape = comptime!(plan.tile);
+    let pieces = comptime!(plan.pieces);
+    let steps = rows.k.div_ceil(comptime!(DEPTH as u32));
+    let mut sums = Array::<Vector<f32, Const<4>>>::new(comptime!(plan.tile.strips * COLUMNS));
+    #[unroll]
+    for i in 0..comptime!(shape.strips * COLUMNS) {
+        sums[i] = Vector::new(0.0f32);
+    }
+    // The tile before may still be read.
+    sync_cube();
+    for stage in 0..comptime!(STAGES as u32 - 1) {
+        if stage < steps {
+            copy_stage(a, b, ring, stage, rows, shape, pieces);
+        }
+        cp_async_commit_group();
+    }
+    for step in 0..steps {
+        // The copies of this step have arrived, and the step before has been read: its stage takes
+        // the next ones.
+        cp_async_wait_group(comptime!(STAGES as u32 - 2));
+        sync_cube();
+        let ahead = step + comptime!(STAGES as u32 - 1);
+        if ahead < steps {
+            copy_stage(a, b, ring, ahead, rows, shape, pieces);
+        }
+        cp_async_commit_group();
+        let stage = ring + stage_offset(step, shape);
+        multiply_stage(stage, warp_row, warp_column, &mut sums, shape);
+    }
+    sums
 }
 
 /// The NVFP4 GEMM of sm_120.
@@ -697,35 +497,33 @@ fn queue(launch: &Launch, shape: Sm120Tile) {
     };
     let bytes = m * n * epilogue.kind.out.size();
     let b_rows = b.rows;
+    let packed = |matrix: &Materialized, rows: usize| {
+        PackedMatrixLaunch::new(
+            memory(&matrix.codes, rows * k / 8),
+            memory(&matrix.scales, rows * k / BLOCK),
+        )
+    };
     // SAFETY: the kernel masks what it reads and writes by rows and columns.
     unsafe {
-        sm120_kernel::launch_unchecked(
+        sm120_nvfp4_kernel::launch_unchecked(
             client,
             CubeCount::Static(cubes as u32, 1, 1),
             CubeDim::new_1d(UNITS as u32),
             address_type((m.max(b_rows) * k).max(m * n)),
-            memory(&a.codes, m * k / 8),
-            memory(&a.scales, m * k / BLOCK),
-            memory(&b.codes, b_rows * k / 8),
-            memory(&b.scales, b_rows * k / BLOCK),
-            memory(&epilogue.a_amax, m),
-            memory(&epilogue.b_amax, b_rows),
-            memory(&epilogue.bias, b_rows),
-            memory(&groups.offsets, groups.groups + 1),
-            memory(out, bytes / 4),
+            packed(a, m),
+            packed(b, b_rows),
+            GroupedProblemLaunch::new(
+                ProblemShapeLaunch::of((m, n, k), groups.groups),
+                memory(&groups.offsets, groups.groups + 1),
+                BAND,
+            ),
+            epilogue.launch([m, b_rows], groups.groups, (out, bytes / 4), 1.0),
             memory(out, bytes / 16),
-            memory(&epilogue.amax, epilogue.amax_len(groups.groups)),
-            m as u32,
-            n as u32,
-            k as u32,
-            groups.groups as u32,
-            epilogue.ranges[0],
-            epilogue.ranges[1],
-            BAND,
-            groups.grouping,
-            shape,
-            Pieces::of(k),
-            epilogue.kind,
+            Sm120Plan {
+                grouped: groups.grouping,
+                tile: shape,
+                pieces: Pieces::of(k),
+            },
         );
     }
 }

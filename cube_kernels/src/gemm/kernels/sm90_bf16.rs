@@ -27,7 +27,8 @@ use crate::{
         wgmma_descriptor,
     },
     gemm::{
-        epilogue::{EpilogueKind, STAGING, write_tile},
+        arguments::{GroupedProblem, GroupedProblemLaunch, ProblemShapeLaunch, thread_in_cta},
+        epilogue::{Epilogue, STAGING, WarpTile, write_warp_tile},
         heuristics,
         materialize::{Materialized, PackedReads, Reads},
         operand::OperandLayout,
@@ -47,53 +48,53 @@ pub const TILE_K: usize = 64;
 /// One producer and two consumer warpgroups.
 pub const UNITS: u32 = 384;
 
-/// Steps of a stage, and instructions of 16 columns in one more, for `k` columns.
+/// The comptime choices of [`sm90_bf16_kernel`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Sm90Plan {
+    /// What is in groups.
+    pub grouped: GroupedDim,
+    /// The tile.
+    pub tile: Sm90Tile,
+    /// How `a` and `b` are stored.
+    pub majors: [Major; 2],
+}
+
+/// Whole stages, and instructions of 16 columns in one more, for `k` columns.
 #[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
 struct Depth {
     steps: u32,
     tail: u32,
 }
 
+/// Rows of `a` that group `group` has.
 #[cube]
-fn depth(k: u32) -> Depth {
-    let instructions = k.div_ceil(16u32);
+fn rows_of(problem: &GroupedProblem, group: u32, #[comptime] grouped: GroupedDim) -> u32 {
+    let mut rows = problem.shape.m;
+    if comptime!(grouped == GroupedDim::M) {
+        let own = extent(&problem.offsets, group, problem.shape.m);
+        rows = own.end - own.start;
+    }
+    rows
+}
+
+/// The columns of group `group`.
+#[cube]
+fn depth_of(problem: &GroupedProblem, group: u32, #[comptime] grouped: GroupedDim) -> Depth {
+    let mut columns = problem.shape.k;
+    if comptime!(grouped == GroupedDim::K) {
+        let own = extent(&problem.offsets, group, problem.shape.k);
+        columns = own.end - own.start;
+    }
+    let instructions = columns.div_ceil(16u32);
     Depth {
         steps: instructions / 4u32,
         tail: instructions % 4u32,
     }
 }
 
-/// Tiles along `m` of group `group`.
-#[cube]
-fn tiles_along_m(
-    offsets: &[u32],
-    group: u32,
-    m: u32,
-    #[comptime] grouping: GroupedDim,
-    #[comptime] tile_m: u32,
-) -> u32 {
-    let mut rows = m;
-    if comptime!(grouping == GroupedDim::M) {
-        let own = extent(offsets, group, m);
-        rows = own.end - own.start;
-    }
-    rows.div_ceil(tile_m)
-}
-
-/// The columns of group `group`.
-#[cube]
-fn depth_of(offsets: &[u32], group: u32, k: u32, #[comptime] grouping: GroupedDim) -> Depth {
-    let mut columns = k;
-    if comptime!(grouping == GroupedDim::K) {
-        let own = extent(offsets, group, k);
-        columns = own.end - own.start;
-    }
-    depth(columns)
-}
-
-/// Lets the copy engine bring `rows` rows of a tile, from `row` on, and 64 columns from `depth` on, to
-/// `stage`, and `ready` know: one box of rows, or boxes of 64 columns of an operand that is
-/// MN-major.
+/// Lets TMA bring `rows` rows of a tile, from `row` on, and 64 columns from `depth` on, to `stage`,
+/// and `ready` know: one box of rows, or boxes of 64 columns of an operand that is MN-major.
 #[cube]
 fn load_stage(
     operand: &TensorMap<bf16, Tiled>,
@@ -121,51 +122,30 @@ fn load_stage(
 
 /// `out[m, n] = α_a · α_b · Σ a[m, k] · b[n, k] (+ bias[n]) (+ out[m, n])`, for each group.
 ///
-/// Tiles are numbered through all groups, and a cube takes every `CUBE_COUNT`th: the grid depends on
-/// nothing that is in device memory. The bias has a row for each group.
-///
-/// `out` is in units of 16 bytes, and `before` the same memory in words, read where the epilogue
-/// accumulates. `majors` are those of `a` and of `b`.
+/// Tiles are numbered through all groups, and a cube takes every `CUBE_COUNT`th: the grid depends
+/// on nothing that is in device memory. The bias has a row for each group. `out` is in units of 16
+/// bytes.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
-pub fn sm90_kernel(
+pub fn sm90_bf16_kernel(
     a: &TensorMap<bf16, Tiled>,
     b: &TensorMap<bf16, Tiled>,
-    a_amax: &[f32],
-    b_amax: &[f32],
-    bias: &[f32],
-    offsets: &[u32],
-    before: &[u32],
+    problem: GroupedProblem,
+    epilogue: Epilogue,
     out: &mut [Vector<u32, Const<4>>],
-    amax: &mut [Atomic<u32>],
-    m: u32,
-    n: u32,
-    k: u32,
-    groups: u32,
-    a_range: f32,
-    b_range: f32,
-    band: u32,
-    #[comptime] grouping: GroupedDim,
-    #[comptime] shape: Sm90Tile,
-    #[comptime] majors: [Major; 2],
-    #[comptime] kind: EpilogueKind,
+    #[comptime] plan: Sm90Plan,
 ) {
-    let stages = comptime!(shape.stages());
-    let tile_n = comptime!(shape.n());
-    // In vectors of 16 bytes: eight to a row of a stage.
-    let a_stage = comptime!(SM90_TILE_M * 8);
-    let b_stage = comptime!(shape.n() * 8);
+    let tile = comptime!(plan.tile);
+    let stages = comptime!(plan.tile.stages());
     let mut a_tiles: Shared<[Vector<bf16, Const<8>>]> =
-        Shared::new_aligned_slice(comptime!(shape.stages() * SM90_TILE_M * 8), 1024usize);
+        Shared::new_aligned_slice(comptime!(tile.stages() * A_STAGE), 1024usize);
     let mut b_tiles: Shared<[Vector<bf16, Const<8>>]> =
-        Shared::new_aligned_slice(comptime!(shape.stages() * shape.n() * 8), 1024usize);
+        Shared::new_aligned_slice(comptime!(tile.stages() * b_stage(tile)), 1024usize);
     let staging: Shared<[Vector<u32, Const<4>>]> =
         Shared::new_aligned_slice(comptime!(8 * STAGING / 16), 128usize);
     let barriers: Shared<[Barrier]> =
-        Shared::new_aligned_slice(comptime!(2 * shape.stages()), 8usize);
+        Shared::new_aligned_slice(comptime!(2 * tile.stages()), 8usize);
     let full = cvta_to_shared::<Barrier>(barriers.as_slice().as_ptr());
-    let empty = full + comptime!(8 * shape.stages() as u32);
-    let unit = UNIT_POS;
-    if unit == 0 {
+    if UNIT_POS == 0 {
         #[unroll]
         for s in 0..stages {
             barriers[s].init_manual(1);
@@ -174,172 +154,228 @@ pub fn sm90_kernel(
     }
     sync_async_proxy_shared();
     sync_cube();
+    if UNIT_POS < 128u32 {
+        if UNIT_POS == 0u32 {
+            produce(
+                a,
+                b,
+                &problem,
+                &mut a_tiles,
+                &mut b_tiles,
+                &barriers,
+                full,
+                plan,
+            );
+        }
+    } else {
+        let shared = SharedAddresses {
+            full,
+            a: cvta_to_shared::<Vector<bf16, Const<8>>>(a_tiles.as_slice().as_ptr()),
+            b: cvta_to_shared::<Vector<bf16, Const<8>>>(b_tiles.as_slice().as_ptr()),
+            staging: cvta_to_shared::<Vector<u32, Const<4>>>(staging.as_slice().as_ptr()),
+        };
+        consume(&problem, &epilogue, out, shared, plan);
+    }
+}
 
-    let tiles_n = n.div_ceil(comptime!(tile_n as u32));
+/// Where the parts of shared memory begin.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+struct SharedAddresses {
+    /// Barriers that complete when a stage is full; those of empty stages are behind them.
+    full: u32,
+    a: u32,
+    b: u32,
+    staging: u32,
+}
+
+/// Vectors of 16 bytes in a stage of `a`: eight to a row.
+const A_STAGE: usize = SM90_TILE_M * 8;
+
+/// Vectors of 16 bytes in a stage of `b`.
+const fn b_stage(tile: Sm90Tile) -> usize {
+    tile.n() * 8
+}
+
+/// The producer, one unit: fills the stages of all tiles of this cube, one after another.
+#[cube]
+fn produce(
+    a: &TensorMap<bf16, Tiled>,
+    b: &TensorMap<bf16, Tiled>,
+    problem: &GroupedProblem,
+    a_tiles: &mut [Vector<bf16, Const<8>>],
+    b_tiles: &mut [Vector<bf16, Const<8>>],
+    barriers: &[Barrier],
+    full: u32,
+    #[comptime] plan: Sm90Plan,
+) {
+    let stages = comptime!(plan.tile.stages());
+    let tile_n = comptime!(plan.tile.n());
+    let grouped = comptime!(plan.grouped);
+    let b_stage = comptime!(b_stage(plan.tile));
+    let empty = full + comptime!(8 * plan.tile.stages() as u32);
+    let tiles_n = problem.shape.n.div_ceil(comptime!(tile_n as u32));
     let mut tile = CUBE_POS as u32;
     // The group that is looked at, and the tiles before it.
     let mut group = 0u32;
     let mut passed = 0u32;
     // Stages used so far: all units count alike, so the ring needs no other state.
     let mut used = 0u32;
-    if unit < 128u32 {
-        if unit == 0u32 {
-            while group < groups {
-                let tiles_m =
-                    tiles_along_m(offsets, group, m, grouping, comptime!(SM90_TILE_M as u32));
-                if tile - passed < tiles_m * tiles_n {
-                    let at = place(
-                        tile - passed,
-                        tiles_m,
-                        tiles_n,
-                        band,
-                        comptime!(SM90_TILE_M as u32),
-                        comptime!(tile_n as u32),
-                    );
-                    let mut row = at.row;
-                    let mut column = at.column;
-                    let mut from = 0u32;
-                    if comptime!(grouping == GroupedDim::M) {
-                        row += extent(offsets, group, m).start;
-                        column += group * n;
-                    }
-                    if comptime!(grouping == GroupedDim::K) {
-                        from = extent(offsets, group, k).start;
-                    }
-                    let depth = depth_of(offsets, group, k, grouping);
-                    let stages_here = depth.steps + u32::cast_from(depth.tail > 0u32);
-                    for step in 0..stages_here {
-                        let stage = used % comptime!(stages as u32);
-                        let parity = ((used / comptime!(stages as u32)) & 1u32) ^ 1u32;
-                        mbarrier_wait_parity(empty + stage * 8u32, parity);
-                        mbarrier_arrive_expect_tx(
-                            full + stage * 8u32,
-                            comptime!(((SM90_TILE_M + tile_n) * TILE_K * 2) as u32),
-                        );
-                        let s = stage as usize;
-                        let depth = from + step * comptime!(TILE_K as u32);
-                        let ready = &barriers[s];
-                        load_stage(
-                            a,
-                            &mut a_tiles[s * a_stage..(s + 1) * a_stage],
-                            ready,
-                            row,
-                            depth,
-                            SM90_TILE_M,
-                            comptime!(majors[0]),
-                        );
-                        load_stage(
-                            b,
-                            &mut b_tiles[s * b_stage..(s + 1) * b_stage],
-                            ready,
-                            column,
-                            depth,
-                            tile_n,
-                            comptime!(majors[1]),
-                        );
-                        used += 1u32;
-                    }
-                    tile += CUBE_COUNT as u32;
-                } else {
-                    passed += tiles_m * tiles_n;
-                    group += 1u32;
-                }
+    while group < problem.shape.groups {
+        let tiles_m = rows_of(problem, group, grouped).div_ceil(comptime!(SM90_TILE_M as u32));
+        if tile - passed < tiles_m * tiles_n {
+            let at = place(
+                tile - passed,
+                tiles_m,
+                tiles_n,
+                problem.band,
+                comptime!(SM90_TILE_M as u32),
+                comptime!(tile_n as u32),
+            );
+            let mut row = at.row;
+            let mut column = at.column;
+            let mut from = 0u32;
+            if comptime!(grouped == GroupedDim::M) {
+                row += extent(&problem.offsets, group, problem.shape.m).start;
+                column += group * problem.shape.n;
             }
-        }
-    } else {
-        let consumer = unit / 128u32 - 1u32;
-        let leader = u32::cast_from((unit & 127u32) == 0u32);
-        let a_at = cvta_to_shared::<Vector<bf16, Const<8>>>(a_tiles.as_slice().as_ptr());
-        let b_at = cvta_to_shared::<Vector<bf16, Const<8>>>(b_tiles.as_slice().as_ptr());
-        // Its 64 rows, or its box, are 64 times 128 bytes, in units of 16.
-        let a_tile =
-            wgmma_descriptor(a_at, comptime!(majors[0])) + u64::cast_from(consumer * 512u32);
-        let b_tile = wgmma_descriptor(b_at, comptime!(majors[1]));
-        let warp = (unit - 128u32) / 32u32;
-        let stage_at = cvta_to_shared::<Vector<u32, Const<4>>>(staging.as_slice().as_ptr())
-            + warp * comptime!(STAGING as u32);
-        while group < groups {
-            let tiles_m = tiles_along_m(offsets, group, m, grouping, comptime!(SM90_TILE_M as u32));
-            if tile - passed < tiles_m * tiles_n {
-                let at = place(
-                    tile - passed,
-                    tiles_m,
-                    tiles_n,
-                    band,
-                    comptime!(SM90_TILE_M as u32),
-                    comptime!(tile_n as u32),
-                );
-                let mut first = 0u32;
-                let mut end = m;
-                if comptime!(grouping == GroupedDim::M) {
-                    let own = extent(offsets, group, m);
-                    first = own.start;
-                    end = own.end;
-                }
-                if comptime!(grouping == GroupedDim::K) {
-                    first = group * m;
-                    end = first + m;
-                }
-                let row = first + at.row + warp * 16u32;
+            if comptime!(grouped == GroupedDim::K) {
+                from = extent(&problem.offsets, group, problem.shape.k).start;
+            }
+            let depth = depth_of(problem, group, grouped);
+            let stages_here = depth.steps + u32::cast_from(depth.tail > 0u32);
+            for step in 0..stages_here {
                 let stage = used % comptime!(stages as u32);
-                let parity = (used / comptime!(stages as u32)) & 1u32;
-                let depth = depth_of(offsets, group, k, grouping);
-                let steps = u32::reinterpret(depth.steps);
-                let tail = u32::reinterpret(depth.tail);
-                let pipeline = PipelineState {
-                    full,
-                    empty,
-                    stage,
-                    parity,
-                };
-                if comptime!(tile_n == 256) {
-                    let mut sums = Vector::<f32, Const<128>>::new(0.0f32);
-                    if steps + tail > 0u32 {
-                        sums =
-                            mainloop_m64n256(pipeline, a_tile, b_tile, steps, tail, leader, majors);
-                    }
-                    write_tile::<Const<128>>(
-                        sums, row, end, at.column, group, a_amax, b_amax, bias, before, out, amax,
-                        n, a_range, b_range, stage_at, tile_n, kind,
-                    );
-                } else if comptime!(tile_n == 176) {
-                    // There is no vector of 88 values.
-                    let mut sums = Vector::<f32, Const<128>>::new(0.0f32);
-                    if steps + tail > 0u32 {
-                        sums =
-                            mainloop_m64n176(pipeline, a_tile, b_tile, steps, tail, leader, majors);
-                    }
-                    write_tile::<Const<128>>(
-                        sums, row, end, at.column, group, a_amax, b_amax, bias, before, out, amax,
-                        n, a_range, b_range, stage_at, tile_n, kind,
-                    );
-                } else if comptime!(tile_n == 128) {
-                    let mut sums = Vector::<f32, Const<64>>::new(0.0f32);
-                    if steps + tail > 0u32 {
-                        sums =
-                            mainloop_m64n128(pipeline, a_tile, b_tile, steps, tail, leader, majors);
-                    }
-                    write_tile::<Const<64>>(
-                        sums, row, end, at.column, group, a_amax, b_amax, bias, before, out, amax,
-                        n, a_range, b_range, stage_at, tile_n, kind,
-                    );
-                } else {
-                    let mut sums = Vector::<f32, Const<32>>::new(0.0f32);
-                    if steps + tail > 0u32 {
-                        sums =
-                            mainloop_m64n64(pipeline, a_tile, b_tile, steps, tail, leader, majors);
-                    }
-                    write_tile::<Const<32>>(
-                        sums, row, end, at.column, group, a_amax, b_amax, bias, before, out, amax,
-                        n, a_range, b_range, stage_at, tile_n, kind,
-                    );
-                }
-                used += steps + u32::cast_from(tail > 0u32);
-                tile += CUBE_COUNT as u32;
-            } else {
-                passed += tiles_m * tiles_n;
-                group += 1u32;
+                let parity = ((used / comptime!(stages as u32)) & 1u32) ^ 1u32;
+                mbarrier_wait_parity(empty + stage * 8u32, parity);
+                mbarrier_arrive_expect_tx(
+                    full + stage * 8u32,
+                    comptime!(((SM90_TILE_M + tile_n) * TILE_K * 2) as u32),
+                );
+                let s = stage as usize;
+                let depth = from + step * comptime!(TILE_K as u32);
+                let ready = &barriers[s];
+                load_stage(
+                    a,
+                    &mut a_tiles[s * A_STAGE..(s + 1) * A_STAGE],
+                    ready,
+                    row,
+                    depth,
+                    SM90_TILE_M,
+                    comptime!(plan.majors[0]),
+                );
+                load_stage(
+                    b,
+                    &mut b_tiles[s * b_stage..(s + 1) * b_stage],
+                    ready,
+                    column,
+                    depth,
+                    tile_n,
+                    comptime!(plan.majors[1]),
+                );
+                used += 1u32;
             }
+            tile += CUBE_COUNT as u32;
+        } else {
+            passed += tiles_m * tiles_n;
+            group += 1u32;
+        }
+    }
+}
+
+/// A consumer warpgroup: multiplies 64 rows of every tile of this cube and writes them.
+#[cube]
+fn consume(
+    problem: &GroupedProblem,
+    epilogue: &Epilogue,
+    out: &mut [Vector<u32, Const<4>>],
+    shared: SharedAddresses,
+    #[comptime] plan: Sm90Plan,
+) {
+    let stages = comptime!(plan.tile.stages());
+    let tile_n = comptime!(plan.tile.n());
+    let grouped = comptime!(plan.grouped);
+    let majors = comptime!(plan.majors);
+    let empty = shared.full + comptime!(8 * plan.tile.stages() as u32);
+    let consumer = thread_in_cta() / 128u32 - 1u32;
+    let leader = u32::cast_from((UNIT_POS & 127u32) == 0u32);
+    // Its 64 rows, or its box, are 64 times 128 bytes, in units of 16.
+    let a_tile =
+        wgmma_descriptor(shared.a, comptime!(majors[0])) + u64::cast_from(consumer * 512u32);
+    let b_tile = wgmma_descriptor(shared.b, comptime!(majors[1]));
+    let warp = (thread_in_cta() - 128u32) / 32u32;
+    let staging = shared.staging + warp * comptime!(STAGING as u32);
+    let tiles_n = problem.shape.n.div_ceil(comptime!(tile_n as u32));
+    let mut tile = CUBE_POS as u32;
+    let mut group = 0u32;
+    let mut passed = 0u32;
+    let mut used = 0u32;
+    while group < problem.shape.groups {
+        let tiles_m = rows_of(problem, group, grouped).div_ceil(comptime!(SM90_TILE_M as u32));
+        if tile - passed < tiles_m * tiles_n {
+            let at = place(
+                tile - passed,
+                tiles_m,
+                tiles_n,
+                problem.band,
+                comptime!(SM90_TILE_M as u32),
+                comptime!(tile_n as u32),
+            );
+            let mut first = 0u32;
+            let mut end = problem.shape.m;
+            if comptime!(grouped == GroupedDim::M) {
+                let own = extent(&problem.offsets, group, problem.shape.m);
+                first = own.start;
+                end = own.end;
+            }
+            if comptime!(grouped == GroupedDim::K) {
+                first = group * problem.shape.m;
+                end = first + problem.shape.m;
+            }
+            let pipeline = PipelineState {
+                full: shared.full,
+                empty,
+                stage: used % comptime!(stages as u32),
+                parity: (used / comptime!(stages as u32)) & 1u32,
+            };
+            let depth = depth_of(problem, group, grouped);
+            let steps = u32::reinterpret(depth.steps);
+            let tail = u32::reinterpret(depth.tail);
+            let size!(S) = comptime!(plan.tile.accumulators());
+            let mut sums = Vector::<f32, S>::new(0.0f32);
+            if steps + tail > 0u32 {
+                if comptime!(tile_n == 256) {
+                    sums = Vector::<f32, S>::reinterpret(mainloop_m64n256(
+                        pipeline, a_tile, b_tile, steps, tail, leader, majors,
+                    ));
+                } else if comptime!(tile_n == 176) {
+                    sums = Vector::<f32, S>::reinterpret(mainloop_m64n176(
+                        pipeline, a_tile, b_tile, steps, tail, leader, majors,
+                    ));
+                } else if comptime!(tile_n == 128) {
+                    sums = Vector::<f32, S>::reinterpret(mainloop_m64n128(
+                        pipeline, a_tile, b_tile, steps, tail, leader, majors,
+                    ));
+                } else {
+                    sums = Vector::<f32, S>::reinterpret(mainloop_m64n64(
+                        pipeline, a_tile, b_tile, steps, tail, leader, majors,
+                    ));
+                }
+            }
+            let own = WarpTile {
+                row: first + at.row + warp * 16u32,
+                end,
+                column: at.column,
+                n: problem.shape.n,
+                group,
+                staging,
+            };
+            write_warp_tile::<S>(sums, own, epilogue, out, tile_n);
+            used += steps + u32::cast_from(tail > 0u32);
+            tile += CUBE_COUNT as u32;
+        } else {
+            passed += tiles_m * tiles_n;
+            group += 1u32;
         }
     }
 }
@@ -475,31 +511,25 @@ fn queue(launch: &Launch, tile: Sm90Tile, band: usize) {
     let bytes = outputs * epilogue.kind.out.size();
     // SAFETY: the kernel masks what it writes by rows and columns, and reads operands through maps.
     unsafe {
-        sm90_kernel::launch_unchecked(
+        sm90_bf16_kernel::launch_unchecked(
             client,
             CubeCount::Static(cubes as u32, 1, 1),
             CubeDim::new_1d(UNITS),
             address_type(outputs),
             map(a, SM90_TILE_M),
             map(b, tile.n()),
-            memory(&epilogue.a_amax, m),
-            memory(&epilogue.b_amax, b.rows),
-            memory(&epilogue.bias, b.rows),
-            memory(&groups.offsets, groups.groups + 1),
-            memory(out, bytes / 4),
+            GroupedProblemLaunch::new(
+                ProblemShapeLaunch::of((m, n, k), groups.groups),
+                memory(&groups.offsets, groups.groups + 1),
+                band as u32,
+            ),
+            epilogue.launch([m, b.rows], groups.groups, (out, bytes / 4), 1.0),
             memory(out, bytes / 16),
-            memory(&epilogue.amax, epilogue.amax_len(groups.groups)),
-            m as u32,
-            n as u32,
-            k as u32,
-            groups.groups as u32,
-            epilogue.ranges[0],
-            epilogue.ranges[1],
-            band as u32,
-            groups.grouping,
-            tile,
-            [a, b].map(major),
-            epilogue.kind,
+            Sm90Plan {
+                grouped: groups.grouping,
+                tile,
+                majors: [a, b].map(major),
+            },
         );
     }
 }

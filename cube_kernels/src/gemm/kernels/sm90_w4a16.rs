@@ -17,25 +17,28 @@ use cubecl::{
 };
 use half::bf16;
 
-use super::{sm90_bf16::check_sm90, w4a16_arrange};
+use super::{
+    sm90_bf16::check_sm90,
+    sm90_w4a16_output::{Part, TilePlace, write_tile},
+    w4a16_arrange,
+};
 use crate::{
     Nvfp4Error,
     capabilities::GemmBackend,
     cube::ptx::{
         Major, cp_async, cp_async_mbarrier_arrive_noinc, cvta_to_global, cvta_to_shared,
-        ld_shared_v4, mbarrier_arrive, mbarrier_arrive_expect_tx, mbarrier_wait_parity,
-        named_barrier_sync, setmaxnreg_dec, setmaxnreg_inc,
+        mbarrier_arrive, mbarrier_arrive_expect_tx, mbarrier_wait_parity, setmaxnreg_dec,
+        setmaxnreg_inc,
         sm90_mainloop::PipelineState,
         sm90_mainloop_w4a16::{
             PackedStage, Ring, w4a16_mainloop_n32, w4a16_mainloop_n64, w4a16_mainloop_n96,
             w4a16_mainloop_n128, w4a16_mainloop_n256,
         },
-        st_shared, st_shared_v2, wgmma_descriptor,
+        st_shared_v2, wgmma_descriptor,
     },
     gemm::{
-        epilogue::{
-            EpilogueKind, Factor, factor, finish, held, pack_pair, raise, rounded_magnitude,
-        },
+        arguments::{ProblemShape, ProblemShapeLaunch, thread_in_cta},
+        epilogue::Epilogue,
         heuristics,
         operand::OperandLayout,
         problem::{
@@ -45,7 +48,6 @@ use crate::{
         tiles::{W4A16_STRIP, W4a16Tile},
     },
     memory::address_type,
-    tensor::FloatKind,
 };
 
 /// Columns of half a stage: the 128 bytes of bf16 that the swizzle spans.
@@ -57,23 +59,15 @@ const ROW_WORDS: usize = w4a16_arrange::SPAN / 8;
 /// Bytes of scales of a row in a stage.
 const ROW_SCALES: usize = w4a16_arrange::SPAN / 16;
 
-/// Floats from one row of the output to the next where warpgroups stage their sums: four more than
-/// there are, so that the lanes of a warp write to different banks.
-const STAGING_ROW: usize = W4A16_STRIP + 4;
 impl W4a16Tile {
     /// Vectors of 16 bytes of `a` in half a stage.
     const fn a_half(self) -> usize {
         self.rows_a * 8
     }
 
-    /// Rows of the output that are staged at a time.
-    const fn chunk(self) -> usize {
-        32
-    }
-
-    /// Floats that one warpgroup stages.
-    const fn staging(self) -> usize {
-        self.chunk() * STAGING_ROW
+    /// Vectors of 16 bytes of codes in a stage.
+    const fn codes_stage(self) -> usize {
+        self.rows_b() * ROW_WORDS / 4
     }
 }
 
@@ -114,77 +108,72 @@ fn load_scales(pairs: &[u16], row: u32, step: u32, k: u32) -> Vector<u32, Const<
     words
 }
 
+/// The comptime choices of [`sm90_w4a16_kernel`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct W4a16Plan {
+    /// What is in groups: nothing, or M.
+    pub grouped: GroupedDim,
+    /// The tile.
+    pub tile: W4a16Tile,
+}
+
+/// A GEMM whose rows of tiles, where they are in groups, are those of a schedule.
+#[derive(CubeType, CubeLaunch)]
+pub struct ScheduledProblem {
+    /// Its size.
+    pub shape: ProblemShape,
+    /// What [`schedule_groups`](crate::gemm::scheduler::schedule_groups) writes.
+    pub schedule: Box<[Vector<u32, Const<4>>]>,
+    /// Tiles along `m` that run side by side.
+    pub band: u32,
+}
+
 /// `out[m, n] = α_a · α_b · Σ a[m, k] · b[n, k] (+ bias[n]) (+ out[m, n])`, for each group of rows.
 ///
-/// Arguments are those of `sm90_kernel`, but for an `a` in the order of `w4a16_arrange::arrange`, the codes of `b`
-/// (a map of words, eight codes each), and its scales in twos. Rows of tiles in groups are those of `schedule`
-/// (`schedule_groups` writes it); a cube takes every `CUBE_COUNT`th tile.
-/// `unit_of_sums` is what sums have to be multiplied by: decoded elements are 2^-8 times what they stand
-/// for, those of `b` alone or of both operands. `amax` is raised to the largest magnitude of the output where the
-/// epilogue says so.
+/// `a` is in the order of `w4a16_arrange::arrange`, `b` a map of words of eight codes, and `b_scales`
+/// are its scales in twos. A cube takes every `CUBE_COUNT`th tile. Dequantized elements are 2^-8
+/// times what they stand for, those of `b` alone or of both operands: the epilogue's `sum_scale`.
+/// `out` is in units of 16 bytes.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
-pub fn fused_kernel(
+pub fn sm90_w4a16_kernel(
     a: &TensorMap<bf16, Tiled>,
     b: &TensorMap<u32, Tiled>,
     b_scales: &[u16],
-    a_amax: &[f32],
-    b_amax: &[f32],
-    bias: &[f32],
-    schedule: &[Vector<u32, Const<4>>],
-    before: &[u32],
+    problem: ScheduledProblem,
+    epilogue: Epilogue,
     out: &mut [Vector<u32, Const<4>>],
-    amax: &mut [Atomic<u32>],
-    m: u32,
-    n: u32,
-    k: u32,
-    groups: u32,
-    a_range: f32,
-    b_range: f32,
-    unit_of_sums: f32,
-    band: u32,
-    #[comptime] grouping: GroupedDim,
-    #[comptime] tile_shape: W4a16Tile,
-    #[comptime] kind: EpilogueKind,
+    #[comptime] plan: W4a16Plan,
 ) {
-    let stages = comptime!(tile_shape.stages());
-    let rows_a = comptime!(tile_shape.rows_a as u32);
-    let rows_b = comptime!(tile_shape.rows_b() as u32);
-    // In vectors of 16 bytes.
-    let a_half = comptime!(tile_shape.a_half());
-    let codes_stage = comptime!(tile_shape.rows_b() * ROW_WORDS / 4);
-    let mut a_tiles: Shared<[Vector<bf16, Const<8>>]> = Shared::new_aligned_slice(
-        comptime!(2 * tile_shape.stages() * tile_shape.a_half()),
-        1024usize,
-    );
-    let mut code_tiles: Shared<[Vector<u32, Const<4>>]> = Shared::new_aligned_slice(
-        comptime!(tile_shape.stages() * tile_shape.rows_b() * ROW_WORDS / 4),
-        128usize,
-    );
+    let tile = comptime!(plan.tile);
+    let stages = comptime!(plan.tile.stages());
+    let mut a_tiles: Shared<[Vector<bf16, Const<8>>]> =
+        Shared::new_aligned_slice(comptime!(2 * tile.stages() * tile.a_half()), 1024usize);
+    let mut code_tiles: Shared<[Vector<u32, Const<4>>]> =
+        Shared::new_aligned_slice(comptime!(tile.stages() * tile.codes_stage()), 128usize);
     let scale_tiles: Shared<[Vector<u32, Const<4>>]> = Shared::new_aligned_slice(
-        comptime!(tile_shape.stages() * tile_shape.rows_b() * ROW_SCALES / 16),
+        comptime!(tile.stages() * tile.rows_b() * ROW_SCALES / 16),
         128usize,
     );
-    let staging: Shared<[Vector<u32, Const<4>>]> = Shared::new_aligned_slice(
-        comptime!(tile_shape.consumers() * tile_shape.staging() / 4),
-        128usize,
-    );
+    let staging: Shared<[Vector<u32, Const<4>>]> =
+        Shared::new_aligned_slice(comptime!(tile.consumers() * tile.staging() / 4), 128usize);
     let barriers: Shared<[Barrier]> =
-        Shared::new_aligned_slice(comptime!(4 * tile_shape.stages()), 8usize);
+        Shared::new_aligned_slice(comptime!(4 * tile.stages()), 8usize);
     // Two to a stage, for the halves of `a`; codes and scales come with the first.
     let full = cvta_to_shared::<Barrier>(barriers.as_slice().as_ptr());
-    let empty = full + comptime!(16 * tile_shape.stages() as u32);
-    let a_at = cvta_to_shared::<Vector<bf16, Const<8>>>(a_tiles.as_slice().as_ptr());
-    let codes_at = cvta_to_shared::<Vector<u32, Const<4>>>(code_tiles.as_slice().as_ptr());
-    let scales_at = cvta_to_shared::<Vector<u32, Const<4>>>(scale_tiles.as_slice().as_ptr());
-    let staging_at = cvta_to_shared::<Vector<u32, Const<4>>>(staging.as_slice().as_ptr());
-    let unit = UNIT_POS;
-    let lane = unit % 32u32;
-    if unit == 0 {
+    let shared = SharedAddresses {
+        full,
+        empty: full + comptime!(16 * tile.stages() as u32),
+        a: cvta_to_shared::<Vector<bf16, Const<8>>>(a_tiles.as_slice().as_ptr()),
+        codes: cvta_to_shared::<Vector<u32, Const<4>>>(code_tiles.as_slice().as_ptr()),
+        scales: cvta_to_shared::<Vector<u32, Const<4>>>(scale_tiles.as_slice().as_ptr()),
+        staging: cvta_to_shared::<Vector<u32, Const<4>>>(staging.as_slice().as_ptr()),
+    };
+    if UNIT_POS == 0 {
         #[unroll]
         for s in 0..comptime!(2 * stages) {
-            // The copy engine, and each unit that copies scales; the units that consume a stage.
+            // TMA, and each unit that copies scales; the units that consume a stage.
             barriers[s].init_manual(comptime!(if s % 2 == 0 { 1 + CARRIERS as u32 } else { 1 }));
-            barriers[s + comptime!(2 * stages)].init_manual(comptime!(if tile_shape.ways == 1 {
+            barriers[s + comptime!(2 * stages)].init_manual(comptime!(if tile.ways == 1 {
                 256
             } else {
                 128
@@ -193,258 +182,312 @@ pub fn fused_kernel(
     }
     sync_async_proxy_shared();
     sync_cube();
-
-    let tiles_n = n.div_ceil(rows_b);
-    let tiles_m = if comptime!(grouping == GroupedDim::M) {
-        schedule[0].extract(0usize)
-    } else {
-        m.div_ceil(rows_a)
-    };
-    let tiles = tiles_m * tiles_n;
-    let steps = k.div_ceil(comptime!(w4a16_arrange::SPAN as u32));
-    let mut tile = CUBE_POS as u32;
-    // Stages used so far: all units count alike, so the ring needs no other state.
-    let mut used = 0u32;
-    if unit < 32u32 {
+    if UNIT_POS < 32u32 {
         // Sums and fragments take more registers than an equal share.
-        if comptime!(tile_shape.consumers() == 2) {
+        if comptime!(tile.consumers() == 2) {
             setmaxnreg_dec(56u32);
         }
-        if lane == 0u32 {
-            while tile < tiles {
-                let at = place_of(
-                    schedule, tile, tiles_m, tiles_n, band, m, grouping, tile_shape,
-                );
-                let column = at.group * n + at.column;
-                let width = width_of(at.end - at.row, tile_shape);
-                for step in 0..steps {
-                    let stage = used % comptime!(stages as u32);
-                    let parity = ((used / comptime!(stages as u32)) & 1u32) ^ 1u32;
-                    #[unroll]
-                    for half in 0..2usize {
-                        let number = stage * 2u32 + comptime!(half as u32);
-                        mbarrier_wait_parity(empty + number * 8u32, parity);
-                        let codes = comptime!(if half == 0 {
-                            tile_shape.rows_b() as u32 * ROW_WORDS as u32 * 4
-                        } else {
-                            0
-                        });
-                        mbarrier_arrive_expect_tx(full + number * 8u32, width * 128u32 + codes);
-                        let s = stage as usize;
-                        let ready = &barriers[number as usize];
-                        if comptime!(half == 0) {
-                            ready.tma_load_2d(
-                                b,
-                                &mut code_tiles[s * codes_stage..(s + 1) * codes_stage],
-                                column as i32,
-                                (step * comptime!(ROW_WORDS as u32)) as i32,
-                            );
-                        }
-                        #[unroll]
-                        for copy in 0..comptime!(tile_shape.rows_a / tile_shape.rows_of_copy()) {
-                            let rows = comptime!(tile_shape.rows_of_copy());
-                            let ahead = comptime!((copy * rows) as u32);
-                            if ahead < width {
-                                let first = number as usize * a_half + comptime!(copy * rows * 8);
-                                ready.tma_load_2d(
-                                    a,
-                                    &mut a_tiles[first..first + comptime!(rows * 8)],
-                                    (at.row + ahead) as i32,
-                                    (step * comptime!(w4a16_arrange::SPAN as u32)
-                                        + comptime!((half * HALF) as u32))
-                                        as i32,
-                                );
-                            }
-                        }
-                    }
-                    used += 1u32;
-                }
-                tile += CUBE_COUNT as u32;
-            }
-        }
-    } else if unit < 128u32 {
-        if comptime!(tile_shape.consumers() == 2) {
-            setmaxnreg_dec(56u32);
-        }
-        let rows_of_unit = comptime!(tile_shape.rows_b().div_ceil(CARRIERS));
-        let carrier = unit - 32u32;
-        // Then the scales of a row in a stage are aligned.
-        let is_whole = k & comptime!(w4a16_arrange::SPAN as u32 - 1) == 0u32;
-        let scales_from = cvta_to_global::<u16>(b_scales.as_ptr());
-        while tile < tiles {
-            let at = place_of(
-                schedule, tile, tiles_m, tiles_n, band, m, grouping, tile_shape,
+        if UNIT_POS == 0u32 {
+            produce(
+                a,
+                b,
+                &problem,
+                &mut a_tiles,
+                &mut code_tiles,
+                &barriers,
+                shared,
+                plan,
             );
-            let column = at.group * n + at.column;
-            // Rows outside read the last one; what comes of them is not written.
-            let last_row = groups * n - 1u32;
-            for step in 0..steps {
-                let stage = used % comptime!(stages as u32);
-                let parity = ((used / comptime!(stages as u32)) & 1u32) ^ 1u32;
-                let barrier = full + stage * 16u32;
-                mbarrier_wait_parity(empty + stage * 16u32, parity);
-                #[unroll]
-                for r in 0..rows_of_unit {
-                    let line = carrier + comptime!((r * CARRIERS) as u32);
-                    if line < rows_b {
-                        let row = min(column + line, last_row);
-                        let to = scales_at + (stage * rows_b + line) * 8u32;
-                        if is_whole {
-                            let at = u64::cast_from(row) * u64::cast_from(k / 16u32)
-                                + u64::cast_from(step * 8u32);
-                            cp_async(to, scales_from + at, 8u32);
-                        } else {
-                            let words = load_scales(b_scales, row, step, k);
-                            st_shared_v2(to, words.extract(0usize), words.extract(1usize));
-                        }
-                    }
-                }
-                if is_whole {
-                    cp_async_mbarrier_arrive_noinc(barrier);
-                } else {
-                    mbarrier_arrive(barrier);
-                }
-                used += 1u32;
-            }
-            tile += CUBE_COUNT as u32;
         }
+    } else if UNIT_POS < 128u32 {
+        if comptime!(tile.consumers() == 2) {
+            setmaxnreg_dec(56u32);
+        }
+        copy_scales(b_scales, &problem, shared, plan);
     } else {
-        if comptime!(tile_shape.consumers() == 2) {
+        if comptime!(tile.consumers() == 2) {
             setmaxnreg_inc(224u32);
         }
-        let consumer = unit / 128u32 - 1u32;
-        let warp = (unit % 128u32) / 32u32;
-        let mut strip = consumer;
-        if comptime!(tile_shape.ways > 1) {
-            strip = 0u32;
-        }
-        // This lane's upper row of the strips of `b`, and the place of its codes and scales.
-        let local = strip * comptime!(W4A16_STRIP as u32) + warp * 16u32 + lane / 4u32;
-        let codes = codes_at + local * 64u32 + (lane % 4u32) * 16u32;
-        let scales = scales_at + local * 8u32 + (lane % 4u32) * 2u32;
-        let a_tile = wgmma_descriptor(a_at, Major::K);
-        let packed = PackedStage {
-            codes,
-            scales,
-            rows: rows_b.runtime(),
-        };
-        let ring = Ring {
-            stages: comptime!(stages as u32).runtime(),
-            advance: comptime!(tile_shape.ways as u32).runtime(),
-            a_half: comptime!(tile_shape.a_half() as u64).runtime(),
-        };
-        while tile < tiles {
-            let at = place_of(
-                schedule, tile, tiles_m, tiles_n, band, m, grouping, tile_shape,
-            );
-            let width = width_of(at.end - at.row, tile_shape);
-            let mut begin = used;
-            let mut own_steps = steps;
-            if comptime!(tile_shape.ways > 1) {
-                begin += consumer;
-                own_steps = (steps + comptime!(tile_shape.ways as u32 - 1) - consumer)
-                    / comptime!(tile_shape.ways as u32);
-            }
-            // Values: the main loops would take variables for pointers.
-            let stage = u32::reinterpret(begin % comptime!(stages as u32));
-            let parity = u32::reinterpret((begin / comptime!(stages as u32)) & 1u32);
-            let own_steps = u32::reinterpret(own_steps);
-            let pipeline = PipelineState {
-                full,
-                empty,
-                stage,
-                parity,
-            };
-            #[unroll]
-            for i in 0..comptime!(tile_shape.widths().len()) {
-                let here = comptime!(tile_shape.widths()[i]);
-                if width == comptime!(here as u32) {
-                    // There is no vector of 48 values.
-                    let size!(S) = comptime!(if here == 96 { 64 } else { here / 2 });
-                    let mut sums = Vector::<f32, S>::new(0.0f32);
-                    if own_steps > 0u32 {
-                        if comptime!(here == 256) {
-                            sums = Vector::<f32, S>::reinterpret(w4a16_mainloop_n256(
-                                pipeline, ring, a_tile, packed, own_steps,
-                            ));
-                        } else if comptime!(here == 128) {
-                            sums = Vector::<f32, S>::reinterpret(w4a16_mainloop_n128(
-                                pipeline, ring, a_tile, packed, own_steps,
-                            ));
-                        } else if comptime!(here == 96) {
-                            sums = Vector::<f32, S>::reinterpret(w4a16_mainloop_n96(
-                                pipeline, ring, a_tile, packed, own_steps,
-                            ));
-                        } else if comptime!(here == 64) {
-                            sums = Vector::<f32, S>::reinterpret(w4a16_mainloop_n64(
-                                pipeline, ring, a_tile, packed, own_steps,
-                            ));
-                        } else {
-                            sums = Vector::<f32, S>::reinterpret(w4a16_mainloop_n32(
-                                pipeline, ring, a_tile, packed, own_steps,
-                            ));
-                        }
-                    }
-                    write_tile::<S>(
-                        sums,
-                        at.row,
-                        at.end,
-                        at.column,
-                        at.group,
-                        a_amax,
-                        b_amax,
-                        bias,
-                        before,
-                        out,
-                        amax,
-                        n,
-                        a_range,
-                        b_range,
-                        unit_of_sums,
-                        staging_at,
-                        strip,
-                        consumer,
-                        here,
-                        tile_shape,
-                        kind,
-                    );
-                }
-            }
-            used += steps;
-            tile += CUBE_COUNT as u32;
-        }
+        consume(&problem, &epilogue, out, shared, plan);
     }
 }
 
-/// Where a tile lies.
+/// Where the parts of shared memory begin.
 #[derive(CubeType, Clone, Copy)]
-struct TilePlace {
-    /// The group of its rows of `a`.
-    group: u32,
-    /// The first of them.
-    row: u32,
-    /// The row behind the last of the group.
-    end: u32,
-    /// Its first row of `b`, of those of the group.
-    column: u32,
+#[expand(derive(Clone, Copy))]
+struct SharedAddresses {
+    full: u32,
+    empty: u32,
+    a: u32,
+    codes: u32,
+    scales: u32,
+    staging: u32,
 }
 
-/// Sm90Tile number `number` of `tiles_m` x `tiles_n`.
+/// The producer, one unit: lets TMA fill the stages of all tiles of this cube, one after another.
+#[cube]
+fn produce(
+    a: &TensorMap<bf16, Tiled>,
+    b: &TensorMap<u32, Tiled>,
+    problem: &ScheduledProblem,
+    a_tiles: &mut [Vector<bf16, Const<8>>],
+    code_tiles: &mut [Vector<u32, Const<4>>],
+    barriers: &[Barrier],
+    shared: SharedAddresses,
+    #[comptime] plan: W4a16Plan,
+) {
+    let shape = comptime!(plan.tile);
+    let stages = comptime!(plan.tile.stages());
+    let a_half = comptime!(plan.tile.a_half());
+    let codes_stage = comptime!(plan.tile.codes_stage());
+    let tiles = tiles_of(problem, plan);
+    let steps = problem
+        .shape
+        .k
+        .div_ceil(comptime!(w4a16_arrange::SPAN as u32));
+    let mut tile = CUBE_POS as u32;
+    // Stages used so far: all units count alike, so the ring needs no other state.
+    let mut used = 0u32;
+    while tile < tiles.m * tiles.n {
+        let at = place_of(problem, tiles, tile, plan);
+        let column = at.group * problem.shape.n + at.column;
+        let width = width_of(at.end - at.row, shape);
+        for step in 0..steps {
+            let stage = used % comptime!(stages as u32);
+            let parity = ((used / comptime!(stages as u32)) & 1u32) ^ 1u32;
+            #[unroll]
+            for half in 0..2usize {
+                let number = stage * 2u32 + comptime!(half as u32);
+                mbarrier_wait_parity(shared.empty + number * 8u32, parity);
+                let codes = comptime!(if half == 0 {
+                    shape.rows_b() as u32 * ROW_WORDS as u32 * 4
+                } else {
+                    0
+                });
+                mbarrier_arrive_expect_tx(shared.full + number * 8u32, width * 128u32 + codes);
+                let s = stage as usize;
+                let ready = &barriers[number as usize];
+                if comptime!(half == 0) {
+                    ready.tma_load_2d(
+                        b,
+                        &mut code_tiles[s * codes_stage..(s + 1) * codes_stage],
+                        column as i32,
+                        (step * comptime!(ROW_WORDS as u32)) as i32,
+                    );
+                }
+                #[unroll]
+                for copy in 0..comptime!(shape.rows_a / shape.rows_of_copy()) {
+                    let rows = comptime!(shape.rows_of_copy());
+                    let ahead = comptime!((copy * rows) as u32);
+                    if ahead < width {
+                        let first = number as usize * a_half + comptime!(copy * rows * 8);
+                        ready.tma_load_2d(
+                            a,
+                            &mut a_tiles[first..first + comptime!(rows * 8)],
+                            (at.row + ahead) as i32,
+                            (step * comptime!(w4a16_arrange::SPAN as u32)
+                                + comptime!((half * HALF) as u32))
+                                as i32,
+                        );
+                    }
+                }
+            }
+            used += 1u32;
+        }
+        tile += CUBE_COUNT as u32;
+    }
+}
+
+/// The other warps of the first warpgroup: copy the scales of all tiles of this cube.
+#[cube]
+fn copy_scales(
+    b_scales: &[u16],
+    problem: &ScheduledProblem,
+    shared: SharedAddresses,
+    #[comptime] plan: W4a16Plan,
+) {
+    let stages = comptime!(plan.tile.stages());
+    let rows_b = comptime!(plan.tile.rows_b() as u32);
+    let k = problem.shape.k;
+    let tiles = tiles_of(problem, plan);
+    let steps = k.div_ceil(comptime!(w4a16_arrange::SPAN as u32));
+    let carrier = thread_in_cta() - 32u32;
+    // Then the scales of a row in a stage are aligned.
+    let is_whole = k & comptime!(w4a16_arrange::SPAN as u32 - 1) == 0u32;
+    let scales_from = cvta_to_global::<u16>(b_scales.as_ptr());
+    let mut tile = CUBE_POS as u32;
+    let mut used = 0u32;
+    while tile < tiles.m * tiles.n {
+        let at = place_of(problem, tiles, tile, plan);
+        let column = at.group * problem.shape.n + at.column;
+        // Rows outside read the last one; what comes of them is not written.
+        let last_row = problem.shape.groups * problem.shape.n - 1u32;
+        for step in 0..steps {
+            let stage = used % comptime!(stages as u32);
+            let parity = ((used / comptime!(stages as u32)) & 1u32) ^ 1u32;
+            let barrier = shared.full + stage * 16u32;
+            mbarrier_wait_parity(shared.empty + stage * 16u32, parity);
+            #[unroll]
+            for r in 0..comptime!(plan.tile.rows_b().div_ceil(CARRIERS)) {
+                let line = carrier + comptime!((r * CARRIERS) as u32);
+                if line < rows_b {
+                    let row = min(column + line, last_row);
+                    let to = shared.scales + (stage * rows_b + line) * 8u32;
+                    if is_whole {
+                        let at = u64::cast_from(row) * u64::cast_from(k / 16u32)
+                            + u64::cast_from(step * 8u32);
+                        cp_async(to, scales_from + at, 8u32);
+                    } else {
+                        let words = load_scales(b_scales, row, step, k);
+                        st_shared_v2(to, words.extract(0usize), words.extract(1usize));
+                    }
+                }
+            }
+            if is_whole {
+                cp_async_mbarrier_arrive_noinc(barrier);
+            } else {
+                mbarrier_arrive(barrier);
+            }
+            used += 1u32;
+        }
+        tile += CUBE_COUNT as u32;
+    }
+}
+
+/// A consumer warpgroup: multiplies its part of every tile of this cube and writes it.
+#[cube]
+fn consume(
+    problem: &ScheduledProblem,
+    epilogue: &Epilogue,
+    out: &mut [Vector<u32, Const<4>>],
+    shared: SharedAddresses,
+    #[comptime] plan: W4a16Plan,
+) {
+    let shape = comptime!(plan.tile);
+    let stages = comptime!(plan.tile.stages());
+    let tiles = tiles_of(problem, plan);
+    let steps = problem
+        .shape
+        .k
+        .div_ceil(comptime!(w4a16_arrange::SPAN as u32));
+    let consumer = thread_in_cta() / 128u32 - 1u32;
+    let lane = UNIT_POS % 32u32;
+    let warp = (UNIT_POS % 128u32) / 32u32;
+    let mut strip = consumer;
+    if comptime!(shape.ways > 1) {
+        strip = 0u32;
+    }
+    // This lane's upper row of the strips of `b`, and the place of its codes and scales.
+    let local = strip * comptime!(W4A16_STRIP as u32) + warp * 16u32 + lane / 4u32;
+    let packed = PackedStage {
+        codes: shared.codes + local * 64u32 + (lane % 4u32) * 16u32,
+        scales: shared.scales + local * 8u32 + (lane % 4u32) * 2u32,
+        rows: comptime!(plan.tile.rows_b() as u32).runtime(),
+    };
+    let a_tile = wgmma_descriptor(shared.a, Major::K);
+    let ring = Ring {
+        stages: comptime!(stages as u32).runtime(),
+        advance: comptime!(plan.tile.ways as u32).runtime(),
+        a_half: comptime!(plan.tile.a_half() as u64).runtime(),
+    };
+    let part = Part {
+        consumer,
+        strip,
+        staging: shared.staging,
+    };
+    let mut tile = CUBE_POS as u32;
+    let mut used = 0u32;
+    while tile < tiles.m * tiles.n {
+        let at = place_of(problem, tiles, tile, plan);
+        let width = width_of(at.end - at.row, shape);
+        let mut begin = used;
+        let mut own_steps = steps;
+        if comptime!(shape.ways > 1) {
+            begin += consumer;
+            own_steps = (steps + comptime!(plan.tile.ways as u32 - 1) - consumer)
+                / comptime!(plan.tile.ways as u32);
+        }
+        let pipeline = PipelineState {
+            full: shared.full,
+            empty: shared.empty,
+            stage: begin % comptime!(stages as u32),
+            parity: (begin / comptime!(stages as u32)) & 1u32,
+        };
+        // A value: the mainloop would take a variable for a pointer.
+        let own_steps = u32::reinterpret(own_steps);
+        #[unroll]
+        for i in 0..comptime!(shape.widths().len()) {
+            let here = comptime!(shape.widths()[i]);
+            if width == comptime!(here as u32) {
+                // There is no vector of 48 values.
+                let size!(S) = comptime!(if here == 96 { 64 } else { here / 2 });
+                let mut sums = Vector::<f32, S>::new(0.0f32);
+                if own_steps > 0u32 {
+                    if comptime!(here == 256) {
+                        sums = Vector::<f32, S>::reinterpret(w4a16_mainloop_n256(
+                            pipeline, ring, a_tile, packed, own_steps,
+                        ));
+                    } else if comptime!(here == 128) {
+                        sums = Vector::<f32, S>::reinterpret(w4a16_mainloop_n128(
+                            pipeline, ring, a_tile, packed, own_steps,
+                        ));
+                    } else if comptime!(here == 96) {
+                        sums = Vector::<f32, S>::reinterpret(w4a16_mainloop_n96(
+                            pipeline, ring, a_tile, packed, own_steps,
+                        ));
+                    } else if comptime!(here == 64) {
+                        sums = Vector::<f32, S>::reinterpret(w4a16_mainloop_n64(
+                            pipeline, ring, a_tile, packed, own_steps,
+                        ));
+                    } else {
+                        sums = Vector::<f32, S>::reinterpret(w4a16_mainloop_n32(
+                            pipeline, ring, a_tile, packed, own_steps,
+                        ));
+                    }
+                }
+                write_tile::<S>(sums, at, part, problem.shape.n, epilogue, out, here, shape);
+            }
+        }
+        used += steps;
+        tile += CUBE_COUNT as u32;
+    }
+}
+
+/// Tiles along either dimension.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+struct TileCounts {
+    m: u32,
+    n: u32,
+}
+
+#[cube]
+fn tiles_of(problem: &ScheduledProblem, #[comptime] plan: W4a16Plan) -> TileCounts {
+    let mut m = problem.shape.m.div_ceil(comptime!(plan.tile.rows_a as u32));
+    if comptime!(plan.grouped == GroupedDim::M) {
+        m = problem.schedule[0].extract(0usize);
+    }
+    TileCounts {
+        m,
+        n: problem
+            .shape
+            .n
+            .div_ceil(comptime!(plan.tile.rows_b() as u32)),
+    }
+}
+
+/// Where tile number `number` lies.
 #[cube]
 fn place_of(
-    schedule: &[Vector<u32, Const<4>>],
+    problem: &ScheduledProblem,
+    tiles: TileCounts,
     number: u32,
-    tiles_m: u32,
-    tiles_n: u32,
-    band: u32,
-    m: u32,
-    #[comptime] grouping: GroupedDim,
-    #[comptime] tile: W4a16Tile,
+    #[comptime] plan: W4a16Plan,
 ) -> TilePlace {
-    let rows_b = comptime!(tile.rows_b() as u32);
-    let at = place(number, tiles_m, tiles_n, band, 1u32, rows_b);
-    if comptime!(grouping == GroupedDim::M) {
-        let entry = schedule[at.row as usize + 1usize];
+    let rows_b = comptime!(plan.tile.rows_b() as u32);
+    let at = place(number, tiles.m, tiles.n, problem.band, 1u32, rows_b);
+    if comptime!(plan.grouped == GroupedDim::M) {
+        let entry = problem.schedule[at.row as usize + 1usize];
         TilePlace {
             group: entry.extract(0usize),
             row: entry.extract(1usize),
@@ -454,202 +497,11 @@ fn place_of(
     } else {
         TilePlace {
             group: 0u32,
-            row: at.row * comptime!(tile.rows_a as u32),
-            end: m,
+            row: at.row * comptime!(plan.tile.rows_a as u32),
+            end: problem.shape.m,
             column: at.column,
         }
     }
-}
-
-/// Finishes the sums of a tile and writes them. A lane has rows `lane / 4` and 8 below of the 16 rows
-/// of `b` of its warp, for two neighbouring rows of `a` in each eight; through shared memory they
-/// become rows of the output, 16 bytes to a unit.
-#[cube]
-fn write_tile<N: Size>(
-    sums: Vector<f32, N>,
-    row0: u32,
-    end: u32,
-    column0: u32,
-    group: u32,
-    a_amax: &[f32],
-    b_amax: &[f32],
-    bias: &[f32],
-    before: &[u32],
-    out: &mut [Vector<u32, Const<4>>],
-    amax: &mut [Atomic<u32>],
-    n: u32,
-    a_range: f32,
-    b_range: f32,
-    unit_of_sums: f32,
-    staging_at: u32,
-    strip: u32,
-    consumer: u32,
-    #[comptime] width: usize,
-    #[comptime] tile_shape: W4a16Tile,
-    #[comptime] kind: EpilogueKind,
-) {
-    let lane = UNIT_POS % 32u32;
-    let warp = (UNIT_POS % 128u32) / 32u32;
-    // With shared strips all consumers write the tile together, else each its own columns.
-    let units = comptime!(128 * tile_shape.ways as u32);
-    let mut number = 1u32 + consumer;
-    let mut unit = UNIT_POS % 128u32;
-    if comptime!(tile_shape.ways > 1) {
-        number = 1u32;
-        unit += consumer * 128u32;
-    }
-    let number = u32::reinterpret(number);
-    let stage_bytes = comptime!(tile_shape.staging() as u32 * 4);
-    let own = staging_at + consumer * stage_bytes;
-    let read = staging_at + strip * stage_bytes;
-    let column0 = column0 + strip * comptime!(W4A16_STRIP as u32);
-    // Columns of 16 bytes, and how many of them a row has.
-    let vector = comptime!(16 / kind.out.size() as u32);
-    let per_row = comptime!(W4A16_STRIP as u32 / (16 / kind.out.size() as u32));
-    let items =
-        comptime!(tile_shape.chunk() as u32 * (W4A16_STRIP as u32 / (16 / kind.out.size() as u32)));
-    let b_factor = factor(b_amax, 0u32, group, b_range, comptime!(kind.b.of_tile()));
-    let mut largest = 0u32;
-    #[unroll]
-    for chunk in 0..comptime!(width / tile_shape.chunk()) {
-        let chunk_row = row0 + comptime!((chunk * tile_shape.chunk()) as u32);
-        if chunk_row < end {
-            // The chunk before has been read.
-            named_barrier_sync(number, units.runtime());
-            #[unroll]
-            for j in 0..comptime!(tile_shape.chunk() / 8) {
-                let first = comptime!((chunk * tile_shape.chunk() / 8 + j) * 4);
-                let at = own
-                    + ((lane % 4u32) * 2u32 + comptime!(j as u32 * 8))
-                        * comptime!(STAGING_ROW as u32 * 4)
-                    + (warp * 16u32 + lane / 4u32) * 4u32;
-                let below = at + comptime!(STAGING_ROW as u32 * 4);
-                st_shared(at, u32::reinterpret(sums.extract(first)));
-                st_shared(below, u32::reinterpret(sums.extract(comptime!(first + 1))));
-                st_shared(
-                    at + 32u32,
-                    u32::reinterpret(sums.extract(comptime!(first + 2))),
-                );
-                st_shared(
-                    below + 32u32,
-                    u32::reinterpret(sums.extract(comptime!(first + 3))),
-                );
-            }
-            named_barrier_sync(number, units.runtime());
-            #[unroll]
-            for round in 0..comptime!(items.div_ceil(units)) {
-                let item = unit + comptime!(round * units);
-                let line = item / per_row;
-                let within = (item % per_row) * vector;
-                let row = chunk_row + line;
-                let column = column0 + within;
-                if item < items && row < end && column < n {
-                    let line_factor = factor(a_amax, row, group, a_range, kind.a);
-                    let from = read + line * comptime!(STAGING_ROW as u32 * 4) + within * 4u32;
-                    let mut words = Vector::<u32, Const<4>>::new(0u32);
-                    #[unroll]
-                    for four in 0..comptime!(vector as usize / 4) {
-                        let mut values = load_sums(from + comptime!(four as u32 * 16));
-                        #[unroll]
-                        for way in 1..comptime!(tile_shape.ways) {
-                            values += load_sums(
-                                from + comptime!(way as u32) * stage_bytes
-                                    + comptime!(four as u32 * 16),
-                            );
-                        }
-                        #[unroll]
-                        for pair in 0..2usize {
-                            let here = column + comptime!((four * 4 + pair * 2) as u32);
-                            let own = group * n + here;
-                            let index = row as usize * n as usize + here as usize;
-                            let even = element(
-                                values.extract(comptime!(2 * pair)),
-                                own,
-                                group,
-                                line_factor,
-                                b_factor,
-                                b_amax,
-                                b_range,
-                                bias,
-                                held(before, index, 0u32, kind),
-                                unit_of_sums,
-                                kind,
-                            );
-                            let odd = element(
-                                values.extract(comptime!(2 * pair + 1)),
-                                own + 1u32,
-                                group,
-                                line_factor,
-                                b_factor,
-                                b_amax,
-                                b_range,
-                                bias,
-                                held(before, index, 1u32, kind),
-                                unit_of_sums,
-                                kind,
-                            );
-                            if comptime!(kind.out == FloatKind::F32) {
-                                words.insert(comptime!(2 * pair), u32::reinterpret(even));
-                                words.insert(comptime!(2 * pair + 1), u32::reinterpret(odd));
-                            } else {
-                                words.insert(
-                                    comptime!(2 * four + pair),
-                                    pack_pair(even, odd, comptime!(kind.out)),
-                                );
-                            }
-                            if comptime!(kind.amax.is_some()) {
-                                largest =
-                                    max(largest, rounded_magnitude(even, odd, comptime!(kind.out)));
-                            }
-                        }
-                    }
-                    out[(row as usize * n as usize + column as usize)
-                        / comptime!(16 / kind.out.size())] = words;
-                }
-            }
-        }
-    }
-    if comptime!(kind.amax.is_some()) {
-        raise(amax, group, largest, kind);
-    }
-}
-
-/// Four staged sums.
-#[cube]
-fn load_sums(address: u32) -> Vector<f32, Const<4>> {
-    Vector::<f32, Const<4>>::reinterpret(ld_shared_v4(address))
-}
-
-/// One output element from its sum.
-#[cube]
-fn element(
-    sum: f32,
-    own: u32,
-    group: u32,
-    line_factor: f32,
-    b_factor: f32,
-    b_amax: &[f32],
-    b_range: f32,
-    bias: &[f32],
-    before: f32,
-    unit_of_sums: f32,
-    #[comptime] kind: EpilogueKind,
-) -> f32 {
-    let mut column_factor = b_factor;
-    if comptime!(kind.b == Factor::PerRow) {
-        column_factor = factor(b_amax, own, group, b_range, kind.b);
-    }
-    let mut addend = 0.0f32;
-    if comptime!(kind.bias) {
-        addend = bias[own as usize];
-    }
-    finish(
-        sum * unit_of_sums,
-        line_factor * column_factor,
-        addend,
-        before,
-        kind,
-    )
 }
 
 /// The GEMM of sm_90 with a packed weight that is dequantized in registers.
@@ -728,7 +580,7 @@ fn queue(launch: &Launch, tile: W4a16Tile, band: usize) {
     let entries = if schedule.is_some() { rows + 1 } else { 1 };
     let (arranged, schedule) = w4a16_arrange::arrange(client, a, k, groups, entries, schedule);
     let out = &output.matrix().handle;
-    let unit_of_sums = if a.is_packed() { 65536.0 } else { 256.0 };
+    let sum_scale = if a.is_packed() { 65536.0 } else { 256.0 };
     let width = k.next_multiple_of(w4a16_arrange::SPAN);
     // SAFETY: the memory was allocated for `m` x `width` elements.
     let a_tensor =
@@ -761,7 +613,7 @@ fn queue(launch: &Launch, tile: W4a16Tile, band: usize) {
     let bytes = m * n * epilogue.kind.out.size();
     // SAFETY: the kernel masks what it writes by rows and columns, and clamps what it reads.
     unsafe {
-        fused_kernel::launch_unchecked(
+        sm90_w4a16_kernel::launch_unchecked(
             client,
             CubeCount::Static(cubes as u32, 1, 1),
             CubeDim::new_1d(tile.units()),
@@ -769,24 +621,17 @@ fn queue(launch: &Launch, tile: W4a16Tile, band: usize) {
             a_map,
             b_map,
             memory(&b.scales, b.rows * k / 32),
-            memory(&epilogue.a_amax, m),
-            memory(&epilogue.b_amax, b.rows),
-            memory(&epilogue.bias, b.rows),
-            memory(&schedule, entries),
-            memory(out, bytes / 4),
+            ScheduledProblemLaunch::new(
+                ProblemShapeLaunch::of((m, n, k), groups.groups),
+                memory(&schedule, entries),
+                band as u32,
+            ),
+            epilogue.launch([m, b.rows], groups.groups, (out, bytes / 4), sum_scale),
             memory(out, bytes / 16),
-            memory(&epilogue.amax, epilogue.amax_len(groups.groups)),
-            m as u32,
-            n as u32,
-            k as u32,
-            groups.groups as u32,
-            epilogue.ranges[0],
-            epilogue.ranges[1],
-            unit_of_sums,
-            band as u32,
-            groups.grouping,
-            tile,
-            epilogue.kind,
+            W4a16Plan {
+                grouped: groups.grouping,
+                tile,
+            },
         );
     }
 }

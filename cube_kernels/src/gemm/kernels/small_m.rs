@@ -16,12 +16,16 @@ use crate::{
     cube::{
         codec::{decode_e2m1x8_pairs, decode_e4m3x2, decode_e4m3x2_sm80, interleave_pairs},
         ptx::{
-            cvt_rn_bf16x2, cvt_rn_f16x2, cvta_to_global, ld_global_nc_no_allocate_v2,
-            ld_global_nc_no_allocate_v4, ld_global_nc_u8, ld_global_nc_u16, mma_m16n8k16_bf16,
+            cvta_to_global, ld_global_nc_no_allocate_v2, ld_global_nc_no_allocate_v4,
+            ld_global_nc_u8, ld_global_nc_u16, mma_m16n8k16_bf16,
         },
     },
     gemm::{
-        epilogue::{EpilogueKind, Factor, factor, finish, held, raise, rounded_magnitude},
+        arguments::{
+            MixedMatrix, MixedMatrixLaunch, PackedMatrix, PackedMatrixLaunch, ProblemShape,
+            ProblemShapeLaunch,
+        },
+        epilogue::{Addends, Epilogue, apply, pack_pair, rounded_magnitude},
         operand::OperandLayout,
         problem::{
             Candidate, Device, GemmShape, Kernel, Launch, Plan, Problem, Refusal, UNALIGNED,
@@ -91,44 +95,106 @@ impl SmallMShape {
     }
 }
 
-/// Vector number `index` of the codes of a row, whose first block is number `first` of those at `from`. Where
-/// rows end in half a vector, the last block stands for the one behind it.
-#[cube]
-fn load_codes(
-    from: u64,
-    first: usize,
-    index: u32,
+/// A packed matrix in device memory.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+struct Source {
+    /// Address of its codes.
+    codes: u64,
+    /// Address of its scales.
+    scales: u64,
+    /// Blocks of a row.
     blocks: u32,
-    #[comptime] halves: bool,
-) -> Vector<u32, Const<4>> {
-    let block = first + 2usize * index as usize;
-    let address = from + u64::cast_from(block) * 8u64;
-    if comptime!(halves) {
-        let second = first + min(2u32 * index + 1u32, blocks - 1u32) as usize;
-        let low = ld_global_nc_no_allocate_v2(address);
-        let high = ld_global_nc_no_allocate_v2(from + u64::cast_from(second) * 8u64);
-        let mut words = Vector::<u32, Const<4>>::new(0u32);
-        words.insert(0usize, low.extract(0usize));
-        words.insert(1usize, low.extract(1usize));
-        words.insert(2usize, high.extract(0usize));
-        words.insert(3usize, high.extract(1usize));
-        words
-    } else {
-        ld_global_nc_no_allocate_v4(address)
+}
+
+#[cube]
+impl Source {
+    /// Vector number `index` of the codes of a row, whose first block is number `first` of the
+    /// matrix. Where rows end in half a vector, the last block stands for the one behind it.
+    fn load_codes(
+        &self,
+        first: usize,
+        index: u32,
+        #[comptime] halves: bool,
+    ) -> Vector<u32, Const<4>> {
+        let block = first + 2usize * index as usize;
+        let address = self.codes + u64::cast_from(block) * 8u64;
+        if comptime!(halves) {
+            let second = first + min(2u32 * index + 1u32, self.blocks - 1u32) as usize;
+            let low = ld_global_nc_no_allocate_v2(address);
+            let high = ld_global_nc_no_allocate_v2(self.codes + u64::cast_from(second) * 8u64);
+            let mut words = Vector::<u32, Const<4>>::new(0u32);
+            words.insert(0usize, low.extract(0usize));
+            words.insert(1usize, low.extract(1usize));
+            words.insert(2usize, high.extract(0usize));
+            words.insert(3usize, high.extract(1usize));
+            words
+        } else {
+            ld_global_nc_no_allocate_v4(address)
+        }
+    }
+
+    /// The two scales of [`load_codes`](Self::load_codes)' vector.
+    fn load_scales(&self, first: usize, index: u32, #[comptime] halves: bool) -> u16 {
+        let block = first + 2usize * index as usize;
+        let address = self.scales + u64::cast_from(block);
+        if comptime!(halves) {
+            let second = first + min(2u32 * index + 1u32, self.blocks - 1u32) as usize;
+            let high = ld_global_nc_u8(self.scales + u64::cast_from(second));
+            u16::cast_from(ld_global_nc_u8(address) | (high << 8u32))
+        } else {
+            u16::cast_from(ld_global_nc_u16(address))
+        }
     }
 }
 
-/// The two scales of [`load_codes()`]'s vector.
+/// The rows of one operand that a lane has, eight apart, and what is on the way of each chunk of
+/// them.
+#[derive(CubeType)]
+struct Rows {
+    /// Number of the first block of each row.
+    first: Array<usize>,
+    /// Vectors of codes, row after row for each set of chunks.
+    words: Array<Vector<u32, Const<4>>>,
+    /// Their scales, two each.
+    scales: Array<u16>,
+}
+
 #[cube]
-fn load_scales(from: u64, first: usize, index: u32, blocks: u32, #[comptime] halves: bool) -> u16 {
-    let block = first + 2usize * index as usize;
-    let address = from + u64::cast_from(block);
-    if comptime!(halves) {
-        let second = first + min(2u32 * index + 1u32, blocks - 1u32) as usize;
-        let high = ld_global_nc_u8(from + u64::cast_from(second));
-        u16::cast_from(ld_global_nc_u8(address) | (high << 8u32))
-    } else {
-        u16::cast_from(ld_global_nc_u16(address))
+impl Rows {
+    /// `count` rows from `row0` on. Rows behind `last` read it, and are not written.
+    fn new(
+        row0: u32,
+        last: u32,
+        blocks: u32,
+        #[comptime] count: usize,
+        #[comptime] ahead: usize,
+    ) -> Rows {
+        let group = (UNIT_POS % 32u32) / 4u32;
+        let mut first = Array::<usize>::new(count);
+        #[unroll]
+        for i in 0..count {
+            let row = row0 + comptime!(i as u32 * 8) + group;
+            first[i] = (min(row, last) * blocks) as usize;
+        }
+        Rows {
+            first,
+            words: Array::<Vector<u32, Const<4>>>::new(comptime!(ahead * count)),
+            scales: Array::<u16>::new(comptime!(ahead * count)),
+        }
+    }
+
+    /// Loads vector `at` of row `row` for slot `to`.
+    fn load(
+        &mut self,
+        source: Source,
+        at: u32,
+        #[comptime] row: usize,
+        #[comptime] to: usize,
+        #[comptime] halves: bool,
+    ) {
+        self.words[to] = source.load_codes(self.first[row], at, halves);
+        self.scales[to] = source.load_scales(self.first[row], at, halves);
     }
 }
 
@@ -142,225 +208,117 @@ fn decode_scales(bytes: u16, #[comptime] shape: SmallMShape) -> Vector<u32, Cons
     }
 }
 
-/// `out[m, n] = α_a · α_b · Σ a[m, k] · b[n, k] (+ bias[n]) (+ out[m, n])` for the rows of `b` of one
-/// cube. `a`, where it is bf16, is in units of eight elements.
+/// `out[m, n] = α_a · α_b · Σ a[m, k] · b[n, k] (+ bias[n]) (+ out[m, n])` for the rows of `b` of
+/// one cube. `a`, where it is bf16, is in units of eight elements.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn small_m_kernel(
-    a: &[Vector<u32, Const<4>>],
-    a_codes: &[u32],
-    a_scales: &[u8],
-    codes: &[u32],
-    scales: &[u8],
-    a_amax: &[f32],
-    b_amax: &[f32],
-    bias: &[f32],
-    before: &[u32],
+    a: MixedMatrix<u32, Vector<u32, Const<4>>>,
+    b: PackedMatrix<u32>,
+    problem: ProblemShape,
+    epilogue: Epilogue,
     out: &mut [u32],
-    amax: &mut [Atomic<u32>],
-    m: u32,
-    n: u32,
-    k: u32,
-    a_range: f32,
-    b_range: f32,
     #[comptime] shape: SmallMShape,
-    #[comptime] kind: EpilogueKind,
 ) {
+    let mut exchange: Shared<[f32]> =
+        Shared::new_aligned_slice(comptime!(shape.warps * shape.sums()), 16usize);
+    let row0 = CUBE_POS as u32 * comptime!(shape.rows() as u32);
+    let sums = mainloop(&a, &b, &problem, row0, shape);
+    stage_sums(&sums, &mut exchange, shape);
+    sync_cube();
+    write_rows(&exchange, &problem, row0, &epilogue, out, shape);
+}
+
+/// The sums of one warp: every `shape.warps`th chunk of 128 columns.
+#[cube]
+fn mainloop(
+    a: &MixedMatrix<u32, Vector<u32, Const<4>>>,
+    b: &PackedMatrix<u32>,
+    problem: &ProblemShape,
+    row0: u32,
+    #[comptime] shape: SmallMShape,
+) -> Array<Vector<f32, Const<4>>> {
     let strips = comptime!(shape.strips);
     let columns = comptime!(shape.columns);
     let is_packed = comptime!(shape.left == SmallMLeft::Packed);
-    let mut exchange: Shared<[f32]> =
-        Shared::new_aligned_slice(comptime!(shape.warps * shape.sums()), 16usize);
-    let unit = UNIT_POS;
-    let warp = unit / 32u32;
-    let lane = unit % 32u32;
-    let group = lane / 4u32;
-    let quarter = lane % 4u32;
-    let row0 = CUBE_POS as u32 * comptime!(shape.rows() as u32);
     let halves = comptime!(shape.halves);
+    let sets = comptime!(shape.ahead);
+    let warp = UNIT_POS / 32u32;
+    let quarter = UNIT_POS % 4u32;
     // Blocks in a row, and vectors of two of them.
-    let blocks = k / 16u32;
+    let blocks = problem.k / 16u32;
     let width = blocks.div_ceil(2u32);
     let chunks = width.div_ceil(4u32);
-
-    // Rows outside read the last one, and are not written.
-    let mut rows = Array::<usize>::new(comptime!(2 * shape.strips));
-    #[unroll]
-    for i in 0..comptime!(2 * strips) {
-        let row = row0 + comptime!(i as u32 * 8) + group;
-        rows[i] = (min(row, n - 1u32) * blocks) as usize;
-    }
-    let mut lines = Array::<usize>::new(comptime!(shape.columns));
-    #[unroll]
-    for i in 0..columns {
-        let line = comptime!(i as u32 * 8) + group;
-        lines[i] = (min(line, m - 1u32) * blocks) as usize;
-    }
+    let b_count = comptime!(2 * shape.strips);
+    let mut b_rows = Rows::new(row0, problem.n - 1u32, blocks, b_count, sets);
+    let mut a_rows = Rows::new(0u32.runtime(), problem.m - 1u32, blocks, columns, sets);
     let mut sums = Array::<Vector<f32, Const<4>>>::new(comptime!(shape.strips * shape.columns));
     #[unroll]
     for i in 0..comptime!(strips * columns) {
         sums[i] = Vector::new(0.0f32);
     }
-
-    let b_codes = cvta_to_global::<u32>(codes.as_ptr());
-    let b_scales = cvta_to_global::<u8>(scales.as_ptr());
-    let left_codes = cvta_to_global::<u32>(a_codes.as_ptr());
-    let left_scales = cvta_to_global::<u8>(a_scales.as_ptr());
-    // Of each chunk that is on the way.
-    let mut words = Array::<Vector<u32, Const<4>>>::new(comptime!(shape.ahead * 2 * shape.strips));
-    let mut word_scales = Array::<u16>::new(comptime!(shape.ahead * 2 * shape.strips));
-    let mut line_words =
-        Array::<Vector<u32, Const<4>>>::new(comptime!(shape.ahead * shape.columns));
-    let mut line_scales = Array::<u16>::new(comptime!(shape.ahead * shape.columns));
+    let b_source = Source {
+        codes: cvta_to_global::<u32>(b.codes.as_ptr()),
+        scales: cvta_to_global::<u8>(b.scales.as_ptr()),
+        blocks,
+    };
+    let a_source = Source {
+        codes: cvta_to_global::<u32>(a.codes.as_ptr()),
+        scales: cvta_to_global::<u8>(a.scales.as_ptr()),
+        blocks,
+    };
     #[unroll]
-    for set in 0..comptime!(shape.ahead) {
+    for set in 0..sets {
         let chunk = warp + comptime!((set * shape.warps) as u32);
         let at = min(chunk * 4u32 + quarter, width - 1u32);
         if comptime!(is_packed) {
             #[unroll]
             for j in 0..columns {
-                let to = comptime!(set * columns + j);
-                line_words[to] = load_codes(left_codes, lines[j], at, blocks, halves);
-                line_scales[to] = load_scales(left_scales, lines[j], at, blocks, halves);
+                a_rows.load(a_source, at, j, comptime!(set * columns + j), halves);
             }
         }
         #[unroll]
         for i in 0..comptime!(2 * strips) {
-            let to = comptime!(set * 2 * strips + i);
-            words[to] = load_codes(b_codes, rows[i], at, blocks, halves);
-            word_scales[to] = load_scales(b_scales, rows[i], at, blocks, halves);
+            b_rows.load(b_source, at, i, comptime!(set * 2 * strips + i), halves);
         }
     }
     let mut first = warp;
     while first < chunks {
         #[unroll]
-        for set in 0..comptime!(shape.ahead) {
+        for set in 0..sets {
             let chunk = first + comptime!((set * shape.warps) as u32);
             if chunk < chunks {
                 let at = chunk * 4u32 + quarter;
-                let column = min(at, width - 1u32);
                 let next = chunk + comptime!((shape.ahead * shape.warps) as u32);
                 let ahead = min(next * 4u32 + quarter, width - 1u32);
                 #[unroll]
                 for half in 0..2usize {
-                    // Beyond the end nothing is added: zeros on both sides, since one of them may be infinite.
+                    // Beyond the end nothing is added: zeros on both sides, since one of them may
+                    // be infinite.
                     let inside = at * 2u32 + comptime!(half as u32) < blocks;
-                    // One block of 16 is two words.
-                    let mut others =
-                        Array::<Vector<u32, Const<4>>>::new(comptime!(2 * shape.columns));
-                    #[unroll]
-                    for j in 0..columns {
-                        let line = comptime!(set * columns + j);
-                        #[unroll]
-                        for part in 0..2usize {
-                            let word = comptime!(2 * half + part);
-                            let to = comptime!(2 * j + part);
-                            if comptime!(is_packed) {
-                                let factors =
-                                    decode_scales(u16::reinterpret(line_scales[line]), shape);
-                                others[to] = decode_e2m1x8_pairs(
-                                    line_words[line].extract(word),
-                                    factors.extract(half),
-                                );
-                            } else {
-                                // Two to a block; those behind the last block read its last.
-                                let mut vector = column * 4u32 + comptime!(word as u32);
-                                if comptime!(halves) {
-                                    vector = min(vector, 2u32 * blocks - 1u32);
-                                }
-                                let vector = lines[j] * 2usize + vector as usize;
-                                others[to] = interleave_pairs(a[vector]);
-                            }
-                            // Two conditions, of which only the inner one is left to the kernel.
-                            #[allow(clippy::collapsible_if)]
-                            if comptime!(shape.tail) {
-                                if !inside {
-                                    others[to] = Vector::new(0u32);
-                                }
-                            }
-                        }
-                    }
-                    // As above.
+                    let slot = comptime!(set * columns);
+                    let others = a_fragments(a, &a_rows, at, blocks, inside, slot, half, shape);
+                    // Two conditions, of which only the inner one is left to the kernel.
                     #[allow(clippy::collapsible_if)]
                     if comptime!(is_packed && half == 1) {
                         if next < chunks {
                             #[unroll]
                             for j in 0..columns {
-                                let to = comptime!(set * columns + j);
-                                line_words[to] =
-                                    load_codes(left_codes, lines[j], ahead, blocks, halves);
-                                line_scales[to] =
-                                    load_scales(left_scales, lines[j], ahead, blocks, halves);
+                                a_rows.load(a_source, ahead, j, comptime!(slot + j), halves);
                             }
                         }
                     }
                     #[unroll]
                     for i in 0..strips {
                         let low = comptime!(set * 2 * strips + 2 * i);
-                        let high = comptime!(set * 2 * strips + 2 * i + 1);
-                        let low_factor = decode_scales(u16::reinterpret(word_scales[low]), shape);
-                        let high_factor = decode_scales(u16::reinterpret(word_scales[high]), shape);
-                        #[unroll]
-                        for part in 0..2usize {
-                            let word = comptime!(2 * half + part);
-                            let mut low_word = words[low].extract(word);
-                            let mut high_word = words[high].extract(word);
-                            let mut low_scale = low_factor.extract(half);
-                            let mut high_scale = high_factor.extract(half);
-                            // As above.
-                            #[allow(clippy::collapsible_if)]
-                            if comptime!(shape.tail) {
-                                if !inside {
-                                    low_word = 0u32;
-                                    high_word = 0u32;
-                                    low_scale = 0u32;
-                                    high_scale = 0u32;
-                                }
-                            }
-                            let upper = decode_e2m1x8_pairs(
-                                u32::reinterpret(low_word),
-                                u32::reinterpret(low_scale),
-                            );
-                            let lower = decode_e2m1x8_pairs(
-                                u32::reinterpret(high_word),
-                                u32::reinterpret(high_scale),
-                            );
-                            #[unroll]
-                            for j in 0..columns {
-                                let at = comptime!(i * columns + j);
-                                let other = others[comptime!(2 * j + part)];
-                                let sum = mma_m16n8k16_bf16(
-                                    sums[at],
-                                    upper.extract(0usize),
-                                    lower.extract(0usize),
-                                    upper.extract(1usize),
-                                    lower.extract(1usize),
-                                    other.extract(0usize),
-                                    other.extract(1usize),
-                                );
-                                sums[at] = mma_m16n8k16_bf16(
-                                    sum,
-                                    upper.extract(2usize),
-                                    lower.extract(2usize),
-                                    upper.extract(3usize),
-                                    lower.extract(3usize),
-                                    other.extract(2usize),
-                                    other.extract(3usize),
-                                );
-                            }
-                        }
-                        // What the lane held of these rows is multiplied: the next is under way while
-                        // the other strips are.
+                        multiply_strip(&b_rows, &others, &mut sums, inside, low, i, half, shape);
+                        // What the lane held of these rows is multiplied: the next is under way
+                        // while the other strips are.
                         #[allow(clippy::collapsible_if)]
                         if comptime!(half == 1) {
                             if next < chunks {
-                                #[unroll]
-                                for row in 0..2usize {
-                                    let from = rows[comptime!(2 * i + row)];
-                                    let to = comptime!(set * 2 * strips + 2 * i + row);
-                                    words[to] = load_codes(b_codes, from, ahead, blocks, halves);
-                                    word_scales[to] =
-                                        load_scales(b_scales, from, ahead, blocks, halves);
-                                }
+                                b_rows.load(b_source, ahead, comptime!(2 * i), low, halves);
+                                let high = comptime!(low + 1);
+                                b_rows.load(b_source, ahead, comptime!(2 * i + 1), high, halves);
                             }
                         }
                     }
@@ -369,14 +327,134 @@ pub fn small_m_kernel(
         }
         first += comptime!((shape.ahead * shape.warps) as u32);
     }
+    sums
+}
 
-    // A lane has rows `group` and 8 below of a strip, for two neighbouring rows of `a`.
+/// The fragments of `a` of one block of 16, which is two words, for each group of eight rows: block
+/// `half` of vector `at`, the codes of which are in slots from `first` on.
+#[cube]
+fn a_fragments(
+    a: &MixedMatrix<u32, Vector<u32, Const<4>>>,
+    rows: &Rows,
+    at: u32,
+    blocks: u32,
+    inside: bool,
+    #[comptime] first: usize,
+    #[comptime] half: usize,
+    #[comptime] shape: SmallMShape,
+) -> Array<Vector<u32, Const<4>>> {
+    let mut fragments = Array::<Vector<u32, Const<4>>>::new(comptime!(2 * shape.columns));
+    #[unroll]
+    for j in 0..comptime!(shape.columns) {
+        let slot = comptime!(first + j);
+        #[unroll]
+        for part in 0..2usize {
+            let word = comptime!(2 * half + part);
+            let to = comptime!(2 * j + part);
+            if comptime!(shape.left == SmallMLeft::Packed) {
+                let scales = decode_scales(u16::reinterpret(rows.scales[slot]), shape);
+                fragments[to] =
+                    decode_e2m1x8_pairs(rows.words[slot].extract(word), scales.extract(half));
+            } else {
+                // Two to a block; those behind the last block read its last.
+                let column = min(at, blocks.div_ceil(2u32) - 1u32);
+                let mut vector = column * 4u32 + comptime!(word as u32);
+                if comptime!(shape.halves) {
+                    vector = min(vector, 2u32 * blocks - 1u32);
+                }
+                let vector = rows.first[j] * 2usize + vector as usize;
+                fragments[to] = interleave_pairs(a.dense[vector]);
+            }
+            // Two conditions, of which only the inner one is left to the kernel.
+            #[allow(clippy::collapsible_if)]
+            if comptime!(shape.tail) {
+                if !inside {
+                    fragments[to] = Vector::new(0u32);
+                }
+            }
+        }
+    }
+    fragments
+}
+
+/// Adds the products of one block of 16 to the sums of strip `strip` of `b`, whose rows are in
+/// slots `low` and the next.
+#[cube]
+fn multiply_strip(
+    rows: &Rows,
+    others: &Array<Vector<u32, Const<4>>>,
+    sums: &mut Array<Vector<f32, Const<4>>>,
+    inside: bool,
+    #[comptime] low: usize,
+    #[comptime] strip: usize,
+    #[comptime] half: usize,
+    #[comptime] shape: SmallMShape,
+) {
+    let high = comptime!(low + 1);
+    let low_factor = decode_scales(u16::reinterpret(rows.scales[low]), shape);
+    let high_factor = decode_scales(u16::reinterpret(rows.scales[high]), shape);
+    #[unroll]
+    for part in 0..2usize {
+        let word = comptime!(2 * half + part);
+        let mut low_word = rows.words[low].extract(word);
+        let mut high_word = rows.words[high].extract(word);
+        let mut low_scale = low_factor.extract(half);
+        let mut high_scale = high_factor.extract(half);
+        // Two conditions, of which only the inner one is left to the kernel.
+        #[allow(clippy::collapsible_if)]
+        if comptime!(shape.tail) {
+            if !inside {
+                low_word = 0u32;
+                high_word = 0u32;
+                low_scale = 0u32;
+                high_scale = 0u32;
+            }
+        }
+        let upper = decode_e2m1x8_pairs(u32::reinterpret(low_word), u32::reinterpret(low_scale));
+        let lower = decode_e2m1x8_pairs(u32::reinterpret(high_word), u32::reinterpret(high_scale));
+        #[unroll]
+        for j in 0..comptime!(shape.columns) {
+            let at = comptime!(strip * shape.columns + j);
+            let other = others[comptime!(2 * j + part)];
+            let sum = mma_m16n8k16_bf16(
+                sums[at],
+                upper.extract(0usize),
+                lower.extract(0usize),
+                upper.extract(1usize),
+                lower.extract(1usize),
+                other.extract(0usize),
+                other.extract(1usize),
+            );
+            sums[at] = mma_m16n8k16_bf16(
+                sum,
+                upper.extract(2usize),
+                lower.extract(2usize),
+                upper.extract(3usize),
+                lower.extract(3usize),
+                other.extract(2usize),
+                other.extract(3usize),
+            );
+        }
+    }
+}
+
+/// Stores the sums of a warp. A lane has rows `lane / 4` and 8 below of a strip, for two
+/// neighbouring rows of `a`.
+#[cube]
+fn stage_sums(
+    sums: &Array<Vector<f32, Const<4>>>,
+    exchange: &mut [f32],
+    #[comptime] shape: SmallMShape,
+) {
+    let warp = UNIT_POS / 32u32;
+    let group = (UNIT_POS % 32u32) / 4u32;
+    let quarter = UNIT_POS % 4u32;
     let stride = comptime!(shape.stride() as u32);
     #[unroll]
-    for i in 0..strips {
+    for i in 0..comptime!(shape.strips) {
         #[unroll]
-        for j in 0..columns {
-            let sum = sums[comptime!(i * columns + j)];
+        for j in 0..comptime!(shape.columns) {
+            let sum = sums[comptime!(i * shape.columns + j)];
             let base = warp * comptime!(shape.sums() as u32)
                 + (comptime!(j as u32 * 8) + quarter * 2u32) * stride
                 + comptime!(i as u32 * 16)
@@ -387,13 +465,26 @@ pub fn small_m_kernel(
             exchange[(base + stride + 8u32) as usize] = sum.extract(3usize);
         }
     }
-    sync_cube();
+}
 
-    let whole_factor = factor(b_amax, 0u32, 0u32, b_range, comptime!(kind.b.of_tile()));
+/// Adds the sums of all warps, applies the epilogue and writes two neighbours at a time.
+#[cube]
+fn write_rows(
+    exchange: &[f32],
+    problem: &ProblemShape,
+    row0: u32,
+    epilogue: &Epilogue,
+    out: &mut [u32],
+    #[comptime] shape: SmallMShape,
+) {
+    let kind = comptime!(epilogue.kind);
+    let stride = comptime!(shape.stride() as u32);
+    let n = problem.n;
+    let tile_factor = epilogue.b_tile_factor(0u32);
     let pairs = comptime!(shape.rows() as u32 / 2);
     let mut largest = 0u32;
-    let mut item = unit;
-    while item < m * pairs {
+    let mut item = UNIT_POS;
+    while item < problem.m * pairs {
         let line = item / pairs;
         let local = (item % pairs) * 2u32;
         let column = row0 + local;
@@ -406,47 +497,32 @@ pub fn small_m_kernel(
                 even += exchange[base as usize];
                 odd += exchange[(base + 1u32) as usize];
             }
-            let line_factor = factor(a_amax, line, 0u32, a_range, kind.a);
-            let mut even_factor = whole_factor;
-            let mut odd_factor = whole_factor;
-            if comptime!(kind.b == Factor::PerRow) {
-                even_factor = factor(b_amax, column, 0u32, b_range, kind.b);
-                odd_factor = factor(b_amax, column + 1u32, 0u32, b_range, kind.b);
-            }
-            let mut even_bias = 0.0f32;
-            let mut odd_bias = 0.0f32;
-            if comptime!(kind.bias) {
-                even_bias = bias[column as usize];
-                odd_bias = bias[(column + 1u32) as usize];
-            }
+            let line_factor = epilogue.a_factor(line, 0u32);
             let pair = line as usize * n as usize + column as usize;
-            // Decoded elements were 2^-8 times what they stand for.
-            let unit = comptime!(if shape.left == SmallMLeft::Packed {
+            // Decoded elements were 2^-8 times what they stand for. Known here, it takes no
+            // register.
+            let sum_scale = comptime!(if shape.left == SmallMLeft::Packed {
                 65536.0f32
             } else {
                 256.0f32
             });
-            let even = finish(
-                even * unit,
-                line_factor * even_factor,
-                even_bias,
-                held(before, pair, 0u32, kind),
-                kind,
-            );
-            let odd = finish(
-                odd * unit,
-                line_factor * odd_factor,
-                odd_bias,
-                held(before, pair, 1u32, kind),
-                kind,
-            );
+            let even_with = Addends {
+                alpha: line_factor * epilogue.b_row_factor(column, tile_factor),
+                bias: epilogue.load_bias(column as usize),
+                c: epilogue.load_c(pair, 0u32),
+            };
+            let odd_with = Addends {
+                alpha: line_factor * epilogue.b_row_factor(column + 1u32, tile_factor),
+                bias: epilogue.load_bias((column + 1u32) as usize),
+                c: epilogue.load_c(pair, 1u32),
+            };
+            let even = apply(even * sum_scale, even_with, kind);
+            let odd = apply(odd * sum_scale, odd_with, kind);
             if comptime!(kind.out == FloatKind::F32) {
                 out[pair] = u32::reinterpret(even);
                 out[pair + 1usize] = u32::reinterpret(odd);
-            } else if comptime!(kind.out == FloatKind::Bf16) {
-                out[pair / 2usize] = cvt_rn_bf16x2(f32::reinterpret(even), f32::reinterpret(odd));
             } else {
-                out[pair / 2usize] = cvt_rn_f16x2(f32::reinterpret(even), f32::reinterpret(odd));
+                out[pair / 2usize] = pack_pair(even, odd, comptime!(kind.out));
             }
             if comptime!(kind.amax.is_some()) {
                 largest = max(largest, rounded_magnitude(even, odd, comptime!(kind.out)));
@@ -454,9 +530,7 @@ pub fn small_m_kernel(
         }
         item += CUBE_DIM;
     }
-    if comptime!(kind.amax.is_some()) {
-        raise(amax, 0u32, largest, kind);
-    }
+    epilogue.atomic_amax(0u32, largest);
 }
 
 /// The shape for `m` rows of `a` and `n` of `b`: as many strips as keep all processors busy, and as many warps
@@ -573,24 +647,19 @@ fn queue(launch: &Launch) {
             CubeCount::Static(n.div_ceil(shape.rows()) as u32, 1, 1),
             CubeDim::new_1d(32 * shape.warps as u32),
             address_type((n * k).max(m * n)),
-            buffer(&a.dense, m * k / 8),
-            buffer(&a.codes, m * k / 8),
-            buffer(&a.scales, m * k / BLOCK),
-            buffer(&b.codes, n * k / 8),
-            buffer(&b.scales, n * k / BLOCK),
-            buffer(&epilogue.a_amax, m),
-            buffer(&epilogue.b_amax, n),
-            buffer(&epilogue.bias, n),
+            MixedMatrixLaunch::new(
+                buffer(&a.codes, m * k / 8),
+                buffer(&a.scales, m * k / BLOCK),
+                buffer(&a.dense, m * k / 8),
+            ),
+            PackedMatrixLaunch::new(
+                buffer(&b.codes, n * k / 8),
+                buffer(&b.scales, n * k / BLOCK),
+            ),
+            ProblemShapeLaunch::of((m, n, k), 1),
+            epilogue.launch([m, n], 1, (out, words), 1.0),
             buffer(out, words),
-            buffer(out, words),
-            buffer(&epilogue.amax, epilogue.amax_len(1)),
-            m as u32,
-            n as u32,
-            k as u32,
-            epilogue.ranges[0],
-            epilogue.ranges[1],
             shape,
-            epilogue.kind,
         );
     }
 }

@@ -6,6 +6,7 @@ use cubecl::{prelude::*, server::Handle};
 use crate::{
     cube::codec::{decode_e2m1_pair, decode_e4m3x2},
     gemm::{
+        arguments::{MixedMatrix, MixedMatrixLaunch},
         materialize::Materialized,
         scheduler::{GroupArgs, Schedule, schedule_groups},
     },
@@ -20,6 +21,17 @@ pub const SPAN: usize = 128;
 /// Vectors of eight elements that a unit of [`arrange_kernel`] writes.
 const VECTORS: usize = 2;
 
+/// How much [`arrange_kernel`] reads and writes.
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+pub struct ArrangeSize {
+    /// Words of eight columns in a row of `a`.
+    pub words: u32,
+    /// Vectors of eight elements of the output.
+    pub vectors: u32,
+    /// Groups of rows.
+    pub groups: u32,
+}
+
 /// `a` as the kernel reads it
 /// ([`sm90_mainloop_w4a16`](crate::cube::ptx::sm90_mainloop_w4a16)): rows of
 /// whole `SPAN`s, zeros beyond `words` words of eight columns, packed elements times 2^-8. In a span vector
@@ -27,24 +39,28 @@ const VECTORS: usize = 2;
 /// The first cube also writes the schedule of a grouped GEMM (`scheduler::schedule_groups`).
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn arrange_kernel(
-    codes: &[u32],
-    scales: &[u8],
-    dense: &[u16],
+    a: MixedMatrix<u32, u16>,
     out: &mut [Vector<u32, Const<4>>],
     offsets: &[u32],
     schedule: &mut [Vector<u32, Const<4>>],
-    words: u32,
-    vectors: u32,
-    groups: u32,
+    size: ArrangeSize,
     #[comptime] packed: bool,
     #[comptime] grouped: Option<Schedule>,
 ) {
+    let words = size.words;
+    let vectors = size.vectors;
     let first = CUBE_POS as u32 * comptime!((UNITS * VECTORS) as u32) + UNIT_POS;
     // Vectors of a row.
     let width = words.div_ceil(comptime!(SPAN as u32 / 8)) * comptime!(SPAN as u32 / 8);
     if comptime!(grouped.is_some()) {
         let rows = vectors / width;
-        schedule_groups(offsets, schedule, groups, rows, comptime!(grouped.unwrap()));
+        schedule_groups(
+            offsets,
+            schedule,
+            size.groups,
+            rows,
+            comptime!(grouped.unwrap()),
+        );
     }
     let mut pairs = Array::<u32>::new(comptime!(4 * VECTORS));
     let mut bytes = Array::<u32>::new(comptime!(4 * VECTORS));
@@ -66,12 +82,12 @@ pub fn arrange_kernel(
             bytes[slot] = 0u32;
             if inside {
                 if comptime!(packed) {
-                    pairs[slot] = codes[at];
-                    bytes[slot] = u32::cast_from(scales[at / 2usize]);
+                    pairs[slot] = a.codes[at];
+                    bytes[slot] = u32::cast_from(a.scales[at / 2usize]);
                 } else {
                     let at = at * 8usize + (within % 4u32) as usize;
-                    pairs[slot] =
-                        u32::cast_from(dense[at]) | (u32::cast_from(dense[at + 4usize]) << 16u32);
+                    pairs[slot] = u32::cast_from(a.dense[at])
+                        | (u32::cast_from(a.dense[at + 4usize]) << 16u32);
                 }
             }
         }
@@ -126,15 +142,15 @@ pub(crate) fn arrange(
             CubeCount::Static(vectors.div_ceil(UNITS * VECTORS) as u32, 1, 1),
             CubeDim::new_1d(UNITS as u32),
             address_type(vectors * 8),
-            BufferArg::from_raw_parts(operand.codes.clone(), read),
-            BufferArg::from_raw_parts(operand.scales.clone(), read / 2),
-            BufferArg::from_raw_parts(operand.dense.clone(), read * 8),
+            MixedMatrixLaunch::new(
+                BufferArg::from_raw_parts(operand.codes.clone(), read),
+                BufferArg::from_raw_parts(operand.scales.clone(), read / 2),
+                BufferArg::from_raw_parts(operand.dense.clone(), read * 8),
+            ),
             BufferArg::from_raw_parts(out.clone(), vectors),
             BufferArg::from_raw_parts(groups.offsets.clone(), groups.groups + 1),
             BufferArg::from_raw_parts(schedule.clone(), entries),
-            words as u32,
-            vectors as u32,
-            groups.groups as u32,
+            ArrangeSizeLaunch::new(words as u32, vectors as u32, groups.groups as u32),
             operand.is_packed(),
             order,
         );

@@ -213,8 +213,8 @@ pub fn ms_eden_amax<'a>(
 /// ([`reference::ms_eden_at`](crate::reference::ms_eden_at)). Along [`Usage::Columnwise`] it is
 /// padded to a multiple of 128 rows. Copies of [`Groups::Batch`] then are such a batch again; those
 /// of [`Groups::Offsets`] lie side by side, as
-/// [`quantize_side_by_side`](super::quantize_side_by_side) leaves them: group `g` takes the
-/// elements from entry `g` of [`GroupOffsets::aligned`](super::GroupOffsets::aligned)`(client,
+/// [`quantize_side_by_side`](crate::quantize::quantize_side_by_side) leaves them: group `g` takes the
+/// elements from entry `g` of [`GroupOffsets::aligned`](crate::moe::GroupOffsets::aligned)`(client,
 /// rows, 128)` on, there is room for [`padded_bound`]`(rows, count, 128)`, and those behind the
 /// last group are not written.
 ///

@@ -102,7 +102,7 @@ pub fn mx_quantize(
 ///   along [`Usage::Rowwise`].
 /// - copies of [`Groups::Offsets`] lie side by side: `x.cols` stored rows, in each of which group
 ///   `g` takes the elements from entry `g` of
-///   [`GroupOffsets::aligned`](super::GroupOffsets::aligned)`(client, x.rows, 32)` on. There is
+///   [`GroupOffsets::aligned`](crate::moe::GroupOffsets::aligned)`(client, x.rows, 32)` on. There is
 ///   room for [`padded_bound`]`(x.rows, count, 32)` of them; blocks behind the last group are not
 ///   written.
 ///

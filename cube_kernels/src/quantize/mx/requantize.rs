@@ -33,7 +33,8 @@ const IN_FLIGHT: usize = 2;
 
 /// The NVFP4 matrix `packed` in MXFP8 with blocks along `usage` of its source, which may be the
 /// axis it is packed along or the other one, in one kernel: the bytes of
-/// [`dequantize`](super::dequantize()) to `via` followed by [`mx_quantize_groups`], without the
+/// [`dequantize`](fn@crate::quantize::dequantize) to `via` followed by
+/// [`mx_quantize_groups`](crate::quantize::mx_quantize_groups), without the
 /// matrix between them in memory. `via` is the element type that the dequantized values are rounded
 /// to, that of the training as a rule.
 ///
@@ -260,7 +261,7 @@ pub fn mx_requantize_along_kernel<F: Numeric, M: Size>(
 }
 
 /// One cube dequantizes every `cubes`-th tile of 128 stored rows x 64 and makes blocks down its
-/// columns. `map` is as for [`mx_quantize_col_kernel()`]. `F` is the storage type of `plan.kind`,
+/// columns. `map` is as for `mx_quantize_col_kernel`. `F` is the storage type of `plan.kind`,
 /// `N` elements of it are 16 bytes.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn mx_requantize_across_kernel<F: Numeric, N: Size>(

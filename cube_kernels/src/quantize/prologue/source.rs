@@ -37,11 +37,11 @@ pub enum Gated<'a> {
 /// that a fused kernel gives the bytes of [`produce()`] followed by the same kernel.
 ///
 /// What reads and writes least where both the amax values and the copies are wanted: for RMS
-/// normalisation [`amaxes`](super::amaxes) and [`quantize_both`](super::quantize_both) of the
+/// normalisation [`amaxes`](crate::quantize::amaxes) and [`quantize_both`](crate::quantize::quantize_both) of the
 /// source, which compute it twice and write it never; for SwiGLU and its gradients
-/// [`produce_with_amaxes`](super::produce_with_amaxes) and then the copies of what was written,
+/// [`produce_with_amaxes`](crate::quantize::produce_with_amaxes) and then the copies of what was written,
 /// since two inputs read again are as many bytes as one output written and read, and take the
-/// exponential again. Per token, in one read, [`quantize_per_token`](super::quantize_per_token())
+/// exponential again. Per token, in one read, [`quantize_per_token`](fn@crate::quantize::quantize_per_token)
 /// of the source.
 #[derive(Debug, Clone, Copy)]
 pub enum Source<'a> {

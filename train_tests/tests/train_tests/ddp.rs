@@ -1,10 +1,4 @@
 //! burn-train's data-parallel training on two GPUs. It skips itself, and says so, where there are fewer.
-#![cfg(feature = "cuda")]
-
-#[allow(dead_code, reason = "the other tests' part")]
-mod common;
-#[path = "../../burn_backend/tests/burn_nvfp4/support/skip.rs"]
-mod skip;
 
 use std::sync::Arc;
 
@@ -23,8 +17,8 @@ use burn_train::{
     TrainStep,
 };
 
-use common::{BATCH, Net, RATE, RowBatcher, Rows};
-use skip::skip;
+use crate::common::{BATCH, Net, RATE, RowBatcher, Rows};
+use crate::skip::skip;
 
 /// Of each worker.
 const STEPS: usize = 40;

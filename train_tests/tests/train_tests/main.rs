@@ -1,0 +1,9 @@
+//! burn-train's training loops with NVFP4 layers.
+
+mod common;
+#[cfg(feature = "cuda")]
+mod ddp;
+#[cfg(feature = "cuda")]
+#[path = "../../../burn_backend/tests/burn_nvfp4/support/skip.rs"]
+mod skip;
+mod train;
