@@ -1,10 +1,9 @@
-//! Checkpoints of burn-train that hold what NVFP4 layers draw from (feature `train`).
+//! Checkpoints of burn-train that include the RNG state of NVFP4 layers (feature `train`).
 //!
-//! burn-train saves the records of the model, the optimizer and the scheduler, none of which has
-//! room for an [`Nvfp4State`]: a run that is resumed from them (`SupervisedTraining::checkpoint`)
-//! would draw from its first offsets again, and forget the mode that a schedule has put its layers
-//! into. [`Nvfp4Checkpoints::register`] stands in for `with_default_checkpointers`, and saves the
-//! state in a file beside them:
+//! burn-train saves the records of the model, the optimizer and the scheduler. They do not include
+//! an [`Nvfp4State`]: a run resumed from them (`SupervisedTraining::checkpoint`) draws from its
+//! first offsets again and forgets the modes of its layers. [`Nvfp4Checkpoints::register`] replaces
+//! `with_default_checkpointers` and saves the state in a file beside the records:
 //!
 //! ```no_run
 //! # use burn_core::module::Module;
@@ -12,7 +11,7 @@
 //! # fn with<M: LearnerModel + Module>(training: SupervisedTraining<M>, model: M) {
 //! use burn_nvfp4::checkpoint::Nvfp4Checkpoints;
 //!
-//! // Before the model goes into the Learner.
+//! // Before the model moves into the Learner.
 //! let checkpoints = Nvfp4Checkpoints::new(&model, "artifacts/checkpoint");
 //! let training = checkpoints.register(training, KeepLastNCheckpoints::new(2));
 //! // To resume: training.checkpoint(epoch), as always.
@@ -35,13 +34,12 @@ use burn_train::{LearnerModel, SupervisedTraining};
 
 use crate::state::{self, FoundLayer, Nvfp4State};
 
-/// Saves the [`Nvfp4State`] of a model with burn-train's checkpoints, and puts the model back into
-/// it.
+/// Saves the [`Nvfp4State`] of a model with burn-train's checkpoints, and restores it.
 ///
-/// burn-train writes records on threads of their own while training goes on, and layers count on;
-/// so the state is collected before, when the [`strategy`](Self::strategy) is asked whether to
-/// save. The parts are public for checkpoints that are not files: give burn-train both the strategy
-/// and what [`model`](Self::model) makes of its model's checkpointer.
+/// burn-train writes records on other threads while training continues and layers advance their
+/// offsets. So the state is collected earlier, when burn-train asks the
+/// [`strategy`](Self::strategy) whether to save. The parts are public for checkpoints that are not
+/// files: give burn-train both the strategy and the checkpointer that [`model`](Self::model) wraps.
 #[derive(Debug, Clone)]
 pub struct Nvfp4Checkpoints {
     directory: PathBuf,

@@ -1,8 +1,7 @@
 //! Operations on tokens that are sorted by expert.
 //!
-//! Where each expert's tokens begin is in device memory and stays there: no shape depends on it.
-//! Experts without tokens, one that has them all, and numbers of tokens that are no multiple of
-//! anything are all as good as others.
+//! The offsets of each expert's tokens stay in device memory; no shape depends on them. An expert
+//! may have no tokens, all of them, or any number between.
 
 use burn_core::backend::Dispatch;
 use burn_core::tensor::{DType, Device, Int, Tensor};
@@ -12,10 +11,10 @@ use crate::functions::{into_bias, or_panic};
 use crate::ops::{LinearContext, LinearSpec, Nvfp4Ops, RowGroups};
 use crate::validate;
 
-/// The most experts of one layer: what the kernels keep of each fits shared memory.
+/// The most experts of one layer: so many offsets fit into shared memory.
 pub const MAX_EXPERTS: usize = 512;
 
-/// Where the tokens of each expert lie among tokens sorted by expert.
+/// The offsets of each expert's tokens among tokens sorted by expert.
 #[derive(Clone, Debug)]
 pub struct ExpertOffsets {
     /// `u32[experts + 1]`, ascending from 0, none above `tokens`.
@@ -27,8 +26,8 @@ impl ExpertOffsets {
     /// The offsets of experts with `counts` (`[experts]`, any integer type) tokens each, of
     /// `tokens` in all.
     ///
-    /// `counts` is not read by the host. A negative count is zero, and what is beyond `tokens` is
-    /// cut off; tokens that are left over belong to no expert: layers give zeros for them.
+    /// The host does not read `counts`. A negative count is zero, and counts beyond `tokens` are
+    /// cut off. Remaining tokens belong to no expert: layers give zeros for them.
     ///
     /// # Errors
     /// When there is no count, more than [`MAX_EXPERTS`], or more than 2^31 - 1 tokens.
@@ -99,8 +98,7 @@ pub(crate) fn check_experts(argument: &'static str, experts: usize) -> Result<()
 ///
 /// `x` is `[tokens, d_in]`, sorted by expert as `experts` says; `weight` `[experts, d_in, d_out]`;
 /// `bias` `[experts, d_out]`; each `f32`, `bf16` or `f16`. The output is `[tokens, d_out]` in the
-/// type of `x`, zero for tokens of no expert; every gradient has the type of what it is the
-/// gradient of.
+/// type of `x`, zero for tokens of no expert; each gradient has the type of its tensor.
 ///
 /// # Errors
 /// When the device has no implementation, devices differ, a type is not supported, a shape does not
@@ -215,7 +213,7 @@ pub(crate) fn check_grouped_parameters(
 /// went to, every slot once. With it the backward gathers too, `dx[t] = Σⱼ dout[inverse[t, j]]`,
 /// added in `f32` in the order of `j`, where the backward of a plain selection scatters.
 ///
-/// What `index` and `inverse` hold is not checked: that would wait for the device.
+/// The contents of `index` and `inverse` are not checked: that would wait for the device.
 ///
 /// # Errors
 /// When the device has no implementation, devices differ or a shape does not fit.

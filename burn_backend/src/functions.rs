@@ -1,8 +1,8 @@
 //! The operations on plain tensors.
 //!
-//! Every function comes as `try_*`, which returns an [`Nvfp4Error`] naming the argument, and as the
-//! plain name, which panics with the same message, as Burn's own operations do. Either way nothing
-//! has been queued when a check fails.
+//! Each function has two forms. `try_*` returns an [`Nvfp4Error`] that names the argument. The
+//! plain name panics with the same message, as Burn's own operations do. When a check fails,
+//! nothing has been queued.
 
 use burn_core::backend::Dispatch;
 use burn_core::tensor::{DType, FloatDType, Int, Tensor};
@@ -252,7 +252,7 @@ pub fn matmul(
 ///
 /// `x` is `[..., d_in]` (leading axes are folded to rows, any number of them, none included),
 /// `weight` `[d_in, d_out]`, `bias` `[d_out]`; each may be `f32`, `bf16` or `f16`. The output has
-/// the type of `x`; every gradient has the type of what it is the gradient of.
+/// the type of `x`; each gradient has the type of its tensor.
 ///
 /// # Errors
 /// When the device has no implementation, devices differ, a type is not supported, a shape does

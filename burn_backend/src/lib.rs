@@ -50,8 +50,11 @@
 //! | GEMM | operands | rounding |
 //! |---|---|---|
 //! | `y = Q(x) Q(w)` | `x` in 1x16 blocks, `w` in 16x16 tiles | nearest |
-//! | `dx = Q(dy) Q(w)ᵀ` | `dy` in 1x16 blocks, the rowwise quantized tensor of the same `Q(w)` | stochastic for `dy` |
-//! | `dw = Q(H x)ᵀ Q(H dy)` | both in 16x1 blocks along the tokens, after the transform `H` | nearest for `x`, stochastic for `dy` |
+//! | `dx = Q(dy) Q(w)ᵀ` | `dy` in 1x16 blocks, the same `Q(w)` rowwise | stochastic for `dy` |
+//! | `dw = Q(H x)ᵀ Q(H dy)` | both in 16x1 blocks along the tokens | stochastic for `dy` |
+//!
+//! `H` is the random Hadamard transform along the tokens. `x` of the last row is rounded to
+//! nearest.
 //!
 //! Between forward and backward only packed 4-bit tensors are saved: the columnwise quantized `x`
 //! if `w` needs a gradient, the rowwise quantized `w` if `x` needs one. GEMMs accumulate in `f32`

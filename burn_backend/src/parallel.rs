@@ -3,8 +3,8 @@
 //!
 //! Burn can average gradients while the backward still runs (`Tensor::set_distributed`, which
 //! burn-train's `ExecutionStrategy::ddp` uses). In Burn 0.22.1 such training deadlocks sooner or
-//! later, for reasons that docs/src/data-parallel.md goes into. [`DataParallel`] averages after the
-//! backward, in the thread that computed the gradients, and does not deadlock; it works inside
+//! later; docs/src/data-parallel.md has the reasons. [`DataParallel`] averages after the backward,
+//! in the thread that computed the gradients, which avoids both deadlocks. It works inside
 //! burn-train's strategy as well.
 
 use std::ops::Range;
@@ -39,7 +39,11 @@ use nvfp4_kernels::Nvfp4Error;
 /// }
 ///
 /// # struct TrainOutput<T> { grads: burn_optim::GradientsParams, item: T }
-/// # trait TrainStep { type Input; type Output; fn step(&self, x: Self::Input) -> TrainOutput<Self::Output>; }
+/// # trait TrainStep {
+/// #     type Input;
+/// #     type Output;
+/// #     fn step(&self, x: Self::Input) -> TrainOutput<Self::Output>;
+/// # }
 /// impl TrainStep for Model {
 /// #   type Input = Tensor<2>;
 /// #   type Output = Tensor<1>;
@@ -119,10 +123,9 @@ impl DataParallel {
     /// of which have to call this with gradients of the same parameters.
     ///
     /// A collective blocks its device until all other ranks have launched it. So nothing else may
-    /// be launched on any device in between: whatever waits for a device, as loading a kernel or
-    /// freeing memory can, would wait for ranks that may wait for it. The ranks flush their
-    /// devices, meet at the barrier, launch the same few collectives, flush again and meet at the
-    /// barrier again.
+    /// be launched on a device in between: loading a kernel or freeing memory can wait for the
+    /// device, and so for ranks that wait for this one. The ranks flush their devices, wait at the
+    /// barrier, launch the same few collectives, flush again and wait at the barrier again.
     ///
     /// # Panics
     /// When `device` belongs to no rank.
@@ -224,7 +227,7 @@ struct Buckets<'a> {
     buckets: Vec<Bucket>,
 }
 
-/// Gradients of one element type, side by side.
+/// The concatenated gradients of one element type.
 struct Bucket {
     dtype: DType,
     flat: Vec<Tensor<1>>,
@@ -413,7 +416,7 @@ mod tests {
         });
     }
 
-    /// The gradients of a module side by side, by type, and back.
+    /// The gradients of a module, concatenated by type, and split again.
     #[test]
     fn buckets_hold_every_gradient() {
         let device = Device::flex().autodiff();

@@ -155,8 +155,8 @@ pub(crate) fn linear_parameters(
     Ok(())
 }
 
-/// Fail unless a parameter is on the device of `x`, or will be: one without a value yet is not
-/// asked for it, which would make it there.
+/// Fail unless a parameter is on the device of `x`, or will be. The value of a lazy parameter is
+/// not asked for, because that would create it.
 pub(crate) fn parameter<const D: usize>(
     device: &Device,
     name: &'static str,

@@ -7,7 +7,7 @@ use clap::{Parser, Subcommand};
 
 use crate::{cost, doctor, oracle, sample, study, train};
 
-/// NVFP4 training and inference for Burn models.
+/// NVFP4 training for Burn models.
 #[derive(Parser)]
 #[command(name = "nvfp4", version, propagate_version = true)]
 pub(crate) struct Command {
@@ -17,23 +17,23 @@ pub(crate) struct Command {
 
 #[derive(Subcommand)]
 enum Task {
-    /// Train a language model in NVFP4 and in high precision, and report the gap
+    /// Train a language model in NVFP4, and compare it with high precision or other recipes
     ///
     /// Without options it trains a model that takes minutes on two CPU cores, on the Rust sources
     /// that cargo has downloaded.
     Train(Box<train::Train>),
-    /// Train with several recipes and seeds as one study that can be resumed, and report
+    /// Train with several recipes and seeds, and report the losses; resumes an unfinished study
     Study(study::Study),
-    /// Measure a training step with each recipe: bytes a second, memory, and time by kernel
+    /// Measure training steps with each recipe: bytes a second, memory, and time by kernel
     ///
-    /// With --telemetry-every N it also measures a step that telemetry samples, and what sampling
+    /// With --telemetry-every N it also measures steps that telemetry samples, and what sampling
     /// one step in N adds to the mean step.
     Cost(Box<cost::CostOfSteps>),
-    /// Compare a device's undocumented behaviour with the reference
+    /// Compare undocumented behaviour of a device with the CPU oracle
     Oracle(oracle::Oracle),
     /// Generate text with a trained model
     Sample(sample::Sample),
-    /// List the devices, what they support, and which kernel each operation takes
+    /// List the devices, their element types, and the kernel of each operation
     Doctor(doctor::Doctor),
 }
 

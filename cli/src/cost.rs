@@ -19,7 +19,7 @@ use serde::Serialize;
 use crate::device::{hardware, install_decorator};
 use crate::options::Options;
 
-/// What the command calls the model of Burn's own layers, in high precision.
+/// The name, in this command, of the model of Burn's own layers in high precision.
 const BURN: &str = "burn";
 
 #[derive(Args)]
@@ -43,7 +43,7 @@ pub(crate) struct CostOfSteps {
     /// Write all figures to this file [default: none]
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
-    /// Lock this file: commands with the same one warm up side by side, and measure one after the
+    /// Lock this file: commands that share it warm up at the same time and measure one after the
     /// other [default: none]
     #[arg(long, value_name = "FILE")]
     lock: Option<PathBuf>,

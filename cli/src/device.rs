@@ -6,7 +6,7 @@ use std::str::FromStr;
 use anyhow::{Result, bail};
 use burn::tensor::Device;
 
-/// What a device can be called.
+/// The name of a device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum DeviceName {
     /// Burn's pure-Rust CPU backend.
@@ -64,7 +64,7 @@ impl DeviceName {
         }
     }
 
-    /// The device of this name, if it was compiled in and is there.
+    /// The device of this name, if it was compiled in and exists.
     pub(crate) fn open(self) -> Result<Device> {
         match self {
             Self::Flex => {
@@ -118,7 +118,7 @@ pub(crate) fn cuda_count() -> usize {
     0
 }
 
-/// How the hardware calls itself, where it does.
+/// The hardware's own name, if it has one.
 pub(crate) fn hardware(device: &Device) -> Option<String> {
     #[cfg(any(feature = "cpu", feature = "cuda"))]
     return device

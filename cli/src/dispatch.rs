@@ -1,4 +1,5 @@
-//! Rows of `nvfp4 doctor` that are not the kernels crate's own: Flex, and what Burn computes.
+//! Rows of `nvfp4 doctor` that do not come from the kernels' own descriptions: Flex, and operations
+//! of Burn.
 
 use nvfp4::kernels::describe::CodePath;
 
@@ -40,8 +41,8 @@ fn burns_prologue() -> CodePath {
         "RMSNorm, SwiGLU",
         "Burn",
         "Burn's operations",
-        "the layers call Burn for them on every device; nvfp4-kernels also has them as fused prologues \
-         of quantization",
+        "the layers call Burn for them on every device; nvfp4-kernels also has them as fused \
+         prologues of quantization",
     )
 }
 
@@ -59,7 +60,7 @@ pub(crate) fn cube(client: &nvfp4::kernels::cubecl::client::Client) -> Vec<CodeP
     let bf16 = match capabilities.gemm {
         GemmBackend::Sm90Wgmma | GemmBackend::CublasLt => None,
         GemmBackend::Sm120BlockScaled | GemmBackend::Cmma => Some(
-            "Burn's bf16 matmul is faster than the tiles; with a bias or an f32 result it would compute \
+            "Burn's bf16 matmul is faster than cmma; with a bias or an f32 result it would compute \
              in f32, and the kernels run",
         ),
         GemmBackend::Scalar => {

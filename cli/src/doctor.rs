@@ -1,4 +1,4 @@
-//! `nvfp4 doctor`: the devices, what they support, and which kernel each operation takes there.
+//! `nvfp4 doctor`: the devices, their element types, and the kernel of each operation.
 
 use std::str::FromStr;
 
@@ -16,10 +16,10 @@ const WIDTH: usize = 100;
 /// Options of `nvfp4 doctor`.
 #[derive(clap::Args)]
 pub(crate) struct Doctor {
-    /// Say why each operation takes its kernel
+    /// Print why each operation takes its kernel
     #[arg(long)]
     why: bool,
-    /// Say which kernel a GEMM of this shape takes on each device, for example 64,8192,8192
+    /// Print the kernel of a GEMM of this shape on each device, for example 64,8192,8192
     #[arg(long, value_name = "M,N,K")]
     shape: Option<Shape>,
     /// Divide the rows of the shape into this many groups (experts) [default: 1]
@@ -85,7 +85,7 @@ fn run(options: &Doctor) -> Result<()> {
         Err(error) => println!("no default device: {error}"),
     }
     if cfg!(feature = "cuda") && cuda_count() == 0 {
-        println!("no CUDA device: no NVIDIA driver was found, or it reports no GPU");
+        println!("no CUDA device: there is no NVIDIA driver, or it reports no GPU");
     }
 
     if cfg!(feature = "flex") {

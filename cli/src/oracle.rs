@@ -13,13 +13,13 @@ pub(crate) struct Oracle {
 enum Question {
     /// Find the order of random bits in cvt.rs.satfinite.e2m1x4, and compare its results
     ///
-    /// B200 and B300 have the instruction; other devices answer with the software form.
+    /// B200 and B300 have the instruction; other devices run its software form.
     CvtRs(CvtRs),
 }
 
 #[derive(Args)]
 struct CvtRs {
-    /// Ask this device: cpu or cuda:N [default: cuda:0 if there is one, else cpu]
+    /// Test this device: cpu or cuda:N [default: cuda:0 if there is one, else cpu]
     #[arg(long, value_name = "DEVICE")]
     device: Option<String>,
     /// Compare this many random inputs

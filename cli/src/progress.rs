@@ -1,4 +1,4 @@
-//! What a run shows while it trains: a bar on a terminal, else a line now and then.
+//! The progress of a run: a bar on a terminal, else a line for each row.
 
 use std::io::IsTerminal;
 use std::path::Path;
@@ -58,7 +58,7 @@ impl Progress {
         }
     }
 
-    /// Time to the end, if the rest goes as the steps so far.
+    /// The estimated time to the end, at the speed of the steps so far.
     fn remaining(&self, step: u64) -> String {
         let done = step.saturating_sub(self.first);
         if done == 0 {

@@ -15,7 +15,7 @@ use crate::device::{DeviceName, install_decorator};
 
 #[derive(Args)]
 pub(crate) struct Sample {
-    /// Load the model from this folder, of a run, of one of its recipes, or of a checkpoint
+    /// Load the model from this folder: that of a run, of one of its recipes, or of a checkpoint
     #[arg(long, value_name = "DIR")]
     checkpoint: PathBuf,
     /// Continue this text

@@ -38,13 +38,13 @@ pub(crate) struct Study {
     /// Train on this device: flex, cpu or cuda:N [default: the file's `device`]
     #[arg(long, value_name = "DEVICE")]
     device: Option<String>,
-    /// Train part I of N of the runs, to share them between processes and devices
+    /// Train part I of N of the runs, so that several processes share a study
     #[arg(long, value_name = "I/N", default_value = "1/1")]
     part: Part,
     /// Stop after this many seconds, with checkpoints to resume [default: never]
     #[arg(long, value_name = "SECONDS")]
     seconds: Option<u64>,
-    /// Write the report of the finished runs and train nothing
+    /// Write the report of the finished runs, without training
     #[arg(long)]
     report: bool,
 }

@@ -40,7 +40,7 @@ pub(crate) struct Train {
     /// Read options from this JSON file; flags override it
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
-    /// Stop after this step as if interrupted, with a checkpoint to resume [default: the last]
+    /// Stop after this step, with a checkpoint to resume [default: the last step]
     #[arg(long, value_name = "STEP")]
     stop_at: Option<u64>,
     #[command(flatten)]
@@ -71,9 +71,9 @@ struct Summary {
     /// Median over the rows of metrics.csv.
     tokens_per_s: Option<f64>,
     baseline_tokens_per_s: Option<f64>,
-    /// All of them, with commas between.
+    /// All devices, separated by commas.
     device: String,
-    /// How the hardware calls itself.
+    /// The hardware's own name.
     hardware: Option<String>,
     train_bytes: usize,
     valid_bytes: usize,
@@ -255,7 +255,7 @@ fn check_models(config: &RunConfig, device: &Device) -> Result<()> {
     Ok(())
 }
 
-/// How the devices call themselves, each name once.
+/// The hardware's own names, each once.
 fn all_hardware(devices: &[Device]) -> Option<String> {
     let mut names: Vec<String> = devices.iter().filter_map(hardware).collect();
     names.dedup();

@@ -5,11 +5,11 @@
 //! - `model.bpk`: the parameters, a Burn record;
 //! - `optimizer.bpk`: the moments of AdamW, and f32 copies of parameters of another type;
 //! - `state.json`: [`State`], everything else that decides how the run continues;
-//! - `timing.json`: how long it has taken, apart because it is never the same twice;
+//! - `timing.json`: the time spent, in a separate file because it differs from run to run;
 //! - `manifest.json`: length and check sum of the other four.
 //!
-//! It is written under another name, forced to the disk, and renamed; only then are older ones
-//! removed. So there is always a whole one, and the one with the highest step is whole.
+//! It is written under another name, synced to the disk, and renamed. Only then are older ones
+//! removed, so that the checkpoint with the highest step is complete.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};

@@ -25,7 +25,7 @@ pub struct Effort {
     /// Steps before the first measurement, which compile kernels and fill memory pools; at least
     /// one.
     pub warm: usize,
-    /// Rounds of steps, each a figure of its own; at least one.
+    /// Rounds of steps, each with its own figure; at least one.
     pub rounds: usize,
     /// Steps of a round; at least one.
     pub steps: usize,
@@ -55,8 +55,8 @@ pub struct Cost {
 /// Device memory, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct Memory {
-    /// The most that tensors took at once: weights, optimizer state, what is kept for the backward,
-    /// and intermediate results.
+    /// The peak of all tensors: weights, optimizer state, tensors saved for the backward, and
+    /// intermediate results.
     pub peak: u64,
     /// What the memory pools hold after the step.
     pub reserved: u64,
@@ -215,10 +215,10 @@ fn median(values: &[f64]) -> Option<f64> {
     values.get(values.len() / 2).copied()
 }
 
-/// How a measurement holds the device.
+/// How a measurement locks the device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum DeviceLock {
-    /// Beside other processes, while the model is built and warms up.
+    /// With other processes, while the model is built and warms up.
     Shared,
     /// Alone, while steps are measured.
     Exclusive,
@@ -228,7 +228,7 @@ pub enum DeviceLock {
 /// the run has telemetry, steps that it samples are measured too.
 ///
 /// `lock` locks the device until what it gives is dropped: shared before the model is built,
-/// exclusive before it is measured. Processes that compile side by side so measure one after the
+/// exclusive before it is measured. Processes compile at the same time and measure one after the
 /// other.
 ///
 /// # Errors

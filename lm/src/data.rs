@@ -69,9 +69,9 @@ impl Corpus {
     /// Folders are walked in the order of their names, without entries that start with a dot; a
     /// file or folder that links lead to twice is read once. Files that are not UTF-8 text, and
     /// empty ones, are left out and [counted](Self::skipped). A file belongs to validation if the
-    /// hash of its path below the given folder says so, about one in ten; so it stays on its side
-    /// when other files come and go. With few files one side may come out empty: then the file with
-    /// the lowest hash, or the highest, changes sides.
+    /// hash of its path below the given folder says so, about one in ten; so adding or removing
+    /// other files does not move it. If one part would be empty, the file with the lowest or the
+    /// highest hash moves there.
     ///
     /// # Errors
     /// When a path does not exist or cannot be read, or when there are fewer than two files of
@@ -379,8 +379,8 @@ struct Walk {
 }
 
 impl Walk {
-    /// The `wanted` files in `root`, in the order of their names, each folder's at its place. What
-    /// starts with a dot is left out, and so is what a link leads back to or what it does not find.
+    /// The `wanted` files in `root`, depth first, in the order of their names. Names that start
+    /// with a dot are left out, and so are links that run in a circle or lead to nothing.
     fn folder(&mut self, root: &Path, key: &str, wanted: &dyn Fn(&Path) -> bool) -> Result<()> {
         let is_hidden =
             |entry: &DirEntry| entry.depth() > 0 && entry.file_name().as_encoded_bytes()[0] == b'.';

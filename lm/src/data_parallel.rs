@@ -1,7 +1,8 @@
 //! Data-parallel training: one rank for each device, with a model and an optimizer of its own.
 //!
-//! Ranks step together. Each computes the gradients of its part of the batch, all of them average
-//! ([`DataParallel`]), and each updates its weights by the mean. So their weights stay equal.
+//! Ranks step together. Each computes the gradients of its part of the batch. [`DataParallel`]
+//! averages them over the ranks, and each rank updates its weights by the mean, so that the weights
+//! stay equal.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::mpsc::{Sender, channel};
@@ -140,7 +141,7 @@ enum Job {
     Digest(Sender<Vec<Digest>>),
 }
 
-/// A rank in a thread of its own.
+/// A rank in its own thread.
 struct Worker {
     jobs: Sender<Job>,
     thread: JoinHandle<()>,
@@ -233,7 +234,7 @@ impl Others {
     }
 }
 
-/// Why a worker is there: it ends the process if it fails.
+/// Why a worker exists: it ends the process if it fails.
 const RUNNING: &str = "a rank runs as long as the first one";
 
 impl Worker {

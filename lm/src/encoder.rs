@@ -1,9 +1,9 @@
-//! The same kind of model from Burn's own layers, unmodified, for
-//! [`decorate`](burn_nvfp4::Decorator): what a user brings who has a model already.
+//! A language model of Burn's own layers, unmodified, for [`decorate`](burn_nvfp4::Decorator): an
+//! example of a model that a user already has.
 //!
 //! Embeddings of bytes and of positions, `burn_nn`'s `TransformerEncoder` with a causal mask
-//! (LayerNorm, softmax attention, GELU), LayerNorm, and a head. For a recipe that quantizes it is
-//! decorated; `bf16` and `f32` are Burn's own arithmetic, with nothing of ours in it.
+//! (LayerNorm, softmax attention, GELU), LayerNorm, and a head. With a recipe that
+//! quantizes it is decorated; `bf16` and `f32` are Burn's own arithmetic.
 
 use anyhow::{Result, ensure};
 use burn::module::Module;

@@ -2,20 +2,20 @@
 //!
 //! - [`config`]: what to train; presets, and the checks on their values.
 //! - [`model`]: a decoder-only transformer over bytes whose block projections are
-//!   [`Nvfp4Linear`](burn_nvfp4::Nvfp4Linear) layers, and what a model is to the others.
+//!   [`Nvfp4Linear`](burn_nvfp4::Nvfp4Linear) layers, and the trait of language models.
 //! - [`encoder`]: a model of Burn's own layers, unmodified, which is decorated.
 //! - [`data`]: text files to a corpus, its split, and batches that depend on seed and step alone.
 //! - [`optim`]: AdamW with global-norm clipping, and the learning-rate schedule.
 //! - [`train`]: one training run as a state machine: step, evaluate, save, resume.
-//! - [`checkpoint`]: a run on disk, whole or not at all.
-//! - [`memory`]: what a run needs of a device, and the error where there is too little.
+//! - [`checkpoint`]: a run on disk.
+//! - [`memory`]: the device memory that a run needs, and the error when there is too little.
 //! - [`metrics`]: losses and speed over the steps of a run.
 //! - [`sample`]: text from a trained model.
 //! - [`cost`]: time, memory and kernels of a training step.
 //!
-//! Everything that a run computes is a function of its configuration and its data, on a given
-//! device and number of threads: no clock, no address and no global counter enters. That is what
-//! lets a resumed run reach the same bytes as an uninterrupted one.
+//! On one device and with one number of threads, a run is a function of its configuration and its
+//! data: it uses no clock, no address and no global counter. So a resumed run reaches the same
+//! bytes as an uninterrupted one.
 
 pub mod checkpoint;
 pub mod config;

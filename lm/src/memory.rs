@@ -16,8 +16,7 @@ use crate::config::{RecipeName, RunConfig, VOCABULARY};
 
 /// Bytes of one device that a training step holds at once, at the least.
 ///
-/// Counted is what a step cannot do without: it is a lower bound, and what a step takes may be
-/// several times as much.
+/// This is a lower bound: a step may take several times as much.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct MemoryNeed {
     /// The parameters.
@@ -63,16 +62,16 @@ impl MemoryNeed {
         self.weights + self.gradients + self.optimizer
     }
 
-    /// All of it.
+    /// The sum.
     pub fn total(&self) -> u64 {
         self.fixed() + self.activations
     }
 }
 
-/// What is known of a device's memory.
+/// The memory of a device, as far as the runtime reports it.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct DeviceMemory {
-    /// All that it has.
+    /// Its capacity.
     pub capacity: Option<u64>,
     /// What the memory pools of this process hold.
     pub reserved: Option<u64>,
@@ -166,7 +165,7 @@ impl fmt::Display for OutOfMemory {
 
 impl std::error::Error for OutOfMemory {}
 
-/// What a run asks of each of its devices.
+/// The memory that a run needs on each of its devices.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct MemoryBudget {
     device: String,
@@ -245,7 +244,7 @@ impl MemoryBudget {
 /// An allocation that failed, as CubeCL reports it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Failure {
-    /// Bytes asked for, where the report says them.
+    /// Bytes of the allocation, if the report has them.
     asked: Option<u64>,
 }
 

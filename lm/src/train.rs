@@ -23,7 +23,7 @@ use crate::optim::{AdamW, learning_rate};
 /// Name of the file with one line per sampled operand; see [`burn_nvfp4::telemetry`].
 pub const TELEMETRY: &str = "telemetry.csv";
 
-/// Who watches a run.
+/// Receives the events of a run.
 pub trait Observer {
     /// A step was done.
     fn step(&mut self, _step: u64) {}
@@ -37,7 +37,7 @@ pub trait Observer {
     }
 }
 
-/// An observer that watches nothing.
+/// An observer that ignores all events.
 impl Observer for () {}
 
 /// How [`Run::train`] ended.
@@ -49,7 +49,7 @@ pub enum Outcome {
     Stopped,
 }
 
-/// A run with one recipe: the model, its optimizer, and how far it is.
+/// A run with one recipe: the model, its optimizer, and its progress.
 pub struct Run<'a, M> {
     config: &'a RunConfig,
     recipe: RecipeName,

@@ -1,8 +1,7 @@
 //! `cargo xtask machine-code`: registers, spills and instructions of the kernels, without a GPU.
 //!
-//! The tests `*_source` compile every kernel with NVRTC and, where `NVFP4_DUMP` names a folder, leave
-//! its machine code there. A change of a kernel is judged by two tables of this command, one before it
-//! and one after it:
+//! The tests `*_source` compile the kernels with NVRTC. Where `NVFP4_DUMP` names a folder, they
+//! leave the machine code there. To judge a change of a kernel, compare two tables of this command:
 //!
 //! ```text
 //! cargo xtask machine-code --json before.json         # in the tree before the change
@@ -25,11 +24,11 @@ use crate::{setup, workspace};
 /// Options of `cargo xtask machine-code`.
 #[derive(clap::Args)]
 pub struct Args {
-    /// Read machine code that is already in this folder (files `KERNEL-ARCH.cubin`) instead of running
-    /// the source tests
+    /// Read the machine code in this folder (files `KERNEL-ARCH.cubin`) instead of running the
+    /// source tests
     #[arg(long, value_name = "FOLDER")]
     cubins: Option<PathBuf>,
-    /// Take these targets only (comma-separated)
+    /// Take only these targets, separated by commas
     #[arg(
         long,
         value_name = "ARCHS",
@@ -37,17 +36,17 @@ pub struct Args {
         default_value = "sm_90a,sm_100a"
     )]
     arch: Vec<String>,
-    /// Take kernels only whose name contains this
+    /// Take only kernels whose name contains this
     #[arg(long, value_name = "TEXT", default_value = "")]
     only: String,
     /// Write the table to this file, as JSON
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
-    /// Compare with the table in this file; fails when a kernel takes more registers or stack, or has
-    /// more than 1 % more instructions
+    /// Compare with the table in this file; fail when a kernel takes more registers or stack, or
+    /// has over 1 % more instructions
     #[arg(long, value_name = "FILE")]
     before: Option<PathBuf>,
-    /// In names of `--before`, read NEW for OLD (may be given several times)
+    /// Read NEW for OLD in the names of `--before`; may be given several times
     #[arg(long, value_name = "OLD=NEW", requires = "before")]
     rename: Vec<String>,
 }

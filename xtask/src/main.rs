@@ -4,11 +4,11 @@
 //! | --- | --- |
 //! | `cargo xtask setup` | installs LLVM for CubeCL and the CUDA compiler for the source tests |
 //! | `cargo xtask test` | `setup`, then every test of the workspace, then the summed counts |
-//! | `cargo xtask test --full` | the same with what CI leaves out |
+//! | `cargo xtask test --full` | the same, and the kernels compiled for all architectures |
 //! | `cargo xtask sanitize` | the tests of the kernels under compute-sanitizer, on a GPU |
-//! | `cargo xtask unified` | checks that no selection of packages builds its dependencies again |
+//! | `cargo xtask unified` | checks that testing one package compiles no dependency again |
 //! | `cargo xtask package` | makes the packages for crates.io and checks them; publishes nothing |
-//! | `cargo xtask machine-code` | registers, stack and instructions of every kernel, and what a change made of them |
+//! | `cargo xtask machine-code` | registers, stack and instructions of the kernels |
 //! | `cargo xtask licenses` | checks licences and origin of all dependencies against `deny.toml` |
 //! | `cargo xtask book` | builds the book and checks the links of all documents |
 //! | `cargo xtask results` | writes the tables of the performance page from `results/*.json` |
@@ -43,20 +43,20 @@ struct Cli {
 
 #[derive(Subcommand)]
 enum Command {
-    /// Install LLVM, which the features `cpu` and `cuda` need, and NVIDIA's compiler (NVRTC and
-    /// disassembler), which compiles the kernels on a machine without a GPU
+    /// Install LLVM, which the features `cpu` and `cuda` need, and NVIDIA's compiler and
+    /// disassembler, with which the source tests run on a machine without a GPU
     Setup(setup::Args),
-    /// Set up, then run every test; the last line is `N passed, N failed, N skipped`
+    /// Set up and run the tests; the last line is `N passed, N failed, N skipped`
     Test(test::Args),
     /// Run the tests of the kernels on a GPU under compute-sanitizer (memcheck, racecheck,
-    /// initcheck); prints a table of errors, and fails if there is one
+    /// initcheck), and print a table of errors
     Sanitize(sanitize::Args),
     /// Check that `cargo test --package NAME` compiles nothing after `cargo xtask test`
     Unified,
-    /// Make the packages for crates.io and check them; publishes nothing
+    /// Make the packages for crates.io and check them, without publishing
     Package,
-    /// Print registers, stack and instructions of the kernels, compiled without a GPU; compare with a
-    /// table of another commit
+    /// Print registers, stack and instructions of the kernels, compiled without a GPU, or compare
+    /// them with the table of another commit
     MachineCode(machine_code::Args),
     /// Check the licence and the origin of every dependency against deny.toml
     Licenses,
@@ -64,7 +64,7 @@ enum Command {
     Book,
     /// Write the tables of the performance page (docs/src/performance.md) from results/*.json
     Results(results::Args),
-    /// Run everything that a change must pass
+    /// Run everything that a change must pass, and print the time of each stage
     Ci,
 }
 

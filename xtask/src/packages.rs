@@ -1,8 +1,8 @@
 //! `cargo xtask package`: the packages as crates.io would get them.
 //!
-//! `cargo package` without `--verify`, which would build Burn once more for each package; instead
-//! the packages are unpacked side by side, and clippy checks all of them at once with their default
-//! features: what a user of the published crates compiles.
+//! `cargo package` runs with `--no-verify`, because verification would build Burn once more for
+//! each package. Instead the packages are unpacked into one folder, and clippy checks all of them
+//! at once with their default features: what a user of the published crates compiles.
 
 use std::fs;
 use std::path::{Path, PathBuf};

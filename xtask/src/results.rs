@@ -32,7 +32,7 @@ const END: &str = "<!-- end -->";
 /// Options of `cargo xtask results`.
 #[derive(clap::Args)]
 pub struct Args {
-    /// Write nothing; fail when the page differs from what the files say
+    /// Write nothing, and fail when the page differs from the files
     #[arg(long)]
     pub check: bool,
 }

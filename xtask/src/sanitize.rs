@@ -15,8 +15,8 @@ use crate::workspace::{self, FEATURES};
 /// The package whose tests run.
 const PACKAGE: &str = "nvfp4-kernels";
 
-/// Parts of the names of tests that would take hours and find nothing more: large matrices, and many
-/// launches.
+/// Parts of the names of tests that are left out, because they would take hours and find nothing
+/// more: large matrices, and many launches.
 const LEFT_OUT: [&str; 6] = [
     "beyond_two",
     "more_elements",
@@ -65,19 +65,20 @@ impl Tool {
 /// Options of `cargo xtask sanitize`.
 #[derive(clap::Args)]
 pub struct Args {
-    /// Tools to run (default: all three)
+    /// Run these tools, separated by commas [default: all three]
     #[arg(long, value_delimiter = ',')]
     tool: Vec<Tool>,
-    /// Modules of tests by name, such as `quantize` (default: all that launch kernels)
+    /// Run this module of tests, such as `quantize`; may be given several times [default: all that
+    /// launch kernels]
     #[arg(long, short, value_name = "NAME")]
     test: Vec<String>,
-    /// The test binary, if it is built already; cargo is then not needed
+    /// Use this test binary, and do not build one
     #[arg(long, value_name = "FILE")]
     binary: Option<PathBuf>,
-    /// Processes at a time, all on one GPU
+    /// Run this many processes at a time, all on one GPU
     #[arg(long, short, default_value_t = 4, value_name = "N")]
     jobs: usize,
-    /// Arguments for the test binary, for example a part of a test's name
+    /// Pass these arguments to the test binary, for example a part of a test's name
     #[arg(last = true, value_name = "ARGUMENTS")]
     rest: Vec<String>,
 }
@@ -276,8 +277,8 @@ struct Module {
     tests: Vec<String>,
 }
 
-/// The tests of `binary` that run: of the modules `wanted`, or of all that launch kernels, those that
-/// `rest` selects.
+/// The tests of `binary` that run: those that `rest` selects in the modules `wanted`, by default in
+/// all modules that launch kernels.
 fn modules(binary: &Path, wanted: &[String], rest: &[String]) -> Result<Vec<Module>> {
     let output = Command::new(binary)
         .arg("--list")

@@ -21,13 +21,13 @@ pub struct Args {
     /// Test optimised builds
     #[arg(long)]
     release: bool,
-    /// Test only this package (may be given several times; default: all of the workspace)
+    /// Test only this package; may be given several times [default: the workspace]
     #[arg(long, short, value_name = "NAME")]
     package: Vec<String>,
-    /// Test also what takes long: the kernels compiled for every GPU architecture
+    /// Also compile the kernels for the architectures that CI leaves out; sets NVFP4_TEST_FULL=1
     #[arg(long)]
     full: bool,
-    /// Arguments for the test binaries, for example a part of a test's name
+    /// Pass these arguments to the test binaries, for example a part of a test's name
     #[arg(last = true, value_name = "ARGUMENTS")]
     rest: Vec<String>,
 }
@@ -96,8 +96,8 @@ fn commands(args: &Args) -> Vec<(Command, Vec<&'static str>)> {
     select_packages(&mut all, &args.package);
     let mut commands = vec![(all, Vec::new())];
     if args.package.is_empty() || args.package.iter().any(|package| package == LAYERS) {
-        // Without this variable the layers run on Flex. The second run is that of the tests that are
-        // small enough for CubeCL's CPU runtime.
+        // Without this variable the layers run on Flex. The second run has the tests that are small
+        // enough for CubeCL's CPU runtime.
         let mut cube = test();
         select_packages(&mut cube, &args.package);
         cube.args(["--test", "burn_nvfp4"]);

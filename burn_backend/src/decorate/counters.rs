@@ -95,7 +95,7 @@ impl RoleCounters {
     }
 }
 
-/// How often each thing happened in one layer.
+/// The counts of one layer.
 #[derive(Debug, Default)]
 pub(super) struct Counters {
     pub forward: RoleCounters,

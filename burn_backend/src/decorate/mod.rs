@@ -1,8 +1,8 @@
 //! NVFP4 in unmodified models.
 //!
-//! [`decorate`] takes any Burn model and routes the linear layers in it (`burn_nn::Linear`, and so
-//! all of `burn_nn::MultiHeadAttention`, `TransformerEncoder`, `PositionWiseFeedForward` and the
-//! user's own modules that hold one) through NVFP4, forward and backward:
+//! [`decorate`] takes a Burn model and routes its `burn_nn::Linear` layers through NVFP4, forward
+//! and backward: those of `burn_nn::MultiHeadAttention`, `TransformerEncoder`,
+//! `PositionWiseFeedForward` and of the user's own modules.
 //!
 //! ```no_run
 //! use burn_core::tensor::{Device, Tensor};
@@ -23,11 +23,11 @@
 //! # }
 //! ```
 //!
-//! How it works, what it guarantees and what it refuses is in `docs/src/decorator.md`. In short: a
-//! reparameterization marks the weights, a fuser registered with Burn's fusion runs the GEMMs of
-//! marked weights, and an observer of Burn's fusion server knows the role of each GEMM from the
-//! graph, and sees whether it ran. The graph sees a marked weight as NaN, so a missed GEMM can give
-//! no number.
+//! `docs/src/decorator.md` says how it works, what it guarantees and what it refuses. In short: a
+//! reparameterization marks the weights, and a fuser registered with Burn's fusion runs the GEMMs
+//! of marked weights. An observer of Burn's fusion server knows the role of each GEMM from the
+//! graph, and sees whether it ran. The graph sees a marked weight as NaN, so the result of a missed
+//! GEMM is NaN.
 
 mod call;
 mod check;
@@ -86,7 +86,7 @@ pub fn decorate<M: Module>(model: M, recipe: &Nvfp4Recipe) -> Result<M, Nvfp4Err
     Decorator::new(recipe).decorate(model)
 }
 
-/// [`decorate`], with choices.
+/// [`decorate`], with options.
 #[derive(Debug, Clone)]
 pub struct Decorator {
     recipe: Nvfp4Recipe,
@@ -98,12 +98,12 @@ pub struct Decorator {
 impl Decorator {
     /// A strict decorator of all `burn_nn::Linear` layers but output heads and routers.
     ///
-    /// A layer is taken for one by its name, or by that of a module that it is in: `head`,
-    /// `classifier`, `logits`, `unembed`, `unembedding` and whatever ends in `_head` (`lm_head`),
-    /// `router` and whatever ends in `_router`, and `gate` beside a module called `experts` (the
-    /// gate of a SwiGLU is no router). They stay Burn's own, in high precision, and the [`report`]
-    /// says so. [`include`](Self::include) decorates them all the same; a head of another name is
-    /// decorated unless it is in [`exclude`](Self::exclude).
+    /// Heads and routers are recognized by the name of the layer or of a module around it. Heads
+    /// are `head`, `*_head`, `classifier`, `logits`, `unembed` and `unembedding`. Routers are
+    /// `router`, `*_router`, and `gate` beside a module called `experts` (the gate of a SwiGLU is
+    /// no router). They stay Burn's own, in high precision, and the [`report`] lists them.
+    /// [`include`](Self::include) decorates them. A head of another name is decorated unless it is
+    /// in [`exclude`](Self::exclude).
     pub fn new(recipe: &Nvfp4Recipe) -> Self {
         Self {
             recipe: recipe.clone(),
@@ -130,9 +130,8 @@ impl Decorator {
         self
     }
 
-    /// Leave the layers alone whose weight is in `group`, such as a head that its name does not
-    /// tell: they are not decorated at all, whatever the recipe says. It wins over
-    /// [`include`](Self::include).
+    /// Leave out the layers whose weight is in `group`, such as a head with an unusual name. They
+    /// are not decorated, whatever the recipe says. It wins over [`include`](Self::include).
     ///
     /// Layers in the recipe's `high_precision` group are decorated ones that do nothing, and are in
     /// the [`report`].

@@ -452,7 +452,8 @@ impl State {
                 .filter(|call| call.dims == [d_in, d_out] && call.training && call.weight_tracked)
                 .collect()
         };
-        // Calls that are gone, of another model with the same input say, have no gradients to come.
+        // Calls that were dropped, for example of another model with the same input, get no
+        // gradient.
         let sole = input_of
             .iter()
             .filter(|call| call.strong_count() > 0)

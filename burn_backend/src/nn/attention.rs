@@ -275,11 +275,11 @@ fn dropout(share: f64) -> Result<Option<Dropout>, Nvfp4Error> {
 /// times, and the three parts of the weight share one global scale. Scores, softmax and the mix of
 /// values are in high precision: scores and values in the type of the input, softmax in `f32`.
 ///
-/// Where a model stands in its sequence is not the attention's business: [`RopeCache`] brings the
-/// rotations and the causal mask, once for all layers.
+/// Positions are not part of the attention: [`RopeCache`] holds the rotations and the causal mask
+/// for all layers.
 #[derive(Module, Debug)]
 pub struct Nvfp4Attention {
-    /// Queries, keys and values side by side, `[d_model, (heads + 2 * kv_heads) * head]`.
+    /// Queries, keys and values concatenated, `[d_model, (heads + 2 * kv_heads) * head]`.
     pub qkv: Nvfp4Linear,
     /// Output, `[d_model, d_model]`.
     pub out: Nvfp4Linear,
@@ -342,7 +342,7 @@ impl Nvfp4Attention {
             positions.rotate(part(heads, kv_heads)),
             part(heads + kv_heads, kv_heads),
         );
-        // The scale goes into q, which is smaller than the scores.
+        // q is scaled instead of the scores, because it is smaller.
         let q = cast(q.mul_scalar((head as f64).powf(-0.5)), activation);
         let (k, v) = (cast(k, activation), cast(v, activation));
         let (k, v) = (self.for_queries(k), self.for_queries(v));

@@ -87,7 +87,7 @@ impl Nvfp4TransformerBlockConfig {
 /// A block of a decoder: attention, then a feed-forward, dense or a mixture of experts, each behind
 /// a norm and added to the residual stream.
 ///
-/// Exactly one of `feed_forward` and `moe` is there.
+/// It has either `feed_forward` or `moe`.
 #[derive(Module, Debug)]
 pub struct Nvfp4TransformerBlock {
     /// Before the attention.

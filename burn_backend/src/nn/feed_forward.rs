@@ -65,7 +65,7 @@ impl Nvfp4SwiGluConfig {
 /// `G` and `U` are one weight: the input is quantized once, and both share one global scale.
 #[derive(Module, Debug)]
 pub struct Nvfp4SwiGlu {
-    /// `G` and `U` side by side, `[d_model, 2 * d_hidden]`.
+    /// `G` and `U` concatenated, `[d_model, 2 * d_hidden]`.
     pub gate_up: Nvfp4Linear,
     /// `D`, `[d_hidden, d_model]`.
     pub down: Nvfp4Linear,

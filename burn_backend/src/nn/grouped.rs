@@ -83,10 +83,10 @@ impl Nvfp4GroupedLinearConfig {
 /// from expert to expert.
 ///
 /// It takes every recipe that [`Nvfp4Linear`](crate::Nvfp4Linear) takes. Parameters stay in high
-/// precision. What a training forward is, and how it draws, is as for
-/// [`Nvfp4Linear`](crate::Nvfp4Linear); so are recipes, modes, high-precision layers and
-/// [`Nvfp4State`](crate::Nvfp4State). So is what is packed of the weights: it is kept until they
-/// change, and the micro-batches of gradient accumulation quantize them once.
+/// precision. Training forwards, random draws, modes, high-precision layers and
+/// [`Nvfp4State`](crate::Nvfp4State) are as for [`Nvfp4Linear`](crate::Nvfp4Linear). The quantized
+/// weights are kept until the weights change: the micro-batches of gradient accumulation quantize
+/// them once.
 #[derive(Module, Debug)]
 #[module(custom_display)]
 pub struct Nvfp4GroupedLinear {
@@ -211,8 +211,8 @@ impl Nvfp4GroupedLinear {
         ))
     }
 
-    /// Fail unless the layer, its parameters called `names` in the module that it is part of,
-    /// multiplies what comes from an input on `device` by matrices of `shape`.
+    /// Fail unless the layer is on `device` and its weights have `shape`. `names` are those of its
+    /// parameters in the module that it is part of.
     pub(super) fn check_part(
         &self,
         names: [&'static str; 2],

@@ -63,13 +63,13 @@ impl Nvfp4LinearConfig {
 
 /// A linear layer `y = x W + b` whose GEMMs, forward and backward, run in NVFP4.
 ///
-/// It stands in for `burn_nn::Linear`: the same parameters, with the same paths in a record, so
-/// that checkpoints move both ways. Parameters stay in high precision (`f32` master weights);
-/// operands are quantized when they are used. See the [crate](crate) for what is rounded how.
+/// It replaces `burn_nn::Linear`: it has the same parameters, with the same paths in a record, so
+/// that each loads the other's checkpoints. Parameters stay in high precision (`f32` master
+/// weights); operands are quantized when they are used. The [crate](crate) page has the rounding of
+/// each operand.
 ///
-/// A training forward is one whose output some gradient will be asked of; it takes the next offset
-/// of the layer's random streams. Forwards under `valid()`, or of frozen layers on constant inputs,
-/// draw nothing.
+/// A training forward, whose output requires a gradient, takes the next offset of the layer's
+/// random streams. Forwards under `valid()`, or of frozen layers on constant inputs, draw nothing.
 #[derive(Module, Debug)]
 #[module(custom_display)]
 pub struct Nvfp4Linear {
@@ -146,8 +146,8 @@ impl Nvfp4Linear {
         validate::linear(input, &self.weight, self.bias.as_deref())
     }
 
-    /// Fail unless the layer, its parameters called `names` in the module that it is part of,
-    /// multiplies what comes from an input on `device` by a matrix of `shape`.
+    /// Fail unless the layer is on `device` and its weight has `shape`. `names` are those of its
+    /// parameters in the module that it is part of.
     pub(super) fn check_part(
         &self,
         names: [&'static str; 2],
@@ -182,15 +182,15 @@ impl Nvfp4Linear {
         or_panic("Nvfp4Linear::forward", self.try_forward(input))
     }
 
-    /// Apply several layers to one input, as if they were one layer with their weights side by
-    /// side: one output for each, in order.
+    /// Apply several layers to one input, as if they were one layer with concatenated weights: one
+    /// output for each, in order.
     ///
-    /// The weights share one global scale, from the largest magnitude in any of them, as inference
-    /// engines that fuse queries, keys and values, or gate and up, ask of a checkpoint. The input
-    /// is quantized once. Random bits are the first layer's, whose count of forwards goes on; those
-    /// of the others stay. The first layer caches the quantized weights until one of
-    /// them changes, or until it is computed alone or with others; in high precision they are put
-    /// together anew in each forward.
+    /// The weights share one global scale, from the amax of all of them, which inference engines
+    /// that fuse queries, keys and values, or gate and up, require of a checkpoint. The input is
+    /// quantized once. Random bits are those of the first layer, whose offset advances; the offsets
+    /// of the others stay. The first layer caches the quantized weights until one of them changes,
+    /// or until it is computed alone or with others. In high precision the weights are concatenated
+    /// in each forward.
     ///
     /// # Errors
     /// As [`try_forward`](Self::try_forward), and when there is no layer, or when layers differ in

@@ -132,7 +132,7 @@ impl Nvfp4MoeConfig {
 pub struct Nvfp4Moe {
     /// The router, `[d_model, experts]`, always in high precision.
     pub router: Linear,
-    /// Gate and up of each expert side by side, `[experts, d_model, 2 * d_hidden]`: they share one
+    /// Gate and up of each expert, concatenated, `[experts, d_model, 2 * d_hidden]`: they share one
     /// global scale for each expert.
     pub gate_up: Nvfp4GroupedLinear,
     /// Down of each expert, `[experts, d_hidden, d_model]`.
@@ -258,9 +258,9 @@ impl Nvfp4Moe {
 /// The `count` experts of each token with the largest probabilities (`[tokens, experts]`), the
 /// largest first: `[tokens, count]`. All of them come in their own order.
 ///
-/// Only their numbers are asked for: with the values, or under autodiff, Burn reads the
-/// probabilities back and sorts them on the host, and the device waits. That kernel leaves at least
-/// one out.
+/// It computes only the indices: for the values, or under autodiff, Burn reads the probabilities
+/// back and sorts them on the host, and the device waits. Burn's kernel leaves out at least one
+/// expert.
 fn most_probable(probabilities: Tensor<2>, count: usize) -> Tensor<2, Int> {
     let [tokens, experts] = probabilities.dims();
     if count == experts {

@@ -24,7 +24,7 @@ pub struct RmsNorm {
 }
 
 impl RmsNorm {
-    /// Added to the mean square unless another value is asked for.
+    /// The default ε, which is added to the mean square.
     pub const EPSILON: f64 = 1e-6;
 
     /// A norm of `width` features with gains of 1 and an ε of [`EPSILON`](Self::EPSILON).

@@ -22,8 +22,7 @@ impl PartIds {
     }
 }
 
-/// A layer of its own, number `index` of those that `ids` are of; with new ids where there are
-/// none.
+/// A separate layer, with the ids of number `index` in `ids`, or with new ones.
 pub(super) fn apart(
     ids: Option<&[PartIds]>,
     index: usize,
@@ -45,7 +44,7 @@ fn param<const D: usize>(id: Option<ParamId>, value: Tensor<D>) -> Param<Tensor<
     param
 }
 
-/// Layers of one input as one layer, their outputs side by side. A missing bias is zero if another
+/// Layers of one input as one layer with concatenated outputs. A missing bias is zero if another
 /// layer has one.
 pub(super) fn side_by_side(linears: &[Linear]) -> Linear {
     let weights = linears.iter().map(|linear| linear.weight.val().detach());

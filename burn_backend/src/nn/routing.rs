@@ -7,8 +7,8 @@ use crate::experts::{ExpertOffsets, check_experts, moe_permute, moe_unpermute};
 
 /// The sums of each column of `x` (`[rows, columns]`) up to and with each row.
 ///
-/// A scan in Burn reads, for each element, all that is before it. So pieces of a few rows are
-/// scanned, then the sums of the pieces, in the same way.
+/// Burn's scan reads, for each element, all elements before it. This one scans short pieces, and
+/// then the sums of the pieces in the same way.
 fn running_sums(x: Tensor<2, Int>) -> Tensor<2, Int> {
     /// Rows of a piece.
     const PIECE: usize = 32;
@@ -37,7 +37,7 @@ fn running_sums(x: Tensor<2, Int>) -> Tensor<2, Int> {
         .narrow(0, 0, rows)
 }
 
-/// Which expert each choice of each token goes to, sorted by expert: dispatch and combine.
+/// The expert of each choice of each token, sorted by expert: dispatch and combine.
 ///
 /// Every token is sent to each expert that it chose, however many chose the same (no capacity, no
 /// token dropped). The sort is a counting sort, stable, made of tensor operations that never wait
@@ -99,7 +99,7 @@ impl Routing {
         })
     }
 
-    /// Where each expert's tokens lie among the sorted ones.
+    /// The offsets of each expert's tokens among the sorted ones.
     pub fn experts(&self) -> &ExpertOffsets {
         &self.experts
     }

@@ -13,11 +13,12 @@
 //!
 //! A grouped layer computes what the plain layer computes for each expert's tokens and weight:
 //!
-//! - In NVFP4, by MS-EDEN too, each group is quantized as a matrix of its own: it has its own amax,
-//!   before and after the transform, or one for each of its stored rows, and its blocks along the
-//!   tokens begin at its first token, the last block, or transform, padded with zeros. So has each
-//!   expert's weight (docs/src/numerics.md, sections 4 and 9).
-//! - MXFP8 has no amax beyond its blocks of 32, which begin at the first token of each group.
+//! - In NVFP4, with MS-EDEN too, each group is quantized as a separate matrix. It has its own amax,
+//!   before and after the transform, or one for each of its stored rows. Its blocks along the
+//!   tokens begin at its first token; the last block, or transform, is padded with zeros. The same
+//!   holds for each expert's weight (docs/src/numerics.md, sections 4 and 9).
+//! - The MX formats have no amax beyond their blocks of 32, which begin at the first token of each
+//!   group.
 //! - High precision, of the original tensors or of dequantized ones, is multiplied as it is.
 //!
 //! The experts share the random streams of the layer. Block numbers, and those of MS-EDEN's groups
@@ -118,7 +119,7 @@ pub trait Nvfp4Ops: Backend {
     ) -> FloatTensor<Self>;
 
     /// The GEMM of two operands, see [`GemmGroups`], accumulated in `f32` and rounded once to
-    /// `dtype`. `alpha` is the product of the operands' global scales.
+    /// `dtype`. `alpha` is one operand's global scale times the other's.
     ///
     /// Two float operands have one type, and none is multiplied with a quantized one whose
     /// contraction is padded.

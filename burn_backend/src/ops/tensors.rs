@@ -78,8 +78,8 @@ pub enum QuantizedData<B: Backend> {
 /// - the quantized tensors of a stack of weights are rowwise ones of `[experts * d_in, d_out]` and
 ///   of the transposed weights, `[experts * d_out, d_in]`;
 /// - the rowwise tensor of tokens is that of `[tokens, cols]`; rows of no group are undefined;
-/// - in the columnwise tensor of tokens the groups lie side by side, each padded to whole blocks
-///   (or transforms), so that `rows` of its layout is their number at most; the elements behind the
+/// - the columnwise tensor of tokens concatenates the groups, each padded to whole blocks (or
+///   transforms), so that `rows` of its layout is their number at most; the elements behind the
 ///   last group are undefined.
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "cubecl-backend"))]

@@ -85,9 +85,8 @@ pub struct Nvfp4Recipe {
     )]
     pub dgrad: DgradRecipe,
     /// The gradient of the weight.
-    #[config(
-        default = "WgradRecipe { x: QuantSpec::NVFP4.rht(16), dy: QuantSpec::NVFP4.rht(16).stochastic() }"
-    )]
+    #[config(default = "WgradRecipe { \
+                   x: QuantSpec::NVFP4.rht(16), dy: QuantSpec::NVFP4.rht(16).stochastic() }")]
     pub wgrad: WgradRecipe,
     /// Whether the backward's `x` and `w` are quantized from the forward's tensors, or from its
     /// dequantized operands.
@@ -101,12 +100,12 @@ pub struct Nvfp4Recipe {
     /// element `i` of each 16 of it). The default is TransformerEngine's.
     #[config(default = 0xD7E8)]
     pub rht_signs: u16,
-    /// Draw the transform's signs from the seed, all of them, in place of `rht_signs`.
+    /// Draw all signs of the transform from the seed instead of `rht_signs`.
     #[config(default = false)]
     pub rht_seeded: bool,
     /// Layers that stay in high precision: those whose weight (`"path.to.layer.weight"`, or its
-    /// id) is in the group. They multiply in the type of their input. [`apply`](Self::apply) puts
-    /// it into effect.
+    /// id) is in the group. They multiply in the type of their input. It takes effect with
+    /// [`apply`](Self::apply).
     pub high_precision: Option<ParamGroup>,
     /// Layers that stay in high precision by their place in the model, besides `high_precision`.
     #[config(default = "LayerPolicy::None")]

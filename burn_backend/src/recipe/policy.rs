@@ -5,9 +5,9 @@ use std::collections::BTreeSet;
 use nvfp4_kernels::Nvfp4Error;
 use serde::{Deserialize, Serialize};
 
-/// Layers that stay in high precision by their place. Embeddings, norms, and heads and routers of
-/// Burn's own layers do so besides: they are no NVFP4 layers, and `Decorator` leaves alone what it
-/// takes for a head or a router by its name.
+/// Layers that stay in high precision by their place. Embeddings, norms, heads and routers of
+/// Burn's own layers always do: they are no NVFP4 layers, and `Decorator` recognizes heads and
+/// routers by their names.
 ///
 /// A *block* is what the first number in a layer's path counts: `blocks.3.attention.qkv` belongs to
 /// block 3. Layers without a number belong to no block.
@@ -72,7 +72,7 @@ impl LayerPolicy {
         }
         let last = match last {
             Count::Exactly(last) => last,
-            // A share such as 0.15 of 20 must not become 4 by the rounding of the product.
+            // A share such as 0.15 of 20 must not become 4 by the rounding of a multiplication.
             Count::Share(share) => (share * blocks.len() as f64 - 1e-9).ceil() as usize,
         };
         let kept: BTreeSet<u64> = blocks

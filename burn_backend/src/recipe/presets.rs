@@ -38,7 +38,7 @@ impl Nvfp4Recipe {
     /// The preset called `name`.
     ///
     /// # Errors
-    /// When there is none of that name; the message lists those that there are.
+    /// When there is none of that name; the message lists the names.
     pub fn preset(name: &str) -> Result<Self, Nvfp4Error> {
         let found = PRESETS.iter().find(|(preset, _)| *preset == name);
         found.map(|(_, recipe)| recipe()).ok_or_else(|| {
@@ -54,9 +54,8 @@ impl Nvfp4Recipe {
         Self::new()
     }
 
-    /// [`nvidia`](Self::nvidia) with four over six (arXiv 2512.02010) wherever rounding is to nearest
-    /// and nothing is transformed: activations and weights of the forward, and the same weights in
-    /// dgrad.
+    /// [`nvidia`](Self::nvidia) with four over six (arXiv 2512.02010) where rounding is to nearest
+    /// and no transform runs: `x` and `w` of fprop, and `w` of dgrad.
     pub fn nvidia_4over6() -> Self {
         let four = |operand: QuantSpec| operand.scale(BlockScaling::FourOverSix(ErrorNorm::Mae));
         let recipe = Self::new();
@@ -108,9 +107,9 @@ impl Nvfp4Recipe {
         }
     }
 
-    /// [`nvidia`](Self::nvidia) with an amax for each token of `x` and `dy` (and for each feature in
-    /// wgrad, whose contraction is the tokens), so that a token's result does not depend on its
-    /// batch. After TransformerEngine's pull request 3045.
+    /// [`nvidia`](Self::nvidia) with an amax for each token of `x` and `dy`, so that a token's
+    /// result does not depend on its batch. In wgrad, whose contraction is the tokens, each feature
+    /// has an amax. After TransformerEngine's pull request 3045.
     pub fn per_token() -> Self {
         let recipe = Self::new();
         Self {
@@ -160,8 +159,8 @@ impl Nvfp4Recipe {
         }
     }
 
-    /// Quantization-aware training of weights alone: they are rounded to what an NVFP4 checkpoint
-    /// will hold, everything else stays in high precision.
+    /// Quantization-aware training of weights alone: they are rounded to the values of an NVFP4
+    /// checkpoint. Everything else stays in high precision.
     pub fn weight_only_qat() -> Self {
         let recipe = Self::fwd_nvfp4_bwd_bf16();
         Self {
@@ -182,8 +181,8 @@ impl Nvfp4Recipe {
         }
     }
 
-    /// MXFP4 everywhere, rounded to nearest: what the smaller blocks and the two-level scale of NVFP4
-    /// are compared with.
+    /// MXFP4 everywhere, rounded to nearest: the baseline for NVFP4's smaller blocks and two-level
+    /// scale.
     pub fn mxfp4() -> Self {
         let mx = QuantSpec::MXFP4;
         Self {

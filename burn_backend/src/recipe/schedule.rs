@@ -1,11 +1,11 @@
-//! When to quantize: switches between steps that need no new model.
+//! When to quantize: modes that switch between steps, without a new model.
 
 use nvfp4_kernels::Nvfp4Error;
 use serde::{Deserialize, Serialize};
 
 use crate::ops::{BackwardSource, LinearSpec, OperandSpec};
 
-/// What a layer does with its recipe from now on.
+/// How a layer follows its recipe, until the mode changes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum LayerMode {
@@ -44,16 +44,16 @@ impl LayerMode {
     }
 }
 
-/// The end of a run in high precision, which takes back most of what quantization cost: what an
-/// NVFP4 run loses is mostly noise of its forward (NVIDIA's report, arXiv 2509.25149, appendix D: a
-/// gap of 1.5 % became 0.5 % with the last 18 % of the tokens).
+/// The end of a run in high precision, which removes most of the loss gap: most of the gap is noise
+/// of the forward. In NVIDIA's report (arXiv 2509.25149, appendix D) a gap of 1.5 % became 0.5 %
+/// with the last 18 % of the tokens.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Healing {
-    /// After what share of the steps it begins: from 0 to 1.
+    /// The share of the steps after which it begins, from 0 to 1.
     pub at_fraction: f64,
-    /// Only the forward changes; the backward keeps its formats. It brings nearly as much, since
-    /// the backward's noise costs little.
+    /// Only the forward changes; the backward keeps its formats. The gap closes nearly as far,
+    /// because the backward's noise costs little.
     pub forward_only: bool,
 }
 

@@ -18,19 +18,18 @@ use crate::rng::{RANK_SHIFT, RngState};
 /// The state of one layer: its [`RngState`], whether it stays in high precision, its
 /// [`LayerMode`], and the cache of its quantized weight.
 ///
-/// Clones share it. A clone of a module is the same logical layer (a fork for another device, the
-/// module that an optimizer step returns, `valid()`), and whichever of them runs forward, no offset
+/// Clones share it. A clone of a module is the same logical layer: a fork for another device, the
+/// module that an optimizer step returns, or `valid()`. Whichever of them runs forward, no offset
 /// is drawn twice and none is lost.
 ///
 /// # Several devices
 ///
-/// `Module::fork` to a device, as data-parallel training does for each of its workers, gives a
-/// clone that counts its forwards apart and draws other bits than the forks for other devices:
-/// those at offset `rank << 48 | count`, `rank` being the index of the device. So what every worker
-/// draws is determined, however their threads run. The signs of the Hadamard transform are the same
-/// on all. Forks to one device, and clones, share one count; a module that was never forked has
-/// rank 0. [`Nvfp4State`](crate::Nvfp4State) saves the count of the module it is given; applied to
-/// a module, it is where all ranks resume, since data-parallel workers take their steps together.
+/// Data-parallel training calls `Module::fork` for each rank. A fork counts its own forwards and
+/// draws at offset `rank << 48 | count`, where `rank` is the index of the device. So the bits of
+/// each rank are determined, whatever the timing of threads. The signs of the Hadamard transform
+/// are the same on all ranks. Clones, and forks to one device, share one count; a module that was
+/// never forked has rank 0. [`Nvfp4State`](crate::Nvfp4State) saves the count of the module that
+/// it is given. All ranks resume from that count, because they step together.
 #[derive(Clone, Debug)]
 pub struct LayerState {
     shared: Arc<Shared>,
@@ -52,7 +51,7 @@ struct Shared {
 /// The counts of forwards, by rank.
 #[derive(Debug)]
 struct Offsets {
-    /// Where ranks begin that have not drawn yet.
+    /// The count at which a rank begins that has not drawn yet.
     start: u64,
     next: BTreeMap<u64, u64>,
 }
@@ -184,7 +183,7 @@ impl LayerState {
             .unwrap_or_else(|poisoned| poisoned.into_inner())
     }
 
-    /// Whether the layer computes in the type of its input in place of NVFP4.
+    /// Whether the layer computes in the type of its input instead of NVFP4.
     pub fn is_high_precision(&self) -> bool {
         self.shared.high_precision.load(Ordering::Relaxed)
     }
@@ -255,7 +254,7 @@ impl LayerState {
     }
 }
 
-/// Burn's traversals see nothing of it; [`Nvfp4State`](crate::Nvfp4State) does.
+/// Burn's traversals do not see it; [`Nvfp4State`](crate::Nvfp4State) does.
 impl Parameterless for LayerState {
     fn pass<V: ModuleVisitor>(&self, _visitor: &mut V) {
         TRAVERSAL.with_borrow_mut(|traversal| {
@@ -280,8 +279,8 @@ impl Parameterless for LayerState {
             rht_signs,
         } = self.rng_state();
         let text = format!(
-            "LayerState {{seed: {seed}, layer: {layer}, offset: {offset}, rht_signs: {rht_signs:#06x}, \
-             high_precision: {}}}",
+            "LayerState {{seed: {seed}, layer: {layer}, offset: {offset}, \
+             rht_signs: {rht_signs:#06x}, high_precision: {}}}",
             self.is_high_precision()
         );
         content.add_formatted(&text).optional()
@@ -291,9 +290,8 @@ impl Parameterless for LayerState {
 parameterless_module!(LayerState);
 
 thread_local! {
-    /// The traversal of [`layers`] on this thread, while one is under way. A module's `visit` is
-    /// generic over its visitor, so the state of a layer cannot hand itself to ours directly; it
-    /// leaves itself here.
+    /// The traversal of [`layers`] that runs on this thread. A module's `visit` is generic over its
+    /// visitor, so a layer's state cannot call ours directly; it registers itself here.
     static TRAVERSAL: RefCell<Option<Traversal>> = const { RefCell::new(None) };
 }
 
@@ -332,7 +330,7 @@ impl Traversal {
     fn found(&mut self, state: &LayerState) {
         let owner = &self.path[..self.path.len().saturating_sub(1)];
         match &self.weight {
-            // A layer's state stands beside its weight, that of a decorated one below it.
+            // A layer's state is a sibling of its weight; a decorated layer's is below it.
             Some((weight_owner, id))
                 if weight_owner == owner || is_weight_of(owner, weight_owner) =>
             {

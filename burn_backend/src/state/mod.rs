@@ -1,8 +1,8 @@
 //! The state of NVFP4 layers, and how it is saved with a model.
 //!
-//! Burn's module records hold tensors by path, and refuse entries that one side lacks. If a layer's
-//! counter were such an entry, its checkpoints would no longer be those of `burn_nn::Linear`. So
-//! the state of a layer shows nothing to Burn's visitors and mappers, and [`Nvfp4State`] travels
+//! Burn's module records hold tensors by path, and loading refuses entries that one side lacks. A
+//! layer's counter in the record would make its checkpoints differ from those of `burn_nn::Linear`.
+//! So the state of a layer is invisible to Burn's visitors and mappers, and [`Nvfp4State`] is saved
 //! beside the record: collect it from the model when saving, apply it to the model after loading.
 
 mod layer;
@@ -56,8 +56,8 @@ impl Nvfp4Recipe {
     /// Clones of the model share the setting.
     ///
     /// # Errors
-    /// When the model has no such layer, or the group contains none of them: a pattern that
-    /// matches nothing is a mistake, and it would go unnoticed.
+    /// When the model has no such layer, or the group contains none of them: a pattern that matches
+    /// nothing is a mistake.
     pub fn apply<M: Module>(&self, model: &M) -> Result<usize, Nvfp4Error> {
         let layers = layers(model);
         if layers.is_empty() {

@@ -15,14 +15,15 @@ use crate::rng::RngState;
 /// The RNG states of the NVFP4 layers of a model, by the path of the layer.
 ///
 /// Save it beside the model's record and apply it to the loaded model: the resumed run then draws
-/// exactly the bits that the uninterrupted one would have. It is a Burn [`Config`], so it has a
-/// JSON file of its own; serde puts it into any other.
+/// exactly the bits that the uninterrupted one would have. It is a Burn [`Config`], which saves
+/// itself as a JSON file, and serde can embed it in another.
 ///
 /// ```no_run
 /// use burn_core::config::Config;
 /// # use burn_core::{module::Module, tensor::Device};
 /// # use burn_nvfp4::{Nvfp4Linear, Nvfp4State};
-/// # fn save_and_load(model: Nvfp4Linear, fresh: Nvfp4Linear) -> Result<(), Box<dyn std::error::Error>> {
+/// # use std::error::Error;
+/// # fn save_and_load(model: Nvfp4Linear, fresh: Nvfp4Linear) -> Result<(), Box<dyn Error>> {
 /// Nvfp4State::collect(&model).save("model.nvfp4.json")?;
 /// model.save_file("model.bpk")?;
 /// // In another process:

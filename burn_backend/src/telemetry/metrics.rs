@@ -1,7 +1,7 @@
 //! Telemetry as metrics of burn-train (feature `train`).
 //!
-//! The output of a model's training step carries the samples of that step, none in most of them,
-//! and hands them to the metrics:
+//! The output of a training step holds the samples of that step, which most steps do not have, and
+//! passes them to the metrics:
 //!
 //! ```
 //! # #[cfg(feature = "flex")] {
@@ -81,8 +81,9 @@ use crate::state;
 pub enum Statistic {
     /// [`OperandSample::sqnr_db`]; operands that lost nothing do not count.
     Sqnr,
-    /// [`OperandSample::signal_to_noise`]: the norm over that of the quantization noise; of `dgrad.dy`
-    /// the signal to leave 4-bit gradients, below √3. Operands that lost nothing do not count.
+    /// [`OperandSample::signal_to_noise`]: the norm of the operand over that of its quantization
+    /// noise. For `dgrad.dy`, a value below √3 is the signal to leave 4-bit gradients. Operands
+    /// that lost nothing do not count.
     SignalToNoise,
     /// [`OperandSample::zeros`], in percent.
     Zeros,

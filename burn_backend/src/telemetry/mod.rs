@@ -2,16 +2,16 @@
 //! sample every so many steps.
 //!
 //! A sample reads a part of each operand: evenly spaced stored rows that hold about 256 Ki
-//! elements. The step copies them aside on its device, some 1.5 MB an operand, without a
-//! synchronisation; after the step they are read and evaluated by all cores. Other steps cost
+//! elements. The step copies them on its device, some 1.5 MB an operand, without a synchronisation.
+//! After the step the host reads the copies and evaluates them on all cores. Other steps cost
 //! nothing.
 //!
 //! Operands after a transform (those of wgrad by most recipes, and all by MS-EDEN) are measured in
 //! the rotated domain: their dequantized codes against the transformed source.
 //!
-//! Of a layer of experts, the tokens and weights of all experts are sampled together, each value
-//! with the global scale of its own expert: an expert's share of the sampled tokens is its share of
-//! all tokens, and the weights of all experts have equal shares.
+//! The tokens and weights of all experts of a layer are sampled together, each value with the
+//! global scale of its own expert. An expert's share of the sampled tokens is its share of all
+//! tokens; the weights of all experts have equal shares.
 //!
 //! ```
 //! # #[cfg(feature = "flex")] {

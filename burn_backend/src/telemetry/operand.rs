@@ -11,9 +11,8 @@ pub struct OperandSample {
     pub operand: &'static str,
     /// Signal over quantization noise, in decibel; infinite where nothing was lost.
     pub sqnr_db: f64,
-    /// Norm of the values over the norm of the noise. For `dgrad.dy` it is the signal of "FP4 All
-    /// the Way" (arXiv 2505.19115): below √3, 4-bit gradients no longer help, and it is time to
-    /// switch.
+    /// Norm of the values over the norm of the noise. For `dgrad.dy` it is the criterion of "FP4
+    /// All the Way" (arXiv 2505.19115): below √3, 4-bit gradients no longer help.
     pub signal_to_noise: f64,
     /// Share of the values that are not zero and became zero.
     pub zeros: f64,
@@ -21,7 +20,7 @@ pub struct OperandSample {
     pub saturated: f64,
     /// Share of the blocks with a value that is not zero and a scale that is.
     pub underflowed_blocks: f64,
-    /// Largest magnitude of the operand, all of it.
+    /// The amax of the whole operand.
     pub amax: f32,
     /// Whether it was rounded stochastically.
     pub stochastic: bool,

@@ -23,8 +23,8 @@ use request::{Compare, Request};
 
 type Fields = Map<String, Value>;
 
-/// One layer: what is given by flags, or by the keys of a file, which are the flags' names with `_`
-/// for `-`.
+/// One layer: the flags of a command line, or the keys of a file. Keys are the names of the flags
+/// with `_` for `-`.
 #[derive(Debug, Clone, Default, PartialEq, Deserialize)]
 #[serde(from = "Fields")]
 pub(crate) struct Options(Fields);
@@ -150,8 +150,8 @@ impl Options {
         self
     }
 
-    /// Put these options over those of `below`. An option takes those away that it leaves no room
-    /// for: `device` the `devices`, `model` dense the experts, and the other way round.
+    /// Put these options over those of `below`. An option removes those that contradict it:
+    /// `device` removes `devices`, `model` dense removes the experts, and the other way round.
     pub(crate) fn over(self, below: Self) -> Self {
         let Self(mut all) = below;
         let dense = |fields: &Fields| fields.get("model").is_some_and(|kind| kind == "dense");
@@ -189,7 +189,7 @@ impl Options {
         Ok((overlay(&Request::default(), &requested)?, values))
     }
 
-    /// Fill in what is not set, from the preset and the machine, and check the result.
+    /// Take unset options from the preset and the machine, and check the result.
     pub(crate) fn resolve(self) -> Result<(RunConfig, DeviceName)> {
         let is_given = ["warmup", "seed", "experts"].map(|key| self.has(key));
         let [warmup_is_given, seed_is_given, experts_are_given] = is_given;

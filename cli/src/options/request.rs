@@ -1,4 +1,4 @@
-//! Options that name something: a preset, a recipe, a device. What it is, the command looks up.
+//! Options that name something: a preset, a recipe, a device. The command looks them up.
 
 use std::str::FromStr;
 
@@ -15,12 +15,12 @@ pub(super) struct Request {
     /// Start from the values of this preset [default: tiny]
     #[arg(long, value_name = "NAME")]
     pub(super) preset: Option<Preset>,
-    /// Compute in this recipe: nvfp4, bf16, f32, a recipe preset, or the JSON file of a recipe
+    /// Train with this recipe: nvfp4, bf16, f32, a recipe preset, or the JSON file of a recipe
     /// [default: nvfp4]
     #[arg(long, value_name = "NAME|FILE")]
     pub(super) recipe: Option<String>,
-    /// Train with these recipes too, on the same batches, and report the gaps; without a value, in
-    /// high precision [default: for tiny]
+    /// Also train with these recipes, on the same batches, and report the gaps; without a value,
+    /// compare with high precision [default: high precision for tiny, else none]
     #[arg(
         long,
         value_name = "A,B,..",
@@ -29,20 +29,20 @@ pub(super) struct Request {
         overrides_with = "no_compare"
     )]
     pub(super) compare: Option<Compare>,
-    /// Train with the recipe only
+    /// Train with one recipe only
     #[arg(long, action = ArgAction::SetTrue, overrides_with = "compare")]
     #[serde(skip)]
     pub(super) no_compare: bool,
-    /// Train a model of Burn's own layers through the decorator, on device cpu or cuda:N: strict,
-    /// where a GEMM that does not run in NVFP4 is an error, or lenient, where it is counted
-    /// [default: false; strict without a value]
+    /// Train a model of Burn's own layers through the decorator, on device cpu or cuda:N. A GEMM
+    /// that does not run in NVFP4 is an error (strict) or is counted (lenient) [default: false;
+    /// strict without a value]
     #[arg(long, value_name = "HOW|BOOL", num_args = 0..=1, default_missing_value = "true")]
     pub(super) decorate: Option<Decorate>,
     /// Train on this device: flex, cpu or cuda:N [default: cuda:0 if there is one, else flex]
     #[arg(long, value_name = "DEVICE")]
     pub(super) device: Option<String>,
-    /// Train on several GPUs, cuda:0,cuda:1: each takes its part of every batch, and their
-    /// gradients are averaged [default: --device alone]
+    /// Train on several GPUs, such as cuda:0,cuda:1. Each takes an equal part of every batch, and
+    /// the gradients are averaged [default: --device alone]
     #[arg(
         long,
         value_name = "A,B,..",
@@ -50,7 +50,7 @@ pub(super) struct Request {
         conflicts_with = "device"
     )]
     pub(super) devices: Option<Vec<String>>,
-    /// Train a dense model, or a mixture of experts [default: dense]
+    /// Train a dense model or a mixture of experts [default: dense]
     #[arg(long, value_name = "KIND")]
     pub(super) model: Option<ModelKind>,
 }

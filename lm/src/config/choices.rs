@@ -7,8 +7,8 @@ use burn_nvfp4::recipe::Healing;
 use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 
-/// The name of what the blocks' GEMMs are computed in, forward and backward: `nvfp4`
-/// (TransformerEngine's recipe, with the switches of the run), a preset of
+/// The name of the recipe of the blocks' GEMMs, forward and backward: `nvfp4` (TransformerEngine's
+/// recipe, with the switches of the run), a preset of
 /// [`Nvfp4Recipe::preset`](burn_nvfp4::Nvfp4Recipe::preset), `bf16`, `f32`, or a recipe of the
 /// run's own ([`RunConfig::recipes`](super::RunConfig::recipes)).
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
@@ -71,7 +71,7 @@ impl TryFrom<String> for RecipeName {
 impl FromStr for RecipeName {
     type Err = String;
 
-    /// Any name that a folder can have; the run knows whether there is such a recipe.
+    /// Takes a name that a folder can have. The run checks whether such a recipe exists.
     fn from_str(name: &str) -> Result<Self, String> {
         let fits = |c: char| c.is_ascii_alphanumeric() || "_-.".contains(c);
         if name.is_empty() || name.starts_with('.') || !name.chars().all(fits) {
@@ -139,12 +139,12 @@ impl FromStr for HealingOption {
 pub enum ModelKind {
     /// One SwiGLU.
     Dense,
-    /// A mixture of eight experts, two for each byte, unless other numbers are given.
+    /// A mixture of experts, by default eight, two for each byte.
     Moe,
 }
 
 impl ModelKind {
-    /// Experts unless another number is given.
+    /// The default number of experts.
     pub fn experts(self) -> Option<usize> {
         match self {
             Self::Dense => None,
@@ -153,13 +153,13 @@ impl ModelKind {
     }
 }
 
-/// How a model of Burn's own layers is brought to NVFP4; see [`burn_nvfp4::decorate()`].
+/// How the decorator treats GEMMs that do not run in NVFP4; see [`burn_nvfp4::decorate()`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Decoration {
-    /// A GEMM that did not run in NVFP4 is an error.
+    /// A missed GEMM is an error.
     Strict,
-    /// It is counted.
+    /// A missed GEMM is counted.
     Lenient,
 }
 
@@ -202,7 +202,7 @@ pub enum Preset {
     /// 7 M parameters: a fast CPU, or seconds on a GPU
     #[serde(rename = "small")]
     Small,
-    /// 10 M parameters, 25 bytes of text for each: what the recipes are compared on, on a GPU
+    /// 10 M parameters, 25 bytes of text for each: the comparison of recipes, on a GPU
     #[serde(rename = "10m")]
     #[value(name = "10m")]
     M10,

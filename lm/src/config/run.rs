@@ -30,10 +30,10 @@ fn finite(text: &str) -> std::result::Result<f64, String> {
 #[derive(Debug, Clone, PartialEq, Args, Serialize, Deserialize)]
 #[group(skip)]
 pub struct RunConfig {
-    /// Where the values that were not given came from.
+    /// The preset that gave the other values.
     #[arg(skip)]
     pub preset: Preset,
-    /// What the run computes in.
+    /// The recipe of the run.
     #[arg(skip)]
     pub recipe: RecipeName,
     /// Recipes that the same model is trained with too, on the same batches, to compare.
@@ -56,8 +56,8 @@ pub struct RunConfig {
     #[arg(skip)]
     #[serde(default)]
     pub devices: Vec<String>,
-    /// Stop quantizing after this share of the steps; with `:forward` in the forward alone
-    /// [default: what the recipe's file says]
+    /// Stop quantizing after this share of the steps; with `:forward`, only in the forward
+    /// [default: the value in the recipe's file]
     #[arg(long, value_name = "SHARE[:forward]")]
     #[serde(default)]
     pub healing: Option<HealingOption>,
@@ -67,8 +67,8 @@ pub struct RunConfig {
     /// Read text from these files and folders [default: the Rust sources in cargo's registry]
     #[arg(long, value_name = "PATH", num_args = 1..)]
     pub data: Vec<PathBuf>,
-    /// Stop reading text after the file that reaches this size, but not before the second; 0 for no
-    /// limit [default: the preset's]
+    /// Stop reading text after the file that reaches this size, but read at least two files; 0 for
+    /// no limit [default: the preset's]
     #[arg(long, value_name = "BYTES")]
     pub data_bytes: u64,
     /// The sizes of the model.
@@ -95,26 +95,27 @@ pub struct RunConfig {
     /// Set the decoupled weight decay of the matrices [default: 0.1]
     #[arg(long, allow_negative_numbers = true, value_parser = finite)]
     pub weight_decay: f64,
-    /// Scale gradients down to this global norm where theirs is larger [default: 1]
+    /// Clip the gradients to this global norm [default: 1]
     #[arg(long, value_name = "NORM", allow_negative_numbers = true, value_parser = finite)]
     pub grad_clip: f64,
-    /// Seed the weights, the batches and stochastic rounding [default: the recipe's file's, else 0]
+    /// Seed the weights, the batches and stochastic rounding [default: the value in the recipe's
+    /// file, else 0]
     #[arg(long)]
     pub seed: u64,
-    /// Evaluate on the validation text every so many steps [default: the preset's]
+    /// Evaluate on the validation text every this many steps [default: the preset's]
     #[arg(long, value_name = "STEPS")]
     pub eval_every: u64,
     /// Evaluate on this many batches [default: the preset's]
     #[arg(long, value_name = "BATCHES")]
     pub eval_batches: usize,
-    /// Write a row of metrics.csv and a log line every so many steps [default: 10]
+    /// Write a row of metrics.csv and a log line every this many steps [default: 10]
     #[arg(long, value_name = "STEPS")]
     pub log_every: u64,
-    /// Write a checkpoint every so many steps [default: the preset's]
+    /// Write a checkpoint every this many steps [default: the preset's]
     #[arg(long, value_name = "STEPS")]
     pub checkpoint_every: u64,
-    /// Sample what quantization does to each layer every so many steps, in telemetry.csv; 0 for
-    /// never [default: 0]
+    /// Write statistics of quantization, layer by layer, to telemetry.csv every this many steps; 0
+    /// for never [default: 0]
     #[arg(long, value_name = "STEPS")]
     #[serde(default)]
     pub telemetry_every: u64,
@@ -125,7 +126,7 @@ pub struct RunConfig {
     /// Round gradients stochastically, with recipe nvfp4 [default: true]
     #[arg(long, value_name = "BOOL", action = ArgAction::Set, hide_possible_values = true)]
     pub stochastic_rounding: bool,
-    /// Scale weights in 16x16 tiles and not in 1x16 blocks, with recipe nvfp4 [default: true]
+    /// Scale weights in 16x16 tiles instead of 1x16 blocks, with recipe nvfp4 [default: true]
     #[arg(long, value_name = "BOOL", action = ArgAction::Set, hide_possible_values = true)]
     pub weight_2d: bool,
     /// Set the signs of the Hadamard transform, 16 bits [default: the recipe's]

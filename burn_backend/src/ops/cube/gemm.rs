@@ -123,8 +123,8 @@ fn operand_layout(operand: &Operand<CubeBackend>) -> OperandLayout {
 /// other GPUs two bf16 matrices go to Burn where it multiplies in bf16 (8192³ on an H100: 255
 /// TFLOP/s autotuned, the tiles of that backend 151). Where Burn would multiply in `f32`, for a
 /// bias or because one of the operands is quantized and would be dequantized as a whole first, they
-/// do not: few rows of a packed weight then have the small-M kernel. CubeCL's CPU runtime, which is
-/// for tests, leaves everything but NVFP4 to Burn.
+/// do not: with small M, a packed weight then has a kernel of its own. CubeCL's CPU runtime, which
+/// is for tests, leaves everything but NVFP4 to Burn.
 fn runs_on_kernels(backend: GemmBackend, operands: [ElementClass; 2], inner: FloatDType) -> bool {
     if operands == [ElementClass::Nvfp4; 2] {
         return true;

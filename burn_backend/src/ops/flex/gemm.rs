@@ -47,8 +47,8 @@ pub(super) fn dense(
 ///
 /// Packed operands are dequantized a panel of rows at a time (as `panels` divides `outer` rows of
 /// `depth` elements), so that the memory of dequantized values stays bounded. Each output is summed
-/// within one panel of either operand: with the panels of [`reference::panels`], which have never
-/// so few rows that Flex would take other loops, it has the bits of an undivided GEMM.
+/// within one panel of either operand: with the panels of [`reference::panels`], which are never so
+/// short that Flex would take other loops, it has the bits of an undivided GEMM.
 fn sums<P: Iterator<Item = Range<usize>> + ExactSizeIterator>(
     a: &StoredOperand,
     b: &StoredOperand,
@@ -290,7 +290,7 @@ mod tests {
         }
     }
 
-    /// Every kind of operand, in panels of a few rows: integers, whose sums are exact in any order.
+    /// Every kind of operand, in short panels of integers, whose sums are exact in any order.
     #[test]
     fn panels_of_every_kind_of_operand() {
         let few = |outer: usize, _: usize| {

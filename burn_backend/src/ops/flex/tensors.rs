@@ -54,7 +54,7 @@ pub(super) fn ranges(offsets: &FlexTensor, rows: usize) -> Vec<Range<usize>> {
         .collect()
 }
 
-/// Where the groups lie side by side, each padded to a multiple of `unit`.
+/// Where each group lies when all are concatenated, each padded to a multiple of `unit`.
 pub(super) fn side_by_side(groups: &[Range<usize>], unit: usize) -> Vec<Range<usize>> {
     let mut end = 0;
     groups
