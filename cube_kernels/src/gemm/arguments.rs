@@ -30,7 +30,7 @@ pub struct GroupedProblem {
     pub shape: ProblemShape,
     /// Where groups begin and the last one ends; any memory of a dense GEMM.
     pub offsets: Box<[u32]>,
-    /// Tiles along `m` that run side by side, for kernels whose host part chooses it.
+    /// Tiles along `m` that run at the same time, for kernels whose host part chooses it.
     pub band: u32,
 }
 

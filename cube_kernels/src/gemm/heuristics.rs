@@ -37,8 +37,8 @@ const W4A16: [(usize, usize, f64); 5] = [
 /// Microseconds for dequantizing a row of 8192 elements to bf16: 2.56 bytes an element at 2.7 TB/s.
 const DEQUANTIZE_ROW: f64 = 0.0078;
 
-/// Height of a band of tiles that run side by side, in tiles: with 132 SMs and tiles of 128 x 256,
-/// a band of 16 reads about as many rows of either operand at a time.
+/// Height of a band of tiles that run at the same time, in tiles: with 132 SMs and tiles of 128 x
+/// 256, a band of 16 reads about as many rows of either operand at a time.
 ///
 /// Measured (H100, 128 x 256, TFLOP/s for bands of 2 / 4 / 8 / 16): 8192 cubed 759 / 781 / 782 /
 /// 789, 4096 cubed 755 / 762 / 762 / 767, 8192 x 14336 x 4096 705 / 758 / 767 / 771.
@@ -93,7 +93,7 @@ pub(crate) fn sm90_w4a16(sms: usize, problem: &Problem) -> (W4a16Tile, usize, f6
 pub(crate) fn sm90_w4a16_grouped(problem: &Problem) -> (W4a16Tile, usize) {
     let (m, groups) = (problem.shape.m, problem.groups);
     let rows_a = if m.div_ceil(groups) < 256 { 128 } else { 256 };
-    // Rows of tiles of one group side by side, and no more: they read the same rows of `b`, those
+    // A band holds rows of tiles of one group, and no more: they read the same rows of `b`, those
     // of other groups only push each other's rows of `a` out of the cache (H100, bands of 16
     // instead: 32 equal groups 682 us instead of 670, 128 1101 instead of 1055).
     let band = (m / (groups * rows_a)).clamp(1, BAND);

@@ -1,5 +1,5 @@
-//! Instances of kernels for GEMMs, for the registry. Those of matrix instructions, whose machine code is read
-//! in detail, are made by the tests themselves.
+//! Instances of kernels for GEMMs, for the registry. Those of matrix instructions, whose machine
+//! code is read in detail, are made by the tests themselves.
 
 use cubecl::prelude::*;
 

@@ -210,7 +210,7 @@ const PITCH: usize = SIDE / 2 + 1;
 
 /// `out[j, i] = x[i, j]` for elements of 16 bits, `x` being `rows` x `cols`. Vectors divide the
 /// rows of either matrix. A tile at a time waits in shared memory, two rows of a column in a word:
-/// 128 bytes of a row are read side by side, and as many written.
+/// 128 bytes of a row are read together, and as many written.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn transpose_kernel<R: Size, W: Size>(
     x: &[Vector<u16, R>],

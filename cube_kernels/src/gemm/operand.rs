@@ -34,7 +34,7 @@ pub enum OperandLayout {
     Packed,
     /// bf16, in rows along K.
     KMajor,
-    /// bf16, in columns down K.
+    /// bf16, columns along K.
     MnMajor,
 }
 

@@ -76,7 +76,7 @@ pub struct Schedule {
     pub tile: W4a16Tile,
     /// Those with the widest instructions first, instead of group after group. Tiles of unequal
     /// groups take unequal times, and cubes take every `CUBE_COUNT`th: in this order those that run
-    /// side by side take equally long, and what is left at the end is short.
+    /// at the same time take equally long, and what is left at the end is short.
     pub by_width: bool,
 }
 

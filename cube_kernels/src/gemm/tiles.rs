@@ -3,7 +3,7 @@
 
 /// Rows of `a` in a tile: 64 for each consumer warpgroup.
 pub const SM90_TILE_M: usize = 128;
-/// Rows of a tile in one TMA box of an operand in columns: the 128 bytes that the swizzle spans.
+/// Rows of a tile in one TMA box of an MN-major operand: the 128 bytes that the swizzle spans.
 pub(crate) const SM90_BOX: usize = 64;
 /// The shape of a tile and of the ring.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -156,7 +156,7 @@ impl CmmaTile {
         }
     }
 
-    /// Planes side by side along the rows of `b`.
+    /// Planes along the rows of `b`.
     pub(crate) const fn planes_n(self) -> usize {
         match self {
             Self::M128 => 4,

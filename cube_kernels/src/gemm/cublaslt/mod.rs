@@ -2,7 +2,7 @@
 //! and FP8 wherever the library has them.
 //!
 //! `out[m, n] = alpha · Σ a[m, k] · b[n, k] + bias[n] (+ what out held)`, both operands stored
-//! along `k`. The library thinks in columns: our row-major `out` is its `D = op(A) · op(B)` of `n`
+//! along `k`. The library is column-major: our row-major `out` is its `D = op(A) · op(B)` of `n`
 //! rows and `m` columns, its `A` is our `b`, transposed, its `B` our `a`. Both have `k` rows and a
 //! leading dimension of `k` ("TN", the only orientation with FP4 and FP8), and the bias runs along
 //! the rows of `D`, which are our columns.

@@ -1,9 +1,9 @@
-//! Products, dense and in groups, on any GPU with 16x16x16 bf16 matrix instructions: tiles of either
-//! operand are decoded, exactly, into shared memory and multiplied with `f32` accumulation. No decoded
-//! copy of an operand is ever in device memory.
+//! GEMMs, dense and grouped, on any GPU with 16x16x16 bf16 matrix instructions: tiles of either
+//! operand are decoded, exactly, into shared memory and multiplied with `f32` accumulation. No
+//! dequantized copy of an operand is ever in device memory.
 //!
 //! The contraction ascends in steps of 16 from the first column of a group, whatever the tile is: a
-//! product in groups has the bits of the dense products of its groups.
+//! grouped GEMM has the bits of the dense GEMMs of its groups.
 
 use cubecl::{
     cmma::{self, MatrixIdent, MatrixLayout},
@@ -38,7 +38,7 @@ const DEPTH: usize = 32;
 const STRIDE: usize = DEPTH + 8;
 /// Units of a cube: eight planes of 32.
 pub const UNITS: usize = 256;
-/// Tiles along the rows of `a` that run side by side, for the L2 cache.
+/// Tiles along the rows of `a` that run at the same time, for the L2 cache.
 const BAND: u32 = 8;
 /// Cubes on an SM that a grid for groups is made for, whose tiles the host does not know.
 const CUBES_PER_SM: usize = 4;

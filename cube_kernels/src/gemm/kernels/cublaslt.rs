@@ -49,7 +49,7 @@ impl Kernel for CublasLt {
         if !(asked || n.is_multiple_of(8) && k.is_multiple_of(32)) {
             return Err(Refusal::Operands("n is no multiple of 8, or k of 32"));
         }
-        // The library would have all of the weight dequantized for a few rows.
+        // The library would have all of the weight dequantized for a small M.
         if !asked && !problem.is_packed()[0] && SmallM.supports(device, problem).is_ok() {
             return Err(Refusal::Operands("small_m reads a packed weight once"));
         }

@@ -1,5 +1,6 @@
-//! The product for any device, one unit for each output element: two packed operands are decoded on the
-//! fly, exactly, and multiplied with `f32` accumulation. No decoded copy of an operand is ever in memory.
+//! The GEMM for any device, one unit for each output element: two packed operands are decoded on
+//! the fly, exactly, and multiplied with `f32` accumulation. No dequantized copy of an operand is
+//! ever in memory.
 
 use cubecl::{prelude::*, server::Handle};
 

@@ -1,16 +1,16 @@
-//! The NVFP4 product of consumer Blackwell (sm_120, sm_121): block-scaled matrix instructions that take
-//! codes and block scales as they are stored, `mma.sync.m16n8k64` with E2M1 operands and an E4M3 scale
-//! for each 16 elements (`kind::mxf4nvf4`, `scale_vec::4X`).
+//! The NVFP4 GEMM of consumer Blackwell (sm_120, sm_121): block-scaled matrix instructions that
+//! take codes and block scales as they are stored, `mma.sync.m16n8k64` with E2M1 operands and an
+//! E4M3 scale for each 16 elements (`kind::mxf4nvf4`, `scale_vec::4X`).
 //!
-//! A cube of eight warps computes a tile of `out`. Codes and scales of [`DEPTH`] columns make a stage;
-//! `cp.async` keeps a ring of stages filled, with zeros for what lies outside the operands. A row of
-//! codes takes 64 bytes, whose four parts of 16 are exchanged so that eight rows of one part, which
-//! `ldmatrix` reads at a time, lie in different banks. The sums of a warp have the layout of `wgmma`'s,
-//! so the epilogue is that of [`sm90`](super::sm90).
+//! A cube of eight warps computes a tile of `out`. Codes and scales of [`DEPTH`] columns make a
+//! stage; `cp.async` keeps a ring of stages filled, with zeros for what lies outside the operands.
+//! A row of codes takes 64 bytes, whose four parts of 16 are exchanged so that eight rows of one
+//! part, which `ldmatrix` reads at a time, lie in different banks. The sums of a warp have the
+//! layout of `wgmma`'s, so the epilogue is that of [`sm90_bf16`](super::sm90_bf16).
 //!
 //! This kernel has never run with the instruction: no such GPU was at hand. Its machine code was
-//! inspected, and everything but the instruction runs on other GPUs, with [`Multiply::Software`] in its
-//! place.
+//! inspected, and everything but the instruction runs on other GPUs, with [`Multiply::Software`] in
+//! its place.
 
 use super::sm120_nvfp4_stage::{
     DEPTH, Pieces, ROW, SCALES, STAGES, TileRows, UNITS, copy_stage, stage_offset, swizzled,
@@ -48,7 +48,7 @@ use crate::{
 const WARPS: (usize, usize) = (4, 2);
 /// Columns of a warp's sums: groups of eight rows of `b`.
 const COLUMNS: usize = 8;
-/// Tiles along the rows of `a` that run side by side, for the L2 cache. Not measured.
+/// Tiles along the rows of `a` that run at the same time, for the L2 cache. Not measured.
 const BAND: u32 = 8;
 /// Sums of a lane in 16 rows of `a`.
 const SUMS: usize = 4 * COLUMNS;
@@ -491,8 +491,8 @@ fn queue(launch: &Launch, shape: Sm120Tile) {
     // Shared memory holds one cube on an SM.
     let cubes = tiles.min(sms(client));
     let memory = |handle: &Handle, len: usize| {
-        // SAFETY: the caller checked the operands against their shapes, and that the memory holds what
-        // `epilogue.kind` reads of it.
+        // SAFETY: the caller checked the operands against their shapes, and that the memory holds
+        // what `epilogue.kind` reads of it.
         unsafe { BufferArg::from_raw_parts(handle.clone(), len) }
     };
     let bytes = m * n * epilogue.kind.out.size();

@@ -28,8 +28,8 @@ pub(super) const UNITS: usize = 256;
 pub struct Pieces {
     /// Bytes of codes: 16, or 8 where rows are no multiple of 32 elements.
     pub codes: u32,
-    /// Bytes of scales: 8, 4 where rows are no multiple of 128 elements, or 1 where they are no multiple
-    /// of 64; single bytes are loaded and stored, not copied.
+    /// Bytes of scales: 8, 4 where rows are no multiple of 128 elements, or 1 where they are no
+    /// multiple of 64; single bytes are loaded and stored, not copied.
     pub scales: u32,
 }
 
@@ -67,8 +67,8 @@ impl Sm120Tile {
     }
 }
 
-/// Queues copies of the codes of `rows` rows from `row0` on, columns `from` to `from + DEPTH`, into the
-/// tile at `target`.
+/// Queues copies of the codes of `rows` rows from `row0` on, columns `from` to `from + DEPTH`, into
+/// the tile at `target`.
 #[cube]
 fn copy_codes(
     codes: &[u32],

@@ -1,14 +1,14 @@
-//! The bf16 product of Hopper: operands through the copy engine into shared memory, `wgmma`, and a
+//! The bf16 GEMM of Hopper: operands through TMA into shared memory, `wgmma`, and a
 //! persistent grid.
 //!
-//! A cube has three warpgroups. One unit of the first keeps a ring of stages filled, each 64 columns
-//! of 128 rows of `a` and of `tile_n` rows of `b`; the other two multiply 64 rows of `a` each. The
-//! ring runs on across tiles: while the consumers write one tile, the first stages of the next
-//! arrive. What lies outside the operands is read as zeros by the copy engine and never written.
+//! A cube has three warpgroups. One unit of the first keeps a ring of stages filled, each 64
+//! columns of 128 rows of `a` and of `tile_n` rows of `b`; the other two multiply 64 rows of `a`
+//! each. The ring runs on across tiles: while the consumers write one tile, the first stages of the
+//! next arrive. What lies outside the operands is read as zeros by TMA and never written.
 //!
-//! Either operand may be stored the other way round, the contraction down its columns ("in columns"): its
-//! part of a stage is then boxes of 64 stored rows of 64 elements, one for each 64 rows of the tile, which
-//! the instruction transposes as it reads them (MN-major). Sums are the same, bit for bit.
+//! Either operand may be MN-major, stored with the contraction down its columns: its part of a
+//! stage is then boxes of 64 stored rows of 64 elements, one for each 64 rows of the tile, which
+//! the instruction transposes as it reads them. Sums are the same, bit for bit.
 
 use cubecl::{
     prelude::{barrier::Barrier, *},
@@ -383,8 +383,8 @@ fn consume(
 /// The bf16 GEMM of sm_90.
 pub(crate) struct Sm90Bf16;
 
-/// Whether the kernels of sm_90 take sizes and memory: they write 16 bytes, and TMA reads stored rows of
-/// whole 16 bytes at multiples of 16.
+/// Whether the kernels of sm_90 take sizes and memory: they write 16 bytes, and TMA reads stored
+/// rows of whole 16 bytes at multiples of 16.
 ///
 /// # Errors
 /// Why not.
@@ -457,8 +457,8 @@ fn major(operand: &Materialized) -> Major {
     }
 }
 
-/// Queues the GEMM: `m` rows (all of them, or those of one group's output) of `n`. Memory and sizes are
-/// those that [`check_sm90`] takes.
+/// Queues the GEMM: `m` rows (all of them, or those of one group's output) of `n`. Memory and sizes
+/// are those that [`check_sm90`] takes.
 fn queue(launch: &Launch, tile: Sm90Tile, band: usize) {
     let Launch {
         client,

@@ -1,15 +1,15 @@
-//! The product of Hopper with a packed `b` that is decoded in registers: no bf16 copy of `b` is in
+//! The W4A16 GEMM of Hopper: a packed `b` is dequantized in registers. No bf16 copy of `b` is in
 //! memory, and its codes and scales are read once for each tile along the rows of `a`.
 //!
-//! `wgmma` takes its left operand from registers, so the product is computed as `outᵀ = b · aᵀ`: each of
-//! two consumer warpgroups decodes 64 rows of `b` (or two or four share 64 rows and take turns along the
-//! contraction) and multiplies them with the rows of `a` that lie in shared memory as bf16. The columns of
-//! `a` have been brought into the order in which lanes hold the codes of `b` (`w4a16_arrange::arrange`), in
-//! which a lane needs one scale for sixteen codes.
+//! `wgmma` takes its left operand from registers, so the GEMM is computed as `outᵀ = b · aᵀ`: each
+//! of two consumer warpgroups decodes 64 rows of `b` (or two or four share 64 rows and take turns
+//! along the contraction) and multiplies them with the rows of `a` that lie in shared memory as
+//! bf16. The columns of `a` have been brought into the order in which lanes hold the codes of `b`
+//! (`w4a16_arrange::arrange`), in which a lane needs one scale for sixteen codes.
 //!
-//! The first warp drives the copy engine, which brings codes and `a`; the three next ones copy block
-//! scales, as they are: the consumers decode them. Tiles have the same height, but the instructions of
-//! a tile at the end of a group (or of `a`) are only as wide as its rows.
+//! The first warp issues the TMA copies of codes and `a`; the three next ones copy block scales, as
+//! they are: the consumers decode them. Tiles have the same height, but the instructions of a tile
+//! at the end of a group (or of `a`) are only as wide as its rows.
 
 use cubecl::{
     prelude::{barrier::Barrier, *},
@@ -86,8 +86,8 @@ fn width_of(rows: u32, #[comptime] tile: W4a16Tile) -> u32 {
     width
 }
 
-/// The scales of one row in stage `step`, four bytes to a word; zeros beyond the end, where codes are zeros too
-/// and no scale may be NaN. `pairs` are the scales in twos.
+/// The scales of one row in stage `step`, four bytes to a word; zeros beyond the end, where codes
+/// are zeros too and no scale may be NaN. `pairs` are the scales in twos.
 #[cube]
 fn load_scales(pairs: &[u16], row: u32, step: u32, k: u32) -> Vector<u32, Const<2>> {
     let width = k / 32u32;
@@ -124,16 +124,16 @@ pub struct ScheduledProblem {
     pub shape: ProblemShape,
     /// What [`schedule_groups`](crate::gemm::scheduler::schedule_groups) writes.
     pub schedule: Box<[Vector<u32, Const<4>>]>,
-    /// Tiles along `m` that run side by side.
+    /// Tiles along `m` that run at the same time.
     pub band: u32,
 }
 
 /// `out[m, n] = α_a · α_b · Σ a[m, k] · b[n, k] (+ bias[n]) (+ out[m, n])`, for each group of rows.
 ///
-/// `a` is in the order of `w4a16_arrange::arrange`, `b` a map of words of eight codes, and `b_scales`
-/// are its scales in twos. A cube takes every `CUBE_COUNT`th tile. Dequantized elements are 2^-8
-/// times what they stand for, those of `b` alone or of both operands: the epilogue's `sum_scale`.
-/// `out` is in units of 16 bytes.
+/// `a` is in the order of `w4a16_arrange::arrange`, `b` a map of words of eight codes, and
+/// `b_scales` are its scales in twos. A cube takes every `CUBE_COUNT`th tile. Dequantized elements
+/// are 2^-8 times what they stand for, those of `b` alone or of both operands: the epilogue's
+/// `sum_scale`. `out` is in units of 16 bytes.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn sm90_w4a16_kernel(
     a: &TensorMap<bf16, Tiled>,
@@ -554,7 +554,8 @@ impl Kernel for Sm90W4a16 {
     }
 }
 
-/// Queues the GEMM: `m` rows of `n`. Before it `a` is brought into the order of the kernel, as bf16.
+/// Queues the GEMM: `m` rows of `n`. Before it `a` is brought into the order of the kernel, as
+/// bf16.
 fn queue(launch: &Launch, tile: W4a16Tile, band: usize) {
     let Launch {
         client,

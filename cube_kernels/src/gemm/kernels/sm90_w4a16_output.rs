@@ -1,4 +1,5 @@
-//! How the W4A16 kernel of Hopper writes a tile: sums through shared memory into rows of the output.
+//! How the W4A16 kernel of Hopper writes a tile: sums through shared memory into rows of the
+//! output.
 
 use cubecl::prelude::*;
 

@@ -1,11 +1,12 @@
-//! The product of few rows of `a` with a packed `b` (decoding, 1 to 16 rows): bound by reading the
-//! codes and scales of `b` once. They are expanded in registers, and no bf16 copy of `b` is in memory.
+//! The GEMM of small M, 1 to 16 rows of `a` (decoding), with a packed `b`: bound by reading the
+//! codes and scales of `b` once. They are expanded in registers, and no bf16 copy of `b` is in
+//! memory.
 //!
-//! `b` is the left operand of `mma.sync` (16 of its rows at a time) and `a` the right one (8 rows). A
-//! lane takes 32 codes of a row from each 128: the order of the contraction inside an instruction is
-//! free as long as both operands agree, so lane `4 g + c` reads 16 bytes of row `g` at `32 c`, and the
-//! same columns of `a`. The warps of a cube share its rows and take turns along the contraction; their
-//! sums are added in the order of the warps.
+//! `b` is the left operand of `mma.sync` (16 of its rows at a time) and `a` the right one (8 rows).
+//! A lane takes 32 codes of a row from each 128: the order of the contraction inside an instruction
+//! is free as long as both operands agree, so lane `4 g + c` reads 16 bytes of row `g` at `32 c`,
+//! and the same columns of `a`. The warps of a cube share its rows and take turns along the
+//! contraction; their sums are added in the order of the warps.
 
 use cubecl::{prelude::*, server::Handle};
 
@@ -41,8 +42,8 @@ use crate::{
 const CHUNK: usize = 128;
 /// Most rows of `a`.
 ///
-/// Measured (H100, N = K = 8192, microseconds, this kernel / tiles of the fused one, before the last
-/// version of either): 1 row 19.7 / 33.2, 16 rows 22.6 / 38.0, 32 rows 33.7 / 30.8.
+/// Measured (H100, N = K = 8192, microseconds, this kernel / tiles of the fused one, before the
+/// last version of either): 1 row 19.7 / 33.2, 16 rows 22.6 / 38.0, 32 rows 33.7 / 30.8.
 pub const MAX_ROWS: usize = 16;
 
 /// How the rows of `a` are read.
@@ -68,8 +69,8 @@ pub struct SmallMShape {
     pub ahead: usize,
     /// The contraction is no multiple of `CHUNK`.
     pub tail: bool,
-    /// It is an odd number of blocks, so that rows do not begin at multiples of 16 bytes and end in half a
-    /// vector.
+    /// It is an odd number of blocks, so that rows do not begin at multiples of 16 bytes and end in
+    /// half a vector.
     pub halves: bool,
     /// How `a` is read.
     pub left: SmallMLeft,
@@ -533,8 +534,8 @@ fn write_rows(
     epilogue.atomic_amax(0u32, largest);
 }
 
-/// The shape for `m` rows of `a` and `n` of `b`: as many strips as keep all processors busy, and as many warps
-/// and chunks under way as registers allow.
+/// The shape for `m` rows of `a` and `n` of `b`: as many strips as keep all processors busy, and as
+/// many warps and chunks under way as registers allow.
 fn shape(
     client: &Client,
     capabilities: &Capabilities,
@@ -556,7 +557,7 @@ fn shape(
     }
 }
 
-/// The GEMM of few rows with a packed weight.
+/// The GEMM of small M with a packed weight.
 pub(crate) struct SmallM;
 
 impl Kernel for SmallM {

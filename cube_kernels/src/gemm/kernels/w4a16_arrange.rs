@@ -1,5 +1,5 @@
-//! `a` as the kernel [`sm90_w4a16`](super::sm90_w4a16) reads it: bf16 in the order in which lanes hold
-//! the codes of `b`, and the schedule of a grouped GEMM beside it.
+//! `a` as the kernel [`sm90_w4a16`](super::sm90_w4a16) reads it: bf16 in the order in which lanes
+//! hold the codes of `b`, and the schedule of a grouped GEMM beside it.
 
 use cubecl::{prelude::*, server::Handle};
 
@@ -32,11 +32,11 @@ pub struct ArrangeSize {
     pub groups: u32,
 }
 
-/// `a` as the kernel reads it
-/// ([`sm90_mainloop_w4a16`](crate::cube::ptx::sm90_mainloop_w4a16)): rows of
-/// whole `SPAN`s, zeros beyond `words` words of eight columns, packed elements times 2^-8. In a span vector
-/// `8 h + 4 w + j` holds, for `q` from 0 to 3, columns `c + j` and `c + j + 4` with `c = 32 q + 16 h + 8 w`.
-/// The first cube also writes the schedule of a grouped GEMM (`scheduler::schedule_groups`).
+/// `a` as the kernel reads it ([`sm90_mainloop_w4a16`](crate::cube::ptx::sm90_mainloop_w4a16)):
+/// rows of whole `SPAN`s, zeros beyond `words` words of eight columns, packed elements times 2^-8.
+/// In a span vector `8 h + 4 w + j` holds, for `q` from 0 to 3, columns `c + j` and `c + j + 4`
+/// with `c = 32 q + 16 h + 8 w`. The first cube also writes the schedule of a grouped GEMM
+/// (`scheduler::schedule_groups`).
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn arrange_kernel(
     a: MixedMatrix<u32, u16>,
@@ -116,9 +116,9 @@ pub fn arrange_kernel(
     }
 }
 
-/// `operand` in bf16 in the order of [`arrange_kernel`], rows padded to whole [`SPAN`]s. With it, where there is
-/// one, the schedule of `entries` of a GEMM with groups along M. Both live until the last
-/// kernel that reads them has run. There are rows, and columns.
+/// `operand` in bf16 in the order of [`arrange_kernel`], rows padded to whole [`SPAN`]s. With it,
+/// where there is one, the schedule of `entries` of a GEMM with groups along M. Both live until the
+/// last kernel that reads them has run. There are rows, and columns.
 pub(crate) fn arrange(
     client: &Client,
     operand: &Materialized,
@@ -134,8 +134,8 @@ pub(crate) fn arrange(
         allocate(client, entries * 16),
     );
     let read = operand.rows * words;
-    // SAFETY: the operand was checked against its shape, there are entries for a tile at the end of each group,
-    // and the kernel masks what it reads and writes.
+    // SAFETY: the operand was checked against its shape, there are entries for a tile at the end of
+    // each group, and the kernel masks what it reads and writes.
     unsafe {
         arrange_kernel::launch_unchecked(
             client,
