@@ -34,7 +34,7 @@ pub fn check(name: &str, gemm: GemmInstance, sass: &str, arch: &str) {
         GemmInstance::Sm90Bf16(plan, kind) => sm90_bf16(name, plan, kind, sass),
         GemmInstance::Sm90W4a16(plan) => sm90_w4a16(name, plan, sass),
         GemmInstance::Sm120Nvfp4(plan) => sm120_nvfp4(name, plan, sass),
-        GemmInstance::SmallM(shape) => small_m(name, shape, sass),
+        GemmInstance::SmallM(shape) => small_m(name, shape, sass, arch),
         GemmInstance::Cmma(plan, address) => cmma(name, plan, address, sass, arch),
         GemmInstance::Scalar(_) => assert_eq!(count(sass, "HMMA"), 0, "{name}"),
         GemmInstance::Arrange { grouped } => {
@@ -117,10 +117,15 @@ fn sm120_nvfp4(name: &str, plan: Sm120Plan, sass: &str) {
     assert_eq!(count(sass, "LDSM.16.M88.4"), loads, "{name}");
 }
 
-fn small_m(name: &str, shape: SmallMShape, sass: &str) {
+fn small_m(name: &str, shape: SmallMShape, sass: &str, arch: &str) {
     // Two instructions for each word, strip and group of columns, and four words.
-    let expected = 8 * shape.ahead * shape.strips * shape.columns;
-    assert_eq!(count(sass, "HMMA"), expected, "{name}");
+    let step = 8 * shape.ahead * shape.strips * shape.columns;
+    let found = count(sass, "HMMA");
+    match arch {
+        "sm_90a" => assert_eq!(found, step, "{name}"),
+        // For other architectures the compiler may have unrolled the loop.
+        _ => assert!(found > 0 && found.is_multiple_of(step), "{name}: {found}"),
+    }
 }
 
 fn cmma(name: &str, plan: CmmaPlan, address: AddressType, sass: &str, arch: &str) {
