@@ -106,7 +106,7 @@ fn dequantize_tile<W: Size>(
     }
 }
 
-/// The comptime choices of [`cmma_kernel`].
+/// The comptime choices of `cmma_kernel`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct CmmaPlan {
     /// What is in groups.
@@ -116,7 +116,7 @@ pub struct CmmaPlan {
     /// Whether `a` and `b` are packed.
     pub packed: [bool; 2],
     /// Whether the compiler may contract additions with multiplications; see
-    /// [`apply_on()`](crate::gemm::epilogue::apply_on()).
+    /// `gemm::epilogue::apply_on`.
     pub ordered_add: bool,
 }
 

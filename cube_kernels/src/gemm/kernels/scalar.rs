@@ -205,7 +205,7 @@ fn queue(launch: &Launch) {
     }
 }
 
-/// The comptime choices of [`scalar_grouped_kernel`].
+/// The comptime choices of `scalar_grouped_kernel`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct ScalarPlan {
     /// What is in groups.
@@ -213,7 +213,7 @@ pub struct ScalarPlan {
     /// Whether `a` and `b` are packed.
     pub packed: [bool; 2],
     /// Whether the compiler may contract additions with multiplications; see
-    /// [`apply_on()`](crate::gemm::epilogue::apply_on()).
+    /// `gemm::epilogue::apply_on`.
     pub ordered_add: bool,
 }
 

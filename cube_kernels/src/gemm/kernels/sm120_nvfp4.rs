@@ -261,7 +261,7 @@ fn multiply_in_software(
     out
 }
 
-/// The comptime choices of [`sm120_nvfp4_kernel`].
+/// The comptime choices of `sm120_nvfp4_kernel`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Sm120Plan {
     /// What is in groups: nothing, or M.

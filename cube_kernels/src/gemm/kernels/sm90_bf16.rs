@@ -48,7 +48,7 @@ pub const TILE_K: usize = 64;
 /// One producer and two consumer warpgroups.
 pub const UNITS: u32 = 384;
 
-/// The comptime choices of [`sm90_bf16_kernel`].
+/// The comptime choices of `sm90_bf16_kernel`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Sm90Plan {
     /// What is in groups.

@@ -108,7 +108,7 @@ fn load_scales(pairs: &[u16], row: u32, step: u32, k: u32) -> Vector<u32, Const<
     words
 }
 
-/// The comptime choices of [`sm90_w4a16_kernel`].
+/// The comptime choices of `sm90_w4a16_kernel`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct W4a16Plan {
     /// What is in groups: nothing, or M.

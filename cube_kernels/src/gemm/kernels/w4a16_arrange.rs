@@ -18,10 +18,10 @@ const UNITS: usize = 256;
 /// Columns that the order changes together.
 pub const SPAN: usize = 128;
 
-/// Vectors of eight elements that a unit of [`arrange_kernel`] writes.
+/// Vectors of eight elements that a unit of `arrange_kernel` writes.
 const VECTORS: usize = 2;
 
-/// How much [`arrange_kernel`] reads and writes.
+/// How much `arrange_kernel` reads and writes.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 pub struct ArrangeSize {
     /// Words of eight columns in a row of `a`.
@@ -116,7 +116,7 @@ pub fn arrange_kernel(
     }
 }
 
-/// `operand` in bf16 in the order of [`arrange_kernel`], rows padded to whole [`SPAN`]s. With it,
+/// `operand` in bf16 in the order of `arrange_kernel`, rows padded to whole [`SPAN`]s. With it,
 /// where there is one, the schedule of `entries` of a GEMM with groups along M. Both live until the
 /// last kernel that reads them has run. There are rows, and columns.
 pub(crate) fn arrange(
