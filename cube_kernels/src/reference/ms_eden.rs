@@ -344,33 +344,30 @@ mod tests {
             .collect()
     }
 
-    fn draw(n: usize) -> (Hadamard, RandomStream) {
-        (
-            Hadamard::seeded_with_size(HadamardSize::H128, n as u64),
-            RandomStream::new(5, 1, n as u64),
-        )
+    fn draw(n: usize, target: EdenTarget) -> EdenParams {
+        EdenParams {
+            hadamard: Hadamard::seeded_with_size(HadamardSize::H128, n as u64),
+            target,
+            stream: RandomStream::new(5, 1, n as u64),
+        }
+    }
+
+    /// `x` with its own amax.
+    fn quantize(
+        x: &[f32],
+        (rows, cols): (usize, usize),
+        usage: Usage,
+        params: &EdenParams,
+    ) -> QuantizedTensor {
+        let amax = ms_eden_amax(x, rows, cols, usage, &params.hadamard).unwrap();
+        ms_eden(x, rows, cols, usage, amax, params).unwrap()
     }
 
     /// The decoded tensor, rotated back.
     fn decoded(x: &[f32], n: usize, target: EdenTarget) -> Vec<f32> {
-        let (hadamard, stream) = draw(n);
-        let (rows, cols) = (x.len() / EDEN_GROUP, EDEN_GROUP);
-        let usage = Usage::Rowwise;
-        let amax = ms_eden_amax(x, rows, cols, usage, &hadamard).unwrap();
-        let packed = ms_eden(
-            x,
-            rows,
-            cols,
-            usage,
-            amax,
-            &EdenParams {
-                hadamard,
-                target,
-                stream,
-            },
-        )
-        .unwrap();
-        let mut values = dequantize(&packed);
+        let params = draw(n, target);
+        let shape = (x.len() / EDEN_GROUP, EDEN_GROUP);
+        let mut values = dequantize(&quantize(x, shape, Usage::Rowwise, &params));
         for group in values.chunks_exact_mut(EDEN_GROUP) {
             for stage in 0..7 {
                 let distance = 1 << stage;
@@ -380,7 +377,11 @@ mod tests {
                 }
             }
             for (i, value) in group.iter_mut().enumerate() {
-                let sign = if hadamard.negates(i) { -1.0 } else { 1.0 };
+                let sign = if params.hadamard.negates(i) {
+                    -1.0
+                } else {
+                    1.0
+                };
                 *value *= sign * HadamardSize::H128.factor();
             }
         }
@@ -461,26 +462,9 @@ mod tests {
         let transposed: Vec<f32> = (0..rows * cols)
             .map(|i| x[i % rows * cols + i / rows])
             .collect();
-        let (hadamard, stream) = draw(0);
-        let quantize = |x: &[f32], rows, cols, usage| {
-            let amax = ms_eden_amax(x, rows, cols, usage, &hadamard).unwrap();
-            let target = EdenTarget::Backward;
-            ms_eden(
-                x,
-                rows,
-                cols,
-                usage,
-                amax,
-                &EdenParams {
-                    hadamard,
-                    target,
-                    stream,
-                },
-            )
-            .unwrap()
-        };
-        let by_col = quantize(&x, rows, cols, Usage::Columnwise);
-        let by_row = quantize(&transposed, cols, rows, Usage::Rowwise);
+        let params = draw(0, EdenTarget::Backward);
+        let by_col = quantize(&x, (rows, cols), Usage::Columnwise, &params);
+        let by_row = quantize(&transposed, (cols, rows), Usage::Rowwise, &params);
         assert_eq!(
             (by_col.rows(), by_col.cols(), by_col.blocks()),
             (256, 37, 16)
@@ -492,26 +476,8 @@ mod tests {
 
     #[test]
     fn special_values() {
-        let (hadamard, stream) = draw(3);
-        let quantize = |x: &[f32]| {
-            let cols = x.len();
-            let usage = Usage::Rowwise;
-            let amax = ms_eden_amax(x, 1, cols, usage, &hadamard).unwrap();
-            let target = EdenTarget::Backward;
-            ms_eden(
-                x,
-                1,
-                cols,
-                usage,
-                amax,
-                &EdenParams {
-                    hadamard,
-                    target,
-                    stream,
-                },
-            )
-            .unwrap()
-        };
+        let params = draw(3, EdenTarget::Backward);
+        let quantize = |x: &[f32]| quantize(x, (1, x.len()), Usage::Rowwise, &params);
         let zero = quantize(&[0.0; 128]);
         assert!(zero.scales().iter().all(|&scale| scale == ONE));
         assert!(dequantize(&zero).iter().all(|&value| value == 0.0));

@@ -28,7 +28,7 @@ use nvfp4_kernels::{
 
 /// The device under test, with the instructions emulated if it can; in a process of its own.
 fn emulated(test: &str) -> Option<Client> {
-    if ran_in_own_process("emulated", test) {
+    if ran_in_own_process("emulated", test, &[]) {
         return None;
     }
     emulate_e2m1_instructions();

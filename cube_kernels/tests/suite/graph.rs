@@ -35,7 +35,7 @@ fn alone(test: &str) -> Option<(Client, MutexGuard<'static, ()>)> {
         println!("SKIPPED: {test}: only CUDA captures graphs");
         return None;
     }
-    if ran_in_own_process("graph", test) {
+    if ran_in_own_process("graph", test, &[]) {
         return None;
     }
     let guard = ALONE.lock().unwrap_or_else(|held| held.into_inner());

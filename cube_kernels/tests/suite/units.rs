@@ -10,7 +10,7 @@ use nvfp4_kernels::quantize::kernels::set_units;
 
 #[test]
 fn units_of_a_cube_do_not_matter() {
-    if ran_in_own_process("units", "units_of_a_cube_do_not_matter") {
+    if ran_in_own_process("units", "units_of_a_cube_do_not_matter", &[]) {
         return;
     }
     let client = client!("units_of_a_cube_do_not_matter");

@@ -3,6 +3,9 @@
 mod common;
 #[cfg(feature = "cuda")]
 mod ddp;
+#[path = "../../../cube_kernels/tests/suite/support/process.rs"]
+mod process;
+mod resume;
 #[cfg(feature = "cuda")]
 #[path = "../../../burn_backend/tests/burn_nvfp4/support/skip.rs"]
 mod skip;

@@ -1,8 +1,6 @@
 //! Models of `Nvfp4Linear` in burn-train's loop, on Flex.
 
-use std::env;
 use std::path::Path;
-use std::process::Command;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use burn_core as burn;
@@ -11,12 +9,10 @@ use burn_core::data::dataloader::{DataLoader, DataLoaderBuilder, batcher::Batche
 use burn_core::data::dataset::InMemDataset;
 use burn_core::module::Module;
 use burn_core::tensor::{Device, ExecutionError};
-use burn_nvfp4::checkpoint::Nvfp4Checkpoints;
+use burn_nvfp4::Nvfp4State;
 use burn_nvfp4::telemetry::metrics::{Statistic, TelemetryInput, TelemetryMetric};
 use burn_nvfp4::telemetry::{Telemetry, TelemetrySampler};
-use burn_nvfp4::{LayerMode, Nvfp4State, set_mode};
 use burn_optim::{AdamWConfig, GradientsAccumulator, GradientsParams};
-use burn_train::checkpoint::KeepLastNCheckpoints;
 use burn_train::metric::{Adaptor, LossInput, LossMetric};
 use burn_train::{
     ExecutionStrategy, InferenceStep, ItemLazy, Learner, RegressionOutput, SupervisedTraining,
@@ -25,9 +21,9 @@ use burn_train::{
 
 use crate::common::{BATCH, Net, RATE, RowBatcher, Rows};
 
-const STEPS: usize = 6;
+pub const STEPS: usize = 6;
 
-fn loader(device: &Device) -> Arc<dyn DataLoader<Rows>> {
+pub fn loader(device: &Device) -> Arc<dyn DataLoader<Rows>> {
     DataLoaderBuilder::new(RowBatcher)
         .batch_size(BATCH)
         .set_device(device.clone())
@@ -52,7 +48,7 @@ fn by_hand(mut net: Net, accumulate: usize, device: &Device) -> Net {
 }
 
 /// burn-train installs one logger for the process.
-fn one_at_a_time() -> MutexGuard<'static, ()> {
+pub fn one_at_a_time() -> MutexGuard<'static, ()> {
     static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
     ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -141,115 +137,6 @@ fn records_and_state_continue() {
     let one = by_burn_train("one", net.copy(&device), &device, |training| training);
     let two = by_burn_train("two", other, &device, |training| training);
     assert_eq!(one.bits(), two.bits());
-}
-
-/// Training in `directory` up to the end of epoch `epochs`, by burn-train's own resumption where there
-/// is a checkpoint to go on from.
-fn with_checkpoints(
-    directory: &Path,
-    net: Net,
-    device: &Device,
-    epochs: usize,
-    resume: Option<usize>,
-    checkpoints: Option<&Nvfp4Checkpoints>,
-) -> Net {
-    let _guard = one_at_a_time();
-    let training =
-        SupervisedTraining::new(directory, loader(device), loader(&device.clone().inner()))
-            .metrics((LossMetric::new(),))
-            .with_application_logger(None)
-            .with_training_strategy(ExecutionStrategy::single(device.clone()).into())
-            .num_epochs(epochs);
-    let training = match checkpoints {
-        Some(checkpoints) => checkpoints.register(training, KeepLastNCheckpoints::new(1)),
-        None => training.with_default_checkpointers(),
-    };
-    let training = match resume {
-        Some(epoch) => training.checkpoint(epoch),
-        None => training,
-    };
-    let result = training.launch(Learner::new(net, AdamWConfig::new().init(), RATE));
-    assert!(result.error.is_none(), "{:?}", result.error);
-    result.model
-}
-
-/// Whether the test `name` has run in a process of its own whose default device is Flex. In that
-/// process itself, `false`.
-///
-/// Burn's optimizers put a loaded state on Burn's default device first, and move it to the device of
-/// the gradients later. In a build with CUDA the default is a GPU, which need not exist.
-fn ran_with_flex_as_default(name: &str) -> bool {
-    const DEFAULT_DEVICE: &str = "BURN_DEVICE";
-    if env::var_os(DEFAULT_DEVICE).is_some_and(|device| device == "flex") {
-        return false;
-    }
-    let output = Command::new(env::current_exe().expect("this binary has a path"))
-        .args(["--exact", name])
-        .env(DEFAULT_DEVICE, "flex")
-        .output()
-        .expect("this binary can be run");
-    let [text, errors] = [&output.stdout, &output.stderr].map(|text| String::from_utf8_lossy(text));
-    // A filter that no test has would succeed, too. What it printed is shown on a failure alone:
-    // who counts the results of this process must not find those of another in its output.
-    assert!(text.contains("1 passed"), "{text}{errors}");
-    true
-}
-
-/// A run that was stopped after its first epoch and went on in another process, by burn-train's own
-/// checkpoints, ends where the uninterrupted one does: weights, offsets and modes. With burn-train's
-/// default checkpointers it does not, which is what ours are for.
-#[test]
-fn burn_trains_checkpoints_resume_to_the_bit() {
-    if ran_with_flex_as_default("train::burn_trains_checkpoints_resume_to_the_bit") {
-        return;
-    }
-    let device = Device::flex().autodiff();
-    let net = Net::new(&device);
-    let root = std::env::temp_dir().join(format!("nvfp4-{}-resume", std::process::id()));
-    let folder = |name: &str| root.join(name);
-    let run = |name: &str, net: &Net, epochs, resume, ours: bool| {
-        let directory = folder(name);
-        let checkpoints = Nvfp4Checkpoints::new(net, directory.join("checkpoint"));
-        let checkpoints = ours.then_some(&checkpoints);
-        with_checkpoints(
-            &directory,
-            net.clone(),
-            &device,
-            epochs,
-            resume,
-            checkpoints,
-        )
-    };
-    // A mode is part of the state, too.
-    let start = || {
-        let net = net.copy(&device);
-        set_mode(&net.down, LayerMode::HighPrecisionForward);
-        net
-    };
-    let whole = run("whole", &start(), 2, None, true);
-    let state = Nvfp4State::collect(&whole);
-    assert_eq!(state.layers["up"].offset, 2 * STEPS as u64);
-
-    let first = run("parts", &start(), 1, None, true);
-    assert_ne!(first.bits(), whole.bits());
-    // What a new process has: other weights, offsets 0, no modes.
-    let other = Net::new(&device);
-    let resumed = run("parts", &other, 2, Some(1), true);
-    assert_eq!(resumed.bits(), whole.bits());
-    assert_eq!(Nvfp4State::collect(&resumed), state);
-    // The strategy keeps the last checkpoint only.
-    let exists = |epoch| {
-        folder("parts")
-            .join(format!("checkpoint/nvfp4-{epoch}.json"))
-            .exists()
-    };
-    assert_eq!([1, 2].map(exists), [false, true]);
-
-    run("default", &start(), 1, None, false);
-    let other = Net::new(&device);
-    let forgetful = run("default", &other, 2, Some(1), false);
-    assert_ne!(forgetful.bits(), whole.bits());
-    let _ = std::fs::remove_dir_all(root);
 }
 
 /// A model whose every other step is sampled.

@@ -9,7 +9,7 @@ macro_rules! own_process {
         let (_, test) = path
             .split_once(concat!("::", $module, "::"))
             .expect("a test of the module");
-        if crate::support::process::ran_in_own_process($module, test) {
+        if crate::support::process::ran_in_own_process($module, test, &[]) {
             return;
         }
     }};

@@ -10,20 +10,24 @@ use std::{
 /// Names, in a child process, the module whose tests it runs.
 const CHILD: &str = "NVFP4_TEST_CHILD";
 
+/// Variables of a child process, beside those of this one.
+type Environment = [(&'static str, &'static str)];
+
 /// What a child process printed: each test's verdict and its output.
 type Outcome = HashMap<String, (String, String)>;
 
-/// Whether the test `test` of the module `module` has run in a process of its own, which runs only tests of
-/// that module: all that this process was asked for. In that process itself, `false`.
+/// Whether the test `test` of the module `module` has run in a process of its own, which runs only
+/// tests of that module: all that this process was asked for. In that process itself, `false`. Its
+/// `environment` is the same for all tests of a module.
 ///
 /// # Panics
 /// If the test failed there, with its output.
-pub fn ran_in_own_process(module: &str, test: &str) -> bool {
+pub fn ran_in_own_process(module: &str, test: &str, environment: &Environment) -> bool {
     if let Ok(child) = env::var(CHILD) {
         return child != module;
     }
     let name = format!("{module}::{test}");
-    let outcome = outcome(module);
+    let outcome = outcome(module, environment);
     let (verdict, output) = outcome
         .get(&name)
         .unwrap_or_else(|| panic!("{name}: no verdict from its process"));
@@ -33,7 +37,7 @@ pub fn ran_in_own_process(module: &str, test: &str) -> bool {
 }
 
 /// What the tests of `module` gave; the first that asks runs them.
-fn outcome(module: &str) -> Arc<Outcome> {
+fn outcome(module: &str, environment: &Environment) -> Arc<Outcome> {
     type Once = Arc<OnceLock<Arc<Outcome>>>;
     static OUTCOMES: Mutex<Option<HashMap<String, Once>>> = Mutex::new(None);
     let once = {
@@ -41,13 +45,18 @@ fn outcome(module: &str) -> Arc<Outcome> {
         let outcomes = outcomes.get_or_insert_default();
         outcomes.entry(module.to_owned()).or_default().clone()
     };
-    once.get_or_init(|| Arc::new(run(module))).clone()
+    once.get_or_init(|| Arc::new(run(module, environment)))
+        .clone()
 }
 
 /// Runs the tests of `module` that this process was asked for.
-fn run(module: &str) -> Outcome {
+fn run(module: &str, environment: &Environment) -> Outcome {
     let prefix = format!("{module}::");
-    let listed = child(module, env::args().skip(1).chain(["--list".into()]));
+    let listed = child(
+        module,
+        environment,
+        env::args().skip(1).chain(["--list".into()]),
+    );
     let names = (listed.lines())
         .filter_map(|line| line.strip_suffix(": test"))
         .filter(|name| name.starts_with(&prefix))
@@ -56,14 +65,19 @@ fn run(module: &str) -> Outcome {
     let threads = env::args().skip_while(|argument| argument != "--test-threads");
     let joined = env::args().filter(|argument| argument.starts_with("--test-threads="));
     let options = options.into_iter().chain(threads.take(2)).chain(joined);
-    parse(&child(module, options.chain(names)))
+    parse(&child(module, environment, options.chain(names)))
 }
 
 /// The output of this test binary with `arguments`.
-fn child(module: &str, arguments: impl Iterator<Item = String>) -> String {
+fn child(
+    module: &str,
+    environment: &Environment,
+    arguments: impl Iterator<Item = String>,
+) -> String {
     let output = Command::new(env::current_exe().expect("this binary has a path"))
         .args(arguments)
         .env(CHILD, module)
+        .envs(environment.iter().copied())
         .stderr(Stdio::inherit())
         .output()
         .expect("this binary can be run");
