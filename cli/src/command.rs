@@ -5,7 +5,7 @@ use std::process::ExitCode;
 use anyhow::Result;
 use clap::{Parser, Subcommand};
 
-use crate::{cost, doctor, oracle, sample, study, train};
+use crate::{cost, doctor, kernels, oracle, sample, study, train};
 
 /// NVFP4 training for Burn models.
 #[derive(Parser)]
@@ -39,6 +39,7 @@ enum Task {
 
 impl Command {
     pub(crate) fn run(self) -> Result<ExitCode> {
+        kernels::keep();
         match self.task {
             Task::Train(train) => train.run(),
             Task::Study(study) => study.run(),

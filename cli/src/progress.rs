@@ -6,10 +6,13 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
+use burn::tensor::Device;
 use indicatif::{HumanDuration, ProgressBar, ProgressDrawTarget, ProgressStyle};
 use nvfp4_lm::config::{RecipeName, RunConfig};
 use nvfp4_lm::metrics::Row;
 use nvfp4_lm::train::Observer;
+
+use crate::kernels::Waiting;
 
 /// What the bar shows; the message is [`figures`].
 const TEMPLATE: &str = "{prefix:>6} {wide_bar:.cyan/blue} {pos}/{len}  {msg}  ETA {eta}";
@@ -25,6 +28,8 @@ pub(crate) struct Progress {
     started: Instant,
     valid_loss: Option<f64>,
     interrupt: Arc<AtomicBool>,
+    /// Until the first step is done, on devices that compile kernels.
+    waiting: Option<Waiting>,
 }
 
 impl Progress {
@@ -33,21 +38,29 @@ impl Progress {
         config: &RunConfig,
         first: u64,
         interrupt: Arc<AtomicBool>,
+        devices: &[Device],
     ) -> Self {
         let bar = std::io::stderr().is_terminal().then(|| {
             let bar = bar(&recipe, config.steps, first, ProgressDrawTarget::stderr());
             bar.enable_steady_tick(std::time::Duration::from_millis(200));
             bar
         });
-        let started = Instant::now();
+        let waiting = config.all_devices().contains("cuda").then(|| {
+            let bar = bar.clone();
+            Waiting::new(devices, move |compiled| {
+                let text = format!("waiting for the first step: {compiled} kernels compiled");
+                show(bar.as_ref(), &text);
+            })
+        });
         Self {
             recipe,
             steps: config.steps,
             first,
             bar,
-            started,
+            started: Instant::now(),
             valid_loss: None,
             interrupt,
+            waiting,
         }
     }
 
@@ -69,6 +82,14 @@ impl Progress {
             .elapsed()
             .mul_f64((self.steps - step) as f64 / done as f64);
         HumanDuration(left).to_string()
+    }
+}
+
+/// Shows a line above `bar`, or on its own.
+fn show(bar: Option<&ProgressBar>, text: &str) {
+    match bar {
+        Some(bar) => bar.println(text),
+        None => eprintln!("{text}"),
     }
 }
 
@@ -96,6 +117,9 @@ fn figures(row: &Row, valid_loss: Option<f64>) -> String {
 
 impl Observer for Progress {
     fn step(&mut self, step: u64) {
+        if let Some(waiting) = self.waiting.take() {
+            show(self.bar.as_ref(), &waiting.finish());
+        }
         if let Some(bar) = &self.bar {
             bar.set_position(step);
         }
@@ -190,6 +214,7 @@ mod tests {
             started: Instant::now(),
             valid_loss: Some(2.5),
             interrupt: Arc::default(),
+            waiting: None,
         };
         progress.step(8);
         progress.row(&Row {

@@ -19,6 +19,7 @@ use nvfp4_lm::train::{Outcome, Run};
 use serde::Serialize;
 
 use crate::device::{DeviceName, hardware, install_decorator};
+use crate::kernels;
 use crate::options::Options;
 use crate::plot;
 use crate::progress::Progress;
@@ -307,6 +308,7 @@ impl Training<'_> {
                 self.config,
                 run.step(),
                 self.interrupt.clone(),
+                self.devices,
             );
             let outcome = run.train(self.stop_at, &mut progress);
             progress.finish();
@@ -381,6 +383,9 @@ fn describe(config: &RunConfig, corpus: &Corpus, folder: &Path) {
         config.all_devices(),
         folder.display()
     );
+    if config.all_devices().contains("cuda") {
+        eprintln!("kernels {}", kernels::place());
+    }
 }
 
 /// Write `summary.json` and `loss.svg`, and print the outcome.

@@ -24,6 +24,8 @@ pub mod capabilities;
 pub mod cube;
 #[cfg(feature = "cube")]
 pub mod gemm;
+#[cfg(feature = "cuda")]
+pub mod kernel_cache;
 #[cfg(feature = "cube")]
 pub(crate) mod launch;
 #[cfg(feature = "cube")]

@@ -3,6 +3,7 @@
 use cubecl::prelude::*;
 use half::bf16;
 
+use super::kernels::small_m::loads_a_late;
 use super::kernels::{
     ArrangeSizeLaunch, CMMA_UNITS, CmmaPlan, CmmaTile, EpilogueKind, EpilogueLaunch, Factor,
     GroupedDim, GroupedProblemLaunch, MixedMatrixLaunch, Multiply, PackedMatrixLaunch, Pieces,
@@ -424,6 +425,7 @@ fn sm120_nvfp4(device: &DummyDevice) -> Vec<Instance> {
 /// The shapes of all sizes of `m`, and the whole epilogue where rows end in parts of a vector.
 fn small_m(device: &DummyDevice) -> Vec<Instance> {
     let (whole, tail, halves) = ((false, false), (true, false), (true, true));
+    let is_blackwell = device.has_nearest();
     let mut all = Vec::new();
     for (warps, strips, columns, ahead, (tail, halves), left, kind) in [
         (16, 2, 1, 1, whole, SmallMLeft::Packed, PLAIN),
@@ -446,6 +448,7 @@ fn small_m(device: &DummyDevice) -> Vec<Instance> {
             halves,
             left,
             converts: device.conversion.has_e4m3(),
+            late: loads_a_late(columns, left, Some(if is_blackwell { 100 } else { 90 })),
         };
         let instance = instance!(
             device,

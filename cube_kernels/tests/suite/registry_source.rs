@@ -2,15 +2,18 @@
 //! instructions and spilled registers are looked for in the machine code.
 
 use std::{
-    collections::BTreeSet,
+    collections::{BTreeMap, BTreeSet},
     fs,
     path::{Path, PathBuf},
+    sync::atomic::{AtomicUsize, Ordering},
+    thread,
+    time::Instant,
 };
 
 use crate::gemm_source;
 use crate::support::{
     nvrtc::CudaTools,
-    sources::{self, disassembled, is_full, is_left_out, spills},
+    sources::{self, is_full, is_left_out, machine_code},
 };
 use cubecl_server::runtime::Runtime;
 use nvfp4_kernels::{
@@ -65,15 +68,26 @@ fn assert_found(expected: Option<bool>, found: bool, what: &str) {
 fn check_instance(tools: &CudaTools, instance: &Instance, arch: &str) {
     let name = &instance.name;
     let text = sources::cuda_source(name, &*instance.kernel);
-    let sass = disassembled(tools, name, &text, arch);
+    let compiled = machine_code(tools, name, &text, arch);
     let Expected {
         e2m1_rn,
         e2m1_rs,
         e4m3,
-        spills: spilled,
+        spills,
     } = instance.expected;
-    let nearest = |line: &str| line.contains(E2M1_RN) && !line.contains(E2M1_RS);
     let what = |which: &str| format!("{which} in {name} for {arch}");
+    assert_found(spills, compiled.stack > 0, &what("spills"));
+    // Disassembling takes as long as compiling: what the source does not mention is not there.
+    let mentions = |expected: Option<bool>, names: &[&str]| {
+        expected == Some(true) || expected.is_some() && names.iter().any(|name| text.contains(name))
+    };
+    let converts =
+        mentions(e2m1_rn.or(e2m1_rs), &["e2m1", "fp4"]) || mentions(e4m3, &["e4m3", "fp8"]);
+    if !converts && instance.gemm.is_none() {
+        return;
+    }
+    let sass = tools.disassemble(&compiled.code, &format!("{name}-{arch}"));
+    let nearest = |line: &str| line.contains(E2M1_RN) && !line.contains(E2M1_RS);
     assert_found(
         e2m1_rn,
         sass.lines().any(nearest),
@@ -81,23 +95,56 @@ fn check_instance(tools: &CudaTools, instance: &Instance, arch: &str) {
     );
     assert_found(e2m1_rs, sass.contains(E2M1_RS), &what("e2m1, stochastic"));
     assert_found(e4m3, sass.contains(E4M3), &what("e4m3"));
-    assert_found(spilled, spills(&sass) > 0, &what("spills"));
     if let Some(gemm) = instance.gemm {
         gemm_source::check(name, gemm, &sass, arch);
     }
 }
 
-/// Compiles the chosen kernels of a device with `conversion` for `arch`.
-fn check(test: &str, arch: &str, conversion: Conversion, is_chosen: fn(&Instance) -> bool) {
+/// Compiles the chosen kernels of a device with `conversion` for `arch`, on all cores.
+fn check(test: &str, arch: &str, conversion: Conversion, is_chosen: impl Fn(&Instance) -> bool) {
     let tools = tools!(test);
     let mut instances = instances(conversion);
     instances.retain(|instance| {
         is_chosen(instance) && instance.architectures.contains(arch) && !is_left_out(&instance.name)
     });
     println!("{arch}: {} instances", instances.len());
-    for instance in &instances {
-        check_instance(&tools, instance, arch);
-    }
+    let next = AtomicUsize::new(0);
+    let work = || {
+        while let Some(instance) = instances.get(next.fetch_add(1, Ordering::Relaxed)) {
+            let start = Instant::now();
+            check_instance(&tools, instance, arch);
+            println!("{} {arch}: {:.1?}", instance.name, start.elapsed());
+        }
+    };
+    let cores = thread::available_parallelism().map_or(1, usize::from);
+    thread::scope(|scope| {
+        for _ in 0..cores {
+            scope.spawn(work);
+        }
+    });
+}
+
+/// Those of `instances` that a run without `--full` compiles for `arch`, which is sm_90a or sm_100a.
+///
+/// What most launches take is compiled for both. Of the instances that differ from one of those in
+/// the type of elements or in the width of addresses alone, every second one of each kernel is
+/// compiled, for one of the two. Of the GEMMs, see [`gemm_source::is_in_ci`].
+fn keep_those_of_ci(instances: &mut Vec<Instance>, arch: &str) {
+    let archs = ["sm_90a", "sm_100a"];
+    let mut variants: BTreeMap<&'static str, usize> = BTreeMap::new();
+    instances.retain(|instance| {
+        let has = |tag: &str| instance.name.contains(tag);
+        let is_variant = has("-F32-U") || has("-F16-U") || has("-U64");
+        match instance.gemm {
+            Some(gemm) => gemm_source::is_in_ci(gemm),
+            None if is_variant => {
+                let count = variants.entry(instance.function()).or_default();
+                *count += 1;
+                (*count - 1) % 2 == 0 && arch == archs[(*count - 1) / 2 % 2]
+            }
+            None => true,
+        }
+    });
 }
 
 #[test]
@@ -164,18 +211,27 @@ fn other_architectures() {
 #[test]
 fn instructions_are_refused_where_they_do_not_exist() {
     let tools = tools!("registry_source::instructions_are_refused_where_they_do_not_exist");
-    for instance in instances(Conversion::Hardware) {
-        let refused: &[&str] = match instance.gemm {
-            Some(GemmInstance::Sm120Nvfp4(plan)) if plan.tile.multiply == Multiply::Instruction => {
-                &["sm_90a", "sm_100a"]
-            }
-            Some(GemmInstance::SmallM(_)) => &["sm_86"],
-            _ => continue,
-        };
-        let text = sources::cuda_source(&instance.name, &*instance.kernel);
+    let instances = instances(Conversion::Hardware);
+    let is_small_m = |instance: &Instance| matches!(instance.gemm, Some(GemmInstance::SmallM(_)));
+    let has_instruction = |instance: &Instance| match instance.gemm {
+        Some(GemmInstance::Sm120Nvfp4(plan)) => plan.tile.multiply == Multiply::Instruction,
+        _ => false,
+    };
+    for (Instance { name, kernel, .. }, refused) in [
+        (
+            instances.iter().find(|instance| has_instruction(instance)),
+            &["sm_90a", "sm_100a"][..],
+        ),
+        (
+            instances.iter().find(|instance| is_small_m(instance)),
+            &["sm_86"][..],
+        ),
+    ]
+    .map(|(instance, refused)| (instance.unwrap(), refused))
+    {
+        let text = sources::cuda_source(name, &**kernel);
         for arch in refused {
-            let what = format!("{} for {arch}", instance.name);
-            assert!(tools.compile(&text, arch).is_err(), "{what}");
+            assert!(tools.compile(&text, arch).is_err(), "{name} for {arch}");
         }
     }
 }
@@ -219,6 +275,23 @@ fn launched(text: &str) -> Vec<String> {
         names.push(name.trim().to_owned());
     }
     names
+}
+
+/// A run without `--full` compiles each kernel for each architecture that it is for.
+#[test]
+fn a_run_without_full_compiles_every_kernel() {
+    for arch in ["sm_90a", "sm_100a"] {
+        let functions = |instances: &[Instance]| -> BTreeSet<&str> {
+            (instances.iter())
+                .filter(|instance| instance.architectures.contains(arch))
+                .map(Instance::function)
+                .collect()
+        };
+        let mut instances = instances(Conversion::Hardware);
+        let all = functions(&instances);
+        keep_those_of_ci(&mut instances, arch);
+        assert_eq!(functions(&instances), all, "{arch}");
+    }
 }
 
 /// No kernel is forgotten: the registry has those that the crate defines, by the names of their types.

@@ -76,6 +76,9 @@ pub struct SmallMShape {
     pub left: SmallMLeft,
     /// The device has an instruction that converts E4M3.
     pub converts: bool,
+    /// The next rows of `a` are loaded behind the products of a chunk instead of ahead of them: see
+    /// [`loads_a_late`].
+    pub late: bool,
 }
 
 impl SmallMShape {
@@ -300,7 +303,7 @@ fn mainloop(
                     let others = a_fragments(a, &a_rows, at, blocks, inside, slot, half, shape);
                     // Two conditions, of which only the inner one is left to the kernel.
                     #[allow(clippy::collapsible_if)]
-                    if comptime!(is_packed && half == 1) {
+                    if comptime!(is_packed && half == 1 && !shape.late) {
                         if next < chunks {
                             #[unroll]
                             for j in 0..columns {
@@ -320,6 +323,15 @@ fn mainloop(
                                 b_rows.load(b_source, ahead, comptime!(2 * i), low, halves);
                                 let high = comptime!(low + 1);
                                 b_rows.load(b_source, ahead, comptime!(2 * i + 1), high, halves);
+                            }
+                        }
+                    }
+                    #[allow(clippy::collapsible_if)]
+                    if comptime!(is_packed && half == 1 && shape.late) {
+                        if next < chunks {
+                            #[unroll]
+                            for j in 0..columns {
+                                a_rows.load(a_source, ahead, j, comptime!(slot + j), halves);
                             }
                         }
                     }
@@ -534,6 +546,13 @@ fn write_rows(
     epilogue.atomic_amax(0u32, largest);
 }
 
+/// Whether the next rows of `a` are loaded late, for `columns` groups of them. From sm_100 on the
+/// compiler keeps to 128 registers, so that two cubes of eight warps fit on a processor, and stores
+/// some of the others in memory. Behind the products the fragments of `a` no longer take any.
+pub(crate) fn loads_a_late(columns: usize, left: SmallMLeft, compute: Option<u32>) -> bool {
+    columns > 1 && left == SmallMLeft::Packed && compute >= Some(100)
+}
+
 /// The shape for `m` rows of `a` and `n` of `b`: as many strips as keep all processors busy, and as
 /// many warps and chunks under way as registers allow.
 fn shape(
@@ -554,6 +573,7 @@ fn shape(
         halves: !k.is_multiple_of(2 * BLOCK),
         left,
         converts: capabilities.compute_capability >= Some(89),
+        late: loads_a_late(columns, left, capabilities.compute_capability),
     }
 }
 

@@ -15,6 +15,15 @@ pub struct CudaTools {
     nvrtc: Library,
 }
 
+/// Machine code.
+pub struct Compiled {
+    /// The file.
+    pub code: Vec<u8>,
+    /// Bytes of memory in which a thread keeps what registers do not hold: spilled registers, and
+    /// arrays with indices of the run time.
+    pub stack: usize,
+}
+
 impl CudaTools {
     /// The tools, or why they are not to be had.
     pub fn find() -> Result<Self, String> {
@@ -40,7 +49,7 @@ impl CudaTools {
     ///
     /// # Errors
     /// The compiler's log.
-    pub fn compile(&self, source: &str, arch: &str) -> Result<Vec<u8>, String> {
+    pub fn compile(&self, source: &str, arch: &str) -> Result<Compiled, String> {
         type Program = *mut c_void;
         let source = CString::new(source).unwrap();
         let include = |folder: &str| {
@@ -54,6 +63,8 @@ impl CudaTools {
             CString::new(format!("--gpu-architecture={arch}")).unwrap(),
             include("include"),
             include("include/cccl"),
+            // What the code takes, in the log.
+            CString::new("--ptxas-options=-v").unwrap(),
         ];
         let options: Vec<*const c_char> = options.iter().map(|option| option.as_ptr()).collect();
         // SAFETY: the signatures are those of nvrtc.h, strings outlive the program, and each buffer
@@ -99,25 +110,24 @@ impl CudaTools {
             );
             assert_eq!(status, 0, "nvrtcCreateProgram");
             let status = compile(program, options.len() as c_int, options.as_ptr());
+            let mut size = 0;
+            assert_eq!(log_size(program, &mut size), 0, "nvrtcGetProgramLogSize");
+            let mut text = vec![0u8; size.max(1)];
+            assert_eq!(
+                log(program, text.as_mut_ptr().cast()),
+                0,
+                "nvrtcGetProgramLog"
+            );
+            let text = CStr::from_bytes_until_nul(&text).unwrap().to_string_lossy();
             let result = if status == 0 {
                 let mut size = 0;
                 assert_eq!(cubin_size(program, &mut size), 0, "nvrtcGetCUBINSize");
                 let mut code = vec![0u8; size];
                 assert_eq!(cubin(program, code.as_mut_ptr().cast()), 0, "nvrtcGetCUBIN");
-                Ok(code)
+                let stack = stack_of(&text);
+                Ok(Compiled { code, stack })
             } else {
-                let mut size = 0;
-                assert_eq!(log_size(program, &mut size), 0, "nvrtcGetProgramLogSize");
-                let mut text = vec![0u8; size.max(1)];
-                assert_eq!(
-                    log(program, text.as_mut_ptr().cast()),
-                    0,
-                    "nvrtcGetProgramLog"
-                );
-                Err(CStr::from_bytes_until_nul(&text)
-                    .unwrap()
-                    .to_string_lossy()
-                    .into_owned())
+                Err(text.into_owned())
             };
             destroy(&mut program);
             result
@@ -142,6 +152,17 @@ impl CudaTools {
         );
         String::from_utf8(output.stdout).unwrap()
     }
+}
+
+/// The stack of the kernel, by what ptxas says of it: `16 bytes stack frame, ...`.
+fn stack_of(log: &str) -> usize {
+    let frames = log.matches(" bytes stack frame").count();
+    assert_eq!(frames, 1, "one kernel: {log}");
+    let (before, _) = log.split_once(" bytes stack frame").unwrap();
+    let bytes = before.rsplit(char::is_whitespace).next().unwrap();
+    bytes
+        .parse()
+        .unwrap_or_else(|error| panic!("{error}: {log}"))
 }
 
 fn data_folder() -> Option<PathBuf> {

@@ -5,7 +5,7 @@ use std::path::Path;
 use cubecl::prelude::*;
 use cubecl_server::compiler::Compiler;
 
-use super::nvrtc::CudaTools;
+use super::nvrtc::{Compiled, CudaTools};
 
 /// The tools, or an early return.
 macro_rules! tools {
@@ -43,22 +43,16 @@ pub fn is_left_out(name: &str) -> bool {
 
 /// The machine code of `text`. Source and code also go to the folder `NVFP4_DUMP`, for people who count
 /// instructions.
-pub fn machine_code(tools: &CudaTools, name: &str, text: &str, arch: &str) -> Vec<u8> {
-    let code = tools
+pub fn machine_code(tools: &CudaTools, name: &str, text: &str, arch: &str) -> Compiled {
+    let compiled = tools
         .compile(text, arch)
         .unwrap_or_else(|log| panic!("{name} for {arch}:\n{log}\n{text}"));
     if let Some(folder) = std::env::var_os("NVFP4_DUMP") {
         let file = Path::new(&folder).join(format!("{name}-{arch}"));
         std::fs::write(file.with_extension("cu"), text).unwrap();
-        std::fs::write(file.with_extension("cubin"), &code).unwrap();
+        std::fs::write(file.with_extension("cubin"), &compiled.code).unwrap();
     }
-    code
-}
-
-/// The machine code of `text`, as text.
-pub fn disassembled(tools: &CudaTools, name: &str, text: &str, arch: &str) -> String {
-    let code = machine_code(tools, name, text, arch);
-    tools.disassemble(&code, &format!("{name}-{arch}"))
+    compiled
 }
 
 /// Instructions of `sass` whose opcode begins with `opcode`.

@@ -1,0 +1,161 @@
+//! Compiled kernels: kept for the next start, and counted while the first step waits for them.
+
+use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use burn::tensor::Device;
+
+/// Names the folder of compiled kernels; empty, none are kept.
+#[cfg(feature = "cuda")]
+const FOLDER: &str = "NVFP4_KERNEL_CACHE";
+
+/// How often [`Waiting`] reports.
+const EVERY: Duration = Duration::from_secs(5);
+
+/// The file with compiled kernels, where they are kept.
+static FILE: OnceLock<Option<PathBuf>> = OnceLock::new();
+
+/// Kernels that this process has compiled.
+static COMPILED: AtomicUsize = AtomicUsize::new(0);
+
+/// Keeps compiled kernels, and counts them. Before the first device is opened.
+#[cfg(feature = "cuda")]
+pub(crate) fn keep() {
+    use nvfp4::kernels::kernel_cache::{configure, default_folder};
+
+    let folder = match std::env::var_os(FOLDER) {
+        Some(folder) if folder.is_empty() => None,
+        Some(folder) => Some(PathBuf::from(folder)),
+        None => Some(default_folder()),
+    };
+    // Without it they are not counted.
+    if log::set_logger(&COUNTER).is_ok() {
+        log::set_max_level(log::LevelFilter::Info);
+    }
+    let file = configure(folder.as_deref()).unwrap_or_else(|error| {
+        tracing::warn!("compiled kernels are not kept: {error}");
+        None
+    });
+    let _ = FILE.set(file);
+}
+
+#[cfg(not(feature = "cuda"))]
+pub(crate) fn keep() {}
+
+/// The file with compiled kernels, where they are kept.
+fn file() -> Option<&'static Path> {
+    FILE.get()?.as_deref()
+}
+
+/// Kernels that this process has compiled.
+pub(crate) fn compiled() -> usize {
+    COMPILED.load(Ordering::Relaxed)
+}
+
+/// Where compiled kernels are, for people.
+pub(crate) fn place() -> String {
+    match file() {
+        Some(file) => format!("kept in {}", file.display()),
+        None => "compiled again by each start".into(),
+    }
+}
+
+#[cfg(feature = "cuda")]
+static COUNTER: Counter = Counter;
+
+/// Takes the messages of CubeCL, which reports by the crate `log`.
+#[cfg(feature = "cuda")]
+struct Counter;
+
+#[cfg(feature = "cuda")]
+impl log::Log for Counter {
+    fn enabled(&self, _: &log::Metadata) -> bool {
+        true
+    }
+
+    fn log(&self, record: &log::Record) {
+        let target = record.target();
+        if target == nvfp4::kernels::kernel_cache::COMPILATION_TARGET {
+            COMPILED.fetch_add(1, Ordering::Relaxed);
+        } else if target.starts_with("cubecl_environment") && record.level() <= log::Level::Warn {
+            tracing::warn!("compiled kernels: {}", record.args());
+        }
+    }
+
+    fn flush(&self) {}
+}
+
+/// The time until the first step is done, in which kernels are compiled. Says every few seconds how
+/// many are.
+pub(crate) struct Waiting {
+    devices: Vec<Device>,
+    started: Instant,
+    before: usize,
+    /// Ends the reports when it is dropped.
+    reports: Option<(Sender<()>, JoinHandle<()>)>,
+}
+
+impl Waiting {
+    /// Begins to wait for `devices`; `report` shows how many kernels were compiled.
+    pub(crate) fn new(devices: &[Device], report: impl Fn(usize) + Send + 'static) -> Self {
+        let before = compiled();
+        let (sender, receiver) = channel::<()>();
+        let thread = thread::spawn(move || {
+            while receiver.recv_timeout(EVERY) == Err(RecvTimeoutError::Timeout) {
+                report(compiled() - before);
+            }
+        });
+        Self {
+            devices: devices.to_vec(),
+            started: Instant::now(),
+            before,
+            reports: Some((sender, thread)),
+        }
+    }
+
+    /// Waits for the devices, on which the first step was queued; what the time went to.
+    pub(crate) fn finish(mut self) -> String {
+        for device in &self.devices {
+            // A failure shows where the loss is read.
+            let _ = device.sync();
+        }
+        self.stop();
+        let place = place();
+        let seconds = self.started.elapsed().as_secs_f64();
+        match compiled() - self.before {
+            0 => format!("first step after {seconds:.1} s; no kernel was compiled ({place})"),
+            count => format!("first step after {seconds:.1} s; {count} kernels compiled ({place})"),
+        }
+    }
+
+    fn stop(&mut self) {
+        if let Some((sender, thread)) = self.reports.take() {
+            drop(sender);
+            let _ = thread.join();
+        }
+    }
+}
+
+impl Drop for Waiting {
+    fn drop(&mut self) {
+        self.stop();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_wait_ends_with_what_was_compiled() {
+        let waiting = Waiting::new(&[], |_| {});
+        COMPILED.fetch_add(2, Ordering::Relaxed);
+        let text = waiting.finish();
+        assert!(text.contains("2 kernels compiled"), "{text}");
+        assert!(text.contains("compiled again by each start"), "{text}");
+    }
+}
