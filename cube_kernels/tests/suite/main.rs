@@ -30,6 +30,7 @@ mod groups;
 #[cfg(feature = "cube")]
 mod kernels;
 #[cfg(feature = "cube")]
+mod launched;
 mod layouts;
 #[cfg(feature = "cube")]
 mod ms_eden;
