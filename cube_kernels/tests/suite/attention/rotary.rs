@@ -14,7 +14,7 @@ use crate::support::inputs::{Generator, convert};
 use cubecl::prelude::*;
 use nvfp4_kernels::{
     attention::{self, Heads, Rotation, TokenSequences, mma},
-    reference::attention::rope,
+    reference::attention::{Bounded, rope},
 };
 
 /// Heads by vectors and by elements, contiguous and as columns of a wider matrix, into other memory
@@ -104,7 +104,7 @@ fn backward<T: Operand>(client: &Client) {
         }
         let mut expected = exact(&case, &data);
         let precision = T::PRECISION;
-        let turn = |gradient, heads, of| {
+        let turn = |gradient: &Bounded, heads, of| {
             let starts = case.starts(of);
             turn_back(gradient, (heads, case.head), &starts, &tables, precision)
         };
