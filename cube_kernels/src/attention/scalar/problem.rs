@@ -70,7 +70,8 @@ impl ScalarPlan {
     }
 }
 
-/// Products of a row that are computed at a time, to have several in flight.
+/// Products of a row that the forward computes at a time, to have several in flight. Rows of a tile
+/// are a multiple of it.
 pub const AT_ONCE: usize = 4;
 
 /// Heads in a kernel.
