@@ -422,7 +422,7 @@ pub fn add_scaled(
 pub fn scale_row(sums: &mut Array<Four>, factor: f32, #[comptime] plan: ScalarPlan) {
     #[unroll(plan.planes)]
     for i in 0..comptime!(plan.own_fours()) {
-        sums[i] = sums[i] * Four::new(factor);
+        sums[i] *= Four::new(factor);
     }
 }
 
