@@ -130,20 +130,26 @@ fn check(test: &str, arch: &str, conversion: Conversion, is_chosen: fn(&Instance
 /// Those of `instances` that a run without `--full` compiles for `arch`, which is sm_90a or sm_100a.
 ///
 /// What most launches take is compiled for both. Of the instances that differ from one of those in
-/// the type of elements or in the width of addresses alone, every second one of each kernel is
+/// the type of elements or in the width of addresses alone, every fourth one of each kernel is
 /// compiled, for one of the two. Of the GEMMs, see [`gemm_source::is_in_ci`].
 fn keep_those_of_ci(instances: &mut Vec<Instance>, arch: &str) {
     let archs = ["sm_90a", "sm_100a"];
+    let names: BTreeSet<String> = (instances.iter())
+        .map(|instance| instance.name.clone())
+        .collect();
     let mut variants: BTreeMap<&'static str, usize> = BTreeMap::new();
     instances.retain(|instance| {
-        let has = |tag: &str| instance.name.contains(tag);
-        let is_variant = has("-F32-U") || has("-F16-U") || has("-U64");
+        let mut usual = instance.name.replace("-U64", "-U32");
+        for kind in ["-F32-", "-F16-"] {
+            usual = usual.replace(kind, "-Bf16-");
+        }
+        let is_variant = usual != instance.name && names.contains(&usual);
         match instance.gemm {
             Some(gemm) => gemm_source::is_in_ci(gemm),
             None if is_variant => {
                 let count = variants.entry(instance.function()).or_default();
                 *count += 1;
-                (*count - 1) % 2 == 0 && arch == archs[(*count - 1) / 2 % 2]
+                (*count - 1) % 4 == 0 && arch == archs[(*count - 1) / 4 % 2]
             }
             None => true,
         }
