@@ -19,6 +19,8 @@ pub mod policy;
 pub mod reference;
 
 #[cfg(feature = "cube")]
+pub mod attention;
+#[cfg(feature = "cube")]
 pub mod capabilities;
 #[cfg(feature = "cube")]
 pub mod cube;

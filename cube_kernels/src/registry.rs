@@ -139,6 +139,7 @@ pub(crate) use instance;
 /// All instances that `device` uses.
 pub fn instances(device: &DummyDevice) -> Vec<Instance> {
     let modules = [
+        crate::attention::instances::instances,
         crate::gemm::instances::instances,
         crate::moe::instances::instances,
         crate::quantize::instances::instances,

@@ -28,9 +28,7 @@ use self::{
     problem::{MmaPlan, ProblemLaunch},
     tile::HeadsViewLaunch,
 };
-use super::{
-    Attention, AttentionGradients, AttentionOutput, AttentionParams, Heads, Rope, Sequences,
-};
+use super::{Attention, AttentionOutput, AttentionParams, Backward, Heads, Rope, Sequences};
 use crate::{
     Nvfp4Error, capabilities::conversion_of, memory::address_type, memory::is_aligned,
     tensor::FloatKind,
@@ -50,6 +48,11 @@ pub fn supports(client: &Client, attention: &Attention) -> Result<(), String> {
         return Err("the device is no CUDA GPU of compute capability 8.0 or later".into());
     }
     let Attention { q, k, v, .. } = attention;
+    // The largest score of a row is that of the largest product, and what a query does not see has
+    // the score minus infinity.
+    if attention.params.scale <= 0.0 {
+        return Err(format!("a scale of {} is not positive", attention.params.scale));
+    }
     if q.dtype == FloatKind::F32 {
         return Err("f32 operands have no matrix instructions of their precision".into());
     }
@@ -171,17 +174,9 @@ fn memory(handle: &Handle, len: usize) -> BufferArg {
     unsafe { BufferArg::from_raw_parts(handle.clone(), len) }
 }
 
-/// Elements of the memory that heads span.
-fn span(heads: &Heads) -> usize {
-    match heads.tokens {
-        0 => 0,
-        tokens => heads.offset + (tokens - 1) * heads.row_stride + heads.heads * heads.head,
-    }
-}
-
 fn view(heads: &Heads) -> HeadsViewLaunch {
     HeadsViewLaunch::new(
-        memory(&heads.handle, span(heads) / 2),
+        memory(&heads.handle, heads.span() / 2),
         (heads.offset / 8) as u32,
         (heads.row_stride / 8) as u32,
     )
@@ -189,7 +184,7 @@ fn view(heads: &Heads) -> HeadsViewLaunch {
 
 fn gradient_view(heads: &Heads) -> GradientViewLaunch {
     GradientViewLaunch::new(
-        memory(&heads.handle, span(heads) / 8),
+        memory(&heads.handle, heads.span() / 8),
         (heads.offset / 8) as u32,
         (heads.row_stride / 8) as u32,
     )
@@ -226,7 +221,7 @@ fn problem(attention: &Attention) -> ProblemLaunch {
 /// The widest index that the kernels use.
 fn indices(attention: &Attention) -> cubecl::ir::AddressType {
     let Attention { q, k, v, .. } = attention;
-    address_type(span(q).max(span(k)).max(span(v)).max(q.tokens * q.heads * q.head))
+    address_type(q.span().max(k.span()).max(v.span()).max(q.tokens * q.heads * q.head))
 }
 
 /// Queues the forward.
@@ -261,21 +256,6 @@ pub fn forward(
         );
     }
     Ok(())
-}
-
-/// What the backward reads beside the operands, and where it writes.
-#[derive(Debug, Clone, Copy)]
-pub struct Backward<'a> {
-    /// What the forward gave.
-    pub saved: &'a AttentionOutput,
-    /// The gradient of its output.
-    pub dout: &'a Heads,
-    /// The sum of `dout · out` of each row, `f32[heads, tokens of q]`.
-    pub delta: &'a Handle,
-    /// How gradients of `q` and `k` are rotated back.
-    pub rope: Option<&'a Rope>,
-    /// Where gradients are written.
-    pub gradients: &'a AttentionGradients,
 }
 
 /// Queues the backward.
