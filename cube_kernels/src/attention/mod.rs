@@ -573,18 +573,6 @@ pub fn backward(
         rope.check(k, sequences.of_k())?;
     }
     let delta = &delta::delta(client, &saved.out, dout);
-    let written = [&gradients.dq, &gradients.dk, &gradients.dv];
-    let vectorized = mma::is_vectorized(dout) && written.into_iter().all(mma::is_vectorized);
-    if vectorized && mma::supports(client, attention).is_ok() {
-        let backward = mma::Backward {
-            saved,
-            dout,
-            delta,
-            rope,
-            gradients,
-        };
-        return mma::backward(client, attention, &backward);
-    }
     let backward = Backward {
         saved,
         dout,
@@ -592,6 +580,14 @@ pub fn backward(
         rope,
         gradients,
     };
+    let written = [&gradients.dq, &gradients.dk, &gradients.dv];
+    let vectorized = mma::is_vectorized(dout) && written.into_iter().all(mma::is_vectorized);
+    if vectorized && sm90::supports(client, attention).is_ok() {
+        return sm90::backward(client, attention, &backward);
+    }
+    if vectorized && mma::supports(client, attention).is_ok() {
+        return mma::backward(client, attention, &backward);
+    }
     scalar::backward(client, attention, &backward)
 }
 

@@ -237,7 +237,7 @@ pub fn mma_dkdv_kernel(
 }
 
 /// How many slopes are kept.
-pub(super) const fn slopes_of(plan: MmaPlan) -> usize {
+pub const fn slopes_of(plan: MmaPlan) -> usize {
     if plan.softcap {
         plan.strips * plan.inner / 8
     } else {
@@ -247,7 +247,7 @@ pub(super) const fn slopes_of(plan: MmaPlan) -> usize {
 
 /// Turns transposed scores into weights. The log-sum-exps of the columns lie at `rows_at`.
 #[cube]
-fn weigh(
+pub fn weigh(
     scores: &mut Array<Vector<f32, Const<4>>>,
     rows_at: u32,
     scale: f32,
@@ -276,7 +276,7 @@ fn weigh(
 /// Weights of keys that a query does not see are zero: keys from `row` on, a warp's, and queries
 /// from `query` on.
 #[cube]
-fn mask_weights(
+pub fn mask_weights(
     weights: &mut Array<Vector<f32, Const<4>>>,
     visible: Visible,
     row: u32,
@@ -319,7 +319,7 @@ fn mask_weights(
 /// `p · (dp - delta)`, times the slopes of the cap where there is one, in place of the weights. The
 /// deltas of the columns lie behind the log-sum-exps at `rows_at`.
 #[cube]
-fn score_gradients(
+pub fn score_gradients(
     weights: &mut Array<Vector<f32, Const<4>>>,
     gradients: &Array<Vector<f32, Const<4>>>,
     slopes: &Array<Vector<f32, Const<4>>>,

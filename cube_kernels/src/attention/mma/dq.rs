@@ -21,7 +21,7 @@ use crate::{
 
 /// What a lane knows of its rows: two for each strip, `g` and `g + 8`.
 #[derive(CubeType)]
-struct RowValues {
+pub struct RowValues {
     /// Their log-sum-exps, as powers of two.
     lse: Array<f32>,
     /// Their deltas.
@@ -81,7 +81,8 @@ pub fn mma_dq_kernel(
         }
         cp_async_commit_group();
         let rows = row_values(
-            &saved,
+            &saved.lse,
+            &saved.delta,
             head as usize * problem.q_tokens as usize + extent.q as usize,
             at.row + own,
             extent.q_len,
@@ -154,8 +155,9 @@ pub fn mma_dq_kernel(
 /// The values of this lane's rows of a warp whose first is `row`, of `len`; those of the sequence
 /// begin at `values`.
 #[cube]
-fn row_values(
-    saved: &Saved,
+pub fn row_values(
+    lse: &[f32],
+    delta: &[f32],
     values: usize,
     row: u32,
     len: u32,
@@ -170,21 +172,21 @@ fn row_values(
         let this = row
             + comptime!((16 * (i / 2) + 8 * (i % 2)) as u32)
             + (UNIT_POS % 32u32) / 4u32;
-        let mut lse = f32::INFINITY.runtime();
-        let mut delta = 0.0f32;
+        let mut row_lse = f32::INFINITY.runtime();
+        let mut row_delta = 0.0f32;
         if this < len {
-            lse = exponent_offset(saved.lse[values + this as usize]);
-            delta = saved.delta[values + this as usize];
+            row_lse = exponent_offset(lse[values + this as usize]);
+            row_delta = delta[values + this as usize];
         }
-        rows.lse[i] = lse;
-        rows.delta[i] = delta;
+        rows.lse[i] = row_lse;
+        rows.delta[i] = row_delta;
     }
     rows
 }
 
 /// `p · (dp - delta)`, times the slopes of the cap where there is one, in place of the scores.
 #[cube]
-fn score_gradients(
+pub fn score_gradients(
     scores: &mut Array<Vector<f32, Const<4>>>,
     gradients: &Array<Vector<f32, Const<4>>>,
     slopes: &Array<Vector<f32, Const<4>>>,
@@ -218,7 +220,7 @@ fn score_gradients(
 /// Gradients of scores that a query does not see are zero: queries from `row` on, a warp's, and
 /// keys from `from` on.
 #[cube]
-fn mask_gradients(
+pub fn mask_gradients(
     gradients: &mut Array<Vector<f32, Const<4>>>,
     visible: Visible,
     row: u32,

@@ -5,7 +5,7 @@ use cubecl::prelude::*;
 
 use super::{
     multiply::pack,
-    problem::{MmaPlan, Problem},
+    problem::{LOG2_E, MmaPlan, Problem},
     tile::{HeadsView, load_chunk, store_pair},
 };
 use crate::cube::ptx::ex2_approx_ftz;
@@ -84,7 +84,7 @@ pub fn exponent_offset(lse: f32) -> f32 {
     select(
         lse == f32::NEG_INFINITY,
         f32::INFINITY,
-        lse * comptime!(super::problem::LOG2_E),
+        lse * comptime!(LOG2_E),
     )
 }
 

@@ -82,7 +82,7 @@ fn add(device: &DummyDevice, all: &mut Vec<Instance>, plans: &MmaPlans, rope: bo
     all.push(instance!(
         device,
         mma_forward_kernel,
-        name,
+        &name,
         NONE,
         wide,
         view(),
@@ -119,7 +119,7 @@ fn add(device: &DummyDevice, all: &mut Vec<Instance>, plans: &MmaPlans, rope: bo
     all.push(instance!(
         device,
         mma_dq_kernel,
-        name,
+        &name,
         NONE,
         wide,
         operands(),

@@ -170,33 +170,44 @@ pub fn place(
     #[comptime] backwards: bool,
 ) -> Place {
     let height = comptime!(rows as u32);
-    let mut extent_here = extent(problem, 0u32.runtime(), side, offsets);
-    let mut count = own_len(extent_here, side).div_ceil(height);
+    let mut index = 0u32;
     let mut within = tile;
-    let mut exists = tile < count;
+    let mut count = tiles_of(problem, 0u32.runtime(), height, side, offsets);
     if comptime!(offsets) {
-        let mut index = 0u32;
-        while !exists && index < problem.sequences {
+        while within >= count && index < problem.sequences {
             within -= count;
             index += 1u32;
-            extent_here = extent(problem, index, side, offsets);
-            count = own_len(extent_here, side).div_ceil(height);
-            exists = within < count;
+            count = tiles_of(problem, u32::reinterpret(index), height, side, offsets);
         }
     } else {
-        let index = tile / max(count, 1u32);
+        index = tile / max(count, 1u32);
         within = tile - index * count;
-        exists = index < problem.sequences && count > 0u32;
-        extent_here = extent(problem, index, side, offsets);
     }
+    let exists = if comptime!(offsets) {
+        within < count
+    } else {
+        index < problem.sequences && count > 0u32
+    };
     if comptime!(backwards) {
         within = select(exists, count - 1u32 - within, within);
     }
     Place {
-        extent: extent_here,
+        extent: extent(problem, index, side, offsets),
         row: within * height,
         exists,
     }
+}
+
+/// Tiles of sequence number `index`.
+#[cube]
+fn tiles_of(
+    problem: &Problem,
+    index: u32,
+    height: u32,
+    #[comptime] side: Side,
+    #[comptime] offsets: bool,
+) -> u32 {
+    own_len(extent(problem, index, side, offsets), side).div_ceil(height)
 }
 
 #[cube]

@@ -25,15 +25,15 @@ use crate::{
 /// One producer and two consumer warpgroups.
 pub const UNITS: u32 = 384;
 /// Rows of a consumer warpgroup.
-const WARPGROUP_ROWS: usize = 64;
+pub(super) const WARPGROUP_ROWS: usize = 64;
 /// Consumer warpgroups.
-const CONSUMERS: usize = 2;
+pub(super) const CONSUMERS: usize = 2;
 /// Stages of keys, and of values.
-const STAGES: usize = 2;
+pub(super) const STAGES: usize = 2;
 /// Elements in a row of a box.
-const BOX: usize = 64;
+pub(super) const BOX: usize = 64;
 /// Vectors of eight elements in a row of a box.
-const BOX_VECTORS: usize = 8;
+pub(super) const BOX_VECTORS: usize = 8;
 
 /// The comptime choices of `sm90_forward_kernel`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]

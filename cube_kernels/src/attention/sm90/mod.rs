@@ -1,16 +1,21 @@
 //! Attention on Hopper (sm_90a): operands through TMA into shared memory, `wgmma` with the weights
 //! in registers, a producer warpgroup and consumer warpgroups.
 
+pub mod backward;
 pub mod forward;
 pub(crate) mod instances;
 
 use cubecl::{prelude::*, server::Handle};
 use half::bf16;
 
-use self::forward::{Sm90Plan, sm90_forward_kernel};
+use self::{
+    backward::{BackwardProblemLaunch, Pass, RowsLaunch, Sm90BackwardPlan, sm90_backward_kernel},
+    forward::{Sm90Plan, sm90_forward_kernel},
+};
 use super::{
-    Attention, AttentionOutput, Heads, Sequences,
+    Attention, AttentionOutput, Backward, Heads, Rope, Sequences,
     mma::{
+        gradient::GradientViewLaunch,
         is_vectorized,
         problem::{MmaPlan, ProblemLaunch},
     },
@@ -87,6 +92,52 @@ fn memory(handle: &Handle, len: usize) -> BufferArg {
     unsafe { BufferArg::from_raw_parts(handle.clone(), len) }
 }
 
+/// The number of sequences.
+fn count(attention: &Attention) -> usize {
+    match attention.sequences {
+        Sequences::Equal(count) => count,
+        Sequences::Offsets { .. } => unreachable!("checked"),
+    }
+}
+
+/// What is shared with the kernels of `mma.sync`, for blocks of `inner` rows.
+fn plan(attention: &Attention, inner: usize) -> MmaPlan {
+    let Attention { q, params, .. } = attention;
+    MmaPlan {
+        head: q.head,
+        kind: q.dtype,
+        strips: 1,
+        warps: 8,
+        inner,
+        causal: params.causal,
+        window: params.window.is_some(),
+        softcap: params.softcap.is_some(),
+        quiet_softmax: params.quiet_softmax,
+        offsets: false,
+    }
+}
+
+fn problem(attention: &Attention, count: usize) -> ProblemLaunch {
+    let Attention { q, k, params, .. } = attention;
+    ProblemLaunch::new(
+        memory(&q.handle, 1),
+        memory(&q.handle, 1),
+        count as u32,
+        q.tokens as u32,
+        k.tokens as u32,
+        attention.group() as u32,
+        params.scale,
+        params.softcap.unwrap_or(1.0),
+        params.window.unwrap_or(0) as u32,
+    )
+}
+
+/// SMs of the device.
+fn sms(client: &Client) -> usize {
+    let sms = client.properties().hardware.num_streaming_multiprocessors;
+    sms.unwrap_or(132) as usize
+}
+
 /// Queues the forward.
 ///
 /// # Errors
@@ -96,31 +147,16 @@ pub fn forward(
     attention: &Attention,
     output: &AttentionOutput,
 ) -> Result<(), Nvfp4Error> {
-    let Attention { q, k, v, sequences, params } = attention;
-    let Sequences::Equal(count) = sequences else {
-        unreachable!("checked")
-    };
-    let count = *count;
+    let Attention { q, k, v, .. } = attention;
+    let count = count(attention);
     let plan = Sm90Plan {
-        plan: MmaPlan {
-            head: q.head,
-            kind: q.dtype,
-            strips: 1,
-            warps: 8,
-            inner: 128,
-            causal: params.causal,
-            window: params.window.is_some(),
-            softcap: params.softcap.is_some(),
-            quiet_softmax: params.quiet_softmax,
-            offsets: false,
-        },
+        plan: plan(attention, 128),
     };
     let blocks = (q.tokens / count).div_ceil(plan.rows());
     let pairs = count * q.heads;
-    let sms = client.properties().hardware.num_streaming_multiprocessors;
-    let cubes = (blocks * pairs).min(sms.unwrap_or(132) as usize);
+    let cubes = (blocks * pairs).min(sms(client));
     // Of heads that share keys and values none is parted from the others.
-    let group = q.heads / k.heads;
+    let group = attention.group();
     let bytes = 2 * (k.tokens / count) * k.head * k.dtype.size();
     let section = (SECTION_BYTES / bytes.max(1)).max(1) * group;
     // SAFETY: the kernel reads through maps, and writes below the tokens of each sequence.
@@ -133,17 +169,7 @@ pub fn forward(
             map(q, count, plan.rows()),
             map(k, count, plan.plan.inner),
             map(v, count, plan.plan.inner),
-            ProblemLaunch::new(
-                memory(&q.handle, 1),
-                memory(&q.handle, 1),
-                count as u32,
-                q.tokens as u32,
-                k.tokens as u32,
-                group as u32,
-                params.scale,
-                params.softcap.unwrap_or(1.0),
-                params.window.unwrap_or(0) as u32,
-            ),
+            problem(attention, count),
             forward::ScheduleLaunch::new(
                 q.heads as u32,
                 blocks as u32,
@@ -153,6 +179,81 @@ pub fn forward(
             memory(&output.lse, q.heads * q.tokens),
             plan,
         );
+    }
+    Ok(())
+}
+
+/// Queues the backward.
+///
+/// # Errors
+/// None: the arguments were checked.
+pub fn backward(
+    client: &Client,
+    attention: &Attention,
+    backward: &Backward<'_>,
+) -> Result<(), Nvfp4Error> {
+    let Attention { q, k, v, .. } = attention;
+    let Backward {
+        saved,
+        dout,
+        delta,
+        rope,
+        gradients,
+    } = *backward;
+    let count = count(attention);
+    let rows = q.heads * q.tokens;
+    // Accumulators of wide heads leave room for narrower blocks.
+    let inner = if q.head == 64 { 128 } else { 64 };
+    for pass in [Pass::KeysValues, Pass::Queries] {
+        let plan = Sm90BackwardPlan {
+            plan: plan(attention, inner),
+            pass,
+            rope: rope.is_some(),
+        };
+        let (own, blocks, written) = match pass {
+            Pass::KeysValues => ([k, v], [q, dout], [&gradients.dk, &gradients.dv]),
+            Pass::Queries => ([q, dout], [k, v], [&gradients.dq, &gradients.dq]),
+        };
+        let tiles = (own[0].tokens / count).div_ceil(plan.rows());
+        let items = tiles * count * own[0].heads;
+        let table = |of: fn(&Rope) -> &Handle| match rope {
+            Some(rope) => memory(of(rope), rope.positions * q.head / 2),
+            None => memory(&saved.lse, 1),
+        };
+        let [first, second] = written.map(|heads| {
+            GradientViewLaunch::new(
+                memory(&heads.handle, heads.span() / 8),
+                (heads.offset / 8) as u32,
+                (heads.row_stride / 8) as u32,
+            )
+        });
+        // SAFETY: the kernel reads through maps, and writes below the tokens of each sequence.
+        unsafe {
+            sm90_backward_kernel::launch_unchecked(
+                client,
+                CubeCount::Static(items.min(sms(client)) as u32, 1, 1),
+                CubeDim::new_1d(forward::UNITS),
+                address_type(written[0].span().max(written[1].span()).max(rows)),
+                map(own[0], count, plan.rows()),
+                map(own[1], count, plan.rows()),
+                map(blocks[0], count, inner),
+                map(blocks[1], count, inner),
+                BackwardProblemLaunch::new(
+                    problem(attention, count),
+                    own[0].heads as u32,
+                    tiles as u32,
+                    RowsLaunch::new(
+                        memory(&saved.lse, rows),
+                        memory(delta, rows),
+                        table(|rope| &rope.cos),
+                        table(|rope| &rope.sin),
+                    ),
+                ),
+                first,
+                second,
+                plan,
+            );
+        }
     }
     Ok(())
 }
