@@ -7,6 +7,7 @@
 mod support;
 
 mod accuracy;
+mod attention_smoke;
 mod golden;
 mod oracle;
 mod stochastic;

@@ -183,6 +183,13 @@ pub fn forward(
     Ok(())
 }
 
+/// Rows of the other side that the backward multiplies at a time: accumulators of wide heads leave
+/// room for narrower blocks.
+const fn backward_inner(head: usize) -> usize {
+    let _ = head;
+    64
+}
+
 /// Queues the backward.
 ///
 /// # Errors
@@ -202,8 +209,7 @@ pub fn backward(
     } = *backward;
     let count = count(attention);
     let rows = q.heads * q.tokens;
-    // Accumulators of wide heads leave room for narrower blocks.
-    let inner = if q.head == 64 { 128 } else { 64 };
+    let inner = backward_inner(q.head);
     for pass in [Pass::KeysValues, Pass::Queries] {
         let plan = Sm90BackwardPlan {
             plan: plan(attention, inner),
