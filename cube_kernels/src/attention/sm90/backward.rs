@@ -10,7 +10,7 @@
 use cubecl::prelude::{barrier::Barrier, *};
 use half::bf16;
 
-use super::forward::{BOX, BOX_VECTORS, CONSUMERS, STAGES, WARPGROUP_ROWS};
+use super::forward::{BOX, BOX_VECTORS, CONSUMERS, STAGES, Schedule, WARPGROUP_ROWS};
 use crate::{
     attention::mma::{
         dkdv::{mask_weights, score_gradients, slopes_of, weigh},
@@ -111,10 +111,8 @@ impl Sm90BackwardPlan {
 pub struct BackwardProblem {
     /// What is computed, and of what size.
     pub problem: Problem,
-    /// Heads of the rows that a CTA holds.
-    pub heads: u32,
-    /// Their tiles in a sequence.
-    pub blocks: u32,
+    /// In which order the tiles are taken; its heads are those of the rows that a CTA holds.
+    pub schedule: Schedule,
     /// Log-sum-exps and deltas of queries, and the rotations.
     pub saved: Rows,
 }
@@ -177,18 +175,25 @@ fn empty(memory: Memory, number: u32) -> u32 {
     memory.barriers + number * 16u32 + 8u32
 }
 
-/// Tile number `item`. The tiles with the most work come first in a head: the first keys, the last
-/// queries.
+/// Tile number `item`: sections one after another, in each the tiles with the most work first, the
+/// first keys or the last queries of all pairs.
 #[cube]
 fn tile_of(problem: &BackwardProblem, item: u32, #[comptime] plan: Sm90BackwardPlan) -> Tile {
-    let pair = item / problem.blocks;
-    let mut block = item % problem.blocks;
+    let schedule = &problem.schedule;
+    let pairs = problem.problem.sequences * schedule.heads;
+    let per_section = schedule.section * schedule.blocks;
+    let section = item / per_section;
+    let first = section * schedule.section;
+    let width = min(schedule.section, pairs - first);
+    let within = item - section * per_section;
+    let mut block = within / width;
     if comptime!(!plan.is_keys()) {
-        block = problem.blocks - 1u32 - block;
+        block = schedule.blocks - 1u32 - block;
     }
+    let pair = first + within % width;
     Tile {
-        sequence: pair / problem.heads,
-        head: pair % problem.heads,
+        sequence: pair / schedule.heads,
+        head: pair % schedule.heads,
         row: block * comptime!(plan.rows() as u32),
     }
 }
@@ -274,7 +279,7 @@ pub fn sm90_backward_kernel(
     sync_async_proxy_shared();
     sync_cube();
     let sequences = problem.problem.sequences;
-    let items = sequences * problem.heads * problem.blocks;
+    let items = sequences * problem.schedule.heads * problem.schedule.blocks;
     let extent = Extent {
         q: 0u32,
         q_len: problem.problem.q_tokens / sequences,

@@ -100,8 +100,8 @@ fn add(
         forward
     );
     all.push(instance.on(Architectures::Sm90a));
-    let inner = super::backward_inner(head);
     for pass in [Pass::KeysValues, Pass::Queries] {
+        let inner = super::backward_inner(head, pass);
         let gradient = || GradientViewLaunch::new(b(64), 0, 8);
         let instance = instance!(
             device,
@@ -116,8 +116,7 @@ fn add(
             map(device, inner),
             BackwardProblemLaunch::new(
                 problem(),
-                1,
-                1,
+                ScheduleLaunch::new(1, 1, 1),
                 RowsLaunch::new(b(64), b(64), b(64), b(64))
             ),
             gradient(),

@@ -36,6 +36,9 @@ const SECTION_BYTES: usize = 32 << 20;
 /// # Errors
 /// Why not.
 pub fn supports(client: &Client, attention: &Attention) -> Result<(), String> {
+    if std::env::var_os("NVFP4_NO_SM90").is_some() {
+        return Err("asked".into());
+    }
     if Capabilities::of(client).gemm != GemmBackend::Sm90Wgmma {
         return Err("the device is not of compute capability 9.0".into());
     }
@@ -183,11 +186,12 @@ pub fn forward(
     Ok(())
 }
 
-/// Rows of the other side that the backward multiplies at a time: accumulators of wide heads leave
-/// room for narrower blocks.
-const fn backward_inner(head: usize) -> usize {
-    let _ = head;
-    64
+/// Rows of the other side that a pass multiplies at a time, as many as accumulators leave room for.
+const fn backward_inner(head: usize, pass: Pass) -> usize {
+    match (head, pass) {
+        (..=64, Pass::Queries) => 128,
+        _ => 64,
+    }
 }
 
 /// Queues the backward.
@@ -209,8 +213,8 @@ pub fn backward(
     } = *backward;
     let count = count(attention);
     let rows = q.heads * q.tokens;
-    let inner = backward_inner(q.head);
     for pass in [Pass::KeysValues, Pass::Queries] {
+        let inner = backward_inner(q.head, pass);
         let plan = Sm90BackwardPlan {
             plan: plan(attention, inner),
             pass,
@@ -221,7 +225,15 @@ pub fn backward(
             Pass::Queries => ([q, dout], [k, v], [&gradients.dq, &gradients.dq]),
         };
         let tiles = (own[0].tokens / count).div_ceil(plan.rows());
-        let items = tiles * count * own[0].heads;
+        let pairs = count * own[0].heads;
+        let items = tiles * pairs;
+        // What the tiles of a pair pass over, for all heads that read the same.
+        let passed = match pass {
+            Pass::KeysValues => q.tokens * attention.group(),
+            Pass::Queries => k.tokens,
+        };
+        let bytes = 2 * (passed / count) * q.head * q.dtype.size();
+        let section = (SECTION_BYTES / bytes.max(1)).clamp(1, pairs);
         let table = |of: fn(&Rope) -> &Handle| match rope {
             Some(rope) => memory(of(rope), rope.positions * q.head / 2),
             None => memory(&saved.lse, 1),
@@ -246,8 +258,11 @@ pub fn backward(
                 map(blocks[1], count, inner),
                 BackwardProblemLaunch::new(
                     problem(attention, count),
-                    own[0].heads as u32,
-                    tiles as u32,
+                    forward::ScheduleLaunch::new(
+                        own[0].heads as u32,
+                        tiles as u32,
+                        section as u32,
+                    ),
                     RowsLaunch::new(
                         memory(&saved.lse, rows),
                         memory(delta, rows),
