@@ -49,6 +49,6 @@ pub use format::{
     tensor::{Amax, Origin, QuantizedTensor},
 };
 pub use policy::{
-    AmaxGranularity, BlockScaling, BlockShape, ErrorNorm, Hadamard, HadamardSize, Nvfp4Params,
-    RandomStream, Rounding, ScaleLayout, Storage,
+    AmaxGranularity, AttentionParams, BlockScaling, BlockShape, ErrorNorm, Hadamard, HadamardSize,
+    Nvfp4Params, RandomStream, Rounding, ScaleLayout, Storage,
 };

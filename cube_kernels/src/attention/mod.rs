@@ -29,16 +29,30 @@ use cubecl::{client::Client, server::Handle};
 
 use crate::{
     Nvfp4Error,
-    capabilities::Capabilities,
+    capabilities::{Capabilities, GemmBackend},
     describe::CodePath,
-    memory::{allocate, check_memory},
+    memory::{allocate, check_memory, is_aligned},
     tensor::FloatKind,
 };
 
+pub use crate::policy::AttentionParams;
 pub use rope::{Rotation, rope};
+
+/// The kernels themselves, for tests that compile them without launching.
+#[doc(hidden)]
+pub mod kernels {
+    pub use super::{
+        delta::{DeltaPlan, DeltaShapeLaunch, DeltaViewLaunch, delta_kernel},
+        rope::{RopePlan, RopeShapeLaunch, RotationsLaunch, rope_kernel},
+        scalar::kernels::*,
+    };
+}
 
 /// The widest head.
 pub const MAX_HEAD: usize = 256;
+
+/// The most tokens: sums of three token numbers and a window fit 31 bits.
+pub const MAX_TOKENS: usize = 1 << 29;
 
 /// Heads of all tokens, `[tokens, heads, head]`, in device memory: the heads of a token lie one
 /// after another, and tokens `row_stride` elements apart. Columns of the output of a projection to
@@ -63,11 +77,7 @@ pub struct Heads {
 
 impl Heads {
     /// Heads that fill their memory: `row_stride` is `heads * head`.
-    pub fn contiguous(
-        handle: Handle,
-        [tokens, heads, head]: [usize; 3],
-        dtype: FloatKind,
-    ) -> Self {
+    pub fn contiguous(handle: Handle, [tokens, heads, head]: [usize; 3], dtype: FloatKind) -> Self {
         Self {
             handle,
             offset: 0,
@@ -133,11 +143,11 @@ impl Heads {
                 format!("at least {} x {}, the heads of one", self.heads, self.head),
             ));
         }
-        if self.tokens > i32::MAX as usize {
+        if self.tokens > MAX_TOKENS {
             return Err(Nvfp4Error::shape(
                 argument,
                 format!("{} tokens", self.tokens),
-                format!("at most {}", i32::MAX),
+                format!("at most {MAX_TOKENS}"),
             ));
         }
         check_memory(argument, &self.handle, self.span() * self.dtype.size())
@@ -241,11 +251,11 @@ pub enum TokenSequences<'a> {
 impl TokenSequences<'_> {
     pub(crate) fn check(&self, argument: &'static str, tokens: usize) -> Result<(), Nvfp4Error> {
         let (Self::Equal(count) | Self::Offsets { count, .. }) = *self;
-        if count == 0 || count >= i32::MAX as usize {
+        if count == 0 || count > MAX_TOKENS {
             return Err(Nvfp4Error::value(
                 "sequences",
                 format!("{count} sequences"),
-                format!("1 to {}", i32::MAX - 1),
+                format!("1 to {MAX_TOKENS}"),
             ));
         }
         match self {
@@ -258,84 +268,6 @@ impl TokenSequences<'_> {
             Self::Offsets { starts, count } => {
                 check_memory("sequences.offsets", starts, (count + 1) * 4)
             }
-        }
-    }
-}
-
-/// How scores become weights.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct AttentionParams {
-    /// What products of queries and keys are multiplied by.
-    pub scale: f32,
-    /// Query `i` of `sq` sees key `j` of `sk` only if `j <= i + sk - sq`: the last query sees all
-    /// keys.
-    pub causal: bool,
-    /// Keys that a query sees at most, its own included: `j > i + sk - sq - window`. Needs
-    /// `causal`.
-    pub window: Option<usize>,
-    /// Bounds scores: `softcap · tanh(s / softcap)`, after `scale`.
-    pub softcap: Option<f32>,
-    /// One is added to the denominator of the softmax, an additional score 0 without a value: the
-    /// weights of a row may be less than 1 together. Its logarithm is in the log-sum-exp, which is
-    /// 0 for a row that sees nothing.
-    pub quiet_softmax: bool,
-}
-
-impl AttentionParams {
-    /// Scores of heads of `head` elements, times `1 / sqrt(head)`.
-    pub fn new(head: usize) -> Self {
-        Self {
-            scale: (head as f32).sqrt().recip(),
-            causal: false,
-            window: None,
-            softcap: None,
-            quiet_softmax: false,
-        }
-    }
-
-    /// The same where no query sees a later key.
-    pub fn causal(head: usize) -> Self {
-        Self {
-            causal: true,
-            ..Self::new(head)
-        }
-    }
-
-    /// An error unless the values can be computed with.
-    ///
-    /// # Errors
-    /// When the scale is not finite, the soft cap not positive and finite, the window is empty or
-    /// without a causal mask.
-    pub fn check(&self) -> Result<(), Nvfp4Error> {
-        if !self.scale.is_finite() {
-            return Err(Nvfp4Error::value(
-                "scale",
-                self.scale.to_string(),
-                "a finite number",
-            ));
-        }
-        if let Some(softcap) = self.softcap
-            && !(softcap > 0.0 && softcap.is_finite())
-        {
-            return Err(Nvfp4Error::value(
-                "softcap",
-                softcap.to_string(),
-                "a positive finite number",
-            ));
-        }
-        match self.window {
-            Some(0) => Err(Nvfp4Error::value("window", "0", "at least 1")),
-            Some(window) if window > i32::MAX as usize => Err(Nvfp4Error::value(
-                "window",
-                window.to_string(),
-                format!("at most {}", i32::MAX),
-            )),
-            Some(_) if !self.causal => Err(Nvfp4Error::value(
-                "window",
-                "a window without a causal mask",
-                "`causal` too",
-            )),
-            _ => Ok(()),
         }
     }
 }
@@ -462,7 +394,7 @@ impl Rope {
             TokenSequences::Equal(count) => x.tokens / count.max(1),
             TokenSequences::Offsets { .. } => 1,
         };
-        if self.positions < longest.max(1) || self.positions > i32::MAX as usize {
+        if self.positions < longest.max(1) || self.positions > MAX_TOKENS {
             return Err(Nvfp4Error::value(
                 "rope.positions",
                 self.positions.to_string(),
@@ -530,16 +462,12 @@ pub fn forward_into(
     if attention.q.tokens == 0 {
         return Ok(());
     }
-    if sm90::supports(client, attention).is_ok() {
-        return sm90::forward(client, attention, output);
+    match kernel(client, attention) {
+        AttentionKernel::Sm90 => sm90::forward(client, attention, output),
+        AttentionKernel::Mma => mma::forward(client, attention, output),
+        AttentionKernel::Scalar => scalar::forward(client, attention, output),
     }
-    match mma::supports(client, attention) {
-        Ok(()) => mma::forward(client, attention, output),
-        Err(_) => {
-            scalar::forward(client, attention, output);
-            Ok(())
-        }
-    }
+    Ok(())
 }
 
 /// The gradients of the operands of `attention`, from `saved`, which [`forward`] gave for them, and
@@ -582,27 +510,63 @@ pub fn backward(
     };
     let written = [&gradients.dq, &gradients.dk, &gradients.dv];
     let vectorized = mma::is_vectorized(dout) && written.into_iter().all(mma::is_vectorized);
-    if vectorized && sm90::supports(client, attention).is_ok() {
-        return sm90::backward(client, attention, &backward);
+    match kernel(client, attention) {
+        AttentionKernel::Sm90 if vectorized => sm90::backward(client, attention, &backward),
+        AttentionKernel::Mma if vectorized => mma::backward(client, attention, &backward),
+        _ => scalar::backward(client, attention, &backward),
     }
-    if vectorized && mma::supports(client, attention).is_ok() {
-        return mma::backward(client, attention, &backward);
+    Ok(())
+}
+
+/// The kernels that compute attention.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum AttentionKernel {
+    /// `wgmma` and TMA: compute capability 9.0, bf16, heads of 64 and 128, sequences of equal
+    /// length.
+    Sm90,
+    /// `mma.sync`: compute capability 8.0 and later, bf16 and f16, heads of a multiple of 16.
+    Mma,
+    /// No matrix instructions: every device, type and size.
+    Scalar,
+}
+
+/// The kernels that compute `attention`: the first of [`AttentionKernel`] that takes it, from the
+/// one on that the environment variable `NVFP4_ATTENTION` names (`sm90`, `mma`, `scalar`).
+pub fn kernel(client: &Client, attention: &Attention) -> AttentionKernel {
+    let asked = std::env::var("NVFP4_ATTENTION");
+    let asked = asked.as_deref().unwrap_or("sm90");
+    if asked == "sm90" && sm90::supports(client, attention).is_ok() {
+        return AttentionKernel::Sm90;
     }
-    scalar::backward(client, attention, &backward)
+    if asked != "scalar" && mma::supports(client, attention).is_ok() {
+        return AttentionKernel::Mma;
+    }
+    AttentionKernel::Scalar
+}
+
+/// Whether every vector of `elements` of a head, and every 16 bytes, begin at a multiple of their
+/// size.
+pub(crate) fn is_vectorized(heads: &Heads, elements: usize) -> bool {
+    let places = [heads.offset, heads.row_stride, heads.head];
+    is_aligned(&heads.handle) && places.iter().all(|place| place.is_multiple_of(elements))
 }
 
 /// How attention runs on a device with these capabilities.
 pub fn describe(capabilities: &Capabilities) -> Vec<CodePath> {
-    let row = |operation, kernel: &str, reason: &str| {
-        CodePath::new(operation, "CubeCL", kernel, reason)
-    };
+    let row =
+        |operation, kernel: &str, reason: &str| CodePath::new(operation, "CubeCL", kernel, reason);
     let scalar = "online softmax, a group of threads for each row";
-    let (kernel, why) = match capabilities.conversion.has_ptx() {
-        true => (
+    let (kernel, why) = match (capabilities.gemm, capabilities.conversion.has_ptx()) {
+        (GemmBackend::Sm90Wgmma, _) => (
+            "online softmax, wgmma and TMA; mma.sync.m16n8k16 for f16, other heads than of 64 and \
+             128, and packed sequences",
+            "compute capability 9.0",
+        ),
+        (_, true) => (
             "online softmax, mma.sync.m16n8k16",
             "compute capability 8.0 and later; heads of a multiple of 16, aligned to 16 bytes",
         ),
-        false => (scalar, "the device has no matrix instructions of PTX"),
+        (_, false) => (scalar, "the device has no matrix instructions of PTX"),
     };
     vec![
         row("attention, bf16 and f16", kernel, why),

@@ -7,11 +7,12 @@
 mod support;
 
 mod accuracy;
-mod attention_smoke;
 mod golden;
 mod oracle;
 mod stochastic;
 
+#[cfg(feature = "cube")]
+mod attention;
 #[cfg(feature = "cube")]
 mod dequantize;
 #[cfg(feature = "cube")]

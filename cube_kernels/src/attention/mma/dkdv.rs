@@ -75,7 +75,10 @@ fn fill(
         }
         let at = stage.rows_at + UNIT_POS * 4u32;
         st_shared(at, u32::reinterpret(lse));
-        st_shared(at + comptime!(4 * plan.inner as u32), u32::reinterpret(delta));
+        st_shared(
+            at + comptime!(4 * plan.inner as u32),
+            u32::reinterpret(delta),
+        );
     }
 }
 
@@ -137,7 +140,12 @@ pub fn mma_dkdv_kernel(
                 operands.q.source(first_head, extent.q, tile),
                 saved.dout.source(first_head, extent.q, tile),
                 &saved,
-                Stage { at: stages_at, rows_at, row: first * inner, len: extent.q_len },
+                Stage {
+                    at: stages_at,
+                    rows_at,
+                    row: first * inner,
+                    len: extent.q_len,
+                },
                 first_head as usize * problem.q_tokens as usize + extent.q as usize,
                 plan,
             );
@@ -173,9 +181,8 @@ pub fn mma_dkdv_kernel(
             let dout_at = q_at + comptime!(plan.tile_bytes(plan.inner) as u32);
             let here = rows_at + (step & 1u32) * row_bytes;
             let q_columns = fragment_columns(q_at, 0u32.runtime(), tile);
-            let mut scores = multiply_rows(
-                k_rows, q_columns, plan.strips, plan.inner, tile, plan.kind,
-            );
+            let mut scores =
+                multiply_rows(k_rows, q_columns, plan.strips, plan.inner, tile, plan.kind);
             // The derivative of the cap, where there is one.
             let mut slopes = zeros(comptime!(slopes_of(plan)));
             if comptime!(plan.softcap) {
@@ -198,19 +205,36 @@ pub fn mma_dkdv_kernel(
                 let weights = pack_left(&scores, plan.strips, plan.inner, plan.kind);
                 let dout_rows = fragment_rows(dout_at, 0u32.runtime(), tile);
                 multiply_add(
-                    &mut dv_sums, &weights, dout_rows, plan.strips, plan.inner, tile, plan.kind,
+                    &mut dv_sums,
+                    &weights,
+                    dout_rows,
+                    plan.strips,
+                    plan.inner,
+                    tile,
+                    plan.kind,
                 );
             }
             if comptime!(backward.part.has_keys()) {
                 let dout_columns = fragment_columns(dout_at, 0u32.runtime(), tile);
                 let gradients = multiply_rows(
-                    v_rows, dout_columns, plan.strips, plan.inner, tile, plan.kind,
+                    v_rows,
+                    dout_columns,
+                    plan.strips,
+                    plan.inner,
+                    tile,
+                    plan.kind,
                 );
                 score_gradients(&mut scores, &gradients, &slopes, here, plan);
                 let left = pack_left(&scores, plan.strips, plan.inner, plan.kind);
                 let q_rows = fragment_rows(q_at, 0u32.runtime(), tile);
                 multiply_add(
-                    &mut dk_sums, &left, q_rows, plan.strips, plan.inner, tile, plan.kind,
+                    &mut dk_sums,
+                    &left,
+                    q_rows,
+                    plan.strips,
+                    plan.inner,
+                    tile,
+                    plan.kind,
                 );
             }
         }
@@ -294,9 +318,8 @@ pub fn mask_weights(
         for j in 0..comptime!(plan.inner / 8) {
             #[unroll]
             for e in 0..2usize {
-                let this = query
-                    + comptime!((8 * j + e) as i32)
-                    + i32::cast_from((lane % 4u32) * 2u32);
+                let this =
+                    query + comptime!((8 * j + e) as i32) + i32::cast_from((lane % 4u32) * 2u32);
                 let first = visible.first(this);
                 let end = visible.end(this);
                 #[unroll]

@@ -68,14 +68,30 @@ pub fn mma_dq_kernel(
         let dout_source = saved.dout.source(head, extent.q, tile);
         let (units, height) = comptime!((plan.units(), plan.rows()));
         copy_rows(q_source, q_at, at.row, extent.q_len, height, units, tile);
-        copy_rows(dout_source, dout_at, at.row, extent.q_len, height, units, tile);
+        copy_rows(
+            dout_source,
+            dout_at,
+            at.row,
+            extent.q_len,
+            height,
+            units,
+            tile,
+        );
         let last = min(at.row + comptime!(plan.rows() as u32), extent.q_len) - 1u32;
         let first = u32::cast_from(visible.first(i32::cast_from(at.row))) / inner;
         let end = u32::cast_from(visible.end(i32::cast_from(last)));
         let blocks = max(end.div_ceil(inner), first) - first;
         if blocks > 0u32 {
             let from = first * inner;
-            copy_rows(k_source, stages_at, from, extent.k_len, plan.inner, units, tile);
+            copy_rows(
+                k_source,
+                stages_at,
+                from,
+                extent.k_len,
+                plan.inner,
+                units,
+                tile,
+            );
             let v_at = stages_at + inner_bytes;
             copy_rows(v_source, v_at, from, extent.k_len, plan.inner, units, tile);
         }
@@ -107,9 +123,8 @@ pub fn mma_dq_kernel(
             let k_at = stages_at + (step & 1u32) * (2u32 * inner_bytes);
             let v_at = k_at + inner_bytes;
             let k_columns = fragment_columns(k_at, 0u32.runtime(), tile);
-            let mut scores = multiply_rows(
-                q_rows, k_columns, plan.strips, plan.inner, tile, plan.kind,
-            );
+            let mut scores =
+                multiply_rows(q_rows, k_columns, plan.strips, plan.inner, tile, plan.kind);
             // The derivative of the cap, where there is one.
             let mut slopes = zeros(comptime!(slopes_of(plan)));
             if comptime!(plan.softcap) {
@@ -127,14 +142,33 @@ pub fn mma_dq_kernel(
             }
             let v_columns = fragment_columns(v_at, 0u32.runtime(), tile);
             let gradients = multiply_rows(
-                dout_rows, v_columns, plan.strips, plan.inner, tile, plan.kind,
+                dout_rows,
+                v_columns,
+                plan.strips,
+                plan.inner,
+                tile,
+                plan.kind,
             );
             let scale = exponent_scale(&problem, plan);
             score_gradients(&mut scores, &gradients, &slopes, &rows, scale, plan);
-            mask_gradients(&mut scores, visible, at.row + own, (first + step) * inner, plan);
+            mask_gradients(
+                &mut scores,
+                visible,
+                at.row + own,
+                (first + step) * inner,
+                plan,
+            );
             let left = pack_left(&scores, plan.strips, plan.inner, plan.kind);
             let k_rows = fragment_rows(k_at, 0u32.runtime(), tile);
-            multiply_add(&mut sums, &left, k_rows, plan.strips, plan.inner, tile, plan.kind);
+            multiply_add(
+                &mut sums,
+                &left,
+                k_rows,
+                plan.strips,
+                plan.inner,
+                tile,
+                plan.kind,
+            );
         }
         // Only this warp reads its queries, so their place can take its gradients.
         cp_async_wait_group(0u32);
@@ -169,9 +203,7 @@ pub fn row_values(
     };
     #[unroll]
     for i in 0..comptime!(2 * plan.strips) {
-        let this = row
-            + comptime!((16 * (i / 2) + 8 * (i % 2)) as u32)
-            + (UNIT_POS % 32u32) / 4u32;
+        let this = row + comptime!((16 * (i / 2) + 8 * (i % 2)) as u32) + (UNIT_POS % 32u32) / 4u32;
         let mut row_lse = f32::INFINITY.runtime();
         let mut row_delta = 0.0f32;
         if this < len {
@@ -236,9 +268,8 @@ pub fn mask_gradients(
     if partial {
         #[unroll]
         for i in 0..comptime!(2 * plan.strips) {
-            let query = row
-                + comptime!((16 * (i / 2) + 8 * (i % 2)) as i32)
-                + i32::cast_from(lane / 4u32);
+            let query =
+                row + comptime!((16 * (i / 2) + 8 * (i % 2)) as i32) + i32::cast_from(lane / 4u32);
             let first = visible.first(query);
             let end = visible.end(query);
             #[unroll]

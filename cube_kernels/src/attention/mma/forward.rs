@@ -102,9 +102,8 @@ pub fn mma_forward_kernel(
             let from = block * inner;
             copy_rows(v_source, v_at, from, extent.k_len, plan.inner, units, tile);
             cp_async_commit_group();
-            let mut scores = multiply_rows(
-                q_rows, k_columns, plan.strips, plan.inner, tile, plan.kind,
-            );
+            let mut scores =
+                multiply_rows(q_rows, k_columns, plan.strips, plan.inner, tile, plan.kind);
             if comptime!(plan.softcap) {
                 #[unroll]
                 for i in 0..comptime!(plan.strips * plan.inner / 8) {
@@ -123,7 +122,13 @@ pub fn mma_forward_kernel(
             }
             cp_async_commit_group();
             multiply_add(
-                &mut rows.out, &weights, v_rows, plan.strips, plan.inner, tile, plan.kind,
+                &mut rows.out,
+                &weights,
+                v_rows,
+                plan.strips,
+                plan.inner,
+                tile,
+                plan.kind,
             );
         }
         // Only this warp reads its queries, so their place can take its output.
@@ -166,8 +171,8 @@ pub fn mask(
     if partial {
         #[unroll]
         for i in 0..comptime!(2 * plan.strips) {
-            let query = row + comptime!((16 * (i / 2) + 8 * (i % 2)) as i32)
-                + i32::cast_from(lane / 4u32);
+            let query =
+                row + comptime!((16 * (i / 2) + 8 * (i % 2)) as i32) + i32::cast_from(lane / 4u32);
             let first = visible.first(query);
             let end = visible.end(query);
             #[unroll]
@@ -296,8 +301,8 @@ fn finish(
         let row = own + comptime!((16 * (i / 2) + 8 * (i % 2)) as u32) + lane / 4u32;
         let factors = row_factors(problem, rows, i, plan);
         if lane % 4u32 == 0u32 && at.row + row < at.extent.q_len {
-            let index = head as usize * problem.q_tokens as usize
-                + (at.extent.q + at.row + row) as usize;
+            let index =
+                head as usize * problem.q_tokens as usize + (at.extent.q + at.row + row) as usize;
             lse[index] = factors.lse;
         }
         #[unroll]

@@ -137,7 +137,8 @@ pub fn write_gradient(
         if comptime!(rotate) {
             // Rows behind the sequence have no position; what is read for them is not written.
             let position = min(rows.row + row, max(rows.len, 1u32) - 1u32);
-            let table = position as usize * comptime!(plan.head / 2) + (lane % 4u32 * 2u32) as usize;
+            let table =
+                position as usize * comptime!(plan.head / 2) + (lane % 4u32 * 2u32) as usize;
             #[unroll]
             for j in 0..half_columns {
                 let near = sums[comptime!(first + j)];

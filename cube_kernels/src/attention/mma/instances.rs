@@ -50,10 +50,31 @@ pub(crate) fn instances(device: &DummyDevice) -> Vec<Instance> {
     for head in [64, 96, 128, 256] {
         add(device, &mut all, &plans(head, &plain, SHARED[0]), true, "");
     }
-    add(device, &mut all, &plans(128, &plain, SHARED[1]), true, "-99KB");
-    add(device, &mut all, &plans(256, &plain, SHARED[1]), true, "-99KB");
-    let open = AttentionParams { causal: false, ..plain };
-    add(device, &mut all, &plans(64, &open, SHARED[0]), false, "-open");
+    add(
+        device,
+        &mut all,
+        &plans(128, &plain, SHARED[1]),
+        true,
+        "-99KB",
+    );
+    add(
+        device,
+        &mut all,
+        &plans(256, &plain, SHARED[1]),
+        true,
+        "-99KB",
+    );
+    let open = AttentionParams {
+        causal: false,
+        ..plain
+    };
+    add(
+        device,
+        &mut all,
+        &plans(64, &open, SHARED[0]),
+        false,
+        "-open",
+    );
     for head in [48, 64, 128] {
         let mut plans = plans(head, &everything, SHARED[0]);
         for plan in [&mut plans.forward, &mut plans.dkdv, &mut plans.dq] {

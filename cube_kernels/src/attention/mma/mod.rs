@@ -30,8 +30,7 @@ use self::{
 };
 use super::{Attention, AttentionOutput, AttentionParams, Backward, Heads, Rope, Sequences};
 use crate::{
-    Nvfp4Error, capabilities::conversion_of, memory::address_type, memory::is_aligned,
-    tensor::FloatKind,
+    capabilities::conversion_of, memory::address_type, memory::is_aligned, tensor::FloatKind,
 };
 
 /// The widest head.
@@ -51,7 +50,10 @@ pub fn supports(client: &Client, attention: &Attention) -> Result<(), String> {
     // The largest score of a row is that of the largest product, and what a query does not see has
     // the score minus infinity.
     if attention.params.scale <= 0.0 {
-        return Err(format!("a scale of {} is not positive", attention.params.scale));
+        return Err(format!(
+            "a scale of {} is not positive",
+            attention.params.scale
+        ));
     }
     if q.dtype == FloatKind::F32 {
         return Err("f32 operands have no matrix instructions of their precision".into());
@@ -64,7 +66,9 @@ pub fn supports(client: &Client, attention: &Attention) -> Result<(), String> {
     }
     for (name, heads) in [("q", q), ("k", k), ("v", v)] {
         if !is_vectorized(heads) {
-            return Err(format!("heads of `{name}` do not begin at multiples of 16 bytes"));
+            return Err(format!(
+                "heads of `{name}` do not begin at multiples of 16 bytes"
+            ));
         }
     }
     Ok(())
@@ -201,9 +205,7 @@ fn problem(attention: &Attention) -> ProblemLaunch {
     // Without offsets any memory will do.
     let (q_offsets, k_offsets, count) = match sequences {
         Sequences::Equal(count) => (memory(&q.handle, 1), memory(&q.handle, 1), *count),
-        Sequences::Offsets { q, k, count } => {
-            (memory(q, count + 1), memory(k, count + 1), *count)
-        }
+        Sequences::Offsets { q, k, count } => (memory(q, count + 1), memory(k, count + 1), *count),
     };
     ProblemLaunch::new(
         q_offsets,
@@ -221,23 +223,23 @@ fn problem(attention: &Attention) -> ProblemLaunch {
 /// The widest index that the kernels use.
 fn indices(attention: &Attention) -> cubecl::ir::AddressType {
     let Attention { q, k, v, .. } = attention;
-    address_type(q.span().max(k.span()).max(v.span()).max(q.tokens * q.heads * q.head))
+    address_type(
+        q.span()
+            .max(k.span())
+            .max(v.span())
+            .max(q.tokens * q.heads * q.head),
+    )
 }
 
 /// Queues the forward.
-///
-/// # Errors
-/// None: the arguments were checked.
-pub fn forward(
-    client: &Client,
-    attention: &Attention,
-    output: &AttentionOutput,
-) -> Result<(), Nvfp4Error> {
+pub fn forward(client: &Client, attention: &Attention, output: &AttentionOutput) {
     let plan = plans(client, attention).forward;
-    let Attention { q, k, v, sequences, .. } = attention;
+    let Attention {
+        q, k, v, sequences, ..
+    } = attention;
     let count = tiles(sequences, q.tokens, plan.rows());
     if q.tokens == 0 || count == 0 {
-        return Ok(());
+        return;
     }
     // SAFETY: the kernel stays below the tokens of each sequence.
     unsafe {
@@ -255,21 +257,21 @@ pub fn forward(
             plan,
         );
     }
-    Ok(())
 }
 
 /// Queues the backward.
-///
-/// # Errors
-/// None: the arguments were checked.
-pub fn backward(
-    client: &Client,
-    attention: &Attention,
-    backward: &Backward<'_>,
-) -> Result<(), Nvfp4Error> {
+pub fn backward(client: &Client, attention: &Attention, backward: &Backward<'_>) {
     let plans = plans(client, attention);
-    let Attention { q, k, v, sequences, .. } = attention;
-    let Backward { saved, dout, delta, rope, gradients } = *backward;
+    let Attention {
+        q, k, v, sequences, ..
+    } = attention;
+    let Backward {
+        saved,
+        dout,
+        delta,
+        rope,
+        gradients,
+    } = *backward;
     let rows = q.heads * q.tokens;
     let saved = || {
         let tables = rope.map(|rope| (rope, rope.positions * q.head / 2));
@@ -335,5 +337,4 @@ pub fn backward(
             );
         }
     }
-    Ok(())
 }

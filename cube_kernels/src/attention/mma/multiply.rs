@@ -112,10 +112,22 @@ pub fn pack_left(
         let first = sums[comptime!(2 * i)];
         let second = sums[comptime!(2 * i + 1)];
         let mut words = Vector::<u32, Const<4>>::new(0u32);
-        words.insert(0usize, pack(first.extract(0usize), first.extract(1usize), kind));
-        words.insert(1usize, pack(first.extract(2usize), first.extract(3usize), kind));
-        words.insert(2usize, pack(second.extract(0usize), second.extract(1usize), kind));
-        words.insert(3usize, pack(second.extract(2usize), second.extract(3usize), kind));
+        words.insert(
+            0usize,
+            pack(first.extract(0usize), first.extract(1usize), kind),
+        );
+        words.insert(
+            1usize,
+            pack(first.extract(2usize), first.extract(3usize), kind),
+        );
+        words.insert(
+            2usize,
+            pack(second.extract(0usize), second.extract(1usize), kind),
+        );
+        words.insert(
+            3usize,
+            pack(second.extract(2usize), second.extract(3usize), kind),
+        );
         left[i] = words;
     }
     left

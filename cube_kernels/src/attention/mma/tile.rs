@@ -117,14 +117,7 @@ pub fn copy_rows(
 
 /// Queues the copy of part `item` of the tile.
 #[cube]
-fn copy_item(
-    source: Source,
-    target: u32,
-    first: u32,
-    end: u32,
-    item: u32,
-    #[comptime] tile: Tile,
-) {
+fn copy_item(source: Source, target: u32, first: u32, end: u32, item: u32, #[comptime] tile: Tile) {
     let row = item / comptime!(tile.chunks() as u32);
     let chunk = item % comptime!(tile.chunks() as u32);
     let inside = first + row < end;

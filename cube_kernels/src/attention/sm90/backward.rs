@@ -21,9 +21,9 @@ use crate::{
         problem::{Extent, MmaPlan, Problem, Visible, exponent_scale},
     },
     cube::ptx::{
-        Major, WgmmaGemm, WgmmaOperand, cvta_to_shared, ld_shared_v4,
-        mbarrier_arrive, mbarrier_arrive_expect_tx, mbarrier_wait_parity, named_barrier_sync,
-        setmaxnreg_dec, setmaxnreg_inc, st_shared, wgmma_operand, wgmma_registers, wgmma_shared,
+        Major, WgmmaGemm, WgmmaOperand, cvta_to_shared, ld_shared_v4, mbarrier_arrive,
+        mbarrier_arrive_expect_tx, mbarrier_wait_parity, named_barrier_sync, setmaxnreg_dec,
+        setmaxnreg_inc, st_shared, wgmma_operand, wgmma_registers, wgmma_shared,
     },
     gemm::arguments::thread_in_cta,
 };
@@ -379,8 +379,7 @@ pub fn sm90_backward_kernel(
             let blocks = blocks_of(&problem, visible, extent, tile, plan);
             mbarrier_wait_parity(full(memory, 0u32), tiles & 1u32);
             if comptime!(plan.is_keys()) {
-                let sums =
-                    keys_and_values(&problem, visible, tile, blocks, memory, used, plan);
+                let sums = keys_and_values(&problem, visible, tile, blocks, memory, used, plan);
                 // All warps of the warpgroup have read its keys and values.
                 named_barrier_sync(thread_in_cta() / 128u32, 128u32);
                 let place = Place {
@@ -391,9 +390,27 @@ pub fn sm90_backward_kernel(
                 };
                 let scale = problem.problem.scale;
                 let rotate = comptime!(plan.rope);
-                write(&mut first, &sums.a, &problem.saved, place, memory.own_a, scale, rotate, plan);
+                write(
+                    &mut first,
+                    &sums.a,
+                    &problem.saved,
+                    place,
+                    memory.own_a,
+                    scale,
+                    rotate,
+                    plan,
+                );
                 let one = 1.0f32.runtime();
-                write(&mut second, &sums.b, &problem.saved, place, memory.own_b, one, false, plan);
+                write(
+                    &mut second,
+                    &sums.b,
+                    &problem.saved,
+                    place,
+                    memory.own_b,
+                    one,
+                    false,
+                    plan,
+                );
             } else {
                 let sums = queries(&problem, visible, extent, tile, blocks, memory, used, plan);
                 named_barrier_sync(thread_in_cta() / 128u32, 128u32);
@@ -405,7 +422,16 @@ pub fn sm90_backward_kernel(
                 };
                 let scale = problem.problem.scale;
                 let rotate = comptime!(plan.rope);
-                write(&mut first, &sums, &problem.saved, place, memory.own_a, scale, rotate, plan);
+                write(
+                    &mut first,
+                    &sums,
+                    &problem.saved,
+                    place,
+                    memory.own_a,
+                    scale,
+                    rotate,
+                    plan,
+                );
             }
             // The next rows are written here by TMA, behind what this warpgroup wrote.
             sync_async_proxy_shared();
@@ -472,10 +498,7 @@ fn store_rows(
 
 /// Accumulators as groups of four, one for each eight columns.
 #[cube]
-fn fours<S: Size>(
-    sums: Vector<f32, S>,
-    #[comptime] count: usize,
-) -> Array<Vector<f32, Const<4>>> {
+fn fours<S: Size>(sums: Vector<f32, S>, #[comptime] count: usize) -> Array<Vector<f32, Const<4>>> {
     let mut all = Array::<Vector<f32, Const<4>>>::new(count);
     #[unroll]
     for j in 0..count {
@@ -577,10 +600,21 @@ fn keys_and_values(
         let slopes = bound(&problem.problem, &mut scores, comptime!(plan.plan));
         weigh(&mut scores, rows_at, scale, comptime!(plan.plan));
         let query = (blocks.first + step % blocks.count) * comptime!(plan.plan.inner as u32);
-        mask_weights(&mut scores, visible, tile.row + warp_row, query, comptime!(plan.plan));
+        mask_weights(
+            &mut scores,
+            visible,
+            tile.row + warp_row,
+            query,
+            comptime!(plan.plan),
+        );
         let weights = left::<A>(&scores, plan);
         let dout = wgmma_operand(dout_at, gradients_of.b);
-        dv = wgmma_registers::<O, A>(Vector::<f32, O>::reinterpret(dv), weights, dout, gradients_of);
+        dv = wgmma_registers::<O, A>(
+            Vector::<f32, O>::reinterpret(dv),
+            weights,
+            dout,
+            gradients_of,
+        );
         let dout = wgmma_operand(dout_at, scores_of.b);
         let found = wgmma_shared::<S>(values, dout, scores_of);
         let found = fours::<S>(found, columns);
@@ -588,7 +622,10 @@ fn keys_and_values(
         let weights = left::<A>(&scores, plan);
         let queries = wgmma_operand(queries_at, gradients_of.b);
         dk = wgmma_registers::<O, A>(
-            Vector::<f32, O>::reinterpret(dk), weights, queries, gradients_of,
+            Vector::<f32, O>::reinterpret(dk),
+            weights,
+            queries,
+            gradients_of,
         );
         if leads {
             mbarrier_arrive(empty(memory, number));
@@ -648,12 +685,30 @@ fn queries(
         let values = wgmma_operand(values_at, scores_of.b);
         let found = wgmma_shared::<S>(dout, values, scores_of);
         let found = fours::<S>(found, columns);
-        query_gradients(&mut scores, &found, &slopes, &rows, scale, comptime!(plan.plan));
+        query_gradients(
+            &mut scores,
+            &found,
+            &slopes,
+            &rows,
+            scale,
+            comptime!(plan.plan),
+        );
         let key = (blocks.first + step) * comptime!(plan.plan.inner as u32);
-        mask_gradients(&mut scores, visible, tile.row + warp_row, key, comptime!(plan.plan));
+        mask_gradients(
+            &mut scores,
+            visible,
+            tile.row + warp_row,
+            key,
+            comptime!(plan.plan),
+        );
         let weights = left::<A>(&scores, plan);
         let keys = wgmma_operand(keys_at, gradients_of.b);
-        dq = wgmma_registers::<O, A>(Vector::<f32, O>::reinterpret(dq), weights, keys, gradients_of);
+        dq = wgmma_registers::<O, A>(
+            Vector::<f32, O>::reinterpret(dq),
+            weights,
+            keys,
+            gradients_of,
+        );
         if leads {
             mbarrier_arrive(empty(memory, number));
         }
@@ -708,8 +763,8 @@ fn write(
         let at = tile_at + (lane % 4u32) * 4u32;
         // Rows behind the sequence have no position; what is read for them is not written.
         let position = min(place.row + row, place.len - 1u32);
-        let table = position as usize * comptime!(plan.plan.head / 2)
-            + (lane % 4u32 * 2u32) as usize;
+        let table =
+            position as usize * comptime!(plan.plan.head / 2) + (lane % 4u32 * 2u32) as usize;
         #[unroll]
         for j in 0..half_columns {
             let near = sums[j];

@@ -152,7 +152,10 @@ fn blocks_of(visible: Visible, tile: Tile, q_len: u32, #[comptime] plan: Sm90Pla
     let last = min(tile.row + comptime!(plan.rows() as u32), q_len) - 1u32;
     let end = u32::cast_from(visible.end(i32::cast_from(last))).div_ceil(inner);
     let first = u32::cast_from(visible.first(i32::cast_from(tile.row))) / inner;
-    Blocks { first: min(first, end), end }
+    Blocks {
+        first: min(first, end),
+        end,
+    }
 }
 
 /// Where the parts of shared memory begin, and its barriers: each pair of a full and an empty one.
@@ -382,7 +385,13 @@ fn attend(
             scores[j] = four;
         }
         let first = tile.row + warp_row;
-        mask(&mut scores, visible, first, block * inner, comptime!(plan.plan));
+        mask(
+            &mut scores,
+            visible,
+            first,
+            block * inner,
+            comptime!(plan.plan),
+        );
         online_softmax(&mut scores, &mut rows, scale, comptime!(plan.plan));
         let mut weights = Vector::<u32, A>::new(0u32);
         #[unroll]
@@ -461,8 +470,8 @@ fn write(
         let row = warp_row + comptime!(8 * i as u32) + lane / 4u32;
         let factors = row_factors(problem, rows, i, comptime!(plan.plan));
         if lane % 4u32 == 0u32 && row < place.rows {
-            let index = place.head as usize * problem.q_tokens as usize
-                + (place.token + row) as usize;
+            let index =
+                place.head as usize * problem.q_tokens as usize + (place.token + row) as usize;
             lse[index] = factors.lse;
         }
         #[unroll]
@@ -473,7 +482,10 @@ fn write(
             let word = pack(low, high, comptime!(plan.plan.kind));
             let part = comptime!((j / 8 * plan.rows() * 128) as u32);
             let chunk = (comptime!(j as u32 % 8) ^ (row & 7u32)) * 16u32;
-            st_shared(memory.q + part + row * 128u32 + chunk + (lane % 4u32) * 4u32, word);
+            st_shared(
+                memory.q + part + row * 128u32 + chunk + (lane % 4u32) * 4u32,
+                word,
+            );
         }
     }
     sync_plane();
@@ -486,8 +498,7 @@ fn write(
         if row < place.rows {
             let part = (chunk / 8u32) * comptime!((plan.rows() * 128) as u32);
             let within = ((chunk % 8u32) ^ (row & 7u32)) * 16u32;
-            let index = ((place.token + row) as usize * place.heads as usize
-                + place.head as usize)
+            let index = ((place.token + row) as usize * place.heads as usize + place.head as usize)
                 * comptime!(plan.plan.head / 8)
                 + chunk as usize;
             out[index] = ld_shared_v4(memory.q + part + row * 128u32 + within);

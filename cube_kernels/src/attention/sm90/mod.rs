@@ -21,7 +21,6 @@ use super::{
     },
 };
 use crate::{
-    Nvfp4Error,
     capabilities::{Capabilities, GemmBackend},
     memory::address_type,
     tensor::FloatKind,
@@ -36,13 +35,12 @@ const SECTION_BYTES: usize = 32 << 20;
 /// # Errors
 /// Why not.
 pub fn supports(client: &Client, attention: &Attention) -> Result<(), String> {
-    if std::env::var_os("NVFP4_NO_SM90").is_some() {
-        return Err("asked".into());
-    }
     if Capabilities::of(client).gemm != GemmBackend::Sm90Wgmma {
         return Err("the device is not of compute capability 9.0".into());
     }
-    let Attention { q, k, v, sequences, .. } = attention;
+    let Attention {
+        q, k, v, sequences, ..
+    } = attention;
     if q.dtype != FloatKind::Bf16 {
         return Err(format!("operands are {:?} and not bf16", q.dtype));
     }
@@ -57,7 +55,9 @@ pub fn supports(client: &Client, attention: &Attention) -> Result<(), String> {
     }
     for (name, heads) in [("q", q), ("k", k), ("v", v)] {
         if !is_vectorized(heads) {
-            return Err(format!("heads of `{name}` do not begin at multiples of 16 bytes"));
+            return Err(format!(
+                "heads of `{name}` do not begin at multiples of 16 bytes"
+            ));
         }
     }
     Ok(())
@@ -71,8 +71,7 @@ fn map(heads: &Heads, sequences: usize, rows: usize) -> TensorMapArg<Tiled> {
     let strides = [tokens * heads.row_stride, heads.row_stride, heads.head, 1];
     let handle = offset(heads);
     // SAFETY: the caller checked that the memory holds these tokens.
-    let tensor =
-        unsafe { TensorArg::from_raw_parts(handle, strides.into(), shape.into()) };
+    let tensor = unsafe { TensorArg::from_raw_parts(handle, strides.into(), shape.into()) };
     TensorMapArg::new(
         TiledArgs {
             tile_size: [1, rows, 1, 64].into(),
@@ -142,14 +141,7 @@ fn sms(client: &Client) -> usize {
 }
 
 /// Queues the forward.
-///
-/// # Errors
-/// None: the arguments were checked.
-pub fn forward(
-    client: &Client,
-    attention: &Attention,
-    output: &AttentionOutput,
-) -> Result<(), Nvfp4Error> {
+pub fn forward(client: &Client, attention: &Attention, output: &AttentionOutput) {
     let Attention { q, k, v, .. } = attention;
     let count = count(attention);
     let plan = Sm90Plan {
@@ -173,17 +165,12 @@ pub fn forward(
             map(k, count, plan.plan.inner),
             map(v, count, plan.plan.inner),
             problem(attention, count),
-            forward::ScheduleLaunch::new(
-                q.heads as u32,
-                blocks as u32,
-                section.min(pairs) as u32,
-            ),
+            forward::ScheduleLaunch::new(q.heads as u32, blocks as u32, section.min(pairs) as u32),
             memory(&output.out.handle, q.tokens * q.heads * q.head / 8),
             memory(&output.lse, q.heads * q.tokens),
             plan,
         );
     }
-    Ok(())
 }
 
 /// Rows of the other side that a pass multiplies at a time, as many as accumulators leave room for.
@@ -195,14 +182,7 @@ const fn backward_inner(head: usize, pass: Pass) -> usize {
 }
 
 /// Queues the backward.
-///
-/// # Errors
-/// None: the arguments were checked.
-pub fn backward(
-    client: &Client,
-    attention: &Attention,
-    backward: &Backward<'_>,
-) -> Result<(), Nvfp4Error> {
+pub fn backward(client: &Client, attention: &Attention, backward: &Backward<'_>) {
     let Attention { q, k, v, .. } = attention;
     let Backward {
         saved,
@@ -258,11 +238,7 @@ pub fn backward(
                 map(blocks[1], count, inner),
                 BackwardProblemLaunch::new(
                     problem(attention, count),
-                    forward::ScheduleLaunch::new(
-                        own[0].heads as u32,
-                        tiles as u32,
-                        section as u32,
-                    ),
+                    forward::ScheduleLaunch::new(own[0].heads as u32, tiles as u32, section as u32),
                     RowsLaunch::new(
                         memory(&saved.lse, rows),
                         memory(delta, rows),
@@ -276,5 +252,4 @@ pub fn backward(
             );
         }
     }
-    Ok(())
 }

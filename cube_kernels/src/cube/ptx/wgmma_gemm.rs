@@ -132,7 +132,7 @@ pub fn wgmma_shared<S: Size>(a: u64, b: u64, #[comptime] gemm: WgmmaGemm) -> Vec
     let sums: Vector<f32, S>;
     gpu_asm!(
         "// {d} {a} {b}
-{text}",
+    {text}",
         d = out(_) sums, a = in(_) a, b = in(_) b, text = const gemm.shared_text()
     );
     Vector::<f32, S>::reinterpret(sums)
@@ -156,7 +156,7 @@ pub fn wgmma_registers<S: Size, A: Size>(
     let result: Vector<f32, S>;
     gpu_asm!(
         "// {d} {c} {a} {b}
-{text}",
+    {text}",
         d = out(_) result, c = in(_) sums, a = in(_) a, b = in(_) b,
         text = const gemm.register_text()
     );
