@@ -23,7 +23,8 @@ use crate::{
     cube::ptx::{
         Major, WgmmaGemm, WgmmaOperand, cvta_to_shared, ld_shared_v4, mbarrier_arrive,
         mbarrier_arrive_expect_tx, mbarrier_wait_parity, named_barrier_sync, setmaxnreg_dec,
-        setmaxnreg_inc, st_shared, wgmma_operand, wgmma_registers, wgmma_shared,
+        setmaxnreg_inc, st_shared, wgmma_operand, wgmma_registers, wgmma_registers_pair,
+        wgmma_shared_pair,
     },
     gemm::arguments::thread_in_cta,
 };
@@ -496,16 +497,20 @@ fn store_rows(
     }
 }
 
-/// Accumulators as groups of four, one for each eight columns.
+/// `count` groups of four accumulators from group `first` on, one for each eight columns.
 #[cube]
-fn fours<S: Size>(sums: Vector<f32, S>, #[comptime] count: usize) -> Array<Vector<f32, Const<4>>> {
+fn fours<S: Size>(
+    sums: Vector<f32, S>,
+    #[comptime] first: usize,
+    #[comptime] count: usize,
+) -> Array<Vector<f32, Const<4>>> {
     let mut all = Array::<Vector<f32, Const<4>>>::new(count);
     #[unroll]
     for j in 0..count {
         let mut four = Vector::<f32, Const<4>>::new(0.0f32);
         #[unroll]
         for e in 0..4usize {
-            four.insert(e, sums.extract(comptime!(4 * j + e)));
+            four.insert(e, sums.extract(comptime!(4 * (first + j) + e)));
         }
         all[j] = four;
     }
@@ -579,13 +584,12 @@ fn keys_and_values(
     let (scores_of, gradients_of) = comptime!((plan.scores(), plan.gradients()));
     let keys = wgmma_operand(memory.own_a + consumer * 8192u32, scores_of.a);
     let values = wgmma_operand(memory.own_b + consumer * 8192u32, scores_of.a);
-    let size!(S) = comptime!(plan.scores().accumulators());
-    let size!(O) = comptime!(plan.gradients().accumulators());
+    let size!(S) = comptime!(2 * plan.scores().accumulators());
+    let size!(O) = comptime!(2 * plan.gradients().accumulators());
     let size!(A) = comptime!(plan.gradients().fragments());
     let (columns, count) = comptime!((plan.plan.inner / 8, plan.plan.head / 8));
     let scale = exponent_scale(&problem.problem, comptime!(plan.plan));
-    let mut dk = Vector::<f32, O>::new(0.0f32);
-    let mut dv = Vector::<f32, O>::new(0.0f32);
+    let mut sums = Vector::<f32, O>::new(0.0f32);
     for step in 0..blocks.count * blocks.heads {
         let at = used + step;
         let stage = at % comptime!(STAGES as u32);
@@ -595,8 +599,10 @@ fn keys_and_values(
         let dout_at = memory.block_b + stage * stage_bytes;
         let rows_at = memory.rows + stage * comptime!(8 * plan.plan.inner as u32);
         let queries = wgmma_operand(queries_at, scores_of.b);
-        let found = wgmma_shared::<S>(keys, queries, scores_of);
-        let mut scores = fours::<S>(found, columns);
+        let dout = wgmma_operand(dout_at, scores_of.b);
+        let found = wgmma_shared_pair::<S>(keys, queries, values, dout, scores_of);
+        let mut scores = fours::<S>(found, 0usize, columns);
+        let weight_gradients = fours::<S>(found, columns, columns);
         let slopes = bound(&problem.problem, &mut scores, comptime!(plan.plan));
         weigh(&mut scores, rows_at, scale, comptime!(plan.plan));
         let query = (blocks.first + step % blocks.count) * comptime!(plan.plan.inner as u32);
@@ -608,32 +614,32 @@ fn keys_and_values(
             comptime!(plan.plan),
         );
         let weights = left::<A>(&scores, plan);
+        score_gradients(
+            &mut scores,
+            &weight_gradients,
+            &slopes,
+            rows_at,
+            comptime!(plan.plan),
+        );
+        let gradients = left::<A>(&scores, plan);
+        let queries = wgmma_operand(queries_at, gradients_of.b);
         let dout = wgmma_operand(dout_at, gradients_of.b);
-        dv = wgmma_registers::<O, A>(
-            Vector::<f32, O>::reinterpret(dv),
+        sums = wgmma_registers_pair::<O, A>(
+            Vector::<f32, O>::reinterpret(sums),
+            gradients,
+            queries,
             weights,
             dout,
-            gradients_of,
-        );
-        let dout = wgmma_operand(dout_at, scores_of.b);
-        let found = wgmma_shared::<S>(values, dout, scores_of);
-        let found = fours::<S>(found, columns);
-        score_gradients(&mut scores, &found, &slopes, rows_at, comptime!(plan.plan));
-        let weights = left::<A>(&scores, plan);
-        let queries = wgmma_operand(queries_at, gradients_of.b);
-        dk = wgmma_registers::<O, A>(
-            Vector::<f32, O>::reinterpret(dk),
-            weights,
-            queries,
             gradients_of,
         );
         if leads {
             mbarrier_arrive(empty(memory, number));
         }
     }
+    let sums = Vector::<f32, O>::reinterpret(sums);
     Sums {
-        a: fours::<O>(Vector::<f32, O>::reinterpret(dk), count),
-        b: fours::<O>(Vector::<f32, O>::reinterpret(dv), count),
+        a: fours::<O>(sums, 0usize, count),
+        b: fours::<O>(sums, count, count),
     }
 }
 
@@ -656,7 +662,7 @@ fn queries(
     let (scores_of, gradients_of) = comptime!((plan.scores(), plan.gradients()));
     let q = wgmma_operand(memory.own_a + consumer * 8192u32, scores_of.a);
     let dout = wgmma_operand(memory.own_b + consumer * 8192u32, scores_of.a);
-    let size!(S) = comptime!(plan.scores().accumulators());
+    let size!(S) = comptime!(2 * plan.scores().accumulators());
     let size!(O) = comptime!(plan.gradients().accumulators());
     let size!(A) = comptime!(plan.gradients().fragments());
     let (columns, count) = comptime!((plan.plan.inner / 8, plan.plan.head / 8));
@@ -679,12 +685,11 @@ fn queries(
         let keys_at = memory.block_a + stage * stage_bytes;
         let values_at = memory.block_b + stage * stage_bytes;
         let keys = wgmma_operand(keys_at, scores_of.b);
-        let found = wgmma_shared::<S>(q, keys, scores_of);
-        let mut scores = fours::<S>(found, columns);
-        let slopes = bound(&problem.problem, &mut scores, comptime!(plan.plan));
         let values = wgmma_operand(values_at, scores_of.b);
-        let found = wgmma_shared::<S>(dout, values, scores_of);
-        let found = fours::<S>(found, columns);
+        let found = wgmma_shared_pair::<S>(q, keys, dout, values, scores_of);
+        let mut scores = fours::<S>(found, 0usize, columns);
+        let found = fours::<S>(found, columns, columns);
+        let slopes = bound(&problem.problem, &mut scores, comptime!(plan.plan));
         query_gradients(
             &mut scores,
             &found,
@@ -713,7 +718,7 @@ fn queries(
             mbarrier_arrive(empty(memory, number));
         }
     }
-    fours::<O>(Vector::<f32, O>::reinterpret(dq), count)
+    fours::<O>(Vector::<f32, O>::reinterpret(dq), 0usize, count)
 }
 
 /// Where a tile is written.

@@ -3,7 +3,8 @@
 //!
 //! A CTA takes one tile of 128 queries after another. Keys and values come in blocks of 128, in two
 //! stages each; the queries of the next tile come when the output of this one has left their place.
-//! While one warpgroup computes its softmax, the other has the tensor cores.
+//! The values of one block are multiplied together with the scores of the next: while one
+//! warpgroup computes its softmax, the other has the tensor cores.
 
 use cubecl::prelude::{barrier::Barrier, *};
 use half::bf16;
@@ -18,6 +19,7 @@ use crate::{
         Major, WgmmaGemm, WgmmaOperand, cvta_to_shared, ld_shared_v4, mbarrier_arrive,
         mbarrier_arrive_expect_tx, mbarrier_wait_parity, named_barrier_sync, setmaxnreg_dec,
         setmaxnreg_inc, st_shared, wgmma_operand, wgmma_registers, wgmma_shared,
+        wgmma_shared_and_registers,
     },
     gemm::arguments::thread_in_cta,
 };
@@ -344,6 +346,9 @@ fn attend(
     let size!(S) = comptime!(plan.scores().accumulators());
     let size!(O) = comptime!(plan.output().accumulators());
     let size!(A) = comptime!(plan.output().fragments());
+    let size!(R) = comptime!(
+        (plan.scores().accumulators() + plan.output().accumulators()).next_power_of_two()
+    );
     let mut rows = Rows {
         highest: Array::<f32>::new(2usize),
         sum: Array::<f32>::new(2usize),
@@ -358,31 +363,59 @@ fn attend(
     for i in 0..comptime!(plan.plan.head / 8) {
         rows.out[i] = Vector::new(0.0f32);
     }
+    let mut sums = Vector::<f32, O>::new(0.0f32);
+    let mut weights = Vector::<u32, A>::new(0u32);
     let mut block = blocks.end;
     let mut step = used;
     while block > blocks.first {
         block -= 1u32;
         let stage = step % comptime!(STAGES as u32);
         let parity = (step / comptime!(STAGES as u32)) & 1u32;
-        let number = 1u32 + stage;
-        mbarrier_wait_parity(full(memory, number), parity);
+        mbarrier_wait_parity(full(memory, 1u32 + stage), parity);
         let keys = wgmma_operand(memory.k + stage * stage_bytes, scores_of.b);
-        let found = wgmma_shared::<S>(queries, keys, scores_of);
-        if leads {
-            mbarrier_arrive(empty(memory, number));
-        }
         let mut scores = Array::<Vector<f32, Const<4>>>::new(comptime!(plan.plan.inner / 8));
-        #[unroll]
-        for j in 0..comptime!(plan.plan.inner / 8) {
-            let mut four = Vector::<f32, Const<4>>::new(0.0f32);
+        if step > used {
+            // The scores of this block, and the values of the one before.
+            let before = (step - 1u32) % comptime!(STAGES as u32);
+            let number = comptime!(1 + STAGES as u32) + before;
+            let parity = ((step - 1u32) / comptime!(STAGES as u32)) & 1u32;
+            mbarrier_wait_parity(full(memory, number), parity);
+            let values = wgmma_operand(memory.v + before * stage_bytes, output_of.b);
+            let found = wgmma_shared_and_registers::<R, O, A>(
+                Vector::<f32, O>::reinterpret(sums),
+                queries,
+                keys,
+                Vector::<u32, A>::reinterpret(weights),
+                values,
+                comptime!([plan.scores(), plan.output()]),
+            );
+            if leads {
+                mbarrier_arrive(empty(memory, 1u32 + stage));
+                mbarrier_arrive(empty(memory, number));
+            }
             #[unroll]
-            for e in 0..4usize {
-                four.insert(e, found.extract(comptime!(4 * j + e)));
+            for j in 0..comptime!(plan.plan.inner / 8) {
+                scores[j] = four_of::<R>(found, j);
             }
-            if comptime!(plan.plan.softcap) {
-                four = cap_all(problem, four);
+            #[unroll]
+            for j in 0..comptime!(plan.plan.head / 8) {
+                rows.out[j] = four_of::<R>(found, comptime!(plan.plan.inner / 8 + j));
             }
-            scores[j] = four;
+        } else {
+            let found = wgmma_shared::<S>(queries, keys, scores_of);
+            if leads {
+                mbarrier_arrive(empty(memory, 1u32 + stage));
+            }
+            #[unroll]
+            for j in 0..comptime!(plan.plan.inner / 8) {
+                scores[j] = four_of::<S>(found, j);
+            }
+        }
+        if comptime!(plan.plan.softcap) {
+            #[unroll]
+            for j in 0..comptime!(plan.plan.inner / 8) {
+                scores[j] = cap_all(problem, scores[j]);
+            }
         }
         let first = tile.row + warp_row;
         mask(
@@ -393,7 +426,6 @@ fn attend(
             comptime!(plan.plan),
         );
         online_softmax(&mut scores, &mut rows, scale, comptime!(plan.plan));
-        let mut weights = Vector::<u32, A>::new(0u32);
         #[unroll]
         for j in 0..comptime!(plan.plan.inner / 8) {
             let four = scores[j];
@@ -403,10 +435,6 @@ fn attend(
             weights.insert(comptime!(2 * j), low);
             weights.insert(comptime!(2 * j + 1), high);
         }
-        let number = comptime!(1 + STAGES as u32) + stage;
-        mbarrier_wait_parity(full(memory, number), parity);
-        let values = wgmma_operand(memory.v + stage * stage_bytes, output_of.b);
-        let mut sums = Vector::<f32, O>::new(0.0f32);
         #[unroll]
         for j in 0..comptime!(plan.plan.head / 8) {
             let four = rows.out[j];
@@ -415,22 +443,40 @@ fn attend(
                 sums.insert(comptime!(4 * j + e), four.extract(e));
             }
         }
-        let sums = wgmma_registers::<O, A>(sums, weights, values, output_of);
+        step += 1u32;
+    }
+    if step > used {
+        let stage = (step - 1u32) % comptime!(STAGES as u32);
+        let parity = ((step - 1u32) / comptime!(STAGES as u32)) & 1u32;
+        let number = comptime!(1 + STAGES as u32) + stage;
+        mbarrier_wait_parity(full(memory, number), parity);
+        let values = wgmma_operand(memory.v + stage * stage_bytes, output_of.b);
+        let found = wgmma_registers::<O, A>(
+            Vector::<f32, O>::reinterpret(sums),
+            Vector::<u32, A>::reinterpret(weights),
+            values,
+            output_of,
+        );
         if leads {
             mbarrier_arrive(empty(memory, number));
         }
         #[unroll]
         for j in 0..comptime!(plan.plan.head / 8) {
-            let mut four = Vector::<f32, Const<4>>::new(0.0f32);
-            #[unroll]
-            for e in 0..4usize {
-                four.insert(e, sums.extract(comptime!(4 * j + e)));
-            }
-            rows.out[j] = four;
+            rows.out[j] = four_of::<O>(found, j);
         }
-        step += 1u32;
     }
     rows
+}
+
+/// Group `j` of four accumulators.
+#[cube]
+fn four_of<N: Size>(sums: Vector<f32, N>, #[comptime] j: usize) -> Vector<f32, Const<4>> {
+    let mut four = Vector::<f32, Const<4>>::new(0.0f32);
+    #[unroll]
+    for e in 0..4usize {
+        four.insert(e, sums.extract(comptime!(4 * j + e)));
+    }
+    four
 }
 
 /// Where a tile is written.

@@ -70,6 +70,38 @@ impl WgmmaGemm {
         let n = self.n;
         format!("wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{kind}.{kind}")
     }
+}
+
+/// Where the left operand of a GEMM is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+enum Left {
+    /// In shared memory: one input, its descriptor.
+    Shared,
+    /// In registers: [`WgmmaGemm::fragments`] inputs.
+    Registers,
+}
+
+/// The text of a block: its GEMMs are queued one after another, and have all ended when it has.
+struct Block {
+    text: String,
+    /// Registers that are results.
+    results: usize,
+    /// Those of them that GEMMs so far write.
+    written: usize,
+    /// The next input.
+    input: usize,
+}
+
+impl Block {
+    /// A block with `results` registers of results, the last of which may stay unwritten.
+    fn new(results: usize) -> Self {
+        Self {
+            text: String::from("{ .reg .b64 a, b; .reg .pred none, all;\n"),
+            results,
+            written: 0,
+            input: results,
+        }
+    }
 
     /// The first `count` registers from number `first` on.
     fn registers(first: usize, count: usize) -> String {
@@ -77,48 +109,108 @@ impl WgmmaGemm {
         format!("{{{}}}", names.join(", "))
     }
 
-    /// Both operands in shared memory, sums begin at zero: inputs are the two descriptors.
-    fn shared_text(self) -> String {
-        let sums = self.accumulators();
-        let (d, instruction) = (Self::registers(0, sums), self.instruction());
-        let (a_trans, b_trans) = (self.a.major.transposes(), self.b.major.transposes());
-        let mut text = String::from("{ .reg .b64 a, b;\nwgmma.fence.sync.aligned;\n");
-        for step in 0..self.depth / 16 {
-            let (a, b) = (self.a.offset(step), self.b.offset(step));
-            let add = u32::from(step > 0);
-            let _ = write!(
-                text,
-                "add.s64 a, %{sums}, {a}; add.s64 b, %{}, {b};\n{{ .reg .pred p; setp.ne.b32 p, \
-                 {add}, 0;\n{instruction} {d}, a, b, p, 1, 1, {a_trans}, {b_trans}; }}\n",
-                sums + 1,
-            );
+    /// The results from number `first` on begin as the next `count` inputs.
+    fn sums(mut self, first: usize, count: usize) -> Self {
+        for i in 0..count {
+            let _ = writeln!(self.text, "mov.f32 %{}, %{};", first + i, self.input + i);
         }
-        text + "wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 0; }"
+        self.input += count;
+        self
     }
 
-    /// The left operand in registers, added to sums: inputs are the sums, the fragments and the
-    /// descriptor of the right operand.
-    fn register_text(self) -> String {
-        let sums = self.accumulators();
-        let (d, instruction) = (Self::registers(0, sums), self.instruction());
-        let (first, b_trans) = (2 * sums, self.b.major.transposes());
-        let descriptor = first + self.fragments();
-        let mut text = String::from("{ .reg .b64 b; .reg .pred p;\n");
-        for i in 0..sums {
-            let _ = writeln!(text, "mov.f32 %{i}, %{};", sums + i);
-        }
-        text += "setp.eq.b32 p, 0, 0;\nwgmma.fence.sync.aligned;\n";
-        for step in 0..self.depth / 16 {
-            let fragment = Self::registers(first + 4 * step, 4);
-            let b = self.b.offset(step);
-            let _ = write!(
-                text,
-                "add.s64 b, %{descriptor}, {b};\n{instruction} {d}, {fragment}, b, p, 1, 1, \
-                 {b_trans};\n",
-            );
-        }
-        text + "wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 0; }"
+    /// Registers are as they are: instructions follow.
+    fn begin(mut self) -> Self {
+        self.text += "setp.ne.b32 none, 0, 0; setp.eq.b32 all, 0, 0;\nwgmma.fence.sync.aligned;\n";
+        self
     }
+
+    /// A GEMM into the next results, which are added to where `accumulate`. Inputs are the left
+    /// operand, and the descriptor of the right one.
+    fn gemm(mut self, gemm: WgmmaGemm, left: Left, accumulate: bool) -> Self {
+        let (d, instruction) = (
+            Self::registers(self.written, gemm.accumulators()),
+            gemm.instruction(),
+        );
+        let (a_trans, b_trans) = (gemm.a.major.transposes(), gemm.b.major.transposes());
+        let first = self.input;
+        let right = first
+            + match left {
+                Left::Shared => 1,
+                Left::Registers => gemm.fragments(),
+            };
+        for step in 0..gemm.depth / 16 {
+            let add = if accumulate || step > 0 {
+                "all"
+            } else {
+                "none"
+            };
+            let b = gemm.b.offset(step);
+            let _ = writeln!(self.text, "add.s64 b, %{right}, {b};");
+            let _ = match left {
+                Left::Shared => {
+                    let a = gemm.a.offset(step);
+                    writeln!(
+                        self.text,
+                        "add.s64 a, %{first}, {a};\n{instruction} {d}, a, b, {add}, 1, 1, \
+                         {a_trans}, {b_trans};"
+                    )
+                }
+                Left::Registers => {
+                    let a = Self::registers(first + 4 * step, 4);
+                    writeln!(
+                        self.text,
+                        "{instruction} {d}, {a}, b, {add}, 1, 1, {b_trans};"
+                    )
+                }
+            };
+        }
+        self.written += gemm.accumulators();
+        self.input = right + 1;
+        self
+    }
+
+    /// The whole text.
+    fn end(self) -> String {
+        debug_assert!(self.written <= self.results);
+        self.text + "wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 0; }"
+    }
+}
+
+/// [`wgmma_shared()`].
+fn shared_text(gemm: WgmmaGemm) -> String {
+    let block = Block::new(gemm.accumulators()).begin();
+    block.gemm(gemm, Left::Shared, false).end()
+}
+
+/// [`wgmma_shared_pair()`].
+fn shared_pair_text(gemm: WgmmaGemm) -> String {
+    let block = Block::new(2 * gemm.accumulators()).begin();
+    let block = block.gemm(gemm, Left::Shared, false);
+    block.gemm(gemm, Left::Shared, false).end()
+}
+
+/// [`wgmma_registers()`].
+fn registers_text(gemm: WgmmaGemm) -> String {
+    let sums = gemm.accumulators();
+    let block = Block::new(sums).sums(0, sums).begin();
+    block.gemm(gemm, Left::Registers, true).end()
+}
+
+/// [`wgmma_registers_pair()`].
+fn registers_pair_text(gemm: WgmmaGemm) -> String {
+    let sums = 2 * gemm.accumulators();
+    let block = Block::new(sums).sums(0, sums).begin();
+    let block = block.gemm(gemm, Left::Registers, true);
+    block.gemm(gemm, Left::Registers, true).end()
+}
+
+/// [`wgmma_shared_and_registers()`].
+fn shared_and_registers_text(first: WgmmaGemm, second: WgmmaGemm) -> String {
+    let (fresh, sums) = (first.accumulators(), second.accumulators());
+    let block = Block::new((fresh + sums).next_power_of_two());
+    let block = block.sums(fresh, sums).begin();
+    let block = block.gemm(first, Left::Shared, false);
+    block.gemm(second, Left::Registers, true).end()
 }
 
 /// `a · b` of `gemm`, 64 rows: both operands in shared memory, given by their descriptors. `S` is
@@ -133,7 +225,31 @@ pub fn wgmma_shared<S: Size>(a: u64, b: u64, #[comptime] gemm: WgmmaGemm) -> Vec
     gpu_asm!(
         "// {d} {a} {b}
     {text}",
-        d = out(_) sums, a = in(_) a, b = in(_) b, text = const gemm.shared_text()
+        d = out(_) sums, a = in(_) a, b = in(_) b, text = const shared_text(gemm)
+    );
+    Vector::<f32, S>::reinterpret(sums)
+}
+
+/// Two of [`wgmma_shared()`], the accumulators of one behind those of the other. `S` is twice
+/// `gemm.accumulators()`.
+#[cube]
+pub fn wgmma_shared_pair<S: Size>(
+    a0: u64,
+    b0: u64,
+    a1: u64,
+    b1: u64,
+    #[comptime] gemm: WgmmaGemm,
+) -> Vector<f32, S> {
+    let a0 = u64::reinterpret(a0);
+    let b0 = u64::reinterpret(b0);
+    let a1 = u64::reinterpret(a1);
+    let b1 = u64::reinterpret(b1);
+    let sums: Vector<f32, S>;
+    gpu_asm!(
+        "// {d} {a0} {b0} {a1} {b1}
+    {text}",
+        d = out(_) sums, a0 = in(_) a0, b0 = in(_) b0, a1 = in(_) a1, b1 = in(_) b1,
+        text = const shared_pair_text(gemm)
     );
     Vector::<f32, S>::reinterpret(sums)
 }
@@ -158,9 +274,62 @@ pub fn wgmma_registers<S: Size, A: Size>(
         "// {d} {c} {a} {b}
     {text}",
         d = out(_) result, c = in(_) sums, a = in(_) a, b = in(_) b,
-        text = const gemm.register_text()
+        text = const registers_text(gemm)
     );
     Vector::<f32, S>::reinterpret(result)
+}
+
+/// Two of [`wgmma_registers()`], the accumulators of one behind those of the other. `S` is twice
+/// `gemm.accumulators()`.
+#[cube]
+pub fn wgmma_registers_pair<S: Size, A: Size>(
+    sums: Vector<f32, S>,
+    a0: Vector<u32, A>,
+    b0: u64,
+    a1: Vector<u32, A>,
+    b1: u64,
+    #[comptime] gemm: WgmmaGemm,
+) -> Vector<f32, S> {
+    let sums = Vector::<f32, S>::reinterpret(sums);
+    let a0 = Vector::<u32, A>::reinterpret(a0);
+    let b0 = u64::reinterpret(b0);
+    let a1 = Vector::<u32, A>::reinterpret(a1);
+    let b1 = u64::reinterpret(b1);
+    let result: Vector<f32, S>;
+    gpu_asm!(
+        "// {d} {c} {a0} {b0} {a1} {b1}
+    {text}",
+        d = out(_) result, c = in(_) sums, a0 = in(_) a0, b0 = in(_) b0, a1 = in(_) a1,
+        b1 = in(_) b1, text = const registers_pair_text(gemm)
+    );
+    Vector::<f32, S>::reinterpret(result)
+}
+
+/// [`wgmma_shared()`] of `first`, and behind its accumulators [`wgmma_registers()`] of `second`:
+/// `sums + a1 · b1`. `R` is the number of both accumulators, rounded up to a power of two; `S` and
+/// `A` are those of `second`.
+#[cube]
+pub fn wgmma_shared_and_registers<R: Size, S: Size, A: Size>(
+    sums: Vector<f32, S>,
+    a0: u64,
+    b0: u64,
+    a1: Vector<u32, A>,
+    b1: u64,
+    #[comptime] gemms: [WgmmaGemm; 2],
+) -> Vector<f32, R> {
+    let sums = Vector::<f32, S>::reinterpret(sums);
+    let a0 = u64::reinterpret(a0);
+    let b0 = u64::reinterpret(b0);
+    let a1 = Vector::<u32, A>::reinterpret(a1);
+    let b1 = u64::reinterpret(b1);
+    let result: Vector<f32, R>;
+    gpu_asm!(
+        "// {d} {c} {a0} {b0} {a1} {b1}
+    {text}",
+        d = out(_) result, c = in(_) sums, a0 = in(_) a0, b0 = in(_) b0, a1 = in(_) a1,
+        b1 = in(_) b1, text = const shared_and_registers_text(gemms[0], gemms[1])
+    );
+    Vector::<f32, R>::reinterpret(result)
 }
 
 /// The [descriptor](super::wgmma_descriptor()) of `operand` at `address`.
