@@ -6,10 +6,16 @@ use cubecl::prelude::*;
 use super::{
     math::exp_or_nan,
     problem::{
-        AT_ONCE, Four, HeadsView, Problem, ScalarPlan, add_scaled, keys_of, load_row, place,
-        queries_of, row_product, scale_row, score, stage, store_row, zero_row,
+        Four, HeadsView, Problem, ScalarPlan, add_scaled, keys_of, load_row, place, queries_of,
+        row_product, scale_row, score, stage, store_row, zero_row,
     },
 };
+
+/// Keys, and queries, that are multiplied at a time: what was read for their products stays in
+/// registers for their sums.
+const KEYS_AT_ONCE: usize = 2;
+/// See [`KEYS_AT_ONCE`].
+const QUERIES_AT_ONCE: usize = 1;
 
 /// The operands of the backward.
 #[derive(CubeType, CubeLaunch)]
@@ -98,23 +104,23 @@ pub fn scalar_dq_kernel<F: Numeric>(
             let count = min(tile, end - first);
             let mut key = 0u32;
             while key < count {
-                let mut scores = Array::<f32>::new(AT_ONCE);
-                let mut by_weights = Array::<f32>::new(AT_ONCE);
+                let mut scores = Array::<f32>::new(KEYS_AT_ONCE);
+                let mut by_weights = Array::<f32>::new(KEYS_AT_ONCE);
                 #[unroll]
-                for i in 0..AT_ONCE {
+                for i in 0..KEYS_AT_ONCE {
                     let this = key + comptime!(i as u32);
                     scores[i] = row_product(&query, &k_tile, this, at.lane, plan);
                     by_weights[i] = row_product(&dout, &v_tile, this, at.lane, plan);
                 }
                 #[unroll]
-                for i in 0..AT_ONCE {
+                for i in 0..KEYS_AT_ONCE {
                     let this = key + comptime!(i as u32);
                     if first + this >= seen.start && first + this < seen.end {
                         let found = weight(scores[i], by_weights[i], lse, delta, &problem, plan);
                         add_scaled(&mut sums, found.by_score, &k_tile, this, at.lane, plan);
                     }
                 }
-                key += comptime!(AT_ONCE as u32);
+                key += comptime!(KEYS_AT_ONCE as u32);
             }
             first += tile;
         }
@@ -187,16 +193,16 @@ pub fn scalar_dkdv_kernel<F: Numeric>(
                 sync_cube();
                 let mut query = 0u32;
                 while query < count {
-                    let mut scores = Array::<f32>::new(AT_ONCE);
-                    let mut by_weights = Array::<f32>::new(AT_ONCE);
+                    let mut scores = Array::<f32>::new(QUERIES_AT_ONCE);
+                    let mut by_weights = Array::<f32>::new(QUERIES_AT_ONCE);
                     #[unroll]
-                    for i in 0..AT_ONCE {
+                    for i in 0..QUERIES_AT_ONCE {
                         let this = query + comptime!(i as u32);
                         scores[i] = row_product(&key, &q_tile, this, at.lane, plan);
                         by_weights[i] = row_product(&value, &dout_tile, this, at.lane, plan);
                     }
                     #[unroll]
-                    for i in 0..AT_ONCE {
+                    for i in 0..QUERIES_AT_ONCE {
                         let this = query + comptime!(i as u32);
                         if first + this >= seen.start && first + this < seen.end {
                             let found = weight(
@@ -212,7 +218,7 @@ pub fn scalar_dkdv_kernel<F: Numeric>(
                             add_scaled(&mut dk_sums, found.by_score, &q_tile, this, lane, plan);
                         }
                     }
-                    query += comptime!(AT_ONCE as u32);
+                    query += comptime!(QUERIES_AT_ONCE as u32);
                 }
                 first += tile;
             }

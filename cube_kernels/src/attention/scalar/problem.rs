@@ -70,7 +70,8 @@ impl ScalarPlan {
     }
 }
 
-/// Products of a row that are computed at a time, to have several in flight.
+/// Products of a row that the forward computes at a time, to have several in flight. Rows of a tile
+/// are a multiple of it.
 pub const AT_ONCE: usize = 4;
 
 /// Heads in a kernel.
@@ -421,7 +422,7 @@ pub fn add_scaled(
 pub fn scale_row(sums: &mut Array<Four>, factor: f32, #[comptime] plan: ScalarPlan) {
     #[unroll(plan.planes)]
     for i in 0..comptime!(plan.own_fours()) {
-        sums[i] = sums[i] * Four::new(factor);
+        sums[i] *= Four::new(factor);
     }
 }
 

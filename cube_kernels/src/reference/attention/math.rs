@@ -12,7 +12,7 @@ pub(crate) const TANH_SMALL: f32 = 0.25;
 
 /// `ln(1 + f) = f - f²/2 + s (f²/2 + r)`, `s = f / (2 + f)`, `r` a polynomial in `s²` (Sun's
 /// `logf`).
-pub(crate) const LN_POLYNOMIAL: [f32; 4] = [0.666_666_63, 0.400_009_72, 0.284_987_87, 0.242_790_79];
+pub(crate) const LN_POLYNOMIAL: [f32; 4] = [0.666_666_6, 0.400_009_72, 0.284_987_87, 0.242_790_79];
 /// The bits of `sqrt(1/2)`: arguments are reduced to numbers from there to `sqrt(2)`.
 pub(crate) const SQRT_HALF: u32 = 0x3F35_04F3;
 /// `ln 2`, the upper 15 bits, so that its product with an exponent is exact.

@@ -243,21 +243,43 @@ pub fn rope<T: Element>(
     x: &[T],
     (heads, head): (usize, usize),
     starts: &[u32],
-    (cos, sin): (&[f32], &[f32]),
+    tables: (&[f32], &[f32]),
     inverse: bool,
 ) -> Vec<T> {
-    let width = heads * head;
-    assert!(x.len().is_multiple_of(width.max(1)), "whole tokens");
+    let mut out = x.to_vec();
+    rope_rows(
+        &mut out,
+        heads * head,
+        (heads, head),
+        starts,
+        tables,
+        inverse,
+    );
+    out
+}
+
+/// [`rope`] in place, of the first `heads` heads of tokens that lie `row_stride` elements apart.
+///
+/// # Panics
+/// When a token does not hold its heads.
+pub fn rope_rows<T: Element>(
+    x: &mut [T],
+    row_stride: usize,
+    (heads, head): (usize, usize),
+    starts: &[u32],
+    (cos, sin): (&[f32], &[f32]),
+    inverse: bool,
+) {
+    assert!(x.len().is_multiple_of(row_stride.max(1)), "whole tokens");
     let half = head / 2;
     let positions = cos.len() / half.max(1);
-    let mut out = x.to_vec();
-    out.par_chunks_mut(width.max(1))
+    x.par_chunks_mut(row_stride.max(1))
         .enumerate()
         .for_each(|(token, row)| {
             let sequence = starts[..starts.len() - 1].partition_point(|&s| s as usize <= token);
             let start = starts[sequence.saturating_sub(1)] as usize;
             let position = (token - start.min(token)).min(positions - 1);
-            for head in row.chunks_mut(head) {
+            for head in row[..heads * head].chunks_mut(head) {
                 let (first, second) = head.split_at_mut(half);
                 for (i, (a, b)) in first.iter_mut().zip(second).enumerate() {
                     let (x, y) = (a.to_f32(), b.to_f32());
@@ -268,7 +290,6 @@ pub fn rope<T: Element>(
                 }
             }
         });
-    out
 }
 
 /// `[tokens, heads, head]` from as many padded matrices as heads.
@@ -327,9 +348,9 @@ fn dot(a: &[f32], b: &[f32]) -> f32 {
         tree(&mut sums)
     }
     match a.len() {
-        ..=32 => sums::<4>(a, b),
-        ..=64 => sums::<8>(a, b),
-        ..=128 => sums::<16>(a, b),
+        0..=32 => sums::<4>(a, b),
+        33..=64 => sums::<8>(a, b),
+        65..=128 => sums::<16>(a, b),
         _ => sums::<32>(a, b),
     }
 }
