@@ -9,7 +9,7 @@
 //!   [`reference::attention`](crate::reference::attention).
 //!
 //! Every sum has an order that depends on its operands' shapes alone: results repeat bit for bit,
-//! and a sequence has the same bits in any company. Chapter "Attention" of the book has the
+//! and a sequence has the same bits in any company that the same kernels compute. Chapter "Attention" of the book has the
 //! formulas.
 
 #[allow(missing_docs)]

@@ -81,8 +81,8 @@ pub fn mma_forward_kernel(
         };
         #[unroll]
         for i in 0..comptime!(2 * plan.strips) {
-            rows.highest[i] = f32::NEG_INFINITY;
-            rows.sum[i] = 0.0f32;
+            rows.highest[i] = first_highest(plan);
+            rows.sum[i] = first_sum(plan);
         }
         let (units, height) = comptime!((plan.units(), plan.rows()));
         copy_rows(q_source, q_at, at.row, extent.q_len, height, units, tile);
@@ -247,6 +247,26 @@ pub fn online_softmax(
     }
 }
 
+/// The largest score before the first: that of the additional one, if there is one.
+#[cube]
+pub fn first_highest(#[comptime] plan: MmaPlan) -> f32 {
+    if comptime!(plan.quiet_softmax) {
+        0.0f32.runtime()
+    } else {
+        f32::NEG_INFINITY.runtime()
+    }
+}
+
+/// The sum before the first score: one of the four lanes of a row has the additional one.
+#[cube]
+pub fn first_sum(#[comptime] plan: MmaPlan) -> f32 {
+    if comptime!(plan.quiet_softmax) {
+        f32::cast_from(u32::cast_from(UNIT_POS % 4u32 == 0u32))
+    } else {
+        0.0f32.runtime()
+    }
+}
+
 /// What the output of a row is multiplied by, and its log-sum-exp.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
@@ -271,9 +291,6 @@ pub fn row_factors(
     sum += plane_shuffle_xor(sum, 2u32);
     let highest = rows.highest[i];
     let used = select(highest == f32::NEG_INFINITY, 0.0f32, highest) * scale;
-    if comptime!(plan.quiet_softmax) {
-        sum += ex2_approx_ftz(-used);
-    }
     let nothing = sum == 0.0f32;
     let value = used / comptime!(LOG2_E) + sum.ln();
     RowFactors {
@@ -303,7 +320,8 @@ fn finish(
         if lane % 4u32 == 0u32 && at.row + row < at.extent.q_len {
             let index =
                 head as usize * problem.q_tokens as usize + (at.extent.q + at.row + row) as usize;
-            lse[index] = factors.lse;
+            // A token of no sequence has no sum either, an additional score or not.
+            lse[index] = select(at.nobody, f32::NEG_INFINITY, factors.lse);
         }
         #[unroll]
         for j in 0..comptime!(plan.head / 8) {

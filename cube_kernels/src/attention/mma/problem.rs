@@ -156,6 +156,8 @@ pub struct Place {
     pub row: u32,
     /// Whether there is one: a grid does not depend on what is in device memory.
     pub exists: bool,
+    /// Whether its tokens belong to no sequence.
+    pub nobody: bool,
 }
 
 /// Tile number `tile` of `rows` rows. Of a sequence the last comes first where `backwards`: with a
@@ -195,6 +197,7 @@ pub fn place(
         extent: extent(problem, index, side, offsets),
         row: within * height,
         exists,
+        nobody: index == problem.sequences,
     }
 }
 

@@ -3,15 +3,14 @@
 //!
 //! A CTA takes one tile of 128 queries after another. Keys and values come in blocks of 128, in two
 //! stages each; the queries of the next tile come when the output of this one has left their place.
-//! The values of one block are multiplied together with the scores of the next: while one
-//! warpgroup computes its softmax, the other has the tensor cores.
+//! While one warpgroup computes its softmax, the other has the tensor cores.
 
 use cubecl::prelude::{barrier::Barrier, *};
 use half::bf16;
 
 use crate::{
     attention::mma::{
-        forward::{Rows, cap_all, mask, online_softmax, row_factors},
+        forward::{Rows, cap_all, first_highest, first_sum, mask, online_softmax, row_factors},
         multiply::pack,
         problem::{Extent, MmaPlan, Problem, Visible, exponent_scale},
     },
@@ -19,7 +18,6 @@ use crate::{
         Major, WgmmaGemm, WgmmaOperand, cvta_to_shared, ld_shared_v4, mbarrier_arrive,
         mbarrier_arrive_expect_tx, mbarrier_wait_parity, named_barrier_sync, setmaxnreg_dec,
         setmaxnreg_inc, st_shared, wgmma_operand, wgmma_registers, wgmma_shared,
-        wgmma_shared_and_registers,
     },
     gemm::arguments::thread_in_cta,
 };
@@ -346,9 +344,6 @@ fn attend(
     let size!(S) = comptime!(plan.scores().accumulators());
     let size!(O) = comptime!(plan.output().accumulators());
     let size!(A) = comptime!(plan.output().fragments());
-    let size!(R) = comptime!(
-        (plan.scores().accumulators() + plan.output().accumulators()).next_power_of_two()
-    );
     let mut rows = Rows {
         highest: Array::<f32>::new(2usize),
         sum: Array::<f32>::new(2usize),
@@ -356,66 +351,34 @@ fn attend(
     };
     #[unroll]
     for i in 0..2usize {
-        rows.highest[i] = f32::NEG_INFINITY;
-        rows.sum[i] = 0.0f32;
+        rows.highest[i] = first_highest(comptime!(plan.plan));
+        rows.sum[i] = first_sum(comptime!(plan.plan));
     }
     #[unroll]
     for i in 0..comptime!(plan.plan.head / 8) {
         rows.out[i] = Vector::new(0.0f32);
     }
-    let mut sums = Vector::<f32, O>::new(0.0f32);
-    let mut weights = Vector::<u32, A>::new(0u32);
     let mut block = blocks.end;
     let mut step = used;
     while block > blocks.first {
         block -= 1u32;
         let stage = step % comptime!(STAGES as u32);
         let parity = (step / comptime!(STAGES as u32)) & 1u32;
-        mbarrier_wait_parity(full(memory, 1u32 + stage), parity);
+        let number = 1u32 + stage;
+        mbarrier_wait_parity(full(memory, number), parity);
         let keys = wgmma_operand(memory.k + stage * stage_bytes, scores_of.b);
-        let mut scores = Array::<Vector<f32, Const<4>>>::new(comptime!(plan.plan.inner / 8));
-        if step > used {
-            // The scores of this block, and the values of the one before.
-            let before = (step - 1u32) % comptime!(STAGES as u32);
-            let number = comptime!(1 + STAGES as u32) + before;
-            let parity = ((step - 1u32) / comptime!(STAGES as u32)) & 1u32;
-            mbarrier_wait_parity(full(memory, number), parity);
-            let values = wgmma_operand(memory.v + before * stage_bytes, output_of.b);
-            let found = wgmma_shared_and_registers::<R, O, A>(
-                Vector::<f32, O>::reinterpret(sums),
-                queries,
-                keys,
-                Vector::<u32, A>::reinterpret(weights),
-                values,
-                comptime!([plan.scores(), plan.output()]),
-            );
-            if leads {
-                mbarrier_arrive(empty(memory, 1u32 + stage));
-                mbarrier_arrive(empty(memory, number));
-            }
-            #[unroll]
-            for j in 0..comptime!(plan.plan.inner / 8) {
-                scores[j] = four_of::<R>(found, j);
-            }
-            #[unroll]
-            for j in 0..comptime!(plan.plan.head / 8) {
-                rows.out[j] = four_of::<R>(found, comptime!(plan.plan.inner / 8 + j));
-            }
-        } else {
-            let found = wgmma_shared::<S>(queries, keys, scores_of);
-            if leads {
-                mbarrier_arrive(empty(memory, 1u32 + stage));
-            }
-            #[unroll]
-            for j in 0..comptime!(plan.plan.inner / 8) {
-                scores[j] = four_of::<S>(found, j);
-            }
+        let found = wgmma_shared::<S>(queries, keys, scores_of);
+        if leads {
+            mbarrier_arrive(empty(memory, number));
         }
-        if comptime!(plan.plan.softcap) {
-            #[unroll]
-            for j in 0..comptime!(plan.plan.inner / 8) {
-                scores[j] = cap_all(problem, scores[j]);
+        let mut scores = Array::<Vector<f32, Const<4>>>::new(comptime!(plan.plan.inner / 8));
+        #[unroll]
+        for j in 0..comptime!(plan.plan.inner / 8) {
+            let mut four = four_of::<S>(found, j);
+            if comptime!(plan.plan.softcap) {
+                four = cap_all(problem, four);
             }
+            scores[j] = four;
         }
         let first = tile.row + warp_row;
         mask(
@@ -426,6 +389,7 @@ fn attend(
             comptime!(plan.plan),
         );
         online_softmax(&mut scores, &mut rows, scale, comptime!(plan.plan));
+        let mut weights = Vector::<u32, A>::new(0u32);
         #[unroll]
         for j in 0..comptime!(plan.plan.inner / 8) {
             let four = scores[j];
@@ -435,6 +399,10 @@ fn attend(
             weights.insert(comptime!(2 * j), low);
             weights.insert(comptime!(2 * j + 1), high);
         }
+        let number = comptime!(1 + STAGES as u32) + stage;
+        mbarrier_wait_parity(full(memory, number), parity);
+        let values = wgmma_operand(memory.v + stage * stage_bytes, output_of.b);
+        let mut sums = Vector::<f32, O>::new(0.0f32);
         #[unroll]
         for j in 0..comptime!(plan.plan.head / 8) {
             let four = rows.out[j];
@@ -443,27 +411,15 @@ fn attend(
                 sums.insert(comptime!(4 * j + e), four.extract(e));
             }
         }
-        step += 1u32;
-    }
-    if step > used {
-        let stage = (step - 1u32) % comptime!(STAGES as u32);
-        let parity = ((step - 1u32) / comptime!(STAGES as u32)) & 1u32;
-        let number = comptime!(1 + STAGES as u32) + stage;
-        mbarrier_wait_parity(full(memory, number), parity);
-        let values = wgmma_operand(memory.v + stage * stage_bytes, output_of.b);
-        let found = wgmma_registers::<O, A>(
-            Vector::<f32, O>::reinterpret(sums),
-            Vector::<u32, A>::reinterpret(weights),
-            values,
-            output_of,
-        );
+        let sums = wgmma_registers::<O, A>(sums, weights, values, output_of);
         if leads {
             mbarrier_arrive(empty(memory, number));
         }
         #[unroll]
         for j in 0..comptime!(plan.plan.head / 8) {
-            rows.out[j] = four_of::<O>(found, j);
+            rows.out[j] = four_of::<O>(sums, j);
         }
+        step += 1u32;
     }
     rows
 }

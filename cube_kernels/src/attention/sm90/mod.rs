@@ -3,6 +3,7 @@
 
 pub mod backward;
 pub mod forward;
+mod gradients;
 pub(crate) mod instances;
 
 use cubecl::{prelude::*, server::Handle};

@@ -93,7 +93,7 @@ struct Block {
 }
 
 impl Block {
-    /// A block with `results` registers of results, the last of which may stay unwritten.
+    /// A block with `results` registers of results.
     fn new(results: usize) -> Self {
         Self {
             text: String::from("{ .reg .b64 a, b; .reg .pred none, all;\n"),
@@ -204,15 +204,6 @@ fn registers_pair_text(gemm: WgmmaGemm) -> String {
     block.gemm(gemm, Left::Registers, true).end()
 }
 
-/// [`wgmma_shared_and_registers()`].
-fn shared_and_registers_text(first: WgmmaGemm, second: WgmmaGemm) -> String {
-    let (fresh, sums) = (first.accumulators(), second.accumulators());
-    let block = Block::new((fresh + sums).next_power_of_two());
-    let block = block.sums(fresh, sums).begin();
-    let block = block.gemm(first, Left::Shared, false);
-    block.gemm(second, Left::Registers, true).end()
-}
-
 /// `a · b` of `gemm`, 64 rows: both operands in shared memory, given by their descriptors. `S` is
 /// `gemm.accumulators()`.
 ///
@@ -303,33 +294,6 @@ pub fn wgmma_registers_pair<S: Size, A: Size>(
         b1 = in(_) b1, text = const registers_pair_text(gemm)
     );
     Vector::<f32, S>::reinterpret(result)
-}
-
-/// [`wgmma_shared()`] of `first`, and behind its accumulators [`wgmma_registers()`] of `second`:
-/// `sums + a1 · b1`. `R` is the number of both accumulators, rounded up to a power of two; `S` and
-/// `A` are those of `second`.
-#[cube]
-pub fn wgmma_shared_and_registers<R: Size, S: Size, A: Size>(
-    sums: Vector<f32, S>,
-    a0: u64,
-    b0: u64,
-    a1: Vector<u32, A>,
-    b1: u64,
-    #[comptime] gemms: [WgmmaGemm; 2],
-) -> Vector<f32, R> {
-    let sums = Vector::<f32, S>::reinterpret(sums);
-    let a0 = u64::reinterpret(a0);
-    let b0 = u64::reinterpret(b0);
-    let a1 = Vector::<u32, A>::reinterpret(a1);
-    let b1 = u64::reinterpret(b1);
-    let result: Vector<f32, R>;
-    gpu_asm!(
-        "// {d} {c} {a0} {b0} {a1} {b1}
-    {text}",
-        d = out(_) result, c = in(_) sums, a0 = in(_) a0, b0 = in(_) b0, a1 = in(_) a1,
-        b1 = in(_) b1, text = const shared_and_registers_text(gemms[0], gemms[1])
-    );
-    Vector::<f32, R>::reinterpret(result)
 }
 
 /// The [descriptor](super::wgmma_descriptor()) of `operand` at `address`.
