@@ -153,6 +153,14 @@ impl Instance {
         }
     }
 
+    /// The same, for `architectures` alone.
+    pub(crate) fn on(self, architectures: Architectures) -> Self {
+        Self {
+            architectures,
+            ..self
+        }
+    }
+
     /// The same, of a GEMM kernel for `architectures`.
     pub fn of_gemm(self, gemm: GemmInstance, architectures: Architectures) -> Self {
         Self {
