@@ -32,7 +32,6 @@ mod groups;
 #[cfg(feature = "cube")]
 mod kernels;
 #[cfg(feature = "cube")]
-mod launched;
 mod layouts;
 #[cfg(feature = "cube")]
 mod ms_eden;
