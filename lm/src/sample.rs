@@ -28,22 +28,10 @@ pub fn load<M: LanguageModel>(checkpoint: Checkpoint, device: &Device) -> Result
     Ok(model)
 }
 
-/// The least length of the sequences that [`generate`] passes to a model.
-const SHORTEST: usize = 16;
-
-/// The length of the sequence that a model with `context` sees for `len` bytes: a power of two, or
-/// the context. Kernels are specialized for sizes, so that each length of its own would have some
-/// compiled.
-fn padded(len: usize, context: usize) -> usize {
-    len.next_power_of_two().max(SHORTEST).min(context)
-}
-
 /// Continue `prompt` by at most `tokens` bytes, and pass each one to `emit`. Ends early where the
 /// model ends the file.
 ///
-/// The model sees the last bytes that fit its context, and behind them, up to a power of two, their
-/// repetition, of which it predicts nothing and which no prediction looks at. It counts where a
-/// recipe has one amax for a tensor. `temperature` scales the logits: 0 takes the
+/// The model sees the last bytes that fit its context. `temperature` scales the logits: 0 takes the
 /// most probable byte, 1 samples from the model's distribution. The same seed gives the same text
 /// on the same device.
 ///
@@ -71,15 +59,10 @@ pub fn generate(
     let mut text = prompt.to_vec();
     for _ in 0..tokens {
         let seen = &text[text.len().saturating_sub(model.context())..];
-        let last = seen.len() - 1;
-        let length = padded(seen.len(), model.context());
-        let bytes: Vec<i32> = (seen.iter().cycle().take(length))
-            .map(|byte| i32::from(*byte))
-            .collect();
-        let input = Tensor::<2, Int>::from_data(TensorData::new(bytes, [1, length]), &device);
-        // A row by its number on the device: a slice would be specialized for its place.
-        let row = Tensor::<1, Int>::from_data(TensorData::new(vec![last as i32], [1]), &device);
-        let logits = model.forward(input).select(0, row).into_data();
+        let bytes: Vec<i32> = seen.iter().map(|byte| i32::from(*byte)).collect();
+        let last = bytes.len() - 1;
+        let input = Tensor::<2, Int>::from_data(TensorData::new(bytes, [1, last + 1]), &device);
+        let logits = model.forward(input).narrow(0, last, 1).into_data();
         let logits: Vec<f64> = logits.iter::<f32>().map(f64::from).collect();
         let byte = pick(&logits, temperature, stream.random::<f64>());
         if byte == END_OF_FILE {
@@ -128,46 +111,5 @@ mod tests {
         assert_eq!(counts, [100, 300, 0, 400]);
         // Colder, and the most probable one takes more.
         assert_eq!(pick(&logits, 0.5, 0.4), 3);
-    }
-
-    #[test]
-    fn lengths_are_powers_of_two_up_to_the_context() {
-        let lengths = [1, 16, 17, 100, 128, 150].map(|len| padded(len, 150));
-        assert_eq!(lengths, [16, 16, 32, 128, 128, 150]);
-        assert_eq!(padded(3, 8), 8);
-    }
-
-    /// Kernels are specialized for sizes, of which there are few: prompts up to the same power of
-    /// two launch the same kernels.
-    #[cfg(feature = "cpu")]
-    #[test]
-    fn prompts_of_other_lengths_compile_nothing() {
-        use nvfp4_kernels::cubecl::launched::LaunchedKernels;
-
-        use crate::config::{Preset, RecipeName, RunConfig};
-        use crate::model::Transformer;
-
-        let device = Device::cpu();
-        let mut config = RunConfig::preset(Preset::Tiny, "cpu");
-        (config.model.layers, config.model.width, config.model.hidden) = (1, 32, 32);
-        (config.model.heads, config.model.context) = (2, 64);
-        let model = Transformer::build(&config, &RecipeName::nvfp4(), &device).unwrap();
-        let launched = |len: usize| {
-            let collected = LaunchedKernels::new();
-            let mut bytes = 0;
-            let count = |_| {
-                bytes += 1;
-                Ok(())
-            };
-            generate(&model, &device, &vec![b'a'; len], 1, 0.0, 1, count).unwrap();
-            collected.finish()
-        };
-        let known = launched(17);
-        assert!(known.len() > 10, "only {} kernels", known.len());
-        for len in [18, 23, 32] {
-            // Kernels of tests on other threads are collected too, but not each time.
-            let new = (0..3).map(|_| launched(len).difference(&known).count());
-            assert_eq!(new.min(), Some(0), "of {} for {len} bytes", known.len());
-        }
     }
 }
