@@ -139,7 +139,9 @@ pub(crate) use instance;
 /// All instances that `device` uses.
 pub fn instances(device: &DummyDevice) -> Vec<Instance> {
     let modules = [
+        crate::embedding::instances::instances,
         crate::gemm::instances::instances,
+        crate::loss::instances::instances,
         crate::moe::instances::instances,
         crate::quantize::instances::instances,
     ];
