@@ -128,7 +128,7 @@ pub fn try_embedding(
             "at least one row",
         ));
     }
-    let rows = Dispatch::embedding(table.into_dispatch(), ids.into_dispatch(), dtype);
+    let rows = Dispatch::embedding_rows(table.into_dispatch(), ids.into_dispatch(), dtype);
     Ok(Tensor::from_dispatch(rows))
 }
 

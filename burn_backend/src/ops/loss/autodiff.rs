@@ -1,5 +1,5 @@
 //! The backwards of [`cross_entropy`](LossOps::cross_entropy),
-//! [`linear_cross_entropy`](LossOps::linear_cross_entropy) and [`embedding`](LossOps::embedding).
+//! [`linear_cross_entropy`](LossOps::linear_cross_entropy) and [`embedding_rows`](LossOps::embedding_rows).
 
 use burn_core::backend::{
     Autodiff, AutodiffBackend, TensorMetadata,
@@ -186,7 +186,7 @@ impl<B: LossOps, C: CheckpointStrategy> LossOps for Autodiff<B, C> {
         Self::from_inner(B::scale_gradient(x, factor))
     }
 
-    fn embedding(
+    fn embedding_rows(
         table: FloatTensor<Self>,
         ids: IntTensor<Self>,
         dtype: FloatDType,
@@ -203,9 +203,9 @@ impl<B: LossOps, C: CheckpointStrategy> LossOps for Autodiff<B, C> {
                     vocab: table.shape()[0],
                     dtype: float_dtype(table.dtype()),
                 };
-                prep.finish(saved, B::embedding(table, ids, dtype))
+                prep.finish(saved, B::embedding_rows(table, ids, dtype))
             }
-            OpsKind::UnTracked(prep) => prep.finish(B::embedding(table, ids, dtype)),
+            OpsKind::UnTracked(prep) => prep.finish(B::embedding_rows(table, ids, dtype)),
         }
     }
 

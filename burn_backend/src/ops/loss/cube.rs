@@ -110,7 +110,7 @@ impl LossOps for CubeBackend {
         x
     }
 
-    fn embedding(
+    fn embedding_rows(
         table: FloatTensor<Self>,
         ids: IntTensor<Self>,
         dtype: FloatDType,

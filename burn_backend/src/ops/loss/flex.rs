@@ -81,7 +81,7 @@ impl LossOps for Flex {
         with_elements!(x, |values| scaled(values, shape, by))
     }
 
-    fn embedding(
+    fn embedding_rows(
         table: FloatTensor<Self>,
         ids: IntTensor<Self>,
         dtype: FloatDType,

@@ -64,7 +64,7 @@ pub struct LinearLoss<B: Backend> {
 /// Losses and embeddings on the primitives of a backend.
 ///
 /// Floats are `f32`, `bf16` or `f16`. [`cross_entropy`](Self::cross_entropy),
-/// [`linear_cross_entropy`](Self::linear_cross_entropy) and [`embedding`](Self::embedding) are
+/// [`linear_cross_entropy`](Self::linear_cross_entropy) and [`embedding_rows`](Self::embedding_rows) are
 /// differentiable; under `Autodiff` the results of the other operations are constants.
 #[backend_extension(
     Flex: cfg(feature = "flex"),
@@ -138,7 +138,7 @@ pub trait LossOps: Nvfp4Ops {
     /// The rows `ids` (`[tokens]`) of `table` (`[vocab, d]`), rounded to `dtype`: `[tokens, d]`;
     /// NaN where there is no such row. `Autodiff` overrides it.
     #[fusion(meta = meta::embedding)]
-    fn embedding(
+    fn embedding_rows(
         table: FloatTensor<Self>,
         ids: IntTensor<Self>,
         dtype: FloatDType,
