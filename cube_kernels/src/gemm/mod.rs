@@ -14,7 +14,7 @@ use cubecl::{client::Client, server::Handle};
 
 // `#[cube]` generates public items that cannot carry documentation.
 #[allow(missing_docs)]
-mod arguments;
+pub(crate) mod arguments;
 pub mod cublaslt;
 mod dispatch;
 #[allow(missing_docs)]
@@ -34,6 +34,8 @@ mod tiles;
 
 pub use dispatch::{Choice, backend_of, choose, dequantizes, describe, describe_typical, plan};
 pub use epilogue::{EpilogueKind, Factor, OutputAmax};
+#[doc(hidden)]
+pub use instances::GemmInstance;
 pub use operand::{Elements, Operand, OperandLayout, Scale};
 pub use output::Target;
 pub use problem::{Device, GemmShape, Plan, Problem, Refusal};
