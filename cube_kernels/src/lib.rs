@@ -25,11 +25,15 @@ pub mod capabilities;
 #[cfg(feature = "cube")]
 pub mod cube;
 #[cfg(feature = "cube")]
+pub mod embedding;
+#[cfg(feature = "cube")]
 pub mod gemm;
 #[cfg(feature = "cuda")]
 pub mod kernel_cache;
 #[cfg(feature = "cube")]
 pub(crate) mod launch;
+#[cfg(feature = "cube")]
+pub mod loss;
 #[cfg(feature = "cube")]
 pub(crate) mod memory;
 #[cfg(feature = "cube")]
@@ -54,3 +58,4 @@ pub use policy::{
     AmaxGranularity, AttentionParams, BlockScaling, BlockShape, ErrorNorm, Hadamard, HadamardSize,
     Nvfp4Params, RandomStream, Rounding, ScaleLayout, Storage,
 };
+pub use reference::{CrossEntropy, Reduction};

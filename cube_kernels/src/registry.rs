@@ -207,7 +207,9 @@ pub(crate) use instance;
 pub fn instances(device: &DummyDevice) -> Vec<Instance> {
     let modules = [
         crate::attention::instances::instances,
+        crate::embedding::instances::instances,
         crate::gemm::instances::instances,
+        crate::loss::instances::instances,
         crate::moe::instances::instances,
         crate::quantize::instances::instances,
     ];
