@@ -4,7 +4,7 @@ mod gemm;
 mod grouped_gemm;
 mod moe;
 mod quantize;
-mod tensors;
+pub(super) mod tensors;
 
 use burn_core::backend::tensor::{FloatTensor, IntTensor};
 use burn_core::tensor::FloatDType;

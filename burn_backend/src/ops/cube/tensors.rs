@@ -144,7 +144,7 @@ pub(super) fn result(like: &CubeTensor, out: Matrix) -> CubeTensor {
     new_tensor(like, out.handle, shape, dtype)
 }
 
-pub(super) fn new_tensor(
+pub(in crate::ops) fn new_tensor(
     like: &CubeTensor,
     handle: Handle,
     shape: Shape,
@@ -159,7 +159,7 @@ pub(super) fn new_tensor(
     )
 }
 
-pub(super) fn float_kind(dtype: FloatDType) -> FloatKind {
+pub(in crate::ops) fn float_kind(dtype: FloatDType) -> FloatKind {
     match dtype {
         FloatDType::F32 => FloatKind::F32,
         FloatDType::F16 => FloatKind::F16,
@@ -170,6 +170,6 @@ pub(super) fn float_kind(dtype: FloatDType) -> FloatKind {
 
 /// The result of a launch whose arguments were checked before it was queued. Only the runtime can
 /// fail; fusion passes the panic on to the reader of the result.
-pub(super) fn launched<T>(result: Result<T, Nvfp4Error>) -> T {
+pub(in crate::ops) fn launched<T>(result: Result<T, Nvfp4Error>) -> T {
     result.unwrap_or_else(|error| panic!("nvfp4 on CubeCL: {error}"))
 }

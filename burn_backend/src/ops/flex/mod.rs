@@ -7,7 +7,7 @@
 mod gemm;
 mod grouped_gemm;
 mod quantize;
-mod tensors;
+pub(super) mod tensors;
 
 use burn_core::backend::{
     Flex,

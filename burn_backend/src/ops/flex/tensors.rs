@@ -33,7 +33,7 @@ macro_rules! with_elements {
         }
     }};
 }
-pub(super) use with_elements;
+pub(in crate::ops) use with_elements;
 
 /// Rows and columns of a matrix.
 pub(super) fn matrix(x: &FlexTensor) -> (usize, usize) {
