@@ -25,9 +25,13 @@ pub mod capabilities;
 #[cfg(feature = "cube")]
 pub mod cube;
 #[cfg(feature = "cube")]
+pub mod embedding;
+#[cfg(feature = "cube")]
 pub mod gemm;
 #[cfg(feature = "cube")]
 pub(crate) mod launch;
+#[cfg(feature = "cube")]
+pub mod loss;
 #[cfg(feature = "cube")]
 pub(crate) mod memory;
 #[cfg(feature = "cube")]
@@ -49,6 +53,7 @@ pub use format::{
     tensor::{Amax, Origin, QuantizedTensor},
 };
 pub use policy::{
-    AmaxGranularity, AttentionParams, BlockScaling, BlockShape, ErrorNorm, Hadamard, HadamardSize, Nvfp4Params,
-    RandomStream, Rounding, ScaleLayout, Storage,
+    AmaxGranularity, AttentionParams, BlockScaling, BlockShape, ErrorNorm, Hadamard, HadamardSize,
+    Nvfp4Params, RandomStream, Rounding, ScaleLayout, Storage,
 };
+pub use reference::{CrossEntropy, Reduction};

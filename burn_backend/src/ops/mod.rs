@@ -38,6 +38,7 @@ mod flex;
 #[cfg(any(feature = "flex", feature = "cubecl-backend"))]
 mod layout;
 pub(crate) mod linear;
+pub mod loss;
 #[cfg(feature = "cubecl-backend")]
 mod meta;
 mod operands;

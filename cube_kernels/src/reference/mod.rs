@@ -16,8 +16,10 @@ pub mod attention;
 mod block;
 mod dequantize;
 mod element;
+mod embedding;
 mod gemm;
 mod hadamard;
+mod loss;
 mod ms_eden;
 mod mx;
 mod panels;
@@ -38,8 +40,15 @@ pub use activation::{
 pub use amax::{amax, amax_cols, amax_rht, amax_rht_cols, amax_rows};
 pub use dequantize::{decode_blocks, decode_blocks_into, dequantize};
 pub use element::Element;
+pub use embedding::{EMBEDDING_RUN, embedding, embedding_gradient};
 pub use gemm::{alpha, gemm_f32, gemm_f64};
 pub use hadamard::{inverse_transform, transform, transform_cols};
+pub use loss::{
+    CrossEntropy, CrossEntropyResult, Reduction, cross_entropy, cross_entropy_lanes,
+    cross_entropy_rows, ln, sum_losses, target_scale,
+};
+#[cfg(feature = "cube")]
+pub(crate) use loss::{LN_2_HIGH, LN_2_LOW, LN_POLYNOMIAL, LOSS_LANES, SQRT_HALF};
 #[cfg(feature = "cube")]
 pub(crate) use ms_eden::check_hadamard as check_eden_hadamard;
 pub use ms_eden::{
