@@ -6,6 +6,7 @@
 //!   feed-forwards, [`Nvfp4Moe`], a transformer block.
 //! - [`state`] holds the RNG state of a layer, and [`Nvfp4State`], which saves and restores it with
 //!   the model.
+//! - [`attention`](mod@attention) is attention on plain tensors, for models without NVFP4 too.
 //! - [`functions`] are the same operations on plain tensors, and [`experts`] those on tokens sorted
 //!   by expert.
 //! - [`loss`] has the cross entropy, with the head before it, and embeddings.
@@ -62,6 +63,7 @@
 //! and round once to the output's type: `y` and `dx` have the type of `x`, `dw` that of `w`. The
 //! gradient of a bias is the `f32` sum of `dy`, in the bias's type.
 
+pub mod attention;
 #[cfg(feature = "train")]
 pub mod checkpoint;
 #[cfg(any(feature = "cpu", feature = "cuda"))]

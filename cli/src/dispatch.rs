@@ -31,6 +31,11 @@ pub(crate) fn flex() -> Vec<CodePath> {
             "one GEMM for each group",
             "offsets are host memory: a single launch would save nothing",
         ),
+        row(
+            "attention",
+            "reference: online softmax, rows of all heads",
+            "no matrix of tokens by tokens; with padding or dropout of weights it is Burn's",
+        ),
         burns_prologue(),
     ]
 }
@@ -51,7 +56,7 @@ fn burns_prologue() -> CodePath {
 pub(crate) fn cube(client: &nvfp4::kernels::cubecl::client::Client) -> Vec<CodePath> {
     use nvfp4::kernels::{
         capabilities::{Capabilities, GemmBackend},
-        gemm, quantize,
+        attention, gemm, quantize,
     };
 
     let capabilities = Capabilities::of(client);
@@ -77,6 +82,7 @@ pub(crate) fn cube(client: &nvfp4::kernels::cubecl::client::Client) -> Vec<CodeP
         "dequantize, then Burn's matmul",
         "the kernels multiply what bf16 holds; grouped, Burn multiplies all tokens by every expert",
     ));
+    rows.extend(attention::describe(&capabilities));
     rows.push(burns_prologue());
     rows
 }

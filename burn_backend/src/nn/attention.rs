@@ -5,7 +5,7 @@ use burn_core as burn;
 use burn_core::config::Config;
 use burn_core::module::Module;
 use burn_core::tensor::activation::{quiet_softmax, softmax};
-use burn_core::tensor::{Bool, Device, FloatDType, Tensor, TensorData};
+use burn_core::tensor::{Bool, Device, FloatDType, Int, Tensor};
 use burn_nn::activation::Gelu;
 use burn_nn::attention::MultiHeadAttention;
 use burn_nn::{Dropout, DropoutConfig, Initializer};
@@ -13,6 +13,7 @@ use nvfp4_kernels::Nvfp4Error;
 
 use super::parts::{PartIds, parts, side_by_side};
 use super::{Nvfp4Linear, Nvfp4LinearConfig, cast};
+use crate::attention::{AttentionParams, MAX_HEAD, RotaryTables, Sequences, try_attention_qkv};
 use crate::functions::or_panic;
 use crate::recipe::Nvfp4Recipe;
 use crate::validate;
@@ -52,54 +53,14 @@ impl RopeCacheConfig {
         if context == 0 {
             return Err(Nvfp4Error::value("context", "0", "at least 1"));
         }
-        let half = head / 2;
-        let rotations = match rotary {
-            None => None,
-            Some(_) if head == 0 || head % 2 != 0 => {
-                return Err(Nvfp4Error::value(
-                    "head",
-                    head.to_string(),
-                    "an even size, for rotary positions",
-                ));
-            }
-            Some(base) if base.is_nan() || base <= 0.0 => {
-                return Err(Nvfp4Error::value(
-                    "rotary",
-                    base.to_string(),
-                    "a positive base",
-                ));
-            }
-            Some(base) => {
-                let angles = (0..context).flat_map(|position| {
-                    (0..half)
-                        .map(move |i| position as f64 * base.powf(-(2.0 * i as f64) / head as f64))
-                });
-                let (sin, cos): (Vec<f32>, Vec<f32>) = angles
-                    .map(|angle| (angle.sin() as f32, angle.cos() as f32))
-                    .unzip();
-                let table = |values| {
-                    Tensor::<4>::from_data(TensorData::new(values, [1, 1, context, half]), device)
-                };
-                Some((table(cos), table(sin)))
-            }
-        };
-        let mask = causal.then(|| {
-            let mask: Vec<f32> = (0..context * context)
-                .map(|i| {
-                    if i % context > i / context {
-                        MASKED
-                    } else {
-                        0.0
-                    }
-                })
-                .collect();
-            Tensor::<4>::from_data(TensorData::new(mask, [1, 1, context, context]), device)
-        });
-        let (cos, sin) = rotations.unzip();
+        let rotary = rotary
+            .map(|base| RotaryTables::try_new(context, head, base, device))
+            .transpose()?;
+        let (cos, sin) = rotary.map(RotaryTables::into_parts).unzip();
         Ok(RopeCache {
-            cos,
-            sin,
-            mask,
+            cos: cos.map(Tensor::unsqueeze),
+            sin: sin.map(Tensor::unsqueeze),
+            causal,
             context,
         })
     }
@@ -110,16 +71,15 @@ impl RopeCacheConfig {
     }
 }
 
-/// The RoPE cache and the causal mask of attention, for all layers of a model.
+/// The RoPE cache of attention, and whether it is causal, for all layers of a model.
 #[derive(Module, Debug)]
 pub struct RopeCache {
     /// Cosine of position times frequency, `f32[1, 1, context, head / 2]`.
     cos: Option<Tensor<4>>,
     /// Sine of the same.
     sin: Option<Tensor<4>>,
-    /// What is added to a score: 0 where the key is not later than the query,
-    /// `f32[1, 1, context, context]`.
-    mask: Option<Tensor<4>>,
+    #[module(skip)]
+    causal: bool,
     #[module(skip)]
     context: usize,
 }
@@ -149,14 +109,24 @@ impl RopeCache {
         Tensor::cat(vec![real, imaginary], 3)
     }
 
-    fn mask(&self, time: usize) -> Option<Tensor<4>> {
-        let mask = self.mask.clone()?;
-        Some(mask.narrow(2, 0, time).narrow(3, 0, time))
+    /// Whether a query sees no later key.
+    pub fn is_causal(&self) -> bool {
+        self.causal
+    }
+
+    /// The tables, as kernels take them.
+    fn tables(&self) -> Result<Option<RotaryTables>, Nvfp4Error> {
+        let (Some(cos), Some(sin)) = (&self.cos, &self.sin) else {
+            return Ok(None);
+        };
+        let [.., context, half] = cos.dims();
+        let table = |table: &Tensor<4>| table.clone().reshape([context, half]);
+        RotaryTables::try_from_parts(table(cos), table(sin)).map(Some)
     }
 
     /// Fail where `time` positions of heads of size `head` on `device` do not fit.
     fn check(&self, time: usize, head: usize, device: &Device) -> Result<(), Nvfp4Error> {
-        for table in [&self.cos, &self.sin, &self.mask].into_iter().flatten() {
+        for table in [&self.cos, &self.sin].into_iter().flatten() {
             validate::same_device(("x", device), ("positions", &table.device()))?;
         }
         if time > self.context {
@@ -197,6 +167,10 @@ pub struct Nvfp4AttentionConfig {
     /// Let a head attend to nothing: one is added to the denominator of the softmax.
     #[config(default = false)]
     pub quiet_softmax: bool,
+    /// Keys that a query sees at most, its own included; `None` for all. Needs causal positions.
+    pub window: Option<usize>,
+    /// Bounds scores: `softcap · tanh(score / softcap)`.
+    pub softcap: Option<f32>,
     /// How parameters are initialised, as in `burn_nn::LinearConfig`.
     #[config(default = "Initializer::KaimingUniform{gain:1.0/3f64.sqrt(), fan_out_only:false}")]
     pub initializer: Initializer,
@@ -210,7 +184,8 @@ impl Nvfp4AttentionConfig {
     ///
     /// # Errors
     /// When `heads` does not divide `d_model` or `kv_heads` not `heads`, a projection's width is no
-    /// positive multiple of 16, `dropout` is not a share, or the device has no implementation.
+    /// positive multiple of 16, `dropout` is not a share, `window` or `softcap` is not positive, or
+    /// the device has no implementation.
     pub fn try_init(&self, device: &Device) -> Result<Nvfp4Attention, Nvfp4Error> {
         let kv_heads = self.kv_heads.unwrap_or(self.heads);
         let linear = |d_in, d_out| {
@@ -221,13 +196,20 @@ impl Nvfp4AttentionConfig {
                 .try_init(device)
         };
         let head = check_heads(self.d_model, self.heads, kv_heads)?;
+        let params = AttentionParams {
+            window: self.window,
+            softcap: self.softcap,
+            quiet_softmax: self.quiet_softmax,
+            ..AttentionParams::causal(head)
+        };
+        params.check()?;
         Ok(Nvfp4Attention {
             qkv: linear(self.d_model, (self.heads + 2 * kv_heads) * head)?,
             out: linear(self.d_model, self.d_model)?,
             dropout: dropout(self.dropout)?,
             heads: self.heads,
             kv_heads,
-            quiet_softmax: self.quiet_softmax,
+            params,
             ids: None,
         })
     }
@@ -273,10 +255,15 @@ fn dropout(share: f64) -> Result<Option<Dropout>, Nvfp4Error> {
 ///
 /// Queries, keys and values come from one fused GEMM: the input is quantized once and not three
 /// times, and the three parts of the weight share one global scale. Scores, softmax and the mix of
-/// values are in high precision: scores and values in the type of the input, softmax in `f32`.
+/// values are in high precision: operands in the type of the input, sums and softmax in `f32`.
 ///
-/// Positions are not part of the attention: [`RopeCache`] holds the rotations and the causal mask
-/// for all layers.
+/// One kernel computes them forward, and two backward, without a matrix of tokens by tokens
+/// ([`attention_qkv`](crate::attention::attention_qkv)). With padding, dropout of attention weights
+/// or heads wider than 256, which these kernels do not have, it is Burn's operations, which keep
+/// several such matrices.
+///
+/// Positions are not part of the attention: [`RopeCache`] holds the rotations for all layers, and
+/// whether they are causal.
 #[derive(Module, Debug)]
 pub struct Nvfp4Attention {
     /// Queries, keys and values concatenated, `[d_model, (heads + 2 * kv_heads) * head]`.
@@ -289,8 +276,9 @@ pub struct Nvfp4Attention {
     heads: usize,
     #[module(skip)]
     kv_heads: usize,
+    /// How scores become weights; whether a query sees later keys is a matter of the positions.
     #[module(skip)]
-    quiet_softmax: bool,
+    params: AttentionParams,
     /// Of the queries', keys' and values' projections that it was made of.
     #[module(skip)]
     ids: Option<Vec<PartIds>>,
@@ -326,11 +314,93 @@ impl Nvfp4Attention {
     ) -> Result<Tensor<3>, Nvfp4Error> {
         self.check(&x, positions, padding.as_ref())?;
         let [batch, time, width] = x.dims();
-        let (heads, kv_heads) = (self.heads, self.kv_heads);
-        let head = width / heads;
-        let activation: FloatDType = x.dtype().into();
         let rows = batch * time;
         let qkv = self.qkv.try_forward(x.reshape([rows, width]))?;
+        let head = width / self.heads;
+        let mixed = match self.dropout.is_none() && padding.is_none() && head <= MAX_HEAD {
+            true => self.attend(qkv, positions, &Sequences::Equal(batch.max(1)))?,
+            false => self.attend_unfused(qkv, positions, padding, [batch, time]),
+        };
+        let out = self.out.try_forward(mixed)?;
+        Ok(out.reshape([batch, time, width]))
+    }
+
+    /// Attend within each of several sequences of any lengths, packed one behind another.
+    ///
+    /// # Shapes
+    ///
+    /// - `x`: `[tokens, d_model]`, of type `f32`, `bf16` or `f16`
+    /// - `offsets`: `u32[sequences + 1]`, token numbers that ascend from 0: sequence `s` is the tokens
+    ///   from entry `s` to entry `s + 1`. The host does not read them: sequences longer than the
+    ///   context of `positions` are not refused, but rotated as if its last position went on.
+    /// - output: `[tokens, d_model]`, of the type of `x`. Tokens behind the last sequence attend to
+    ///   nothing.
+    ///
+    /// # Errors
+    /// When a shape, type or device does not fit, or the attention has dropout or heads wider than
+    /// 256.
+    pub fn try_forward_packed(
+        &self,
+        x: Tensor<2>,
+        positions: &RopeCache,
+        offsets: Tensor<1, Int>,
+    ) -> Result<Tensor<2>, Nvfp4Error> {
+        let [tokens, width] = x.dims();
+        self.check(&x.clone().reshape([tokens, 1, width]), positions, None)?;
+        if self.dropout.is_some() {
+            return Err(Nvfp4Error::value(
+                "dropout",
+                "dropout of attention weights",
+                "none, where sequences are packed",
+            ));
+        }
+        let sequences = Sequences::packed(offsets);
+        sequences.check(&x.device(), tokens, tokens)?;
+        let mixed = self.attend(self.qkv.try_forward(x)?, positions, &sequences)?;
+        self.out.try_forward(mixed)
+    }
+
+    /// [`try_forward_packed`](Self::try_forward_packed), panicking where it fails.
+    pub fn forward_packed(
+        &self,
+        x: Tensor<2>,
+        positions: &RopeCache,
+        offsets: Tensor<1, Int>,
+    ) -> Tensor<2> {
+        or_panic(
+            "Nvfp4Attention::forward_packed",
+            self.try_forward_packed(x, positions, offsets),
+        )
+    }
+
+    /// `[rows, d_model]` from the projections of the rows, by the kernels.
+    fn attend(
+        &self,
+        qkv: Tensor<2>,
+        positions: &RopeCache,
+        sequences: &Sequences,
+    ) -> Result<Tensor<2>, Nvfp4Error> {
+        let params = AttentionParams {
+            causal: positions.causal,
+            ..self.params
+        };
+        let tables = positions.tables()?;
+        let heads = [self.heads, self.kv_heads];
+        try_attention_qkv(qkv, heads, sequences, tables.as_ref(), params)
+    }
+
+    /// The same by Burn's operations.
+    fn attend_unfused(
+        &self,
+        qkv: Tensor<2>,
+        positions: &RopeCache,
+        padding: Option<Tensor<2, Bool>>,
+        [batch, time]: [usize; 2],
+    ) -> Tensor<2> {
+        let (heads, kv_heads) = (self.heads, self.kv_heads);
+        let [rows, columns] = qkv.dims();
+        let head = columns / (heads + 2 * kv_heads);
+        let activation: FloatDType = qkv.dtype().into();
         let part = |first: usize, heads: usize| {
             qkv.clone()
                 .narrow(1, first * head, heads * head)
@@ -343,18 +413,23 @@ impl Nvfp4Attention {
             part(heads + kv_heads, kv_heads),
         );
         // q is scaled instead of the scores, because it is smaller.
-        let q = cast(q.mul_scalar((head as f64).powf(-0.5)), activation);
+        let q = cast(q.mul_scalar(f64::from(self.params.scale)), activation);
         let (k, v) = (cast(k, activation), cast(v, activation));
         let (k, v) = (self.for_queries(k), self.for_queries(v));
         let mut scores = cast(q.matmul(k.swap_dims(2, 3)), FloatDType::F32);
-        if let Some(mask) = positions.mask(time) {
-            scores = scores + mask;
+        if let Some(softcap) = self.params.softcap {
+            scores = scores.div_scalar(softcap).tanh().mul_scalar(softcap);
+        }
+        if positions.causal {
+            let hidden = self.hidden(time, &scores.device());
+            let hidden = hidden.reshape([1, 1, time, time]);
+            scores = scores.mask_fill(hidden.expand([batch, heads, time, time]), MASKED);
         }
         if let Some(padding) = padding {
             let padding = padding.reshape([batch, 1, 1, time]);
             scores = scores.mask_fill(padding.expand([batch, heads, time, time]), MASKED);
         }
-        let weights = if self.quiet_softmax {
+        let weights = if self.params.quiet_softmax {
             quiet_softmax(scores, 3)
         } else {
             softmax(scores, 3)
@@ -364,9 +439,19 @@ impl Nvfp4Attention {
             None => weights,
         };
         let mixed = cast(weights, activation).matmul(v);
-        let mixed = mixed.swap_dims(1, 2).reshape([rows, width]);
-        let out = self.out.try_forward(mixed)?;
-        Ok(out.reshape([batch, time, width]))
+        mixed.swap_dims(1, 2).reshape([rows, heads * head])
+    }
+
+    /// Which keys (columns) a query (row) of a sequence must not see.
+    fn hidden(&self, time: usize, device: &Device) -> Tensor<2, Bool> {
+        let numbers = || Tensor::<1, Int>::arange(0..time as i64, device);
+        let query = numbers().reshape([time, 1]).expand([time, time]);
+        let key = numbers().reshape([1, time]).expand([time, time]);
+        let later = key.clone().greater(query.clone());
+        match self.params.window {
+            None => later,
+            Some(window) => later.bool_or((query - key).greater_equal_elem(window as i64)),
+        }
     }
 
     /// Fail unless [`try_forward`](Self::try_forward) takes these arguments.
@@ -389,6 +474,13 @@ impl Nvfp4Attention {
         }
         let head = width / self.heads;
         positions.check(time, head, &device)?;
+        if self.params.window.is_some() && !positions.causal {
+            return Err(Nvfp4Error::value(
+                "positions",
+                "positions that are not causal",
+                "causal ones, as the attention has a window",
+            ));
+        }
         let qkv = [width, (self.heads + 2 * self.kv_heads) * head];
         let names = ["qkv.weight", "qkv.bias"];
         self.qkv.check_part(names, &device, qkv)?;
@@ -442,7 +534,7 @@ impl Nvfp4Attention {
             quiet_softmax,
             ..
         } = attention;
-        check_heads(d_model, n_heads, n_heads)?;
+        let head = check_heads(d_model, n_heads, n_heads)?;
         let projections = [query, key, value];
         Ok(Self {
             qkv: Nvfp4Linear::from_linear(side_by_side(&projections), recipe)?,
@@ -450,7 +542,10 @@ impl Nvfp4Attention {
             dropout: (dropout.prob > 0.0).then_some(dropout),
             heads: n_heads,
             kv_heads: n_heads,
-            quiet_softmax,
+            params: AttentionParams {
+                quiet_softmax,
+                ..AttentionParams::causal(head)
+            },
             ids: Some(PartIds::of(&projections)),
         })
     }
@@ -484,7 +579,7 @@ impl Nvfp4Attention {
             n_heads: self.heads,
             d_k: d_model / self.heads,
             min_float: f64::from(MASKED),
-            quiet_softmax: self.quiet_softmax,
+            quiet_softmax: self.params.quiet_softmax,
         })
     }
 }

@@ -26,6 +26,7 @@
 //! `columns · (blocks of the earlier groups along the tokens)` on in a columnwise one, so that no
 //! two experts draw the same bits.
 
+pub mod attention;
 mod autodiff;
 mod context;
 #[cfg(any(feature = "cpu", feature = "cuda"))]

@@ -4,6 +4,7 @@
 //! there, and say so.
 
 mod accuracy;
+mod attention;
 mod block;
 #[cfg(feature = "cuda")]
 mod ddp;

@@ -1,0 +1,380 @@
+//! Attention on plain tensors, for any Burn model: no matrix of tokens by tokens is ever in memory,
+//! forward or backward.
+//!
+//! ```
+//! # #[cfg(feature = "flex")] {
+//! use burn_core::tensor::{Device, Distribution, Tensor};
+//! use burn_nvfp4::attention::{AttentionParams, Sequences, attention};
+//!
+//! let device = Device::flex().autodiff();
+//! let random = |heads| Tensor::<3>::random([12, heads, 8], Distribution::Default, &device);
+//! // Two sequences of six tokens; four heads of queries share two of keys and values.
+//! let (q, k, v) = (random(4).require_grad(), random(2), random(2));
+//! let out = attention(q.clone(), k, v, &Sequences::Equal(2), AttentionParams::causal(8));
+//! assert_eq!(out.dims(), [12, 4, 8]);
+//! let gradients = out.sum().backward();
+//! assert_eq!(q.grad(&gradients).unwrap().dims(), [12, 4, 8]);
+//! # }
+//! ```
+//!
+//! [`attention`] takes queries, keys and values; [`attention_qkv`] the output of one projection to
+//! all of them, rotates queries and keys on the way, and gives its gradient in one buffer. Scores,
+//! weights and sums are `f32`; the output, the gradients and (where matrix instructions run) the
+//! weights of a block are rounded to the type of the operands. What autodiff keeps: the operands,
+//! the output, and one `f32` for each row and head. Results repeat bit for bit, and those of a
+//! sequence do not depend on what else is in the call.
+//!
+//! A row that sees no key has output 0 and gradient 0.
+
+use burn_core::backend::Dispatch;
+use burn_core::tensor::{DType, Device, Int, Tensor, TensorData};
+use nvfp4_kernels::Nvfp4Error;
+
+pub use nvfp4_kernels::AttentionParams;
+
+use crate::functions::or_panic;
+use crate::ops::attention::{
+    AttentionInputs, AttentionOps, AttentionRope, AttentionSequences, AttentionSpec,
+};
+use crate::validate;
+
+/// The widest head.
+pub const MAX_HEAD: usize = 256;
+
+/// Which tokens belong together; queries see keys of their own sequence. Positions count from 0 in
+/// every sequence.
+#[derive(Clone, Debug)]
+pub enum Sequences {
+    /// So many sequences of equal length, one after another. Lengths of queries and keys may
+    /// differ.
+    Equal(usize),
+    /// Sequences of any lengths, 0 included: `u32[count + 1]`, token numbers that ascend from 0.
+    /// Sequence `s` is the tokens from entry `s` to entry `s + 1`; tokens behind the last entry
+    /// belong to nobody, and their outputs and gradients are 0. The host does not read them.
+    Offsets {
+        /// For queries.
+        q: Tensor<1, Int>,
+        /// For keys and values.
+        k: Tensor<1, Int>,
+    },
+}
+
+impl Sequences {
+    /// Sequences of tokens that are queries, keys and values.
+    pub fn packed(offsets: Tensor<1, Int>) -> Self {
+        Self::Offsets {
+            k: offsets.clone(),
+            q: offsets,
+        }
+    }
+
+    pub(crate) fn check(&self, device: &Device, q: usize, k: usize) -> Result<(), Nvfp4Error> {
+        match self {
+            Self::Equal(count) => {
+                for (name, tokens) in [("q", q), ("k", k)] {
+                    if *count == 0 || !tokens.is_multiple_of(*count) {
+                        return Err(Nvfp4Error::value(
+                            "sequences",
+                            format!("{count} of equal length"),
+                            format!("a divisor of {tokens}, the tokens of `{name}`"),
+                        ));
+                    }
+                }
+                Ok(())
+            }
+            Self::Offsets { q, k } => {
+                for (name, offsets) in [("sequences.q", q), ("sequences.k", k)] {
+                    validate::same_device(("q", device), (name, &offsets.device()))?;
+                    if offsets.dtype() != DType::U32 {
+                        return Err(Nvfp4Error::DType {
+                            argument: name,
+                            found: format!("{:?}", offsets.dtype()),
+                            expected: "U32".into(),
+                        });
+                    }
+                }
+                let ([q], [k]) = (q.dims(), k.dims());
+                if q < 2 || q != k {
+                    return Err(Nvfp4Error::shape(
+                        "sequences",
+                        format!("{q} offsets for queries and {k} for keys"),
+                        "one more than sequences, of which there is one at least, for both",
+                    ));
+                }
+                Ok(())
+            }
+        }
+    }
+
+    fn into_dispatch(self) -> AttentionSequences<Dispatch> {
+        match self {
+            Self::Equal(count) => AttentionSequences::Equal(count),
+            Self::Offsets { q, k } => AttentionSequences::Offsets {
+                q: q.into_dispatch(),
+                k: k.into_dispatch(),
+            },
+        }
+    }
+}
+
+/// Tables of rotary positions: elements `i` and `i + head / 2` of a head are a pair, which position
+/// `p` turns by the angle of entry `(p, i)`.
+#[derive(Clone, Debug)]
+pub struct RotaryTables {
+    /// Cosines, `f32[positions, head / 2]`.
+    cos: Tensor<2>,
+    /// Sines.
+    sin: Tensor<2>,
+}
+
+impl RotaryTables {
+    /// Position `p` turns pair `i` by `p · base^(-2i / head)`.
+    ///
+    /// # Errors
+    /// When there is no position, `head` is not even, or `base` is not positive.
+    pub fn try_new(
+        positions: usize,
+        head: usize,
+        base: f64,
+        device: &Device,
+    ) -> Result<Self, Nvfp4Error> {
+        if positions == 0 {
+            return Err(Nvfp4Error::value("positions", "0", "at least 1"));
+        }
+        if head == 0 || !head.is_multiple_of(2) {
+            return Err(Nvfp4Error::value(
+                "head",
+                head.to_string(),
+                "an even size, for rotary positions",
+            ));
+        }
+        if base.is_nan() || base <= 0.0 {
+            return Err(Nvfp4Error::value(
+                "rotary",
+                base.to_string(),
+                "a positive base",
+            ));
+        }
+        let half = head / 2;
+        let angles = (0..positions).flat_map(|position| {
+            (0..half).map(move |i| position as f64 * base.powf(-(2.0 * i as f64) / head as f64))
+        });
+        let (sin, cos): (Vec<f32>, Vec<f32>) = angles
+            .map(|angle| (angle.sin() as f32, angle.cos() as f32))
+            .unzip();
+        let table = |values| {
+            let options = (device, DType::F32);
+            Tensor::<2>::from_data(TensorData::new(values, [positions, half]), options)
+        };
+        Ok(Self {
+            cos: table(cos),
+            sin: table(sin),
+        })
+    }
+
+    /// Tables over existing tensors.
+    ///
+    /// # Errors
+    /// When a table is not `f32`, is empty, or both differ in shape or device.
+    pub fn try_from_parts(cos: Tensor<2>, sin: Tensor<2>) -> Result<Self, Nvfp4Error> {
+        let [positions, half] = cos.dims();
+        validate::buffer("cos", &cos, [positions.max(1), half.max(1)], DType::F32)?;
+        validate::buffer("sin", &sin, [positions, half], DType::F32)?;
+        validate::same_device(("cos", &cos.device()), ("sin", &sin.device()))?;
+        Ok(Self { cos, sin })
+    }
+
+    /// Positions that there are.
+    pub fn positions(&self) -> usize {
+        self.cos.dims()[0]
+    }
+
+    /// Cosines and sines.
+    pub(crate) fn into_parts(self) -> (Tensor<2>, Tensor<2>) {
+        (self.cos, self.sin)
+    }
+
+    fn check(&self, device: &Device, head: usize, longest: usize) -> Result<(), Nvfp4Error> {
+        validate::same_device(("q", device), ("rotary", &self.cos.device()))?;
+        let [positions, half] = self.cos.dims();
+        if 2 * half != head || positions < longest {
+            return Err(Nvfp4Error::shape(
+                "rotary",
+                format!("{positions} positions for heads of {}", 2 * half),
+                format!("at least {longest} for heads of {head}"),
+            ));
+        }
+        Ok(())
+    }
+}
+
+/// `softmax(mask(scale · q kᵀ)) v` within each of `sequences`, differentiable in all three.
+///
+/// # Shapes
+///
+/// - `q`: `[q_tokens, heads, head]`, `k` and `v`: `[k_tokens, kv_heads, head]`, of one type, `f32`,
+///   `bf16` or `f16`. Head `h` of `q` reads head `h / (heads / kv_heads)` of `k` and `v`.
+/// - output: as `q`
+///
+/// # Errors
+/// When the device has no implementation, devices, types or shapes do not fit, a head is wider than
+/// [`MAX_HEAD`], or a parameter cannot be.
+pub fn try_attention(
+    q: Tensor<3>,
+    k: Tensor<3>,
+    v: Tensor<3>,
+    sequences: &Sequences,
+    params: AttentionParams,
+) -> Result<Tensor<3>, Nvfp4Error> {
+    validate::operand("q", &q)?;
+    let device = q.device();
+    for (name, x) in [("k", &k), ("v", &v)] {
+        validate::same_device(("q", &device), (name, &x.device()))?;
+        if x.dtype() != q.dtype() {
+            return Err(Nvfp4Error::DType {
+                argument: name,
+                found: format!("{:?}", x.dtype()),
+                expected: format!("{:?}, as `q`", q.dtype()),
+            });
+        }
+    }
+    let ([q_tokens, heads, head], [k_tokens, kv_heads, k_head]) = (q.dims(), k.dims());
+    if k_head != head {
+        return Err(Nvfp4Error::shape(
+            "k",
+            format!("heads of {k_head}"),
+            format!("{head}, as `q`"),
+        ));
+    }
+    validate::shape("v", v.dims(), k.dims(), || "as `k`".into())?;
+    let spec = checked_spec([heads, kv_heads, head], params)?;
+    sequences.check(&device, q_tokens, k_tokens)?;
+    let inputs = AttentionInputs::Separate {
+        q: q.into_dispatch(),
+        k: k.into_dispatch(),
+        v: v.into_dispatch(),
+    };
+    let sequences = sequences.clone().into_dispatch();
+    let out = Dispatch::nvfp4_attention(inputs, sequences, AttentionRope::Absent, spec);
+    Ok(Tensor::<2>::from_dispatch(out).reshape([q_tokens, heads, head]))
+}
+
+/// [`try_attention`], panicking where it fails.
+pub fn attention(
+    q: Tensor<3>,
+    k: Tensor<3>,
+    v: Tensor<3>,
+    sequences: &Sequences,
+    params: AttentionParams,
+) -> Tensor<3> {
+    or_panic("attention", try_attention(q, k, v, sequences, params))
+}
+
+/// Attention of the output of one projection, with rotary positions if there are tables: queries
+/// and keys are rotated in place where nobody else holds `qkv`, and the gradient of `qkv` is one
+/// buffer, rotated back.
+///
+/// # Shapes
+///
+/// - `qkv`: `[tokens, (heads + 2 kv_heads) head]`, of type `f32`, `bf16` or `f16`: the heads of
+///   queries, of keys, of values. `heads` and `kv_heads` are the two numbers of heads.
+/// - output: `[tokens, heads head]`, of the type of `qkv`
+///
+/// Queries and keys have the same sequences: of [`Sequences::Offsets`] both must be equal, as
+/// [`Sequences::packed`] makes them.
+///
+/// # Errors
+/// When the device has no implementation, devices, types or shapes do not fit, a head is wider than
+/// [`MAX_HEAD`], a sequence of known length is longer than the tables, or a parameter cannot be.
+pub fn try_attention_qkv(
+    qkv: Tensor<2>,
+    [heads, kv_heads]: [usize; 2],
+    sequences: &Sequences,
+    rotary: Option<&RotaryTables>,
+    params: AttentionParams,
+) -> Result<Tensor<2>, Nvfp4Error> {
+    validate::operand("qkv", &qkv)?;
+    let ([tokens, width], device) = (qkv.dims(), qkv.device());
+    let parts = heads + 2 * kv_heads;
+    if parts == 0 || !width.is_multiple_of(parts) {
+        return Err(Nvfp4Error::shape(
+            "qkv",
+            format!("{width} columns"),
+            format!("a multiple of {parts}, heads + 2 kv_heads"),
+        ));
+    }
+    let spec = checked_spec([heads, kv_heads, width / parts], params)?;
+    sequences.check(&device, tokens, tokens)?;
+    let longest = match sequences {
+        Sequences::Equal(count) => tokens / count,
+        // Not known here: positions behind the tables are turned as the last.
+        Sequences::Offsets { .. } => 1,
+    };
+    if let Some(rotary) = rotary {
+        rotary.check(&device, spec.head, longest)?;
+    }
+    Ok(attention_qkv_unchecked(
+        qkv,
+        sequences.clone(),
+        rotary.cloned(),
+        spec,
+    ))
+}
+
+/// [`try_attention_qkv`], panicking where it fails.
+pub fn attention_qkv(
+    qkv: Tensor<2>,
+    heads: [usize; 2],
+    sequences: &Sequences,
+    rotary: Option<&RotaryTables>,
+    params: AttentionParams,
+) -> Tensor<2> {
+    let found = try_attention_qkv(qkv, heads, sequences, rotary, params);
+    or_panic("attention_qkv", found)
+}
+
+/// [`try_attention_qkv`] of checked arguments.
+fn attention_qkv_unchecked(
+    qkv: Tensor<2>,
+    sequences: Sequences,
+    rotary: Option<RotaryTables>,
+    spec: AttentionSpec,
+) -> Tensor<2> {
+    let rope = match rotary {
+        None => AttentionRope::Absent,
+        Some(RotaryTables { cos, sin }) => AttentionRope::Tables {
+            cos: cos.into_dispatch(),
+            sin: sin.into_dispatch(),
+        },
+    };
+    let inputs = AttentionInputs::Qkv(qkv.into_dispatch());
+    let sequences = sequences.into_dispatch();
+    Tensor::from_dispatch(Dispatch::nvfp4_attention(inputs, sequences, rope, spec))
+}
+
+fn checked_spec(
+    [heads, kv_heads, head]: [usize; 3],
+    params: AttentionParams,
+) -> Result<AttentionSpec, Nvfp4Error> {
+    if head == 0 || head > MAX_HEAD {
+        return Err(Nvfp4Error::shape(
+            "q",
+            format!("heads of {head}"),
+            format!("1 to {MAX_HEAD}"),
+        ));
+    }
+    if kv_heads == 0 || heads == 0 || !heads.is_multiple_of(kv_heads) {
+        return Err(Nvfp4Error::shape(
+            "k",
+            format!("{kv_heads} heads"),
+            format!("a divisor of {heads}, the heads of queries"),
+        ));
+    }
+    params.check()?;
+    Ok(AttentionSpec {
+        heads,
+        kv_heads,
+        head,
+        params,
+    })
+}
