@@ -31,6 +31,8 @@ pub(crate) mod memory;
 #[cfg(feature = "cube")]
 pub mod moe;
 #[cfg(feature = "cube")]
+pub mod optimizer;
+#[cfg(feature = "cube")]
 pub mod quantize;
 #[cfg(feature = "cube")]
 #[doc(hidden)]

@@ -141,6 +141,7 @@ pub fn instances(device: &DummyDevice) -> Vec<Instance> {
     let modules = [
         crate::gemm::instances::instances,
         crate::moe::instances::instances,
+        crate::optimizer::instances::instances,
         crate::quantize::instances::instances,
     ];
     modules
