@@ -69,6 +69,7 @@ pub mod experts;
 pub mod functions;
 pub mod nn;
 pub mod ops;
+pub mod optim;
 pub mod parallel;
 pub mod recipe;
 pub mod state;

@@ -40,6 +40,7 @@ pub(crate) mod linear;
 #[cfg(feature = "cubecl-backend")]
 mod meta;
 mod operands;
+pub mod optimizer;
 mod probe;
 mod rows;
 mod spec;

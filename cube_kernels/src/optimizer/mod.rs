@@ -208,6 +208,11 @@ pub fn clip_factor(
     Ok(out)
 }
 
+/// What [`adamw`] raises to the largest magnitudes of `parameters` parameters: zeros.
+pub fn no_amax(client: &Client, parameters: usize) -> Handle {
+    crate::quantize::amax::zeros(client, parameters)
+}
+
 /// A step of AdamW of all parameters, in place. With `amax`, `f32[parameters]`, each entry is
 /// raised to the largest magnitude of the new parameter (of its copy, where it has one).
 ///

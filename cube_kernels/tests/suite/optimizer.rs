@@ -7,7 +7,7 @@ use cubecl::{prelude::*, server::Handle};
 use half::{bf16, f16};
 use nvfp4_kernels::{
     optimizer::{self, AdamWSpec, AdamWUpdate, Gradient},
-    reference::{self, AdamWParams, AdamWSchedule, Element, Moment},
+    reference::{self, AdamWParams, AdamWSchedule, Moment},
     tensor::FloatKind,
 };
 
