@@ -19,6 +19,8 @@ pub mod policy;
 pub mod reference;
 
 #[cfg(feature = "cube")]
+pub mod attention;
+#[cfg(feature = "cube")]
 pub mod capabilities;
 #[cfg(feature = "cube")]
 pub mod cube;
@@ -49,6 +51,6 @@ pub use format::{
     tensor::{Amax, Origin, QuantizedTensor},
 };
 pub use policy::{
-    AmaxGranularity, BlockScaling, BlockShape, ErrorNorm, Hadamard, HadamardSize, Nvfp4Params,
-    RandomStream, Rounding, ScaleLayout, Storage,
+    AmaxGranularity, AttentionParams, BlockScaling, BlockShape, ErrorNorm, Hadamard, HadamardSize,
+    Nvfp4Params, RandomStream, Rounding, ScaleLayout, Storage,
 };

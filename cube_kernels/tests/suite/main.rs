@@ -12,6 +12,8 @@ mod oracle;
 mod stochastic;
 
 #[cfg(feature = "cube")]
+mod attention;
+#[cfg(feature = "cube")]
 mod dequantize;
 #[cfg(feature = "cube")]
 mod emulated;
@@ -54,7 +56,5 @@ mod unscaled;
 
 #[cfg(all(feature = "cpu", feature = "cuda"))]
 mod gemm_source;
-#[cfg(all(feature = "cpu", feature = "cuda"))]
-mod mma_source;
 #[cfg(all(feature = "cpu", feature = "cuda"))]
 mod registry_source;
