@@ -73,6 +73,7 @@ pub mod functions;
 pub mod loss;
 pub mod nn;
 pub mod ops;
+pub mod optim;
 pub mod parallel;
 pub mod recipe;
 pub mod state;

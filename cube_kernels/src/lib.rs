@@ -39,6 +39,8 @@ pub(crate) mod memory;
 #[cfg(feature = "cube")]
 pub mod moe;
 #[cfg(feature = "cube")]
+pub mod optimizer;
+#[cfg(feature = "cube")]
 pub mod quantize;
 #[cfg(feature = "cube")]
 #[doc(hidden)]

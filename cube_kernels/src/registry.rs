@@ -211,6 +211,7 @@ pub fn instances(device: &DummyDevice) -> Vec<Instance> {
         crate::gemm::instances::instances,
         crate::loss::instances::instances,
         crate::moe::instances::instances,
+        crate::optimizer::instances::instances,
         crate::quantize::instances::instances,
     ];
     modules

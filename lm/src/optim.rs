@@ -1,28 +1,18 @@
 //! AdamW, global-norm clipping, and the learning rate.
 //!
-//! Burn's own optimizer clips each parameter by itself, reloads its state on the default device,
-//! which need not be the one of the run, and updates parameters in their own type; this one does
-//! none of these. Moments are f32, and parameters of another type have an f32 copy that is updated
-//! in their place: steps of a learning rate are too small for bf16.
+//! The optimizer is that of `burn_nvfp4::optim`: it clips by the norm of all gradients, keeps its
+//! state on the device of the run, updates in place, and has an f32 copy of parameters of another
+//! type, since steps of a learning rate are too small for bf16. Here it becomes a file.
 
 use std::collections::BTreeMap;
 
 use anyhow::{Context, Result, ensure};
-use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
+use burn::module::Module;
 use burn::optim::GradientsParams;
-use burn::tensor::{Bytes, DType, Device, FloatDType, Tensor, TensorData};
+use burn::tensor::{Bytes, DType, Device, Tensor, TensorData};
+use burn_nvfp4::optim::{self, AdamWConfig, ParameterMoments};
 use burn_pack::{Reader, Writer};
 
-use crate::model::{cast, sum};
-
-/// Decay of the first moment.
-const BETA_1: f64 = 0.9;
-/// Decay of the second moment.
-const BETA_2: f64 = 0.95;
-/// Added to the root of the second moment.
-const EPSILON: f64 = 1e-8;
-/// Added to the gradients' norm, which may be zero.
-const NORM_EPSILON: f64 = 1e-6;
 /// Share of the highest learning rate at which the cosine ends.
 const FINAL_SHARE: f64 = 0.1;
 
@@ -37,24 +27,11 @@ pub fn learning_rate(step: u64, steps: u64, warmup: u64, highest: f64) -> f64 {
     highest * (FINAL_SHARE + (1.0 - FINAL_SHARE) * cosine)
 }
 
-/// The state of one parameter, flat, in f32.
-struct AdamWState {
-    /// Running mean of the gradient.
-    first: Tensor<1>,
-    /// Running mean of its square.
-    second: Tensor<1>,
-    /// The parameter, if it is not f32 itself.
-    weight: Option<Tensor<1>>,
-}
-
-impl AdamWState {
-    /// The tensors, by the names that a file has for them.
-    fn tensors(&self) -> impl Iterator<Item = (&'static str, &Tensor<1>)> {
-        let always = [(FIRST, &self.first), (SECOND, &self.second)];
-        always
-            .into_iter()
-            .chain(self.weight.iter().map(|weight| (WEIGHT, weight)))
-    }
+/// The tensors of one parameter's state, by the names that a file has for them.
+fn parts(state: &ParameterMoments) -> impl Iterator<Item = (&'static str, &Tensor<1>)> {
+    let always = [(FIRST, &state.first), (SECOND, &state.second)];
+    let weight = state.weight.iter().map(|weight| (WEIGHT, weight));
+    always.into_iter().chain(weight)
 }
 
 /// Name of the first moment in a file, after the parameter's id.
@@ -64,65 +41,34 @@ const SECOND: &str = "second";
 /// Name of the f32 copy of the parameter.
 const WEIGHT: &str = "weight";
 
-/// `x` flat and in f32.
-fn flat<const D: usize>(x: Tensor<D>) -> Tensor<1> {
-    let elements = x.dims().iter().product::<usize>();
-    cast(x.reshape([elements]), FloatDType::F32)
-}
-
 /// The optimizer, with its state.
-pub struct AdamW {
-    weight_decay: f64,
-    grad_clip: f64,
-    /// Steps taken.
-    time: u64,
-    /// By parameter id. A map that is ordered, so that files repeat.
-    states: BTreeMap<u64, AdamWState>,
-}
+pub struct AdamW(optim::AdamW);
 
 impl AdamW {
     /// An optimizer that has taken no step. `weight_decay` applies to matrices; gradients are
     /// scaled down to the global norm `grad_clip` when theirs is larger.
     pub fn new(weight_decay: f64, grad_clip: f64) -> Self {
-        Self {
+        let config = AdamWConfig {
             weight_decay,
-            grad_clip,
-            time: 0,
-            states: BTreeMap::new(),
-        }
+            grad_clip: Some(grad_clip),
+            ..AdamWConfig::default()
+        };
+        Self(config.init())
     }
 
     /// An optimizer with the same settings that has taken no step.
     pub(crate) fn fresh(&self) -> Self {
-        Self::new(self.weight_decay, self.grad_clip)
+        Self(self.0.config().clone().init())
     }
 
     /// Steps taken so far.
     pub fn time(&self) -> u64 {
-        self.time
+        self.0.time()
     }
 
     /// One step of all parameters that have a gradient. Nothing is read back from the device.
     pub fn step<M: Module>(&mut self, lr: f64, model: M, gradients: GradientsParams) -> M {
-        let mut norm = SquaredNorm {
-            gradients: &gradients,
-            sum: None,
-        };
-        model.visit(&mut norm);
-        let Some(sum) = norm.sum else { return model };
-        let factor = sum
-            .sqrt()
-            .add_scalar(NORM_EPSILON)
-            .recip()
-            .mul_scalar(self.grad_clip);
-        let factor = factor.clamp_max(1.0);
-        self.time += 1;
-        model.map(&mut Update {
-            optimizer: self,
-            lr,
-            gradients,
-            factor,
-        })
+        self.0.step(lr, model, gradients)
     }
 
     /// The state as a burnpack container: `ID.first` and `ID.second` for each parameter,
@@ -131,15 +77,15 @@ impl AdamW {
     /// # Errors
     /// When the container cannot be made.
     pub fn to_bytes(&self) -> Result<Bytes> {
-        let mut tensors = Vec::with_capacity(2 * self.states.len());
-        for (id, state) in &self.states {
-            for (name, tensor) in state.tensors() {
+        let mut tensors = Vec::with_capacity(2 * self.0.moments().len());
+        for (id, state) in self.0.moments() {
+            for (name, tensor) in parts(state) {
                 let (bytes, shape, dtype) = tensor.clone().into_data().into_parts();
                 let name = format!("{id:016x}.{name}");
                 tensors.push(burn_pack::Tensor::new(name, dtype, shape, Some(*id), bytes));
             }
         }
-        let writer = Writer::new(tensors).with_metadata("time", &self.time.to_string());
+        let writer = Writer::new(tensors).with_metadata("time", &self.time().to_string());
         writer.into_bytes().context("packing the optimizer's state")
     }
 
@@ -170,114 +116,39 @@ impl AdamW {
             let tensor = Tensor::from_data(data, &device);
             found.entry(id).or_default().insert(part, tensor);
         }
-        let mut states = BTreeMap::new();
+        let mut moments = BTreeMap::new();
         for (id, mut parts) in found {
             let [first, second, weight] = [FIRST, SECOND, WEIGHT].map(|name| parts.remove(name));
             let (Some(first), Some(second)) = (first, second) else {
                 anyhow::bail!("parameter {id:016x} has only one of its two moments");
             };
-            states.insert(
+            moments.insert(
                 id,
-                AdamWState {
+                ParameterMoments {
                     first,
                     second,
                     weight,
                 },
             );
         }
-        self.time = time;
-        self.states = states;
-        Ok(())
-    }
-}
-
-/// Sums the squares of all gradients.
-struct SquaredNorm<'a> {
-    gradients: &'a GradientsParams,
-    sum: Option<Tensor<1>>,
-}
-
-impl ModuleVisitor for SquaredNorm<'_> {
-    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        if let Some(gradient) = self.gradients.get::<D>(param.id) {
-            let square = sum(cast(gradient, FloatDType::F32).square());
-            self.sum = Some(match self.sum.take() {
-                Some(sum) => sum + square,
-                None => square,
-            });
-        }
-    }
-}
-
-struct Update<'a> {
-    optimizer: &'a mut AdamW,
-    lr: f64,
-    gradients: GradientsParams,
-    /// What gradients are scaled by, `[1]`.
-    factor: Tensor<1>,
-}
-
-impl ModuleMapper for Update<'_> {
-    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
-        let Some(gradient) = self.gradients.remove::<D>(param.id) else {
-            return param;
-        };
-        let (id, weight, mapper) = param.consume();
-        let dims = weight.dims();
-        let tracked = weight.is_require_grad();
-        let weight = weight.without_autodiff();
-        let dtype = weight.dtype();
-
-        let gradient = flat(gradient) * self.factor.clone();
-        let optimizer = &mut *self.optimizer;
-        let first = gradient.clone().mul_scalar(1.0 - BETA_1);
-        let second = gradient.square().mul_scalar(1.0 - BETA_2);
-        let (first, second, own) = match optimizer.states.remove(&id.val()) {
-            Some(old) => (
-                old.first.mul_scalar(BETA_1) + first,
-                old.second.mul_scalar(BETA_2) + second,
-                old.weight,
-            ),
-            None => (first, second, None),
-        };
-        let time = optimizer.time as f64;
-        let direction = first.clone().div_scalar(1.0 - BETA_1.powf(time))
-            / second
-                .clone()
-                .div_scalar(1.0 - BETA_2.powf(time))
-                .sqrt()
-                .add_scalar(EPSILON);
-
-        // Norm gains are not decayed: they have a scale of their own.
-        let decay = if D > 1 {
-            self.lr * optimizer.weight_decay
-        } else {
-            0.0
-        };
-        let weight = own.unwrap_or_else(|| flat(weight)).mul_scalar(1.0 - decay)
-            - direction.mul_scalar(self.lr);
-        let own = (dtype != DType::F32).then(|| weight.clone());
-        optimizer.states.insert(
-            id.val(),
-            AdamWState {
-                first,
-                second,
-                weight: own,
-            },
-        );
-        let weight: Tensor<D> = cast(weight, dtype.into()).reshape(dims);
-        let weight = if tracked {
-            weight.autodiff().require_grad()
-        } else {
-            weight
-        };
-        Param::from_mapped_value(id, weight, mapper)
+        self.0
+            .restore(time, moments)
+            .context("the optimizer's state")
     }
 }
 
 #[cfg(test)]
 mod tests {
+    #[cfg(feature = "flex")]
+    use burn::module::Param;
+    #[cfg(feature = "flex")]
+    use burn::tensor::FloatDType;
+
     use super::*;
+
+    const BETA_1: f64 = 0.9;
+    const BETA_2: f64 = 0.95;
+    const EPSILON: f64 = 1e-8;
 
     #[test]
     fn the_learning_rate_rises_and_falls() {

@@ -42,6 +42,7 @@ pub mod loss;
 #[cfg(feature = "cubecl-backend")]
 mod meta;
 mod operands;
+pub mod optimizer;
 mod probe;
 mod rows;
 mod spec;

@@ -22,6 +22,7 @@ mod hadamard;
 mod loss;
 mod ms_eden;
 mod mx;
+mod optimizer;
 mod panels;
 mod quantize;
 mod random_bits;
@@ -56,6 +57,12 @@ pub use ms_eden::{
     round_scale_stochastic,
 };
 pub use mx::{mx_dequantize, mx_quantize};
+#[cfg(feature = "cube")]
+pub(crate) use optimizer::{AdamWConstants, SQUARE_LANES};
+pub use optimizer::{
+    AdamWParams, AdamWSchedule, AdamWUpdate, Moment, NORM_EPSILON, SQUARE_CHUNK, adamw,
+    clip_factor, round_bf16_stochastic, square_sums,
+};
 pub use panels::{PANEL_BYTES, PANEL_ROWS, panels};
 pub use quantize::{quantize, quantize_col, quantize_row, quantize_tile, quantize_tile_copy};
 pub use random_bits::{BitComparison, Question, RandomBits, compare_random_bits, read_random_bits};

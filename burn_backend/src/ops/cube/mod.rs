@@ -3,6 +3,7 @@
 mod gemm;
 mod grouped_gemm;
 mod moe;
+mod optimizer;
 mod quantize;
 pub(super) mod tensors;
 

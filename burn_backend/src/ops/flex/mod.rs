@@ -6,6 +6,7 @@
 
 mod gemm;
 mod grouped_gemm;
+mod optimizer;
 mod quantize;
 pub(super) mod tensors;
 

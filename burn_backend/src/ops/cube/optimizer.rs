@@ -1,0 +1,108 @@
+//! The optimizer, by its kernels.
+
+use burn_core::backend::tensor::{FloatTensor, IntTensor};
+use burn_core::tensor::{DType, Shape};
+use burn_cubecl::{CubeBackend, kernel::into_contiguous, tensor::CubeTensor};
+use nvfp4_kernels::optimizer::{self, AdamWSpec, AdamWUpdate, Gradient};
+
+use super::super::optimizer::{
+    AdamWBatch, AdamWOptions, BATCH, GradientBatch, OptimizerOps, ParameterState,
+};
+use super::super::{MaybeTensor, float_dtype, trace_op};
+use super::tensors::{float_kind, launched, new_tensor};
+
+fn gradients(batch: GradientBatch<CubeBackend>) -> (Vec<CubeTensor>, Vec<Gradient>) {
+    let tensors: Vec<CubeTensor> = batch.into_vec().into_iter().map(into_contiguous).collect();
+    let gradients = tensors.iter().map(|tensor| Gradient {
+        handle: tensor.handle.clone(),
+        elements: tensor.meta.shape().num_elements(),
+        dtype: float_kind(float_dtype(tensor.dtype)),
+    });
+    let gradients = gradients.collect();
+    (tensors, gradients)
+}
+
+/// `tensor`, or a copy where its memory is another tensor's too.
+fn owned(tensor: CubeTensor) -> CubeTensor {
+    let tensor = into_contiguous(tensor);
+    match tensor.can_mut() {
+        true => tensor,
+        false => {
+            trace_op("optimizer", "copy", 1, tensor.meta.shape().num_elements());
+            tensor.copy()
+        }
+    }
+}
+
+fn owned_parameter(parameter: ParameterState<CubeBackend>) -> ParameterState<CubeBackend> {
+    ParameterState {
+        weight: owned(parameter.weight),
+        first: owned(parameter.first),
+        second: owned(parameter.second),
+        copy: parameter.copy.map(owned),
+        ..parameter
+    }
+}
+
+impl OptimizerOps for CubeBackend {
+    fn nvfp4_square_sums(batch: GradientBatch<Self>) -> FloatTensor<Self> {
+        let (tensors, gradients) = gradients(batch);
+        let like = &tensors[0];
+        trace_op("optimizer", "square sums", 1, gradients.len());
+        let (sums, count) = launched(optimizer::square_sums(&like.client, &gradients));
+        new_tensor(like, sums, Shape::new([count]), DType::F32)
+    }
+
+    fn nvfp4_clip_factor(sums: FloatTensor<Self>, max_norm: f32) -> FloatTensor<Self> {
+        let sums = into_contiguous(sums);
+        let count = sums.meta.shape()[0];
+        let made = optimizer::clip_factor(&sums.client, &sums.handle, count, max_norm);
+        new_tensor(&sums, launched(made), Shape::new([2]), DType::F32)
+    }
+
+    fn nvfp4_adamw(
+        batch: GradientBatch<Self>,
+        parameters: AdamWBatch<Self>,
+        schedule: IntTensor<Self>,
+        factor: MaybeTensor<Self>,
+        options: AdamWOptions,
+    ) -> AdamWBatch<Self> {
+        let (tensors, gradients) = gradients(batch);
+        let like = &tensors[0];
+        let client = &like.client;
+        let (parameters, _) = parameters.into_parts();
+        trace_op("optimizer", "adamw", 1, parameters.len());
+        let schedule = into_contiguous(schedule);
+        let factor = factor.into_option().map(into_contiguous);
+        let moments = float_kind(float_dtype(parameters[0].first.dtype));
+        let parameters: Vec<_> = parameters.into_iter().map(owned_parameter).collect();
+        let updates: Vec<_> = parameters
+            .iter()
+            .zip(gradients)
+            .map(|(parameter, gradient)| AdamWUpdate {
+                gradient,
+                weight: parameter.weight.handle.clone(),
+                first: parameter.first.handle.clone(),
+                second: parameter.second.handle.clone(),
+                copy: match &parameter.copy {
+                    MaybeTensor::Absent => None,
+                    MaybeTensor::Present(copy) => {
+                        Some((copy.handle.clone(), float_kind(float_dtype(copy.dtype))))
+                    }
+                },
+                decay: parameter.decay,
+                key: parameter.key,
+            })
+            .collect();
+        let amax = options.amax.then(|| optimizer::no_amax(client, BATCH));
+        let spec = AdamWSpec {
+            params: options.params,
+            moments,
+            schedule: &schedule.handle,
+            factor: factor.as_ref().map(|factor| &factor.handle),
+        };
+        launched(optimizer::adamw(client, &spec, &updates, amax.as_ref()));
+        let amax = amax.map(|amax| new_tensor(like, amax, Shape::new([BATCH]), DType::F32));
+        AdamWBatch::new(parameters, amax)
+    }
+}

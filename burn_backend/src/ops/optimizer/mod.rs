@@ -1,0 +1,132 @@
+//! AdamW and the norm of gradients, as an extension trait of its own.
+//!
+//! As in [`ops`](super), arguments are trusted here: [`optim`](crate::optim) checks them before
+//! anything is queued. Parameters travel in batches of [`BATCH`], since what crosses the trait
+//! holds no list.
+
+mod batch;
+
+use burn_core as burn;
+
+use burn_core::backend::{
+    Autodiff, AutodiffBackend, Backend,
+    autodiff::checkpoint::strategy::CheckpointStrategy,
+    backend_extension,
+    tensor::{FloatTensor, IntTensor},
+};
+use nvfp4_kernels::reference::AdamWParams;
+
+pub use batch::{AdamWBatch, BATCH, GradientBatch, MaybeState, ParameterState};
+#[cfg(feature = "cubecl-backend")]
+pub use batch::{
+    AdamWBatchMetadata, GradientBatchMetadata, MaybeStateMetadata, ParameterStateMetadata,
+};
+
+use super::MaybeTensor;
+
+/// How a step of AdamW is taken.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct AdamWOptions {
+    /// The constants.
+    pub params: AdamWParams,
+    /// Whether the largest magnitudes of the new parameters are asked for.
+    pub amax: bool,
+}
+
+/// An optimizer on the primitives of a backend. Its results are constants for `Autodiff`.
+#[backend_extension(
+    Flex: cfg(feature = "flex"),
+    Cube: cfg(any(feature = "cpu", feature = "cuda")),
+    Fusion: cfg(feature = "cubecl-backend"),
+    Autodiff
+)]
+pub trait OptimizerOps: Backend {
+    /// The sums of squares of the gradients' chunks
+    /// ([`reference::square_sums`](nvfp4_kernels::reference::square_sums)), one gradient after the
+    /// other: `f32[chunks]`.
+    #[fusion(meta = meta::square_sums)]
+    fn nvfp4_square_sums(#[extension_type] gradients: GradientBatch<Self>) -> FloatTensor<Self>;
+
+    /// The norm of all gradients and the factor that scales them down to `max_norm` where it is
+    /// larger, `f32[2]`, from the sums of [`nvfp4_square_sums`](Self::nvfp4_square_sums).
+    #[fusion(meta = meta::clip_factor)]
+    fn nvfp4_clip_factor(sums: FloatTensor<Self>, max_norm: f32) -> FloatTensor<Self>;
+
+    /// A step of AdamW ([`reference::adamw`](nvfp4_kernels::reference::adamw)). The result has the
+    /// buffers of `batch`, but for those that others hold too, which are copied first.
+    ///
+    /// `schedule` is `u32[4]`, the words of
+    /// [`AdamWSchedule`](nvfp4_kernels::reference::AdamWSchedule); `factor` is what
+    /// [`nvfp4_clip_factor`](Self::nvfp4_clip_factor) made.
+    #[fusion(meta = meta::adamw)]
+    fn nvfp4_adamw(
+        #[extension_type] gradients: GradientBatch<Self>,
+        #[extension_type] batch: AdamWBatch<Self>,
+        schedule: IntTensor<Self>,
+        #[extension_type] factor: MaybeTensor<Self>,
+        options: AdamWOptions,
+    ) -> AdamWBatch<Self>;
+}
+
+#[cfg(feature = "cubecl-backend")]
+mod meta {
+    use burn_core::backend::fusion::custom::TensorSpec;
+    use burn_core::tensor::{DType, Shape};
+    use nvfp4_kernels::reference::SQUARE_CHUNK;
+
+    use super::super::MaybeTensorMetadata;
+    use super::{AdamWBatchMetadata, AdamWOptions, BATCH, GradientBatchMetadata};
+
+    pub(super) fn square_sums(gradients: &GradientBatchMetadata) -> TensorSpec {
+        let chunks = |gradient: &TensorSpec| gradient.shape.num_elements().div_ceil(SQUARE_CHUNK);
+        let count = gradients.present().map(chunks).sum();
+        TensorSpec::new(Shape::new([count]), DType::F32)
+    }
+
+    pub(super) fn clip_factor(_sums: &TensorSpec, _max_norm: &f32) -> TensorSpec {
+        TensorSpec::new(Shape::new([2]), DType::F32)
+    }
+
+    pub(super) fn adamw(
+        _gradients: &GradientBatchMetadata,
+        batch: &AdamWBatchMetadata,
+        _schedule: &TensorSpec,
+        _factor: &MaybeTensorMetadata,
+        options: &AdamWOptions,
+    ) -> AdamWBatchMetadata {
+        let mut made = batch.clone();
+        made.amax = match options.amax {
+            true => MaybeTensorMetadata::Present(TensorSpec::new(Shape::new([BATCH]), DType::F32)),
+            false => MaybeTensorMetadata::Absent,
+        };
+        made
+    }
+}
+
+impl<B: OptimizerOps, C: CheckpointStrategy> OptimizerOps for Autodiff<B, C> {
+    fn nvfp4_square_sums(gradients: GradientBatch<Self>) -> FloatTensor<Self> {
+        let gradients = gradients.map(|gradient| gradient.into_primitive());
+        Self::from_inner(B::nvfp4_square_sums(gradients))
+    }
+
+    fn nvfp4_clip_factor(sums: FloatTensor<Self>, max_norm: f32) -> FloatTensor<Self> {
+        Self::from_inner(B::nvfp4_clip_factor(sums.into_primitive(), max_norm))
+    }
+
+    fn nvfp4_adamw(
+        gradients: GradientBatch<Self>,
+        batch: AdamWBatch<Self>,
+        schedule: IntTensor<Self>,
+        factor: MaybeTensor<Self>,
+        options: AdamWOptions,
+    ) -> AdamWBatch<Self> {
+        let made = B::nvfp4_adamw(
+            gradients.map(|tensor| tensor.into_primitive()),
+            batch.map(|tensor| tensor.into_primitive()),
+            schedule,
+            factor.map(|tensor| tensor.into_primitive()),
+            options,
+        );
+        made.map(Self::from_inner)
+    }
+}

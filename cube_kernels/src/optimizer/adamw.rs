@@ -1,0 +1,264 @@
+//! The kernel of AdamW.
+
+use cubecl::prelude::*;
+
+use crate::{
+    cube::{
+        codec::{Conversion, INFINITY, canonical, load, magnitude_bits, store},
+        exact::{fma, reciprocal, sqrt},
+        philox::{self, Random},
+    },
+    tensor::FloatKind,
+};
+
+/// One parameter of a launch. What the plan has not is any memory.
+#[derive(CubeType, CubeLaunch)]
+pub struct AdamWSlot<G: CubePrimitive, W: CubePrimitive, M: CubePrimitive, P: CubePrimitive> {
+    /// The gradient.
+    pub gradient: Box<[G]>,
+    /// The parameter in `f32`.
+    pub weight: Box<[W]>,
+    /// The running mean of the gradient.
+    pub first: Box<[M]>,
+    /// The running mean of its square.
+    pub second: Box<[M]>,
+    /// The parameter in another type.
+    pub copy: Box<[P]>,
+    /// Where its vectors begin among those of all parameters of the launch.
+    pub start: usize,
+    /// Where they end.
+    pub end: usize,
+    /// Its decay.
+    pub decay: f32,
+    /// Low word of the key of its random bits.
+    pub key_low: u32,
+    /// High word of the key.
+    pub key_high: u32,
+    /// Its number among the amax values.
+    pub entry: usize,
+}
+
+/// What all parameters have in common.
+#[derive(CubeType, CubeLaunch)]
+pub struct AdamWStep {
+    /// [`words`](crate::reference::AdamWSchedule::words) of the schedule.
+    pub schedule: Box<[u32]>,
+    /// The norm of the gradients and what they are multiplied by.
+    pub factor: Box<[f32]>,
+    /// Decay of the first moment.
+    pub beta_1: f32,
+    /// What is missing to 1.
+    pub rest_1: f32,
+    /// Decay of the second moment.
+    pub beta_2: f32,
+    /// What is missing to 1.
+    pub rest_2: f32,
+    /// Added to the root of the second moment.
+    pub epsilon: f32,
+}
+
+/// The comptime choices of `adamw_kernel`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct AdamWPlan {
+    /// The type of the gradients.
+    pub gradient: FloatKind,
+    /// The type of the moments: `F32`, or `Bf16` with stochastic rounding.
+    pub moment: FloatKind,
+    /// The type that the parameter is also written in.
+    pub copy: Option<FloatKind>,
+    /// Whether gradients are multiplied by a factor.
+    pub clip: bool,
+    /// Whether the amax of every new parameter is asked for.
+    pub amax: bool,
+    /// Whether planes can reduce.
+    pub planes: bool,
+    /// Who rounds.
+    pub conversion: Conversion,
+}
+
+impl AdamWPlan {
+    /// The type of what is written beside the parameter.
+    pub const fn copy_kind(&self) -> FloatKind {
+        match self.copy {
+            Some(kind) => kind,
+            None => FloatKind::F32,
+        }
+    }
+}
+
+/// The numbers of a step, in registers.
+#[derive(CubeType, Clone, Copy)]
+struct Numbers {
+    lr: f32,
+    correction_1: f32,
+    correction_2: f32,
+    factor: f32,
+    keep: f32,
+}
+
+/// A unit takes every `units`-th vector of all parameters, one parameter after the other.
+#[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
+pub fn adamw_kernel<G: Numeric, M: Numeric, P: Numeric, N: Size>(
+    mut slots: Sequence<AdamWSlot<Vector<G, N>, Vector<f32, N>, Vector<M, N>, Vector<P, N>>>,
+    step: AdamWStep,
+    amax: &mut [Atomic<u32>],
+    #[comptime] plan: AdamWPlan,
+    #[define(G)] _gradient: ElemType,
+    #[define(M)] _moment: ElemType,
+    #[define(P)] _copy: ElemType,
+) {
+    let lr = f32::reinterpret(step.schedule[0]);
+    let mut factor = 1.0f32;
+    if comptime!(plan.clip) {
+        factor = step.factor[1];
+    }
+    let mut item = ABSOLUTE_POS;
+    #[unroll]
+    for s in 0..slots.len() {
+        let slot = slots.index_mut(s);
+        let numbers = Numbers {
+            lr,
+            correction_1: f32::reinterpret(step.schedule[1]),
+            correction_2: f32::reinterpret(step.schedule[2]),
+            factor,
+            keep: fma(-lr, slot.decay, 1.0f32, plan.conversion),
+        };
+        let mut largest = 0u32;
+        while item < slot.end {
+            let bits = update_vector::<G, M, P, N>(slot, item, &numbers, &step, plan);
+            largest = max(largest, bits);
+            item += CUBE_COUNT * CUBE_DIM as usize;
+        }
+        if comptime!(plan.amax) {
+            raise(amax, slot.entry, canonical(largest), plan.planes);
+        }
+    }
+}
+
+/// Raises an entry to `bits`, unless they are those of zero.
+#[cube]
+fn raise(amax: &mut [Atomic<u32>], entry: usize, bits: u32, #[comptime] planes: bool) {
+    if comptime!(planes) {
+        let plane = plane_max(bits);
+        if UNIT_POS_PLANE == 0u32 && plane != 0u32 {
+            amax[entry].fetch_max(plane);
+        }
+    } else if bits != 0u32 {
+        amax[entry].fetch_max(bits);
+    }
+}
+
+/// Updates a vector of every buffer; the largest magnitude of the new parameter's.
+#[cube]
+fn update_vector<G: Numeric, M: Numeric, P: Numeric, N: Size>(
+    slot: &mut AdamWSlot<Vector<G, N>, Vector<f32, N>, Vector<M, N>, Vector<P, N>>,
+    item: usize,
+    numbers: &Numbers,
+    step: &AdamWStep,
+    #[comptime] plan: AdamWPlan,
+) -> u32 {
+    let width = N::value();
+    let conversion = comptime!(plan.conversion);
+    // Without PTX what an fma becomes is too long for many copies.
+    let unrolled = comptime!(conversion.has_ptx());
+    let vector = item - slot.start;
+    let gradients = slot.gradient[vector];
+    let weights = slot.weight[vector];
+    let firsts = slot.first[vector];
+    let seconds = slot.second[vector];
+    let mut g = Array::<f32>::new(width);
+    let mut w = Array::<f32>::new(width);
+    let mut m = Array::<f32>::new(width);
+    let mut v = Array::<f32>::new(width);
+    #[unroll]
+    for e in 0..width {
+        g[e] = load::<G>(gradients.extract(e), plan.gradient);
+        w[e] = weights.extract(e);
+        m[e] = load::<M>(firsts.extract(e), plan.moment);
+        v[e] = load::<M>(seconds.extract(e), plan.moment);
+    }
+    #[unroll(unrolled)]
+    for e in 0..width {
+        let gradient = g[e] * numbers.factor;
+        let first = fma(m[e], step.beta_1, step.rest_1 * gradient, conversion);
+        let square = step.rest_2 * (gradient * gradient);
+        let second = fma(v[e], step.beta_2, square, conversion);
+        let root = sqrt(second * numbers.correction_2, conversion) + step.epsilon;
+        let direction = first * numbers.correction_1 * reciprocal(root, conversion);
+        w[e] = fma(direction, -numbers.lr, w[e] * numbers.keep, conversion);
+        m[e] = first;
+        v[e] = second;
+    }
+
+    let mut new_weights = Vector::<f32, N>::empty();
+    let mut new_firsts = Vector::<M, N>::empty();
+    let mut new_seconds = Vector::<M, N>::empty();
+    let mut copies = Vector::<P, N>::empty();
+    let mut words = Array::<u32>::new(4usize);
+    if comptime!(plan.moment == FloatKind::Bf16) {
+        let random = Random {
+            key_low: slot.key_low,
+            key_high: slot.key_high,
+            offset_low: step.schedule[3],
+            offset_high: 0u32.runtime(),
+        };
+        words = philox::block_words(u64::cast_from(vector * width / 4usize), &random);
+    }
+    let mut largest = 0u32;
+    #[unroll]
+    for e in 0..width {
+        new_weights.insert(e, w[e]);
+        let mut stored = w[e];
+        if comptime!(plan.copy.is_some()) {
+            let copy = store::<P>(w[e], plan.copy_kind());
+            copies.insert(e, copy);
+            stored = load::<P>(copy, plan.copy_kind());
+        }
+        largest = max(largest, magnitude_bits(stored));
+        if comptime!(plan.moment == FloatKind::Bf16) {
+            let word = word_of(&words, vector, e, width);
+            new_firsts.insert(
+                e,
+                M::cast_from(round_bf16_stochastic(m[e], word & 0xFFFFu32)),
+            );
+            new_seconds.insert(e, M::cast_from(round_bf16_stochastic(v[e], word >> 16u32)));
+        } else {
+            new_firsts.insert(e, M::cast_from(m[e]));
+            new_seconds.insert(e, M::cast_from(v[e]));
+        }
+    }
+    slot.weight[vector] = new_weights;
+    slot.first[vector] = new_firsts;
+    slot.second[vector] = new_seconds;
+    if comptime!(plan.copy.is_some()) {
+        slot.copy[vector] = copies;
+    }
+    largest
+}
+
+/// The random word of element `e` of `vector`.
+#[cube]
+fn word_of(
+    words: &Array<u32>,
+    vector: usize,
+    #[comptime] e: usize,
+    #[comptime] width: usize,
+) -> u32 {
+    if comptime!(width == 4) {
+        words[e]
+    } else {
+        let element = vector % 4usize;
+        let low = select(element == 0usize, words[0], words[1]);
+        let high = select(element == 2usize, words[2], words[3]);
+        select(element < 2usize, low, high)
+    }
+}
+
+/// See [`round_bf16_stochastic`](crate::reference::round_bf16_stochastic).
+#[cube]
+fn round_bf16_stochastic(value: f32, random: u32) -> u32 {
+    let bits = u32::reinterpret(value);
+    let nan = (bits >> 16u32) | 0x40u32;
+    let rounded = (bits + random) >> 16u32;
+    select(magnitude_bits(value) > INFINITY, nan, rounded)
+}

@@ -1,0 +1,297 @@
+//! AdamW and the clipping of gradients to a global norm.
+//!
+//! # Sums of squares
+//!
+//! A gradient is cut into chunks of [`SQUARE_CHUNK`] elements. In a chunk, element `i` belongs to
+//! lane `i mod 1024`, which adds its squares in ascending order by `fma`. Four neighbouring lanes
+//! are added as `(l0 + l1) + (l2 + l3)`, and the 256 results by a tree: entry `t` takes entry
+//! `t + s` for `s = 128, 64, ..., 1`. The sums of all chunks are then added in the same way: entry
+//! `t` of 256 adds those with numbers `t, t + 256, ...`, and the tree follows. No sum depends on
+//! the geometry of a launch.
+
+use half::bf16;
+use rayon::prelude::*;
+
+use super::{Element, philox::philox4x32};
+
+/// Elements of a gradient whose squares are added together.
+pub const SQUARE_CHUNK: usize = 16_384;
+/// Sums that the tree adds.
+pub(crate) const SQUARE_LANES: usize = 256;
+/// Added to the norm of gradients, which may be zero.
+pub const NORM_EPSILON: f32 = 1e-6;
+
+/// The constants of AdamW.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct AdamWParams {
+    /// Decay of the first moment.
+    pub beta_1: f64,
+    /// Decay of the second moment.
+    pub beta_2: f64,
+    /// Added to the root of the second moment.
+    pub epsilon: f64,
+}
+
+/// What changes from step to step. It travels through device memory as [four words](Self::words).
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct AdamWSchedule {
+    /// The learning rate.
+    pub learning_rate: f32,
+    /// `1 / (1 - beta_1^t)` for step `t`, counted from 1.
+    pub correction_1: f32,
+    /// `1 / (1 - beta_2^t)`.
+    pub correction_2: f32,
+    /// The step, modulo 2^32: where random bits are taken from.
+    pub step: u32,
+}
+
+impl AdamWSchedule {
+    /// That of step `step`, counted from 1.
+    pub fn new(params: &AdamWParams, learning_rate: f64, step: u64) -> Self {
+        let correction = |beta: f64| (1.0 / (1.0 - beta.powf(step as f64))) as f32;
+        Self {
+            learning_rate: learning_rate as f32,
+            correction_1: correction(params.beta_1),
+            correction_2: correction(params.beta_2),
+            step: step as u32,
+        }
+    }
+
+    /// The bits of the three numbers, in their order above, and the step.
+    pub fn words(&self) -> [u32; 4] {
+        [
+            self.learning_rate.to_bits(),
+            self.correction_1.to_bits(),
+            self.correction_2.to_bits(),
+            self.step,
+        ]
+    }
+
+    /// The inverse of [`words`](Self::words).
+    pub fn from_words(words: [u32; 4]) -> Self {
+        Self {
+            learning_rate: f32::from_bits(words[0]),
+            correction_1: f32::from_bits(words[1]),
+            correction_2: f32::from_bits(words[2]),
+            step: words[3],
+        }
+    }
+}
+
+/// How moments are stored.
+pub trait Moment: Copy + Send + Sync + 'static {
+    /// The value, exactly.
+    fn to_f32(self) -> f32;
+
+    /// `value`, rounded by 16 random bits where it does not fit.
+    fn round(value: f32, random: u32) -> Self;
+
+    /// Whether [`round`](Self::round) uses its random bits.
+    const RANDOM: bool;
+}
+
+impl Moment for f32 {
+    fn to_f32(self) -> f32 {
+        self
+    }
+
+    fn round(value: f32, _random: u32) -> Self {
+        value
+    }
+
+    const RANDOM: bool = false;
+}
+
+impl Moment for bf16 {
+    fn to_f32(self) -> f32 {
+        Element::to_f32(self)
+    }
+
+    fn round(value: f32, random: u32) -> Self {
+        bf16::from_bits(round_bf16_stochastic(value, random))
+    }
+
+    const RANDOM: bool = true;
+}
+
+/// The bits of one of the two bf16 around `value`: the one of larger magnitude with probability
+/// `f / 2^16`, `f` being the lower half of the value's bits. `random` is below 2^16. Infinities
+/// stay, NaN is made quiet.
+pub fn round_bf16_stochastic(value: f32, random: u32) -> u16 {
+    let bits = value.to_bits();
+    if value.is_nan() {
+        return (bits >> 16) as u16 | 0x40;
+    }
+    // The sum carries into the upper half as often as it should; from the largest value it
+    // carries to infinity, whose lower half is zero.
+    (bits.wrapping_add(random) >> 16) as u16
+}
+
+/// One parameter in a step of AdamW.
+#[derive(Debug)]
+pub struct AdamWUpdate<'a, G, M> {
+    /// The gradient.
+    pub gradient: &'a [G],
+    /// The parameter.
+    pub weight: &'a mut [f32],
+    /// The running mean of the gradient.
+    pub first: &'a mut [M],
+    /// The running mean of its square.
+    pub second: &'a mut [M],
+    /// The decay of the weight, which is multiplied by the learning rate.
+    pub decay: f32,
+    /// The key of the random bits that round moments.
+    pub key: [u32; 2],
+}
+
+/// A step of AdamW of one parameter, in place. Gradients are multiplied by `factor` first.
+///
+/// Element `i` takes the word `i mod 4` of block `i / 4` of Philox with the counter's offset
+/// `schedule.step`: its lower half rounds the first moment, its upper half the second one. The
+/// step is taken with moments as they were before that.
+pub fn adamw<G: Element, M: Moment>(
+    params: &AdamWParams,
+    schedule: &AdamWSchedule,
+    factor: f32,
+    update: AdamWUpdate<'_, G, M>,
+) {
+    let constants = AdamWConstants::new(params);
+    let keep = (-schedule.learning_rate).mul_add(update.decay, 1.0);
+    let key = update.key;
+    const RUN: usize = 4096;
+    update
+        .weight
+        .par_chunks_mut(RUN)
+        .zip(update.first.par_chunks_mut(RUN))
+        .zip(update.second.par_chunks_mut(RUN))
+        .zip(update.gradient.par_chunks(RUN))
+        .enumerate()
+        .for_each(|(run, (((weight, first), second), gradient))| {
+            let mut words = [0; 4];
+            for i in 0..weight.len() {
+                let element = (run * RUN + i) as u64;
+                if M::RANDOM && element.is_multiple_of(4) {
+                    let block = element / 4;
+                    let counter = [block as u32, (block >> 32) as u32, schedule.step, 0];
+                    words = philox4x32(counter, key);
+                }
+                let gradient = gradient[i].to_f32() * factor;
+                let m = (first[i].to_f32()).mul_add(constants.beta_1, constants.rest_1 * gradient);
+                let square = constants.rest_2 * (gradient * gradient);
+                let v = (second[i].to_f32()).mul_add(constants.beta_2, square);
+                let root = (v * schedule.correction_2).sqrt() + constants.epsilon;
+                let direction = m * schedule.correction_1 * (1.0 / root);
+                weight[i] = direction.mul_add(-schedule.learning_rate, weight[i] * keep);
+                let word = words[(element % 4) as usize];
+                first[i] = M::round(m, word & 0xFFFF);
+                second[i] = M::round(v, word >> 16);
+            }
+        });
+}
+
+/// The constants as the arithmetic takes them.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct AdamWConstants {
+    pub beta_1: f32,
+    /// `1 - beta_1`.
+    pub rest_1: f32,
+    pub beta_2: f32,
+    /// `1 - beta_2`.
+    pub rest_2: f32,
+    pub epsilon: f32,
+}
+
+impl AdamWConstants {
+    pub fn new(params: &AdamWParams) -> Self {
+        Self {
+            beta_1: params.beta_1 as f32,
+            rest_1: (1.0 - params.beta_1) as f32,
+            beta_2: params.beta_2 as f32,
+            rest_2: (1.0 - params.beta_2) as f32,
+            epsilon: params.epsilon as f32,
+        }
+    }
+}
+
+/// The sums of squares of the chunks of a gradient.
+pub fn square_sums<G: Element>(gradient: &[G]) -> Vec<f32> {
+    gradient
+        .par_chunks(SQUARE_CHUNK)
+        .map(|chunk| {
+            let mut lanes = [0.0f32; 4 * SQUARE_LANES];
+            for row in chunk.chunks(lanes.len()) {
+                for (lane, value) in lanes.iter_mut().zip(row) {
+                    let value = value.to_f32();
+                    *lane = value.mul_add(value, *lane);
+                }
+            }
+            tree(std::array::from_fn(|t| {
+                (lanes[4 * t] + lanes[4 * t + 1]) + (lanes[4 * t + 2] + lanes[4 * t + 3])
+            }))
+        })
+        .collect()
+}
+
+/// The norm whose square the sums of all chunks make, and the factor that scales gradients down to
+/// `max_norm` where theirs is larger. Of a norm that is NaN the factor is NaN, too.
+pub fn clip_factor(square_sums: &[f32], max_norm: f32) -> (f32, f32) {
+    let mut lanes = [0.0f32; SQUARE_LANES];
+    for row in square_sums.chunks(SQUARE_LANES) {
+        for (lane, sum) in lanes.iter_mut().zip(row) {
+            *lane += sum;
+        }
+    }
+    let norm = tree(lanes).sqrt();
+    let factor = 1.0 / (norm + NORM_EPSILON) * max_norm;
+    (norm, if factor > 1.0 { 1.0 } else { factor })
+}
+
+fn tree(mut lanes: [f32; SQUARE_LANES]) -> f32 {
+    let mut stride = SQUARE_LANES / 2;
+    while stride > 0 {
+        for t in 0..stride {
+            lanes[t] += lanes[t + stride];
+        }
+        stride /= 2;
+    }
+    lanes[0]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn stochastic_rounding_follows_its_law_exactly() {
+        for value in [1.0f32, -1.5, 1.000_123, -3.14159e-20, 2e-40, 65_504.4] {
+            let fraction = value.to_bits() & 0xFFFF;
+            let low = (value.to_bits() >> 16) as u16;
+            let ups = (0..1 << 16)
+                .map(|random| round_bf16_stochastic(value, random) - low)
+                .map(u32::from)
+                .sum::<u32>();
+            assert_eq!(ups, fraction, "{value}");
+        }
+        for value in [f32::INFINITY, f32::NEG_INFINITY, 0.0, -0.0] {
+            let rounded = bf16::from_bits(round_bf16_stochastic(value, 0xFFFF));
+            assert_eq!(rounded.to_f32().to_bits(), value.to_bits());
+        }
+        let nan = f32::from_bits(0x7F80_0001);
+        assert!(bf16::from_bits(round_bf16_stochastic(nan, 0xFFFF)).is_nan());
+    }
+
+    #[test]
+    fn the_norm_is_that_of_all_elements() {
+        for len in [0, 1, 5, 1024, 16_384, 16_385, 50_003] {
+            let gradient: Vec<f32> = (0..len).map(|i| (i % 13) as f32 - 6.0).collect();
+            let exact: f64 = gradient.iter().map(|g| f64::from(*g).powi(2)).sum();
+            let (norm, factor) = clip_factor(&square_sums(&gradient), 2.0);
+            assert!((f64::from(norm) - exact.sqrt()).abs() <= 1e-5 * exact.sqrt());
+            let expected = (2.0 / (exact.sqrt() + 1e-6)).min(1.0);
+            assert!((f64::from(factor) - expected).abs() < 1e-5, "{len}");
+        }
+        let (norm, factor) = clip_factor(&[1.0, f32::NAN], 1.0);
+        assert!(norm.is_nan() && factor.is_nan());
+        assert_eq!(clip_factor(&[f32::INFINITY], 1.0), (f32::INFINITY, 0.0));
+    }
+}
