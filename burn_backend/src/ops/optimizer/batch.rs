@@ -3,6 +3,7 @@
     clippy::large_enum_variant,
     reason = "a batch moves once a step, and extension types hold no Box"
 )]
+#![allow(missing_docs, reason = "entries of a list, in the generated metadata too")]
 
 use burn_core as burn;
 
@@ -16,7 +17,6 @@ pub const BATCH: usize = 8;
 /// Up to [`BATCH`] gradients, from the first entry on.
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "cubecl-backend"))]
-#[allow(missing_docs, reason = "entries of a list")]
 pub struct GradientBatch<B: Backend> {
     #[extension_type]
     pub g0: MaybeTensor<B>,
@@ -127,7 +127,6 @@ pub enum MaybeState<B: Backend> {
 /// Up to [`BATCH`] parameters, from the first entry on.
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "cubecl-backend"))]
-#[allow(missing_docs, reason = "entries of a list")]
 pub struct AdamWBatch<B: Backend> {
     #[extension_type]
     pub p0: MaybeState<B>,
