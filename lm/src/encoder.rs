@@ -103,7 +103,9 @@ impl LanguageModel for EncoderModel {
         let [batch, time] = tokens.dims();
         let device = tokens.device();
         let positions = self.positions.weight.val().narrow(0, 0, time);
-        let x = embed(tokens, self.embedding.weight.val()) + positions.unsqueeze();
+        let table = self.embedding.weight.val();
+        let dtype = table.dtype().into();
+        let x = embed(tokens, table, dtype) + positions.unsqueeze();
         let mask = generate_autoregressive_mask(batch, time, &device.without_autodiff());
         let x = self
             .encoder

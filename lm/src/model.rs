@@ -8,8 +8,8 @@
 
 use anyhow::{Result, ensure};
 use burn::module::{Module, ModuleMapper, Param, ParamId};
-use burn::tensor::activation::log_softmax;
 use burn::tensor::{DType, Device, FloatDType, Int, Tensor, TensorData};
+use burn_nvfp4::loss::{CrossEntropy, cross_entropy, linear_cross_entropy};
 use burn_nvfp4::nn::{
     BlockOutput, Nvfp4TransformerBlock, Nvfp4TransformerBlockConfig, RmsNorm, RopeCache,
     RopeCacheConfig,
@@ -49,19 +49,29 @@ pub trait LanguageModel: Module + 'static {
         self.predict(tokens).0
     }
 
+    /// Mean cross entropy, in nats per byte, of `targets` under the prediction from `tokens`, both
+    /// `[batch, time]`, and what the model adds to the training loss.
+    fn losses(
+        &self,
+        tokens: Tensor<2, Int>,
+        targets: Tensor<2, Int>,
+    ) -> (Tensor<1>, Option<Tensor<1>>) {
+        let (logits, more) = self.predict(tokens);
+        let loss = cross_entropy(logits, flat(targets), CrossEntropy::default());
+        (loss, more)
+    }
+
     /// Mean cross entropy, in nats per byte, of `targets` under the prediction from `tokens`; both
     /// are `[batch, time]`.
     fn loss(&self, tokens: Tensor<2, Int>, targets: Tensor<2, Int>) -> Tensor<1> {
-        cross_entropy(self.forward(tokens), targets)
+        self.losses(tokens, targets).0
     }
 
     /// What training minimises: [`loss`](Self::loss), and what the model adds to it.
     fn training_loss(&self, tokens: Tensor<2, Int>, targets: Tensor<2, Int>) -> Tensor<1> {
-        let (logits, more) = self.predict(tokens);
-        let loss = cross_entropy(logits, targets);
-        match more {
-            Some(more) => loss + more,
-            None => loss,
+        match self.losses(tokens, targets) {
+            (loss, Some(more)) => loss + more,
+            (loss, None) => loss,
         }
     }
 
@@ -207,10 +217,31 @@ impl LanguageModel for Transformer {
 
     /// The routers add small shares of their balance and z-losses, where blocks have experts.
     fn predict(&self, tokens: Tensor<2, Int>) -> (Tensor<2>, Option<Tensor<1>>) {
+        let (x, routers) = self.features(tokens);
+        let head = cast(self.head.val(), self.activation.into());
+        (cast(x.matmul(head), FloatDType::F32), routers)
+    }
+
+    /// With the head and the loss as one operation, which has the logits of a few bytes at a time.
+    fn losses(
+        &self,
+        tokens: Tensor<2, Int>,
+        targets: Tensor<2, Int>,
+    ) -> (Tensor<1>, Option<Tensor<1>>) {
+        let (x, routers) = self.features(tokens);
+        let (head, params) = (self.head.val(), CrossEntropy::default());
+        let loss = linear_cross_entropy(x, head, flat(targets), params);
+        (loss, routers)
+    }
+}
+
+impl Transformer {
+    /// What the head reads, `[batch * time, width]` in the type of the activations, and what the
+    /// routers add to the training loss.
+    fn features(&self, tokens: Tensor<2, Int>) -> (Tensor<2>, Option<Tensor<1>>) {
         let [batch, time] = tokens.dims();
-        let rows = batch * time;
         let activation = self.activation.into();
-        let mut x = embed(tokens, cast(self.embedding.val(), activation));
+        let mut x = embed(tokens, self.embedding.val(), activation);
         let mut routers: Option<Tensor<1>> = None;
         for block in &self.blocks {
             let BlockOutput {
@@ -230,45 +261,23 @@ impl LanguageModel for Transformer {
             }
         }
         let x = self.norm.forward(x, activation);
-        let logits = x.matmul(cast(self.head.val(), activation).unsqueeze());
-        let logits = cast(logits, FloatDType::F32);
-        (logits.reshape([rows, VOCABULARY]), routers)
+        let [_, _, width] = x.dims();
+        (x.reshape([batch * time, width]), routers)
     }
 }
 
-/// Mean cross entropy of `targets` (`[batch, time]`) under `logits` (`[batch * time, 256]`).
-fn cross_entropy(logits: Tensor<2>, targets: Tensor<2, Int>) -> Tensor<1> {
-    let [batch, time] = targets.dims();
-    let rows = batch * time;
-    let likelihoods = log_softmax(logits, 1) * one_hot(targets.reshape([rows]));
-    sum(likelihoods).div_scalar(-(rows as f64))
+/// Numbers of bytes one after another.
+fn flat(bytes: Tensor<2, Int>) -> Tensor<1, Int> {
+    let [batch, time] = bytes.dims();
+    bytes.reshape([batch * time])
 }
 
-/// The rows of `embedding` (`[256, width]`) for `tokens` (`[batch, time]`): `[batch, time, width]`.
-///
-/// A GEMM with a one-hot matrix: its gradient is a GEMM too. The gradient of a look-up is a
-/// scatter, which GPUs add up in an order that is not the same from run to run. As a batch of
-/// GEMMs, so that their gradients, which contract the tokens, are too.
-pub(crate) fn embed(tokens: Tensor<2, Int>, embedding: Tensor<2>) -> Tensor<3> {
-    let [batch, time] = tokens.dims();
-    let symbols: Tensor<3> =
-        one_hot(tokens.reshape([batch * time])).reshape([batch, time, VOCABULARY]);
-    cast(symbols, embedding.dtype().into()).matmul(embedding.unsqueeze())
-}
-
-/// f32 `[rows, 256]`: 1 in the column of each byte, else 0.
-fn one_hot(bytes: Tensor<1, Int>) -> Tensor<2> {
-    let device = bytes.device();
-    let dtype = bytes.dtype();
-    let columns = Tensor::<1, Int>::arange(0..VOCABULARY as i64, (&device, dtype));
-    let [rows] = bytes.dims();
-    let bytes = bytes.reshape([rows, 1]).expand([rows, VOCABULARY]);
-    cast(
-        bytes
-            .equal(columns.unsqueeze::<2>().expand([rows, VOCABULARY]))
-            .float(),
-        FloatDType::F32,
-    )
+/// The rows of `embedding` (`[256, width]`) for `tokens` (`[batch, time]`), in type `dtype`:
+/// `[batch, time, width]`.
+pub(crate) fn embed(tokens: Tensor<2, Int>, embedding: Tensor<2>, dtype: FloatDType) -> Tensor<3> {
+    let ([batch, time], [_, width]) = (tokens.dims(), embedding.dims());
+    let rows = burn_nvfp4::loss::embedding(embedding, flat(tokens), dtype);
+    rows.reshape([batch, time, width])
 }
 
 /// `model` with initial values and stable ids for all its parameters, both from their paths; the

@@ -18,6 +18,7 @@ mod errors;
 mod fusion;
 mod grouped;
 mod linear;
+mod loss;
 #[cfg(any(feature = "cpu", feature = "cuda"))]
 mod memory;
 mod module;

@@ -24,6 +24,7 @@ mod dense;
 mod grouped;
 mod harness;
 mod inputs;
+mod loss;
 mod packed;
 mod prologue;
 mod scales;
@@ -166,6 +167,20 @@ fn attentions(bench: &mut Bench) {
     }
 }
 
+/// The ends of language models.
+fn losses(bench: &mut Bench) {
+    for vocab in [256, 32768, 50264, 131_072] {
+        let name = format!("logits 8192x{vocab}");
+        matrix(bench, name, Full, (8192, vocab), loss::cross_entropy);
+    }
+    for (vocab, cols) in [(256, 768), (32768, 4096), (131_072, 4096)] {
+        let name = format!("table {vocab}x{cols}, 16384 tokens");
+        matrix(bench, name, Full, (16384, cols), |section, inputs| {
+            loss::embeddings(section, inputs, vocab);
+        });
+    }
+}
+
 /// `measure` of bf16 matrices, behind the copy of one.
 fn matrix(
     bench: &mut Bench,
@@ -189,6 +204,7 @@ fn main() {
     unscaled(&mut bench);
     deepseek(&mut bench);
     swizzled(&mut bench);
+    losses(&mut bench);
     attentions(&mut bench);
     bench.report().expect("the summary could not be written");
 }

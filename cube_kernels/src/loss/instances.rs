@@ -78,6 +78,7 @@ pub(crate) fn instances(device: &DummyDevice) -> Vec<Instance> {
             for (gradient, smoothing) in [(true, false), (true, true), (false, false)] {
                 all.push(instance!(
                     device,
+                    units lanes.max(256) as u32,
                     cross_entropy_kernel,
                     format!("{tag}-{lanes}-{gradient}-{smoothing}"),
                     NONE,
