@@ -19,6 +19,8 @@ pub mod policy;
 pub mod reference;
 
 #[cfg(feature = "cube")]
+pub mod activation;
+#[cfg(feature = "cube")]
 pub mod capabilities;
 #[cfg(feature = "cube")]
 pub mod cube;
@@ -30,6 +32,8 @@ pub(crate) mod launch;
 pub(crate) mod memory;
 #[cfg(feature = "cube")]
 pub mod moe;
+#[cfg(feature = "cube")]
+pub mod norm;
 #[cfg(feature = "cube")]
 pub mod quantize;
 #[cfg(feature = "cube")]

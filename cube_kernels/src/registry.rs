@@ -139,8 +139,10 @@ pub(crate) use instance;
 /// All instances that `device` uses.
 pub fn instances(device: &DummyDevice) -> Vec<Instance> {
     let modules = [
+        crate::activation::instances::instances,
         crate::gemm::instances::instances,
         crate::moe::instances::instances,
+        crate::norm::instances::instances,
         crate::quantize::instances::instances,
     ];
     modules

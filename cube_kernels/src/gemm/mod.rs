@@ -14,7 +14,7 @@ use cubecl::{client::Client, server::Handle};
 
 // `#[cube]` generates public items that cannot carry documentation.
 #[allow(missing_docs)]
-mod arguments;
+pub(crate) mod arguments;
 pub mod cublaslt;
 mod dispatch;
 #[allow(missing_docs)]

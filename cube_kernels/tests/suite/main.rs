@@ -36,6 +36,8 @@ mod ms_eden;
 #[cfg(feature = "cube")]
 mod mxfp8;
 #[cfg(feature = "cube")]
+mod norm;
+#[cfg(feature = "cube")]
 mod peers_bugs;
 #[cfg(feature = "cube")]
 mod prologue;
