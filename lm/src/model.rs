@@ -11,8 +11,8 @@ use burn::module::{Module, ModuleMapper, Param, ParamId};
 use burn::tensor::activation::log_softmax;
 use burn::tensor::{DType, Device, FloatDType, Int, Tensor, TensorData};
 use burn_nvfp4::nn::{
-    BlockOutput, Nvfp4TransformerBlock, Nvfp4TransformerBlockConfig, RmsNorm, RopeCache,
-    RopeCacheConfig,
+    BlockOutput, Nvfp4TransformerBlock, Nvfp4TransformerBlockConfig, ResidualStream, RmsNorm,
+    RopeCache, RopeCacheConfig,
 };
 use burn_nvfp4::state::assign_layer_ids;
 
@@ -210,15 +210,16 @@ impl LanguageModel for Transformer {
         let [batch, time] = tokens.dims();
         let rows = batch * time;
         let activation = self.activation.into();
-        let mut x = embed(tokens, cast(self.embedding.val(), activation));
+        let x = embed(tokens, cast(self.embedding.val(), activation));
+        let mut stream = ResidualStream::from(x);
         let mut routers: Option<Tensor<1>> = None;
         for block in &self.blocks {
             let BlockOutput {
                 output,
                 balance_loss,
                 z_loss,
-            } = block.forward(x, &self.positions);
-            x = output;
+            } = block.forward_stream(stream, &self.positions);
+            stream = output;
             for (loss, share) in [(balance_loss, self.balance_share), (z_loss, Z_SHARE)] {
                 if let Some(loss) = loss {
                     let loss = loss.mul_scalar(share);
@@ -229,7 +230,7 @@ impl LanguageModel for Transformer {
                 }
             }
         }
-        let x = self.norm.forward(x, activation);
+        let (_, x) = self.norm.forward_stream(stream);
         let logits = x.matmul(cast(self.head.val(), activation).unsqueeze());
         let logits = cast(logits, FloatDType::F32);
         (logits.reshape([rows, VOCABULARY]), routers)

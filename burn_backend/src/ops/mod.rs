@@ -34,6 +34,7 @@ mod cube;
 mod dequantize;
 #[cfg(feature = "flex")]
 mod flex;
+pub mod layers;
 #[cfg(any(feature = "flex", feature = "cubecl-backend"))]
 mod layout;
 pub(crate) mod linear;

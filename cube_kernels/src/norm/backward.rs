@@ -189,7 +189,6 @@ fn by_x(
 struct Loaded {
     grad: Array<u32>,
     x: Array<u32>,
-    sum_grad: Array<u32>,
     stats: Array<f32>,
 }
 
@@ -200,7 +199,6 @@ impl Loaded {
         Loaded {
             grad: Array::<u32>::new(len),
             x: Array::<u32>::new(len),
-            sum_grad: Array::<u32>::new(comptime!(if plan.residual { len } else { 1 })),
             stats: Array::<f32>::new(2usize),
         }
     }
@@ -219,9 +217,6 @@ impl Loaded {
             let at = block_at(row, k, place, part.cols);
             load_raw::<F, N>(&inputs.grad, &at, &mut self.grad, k * words, plan);
             load_raw::<F, N>(&inputs.x, &at, &mut self.x, k * words, plan);
-            if comptime!(plan.residual) {
-                load_raw::<F, N>(&inputs.sum_grad, &at, &mut self.sum_grad, k * words, plan);
-            }
         }
         let stats = load_stats(&inputs.stats, row, part.count, plan);
         self.stats[0] = stats.rstd;
@@ -233,9 +228,6 @@ impl Loaded {
         for i in 0..comptime!(plan.kept * plan.raw_words()) {
             self.grad[i] = from.grad[i];
             self.x[i] = from.x[i];
-            if comptime!(plan.residual) {
-                self.sum_grad[i] = from.sum_grad[i];
-            }
         }
         self.stats[0] = from.stats[0];
         self.stats[1] = from.stats[1];
@@ -272,8 +264,6 @@ fn kept_part<F: Numeric, N: Size, G: Size>(
     let mut loaded = Loaded::new(plan);
     let mut ahead = Loaded::new(plan);
     if comptime!(kept == 1) {
-        let at = block_at(0usize, 0usize, place, cols);
-        load_factors::<G>(&inputs.gain, &at, &mut gain, plan);
         ahead.load::<F, N, G>(inputs, min(row, last), place, part, plan);
     }
     let steps = (part.end - part.start).div_ceil(slots);
@@ -284,6 +274,14 @@ fn kept_part<F: Numeric, N: Size, G: Size>(
         } else {
             loaded.load::<F, N, G>(inputs, min(row, last), place, part, plan);
         }
+        let mut sum_grad = Array::<u32>::new(comptime!(kept * words));
+        if comptime!(plan.residual) {
+            #[unroll]
+            for k in 0..kept {
+                let at = block_at(min(row, last), k, place, cols);
+                load_raw::<F, N>(&inputs.sum_grad, &at, &mut sum_grad, k * words, plan);
+            }
+        }
         let stats = Stats {
             rstd: loaded.stats[0],
             mean: loaded.stats[1],
@@ -292,10 +290,8 @@ fn kept_part<F: Numeric, N: Size, G: Size>(
         let mut scaled = 0.0f32;
         #[unroll]
         for k in 0..kept {
-            if comptime!(kept > 1) {
-                let at = block_at(row, k, place, cols);
-                load_factors::<G>(&inputs.gain, &at, &mut gain, plan);
-            }
+            let at = block_at(row, k, place, cols);
+            load_factors::<G>(&inputs.gain, &at, &mut gain, plan);
             let grad = unpack_raw(&loaded.grad, k * words, plan);
             let x = unpack_raw(&loaded.x, k * words, plan);
             dot = add_dot(&grad, &x, &gain, &stats, dot, plan);
@@ -313,9 +309,7 @@ fn kept_part<F: Numeric, N: Size, G: Size>(
             #[unroll]
             for k in 0..kept {
                 let at = block_at(row, k, place, cols);
-                if comptime!(kept > 1) {
-                    load_factors::<G>(&inputs.gain, &at, &mut gain, plan);
-                }
+                load_factors::<G>(&inputs.gain, &at, &mut gain, plan);
                 let mut grad = unpack_raw(&loaded.grad, k * words, plan);
                 let x = unpack_raw(&loaded.x, k * words, plan);
                 #[unroll(unrolled)]
@@ -328,8 +322,8 @@ fn kept_part<F: Numeric, N: Size, G: Size>(
                     }
                 }
                 if comptime!(plan.residual) {
-                    let sum_grad = unpack_raw(&loaded.sum_grad, k * words, plan);
-                    by_x(&mut grad, &x, &gain, &sum_grad, &stats, &means, plan);
+                    let more = unpack_raw(&sum_grad, k * words, plan);
+                    by_x(&mut grad, &x, &gain, &more, &stats, &means, plan);
                 } else {
                     let none = Array::<f32>::new(1usize);
                     by_x(&mut grad, &x, &gain, &none, &stats, &means, plan);

@@ -7,10 +7,10 @@ use super::{
         NormGradInputsLaunch, NormGradOutputsLaunch, norm_backward_kernel, norm_parts_kernel,
     },
     forward::{NormInputsLaunch, NormOutputsLaunch, norm_kernel},
-    plan::NormPlan,
+    plan::{NormPlan, Pass},
 };
 use crate::{
-    reference::{Norm, norm_part_lanes, norm_planes},
+    reference::{Norm, norm_part_lanes},
     registry::{DummyDevice, Expected, Instance, instance},
     tensor::FloatKind,
 };
@@ -42,7 +42,8 @@ pub(crate) fn instances(device: &DummyDevice) -> Vec<Instance> {
         true
     ));
     for (norm, kind, residual, cols) in shapes() {
-        let plan = plan(norm, kind, residual, cols, device);
+        let [plan, backward] = [Pass::Forward, Pass::Backward]
+            .map(|pass| plan((norm, pass), kind, residual, cols, device));
         let (scalar, width, factors) = plan.loads();
         let address = if cols == 768 {
             AddressType::U64
@@ -78,7 +79,7 @@ pub(crate) fn instances(device: &DummyDevice) -> Vec<Instance> {
             ROWS,
             16,
             cols,
-            plan,
+            backward,
             scalar
         ));
     }
@@ -102,21 +103,20 @@ fn shapes() -> Vec<(Norm, FloatKind, bool, usize)> {
 }
 
 fn plan(
-    norm: Norm,
+    (norm, pass): (Norm, Pass),
     kind: FloatKind,
     residual: bool,
     cols: usize,
     device: &DummyDevice,
 ) -> NormPlan {
-    let planes = norm_planes(cols);
-    let kept = cols.div_ceil(16 * 32 * planes);
     NormPlan {
         norm,
         residual,
         bias: norm == Norm::Layer,
-        planes,
+        planes: pass.planes(cols),
         lanes: norm_part_lanes(cols),
-        kept: if kept <= 4 { kept } else { 0 },
+        row_lanes: pass.row_lanes(),
+        kept: pass.kept(cols),
         whole: cols.is_multiple_of(16),
         kind,
         conversion: device.conversion,

@@ -7,7 +7,7 @@ use super::{
         NormGradInputsLaunch, NormGradOutputsLaunch, norm_backward_kernel, norm_parts_kernel,
     },
     forward::{NormInputsLaunch, NormOutputsLaunch, norm_kernel},
-    plan::{NormPlan, cubes},
+    plan::{NormPlan, Pass, cubes},
 };
 use crate::{
     Nvfp4Error,
@@ -150,7 +150,7 @@ pub fn norm(client: &Client, request: &NormRequest<'_>) -> Result<NormResult, Nv
     let plan = NormPlan {
         residual: residual.is_some(),
         bias: bias.is_some(),
-        ..NormPlan::new(client, norm, x, are_aligned(&handles))
+        ..NormPlan::new(client, (norm, Pass::Forward), x, are_aligned(&handles))
     };
     let (scalar, width, factors) = plan.loads();
     let (count, dim) = cubes(client, x.rows.div_ceil(plan.slots()), &plan);
@@ -232,7 +232,7 @@ pub fn norm_backward(
     let plan = NormPlan {
         residual: sum_grad.is_some(),
         bias,
-        ..NormPlan::new(client, norm, x, are_aligned(&handles))
+        ..NormPlan::new(client, (norm, Pass::Backward), x, are_aligned(&handles))
     };
     let parts = norm_parts(x.rows);
     let partial = || allocate(client, parts * x.cols * 4);

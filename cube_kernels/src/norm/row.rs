@@ -10,12 +10,11 @@ use crate::{
         words::{pack, unpack},
     },
     gemm::arguments::thread_in_cta,
-    reference::SUM_LANES,
 };
 
 /// Elements of a block.
 pub(crate) const BLOCK: usize = 16;
-/// Planes of a cube that has planes.
+/// Planes of a cube, where a row has no more.
 pub(crate) const PLANES: usize = 8;
 
 /// A block of a row.
@@ -269,7 +268,7 @@ pub fn is_inside(at: &At, i: usize, #[comptime] plan: NormPlan) -> bool {
 /// Sums along rows, in the order of [`reference::rms_norm_rstd`](crate::reference::rms_norm_rstd).
 ///
 /// Unit `u` of a row adds the blocks `u`, `u + units`, ... in this order. Where planes share a row,
-/// there are 256 units, or no more blocks than units.
+/// there are as many units as partial sums, or no more blocks than units.
 #[derive(CubeType)]
 pub struct RowSum {
     /// The partial sums, where there are no planes; else those of planes, two sets in turn.
@@ -282,8 +281,8 @@ impl RowSum {
     /// Memory for it.
     pub fn new(#[comptime] plan: NormPlan) -> RowSum {
         let len = comptime!(match plan.planes {
-            0 => SUM_LANES,
-            _ => 2 * PLANES,
+            0 => plan.row_lanes,
+            _ => 2 * plan.cube_planes(),
         });
         RowSum {
             sums: Shared::new_slice(len),
@@ -296,7 +295,7 @@ impl RowSum {
         if comptime!(plan.planes == 0) {
             sync_cube();
             let mut lane = UNIT_POS as usize;
-            while lane < SUM_LANES {
+            while lane < plan.row_lanes {
                 self.sums[lane] = 0.0f32;
                 lane += CUBE_DIM as usize;
             }
@@ -308,7 +307,7 @@ impl RowSum {
     /// sum where there are planes.
     pub fn get(&self, own: f32, block: usize, #[comptime] plan: NormPlan) -> f32 {
         if comptime!(plan.planes == 0) {
-            self.sums[block % SUM_LANES]
+            self.sums[block % plan.row_lanes]
         } else {
             own
         }
@@ -317,7 +316,7 @@ impl RowSum {
     /// Keeps the sum with `block` where there are no planes.
     pub fn set(&mut self, sum: f32, block: usize, #[comptime] plan: NormPlan) {
         if comptime!(plan.planes == 0) {
-            self.sums[block % SUM_LANES] = sum;
+            self.sums[block % plan.row_lanes] = sum;
         }
     }
 
@@ -326,7 +325,7 @@ impl RowSum {
         if comptime!(plan.planes == 0) {
             sync_cube();
             if UNIT_POS == 0u32 {
-                let mut len = comptime!(SUM_LANES / 2).runtime();
+                let mut len = comptime!(plan.row_lanes / 2).runtime();
                 while len > 0usize {
                     for i in 0..len {
                         let sum = self.sums[2usize * i] + self.sums[2usize * i + 1usize];
@@ -351,7 +350,7 @@ impl RowSum {
             }
             if comptime!(plan.planes > 1) {
                 let planes = comptime!(plan.planes);
-                let first = self.set * PLANES + place.slot * planes;
+                let first = self.set * plan.cube_planes() + place.slot * planes;
                 if place.unit % 32usize == 0usize {
                     self.sums[first + place.unit / 32usize] = sum;
                 }

@@ -55,11 +55,11 @@ pub use ms_eden::{
     round_scale_stochastic,
 };
 pub use mx::{mx_dequantize, mx_quantize};
+#[cfg(feature = "cube")]
+pub(crate) use norm::{GRAD_SUM_LANES, PART_LANES, norm_planes};
 pub use norm::{
     Norm, NormBackward, NormForward, norm_backward, norm_forward, norm_part_lanes, norm_parts,
 };
-#[cfg(feature = "cube")]
-pub(crate) use norm::{PART_LANES, norm_planes};
 pub use panels::{PANEL_BYTES, PANEL_ROWS, panels};
 pub use quantize::{quantize, quantize_col, quantize_row, quantize_tile, quantize_tile_copy};
 pub use random_bits::{BitComparison, Question, RandomBits, compare_random_bits, read_random_bits};

@@ -1,6 +1,6 @@
 //! RMSNorm and LayerNorm of rows, with an addition before them, and their gradients.
 //!
-//! Sums along a row are those of [`rms_norm_rstd`](super::rms_norm_rstd): block `b` of 16 elements
+//! Sums along a row in the forward are those of [`rms_norm_rstd`](super::rms_norm_rstd): block `b` of 16 elements
 //! goes to partial sum `b % 256`, element after element, and neighbouring sums are added, then
 //! neighbouring pairs, and so on. Sums over rows (the gradients of gain and bias) are made of parts
 //! whose number depends on the rows alone, see [`norm_parts`]. No order depends on how a kernel is
@@ -29,9 +29,8 @@ const MOST_PARTS: usize = 264;
 const LEAST_ROWS: usize = 8;
 /// Sums that the parts are dealt out to in turn before these are added in a tree.
 pub(crate) const PART_LANES: usize = 16;
-/// Planes of 32 units that take part in a row of up to 4096 elements, all of them, and in longer
-/// ones.
-const MOST_PLANES: usize = 8;
+/// Partial sums along a row in the backward, which needs more registers for each element.
+pub(crate) const GRAD_SUM_LANES: usize = 2 * SUM_LANES;
 
 /// Parts of `rows` rows.
 pub fn norm_parts(rows: usize) -> usize {
@@ -47,13 +46,13 @@ fn part_rows(part: usize, parts: usize, rows: usize) -> Range<usize> {
 /// in a tree, neighbours first. As many as rows of `cols` elements fit into 256 units with 16
 /// elements each, 1 to 8.
 pub fn norm_part_lanes(cols: usize) -> usize {
-    MOST_PLANES / norm_planes(cols)
+    SUM_LANES / 32 / norm_planes(cols, SUM_LANES / 32)
 }
 
-/// Planes of 32 units that share a row of `cols` elements, 16 elements a unit, 1 to 8.
-pub(crate) fn norm_planes(cols: usize) -> usize {
+/// Planes of 32 units that share a row of `cols` elements, 16 elements a unit, at most `most`.
+pub(crate) fn norm_planes(cols: usize, most: usize) -> usize {
     (cols.div_ceil(32 * BLOCK))
-        .clamp(1, MOST_PLANES)
+        .clamp(1, most)
         .next_power_of_two()
 }
 
@@ -82,10 +81,10 @@ pub struct NormBackward<T> {
 }
 
 /// The sums of blocks of a row, of what `add` adds for each element to a sum.
-fn row_sum(cols: usize, add: impl Fn(f32, usize) -> f32) -> f32 {
-    let mut sums = [0f32; SUM_LANES];
+fn row_sum<const LANES: usize>(cols: usize, add: impl Fn(f32, usize) -> f32) -> f32 {
+    let mut sums = [0f32; LANES];
     for block in 0..cols.div_ceil(BLOCK) {
-        let sum = &mut sums[block % SUM_LANES];
+        let sum = &mut sums[block % LANES];
         for column in block * BLOCK..((block + 1) * BLOCK).min(cols) {
             *sum = add(*sum, column);
         }
@@ -177,9 +176,9 @@ fn row_stats<T: Element>(norm: Norm, row: &[T], epsilon: f32) -> [f32; 2] {
     let cols = row.len() as f32;
     let mean = match norm {
         Norm::Rms => 0.0,
-        Norm::Layer => row_sum(row.len(), |sum, i| sum + row[i].to_f32()) / cols,
+        Norm::Layer => row_sum::<SUM_LANES>(row.len(), |sum, i| sum + row[i].to_f32()) / cols,
     };
-    let squares = row_sum(row.len(), |sum, i| {
+    let squares = row_sum::<SUM_LANES>(row.len(), |sum, i| {
         let x = match norm {
             Norm::Rms => row[i].to_f32(),
             Norm::Layer => row[i].to_f32() - mean,
@@ -324,10 +323,11 @@ impl<'a, T: Element> Row<'a, T> {
             Norm::Rms => 0.0,
             Norm::Layer => {
                 let add = |sum, i: usize| self.grad[i].to_f32().mul_add(self.gain[i], sum);
-                row_sum(cols, add) / cols as f32
+                row_sum::<GRAD_SUM_LANES>(cols, add) / cols as f32
             }
         };
-        let dot = row_sum(cols, |sum, i| scaled(i).mul_add(self.normed(i), sum)) / cols as f32;
+        let dot = row_sum::<GRAD_SUM_LANES>(cols, |sum, i| scaled(i).mul_add(self.normed(i), sum))
+            / cols as f32;
         (0..cols).map(move |i| {
             let grad = match self.norm {
                 Norm::Rms => self.grad[i].to_f32() * self.gain[i],
