@@ -16,6 +16,7 @@ mod errors;
 #[cfg(any(feature = "cpu", feature = "cuda"))]
 mod fusion;
 mod grouped;
+mod layers;
 mod linear;
 #[cfg(any(feature = "cpu", feature = "cuda"))]
 mod memory;

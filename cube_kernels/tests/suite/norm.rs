@@ -11,6 +11,7 @@ use nvfp4_kernels::{
     activation::{activation, activation_backward},
     norm::{NormBackwardRequest, NormRequest, norm, norm_backward},
     reference::{self, Activation, Gelu, Norm},
+    tensor::FloatKind,
 };
 
 const EPSILON: f32 = 1e-6;
@@ -140,7 +141,12 @@ impl<T: DeviceElement> Case<T> {
 }
 
 fn check_shapes<T: DeviceElement>(client: &Client) {
+    // Types differ in how elements are loaded and stored, and in nothing else.
+    let all = T::KIND == FloatKind::Bf16;
     for (i, shape) in SHAPES.into_iter().enumerate() {
+        if !all && shape.1 > 500 {
+            continue;
+        }
         for norm in NORMS {
             Case::<T>::new(norm, Kind::Heavy, shape, i as u32).check(client, "shapes");
         }
