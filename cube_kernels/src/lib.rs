@@ -19,7 +19,11 @@ pub mod policy;
 pub mod reference;
 
 #[cfg(feature = "cube")]
+<<<<<<< HEAD
 pub mod activation;
+=======
+pub mod attention;
+>>>>>>> main
 #[cfg(feature = "cube")]
 pub mod capabilities;
 #[cfg(feature = "cube")]
@@ -51,6 +55,6 @@ pub use format::{
     tensor::{Amax, Origin, QuantizedTensor},
 };
 pub use policy::{
-    AmaxGranularity, BlockScaling, BlockShape, ErrorNorm, Hadamard, HadamardSize, Nvfp4Params,
+    AmaxGranularity, AttentionParams, BlockScaling, BlockShape, ErrorNorm, Hadamard, HadamardSize, Nvfp4Params,
     RandomStream, Rounding, ScaleLayout, Storage,
 };

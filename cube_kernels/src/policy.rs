@@ -1,6 +1,10 @@
-//! The choices that a caller makes for one operand, apart from any tensor.
+//! The choices that a caller makes, apart from any tensor.
+
+use std::ops::Range;
 
 use serde::{Deserialize, Serialize};
+
+use crate::Nvfp4Error;
 
 /// How a scaled value becomes a 4-bit code.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -276,6 +280,97 @@ impl Nvfp4Params {
             hadamard: None,
             scaling: BlockScaling::Standard,
             layout: ScaleLayout::Compact,
+        }
+    }
+}
+
+/// How scores become weights.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub struct AttentionParams {
+    /// What products of queries and keys are multiplied by.
+    pub scale: f32,
+    /// Query `i` of `sq` sees key `j` of `sk` only if `j <= i + sk - sq`: the last query sees all
+    /// keys.
+    pub causal: bool,
+    /// Keys that a query sees at most, its own included: `j > i + sk - sq - window`. Needs
+    /// `causal`.
+    pub window: Option<usize>,
+    /// Bounds scores: `softcap · tanh(s / softcap)`, after `scale`.
+    pub softcap: Option<f32>,
+    /// One is added to the denominator of the softmax, an additional score 0 without a value: the
+    /// weights of a row may be less than 1 together. Its logarithm is in the log-sum-exp, which is
+    /// 0 for a row that sees nothing.
+    pub quiet_softmax: bool,
+}
+
+impl AttentionParams {
+    /// Scores of heads of `head` elements, times `1 / sqrt(head)`.
+    pub fn new(head: usize) -> Self {
+        Self {
+            scale: (head as f32).sqrt().recip(),
+            causal: false,
+            window: None,
+            softcap: None,
+            quiet_softmax: false,
+        }
+    }
+
+    /// The same where no query sees a later key.
+    pub fn causal(head: usize) -> Self {
+        Self {
+            causal: true,
+            ..Self::new(head)
+        }
+    }
+
+    /// The keys that query `i` of `sq` sees of `sk`, all of one sequence.
+    pub fn visible(&self, i: usize, sq: usize, sk: usize) -> Range<usize> {
+        if !self.causal {
+            return 0..sk;
+        }
+        let end = (i + 1 + sk).saturating_sub(sq).min(sk);
+        let start = match self.window {
+            Some(window) => (i + 1 + sk).saturating_sub(sq + window).min(end),
+            None => 0,
+        };
+        start..end
+    }
+
+    /// An error unless the values can be computed with.
+    ///
+    /// # Errors
+    /// When the scale is not finite, the soft cap not positive and finite, the window is empty or
+    /// without a causal mask.
+    pub fn check(&self) -> Result<(), Nvfp4Error> {
+        if !self.scale.is_finite() {
+            return Err(Nvfp4Error::value(
+                "scale",
+                self.scale.to_string(),
+                "a finite number",
+            ));
+        }
+        if let Some(softcap) = self.softcap
+            && !(softcap > 0.0 && softcap.is_finite())
+        {
+            return Err(Nvfp4Error::value(
+                "softcap",
+                softcap.to_string(),
+                "a positive finite number",
+            ));
+        }
+        match self.window {
+            Some(0) => Err(Nvfp4Error::value("window", "0", "at least 1")),
+            Some(window) if window > 1 << 29 => Err(Nvfp4Error::value(
+                "window",
+                window.to_string(),
+                format!("at most {}", 1 << 29),
+            )),
+            Some(_) if !self.causal => Err(Nvfp4Error::value(
+                "window",
+                "a window without a causal mask",
+                "`causal` too",
+            )),
+            _ => Ok(()),
         }
     }
 }

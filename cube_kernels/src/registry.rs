@@ -140,6 +140,7 @@ pub(crate) use instance;
 pub fn instances(device: &DummyDevice) -> Vec<Instance> {
     let modules = [
         crate::activation::instances::instances,
+        crate::attention::instances::instances,
         crate::gemm::instances::instances,
         crate::moe::instances::instances,
         crate::norm::instances::instances,

@@ -12,6 +12,7 @@
 
 mod activation;
 mod amax;
+pub mod attention;
 mod block;
 mod dequantize;
 mod element;

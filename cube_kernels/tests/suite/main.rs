@@ -12,6 +12,8 @@ mod oracle;
 mod stochastic;
 
 #[cfg(feature = "cube")]
+mod attention;
+#[cfg(feature = "cube")]
 mod dequantize;
 #[cfg(feature = "cube")]
 mod emulated;

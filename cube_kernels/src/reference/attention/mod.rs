@@ -1,0 +1,538 @@
+//! Attention, forward and backward: the arithmetic of the kernels without matrix instructions, and
+//! a reference in `f64` with bounds for every kernel.
+//!
+//! [`attention_forward`] and [`attention_backward`] have the bits of `attention::scalar`, whatever
+//! the device. The order of every sum:
+//!
+//! - A product of two heads: element `d` is added to partial sum `d % W`, `d` ascending, by fused
+//!   multiply-adds; `W` is 4, 8, 16 or 32 for heads of up to 32, 64, 128, 256 elements. Groups of
+//!   four partial sums become `(s0 + s1) + (s2 + s3)`, then neighbours are added, then neighbouring
+//!   pairs, and so on.
+//! - Over keys, ascending, for a query; over query heads, and the queries of each, ascending, for a
+//!   key. Scores that the mask excludes take no part.
+//! - A row keeps its largest score so far, `m`, and the sum `l` of `exp(s - m)`; both, and the
+//!   output, are rescaled where the maximum rises.
+//!
+//! Arithmetic is `f32`; outputs and gradients are rounded once to the type of the operands.
+
+mod exact;
+mod math;
+
+use std::ops::Range;
+
+use rayon::prelude::*;
+
+use super::Element;
+use crate::AttentionParams;
+
+pub use exact::{AttentionF64, Bounded, Precision, attention_f64};
+#[cfg(feature = "cube")]
+pub(crate) use math::{LN_2_LOWER, LN_2_UPPER, LN_POLYNOMIAL, SQRT_HALF, TANH_SERIES, TANH_SMALL};
+pub use math::{exp_or_nan, ln, tanh};
+
+/// Elements of a head that one partial sum of four takes, at most.
+const LANE_ELEMENTS: usize = 32;
+
+/// Lanes of four partial sums that share a product of two heads of `head` elements.
+pub const fn lanes(head: usize) -> usize {
+    head.div_ceil(LANE_ELEMENTS).next_power_of_two()
+}
+
+/// `head` rounded up to a multiple of the partial sums; what is added are zeros.
+pub const fn padded(head: usize) -> usize {
+    head.next_multiple_of(4 * lanes(head))
+}
+
+/// Heads of tokens on the host: those of a token lie one after another, and tokens `row_stride`
+/// elements apart, from element `offset` on.
+#[derive(Debug, Clone, Copy)]
+pub struct HostHeads<'a, T> {
+    /// The elements.
+    pub data: &'a [T],
+    /// Elements before the first.
+    pub offset: usize,
+    /// Elements from a token to the next.
+    pub row_stride: usize,
+}
+
+impl<'a, T: Element> HostHeads<'a, T> {
+    /// Of tokens of `width` elements without gaps.
+    pub fn contiguous(data: &'a [T], width: usize) -> Self {
+        Self {
+            data,
+            offset: 0,
+            row_stride: width,
+        }
+    }
+
+    /// Head `index` of `head` elements, of token `token`.
+    pub fn head(&self, token: usize, index: usize, head: usize) -> &'a [T] {
+        &self.data[self.offset + token * self.row_stride + index * head..][..head]
+    }
+
+    /// Head `index` of `tokens` tokens in `f32`, each padded with zeros.
+    fn gather(&self, tokens: usize, index: usize, head: usize) -> Vec<f32> {
+        let pitch = padded(head);
+        let mut out = vec![0f32; tokens * pitch];
+        for (token, row) in out.chunks_mut(pitch).enumerate() {
+            for (out, value) in row.iter_mut().zip(self.head(token, index, head)) {
+                *out = value.to_f32();
+            }
+        }
+        out
+    }
+}
+
+/// The sizes of attention on the host.
+#[derive(Debug, Clone, Copy)]
+pub struct AttentionShape<'a> {
+    /// Heads of queries.
+    pub heads: usize,
+    /// Heads of keys and values, which divide them.
+    pub kv_heads: usize,
+    /// Elements of a head.
+    pub head: usize,
+    /// Tokens of `q`.
+    pub q_tokens: usize,
+    /// Tokens of `k` and `v`.
+    pub k_tokens: usize,
+    /// Where sequences begin among the tokens of `q`, ascending from 0, and the last one ends.
+    pub q_starts: &'a [u32],
+    /// The same among those of `k` and `v`.
+    pub k_starts: &'a [u32],
+    /// How scores become weights.
+    pub params: AttentionParams,
+}
+
+impl AttentionShape<'_> {
+    /// Heads of queries that read one head of keys and values.
+    pub fn group(&self) -> usize {
+        self.heads / self.kv_heads
+    }
+
+    /// The tokens of queries and of keys of each sequence.
+    fn sequences(&self) -> impl Iterator<Item = (Range<usize>, Range<usize>)> {
+        let range = |pair: &[u32]| pair[0] as usize..pair[1] as usize;
+        let q = self.q_starts.windows(2).map(range);
+        q.zip(self.k_starts.windows(2).map(range))
+    }
+}
+
+/// Output and log-sum-exp.
+#[derive(Debug, Clone, PartialEq)]
+pub struct AttentionForward<T> {
+    /// `[q_tokens, heads, head]`.
+    pub out: Vec<T>,
+    /// `[heads, q_tokens]`.
+    pub lse: Vec<f32>,
+}
+
+/// The gradients of the operands.
+#[derive(Debug, Clone, PartialEq)]
+pub struct AttentionBackward<T> {
+    /// `[q_tokens, heads, head]`.
+    pub dq: Vec<T>,
+    /// `[k_tokens, kv_heads, head]`.
+    pub dk: Vec<T>,
+    /// `[k_tokens, kv_heads, head]`.
+    pub dv: Vec<T>,
+}
+
+/// Attention, see [`AttentionParams`]. Rows that see nothing have output 0 and log-sum-exp `-inf`,
+/// or 0 with a quiet softmax; tokens of no sequence have output 0 and `-inf`.
+///
+/// # Panics
+/// When an operand does not hold its heads.
+pub fn attention_forward<T: Element>(
+    q: HostHeads<'_, T>,
+    k: HostHeads<'_, T>,
+    v: HostHeads<'_, T>,
+    shape: &AttentionShape<'_>,
+) -> AttentionForward<T> {
+    let rows: Vec<(Vec<f32>, Vec<f32>)> = (0..shape.heads)
+        .into_par_iter()
+        .map(|h| {
+            let head = HeadOperands::new(q, k, v, shape, h);
+            with_fma(move || head.forward())
+        })
+        .collect();
+    let (out, lse): (Vec<_>, Vec<_>) = rows.into_iter().unzip();
+    AttentionForward {
+        out: interleave(&out, shape.q_tokens, shape.head),
+        lse: lse.concat(),
+    }
+}
+
+/// The sum of `dout · out` of each row, `[heads, q_tokens]`: of each eight elements by fused
+/// multiply-adds, then of neighbouring eights, of neighbouring pairs of these, and so on, zeros
+/// behind the last.
+///
+/// # Panics
+/// When an operand does not hold its heads.
+pub fn attention_delta<T: Element>(
+    out: HostHeads<'_, T>,
+    dout: HostHeads<'_, T>,
+    shape: &AttentionShape<'_>,
+) -> Vec<f32> {
+    let head = shape.head;
+    let row = |h: usize, token: usize| {
+        let (out, dout) = (out.head(token, h, head), dout.head(token, h, head));
+        let mut sums = vec![0f32; head.div_ceil(8).next_power_of_two()];
+        for (sum, (out, dout)) in sums.iter_mut().zip(out.chunks(8).zip(dout.chunks(8))) {
+            for (out, dout) in out.iter().zip(dout) {
+                *sum = dout.to_f32().mul_add(out.to_f32(), *sum);
+            }
+        }
+        tree(&mut sums)
+    };
+    (0..shape.heads)
+        .into_par_iter()
+        .flat_map_iter(|h| (0..shape.q_tokens).map(move |token| row(h, token)))
+        .collect()
+}
+
+/// The gradients of [`attention_forward`], which gave `saved`, given that of its output.
+///
+/// # Panics
+/// When an operand does not hold its heads.
+pub fn attention_backward<T: Element>(
+    (q, k, v): (HostHeads<'_, T>, HostHeads<'_, T>, HostHeads<'_, T>),
+    (out, lse): (HostHeads<'_, T>, &[f32]),
+    dout: HostHeads<'_, T>,
+    shape: &AttentionShape<'_>,
+) -> AttentionBackward<T> {
+    let delta = attention_delta(out, dout, shape);
+    let of_head =
+        |values: &[f32], h: usize| values[h * shape.q_tokens..][..shape.q_tokens].to_vec();
+    let row = |h: usize| HeadGradient {
+        operands: HeadOperands::new(q, k, v, shape, h),
+        dout: dout.gather(shape.q_tokens, h, shape.head),
+        lse: of_head(lse, h),
+        delta: of_head(&delta, h),
+    };
+    let dq: Vec<Vec<f32>> = (0..shape.heads)
+        .into_par_iter()
+        .map(|h| {
+            let head = row(h);
+            with_fma(move || head.dq())
+        })
+        .collect();
+    let group = shape.group();
+    let (dk, dv): (Vec<_>, Vec<_>) = (0..shape.kv_heads)
+        .into_par_iter()
+        .map(|kv| {
+            let heads: Vec<_> = (kv * group..(kv + 1) * group).map(row).collect();
+            with_fma(move || dkdv(&heads))
+        })
+        .unzip();
+    AttentionBackward {
+        dq: interleave(&dq, shape.q_tokens, shape.head),
+        dk: interleave(&dk, shape.k_tokens, shape.head),
+        dv: interleave(&dv, shape.k_tokens, shape.head),
+    }
+}
+
+/// Turns the pairs of each head of `x`, elements `i` and `i + head / 2`, by the position of its
+/// token in its sequence (`starts`), or back where `inverse`: `fma(-b, sin, a cos)` and `fma(a,
+/// sin, b cos)`. `cos` and `sin` are `[positions, head / 2]`; further positions are turned as the
+/// last, and tokens of no sequence as those of the last sequence.
+///
+/// # Panics
+/// When `x` does not hold the heads of whole tokens.
+pub fn rope<T: Element>(
+    x: &[T],
+    (heads, head): (usize, usize),
+    starts: &[u32],
+    tables: (&[f32], &[f32]),
+    inverse: bool,
+) -> Vec<T> {
+    let mut out = x.to_vec();
+    rope_rows(
+        &mut out,
+        heads * head,
+        (heads, head),
+        starts,
+        tables,
+        inverse,
+    );
+    out
+}
+
+/// [`rope`] in place, of the first `heads` heads of tokens that lie `row_stride` elements apart.
+///
+/// # Panics
+/// When a token does not hold its heads.
+pub fn rope_rows<T: Element>(
+    x: &mut [T],
+    row_stride: usize,
+    (heads, head): (usize, usize),
+    starts: &[u32],
+    (cos, sin): (&[f32], &[f32]),
+    inverse: bool,
+) {
+    assert!(x.len().is_multiple_of(row_stride.max(1)), "whole tokens");
+    let half = head / 2;
+    let positions = cos.len() / half.max(1);
+    x.par_chunks_mut(row_stride.max(1))
+        .enumerate()
+        .for_each(|(token, row)| {
+            let sequence = starts[..starts.len() - 1].partition_point(|&s| s as usize <= token);
+            let start = starts[sequence.saturating_sub(1)] as usize;
+            let position = (token - start.min(token)).min(positions - 1);
+            for head in row[..heads * head].chunks_mut(head) {
+                let (first, second) = head.split_at_mut(half);
+                for (i, (a, b)) in first.iter_mut().zip(second).enumerate() {
+                    let (x, y) = (a.to_f32(), b.to_f32());
+                    let (cos, sin) = (cos[position * half + i], sin[position * half + i]);
+                    let sin = if inverse { -sin } else { sin };
+                    *a = T::from_f32((-y).mul_add(sin, x * cos));
+                    *b = T::from_f32(x.mul_add(sin, y * cos));
+                }
+            }
+        });
+}
+
+/// `[tokens, heads, head]` from as many padded matrices as heads.
+fn interleave<T: Element>(heads: &[Vec<f32>], tokens: usize, head: usize) -> Vec<T> {
+    let pitch = padded(head);
+    let mut out = Vec::with_capacity(tokens * heads.len() * head);
+    for token in 0..tokens {
+        for values in heads {
+            let row = &values[token * pitch..][..head];
+            out.extend(row.iter().map(|&value| T::from_f32(value)));
+        }
+    }
+    out
+}
+
+/// Runs `work` compiled for the widest vectors, and for fused multiply-adds, that the processor
+/// has: without these each is a call. Results do not depend on it.
+#[inline(always)]
+fn with_fma<R>(work: impl FnOnce() -> R) -> R {
+    #[cfg(target_arch = "x86_64")]
+    if std::is_x86_feature_detected!("avx2") && std::is_x86_feature_detected!("fma") {
+        #[target_feature(enable = "avx2,fma")]
+        fn wide<R>(work: impl FnOnce() -> R) -> R {
+            work()
+        }
+        // SAFETY: the processor has both.
+        return unsafe { wide(work) };
+    }
+    work()
+}
+
+/// Adds neighbours, then neighbouring pairs, and so on: a power of two of them.
+#[inline(always)]
+fn tree(sums: &mut [f32]) -> f32 {
+    let mut len = sums.len();
+    while len > 1 {
+        len /= 2;
+        for i in 0..len {
+            sums[i] = sums[2 * i] + sums[2 * i + 1];
+        }
+    }
+    sums[0]
+}
+
+/// The product of two padded heads.
+#[inline(always)]
+fn dot(a: &[f32], b: &[f32]) -> f32 {
+    #[inline(always)]
+    fn sums<const W: usize>(a: &[f32], b: &[f32]) -> f32 {
+        let mut sums = [0f32; W];
+        for (a, b) in a.chunks_exact(W).zip(b.chunks_exact(W)) {
+            for ((sum, a), b) in sums.iter_mut().zip(a).zip(b) {
+                *sum = a.mul_add(*b, *sum);
+            }
+        }
+        tree(&mut sums)
+    }
+    match a.len() {
+        0..=32 => sums::<4>(a, b),
+        33..=64 => sums::<8>(a, b),
+        65..=128 => sums::<16>(a, b),
+        _ => sums::<32>(a, b),
+    }
+}
+
+/// `sums += factor · values`.
+#[inline(always)]
+fn add_scaled(sums: &mut [f32], factor: f32, values: &[f32]) {
+    for (sum, value) in sums.iter_mut().zip(values) {
+        *sum = factor.mul_add(*value, *sum);
+    }
+}
+
+/// A score, and what its gradient is multiplied by for the cap.
+#[inline(always)]
+fn score(product: f32, params: &AttentionParams) -> (f32, f32) {
+    let scaled = product.mul_add(params.scale, 0.0);
+    match params.softcap {
+        None => (scaled, 1.0),
+        Some(cap) => {
+            let t = tanh(scaled * (1.0 / cap));
+            (cap.mul_add(t, 0.0), (-t).mul_add(t, 1.0))
+        }
+    }
+}
+
+/// The operands of one head of queries, padded.
+struct HeadOperands<'a> {
+    q: Vec<f32>,
+    k: Vec<f32>,
+    v: Vec<f32>,
+    pitch: usize,
+    shape: &'a AttentionShape<'a>,
+}
+
+impl<'a> HeadOperands<'a> {
+    fn new<T: Element>(
+        q: HostHeads<'_, T>,
+        k: HostHeads<'_, T>,
+        v: HostHeads<'_, T>,
+        shape: &'a AttentionShape<'a>,
+        h: usize,
+    ) -> Self {
+        let (kv, head) = (h / shape.group(), shape.head);
+        Self {
+            q: q.gather(shape.q_tokens, h, head),
+            k: k.gather(shape.k_tokens, kv, head),
+            v: v.gather(shape.k_tokens, kv, head),
+            pitch: padded(head),
+            shape,
+        }
+    }
+
+    #[inline(always)]
+    fn row(values: &[f32], token: usize, pitch: usize) -> &[f32] {
+        &values[token * pitch..][..pitch]
+    }
+
+    /// Padded output rows, and log-sum-exps.
+    #[inline(always)]
+    fn forward(&self) -> (Vec<f32>, Vec<f32>) {
+        let Self { pitch, shape, .. } = *self;
+        let params = &shape.params;
+        let mut out = vec![0f32; shape.q_tokens * pitch];
+        let mut lse = vec![f32::NEG_INFINITY; shape.q_tokens];
+        for (q_range, k_range) in shape.sequences() {
+            for (i, token) in q_range.clone().enumerate() {
+                let q = Self::row(&self.q, token, pitch);
+                let out = &mut out[token * pitch..][..pitch];
+                let (mut highest, mut sum): (f32, f32) = match params.quiet_softmax {
+                    true => (0.0, 1.0),
+                    false => (f32::MIN, 0.0),
+                };
+                for j in params.visible(i, q_range.len(), k_range.len()) {
+                    let k = Self::row(&self.k, k_range.start + j, pitch);
+                    let (s, _) = score(dot(q, k), params);
+                    let above = s - highest;
+                    let e = exp_or_nan(-above.abs());
+                    let rises = above > 0.0;
+                    let mut weight = e;
+                    if rises {
+                        // exp(s - s), which is NaN at infinity.
+                        weight = if s == f32::INFINITY { f32::NAN } else { 1.0 };
+                        for value in out.iter_mut() {
+                            *value *= e;
+                        }
+                        highest = s;
+                    }
+                    sum = sum.mul_add(if rises { e } else { 1.0 }, weight);
+                    let v = Self::row(&self.v, k_range.start + j, pitch);
+                    add_scaled(out, weight, v);
+                }
+                if sum == 0.0 {
+                    out.fill(0.0);
+                } else {
+                    let inverse = 1.0 / sum;
+                    for value in out.iter_mut() {
+                        *value *= inverse;
+                    }
+                    lse[token] = highest + ln(sum);
+                }
+            }
+        }
+        (out, lse)
+    }
+}
+
+/// What the backward has of one head of queries.
+struct HeadGradient<'a> {
+    operands: HeadOperands<'a>,
+    dout: Vec<f32>,
+    lse: Vec<f32>,
+    delta: Vec<f32>,
+}
+
+impl HeadGradient<'_> {
+    /// The weight of key `key` for query `query`, and the gradient of its score.
+    #[inline(always)]
+    fn weight(&self, query: usize, key: usize) -> (f32, f32) {
+        let HeadOperands { q, k, v, pitch, .. } = &self.operands;
+        let row = |values, token| HeadOperands::row(values, token, *pitch);
+        let params = &self.operands.shape.params;
+        let (s, slope) = score(dot(row(q, query), row(k, key)), params);
+        let lse = self.lse[query];
+        let weight = match lse == f32::NEG_INFINITY {
+            true => 0.0,
+            false => exp_or_nan(s - lse),
+        };
+        let by_weight = dot(row(&self.dout, query), row(v, key));
+        let mut by_score = weight * (by_weight - self.delta[query]);
+        if params.softcap.is_some() {
+            by_score *= slope;
+        }
+        (weight, by_score)
+    }
+
+    /// Padded rows of the gradient of the queries.
+    #[inline(always)]
+    fn dq(&self) -> Vec<f32> {
+        let HeadOperands {
+            k, pitch, shape, ..
+        } = &self.operands;
+        let mut dq = vec![0f32; shape.q_tokens * pitch];
+        for (q_range, k_range) in shape.sequences() {
+            for (i, query) in q_range.clone().enumerate() {
+                let dq = &mut dq[query * pitch..][..*pitch];
+                for j in shape.params.visible(i, q_range.len(), k_range.len()) {
+                    let key = k_range.start + j;
+                    let (_, by_score) = self.weight(query, key);
+                    add_scaled(dq, by_score, HeadOperands::row(k, key, *pitch));
+                }
+                for value in dq.iter_mut() {
+                    *value *= shape.params.scale;
+                }
+            }
+        }
+        dq
+    }
+}
+
+/// Padded rows of the gradients of the keys and values that `heads` read.
+#[inline(always)]
+fn dkdv(heads: &[HeadGradient<'_>]) -> (Vec<f32>, Vec<f32>) {
+    let HeadOperands { pitch, shape, .. } = heads[0].operands;
+    let mut dk = vec![0f32; shape.k_tokens * pitch];
+    let mut dv = vec![0f32; shape.k_tokens * pitch];
+    for (q_range, k_range) in shape.sequences() {
+        let (sq, sk) = (q_range.len(), k_range.len());
+        for head in heads {
+            for (i, query) in q_range.clone().enumerate() {
+                let q = HeadOperands::row(&head.operands.q, query, pitch);
+                let dout = HeadOperands::row(&head.dout, query, pitch);
+                for j in shape.params.visible(i, sq, sk) {
+                    let key = k_range.start + j;
+                    let (weight, by_score) = head.weight(query, key);
+                    add_scaled(&mut dv[key * pitch..][..pitch], weight, dout);
+                    add_scaled(&mut dk[key * pitch..][..pitch], by_score, q);
+                }
+            }
+        }
+    }
+    for value in &mut dk {
+        *value *= shape.params.scale;
+    }
+    (dk, dv)
+}

@@ -1,0 +1,161 @@
+//! Attention, forward and backward, against the oracle and against `f64` with the bounds of its
+//! errors; on CubeCL's CPU runtime, or on a GPU, where bf16 and f16 run by matrix instructions.
+
+mod case;
+mod errors;
+mod rotary;
+mod special;
+
+use half::{bf16, f16};
+
+use self::case::{Case, Operand, check};
+use cubecl::prelude::*;
+
+/// Whether larger problems are quick.
+fn is_gpu(client: &Client) -> bool {
+    client.name() == "cuda"
+}
+
+fn shapes<T: Operand>(client: &Client) {
+    let shapes: &[(usize, usize)] = match is_gpu(client) {
+        true => &[
+            (1, 1),
+            (239, 1),
+            (799, 3),
+            (113, 203),
+            (384, 256),
+            (1023, 1024),
+        ],
+        false => &[(1, 1), (23, 1), (31, 3), (13, 29), (24, 16)],
+    };
+    for &(sq, sk) in shapes {
+        check::<T>(client, &Case::new(64, sq, sk));
+        check::<T>(client, &Case::new(64, sq, sk).causal());
+    }
+}
+
+/// Every number of lanes, whole and with padding; on a GPU all sizes that models have.
+fn head_sizes<T: Operand>(client: &Client) {
+    let sizes: &[usize] = match is_gpu(client) {
+        true => &[1, 7, 20, 32, 48, 64, 80, 96, 112, 128, 160, 192, 256],
+        false => &[7, 48, 80, 256],
+    };
+    for &head in sizes {
+        let (sq, sk) = if is_gpu(client) { (137, 145) } else { (7, 19) };
+        check::<T>(client, &Case::new(head, sq, sk).causal());
+    }
+}
+
+fn groups<T: Operand>(client: &Client) {
+    for (heads, kv_heads) in [(1, 1), (4, 1), (8, 2), (8, 1)] {
+        let (sq, sk) = if is_gpu(client) { (150, 150) } else { (9, 9) };
+        let case = Case {
+            heads,
+            kv_heads,
+            ..Case::new(64, sq, sk).causal()
+        };
+        check::<T>(client, &case);
+    }
+}
+
+/// All masks and what is done to scores, with more queries than keys and fewer.
+fn masks<T: Operand>(client: &Client) {
+    let scale = if is_gpu(client) { 11 } else { 1 };
+    for (sq, sk) in [(21, 13), (13, 21), (18, 18)] {
+        for window in [None, Some(1), Some(5), Some(1000)] {
+            for (softcap, quiet_softmax) in [(None, true), (Some(0.7), false), (Some(2.0), true)] {
+                let mut case = Case::new(64, sq * scale, sk * scale).causal();
+                case.params.window = window.map(|window| window * scale);
+                case.params.softcap = softcap;
+                case.params.quiet_softmax = quiet_softmax;
+                check::<T>(client, &case);
+                if window.is_none() {
+                    case.params.causal = false;
+                    check::<T>(client, &case);
+                }
+            }
+        }
+    }
+}
+
+/// Sequences of any lengths, none on one side or on both, and tokens of nobody.
+fn packed<T: Operand>(client: &Client) {
+    let scale = if is_gpu(client) { 23 } else { 1 };
+    let lengths = |all: &[(usize, usize)]| -> Vec<(usize, usize)> {
+        all.iter().map(|&(q, k)| (q * scale, k * scale)).collect()
+    };
+    let mixed = lengths(&[
+        (0, 3),
+        (5, 5),
+        (7, 0),
+        (0, 0),
+        (1, 9),
+        (12, 2),
+        (3, 3),
+        (0, 1),
+    ]);
+    let same = lengths(&[(4, 4), (0, 0), (11, 11), (1, 1), (0, 0)]);
+    for behind in [0, 6] {
+        for causal in [false, true] {
+            let mut case = Case::new(64, 0, 0).sequences(&mixed, behind);
+            case.params.causal = causal;
+            check::<T>(client, &case);
+            case.params.quiet_softmax = true;
+            case.params.window = causal.then_some(3);
+            check::<T>(client, &case);
+            let mut case = Case::new(64, 0, 0).sequences(&same, behind);
+            (case.heads, case.kv_heads, case.fused) = (4, 2, true);
+            case.params.causal = causal;
+            check::<T>(client, &case);
+        }
+    }
+    // As many sequences of one length, by their number.
+    let mut case = Case::new(64, 0, 0).sequences(&lengths(&[(5, 5); 3]), 0);
+    (case.offsets, case.fused) = (false, true);
+    check::<T>(client, &case.causal());
+    // Nothing on one side.
+    for (sq, sk) in [(0, 0), (5, 0), (0, 5)] {
+        check::<T>(client, &Case::new(64, sq, sk));
+    }
+}
+
+/// Scores of ten thousand, of either sign.
+fn large_scores<T: Operand>(client: &Client) {
+    let length = if is_gpu(client) { 130 } else { 14 };
+    for quiet_softmax in [false, true] {
+        let mut case = Case::new(64, length, length).causal();
+        case.magnitude = 100.0;
+        case.params.scale = 1.0 / 8.0;
+        case.params.quiet_softmax = quiet_softmax;
+        check::<T>(client, &case);
+    }
+}
+
+element_tests! {
+    shapes: shapes_f32, shapes_bf16, shapes_f16;
+    head_sizes: head_sizes_f32, head_sizes_bf16, head_sizes_f16;
+    groups: groups_f32, groups_bf16, groups_f16;
+    masks: masks_f32, masks_bf16, masks_f16;
+    packed: packed_f32, packed_bf16, packed_f16;
+    large_scores: large_scores_f32, large_scores_bf16, large_scores_f16;
+}
+
+/// Lengths next to every size of a tile, on a GPU.
+#[test]
+fn lengths() {
+    let test = "attention::lengths";
+    let client = client!(test);
+    if !is_gpu(&client) {
+        println!("SKIPPED: {test}: {}: minutes", client.name());
+        return;
+    }
+    let powers = (0..=12).flat_map(|power| [(1usize << power) - 1, 1 << power, (1 << power) + 1]);
+    let others = [72, 80, 96, 112, 144, 160, 176, 192, 1000, 3001];
+    for length in powers.chain(others).filter(|&length| length > 0) {
+        let mut case = Case::new(if length % 2 == 0 { 128 } else { 64 }, length, length);
+        case.heads = if length > 1025 { 1 } else { 2 };
+        case.kv_heads = 1;
+        check::<bf16>(&client, &case.clone().causal());
+        check::<f32>(&client, &case);
+    }
+}
