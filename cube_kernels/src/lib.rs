@@ -19,11 +19,9 @@ pub mod policy;
 pub mod reference;
 
 #[cfg(feature = "cube")]
-<<<<<<< HEAD
 pub mod activation;
-=======
+#[cfg(feature = "cube")]
 pub mod attention;
->>>>>>> main
 #[cfg(feature = "cube")]
 pub mod capabilities;
 #[cfg(feature = "cube")]
