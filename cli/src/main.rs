@@ -19,9 +19,14 @@ use std::process::ExitCode;
 
 use clap::Parser;
 
+/// What is logged where `RUST_LOG` says nothing. CubeCL warns of every allocation that it tries
+/// again, and of every kernel that the failed one takes with it: one error says all of it
+/// (`nvfp4_lm::memory`).
+const LOG_FILTER: &str = "warn,cubecl_server::command=error,cubecl_runtime::logging=error";
+
 fn main() -> ExitCode {
     let filter = tracing_subscriber::EnvFilter::try_from_default_env()
-        .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new("warn"));
+        .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new(LOG_FILTER));
     tracing_subscriber::fmt()
         .with_env_filter(filter)
         .with_writer(std::io::stderr)

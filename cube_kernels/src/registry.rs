@@ -8,11 +8,15 @@
 use std::sync::Arc;
 
 use cubecl::{
-    ir::{DeviceProperties, TargetProperties, features::Plane},
+    ir::{
+        DeviceProperties, ElemType, FloatKind, TargetProperties,
+        features::{MmaConfig, Plane},
+    },
     prelude::*,
+    server::Handle,
 };
 
-use crate::cube::codec::Conversion;
+use crate::{cube::codec::Conversion, gemm::instances::GemmInstance};
 
 /// A device that kernels are specialized for, and that nothing is launched on.
 pub struct DummyDevice {
@@ -26,26 +30,40 @@ pub struct DummyDevice {
 }
 
 impl DummyDevice {
-    /// A CUDA GPU with `conversion`. Any client will do: it allocates memory, and nothing else.
-    pub fn new(client: Client, conversion: Conversion) -> Self {
+    /// A CUDA GPU with `conversion`; `target` is that of CubeCL's CUDA runtime. Any client will do:
+    /// it allocates memory, and nothing else.
+    pub fn new(client: Client, target: TargetProperties, conversion: Conversion) -> Self {
         let mut properties = (*client.properties_shared()).clone();
         properties.features.plane.insert(Plane::Ops);
         (
             properties.hardware.plane_size_min,
             properties.hardware.plane_size_max,
         ) = (32, 32);
+        properties.features.matmul.cmma.insert(MmaConfig {
+            a_type: ElemType::Float(FloatKind::BF16),
+            b_type: ElemType::Float(FloatKind::BF16),
+            cd_type: ElemType::Float(FloatKind::F32),
+            m: 16,
+            n: 16,
+            k: 16,
+        });
         Self {
             properties: Arc::new(properties),
-            target: client.target_properties_shared(),
+            target: Arc::new(target),
             client,
             conversion,
         }
     }
 
+    /// Some memory.
+    pub(crate) fn memory(&self) -> Handle {
+        self.client.empty(1 << 16)
+    }
+
     /// A buffer of `len` elements, whatever their type.
     pub fn buffer(&self, len: usize) -> BufferArg {
         // SAFETY: nothing is launched.
-        unsafe { BufferArg::from_raw_parts(self.client.empty(1 << 16), len) }
+        unsafe { BufferArg::from_raw_parts(self.memory(), len) }
     }
 
     /// Whether it has an instruction that rounds to nearest E2M1.
@@ -80,6 +98,28 @@ impl Expected {
     }
 }
 
+/// The architectures that an instance is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Architectures {
+    /// All that the project names, from sm_80 on.
+    All,
+    /// sm_90a: `wgmma` and TMA, or what only kernels with them need.
+    Sm90a,
+    /// sm_120a and sm_121a: block-scaled `mma`.
+    Sm120,
+}
+
+impl Architectures {
+    /// Whether `arch`, such as `sm_90a`, is one of them.
+    pub fn contains(self, arch: &str) -> bool {
+        match self {
+            Self::All => true,
+            Self::Sm90a => arch == "sm_90a",
+            Self::Sm120 => ["sm_120a", "sm_121a"].contains(&arch),
+        }
+    }
+}
+
 /// One instance of a kernel.
 pub struct Instance {
     /// The kernel's name and what tells its instances apart.
@@ -88,6 +128,10 @@ pub struct Instance {
     pub kernel: Box<dyn CubeKernel>,
     /// What its machine code must hold.
     pub expected: Expected,
+    /// What it is compiled for.
+    pub architectures: Architectures,
+    /// What a GEMM kernel was specialized for, from which its instructions follow.
+    pub gemm: Option<GemmInstance>,
 }
 
 impl Instance {
@@ -104,6 +148,25 @@ impl Instance {
             name: format!("{function}{dash}{variant}"),
             kernel: Box::new(kernel),
             expected,
+            architectures: Architectures::All,
+            gemm: None,
+        }
+    }
+
+    /// The same, for `architectures` alone.
+    pub(crate) fn on(self, architectures: Architectures) -> Self {
+        Self {
+            architectures,
+            ..self
+        }
+    }
+
+    /// The same, of a GEMM kernel for `architectures`.
+    pub fn of_gemm(self, gemm: GemmInstance, architectures: Architectures) -> Self {
+        Self {
+            architectures,
+            gemm: Some(gemm),
+            ..self
         }
     }
 
@@ -117,9 +180,13 @@ impl Instance {
 }
 
 /// `instance!(device, kernel, variant, expected, arguments...)`: an [`Instance`] of `kernel`, in
-/// one cube of 256 units.
+/// one cube of 256 units, or of as many as `units N,` says behind the device.
 macro_rules! instance {
-    ($device:expr, $kernel:ident, $variant:expr, $expected:expr, $($argument:expr),* $(,)?) => {{
+    ($device:expr, $kernel:ident, $($rest:tt)*) => {
+        instance!($device, units 256, $kernel, $($rest)*)
+    };
+    ($device:expr, units $units:expr, $kernel:ident, $variant:expr, $expected:expr,
+     $($argument:expr),* $(,)?) => {{
         // SAFETY: nothing is launched.
         #[allow(unused_unsafe)]
         let kernel = unsafe {
@@ -127,7 +194,7 @@ macro_rules! instance {
                 $device.properties.clone(),
                 $device.target.clone(),
                 cubecl::prelude::CubeCount::Static(1, 1, 1),
-                cubecl::prelude::CubeDim::new_1d(256),
+                cubecl::prelude::CubeDim::new_1d($units),
                 $($argument),*
             )
         };

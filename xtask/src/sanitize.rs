@@ -30,13 +30,12 @@ const LEFT_OUT: [&str; 6] = [
 const SUITE: &str = "suite";
 
 /// Modules of tests that launch no kernel, or launch each a hundred times.
-const NOT_RUN: [&str; 9] = [
+const NOT_RUN: [&str; 8] = [
     "accuracy",
     "registry_source",
     "dequantize",
     "gemm_source",
     "golden",
-    "mma_source",
     "oracle",
     "repeated",
     "shapes",

@@ -17,6 +17,7 @@
 //! the diagnostics of `cvt.rs`, and the kernels of one cube that advance a random offset or add up
 //! the sizes of groups (part of what is padded and swizzled here).
 
+mod attention;
 #[path = "../common/mod.rs"]
 mod common;
 mod dense;
@@ -169,6 +170,17 @@ fn swizzled(bench: &mut Bench) {
     }
 }
 
+fn attentions(bench: &mut Bench) {
+    for (heads, head) in [(32, 64), (16, 128)] {
+        for length in [512, 1024, 2048, 4096, 8192, 16384] {
+            let name = format!("attention {heads}x{head}, {length} tokens");
+            bench.at(name, Full, |section| {
+                attention::causal(section, length, heads, head);
+            });
+        }
+    }
+}
+
 /// `measure` of bf16 matrices, behind the copy of one.
 fn matrix(
     bench: &mut Bench,
@@ -193,5 +205,6 @@ fn main() {
     unscaled(&mut bench);
     deepseek(&mut bench);
     swizzled(&mut bench);
+    attentions(&mut bench);
     bench.report().expect("the summary could not be written");
 }

@@ -32,7 +32,8 @@ const KINDS: [FloatKind; 3] = [FloatKind::F32, FloatKind::F16, FloatKind::Bf16];
 
 /// All instances that `device` uses.
 pub(crate) fn instances(device: &DummyDevice) -> Vec<Instance> {
-    let mut all = Vec::new();
+    let mut all = super::mma::instances::instances(device);
+    all.extend(super::sm90::instances::instances(device));
     for kind in KINDS {
         for address in [AddressType::U32, AddressType::U64] {
             for width in [1, 16 / kind.size()] {

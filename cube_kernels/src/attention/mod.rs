@@ -9,7 +9,7 @@
 //!   [`reference::attention`](crate::reference::attention).
 //!
 //! Every sum has an order that depends on its operands' shapes alone: results repeat bit for bit,
-//! and a sequence has the same bits in any company. Chapter "Attention" of the book has the
+//! and a sequence has the same bits in any company that the same kernels compute. Chapter "Attention" of the book has the
 //! formulas.
 
 #[allow(missing_docs)]
@@ -22,12 +22,14 @@ pub mod mma;
 mod rope;
 #[allow(missing_docs)]
 mod scalar;
+#[allow(missing_docs)]
+pub mod sm90;
 
 use cubecl::{client::Client, server::Handle};
 
 use crate::{
     Nvfp4Error,
-    capabilities::Capabilities,
+    capabilities::{Capabilities, GemmBackend},
     describe::CodePath,
     memory::{allocate, check_memory, is_aligned},
     tensor::FloatKind,
@@ -460,13 +462,12 @@ pub fn forward_into(
     if attention.q.tokens == 0 {
         return Ok(());
     }
-    match mma::supports(client, attention) {
-        Ok(()) => mma::forward(client, attention, output),
-        Err(_) => {
-            scalar::forward(client, attention, output);
-            Ok(())
-        }
+    match kernel(client, attention) {
+        AttentionKernel::Sm90 => sm90::forward(client, attention, output),
+        AttentionKernel::Mma => mma::forward(client, attention, output),
+        AttentionKernel::Scalar => scalar::forward(client, attention, output),
     }
+    Ok(())
 }
 
 /// The gradients of the operands of `attention`, from `saved`, which [`forward`] gave for them, and
@@ -500,18 +501,6 @@ pub fn backward(
         rope.check(k, sequences.of_k())?;
     }
     let delta = &delta::delta(client, &saved.out, dout);
-    let written = [&gradients.dq, &gradients.dk, &gradients.dv];
-    let vectorized = mma::is_vectorized(dout) && written.into_iter().all(mma::is_vectorized);
-    if vectorized && mma::supports(client, attention).is_ok() {
-        let backward = mma::Backward {
-            saved,
-            dout,
-            delta,
-            rope,
-            gradients,
-        };
-        return mma::backward(client, attention, &backward);
-    }
     let backward = Backward {
         saved,
         dout,
@@ -519,8 +508,40 @@ pub fn backward(
         rope,
         gradients,
     };
-    scalar::backward(client, attention, &backward);
+    let written = [&gradients.dq, &gradients.dk, &gradients.dv];
+    let vectorized = mma::is_vectorized(dout) && written.into_iter().all(mma::is_vectorized);
+    match kernel(client, attention) {
+        AttentionKernel::Sm90 if vectorized => sm90::backward(client, attention, &backward),
+        AttentionKernel::Mma if vectorized => mma::backward(client, attention, &backward),
+        _ => scalar::backward(client, attention, &backward),
+    }
     Ok(())
+}
+
+/// The kernels that compute attention.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum AttentionKernel {
+    /// `wgmma` and TMA: compute capability 9.0, bf16, heads of 64 and 128, sequences of equal
+    /// length.
+    Sm90,
+    /// `mma.sync`: compute capability 8.0 and later, bf16 and f16, heads of a multiple of 16.
+    Mma,
+    /// No matrix instructions: every device, type and size.
+    Scalar,
+}
+
+/// The kernels that compute `attention`: the first of [`AttentionKernel`] that takes it, from the
+/// one on that the environment variable `NVFP4_ATTENTION` names (`sm90`, `mma`, `scalar`).
+pub fn kernel(client: &Client, attention: &Attention) -> AttentionKernel {
+    let asked = std::env::var("NVFP4_ATTENTION");
+    let asked = asked.as_deref().unwrap_or("sm90");
+    if asked == "sm90" && sm90::supports(client, attention).is_ok() {
+        return AttentionKernel::Sm90;
+    }
+    if asked != "scalar" && mma::supports(client, attention).is_ok() {
+        return AttentionKernel::Mma;
+    }
+    AttentionKernel::Scalar
 }
 
 /// Whether every vector of `elements` of a head, and every 16 bytes, begin at a multiple of their
@@ -535,12 +556,17 @@ pub fn describe(capabilities: &Capabilities) -> Vec<CodePath> {
     let row =
         |operation, kernel: &str, reason: &str| CodePath::new(operation, "CubeCL", kernel, reason);
     let scalar = "online softmax, a group of threads for each row";
-    let (kernel, why) = match capabilities.conversion.has_ptx() {
-        true => (
+    let (kernel, why) = match (capabilities.gemm, capabilities.conversion.has_ptx()) {
+        (GemmBackend::Sm90Wgmma, _) => (
+            "online softmax, wgmma and TMA; mma.sync.m16n8k16 for f16, other heads than of 64 and \
+             128, and packed sequences",
+            "compute capability 9.0",
+        ),
+        (_, true) => (
             "online softmax, mma.sync.m16n8k16",
             "compute capability 8.0 and later; heads of a multiple of 16, aligned to 16 bytes",
         ),
-        false => (scalar, "the device has no matrix instructions of PTX"),
+        (_, false) => (scalar, "the device has no matrix instructions of PTX"),
     };
     vec![
         row("attention, bf16 and f16", kernel, why),

@@ -1,27 +1,104 @@
-//! Instances of kernels for GEMMs, for the registry. Those of matrix instructions, whose machine
-//! code is read in detail, are made by the tests themselves.
+//! Instances of the GEMM kernels, for the registry, with what they were specialized for.
 
 use cubecl::prelude::*;
+use half::bf16;
 
 use super::kernels::{
-    EpilogueKind, EpilogueLaunch, Factor, PackedMatrixLaunch, ProblemShapeLaunch, add_rows_kernel,
-    factors_kernel, scalar_kernel,
+    ArrangeSizeLaunch, CMMA_UNITS, CmmaPlan, CmmaTile, EpilogueKind, EpilogueLaunch, Factor,
+    GroupedDim, GroupedProblemLaunch, MixedMatrixLaunch, Multiply, PackedMatrixLaunch, Pieces,
+    ProblemShapeLaunch, SM90_UNITS, ScalarPlan, Schedule, ScheduledProblemLaunch, Sm90Plan,
+    Sm90Tile, Sm120Plan, Sm120Tile, SmallMLeft, SmallMShape, W4a16Plan, W4a16Tile, add_rows_kernel,
+    arrange_kernel, cmma_kernel, dequantize_unscaled_kernel, factors_kernel, scalar_grouped_kernel,
+    scalar_kernel, sm90_bf16_kernel, sm90_w4a16_kernel, sm120_nvfp4_kernel, small_m_kernel,
+    transpose_kernel,
 };
 use crate::{
-    registry::{DummyDevice, Expected, Instance, instance},
+    cube::ptx::Major,
+    gemm::epilogue::OutputAmax,
+    registry::{Architectures, DummyDevice, Expected, Instance, instance},
     tensor::FloatKind,
 };
+
+/// What a GEMM kernel, or one that prepares its operands, was specialized for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum GemmInstance {
+    /// The bf16 kernel of Hopper.
+    Sm90Bf16(Sm90Plan, EpilogueKind),
+    /// The W4A16 kernel of Hopper.
+    Sm90W4a16(W4a16Plan),
+    /// The NVFP4 kernel of consumer Blackwell.
+    Sm120Nvfp4(Sm120Plan),
+    /// The kernel of small M.
+    SmallM(SmallMShape),
+    /// The kernel with portable matrix instructions.
+    Cmma(CmmaPlan, AddressType),
+    /// The kernel with a thread for each output element.
+    Scalar(ScalarPlan),
+    /// `a` in the order of the W4A16 kernel, rows in groups or not.
+    Arrange {
+        /// Whether they are.
+        grouped: bool,
+    },
+    /// Packed elements to bf16.
+    Dequantize,
+    /// The transposition of bf16.
+    Transpose {
+        /// Elements that are read and written at a time.
+        vector: usize,
+    },
+}
 
 /// Of the matrices. Nothing is launched: lengths of buffers do not matter.
 const ROWS: usize = 256;
 const COLS: usize = 256;
 const BLOCKS: usize = ROWS * COLS / 16;
 
+/// One amax for each operand, and nothing besides.
+const PLAIN: EpilogueKind = EpilogueKind {
+    a: Factor::Tensor,
+    b: Factor::Tensor,
+    bias: false,
+    accumulate: false,
+    out: FloatKind::Bf16,
+    amax: None,
+};
+
+/// Everything that an epilogue can do.
+const ALL: EpilogueKind = EpilogueKind {
+    a: Factor::PerRow,
+    b: Factor::PerRow,
+    bias: true,
+    accumulate: true,
+    out: FloatKind::F32,
+    amax: Some(OutputAmax::Whole),
+};
+
+/// The same with an amax for each group.
+const ALL_GROUPS: EpilogueKind = EpilogueKind {
+    amax: Some(OutputAmax::PerGroup),
+    ..ALL
+};
+
+/// Spills are forbidden, whatever the kernel.
+const NO_SPILLS: Expected = Expected {
+    e2m1_rn: None,
+    e2m1_rs: None,
+    e4m3: None,
+    spills: Some(false),
+};
+
 /// All instances that `device` uses.
 pub(crate) fn instances(device: &DummyDevice) -> Vec<Instance> {
     let b = |len| device.buffer(len);
     let factor = Factor::Tensor;
     let mut all = Vec::new();
+    all.extend(around(device));
+    all.extend(sm90_bf16(device));
+    all.extend(sm90_w4a16(device));
+    all.extend(sm120_nvfp4(device));
+    all.extend(small_m(device));
+    all.extend(cmma(device));
+    all.extend(scalar_grouped(device));
     all.push(instance!(
         device,
         factors_kernel,
@@ -70,7 +147,14 @@ pub(crate) fn instances(device: &DummyDevice) -> Vec<Instance> {
                 PackedMatrixLaunch::new(b(BLOCKS), b(BLOCKS)),
                 PackedMatrixLaunch::new(b(BLOCKS), b(BLOCKS)),
                 ProblemShapeLaunch::of((ROWS, ROWS, COLS), 1),
-                epilogue(device, dtype, bias),
+                epilogue(
+                    device,
+                    EpilogueKind {
+                        bias,
+                        out: dtype,
+                        ..PLAIN
+                    }
+                ),
                 b(ROWS * COLS),
                 true,
                 elem
@@ -80,16 +164,397 @@ pub(crate) fn instances(device: &DummyDevice) -> Vec<Instance> {
     all
 }
 
-/// The epilogue of a GEMM with one amax for each operand.
-fn epilogue(device: &DummyDevice, out: FloatKind, bias: bool) -> EpilogueLaunch {
-    let kind = EpilogueKind {
-        a: Factor::Tensor,
-        b: Factor::Tensor,
-        bias,
-        accumulate: false,
-        out,
-        amax: None,
-    };
+/// An epilogue of `kind`.
+fn epilogue(device: &DummyDevice, kind: EpilogueKind) -> EpilogueLaunch {
     let b = |len| device.buffer(len);
-    EpilogueLaunch::new(b(1), b(1), b(COLS), b(1), b(1), 2688.0, 2688.0, 1.0, kind)
+    EpilogueLaunch::new(
+        b(ROWS),
+        b(ROWS),
+        b(COLS),
+        b(ROWS * COLS),
+        b(2),
+        2688.0,
+        2688.0,
+        256.0,
+        kind,
+    )
+}
+
+/// A GEMM of one size, in `groups` groups.
+fn problem(device: &DummyDevice, groups: usize) -> GroupedProblemLaunch {
+    let shape = ProblemShapeLaunch::of((ROWS, ROWS, 64), groups);
+    GroupedProblemLaunch::new(shape, device.buffer(groups + 1), 8)
+}
+
+fn packed<C: CubePrimitive>(device: &DummyDevice) -> PackedMatrixLaunch<C> {
+    PackedMatrixLaunch::new(device.buffer(BLOCKS), device.buffer(BLOCKS))
+}
+
+fn mixed<C: CubePrimitive, D: CubePrimitive>(device: &DummyDevice) -> MixedMatrixLaunch<C, D> {
+    let b = || device.buffer(BLOCKS);
+    MixedMatrixLaunch::new(b(), b(), b())
+}
+
+/// A map of tiles of `tile` elements of the native type `elem`.
+fn map<T: CubePrimitive>(
+    device: &DummyDevice,
+    tile: [usize; 2],
+    elem: cubecl::ir::ElemType,
+) -> TensorMapArg<Tiled> {
+    // SAFETY: nothing is launched.
+    let tensor =
+        unsafe { TensorArg::from_raw_parts(device.memory(), [64, 1].into(), [256, 64].into()) };
+    TensorMapArg::new(
+        TiledArgs {
+            tile_size: tile.into(),
+        },
+        tensor,
+        elem,
+    )
+}
+
+/// What prepares operands.
+fn around(device: &DummyDevice) -> Vec<Instance> {
+    let b = |len| device.buffer(len);
+    let mut all = vec![
+        instance!(
+            device,
+            dequantize_unscaled_kernel,
+            "",
+            NO_SPILLS,
+            AddressType::U32,
+            b(2048),
+            b(1024),
+            b(2048),
+            2048,
+        )
+        .of_gemm(GemmInstance::Dequantize, Architectures::All),
+    ];
+    for vector in [8, 1] {
+        let instance = instance!(
+            device,
+            transpose_kernel,
+            vector,
+            NO_SPILLS,
+            AddressType::U32,
+            vector,
+            vector,
+            b(1024),
+            b(1024),
+            128,
+            64,
+        );
+        all.push(instance.of_gemm(GemmInstance::Transpose { vector }, Architectures::All));
+    }
+    let order = |tile, by_width| Some(Schedule { tile, by_width });
+    for (variant, packed, schedule) in [
+        ("packed", true, None),
+        ("bf16", false, None),
+        ("grouped-0", true, order(W4a16Tile::ALL[0], true)),
+        ("grouped-1", true, order(W4a16Tile::ALL[1], true)),
+        ("grouped-1-in-order", true, order(W4a16Tile::ALL[1], false)),
+    ] {
+        let instance = instance!(
+            device,
+            arrange_kernel,
+            variant,
+            NO_SPILLS,
+            AddressType::U32,
+            mixed(device),
+            b(2048),
+            b(9),
+            b(32),
+            ArrangeSizeLaunch::new(16, 2048, 8),
+            packed,
+            schedule,
+        );
+        let grouped = schedule.is_some();
+        all.push(instance.of_gemm(GemmInstance::Arrange { grouped }, Architectures::Sm90a));
+    }
+    all
+}
+
+/// Each tile: dense of both 16-bit types, grouped, with the whole epilogue, and with operands stored
+/// the other way round.
+fn sm90_bf16(device: &DummyDevice) -> Vec<Instance> {
+    let mut all = Vec::new();
+    for tile in Sm90Tile::ALL {
+        let [k_major, mn_major] = [[Major::K; 2], [Major::Mn; 2]];
+        let out = |out| EpilogueKind { out, ..PLAIN };
+        let mut plans = vec![
+            (GroupedDim::None, PLAIN, k_major),
+            (GroupedDim::None, out(FloatKind::F16), k_major),
+            (GroupedDim::M, PLAIN, k_major),
+            (GroupedDim::K, out(FloatKind::F32), k_major),
+            (GroupedDim::None, ALL, k_major),
+            (GroupedDim::None, PLAIN, [Major::Mn, Major::K]),
+        ];
+        if tile.takes_mn_major() {
+            plans.extend([
+                (GroupedDim::None, PLAIN, [Major::K, Major::Mn]),
+                (GroupedDim::None, PLAIN, mn_major),
+                (GroupedDim::K, out(FloatKind::F32), mn_major),
+                (GroupedDim::None, ALL, mn_major),
+            ]);
+        }
+        for (grouped, kind, majors) in plans {
+            let plan = Sm90Plan {
+                grouped,
+                tile,
+                majors,
+            };
+            let operand = |rows, major| {
+                let rows = if major == Major::Mn { 64 } else { rows };
+                map::<bf16>(device, [rows, 64], bf16::elem_type_native())
+                    .with_swizzle(TensorMapSwizzle::B128)
+            };
+            let instance = instance!(
+                device,
+                units SM90_UNITS,
+                sm90_bf16_kernel,
+                format!(
+                    "{tile:?}-{grouped:?}-{}-{:?}-{majors:?}",
+                    kind.accumulate, kind.out
+                ),
+                Expected::default(),
+                AddressType::U32,
+                operand(128, majors[0]),
+                operand(tile.n(), majors[1]),
+                problem(device, 1),
+                epilogue(device, kind),
+                device.buffer(1 << 12),
+                plan,
+            );
+            all.push(instance.of_gemm(GemmInstance::Sm90Bf16(plan, kind), Architectures::Sm90a));
+        }
+    }
+    all
+}
+
+/// Each tile; the whole epilogue and groups for a wide and a narrow one, because an instance takes
+/// seconds to compile.
+fn sm90_w4a16(device: &DummyDevice) -> Vec<Instance> {
+    let mut all = Vec::new();
+    for tile in W4a16Tile::ALL {
+        let f16 = EpilogueKind {
+            out: FloatKind::F16,
+            ..PLAIN
+        };
+        let plans = [
+            (GroupedDim::None, PLAIN),
+            (GroupedDim::M, f16),
+            (GroupedDim::None, ALL),
+        ];
+        let count = match tile.rows_a {
+            32 | 256 => plans.len(),
+            _ => 1,
+        };
+        for (grouped, kind) in plans.into_iter().take(count) {
+            let plan = W4a16Plan { grouped, tile };
+            let rows_b = tile.rows_b();
+            let instance = instance!(
+                device,
+                units tile.units(),
+                sm90_w4a16_kernel,
+                format!("{}-{rows_b}-{grouped:?}-{:?}", tile.rows_a, kind.out),
+                Expected::default(),
+                AddressType::U32,
+                map::<bf16>(device, [tile.rows_of_copy(), 64], bf16::elem_type_native())
+                    .with_swizzle(TensorMapSwizzle::B128),
+                map::<u32>(device, [rows_b, 16], u32::elem_type_native()),
+                device.buffer(512),
+                ScheduledProblemLaunch::new(
+                    ProblemShapeLaunch::of((ROWS, ROWS, 64), 1),
+                    device.buffer(256),
+                    8,
+                ),
+                epilogue(device, kind),
+                device.buffer(1 << 12),
+                plan,
+            );
+            all.push(instance.of_gemm(GemmInstance::Sm90W4a16(plan), Architectures::Sm90a));
+        }
+    }
+    all
+}
+
+/// With the instruction, for the GPUs that have it, and with the software in its place, for Hopper.
+fn sm120_nvfp4(device: &DummyDevice) -> Vec<Instance> {
+    let mut all = Vec::new();
+    for (multiply, architectures) in [
+        (Multiply::Instruction, Architectures::Sm120),
+        (Multiply::Software, Architectures::Sm90a),
+    ] {
+        for (strips, k, grouped, kind) in [
+            (2, 128, GroupedDim::None, PLAIN),
+            (1, 128, GroupedDim::None, PLAIN),
+            (2, 64, GroupedDim::M, PLAIN),
+            (2, 128, GroupedDim::None, ALL),
+            (1, 16, GroupedDim::M, ALL),
+            (2, 32, GroupedDim::None, ALL),
+        ] {
+            let plan = Sm120Plan {
+                grouped,
+                tile: Sm120Tile { strips, multiply },
+                pieces: Pieces::of(k),
+            };
+            let expected = match multiply {
+                Multiply::Instruction => NO_SPILLS,
+                Multiply::Software => Expected::default(),
+            };
+            let instance = instance!(
+                device,
+                sm120_nvfp4_kernel,
+                format!("{strips}-{k}-{grouped:?}-{:?}-{multiply:?}", kind.out),
+                expected,
+                AddressType::U32,
+                packed(device),
+                packed(device),
+                problem(device, 1),
+                epilogue(device, kind),
+                device.buffer(256),
+                plan,
+            );
+            all.push(instance.of_gemm(GemmInstance::Sm120Nvfp4(plan), architectures));
+        }
+    }
+    all
+}
+
+/// The shapes of all sizes of `m`, and the whole epilogue where rows end in parts of a vector.
+fn small_m(device: &DummyDevice) -> Vec<Instance> {
+    let (whole, tail, halves) = ((false, false), (true, false), (true, true));
+    let mut all = Vec::new();
+    for (warps, strips, columns, ahead, (tail, halves), left, kind) in [
+        (16, 2, 1, 1, whole, SmallMLeft::Packed, PLAIN),
+        (16, 1, 1, 1, tail, SmallMLeft::Packed, ALL),
+        (16, 2, 1, 1, whole, SmallMLeft::Bf16, PLAIN),
+        (8, 2, 2, 2, tail, SmallMLeft::Bf16, ALL),
+        (8, 2, 2, 2, whole, SmallMLeft::Packed, PLAIN),
+        (8, 1, 2, 2, whole, SmallMLeft::Packed, PLAIN),
+        (16, 2, 1, 2, whole, SmallMLeft::Packed, PLAIN),
+        (8, 2, 2, 2, halves, SmallMLeft::Bf16, ALL),
+        (16, 2, 1, 1, halves, SmallMLeft::Packed, PLAIN),
+        (8, 2, 2, 2, tail, SmallMLeft::Packed, ALL),
+    ] {
+        let shape = SmallMShape {
+            warps,
+            strips,
+            columns,
+            ahead,
+            tail,
+            halves,
+            left,
+            converts: device.conversion.has_e4m3(),
+        };
+        let instance = instance!(
+            device,
+            units 32 * warps as u32,
+            small_m_kernel,
+            format!("{warps}-{strips}-{columns}-{ahead}-{tail}-{halves}-{left:?}"),
+            NO_SPILLS,
+            AddressType::U32,
+            mixed(device),
+            packed(device),
+            ProblemShapeLaunch::of((8, 64, 256), 1),
+            epilogue(device, kind),
+            device.buffer(64),
+            shape,
+        );
+        all.push(instance.of_gemm(GemmInstance::SmallM(shape), Architectures::All));
+    }
+    all
+}
+
+/// Both tiles, all widths of rows, and matrices of more than 2^31 elements.
+fn cmma(device: &DummyDevice) -> Vec<Instance> {
+    let (short, long) = (AddressType::U32, AddressType::U64);
+    let (none, m, k) = (GroupedDim::None, GroupedDim::M, GroupedDim::K);
+    let (large, small) = (CmmaTile::M128, CmmaTile::M32);
+    let out = |out, kind: EpilogueKind| EpilogueKind { out, ..kind };
+    let mut all = Vec::new();
+    for (address, width, grouped, tile, packed, kind) in [
+        (short, 8, none, large, [true, true], PLAIN),
+        (long, 8, none, large, [true, true], PLAIN),
+        (short, 8, none, large, [true, true], ALL_GROUPS),
+        (
+            short,
+            8,
+            none,
+            small,
+            [false, true],
+            out(FloatKind::F16, PLAIN),
+        ),
+        (short, 1, none, large, [false, false], PLAIN),
+        (short, 8, m, small, [true, true], ALL_GROUPS),
+        (
+            short,
+            4,
+            m,
+            large,
+            [false, true],
+            out(FloatKind::Bf16, ALL_GROUPS),
+        ),
+        (short, 8, k, large, [true, true], ALL_GROUPS),
+    ] {
+        let plan = CmmaPlan {
+            grouped,
+            tile,
+            packed,
+            ordered_add: true,
+        };
+        let instance = instance!(
+            device,
+            units CMMA_UNITS as u32,
+            cmma_kernel,
+            format!(
+                "{address:?}-{width}-{grouped:?}-{tile:?}-{packed:?}-{:?}-{}",
+                kind.out, kind.accumulate
+            ),
+            Expected::default(),
+            address,
+            width,
+            mixed(device),
+            mixed(device),
+            problem(device, 1),
+            epilogue(device, kind),
+            device.buffer(1024),
+            plan,
+            kind.out.storage_type(),
+        );
+        all.push(instance.of_gemm(GemmInstance::Cmma(plan, address), Architectures::All));
+    }
+    all
+}
+
+/// Each kind of groups, with packed and with bf16 operands.
+fn scalar_grouped(device: &DummyDevice) -> Vec<Instance> {
+    let mut all = Vec::new();
+    for (grouped, packed, kind) in [
+        (GroupedDim::None, [true, false], ALL),
+        (GroupedDim::M, [true, true], ALL_GROUPS),
+        (GroupedDim::K, [false, true], PLAIN),
+    ] {
+        let plan = ScalarPlan {
+            grouped,
+            packed,
+            ordered_add: true,
+        };
+        let instance = instance!(
+            device,
+            scalar_grouped_kernel,
+            format!("{grouped:?}-{packed:?}"),
+            NO_SPILLS,
+            AddressType::U64,
+            mixed(device),
+            mixed(device),
+            problem(device, 2),
+            epilogue(device, kind),
+            device.buffer(1024),
+            plan,
+            kind.out.storage_type(),
+        );
+        all.push(instance.of_gemm(GemmInstance::Scalar(plan), Architectures::All));
+    }
+    all
 }

@@ -34,6 +34,8 @@ mod tiles;
 
 pub use dispatch::{Choice, backend_of, choose, dequantizes, describe, describe_typical, plan};
 pub use epilogue::{EpilogueKind, Factor, OutputAmax};
+#[doc(hidden)]
+pub use instances::GemmInstance;
 pub use operand::{Elements, Operand, OperandLayout, Scale};
 pub use output::Target;
 pub use problem::{Device, GemmShape, Plan, Problem, Refusal};

@@ -1,375 +1,145 @@
-//! The CUDA source of the Hopper kernels, compiled on a machine without a GPU, and their machine code
-//! read: the instructions that must be there, and no memory traffic for spilled registers.
+//! What the machine code of the GEMM kernels must hold: the matrix instructions, as many as the
+//! tile needs and no more; no accumulator that waits for another; no register in memory within a
+//! main loop. `registry_source` compiles the kernels and asks here.
 
-use crate::support::nvrtc::CudaTools;
-use crate::support::sources::{count, cuda_source, disassembled, is_left_out, spills};
-use cubecl::prelude::*;
-use half::bf16;
+use crate::support::sources::{count, spills};
+use cubecl::prelude::AddressType;
 use nvfp4_kernels::{
     cube::ptx::Major,
     gemm::{
-        OutputAmax,
+        GemmInstance,
         kernels::{
-            ArrangeSizeLaunch, EpilogueKind, EpilogueLaunch, Factor, GroupedDim,
-            GroupedProblemLaunch, MixedMatrixLaunch, PackedMatrixLaunch, ProblemShapeLaunch,
-            SM90_UNITS, Schedule, ScheduledProblemLaunch, Sm90Plan, Sm90Tile, SmallMLeft,
-            SmallMShape, W4a16Plan, W4a16Tile, arrange_kernel, dequantize_unscaled_kernel,
-            sm90_bf16_kernel, sm90_w4a16_kernel, small_m_kernel, transpose_kernel,
+            CmmaPlan, CmmaTile, EpilogueKind, Multiply, Sm90Plan, Sm90Tile, Sm120Plan, SmallMShape,
+            W4a16Plan,
         },
     },
-    tensor::FloatKind,
 };
 
-/// The machine code of a kernel, or `None` where `NVFP4_ONLY` is no part of its name.
-fn compile(tools: &CudaTools, name: &str, text: &str) -> Option<String> {
-    (!is_left_out(name)).then(|| disassembled(tools, name, text, "sm_90a"))
+/// `mma.sync.m16n8k64` with E2M1 operands and E4M3 scales for 16 elements, in SASS.
+const BLOCK_SCALED: &str = "OMMA.SF.16864.F32.E2M1.E2M1.UE4M3.4X";
+
+/// Fails when the machine code `sass` of `gemm` for `arch` lacks what it must hold. `name` is for
+/// the messages.
+pub fn check(name: &str, gemm: GemmInstance, sass: &str, arch: &str) {
+    let name = &format!("{name} for {arch}");
+    println!(
+        "{name}: {} HGMMA, {} OMMA, {} HMMA, {} LDL and STL, {} lines",
+        count(sass, "HGMMA"),
+        count(sass, "OMMA"),
+        count(sass, "HMMA"),
+        spills(sass),
+        sass.lines().count()
+    );
+    match gemm {
+        GemmInstance::Sm90Bf16(plan, kind) => sm90_bf16(name, plan, kind, sass),
+        GemmInstance::Sm90W4a16(plan) => sm90_w4a16(name, plan, sass),
+        GemmInstance::Sm120Nvfp4(plan) => sm120_nvfp4(name, plan, sass),
+        GemmInstance::SmallM(shape) => small_m(name, shape, sass, arch),
+        GemmInstance::Cmma(plan, address) => cmma(name, plan, address, sass, arch),
+        GemmInstance::Scalar(_) => assert_eq!(count(sass, "HMMA"), 0, "{name}"),
+        GemmInstance::Arrange { grouped } => {
+            if !grouped {
+                assert_eq!(count(sass, "STG.E.128"), 2, "{name}");
+            }
+        }
+        GemmInstance::Dequantize => assert_eq!(count(sass, "STG.E.128"), 4, "{name}"),
+        GemmInstance::Transpose { vector } => {
+            // Vectors of eight bf16 are loaded and stored whole.
+            if vector == 8 {
+                assert!(count(sass, "LDG.E.128") >= 2, "{name}");
+                assert!(count(sass, "STG.E.128") >= 1, "{name}");
+            }
+        }
+    }
 }
 
-#[test]
-fn sm90_kernel_uses_the_tensor_cores_and_spills_nothing() {
-    let tools = tools!("sm90_kernel_uses_the_tensor_cores_and_spills_nothing");
-    let client = cubecl::Device::Cpu(Default::default()).client();
-    let properties = client.properties_shared();
-    let target = client.target_properties_shared();
-    let memory = client.empty(1 << 20);
-    let buffer = |len: usize| unsafe { BufferArg::from_raw_parts(memory.clone(), len) };
-    let map = |rows: usize| {
-        let tensor =
-            unsafe { TensorArg::from_raw_parts(memory.clone(), [64, 1].into(), [256, 64].into()) };
-        TensorMapArg::new(
-            TiledArgs {
-                tile_size: [rows, 64].into(),
-            },
-            tensor,
-            bf16::elem_type_native(),
-        )
-        .with_swizzle(TensorMapSwizzle::B128)
-    };
-    let epilogue = |len: usize, kind: EpilogueKind| {
-        EpilogueLaunch::new(
-            buffer(len),
-            buffer(len),
-            buffer(len),
-            buffer(1 << 14),
-            buffer(1),
-            2688.0,
-            2688.0,
-            256.0,
-            kind,
-        )
-    };
-    let plain_epilogue = EpilogueKind {
-        a: Factor::Tensor,
-        b: Factor::Tensor,
-        bias: false,
-        accumulate: false,
-        out: FloatKind::Bf16,
-        amax: None,
-    };
-    let all = EpilogueKind {
-        a: Factor::PerRow,
-        b: Factor::PerRow,
-        bias: true,
-        accumulate: true,
-        out: FloatKind::F32,
-        amax: Some(OutputAmax::Whole),
-    };
-    // SAFETY: nothing is launched.
-    #[allow(unused_unsafe)]
-    let kernel = unsafe {
-        dequantize_unscaled_kernel::create_dummy_kernel(
-            properties.clone(),
-            target.clone(),
-            CubeCount::Static(1, 1, 1),
-            CubeDim::new_1d(256),
-            AddressType::U32,
-            buffer(2048),
-            buffer(1024),
-            buffer(2048),
-            2048,
-        )
-    };
-    if let Some(sass) = compile(&tools, "decode", &cuda_source("decode", &kernel)) {
-        assert_eq!(count(&sass, "STG.E.128"), 4);
-        assert_eq!(spills(&sass), 0, "decode spills");
+fn sm90_bf16(name: &str, plan: Sm90Plan, kind: EpilogueKind, sass: &str) {
+    // Four in the loop, one in the tail.
+    assert_eq!(count(sass, "HGMMA"), 5, "{name}");
+    // The operands that the instruction transposes.
+    let mn_major = plan.majors.map(|major| major == Major::Mn);
+    for (which, is_transposed) in [(".tnspA", mn_major[0]), (".tnspB", mn_major[1])] {
+        let expected = if is_transposed { 5 } else { 0 };
+        assert_eq!(sass.matches(which).count(), expected, "{name}: {which}");
     }
-    // SAFETY: nothing is launched.
-    #[allow(unused_unsafe)]
-    let kernel = unsafe {
-        transpose_kernel::create_dummy_kernel(
-            properties.clone(),
-            target.clone(),
-            CubeCount::Static(1, 1, 1),
-            CubeDim::new_1d(256),
-            AddressType::U32,
-            8,
-            8,
-            buffer(1024),
-            buffer(1024),
-            128,
-            64,
-        )
+    // With every part of the epilogue, the widest tile keeps one register of it in memory.
+    let most = match kind.accumulate && plan.tile == Sm90Tile::N256 {
+        true => 2,
+        false => 0,
     };
-    if let Some(sass) = compile(&tools, "transpose", &cuda_source("transpose", &kernel)) {
-        println!("transpose: {} lines", sass.lines().count());
-        assert!(count(&sass, "LDG.E.128") >= 2);
-        assert!(count(&sass, "STG.E.128") >= 1);
-        assert_eq!(spills(&sass), 0, "transpose spills");
+    assert!(spills(sass) <= most, "{name} spills");
+    let lines: Vec<&str> = sass.lines().collect();
+    let is_wgmma = |line: &&str| line.contains("HGMMA");
+    let first = lines.iter().position(is_wgmma).unwrap();
+    let last = lines.iter().rposition(is_wgmma).unwrap();
+    let main_loop = lines[first..last].join("\n");
+    assert_eq!(spills(&main_loop), 0, "{name} spills in its main loop");
+    let boxes = |rows: usize, mn_major| if mn_major { rows / 64 } else { 1 };
+    let boxes = boxes(128, mn_major[0]) + boxes(plan.tile.n(), mn_major[1]);
+    assert!(count(sass, "UTMALDG") >= boxes, "{name}");
+}
+
+fn sm90_w4a16(name: &str, plan: W4a16Plan, sass: &str) {
+    let widths = plan.tile.widths().len();
+    // One for each block of 16 of a stage, in two sets of four.
+    assert_eq!(count(sass, "HGMMA"), 8 * widths, "{name}");
+    // Never more than the instructions of one set is waited for: the compiler has not serialized
+    // them (it says `gsb0, 0x0` behind each, then).
+    let waits = sass.matches("WARPGROUP.DEPBAR.LE gsb0, 0x0").count();
+    assert_eq!(waits, widths, "{name} is serialized");
+    // A main loop is what lies between the first instruction of a width and the last.
+    let lines: Vec<&str> = sass.lines().collect();
+    let wgmma: Vec<usize> = (0..lines.len())
+        .filter(|&line| lines[line].contains("HGMMA"))
+        .collect();
+    for wgmma in wgmma.chunks(8) {
+        let main_loop = lines[wgmma[0]..wgmma[7]].join("\n");
+        assert_eq!(spills(&main_loop), 0, "{name} spills in its main loop");
     }
-    let (whole, tail, halves) = ((false, false), (true, false), (true, true));
-    for (warps, strips, columns, ahead, (tail, halves), left, plain) in [
-        (16, 2, 1, 1, whole, SmallMLeft::Packed, true),
-        (16, 1, 1, 1, tail, SmallMLeft::Packed, false),
-        (16, 2, 1, 1, whole, SmallMLeft::Bf16, true),
-        (8, 2, 2, 2, tail, SmallMLeft::Bf16, false),
-        (8, 2, 2, 2, whole, SmallMLeft::Packed, true),
-        (8, 1, 2, 2, whole, SmallMLeft::Packed, true),
-        (16, 2, 1, 2, whole, SmallMLeft::Packed, true),
-        (8, 2, 2, 2, halves, SmallMLeft::Bf16, false),
-        (16, 2, 1, 1, halves, SmallMLeft::Packed, true),
-    ] {
-        let shape = SmallMShape {
-            warps,
-            strips,
-            columns,
-            ahead,
-            tail,
-            halves,
-            left,
-            converts: true,
-        };
-        // SAFETY: nothing is launched.
-        #[allow(unused_unsafe)]
-        let kernel = unsafe {
-            small_m_kernel::create_dummy_kernel(
-                properties.clone(),
-                target.clone(),
-                CubeCount::Static(1, 1, 1),
-                CubeDim::new_1d(32 * warps as u32),
-                AddressType::U32,
-                MixedMatrixLaunch::new(buffer(512), buffer(512), buffer(512)),
-                PackedMatrixLaunch::new(buffer(512), buffer(512)),
-                ProblemShapeLaunch::new(8, 64, 256, 1),
-                epilogue(64, if plain { plain_epilogue } else { all }),
-                buffer(64),
-                shape,
-            )
-        };
-        let name = format!("small_m-{warps}-{strips}-{columns}-{ahead}-{tail}-{halves}-{left:?}");
-        let Some(sass) = compile(&tools, &name, &cuda_source(&name, &kernel)) else {
-            continue;
-        };
-        println!(
-            "{name}: {} HMMA, {} LDL, {} lines",
-            count(&sass, "HMMA"),
-            spills(&sass),
-            sass.lines().count()
-        );
-        // Two instructions for each word, strip and group of columns, and four words.
-        assert_eq!(count(&sass, "HMMA"), 8 * ahead * strips * columns, "{name}");
-        assert_eq!(spills(&sass), 0, "{name} spills");
+}
+
+fn sm120_nvfp4(name: &str, plan: Sm120Plan, sass: &str) {
+    let found = count(sass, BLOCK_SCALED);
+    for (other, expected) in [("OMMA", found), ("QMMA", 0), ("IMMA", 0), ("HMMA", 0)] {
+        assert_eq!(count(sass, other), expected, "{name}: {other}");
     }
-    let order = |tile, by_width| Some(Schedule { tile, by_width });
-    for (packed, grouped) in [
-        (true, None),
-        (false, None),
-        (true, order(W4a16Tile::ALL[0], true)),
-        (true, order(W4a16Tile::ALL[1], true)),
-        (true, order(W4a16Tile::ALL[1], false)),
-    ] {
-        // SAFETY: nothing is launched.
-        #[allow(unused_unsafe)]
-        let kernel = unsafe {
-            arrange_kernel::create_dummy_kernel(
-                properties.clone(),
-                target.clone(),
-                CubeCount::Static(1, 1, 1),
-                CubeDim::new_1d(256),
-                AddressType::U32,
-                MixedMatrixLaunch::new(buffer(2048), buffer(1024), buffer(16384)),
-                buffer(2048),
-                buffer(9),
-                buffer(32),
-                ArrangeSizeLaunch::new(16, 2048, 8),
-                packed,
-                grouped,
-            )
-        };
-        let name = format!("arrange-{packed}-{}", grouped.is_some());
-        let Some(sass) = compile(&tools, &name, &cuda_source(&name, &kernel)) else {
-            continue;
-        };
-        println!("{name}: {} lines", sass.lines().count());
-        if grouped.is_none() {
-            assert_eq!(count(&sass, "STG.E.128"), 2, "{name}");
-        }
-        assert_eq!(spills(&sass), 0, "{name} spills");
+    if plan.tile.multiply == Multiply::Software {
+        return assert_eq!(found, 0, "{name}");
     }
-    for tile in W4a16Tile::ALL {
-        // The whole epilogue and groups once for a wide and for a narrow tile: an instance takes
-        // seconds to compile.
-        let instances = [
-            (GroupedDim::None, plain_epilogue, FloatKind::Bf16),
-            (GroupedDim::M, plain_epilogue, FloatKind::F16),
-            (GroupedDim::None, all, FloatKind::F32),
-        ];
-        let most = if matches!(tile.rows_a, 32 | 256) {
-            3
-        } else {
-            1
-        };
-        for (grouping, kind, out) in instances.into_iter().take(most) {
-            let kind = EpilogueKind { out, ..kind };
-            let name = format!(
-                "fused-{}-{}-{grouping:?}-{out:?}",
-                tile.rows_a,
-                tile.rows_b()
-            );
-            let b_map = TensorMapArg::new(
-                TiledArgs {
-                    tile_size: [tile.rows_b(), 16].into(),
-                },
-                unsafe {
-                    TensorArg::from_raw_parts(memory.clone(), [64, 1].into(), [256, 64].into())
-                },
-                u32::elem_type_native(),
-            );
-            // SAFETY: nothing is launched.
-            #[allow(unused_unsafe)]
-            let kernel = unsafe {
-                sm90_w4a16_kernel::create_dummy_kernel(
-                    properties.clone(),
-                    target.clone(),
-                    CubeCount::Static(1, 1, 1),
-                    CubeDim::new_1d(tile.units()),
-                    AddressType::U32,
-                    map(tile.rows_of_copy()),
-                    b_map,
-                    buffer(512),
-                    ScheduledProblemLaunch::new(
-                        ProblemShapeLaunch::new(256, 256, 64, 1),
-                        buffer(256),
-                        8,
-                    ),
-                    epilogue(256, kind),
-                    buffer(1 << 12),
-                    W4a16Plan {
-                        grouped: grouping,
-                        tile,
-                    },
-                )
-            };
-            let Some(sass) = compile(&tools, &name, &cuda_source(&name, &kernel)) else {
-                continue;
-            };
-            println!(
-                "{name}: {} HGMMA, {} LDL, {} STL, {} lines",
-                count(&sass, "HGMMA"),
-                count(&sass, "LDL"),
-                count(&sass, "STL"),
-                sass.lines().count()
-            );
-            let widths = tile.widths().len();
-            // One for each block of 16 of a stage, in two sets of four.
-            assert_eq!(count(&sass, "HGMMA"), 8 * widths, "{name}");
-            // Never more than the products of one set is waited for: the compiler has not serialized
-            // them (it says `gsb0, 0x0` behind each, then).
-            let waits = sass.matches("WARPGROUP.DEPBAR.LE gsb0, 0x0").count();
-            assert_eq!(waits, widths, "{name} is serialized");
-            // A main loop is what lies between the first product of a width and the last.
-            let lines: Vec<&str> = sass.lines().collect();
-            let products: Vec<usize> = (0..lines.len())
-                .filter(|&line| lines[line].contains("HGMMA"))
-                .collect();
-            for products in products.chunks(8) {
-                let loops = lines[products[0]..products[7]].join("\n");
-                assert_eq!(spills(&loops), 0, "{name} spills in its main loop");
-            }
-        }
+    // Two instructions along the contraction of a stage, for each strip and each of eight columns;
+    // the compiler may have unrolled the loop over stages.
+    let strips = plan.tile.strips;
+    let stage = 2 * strips * 8;
+    let stages = found / stage;
+    assert!(stages > 0 && found == stages * stage, "{name}: {found}");
+    // Fragments of two columns of `b`, and of one strip of `a`, by one load each.
+    let loads = stages * 2 * (4 + strips);
+    assert_eq!(count(sass, "LDSM.16.M88.4"), loads, "{name}");
+}
+
+fn small_m(name: &str, shape: SmallMShape, sass: &str, arch: &str) {
+    // Two instructions for each word, strip and group of columns, and four words.
+    let step = 8 * shape.ahead * shape.strips * shape.columns;
+    let found = count(sass, "HMMA");
+    match arch {
+        "sm_90a" => assert_eq!(found, step, "{name}"),
+        // For other architectures the compiler may have unrolled the loop.
+        _ => assert!(found > 0 && found.is_multiple_of(step), "{name}: {found}"),
     }
-    for tile in Sm90Tile::ALL {
-        let rows = [false; 2];
-        let mut instances = vec![
-            (GroupedDim::None, plain_epilogue, FloatKind::Bf16, rows),
-            (GroupedDim::None, plain_epilogue, FloatKind::F16, rows),
-            (GroupedDim::M, plain_epilogue, FloatKind::Bf16, rows),
-            (GroupedDim::K, plain_epilogue, FloatKind::F32, rows),
-            (GroupedDim::None, all, FloatKind::F32, rows),
-        ];
-        for columns in [[false, true], [true, false], [true, true]] {
-            if tile.takes_mn_major() || !columns[1] {
-                instances.push((GroupedDim::None, plain_epilogue, FloatKind::Bf16, columns));
-            }
-        }
-        if tile.takes_mn_major() {
-            let columns = [true; 2];
-            instances.push((GroupedDim::K, plain_epilogue, FloatKind::F32, columns));
-            instances.push((GroupedDim::None, all, FloatKind::F32, columns));
-        }
-        for (grouping, kind, out, columns) in instances {
-            let kind = EpilogueKind { out, ..kind };
-            let accumulate = kind.accumulate;
-            let name = format!("sm90-{tile:?}-{grouping:?}-{accumulate}-{out:?}-{columns:?}");
-            let operand = |rows, in_columns| map(if in_columns { 64 } else { rows });
-            // SAFETY: nothing is launched.
-            #[allow(unused_unsafe)]
-            let kernel = unsafe {
-                sm90_bf16_kernel::create_dummy_kernel(
-                    properties.clone(),
-                    target.clone(),
-                    CubeCount::Static(1, 1, 1),
-                    CubeDim::new_1d(SM90_UNITS),
-                    AddressType::U32,
-                    operand(128, columns[0]),
-                    operand(tile.n(), columns[1]),
-                    GroupedProblemLaunch::new(
-                        ProblemShapeLaunch::new(256, 256, 64, 1),
-                        buffer(256),
-                        8,
-                    ),
-                    epilogue(256, kind),
-                    buffer(1 << 12),
-                    Sm90Plan {
-                        grouped: grouping,
-                        tile,
-                        majors: columns.map(|columns| if columns { Major::Mn } else { Major::K }),
-                    },
-                )
-            };
-            let Some(sass) = compile(&tools, &name, &cuda_source(&name, &kernel)) else {
-                continue;
-            };
-            println!(
-                "{name}: {} HGMMA, {} LDL, {} STL, {} lines",
-                count(&sass, "HGMMA"),
-                count(&sass, "LDL"),
-                count(&sass, "STL"),
-                sass.lines().count()
-            );
-            // Four in the loop, one in the tail.
-            assert_eq!(count(&sass, "HGMMA"), 5, "{name}");
-            // The operands that the instruction transposes.
-            let transposed = [(".tnspA", columns[0]), (".tnspB", columns[1])];
-            for (which, is_transposed) in transposed {
-                let expected = if is_transposed { 5 } else { 0 };
-                assert_eq!(sass.matches(which).count(), expected, "{name}: {which}");
-            }
-            // With every part of the epilogue, the widest tile keeps one register of it in memory.
-            let most = if kind == all && tile == Sm90Tile::N256 {
-                2
-            } else {
-                0
-            };
-            assert!(spills(&sass) <= most, "{name} spills");
-            let lines: Vec<&str> = sass.lines().collect();
-            let is_product = |line: &&str| line.contains("HGMMA");
-            let first = lines.iter().position(is_product).unwrap();
-            let last = lines.iter().rposition(is_product).unwrap();
-            let loops = lines[first..last].join("\n");
-            assert_eq!(spills(&loops), 0, "{name} spills in its main loop");
-            let boxes = |rows: usize, in_columns| if in_columns { rows / 64 } else { 1 };
-            let boxes = boxes(128, columns[0]) + boxes(tile.n(), columns[1]);
-            assert!(count(&sass, "UTMALDG") >= boxes, "{name}");
-        }
-    }
+}
+
+fn cmma(name: &str, plan: CmmaPlan, address: AddressType, sass: &str, arch: &str) {
+    // For matrices of more than 2^31 elements: one register, stored and loaded once.
+    let most = match (address, arch) {
+        (AddressType::U64, "sm_100a" | "sm_103a") => 2,
+        _ => 0,
+    };
+    assert!(spills(sass) <= most, "{name} spills {}", spills(sass));
+    // A step of 16 takes two instructions for 16 x 16, and 32 columns are decoded at a time.
+    let instructions = match plan.tile {
+        CmmaTile::M128 => 4 * 2,
+        CmmaTile::M32 => 2,
+    };
+    let found = count(sass, "HMMA.16816.F32.BF16");
+    assert_eq!(found, 2 * 2 * instructions, "{name}");
 }

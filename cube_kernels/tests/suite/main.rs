@@ -57,6 +57,4 @@ mod unscaled;
 #[cfg(all(feature = "cpu", feature = "cuda"))]
 mod gemm_source;
 #[cfg(all(feature = "cpu", feature = "cuda"))]
-mod mma_source;
-#[cfg(all(feature = "cpu", feature = "cuda"))]
 mod registry_source;

@@ -7,12 +7,15 @@ use std::{
     path::{Path, PathBuf},
 };
 
+use crate::gemm_source;
 use crate::support::{
     nvrtc::CudaTools,
     sources::{self, disassembled, is_full, is_left_out, spills},
 };
+use cubecl_server::runtime::Runtime;
 use nvfp4_kernels::{
     cube::codec::Conversion,
+    gemm::{GemmInstance, kernels::Multiply},
     registry::{self, DummyDevice, Expected, Instance},
 };
 
@@ -21,25 +24,35 @@ const E2M1_RN: &str = "F2FP.SATFINITE.E2M1.F32.PACK_AB_MERGE_C";
 const E2M1_RS: &str = "F2FP.SATFINITE.E2M1.F32.PACK_AB_MERGE_C.RS";
 const E4M3: &str = "F2FP.SATFINITE.E4M3.F32.PACK_AB_MERGE_C";
 
-/// Architectures that only `cargo xtask test --full` compiles for.
-const OTHER_ARCHITECTURES: [&str; 6] = ["sm_80", "sm_86", "sm_89", "sm_103a", "sm_120a", "sm_121a"];
-
-/// Kernels whose machine code `gemm_source` and `mma_source` read in detail, and whose instances they make.
-const ELSEWHERE: [&str; 9] = [
-    "arrange_kernel",
-    "dequantize_unscaled_kernel",
-    "sm90_w4a16_kernel",
-    "scalar_grouped_kernel",
-    "cmma_kernel",
-    "sm120_nvfp4_kernel",
-    "sm90_bf16_kernel",
-    "small_m_kernel",
-    "transpose_kernel",
+/// Architectures that only `cargo xtask test --full` compiles for, with how they convert, and the
+/// kernels that are compiled for them: all, or those with matrix instructions of every GPU.
+const OTHER_ARCHITECTURES: [(&str, Conversion, fn(&Instance) -> bool); 7] = [
+    ("sm_80", Conversion::Sm80, is_portable),
+    ("sm_86", Conversion::Sm80, is_portable),
+    ("sm_89", Conversion::Sm89, is_portable),
+    ("sm_90", Conversion::Sm89, is_portable),
+    ("sm_103a", Conversion::Hardware, |_| true),
+    ("sm_120a", Conversion::HardwareNearest, is_not_block_scaled),
+    ("sm_121a", Conversion::HardwareNearest, is_block_scaled),
 ];
+
+fn is_portable(instance: &Instance) -> bool {
+    use GemmInstance::{Cmma, SmallM};
+    matches!(instance.gemm, Some(Cmma(..) | SmallM(_)))
+}
+
+fn is_block_scaled(instance: &Instance) -> bool {
+    matches!(instance.gemm, Some(GemmInstance::Sm120Nvfp4(_)))
+}
+
+fn is_not_block_scaled(instance: &Instance) -> bool {
+    !is_block_scaled(instance)
+}
 
 fn instances(conversion: Conversion) -> Vec<Instance> {
     let client = cubecl::Device::Cpu(Default::default()).client();
-    registry::instances(&DummyDevice::new(client, conversion))
+    let target = cubecl::cuda::CudaRuntime::target_properties();
+    registry::instances(&DummyDevice::new(client, target, conversion))
 }
 
 /// `found` is what was expected, or nothing was.
@@ -69,13 +82,18 @@ fn check_instance(tools: &CudaTools, instance: &Instance, arch: &str) {
     assert_found(e2m1_rs, sass.contains(E2M1_RS), &what("e2m1, stochastic"));
     assert_found(e4m3, sass.contains(E4M3), &what("e4m3"));
     assert_found(spilled, spills(&sass) > 0, &what("spills"));
+    if let Some(gemm) = instance.gemm {
+        gemm_source::check(name, gemm, &sass, arch);
+    }
 }
 
 /// Compiles the chosen kernels of a device with `conversion` for `arch`.
 fn check(test: &str, arch: &str, conversion: Conversion, is_chosen: fn(&Instance) -> bool) {
     let tools = tools!(test);
     let mut instances = instances(conversion);
-    instances.retain(|instance| is_chosen(instance) && !is_left_out(&instance.name));
+    instances.retain(|instance| {
+        is_chosen(instance) && instance.architectures.contains(arch) && !is_left_out(&instance.name)
+    });
     println!("{arch}: {} instances", instances.len());
     for instance in &instances {
         check_instance(&tools, instance, arch);
@@ -85,7 +103,29 @@ fn check(test: &str, arch: &str, conversion: Conversion, is_chosen: fn(&Instance
 #[test]
 fn compiles_for_sm_90a() {
     let test = "registry_source::compiles_for_sm_90a";
-    check(test, "sm_90a", Conversion::Sm89, |_| true);
+    check(test, "sm_90a", Conversion::Sm89, |instance| {
+        instance.gemm.is_none()
+    });
+}
+
+#[test]
+fn gemms_compile_for_sm_90a() {
+    let test = "registry_source::gemms_compile_for_sm_90a";
+    check(test, "sm_90a", Conversion::Sm89, |instance| {
+        instance.gemm.is_some()
+    });
+}
+
+/// Of the kernels for consumer Blackwell alone: no other architecture has their instruction.
+#[test]
+fn block_scaled_gemms_compile_for_sm_120a() {
+    let test = "registry_source::block_scaled_gemms_compile_for_sm_120a";
+    check(
+        test,
+        "sm_120a",
+        Conversion::HardwareNearest,
+        is_block_scaled,
+    );
 }
 
 #[test]
@@ -104,19 +144,40 @@ fn emulated_compiles_for_sm_90a() {
     });
 }
 
-/// All instances for the architectures that a run leaves out by default; the other modules of sources ask
-/// for the same ones.
+/// The architectures that a run leaves out by default.
 #[test]
 fn other_architectures() {
     let test = "registry_source::other_architectures";
     if !is_full() {
         let count = instances(Conversion::Hardware).len();
-        let archs = OTHER_ARCHITECTURES.join(", ");
+        let archs = OTHER_ARCHITECTURES.map(|(arch, ..)| arch).join(", ");
         println!("SKIPPED: {test}: {count} instances for {archs}: `cargo xtask test --full`");
         return;
     }
-    check(test, "sm_103a", Conversion::Hardware, |_| true);
-    check(test, "sm_120a", Conversion::HardwareNearest, |_| true);
+    for (arch, conversion, is_chosen) in OTHER_ARCHITECTURES {
+        check(test, arch, conversion, is_chosen);
+    }
+}
+
+/// The compilation can fail: the block-scaled instruction exists on sm_120a and sm_121a alone, and
+/// the conversion of E4M3 from sm_89 on.
+#[test]
+fn instructions_are_refused_where_they_do_not_exist() {
+    let tools = tools!("registry_source::instructions_are_refused_where_they_do_not_exist");
+    for instance in instances(Conversion::Hardware) {
+        let refused: &[&str] = match instance.gemm {
+            Some(GemmInstance::Sm120Nvfp4(plan)) if plan.tile.multiply == Multiply::Instruction => {
+                &["sm_90a", "sm_100a"]
+            }
+            Some(GemmInstance::SmallM(_)) => &["sm_86"],
+            _ => continue,
+        };
+        let text = sources::cuda_source(&instance.name, &*instance.kernel);
+        for arch in refused {
+            let what = format!("{} for {arch}", instance.name);
+            assert!(tools.compile(&text, arch).is_err(), "{what}");
+        }
+    }
 }
 
 /// The compilation can fail: the stochastic conversion does not exist for sm_120a.
@@ -174,8 +235,6 @@ fn the_registry_has_every_kernel() {
         assert!(instance.name.starts_with(&function), "{}", instance.name);
         registered.insert(function);
     }
-    let elsewhere: BTreeSet<String> = ELSEWHERE.map(str::to_owned).into();
-    let registered: BTreeSet<String> = registered.union(&elsewhere).cloned().collect();
     let forgotten: Vec<&String> = defined.difference(&registered).collect();
     assert!(forgotten.is_empty(), "not in the registry: {forgotten:?}");
     let gone: Vec<&String> = registered.difference(&defined).collect();

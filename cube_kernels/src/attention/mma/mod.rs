@@ -1,44 +1,340 @@
-//! Attention by matrix instructions: not yet.
+//! Attention by the matrix instructions of one warp, `mma.sync.m16n8k16`: every CUDA GPU from
+//! compute capability 8.0 on.
+//!
+//! - [`tile`]: heads in shared memory, brought by `cp.async` and read by `ldmatrix`
+//! - [`multiply`]: the two kinds of GEMM of a warp
+//! - [`problem`]: arguments, tiles of sequences, masks
+//! - [`forward`]: output and log-sum-exp
+//! - [`gradient`]: what the backward kernels share
+//! - [`dkdv`], [`dq`]: the two passes of the backward. Each computes the weights anew, and no
+//!   gradient is added to by two CTAs, so results repeat bit for bit.
 
-use cubecl::client::Client;
+pub mod dkdv;
+pub mod dq;
+pub mod forward;
+pub mod gradient;
+pub(crate) mod instances;
+pub mod multiply;
+pub mod problem;
+pub mod tile;
 
-pub use super::Backward;
-use super::{Attention, AttentionOutput, Heads};
-use crate::Nvfp4Error;
+use cubecl::{prelude::*, server::Handle};
+
+use self::{
+    dkdv::{OperandsLaunch, mma_dkdv_kernel},
+    dq::mma_dq_kernel,
+    forward::mma_forward_kernel,
+    gradient::{BackwardPlan, GradientViewLaunch, Part, SavedLaunch},
+    problem::{MmaPlan, ProblemLaunch},
+    tile::HeadsViewLaunch,
+};
+use super::{Attention, AttentionOutput, AttentionParams, Backward, Heads, Rope, Sequences};
+use crate::{
+    capabilities::conversion_of, memory::address_type, memory::is_aligned, tensor::FloatKind,
+};
+
+/// The widest head.
+const MAX_HEAD: usize = 256;
+/// Widest head of which a warp holds the accumulators of two operands.
+const BOTH: usize = 128;
 
 /// Whether the kernels of this folder take `attention`.
 ///
 /// # Errors
 /// Why not.
-pub fn supports(_client: &Client, _attention: &Attention) -> Result<(), String> {
-    Err("there are no such kernels".into())
+pub fn supports(client: &Client, attention: &Attention) -> Result<(), String> {
+    if !conversion_of(client).has_ptx() {
+        return Err("the device is no CUDA GPU of compute capability 8.0 or later".into());
+    }
+    let Attention { q, k, v, .. } = attention;
+    // The largest score of a row is that of the largest product, and what a query does not see has
+    // the score minus infinity.
+    if attention.params.scale <= 0.0 {
+        return Err(format!(
+            "a scale of {} is not positive",
+            attention.params.scale
+        ));
+    }
+    if q.dtype == FloatKind::F32 {
+        return Err("f32 operands have no matrix instructions of their precision".into());
+    }
+    if !q.head.is_multiple_of(16) || q.head > MAX_HEAD {
+        return Err(format!(
+            "heads of {} are no multiple of 16 up to {MAX_HEAD}",
+            q.head
+        ));
+    }
+    for (name, heads) in [("q", q), ("k", k), ("v", v)] {
+        if !is_vectorized(heads) {
+            return Err(format!(
+                "heads of `{name}` do not begin at multiples of 16 bytes"
+            ));
+        }
+    }
+    Ok(())
 }
 
-/// Whether every head begins where they can load it.
-pub fn is_vectorized(_heads: &Heads) -> bool {
-    false
+/// Whether every head begins at a multiple of 16 bytes, which 32 bits count.
+pub fn is_vectorized(heads: &Heads) -> bool {
+    let last = heads.offset + heads.tokens * heads.row_stride;
+    is_aligned(&heads.handle)
+        && heads.offset.is_multiple_of(8)
+        && heads.row_stride.is_multiple_of(8)
+        && last / 8 <= u32::MAX as usize
+}
+
+/// What a warp does of the forward and of the backward.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct MmaPlans {
+    /// The forward.
+    pub forward: MmaPlan,
+    /// Gradients of keys and values.
+    pub dkdv: MmaPlan,
+    /// Gradients of queries.
+    pub dq: MmaPlan,
+}
+
+impl MmaPlans {
+    /// The plans for heads of `head` elements of type `kind`, on a device with `shared` bytes of
+    /// shared memory for a CTA.
+    pub fn new(
+        head: usize,
+        kind: FloatKind,
+        params: &AttentionParams,
+        offsets: bool,
+        shared: usize,
+    ) -> Self {
+        let plan = |strips, warps, inner| MmaPlan {
+            head,
+            kind,
+            strips,
+            warps,
+            inner,
+            causal: params.causal,
+            window: params.window.is_some(),
+            softcap: params.softcap.is_some(),
+            quiet_softmax: params.quiet_softmax,
+            offsets,
+        };
+        // The first that fits into shared memory.
+        let fitting = |plans: [MmaPlan; 2], bytes: fn(MmaPlan) -> usize| {
+            let fits = bytes(plans[0]) <= shared;
+            plans[usize::from(!fits)]
+        };
+        let (forward, dkdv, dq) = if head <= BOTH {
+            (
+                [plan(2, 4, 64), plan(2, 4, 32)],
+                [plan(1, 8, 64), plan(1, 8, 32)],
+                [plan(1, 8, 64), plan(1, 8, 32)],
+            )
+        } else {
+            (
+                [plan(1, 8, 64), plan(1, 8, 32)],
+                [plan(1, 4, 32), plan(1, 4, 16)],
+                [plan(1, 4, 32), plan(1, 4, 16)],
+            )
+        };
+        Self {
+            forward: fitting(forward, forward_bytes),
+            dkdv: fitting(dkdv, backward_bytes),
+            dq: fitting(dq, backward_bytes),
+        }
+    }
+}
+
+/// Shared memory of the forward.
+const fn forward_bytes(plan: MmaPlan) -> usize {
+    plan.tile_bytes(plan.rows()) + 2 * plan.tile_bytes(plan.inner)
+}
+
+/// Shared memory of a backward kernel.
+const fn backward_bytes(plan: MmaPlan) -> usize {
+    2 * plan.tile_bytes(plan.rows()) + 4 * plan.tile_bytes(plan.inner) + 16 * plan.inner
+}
+
+fn plans(client: &Client, attention: &Attention) -> MmaPlans {
+    MmaPlans::new(
+        attention.q.head,
+        attention.q.dtype,
+        &attention.params,
+        matches!(attention.sequences, Sequences::Offsets { .. }),
+        client.properties().hardware.max_shared_memory_size,
+    )
+}
+
+/// Tiles of `rows` rows that `tokens` tokens in sequences have at most.
+fn tiles(sequences: &Sequences, tokens: usize, rows: usize) -> usize {
+    match sequences {
+        Sequences::Equal(count) => count * (tokens / (*count).max(1)).div_ceil(rows),
+        // Each sequence may end in a tile of its own, and so may what belongs to none.
+        Sequences::Offsets { count, .. } => tokens / rows + count + 1,
+    }
+}
+
+/// A buffer of `len` items.
+fn memory(handle: &Handle, len: usize) -> BufferArg {
+    // SAFETY: the caller checked the operands against their memory, and the kernels stay below
+    // their tokens.
+    unsafe { BufferArg::from_raw_parts(handle.clone(), len) }
+}
+
+fn view(heads: &Heads) -> HeadsViewLaunch {
+    HeadsViewLaunch::new(
+        memory(&heads.handle, heads.span() / 2),
+        (heads.offset / 8) as u32,
+        (heads.row_stride / 8) as u32,
+    )
+}
+
+fn gradient_view(heads: &Heads) -> GradientViewLaunch {
+    GradientViewLaunch::new(
+        memory(&heads.handle, heads.span() / 8),
+        (heads.offset / 8) as u32,
+        (heads.row_stride / 8) as u32,
+    )
+}
+
+fn problem(attention: &Attention) -> ProblemLaunch {
+    let Attention {
+        q,
+        k,
+        sequences,
+        params,
+        ..
+    } = attention;
+    // Without offsets any memory will do.
+    let (q_offsets, k_offsets, count) = match sequences {
+        Sequences::Equal(count) => (memory(&q.handle, 1), memory(&q.handle, 1), *count),
+        Sequences::Offsets { q, k, count } => (memory(q, count + 1), memory(k, count + 1), *count),
+    };
+    ProblemLaunch::new(
+        q_offsets,
+        k_offsets,
+        count as u32,
+        q.tokens as u32,
+        k.tokens as u32,
+        (q.heads / k.heads) as u32,
+        params.scale,
+        params.softcap.unwrap_or(1.0),
+        params.window.unwrap_or(0) as u32,
+    )
+}
+
+/// The widest index that the kernels use.
+fn indices(attention: &Attention) -> cubecl::ir::AddressType {
+    let Attention { q, k, v, .. } = attention;
+    address_type(
+        q.span()
+            .max(k.span())
+            .max(v.span())
+            .max(q.tokens * q.heads * q.head),
+    )
 }
 
 /// Queues the forward.
-///
-/// # Errors
-/// When a launch is refused.
-pub fn forward(
-    _client: &Client,
-    _attention: &Attention,
-    _output: &AttentionOutput,
-) -> Result<(), Nvfp4Error> {
-    unreachable!("nothing is supported")
+pub fn forward(client: &Client, attention: &Attention, output: &AttentionOutput) {
+    let plan = plans(client, attention).forward;
+    let Attention {
+        q, k, v, sequences, ..
+    } = attention;
+    let count = tiles(sequences, q.tokens, plan.rows());
+    if q.tokens == 0 || count == 0 {
+        return;
+    }
+    // SAFETY: the kernel stays below the tokens of each sequence.
+    unsafe {
+        mma_forward_kernel::launch_unchecked(
+            client,
+            CubeCount::Static(count as u32, q.heads as u32, 1),
+            CubeDim::new_1d(plan.units() as u32),
+            indices(attention),
+            view(q),
+            view(k),
+            view(v),
+            problem(attention),
+            memory(&output.out.handle, q.tokens * q.heads * q.head / 8),
+            memory(&output.lse, q.heads * q.tokens),
+            plan,
+        );
+    }
 }
 
 /// Queues the backward.
-///
-/// # Errors
-/// When a launch is refused.
-pub fn backward(
-    _client: &Client,
-    _attention: &Attention,
-    _backward: &Backward<'_>,
-) -> Result<(), Nvfp4Error> {
-    unreachable!("nothing is supported")
+pub fn backward(client: &Client, attention: &Attention, backward: &Backward<'_>) {
+    let plans = plans(client, attention);
+    let Attention {
+        q, k, v, sequences, ..
+    } = attention;
+    let Backward {
+        saved,
+        dout,
+        delta,
+        rope,
+        gradients,
+    } = *backward;
+    let rows = q.heads * q.tokens;
+    let saved = || {
+        let tables = rope.map(|rope| (rope, rope.positions * q.head / 2));
+        let table = |of: fn(&Rope) -> &Handle| match tables {
+            Some((rope, len)) => memory(of(rope), len),
+            None => memory(&saved.lse, 1),
+        };
+        SavedLaunch::new(
+            view(dout),
+            memory(&saved.lse, rows),
+            memory(delta, rows),
+            table(|rope| &rope.cos),
+            table(|rope| &rope.sin),
+        )
+    };
+    let operands = || OperandsLaunch::new(view(q), view(k), view(v));
+    let kv_tiles = tiles(sequences, k.tokens, plans.dkdv.rows());
+    if k.tokens > 0 && kv_tiles > 0 {
+        let parts: &[Part] = match q.head {
+            ..=BOTH => &[Part::Both],
+            _ => &[Part::Keys, Part::Values],
+        };
+        for &part in parts {
+            // SAFETY: the kernel stays below the tokens of each sequence.
+            unsafe {
+                mma_dkdv_kernel::launch_unchecked(
+                    client,
+                    CubeCount::Static(kv_tiles as u32, k.heads as u32, 1),
+                    CubeDim::new_1d(plans.dkdv.units() as u32),
+                    indices(attention),
+                    operands(),
+                    saved(),
+                    problem(attention),
+                    gradient_view(&gradients.dk),
+                    gradient_view(&gradients.dv),
+                    BackwardPlan {
+                        plan: plans.dkdv,
+                        rope: rope.is_some(),
+                        part,
+                    },
+                );
+            }
+        }
+    }
+    let q_tiles = tiles(sequences, q.tokens, plans.dq.rows());
+    if q.tokens > 0 && q_tiles > 0 {
+        // SAFETY: the kernel stays below the tokens of each sequence.
+        unsafe {
+            mma_dq_kernel::launch_unchecked(
+                client,
+                CubeCount::Static(q_tiles as u32, q.heads as u32, 1),
+                CubeDim::new_1d(plans.dq.units() as u32),
+                indices(attention),
+                operands(),
+                saved(),
+                problem(attention),
+                gradient_view(&gradients.dq),
+                BackwardPlan {
+                    plan: plans.dq,
+                    rope: rope.is_some(),
+                    part: Part::Both,
+                },
+            );
+        }
+    }
 }

@@ -155,3 +155,26 @@ pub fn max_nan_abs_bf16x2(a: u32, b: u32) -> u32 {
     );
     u32::reinterpret(result)
 }
+
+/// `2^a` with an error of two units in the last place, 0 where the result is subnormal:
+/// `ex2.approx.ftz.f32`. `2^(-inf)` is 0, and NaN stays NaN.
+///
+/// PTX ISA "Floating Point Instructions: ex2"; PTX 1.4, all targets.
+#[cube]
+pub fn ex2_approx_ftz(a: f32) -> f32 {
+    let a = f32::reinterpret(a);
+    let result: f32;
+    gpu_asm!("ex2.approx.ftz.f32 {}, {};", out(_) result, in(_) a, options(pure, nomem));
+    f32::reinterpret(result)
+}
+
+/// `1 / a` with an error of one unit in the last place: `rcp.approx.ftz.f32`.
+///
+/// PTX ISA "Floating Point Instructions: rcp"; PTX 1.4, all targets.
+#[cube]
+pub fn rcp_approx_ftz(a: f32) -> f32 {
+    let a = f32::reinterpret(a);
+    let result: f32;
+    gpu_asm!("rcp.approx.ftz.f32 {}, {};", out(_) result, in(_) a, options(pure, nomem));
+    f32::reinterpret(result)
+}

@@ -17,6 +17,20 @@ pub fn ldmatrix_x4(address: u32) -> Vector<u32, Const<4>> {
     Vector::<u32, Const<4>>::reinterpret(words)
 }
 
+/// [`ldmatrix_x4()`] that transposes each matrix: lane `4 r + c` receives the elements of rows `2 c`
+/// and `2 c + 1` in column `r`: `ldmatrix.x4.trans`.
+///
+/// PTX ISA "Warp-level matrix load instruction: ldmatrix"; PTX 6.5, sm_75 and later.
+#[cube]
+pub fn ldmatrix_x4_trans(address: u32) -> Vector<u32, Const<4>> {
+    let words: Vector<u32, Const<4>>;
+    gpu_asm!(
+        "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {w}, [{a}];",
+        w = out(_) words, a = in(_) address
+    );
+    Vector::<u32, Const<4>>::reinterpret(words)
+}
+
 /// `c + a · b`, bf16 operands as registers of pairs, f32 accumulators: `mma.sync.m16n8k16`.
 ///
 /// PTX ISA "Warp Level Matrix Multiply-Accumulate Instructions: mma"; PTX 7.0, sm_80 and later.
@@ -33,6 +47,30 @@ pub fn mma_m16n8k16_bf16(
     let d: Vector<f32, Const<4>>;
     gpu_asm!(
         "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32",
+        "{d}, {{{a0}, {a1}, {a2}, {a3}}}, {{{b0}, {b1}}}, {c};",
+        d = out(_) d, c = in(_) Vector::<f32, Const<4>>::reinterpret(c),
+        a0 = in(_) a0, a1 = in(_) a1, a2 = in(_) a2, a3 = in(_) a3, b0 = in(_) b0, b1 = in(_) b1,
+        options(pure, nomem)
+    );
+    Vector::<f32, Const<4>>::reinterpret(d)
+}
+
+/// `c + a · b`, f16 operands as registers of pairs, f32 accumulators: `mma.sync.m16n8k16`.
+///
+/// PTX ISA "Warp Level Matrix Multiply-Accumulate Instructions: mma"; PTX 7.0, sm_80 and later.
+#[cube]
+pub fn mma_m16n8k16_f16(
+    c: Vector<f32, Const<4>>,
+    a0: u32,
+    a1: u32,
+    a2: u32,
+    a3: u32,
+    b0: u32,
+    b1: u32,
+) -> Vector<f32, Const<4>> {
+    let d: Vector<f32, Const<4>>;
+    gpu_asm!(
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32",
         "{d}, {{{a0}, {a1}, {a2}, {a3}}}, {{{b0}, {b1}}}, {c};",
         d = out(_) d, c = in(_) Vector::<f32, Const<4>>::reinterpret(c),
         a0 = in(_) a0, a1 = in(_) a1, a2 = in(_) a2, a3 = in(_) a3, b0 = in(_) b0, b1 = in(_) b1,

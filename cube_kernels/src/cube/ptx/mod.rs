@@ -29,6 +29,7 @@ mod setmaxnreg;
 pub mod sm90_mainloop;
 pub mod sm90_mainloop_w4a16;
 mod wgmma;
+mod wgmma_gemm;
 
 pub use arith::*;
 pub use async_copy::*;
@@ -41,3 +42,4 @@ pub use mma::*;
 pub use permute::*;
 pub use setmaxnreg::*;
 pub use wgmma::*;
+pub use wgmma_gemm::*;

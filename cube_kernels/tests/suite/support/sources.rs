@@ -2,10 +2,7 @@
 
 use std::path::Path;
 
-use cubecl::{
-    ir::{DeviceProperties, features::Plane},
-    prelude::*,
-};
+use cubecl::prelude::*;
 use cubecl_server::compiler::Compiler;
 
 use super::nvrtc::CudaTools;
@@ -23,31 +20,6 @@ macro_rules! tools {
     };
 }
 
-/// The CPU's device, with what kernels ask a CUDA device for: only its properties are asked, and nothing is
-/// launched.
-pub struct Fake {
-    pub client: Client,
-    pub properties: DeviceProperties,
-}
-
-impl Fake {
-    pub fn new() -> Self {
-        let client = cubecl::Device::Cpu(Default::default()).client();
-        let mut properties = (*client.properties_shared()).clone();
-        properties.features.plane.insert(Plane::Ops);
-        (
-            properties.hardware.plane_size_min,
-            properties.hardware.plane_size_max,
-        ) = (32, 32);
-        Self { client, properties }
-    }
-
-    pub fn buffer(&self, len: usize) -> BufferArg {
-        // SAFETY: nothing is launched.
-        unsafe { BufferArg::from_raw_parts(self.client.empty(1 << 16), len) }
-    }
-}
-
 /// What CubeCL makes of `kernel`, in CUDA C++.
 pub fn cuda_source(name: &str, kernel: &dyn CubeKernel) -> String {
     let mut compiler = cubecl_cpp::shared::CppCompiler::<cubecl_cpp::target::Cuda>::default();
@@ -62,13 +34,6 @@ pub fn cuda_source(name: &str, kernel: &dyn CubeKernel) -> String {
 /// Whether this run compiles for all architectures: `cargo xtask test --full`.
 pub fn is_full() -> bool {
     std::env::var_os("NVFP4_TEST_FULL").is_some()
-}
-
-/// The architectures among `all` that this run compiles for: Hopper and Blackwell of data centres, or all.
-/// The test `registry_source::other_architectures` names the others.
-pub fn architectures<'a>(all: &[&'a str]) -> Vec<&'a str> {
-    let is_compiled_for = |arch: &&str| is_full() || ["sm_90a", "sm_100a"].contains(arch);
-    all.iter().copied().filter(is_compiled_for).collect()
 }
 
 /// Whether `NVFP4_ONLY`, a part of its name, leaves this kernel out.

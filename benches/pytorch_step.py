@@ -1,0 +1,253 @@
+#!/usr/bin/env python3
+"""What PyTorch takes for the same work, on the same GPU: training steps, attention, layers.
+
+Usage: pytorch_step.py [steps] [attention] [layers] [--json FILE]
+
+Kept fair: `torch.compile`, the fastest backend of SDPA for each shape, fused AdamW, bf16 autocast
+over f32 master weights, gradients clipped to a norm of 1, bytes as tokens. Times are CUDA events
+around whole repetitions, the best of three; memory is `torch.cuda.max_memory_allocated`. The model
+is that of the crate `nvfp4-lm`: RMSNorm, rotary positions, causal attention, SwiGLU, an embedding
+and a head of their own.
+"""
+
+import argparse
+import json
+import time
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+# name: width, blocks, heads, hidden, context, batch
+MODELS = {
+    "layer": (4096, 1, 32, 12288, 512, 16),
+    "gpt2-size": (768, 12, 12, 2048, 1024, 16),
+    "1b": (2048, 16, 32, 8192, 2048, 4),
+    "1b-long": (2048, 16, 32, 8192, 8192, 1),
+}
+VOCABULARY = 256
+BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
+
+
+class Block(nn.Module):
+    def __init__(self, width, heads, hidden):
+        super().__init__()
+        self.heads = heads
+        self.attention_norm = nn.RMSNorm(width, eps=1e-5)
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
+        self.feed_forward_norm = nn.RMSNorm(width, eps=1e-5)
+        self.gate_up = nn.Linear(width, 2 * hidden, bias=False)
+        self.down = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x, cos, sin):
+        batch, time_, width = x.shape
+        q, k, v = self.qkv(self.attention_norm(x)).chunk(3, dim=-1)
+        q, k, v = (t.view(batch, time_, self.heads, -1).transpose(1, 2) for t in (q, k, v))
+
+        def rotate(t):
+            first, second = t.float().chunk(2, dim=-1)
+            turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+            return turned.to(v.dtype)
+
+        mixed = F.scaled_dot_product_attention(rotate(q), rotate(k), v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).reshape(batch, time_, width))
+        gate, up = self.gate_up(self.feed_forward_norm(x)).chunk(2, dim=-1)
+        return x + self.down(F.silu(gate) * up)
+
+
+class Model(nn.Module):
+    def __init__(self, width, blocks, heads, hidden, context):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, width)
+        self.blocks = nn.ModuleList(Block(width, heads, hidden) for _ in range(blocks))
+        self.norm = nn.RMSNorm(width, eps=1e-5)
+        self.head = nn.Linear(width, VOCABULARY, bias=False)
+        half = width // heads // 2
+        angles = torch.arange(context)[:, None] * 10_000.0 ** (-torch.arange(half) / half)[None]
+        self.register_buffer("cos", angles.cos())
+        self.register_buffer("sin", angles.sin())
+
+    def forward(self, inputs, targets):
+        # The residual stream is bf16, as in the crate.
+        x = self.embedding(inputs).to(torch.bfloat16)
+        for block in self.blocks:
+            x = block(x, self.cos, self.sin)
+        logits = self.head(self.norm(x))
+        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+def best(run, repeats, rounds=3):
+    """Milliseconds of one repetition."""
+    found = []
+    for _ in range(rounds):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(repeats):
+            run()
+        end.record()
+        torch.cuda.synchronize()
+        found.append(start.elapsed_time(end) / repeats)
+    return min(found)
+
+
+def step(name, backend):
+    width, blocks, heads, hidden, context, batch = MODELS[name]
+    torch.manual_seed(0)
+    model = Model(width, blocks, heads, hidden, context).cuda()
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True
+    )
+    data = torch.randint(0, VOCABULARY, (batch, context + 1), device="cuda")
+    inputs, targets = data[:, :-1].contiguous(), data[:, 1:].contiguous()
+    compiled = torch.compile(model)
+
+    def run():
+        with torch.autocast("cuda", dtype=torch.bfloat16), sdpa_kernel(backend):
+            loss = compiled(inputs, targets)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    for _ in range(3):
+        run()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    milliseconds = best(run, 5)
+    memory = torch.cuda.max_memory_allocated()
+    del model, optimizer, compiled
+    torch.cuda.empty_cache()
+    return {"ms": milliseconds, "memory_gb": memory / 1e9}
+
+
+def steps(names):
+    for name in names:
+        rows = []
+        for label, backend in BACKENDS.items():
+            torch._dynamo.reset()
+            try:
+                rows.append({"step": name, "sdpa": label, **step(name, backend)})
+            except torch.OutOfMemoryError:
+                torch.cuda.empty_cache()
+        yield min(rows, key=lambda row: row["ms"]) if rows else {"step": name, "ms": None}
+
+
+def attention(lengths=(512, 1024, 2048, 4096, 8192, 16384)):
+    for head, heads in ((64, 32), (128, 16)):
+        for tokens in lengths:
+            batch = 16384 // tokens
+            shape = (batch, heads, tokens, head)
+            q, k, v, dout = (
+                torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(4)
+            )
+            for t in (q, k, v):
+                t.requires_grad_(True)
+            row = {"attention": tokens, "head": head, "heads": heads, "batch": batch}
+            for label, backend in BACKENDS.items():
+                with sdpa_kernel(backend):
+
+                    def forward():
+                        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+                    def both():
+                        torch.autograd.grad(forward(), (q, k, v), dout)
+
+                    both()
+                    with torch.no_grad():
+                        row[f"{label}_forward_ms"] = best(forward, 10)
+                    row[f"{label}_both_ms"] = best(both, 10)
+            yield row
+
+
+def layers():
+    rows, width, hidden, vocabulary = 8192, 4096, 12288, 32768
+    bf16 = torch.bfloat16
+    x, residual = (torch.randn(rows, width, device="cuda", dtype=bf16) for _ in range(2))
+    gain = torch.ones(width, device="cuda")
+    both = torch.randn(rows, 2 * hidden, device="cuda", dtype=bf16)
+    logits = torch.randn(rows, vocabulary, device="cuda", dtype=bf16)
+    targets = torch.randint(0, vocabulary, (rows,), device="cuda")
+
+    def norm(x, residual, gain):
+        total = x + residual
+        return total, F.rms_norm(total, (width,), gain.to(bf16))
+
+    def swiglu(both):
+        gate, up = both.chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+    def loss(logits):
+        return F.cross_entropy(logits.float(), targets)
+
+    cases = {
+        "add_rms_norm": (norm, (x, residual, gain), 4 * rows * width * 2),
+        "swiglu": (swiglu, (both,), 3 * rows * hidden * 2),
+        "cross_entropy": (loss, (logits,), rows * vocabulary * 2),
+    }
+    for name, (function, inputs, moved) in cases.items():
+        compiled = torch.compile(function)
+        inputs = tuple(t.detach().requires_grad_(True) for t in inputs)
+        outputs = compiled(*inputs)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        gradients = [torch.randn_like(t) for t in outputs]
+
+        def whole():
+            found = compiled(*inputs)
+            found = found if isinstance(found, tuple) else (found,)
+            torch.autograd.grad(found, inputs, gradients)
+
+        whole()
+        with torch.no_grad():
+            compiled(*inputs)
+            forward = best(lambda: compiled(*inputs), 20)
+        yield {
+            "layer": name,
+            "forward_ms": forward,
+            "both_ms": best(whole, 20),
+            "forward_gb_s": moved / forward / 1e6,
+        }
+    parameters = [torch.randn(218_103_808 // 8, device="cuda") for _ in range(8)]
+    for parameter in parameters:
+        parameter.grad = torch.randn_like(parameter)
+    optimizer = torch.optim.AdamW(parameters, fused=True)
+    optimizer.step()
+    milliseconds = best(optimizer.step, 10)
+    count = sum(p.numel() for p in parameters)
+    yield {"layer": "adamw", "both_ms": milliseconds, "gb_s": 28 * count / milliseconds / 1e6}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("what", nargs="*", default=["steps", "attention", "layers"])
+    parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--json")
+    arguments = parser.parse_args()
+    kinds = {"steps": lambda: steps(arguments.models), "attention": attention, "layers": layers}
+    unknown = [what for what in arguments.what if what not in kinds]
+    if unknown:
+        parser.error(f"{unknown}: expected any of {list(kinds)}")
+    report = {
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "cudnn": torch.backends.cudnn.version(),
+        "date": time.strftime("%Y-%m-%d"),
+        "rows": [],
+    }
+    print(f"{report['gpu']}, PyTorch {report['torch']}, cuDNN {report['cudnn']}", flush=True)
+    for what in arguments.what:
+        for row in kinds[what]():
+            report["rows"].append(row)
+            cells = (
+                f"{key} {value:.3f}" if isinstance(value, float) else f"{key} {value}"
+                for key, value in row.items()
+            )
+            print("  ".join(cells), flush=True)
+    if arguments.json:
+        with open(arguments.json, "w", encoding="utf-8") as file:
+            json.dump(report, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,191 @@
+//! What both backward kernels share: their arguments, the weights and their gradients from scores,
+//! and how gradients are rotated back and written.
+
+use cubecl::prelude::*;
+
+use super::{
+    multiply::pack,
+    problem::{LOG2_E, MmaPlan, Problem},
+    tile::{HeadsView, load_chunk, store_pair},
+};
+use crate::cube::ptx::ex2_approx_ftz;
+
+/// What the backward reads beside the operands.
+#[derive(CubeType, CubeLaunch)]
+pub struct Saved {
+    /// The gradient of the output.
+    pub dout: HeadsView,
+    /// Log-sum-exp of each row, `[heads, tokens]`.
+    pub lse: Box<[f32]>,
+    /// The sum of `dout · out` of each row, `[heads, tokens]`.
+    pub delta: Box<[f32]>,
+    /// Cosines of the rotation of each position, `[positions, head / 2]`. Read only where gradients
+    /// are rotated back.
+    pub cos: Box<[f32]>,
+    /// The sines.
+    pub sin: Box<[f32]>,
+}
+
+/// Where a gradient is written: token `t`'s head lies `offset + t * stride` vectors of 16 bytes
+/// behind the begin of the memory.
+#[derive(CubeType, CubeLaunch)]
+pub struct GradientView {
+    /// The memory.
+    pub data: Box<[Vector<u32, Const<4>>]>,
+    /// Vectors before the first token's first head.
+    pub offset: u32,
+    /// Vectors from one token to the next.
+    pub stride: u32,
+}
+
+/// The comptime choices of a backward kernel.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct BackwardPlan {
+    /// Those of the forward.
+    pub plan: MmaPlan,
+    /// Gradients of `q` and `k` are rotated back.
+    pub rope: bool,
+    /// Which gradients a CTA of keys computes.
+    pub part: Part,
+}
+
+/// Which gradients a CTA of keys computes: accumulators of both do not fit for wide heads.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Part {
+    /// Those of keys and of values.
+    Both,
+    /// Those of keys.
+    Keys,
+    /// Those of values.
+    Values,
+}
+
+impl Part {
+    /// Whether the gradient of the keys is computed.
+    pub const fn has_keys(self) -> bool {
+        !matches!(self, Self::Values)
+    }
+
+    /// Whether the gradient of the values is computed.
+    pub const fn has_values(self) -> bool {
+        !matches!(self, Self::Keys)
+    }
+}
+
+/// `2^(scale · s - lse)`; `lse` is in units of powers of two, and `+inf` for rows without weights.
+#[cube]
+pub fn weight(s: f32, scale: f32, lse: f32) -> f32 {
+    ex2_approx_ftz(crate::cube::ptx::fma_rn(s, scale, -lse))
+}
+
+/// The log-sum-exp of a row as [`weight()`] takes it.
+#[cube]
+pub fn exponent_offset(lse: f32) -> f32 {
+    select(
+        lse == f32::NEG_INFINITY,
+        f32::INFINITY,
+        lse * comptime!(LOG2_E),
+    )
+}
+
+/// What the gradient of a capped score is multiplied by: the derivative of the cap at the score
+/// that it gave.
+#[cube]
+pub fn cap_derivative(problem: &Problem, capped: f32) -> f32 {
+    let t = capped / problem.softcap;
+    1.0f32 - t * t
+}
+
+/// Where a warp writes its rows of a gradient.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub struct WarpRows {
+    /// The tile in shared memory, of which this warp reads its own rows only.
+    pub tile_at: u32,
+    /// The warp's first row in the tile.
+    pub own: u32,
+    /// The tile's first row in its sequence.
+    pub row: u32,
+    /// The rows of the sequence.
+    pub len: u32,
+    /// The first token of the sequence.
+    pub token: u32,
+    /// The head.
+    pub head: u32,
+}
+
+/// Scales `sums` by `scale`, rotates the rows back where `rotate`, rounds them and writes them to
+/// `view`, through the warp's rows of a tile.
+#[cube]
+pub fn write_gradient(
+    view: &mut GradientView,
+    sums: &Array<Vector<f32, Const<4>>>,
+    saved: &Saved,
+    rows: WarpRows,
+    scale: f32,
+    #[comptime] rotate: bool,
+    #[comptime] plan: MmaPlan,
+) {
+    let tile = comptime!(plan.tile());
+    let lane = UNIT_POS % 32u32;
+    let half_columns = comptime!(plan.head / 16);
+    #[unroll]
+    for i in 0..comptime!(2 * plan.strips) {
+        let half = comptime!(2 * (i % 2));
+        let row = rows.own + comptime!((16 * (i / 2) + 8 * (i % 2)) as u32) + lane / 4u32;
+        let first = comptime!((i / 2) * plan.head / 8);
+        if comptime!(rotate) {
+            // Rows behind the sequence have no position; what is read for them is not written.
+            let position = min(rows.row + row, max(rows.len, 1u32) - 1u32);
+            let table =
+                position as usize * comptime!(plan.head / 2) + (lane % 4u32 * 2u32) as usize;
+            #[unroll]
+            for j in 0..half_columns {
+                let near = sums[comptime!(first + j)];
+                let far = sums[comptime!(first + half_columns + j)];
+                let at = table + comptime!(8 * j);
+                let (cos0, cos1) = (saved.cos[at], saved.cos[at + 1]);
+                let (sin0, sin1) = (saved.sin[at], saved.sin[at + 1]);
+                let (x0, x1) = (
+                    near.extract(half) * scale,
+                    near.extract(comptime!(half + 1)) * scale,
+                );
+                let (y0, y1) = (
+                    far.extract(half) * scale,
+                    far.extract(comptime!(half + 1)) * scale,
+                );
+                let word = pack(x0 * cos0 + y0 * sin0, x1 * cos1 + y1 * sin1, plan.kind);
+                store_pair(rows.tile_at, row, j, lane % 4u32, word, tile);
+                let word = pack(y0 * cos0 - x0 * sin0, y1 * cos1 - x1 * sin1, plan.kind);
+                let there = comptime!(half_columns + j);
+                store_pair(rows.tile_at, row, there, lane % 4u32, word, tile);
+            }
+        } else {
+            #[unroll]
+            for j in 0..comptime!(plan.head / 8) {
+                let four = sums[comptime!(first + j)];
+                let low = four.extract(half) * scale;
+                let high = four.extract(comptime!(half + 1)) * scale;
+                let word = pack(low, high, plan.kind);
+                store_pair(rows.tile_at, row, j, lane % 4u32, word, tile);
+            }
+        }
+    }
+    sync_plane();
+    let chunks = comptime!(tile.chunks() as u32);
+    #[unroll]
+    for i in 0..comptime!(plan.strips * plan.head / 16) {
+        let item = lane + comptime!(32 * i as u32);
+        let row = rows.own + item / chunks;
+        let chunk = item % chunks;
+        if rows.row + row < rows.len {
+            let token = (rows.token + rows.row + row) as usize;
+            let index = view.offset as usize
+                + token * view.stride as usize
+                + rows.head as usize * comptime!(plan.tile().chunks())
+                + chunk as usize;
+            view.data[index] = load_chunk(rows.tile_at, row, chunk, tile);
+        }
+    }
+    sync_plane();
+}

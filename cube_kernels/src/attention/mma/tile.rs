@@ -1,0 +1,183 @@
+//! Tiles of heads in shared memory: how they lie there, how `cp.async` brings them, and how
+//! `ldmatrix` reads them.
+//!
+//! A tile has a row for each token. Rows are as long as the head, rounded up to 64 bytes. Their
+//! parts of 16 bytes are exchanged, so that eight rows of one part, which `ldmatrix` reads at a
+//! time, lie in different banks.
+
+use cubecl::prelude::*;
+
+use crate::cube::ptx::{cp_async_zfill, cvta_to_global, ld_shared_v4, st_shared};
+
+/// How the rows of a tile lie in shared memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Tile {
+    /// Elements of a head, a multiple of 16.
+    pub head: usize,
+}
+
+impl Tile {
+    /// Bytes from one row to the next.
+    pub const fn pitch(self) -> usize {
+        self.head.div_ceil(32) * 64
+    }
+
+    /// Parts of 16 bytes in a row.
+    pub const fn chunks(self) -> usize {
+        self.head / 8
+    }
+
+    /// Which bits of a part's number are exchanged: eight parts make the 128 bytes of all banks;
+    /// where rows are an odd number of 64 bytes, two rows make up for what one lacks.
+    const fn mask(self) -> u32 {
+        if self.pitch().is_multiple_of(128) {
+            7
+        } else {
+            3
+        }
+    }
+}
+
+/// What the number of a part is combined with in row `row`.
+#[cube]
+fn swizzle(row: u32, #[comptime] tile: Tile) -> u32 {
+    if comptime!(tile.mask() == 7) {
+        row & 7u32
+    } else {
+        (row >> 1u32) & 3u32
+    }
+}
+
+/// Where part `chunk` of row `row` lies in a tile.
+#[cube]
+fn chunk_offset(row: u32, chunk: u32, #[comptime] tile: Tile) -> u32 {
+    row * comptime!(tile.pitch() as u32) + ((chunk ^ swizzle(row, tile)) << 4u32)
+}
+
+/// Heads of tokens in device memory: token `t`'s head lies `offset + t * stride` vectors of 16
+/// bytes behind the begin of the memory, and its other heads behind it.
+#[derive(CubeType, CubeLaunch)]
+pub struct HeadsView {
+    /// The memory.
+    pub data: Box<[u32]>,
+    /// Vectors before the first token's first head.
+    pub offset: u32,
+    /// Vectors from one token to the next.
+    pub stride: u32,
+}
+
+/// One head of consecutive tokens in device memory.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub struct Source {
+    /// Address of the head of token 0.
+    address: u64,
+    /// Bytes from one token to the next.
+    stride: u64,
+}
+
+#[cube]
+impl HeadsView {
+    /// Head number `head` from token `first` on.
+    pub fn source(&self, head: u32, first: u32, #[comptime] tile: Tile) -> Source {
+        let stride = u64::cast_from(self.stride) * 16u64;
+        let vectors = u64::cast_from(self.offset + head * comptime!(tile.chunks() as u32));
+        Source {
+            address: cvta_to_global::<u32>(self.data.as_ptr())
+                + vectors * 16u64
+                + u64::cast_from(first) * stride,
+            stride,
+        }
+    }
+}
+
+/// Queues copies of tokens `first..first + rows` to the tile at `target`, with zeros for those from
+/// `end` on.
+#[cube]
+pub fn copy_rows(
+    source: Source,
+    target: u32,
+    first: u32,
+    end: u32,
+    #[comptime] rows: usize,
+    #[comptime] units: usize,
+    #[comptime] tile: Tile,
+) {
+    let items = comptime!(rows * tile.chunks());
+    #[unroll]
+    for i in 0..comptime!(items.div_ceil(units)) {
+        let item = UNIT_POS + comptime!((i * units) as u32);
+        if comptime!((i + 1) * units <= items) {
+            copy_item(source, target, first, end, item, tile);
+        } else if item < comptime!(items as u32) {
+            copy_item(source, target, first, end, item, tile);
+        }
+    }
+}
+
+/// Queues the copy of part `item` of the tile.
+#[cube]
+fn copy_item(source: Source, target: u32, first: u32, end: u32, item: u32, #[comptime] tile: Tile) {
+    let row = item / comptime!(tile.chunks() as u32);
+    let chunk = item % comptime!(tile.chunks() as u32);
+    let inside = first + row < end;
+    // What lies outside is not read; its address is that of the first token.
+    let at = u64::cast_from(first + row) * source.stride + u64::cast_from(chunk * 16u32);
+    cp_async_zfill(
+        target + chunk_offset(row, chunk, tile),
+        source.address + select(inside, at, 0u64),
+        select(inside, 16u32, 0u32),
+        16u32,
+    );
+}
+
+/// Where this lane of a warp reads a fragment of 16 rows from `row` (a multiple of 16) on and their
+/// first 16 elements: as the left operand by `ldmatrix`, or, transposed, as the right operand whose
+/// contraction is along the rows.
+#[cube]
+pub fn fragment_rows(tile_at: u32, row: u32, #[comptime] tile: Tile) -> u32 {
+    let lane = UNIT_POS % 32u32;
+    tile_at + chunk_offset(row + lane % 16u32, lane / 16u32, tile)
+}
+
+/// The same for the right operand whose contraction is along the elements.
+#[cube]
+pub fn fragment_columns(tile_at: u32, row: u32, #[comptime] tile: Tile) -> u32 {
+    let lane = UNIT_POS % 32u32;
+    let line = lane % 8u32 + (lane / 16u32) * 8u32;
+    tile_at + chunk_offset(row + line, (lane / 8u32) % 2u32, tile)
+}
+
+/// The address of a fragment `step` times 16 elements on in the same rows.
+#[cube]
+pub fn along_head(at: u32, #[comptime] step: usize, #[comptime] tile: Tile) -> u32 {
+    // The lower bits of a part's number are combined, the upper ones count.
+    let low = comptime!(((2 * step as u32) & tile.mask()) << 4);
+    let high = comptime!(((2 * step as u32) & !tile.mask()) << 4);
+    (at ^ low) + high
+}
+
+/// Stores the pair of elements `2 * pair` of part `chunk` of row `row` to the tile at `tile_at`.
+#[cube]
+pub fn store_pair(
+    tile_at: u32,
+    row: u32,
+    #[comptime] chunk: usize,
+    pair: u32,
+    word: u32,
+    #[comptime] tile: Tile,
+) {
+    let at = tile_at + chunk_offset(row, comptime!(chunk as u32).runtime(), tile) + pair * 4u32;
+    st_shared(at, word);
+}
+
+/// Part `chunk` of row `row` of the tile at `tile_at`.
+#[cube]
+pub fn load_chunk(
+    tile_at: u32,
+    row: u32,
+    chunk: u32,
+    #[comptime] tile: Tile,
+) -> Vector<u32, Const<4>> {
+    ld_shared_v4(tile_at + chunk_offset(row, chunk, tile))
+}

@@ -1,0 +1,500 @@
+//! The backward on Hopper, in two passes: gradients of keys and values, then of queries. Both are
+//! one pipeline. A CTA holds the rows of one side, 64 to a consumer warpgroup, and passes over
+//! blocks of the other side, which the producer warpgroup brings in two stages.
+//!
+//! Two GEMMs of operands in shared memory give scores and gradients of weights; what becomes of
+//! them is in registers, the left operand of one GEMM (queries) or two (keys), whose right operands
+//! are what the stage holds, transposed as they are read
+//! ([`gradients`](super::gradients)). Nothing is added atomically, so results repeat bit for bit.
+
+use cubecl::prelude::{barrier::Barrier, *};
+use half::bf16;
+
+pub(super) use super::forward::STAGES;
+use super::{
+    forward::{BOX, BOX_VECTORS, CONSUMERS, Schedule, WARPGROUP_ROWS},
+    gradients::{Place, keys_and_values, keys_and_values_in_pairs, queries, write},
+};
+use crate::{
+    attention::mma::{
+        gradient::{GradientView, exponent_offset},
+        problem::{Extent, MmaPlan, Problem, Visible},
+    },
+    cube::ptx::{
+        Major, WgmmaGemm, WgmmaOperand, cvta_to_shared, mbarrier_arrive, mbarrier_arrive_expect_tx,
+        mbarrier_wait_parity, named_barrier_sync, setmaxnreg_dec, setmaxnreg_inc, st_shared,
+    },
+    gemm::arguments::thread_in_cta,
+};
+
+/// Which gradients a kernel computes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Pass {
+    /// A CTA holds keys and values, and passes over queries.
+    KeysValues,
+    /// A CTA holds queries, and passes over keys and values.
+    Queries,
+}
+
+/// The comptime choices of `sm90_backward_kernel`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Sm90BackwardPlan {
+    /// What is shared with the kernels of `mma.sync`: a warp has one strip, and `inner` rows of the
+    /// other side make a block.
+    pub plan: MmaPlan,
+    /// Which gradients are computed.
+    pub pass: Pass,
+    /// Gradients of `q` and `k` are rotated back.
+    pub rope: bool,
+}
+
+impl Sm90BackwardPlan {
+    /// Rows of a CTA.
+    pub const fn rows(self) -> usize {
+        WARPGROUP_ROWS * CONSUMERS
+    }
+
+    pub(super) const fn boxes(self) -> usize {
+        self.plan.head / BOX
+    }
+
+    /// Vectors of the rows of one operand that a CTA holds.
+    pub(super) const fn own_vectors(self) -> usize {
+        self.rows() * self.plan.head / 8
+    }
+
+    /// Vectors of one operand in a stage.
+    pub(super) const fn stage_vectors(self) -> usize {
+        self.plan.inner * self.plan.head / 8
+    }
+
+    /// Scores, and gradients of weights: rows of the CTA times a block.
+    pub(super) const fn scores(self) -> WgmmaGemm {
+        WgmmaGemm {
+            n: self.plan.inner,
+            depth: self.plan.head,
+            kind: self.plan.kind,
+            a: WgmmaOperand {
+                major: Major::K,
+                box_bytes: self.rows() * 128,
+            },
+            b: WgmmaOperand {
+                major: Major::K,
+                box_bytes: self.plan.inner * 128,
+            },
+        }
+    }
+
+    /// Gradients: registers times a block.
+    pub(super) const fn gradients(self) -> WgmmaGemm {
+        let block = WgmmaOperand {
+            major: Major::Mn,
+            box_bytes: self.plan.inner * 128,
+        };
+        WgmmaGemm {
+            n: self.plan.head,
+            depth: self.plan.inner,
+            kind: self.plan.kind,
+            a: block,
+            b: block,
+        }
+    }
+
+    pub(super) const fn is_keys(self) -> bool {
+        matches!(self.pass, Pass::KeysValues)
+    }
+}
+
+/// What the backward reads and is told beside its maps.
+#[derive(CubeType, CubeLaunch)]
+pub struct BackwardProblem {
+    /// What is computed, and of what size.
+    pub problem: Problem,
+    /// In which order the tiles are taken; its heads are those of the rows that a CTA holds.
+    pub schedule: Schedule,
+    /// Log-sum-exps and deltas of queries, and the rotations.
+    pub saved: Rows,
+}
+
+/// What is known of the rows, and of their positions.
+#[derive(CubeType, CubeLaunch)]
+pub struct Rows {
+    /// Log-sum-exp of each query, `[heads, tokens]`.
+    pub lse: Box<[f32]>,
+    /// The sum of `dout · out` of each query, `[heads, tokens]`.
+    pub delta: Box<[f32]>,
+    /// Cosines of the rotation of each position, `[positions, head / 2]`. Read only where gradients
+    /// are rotated back.
+    pub cos: Box<[f32]>,
+    /// The sines.
+    pub sin: Box<[f32]>,
+}
+
+/// A tile of the rows that a CTA holds.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(super) struct Tile {
+    pub sequence: u32,
+    pub head: u32,
+    pub row: u32,
+}
+
+/// The blocks of the other side that a tile passes over: `count` from `first` on, once for each of
+/// `heads` heads from `head` on.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(super) struct Blocks {
+    pub first: u32,
+    pub count: u32,
+    pub head: u32,
+    pub heads: u32,
+}
+
+/// Where the parts of shared memory begin. The barriers are those of the CTA's rows, then of the
+/// stages: each pair of one that completes when the part is full, and one when it has been read.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(super) struct Memory {
+    pub own_a: u32,
+    pub own_b: u32,
+    pub block_a: u32,
+    pub block_b: u32,
+    /// Log-sum-exps of the queries of a stage, then their deltas.
+    pub rows: u32,
+    pub barriers: u32,
+}
+
+#[cube]
+pub(super) fn full(memory: Memory, number: u32) -> u32 {
+    memory.barriers + number * 16u32
+}
+
+#[cube]
+pub(super) fn empty(memory: Memory, number: u32) -> u32 {
+    memory.barriers + number * 16u32 + 8u32
+}
+
+/// Tile number `item`: sections one after another, in each the tiles with the most work first, the
+/// first keys or the last queries of all pairs.
+#[cube]
+fn tile_of(problem: &BackwardProblem, item: u32, #[comptime] plan: Sm90BackwardPlan) -> Tile {
+    let schedule = &problem.schedule;
+    let pairs = problem.problem.sequences * schedule.heads;
+    let per_section = schedule.section * schedule.blocks;
+    let section = item / per_section;
+    let first = section * schedule.section;
+    let width = min(schedule.section, pairs - first);
+    let within = item - section * per_section;
+    let mut block = within / width;
+    if comptime!(!plan.is_keys()) {
+        block = schedule.blocks - 1u32 - block;
+    }
+    let pair = first + within % width;
+    Tile {
+        sequence: pair / schedule.heads,
+        head: pair % schedule.heads,
+        row: block * comptime!(plan.rows() as u32),
+    }
+}
+
+#[cube]
+fn blocks_of(
+    problem: &BackwardProblem,
+    visible: Visible,
+    extent: Extent,
+    tile: Tile,
+    #[comptime] plan: Sm90BackwardPlan,
+) -> Blocks {
+    let inner = comptime!(plan.plan.inner as u32);
+    let group = problem.problem.group;
+    if comptime!(plan.is_keys()) {
+        let last = min(tile.row + comptime!(plan.rows() as u32), extent.k_len) - 1u32;
+        let q_len = i32::cast_from(extent.q_len);
+        let first = u32::cast_from(visible.first_query(i32::cast_from(tile.row))) / inner;
+        let end = u32::cast_from(visible.end_query(i32::cast_from(last), q_len)).div_ceil(inner);
+        Blocks {
+            first,
+            count: max(end, first) - first,
+            head: tile.head * group,
+            heads: group,
+        }
+    } else {
+        let last = min(tile.row + comptime!(plan.rows() as u32), extent.q_len) - 1u32;
+        let first = u32::cast_from(visible.first(i32::cast_from(tile.row))) / inner;
+        let end = u32::cast_from(visible.end(i32::cast_from(last))).div_ceil(inner);
+        Blocks {
+            first,
+            count: max(end, first) - first,
+            head: tile.head / group,
+            heads: 1u32.runtime(),
+        }
+    }
+}
+
+/// Gradients of keys and values (`first`, `second`), or of queries (`first`). `own_a` and `own_b`
+/// are what a CTA holds, `block_a` and `block_b` what it passes over: keys and values, queries and
+/// the gradient of the output, or the other way round.
+#[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
+pub fn sm90_backward_kernel(
+    own_a: &TensorMap<bf16, Tiled>,
+    own_b: &TensorMap<bf16, Tiled>,
+    block_a: &TensorMap<bf16, Tiled>,
+    block_b: &TensorMap<bf16, Tiled>,
+    problem: BackwardProblem,
+    mut first: GradientView,
+    mut second: GradientView,
+    #[comptime] plan: Sm90BackwardPlan,
+) {
+    let mut own_a_tile: Shared<[Vector<bf16, Const<8>>]> =
+        Shared::new_aligned_slice(comptime!(plan.own_vectors()), 1024usize);
+    let mut own_b_tile: Shared<[Vector<bf16, Const<8>>]> =
+        Shared::new_aligned_slice(comptime!(plan.own_vectors()), 1024usize);
+    let mut a_stages: Shared<[Vector<bf16, Const<8>>]> =
+        Shared::new_aligned_slice(comptime!(STAGES * plan.stage_vectors()), 1024usize);
+    let mut b_stages: Shared<[Vector<bf16, Const<8>>]> =
+        Shared::new_aligned_slice(comptime!(STAGES * plan.stage_vectors()), 1024usize);
+    let row_values: Shared<[Vector<u32, Const<4>>]> =
+        Shared::new_aligned_slice(comptime!(STAGES * plan.plan.inner / 2), 16usize);
+    let barriers: Shared<[Barrier]> =
+        Shared::new_aligned_slice(comptime!(2 * (1 + STAGES)), 8usize);
+    let memory = Memory {
+        own_a: cvta_to_shared::<Vector<bf16, Const<8>>>(own_a_tile.as_slice().as_ptr()),
+        own_b: cvta_to_shared::<Vector<bf16, Const<8>>>(own_b_tile.as_slice().as_ptr()),
+        block_a: cvta_to_shared::<Vector<bf16, Const<8>>>(a_stages.as_slice().as_ptr()),
+        block_b: cvta_to_shared::<Vector<bf16, Const<8>>>(b_stages.as_slice().as_ptr()),
+        rows: cvta_to_shared::<Vector<u32, Const<4>>>(row_values.as_slice().as_ptr()),
+        barriers: cvta_to_shared::<Barrier>(barriers.as_slice().as_ptr()),
+    };
+    if UNIT_POS == 0 {
+        barriers[0].init_manual(1);
+        barriers[1].init_manual(2);
+        #[unroll]
+        for i in 1..comptime!(1 + STAGES) {
+            // TMA's thread, and the warp that stores what is known of queries.
+            barriers[comptime!(2 * i)].init_manual(comptime!(1 + plan.is_keys() as u32));
+            barriers[comptime!(2 * i + 1)].init_manual(2);
+        }
+    }
+    sync_async_proxy_shared();
+    sync_cube();
+    let sequences = problem.problem.sequences;
+    let items = sequences * problem.schedule.heads * problem.schedule.blocks;
+    let extent = Extent {
+        q: 0u32,
+        q_len: problem.problem.q_tokens / sequences,
+        k: 0u32,
+        k_len: problem.problem.k_tokens / sequences,
+    };
+    let visible = Visible::of(&problem.problem, extent, comptime!(plan.plan));
+    let inner = comptime!(plan.plan.inner as u32);
+    if UNIT_POS < 128u32 {
+        setmaxnreg_dec(24u32);
+        if UNIT_POS == 0u32 {
+            let mut item = CUBE_POS as u32;
+            let mut tiles = 0u32;
+            let mut used = 0u32;
+            while item < items {
+                let tile = tile_of(&problem, item, plan);
+                let blocks = blocks_of(&problem, visible, extent, tile, plan);
+                mbarrier_wait_parity(empty(memory, 0u32), (tiles & 1u32) ^ 1u32);
+                mbarrier_arrive_expect_tx(
+                    full(memory, 0u32),
+                    comptime!(32 * plan.own_vectors() as u32),
+                );
+                #[unroll]
+                for i in 0..comptime!(plan.boxes()) {
+                    let vectors = comptime!(plan.rows() * BOX_VECTORS);
+                    let column = comptime!((i * BOX) as i32).runtime();
+                    let (sequence, row) = (tile.sequence as i32, tile.row as i32);
+                    barriers[0].tma_load_4d(
+                        own_a,
+                        &mut own_a_tile[comptime!(i * vectors)..comptime!((i + 1) * vectors)],
+                        sequence,
+                        row,
+                        tile.head as i32,
+                        column,
+                    );
+                    barriers[0].tma_load_4d(
+                        own_b,
+                        &mut own_b_tile[comptime!(i * vectors)..comptime!((i + 1) * vectors)],
+                        sequence,
+                        row,
+                        tile.head as i32,
+                        column,
+                    );
+                }
+                for step in 0..blocks.count * blocks.heads {
+                    let head = blocks.head + step / blocks.count;
+                    let row = ((blocks.first + step % blocks.count) * inner) as i32;
+                    let stage = used % comptime!(STAGES as u32);
+                    let parity = ((used / comptime!(STAGES as u32)) & 1u32) ^ 1u32;
+                    let number = 1u32 + stage;
+                    mbarrier_wait_parity(empty(memory, number), parity);
+                    mbarrier_arrive_expect_tx(
+                        full(memory, number),
+                        comptime!(32 * plan.stage_vectors() as u32),
+                    );
+                    let vectors = comptime!(plan.plan.inner * BOX_VECTORS);
+                    let begin = stage as usize * comptime!(plan.stage_vectors());
+                    #[unroll]
+                    for i in 0..comptime!(plan.boxes()) {
+                        let at = begin + comptime!(i * vectors);
+                        let column = comptime!((i * BOX) as i32).runtime();
+                        let ready = &barriers[2 * number as usize];
+                        ready.tma_load_4d(
+                            block_a,
+                            &mut a_stages[at..at + vectors],
+                            tile.sequence as i32,
+                            row,
+                            head as i32,
+                            column,
+                        );
+                        ready.tma_load_4d(
+                            block_b,
+                            &mut b_stages[at..at + vectors],
+                            tile.sequence as i32,
+                            row,
+                            head as i32,
+                            column,
+                        );
+                    }
+                    used += 1u32;
+                }
+                tiles += 1u32;
+                item += CUBE_COUNT as u32;
+            }
+        } else if comptime!(plan.is_keys()) {
+            if UNIT_POS / 32u32 == 1u32 {
+                store_rows(&problem, visible, extent, items, memory, plan);
+            }
+        }
+    } else {
+        setmaxnreg_inc(240u32);
+        let mut item = CUBE_POS as u32;
+        let mut tiles = 0u32;
+        let mut used = 0u32;
+        while item < items {
+            let tile = tile_of(&problem, item, plan);
+            let blocks = blocks_of(&problem, visible, extent, tile, plan);
+            mbarrier_wait_parity(full(memory, 0u32), tiles & 1u32);
+            if comptime!(plan.is_keys()) {
+                let sums = if comptime!(plan.plan.head <= 64) {
+                    keys_and_values_in_pairs(&problem, visible, tile, blocks, memory, used, plan)
+                } else {
+                    keys_and_values(&problem, visible, tile, blocks, memory, used, plan)
+                };
+                // All warps of the warpgroup have read its keys and values.
+                named_barrier_sync(thread_in_cta() / 128u32, 128u32);
+                let place = Place {
+                    token: tile.sequence * extent.k_len,
+                    row: tile.row,
+                    len: extent.k_len,
+                    head: tile.head,
+                };
+                let scale = problem.problem.scale;
+                let rotate = comptime!(plan.rope);
+                write(
+                    &mut first,
+                    &sums.a,
+                    &problem.saved,
+                    place,
+                    memory.own_a,
+                    scale,
+                    rotate,
+                    plan,
+                );
+                let one = 1.0f32.runtime();
+                write(
+                    &mut second,
+                    &sums.b,
+                    &problem.saved,
+                    place,
+                    memory.own_b,
+                    one,
+                    false,
+                    plan,
+                );
+            } else {
+                let sums = queries(&problem, visible, extent, tile, blocks, memory, used, plan);
+                named_barrier_sync(thread_in_cta() / 128u32, 128u32);
+                let place = Place {
+                    token: tile.sequence * extent.q_len,
+                    row: tile.row,
+                    len: extent.q_len,
+                    head: tile.head,
+                };
+                let scale = problem.problem.scale;
+                let rotate = comptime!(plan.rope);
+                write(
+                    &mut first,
+                    &sums,
+                    &problem.saved,
+                    place,
+                    memory.own_a,
+                    scale,
+                    rotate,
+                    plan,
+                );
+            }
+            // The next rows are written here by TMA, behind what this warpgroup wrote.
+            sync_async_proxy_shared();
+            named_barrier_sync(thread_in_cta() / 128u32, 128u32);
+            if (UNIT_POS & 127u32) == 0u32 {
+                mbarrier_arrive(empty(memory, 0u32));
+            }
+            used += blocks.count * blocks.heads;
+            tiles += 1u32;
+            item += CUBE_COUNT as u32;
+        }
+    }
+}
+
+/// A warp stores what is known of the queries of each stage.
+#[cube]
+fn store_rows(
+    problem: &BackwardProblem,
+    visible: Visible,
+    extent: Extent,
+    items: u32,
+    memory: Memory,
+    #[comptime] plan: Sm90BackwardPlan,
+) {
+    let lane = UNIT_POS % 32u32;
+    let inner = comptime!(plan.plan.inner as u32);
+    let mut item = CUBE_POS as u32;
+    let mut used = 0u32;
+    while item < items {
+        let tile = tile_of(problem, item, plan);
+        let blocks = blocks_of(problem, visible, extent, tile, plan);
+        for step in 0..blocks.count * blocks.heads {
+            let head = blocks.head + step / blocks.count;
+            let row = (blocks.first + step % blocks.count) * inner;
+            let stage = used % comptime!(STAGES as u32);
+            let parity = ((used / comptime!(STAGES as u32)) & 1u32) ^ 1u32;
+            let values = head as usize * problem.problem.q_tokens as usize
+                + (tile.sequence * extent.q_len) as usize;
+            mbarrier_wait_parity(empty(memory, 1u32 + stage), parity);
+            #[unroll]
+            for i in 0..comptime!(plan.plan.inner / 32) {
+                let this = row + lane + comptime!(32 * i as u32);
+                let mut lse = f32::INFINITY.runtime();
+                let mut delta = 0.0f32;
+                if this < extent.q_len {
+                    lse = exponent_offset(problem.saved.lse[values + this as usize]);
+                    delta = problem.saved.delta[values + this as usize];
+                }
+                let at = memory.rows
+                    + stage * comptime!(8 * plan.plan.inner as u32)
+                    + (lane + comptime!(32 * i as u32)) * 4u32;
+                st_shared(at, u32::reinterpret(lse));
+                st_shared(at + 4u32 * inner, u32::reinterpret(delta));
+            }
+            sync_plane();
+            if lane == 0u32 {
+                mbarrier_arrive(full(memory, 1u32 + stage));
+            }
+            used += 1u32;
+        }
+        item += CUBE_COUNT as u32;
+    }
+}

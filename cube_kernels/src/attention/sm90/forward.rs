@@ -1,0 +1,515 @@
+//! The forward on Hopper: a persistent grid, a producer warpgroup of which one thread lets TMA fill
+//! shared memory, and two consumer warpgroups of 64 queries each.
+//!
+//! A CTA takes one tile of 128 queries after another. Keys and values come in blocks of 128, in two
+//! stages each; the queries of the next tile come when the output of this one has left their place.
+//! While one warpgroup computes its softmax, the other has the tensor cores.
+
+use cubecl::prelude::{barrier::Barrier, *};
+use half::bf16;
+
+use crate::{
+    attention::mma::{
+        forward::{Rows, cap_all, first_highest, first_sum, mask, online_softmax, row_factors},
+        multiply::pack,
+        problem::{Extent, MmaPlan, Problem, Visible, exponent_scale},
+    },
+    cube::ptx::{
+        Major, WgmmaGemm, WgmmaOperand, cvta_to_shared, ld_shared_v4, mbarrier_arrive,
+        mbarrier_arrive_expect_tx, mbarrier_wait_parity, named_barrier_sync, setmaxnreg_dec,
+        setmaxnreg_inc, st_shared, wgmma_operand, wgmma_registers, wgmma_shared,
+    },
+    gemm::arguments::thread_in_cta,
+};
+
+/// One producer and two consumer warpgroups.
+pub const UNITS: u32 = 384;
+/// Rows of a consumer warpgroup.
+pub(super) const WARPGROUP_ROWS: usize = 64;
+/// Consumer warpgroups.
+pub(super) const CONSUMERS: usize = 2;
+/// Stages of keys, and of values.
+pub(super) const STAGES: usize = 2;
+/// Elements in a row of a box.
+pub(super) const BOX: usize = 64;
+/// Vectors of eight elements in a row of a box.
+pub(super) const BOX_VECTORS: usize = 8;
+
+/// The comptime choices of `sm90_forward_kernel`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Sm90Plan {
+    /// What is shared with the kernels of `mma.sync`: a warp has one strip.
+    pub plan: MmaPlan,
+}
+
+impl Sm90Plan {
+    /// Queries of a CTA.
+    pub const fn rows(self) -> usize {
+        WARPGROUP_ROWS * CONSUMERS
+    }
+
+    /// Boxes of 64 elements in a head.
+    const fn boxes(self) -> usize {
+        self.plan.head / BOX
+    }
+
+    /// Vectors of the queries of a tile.
+    const fn q_vectors(self) -> usize {
+        self.rows() * self.plan.head / 8
+    }
+
+    /// Vectors of a stage of keys, or of values.
+    const fn stage_vectors(self) -> usize {
+        self.plan.inner * self.plan.head / 8
+    }
+
+    /// Scores: queries and keys in shared memory.
+    pub const fn scores(self) -> WgmmaGemm {
+        WgmmaGemm {
+            n: self.plan.inner,
+            depth: self.plan.head,
+            kind: self.plan.kind,
+            a: WgmmaOperand {
+                major: Major::K,
+                box_bytes: self.rows() * 128,
+            },
+            b: WgmmaOperand {
+                major: Major::K,
+                box_bytes: self.plan.inner * 128,
+            },
+        }
+    }
+
+    /// Output: weights in registers, values in shared memory.
+    pub const fn output(self) -> WgmmaGemm {
+        let values = WgmmaOperand {
+            major: Major::Mn,
+            box_bytes: self.plan.inner * 128,
+        };
+        WgmmaGemm {
+            n: self.plan.head,
+            depth: self.plan.inner,
+            kind: self.plan.kind,
+            a: values,
+            b: values,
+        }
+    }
+}
+
+/// In which order the tiles of all sequences and heads are taken.
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+pub struct Schedule {
+    /// Heads of `q`.
+    pub heads: u32,
+    /// Tiles of a sequence.
+    pub blocks: u32,
+    /// Pairs of a sequence and a head whose tiles are interleaved: their keys and values stay in
+    /// the L2 cache.
+    pub section: u32,
+}
+
+/// A tile of queries.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+struct Tile {
+    /// The sequence.
+    sequence: u32,
+    /// The head.
+    head: u32,
+    /// The first query.
+    row: u32,
+}
+
+/// Tile number `item`: sections one after another, in each the last queries of all pairs first,
+/// since with a causal mask they see the most keys.
+#[cube]
+fn tile_of(schedule: &Schedule, item: u32, pairs: u32, #[comptime] plan: Sm90Plan) -> Tile {
+    let per_section = schedule.section * schedule.blocks;
+    let section = item / per_section;
+    let first = section * schedule.section;
+    let width = min(schedule.section, pairs - first);
+    let within = item - section * per_section;
+    let block = schedule.blocks - 1u32 - within / width;
+    let pair = first + within % width;
+    Tile {
+        sequence: pair / schedule.heads,
+        head: pair % schedule.heads,
+        row: block * comptime!(plan.rows() as u32),
+    }
+}
+
+/// The blocks of keys that a tile sees: from `first` to below `end`.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+struct Blocks {
+    first: u32,
+    end: u32,
+}
+
+#[cube]
+fn blocks_of(visible: Visible, tile: Tile, q_len: u32, #[comptime] plan: Sm90Plan) -> Blocks {
+    let inner = comptime!(plan.plan.inner as u32);
+    let last = min(tile.row + comptime!(plan.rows() as u32), q_len) - 1u32;
+    let end = u32::cast_from(visible.end(i32::cast_from(last))).div_ceil(inner);
+    let first = u32::cast_from(visible.first(i32::cast_from(tile.row))) / inner;
+    Blocks {
+        first: min(first, end),
+        end,
+    }
+}
+
+/// Where the parts of shared memory begin, and its barriers: each pair of a full and an empty one.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+struct Memory {
+    q: u32,
+    k: u32,
+    v: u32,
+    /// Barriers of the queries; those of the stages of keys and of values follow.
+    barriers: u32,
+}
+
+/// The barrier `number`, which completes when its part of shared memory is full.
+#[cube]
+fn full(memory: Memory, number: u32) -> u32 {
+    memory.barriers + number * 16u32
+}
+
+/// The barrier `number`, which completes when its part has been read.
+#[cube]
+fn empty(memory: Memory, number: u32) -> u32 {
+    memory.barriers + number * 16u32 + 8u32
+}
+
+/// `out = softmax(mask(scale · q kᵀ)) v` and the log-sum-exp of the rows. `out` is `[tokens, heads,
+/// head]`, in units of 16 bytes; `lse` is `[heads, tokens]`.
+#[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
+pub fn sm90_forward_kernel(
+    q: &TensorMap<bf16, Tiled>,
+    k: &TensorMap<bf16, Tiled>,
+    v: &TensorMap<bf16, Tiled>,
+    problem: Problem,
+    schedule: Schedule,
+    out: &mut [Vector<u32, Const<4>>],
+    lse: &mut [f32],
+    #[comptime] plan: Sm90Plan,
+) {
+    let mut q_tile: Shared<[Vector<bf16, Const<8>>]> =
+        Shared::new_aligned_slice(comptime!(plan.q_vectors()), 1024usize);
+    let mut k_tiles: Shared<[Vector<bf16, Const<8>>]> =
+        Shared::new_aligned_slice(comptime!(STAGES * plan.stage_vectors()), 1024usize);
+    let mut v_tiles: Shared<[Vector<bf16, Const<8>>]> =
+        Shared::new_aligned_slice(comptime!(STAGES * plan.stage_vectors()), 1024usize);
+    let barriers: Shared<[Barrier]> =
+        Shared::new_aligned_slice(comptime!(2 * (1 + 2 * STAGES)), 8usize);
+    let memory = Memory {
+        q: cvta_to_shared::<Vector<bf16, Const<8>>>(q_tile.as_slice().as_ptr()),
+        k: cvta_to_shared::<Vector<bf16, Const<8>>>(k_tiles.as_slice().as_ptr()),
+        v: cvta_to_shared::<Vector<bf16, Const<8>>>(v_tiles.as_slice().as_ptr()),
+        barriers: cvta_to_shared::<Barrier>(barriers.as_slice().as_ptr()),
+    };
+    if UNIT_POS == 0 {
+        #[unroll]
+        for i in 0..comptime!(1 + 2 * STAGES) {
+            barriers[comptime!(2 * i)].init_manual(1);
+            barriers[comptime!(2 * i + 1)].init_manual(2);
+        }
+    }
+    sync_async_proxy_shared();
+    sync_cube();
+    let pairs = problem.sequences * schedule.heads;
+    let items = pairs * schedule.blocks;
+    let extent = Extent {
+        q: 0u32,
+        q_len: problem.q_tokens / problem.sequences,
+        k: 0u32,
+        k_len: problem.k_tokens / problem.sequences,
+    };
+    let visible = Visible::of(&problem, extent, comptime!(plan.plan));
+    if UNIT_POS < 128u32 {
+        setmaxnreg_dec(24u32);
+        if UNIT_POS == 0u32 {
+            let mut item = CUBE_POS as u32;
+            let mut tiles = 0u32;
+            let mut used = 0u32;
+            while item < items {
+                let tile = tile_of(&schedule, item, pairs, plan);
+                let blocks = blocks_of(visible, tile, extent.q_len, plan);
+                let kv_head = tile.head / problem.group;
+                mbarrier_wait_parity(empty(memory, 0u32), (tiles & 1u32) ^ 1u32);
+                mbarrier_arrive_expect_tx(
+                    full(memory, 0u32),
+                    comptime!(16 * plan.q_vectors() as u32),
+                );
+                #[unroll]
+                for i in 0..comptime!(plan.boxes()) {
+                    let vectors = comptime!(plan.rows() * BOX_VECTORS);
+                    barriers[0].tma_load_4d(
+                        q,
+                        &mut q_tile[comptime!(i * vectors)..comptime!((i + 1) * vectors)],
+                        tile.sequence as i32,
+                        tile.row as i32,
+                        tile.head as i32,
+                        comptime!((i * BOX) as i32).runtime(),
+                    );
+                }
+                let mut block = blocks.end;
+                while block > blocks.first {
+                    block -= 1u32;
+                    let row = (block * comptime!(plan.plan.inner as u32)) as i32;
+                    let stage = used % comptime!(STAGES as u32);
+                    let parity = ((used / comptime!(STAGES as u32)) & 1u32) ^ 1u32;
+                    let bytes = comptime!(16 * plan.stage_vectors() as u32);
+                    let vectors = comptime!(plan.plan.inner * BOX_VECTORS);
+                    let first = stage as usize * comptime!(plan.stage_vectors());
+                    let number = 1u32 + stage;
+                    mbarrier_wait_parity(empty(memory, number), parity);
+                    mbarrier_arrive_expect_tx(full(memory, number), bytes);
+                    #[unroll]
+                    for i in 0..comptime!(plan.boxes()) {
+                        let at = first + comptime!(i * vectors);
+                        barriers[2 * number as usize].tma_load_4d(
+                            k,
+                            &mut k_tiles[at..at + vectors],
+                            tile.sequence as i32,
+                            row,
+                            kv_head as i32,
+                            comptime!((i * BOX) as i32).runtime(),
+                        );
+                    }
+                    let number = comptime!(1 + STAGES as u32) + stage;
+                    mbarrier_wait_parity(empty(memory, number), parity);
+                    mbarrier_arrive_expect_tx(full(memory, number), bytes);
+                    #[unroll]
+                    for i in 0..comptime!(plan.boxes()) {
+                        let at = first + comptime!(i * vectors);
+                        barriers[2 * number as usize].tma_load_4d(
+                            v,
+                            &mut v_tiles[at..at + vectors],
+                            tile.sequence as i32,
+                            row,
+                            kv_head as i32,
+                            comptime!((i * BOX) as i32).runtime(),
+                        );
+                    }
+                    used += 1u32;
+                }
+                tiles += 1u32;
+                item += CUBE_COUNT as u32;
+            }
+        }
+    } else {
+        setmaxnreg_inc(240u32);
+        let mut item = CUBE_POS as u32;
+        let mut tiles = 0u32;
+        let mut used = 0u32;
+        while item < items {
+            let tile = tile_of(&schedule, item, pairs, plan);
+            let blocks = blocks_of(visible, tile, extent.q_len, plan);
+            mbarrier_wait_parity(full(memory, 0u32), tiles & 1u32);
+            let rows = attend(&problem, visible, tile, blocks, memory, used, plan);
+            let place = Place {
+                token: tile.sequence * extent.q_len + tile.row,
+                rows: min(extent.q_len - tile.row, comptime!(plan.rows() as u32)),
+                head: tile.head,
+                heads: schedule.heads,
+            };
+            write(&problem, &rows, out, lse, place, memory, plan);
+            used += blocks.end - blocks.first;
+            tiles += 1u32;
+            item += CUBE_COUNT as u32;
+        }
+    }
+}
+
+/// The output of one warpgroup's queries of a tile, `used` blocks after the first.
+#[cube]
+fn attend(
+    problem: &Problem,
+    visible: Visible,
+    tile: Tile,
+    blocks: Blocks,
+    memory: Memory,
+    used: u32,
+    #[comptime] plan: Sm90Plan,
+) -> Rows {
+    let inner = comptime!(plan.plan.inner as u32);
+    let consumer = thread_in_cta() / 128u32 - 1u32;
+    let leads = (UNIT_POS & 127u32) == 0u32;
+    let warp_row = ((UNIT_POS / 32u32) & 3u32) * 16u32 + consumer * 64u32;
+    let stage_bytes = comptime!(16 * plan.stage_vectors() as u32);
+    let (scores_of, output_of) = comptime!((plan.scores(), plan.output()));
+    let queries = wgmma_operand(memory.q + consumer * 8192u32, scores_of.a);
+    let scale = exponent_scale(problem, comptime!(plan.plan));
+    let size!(S) = comptime!(plan.scores().accumulators());
+    let size!(O) = comptime!(plan.output().accumulators());
+    let size!(A) = comptime!(plan.output().fragments());
+    let mut rows = Rows {
+        highest: Array::<f32>::new(2usize),
+        sum: Array::<f32>::new(2usize),
+        out: Array::<Vector<f32, Const<4>>>::new(comptime!(plan.plan.head / 8)),
+    };
+    #[unroll]
+    for i in 0..2usize {
+        rows.highest[i] = first_highest(comptime!(plan.plan));
+        rows.sum[i] = first_sum(comptime!(plan.plan));
+    }
+    #[unroll]
+    for i in 0..comptime!(plan.plan.head / 8) {
+        rows.out[i] = Vector::new(0.0f32);
+    }
+    let mut block = blocks.end;
+    let mut step = used;
+    while block > blocks.first {
+        block -= 1u32;
+        let stage = step % comptime!(STAGES as u32);
+        let parity = (step / comptime!(STAGES as u32)) & 1u32;
+        let number = 1u32 + stage;
+        mbarrier_wait_parity(full(memory, number), parity);
+        let keys = wgmma_operand(memory.k + stage * stage_bytes, scores_of.b);
+        let found = wgmma_shared::<S>(queries, keys, scores_of);
+        if leads {
+            mbarrier_arrive(empty(memory, number));
+        }
+        let mut scores = Array::<Vector<f32, Const<4>>>::new(comptime!(plan.plan.inner / 8));
+        #[unroll]
+        for j in 0..comptime!(plan.plan.inner / 8) {
+            let mut four = four_of::<S>(found, j);
+            if comptime!(plan.plan.softcap) {
+                four = cap_all(problem, four);
+            }
+            scores[j] = four;
+        }
+        let first = tile.row + warp_row;
+        mask(
+            &mut scores,
+            visible,
+            first,
+            block * inner,
+            comptime!(plan.plan),
+        );
+        online_softmax(&mut scores, &mut rows, scale, comptime!(plan.plan));
+        let mut weights = Vector::<u32, A>::new(0u32);
+        #[unroll]
+        for j in 0..comptime!(plan.plan.inner / 8) {
+            let four = scores[j];
+            let kind = comptime!(plan.plan.kind);
+            let low = pack(four.extract(0usize), four.extract(1usize), kind);
+            let high = pack(four.extract(2usize), four.extract(3usize), kind);
+            weights.insert(comptime!(2 * j), low);
+            weights.insert(comptime!(2 * j + 1), high);
+        }
+        let number = comptime!(1 + STAGES as u32) + stage;
+        mbarrier_wait_parity(full(memory, number), parity);
+        let values = wgmma_operand(memory.v + stage * stage_bytes, output_of.b);
+        let mut sums = Vector::<f32, O>::new(0.0f32);
+        #[unroll]
+        for j in 0..comptime!(plan.plan.head / 8) {
+            let four = rows.out[j];
+            #[unroll]
+            for e in 0..4usize {
+                sums.insert(comptime!(4 * j + e), four.extract(e));
+            }
+        }
+        let sums = wgmma_registers::<O, A>(sums, weights, values, output_of);
+        if leads {
+            mbarrier_arrive(empty(memory, number));
+        }
+        #[unroll]
+        for j in 0..comptime!(plan.plan.head / 8) {
+            rows.out[j] = four_of::<O>(sums, j);
+        }
+        step += 1u32;
+    }
+    rows
+}
+
+/// Group `j` of four accumulators.
+#[cube]
+fn four_of<N: Size>(sums: Vector<f32, N>, #[comptime] j: usize) -> Vector<f32, Const<4>> {
+    let mut four = Vector::<f32, Const<4>>::new(0.0f32);
+    #[unroll]
+    for e in 0..4usize {
+        four.insert(e, sums.extract(comptime!(4 * j + e)));
+    }
+    four
+}
+
+/// Where a tile is written.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+struct Place {
+    /// Its first token.
+    token: u32,
+    /// How many it has.
+    rows: u32,
+    /// Its head.
+    head: u32,
+    /// How many heads there are.
+    heads: u32,
+}
+
+/// Divides the rows by their sums and writes them, through the place of their queries, which is
+/// empty then.
+#[cube]
+fn write(
+    problem: &Problem,
+    rows: &Rows,
+    out: &mut [Vector<u32, Const<4>>],
+    lse: &mut [f32],
+    place: Place,
+    memory: Memory,
+    #[comptime] plan: Sm90Plan,
+) {
+    let lane = UNIT_POS % 32u32;
+    let consumer = thread_in_cta() / 128u32 - 1u32;
+    let warp_row = ((UNIT_POS / 32u32) & 3u32) * 16u32 + consumer * 64u32;
+    // All warps of the warpgroup have read its queries.
+    named_barrier_sync(1u32 + consumer, 128u32);
+    #[unroll]
+    for i in 0..2usize {
+        let half = comptime!(2 * i);
+        let row = warp_row + comptime!(8 * i as u32) + lane / 4u32;
+        let factors = row_factors(problem, rows, i, comptime!(plan.plan));
+        if lane % 4u32 == 0u32 && row < place.rows {
+            let index =
+                place.head as usize * problem.q_tokens as usize + (place.token + row) as usize;
+            lse[index] = factors.lse;
+        }
+        #[unroll]
+        for j in 0..comptime!(plan.plan.head / 8) {
+            let four = rows.out[j];
+            let low = four.extract(half) * factors.inverse;
+            let high = four.extract(comptime!(half + 1)) * factors.inverse;
+            let word = pack(low, high, comptime!(plan.plan.kind));
+            let part = comptime!((j / 8 * plan.rows() * 128) as u32);
+            let chunk = (comptime!(j as u32 % 8) ^ (row & 7u32)) * 16u32;
+            st_shared(
+                memory.q + part + row * 128u32 + chunk + (lane % 4u32) * 4u32,
+                word,
+            );
+        }
+    }
+    sync_plane();
+    let chunks = comptime!(plan.plan.head as u32 / 8);
+    #[unroll]
+    for i in 0..comptime!(plan.plan.head / 16) {
+        let item = lane + comptime!(32 * i as u32);
+        let row = warp_row + item / chunks;
+        let chunk = item % chunks;
+        if row < place.rows {
+            let part = (chunk / 8u32) * comptime!((plan.rows() * 128) as u32);
+            let within = ((chunk % 8u32) ^ (row & 7u32)) * 16u32;
+            let index = ((place.token + row) as usize * place.heads as usize + place.head as usize)
+                * comptime!(plan.plan.head / 8)
+                + chunk as usize;
+            out[index] = ld_shared_v4(memory.q + part + row * 128u32 + within);
+        }
+    }
+    // The next queries are written here by TMA, behind what this warpgroup wrote.
+    sync_async_proxy_shared();
+    named_barrier_sync(1u32 + consumer, 128u32);
+    if (UNIT_POS & 127u32) == 0u32 {
+        mbarrier_arrive(empty(memory, 0u32));
+    }
+}

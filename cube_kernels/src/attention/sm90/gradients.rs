@@ -1,0 +1,418 @@
+//! What a consumer warpgroup of the [backward](super::backward) does: the gradients of its rows, and
+//! writing them.
+
+use cubecl::prelude::*;
+
+use super::backward::{
+    BackwardProblem, Blocks, Memory, Rows, STAGES, Sm90BackwardPlan, Tile, empty, full,
+};
+use crate::{
+    attention::mma::{
+        dkdv::{mask_weights, score_gradients, slopes_of, weigh},
+        dq::{mask_gradients, row_values, score_gradients as query_gradients},
+        forward::cap_all,
+        gradient::{GradientView, cap_derivative},
+        multiply::pack,
+        problem::{Extent, MmaPlan, Problem, Visible, exponent_scale},
+    },
+    cube::ptx::{
+        ld_shared_v4, mbarrier_arrive, mbarrier_wait_parity, st_shared, wgmma_operand,
+        wgmma_registers, wgmma_registers_pair, wgmma_shared, wgmma_shared_pair,
+    },
+    gemm::arguments::thread_in_cta,
+};
+
+/// `count` groups of four accumulators from group `first` on, one for each eight columns.
+#[cube]
+fn fours<S: Size>(
+    sums: Vector<f32, S>,
+    #[comptime] first: usize,
+    #[comptime] count: usize,
+) -> Array<Vector<f32, Const<4>>> {
+    let mut all = Array::<Vector<f32, Const<4>>>::new(count);
+    #[unroll]
+    for j in 0..count {
+        let mut four = Vector::<f32, Const<4>>::new(0.0f32);
+        #[unroll]
+        for e in 0..4usize {
+            four.insert(e, sums.extract(comptime!(4 * (first + j) + e)));
+        }
+        all[j] = four;
+    }
+    all
+}
+
+/// The left operand of the next GEMM.
+#[cube]
+fn left<A: Size>(
+    sums: &Array<Vector<f32, Const<4>>>,
+    #[comptime] plan: Sm90BackwardPlan,
+) -> Vector<u32, A> {
+    let mut words = Vector::<u32, A>::new(0u32);
+    #[unroll]
+    for j in 0..comptime!(plan.plan.inner / 8) {
+        let four = sums[j];
+        let kind = comptime!(plan.plan.kind);
+        let low = pack(four.extract(0usize), four.extract(1usize), kind);
+        let high = pack(four.extract(2usize), four.extract(3usize), kind);
+        words.insert(comptime!(2 * j), low);
+        words.insert(comptime!(2 * j + 1), high);
+    }
+    words
+}
+
+/// The gradients of a warpgroup's keys and values, not scaled.
+#[derive(CubeType)]
+pub(super) struct Sums {
+    /// Of the keys.
+    pub a: Array<Vector<f32, Const<4>>>,
+    /// Of the values.
+    pub b: Array<Vector<f32, Const<4>>>,
+}
+
+/// Bounds scores, and keeps the derivative of that.
+#[cube]
+fn bound(
+    problem: &Problem,
+    scores: &mut Array<Vector<f32, Const<4>>>,
+    #[comptime] plan: MmaPlan,
+) -> Array<Vector<f32, Const<4>>> {
+    let mut slopes = Array::<Vector<f32, Const<4>>>::new(comptime!(slopes_of(plan)));
+    if comptime!(plan.softcap) {
+        #[unroll]
+        for i in 0..comptime!(plan.inner / 8) {
+            let capped = cap_all(problem, scores[i]);
+            scores[i] = capped;
+            let mut slope = Vector::<f32, Const<4>>::new(0.0f32);
+            #[unroll]
+            for e in 0..4usize {
+                slope.insert(e, cap_derivative(problem, capped.extract(e)));
+            }
+            slopes[i] = slope;
+        }
+    }
+    slopes
+}
+
+#[cube]
+pub(super) fn keys_and_values(
+    problem: &BackwardProblem,
+    visible: Visible,
+    tile: Tile,
+    blocks: Blocks,
+    memory: Memory,
+    used: u32,
+    #[comptime] plan: Sm90BackwardPlan,
+) -> Sums {
+    let consumer = thread_in_cta() / 128u32 - 1u32;
+    let leads = (UNIT_POS & 127u32) == 0u32;
+    let warp_row = ((UNIT_POS / 32u32) & 3u32) * 16u32 + consumer * 64u32;
+    let stage_bytes = comptime!(16 * plan.stage_vectors() as u32);
+    let (scores_of, gradients_of) = comptime!((plan.scores(), plan.gradients()));
+    let keys = wgmma_operand(memory.own_a + consumer * 8192u32, scores_of.a);
+    let values = wgmma_operand(memory.own_b + consumer * 8192u32, scores_of.a);
+    let size!(S) = comptime!(plan.scores().accumulators());
+    let size!(O) = comptime!(plan.gradients().accumulators());
+    let size!(A) = comptime!(plan.gradients().fragments());
+    let (columns, count) = comptime!((plan.plan.inner / 8, plan.plan.head / 8));
+    let scale = exponent_scale(&problem.problem, comptime!(plan.plan));
+    let mut dk = Vector::<f32, O>::new(0.0f32);
+    let mut dv = Vector::<f32, O>::new(0.0f32);
+    for step in 0..blocks.count * blocks.heads {
+        let at = used + step;
+        let stage = at % comptime!(STAGES as u32);
+        let number = 1u32 + stage;
+        mbarrier_wait_parity(full(memory, number), (at / comptime!(STAGES as u32)) & 1u32);
+        let queries_at = memory.block_a + stage * stage_bytes;
+        let dout_at = memory.block_b + stage * stage_bytes;
+        let rows_at = memory.rows + stage * comptime!(8 * plan.plan.inner as u32);
+        let queries = wgmma_operand(queries_at, scores_of.b);
+        let found = wgmma_shared::<S>(keys, queries, scores_of);
+        let mut scores = fours::<S>(found, 0usize, columns);
+        let slopes = bound(&problem.problem, &mut scores, comptime!(plan.plan));
+        weigh(&mut scores, rows_at, scale, comptime!(plan.plan));
+        let query = (blocks.first + step % blocks.count) * comptime!(plan.plan.inner as u32);
+        mask_weights(
+            &mut scores,
+            visible,
+            tile.row + warp_row,
+            query,
+            comptime!(plan.plan),
+        );
+        let weights = left::<A>(&scores, plan);
+        let dout = wgmma_operand(dout_at, gradients_of.b);
+        dv = wgmma_registers::<O, A>(
+            Vector::<f32, O>::reinterpret(dv),
+            weights,
+            dout,
+            gradients_of,
+        );
+        let dout = wgmma_operand(dout_at, scores_of.b);
+        let found = wgmma_shared::<S>(values, dout, scores_of);
+        let found = fours::<S>(found, 0usize, columns);
+        score_gradients(&mut scores, &found, &slopes, rows_at, comptime!(plan.plan));
+        let gradients = left::<A>(&scores, plan);
+        let queries = wgmma_operand(queries_at, gradients_of.b);
+        dk = wgmma_registers::<O, A>(
+            Vector::<f32, O>::reinterpret(dk),
+            gradients,
+            queries,
+            gradients_of,
+        );
+        if leads {
+            mbarrier_arrive(empty(memory, number));
+        }
+    }
+    Sums {
+        a: fours::<O>(Vector::<f32, O>::reinterpret(dk), 0usize, count),
+        b: fours::<O>(Vector::<f32, O>::reinterpret(dv), 0usize, count),
+    }
+}
+
+/// [`keys_and_values()`] of narrow heads, of which a block is little work: its GEMMs are queued in
+/// pairs, with one wait for both. Of wide heads that takes the place of what the other warpgroup
+/// does meanwhile.
+#[cube]
+pub(super) fn keys_and_values_in_pairs(
+    problem: &BackwardProblem,
+    visible: Visible,
+    tile: Tile,
+    blocks: Blocks,
+    memory: Memory,
+    used: u32,
+    #[comptime] plan: Sm90BackwardPlan,
+) -> Sums {
+    let consumer = thread_in_cta() / 128u32 - 1u32;
+    let leads = (UNIT_POS & 127u32) == 0u32;
+    let warp_row = ((UNIT_POS / 32u32) & 3u32) * 16u32 + consumer * 64u32;
+    let stage_bytes = comptime!(16 * plan.stage_vectors() as u32);
+    let (scores_of, gradients_of) = comptime!((plan.scores(), plan.gradients()));
+    let keys = wgmma_operand(memory.own_a + consumer * 8192u32, scores_of.a);
+    let values = wgmma_operand(memory.own_b + consumer * 8192u32, scores_of.a);
+    let size!(S) = comptime!(2 * plan.scores().accumulators());
+    let size!(O) = comptime!(2 * plan.gradients().accumulators());
+    let size!(A) = comptime!(plan.gradients().fragments());
+    let (columns, count) = comptime!((plan.plan.inner / 8, plan.plan.head / 8));
+    let scale = exponent_scale(&problem.problem, comptime!(plan.plan));
+    let mut sums = Vector::<f32, O>::new(0.0f32);
+    for step in 0..blocks.count * blocks.heads {
+        let at = used + step;
+        let stage = at % comptime!(STAGES as u32);
+        let number = 1u32 + stage;
+        mbarrier_wait_parity(full(memory, number), (at / comptime!(STAGES as u32)) & 1u32);
+        let queries_at = memory.block_a + stage * stage_bytes;
+        let dout_at = memory.block_b + stage * stage_bytes;
+        let rows_at = memory.rows + stage * comptime!(8 * plan.plan.inner as u32);
+        let queries = wgmma_operand(queries_at, scores_of.b);
+        let dout = wgmma_operand(dout_at, scores_of.b);
+        let found = wgmma_shared_pair::<S>(keys, queries, values, dout, scores_of);
+        let mut scores = fours::<S>(found, 0usize, columns);
+        let weight_gradients = fours::<S>(found, columns, columns);
+        let slopes = bound(&problem.problem, &mut scores, comptime!(plan.plan));
+        weigh(&mut scores, rows_at, scale, comptime!(plan.plan));
+        let query = (blocks.first + step % blocks.count) * comptime!(plan.plan.inner as u32);
+        mask_weights(
+            &mut scores,
+            visible,
+            tile.row + warp_row,
+            query,
+            comptime!(plan.plan),
+        );
+        let weights = left::<A>(&scores, plan);
+        score_gradients(
+            &mut scores,
+            &weight_gradients,
+            &slopes,
+            rows_at,
+            comptime!(plan.plan),
+        );
+        let gradients = left::<A>(&scores, plan);
+        let queries = wgmma_operand(queries_at, gradients_of.b);
+        let dout = wgmma_operand(dout_at, gradients_of.b);
+        sums = wgmma_registers_pair::<O, A>(
+            Vector::<f32, O>::reinterpret(sums),
+            gradients,
+            queries,
+            weights,
+            dout,
+            gradients_of,
+        );
+        if leads {
+            mbarrier_arrive(empty(memory, number));
+        }
+    }
+    let sums = Vector::<f32, O>::reinterpret(sums);
+    Sums {
+        a: fours::<O>(sums, 0usize, count),
+        b: fours::<O>(sums, count, count),
+    }
+}
+
+/// The gradient of a warpgroup's queries, not scaled.
+#[cube]
+pub(super) fn queries(
+    problem: &BackwardProblem,
+    visible: Visible,
+    extent: Extent,
+    tile: Tile,
+    blocks: Blocks,
+    memory: Memory,
+    used: u32,
+    #[comptime] plan: Sm90BackwardPlan,
+) -> Array<Vector<f32, Const<4>>> {
+    let consumer = thread_in_cta() / 128u32 - 1u32;
+    let leads = (UNIT_POS & 127u32) == 0u32;
+    let warp_row = ((UNIT_POS / 32u32) & 3u32) * 16u32 + consumer * 64u32;
+    let stage_bytes = comptime!(16 * plan.stage_vectors() as u32);
+    let (scores_of, gradients_of) = comptime!((plan.scores(), plan.gradients()));
+    let q = wgmma_operand(memory.own_a + consumer * 8192u32, scores_of.a);
+    let dout = wgmma_operand(memory.own_b + consumer * 8192u32, scores_of.a);
+    let size!(S) = comptime!(2 * plan.scores().accumulators());
+    let size!(O) = comptime!(plan.gradients().accumulators());
+    let size!(A) = comptime!(plan.gradients().fragments());
+    let (columns, count) = comptime!((plan.plan.inner / 8, plan.plan.head / 8));
+    let scale = exponent_scale(&problem.problem, comptime!(plan.plan));
+    let rows = row_values(
+        &problem.saved.lse,
+        &problem.saved.delta,
+        tile.head as usize * problem.problem.q_tokens as usize
+            + (tile.sequence * extent.q_len) as usize,
+        tile.row + warp_row,
+        extent.q_len,
+        comptime!(plan.plan),
+    );
+    let mut dq = Vector::<f32, O>::new(0.0f32);
+    for step in 0..blocks.count {
+        let at = used + step;
+        let stage = at % comptime!(STAGES as u32);
+        let number = 1u32 + stage;
+        mbarrier_wait_parity(full(memory, number), (at / comptime!(STAGES as u32)) & 1u32);
+        let keys_at = memory.block_a + stage * stage_bytes;
+        let values_at = memory.block_b + stage * stage_bytes;
+        let keys = wgmma_operand(keys_at, scores_of.b);
+        let values = wgmma_operand(values_at, scores_of.b);
+        let found = wgmma_shared_pair::<S>(q, keys, dout, values, scores_of);
+        let mut scores = fours::<S>(found, 0usize, columns);
+        let found = fours::<S>(found, columns, columns);
+        let slopes = bound(&problem.problem, &mut scores, comptime!(plan.plan));
+        query_gradients(
+            &mut scores,
+            &found,
+            &slopes,
+            &rows,
+            scale,
+            comptime!(plan.plan),
+        );
+        let key = (blocks.first + step) * comptime!(plan.plan.inner as u32);
+        mask_gradients(
+            &mut scores,
+            visible,
+            tile.row + warp_row,
+            key,
+            comptime!(plan.plan),
+        );
+        let weights = left::<A>(&scores, plan);
+        let keys = wgmma_operand(keys_at, gradients_of.b);
+        dq = wgmma_registers::<O, A>(
+            Vector::<f32, O>::reinterpret(dq),
+            weights,
+            keys,
+            gradients_of,
+        );
+        if leads {
+            mbarrier_arrive(empty(memory, number));
+        }
+    }
+    fours::<O>(Vector::<f32, O>::reinterpret(dq), 0usize, count)
+}
+
+/// Where a tile is written.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(super) struct Place {
+    /// The first token of the sequence.
+    pub token: u32,
+    /// The tile's first row in it.
+    pub row: u32,
+    /// Rows of the sequence.
+    pub len: u32,
+    /// The head.
+    pub head: u32,
+}
+
+/// Where pair `pair` of eight columns `chunk` of row `row` lies in boxes of the CTA's rows.
+#[cube]
+fn box_offset(row: u32, chunk: u32, #[comptime] plan: Sm90BackwardPlan) -> u32 {
+    (chunk / 8u32) * comptime!((plan.rows() * 128) as u32)
+        + row * 128u32
+        + ((chunk % 8u32) ^ (row & 7u32)) * 16u32
+}
+
+/// Scales a warpgroup's rows of a gradient, rotates them back where `rotate`, rounds and writes
+/// them, through the place of the rows at `tile_at`.
+#[cube]
+pub(super) fn write(
+    view: &mut GradientView,
+    sums: &Array<Vector<f32, Const<4>>>,
+    saved: &Rows,
+    place: Place,
+    tile_at: u32,
+    scale: f32,
+    #[comptime] rotate: bool,
+    #[comptime] plan: Sm90BackwardPlan,
+) {
+    let lane = UNIT_POS % 32u32;
+    let consumer = thread_in_cta() / 128u32 - 1u32;
+    let warp_row = ((UNIT_POS / 32u32) & 3u32) * 16u32 + consumer * 64u32;
+    let half_columns = comptime!(plan.plan.head / 16);
+    let kind = comptime!(plan.plan.kind);
+    #[unroll]
+    for i in 0..2usize {
+        let half = comptime!(2 * i);
+        let row = warp_row + comptime!(8 * i as u32) + lane / 4u32;
+        let at = tile_at + (lane % 4u32) * 4u32;
+        // Rows behind the sequence have no position; what is read for them is not written.
+        let position = min(place.row + row, place.len - 1u32);
+        let table =
+            position as usize * comptime!(plan.plan.head / 2) + (lane % 4u32 * 2u32) as usize;
+        #[unroll]
+        for j in 0..half_columns {
+            let near = sums[j];
+            let far = sums[comptime!(half_columns + j)];
+            let mut x0 = near.extract(half) * scale;
+            let mut x1 = near.extract(comptime!(half + 1)) * scale;
+            let mut y0 = far.extract(half) * scale;
+            let mut y1 = far.extract(comptime!(half + 1)) * scale;
+            if comptime!(rotate) {
+                let entry = table + comptime!(8 * j);
+                let (cos0, cos1) = (saved.cos[entry], saved.cos[entry + 1]);
+                let (sin0, sin1) = (saved.sin[entry], saved.sin[entry + 1]);
+                let (a0, a1) = (x0 * cos0 + y0 * sin0, x1 * cos1 + y1 * sin1);
+                y0 = y0 * cos0 - x0 * sin0;
+                y1 = y1 * cos1 - x1 * sin1;
+                x0 = a0;
+                x1 = a1;
+            }
+            let chunk = comptime!(j as u32).runtime();
+            st_shared(at + box_offset(row, chunk, plan), pack(x0, x1, kind));
+            let chunk = comptime!((half_columns + j) as u32).runtime();
+            st_shared(at + box_offset(row, chunk, plan), pack(y0, y1, kind));
+        }
+    }
+    sync_plane();
+    let chunks = comptime!(plan.plan.head as u32 / 8);
+    #[unroll]
+    for i in 0..comptime!(plan.plan.head / 16) {
+        let item = lane + comptime!(32 * i as u32);
+        let row = warp_row + item / chunks;
+        let chunk = item % chunks;
+        if place.row + row < place.len {
+            let token = (place.token + place.row + row) as usize;
+            let index = view.offset as usize
+                + token * view.stride as usize
+                + place.head as usize * comptime!(plan.plan.head / 8)
+                + chunk as usize;
+            view.data[index] = ld_shared_v4(tile_at + box_offset(row, chunk, plan));
+        }
+    }
+}

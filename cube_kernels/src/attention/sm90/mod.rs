@@ -1,0 +1,256 @@
+//! Attention on Hopper (sm_90a): operands through TMA into shared memory, `wgmma` with the weights
+//! in registers, a producer warpgroup and consumer warpgroups.
+
+pub mod backward;
+pub mod forward;
+mod gradients;
+pub(crate) mod instances;
+
+use cubecl::{prelude::*, server::Handle};
+use half::bf16;
+
+use self::{
+    backward::{BackwardProblemLaunch, Pass, RowsLaunch, Sm90BackwardPlan, sm90_backward_kernel},
+    forward::{Sm90Plan, sm90_forward_kernel},
+};
+use super::{
+    Attention, AttentionOutput, Backward, Heads, Rope, Sequences,
+    mma::{
+        gradient::GradientViewLaunch,
+        is_vectorized,
+        problem::{MmaPlan, ProblemLaunch},
+    },
+};
+use crate::{
+    capabilities::{Capabilities, GemmBackend},
+    memory::address_type,
+    tensor::FloatKind,
+};
+
+/// Bytes of K and V of the heads whose tiles are interleaved: what a good part of the L2 cache
+/// holds.
+const SECTION_BYTES: usize = 32 << 20;
+
+/// Whether the forward of this folder takes `attention`.
+///
+/// # Errors
+/// Why not.
+pub fn supports(client: &Client, attention: &Attention) -> Result<(), String> {
+    if Capabilities::of(client).gemm != GemmBackend::Sm90Wgmma {
+        return Err("the device is not of compute capability 9.0".into());
+    }
+    let Attention {
+        q, k, v, sequences, ..
+    } = attention;
+    if q.dtype != FloatKind::Bf16 {
+        return Err(format!("operands are {:?} and not bf16", q.dtype));
+    }
+    if ![64, 128].contains(&q.head) {
+        return Err(format!("heads of {} are neither of 64 nor of 128", q.head));
+    }
+    if !matches!(sequences, Sequences::Equal(_)) {
+        return Err("sequences begin at offsets in device memory".into());
+    }
+    if q.tokens == 0 || k.tokens == 0 {
+        return Err("there are no tokens".into());
+    }
+    for (name, heads) in [("q", q), ("k", k), ("v", v)] {
+        if !is_vectorized(heads) {
+            return Err(format!(
+                "heads of `{name}` do not begin at multiples of 16 bytes"
+            ));
+        }
+    }
+    Ok(())
+}
+
+/// The map of one operand, `[sequences, tokens, heads, head]`, in boxes of `rows` tokens of 64
+/// elements of one head.
+fn map(heads: &Heads, sequences: usize, rows: usize) -> TensorMapArg<Tiled> {
+    let tokens = heads.tokens / sequences;
+    let shape = [sequences, tokens, heads.heads, heads.head];
+    let strides = [tokens * heads.row_stride, heads.row_stride, heads.head, 1];
+    let handle = offset(heads);
+    // SAFETY: the caller checked that the memory holds these tokens.
+    let tensor = unsafe { TensorArg::from_raw_parts(handle, strides.into(), shape.into()) };
+    TensorMapArg::new(
+        TiledArgs {
+            tile_size: [1, rows, 1, 64].into(),
+        },
+        tensor,
+        bf16::elem_type_native(),
+    )
+    .with_swizzle(TensorMapSwizzle::B128)
+    .with_prefetch(TensorMapPrefetch::B256)
+}
+
+/// The memory from the first head on.
+fn offset(heads: &Heads) -> Handle {
+    let bytes = (heads.offset * heads.dtype.size()) as u64;
+    heads.handle.clone().offset_start(bytes)
+}
+
+fn memory(handle: &Handle, len: usize) -> BufferArg {
+    // SAFETY: the caller checked the operands against their memory.
+    unsafe { BufferArg::from_raw_parts(handle.clone(), len) }
+}
+
+/// The number of sequences.
+fn count(attention: &Attention) -> usize {
+    match attention.sequences {
+        Sequences::Equal(count) => count,
+        Sequences::Offsets { .. } => unreachable!("checked"),
+    }
+}
+
+/// What is shared with the kernels of `mma.sync`, for blocks of `inner` rows.
+fn plan(attention: &Attention, inner: usize) -> MmaPlan {
+    let Attention { q, params, .. } = attention;
+    MmaPlan {
+        head: q.head,
+        kind: q.dtype,
+        strips: 1,
+        warps: 8,
+        inner,
+        causal: params.causal,
+        window: params.window.is_some(),
+        softcap: params.softcap.is_some(),
+        quiet_softmax: params.quiet_softmax,
+        offsets: false,
+    }
+}
+
+fn problem(attention: &Attention, count: usize) -> ProblemLaunch {
+    let Attention { q, k, params, .. } = attention;
+    ProblemLaunch::new(
+        memory(&q.handle, 1),
+        memory(&q.handle, 1),
+        count as u32,
+        q.tokens as u32,
+        k.tokens as u32,
+        attention.group() as u32,
+        params.scale,
+        params.softcap.unwrap_or(1.0),
+        params.window.unwrap_or(0) as u32,
+    )
+}
+
+/// SMs of the device.
+fn sms(client: &Client) -> usize {
+    let sms = client.properties().hardware.num_streaming_multiprocessors;
+    sms.unwrap_or(132) as usize
+}
+
+/// Queues the forward.
+pub fn forward(client: &Client, attention: &Attention, output: &AttentionOutput) {
+    let Attention { q, k, v, .. } = attention;
+    let count = count(attention);
+    let plan = Sm90Plan {
+        plan: plan(attention, 128),
+    };
+    let blocks = (q.tokens / count).div_ceil(plan.rows());
+    let pairs = count * q.heads;
+    let cubes = (blocks * pairs).min(sms(client));
+    // Of heads that share keys and values none is parted from the others.
+    let group = attention.group();
+    let bytes = 2 * (k.tokens / count) * k.head * k.dtype.size();
+    let section = (SECTION_BYTES / bytes.max(1)).max(1) * group;
+    // SAFETY: the kernel reads through maps, and writes below the tokens of each sequence.
+    unsafe {
+        sm90_forward_kernel::launch_unchecked(
+            client,
+            CubeCount::Static(cubes as u32, 1, 1),
+            CubeDim::new_1d(forward::UNITS),
+            address_type(q.tokens * q.heads * q.head),
+            map(q, count, plan.rows()),
+            map(k, count, plan.plan.inner),
+            map(v, count, plan.plan.inner),
+            problem(attention, count),
+            forward::ScheduleLaunch::new(q.heads as u32, blocks as u32, section.min(pairs) as u32),
+            memory(&output.out.handle, q.tokens * q.heads * q.head / 8),
+            memory(&output.lse, q.heads * q.tokens),
+            plan,
+        );
+    }
+}
+
+/// Rows of the other side that a pass multiplies at a time, as many as accumulators leave room for.
+const fn backward_inner(head: usize, pass: Pass) -> usize {
+    match (head, pass) {
+        (..=64, Pass::Queries) => 128,
+        _ => 64,
+    }
+}
+
+/// Queues the backward.
+pub fn backward(client: &Client, attention: &Attention, backward: &Backward<'_>) {
+    let Attention { q, k, v, .. } = attention;
+    let Backward {
+        saved,
+        dout,
+        delta,
+        rope,
+        gradients,
+    } = *backward;
+    let count = count(attention);
+    let rows = q.heads * q.tokens;
+    for pass in [Pass::KeysValues, Pass::Queries] {
+        let inner = backward_inner(q.head, pass);
+        let plan = Sm90BackwardPlan {
+            plan: plan(attention, inner),
+            pass,
+            rope: rope.is_some(),
+        };
+        let (own, blocks, written) = match pass {
+            Pass::KeysValues => ([k, v], [q, dout], [&gradients.dk, &gradients.dv]),
+            Pass::Queries => ([q, dout], [k, v], [&gradients.dq, &gradients.dq]),
+        };
+        let tiles = (own[0].tokens / count).div_ceil(plan.rows());
+        let pairs = count * own[0].heads;
+        let items = tiles * pairs;
+        // What the tiles of a pair pass over, for all heads that read the same.
+        let passed = match pass {
+            Pass::KeysValues => q.tokens * attention.group(),
+            Pass::Queries => k.tokens,
+        };
+        let bytes = 2 * (passed / count) * q.head * q.dtype.size();
+        let section = (SECTION_BYTES / bytes.max(1)).clamp(1, pairs);
+        let table = |of: fn(&Rope) -> &Handle| match rope {
+            Some(rope) => memory(of(rope), rope.positions * q.head / 2),
+            None => memory(&saved.lse, 1),
+        };
+        let [first, second] = written.map(|heads| {
+            GradientViewLaunch::new(
+                memory(&heads.handle, heads.span() / 8),
+                (heads.offset / 8) as u32,
+                (heads.row_stride / 8) as u32,
+            )
+        });
+        // SAFETY: the kernel reads through maps, and writes below the tokens of each sequence.
+        unsafe {
+            sm90_backward_kernel::launch_unchecked(
+                client,
+                CubeCount::Static(items.min(sms(client)) as u32, 1, 1),
+                CubeDim::new_1d(forward::UNITS),
+                address_type(written[0].span().max(written[1].span()).max(rows)),
+                map(own[0], count, plan.rows()),
+                map(own[1], count, plan.rows()),
+                map(blocks[0], count, inner),
+                map(blocks[1], count, inner),
+                BackwardProblemLaunch::new(
+                    problem(attention, count),
+                    forward::ScheduleLaunch::new(own[0].heads as u32, tiles as u32, section as u32),
+                    RowsLaunch::new(
+                        memory(&saved.lse, rows),
+                        memory(delta, rows),
+                        table(|rope| &rope.cos),
+                        table(|rope| &rope.sin),
+                    ),
+                ),
+                first,
+                second,
+                plan,
+            );
+        }
+    }
+}

@@ -1,0 +1,310 @@
+//! GEMMs of one warpgroup from shared memory, of a fixed depth: a block of `wgmma` instructions,
+//! which has ended when the block has (sm_90a).
+//!
+//! The text of a block is made for its sizes. Registers of a block are numbered from its results
+//! on, then its inputs in order.
+//!
+//! PTX ISA "Asynchronous Warpgroup Level Matrix Instructions: wgmma.mma_async"; PTX 8.0, sm_90a.
+
+use std::fmt::Write as _;
+
+use cubecl::prelude::*;
+
+use super::Major;
+use crate::tensor::FloatKind;
+
+/// How an operand in shared memory lies under the instructions of a block: in boxes of 64 elements
+/// a row (128 bytes, swizzled).
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct WgmmaOperand {
+    /// Which dimension is contiguous.
+    pub major: Major,
+    /// Bytes from one box to the next. Along a K-major operand's contraction the next box follows
+    /// each 64 elements; those of an MN-major operand lie across it, and its descriptor has this
+    /// distance.
+    pub box_bytes: usize,
+}
+
+impl WgmmaOperand {
+    /// How far instruction `step` of 16 elements of the contraction reads behind the first, in
+    /// units of 16 bytes.
+    const fn offset(self, step: usize) -> usize {
+        match self.major {
+            Major::K => (step / 4) * (self.box_bytes / 16) + (step % 4) * 2,
+            Major::Mn => step * 128,
+        }
+    }
+}
+
+/// A block of instructions: 64 rows, `n` columns, `depth` elements of the contraction.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct WgmmaGemm {
+    /// Columns.
+    pub n: usize,
+    /// Length of the contraction, a multiple of 16.
+    pub depth: usize,
+    /// Type of the operands.
+    pub kind: FloatKind,
+    /// The left operand, where it is in shared memory.
+    pub a: WgmmaOperand,
+    /// The right operand.
+    pub b: WgmmaOperand,
+}
+
+impl WgmmaGemm {
+    /// Accumulators of a thread.
+    pub const fn accumulators(self) -> usize {
+        self.n / 2
+    }
+
+    /// Registers of a thread's part of a left operand in registers.
+    pub const fn fragments(self) -> usize {
+        self.depth / 4
+    }
+
+    fn instruction(self) -> String {
+        let kind = match self.kind {
+            FloatKind::F16 => "f16",
+            _ => "bf16",
+        };
+        let n = self.n;
+        format!("wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{kind}.{kind}")
+    }
+}
+
+/// Where the left operand of a GEMM is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+enum Left {
+    /// In shared memory: one input, its descriptor.
+    Shared,
+    /// In registers: [`WgmmaGemm::fragments`] inputs.
+    Registers,
+}
+
+/// The text of a block: its GEMMs are queued one after another, and have all ended when it has.
+struct Block {
+    text: String,
+    /// Registers that are results.
+    results: usize,
+    /// Those of them that GEMMs so far write.
+    written: usize,
+    /// The next input.
+    input: usize,
+}
+
+impl Block {
+    /// A block with `results` registers of results.
+    fn new(results: usize) -> Self {
+        Self {
+            text: String::from("{ .reg .b64 a, b; .reg .pred none, all;\n"),
+            results,
+            written: 0,
+            input: results,
+        }
+    }
+
+    /// The first `count` registers from number `first` on.
+    fn registers(first: usize, count: usize) -> String {
+        let names: Vec<_> = (first..first + count).map(|i| format!("%{i}")).collect();
+        format!("{{{}}}", names.join(", "))
+    }
+
+    /// The results from number `first` on begin as the next `count` inputs.
+    fn sums(mut self, first: usize, count: usize) -> Self {
+        for i in 0..count {
+            let _ = writeln!(self.text, "mov.f32 %{}, %{};", first + i, self.input + i);
+        }
+        self.input += count;
+        self
+    }
+
+    /// Registers are as they are: instructions follow.
+    fn begin(mut self) -> Self {
+        self.text += "setp.ne.b32 none, 0, 0; setp.eq.b32 all, 0, 0;\nwgmma.fence.sync.aligned;\n";
+        self
+    }
+
+    /// A GEMM into the next results, which are added to where `accumulate`. Inputs are the left
+    /// operand, and the descriptor of the right one.
+    fn gemm(mut self, gemm: WgmmaGemm, left: Left, accumulate: bool) -> Self {
+        let (d, instruction) = (
+            Self::registers(self.written, gemm.accumulators()),
+            gemm.instruction(),
+        );
+        let (a_trans, b_trans) = (gemm.a.major.transposes(), gemm.b.major.transposes());
+        let first = self.input;
+        let right = first
+            + match left {
+                Left::Shared => 1,
+                Left::Registers => gemm.fragments(),
+            };
+        for step in 0..gemm.depth / 16 {
+            let add = if accumulate || step > 0 {
+                "all"
+            } else {
+                "none"
+            };
+            let b = gemm.b.offset(step);
+            let _ = writeln!(self.text, "add.s64 b, %{right}, {b};");
+            let _ = match left {
+                Left::Shared => {
+                    let a = gemm.a.offset(step);
+                    writeln!(
+                        self.text,
+                        "add.s64 a, %{first}, {a};\n{instruction} {d}, a, b, {add}, 1, 1, \
+                         {a_trans}, {b_trans};"
+                    )
+                }
+                Left::Registers => {
+                    let a = Self::registers(first + 4 * step, 4);
+                    writeln!(
+                        self.text,
+                        "{instruction} {d}, {a}, b, {add}, 1, 1, {b_trans};"
+                    )
+                }
+            };
+        }
+        self.written += gemm.accumulators();
+        self.input = right + 1;
+        self
+    }
+
+    /// The whole text.
+    fn end(self) -> String {
+        debug_assert!(self.written <= self.results);
+        self.text + "wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 0; }"
+    }
+}
+
+/// [`wgmma_shared()`].
+fn shared_text(gemm: WgmmaGemm) -> String {
+    let block = Block::new(gemm.accumulators()).begin();
+    block.gemm(gemm, Left::Shared, false).end()
+}
+
+/// [`wgmma_shared_pair()`].
+fn shared_pair_text(gemm: WgmmaGemm) -> String {
+    let block = Block::new(2 * gemm.accumulators()).begin();
+    let block = block.gemm(gemm, Left::Shared, false);
+    block.gemm(gemm, Left::Shared, false).end()
+}
+
+/// [`wgmma_registers()`].
+fn registers_text(gemm: WgmmaGemm) -> String {
+    let sums = gemm.accumulators();
+    let block = Block::new(sums).sums(0, sums).begin();
+    block.gemm(gemm, Left::Registers, true).end()
+}
+
+/// [`wgmma_registers_pair()`].
+fn registers_pair_text(gemm: WgmmaGemm) -> String {
+    let sums = 2 * gemm.accumulators();
+    let block = Block::new(sums).sums(0, sums).begin();
+    let block = block.gemm(gemm, Left::Registers, true);
+    block.gemm(gemm, Left::Registers, true).end()
+}
+
+/// `a · b` of `gemm`, 64 rows: both operands in shared memory, given by their descriptors. `S` is
+/// `gemm.accumulators()`.
+///
+/// PTX ISA "wgmma.mma_async"; PTX 8.0, sm_90a.
+#[cube]
+pub fn wgmma_shared<S: Size>(a: u64, b: u64, #[comptime] gemm: WgmmaGemm) -> Vector<f32, S> {
+    let a = u64::reinterpret(a);
+    let b = u64::reinterpret(b);
+    let sums: Vector<f32, S>;
+    gpu_asm!(
+        "// {d} {a} {b}
+    {text}",
+        d = out(_) sums, a = in(_) a, b = in(_) b, text = const shared_text(gemm)
+    );
+    Vector::<f32, S>::reinterpret(sums)
+}
+
+/// Two of [`wgmma_shared()`], the accumulators of one behind those of the other. `S` is twice
+/// `gemm.accumulators()`.
+#[cube]
+pub fn wgmma_shared_pair<S: Size>(
+    a0: u64,
+    b0: u64,
+    a1: u64,
+    b1: u64,
+    #[comptime] gemm: WgmmaGemm,
+) -> Vector<f32, S> {
+    let a0 = u64::reinterpret(a0);
+    let b0 = u64::reinterpret(b0);
+    let a1 = u64::reinterpret(a1);
+    let b1 = u64::reinterpret(b1);
+    let sums: Vector<f32, S>;
+    gpu_asm!(
+        "// {d} {a0} {b0} {a1} {b1}
+    {text}",
+        d = out(_) sums, a0 = in(_) a0, b0 = in(_) b0, a1 = in(_) a1, b1 = in(_) b1,
+        text = const shared_pair_text(gemm)
+    );
+    Vector::<f32, S>::reinterpret(sums)
+}
+
+/// `sums + a · b` of `gemm`, 64 rows: the left operand in registers, the right one given by its
+/// descriptor. `S` is `gemm.accumulators()`, `A` is `gemm.fragments()`; fragments of 16 elements of
+/// the contraction follow each other, four registers each.
+///
+/// PTX ISA "wgmma.mma_async"; PTX 8.0, sm_90a.
+#[cube]
+pub fn wgmma_registers<S: Size, A: Size>(
+    sums: Vector<f32, S>,
+    a: Vector<u32, A>,
+    b: u64,
+    #[comptime] gemm: WgmmaGemm,
+) -> Vector<f32, S> {
+    let sums = Vector::<f32, S>::reinterpret(sums);
+    let a = Vector::<u32, A>::reinterpret(a);
+    let b = u64::reinterpret(b);
+    let result: Vector<f32, S>;
+    gpu_asm!(
+        "// {d} {c} {a} {b}
+    {text}",
+        d = out(_) result, c = in(_) sums, a = in(_) a, b = in(_) b,
+        text = const registers_text(gemm)
+    );
+    Vector::<f32, S>::reinterpret(result)
+}
+
+/// Two of [`wgmma_registers()`], the accumulators of one behind those of the other. `S` is twice
+/// `gemm.accumulators()`.
+#[cube]
+pub fn wgmma_registers_pair<S: Size, A: Size>(
+    sums: Vector<f32, S>,
+    a0: Vector<u32, A>,
+    b0: u64,
+    a1: Vector<u32, A>,
+    b1: u64,
+    #[comptime] gemm: WgmmaGemm,
+) -> Vector<f32, S> {
+    let sums = Vector::<f32, S>::reinterpret(sums);
+    let a0 = Vector::<u32, A>::reinterpret(a0);
+    let b0 = u64::reinterpret(b0);
+    let a1 = Vector::<u32, A>::reinterpret(a1);
+    let b1 = u64::reinterpret(b1);
+    let result: Vector<f32, S>;
+    gpu_asm!(
+        "// {d} {c} {a0} {b0} {a1} {b1}
+    {text}",
+        d = out(_) result, c = in(_) sums, a0 = in(_) a0, b0 = in(_) b0, a1 = in(_) a1,
+        b1 = in(_) b1, text = const registers_pair_text(gemm)
+    );
+    Vector::<f32, S>::reinterpret(result)
+}
+
+/// The [descriptor](super::wgmma_descriptor()) of `operand` at `address`.
+#[cube]
+pub fn wgmma_operand(address: u32, #[comptime] operand: WgmmaOperand) -> u64 {
+    let leading = comptime!(match operand.major {
+        Major::K => 1,
+        Major::Mn => operand.box_bytes as u64 / 16,
+    });
+    u64::cast_from((address & 0x3_ffffu32) >> 4u32)
+        | (leading << 16u64)
+        | (64u64 << 32u64)
+        | (1u64 << 62u64)
+}
