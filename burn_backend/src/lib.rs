@@ -8,6 +8,7 @@
 //!   the model.
 //! - [`functions`] are the same operations on plain tensors, and [`experts`] those on tokens sorted
 //!   by expert.
+//! - [`loss`] has the cross entropy, with the head before it, and embeddings.
 //! - `decorate` (features `cpu` and `cuda`) routes the linear layers of unmodified models.
 //! - `checkpoint` (feature `train`) has burn-train save that state too.
 //! - [`parallel`] averages gradients over the ranks of a data-parallel run.
@@ -67,6 +68,7 @@ pub mod checkpoint;
 pub mod decorate;
 pub mod experts;
 pub mod functions;
+pub mod loss;
 pub mod nn;
 pub mod ops;
 pub mod parallel;

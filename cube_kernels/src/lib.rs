@@ -27,9 +27,13 @@ pub mod capabilities;
 #[cfg(feature = "cube")]
 pub mod cube;
 #[cfg(feature = "cube")]
+pub mod embedding;
+#[cfg(feature = "cube")]
 pub mod gemm;
 #[cfg(feature = "cube")]
 pub(crate) mod launch;
+#[cfg(feature = "cube")]
+pub mod loss;
 #[cfg(feature = "cube")]
 pub(crate) mod memory;
 #[cfg(feature = "cube")]
@@ -56,3 +60,4 @@ pub use policy::{
     AmaxGranularity, AttentionParams, BlockScaling, BlockShape, ErrorNorm, Hadamard, HadamardSize,
     Nvfp4Params, RandomStream, Rounding, ScaleLayout, Storage,
 };
+pub use reference::{CrossEntropy, Reduction};

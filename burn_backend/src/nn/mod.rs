@@ -5,11 +5,15 @@
 //! [`Nvfp4Moe`], and [`Nvfp4TransformerBlock`]. GEMMs of one input are fused (queries, keys and
 //! values; gate and up): the input is quantized once, and the parts of the weight share one global
 //! scale.
+//!
+//! [`Embedding`] and [`LmHead`] are the ends of a language model, in high precision.
 
 mod attention;
 mod block;
+mod embedding;
 mod feed_forward;
 mod grouped;
+mod head;
 mod linear;
 mod moe;
 mod norm;
@@ -18,8 +22,10 @@ mod routing;
 
 pub use attention::{Nvfp4Attention, Nvfp4AttentionConfig, RopeCache, RopeCacheConfig};
 pub use block::{BlockOutput, Nvfp4TransformerBlock, Nvfp4TransformerBlockConfig};
+pub use embedding::Embedding;
 pub use feed_forward::{Nvfp4FeedForward, Nvfp4SwiGlu, Nvfp4SwiGluConfig, SwiGlu};
 pub use grouped::{Nvfp4GroupedLinear, Nvfp4GroupedLinearConfig};
+pub use head::LmHead;
 pub use linear::{Nvfp4Linear, Nvfp4LinearConfig};
 pub use moe::{MoeOutput, Nvfp4Moe, Nvfp4MoeConfig};
 pub use norm::{LayerNorm, ResidualStream, RmsNorm};

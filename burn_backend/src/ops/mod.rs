@@ -38,6 +38,7 @@ pub mod layers;
 #[cfg(any(feature = "flex", feature = "cubecl-backend"))]
 mod layout;
 pub(crate) mod linear;
+pub mod loss;
 #[cfg(feature = "cubecl-backend")]
 mod meta;
 mod operands;

@@ -15,6 +15,7 @@ pub mod hadamard;
 pub mod mx;
 pub mod philox;
 pub mod ptx;
+pub mod row_blocks;
 pub mod scale;
 pub mod unscaled;
 pub mod words;

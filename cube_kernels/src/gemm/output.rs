@@ -18,6 +18,8 @@ pub enum Target<'a> {
     /// Add to an existing matrix (gradient accumulation): sum and addend are rounded once,
     /// together.
     Accumulate(&'a Matrix),
+    /// Replace what an existing matrix holds, for example some rows of a larger one.
+    Replace(&'a Matrix),
 }
 
 /// The matrix that a GEMM writes. A new one is allocated when it is first asked for, which is right
@@ -42,7 +44,7 @@ impl<'a> Output<'a> {
         rows: usize,
         cols: usize,
     ) -> Result<Self, Nvfp4Error> {
-        if let Target::Accumulate(matrix) = target {
+        if let Target::Accumulate(matrix) | Target::Replace(matrix) = target {
             matrix.check("target")?;
             if (matrix.rows, matrix.cols) != (rows, cols) {
                 return Err(Nvfp4Error::shape(
@@ -65,7 +67,7 @@ impl<'a> Output<'a> {
     pub fn matrix(&self) -> &Matrix {
         self.matrix.get_or_init(|| match self.target {
             Target::New(out) => Matrix::empty(self.client, self.rows, self.cols, out),
-            Target::Accumulate(matrix) => matrix.clone(),
+            Target::Accumulate(matrix) | Target::Replace(matrix) => matrix.clone(),
         })
     }
 
@@ -81,7 +83,7 @@ impl<'a> Output<'a> {
     pub fn dtype(&self) -> FloatKind {
         match self.target {
             Target::New(out) => out,
-            Target::Accumulate(matrix) => matrix.dtype,
+            Target::Accumulate(matrix) | Target::Replace(matrix) => matrix.dtype,
         }
     }
 
@@ -94,7 +96,7 @@ impl<'a> Output<'a> {
     pub fn is_aligned(&self) -> bool {
         match self.target {
             Target::New(_) => true,
-            Target::Accumulate(matrix) => is_aligned(&matrix.handle),
+            Target::Accumulate(matrix) | Target::Replace(matrix) => is_aligned(&matrix.handle),
         }
     }
 }

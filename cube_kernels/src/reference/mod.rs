@@ -16,9 +16,11 @@ pub mod attention;
 mod block;
 mod dequantize;
 mod element;
+mod embedding;
 mod gelu;
 mod gemm;
 mod hadamard;
+mod loss;
 mod ms_eden;
 mod mx;
 mod norm;
@@ -41,6 +43,7 @@ pub(crate) use activation::{EXP_CUTOFF, EXP_POLYNOMIAL, LN2_HIGH, LN2_LOW, LOG2_
 pub use amax::{amax, amax_cols, amax_rht, amax_rht_cols, amax_rows};
 pub use dequantize::{decode_blocks, decode_blocks_into, dequantize};
 pub use element::Element;
+pub use embedding::{EMBEDDING_RUN, embedding, embedding_gradient};
 #[cfg(feature = "cube")]
 pub(crate) use gelu::{
     ERF_POLYNOMIAL, ERF_SPLIT, ERFC_POLYNOMIAL, INV_SQRT_2, INV_SQRT_2PI, TANH_CUBE, TANH_SCALE,
@@ -49,6 +52,12 @@ pub(crate) use gelu::{
 pub use gelu::{Gelu, gelu, gelu_backward};
 pub use gemm::{alpha, gemm_f32, gemm_f64};
 pub use hadamard::{inverse_transform, transform, transform_cols};
+pub use loss::{
+    CrossEntropy, CrossEntropyResult, Reduction, cross_entropy, cross_entropy_lanes,
+    cross_entropy_rows, ln, sum_losses, target_scale,
+};
+#[cfg(feature = "cube")]
+pub(crate) use loss::{LN_2_HIGH, LN_2_LOW, LN_POLYNOMIAL, LOSS_LANES, SQRT_HALF};
 #[cfg(feature = "cube")]
 pub(crate) use ms_eden::check_hadamard as check_eden_hadamard;
 pub use ms_eden::{

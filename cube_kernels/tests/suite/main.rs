@@ -16,6 +16,8 @@ mod attention;
 #[cfg(feature = "cube")]
 mod dequantize;
 #[cfg(feature = "cube")]
+mod embedding;
+#[cfg(feature = "cube")]
 mod emulated;
 #[cfg(feature = "cube")]
 mod gemm;
@@ -33,6 +35,8 @@ mod groups;
 mod kernels;
 #[cfg(feature = "cube")]
 mod layouts;
+#[cfg(feature = "cube")]
+mod loss;
 #[cfg(feature = "cube")]
 mod ms_eden;
 #[cfg(feature = "cube")]

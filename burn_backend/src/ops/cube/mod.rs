@@ -5,7 +5,7 @@ mod grouped_gemm;
 mod layers;
 mod moe;
 mod quantize;
-mod tensors;
+pub(super) mod tensors;
 
 use burn_core::backend::tensor::{FloatTensor, IntTensor};
 use burn_core::tensor::FloatDType;

@@ -13,7 +13,7 @@ use super::super::layout::{GroupCount, code_words};
 use super::super::tensors::{MaybeTensor, Operand, QuantizedData, QuantizedMatrix, RowGroups};
 
 /// A contiguous float matrix, as Burn's tensor and as the kernels' view of it.
-pub(super) struct Source {
+pub(in crate::ops) struct Source {
     pub tensor: CubeTensor,
     pub matrix: Matrix,
 }
@@ -32,21 +32,21 @@ impl Source {
 }
 
 /// The kernels' view of a contiguous float matrix.
-pub(super) fn matrix(x: &CubeTensor) -> Matrix {
+pub(in crate::ops) fn matrix(x: &CubeTensor) -> Matrix {
     let (rows, cols) = (x.meta.shape()[0], x.meta.shape()[1]);
     let kind = float_kind(float_dtype(x.dtype));
     launched(Matrix::new(x.handle.clone(), rows, cols, kind))
 }
 
 /// Offsets of groups as the kernels take them.
-pub(super) fn group_offsets(offsets: IntTensor<CubeBackend>) -> GroupOffsets {
+pub(in crate::ops) fn group_offsets(offsets: IntTensor<CubeBackend>) -> GroupOffsets {
     let offsets = into_contiguous(offsets);
     let count = offsets.meta.shape()[0] - 1;
     launched(GroupOffsets::new(offsets.handle, count))
 }
 
 /// Groups as the kernels take them.
-pub(super) fn device_groups(groups: RowGroups<CubeBackend>) -> Groups {
+pub(in crate::ops) fn device_groups(groups: RowGroups<CubeBackend>) -> Groups {
     match groups {
         RowGroups::Whole => Groups::One,
         RowGroups::Batch(count) => Groups::Batch(count),
@@ -58,7 +58,7 @@ pub(super) fn device_groups(groups: RowGroups<CubeBackend>) -> Groups {
 }
 
 /// A quantized tensor of a kernel, as tensors beside `like`.
-pub(super) fn to_burn(
+pub(in crate::ops) fn to_burn(
     like: &CubeTensor,
     made: DeviceQuantized,
     groups: GroupCount,
@@ -90,7 +90,10 @@ pub(super) fn to_burn(
 }
 
 /// The kernels' view of a quantized tensor, with its groups.
-pub(super) fn to_device(source: QuantizedMatrix<CubeBackend>, groups: Groups) -> DeviceQuantized {
+pub(in crate::ops) fn to_device(
+    source: QuantizedMatrix<CubeBackend>,
+    groups: Groups,
+) -> DeviceQuantized {
     let (codes, scales) = match source.data {
         QuantizedData::Packed { codes, scales } => (codes, Some(scales)),
         QuantizedData::Bf16Unscaled(values) => (values, None),
@@ -108,7 +111,7 @@ pub(super) fn to_device(source: QuantizedMatrix<CubeBackend>, groups: Groups) ->
 }
 
 /// A tensor on whose device the results of a GEMM with `operand` are.
-pub(super) fn like(operand: &Operand<CubeBackend>) -> CubeTensor {
+pub(in crate::ops) fn like(operand: &Operand<CubeBackend>) -> CubeTensor {
     match operand {
         Operand::Quantized(quantized) => like_quantized(quantized),
         Operand::Float(x, _) => x.clone(),
@@ -116,7 +119,7 @@ pub(super) fn like(operand: &Operand<CubeBackend>) -> CubeTensor {
 }
 
 /// The codes of a quantized tensor, or its values.
-pub(super) fn like_quantized(quantized: &QuantizedMatrix<CubeBackend>) -> CubeTensor {
+pub(in crate::ops) fn like_quantized(quantized: &QuantizedMatrix<CubeBackend>) -> CubeTensor {
     match &quantized.data {
         QuantizedData::Packed { codes, .. } => codes.clone(),
         QuantizedData::Bf16Unscaled(values) => values.clone(),
@@ -124,7 +127,7 @@ pub(super) fn like_quantized(quantized: &QuantizedMatrix<CubeBackend>) -> CubeTe
 }
 
 /// Stored rows and the length of the contraction in memory.
-pub(super) fn stored_shape(operand: &Operand<CubeBackend>) -> (usize, usize) {
+pub(in crate::ops) fn stored_shape(operand: &Operand<CubeBackend>) -> (usize, usize) {
     match operand {
         Operand::Quantized(quantized) => {
             (quantized.layout.outer(), quantized.layout.padded_inner())
@@ -134,7 +137,7 @@ pub(super) fn stored_shape(operand: &Operand<CubeBackend>) -> (usize, usize) {
 }
 
 /// A matrix of a kernel, as a tensor beside `like`.
-pub(super) fn result(like: &CubeTensor, out: Matrix) -> CubeTensor {
+pub(in crate::ops) fn result(like: &CubeTensor, out: Matrix) -> CubeTensor {
     let dtype = match out.dtype {
         FloatKind::F32 => DType::F32,
         FloatKind::F16 => DType::F16,
@@ -144,7 +147,7 @@ pub(super) fn result(like: &CubeTensor, out: Matrix) -> CubeTensor {
     new_tensor(like, out.handle, shape, dtype)
 }
 
-pub(super) fn new_tensor(
+pub(in crate::ops) fn new_tensor(
     like: &CubeTensor,
     handle: Handle,
     shape: Shape,
@@ -159,7 +162,7 @@ pub(super) fn new_tensor(
     )
 }
 
-pub(super) fn float_kind(dtype: FloatDType) -> FloatKind {
+pub(in crate::ops) fn float_kind(dtype: FloatDType) -> FloatKind {
     match dtype {
         FloatDType::F32 => FloatKind::F32,
         FloatDType::F16 => FloatKind::F16,
@@ -170,6 +173,6 @@ pub(super) fn float_kind(dtype: FloatDType) -> FloatKind {
 
 /// The result of a launch whose arguments were checked before it was queued. Only the runtime can
 /// fail; fusion passes the panic on to the reader of the result.
-pub(super) fn launched<T>(result: Result<T, Nvfp4Error>) -> T {
+pub(in crate::ops) fn launched<T>(result: Result<T, Nvfp4Error>) -> T {
     result.unwrap_or_else(|error| panic!("nvfp4 on CubeCL: {error}"))
 }

@@ -8,7 +8,7 @@ mod gemm;
 mod grouped_gemm;
 mod layers;
 mod quantize;
-mod tensors;
+pub(super) mod tensors;
 
 use burn_core::backend::{
     Flex,

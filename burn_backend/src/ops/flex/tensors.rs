@@ -33,10 +33,10 @@ macro_rules! with_elements {
         }
     }};
 }
-pub(super) use with_elements;
+pub(in crate::ops) use with_elements;
 
 /// Rows and columns of a matrix.
-pub(super) fn matrix(x: &FlexTensor) -> (usize, usize) {
+pub(in crate::ops) fn matrix(x: &FlexTensor) -> (usize, usize) {
     let shape = x.layout().shape();
     (shape[0], shape[1])
 }
@@ -147,7 +147,7 @@ pub(super) fn bytes_of(words: &[u32]) -> Vec<u8> {
 }
 
 /// An `f32` matrix with each element rounded once to `dtype`. Flex's own cast runs on one core.
-pub(super) fn narrow(x: FlexTensor, dtype: FloatDType) -> FlexTensor {
+pub(in crate::ops) fn narrow(x: FlexTensor, dtype: FloatDType) -> FlexTensor {
     fn rounded<T: BurnElement>(x: &FlexTensor, round: fn(f32) -> T) -> FlexTensor {
         let values: Vec<T> = x
             .storage::<f32>()

@@ -1,0 +1,174 @@
+//! Cross entropy, with or without the head before it, and embeddings, on plain tensors.
+//!
+//! As in [`functions`](crate::functions), `try_*` returns an error that names the argument, and the
+//! plain name panics with its message. When a check fails, nothing has been queued.
+
+use burn_core::backend::Dispatch;
+use burn_core::tensor::{DType, FloatDType, Int, Tensor};
+use nvfp4_kernels::Nvfp4Error;
+pub use nvfp4_kernels::{CrossEntropy, Reduction};
+
+use crate::functions::or_panic;
+use crate::ops::loss::LossOps;
+use crate::validate;
+
+/// Bytes for the logits of a chunk of tokens, by default: at a vocabulary of 131072 in bf16 2048
+/// tokens, with which the GEMM that adds to the weight's gradient takes a sixth longer for the
+/// `f32` that it adds to.
+pub const CHUNK_BYTES: usize = 1 << 29;
+
+/// The cross entropy, `f32[1]`, of `logits` (`[rows, vocab]`; `f32`, `bf16` or `f16`) with
+/// `targets` (`[rows]`), differentiable in the logits. It is computed in `f32`; the gradient has
+/// the type of the logits, and takes their memory where nobody else has them.
+///
+/// A target of [`CrossEntropy::ignore`] leaves its row out. Nothing reads the targets on the host:
+/// another one that is no class makes the loss NaN, and the gradient of its row.
+///
+/// # Errors
+/// When the device has no implementation, devices differ, a type is not supported, a shape does not
+/// fit, there are rows and no class, or `params` do not pass [`CrossEntropy::check`].
+pub fn try_cross_entropy(
+    logits: Tensor<2>,
+    targets: Tensor<1, Int>,
+    params: CrossEntropy,
+) -> Result<Tensor<1>, Nvfp4Error> {
+    validate::operand("logits", &logits)?;
+    let [rows, vocab] = logits.dims();
+    check_targets(&logits, "logits", &targets, (rows, vocab), &params)?;
+    let loss = Dispatch::cross_entropy(logits.into_dispatch(), targets.into_dispatch(), params);
+    Ok(Tensor::from_dispatch(loss))
+}
+
+/// [`try_cross_entropy`], panicking where it fails.
+pub fn cross_entropy(
+    logits: Tensor<2>,
+    targets: Tensor<1, Int>,
+    params: CrossEntropy,
+) -> Tensor<1> {
+    or_panic("cross_entropy", try_cross_entropy(logits, targets, params))
+}
+
+/// The cross entropy, `f32[1]`, of the logits `x w`, for `x` (`[rows, d]`), `w` (`[d, vocab]`) and
+/// `targets` (`[rows]`), as [`try_cross_entropy`] computes it; differentiable in `x` and `w`.
+///
+/// `w` is rounded to the type of `x`, in which the logits are; sums are in `f32`. Rows go through
+/// in chunks, whose logits take `chunk_bytes` at most (or 128 rows: [`CHUNK_BYTES`] is a good
+/// number), whatever the number of rows. Where gradients are asked for they are computed in the
+/// forward: what is kept for the backward is these, in the types of `x` and `w`.
+///
+/// # Errors
+/// As [`try_cross_entropy`], and when `chunk_bytes` is 0.
+pub fn try_linear_cross_entropy(
+    x: Tensor<2>,
+    w: Tensor<2>,
+    targets: Tensor<1, Int>,
+    params: CrossEntropy,
+    chunk_bytes: usize,
+) -> Result<Tensor<1>, Nvfp4Error> {
+    validate::operand("x", &x)?;
+    validate::operand("w", &w)?;
+    validate::same_device(("x", &x.device()), ("w", &w.device()))?;
+    let ([rows, d], [w_rows, vocab]) = (x.dims(), w.dims());
+    if w_rows != d {
+        return Err(Nvfp4Error::shape(
+            "w",
+            format!("[{w_rows}, {vocab}]"),
+            format!("{d} rows, the last axis of `x` [{rows}, {d}]"),
+        ));
+    }
+    check_targets(&x, "w", &targets, (rows, vocab), &params)?;
+    if chunk_bytes == 0 {
+        return Err(Nvfp4Error::value("chunk_bytes", "0", "at least 1"));
+    }
+    let loss = Dispatch::linear_cross_entropy(
+        x.into_dispatch(),
+        w.into_dispatch(),
+        targets.into_dispatch(),
+        params,
+        chunk_bytes,
+    );
+    Ok(Tensor::from_dispatch(loss))
+}
+
+/// [`try_linear_cross_entropy`] with [`CHUNK_BYTES`], panicking where it fails.
+pub fn linear_cross_entropy(
+    x: Tensor<2>,
+    w: Tensor<2>,
+    targets: Tensor<1, Int>,
+    params: CrossEntropy,
+) -> Tensor<1> {
+    let loss = try_linear_cross_entropy(x, w, targets, params, CHUNK_BYTES);
+    or_panic("linear_cross_entropy", loss)
+}
+
+/// The rows `ids` (`[tokens]`) of `table` (`[vocab, d]`), rounded to `dtype`: `[tokens, d]`.
+/// Differentiable in the table, whose gradient is added up in `f32` and in an order that the ids
+/// alone decide.
+///
+/// Nothing reads the ids on the host: one that is no row gives a row of NaN, and counts for nothing
+/// in the gradient.
+///
+/// # Errors
+/// When the device has no implementation, devices differ, a type is not supported, or there are ids
+/// and no row.
+pub fn try_embedding(
+    table: Tensor<2>,
+    ids: Tensor<1, Int>,
+    dtype: FloatDType,
+) -> Result<Tensor<2>, Nvfp4Error> {
+    validate::operand("table", &table)?;
+    validate::float("dtype", dtype.into())?;
+    validate::same_device(("table", &table.device()), ("ids", &ids.device()))?;
+    check_numbers("ids", &ids)?;
+    let ([vocab, d], [tokens]) = (table.dims(), ids.dims());
+    if vocab == 0 && tokens > 0 {
+        return Err(Nvfp4Error::shape(
+            "table",
+            format!("[0, {d}]"),
+            "at least one row",
+        ));
+    }
+    let rows = Dispatch::embedding_rows(table.into_dispatch(), ids.into_dispatch(), dtype);
+    Ok(Tensor::from_dispatch(rows))
+}
+
+/// [`try_embedding`], panicking where it fails.
+pub fn embedding(table: Tensor<2>, ids: Tensor<1, Int>, dtype: FloatDType) -> Tensor<2> {
+    or_panic("embedding", try_embedding(table, ids, dtype))
+}
+
+/// Fails unless `targets` and `params` fit `rows` rows of `vocab` classes, which `argument` says.
+fn check_targets(
+    like: &Tensor<2>,
+    argument: &'static str,
+    targets: &Tensor<1, Int>,
+    (rows, vocab): (usize, usize),
+    params: &CrossEntropy,
+) -> Result<(), Nvfp4Error> {
+    params.check()?;
+    validate::same_device((argument, &like.device()), ("targets", &targets.device()))?;
+    check_numbers("targets", targets)?;
+    validate::shape("targets", targets.dims(), [rows], || {
+        "a target for each row".into()
+    })?;
+    if (vocab == 0 && rows > 0) || i32::try_from(vocab).is_err() {
+        return Err(Nvfp4Error::shape(
+            argument,
+            format!("{vocab} classes"),
+            format!("1 to {}", i32::MAX),
+        ));
+    }
+    Ok(())
+}
+
+/// Fails unless `numbers` are of a type that the kernels take.
+fn check_numbers(argument: &'static str, numbers: &Tensor<1, Int>) -> Result<(), Nvfp4Error> {
+    match numbers.dtype() {
+        DType::I64 | DType::I32 | DType::U32 | DType::U8 => Ok(()),
+        other => Err(Nvfp4Error::DType {
+            argument,
+            found: format!("{other:?}"),
+            expected: "I64, I32, U32 or U8".into(),
+        }),
+    }
+}

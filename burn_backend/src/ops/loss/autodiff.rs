@@ -1,0 +1,219 @@
+//! The backwards of [`cross_entropy`](LossOps::cross_entropy),
+//! [`linear_cross_entropy`](LossOps::linear_cross_entropy) and [`embedding_rows`](LossOps::embedding_rows).
+
+use burn_core::backend::{
+    Autodiff, AutodiffBackend, TensorMetadata,
+    autodiff::{
+        checkpoint::{base::Checkpointer, strategy::CheckpointStrategy},
+        grads::Gradients,
+        ops::{Backward, Ops, OpsKind},
+    },
+    tensor::{FloatTensor, IntTensor},
+};
+use burn_core::tensor::FloatDType;
+
+use super::super::operands::cast;
+use super::super::{MaybeTensor, float_dtype};
+use super::{CrossEntropy, LinearLoss, LinearLossRequest, LossAndGradient, LossOps};
+
+/// A cross entropy, whose gradient is its state: parents `[logits]`.
+#[derive(Debug)]
+struct CrossEntropyStep;
+
+impl<B: LossOps> Backward<B, 1> for CrossEntropyStep {
+    type State = FloatTensor<B>;
+
+    fn backward(
+        self,
+        ops: Ops<Self::State, 1>,
+        grads: &mut Gradients,
+        _checkpointer: &mut Checkpointer,
+    ) {
+        let factor = grads.consume::<B>(&ops.node);
+        if let [Some(node)] = ops.parents {
+            grads.register::<B>(node.id, B::scale_gradient(ops.state, factor));
+        }
+    }
+}
+
+/// The gradients of a head.
+#[derive(Clone, Debug)]
+struct HeadGradients<B: LossOps> {
+    dx: MaybeTensor<B>,
+    dw: MaybeTensor<B>,
+}
+
+/// A head with its cross entropy, whose gradients are its state: parents `[x, w]`.
+#[derive(Debug)]
+struct LinearCrossEntropyStep;
+
+impl<B: LossOps> Backward<B, 2> for LinearCrossEntropyStep {
+    type State = HeadGradients<B>;
+
+    fn backward(
+        self,
+        ops: Ops<Self::State, 2>,
+        grads: &mut Gradients,
+        _checkpointer: &mut Checkpointer,
+    ) {
+        let factor = grads.consume::<B>(&ops.node);
+        let HeadGradients { dx, dw } = ops.state;
+        for (node, gradient) in ops.parents.into_iter().zip([dx, dw]) {
+            if let Some((node, gradient)) = node.zip(gradient.into_option()) {
+                let scaled = B::scale_gradient(gradient, factor.clone());
+                grads.register::<B>(node.id, scaled);
+            }
+        }
+    }
+}
+
+/// What the backward of an embedding needs.
+#[derive(Clone, Debug)]
+struct SavedEmbedding<B: LossOps> {
+    ids: IntTensor<B>,
+    vocab: usize,
+    dtype: FloatDType,
+}
+
+/// Rows of a table by number: parents `[table]`.
+#[derive(Debug)]
+struct EmbeddingStep;
+
+impl<B: LossOps> Backward<B, 1> for EmbeddingStep {
+    type State = SavedEmbedding<B>;
+
+    fn backward(
+        self,
+        ops: Ops<Self::State, 1>,
+        grads: &mut Gradients,
+        _checkpointer: &mut Checkpointer,
+    ) {
+        let dy = grads.consume::<B>(&ops.node);
+        let SavedEmbedding { ids, vocab, dtype } = ops.state;
+        if let [Some(node)] = ops.parents {
+            let gradient = B::embedding_gradient(dy, ids, vocab);
+            grads.register::<B>(node.id, cast::<B>(gradient, dtype));
+        }
+    }
+}
+
+impl<B: LossOps, C: CheckpointStrategy> LossOps for Autodiff<B, C> {
+    fn cross_entropy_loss(
+        logits: FloatTensor<Self>,
+        targets: IntTensor<Self>,
+        params: CrossEntropy,
+    ) -> FloatTensor<Self> {
+        let loss = B::cross_entropy_loss(logits.into_primitive(), targets, params);
+        Self::from_inner(loss)
+    }
+
+    fn cross_entropy_gradient(
+        logits: FloatTensor<Self>,
+        targets: IntTensor<Self>,
+        params: CrossEntropy,
+    ) -> LossAndGradient<Self> {
+        let found = B::cross_entropy_gradient(logits.into_primitive(), targets, params);
+        LossAndGradient {
+            loss: Self::from_inner(found.loss),
+            gradient: Self::from_inner(found.gradient),
+        }
+    }
+
+    fn cross_entropy(
+        logits: FloatTensor<Self>,
+        targets: IntTensor<Self>,
+        params: CrossEntropy,
+    ) -> FloatTensor<Self> {
+        // The guard keeps the parent alive until the step is registered.
+        let (logits, node) = logits.into_parts();
+        match CrossEntropyStep
+            .prepare::<C>([node])
+            .compute_bound()
+            .stateful()
+        {
+            OpsKind::Tracked(prep) => {
+                let found = B::cross_entropy_gradient(logits, targets, params);
+                prep.finish(found.gradient, found.loss)
+            }
+            OpsKind::UnTracked(prep) => prep.finish(B::cross_entropy_loss(logits, targets, params)),
+        }
+    }
+
+    fn linear_cross_entropy_gradients(
+        x: FloatTensor<Self>,
+        w: FloatTensor<Self>,
+        targets: IntTensor<Self>,
+        params: CrossEntropy,
+        request: LinearLossRequest,
+    ) -> LinearLoss<Self> {
+        let (x, w) = (x.into_primitive(), w.into_primitive());
+        let found = B::linear_cross_entropy_gradients(x, w, targets, params, request);
+        let outer = |tensor: MaybeTensor<B>| -> MaybeTensor<Self> {
+            tensor.into_option().map(Self::from_inner).into()
+        };
+        LinearLoss {
+            loss: Self::from_inner(found.loss),
+            dx: outer(found.dx),
+            dw: outer(found.dw),
+        }
+    }
+
+    fn linear_cross_entropy(
+        x: FloatTensor<Self>,
+        w: FloatTensor<Self>,
+        targets: IntTensor<Self>,
+        params: CrossEntropy,
+        chunk_bytes: usize,
+    ) -> FloatTensor<Self> {
+        let request = LinearLossRequest {
+            x: x.is_tracked(),
+            w: w.is_tracked(),
+            chunk_bytes,
+        };
+        let (x, x_node) = x.into_parts();
+        let (w, w_node) = w.into_parts();
+        let step = LinearCrossEntropyStep.prepare::<C>([x_node, w_node]);
+        let LinearLoss { loss, dx, dw } =
+            B::linear_cross_entropy_gradients(x, w, targets, params, request);
+        match step.compute_bound().stateful() {
+            OpsKind::Tracked(prep) => prep.finish(HeadGradients { dx, dw }, loss),
+            OpsKind::UnTracked(prep) => prep.finish(loss),
+        }
+    }
+
+    fn scale_gradient(x: FloatTensor<Self>, factor: FloatTensor<Self>) -> FloatTensor<Self> {
+        let (x, factor) = (x.into_primitive(), factor.into_primitive());
+        Self::from_inner(B::scale_gradient(x, factor))
+    }
+
+    fn embedding_rows(
+        table: FloatTensor<Self>,
+        ids: IntTensor<Self>,
+        dtype: FloatDType,
+    ) -> FloatTensor<Self> {
+        let (table, node) = table.into_parts();
+        match EmbeddingStep
+            .prepare::<C>([node])
+            .compute_bound()
+            .stateful()
+        {
+            OpsKind::Tracked(prep) => {
+                let saved = SavedEmbedding {
+                    ids: ids.clone(),
+                    vocab: table.shape()[0],
+                    dtype: float_dtype(table.dtype()),
+                };
+                prep.finish(saved, B::embedding_rows(table, ids, dtype))
+            }
+            OpsKind::UnTracked(prep) => prep.finish(B::embedding_rows(table, ids, dtype)),
+        }
+    }
+
+    fn embedding_gradient(
+        dy: FloatTensor<Self>,
+        ids: IntTensor<Self>,
+        vocab: usize,
+    ) -> FloatTensor<Self> {
+        Self::from_inner(B::embedding_gradient(dy.into_primitive(), ids, vocab))
+    }
+}

@@ -1,0 +1,133 @@
+//! Instances of the kernels of embeddings, for the registry.
+
+use cubecl::prelude::*;
+
+use super::kernels::{
+    LookUpLaunch, SortedTokensLaunch, TokensLaunch, count_digits_kernel, embedding_kernel,
+    join_runs_kernel, place_kernel, scan_kernel, sum_runs_kernel,
+};
+use crate::{
+    cube::row_blocks::RowPlan,
+    registry::{DummyDevice, Expected, Instance, instance},
+    tensor::FloatKind,
+};
+
+/// Nothing is launched: sizes do not matter.
+const TOKENS: usize = 256;
+const VOCAB: usize = 256;
+const COLS: usize = 256;
+
+/// No conversion to 4 or 8 bits, and no spilled registers.
+const NONE: Expected = Expected {
+    e2m1_rn: Some(false),
+    e2m1_rs: None,
+    e4m3: Some(false),
+    spills: Some(false),
+};
+
+/// Rows as kernels load them: whole blocks, whole words, elements.
+pub(crate) fn row_plans(kind: FloatKind) -> Vec<(usize, RowPlan, ElemType)> {
+    let word = u32::elem_type_native();
+    let plan = |whole, elements| RowPlan {
+        elements,
+        whole,
+        kind,
+    };
+    let mut plans = vec![(4, plan(true, false), word), (1, plan(false, false), word)];
+    if kind != FloatKind::F32 {
+        plans.push((1, plan(false, true), u16::elem_type_native()));
+    }
+    plans
+}
+
+/// All instances that `device` uses.
+pub(crate) fn instances(device: &DummyDevice) -> Vec<Instance> {
+    let b = |len| device.buffer(len);
+    let sorted = || SortedTokensLaunch::new(b(TOKENS), b(TOKENS), TOKENS, VOCAB, COLS);
+    let wide = AddressType::U64;
+    let mut all = vec![
+        instance!(
+            device,
+            count_digits_kernel,
+            "",
+            NONE,
+            b(TOKENS),
+            b(TOKENS),
+            TOKENS,
+            256,
+            8
+        ),
+        instance!(device, scan_kernel, "", NONE, b(TOKENS), TOKENS, 256),
+    ];
+    for first in [false, true] {
+        all.push(instance!(
+            device,
+            place_kernel,
+            format!("{first}"),
+            NONE,
+            TokensLaunch::new(b(TOKENS), b(TOKENS)),
+            b(TOKENS),
+            b(TOKENS),
+            b(TOKENS),
+            TOKENS,
+            256,
+            8,
+            first
+        ));
+    }
+    for width in [1, 4] {
+        all.push(instance!(
+            device,
+            join_runs_kernel,
+            format!("{width}"),
+            NONE,
+            wide,
+            width,
+            b(TOKENS),
+            sorted(),
+            b(TOKENS)
+        ));
+    }
+    let kinds = [FloatKind::F32, FloatKind::F16, FloatKind::Bf16];
+    for (width, plan, elem) in kinds.into_iter().flat_map(row_plans) {
+        let tag = format!("{:?}-{}-{}", plan.kind, plan.whole, plan.elements);
+        all.push(instance!(
+            device,
+            sum_runs_kernel,
+            &tag,
+            NONE,
+            wide,
+            width,
+            width,
+            b(TOKENS),
+            sorted(),
+            b(TOKENS),
+            b(TOKENS),
+            plan,
+            elem
+        ));
+        for (to_width, to, to_elem) in kinds.into_iter().flat_map(row_plans) {
+            if to.whole != plan.whole {
+                continue;
+            }
+            all.push(instance!(
+                device,
+                embedding_kernel,
+                format!("{tag}-to-{:?}-{}", to.kind, to.elements),
+                NONE,
+                wide,
+                width,
+                to_width,
+                b(TOKENS),
+                LookUpLaunch::new(b(TOKENS), TOKENS, VOCAB, COLS),
+                b(TOKENS),
+                plan,
+                to,
+                device.conversion,
+                elem,
+                to_elem
+            ));
+        }
+    }
+    all
+}

@@ -1,0 +1,161 @@
+//! Rows of a table by number, and the gradient of the table in a fixed order, without a one-hot
+//! product or float atomics; see [`reference::embedding`](crate::reference::embedding) and
+//! [`reference::embedding_gradient`](crate::reference::embedding_gradient).
+//!
+//! For the gradient the tokens are sorted by id on the device. Nothing waits for the device.
+
+pub(crate) mod instances;
+#[allow(missing_docs)] // `#[cube]` generates public items that cannot carry documentation.
+mod kernel;
+#[allow(missing_docs)]
+mod sort;
+
+use cubecl::{prelude::*, server::Handle};
+
+use crate::{
+    Nvfp4Error,
+    capabilities::conversion_of,
+    cube::row_blocks::ROW_BLOCK,
+    launch::{buffer, grid},
+    loss::row_plan,
+    memory::{address_type, allocate, check_memory},
+    moe::groups::to_u32,
+    quantize::amax::zeros,
+    reference::EMBEDDING_RUN,
+    tensor::{FloatKind, Matrix},
+};
+use kernel::{
+    LookUpLaunch, SortedTokensLaunch, embedding_kernel, join_runs_kernel, sum_runs_kernel,
+};
+
+/// The kernels themselves, for tests that compile them without launching.
+#[doc(hidden)]
+pub mod kernels {
+    pub use super::{
+        kernel::{
+            LookUpLaunch, SortedTokensLaunch, embedding_kernel, join_runs_kernel, sum_runs_kernel,
+        },
+        sort::{TokensLaunch, count_digits_kernel, place_kernel, scan_kernel},
+    };
+}
+
+/// Row `ids[i]` (`u32`) of `table` (`[vocab, cols]`) for each of `tokens` `i`, rounded to `dtype`:
+/// `[tokens, cols]`. NaN where there is no such row.
+///
+/// # Errors
+/// When a buffer is smaller than its shape, a size does not fit 32 bits, or the table is empty and
+/// the ids are not.
+pub fn embedding(
+    client: &Client,
+    table: &Matrix,
+    ids: &Handle,
+    tokens: usize,
+    dtype: FloatKind,
+) -> Result<Matrix, Nvfp4Error> {
+    table.check("table")?;
+    check_memory("ids", ids, tokens * 4)?;
+    to_u32("ids", tokens)?;
+    to_u32("table", table.rows)?;
+    let out = Matrix::empty(client, tokens, table.cols, dtype);
+    if out.is_empty() {
+        return Ok(out);
+    }
+    if table.rows == 0 {
+        return Err(Nvfp4Error::shape(
+            "table",
+            format!("0 x {}", table.cols),
+            "at least one row",
+        ));
+    }
+    let (from, from_plan) = row_plan(table);
+    let (to, to_plan) = row_plan(&out);
+    let (count, dim) = grid(client, tokens * table.cols.div_ceil(ROW_BLOCK));
+    // SAFETY: the kernel stays below the tokens, and reads rows that there are.
+    unsafe {
+        embedding_kernel::launch_unchecked(
+            client,
+            count,
+            dim,
+            address_type(table.len().max(out.len())),
+            from.width,
+            to.width,
+            from.arg(),
+            LookUpLaunch::new(buffer(ids, tokens), tokens, table.rows, table.cols),
+            to.arg(),
+            from_plan,
+            to_plan,
+            conversion_of(client),
+            from.elem,
+            to.elem,
+        );
+    }
+    Ok(out)
+}
+
+/// The gradient of a table of `vocab` rows, given that of the rows that were looked up, `grad`
+/// (`[tokens, cols]`), by their `ids` (`u32`): `f32[vocab, cols]`. Ids that are no row count for
+/// nothing.
+///
+/// # Errors
+/// When a buffer is smaller than its shape, or a size does not fit 32 bits.
+pub fn embedding_gradient(
+    client: &Client,
+    grad: &Matrix,
+    ids: &Handle,
+    vocab: usize,
+) -> Result<Matrix, Nvfp4Error> {
+    grad.check("grad")?;
+    let (tokens, cols) = (grad.rows, grad.cols);
+    check_memory("ids", ids, tokens * 4)?;
+    to_u32("ids", tokens)?;
+    to_u32("vocab", vocab + 1)?;
+    let len = vocab * cols;
+    to_u32("the gradient of the table", len)?;
+    let out = Matrix::new(zeros(client, len), vocab, cols, FloatKind::F32)?;
+    if out.is_empty() || tokens == 0 {
+        return Ok(out);
+    }
+    let sorted = sort::sort(client, ids, tokens, vocab);
+    let (words, plan) = row_plan(grad);
+    let runs = tokens.div_ceil(EMBEDDING_RUN);
+    let partial = allocate(client, 2 * runs * cols * 4);
+    // Rows of whole vectors of 16 bytes.
+    let width = if cols.is_multiple_of(ROW_BLOCK) { 4 } else { 1 };
+    let arg = || {
+        // SAFETY: both were made for so many tokens.
+        let (keys, order) =
+            unsafe { (buffer(&sorted.keys, tokens), buffer(&sorted.order, tokens)) };
+        SortedTokensLaunch::new(keys, order, tokens, vocab, cols)
+    };
+    let address = address_type(grad.len().max(len).max(2 * runs * cols));
+    let (count, dim) = grid(client, runs * cols.div_ceil(ROW_BLOCK));
+    // SAFETY: the kernels stay below the tokens and the rows of the table.
+    unsafe {
+        sum_runs_kernel::launch_unchecked(
+            client,
+            count,
+            dim,
+            address,
+            words.width,
+            width,
+            words.arg(),
+            arg(),
+            buffer(&out.handle, len / width),
+            buffer(&partial, 2 * runs * cols / width),
+            plan,
+            words.elem,
+        );
+        let (count, dim) = grid(client, runs * cols / width);
+        join_runs_kernel::launch_unchecked(
+            client,
+            count,
+            dim,
+            address,
+            width,
+            buffer(&partial, 2 * runs * cols / width),
+            arg(),
+            buffer(&out.handle, len / width),
+        );
+    }
+    Ok(out)
+}

@@ -1,0 +1,201 @@
+//! Tokens sorted by id, those of one id in their order: a radix sort of 8 bits at a time.
+//!
+//! A tile of 1024 tokens is one cube's. Each of 256 digits is counted, and later placed, by one
+//! unit that goes through the tile in order, so that no two units ever compete for a place.
+
+use cubecl::{prelude::*, server::Handle};
+
+use crate::{
+    capabilities::is_cpu,
+    launch::{buffer, units},
+    memory::allocate,
+};
+
+/// Tokens of a tile.
+pub(super) const TILE: usize = 1024;
+/// Values of a digit.
+const DIGITS: usize = 256;
+/// Bits of a digit.
+const BITS: u32 = 8;
+
+/// Tokens in the order of their ids.
+pub(super) struct Sorted {
+    /// Their ids; those that are no row are `vocab`.
+    pub keys: Handle,
+    /// Their numbers.
+    pub order: Handle,
+}
+
+/// Sorts `tokens` ids, `u32`.
+pub(super) fn sort(client: &Client, ids: &Handle, tokens: usize, vocab: usize) -> Sorted {
+    let tiles = tokens.div_ceil(TILE);
+    let counts = allocate(client, tiles * DIGITS * 4);
+    let words = || allocate(client, tokens * 4);
+    let (mut from, mut to) = ((ids.clone(), words()), (words(), words()));
+    let cpu = is_cpu(client);
+    let tile_units = if cpu { units(client) } else { DIGITS };
+    let scan_units = if cpu { units(client) } else { 1024 };
+    let passes = (usize::BITS - vocab.leading_zeros()).div_ceil(BITS);
+    for pass in 0..passes {
+        let shift = pass * BITS;
+        let cubes = CubeCount::Static(tiles as u32, 1, 1);
+        // SAFETY: the kernels stay below the tokens, and below the counts of their digits.
+        unsafe {
+            count_digits_kernel::launch_unchecked(
+                client,
+                cubes.clone(),
+                CubeDim::new_1d(tile_units as u32),
+                buffer(&from.0, tokens),
+                buffer(&counts, tiles * DIGITS),
+                tokens,
+                vocab as u32,
+                shift,
+            );
+            scan_kernel::launch_unchecked(
+                client,
+                CubeCount::Static(1, 1, 1),
+                CubeDim::new_1d(scan_units as u32),
+                buffer(&counts, tiles * DIGITS),
+                tiles * DIGITS,
+                scan_units,
+            );
+            place_kernel::launch_unchecked(
+                client,
+                cubes,
+                CubeDim::new_1d(tile_units as u32),
+                TokensLaunch::new(buffer(&from.0, tokens), buffer(&from.1, tokens)),
+                buffer(&counts, tiles * DIGITS),
+                buffer(&to.0, tokens),
+                buffer(&to.1, tokens),
+                tokens,
+                vocab as u32,
+                shift,
+                pass == 0,
+            );
+        }
+        if pass == 0 {
+            // The caller's ids are read only.
+            from = (words(), from.1);
+        }
+        (from, to) = (to, from);
+    }
+    let (keys, order) = from;
+    Sorted { keys, order }
+}
+
+/// Keys and the numbers of their tokens.
+#[derive(CubeType, CubeLaunch)]
+pub struct Tokens {
+    /// Ids.
+    pub keys: Box<[u32]>,
+    /// Numbers of tokens.
+    pub order: Box<[u32]>,
+}
+
+/// The ids of a tile in shared memory, those that are no row as `vocab`.
+#[cube]
+fn load_tile(keys: &[u32], tokens: usize, vocab: u32, shared: &mut Shared<[u32]>) -> usize {
+    let start = CUBE_POS * TILE;
+    let len = min(tokens - start, TILE);
+    let mut i = UNIT_POS as usize;
+    while i < len {
+        shared[i] = min(keys[start + i], vocab);
+        i += CUBE_DIM as usize;
+    }
+    sync_cube();
+    len
+}
+
+/// One cube counts the digits of its tile: `counts[digit][tile]`.
+#[cube(launch_unchecked, create_dummy_kernel)]
+pub fn count_digits_kernel(
+    keys: &[u32],
+    counts: &mut [u32],
+    tokens: usize,
+    vocab: u32,
+    shift: u32,
+) {
+    let mut shared: Shared<[u32]> = Shared::new_slice(TILE);
+    let len = load_tile(keys, tokens, vocab, &mut shared);
+    let mut digit = UNIT_POS as usize;
+    while digit < DIGITS {
+        let mut count = 0u32;
+        for i in 0..len {
+            let own = (shared[i] >> shift) & 255u32;
+            count += u32::cast_from(own == digit as u32);
+        }
+        counts[digit * CUBE_COUNT + CUBE_POS] = count;
+        digit += CUBE_DIM as usize;
+    }
+}
+
+/// One cube of `units` replaces each entry by the sum of those before it. A unit has entries that
+/// follow each other.
+#[cube(launch_unchecked, create_dummy_kernel)]
+pub fn scan_kernel(counts: &mut [u32], len: usize, #[comptime] units: usize) {
+    let mut sums: Shared<[u32]> = Shared::new_slice(units);
+    let unit = UNIT_POS as usize;
+    let each = (len + comptime!(units - 1)) / units;
+    let start = min(unit * each, len);
+    let end = min(start + each, len);
+    let mut sum = 0u32;
+    for i in start..end {
+        sum += counts[i];
+    }
+    sums[unit] = sum;
+    sync_cube();
+    let mut distance = 1usize.runtime();
+    while distance < units {
+        let mut before = 0u32;
+        if unit >= distance {
+            before = sums[unit - distance];
+        }
+        sync_cube();
+        sums[unit] += before;
+        sync_cube();
+        distance *= 2usize;
+    }
+    let mut place = sums[unit] - sum;
+    for i in start..end {
+        let count = counts[i];
+        counts[i] = place;
+        place += count;
+    }
+}
+
+/// One cube moves the tokens of its tile to their places, `places[digit][tile]` and on.
+#[cube(launch_unchecked, create_dummy_kernel)]
+pub fn place_kernel(
+    from: Tokens,
+    places: &[u32],
+    keys: &mut [u32],
+    order: &mut [u32],
+    tokens: usize,
+    vocab: u32,
+    shift: u32,
+    #[comptime] first: bool,
+) {
+    let mut shared: Shared<[u32]> = Shared::new_slice(TILE);
+    let len = load_tile(&from.keys, tokens, vocab, &mut shared);
+    let start = CUBE_POS * TILE;
+    let mut digit = UNIT_POS as usize;
+    while digit < DIGITS {
+        let mut place = places[digit * CUBE_COUNT + CUBE_POS] as usize;
+        for i in 0..len {
+            let key = shared[i];
+            if (key >> shift) & 255u32 == digit as u32 {
+                // Always, unless another kernel wrote to the counts.
+                if place < tokens {
+                    keys[place] = key;
+                    order[place] = if comptime!(first) {
+                        (start + i) as u32
+                    } else {
+                        from.order[start + i]
+                    };
+                }
+                place += 1usize;
+            }
+        }
+        digit += CUBE_DIM as usize;
+    }
+}

@@ -1,0 +1,650 @@
+//! The kernels of the cross entropy; see [`reference`](crate::reference::cross_entropy).
+
+use cubecl::prelude::*;
+
+use crate::{
+    cube::{
+        activation::exp_of_negative,
+        codec::Conversion,
+        exact::{fma, reciprocal},
+        ptx,
+        row_blocks::{ROW_BLOCK, RowPlan, block_sum, block_values, block_vector, vector_index},
+    },
+    reference::{LN_2_HIGH, LN_2_LOW, LN_POLYNOMIAL, LOG2_E, LOSS_LANES, SQRT_HALF},
+};
+
+/// Blocks that a unit loads before it looks at the first.
+pub(super) const GROUP: usize = 4;
+
+/// Bits of negative infinity.
+const NEGATIVE_INFINITY: u32 = 0xFF80_0000;
+
+/// Bits of the lowest finite number, below which no maximum is.
+const LOWEST: u32 = 0xFF7F_FFFF;
+
+/// The comptime choices of [`cross_entropy_kernel()`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct CrossEntropyPlan {
+    /// Lanes that share a row: [`cross_entropy_lanes`](crate::reference::cross_entropy_lanes).
+    pub lanes: usize,
+    /// Whether each lane is a unit, in planes of 32; else a unit takes the lanes one by one.
+    pub planes: bool,
+    /// Groups of [`GROUP`] blocks a lane that stay in shared memory between the two passes.
+    pub held: usize,
+    /// Whether the logits become their gradient.
+    pub gradient: bool,
+    /// Whether there is label smoothing.
+    pub smoothing: bool,
+    /// How rows are loaded.
+    pub rows: RowPlan,
+    /// Who computes exponentials.
+    pub conversion: Conversion,
+}
+
+/// Sizes and factors.
+#[derive(CubeType, CubeLaunch)]
+pub struct CrossEntropyArgs {
+    /// Rows of logits.
+    pub rows: usize,
+    /// Logits of a row.
+    pub vocab: usize,
+    /// Vectors of a row.
+    pub row_vectors: usize,
+    /// The target of rows that are left out.
+    pub ignore: u32,
+    /// Label smoothing.
+    pub smoothing: f32,
+    /// `1 / vocab`.
+    pub spread: f32,
+    /// Factor of the squared log-sum-exp.
+    pub z_loss: f32,
+}
+
+/// `e^x` for `x <= 0`.
+#[cube]
+fn exp(x: f32, #[comptime] conversion: Conversion) -> f32 {
+    if comptime!(conversion.has_ptx()) {
+        ptx::ex2_approx_ftz(x * LOG2_E)
+    } else {
+        exp_of_negative(x, conversion)
+    }
+}
+
+/// See [`reference::ln`](crate::reference::ln).
+#[cube]
+fn ln(x: f32, #[comptime] conversion: Conversion) -> f32 {
+    let bits = u32::reinterpret(x);
+    let mantissa = f32::reinterpret((bits & 0x007F_FFFFu32) | 0x3F00_0000u32);
+    let small = mantissa < SQRT_HALF;
+    let exponent = i32::cast_from(bits >> 23u32) - 126i32 - i32::cast_from(small);
+    let exponent = f32::cast_from(exponent);
+    let r = select(small, mantissa + mantissa, mantissa) - 1.0f32;
+    let square = r * r;
+    let mut y = f32::new(comptime!(LN_POLYNOMIAL[0]));
+    #[unroll]
+    for i in 1..9usize {
+        y = fma(y, r, comptime!(LN_POLYNOMIAL[i]), conversion);
+    }
+    let low = fma(exponent, LN_2_LOW, (y * r) * square, conversion);
+    let low = fma(square, comptime!(-0.5f32), low, conversion);
+    let value = fma(exponent, LN_2_HIGH, r + low, conversion);
+    select(x != x, x, value)
+}
+
+/// A running maximum, the sum of exponentials below it, and the sum of the values.
+#[derive(CubeType, Clone, Copy)]
+struct Lane {
+    max: f32,
+    sum: f32,
+    total: f32,
+}
+
+/// The larger of all values and `start`.
+#[cube]
+fn largest(values: &Array<f32>, start: f32) -> f32 {
+    let low = max(max(values[0], values[1]), max(values[2], values[3]));
+    let high = max(max(values[4], values[5]), max(values[6], values[7]));
+    max(start, max(low, high))
+}
+
+/// Loads a group of the blocks of a lane: those that are `lanes` apart, from `first` on.
+#[cube]
+fn load_group<F: Numeric, N: Size>(
+    x: &mut [Vector<F, N>],
+    row: usize,
+    first: usize,
+    args: &CrossEntropyArgs,
+    #[comptime] plan: CrossEntropyPlan,
+) -> Array<Vector<F, N>> {
+    let width = N::value();
+    let vectors = comptime!(plan.rows.vectors(width));
+    let mut loaded = Array::<Vector<F, N>>::new(comptime!(GROUP * vectors));
+    #[unroll]
+    for g in 0..GROUP {
+        let block = first + comptime!(g * plan.lanes);
+        if block * ROW_BLOCK < args.vocab {
+            #[unroll]
+            for v in 0..vectors {
+                let index = vector_index(row, block, v, args.row_vectors, vectors, plan.rows);
+                loaded[comptime!(g * vectors + v)] = x[index];
+            }
+        }
+    }
+    loaded
+}
+
+/// Adds a group of blocks to a lane.
+#[cube]
+fn fold_group<F: Numeric, N: Size>(
+    lane: &mut Lane,
+    loaded: &Array<Vector<F, N>>,
+    first: usize,
+    args: &CrossEntropyArgs,
+    #[comptime] plan: CrossEntropyPlan,
+) {
+    let width = N::value();
+    let vectors = comptime!(plan.rows.vectors(width));
+    let conversion = comptime!(plan.conversion);
+    #[unroll]
+    for g in 0..GROUP {
+        let column = (first + comptime!(g * plan.lanes)) * ROW_BLOCK;
+        if column < args.vocab {
+            let left = args.vocab - column;
+            let start = comptime!(g * vectors);
+            let fill = f32::reinterpret(NEGATIVE_INFINITY.runtime());
+            let values = block_values::<F, N>(loaded, start, left, fill, plan.rows);
+            let max = largest(&values, lane.max);
+            let mut terms = Array::<f32>::new(ROW_BLOCK);
+            #[unroll]
+            for i in 0..ROW_BLOCK {
+                terms[i] = exp(values[i] - max, conversion);
+            }
+            let kept = exp(lane.max - max, conversion);
+            lane.sum = fma(lane.sum, kept, block_sum(&terms), conversion);
+            lane.max = max;
+            if comptime!(plan.smoothing) {
+                let addends = block_values::<F, N>(loaded, start, left, 0.0f32, plan.rows);
+                lane.total += block_sum(&addends);
+            }
+        }
+    }
+}
+
+/// `value` of the unit of this plane whose number differs by the bits of `mask`.
+#[cube]
+fn exchange(value: f32, #[comptime] mask: u32, #[comptime] conversion: Conversion) -> f32 {
+    if comptime!(conversion.has_ptx()) {
+        ptx::shfl_sync_bfly(value, mask)
+    } else {
+        plane_shuffle_xor(value, mask)
+    }
+}
+
+/// The largest value of a plane.
+#[cube]
+fn plane_largest(value: f32, #[comptime] conversion: Conversion) -> f32 {
+    let mut largest = value;
+    #[unroll]
+    for stage in 0..5u32 {
+        largest = max(
+            largest,
+            exchange(largest, comptime!(1u32 << stage), conversion),
+        );
+    }
+    largest
+}
+
+/// The sum of a plane's values, in a tree of neighbours.
+#[cube]
+fn plane_tree(value: f32, #[comptime] conversion: Conversion) -> f32 {
+    let mut sum = value;
+    #[unroll]
+    for stage in 0..5u32 {
+        sum += exchange(sum, comptime!(1u32 << stage), conversion);
+    }
+    sum
+}
+
+/// The row of lanes that are units: the same for all of them.
+#[cube]
+fn combine_planes(
+    own: &Lane,
+    shared: &mut Shared<[f32]>,
+    #[comptime] plan: CrossEntropyPlan,
+) -> Lane {
+    let conversion = comptime!(plan.conversion);
+    let planes = comptime!(plan.lanes / 32);
+    let plane = UNIT_POS as usize / 32usize;
+    let lane = UNIT_POS as usize % 32usize;
+    let mut max = plane_largest(own.max, conversion);
+    if comptime!(planes > 1) {
+        if lane == 0usize {
+            shared[plane] = max;
+        }
+        sync_cube();
+        let mine = shared[select(lane < planes, lane, 0usize)];
+        max = plane_largest(mine, conversion);
+    }
+    let mut sum = plane_tree(own.sum * exp(own.max - max, conversion), conversion);
+    let mut total = 0.0f32;
+    if comptime!(plan.smoothing) {
+        total = plane_tree(own.total, conversion);
+    }
+    if comptime!(planes > 1) {
+        if lane == 0usize {
+            shared[32usize + plane] = sum;
+            if comptime!(plan.smoothing) {
+                shared[64usize + plane] = total;
+            }
+        }
+        sync_cube();
+        let here = lane < planes;
+        let index = select(here, lane, 0usize);
+        sum = plane_tree(select(here, shared[32usize + index], 0.0f32), conversion);
+        if comptime!(plan.smoothing) {
+            total = plane_tree(select(here, shared[64usize + index], 0.0f32), conversion);
+        }
+    }
+    Lane { max, sum, total }
+}
+
+/// Adds up entries from `start` on, a power of two of them, in a tree of neighbours.
+#[cube]
+fn serial_tree(values: &mut Shared<[f32]>, start: usize, #[comptime] count: usize) -> f32 {
+    let mut len = comptime!(count / 2).runtime();
+    while len > 0usize {
+        for i in 0..len {
+            let sum = values[start + 2usize * i] + values[start + 2usize * i + 1usize];
+            values[start + i] = sum;
+        }
+        len /= 2usize;
+    }
+    values[start]
+}
+
+/// The row of lanes that are entries of shared memory: maxima, then sums, then totals.
+#[cube]
+fn combine_entries(shared: &mut Shared<[f32]>, #[comptime] plan: CrossEntropyPlan) -> Lane {
+    let (lanes, conversion) = comptime!((plan.lanes, plan.conversion));
+    sync_cube();
+    if UNIT_POS == 0u32 {
+        let mut max = shared[0];
+        for lane in 1..lanes {
+            max = largest_of(max, shared[lane]);
+        }
+        for lane in 0..lanes {
+            shared[lanes + lane] = shared[lanes + lane] * exp(shared[lane] - max, conversion);
+        }
+        let sum = serial_tree(shared, lanes, lanes);
+        shared[lanes] = sum;
+        let total = serial_tree(shared, comptime!(2 * lanes), lanes);
+        shared[comptime!(2 * lanes)] = total;
+        shared[0] = max;
+    }
+    sync_cube();
+    let row = Lane {
+        max: shared[0],
+        sum: shared[lanes],
+        total: shared[comptime!(2 * lanes)],
+    };
+    sync_cube();
+    row
+}
+
+#[cube]
+fn largest_of(a: f32, b: f32) -> f32 {
+    max(a, b)
+}
+
+/// Element `column` of the row that begins at vector `row`.
+#[cube]
+fn element<F: Numeric, N: Size>(
+    x: &mut [Vector<F, N>],
+    row: usize,
+    column: usize,
+    #[comptime] plan: RowPlan,
+) -> f32 {
+    let width = N::value();
+    let per = comptime!(plan.per_scalar());
+    let per_vector = comptime!(per * width);
+    let vector = x[row + column / per_vector];
+    let place = column % per_vector;
+    let mut found = 0.0f32;
+    #[unroll]
+    for i in 0..per_vector {
+        let word = u32::cast_from(vector.extract(comptime!(i / per)));
+        let value = crate::cube::words::unpack(word, comptime!((i % per) as u32), plan.kind);
+        found = select(place == i, value, found);
+    }
+    found
+}
+
+/// What the gradient of a row is made of.
+#[derive(CubeType, Clone, Copy)]
+struct Slope {
+    /// The row's largest logit.
+    max: f32,
+    /// Factor of the exponentials.
+    factor: f32,
+    /// What is taken from each.
+    uniform: f32,
+    /// What is taken from that of the target.
+    kept: f32,
+    /// The target.
+    target: usize,
+}
+
+/// Replaces a group of blocks by its gradient; by zeros unless the row is counted.
+#[cube]
+fn store_group<F: Numeric, N: Size>(
+    x: &mut [Vector<F, N>],
+    loaded: &Array<Vector<F, N>>,
+    row: usize,
+    first: usize,
+    slope: &Slope,
+    counted: bool,
+    args: &CrossEntropyArgs,
+    #[comptime] plan: CrossEntropyPlan,
+) {
+    let width = N::value();
+    let vectors = comptime!(plan.rows.vectors(width));
+    let conversion = comptime!(plan.conversion);
+    #[unroll]
+    for g in 0..GROUP {
+        let block = first + comptime!(g * plan.lanes);
+        let column = block * ROW_BLOCK;
+        if column < args.vocab {
+            let left = args.vocab - column;
+            let mut values =
+                block_values::<F, N>(loaded, comptime!(g * vectors), left, slope.max, plan.rows);
+            #[unroll]
+            for i in 0..ROW_BLOCK {
+                let e = exp(values[i] - slope.max, conversion);
+                let own = fma(e, slope.factor, -slope.uniform, conversion);
+                values[i] = select(counted, own, 0.0f32);
+            }
+            if counted && slope.target / ROW_BLOCK == block {
+                #[unroll]
+                for i in 0..ROW_BLOCK {
+                    let hit = slope.target - column == i;
+                    values[i] -= select(hit, slope.kept, 0.0f32);
+                }
+            }
+            #[unroll]
+            for v in 0..vectors {
+                let index = block * vectors + v;
+                if comptime!(plan.rows.whole) || index < args.row_vectors {
+                    x[row + index] = block_vector::<F, N>(&values, v, conversion, plan.rows);
+                }
+            }
+        }
+    }
+}
+
+/// One cube takes a row at a time, or, where a row has 32 lanes that are units, one plane does.
+///
+/// The logits that do not stay in shared memory are read again in the second pass, which goes
+/// through them from the last to the first: the L2 cache then still has most of them.
+#[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
+pub fn cross_entropy_kernel<F: Numeric, N: Size>(
+    x: &mut [Vector<F, N>],
+    targets: &[u32],
+    scale: &[f32],
+    losses: &mut [f32],
+    args: CrossEntropyArgs,
+    #[comptime] plan: CrossEntropyPlan,
+    #[define(F)] _storage: ElemType,
+) {
+    let width = N::value();
+    let vectors = comptime!(plan.rows.vectors(width));
+    let (lanes, conversion) = comptime!((plan.lanes, plan.conversion));
+    let per_group = comptime!(GROUP * lanes);
+    let mut shared: Shared<[f32]> =
+        Shared::new_slice(comptime!(if plan.planes { 96 } else { 3 * lanes }));
+    let mut held: Shared<[Vector<F, N>]> = Shared::new_slice(comptime!(if plan.held > 0 {
+        plan.held * per_group * vectors
+    } else {
+        1
+    }));
+    let mut row = CUBE_POS;
+    let mut step = CUBE_COUNT;
+    let mut first_lane = UNIT_POS as usize;
+    let mut lane_step = CUBE_DIM as usize;
+    if comptime!(plan.planes) {
+        lane_step = lanes;
+        if comptime!(lanes == 32) {
+            let rows = CUBE_DIM as usize / 32usize;
+            row = CUBE_POS * rows + UNIT_POS as usize / 32usize;
+            step = CUBE_COUNT * rows;
+            first_lane = UNIT_POS as usize % 32usize;
+        }
+    }
+    let blocks = (args.vocab + comptime!(ROW_BLOCK - 1)) / ROW_BLOCK;
+    let groups = (blocks + comptime!(per_group - 1)) / per_group;
+    while row < args.rows {
+        let start = row * args.row_vectors;
+        let target = targets[row];
+        let counted = target != args.ignore;
+        let valid = (target as usize) < args.vocab;
+        let mut slope = Slope {
+            max: 0.0f32.runtime(),
+            factor: 0.0f32.runtime(),
+            uniform: 0.0f32.runtime(),
+            kept: 0.0f32.runtime(),
+            target: target as usize,
+        };
+        let mut loss = 0.0f32;
+        if counted {
+            let at = element::<F, N>(x, start, select(valid, target as usize, 0usize), plan.rows);
+            let mut own = Lane {
+                max: f32::reinterpret(LOWEST.runtime()),
+                sum: 0.0f32.runtime(),
+                total: 0.0f32.runtime(),
+            };
+            let mut lane = first_lane;
+            while lane < lanes {
+                own.max = f32::reinterpret(LOWEST.runtime());
+                own.sum = 0.0f32;
+                own.total = 0.0f32;
+                for group in 0..groups {
+                    let first = group * per_group + lane;
+                    let loaded = load_group::<F, N>(x, start, first, &args, plan);
+                    if comptime!(plan.held > 0 && plan.gradient) {
+                        if group < plan.held {
+                            #[unroll]
+                            for g in 0..GROUP {
+                                #[unroll]
+                                for v in 0..vectors {
+                                    let block = first + comptime!(g * lanes);
+                                    held[block * vectors + v] = loaded[comptime!(g * vectors + v)];
+                                }
+                            }
+                        }
+                    }
+                    fold_group::<F, N>(&mut own, &loaded, first, &args, plan);
+                }
+                if comptime!(!plan.planes) {
+                    shared[lane] = own.max;
+                    shared[lanes + lane] = own.sum;
+                    shared[comptime!(2 * lanes) + lane] = own.total;
+                }
+                lane += lane_step;
+            }
+            let whole = if comptime!(plan.planes) {
+                combine_planes(&own, &mut shared, plan)
+            } else {
+                combine_entries(&mut shared, plan)
+            };
+            let lse = whole.max + ln(whole.sum, conversion);
+            let kept = 1.0f32 - args.smoothing;
+            loss = kept * (lse - at);
+            if comptime!(plan.smoothing) {
+                let mean_below = fma(whole.total, -args.spread, lse, conversion);
+                loss = fma(args.smoothing, mean_below, loss, conversion);
+            }
+            loss = fma(args.z_loss * lse, lse, loss, conversion);
+            let nan = f32::reinterpret(0x7FC0_0000u32.runtime());
+            loss = select(valid, loss, nan);
+            let scale = scale[0];
+            let by_lse = fma(2.0f32 * args.z_loss, lse, 1.0f32, conversion);
+            let factor = (by_lse * scale) * reciprocal(whole.sum, conversion);
+            slope.max = whole.max;
+            slope.factor = select(valid, factor, nan);
+            slope.uniform = (args.smoothing * args.spread) * scale;
+            slope.kept = kept * scale;
+        }
+        if first_lane == 0usize {
+            losses[row] = loss;
+        }
+        if comptime!(plan.gradient) {
+            let mut lane = first_lane;
+            while lane < lanes {
+                let mut turn = groups;
+                while turn > 0usize {
+                    turn -= 1usize;
+                    let first = turn * per_group + lane;
+                    if comptime!(plan.held > 0) {
+                        if turn < plan.held {
+                            let mut loaded = Array::<Vector<F, N>>::new(comptime!(GROUP * vectors));
+                            #[unroll]
+                            for g in 0..GROUP {
+                                #[unroll]
+                                for v in 0..vectors {
+                                    let block = first + comptime!(g * lanes);
+                                    loaded[comptime!(g * vectors + v)] = held[block * vectors + v];
+                                }
+                            }
+                            store_group::<F, N>(
+                                x, &loaded, start, first, &slope, counted, &args, plan,
+                            );
+                        } else {
+                            let loaded = load_group::<F, N>(x, start, first, &args, plan);
+                            store_group::<F, N>(
+                                x, &loaded, start, first, &slope, counted, &args, plan,
+                            );
+                        }
+                    } else {
+                        let loaded = load_group::<F, N>(x, start, first, &args, plan);
+                        store_group::<F, N>(x, &loaded, start, first, &slope, counted, &args, plan);
+                    }
+                }
+                lane += lane_step;
+            }
+        }
+        row += step;
+    }
+}
+
+/// One cube counts the targets that are not ignored; `out` becomes `1 / count` (0 for none), or 1
+/// where the sum of losses is asked for.
+#[cube(launch_unchecked, create_dummy_kernel)]
+pub fn target_scale_kernel(
+    targets: &[u32],
+    out: &mut [f32],
+    rows: usize,
+    ignore: u32,
+    #[comptime] mean: bool,
+    #[comptime] conversion: Conversion,
+    #[comptime] units: usize,
+) {
+    if comptime!(mean) {
+        let mut counts: Shared<[u32]> = Shared::new_slice(units);
+        let unit = UNIT_POS as usize;
+        let mut count = 0u32;
+        let mut row = unit;
+        while row < rows {
+            count += u32::cast_from(targets[row] != ignore);
+            row += units;
+        }
+        counts[unit] = count;
+        let mut len = comptime!(units / 2).runtime();
+        while len > 0usize {
+            sync_cube();
+            if unit < len {
+                counts[unit] += counts[unit + len];
+            }
+            len /= 2usize;
+        }
+        sync_cube();
+        if unit == 0usize {
+            let all = f32::cast_from(max(counts[0], 1u32));
+            out[0] = select(counts[0] == 0u32, 0.0f32, reciprocal(all, conversion));
+        }
+    } else if UNIT_POS == 0u32 {
+        out[0] = 1.0f32;
+    }
+}
+
+/// One cube adds up the losses of rows; see [`reference::sum_losses`](crate::reference::sum_losses).
+#[cube(launch_unchecked, create_dummy_kernel)]
+pub fn sum_losses_kernel(losses: &[f32], scale: &[f32], out: &mut [f32], rows: usize) {
+    let mut sums: Shared<[f32]> = Shared::new_slice(LOSS_LANES);
+    let unit = UNIT_POS as usize;
+    let mut lane = unit;
+    while lane < LOSS_LANES {
+        let mut sum = 0.0f32;
+        let mut row = lane;
+        while row < rows {
+            sum += losses[row];
+            row += LOSS_LANES;
+        }
+        sums[lane] = sum;
+        lane += CUBE_DIM as usize;
+    }
+    let mut len = comptime!(LOSS_LANES / 2).runtime();
+    while len > 0usize {
+        sync_cube();
+        let mut i = unit;
+        while i < len {
+            sums[i] += sums[i + len];
+            i += CUBE_DIM as usize;
+        }
+        len /= 2usize;
+    }
+    sync_cube();
+    if unit == 0usize {
+        out[0] = sums[0] * scale[0];
+    }
+}
+
+/// Every element times `factor[0]`; where that is 1 nothing is read or written.
+#[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
+pub fn scale_kernel<F: Numeric, N: Size>(
+    x: &mut [Vector<F, N>],
+    factor: &[f32],
+    blocks: usize,
+    len: usize,
+    #[comptime] conversion: Conversion,
+    #[comptime] plan: RowPlan,
+    #[define(F)] _storage: ElemType,
+) {
+    let width = N::value();
+    let vectors = comptime!(plan.vectors(width));
+    let row_vectors = len / comptime!(plan.per_scalar() * width);
+    let factor = factor[0];
+    let mut block = ABSOLUTE_POS;
+    if factor == 1.0f32 {
+        block = blocks;
+    }
+    while block < blocks {
+        let mut loaded = Array::<Vector<F, N>>::new(vectors);
+        #[unroll]
+        for v in 0..vectors {
+            loaded[v] = x[vector_index(0usize, block, v, row_vectors, vectors, plan)];
+        }
+        let left = len - block * ROW_BLOCK;
+        let mut values = block_values::<F, N>(&loaded, 0usize, left, 0.0f32, plan);
+        #[unroll]
+        for i in 0..ROW_BLOCK {
+            values[i] *= factor;
+        }
+        #[unroll]
+        for v in 0..vectors {
+            let index = block * vectors + v;
+            if comptime!(plan.whole) || index < row_vectors {
+                x[index] = block_vector::<F, N>(&values, v, conversion, plan);
+            }
+        }
+        block += CUBE_COUNT * CUBE_DIM as usize;
+    }
+}

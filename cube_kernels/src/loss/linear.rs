@@ -1,0 +1,131 @@
+//! A head and its cross entropy, a chunk of tokens at a time.
+
+use cubecl::{client::Client, server::Handle};
+
+use super::{chunk_rows, cross_entropy_rows, sum_losses, target_scale};
+use crate::{
+    CrossEntropy, Nvfp4Error,
+    gemm::{Gemm, Operand, Target, gemm},
+    memory::{allocate, check_memory},
+    quantize::amax::zeros,
+    tensor::{FloatKind, Matrix},
+};
+
+/// Which gradients of a head are asked for, and the memory for its logits.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct LinearLossRequest {
+    /// That of the input.
+    pub x: bool,
+    /// That of the weight.
+    pub w: bool,
+    /// Bytes for the logits of a chunk of tokens; see [`chunk_rows`].
+    pub chunk_bytes: usize,
+}
+
+/// What a head and its loss gave.
+#[derive(Debug, Clone)]
+pub struct LinearLoss {
+    /// The loss, one `f32`.
+    pub loss: Handle,
+    /// Its gradient by the input, bf16 `[rows, d]`.
+    pub dx: Option<Matrix>,
+    /// Its gradient by the weight, `f32[d, vocab]`.
+    pub dw: Option<Matrix>,
+}
+
+/// The cross entropy of the logits `x w`, for bf16 `x` (`[rows, d]`) and `w` (`[d, vocab]`) and
+/// `targets` (`i32[rows]`), with its gradients.
+///
+/// Rows go through in chunks, one after another: the GEMM of a chunk's bf16 logits, the loss, for
+/// which the logits become their gradient in place, and the GEMMs of that gradient with `w` and
+/// with `x`. The latter adds to `dw` in `f32`. No more than one chunk of logits is ever in memory,
+/// whatever the number of rows.
+///
+/// # Errors
+/// When a buffer is smaller than its shape, shapes or types do not fit, a size does not fit 32
+/// bits, or `params` do not pass [`CrossEntropy::check`].
+pub fn linear_cross_entropy(
+    client: &Client,
+    x: &Matrix,
+    w: &Matrix,
+    targets: &Handle,
+    params: &CrossEntropy,
+    request: LinearLossRequest,
+) -> Result<LinearLoss, Nvfp4Error> {
+    params.check()?;
+    x.check("x")?;
+    w.check("w")?;
+    let ((rows, d), vocab) = ((x.rows, x.cols), w.cols);
+    check_memory("targets", targets, rows * 4)?;
+    if w.rows != d {
+        return Err(Nvfp4Error::shape(
+            "w",
+            format!("{} x {vocab}", w.rows),
+            format!("{d} rows, the columns of `x`"),
+        ));
+    }
+    let losses = allocate(client, rows * 4);
+    let scale = target_scale(client, targets, rows, params)?;
+    let with_gradient = request.x || request.w;
+    let dx = request
+        .x
+        .then(|| Matrix::empty(client, rows, d, FloatKind::Bf16));
+    let dw = match request.w {
+        // Nothing adds to it.
+        true if rows == 0 => {
+            let zeros = zeros(client, d * vocab);
+            Some(Matrix::new(zeros, d, vocab, FloatKind::F32)?)
+        }
+        true => Some(Matrix::empty(client, d, vocab, FloatKind::F32)),
+        false => None,
+    };
+    let most = chunk_rows(vocab, FloatKind::Bf16, request.chunk_bytes).min(rows);
+    let memory = Matrix::empty(client, most, vocab, FloatKind::Bf16);
+    for start in (0..rows).step_by(most.max(1)) {
+        let count = most.min(rows - start);
+        let part = rows_of(x, start, count);
+        let logits = rows_of(&memory, 0, count);
+        let request = Gemm::new(&part, Operand::mn_major(w)).target(Target::Replace(&logits));
+        gemm(client, &request)?;
+        cross_entropy_rows(
+            client,
+            &logits,
+            &words_from(targets, start),
+            &words_from(&losses, start),
+            with_gradient.then_some(&scale),
+            params,
+        )?;
+        if let Some(dx) = &dx {
+            let dx = rows_of(dx, start, count);
+            gemm(client, &Gemm::new(&logits, w).target(Target::Replace(&dx)))?;
+        }
+        if let Some(dw) = &dw {
+            let target = match start {
+                0 => Target::Replace(dw),
+                _ => Target::Accumulate(dw),
+            };
+            let (a, b) = (Operand::mn_major(&part), Operand::mn_major(&logits));
+            gemm(client, &Gemm::new(a, b).target(target))?;
+        }
+    }
+    Ok(LinearLoss {
+        loss: sum_losses(client, &losses, rows, &scale)?,
+        dx,
+        dw,
+    })
+}
+
+/// `count` rows of `x` from row `start` on.
+fn rows_of(x: &Matrix, start: usize, count: usize) -> Matrix {
+    let offset = start * x.cols * x.dtype.size();
+    Matrix {
+        handle: x.handle.clone().offset_start(offset as u64),
+        rows: count,
+        ..x.clone()
+    }
+}
+
+/// The words of `handle` from number `start` on.
+fn words_from(handle: &Handle, start: usize) -> Handle {
+    handle.clone().offset_start(4 * start as u64)
+}

@@ -1,0 +1,101 @@
+//! Rows of a table by number, and the gradient of the table.
+
+use rayon::prelude::*;
+
+use super::Element;
+
+/// Occurrences that are added up one after another: positions `32 k` to `32 k + 31` of the tokens
+/// as sorted by id.
+pub const EMBEDDING_RUN: usize = 32;
+
+/// Row `ids[i]` of `table` (`vocab` x `cols`) for each `i`, NaN where there is no such row.
+///
+/// # Panics
+/// When `table` is not whole rows of `cols`.
+pub fn embedding<T: Element>(table: &[T], ids: &[u32], cols: usize) -> Vec<T> {
+    assert!(cols == 0 || table.len().is_multiple_of(cols), "whole rows");
+    ids.iter()
+        .flat_map(|id| {
+            let start = (*id as usize).saturating_mul(cols);
+            let row = table.get(start..start.saturating_add(cols));
+            (0..cols).map(move |c| row.map_or_else(|| T::from_f32(f32::NAN), |row| row[c]))
+        })
+        .collect()
+}
+
+/// The gradient of a table of `vocab` rows, given that of the rows that were looked up, `grad`
+/// (`ids.len()` x `cols`): for each id the sum over its tokens, in `f32`. Ids that are no row count
+/// for nothing.
+///
+/// Tokens are sorted by id, those of one id stay in their order. The tokens of an id that lie in
+/// the same [32 positions](EMBEDDING_RUN) are added one after another, from 0 on, and these sums
+/// are added in their order.
+///
+/// # Panics
+/// When `grad` does not hold `ids.len() * cols` elements.
+pub fn embedding_gradient<T: Element>(
+    grad: &[T],
+    ids: &[u32],
+    vocab: usize,
+    cols: usize,
+) -> Vec<f32> {
+    assert_eq!(grad.len(), ids.len() * cols, "`grad` must hold ids * cols");
+    let mut out = vec![0f32; vocab * cols];
+    if cols == 0 {
+        return out;
+    }
+    let mut order: Vec<u32> = (0..ids.len() as u32).collect();
+    order.sort_by_key(|token| ids[*token as usize]);
+    let mut starts = vec![0usize; vocab + 1];
+    for id in ids.iter().filter(|id| (**id as usize) < vocab) {
+        starts[*id as usize + 1] += 1;
+    }
+    for id in 0..vocab {
+        starts[id + 1] += starts[id];
+    }
+    out.par_chunks_mut(cols).enumerate().for_each(|(id, sums)| {
+        let (mut position, end) = (starts[id], starts[id + 1]);
+        let mut first = true;
+        let mut run = vec![0f32; cols];
+        while position < end {
+            let stop = (position / EMBEDDING_RUN + 1) * EMBEDDING_RUN;
+            run.fill(0.0);
+            for token in &order[position..stop.min(end)] {
+                let row = &grad[*token as usize * cols..][..cols];
+                for (sum, value) in run.iter_mut().zip(row) {
+                    *sum += value.to_f32();
+                }
+            }
+            for (sum, run) in sums.iter_mut().zip(&run) {
+                *sum = if first { *run } else { *sum + run };
+            }
+            first = false;
+            position = stop.min(end);
+        }
+    });
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn gradient_adds_up_what_was_looked_up() {
+        let ids: Vec<u32> = (0..500).map(|i| (i * i * 7 + i) % 11).collect();
+        let cols = 3;
+        let grad: Vec<f32> = (0..ids.len() * cols).map(|i| (i % 17) as f32).collect();
+        let found = embedding_gradient(&grad, &ids, 10, cols);
+        let mut expected = vec![0f32; 10 * cols];
+        for (token, id) in ids.iter().enumerate().filter(|(_, id)| **id < 10) {
+            for c in 0..cols {
+                expected[*id as usize * cols + c] += grad[token * cols + c];
+            }
+        }
+        // Integers: no sum is rounded.
+        assert_eq!(found, expected);
+        let rows = embedding(&found, &[3, 10], cols);
+        assert_eq!(rows[..3], expected[9..12]);
+        assert!(rows[3..].iter().all(|value| value.is_nan()));
+    }
+}
