@@ -14,6 +14,12 @@ use crate::ops::{
 };
 use crate::validate;
 
+pub use crate::layers::{
+    add_rms_norm, gelu, layer_norm, rms_norm, swiglu, try_add_rms_norm, try_gelu, try_layer_norm,
+    try_rms_norm, try_swiglu,
+};
+pub use crate::ops::layers::Gelu;
+
 /// A matrix in NVFP4: 4-bit codes, a scale for each block of 16, and the amax values.
 ///
 /// It is a constant for autodiff.

@@ -79,6 +79,7 @@ pub mod recipe;
 pub mod state;
 pub mod telemetry;
 
+mod layers;
 mod parameterless;
 mod rng;
 mod validate;

@@ -55,8 +55,9 @@ fn burns_prologue() -> CodePath {
 #[cfg(any(feature = "cpu", feature = "cuda"))]
 pub(crate) fn cube(client: &nvfp4::kernels::cubecl::client::Client) -> Vec<CodePath> {
     use nvfp4::kernels::{
+        attention,
         capabilities::{Capabilities, GemmBackend},
-        attention, gemm, quantize,
+        gemm, quantize,
     };
 
     let capabilities = Capabilities::of(client);

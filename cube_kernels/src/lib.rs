@@ -19,6 +19,8 @@ pub mod policy;
 pub mod reference;
 
 #[cfg(feature = "cube")]
+pub mod activation;
+#[cfg(feature = "cube")]
 pub mod attention;
 #[cfg(feature = "cube")]
 pub mod capabilities;
@@ -38,6 +40,8 @@ pub mod loss;
 pub(crate) mod memory;
 #[cfg(feature = "cube")]
 pub mod moe;
+#[cfg(feature = "cube")]
+pub mod norm;
 #[cfg(feature = "cube")]
 pub mod optimizer;
 #[cfg(feature = "cube")]

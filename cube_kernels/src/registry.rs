@@ -206,11 +206,13 @@ pub(crate) use instance;
 /// All instances that `device` uses.
 pub fn instances(device: &DummyDevice) -> Vec<Instance> {
     let modules = [
+        crate::activation::instances::instances,
         crate::attention::instances::instances,
         crate::embedding::instances::instances,
         crate::gemm::instances::instances,
         crate::loss::instances::instances,
         crate::moe::instances::instances,
+        crate::norm::instances::instances,
         crate::optimizer::instances::instances,
         crate::quantize::instances::instances,
     ];

@@ -131,11 +131,16 @@ impl KernelClass {
     /// The class of the kernel called `name`, the path of its type.
     pub fn of(name: &str) -> Self {
         // The first that fits: a name holds several of these words.
-        const OURS: [(&str, KernelClass); 14] = [
+        const OURS: [(&str, KernelClass); 18] = [
             ("amax", KernelClass::Amax),
             ("zero_kernel", KernelClass::Amax),
             ("rstd", KernelClass::Reduce),
             ("segment_sum", KernelClass::Reduce),
+            ("norm_parts", KernelClass::Reduce),
+            ("::norm::", KernelClass::Elementwise),
+            ("::activation::", KernelClass::Elementwise),
+            // SwiGLU and its gradients, not quantized.
+            ("prologue_kernel", KernelClass::Elementwise),
             ("dequant", KernelClass::Dequantize),
             ("transpose", KernelClass::Move),
             ("::materialize", KernelClass::Dequantize),
@@ -495,6 +500,15 @@ mod tests {
             (
                 "quantize::prologue::rms_norm_rstd_kernel::X",
                 KernelClass::Reduce,
+            ),
+            (
+                "norm::backward::norm_backward_kernel::X",
+                KernelClass::Elementwise,
+            ),
+            ("norm::backward::norm_parts_kernel::X", KernelClass::Reduce),
+            (
+                "quantize::prologue::kernel::prologue_kernel::X",
+                KernelClass::Elementwise,
             ),
             ("quantize::swizzle::swizzle_kernel::X", KernelClass::Move),
             (

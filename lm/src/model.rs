@@ -11,8 +11,8 @@ use burn::module::{Module, ModuleMapper, Param, ParamId};
 use burn::tensor::{DType, Device, FloatDType, Int, Tensor, TensorData};
 use burn_nvfp4::loss::{CrossEntropy, cross_entropy, linear_cross_entropy};
 use burn_nvfp4::nn::{
-    BlockOutput, Nvfp4TransformerBlock, Nvfp4TransformerBlockConfig, RmsNorm, RopeCache,
-    RopeCacheConfig,
+    BlockOutput, Nvfp4TransformerBlock, Nvfp4TransformerBlockConfig, ResidualStream, RmsNorm,
+    RopeCache, RopeCacheConfig,
 };
 use burn_nvfp4::state::assign_layer_ids;
 
@@ -118,13 +118,6 @@ pub(crate) fn cast<const D: usize>(x: Tensor<D>, dtype: FloatDType) -> Tensor<D>
     } else {
         x.cast(dtype)
     }
-}
-
-/// The sum of all elements, axis by axis: `[1]`. Burn's `sum` adds with atomics on a GPU, in an
-/// order that changes: losses would not repeat, nor would the factor of clipped gradients, and
-/// equal gradients would no longer make equal weights.
-pub(crate) fn sum<const D: usize>(x: Tensor<D>) -> Tensor<1> {
-    (0..D).rev().fold(x, |x, axis| x.sum_dim(axis)).reshape([1])
 }
 
 /// The language model.
@@ -241,15 +234,16 @@ impl Transformer {
     fn features(&self, tokens: Tensor<2, Int>) -> (Tensor<2>, Option<Tensor<1>>) {
         let [batch, time] = tokens.dims();
         let activation = self.activation.into();
-        let mut x = embed(tokens, self.embedding.val(), activation);
+        let x = embed(tokens, self.embedding.val(), activation);
+        let mut stream = ResidualStream::from(x);
         let mut routers: Option<Tensor<1>> = None;
         for block in &self.blocks {
             let BlockOutput {
                 output,
                 balance_loss,
                 z_loss,
-            } = block.forward(x, &self.positions);
-            x = output;
+            } = block.forward_stream(stream, &self.positions);
+            stream = output;
             for (loss, share) in [(balance_loss, self.balance_share), (z_loss, Z_SHARE)] {
                 if let Some(loss) = loss {
                     let loss = loss.mul_scalar(share);
@@ -260,7 +254,7 @@ impl Transformer {
                 }
             }
         }
-        let x = self.norm.forward(x, activation);
+        let (_, x) = self.norm.forward_stream(stream);
         let [_, _, width] = x.dims();
         (x.reshape([batch * time, width]), routers)
     }

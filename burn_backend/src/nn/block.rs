@@ -4,13 +4,13 @@ use burn_core as burn;
 
 use burn_core::config::Config;
 use burn_core::module::Module;
-use burn_core::tensor::{Bool, Device, FloatDType, Tensor};
+use burn_core::tensor::{Bool, Device, Tensor};
 use burn_nn::Initializer;
 use nvfp4_kernels::Nvfp4Error;
 
 use super::{
     MoeOutput, Nvfp4Attention, Nvfp4AttentionConfig, Nvfp4Moe, Nvfp4MoeConfig, Nvfp4SwiGlu,
-    Nvfp4SwiGluConfig, RmsNorm, RopeCache,
+    Nvfp4SwiGluConfig, ResidualStream, RmsNorm, RopeCache,
 };
 use crate::functions::or_panic;
 use crate::recipe::Nvfp4Recipe;
@@ -104,9 +104,9 @@ pub struct Nvfp4TransformerBlock {
 
 /// What a block gives.
 #[derive(Clone, Debug)]
-pub struct BlockOutput {
-    /// The residual stream, `[batch, time, d_model]`.
-    pub output: Tensor<3>,
+pub struct BlockOutput<T = Tensor<3>> {
+    /// The residual stream, `[batch, time, d_model]`, or [its parts](ResidualStream).
+    pub output: T,
     /// `f32[1]`; see [`MoeOutput::balance_loss`]. `None` for a dense block.
     pub balance_loss: Option<Tensor<1>>,
     /// `f32[1]`; see [`MoeOutput::z_loss`]. `None` for a dense block.
@@ -131,26 +131,56 @@ impl Nvfp4TransformerBlock {
         positions: &RopeCache,
         padding: Option<Tensor<2, Bool>>,
     ) -> Result<BlockOutput, Nvfp4Error> {
-        self.check(&x, positions, padding.as_ref())?;
-        let activation: FloatDType = x.dtype().into();
-        let normed = self.attention_norm.forward(x.clone(), activation);
-        let x = x + self.attention.try_forward(normed, positions, padding)?;
-        let normed = self.feed_forward_norm.forward(x.clone(), activation);
+        let BlockOutput {
+            output,
+            balance_loss,
+            z_loss,
+        } = self.try_forward_stream(x.into(), positions, padding)?;
+        Ok(BlockOutput {
+            output: output.into_sum(),
+            balance_loss,
+            z_loss,
+        })
+    }
+
+    /// [`try_forward`](Self::try_forward) for a chain of blocks: each addition to the residual
+    /// stream is left to the norm behind it, which adds while it normalises.
+    ///
+    /// # Errors
+    /// As [`try_forward`](Self::try_forward), and when the parts of the stream differ in shape, type
+    /// or device.
+    pub fn try_forward_stream(
+        &self,
+        stream: ResidualStream,
+        positions: &RopeCache,
+        padding: Option<Tensor<2, Bool>>,
+    ) -> Result<BlockOutput<ResidualStream>, Nvfp4Error> {
+        self.check(&stream.sum, positions, padding.as_ref())?;
+        let (sum, normed) = self.attention_norm.try_forward_stream(stream)?;
+        let stream = ResidualStream {
+            sum,
+            pending: Some(self.attention.try_forward(normed, positions, padding)?),
+        };
+        let (sum, normed) = self.feed_forward_norm.try_forward_stream(stream)?;
+        let output = |pending| ResidualStream {
+            sum,
+            pending: Some(pending),
+        };
         match (&self.feed_forward, &self.moe) {
             (Some(feed_forward), None) => Ok(BlockOutput {
-                output: x + feed_forward.try_forward(normed)?,
+                output: output(feed_forward.try_forward(normed)?),
                 balance_loss: None,
                 z_loss: None,
             }),
             (None, Some(moe)) => {
                 let MoeOutput {
-                    output,
+                    output: mixed,
                     balance_loss,
                     z_loss,
                     ..
                 } = moe.try_forward(normed)?;
                 Ok(BlockOutput {
-                    output: x + output,
+                    output: output(mixed),
                     balance_loss: Some(balance_loss),
                     z_loss: Some(z_loss),
                 })
@@ -189,6 +219,18 @@ impl Nvfp4TransformerBlock {
         or_panic(
             "Nvfp4TransformerBlock::forward",
             self.try_forward(x, positions, None),
+        )
+    }
+
+    /// [`try_forward_stream`](Self::try_forward_stream) without padding, panicking where it fails.
+    pub fn forward_stream(
+        &self,
+        stream: ResidualStream,
+        positions: &RopeCache,
+    ) -> BlockOutput<ResidualStream> {
+        or_panic(
+            "Nvfp4TransformerBlock::forward_stream",
+            self.try_forward_stream(stream, positions, None),
         )
     }
 }

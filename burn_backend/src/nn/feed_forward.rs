@@ -4,16 +4,15 @@ use burn_core as burn;
 
 use burn_core::config::Config;
 use burn_core::module::Module;
-use burn_core::tensor::activation::silu;
 use burn_core::tensor::{Device, Tensor};
-use burn_nn::activation::{Activation, SwiGlu};
+use burn_nn::activation::{Activation, SwiGlu as BurnSwiGlu};
 use burn_nn::transformer::PositionWiseFeedForward;
 use burn_nn::{Dropout, Initializer, Linear};
 use nvfp4_kernels::Nvfp4Error;
 
 use super::parts::{PartIds, parts, side_by_side};
 use super::{Nvfp4Linear, Nvfp4LinearConfig, rows};
-use crate::functions::or_panic;
+use crate::functions::{Gelu, or_panic, try_gelu, try_swiglu};
 use crate::recipe::Nvfp4Recipe;
 
 /// Configuration of an [`Nvfp4SwiGlu`].
@@ -82,7 +81,7 @@ impl Nvfp4SwiGlu {
     pub fn try_forward<const D: usize>(&self, x: Tensor<D>) -> Result<Tensor<D>, Nvfp4Error> {
         self.check(&x)?;
         let (x, dims) = rows(x);
-        let hidden = swiglu(self.gate_up.try_forward(x)?);
+        let hidden = try_swiglu(self.gate_up.try_forward(x)?)?;
         Ok(self.down.try_forward(hidden)?.reshape(dims))
     }
 
@@ -106,11 +105,11 @@ impl Nvfp4SwiGlu {
     /// # Errors
     /// When the shapes do not fit each other, or a width is no positive multiple of 16.
     pub fn from_swiglu(
-        swiglu: SwiGlu,
+        swiglu: BurnSwiGlu,
         down: Linear,
         recipe: &Nvfp4Recipe,
     ) -> Result<Self, Nvfp4Error> {
-        let SwiGlu {
+        let BurnSwiGlu {
             linear_inner,
             linear_outer,
         } = swiglu;
@@ -134,9 +133,9 @@ impl Nvfp4SwiGlu {
     /// Gives the parameters to burn-nn's gated activation, with the ids of the one that this
     /// was made of, or with new ones if it was made of none, and to the projection behind it, with
     /// its ids.
-    pub fn into_swiglu(self) -> (SwiGlu, Linear) {
+    pub fn into_swiglu(self) -> (BurnSwiGlu, Linear) {
         let [linear_inner, linear_outer] = parts(self.gate_up.into_linear(), self.ids.as_deref());
-        let swiglu = SwiGlu {
+        let swiglu = BurnSwiGlu {
             linear_inner,
             linear_outer,
         };
@@ -144,11 +143,32 @@ impl Nvfp4SwiGlu {
     }
 }
 
-/// `silu(gate) · up` of both halves of `[rows, 2 * hidden]`.
-pub(super) fn swiglu(both: Tensor<2>) -> Tensor<2> {
-    let hidden = both.dims()[1] / 2;
-    let gate = silu(both.clone().narrow(1, 0, hidden));
-    gate * both.narrow(1, hidden, hidden)
+/// SwiGLU between two linear layers, a module without parameters: `silu(gate) · up` of both halves
+/// of the last axis, `[..., 2 * hidden]` to `[..., hidden]`, in one pass forward and one backward.
+///
+/// `burn_nn`'s module of this name has the projections before it too; [`Nvfp4SwiGlu`] has all
+/// three.
+#[derive(Module, Debug, Default)]
+pub struct SwiGlu {}
+
+impl SwiGlu {
+    /// A new module.
+    pub fn new() -> Self {
+        Self {}
+    }
+
+    /// Apply the activation.
+    ///
+    /// # Errors
+    /// As [`try_swiglu`].
+    pub fn try_forward<const D: usize>(&self, x: Tensor<D>) -> Result<Tensor<D>, Nvfp4Error> {
+        try_swiglu(x)
+    }
+
+    /// [`try_forward`](Self::try_forward), panicking where it fails.
+    pub fn forward<const D: usize>(&self, x: Tensor<D>) -> Tensor<D> {
+        or_panic("SwiGlu::forward", self.try_forward(x))
+    }
 }
 
 /// `burn_nn`'s position-wise feed-forward with its two GEMMs in NVFP4: the same parameters, ids
@@ -203,7 +223,14 @@ impl Nvfp4FeedForward {
         let names = ["linear_outer.weight", "linear_outer.bias"];
         let (device, shape) = (x.device(), [d_ff, d_model]);
         self.linear_outer.check_part(names, &device, shape)?;
-        let x = self.activation.forward(self.linear_inner.try_forward(x)?);
+        let x = self.linear_inner.try_forward(x)?;
+        let x = match &self.activation {
+            Activation::Gelu(gelu) => match gelu.approximate {
+                true => try_gelu(x, Gelu::Tanh)?,
+                false => try_gelu(x, Gelu::Erf)?,
+            },
+            activation => activation.forward(x),
+        };
         self.linear_outer.try_forward(self.dropout.forward(x))
     }
 

@@ -23,18 +23,18 @@ mod routing;
 pub use attention::{Nvfp4Attention, Nvfp4AttentionConfig, RopeCache, RopeCacheConfig};
 pub use block::{BlockOutput, Nvfp4TransformerBlock, Nvfp4TransformerBlockConfig};
 pub use embedding::Embedding;
-pub use feed_forward::{Nvfp4FeedForward, Nvfp4SwiGlu, Nvfp4SwiGluConfig};
+pub use feed_forward::{Nvfp4FeedForward, Nvfp4SwiGlu, Nvfp4SwiGluConfig, SwiGlu};
 pub use grouped::{Nvfp4GroupedLinear, Nvfp4GroupedLinearConfig};
 pub use head::LmHead;
 pub use linear::{Nvfp4Linear, Nvfp4LinearConfig};
 pub use moe::{MoeOutput, Nvfp4Moe, Nvfp4MoeConfig};
-pub use norm::RmsNorm;
+pub use norm::{LayerNorm, ResidualStream, RmsNorm};
 pub use routing::Routing;
 
 use burn_core::tensor::{DType, FloatDType, Tensor};
 
 /// `x` in type `dtype`; no operation when it is already.
-fn cast<const D: usize>(x: Tensor<D>, dtype: FloatDType) -> Tensor<D> {
+pub(crate) fn cast<const D: usize>(x: Tensor<D>, dtype: FloatDType) -> Tensor<D> {
     if x.dtype() == DType::from(dtype) {
         x
     } else {

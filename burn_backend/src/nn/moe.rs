@@ -9,13 +9,12 @@ use burn_core::tensor::{Device, FloatDType, Int, Tensor};
 use burn_nn::{Initializer, Linear, LinearConfig};
 use nvfp4_kernels::Nvfp4Error;
 
-use super::feed_forward::swiglu;
 use super::{
     Nvfp4GroupedLinear, Nvfp4GroupedLinearConfig, Nvfp4SwiGlu, Nvfp4SwiGluConfig, Routing, cast,
     rows,
 };
 use crate::experts::check_experts;
-use crate::functions::or_panic;
+use crate::functions::{or_panic, try_swiglu};
 use crate::recipe::Nvfp4Recipe;
 use crate::validate;
 
@@ -200,7 +199,7 @@ impl Nvfp4Moe {
         }
         let routing = Routing::try_new(chosen, experts)?;
         let sorted = routing.dispatch(x.clone());
-        let hidden = swiglu(self.gate_up.try_forward(sorted, routing.experts())?);
+        let hidden = try_swiglu(self.gate_up.try_forward(sorted, routing.experts())?)?;
         let results = self.down.try_forward(hidden, routing.experts())?;
         let mut output = routing.combine(results, weights);
         if let Some(shared) = &self.shared {

@@ -1,13 +1,15 @@
-//! Root-mean-square normalisation.
+//! Norms, each in one pass, and the residual stream that they add to.
 
 use burn_core as burn;
 
 use burn_core::module::{Module, Param};
 use burn_core::tensor::{Device, FloatDType, Tensor};
-use burn_nn::RmsNorm as BurnRmsNorm;
+use burn_nn::{LayerNorm as BurnLayerNorm, LayerNormConfig, RmsNorm as BurnRmsNorm};
 use nvfp4_kernels::Nvfp4Error;
 
-use super::{cast, rows};
+use super::cast;
+use crate::functions::{or_panic, try_add_rms_norm, try_layer_norm, try_rms_norm};
+use crate::layers::try_norm_of_stream;
 use crate::validate;
 
 /// `x / sqrt(mean(x²) + ε) · gain` over the last axis, computed in `f32` whatever the types of its
@@ -65,19 +67,119 @@ impl RmsNorm {
         })
     }
 
-    /// Normalise `x`, `[..., width]`, to the same shape in type `dtype`.
+    /// Normalise `x`, `[..., width]`, to the same shape in type `dtype`: in one pass.
+    ///
+    /// # Panics
+    /// When the device has no implementation, the type of `x` is not supported, or its last axis is
+    /// not that of the gain.
     pub fn forward<const D: usize>(&self, x: Tensor<D>, dtype: FloatDType) -> Tensor<D> {
-        let x = cast(x, FloatDType::F32);
-        let mean_square = x.clone().square().mean_dim(D - 1);
-        let scaled = x / mean_square.add_scalar(self.epsilon).sqrt();
-        // The gain's gradient is a sum over the rows, and one sum for each feature leaves a GPU
-        // idle. The gain is spread over the longest power of two up to 256 first: the sum is made
-        // in two steps, the first of them with that many more sums.
-        let (scaled, dims) = rows(scaled);
-        let [rows, width] = scaled.dims();
-        let inner = 1 << rows.trailing_zeros().min(8);
-        let scaled: Tensor<3> = scaled.reshape([rows / inner, inner, width]);
-        let gain: Tensor<2> = self.gain.val().reshape([1, width]).expand([inner, width]);
-        cast((scaled * gain.unsqueeze()).reshape(dims), dtype)
+        // A wider output has the digits that a narrower input would cut off.
+        let x = match dtype {
+            FloatDType::F32 => cast(x, dtype),
+            _ => x,
+        };
+        let normed = try_rms_norm(x, self.gain.val(), self.epsilon);
+        cast(or_panic("RmsNorm::forward", normed), dtype)
+    }
+
+    /// What is [still to be added](ResidualStream) to the residual stream is added, in the pass that
+    /// normalises the sum: the stream, and its norm in the type of the stream.
+    ///
+    /// # Errors
+    /// When the device has no implementation, a type is not supported, the last axis is not that of
+    /// the gain, or the parts of the stream differ in shape, type or device.
+    pub fn try_forward_stream(
+        &self,
+        stream: ResidualStream,
+    ) -> Result<(Tensor<3>, Tensor<3>), Nvfp4Error> {
+        let ResidualStream { sum, pending } = stream;
+        let (gain, epsilon) = (self.gain.val(), self.epsilon);
+        match pending {
+            None => try_norm_of_stream(sum, gain, epsilon),
+            Some(pending) => try_add_rms_norm(pending, sum, gain, epsilon),
+        }
+    }
+
+    /// [`try_forward_stream`](Self::try_forward_stream), panicking where it fails.
+    pub fn forward_stream(&self, stream: ResidualStream) -> (Tensor<3>, Tensor<3>) {
+        or_panic("RmsNorm::forward_stream", self.try_forward_stream(stream))
+    }
+}
+
+/// The residual stream of a transformer, with the output of the last layer beside it: the next norm
+/// adds it while it reads both, so that the addition takes no pass of its own.
+#[derive(Clone, Debug)]
+pub struct ResidualStream {
+    /// The stream so far, `[batch, time, d_model]`.
+    pub sum: Tensor<3>,
+    /// What is still to be added to it, of its shape and type.
+    pub pending: Option<Tensor<3>>,
+}
+
+impl From<Tensor<3>> for ResidualStream {
+    fn from(sum: Tensor<3>) -> Self {
+        Self { sum, pending: None }
+    }
+}
+
+impl ResidualStream {
+    /// The stream, with everything added.
+    pub fn into_sum(self) -> Tensor<3> {
+        match self.pending {
+            None => self.sum,
+            Some(pending) => self.sum + pending,
+        }
+    }
+}
+
+/// Layer normalisation with one pass forward and one backward, in place of `burn_nn::LayerNorm`:
+/// the same parameters, ids and paths in a record.
+///
+/// `(x - mean(x)) / sqrt(variance(x) + ε) · γ + β` over the last axis, in `f32` whatever the type
+/// of its input, in which its output is.
+#[derive(Module, Debug)]
+pub struct LayerNorm {
+    /// γ, one factor per feature, `[width]`.
+    pub gamma: Param<Tensor<1>>,
+    /// β, added to each feature, `[width]`.
+    pub beta: Option<Param<Tensor<1>>>,
+    #[module(skip)]
+    epsilon: f64,
+}
+
+impl LayerNorm {
+    /// Take over the parameters of `norm`, with their ids, and its ε, which is not public there.
+    pub fn from_layer_norm(norm: BurnLayerNorm, epsilon: f64) -> Self {
+        Self {
+            gamma: norm.gamma,
+            beta: norm.beta,
+            epsilon,
+        }
+    }
+
+    /// Gives the parameters to a `burn_nn::LayerNorm`, with their ids.
+    pub fn into_layer_norm(self) -> BurnLayerNorm {
+        let [width] = self.gamma.lazy_shape().dims();
+        let config = LayerNormConfig::new(width)
+            .with_epsilon(self.epsilon)
+            .with_bias(false);
+        let mut norm = config.init(&self.gamma.lazy_device());
+        norm.gamma = self.gamma;
+        norm.beta = self.beta;
+        norm
+    }
+
+    /// Normalise `x`, `[..., width]`, to the same shape and type.
+    ///
+    /// # Errors
+    /// As [`try_layer_norm`].
+    pub fn try_forward<const D: usize>(&self, x: Tensor<D>) -> Result<Tensor<D>, Nvfp4Error> {
+        let beta = self.beta.as_ref().map(|beta| beta.val());
+        try_layer_norm(x, self.gamma.val(), beta, self.epsilon)
+    }
+
+    /// [`try_forward`](Self::try_forward), panicking where it fails.
+    pub fn forward<const D: usize>(&self, x: Tensor<D>) -> Tensor<D> {
+        or_panic("LayerNorm::forward", self.try_forward(x))
     }
 }

@@ -17,6 +17,7 @@ mod errors;
 #[cfg(any(feature = "cpu", feature = "cuda"))]
 mod fusion;
 mod grouped;
+mod layers;
 mod linear;
 mod loss;
 #[cfg(any(feature = "cpu", feature = "cuda"))]

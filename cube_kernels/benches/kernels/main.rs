@@ -24,6 +24,7 @@ mod dense;
 mod grouped;
 mod harness;
 mod inputs;
+mod layers;
 mod loss;
 mod packed;
 mod prologue;
@@ -87,6 +88,26 @@ fn llama(bench: &mut Bench) {
         let name = format!("Llama weight {rows}x{cols}");
         matrix(bench, name, Full, (rows, cols), |section, inputs| {
             dense::tiles(section, "", inputs, &Groups::One);
+        });
+    }
+}
+
+/// Norms and activations of the models that training is measured with.
+fn between_layers(bench: &mut Bench) {
+    for (rows, cols) in [
+        (8192, 4096),
+        (16384, 768),
+        (8192, 2048),
+        (8192, 8192),
+        (4096, 16384),
+    ] {
+        bench.at(format!("norms {rows}x{cols}"), Full, |section| {
+            layers::norms(section, (rows, cols));
+        });
+    }
+    for (rows, width) in [(8192, 12288), (16384, 2048), (8192, 8192)] {
+        bench.at(format!("activations {rows}x{width}"), Full, |section| {
+            layers::activations(section, (rows, width));
         });
     }
 }
@@ -201,6 +222,7 @@ fn main() {
     let mut bench = Bench::new(&client);
     squares(&mut bench);
     llama(&mut bench);
+    between_layers(&mut bench);
     unscaled(&mut bench);
     deepseek(&mut bench);
     swizzled(&mut bench);

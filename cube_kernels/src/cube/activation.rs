@@ -9,7 +9,9 @@ use super::{
     ptx,
 };
 use crate::reference::{
-    EXP_CUTOFF, EXP_POLYNOMIAL, LN2_HIGH, LN2_LOW, LOG2_E, SUM_LANES, TO_INTEGER,
+    ERF_POLYNOMIAL, ERF_SPLIT, ERFC_POLYNOMIAL, EXP_CUTOFF, EXP_POLYNOMIAL, Gelu, INV_SQRT_2,
+    INV_SQRT_2PI, LN2_HIGH, LN2_LOW, LOG2_E, SUM_LANES, TANH_CUBE, TANH_SCALE, TANH_SLOPE,
+    TO_INTEGER,
 };
 
 /// See [`reference::exp_of_negative`](crate::reference::exp_of_negative).
@@ -81,6 +83,64 @@ pub fn swiglu_backward(
     Gradients {
         by_gate: grad * up * slope,
         by_up: grad * (gate * sigmoid.value),
+    }
+}
+
+/// The distribution function of the normal distribution, as
+/// [`reference::gelu`](crate::reference::gelu) has it.
+#[cube]
+fn normal_distribution(x: f32, #[comptime] conversion: Conversion) -> f32 {
+    let a = x * INV_SQRT_2;
+    let t = a.abs();
+    let s = a * a;
+    let mut near = f32::new(comptime!(ERF_POLYNOMIAL[5]));
+    #[unroll]
+    for i in 0..5usize {
+        near = fma(near, s, comptime!(ERF_POLYNOMIAL[4 - i]), conversion);
+    }
+    near = fma(near, a, a, conversion);
+    near = fma(near, 0.5f32, 0.5f32, conversion);
+    let mut tail = f32::new(comptime!(ERFC_POLYNOMIAL[6]));
+    #[unroll]
+    for i in 0..6usize {
+        tail = fma(tail, t, comptime!(ERFC_POLYNOMIAL[5 - i]), conversion);
+    }
+    tail = fma(tail, t, -t, conversion);
+    // Halves are exact: the difference is rounded once, contracted or not.
+    let rest = 0.5f32 * exp_of_negative(tail, conversion);
+    let far = select(x < 0.0f32, rest, 1.0f32 - rest);
+    select(t > ERF_SPLIT, far, near)
+}
+
+/// Twice what `tanh` is taken of.
+#[cube]
+fn tanh_argument(x: f32, square: f32, #[comptime] conversion: Conversion) -> f32 {
+    x * (TANH_SCALE * fma(square, TANH_CUBE, 1.0f32, conversion))
+}
+
+/// See [`reference::gelu`](crate::reference::gelu).
+#[cube]
+pub fn gelu(x: f32, #[comptime] gelu: Gelu, #[comptime] conversion: Conversion) -> f32 {
+    if comptime!(gelu == Gelu::Erf) {
+        x * normal_distribution(x, conversion)
+    } else {
+        x * sigmoid(tanh_argument(x, x * x, conversion), conversion).value
+    }
+}
+
+/// The slope of GELU; see [`reference::gelu_backward`](crate::reference::gelu_backward).
+#[cube]
+pub fn gelu_slope(x: f32, #[comptime] gelu: Gelu, #[comptime] conversion: Conversion) -> f32 {
+    let square = x * x;
+    if comptime!(gelu == Gelu::Erf) {
+        let density = INV_SQRT_2PI * exp_of_negative(-0.5f32 * square, conversion);
+        fma(x, density, normal_distribution(x, conversion), conversion)
+    } else {
+        let sigmoid = sigmoid(tanh_argument(x, square, conversion), conversion);
+        let inner = TANH_SCALE * fma(square, TANH_SLOPE, 1.0f32, conversion);
+        let bell = sigmoid.value * sigmoid.rest;
+        let slope = fma(x * bell, inner, sigmoid.value, conversion);
+        select(bell == 0.0f32, sigmoid.value, slope)
     }
 }
 

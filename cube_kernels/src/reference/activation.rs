@@ -8,8 +8,56 @@
 
 use rayon::prelude::*;
 
-use super::Element;
+use super::{Element, Gelu, gelu, gelu_backward};
 use crate::BLOCK;
+
+/// An activation between two linear layers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Activation {
+    /// `silu(gate) · up` of rows that hold `gate` and `up`, concatenated: half as long as the input.
+    SwiGlu,
+    /// GELU of each element.
+    Gelu(Gelu),
+}
+
+impl Activation {
+    /// Columns of the input for one of the output.
+    pub const fn inputs(self) -> usize {
+        match self {
+            Self::SwiGlu => 2,
+            Self::Gelu(_) => 1,
+        }
+    }
+}
+
+/// `activation` of the rows of `x`, `rows` x `cols`.
+///
+/// # Panics
+/// When `x` does not hold `rows * cols` elements, or `cols` is odd for SwiGLU.
+pub fn activation<T: Element>(activation: Activation, x: &[T], rows: usize, cols: usize) -> Vec<T> {
+    assert_eq!(x.len(), rows * cols, "`x` must hold rows * cols elements");
+    match activation {
+        Activation::SwiGlu => swiglu(x, rows, cols / 2),
+        Activation::Gelu(form) => gelu(form, x),
+    }
+}
+
+/// The gradient of [`activation`] by `x`, `rows` x `cols`, given `grad`, that of its output.
+///
+/// # Panics
+/// When a matrix does not hold its elements.
+pub fn activation_backward<T: Element>(
+    activation: Activation,
+    grad: &[T],
+    x: &[T],
+    rows: usize,
+    cols: usize,
+) -> Vec<T> {
+    match activation {
+        Activation::SwiGlu => swiglu_backward(grad, x, rows, cols / 2),
+        Activation::Gelu(form) => gelu_backward(form, grad, x),
+    }
+}
 
 /// Partial sums of a row's squares: block `b` of 16 elements goes to sum `b % 256`, element after
 /// element. Neighbouring sums are then added, then neighbouring pairs, and so on.

@@ -17,11 +17,13 @@ mod block;
 mod dequantize;
 mod element;
 mod embedding;
+mod gelu;
 mod gemm;
 mod hadamard;
 mod loss;
 mod ms_eden;
 mod mx;
+mod norm;
 mod optimizer;
 mod panels;
 mod quantize;
@@ -33,15 +35,22 @@ mod simd;
 pub mod philox;
 pub use crate::format::{padding, swizzle};
 
+pub use activation::{
+    Activation, SUM_LANES, activation, activation_backward, exp_of_negative, rms_norm,
+    rms_norm_rstd, sigmoid, swiglu, swiglu_backward,
+};
 #[cfg(feature = "cube")]
 pub(crate) use activation::{EXP_CUTOFF, EXP_POLYNOMIAL, LN2_HIGH, LN2_LOW, LOG2_E, TO_INTEGER};
-pub use activation::{
-    SUM_LANES, exp_of_negative, rms_norm, rms_norm_rstd, sigmoid, swiglu, swiglu_backward,
-};
 pub use amax::{amax, amax_cols, amax_rht, amax_rht_cols, amax_rows};
 pub use dequantize::{decode_blocks, decode_blocks_into, dequantize};
 pub use element::Element;
 pub use embedding::{EMBEDDING_RUN, embedding, embedding_gradient};
+#[cfg(feature = "cube")]
+pub(crate) use gelu::{
+    ERF_POLYNOMIAL, ERF_SPLIT, ERFC_POLYNOMIAL, INV_SQRT_2, INV_SQRT_2PI, TANH_CUBE, TANH_SCALE,
+    TANH_SLOPE,
+};
+pub use gelu::{Gelu, gelu, gelu_backward};
 pub use gemm::{alpha, gemm_f32, gemm_f64};
 pub use hadamard::{inverse_transform, transform, transform_cols};
 pub use loss::{
@@ -57,6 +66,11 @@ pub use ms_eden::{
     round_scale_stochastic,
 };
 pub use mx::{mx_dequantize, mx_quantize};
+#[cfg(feature = "cube")]
+pub(crate) use norm::{GRAD_SUM_LANES, PART_LANES, norm_planes};
+pub use norm::{
+    Norm, NormBackward, NormForward, norm_backward, norm_forward, norm_part_lanes, norm_parts,
+};
 #[cfg(feature = "cube")]
 pub(crate) use optimizer::{AdamWConstants, SQUARE_LANES};
 pub use optimizer::{

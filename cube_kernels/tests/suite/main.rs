@@ -42,6 +42,8 @@ mod ms_eden;
 #[cfg(feature = "cube")]
 mod mxfp8;
 #[cfg(feature = "cube")]
+mod norm;
+#[cfg(feature = "cube")]
 mod optimizer;
 #[cfg(feature = "cube")]
 mod peers_bugs;

@@ -2,6 +2,7 @@
 
 mod gemm;
 mod grouped_gemm;
+mod layers;
 mod moe;
 mod optimizer;
 mod quantize;

@@ -6,6 +6,7 @@
 
 mod gemm;
 mod grouped_gemm;
+mod layers;
 mod optimizer;
 mod quantize;
 pub(super) mod tensors;

@@ -3,7 +3,10 @@
     clippy::large_enum_variant,
     reason = "a batch moves once a step, and extension types hold no Box"
 )]
-#![allow(missing_docs, reason = "entries of a list, in the generated metadata too")]
+#![allow(
+    missing_docs,
+    reason = "entries of a list, in the generated metadata too"
+)]
 
 use burn_core as burn;
 

@@ -1,0 +1,255 @@
+//! Norms and activations of plain tensors; [`functions`](crate::functions) gives them out.
+//!
+//! All take `f32`, `bf16` or `f16`, compute in `f32`, round each element of their result once, and
+//! are differentiable. Sums have an order that depends on the shape alone, so results are the same
+//! on every device and in every run.
+
+use burn_core::backend::Dispatch;
+use burn_core::tensor::{FloatDType, Tensor};
+use nvfp4_kernels::Nvfp4Error;
+
+use crate::functions::{into_bias, or_panic};
+use crate::ops::layers::{Activation, ActivationOps, Gelu, Norm, NormOps, NormSpec};
+use crate::validate;
+
+/// Fails unless `x` is a tensor that norms and activations take, of rows of at least one element.
+fn check_input<const D: usize>(name: &'static str, x: &Tensor<D>) -> Result<(), Nvfp4Error> {
+    const { assert!(D > 0, "the input needs at least one axis") };
+    validate::operand(name, x)?;
+    match x.dims()[D - 1] {
+        0 => Err(Nvfp4Error::shape(
+            name,
+            format!("{:?}", x.dims()),
+            "a last axis of at least one element",
+        )),
+        _ => Ok(()),
+    }
+}
+
+/// Fails unless a factor for each column fits `x`.
+fn check_factors<const D: usize>(
+    name: &'static str,
+    factors: &Tensor<1>,
+    x: &Tensor<D>,
+) -> Result<(), Nvfp4Error> {
+    validate::operand(name, factors)?;
+    validate::same_device(("x", &x.device()), (name, &factors.device()))?;
+    let width = x.dims()[D - 1];
+    validate::shape(name, factors.dims(), [width], || {
+        "the last axis of `x`".into()
+    })
+}
+
+/// Fails unless a residual fits `x`.
+fn check_residual<const D: usize>(residual: &Tensor<D>, x: &Tensor<D>) -> Result<(), Nvfp4Error> {
+    let name = "residual";
+    validate::operand(name, residual)?;
+    validate::same_device(("x", &x.device()), (name, &residual.device()))?;
+    validate::shape(name, residual.dims(), x.dims(), || "that of `x`".into())?;
+    if residual.dtype() != x.dtype() {
+        return Err(Nvfp4Error::DType {
+            argument: name,
+            found: format!("{:?}", residual.dtype()),
+            expected: format!("{:?}, the type of `x`", x.dtype()),
+        });
+    }
+    Ok(())
+}
+
+fn check_epsilon(epsilon: f64) -> Result<(), Nvfp4Error> {
+    match epsilon >= 0.0 && epsilon.is_finite() {
+        true => Ok(()),
+        false => Err(Nvfp4Error::value(
+            "epsilon",
+            epsilon.to_string(),
+            "at least 0",
+        )),
+    }
+}
+
+/// `x + residual` and its norm, or `x` and its norm, after the checks.
+fn norm_unchecked<const D: usize>(
+    (norm, epsilon): (Norm, f64),
+    x: Tensor<D>,
+    residual: Option<Tensor<D>>,
+    gain: Tensor<1>,
+    bias: Option<Tensor<1>>,
+) -> (Tensor<D>, Tensor<D>) {
+    let dims = x.dims();
+    let matrix = |x: Tensor<D>| -> Tensor<2> {
+        let cols = dims[D - 1];
+        x.reshape([dims[..D - 1].iter().product(), cols])
+    };
+    let spec = NormSpec {
+        norm,
+        epsilon: epsilon as f32,
+    };
+    let f32 = |factors: Tensor<1>| crate::nn::cast(factors, FloatDType::F32);
+    let made = Dispatch::nvfp4_norm(
+        matrix(x).into_dispatch(),
+        residual
+            .map(|residual| matrix(residual).into_dispatch())
+            .into(),
+        f32(gain).into_dispatch(),
+        into_bias(bias.map(f32)),
+        spec,
+    );
+    let [sum, normed] = [made.sum, made.normed].map(Tensor::<2>::from_dispatch);
+    (sum.reshape(dims), normed.reshape(dims))
+}
+
+/// `x / sqrt(mean(x²) + epsilon) · gain` over the last axis of `x` (`[..., width]`), with `gain`
+/// `[width]`: of the shape and type of `x`.
+///
+/// What is kept for the backward is `x` and a number for each row.
+///
+/// # Errors
+/// When the device has no implementation, devices differ, a type is not supported, the last axis is
+/// empty or not that of `gain`, or `epsilon` is negative.
+pub fn try_rms_norm<const D: usize>(
+    x: Tensor<D>,
+    gain: Tensor<1>,
+    epsilon: f64,
+) -> Result<Tensor<D>, Nvfp4Error> {
+    check_input("x", &x)?;
+    check_factors("gain", &gain, &x)?;
+    check_epsilon(epsilon)?;
+    Ok(norm_unchecked((Norm::Rms, epsilon), x, None, gain, None).1)
+}
+
+/// [`try_rms_norm`], panicking where it fails.
+pub fn rms_norm<const D: usize>(x: Tensor<D>, gain: Tensor<1>, epsilon: f64) -> Tensor<D> {
+    or_panic("rms_norm", try_rms_norm(x, gain, epsilon))
+}
+
+/// `x + residual`, rounded to their type, and the [`rms_norm`] of that, in one pass: both of the
+/// shape and type of `x`.
+///
+/// The gradients of both results are added in the pass of the backward. What is kept for it is the
+/// sum and a number for each row.
+///
+/// # Errors
+/// As [`try_rms_norm`], and when `residual` has not the shape, type and device of `x`.
+pub fn try_add_rms_norm<const D: usize>(
+    x: Tensor<D>,
+    residual: Tensor<D>,
+    gain: Tensor<1>,
+    epsilon: f64,
+) -> Result<(Tensor<D>, Tensor<D>), Nvfp4Error> {
+    check_input("x", &x)?;
+    check_residual(&residual, &x)?;
+    check_factors("gain", &gain, &x)?;
+    check_epsilon(epsilon)?;
+    let norm = (Norm::Rms, epsilon);
+    Ok(norm_unchecked(norm, x, Some(residual), gain, None))
+}
+
+/// [`try_add_rms_norm`], panicking where it fails.
+pub fn add_rms_norm<const D: usize>(
+    x: Tensor<D>,
+    residual: Tensor<D>,
+    gain: Tensor<1>,
+    epsilon: f64,
+) -> (Tensor<D>, Tensor<D>) {
+    or_panic("add_rms_norm", try_add_rms_norm(x, residual, gain, epsilon))
+}
+
+/// `x` and its [`rms_norm`], whose gradients are added in the pass of the backward.
+///
+/// # Errors
+/// As [`try_rms_norm`].
+pub(crate) fn try_norm_of_stream<const D: usize>(
+    x: Tensor<D>,
+    gain: Tensor<1>,
+    epsilon: f64,
+) -> Result<(Tensor<D>, Tensor<D>), Nvfp4Error> {
+    check_input("x", &x)?;
+    check_factors("gain", &gain, &x)?;
+    check_epsilon(epsilon)?;
+    Ok(norm_unchecked((Norm::Rms, epsilon), x, None, gain, None))
+}
+
+/// `(x - mean(x)) / sqrt(variance(x) + epsilon) · gain + bias` over the last axis of `x`
+/// (`[..., width]`), with `gain` and `bias` `[width]`: of the shape and type of `x`.
+///
+/// What is kept for the backward is `x` and two numbers for each row.
+///
+/// # Errors
+/// As [`try_rms_norm`], and when `bias` does not fit.
+pub fn try_layer_norm<const D: usize>(
+    x: Tensor<D>,
+    gain: Tensor<1>,
+    bias: Option<Tensor<1>>,
+    epsilon: f64,
+) -> Result<Tensor<D>, Nvfp4Error> {
+    check_input("x", &x)?;
+    check_factors("gain", &gain, &x)?;
+    if let Some(bias) = &bias {
+        check_factors("bias", bias, &x)?;
+    }
+    check_epsilon(epsilon)?;
+    Ok(norm_unchecked((Norm::Layer, epsilon), x, None, gain, bias).1)
+}
+
+/// [`try_layer_norm`], panicking where it fails.
+pub fn layer_norm<const D: usize>(
+    x: Tensor<D>,
+    gain: Tensor<1>,
+    bias: Option<Tensor<1>>,
+    epsilon: f64,
+) -> Tensor<D> {
+    or_panic("layer_norm", try_layer_norm(x, gain, bias, epsilon))
+}
+
+/// An activation of the last axis, after the checks.
+fn activation_unchecked<const D: usize>(activation: Activation, x: Tensor<D>) -> Tensor<D> {
+    let mut dims = x.dims();
+    let cols = dims[D - 1];
+    let x: Tensor<2> = x.reshape([dims[..D - 1].iter().product(), cols]);
+    let out = Dispatch::nvfp4_activation(x.into_dispatch(), activation);
+    dims[D - 1] /= activation.inputs();
+    Tensor::<2>::from_dispatch(out).reshape(dims)
+}
+
+/// `silu(gate) · up` of both halves of the last axis of `gate_up` (`[..., 2 * width]`):
+/// `[..., width]`, in its type.
+///
+/// What is kept for the backward is `gate_up`.
+///
+/// # Errors
+/// When the device has no implementation, the type is not supported, or the last axis is odd or
+/// empty.
+pub fn try_swiglu<const D: usize>(gate_up: Tensor<D>) -> Result<Tensor<D>, Nvfp4Error> {
+    check_input("gate_up", &gate_up)?;
+    let dims = gate_up.dims();
+    if !dims[D - 1].is_multiple_of(2) {
+        return Err(Nvfp4Error::shape(
+            "gate_up",
+            format!("{dims:?}"),
+            "an even last axis: gate and up, concatenated",
+        ));
+    }
+    Ok(activation_unchecked(Activation::SwiGlu, gate_up))
+}
+
+/// [`try_swiglu`], panicking where it fails.
+pub fn swiglu<const D: usize>(gate_up: Tensor<D>) -> Tensor<D> {
+    or_panic("swiglu", try_swiglu(gate_up))
+}
+
+/// GELU of each element of `x`, in its shape and type, by the distribution function or the form
+/// with `tanh`.
+///
+/// What is kept for the backward is `x`.
+///
+/// # Errors
+/// When the device has no implementation, the type is not supported, or the last axis is empty.
+pub fn try_gelu<const D: usize>(x: Tensor<D>, form: Gelu) -> Result<Tensor<D>, Nvfp4Error> {
+    check_input("x", &x)?;
+    Ok(activation_unchecked(Activation::Gelu(form), x))
+}
+
+/// [`try_gelu`], panicking where it fails.
+pub fn gelu<const D: usize>(x: Tensor<D>, form: Gelu) -> Tensor<D> {
+    or_panic("gelu", try_gelu(x, form))
+}

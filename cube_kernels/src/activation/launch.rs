@@ -1,0 +1,161 @@
+//! Launches of activations.
+
+use cubecl::prelude::*;
+
+use super::kernel::{GeluPlan, SwiGluPlan, gelu_kernel, swiglu_elements_kernel};
+use crate::{
+    BLOCK, Nvfp4Error,
+    capabilities::conversion_of,
+    launch::{buffer, grid},
+    memory::{address_type, is_aligned},
+    quantize::{GateUp, Prologue, run_prologue},
+    reference::{Activation, Gelu},
+    tensor::Matrix,
+};
+
+/// `activation` of the rows of `x`, in the type of `x`: `[rows, cols]`, or `[rows, cols / 2]` for
+/// SwiGLU.
+///
+/// # Errors
+/// When the columns of `x` are odd for SwiGLU, or its memory is smaller than its shape.
+pub fn activation(
+    client: &Client,
+    activation: Activation,
+    x: &Matrix,
+) -> Result<Matrix, Nvfp4Error> {
+    check_input(activation, x)?;
+    match activation {
+        Activation::SwiGlu if is_whole(&[x]) => {
+            run_prologue(client, Prologue::SwiGlu(GateUp::Concatenated(x)))
+        }
+        Activation::SwiGlu => {
+            let out = Matrix::empty(client, x.rows, x.cols / 2, x.dtype);
+            swiglu_elements(client, x, None, &out);
+            Ok(out)
+        }
+        Activation::Gelu(form) => Ok(gelu(client, form, x, None)),
+    }
+}
+
+/// The gradient of [`activation()`] by `x`, of its shape and type, given `grad`, that of its output.
+///
+/// # Errors
+/// When `grad` has not the shape and type of the output, the columns of `x` are odd for SwiGLU, or
+/// a buffer is smaller than its shape.
+pub fn activation_backward(
+    client: &Client,
+    activation: Activation,
+    grad: &Matrix,
+    x: &Matrix,
+) -> Result<Matrix, Nvfp4Error> {
+    check_input(activation, x)?;
+    grad.check("grad")?;
+    let cols = x.cols / activation.inputs();
+    if (grad.rows, grad.cols, grad.dtype) != (x.rows, cols, x.dtype) {
+        return Err(Nvfp4Error::shape(
+            "grad",
+            format!("{} x {} of {:?}", grad.rows, grad.cols, grad.dtype),
+            format!("{} x {cols} of {:?}, as the output", x.rows, x.dtype),
+        ));
+    }
+    match activation {
+        Activation::SwiGlu if is_whole(&[grad, x]) => {
+            let inputs = GateUp::Concatenated(x);
+            run_prologue(client, Prologue::SwiGluBackward { grad, inputs })
+        }
+        Activation::SwiGlu => {
+            let out = Matrix::empty(client, x.rows, x.cols, x.dtype);
+            swiglu_elements(client, x, Some(grad), &out);
+            Ok(out)
+        }
+        Activation::Gelu(form) => Ok(gelu(client, form, x, Some(grad))),
+    }
+}
+
+fn check_input(activation: Activation, x: &Matrix) -> Result<(), Nvfp4Error> {
+    x.check("x")?;
+    if x.cols.is_multiple_of(activation.inputs()) {
+        return Ok(());
+    }
+    Err(Nvfp4Error::shape(
+        "x",
+        format!("{} x {}", x.rows, x.cols),
+        "an even number of columns: gate and up, concatenated",
+    ))
+}
+
+/// Whether the prologue's kernel takes the matrices of a SwiGLU.
+fn is_whole(matrices: &[&Matrix]) -> bool {
+    let is_whole = |x: &&Matrix| x.cols.is_multiple_of(BLOCK) && is_aligned(&x.handle);
+    let halves = |x: &&Matrix| (x.cols / 2).is_multiple_of(BLOCK);
+    matrices.iter().all(is_whole) && matrices.last().is_some_and(halves)
+}
+
+/// GELU of each element of `x`, or with `grad` its gradient.
+fn gelu(client: &Client, gelu: Gelu, x: &Matrix, grad: Option<&Matrix>) -> Matrix {
+    let out = Matrix::empty(client, x.rows, x.cols, x.dtype);
+    if x.is_empty() {
+        return out;
+    }
+    let per_vector = 16 / x.dtype.size();
+    let handles = [Some(x), grad].into_iter().flatten();
+    let aligned = handles.into_iter().all(|matrix| is_aligned(&matrix.handle));
+    let whole = aligned && x.len().is_multiple_of(per_vector);
+    let (scalar, width, len) = match whole {
+        true => (u32::elem_type_native(), 4, x.len() / per_vector),
+        false => (x.dtype.storage_type(), 1, x.len()),
+    };
+    let (count, dim) = grid(client, len);
+    // SAFETY: the kernel stays below the vectors, which the matrices hold.
+    unsafe {
+        gelu_kernel::launch_unchecked(
+            client,
+            count,
+            dim,
+            address_type(x.len()),
+            width,
+            buffer(&x.handle, len),
+            buffer(&grad.unwrap_or(x).handle, len),
+            buffer(&out.handle, len),
+            len,
+            GeluPlan {
+                gelu,
+                backward: grad.is_some(),
+                whole,
+                kind: x.dtype,
+                conversion: conversion_of(client),
+            },
+            scalar,
+        );
+    }
+    out
+}
+
+/// SwiGLU of rows of any length to `out`, or with `grad` its gradients.
+fn swiglu_elements(client: &Client, x: &Matrix, grad: Option<&Matrix>, out: &Matrix) {
+    if x.is_empty() {
+        return;
+    }
+    let items = x.len() / 2;
+    let (count, dim) = grid(client, items);
+    // SAFETY: the kernel stays below the elements of the matrices, which were checked.
+    unsafe {
+        swiglu_elements_kernel::launch_unchecked(
+            client,
+            count,
+            dim,
+            address_type(x.len()),
+            buffer(&x.handle, x.len()),
+            buffer(&grad.unwrap_or(x).handle, items),
+            buffer(&out.handle, out.len()),
+            x.rows,
+            x.cols / 2,
+            SwiGluPlan {
+                backward: grad.is_some(),
+                kind: x.dtype,
+                conversion: conversion_of(client),
+            },
+            x.dtype.storage_type(),
+        );
+    }
+}

@@ -1,0 +1,354 @@
+//! The forward of a norm.
+
+use cubecl::prelude::*;
+
+use super::{
+    plan::NormPlan,
+    row::{
+        At, BLOCK, Place, RowSum, block_at, is_inside, load_factors, load_raw, pack_raw, place,
+        store_raw, unpack_raw,
+    },
+};
+use crate::{
+    cube::exact::{fma, reciprocal, sqrt},
+    reference::Norm,
+};
+
+/// What a norm reads. What the plan has not is any memory.
+#[derive(CubeType, CubeLaunch)]
+pub struct NormInputs<C: CubePrimitive, D: CubePrimitive> {
+    /// What is normalised, or what is added to the residual.
+    pub x: Box<[C]>,
+    /// What is added before.
+    pub residual: Box<[C]>,
+    /// A factor for each column.
+    pub gain: Box<[D]>,
+    /// What is added to each column.
+    pub bias: Box<[D]>,
+    /// Added to the mean square.
+    pub epsilon: f32,
+}
+
+/// What a norm writes. What the plan has not is any memory.
+#[derive(CubeType, CubeLaunch)]
+pub struct NormOutputs<C: CubePrimitive> {
+    /// The sum of `x` and the residual.
+    pub sum: Box<[C]>,
+    /// The normalised rows.
+    pub normed: Box<[C]>,
+    /// The factors of the rows, and behind them their means.
+    pub stats: Box<[f32]>,
+}
+
+/// The rows that a cube works on at a time.
+#[derive(CubeType, Clone, Copy)]
+struct Rows {
+    /// The first of them.
+    first: usize,
+    /// Rows of the matrix.
+    count: usize,
+    cols: usize,
+}
+
+/// A cube takes as many rows at a time as its planes share.
+#[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
+pub fn norm_kernel<F: Numeric, N: Size, G: Size>(
+    inputs: NormInputs<Vector<F, N>, Vector<f32, G>>,
+    mut outputs: NormOutputs<Vector<F, N>>,
+    rows: usize,
+    cols: usize,
+    #[comptime] plan: NormPlan,
+    #[define(F)] _scalar: ElemType,
+) {
+    let place = place(plan);
+    let slots = comptime!(plan.slots());
+    let mut sums = RowSum::new(plan);
+    let mut first = CUBE_POS * slots;
+    while first < rows {
+        let these = Rows {
+            first,
+            count: rows,
+            cols,
+        };
+        if comptime!(plan.kept > 0) {
+            kept_rows::<F, N, G>(&inputs, &mut outputs, &mut sums, &place, &these, plan);
+        } else {
+            long_row::<F, N, G>(&inputs, &mut outputs, &mut sums, &place, &these, plan);
+        }
+        first += CUBE_COUNT * slots;
+    }
+}
+
+/// `1 / sqrt(squares / cols + epsilon)`.
+#[cube]
+fn row_factor(squares: f32, cols: usize, epsilon: f32, #[comptime] plan: NormPlan) -> f32 {
+    let mean = squares / f32::cast_from(cols);
+    let conversion = comptime!(plan.conversion);
+    reciprocal(sqrt(mean + epsilon, conversion), conversion)
+}
+
+/// `sum` with the elements of a block, or their squares where `square` says so, without their mean.
+#[cube]
+fn add_block(
+    values: &Array<f32>,
+    at: &At,
+    mean: f32,
+    sum: f32,
+    #[comptime] square: bool,
+    #[comptime] plan: NormPlan,
+) -> f32 {
+    let unrolled = comptime!(plan.conversion.has_ptx());
+    let mut sum = sum;
+    #[unroll(unrolled)]
+    for i in 0..BLOCK {
+        if comptime!(square) {
+            let value = if comptime!(plan.norm == Norm::Layer) {
+                select(is_inside(at, i, plan), values[i] - mean, 0.0f32)
+            } else {
+                values[i]
+            };
+            sum = fma(value, value, sum, plan.conversion);
+        } else {
+            sum += values[i];
+        }
+    }
+    sum
+}
+
+/// A block, normalised, in place.
+#[cube]
+fn normalize<G: Size>(
+    gains: &[Vector<f32, G>],
+    biases: &[Vector<f32, G>],
+    values: &mut Array<f32>,
+    at: &At,
+    mean: f32,
+    rstd: f32,
+    #[comptime] plan: NormPlan,
+) {
+    let unrolled = comptime!(plan.conversion.has_ptx());
+    let mut gain = Array::<f32>::new(BLOCK);
+    load_factors::<G>(gains, at, &mut gain, plan);
+    if comptime!(plan.bias) {
+        let mut bias = Array::<f32>::new(BLOCK);
+        load_factors::<G>(biases, at, &mut bias, plan);
+        #[unroll(unrolled)]
+        for i in 0..BLOCK {
+            let normed = (values[i] - mean) * rstd;
+            values[i] = fma(normed, gain[i], bias[i], plan.conversion);
+        }
+    } else {
+        #[unroll(unrolled)]
+        for i in 0..BLOCK {
+            let centered = if comptime!(plan.norm == Norm::Layer) {
+                values[i] - mean
+            } else {
+                values[i]
+            };
+            values[i] = centered * rstd * gain[i];
+        }
+    }
+}
+
+/// The sum of two blocks.
+#[cube]
+fn add_residual(
+    x: &Array<u32>,
+    residual: &Array<u32>,
+    first: usize,
+    #[comptime] plan: NormPlan,
+) -> Array<f32> {
+    let mut values = unpack_raw(x, first, plan);
+    let more = unpack_raw(residual, first, plan);
+    #[unroll]
+    for i in 0..BLOCK {
+        values[i] += more[i];
+    }
+    values
+}
+
+/// Rows whose blocks are kept in registers.
+#[cube]
+fn kept_rows<F: Numeric, N: Size, G: Size>(
+    inputs: &NormInputs<Vector<F, N>, Vector<f32, G>>,
+    outputs: &mut NormOutputs<Vector<F, N>>,
+    sums: &mut RowSum,
+    place: &Place,
+    rows: &Rows,
+    #[comptime] plan: NormPlan,
+) {
+    let (kept, words) = comptime!((plan.kept, plan.raw_words()));
+    let (cols, blocks) = (rows.cols, rows.cols.div_ceil(BLOCK));
+    // Behind the end the last row is read again, and not used.
+    let is_row = rows.first + place.slot < rows.count;
+    let row = min(rows.first + place.slot, rows.count - 1usize);
+    let mut x = Array::<u32>::new(comptime!(words * kept));
+    #[unroll]
+    for k in 0..kept {
+        load_raw::<F, N>(
+            &inputs.x,
+            &block_at(row, k, place, cols),
+            &mut x,
+            k * words,
+            plan,
+        );
+    }
+    if comptime!(plan.residual) {
+        let mut residual = Array::<u32>::new(comptime!(words * kept));
+        #[unroll]
+        for k in 0..kept {
+            let at = block_at(row, k, place, cols);
+            load_raw::<F, N>(&inputs.residual, &at, &mut residual, k * words, plan);
+        }
+        #[unroll]
+        for k in 0..kept {
+            let at = block_at(row, k, place, cols);
+            let sum = add_residual(&x, &residual, k * words, plan);
+            pack_raw(&sum, &mut x, k * words, plan);
+            if is_row && at.block < blocks {
+                store_raw::<F, N>(&mut outputs.sum, &at, &x, k * words, plan);
+            }
+        }
+    }
+    let mut mean = 0.0f32;
+    if comptime!(plan.norm == Norm::Layer) {
+        let mut own = 0.0f32;
+        #[unroll]
+        for k in 0..kept {
+            let at = block_at(row, k, place, cols);
+            let values = unpack_raw(&x, k * words, plan);
+            own = add_block(&values, &at, 0.0f32, own, false, plan);
+        }
+        mean = sums.total(own, place, plan) / f32::cast_from(cols);
+    }
+    let mut own = 0.0f32;
+    #[unroll]
+    for k in 0..kept {
+        let at = block_at(row, k, place, cols);
+        let values = unpack_raw(&x, k * words, plan);
+        own = add_block(&values, &at, mean, own, true, plan);
+    }
+    let squares = sums.total(own, place, plan);
+    let rstd = row_factor(squares, cols, inputs.epsilon, plan);
+    if is_row {
+        #[unroll]
+        for k in 0..kept {
+            let at = block_at(row, k, place, cols);
+            if at.block < blocks {
+                let mut values = unpack_raw(&x, k * words, plan);
+                normalize::<G>(
+                    &inputs.gain,
+                    &inputs.bias,
+                    &mut values,
+                    &at,
+                    mean,
+                    rstd,
+                    plan,
+                );
+                pack_raw(&values, &mut x, k * words, plan);
+                store_raw::<F, N>(&mut outputs.normed, &at, &x, k * words, plan);
+            }
+        }
+        if place.unit == 0usize {
+            outputs.stats[row] = rstd;
+            if comptime!(plan.norm == Norm::Layer) {
+                let index = rows.count + row;
+                outputs.stats[index] = mean;
+            }
+        }
+    }
+}
+
+/// A row that is read again for each step.
+#[cube]
+fn long_row<F: Numeric, N: Size, G: Size>(
+    inputs: &NormInputs<Vector<F, N>, Vector<f32, G>>,
+    outputs: &mut NormOutputs<Vector<F, N>>,
+    sums: &mut RowSum,
+    place: &Place,
+    rows: &Rows,
+    #[comptime] plan: NormPlan,
+) {
+    let words = comptime!(plan.raw_words());
+    let (row, cols, blocks) = (rows.first, rows.cols, rows.cols.div_ceil(BLOCK));
+    let mut x = Array::<u32>::new(words);
+    let mut own = 0.0f32;
+    sums.clear(plan);
+    let mut block = place.unit;
+    while block < blocks {
+        let at = At { row, block, cols };
+        load_raw::<F, N>(&inputs.x, &at, &mut x, 0usize, plan);
+        if comptime!(plan.residual) {
+            let mut residual = Array::<u32>::new(words);
+            load_raw::<F, N>(&inputs.residual, &at, &mut residual, 0usize, plan);
+            let sum = add_residual(&x, &residual, 0usize, plan);
+            pack_raw(&sum, &mut x, 0usize, plan);
+            store_raw::<F, N>(&mut outputs.sum, &at, &x, 0usize, plan);
+        }
+        let values = unpack_raw(&x, 0usize, plan);
+        let square = comptime!(plan.norm == Norm::Rms);
+        own = add_block(
+            &values,
+            &at,
+            0.0f32,
+            sums.get(own, block, plan),
+            square,
+            plan,
+        );
+        sums.set(own, block, plan);
+        block += place.units;
+    }
+    let mut total = sums.total(own, place, plan);
+    let mut mean = 0.0f32;
+    if comptime!(plan.norm == Norm::Layer) {
+        mean = total / f32::cast_from(cols);
+        own = 0.0f32;
+        sums.clear(plan);
+        block = place.unit;
+        while block < blocks {
+            let at = At { row, block, cols };
+            // The sum is what this unit wrote.
+            if comptime!(plan.residual) {
+                load_raw::<F, N>(&outputs.sum, &at, &mut x, 0usize, plan);
+            } else {
+                load_raw::<F, N>(&inputs.x, &at, &mut x, 0usize, plan);
+            }
+            let values = unpack_raw(&x, 0usize, plan);
+            own = add_block(&values, &at, mean, sums.get(own, block, plan), true, plan);
+            sums.set(own, block, plan);
+            block += place.units;
+        }
+        total = sums.total(own, place, plan);
+    }
+    let rstd = row_factor(total, cols, inputs.epsilon, plan);
+    block = place.unit;
+    while block < blocks {
+        let at = At { row, block, cols };
+        // The sum is what this unit wrote.
+        if comptime!(plan.residual) {
+            load_raw::<F, N>(&outputs.sum, &at, &mut x, 0usize, plan);
+        } else {
+            load_raw::<F, N>(&inputs.x, &at, &mut x, 0usize, plan);
+        }
+        let mut values = unpack_raw(&x, 0usize, plan);
+        normalize::<G>(
+            &inputs.gain,
+            &inputs.bias,
+            &mut values,
+            &at,
+            mean,
+            rstd,
+            plan,
+        );
+        pack_raw(&values, &mut x, 0usize, plan);
+        store_raw::<F, N>(&mut outputs.normed, &at, &x, 0usize, plan);
+        block += place.units;
+    }
+    if place.unit == 0usize {
+        outputs.stats[row] = rstd;
+        if comptime!(plan.norm == Norm::Layer) {
+            let index = rows.count + row;
+            outputs.stats[index] = mean;
+        }
+    }
+}

@@ -1,0 +1,124 @@
+//! Instances of the kernels of norms, for the registry.
+
+use cubecl::prelude::*;
+
+use super::{
+    backward::{
+        NormGradInputsLaunch, NormGradOutputsLaunch, norm_backward_kernel, norm_parts_kernel,
+    },
+    forward::{NormInputsLaunch, NormOutputsLaunch, norm_kernel},
+    plan::{NormPlan, Pass},
+};
+use crate::{
+    reference::{Norm, norm_part_lanes},
+    registry::{DummyDevice, Expected, Instance, instance},
+    tensor::FloatKind,
+};
+
+const ROWS: usize = 256;
+
+/// No conversion, and no spilled registers.
+const NONE: Expected = Expected {
+    e2m1_rn: Some(false),
+    e2m1_rs: None,
+    e4m3: Some(false),
+    spills: Some(false),
+};
+
+/// All instances that `device` uses.
+pub(crate) fn instances(device: &DummyDevice) -> Vec<Instance> {
+    let b = |len| device.buffer(len);
+    let mut all = Vec::new();
+    all.push(instance!(
+        device,
+        norm_parts_kernel,
+        "",
+        NONE,
+        AddressType::U64,
+        b(64),
+        b(64),
+        16,
+        64,
+        true
+    ));
+    for (norm, kind, residual, cols) in shapes() {
+        let [plan, backward] = [Pass::Forward, Pass::Backward]
+            .map(|pass| plan((norm, pass), kind, residual, cols, device));
+        let (scalar, width, factors) = plan.loads();
+        let address = if cols == 768 {
+            AddressType::U64
+        } else {
+            AddressType::U32
+        };
+        let variant = format!("{norm:?}-{kind:?}-{address:?}-{residual}-{cols}");
+        all.push(instance!(
+            device,
+            norm_kernel,
+            &variant,
+            NONE,
+            address,
+            width,
+            factors,
+            NormInputsLaunch::new(b(64), b(64), b(64), b(64), 1e-6),
+            NormOutputsLaunch::new(b(64), b(64), b(64)),
+            ROWS,
+            cols,
+            plan,
+            scalar
+        ));
+        all.push(instance!(
+            device,
+            norm_backward_kernel,
+            &variant,
+            NONE,
+            address,
+            width,
+            factors,
+            NormGradInputsLaunch::new(b(64), b(64), b(64), b(64), b(64)),
+            NormGradOutputsLaunch::new(b(64), b(64), b(64)),
+            ROWS,
+            16,
+            cols,
+            backward,
+            scalar
+        ));
+    }
+    all
+}
+
+/// Norm, element type, whether there is a residual, and columns: rows of one plane, of two, of
+/// eight, of several blocks a unit, with a tail, and too long to be kept.
+fn shapes() -> Vec<(Norm, FloatKind, bool, usize)> {
+    let mut shapes = Vec::new();
+    for norm in [Norm::Rms, Norm::Layer] {
+        for cols in [768, 4096, 8192, 16384] {
+            shapes.push((norm, FloatKind::Bf16, true, cols));
+        }
+        shapes.push((norm, FloatKind::Bf16, false, 4096));
+        shapes.push((norm, FloatKind::F32, true, 4096));
+        shapes.push((norm, FloatKind::F16, false, 250));
+        shapes.push((norm, FloatKind::Bf16, true, 20_480));
+    }
+    shapes
+}
+
+fn plan(
+    (norm, pass): (Norm, Pass),
+    kind: FloatKind,
+    residual: bool,
+    cols: usize,
+    device: &DummyDevice,
+) -> NormPlan {
+    NormPlan {
+        norm,
+        residual,
+        bias: norm == Norm::Layer,
+        planes: pass.planes(cols),
+        lanes: norm_part_lanes(cols),
+        row_lanes: pass.row_lanes(),
+        kept: pass.kept(cols),
+        whole: cols.is_multiple_of(16),
+        kind,
+        conversion: device.conversion,
+    }
+}

@@ -1,0 +1,311 @@
+//! Launches of the kernels of norms.
+
+use cubecl::{prelude::*, server::Handle};
+
+use super::{
+    backward::{
+        NormGradInputsLaunch, NormGradOutputsLaunch, norm_backward_kernel, norm_parts_kernel,
+    },
+    forward::{NormInputsLaunch, NormOutputsLaunch, norm_kernel},
+    plan::{NormPlan, Pass, cubes},
+};
+use crate::{
+    Nvfp4Error,
+    capabilities::is_cpu,
+    launch::{buffer, grid, tile_grid},
+    memory::{address_type, allocate, check_memory, is_aligned, upload},
+    reference::{Norm, PART_LANES, norm_parts},
+    tensor::Matrix,
+};
+
+/// A norm of rows.
+#[derive(Debug, Clone, Copy)]
+pub struct NormRequest<'a> {
+    /// Which norm.
+    pub norm: Norm,
+    /// `[rows, cols]`, what is normalised, or what is added to `residual` before.
+    pub x: &'a Matrix,
+    /// Of the shape and type of `x`.
+    pub residual: Option<&'a Matrix>,
+    /// `f32[cols]`.
+    pub gain: &'a Handle,
+    /// `f32[cols]`, for [`Norm::Layer`] alone.
+    pub bias: Option<&'a Handle>,
+    /// Added to the mean square, or to the variance.
+    pub epsilon: f32,
+}
+
+/// What a norm gives.
+#[derive(Debug, Clone)]
+pub struct NormResult {
+    /// The sum of `x` and the residual, rounded to their type; `None` without a residual.
+    pub sum: Option<Matrix>,
+    /// The normalised rows, of the shape and type of `x`.
+    pub normed: Matrix,
+    /// What the backward needs: the factor of each row, `f32[rows]`, and for [`Norm::Layer`] behind
+    /// them their means.
+    pub stats: Handle,
+}
+
+/// The backward of a norm.
+#[derive(Debug, Clone, Copy)]
+pub struct NormBackwardRequest<'a> {
+    /// Which norm.
+    pub norm: Norm,
+    /// The gradient of the normalised rows, of the shape and type of `x`.
+    pub grad: &'a Matrix,
+    /// The gradient of the sum by its other uses, of the shape and type of `x`.
+    pub sum_grad: Option<&'a Matrix>,
+    /// What was normalised: the sum, where there was a residual.
+    pub x: &'a Matrix,
+    /// As the forward gave them.
+    pub stats: &'a Handle,
+    /// `f32[cols]`.
+    pub gain: &'a Handle,
+    /// Whether the gradient by the bias is wanted.
+    pub bias: bool,
+}
+
+/// The gradients of a norm.
+#[derive(Debug, Clone)]
+pub struct NormGradients {
+    /// By what was normalised, and so by `x` and by the residual.
+    pub x: Matrix,
+    /// By the gain, `f32[cols]`.
+    pub gain: Handle,
+    /// By the bias, `f32[cols]`.
+    pub bias: Option<Handle>,
+}
+
+/// Floats of the statistics of `rows` rows.
+fn stats_len(norm: Norm, rows: usize) -> usize {
+    match norm {
+        Norm::Rms => rows,
+        Norm::Layer => 2 * rows,
+    }
+}
+
+/// An error unless `matrix` has the shape and type of `x`, or is `x`.
+fn check_like(argument: &'static str, matrix: &Matrix, x: &Matrix) -> Result<(), Nvfp4Error> {
+    matrix.check(argument)?;
+    if (matrix.rows, matrix.cols, matrix.dtype) == (x.rows, x.cols, x.dtype) {
+        return Ok(());
+    }
+    Err(Nvfp4Error::shape(
+        argument,
+        format!("{} x {} of {:?}", matrix.rows, matrix.cols, matrix.dtype),
+        format!("{} x {} of {:?}, as `x`", x.rows, x.cols, x.dtype),
+    ))
+}
+
+fn check_x(x: &Matrix) -> Result<(), Nvfp4Error> {
+    x.check("x")?;
+    if x.cols == 0 {
+        let found = format!("{} x 0", x.rows);
+        return Err(Nvfp4Error::shape("x", found, "at least one column"));
+    }
+    Ok(())
+}
+
+/// Norms the rows of `x`, or of the sum of `x` and a residual.
+///
+/// # Errors
+/// When there is no column, the residual has not the shape and type of `x`, a bias is given to
+/// [`Norm::Rms`], or a buffer is smaller than its shape.
+pub fn norm(client: &Client, request: &NormRequest<'_>) -> Result<NormResult, Nvfp4Error> {
+    let NormRequest {
+        norm,
+        x,
+        residual,
+        gain,
+        bias,
+        epsilon,
+    } = *request;
+    check_x(x)?;
+    if let Some(residual) = residual {
+        check_like("residual", residual, x)?;
+    }
+    check_memory("gain", gain, x.cols * 4)?;
+    if let Some(bias) = bias {
+        check_memory("bias", bias, x.cols * 4)?;
+        if norm == Norm::Rms {
+            return Err(Nvfp4Error::value("bias", "one", "none, of RMSNorm"));
+        }
+    }
+    let empty = || Matrix::empty(client, x.rows, x.cols, x.dtype);
+    let result = NormResult {
+        sum: residual.map(|_| empty()),
+        normed: empty(),
+        stats: allocate(client, stats_len(norm, x.rows) * 4),
+    };
+    if x.is_empty() {
+        return Ok(result);
+    }
+    let handles = [
+        Some(&x.handle),
+        residual.map(|residual| &residual.handle),
+        Some(gain),
+        bias,
+    ];
+    let plan = NormPlan {
+        residual: residual.is_some(),
+        bias: bias.is_some(),
+        ..NormPlan::new(client, (norm, Pass::Forward), x, are_aligned(&handles))
+    };
+    let (scalar, width, factors) = plan.loads();
+    let (count, dim) = cubes(client, x.rows.div_ceil(plan.slots()), &plan);
+    // SAFETY: the matrices were checked.
+    let matrix = |matrix: &Matrix| unsafe { plan.matrix(matrix) };
+    // SAFETY: the kernel stays below the shape, for which the buffers were checked.
+    unsafe {
+        norm_kernel::launch_unchecked(
+            client,
+            count,
+            dim,
+            address_type(x.len()),
+            width,
+            factors,
+            NormInputsLaunch::new(
+                matrix(x),
+                matrix(residual.unwrap_or(x)),
+                buffer(gain, x.cols / factors),
+                buffer(bias.unwrap_or(gain), x.cols / factors),
+                epsilon,
+            ),
+            NormOutputsLaunch::new(
+                matrix(result.sum.as_ref().unwrap_or(&result.normed)),
+                matrix(&result.normed),
+                buffer(&result.stats, stats_len(norm, x.rows)),
+            ),
+            x.rows,
+            x.cols,
+            plan,
+            scalar,
+        );
+    }
+    Ok(result)
+}
+
+/// The gradients of [`norm()`].
+///
+/// # Errors
+/// When there is no column, a matrix has not the shape and type of `x`, a gradient by a bias is
+/// asked of [`Norm::Rms`], or a buffer is smaller than its shape.
+pub fn norm_backward(
+    client: &Client,
+    request: &NormBackwardRequest<'_>,
+) -> Result<NormGradients, Nvfp4Error> {
+    let NormBackwardRequest {
+        norm,
+        grad,
+        sum_grad,
+        x,
+        stats,
+        gain,
+        bias,
+    } = *request;
+    check_x(x)?;
+    check_like("grad", grad, x)?;
+    if let Some(sum_grad) = sum_grad {
+        check_like("sum_grad", sum_grad, x)?;
+    }
+    check_memory("stats", stats, stats_len(norm, x.rows) * 4)?;
+    check_memory("gain", gain, x.cols * 4)?;
+    if bias && norm == Norm::Rms {
+        return Err(Nvfp4Error::value("bias", "true", "false, of RMSNorm"));
+    }
+    let by_x = Matrix::empty(client, x.rows, x.cols, x.dtype);
+    if x.is_empty() {
+        let zeros = || upload(client, &vec![0; x.cols * 4]);
+        return Ok(NormGradients {
+            x: by_x,
+            gain: zeros(),
+            bias: bias.then(zeros),
+        });
+    }
+    let handles = [
+        Some(&grad.handle),
+        sum_grad.map(|grad| &grad.handle),
+        Some(&x.handle),
+        Some(gain),
+    ];
+    let plan = NormPlan {
+        residual: sum_grad.is_some(),
+        bias,
+        ..NormPlan::new(client, (norm, Pass::Backward), x, are_aligned(&handles))
+    };
+    let parts = norm_parts(x.rows);
+    let partial = || allocate(client, parts * x.cols * 4);
+    let (gains, biases) = (partial(), bias.then(partial));
+    let (scalar, width, factors) = plan.loads();
+    let (count, dim) = cubes(client, parts, &plan);
+    // SAFETY: the matrices were checked.
+    let matrix = |matrix: &Matrix| unsafe { plan.matrix(matrix) };
+    let partial_len = parts * x.cols / factors;
+    // SAFETY: the kernel stays below the shape, for which the buffers were checked.
+    unsafe {
+        norm_backward_kernel::launch_unchecked(
+            client,
+            count,
+            dim,
+            // The first row of a part is found by multiplying rows with parts.
+            address_type(x.len().max(x.rows * (parts + 1))),
+            width,
+            factors,
+            NormGradInputsLaunch::new(
+                matrix(grad),
+                matrix(sum_grad.unwrap_or(grad)),
+                matrix(x),
+                buffer(stats, stats_len(norm, x.rows)),
+                buffer(gain, x.cols / factors),
+            ),
+            NormGradOutputsLaunch::new(
+                matrix(&by_x),
+                buffer(&gains, partial_len),
+                buffer(biases.as_ref().unwrap_or(&gains), partial_len),
+            ),
+            x.rows,
+            parts,
+            x.cols,
+            plan,
+            scalar,
+        );
+    }
+    Ok(NormGradients {
+        x: by_x,
+        gain: sum_parts(client, &gains, parts, x.cols),
+        bias: biases.map(|biases| sum_parts(client, &biases, parts, x.cols)),
+    })
+}
+
+/// The sum of the rows of `partial`, `f32[parts, cols]`.
+fn sum_parts(client: &Client, partial: &Handle, parts: usize, cols: usize) -> Handle {
+    const UNITS: usize = 256;
+    let out = allocate(client, cols * 4);
+    let shared = !is_cpu(client);
+    let (count, dim) = if shared {
+        let (count, _) = tile_grid(client, cols.div_ceil(UNITS / PART_LANES));
+        (count, CubeDim::new_1d(UNITS as u32))
+    } else {
+        grid(client, cols)
+    };
+    // SAFETY: the kernel stays below the parts and columns of the buffers.
+    unsafe {
+        norm_parts_kernel::launch_unchecked(
+            client,
+            count,
+            dim,
+            address_type(parts * cols),
+            buffer(partial, parts * cols),
+            buffer(&out, cols),
+            parts,
+            cols,
+            shared,
+        );
+    }
+    out
+}
+
+fn are_aligned(handles: &[Option<&Handle>]) -> bool {
+    handles.iter().flatten().all(|handle| is_aligned(handle))
+}

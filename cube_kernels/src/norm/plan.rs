@@ -1,0 +1,159 @@
+//! How the kernels of norms are specialized, and their grids.
+
+use cubecl::{ir::ElemType, prelude::*};
+
+use super::row::{BLOCK, PLANES};
+use crate::{
+    capabilities::{conversion_of, is_cpu},
+    cube::codec::Conversion,
+    launch::{buffer, tile_grid, units},
+    reference::{GRAD_SUM_LANES, Norm, SUM_LANES, norm_part_lanes, norm_planes},
+    tensor::{FloatKind, Matrix},
+};
+
+/// The forward of a norm or its backward.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Pass {
+    Forward,
+    Backward,
+}
+
+impl Pass {
+    /// Partial sums along a row.
+    pub(super) const fn row_lanes(self) -> usize {
+        match self {
+            Self::Forward => SUM_LANES,
+            Self::Backward => GRAD_SUM_LANES,
+        }
+    }
+
+    /// Planes that share a row of `cols` elements.
+    pub(super) fn planes(self, cols: usize) -> usize {
+        norm_planes(cols, self.row_lanes() / 32)
+    }
+
+    /// Blocks of a row of `cols` elements that a unit keeps in registers: all of them, or none
+    /// where these are too many. The backward keeps more of each.
+    pub(super) fn kept(self, cols: usize) -> usize {
+        let blocks = cols.div_ceil(BLOCK * 32 * self.planes(cols));
+        let most = match self {
+            Self::Forward => 4,
+            Self::Backward => 2,
+        };
+        if blocks <= most { blocks } else { 0 }
+    }
+}
+
+/// The comptime choices of the kernels of norms.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct NormPlan {
+    /// Which norm.
+    pub norm: Norm,
+    /// Whether there is a residual in the forward, or a gradient of the sum in the backward.
+    pub residual: bool,
+    /// Whether a bias is added, or its gradient wanted.
+    pub bias: bool,
+    /// Planes that share a row, a power of two; 0 where there are no planes and a cube shares it.
+    pub planes: usize,
+    /// Sums that the rows of a part are dealt out to.
+    pub lanes: usize,
+    /// Partial sums along a row.
+    pub row_lanes: usize,
+    /// Blocks of a row that each unit keeps in registers, which are all of them; 0 where they are
+    /// too many and are read again.
+    pub kept: usize,
+    /// Whether rows are whole blocks that start at multiples of 16 bytes.
+    pub whole: bool,
+    /// The element type of matrices.
+    pub kind: FloatKind,
+    /// Who computes.
+    pub conversion: Conversion,
+}
+
+impl NormPlan {
+    /// For rows as those of `x` on the device of `client`; `aligned` says whether all matrices and
+    /// factors start at multiples of 16 bytes.
+    pub(super) fn new(
+        client: &Client,
+        (norm, pass): (Norm, Pass),
+        x: &Matrix,
+        aligned: bool,
+    ) -> Self {
+        let (cols, kind) = (x.cols, x.dtype);
+        let has_planes = !is_cpu(client) && units(client).is_multiple_of(32 * PLANES);
+        let planes = if has_planes { pass.planes(cols) } else { 0 };
+        Self {
+            norm,
+            residual: false,
+            bias: false,
+            planes,
+            lanes: norm_part_lanes(cols),
+            row_lanes: pass.row_lanes(),
+            kept: if has_planes { pass.kept(cols) } else { 0 },
+            whole: cols.is_multiple_of(BLOCK) && aligned,
+            kind,
+            conversion: conversion_of(client),
+        }
+    }
+
+    /// Rows that a cube works on at a time.
+    pub const fn slots(&self) -> usize {
+        match self.planes {
+            0 => 1,
+            planes if planes > PLANES => 1,
+            planes => PLANES / planes,
+        }
+    }
+
+    /// Planes of a cube that has planes.
+    pub const fn cube_planes(&self) -> usize {
+        if self.planes > PLANES {
+            self.planes
+        } else {
+            PLANES
+        }
+    }
+
+    /// Words of a block in registers: those of its memory, or an `f32` for each element.
+    pub const fn raw_words(&self) -> usize {
+        match self.whole {
+            true => 4 * self.kind.size(),
+            false => BLOCK,
+        }
+    }
+
+    /// A matrix as the kernels take it.
+    ///
+    /// # Safety
+    /// Its memory must hold it.
+    pub(super) unsafe fn matrix(&self, matrix: &Matrix) -> BufferArg {
+        let len = match self.whole {
+            true => matrix.len() * matrix.dtype.size() / 16,
+            false => matrix.len(),
+        };
+        // SAFETY: the caller's promise.
+        unsafe { buffer(&matrix.handle, len) }
+    }
+
+    /// The type of the scalars that matrices are loaded by, how many a load takes, and how many
+    /// factors of columns.
+    pub(super) fn loads(&self) -> (ElemType, usize, usize) {
+        match self.whole {
+            true => (u32::elem_type_native(), 4, 4),
+            false => (self.kind.storage_type(), 1, 1),
+        }
+    }
+}
+
+/// Cubes that work on `items` in turn, each of them the whole cube.
+///
+/// Where there are no planes the units are a power of two, so that each partial sum of a row has one
+/// unit.
+pub(super) fn cubes(client: &Client, items: usize, plan: &NormPlan) -> (CubeCount, CubeDim) {
+    let (count, dim) = tile_grid(client, items);
+    let units = match plan.planes {
+        0 => 1 << (dim.x as usize).min(plan.row_lanes).ilog2(),
+        _ => 32 * plan.cube_planes() as u32,
+    };
+    (count, CubeDim::new_1d(units))
+}

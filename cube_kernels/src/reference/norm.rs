@@ -1,0 +1,343 @@
+//! RMSNorm and LayerNorm of rows, with an addition before them, and their gradients.
+//!
+//! Sums along a row in the forward are those of [`rms_norm_rstd`](super::rms_norm_rstd): block `b` of 16 elements
+//! goes to partial sum `b % 256`, element after element, and neighbouring sums are added, then
+//! neighbouring pairs, and so on. Sums over rows (the gradients of gain and bias) are made of parts
+//! whose number depends on the rows alone, see [`norm_parts`]. No order depends on how a kernel is
+//! launched, so that kernels have the same bits on every device.
+
+use std::ops::Range;
+
+use rayon::prelude::*;
+
+use super::{Element, SUM_LANES};
+use crate::BLOCK;
+
+/// Which norm.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Norm {
+    /// `x / sqrt(mean(x²) + ε) · gain`.
+    Rms,
+    /// `(x - mean(x)) / sqrt(mean((x - mean(x))²) + ε) · gain + bias`.
+    Layer,
+}
+
+/// The most parts that sums over rows are made of: as many CTAs as run at once on a GPU of 132 SMs,
+/// two to an SM.
+const MOST_PARTS: usize = 264;
+/// The rows of a part are at least so many, where there are so many.
+const LEAST_ROWS: usize = 8;
+/// Sums that the parts are dealt out to in turn before these are added in a tree.
+pub(crate) const PART_LANES: usize = 16;
+/// Partial sums along a row in the backward, which needs more registers for each element.
+pub(crate) const GRAD_SUM_LANES: usize = 2 * SUM_LANES;
+
+/// Parts of `rows` rows.
+pub fn norm_parts(rows: usize) -> usize {
+    rows.div_ceil(LEAST_ROWS).min(MOST_PARTS)
+}
+
+/// The rows of part `part` of `parts`.
+fn part_rows(part: usize, parts: usize, rows: usize) -> Range<usize> {
+    part * rows / parts..(part + 1) * rows / parts
+}
+
+/// The sums that the rows of a part are dealt out to in turn, first row first; they are then added
+/// in a tree, neighbours first. As many as rows of `cols` elements fit into 256 units with 16
+/// elements each, 1 to 8.
+pub fn norm_part_lanes(cols: usize) -> usize {
+    SUM_LANES / 32 / norm_planes(cols, SUM_LANES / 32)
+}
+
+/// Planes of 32 units that share a row of `cols` elements, 16 elements a unit, at most `most`.
+pub(crate) fn norm_planes(cols: usize, most: usize) -> usize {
+    (cols.div_ceil(32 * BLOCK))
+        .clamp(1, most)
+        .next_power_of_two()
+}
+
+/// What a norm gives.
+#[derive(Debug, Clone)]
+pub struct NormForward<T> {
+    /// `x + residual`, rounded to their type, which is what is normalised; `None` without a
+    /// residual.
+    pub sum: Option<Vec<T>>,
+    /// The normalised rows.
+    pub normed: Vec<T>,
+    /// The reciprocal of the standard deviation of each row, or of the root of its mean square;
+    /// behind these, for [`Norm::Layer`], the mean of each row.
+    pub stats: Vec<f32>,
+}
+
+/// The gradients of a norm.
+#[derive(Debug, Clone)]
+pub struct NormBackward<T> {
+    /// By `x`, and by the residual.
+    pub x: Vec<T>,
+    /// By the gain.
+    pub gain: Vec<f32>,
+    /// By the bias; empty for [`Norm::Rms`].
+    pub bias: Vec<f32>,
+}
+
+/// The sums of blocks of a row, of what `add` adds for each element to a sum.
+fn row_sum<const LANES: usize>(cols: usize, add: impl Fn(f32, usize) -> f32) -> f32 {
+    let mut sums = [0f32; LANES];
+    for block in 0..cols.div_ceil(BLOCK) {
+        let sum = &mut sums[block % LANES];
+        for column in block * BLOCK..((block + 1) * BLOCK).min(cols) {
+            *sum = add(*sum, column);
+        }
+    }
+    tree(&mut sums)
+}
+
+/// The sum of neighbours, then of neighbouring pairs, and so on, of a power of two of sums.
+fn tree(sums: &mut [f32]) -> f32 {
+    let mut len = sums.len();
+    while len > 1 {
+        len /= 2;
+        for i in 0..len {
+            sums[i] = sums[2 * i] + sums[2 * i + 1];
+        }
+    }
+    sums[0]
+}
+
+/// The factor of a row from the mean of its squares.
+fn rstd(mean_square: f32, epsilon: f32) -> f32 {
+    1.0 / (mean_square + epsilon).sqrt()
+}
+
+/// The norm of each row of `x` (`[rows, cols]`), or of `x + residual` rounded to their type.
+/// `gain` has a factor for each column; `bias`, added to the result, belongs to [`Norm::Layer`].
+///
+/// # Panics
+/// When a matrix does not hold `rows * gain.len()` elements.
+pub fn norm_forward<T: Element>(
+    norm: Norm,
+    x: &[T],
+    residual: Option<&[T]>,
+    (gain, bias): (&[f32], Option<&[f32]>),
+    rows: usize,
+    epsilon: f32,
+) -> NormForward<T> {
+    let cols = gain.len();
+    assert_eq!(x.len(), rows * cols, "`x` must hold rows * cols elements");
+    let sum: Option<Vec<T>> = residual.map(|residual| {
+        assert_eq!(
+            residual.len(),
+            x.len(),
+            "`residual` must have the size of `x`"
+        );
+        let pairs = x.par_iter().zip(residual);
+        pairs
+            .map(|(x, residual)| T::from_f32(x.to_f32() + residual.to_f32()))
+            .collect()
+    });
+    let x = sum.as_deref().unwrap_or(x);
+    let rows_of = x.par_chunks(cols.max(1));
+    let stats: Vec<[f32; 2]> = rows_of
+        .clone()
+        .map(|row| row_stats(norm, row, epsilon))
+        .collect();
+    let normed = rows_of.zip(&stats).flat_map_iter(|(row, [rstd, mean])| {
+        let columns = row.iter().enumerate();
+        columns.map(move |(column, x)| {
+            T::from_f32(match norm {
+                Norm::Rms => x.to_f32() * rstd * gain[column],
+                Norm::Layer => {
+                    let normed = (x.to_f32() - mean) * rstd;
+                    match bias {
+                        Some(bias) => normed.mul_add(gain[column], bias[column]),
+                        None => normed * gain[column],
+                    }
+                }
+            })
+        })
+    });
+    let normed = normed.collect();
+    // Rows without columns have no chunks.
+    let missing = vec![row_stats::<T>(norm, &[], epsilon); rows - stats.len()];
+    let stats = [stats, missing].concat();
+    let mut found: Vec<f32> = stats.iter().map(|stats| stats[0]).collect();
+    if norm == Norm::Layer {
+        found.extend(stats.iter().map(|stats| stats[1]));
+    }
+    NormForward {
+        sum,
+        normed,
+        stats: found,
+    }
+}
+
+/// The factor and the mean of a row.
+fn row_stats<T: Element>(norm: Norm, row: &[T], epsilon: f32) -> [f32; 2] {
+    let cols = row.len() as f32;
+    let mean = match norm {
+        Norm::Rms => 0.0,
+        Norm::Layer => row_sum::<SUM_LANES>(row.len(), |sum, i| sum + row[i].to_f32()) / cols,
+    };
+    let squares = row_sum::<SUM_LANES>(row.len(), |sum, i| {
+        let x = match norm {
+            Norm::Rms => row[i].to_f32(),
+            Norm::Layer => row[i].to_f32() - mean,
+        };
+        x.mul_add(x, sum)
+    });
+    [rstd(squares / cols, epsilon), mean]
+}
+
+/// The gradients of [`norm_forward`], given `grad`, that of its output, and `sum_grad`, that of the
+/// sum by its other uses. `x` is what was normalised (the sum, if there was one), and `stats` are
+/// those of the forward.
+///
+/// With `n` the normalised row before gain and bias and `t = grad · gain`, the gradient by `x` is
+/// `rstd · (t - mean(t) - n · mean(t · n)) + sum_grad`, without `mean(t)` for [`Norm::Rms`]; that by
+/// the gain is the sum of `grad · n` over the rows, and that by the bias the sum of `grad`.
+///
+/// # Panics
+/// When a matrix does not hold `rows * gain.len()` elements, or `stats` not those of the rows.
+pub fn norm_backward<T: Element>(
+    norm: Norm,
+    grad: &[T],
+    sum_grad: Option<&[T]>,
+    x: &[T],
+    stats: &[f32],
+    gain: &[f32],
+) -> NormBackward<T> {
+    let cols = gain.len();
+    let rows = match norm {
+        Norm::Rms => stats.len(),
+        Norm::Layer => stats.len() / 2,
+    };
+    for matrix in [Some(grad), sum_grad, Some(x)].into_iter().flatten() {
+        assert_eq!(
+            matrix.len(),
+            rows * cols,
+            "a matrix must hold rows * cols elements"
+        );
+    }
+    let row_of = |row: usize| {
+        let at = row * cols..(row + 1) * cols;
+        let mean = match norm {
+            Norm::Rms => 0.0,
+            Norm::Layer => stats[rows + row],
+        };
+        Row {
+            norm,
+            grad: &grad[at.clone()],
+            x: &x[at.clone()],
+            rstd: stats[row],
+            mean,
+            gain,
+        }
+    };
+    let by_x = (0..rows).into_par_iter().flat_map_iter(|row| {
+        let sum_grad = sum_grad.map(|grad| &grad[row * cols..][..cols]);
+        row_of(row).by_x(sum_grad)
+    });
+    let by_x = by_x.collect();
+    let parts = norm_parts(rows);
+    let lanes = norm_part_lanes(cols);
+    let biased = norm == Norm::Layer;
+    let partial: Vec<[Vec<f32>; 2]> = (0..parts)
+        .into_par_iter()
+        .map(|part| {
+            let mut gain = vec![0f32; lanes * cols];
+            let mut bias = vec![0f32; if biased { lanes * cols } else { 0 }];
+            for (i, row) in part_rows(part, parts, rows).enumerate() {
+                let (row, at) = (row_of(row), i % lanes * cols);
+                for (i, sum) in gain[at..][..cols].iter_mut().enumerate() {
+                    *sum = row.grad[i].to_f32().mul_add(row.normed(i), *sum);
+                }
+                if biased {
+                    for (grad, sum) in row.grad.iter().zip(&mut bias[at..][..cols]) {
+                        *sum += grad.to_f32();
+                    }
+                }
+            }
+            [gain, bias].map(|sums| add_lanes(sums, cols))
+        })
+        .collect();
+    let [gain, bias] = [0, 1].map(|which| {
+        let len = if which == 0 || biased { cols } else { 0 };
+        let column = |column| sum_parts(partial.iter().map(|part| part[which][column]));
+        (0..len).map(column).collect()
+    });
+    NormBackward {
+        x: by_x,
+        gain,
+        bias,
+    }
+}
+
+/// The sum of the rows of a matrix of a power of two of rows, in a tree, neighbours first.
+fn add_lanes(mut sums: Vec<f32>, cols: usize) -> Vec<f32> {
+    while sums.len() > cols {
+        let pairs = sums.chunks_exact(2 * cols);
+        sums = pairs
+            .flat_map(|pair| {
+                let (first, second) = pair.split_at(cols);
+                first.iter().zip(second).map(|(a, b)| a + b)
+            })
+            .collect();
+    }
+    sums
+}
+
+/// The sum of what the parts have for one column: part `p` goes to sum `p % 16`, and the sums are
+/// added in a tree.
+fn sum_parts(parts: impl Iterator<Item = f32>) -> f32 {
+    let mut sums = [0f32; PART_LANES];
+    for (part, value) in parts.enumerate() {
+        sums[part % PART_LANES] += value;
+    }
+    tree(&mut sums)
+}
+
+/// A row of the backward.
+struct Row<'a, T> {
+    norm: Norm,
+    grad: &'a [T],
+    x: &'a [T],
+    rstd: f32,
+    mean: f32,
+    gain: &'a [f32],
+}
+
+impl<'a, T: Element> Row<'a, T> {
+    /// The normalised element in column `i`, before the gain.
+    fn normed(&self, i: usize) -> f32 {
+        match self.norm {
+            Norm::Rms => self.x[i].to_f32() * self.rstd,
+            Norm::Layer => (self.x[i].to_f32() - self.mean) * self.rstd,
+        }
+    }
+
+    /// The gradient by `x`.
+    fn by_x(self, sum_grad: Option<&'a [T]>) -> impl Iterator<Item = T> + use<'a, T> {
+        let cols = self.x.len();
+        let scaled = |i: usize| self.grad[i].to_f32() * self.gain[i];
+        let mean = match self.norm {
+            Norm::Rms => 0.0,
+            Norm::Layer => {
+                let add = |sum, i: usize| self.grad[i].to_f32().mul_add(self.gain[i], sum);
+                row_sum::<GRAD_SUM_LANES>(cols, add) / cols as f32
+            }
+        };
+        let dot = row_sum::<GRAD_SUM_LANES>(cols, |sum, i| scaled(i).mul_add(self.normed(i), sum))
+            / cols as f32;
+        (0..cols).map(move |i| {
+            let grad = match self.norm {
+                Norm::Rms => self.grad[i].to_f32() * self.gain[i],
+                Norm::Layer => self.grad[i].to_f32().mul_add(self.gain[i], -mean),
+            };
+            let centered = (-self.normed(i)).mul_add(dot, grad);
+            T::from_f32(match sum_grad {
+                Some(sum_grad) => centered.mul_add(self.rstd, sum_grad[i].to_f32()),
+                None => centered * self.rstd,
+            })
+        })
+    }
+}
