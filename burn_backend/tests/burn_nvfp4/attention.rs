@@ -10,7 +10,9 @@ use burn_nvfp4::attention::{
 use burn_nvfp4::nn::{RopeCache, RopeCacheConfig};
 use burn_nvfp4::{Nvfp4Attention, Nvfp4AttentionConfig, Nvfp4Error, Nvfp4Recipe};
 
-use crate::support::{activation, device, gaussian, skip_where_small_only, values};
+use crate::support::{
+    activation, burn_matmul_error, device, gaussian, skip_where_small_only, values,
+};
 
 fn tensor<const D: usize>(shape: [usize; D], seed: u64, device: &Device) -> Tensor<D> {
     let data = TensorData::new(gaussian(shape.iter().product(), seed), shape);
@@ -102,7 +104,7 @@ fn values_and_gradients_are_burns() {
             let found = gradients(inputs, |[q, k, v]| attention(q, k, v, &one, params));
             for (i, (found, expected)) in found.iter().zip(&expected).enumerate() {
                 let what = format!("{sq} queries, {sk} keys, {params:?}, tensor {i}");
-                assert_near(&what, found, expected, 2e-4);
+                assert_near(&what, found, expected, burn_matmul_error(2e-4));
             }
         }
     }
@@ -249,7 +251,10 @@ fn the_module_is_its_unfused_form() {
                     values(weight),
                 ]
             };
-            let tolerance = if dtype == DType::F32 { 1e-4 } else { 3e-2 };
+            let tolerance = match dtype {
+                DType::F32 => burn_matmul_error(1e-4),
+                _ => 3e-2,
+            };
             let (found, expected) = (run(None), run(Some(no_padding.clone())));
             for (i, (found, expected)) in found.iter().zip(&expected).enumerate() {
                 let what = format!("{config:?}, {dtype:?}, tensor {i}");

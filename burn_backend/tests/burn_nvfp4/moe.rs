@@ -6,7 +6,7 @@ mod waits;
 use burn_core::module::{Module, ParamGroup};
 use burn_core::tensor::activation::{silu, softmax};
 use burn_core::tensor::{DType, Device, Int, Tensor, TensorData};
-use burn_nvfp4::functions::linear;
+use burn_nvfp4::functions::{linear, swiglu};
 use burn_nvfp4::nn::Routing;
 use burn_nvfp4::{
     ExpertOffsets, Nvfp4GroupedLinear, Nvfp4GroupedLinearConfig, Nvfp4Moe, Nvfp4MoeConfig,
@@ -116,8 +116,8 @@ fn in_high_precision_it_is_the_dense_loop() {
     }
 }
 
-/// In NVFP4 it is the loop of the plain layer over the sorted tokens of each expert: bit by bit
-/// where one loop computes both.
+/// In NVFP4 it is the loop of the plain layer, with the same SwiGLU, over the sorted tokens of each
+/// expert: bit by bit where one loop computes both.
 #[test]
 fn in_nvfp4_it_is_the_loop_of_plain_layers() {
     let device = device().autodiff();
@@ -163,7 +163,7 @@ fn in_nvfp4_it_is_the_loop_of_plain_layers() {
                 };
                 if count > 0 {
                     let own = sorted.clone().narrow(0, start, count);
-                    let hidden = gated(linear(own, part(moe.gate_up.weight.val()), None, spec));
+                    let hidden = swiglu(linear(own, part(moe.gate_up.weight.val()), None, spec));
                     parts.push(linear(hidden, part(moe.down.weight.val()), None, spec));
                 }
                 start += count;
