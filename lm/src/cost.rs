@@ -87,7 +87,10 @@ pub enum KernelClass {
     Amax,
     /// Dequantization, and operands materialized in a GEMM kernel's layout.
     Dequantize,
-    /// GEMMs by Burn: attention, head, embedding, and layers that are Burn's own.
+    /// Attention, by the kernels of nvfp4-kernels: scores, softmax and sums, rotations.
+    Attention,
+    /// GEMMs by Burn: attention that those do not take, head, embedding, and layers that are
+    /// Burn's own.
     BurnGemm,
     /// Sums, means and other reductions.
     Reduce,
@@ -101,11 +104,12 @@ pub enum KernelClass {
 
 impl KernelClass {
     /// All classes, in the order of a table.
-    pub const ALL: [Self; 9] = [
+    pub const ALL: [Self; 10] = [
         Self::Gemm,
         Self::Quantize,
         Self::Amax,
         Self::Dequantize,
+        Self::Attention,
         Self::BurnGemm,
         Self::Reduce,
         Self::Elementwise,
@@ -120,6 +124,7 @@ impl KernelClass {
             Self::Quantize => "quantize",
             Self::Amax => "amax",
             Self::Dequantize => "dequantize",
+            Self::Attention => "attention",
             Self::BurnGemm => "Burn's GEMM",
             Self::Reduce => "reduce",
             Self::Elementwise => "elementwise",
@@ -131,7 +136,8 @@ impl KernelClass {
     /// The class of the kernel called `name`, the path of its type.
     pub fn of(name: &str) -> Self {
         // The first that fits: a name holds several of these words.
-        const OURS: [(&str, KernelClass); 18] = [
+        const OURS: [(&str, KernelClass); 19] = [
+            ("::attention::", KernelClass::Attention),
             ("amax", KernelClass::Amax),
             ("zero_kernel", KernelClass::Amax),
             ("rstd", KernelClass::Reduce),
