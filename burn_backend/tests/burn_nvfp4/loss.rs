@@ -115,10 +115,14 @@ fn targets_of(rows: usize, vocab: usize, params: &CrossEntropy) -> Vec<i64> {
 #[test]
 fn a_head_and_its_loss_are_those_of_f64() {
     let device = device().autodiff();
-    let (d, vocab) = (32, 48);
+    // Burn's matmul asks CubeCL's CPU runtime for more shared memory than it has at other sizes.
+    let (d, vocab, sizes, params) = match small_only() {
+        true => (16, 40, &[20][..], &PARAMS[1..2]),
+        false => (32, 48, &[1, 100, 300][..], &PARAMS[..]),
+    };
     for dtype in [DType::F32, activation()] {
-        for rows in [1, 100, 300] {
-            for params in &PARAMS {
+        for &rows in sizes {
+            for params in params {
                 let x = Matrix::gaussian(rows, d, dtype, 3)
                     .tensor(&device)
                     .require_grad();
@@ -285,26 +289,21 @@ fn tied_weights_have_one_gradient() {
     let (vocab, d) = (20, 16);
     let ids = [1i64, 5, 5, 19, 0, 7];
     let targets = ints(&[5, 5, 19, 0, 7, 2], &device);
-    // Made anew for each parameter: parameters of one tensor would be one node of the graph.
-    let parameter =
-        || Param::from_tensor(Matrix::gaussian(vocab, d, DType::F32, 8).tensor(&device));
+    // Two parameters of one tensor would be one node of the graph.
+    let param = || Param::from_tensor(Matrix::gaussian(vocab, d, DType::F32, 8).tensor(&device));
     let gradient = |tied: bool| {
-        let table = parameter();
-        let ends = Embedding::new(table.clone());
-        let other = match tied {
-            true => table.clone(),
-            false => parameter(),
+        let ends = Embedding::new(param());
+        let head = match tied {
+            true => ends.weight.clone(),
+            false => param(),
         };
         let x = ends.forward(ints(&ids, &device).reshape([2, 3]), FloatDType::F32);
-        let head = LmHead::new(other.clone().map(|w| w.transpose()));
-        // The transposed weight is a value of the graph, not a parameter.
-        let weight = other.val().transpose();
-        let x: Tensor<2> = x.reshape([6, d]);
-        let loss = linear_cross_entropy(x, weight, targets.clone(), head.params);
+        let (x, params) = (x.reshape([6, d]), CrossEntropy::default());
+        let loss = linear_cross_entropy(x, head.val().transpose(), targets.clone(), params);
         let grads = loss.backward();
         (
-            table.grad(&grads).map(floats),
-            other.grad(&grads).map(floats),
+            ends.weight.grad(&grads).map(floats),
+            head.grad(&grads).map(floats),
         )
     };
     let (one, _) = gradient(true);
