@@ -43,7 +43,7 @@ pub(crate) const INV_SQRT_2: f32 = std::f32::consts::FRAC_1_SQRT_2;
 /// `1/√(2π)`, rounded.
 pub(crate) const INV_SQRT_2PI: f32 = 0.398_942_3;
 /// `2 √(2/π)`, rounded.
-pub(crate) const TANH_SCALE: f32 = 1.595_769_1;
+pub(crate) const TANH_SCALE: f32 = 1.595_769;
 /// What `x³` is multiplied by in the form with `tanh`.
 pub(crate) const TANH_CUBE: f32 = 0.044_715;
 /// Three times that, rounded.

@@ -103,7 +103,7 @@ pub(crate) const LN_POLYNOMIAL: [f32; 9] = [
     -1.666_805_8e-1,
     2.000_071_5e-1,
     -2.499_999_4e-1,
-    3.333_333_1e-1,
+    3.333_333e-1,
 ];
 /// `ln 2` in two parts, the first with few bits.
 pub(crate) const LN_2_HIGH: f32 = 0.693_359_4;
