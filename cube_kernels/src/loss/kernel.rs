@@ -29,7 +29,7 @@ pub struct CrossEntropyPlan {
     pub lanes: usize,
     /// Whether each lane is a unit, in planes of 32; else a unit takes the lanes one by one.
     pub planes: bool,
-    /// Groups of [`GROUP`] blocks a lane that stay in shared memory between the two passes.
+    /// Groups of `GROUP` blocks a lane that stay in shared memory between the two passes.
     pub held: usize,
     /// Whether the logits become their gradient.
     pub gradient: bool,

@@ -140,7 +140,7 @@ pub fn mma_forward_kernel(
     }
 }
 
-/// [`cap()`](super::problem::cap) of four scores.
+/// `cap` of four scores.
 #[cube]
 pub fn cap_all(problem: &Problem, scores: Vector<f32, Const<4>>) -> Vector<f32, Const<4>> {
     let mut capped = Vector::<f32, Const<4>>::new(0.0f32);

@@ -1,12 +1,12 @@
 //! Attention by the matrix instructions of one warp, `mma.sync.m16n8k16`: every CUDA GPU from
 //! compute capability 8.0 on.
 //!
-//! - [`tile`]: heads in shared memory, brought by `cp.async` and read by `ldmatrix`
-//! - [`multiply`]: the two kinds of GEMM of a warp
-//! - [`problem`]: arguments, tiles of sequences, masks
-//! - [`forward`]: output and log-sum-exp
-//! - [`gradient`]: what the backward kernels share
-//! - [`dkdv`], [`dq`]: the two passes of the backward. Each computes the weights anew, and no
+//! - `tile`: heads in shared memory, brought by `cp.async` and read by `ldmatrix`
+//! - `multiply`: the two kinds of GEMM of a warp
+//! - `problem`: arguments, tiles of sequences, masks
+//! - `forward`: output and log-sum-exp
+//! - `gradient`: what the backward kernels share
+//! - `dkdv`, `dq`: the two passes of the backward. Each computes the weights anew, and no
 //!   gradient is added to by two CTAs, so results repeat bit for bit.
 
 pub mod dkdv;

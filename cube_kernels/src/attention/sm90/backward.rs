@@ -5,7 +5,7 @@
 //! Two GEMMs of operands in shared memory give scores and gradients of weights; what becomes of
 //! them is in registers, the left operand of one GEMM (queries) or two (keys), whose right operands
 //! are what the stage holds, transposed as they are read
-//! ([`gradients`](super::gradients)). Nothing is added atomically, so results repeat bit for bit.
+//! (`gradients`). Nothing is added atomically, so results repeat bit for bit.
 
 use cubecl::prelude::{barrier::Barrier, *};
 use half::bf16;

@@ -296,7 +296,7 @@ pub fn wgmma_registers_pair<S: Size, A: Size>(
     Vector::<f32, S>::reinterpret(result)
 }
 
-/// The [descriptor](super::wgmma_descriptor()) of `operand` at `address`.
+/// The descriptor (`wgmma_descriptor`) of `operand` at `address`.
 #[cube]
 pub fn wgmma_operand(address: u32, #[comptime] operand: WgmmaOperand) -> u64 {
     let leading = comptime!(match operand.major {

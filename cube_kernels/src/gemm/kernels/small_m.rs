@@ -77,7 +77,7 @@ pub struct SmallMShape {
     /// The device has an instruction that converts E4M3.
     pub converts: bool,
     /// The next rows of `a` are loaded behind the products of a chunk instead of ahead of them: see
-    /// [`loads_a_late`].
+    /// `loads_a_late`.
     pub late: bool,
 }
 
