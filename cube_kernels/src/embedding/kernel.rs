@@ -178,12 +178,9 @@ pub fn sum_runs_kernel<F: Numeric, N: Size, M: Size>(
                     let next = min(here + 1usize, sorted.tokens - 1usize);
                     let goes_on = here + 1usize < sorted.tokens && sorted.keys[next] == key;
                     if !goes_on || here + 1usize == end {
-                        if continued {
-                            let row = 2usize * run * out_row;
-                            store_sums::<M>(partial, &sums, row, block, cols);
-                        } else if goes_on {
-                            let row = (2usize * run + 1usize) * out_row;
-                            store_sums::<M>(partial, &sums, row, block, cols);
+                        if continued || goes_on {
+                            let entry = 2usize * run + usize::cast_from(!continued);
+                            store_sums::<M>(partial, &sums, entry * out_row, block, cols);
                         } else if (key as usize) < sorted.vocab {
                             let row = key as usize * out_row;
                             store_sums::<M>(table, &sums, row, block, cols);
