@@ -11,6 +11,7 @@
 //! - [`memory`]: the device memory that a run needs, and the error when there is too little.
 //! - [`metrics`]: losses and speed over the steps of a run.
 //! - [`sample`]: text from a trained model.
+//! - [`hf`]: folders of Hugging Face models.
 //! - [`cost`]: time, memory and kernels of a training step.
 //!
 //! On one device and with one number of threads, a run is a function of its configuration and its
@@ -22,6 +23,7 @@ pub mod config;
 pub mod cost;
 pub mod data;
 pub mod encoder;
+pub mod hf;
 pub mod memory;
 pub mod metrics;
 pub mod model;
