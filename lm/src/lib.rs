@@ -12,6 +12,7 @@
 //! - [`metrics`]: losses and speed over the steps of a run.
 //! - [`sample`]: text from a trained model.
 //! - [`hf`]: folders of Hugging Face models.
+//! - [`decoder`]: Llama, Mistral, Qwen3 and Mixtral from such folders.
 //! - [`cost`]: time, memory and kernels of a training step.
 //!
 //! On one device and with one number of threads, a run is a function of its configuration and its
@@ -22,6 +23,7 @@ pub mod checkpoint;
 pub mod config;
 pub mod cost;
 pub mod data;
+pub mod decoder;
 pub mod encoder;
 pub mod hf;
 pub mod memory;
