@@ -12,6 +12,7 @@ use crate::model::cast;
 
 /// The feed-forward of a layer.
 #[derive(Module, Debug)]
+#[allow(clippy::large_enum_variant, reason = "a model has few of them")]
 pub enum FeedForward {
     /// One for all tokens.
     Dense(SwiGlu),

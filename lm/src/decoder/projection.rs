@@ -14,6 +14,7 @@ use crate::model::cast;
 
 /// A linear layer, `y = x W + b`.
 #[derive(Module, Debug)]
+#[allow(clippy::large_enum_variant, reason = "a model has few of them")]
 pub enum Projection {
     /// In high precision: `W` is `[d_in, d_out]` in the type that it is stored in.
     Dense(Linear),

@@ -96,22 +96,26 @@ fn matches_transformers(folder: &Path) {
     let error = distance(&found.concat(), &logits);
     assert!(error < 1e-5, "with a cache logits differ by {error}");
 
-    // Greedy, one sequence a token ahead of the other in the cache.
+    // Greedy. `generate` of transformers took token 0 for padding, which the second row has once: it
+    // was invisible and had no position, as if it were not there.
     let greedy = integers(reference.get("greedy_24_from_first_16").unwrap());
-    let prompts: Vec<Vec<u32>> = (0..2)
+    let prompts: Vec<Vec<u32>> = ids
+        .chunks(32)
         .map(|row| {
-            columns(&ids, 32, 0..16)[row * 16..][..16]
+            row[..16]
                 .iter()
+                .filter(|t| **t != 0)
                 .map(|t| *t as u32)
                 .collect()
         })
         .collect();
-    for row in 0..2 {
+    assert_eq!((prompts[0].len(), prompts[1].len()), (16, 15));
+    for (row, prompt) in prompts.iter().enumerate() {
         let expected: Vec<u32> = greedy[row * 40 + 16..][..24]
             .iter()
             .map(|t| *t as u32)
             .collect();
-        let mut text = prompts[row].clone();
+        let mut text = prompt.clone();
         for expected in &expected[..4] {
             let ids: Vec<i64> = text.iter().map(|t| i64::from(*t)).collect();
             let logits = values(model.forward(tokens(&ids, 1)).unwrap());
