@@ -5,7 +5,7 @@ use std::process::ExitCode;
 use anyhow::Result;
 use clap::{Parser, Subcommand};
 
-use crate::{cost, doctor, kernels, oracle, sample, study, train};
+use crate::{cost, doctor, generate, kernels, oracle, sample, study, train};
 
 /// NVFP4 training for Burn models.
 #[derive(Parser)]
@@ -31,8 +31,10 @@ enum Task {
     Cost(Box<cost::CostOfSteps>),
     /// Compare undocumented behaviour of a device with the CPU oracle
     Oracle(oracle::Oracle),
-    /// Generate text with a trained model
+    /// Generate text with a model that `nvfp4 train` has trained
     Sample(sample::Sample),
+    /// Generate text with a model in a Hugging Face folder
+    Generate(Box<generate::Generate>),
     /// List the devices, their element types, and the kernel of each operation
     Doctor(doctor::Doctor),
 }
@@ -46,6 +48,7 @@ impl Command {
             Task::Cost(cost) => cost.run(),
             Task::Oracle(oracle) => oracle.run().map(|()| ExitCode::SUCCESS),
             Task::Sample(sample) => sample.run().map(|()| ExitCode::SUCCESS),
+            Task::Generate(generate) => generate.run().map(|()| ExitCode::SUCCESS),
             Task::Doctor(doctor) => doctor.run().map(|()| ExitCode::SUCCESS),
         }
     }

@@ -5,6 +5,7 @@ mod cost;
 mod device;
 mod dispatch;
 mod doctor;
+mod generate;
 mod kernels;
 mod options;
 mod oracle;
