@@ -40,7 +40,8 @@ pub(super) struct Call<'a> {
 }
 
 impl Attention {
-    /// `[batch, time, d_model]` to the same, in the type of `x`. `layer` is its number in the cache.
+    /// `[batch, time, d_model]` to the same, in the type of `x`. `layer` is its number in the
+    /// cache.
     pub(super) fn forward(
         &self,
         x: Tensor<3>,

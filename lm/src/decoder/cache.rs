@@ -7,8 +7,8 @@ use burn_nvfp4::attention::Sequences;
 use super::Decoder;
 use super::positions::Places;
 
-/// The keys and values of a batch of sequences, for all layers of a model. Sequences have lengths of
-/// their own, and room for `capacity` tokens each.
+/// The keys and values of a batch of sequences, for all layers of a model. Sequences have lengths
+/// of their own, and room for `capacity` tokens each.
 #[derive(Clone, Debug)]
 pub struct KvCache {
     /// For each layer; `None` only while a layer writes.

@@ -1,8 +1,8 @@
 //! A decoder from the tensors of a folder.
 //!
 //! Tensors are converted and sent to the device one weight at a time, from the mapped file: beside
-//! the device's copy, memory holds the largest fused weight (of one layer's experts, where there are
-//! any).
+//! the device's copy, memory holds the largest fused weight (of one layer's experts, where there
+//! are any).
 
 use std::path::Path;
 
@@ -24,8 +24,8 @@ use crate::hf::{DecoderConfig, Dtype, FeedForwardConfig, LayerConfig, StoredTens
 use crate::model::check_dtype;
 
 impl Decoder {
-    /// The model in `folder`, of high-precision tensors, on `device`; parameters and activations get
-    /// type `dtype`.
+    /// The model in `folder`, of high-precision tensors, on `device`; parameters and activations
+    /// get type `dtype`.
     ///
     /// # Errors
     /// When a file is absent or malformed, the configuration is refused, tensors are missing,

@@ -125,8 +125,9 @@ impl Decoder {
         )
     }
 
-    /// As [`features`](Self::features) of tokens that come behind those in `cache`, which takes them
-    /// up: `counts[i]` of row `i`; the rest of the row is padding, whose features have no meaning.
+    /// As [`features`](Self::features) of tokens that come behind those in `cache`, which takes
+    /// them up: `counts[i]` of row `i`; the rest of the row is padding, whose features have no
+    /// meaning.
     ///
     /// # Errors
     /// When rows and cache differ in number, a count is longer than its row, a sequence would get

@@ -12,8 +12,8 @@ use crate::model::cast;
 /// Fewer positions are not worth a table of their own.
 const LEAST: usize = 256;
 
-/// The rotary positions of a model. Tables are made when they are first needed, for at least as many
-/// positions, and kept for all layers and calls.
+/// The rotary positions of a model. Tables are made when they are first needed, for at least as
+/// many positions, and kept for all layers and calls.
 #[derive(Clone, Debug)]
 pub struct Positions {
     rope: Rope,

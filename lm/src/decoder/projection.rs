@@ -66,8 +66,8 @@ impl Projection {
 /// A linear layer for each expert, applied to tokens that are sorted by expert.
 #[derive(Module, Debug)]
 pub enum Experts {
-    /// All weights in high precision, `[experts, d_in, d_out]`; the recipe of the layer says whether
-    /// they are quantized when they are used.
+    /// All weights in high precision, `[experts, d_in, d_out]`; the recipe of the layer says
+    /// whether they are quantized when they are used.
     Grouped(Nvfp4GroupedLinear),
 }
 

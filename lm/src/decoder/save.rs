@@ -30,9 +30,9 @@ const COPIED: &[&str] = &[
 ];
 
 impl Decoder {
-    /// Writes the model to `folder`, which must not exist or be empty, with tensors of type `dtype`:
-    /// all of it or nothing. From `source`, a model folder, come the tokenizer's files, the
-    /// generation's configuration and the fields of `config.json` that say nothing about the
+    /// Writes the model to `folder`, which must not exist or be empty, with tensors of type
+    /// `dtype`: all of it or nothing. From `source`, a model folder, come the tokenizer's files,
+    /// the generation's configuration and the fields of `config.json` that say nothing about the
     /// arithmetic.
     ///
     /// # Errors

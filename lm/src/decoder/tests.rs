@@ -96,8 +96,8 @@ fn matches_transformers(folder: &Path) {
     let error = distance(&found.concat(), &logits);
     assert!(error < 1e-5, "with a cache logits differ by {error}");
 
-    // Greedy. `generate` of transformers took token 0 for padding, which the second row has once: it
-    // was invisible and had no position, as if it were not there.
+    // Greedy. `generate` of transformers took token 0 for padding, which the second row has once:
+    // it was invisible and had no position, as if it were not there.
     let greedy = integers(reference.get("greedy_24_from_first_16").unwrap());
     let prompts: Vec<Vec<u32>> = ids
         .chunks(32)

@@ -1,8 +1,8 @@
 //! A GGUF file of the Llama architecture, turned into a model folder.
 //!
 //! A file has metadata (typed values by key), a list of tensors (name, axes with the contiguous one
-//! first, type, offset), and their data. Nothing is allocated from a number of the file: strings and
-//! arrays are bounded by the bytes that are there. See `docs/gguf.md` of ggml-org/ggml.
+//! first, type, offset), and their data. Nothing is allocated from a number of the file: strings
+//! and arrays are bounded by the bytes that are there. See `docs/gguf.md` of ggml-org/ggml.
 
 mod blocks;
 mod read;
