@@ -16,6 +16,8 @@ mod draws;
 mod errors;
 #[cfg(any(feature = "cpu", feature = "cuda"))]
 mod fusion;
+#[cfg(any(feature = "cpu", feature = "cuda"))]
+mod graph;
 mod grouped;
 mod layers;
 mod linear;
