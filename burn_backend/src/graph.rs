@@ -12,6 +12,9 @@
 //! Replayed steps have the bits of ordinary ones. MS-EDEN draws signs on the host too, which a graph
 //! would repeat: a layer with it refuses to run in such a step.
 //!
+//! Of this module the capture itself has never run on a GPU; tests take its steps kernel by kernel on
+//! CubeCL's CPU runtime. `nvfp4 train` does not use it yet.
+//!
 //! Without [`GraphSteps`], `burn::tensor::capture` around layers with stochastic rounding would draw
 //! the same bits at each replay.
 

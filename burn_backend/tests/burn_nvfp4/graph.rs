@@ -55,10 +55,8 @@ fn steps_have_the_bits_of_ordinary_ones() {
     let (x, upstream) = (matrix(ROWS, D_IN, 1), matrix(ROWS, D_OUT, 2));
     let layer = layer();
     // The same weight, and offsets of its own.
-    let ordinary = Nvfp4Linear {
-        state: self::layer().state,
-        ..layer.clone()
-    };
+    let mut ordinary = layer.clone();
+    ordinary.state = self::layer().state;
     let expected: Vec<_> = (0..8)
         .map(|_| bytes(&gradient(&ordinary, &x, &upstream)))
         .collect();
