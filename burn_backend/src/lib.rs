@@ -70,6 +70,8 @@ pub mod checkpoint;
 pub mod decorate;
 pub mod experts;
 pub mod functions;
+#[cfg(any(feature = "cpu", feature = "cuda"))]
+pub mod graph;
 pub mod loss;
 pub mod nn;
 pub mod ops;

@@ -30,6 +30,8 @@ pub mod cube;
 pub mod embedding;
 #[cfg(feature = "cube")]
 pub mod gemm;
+#[cfg(feature = "cube")]
+pub mod graph;
 #[cfg(feature = "cuda")]
 pub mod kernel_cache;
 #[cfg(feature = "cube")]

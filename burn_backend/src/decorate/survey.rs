@@ -16,8 +16,10 @@ pub(super) struct Found {
     pub path: String,
     pub weight: ParamId,
     pub bias: Option<ParamId>,
-    /// Shape of the weight.
+    /// Shape of the weight, or of each in a stack.
     pub dims: [usize; 2],
+    /// How many weights are stacked, if they are.
+    pub experts: Option<usize>,
 }
 
 /// Finds the linear layers.
@@ -159,10 +161,32 @@ impl ModuleVisitor for Survey<'_> {
                             weight: param.id,
                             bias: None,
                             dims: [shape[0], shape[1]],
+                            experts: None,
                         },
                         is_linear,
                         in_include,
                         in_exclude,
+                    });
+                }
+            }
+            (_, 3) => {
+                let path = self.path.join(".");
+                let is_in = |group: Option<&ParamGroup>| {
+                    group.is_some_and(|group| group.matches(&param.id, Some(&path)))
+                };
+                if is_in(self.include) && self.seen.insert(param.id) {
+                    let shape = param.lazy_shape();
+                    self.candidates.push(Candidate {
+                        in_exclude: is_in(self.exclude),
+                        layer: Found {
+                            path,
+                            weight: param.id,
+                            bias: None,
+                            dims: [shape[1], shape[2]],
+                            experts: Some(shape[0]),
+                        },
+                        is_linear: false,
+                        in_include: true,
                     });
                 }
             }

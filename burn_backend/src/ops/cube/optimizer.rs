@@ -60,6 +60,12 @@ impl OptimizerOps for CubeBackend {
         new_tensor(&sums, launched(made), Shape::new([2]), DType::F32)
     }
 
+    fn nvfp4_set_words(out: IntTensor<Self>, words: [u32; 4]) -> IntTensor<Self> {
+        let out = owned(out);
+        launched(optimizer::set_words(&out.client, &out.handle, words));
+        out
+    }
+
     fn nvfp4_adamw(
         batch: GradientBatch<Self>,
         parameters: AdamWBatch<Self>,
