@@ -5,7 +5,7 @@
 //!   [`Nvfp4Linear`](burn_nvfp4::Nvfp4Linear) layers, and the trait of language models.
 //! - [`encoder`]: a model of Burn's own layers, unmodified, which is decorated.
 //! - [`data`]: text files to a corpus, its split, and batches that depend on seed and step alone.
-//! - [`optim`]: AdamW with global-norm clipping, and the learning-rate schedule.
+//! - [`optim`]: AdamW and Muon with global-norm clipping, and the learning-rate schedule.
 //! - [`train`]: one training run as a state machine: step, evaluate, save, resume.
 //! - [`checkpoint`]: a run on disk.
 //! - [`memory`]: the device memory that a run needs, and the error when there is too little.

@@ -51,7 +51,7 @@ type Parts = BTreeMap<String, Tensor<1>>;
 #[derive(Debug, Clone)]
 pub enum Optimizer {
     /// AdamW for all parameters.
-    AdamW(AdamW),
+    AdamW(Box<AdamW>),
     /// Muon for the matrices of the blocks, AdamW for all others.
     Muon(Box<Muon>),
 }
@@ -76,7 +76,7 @@ impl Optimizer {
     /// When a setting is outside of its range.
     pub fn adamw(weight_decay: f64, grad_clip: f64) -> Result<Self> {
         let config = adamw_config(weight_decay, grad_clip);
-        Ok(Self::AdamW(config.try_init()?))
+        Ok(Self::AdamW(Box::new(config.try_init()?)))
     }
 
     /// Muon that has taken no step, with AdamW's learning rate and decay. Its matrix products are
@@ -100,7 +100,7 @@ impl Optimizer {
     /// An optimizer with the same settings that has taken no step.
     pub(crate) fn fresh(&self) -> Self {
         match self {
-            Self::AdamW(adamw) => Self::AdamW(adamw.config().clone().init()),
+            Self::AdamW(adamw) => Self::AdamW(Box::new(adamw.config().clone().init())),
             Self::Muon(muon) => Self::Muon(Box::new(muon.config().clone().init())),
         }
     }

@@ -49,8 +49,8 @@ fn filled(like: &CubeTensor, shape: Shape, dtype: DType, value: f32) -> CubeTens
 /// Where the tokens of each of `experts` experts begin, and where the last end, `u32[experts + 1]`:
 /// equally many rows of `x` for each. Written to the device once for each size.
 pub(super) fn equal_offsets(x: &CubeTensor, experts: usize) -> CubeTensor {
-    static OFFSETS: OnceLock<Mutex<HashMap<(CubeDevice, usize, usize), CubeTensor>>> =
-        OnceLock::new();
+    type Key = (CubeDevice, usize, usize);
+    static OFFSETS: OnceLock<Mutex<HashMap<Key, CubeTensor>>> = OnceLock::new();
     let tokens = x.meta.shape()[0] / experts;
     let key = (x.device.clone(), experts, tokens);
     let mut offsets = lock(OFFSETS.get_or_init(Mutex::default));

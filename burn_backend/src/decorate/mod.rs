@@ -127,10 +127,10 @@ impl Decorator {
     /// 2 called `weight` of modules other than `burn_nn::Linear`, which use them as
     /// `x.matmul(weight)` with `[d_in, d_out]`.
     ///
-    /// A parameter of rank 3, of any name, is a stack of experts' weights, `[experts, d_in, d_out]`
-    /// with at most 512 experts. It is used as `x.matmul(weight)` with an `x` of `[experts, tokens,
-    /// d_in]`, and its GEMMs are those of [`Nvfp4GroupedLinear`](crate::Nvfp4GroupedLinear) with
-    /// equally many tokens for each expert, bit for bit.
+    /// One of rank 3 is a stack of experts' weights, `[experts, d_in, d_out]` with at most 512
+    /// experts. It is used as `x.matmul(weight)` with an `x` of `[experts, tokens, d_in]`, and its
+    /// GEMMs are those of [`Nvfp4GroupedLinear`](crate::Nvfp4GroupedLinear) with equally many tokens
+    /// for each expert, bit for bit.
     pub fn include(mut self, group: ParamGroup) -> Self {
         self.include = Some(group);
         self
@@ -188,9 +188,7 @@ impl Decorator {
         {
             return Err(Nvfp4Error::value(
                 "include",
-                format!(
-                    "{group:?}, which contains no rank 2 parameter called `weight` and none of rank 3"
-                ),
+                format!("{group:?}, which contains no parameter of rank 2 or 3 called `weight`"),
                 "a group with at least one that is not in a Linear, or in a head or router",
             ));
         }

@@ -147,7 +147,7 @@ impl ModuleVisitor for Survey<'_> {
             .is_some_and(|container| container == "Struct:Linear");
         let owner = owner.join(".");
         match (name.as_str(), D) {
-            ("weight", 2) => {
+            ("weight", 2 | 3) => {
                 let path = self.path.join(".");
                 let is_in = |group: Option<&ParamGroup>| {
                     group.is_some_and(|group| group.matches(&param.id, Some(&path)))
@@ -160,33 +160,12 @@ impl ModuleVisitor for Survey<'_> {
                             path: owner,
                             weight: param.id,
                             bias: None,
-                            dims: [shape[0], shape[1]],
-                            experts: None,
+                            dims: [shape[D - 2], shape[D - 1]],
+                            experts: (D == 3).then(|| shape[0]),
                         },
                         is_linear,
                         in_include,
                         in_exclude,
-                    });
-                }
-            }
-            (_, 3) => {
-                let path = self.path.join(".");
-                let is_in = |group: Option<&ParamGroup>| {
-                    group.is_some_and(|group| group.matches(&param.id, Some(&path)))
-                };
-                if is_in(self.include) && self.seen.insert(param.id) {
-                    let shape = param.lazy_shape();
-                    self.candidates.push(Candidate {
-                        in_exclude: is_in(self.exclude),
-                        layer: Found {
-                            path,
-                            weight: param.id,
-                            bias: None,
-                            dims: [shape[1], shape[2]],
-                            experts: Some(shape[0]),
-                        },
-                        is_linear: false,
-                        in_include: true,
                     });
                 }
             }

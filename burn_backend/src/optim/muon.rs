@@ -63,7 +63,7 @@ impl Default for NewtonSchulz {
 
 impl NewtonSchulz {
     /// `x`, matrices in its last two axes, with singular values near 1 in place of its own: between
-    /// 0.68 and 1.13 by the default, where they were not below a hundredth of the norm. A matrix of
+    /// 0.68 and 1.14 by the default, where they were not below a hundredth of the norm. A matrix of
     /// zeros stays.
     ///
     /// # Panics

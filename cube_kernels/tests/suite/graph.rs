@@ -386,7 +386,8 @@ fn graph_replays_adamw() {
     };
     // What a graph reads and writes must stay alive.
     let step = |[weight, first, second]: &[Handle; 3], schedule: &Handle| -> [Handle; 2] {
-        let (sums, count) = optimizer::square_sums(&client, &[gradient.clone()]).unwrap();
+        let (sums, count) =
+            optimizer::square_sums(&client, std::slice::from_ref(&gradient)).unwrap();
         let factor = optimizer::clip_factor(&client, &sums, count, 1.0).unwrap();
         let update = AdamWUpdate {
             gradient: gradient.clone(),

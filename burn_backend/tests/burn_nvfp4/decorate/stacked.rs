@@ -20,16 +20,21 @@ const TOKENS: usize = 20;
 const D_IN: usize = 32;
 const HIDDEN: usize = 48;
 
-/// Two stacks, as a user has them.
+/// The weights of all experts, as a user has them.
+#[derive(Module, Debug)]
+struct Stack {
+    weight: Param<Tensor<3>>,
+}
+
 #[derive(Module, Debug)]
 struct Mixture {
-    up: Param<Tensor<3>>,
-    down: Param<Tensor<3>>,
+    up: Stack,
+    down: Stack,
 }
 
 impl Mixture {
     fn forward(&self, x: Tensor<3>) -> Tensor<3> {
-        relu(x.matmul(self.up.val())).matmul(self.down.val())
+        relu(x.matmul(self.up.weight.val())).matmul(self.down.weight.val())
     }
 }
 
@@ -56,7 +61,9 @@ fn stacks(device: &Device) -> [Tensor<3>; 2] {
 }
 
 fn mixture(device: &Device) -> Mixture {
-    let [up, down] = stacks(device).map(Param::from_tensor);
+    let [up, down] = stacks(device).map(|stack| Stack {
+        weight: Param::from_tensor(stack),
+    });
     Mixture { up, down }
 }
 
@@ -116,7 +123,7 @@ fn stacks_are_the_grouped_layers() {
             let own = [&decorated.up, &decorated.down];
             let theirs = [&explicit.up, &explicit.down];
             for (own, theirs) in own.into_iter().zip(theirs) {
-                let own = own.base().grad(&g1).unwrap();
+                let own = own.weight.base().grad(&g1).unwrap();
                 let theirs = theirs.weight.val().grad(&g2).unwrap();
                 assert_eq!(bits(own), bits(theirs), "{what}: weight");
             }
@@ -149,7 +156,11 @@ fn an_input_of_all_experts_is_refused() {
     let decorator = Decorator::new(&Nvfp4Recipe::new()).include(all());
     let decorated = decorator.decorate(mixture(&device)).unwrap();
     let x = tensor([1, TOKENS, D_IN], 3, DType::F32, &device);
-    let y: Vec<f32> = x.matmul(decorated.up.val()).into_data().iter().collect();
+    let y: Vec<f32> = x
+        .matmul(decorated.up.weight.val())
+        .into_data()
+        .iter()
+        .collect();
     assert!(y.iter().all(|y| y.is_nan()));
     let error = decorate::report(&decorated).unwrap().check().unwrap_err();
     assert!(error.to_string().contains("layer `up`"), "{error}");
@@ -162,7 +173,7 @@ fn stacks_that_cannot_be_quantized_are_refused() {
     let device = device().autodiff();
     let decorator = Decorator::new(&Nvfp4Recipe::new()).include(all());
     let mut odd = mixture(&device);
-    odd.up = Param::from_tensor(tensor([EXPERTS, 24, HIDDEN], 1, DType::F32, &device));
+    odd.up.weight = Param::from_tensor(tensor([EXPERTS, 24, HIDDEN], 1, DType::F32, &device));
     let error = decorator.decorate(odd).unwrap_err();
     assert!(error.to_string().contains("`up`"), "{error}");
     let without = Decorator::new(&Nvfp4Recipe::new());
