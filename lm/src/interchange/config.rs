@@ -173,7 +173,7 @@ fn expect(args: &Value, key: &str, expected: &Value) -> Result<()> {
 }
 
 fn read_hf_quant_config(file: &Value) -> Result<QuantConfig> {
-    let read = || {
+    let read = || -> Result<QuantConfig> {
         let quantization = file
             .get("quantization")
             .context("quantization is missing")?;

@@ -248,7 +248,7 @@ impl<'a> Inputs<'a> {
     /// What is known of the input of `module`, if a token came to it.
     fn of(&self, module: &str) -> Option<&'a InputStats> {
         let stats = self.calibration.get(module)?;
-        (stats.tokens() > 0).then_some(stats)
+        (stats.tokens() > 0).then_some(stats.as_ref())
     }
 
     /// The static global scale of the input of `group`, of whose members one scale is written:
