@@ -314,8 +314,9 @@ mod tests {
             assert!(ulps <= 1, "{value:e} moved by {ulps}");
             moved += ulps;
         }
-        // The note of the interchange formats: 15.0 % of values do not survive two reciprocals.
-        assert!((2800..3200).contains(&moved), "{moved}");
+        // Reciprocals of mantissas x from √2 on hit 2 / x² of the floats: of evenly spread mantissas
+        // the integral of 1 - 2 / x² from √2 to 2 is not hit, 17.2 %.
+        assert!((3300..3560).contains(&moved), "{moved}");
     }
 
     #[test]

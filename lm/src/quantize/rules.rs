@@ -5,7 +5,7 @@
 //!
 //! | | ModelOpt | compressed-tensors | TransformerEngine |
 //! |---|---|---|---|
-//! | global scale | f = amax / 2688 | g = 2688 / amax | amax |
+//! | global scale | f = amax / 2688 | g = (1 / amax) 2688 | amax |
 //! | scale byte | e4m3(a / (6 f)), at least 2⁻⁹ | e4m3(g (a / 6)) | e4m3(a (S fl(1/6))) |
 //! | zero block | 1.0 | 0.125, also where the byte underflows | 0 |
 //! | element | x / (s f) | x / (s / g) | x fl(1 / (s D)) |
@@ -33,7 +33,7 @@ pub enum Rule {
     ModelOpt,
     /// `calculate_qparams` and `NVFP4PackedCompressor` of compressed-tensors, from a model in f32.
     CompressedTensors,
-    /// The same from a model in bf16, where `a / 6` and `2688 / amax` are rounded to bf16: 0.4 to
+    /// The same from a model in bf16, where `a / 6` and both steps of `g` are rounded to bf16: 0.4 to
     /// 0.6 % of the codes differ from those of the other rules.
     CompressedTensorsBf16,
     /// TransformerEngine, and this project's kernels.
@@ -60,9 +60,11 @@ impl Rule {
         }
         match self {
             Self::ModelOpt => GlobalScale::Multiply(amax / RANGE),
-            Self::CompressedTensors => GlobalScale::Divide(RANGE / amax),
+            // PyTorch divides a number by a tensor as reciprocal and product: two roundings.
+            Self::CompressedTensors => GlobalScale::Divide(1.0 / amax * RANGE),
             Self::CompressedTensorsBf16 => {
-                GlobalScale::Divide(bf16::from_f32(RANGE / amax).to_f32())
+                let round = |value: f32| bf16::from_f32(value).to_f32();
+                GlobalScale::Divide(round(round(1.0 / amax) * RANGE))
             }
             Self::TransformerEngine => GlobalScale::Amax(amax),
         }
