@@ -15,7 +15,7 @@
 //! - [`config`]: the JSON of both dialects.
 //! - [`modelopt`], [`compressed_tensors`]: names, types and shapes of tensors.
 //! - [`checkpoint`]: a folder's tensors as modules, with everything that its readers would choke on.
-//! - [`convert`]: a folder to another folder.
+//! - [`mod@convert`]: a folder to another folder.
 //!
 //! Codes and block scales are never changed. The global scale is kept as the bits of the file: a
 //! folder that is written in its own dialect has the same tensors, byte for byte. From multiply to

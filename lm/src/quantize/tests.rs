@@ -147,7 +147,7 @@ impl Layer {
         let mut x = noise(tokens * k, 2);
         for row in x.chunks_mut(k) {
             for j in 1..k {
-                row[j] = 0.7 * row[j - 1] + row[j];
+                row[j] += 0.7 * row[j - 1];
             }
             for (j, x) in row.iter_mut().enumerate() {
                 *x *= 0.1 + (j % 11) as f32;
