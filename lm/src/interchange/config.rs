@@ -25,7 +25,7 @@ pub struct QuantConfig {
 }
 
 impl QuantConfig {
-    /// What `config` (config.json) and `hf_quant_config` (hf_quant_config.json, if it is there) say;
+    /// What `config` (config.json) and `hf_quant_config` (hf_quant_config.json, if there) say;
     /// `None` where neither speaks of quantization.
     ///
     /// # Errors
@@ -44,8 +44,8 @@ impl QuantConfig {
                 && set(inline) == set(file);
             ensure!(
                 same,
-                "config.json says {inline:?}, but hf_quant_config.json {file:?}: vLLM reads the one, \
-                 TensorRT-LLM the other"
+                "config.json says {inline:?}, but hf_quant_config.json {file:?}: vLLM reads the \
+                 one, TensorRT-LLM the other"
             );
         }
         Ok(file.or(inline))
@@ -203,8 +203,8 @@ fn read_quant_algo(name: &str) -> Result<Scheme> {
         "NVFP4" => Ok(Scheme::W4a4),
         "W4A16_NVFP4" => Ok(Scheme::W4a16),
         "NVFP4_AWQ" => bail!(
-            "quant_algo is NVFP4_AWQ, whose layers divide their input by a pre_quant_scale: this is \
-             not supported, only NVFP4 and W4A16_NVFP4"
+            "quant_algo is NVFP4_AWQ, whose layers divide their input by a pre_quant_scale: this \
+             is not supported, only NVFP4 and W4A16_NVFP4"
         ),
         other => bail!("quant_algo is {other:?}, but it may be NVFP4 or W4A16_NVFP4"),
     }

@@ -70,7 +70,7 @@ fn fnmatch(pattern: &str) -> String {
         match c {
             '*' => regex.push_str(".*"),
             '?' => regex.push('.'),
-            // A bracket that nothing closes is itself; one closes only after at least one character.
+            // A bracket that nothing closes is itself; one closes after at least one character.
             '[' => match rest.char_indices().skip(1).find(|&(_, c)| c == ']') {
                 Some((end, _)) => {
                     let (set, after) = (&rest[..end], &rest[end + 1..]);

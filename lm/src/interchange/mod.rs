@@ -6,15 +6,15 @@
 //! |---|---|---|
 //! | codes | `weight` U8 `[n, k/2]` | `weight_packed` |
 //! | block scales | `weight_scale` F8_E4M3 `[n, k/16]` | the same |
-//! | global scale | `weight_scale_2` F32 `[]`, multiplies | `weight_global_scale` F32 `[1]`, divides |
-//! | input scale | `input_scale` F32 `[]`, multiplies | `input_global_scale` F32 `[1]`, divides |
+//! | global scale | `weight_scale_2` F32 `[]`, multiplies | `weight_global_scale` `[1]`, divides |
+//! | input scale | `input_scale` F32 `[]`, multiplies | `input_global_scale` `[1]`, divides |
 //!
-//! - [`packed`]: one weight, its global scale with its meaning, dequantization in each tool's order.
+//! - [`packed`]: one weight, its global scale with its meaning, and dequantization.
 //! - [`names`]: fused groups, experts and routers by the names of modules.
 //! - [`exclude`]: which modules a file says are not quantized.
 //! - [`config`]: the JSON of both dialects.
 //! - [`modelopt`], [`compressed_tensors`]: names, types and shapes of tensors.
-//! - [`checkpoint`]: a folder's tensors as modules, with everything that its readers would choke on.
+//! - [`checkpoint`]: a folder's tensors as modules, with all that readers would choke on.
 //! - [`mod@convert`]: a folder to another folder.
 //!
 //! Codes and block scales are never changed. The global scale is kept as the bits of the file: a

@@ -53,7 +53,8 @@ impl GlobalScale {
         );
         ensure!(
             factor.is_finite() && factor > 0.0,
-            "the global scale {value:e} dequantizes by {factor:e}, which must be positive and finite"
+            "the global scale {value:e} dequantizes by {factor:e}, which must be positive and \
+             finite"
         );
         Ok(())
     }
@@ -121,8 +122,8 @@ pub struct PackedWeight {
 impl PackedWeight {
     /// A weight of `n` output and `k` input features.
     ///
-    /// `codes` are `[n, k / 2]` with the even element in the low nibble, `scales` `[n, k / 16]` E4M3
-    /// bytes; both row-major, not swizzled. `input_global` is the static global scale of the input,
+    /// `codes` are `[n, k / 2]` with the even element in the low nibble, `scales` `[n, k / 16]`
+    /// E4M3 bytes; both row-major, not swizzled. `input_global` is the static global scale of the input,
     /// where activations are quantized too.
     ///
     /// # Errors
@@ -314,8 +315,8 @@ mod tests {
             assert!(ulps <= 1, "{value:e} moved by {ulps}");
             moved += ulps;
         }
-        // Reciprocals of mantissas x from √2 on hit 2 / x² of the floats: of evenly spread mantissas
-        // the integral of 1 - 2 / x² from √2 to 2 is not hit, 17.2 %.
+        // Reciprocals of mantissas x from √2 on hit 2 / x² of the floats: of evenly spread
+        // mantissas the integral of 1 - 2 / x² from √2 to 2 is not hit, 17.2 %.
         assert!((3300..3560).contains(&moved), "{moved}");
     }
 

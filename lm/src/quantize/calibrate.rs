@@ -11,8 +11,8 @@ use crate::interchange::names::fused_group;
 
 /// Collects the statistics of every linear layer's input.
 ///
-/// Layers that read the same input (q/k/v, gate/up) are counted once: a model reports its input under
-/// the name of any one of them.
+/// Layers that read the same input (q/k/v, gate/up) are counted once: a model reports its input
+/// under the name of any one of them.
 #[derive(Debug, Clone)]
 pub struct Collector {
     products: bool,
@@ -20,8 +20,8 @@ pub struct Collector {
 }
 
 impl Collector {
-    /// Of no inputs yet. `products` keeps the second moments E[x xᵀ] that GPTQ needs: 8 k² bytes for
-    /// each input of k features.
+    /// Of no inputs yet. `products` keeps the second moments E[x xᵀ] that GPTQ needs: 8 k² bytes
+    /// for each input of k features.
     pub fn new(products: bool) -> Self {
         let inputs = BTreeMap::new();
         Self { products, inputs }

@@ -72,8 +72,8 @@ pub struct Quantized {
 }
 
 /// Quantize the model in the folder `model` to the folder `out`, with what `calibration` knows of
-/// its inputs. `progress` is told of every layer, of how many. Memory holds one group of layers at a
-/// time.
+/// its inputs. `progress` is told of every layer, of how many. Memory holds one group of layers
+/// at a time.
 ///
 /// # Errors
 /// When a file cannot be read, `out` is not empty, nothing is left to quantize, activations are to
@@ -91,13 +91,13 @@ pub fn quantize_folder(
     let plan = Plan::new(&tensors, &options.exclude)?;
     ensure!(
         options.scheme == Scheme::W4a16 || options.input_scale.is_some() || !calibration.is_empty(),
-        "scheme is w4a4, which needs the largest magnitude of every layer's input: calibrate on text, \
-         or give an input scale"
+        "scheme is w4a4, which needs the largest magnitude of every layer's input: calibrate on \
+         text, or give an input scale"
     );
     ensure!(
         options.method != Method::Gptq || !calibration.is_empty(),
-        "method is gptq, which needs the second moments of every layer's input: calibrate on text, \
-         or choose rtn, 4over6 or search"
+        "method is gptq, which needs the second moments of every layer's input: calibrate on \
+         text, or choose rtn, 4over6 or search"
     );
     create_empty(out)?;
     let mut writer = TensorWriter::create(out, TensorWriter::SHARD_BYTES)?;

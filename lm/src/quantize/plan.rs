@@ -48,8 +48,8 @@ pub struct Plan {
 }
 
 impl Plan {
-    /// Decide for the tensors of a model. `exclude` are regular expressions, of which one must match
-    /// anywhere in the name of a module that is to stay as it is.
+    /// Decide for the tensors of a model. `exclude` are regular expressions, of which one must
+    /// match anywhere in the name of a module that is to stay as it is.
     ///
     /// A projection that readers fuse with an excluded one (q/k/v, gate/up) is excluded too.
     ///
@@ -81,8 +81,8 @@ impl Plan {
             ensure!(
                 tensor.shape.len() == 2
                     && matches!(tensor.dtype, Dtype::F32 | Dtype::BF16 | Dtype::F16),
-                "{tensor} is {:?}{:?}, but the weight of a linear layer is a matrix of F32, BF16 or \
-                 F16",
+                "{tensor} is {:?}{:?}, but the weight of a linear layer is a matrix of F32, BF16 \
+                 or F16",
                 tensor.dtype,
                 tensor.shape
             );

@@ -1,7 +1,7 @@
 //! The quantization rules of the tools, in their own order of operations.
 //!
-//! All are `f32`, one rounding each, `f` being the global scale (ModelOpt's `weight_scale_2`) or `g`
-//! its divisor (compressed-tensors' `weight_global_scale`), and `a` the amax of a block:
+//! All are `f32`, one rounding each, `f` being the global scale (ModelOpt's `weight_scale_2`) or
+//! `g` its divisor (compressed-tensors' `weight_global_scale`), and `a` the amax of a block:
 //!
 //! | | ModelOpt | compressed-tensors | TransformerEngine |
 //! |---|---|---|---|
@@ -33,8 +33,8 @@ pub enum Rule {
     ModelOpt,
     /// `calculate_qparams` and `NVFP4PackedCompressor` of compressed-tensors, from a model in f32.
     CompressedTensors,
-    /// The same from a model in bf16, where `a / 6` and both steps of `g` are rounded to bf16: 0.4 to
-    /// 0.6 % of the codes differ from those of the other rules.
+    /// The same from a model in bf16, where `a / 6` and both steps of `g` are rounded to bf16: 0.4
+    /// to 0.6 % of the codes differ from those of the other rules.
     CompressedTensorsBf16,
     /// TransformerEngine, and this project's kernels.
     TransformerEngine,
