@@ -1,8 +1,8 @@
 //! Names, types and shapes of compressed-tensors' `nvfp4-pack-quantized` checkpoints (0.19, 0.20).
 //!
 //! Scales divide: `weight_global_scale` and `input_global_scale` are about 2688 / amax, F32 of
-//! shape `[1]`. The FP8 cache has `self_attn.k_scale` and `self_attn.v_scale`, amax / 448, in the type of
-//! the model.
+//! shape `[1]`. The FP8 cache has `self_attn.k_scale` and `self_attn.v_scale`, amax / 448, in the
+//! type of the model.
 
 use anyhow::Result;
 

@@ -123,8 +123,8 @@ impl PackedWeight {
     /// A weight of `n` output and `k` input features.
     ///
     /// `codes` are `[n, k / 2]` with the even element in the low nibble, `scales` `[n, k / 16]`
-    /// E4M3 bytes; both row-major, not swizzled. `input_global` is the static global scale of the input,
-    /// where activations are quantized too.
+    /// E4M3 bytes; both row-major, not swizzled. `input_global` is the static global scale of the
+    /// input, where activations are quantized too.
     ///
     /// # Errors
     /// When `k` is no multiple of 16, a length does not fit the shape, a scale byte is NaN or
