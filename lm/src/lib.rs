@@ -3,8 +3,6 @@
 //! - [`config`]: what to train; presets, and the checks on their values.
 //! - [`model`]: a decoder-only transformer over bytes whose block projections are
 //!   [`Nvfp4Linear`](burn_nvfp4::Nvfp4Linear) layers, and the trait of language models.
-//! - [`hf`]: the files of a Hugging Face model.
-//! - [`interchange`]: NVFP4 checkpoints of other tools: read, checked, converted, written.
 //! - [`encoder`]: a model of Burn's own layers, unmodified, which is decorated.
 //! - [`data`]: text files to a corpus, its split, and batches that depend on seed and step alone.
 //! - [`optim`]: AdamW with global-norm clipping, and the learning-rate schedule.
@@ -13,6 +11,9 @@
 //! - [`memory`]: the device memory that a run needs, and the error when there is too little.
 //! - [`metrics`]: losses and speed over the steps of a run.
 //! - [`sample`]: text from a trained model.
+//! - [`hf`]: folders of Hugging Face models.
+//! - [`decoder`]: Llama, Mistral, Qwen3 and Mixtral from such folders.
+//! - [`interchange`]: NVFP4 checkpoints of other tools: read, checked, converted, written.
 //! - [`quantize`]: post-training quantization of a model folder.
 //! - [`cost`]: time, memory and kernels of a training step.
 //!
@@ -24,6 +25,7 @@ pub mod checkpoint;
 pub mod config;
 pub mod cost;
 pub mod data;
+pub mod decoder;
 pub mod encoder;
 pub mod hf;
 pub mod interchange;

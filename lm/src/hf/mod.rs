@@ -5,12 +5,15 @@
 //! - [`config`]: `config.json` of transformers 4 and 5, and [`rope`], its rotary positions.
 //! - [`generation`]: `generation_config.json`.
 //! - [`tokenizer`]: `tokenizer.json`.
+//! - [`gguf`]: a GGUF file, turned into such a folder.
 
 pub mod config;
 mod config_json;
 mod fields;
 pub mod generation;
+pub mod gguf;
 mod header;
+mod new_folder;
 pub mod rope;
 pub mod tensors;
 pub mod tokenizer;
@@ -18,6 +21,7 @@ pub mod writer;
 
 pub use config::{DecoderConfig, Family, FeedForwardConfig, LayerConfig};
 pub use generation::GenerationConfig;
+pub use new_folder::NewFolder;
 pub use rope::{Rope, RopeScaling};
 pub use safetensors::Dtype;
 pub use tensors::{StoredTensor, TensorFolder};
