@@ -11,6 +11,10 @@
 //! - [`memory`]: the device memory that a run needs, and the error when there is too little.
 //! - [`metrics`]: losses and speed over the steps of a run.
 //! - [`sample`]: text from a trained model.
+//! - [`hf`]: folders of Hugging Face models.
+//! - [`decoder`]: Llama, Mistral, Qwen3 and Mixtral from such folders.
+//! - [`interchange`]: NVFP4 checkpoints of other tools: read, checked, converted, written.
+//! - [`quantize`]: post-training quantization of a model folder.
 //! - [`cost`]: time, memory and kernels of a training step.
 //!
 //! On one device and with one number of threads, a run is a function of its configuration and its
@@ -21,11 +25,15 @@ pub mod checkpoint;
 pub mod config;
 pub mod cost;
 pub mod data;
+pub mod decoder;
 pub mod encoder;
+pub mod hf;
+pub mod interchange;
 pub mod memory;
 pub mod metrics;
 pub mod model;
 pub mod optim;
+pub mod quantize;
 pub mod sample;
 pub mod train;
 

@@ -1,0 +1,93 @@
+//! The second half of a layer: SwiGLU, or a mixture of SwiGLU experts.
+
+use anyhow::Result;
+use burn::module::{Module, Param};
+use burn::tensor::activation::softmax;
+use burn::tensor::{FloatDType, Int, Tensor};
+use burn_nvfp4::functions::try_swiglu;
+use burn_nvfp4::nn::Routing;
+
+use super::projection::{Experts, Projection};
+use crate::model::cast;
+
+/// The feed-forward of a layer.
+#[derive(Module, Debug)]
+#[allow(clippy::large_enum_variant, reason = "a model has few of them")]
+pub enum FeedForward {
+    /// One for all tokens.
+    Dense(SwiGlu),
+    /// A few experts for each token.
+    Moe(Moe),
+}
+
+/// `down(silu(gate(x)) * up(x))`.
+#[derive(Module, Debug)]
+pub struct SwiGlu {
+    /// Gate and up concatenated.
+    pub gate_up: Projection,
+    /// Back to the width of the stream.
+    pub down: Projection,
+}
+
+/// A mixture of experts.
+///
+/// The router's probabilities are a softmax over all experts, in `f32`; the weights of the `top_k`
+/// experts of a token are their probabilities, divided by their sum where `normalize` says so.
+#[derive(Module, Debug)]
+pub struct Moe {
+    /// The router, `[d_model, experts]`.
+    pub router: Param<Tensor<2>>,
+    /// Gate and up of each expert, concatenated.
+    pub gate_up: Experts,
+    /// Back to the width of the stream.
+    pub down: Experts,
+    #[module(skip)]
+    pub(super) top_k: usize,
+    #[module(skip)]
+    pub(super) normalize: bool,
+}
+
+impl FeedForward {
+    /// `[rows, d_model]` to the same, in the type of `x`.
+    pub(super) fn forward(&self, x: Tensor<2>) -> Result<Tensor<2>> {
+        match self {
+            Self::Dense(layer) => {
+                let hidden = try_swiglu(layer.gate_up.forward(x)?)?;
+                layer.down.forward(hidden)
+            }
+            Self::Moe(layer) => layer.forward(x),
+        }
+    }
+}
+
+impl Moe {
+    fn forward(&self, x: Tensor<2>) -> Result<Tensor<2>> {
+        let [_, experts] = self.router.dims();
+        let router = cast(self.router.val(), FloatDType::F32);
+        let logits = cast(x.clone(), FloatDType::F32).matmul(router);
+        let probabilities = softmax(logits, 1);
+        let chosen = most_probable(probabilities.clone(), self.top_k);
+        let mut weights = probabilities.gather(1, chosen.clone());
+        if self.normalize {
+            weights = weights.clone() / weights.sum_dim(1);
+        }
+        let routing = Routing::try_new(chosen, experts)?;
+        let hidden = self
+            .gate_up
+            .forward(routing.dispatch(x), routing.experts())?;
+        let results = self.down.forward(try_swiglu(hidden)?, routing.experts())?;
+        Ok(routing.combine(results, weights))
+    }
+}
+
+/// The `count` experts of each token with the largest probabilities (`[tokens, experts]`):
+/// `[tokens, count]`. Burn's kernel leaves out at least one expert, so all of them come in their
+/// own order.
+fn most_probable(probabilities: Tensor<2>, count: usize) -> Tensor<2, Int> {
+    let [tokens, experts] = probabilities.dims();
+    if count == experts {
+        let all = Tensor::<1, Int>::arange(0..experts as i64, &probabilities.device());
+        return all.reshape([1, experts]).expand([tokens, experts]);
+    }
+    probabilities.detach().argtopk(count, 1)
+}

@@ -1,0 +1,336 @@
+//! Texts that go on with prompts.
+
+use anyhow::{Result, ensure};
+use burn::tensor::{Int, Tensor, TensorData};
+
+use super::sampling::{Sampler, SamplingConfig};
+use super::{Decoder, KvCache};
+use crate::hf::Tokenizer;
+
+/// How texts are generated.
+#[derive(Clone, Debug)]
+pub struct Generation {
+    /// Tokens of each text at most, its prompt not counted.
+    pub most: usize,
+    /// Tokens that end a text; they are not part of it.
+    pub eos: Vec<u32>,
+    /// How tokens are chosen.
+    pub sampling: SamplingConfig,
+    /// Tokens of a prompt that are computed at a time.
+    pub chunk: usize,
+}
+
+impl Generation {
+    /// The most probable tokens, up to `most`, whatever they are.
+    pub fn greedy(most: usize) -> Self {
+        Self {
+            most,
+            eos: Vec::new(),
+            sampling: SamplingConfig::default(),
+            chunk: 512,
+        }
+    }
+
+    /// The same with `chunk` tokens of a prompt at a time.
+    pub fn with_chunk(self, chunk: usize) -> Self {
+        Self { chunk, ..self }
+    }
+}
+
+impl Decoder {
+    /// Goes on with each of `prompts`, all at once, and gives what was added to each. `emit` gets
+    /// the number of a text and its next token as soon as it is known, and says whether the text
+    /// goes on.
+    ///
+    /// # Errors
+    /// When there is no prompt, one is empty or has a token that is not in the vocabulary, the
+    /// sampling is out of range, the model's logits are not numbers, or `emit` fails.
+    pub fn generate(
+        &self,
+        prompts: &[Vec<u32>],
+        generation: &Generation,
+        mut emit: impl FnMut(usize, u32) -> Result<bool>,
+    ) -> Result<Vec<Vec<u32>>> {
+        self.check_prompts(prompts)?;
+        ensure!(generation.chunk > 0, "`chunk` is 0, but must be positive");
+        let longest = prompts.iter().map(Vec::len).max().unwrap_or(0);
+        let mut cache = KvCache::new(self, prompts.len(), longest + generation.most)?;
+        let samplers = prompts.iter().enumerate();
+        let samplers = samplers.map(|(i, p)| Sampler::new(&generation.sampling, i as u64, p));
+        let mut samplers = samplers.collect::<Result<Vec<Sampler>>>()?;
+        let mut texts = vec![Vec::new(); prompts.len()];
+        if generation.most == 0 {
+            return Ok(texts);
+        }
+        let mut logits = self.prefill(prompts, generation.chunk, &mut cache)?;
+        let mut goes_on = vec![true; prompts.len()];
+        loop {
+            let mut next = vec![0; prompts.len()];
+            for (index, logits) in logits.iter().enumerate().filter(|(_, l)| !l.is_empty()) {
+                let token = samplers[index].next(logits)?;
+                if generation.eos.contains(&token) {
+                    goes_on[index] = false;
+                    continue;
+                }
+                next[index] = token;
+                texts[index].push(token);
+                goes_on[index] = emit(index, token)? && texts[index].len() < generation.most;
+            }
+            if !goes_on.contains(&true) {
+                return Ok(texts);
+            }
+            logits = self.step(&next, &goes_on, &mut cache)?;
+        }
+    }
+
+    fn check_prompts(&self, prompts: &[Vec<u32>]) -> Result<()> {
+        ensure!(
+            !prompts.is_empty(),
+            "`prompts` is empty, but must have at least one"
+        );
+        let vocab = self.config().vocab;
+        for (index, prompt) in prompts.iter().enumerate() {
+            ensure!(
+                !prompt.is_empty(),
+                "prompt {index} has no tokens, but must have at least one"
+            );
+            if let Some(token) = prompt.iter().find(|token| **token as usize >= vocab) {
+                anyhow::bail!(
+                    "prompt {index} has token {token}, but the model's vocabulary has {vocab}"
+                );
+            }
+        }
+        Ok(())
+    }
+
+    /// Puts the prompts into the cache, at most `chunk` tokens of each at a time: the logits behind
+    /// the last token of each.
+    fn prefill(
+        &self,
+        prompts: &[Vec<u32>],
+        chunk: usize,
+        cache: &mut KvCache,
+    ) -> Result<Vec<Vec<f32>>> {
+        let longest = prompts.iter().map(Vec::len).max().unwrap_or(0);
+        let mut logits = vec![Vec::new(); prompts.len()];
+        for first in (0..longest).step_by(chunk) {
+            let time = chunk.min(longest - first);
+            let rows = prompts.iter().map(|prompt| {
+                let row = &prompt[first.min(prompt.len())..(first + time).min(prompt.len())];
+                (row, first < prompt.len() && prompt.len() <= first + time)
+            });
+            let rows: Vec<(&[u32], bool)> = rows.collect();
+            let counts: Vec<usize> = rows.iter().map(|(row, _)| row.len()).collect();
+            let padded = rows.iter().flat_map(|(row, _)| {
+                let padding = std::iter::repeat_n(0, time - row.len());
+                row.iter().map(|token| *token as i32).chain(padding)
+            });
+            let tokens = self.tokens(padded.collect(), rows.len());
+            let features = self.features_cached(tokens, &counts, cache)?;
+            for (index, (row, is_last)) in rows.iter().enumerate() {
+                if *is_last {
+                    let last = features
+                        .clone()
+                        .narrow(0, index, 1)
+                        .narrow(1, row.len() - 1, 1);
+                    logits[index] = host(self.logits(last))?;
+                }
+            }
+        }
+        Ok(logits)
+    }
+
+    /// One more token of each text that goes on: the logits behind it, none of the others.
+    fn step(&self, tokens: &[u32], goes_on: &[bool], cache: &mut KvCache) -> Result<Vec<Vec<f32>>> {
+        let counts: Vec<usize> = goes_on
+            .iter()
+            .map(|goes_on| usize::from(*goes_on))
+            .collect();
+        let tokens = tokens.iter().map(|token| *token as i32).collect();
+        let tokens = self.tokens(tokens, counts.len());
+        let logits = host(self.forward_cached(tokens, &counts, cache)?)?;
+        let rows = logits.chunks(self.config().vocab).zip(goes_on);
+        Ok(rows
+            .map(|(row, goes_on)| if *goes_on { row.to_vec() } else { Vec::new() })
+            .collect())
+    }
+
+    fn tokens(&self, tokens: Vec<i32>, batch: usize) -> Tensor<2, Int> {
+        let time = tokens.len() / batch;
+        Tensor::from_data(TensorData::new(tokens, [batch, time]), &self.device())
+    }
+}
+
+fn host<const D: usize>(logits: Tensor<D>) -> Result<Vec<f32>> {
+    let logits = logits.into_data().try_to_vec::<f32>();
+    logits.map_err(|error| anyhow::anyhow!("the logits cannot be read: {error:?}"))
+}
+
+/// The text of tokens that come one by one: each piece as soon as no later token can change it, and
+/// nothing from the first of `stops` on.
+pub struct TextStream<'a> {
+    tokenizer: &'a Tokenizer,
+    stops: Vec<String>,
+    /// All tokens, and the first of those that are decoded again with the next one.
+    tokens: Vec<u32>,
+    first: usize,
+    /// Text of the tokens from `first` on that was given out or is held back.
+    decoded: usize,
+    held: String,
+    is_stopped: bool,
+}
+
+impl<'a> TextStream<'a> {
+    /// An empty text, which ends before any of `stops`.
+    ///
+    /// # Errors
+    /// When one of `stops` is empty.
+    pub fn new(tokenizer: &'a Tokenizer, stops: &[String]) -> Result<Self> {
+        ensure!(
+            stops.iter().all(|stop| !stop.is_empty()),
+            "a stop string is empty, but must have at least one character"
+        );
+        Ok(Self {
+            tokenizer,
+            stops: stops.to_vec(),
+            tokens: Vec::new(),
+            first: 0,
+            decoded: 0,
+            held: String::new(),
+            is_stopped: false,
+        })
+    }
+
+    /// Whether a stop string was found.
+    pub fn is_stopped(&self) -> bool {
+        self.is_stopped
+    }
+
+    /// Takes the next token, and gives the text that is certain now; often there is none.
+    ///
+    /// # Errors
+    /// When the tokenizer cannot decode.
+    pub fn push(&mut self, token: u32) -> Result<String> {
+        if self.is_stopped {
+            return Ok(String::new());
+        }
+        self.tokens.push(token);
+        let text = self.tokenizer.decode(&self.tokens[self.first..], false)?;
+        // Bytes that are no character yet.
+        if text.ends_with('\u{FFFD}') {
+            return Ok(String::new());
+        }
+        let new = text.get(self.decoded..).unwrap_or_default().to_owned();
+        // The decoder needs the tokens before, as it may treat the first one of a text differently.
+        self.first = self.tokens.len().saturating_sub(4).max(self.first);
+        self.decoded = self
+            .tokenizer
+            .decode(&self.tokens[self.first..], false)?
+            .len();
+        Ok(self.release(&new, false))
+    }
+
+    /// The text that was held back.
+    ///
+    /// # Errors
+    /// When the tokenizer cannot decode.
+    pub fn finish(mut self) -> Result<String> {
+        if self.is_stopped {
+            return Ok(String::new());
+        }
+        let text = self.tokenizer.decode(&self.tokens[self.first..], false)?;
+        let new = text.get(self.decoded..).unwrap_or_default().to_owned();
+        Ok(self.release(&new, true))
+    }
+
+    /// What of the held text and `new` can be given out: all before a stop string, and not what may
+    /// be the start of one, unless it is the end.
+    fn release(&mut self, new: &str, is_end: bool) -> String {
+        self.held.push_str(new);
+        let found = self
+            .stops
+            .iter()
+            .filter_map(|stop| self.held.find(stop.as_str()))
+            .min();
+        if let Some(end) = found {
+            self.is_stopped = true;
+            self.held.truncate(end);
+            return std::mem::take(&mut self.held);
+        }
+        let starts = |at: &usize| {
+            self.stops
+                .iter()
+                .any(|stop| stop.starts_with(&self.held[*at..]))
+        };
+        let mut places = self.held.char_indices().map(|(at, _)| at);
+        let certain = if is_end { None } else { places.find(starts) };
+        let rest = self.held.split_off(certain.unwrap_or(self.held.len()));
+        std::mem::replace(&mut self.held, rest)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::hf::golden::golden;
+
+    /// The text of `pieces`, one a token of bytes.
+    fn streamed(tokenizer: &Tokenizer, text: &str, stops: &[&str]) -> (Vec<String>, bool) {
+        let stops: Vec<String> = stops.iter().map(|stop| (*stop).to_owned()).collect();
+        let mut stream = TextStream::new(tokenizer, &stops).unwrap();
+        let mut pieces = Vec::new();
+        for token in tokenizer.encode(text, false).unwrap() {
+            pieces.push(stream.push(token).unwrap());
+            if stream.is_stopped() {
+                break;
+            }
+        }
+        let is_stopped = stream.is_stopped();
+        pieces.push(stream.finish().unwrap());
+        (pieces, is_stopped)
+    }
+
+    #[test]
+    fn streamed_text_is_the_whole_text() {
+        let folder = golden!("llama3-tiny");
+        let tokenizer = Tokenizer::read(&folder, 288, &[]).unwrap();
+        for text in [
+            "Hello, world!",
+            "na\u{ef}ve \u{6771}\u{4eac} \u{1f642}\n\n\tx",
+            "  a  b",
+            "",
+        ] {
+            let (pieces, is_stopped) = streamed(&tokenizer, text, &[]);
+            assert_eq!(pieces.concat(), text);
+            assert!(!is_stopped);
+            assert!(
+                pieces.iter().all(|piece| !piece.contains('\u{FFFD}')),
+                "{pieces:?}"
+            );
+        }
+        // Given out as it comes.
+        let (pieces, _) = streamed(&tokenizer, "The quick brown fox", &[]);
+        assert!(
+            pieces.iter().filter(|piece| !piece.is_empty()).count() > 8,
+            "{pieces:?}"
+        );
+    }
+
+    #[test]
+    fn stop_strings_end_the_text() {
+        let folder = golden!("llama3-tiny");
+        let tokenizer = Tokenizer::read(&folder, 288, &[]).unwrap();
+        for (stops, expected, expected_stop) in [
+            (&["brown"][..], "The quick ", true),
+            (&["fox", "quick"], "The ", true),
+            (&["x", "brown cat"], "The quick brown fo", true),
+            (&["fox jumps"], "The quick brown fox", false),
+            (&["The"], "", true),
+        ] {
+            let (pieces, is_stopped) = streamed(&tokenizer, "The quick brown fox", stops);
+            assert_eq!(pieces.concat(), expected, "{stops:?}");
+            assert_eq!(is_stopped, expected_stop, "{stops:?}");
+        }
+        assert!(TextStream::new(&tokenizer, &[String::new()]).is_err());
+    }
+}

@@ -1,0 +1,212 @@
+//! Decoders of Hugging Face's Llama, Mistral, Qwen3, Qwen3-MoE and Mixtral, as Burn modules.
+//!
+//! - [`Decoder`]: the model, without a cache and with one.
+//! - [`load`] and [`save`]: from a folder and to one, tensor by tensor; [`names`] says which tensor
+//!   is which parameter.
+//! - [`projection`]: the linear layers, in one of the forms that a weight may have.
+//! - [`attention`], [`feed_forward`] and [`positions`]: the parts of a layer.
+//! - [`cache`]: keys and values of tokens that the model has seen.
+//! - [`generate`] and [`sampling`]: texts that go on with prompts.
+//!
+//! What is fused here is one weight: queries, keys and values, and gate and up. Their parts share
+//! one global scale when they are quantized, which every engine that serves NVFP4 needs.
+
+pub mod attention;
+pub mod cache;
+pub mod feed_forward;
+pub mod generate;
+pub mod load;
+pub mod names;
+pub mod positions;
+pub mod projection;
+pub mod sampling;
+pub mod save;
+
+pub use cache::KvCache;
+pub use generate::Generation;
+
+use anyhow::{Result, ensure};
+use burn::module::Module;
+use burn::tensor::{Device, FloatDType, Int, Tensor};
+use burn_nvfp4::nn::{Embedding, LmHead, ResidualStream, RmsNorm};
+
+use crate::hf::DecoderConfig;
+use crate::model::cast;
+use attention::{Attention, Call};
+use feed_forward::FeedForward;
+use positions::Positions;
+
+/// A decoder-only transformer.
+#[derive(Module, Debug)]
+pub struct Decoder {
+    /// One row per token, `[vocab, d_model]`.
+    pub embedding: Embedding,
+    /// The layers, in order.
+    pub layers: Vec<DecoderLayer>,
+    /// Before the head.
+    pub norm: RmsNorm,
+    /// From features to logits; `None` where it is the embedding.
+    pub head: Option<LmHead>,
+    #[module(skip)]
+    config: DecoderConfig,
+    #[module(skip)]
+    dtype: FloatDType,
+    #[module(skip)]
+    positions: Positions,
+}
+
+/// One layer: attention and feed-forward, each behind a norm and added to the residual stream.
+#[derive(Module, Debug)]
+pub struct DecoderLayer {
+    /// `input_layernorm`.
+    pub attention_norm: RmsNorm,
+    /// `self_attn`.
+    pub attention: Attention,
+    /// `post_attention_layernorm`.
+    pub feed_forward_norm: RmsNorm,
+    /// `mlp` or `block_sparse_moe`.
+    pub feed_forward: FeedForward,
+}
+
+impl DecoderLayer {
+    fn forward(
+        &self,
+        stream: ResidualStream,
+        index: usize,
+        call: &mut Call<'_>,
+    ) -> Result<ResidualStream> {
+        let (sum, x) = self.attention_norm.try_forward_stream(stream)?;
+        let pending = Some(self.attention.forward(x, index, call)?);
+        let stream = ResidualStream { sum, pending };
+        let (sum, x) = self.feed_forward_norm.try_forward_stream(stream)?;
+        let [batch, time, d_model] = x.dims();
+        let y = self
+            .feed_forward
+            .forward(x.reshape([batch * time, d_model]))?;
+        let pending = Some(y.reshape([batch, time, d_model]));
+        Ok(ResidualStream { sum, pending })
+    }
+}
+
+impl Decoder {
+    /// What the model was built from.
+    pub fn config(&self) -> &DecoderConfig {
+        &self.config
+    }
+
+    /// Type of the activations.
+    pub fn dtype(&self) -> FloatDType {
+        self.dtype
+    }
+
+    /// Where the model is.
+    pub fn device(&self) -> Device {
+        self.embedding.weight.lazy_device()
+    }
+
+    /// What the head reads, `[batch, time, d_model]` in the type of the activations: the final norm
+    /// of `tokens` (`[batch, time]`), whose sequences start at position 0.
+    ///
+    /// # Errors
+    /// When there is no token, or a type or device does not fit.
+    pub fn features(&self, tokens: Tensor<2, Int>) -> Result<Tensor<3>> {
+        let [batch, time] = tokens.dims();
+        ensure!(
+            batch * time > 0,
+            "`tokens` is [{batch}, {time}], but must have at least one token"
+        );
+        let tables = self.positions.tables(time, &tokens.device())?;
+        self.run(
+            tokens,
+            Call {
+                tables,
+                cache: None,
+            },
+        )
+    }
+
+    /// As [`features`](Self::features) of tokens that come behind those in `cache`, which takes them
+    /// up: `counts[i]` of row `i`; the rest of the row is padding, whose features have no meaning.
+    ///
+    /// # Errors
+    /// When rows and cache differ in number, a count is longer than its row, a sequence would get
+    /// longer than the cache's capacity, or a type or device does not fit.
+    pub fn features_cached(
+        &self,
+        tokens: Tensor<2, Int>,
+        counts: &[usize],
+        cache: &mut KvCache,
+    ) -> Result<Tensor<3>> {
+        let [batch, time] = tokens.dims();
+        ensure!(
+            batch == cache.lengths().len() && time > 0,
+            "`tokens` is [{batch}, {time}], but must be a row of at least one token for each of {} \
+             sequences",
+            cache.lengths().len()
+        );
+        let chunk = cache.chunk(time, counts)?;
+        let tables = self
+            .positions
+            .tables(chunk.longest.max(1), &tokens.device())?;
+        let cached = Some((&mut *cache, chunk));
+        let features = self.run(
+            tokens,
+            Call {
+                tables,
+                cache: cached,
+            },
+        )?;
+        cache.advance(counts);
+        Ok(features)
+    }
+
+    /// The logits of the token after each of `tokens` (`[batch, time]`), f32
+    /// `[batch, time, vocab]`.
+    ///
+    /// # Errors
+    /// As [`features`](Self::features).
+    pub fn forward(&self, tokens: Tensor<2, Int>) -> Result<Tensor<3>> {
+        Ok(self.logits(self.features(tokens)?))
+    }
+
+    /// [`forward`](Self::forward) of tokens behind those in `cache`.
+    ///
+    /// # Errors
+    /// As [`features_cached`](Self::features_cached).
+    pub fn forward_cached(
+        &self,
+        tokens: Tensor<2, Int>,
+        counts: &[usize],
+        cache: &mut KvCache,
+    ) -> Result<Tensor<3>> {
+        Ok(self.logits(self.features_cached(tokens, counts, cache)?))
+    }
+
+    /// The logits of features: f32 `[..., vocab]`.
+    pub fn logits<const D: usize>(&self, features: Tensor<D>) -> Tensor<D> {
+        let mut dims = features.dims();
+        let rows = dims[..D - 1].iter().product();
+        let x: Tensor<2> = features.reshape([rows, dims[D - 1]]);
+        let logits = match &self.head {
+            Some(head) => head.logits(x),
+            None => {
+                let table = cast(self.embedding.weight.val(), x.dtype().into());
+                x.matmul(table.transpose())
+            }
+        };
+        dims[D - 1] = logits.dims()[1];
+        cast(logits.reshape(dims), FloatDType::F32)
+    }
+
+    fn run(&self, tokens: Tensor<2, Int>, mut call: Call<'_>) -> Result<Tensor<3>> {
+        let x = self.embedding.try_forward(tokens, self.dtype)?;
+        let mut stream = ResidualStream::from(x);
+        for (index, layer) in self.layers.iter().enumerate() {
+            stream = layer.forward(stream, index, &mut call)?;
+        }
+        Ok(self.norm.try_forward_stream(stream)?.1)
+    }
+}
+
+#[cfg(all(test, feature = "flex"))]
+mod tests;

@@ -1,0 +1,105 @@
+//! The tensors of a model folder: their names, as transformers has them, and shapes.
+
+use crate::hf::{DecoderConfig, Family, FeedForwardConfig};
+
+/// One tensor that a model folder must have.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Expected {
+    /// Its name.
+    pub name: String,
+    /// Its shape; of weights `[d_out, d_in]`.
+    pub shape: Vec<usize>,
+}
+
+/// The embedding.
+pub const EMBEDDING: &str = "model.embed_tokens.weight";
+/// The last norm.
+pub const NORM: &str = "model.norm.weight";
+/// The head; absent where it is the embedding.
+pub const HEAD: &str = "lm_head.weight";
+
+/// The path of layer `index`, with a dot behind it.
+pub fn layer(index: usize) -> String {
+    format!("model.layers.{index}.")
+}
+
+/// The name of the module with the experts of a layer.
+pub fn moe(family: Family) -> &'static str {
+    match family {
+        Family::Mixtral => "block_sparse_moe",
+        _ => "mlp",
+    }
+}
+
+/// The names of an expert's gate, up and down, or of those of a dense feed-forward.
+pub fn gate_up_down(family: Family) -> [&'static str; 3] {
+    match family {
+        Family::Mixtral => ["w1", "w3", "w2"],
+        _ => ["gate_proj", "up_proj", "down_proj"],
+    }
+}
+
+/// Whether a tensor of this name is known to have no meaning: older tools saved the frequencies of
+/// rotary positions.
+pub fn is_ignored(name: &str) -> bool {
+    name.ends_with(".self_attn.rotary_emb.inv_freq")
+}
+
+/// All tensors of a model, those of a layer together.
+pub fn expected(config: &DecoderConfig) -> Vec<Expected> {
+    let mut all = Vec::new();
+    let mut add = |name: String, shape: &[usize]| {
+        let shape = shape.to_vec();
+        all.push(Expected { name, shape });
+    };
+    let (d_model, head) = (config.d_model, config.head);
+    add(EMBEDDING.into(), &[config.vocab, d_model]);
+    for (index, layer_config) in config.layers.iter().enumerate() {
+        let path = layer(index);
+        let mut linear = |name: &str, d_out: usize, d_in: usize, bias: bool| {
+            add(format!("{path}{name}.weight"), &[d_out, d_in]);
+            if bias {
+                add(format!("{path}{name}.bias"), &[d_out]);
+            }
+        };
+        let (wide, narrow) = (config.heads * head, config.kv_heads * head);
+        let bias = config.attention_bias;
+        linear("self_attn.q_proj", wide, d_model, bias);
+        linear("self_attn.k_proj", narrow, d_model, bias);
+        linear("self_attn.v_proj", narrow, d_model, bias);
+        linear("self_attn.o_proj", d_model, wide, bias);
+        let [gate, up, down] = gate_up_down(config.family);
+        match layer_config.feed_forward {
+            FeedForwardConfig::Dense { hidden } => {
+                linear("mlp.gate_proj", hidden, d_model, config.mlp_bias);
+                linear("mlp.up_proj", hidden, d_model, config.mlp_bias);
+                linear("mlp.down_proj", d_model, hidden, config.mlp_bias);
+            }
+            FeedForwardConfig::Moe {
+                experts, hidden, ..
+            } => {
+                let moe = moe(config.family);
+                linear(&format!("{moe}.gate"), experts, d_model, false);
+                for expert in 0..experts {
+                    let expert = format!("{moe}.experts.{expert}");
+                    linear(&format!("{expert}.{gate}"), hidden, d_model, false);
+                    linear(&format!("{expert}.{up}"), hidden, d_model, false);
+                    linear(&format!("{expert}.{down}"), d_model, hidden, false);
+                }
+            }
+        }
+        for norm in ["input_layernorm", "post_attention_layernorm"] {
+            add(format!("{path}{norm}.weight"), &[d_model]);
+        }
+        if config.family.has_qk_norm() {
+            for norm in ["q_norm", "k_norm"] {
+                add(format!("{path}self_attn.{norm}.weight"), &[head]);
+            }
+        }
+    }
+    add(NORM.into(), &[d_model]);
+    if !config.tied {
+        add(HEAD.into(), &[config.vocab, d_model]);
+    }
+    all
+}

@@ -1,0 +1,134 @@
+//! Cosines and sines of rotary positions, on the device.
+
+use std::sync::{Arc, Mutex, PoisonError};
+
+use anyhow::Result;
+use burn::tensor::{DType, Device, FloatDType, Tensor, TensorData};
+use burn_nvfp4::attention::RotaryTables;
+
+use crate::hf::Rope;
+use crate::model::cast;
+
+/// Fewer positions are not worth a table of their own.
+const LEAST: usize = 256;
+
+/// The rotary positions of a model. Tables are made when they are first needed, for at least as many
+/// positions, and kept for all layers and calls.
+#[derive(Clone, Debug)]
+pub struct Positions {
+    rope: Rope,
+    head: usize,
+    made: Arc<Mutex<Option<Tables>>>,
+}
+
+/// Cosines and sines, `f32[positions, head / 2]` each: entry `(p, i)` turns elements `i` and
+/// `i + head / 2` of a head at position `p`.
+#[derive(Clone, Debug)]
+pub struct Tables {
+    /// Cosines.
+    pub cos: Tensor<2>,
+    /// Sines.
+    pub sin: Tensor<2>,
+    /// The length of text that the frequencies are for.
+    length: usize,
+}
+
+impl Positions {
+    pub(super) fn new(rope: Rope, head: usize) -> Self {
+        let made = Arc::default();
+        Self { rope, head, made }
+    }
+
+    /// Tables of at least `length` positions, for texts of `length`, on `device`.
+    ///
+    /// # Errors
+    /// When the rope has no frequencies for heads of this size.
+    pub fn tables(&self, length: usize, device: &Device) -> Result<Tables> {
+        // Frequencies that depend on the length are made for exactly that one.
+        let exact = self.rope.dynamic_beyond().is_some_and(|most| length > most);
+        let mut made = self.made.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(tables) = made.as_ref().filter(|t| t.cos.device() == *device) {
+            let is_exact = self
+                .rope
+                .dynamic_beyond()
+                .is_some_and(|m| tables.length > m);
+            let fits = match exact || is_exact {
+                true => tables.length == length,
+                false => tables.length >= length,
+            };
+            if fits {
+                return Ok(tables.clone());
+            }
+        }
+        let rows = match self.rope.dynamic_beyond() {
+            _ if exact => length,
+            Some(most) => length.next_power_of_two().max(LEAST).min(most),
+            None => length.next_power_of_two().max(LEAST),
+        };
+        let (cos, sin) = self.rope.tables(self.head, rows)?;
+        let table = |values| {
+            let data = TensorData::new(values, [rows, self.head / 2]);
+            Tensor::from_data(data, (device, DType::F32))
+        };
+        let tables = Tables {
+            cos: table(cos),
+            sin: table(sin),
+            length: rows,
+        };
+        *made = Some(tables.clone());
+        Ok(tables)
+    }
+}
+
+impl Tables {
+    /// The first `time` rows, as the fused attention takes them.
+    pub(super) fn rotary(&self) -> Result<RotaryTables> {
+        Ok(RotaryTables::try_from_parts(
+            self.cos.clone(),
+            self.sin.clone(),
+        )?)
+    }
+
+    /// The rows of each position that is rotated, `[batch or 1, time, 1, head / 2]`.
+    pub(super) fn at(&self, places: &Places) -> [Tensor<4>; 2] {
+        let half = self.cos.dims()[1];
+        [&self.cos, &self.sin].map(|table| match places {
+            Places::FromZero { time } => {
+                let rows = table.clone().narrow(0, 0, *time);
+                rows.reshape([1, *time, 1, half])
+            }
+            Places::Of { positions, shape } => {
+                let rows = table.clone().select(0, positions.clone());
+                rows.reshape([shape[0], shape[1], 1, half])
+            }
+        })
+    }
+}
+
+/// The positions of the tokens of a call.
+#[derive(Clone, Debug)]
+pub(super) enum Places {
+    /// 0 to `time - 1` in every sequence.
+    FromZero {
+        /// Tokens of a sequence.
+        time: usize,
+    },
+    /// Of each token.
+    Of {
+        /// `[batch * time]`.
+        positions: Tensor<1, burn::tensor::Int>,
+        /// Batch and time.
+        shape: [usize; 2],
+    },
+}
+
+/// Rotates each head of `x`, `[batch, time, heads, head]`, computed in `f32`.
+pub(super) fn rotate(x: Tensor<4>, [cos, sin]: &[Tensor<4>; 2]) -> Tensor<4> {
+    let dtype: FloatDType = x.dtype().into();
+    let half = x.dims()[3] / 2;
+    let x = cast(x, FloatDType::F32);
+    let (first, second) = (x.clone().narrow(3, 0, half), x.narrow(3, half, half));
+    let real = first.clone() * cos.clone() - second.clone() * sin.clone();
+    let imaginary = second * cos.clone() + first * sin.clone();
+    cast(Tensor::cat(vec![real, imaginary], 3), dtype)
+}

@@ -1,0 +1,91 @@
+//! The linear layers of a decoder, in one of the forms that a weight may have.
+//!
+//! This is the one place that knows the forms: what computes with a weight calls
+//! [`Projection::forward`] or [`Experts::forward`], and another form is another variant.
+
+use anyhow::Result;
+use burn::module::Module;
+use burn::nn::Linear;
+use burn::tensor::Tensor;
+use burn_nvfp4::nn::{Nvfp4GroupedLinear, Nvfp4Linear};
+use burn_nvfp4::{ExpertOffsets, Nvfp4Recipe};
+
+use crate::model::cast;
+
+/// A linear layer, `y = x W + b`.
+#[derive(Module, Debug)]
+#[allow(clippy::large_enum_variant, reason = "a model has few of them")]
+pub enum Projection {
+    /// In high precision: `W` is `[d_in, d_out]` in the type that it is stored in.
+    Dense(Linear),
+    /// Trained in NVFP4: `W` is in high precision, and quantized when it is used.
+    Nvfp4(Nvfp4Linear),
+}
+
+impl Projection {
+    /// `[rows, d_in]` to `[rows, d_out]`, in the type of `x`.
+    ///
+    /// # Errors
+    /// When a shape, type or device does not fit.
+    pub fn forward(&self, x: Tensor<2>) -> Result<Tensor<2>> {
+        match self {
+            Self::Dense(linear) => {
+                let dtype = x.dtype().into();
+                let y = x.matmul(cast(linear.weight.val(), dtype));
+                Ok(match &linear.bias {
+                    Some(bias) => y + cast(bias.val(), dtype).unsqueeze(),
+                    None => y,
+                })
+            }
+            Self::Nvfp4(linear) => Ok(linear.try_forward(x)?),
+        }
+    }
+
+    /// The weight in high precision, `[d_in, d_out]`, and the bias.
+    pub fn dense(&self) -> (Tensor<2>, Option<Tensor<1>>) {
+        let (weight, bias) = match self {
+            Self::Dense(linear) => (&linear.weight, &linear.bias),
+            Self::Nvfp4(linear) => (&linear.weight, &linear.bias),
+        };
+        (weight.val(), bias.as_ref().map(|bias| bias.val()))
+    }
+
+    /// The same parameters, with their ids, for training with `recipe`.
+    ///
+    /// # Errors
+    /// When a width is no multiple of 16, or the recipe does not pass its checks.
+    pub fn into_nvfp4(self, recipe: &Nvfp4Recipe) -> Result<Self> {
+        let linear = match self {
+            Self::Dense(linear) => linear,
+            Self::Nvfp4(linear) => linear.into_linear(),
+        };
+        Ok(Self::Nvfp4(Nvfp4Linear::from_linear(linear, recipe)?))
+    }
+}
+
+/// A linear layer for each expert, applied to tokens that are sorted by expert.
+#[derive(Module, Debug)]
+pub enum Experts {
+    /// All weights in high precision, `[experts, d_in, d_out]`; the recipe of the layer says whether
+    /// they are quantized when they are used.
+    Grouped(Nvfp4GroupedLinear),
+}
+
+impl Experts {
+    /// `[tokens, d_in]` to `[tokens, d_out]`, in the type of `x`.
+    ///
+    /// # Errors
+    /// When a shape, type or device does not fit.
+    pub fn forward(&self, x: Tensor<2>, experts: &ExpertOffsets) -> Result<Tensor<2>> {
+        match self {
+            Self::Grouped(linear) => Ok(linear.try_forward(x, experts)?),
+        }
+    }
+
+    /// The weights in high precision, `[experts, d_in, d_out]`.
+    pub fn dense(&self) -> Tensor<3> {
+        match self {
+            Self::Grouped(linear) => linear.weight.val(),
+        }
+    }
+}

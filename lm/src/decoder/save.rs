@@ -1,0 +1,201 @@
+//! A decoder to a folder that transformers loads.
+
+use std::fs;
+use std::path::Path;
+
+use anyhow::{Context, Result};
+use burn::tensor::{DType, Tensor};
+
+use super::attention::Attention;
+use super::feed_forward::FeedForward;
+use super::names::{self, EMBEDDING, HEAD, NORM};
+use super::projection::{Experts, Projection};
+use super::{Decoder, DecoderLayer};
+use crate::checkpoint::write_json;
+use crate::hf::config::{CONFIG_FILE, read_object};
+use crate::hf::{Dtype, NewFolder, TensorWriter};
+
+/// Files of a model folder beside tensors and configuration, which are copied as they are.
+const COPIED: &[&str] = &[
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+];
+
+impl Decoder {
+    /// Writes the model to `folder`, which must not exist or be empty, with tensors of type `dtype`:
+    /// all of it or nothing. From `source`, a model folder, come the tokenizer's files, the
+    /// generation's configuration and the fields of `config.json` that say nothing about the
+    /// arithmetic.
+    ///
+    /// # Errors
+    /// When `folder` has files, `dtype` is none of `F32`, `BF16` and `F16`, a file of `source`
+    /// cannot be read, or the disk refuses.
+    pub fn save(&self, folder: &Path, dtype: Dtype, source: Option<&Path>) -> Result<()> {
+        let new = NewFolder::create(folder)?;
+        self.write_config(new.path(), dtype, source)?;
+        for file in COPIED {
+            let Some(from) = source
+                .map(|source| source.join(file))
+                .filter(|f| f.exists())
+            else {
+                continue;
+            };
+            fs::copy(&from, new.path().join(file)).with_context(|| from.display().to_string())?;
+        }
+        let mut writer = TensorWriter::create(new.path(), TensorWriter::SHARD_BYTES)?;
+        self.write_tensors(&mut writer, dtype)?;
+        writer.finish()?;
+        new.finish()
+    }
+
+    /// `config.json`: that of the source, with another type, or one of the model's own.
+    fn write_config(&self, folder: &Path, dtype: Dtype, source: Option<&Path>) -> Result<()> {
+        let (_, name) = types(dtype)?;
+        let json = match source {
+            None => self.config.to_json(name),
+            Some(source) => {
+                let mut json = read_object(&source.join(CONFIG_FILE))?;
+                let field = match json.contains_key("dtype") {
+                    true => "dtype",
+                    false => "torch_dtype",
+                };
+                json.insert(field.into(), name.into());
+                json.remove("quantization_config");
+                json
+            }
+        };
+        write_json(&folder.join(CONFIG_FILE), &json)
+    }
+
+    /// Adds all tensors in type `dtype`, under the names of transformers.
+    ///
+    /// # Errors
+    /// When `dtype` is none of `F32`, `BF16` and `F16`, or the disk refuses.
+    pub fn write_tensors(&self, writer: &mut TensorWriter, dtype: Dtype) -> Result<()> {
+        let mut writer = Writer { writer, dtype };
+        writer.add(EMBEDDING, self.embedding.weight.val())?;
+        for (index, layer) in self.layers.iter().enumerate() {
+            self.write_layer(&mut writer, &names::layer(index), layer)?;
+        }
+        writer.add(NORM, self.norm.gain.val())?;
+        match &self.head {
+            Some(head) => writer.add(HEAD, head.weight.val().transpose()),
+            None => Ok(()),
+        }
+    }
+
+    fn write_layer(&self, writer: &mut Writer, path: &str, layer: &DecoderLayer) -> Result<()> {
+        let norms = [
+            ("input_layernorm", &layer.attention_norm),
+            ("post_attention_layernorm", &layer.feed_forward_norm),
+        ];
+        for (name, norm) in norms {
+            writer.add(&format!("{path}{name}.weight"), norm.gain.val())?;
+        }
+        self.write_attention(writer, &format!("{path}self_attn."), &layer.attention)?;
+        let family = self.config.family;
+        match &layer.feed_forward {
+            FeedForward::Dense(dense) => {
+                let part = |name: &str| format!("{path}mlp.{name}");
+                let hidden = dense.gate_up.dense().0.dims()[1] / 2;
+                let parts = [(part("gate_proj"), hidden), (part("up_proj"), hidden)];
+                writer.projection(&dense.gate_up, &parts)?;
+                let parts = [(part("down_proj"), self.config.d_model)];
+                writer.projection(&dense.down, &parts)
+            }
+            FeedForward::Moe(moe) => {
+                let path = format!("{path}{}", names::moe(family));
+                let [gate, up, down] = names::gate_up_down(family);
+                let router = moe.router.val().transpose();
+                writer.add(&format!("{path}.gate.weight"), router)?;
+                writer.experts(&moe.gate_up, &path, &[gate, up])?;
+                writer.experts(&moe.down, &path, &[down])
+            }
+        }
+    }
+
+    fn write_attention(&self, writer: &mut Writer, path: &str, layer: &Attention) -> Result<()> {
+        let part = |name: &str, heads: usize| (format!("{path}{name}"), heads * layer.head);
+        let parts = [
+            part("q_proj", layer.heads),
+            part("k_proj", layer.kv_heads),
+            part("v_proj", layer.kv_heads),
+        ];
+        writer.projection(&layer.qkv, &parts)?;
+        let parts = [(format!("{path}o_proj"), self.config.d_model)];
+        writer.projection(&layer.out, &parts)?;
+        for (name, norm) in [("q_norm", &layer.q_norm), ("k_norm", &layer.k_norm)] {
+            if let Some(norm) = norm {
+                writer.add(&format!("{path}{name}.weight"), norm.gain.val())?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The type of Burn, and its name in `config.json`.
+fn types(dtype: Dtype) -> Result<(DType, &'static str)> {
+    match dtype {
+        Dtype::F32 => Ok((DType::F32, "float32")),
+        Dtype::BF16 => Ok((DType::BF16, "bfloat16")),
+        Dtype::F16 => Ok((DType::F16, "float16")),
+        other => anyhow::bail!("`dtype` is {other:?}, but must be F32, BF16 or F16"),
+    }
+}
+
+struct Writer<'a> {
+    writer: &'a mut TensorWriter,
+    dtype: Dtype,
+}
+
+impl Writer<'_> {
+    fn add<const D: usize>(&mut self, name: &str, tensor: Tensor<D>) -> Result<()> {
+        let (dtype, _) = types(self.dtype)?;
+        let shape = tensor.dims();
+        let data = tensor.into_data().convert_dtype(dtype);
+        self.writer.add(name, self.dtype, &shape, data.as_bytes())
+    }
+
+    /// The parts of a fused layer, by path and number of outputs.
+    fn projection(&mut self, layer: &Projection, parts: &[(String, usize)]) -> Result<()> {
+        let (weight, bias) = layer.dense();
+        let weight = weight.transpose();
+        let mut first = 0;
+        for (path, outputs) in parts {
+            let part = weight.clone().narrow(0, first, *outputs);
+            self.add(&format!("{path}.weight"), part)?;
+            if let Some(bias) = &bias {
+                let part = bias.clone().narrow(0, first, *outputs);
+                self.add(&format!("{path}.bias"), part)?;
+            }
+            first += outputs;
+        }
+        Ok(())
+    }
+
+    /// The parts of each expert, which have equal numbers of outputs.
+    fn experts(&mut self, layer: &Experts, path: &str, parts: &[&str]) -> Result<()> {
+        let weight = layer.dense().swap_dims(1, 2);
+        let [experts, d_out, d_in] = weight.dims();
+        let outputs = d_out / parts.len();
+        for expert in 0..experts {
+            for (index, part) in parts.iter().enumerate() {
+                let matrix = weight
+                    .clone()
+                    .narrow(0, expert, 1)
+                    .narrow(1, index * outputs, outputs)
+                    .reshape([outputs, d_in]);
+                self.add(&format!("{path}.experts.{expert}.{part}.weight"), matrix)?;
+            }
+        }
+        Ok(())
+    }
+}

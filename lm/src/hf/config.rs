@@ -1,0 +1,421 @@
+//! `config.json` of transformers 4 and 5, for the decoders of this crate.
+//!
+//! A field that changes what the model computes is either understood or refused by name: nothing is
+//! computed as if it were not there. Fields of other matters are ignored.
+
+use std::path::Path;
+
+use anyhow::{Context, Result, bail, ensure};
+use serde_json::{Map, Value};
+
+use super::fields::Fields;
+use super::rope::Rope;
+
+/// The file's name.
+pub const CONFIG_FILE: &str = "config.json";
+
+/// An architecture, by its `model_type`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Family {
+    /// Llama 2 and 3, and models of their shape, such as SmolLM.
+    Llama,
+    /// Llama's shape with a sliding window.
+    Mistral,
+    /// RMSNorm of each head of queries and keys, before the rotation.
+    Qwen3,
+    /// Qwen3 with experts.
+    Qwen3Moe,
+    /// Mistral with experts.
+    Mixtral,
+}
+
+impl Family {
+    const ALL: [Self; 5] = [
+        Self::Llama,
+        Self::Mistral,
+        Self::Qwen3,
+        Self::Qwen3Moe,
+        Self::Mixtral,
+    ];
+
+    /// `model_type` in `config.json`.
+    pub fn model_type(self) -> &'static str {
+        match self {
+            Self::Llama => "llama",
+            Self::Mistral => "mistral",
+            Self::Qwen3 => "qwen3",
+            Self::Qwen3Moe => "qwen3_moe",
+            Self::Mixtral => "mixtral",
+        }
+    }
+
+    /// The class in `architectures`.
+    pub fn architecture(self) -> &'static str {
+        match self {
+            Self::Llama => "LlamaForCausalLM",
+            Self::Mistral => "MistralForCausalLM",
+            Self::Qwen3 => "Qwen3ForCausalLM",
+            Self::Qwen3Moe => "Qwen3MoeForCausalLM",
+            Self::Mixtral => "MixtralForCausalLM",
+        }
+    }
+
+    /// Whether queries and keys are normalised per head.
+    pub fn has_qk_norm(self) -> bool {
+        matches!(self, Self::Qwen3 | Self::Qwen3Moe)
+    }
+}
+
+/// The feed-forward half of a layer.
+#[derive(Clone, Debug, PartialEq)]
+pub enum FeedForwardConfig {
+    /// SwiGLU.
+    Dense {
+        /// Width inside.
+        hidden: usize,
+    },
+    /// A mixture of SwiGLU experts.
+    Moe {
+        /// Number of experts.
+        experts: usize,
+        /// Experts that each token is sent to.
+        top_k: usize,
+        /// Width inside an expert.
+        hidden: usize,
+        /// Whether the weights of a token's experts are divided by their sum.
+        normalize: bool,
+    },
+}
+
+/// One layer.
+#[derive(Clone, Debug, PartialEq)]
+pub struct LayerConfig {
+    /// Keys that a query sees at most, its own included; `None` for all.
+    pub window: Option<usize>,
+    /// What follows the attention.
+    pub feed_forward: FeedForwardConfig,
+}
+
+/// A decoder: what `config.json` says about it, in one form for all versions and architectures.
+#[derive(Clone, Debug, PartialEq)]
+pub struct DecoderConfig {
+    /// The architecture.
+    pub family: Family,
+    /// Rows of the embedding.
+    pub vocab: usize,
+    /// Width of the residual stream.
+    pub d_model: usize,
+    /// Heads of queries.
+    pub heads: usize,
+    /// Heads of keys and values; a divisor of `heads`.
+    pub kv_heads: usize,
+    /// Size of a head; even. `heads * head` need not be `d_model`.
+    pub head: usize,
+    /// The layers, in order.
+    pub layers: Vec<LayerConfig>,
+    /// ε of every RMSNorm.
+    pub epsilon: f64,
+    /// Rotary positions.
+    pub rope: Rope,
+    /// Positions that the model is meant for.
+    pub max_positions: usize,
+    /// Whether the head is the embedding.
+    pub tied: bool,
+    /// Whether the projections of attention add a bias.
+    pub attention_bias: bool,
+    /// Whether the projections of dense feed-forwards add a bias.
+    pub mlp_bias: bool,
+    /// Token that starts a text.
+    pub bos: Option<u32>,
+    /// Tokens that end a text.
+    pub eos: Vec<u32>,
+    /// Token that fills batches.
+    pub pad: Option<u32>,
+}
+
+impl DecoderConfig {
+    /// Reads `config.json` of `folder`.
+    ///
+    /// # Errors
+    /// When it is absent or [`from_json`](Self::from_json) refuses it.
+    pub fn read(folder: &Path) -> Result<Self> {
+        let path = folder.join(CONFIG_FILE);
+        Self::from_json(&read_object(&path)?).with_context(|| path.display().to_string())
+    }
+
+    /// Takes the fields of `config.json`.
+    ///
+    /// # Errors
+    /// When the architecture is none of [`Family`], a field is absent, has another type or cannot
+    /// be, or a field that is not known here may change what the model computes.
+    pub fn from_json(json: &Map<String, Value>) -> Result<Self> {
+        let fields = &Fields::new(json);
+        let family = family(fields)?;
+        let heads = fields.positive("num_attention_heads")?;
+        let kv_heads = match family {
+            // Before grouped-query attention there was no such field.
+            Family::Llama => fields.positive_or("num_key_value_heads", heads)?,
+            _ if json.get("num_key_value_heads").is_some_and(Value::is_null) => heads,
+            _ => fields.positive("num_key_value_heads")?,
+        };
+        ensure!(
+            heads.is_multiple_of(kv_heads),
+            "`num_key_value_heads` is {kv_heads}, but must be a divisor of `num_attention_heads` \
+             ({heads})"
+        );
+        let d_model = fields.positive("hidden_size")?;
+        let head = head_size(fields, family, d_model, heads)?;
+        let max_positions = fields.positive("max_position_embeddings")?;
+        refuse_other_arithmetic(fields, family)?;
+        let config = Self {
+            family,
+            vocab: fields.positive("vocab_size")?,
+            d_model,
+            heads,
+            kv_heads,
+            head,
+            layers: layers(fields, family)?,
+            epsilon: epsilon(fields, family)?,
+            rope: Rope::from_fields(fields, default_theta(family), max_positions)?,
+            max_positions,
+            tied: fields.bool_or("tie_word_embeddings", false)?,
+            attention_bias: fields.bool_or("attention_bias", false)?,
+            mlp_bias: fields.bool_or("mlp_bias", false)?,
+            bos: fields.token("bos_token_id")?,
+            eos: fields.tokens("eos_token_id")?,
+            pad: fields.token("pad_token_id")?,
+        };
+        config.rope.frequencies(head, max_positions)?;
+        fields.refuse_unknown()?;
+        Ok(config)
+    }
+
+    /// The fields of `config.json`, as transformers 4 has them and transformers 5 reads them.
+    /// `dtype` is that of the tensors, such as `bfloat16`.
+    pub fn to_json(&self, dtype: &str) -> Map<String, Value> {
+        super::config_json::to_json(self, dtype)
+    }
+}
+
+/// A JSON file that is an object.
+pub(crate) fn read_object(path: &Path) -> Result<Map<String, Value>> {
+    let context = || path.display().to_string();
+    let text = std::fs::read(path).with_context(context)?;
+    serde_json::from_slice(&text)
+        .context("it is no JSON object")
+        .with_context(context)
+}
+
+fn family(fields: &Fields) -> Result<Family> {
+    let model_type = fields.string("model_type")?;
+    let known: Vec<&str> = Family::ALL.iter().map(|f| f.model_type()).collect();
+    let Some(family) = Family::ALL
+        .into_iter()
+        .find(|f| f.model_type() == model_type)
+    else {
+        bail!("`model_type` is `{model_type}`, but must be one of {known:?}");
+    };
+    if let Some(architectures) = fields.take("architectures") {
+        let is_ours = |value: &Value| value.as_str() == Some(family.architecture());
+        ensure!(
+            architectures
+                .as_array()
+                .is_some_and(|a| a.iter().all(is_ours)),
+            "`architectures` is {architectures}, but a model of type `{model_type}` must be \
+             {}",
+            family.architecture()
+        );
+    }
+    Ok(family)
+}
+
+fn head_size(fields: &Fields, family: Family, d_model: usize, heads: usize) -> Result<usize> {
+    let written = fields.optional_positive("head_dim")?;
+    let head = match (written, family) {
+        (Some(head), _) => head,
+        // The class's default.
+        (None, Family::Qwen3 | Family::Qwen3Moe) => 128,
+        (None, _) => {
+            ensure!(
+                d_model.is_multiple_of(heads),
+                "`hidden_size` ({d_model}) must be a multiple of `num_attention_heads` ({heads}) \
+                 where there is no `head_dim`"
+            );
+            d_model / heads
+        }
+    };
+    ensure!(
+        head.is_multiple_of(2),
+        "the size of a head is {head}, but must be even for rotary positions"
+    );
+    Ok(head)
+}
+
+fn default_theta(family: Family) -> f64 {
+    match family {
+        Family::Mixtral => 1e6,
+        _ => 1e4,
+    }
+}
+
+fn epsilon(fields: &Fields, family: Family) -> Result<f64> {
+    let default = if family == Family::Mixtral {
+        1e-5
+    } else {
+        1e-6
+    };
+    let epsilon = fields.number_or("rms_norm_eps", default)?;
+    ensure!(
+        epsilon.is_finite() && epsilon >= 0.0,
+        "`rms_norm_eps` is {epsilon}, but must be zero or positive"
+    );
+    Ok(epsilon)
+}
+
+/// Fields with one value that this crate computes.
+fn refuse_other_arithmetic(fields: &Fields, family: Family) -> Result<()> {
+    if let Some(act) = fields.optional_string("hidden_act")? {
+        ensure!(
+            act == "silu" || act == "swish",
+            "`hidden_act` is `{act}`, but must be `silu`"
+        );
+    }
+    let has_attention_bias = matches!(family, Family::Llama | Family::Qwen3 | Family::Qwen3Moe);
+    for (field, is_possible) in [
+        ("attention_bias", has_attention_bias),
+        ("mlp_bias", family == Family::Llama),
+    ] {
+        ensure!(
+            is_possible || !fields.bool_or(field, false)?,
+            "`{field}` is true, but a model of type `{}` has no such bias",
+            family.model_type()
+        );
+    }
+    let partial = fields.number_or("partial_rotary_factor", 1.0)?;
+    ensure!(
+        partial == 1.0,
+        "`partial_rotary_factor` is {partial}, but must be 1: whole heads are rotated"
+    );
+    Ok(())
+}
+
+fn layers(fields: &Fields, family: Family) -> Result<Vec<LayerConfig>> {
+    let count = fields.positive("num_hidden_layers")?;
+    ensure!(
+        count <= 10_000,
+        "`num_hidden_layers` is {count}, but can be 10000 at most"
+    );
+    let windows = windows(fields, family, count)?;
+    let feed_forwards = feed_forwards(fields, family, count)?;
+    let layers = windows.into_iter().zip(feed_forwards);
+    Ok(layers
+        .map(|(window, feed_forward)| LayerConfig {
+            window,
+            feed_forward,
+        })
+        .collect())
+}
+
+/// The window of each layer.
+fn windows(fields: &Fields, family: Family, count: usize) -> Result<Vec<Option<usize>>> {
+    // The class of Mistral has a window where the file does not say that there is none.
+    let window = match (fields.has("sliding_window"), family) {
+        (false, Family::Mistral) => Some(4096),
+        _ => fields.optional_positive("sliding_window")?,
+    };
+    let is_used = fields.optional_bool("use_sliding_window")?;
+    let full_layers = fields.optional_number("max_window_layers")?;
+    let window = match family {
+        Family::Llama => {
+            ensure!(
+                window.is_none() || is_used == Some(false),
+                "`sliding_window` is {window:?}, but a model of type `llama` has none"
+            );
+            None
+        }
+        Family::Mistral | Family::Mixtral => window,
+        Family::Qwen3 | Family::Qwen3Moe => window.filter(|_| is_used == Some(true)),
+    };
+    // Only Qwen3's dense class has layers without a window before those with one.
+    let first = match family {
+        Family::Qwen3 => full_layers.unwrap_or(28.0) as usize,
+        _ => 0,
+    };
+    let mut windows: Vec<Option<usize>> =
+        (0..count).map(|i| window.filter(|_| i >= first)).collect();
+    if let Some(types) = fields.take("layer_types").filter(|types| !types.is_null()) {
+        let types = types.as_array().map_or(&[][..], |types| types);
+        ensure!(
+            types.len() == count,
+            "`layer_types` has {} entries, but must have {count}, one for each layer",
+            types.len()
+        );
+        for (layer, (slot, kind)) in windows.iter_mut().zip(types).enumerate() {
+            *slot = match kind.as_str() {
+                Some("full_attention") => None,
+                Some("sliding_attention") if window.is_some() => window,
+                Some("sliding_attention") => bail!(
+                    "`layer_types[{layer}]` is sliding_attention, but there is no \
+                     `sliding_window`"
+                ),
+                _ => bail!(
+                    "`layer_types[{layer}]` is {kind}, but must be full_attention or \
+                     sliding_attention"
+                ),
+            };
+        }
+    }
+    Ok(windows)
+}
+
+/// The feed-forward of each layer.
+fn feed_forwards(fields: &Fields, family: Family, count: usize) -> Result<Vec<FeedForwardConfig>> {
+    let hidden = fields.positive("intermediate_size")?;
+    let dense = FeedForwardConfig::Dense { hidden };
+    if !matches!(family, Family::Qwen3Moe | Family::Mixtral) {
+        return Ok(vec![dense; count]);
+    }
+    // Transformers 5 has one name for both architectures.
+    let experts = match fields.optional_positive("num_local_experts")? {
+        Some(experts) => {
+            let other = fields.positive_or("num_experts", experts)?;
+            ensure!(
+                other == experts,
+                "`num_local_experts` is {experts}, but `num_experts` is {other}: they are the same"
+            );
+            experts
+        }
+        None if family == Family::Qwen3Moe => fields.positive("num_experts")?,
+        None => fields.positive("num_local_experts")?,
+    };
+    let top_k = fields.positive("num_experts_per_tok")?;
+    ensure!(
+        top_k <= experts,
+        "`num_experts_per_tok` is {top_k}, but there are {experts} experts"
+    );
+    if family == Family::Mixtral {
+        let moe = FeedForwardConfig::Moe {
+            experts,
+            top_k,
+            hidden,
+            normalize: true,
+        };
+        return Ok(vec![moe; count]);
+    }
+    let moe = FeedForwardConfig::Moe {
+        experts,
+        top_k,
+        hidden: fields.positive("moe_intermediate_size")?,
+        normalize: fields.bool_or("norm_topk_prob", false)?,
+    };
+    let step = fields.positive_or("decoder_sparse_step", 1)?;
+    let dense_layers = fields.indices("mlp_only_layers", count)?;
+    let kind = |layer: usize| match dense_layers.contains(&layer) || (layer + 1) % step != 0 {
+        true => dense.clone(),
+        false => moe.clone(),
+    };
+    Ok((0..count).map(kind).collect())
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,296 @@
+use serde_json::json;
+
+use super::*;
+use crate::hf::RopeScaling;
+use crate::hf::golden::golden;
+
+fn read(json: Value) -> Result<DecoderConfig> {
+    DecoderConfig::from_json(json.as_object().unwrap())
+}
+
+/// A small Llama with `changes` (null fields are left out).
+fn llama(changes: Value) -> Value {
+    let mut json = json!({
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 288,
+        "hidden_size": 96, "intermediate_size": 160, "num_hidden_layers": 2,
+        "num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 256,
+        "rms_norm_eps": 1e-5, "rope_theta": 500000.0,
+    });
+    for (field, value) in changes.as_object().unwrap() {
+        json[field] = value.clone();
+    }
+    json
+}
+
+#[test]
+fn golden_configs() {
+    let folder = golden!("llama3-tiny");
+    let config = DecoderConfig::read(&folder).unwrap();
+    let scaling = RopeScaling::Llama3 {
+        factor: 8.0,
+        low: 1.0,
+        high: 4.0,
+        original: 32.0,
+    };
+    assert_eq!(config.family, Family::Llama);
+    assert_eq!((config.heads, config.kv_heads, config.head), (6, 2, 16));
+    assert_eq!((config.d_model, config.vocab), (96, 288));
+    assert_eq!(
+        (config.rope.theta, &config.rope.scaling),
+        (500_000.0, &scaling)
+    );
+    assert_eq!((config.bos, &config.eos[..]), (Some(1), &[2][..]));
+    assert!(!config.tied && !config.attention_bias && !config.mlp_bias);
+    let four = read_object(&folder.join("config.transformers4.json")).unwrap();
+    assert_eq!(DecoderConfig::from_json(&four).unwrap(), config);
+
+    let qwen = DecoderConfig::read(&golden!("qwen3-tiny")).unwrap();
+    assert_eq!((qwen.heads * qwen.head, qwen.d_model), (128, 96));
+    assert!(qwen.tied && qwen.eos.is_empty());
+    assert!(qwen.layers.iter().all(|layer| layer.window.is_none()));
+    let moe = FeedForwardConfig::Moe {
+        experts: 4,
+        top_k: 2,
+        hidden: 48,
+        normalize: true,
+    };
+    for name in ["qwen3moe-tiny", "mixtral-tiny"] {
+        let config = DecoderConfig::read(&golden!(name)).unwrap();
+        assert!(config.layers.iter().all(|layer| layer.feed_forward == moe));
+    }
+}
+
+/// What is written reads as the same.
+#[test]
+fn written_configs_come_back() {
+    let rope = |scaling: Value| llama(json!({"rope_scaling": scaling}));
+    for json in [
+        llama(json!({})),
+        llama(json!({"attention_bias": true, "mlp_bias": true, "tie_word_embeddings": true})),
+        llama(json!({"eos_token_id": [1, 2], "pad_token_id": -1})),
+        rope(json!({"type": "linear", "factor": 2.0})),
+        rope(json!({"type": "dynamic", "factor": 4})),
+        rope(json!({"rope_type": "yarn", "factor": 4.0, "beta_fast": 16})),
+        rope(
+            json!({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0, "original_max_position_embeddings": 32}),
+        ),
+        llama(json!({"model_type": "mistral", "architectures": null, "sliding_window": 8})),
+        llama(
+            json!({"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"],
+            "head_dim": 32, "sliding_window": 8, "use_sliding_window": true,
+            "max_window_layers": 1}),
+        ),
+        llama(
+            json!({"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"],
+            "head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2,
+            "moe_intermediate_size": 48, "decoder_sparse_step": 2}),
+        ),
+        llama(
+            json!({"model_type": "mixtral", "architectures": ["MixtralForCausalLM"],
+            "num_local_experts": 4, "num_experts_per_tok": 2}),
+        ),
+    ] {
+        let mut json = json;
+        if json["architectures"].is_null() {
+            json.as_object_mut().unwrap().remove("architectures");
+        }
+        let config = read(json.clone()).unwrap_or_else(|e| panic!("{json}: {e:#}"));
+        let written = config.to_json("bfloat16");
+        assert_eq!(
+            DecoderConfig::from_json(&written).unwrap(),
+            config,
+            "{json}"
+        );
+    }
+}
+
+#[test]
+fn windows_of_layers() {
+    let windows = |changes: Value| -> Vec<Option<usize>> {
+        let layers = read(llama(changes)).unwrap().layers;
+        layers.into_iter().map(|layer| layer.window).collect()
+    };
+    let qwen = |changes: Value| {
+        let mut json = json!({"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]});
+        for (field, value) in changes.as_object().unwrap() {
+            json[field] = value.clone();
+        }
+        windows(json)
+    };
+    let mistral = json!({"model_type": "mistral", "architectures": ["MistralForCausalLM"]});
+    assert_eq!(windows(mistral.clone()), [Some(4096); 2]);
+    let mut none = mistral;
+    none["sliding_window"] = Value::Null;
+    assert_eq!(windows(none), [None; 2]);
+    let window = json!({"sliding_window": 8, "use_sliding_window": true});
+    assert_eq!(qwen(window.clone()), [None; 2]);
+    let mut one = window.clone();
+    one["max_window_layers"] = json!(1);
+    assert_eq!(qwen(one), [None, Some(8)]);
+    let mut types = window;
+    types["layer_types"] = json!(["sliding_attention", "full_attention"]);
+    assert_eq!(qwen(types), [Some(8), None]);
+    assert_eq!(qwen(json!({"sliding_window": 8})), [None; 2]);
+}
+
+#[test]
+fn what_changes_the_arithmetic_is_refused_by_name() {
+    for (changes, expected) in [
+        (json!({"model_type": "gemma"}), "`model_type` is `gemma`"),
+        (
+            json!({"architectures": ["Qwen3ForCausalLM"]}),
+            "must be LlamaForCausalLM",
+        ),
+        (
+            json!({"hidden_act": "gelu"}),
+            "`hidden_act` is `gelu`, but must be `silu`",
+        ),
+        (
+            json!({"num_key_value_heads": 4}),
+            "must be a divisor of `num_attention_heads` (6)",
+        ),
+        (
+            json!({"num_key_value_heads": 0}),
+            "`num_key_value_heads` is 0",
+        ),
+        (json!({"hidden_size": null}), "`hidden_size` is absent"),
+        (json!({"hidden_size": "96"}), "`hidden_size` is \"96\""),
+        (
+            json!({"hidden_size": 100}),
+            "must be a multiple of `num_attention_heads` (6)",
+        ),
+        (json!({"head_dim": 15}), "must be even"),
+        (
+            json!({"num_hidden_layers": 1u64 << 40}),
+            "`num_hidden_layers`",
+        ),
+        (
+            json!({"partial_rotary_factor": 0.5}),
+            "`partial_rotary_factor` is 0.5",
+        ),
+        (json!({"sliding_window": 5}), "`sliding_window`"),
+        (json!({"rms_norm_eps": -1}), "`rms_norm_eps` is -1"),
+        (json!({"rope_theta": 0}), "`rope_theta` is 0"),
+        (json!({"eos_token_id": "x"}), "`eos_token_id`"),
+        (
+            json!({"attn_logit_softcapping": 30.0}),
+            "`attn_logit_softcapping` (30.0)",
+        ),
+        (
+            json!({"embedding_multiplier": 12.0}),
+            "`embedding_multiplier` (12.0)",
+        ),
+        (json!({"use_qk_norm": true}), "`use_qk_norm` (true)"),
+        (json!({"num_experts": 8}), "`num_experts` (8)"),
+        (
+            json!({"model_type": "mistral", "architectures": null, "attention_bias": true}),
+            "`architectures` is null",
+        ),
+        (
+            json!({"rope_scaling": {"type": "longrope"}}),
+            "must be default, linear",
+        ),
+        (json!({"rope_scaling": 8}), "`rope_scaling` is 8"),
+        (
+            json!({"rope_scaling": {"type": "linear"}}),
+            "`rope_scaling.factor` is absent",
+        ),
+        (
+            json!({"rope_scaling": {"type": "linear", "factor": 0.5}}),
+            "`rope_scaling.factor` is 0.5",
+        ),
+        (
+            json!({"rope_scaling": {"type": "linear", "factor": 2, "warp": 1}}),
+            "`rope_scaling` has a field `warp`",
+        ),
+        (
+            json!({"rope_scaling": {"type": "yarn", "rope_type": "linear", "factor": 2}}),
+            "`rope_scaling.rope_type` is `linear`, but `rope_scaling.type` is `yarn`",
+        ),
+        (
+            json!({"rope_parameters": {"full_attention": {"rope_type": "default"}}}),
+            "`rope_parameters` has a field `full_attention`",
+        ),
+        (
+            json!({"rope_scaling": {"rope_type": "llama3", "factor": 8, "low_freq_factor": 4,
+                "high_freq_factor": 4, "original_max_position_embeddings": 32}}),
+            "must be less than `high_freq_factor`",
+        ),
+        (
+            json!({"rope_scaling": {"rope_type": "dynamic", "factor": 2,
+                "original_max_position_embeddings": 32}}),
+            "must be `max_position_embeddings` (256)",
+        ),
+    ] {
+        let error = format!("{:#}", read(llama(changes.clone())).unwrap_err());
+        assert!(error.contains(expected), "{changes}: {error}");
+    }
+    // Neutral values, and fields of other matters.
+    read(llama(json!({
+        "rope_scaling": null, "attn_logit_softcapping": null, "use_qk_norm": false,
+        "residual_multiplier": 1.0, "shared_expert_intermediate_size": 0, "pretraining_tp": 2,
+        "_attn_implementation": "eager", "attention_dropout": 0.1, "my_note": "hello",
+    })))
+    .unwrap();
+}
+
+#[test]
+fn frequencies_of_each_kind() {
+    let frequencies = |scaling: Value, positions: usize| {
+        let config = read(llama(json!({
+            "rope_theta": 10000.0, "head_dim": 16, "rope_scaling": scaling,
+        })));
+        let rope = config.unwrap().rope;
+        (
+            rope.frequencies(16, positions).unwrap(),
+            rope.attention_factor(),
+        )
+    };
+    let close = |found: &[f32], expected: [f64; 8]| {
+        assert_eq!(found.len(), 8);
+        for (found, expected) in found.iter().zip(expected) {
+            let error = (f64::from(*found) - expected).abs();
+            assert!(error <= 3e-7 * expected, "{found}, not {expected}");
+        }
+    };
+    let plain: [f64; 8] = std::array::from_fn(|i| 10f64.powf(-(i as f64) / 2.0));
+    close(&frequencies(json!(null), 256).0, plain);
+    let linear = json!({"type": "linear", "factor": 4.0});
+    close(&frequencies(linear, 256).0, plain.map(|f| f / 4.0));
+    // Up to `max_position_embeddings` nothing changes; for twice as many the base is
+    // 10000 · (2 · 2 - 1)^(16/14).
+    let dynamic = json!({"type": "dynamic", "factor": 2.0});
+    close(&frequencies(dynamic.clone(), 100).0, plain);
+    let base = 10_000.0 * 3f64.powf(16.0 / 14.0);
+    let grown = std::array::from_fn(|i| base.powf(-(i as f64) / 8.0));
+    close(&frequencies(dynamic, 512).0, grown);
+    // Ramp from pair floor(16 ln(64 / 64π) / (2 ln 10000)) = -1, so 0, to pair
+    // ceil(16 ln(64 / 2π) / (2 ln 10000)) = ceil(2.016) = 3.
+    let yarn = json!({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64});
+    let (found, factor) = frequencies(yarn, 256);
+    let blended = std::array::from_fn(|i| {
+        let ramp = (i as f64 / 3.0).min(1.0);
+        plain[i] * (ramp / 4.0 + (1.0 - ramp))
+    });
+    close(&found, blended);
+    assert!((factor - (0.1 * 4f64.ln() + 1.0)).abs() < 1e-12);
+    let yarn = json!({"type": "yarn", "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 0.5});
+    let expected = (0.1 * 4f64.ln() + 1.0) / (0.05 * 4f64.ln() + 1.0);
+    assert!((frequencies(yarn, 256).1 - expected).abs() < 1e-12);
+    // Waves of 2π · 10^(i/2): below 256 / 4 they stay, beyond 256 / 1 they are scaled.
+    let llama3 = json!({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0, "original_max_position_embeddings": 256});
+    let expected = std::array::from_fn(|i| {
+        let wave = 2.0 * std::f64::consts::PI / plain[i];
+        match i {
+            0..=2 => plain[i],
+            3 => {
+                let smooth = (256.0 / wave - 1.0) / 3.0;
+                plain[i] * ((1.0 - smooth) / 8.0 + smooth)
+            }
+            _ => plain[i] / 8.0,
+        }
+    });
+    close(&frequencies(llama3, 256).0, expected);
+}

@@ -1,0 +1,144 @@
+//! A configuration in the fields of transformers 4, which transformers 5 reads, too.
+
+use serde_json::{Map, Value, json};
+
+use super::config::{DecoderConfig, Family, FeedForwardConfig};
+use super::rope::RopeScaling;
+
+/// The fields of `config.json`. A model of this crate's own layout that no architecture has (layers
+/// of different windows in a Mixtral, say) cannot come from reading, and is not checked for.
+pub(super) fn to_json(config: &DecoderConfig, dtype: &str) -> Map<String, Value> {
+    let family = config.family;
+    let mut json = Map::new();
+    let mut set = |field: &str, value: Value| {
+        json.insert(field.to_owned(), value);
+    };
+    set("architectures", json!([family.architecture()]));
+    set("model_type", json!(family.model_type()));
+    set("torch_dtype", json!(dtype));
+    set("vocab_size", json!(config.vocab));
+    set("hidden_size", json!(config.d_model));
+    set("num_hidden_layers", json!(config.layers.len()));
+    set("num_attention_heads", json!(config.heads));
+    set("num_key_value_heads", json!(config.kv_heads));
+    set("head_dim", json!(config.head));
+    set("hidden_act", json!("silu"));
+    set("rms_norm_eps", json!(config.epsilon));
+    set("max_position_embeddings", json!(config.max_positions));
+    set("rope_theta", json!(config.rope.theta));
+    set("rope_scaling", rope_scaling(&config.rope.scaling));
+    set("tie_word_embeddings", json!(config.tied));
+    set("bos_token_id", json!(config.bos));
+    set("eos_token_id", tokens(&config.eos));
+    set("pad_token_id", json!(config.pad));
+    set("use_cache", json!(true));
+    if !matches!(family, Family::Mistral | Family::Mixtral) {
+        set("attention_bias", json!(config.attention_bias));
+    }
+    if family == Family::Llama {
+        set("mlp_bias", json!(config.mlp_bias));
+    } else {
+        let window = config.layers.iter().find_map(|layer| layer.window);
+        set("sliding_window", json!(window));
+        if family.has_qk_norm() {
+            set("use_sliding_window", json!(window.is_some()));
+        }
+    }
+    if family == Family::Qwen3 {
+        let full = config.layers.iter().take_while(|l| l.window.is_none());
+        set("max_window_layers", json!(full.count()));
+        let kinds = config.layers.iter().map(|layer| match layer.window {
+            None => "full_attention",
+            Some(_) => "sliding_attention",
+        });
+        set("layer_types", kinds.collect());
+    }
+    for (field, value) in feed_forward(config) {
+        json.insert(field.to_owned(), value);
+    }
+    json
+}
+
+/// The fields of the feed-forwards.
+fn feed_forward(config: &DecoderConfig) -> Vec<(&'static str, Value)> {
+    let mut dense_layers = Vec::new();
+    let (mut dense, mut moe) = (None, None);
+    for (index, layer) in config.layers.iter().enumerate() {
+        match layer.feed_forward {
+            FeedForwardConfig::Dense { hidden } => {
+                dense_layers.push(index);
+                dense = Some(hidden);
+            }
+            FeedForwardConfig::Moe {
+                experts,
+                top_k,
+                hidden,
+                normalize,
+            } => moe = Some((experts, top_k, hidden, normalize)),
+        }
+    }
+    let Some((experts, top_k, hidden, normalize)) = moe else {
+        return vec![("intermediate_size", json!(dense))];
+    };
+    if config.family == Family::Mixtral {
+        return vec![
+            ("intermediate_size", json!(hidden)),
+            ("num_local_experts", json!(experts)),
+            ("num_experts_per_tok", json!(top_k)),
+        ];
+    }
+    vec![
+        ("intermediate_size", json!(dense.unwrap_or(hidden * top_k))),
+        ("moe_intermediate_size", json!(hidden)),
+        ("num_experts", json!(experts)),
+        ("num_experts_per_tok", json!(top_k)),
+        ("norm_topk_prob", json!(normalize)),
+        ("decoder_sparse_step", json!(1)),
+        ("mlp_only_layers", json!(dense_layers)),
+    ]
+}
+
+fn rope_scaling(scaling: &RopeScaling) -> Value {
+    match *scaling {
+        RopeScaling::Default => Value::Null,
+        RopeScaling::Linear { factor } => json!({"rope_type": "linear", "factor": factor}),
+        RopeScaling::Llama3 {
+            factor,
+            low,
+            high,
+            original,
+        } => json!({
+            "rope_type": "llama3",
+            "factor": factor,
+            "low_freq_factor": low,
+            "high_freq_factor": high,
+            "original_max_position_embeddings": original as u64,
+        }),
+        RopeScaling::Yarn {
+            factor,
+            original,
+            beta_fast,
+            beta_slow,
+            attention_factor,
+            truncate,
+        } => json!({
+            "rope_type": "yarn",
+            "factor": factor,
+            "original_max_position_embeddings": original as u64,
+            "beta_fast": beta_fast,
+            "beta_slow": beta_slow,
+            "attention_factor": attention_factor,
+            "truncate": truncate,
+        }),
+        RopeScaling::Dynamic { factor, .. } => json!({"rope_type": "dynamic", "factor": factor}),
+    }
+}
+
+/// One token alone, as most files have it.
+fn tokens(tokens: &[u32]) -> Value {
+    match tokens {
+        [] => Value::Null,
+        [token] => json!(token),
+        tokens => json!(tokens),
+    }
+}

@@ -1,0 +1,245 @@
+//! Typed access to the fields of a JSON object, and the account of which were read.
+
+use std::cell::RefCell;
+use std::collections::BTreeSet;
+
+use anyhow::{Context, Result, ensure};
+use serde_json::{Map, Value};
+
+/// Fields of `config.json` that do not change what a model computes in inference.
+const HARMLESS: &[&str] = &[
+    "auto_map",
+    "dtype",
+    "expert_interval",
+    "experts_implementation",
+    "initializer_range",
+    "is_decoder",
+    "is_llama_config",
+    "output_attentions",
+    "output_hidden_states",
+    "output_router_logits",
+    "pretraining_tp",
+    "problem_type",
+    "quantization_config",
+    "return_dict",
+    "router_aux_loss_coef",
+    "router_jitter_noise",
+    "tokenizer_class",
+    "torch_dtype",
+    "transformers.js_config",
+    "transformers_version",
+    "unsloth_fixed",
+    "unsloth_version",
+    "use_cache",
+];
+
+/// Parts of the names of fields that may change what a model computes.
+const ARITHMETIC: &[&str] = &[
+    "act",
+    "attention",
+    "attn",
+    "bias",
+    "cap",
+    "clip",
+    "dim",
+    "embed",
+    "expert",
+    "factor",
+    "gate",
+    "head",
+    "hidden",
+    "kv",
+    "layer",
+    "logit",
+    "mlp",
+    "moe",
+    "multiplier",
+    "norm",
+    "position",
+    "residual",
+    "rope",
+    "rotary",
+    "router",
+    "scal",
+    "sink",
+    "size",
+    "sliding",
+    "theta",
+    "window",
+];
+
+/// A JSON object, and which of its fields were asked for.
+pub(crate) struct Fields<'a> {
+    json: &'a Map<String, Value>,
+    read: RefCell<BTreeSet<&'static str>>,
+}
+
+impl<'a> Fields<'a> {
+    pub fn new(json: &'a Map<String, Value>) -> Self {
+        Self {
+            json,
+            read: RefCell::new(BTreeSet::new()),
+        }
+    }
+
+    /// Whether the field is there, `null` or not.
+    pub fn has(&self, field: &'static str) -> bool {
+        self.take(field).is_some()
+    }
+
+    /// The field as it is.
+    pub fn take(&self, field: &'static str) -> Option<&'a Value> {
+        self.read.borrow_mut().insert(field);
+        self.json.get(field)
+    }
+
+    /// The field, unless it is absent or `null`.
+    fn value(&self, field: &'static str) -> Option<&'a Value> {
+        self.take(field).filter(|value| !value.is_null())
+    }
+
+    fn typed<T>(
+        &self,
+        field: &'static str,
+        expected: &str,
+        of: impl Fn(&'a Value) -> Option<T>,
+    ) -> Result<Option<T>> {
+        let Some(value) = self.value(field) else {
+            return Ok(None);
+        };
+        let typed =
+            of(value).with_context(|| format!("`{field}` is {value}, but must be {expected}"));
+        typed.map(Some)
+    }
+
+    pub fn optional_string(&self, field: &'static str) -> Result<Option<&'a str>> {
+        self.typed(field, "a string", Value::as_str)
+    }
+
+    pub fn string(&self, field: &'static str) -> Result<&'a str> {
+        required(field, self.optional_string(field)?)
+    }
+
+    pub fn optional_bool(&self, field: &'static str) -> Result<Option<bool>> {
+        self.typed(field, "true or false", Value::as_bool)
+    }
+
+    pub fn bool_or(&self, field: &'static str, default: bool) -> Result<bool> {
+        Ok(self.optional_bool(field)?.unwrap_or(default))
+    }
+
+    pub fn optional_number(&self, field: &'static str) -> Result<Option<f64>> {
+        self.typed(field, "a number", Value::as_f64)
+    }
+
+    pub fn number_or(&self, field: &'static str, default: f64) -> Result<f64> {
+        Ok(self.optional_number(field)?.unwrap_or(default))
+    }
+
+    /// A count of 1 to 2³¹ - 1: products of two fit a `usize`.
+    pub fn optional_positive(&self, field: &'static str) -> Result<Option<usize>> {
+        self.typed(field, "a number from 1 to 2147483647", |value| {
+            let count = usize::try_from(value.as_u64()?).ok()?;
+            (1..=i32::MAX as usize).contains(&count).then_some(count)
+        })
+    }
+
+    pub fn positive(&self, field: &'static str) -> Result<usize> {
+        required(field, self.optional_positive(field)?)
+    }
+
+    pub fn positive_or(&self, field: &'static str, default: usize) -> Result<usize> {
+        Ok(self.optional_positive(field)?.unwrap_or(default))
+    }
+
+    /// The id of a token.
+    pub fn token(&self, field: &'static str) -> Result<Option<u32>> {
+        // Some files write -1 where there is no such token.
+        if self.value(field).and_then(Value::as_i64) == Some(-1) {
+            return Ok(None);
+        }
+        self.typed(field, "the id of a token", token)
+    }
+
+    /// The ids of tokens, of which one may stand alone.
+    pub fn tokens(&self, field: &'static str) -> Result<Vec<u32>> {
+        let tokens = self.typed(
+            field,
+            "the id of a token, or a list of them",
+            |value| match value.as_array() {
+                Some(tokens) => tokens.iter().map(token).collect(),
+                None => Some(vec![token(value)?]),
+            },
+        );
+        Ok(tokens?.unwrap_or_default())
+    }
+
+    /// A list of numbers below `count`.
+    pub fn indices(&self, field: &'static str, count: usize) -> Result<Vec<usize>> {
+        let expected = format!("a list of numbers below {count}");
+        let indices = self.typed(field, &expected, |value| {
+            let index = |value: &Value| value.as_u64().map(|i| i as usize).filter(|i| *i < count);
+            value.as_array()?.iter().map(index).collect()
+        });
+        Ok(indices?.unwrap_or_default())
+    }
+
+    /// Fail if a field that nobody asked for may change what the model computes.
+    pub fn refuse_unknown(&self) -> Result<()> {
+        let read = self.read.borrow();
+        let unknown: Vec<String> = self
+            .json
+            .iter()
+            .filter(|(name, value)| {
+                !read.contains(name.as_str())
+                    && !HARMLESS.contains(&name.as_str())
+                    && !name.starts_with('_')
+                    && !name.contains("drop")
+                    && ARITHMETIC.iter().any(|part| name.contains(part))
+                    && !is_neutral(name, value)
+            })
+            .map(|(name, value)| format!("`{name}` ({value})"))
+            .collect();
+        ensure!(
+            unknown.is_empty(),
+            "fields that may change what the model computes, and that are not supported: {}",
+            unknown.join(", ")
+        );
+        Ok(())
+    }
+
+    /// Fail if there is a field that nobody asked for.
+    pub fn refuse_all_unknown(&self, whole: &str) -> Result<()> {
+        let read = self.read.borrow();
+        let mut names = self
+            .json
+            .keys()
+            .filter(|name| !read.contains(name.as_str()));
+        match names.next() {
+            None => Ok(()),
+            Some(name) => anyhow::bail!("`{whole}` has a field `{name}`, which is not known"),
+        }
+    }
+}
+
+/// Whether a field of this value says that there is no such thing.
+fn is_neutral(name: &str, value: &Value) -> bool {
+    let is_factor = ["multiplier", "scal", "factor"]
+        .iter()
+        .any(|part| name.contains(part));
+    let neutral = if is_factor { 1.0 } else { 0.0 };
+    match value {
+        Value::Null | Value::Bool(false) => true,
+        Value::Number(number) => number.as_f64() == Some(neutral),
+        Value::Array(list) => list.is_empty(),
+        _ => false,
+    }
+}
+
+fn token(value: &Value) -> Option<u32> {
+    u32::try_from(value.as_u64()?).ok()
+}
+
+fn required<T>(field: &str, value: Option<T>) -> Result<T> {
+    value.with_context(|| format!("`{field}` is absent"))
+}

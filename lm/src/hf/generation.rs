@@ -1,0 +1,91 @@
+//! `generation_config.json`: how a model is meant to be sampled.
+
+use std::path::Path;
+
+use anyhow::{Context, Result, ensure};
+
+use super::config::{DecoderConfig, read_object};
+use super::fields::Fields;
+
+/// The file's name.
+pub const GENERATION_FILE: &str = "generation_config.json";
+
+/// What `generation_config.json` says. What it does not say is `None`, and no value of its own is
+/// put in its place.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct GenerationConfig {
+    /// Token that starts a text.
+    pub bos: Option<u32>,
+    /// Tokens that end a text.
+    pub eos: Vec<u32>,
+    /// Token that fills batches.
+    pub pad: Option<u32>,
+    /// Whether tokens are drawn; the most probable one is taken otherwise.
+    pub sample: Option<bool>,
+    /// Divides the logits.
+    pub temperature: Option<f64>,
+    /// Only so many most probable tokens are drawn from.
+    pub top_k: Option<usize>,
+    /// Only the most probable tokens that have this probability together are drawn from.
+    pub top_p: Option<f64>,
+    /// Logits of tokens that the text has are divided by it where positive, multiplied otherwise.
+    pub repetition_penalty: Option<f64>,
+}
+
+impl GenerationConfig {
+    /// Reads the file of `folder`; where there is none, or it names no token, those of `config`
+    /// stand in.
+    ///
+    /// # Errors
+    /// When the file is no JSON object, or a field of another type or range.
+    pub fn read(folder: &Path, config: &DecoderConfig) -> Result<Self> {
+        let path = folder.join(GENERATION_FILE);
+        let mut found = match path.exists() {
+            true => Self::from_file(&path).with_context(|| path.display().to_string())?,
+            false => Self::default(),
+        };
+        if found.eos.is_empty() {
+            found.eos.clone_from(&config.eos);
+        }
+        found.bos = found.bos.or(config.bos);
+        found.pad = found.pad.or(config.pad);
+        Ok(found)
+    }
+
+    fn from_file(path: &Path) -> Result<Self> {
+        let json = read_object(path)?;
+        let fields = Fields::new(&json);
+        let positive = |field: &'static str| -> Result<Option<f64>> {
+            let value = fields.optional_number(field)?;
+            if let Some(value) = value {
+                ensure!(
+                    value.is_finite() && value > 0.0,
+                    "`{field}` is {value}, but must be positive"
+                );
+            }
+            Ok(value)
+        };
+        // Transformers writes 0 for all tokens.
+        let top_k = fields.optional_number("top_k")?.filter(|k| *k >= 1.0);
+        let top_p = positive("top_p")?;
+        ensure!(
+            top_p.is_none_or(|p| p <= 1.0),
+            "`top_p` is {top_p:?}, but must be at most 1"
+        );
+        let temperature = fields.optional_number("temperature")?;
+        ensure!(
+            temperature.is_none_or(|t| t.is_finite() && t >= 0.0),
+            "`temperature` is {temperature:?}, but must be zero or positive"
+        );
+        Ok(Self {
+            bos: fields.token("bos_token_id")?,
+            eos: fields.tokens("eos_token_id")?,
+            pad: fields.token("pad_token_id")?,
+            sample: fields.optional_bool("do_sample")?,
+            temperature,
+            top_k: top_k.map(|k| k as usize),
+            top_p,
+            repetition_penalty: positive("repetition_penalty")?,
+        })
+    }
+}

@@ -1,0 +1,246 @@
+//! A GGUF file of the Llama architecture, turned into a model folder.
+//!
+//! A file has metadata (typed values by key), a list of tensors (name, axes with the contiguous one
+//! first, type, offset), and their data. Nothing is allocated from a number of the file: strings and
+//! arrays are bounded by the bytes that are there. See `docs/gguf.md` of ggml-org/ggml.
+
+mod blocks;
+mod read;
+#[cfg(test)]
+mod tests;
+
+use std::path::Path;
+
+use anyhow::{Context, Result, bail, ensure};
+use half::{bf16, f16};
+
+use super::config::CONFIG_FILE;
+use super::{
+    DecoderConfig, Dtype, Family, FeedForwardConfig, LayerConfig, NewFolder, Rope, RopeScaling,
+    TensorWriter,
+};
+use crate::checkpoint::write_json;
+use read::Value;
+pub use read::{GgufFile, GgufTensor};
+
+/// Turns the GGUF file `path` into the model folder `target`, with tensors of type `dtype` (`F32`,
+/// `BF16` or `F16`) under the names of transformers, and a `config.json`. The rows of queries and
+/// keys, which llama.cpp's converter permutes, get their order back. There is no tokenizer in it.
+///
+/// # Errors
+/// When the file is malformed, is not of the Llama architecture, has tensors of types other than
+/// F32, F16, BF16, Q8_0 and Q4_1, lacks one or has unknown ones, or the folder cannot be written.
+pub fn import(path: &Path, target: &Path, dtype: Dtype) -> Result<DecoderConfig> {
+    let file = GgufFile::open(path)?;
+    import_file(&file, target, dtype).with_context(|| path.display().to_string())
+}
+
+fn import_file(file: &GgufFile, target: &Path, dtype: Dtype) -> Result<DecoderConfig> {
+    let type_name = match dtype {
+        Dtype::F32 => "float32",
+        Dtype::BF16 => "bfloat16",
+        Dtype::F16 => "float16",
+        other => bail!("`dtype` is {other:?}, but must be F32, BF16 or F16"),
+    };
+    let config = config(file)?;
+    let expected = crate::decoder::names::expected(&config);
+    let mut known = Vec::new();
+    let new = NewFolder::create(target)?;
+    write_json(&new.path().join(CONFIG_FILE), &config.to_json(type_name))?;
+    let mut writer = TensorWriter::create(new.path(), TensorWriter::SHARD_BYTES)?;
+    for tensor in &expected {
+        let name = gguf_name(&tensor.name);
+        let stored = file.tensor(&name)?;
+        let shape: Vec<usize> = stored.axes().iter().rev().copied().collect();
+        ensure!(
+            shape == tensor.shape,
+            "tensor `{name}` is {shape:?}, but must be {:?}",
+            tensor.shape
+        );
+        let mut values = stored.to_f32()?;
+        if tensor.name.ends_with("q_proj.weight") {
+            values = unpermute(&values, config.heads, config.head);
+        } else if tensor.name.ends_with("k_proj.weight") {
+            values = unpermute(&values, config.kv_heads, config.head);
+        }
+        writer.add(&tensor.name, dtype, &shape, &bytes(&values, dtype))?;
+        known.push(name);
+    }
+    let unknown: Vec<String> = file
+        .names()
+        .filter(|name| !known.iter().any(|known| known == name))
+        .map(|name| format!("`{name}`"))
+        .collect();
+    ensure!(
+        unknown.is_empty(),
+        "tensors that a Llama without them would not compute like: {}",
+        super::tensors::list(&unknown)
+    );
+    writer.finish()?;
+    new.finish()?;
+    Ok(config)
+}
+
+/// The configuration that the metadata says.
+fn config(file: &GgufFile) -> Result<DecoderConfig> {
+    let architecture = match file.value("general.architecture") {
+        Some(Value::String(name)) => name.as_str(),
+        _ => bail!("`general.architecture` is absent, or no string"),
+    };
+    ensure!(
+        architecture == "llama",
+        "`general.architecture` is `{architecture}`, but must be `llama`"
+    );
+    let count = |key: &str| -> Result<usize> {
+        let value = optional_count(file, key)?;
+        let value = value.with_context(|| format!("`{key}` is absent"))?;
+        ensure!(value > 0, "`{key}` is 0, but must be positive");
+        Ok(value)
+    };
+    let heads = count("llama.attention.head_count")?;
+    let kv_heads = optional_count(file, "llama.attention.head_count_kv")?.unwrap_or(heads);
+    let d_model = count("llama.embedding_length")?;
+    let head = match optional_count(file, "llama.attention.key_length")? {
+        Some(head) => head,
+        None => d_model / heads,
+    };
+    for key in ["llama.attention.value_length", "llama.rope.dimension_count"] {
+        if let Some(other) = optional_count(file, key)? {
+            ensure!(
+                other == head,
+                "`{key}` is {other}, but must be {head}, the size of a head"
+            );
+        }
+    }
+    ensure!(
+        heads.is_multiple_of(kv_heads) && head > 0 && head.is_multiple_of(2),
+        "{heads} heads of {head} with {kv_heads} of keys and values are not possible"
+    );
+    ensure!(
+        optional_count(file, "llama.expert_count")?.is_none_or(|experts| experts == 0),
+        "`llama.expert_count` is not 0: models with experts are not imported"
+    );
+    let layers = count("llama.block_count")?;
+    // Each has tensors of its own.
+    ensure!(
+        layers <= file.names().count(),
+        "`llama.block_count` is {layers}, but there are fewer tensors"
+    );
+    let hidden = count("llama.feed_forward_length")?;
+    let layer = LayerConfig {
+        window: None,
+        feed_forward: FeedForwardConfig::Dense { hidden },
+    };
+    let embedding = file.tensor("token_embd.weight")?;
+    let &[_, vocab] = embedding.axes() else {
+        bail!("tensor `token_embd.weight` is no matrix");
+    };
+    let epsilon = file.number("llama.attention.layer_norm_rms_epsilon")?;
+    let token = |key: &str| -> Result<Option<u32>> {
+        Ok(optional_count(file, key)?.map(|token| token as u32))
+    };
+    Ok(DecoderConfig {
+        family: Family::Llama,
+        vocab,
+        d_model,
+        heads,
+        kv_heads,
+        head,
+        layers: vec![layer; layers],
+        epsilon: epsilon.context("`llama.attention.layer_norm_rms_epsilon` is absent")?,
+        rope: rope(file)?,
+        max_positions: count("llama.context_length")?,
+        tied: !file.names().any(|name| name == "output.weight"),
+        attention_bias: false,
+        mlp_bias: false,
+        bos: token("tokenizer.ggml.bos_token_id")?,
+        eos: token("tokenizer.ggml.eos_token_id")?.into_iter().collect(),
+        pad: token("tokenizer.ggml.padding_token_id")?,
+    })
+}
+
+fn rope(file: &GgufFile) -> Result<Rope> {
+    let theta = file.number("llama.rope.freq_base")?.unwrap_or(1e4);
+    ensure!(
+        theta.is_finite() && theta > 1.0,
+        "`llama.rope.freq_base` is {theta}, but must be a number above 1"
+    );
+    let factor = file.number("llama.rope.scaling.factor")?;
+    let scaling = match (file.value("llama.rope.scaling.type"), factor) {
+        (None, None | Some(1.0)) => RopeScaling::Default,
+        (Some(Value::String(kind)), _) if kind == "none" => RopeScaling::Default,
+        (Some(Value::String(kind)), Some(factor)) if kind == "linear" && factor >= 1.0 => {
+            RopeScaling::Linear { factor }
+        }
+        (kind, factor) => bail!(
+            "`llama.rope.scaling` is of type {kind:?} and factor {factor:?}, but must be `linear` \
+             with a factor of at least 1, or absent"
+        ),
+    };
+    Ok(Rope { theta, scaling })
+}
+
+fn optional_count(file: &GgufFile, key: &str) -> Result<Option<usize>> {
+    match file.value(key) {
+        None => Ok(None),
+        Some(Value::Integer(n)) if (0..=i128::from(i32::MAX)).contains(n) => Ok(Some(*n as usize)),
+        Some(other) => bail!("`{key}` is {other:?}, but must be a number below 2147483648"),
+    }
+}
+
+/// The name in the file of the tensor `name` of transformers.
+fn gguf_name(name: &str) -> String {
+    let layer = name.strip_prefix("model.layers.");
+    let Some((index, part)) = layer.and_then(|rest| rest.split_once('.')) else {
+        return match name {
+            "model.embed_tokens.weight" => "token_embd.weight",
+            "model.norm.weight" => "output_norm.weight",
+            _ => "output.weight",
+        }
+        .into();
+    };
+    let part = match part.strip_suffix(".weight").unwrap_or(part) {
+        "self_attn.q_proj" => "attn_q",
+        "self_attn.k_proj" => "attn_k",
+        "self_attn.v_proj" => "attn_v",
+        "self_attn.o_proj" => "attn_output",
+        "mlp.gate_proj" => "ffn_gate",
+        "mlp.up_proj" => "ffn_up",
+        "mlp.down_proj" => "ffn_down",
+        "input_layernorm" => "attn_norm",
+        "post_attention_layernorm" => "ffn_norm",
+        other => other,
+    };
+    format!("blk.{index}.{part}.weight")
+}
+
+/// Rows in the order of transformers. llama.cpp rotates elements `2 i` and `2 i + 1` of a head, and
+/// transformers `i` and `i + head / 2`: the converter moved row `(h, p, i)` to `(h, i, p)`.
+fn unpermute(values: &[f32], heads: usize, head: usize) -> Vec<f32> {
+    let width = values.len() / (heads * head);
+    let half = head / 2;
+    let mut rows = Vec::with_capacity(values.len());
+    for h in 0..heads {
+        for p in 0..2 {
+            for i in 0..half {
+                let row = h * head + 2 * i + p;
+                rows.extend_from_slice(&values[row * width..][..width]);
+            }
+        }
+    }
+    rows
+}
+
+fn bytes(values: &[f32], dtype: Dtype) -> Vec<u8> {
+    match dtype {
+        Dtype::BF16 => values
+            .iter()
+            .flat_map(|v| bf16::from_f32(*v).to_le_bytes())
+            .collect(),
+        Dtype::F16 => values
+            .iter()
+            .flat_map(|v| f16::from_f32(*v).to_le_bytes())
+            .collect(),
+        _ => values.iter().flat_map(|v| v.to_le_bytes()).collect(),
+    }
+}

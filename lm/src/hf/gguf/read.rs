@@ -1,0 +1,324 @@
+//! The parser.
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::path::Path;
+
+use anyhow::{Context, Result, bail, ensure};
+use memmap2::Mmap;
+
+use super::blocks::GgufType;
+
+/// Axes of a tensor at most, as in ggml.
+const MAX_AXES: u32 = 4;
+/// Arrays of arrays at most.
+const MAX_DEPTH: usize = 4;
+
+/// A GGUF file, memory-mapped. Nobody may change it while this exists.
+pub struct GgufFile {
+    bytes: Mmap,
+    metadata: BTreeMap<String, Value>,
+    tensors: BTreeMap<String, Place>,
+}
+
+/// A value of the metadata.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Value {
+    /// Of any width, with a sign or without.
+    Integer(i128),
+    /// Of any width.
+    Float(f64),
+    /// True or false.
+    Bool(bool),
+    /// Text.
+    String(String),
+    /// So many values, which are not kept.
+    Array(u64),
+}
+
+/// Where a tensor lies.
+#[derive(Debug)]
+struct Place {
+    axes: Vec<usize>,
+    dtype: GgufType,
+    start: usize,
+    end: usize,
+}
+
+/// One tensor of a [`GgufFile`].
+pub struct GgufTensor<'a> {
+    place: &'a Place,
+    bytes: &'a [u8],
+}
+
+impl GgufTensor<'_> {
+    /// The axes, the contiguous one first.
+    pub fn axes(&self) -> &[usize] {
+        &self.place.axes
+    }
+
+    /// The values, dequantized: `scale * code` or `scale * code + minimum` in `f32`.
+    ///
+    /// # Errors
+    /// When a value is not finite.
+    pub fn to_f32(&self) -> Result<Vec<f32>> {
+        let values = self.place.dtype.to_f32(self.bytes);
+        ensure!(
+            values.iter().all(|value| value.is_finite()),
+            "a tensor has values that are not finite"
+        );
+        Ok(values)
+    }
+}
+
+impl GgufFile {
+    /// Opens a file.
+    ///
+    /// # Errors
+    /// When it is absent, truncated or malformed, or has tensors of types that cannot be read.
+    pub fn open(path: &Path) -> Result<Self> {
+        let context = || path.display().to_string();
+        let file = File::open(path).with_context(context)?;
+        // SAFETY: the map is read only, and callers keep the file as it is, as the type demands.
+        let bytes = unsafe { Mmap::map(&file) }.with_context(context)?;
+        let (metadata, tensors) = parse(&bytes).with_context(context)?;
+        Ok(Self {
+            bytes,
+            metadata,
+            tensors,
+        })
+    }
+
+    /// The names of all tensors, sorted.
+    pub fn names(&self) -> impl ExactSizeIterator<Item = &str> {
+        self.tensors.keys().map(String::as_str)
+    }
+
+    /// The tensor `name`.
+    ///
+    /// # Errors
+    /// When there is none.
+    pub fn tensor(&self, name: &str) -> Result<GgufTensor<'_>> {
+        let place = self
+            .tensors
+            .get(name)
+            .with_context(|| format!("no tensor `{name}`"))?;
+        let bytes = &self.bytes[place.start..place.end];
+        Ok(GgufTensor { place, bytes })
+    }
+
+    /// A value of the metadata.
+    pub fn value(&self, key: &str) -> Option<&Value> {
+        self.metadata.get(key)
+    }
+
+    /// A number of the metadata.
+    ///
+    /// # Errors
+    /// When the value is none.
+    pub fn number(&self, key: &str) -> Result<Option<f64>> {
+        match self.value(key) {
+            None => Ok(None),
+            Some(Value::Integer(number)) => Ok(Some(*number as f64)),
+            Some(Value::Float(number)) => Ok(Some(*number)),
+            Some(other) => bail!("`{key}` is {other:?}, but must be a number"),
+        }
+    }
+}
+
+type Parsed = (BTreeMap<String, Value>, BTreeMap<String, Place>);
+
+/// The names of the tensors of a whole file.
+#[cfg(test)]
+pub(super) fn parse_names(file: &[u8]) -> Result<Vec<String>> {
+    Ok(parse(file)?.1.into_keys().collect())
+}
+
+/// The metadata and the tensors of a whole file.
+fn parse(file: &[u8]) -> Result<Parsed> {
+    let mut cursor = Cursor { file, at: 0 };
+    ensure!(
+        cursor.take(4)? == b"GGUF",
+        "the file does not start with GGUF"
+    );
+    let version = cursor.u32()?;
+    ensure!(
+        version == 2 || version == 3,
+        "the version is {version}, but must be 2 or 3"
+    );
+    let (tensors, keys) = (cursor.u64()?, cursor.u64()?);
+    let mut metadata = BTreeMap::new();
+    for _ in 0..keys {
+        let key = cursor.string()?;
+        let kind = cursor.u32()?;
+        let value = cursor.value(kind, 0).with_context(|| format!("`{key}`"))?;
+        ensure!(
+            metadata.insert(key.clone(), value).is_none(),
+            "`{key}` comes twice"
+        );
+    }
+    let mut infos = Vec::new();
+    for _ in 0..tensors {
+        let name = cursor.string()?;
+        let info = cursor
+            .tensor()
+            .with_context(|| format!("tensor `{name}`"))?;
+        infos.push((name, info));
+    }
+    let alignment = match metadata.get("general.alignment") {
+        None => 32,
+        Some(Value::Integer(n)) if (1..=1 << 16).contains(n) => *n as usize,
+        Some(other) => bail!("`general.alignment` is {other:?}, but must be 1 to 65536"),
+    };
+    let data = cursor.at.next_multiple_of(alignment);
+    let mut places = BTreeMap::new();
+    for (name, (axes, dtype, offset)) in infos {
+        let context = || format!("tensor `{name}`");
+        let place = place(file.len(), data, axes, dtype, offset).with_context(context)?;
+        ensure!(
+            places.insert(name.clone(), place).is_none(),
+            "tensor `{name}` comes twice"
+        );
+    }
+    Ok((metadata, places))
+}
+
+/// A tensor's bytes, within the `length` of the file.
+fn place(
+    length: usize,
+    data: usize,
+    axes: Vec<u64>,
+    dtype: GgufType,
+    offset: u64,
+) -> Result<Place> {
+    let (elements, size) = dtype.block();
+    let first = axes.first().copied().unwrap_or(1);
+    ensure!(
+        first.is_multiple_of(elements as u64),
+        "its rows have {first} elements, but must have whole blocks of {elements}"
+    );
+    let count = axes.iter().try_fold(1u64, |n, axis| n.checked_mul(*axis));
+    let bytes = count.and_then(|n| (n / elements as u64).checked_mul(size as u64));
+    let start = offset.checked_add(data as u64);
+    let end = start
+        .zip(bytes)
+        .and_then(|(start, bytes)| start.checked_add(bytes));
+    let (Some(start), Some(end)) = (start, end) else {
+        bail!("{dtype:?}{axes:?} at offset {offset} does not fit any file");
+    };
+    ensure!(
+        end <= length as u64,
+        "its bytes are said to be {start} to {end}, but the file has {length}"
+    );
+    Ok(Place {
+        axes: axes.into_iter().map(|axis| axis as usize).collect(),
+        dtype,
+        start: start as usize,
+        end: end as usize,
+    })
+}
+
+/// Reads from the front of a file.
+struct Cursor<'a> {
+    file: &'a [u8],
+    at: usize,
+}
+
+impl<'a> Cursor<'a> {
+    fn take(&mut self, count: u64) -> Result<&'a [u8]> {
+        let rest = &self.file[self.at..];
+        ensure!(
+            count <= rest.len() as u64,
+            "{count} bytes are said to follow at byte {}, but there are {}: the file is truncated",
+            self.at,
+            rest.len()
+        );
+        self.at += count as usize;
+        Ok(&rest[..count as usize])
+    }
+
+    fn array<const N: usize>(&mut self) -> Result<[u8; N]> {
+        Ok(self.take(N as u64)?.try_into()?)
+    }
+
+    fn u32(&mut self) -> Result<u32> {
+        Ok(u32::from_le_bytes(self.array()?))
+    }
+
+    fn u64(&mut self) -> Result<u64> {
+        Ok(u64::from_le_bytes(self.array()?))
+    }
+
+    fn string(&mut self) -> Result<String> {
+        let length = self.u64()?;
+        let bytes = self.take(length)?;
+        let text = std::str::from_utf8(bytes).context("a string is no UTF-8")?;
+        Ok(text.to_owned())
+    }
+
+    fn value(&mut self, kind: u32, depth: usize) -> Result<Value> {
+        Ok(match kind {
+            0 => Value::Integer(u8::from_le_bytes(self.array()?).into()),
+            1 => Value::Integer(i8::from_le_bytes(self.array()?).into()),
+            2 => Value::Integer(u16::from_le_bytes(self.array()?).into()),
+            3 => Value::Integer(i16::from_le_bytes(self.array()?).into()),
+            4 => Value::Integer(self.u32()?.into()),
+            5 => Value::Integer(i32::from_le_bytes(self.array()?).into()),
+            6 => Value::Float(f32::from_le_bytes(self.array()?).into()),
+            7 => match self.array()? {
+                [0] => Value::Bool(false),
+                [1] => Value::Bool(true),
+                [other] => bail!("a truth value is {other}, but must be 0 or 1"),
+            },
+            8 => Value::String(self.string()?),
+            9 => {
+                let (kind, count) = (self.u32()?, self.u64()?);
+                self.skip(kind, count, depth + 1)?;
+                Value::Array(count)
+            }
+            10 => Value::Integer(self.u64()?.into()),
+            11 => Value::Integer(i64::from_le_bytes(self.array()?).into()),
+            12 => Value::Float(f64::from_le_bytes(self.array()?)),
+            other => bail!("the type of a value is {other}, which is not known"),
+        })
+    }
+
+    /// Goes over `count` values.
+    fn skip(&mut self, kind: u32, count: u64, depth: usize) -> Result<()> {
+        ensure!(depth <= MAX_DEPTH, "arrays are nested too deeply");
+        let size = match kind {
+            0 | 1 | 7 => 1,
+            2 | 3 => 2,
+            4..=6 => 4,
+            10..=12 => 8,
+            // Each takes bytes, so that a count that lies ends at the end of the file.
+            8 | 9 => {
+                for _ in 0..count {
+                    self.value(kind, depth)?;
+                }
+                return Ok(());
+            }
+            other => bail!("the type of a value is {other}, which is not known"),
+        };
+        let Some(bytes) = count.checked_mul(size) else {
+            bail!("an array is said to have {count} values");
+        };
+        self.take(bytes)?;
+        Ok(())
+    }
+
+    /// Axes, type and offset.
+    fn tensor(&mut self) -> Result<(Vec<u64>, GgufType, u64)> {
+        let count = self.u32()?;
+        ensure!(
+            count <= MAX_AXES,
+            "it has {count} axes, but can have {MAX_AXES} at most"
+        );
+        let axes = (0..count).map(|_| self.u64()).collect::<Result<_>>()?;
+        let number = self.u32()?;
+        let dtype = GgufType::from_number(number).with_context(|| {
+            format!("its type has number {number}, but only F32, F16, BF16, Q8_0 and Q4_1 are read")
+        })?;
+        Ok((axes, dtype, self.u64()?))
+    }
+}

@@ -1,0 +1,320 @@
+use std::fs;
+use std::path::PathBuf;
+
+use super::read::parse_names;
+use super::*;
+use crate::hf::TensorFolder;
+use crate::hf::golden::Scratch;
+
+/// A file that is being made.
+#[derive(Default)]
+struct Made {
+    keys: Vec<Vec<u8>>,
+    infos: Vec<Vec<u8>>,
+    data: Vec<u8>,
+}
+
+fn string(text: &str) -> Vec<u8> {
+    [&(text.len() as u64).to_le_bytes(), text.as_bytes()].concat()
+}
+
+impl Made {
+    fn key(&mut self, key: &str, kind: u32, value: &[u8]) {
+        self.keys
+            .push([&string(key)[..], &kind.to_le_bytes(), value].concat());
+    }
+
+    fn number(&mut self, key: &str, value: u32) {
+        self.key(key, 4, &value.to_le_bytes());
+    }
+
+    /// `shape` with the contiguous axis last.
+    fn tensor(&mut self, name: &str, shape: &[usize], kind: u32, bytes: &[u8]) {
+        while !self.data.len().is_multiple_of(32) {
+            self.data.push(0xee);
+        }
+        let mut info = string(name);
+        info.extend((shape.len() as u32).to_le_bytes());
+        for axis in shape.iter().rev() {
+            info.extend((*axis as u64).to_le_bytes());
+        }
+        info.extend(kind.to_le_bytes());
+        info.extend((self.data.len() as u64).to_le_bytes());
+        self.infos.push(info);
+        self.data.extend(bytes);
+    }
+
+    fn bytes(&self) -> Vec<u8> {
+        let mut file = b"GGUF".to_vec();
+        file.extend(3u32.to_le_bytes());
+        file.extend((self.infos.len() as u64).to_le_bytes());
+        file.extend((self.keys.len() as u64).to_le_bytes());
+        file.extend(self.keys.concat());
+        file.extend(self.infos.concat());
+        while !file.len().is_multiple_of(32) {
+            file.push(0);
+        }
+        file.extend(&self.data);
+        file
+    }
+}
+
+const D_MODEL: usize = 32;
+const VOCAB: usize = 32;
+const HIDDEN: usize = 64;
+
+/// Matrix number `seed`: small multiples of 1/8, exact in every type.
+fn values(seed: usize, count: usize) -> Vec<f32> {
+    (0..count)
+        .map(|i| ((i * 7 + seed * 3) % 15) as f32 / 8.0)
+        .collect()
+}
+
+fn f16_bytes(value: f32) -> [u8; 2] {
+    f16::from_f32(value).to_le_bytes()
+}
+
+/// Scale 1/8 and minimum 0: the values of [`values`] are codes.
+fn q4_1(values: &[f32]) -> Vec<u8> {
+    let block = |block: &[f32]| {
+        let code = |i: usize| (block[i] * 8.0) as u8;
+        let mut bytes = [f16_bytes(0.125), f16_bytes(0.0)].concat();
+        bytes.extend((0..16).map(|i| code(i) | code(i + 16) << 4));
+        bytes
+    };
+    values.chunks(32).flat_map(block).collect()
+}
+
+fn q8_0(values: &[f32]) -> Vec<u8> {
+    let block = |block: &[f32]| {
+        let codes = block.iter().map(|value| (value * 8.0) as i8 as u8);
+        f16_bytes(0.125)
+            .into_iter()
+            .chain(codes)
+            .collect::<Vec<u8>>()
+    };
+    values.chunks(32).flat_map(block).collect()
+}
+
+/// Rows as llama.cpp's converter orders them: `(h, p, i)` to `(h, i, p)`.
+fn permute(values: &[f32], heads: usize) -> Vec<f32> {
+    let row = |r: usize| {
+        let (h, i, p) = (r / 16, r % 16 / 2, r % 2);
+        let from = h * 16 + p * 8 + i;
+        values[from * D_MODEL..][..D_MODEL].to_vec()
+    };
+    (0..heads * 16).flat_map(row).collect()
+}
+
+/// A model of one layer with two heads of 16 and one of keys and values.
+fn model() -> Made {
+    let mut made = Made::default();
+    made.key("general.architecture", 8, &string("llama"));
+    for (key, value) in [
+        ("llama.block_count", 1),
+        ("llama.context_length", 64),
+        ("llama.embedding_length", D_MODEL as u32),
+        ("llama.feed_forward_length", HIDDEN as u32),
+        ("llama.attention.head_count", 2),
+        ("llama.attention.head_count_kv", 1),
+        ("llama.rope.dimension_count", 16),
+        ("tokenizer.ggml.bos_token_id", 1),
+        ("tokenizer.ggml.eos_token_id", 2),
+    ] {
+        made.number(key, value);
+    }
+    made.key(
+        "llama.attention.layer_norm_rms_epsilon",
+        6,
+        &1e-5f32.to_le_bytes(),
+    );
+    made.key("llama.rope.freq_base", 6, &1e5f32.to_le_bytes());
+    // An array of strings, which is gone over.
+    let tokens = [
+        &8u32.to_le_bytes()[..],
+        &2u64.to_le_bytes(),
+        &string("a"),
+        &string("b"),
+    ];
+    made.key("tokenizer.ggml.tokens", 9, &tokens.concat());
+
+    let f32s = |v: &[f32]| v.iter().flat_map(|v| v.to_le_bytes()).collect::<Vec<u8>>();
+    made.tensor(
+        "token_embd.weight",
+        &[VOCAB, D_MODEL],
+        8,
+        &q8_0(&values(0, VOCAB * D_MODEL)),
+    );
+    made.tensor(
+        "output_norm.weight",
+        &[D_MODEL],
+        0,
+        &f32s(&values(1, D_MODEL)),
+    );
+    made.tensor(
+        "blk.0.attn_norm.weight",
+        &[D_MODEL],
+        0,
+        &f32s(&values(2, D_MODEL)),
+    );
+    made.tensor(
+        "blk.0.ffn_norm.weight",
+        &[D_MODEL],
+        0,
+        &f32s(&values(3, D_MODEL)),
+    );
+    let q = permute(&values(4, 32 * D_MODEL), 2);
+    made.tensor("blk.0.attn_q.weight", &[32, D_MODEL], 3, &q4_1(&q));
+    let k = permute(&values(5, 16 * D_MODEL), 1);
+    made.tensor("blk.0.attn_k.weight", &[16, D_MODEL], 3, &q4_1(&k));
+    let v: Vec<u8> = values(6, 16 * D_MODEL)
+        .iter()
+        .flat_map(|v| f16_bytes(*v))
+        .collect();
+    made.tensor("blk.0.attn_v.weight", &[16, D_MODEL], 1, &v);
+    let o = values(7, D_MODEL * 32);
+    let o: Vec<u8> = o
+        .iter()
+        .flat_map(|v| bf16::from_f32(*v).to_le_bytes())
+        .collect();
+    made.tensor("blk.0.attn_output.weight", &[D_MODEL, 32], 30, &o);
+    for (name, seed, shape) in [
+        ("ffn_gate", 8, [HIDDEN, D_MODEL]),
+        ("ffn_up", 9, [HIDDEN, D_MODEL]),
+        ("ffn_down", 10, [D_MODEL, HIDDEN]),
+    ] {
+        let bytes = q4_1(&values(seed, HIDDEN * D_MODEL));
+        made.tensor(&format!("blk.0.{name}.weight"), &shape, 3, &bytes);
+    }
+    made
+}
+
+fn write(folder: &Path, made: &Made) -> PathBuf {
+    let path = folder.join("model.gguf");
+    fs::write(&path, made.bytes()).unwrap();
+    path
+}
+
+fn error_of(made: &Made) -> String {
+    let folder = Scratch::new("gguf-error");
+    let path = write(&folder, made);
+    let error = import(&path, &folder.join("out"), Dtype::F32).unwrap_err();
+    assert_eq!(
+        fs::read_dir(&*folder).unwrap().count(),
+        1,
+        "something is left"
+    );
+    format!("{error:#}")
+}
+
+#[test]
+fn a_llama_becomes_a_folder() {
+    let folder = Scratch::new("gguf");
+    let path = write(&folder, &model());
+    let target = folder.join("out");
+    let config = import(&path, &target, Dtype::BF16).unwrap();
+    assert_eq!(DecoderConfig::read(&target).unwrap(), config);
+    assert_eq!((config.heads, config.kv_heads, config.head), (2, 1, 16));
+    assert_eq!(
+        (config.vocab, config.max_positions, config.tied),
+        (VOCAB, 64, true)
+    );
+    assert_eq!((config.bos, &config.eos[..]), (Some(1), &[2][..]));
+    assert_eq!(
+        (config.rope.theta, config.epsilon),
+        (1e5, f64::from(1e-5f32))
+    );
+    let tensors = TensorFolder::open(&target).unwrap();
+    assert_eq!(tensors.len(), 11);
+    for (name, seed) in [
+        ("embed_tokens", 0),
+        ("norm", 1),
+        ("layers.0.input_layernorm", 2),
+        ("layers.0.post_attention_layernorm", 3),
+        ("layers.0.self_attn.q_proj", 4),
+        ("layers.0.self_attn.k_proj", 5),
+        ("layers.0.self_attn.v_proj", 6),
+        ("layers.0.self_attn.o_proj", 7),
+        ("layers.0.mlp.gate_proj", 8),
+        ("layers.0.mlp.up_proj", 9),
+        ("layers.0.mlp.down_proj", 10),
+    ] {
+        let found = tensors.get(&format!("model.{name}.weight")).unwrap();
+        let found = found.to_f32().unwrap();
+        assert_eq!(found, values(seed, found.len()), "{name}");
+    }
+}
+
+#[test]
+fn blocks_are_dequantized_as_ggml_does() {
+    let mut q4 = [f16_bytes(0.5), f16_bytes(-1.0)].concat();
+    q4.extend((0..16u8).map(|i| i | (15 - i) << 4));
+    let found = blocks::GgufType::Q4_1.to_f32(&q4);
+    let expected = (0..32).map(|i| match i {
+        0..16 => i as f32 * 0.5 - 1.0,
+        _ => (31 - i) as f32 * 0.5 - 1.0,
+    });
+    assert_eq!(found, expected.collect::<Vec<f32>>());
+    let mut q8 = f16_bytes(0.25).to_vec();
+    q8.extend((0..32u8).map(|i| i.wrapping_sub(16)));
+    let found = blocks::GgufType::Q8_0.to_f32(&q8);
+    let expected = (0..32).map(|i| (i as f32 - 16.0) * 0.25);
+    assert_eq!(found, expected.collect::<Vec<f32>>());
+}
+
+#[test]
+fn what_is_not_a_llama_of_known_types_is_an_error() {
+    let mut made = model();
+    made.keys.remove(1);
+    assert!(error_of(&made).contains("`llama.block_count` is absent"));
+    let mut made = model();
+    made.keys[0] = Vec::new();
+    made.keys.remove(0);
+    made.key("general.architecture", 8, &string("gemma"));
+    assert!(error_of(&made).contains("`general.architecture` is `gemma`"));
+    let mut made = model();
+    made.number("llama.expert_count", 8);
+    assert!(error_of(&made).contains("models with experts are not imported"));
+    let mut made = model();
+    made.tensor("rope_freqs.weight", &[8], 0, &[0; 32]);
+    assert!(error_of(&made).contains("`rope_freqs.weight`"));
+    let mut made = model();
+    made.tensor("blk.0.extra", &[32], 12, &[0; 144]);
+    let error = error_of(&made);
+    assert!(
+        error.contains("tensor `blk.0.extra`") && error.contains("number 12"),
+        "{error}"
+    );
+    let mut made = model();
+    made.infos.remove(2);
+    assert!(error_of(&made).contains("no tensor `blk.0.attn_norm.weight`"));
+    let mut made = model();
+    made.tensor("half.block", &[16], 8, &[0; 34]);
+    assert!(error_of(&made).contains("whole blocks of 32"));
+    let mut made = model();
+    made.number("llama.rope.scaling.factor", 4);
+    assert!(error_of(&made).contains("`llama.rope.scaling`"));
+}
+
+/// Lengths that lie end in an error, and damage never in a panic.
+#[test]
+fn damaged_files_never_panic() {
+    let whole = model().bytes();
+    let start = whole.len() - model().data.len();
+    assert_eq!(parse_names(&whole).unwrap().len(), 11);
+    for length in (0..start).chain([whole.len() - 1]) {
+        assert!(parse_names(&whole[..length]).is_err(), "{length} bytes");
+    }
+    let mut damaged = whole.clone();
+    for bit in 0..start * 8 {
+        damaged[bit / 8] ^= 1 << (bit % 8);
+        let _ = parse_names(&damaged);
+        damaged[bit / 8] ^= 1 << (bit % 8);
+    }
+    for at in 8..start - 8 {
+        let old: [u8; 8] = damaged[at..at + 8].try_into().unwrap();
+        damaged[at..at + 8].copy_from_slice(&(u64::MAX >> 1).to_le_bytes());
+        let _ = parse_names(&damaged);
+        damaged[at..at + 8].copy_from_slice(&old);
+    }
+}

@@ -1,0 +1,336 @@
+//! Frequencies of rotary positions, with the arithmetic of transformers' `modeling_rope_utils`:
+//! `f32` where it computes in `f32`, as positions of long texts multiply every rounding.
+
+use std::f64::consts::PI;
+
+use anyhow::{Result, bail, ensure};
+use serde_json::Value;
+
+use super::fields::Fields;
+
+/// Rotary positions: pair `i` of a head turns by the position times frequency `i`.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Rope {
+    /// Base of the frequencies, `theta^(-2i / head)`.
+    pub theta: f64,
+    /// How they are changed for longer texts.
+    pub scaling: RopeScaling,
+}
+
+/// How frequencies are changed for texts longer than those that a model was trained on.
+#[derive(Clone, Debug, PartialEq)]
+pub enum RopeScaling {
+    /// Not at all.
+    Default,
+    /// All are divided by `factor`.
+    Linear {
+        /// The factor.
+        factor: f64,
+    },
+    /// Low frequencies are divided by `factor`, high ones stay, those between are blended.
+    Llama3 {
+        /// The factor.
+        factor: f64,
+        /// Waves longer than `original / low` are scaled.
+        low: f64,
+        /// Waves shorter than `original / high` are not.
+        high: f64,
+        /// Positions of the training.
+        original: f64,
+    },
+    /// YaRN (Peng et al., 2023): a ramp over the pairs blends scaled and unscaled frequencies.
+    Yarn {
+        /// The factor.
+        factor: f64,
+        /// Positions of the training.
+        original: f64,
+        /// Pairs that turn more often than this are not scaled.
+        beta_fast: f64,
+        /// Pairs that turn less often than this are.
+        beta_slow: f64,
+        /// Cosines and sines are multiplied by it.
+        attention_factor: f64,
+        /// Whether the ramp starts and ends at whole pairs.
+        truncate: bool,
+    },
+    /// The base grows with the length of the text, beyond `original` positions.
+    Dynamic {
+        /// The factor.
+        factor: f64,
+        /// Positions of the training.
+        original: f64,
+    },
+}
+
+/// Kinds by name, for errors.
+const KINDS: &str = "default, linear, llama3, yarn or dynamic";
+
+impl Rope {
+    /// From `rope_parameters` of transformers 5, or `rope_theta` and `rope_scaling` of
+    /// transformers 4.
+    pub(crate) fn from_fields(fields: &Fields, theta: f64, max_positions: usize) -> Result<Self> {
+        let theta = fields.number_or("rope_theta", theta)?;
+        let old = fields.take("rope_scaling").filter(|value| !value.is_null());
+        let new = fields
+            .take("rope_parameters")
+            .filter(|value| !value.is_null());
+        let (name, value) = match (old, new) {
+            (None, None) => {
+                return Self {
+                    theta,
+                    scaling: RopeScaling::Default,
+                }
+                .checked();
+            }
+            (Some(value), None) => ("rope_scaling", value),
+            (None, Some(value)) => ("rope_parameters", value),
+            (Some(_), Some(_)) => bail!("there are both `rope_scaling` and `rope_parameters`"),
+        };
+        let Value::Object(object) = value else {
+            bail!("`{name}` is {value}, but must be an object");
+        };
+        let inner = Fields::new(object);
+        let found = Self::from_object(name, &inner, theta, max_positions as f64)?;
+        inner.refuse_all_unknown(name)?;
+        found.checked()
+    }
+
+    fn from_object(name: &str, fields: &Fields, theta: f64, max: f64) -> Result<Self> {
+        let theta = fields.number_or("rope_theta", theta)?;
+        let partial = fields.number_or("partial_rotary_factor", 1.0)?;
+        ensure!(
+            partial == 1.0,
+            "`{name}.partial_rotary_factor` is {partial}, but must be 1: whole heads are rotated"
+        );
+        let kind = match (
+            fields.optional_string("rope_type")?,
+            fields.optional_string("type")?,
+        ) {
+            (Some(new), Some(old)) if new != old => {
+                bail!("`{name}.rope_type` is `{new}`, but `{name}.type` is `{old}`")
+            }
+            (Some(kind), _) | (None, Some(kind)) => kind,
+            (None, None) => "default",
+        };
+        let positive = |field: &'static str, default: Option<f64>| -> Result<f64> {
+            let Some(value) = fields.optional_number(field)?.or(default) else {
+                bail!("`{name}.{field}` is absent, which `{kind}` needs");
+            };
+            ensure!(
+                value.is_finite() && value > 0.0,
+                "`{name}.{field}` is {value}, but must be positive"
+            );
+            Ok(value)
+        };
+        let factor = || -> Result<f64> {
+            let factor = positive("factor", None)?;
+            ensure!(
+                factor >= 1.0,
+                "`{name}.factor` is {factor}, but must be at least 1"
+            );
+            Ok(factor)
+        };
+        let original = |default| positive("original_max_position_embeddings", default);
+        let scaling = match kind {
+            "default" => RopeScaling::Default,
+            "linear" => RopeScaling::Linear { factor: factor()? },
+            "llama3" => {
+                let (low, high) = (
+                    positive("low_freq_factor", None)?,
+                    positive("high_freq_factor", None)?,
+                );
+                ensure!(
+                    low < high,
+                    "`{name}.low_freq_factor` is {low}, but must be less than `high_freq_factor` \
+                     ({high})"
+                );
+                RopeScaling::Llama3 {
+                    factor: factor()?,
+                    low,
+                    high,
+                    original: original(None)?,
+                }
+            }
+            "yarn" => {
+                let factor = factor()?;
+                RopeScaling::Yarn {
+                    factor,
+                    original: original(Some(max))?,
+                    beta_fast: positive("beta_fast", Some(32.0))?,
+                    beta_slow: positive("beta_slow", Some(1.0))?,
+                    attention_factor: yarn_attention_factor(fields, factor)?,
+                    truncate: fields.bool_or("truncate", true)?,
+                }
+            }
+            "dynamic" => {
+                let original = original(Some(max))?;
+                ensure!(
+                    original == max,
+                    "`{name}.original_max_position_embeddings` is {original}, but must be \
+                     `max_position_embeddings` ({max}), from which dynamic scaling starts"
+                );
+                RopeScaling::Dynamic {
+                    factor: factor()?,
+                    original,
+                }
+            }
+            other => bail!("`{name}.rope_type` is `{other}`, but must be {KINDS}"),
+        };
+        if kind == "default" {
+            // Written by some tools with the type, without a meaning there.
+            for field in ["factor", "original_max_position_embeddings"] {
+                fields.take(field);
+            }
+        }
+        Ok(Self { theta, scaling })
+    }
+
+    fn checked(self) -> Result<Self> {
+        let theta = self.theta;
+        ensure!(
+            theta.is_finite() && theta > 1.0,
+            "`rope_theta` is {theta}, but must be a number above 1"
+        );
+        Ok(self)
+    }
+
+    /// The frequency of each of `head / 2` pairs, in radians per position, for a text of
+    /// `positions`.
+    ///
+    /// # Errors
+    /// When the head is too small for the kind of scaling.
+    pub fn frequencies(&self, head: usize, positions: usize) -> Result<Vec<f32>> {
+        let base = match self.scaling {
+            RopeScaling::Dynamic { factor, original } => {
+                ensure!(
+                    head > 2,
+                    "the size of a head is {head}, but must be at least 4 for dynamic scaling"
+                );
+                let growth = factor * (positions as f64).max(original) / original - (factor - 1.0);
+                self.theta * growth.powf(head as f64 / (head as f64 - 2.0))
+            }
+            _ => self.theta,
+        };
+        let powers = (0..head / 2).map(|i| {
+            let exponent = 2.0 * i as f32 / head as f32;
+            base.powf(f64::from(exponent)) as f32
+        });
+        Ok(match self.scaling {
+            RopeScaling::Default | RopeScaling::Dynamic { .. } => {
+                powers.map(|power| 1.0 / power).collect()
+            }
+            RopeScaling::Linear { factor } => {
+                powers.map(|power| 1.0 / power / factor as f32).collect()
+            }
+            RopeScaling::Llama3 {
+                factor,
+                low,
+                high,
+                original,
+            } => powers
+                .map(|power| llama3(1.0 / power, factor, [low, high], original))
+                .collect(),
+            RopeScaling::Yarn {
+                factor,
+                original,
+                beta_fast,
+                beta_slow,
+                truncate,
+                ..
+            } => {
+                let dim = |turns| correction_dim(turns, head as f64, base, original);
+                let (mut low, mut high) = (dim(beta_fast), dim(beta_slow));
+                if truncate {
+                    (low, high) = (low.floor(), high.ceil());
+                }
+                let (low, mut high) = (low.max(0.0), high.min(head as f64 - 1.0));
+                if low == high {
+                    high += 0.001;
+                }
+                let blend = |(i, power): (usize, f32)| {
+                    let ramp = ((i as f32 - low as f32) / (high - low) as f32).clamp(0.0, 1.0);
+                    let unscaled = 1.0 - ramp;
+                    let (scaled_frequency, frequency) =
+                        (1.0 / (factor as f32 * power), 1.0 / power);
+                    scaled_frequency * (1.0 - unscaled) + frequency * unscaled
+                };
+                powers.enumerate().map(blend).collect()
+            }
+        })
+    }
+
+    /// What cosines and sines are multiplied by.
+    pub fn attention_factor(&self) -> f64 {
+        match self.scaling {
+            RopeScaling::Yarn {
+                attention_factor, ..
+            } => attention_factor,
+            _ => 1.0,
+        }
+    }
+
+    /// Whether frequencies depend on the length of the text, beyond so many positions.
+    pub fn dynamic_beyond(&self) -> Option<usize> {
+        match self.scaling {
+            RopeScaling::Dynamic { original, .. } => Some(original as usize),
+            _ => None,
+        }
+    }
+
+    /// Cosines and sines of the first `positions` positions, `[positions, head / 2]` each, for a
+    /// text of so many.
+    ///
+    /// # Errors
+    /// As [`frequencies`](Self::frequencies).
+    pub fn tables(&self, head: usize, positions: usize) -> Result<(Vec<f32>, Vec<f32>)> {
+        let frequencies = self.frequencies(head, positions)?;
+        let scale = self.attention_factor() as f32;
+        let angles = (0..positions).flat_map(|position| {
+            frequencies
+                .iter()
+                .map(move |frequency| f64::from(position as f32 * frequency))
+        });
+        Ok(angles
+            .map(|angle| (angle.cos() as f32 * scale, angle.sin() as f32 * scale))
+            .unzip())
+    }
+}
+
+/// One frequency of Llama 3.
+fn llama3(frequency: f32, factor: f64, [low, high]: [f64; 2], original: f64) -> f32 {
+    let wave = (2.0 * PI) as f32 / frequency;
+    let scaled = frequency / factor as f32;
+    if wave < (original / high) as f32 {
+        frequency
+    } else if wave > (original / low) as f32 {
+        scaled
+    } else {
+        let smooth = (original as f32 / wave - low as f32) / (high - low) as f32;
+        (1.0 - smooth) * frequency / factor as f32 + smooth * frequency
+    }
+}
+
+/// The pair, not rounded, that turns `turns` times in `original` positions.
+fn correction_dim(turns: f64, head: f64, base: f64, original: f64) -> f64 {
+    head * (original / (turns * 2.0 * PI)).ln() / (2.0 * base.ln())
+}
+
+fn yarn_attention_factor(fields: &Fields, factor: f64) -> Result<f64> {
+    let scale = |of: f64| match factor <= 1.0 {
+        true => 1.0,
+        false => 0.1 * of * factor.ln() + 1.0,
+    };
+    let written = fields.optional_number("attention_factor")?;
+    let mscale = fields.number_or("mscale", 0.0)?;
+    let all = fields.number_or("mscale_all_dim", 0.0)?;
+    let found = match written {
+        Some(written) => written,
+        None if mscale != 0.0 && all != 0.0 => scale(mscale) / scale(all),
+        None => scale(1.0),
+    };
+    ensure!(
+        found.is_finite() && found > 0.0,
+        "the attention factor of yarn is {found}, but must be positive"
+    );
+    Ok(found)
+}
