@@ -6,6 +6,7 @@ use anyhow::Result;
 use clap::{Parser, Subcommand};
 
 use crate::{convert, cost, doctor, inspect, kernels, oracle, quantize, sample, study, train};
+use crate::{cost, doctor, generate, kernels, oracle, sample, study, train};
 
 /// NVFP4 training for Burn models.
 #[derive(Parser)]
@@ -31,7 +32,7 @@ enum Task {
     Cost(Box<cost::CostOfSteps>),
     /// Compare undocumented behaviour of a device with the CPU oracle
     Oracle(oracle::Oracle),
-    /// Generate text with a trained model
+    /// Generate text with a model that `nvfp4 train` has trained
     Sample(sample::Sample),
     /// Quantize a model folder to NVFP4, for vLLM, SGLang, TensorRT-LLM or transformers
     ///
@@ -41,6 +42,8 @@ enum Task {
     Inspect(inspect::Inspect),
     /// Convert a quantized model between the dialects of ModelOpt and compressed-tensors
     Convert(convert::Convert),
+    /// Generate text with a model in a Hugging Face folder
+    Generate(Box<generate::Generate>),
     /// List the devices, their element types, and the kernel of each operation
     Doctor(doctor::Doctor),
 }
@@ -57,6 +60,7 @@ impl Command {
             Task::Quantize(quantize) => quantize.run().map(|()| ExitCode::SUCCESS),
             Task::Inspect(inspect) => inspect.run().map(|()| ExitCode::SUCCESS),
             Task::Convert(convert) => convert.run().map(|()| ExitCode::SUCCESS),
+            Task::Generate(generate) => generate.run().map(|()| ExitCode::SUCCESS),
             Task::Doctor(doctor) => doctor.run().map(|()| ExitCode::SUCCESS),
         }
     }

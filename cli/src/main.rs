@@ -7,6 +7,7 @@ mod device;
 mod dispatch;
 mod doctor;
 mod inspect;
+mod generate;
 mod kernels;
 mod layers;
 mod options;
