@@ -5,8 +5,9 @@ use std::process::ExitCode;
 use anyhow::Result;
 use clap::{Parser, Subcommand};
 
-use crate::{convert, cost, doctor, inspect, kernels, oracle, quantize, sample, study, train};
-use crate::{cost, doctor, generate, kernels, oracle, sample, study, train};
+use crate::{
+    convert, cost, doctor, generate, inspect, kernels, oracle, quantize, sample, study, train,
+};
 
 /// NVFP4 training for Burn models.
 #[derive(Parser)]
