@@ -5,7 +5,9 @@ use std::process::ExitCode;
 use anyhow::Result;
 use clap::{Parser, Subcommand};
 
-use crate::{convert, cost, doctor, inspect, kernels, oracle, quantize, sample, study, train};
+use crate::{
+    convert, cost, doctor, generate, inspect, kernels, oracle, quantize, sample, study, train,
+};
 
 /// NVFP4 training for Burn models.
 #[derive(Parser)]
@@ -31,8 +33,10 @@ enum Task {
     Cost(Box<cost::CostOfSteps>),
     /// Compare undocumented behaviour of a device with the CPU oracle
     Oracle(oracle::Oracle),
-    /// Generate text with a trained model
+    /// Generate text with a model that `nvfp4 train` has trained
     Sample(sample::Sample),
+    /// Generate text with a model in a Hugging Face folder
+    Generate(Box<generate::Generate>),
     /// Quantize a model folder to NVFP4, for vLLM, SGLang, TensorRT-LLM or transformers
     ///
     /// Layer by layer, without a device: memory holds one layer at a time.
@@ -54,6 +58,7 @@ impl Command {
             Task::Cost(cost) => cost.run(),
             Task::Oracle(oracle) => oracle.run().map(|()| ExitCode::SUCCESS),
             Task::Sample(sample) => sample.run().map(|()| ExitCode::SUCCESS),
+            Task::Generate(generate) => generate.run().map(|()| ExitCode::SUCCESS),
             Task::Quantize(quantize) => quantize.run().map(|()| ExitCode::SUCCESS),
             Task::Inspect(inspect) => inspect.run().map(|()| ExitCode::SUCCESS),
             Task::Convert(convert) => convert.run().map(|()| ExitCode::SUCCESS),

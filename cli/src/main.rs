@@ -6,6 +6,7 @@ mod cost;
 mod device;
 mod dispatch;
 mod doctor;
+mod generate;
 mod inspect;
 mod kernels;
 mod layers;

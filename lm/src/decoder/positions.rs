@@ -107,6 +107,7 @@ impl Tables {
 
 /// The positions of the tokens of a call.
 #[derive(Clone, Debug)]
+#[allow(clippy::large_enum_variant, reason = "there is one in a call")]
 pub(super) enum Places {
     /// 0 to `time - 1` in every sequence.
     FromZero {

@@ -410,10 +410,11 @@ fn feed_forwards(fields: &Fields, family: Family, count: usize) -> Result<Vec<Fe
     };
     let step = fields.positive_or("decoder_sparse_step", 1)?;
     let dense_layers = fields.indices("mlp_only_layers", count)?;
-    let kind = |layer: usize| match dense_layers.contains(&layer) || (layer + 1) % step != 0 {
-        true => dense.clone(),
-        false => moe.clone(),
-    };
+    let kind =
+        |layer: usize| match dense_layers.contains(&layer) || !(layer + 1).is_multiple_of(step) {
+            true => dense.clone(),
+            false => moe.clone(),
+        };
     Ok((0..count).map(kind).collect())
 }
 

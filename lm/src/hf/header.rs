@@ -5,6 +5,7 @@
 //! the data without holes or overlaps. Nothing is allocated from a number of the file: what a
 //! header may claim is bounded by its own length, and that by the length of the file.
 
+use std::collections::hash_map::Entry as HashEntry;
 use std::collections::{BTreeMap, HashMap};
 use std::fmt;
 
@@ -180,11 +181,15 @@ impl<'de> Deserialize<'de> for RawHeader {
                 while let Some(name) = map.next_key::<String>()? {
                     if name == "__metadata__" {
                         header.metadata = map.next_value()?;
-                    } else if header.tensors.contains_key(&name) {
-                        return Err(A::Error::custom(format!("tensor `{name}` comes twice")));
-                    } else {
-                        header.tensors.insert(name, map.next_value()?);
+                        continue;
                     }
+                    match header.tensors.entry(name) {
+                        HashEntry::Vacant(place) => place.insert(map.next_value()?),
+                        HashEntry::Occupied(place) => {
+                            let name = place.key();
+                            return Err(A::Error::custom(format!("tensor `{name}` comes twice")));
+                        }
+                    };
                 }
                 Ok(header)
             }

@@ -3,8 +3,8 @@
 //! - [`tensors`]: the tensors of `model.safetensors`, or of shards with an index, memory-mapped.
 //! - [`writer`]: such files written, whole or not at all.
 //! - [`config`]: `config.json` of transformers 4 and 5, and [`rope`], its rotary positions.
-//! - [`generation`]: `generation_config.json`.
-//! - [`tokenizer`]: `tokenizer.json`.
+//! - [`generation`]: how to sample, from `generation_config.json`.
+//! - [`tokenizer`]: text to tokens and back, by `tokenizer.json`.
 //! - [`gguf`]: a GGUF file, turned into such a folder.
 
 pub mod config;
