@@ -115,6 +115,10 @@ struct OneState {
 }
 
 #[derive(Debug, Clone)]
+#[allow(
+    clippy::large_enum_variant,
+    reason = "one a parameter, and the larger one is the usual one"
+)]
 enum Stored {
     OnDevice {
         first: Tensor<1>,
