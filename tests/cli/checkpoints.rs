@@ -1,4 +1,4 @@
-//! Quantized checkpoints: inspect, convert, quantize.
+//! Models in Hugging Face folders: inspect, convert, quantize, generate.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -170,4 +170,37 @@ fn quantize_writes_a_folder_that_inspect_finds_valid() {
     ));
     let text = succeeds(nvfp4("inspect", &[again]));
     assert!(text.starts_with("compressed-tensors, w4a4"), "{text}");
+}
+
+#[test]
+fn generate_continues_a_prompt() {
+    let test = "generate_continues_a_prompt";
+    let Some(model) = golden(test, "llama3-tiny") else {
+        return;
+    };
+    let options = [
+        "--prompt",
+        "The quick",
+        "--device",
+        "flex",
+        "--tokens",
+        "12",
+    ];
+    let said = |more: &[&str]| {
+        let arguments = [&[model.as_str()], &options[..], more].concat();
+        succeeds(nvfp4("generate", &arguments))
+    };
+    let greedy = said(&[]);
+    assert!(greedy.starts_with("The quick"), "{greedy}");
+    assert!(greedy.trim_end().len() > "The quick".len(), "{greedy}");
+    assert_eq!(greedy, said(&["--temperature", "0"]));
+    let drawn = said(&["--temperature", "2", "--seed", "5"]);
+    assert_ne!(greedy, drawn);
+    assert_eq!(drawn, said(&["--temperature", "2", "--seed", "5"]));
+    let arguments = [&[model.as_str()], &options[..], &["--top-p", "3"]].concat();
+    fails(nvfp4("generate", &arguments), &["top_p", "3"]);
+    if let Some(quantized) = golden(test, "llama3-tiny-ct-nvfp4") {
+        let arguments = [&[quantized.as_str()], &options[..]].concat();
+        fails(nvfp4("generate", &arguments), &["quantization_config"]);
+    }
 }
